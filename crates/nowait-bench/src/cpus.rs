@@ -1,0 +1,55 @@
+//! Which processor the client runs on and which the server, so that neither takes time from the other.
+//!
+//! Invariant: either both have a processor of their own, or neither is pinned and the report says so.
+//! Knows: error. Known by: server (what a child inherits), peers.
+
+use std::io;
+
+use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
+
+use crate::Error;
+
+/// Who runs where.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Placement {
+    /// Client and server on two different processors (numbers as in /proc/cpuinfo).
+    Apart { client: usize, server: usize },
+    /// This process may use one processor only.
+    Shared,
+}
+
+impl Placement {
+    /// The first two processors that this process may use.
+    pub(crate) fn choose() -> Result<Placement, Error> {
+        let allowed = sched_getaffinity(None)
+            .map_err(io::Error::from)
+            .map_err(Error::system("asking for the processors of this process"))?;
+        let mut usable = (0..CpuSet::MAX_CPU).filter(|&cpu| allowed.is_set(cpu));
+        Ok(match (usable.next(), usable.next()) {
+            (Some(client), Some(server)) => Placement::Apart { client, server },
+            _ => Placement::Shared,
+        })
+    }
+
+    /// Keeps the calling thread on the client's processor.
+    pub(crate) fn take_clients_place(self) -> io::Result<()> {
+        match self {
+            Placement::Apart { client, .. } => pin_this_thread(client),
+            Placement::Shared => Ok(()),
+        }
+    }
+
+    /// Keeps the calling thread, and all that it starts from now on, on the server's processor.
+    pub(crate) fn take_servers_place(self) -> io::Result<()> {
+        match self {
+            Placement::Apart { server, .. } => pin_this_thread(server),
+            Placement::Shared => Ok(()),
+        }
+    }
+}
+
+fn pin_this_thread(cpu: usize) -> io::Result<()> {
+    let mut set = CpuSet::new();
+    set.set(cpu);
+    Ok(sched_setaffinity(None, &set)?)
+}

@@ -1,0 +1,33 @@
+//! Measures nowait beside the other NBD servers of this machine, so that a figure never stands alone.
+//!
+//! Invariant: within one table every server gets the same file, the same processor, the same client and the
+//! same kind of caching, in turns short enough that a machine which slows down slows down for all of them.
+//! Knows: the servers only as programs, and the NBD protocol as a client. Known by: the command line.
+//!
+//! How a figure comes about: each server is started in turn on the file (only one has it open at a time, as
+//! QEMU locks images), warmed up, measured and stopped; the turns are repeated, and the median of the
+//! rounds is reported with the lowest and the highest. Client and server each have one processor of their
+//! own, so a figure says what a server makes of **one** processor, however many threads it starts. The
+//! client sleeps in the kernel while it has nothing to do, as real clients do.
+
+mod client;
+mod comparison;
+mod cpus;
+mod error;
+mod peers;
+mod report;
+mod server;
+mod stop;
+mod target;
+mod turn;
+mod usage;
+mod wire;
+mod workload;
+
+pub use comparison::{Comparison, Row, Sample, Spread};
+pub use error::Error;
+pub use peers::{Output, PeersOptions, run};
+pub use report::{Failure, Machine, MeasuredFile, Report};
+pub use server::ServerKind;
+pub use stop::Stop;
+pub use workload::{Caching, Direction, Order, Workload};

@@ -1,0 +1,416 @@
+//! The measurement: for each table and workload, each server in turn, round after round.
+//!
+//! Invariant: at most one server runs, and a comparison is in the report only if all its rounds are.
+//! Knows: every other file. Known by: the crate's door.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use tempfile::TempDir;
+
+use crate::comparison::{Comparison, Row, Sample};
+use crate::cpus::Placement;
+use crate::report::{Failure, Machine, MeasuredFile, Report};
+use crate::server::{Program, ServerKind};
+use crate::target::{Access, Target};
+use crate::turn::Turns;
+use crate::workload::{Caching, Direction, Workload};
+use crate::{Error, Stop};
+
+const DURATION_MIN: Duration = Duration::from_millis(50);
+const ROUNDS_MAX: u32 = 100;
+/// What qemu-nbd is started for.
+const CONNECTIONS_MAX: usize = 64;
+/// So many replies fit into a Unix socket while nobody receives; with more, a server that cannot send and a
+/// client that cannot send could wait for each other.
+const DEPTH_MAX: usize = 128;
+const BLOCK_BYTES_UNIT: usize = 4096;
+const BLOCK_BYTES_MAX: usize = 1 << 20;
+
+/// How the result is written while it comes in.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// Tables for people, each as soon as it is finished.
+    Text,
+    /// One JSON object at the end.
+    Json,
+}
+
+/// What to measure, on what, for how long.
+#[derive(Clone, Debug)]
+pub struct PeersOptions {
+    /// The nowait program; `None` measures the others alone.
+    pub nowait: Option<PathBuf>,
+    /// Which servers, of those installed.
+    pub servers: Vec<ServerKind>,
+    /// The file or block device to serve, at least 64 MiB; `None` makes a file of 256 MiB in `$TMPDIR`, or
+    /// in /var/tmp, and removes it afterwards.
+    pub file: Option<PathBuf>,
+    /// Whether `file` may be written over. Otherwise only reads are measured.
+    pub overwrite: bool,
+    /// How long one server is measured with one workload in one round, at least 50 ms. Before it come
+    /// 200 ms of warm-up.
+    pub duration: Duration,
+    /// How often, 1 to 100.
+    pub rounds: u32,
+    /// Connections at once, 1 to 64, each with a workload's depth.
+    pub connections: usize,
+    /// The rows: depth 1 to 128, blocks of 4 KiB to 1 MiB in steps of 4 KiB.
+    pub workloads: Vec<Workload>,
+    /// The tables.
+    pub caching: Vec<Caching>,
+    /// Text or JSON.
+    pub output: Output,
+    /// Ends the measurement early.
+    pub stop: Stop,
+}
+
+/// Everything there is, three rounds of a second each, on a file made for it.
+impl Default for PeersOptions {
+    fn default() -> PeersOptions {
+        PeersOptions {
+            nowait: None,
+            servers: ServerKind::ALL.to_vec(),
+            file: None,
+            overwrite: false,
+            duration: Duration::from_secs(1),
+            rounds: 3,
+            connections: 1,
+            workloads: Workload::standard(),
+            caching: vec![Caching::Direct, Caching::PageCache],
+            output: Output::Text,
+            stop: Stop::default(),
+        }
+    }
+}
+
+/// Measures, writes the result to `out` and returns it. Progress goes to stderr, if that is a terminal.
+///
+/// A server that fails is left out from there on and named in the report. After a [`Stop`] the report holds
+/// what was finished.
+///
+/// # Errors
+/// [`Error::Option`] and [`Error::File`] before anything is started, [`Error::NoServer`] if nothing can be,
+/// [`Error::System`] if `out` cannot be written or the file not be prepared.
+pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error> {
+    check(options)?;
+    let (programs, missing) = find_programs(options)?;
+    let target = Target::open(options.file.as_deref(), options.overwrite, &options.caching)?;
+    let scratch = TempDir::with_prefix("nowait-bench-")
+        .map_err(Error::system("making a directory for sockets"))?;
+    let placement = Placement::choose()?;
+    let mut workloads = options.workloads.clone();
+    if target.access == Access::ReadOnly {
+        workloads.retain(|workload| workload.direction == Direction::Read);
+    }
+    let mut report = Report {
+        machine: Machine::this(placement)?,
+        file: MeasuredFile::of(&target),
+        versions: programs
+            .iter()
+            .map(|program| (program.kind, program.version.clone()))
+            .collect(),
+        missing,
+        duration: options.duration,
+        rounds: options.rounds,
+        connections: options.connections,
+        comparisons: Vec::new(),
+        failures: Vec::new(),
+        interrupted: false,
+    };
+    let turns = Turns {
+        target: &target,
+        placement,
+        scratch: scratch.path(),
+        connections: options.connections,
+        duration: options.duration,
+        stop: &options.stop,
+    };
+    let progress = progress_bar(options, workloads.len() * programs.len());
+    let bench = Bench {
+        turns,
+        rounds: options.rounds,
+        progress: &progress,
+    };
+    let mut writer = Writer::begin(options, &report, out)?;
+    'tables: for &caching in &options.caching {
+        let mut working = programs.clone();
+        for &workload in &workloads {
+            let rows = bench.compare(workload, caching, &mut working, &mut report.failures)?;
+            if options.stop.requested() {
+                report.interrupted = true;
+                break 'tables;
+            }
+            let comparison = Comparison {
+                workload,
+                caching,
+                rows,
+            };
+            progress.suspend(|| writer.comparison(&report, &comparison))?;
+            report.comparisons.push(comparison);
+        }
+    }
+    progress.finish_and_clear();
+    writer.end(&report)?;
+    Ok(report)
+}
+
+fn check(options: &PeersOptions) -> Result<(), Error> {
+    let within = |good: bool, name: &'static str, problem: &'static str| {
+        if good {
+            Ok(())
+        } else {
+            Err(Error::Option { name, problem })
+        }
+    };
+    let good_workload = |workload: &Workload| {
+        (1..=DEPTH_MAX).contains(&workload.depth)
+            && (1..=BLOCK_BYTES_MAX).contains(&workload.block_bytes)
+            && workload.block_bytes.is_multiple_of(BLOCK_BYTES_UNIT)
+    };
+    within(
+        options.duration >= DURATION_MIN,
+        "duration",
+        "has to be 0.05 seconds or more",
+    )?;
+    within(
+        (1..=ROUNDS_MAX).contains(&options.rounds),
+        "rounds",
+        "has to be 1 to 100",
+    )?;
+    within(
+        (1..=CONNECTIONS_MAX).contains(&options.connections),
+        "connections",
+        "has to be 1 to 64",
+    )?;
+    let rule = "depth has to be 1 to 128, blocks 4 KiB to 1 MiB in steps of 4 KiB";
+    within(
+        options.workloads.iter().all(good_workload),
+        "workloads",
+        rule,
+    )
+}
+
+/// Those that can be measured, and those asked for that are not installed.
+fn find_programs(options: &PeersOptions) -> Result<(Vec<Program>, Vec<ServerKind>), Error> {
+    let (mut programs, mut missing) = (Vec::new(), Vec::new());
+    for &kind in &options.servers {
+        let path = match (kind, &options.nowait) {
+            (ServerKind::Nowait, None) => continue,
+            (ServerKind::Nowait, Some(path)) => Some(path.as_path()),
+            _ => None,
+        };
+        match (Program::find(kind, path), path) {
+            (Ok(program), _) => programs.push(program),
+            (Err(e), Some(path)) => {
+                return Err(Error::File {
+                    path: path.to_owned(),
+                    problem: format!("does not run: {e}"),
+                });
+            }
+            (Err(_), None) => missing.push(kind),
+        }
+    }
+    if programs.is_empty() {
+        Err(Error::NoServer)
+    } else {
+        Ok((programs, missing))
+    }
+}
+
+/// What stays the same from workload to workload.
+struct Bench<'a> {
+    turns: Turns<'a>,
+    rounds: u32,
+    progress: &'a ProgressBar,
+}
+
+impl Bench<'_> {
+    /// All rounds of one workload, or fewer if stopped. A server that fails goes from `working` to `failures`.
+    fn compare(
+        &self,
+        workload: Workload,
+        caching: Caching,
+        working: &mut Vec<Program>,
+        failures: &mut Vec<Failure>,
+    ) -> Result<Vec<Row>, Error> {
+        let mut samples: Vec<Vec<Sample>> = vec![Vec::new(); working.len()];
+        for _ in 0..self.rounds {
+            let mut index = 0;
+            while let Some(program) = working.get(index) {
+                let server = program.kind;
+                self.progress.set_message(format!(
+                    "{workload}, {}: {}",
+                    caching.name(),
+                    server.name()
+                ));
+                self.turns
+                    .target
+                    .prepare(caching)
+                    .map_err(Error::system("preparing the page cache"))?;
+                let outcome = self.turns.take(program, &workload, caching);
+                if self.turns.stop.requested() {
+                    return Ok(Vec::new());
+                }
+                match outcome {
+                    Ok(sample) => {
+                        samples[index].push(sample);
+                        index += 1;
+                    }
+                    Err(e) => {
+                        failures.push(Failure {
+                            server,
+                            workload,
+                            caching,
+                            problem: e.to_string(),
+                        });
+                        working.remove(index);
+                        samples.remove(index);
+                    }
+                }
+                self.progress.inc(1);
+            }
+        }
+        Ok(working
+            .iter()
+            .zip(samples)
+            .map(|(program, samples)| Row {
+                server: program.kind,
+                samples,
+            })
+            .collect())
+    }
+}
+
+fn progress_bar(options: &PeersOptions, turns_per_round: usize) -> ProgressBar {
+    let turns = options.caching.len() as u64 * u64::from(options.rounds) * turns_per_round as u64;
+    let bar = ProgressBar::with_draw_target(Some(turns), ProgressDrawTarget::stderr());
+    if let Ok(style) = ProgressStyle::with_template("[{bar:24}] {eta} left  {wide_msg}") {
+        bar.set_style(style);
+    }
+    bar
+}
+
+/// Puts the report out in pieces, as they get ready.
+struct Writer<'a, W> {
+    output: Output,
+    out: &'a mut W,
+}
+
+impl<'a, W: Write> Writer<'a, W> {
+    fn begin(
+        options: &PeersOptions,
+        report: &Report,
+        out: &'a mut W,
+    ) -> Result<Writer<'a, W>, Error> {
+        let mut writer = Writer {
+            output: options.output,
+            out,
+        };
+        writer.text(report.heading())?;
+        Ok(writer)
+    }
+
+    /// `report` is what came before.
+    fn comparison(&mut self, report: &Report, comparison: &Comparison) -> Result<(), Error> {
+        if report
+            .comparisons
+            .last()
+            .is_none_or(|last| last.caching != comparison.caching)
+        {
+            self.text(report.heading_of_table(comparison.caching))?;
+        }
+        self.text(comparison.to_string())
+    }
+
+    fn end(mut self, report: &Report) -> Result<(), Error> {
+        match self.output {
+            Output::Text => self.text(report.ending()),
+            Output::Json => self.put(format!("{:#}\n", serde_json::Value::from(report))),
+        }
+    }
+
+    fn text(&mut self, text: String) -> Result<(), Error> {
+        match self.output {
+            Output::Text => self.put(text),
+            Output::Json => Ok(()),
+        }
+    }
+
+    fn put(&mut self, text: String) -> Result<(), Error> {
+        let written = self
+            .out
+            .write_all(text.as_bytes())
+            .and_then(|()| self.out.flush());
+        written.map_err(Error::system("writing the report"))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::workload::Order;
+
+    #[test]
+    fn options_out_of_range_are_refused_by_name() {
+        let good = PeersOptions::default();
+        assert!(check(&good).is_ok());
+        let odd = Workload {
+            direction: Direction::Read,
+            order: Order::Random,
+            block_bytes: 512,
+            depth: 1,
+        };
+        let bad = [
+            (
+                "duration",
+                PeersOptions {
+                    duration: Duration::ZERO,
+                    ..good.clone()
+                },
+            ),
+            (
+                "rounds",
+                PeersOptions {
+                    rounds: 0,
+                    ..good.clone()
+                },
+            ),
+            (
+                "connections",
+                PeersOptions {
+                    connections: 65,
+                    ..good.clone()
+                },
+            ),
+            (
+                "workloads",
+                PeersOptions {
+                    workloads: vec![odd],
+                    ..good.clone()
+                },
+            ),
+        ];
+        for (name, options) in bad {
+            let text = check(&options)
+                .err()
+                .map(|e| e.to_string())
+                .unwrap_or_default();
+            assert!(text.starts_with(name), "{text:?}");
+        }
+    }
+
+    #[test]
+    fn nothing_to_measure_is_said_before_a_file_is_made() {
+        let nothing = PeersOptions {
+            servers: vec![ServerKind::Nowait],
+            ..PeersOptions::default()
+        };
+        assert!(matches!(
+            run(&nothing, &mut Vec::new()),
+            Err(Error::NoServer)
+        ));
+    }
+}

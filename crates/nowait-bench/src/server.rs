@@ -1,0 +1,370 @@
+//! The servers as programs: which are installed, how each is told the same thing, started and stopped.
+//!
+//! Invariant: a started server is gone, and the file free again, when its [`Server`] is; each is told to
+//! serve a raw image, with the caching of the table, on a Unix socket, and nothing else but its defaults.
+//! Knows: target, workload. Known by: peers, report.
+
+use std::ffi::{OsStr, OsString};
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::ffi::{OsStrExt, OsStringExt};
+use std::os::unix::process::CommandExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::target::{Access, Target};
+use crate::workload::Caching;
+
+/// A server that has not come up or gone down after so long is given up.
+const PATIENCE: Duration = Duration::from_secs(10);
+const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(2);
+
+/// The servers that can be measured.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ServerKind {
+    /// This project's own.
+    Nowait,
+    /// qemu-nbd.
+    QemuNbd,
+    /// qemu-storage-daemon.
+    QemuStorageDaemon,
+    /// nbdkit with its file plugin.
+    Nbdkit,
+}
+
+impl ServerKind {
+    /// All of them, in the order of the tables.
+    pub const ALL: [ServerKind; 4] = [
+        ServerKind::Nowait,
+        ServerKind::QemuNbd,
+        ServerKind::QemuStorageDaemon,
+        ServerKind::Nbdkit,
+    ];
+
+    /// The name of its program.
+    pub fn name(self) -> &'static str {
+        match self {
+            ServerKind::Nowait => "nowait",
+            ServerKind::QemuNbd => "qemu-nbd",
+            ServerKind::QemuStorageDaemon => "qemu-storage-daemon",
+            ServerKind::Nbdkit => "nbdkit",
+        }
+    }
+
+    /// Whether it really does what a table of `caching` compares. nbdkit's file plugin has no direct I/O:
+    /// its `cache=none` goes through the page cache and drops the pages afterwards.
+    pub fn can(self, caching: Caching) -> bool {
+        (self, caching) != (ServerKind::Nbdkit, Caching::Direct)
+    }
+
+    /// What its device is called over NBD.
+    pub(crate) fn export(self) -> &'static str {
+        match self {
+            ServerKind::QemuStorageDaemon => "f",
+            _ => "",
+        }
+    }
+
+    /// What the program is started with.
+    pub(crate) fn arguments(
+        self,
+        caching: Caching,
+        access: Access,
+        file: &Path,
+        socket: &Path,
+    ) -> Vec<OsString> {
+        match self {
+            ServerKind::Nowait => nowait_arguments(caching, access, file, socket),
+            ServerKind::QemuNbd => qemu_nbd_arguments(caching, access, file, socket),
+            ServerKind::QemuStorageDaemon => {
+                storage_daemon_arguments(caching, access, file, socket)
+            }
+            ServerKind::Nbdkit => nbdkit_arguments(caching, access, file, socket),
+        }
+    }
+}
+
+fn nowait_arguments(caching: Caching, access: Access, file: &Path, socket: &Path) -> Vec<OsString> {
+    let direct = if caching == Caching::Direct {
+        "on"
+    } else {
+        "off"
+    };
+    let mut arguments = words(&["serve", "--format", "raw", "--direct", direct]);
+    if access == Access::ReadOnly {
+        arguments.push("--read-only".into());
+    }
+    arguments.push("--nbd".into());
+    arguments.push(joined("unix:", socket.as_os_str()));
+    arguments.push(file.into());
+    arguments
+}
+
+fn qemu_nbd_arguments(
+    caching: Caching,
+    access: Access,
+    file: &Path,
+    socket: &Path,
+) -> Vec<OsString> {
+    let cache = if caching == Caching::Direct {
+        "--cache=none"
+    } else {
+        "--cache=writeback"
+    };
+    let mut arguments = words(&["--aio=io_uring", cache, "-f", "raw", "-t", "-e", "64"]);
+    if access == Access::ReadOnly {
+        arguments.push("-r".into());
+    }
+    arguments.push("-k".into());
+    arguments.push(socket.into());
+    arguments.push(file.into());
+    arguments
+}
+
+fn storage_daemon_arguments(
+    caching: Caching,
+    access: Access,
+    file: &Path,
+    socket: &Path,
+) -> Vec<OsString> {
+    let direct = if caching == Caching::Direct {
+        "on"
+    } else {
+        "off"
+    };
+    let (read_only, writable) = if access == Access::ReadOnly {
+        ("on", "off")
+    } else {
+        ("off", "on")
+    };
+    let node = format!(
+        "driver=file,node-name=f,cache.direct={direct},aio=io_uring,read-only={read_only},filename="
+    );
+    let export = format!("type=nbd,id=e,node-name=f,name=f,writable={writable}");
+    vec![
+        "--blockdev".into(),
+        joined(&node, &commas_doubled(file)),
+        "--nbd-server".into(),
+        joined("addr.type=unix,addr.path=", &commas_doubled(socket)),
+        "--export".into(),
+        export.into(),
+    ]
+}
+
+fn nbdkit_arguments(caching: Caching, access: Access, file: &Path, socket: &Path) -> Vec<OsString> {
+    let mut arguments = words(&["-f"]);
+    if access == Access::ReadOnly {
+        arguments.push("-r".into());
+    }
+    arguments.push("-U".into());
+    arguments.push(socket.into());
+    arguments.push("file".into());
+    arguments.push(joined("file=", file.as_os_str()));
+    if caching == Caching::Direct {
+        arguments.push("cache=none".into());
+    }
+    arguments
+}
+
+fn words(words: &[&str]) -> Vec<OsString> {
+    words.iter().map(OsString::from).collect()
+}
+
+fn joined(start: &str, end: &OsStr) -> OsString {
+    let mut whole = OsString::from(start);
+    whole.push(end);
+    whole
+}
+
+/// QEMU's option lists end a value at a single comma.
+fn commas_doubled(path: &Path) -> OsString {
+    let bytes = path.as_os_str().as_bytes();
+    let doubled = bytes
+        .iter()
+        .flat_map(|&byte| std::iter::repeat_n(byte, if byte == b',' { 2 } else { 1 }));
+    OsString::from_vec(doubled.collect())
+}
+
+/// A server that this machine has.
+#[derive(Clone, Debug)]
+pub(crate) struct Program {
+    pub(crate) kind: ServerKind,
+    path: PathBuf,
+    /// What it calls itself and its version.
+    pub(crate) version: String,
+}
+
+impl Program {
+    /// Looks for `kind` at `path` if given, else along PATH; asks it for its version.
+    pub(crate) fn find(kind: ServerKind, path: Option<&Path>) -> io::Result<Program> {
+        let path = path.unwrap_or(Path::new(kind.name())).to_owned();
+        let answer = Command::new(&path)
+            .arg("--version")
+            .stdin(Stdio::null())
+            .output()?;
+        let text = String::from_utf8_lossy(&answer.stdout);
+        Ok(Program {
+            kind,
+            path,
+            version: text.lines().next().unwrap_or(kind.name()).trim().to_owned(),
+        })
+    }
+}
+
+/// A server that was started; stopped when dropped.
+pub(crate) struct Server {
+    child: Child,
+    socket: PathBuf,
+    log: PathBuf,
+}
+
+impl Server {
+    /// Starts `program` on `target`, with its socket and its messages in `directory`.
+    ///
+    /// It runs on the processor that the calling thread is on, and must be stopped before that thread ends:
+    /// nbdkit asks the kernel for a signal (PR_SET_PDEATHSIG) when its parent is gone, which is this thread.
+    pub(crate) fn start(
+        program: &Program,
+        target: &Target,
+        caching: Caching,
+        directory: &Path,
+    ) -> io::Result<Server> {
+        let socket = directory.join("socket");
+        let log = directory.join("messages");
+        remove_if_there(&socket)?;
+        let mut command = Command::new(&program.path);
+        command
+            .args(
+                program
+                    .kind
+                    .arguments(caching, target.access, &target.path, &socket),
+            )
+            .stdin(Stdio::null())
+            .stdout(Stdio::null())
+            .stderr(File::create(&log)?)
+            // A group of its own, so that Ctrl-C in a terminal is for us to handle first.
+            .process_group(0);
+        let child = command.spawn()?;
+        Ok(Server { child, socket, log })
+    }
+
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// Calls `connect` with the socket until the server listens there.
+    pub(crate) fn when_ready<T>(
+        &mut self,
+        mut connect: impl FnMut(&Path) -> io::Result<T>,
+    ) -> io::Result<T> {
+        let begin = Instant::now();
+        loop {
+            match connect(&self.socket) {
+                Err(e)
+                    if matches!(
+                        e.kind(),
+                        io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused
+                    ) => {}
+                outcome => return outcome,
+            }
+            if let Some(status) = self.child.try_wait()? {
+                return Err(io::Error::other(format!("did not start: {status}")));
+            }
+            if begin.elapsed() > PATIENCE {
+                return Err(io::Error::other("did not listen in time"));
+            }
+            thread::sleep(LOOK_AGAIN_AFTER);
+        }
+    }
+
+    /// Asks it to end and waits until it has.
+    pub(crate) fn stop(mut self) -> io::Result<()> {
+        if let Some(pid) = Pid::from_raw(self.child.id().cast_signed()) {
+            kill_process(pid, Signal::TERM)?;
+        }
+        let begin = Instant::now();
+        while self.child.try_wait()?.is_none() {
+            if begin.elapsed() > PATIENCE {
+                return Err(io::Error::other("did not end when asked to"));
+            }
+            thread::sleep(LOOK_AGAIN_AFTER);
+        }
+        Ok(())
+    }
+
+    /// The last line it wrote, for an error message; empty if there is none.
+    pub(crate) fn last_message(&self) -> String {
+        let log = fs::read(&self.log).unwrap_or_default();
+        let log = String::from_utf8_lossy(&log);
+        let line = log.lines().rev().find(|line| !line.trim().is_empty());
+        line.map(|line| format!(": {}", line.trim()))
+            .unwrap_or_default()
+    }
+}
+
+impl Drop for Server {
+    fn drop(&mut self) {
+        // Both fail only if it is gone already, which is what is wanted.
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn remove_if_there(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn no_server_is_told_to_write_to_a_file_that_is_read_only() {
+        let flags = [
+            "--read-only",
+            "-r",
+            "type=nbd,id=e,node-name=f,name=f,writable=off",
+            "-r",
+        ];
+        for (kind, flag) in ServerKind::ALL.into_iter().zip(flags) {
+            for caching in [Caching::Direct, Caching::PageCache] {
+                let given =
+                    |access| kind.arguments(caching, access, Path::new("/f"), Path::new("/s"));
+                assert!(
+                    given(Access::ReadOnly).contains(&flag.into()),
+                    "{}",
+                    kind.name()
+                );
+                assert!(
+                    !given(Access::ReadWrite).contains(&flag.into()),
+                    "{}",
+                    kind.name()
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn a_comma_in_a_path_does_not_end_qemus_option() {
+        assert_eq!(
+            commas_doubled(Path::new("/a,b/c")),
+            OsString::from("/a,,b/c")
+        );
+    }
+
+    #[test]
+    fn a_program_that_is_not_there_is_not_found() {
+        let missing = Program::find(ServerKind::Nowait, Some(Path::new("/nonexistent/nowait")));
+        assert_eq!(
+            missing.err().map(|e| e.kind()),
+            Some(io::ErrorKind::NotFound)
+        );
+    }
+}

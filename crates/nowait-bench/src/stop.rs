@@ -1,0 +1,40 @@
+//! A wish to stop, so that Ctrl-C ends the measurement in order: servers stopped, finished rows printed.
+//!
+//! Invariant: once asked for, a stop is never taken back. Knows: error. Known by: client, peers.
+
+use std::io;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use crate::Error;
+
+/// A flag that ends a measurement early; clones share it.
+#[derive(Clone, Debug, Default)]
+pub struct Stop(Arc<AtomicBool>);
+
+impl Stop {
+    /// A flag that SIGINT, SIGTERM and SIGHUP set, for the rest of the process's life; also where the
+    /// process was started with them ignored, as a shell does with what runs in the background.
+    ///
+    /// # Errors
+    /// [`Error::System`] when called a second time.
+    pub fn on_signal() -> Result<Stop, Error> {
+        let stop = Stop::default();
+        let flag = stop.clone();
+        ctrlc::set_handler(move || flag.request()).map_err(|e| Error::System {
+            doing: "catching Ctrl-C",
+            source: io::Error::other(e),
+        })?;
+        Ok(stop)
+    }
+
+    /// Asks for the end; the measurement in progress is dropped within a moment.
+    pub fn request(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    /// Whether the end was asked for.
+    pub fn requested(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}

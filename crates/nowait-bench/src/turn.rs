@@ -1,0 +1,108 @@
+//! One turn: a server is started, warmed up, measured under one workload, and stopped.
+//!
+//! Invariant: the server is gone when the turn is over, however it ends, and the caller's thread is left on
+//! the processors it was on. Knows: client, cpus, server, target, usage, workload. Known by: peers.
+
+use std::io;
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::Stop;
+use crate::client::{Client, latency_histogram};
+use crate::comparison::Sample;
+use crate::cpus::Placement;
+use crate::server::{Program, Server};
+use crate::target::Target;
+use crate::usage::{ProcessorTime, resident_bytes};
+use crate::workload::{Caching, Workload};
+
+const WARM_UP: Duration = Duration::from_millis(200);
+const BYTES_PER_MIB: f64 = 1_048_576.0;
+const NS_PER_US: f64 = 1e3;
+const NS_PER_SECOND: u64 = 1_000_000_000;
+
+/// What all turns have in common.
+pub(crate) struct Turns<'a> {
+    pub(crate) target: &'a Target,
+    pub(crate) placement: Placement,
+    /// A directory for sockets and messages.
+    pub(crate) scratch: &'a Path,
+    pub(crate) connections: usize,
+    pub(crate) duration: Duration,
+    pub(crate) stop: &'a Stop,
+}
+
+impl Turns<'_> {
+    /// Measures `program` once. After a stop the sample is of no use.
+    pub(crate) fn take(
+        &self,
+        program: &Program,
+        workload: &Workload,
+        caching: Caching,
+    ) -> io::Result<Sample> {
+        thread::scope(|scope| {
+            let turn = scope.spawn(|| {
+                self.placement.take_servers_place()?;
+                let mut server = Server::start(program, self.target, caching, self.scratch)?;
+                self.placement.take_clients_place()?;
+                let sample = self.measure(&mut server, program, workload);
+                let sample = sample
+                    .map_err(|e| io::Error::other(format!("{e}{}", server.last_message())))?;
+                server.stop()?;
+                Ok(sample)
+            });
+            turn.join()
+                .unwrap_or_else(|_| Err(io::Error::other("the client panicked")))
+        })
+    }
+
+    fn measure(
+        &self,
+        server: &mut Server,
+        program: &Program,
+        workload: &Workload,
+    ) -> io::Result<Sample> {
+        let export = program.kind.export();
+        let mut client = server.when_ready(|socket| {
+            Client::connect(
+                socket,
+                export,
+                workload,
+                self.connections,
+                self.target.bytes,
+            )
+        })?;
+        let mut latencies_ns = latency_histogram();
+        client.run_for(WARM_UP, &mut latencies_ns, self.stop)?;
+        latencies_ns.reset();
+
+        let (server_before, client_before) =
+            (ProcessorTime::read(server.pid())?, this_threads_ns());
+        let stretch = client.run_for(self.duration, &mut latencies_ns, self.stop)?;
+        let (server_after, client_after) = (ProcessorTime::read(server.pid())?, this_threads_ns());
+        let resident = resident_bytes(server.pid())?;
+        client.finish()?;
+        if stretch.requests == 0 {
+            return Err(io::Error::other("finished no request in time"));
+        }
+
+        let (requests, seconds) = (stretch.requests as f64, stretch.elapsed.as_secs_f64());
+        let client_ns = client_after.saturating_sub(client_before);
+        Ok(Sample {
+            iops: requests / seconds,
+            p50_us: latencies_ns.value_at_quantile(0.5) as f64 / NS_PER_US,
+            p99_us: latencies_ns.value_at_quantile(0.99) as f64 / NS_PER_US,
+            server_cpu_us: server_after.since(&server_before) as f64 / NS_PER_US / requests,
+            server_rss_mib: resident as f64 / BYTES_PER_MIB,
+            client_busy: client_ns as f64 / NS_PER_SECOND as f64 / seconds,
+        })
+    }
+}
+
+fn this_threads_ns() -> u64 {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    time.tv_sec.cast_unsigned() * NS_PER_SECOND + time.tv_nsec.cast_unsigned()
+}

@@ -1,0 +1,304 @@
+//! The client's half of NBD, as much as a measurement needs: handshake, requests, simple replies.
+//!
+//! Invariant: whatever a server sends, the answer is a result or an error, never a panic or an unbounded
+//! allocation. Knows: nothing. Known by: client, server (to see that one is ready).
+//! Source of all numbers: the NBD project's proto.md, "Newstyle negotiation", "Option types", "Request
+//! message" and "Simple reply message". Structured replies are not asked for.
+
+use std::io::{self, Read, Write};
+
+const NBDMAGIC: u64 = 0x4e42_444d_4147_4943;
+const IHAVEOPT: u64 = 0x4948_4156_454f_5054;
+const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+const REQUEST_MAGIC: u32 = 0x2560_9513;
+const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
+
+const FLAG_FIXED_NEWSTYLE: u16 = 1;
+const FLAG_NO_ZEROES: u16 = 2;
+const OPTION_GO: u32 = 7;
+const REPLY_ACK: u32 = 1;
+const REPLY_INFO: u32 = 3;
+const REPLY_ERROR_BIT: u32 = 1 << 31;
+const INFO_EXPORT: u16 = 0;
+const TRANSMISSION_READ_ONLY: u16 = 2;
+
+const COMMAND_READ: u16 = 0;
+const COMMAND_WRITE: u16 = 1;
+const COMMAND_DISCONNECT: u16 = 2;
+
+/// The longest answer to an option that a server has reason to give.
+const OPTION_REPLY_BYTES_MAX: usize = 64 * 1024;
+/// A server may send several pieces of information before it acknowledges, but not without end.
+const OPTION_REPLIES_MAX: usize = 64;
+const SIMPLE_REPLY_BYTES: usize = 16;
+pub(crate) const REQUEST_BYTES: usize = 28;
+
+/// What a server says of the device it exports.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Export {
+    pub(crate) bytes: u64,
+    pub(crate) read_only: bool,
+}
+
+/// A request as it goes over the wire; `cookie` comes back with the reply.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Request {
+    pub(crate) command: Command,
+    pub(crate) cookie: u64,
+    pub(crate) position: u64,
+    pub(crate) bytes: u32,
+}
+
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum Command {
+    Read,
+    Write,
+    Disconnect,
+}
+
+impl Request {
+    pub(crate) fn header(&self) -> [u8; REQUEST_BYTES] {
+        let command = match self.command {
+            Command::Read => COMMAND_READ,
+            Command::Write => COMMAND_WRITE,
+            Command::Disconnect => COMMAND_DISCONNECT,
+        };
+        let mut header = [0; REQUEST_BYTES];
+        header[0..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
+        header[6..8].copy_from_slice(&command.to_be_bytes());
+        header[8..16].copy_from_slice(&self.cookie.to_be_bytes());
+        header[16..24].copy_from_slice(&self.position.to_be_bytes());
+        header[24..28].copy_from_slice(&self.bytes.to_be_bytes());
+        header
+    }
+}
+
+/// Goes from the first byte of a connection to the first request, on the export called `name`.
+pub(crate) fn negotiate(stream: &mut (impl Read + Write), name: &str) -> io::Result<Export> {
+    let greeting: [u8; 18] = read_array(stream)?;
+    let [magic, option_magic] = [be64(&greeting, 0), be64(&greeting, 8)];
+    let flags = u16::from_be_bytes([greeting[16], greeting[17]]);
+    if magic != NBDMAGIC || option_magic != IHAVEOPT || flags & FLAG_FIXED_NEWSTYLE == 0 {
+        return Err(broken(
+            "the greeting is not that of a fixed newstyle NBD server",
+        ));
+    }
+    let mine = FLAG_FIXED_NEWSTYLE | (flags & FLAG_NO_ZEROES);
+
+    let mut go = Vec::with_capacity(32 + name.len());
+    go.extend(u32::from(mine).to_be_bytes());
+    go.extend(IHAVEOPT.to_be_bytes());
+    go.extend(OPTION_GO.to_be_bytes());
+    go.extend((name.len() as u32 + 6).to_be_bytes());
+    go.extend((name.len() as u32).to_be_bytes());
+    go.extend(name.as_bytes());
+    go.extend(0u16.to_be_bytes());
+    stream.write_all(&go)?;
+    read_go_replies(stream)
+}
+
+fn read_go_replies(stream: &mut impl Read) -> io::Result<Export> {
+    let mut export = None;
+    for _ in 0..OPTION_REPLIES_MAX {
+        let head: [u8; 20] = read_array(stream)?;
+        let [kind, bytes] = [be32(&head, 12), be32(&head, 16)];
+        if be64(&head, 0) != OPTION_REPLY_MAGIC || be32(&head, 8) != OPTION_GO {
+            return Err(broken("the answer to GO is not an option reply"));
+        }
+        let bytes = bytes as usize;
+        if bytes > OPTION_REPLY_BYTES_MAX {
+            return Err(broken("the answer to GO is too long"));
+        }
+        let mut data = vec![0; bytes];
+        stream.read_exact(&mut data)?;
+        match kind {
+            REPLY_ACK => return export.ok_or_else(|| broken("GO was acknowledged without a size")),
+            REPLY_INFO => export = parse_export(&data).or(export),
+            _ if kind & REPLY_ERROR_BIT != 0 => {
+                let text = String::from_utf8_lossy(&data);
+                return Err(broken(format!(
+                    "the server refused the export: error {kind:#x} {text}"
+                )));
+            }
+            _ => {}
+        }
+    }
+    Err(broken("GO was never acknowledged"))
+}
+
+fn parse_export(data: &[u8]) -> Option<Export> {
+    let data: &[u8; 12] = data.try_into().ok()?;
+    let [kind, flags] = [
+        u16::from_be_bytes([data[0], data[1]]),
+        u16::from_be_bytes([data[10], data[11]]),
+    ];
+    let bytes = be64(data, 2);
+    (kind == INFO_EXPORT).then_some(Export {
+        bytes,
+        read_only: flags & TRANSMISSION_READ_ONLY != 0,
+    })
+}
+
+/// Finds the replies in a stream of bytes that is cut anywhere.
+pub(crate) struct ReplyParser {
+    header: [u8; SIMPLE_REPLY_BYTES],
+    /// How many bytes of `header` are there.
+    have: usize,
+    /// How many bytes of the current reply's data are still to come.
+    skip: usize,
+    /// Bytes of data behind every header: the block size when reading, 0 when writing.
+    data_bytes: usize,
+}
+
+impl ReplyParser {
+    pub(crate) fn new(data_bytes: usize) -> ReplyParser {
+        ReplyParser {
+            header: [0; SIMPLE_REPLY_BYTES],
+            have: 0,
+            skip: 0,
+            data_bytes,
+        }
+    }
+
+    /// Takes the next bytes of the stream; gives `finished` the cookie of each reply that is now complete.
+    pub(crate) fn feed(
+        &mut self,
+        mut bytes: &[u8],
+        mut finished: impl FnMut(u64) -> io::Result<()>,
+    ) -> io::Result<()> {
+        while !bytes.is_empty() {
+            if self.have < SIMPLE_REPLY_BYTES {
+                let (taken, rest) = bytes.split_at(bytes.len().min(SIMPLE_REPLY_BYTES - self.have));
+                self.header[self.have..self.have + taken.len()].copy_from_slice(taken);
+                self.have += taken.len();
+                bytes = rest;
+                if self.have < SIMPLE_REPLY_BYTES {
+                    break;
+                }
+                self.check_header()?;
+                self.skip = self.data_bytes;
+            }
+            let skipped = bytes.len().min(self.skip);
+            bytes = &bytes[skipped..];
+            self.skip -= skipped;
+            if self.skip == 0 {
+                self.have = 0;
+                finished(be64(&self.header, 8))?;
+            }
+        }
+        Ok(())
+    }
+
+    fn check_header(&self) -> io::Result<()> {
+        if be32(&self.header, 0) != SIMPLE_REPLY_MAGIC {
+            return Err(broken("the stream of replies is out of step"));
+        }
+        match be32(&self.header, 4) {
+            0 => Ok(()),
+            errno => Err(broken(format!(
+                "the server answered a request with NBD error {errno}"
+            ))),
+        }
+    }
+}
+
+fn read_array<const N: usize>(stream: &mut impl Read) -> io::Result<[u8; N]> {
+    let mut bytes = [0; N];
+    match stream.read_exact(&mut bytes) {
+        Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Err(broken("the server hung up")),
+        outcome => outcome.map(|()| bytes),
+    }
+}
+
+fn be32<const N: usize>(bytes: &[u8; N], at: usize) -> u32 {
+    bytes[at..at + 4]
+        .iter()
+        .fold(0, |value, &byte| value << 8 | u32::from(byte))
+}
+
+fn be64<const N: usize>(bytes: &[u8; N], at: usize) -> u64 {
+    bytes[at..at + 8]
+        .iter()
+        .fold(0, |value, &byte| value << 8 | u64::from(byte))
+}
+
+fn broken(what: impl Into<String>) -> io::Error {
+    io::Error::new(io::ErrorKind::InvalidData, what.into())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn reply(errno: u32, cookie: u64, data_bytes: usize) -> Vec<u8> {
+        let mut bytes = SIMPLE_REPLY_MAGIC.to_be_bytes().to_vec();
+        bytes.extend(errno.to_be_bytes());
+        bytes.extend(cookie.to_be_bytes());
+        bytes.extend(vec![0x67; data_bytes]);
+        bytes
+    }
+
+    #[test]
+    fn replies_are_found_wherever_the_stream_is_cut() {
+        for data_bytes in [0, 1, 40] {
+            let stream: Vec<u8> = [3, 1, 2]
+                .into_iter()
+                .flat_map(|c| reply(0, c, data_bytes))
+                .collect();
+            for first in 0..=stream.len() {
+                for second in first..=stream.len() {
+                    let mut cookies = Vec::new();
+                    let mut parser = ReplyParser::new(data_bytes);
+                    for piece in [&stream[..first], &stream[first..second], &stream[second..]] {
+                        let outcome = parser.feed(piece, |cookie| {
+                            cookies.push(cookie);
+                            Ok(())
+                        });
+                        assert!(outcome.is_ok());
+                    }
+                    assert_eq!(cookies, [3, 1, 2], "cut at {first} and {second}");
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn a_reply_is_not_finished_before_its_last_byte() {
+        let stream = reply(0, 9, 8);
+        let mut parser = ReplyParser::new(8);
+        let mut count = 0;
+        for (at, byte) in stream.iter().enumerate() {
+            let outcome = parser.feed(&[*byte], |_| {
+                count += 1;
+                Ok(())
+            });
+            assert!(outcome.is_ok());
+            assert_eq!(count, usize::from(at + 1 == stream.len()));
+        }
+    }
+
+    #[test]
+    fn an_error_reply_and_a_foreign_magic_are_errors() {
+        assert!(
+            ReplyParser::new(0)
+                .feed(&reply(5, 1, 0), |_| Ok(()))
+                .is_err()
+        );
+        assert!(ReplyParser::new(0).feed(&[0xff; 16], |_| Ok(())).is_err());
+    }
+
+    #[test]
+    fn an_option_reply_of_any_length_but_twelve_is_no_export() {
+        let mut data = vec![0, 0, 0, 0, 0, 0, 0, 0, 16, 0, 0, 3];
+        assert_eq!(
+            parse_export(&data),
+            Some(Export {
+                bytes: 4096,
+                read_only: true
+            })
+        );
+        data.push(0);
+        assert_eq!(parse_export(&data), None);
+        assert_eq!(parse_export(&[]), None);
+    }
+}

@@ -1,0 +1,104 @@
+//! What is asked of a server: direction, order, block size and depth; and what it may answer from.
+//!
+//! Invariant: a workload says everything that the servers have in common, nothing about any one of them.
+//! Knows: nothing. Known by: client, server, report, peers.
+
+use std::fmt;
+
+const KIB: usize = 1024;
+
+/// Where requests may be answered from; tables of different caching are never mixed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Caching {
+    /// From storage: the server is told to go past the page cache.
+    Direct,
+    /// From the page cache, which holds the whole file before the measurement begins, if it fits.
+    PageCache,
+}
+
+impl Caching {
+    /// The word for it in reports: `direct` or `page cache`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Caching::Direct => "direct",
+            Caching::PageCache => "page cache",
+        }
+    }
+}
+
+/// Which way the data goes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Direction {
+    /// From the server.
+    Read,
+    /// To the server.
+    Write,
+}
+
+/// Which block comes next.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Order {
+    /// Any, each as likely as the other.
+    Random,
+    /// The following one; from the first again after the last. Each connection has a part of the file.
+    Sequential,
+}
+
+/// One kind of load, kept up for as long as the measurement lasts.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Workload {
+    /// Read or write.
+    pub direction: Direction,
+    /// Random or sequential.
+    pub order: Order,
+    /// Bytes per request; positions are multiples of it. A multiple of 4096, at most 1 MiB.
+    pub block_bytes: usize,
+    /// Requests kept in flight on each connection: 1 to 1024.
+    pub depth: usize,
+}
+
+impl Workload {
+    /// What `nowait bench peers` measures: 4K random at depth 1, 16 and 64, 128K sequential at depth 8.
+    pub fn standard() -> Vec<Workload> {
+        let mut all = Vec::new();
+        for direction in [Direction::Read, Direction::Write] {
+            for depth in [1, 16, 64] {
+                all.push(Workload {
+                    direction,
+                    order: Order::Random,
+                    block_bytes: 4 * KIB,
+                    depth,
+                });
+            }
+        }
+        for direction in [Direction::Read, Direction::Write] {
+            all.push(Workload {
+                direction,
+                order: Order::Sequential,
+                block_bytes: 128 * KIB,
+                depth: 8,
+            });
+        }
+        all
+    }
+}
+
+/// For people: `4K random read, depth 16`.
+impl fmt::Display for Workload {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let order = match self.order {
+            Order::Random => "random",
+            Order::Sequential => "sequential",
+        };
+        let direction = match self.direction {
+            Direction::Read => "read",
+            Direction::Write => "write",
+        };
+        write!(
+            f,
+            "{}K {order} {direction}, depth {}",
+            self.block_bytes / KIB,
+            self.depth
+        )
+    }
+}

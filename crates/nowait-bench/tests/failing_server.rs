@@ -1,0 +1,43 @@
+//! A server that breaks must not take the measurement with it. Alone in its file: a program that was just
+//! written cannot be started while another test happens to be starting a child.
+
+use std::fs::{self, File, Permissions};
+use std::os::unix::fs::PermissionsExt;
+
+use nowait_bench::{Caching, PeersOptions, ServerKind};
+use tempfile::TempDir;
+
+#[test]
+fn a_server_that_does_not_start_is_named_with_its_last_words_and_tried_once() {
+    let directory = TempDir::new().expect("a temporary directory");
+    let program = directory.path().join("nowait");
+    let script = "#!/bin/sh\nif [ \"$1\" = --version ]; then echo nowait 0; exit; fi\necho no luck >&2\nexit 3\n";
+    fs::write(&program, script).expect("a script");
+    fs::set_permissions(&program, Permissions::from_mode(0o755)).expect("an executable script");
+    let image = directory.path().join("image");
+    File::create(&image)
+        .and_then(|file| file.set_len(64 << 20))
+        .expect("a sparse file");
+
+    let options = PeersOptions {
+        nowait: Some(program),
+        servers: vec![ServerKind::Nowait],
+        file: Some(image),
+        caching: vec![Caching::PageCache],
+        ..PeersOptions::default()
+    };
+    let report = nowait_bench::run(&options, &mut Vec::new()).expect("a report");
+    assert_eq!(report.versions[0].1, "nowait 0");
+    assert_eq!(report.failures.len(), 1);
+    assert!(
+        report.failures[0].problem.ends_with("no luck"),
+        "{}",
+        report.failures[0].problem
+    );
+    assert!(
+        report
+            .comparisons
+            .iter()
+            .all(|comparison| comparison.rows.is_empty())
+    );
+}

@@ -1,0 +1,143 @@
+//! A measurement from end to end, as short as it gets, against whatever server is installed.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use nowait_bench::{
+    Caching, Direction, Error, Order, Output, PeersOptions, Report, ServerKind, Workload,
+};
+use serde_json::Value;
+use tempfile::TempDir;
+
+const FILE_BYTES: usize = 64 << 20;
+const LOAD: Workload = Workload {
+    direction: Direction::Read,
+    order: Order::Random,
+    block_bytes: 4096,
+    depth: 16,
+};
+
+fn file_of_zeros(directory: &TempDir) -> PathBuf {
+    let path = directory.path().join("image, of zeros");
+    File::create(&path)
+        .and_then(|file| file.set_len(FILE_BYTES as u64))
+        .expect("a sparse file");
+    path
+}
+
+fn options(file: &Path) -> PeersOptions {
+    PeersOptions {
+        servers: vec![
+            ServerKind::QemuNbd,
+            ServerKind::QemuStorageDaemon,
+            ServerKind::Nbdkit,
+        ],
+        file: Some(file.to_owned()),
+        duration: Duration::from_millis(50),
+        rounds: 2,
+        workloads: vec![
+            LOAD,
+            Workload {
+                direction: Direction::Write,
+                ..LOAD
+            },
+        ],
+        // Not every file system that holds temporary files has direct I/O.
+        caching: vec![Caching::PageCache],
+        ..PeersOptions::default()
+    }
+}
+
+/// Measures and returns the report with what was printed, or says that no server is there.
+fn measured(options: &PeersOptions) -> Option<(Report, String)> {
+    let mut printed = Vec::new();
+    match nowait_bench::run(options, &mut printed) {
+        Ok(report) => Some((report, String::from_utf8(printed).expect("UTF-8"))),
+        Err(Error::NoServer) => {
+            assert!(
+                std::env::var_os("NOWAIT_REQUIRE_TOOLS").is_none(),
+                "no qemu-nbd and no nbdkit"
+            );
+            eprintln!("skipped: no qemu-nbd, no qemu-storage-daemon, no nbdkit");
+            None
+        }
+        Err(e) => panic!("{e}"),
+    }
+}
+
+#[test]
+fn every_server_is_measured_in_every_round_and_the_text_is_the_report() {
+    let directory = TempDir::new().expect("a temporary directory");
+    let options = PeersOptions {
+        overwrite: true,
+        connections: 2,
+        ..options(&file_of_zeros(&directory))
+    };
+    let Some((report, printed)) = measured(&options) else {
+        return;
+    };
+    assert!(report.failures.is_empty(), "{:?}", report.failures);
+    assert_eq!(report.comparisons.len(), 2);
+    for comparison in &report.comparisons {
+        assert_eq!(comparison.rows.len(), report.versions.len());
+        for row in &comparison.rows {
+            assert_eq!(row.samples.len(), 2);
+            for sample in &row.samples {
+                assert!(
+                    sample.iops > 0.0 && sample.server_cpu_us > 0.0 && sample.server_rss_mib > 0.0
+                );
+                assert!(sample.p99_us >= sample.p50_us && sample.p50_us > 0.0);
+            }
+        }
+    }
+    assert_eq!(printed, report.to_string());
+}
+
+#[test]
+fn a_file_is_only_written_to_with_leave() {
+    let directory = TempDir::new().expect("a temporary directory");
+    let path = file_of_zeros(&directory);
+    let is_zero = || {
+        fs::read(&path)
+            .expect("the file")
+            .iter()
+            .all(|&byte| byte == 0)
+    };
+
+    let Some((report, printed)) = measured(&options(&path)) else {
+        return;
+    };
+    assert!(is_zero());
+    assert!(
+        report
+            .comparisons
+            .iter()
+            .all(|comparison| comparison.workload.direction == Direction::Read)
+    );
+    assert!(printed.contains("only reads"));
+
+    let with_leave = PeersOptions {
+        overwrite: true,
+        output: Output::Json,
+        ..options(&path)
+    };
+    let Some((_, printed)) = measured(&with_leave) else {
+        return;
+    };
+    assert!(!is_zero());
+    let json: Value = serde_json::from_str(&printed).expect("one JSON object");
+    assert_eq!(json["comparisons"][1]["direction"], "write");
+}
+
+#[test]
+fn a_stop_leaves_a_report_of_what_was_finished() {
+    let directory = TempDir::new().expect("a temporary directory");
+    let options = options(&file_of_zeros(&directory));
+    options.stop.request();
+    let Some((report, printed)) = measured(&options) else {
+        return;
+    };
+    assert!(report.interrupted && report.comparisons.is_empty());
+    assert!(printed.ends_with("stopped before the end\n"));
+}

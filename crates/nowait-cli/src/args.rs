@@ -1,0 +1,424 @@
+//! The command line, and the manual that `--help` prints.
+//!
+//! Invariant: what parses is in range; what the help promises as a default is what the methods
+//! here return.
+//! Knows: listen, size. Known by: main, create, info, serve.
+
+use std::path::PathBuf;
+use std::thread;
+
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::listen::Listen;
+use crate::size;
+
+/// The longest name in bytes that the NBD protocol allows (NBD proto.md, "Values", string limit).
+const MAX_EXPORT_BYTES: usize = 4096;
+const MAX_QUEUES: u16 = 256;
+
+/// Serve disk images and block devices over the network, by direct I/O
+#[derive(Debug, Parser)]
+#[command(name = "nowait", version, arg_required_else_help = true, after_help = AFTER_HELP)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Serve(ServeArgs),
+    Create(CreateArgs),
+    Info(InfoArgs),
+}
+
+/// Serve a disk image or a block device over NBD until told to stop
+///
+/// Clients (a virtual machine, nbd-client, qemu-img, nbdcopy, …) see IMAGE as a disk. The line
+/// "serving URI" appears on standard output as soon as they can connect; warnings and errors go
+/// to standard error. IMAGE is read and written by direct I/O where its file system can, past the
+/// host's page cache; requests of any position and length are served all the same.
+///
+/// IMAGE is locked while it is served, in the way QEMU does: it is refused here while QEMU or
+/// another nowait uses it, and they refuse it while it is served. Any number of servers can serve
+/// one IMAGE with --read-only.
+///
+/// On SIGINT or SIGTERM it takes no more requests, finishes those it has, flushes IMAGE and exits
+/// with status 0.
+#[derive(Debug, Args)]
+#[command(after_help = SERVE_AFTER_HELP)]
+pub(crate) struct ServeArgs {
+    /// The file or block device to serve
+    ///
+    /// Without IMAGE: nowait/nowait.img in $XDG_STATE_HOME (else in ~/.local/state), which is
+    /// made as a sparse file of 1 GiB if it is not there.
+    pub(crate) image: Option<PathBuf>,
+
+    /// What is inside IMAGE: raw (the disk's bytes and nothing else)
+    #[arg(long, value_name = "FORMAT", default_value = "raw", value_parser = parse_format)]
+    pub(crate) format: Format,
+
+    /// Where to listen: unix:PATH or tcp:HOST:PORT; can be given more than once
+    ///
+    /// An IPv6 address goes into brackets: tcp:[::1]:10809. Port 0 is any free port; the URI
+    /// tells which. There is neither encryption nor a password: who reaches the address has the
+    /// disk. So listen on TCP on 127.0.0.1 or in a network you trust only.
+    ///
+    /// Without --nbd: a Unix socket named after IMAGE in $XDG_RUNTIME_DIR/nowait, else in a new
+    /// temporary directory; only you can enter either.
+    #[arg(long, value_name = "ADDRESS")]
+    pub(crate) nbd: Vec<Listen>,
+
+    /// The name under which clients ask for the disk, at most 4096 bytes
+    ///
+    /// Without it the name is empty, which is what clients ask for when they are told none.
+    #[arg(
+        long,
+        value_name = "NAME",
+        default_value = "",
+        hide_default_value = true
+    )]
+    #[arg(value_parser = parse_export)]
+    pub(crate) export: String,
+
+    /// Open IMAGE for reading only and refuse every write
+    #[arg(long)]
+    pub(crate) read_only: bool,
+
+    /// Whether IMAGE is read and written past the page cache
+    #[arg(long, value_name = "WHEN", value_enum, default_value_t = Direct::Auto)]
+    pub(crate) direct: Direct,
+
+    /// The number of queues, 1 to 256: threads that serve connections, each with a queue of its own
+    ///
+    /// Without it: one for each processor that this process may run on.
+    #[arg(long, value_name = "N")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_QUEUES)))]
+    queues: Option<u16>,
+
+    /// How requests get to the kernel
+    ///
+    /// Without it: uring, or threads (with a warning) where the system forbids io_uring.
+    #[arg(long, value_name = "QUEUE", value_enum)]
+    pub(crate) queue: Option<QueueKind>,
+
+    /// Print the "serving" line as a JSON object, for scripts
+    #[arg(long)]
+    pub(crate) json: bool,
+
+    /// Say on standard error what is found and done
+    #[arg(long)]
+    pub(crate) verbose: bool,
+
+    /// Turn mechanisms off, for measuring what each is worth; results stay the same
+    #[arg(long, value_name = "SWITCH", value_enum, value_delimiter = ',')]
+    off: Vec<Switch>,
+}
+
+impl ServeArgs {
+    /// How many queues to run, 1 to [`MAX_QUEUES`].
+    pub(crate) fn queues(&self) -> u16 {
+        self.queues.unwrap_or_else(|| {
+            let processors = thread::available_parallelism().map_or(1, usize::from);
+            u16::try_from(processors)
+                .unwrap_or(MAX_QUEUES)
+                .min(MAX_QUEUES)
+        })
+    }
+
+    /// The engine's configuration: everything on but what `--off` names.
+    pub(crate) fn config(&self) -> nowait::Config {
+        let mut config = nowait::Config::default();
+        for switch in &self.off {
+            *match switch {
+                Switch::Simple => &mut config.simple,
+                Switch::InlineCompletion => &mut config.inline_completion,
+                Switch::Vectored => &mut config.vectored,
+                Switch::Pool => &mut config.pool,
+                Switch::NowaitFirst => &mut config.nowait_first,
+                Switch::Hint => &mut config.hint,
+            } = false;
+        }
+        config
+    }
+}
+
+/// Create a new, empty disk image
+///
+/// The image is a sparse file: it has its full size at once, reads as zeros, and takes space only
+/// as it is written. A file that exists is never overwritten.
+#[derive(Debug, Args)]
+#[command(after_help = CREATE_AFTER_HELP)]
+pub(crate) struct CreateArgs {
+    /// The file to make
+    pub(crate) image: PathBuf,
+
+    /// Bytes, or a whole number with K, M, G or T (powers of 1024), as in 512M or 10G
+    #[arg(value_parser = size::parse)]
+    pub(crate) size: u64,
+
+    /// What is inside IMAGE: raw (the disk's bytes and nothing else)
+    #[arg(long, value_name = "FORMAT", default_value = "raw", value_parser = parse_format)]
+    pub(crate) format: Format,
+}
+
+/// Show what an image is and how it would be served
+///
+/// Size and allocated space, data and holes, whether direct I/O is possible and which alignment
+/// it asks for, and which queue would be used. IMAGE is only looked at, and may be in use.
+#[derive(Debug, Args)]
+#[command(after_help = INFO_AFTER_HELP)]
+pub(crate) struct InfoArgs {
+    /// The file or block device to look at
+    pub(crate) image: PathBuf,
+
+    /// Print one JSON object, for scripts
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// What is inside an image.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    Raw,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Direct {
+    /// Always; an image whose file system cannot is refused
+    On,
+    /// Never: through the page cache
+    Off,
+    /// Where the file system can, else through the page cache with a warning
+    Auto,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum QueueKind {
+    /// io_uring: many requests in one system call
+    Uring,
+    /// Plain reads and writes by a bounded number of threads; works everywhere
+    Threads,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Switch {
+    /// The short way of a request that is one transfer
+    Simple,
+    /// Finishing a request on the thread that learns of its end
+    InlineCompletion,
+    /// Having all transfers of one request under way together
+    Vectored,
+    /// Reusing the memory of finished requests
+    Pool,
+    /// Trying without waiting before handing a request to a worker thread
+    NowaitFirst,
+    /// Remembering which ranges of the image hold data
+    Hint,
+}
+
+fn parse_format(text: &str) -> Result<Format, &'static str> {
+    match text {
+        "raw" => Ok(Format::Raw),
+        "qcow2" => Err("qcow2 is not there yet"),
+        _ => Err("the only format is raw"),
+    }
+}
+
+fn parse_export(text: &str) -> Result<String, String> {
+    let bytes = text.len();
+    if bytes > MAX_EXPORT_BYTES {
+        return Err(format!(
+            "it has {bytes} bytes, the protocol allows {MAX_EXPORT_BYTES}"
+        ));
+    }
+    Ok(text.to_owned())
+}
+
+const AFTER_HELP: &str = "\
+Examples:
+  nowait serve                        try it out: a 1 GiB disk on a private socket
+  nowait create disk.img 10G          make an image
+  nowait serve disk.img               serve it
+  nowait info disk.img                look at it
+
+'nowait COMMAND --help' is the manual of a command.
+
+Exit status:
+  0   success
+  1   failure; one line on standard error says of what, and what to do
+  2   wrong command line";
+
+const SERVE_AFTER_HELP: &str = "\
+Examples:
+  Serve an image on a socket of its own, and start a virtual machine on it:
+    nowait serve disk.img --nbd unix:/run/disk.sock
+    qemu-system-x86_64 -drive 'file=nbd+unix:///?socket=/run/disk.sock,format=raw,if=virtio'
+
+  Serve a block device to this machine, and have it as /dev/nbd0:
+    nowait serve /dev/vdb --nbd tcp:127.0.0.1:10809
+    nbd-client 127.0.0.1 10809 /dev/nbd0
+
+  Serve a golden image read-only under a name, at two addresses:
+    nowait serve golden.img --read-only --export golden \\
+        --nbd unix:/run/golden.sock --nbd 'tcp:[::1]:10809'
+    qemu-img convert -O qcow2 'nbd://[::1]:10809/golden' copy.qcow2
+
+  Measure what two of the mechanisms are worth:
+    nowait serve disk.img --off simple,pool
+
+Environment:
+  XDG_STATE_HOME    where the default image is kept
+  XDG_RUNTIME_DIR   where the default socket is made
+
+Exit status:
+  0   stopped by SIGINT or SIGTERM, everything flushed
+  1   IMAGE cannot be opened, is in use or failed, or the address is taken
+  2   wrong command line";
+
+const CREATE_AFTER_HELP: &str = "\
+Examples:
+  nowait create disk.img 10G          10 GiB
+  nowait create odd.img 1000000001    any number of bytes will do
+
+Exit status:
+  0   the image is there
+  1   it could not be made, and no part of it is left; an existing file is left alone
+  2   wrong command line";
+
+const INFO_AFTER_HELP: &str = "\
+Examples:
+  nowait info disk.img
+  nowait info /dev/vdb --json | jq .offset_alignment_bytes
+
+JSON keys (null where not known):
+  image, kind (\"regular_file\" or \"block_device\"), size_bytes, allocated_bytes,
+  data_extents, data_bytes, hole_bytes, direct_io (true or false), direct_io_reason,
+  memory_alignment_bytes, offset_alignment_bytes, read_offset_alignment_bytes,
+  queue (\"uring\" or \"threads\"), queue_reason, qcow2_header (true or false)
+
+Exit status:
+  0   success
+  1   IMAGE cannot be opened or is no disk
+  2   wrong command line";
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+    use clap::error::ErrorKind;
+
+    use super::*;
+
+    fn parse(line: &str) -> Result<Command, clap::Error> {
+        Cli::try_parse_from(line.split_whitespace()).map(|cli| cli.command)
+    }
+
+    fn serve(line: &str) -> ServeArgs {
+        match parse(line).unwrap() {
+            Command::Serve(args) => args,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn serve_needs_nothing() {
+        let args = serve("nowait serve");
+        assert_eq!(
+            (args.image, args.nbd, args.export),
+            (None, vec![], String::new())
+        );
+        assert_eq!(
+            (args.direct, args.queue, args.format),
+            (Direct::Auto, None, Format::Raw)
+        );
+        assert!(!args.read_only && !args.json && !args.verbose);
+    }
+
+    #[test]
+    fn serve_takes_every_option() {
+        let args = serve(
+            "nowait serve disk.img --format raw --nbd unix:/a --nbd tcp:h:1 --export e \
+             --read-only --direct on --queues 3 --queue threads --json --verbose",
+        );
+        assert_eq!(args.image, Some("disk.img".into()));
+        let tcp = Listen::Tcp {
+            host: "h".into(),
+            port: 1,
+        };
+        assert_eq!(args.nbd, [Listen::Unix("/a".into()), tcp]);
+        assert_eq!((args.export.as_str(), args.queues()), ("e", 3));
+        assert_eq!(
+            (args.direct, args.queue),
+            (Direct::On, Some(QueueKind::Threads))
+        );
+        assert!(args.read_only && args.json && args.verbose);
+    }
+
+    #[test]
+    fn without_queues_there_is_at_least_one() {
+        assert!((1..=MAX_QUEUES).contains(&serve("nowait serve").queues()));
+    }
+
+    #[test]
+    fn off_turns_off_what_it_names_and_nothing_else() {
+        let all = nowait::Config::default();
+        assert_eq!(serve("nowait serve").config(), all);
+        let expected = nowait::Config {
+            simple: false,
+            hint: false,
+            ..all
+        };
+        assert_eq!(serve("nowait serve --off simple,hint").config(), expected);
+        assert_eq!(
+            serve("nowait serve --off hint --off simple").config(),
+            expected
+        );
+        let some = serve("nowait serve --off inline-completion,vectored,pool,nowait-first");
+        let expected = nowait::Config {
+            inline_completion: false,
+            vectored: false,
+            pool: false,
+            nowait_first: false,
+            ..all
+        };
+        assert_eq!(some.config(), expected);
+    }
+
+    #[test]
+    fn a_wrong_value_is_a_usage_error_that_says_why() {
+        let long = format!("nowait serve --export {}", "x".repeat(MAX_EXPORT_BYTES + 1));
+        for (line, why) in [
+            ("nowait serve a --format qcow2", "qcow2 is not there yet"),
+            (
+                "nowait create a 1G --format qcow2",
+                "qcow2 is not there yet",
+            ),
+            ("nowait serve a --format vmdk", "the only format is raw"),
+            ("nowait serve --nbd udp:a", "begins with unix: or tcp:"),
+            ("nowait serve --queues 0", "1..=256"),
+            ("nowait serve --queues 257", "1..=256"),
+            ("nowait serve --off everything", "nowait-first"),
+            ("nowait serve --queue aio", "threads"),
+            ("nowait create a 0", "at least one byte"),
+            (long.as_str(), "4097 bytes, the protocol allows 4096"),
+        ] {
+            let error = parse(line).unwrap_err();
+            assert_eq!(error.exit_code(), 2, "{line}");
+            assert!(error.to_string().contains(why), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_missing_argument_is_a_usage_error() {
+        for line in ["nowait create", "nowait create disk.img", "nowait info"] {
+            let error = parse(line).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::MissingRequiredArgument, "{line}");
+            assert_eq!(error.exit_code(), 2, "{line}");
+        }
+        assert_eq!(parse("nowait").unwrap_err().exit_code(), 2);
+    }
+}

@@ -1,0 +1,258 @@
+//! What `serve` takes when it is told nothing: an image of one's own and a private socket.
+//!
+//! Invariant: nobody but the user gets at either; an image that holds something is never changed
+//! here, and a directory made for one run is gone after it.
+//! Knows: error, listen. Known by: serve.
+
+use std::env;
+use std::ffi::OsString;
+use std::fs::{self, DirBuilder, OpenOptions};
+use std::io::{self, ErrorKind};
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use crate::error::{CliError, reason};
+use crate::listen::Listen;
+
+const IMAGE_NAME: &str = "nowait.img";
+const IMAGE_BYTES: u64 = 1 << 30;
+const IMAGE_MODE: u32 = 0o600;
+const DIRECTORY_MODE: u32 = 0o700;
+/// Names tried for a temporary directory; one is taken only where an earlier process with the
+/// same number died without removing its own.
+const TEMPORARY_NAMES: u32 = 1000;
+
+/// The path of the default image: `nowait/nowait.img` in the user's state directory, made as a
+/// sparse file of 1 GiB if it is not there.
+///
+/// # Errors
+/// The state directory is unknown (no `HOME`), or it or the image cannot be made.
+pub(crate) fn image() -> Result<PathBuf, CliError> {
+    let directory = state_directory(env::var_os("XDG_STATE_HOME"), env::var_os("HOME"))
+        .ok_or_else(|| CliError::new("no IMAGE given, and HOME is not set (give an IMAGE)"))?;
+    image_in(&directory.join("nowait"))
+}
+
+/// The XDG base directory specification: `XDG_STATE_HOME` if it is absolute, else
+/// `~/.local/state`.
+fn state_directory(state_home: Option<OsString>, home: Option<OsString>) -> Option<PathBuf> {
+    let absolute = |path: OsString| Some(PathBuf::from(path)).filter(|path| path.is_absolute());
+    state_home
+        .and_then(absolute)
+        .or_else(|| Some(home.and_then(absolute)?.join(".local/state")))
+}
+
+fn image_in(directory: &Path) -> Result<PathBuf, CliError> {
+    let cannot = |path: &Path, error: &io::Error| {
+        CliError::at(
+            path,
+            format_args!("cannot create: {} (give an IMAGE)", reason(error)),
+        )
+    };
+    private_directory(directory).map_err(|error| cannot(directory, &error))?;
+    let path = directory.join(IMAGE_NAME);
+    match OpenOptions::new()
+        .write(true)
+        .create(true)
+        .mode(IMAGE_MODE)
+        .open(&path)
+    {
+        Ok(file) => {
+            // Empty means new, or left half made by a process that died here; two that come at
+            // once do the same thing.
+            let size = file
+                .metadata()
+                .map_err(|error| cannot(&path, &error))?
+                .len();
+            if size == 0 {
+                file.set_len(IMAGE_BYTES)
+                    .map_err(|error| cannot(&path, &error))?;
+            }
+        }
+        // One that may only be read can still be served read-only.
+        Err(_) if path.is_file() => {}
+        Err(error) => return Err(cannot(&path, &error)),
+    }
+    Ok(path)
+}
+
+/// Makes `directory` and what is missing above it, open to the user only.
+fn private_directory(directory: &Path) -> io::Result<()> {
+    DirBuilder::new()
+        .recursive(true)
+        .mode(DIRECTORY_MODE)
+        .create(directory)
+}
+
+/// The socket of a server that was not told where to listen. Keep it as long as the server runs:
+/// dropped, it removes the temporary directory that was made for the socket, and the socket in
+/// it. A socket in the user's runtime directory is left to the one who bound it.
+pub(crate) struct DefaultSocket {
+    /// Where to listen; always a Unix socket.
+    pub(crate) listen: Listen,
+    temporary: Option<PathBuf>,
+}
+
+impl Drop for DefaultSocket {
+    fn drop(&mut self) {
+        if let Some(directory) = &self.temporary {
+            // Nothing else can be in it. What fails here leaves an empty directory at worst.
+            if let Listen::Unix(socket) = &self.listen {
+                let _ = fs::remove_file(socket);
+            }
+            let _ = fs::remove_dir(directory);
+        }
+    }
+}
+
+/// A socket for the server of `image`: `nowait/NAME.sock` in `XDG_RUNTIME_DIR`, NAME being the
+/// image's file name without its extension, or, where there is no such directory of the user's,
+/// in a new temporary one that nobody else can enter.
+///
+/// # Errors
+/// No directory can be made, or the path is too long for a socket.
+pub(crate) fn socket(image: &Path) -> Result<DefaultSocket, CliError> {
+    let name = socket_name(image);
+    let (directory, temporary) = match runtime_directory(env::var_os("XDG_RUNTIME_DIR")) {
+        Some(directory) => (directory, None),
+        None => {
+            let directory = temporary_directory(&env::temp_dir())?;
+            (directory.clone(), Some(directory))
+        }
+    };
+    let path = directory.join(name);
+    match Listen::unix(path.clone()) {
+        Ok(listen) => Ok(DefaultSocket { listen, temporary }),
+        Err(why) => {
+            if let Some(directory) = temporary {
+                let _ = fs::remove_dir(directory);
+            }
+            Err(CliError::at(
+                &path,
+                format_args!("{why} (choose one with --nbd)"),
+            ))
+        }
+    }
+}
+
+fn socket_name(image: &Path) -> OsString {
+    let mut name = image.file_stem().unwrap_or("nowait".as_ref()).to_owned();
+    name.push(".sock");
+    name
+}
+
+/// `nowait` in `runtime`, or `None` where that cannot be, or is somebody else's (as after su).
+fn runtime_directory(runtime: Option<OsString>) -> Option<PathBuf> {
+    let runtime = PathBuf::from(runtime?);
+    let owner = fs::metadata(&runtime).ok()?.uid();
+    if !runtime.is_absolute() || owner != rustix::process::geteuid().as_raw() {
+        return None;
+    }
+    let directory = runtime.join("nowait");
+    private_directory(&directory).ok()?;
+    Some(directory)
+}
+
+/// A new directory in `parent`. That mkdir(2) refuses names that exist is what makes it ours.
+fn temporary_directory(parent: &Path) -> Result<PathBuf, CliError> {
+    for n in 0..TEMPORARY_NAMES {
+        let directory = parent.join(format!("nowait-{}-{n}", std::process::id()));
+        match DirBuilder::new().mode(DIRECTORY_MODE).create(&directory) {
+            Ok(()) => return Ok(directory),
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            Err(error) => {
+                let why = format!("cannot create: {} (give --nbd unix:PATH)", reason(&error));
+                return Err(CliError::at(&directory, why));
+            }
+        }
+    }
+    let why = "no free name for a temporary directory (remove old nowait-* ones)";
+    Err(CliError::at(parent, why))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn mode(path: &Path) -> u32 {
+        fs::metadata(path).unwrap().mode() & 0o777
+    }
+
+    #[test]
+    fn the_state_directory_is_xdg_state_home_else_below_home() {
+        let state = |xdg: &str, home: &str| {
+            let given = |value: &str| (!value.is_empty()).then(|| OsString::from(value));
+            state_directory(given(xdg), given(home))
+        };
+        assert_eq!(state("/s", "/h"), Some("/s".into()));
+        assert_eq!(state("", "/h"), Some("/h/.local/state".into()));
+        assert_eq!(state("relative", "/h"), Some("/h/.local/state".into()));
+        assert_eq!(state("", "relative"), None);
+        assert_eq!(state("", ""), None);
+    }
+
+    #[test]
+    fn the_default_image_is_made_private_sparse_and_1_gib() {
+        let state = tempfile::tempdir().unwrap();
+        let directory = state.path().join("state/nowait");
+        let path = image_in(&directory).unwrap();
+        let found = fs::metadata(&path).unwrap();
+        assert_eq!((found.len(), found.blocks()), (IMAGE_BYTES, 0));
+        assert_eq!((mode(&path), mode(&directory)), (0o600, 0o700));
+    }
+
+    #[test]
+    fn a_default_image_that_holds_something_is_left_alone() {
+        let state = tempfile::tempdir().unwrap();
+        let path = state.path().join(IMAGE_NAME);
+        fs::write(&path, "precious").unwrap();
+        assert_eq!(image_in(state.path()).unwrap(), path);
+        assert_eq!(fs::read(&path).unwrap(), b"precious");
+    }
+
+    #[test]
+    fn a_default_image_left_half_made_is_finished() {
+        let state = tempfile::tempdir().unwrap();
+        let path = state.path().join(IMAGE_NAME);
+        fs::write(&path, "").unwrap();
+        image_in(state.path()).unwrap();
+        assert_eq!(fs::metadata(&path).unwrap().len(), IMAGE_BYTES);
+    }
+
+    #[test]
+    fn a_socket_is_called_like_its_image() {
+        assert_eq!(socket_name(Path::new("/a/disk.img")), "disk.sock");
+        assert_eq!(socket_name(Path::new("/dev/vdb")), "vdb.sock");
+        assert_eq!(socket_name(Path::new("..")), "nowait.sock");
+    }
+
+    #[test]
+    fn the_runtime_directory_is_used_only_where_there_is_one() {
+        let runtime = tempfile::tempdir().unwrap();
+        let directory = runtime_directory(Some(runtime.path().into())).unwrap();
+        assert_eq!(directory, runtime.path().join("nowait"));
+        assert_eq!(mode(&directory), 0o700);
+        assert_eq!(
+            runtime_directory(Some(runtime.path().join("missing").into())),
+            None
+        );
+        assert_eq!(runtime_directory(Some("relative".into())), None);
+        assert_eq!(runtime_directory(None), None);
+    }
+
+    #[test]
+    fn temporary_directories_are_new_private_and_removed_with_their_socket() {
+        let parent = tempfile::tempdir().unwrap();
+        let first = temporary_directory(parent.path()).unwrap();
+        let second = temporary_directory(parent.path()).unwrap();
+        assert_ne!(first, second);
+        assert_eq!((mode(&first), mode(&second)), (0o700, 0o700));
+        let path = first.join("disk.sock");
+        fs::write(&path, "").unwrap();
+        drop(DefaultSocket {
+            listen: Listen::Unix(path),
+            temporary: Some(first.clone()),
+        });
+        assert!(!first.exists() && second.exists());
+    }
+}

@@ -1,0 +1,41 @@
+//! The `nowait` command: parse, compose, print.
+//!
+//! Invariant: success is exit status 0, a failure is one line on standard error and 1, a wrong
+//! command line is 2.
+//! Knows: every module here. Known by: nobody.
+
+mod args;
+mod create;
+mod default_image;
+mod error;
+mod info;
+mod listen;
+mod log;
+mod serve;
+mod size;
+
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+use clap::Parser;
+
+use crate::args::{Cli, Command};
+
+fn main() -> ExitCode {
+    let result = match Cli::parse().command {
+        Command::Serve(args) => {
+            log::start(args.verbose);
+            serve::run(&args)
+        }
+        Command::Create(args) => create::run(&args),
+        Command::Info(args) => info::run(&args),
+    };
+    match result {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(error) => {
+            // Not eprintln!, which panics where standard error is closed.
+            let _ = writeln!(io::stderr(), "nowait: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

@@ -1,0 +1,236 @@
+//! `nowait serve`: opens the image, locks it, and serves it until told to stop.
+//!
+//! Invariant: nothing of the image is changed before it is locked; the ready line is printed when
+//! clients can connect, and the exit status is 0 only if the last flush succeeded.
+//! Knows: args, default_image, error, info, listen. Known by: main.
+
+use std::fs;
+use std::io::{self, Write};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use nowait::{Disk, Extents, File, OpenOptions, Uring};
+use nowait_server::lock::{self, Access, LockError};
+use nowait_server::{Device, Listener, Options, QueueKind, Server, Stopper};
+use signal_hook::consts::{SIGINT, SIGTERM};
+use signal_hook::iterator::Signals;
+use tracing::{info, warn};
+
+use crate::args::{self, Format, ServeArgs};
+use crate::default_image;
+use crate::error::{CliError, reason};
+use crate::info::begins_like_qcow2;
+use crate::listen::Listen;
+
+/// How long requests in flight may take after the signal to stop.
+const PATIENCE: Duration = Duration::from_secs(10);
+
+/// Serves until SIGINT or SIGTERM.
+///
+/// # Errors
+/// The image cannot be opened or is in use, an address is taken, the queues cannot be made or
+/// fail, or the last flush failed.
+pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
+    let signals = Signals::new([SIGINT, SIGTERM])
+        .map_err(|e| CliError::new(format!("cannot handle signals: {}", reason(&e))))?;
+    let image = image(args)?;
+    let disk = Arc::new(open(args, &image)?);
+    let config = args.config();
+    let kind = queue_kind(args, &image, &disk)?;
+    let default_socket = match args.nbd.is_empty() {
+        true => Some(default_image::socket(&image)?),
+        false => None,
+    };
+    let listens = match &default_socket {
+        Some(socket) => std::slice::from_ref(&socket.listen),
+        None => &args.nbd,
+    };
+    let (listeners, uris) = bind(args, listens)?;
+    let description = format!("{}", image.display());
+    let device = Device::new(disk.clone(), config.workers, args.export.clone(), description);
+    let options = Options { queues: args.queues(), kind, config };
+    let server =
+        Server::start(Arc::new(device), listeners, options).map_err(|e| CliError::at(&image, e))?;
+    stop_on_signal(signals, server.stopper());
+    say_ready(args, &image, &disk, kind, &uris);
+    let stopped = server.run(PATIENCE).map_err(|e| CliError::at(&image, e))?;
+    if stopped.unfinished > 0 {
+        let (left, time) = (stopped.unfinished, PATIENCE.as_secs());
+        warn!("{left} requests did not end within {time} s and were left");
+    }
+    let flushed = if args.read_only { Ok(()) } else { File::new(disk).flush() };
+    drop(default_socket);
+    flushed.map_err(|e| CliError::at(&image, e))?;
+    info!("stopped, everything is flushed");
+    // A request that never ends would keep its worker, and the worker this process.
+    std::process::exit(0);
+}
+
+fn image(args: &ServeArgs) -> Result<PathBuf, CliError> {
+    if let Some(image) = &args.image {
+        return Ok(image.clone());
+    }
+    let image = default_image::image()?;
+    say(format_args!("nowait: no image given, serving {}", image.display()));
+    Ok(image)
+}
+
+/// Opens and locks the image.
+fn open(args: &ServeArgs, image: &Path) -> Result<Disk<Extents>, CliError> {
+    let Format::Raw = args.format;
+    let direct = match args.direct {
+        args::Direct::On => nowait::Direct::On,
+        args::Direct::Off => nowait::Direct::Off,
+        args::Direct::Auto => nowait::Direct::Auto,
+    };
+    let read_only = args.read_only;
+    let options = OpenOptions { read_only, direct, no_hint: !args.config().hint };
+    let disk = Disk::open(image, options)
+        .map_err(|error| CliError::at(image, open_failure(args, error)))?;
+    let access = if read_only { Access::Read } else { Access::Write };
+    match lock::lock(disk.fd(), access) {
+        Ok(()) => {}
+        Err(LockError::Unsupported) => {
+            warn!("{}: its file system has no locks, so nothing keeps others from it", image.display());
+        }
+        Err(error) => return Err(CliError::at(image, error)),
+    }
+    disk.scan();
+    if args.direct == args::Direct::Auto && !disk.is_direct() {
+        warn!("{}: no direct I/O here, going through the page cache", image.display());
+    }
+    if fs::File::open(image).is_ok_and(|file| begins_like_qcow2(&file)) {
+        warn!("{}: it begins like a qcow2 image but is served raw", image.display());
+    }
+    Ok(disk)
+}
+
+fn open_failure(args: &ServeArgs, error: nowait::Error) -> String {
+    let errno = error.errno();
+    let why = reason(&io::Error::from_raw_os_error(errno));
+    match rustix::io::Errno::from_raw_os_error(errno) {
+        rustix::io::Errno::ISDIR => "it is a directory (give an image file)".into(),
+        rustix::io::Errno::NOTBLK => "neither a regular file nor a block device".into(),
+        rustix::io::Errno::NODATA => "it is empty (make an image with 'nowait create')".into(),
+        rustix::io::Errno::NOENT => "there is no such file (make it with 'nowait create')".into(),
+        rustix::io::Errno::OPNOTSUPP => {
+            "its file system does no direct I/O (try --direct auto)".into()
+        }
+        rustix::io::Errno::ACCESS | rustix::io::Errno::PERM | rustix::io::Errno::ROFS
+            if !args.read_only =>
+        {
+            format!("cannot open for writing: {why} (try --read-only)")
+        }
+        _ => format!("cannot open: {why}"),
+    }
+}
+
+/// The queue asked for, or what works here.
+fn queue_kind(
+    args: &ServeArgs,
+    image: &Path,
+    disk: &Disk<Extents>,
+) -> Result<QueueKind, CliError> {
+    match args.queue {
+        Some(args::QueueKind::Threads) => return Ok(QueueKind::Threads),
+        Some(args::QueueKind::Uring) | None => {}
+    }
+    let error = match Uring::new(disk.fd()) {
+        Ok(ring) => {
+            info!("io_uring: {:?}", ring.offered());
+            return Ok(QueueKind::Uring);
+        }
+        Err(error) => reason(&io::Error::from_raw_os_error(error.errno())),
+    };
+    if args.queue.is_some() {
+        let what = format!("io_uring cannot be used: {error} (try --queue threads)");
+        return Err(CliError::at(image, what));
+    }
+    warn!("io_uring cannot be used ({error}), serving with threads");
+    Ok(QueueKind::Threads)
+}
+
+/// Binds every address; the URIs are in their order.
+fn bind(args: &ServeArgs, listens: &[Listen]) -> Result<(Vec<Listener>, Vec<String>), CliError> {
+    let (mut listeners, mut uris) = (Vec::new(), Vec::new());
+    for listen in listens {
+        let bound = match listen {
+            Listen::Unix(path) => Listener::unix(path),
+            Listen::Tcp { host, port } => Listener::tcp(host, *port),
+        };
+        let listener = bound.map_err(|error| bind_failure(listen, &error))?;
+        let listen = match (listen, listener.tcp_address()) {
+            (Listen::Tcp { host, .. }, Some(address)) => {
+                Listen::Tcp { host: host.clone(), port: address.port() }
+            }
+            (listen, _) => listen.clone(),
+        };
+        uris.push(listen.uri(&args.export));
+        listeners.push(listener);
+    }
+    Ok((listeners, uris))
+}
+
+fn bind_failure(listen: &Listen, error: &io::Error) -> CliError {
+    let (at, hint) = match listen {
+        Listen::Unix(path) => (path.display().to_string(), "another path"),
+        Listen::Tcp { host, port } => (format!("{host}:{port}"), "another port"),
+    };
+    if error.kind() == io::ErrorKind::AddrInUse {
+        return CliError::new(format!("{at}: the address is in use (give {hint})"));
+    }
+    CliError::new(format!("{at}: cannot listen: {}", reason(error)))
+}
+
+fn stop_on_signal(mut signals: Signals, stopper: Stopper) {
+    // Without this thread a signal would still be noticed by nobody: there is no way around it.
+    std::thread::spawn(move || {
+        for _ in signals.forever() {
+            stopper.stop();
+        }
+    });
+}
+
+fn say_ready(
+    args: &ServeArgs,
+    image: &Path,
+    disk: &Disk<Extents>,
+    kind: QueueKind,
+    uris: &[String],
+) {
+    let queue = match kind {
+        QueueKind::Uring => "uring",
+        QueueKind::Threads => "threads",
+    };
+    let mut lines = String::new();
+    if args.json {
+        let ready = serde_json::json!({
+            "event": "ready",
+            "uris": uris,
+            "image": image.to_string_lossy(),
+            "size_bytes": disk.size(),
+            "read_only": disk.is_read_only(),
+            "direct_io": disk.is_direct(),
+            "queue": queue,
+            "queues": args.queues(),
+            "pid": std::process::id(),
+        });
+        lines = format!("{ready}\n");
+    } else {
+        uris.iter().for_each(|uri| lines += &format!("serving {uri}\n"));
+    }
+    // Who has closed our standard output does not wait for the line.
+    let _ = io::stdout().write_all(lines.as_bytes()).and_then(|()| io::stdout().flush());
+    if args.image.is_none()
+        && let Some(uri) = uris.first()
+    {
+        say(format_args!(
+            "try:  nbdinfo '{uri}'\n      qemu-img info '{uri}'\n      nbdcopy '{uri}' copy.img"
+        ));
+    }
+}
+
+fn say(line: std::fmt::Arguments<'_>) {
+    let _ = writeln!(io::stderr(), "{line}");
+}

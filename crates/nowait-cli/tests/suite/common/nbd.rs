@@ -1,0 +1,387 @@
+//! A small NBD client that sends what it is told, also what a well-behaved one would not.
+//!
+//! Invariant: every request that was sent is answered exactly once, or the test fails.
+//! Knows: NBD proto.md. Known by: the tests that need requests in flight, exact errors, or broken bytes.
+
+use std::collections::HashMap;
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+/// NBD proto.md, "Values": what a request may fail with.
+pub(crate) const EPERM: u32 = 1;
+pub(crate) const EIO: u32 = 5;
+pub(crate) const EINVAL: u32 = 22;
+pub(crate) const ENOSPC: u32 = 28;
+pub(crate) const ESHUTDOWN: u32 = 108;
+
+/// First bytes of each part of the protocol.
+const SERVER_MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
+const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
+const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+const REQUEST_MAGIC: u32 = 0x2560_9513;
+const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
+const CHUNK_MAGIC: u32 = 0x668e_33ef;
+
+/// "Handshake phase": fixed newstyle, no zeroes.
+const CLIENT_FLAGS: u32 = 0b11;
+pub(crate) const OPT_GO: u32 = 7;
+const OPT_STRUCTURED_REPLY: u32 = 8;
+const REP_ACK: u32 = 1;
+const REP_INFO: u32 = 3;
+const REP_ERROR_BIT: u32 = 1 << 31;
+const INFO_EXPORT: u16 = 0;
+
+/// "Structured reply types".
+const CHUNK_DONE: u16 = 1;
+const CHUNK_NONE: u16 = 0;
+const CHUNK_DATA: u16 = 1;
+const CHUNK_HOLE: u16 = 2;
+const CHUNK_ERROR_BIT: u16 = 1 << 15;
+
+/// "Request types" and "Command flags".
+const READ: u16 = 0;
+const WRITE: u16 = 1;
+const FLUSH: u16 = 3;
+const TRIM: u16 = 4;
+const ZERO: u16 = 6;
+const FLAG_FUA: u16 = 1;
+const FLAG_NO_HOLE: u16 = 2;
+
+/// How long the server may be silent before the test fails.
+const SILENCE: Duration = Duration::from_secs(30);
+
+/// One command, offsets and lengths in bytes.
+#[derive(Debug, Clone)]
+pub(crate) enum Command {
+    /// Give the bytes of a range.
+    Read { offset: u64, len: u32 },
+    /// Put these bytes; with `fua`, durable before the answer.
+    Write { offset: u64, data: Vec<u8>, fua: bool },
+    /// Make a range read as zeros; with `keep`, without giving its storage back.
+    Zero { offset: u64, len: u32, keep: bool },
+    /// Give a range's storage back.
+    Trim { offset: u64, len: u32 },
+    /// Make all that was answered durable.
+    Flush,
+}
+
+/// A request as it goes out, nothing checked.
+pub(crate) struct RawRequest {
+    /// `REQUEST_MAGIC`, or not.
+    pub(crate) magic: u32,
+    /// Command flags.
+    pub(crate) flags: u16,
+    /// Request type.
+    pub(crate) kind: u16,
+    /// What the reply will carry.
+    pub(crate) cookie: u64,
+    /// In bytes.
+    pub(crate) offset: u64,
+    /// In bytes.
+    pub(crate) len: u32,
+}
+
+impl RawRequest {
+    /// A well-formed write header.
+    pub(crate) fn write(offset: u64, len: u32) -> Self {
+        Self { magic: REQUEST_MAGIC, flags: 0, kind: WRITE, cookie: 0, offset, len }
+    }
+
+    /// The 28 bytes of "Request message".
+    pub(crate) fn bytes(&self) -> Vec<u8> {
+        let mut bytes = Vec::with_capacity(28);
+        bytes.extend(self.magic.to_be_bytes());
+        bytes.extend(self.flags.to_be_bytes());
+        bytes.extend(self.kind.to_be_bytes());
+        bytes.extend(self.cookie.to_be_bytes());
+        bytes.extend(self.offset.to_be_bytes());
+        bytes.extend(self.len.to_be_bytes());
+        bytes
+    }
+}
+
+/// What a request came to: the bytes read (empty for other commands), or the NBD error.
+pub(crate) type Answer = Result<Vec<u8>, u32>;
+
+/// A request that was sent and not yet answered.
+struct Pending {
+    offset: u64,
+    /// Filled by chunks as they come; its length is what a read asked for.
+    data: Vec<u8>,
+    covered: usize,
+    error: Option<u32>,
+}
+
+/// One connection in transmission phase.
+pub(crate) struct Client {
+    stream: UnixStream,
+    /// Size of the export in bytes.
+    pub(crate) size: u64,
+    next_cookie: u64,
+    pending: HashMap<u64, Pending>,
+}
+
+impl Client {
+    /// Negotiates the default export at `socket`.
+    ///
+    /// # Errors
+    /// What the socket says, or `Unsupported` with the option error.
+    pub(crate) fn connect(socket: &Path, structured: bool) -> io::Result<Self> {
+        let mut stream = greet(socket)?;
+        if structured {
+            send_option(&mut stream, OPT_STRUCTURED_REPLY, &[])?;
+            let (kind, _) = read_option_reply(&mut stream)?;
+            assert_eq!(kind, REP_ACK, "structured replies refused");
+        }
+        let size = go(&mut stream)?;
+        Ok(Self { stream, size, next_cookie: 1, pending: HashMap::new() })
+    }
+
+    /// The bare stream, to send something else over it.
+    pub(crate) fn stream(&mut self) -> &mut UnixStream {
+        &mut self.stream
+    }
+
+    /// Sends `command`; gives the cookie its answer will carry.
+    ///
+    /// # Errors
+    /// What the socket says.
+    pub(crate) fn send(&mut self, command: &Command) -> io::Result<u64> {
+        let (kind, flags, offset, len, payload) = wire_form(command);
+        let cookie = self.next_cookie;
+        self.next_cookie += 1;
+        let request = RawRequest { magic: REQUEST_MAGIC, flags, kind, cookie, offset, len };
+        let mut bytes = request.bytes();
+        bytes.extend(payload);
+        let expected = if kind == READ { len as usize } else { 0 };
+        self.pending.insert(cookie, Pending::of(offset, expected));
+        self.stream.write_all(&bytes)?;
+        Ok(cookie)
+    }
+
+    /// Waits for one whole answer to any request that is pending.
+    ///
+    /// # Errors
+    /// What the socket says; `UnexpectedEof` when the server closed it.
+    pub(crate) fn receive(&mut self) -> io::Result<(u64, Answer)> {
+        loop {
+            let magic = read_u32(&mut self.stream)?;
+            let done = match magic {
+                SIMPLE_REPLY_MAGIC => self.simple_reply()?,
+                CHUNK_MAGIC => self.chunk()?,
+                other => panic!("{other:#x} is no reply"),
+            };
+            if let Some(cookie) = done {
+                let pending = self.pending.remove(&cookie).expect("a pending request");
+                if let Some(error) = pending.error {
+                    return Ok((cookie, Err(error)));
+                }
+                assert_eq!(
+                    pending.covered,
+                    pending.data.len(),
+                    "a read answered in part and called done"
+                );
+                return Ok((cookie, Ok(pending.data)));
+            }
+        }
+    }
+
+    /// Sends `command` with nothing else pending and waits for its answer.
+    ///
+    /// # Errors
+    /// The NBD error of the answer. A broken connection fails the test.
+    pub(crate) fn call(&mut self, command: &Command) -> Answer {
+        let cookie = self.send(command).expect("a server that takes requests");
+        let (answered, answer) = self.receive().expect("an answer");
+        assert_eq!(answered, cookie, "an answer to something else");
+        answer
+    }
+
+    /// Sends `request` as it is, `payload` behind it, with nothing else pending; waits for its answer.
+    ///
+    /// # Errors
+    /// As `call`.
+    pub(crate) fn call_raw(&mut self, request: &RawRequest, payload: &[u8]) -> Answer {
+        self.pending.insert(request.cookie, Pending::of(request.offset, 0));
+        self.stream.write_all(&request.bytes()).expect("a server that takes requests");
+        self.stream.write_all(payload).expect("a server that takes requests");
+        let (answered, answer) = self.receive().expect("an answer");
+        assert_eq!(answered, request.cookie, "an answer to something else");
+        answer
+    }
+
+    /// Reads a range, as `call`.
+    ///
+    /// # Errors
+    /// As `call`.
+    pub(crate) fn read(&mut self, offset: u64, len: u32) -> Answer {
+        self.call(&Command::Read { offset, len })
+    }
+
+    /// Writes bytes, as `call`.
+    ///
+    /// # Errors
+    /// As `call`.
+    pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> Answer {
+        self.call(&Command::Write { offset, data: data.to_vec(), fua: false })
+    }
+
+    fn simple_reply(&mut self) -> io::Result<Option<u64>> {
+        let error = read_u32(&mut self.stream)?;
+        let cookie = read_u64(&mut self.stream)?;
+        let pending = self.pending.get_mut(&cookie).expect("an answer to a pending request");
+        if error == 0 {
+            self.stream.read_exact(&mut pending.data)?;
+            pending.covered = pending.data.len();
+        } else {
+            pending.error = Some(error);
+        }
+        Ok(Some(cookie))
+    }
+
+    fn chunk(&mut self) -> io::Result<Option<u64>> {
+        let flags = read_u16(&mut self.stream)?;
+        let kind = read_u16(&mut self.stream)?;
+        let cookie = read_u64(&mut self.stream)?;
+        let len = read_u32(&mut self.stream)? as usize;
+        let mut payload = vec![0; len];
+        self.stream.read_exact(&mut payload)?;
+        let pending = self.pending.get_mut(&cookie).expect("an answer to a pending request");
+        match kind {
+            CHUNK_NONE => assert_eq!((len, flags & CHUNK_DONE), (0, CHUNK_DONE)),
+            CHUNK_DATA => pending.fill(&payload[..8], &payload[8..]),
+            CHUNK_HOLE => {
+                let zeros = u32::from_be_bytes(payload[8..12].try_into().expect("4 bytes"));
+                pending.fill(&payload[..8], &vec![0; zeros as usize]);
+            }
+            error if error & CHUNK_ERROR_BIT != 0 => {
+                pending.error = Some(u32::from_be_bytes(payload[..4].try_into().expect("4 bytes")));
+            }
+            other => panic!("a chunk of type {other} was not asked for"),
+        }
+        Ok((flags & CHUNK_DONE != 0).then_some(cookie))
+    }
+}
+
+impl Pending {
+    /// A request just sent, to be answered with `expected` bytes.
+    fn of(offset: u64, expected: usize) -> Self {
+        Self { offset, data: vec![0; expected], covered: 0, error: None }
+    }
+
+    /// Puts one chunk's bytes where its offset says.
+    fn fill(&mut self, offset: &[u8], bytes: &[u8]) {
+        let offset = u64::from_be_bytes(offset.try_into().expect("8 bytes"));
+        let start = usize::try_from(offset - self.offset).expect("a chunk inside the read");
+        self.data[start..start + bytes.len()].copy_from_slice(bytes);
+        self.covered += bytes.len();
+    }
+}
+
+/// Connects and goes through the greeting: the next thing to send is an option.
+///
+/// # Errors
+/// What the socket says.
+pub(crate) fn greet(socket: &Path) -> io::Result<UnixStream> {
+    let mut stream = UnixStream::connect(socket)?;
+    stream.set_read_timeout(Some(SILENCE))?;
+    stream.set_write_timeout(Some(SILENCE))?;
+    assert_eq!(read_u64(&mut stream)?, SERVER_MAGIC);
+    assert_eq!(read_u64(&mut stream)?, OPTION_MAGIC);
+    assert_eq!(read_u16(&mut stream)? & 1, 1, "fixed newstyle");
+    stream.write_all(&CLIENT_FLAGS.to_be_bytes())?;
+    Ok(stream)
+}
+
+/// Sends one option with its data.
+///
+/// # Errors
+/// What the socket says.
+pub(crate) fn send_option(stream: &mut UnixStream, option: u32, data: &[u8]) -> io::Result<()> {
+    let len = u32::try_from(data.len()).expect("a short option");
+    let mut bytes = Vec::new();
+    bytes.extend(OPTION_MAGIC.to_be_bytes());
+    bytes.extend(option.to_be_bytes());
+    bytes.extend(len.to_be_bytes());
+    bytes.extend(data);
+    stream.write_all(&bytes)
+}
+
+/// The type and the data of one option reply.
+///
+/// # Errors
+/// What the socket says.
+pub(crate) fn read_option_reply(stream: &mut UnixStream) -> io::Result<(u32, Vec<u8>)> {
+    assert_eq!(read_u64(stream)?, OPTION_REPLY_MAGIC);
+    let _option = read_u32(stream)?;
+    let kind = read_u32(stream)?;
+    let mut data = vec![0; read_u32(stream)? as usize];
+    stream.read_exact(&mut data)?;
+    Ok((kind, data))
+}
+
+/// True for the reply types that refuse an option.
+pub(crate) fn is_refusal(kind: u32) -> bool {
+    kind & REP_ERROR_BIT != 0
+}
+
+/// Enters transmission phase with the default export; gives its size.
+fn go(stream: &mut UnixStream) -> io::Result<u64> {
+    // An empty name, no information asked for beyond what is always sent.
+    send_option(stream, OPT_GO, &[0; 6])?;
+    let mut size = None;
+    loop {
+        let (kind, data) = read_option_reply(stream)?;
+        match kind {
+            REP_ACK => return Ok(size.expect("NBD_INFO_EXPORT before the acknowledgement")),
+            REP_INFO => {
+                let (head, rest) = data.split_at(2);
+                if head == INFO_EXPORT.to_be_bytes() {
+                    size = Some(u64::from_be_bytes(rest[..8].try_into().expect("8 bytes")));
+                }
+            }
+            error => {
+                return Err(io::Error::new(
+                    io::ErrorKind::Unsupported,
+                    format!("option error {error:#x}"),
+                ));
+            }
+        }
+    }
+}
+
+/// Type, flags, offset, length and payload.
+fn wire_form(command: &Command) -> (u16, u16, u64, u32, &[u8]) {
+    match command {
+        Command::Read { offset, len } => (READ, 0, *offset, *len, &[]),
+        Command::Write { offset, data, fua } => {
+            let len = u32::try_from(data.len()).expect("a payload the protocol can express");
+            (WRITE, if *fua { FLAG_FUA } else { 0 }, *offset, len, data)
+        }
+        Command::Zero { offset, len, keep } => {
+            (ZERO, if *keep { FLAG_NO_HOLE } else { 0 }, *offset, *len, &[])
+        }
+        Command::Trim { offset, len } => (TRIM, 0, *offset, *len, &[]),
+        Command::Flush => (FLUSH, 0, 0, 0, &[]),
+    }
+}
+
+fn read_u16(stream: &mut UnixStream) -> io::Result<u16> {
+    let mut bytes = [0; 2];
+    stream.read_exact(&mut bytes)?;
+    Ok(u16::from_be_bytes(bytes))
+}
+
+fn read_u32(stream: &mut UnixStream) -> io::Result<u32> {
+    let mut bytes = [0; 4];
+    stream.read_exact(&mut bytes)?;
+    Ok(u32::from_be_bytes(bytes))
+}
+
+fn read_u64(stream: &mut UnixStream) -> io::Result<u64> {
+    let mut bytes = [0; 8];
+    stream.read_exact(&mut bytes)?;
+    Ok(u64::from_be_bytes(bytes))
+}

@@ -1,0 +1,89 @@
+//! Other people's programs, under a time bound, and what to do where they are missing.
+//!
+//! Invariant: a tool that hangs is killed and fails the test. Knows: coreutils' timeout. Known by: all tests.
+
+use std::ffi::OsStr;
+use std::io::Write;
+use std::path::Path;
+use std::process::{Command, Output};
+
+/// Far beyond what any step here takes on two cores, a guest under emulation included.
+const TOOL_BOUND_SECONDS: &str = "180";
+/// What timeout(1) exits with when it had to end its command.
+const TIMED_OUT: i32 = 124;
+
+/// Debian's interpreter, because Debian's libnbd binding is built for it and no other.
+pub(crate) const PYTHON: &str = "/usr/bin/python3";
+
+/// A tool to be run; ends by itself or is ended.
+pub(crate) fn tool(name: impl AsRef<OsStr>) -> Command {
+    let mut command = Command::new("timeout");
+    command.args(["--kill-after=5", TOOL_BOUND_SECONDS]).arg(name);
+    command
+}
+
+/// What is asked of a tool that ran.
+pub(crate) trait Finished {
+    /// Runs it; fails the test with all its output unless it exits 0. Gives its standard output.
+    fn succeeds(&mut self) -> String;
+    /// Runs it; fails the test if it exits 0. Gives its standard output and error together.
+    fn fails(&mut self) -> String;
+}
+
+impl Finished for Command {
+    fn succeeds(&mut self) -> String {
+        let output = run(self);
+        assert!(output.status.success(), "{self:?}: {}\n{}", output.status, both(&output));
+        String::from_utf8_lossy(&output.stdout).into_owned()
+    }
+
+    fn fails(&mut self) -> String {
+        let output = run(self);
+        assert!(!output.status.success(), "{self:?} was to fail\n{}", both(&output));
+        both(&output)
+    }
+}
+
+fn run(command: &mut Command) -> Output {
+    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    assert_ne!(output.status.code(), Some(TIMED_OUT), "{command:?} hung\n{}", both(&output));
+    output
+}
+
+fn both(output: &Output) -> String {
+    format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    )
+}
+
+/// True if `name` (on the path, or a path) can be run. Where not: false and a line that says so, or, with
+/// `NOWAIT_REQUIRE_TOOLS=1`, a failed test.
+pub(crate) fn require_tool(name: &str) -> bool {
+    let path = std::env::var_os("PATH").unwrap_or_default();
+    let found = std::env::split_paths(&path).any(|directory| directory.join(name).is_file());
+    found || skip(&format!("no {name}"))
+}
+
+/// As `require_tool`, for an interpreter that can talk NBD.
+pub(crate) fn python_with_nbd() -> bool {
+    let there = Path::new(PYTHON).is_file()
+        && Command::new(PYTHON)
+            .args(["-c", "import nbd"])
+            .output()
+            .is_ok_and(|output| output.status.success());
+    there || skip("no python3-libnbd")
+}
+
+/// Says why a test does nothing here; fails it instead where everything is said to be there. Always false.
+pub(crate) fn skip(why: &str) -> bool {
+    assert_ne!(
+        std::env::var("NOWAIT_REQUIRE_TOOLS").as_deref(),
+        Ok("1"),
+        "{why}, and NOWAIT_REQUIRE_TOOLS=1"
+    );
+    // Past libtest's capture, which would swallow it in a test that passes.
+    let _ = writeln!(std::io::stderr(), "skipped: {why}");
+    false
+}

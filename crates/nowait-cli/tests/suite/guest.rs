@@ -1,0 +1,158 @@
+//! A stock Linux boots with its root file system on the server.
+//!
+//! Invariant: the files are checked on both sides: in the guest those that came with the image, outside
+//! those the guest wrote, without the server's help.
+//! Knows: QEMU, e2fsprogs, what scripts/guest-files makes. Known by: nobody.
+
+use std::collections::BTreeMap;
+use std::fs::{self, Permissions};
+use std::os::unix::fs::{PermissionsExt, symlink};
+use std::path::{Path, PathBuf};
+
+use crate::common::random::Random;
+use crate::common::{Finished, MIB, Scratch, Server, require_tool, skip, tool};
+
+/// Size of the disk in bytes.
+const DISK_BYTES: u64 = 192 * MIB;
+/// Files that come with the image, and files the guest writes.
+const GIVEN_FILES: u64 = 3;
+const WRITTEN_FILES: usize = 4;
+
+/// The guest's only process: checks what it was given, writes, deletes, trims, and powers off.
+const GUEST_INIT: &str = r#"#!/bin/sh
+mount -t proc none /proc
+cd /given && sha256sum -c SHA256SUMS && echo "guest: given files are right"
+mkdir /written /scratch
+for number in 1 2 3 4; do
+    dd if=/dev/urandom of=/written/$number bs=64k count=$((number * 12)) conv=fsync 2>/dev/null
+    dd if=/written/$number of=/scratch/$number bs=5000 2>/dev/null
+done
+sync
+rm -r /scratch
+fstrim / && echo "guest: trimmed"
+echo 3 >/proc/sys/vm/drop_caches
+cd /written && for file in *; do echo "guest: wrote $(sha256sum $file)"; done
+cd / && sync && mount -o remount,ro / && echo "guest: done"
+poweroff -f
+"#;
+
+/// Where the kernel, the initramfs and busybox are, unless the test cannot run here.
+fn guest_files() -> Option<PathBuf> {
+    let tools = ["qemu-system-x86_64", "mkfs.ext4", "e2fsck", "debugfs"];
+    if !tools.into_iter().all(require_tool) {
+        return None;
+    }
+    let cache = || match std::env::var_os("XDG_CACHE_HOME") {
+        Some(cache) => PathBuf::from(cache),
+        None => PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache"),
+    };
+    let directory = std::env::var_os("NOWAIT_GUEST_DIR")
+        .map_or_else(|| cache().join("nowait-guest"), PathBuf::from);
+    let complete = ["vmlinuz", "initramfs.gz", "busybox"]
+        .into_iter()
+        .all(|name| directory.join(name).is_file());
+    if complete
+        || skip(&format!(
+            "no guest files in {} (scripts/guest-files makes them)",
+            directory.display()
+        ))
+    {
+        return Some(directory);
+    }
+    None
+}
+
+/// An ext4 image that holds busybox, the guest's init, and files with their checksums.
+fn make_disk(scratch: &Scratch, busybox: &Path) -> PathBuf {
+    let root = scratch.join("root");
+    for directory in ["bin", "sbin", "dev", "proc", "given"] {
+        fs::create_dir_all(root.join(directory)).expect("a directory");
+    }
+    fs::copy(busybox, root.join("bin/busybox")).expect("busybox");
+    let applets = ["sh", "mount", "sha256sum", "mkdir", "dd", "sync", "rm", "fstrim", "poweroff"];
+    for applet in applets {
+        symlink("busybox", root.join("bin").join(applet)).expect("a link");
+    }
+    fs::write(root.join("sbin/init"), GUEST_INIT).expect("the guest's init");
+    fs::set_permissions(root.join("sbin/init"), Permissions::from_mode(0o755)).expect("own file");
+    let mut random = Random::from_seed(4);
+    for number in 1..=GIVEN_FILES {
+        fs::write(root.join(format!("given/{number}")), random.bytes(700_001 * number as usize))
+            .expect("a file");
+    }
+    let given = root.join("given");
+    let sums = tool("sha256sum").current_dir(&given).args(["1", "2", "3"]).succeeds();
+    fs::write(given.join("SHA256SUMS"), sums).expect("checksums");
+
+    let disk = scratch.sparse("disk.img", DISK_BYTES);
+    tool("mkfs.ext4").args(["-q", "-F", "-d"]).arg(&root).arg(&disk).succeeds();
+    disk
+}
+
+/// Boots the guest from `uri` and gives all it said on its console until it powered off.
+fn boot(files: &Path, uri: &str) -> String {
+    tool("qemu-system-x86_64")
+        .args([
+            "-accel",
+            "tcg",
+            "-m",
+            "256",
+            "-nodefaults",
+            "-no-reboot",
+            "-display",
+            "none",
+            "-serial",
+            "stdio",
+        ])
+        .arg("-kernel")
+        .arg(files.join("vmlinuz"))
+        .arg("-initrd")
+        .arg(files.join("initramfs.gz"))
+        .args(["-append", "console=ttyS0 quiet panic=-1"])
+        .args(["-drive", &format!("file={uri},format=raw,if=none,id=disk,discard=unmap")])
+        .args(["-device", "virtio-blk-pci,drive=disk"])
+        .succeeds()
+}
+
+/// File name → checksum, from the guest's lines `guest: wrote SUM  NAME`.
+fn sums_said(console: &str) -> BTreeMap<String, String> {
+    console
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("guest: wrote "))
+        .map(|line| line.split_once("  ").expect("a sum and a name"))
+        .map(|(sum, name)| (name.to_owned(), sum.to_owned()))
+        .collect()
+}
+
+#[test]
+fn a_stock_kernel_boots_from_the_export_and_its_files_are_right_on_both_sides() {
+    let Some(files) = guest_files() else {
+        return;
+    };
+    let scratch = Scratch::new();
+    let disk = make_disk(&scratch, &files.join("busybox"));
+    let server = Server::start(&disk, &[]);
+    let console = boot(&files, server.uri());
+    server.stop();
+    for line in ["guest: given files are right", "guest: trimmed", "guest: done"] {
+        assert!(console.contains(line), "the guest did not say '{line}':\n{console}");
+    }
+
+    tool("e2fsck").arg("-fn").arg(&disk).succeeds();
+    let sums = sums_said(&console);
+    assert_eq!(sums.len(), WRITTEN_FILES, "{console}");
+    for (name, sum) in sums {
+        let copy = scratch.join(&name);
+        tool("debugfs")
+            .arg("-R")
+            .arg(format!("dump /written/{name} {}", copy.display()))
+            .arg(&disk)
+            .succeeds();
+        let outside = tool("sha256sum").arg(&copy).succeeds();
+        assert_eq!(
+            outside.split_whitespace().next(),
+            Some(sum.as_str()),
+            "file {name} as seen outside"
+        );
+    }
+}

@@ -1,0 +1,17 @@
+//! The real `nowait` binary against other people's tools, a guest, hostile peers and a model.
+//!
+//! One test program, so that the helpers are linked once and used in full. Invariant: every server and
+//! every tool runs under a time bound, and a server that a test starts is gone when the test is.
+//! Knows: the command line and NBD, nothing inside the crates. Known by: nobody.
+
+mod common;
+
+mod abuse;
+mod errors;
+mod first_run;
+mod guest;
+mod model;
+mod nbd_tools;
+mod qemu;
+mod seccomp;
+mod storage_faults;

@@ -1,0 +1,199 @@
+//! Random commands on three connections at once against an array of bytes.
+//!
+//! Invariant: connections own regions that share no byte, but whose borders share blocks; within a region,
+//! requests in flight together share no byte either. So every byte has one right value at any time.
+//! Knows: the wire. Known by: nobody.
+
+use std::collections::HashMap;
+use std::fs;
+use std::ops::Range;
+use std::thread;
+
+use crate::common::nbd::{Client, Command};
+use crate::common::random::{Random, seed};
+use crate::common::{KIB, MIB, Scratch, Server, VARIANTS};
+
+/// No multiple of a sector, so that the last block is a partial one.
+const IMAGE_BYTES: u64 = 8 * MIB + 1234;
+/// No multiples of anything.
+const BORDERS: [u64; 4] = [0, 2_796_611, 5_592_827, IMAGE_BYTES];
+const BATCHES: u64 = 50;
+/// Requests in flight on one connection; with `MOST_BYTES` each, they fit the socket's buffers.
+const BATCH: usize = 8;
+const MOST_BYTES: u64 = 24 * KIB;
+/// Now and then one request of up to this length, alone.
+const LONG_BYTES: u64 = MIB;
+const BLOCK_BYTES: u64 = 4096;
+
+/// One connection's part of the image and what it is to hold.
+struct Player {
+    client: Client,
+    random: Random,
+    base: u64,
+    model: Vec<u8>,
+}
+
+impl Player {
+    /// A range inside the region, in bytes from its start; half of them block-aligned in the image.
+    fn range(&mut self, most: u64) -> Range<usize> {
+        let region = self.model.len() as u64;
+        let mut start = self.random.below(region);
+        let mut len = 1 + self.random.below(most);
+        if self.random.chance(50) {
+            let aligned = (self.base + start).next_multiple_of(BLOCK_BYTES) - self.base;
+            start = if aligned < region { aligned } else { start };
+            len = len.next_multiple_of(BLOCK_BYTES);
+        }
+        let end = (start + len).min(region);
+        usize::try_from(start).expect("fits usize")..usize::try_from(end).expect("fits usize")
+    }
+
+    /// A command over `range`.
+    fn command(&mut self, range: &Range<usize>) -> Command {
+        let offset = self.base + range.start as u64;
+        let len = u32::try_from(range.len()).expect("a short range");
+        match self.random.below(100) {
+            0..35 => Command::Read { offset, len },
+            35..80 => Command::Write {
+                offset,
+                data: self.random.bytes(range.len()),
+                fua: self.random.chance(10),
+            },
+            80..92 => Command::Zero { offset, len, keep: self.random.chance(50) },
+            _ => Command::Trim { offset, len },
+        }
+    }
+
+    /// Sends a batch of commands that share no byte, a flush among them now and then; checks every answer.
+    fn play(&mut self) {
+        let (count, most) =
+            if self.random.chance(6) { (1, LONG_BYTES) } else { (BATCH, MOST_BYTES) };
+        let mut taken: Vec<Range<usize>> = Vec::new();
+        let mut sent = HashMap::new();
+        for _ in 0..count {
+            let range = self.range(most);
+            if taken.iter().any(|other| other.start < range.end && range.start < other.end) {
+                continue;
+            }
+            let command = self.command(&range);
+            let cookie = self.client.send(&command).expect("a server that takes requests");
+            taken.push(range.clone());
+            sent.insert(cookie, (command, range));
+        }
+        if self.random.chance(10) {
+            let cookie = self.client.send(&Command::Flush).expect("a server that takes requests");
+            sent.insert(cookie, (Command::Flush, 0..0));
+        }
+        let mut trimmed = Vec::new();
+        while !sent.is_empty() {
+            let (cookie, answer) = self.client.receive().expect("an answer");
+            let (command, range) = sent.remove(&cookie).expect("an answer to a request in flight");
+            let bytes =
+                answer.unwrap_or_else(|error| panic!("{} failed with {error}", brief(&command)));
+            match command {
+                Command::Read { .. } => self.compare(&bytes, &range),
+                Command::Write { data, .. } => self.model[range].copy_from_slice(&data),
+                Command::Zero { .. } => self.model[range].fill(0),
+                Command::Trim { .. } => trimmed.push(range),
+                Command::Flush => {}
+            }
+        }
+        trimmed.into_iter().for_each(|range| self.learn_trimmed(range));
+    }
+
+    /// C52: a trimmed byte is what it was or zero, and from then on it stays what it is.
+    fn learn_trimmed(&mut self, range: Range<usize>) {
+        let len = u32::try_from(range.len()).expect("a short range");
+        let bytes = self
+            .client
+            .read(self.base + range.start as u64, len)
+            .expect("a read of a trimmed range");
+        let known = &mut self.model[range];
+        let stray = bytes.iter().zip(known.iter()).position(|(now, then)| now != then && *now != 0);
+        assert_eq!(stray, None, "a trimmed byte is neither old nor zero");
+        known.copy_from_slice(&bytes);
+    }
+
+    /// Checks bytes read from `range`.
+    fn compare(&self, bytes: &[u8], range: &Range<usize>) {
+        let wrong =
+            bytes.iter().zip(&self.model[range.clone()]).position(|(now, right)| now != right);
+        if let Some(index) = wrong {
+            let (now, right) = (bytes[index], self.model[range.start + index]);
+            let at = self.base + (range.start + index) as u64;
+            panic!(
+                "byte {at} reads {now:#04x}, is to be {right:#04x}; the read began at {}",
+                self.base + range.start as u64
+            );
+        }
+    }
+}
+
+/// A command without its payload.
+fn brief(command: &Command) -> String {
+    match command {
+        Command::Write { offset, data, fua } => {
+            format!("write of {} at {offset}, fua {fua}", data.len())
+        }
+        other => format!("{other:?}"),
+    }
+}
+
+/// Plays on every region at once; gives what the image is to hold.
+fn play_all(server: &Server, start: &[u8], seed: u64) -> Vec<u8> {
+    let players: Vec<_> = BORDERS
+        .windows(2)
+        .zip(1..)
+        .map(|(borders, number)| {
+            // Both forms of reply; the contract is the same.
+            let client = Client::connect(&server.socket(), number != 2).expect("a connection");
+            let random = Random::from_seed(seed.wrapping_mul(3).wrapping_add(number));
+            let region = |border: u64| usize::try_from(border).expect("fits usize");
+            let model = start[region(borders[0])..region(borders[1])].to_vec();
+            let mut player = Player { client, random, base: borders[0], model };
+            thread::spawn(move || {
+                (0..BATCHES).for_each(|_| player.play());
+                player.model
+            })
+        })
+        .collect();
+    players
+        .into_iter()
+        .flat_map(|player| player.join().expect("a player without objections"))
+        .collect()
+}
+
+/// One whole game on a server started with `variant`.
+fn game(variant: &[&str], seed: u64) {
+    println!("serve {variant:?}");
+    let scratch = Scratch::new();
+    let image = scratch.dotted("disk.img", IMAGE_BYTES, 30_000, 200_000);
+    let size = fs::metadata(&image).expect("the image").len();
+    let start = fs::read(&image).expect("the image");
+    let server = Server::start(&image, variant);
+    let model = play_all(&server, &start, seed);
+
+    let mut client = server.connect();
+    assert_eq!(client.size, size);
+    let whole = u32::try_from(size).expect("a small image");
+    let seen = client.read(0, whole).expect("the whole image");
+    assert!(seen == model, "byte {:?} differs over the wire", first_difference(&seen, &model));
+    client.call(&Command::Flush).expect("a flush");
+    drop(client);
+    server.stop();
+    let kept = fs::read(&image).expect("the image");
+    assert_eq!(kept.len() as u64, size, "the image's size changed");
+    assert!(kept == model, "byte {:?} differs in the image", first_difference(&kept, &model));
+}
+
+fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
+    one.iter().zip(other).position(|(left, right)| left != right)
+}
+
+#[test]
+fn three_connections_always_read_what_they_last_wrote_in_every_variant() {
+    let seed = seed();
+    for variant in VARIANTS {
+        game(variant, seed);
+    }
+}

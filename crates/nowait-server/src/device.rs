@@ -1,0 +1,72 @@
+//! A device: an open image, its workers, and the rules that every door keeps.
+//!
+//! Invariant: a door never answers with memory that was not read for the request (C55, C56), and
+//! never does part of a request (C25).
+//! Knows: the engine crate. Known by: nbd.
+
+use std::sync::Arc;
+
+use nowait::{Completion, Disk, Extents, Io, Op, Range, Workers};
+
+/// One image as a block device.
+pub struct Device {
+    disk: Arc<Disk<Extents>>,
+    workers: Workers,
+    name: String,
+    description: String,
+}
+
+impl Device {
+    /// A device on `disk` with at most `workers` threads that may block. Clients ask for it as
+    /// `name`; `description` is for people.
+    #[must_use]
+    pub fn new(disk: Arc<Disk<Extents>>, workers: u32, name: String, description: String) -> Self {
+        let workers = Workers::new(&disk, workers);
+        Self { disk, workers, name, description }
+    }
+
+    /// The image.
+    #[must_use]
+    pub fn disk(&self) -> &Arc<Disk<Extents>> {
+        &self.disk
+    }
+
+    pub(crate) fn workers(&self) -> Workers {
+        self.workers.clone()
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(crate) fn description(&self) -> &str {
+        &self.description
+    }
+
+    /// The range of a request, or the errno that refuses it as a whole (C02, C25): `EPERM` for a
+    /// change on a read-only device, `EINVAL` for a read and `ENOSPC` for a change past the end.
+    #[inline]
+    pub(crate) fn range(&self, op: Op, pos: u64, len: u64) -> Result<Range, i32> {
+        let changes = op.changes();
+        if changes && self.disk.is_read_only() {
+            return Err(libc::EPERM);
+        }
+        match pos.checked_add(len) {
+            Some(end) if end <= self.disk.size() => Ok(Range::new(pos, len)),
+            _ if changes => Err(libc::ENOSPC),
+            _ => Err(libc::EINVAL),
+        }
+    }
+}
+
+/// What a completed request came to, for a door: all of it, or an errno. A short one is `EIO`
+/// (C55): the image was cut behind the server's back.
+#[inline]
+pub(crate) fn verdict(completion: &Completion) -> Result<(), i32> {
+    let Io { op, range, .. } = completion.io;
+    match completion.result() {
+        Ok(done) if done == range.len || op == Op::Flush => Ok(()),
+        Ok(_) => Err(libc::EIO),
+        Err(error) => Err(error.errno()),
+    }
+}

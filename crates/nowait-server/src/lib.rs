@@ -1,0 +1,13 @@
+//! Block devices from images: one [`Device`] for each export, and the doors to it.
+//!
+//! A door translates and nothing else: what is on the wire becomes a request of the engine, a
+//! completion becomes what goes on the wire. What a request may do is checked in one place,
+//! [`Device`]. The modules are listed in the order in which they know each other.
+#![deny(unsafe_code)]
+
+pub mod lock;
+mod device;
+mod nbd;
+
+pub use device::Device;
+pub use nbd::{Listener, Options, QueueKind, Server, Stopped, Stopper};

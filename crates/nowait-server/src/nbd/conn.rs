@@ -1,0 +1,127 @@
+//! One connection: what was received and not understood yet, and what was not sent yet.
+//!
+//! Invariant: what a client makes the server hold is bounded: `MAX_REQUESTS` requests and
+//! `MAX_BYTES` of payload (one request may be larger), counted until the reply has left. Beyond
+//! that its socket is not read.
+//! Knows: wire, handshake, reply, door. Known by: turn.
+
+use std::os::fd::OwnedFd;
+
+use nowait::Buf;
+
+use super::door::Dialect;
+use super::handshake::Handshake;
+use super::reply::Out;
+use super::wire::RequestHeader;
+
+/// Requests of one connection at most, from their arrival until their reply has left.
+pub(crate) const MAX_REQUESTS: u32 = 1024;
+/// Payload of one connection's requests at most, in bytes, if it has more than one.
+pub(crate) const MAX_BYTES: u64 = 32 << 20;
+
+/// Where a connection stands.
+pub(crate) enum Phase {
+    Handshake(Handshake),
+    Transmission(Dialect),
+}
+
+/// Whether more requests come.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Input {
+    /// Yes.
+    Open,
+    /// Not before something of what is held has left.
+    Stalled,
+    /// No: the client said goodbye, or closed its side; what is in flight is still answered.
+    Ended,
+    /// No, and nobody is there to be answered.
+    Broken,
+}
+
+/// A write whose payload is on its way.
+pub(crate) struct Payload {
+    pub(crate) header: RequestHeader,
+    pub(crate) io: nowait::Io,
+    pub(crate) buf: Buf,
+    /// Where the payload begins in the buffer.
+    pub(crate) start: usize,
+    /// Bytes received so far.
+    pub(crate) filled: usize,
+}
+
+impl Payload {
+    /// The memory that is still to be filled.
+    pub(crate) fn missing(&mut self) -> &mut [u8] {
+        let end = self.start + self.header.length as usize;
+        self.buf.get_mut(self.start + self.filled..end).unwrap_or_default()
+    }
+}
+
+/// A connection.
+pub(crate) struct Conn {
+    pub(crate) socket: OwnedFd,
+    /// Tells this connection from an earlier one in the same place.
+    pub(crate) generation: u64,
+    pub(crate) phase: Phase,
+    pub(crate) input: Input,
+    /// Received bytes that are not parsed: part of a header, or what came before a stall.
+    pub(crate) stash: Vec<u8>,
+    pub(crate) payload: Option<Payload>,
+    /// Payload bytes of a refused write that are still to come.
+    pub(crate) skip: u64,
+    pub(crate) out: Out,
+    /// Requests that the engine has.
+    pub(crate) in_flight: u32,
+    /// Payload bytes held, for requests in flight and replies not sent.
+    pub(crate) held: u64,
+    /// A report is to come when the socket has room.
+    pub(crate) awaits_room: bool,
+    /// The socket may have something to read.
+    pub(crate) readable: bool,
+    /// It is in the list of those that are to be looked at before the turn ends.
+    pub(crate) touched: bool,
+}
+
+impl Conn {
+    pub(crate) fn new(socket: OwnedFd, generation: u64) -> Self {
+        Self {
+            socket,
+            generation,
+            phase: Phase::Handshake(Handshake::new()),
+            input: Input::Open,
+            stash: Vec::new(),
+            payload: None,
+            skip: 0,
+            out: Out::default(),
+            in_flight: 0,
+            held: 0,
+            awaits_room: false,
+            readable: true,
+            touched: false,
+        }
+    }
+
+    /// Whether a request with `bytes` of payload fits under the bounds.
+    #[inline]
+    pub(crate) fn admits(&self, bytes: u64) -> bool {
+        self.in_flight + (self.out.len() as u32) < MAX_REQUESTS
+            && (self.held == 0 || self.held + bytes <= MAX_BYTES)
+    }
+
+    /// Whether nothing is left to do but to close it.
+    pub(crate) fn is_over(&self) -> bool {
+        match self.input {
+            Input::Open | Input::Stalled => false,
+            Input::Ended => self.in_flight == 0 && self.out.is_empty(),
+            Input::Broken => self.in_flight == 0,
+        }
+    }
+
+    /// Nobody is there any more: what was received or is to be sent is dropped.
+    pub(crate) fn break_off(&mut self) {
+        self.input = Input::Broken;
+        self.stash = Vec::new();
+        self.payload = None;
+        self.out.clear();
+    }
+}

@@ -1,0 +1,148 @@
+//! Sockets that clients connect to.
+//!
+//! Invariant: a socket file that a living server listens on is never touched; the one that is
+//! bound here is removed when the listener is dropped.
+//! Knows: nothing. Known by: turn, the command.
+
+use std::io;
+use std::net::{SocketAddr, TcpListener};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+
+/// Bytes that a socket may hold for a client; the system's bound may be lower.
+const SEND_BUFFER_BYTES: usize = 4 << 20;
+
+/// A bound address.
+pub struct Listener(Kind);
+
+enum Kind {
+    Unix { socket: UnixListener, path: PathBuf, inode: u64 },
+    Tcp(TcpListener),
+}
+
+impl Listener {
+    /// Listens on a Unix socket at `path`. A socket file that nobody listens on is taken over.
+    ///
+    /// # Errors
+    /// `EADDRINUSE`: somebody listens there, or the file is no socket; what bind(2) said.
+    pub fn unix(path: &Path) -> io::Result<Self> {
+        let socket = match UnixListener::bind(path) {
+            Err(error) if error.kind() == io::ErrorKind::AddrInUse && is_stale(path) => {
+                std::fs::remove_file(path)?;
+                UnixListener::bind(path)?
+            }
+            bound => bound?,
+        };
+        socket.set_nonblocking(true)?;
+        let inode = std::fs::symlink_metadata(path)?.ino();
+        Ok(Self(Kind::Unix { socket, path: path.to_owned(), inode }))
+    }
+
+    /// Listens on every address that `host` stands for at `port`; 0 is any free port.
+    ///
+    /// # Errors
+    /// What getaddrinfo(3) or bind(2) said.
+    pub fn tcp(host: &str, port: u16) -> io::Result<Self> {
+        let socket = TcpListener::bind((host, port))?;
+        socket.set_nonblocking(true)?;
+        Ok(Self(Kind::Tcp(socket)))
+    }
+
+    /// The TCP address that was bound, or `None` for a Unix socket.
+    #[must_use]
+    pub fn tcp_address(&self) -> Option<SocketAddr> {
+        match &self.0 {
+            Kind::Tcp(socket) => socket.local_addr().ok(),
+            Kind::Unix { .. } => None,
+        }
+    }
+
+    /// The next connection, ready to be polled.
+    ///
+    /// # Errors
+    /// `EAGAIN` when there is none; what accept(2) said.
+    pub(crate) fn accept(&self) -> io::Result<OwnedFd> {
+        let socket: OwnedFd = match &self.0 {
+            Kind::Unix { socket, .. } => {
+                let (stream, _) = socket.accept()?;
+                stream.set_nonblocking(true)?;
+                stream.into()
+            }
+            Kind::Tcp(socket) => {
+                let (stream, _) = socket.accept()?;
+                stream.set_nonblocking(true)?;
+                stream.set_nodelay(true)?;
+                stream.into()
+            }
+        };
+        // The smaller default works too, with more system calls.
+        let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER_BYTES);
+        Ok(socket)
+    }
+}
+
+/// Whether `path` is a socket that refuses connections: its server has died.
+fn is_stale(path: &Path) -> bool {
+    let socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
+    let refused = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
+    socket && UnixStream::connect(path).is_err_and(refused)
+}
+
+impl AsFd for Listener {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match &self.0 {
+            Kind::Unix { socket, .. } => socket.as_fd(),
+            Kind::Tcp(socket) => socket.as_fd(),
+        }
+    }
+}
+
+impl Drop for Listener {
+    fn drop(&mut self) {
+        if let Kind::Unix { path, inode, .. } = &self.0
+            && std::fs::symlink_metadata(path).is_ok_and(|meta| meta.ino() == *inode)
+        {
+            // It may be gone, or out of reach by now; there is nobody left to tell.
+            let _ = std::fs::remove_file(path);
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_stale_socket_is_taken_over_and_a_live_one_refused() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        drop(UnixListener::bind(&path).unwrap());
+        let listener = Listener::unix(&path).unwrap();
+        let refused = Listener::unix(&path).map(|_| ()).unwrap_err();
+        assert_eq!(refused.kind(), io::ErrorKind::AddrInUse);
+        drop(listener);
+        assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_file_that_is_no_socket_is_left_alone() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("precious");
+        std::fs::write(&path, "data").unwrap();
+        assert!(Listener::unix(&path).is_err());
+        assert_eq!(std::fs::read(&path).unwrap(), b"data");
+    }
+
+    #[test]
+    fn a_socket_that_somebody_else_has_made_since_is_not_removed() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        let listener = Listener::unix(&path).unwrap();
+        std::fs::remove_file(&path).unwrap();
+        let _other = Listener::unix(&path).unwrap();
+        drop(listener);
+        assert!(path.exists());
+    }
+}

@@ -1,0 +1,403 @@
+//! A thread of the server: one turn after the other, each of which receives, submits, reaps and
+//! sends for all of its connections.
+//!
+//! Invariant: the only place where it sleeps is the queue's `wait`, where sockets, transfers,
+//! workers and control are waited for together. A connection that breaks a rule of the protocol
+//! loses itself, never another one.
+//! Knows: every module here. Known by: mod.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use nowait::{Engine, Error, Extents, Interest, Queue, Token, WATCHED};
+use slab::Slab;
+
+use super::conn::{Conn, Input, Phase};
+use super::listener::Listener;
+use super::reply::Sent;
+use super::spin::Spin;
+use super::wire::RequestHeader;
+use super::{Shared, handshake};
+
+/// Bytes received with one system call, beside the payload of a large write.
+const RECEIVE_BYTES: usize = 256 << 10;
+/// How long accepting rests when the process has no descriptor left.
+const ACCEPT_REST: Duration = Duration::from_millis(100);
+
+/// Tokens: what a report of the queue is about.
+const INBOX: Token = WATCHED | 1 << 59;
+const LISTENER: Token = WATCHED | 1 << 58;
+const ROOM: Token = WATCHED | 1 << 57;
+const INDEX_BITS: u32 = 20;
+const MAX_CONNECTIONS: usize = 1 << INDEX_BITS;
+const GENERATIONS: u64 = 1 << 36;
+
+/// A request that the engine has.
+pub(crate) struct Asked {
+    pub(crate) conn: usize,
+    pub(crate) header: RequestHeader,
+}
+
+/// One thread with its engine and its connections.
+pub(crate) struct Thread<Q: Queue> {
+    pub(crate) shared: Arc<Shared>,
+    pub(crate) engine: Engine<Q, Extents>,
+    pub(crate) conns: Slab<Conn>,
+    pub(crate) asked: Slab<Asked>,
+    index: usize,
+    listeners: Vec<Listener>,
+    events: Vec<Token>,
+    /// Connections to look at before this turn ends.
+    touched: Vec<usize>,
+    /// Connections that wait until something of the engine's is free.
+    pub(crate) stalled: Vec<usize>,
+    stopping: bool,
+    scratch: Vec<u8>,
+    generation: u64,
+    accept_rests: bool,
+    spin: Spin,
+}
+
+impl<Q: Queue> Thread<Q> {
+    pub(crate) fn new(
+        shared: Arc<Shared>,
+        index: usize,
+        listeners: Vec<Listener>,
+        mut engine: Engine<Q, Extents>,
+    ) -> Result<Self, Error> {
+        if let Some(inbox) = shared.inboxes.get(index) {
+            engine.watch(inbox.wake.as_fd(), INBOX, Interest::Readable)?;
+        }
+        for (n, listener) in listeners.iter().enumerate() {
+            engine.watch(listener.as_fd(), LISTENER | n as u64, Interest::Readable)?;
+        }
+        Ok(Self {
+            shared,
+            engine,
+            conns: Slab::new(),
+            asked: Slab::new(),
+            index,
+            listeners,
+            events: Vec::with_capacity(64),
+            touched: Vec::with_capacity(64),
+            stalled: Vec::new(),
+            stopping: false,
+            scratch: vec![0; RECEIVE_BYTES],
+            generation: 0,
+            accept_rests: false,
+            spin: Spin::default(),
+        })
+    }
+
+    /// Serves until the server stops and everything in flight has ended.
+    ///
+    /// # Errors
+    /// What the queue said; then the connections are dropped.
+    pub(crate) fn run(&mut self) -> Result<(), Error> {
+        loop {
+            if !self.stopping && self.shared.stopping.load(Ordering::Acquire) {
+                self.stopping = true;
+                self.take_no_more();
+            }
+            if self.stopping && self.conns.is_empty() {
+                return Ok(());
+            }
+            self.wait()?;
+            self.take_events();
+            self.look_at_touched();
+            // What was just submitted may have ended at once, and its replies may be sent now.
+            self.engine.poll_watched(&mut |token, _| self.events.push(token))?;
+            self.complete();
+            self.look_at_touched();
+            if let Some(inbox) = self.shared.inboxes.get(self.index) {
+                inbox.requests.store(self.asked.len(), Ordering::Release);
+            }
+        }
+    }
+
+    /// Sleeps until there is something to do, unless there is already.
+    fn wait(&mut self) -> Result<(), Error> {
+        let events = &mut self.events;
+        if !self.touched.is_empty() || !events.is_empty() || self.engine.pending() {
+            return self.engine.poll_watched(&mut |token, _| events.push(token));
+        }
+        let mut watched = |token, _| events.push(token);
+        let began = Instant::now();
+        let engine = &mut self.engine;
+        if self.spin.wait(began, || engine.pending()) {
+            engine.poll_watched(&mut watched)?;
+        } else {
+            let timeout = self.accept_rests.then_some(ACCEPT_REST);
+            engine.wait(timeout, &mut watched)?;
+        }
+        self.spin.learn(began);
+        Ok(())
+    }
+
+    fn take_events(&mut self) {
+        if std::mem::take(&mut self.accept_rests) {
+            (0..self.listeners.len()).for_each(|n| self.accept(n));
+        }
+        let mut events = std::mem::take(&mut self.events);
+        for token in events.drain(..) {
+            if token == INBOX {
+                self.take_sockets();
+            } else if token & LISTENER == LISTENER {
+                self.accept((token & !LISTENER) as usize);
+            } else {
+                let index = (token as usize) & (MAX_CONNECTIONS - 1);
+                let generation = (token & !ROOM & !WATCHED) >> INDEX_BITS;
+                let Some(conn) = self.conns.get_mut(index) else { continue };
+                if conn.generation != generation {
+                    continue;
+                }
+                if token & ROOM == ROOM {
+                    conn.awaits_room = false;
+                } else {
+                    conn.readable = true;
+                }
+                self.touch(index);
+            }
+        }
+        self.events = events;
+        self.complete();
+    }
+
+    /// Puts a connection on the list of those to look at.
+    pub(crate) fn touch(&mut self, index: usize) {
+        if let Some(conn) = self.conns.get_mut(index)
+            && !conn.touched
+        {
+            conn.touched = true;
+            self.touched.push(index);
+        }
+    }
+
+    fn accept(&mut self, n: usize) {
+        let Some(listener) = self.listeners.get(n) else { return };
+        loop {
+            match listener.accept() {
+                Ok(socket) => self.shared.spread(socket),
+                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
+                Err(error) if error.kind() == std::io::ErrorKind::ConnectionAborted => {}
+                Err(error) => {
+                    tracing::warn!("cannot accept a connection: {error}");
+                    self.accept_rests = true;
+                    return;
+                }
+            }
+        }
+    }
+
+    fn take_sockets(&mut self) {
+        let Some(inbox) = self.shared.inboxes.get(self.index) else { return };
+        for socket in inbox.take() {
+            self.add(socket);
+        }
+    }
+
+    fn add(&mut self, socket: OwnedFd) {
+        if self.conns.len() >= MAX_CONNECTIONS || self.shared.stopping.load(Ordering::Acquire) {
+            self.shared.left(self.index);
+            return;
+        }
+        self.generation = (self.generation + 1) % GENERATIONS;
+        let mut conn = Conn::new(socket, self.generation);
+        let mut greeting = Vec::new();
+        handshake::Handshake::greeting(&mut greeting);
+        conn.out.push_bytes(greeting);
+        let index = self.conns.insert(conn);
+        let token = token(index, self.generation);
+        let Some(conn) = self.conns.get(index) else { return };
+        if let Err(error) = self.engine.watch(conn.socket.as_fd(), token, Interest::Readable) {
+            tracing::warn!("cannot watch a connection: {error}");
+            self.conns.remove(index);
+            self.shared.left(self.index);
+            return;
+        }
+        self.touch(index);
+    }
+
+    /// Receives from, and sends to, every connection that something happened to.
+    fn look_at_touched(&mut self) {
+        let mut touched = std::mem::take(&mut self.touched);
+        for index in touched.drain(..) {
+            if let Some(conn) = self.conns.get_mut(index) {
+                conn.touched = false;
+                self.look_at(index);
+            }
+        }
+        // Those that were touched meanwhile have their turn next.
+        touched.append(&mut self.touched);
+        self.touched = touched;
+    }
+
+    fn look_at(&mut self, index: usize) {
+        self.send(index);
+        self.resume(index);
+        self.receive(index);
+        self.send(index);
+        let Some(conn) = self.conns.get(index) else { return };
+        if conn.is_over() {
+            self.close(index);
+        } else if conn.readable && conn.input == Input::Open {
+            self.touch(index);
+        }
+    }
+
+    /// Sends what can be sent, and asks for a report when the socket has room for the rest.
+    fn send(&mut self, index: usize) {
+        let Some(conn) = self.conns.get_mut(index) else { return };
+        if conn.out.is_empty() || conn.awaits_room || conn.input == Input::Broken {
+            return;
+        }
+        let mut freed = 0;
+        let sent = conn.out.send(conn.socket.as_fd(), &mut freed);
+        conn.held -= freed.min(conn.held);
+        match sent {
+            Sent::All => {}
+            Sent::Broken => conn.break_off(),
+            Sent::Full => {
+                conn.awaits_room = true;
+                let token = token(index, conn.generation) | ROOM;
+                if self.engine.watch(conn.socket.as_fd(), token, Interest::Writable).is_err() {
+                    conn.break_off();
+                }
+            }
+        }
+        if freed > 0 {
+            self.wake_stalled();
+        }
+    }
+
+    /// Something is free again: those that wait for it have another try.
+    fn wake_stalled(&mut self) {
+        while let Some(index) = self.stalled.pop() {
+            self.touch(index);
+        }
+    }
+
+    /// Receives once and parses what came.
+    fn receive(&mut self, index: usize) {
+        let Some(conn) = self.conns.get_mut(index) else { return };
+        if conn.input != Input::Open || !conn.readable {
+            return;
+        }
+        let mut scratch = std::mem::take(&mut self.scratch);
+        let stashed = conn.stash.len();
+        scratch[..stashed].copy_from_slice(&conn.stash);
+        conn.stash.clear();
+        let mut none = [];
+        let missing = conn.payload.as_mut().map_or(&mut none[..], |p| p.missing());
+        let to_payload = missing.len();
+        let mut pieces = [
+            std::io::IoSliceMut::new(missing),
+            std::io::IoSliceMut::new(&mut scratch[stashed..]),
+        ];
+        let room = to_payload + RECEIVE_BYTES - stashed;
+        match rustix::io::readv(&conn.socket, &mut pieces) {
+            Ok(0) => {
+                conn.input = Input::Ended;
+                conn.payload = None;
+            }
+            Ok(got) => {
+                conn.readable = got == room;
+                let direct = got.min(to_payload);
+                if let Some(payload) = &mut conn.payload {
+                    payload.filled += direct;
+                }
+                self.parse(index, &scratch[..stashed + got - direct]);
+            }
+            Err(rustix::io::Errno::AGAIN) => {
+                conn.stash.extend_from_slice(&scratch[..stashed]);
+                conn.readable = false;
+            }
+            Err(rustix::io::Errno::INTR) => conn.stash.extend_from_slice(&scratch[..stashed]),
+            Err(_) => conn.break_off(),
+        }
+        self.scratch = scratch;
+    }
+
+    /// Parses again what came before a stall.
+    fn resume(&mut self, index: usize) {
+        let Some(conn) = self.conns.get_mut(index) else { return };
+        if conn.input == Input::Stalled {
+            conn.input = Input::Open;
+            let stash = std::mem::take(&mut conn.stash);
+            self.parse(index, &stash);
+        }
+    }
+
+    /// Replies to what has ended.
+    fn complete(&mut self) {
+        if self.engine.has_done() {
+            self.wake_stalled();
+        }
+        while let Some(completion) = self.engine.next() {
+            let Some(asked) = self.asked.try_remove(completion.tag as usize) else { continue };
+            let start = self.engine.start(asked.header.offset);
+            let Some(conn) = self.conns.get_mut(asked.conn) else { continue };
+            conn.in_flight -= 1;
+            if conn.input != Input::Broken {
+                conn.reply(&asked.header, completion, start);
+            }
+            self.touch(asked.conn);
+        }
+    }
+
+    fn close(&mut self, index: usize) {
+        let Some(conn) = self.conns.try_remove(index) else { return };
+        let token = token(index, conn.generation);
+        self.engine.unwatch(conn.socket.as_fd(), token);
+        if conn.awaits_room {
+            self.engine.unwatch(conn.socket.as_fd(), token | ROOM);
+        }
+        // The queue may hold the socket open for a little longer; the client should not notice.
+        let _ = rustix::net::shutdown(&conn.socket, rustix::net::Shutdown::Both);
+        self.shared.left(self.index);
+        tracing::debug!("queue {}: a connection has ended", self.index);
+    }
+
+    /// Reads no more requests; what is in flight is still answered.
+    fn take_no_more(&mut self) {
+        for (n, listener) in self.listeners.drain(..).enumerate() {
+            self.engine.unwatch(listener.as_fd(), LISTENER | n as u64);
+        }
+        self.take_sockets();
+        let indices: Vec<usize> = self.conns.iter().map(|(index, _)| index).collect();
+        for index in indices {
+            let Some(conn) = self.conns.get_mut(index) else { continue };
+            if matches!(conn.input, Input::Open | Input::Stalled) {
+                conn.input = Input::Ended;
+            }
+            if matches!(conn.phase, Phase::Handshake(_)) {
+                conn.break_off();
+            }
+            self.touch(index);
+        }
+    }
+}
+
+fn token(index: usize, generation: u64) -> Token {
+    WATCHED | generation << INDEX_BITS | index as u64
+}
+
+impl Shared {
+    /// Gives a new connection to the thread that has the fewest.
+    fn spread(&self, socket: OwnedFd) {
+        let count = |inbox: &&super::Inbox| inbox.connections.load(Ordering::Relaxed);
+        if let Some(inbox) = self.inboxes.iter().min_by_key(count) {
+            inbox.connections.fetch_add(1, Ordering::Relaxed);
+            inbox.give(socket);
+        }
+    }
+
+    /// A connection of thread `index` is gone.
+    fn left(&self, index: usize) {
+        if let Some(inbox) = self.inboxes.get(index) {
+            inbox.connections.fetch_sub(1, Ordering::Relaxed);
+        }
+    }
+}

@@ -1,0 +1,482 @@
+//! A request run to its end on a thread that may block: what workers do, and the blocking face.
+//!
+//! Invariant: memory is only touched through the request's segments, below its count; the range is
+//! held for as long as blocks are read and written back (C12, C13); the file never grows.
+//! Knows: align, iov, io, buffer, map, ranges, queue (the plain call), disk. Known by: engine, file.
+#![allow(unsafe_code)]
+
+use rustix::fs::FallocateFlags;
+
+use crate::align;
+use crate::buffer::Aligned;
+use crate::disk::Disk;
+use crate::error::{Doing, Error, Range};
+use crate::io::{Flags, Io, Op, Transfer, UNREGISTERED};
+use crate::iov::{self, Segment};
+use crate::map::{Intent, Map, Span, seek_spans};
+use crate::queue;
+use crate::ranges::Hold;
+
+/// Bytes that go through a bounce buffer at once.
+const BOUNCE_BYTES: u64 = 256 << 10;
+/// Spans that one status request reports at most.
+pub(crate) const MAX_SPANS: usize = 4096;
+
+/// The checks that need the device (C02, C08, C17, C25); the range comes back cut to what can be
+/// done.
+///
+/// # Errors
+/// `EROFS`, `EINVAL` or `ENOSPC`.
+pub(crate) fn check<M: Map>(disk: &Disk<M>, io: Io) -> Result<Io, Error> {
+    let fail = |errno| Err(Error::new(errno, Doing::Validate).at(io.range));
+    let Range { pos, mut len } = io.range;
+    if io.op.changes() && disk.is_read_only() {
+        return fail(libc::EROFS);
+    }
+    if pos.checked_add(len).is_none_or(|end| end > i64::MAX as u64) {
+        return fail(libc::EINVAL);
+    }
+    if io.op != Op::Flush {
+        let room = disk.size().saturating_sub(pos);
+        if room == 0 && len > 0 && io.op != Op::Read {
+            return fail(libc::ENOSPC);
+        }
+        len = len.min(room);
+    }
+    Ok(Io { range: Range::new(pos, len), ..io })
+}
+
+/// Runs `io`. `Ok` holds the bytes done, which are fewer than asked for only where the file ended
+/// before the device did or an error came after some bytes (C17, C19).
+///
+/// # Errors
+/// What the system call said.
+///
+/// # Safety
+/// The memory of `segments` is valid, and not touched by anyone else, until this returns.
+pub(crate) unsafe fn run<M: Map>(
+    disk: &Disk<M>,
+    io: Io,
+    segments: &[Segment],
+    spans: &mut Vec<Span>,
+) -> Result<u64, Error> {
+    let Io { op, flags, range } = io;
+    let done = match op {
+        // SAFETY: as promised by the caller.
+        Op::Read => unsafe { read(disk, range, segments) }?,
+        Op::Write => {
+            let aligned = is_aligned(disk, range, segments);
+            let hold = if aligned { Hold::Shared } else { Hold::Exclusive };
+            // SAFETY: as promised by the caller.
+            held(disk, range, hold, || unsafe { write(disk, range, segments) })?
+        }
+        Op::Flush => {
+            disk.flush()?;
+            0
+        }
+        Op::Discard | Op::Zero => {
+            zero(disk, io)?;
+            range.len
+        }
+        Op::Status => {
+            status(disk, range, spans)?;
+            range.len
+        }
+    };
+    if flags.has(Flags::DSYNC) && op.changes() {
+        disk.flush()?;
+    }
+    Ok(done)
+}
+
+/// Whether storage takes the transfer as it is (C11).
+pub(crate) fn is_aligned<M: Map>(disk: &Disk<M>, range: Range, segments: &[Segment]) -> bool {
+    let align = disk.alignment();
+    (range.pos | range.len) & (u64::from(align.offset) - 1) == 0
+        && iov::aligned(segments, align.memory, align.offset)
+}
+
+fn held<M: Map, T>(disk: &Disk<M>, range: Range, hold: Hold, run: impl FnOnce() -> T) -> T {
+    let blocks = blocks_of(disk, range);
+    disk.ranges.take(blocks, hold);
+    let result = run();
+    disk.ranges.free(blocks, hold);
+    result
+}
+
+/// The whole blocks that `range` touches.
+pub(crate) fn blocks_of<M: Map>(disk: &Disk<M>, range: Range) -> Range {
+    let block = disk.alignment().offset;
+    let pos = align::down(range.pos, block);
+    Range::new(pos, align::up(range.end(), block) - pos)
+}
+
+/// Bytes moved, or the error of a step; an error after some bytes gives those bytes.
+fn short(done: u64, error: Error) -> Result<u64, Error> {
+    if done > 0 { Ok(done) } else { Err(error) }
+}
+
+/// One transfer between `range` and one piece of memory, resumed until it is done or the file
+/// ends (C19).
+///
+/// # Safety
+/// `base` is valid for `range.len` bytes.
+unsafe fn move_all<M: Map>(
+    disk: &Disk<M>,
+    write: bool,
+    range: Range,
+    base: *mut u8,
+) -> Result<u64, Error> {
+    let mut done = 0;
+    while done < range.len {
+        let transfer = Transfer {
+            base: base.wrapping_add(done as usize),
+            pos: range.pos + done,
+            len: (range.len - done).min(iov::MAX_TRANSFER_BYTES) as u32,
+            rw_flags: 0,
+            segments: 0,
+            buffer: UNREGISTERED,
+            write,
+        };
+        // SAFETY: the rest of the caller's memory.
+        let outcome = unsafe { queue::transfer(disk.fd(), &transfer, 0) };
+        match outcome {
+            0 => break,
+            1.. => done += outcome as u64,
+            // A transfer that ended short inside a block cannot be resumed where it ended.
+            _ if done > 0 && -outcome == libc::EINVAL => break,
+            _ => {
+                let doing = if write { Doing::Write } else { Doing::Read };
+                return short(done, Error::new(-outcome, doing).at(range));
+            }
+        }
+    }
+    Ok(done)
+}
+
+/// # Safety
+/// As for `run`.
+unsafe fn read<M: Map>(disk: &Disk<M>, range: Range, segments: &[Segment]) -> Result<u64, Error> {
+    let mut done = 0;
+    while done < range.len {
+        let rest = Range::new(range.pos + done, range.len - done);
+        let extent = disk.map.begin_blocking(rest, Intent::Read);
+        let part = Range::new(rest.pos, extent.len);
+        if extent.hole {
+            // SAFETY: as promised by the caller of `run`.
+            unsafe { fill_zero(segments, done, extent.len) };
+            done += extent.len;
+            continue;
+        }
+        // SAFETY: as promised by the caller of `run`.
+        match unsafe { read_mapped(disk, part, segments, done) } {
+            Ok(got) if got == part.len => done += got,
+            Ok(got) => return Ok(done + got),
+            Err(error) => return short(done, error),
+        }
+    }
+    Ok(done)
+}
+
+/// Reads `part`, whose bytes begin at `start` of the request.
+///
+/// # Safety
+/// As for `run`.
+unsafe fn read_mapped<M: Map>(
+    disk: &Disk<M>,
+    part: Range,
+    segments: &[Segment],
+    start: u64,
+) -> Result<u64, Error> {
+    let align = disk.alignment();
+    if let [one] = segments
+        && is_read_aligned(disk, part, one.base.wrapping_add(start as usize))
+    {
+        // SAFETY: `part` lies in the request, so its bytes lie in the segment.
+        return unsafe { move_all(disk, false, part, one.base.wrapping_add(start as usize)) };
+    }
+    let mut bounce = bounce(part.len + 2 * u64::from(align.read_offset))?;
+    let mut done = 0;
+    while done < part.len {
+        let pos = align::down(part.pos + done, align.read_offset);
+        let skip = part.pos + done - pos;
+        let len = align::up(part.end() - pos, align.read_offset).min(bounce.len() as u64);
+        // SAFETY: `bounce` has at least `len` bytes.
+        let got = match unsafe { move_all(disk, false, Range::new(pos, len), bounce.as_mut_ptr()) } {
+            Ok(got) => got,
+            Err(error) => return short(done, error),
+        };
+        let useful = got.saturating_sub(skip).min(part.len - done);
+        // SAFETY: as promised by the caller of `run`; `bounce` was read up to `skip + useful`.
+        unsafe { copy_out(&bounce[skip as usize..], segments, start + done, useful) };
+        done += useful;
+        if got < len {
+            break;
+        }
+    }
+    Ok(done)
+}
+
+fn is_read_aligned<M: Map>(disk: &Disk<M>, range: Range, base: *mut u8) -> bool {
+    let align = disk.alignment();
+    (range.pos | range.len) & (u64::from(align.read_offset) - 1) == 0
+        && base as usize & (align.memory as usize - 1) == 0
+}
+
+/// # Safety
+/// As for `run`.
+unsafe fn write<M: Map>(disk: &Disk<M>, range: Range, segments: &[Segment]) -> Result<u64, Error> {
+    disk.map.begin_blocking(range, Intent::Write);
+    // Whole blocks of the file go directly; the rest of its last block goes through the page
+    // cache, because a direct write of the whole block would grow the file.
+    let tail = align::down(disk.size(), disk.alignment().offset).clamp(range.pos, range.end());
+    let body = Range::new(range.pos, tail - range.pos);
+    // SAFETY: as promised by the caller of `run`.
+    let done = unsafe { write_body(disk, body, segments) };
+    let done = match done {
+        // SAFETY: as promised by the caller of `run`.
+        Ok(done) if done == body.len => unsafe { write_tail(disk, range, done, segments) },
+        other => other,
+    };
+    disk.map.written(range);
+    done
+}
+
+/// # Safety
+/// As for `run`.
+unsafe fn write_body<M: Map>(
+    disk: &Disk<M>,
+    body: Range,
+    segments: &[Segment],
+) -> Result<u64, Error> {
+    let align = disk.alignment();
+    if let [one] = segments
+        && is_aligned(disk, body, &[Segment { base: one.base, len: body.len as usize }])
+    {
+        // SAFETY: `body` lies in the request, so its bytes lie in the segment.
+        return unsafe { move_all(disk, true, body, one.base) };
+    }
+    let mut done = 0;
+    if body.len == 0 {
+        return Ok(0);
+    }
+    let mut bounce = bounce(body.len + 2 * u64::from(align.offset))?;
+    while done < body.len {
+        let pos = align::down(body.pos + done, align.offset);
+        let skip = body.pos + done - pos;
+        let len = align::up(body.end() - pos, align.offset).min(bounce.len() as u64);
+        let part = (len - skip).min(body.len - done);
+        let blocks = Range::new(pos, len);
+        let step = (|| {
+            read_edges(disk, blocks, skip, part, &mut bounce)?;
+            // SAFETY: as promised by the caller of `run`.
+            unsafe { copy_in(segments, done, part, &mut bounce[skip as usize..]) };
+            // SAFETY: `bounce` has at least `len` bytes.
+            unsafe { move_all(disk, true, blocks, bounce.as_mut_ptr()) }
+        })();
+        match step {
+            Ok(put) if put == len => done += part,
+            Ok(put) => return Ok(done + put.saturating_sub(skip).min(part)),
+            Err(error) => return short(done, error),
+        }
+    }
+    Ok(done)
+}
+
+/// Reads the first and the last block of `blocks` into `bounce` where the write does not cover
+/// them as a whole.
+fn read_edges<M: Map>(
+    disk: &Disk<M>,
+    blocks: Range,
+    skip: u64,
+    part: u64,
+    bounce: &mut Aligned,
+) -> Result<(), Error> {
+    let block = u64::from(disk.alignment().offset);
+    let mut edges = [None, None];
+    if skip > 0 {
+        edges[0] = Some(0);
+    }
+    let last = blocks.len - block;
+    if skip + part < blocks.len && edges[0] != Some(last) {
+        edges[1] = Some(last);
+    }
+    for edge in edges.into_iter().flatten() {
+        let memory = &mut bounce[edge as usize..(edge + block) as usize];
+        let range = Range::new(blocks.pos + edge, block);
+        // SAFETY: `memory` has `block` bytes.
+        let got = unsafe { move_all(disk, false, range, memory.as_mut_ptr()) }?;
+        if got < block {
+            // The file was cut behind our back; writing would grow it again with made-up bytes.
+            return Err(Error::new(libc::EIO, Doing::Write).at(range));
+        }
+    }
+    Ok(())
+}
+
+/// Writes what of `range` lies in the last, partial block of the file, through the page cache.
+///
+/// # Safety
+/// As for `run`.
+unsafe fn write_tail<M: Map>(
+    disk: &Disk<M>,
+    range: Range,
+    mut done: u64,
+    segments: &[Segment],
+) -> Result<u64, Error> {
+    let mut failed = None;
+    iov::parts(segments, done, range.len - done, |part| {
+        if failed.is_some() {
+            return;
+        }
+        // SAFETY: the part is the caller's memory, initialised because it is to be written.
+        let bytes = unsafe { std::slice::from_raw_parts(part.base, part.len) };
+        match write_all(disk, bytes, range.pos + done) {
+            Ok(()) => done += part.len as u64,
+            Err(error) => failed = Some(Error::from_os(error, Doing::Write).at(range)),
+        }
+    });
+    failed.map_or(Ok(done), |error| short(done, error))
+}
+
+fn write_all<M>(disk: &Disk<M>, mut bytes: &[u8], mut pos: u64) -> rustix::io::Result<()>
+where
+    M: Map,
+{
+    while !bytes.is_empty() {
+        match rustix::io::pwrite(disk.buffered(), bytes, pos) {
+            Ok(0) => return Err(rustix::io::Errno::IO),
+            Ok(put) => {
+                bytes = &bytes[put..];
+                pos += put as u64;
+            }
+            Err(rustix::io::Errno::INTR) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
+const PUNCH: FallocateFlags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
+const ZERO: FallocateFlags = FallocateFlags::ZERO_RANGE.union(FallocateFlags::KEEP_SIZE);
+
+fn zero<M: Map>(disk: &Disk<M>, io: Io) -> Result<(), Error> {
+    let Io { op, flags, range } = io;
+    if range.len == 0 {
+        return Ok(());
+    }
+    let keep = op == Op::Zero && flags.has(Flags::NO_UNMAP);
+    let modes = match op {
+        Op::Discard => &[PUNCH][..],
+        _ if keep => &[ZERO],
+        _ => &[PUNCH, ZERO],
+    };
+    let done = held(disk, range, Hold::Shared, || {
+        disk.map.forget(range);
+        for &mode in modes {
+            match rustix::fs::fallocate(disk.buffered(), mode, range.pos, range.len) {
+                Err(rustix::io::Errno::OPNOTSUPP) => {}
+                // Zeroed and kept is a hole to a reader, and is written without new blocks.
+                Ok(()) if keep => return Ok(()),
+                Ok(()) => {
+                    disk.map.hole(range);
+                    return Ok(());
+                }
+                Err(error) => return Err(error),
+            }
+        }
+        Err(rustix::io::Errno::OPNOTSUPP)
+    });
+    match done {
+        Err(rustix::io::Errno::OPNOTSUPP) if op == Op::Zero && !flags.has(Flags::FAST_ZERO) => {
+            write_zeros(disk, range)
+        }
+        other => other.map_err(|e| Error::from_os(e, op.doing()).at(range)),
+    }
+}
+
+/// Zeros by writing them, for file systems that cannot do it otherwise.
+fn write_zeros<M: Map>(disk: &Disk<M>, range: Range) -> Result<(), Error> {
+    let zeros = bounce(range.len)?;
+    let mut done = 0;
+    while done < range.len {
+        let len = (range.len - done).min(zeros.len() as u64);
+        let part = Range::new(range.pos + done, len);
+        let segment = [Segment { base: zeros.as_ptr().cast_mut(), len: len as usize }];
+        let hold = if is_aligned(disk, part, &segment) { Hold::Shared } else { Hold::Exclusive };
+        // SAFETY: `zeros` has `len` bytes, which a write only reads.
+        let put = held(disk, part, hold, || unsafe { write(disk, part, &segment) })?;
+        if put < len {
+            return Err(Error::new(libc::EIO, Doing::Zero).at(part));
+        }
+        done += len;
+    }
+    Ok(())
+}
+
+fn status<M: Map>(disk: &Disk<M>, range: Range, spans: &mut Vec<Span>) -> Result<(), Error> {
+    spans.clear();
+    if disk.map.known(range, spans) {
+        spans.truncate(MAX_SPANS);
+        return Ok(());
+    }
+    spans.clear();
+    if seek_spans(disk.buffered(), range, MAX_SPANS, spans).is_err() || spans.is_empty() {
+        // Where the file system cannot tell, everything counts as data.
+        spans.clear();
+        spans.push(Span { len: range.len, hole: false });
+        return Ok(());
+    }
+    let mut pos = range.pos;
+    for span in spans.iter() {
+        if span.hole {
+            disk.map.hole(Range::new(pos, span.len));
+        }
+        pos += span.len;
+    }
+    Ok(())
+}
+
+fn bounce(len: u64) -> Result<Aligned, Error> {
+    let len = len.clamp(1, BOUNCE_BYTES).next_multiple_of(4096);
+    Aligned::zeroed(len as usize).ok_or(Error::new(libc::ENOMEM, Doing::SetUp))
+}
+
+/// Zeros the bytes `start..start + len` of a request's memory.
+///
+/// # Safety
+/// The memory of `segments` is valid and nobody else touches it.
+pub(crate) unsafe fn fill_zero(segments: &[Segment], start: u64, len: u64) {
+    iov::parts(segments, start, len, |part| {
+        // SAFETY: the part lies in the caller's memory.
+        unsafe { part.base.write_bytes(0, part.len) };
+    });
+}
+
+/// Copies `len` bytes of `from` to the request's bytes from `start` on.
+///
+/// # Safety
+/// As for `fill_zero`.
+pub(crate) unsafe fn copy_out(from: &[u8], segments: &[Segment], start: u64, len: u64) {
+    let mut from = &from[..len as usize];
+    iov::parts(segments, start, len, |part| {
+        let (now, later) = from.split_at(part.len);
+        // SAFETY: the part lies in the caller's memory, which is not `from`.
+        unsafe { part.base.copy_from_nonoverlapping(now.as_ptr(), now.len()) };
+        from = later;
+    });
+}
+
+/// Copies the request's bytes from `start` on to `to`.
+///
+/// # Safety
+/// As for `fill_zero`.
+pub(crate) unsafe fn copy_in(segments: &[Segment], start: u64, len: u64, to: &mut [u8]) {
+    let mut to = &mut to[..len as usize];
+    iov::parts(segments, start, len, |part| {
+        let (now, later) = std::mem::take(&mut to).split_at_mut(part.len);
+        // SAFETY: the part lies in the caller's memory, which is not `to`.
+        unsafe { part.base.copy_to_nonoverlapping(now.as_mut_ptr(), now.len()) };
+        to = later;
+    });
+}

@@ -1,0 +1,187 @@
+//! The generic path: a request is cut into pieces, each served by one transfer or none.
+//!
+//! Invariant: the pieces of a plan cover the request exactly, in order and without overlap; a
+//! request that needs read-modify-write or allocation has no plan and goes to a worker whole, so
+//! that it is done once (C33, C35).
+//! Knows: align, io, iov, map, disk, blocking (alignment). Known by: request, engine.
+
+use crate::align;
+use crate::blocking;
+use crate::disk::Disk;
+use crate::error::Range;
+use crate::io::{Io, Op};
+use crate::iov::{self, Segment};
+use crate::map::{Intent, Map};
+
+/// How a piece is served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    /// Zero-filled in place, no transfer (C14).
+    Zero,
+    /// Between the request's own memory and storage.
+    Direct,
+    /// A read of the enclosing blocks into the request's own buffer, which has room around the
+    /// bytes asked for: `skip` of them come before.
+    Widened {
+        /// Bytes before the first one asked for.
+        skip: u32,
+    },
+    /// Through a pooled buffer that holds the enclosing blocks.
+    Bounce {
+        /// Bytes before the first one asked for.
+        skip: u32,
+    },
+}
+
+/// A part of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Piece {
+    /// Where it begins, in bytes from the start of the request.
+    pub(crate) start: u64,
+    /// Its length in bytes.
+    pub(crate) len: u64,
+    pub(crate) kind: Kind,
+}
+
+impl Piece {
+    pub(crate) const NONE: Self = Self { start: 0, len: 0, kind: Kind::Zero };
+}
+
+/// The largest piece that goes through a pooled buffer, in bytes.
+const BOUNCE_BYTES: u64 = 512 << 10;
+
+/// Who serves a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Route {
+    /// The queue, by the pieces of the plan.
+    Pieces,
+    /// A worker.
+    Worker,
+}
+
+/// Cuts `io` into `pieces`. `segments` are its memory, merged; `own_room` says that they are one
+/// buffer of the engine's with room for the enclosing blocks; `vectored` is the switch.
+pub(crate) fn plan<M: Map>(
+    disk: &Disk<M>,
+    io: Io,
+    segments: &[Segment],
+    own_room: bool,
+    vectored: bool,
+    pieces: &mut Vec<Piece>,
+) -> Route {
+    pieces.clear();
+    match io.op {
+        Op::Read => plan_read(disk, io.range, segments, own_room, pieces),
+        Op::Write => {
+            if !plan_write(disk, io.range, segments, pieces) {
+                return Route::Worker;
+            }
+        }
+        _ => return Route::Worker,
+    }
+    if !vectored {
+        one_by_one(disk, io.op, segments, pieces);
+    }
+    // The last piece is taken first.
+    pieces.reverse();
+    Route::Pieces
+}
+
+fn plan_read<M: Map>(
+    disk: &Disk<M>,
+    range: Range,
+    segments: &[Segment],
+    own_room: bool,
+    pieces: &mut Vec<Piece>,
+) {
+    let block = disk.alignment().read_offset;
+    let mut start = 0;
+    while start < range.len {
+        let rest = Range::new(range.pos + start, range.len - start);
+        let Ok(extent) = disk.map.begin(rest, Intent::Read) else {
+            pieces.clear();
+            return;
+        };
+        let part = Range::new(rest.pos, extent.len);
+        if extent.hole {
+            pieces.push(Piece { start, len: part.len, kind: Kind::Zero });
+        } else if is_direct(disk, block, part, segments, start) {
+            pieces.push(Piece { start, len: part.len, kind: Kind::Direct });
+        } else if own_room && part.len == range.len {
+            let skip = (part.pos - align::down(part.pos, block)) as u32;
+            pieces.push(Piece { start, len: part.len, kind: Kind::Widened { skip } });
+        } else {
+            bounce(part, start, block, pieces);
+        }
+        start += part.len;
+    }
+}
+
+/// False when only a worker can do it.
+fn plan_write<M: Map>(
+    disk: &Disk<M>,
+    range: Range,
+    segments: &[Segment],
+    pieces: &mut Vec<Piece>,
+) -> bool {
+    let block = disk.alignment().offset;
+    if (range.pos | range.len) & (u64::from(block) - 1) != 0 {
+        return false;
+    }
+    if disk.map.begin(range, Intent::Write).is_err() {
+        return false;
+    }
+    if blocking::is_aligned(disk, range, segments) {
+        pieces.push(Piece { start: 0, len: range.len, kind: Kind::Direct });
+    } else {
+        bounce(range, 0, block, pieces);
+    }
+    true
+}
+
+fn is_direct<M: Map>(
+    disk: &Disk<M>,
+    block: u32,
+    part: Range,
+    segments: &[Segment],
+    start: u64,
+) -> bool {
+    let mut direct = (part.pos | part.len) & (u64::from(block) - 1) == 0;
+    iov::parts(segments, start, part.len, |segment| {
+        direct &= iov::aligned(&[segment], disk.alignment().memory, block);
+    });
+    direct
+}
+
+/// Cuts `part` into pieces that fit a pooled buffer, at block boundaries.
+fn bounce(part: Range, start: u64, block: u32, pieces: &mut Vec<Piece>) {
+    let mut done = 0;
+    while done < part.len {
+        let pos = part.pos + done;
+        let skip = pos - align::down(pos, block);
+        let len = (BOUNCE_BYTES - skip).min(part.len - done);
+        let kind = Kind::Bounce { skip: skip as u32 };
+        pieces.push(Piece { start: start + done, len, kind });
+        done += len;
+    }
+}
+
+/// With `vectored` off: a direct piece is cut at its segments, which are waited for one by one.
+fn one_by_one<M: Map>(disk: &Disk<M>, op: Op, segments: &[Segment], pieces: &mut Vec<Piece>) {
+    let align = disk.alignment();
+    let block = if op == Op::Read { align.read_offset } else { align.offset };
+    let all = std::mem::take(pieces);
+    for piece in all {
+        if piece.kind != Kind::Direct {
+            pieces.push(piece);
+            continue;
+        }
+        let mut start = piece.start;
+        iov::parts(segments, piece.start, piece.len, |segment| {
+            debug_assert!(iov::aligned(&[segment], align.memory, block));
+            let len = segment.len as u64;
+            pieces.push(Piece { start, len, kind: Kind::Direct });
+            start += len;
+        });
+    }
+}

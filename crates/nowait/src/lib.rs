@@ -1,0 +1,54 @@
+//! A direct-I/O engine for Linux: one completion record for each request, no locks and no
+//! allocation on the way.
+//!
+//! Two ways in: [`File`] for callers that wait, [`Engine`] for servers and event loops, which
+//! submit, poll and wait on a [`Queue`] of their own thread. What a request means is written down
+//! in `docs/contract.md`; the C-numbers here are its rules.
+//!
+//! The modules are listed in the order in which they know each other: a file uses only those
+//! before it.
+#![deny(unsafe_code)]
+#![cfg_attr(not(target_os = "linux"), allow(unused))]
+
+#[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
+compile_error!("nowait needs 64-bit Linux");
+
+mod error;
+mod config;
+mod align;
+mod iov;
+mod io;
+mod buffer;
+mod map;
+mod ranges;
+mod crew;
+mod remote;
+mod queue;
+mod disk;
+mod blocking;
+mod simple;
+mod generic;
+mod request;
+mod complete;
+mod completion;
+mod pool;
+mod qualify;
+mod worker;
+mod core;
+mod engine;
+mod file;
+
+pub use align::Alignment;
+pub use buffer::{BUFFER_ALIGN, Buf};
+pub use completion::{Completion, Rejected, Stats};
+pub use config::Config;
+pub use disk::{Direct, Disk, OpenOptions};
+pub use engine::Engine;
+pub use error::{Doing, Error, Range};
+pub use file::File;
+pub use io::{Flags, Io, Op, Outcome, Transfer, UNREGISTERED};
+pub use iov::{MAX_SEGMENTS, MAX_TRANSFER_BYTES, Segment};
+pub use map::{Extent, Extents, Identity, Intent, Map, Span, WouldBlock};
+pub use pool::PoolStats;
+pub use queue::{Interest, Null, Queue, QueueFull, Threads, Token, Uring, WATCHED};
+pub use worker::Workers;

@@ -1,0 +1,366 @@
+//! Which storage backs a range, and what is remembered about it.
+//!
+//! Invariant of the hints: a granule is marked a hole only when it was seen to be one after the
+//! last write to it was completed; "mapped" may be wrong and then costs only speed. So a hint
+//! never hides data (C14, C18, C38).
+//! Knows: error. Known by: disk, blocking, simple, generic, engine. Kernel counterpart:
+//! iomap_begin and iomap_end (fs/iomap/iter.c).
+
+use std::os::fd::BorrowedFd;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::error::{Doing, Error, Range};
+
+/// What a mapping is asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Intent {
+    /// The range will be read.
+    Read,
+    /// The range will be written.
+    Write,
+}
+
+/// What backs the first `len` bytes of a range that was asked for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Extent {
+    /// Where the extent's first byte is in the file, in bytes.
+    pub pos: u64,
+    /// Bytes, at least 1 and at most what was asked for.
+    pub len: u64,
+    /// Whether it is known to read as zeros without I/O.
+    pub hole: bool,
+}
+
+/// Why a mapping was not given at once.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct WouldBlock;
+
+/// A run of bytes of one kind, as [`crate::Op::Status`] reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Length in bytes.
+    pub len: u64,
+    /// Not backed by storage; reads as zeros.
+    pub hole: bool,
+}
+
+/// A mapping of a device's bytes to a file's.
+pub trait Map: Send + Sync + 'static {
+    /// The extent at the start of `range`, without waiting. A write to a range that is known to
+    /// need allocation is `WouldBlock` (C36).
+    ///
+    /// # Errors
+    /// [`WouldBlock`] when only a thread that may block can tell.
+    fn begin(&self, range: Range, intent: Intent) -> Result<Extent, WouldBlock>;
+
+    /// As [`Map::begin`], on a thread that may block.
+    fn begin_blocking(&self, range: Range, intent: Intent) -> Extent;
+
+    /// A write to `range` has ended, well or not.
+    fn written(&self, range: Range);
+
+    /// `range` is about to lose its storage.
+    fn forget(&self, range: Range);
+
+    /// `range` was seen to be a hole, or made one, and was not written since it was last
+    /// forgotten.
+    fn hole(&self, range: Range);
+
+    /// Appends what is known of `range`, in order; false when some of it is not known.
+    fn known(&self, range: Range, spans: &mut Vec<Span>) -> bool;
+}
+
+/// Every byte is backed by the byte at the same place: block devices, preallocated files.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Identity;
+
+impl Map for Identity {
+    #[inline]
+    fn begin(&self, range: Range, _: Intent) -> Result<Extent, WouldBlock> {
+        Ok(Extent { pos: range.pos, len: range.len, hole: false })
+    }
+
+    fn begin_blocking(&self, range: Range, _: Intent) -> Extent {
+        Extent { pos: range.pos, len: range.len, hole: false }
+    }
+
+    #[inline]
+    fn written(&self, _: Range) {}
+
+    fn forget(&self, _: Range) {}
+
+    fn hole(&self, _: Range) {}
+
+    fn known(&self, range: Range, spans: &mut Vec<Span>) -> bool {
+        spans.push(Span { len: range.len, hole: false });
+        true
+    }
+}
+
+/// State of a granule, two bits each.
+const UNKNOWN: u64 = 0;
+const MAPPED: u64 = 1;
+const HOLE: u64 = 2;
+const ALL_MAPPED: u64 = 0x5555_5555_5555_5555;
+const GRANULES_PER_WORD: u64 = 32;
+const WORDS_PER_CHUNK: u64 = 512;
+const GRANULES_PER_CHUNK: u64 = GRANULES_PER_WORD * WORDS_PER_CHUNK;
+const MIN_GRANULE_SHIFT: u32 = 12;
+/// Granules at most: with two bits each, 16 MiB of hints for the largest device.
+const MAX_GRANULES: u64 = 1 << 26;
+/// Extents that are asked for at open; what lies behind them is learnt later.
+const SCAN_EXTENTS: usize = 1 << 14;
+
+type Chunk = Box<[AtomicU64]>;
+
+/// The hint cache of a file: two bits for each granule of 4 KiB or more, in chunks that are
+/// allocated when something in them becomes known.
+pub struct Extents {
+    chunks: Box<[OnceLock<Chunk>]>,
+    granule_shift: u32,
+    size: u64,
+    enabled: bool,
+}
+
+impl Extents {
+    /// For a device of `size` bytes of which nothing is known. With `enabled` false it never
+    /// learns (the switch `hint`).
+    #[must_use]
+    pub fn new(size: u64, enabled: bool) -> Self {
+        let mut granule_shift = MIN_GRANULE_SHIFT;
+        while size >> granule_shift > MAX_GRANULES {
+            granule_shift += 1;
+        }
+        let chunks = (size >> granule_shift) / GRANULES_PER_CHUNK + 1;
+        let chunks = (0..chunks).map(|_| OnceLock::new()).collect();
+        Self { chunks, granule_shift, size, enabled }
+    }
+
+    /// Learns what lseek(2) with `SEEK_DATA` and `SEEK_HOLE` tells, up to a bounded number of
+    /// extents. A file system that cannot tell leaves everything unknown.
+    pub fn scan(&self, file: BorrowedFd<'_>) {
+        if !self.enabled {
+            return;
+        }
+        let mut pos = 0;
+        let mut spans = Vec::new();
+        while pos < self.size {
+            spans.clear();
+            let range = Range::new(pos, self.size - pos);
+            if seek_spans(file, range, SCAN_EXTENTS, &mut spans).is_err() {
+                return;
+            }
+            for span in &spans {
+                let range = Range::new(pos, span.len);
+                if span.hole { self.hole(range) } else { self.written(range) }
+                pos += span.len;
+            }
+            if spans.len() >= SCAN_EXTENTS {
+                return;
+            }
+        }
+    }
+
+    #[inline]
+    fn word(&self, granule: u64) -> u64 {
+        let chunk = self.chunks.get((granule / GRANULES_PER_CHUNK) as usize).and_then(OnceLock::get);
+        chunk.map_or(UNKNOWN, |chunk| {
+            let word = granule / GRANULES_PER_WORD % WORDS_PER_CHUNK;
+            chunk[word as usize].load(Ordering::Acquire)
+        })
+    }
+
+    #[inline]
+    fn state(&self, granule: u64) -> u64 {
+        self.word(granule) >> (granule % GRANULES_PER_WORD * 2) & 3
+    }
+
+    /// The first granule from `from` on, below `to`, whose being a hole is not `hole`.
+    #[inline]
+    fn run(&self, from: u64, to: u64, hole: bool) -> u64 {
+        let mut granule = from;
+        while granule < to {
+            if !hole && granule.is_multiple_of(GRANULES_PER_WORD) && self.word(granule) == ALL_MAPPED
+            {
+                granule += GRANULES_PER_WORD;
+                continue;
+            }
+            if (self.state(granule) == HOLE) != hole {
+                return granule;
+            }
+            granule += 1;
+        }
+        to
+    }
+
+    /// The granules that `range` touches.
+    #[inline]
+    fn touched(&self, range: Range) -> (u64, u64) {
+        let last = range.end().max(range.pos + 1) - 1;
+        (range.pos >> self.granule_shift, (last >> self.granule_shift) + 1)
+    }
+
+    /// The granules that lie in `range` as a whole; the last one may end at the device's end.
+    fn inside(&self, range: Range) -> (u64, u64) {
+        let granule = 1u64 << self.granule_shift;
+        let from = range.pos.div_ceil(granule);
+        let to = if range.end() >= self.size {
+            self.size.div_ceil(granule)
+        } else {
+            range.end() >> self.granule_shift
+        };
+        (from, to.max(from))
+    }
+
+    /// Applies `change` to each word of the granules `from..to`; it gets the word and a mask with
+    /// the low bit of each granule concerned.
+    fn update(&self, from: u64, to: u64, change: impl Fn(u64, u64) -> u64) {
+        let mut granule = from;
+        while granule < to {
+            let word_end = (granule / GRANULES_PER_WORD + 1) * GRANULES_PER_WORD;
+            let end = word_end.min(to);
+            let count = end - granule;
+            let low = if count == GRANULES_PER_WORD {
+                ALL_MAPPED
+            } else {
+                (ALL_MAPPED & ((1 << (count * 2)) - 1)) << (granule % GRANULES_PER_WORD * 2)
+            };
+            let Some(chunk) = self.chunks.get((granule / GRANULES_PER_CHUNK) as usize) else {
+                return;
+            };
+            let chunk =
+                chunk.get_or_init(|| (0..WORDS_PER_CHUNK).map(|_| AtomicU64::new(0)).collect());
+            let word = &chunk[(granule / GRANULES_PER_WORD % WORDS_PER_CHUNK) as usize];
+            // An update that changes nothing writes nothing: the word stays shared in the caches.
+            let _ = word.fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| {
+                let then = change(now, low);
+                (then != now).then_some(then)
+            });
+            granule = end;
+        }
+    }
+}
+
+impl Map for Extents {
+    #[inline]
+    fn begin(&self, range: Range, intent: Intent) -> Result<Extent, WouldBlock> {
+        let (from, to) = self.touched(range);
+        let hole = self.state(from) == HOLE;
+        let end = self.run(from, to, hole);
+        match intent {
+            Intent::Write if hole || end < to => Err(WouldBlock),
+            Intent::Write => Ok(Extent { pos: range.pos, len: range.len, hole: false }),
+            Intent::Read => {
+                let len = (end << self.granule_shift).min(range.end()) - range.pos;
+                Ok(Extent { pos: range.pos, len, hole })
+            }
+        }
+    }
+
+    fn begin_blocking(&self, range: Range, intent: Intent) -> Extent {
+        // The file system allocates by itself when it is written to.
+        self.begin(range, intent)
+            .unwrap_or(Extent { pos: range.pos, len: range.len, hole: false })
+    }
+
+    #[inline]
+    fn written(&self, range: Range) {
+        let (from, to) = self.touched(range);
+        let one_word = (from ^ (to - 1)) / GRANULES_PER_WORD == 0;
+        if one_word && self.run_mapped(from, to) || !self.enabled {
+            return;
+        }
+        self.update(from, to, |now, low| (now & !(low * 3)) | low * MAPPED);
+    }
+
+    fn forget(&self, range: Range) {
+        if self.enabled {
+            let (from, to) = self.touched(range);
+            self.update(from, to, |now, low| now & !(low * 3));
+        }
+    }
+
+    fn hole(&self, range: Range) {
+        if self.enabled {
+            let (from, to) = self.inside(range);
+            self.update(from, to, |now, low| {
+                let unknown = low & !(now & low) & !(now >> 1 & low);
+                now | unknown * HOLE
+            });
+        }
+    }
+
+    fn known(&self, range: Range, spans: &mut Vec<Span>) -> bool {
+        let (from, to) = self.touched(range);
+        let (mut granule, mut pos) = (from, range.pos);
+        while granule < to {
+            let state = self.state(granule);
+            if state == UNKNOWN {
+                return false;
+            }
+            let end = self.run(granule, to, state == HOLE);
+            let end_pos = (end << self.granule_shift).min(range.end());
+            spans.push(Span { len: end_pos - pos, hole: state == HOLE });
+            (granule, pos) = (end, end_pos);
+        }
+        // `run` counts unknown granules as data.
+        (from..to).all(|granule| self.state(granule) != UNKNOWN)
+    }
+}
+
+impl Extents {
+    /// Whether the granules, all in one word, are marked mapped.
+    #[inline]
+    fn run_mapped(&self, from: u64, to: u64) -> bool {
+        let count = to - from;
+        let bits = self.word(from) >> (from % GRANULES_PER_WORD * 2);
+        let mask = if count == GRANULES_PER_WORD { u64::MAX } else { (1 << (count * 2)) - 1 };
+        bits & mask == ALL_MAPPED & mask
+    }
+}
+
+/// Appends at most `limit` spans of `range` as lseek(2) reports them; they cover `range` unless
+/// the limit was reached.
+///
+/// # Errors
+/// What lseek(2) said: `EINVAL` where the file system cannot tell, `EIO`, `ENXIO` never.
+pub(crate) fn seek_spans(
+    file: BorrowedFd<'_>,
+    range: Range,
+    limit: usize,
+    spans: &mut Vec<Span>,
+) -> Result<(), Error> {
+    use rustix::fs::{SeekFrom, seek};
+    let mut pos = range.pos;
+    let push = |spans: &mut Vec<Span>, len: u64, hole: bool| {
+        if len > 0 {
+            spans.push(Span { len, hole });
+        }
+        spans.len() < limit
+    };
+    while pos < range.end() {
+        let data = match seek(file, SeekFrom::Data(pos)) {
+            Ok(data) => data.min(range.end()),
+            // No data up to the file's end.
+            Err(rustix::io::Errno::NXIO) => range.end(),
+            Err(error) => return Err(Error::from_os(error, Doing::Status).at(range)),
+        };
+        if !push(spans, data - pos, true) || data == range.end() {
+            return Ok(());
+        }
+        let hole = match seek(file, SeekFrom::Hole(data)) {
+            Ok(hole) => hole.min(range.end()),
+            Err(rustix::io::Errno::NXIO) => range.end(),
+            Err(error) => return Err(Error::from_os(error, Doing::Status).at(range)),
+        };
+        if !push(spans, hole - data, false) {
+            return Ok(());
+        }
+        pos = hole;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,41 @@
+//! A transfer as one plain system call.
+//!
+//! Invariant: an interrupted call is made again; any other errno is returned as it is.
+//! Knows: io, iov. Known by: queue/threads, blocking.
+#![allow(unsafe_code)]
+
+use std::os::fd::{AsRawFd, BorrowedFd};
+
+use crate::io::{Outcome, Transfer};
+
+/// Makes the transfer with preadv2(2) or pwritev2(2); `rw_flags` are added to the transfer's own.
+///
+/// # Safety
+/// As for `Queue::place`, until this returns.
+pub(crate) unsafe fn transfer(fd: BorrowedFd<'_>, transfer: &Transfer, rw_flags: i32) -> Outcome {
+    let one = libc::iovec { iov_base: transfer.base.cast(), iov_len: transfer.len as usize };
+    let (iov, count) = match transfer.segments {
+        0 => (&raw const one, 1),
+        // `Segment` is laid out as `struct iovec`.
+        many => (transfer.base.cast_const().cast(), libc::c_int::from(many)),
+    };
+    let flags = transfer.rw_flags | rw_flags;
+    let (fd, pos) = (fd.as_raw_fd(), transfer.pos as libc::off_t);
+    loop {
+        // SAFETY: `iov` points to `count` entries whose memory the caller vouches for.
+        let moved = unsafe {
+            if transfer.write {
+                libc::pwritev2(fd, iov, count, pos, flags)
+            } else {
+                libc::preadv2(fd, iov, count, pos, flags)
+            }
+        };
+        if moved >= 0 {
+            return moved as Outcome;
+        }
+        let errno = std::io::Error::last_os_error().raw_os_error().unwrap_or(libc::EIO);
+        if errno != libc::EINTR {
+            return -errno;
+        }
+    }
+}

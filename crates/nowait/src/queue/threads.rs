@@ -1,0 +1,135 @@
+//! Transfers by plain system calls: inline where that cannot wait for the device, else on a crew.
+//!
+//! Invariant: at depth 1 no other thread is involved; with more in flight this thread makes no
+//! call that moves uncached data.
+//! Knows: queue, syscall, epoll, crew, remote.
+#![allow(unsafe_code)]
+
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use super::epoll::Epoll;
+use super::{Interest, Queue, QueueFull, Token, WATCHED, syscall};
+use crate::crew::Crew;
+use crate::error::{Doing, Error};
+use crate::io::{Outcome, Transfer};
+use crate::remote::Remote;
+
+/// Threads of a queue: enough to keep a disk busy, few enough to start without being noticed.
+const CREW: u32 = 16;
+const CREW_DONE: Token = WATCHED | WATCHED >> 1;
+
+struct Job(Transfer, u32);
+
+// SAFETY: whoever placed the transfer promised that its memory stays valid and untouched until the
+// token is reaped, on whichever thread the call is made.
+unsafe impl Send for Job {}
+
+/// A queue on preadv2(2) and pwritev2(2).
+pub struct Threads {
+    placed: Vec<Job>,
+    ended: Vec<(Token, Outcome)>,
+    /// Transfers that the crew has.
+    out: usize,
+    crew: Crew<Job>,
+    remote: Arc<Remote>,
+    watched: Epoll,
+    file: Arc<OwnedFd>,
+    /// A call for cached data does not wait for a device, however many are in flight.
+    cached: bool,
+}
+
+impl Threads {
+    /// A queue on `file` for tokens below `slots`. `cached` says that `file` was opened without
+    /// `O_DIRECT`.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`, `ENOMEM`: what dup(2), eventfd(2) or epoll_create1(2) said.
+    pub fn new(file: BorrowedFd<'_>, slots: u32, cached: bool) -> Result<Self, Error> {
+        let file = file.try_clone_to_owned().map_err(|e| Error::from_io(&e, Doing::SetUp))?;
+        let file = Arc::new(file);
+        let remote = Arc::new(Remote::new(slots)?);
+        let mut watched = Epoll::new()?;
+        watched.watch(remote.fd(), CREW_DONE, Interest::Readable)?;
+        let (crew_file, crew_remote) = (file.clone(), remote.clone());
+        let crew = Crew::new(CREW, move |Job(transfer, token)| {
+            // SAFETY: see `Job`.
+            let outcome = unsafe { syscall::transfer(crew_file.as_fd(), &transfer, 0) };
+            crew_remote.push(token, i64::from(outcome));
+        });
+        let (placed, ended) = (Vec::with_capacity(64), Vec::with_capacity(64));
+        Ok(Self { placed, ended, out: 0, crew, remote, watched, file, cached })
+    }
+}
+
+impl Queue for Threads {
+    // SAFETY: the promise of the caller is the one that `Job` needs.
+    unsafe fn place(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
+        self.placed.push(Job(*transfer, token as u32));
+        Ok(())
+    }
+
+    fn kick(&mut self) -> Result<(), Error> {
+        let inline = self.cached || (self.out == 0 && self.placed.len() == 1);
+        if inline {
+            for Job(transfer, token) in self.placed.drain(..) {
+                // SAFETY: the caller of `place` vouches for the memory until the token is reaped.
+                let outcome = unsafe { syscall::transfer(self.file.as_fd(), &transfer, 0) };
+                self.ended.push((Token::from(token), outcome));
+            }
+        } else if !self.placed.is_empty() {
+            // RWF_NOWAIT would only make the crew give up what it is there to wait for.
+            self.out += self.placed.len();
+            self.crew.post(self.placed.drain(..).map(|Job(mut transfer, token)| {
+                transfer.rw_flags &= !libc::RWF_NOWAIT;
+                Job(transfer, token)
+            }));
+        }
+        Ok(())
+    }
+
+    fn reap(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
+        let mut count = self.ended.len();
+        self.ended.drain(..).for_each(|(token, outcome)| sink(token, outcome));
+        if self.watched.is_ready() {
+            let remote = &self.remote;
+            count += self.watched.take(|token, bits| match token {
+                CREW_DONE => remote.clear_wake(),
+                _ => sink(token, bits),
+            });
+        }
+        let home = self.remote.take(|slot, outcome| sink(Token::from(slot), outcome as Outcome));
+        self.out -= home;
+        count + home
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
+        self.kick()?;
+        let timeout = if self.ended.is_empty() { timeout } else { Some(Duration::ZERO) };
+        self.watched.wait(timeout)
+    }
+
+    fn pending(&mut self) -> bool {
+        !self.ended.is_empty()
+            || self.watched.is_ready()
+            || self.watched.wait(Some(Duration::ZERO)).is_ok() && self.watched.is_ready()
+    }
+
+    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
+        self.watched.watch(fd, token, interest)
+    }
+
+    fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
+        self.watched.unwatch(fd, token);
+    }
+
+    // SAFETY: the memory is not kept.
+    unsafe fn register(&mut self, _: *mut u8, _: usize) -> Option<u16> {
+        None
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.watched.fd()
+    }
+}

@@ -1,0 +1,273 @@
+//! Transfers through io_uring(7): registered file, registered buffers, one enter for a batch.
+//!
+//! Invariant: the ring is dropped before the file it was given; a token is in the ring from
+//! `place` to `reap`. With `DEFER_TASKRUN` only the thread that made the ring enters it.
+//! Knows: queue.
+#![allow(unsafe_code)]
+
+use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::time::Duration;
+
+use io_uring::{IoUring, cqueue, opcode, squeue, types};
+
+use super::{Interest, Queue, QueueFull, Token, WATCHED};
+use crate::error::{Doing, Error};
+use crate::io::{Outcome, Transfer, UNREGISTERED};
+
+/// Transfers handed over at once; more in flight are bounded by the completion ring.
+const SQ_ENTRIES: u32 = 256;
+const CQ_ENTRIES: u32 = 8192;
+/// Kernel threads that may block for this ring's bounded and unbounded work.
+const IOWQ_WORKERS: [u32; 2] = [8, 4];
+const MAX_BUFFERS: u32 = 256;
+/// Set in tokens of the ring's own requests, whose completions nobody waits for.
+const OWN: Token = WATCHED >> 1;
+/// Set in tokens of watches that end with their first report.
+const ONCE: Token = WATCHED >> 2;
+
+/// What the kernel offered when the ring was set up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Offered {
+    /// `SINGLE_ISSUER`, `DEFER_TASKRUN` and `TASKRUN_FLAG` (Linux 6.1).
+    pub deferred: bool,
+    /// The file is registered.
+    pub file: bool,
+    /// Buffers can be registered.
+    pub buffers: bool,
+    /// The ring itself is registered (Linux 5.18).
+    pub ring: bool,
+}
+
+/// A queue on a ring.
+pub struct Uring {
+    ring: IoUring,
+    offered: Offered,
+    buffers: u16,
+    rearm: Vec<(RawFd, Token)>,
+    watched: Vec<(RawFd, Token)>,
+    file: OwnedFd,
+}
+
+impl Uring {
+    /// A ring for transfers to and from `file`. Each feature that the kernel lacks is left out.
+    ///
+    /// # Errors
+    /// `EPERM` or `ENOSYS` where io_uring is forbidden or missing, `ENOMEM` where the limit on
+    /// locked memory is too low: use [`super::Threads`] then.
+    pub fn new(file: BorrowedFd<'_>) -> Result<Self, Error> {
+        let set_up = |e: std::io::Error| Error::from_io(&e, Doing::SetUp);
+        let file = file.try_clone_to_owned().map_err(set_up)?;
+        let (ring, deferred) = Self::build().map_err(set_up)?;
+        let mut offered = Offered { deferred, ..Offered::default() };
+        offered.ring = ring.submitter().register_ring_fd().is_ok();
+        offered.file = ring.submitter().register_files(&[file.as_raw_fd()]).is_ok();
+        offered.buffers = ring.submitter().register_buffers_sparse(MAX_BUFFERS).is_ok();
+        // Missing before Linux 5.15: then the kernel's own bound stays.
+        let _ = ring.submitter().register_iowq_max_workers(&mut IOWQ_WORKERS.clone());
+        let (rearm, watched) = (Vec::new(), Vec::new());
+        Ok(Self { ring, offered, buffers: 0, rearm, watched, file })
+    }
+
+    fn build() -> std::io::Result<(IoUring, bool)> {
+        let mut builder = IoUring::builder();
+        builder.setup_clamp().setup_cqsize(CQ_ENTRIES).setup_submit_all();
+        let mut best = builder.clone();
+        best.setup_single_issuer().setup_coop_taskrun().setup_defer_taskrun().setup_taskrun_flag();
+        match best.build(SQ_ENTRIES) {
+            Ok(ring) => Ok((ring, true)),
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                let mut plain = IoUring::builder();
+                plain.setup_clamp().setup_cqsize(CQ_ENTRIES);
+                Ok((plain.build(SQ_ENTRIES)?, false))
+            }
+            Err(error) => Err(error),
+        }
+    }
+
+    /// What the kernel offered.
+    #[must_use]
+    pub fn offered(&self) -> Offered {
+        self.offered
+    }
+
+    fn entry(&self, transfer: &Transfer) -> squeue::Entry {
+        let Transfer { base, pos, len, rw_flags, segments, buffer, write } = *transfer;
+        // The registered file has number 0 in the ring's table.
+        let (fd, flags) = match self.offered.file {
+            true => (types::Fd(0), squeue::Flags::FIXED_FILE),
+            false => (types::Fd(self.file.as_raw_fd()), squeue::Flags::empty()),
+        };
+        let iov = base.cast_const().cast();
+        let entry = match (write, segments > 0, buffer == UNREGISTERED) {
+            (false, false, false) => {
+                opcode::ReadFixed::new(fd, base, len, buffer).offset(pos).rw_flags(rw_flags).build()
+            }
+            (true, false, false) => {
+                opcode::WriteFixed::new(fd, base, len, buffer).offset(pos).rw_flags(rw_flags).build()
+            }
+            (false, false, true) => {
+                opcode::Read::new(fd, base, len).offset(pos).rw_flags(rw_flags).build()
+            }
+            (true, false, true) => {
+                opcode::Write::new(fd, base, len).offset(pos).rw_flags(rw_flags).build()
+            }
+            (false, true, _) => opcode::Readv::new(fd, iov, u32::from(segments))
+                .offset(pos)
+                .rw_flags(rw_flags)
+                .build(),
+            (true, true, _) => opcode::Writev::new(fd, iov, u32::from(segments))
+                .offset(pos)
+                .rw_flags(rw_flags)
+                .build(),
+        };
+        entry.flags(flags)
+    }
+
+    /// Places an entry of the ring's own, handing over what is placed if there is no room.
+    fn push(&mut self, entry: &squeue::Entry) -> Result<(), Error> {
+        // SAFETY: polls name no memory.
+        while unsafe { self.ring.submission().push(entry) }.is_err() {
+            self.kick()?;
+        }
+        Ok(())
+    }
+
+    fn poll_entry(fd: RawFd, token: Token, interest: Interest) -> squeue::Entry {
+        let (events, multi, mark) = match interest {
+            Interest::Readable => (libc::POLLIN | libc::POLLRDHUP, true, 0),
+            Interest::Writable => (libc::POLLOUT, false, ONCE),
+        };
+        opcode::PollAdd::new(types::Fd(fd), events as u32)
+            .multi(multi)
+            .build()
+            .user_data(token | mark)
+    }
+
+    fn rearm(&mut self) {
+        while let Some((fd, token)) = self.rearm.pop() {
+            if self.watched.contains(&(fd, token)) {
+                // A ring that takes no entry fails the next `kick` or `wait` with the reason.
+                let _ = self.push(&Self::poll_entry(fd, token, Interest::Readable));
+            }
+        }
+    }
+}
+
+impl Queue for Uring {
+    // SAFETY: the caller keeps the memory valid until the token is reaped, and an engine reaps all
+    // of its tokens before the ring goes.
+    #[inline]
+    unsafe fn place(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
+        let entry = self.entry(transfer).user_data(token);
+        // SAFETY: as above.
+        unsafe { self.ring.submission().push(&entry) }.map_err(|_| QueueFull)
+    }
+
+    #[inline]
+    fn kick(&mut self) -> Result<(), Error> {
+        self.rearm();
+        let submission = self.ring.submission();
+        let idle = submission.is_empty() && !submission.taskrun() && !submission.cq_overflow();
+        drop(submission);
+        if idle {
+            return Ok(());
+        }
+        match self.ring.submit() {
+            Ok(_) => Ok(()),
+            // EBUSY, EAGAIN: the kernel wants completions reaped first; what is left stays placed.
+            Err(error) if is_transient(&error) => Ok(()),
+            Err(error) => Err(Error::from_io(&error, Doing::Wait)),
+        }
+    }
+
+    #[inline]
+    fn reap(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
+        let mut count = 0;
+        for completion in self.ring.completion() {
+            let token = completion.user_data();
+            if token & WATCHED == 0 {
+                if token & OWN == 0 {
+                    sink(token, completion.result());
+                    count += 1;
+                }
+                continue;
+            }
+            let ended = token & ONCE == 0 && !cqueue::more(completion.flags());
+            let token = token & !ONCE;
+            if ended && let Some(&watch) = self.watched.iter().find(|watch| watch.1 == token) {
+                self.rearm.push(watch);
+            }
+            sink(token, completion.result());
+            count += 1;
+        }
+        count
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
+        self.rearm();
+        let waited = match timeout {
+            None => self.ring.submit_and_wait(1),
+            Some(timeout) => {
+                let time = types::Timespec::from(timeout);
+                let args = types::SubmitArgs::new().timespec(&time);
+                self.ring.submitter().submit_with_args(1, &args)
+            }
+        };
+        match waited {
+            Ok(_) => Ok(()),
+            Err(error) if is_transient(&error) => Ok(()),
+            Err(error) => Err(Error::from_io(&error, Doing::Wait)),
+        }
+    }
+
+    #[inline]
+    fn pending(&mut self) -> bool {
+        !self.ring.completion().is_empty() || self.ring.submission().taskrun()
+    }
+
+    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
+        debug_assert!(token & WATCHED != 0 && token & (OWN | ONCE) == 0);
+        if interest == Interest::Readable {
+            self.watched.push((fd.as_raw_fd(), token));
+        }
+        self.push(&Self::poll_entry(fd.as_raw_fd(), token, interest))
+    }
+
+    fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
+        self.watched.retain(|watch| *watch != (fd.as_raw_fd(), token));
+        for token in [token, token | ONCE] {
+            // The poll holds the file open until it is removed, so the removal must not get lost:
+            // a ring that takes no entry any more ends the server.
+            let _ = self.push(&opcode::PollRemove::new(token).build().user_data(OWN));
+        }
+    }
+
+    // SAFETY: the caller keeps the memory allocated as long as the ring.
+    unsafe fn register(&mut self, base: *mut u8, bytes: usize) -> Option<u16> {
+        if !self.offered.buffers || u32::from(self.buffers) >= MAX_BUFFERS {
+            return None;
+        }
+        let iov = [libc::iovec { iov_base: base.cast(), iov_len: bytes }];
+        // SAFETY: as above; the entry is copied by the kernel.
+        let done = unsafe {
+            self.ring.submitter().register_buffers_update(u32::from(self.buffers), &iov, None)
+        };
+        // ENOMEM: the limit on locked memory. It will not grow, so nothing more is tried.
+        self.offered.buffers = done.is_ok();
+        done.ok()?;
+        self.buffers += 1;
+        Some(self.buffers - 1)
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        // SAFETY: the ring's descriptor is open as long as `self`.
+        unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) }
+    }
+}
+
+fn is_transient(error: &std::io::Error) -> bool {
+    matches!(
+        error.raw_os_error(),
+        Some(libc::EINTR | libc::EBUSY | libc::EAGAIN | libc::ETIME)
+    )
+}
