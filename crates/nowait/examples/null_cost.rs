@@ -11,6 +11,8 @@ use nowait::{Config, Disk, Engine, Flags, Io, Null, Op, OpenOptions, Range, Work
 
 const SIZE: u64 = 64 << 20;
 const BLOCK: u64 = 4096;
+/// Requests that are submitted before the queue is looked at, as a server does under load.
+const BATCH: usize = 32;
 
 fn run(requests: u64, simple: bool) -> Result<u64, Box<dyn std::error::Error>> {
     let dir = tempfile::tempdir()?;
@@ -20,17 +22,24 @@ fn run(requests: u64, simple: bool) -> Result<u64, Box<dyn std::error::Error>> {
     let config = Config { simple, ..Config::default() };
     let workers = Workers::new(&disk, 1);
     let mut engine = Engine::new(disk, workers, Null::new()?, config)?;
-    let mut buf = engine.buffer(Range::new(0, BLOCK));
-    let mut done = 0;
-    for n in 0..requests {
-        let range = Range::new(n * BLOCK % SIZE, BLOCK);
-        let io = Io { op: Op::Read, flags: Flags::NONE, range };
-        let Some(memory) = buf.take() else { return Err("no buffer".into()) };
-        engine.submit(io, memory, n).map_err(|rejected| rejected.error)?;
+    let mut bufs = Vec::new();
+    for _ in 0..BATCH {
+        bufs.push(engine.buffer(Range::new(0, BLOCK)).ok_or("no buffer")?);
+    }
+    let (mut done, mut n) = (0, 0);
+    while n < requests {
+        while n < requests
+            && let Some(buf) = bufs.pop()
+        {
+            let range = Range::new(n * BLOCK % SIZE, BLOCK);
+            let io = Io { op: Op::Read, flags: Flags::NONE, range };
+            engine.submit(io, buf, n).map_err(|rejected| rejected.error)?;
+            n += 1;
+        }
         engine.poll()?;
         while let Some(completion) = engine.next() {
             done += completion.result()?;
-            buf = completion.buf;
+            bufs.extend(completion.buf);
         }
     }
     let stats = engine.stats();

@@ -137,7 +137,7 @@ impl Buffers {
         };
         Some(Buf {
             base: free.base,
-            len: MIN_CLASS_BYTES << class,
+            len: (MIN_CLASS_BYTES << class) as u32,
             registered: free.registered,
             class: class as u8,
             home: self.0.clone(),
@@ -169,14 +169,16 @@ impl Buffers {
 
     #[cold]
     fn get_large(&self, len: usize) -> Option<Buf> {
-        let len = len.next_multiple_of(BUFFER_ALIGN);
+        let len = len.checked_next_multiple_of(BUFFER_ALIGN)?;
+        let short_len = u32::try_from(len).ok()?;
         self.reserve(len, self.0.limit.saturating_mul(2))?;
         let Some(memory) = Memory::zeroed(len) else {
             self.0.bytes.set(self.0.bytes.get() - len);
             return None;
         };
         let base = memory.base;
-        Some(Buf { base, len, registered: UNREGISTERED, class: LARGE, home: self.0.clone() })
+        let home = self.0.clone();
+        Some(Buf { base, home, len: short_len, registered: UNREGISTERED, class: LARGE })
     }
 
     fn reserve(&self, bytes: usize, limit: usize) -> Option<usize> {
@@ -198,10 +200,10 @@ fn class_of(len: usize) -> usize {
 /// Memory for a request, page-aligned; goes back to its pool when dropped.
 pub struct Buf {
     base: NonNull<u8>,
-    len: usize,
+    home: Rc<Home>,
+    len: u32,
     registered: u16,
     class: u8,
-    home: Rc<Home>,
 }
 
 impl Buf {
@@ -223,7 +225,7 @@ impl Deref for Buf {
     #[inline]
     fn deref(&self) -> &[u8] {
         // SAFETY: the piece has `len` initialised bytes and only this `Buf` owns them.
-        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len) }
+        unsafe { std::slice::from_raw_parts(self.base.as_ptr(), self.len as usize) }
     }
 }
 
@@ -231,7 +233,7 @@ impl DerefMut for Buf {
     #[inline]
     fn deref_mut(&mut self) -> &mut [u8] {
         // SAFETY: as above, and `self` is borrowed mutably.
-        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len) }
+        unsafe { std::slice::from_raw_parts_mut(self.base.as_ptr(), self.len as usize) }
     }
 }
 
@@ -239,8 +241,9 @@ impl Drop for Buf {
     #[inline]
     fn drop(&mut self) {
         if self.class == LARGE {
-            self.home.bytes.set(self.home.bytes.get() - self.len);
-            if let Ok(layout) = Layout::from_size_align(self.len, BUFFER_ALIGN) {
+            let len = self.len as usize;
+            self.home.bytes.set(self.home.bytes.get() - len);
+            if let Ok(layout) = Layout::from_size_align(len, BUFFER_ALIGN) {
                 Memory { base: self.base, layout }.free();
             }
             return;

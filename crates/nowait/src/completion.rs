@@ -6,7 +6,6 @@
 use crate::buffer::Buf;
 use crate::error::Error;
 use crate::io::Io;
-use crate::map::Span;
 use crate::pool::PoolStats;
 
 /// How requests were served, since the engine was made.
@@ -38,8 +37,6 @@ pub struct Completion {
     pub io: Io,
     /// The buffer it was submitted with.
     pub buf: Option<Buf>,
-    /// For [`Op::Status`]: the spans of the range from its start on, possibly not to its end.
-    pub spans: Vec<Span>,
     pub(crate) result: i64,
 }
 

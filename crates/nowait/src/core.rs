@@ -5,7 +5,6 @@
 //! Knows: pool, remote, simple, generic, complete, worker, qualify. Known by: engine.
 #![allow(unsafe_code)]
 
-use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
@@ -20,19 +19,57 @@ use crate::error::{Doing, Error};
 use crate::generic::{self, Kind, Piece, Route};
 use crate::io::{Flags, Io, Op, Outcome, Transfer, UNREGISTERED};
 use crate::iov::{self, Segment};
-use crate::map::Map;
+use crate::map::{Map, Span};
 use crate::pool::Pool;
 use crate::qualify::Qualify;
 use crate::queue::{Queue, Token};
 use crate::ranges::Hold;
 use crate::remote::Remote;
 use crate::request::{Role, State};
-use crate::simple;
+use crate::simple::Gate;
 use crate::worker::{Job, Task, Workers};
 
+/// Slots that are done, first in, first out. It is emptied again and again, so that it never grows
+/// beyond what one look at the queue brings.
+#[derive(Default)]
+struct Done {
+    slots: Vec<u32>,
+    taken: usize,
+}
+
+impl Done {
+    #[inline]
+    fn push(&mut self, slot: u32) {
+        self.slots.push(slot);
+    }
+
+    #[inline]
+    fn pop(&mut self) -> Option<u32> {
+        let slot = self.slots.get(self.taken).copied();
+        if slot.is_some() {
+            self.taken += 1;
+        } else {
+            self.slots.clear();
+            self.taken = 0;
+        }
+        slot
+    }
+
+    #[inline]
+    fn is_empty(&self) -> bool {
+        self.taken == self.slots.len()
+    }
+}
+
+/// The requests of one engine.
 pub(crate) struct Core<M: Map> {
     pool: Pool,
-    done: VecDeque<u32>,
+    done: Done,
+    /// Answers to status requests that were given back, by tag.
+    spans: Vec<(u64, Vec<Span>)>,
+    gate: Gate,
+    /// Whether the simple path is tried: it is on, and trying does not rest.
+    simple: bool,
     /// Requests whose placed pieces have all ended.
     more: Vec<u32>,
     jobs: Vec<Job>,
@@ -59,10 +96,13 @@ impl<M: Map> Core<M> {
     ) -> Result<Self, Error> {
         let pool = Pool::new(config.slots, config.pool);
         let remote = Arc::new(Remote::new(pool.limit())?);
-        let locks = disk.alignment().offset > 1 && !disk.is_read_only();
+        let locks = disk.alignment().offset > 1;
         Ok(Self {
             pool,
-            done: VecDeque::with_capacity(256),
+            done: Done::default(),
+            spans: Vec::new(),
+            gate: Gate::new(&disk),
+            simple: config.simple && config.nowait_first,
             more: Vec::with_capacity(64),
             jobs: Vec::with_capacity(64),
             remote,
@@ -106,15 +146,18 @@ impl<M: Map> Core<M> {
         Stats { pool: self.pool.stats(), ..self.stats }
     }
 
-    /// Whether the simple path is on.
+    /// Whether one transfer serves `io`, and is to be tried.
     #[inline]
-    pub(crate) fn tries_simple(&self) -> bool {
-        self.config.simple & self.config.nowait_first
+    pub(crate) fn is_simple(&self, io: Io, base: *mut u8) -> bool {
+        self.simple && self.gate.admits(&self.disk.map, io, base)
     }
 
-    /// Starts a request that `simple::decide` has accepted.
-    #[inline]
-    pub(crate) fn submit_simple<Q: Queue>(
+    /// Starts a request that [`Core::is_simple`] has accepted.
+    ///
+    /// # Safety
+    /// `base` is valid for the range's length until the request is given back, or lies in `buf`.
+    #[inline(always)]
+    pub(crate) unsafe fn submit_simple<Q: Queue>(
         &mut self,
         queue: &mut Q,
         io: Io,
@@ -124,20 +167,11 @@ impl<M: Map> Core<M> {
     ) -> Result<(), Rejected> {
         let write = io.op == Op::Write;
         let held = write && self.locks;
-        if (write && self.disk.is_read_only())
-            || !self.qualify.allows()
-            || (held && !self.disk.ranges.try_take(io.range, Hold::Shared))
-        {
-            let segment = Segment { base, len: io.range.len as usize };
-            return self.submit_whole(queue, io, &[segment], buf, tag);
+        if held && !self.disk.ranges.try_take(io.range, Hold::Shared) {
+            return self.submit_one(queue, io, base, buf, tag);
         }
-        let Some(slot) = self.pool.get() else {
-            if held {
-                self.disk.ranges.free(io.range, Hold::Shared);
-            }
-            return Err(full(io, buf));
-        };
-        let rw_flags = simple::rw_flags(&self.disk, io.flags);
+        let Some(slot) = self.pool.get() else { return Err(self.empty(io, held, buf)) };
+        let rw_flags = self.gate.rw_flags(io.flags);
         let request = &mut self.pool[slot];
         request.begin(Role::Simple, io, tag);
         request.locked = held;
@@ -150,15 +184,40 @@ impl<M: Map> Core<M> {
             buffer: buf.as_ref().map_or(UNREGISTERED, Buf::registered),
             write,
         };
-        request.buf = buf;
-        // SAFETY: the memory is the buffer now in the slot, or what the caller of
-        // `Engine::submit_segments` vouches for; both last until the slot is done.
+        debug_assert!(request.buf.is_none());
+        // SAFETY: a free slot has no buffer, so that nothing needs to be dropped.
+        unsafe { (&raw mut request.buf).write(buf) };
+        // SAFETY: the memory is the buffer now in the slot, or what the caller vouches for; both
+        // last until the slot is done.
         if !unsafe { place(queue, &request.transfer, slot) } {
             return Err(self.unplaced(slot));
         }
         request.state = State::Queued;
         self.stats.simple += 1;
         Ok(())
+    }
+
+    /// Starts a request with one segment that is not simple after all.
+    #[cold]
+    fn submit_one<Q: Queue>(
+        &mut self,
+        queue: &mut Q,
+        io: Io,
+        base: *mut u8,
+        buf: Option<Buf>,
+        tag: u64,
+    ) -> Result<(), Rejected> {
+        let segment = Segment { base, len: io.range.len as usize };
+        self.submit_whole(queue, io, &[segment], buf, tag)
+    }
+
+    /// Refuses a request for which there is no slot.
+    #[cold]
+    fn empty(&mut self, io: Io, held: bool, buf: Option<Buf>) -> Rejected {
+        if held {
+            self.disk.ranges.free(io.range, Hold::Shared);
+        }
+        full(io, buf)
     }
 
     /// Takes back a request that the queue has no room for.
@@ -218,7 +277,12 @@ impl<M: Map> Core<M> {
 
     /// Makes the plan of a request and takes the lock that it needs.
     fn route(&mut self, slot: u32) -> Route {
-        if !self.config.nowait_first || !self.qualify.allows() {
+        if !self.config.nowait_first {
+            return Route::Worker;
+        }
+        if self.qualify.rests() {
+            self.qualify.count_rest();
+            self.simple = self.config.simple && !self.qualify.rests();
             return Route::Worker;
         }
         let request = &mut self.pool[slot];
@@ -305,7 +369,7 @@ impl<M: Map> Core<M> {
         let mut transfer = Transfer {
             pos,
             len: piece.len as u32,
-            rw_flags: simple::rw_flags(&self.disk, io.flags.without(Flags::DSYNC)),
+            rw_flags: self.gate.rw_flags(io.flags.without(Flags::DSYNC)),
             write,
             ..Transfer::NONE
         };
@@ -359,17 +423,30 @@ impl<M: Map> Core<M> {
     }
 
     /// A transfer has ended.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn ended(&mut self, slot: u32, outcome: Outcome) {
         let request = &mut self.pool[slot];
         debug_assert_eq!(request.state, State::Queued);
+        let full = request.role == Role::Simple && outcome as u32 == request.transfer.len;
+        if full && !request.transfer.write && self.config.inline_completion {
+            request.result = i64::from(outcome);
+            request.state = State::Done;
+            self.done.push(slot);
+        } else {
+            self.ended_otherwise(slot, outcome);
+        }
+    }
+
+    /// As `ended`, for all but the full read of a simple request.
+    #[inline(never)]
+    fn ended_otherwise(&mut self, slot: u32, outcome: Outcome) {
+        let request = &mut self.pool[slot];
         if request.role == Role::Piece {
             return self.piece_ended(slot, outcome);
         }
-        if i64::from(outcome) != i64::from(request.transfer.len) {
+        if outcome < 0 || outcome as u32 != request.transfer.len {
             return self.simple_failed(slot, outcome);
         }
-        self.qualify.served();
         if request.transfer.write {
             let range = request.io.range;
             if request.locked {
@@ -396,12 +473,13 @@ impl<M: Map> Core<M> {
     fn note(&mut self, slot: u32, ended: Ended) {
         let request = &mut self.pool[slot];
         match ended {
-            Ended::Full => self.qualify.served(),
+            Ended::Full => {}
             Ended::Short => request.again = true,
             Ended::Refused => {
                 request.again = true;
-                if self.qualify.refused() {
+                if self.qualify.refused(self.stats.simple + self.stats.generic) {
                     self.stats.rested += 1;
+                    self.simple = false;
                 }
             }
             Ended::Failed(errno) => request.fail(i64::from(errno)),
@@ -510,7 +588,11 @@ impl<M: Map> Core<M> {
         let remote = self.remote.clone();
         remote.clear_wake();
         remote.take(|slot, result| {
-            debug_assert_eq!(self.pool[slot].state, State::Worker);
+            let request = &mut self.pool[slot];
+            debug_assert_eq!(request.state, State::Worker);
+            if request.io.op == Op::Status {
+                self.spans.push((request.tag, std::mem::take(&mut request.extents)));
+            }
             self.tell(slot, result);
         });
     }
@@ -530,26 +612,28 @@ impl<M: Map> Core<M> {
         let request = &mut self.pool[slot];
         request.result = result;
         request.state = State::Done;
-        self.done.push_back(slot);
+        self.stats.failed += u64::from(result < 0);
+        self.done.push(slot);
     }
 
-    #[inline]
+    #[inline(always)]
     pub(crate) fn next(&mut self) -> Option<Completion> {
-        let slot = self.done.pop_front()?;
+        let slot = self.done.pop()?;
         let request = &mut self.pool[slot];
         debug_assert_eq!(request.state, State::Done);
         let completion = Completion {
             tag: request.tag,
             io: request.io,
             buf: request.buf.take(),
-            spans: std::mem::take(&mut request.extents),
             result: request.result,
         };
-        if completion.result < 0 {
-            self.stats.failed += 1;
-        }
         self.pool.put(slot);
         Some(completion)
+    }
+
+    pub(crate) fn take_spans(&mut self, tag: u64) -> Vec<Span> {
+        let found = self.spans.iter().position(|(of, _)| *of == tag);
+        found.map(|n| self.spans.swap_remove(n).1).unwrap_or_default()
     }
 
     /// Gives up all memory that somebody may still write to.

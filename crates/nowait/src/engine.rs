@@ -18,9 +18,8 @@ use crate::disk::Disk;
 use crate::error::{Doing, Error, Range};
 use crate::io::{Io, Op};
 use crate::iov::{self, Segment};
-use crate::map::Map;
+use crate::map::{Map, Span};
 use crate::queue::{Interest, Queue, Token, WATCHED};
-use crate::simple;
 use crate::worker::Workers;
 
 /// The token under which an engine watches for slots that come home.
@@ -87,19 +86,17 @@ impl<Q: Queue, M: Map> Engine<Q, M> {
     #[inline]
     pub fn submit(&mut self, io: Io, buf: Buf, tag: u64) -> Result<(), Rejected> {
         let start = self.start(io.range.pos);
-        // SAFETY of what follows: the buffer moves into the slot and stays there until the request
-        // is given back.
         let base = buf.base().wrapping_add(start);
-        if self.core.tries_simple() && simple::decide(self.core.disk(), io, base) {
-            // SAFETY: `decide` has checked that the range is within the device; the buffer holds
-            // it by the check below.
-            if start as u64 + io.range.len <= buf.len() as u64 {
-                return self.core.submit_simple(&mut self.queue, io, base, Some(buf), tag);
-            }
+        let fits = start as u64 + io.range.len <= buf.len() as u64;
+        if fits && self.core.is_simple(io, base) {
+            // SAFETY: the buffer holds the range and moves into the slot, where it stays until the
+            // request is given back.
+            return unsafe { self.core.submit_simple(&mut self.queue, io, base, Some(buf), tag) };
         }
         self.submit_checked(io, start, buf, tag)
     }
 
+    #[inline(never)]
     fn submit_checked(&mut self, io: Io, start: usize, buf: Buf, tag: u64) -> Result<(), Rejected> {
         let fits = buf.len().checked_sub(start).is_some_and(|room| room as u64 >= io.range.len);
         if !fits || !matches!(io.op, Op::Read | Op::Write) {
@@ -140,11 +137,11 @@ impl<Q: Queue, M: Map> Engine<Q, M> {
         tag: u64,
     ) -> Result<(), Rejected> {
         if let [one] = segments
-            && self.core.tries_simple()
             && io.range.len == one.len as u64
-            && simple::decide(self.core.disk(), io, one.base)
+            && self.core.is_simple(io, one.base)
         {
-            return self.core.submit_simple(&mut self.queue, io, one.base, None, tag);
+            // SAFETY: as promised by the caller.
+            return unsafe { self.core.submit_simple(&mut self.queue, io, one.base, None, tag) };
         }
         let total = iov::total(segments).map_err(|error| Rejected { error, buf: None })?;
         let range = Range::new(io.range.pos, io.range.len.min(total));
@@ -215,6 +212,12 @@ impl<Q: Queue, M: Map> Engine<Q, M> {
     #[allow(clippy::should_implement_trait, reason = "an engine is not an iterator: it ends never")]
     pub fn next(&mut self) -> Option<Completion> {
         self.core.next()
+    }
+
+    /// The answer to an [`Op::Status`] that was given back under `tag`: the spans of its range from
+    /// its start on, possibly not to its end.
+    pub fn take_spans(&mut self, tag: u64) -> Vec<Span> {
+        self.core.take_spans(tag)
     }
 
     /// Whether [`Engine::next`] has something.

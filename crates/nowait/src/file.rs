@@ -16,7 +16,7 @@ use crate::iov::{self, Segment};
 use crate::map::{Extents, Map, Span};
 use crate::queue;
 use crate::ranges::Hold;
-use crate::simple;
+use crate::simple::Gate;
 
 /// An image for callers that wait: `Send + Sync`, reads and writes at any position and of any
 /// length, whatever the alignment of direct I/O.
@@ -37,6 +37,7 @@ use crate::simple;
 /// ```
 pub struct File<M: Map = Extents> {
     disk: Arc<Disk<M>>,
+    gate: Gate,
 }
 
 impl File<Extents> {
@@ -47,14 +48,15 @@ impl File<Extents> {
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
         let disk = Disk::open(path, options)?;
         disk.scan();
-        Ok(Self { disk: Arc::new(disk) })
+        Ok(Self::new(Arc::new(disk)))
     }
 }
 
 impl<M: Map> File<M> {
     /// The blocking face of `disk`, which engines may serve at the same time.
     pub fn new(disk: Arc<Disk<M>>) -> Self {
-        Self { disk }
+        let gate = Gate::new(&disk);
+        Self { disk, gate }
     }
 
     /// Bytes of the device.
@@ -167,7 +169,7 @@ impl<M: Map> File<M> {
     fn run_simple(&self, io: Io, base: *mut u8) -> Option<usize> {
         let disk = &*self.disk;
         let write = io.op == Op::Write;
-        if !simple::decide(disk, io, base) || (write && disk.is_read_only()) {
+        if !self.gate.admits(&disk.map, io, base) {
             return None;
         }
         let held = write && disk.alignment().offset > 1;
@@ -178,7 +180,7 @@ impl<M: Map> File<M> {
             base,
             pos: io.range.pos,
             len: io.range.len as u32,
-            rw_flags: simple::rw_flags(disk, io.flags) & !libc::RWF_NOWAIT,
+            rw_flags: self.gate.rw_flags(io.flags) & !libc::RWF_NOWAIT,
             segments: 0,
             buffer: UNREGISTERED,
             write,

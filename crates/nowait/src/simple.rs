@@ -2,7 +2,7 @@
 //!
 //! Invariant: the decision is made before anything is touched; a request that is not simple goes
 //! to the generic path as it came.
-//! Knows: align, io, map, disk. Known by: engine. Kernel counterpart: the single-bio path of
+//! Knows: align, io, map, disk. Known by: core, file. Kernel counterpart: the single-bio path of
 //! iomap_dio_rw (fs/iomap/direct-io.c).
 
 use crate::disk::Disk;
@@ -10,35 +10,59 @@ use crate::io::{Flags, Io, Op};
 use crate::iov::MAX_TRANSFER_BYTES;
 use crate::map::{Intent, Map};
 
-/// Whether `io`, with all of its memory at `base`, is served by one transfer. A read of a known
-/// hole is not: it needs none.
-#[inline]
-pub(crate) fn decide<M: Map>(disk: &Disk<M>, io: Io, base: *mut u8) -> bool {
-    let align = disk.alignment();
-    let range = io.range;
-    let (intent, offset) = match io.op {
-        Op::Read => (Intent::Read, align.read_offset),
-        Op::Write => (Intent::Write, align.offset),
-        _ => return false,
-    };
-    if (range.pos | range.len) & (u64::from(offset) - 1) != 0
-        || base as usize & (align.memory as usize - 1) != 0
-        || range.len.wrapping_sub(1) >= MAX_TRANSFER_BYTES
-        || range.pos > disk.size()
-        || range.len > disk.size() - range.pos
-    {
-        return false;
-    }
-    match disk.map.begin(range, intent) {
-        Ok(extent) => extent.len == range.len && !extent.hole && extent.pos == range.pos,
-        Err(_) => false,
-    }
+/// What decides, in one place: masks of the device's alignment, and its size.
+#[derive(Clone, Copy)]
+pub(crate) struct Gate {
+    read_mask: u64,
+    write_mask: u64,
+    memory_mask: usize,
+    size: u64,
+    /// `RWF_NOWAIT` where the file takes it.
+    rw_flags: i32,
+    read_only: bool,
 }
 
-/// The `RWF_*` flags of a request's transfer.
-#[inline]
-pub(crate) fn rw_flags<M: Map>(disk: &Disk<M>, flags: Flags) -> i32 {
-    let nowait = if disk.takes_nowait() { libc::RWF_NOWAIT } else { 0 };
-    let dsync = if flags.has(Flags::DSYNC) { libc::RWF_DSYNC } else { 0 };
-    nowait | dsync
+impl Gate {
+    pub(crate) fn new<M: Map>(disk: &Disk<M>) -> Self {
+        let align = disk.alignment();
+        Self {
+            read_mask: u64::from(align.read_offset) - 1,
+            write_mask: u64::from(align.offset) - 1,
+            memory_mask: align.memory as usize - 1,
+            size: disk.size(),
+            rw_flags: if disk.takes_nowait() { libc::RWF_NOWAIT } else { 0 },
+            read_only: disk.is_read_only(),
+        }
+    }
+
+    /// Whether `io`, with all of its memory at `base`, is served by one transfer. A read of a
+    /// known hole is not: it needs none.
+    #[inline]
+    pub(crate) fn admits<M: Map>(&self, map: &M, io: Io, base: *mut u8) -> bool {
+        let range = io.range;
+        let (intent, mask) = match io.op {
+            Op::Read => (Intent::Read, self.read_mask),
+            Op::Write if !self.read_only => (Intent::Write, self.write_mask),
+            _ => return false,
+        };
+        if (range.pos | range.len) & mask != 0
+            || base as usize & self.memory_mask != 0
+            || range.len.wrapping_sub(1) >= MAX_TRANSFER_BYTES
+            || range.pos > self.size
+            || range.len > self.size - range.pos
+        {
+            return false;
+        }
+        match map.begin(range, intent) {
+            Ok(extent) => extent.len == range.len && !extent.hole && extent.pos == range.pos,
+            Err(_) => false,
+        }
+    }
+
+    /// The `RWF_*` flags of a request's transfer.
+    #[inline]
+    pub(crate) fn rw_flags(&self, flags: Flags) -> i32 {
+        let dsync = if flags.has(Flags::DSYNC) { libc::RWF_DSYNC } else { 0 };
+        self.rw_flags | dsync
+    }
 }

@@ -155,13 +155,14 @@ pub(crate) fn plain_reply(dialect: Dialect, command: u16, cookie: u64, errno: i3
 }
 
 /// The reply to `header`, which the engine has completed; `start` is where its bytes begin in the
-/// buffer.
+/// buffer, `spans` answer a status request.
 #[inline]
 pub(crate) fn reply(
     dialect: Dialect,
     header: &RequestHeader,
     completion: Completion,
     start: usize,
+    spans: &[Span],
 ) -> (ReplyHead, Body) {
     let RequestHeader { command, cookie, offset, length, .. } = *header;
     if let Err(errno) = verdict(&completion) {
@@ -177,7 +178,7 @@ pub(crate) fn reply(
         }
         (Op::Status, _) => {
             let one = header.flags & wire::CMD_FLAG_REQ_ONE != 0;
-            let bytes = extents(&completion.spans, one);
+            let bytes = extents(spans, one);
             let context = dialect.base_allocation.unwrap_or_default();
             (ReplyHead::block_status(cookie, bytes.len() as u32, context), Body::Bytes(bytes))
         }

@@ -4,7 +4,7 @@
 //! or stays in the stash, and each one taken gets exactly one reply.
 //! Knows: conn, door, handshake, turn. Known by: turn (which calls `parse`).
 
-use nowait::{Io, Op, Queue};
+use nowait::{Io, Op, Queue, Span};
 
 use super::conn::{Conn, Input, Payload, Phase};
 use super::door::{self, Dialect};
@@ -223,11 +223,12 @@ impl Conn {
         header: &RequestHeader,
         completion: nowait::Completion,
         start: usize,
+        spans: &[Span],
     ) {
         let Phase::Transmission(dialect) = self.phase else { return };
         let data = matches!(completion.io.op, Op::Read | Op::Write);
         let budget = if data { header.length } else { 0 };
-        let (head, body) = door::reply(dialect, header, completion, start);
+        let (head, body) = door::reply(dialect, header, completion, start, spans);
         self.out.push(head, body, budget);
     }
 }

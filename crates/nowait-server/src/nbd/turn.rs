@@ -338,10 +338,14 @@ impl<Q: Queue> Thread<Q> {
         while let Some(completion) = self.engine.next() {
             let Some(asked) = self.asked.try_remove(completion.tag as usize) else { continue };
             let start = self.engine.start(asked.header.offset);
+            let spans = match completion.io.op {
+                nowait::Op::Status => self.engine.take_spans(completion.tag),
+                _ => Vec::new(),
+            };
             let Some(conn) = self.conns.get_mut(asked.conn) else { continue };
             conn.in_flight -= 1;
             if conn.input != Input::Broken {
-                conn.reply(&asked.header, completion, start);
+                conn.reply(&asked.header, completion, start, &spans);
             }
             self.touch(asked.conn);
         }
