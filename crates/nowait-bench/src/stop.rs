@@ -2,9 +2,10 @@
 //!
 //! Invariant: once asked for, a stop is never taken back. Knows: error. Known by: client, peers.
 
-use std::io;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+
+use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
 use crate::Error;
 
@@ -17,14 +18,13 @@ impl Stop {
     /// process was started with them ignored, as a shell does with what runs in the background.
     ///
     /// # Errors
-    /// [`Error::System`] when called a second time.
+    /// [`Error::System`]: what sigaction(2) said.
     pub fn on_signal() -> Result<Stop, Error> {
         let stop = Stop::default();
-        let flag = stop.clone();
-        ctrlc::set_handler(move || flag.request()).map_err(|e| Error::System {
-            doing: "catching Ctrl-C",
-            source: io::Error::other(e),
-        })?;
+        for signal in [SIGINT, SIGTERM, SIGHUP] {
+            signal_hook::flag::register(signal, stop.0.clone())
+                .map_err(Error::system("catching signals"))?;
+        }
         Ok(stop)
     }
 

@@ -2,7 +2,7 @@
 //!
 //! Invariant: what parses is in range; what the help promises as a default is what the methods
 //! here return.
-//! Knows: listen, size. Known by: main, create, info, serve.
+//! Knows: listen, size. Known by: main, bench, create, info, serve.
 
 use std::path::PathBuf;
 use std::thread;
@@ -29,6 +29,7 @@ pub(crate) enum Command {
     Serve(ServeArgs),
     Create(CreateArgs),
     Info(InfoArgs),
+    Bench(BenchArgs),
 }
 
 /// Serve a disk image or a block device over NBD until told to stop
@@ -176,6 +177,51 @@ pub(crate) struct InfoArgs {
     pub(crate) json: bool,
 }
 
+/// Measure what this server does beside others, on this machine
+///
+/// Each figure is the median of several short turns, taken by turns with the other servers, so that
+/// a machine that slows down slows down for all of them. Client and server have one processor each.
+#[derive(Debug, Args)]
+#[command(after_help = BENCH_AFTER_HELP)]
+pub(crate) struct BenchArgs {
+    /// What to measure
+    #[arg(value_enum)]
+    pub(crate) what: BenchWhat,
+
+    /// The file or block device to serve, at least 64M; without it a temporary one
+    #[arg(long, value_name = "FILE")]
+    pub(crate) file: Option<PathBuf>,
+
+    /// Write over FILE; without this only reads are measured on it
+    #[arg(long)]
+    pub(crate) overwrite: bool,
+
+    /// Seconds for each server, row and round
+    #[arg(long, value_name = "N", default_value_t = 1.0, value_parser = parse_seconds)]
+    pub(crate) seconds: f64,
+
+    /// How often everything is measured
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub(crate) rounds: u32,
+
+    /// Connections at once, each with a row's depth
+    #[arg(long, value_name = "N", default_value_t = 1)]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
+    pub(crate) connections: u16,
+
+    /// Print one JSON object, for scripts
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// What `bench` can measure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchWhat {
+    /// NBD servers: nowait, qemu-nbd, qemu-storage-daemon and nbdkit, those that are installed
+    Peers,
+}
+
 /// What is inside an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
@@ -221,6 +267,13 @@ fn parse_format(text: &str) -> Result<Format, &'static str> {
         "raw" => Ok(Format::Raw),
         "qcow2" => Err("qcow2 is not there yet"),
         _ => Err("the only format is raw"),
+    }
+}
+
+fn parse_seconds(text: &str) -> Result<f64, &'static str> {
+    match text.parse() {
+        Ok(seconds) if (0.05..=3600.0).contains(&seconds) => Ok(seconds),
+        _ => Err("a number from 0.05 to 3600"),
     }
 }
 
@@ -283,6 +336,16 @@ Examples:
 Exit status:
   0   the image is there
   1   it could not be made, and no part of it is left; an existing file is left alone
+  2   wrong command line";
+
+const BENCH_AFTER_HELP: &str = "\
+Examples:
+  nowait bench peers                        everything, on a temporary file
+  nowait bench peers --file /mnt/fast/scratch.img --overwrite --seconds 3
+
+Exit status:
+  0   the tables are complete
+  1   nothing could be measured, or not all of it
   2   wrong command line";
 
 const INFO_AFTER_HELP: &str = "\

@@ -5,6 +5,7 @@
 //! Knows: every module here. Known by: nobody.
 
 mod args;
+mod bench;
 mod create;
 mod default_image;
 mod error;
@@ -29,6 +30,7 @@ fn main() -> ExitCode {
         }
         Command::Create(args) => create::run(&args),
         Command::Info(args) => info::run(&args),
+        Command::Bench(args) => bench::run(&args),
     };
     match result {
         Ok(()) => ExitCode::SUCCESS,

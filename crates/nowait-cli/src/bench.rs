@@ -1,0 +1,42 @@
+//! `nowait bench`: hands the options to the measuring crate and prints what it says.
+//!
+//! Invariant: a file that exists is only written to with `--overwrite`.
+//! Knows: args, error. Known by: main.
+
+use std::io;
+use std::time::Duration;
+
+use nowait_bench::{Output, PeersOptions, Stop};
+
+use crate::args::{BenchArgs, BenchWhat};
+use crate::error::{CliError, reason};
+
+/// Measures and prints.
+///
+/// # Errors
+/// What could not be measured, or that it was interrupted.
+pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
+    let BenchWhat::Peers = args.what;
+    let nowait = std::env::current_exe()
+        .map_err(|e| CliError::new(format!("cannot find this program: {}", reason(&e))))?;
+    let failed = |error: nowait_bench::Error| CliError::new(error.to_string());
+    let options = PeersOptions {
+        nowait: Some(nowait),
+        file: args.file.clone(),
+        overwrite: args.overwrite,
+        duration: Duration::from_secs_f64(args.seconds),
+        rounds: args.rounds,
+        connections: usize::from(args.connections),
+        output: if args.json { Output::Json } else { Output::Text },
+        stop: Stop::on_signal().map_err(failed)?,
+        ..PeersOptions::default()
+    };
+    let report = nowait_bench::run(&options, &mut io::stdout().lock()).map_err(failed)?;
+    if report.interrupted {
+        return Err(CliError::new("interrupted, the tables above are complete"));
+    }
+    if let Some(failure) = report.failures.first() {
+        return Err(CliError::new(format!("not everything could be measured: {}", failure.problem)));
+    }
+    Ok(())
+}
