@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::thread;
 
 use clap::{Args, Parser, Subcommand, ValueEnum};
+use nowait_bench::ServerKind;
 
 use crate::listen::Listen;
 use crate::size;
@@ -210,9 +211,30 @@ pub(crate) struct BenchArgs {
     #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) connections: u16,
 
+    /// Only these servers: nowait, qemu-nbd, qemu-storage-daemon, nbdkit
+    #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = parse_server)]
+    pub(crate) servers: Vec<ServerKind>,
+
+    /// Only rows whose title contains TEXT, as in "random read" or "depth 64"
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) only: Option<String>,
+
+    /// Only past the page cache (direct), or only through it (cached)
+    #[arg(long, value_name = "HOW", value_enum)]
+    pub(crate) caching: Option<BenchCaching>,
+
     /// Print one JSON object, for scripts
     #[arg(long)]
     pub(crate) json: bool,
+}
+
+/// Which of the two tables `bench` makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchCaching {
+    /// Direct I/O against direct I/O
+    Direct,
+    /// Page cache against page cache
+    Cached,
 }
 
 /// What `bench` can measure.
@@ -268,6 +290,11 @@ fn parse_format(text: &str) -> Result<Format, &'static str> {
         "qcow2" => Err("qcow2 is not there yet"),
         _ => Err("the only format is raw"),
     }
+}
+
+fn parse_server(text: &str) -> Result<ServerKind, &'static str> {
+    let found = ServerKind::ALL.into_iter().find(|kind| kind.name() == text);
+    found.ok_or("one of nowait, qemu-nbd, qemu-storage-daemon, nbdkit")
 }
 
 fn parse_seconds(text: &str) -> Result<f64, &'static str> {

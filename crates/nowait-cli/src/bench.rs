@@ -6,9 +6,9 @@
 use std::io;
 use std::time::Duration;
 
-use nowait_bench::{Output, PeersOptions, Stop};
+use nowait_bench::{Caching, Output, PeersOptions, Stop};
 
-use crate::args::{BenchArgs, BenchWhat};
+use crate::args::{BenchArgs, BenchCaching, BenchWhat};
 use crate::error::{CliError, reason};
 
 /// Measures and prints.
@@ -20,7 +20,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     let nowait = std::env::current_exe()
         .map_err(|e| CliError::new(format!("cannot find this program: {}", reason(&e))))?;
     let failed = |error: nowait_bench::Error| CliError::new(error.to_string());
-    let options = PeersOptions {
+    let mut options = PeersOptions {
         nowait: Some(nowait),
         file: args.file.clone(),
         overwrite: args.overwrite,
@@ -31,6 +31,20 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
         stop: Stop::on_signal().map_err(failed)?,
         ..PeersOptions::default()
     };
+    if !args.servers.is_empty() {
+        options.servers.clone_from(&args.servers);
+    }
+    if let Some(text) = &args.only {
+        options.workloads.retain(|workload| workload.to_string().contains(text));
+        if options.workloads.is_empty() {
+            return Err(CliError::new(format!("--only {text}: no row has this in its title")));
+        }
+    }
+    match args.caching {
+        Some(BenchCaching::Direct) => options.caching = vec![Caching::Direct],
+        Some(BenchCaching::Cached) => options.caching = vec![Caching::PageCache],
+        None => {}
+    }
     let report = nowait_bench::run(&options, &mut io::stdout().lock()).map_err(failed)?;
     if report.interrupted {
         return Err(CliError::new("interrupted, the tables above are complete"));

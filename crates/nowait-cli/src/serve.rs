@@ -89,7 +89,7 @@ fn open(args: &ServeArgs, image: &Path) -> Result<Disk<Extents>, CliError> {
     let disk = Disk::open(image, options)
         .map_err(|error| CliError::at(image, open_failure(args, error)))?;
     let access = if read_only { Access::Read } else { Access::Write };
-    match lock::lock(disk.fd(), access) {
+    match lock::lock(disk.lock_fd(), access) {
         Ok(()) => {}
         Err(LockError::Unsupported) => {
             warn!("{}: its file system has no locks, so nothing keeps others from it", image.display());

@@ -115,14 +115,18 @@ impl Opened {
         if size == 0 {
             return Err(Error::new(libc::ENODATA, Doing::Open));
         }
-        let (direct, align) = Self::direct(path, flags, &buffered, options.direct)?;
+        let (direct, align) = Self::direct(path, flags, options.direct)?;
+        let same = rustix::fs::fstat(&direct).map_err(os)?;
+        if (same.st_dev, same.st_ino) != (stat.st_dev, stat.st_ino) {
+            return Err(Error::new(libc::ESTALE, Doing::Open));
+        }
         Ok(Self { direct, buffered, align, size, block: kind == FileType::BlockDevice })
     }
 
+    /// Opens the file once more, for transfers.
     fn direct(
         path: &Path,
         flags: OFlags,
-        buffered: &OwnedFd,
         direct: Direct,
     ) -> Result<(OwnedFd, Alignment), Error> {
         if direct != Direct::Off {
@@ -132,12 +136,12 @@ impl Opened {
                 Err(_) => {}
             }
         }
-        let clone = buffered.try_clone().map_err(|e| Error::from_io(&e, Doing::Open))?;
-        Ok((clone, Alignment::NONE))
+        let fd = open_quietly(path, flags);
+        Ok((fd.map_err(|e| Error::from_os(e, Doing::Open))?, Alignment::NONE))
     }
 
     fn open_direct(path: &Path, flags: OFlags) -> Result<(OwnedFd, Alignment), Error> {
-        let fd = rustix::fs::open(path, flags | OFlags::DIRECT, Mode::empty()).map_err(|e| {
+        let fd = open_quietly(path, flags | OFlags::DIRECT).map_err(|e| {
             let refused = e == rustix::io::Errno::INVAL;
             Error::from_os(if refused { rustix::io::Errno::OPNOTSUPP } else { e }, Doing::Open)
         })?;
@@ -207,10 +211,17 @@ impl<M: Map> Disk<M> {
         extent.is_ok_and(|extent| extent.hole && extent.len == range.len)
     }
 
-    /// The descriptor that transfers go through; locks belong on it too.
+    /// The descriptor that transfers go through.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
         self.direct.as_fd()
+    }
+
+    /// The descriptor for locks: of an open file description that no ring holds, so that a lock
+    /// ends with the process and not some time later.
+    #[must_use]
+    pub fn lock_fd(&self) -> BorrowedFd<'_> {
+        self.buffered()
     }
 
     pub(crate) fn buffered(&self) -> BorrowedFd<'_> {
@@ -227,6 +238,15 @@ impl<M: Map> Disk<M> {
             self.flush_failed.store(true, Ordering::Release);
             Error::from_os(error, Doing::Flush)
         })
+    }
+}
+
+/// Opens for transfers that do not count as accesses, where that is allowed: it is to the file's
+/// owner (open(2), `O_NOATIME`), and saves the kernel a look at the clock for each read.
+fn open_quietly(path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
+    match rustix::fs::open(path, flags | OFlags::NOATIME, Mode::empty()) {
+        Err(rustix::io::Errno::PERM) => rustix::fs::open(path, flags, Mode::empty()),
+        opened => opened,
     }
 }
 

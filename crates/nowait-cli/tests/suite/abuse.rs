@@ -5,6 +5,7 @@
 
 use std::fs;
 use std::io::{Read, Write};
+use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 
@@ -91,7 +92,7 @@ fn a_request_without_the_magic_ends_the_connection() {
     let mut broken = scene.server.connect();
     let request = RawRequest { magic: 0xdead_beef, ..RawRequest::write(0, 0) };
     broken.stream().write_all(&request.bytes()).expect("a socket");
-    assert!(is_closed(broken.stream()));
+    assert!(is_closed(broken.stream()), "the connection stays open");
     scene.ends_well(0..0);
 }
 
@@ -124,8 +125,8 @@ fn a_write_longer_than_any_payload_may_be_touches_nothing() {
         broken.stream().write_all(&RawRequest::write(0, len).bytes()).expect("a socket");
         // The server may answer, or hang up at once: then these two find no peer.
         let _ = broken.stream().write(&[0x77; 4096]);
-        let _ = broken.stream().shutdown(std::net::Shutdown::Write);
-        assert!(is_closed(broken.stream()));
+        let _ = broken.stream().shutdown(Shutdown::Write);
+        assert!(is_closed(broken.stream()), "the connection stays open");
     }
     scene.ends_well(0..0);
 }
@@ -147,6 +148,17 @@ fn half_a_request_and_silence_holds_up_nobody() {
     let mut broken = scene.server.connect();
     broken.stream().write_all(&RawRequest::write(0, 512).bytes()[..13]).expect("a socket");
     scene.ends_well(0..0);
+}
+
+#[test]
+fn half_a_payload_and_no_more_to_come_ends_the_connection() {
+    let scene = Scene::new();
+    let mut broken = scene.server.connect();
+    broken.stream().write_all(&RawRequest::write(4096, 8192).bytes()).expect("a socket");
+    broken.stream().write_all(&[0x77; 4096]).expect("a socket");
+    broken.stream().shutdown(Shutdown::Write).expect("a socket");
+    assert!(is_closed(broken.stream()), "the connection stays open");
+    scene.ends_well(4096..4096 + 8192);
 }
 
 #[test]
@@ -218,7 +230,7 @@ fn a_handshake_of_rubbish_ends_the_connection() {
     let scene = Scene::new();
     let mut stream = greet(&scene.server.socket()).expect("a greeting");
     stream.write_all(&[0x77; 64]).expect("a socket");
-    assert!(is_closed(&mut stream));
+    assert!(is_closed(&mut stream), "the connection stays open");
     scene.ends_well(0..0);
 }
 
@@ -231,8 +243,8 @@ fn an_option_that_claims_four_gibibytes_ends_the_connection_or_is_refused() {
     option.extend(u32::MAX.to_be_bytes());
     stream.write_all(&option).expect("a socket");
     // The server may have hung up already.
-    let _ = stream.shutdown(std::net::Shutdown::Write);
-    assert!(is_closed(&mut stream));
+    let _ = stream.shutdown(Shutdown::Write);
+    assert!(is_closed(&mut stream), "the connection stays open");
     scene.ends_well(0..0);
 }
 
@@ -249,7 +261,7 @@ fn unknown_options_and_lengths_that_do_not_add_up_are_refused_and_the_handshake_
         assert!(is_refusal(kind), "option {option:#x} with {data:?} answered {kind:#x}");
     }
     send_option(&mut stream, OPT_ABORT, &[]).expect("a socket");
-    assert!(is_closed(&mut stream));
+    assert!(is_closed(&mut stream), "the connection stays open");
     scene.ends_well(0..0);
 }
 
@@ -262,7 +274,7 @@ fn knock(socket: &Path) -> Option<OwnedFd> {
 }
 
 #[test]
-fn running_out_of_descriptors_is_survived_and_what_is_closed_is_given_back() {
+fn running_out_of_descriptors_is_survived_and_every_end_of_a_client_gives_its_own_back() {
     if !require_tool("prlimit") {
         return;
     }
@@ -274,8 +286,13 @@ fn running_out_of_descriptors_is_survived_and_what_is_closed_is_given_back() {
     assert!(crowd.len() > 10, "only {} fit the backlog", crowd.len());
     early.read(0, 512).expect("a read amid the crowd");
     drop(crowd);
-    for _ in 0..200 {
+    for _ in 0..50 {
         server.connect().read(0, 512).expect("a newcomer's read");
+        let mut dying = server.connect();
+        dying.stream().write_all(&RawRequest::write(0, 512).bytes()[..13]).expect("a socket");
+        let mut dying = server.connect();
+        dying.stream().write_all(&RawRequest::write(0, 8192).bytes()).expect("a socket");
+        dying.stream().write_all(&[0x77; 4096]).expect("a socket");
     }
     server.stop();
 }

@@ -63,11 +63,14 @@ fn an_image_that_may_not_be_written_is_refused_with_read_only_as_the_way_out() {
 }
 
 #[test]
-fn a_socket_path_beyond_what_an_address_holds_is_refused() {
+fn a_socket_path_beyond_what_an_address_holds_is_wrong_usage_and_says_the_bound() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB);
     let long = format!("unix:{}", scratch.join(&"x".repeat(120)).display());
-    refusal(&["serve", image.to_str().expect("a name in UTF-8"), "--nbd", &long]).says(&["long"]);
+    let refused = refusal(&["serve", image.to_str().expect("a name in UTF-8"), "--nbd", &long]);
+    assert_eq!(refused.code, 2, "{}", refused.error);
+    // sun_path of unix(7) has 108 bytes, the last of them zero.
+    assert!(refused.error.contains("107"), "{}", refused.error);
 }
 
 #[test]

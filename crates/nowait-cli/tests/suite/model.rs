@@ -17,7 +17,7 @@ use crate::common::{KIB, MIB, Scratch, Server, VARIANTS};
 const IMAGE_BYTES: u64 = 8 * MIB + 1234;
 /// No multiples of anything.
 const BORDERS: [u64; 4] = [0, 2_796_611, 5_592_827, IMAGE_BYTES];
-const BATCHES: u64 = 50;
+const BATCHES: u64 = 200;
 /// Requests in flight on one connection; with `MOST_BYTES` each, they fit the socket's buffers.
 const BATCH: usize = 8;
 const MOST_BYTES: u64 = 24 * KIB;

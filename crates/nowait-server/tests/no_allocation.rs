@@ -1,0 +1,190 @@
+//! In steady state an NBD request costs no allocation, in the server or in its client.
+//!
+//! Invariant: one test function in this program; the client has all of its memory before the count
+//! begins, so that whatever is counted is the server's.
+//! Knows: the public face of the server, NBD proto.md.
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::io::{Read, Write};
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+use nowait::{Config, Disk, OpenOptions, Uring};
+use nowait_server::{Device, Listener, Options, QueueKind, Server};
+
+const BLOCK: u32 = 4096;
+const SIZE: u64 = 4 << 20;
+const DEPTH: u64 = 16;
+/// Requests before the count begins: every list and pool has its size by then.
+const WARM_UP: u64 = 4_000;
+const REQUESTS: u64 = 10_000;
+/// How long the server may be silent before the test fails.
+const SILENCE: Duration = Duration::from_secs(30);
+
+/// The system's allocator, counting.
+struct Counting;
+
+static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
+
+// SAFETY: every call goes to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    // SAFETY: the caller's promise is passed on.
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: as promised by the caller.
+        unsafe { System.alloc(layout) }
+    }
+
+    // SAFETY: the caller's promise is passed on.
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: as promised by the caller.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    // SAFETY: the caller's promise is passed on.
+    unsafe fn realloc(&self, old: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
+        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
+        // SAFETY: as promised by the caller.
+        unsafe { System.realloc(old, layout, bytes) }
+    }
+
+    // SAFETY: the caller's promise is passed on.
+    unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
+        // SAFETY: as promised by the caller.
+        unsafe { System.dealloc(old, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+/// NBD proto.md, "Values".
+const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
+const REQUEST_MAGIC: u32 = 0x2560_9513;
+const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
+const OPT_GO: u32 = 7;
+const REP_ACK: u32 = 1;
+const READ: u16 = 0;
+const WRITE: u16 = 1;
+/// Bytes of a request's header, and of the head of a simple reply.
+const REQUEST_BYTES: usize = 28;
+const REPLY_BYTES: usize = 16;
+
+/// A client with one buffer for each direction.
+struct Client {
+    stream: UnixStream,
+    request: Vec<u8>,
+    data: Vec<u8>,
+}
+
+impl Client {
+    /// Opens the default export at `socket`; replies are simple ones.
+    fn connect(socket: &Path) -> Self {
+        let mut stream = UnixStream::connect(socket).unwrap();
+        stream.set_read_timeout(Some(SILENCE)).unwrap();
+        let mut greeting = [0; 18];
+        stream.read_exact(&mut greeting).unwrap();
+        let mut options = Vec::new();
+        options.extend(0b11u32.to_be_bytes());
+        options.extend(OPTION_MAGIC.to_be_bytes());
+        options.extend(OPT_GO.to_be_bytes());
+        options.extend(6u32.to_be_bytes());
+        options.extend([0; 6]);
+        stream.write_all(&options).unwrap();
+        loop {
+            let mut head = [0; 20];
+            stream.read_exact(&mut head).unwrap();
+            let word = |at: usize| u32::from_be_bytes(head[at..at + 4].try_into().unwrap());
+            let mut data = vec![0; word(16) as usize];
+            stream.read_exact(&mut data).unwrap();
+            assert!(word(12) < 1 << 31, "the export was refused");
+            if word(12) == REP_ACK {
+                break;
+            }
+        }
+        let request = vec![0x5a; REQUEST_BYTES + BLOCK as usize];
+        Self { stream, request, data: vec![0; BLOCK as usize] }
+    }
+
+    /// Sends request `n`: reads and writes in turn, all over the export.
+    fn send(&mut self, n: u64) {
+        let kind = if n % 2 == 0 { READ } else { WRITE };
+        let offset = n * 7 * u64::from(BLOCK) % SIZE;
+        let header = &mut self.request[..REQUEST_BYTES];
+        header[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
+        header[4..6].copy_from_slice(&[0, 0]);
+        header[6..8].copy_from_slice(&kind.to_be_bytes());
+        header[8..16].copy_from_slice(&n.to_be_bytes());
+        header[16..24].copy_from_slice(&offset.to_be_bytes());
+        header[24..28].copy_from_slice(&BLOCK.to_be_bytes());
+        let bytes = if kind == READ { REQUEST_BYTES } else { self.request.len() };
+        self.stream.write_all(&self.request[..bytes]).unwrap();
+    }
+
+    /// Takes one reply, to whichever request.
+    fn receive(&mut self) {
+        let mut head = [0; REPLY_BYTES];
+        self.stream.read_exact(&mut head).unwrap();
+        assert_eq!(head[..4], SIMPLE_REPLY_MAGIC.to_be_bytes());
+        assert_eq!(head[4..8], [0; 4], "the request failed");
+        if head[15] % 2 == 0 {
+            self.stream.read_exact(&mut self.data).unwrap();
+            assert!(self.data.iter().all(|&byte| byte == 0x5a));
+        }
+    }
+
+    /// Runs `count` requests, `DEPTH` of them in flight.
+    fn run(&mut self, count: u64) {
+        (0..DEPTH).for_each(|n| self.send(n));
+        for n in DEPTH..count {
+            self.receive();
+            self.send(n);
+        }
+        (0..DEPTH).for_each(|_| self.receive());
+    }
+}
+
+/// Allocations of the whole process during `REQUESTS` requests.
+fn count(kind: QueueKind, config: Config) -> u64 {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let image = dir.path().join("disk.img");
+    std::fs::write(&image, vec![0x5a; SIZE as usize]).unwrap();
+    let disk = Arc::new(Disk::open(&image, OpenOptions::default()).unwrap());
+    disk.scan();
+    // The path of a Unix socket has a bound that the path of this directory may exceed.
+    let sockets = tempfile::tempdir().unwrap();
+    let socket = sockets.path().join("nbd");
+    let listener = Listener::unix(&socket).unwrap();
+    let device = Device::new(disk, config.workers, String::new(), String::new());
+    let options = Options { queues: 1, kind, config };
+    let server = Server::start(Arc::new(device), vec![listener], options).unwrap();
+    let stopper = server.stopper();
+    let mut client = Client::connect(&socket);
+    client.run(WARM_UP);
+    let before = ALLOCATIONS.load(Ordering::SeqCst);
+    client.run(REQUESTS);
+    let allocations = ALLOCATIONS.load(Ordering::SeqCst) - before;
+    drop(client);
+    stopper.stop();
+    assert_eq!(server.run(SILENCE).unwrap().unfinished, 0);
+    allocations
+}
+
+#[test]
+fn an_nbd_request_of_4_kib_allocates_nothing() {
+    let file = tempfile::tempfile().unwrap();
+    if let Err(error) = Uring::new(file.as_fd()) {
+        println!("skipped: io_uring cannot be used here: {error}");
+        return;
+    }
+    let config = Config::default();
+    assert_eq!(count(QueueKind::Uring, config), 0, "simple");
+    assert_eq!(count(QueueKind::Uring, Config { simple: false, ..config }), 0, "generic");
+    // The counter counts: with the pool off every request has a slot of its own.
+    assert!(count(QueueKind::Uring, Config { pool: false, ..config }) >= REQUESTS);
+}
