@@ -78,6 +78,8 @@ pub(crate) struct Conn {
     pub(crate) awaits_room: bool,
     /// The socket may have something to read.
     pub(crate) readable: bool,
+    /// The peer has closed its side; what it sent before may still be there to read.
+    pub(crate) hung_up: bool,
     /// It is in the list of those that are to be looked at before the turn ends.
     pub(crate) touched: bool,
 }
@@ -97,6 +99,7 @@ impl Conn {
             held: 0,
             awaits_room: false,
             readable: true,
+            hung_up: false,
             touched: false,
         }
     }

@@ -26,6 +26,9 @@ const RECEIVE_BYTES: usize = 256 << 10;
 /// How long accepting rests when the process has no descriptor left.
 const ACCEPT_REST: Duration = Duration::from_millis(100);
 
+/// The peer sends nothing more.
+const HANG_UP: i32 = (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR) as i32;
+
 /// Tokens: what a report of the queue is about.
 const INBOX: Token = WATCHED | 1 << 59;
 const LISTENER: Token = WATCHED | 1 << 58;
@@ -48,7 +51,8 @@ pub(crate) struct Thread<Q: Queue> {
     pub(crate) asked: Slab<Asked>,
     index: usize,
     listeners: Vec<Listener>,
-    events: Vec<Token>,
+    /// Reports of the queue, with the `POLL*` bits that are true.
+    events: Vec<(Token, i32)>,
     /// Connections to look at before this turn ends.
     touched: Vec<usize>,
     /// Connections that wait until something of the engine's is free.
@@ -111,7 +115,7 @@ impl<Q: Queue> Thread<Q> {
             self.take_events();
             self.look_at_touched();
             // What was just submitted may have ended at once, and its replies may be sent now.
-            self.engine.poll_watched(&mut |token, _| self.events.push(token))?;
+            self.engine.poll_watched(&mut |token, bits| self.events.push((token, bits)))?;
             self.complete();
             self.look_at_touched();
             if let Some(inbox) = self.shared.inboxes.get(self.index) {
@@ -124,9 +128,9 @@ impl<Q: Queue> Thread<Q> {
     fn wait(&mut self) -> Result<(), Error> {
         let events = &mut self.events;
         if !self.touched.is_empty() || !events.is_empty() || self.engine.pending() {
-            return self.engine.poll_watched(&mut |token, _| events.push(token));
+            return self.engine.poll_watched(&mut |token, bits| events.push((token, bits)));
         }
-        let mut watched = |token, _| events.push(token);
+        let mut watched = |token, bits| events.push((token, bits));
         let began = Instant::now();
         let engine = &mut self.engine;
         if self.spin.wait(began, || engine.pending()) {
@@ -152,7 +156,7 @@ impl<Q: Queue> Thread<Q> {
             (0..self.listeners.len()).for_each(|n| self.accept(n));
         }
         let mut events = std::mem::take(&mut self.events);
-        for token in events.drain(..) {
+        for (token, bits) in events.drain(..) {
             if token == INBOX {
                 self.take_sockets();
             } else if token & LISTENER == LISTENER {
@@ -168,6 +172,7 @@ impl<Q: Queue> Thread<Q> {
                     conn.awaits_room = false;
                 } else {
                     conn.readable = true;
+                    conn.hung_up |= bits & HANG_UP != 0;
                 }
                 self.touch(index);
             }
@@ -314,7 +319,8 @@ impl<Q: Queue> Thread<Q> {
                 conn.payload = None;
             }
             Ok(got) => {
-                conn.readable = got == room;
+                // The end that comes with the last bytes is not reported again.
+                conn.readable = got == room || conn.hung_up;
                 self.last_heard = index;
                 let direct = got.min(to_payload);
                 if let Some(payload) = &mut conn.payload {
