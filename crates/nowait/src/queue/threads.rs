@@ -71,7 +71,12 @@ impl Queue for Threads {
     }
 
     fn kick(&mut self) -> Result<(), Error> {
-        let inline = self.cached || (self.out == 0 && self.placed.len() == 1);
+        // With the page cache a call waits only if it was not told not to.
+        let tries = |Job(transfer, _): &Job| transfer.rw_flags & libc::RWF_NOWAIT != 0;
+        let inline = match self.cached {
+            true => self.placed.iter().all(tries),
+            false => self.out == 0 && self.placed.len() == 1,
+        };
         if inline {
             for Job(transfer, token) in self.placed.drain(..) {
                 // SAFETY: the caller of `place` vouches for the memory until the token is reaped.
