@@ -7,12 +7,53 @@
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use nowait::{Config, Disk, Engine, Flags, Io, Null, Op, OpenOptions, Range, Workers};
+use nowait::{
+    Config, Disk, Engine, Flags, Identity, Io, Null, Op, OpenOptions, Range, Segment, Workers,
+};
 
 const SIZE: u64 = 64 << 20;
 const BLOCK: u64 = 4096;
 /// Requests that are submitted before the queue is looked at, as a server does under load.
 const BATCH: usize = 32;
+
+/// The memory of one request.
+#[repr(align(4096))]
+struct Page([u8; BLOCK as usize]);
+
+/// What came back.
+#[derive(Default, PartialEq, Eq)]
+struct Done {
+    bytes: u64,
+    tags: u64,
+}
+
+fn read(
+    engine: &mut Engine<Null, Identity>,
+    pages: &mut [Page],
+    requests: u64,
+) -> Result<Done, nowait::Error> {
+    let mut done = Done::default();
+    let mut n = 0;
+    while n < requests {
+        let count = pages.len().min((requests - n) as usize);
+        for page in &mut pages[..count] {
+            let range = Range::new(n * BLOCK % SIZE, BLOCK);
+            let io = Io { op: Op::Read, flags: Flags::NONE, range };
+            let segment = Segment { base: page.0.as_mut_ptr(), len: page.0.len() };
+            // SAFETY: the page is borrowed for longer than this function, which returns early only
+            // when the program ends; each is used by one request at a time, as all of a batch have
+            // come back before the next one begins.
+            unsafe { engine.submit_segments(io, &[segment], n) }.map_err(|it| it.error)?;
+            n += 1;
+        }
+        engine.poll()?;
+        while let Some(completion) = engine.next() {
+            done.bytes += completion.result()?;
+            done.tags += completion.tag;
+        }
+    }
+    Ok(done)
+}
 
 fn run(requests: u64, simple: bool) -> Result<u64, Box<dyn std::error::Error>> {
     let dir = tempfile::tempdir()?;
@@ -21,35 +62,24 @@ fn run(requests: u64, simple: bool) -> Result<u64, Box<dyn std::error::Error>> {
     let disk = Arc::new(Disk::open_mapped(&path, OpenOptions::default())?);
     let config = Config { simple, ..Config::default() };
     let workers = Workers::new(&disk, 1);
+    // Before the engine, so that they go after it.
+    let mut pages: Vec<Page> = (0..BATCH).map(|_| Page([0; BLOCK as usize])).collect();
     let mut engine = Engine::new(disk, workers, Null::new()?, config)?;
-    let mut bufs = Vec::new();
-    for _ in 0..BATCH {
-        bufs.push(engine.buffer(Range::new(0, BLOCK)).ok_or("no buffer")?);
-    }
-    let (mut done, mut n) = (0, 0);
-    while n < requests {
-        while n < requests
-            && let Some(buf) = bufs.pop()
-        {
-            let range = Range::new(n * BLOCK % SIZE, BLOCK);
-            let io = Io { op: Op::Read, flags: Flags::NONE, range };
-            engine.submit(io, buf, n).map_err(|rejected| rejected.error)?;
-            n += 1;
-        }
-        engine.poll()?;
-        while let Some(completion) = engine.next() {
-            done += completion.result()?;
-            bufs.extend(completion.buf);
-        }
+    let done = read(&mut engine, &mut pages, requests)?;
+    let tags = requests * requests.saturating_sub(1) / 2;
+    if done != (Done { bytes: requests * BLOCK, tags }) {
+        return Err("what came back is not what was asked".into());
     }
     let stats = engine.stats();
     let path = if simple { stats.simple } else { stats.generic };
     if path != requests {
         return Err(format!("took another path: {stats:?}").into());
     }
-    Ok(done)
+    if stats.pool.hit + stats.pool.allocated != requests {
+        return Err(format!("a request took more than one slot: {stats:?}").into());
+    }
+    Ok(done.bytes)
 }
-
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let (requests, simple) = match args.as_slice() {

@@ -10,6 +10,7 @@
 
 use std::alloc::{Layout, alloc_zeroed, dealloc};
 use std::cell::{Cell, RefCell};
+use std::mem::ManuallyDrop;
 use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::rc::Rc;
@@ -140,7 +141,7 @@ impl Buffers {
             len: (MIN_CLASS_BYTES << class) as u32,
             registered: free.registered,
             class: class as u8,
-            home: self.0.clone(),
+            home: ManuallyDrop::new(self.0.clone()),
         })
     }
 
@@ -177,7 +178,7 @@ impl Buffers {
             return None;
         };
         let base = memory.base;
-        let home = self.0.clone();
+        let home = ManuallyDrop::new(self.0.clone());
         Some(Buf { base, home, len: short_len, registered: UNREGISTERED, class: LARGE })
     }
 
@@ -200,7 +201,7 @@ fn class_of(len: usize) -> usize {
 /// Memory for a request, page-aligned; goes back to its pool when dropped.
 pub struct Buf {
     base: NonNull<u8>,
-    home: Rc<Home>,
+    home: ManuallyDrop<Rc<Home>>,
     len: u32,
     registered: u16,
     class: u8,
@@ -240,16 +241,24 @@ impl DerefMut for Buf {
 impl Drop for Buf {
     #[inline]
     fn drop(&mut self) {
-        if self.class == LARGE {
-            let len = self.len as usize;
-            self.home.bytes.set(self.home.bytes.get() - len);
-            if let Ok(layout) = Layout::from_size_align(len, BUFFER_ALIGN) {
-                Memory { base: self.base, layout }.free();
-            }
-            return;
-        }
+        // SAFETY: the field is not used again.
+        let home = unsafe { ManuallyDrop::take(&mut self.home) };
         let free = Free { base: self.base, registered: self.registered };
-        self.home.free.borrow_mut()[usize::from(self.class)].push(free);
+        give_back(home, free, self.len, self.class);
+    }
+}
+
+/// Takes everything by value: no buffer needs an address of its own only because it could be
+/// dropped, so that moving one costs nothing where it is not.
+#[inline(never)]
+fn give_back(home: Rc<Home>, free: Free, len: u32, class: u8) {
+    if class != LARGE {
+        home.free.borrow_mut()[usize::from(class)].push(free);
+        return;
+    }
+    home.bytes.set(home.bytes.get() - len as usize);
+    if let Ok(layout) = Layout::from_size_align(len as usize, BUFFER_ALIGN) {
+        Memory { base: free.base, layout }.free();
     }
 }
 

@@ -5,10 +5,11 @@
 //! Knows: pool, remote, simple, generic, complete, worker, qualify. Known by: engine.
 #![allow(unsafe_code)]
 
+mod pieces;
+
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use crate::align;
 use crate::blocking;
 use crate::buffer::{Buf, Buffers};
 use crate::complete::{Ended, Leftover, judge, leftover};
@@ -16,7 +17,7 @@ use crate::completion::{Completion, Rejected, Stats};
 use crate::config::Config;
 use crate::disk::Disk;
 use crate::error::{Doing, Error};
-use crate::generic::{self, Kind, Piece, Route};
+use crate::generic::{self, Route};
 use crate::io::{Flags, Io, Op, Outcome, Transfer, UNREGISTERED};
 use crate::iov::{self, Segment};
 use crate::map::{Map, Span};
@@ -29,45 +30,14 @@ use crate::request::{Role, State};
 use crate::simple::Gate;
 use crate::worker::{Job, Task, Workers};
 
-/// Slots that are done, first in, first out. It is emptied again and again, so that it never grows
-/// beyond what one look at the queue brings.
-#[derive(Default)]
-struct Done {
-    slots: Vec<u32>,
-    taken: usize,
-}
-
-impl Done {
-    #[inline]
-    fn push(&mut self, slot: u32) {
-        self.slots.push(slot);
-    }
-
-    #[inline]
-    fn pop(&mut self) -> Option<u32> {
-        let slot = self.slots.get(self.taken).copied();
-        if slot.is_some() {
-            self.taken += 1;
-        } else {
-            self.slots.clear();
-            self.taken = 0;
-        }
-        slot
-    }
-
-    #[inline]
-    fn is_empty(&self) -> bool {
-        self.taken == self.slots.len()
-    }
-}
-
 /// The requests of one engine.
 pub(crate) struct Core<M: Map> {
     pool: Pool,
-    done: Done,
     /// Answers to status requests that were given back, by tag.
     spans: Vec<(u64, Vec<Span>)>,
     gate: Gate,
+    /// The role of requests that a full transfer ends where it is reaped, with nothing left to do.
+    ends_at_once: Option<Role>,
     /// Whether the simple path is tried: it is on, and trying does not rest.
     simple: bool,
     /// Requests whose placed pieces have all ended.
@@ -89,19 +59,15 @@ pub(crate) struct Core<M: Map> {
 }
 
 impl<M: Map> Core<M> {
-    pub(crate) fn new(
-        disk: Arc<Disk<M>>,
-        workers: Workers,
-        config: Config,
-    ) -> Result<Self, Error> {
+    pub(crate) fn new(disk: Arc<Disk<M>>, workers: Workers, config: Config) -> Result<Self, Error> {
         let pool = Pool::new(config.slots, config.pool);
         let remote = Arc::new(Remote::new(pool.limit())?);
         let locks = disk.alignment().offset > 1;
         Ok(Self {
             pool,
-            done: Done::default(),
             spans: Vec::new(),
             gate: Gate::new(&disk),
+            ends_at_once: config.inline_completion.then_some(Role::Read),
             simple: config.simple && config.nowait_first,
             more: Vec::with_capacity(64),
             jobs: Vec::with_capacity(64),
@@ -129,7 +95,7 @@ impl<M: Map> Core<M> {
 
     #[inline]
     pub(crate) fn has_done(&self) -> bool {
-        !self.done.is_empty()
+        self.pool.has_done()
     }
 
     #[inline]
@@ -170,29 +136,25 @@ impl<M: Map> Core<M> {
         if held && !self.disk.ranges.try_take(io.range, Hold::Shared) {
             return self.submit_one(queue, io, base, buf, tag);
         }
-        let Some(slot) = self.pool.get() else { return Err(self.empty(io, held, buf)) };
-        let rw_flags = self.gate.rw_flags(io.flags);
-        let request = &mut self.pool[slot];
-        request.begin(Role::Simple, io, tag);
-        request.locked = held;
-        request.transfer = Transfer {
+        let Some((slot, request)) = self.pool.get() else { return Err(self.empty(io, held, buf)) };
+        let transfer = Transfer {
             base,
             pos: io.range.pos,
             len: io.range.len as u32,
-            rw_flags,
+            rw_flags: self.gate.rw_flags(io.flags),
             segments: 0,
             buffer: buf.as_ref().map_or(UNREGISTERED, Buf::registered),
             write,
         };
-        debug_assert!(request.buf.is_none());
-        // SAFETY: a free slot has no buffer, so that nothing needs to be dropped.
-        unsafe { (&raw mut request.buf).write(buf) };
+        let role = if write { Role::Write } else { Role::Read };
+        request.begin(role, State::Queued, io, buf, tag);
+        request.locked = held;
+        request.transfer = transfer;
         // SAFETY: the memory is the buffer now in the slot, or what the caller vouches for; both
         // last until the slot is done.
         if !unsafe { place(queue, &request.transfer, slot) } {
             return Err(self.unplaced(slot));
         }
-        request.state = State::Queued;
         self.stats.simple += 1;
         Ok(())
     }
@@ -243,26 +205,67 @@ impl<M: Map> Core<M> {
             Ok(io) => io,
             Err(error) => return Err(Rejected { error, buf }),
         };
-        let Some(slot) = self.pool.get() else { return Err(full(io, buf)) };
-        let request = &mut self.pool[slot];
-        request.begin(Role::Whole, io, tag);
+        let Some((slot, request)) = self.pool.get() else { return Err(full(io, buf)) };
+        request.begin(Role::Whole, State::Submitting, io, buf, tag);
         request.result = 0;
-        request.buf = buf;
-        self.merged.clear();
-        iov::merge(segments, io.range.len, &mut self.merged);
-        request.segments.set(if self.config.vectored { &self.merged } else { segments });
+        match segments {
+            [one] => {
+                let len = one.len.min(io.range.len as usize);
+                request.segments.set_one(Segment { base: one.base, len });
+            }
+            _ if self.config.vectored => {
+                self.merged.clear();
+                iov::merge(segments, io.range.len, &mut self.merged);
+                request.segments.set(&self.merged);
+            }
+            _ => request.segments.set(segments),
+        }
         if io.range.len == 0 && io.op != Op::Flush {
             self.finish(slot, 0);
             return Ok(());
         }
-        if self.route(slot) == Route::Worker {
-            self.stats.worker += 1;
-            self.to_worker(slot, Task::Run);
-            return Ok(());
+        match self.route(slot) {
+            Route::Single => self.place_single(queue, slot),
+            Route::Pieces => self.advance(queue, slot),
+            Route::Worker => {
+                self.stats.worker += 1;
+                self.send_out(slot, Task::Run);
+                return Ok(());
+            }
         }
         self.stats.generic += 1;
-        self.advance(queue, slot);
         Ok(())
+    }
+
+    /// Places the one transfer of a request that is a single direct piece.
+    #[inline]
+    fn place_single<Q: Queue>(&mut self, queue: &mut Q, slot: u32) {
+        let request = &mut self.pool[slot];
+        let io = request.io;
+        let (base, segments) = match request.segments.as_slice() {
+            [one] => (one.base, 0),
+            list => (list.as_ptr().cast_mut().cast(), list.len() as u16),
+        };
+        let write = io.op == Op::Write;
+        request.transfer = Transfer {
+            base,
+            pos: io.range.pos,
+            len: io.range.len as u32,
+            rw_flags: self.gate.rw_flags(io.flags),
+            segments,
+            buffer: request.buf.as_ref().map_or(UNREGISTERED, Buf::registered),
+            write,
+        };
+        request.role = if write { Role::Write } else { Role::Read };
+        request.state = State::Queued;
+        // SAFETY: the memory is the request's, and the list of segments its slot's; both are kept
+        // until the slot is done.
+        if !unsafe { place(queue, &request.transfer, slot) } {
+            // No room in the queue: whoever may wait does it.
+            request.role = Role::Whole;
+            request.again = true;
+            self.whole_ended(slot);
+        }
     }
 
     /// The checks that need the device; the range comes back cut to what can be done.
@@ -295,7 +298,7 @@ impl<M: Map> Core<M> {
             self.config.vectored,
             &mut request.pieces,
         );
-        if route == Route::Pieces && request.io.op == Op::Write && self.locks {
+        if route != Route::Worker && request.io.op == Op::Write && self.locks {
             if !self.disk.ranges.try_take(request.io.range, Hold::Shared) {
                 return Route::Worker;
             }
@@ -304,140 +307,19 @@ impl<M: Map> Core<M> {
         route
     }
 
-    /// Places the pieces of a request: all of them, or with `vectored` off the next one. Ends the
-    /// request when none is left.
-    fn advance<Q: Queue>(&mut self, queue: &mut Q, slot: u32) {
-        while let Some(piece) = self.pool[slot].pieces.pop() {
-            if self.pool[slot].again || self.pool[slot].result < 0 {
-                continue;
-            }
-            if piece.kind == Kind::Zero {
-                let segments = self.pool[slot].segments.as_slice();
-                // SAFETY: the caller vouched for the memory; no transfer covers these bytes.
-                unsafe { blocking::fill_zero(segments, piece.start, piece.len) };
-                self.stats.zero_filled += piece.len;
-                continue;
-            }
-            match self.place_piece(queue, slot, piece) {
-                true if self.config.vectored => {}
-                true => break,
-                // No slot, buffer or room in the queue: whoever may wait does it.
-                false => self.pool[slot].again = true,
-            }
-        }
-        let request = &mut self.pool[slot];
-        if request.pending == 0 {
-            self.whole_ended(slot);
-        } else {
-            request.state = State::Queued;
-        }
-    }
-
-    fn place_piece<Q: Queue>(&mut self, queue: &mut Q, parent: u32, piece: Piece) -> bool {
-        let Some(slot) = self.pool.get() else { return false };
-        let io = self.pool[parent].io;
-        self.pool[slot].begin(Role::Piece, io, 0);
-        self.pool[slot].parent = parent;
-        self.pool[slot].piece = piece;
-        self.pieces += 1;
-        if !self.aim(parent, slot, piece) {
-            self.put_piece(slot);
-            return false;
-        }
-        // SAFETY: the memory is the parent's, kept until all of its pieces have ended, or the
-        // bounce buffer in the piece's own slot.
-        if !unsafe { place(queue, &self.pool[slot].transfer, slot) } {
-            self.put_piece(slot);
-            return false;
-        }
-        self.pool[slot].state = State::Queued;
-        self.pool[parent].pending += 1;
-        true
-    }
-
-    fn put_piece(&mut self, slot: u32) {
-        self.pool[slot].buf = None;
-        self.pieces -= 1;
-        self.pool.put(slot);
-    }
-
-    /// Sets up the transfer of a piece. False when there is no buffer for it.
-    fn aim(&mut self, parent: u32, slot: u32, piece: Piece) -> bool {
-        let io = self.pool[parent].io;
-        let write = io.op == Op::Write;
-        let pos = io.range.pos + piece.start;
-        let mut transfer = Transfer {
-            pos,
-            len: piece.len as u32,
-            rw_flags: self.gate.rw_flags(io.flags.without(Flags::DSYNC)),
-            write,
-            ..Transfer::NONE
-        };
-        let align = self.disk.alignment();
-        let block = if write { align.offset } else { align.read_offset };
-        match piece.kind {
-            Kind::Zero => return false,
-            Kind::Direct => {
-                let mut parts = std::mem::take(&mut self.merged);
-                parts.clear();
-                let request = &self.pool[parent];
-                iov::parts(request.segments.as_slice(), piece.start, piece.len, |s| parts.push(s));
-                if let [one] = parts.as_slice() {
-                    transfer.base = one.base;
-                    transfer.buffer = request.buf.as_ref().map_or(UNREGISTERED, Buf::registered);
-                } else {
-                    self.pool[slot].segments.set(&parts);
-                    let list = self.pool[slot].segments.as_slice();
-                    transfer.base = list.as_ptr().cast_mut().cast();
-                    transfer.segments = list.len() as u16;
-                }
-                self.merged = parts;
-            }
-            Kind::Widened { skip } => {
-                let request = &self.pool[parent];
-                let Some(buf) = &request.buf else { return false };
-                let Some(one) = request.segments.as_slice().first() else { return false };
-                transfer.base = one.base.wrapping_sub(skip as usize);
-                transfer.buffer = buf.registered();
-                transfer.pos = pos - u64::from(skip);
-                transfer.len = align::up(u64::from(skip) + piece.len, block) as u32;
-            }
-            Kind::Bounce { skip } => {
-                let len = align::up(u64::from(skip) + piece.len, block);
-                let Some(mut buf) = self.bounce.get(len as usize, |_, _| None) else {
-                    return false;
-                };
-                if write {
-                    let segments = self.pool[parent].segments.as_slice();
-                    // SAFETY: the caller vouched for the memory.
-                    unsafe { blocking::copy_in(segments, piece.start, piece.len, &mut buf) };
-                }
-                transfer.base = buf.base();
-                transfer.pos = pos - u64::from(skip);
-                transfer.len = len as u32;
-                self.pool[slot].buf = Some(buf);
-            }
-        }
-        self.pool[slot].transfer = transfer;
-        true
-    }
-
     /// A transfer has ended.
     #[inline(always)]
     pub(crate) fn ended(&mut self, slot: u32, outcome: Outcome) {
         let request = &mut self.pool[slot];
         debug_assert_eq!(request.state, State::Queued);
-        let full = request.role == Role::Simple && outcome as u32 == request.transfer.len;
-        if full && !request.transfer.write && self.config.inline_completion {
-            request.result = i64::from(outcome);
-            request.state = State::Done;
-            self.done.push(slot);
+        if Some(request.role) == self.ends_at_once && outcome as u32 == request.transfer.len {
+            self.pool.end(slot, i64::from(outcome));
         } else {
             self.ended_otherwise(slot, outcome);
         }
     }
 
-    /// As `ended`, for all but the full read of a simple request.
+    /// As `ended`, for all but the full read by a request's one transfer.
     #[inline(never)]
     fn ended_otherwise(&mut self, slot: u32, outcome: Outcome) {
         let request = &mut self.pool[slot];
@@ -445,7 +327,7 @@ impl<M: Map> Core<M> {
             return self.piece_ended(slot, outcome);
         }
         if outcome < 0 || outcome as u32 != request.transfer.len {
-            return self.simple_failed(slot, outcome);
+            return self.single_failed(slot, outcome);
         }
         if request.transfer.write {
             let range = request.io.range;
@@ -459,11 +341,14 @@ impl<M: Map> Core<M> {
     }
 
     #[cold]
-    fn simple_failed(&mut self, slot: u32, outcome: Outcome) {
+    fn single_failed(&mut self, slot: u32, outcome: Outcome) {
         let request = &mut self.pool[slot];
-        let segment = Segment { base: request.transfer.base, len: request.transfer.len as usize };
+        let transfer = &request.transfer;
+        if transfer.segments == 0 {
+            let segment = Segment { base: transfer.base, len: transfer.len as usize };
+            request.segments.set_one(segment);
+        }
         request.role = Role::Whole;
-        request.segments.set_one(segment);
         request.result = 0;
         self.note(slot, judge(outcome, u64::from(self.pool[slot].transfer.len)));
         self.whole_ended(slot);
@@ -486,44 +371,6 @@ impl<M: Map> Core<M> {
         }
     }
 
-    fn piece_ended(&mut self, slot: u32, outcome: Outcome) {
-        let request = &self.pool[slot];
-        let (parent, piece) = (request.parent, request.piece);
-        let skip = match piece.kind {
-            Kind::Widened { skip } | Kind::Bounce { skip } => u64::from(skip),
-            Kind::Zero | Kind::Direct => 0,
-        };
-        let ended = judge(outcome, skip + piece.len);
-        let read = request.io.op == Op::Read;
-        if let (Ended::Full, true, Kind::Bounce { skip }, Some(buf)) =
-            (ended, read, piece.kind, &request.buf)
-        {
-            let segments = self.pool[parent].segments.as_slice();
-            let from = &buf[skip as usize..];
-            // SAFETY: the caller vouched for the memory; the buffer was read that far.
-            unsafe { blocking::copy_out(from, segments, piece.start, piece.len) };
-        }
-        self.put_piece(slot);
-        self.note(parent, ended);
-        let request = &mut self.pool[parent];
-        request.pending -= 1;
-        if request.pending == 0 {
-            self.more.push(parent);
-        }
-    }
-
-    /// Goes on with the requests whose pieces have ended. True when it has placed something.
-    #[inline]
-    pub(crate) fn continue_pieces<Q: Queue>(&mut self, queue: &mut Q) -> bool {
-        let mut placed = false;
-        while let Some(slot) = self.more.pop() {
-            placed |= !self.pool[slot].pieces.is_empty();
-            self.advance(queue, slot);
-        }
-        self.post();
-        placed
-    }
-
     /// All transfers of a request have ended.
     fn whole_ended(&mut self, slot: u32) {
         self.unlock(slot);
@@ -538,10 +385,10 @@ impl<M: Map> Core<M> {
                 let result = self.pool[slot].result;
                 self.finish(slot, result);
             }
-            Leftover::Sync => self.to_worker(slot, Task::Sync { result: len }),
+            Leftover::Sync => self.send_out(slot, Task::Sync { result: len }),
             Leftover::Again => {
                 self.stats.retried += 1;
-                self.to_worker(slot, Task::Run);
+                self.send_out(slot, Task::Run);
             }
         }
     }
@@ -554,7 +401,7 @@ impl<M: Map> Core<M> {
     }
 
     /// Hands a request to a worker, unless its caller does not want to wait (C32).
-    fn to_worker(&mut self, slot: u32, task: Task) {
+    fn send_out(&mut self, slot: u32, task: Task) {
         let request = &mut self.pool[slot];
         if task == Task::Run && request.io.flags.has(Flags::NOWAIT) {
             return self.finish(slot, -i64::from(libc::EAGAIN));
@@ -609,26 +456,21 @@ impl<M: Map> Core<M> {
 
     #[inline]
     fn tell(&mut self, slot: u32, result: i64) {
-        let request = &mut self.pool[slot];
-        request.result = result;
-        request.state = State::Done;
         self.stats.failed += u64::from(result < 0);
-        self.done.push(slot);
+        self.pool.end(slot, result);
     }
 
     #[inline(always)]
     pub(crate) fn next(&mut self) -> Option<Completion> {
-        let slot = self.done.pop()?;
-        let request = &mut self.pool[slot];
-        debug_assert_eq!(request.state, State::Done);
-        let completion = Completion {
+        let request = self.pool.next_done()?;
+        let buf = request.take_buf();
+        let Io { op, flags, range } = request.io;
+        Some(Completion {
             tag: request.tag,
-            io: request.io,
-            buf: request.buf.take(),
+            io: Io { op, flags, range },
+            buf,
             result: request.result,
-        };
-        self.pool.put(slot);
-        Some(completion)
+        })
     }
 
     pub(crate) fn take_spans(&mut self, tag: u64) -> Vec<Span> {

@@ -16,7 +16,7 @@ use crate::config::Config;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::error::{Doing, Error, Range};
-use crate::io::{Io, Op};
+use crate::io::{Flags, Io, Op};
 use crate::iov::{self, Segment};
 use crate::map::{Map, Span};
 use crate::queue::{Interest, Queue, Token, WATCHED};
@@ -136,16 +136,30 @@ impl<Q: Queue, M: Map> Engine<Q, M> {
         segments: &[Segment],
         tag: u64,
     ) -> Result<(), Rejected> {
-        if let [one] = segments
-            && io.range.len == one.len as u64
-            && self.core.is_simple(io, one.base)
-        {
+        let &[one] = segments else {
+            return self.submit_segments_checked(io.op, io.flags, io.range, segments, tag);
+        };
+        if io.range.len == one.len as u64 && self.core.is_simple(io, one.base) {
             // SAFETY: as promised by the caller.
             return unsafe { self.core.submit_simple(&mut self.queue, io, one.base, None, tag) };
         }
+        self.submit_segments_checked(io.op, io.flags, io.range, &[one], tag)
+    }
+
+    /// Takes the request in pieces and its one segment as a copy, so that a simple one never needs
+    /// a place in memory before it is in its slot.
+    #[inline(never)]
+    fn submit_segments_checked(
+        &mut self,
+        op: Op,
+        flags: Flags,
+        range: Range,
+        segments: &[Segment],
+        tag: u64,
+    ) -> Result<(), Rejected> {
         let total = iov::total(segments).map_err(|error| Rejected { error, buf: None })?;
-        let range = Range::new(io.range.pos, io.range.len.min(total));
-        self.core.submit_whole(&mut self.queue, Io { range, ..io }, segments, None, tag)
+        let range = Range::new(range.pos, range.len.min(total));
+        self.core.submit_whole(&mut self.queue, Io { op, flags, range }, segments, None, tag)
     }
 
     /// Hands over what was submitted and takes what has ended, without waiting.

@@ -53,6 +53,8 @@ const BOUNCE_BYTES: u64 = 512 << 10;
 /// Who serves a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Route {
+    /// The queue, by one transfer between all of the request's memory and storage.
+    Single,
     /// The queue, by the pieces of the plan.
     Pieces,
     /// A worker.
@@ -71,36 +73,36 @@ pub(crate) fn plan<M: Map>(
 ) -> Route {
     pieces.clear();
     match io.op {
-        Op::Read => plan_read(disk, io.range, segments, own_room, pieces),
-        Op::Write => {
-            if !plan_write(disk, io.range, segments, pieces) {
-                return Route::Worker;
-            }
-        }
+        Op::Read if plan_read(disk, io.range, segments, own_room, pieces) => {}
+        Op::Write if plan_write(disk, io.range, segments, pieces) => {}
         _ => return Route::Worker,
     }
     if !vectored {
         one_by_one(disk, io.op, segments, pieces);
+    }
+    if let [Piece { kind: Kind::Direct, .. }] = pieces.as_slice() {
+        pieces.clear();
+        return Route::Single;
     }
     // The last piece is taken first.
     pieces.reverse();
     Route::Pieces
 }
 
+/// False when only a worker can do it.
 fn plan_read<M: Map>(
     disk: &Disk<M>,
     range: Range,
     segments: &[Segment],
     own_room: bool,
     pieces: &mut Vec<Piece>,
-) {
+) -> bool {
     let block = disk.alignment().read_offset;
     let mut start = 0;
     while start < range.len {
         let rest = Range::new(range.pos + start, range.len - start);
         let Ok(extent) = disk.map.begin(rest, Intent::Read) else {
-            pieces.clear();
-            return;
+            return false;
         };
         let part = Range::new(rest.pos, extent.len);
         if extent.hole {
@@ -115,6 +117,7 @@ fn plan_read<M: Map>(
         }
         start += part.len;
     }
+    true
 }
 
 /// False when only a worker can do it.

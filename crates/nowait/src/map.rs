@@ -271,7 +271,7 @@ impl Map for Extents {
         if one_word && self.run_mapped(from, to) || !self.enabled {
             return;
         }
-        self.update(from, to, |now, low| (now & !(low * 3)) | low * MAPPED);
+        self.update(from, to, |now, low| (now & !(low * 3)) | (low * MAPPED));
     }
 
     fn forget(&self, range: Range) {
@@ -286,7 +286,7 @@ impl Map for Extents {
             let (from, to) = self.inside(range);
             self.update(from, to, |now, low| {
                 let unknown = low & !(now & low) & !(now >> 1 & low);
-                now | unknown * HOLE
+                now | (unknown * HOLE)
             });
         }
     }

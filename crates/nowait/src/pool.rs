@@ -21,12 +21,26 @@ pub struct PoolStats {
 
 /// The slab of one engine, last in, first out.
 pub(crate) struct Pool {
+    #[expect(clippy::vec_box, reason = "the kernel and the workers know where a slot is")]
     slots: Vec<Box<Request>>,
-    free: Vec<u32>,
+    /// The first free slot, `NONE` at the end; `Request::next` leads on.
+    free: u32,
+    /// Free slots whose memory is not used again: all of them with the switch `pool` off.
+    spent: Vec<u32>,
+    /// The slot that was done first and the one that was done last; `Request::next` leads from one
+    /// to the other. `NONE` both when there is none.
+    first_done: u32,
+    last_done: u32,
     limit: u32,
     reuse: bool,
-    stats: PoolStats,
+    got: u64,
+    put: u64,
+    allocated: u64,
+    empty: u64,
 }
+
+/// No slot: beyond every limit, so that the check of an index is the check for the list's end.
+const NONE: u32 = u32::MAX;
 
 impl Pool {
     /// At most `limit` slots; `reuse` is the switch `pool`.
@@ -34,10 +48,16 @@ impl Pool {
         let limit = limit.clamp(1, 1 << 15);
         Self {
             slots: Vec::with_capacity(limit as usize),
-            free: Vec::with_capacity(limit as usize),
+            free: NONE,
+            spent: Vec::new(),
+            first_done: NONE,
+            last_done: NONE,
             limit,
             reuse,
-            stats: PoolStats::default(),
+            got: 0,
+            put: 0,
+            allocated: 0,
+            empty: 0,
         }
     }
 
@@ -48,48 +68,94 @@ impl Pool {
 
     /// A free slot, or `None` when all are in use.
     #[inline]
-    pub(crate) fn get(&mut self) -> Option<u32> {
-        if self.reuse && let Some(slot) = self.free.pop() {
-            self.stats.hit += 1;
-            return Some(slot);
+    pub(crate) fn get(&mut self) -> Option<(u32, &mut Request)> {
+        let slot = self.free;
+        if slot as usize >= self.slots.len() {
+            return self.get_allocated();
         }
-        self.get_allocated()
+        let request = &mut *self.slots[slot as usize];
+        self.free = request.next;
+        self.got += 1;
+        Some((slot, request))
     }
 
     #[cold]
-    fn get_allocated(&mut self) -> Option<u32> {
-        let slot = match self.free.pop() {
+    #[inline(never)]
+    fn get_allocated(&mut self) -> Option<(u32, &mut Request)> {
+        let slot = match self.spent.pop() {
             Some(slot) => {
-                self.slots[slot as usize] = Box::new(Request::new());
+                self.slots[slot as usize] = allocated();
                 slot
             }
             None if self.slots.len() < self.limit as usize => {
-                self.slots.push(Box::new(Request::new()));
+                self.slots.push(allocated());
                 self.slots.len() as u32 - 1
             }
             None => {
-                self.stats.empty += 1;
+                self.empty += 1;
                 return None;
             }
         };
-        self.stats.allocated += 1;
-        Some(slot)
+        self.allocated += 1;
+        self.got += 1;
+        Some((slot, &mut self.slots[slot as usize]))
     }
 
-    /// Takes a slot back that is done.
+    /// Appends a slot to the list of what is done.
     #[inline]
-    pub(crate) fn put(&mut self, slot: u32) {
-        let request = &mut self.slots[slot as usize];
+    pub(crate) fn end(&mut self, slot: u32, result: i64) {
+        let request = &mut *self.slots[slot as usize];
+        debug_assert!(!matches!(request.state, State::Free | State::Done));
+        request.state = State::Done;
+        request.result = result;
+        request.next = NONE;
+        match self.slots.get_mut(self.last_done as usize) {
+            Some(last) => last.next = slot,
+            None => self.first_done = slot,
+        }
+        self.last_done = slot;
+    }
+
+    /// Takes back the slot that was done first. What it held can be read until the next `get`; a
+    /// buffer must be taken out of it.
+    #[inline]
+    pub(crate) fn next_done(&mut self) -> Option<&mut Request> {
+        let slot = self.first_done;
+        let request = &mut **self.slots.get_mut(slot as usize)?;
+        debug_assert_eq!(request.state, State::Done);
+        self.first_done = request.next;
+        if self.first_done == NONE {
+            self.last_done = NONE;
+        }
+        Some(self.put(slot))
+    }
+
+    #[inline]
+    pub(crate) fn has_done(&self) -> bool {
+        self.first_done != NONE
+    }
+
+    /// Takes a slot back; as for `next_done`.
+    #[inline]
+    pub(crate) fn put(&mut self, slot: u32) -> &mut Request {
+        let request = &mut *self.slots[slot as usize];
         debug_assert_ne!(request.state, State::Free);
         debug_assert_eq!(request.pending, 0);
         request.state = State::Free;
-        self.free.push(slot);
+        self.put += 1;
+        if self.reuse {
+            request.next = self.free;
+            self.free = slot;
+        } else {
+            self.spent.push(slot);
+        }
+        request
     }
 
     /// Slots that are not free.
     #[inline]
     pub(crate) fn in_use(&self) -> usize {
-        self.slots.len() - self.free.len()
+        (self.got - self.put) as usize
     }
 
     /// Slots that can still be handed out.
@@ -99,8 +165,13 @@ impl Pool {
     }
 
     pub(crate) fn stats(&self) -> PoolStats {
-        self.stats
+        let Self { got, allocated, empty, .. } = *self;
+        PoolStats { hit: got - allocated, allocated, empty }
     }
+}
+
+fn allocated() -> Box<Request> {
+    Box::new(Request::new())
 }
 
 impl Index<u32> for Pool {
@@ -126,9 +197,9 @@ mod tests {
     use crate::request::Role;
 
     fn take(pool: &mut Pool) -> u32 {
-        let slot = pool.get().unwrap();
+        let (slot, request) = pool.get().unwrap();
         let io = Io { op: Op::Flush, flags: Flags::NONE, range: Range::default() };
-        pool[slot].begin(Role::Whole, io, 0);
+        request.begin(Role::Whole, State::Submitting, io, None, 0);
         slot
     }
 
@@ -143,10 +214,27 @@ mod tests {
     }
 
     #[test]
+    fn slots_are_told_in_the_order_in_which_they_ended() {
+        let mut pool = Pool::new(4, true);
+        for round in 0..3 {
+            let slots = [take(&mut pool), take(&mut pool), take(&mut pool)];
+            let told = |pool: &mut Pool| pool.next_done().map(|request| request.result);
+            pool.end(slots[2], round);
+            pool.end(slots[0], round + 10);
+            assert_eq!(told(&mut pool), Some(round));
+            pool.end(slots[1], round + 20);
+            assert!(pool.has_done());
+            assert_eq!([told(&mut pool), told(&mut pool)], [Some(round + 10), Some(round + 20)]);
+            assert!(!pool.has_done() && told(&mut pool).is_none());
+        }
+        assert_eq!(pool.in_use(), 0);
+    }
+
+    #[test]
     fn c32_an_empty_pool_says_so_and_is_counted() {
         let mut pool = Pool::new(1, true);
         take(&mut pool);
-        assert_eq!(pool.get(), None);
+        assert!(pool.get().is_none());
         assert_eq!((pool.stats().empty, pool.room()), (1, 0));
     }
 

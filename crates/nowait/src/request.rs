@@ -32,8 +32,10 @@ pub(crate) enum State {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 #[repr(u8)]
 pub(crate) enum Role {
-    /// A request served by one transfer of its own.
-    Simple,
+    /// A read served by one transfer of its own, which moves all of its bytes.
+    Read,
+    /// A write served by one transfer of its own, which moves all of its bytes.
+    Write,
     /// A request served by pieces or by a worker.
     Whole,
     /// A piece of the request in slot `parent`.
@@ -61,6 +63,7 @@ impl Segments {
     }
 
     /// Keeps a copy of `segments`, at most [`crate::iov::MAX_SEGMENTS`].
+    #[inline]
     pub(crate) fn set(&mut self, segments: &[Segment]) {
         self.used = segments.len() as u16;
         match self.inline.get_mut(..segments.len()) {
@@ -92,13 +95,15 @@ pub(crate) struct Request {
     pub(crate) pending: u16,
     /// The request that a piece belongs to.
     pub(crate) parent: u32,
+    /// The slot after this one in the list of what is free or of what is done.
+    pub(crate) next: u32,
     pub(crate) tag: u64,
     pub(crate) io: Io,
     /// What it came to: bytes, or a negative errno.
     pub(crate) result: i64,
     pub(crate) transfer: Transfer,
-    pub(crate) segments: Segments,
     pub(crate) buf: Option<Buf>,
+    pub(crate) segments: Segments,
     /// Pieces not yet placed.
     pub(crate) pieces: Vec<Piece>,
     /// The piece this slot serves.
@@ -110,17 +115,18 @@ impl Request {
     pub(crate) fn new() -> Self {
         Self {
             state: State::Free,
-            role: Role::Simple,
+            role: Role::Whole,
             locked: false,
             again: false,
             pending: 0,
             parent: 0,
+            next: 0,
             tag: 0,
             io: Io { op: Op::Flush, flags: Flags::NONE, range: Range::new(0, 0) },
             result: 0,
             transfer: Transfer::NONE,
-            segments: Segments::NONE,
             buf: None,
+            segments: Segments::NONE,
             pieces: Vec::new(),
             piece: Piece::NONE,
             extents: Vec::new(),
@@ -129,15 +135,25 @@ impl Request {
 
     /// Makes a slot fresh from the pool that of a request or a piece.
     #[inline]
-    pub(crate) fn begin(&mut self, role: Role, io: Io, tag: u64) {
-        debug_assert_eq!(self.state, State::Free);
-        self.state = State::Submitting;
+    pub(crate) fn begin(&mut self, role: Role, state: State, io: Io, buf: Option<Buf>, tag: u64) {
+        debug_assert!(self.state == State::Free && self.pending == 0 && self.buf.is_none());
+        if buf.is_some() {
+            // A free slot has no buffer: there is nothing to drop.
+            std::mem::forget(std::mem::replace(&mut self.buf, buf));
+        }
+        self.state = state;
         self.role = role;
         self.locked = false;
         self.again = false;
-        self.pending = 0;
         self.tag = tag;
         self.io = io;
+    }
+
+    /// The buffer leaves the slot.
+    #[inline]
+    pub(crate) fn take_buf(&mut self) -> Option<Buf> {
+        // Most requests of the raw face have none: nothing is moved then.
+        if self.buf.is_some() { self.buf.take() } else { None }
     }
 
     /// The first negative outcome stays (C22).

@@ -48,8 +48,7 @@ impl Gate {
         if (range.pos | range.len) & mask != 0
             || base as usize & self.memory_mask != 0
             || range.len.wrapping_sub(1) >= MAX_TRANSFER_BYTES
-            || range.pos > self.size
-            || range.len > self.size - range.pos
+            || self.size.checked_sub(range.len).is_none_or(|last| range.pos > last)
         {
             return false;
         }
