@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
 use rustix::event::{PollFd, PollFlags, poll};
+use rustix::io::retry_on_intr;
 use rustix::time::Timespec;
 
 use crate::stop::Stop;
@@ -140,14 +141,19 @@ impl Client {
             .iter()
             .map(|c| PollFd::new(&c.stream, PollFlags::IN))
             .collect();
-        if poll(&mut fds, Some(&SILENCE_MAX_POLL))? == 0 {
-            return Err(io::ErrorKind::TimedOut.into());
+        if retry_on_intr(|| poll(&mut fds, Some(&SILENCE_MAX_POLL)))? == 0 {
+            return Err(silent());
         }
         for (fd, readable) in fds.iter().zip(readable) {
             *readable = !fd.revents().is_empty();
         }
         Ok(())
     }
+}
+
+fn silent() -> io::Error {
+    let seconds = SILENCE_MAX.as_secs();
+    io::Error::new(io::ErrorKind::TimedOut, format!("no reply for {seconds} s"))
 }
 
 /// A histogram of nanoseconds, good to three digits up to a minute; longer counts as a minute.
@@ -208,6 +214,7 @@ impl Connection {
             }
             Ok(count) => count,
             Err(e) if e.kind() == io::ErrorKind::Interrupted => return Ok(0),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(silent()),
             Err(e) => return Err(e),
         };
         let now = Instant::now();

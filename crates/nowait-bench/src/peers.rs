@@ -143,6 +143,9 @@ pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error
                 report.interrupted = true;
                 break 'tables;
             }
+            if rows.is_empty() {
+                break;
+            }
             let comparison = Comparison {
                 workload,
                 caching,

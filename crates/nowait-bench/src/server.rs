@@ -22,6 +22,9 @@ use crate::workload::Caching;
 /// A server that has not come up or gone down after so long is given up.
 const PATIENCE: Duration = Duration::from_secs(10);
 const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(2);
+/// The kernel takes down the io_uring of a killed process, and closes the files registered there, some time
+/// after the process is gone; until then the file is still locked for the next server.
+const SETTLING: Duration = Duration::from_millis(500);
 
 /// The servers that can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -206,6 +209,12 @@ impl Program {
             .arg("--version")
             .stdin(Stdio::null())
             .output()?;
+        if !answer.status.success() {
+            return Err(io::Error::other(format!(
+                "--version ended with {}",
+                answer.status
+            )));
+        }
         let text = String::from_utf8_lossy(&answer.stdout);
         Ok(Program {
             kind,
@@ -308,9 +317,13 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        if let Ok(Some(_)) = self.child.try_wait() {
+            return;
+        }
         // Both fail only if it is gone already, which is what is wanted.
         let _ = self.child.kill();
         let _ = self.child.wait();
+        thread::sleep(SETTLING);
     }
 }
 

@@ -1,6 +1,6 @@
 //! A wish to stop, so that Ctrl-C ends the measurement in order: servers stopped, finished rows printed.
 //!
-//! Invariant: once asked for, a stop is never taken back. Knows: error. Known by: client, peers.
+//! Invariant: once asked for, a stop is never taken back. Knows: error. Known by: client, turn, peers.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};

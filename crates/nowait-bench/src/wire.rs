@@ -206,6 +206,9 @@ fn read_array<const N: usize>(stream: &mut impl Read) -> io::Result<[u8; N]> {
     let mut bytes = [0; N];
     match stream.read_exact(&mut bytes) {
         Err(e) if e.kind() == io::ErrorKind::UnexpectedEof => Err(broken("the server hung up")),
+        Err(e) if e.kind() == io::ErrorKind::WouldBlock => {
+            Err(broken("no answer in the handshake"))
+        }
         outcome => outcome.map(|()| bytes),
     }
 }
