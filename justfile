@@ -15,9 +15,9 @@ lint:
     cargo clippy --workspace --all-targets -- -D warnings
     RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 
-# Speed
+# This server beside the others of this machine
 bench *args:
-    cargo bench {{ args }}
+    cargo run --release -- bench peers {{ args }}
 
 # The kernel and initramfs of the guest test, then the test
 guest:

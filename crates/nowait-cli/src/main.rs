@@ -4,16 +4,16 @@
 //! command line is 2.
 //! Knows: every module here. Known by: nobody.
 
-mod args;
-mod bench;
-mod create;
-mod default_image;
 mod error;
-mod info;
+mod size;
 mod listen;
 mod log;
+mod args;
+mod default_image;
+mod create;
+mod info;
 mod serve;
-mod size;
+mod bench;
 
 use std::io::{self, Write};
 use std::process::ExitCode;

@@ -3,6 +3,7 @@
 //! Invariant: one test function in this program; the client has all of its memory before the count
 //! begins, so that whatever is counted is the server's.
 //! Knows: the public face of the server, NBD proto.md.
+#![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{Read, Write};

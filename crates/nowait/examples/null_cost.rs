@@ -3,6 +3,7 @@
 //! `null_cost REQUESTS simple|generic`: run it under `valgrind --tool=callgrind` with two counts
 //! and subtract; the difference divided by the difference of the counts is the cost of one
 //! request, submit and completion.
+#![allow(unsafe_code)]
 
 use std::process::ExitCode;
 use std::sync::Arc;

@@ -19,6 +19,8 @@ pub struct Stats {
     pub worker: u64,
     /// Requests that were tried without waiting, refused or cut short, and went to a worker.
     pub retried: u64,
+    /// Slots that another thread has ended and sent home (C47).
+    pub remote: u64,
     /// Times that trying without waiting was given up for a while (C39).
     pub rested: u64,
     /// Bytes of holes that were zero-filled without I/O (C14).

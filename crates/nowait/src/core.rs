@@ -435,6 +435,7 @@ impl<M: Map> Core<M> {
         let remote = self.remote.clone();
         remote.clear_wake();
         remote.take(|slot, result| {
+            self.stats.remote += 1;
             let request = &mut self.pool[slot];
             debug_assert_eq!(request.state, State::Worker);
             if request.io.op == Op::Status {

@@ -58,6 +58,9 @@ impl Flags {
     /// `EOPNOTSUPP` rather than zeroing by writing zeros.
     pub const FAST_ZERO: Self = Self(8);
 
+    /// The completion is polled for where the device has polled queues; a hint (C48).
+    pub const HIPRI: Self = Self(16);
+
     /// Whether all of `other` are set.
     #[inline]
     #[must_use]

@@ -62,6 +62,7 @@ impl Gate {
     #[inline]
     pub(crate) fn rw_flags(&self, flags: Flags) -> i32 {
         let dsync = if flags.has(Flags::DSYNC) { libc::RWF_DSYNC } else { 0 };
-        self.rw_flags | dsync
+        let hipri = if flags.has(Flags::HIPRI) { libc::RWF_HIPRI } else { 0 };
+        self.rw_flags | dsync | hipri
     }
 }

@@ -2,6 +2,7 @@
 //!
 //! Invariant: one test function in this program, so that nothing else allocates while it counts.
 //! Knows: the public face of the engine.
+#![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::sync::Arc;

@@ -1,4 +1,5 @@
 //! Requests of several segments that one transfer serves, with the simple path off.
+#![allow(unsafe_code)]
 
 use std::sync::Arc;
 

@@ -4,15 +4,15 @@
 //! their inboxes.
 //! Knows: device, and the modules here. Known by: the command.
 
-mod conn;
-mod door;
+mod wire;
 mod handshake;
 mod listener;
-mod parse;
-mod reply;
 mod spin;
+mod reply;
+mod door;
+mod conn;
 mod turn;
-mod wire;
+mod parse;
 
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};

@@ -6,6 +6,8 @@
 
 mod epoll;
 mod null;
+mod ring_entry;
+mod polled;
 mod syscall;
 mod threads;
 mod uring;

@@ -10,9 +10,10 @@ use std::time::Duration;
 
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
 
-use super::{Interest, Queue, QueueFull, Token, WATCHED};
+use super::polled::Polled;
+use super::{Interest, Queue, QueueFull, Token, WATCHED, ring_entry};
 use crate::error::{Doing, Error};
-use crate::io::{Outcome, Transfer, UNREGISTERED};
+use crate::io::{Outcome, Transfer};
 
 /// Transfers handed over at once; more in flight are bounded by the completion ring.
 const SQ_ENTRIES: u32 = 256;
@@ -36,11 +37,15 @@ pub struct Offered {
     pub buffers: bool,
     /// The ring itself is registered (Linux 5.18).
     pub ring: bool,
+    /// The device has queues that are polled, so that `HIPRI` means something (C48).
+    pub polled: bool,
 }
 
 /// A queue on a ring.
 pub struct Uring {
     ring: IoUring,
+    /// The ring for `HIPRI` transfers.
+    polled: Option<Polled>,
     offered: Offered,
     buffers: u16,
     rearm: Vec<(RawFd, Token)>,
@@ -64,8 +69,10 @@ impl Uring {
         offered.buffers = ring.submitter().register_buffers_sparse(MAX_BUFFERS).is_ok();
         // Missing before Linux 5.15: then the kernel's own bound stays.
         let _ = ring.submitter().register_iowq_max_workers(&mut IOWQ_WORKERS.clone());
+        let polled = Polled::for_device_of(&file);
+        offered.polled = polled.is_some();
         let (rearm, watched) = (Vec::new(), Vec::new());
-        Ok(Self { ring, offered, buffers: 0, rearm, watched, file })
+        Ok(Self { ring, polled, offered, buffers: 0, rearm, watched, file })
     }
 
     fn build() -> std::io::Result<(IoUring, bool)> {
@@ -90,37 +97,14 @@ impl Uring {
         self.offered
     }
 
+    #[inline]
     fn entry(&self, transfer: &Transfer) -> squeue::Entry {
-        let Transfer { base, pos, len, rw_flags, segments, buffer, write } = *transfer;
         // The registered file has number 0 in the ring's table.
         let (fd, flags) = match self.offered.file {
             true => (types::Fd(0), squeue::Flags::FIXED_FILE),
             false => (types::Fd(self.file.as_raw_fd()), squeue::Flags::empty()),
         };
-        let iov = base.cast_const().cast();
-        let entry = match (write, segments > 0, buffer == UNREGISTERED) {
-            (false, false, false) => {
-                opcode::ReadFixed::new(fd, base, len, buffer).offset(pos).rw_flags(rw_flags).build()
-            }
-            (true, false, false) => {
-                opcode::WriteFixed::new(fd, base, len, buffer).offset(pos).rw_flags(rw_flags).build()
-            }
-            (false, false, true) => {
-                opcode::Read::new(fd, base, len).offset(pos).rw_flags(rw_flags).build()
-            }
-            (true, false, true) => {
-                opcode::Write::new(fd, base, len).offset(pos).rw_flags(rw_flags).build()
-            }
-            (false, true, _) => opcode::Readv::new(fd, iov, u32::from(segments))
-                .offset(pos)
-                .rw_flags(rw_flags)
-                .build(),
-            (true, true, _) => opcode::Writev::new(fd, iov, u32::from(segments))
-                .offset(pos)
-                .rw_flags(rw_flags)
-                .build(),
-        };
-        entry.flags(flags)
+        ring_entry::of(fd, transfer).flags(flags)
     }
 
     /// Places an entry of the ring's own, handing over what is placed if there is no room.
@@ -143,6 +127,21 @@ impl Uring {
             .user_data(token | mark)
     }
 
+    /// Places a transfer that asks to be polled for; without polled queues it is one like others.
+    ///
+    /// # Safety
+    /// As for [`Queue::place`].
+    #[cold]
+    unsafe fn place_polled(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
+        let transfer = Transfer { rw_flags: transfer.rw_flags & !libc::RWF_HIPRI, ..*transfer };
+        match &mut self.polled {
+            // SAFETY: as promised by the caller.
+            Some(polled) => unsafe { polled.place(&transfer, token) },
+            // SAFETY: as promised by the caller.
+            None => unsafe { self.place(&transfer, token) },
+        }
+    }
+
     fn rearm(&mut self) {
         while let Some((fd, token)) = self.rearm.pop() {
             if self.watched.contains(&(fd, token)) {
@@ -158,6 +157,10 @@ impl Queue for Uring {
     // of its tokens before the ring goes.
     #[inline]
     unsafe fn place(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
+        if transfer.rw_flags & libc::RWF_HIPRI != 0 {
+            // SAFETY: as above.
+            return unsafe { self.place_polled(transfer, token) };
+        }
         let entry = self.entry(transfer).user_data(token);
         // SAFETY: as above.
         unsafe { self.ring.submission().push(&entry) }.map_err(|_| QueueFull)
@@ -166,6 +169,9 @@ impl Queue for Uring {
     #[inline]
     fn kick(&mut self) -> Result<(), Error> {
         self.rearm();
+        if let Some(polled) = &mut self.polled {
+            polled.kick()?;
+        }
         let submission = self.ring.submission();
         let idle = submission.is_empty() && !submission.taskrun() && !submission.cq_overflow();
         drop(submission);
@@ -175,7 +181,7 @@ impl Queue for Uring {
         match self.ring.submit() {
             Ok(_) => Ok(()),
             // EBUSY, EAGAIN: the kernel wants completions reaped first; what is left stays placed.
-            Err(error) if is_transient(&error) => Ok(()),
+            Err(error) if ring_entry::is_transient(&error) => Ok(()),
             Err(error) => Err(Error::from_io(&error, Doing::Wait)),
         }
     }
@@ -200,11 +206,18 @@ impl Queue for Uring {
             sink(token, completion.result());
             count += 1;
         }
-        count
+        match &mut self.polled {
+            Some(polled) => count + polled.reap(sink),
+            None => count,
+        }
     }
 
     fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
         self.rearm();
+        if self.polled.as_ref().is_some_and(Polled::is_busy) {
+            // Whoever polls does not sleep: the next look may find something.
+            return self.kick();
+        }
         let waited = match timeout {
             None => self.ring.submit_and_wait(1),
             Some(timeout) => {
@@ -215,14 +228,16 @@ impl Queue for Uring {
         };
         match waited {
             Ok(_) => Ok(()),
-            Err(error) if is_transient(&error) => Ok(()),
+            Err(error) if ring_entry::is_transient(&error) => Ok(()),
             Err(error) => Err(Error::from_io(&error, Doing::Wait)),
         }
     }
 
     #[inline]
     fn pending(&mut self) -> bool {
-        !self.ring.completion().is_empty() || self.ring.submission().taskrun()
+        !self.ring.completion().is_empty()
+            || self.ring.submission().taskrun()
+            || self.polled.as_ref().is_some_and(Polled::is_busy)
     }
 
     fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
@@ -263,11 +278,4 @@ impl Queue for Uring {
         // SAFETY: the ring's descriptor is open as long as `self`.
         unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) }
     }
-}
-
-fn is_transient(error: &std::io::Error) -> bool {
-    matches!(
-        error.raw_os_error(),
-        Some(libc::EINTR | libc::EBUSY | libc::EAGAIN | libc::ETIME)
-    )
 }
