@@ -13,6 +13,7 @@
 mod client;
 mod comparison;
 mod cpus;
+mod engine;
 mod error;
 mod peers;
 mod report;
@@ -25,6 +26,10 @@ mod wire;
 mod workload;
 
 pub use comparison::{Comparison, Row, Sample, Spread};
+pub use engine::{
+    Cell, EngineOptions, EngineReport, EngineRow, EngineSample, Gain, Latency, Source, Table, Unit, What,
+    run_engine,
+};
 pub use error::Error;
 pub use peers::{Output, PeersOptions, run};
 pub use report::{Failure, Machine, MeasuredFile, Report};

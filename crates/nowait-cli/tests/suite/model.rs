@@ -18,12 +18,11 @@ const IMAGE_BYTES: u64 = 8 * MIB + 1234;
 /// No multiples of anything.
 const BORDERS: [u64; 4] = [0, 2_796_611, 5_592_827, IMAGE_BYTES];
 const BATCHES: u64 = 200;
-/// Requests in flight on one connection; with `MOST_BYTES` each, they fit the socket's buffers.
-const BATCH: usize = 8;
-const MOST_BYTES: u64 = 24 * KIB;
-/// Now and then one request of up to this length, alone.
-const LONG_BYTES: u64 = MIB;
+/// Requests in flight on one connection at most; all together they fit the socket's buffers.
+const BATCH: usize = 16;
 const BLOCK_BYTES: u64 = 4096;
+/// A window so small that requests in flight share blocks.
+const CROWD_BYTES: usize = 6000;
 
 /// One connection's part of the image and what it is to hold.
 struct Player {
@@ -33,19 +32,53 @@ struct Player {
     model: Vec<u8>,
 }
 
+/// How one batch is drawn.
+struct Plan {
+    /// In bytes from the region's start.
+    window: Range<usize>,
+    /// The longest request in bytes, before alignment.
+    most: u64,
+    /// Requests at most; those that overlap an earlier one are left out.
+    count: usize,
+}
+
 impl Player {
-    /// A range inside the region, in bytes from its start; half of them block-aligned in the image.
-    fn range(&mut self, most: u64) -> Range<usize> {
-        let region = self.model.len() as u64;
-        let mut start = self.random.below(region);
-        let mut len = 1 + self.random.below(most);
-        if self.random.chance(50) {
-            let aligned = (self.base + start).next_multiple_of(BLOCK_BYTES) - self.base;
-            start = if aligned < region { aligned } else { start };
+    /// Where the next batch goes: anywhere in the region, or crowded into a few blocks of it (then
+    /// most often at a border, where the neighbour does the same), or one long request.
+    fn plan(&mut self) -> Plan {
+        let region = self.model.len();
+        match self.random.below(100) {
+            0..40 => Plan { window: 0..region, most: 12 * KIB, count: BATCH },
+            40..95 => {
+                let start = match self.random.below(3) {
+                    0 => 0,
+                    1 => region - CROWD_BYTES,
+                    _ => self.below(region - CROWD_BYTES),
+                };
+                Plan { window: start..start + CROWD_BYTES, most: 700, count: BATCH }
+            }
+            _ => Plan { window: 0..region, most: MIB, count: 1 },
+        }
+    }
+
+    /// A range in the plan's window, in bytes from the region's start; a quarter of them is
+    /// block-aligned in the image where the window's end allows it.
+    fn range(&mut self, plan: &Plan) -> Range<usize> {
+        let mut start = plan.window.start + self.below(plan.window.len());
+        let mut len = 1 + self.random.below(plan.most);
+        if self.random.chance(25) {
+            let aligned = (self.base + start as u64).next_multiple_of(BLOCK_BYTES) - self.base;
+            let aligned = usize::try_from(aligned).expect("fits usize");
+            start = if aligned < plan.window.end { aligned } else { start };
             len = len.next_multiple_of(BLOCK_BYTES);
         }
-        let end = (start + len).min(region);
-        usize::try_from(start).expect("fits usize")..usize::try_from(end).expect("fits usize")
+        let end = start + usize::try_from(len).expect("fits usize");
+        start..end.min(plan.window.end)
+    }
+
+    /// A number in `0..bound`.
+    fn below(&mut self, bound: usize) -> usize {
+        usize::try_from(self.random.below(bound as u64)).expect("fits usize")
     }
 
     /// A command over `range`.
@@ -64,14 +97,14 @@ impl Player {
         }
     }
 
-    /// Sends a batch of commands that share no byte, a flush among them now and then; checks every answer.
+    /// Sends a batch of commands that share no byte, a flush among them now and then; checks
+    /// every answer.
     fn play(&mut self) {
-        let (count, most) =
-            if self.random.chance(6) { (1, LONG_BYTES) } else { (BATCH, MOST_BYTES) };
+        let plan = self.plan();
         let mut taken: Vec<Range<usize>> = Vec::new();
         let mut sent = HashMap::new();
-        for _ in 0..count {
-            let range = self.range(most);
+        for _ in 0..plan.count {
+            let range = self.range(&plan);
             if taken.iter().any(|other| other.start < range.end && range.start < other.end) {
                 continue;
             }
@@ -84,6 +117,11 @@ impl Player {
             let cookie = self.client.send(&Command::Flush).expect("a server that takes requests");
             sent.insert(cookie, (Command::Flush, 0..0));
         }
+        self.collect(sent);
+    }
+
+    /// Takes the answers to all that was sent and checks them.
+    fn collect(&mut self, mut sent: HashMap<u64, (Command, Range<usize>)>) {
         let mut trimmed = Vec::new();
         while !sent.is_empty() {
             let (cookie, answer) = self.client.receive().expect("an answer");

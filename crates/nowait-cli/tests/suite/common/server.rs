@@ -97,6 +97,12 @@ impl Server {
         fs::read_to_string(self.own.join("log")).expect("the server's log")
     }
 
+    /// How many descriptors it has open.
+    pub(crate) fn descriptors(&self) -> usize {
+        let open = fs::read_dir(format!("/proc/{}/fd", self.child.id()));
+        open.expect("the descriptors of a child").count()
+    }
+
     /// A new connection to the default export, with structured replies.
     pub(crate) fn connect(&self) -> Client {
         Client::connect(&self.socket(), true).expect("a connection")
