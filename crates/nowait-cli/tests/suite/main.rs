@@ -10,6 +10,7 @@ mod abuse;
 mod errors;
 mod first_run;
 mod guest;
+mod memory;
 mod model;
 mod nbd_tools;
 mod qemu;

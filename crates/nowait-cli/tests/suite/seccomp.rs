@@ -1,6 +1,6 @@
-//! A kernel that refuses io_uring is no reason not to serve.
+//! A system that refuses io_uring, or memory for it, is no reason not to serve.
 //!
-//! Knows: seccomp(2) by way of Python's ctypes. Known by: nobody.
+//! Knows: seccomp(2) by way of Python's ctypes, setpriv(1), prlimit(1). Known by: nobody.
 
 use crate::common::{KIB, MIB, PYTHON, Scratch, Server, require_tool};
 
@@ -37,14 +37,43 @@ fn where_io_uring_is_forbidden_threads_serve_and_one_line_says_so() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", 4 * MIB);
     let server = Server::start_under(&[PYTHON, "-c", WITHOUT_IO_URING], &image, &[]);
-    let warnings: Vec<_> =
-        server.log().lines().filter(|line| line.contains("thread")).map(str::to_owned).collect();
-    assert_eq!(warnings.len(), 1, "{}", server.log());
+    assert_eq!(warnings(&server).len(), 1, "{}", server.log());
+    writes_and_reads(&server);
+    server.stop();
+}
 
+/// The lines in which the server says that it went over to threads.
+fn warnings(server: &Server) -> Vec<String> {
+    server.log().lines().filter(|line| line.contains("thread")).map(str::to_owned).collect()
+}
+
+fn writes_and_reads(server: &Server) {
     let mut client = server.connect();
     let data = vec![0x5a; 64 * KIB as usize];
-    client.write(1001, &data).expect("a write over threads");
-    assert_eq!(client.read(1001, 64 * KIB as u32).expect("a read over threads"), data);
-    drop(client);
-    server.stop();
+    client.write(1001, &data).expect("a write");
+    assert!(client.read(1001, 64 * KIB as u32).expect("a read") == data);
+}
+
+#[test]
+fn whatever_the_limit_on_locked_memory_any_number_of_queues_serves() {
+    if !require_tool("setpriv") || !require_tool("prlimit") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", 4 * MIB);
+    // Not enough for one ring, for one and a probe, for as many as there are queues; enough.
+    for kibibytes in [64, 256, 1024, 8192] {
+        println!("{kibibytes} KiB");
+        let limit = format!("--memlock={}", kibibytes * KIB);
+        // Root's limit does not count unless it gives up what makes it so.
+        let mortal = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"];
+        let wrapper = match rustix::process::geteuid().is_root() {
+            true => [&mortal[..], &["prlimit", &limit]].concat(),
+            false => vec!["prlimit", &limit],
+        };
+        let server = Server::start_under(&wrapper, &image, &["--queues", "16"]);
+        assert!(warnings(&server).len() <= 1, "{}", server.log());
+        writes_and_reads(&server);
+        server.stop();
+    }
 }

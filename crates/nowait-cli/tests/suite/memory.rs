@@ -1,0 +1,98 @@
+//! What a server keeps resident: little at rest, a bounded amount whatever its clients do.
+//!
+//! Invariant: the bounds are the process's own account (proc_pid_status(5)), not an estimate.
+//! Knows: the wire, procfs. Known by: nobody.
+
+use std::fs;
+
+use rustix::net::sockopt::socket_peercred;
+
+use crate::common::nbd::{Client, Command};
+use crate::common::{GIB, KIB, MIB, Scratch, Server};
+
+const AT_REST_BYTES: u64 = 16 * MIB;
+const UNDER_LOAD_BYTES: u64 = 128 * MIB;
+/// The longest write that NBD clients send unasked (NBD proto.md, "Block size constraints").
+const LONGEST_BYTES: u64 = 32 * MIB;
+/// What one longest write may need: itself, and as much again.
+const FOR_ONE_WRITE_BYTES: u64 = 64 * MIB;
+
+const CONNECTIONS: usize = 64;
+const DEPTH: u64 = 64;
+const ROUNDS: u64 = 8;
+const BLOCK_BYTES: u32 = 4096;
+
+/// An image that is one hole, its server, and a first connection.
+struct Setting {
+    server: Server,
+    client: Client,
+    status: String,
+    _scratch: Scratch,
+}
+
+impl Setting {
+    fn new() -> Self {
+        let scratch = Scratch::new();
+        let server = Server::start(&scratch.sparse("disk.img", GIB), &[]);
+        let mut client = server.connect();
+        let peer = socket_peercred(client.stream()).expect("the server's process");
+        let status = format!("/proc/{}/status", peer.pid.as_raw_nonzero());
+        Self { server, client, status, _scratch: scratch }
+    }
+
+    /// Bytes of `field` of the server's status, which is given in KiB.
+    fn bytes(&self, field: &str) -> u64 {
+        let status = fs::read_to_string(&self.status).expect("a server that runs");
+        let line = status.lines().find_map(|line| line.strip_prefix(field)).expect("the field");
+        let number = line.trim_start_matches(':').trim().trim_end_matches(" kB");
+        number.parse::<u64>().expect("a number of KiB") * KIB
+    }
+}
+
+#[test]
+fn a_server_at_rest_keeps_less_than_16_mib_resident() {
+    let setting = Setting::new();
+    let resident = setting.bytes("VmRSS");
+    assert!(resident < AT_REST_BYTES, "{resident} bytes");
+    setting.server.stop();
+}
+
+#[test]
+fn sixty_four_connections_at_depth_64_need_less_than_128_mib() {
+    let mut setting = Setting::new();
+    let mut clients: Vec<Client> = (0..CONNECTIONS).map(|_| setting.server.connect()).collect();
+    let data = vec![0x5a; BLOCK_BYTES as usize];
+    let region = GIB / CONNECTIONS as u64;
+    for round in 0..ROUNDS {
+        for (base, client) in (0..).step_by(region as usize).zip(&mut clients) {
+            for n in 0..DEPTH {
+                let offset = base + (round * DEPTH + n) * u64::from(BLOCK_BYTES);
+                let command = match n % 2 {
+                    0 => Command::Write { offset, data: data.clone(), fua: false },
+                    _ => Command::Read { offset, len: BLOCK_BYTES },
+                };
+                client.send(&command).expect("a server that takes requests");
+            }
+        }
+        for client in &mut clients {
+            for _ in 0..DEPTH {
+                client.receive().expect("an answer").1.expect("a success");
+            }
+        }
+    }
+    let highest = setting.bytes("VmHWM");
+    assert!(highest < UNDER_LOAD_BYTES, "{highest} bytes");
+    assert_eq!(setting.client.read(0, BLOCK_BYTES).expect("what was written"), data);
+    setting.server.stop();
+}
+
+#[test]
+fn a_write_of_32_mib_needs_at_most_64_mib() {
+    let mut setting = Setting::new();
+    let before = setting.bytes("VmHWM");
+    let data = vec![0x5a; LONGEST_BYTES as usize];
+    setting.client.write(0, &data).expect("a write of the longest length");
+    let more = setting.bytes("VmHWM") - before;
+    assert!((1..=FOR_ONE_WRITE_BYTES).contains(&more), "{more} bytes more");
+    setting.server.stop();
+}
