@@ -61,7 +61,7 @@ pub(crate) struct ServeArgs {
 
     /// Where to listen: unix:PATH or tcp:HOST:PORT; can be given more than once
     ///
-    /// An IPv6 address goes into brackets: tcp:[::1]:10809. Port 0 is any free port; the URI
+    /// An IPv6 address goes into brackets: `tcp:[::1]:10809`. Port 0 is any free port; the URI
     /// tells which. There is neither encryption nor a password: who reaches the address has the
     /// disk. So listen on TCP on 127.0.0.1 or in a network you trust only.
     ///
@@ -73,12 +73,7 @@ pub(crate) struct ServeArgs {
     /// The name under which clients ask for the disk, at most 4096 bytes
     ///
     /// Without it the name is empty, which is what clients ask for when they are told none.
-    #[arg(
-        long,
-        value_name = "NAME",
-        default_value = "",
-        hide_default_value = true
-    )]
+    #[arg(long, value_name = "NAME", default_value = "", hide_default_value = true)]
     #[arg(value_parser = parse_export)]
     pub(crate) export: String,
 
@@ -121,9 +116,7 @@ impl ServeArgs {
     pub(crate) fn queues(&self) -> u16 {
         self.queues.unwrap_or_else(|| {
             let processors = thread::available_parallelism().map_or(1, usize::from);
-            u16::try_from(processors)
-                .unwrap_or(MAX_QUEUES)
-                .min(MAX_QUEUES)
+            u16::try_from(processors).unwrap_or(MAX_QUEUES).min(MAX_QUEUES)
         })
     }
 
@@ -307,9 +300,7 @@ fn parse_seconds(text: &str) -> Result<f64, &'static str> {
 fn parse_export(text: &str) -> Result<String, String> {
     let bytes = text.len();
     if bytes > MAX_EXPORT_BYTES {
-        return Err(format!(
-            "it has {bytes} bytes, the protocol allows {MAX_EXPORT_BYTES}"
-        ));
+        return Err(format!("it has {bytes} bytes, the protocol allows {MAX_EXPORT_BYTES}"));
     }
     Ok(text.to_owned())
 }
@@ -417,14 +408,8 @@ mod tests {
     #[test]
     fn serve_needs_nothing() {
         let args = serve("nowait serve");
-        assert_eq!(
-            (args.image, args.nbd, args.export),
-            (None, vec![], String::new())
-        );
-        assert_eq!(
-            (args.direct, args.queue, args.format),
-            (Direct::Auto, None, Format::Raw)
-        );
+        assert_eq!((args.image, args.nbd, args.export), (None, vec![], String::new()));
+        assert_eq!((args.direct, args.queue, args.format), (Direct::Auto, None, Format::Raw));
         assert!(!args.read_only && !args.json && !args.verbose);
     }
 
@@ -435,16 +420,10 @@ mod tests {
              --read-only --direct on --queues 3 --queue threads --json --verbose",
         );
         assert_eq!(args.image, Some("disk.img".into()));
-        let tcp = Listen::Tcp {
-            host: "h".into(),
-            port: 1,
-        };
+        let tcp = Listen::Tcp { host: "h".into(), port: 1 };
         assert_eq!(args.nbd, [Listen::Unix("/a".into()), tcp]);
         assert_eq!((args.export.as_str(), args.queues()), ("e", 3));
-        assert_eq!(
-            (args.direct, args.queue),
-            (Direct::On, Some(QueueKind::Threads))
-        );
+        assert_eq!((args.direct, args.queue), (Direct::On, Some(QueueKind::Threads)));
         assert!(args.read_only && args.json && args.verbose);
     }
 
@@ -457,16 +436,9 @@ mod tests {
     fn off_turns_off_what_it_names_and_nothing_else() {
         let all = nowait::Config::default();
         assert_eq!(serve("nowait serve").config(), all);
-        let expected = nowait::Config {
-            simple: false,
-            hint: false,
-            ..all
-        };
+        let expected = nowait::Config { simple: false, hint: false, ..all };
         assert_eq!(serve("nowait serve --off simple,hint").config(), expected);
-        assert_eq!(
-            serve("nowait serve --off hint --off simple").config(),
-            expected
-        );
+        assert_eq!(serve("nowait serve --off hint --off simple").config(), expected);
         let some = serve("nowait serve --off inline-completion,vectored,pool,nowait-first");
         let expected = nowait::Config {
             inline_completion: false,
@@ -483,10 +455,7 @@ mod tests {
         let long = format!("nowait serve --export {}", "x".repeat(MAX_EXPORT_BYTES + 1));
         for (line, why) in [
             ("nowait serve a --format qcow2", "qcow2 is not there yet"),
-            (
-                "nowait create a 1G --format qcow2",
-                "qcow2 is not there yet",
-            ),
+            ("nowait create a 1G --format qcow2", "qcow2 is not there yet"),
             ("nowait serve a --format vmdk", "the only format is raw"),
             ("nowait serve --nbd udp:a", "begins with unix: or tcp:"),
             ("nowait serve --queues 0", "1..=256"),

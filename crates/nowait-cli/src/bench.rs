@@ -50,7 +50,10 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
         return Err(CliError::new("interrupted, the tables above are complete"));
     }
     if let Some(failure) = report.failures.first() {
-        return Err(CliError::new(format!("not everything could be measured: {}", failure.problem)));
+        return Err(CliError::new(format!(
+            "not everything could be measured: {}",
+            failure.problem
+        )));
     }
     Ok(())
 }

@@ -68,11 +68,7 @@ mod tests {
             raw(&path, bytes).unwrap();
             let found = fs::metadata(&path).unwrap();
             assert_eq!((found.len(), found.blocks()), (bytes, 0));
-            assert_eq!(
-                found.mode() & 0o133,
-                0,
-                "nobody but the owner writes, nobody executes"
-            );
+            assert_eq!(found.mode() & 0o133, 0, "nobody but the owner writes, nobody executes");
         }
     }
 
@@ -82,10 +78,7 @@ mod tests {
         let path = directory.path().join("disk.img");
         fs::write(&path, "precious").unwrap();
         let error = raw(&path, 4096).unwrap_err().to_string();
-        assert!(
-            error.contains("disk.img: there is such a file already (remove it"),
-            "{error}"
-        );
+        assert!(error.contains("disk.img: there is such a file already (remove it"), "{error}");
         assert_eq!(fs::read(&path).unwrap(), b"precious");
     }
 
@@ -108,10 +101,7 @@ mod tests {
             (Errno::ROFS, "cannot create: Read-only file system"),
         ] {
             let error = explain(Path::new("a.img"), &errno.into()).to_string();
-            assert!(
-                error.starts_with("a.img: ") && error.contains(words),
-                "{error}"
-            );
+            assert!(error.starts_with("a.img: ") && error.contains(words), "{error}");
             assert!(!error.contains("os error"), "{error}");
         }
     }

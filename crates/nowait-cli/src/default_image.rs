@@ -37,36 +37,22 @@ pub(crate) fn image() -> Result<PathBuf, CliError> {
 /// `~/.local/state`.
 fn state_directory(state_home: Option<OsString>, home: Option<OsString>) -> Option<PathBuf> {
     let absolute = |path: OsString| Some(PathBuf::from(path)).filter(|path| path.is_absolute());
-    state_home
-        .and_then(absolute)
-        .or_else(|| Some(home.and_then(absolute)?.join(".local/state")))
+    state_home.and_then(absolute).or_else(|| Some(home.and_then(absolute)?.join(".local/state")))
 }
 
 fn image_in(directory: &Path) -> Result<PathBuf, CliError> {
     let cannot = |path: &Path, error: &io::Error| {
-        CliError::at(
-            path,
-            format_args!("cannot create: {} (give an IMAGE)", reason(error)),
-        )
+        CliError::at(path, format_args!("cannot create: {} (give an IMAGE)", reason(error)))
     };
     private_directory(directory).map_err(|error| cannot(directory, &error))?;
     let path = directory.join(IMAGE_NAME);
-    match OpenOptions::new()
-        .write(true)
-        .create(true)
-        .mode(IMAGE_MODE)
-        .open(&path)
-    {
+    match OpenOptions::new().write(true).create(true).mode(IMAGE_MODE).open(&path) {
         Ok(file) => {
             // Empty means new, or left half made by a process that died here; two that come at
             // once do the same thing.
-            let size = file
-                .metadata()
-                .map_err(|error| cannot(&path, &error))?
-                .len();
+            let size = file.metadata().map_err(|error| cannot(&path, &error))?.len();
             if size == 0 {
-                file.set_len(IMAGE_BYTES)
-                    .map_err(|error| cannot(&path, &error))?;
+                file.set_len(IMAGE_BYTES).map_err(|error| cannot(&path, &error))?;
             }
         }
         // One that may only be read can still be served read-only.
@@ -78,10 +64,7 @@ fn image_in(directory: &Path) -> Result<PathBuf, CliError> {
 
 /// Makes `directory` and what is missing above it, open to the user only.
 fn private_directory(directory: &Path) -> io::Result<()> {
-    DirBuilder::new()
-        .recursive(true)
-        .mode(DIRECTORY_MODE)
-        .create(directory)
+    DirBuilder::new().recursive(true).mode(DIRECTORY_MODE).create(directory)
 }
 
 /// The socket of a server that was not told where to listen. Keep it as long as the server runs:
@@ -127,10 +110,7 @@ pub(crate) fn socket(image: &Path) -> Result<DefaultSocket, CliError> {
             if let Some(directory) = temporary {
                 let _ = fs::remove_dir(directory);
             }
-            Err(CliError::at(
-                &path,
-                format_args!("{why} (choose one with --nbd)"),
-            ))
+            Err(CliError::at(&path, format_args!("{why} (choose one with --nbd)")))
         }
     }
 }
@@ -232,10 +212,7 @@ mod tests {
         let directory = runtime_directory(Some(runtime.path().into())).unwrap();
         assert_eq!(directory, runtime.path().join("nowait"));
         assert_eq!(mode(&directory), 0o700);
-        assert_eq!(
-            runtime_directory(Some(runtime.path().join("missing").into())),
-            None
-        );
+        assert_eq!(runtime_directory(Some(runtime.path().join("missing").into())), None);
         assert_eq!(runtime_directory(Some("relative".into())), None);
         assert_eq!(runtime_directory(None), None);
     }
@@ -249,10 +226,7 @@ mod tests {
         assert_eq!((mode(&first), mode(&second)), (0o700, 0o700));
         let path = first.join("disk.sock");
         fs::write(&path, "").unwrap();
-        drop(DefaultSocket {
-            listen: Listen::Unix(path),
-            temporary: Some(first.clone()),
-        });
+        drop(DefaultSocket { listen: Listen::Unix(path), temporary: Some(first.clone()) });
         assert!(!first.exists() && second.exists());
     }
 }

@@ -91,16 +91,11 @@ fn gather(image: &Path) -> Result<Facts, CliError> {
         t if t.is_file() => Kind::RegularFile,
         t if t.is_block_device() => Kind::BlockDevice,
         _ => {
-            return Err(CliError::at(
-                image,
-                "neither a regular file nor a block device",
-            ));
+            return Err(CliError::at(image, "neither a regular file nor a block device"));
         }
     };
     let file = File::open(image).map_err(|error| cannot("open", error))?;
-    let stat = file
-        .metadata()
-        .map_err(|error| cannot("look at it", error))?;
+    let stat = file.metadata().map_err(|error| cannot("look at it", error))?;
     // Unlike st_size, the end that seeking finds is right for block devices too.
     let size_bytes = rustix::fs::seek(&file, SeekFrom::End(0))
         .map_err(|errno| cannot("find its size", errno.into()))?;
@@ -129,9 +124,7 @@ fn layout(file: BorrowedFd<'_>, size_bytes: u64) -> Option<Layout> {
         if start == size_bytes {
             break;
         }
-        end = rustix::fs::seek(file, SeekFrom::Hole(start))
-            .ok()?
-            .min(size_bytes);
+        end = rustix::fs::seek(file, SeekFrom::Hole(start)).ok()?.min(size_bytes);
         // The file may lose the data between the two questions; then there is a hole at `start`.
         if end > start {
             found.data_extents += 1;
@@ -246,16 +239,10 @@ fn in_json(image: &Path, facts: &Facts) -> Value {
 }
 
 fn in_words(image: &Path, facts: &Facts) -> String {
-    let allocated = facts
-        .allocated_bytes
-        .map_or("not told by the device".into(), human);
+    let allocated = facts.allocated_bytes.map_or("not told by the device".into(), human);
     let (data, holes) = match facts.layout {
         Some(l) => {
-            let extents = if l.data_extents == 1 {
-                "extent"
-            } else {
-                "extents"
-            };
+            let extents = if l.data_extents == 1 { "extent" } else { "extents" };
             (
                 format!("{} in {} {extents}", human(l.data_bytes), l.data_extents),
                 human(l.hole_bytes),
@@ -264,19 +251,10 @@ fn in_words(image: &Path, facts: &Facts) -> String {
         None => ("not told".into(), "not told".into()),
     };
     let alignment = facts.direct.alignment().map_or("none needed".into(), |a| {
-        let nowait::Alignment {
-            memory,
-            offset,
-            read_offset,
-            ..
-        } = a;
+        let nowait::Alignment { memory, offset, read_offset, .. } = a;
         format!("memory {memory}, offset {offset}, offset of reads {read_offset} bytes")
     });
-    let possible = if facts.direct.alignment().is_some() {
-        "yes"
-    } else {
-        "no"
-    };
+    let possible = if facts.direct.alignment().is_some() { "yes" } else { "no" };
     let mut text = String::new();
     for (name, value) in [
         ("image", image.display().to_string()),
@@ -287,10 +265,7 @@ fn in_words(image: &Path, facts: &Facts) -> String {
         ("holes", holes),
         ("direct I/O", format!("{possible}, {}", facts.direct.why())),
         ("alignment", alignment),
-        (
-            "queue",
-            format!("{}, {}", facts.queue.name(), facts.queue.why()),
-        ),
+        ("queue", format!("{}, {}", facts.queue.name(), facts.queue.why())),
     ] {
         // Writing to a String cannot fail.
         let _ = writeln!(text, "{:<12}{value}", format!("{name}:"));
@@ -327,12 +302,7 @@ mod tests {
     fn the_json_object_has_these_keys_and_no_others() {
         let (_directory, path, _file) = image(MIB);
         let object = in_json(&path, &facts_of(&path));
-        let mut keys: Vec<_> = object
-            .as_object()
-            .unwrap()
-            .keys()
-            .map(String::as_str)
-            .collect();
+        let mut keys: Vec<_> = object.as_object().unwrap().keys().map(String::as_str).collect();
         keys.sort_unstable();
         let expected = [
             "allocated_bytes",
@@ -366,12 +336,7 @@ mod tests {
             qcow2: false,
         };
         let object = in_json(Path::new("/dev/vdb"), &facts);
-        for key in [
-            "allocated_bytes",
-            "data_extents",
-            "hole_bytes",
-            "memory_alignment_bytes",
-        ] {
+        for key in ["allocated_bytes", "data_extents", "hole_bytes", "memory_alignment_bytes"] {
             assert_eq!(object.get(key), Some(&Value::Null), "{key}");
         }
         assert_eq!(object["kind"], "block_device");
@@ -391,11 +356,7 @@ mod tests {
         let facts = facts_of(&path);
         assert_eq!((facts.kind, facts.size_bytes), (Kind::RegularFile, MIB + 1));
         assert_eq!(facts.allocated_bytes, Some(0));
-        let hole = Layout {
-            data_extents: 0,
-            data_bytes: 0,
-            hole_bytes: MIB + 1,
-        };
+        let hole = Layout { data_extents: 0, data_bytes: 0, hole_bytes: MIB + 1 };
         assert_eq!(facts.layout, Some(hole));
     }
 

@@ -47,28 +47,18 @@ impl Listen {
 
     fn tcp(address: &str) -> Result<Self, String> {
         const FORM: &str = "as in tcp:127.0.0.1:10809 or tcp:[::1]:10809";
-        let (host, port) = address
-            .rsplit_once(':')
-            .ok_or_else(|| format!("the port is missing ({FORM})"))?;
-        let port = port
-            .parse()
-            .map_err(|_| format!("'{port}' is not a port ({FORM})"))?;
-        let bracketed = host
-            .strip_prefix('[')
-            .and_then(|rest| rest.strip_suffix(']'));
+        let (host, port) =
+            address.rsplit_once(':').ok_or_else(|| format!("the port is missing ({FORM})"))?;
+        let port = port.parse().map_err(|_| format!("'{port}' is not a port ({FORM})"))?;
+        let bracketed = host.strip_prefix('[').and_then(|rest| rest.strip_suffix(']'));
         let host = bracketed.unwrap_or(host);
         if host.is_empty() {
-            return Err(format!(
-                "the host is missing ({FORM}; 0.0.0.0 for all of IPv4)"
-            ));
+            return Err(format!("the host is missing ({FORM}; 0.0.0.0 for all of IPv4)"));
         }
         if host.contains(['[', ']']) || (bracketed.is_none() && host.contains(':')) {
             return Err(format!("an IPv6 address goes into brackets ({FORM})"));
         }
-        Ok(Self::Tcp {
-            host: host.to_owned(),
-            port,
-        })
+        Ok(Self::Tcp { host: host.to_owned(), port })
     }
 
     /// The URI under which clients find `export` here (NBD uri.md). A relative path is completed
@@ -82,16 +72,10 @@ impl Listen {
                 format!("nbd+unix:///{export}?socket={path}")
             }
             Self::Tcp { host, port } if host.contains(':') => {
-                format!(
-                    "nbd://[{}]:{port}/{export}",
-                    percent_encoded(host.as_bytes(), ":")
-                )
+                format!("nbd://[{}]:{port}/{export}", percent_encoded(host.as_bytes(), ":"))
             }
             Self::Tcp { host, port } => {
-                format!(
-                    "nbd://{}:{port}/{export}",
-                    percent_encoded(host.as_bytes(), "")
-                )
+                format!("nbd://{}:{port}/{export}", percent_encoded(host.as_bytes(), ""))
             }
         }
     }
@@ -143,19 +127,13 @@ mod tests {
 
     #[test]
     fn a_unix_address_is_a_path_also_with_colons() {
-        assert_eq!(
-            listen("unix:/run/a.sock"),
-            Listen::Unix("/run/a.sock".into())
-        );
+        assert_eq!(listen("unix:/run/a.sock"), Listen::Unix("/run/a.sock".into()));
         assert_eq!(listen("unix:a:b"), Listen::Unix("a:b".into()));
     }
 
     #[test]
     fn a_tcp_address_is_host_and_port() {
-        let tcp = |host: &str, port| Listen::Tcp {
-            host: host.into(),
-            port,
-        };
+        let tcp = |host: &str, port| Listen::Tcp { host: host.into(), port };
         assert_eq!(listen("tcp:127.0.0.1:10809"), tcp("127.0.0.1", 10809));
         assert_eq!(listen("tcp:[::1]:1"), tcp("::1", 1));
         assert_eq!(listen("tcp:[localhost]:0"), tcp("localhost", 0));
@@ -190,10 +168,7 @@ mod tests {
 
     #[test]
     fn the_uri_of_a_unix_socket_encodes_path_and_export() {
-        assert_eq!(
-            listen("unix:/run/a.sock").uri(""),
-            "nbd+unix:///?socket=/run/a.sock"
-        );
+        assert_eq!(listen("unix:/run/a.sock").uri(""), "nbd+unix:///?socket=/run/a.sock");
         assert_eq!(
             listen("unix:/tmp/a b&c?#%.sock").uri("vm/disk 1"),
             "nbd+unix:///vm%2Fdisk%201?socket=/tmp/a%20b%26c%3F%23%25.sock"
@@ -205,22 +180,13 @@ mod tests {
     #[test]
     fn the_uri_of_a_relative_socket_is_absolute() {
         let uri = listen("unix:a.sock").uri("");
-        assert!(
-            uri.starts_with("nbd+unix:///?socket=/") && uri.ends_with("/a.sock"),
-            "{uri}"
-        );
+        assert!(uri.starts_with("nbd+unix:///?socket=/") && uri.ends_with("/a.sock"), "{uri}");
     }
 
     #[test]
     fn the_uri_of_a_tcp_address_has_brackets_around_ipv6() {
-        assert_eq!(
-            listen("tcp:disk.example:10809").uri("a"),
-            "nbd://disk.example:10809/a"
-        );
+        assert_eq!(listen("tcp:disk.example:10809").uri("a"), "nbd://disk.example:10809/a");
         assert_eq!(listen("tcp:[::1]:10809").uri(""), "nbd://[::1]:10809/");
-        assert_eq!(
-            listen("tcp:[fe80::1%eth0]:1").uri(""),
-            "nbd://[fe80::1%25eth0]:1/"
-        );
+        assert_eq!(listen("tcp:[fe80::1%eth0]:1").uri(""), "nbd://[fe80::1%25eth0]:1/");
     }
 }

@@ -92,7 +92,10 @@ fn open(args: &ServeArgs, image: &Path) -> Result<Disk<Extents>, CliError> {
     match lock::lock(disk.lock_fd(), access) {
         Ok(()) => {}
         Err(LockError::Unsupported) => {
-            warn!("{}: its file system has no locks, so nothing keeps others from it", image.display());
+            warn!(
+                "{}: its file system has no locks, so nothing keeps others from it",
+                image.display()
+            );
         }
         Err(error) => return Err(CliError::at(image, error)),
     }
@@ -127,19 +130,15 @@ fn open_failure(args: &ServeArgs, error: nowait::Error) -> String {
 }
 
 /// The queue asked for, or what works here.
-fn queue_kind(
-    args: &ServeArgs,
-    image: &Path,
-    disk: &Disk<Extents>,
-) -> Result<QueueKind, CliError> {
-    match args.queue {
-        Some(args::QueueKind::Threads) => return Ok(QueueKind::Threads),
-        Some(args::QueueKind::Uring) | None => {}
+fn queue_kind(args: &ServeArgs, image: &Path, disk: &Disk<Extents>) -> Result<QueueKind, CliError> {
+    if args.queue == Some(args::QueueKind::Threads) {
+        return Ok(QueueKind::Threads);
     }
     let error = match Uring::new(disk.fd()) {
         Ok(ring) => {
             info!("io_uring: {:?}", ring.offered());
-            return Ok(QueueKind::Uring);
+            let must = args.queue.is_some();
+            return Ok(if must { QueueKind::Uring } else { QueueKind::Auto });
         }
         Err(error) => reason(&io::Error::from_raw_os_error(error.errno())),
     };
@@ -200,7 +199,7 @@ fn say_ready(
     uris: &[String],
 ) {
     let queue = match kind {
-        QueueKind::Uring => "uring",
+        QueueKind::Auto | QueueKind::Uring => "uring",
         QueueKind::Threads => "threads",
     };
     let mut lines = String::new();

@@ -32,10 +32,7 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
         _ => return Err(format!("unknown unit '{unit}' ({HOW})")),
     };
     // All digits, so that only too many of them make this fail.
-    let bytes = number
-        .parse::<u64>()
-        .ok()
-        .and_then(|n| n.checked_mul(1 << shift));
+    let bytes = number.parse::<u64>().ok().and_then(|n| n.checked_mul(1 << shift));
     match bytes {
         Some(0) => Err("a disk needs at least one byte".into()),
         Some(bytes) if bytes <= MAX_BYTES => Ok(bytes),
@@ -46,14 +43,8 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
 /// `bytes` for people: in the largest unit of which there is at least one, to one decimal place,
 /// with the exact number behind it if the unit is not bytes.
 pub(crate) fn human(bytes: u64) -> String {
-    const UNITS: [(&str, u32); 6] = [
-        ("EiB", 60),
-        ("PiB", 50),
-        ("TiB", 40),
-        ("GiB", 30),
-        ("MiB", 20),
-        ("KiB", 10),
-    ];
+    const UNITS: [(&str, u32); 6] =
+        [("EiB", 60), ("PiB", 50), ("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
     for (unit, shift) in UNITS {
         let whole = bytes >> shift;
         if whole == 0 {
@@ -61,11 +52,7 @@ pub(crate) fn human(bytes: u64) -> String {
         }
         let rest = bytes & ((1 << shift) - 1);
         let tenth = (u128::from(rest) * 10) >> shift;
-        let about = if tenth == 0 {
-            String::new()
-        } else {
-            format!(".{tenth}")
-        };
+        let about = if tenth == 0 { String::new() } else { format!(".{tenth}") };
         return format!("{whole}{about} {unit} ({bytes} bytes)");
     }
     format!("{bytes} bytes")
@@ -89,12 +76,7 @@ mod tests {
 
     #[test]
     fn units_are_powers_of_1024_in_either_case_with_or_without_b() {
-        for (unit, bytes) in [
-            ("K", 1u64 << 10),
-            ("M", 1 << 20),
-            ("G", 1 << 30),
-            ("T", 1 << 40),
-        ] {
+        for (unit, bytes) in [("K", 1u64 << 10), ("M", 1 << 20), ("G", 1 << 30), ("T", 1 << 40)] {
             for end in ["", "B", "iB"] {
                 let text = format!("3{unit}{end}");
                 assert_eq!(parse(&text), Ok(3 * bytes), "{text}");
@@ -112,26 +94,15 @@ mod tests {
 
     #[test]
     fn what_no_file_can_hold_is_refused() {
-        for text in [
-            "9223372036854775808",
-            "8388608T",
-            "99999999999999999999999",
-            "17179869184G",
-        ] {
+        for text in ["9223372036854775808", "8388608T", "99999999999999999999999", "17179869184G"] {
             assert!(refusal(text).contains("too large"), "{text}");
         }
     }
 
     #[test]
     fn garbage_is_refused_with_the_form_to_use() {
-        for text in [
-            "", "G", "ten", "-1G", "+1", " 1G", "1 G", "1GG", "1iB", "1P", "1G\u{e9}",
-        ] {
-            assert!(
-                refusal(text).contains("as in 512M"),
-                "{text:?}: {}",
-                refusal(text)
-            );
+        for text in ["", "G", "ten", "-1G", "+1", " 1G", "1 G", "1GG", "1iB", "1P", "1G\u{e9}"] {
+            assert!(refusal(text).contains("as in 512M"), "{text:?}: {}", refusal(text));
         }
         assert!(refusal("1.5G").contains("1536M"));
     }

@@ -90,14 +90,8 @@ const WRITER_STATES: [LockByte; 1] = [LockByte::does(Permission::Write)];
 
 /// What nobody else may state beside either access, the most telling first.
 const ALL_EXCLUDE: [(LockByte, &str); 3] = [
-    (
-        LockByte::does(Permission::Write),
-        "another process has it open for writing",
-    ),
-    (
-        LockByte::does(Permission::Resize),
-        "another process may change its size",
-    ),
+    (LockByte::does(Permission::Write), "another process has it open for writing"),
+    (LockByte::does(Permission::Resize), "another process may change its size"),
     (
         LockByte::refuses(Permission::ConsistentRead),
         "another process has it open and lets nobody else read it",
@@ -134,11 +128,7 @@ pub fn lock(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError> {
 
 /// Takes the read locks that say what this description does and refuses.
 fn state(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError> {
-    let more: &[LockByte] = if access == Access::Write {
-        &WRITER_STATES
-    } else {
-        &[]
-    };
+    let more: &[LockByte] = if access == Access::Write { &WRITER_STATES } else { &[] };
     for &byte in ALL_STATE.iter().chain(more) {
         fcntl(fd, libc::F_OFD_SETLK, byte, libc::F_RDLCK)?;
     }
@@ -148,11 +138,7 @@ fn state(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError> {
 /// Asks whether anybody stated what excludes `access`. Only sound after [`state`]: of two that
 /// come at once, at least the later one sees the other.
 fn look_for_conflict(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError> {
-    let more: &[_] = if access == Access::Write {
-        &WRITER_EXCLUDES
-    } else {
-        &[]
-    };
+    let more: &[_] = if access == Access::Write { &WRITER_EXCLUDES } else { &[] };
     for &(byte, what) in ALL_EXCLUDE.iter().chain(more) {
         if fcntl(fd, libc::F_OFD_GETLK, byte, libc::F_WRLCK)? != libc::F_UNLCK {
             return Err(LockError::Conflict { what });
@@ -202,9 +188,8 @@ mod tests {
     use super::*;
 
     const IMAGE_BYTES: u64 = 1 << 20;
-    const OPEN_FOR_WRITING: Result<(), LockError> = Err(LockError::Conflict {
-        what: "another process has it open for writing",
-    });
+    const OPEN_FOR_WRITING: Result<(), LockError> =
+        Err(LockError::Conflict { what: "another process has it open for writing" });
 
     /// A child process has a copy of every descriptor until its exec(2), and with it the lock. So
     /// that none is started while another test counts on a close, one test runs at a time.
@@ -218,14 +203,8 @@ mod tests {
     impl Image {
         fn new() -> Self {
             let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-            let image = Self {
-                directory: tempfile::tempdir().unwrap(),
-                _turn: turn,
-            };
-            File::create(image.path())
-                .unwrap()
-                .set_len(IMAGE_BYTES)
-                .unwrap();
+            let image = Self { directory: tempfile::tempdir().unwrap(), _turn: turn };
+            File::create(image.path()).unwrap().set_len(IMAGE_BYTES).unwrap();
             image
         }
 
@@ -234,11 +213,7 @@ mod tests {
         }
 
         fn open(&self) -> File {
-            OpenOptions::new()
-                .read(true)
-                .write(true)
-                .open(self.path())
-                .unwrap()
+            OpenOptions::new().read(true).write(true).open(self.path()).unwrap()
         }
     }
 
@@ -316,49 +291,32 @@ mod tests {
     fn a_descriptor_that_cannot_read_is_ebadf() {
         let image = Image::new();
         let file = OpenOptions::new().write(true).open(image.path()).unwrap();
-        assert_eq!(
-            lock(file.as_fd(), Access::Write),
-            Err(LockError::Os(libc::EBADF))
-        );
+        assert_eq!(lock(file.as_fd(), Access::Write), Err(LockError::Os(libc::EBADF)));
     }
 
     /// Whether `tool` can be run. Missing is a failure where all tools are promised.
     fn have(tool: &str) -> bool {
         let found = Command::new(tool).arg("--version").output().is_ok();
         if !found {
-            assert!(
-                std::env::var_os("NOWAIT_REQUIRE_TOOLS").is_none_or(|v| v != "1"),
-                "no {tool}"
-            );
+            assert!(std::env::var_os("NOWAIT_REQUIRE_TOOLS").is_none_or(|v| v != "1"), "no {tool}");
             eprintln!("skipped: no {tool}");
         }
         found
     }
 
     fn run(tool: &str, arguments: &[&str], image: &Path) -> Output {
-        Command::new(tool)
-            .args(arguments)
-            .arg(image)
-            .output()
-            .unwrap()
+        Command::new(tool).args(arguments).arg(image).output().unwrap()
     }
 
     fn qemu_img_convert(image: &Path) -> Output {
         let copy = image.with_extension("copy");
         let mut command = Command::new("qemu-img");
-        command
-            .args(["convert", "-f", "raw"])
-            .args([image, &copy])
-            .output()
-            .unwrap()
+        command.args(["convert", "-f", "raw"]).args([image, &copy]).output().unwrap()
     }
 
     fn assert_refused_by_lock(output: &Output) {
         let said = String::from_utf8_lossy(&output.stderr);
-        assert!(
-            !output.status.success() && said.contains("lock"),
-            "{output:?}"
-        );
+        assert!(!output.status.success() && said.contains("lock"), "{output:?}");
     }
 
     /// A writer in qemu-io; QEMU lets tools share raw images with each other, but not a write.
@@ -369,10 +327,7 @@ mod tests {
         let image = Image::new();
         let size = IMAGE_BYTES.to_string();
         let mut command = Command::new("qemu-img");
-        command
-            .args(["create", "-q", "-f", "qcow2"])
-            .arg(image.path())
-            .arg(size);
+        command.args(["create", "-q", "-f", "qcow2"]).arg(image.path()).arg(size);
         assert!(command.status().unwrap().success());
         image
     }
@@ -390,16 +345,9 @@ mod tests {
                 .spawn()
                 .unwrap();
             // It takes commands once it has the image: the answer to the first proves it.
-            child
-                .stdin
-                .as_mut()
-                .unwrap()
-                .write_all(b"length\n")
-                .unwrap();
+            child.stdin.as_mut().unwrap().write_all(b"length\n").unwrap();
             let mut answer = String::new();
-            BufReader::new(child.stdout.as_mut().unwrap())
-                .read_line(&mut answer)
-                .unwrap();
+            BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut answer).unwrap();
             assert!(answer.contains("1 MiB"), "{answer:?}");
             Self(child)
         }

@@ -179,11 +179,7 @@ impl Handshake {
                 self.phase = Phase::OptionHeader;
                 self.answer(option, &data, exports, out)
             }
-            Phase::Skipped {
-                option,
-                ref mut left,
-                verdict,
-            } => {
+            Phase::Skipped { option, ref mut left, verdict } => {
                 skip(rest, left)?;
                 self.phase = Phase::OptionHeader;
                 reply(out, option, verdict, &[]);
@@ -240,11 +236,7 @@ impl Handshake {
             // It replaces what was selected before, whether it succeeds or not.
             self.allocation_of = None;
         }
-        let skipped = |verdict| Phase::Skipped {
-            option,
-            left: length,
-            verdict,
-        };
+        let skipped = |verdict| Phase::Skipped { option, left: length, verdict };
         self.phase = match option {
             // This option has no error reply: a name that cannot exist ends the connection.
             wire::OPT_EXPORT_NAME if length as usize > MAX_STRING_BYTES => {
@@ -287,9 +279,9 @@ impl Handshake {
             wire::OPT_LIST => list(data, exports, out),
             wire::OPT_STRUCTURED_REPLY => no_data(data).map(|()| self.structured = true),
             wire::OPT_INFO => self.information(option, data, exports, out).map(drop),
-            wire::OPT_GO => self
-                .information(option, data, exports, out)
-                .map(|export| chosen = Some(export)),
+            wire::OPT_GO => {
+                self.information(option, data, exports, out).map(|export| chosen = Some(export))
+            }
             _ => self.meta_context(option, data, exports, out),
         };
         reply(out, option, outcome.err().unwrap_or(wire::REP_ACK), &[]);
@@ -379,11 +371,7 @@ impl Handshake {
 
     fn transmission_flags(&self, export: &ExportInfo) -> u16 {
         // "Don't fragment" is about chunks, and must not be offered to a client without them.
-        let withheld = if self.structured {
-            0
-        } else {
-            wire::FLAG_SEND_DF
-        };
+        let withheld = if self.structured { 0 } else { wire::FLAG_SEND_DF };
         (export.transmission_flags & !withheld) | wire::FLAG_HAS_FLAGS
     }
 
@@ -422,11 +410,7 @@ fn list(data: &[u8], exports: &[ExportInfo], out: &mut Vec<u8>) -> Result<(), u3
 
 /// The rule of options that take no data.
 fn no_data(data: &[u8]) -> Result<(), u32> {
-    if data.is_empty() {
-        Ok(())
-    } else {
-        Err(wire::REP_ERR_INVALID)
-    }
+    if data.is_empty() { Ok(()) } else { Err(wire::REP_ERR_INVALID) }
 }
 
 /// The export that a client calls `name`; the first one if it names none.

@@ -112,11 +112,7 @@ fn structured() -> Vec<u8> {
 }
 
 fn entered(export: usize, structured: bool, base_allocation: Option<u32>) -> Step {
-    Step::Transmission(Negotiated {
-        export,
-        structured,
-        base_allocation,
-    })
+    Step::Transmission(Negotiated { export, structured, base_allocation })
 }
 
 /// What a client that sends `options` after structured replies, and then goes to `name`, gets.
@@ -450,10 +446,8 @@ fn an_option_above_64_kib_is_too_big_and_its_data_are_never_kept() {
         assert!(out.is_empty() && handshake.partial.capacity() == 0);
         let last = [&data[..1], &option(OPT_STARTTLS, &[])].concat();
         let (_, step, out) = feed(&mut handshake, &last);
-        let wanted = [
-            (kind, wire::REP_ERR_TOO_BIG, vec![]),
-            (OPT_STARTTLS, wire::REP_ERR_UNSUP, vec![]),
-        ];
+        let wanted =
+            [(kind, wire::REP_ERR_TOO_BIG, vec![]), (OPT_STARTTLS, wire::REP_ERR_UNSUP, vec![])];
         assert_eq!((step, &replies(&out)[..]), (Step::More, &wanted[..]));
     }
 }
@@ -538,9 +532,7 @@ impl Xorshift {
     }
 
     fn bytes(&mut self, below: u64) -> Vec<u8> {
-        (0..self.below(below))
-            .map(|_| self.below(256) as u8)
-            .collect()
+        (0..self.below(below)).map(|_| self.below(256) as u8).collect()
     }
 
     /// Client flags and a few options, most of them well-formed, some with a byte replaced.

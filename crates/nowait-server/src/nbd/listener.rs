@@ -4,15 +4,20 @@
 //! bound here is removed when the listener is dropped.
 //! Knows: nothing. Known by: turn, the command.
 
-use std::io;
+use std::io::{self, Read};
 use std::net::{SocketAddr, TcpListener};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::time::{Duration, Instant};
 
 /// Bytes that a socket may hold for a client; the system's bound may be lower.
 const SEND_BUFFER_BYTES: usize = 4 << 20;
+
+/// How long sockets of a killed process may still be there: the kernel takes a ring apart, and with
+/// it the sockets that were watched, after the process is gone.
+const AFTERLIFE: Duration = Duration::from_millis(500);
 
 /// A bound address.
 pub struct Listener(Kind);
@@ -45,7 +50,17 @@ impl Listener {
     /// # Errors
     /// What getaddrinfo(3) or bind(2) said.
     pub fn tcp(host: &str, port: u16) -> io::Result<Self> {
-        let socket = TcpListener::bind((host, port))?;
+        let begin = Instant::now();
+        let socket = loop {
+            match TcpListener::bind((host, port)) {
+                Err(error)
+                    if error.kind() == io::ErrorKind::AddrInUse && begin.elapsed() < AFTERLIFE =>
+                {
+                    std::thread::sleep(AFTERLIFE / 10);
+                }
+                bound => break bound?,
+            }
+        };
         socket.set_nonblocking(true)?;
         Ok(Self(Kind::Tcp(socket)))
     }
@@ -83,11 +98,27 @@ impl Listener {
     }
 }
 
-/// Whether `path` is a socket that refuses connections: its server has died.
+/// Whether `path` is a socket whose server has died. A server that lives sends its greeting; one
+/// that was killed a moment ago takes connections for as long as the kernel is clearing up.
 fn is_stale(path: &Path) -> bool {
-    let socket = std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket());
-    let refused = |error: io::Error| error.kind() == io::ErrorKind::ConnectionRefused;
-    socket && UnixStream::connect(path).is_err_and(refused)
+    if !std::fs::symlink_metadata(path).is_ok_and(|meta| meta.file_type().is_socket()) {
+        return false;
+    }
+    let begin = Instant::now();
+    while begin.elapsed() < AFTERLIFE {
+        let mut peer = match UnixStream::connect(path) {
+            Ok(peer) => peer,
+            Err(error) => return error.kind() == io::ErrorKind::ConnectionRefused,
+        };
+        let heard = peer.set_read_timeout(Some(AFTERLIFE)).and_then(|()| peer.read(&mut [0; 8]));
+        match heard {
+            Ok(0) => {}
+            Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {}
+            // It speaks, or it is silent for longer than the kernel needs.
+            _ => return false,
+        }
+    }
+    false
 }
 
 impl AsFd for Listener {

@@ -20,7 +20,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
-use nowait::{Config, Doing, Engine, Error, Extents, Queue, Threads, Uring};
+use nowait::{Config, Disk, Doing, Engine, Error, Extents, Queue, Threads, Uring};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::device::Device;
@@ -31,6 +31,9 @@ use turn::Thread;
 /// How transfers get to the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueueKind {
+    /// io_uring(7), or plain system calls for the threads that get no ring: the limit on locked
+    /// memory (`RLIMIT_MEMLOCK`) may allow only some.
+    Auto,
     /// io_uring(7).
     Uring,
     /// Plain system calls on a bounded number of threads.
@@ -62,6 +65,8 @@ struct Shared {
     exports: Vec<ExportInfo>,
     inboxes: Vec<Inbox>,
     stopping: AtomicBool,
+    /// It was said that there is no ring.
+    warned: AtomicBool,
 }
 
 /// Where a thread gets its connections from.
@@ -147,8 +152,13 @@ impl Server {
         let queues = options.queues.max(1);
         let inboxes = (0..queues).map(|_| Inbox::new()).collect::<Result<Vec<_>, _>>()?;
         let exports = vec![door::export_info(&device)];
-        let shared =
-            Arc::new(Shared { device, exports, inboxes, stopping: AtomicBool::new(false) });
+        let shared = Arc::new(Shared {
+            device,
+            exports,
+            inboxes,
+            stopping: AtomicBool::new(false),
+            warned: AtomicBool::new(false),
+        });
         let (ready, made) = channel();
         let (sender, events) = channel();
         let mut listeners = Some(listeners);
@@ -227,15 +237,31 @@ impl Job {
     fn run(self) {
         let disk = self.shared.device.disk().clone();
         let end = self.end.clone();
-        match self.options.kind {
-            QueueKind::Uring => self.serve(Uring::new(disk.fd())),
-            QueueKind::Threads => {
-                let slots = self.options.config.slots;
-                self.serve(Threads::new(disk.fd(), slots, !disk.is_direct()));
-            }
+        let slots = self.options.config.slots;
+        let ring = match self.options.kind {
+            QueueKind::Threads => None,
+            QueueKind::Uring => Some(Uring::new(disk.fd())),
+            QueueKind::Auto => self.ring_if_possible(&disk).map(Ok),
+        };
+        match ring {
+            Some(ring) => self.serve(ring),
+            None => self.serve(Threads::new(disk.fd(), slots, !disk.is_direct())),
         }
         // Nobody listens any more when the server's patience has ended.
         let _ = end.send(Event::ThreadEnded);
+    }
+
+    /// A ring, or none with a warning, which is given once.
+    fn ring_if_possible(&self, disk: &Disk<Extents>) -> Option<Uring> {
+        match Uring::new(disk.fd()) {
+            Ok(ring) => Some(ring),
+            Err(error) => {
+                if !self.shared.warned.swap(true, Ordering::AcqRel) {
+                    tracing::warn!("io_uring cannot be used ({error}), serving with threads");
+                }
+                None
+            }
+        }
     }
 
     fn serve<Q: Queue>(self, queue: Result<Q, Error>) {

@@ -308,10 +308,8 @@ impl<Q: Queue> Thread<Q> {
         let mut none = [];
         let missing = conn.payload.as_mut().map_or(&mut none[..], |p| p.missing());
         let to_payload = missing.len();
-        let mut pieces = [
-            std::io::IoSliceMut::new(missing),
-            std::io::IoSliceMut::new(&mut scratch[stashed..]),
-        ];
+        let mut pieces =
+            [std::io::IoSliceMut::new(missing), std::io::IoSliceMut::new(&mut scratch[stashed..])];
         let room = to_payload + RECEIVE_BYTES - stashed;
         match rustix::io::readv(&conn.socket, &mut pieces) {
             Ok(0) => {

@@ -189,10 +189,7 @@ impl ReplyHead {
     const MAX_LEN: usize = 32;
 
     /// No bytes at all, before what is no reply.
-    pub(crate) const EMPTY: Self = Self {
-        bytes: [0; Self::MAX_LEN],
-        len: 0,
-    };
+    pub(crate) const EMPTY: Self = Self { bytes: [0; Self::MAX_LEN], len: 0 };
 
     /// The bytes to send.
     #[inline]
@@ -344,10 +341,7 @@ mod tests {
         let head = ReplyHead::offset_data(false, COOKIE, 0x1000, 512);
         let offset = [0, 0, 0, 0, 0, 0, 0x10, 0];
         assert_eq!(chunk(&head), (0, 1, &COOKIE_BYTES[..], 520, &offset[..]));
-        assert_eq!(
-            chunk(&ReplyHead::offset_data(true, COOKIE, 0x1000, 512)).0,
-            1
-        );
+        assert_eq!(chunk(&ReplyHead::offset_data(true, COOKIE, 0x1000, 512)).0, 1);
     }
 
     #[test]
@@ -369,10 +363,7 @@ mod tests {
     fn an_error_chunk_carries_its_value_and_an_empty_message() {
         let head = ReplyHead::error(COOKIE, EINVAL);
         let payload = [0, 0, 0, 22, 0, 0];
-        assert_eq!(
-            chunk(&head),
-            (1, 0x8001, &COOKIE_BYTES[..], 6, &payload[..])
-        );
+        assert_eq!(chunk(&head), (1, 0x8001, &COOKIE_BYTES[..], 6, &payload[..]));
     }
 
     #[test]

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
@@ -15,12 +16,15 @@ use super::{Interest, Queue, QueueFull, Token, WATCHED, ring_entry};
 use crate::error::{Doing, Error};
 use crate::io::{Outcome, Transfer};
 
-/// Transfers handed over at once; more in flight are bounded by the completion ring.
+/// Transfers handed over at once.
 const SQ_ENTRIES: u32 = 256;
-const CQ_ENTRIES: u32 = 8192;
+const CQ_ENTRIES: u32 = 4096;
 /// Kernel threads that may block for this ring's bounded and unbounded work.
 const IOWQ_WORKERS: [u32; 2] = [8, 4];
 const MAX_BUFFERS: u32 = 256;
+/// Bytes that the rings of this process have registered: it is locked memory, of which a user may
+/// have other use.
+static REGISTERED: AtomicUsize = AtomicUsize::new(0);
 /// Set in tokens of the ring's own requests, whose completions nobody waits for.
 const OWN: Token = WATCHED >> 1;
 /// Set in tokens of watches that end with their first report.
@@ -48,6 +52,8 @@ pub struct Uring {
     polled: Option<Polled>,
     offered: Offered,
     buffers: u16,
+    /// Bytes registered.
+    locked: usize,
     rearm: Vec<(RawFd, Token)>,
     watched: Vec<(RawFd, Token)>,
     file: OwnedFd,
@@ -72,7 +78,7 @@ impl Uring {
         let polled = Polled::for_device_of(&file);
         offered.polled = polled.is_some();
         let (rearm, watched) = (Vec::new(), Vec::new());
-        Ok(Self { ring, polled, offered, buffers: 0, rearm, watched, file })
+        Ok(Self { ring, polled, offered, buffers: 0, locked: 0, rearm, watched, file })
     }
 
     fn build() -> std::io::Result<(IoUring, bool)> {
@@ -259,7 +265,7 @@ impl Queue for Uring {
 
     // SAFETY: the caller keeps the memory allocated as long as the ring.
     unsafe fn register(&mut self, base: *mut u8, bytes: usize) -> Option<u16> {
-        if !self.offered.buffers || u32::from(self.buffers) >= MAX_BUFFERS {
+        if !self.offered.buffers || u32::from(self.buffers) >= MAX_BUFFERS || !may_lock(bytes) {
             return None;
         }
         let iov = [libc::iovec { iov_base: base.cast(), iov_len: bytes }];
@@ -267,10 +273,14 @@ impl Queue for Uring {
         let done = unsafe {
             self.ring.submitter().register_buffers_update(u32::from(self.buffers), &iov, None)
         };
-        // ENOMEM: the limit on locked memory. It will not grow, so nothing more is tried.
-        self.offered.buffers = done.is_ok();
-        done.ok()?;
+        if done.is_err() {
+            // ENOMEM: the limit on locked memory. It will not grow, so nothing more is tried.
+            self.offered.buffers = false;
+            REGISTERED.fetch_sub(bytes, Ordering::Relaxed);
+            return None;
+        }
         self.buffers += 1;
+        self.locked += bytes;
         Some(self.buffers - 1)
     }
 
@@ -278,4 +288,19 @@ impl Queue for Uring {
         // SAFETY: the ring's descriptor is open as long as `self`.
         unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) }
     }
+}
+
+impl Drop for Uring {
+    fn drop(&mut self) {
+        REGISTERED.fetch_sub(self.locked, Ordering::Relaxed);
+    }
+}
+
+/// Whether `bytes` more may be registered; if so, they are counted. Half of what the limit on
+/// locked memory allows is left to others.
+fn may_lock(bytes: usize) -> bool {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Memlock).current;
+    let limit = limit.map_or(usize::MAX, |limit| limit as usize / 2);
+    let more = |now: usize| now.checked_add(bytes).filter(|&then| then <= limit);
+    REGISTERED.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more).is_ok()
 }
