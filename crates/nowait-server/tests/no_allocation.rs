@@ -114,7 +114,7 @@ impl Client {
 
     /// Sends request `n`: reads and writes in turn, all over the export.
     fn send(&mut self, n: u64) {
-        let kind = if n % 2 == 0 { READ } else { WRITE };
+        let kind = if n.is_multiple_of(2) { READ } else { WRITE };
         let offset = n * 7 * u64::from(BLOCK) % SIZE;
         let header = &mut self.request[..REQUEST_BYTES];
         header[..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
