@@ -13,7 +13,6 @@
 mod client;
 mod comparison;
 mod cpus;
-mod engine;
 mod error;
 mod peers;
 mod report;
@@ -24,6 +23,7 @@ mod turn;
 mod usage;
 mod wire;
 mod workload;
+mod engine;
 
 pub use comparison::{Comparison, Row, Sample, Spread};
 pub use engine::{
