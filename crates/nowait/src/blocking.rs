@@ -22,6 +22,17 @@ const BOUNCE_BYTES: u64 = 256 << 10;
 /// Spans that one status request reports at most.
 pub(crate) const MAX_SPANS: usize = 4096;
 
+/// C02, which comes before the checks that look at segments.
+///
+/// # Errors
+/// `EROFS` for a change on a read-only device.
+pub(crate) fn check_rights<M: Map>(disk: &Disk<M>, op: Op) -> Result<(), Error> {
+    if op.changes() && disk.is_read_only() {
+        return Err(Error::new(libc::EROFS, Doing::Validate));
+    }
+    Ok(())
+}
+
 /// The checks that need the device (C02, C08, C17, C25); the range comes back cut to what can be
 /// done.
 ///
@@ -30,9 +41,7 @@ pub(crate) const MAX_SPANS: usize = 4096;
 pub(crate) fn check<M: Map>(disk: &Disk<M>, io: Io) -> Result<Io, Error> {
     let fail = |errno| Err(Error::new(errno, Doing::Validate).at(io.range));
     let Range { pos, mut len } = io.range;
-    if io.op.changes() && disk.is_read_only() {
-        return fail(libc::EROFS);
-    }
+    check_rights(disk, io.op).map_err(|error| error.at(io.range))?;
     if pos.checked_add(len).is_none_or(|end| end > i64::MAX as u64) {
         return fail(libc::EINVAL);
     }
@@ -137,6 +146,7 @@ unsafe fn move_all<M: Map>(
             segments: 0,
             buffer: UNREGISTERED,
             write,
+            must_not_wait: false,
         };
         // SAFETY: the rest of the caller's memory.
         let outcome = unsafe { queue::transfer(disk.fd(), &transfer, 0) };
@@ -382,9 +392,14 @@ fn zero<M: Map>(disk: &Disk<M>, io: Io) -> Result<(), Error> {
                     disk.map.hole(range);
                     return Ok(());
                 }
-                Err(error) => return Err(error),
+                Err(error) => {
+                    // What was forgotten may still be there.
+                    disk.map.written(range);
+                    return Err(error);
+                }
             }
         }
+        disk.map.written(range);
         Err(rustix::io::Errno::OPNOTSUPP)
     });
     match done {

@@ -145,6 +145,7 @@ impl<M: Map> Core<M> {
             segments: 0,
             buffer: buf.as_ref().map_or(UNREGISTERED, Buf::registered),
             write,
+            must_not_wait: io.flags.has(Flags::NOWAIT),
         };
         let role = if write { Role::Write } else { Role::Read };
         request.begin(role, State::Queued, io, buf, tag);
@@ -255,6 +256,7 @@ impl<M: Map> Core<M> {
             segments,
             buffer: request.buf.as_ref().map_or(UNREGISTERED, Buf::registered),
             write,
+            must_not_wait: io.flags.has(Flags::NOWAIT),
         };
         request.role = if write { Role::Write } else { Role::Read };
         request.state = State::Queued;
@@ -270,12 +272,23 @@ impl<M: Map> Core<M> {
 
     /// The checks that need the device; the range comes back cut to what can be done.
     fn check(&self, io: Io, segments: &[Segment]) -> Result<Io, Error> {
-        let io = blocking::check(&self.disk, io)?;
-        let data = matches!(io.op, Op::Read | Op::Write);
-        if self.config.strict && data && !blocking::is_aligned(&self.disk, io.range, segments) {
+        let checked = blocking::check(&self.disk, io)?;
+        if self.config.strict && io.range.len > 0 && !self.is_aligned(io, segments) {
             return Err(Error::new(libc::EINVAL, Doing::Validate).at(io.range));
         }
-        Ok(io)
+        Ok(checked)
+    }
+
+    /// Whether a request is aligned as it was asked for, before it is cut to the device.
+    fn is_aligned(&self, io: Io, segments: &[Segment]) -> bool {
+        let align = self.disk.alignment();
+        let block = match io.op {
+            Op::Read => align.read_offset,
+            Op::Write => align.offset,
+            _ => return true,
+        };
+        (io.range.pos | io.range.len) & (u64::from(block) - 1) == 0
+            && iov::aligned(segments, align.memory, block)
     }
 
     /// Makes the plan of a request and takes the lock that it needs.
@@ -431,15 +444,29 @@ impl<M: Map> Core<M> {
     }
 
     /// Takes the slots that workers have ended.
-    pub(crate) fn came_home(&mut self) {
+    #[inline]
+    pub(crate) fn look_home(&mut self) {
+        if self.remote.has_some() {
+            self.came_home();
+        }
+    }
+
+    /// The wake-up descriptor was reported: it is made quiet, before `look_home`.
+    pub(crate) fn hears_home(&self) {
+        self.remote.clear_wake();
+    }
+
+    #[cold]
+    fn came_home(&mut self) {
         let remote = self.remote.clone();
-        remote.clear_wake();
         remote.take(|slot, result| {
             self.stats.remote += 1;
             let request = &mut self.pool[slot];
             debug_assert_eq!(request.state, State::Worker);
-            if request.io.op == Op::Status {
-                self.spans.push((request.tag, std::mem::take(&mut request.extents)));
+            if request.io.op == Op::Status && result >= 0 {
+                let tag = request.tag;
+                self.spans.retain(|(of, _)| *of != tag);
+                self.spans.push((tag, std::mem::take(&mut request.extents)));
             }
             self.tell(slot, result);
         });

@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::align;
+use crate::blocking;
 use crate::buffer::{Buf, Buffers};
 use crate::completion::{Completion, Rejected, Stats};
 use crate::config::Config;
@@ -157,7 +158,9 @@ impl<Q: Queue, M: Map> Engine<Q, M> {
         segments: &[Segment],
         tag: u64,
     ) -> Result<(), Rejected> {
-        let total = iov::total(segments).map_err(|error| Rejected { error, buf: None })?;
+        let total = blocking::check_rights(self.disk(), op)
+            .and_then(|()| iov::total(segments))
+            .map_err(|error| Rejected { error, buf: None })?;
         let range = Range::new(range.pos, range.len.min(total));
         self.core.submit_whole(&mut self.queue, Io { op, flags, range }, segments, None, tag)
     }
@@ -210,11 +213,12 @@ impl<Q: Queue, M: Map> Engine<Q, M> {
             if token & WATCHED == 0 {
                 core.ended(token as u32, outcome);
             } else if token == HOME {
-                core.came_home();
+                core.hears_home();
             } else {
                 watched(token, outcome);
             }
         });
+        self.core.look_home();
         while self.core.continue_pieces(&mut self.queue) {
             self.queue.kick()?;
         }

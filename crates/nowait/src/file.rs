@@ -153,6 +153,7 @@ impl<M: Map> File<M> {
         {
             return Ok(done);
         }
+        blocking::check_rights(&self.disk, op)?;
         let io = blocking::check(&self.disk, io(iov::total(segments)?))?;
         let mut merged = Vec::new();
         iov::merge(segments, io.range.len, &mut merged);
@@ -184,6 +185,7 @@ impl<M: Map> File<M> {
             segments: 0,
             buffer: UNREGISTERED,
             write,
+            must_not_wait: false,
         };
         // SAFETY: the callers borrow the memory until `run` returns.
         let outcome = unsafe { queue::transfer(disk.fd(), &transfer, 0) };

@@ -115,6 +115,8 @@ pub struct Transfer {
     pub buffer: u16,
     /// Whether memory goes to the device.
     pub write: bool,
+    /// The caller itself asked for `RWF_NOWAIT` (C32): a queue that may wait elsewhere keeps it.
+    pub must_not_wait: bool,
 }
 
 impl Transfer {
@@ -126,5 +128,6 @@ impl Transfer {
         segments: 0,
         buffer: UNREGISTERED,
         write: false,
+        must_not_wait: false,
     };
 }

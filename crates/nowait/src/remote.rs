@@ -57,6 +57,12 @@ impl Remote {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
+    /// Whether there is something to take.
+    #[inline]
+    pub(crate) fn has_some(&self) -> bool {
+        self.head.load(Ordering::Relaxed) != EMPTY
+    }
+
     /// Takes the whole list at once and gives each slot to `sink`.
     pub(crate) fn take(&self, mut sink: impl FnMut(u32, i64)) -> usize {
         if self.head.load(Ordering::Relaxed) == EMPTY {

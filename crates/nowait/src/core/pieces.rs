@@ -85,6 +85,7 @@ impl<M: Map> Core<M> {
             len: piece.len as u32,
             rw_flags: self.gate.rw_flags(io.flags.without(Flags::DSYNC)),
             write,
+            must_not_wait: io.flags.has(Flags::NOWAIT),
             ..Transfer::NONE
         };
         let align = self.disk.alignment();

@@ -91,6 +91,7 @@ pub trait Queue {
     /// The memory stays allocated for the life of the queue.
     unsafe fn register(&mut self, base: *mut u8, bytes: usize) -> Option<u16>;
 
-    /// Readable when `reap` has something, for an event loop of the caller's own.
+    /// Readable when `kick` and `reap` have something, for an event loop of the caller's own.
+    /// Spurious reports may come.
     fn fd(&self) -> BorrowedFd<'_>;
 }

@@ -44,6 +44,10 @@ impl Queue for Null {
     #[inline]
     fn reap(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
         let count = self.ended.len();
+        if count == 0 && !self.watched.is_ready() {
+            // Whoever only polls hears of watched descriptors too. An error shows in `wait`.
+            let _ = self.watched.wait(Some(Duration::ZERO));
+        }
         for &(token, outcome) in &self.ended {
             sink(token, outcome);
         }

@@ -10,7 +10,7 @@ use crate::io::{Transfer, UNREGISTERED};
 /// The entry for a transfer to or from `fd`.
 #[inline]
 pub(super) fn of(fd: types::Fd, transfer: &Transfer) -> squeue::Entry {
-    let Transfer { base, pos, len, rw_flags, segments, buffer, write } = *transfer;
+    let Transfer { base, pos, len, rw_flags, segments, buffer, write, .. } = *transfer;
     let (iov, count) = (base.cast_const().cast(), u32::from(segments));
     match (write, segments > 0, buffer == UNREGISTERED) {
         (false, false, false) => {

@@ -87,7 +87,9 @@ impl Queue for Threads {
             // RWF_NOWAIT would only make the crew give up what it is there to wait for.
             self.out += self.placed.len();
             self.crew.post(self.placed.drain(..).map(|Job(mut transfer, token)| {
-                transfer.rw_flags &= !libc::RWF_NOWAIT;
+                if !transfer.must_not_wait {
+                    transfer.rw_flags &= !libc::RWF_NOWAIT;
+                }
                 Job(transfer, token)
             }));
         }
@@ -96,6 +98,10 @@ impl Queue for Threads {
 
     fn reap(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
         let mut count = self.ended.len();
+        if count == 0 && !self.watched.is_ready() {
+            // Whoever only polls hears of watched descriptors too. An error shows in `wait`.
+            let _ = self.watched.wait(Some(Duration::ZERO));
+        }
         self.ended.drain(..).for_each(|(token, outcome)| sink(token, outcome));
         if self.watched.is_ready() {
             let remote = &self.remote;

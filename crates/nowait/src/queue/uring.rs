@@ -5,11 +5,13 @@
 //! Knows: queue.
 #![allow(unsafe_code)]
 
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::cell::OnceCell;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
+use rustix::event::{EventfdFlags, eventfd};
 
 use super::polled::Polled;
 use super::{Interest, Queue, QueueFull, Token, WATCHED, ring_entry};
@@ -56,6 +58,9 @@ pub struct Uring {
     locked: usize,
     rearm: Vec<(RawFd, Token)>,
     watched: Vec<(RawFd, Token)>,
+    /// What an event loop of the caller's own polls: made when it is first asked for, because the
+    /// kernel then writes to it with each completion. `None` inside: it could not be made.
+    wake: OnceCell<Option<OwnedFd>>,
     file: OwnedFd,
 }
 
@@ -78,7 +83,7 @@ impl Uring {
         let polled = Polled::for_device_of(&file);
         offered.polled = polled.is_some();
         let (rearm, watched) = (Vec::new(), Vec::new());
-        Ok(Self { ring, polled, offered, buffers: 0, locked: 0, rearm, watched, file })
+        Ok(Self { ring, polled, offered, buffers: 0, locked: 0, rearm, watched, wake: OnceCell::new(), file })
     }
 
     fn build() -> std::io::Result<(IoUring, bool)> {
@@ -131,6 +136,15 @@ impl Uring {
             .multi(multi)
             .build()
             .user_data(token | mark)
+    }
+
+    /// A descriptor that the kernel makes readable with each completion. The ring's own would do
+    /// without `DEFER_TASKRUN`; with it, nobody who sleeps on it is woken.
+    fn make_wake(&self) -> Option<OwnedFd> {
+        // Readable at first: something may have ended before.
+        let wake = eventfd(1, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).ok()?;
+        self.ring.submitter().register_eventfd(wake.as_raw_fd()).ok()?;
+        Some(wake)
     }
 
     /// Places a transfer that asks to be polled for; without polled queues it is one like others.
@@ -194,6 +208,10 @@ impl Queue for Uring {
 
     #[inline]
     fn reap(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
+        if let Some(Some(wake)) = self.wake.get() {
+            // EAGAIN: nothing has ended since the last look.
+            let _ = rustix::io::read(wake, &mut [0u8; 8]);
+        }
         let mut count = 0;
         for completion in self.ring.completion() {
             let token = completion.user_data();
@@ -285,8 +303,11 @@ impl Queue for Uring {
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        // SAFETY: the ring's descriptor is open as long as `self`.
-        unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) }
+        match self.wake.get_or_init(|| self.make_wake()) {
+            Some(wake) => wake.as_fd(),
+            // SAFETY: the ring's descriptor is open as long as `self`.
+            None => unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) },
+        }
     }
 }
 

@@ -1,0 +1,537 @@
+//! What every test starts from: an image, and each way to reach it with each switch off in turn.
+//!
+//! Invariant: a rule is tried through every queue and both faces; a queue or a direct I/O that this
+//! system does not have is named on standard output, never passed over in silence.
+//! Knows: queue. Known by: all groups.
+#![allow(unsafe_code)]
+
+use std::io::{IoSlice, IoSliceMut};
+use std::ops::{Deref, DerefMut};
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::rc::Rc;
+use std::sync::Arc;
+
+use nowait::{
+    Completion, Config, Direct, Disk, Engine, Extents, File, Flags, Io, Null, Op, OpenOptions,
+    Range, Rejected, Segment, Stats, Threads, Uring, Workers,
+};
+
+use crate::queue::{Any, Script, Scripted};
+
+pub(crate) const KIB: u64 = 1024;
+pub(crate) const MIB: u64 = 1024 * KIB;
+/// A multiple of every dio alignment that these tests meet, in bytes.
+pub(crate) const BLOCK: u64 = 4096;
+/// What memory holds that nobody has written to.
+pub(crate) const POISON: u8 = 0xee;
+
+/// The queue inside.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Kind {
+    Uring,
+    Threads,
+    Null,
+}
+
+/// What an image holds at first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Content {
+    /// Nothing: it is one hole.
+    Hole,
+    /// `pattern` all over.
+    Data,
+    /// In turn `ISLAND` bytes each of `pattern`, of hole, and of storage never written.
+    Islands,
+}
+
+/// Bytes of each part of `Content::Islands`.
+pub(crate) const ISLAND: u64 = 16 * KIB;
+
+/// One way to reach an image.
+#[derive(Clone, Debug)]
+pub(crate) struct Case {
+    pub(crate) kind: Kind,
+    pub(crate) config: Config,
+    pub(crate) direct: Direct,
+    pub(crate) read_only: bool,
+    pub(crate) label: String,
+}
+
+/// An engine's configuration with all switches on, and with each one off.
+fn switches() -> [(&'static str, Config); 7] {
+    let on = Config { slots: 256, workers: 4, ..Config::default() };
+    [
+        ("all on", on),
+        ("simple off", Config { simple: false, ..on }),
+        ("inline completion off", Config { inline_completion: false, ..on }),
+        ("vectored off", Config { vectored: false, ..on }),
+        ("pool off", Config { pool: false, ..on }),
+        ("nowait first off", Config { nowait_first: false, ..on }),
+        ("hint off", Config { hint: false, ..on }),
+    ]
+}
+
+/// Each of `kinds` with each switch off by direct I/O, and with all on through the page cache.
+pub(crate) fn cases(kinds: &[Kind]) -> Vec<Case> {
+    let mut cases = Vec::new();
+    for &kind in kinds {
+        for (switch, config) in switches() {
+            let label = format!("{kind:?}, {switch}");
+            cases.push(Case { kind, config, direct: Direct::Auto, read_only: false, label });
+        }
+        let (_, config) = switches()[0];
+        let label = format!("{kind:?}, page cache");
+        cases.push(Case { kind, config, direct: Direct::Off, read_only: false, label });
+    }
+    cases
+}
+
+/// The queues that move data.
+pub(crate) const REAL: [Kind; 2] = [Kind::Uring, Kind::Threads];
+/// Every queue.
+pub(crate) const ALL: [Kind; 3] = [Kind::Uring, Kind::Threads, Kind::Null];
+
+/// The byte that `pattern` has at `pos`, never 0.
+pub(crate) fn pattern_at(pos: u64) -> u8 {
+    (pos.wrapping_mul(31).wrapping_add(pos >> 9) as u8) | 1
+}
+
+/// `len` bytes of an image with data, from `pos` on.
+pub(crate) fn pattern(pos: u64, len: u64) -> Vec<u8> {
+    (pos..pos + len).map(pattern_at).collect()
+}
+
+/// As `pattern`, of an image with islands.
+pub(crate) fn islands(pos: u64, len: u64) -> Vec<u8> {
+    let at = |pos: u64| if (pos / ISLAND).is_multiple_of(3) { pattern_at(pos) } else { 0 };
+    (pos..pos + len).map(at).collect()
+}
+
+/// Numbers that a seed repeats.
+pub(crate) struct Random(pub(crate) u64);
+
+impl Random {
+    pub(crate) fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+
+    /// A range of a device of `size` bytes, aligned or not, of at most 64 KiB.
+    pub(crate) fn range(&mut self, size: u64) -> Range {
+        let unit = [1, 512, BLOCK][self.below(3) as usize];
+        let pos = self.below(size) / unit * unit;
+        let len = (1 + self.below(64 * KIB / unit)) * unit;
+        Range::new(pos, len.min(size - pos))
+    }
+}
+
+/// Page-aligned memory, poisoned.
+pub(crate) struct Memory {
+    bytes: Vec<u8>,
+    start: usize,
+    len: usize,
+}
+
+impl Memory {
+    pub(crate) fn new(len: u64) -> Self {
+        let bytes = vec![POISON; (len + BLOCK) as usize];
+        let start = bytes.as_ptr().align_offset(BLOCK as usize);
+        Self { bytes, start, len: len as usize }
+    }
+
+    /// With `bytes` in it.
+    pub(crate) fn with(bytes: &[u8]) -> Self {
+        let mut memory = Self::new(bytes.len() as u64);
+        memory.copy_from_slice(bytes);
+        memory
+    }
+
+    /// One segment of it.
+    pub(crate) fn segment(&mut self, range: std::ops::Range<usize>) -> Segment {
+        let part = &mut self[range];
+        Segment { base: part.as_mut_ptr(), len: part.len() }
+    }
+}
+
+impl Deref for Memory {
+    type Target = [u8];
+    fn deref(&self) -> &[u8] {
+        &self.bytes[self.start..self.start + self.len]
+    }
+}
+
+impl DerefMut for Memory {
+    fn deref_mut(&mut self) -> &mut [u8] {
+        &mut self.bytes[self.start..self.start + self.len]
+    }
+}
+
+/// An image of one's own.
+pub(crate) struct Image {
+    pub(crate) path: PathBuf,
+    _dir: tempfile::TempDir,
+}
+
+impl Image {
+    pub(crate) fn new(size: u64, content: Content) -> Self {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = dir.path().join("disk.img");
+        match content {
+            Content::Hole => std::fs::File::create(&path).unwrap().set_len(size).unwrap(),
+            Content::Data => std::fs::write(&path, pattern(0, size)).unwrap(),
+            Content::Islands => make_islands(&std::fs::File::create(&path).unwrap(), size),
+        }
+        let image = Self { path, _dir: dir };
+        image.leave_cache();
+        image
+    }
+
+    /// What it holds by now, through the page cache.
+    pub(crate) fn bytes(&self, pos: u64, len: u64) -> Vec<u8> {
+        let mut bytes = vec![0; len as usize];
+        buffered(&self.path).read_exact_at(&mut bytes, pos).unwrap();
+        self.leave_cache();
+        bytes
+    }
+
+    /// Writes its dirty pages back and drops them: direct I/O without waiting is refused where
+    /// the page cache holds something.
+    fn leave_cache(&self) {
+        let file = buffered(&self.path);
+        // Not fdatasync(2), which some tests make fail.
+        file.sync_all().unwrap();
+        let advice = rustix::fs::Advice::DontNeed;
+        rustix::fs::fadvise(&file, 0, None, advice).unwrap();
+    }
+
+    /// Bytes of storage that back it.
+    pub(crate) fn allocated(&self) -> u64 {
+        std::fs::metadata(&self.path).unwrap().blocks() * 512
+    }
+
+    fn open(&self, case: &Case) -> Disk<Extents> {
+        let no_hint = !case.config.hint;
+        let options = OpenOptions { read_only: case.read_only, direct: case.direct, no_hint };
+        let disk = Disk::open(&self.path, options).unwrap();
+        if case.direct == Direct::Auto && !disk.is_direct() {
+            println!("no direct I/O on this file system: {} goes through its cache", case.label);
+        }
+        disk
+    }
+}
+
+fn make_islands(file: &std::fs::File, size: u64) {
+    file.set_len(size).unwrap();
+    for pos in (0..size).step_by(ISLAND as usize) {
+        let len = ISLAND.min(size - pos);
+        match pos / ISLAND % 3 {
+            0 => file.write_all_at(&pattern(pos, len), pos).unwrap(),
+            1 => {}
+            _ => {
+                let mode = rustix::fs::FallocateFlags::empty();
+                if let Err(error) = rustix::fs::fallocate(file, mode, pos, len) {
+                    println!("no unwritten extents on this file system: {error}");
+                }
+            }
+        }
+    }
+    // What is still in the cache only may not be an extent yet.
+    file.sync_all().unwrap();
+}
+
+/// What both faces can do; errors are errnos.
+pub(crate) trait Face {
+    fn label(&self) -> &str;
+    fn image(&self) -> &Image;
+    fn is_direct(&self) -> bool;
+    fn read(&mut self, pos: u64, len: u64) -> Result<Vec<u8>, i32>;
+    fn write(&mut self, pos: u64, bytes: &[u8], flags: Flags) -> Result<u64, i32>;
+    fn read_vectored(&mut self, pos: u64, bufs: &mut [&mut [u8]]) -> Result<u64, i32>;
+    fn write_vectored(&mut self, pos: u64, bufs: &[&[u8]]) -> Result<u64, i32>;
+    fn bare(&mut self, op: Op, flags: Flags, range: Range) -> Result<(), i32>;
+}
+
+/// An engine on an image.
+pub(crate) struct Rig {
+    pub(crate) engine: Engine<Scripted, Extents>,
+    pub(crate) script: Rc<Script>,
+    pub(crate) disk: Arc<Disk<Extents>>,
+    pub(crate) case: Case,
+    pub(crate) image: Image,
+    next_tag: u64,
+}
+
+impl Rig {
+    /// `None` where the system does not have the queue. What of the image is a hole is known.
+    pub(crate) fn new(case: &Case, image: Image) -> Option<Self> {
+        let disk = Arc::new(image.open(case));
+        disk.scan();
+        Self::on(case, image, disk)
+    }
+
+    /// As `new`, on a disk that is open already.
+    pub(crate) fn on(case: &Case, image: Image, disk: Arc<Disk<Extents>>) -> Option<Self> {
+        let slots = case.config.slots;
+        let queue = match case.kind {
+            Kind::Uring => Uring::new(disk.fd()).map(Any::Uring),
+            Kind::Threads => Threads::new(disk.fd(), slots, !disk.is_direct()).map(Any::Threads),
+            Kind::Null => Null::new().map(Any::Null),
+        };
+        let queue = match queue {
+            Ok(queue) => queue,
+            Err(error) => {
+                println!("skipped {}: {error}", case.label);
+                return None;
+            }
+        };
+        let script = Rc::new(Script::default());
+        let queue = Scripted::new(queue, script.clone());
+        let workers = Workers::new(&disk, case.config.workers);
+        let engine = Engine::new(disk.clone(), workers, queue, case.config).unwrap();
+        Some(Self { engine, script, disk, case: case.clone(), image, next_tag: 0 })
+    }
+
+    /// Submits a read or write through a buffer of the engine's. A write's bytes are `bytes`; a
+    /// read's buffer is poisoned.
+    pub(crate) fn submit(&mut self, io: Io, bytes: &[u8]) -> Result<u64, Rejected> {
+        self.next_tag += 1;
+        let mut buf = self.engine.buffer(io.range).expect("a buffer");
+        buf.fill(POISON);
+        let start = self.engine.start(io.range.pos);
+        buf[start..start + bytes.len()].copy_from_slice(bytes);
+        self.engine.submit(io, buf, self.next_tag).map(|()| self.next_tag)
+    }
+
+    /// Submits a request of the caller's memory, which is not touched until `finish`.
+    pub(crate) fn submit_segments(&mut self, io: Io, list: &[Segment]) -> Result<u64, Rejected> {
+        self.next_tag += 1;
+        // SAFETY: the tests keep the memory until `finish` or the engine's end.
+        let submitted = unsafe { self.engine.submit_segments(io, list, self.next_tag) };
+        submitted.map(|()| self.next_tag)
+    }
+
+    /// Waits until everything was given back.
+    pub(crate) fn finish(&mut self) -> Vec<Completion> {
+        let mut completions = Vec::new();
+        loop {
+            while let Some(completion) = self.engine.next() {
+                completions.push(completion);
+            }
+            if self.engine.in_flight() == 0 {
+                return completions;
+            }
+            self.engine.wait(None, &mut |_, _| {}).unwrap();
+        }
+    }
+
+    /// Waits for the one request that was submitted.
+    pub(crate) fn only(&mut self) -> Completion {
+        let mut all = self.finish();
+        assert_eq!(all.len(), 1, "{}: completed once", self.case.label);
+        all.remove(0)
+    }
+
+    /// Runs one request with the engine's own buffer.
+    pub(crate) fn run(&mut self, io: Io, bytes: &[u8]) -> Result<u64, i32> {
+        self.submit(io, bytes).map_err(|rejected| rejected.error.errno())?;
+        self.only().result().map_err(|error| error.errno())
+    }
+
+    /// Runs one request with memory of the caller's.
+    pub(crate) fn run_segments(&mut self, io: Io, list: &[Segment]) -> Result<u64, i32> {
+        self.submit_segments(io, list).map_err(|rejected| rejected.error.errno())?;
+        self.only().result().map_err(|error| error.errno())
+    }
+
+    pub(crate) fn stats(&self) -> Stats {
+        self.engine.stats()
+    }
+
+    /// Whether all switches are on and direct I/O is done: what counts of paths are said of.
+    pub(crate) fn is_plain(&self) -> bool {
+        self.case.label.ends_with("all on") && self.disk.is_direct()
+    }
+}
+
+/// A request without its memory.
+pub(crate) fn io(op: Op, flags: Flags, pos: u64, len: u64) -> Io {
+    Io { op, flags, range: Range::new(pos, len) }
+}
+
+pub(crate) fn read(pos: u64, len: u64) -> Io {
+    io(Op::Read, Flags::NONE, pos, len)
+}
+
+pub(crate) fn write(pos: u64, len: u64) -> Io {
+    io(Op::Write, Flags::NONE, pos, len)
+}
+
+impl Face for Rig {
+    fn label(&self) -> &str {
+        &self.case.label
+    }
+
+    fn image(&self) -> &Image {
+        &self.image
+    }
+
+    fn is_direct(&self) -> bool {
+        self.disk.is_direct()
+    }
+
+    fn read(&mut self, pos: u64, len: u64) -> Result<Vec<u8>, i32> {
+        self.submit(read(pos, len), &[]).map_err(|rejected| rejected.error.errno())?;
+        let completion = self.only();
+        let done = completion.result().map_err(|error| error.errno())? as usize;
+        let start = self.engine.start(pos);
+        Ok(completion.buf.expect("a read gives its buffer back")[start..start + done].to_vec())
+    }
+
+    fn write(&mut self, pos: u64, bytes: &[u8], flags: Flags) -> Result<u64, i32> {
+        self.run(io(Op::Write, flags, pos, bytes.len() as u64), bytes)
+    }
+
+    fn read_vectored(&mut self, pos: u64, bufs: &mut [&mut [u8]]) -> Result<u64, i32> {
+        let list: Vec<Segment> =
+            bufs.iter_mut().map(|buf| Segment { base: buf.as_mut_ptr(), len: buf.len() }).collect();
+        let len = list.iter().map(|segment| segment.len as u64).sum();
+        self.run_segments(read(pos, len), &list)
+    }
+
+    fn write_vectored(&mut self, pos: u64, bufs: &[&[u8]]) -> Result<u64, i32> {
+        let list: Vec<Segment> = bufs
+            .iter()
+            .map(|buf| Segment { base: buf.as_ptr().cast_mut(), len: buf.len() })
+            .collect();
+        let len = list.iter().map(|segment| segment.len as u64).sum();
+        self.run_segments(write(pos, len), &list)
+    }
+
+    fn bare(&mut self, op: Op, flags: Flags, range: Range) -> Result<(), i32> {
+        self.next_tag += 1;
+        let submitted = self.engine.submit_bare(Io { op, flags, range }, self.next_tag);
+        submitted.map_err(|rejected| rejected.error.errno())?;
+        self.only().result().map(|_| ()).map_err(|error| error.errno())
+    }
+}
+
+/// The blocking face on an image.
+pub(crate) struct Blocking {
+    pub(crate) file: File,
+    image: Image,
+    direct: bool,
+    label: String,
+}
+
+impl Face for Blocking {
+    fn label(&self) -> &str {
+        &self.label
+    }
+
+    fn image(&self) -> &Image {
+        &self.image
+    }
+
+    fn is_direct(&self) -> bool {
+        self.direct
+    }
+
+    fn read(&mut self, pos: u64, len: u64) -> Result<Vec<u8>, i32> {
+        let mut memory = Memory::new(len);
+        let done = self.file.read_at(&mut memory, pos).map_err(|error| error.errno())?;
+        assert!(memory[done..].iter().all(|&byte| byte == POISON), "{}", self.label);
+        Ok(memory[..done].to_vec())
+    }
+
+    fn write(&mut self, pos: u64, bytes: &[u8], flags: Flags) -> Result<u64, i32> {
+        let done = self.file.write_at(&Memory::with(bytes), pos, flags);
+        done.map(|done| done as u64).map_err(|error| error.errno())
+    }
+
+    fn read_vectored(&mut self, pos: u64, bufs: &mut [&mut [u8]]) -> Result<u64, i32> {
+        let mut slices: Vec<_> = bufs.iter_mut().map(|buf| IoSliceMut::new(buf)).collect();
+        let done = self.file.read_vectored_at(&mut slices, pos);
+        done.map(|done| done as u64).map_err(|error| error.errno())
+    }
+
+    fn write_vectored(&mut self, pos: u64, bufs: &[&[u8]]) -> Result<u64, i32> {
+        let slices: Vec<_> = bufs.iter().map(|buf| IoSlice::new(buf)).collect();
+        let done = self.file.write_vectored_at(&slices, pos, Flags::NONE);
+        done.map(|done| done as u64).map_err(|error| error.errno())
+    }
+
+    fn bare(&mut self, op: Op, flags: Flags, range: Range) -> Result<(), i32> {
+        let done = match op {
+            Op::Flush => self.file.flush(),
+            Op::Discard => self.file.discard(range),
+            Op::Zero => self.file.zero(range, flags),
+            Op::Read | Op::Write | Op::Status => panic!("the blocking face has no such call"),
+        };
+        done.map_err(|error| error.errno())
+    }
+}
+
+/// Runs `test` on an engine for each of `kinds` with each switch off.
+pub(crate) fn on_engines(kinds: &[Kind], size: u64, content: Content, test: impl Fn(&mut Rig)) {
+    for case in cases(kinds) {
+        if let Some(mut rig) = Rig::new(&case, Image::new(size, content)) {
+            test(&mut rig);
+        }
+    }
+}
+
+fn on_faces_of(size: u64, content: Content, read_only: bool, test: impl Fn(&mut dyn Face)) {
+    for case in cases(&REAL) {
+        let case = Case { read_only, ..case };
+        if let Some(mut rig) = Rig::new(&case, Image::new(size, content)) {
+            test(&mut rig);
+        }
+    }
+    for (direct, no_hint) in [(Direct::Auto, false), (Direct::Auto, true), (Direct::Off, false)] {
+        let image = Image::new(size, content);
+        let options = OpenOptions { read_only, direct, no_hint };
+        let disk = Disk::open(&image.path, options).unwrap();
+        disk.scan();
+        let (is_direct, label) = (disk.is_direct(), format!("File, {direct:?}, no hint {no_hint}"));
+        let file = File::new(Arc::new(disk));
+        test(&mut Blocking { file, image, direct: is_direct, label });
+    }
+}
+
+/// Runs `test` on both faces, the engine with each switch off on every queue that moves data.
+pub(crate) fn on_faces(size: u64, content: Content, test: impl Fn(&mut dyn Face)) {
+    on_faces_of(size, content, false, test);
+}
+
+/// As `on_faces`, with images opened for reading only.
+pub(crate) fn on_read_only_faces(size: u64, test: impl Fn(&mut dyn Face)) {
+    on_faces_of(size, Content::Data, true, test);
+}
+
+/// A plain handle on the image of somebody else's, through the page cache.
+pub(crate) fn buffered(path: &Path) -> std::fs::File {
+    std::fs::File::options().read(true).write(true).open(path).unwrap()
+}
+
+/// Pages of `range` that the page cache has not written back yet. `None` where the system does not
+/// tell (cachestat(2), Linux 6.5).
+pub(crate) fn dirty_pages(path: &Path, range: Range) -> Option<u64> {
+    const SYS_CACHESTAT: libc::c_long = 451;
+    let file = buffered(path);
+    let range = [range.pos, range.len];
+    let mut counts = [0u64; 5];
+    // SAFETY: two numbers are read and five are written, as the call has it.
+    let done = unsafe {
+        let (range, counts) = (range.as_ptr(), counts.as_mut_ptr());
+        libc::syscall(SYS_CACHESTAT, std::os::fd::AsRawFd::as_raw_fd(&file), range, counts, 0)
+    };
+    if done != 0 {
+        println!("skipped: the system does not tell what is dirty");
+        return None;
+    }
+    let [_, dirty, writeback, ..] = counts;
+    Some(dirty + writeback)
+}
