@@ -189,6 +189,11 @@ impl Queue for Uring {
     #[inline]
     fn kick(&mut self) -> Result<(), Error> {
         self.rearm();
+        if let Some(Some(wake)) = self.wake.get() {
+            // Before the kernel's deferred work is run, because it writes for the first of it only.
+            // EAGAIN: nothing has ended since the last look.
+            let _ = rustix::io::read(wake, &mut [0u8; 8]);
+        }
         if let Some(polled) = &mut self.polled {
             polled.kick()?;
         }
@@ -208,10 +213,6 @@ impl Queue for Uring {
 
     #[inline]
     fn reap(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
-        if let Some(Some(wake)) = self.wake.get() {
-            // EAGAIN: nothing has ended since the last look.
-            let _ = rustix::io::read(wake, &mut [0u8; 8]);
-        }
         let mut count = 0;
         for completion in self.ring.completion() {
             let token = completion.user_data();
