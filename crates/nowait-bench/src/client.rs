@@ -23,10 +23,7 @@ use crate::workload::{Direction, Order, Workload};
 const RECEIVE_BYTES: usize = 256 * 1024;
 /// A server that says nothing for so long is taken for stuck.
 const SILENCE_MAX: Duration = Duration::from_secs(10);
-const SILENCE_MAX_POLL: Timespec = Timespec {
-    tv_sec: 10,
-    tv_nsec: 0,
-};
+const SILENCE_MAX_POLL: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 
 /// What one stretch of load came to.
 pub(crate) struct Stretch {
@@ -63,17 +60,10 @@ impl Client {
                     return Err(io::Error::other("the export is read-only"));
                 }
                 let first = blocks * index as u64 / connections as u64;
-                Ok(Connection::new(
-                    stream,
-                    workload,
-                    Positions::new(workload, first, blocks),
-                ))
+                Ok(Connection::new(stream, workload, Positions::new(workload, first, blocks)))
             })
             .collect::<io::Result<_>>()?;
-        Ok(Client {
-            connections,
-            received: vec![0; RECEIVE_BYTES],
-        })
+        Ok(Client { connections, received: vec![0; RECEIVE_BYTES] })
     }
 
     /// Keeps all slots busy for `duration`, or until `stop`; adds the latency of each finished request to
@@ -92,20 +82,14 @@ impl Client {
         }
         loop {
             self.wait(&mut readable)?;
-            for (connection, _) in self
-                .connections
-                .iter_mut()
-                .zip(&readable)
-                .filter(|(_, readable)| **readable)
+            for (connection, _) in
+                self.connections.iter_mut().zip(&readable).filter(|(_, readable)| **readable)
             {
                 requests += connection.receive(&mut self.received, latencies_ns)?;
             }
             let now = Instant::now();
             if now - begin >= duration || stop.requested() {
-                return Ok(Stretch {
-                    requests,
-                    elapsed: now - begin,
-                });
+                return Ok(Stretch { requests, elapsed: now - begin });
             }
             for connection in &mut self.connections {
                 connection.send(now)?;
@@ -115,17 +99,13 @@ impl Client {
 
     /// Takes in the replies to all that is in flight and says goodbye.
     pub(crate) fn finish(mut self) -> io::Result<()> {
-        let mut unused = latency_histogram();
+        let mut unused = latency_histogram()?;
         for connection in &mut self.connections {
             while connection.in_flight() > 0 {
                 connection.receive(&mut self.received, &mut unused)?;
             }
-            let goodbye = Request {
-                command: Command::Disconnect,
-                cookie: 0,
-                position: 0,
-                bytes: 0,
-            };
+            let goodbye =
+                Request { command: Command::Disconnect, cookie: 0, position: 0, bytes: 0 };
             connection.stream.write_all(&goodbye.header())?;
         }
         Ok(())
@@ -136,11 +116,8 @@ impl Client {
         if self.connections.len() == 1 {
             return Ok(());
         }
-        let mut fds: Vec<PollFd<'_>> = self
-            .connections
-            .iter()
-            .map(|c| PollFd::new(&c.stream, PollFlags::IN))
-            .collect();
+        let mut fds: Vec<PollFd<'_>> =
+            self.connections.iter().map(|c| PollFd::new(&c.stream, PollFlags::IN)).collect();
         if retry_on_intr(|| poll(&mut fds, Some(&SILENCE_MAX_POLL)))? == 0 {
             return Err(silent());
         }
@@ -157,9 +134,9 @@ fn silent() -> io::Error {
 }
 
 /// A histogram of nanoseconds, good to three digits up to a minute; longer counts as a minute.
-pub(crate) fn latency_histogram() -> Histogram<u64> {
+pub(crate) fn latency_histogram() -> io::Result<Histogram<u64>> {
     const MINUTE_NS: u64 = 60_000_000_000;
-    Histogram::new_with_bounds(1, MINUTE_NS, 3).expect("1 to a minute at 3 digits are valid bounds")
+    Histogram::new_with_bounds(1, MINUTE_NS, 3).map_err(io::Error::other)
 }
 
 struct Connection {
@@ -207,10 +184,7 @@ impl Connection {
     fn receive(&mut self, buffer: &mut [u8], latencies_ns: &mut Histogram<u64>) -> io::Result<u64> {
         let count = match self.stream.read(buffer) {
             Ok(0) => {
-                return Err(io::Error::new(
-                    io::ErrorKind::UnexpectedEof,
-                    "the server hung up",
-                ));
+                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the server hung up"));
             }
             Ok(count) => count,
             Err(e) if e.kind() == io::ErrorKind::Interrupted => return Ok(0),
@@ -222,9 +196,7 @@ impl Connection {
         self.parser.feed(&buffer[..count], |cookie| {
             let slot = usize::try_from(cookie).unwrap_or(usize::MAX);
             let Some(sent) = self.sent.get_mut(slot).and_then(Option::take) else {
-                return Err(io::Error::other(
-                    "the server answered a request that was never made",
-                ));
+                return Err(io::Error::other("the server answered a request that was never made"));
             };
             let ns = u64::try_from((now - sent).as_nanos()).unwrap_or(u64::MAX);
             latencies_ns.saturating_record(ns);
@@ -255,21 +227,11 @@ impl Batch {
         let stride = REQUEST_BYTES + data_bytes;
         let mut bytes = vec![0; stride * workload.depth];
         Random::seeded(0).fill(&mut bytes);
-        Batch {
-            bytes,
-            command,
-            block_bytes: workload.block_bytes as u32,
-            stride,
-        }
+        Batch { bytes, command, block_bytes: workload.block_bytes as u32, stride }
     }
 
     fn set(&mut self, index: usize, cookie: u64, position: u64) {
-        let request = Request {
-            command: self.command,
-            cookie,
-            position,
-            bytes: self.block_bytes,
-        };
+        let request = Request { command: self.command, cookie, position, bytes: self.block_bytes };
         let at = index * self.stride;
         self.bytes[at..at + REQUEST_BYTES].copy_from_slice(&request.header());
     }
@@ -305,11 +267,7 @@ impl Positions {
             Order::Random => self.random.below(self.blocks),
             Order::Sequential => {
                 let block = self.next_block;
-                self.next_block = if block + 1 < self.blocks {
-                    block + 1
-                } else {
-                    0
-                };
+                self.next_block = if block + 1 < self.blocks { block + 1 } else { 0 };
                 block
             }
         };
@@ -350,12 +308,7 @@ mod tests {
     use super::*;
 
     fn workload(order: Order) -> Workload {
-        Workload {
-            direction: Direction::Read,
-            order,
-            block_bytes: 4096,
-            depth: 1,
-        }
+        Workload { direction: Direction::Read, order, block_bytes: 4096, depth: 1 }
     }
 
     #[test]
@@ -376,7 +329,7 @@ mod tests {
 
     #[test]
     fn a_latency_longer_than_the_histogram_counts_as_its_longest() {
-        let mut latencies = latency_histogram();
+        let mut latencies = latency_histogram().unwrap();
         latencies.saturating_record(u64::MAX);
         latencies.saturating_record(1_000);
         assert_eq!(latencies.len(), 2);
@@ -386,25 +339,13 @@ mod tests {
 
     #[test]
     fn a_batch_holds_its_requests_one_behind_the_other() {
-        let load = Workload {
-            direction: Direction::Write,
-            depth: 2,
-            ..workload(Order::Random)
-        };
+        let load = Workload { direction: Direction::Write, depth: 2, ..workload(Order::Random) };
         let mut batch = Batch::new(&load);
         batch.set(0, 7, 4096);
         batch.set(1, 8, 8192);
         let sent = batch.first(2);
         assert_eq!(sent.len(), 2 * (REQUEST_BYTES + 4096));
-        let second = Request {
-            command: Command::Write,
-            cookie: 8,
-            position: 8192,
-            bytes: 4096,
-        };
-        assert_eq!(
-            sent[REQUEST_BYTES + 4096..][..REQUEST_BYTES],
-            second.header()
-        );
+        let second = Request { command: Command::Write, cookie: 8, position: 8192, bytes: 4096 };
+        assert_eq!(sent[REQUEST_BYTES + 4096..][..REQUEST_BYTES], second.header());
     }
 }

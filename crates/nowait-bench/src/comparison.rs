@@ -48,18 +48,10 @@ impl Spread {
         let mut sorted: Vec<f64> = samples.iter().map(figure).collect();
         sorted.sort_by(f64::total_cmp);
         let [Some(&min), Some(&max)] = [sorted.first(), sorted.last()] else {
-            return Spread {
-                median: 0.0,
-                min: 0.0,
-                max: 0.0,
-            };
+            return Spread { median: 0.0, min: 0.0, max: 0.0 };
         };
         let middle = &sorted[(sorted.len() - 1) / 2..=sorted.len() / 2];
-        Spread {
-            median: middle.iter().sum::<f64>() / middle.len() as f64,
-            min,
-            max,
-        }
+        Spread { median: middle.iter().sum::<f64>() / middle.len() as f64, min, max }
     }
 
     fn to_json(self) -> Value {
@@ -101,9 +93,7 @@ pub struct Comparison {
 impl Comparison {
     /// nowait's row.
     pub fn nowait(&self) -> Option<&Row> {
-        self.rows
-            .iter()
-            .find(|row| row.server == ServerKind::Nowait)
+        self.rows.iter().find(|row| row.server == ServerKind::Nowait)
     }
 
     /// The other server with the most requests per second, of those that do what this table compares
@@ -117,19 +107,12 @@ impl Comparison {
 
     fn cells(&self, row: &Row) -> Vec<String> {
         let iops = row.iops();
-        let star = if row.server.can(self.caching) {
-            ""
-        } else {
-            " *"
-        };
+        let star = if row.server.can(self.caching) { "" } else { " *" };
         let mut cells = vec![
             format!("{}{star}", row.server.name()),
             format!("{:.0}", iops.median),
             format!("{:.0}–{:.0}", iops.min, iops.max),
-            format!(
-                "{:.0}",
-                iops.median * self.workload.block_bytes as f64 / MIB
-            ),
+            format!("{:.0}", iops.median * self.workload.block_bytes as f64 / MIB),
             format!("{:.1}", row.median(|sample| sample.p50_us)),
             format!("{:.1}", row.median(|sample| sample.p99_us)),
             format!("{:.2}", row.median(|sample| sample.server_cpu_us)),
@@ -180,18 +163,12 @@ impl Comparison {
 /// The table of one workload, and nowait against the best of the others.
 impl fmt::Display for Comparison {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut titles: Vec<String> = [
-            "server",
-            "IOPS",
-            "lowest–highest",
-            "MiB/s",
-            "p50 µs",
-            "p99 µs",
-        ]
-        .into_iter()
-        .chain(["CPU µs/request", "RSS MiB", "client busy"])
-        .map(str::to_owned)
-        .collect();
+        let mut titles: Vec<String> =
+            ["server", "IOPS", "lowest–highest", "MiB/s", "p50 µs", "p99 µs"]
+                .into_iter()
+                .chain(["CPU µs/request", "RSS MiB", "client busy"])
+                .map(str::to_owned)
+                .collect();
         if self.nowait().is_some() {
             titles.push("nowait ÷ it".to_owned());
         }
@@ -214,11 +191,7 @@ impl fmt::Display for Comparison {
             .iter()
             .filter(|row| row.median(|sample| sample.client_busy) > CLIENT_BUSY_LIMIT)
         {
-            writeln!(
-                f,
-                "{}: the client may be the limit here, not the server",
-                row.server.name()
-            )?;
+            writeln!(f, "{}: the client may be the limit here, not the server", row.server.name())?;
         }
         Ok(())
     }
@@ -307,10 +280,7 @@ mod tests {
     #[test]
     fn a_server_without_direct_io_is_shown_but_is_not_the_best_peer_of_the_direct_table() {
         let mut comparison = comparison();
-        assert_eq!(
-            comparison.best_peer().map(|row| row.server),
-            Some(ServerKind::QemuNbd)
-        );
+        assert_eq!(comparison.best_peer().map(|row| row.server), Some(ServerKind::QemuNbd));
         let text = comparison.to_string();
         assert!(text.contains("\nnbdkit * "), "{text}");
         assert!(
@@ -318,18 +288,13 @@ mod tests {
             "{text}"
         );
         comparison.caching = Caching::PageCache;
-        assert_eq!(
-            comparison.best_peer().map(|row| row.server),
-            Some(ServerKind::Nbdkit)
-        );
+        assert_eq!(comparison.best_peer().map(|row| row.server), Some(ServerKind::Nbdkit));
     }
 
     #[test]
     fn columns_are_aligned_by_characters_not_bytes() {
-        let lines = [
-            vec!["a".to_owned(), "µs".to_owned()],
-            vec!["long".to_owned(), "1".to_owned()],
-        ];
+        let lines =
+            [vec!["a".to_owned(), "µs".to_owned()], vec!["long".to_owned(), "1".to_owned()]];
         assert_eq!(aligned(&lines), "a     µs\nlong   1\n");
     }
 }

@@ -7,7 +7,7 @@ use std::io;
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
-use crate::Error;
+use crate::error::Error;
 
 /// Who runs where.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -1,8 +1,10 @@
-//! Measures nowait beside the other NBD servers of this machine, so that a figure never stands alone.
+//! Measures nowait beside the other NBD servers of this machine, and each mechanism of the engine on
+//! against off, so that a figure never stands alone.
 //!
 //! Invariant: within one table every server gets the same file, the same processor, the same client and the
 //! same kind of caching, in turns short enough that a machine which slows down slows down for all of them.
-//! Knows: the servers only as programs, and the NBD protocol as a client. Known by: the command line.
+//! Knows: the servers only as programs, the NBD protocol as a client, and the engine as a library
+//! (`engine`). Known by: the command line.
 //!
 //! How a figure comes about: each server is started in turn on the file (only one has it open at a time, as
 //! QEMU locks images), warmed up, measured and stopped; the turns are repeated, and the median of the
@@ -10,25 +12,25 @@
 //! own, so a figure says what a server makes of **one** processor, however many threads it starts. The
 //! client sleeps in the kernel while it has nothing to do, as real clients do.
 
-mod client;
-mod comparison;
-mod cpus;
 mod error;
-mod peers;
-mod report;
-mod server;
-mod stop;
-mod target;
-mod turn;
-mod usage;
 mod wire;
 mod workload;
+mod usage;
+mod cpus;
+mod stop;
+mod client;
+mod target;
+mod server;
+mod comparison;
+mod report;
+mod turn;
+mod peers;
 mod engine;
 
 pub use comparison::{Comparison, Row, Sample, Spread};
 pub use engine::{
-    Cell, EngineOptions, EngineReport, EngineRow, EngineSample, Gain, Latency, Source, Table, Unit, What,
-    run_engine,
+    Cell, EngineOptions, EngineReport, EngineRow, EngineSample, Gain, Latency, Source, Table, Unit,
+    What, run_engine,
 };
 pub use error::Error;
 pub use peers::{Output, PeersOptions, run};

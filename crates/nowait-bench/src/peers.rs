@@ -12,12 +12,13 @@ use tempfile::TempDir;
 
 use crate::comparison::{Comparison, Row, Sample};
 use crate::cpus::Placement;
+use crate::error::Error;
 use crate::report::{Failure, Machine, MeasuredFile, Report};
 use crate::server::{Program, ServerKind};
+use crate::stop::Stop;
 use crate::target::{Access, Target};
 use crate::turn::Turns;
 use crate::workload::{Caching, Direction, Workload};
-use crate::{Error, Stop};
 
 const DURATION_MIN: Duration = Duration::from_millis(50);
 const ROUNDS_MAX: u32 = 100;
@@ -108,10 +109,7 @@ pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error
     let mut report = Report {
         machine: Machine::this(placement)?,
         file: MeasuredFile::of(&target),
-        versions: programs
-            .iter()
-            .map(|program| (program.kind, program.version.clone()))
-            .collect(),
+        versions: programs.iter().map(|program| (program.kind, program.version.clone())).collect(),
         missing,
         duration: options.duration,
         rounds: options.rounds,
@@ -129,11 +127,7 @@ pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error
         stop: &options.stop,
     };
     let progress = progress_bar(options, workloads.len() * programs.len());
-    let bench = Bench {
-        turns,
-        rounds: options.rounds,
-        progress: &progress,
-    };
+    let bench = Bench { turns, rounds: options.rounds, progress: &progress };
     let mut writer = Writer::begin(options, &report, out)?;
     'tables: for &caching in &options.caching {
         let mut working = programs.clone();
@@ -146,11 +140,7 @@ pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error
             if rows.is_empty() {
                 break;
             }
-            let comparison = Comparison {
-                workload,
-                caching,
-                rows,
-            };
+            let comparison = Comparison { workload, caching, rows };
             progress.suspend(|| writer.comparison(&report, &comparison))?;
             report.comparisons.push(comparison);
         }
@@ -162,38 +152,22 @@ pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error
 
 fn check(options: &PeersOptions) -> Result<(), Error> {
     let within = |good: bool, name: &'static str, problem: &'static str| {
-        if good {
-            Ok(())
-        } else {
-            Err(Error::Option { name, problem })
-        }
+        if good { Ok(()) } else { Err(Error::Option { name, problem }) }
     };
     let good_workload = |workload: &Workload| {
         (1..=DEPTH_MAX).contains(&workload.depth)
             && (1..=BLOCK_BYTES_MAX).contains(&workload.block_bytes)
             && workload.block_bytes.is_multiple_of(BLOCK_BYTES_UNIT)
     };
-    within(
-        options.duration >= DURATION_MIN,
-        "duration",
-        "has to be 0.05 seconds or more",
-    )?;
-    within(
-        (1..=ROUNDS_MAX).contains(&options.rounds),
-        "rounds",
-        "has to be 1 to 100",
-    )?;
+    within(options.duration >= DURATION_MIN, "duration", "has to be 0.05 seconds or more")?;
+    within((1..=ROUNDS_MAX).contains(&options.rounds), "rounds", "has to be 1 to 100")?;
     within(
         (1..=CONNECTIONS_MAX).contains(&options.connections),
         "connections",
         "has to be 1 to 64",
     )?;
     let rule = "depth has to be 1 to 128, blocks 4 KiB to 1 MiB in steps of 4 KiB";
-    within(
-        options.workloads.iter().all(good_workload),
-        "workloads",
-        rule,
-    )
+    within(options.workloads.iter().all(good_workload), "workloads", rule)
 }
 
 /// Those that can be measured, and those asked for that are not installed.
@@ -216,11 +190,7 @@ fn find_programs(options: &PeersOptions) -> Result<(Vec<Program>, Vec<ServerKind
             (Err(_), None) => missing.push(kind),
         }
     }
-    if programs.is_empty() {
-        Err(Error::NoServer)
-    } else {
-        Ok((programs, missing))
-    }
+    if programs.is_empty() { Err(Error::NoServer) } else { Ok((programs, missing)) }
 }
 
 /// What stays the same from workload to workload.
@@ -279,10 +249,7 @@ impl Bench<'_> {
         Ok(working
             .iter()
             .zip(samples)
-            .map(|(program, samples)| Row {
-                server: program.kind,
-                samples,
-            })
+            .map(|(program, samples)| Row { server: program.kind, samples })
             .collect())
     }
 }
@@ -308,21 +275,14 @@ impl<'a, W: Write> Writer<'a, W> {
         report: &Report,
         out: &'a mut W,
     ) -> Result<Writer<'a, W>, Error> {
-        let mut writer = Writer {
-            output: options.output,
-            out,
-        };
+        let mut writer = Writer { output: options.output, out };
         writer.text(report.heading())?;
         Ok(writer)
     }
 
     /// `report` is what came before.
     fn comparison(&mut self, report: &Report, comparison: &Comparison) -> Result<(), Error> {
-        if report
-            .comparisons
-            .last()
-            .is_none_or(|last| last.caching != comparison.caching)
-        {
+        if report.comparisons.last().is_none_or(|last| last.caching != comparison.caching) {
             self.text(report.heading_of_table(comparison.caching))?;
         }
         self.text(comparison.to_string())
@@ -343,10 +303,7 @@ impl<'a, W: Write> Writer<'a, W> {
     }
 
     fn put(&mut self, text: String) -> Result<(), Error> {
-        let written = self
-            .out
-            .write_all(text.as_bytes())
-            .and_then(|()| self.out.flush());
+        let written = self.out.write_all(text.as_bytes()).and_then(|()| self.out.flush());
         written.map_err(Error::system("writing the report"))
     }
 }
@@ -367,53 +324,20 @@ mod tests {
             depth: 1,
         };
         let bad = [
-            (
-                "duration",
-                PeersOptions {
-                    duration: Duration::ZERO,
-                    ..good.clone()
-                },
-            ),
-            (
-                "rounds",
-                PeersOptions {
-                    rounds: 0,
-                    ..good.clone()
-                },
-            ),
-            (
-                "connections",
-                PeersOptions {
-                    connections: 65,
-                    ..good.clone()
-                },
-            ),
-            (
-                "workloads",
-                PeersOptions {
-                    workloads: vec![odd],
-                    ..good.clone()
-                },
-            ),
+            ("duration", PeersOptions { duration: Duration::ZERO, ..good.clone() }),
+            ("rounds", PeersOptions { rounds: 0, ..good.clone() }),
+            ("connections", PeersOptions { connections: 65, ..good.clone() }),
+            ("workloads", PeersOptions { workloads: vec![odd], ..good.clone() }),
         ];
         for (name, options) in bad {
-            let text = check(&options)
-                .err()
-                .map(|e| e.to_string())
-                .unwrap_or_default();
+            let text = check(&options).err().map(|e| e.to_string()).unwrap_or_default();
             assert!(text.starts_with(name), "{text:?}");
         }
     }
 
     #[test]
     fn nothing_to_measure_is_said_before_a_file_is_made() {
-        let nothing = PeersOptions {
-            servers: vec![ServerKind::Nowait],
-            ..PeersOptions::default()
-        };
-        assert!(matches!(
-            run(&nothing, &mut Vec::new()),
-            Err(Error::NoServer)
-        ));
+        let nothing = PeersOptions { servers: vec![ServerKind::Nowait], ..PeersOptions::default() };
+        assert!(matches!(run(&nothing, &mut Vec::new()), Err(Error::NoServer)));
     }
 }

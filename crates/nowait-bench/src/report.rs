@@ -10,9 +10,9 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
-use crate::Error;
 use crate::comparison::Comparison;
 use crate::cpus::Placement;
+use crate::error::Error;
 use crate::server::ServerKind;
 use crate::target::{Access, Target};
 use crate::workload::{Caching, Workload};
@@ -120,16 +120,9 @@ impl Report {
             Some((client, server)) => format!("; client on CPU {client}, server on CPU {server}\n"),
             None => "; only one CPU, so client and server share it\n".to_owned(),
         };
-        let origin = if self.file.temporary {
-            ", made for this and removed afterwards"
-        } else {
-            ""
-        };
-        text += &format!(
-            "{}: {} MiB{origin}\n",
-            self.file.path.display(),
-            self.file.bytes >> 20
-        );
+        let origin =
+            if self.file.temporary { ", made for this and removed afterwards" } else { "" };
+        text += &format!("{}: {} MiB{origin}\n", self.file.path.display(), self.file.bytes >> 20);
         if !self.file.written {
             text += "only reads: the file may not be overwritten (--overwrite allows it)\n";
         }
@@ -165,16 +158,10 @@ impl Report {
     }
 
     fn command_line(&self, server: ServerKind, caching: Caching) -> String {
-        let access = if self.file.written {
-            Access::ReadWrite
-        } else {
-            Access::ReadOnly
-        };
+        let access = if self.file.written { Access::ReadWrite } else { Access::ReadOnly };
         let arguments = server.arguments(caching, access, Path::new("FILE"), Path::new("SOCKET"));
-        let arguments: Vec<_> = arguments
-            .iter()
-            .map(|argument| argument.to_string_lossy())
-            .collect();
+        let arguments: Vec<_> =
+            arguments.iter().map(|argument| argument.to_string_lossy()).collect();
         format!("{} {}", server.name(), arguments.join(" "))
     }
 
@@ -254,11 +241,7 @@ mod tests {
 
     fn report() -> Report {
         Report {
-            machine: Machine {
-                kernel: "6.18".into(),
-                processor: "any".into(),
-                pinned: None,
-            },
+            machine: Machine { kernel: "6.18".into(), processor: "any".into(), pinned: None },
             file: MeasuredFile {
                 path: "/image".into(),
                 bytes: 64 << 20,

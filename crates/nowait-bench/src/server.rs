@@ -92,11 +92,7 @@ impl ServerKind {
 }
 
 fn nowait_arguments(caching: Caching, access: Access, file: &Path, socket: &Path) -> Vec<OsString> {
-    let direct = if caching == Caching::Direct {
-        "on"
-    } else {
-        "off"
-    };
+    let direct = if caching == Caching::Direct { "on" } else { "off" };
     let mut arguments = words(&["serve", "--format", "raw", "--direct", direct]);
     if access == Access::ReadOnly {
         arguments.push("--read-only".into());
@@ -113,11 +109,7 @@ fn qemu_nbd_arguments(
     file: &Path,
     socket: &Path,
 ) -> Vec<OsString> {
-    let cache = if caching == Caching::Direct {
-        "--cache=none"
-    } else {
-        "--cache=writeback"
-    };
+    let cache = if caching == Caching::Direct { "--cache=none" } else { "--cache=writeback" };
     let mut arguments = words(&["--aio=io_uring", cache, "-f", "raw", "-t", "-e", "64"]);
     if access == Access::ReadOnly {
         arguments.push("-r".into());
@@ -134,16 +126,9 @@ fn storage_daemon_arguments(
     file: &Path,
     socket: &Path,
 ) -> Vec<OsString> {
-    let direct = if caching == Caching::Direct {
-        "on"
-    } else {
-        "off"
-    };
-    let (read_only, writable) = if access == Access::ReadOnly {
-        ("on", "off")
-    } else {
-        ("off", "on")
-    };
+    let direct = if caching == Caching::Direct { "on" } else { "off" };
+    let (read_only, writable) =
+        if access == Access::ReadOnly { ("on", "off") } else { ("off", "on") };
     let node = format!(
         "driver=file,node-name=f,cache.direct={direct},aio=io_uring,read-only={read_only},filename="
     );
@@ -186,9 +171,8 @@ fn joined(start: &str, end: &OsStr) -> OsString {
 /// QEMU's option lists end a value at a single comma.
 fn commas_doubled(path: &Path) -> OsString {
     let bytes = path.as_os_str().as_bytes();
-    let doubled = bytes
-        .iter()
-        .flat_map(|&byte| std::iter::repeat_n(byte, if byte == b',' { 2 } else { 1 }));
+    let doubled =
+        bytes.iter().flat_map(|&byte| std::iter::repeat_n(byte, if byte == b',' { 2 } else { 1 }));
     OsString::from_vec(doubled.collect())
 }
 
@@ -205,15 +189,9 @@ impl Program {
     /// Looks for `kind` at `path` if given, else along PATH; asks it for its version.
     pub(crate) fn find(kind: ServerKind, path: Option<&Path>) -> io::Result<Program> {
         let path = path.unwrap_or(Path::new(kind.name())).to_owned();
-        let answer = Command::new(&path)
-            .arg("--version")
-            .stdin(Stdio::null())
-            .output()?;
+        let answer = Command::new(&path).arg("--version").stdin(Stdio::null()).output()?;
         if !answer.status.success() {
-            return Err(io::Error::other(format!(
-                "--version ended with {}",
-                answer.status
-            )));
+            return Err(io::Error::other(format!("--version ended with {}", answer.status)));
         }
         let text = String::from_utf8_lossy(&answer.stdout);
         Ok(Program {
@@ -247,11 +225,7 @@ impl Server {
         remove_if_there(&socket)?;
         let mut command = Command::new(&program.path);
         command
-            .args(
-                program
-                    .kind
-                    .arguments(caching, target.access, &target.path, &socket),
-            )
+            .args(program.kind.arguments(caching, target.access, &target.path, &socket))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(File::create(&log)?)
@@ -310,8 +284,7 @@ impl Server {
         let log = fs::read(&self.log).unwrap_or_default();
         let log = String::from_utf8_lossy(&log);
         let line = log.lines().rev().find(|line| !line.trim().is_empty());
-        line.map(|line| format!(": {}", line.trim()))
-            .unwrap_or_default()
+        line.map(|line| format!(": {}", line.trim())).unwrap_or_default()
     }
 }
 
@@ -340,44 +313,25 @@ mod tests {
 
     #[test]
     fn no_server_is_told_to_write_to_a_file_that_is_read_only() {
-        let flags = [
-            "--read-only",
-            "-r",
-            "type=nbd,id=e,node-name=f,name=f,writable=off",
-            "-r",
-        ];
+        let flags = ["--read-only", "-r", "type=nbd,id=e,node-name=f,name=f,writable=off", "-r"];
         for (kind, flag) in ServerKind::ALL.into_iter().zip(flags) {
             for caching in [Caching::Direct, Caching::PageCache] {
                 let given =
                     |access| kind.arguments(caching, access, Path::new("/f"), Path::new("/s"));
-                assert!(
-                    given(Access::ReadOnly).contains(&flag.into()),
-                    "{}",
-                    kind.name()
-                );
-                assert!(
-                    !given(Access::ReadWrite).contains(&flag.into()),
-                    "{}",
-                    kind.name()
-                );
+                assert!(given(Access::ReadOnly).contains(&flag.into()), "{}", kind.name());
+                assert!(!given(Access::ReadWrite).contains(&flag.into()), "{}", kind.name());
             }
         }
     }
 
     #[test]
     fn a_comma_in_a_path_does_not_end_qemus_option() {
-        assert_eq!(
-            commas_doubled(Path::new("/a,b/c")),
-            OsString::from("/a,,b/c")
-        );
+        assert_eq!(commas_doubled(Path::new("/a,b/c")), OsString::from("/a,,b/c"));
     }
 
     #[test]
     fn a_program_that_is_not_there_is_not_found() {
         let missing = Program::find(ServerKind::Nowait, Some(Path::new("/nonexistent/nowait")));
-        assert_eq!(
-            missing.err().map(|e| e.kind()),
-            Some(io::ErrorKind::NotFound)
-        );
+        assert_eq!(missing.err().map(|e| e.kind()), Some(io::ErrorKind::NotFound));
     }
 }

@@ -7,7 +7,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM};
 
-use crate::Error;
+use crate::error::Error;
 
 /// A flag that ends a measurement early; clones share it.
 #[derive(Clone, Debug, Default)]

@@ -15,8 +15,8 @@ use rustix::fs::{Advice, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 use tempfile::TempDir;
 
-use crate::Error;
 use crate::client::Random;
+use crate::error::Error;
 use crate::workload::Caching;
 
 const MIB: u64 = 1 << 20;
@@ -52,19 +52,14 @@ impl Target {
         caching: &[Caching],
     ) -> Result<Target, Error> {
         let target = match file {
-            Some(path) => Target::check(path, overwrite).map_err(|problem| Error::File {
-                path: path.to_owned(),
-                problem,
-            })?,
-            None => Target::make().map_err(Error::system(
-                "making a file of 256 MiB (name one with --file)",
-            ))?,
+            Some(path) => Target::check(path, overwrite)
+                .map_err(|problem| Error::File { path: path.to_owned(), problem })?,
+            None => Target::make()
+                .map_err(Error::system("making a file of 256 MiB (name one with --file)"))?,
         };
         if caching.contains(&Caching::Direct) {
-            open_direct(&target.path).map_err(|problem| Error::File {
-                path: target.path.clone(),
-                problem,
-            })?;
+            open_direct(&target.path)
+                .map_err(|problem| Error::File { path: target.path.clone(), problem })?;
         }
         Ok(target)
     }
@@ -83,51 +78,30 @@ impl Target {
             return Err("neither a file nor a block device".to_owned());
         }
         let mut file = File::open(&path).map_err(cannot_open)?;
-        let bytes = file
-            .seek(SeekFrom::End(0))
-            .map_err(|e| format!("cannot tell its size: {e}"))?;
+        let bytes =
+            file.seek(SeekFrom::End(0)).map_err(|e| format!("cannot tell its size: {e}"))?;
         if bytes < BYTES_MIN {
             return Err(format!(
                 "only {bytes} bytes (64 MiB is the least that can be measured on)"
             ));
         }
-        let access = if overwrite {
-            Access::ReadWrite
-        } else {
-            Access::ReadOnly
-        };
+        let access = if overwrite { Access::ReadWrite } else { Access::ReadOnly };
         if access == Access::ReadWrite {
             // Exclusive, so that a mounted device is refused.
-            let exclusive = if kind.is_block_device() {
-                OFlags::EXCL
-            } else {
-                OFlags::empty()
-            };
+            let exclusive = if kind.is_block_device() { OFlags::EXCL } else { OFlags::empty() };
             open_as(&path, OFlags::RDWR | exclusive)
                 .map_err(|e| format!("cannot be overwritten: {}", io::Error::from(e)))?;
         }
-        Ok(Target {
-            path,
-            bytes: bytes / MIB * MIB,
-            access,
-            file,
-            made: None,
-        })
+        Ok(Target { path, bytes: bytes / MIB * MIB, access, file, made: None })
     }
 
     fn make() -> io::Result<Target> {
         // /tmp is often in memory and says nothing about storage; /var/tmp is on a disk by convention.
         let parent =
             std::env::var_os("TMPDIR").map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from);
-        let directory = tempfile::Builder::new()
-            .prefix("nowait-bench-")
-            .tempdir_in(parent)?;
+        let directory = tempfile::Builder::new().prefix("nowait-bench-").tempdir_in(parent)?;
         let path = directory.path().canonicalize()?.join("bench.img");
-        let mut file = OpenOptions::new()
-            .read(true)
-            .write(true)
-            .create_new(true)
-            .open(&path)?;
+        let mut file = OpenOptions::new().read(true).write(true).create_new(true).open(&path)?;
         match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, MADE_BYTES) {
             Ok(()) | Err(Errno::OPNOTSUPP) => {}
             Err(e) => return Err(e.into()),
@@ -173,10 +147,7 @@ fn open_direct(path: &Path) -> Result<(), String> {
         Err(Errno::INVAL) => {
             Err("its file system has no direct I/O (name a file on another one)".to_owned())
         }
-        Err(e) => Err(format!(
-            "cannot open for direct I/O: {}",
-            io::Error::from(e)
-        )),
+        Err(e) => Err(format!("cannot open for direct I/O: {}", io::Error::from(e))),
     }
 }
 
@@ -211,9 +182,7 @@ mod tests {
     fn a_file_that_may_not_be_overwritten_is_served_read_only() {
         let directory = TempDir::new().expect("a temporary directory");
         let path = directory.path().join("image");
-        File::create(&path)
-            .and_then(|file| file.set_len(BYTES_MIN + 5))
-            .expect("a sparse file");
+        File::create(&path).and_then(|file| file.set_len(BYTES_MIN + 5)).expect("a sparse file");
         for (overwrite, access) in [(false, Access::ReadOnly), (true, Access::ReadWrite)] {
             let target = Target::open(Some(&path), overwrite, &[]).expect("a good file");
             assert_eq!((target.access, target.bytes), (access, BYTES_MIN));

@@ -10,11 +10,11 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::Stop;
 use crate::client::{Client, latency_histogram};
 use crate::comparison::Sample;
 use crate::cpus::Placement;
 use crate::server::{Program, Server};
+use crate::stop::Stop;
 use crate::target::Target;
 use crate::usage::{ProcessorTime, resident_bytes};
 use crate::workload::{Caching, Workload};
@@ -54,8 +54,7 @@ impl Turns<'_> {
                 server.stop()?;
                 Ok(sample)
             });
-            turn.join()
-                .unwrap_or_else(|_| Err(io::Error::other("the client panicked")))
+            turn.join().unwrap_or_else(|_| Err(io::Error::other("the client panicked")))
         })
     }
 
@@ -67,15 +66,9 @@ impl Turns<'_> {
     ) -> io::Result<Sample> {
         let export = program.kind.export();
         let mut client = server.when_ready(|socket| {
-            Client::connect(
-                socket,
-                export,
-                workload,
-                self.connections,
-                self.target.bytes,
-            )
+            Client::connect(socket, export, workload, self.connections, self.target.bytes)
         })?;
-        let mut latencies_ns = latency_histogram();
+        let mut latencies_ns = latency_histogram()?;
         client.run_for(WARM_UP, &mut latencies_ns, self.stop)?;
         latencies_ns.reset();
 

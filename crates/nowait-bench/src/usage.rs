@@ -49,11 +49,7 @@ impl ProcessorTime {
             .sum();
         let coarse = self.process_ns.saturating_sub(earlier.process_ns);
         // Far below the tick count: threads ended on the way, and took their time with them.
-        if exact + TICK_ERROR * self.tick_ns < coarse {
-            coarse
-        } else {
-            exact
-        }
+        if exact + TICK_ERROR * self.tick_ns < coarse { coarse } else { exact }
     }
 }
 
@@ -65,14 +61,8 @@ fn threads_ns(process: &Path) -> io::Result<HashMap<String, u64>> {
         let Ok(schedstat) = fs::read_to_string(thread.path().join("schedstat")) else {
             continue;
         };
-        let ran_ns = schedstat
-            .split_ascii_whitespace()
-            .next()
-            .and_then(|field| field.parse().ok());
-        all.insert(
-            thread.file_name().to_string_lossy().into_owned(),
-            ran_ns.unwrap_or(0),
-        );
+        let ran_ns = schedstat.split_ascii_whitespace().next().and_then(|field| field.parse().ok());
+        all.insert(thread.file_name().to_string_lossy().into_owned(), ran_ns.unwrap_or(0));
     }
     Ok(all)
 }
@@ -93,9 +83,7 @@ pub(crate) fn resident_bytes(pid: u32) -> io::Result<u64> {
 }
 
 fn resident_of(status: &str) -> Option<u64> {
-    let line = status
-        .lines()
-        .find_map(|line| line.strip_prefix("VmRSS:"))?;
+    let line = status.lines().find_map(|line| line.strip_prefix("VmRSS:"))?;
     let kib: u64 = line.trim().strip_suffix("kB")?.trim_end().parse().ok()?;
     Some(kib * 1024)
 }
@@ -112,10 +100,7 @@ mod tests {
 
     #[test]
     fn resident_memory_is_found_in_status() {
-        assert_eq!(
-            resident_of("Name:\tx\nVmHWM:\t  9 kB\nVmRSS:\t    2048 kB\n"),
-            Some(2 << 20)
-        );
+        assert_eq!(resident_of("Name:\tx\nVmHWM:\t  9 kB\nVmRSS:\t    2048 kB\n"), Some(2 << 20));
         assert_eq!(resident_of("Name:\tx\n"), None);
     }
 
@@ -134,14 +119,7 @@ mod tests {
     }
 
     fn time(threads: &[(&str, u64)], process_ns: u64) -> ProcessorTime {
-        let threads_ns = threads
-            .iter()
-            .map(|&(name, ns)| (name.to_owned(), ns))
-            .collect();
-        ProcessorTime {
-            threads_ns,
-            process_ns,
-            tick_ns: 10_000_000,
-        }
+        let threads_ns = threads.iter().map(|&(name, ns)| (name.to_owned(), ns)).collect();
+        ProcessorTime { threads_ns, process_ns, tick_ns: 10_000_000 }
     }
 }

@@ -79,9 +79,7 @@ pub(crate) fn negotiate(stream: &mut (impl Read + Write), name: &str) -> io::Res
     let [magic, option_magic] = [be64(&greeting, 0), be64(&greeting, 8)];
     let flags = u16::from_be_bytes([greeting[16], greeting[17]]);
     if magic != NBDMAGIC || option_magic != IHAVEOPT || flags & FLAG_FIXED_NEWSTYLE == 0 {
-        return Err(broken(
-            "the greeting is not that of a fixed newstyle NBD server",
-        ));
+        return Err(broken("the greeting is not that of a fixed newstyle NBD server"));
     }
     let mine = FLAG_FIXED_NEWSTYLE | (flags & FLAG_NO_ZEROES);
 
@@ -128,15 +126,11 @@ fn read_go_replies(stream: &mut impl Read) -> io::Result<Export> {
 
 fn parse_export(data: &[u8]) -> Option<Export> {
     let data: &[u8; 12] = data.try_into().ok()?;
-    let [kind, flags] = [
-        u16::from_be_bytes([data[0], data[1]]),
-        u16::from_be_bytes([data[10], data[11]]),
-    ];
+    let [kind, flags] =
+        [u16::from_be_bytes([data[0], data[1]]), u16::from_be_bytes([data[10], data[11]])];
     let bytes = be64(data, 2);
-    (kind == INFO_EXPORT).then_some(Export {
-        bytes,
-        read_only: flags & TRANSMISSION_READ_ONLY != 0,
-    })
+    (kind == INFO_EXPORT)
+        .then_some(Export { bytes, read_only: flags & TRANSMISSION_READ_ONLY != 0 })
 }
 
 /// Finds the replies in a stream of bytes that is cut anywhere.
@@ -152,12 +146,7 @@ pub(crate) struct ReplyParser {
 
 impl ReplyParser {
     pub(crate) fn new(data_bytes: usize) -> ReplyParser {
-        ReplyParser {
-            header: [0; SIMPLE_REPLY_BYTES],
-            have: 0,
-            skip: 0,
-            data_bytes,
-        }
+        ReplyParser { header: [0; SIMPLE_REPLY_BYTES], have: 0, skip: 0, data_bytes }
     }
 
     /// Takes the next bytes of the stream; gives `finished` the cookie of each reply that is now complete.
@@ -195,9 +184,7 @@ impl ReplyParser {
         }
         match be32(&self.header, 4) {
             0 => Ok(()),
-            errno => Err(broken(format!(
-                "the server answered a request with NBD error {errno}"
-            ))),
+            errno => Err(broken(format!("the server answered a request with NBD error {errno}"))),
         }
     }
 }
@@ -214,15 +201,11 @@ fn read_array<const N: usize>(stream: &mut impl Read) -> io::Result<[u8; N]> {
 }
 
 fn be32<const N: usize>(bytes: &[u8; N], at: usize) -> u32 {
-    bytes[at..at + 4]
-        .iter()
-        .fold(0, |value, &byte| value << 8 | u32::from(byte))
+    bytes[at..at + 4].iter().fold(0, |value, &byte| value << 8 | u32::from(byte))
 }
 
 fn be64<const N: usize>(bytes: &[u8; N], at: usize) -> u64 {
-    bytes[at..at + 8]
-        .iter()
-        .fold(0, |value, &byte| value << 8 | u64::from(byte))
+    bytes[at..at + 8].iter().fold(0, |value, &byte| value << 8 | u64::from(byte))
 }
 
 fn broken(what: impl Into<String>) -> io::Error {
@@ -244,10 +227,8 @@ mod tests {
     #[test]
     fn replies_are_found_wherever_the_stream_is_cut() {
         for data_bytes in [0, 1, 40] {
-            let stream: Vec<u8> = [3, 1, 2]
-                .into_iter()
-                .flat_map(|c| reply(0, c, data_bytes))
-                .collect();
+            let stream: Vec<u8> =
+                [3, 1, 2].into_iter().flat_map(|c| reply(0, c, data_bytes)).collect();
             for first in 0..=stream.len() {
                 for second in first..=stream.len() {
                     let mut cookies = Vec::new();
@@ -282,24 +263,14 @@ mod tests {
 
     #[test]
     fn an_error_reply_and_a_foreign_magic_are_errors() {
-        assert!(
-            ReplyParser::new(0)
-                .feed(&reply(5, 1, 0), |_| Ok(()))
-                .is_err()
-        );
+        assert!(ReplyParser::new(0).feed(&reply(5, 1, 0), |_| Ok(())).is_err());
         assert!(ReplyParser::new(0).feed(&[0xff; 16], |_| Ok(())).is_err());
     }
 
     #[test]
     fn an_option_reply_of_any_length_but_twelve_is_no_export() {
         let mut data = vec![0, 0, 0, 0, 0, 0, 0, 0, 16, 0, 0, 3];
-        assert_eq!(
-            parse_export(&data),
-            Some(Export {
-                bytes: 4096,
-                read_only: true
-            })
-        );
+        assert_eq!(parse_export(&data), Some(Export { bytes: 4096, read_only: true }));
         data.push(0);
         assert_eq!(parse_export(&data), None);
         assert_eq!(parse_export(&[]), None);

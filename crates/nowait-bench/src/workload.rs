@@ -63,12 +63,7 @@ impl Workload {
         let mut all = Vec::new();
         for direction in [Direction::Read, Direction::Write] {
             for depth in [1, 16, 64] {
-                all.push(Workload {
-                    direction,
-                    order: Order::Random,
-                    block_bytes: 4 * KIB,
-                    depth,
-                });
+                all.push(Workload { direction, order: Order::Random, block_bytes: 4 * KIB, depth });
             }
         }
         for direction in [Direction::Read, Direction::Write] {
@@ -94,11 +89,6 @@ impl fmt::Display for Workload {
             Direction::Read => "read",
             Direction::Write => "write",
         };
-        write!(
-            f,
-            "{}K {order} {direction}, depth {}",
-            self.block_bytes / KIB,
-            self.depth
-        )
+        write!(f, "{}K {order} {direction}, depth {}", self.block_bytes / KIB, self.depth)
     }
 }

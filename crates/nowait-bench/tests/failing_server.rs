@@ -15,9 +15,7 @@ fn a_server_that_does_not_start_is_named_with_its_last_words_and_tried_once() {
     fs::write(&program, script).expect("a script");
     fs::set_permissions(&program, Permissions::from_mode(0o755)).expect("an executable script");
     let image = directory.path().join("image");
-    File::create(&image)
-        .and_then(|file| file.set_len(64 << 20))
-        .expect("a sparse file");
+    File::create(&image).and_then(|file| file.set_len(64 << 20)).expect("a sparse file");
 
     let options = PeersOptions {
         nowait: Some(program),
@@ -29,10 +27,6 @@ fn a_server_that_does_not_start_is_named_with_its_last_words_and_tried_once() {
     let report = nowait_bench::run(&options, &mut Vec::new()).expect("a report");
     assert_eq!(report.versions[0].1, "nowait 0");
     assert_eq!(report.failures.len(), 1);
-    assert!(
-        report.failures[0].problem.ends_with("no luck"),
-        "{}",
-        report.failures[0].problem
-    );
+    assert!(report.failures[0].problem.ends_with("no luck"), "{}", report.failures[0].problem);
     assert!(report.comparisons.is_empty());
 }

@@ -11,38 +11,22 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 const FILE_BYTES: usize = 64 << 20;
-const LOAD: Workload = Workload {
-    direction: Direction::Read,
-    order: Order::Random,
-    block_bytes: 4096,
-    depth: 16,
-};
+const LOAD: Workload =
+    Workload { direction: Direction::Read, order: Order::Random, block_bytes: 4096, depth: 16 };
 
 fn file_of_zeros(directory: &TempDir) -> PathBuf {
     let path = directory.path().join("image, of zeros");
-    File::create(&path)
-        .and_then(|file| file.set_len(FILE_BYTES as u64))
-        .expect("a sparse file");
+    File::create(&path).and_then(|file| file.set_len(FILE_BYTES as u64)).expect("a sparse file");
     path
 }
 
 fn options(file: &Path) -> PeersOptions {
     PeersOptions {
-        servers: vec![
-            ServerKind::QemuNbd,
-            ServerKind::QemuStorageDaemon,
-            ServerKind::Nbdkit,
-        ],
+        servers: vec![ServerKind::QemuNbd, ServerKind::QemuStorageDaemon, ServerKind::Nbdkit],
         file: Some(file.to_owned()),
         duration: Duration::from_millis(50),
         rounds: 2,
-        workloads: vec![
-            LOAD,
-            Workload {
-                direction: Direction::Write,
-                ..LOAD
-            },
-        ],
+        workloads: vec![LOAD, Workload { direction: Direction::Write, ..LOAD }],
         // Not every file system that holds temporary files has direct I/O.
         caching: vec![Caching::PageCache],
         ..PeersOptions::default()
@@ -69,11 +53,8 @@ fn measured(options: &PeersOptions) -> Option<(Report, String)> {
 #[test]
 fn every_server_is_measured_in_every_round_and_the_text_is_the_report() {
     let directory = TempDir::new().expect("a temporary directory");
-    let options = PeersOptions {
-        overwrite: true,
-        connections: 2,
-        ..options(&file_of_zeros(&directory))
-    };
+    let options =
+        PeersOptions { overwrite: true, connections: 2, ..options(&file_of_zeros(&directory)) };
     let Some((report, printed)) = measured(&options) else {
         return;
     };
@@ -98,12 +79,7 @@ fn every_server_is_measured_in_every_round_and_the_text_is_the_report() {
 fn a_file_is_only_written_to_with_leave() {
     let directory = TempDir::new().expect("a temporary directory");
     let path = file_of_zeros(&directory);
-    let is_zero = || {
-        fs::read(&path)
-            .expect("the file")
-            .iter()
-            .all(|&byte| byte == 0)
-    };
+    let is_zero = || fs::read(&path).expect("the file").iter().all(|&byte| byte == 0);
 
     let Some((report, printed)) = measured(&options(&path)) else {
         return;
@@ -117,11 +93,7 @@ fn a_file_is_only_written_to_with_leave() {
     );
     assert!(printed.contains("only reads"));
 
-    let with_leave = PeersOptions {
-        overwrite: true,
-        output: Output::Json,
-        ..options(&path)
-    };
+    let with_leave = PeersOptions { overwrite: true, output: Output::Json, ..options(&path) };
     let Some((_, printed)) = measured(&with_leave) else {
         return;
     };

@@ -6,7 +6,7 @@
 use std::io;
 use std::time::Duration;
 
-use nowait_bench::{Caching, Output, PeersOptions, Stop};
+use nowait_bench::{Caching, EngineOptions, Output, PeersOptions, Stop, What, run_engine};
 
 use crate::args::{BenchArgs, BenchCaching, BenchWhat};
 use crate::error::{CliError, reason};
@@ -16,10 +16,49 @@ use crate::error::{CliError, reason};
 /// # Errors
 /// What could not be measured, or that it was interrupted.
 pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
-    let BenchWhat::Peers = args.what;
+    let what = match args.what {
+        BenchWhat::Peers => return peers(args),
+        BenchWhat::Simple => What::Simple,
+        BenchWhat::Completion => What::Completion,
+        BenchWhat::Vectored => What::Vectored,
+        BenchWhat::Pool => What::Pool,
+        BenchWhat::Nowait => What::Nowait,
+        BenchWhat::Engines => What::Engines,
+        BenchWhat::All => What::All,
+    };
+    let mut options = EngineOptions {
+        what,
+        file: args.file.clone(),
+        overwrite: args.overwrite,
+        duration: Duration::from_secs_f64(args.seconds),
+        rounds: args.rounds,
+        html: args.html.clone(),
+        output: output(args),
+        stop: Stop::on_signal().map_err(failed)?,
+        ..EngineOptions::default()
+    };
+    if !args.latency.is_empty() {
+        options.latency.clone_from(&args.latency);
+    }
+    let report = run_engine(&options, &mut io::stdout().lock()).map_err(failed)?;
+    if report.interrupted { Err(interrupted()) } else { Ok(()) }
+}
+
+fn failed(error: nowait_bench::Error) -> CliError {
+    CliError::new(error.to_string())
+}
+
+fn interrupted() -> CliError {
+    CliError::new("interrupted, the tables above are complete")
+}
+
+fn output(args: &BenchArgs) -> Output {
+    if args.json { Output::Json } else { Output::Text }
+}
+
+fn peers(args: &BenchArgs) -> Result<(), CliError> {
     let nowait = std::env::current_exe()
         .map_err(|e| CliError::new(format!("cannot find this program: {}", reason(&e))))?;
-    let failed = |error: nowait_bench::Error| CliError::new(error.to_string());
     let mut options = PeersOptions {
         nowait: Some(nowait),
         file: args.file.clone(),
@@ -27,7 +66,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
         duration: Duration::from_secs_f64(args.seconds),
         rounds: args.rounds,
         connections: usize::from(args.connections),
-        output: if args.json { Output::Json } else { Output::Text },
+        output: output(args),
         stop: Stop::on_signal().map_err(failed)?,
         ..PeersOptions::default()
     };
@@ -47,7 +86,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     }
     let report = nowait_bench::run(&options, &mut io::stdout().lock()).map_err(failed)?;
     if report.interrupted {
-        return Err(CliError::new("interrupted, the tables above are complete"));
+        return Err(interrupted());
     }
     if let Some(failure) = report.failures.first() {
         return Err(CliError::new(format!(

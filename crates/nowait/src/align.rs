@@ -83,7 +83,8 @@ impl Alignment {
                 Err(error) => last = error,
             }
         }
-        let errno = if last == rustix::io::Errno::INVAL { libc::EOPNOTSUPP } else { last.raw_os_error() };
+        let errno =
+            if last == rustix::io::Errno::INVAL { libc::EOPNOTSUPP } else { last.raw_os_error() };
         Err(Error::new(errno, Doing::Align))
     }
 }

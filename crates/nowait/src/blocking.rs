@@ -212,7 +212,8 @@ unsafe fn read_mapped<M: Map>(
         let skip = part.pos + done - pos;
         let len = align::up(part.end() - pos, align.read_offset).min(bounce.len() as u64);
         // SAFETY: `bounce` has at least `len` bytes.
-        let got = match unsafe { move_all(disk, false, Range::new(pos, len), bounce.as_mut_ptr()) } {
+        let got = match unsafe { move_all(disk, false, Range::new(pos, len), bounce.as_mut_ptr()) }
+        {
             Ok(got) => got,
             Err(error) => return short(done, error),
         };

@@ -106,7 +106,11 @@ mod tests {
 
     #[test]
     fn c40_every_job_runs_once_and_no_more_threads_than_the_bound() {
-        let (ran, now, most) = (Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)), Arc::new(AtomicUsize::new(0)));
+        let (ran, now, most) = (
+            Arc::new(AtomicUsize::new(0)),
+            Arc::new(AtomicUsize::new(0)),
+            Arc::new(AtomicUsize::new(0)),
+        );
         let (ran2, now2, most2) = (ran.clone(), now.clone(), most.clone());
         let crew = Crew::new(3, move |job: usize| {
             most2.fetch_max(now2.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);

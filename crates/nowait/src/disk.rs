@@ -124,11 +124,7 @@ impl Opened {
     }
 
     /// Opens the file once more, for transfers.
-    fn direct(
-        path: &Path,
-        flags: OFlags,
-        direct: Direct,
-    ) -> Result<(OwnedFd, Alignment), Error> {
+    fn direct(path: &Path, flags: OFlags, direct: Direct) -> Result<(OwnedFd, Alignment), Error> {
         if direct != Direct::Off {
             match Self::open_direct(path, flags) {
                 Ok(opened) => return Ok(opened),

@@ -78,11 +78,7 @@ impl<M: Map> File<M> {
     ///
     /// # Errors
     /// As [`File::read_at`]; `EINVAL` for more than 1024 buffers (C04).
-    pub fn read_vectored_at(
-        &self,
-        bufs: &mut [IoSliceMut<'_>],
-        pos: u64,
-    ) -> Result<usize, Error> {
+    pub fn read_vectored_at(&self, bufs: &mut [IoSliceMut<'_>], pos: u64) -> Result<usize, Error> {
         let segments = bufs.iter_mut().map(|b| Segment { base: b.as_mut_ptr(), len: b.len() });
         self.run(Op::Read, Flags::NONE, pos, &segments.collect::<Vec<_>>())
     }

@@ -1,8 +1,9 @@
 //! A direct-I/O engine for Linux: one completion record for each request, no locks and no
 //! allocation on the way.
 //!
-//! Two ways in: [`File`] for callers that wait, [`Engine`] for servers and event loops, which
-//! submit, poll and wait on a [`Queue`] of their own thread. What a request means is written down
+//! Three ways in: [`File`] for callers that wait, [`Engine`] for servers and event loops, which
+//! submit, poll and wait on a [`Queue`] of their own thread, and [`AsyncFile`] for tasks of any
+//! executor. What a request means is written down
 //! in `docs/contract.md`; the C-numbers here are its rules.
 //!
 //! The modules are listed in the order in which they know each other: a file uses only those
@@ -22,7 +23,9 @@ mod buffer;
 mod map;
 mod ranges;
 mod crew;
+mod sync;
 mod remote;
+mod rendezvous;
 mod queue;
 mod disk;
 mod blocking;
@@ -37,6 +40,10 @@ mod worker;
 mod core;
 mod engine;
 mod file;
+mod memory;
+mod inbox;
+mod driver;
+mod future;
 
 pub use align::Alignment;
 pub use buffer::{BUFFER_ALIGN, Buf};
@@ -46,9 +53,11 @@ pub use disk::{Direct, Disk, OpenOptions};
 pub use engine::Engine;
 pub use error::{Doing, Error, Range};
 pub use file::File;
+pub use future::AsyncFile;
 pub use io::{Flags, Io, Op, Outcome, Transfer, UNREGISTERED};
 pub use iov::{MAX_SEGMENTS, MAX_TRANSFER_BYTES, Segment};
 pub use map::{Extent, Extents, Identity, Intent, Map, Span, WouldBlock};
+pub use memory::Buffer;
 pub use pool::PoolStats;
 pub use queue::{Interest, Null, Queue, QueueFull, Threads, Token, Uring, WATCHED};
 pub use worker::Workers;

@@ -153,7 +153,11 @@ impl Extents {
             }
             for span in &spans {
                 let range = Range::new(pos, span.len);
-                if span.hole { self.hole(range) } else { self.written(range) }
+                if span.hole {
+                    self.hole(range)
+                } else {
+                    self.written(range)
+                }
                 pos += span.len;
             }
             if spans.len() >= SCAN_EXTENTS {
@@ -164,7 +168,8 @@ impl Extents {
 
     #[inline]
     fn word(&self, granule: u64) -> u64 {
-        let chunk = self.chunks.get((granule / GRANULES_PER_CHUNK) as usize).and_then(OnceLock::get);
+        let chunk =
+            self.chunks.get((granule / GRANULES_PER_CHUNK) as usize).and_then(OnceLock::get);
         chunk.map_or(UNKNOWN, |chunk| {
             let word = granule / GRANULES_PER_WORD % WORDS_PER_CHUNK;
             chunk[word as usize].load(Ordering::Acquire)
@@ -181,7 +186,9 @@ impl Extents {
     fn run(&self, from: u64, to: u64, hole: bool) -> u64 {
         let mut granule = from;
         while granule < to {
-            if !hole && granule.is_multiple_of(GRANULES_PER_WORD) && self.word(granule) == ALL_MAPPED
+            if !hole
+                && granule.is_multiple_of(GRANULES_PER_WORD)
+                && self.word(granule) == ALL_MAPPED
             {
                 granule += GRANULES_PER_WORD;
                 continue;
@@ -260,8 +267,7 @@ impl Map for Extents {
 
     fn begin_blocking(&self, range: Range, intent: Intent) -> Extent {
         // The file system allocates by itself when it is written to.
-        self.begin(range, intent)
-            .unwrap_or(Extent { pos: range.pos, len: range.len, hole: false })
+        self.begin(range, intent).unwrap_or(Extent { pos: range.pos, len: range.len, hole: false })
     }
 
     #[inline]

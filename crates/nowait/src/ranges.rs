@@ -76,9 +76,9 @@ impl RangeLocks {
                 false
             }
             // A stripe that a sleeper marked is left to it: taking it here would wipe the mark.
-            Hold::Exclusive => word
-                .compare_exchange(0, EXCLUSIVE, Ordering::Acquire, Ordering::Relaxed)
-                .is_ok(),
+            Hold::Exclusive => {
+                word.compare_exchange(0, EXCLUSIVE, Ordering::Acquire, Ordering::Relaxed).is_ok()
+            }
         }
     }
 

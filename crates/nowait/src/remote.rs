@@ -2,40 +2,35 @@
 //!
 //! Invariant: a slot is pushed by at most one thread at a time and taken once; a push costs one
 //! atomic exchange and, when the list was empty, one write to the wake-up descriptor.
-//! Knows: error, io. Known by: crew's users (worker jobs, queue/threads), engine.
+//! Knows: error, sync. Known by: crew's users (worker jobs, queue/threads), engine.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::atomic::{AtomicI64, AtomicU32, Ordering};
 
-use rustix::event::{EventfdFlags, eventfd};
+use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::error::{Doing, Error};
+use crate::sync::{AtomicI64, AtomicU32, Ordering};
 
 const EMPTY: u32 = u32::MAX;
 
-/// A list of ended slots, with what each came to.
-pub(crate) struct Remote {
+/// A list of ended slots, with what each came to: any thread pushes, one takes all.
+struct List {
     head: AtomicU32,
     next: Box<[AtomicU32]>,
     outcome: Box<[AtomicI64]>,
-    wake: OwnedFd,
 }
 
-impl Remote {
-    /// For slots 0 to `slots` - 1.
-    pub(crate) fn new(slots: u32) -> Result<Self, Error> {
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| Error::from_os(e, Doing::SetUp))?;
-        Ok(Self {
+impl List {
+    fn new(slots: u32) -> Self {
+        Self {
             head: AtomicU32::new(EMPTY),
             next: (0..slots).map(|_| AtomicU32::new(EMPTY)).collect(),
             outcome: (0..slots).map(|_| AtomicI64::new(0)).collect(),
-            wake,
-        })
+        }
     }
 
-    /// Hands `slot` home. The caller gives up every access to what the slot holds.
-    pub(crate) fn push(&self, slot: u32, outcome: i64) {
+    /// Whether the list was empty before.
+    fn push(&self, slot: u32, outcome: i64) -> bool {
         self.outcome[slot as usize].store(outcome, Ordering::Relaxed);
         let mut head = self.head.load(Ordering::Relaxed);
         loop {
@@ -46,26 +41,16 @@ impl Remote {
                 Err(now) => head = now,
             }
         }
-        if head == EMPTY {
-            self.wake();
-        }
+        head == EMPTY
     }
 
-    /// Makes the descriptor readable.
-    pub(crate) fn wake(&self) {
-        // A full counter (EAGAIN) is readable already.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-    }
-
-    /// Whether there is something to take.
     #[inline]
-    pub(crate) fn has_some(&self) -> bool {
+    fn has_some(&self) -> bool {
         self.head.load(Ordering::Relaxed) != EMPTY
     }
 
-    /// Takes the whole list at once and gives each slot to `sink`.
-    pub(crate) fn take(&self, mut sink: impl FnMut(u32, i64)) -> usize {
-        if self.head.load(Ordering::Relaxed) == EMPTY {
+    fn take(&self, mut sink: impl FnMut(u32, i64)) -> usize {
+        if !self.has_some() {
             return 0;
         }
         let mut slot = self.head.swap(EMPTY, Ordering::Acquire);
@@ -78,13 +63,54 @@ impl Remote {
         }
         taken
     }
+}
+
+/// The list, and a descriptor that wakes its owner.
+pub(crate) struct Remote {
+    list: List,
+    wake: OwnedFd,
+    waker: OwnedFd,
+}
+
+impl Remote {
+    /// For slots 0 to `slots` - 1.
+    pub(crate) fn new(slots: u32) -> Result<Self, Error> {
+        // A pipe, not an eventfd: Linux 6.18 passes the write to an eventfd that a ring watches on to
+        // the eventfd of that ring (`Queue::fd`) only once.
+        let (wake, waker) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)
+            .map_err(|e| Error::from_os(e, Doing::SetUp))?;
+        Ok(Self { list: List::new(slots), wake, waker })
+    }
+
+    /// Hands `slot` home. The caller gives up every access to what the slot holds.
+    pub(crate) fn push(&self, slot: u32, outcome: i64) {
+        if self.list.push(slot, outcome) {
+            self.wake();
+        }
+    }
+
+    /// Makes the descriptor readable.
+    pub(crate) fn wake(&self) {
+        // A full pipe (EAGAIN) is readable already.
+        let _ = rustix::io::write(&self.waker, &[1]);
+    }
+
+    /// Whether there is something to take.
+    #[inline]
+    pub(crate) fn has_some(&self) -> bool {
+        self.list.has_some()
+    }
+
+    /// Takes the whole list at once and gives each slot to `sink`.
+    pub(crate) fn take(&self, sink: impl FnMut(u32, i64)) -> usize {
+        self.list.take(sink)
+    }
 
     /// Makes the descriptor unreadable until the next push to an empty list. To be called before
     /// `take`, so that no wake-up is lost.
     pub(crate) fn clear_wake(&self) {
-        let mut count = [0u8; 8];
-        // EAGAIN: it was not readable.
-        let _ = rustix::io::read(&self.wake, &mut count);
+        // EAGAIN: it was not readable. What is left beyond this is one spurious report.
+        let _ = rustix::io::read(&self.wake, &mut [0u8; 256]);
     }
 
     /// Readable after a push to an empty list.
@@ -138,5 +164,58 @@ mod tests {
         assert!(readable());
         remote.clear_wake();
         assert!(!readable());
+    }
+}
+
+/// `cargo test` with `--cfg loom`: every order in which two threads push and one takes.
+#[cfg(test)]
+#[cfg(loom)]
+mod loom_tests {
+    use super::*;
+    use crate::sync::Arc;
+    use loom::thread;
+
+    fn take(list: &List, seen: &mut [u32; 3]) -> usize {
+        list.take(|slot, outcome| {
+            assert_eq!(outcome, i64::from(slot) + 10);
+            seen[slot as usize] += 1;
+        })
+    }
+
+    #[test]
+    fn c47_of_slots_pushed_by_two_threads_none_is_lost_or_taken_twice() {
+        loom::model(|| {
+            let list = Arc::new(List::new(3));
+            let (one, two) = (list.clone(), list.clone());
+            let first = thread::spawn(move || {
+                let empty = one.push(0, 10);
+                u32::from(empty) + u32::from(one.push(1, 11))
+            });
+            let second = thread::spawn(move || u32::from(two.push(2, 12)));
+            let mut seen = [0; 3];
+            let meanwhile = take(&list, &mut seen);
+            let wakes = first.join().unwrap() + second.join().unwrap();
+            let rest = take(&list, &mut seen);
+            assert_eq!((meanwhile + rest, seen), (3, [1; 3]));
+            // Whatever is left when nobody looks any more was announced by a push to an empty list.
+            assert!(wakes >= u32::from(meanwhile > 0) + u32::from(rest > 0));
+        });
+    }
+
+    #[test]
+    fn c47_a_slot_that_came_home_is_pushed_again_while_another_thread_pushes() {
+        loom::model(|| {
+            let list = Arc::new(List::new(3));
+            let (one, two) = (list.clone(), list.clone());
+            list.push(0, 10);
+            let second = thread::spawn(move || two.push(2, 12));
+            let mut seen = [0; 3];
+            take(&list, &mut seen);
+            let first = thread::spawn(move || one.push(0, 10));
+            first.join().unwrap();
+            second.join().unwrap();
+            take(&list, &mut seen);
+            assert_eq!(seen, [2, 0, 1]);
+        });
     }
 }

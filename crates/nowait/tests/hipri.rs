@@ -3,7 +3,8 @@
 use std::sync::Arc;
 
 use nowait::{
-    Config, Disk, Engine, Flags, Identity, Io, Op, OpenOptions, Queue, Range, Threads, Uring, Workers,
+    Config, Disk, Engine, Flags, Identity, Io, Op, OpenOptions, Queue, Range, Threads, Uring,
+    Workers,
 };
 
 const SIZE: usize = 64 << 10;

@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use nowait::{
-    Config, Direct, Disk, Engine, Extents, Flags, Io, Op, OpenOptions, Queue, Range, Threads, Uring,
-    Workers,
+    Config, Direct, Disk, Engine, Extents, Flags, Io, Op, OpenOptions, Queue, Range, Threads,
+    Uring, Workers,
 };
 
 const SIZE: u64 = (4 << 20) + 1234;
@@ -59,9 +59,8 @@ fn run<Q: Queue>(engine: &mut Engine<Q, Extents>, seed: u64, label: &str) {
         }
         let Some(tag) = flights.iter().position(Option::is_none) else { continue };
         let range = random_range(&mut random);
-        let busy = |flight: &Flight| {
-            flight.range.pos < range.end() && range.pos < flight.range.end()
-        };
+        let busy =
+            |flight: &Flight| flight.range.pos < range.end() && range.pos < flight.range.end();
         if flights.iter().flatten().any(busy) {
             continue;
         }
@@ -126,11 +125,7 @@ fn submit<Q: Queue>(
     Flight { range, expected }
 }
 
-fn drain<Q: Queue>(
-    engine: &mut Engine<Q, Extents>,
-    flights: &mut [Option<Flight>],
-    label: &str,
-) {
+fn drain<Q: Queue>(engine: &mut Engine<Q, Extents>, flights: &mut [Option<Flight>], label: &str) {
     while let Some(completion) = engine.next() {
         let flight = flights[completion.tag as usize].take().expect("completed once");
         let done = completion.result().unwrap_or_else(|e| panic!("{label}: {e}"));

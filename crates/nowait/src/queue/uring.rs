@@ -83,7 +83,17 @@ impl Uring {
         let polled = Polled::for_device_of(&file);
         offered.polled = polled.is_some();
         let (rearm, watched) = (Vec::new(), Vec::new());
-        Ok(Self { ring, polled, offered, buffers: 0, locked: 0, rearm, watched, wake: OnceCell::new(), file })
+        Ok(Self {
+            ring,
+            polled,
+            offered,
+            buffers: 0,
+            locked: 0,
+            rearm,
+            watched,
+            wake: OnceCell::new(),
+            file,
+        })
     }
 
     fn build() -> std::io::Result<(IoUring, bool)> {

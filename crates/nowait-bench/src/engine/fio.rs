@@ -1,0 +1,202 @@
+//! fio(1) as a client of the file, where it is installed.
+//!
+//! Invariant: it gets the same place, length, direction and depth as the others, creates no file,
+//! and is gone when the turn is over. Knows: scene, table. Known by: tables.
+
+use std::io::{self, Read, Seek, SeekFrom};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::Duration;
+
+use serde_json::Value;
+
+use super::scene::Scene;
+use super::table::{Latency, Sample};
+use crate::workload::{Direction, Order, Workload};
+
+/// In less it may not finish anything after its warm-up.
+const RUNTIME_MIN_MS: u128 = 200;
+const LOOK: Duration = Duration::from_millis(5);
+const NS_PER_US: f64 = 1e3;
+const KIB_PER_MIB: f64 = 1024.0;
+/// Requests that are handed over and taken back at once, as a caller that cares would.
+const BATCH_MAX: usize = 16;
+
+/// One of fio's engines.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum FioEngine {
+    IoUring,
+    Libaio,
+    Psync,
+}
+
+impl FioEngine {
+    pub(crate) const ALL: [FioEngine; 3] =
+        [FioEngine::IoUring, FioEngine::Libaio, FioEngine::Psync];
+
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            FioEngine::IoUring => "io_uring",
+            FioEngine::Libaio => "libaio",
+            FioEngine::Psync => "psync",
+        }
+    }
+
+    /// A synchronous engine has one request in flight for each job.
+    fn arguments(self, depth: usize) -> Vec<String> {
+        if self == FioEngine::Psync {
+            return vec!["--iodepth=1".to_owned(), format!("--numjobs={depth}")];
+        }
+        let batch = depth.min(BATCH_MAX);
+        let mut arguments = vec![
+            format!("--iodepth={depth}"),
+            format!("--iodepth_batch_submit={batch}"),
+            "--iodepth_batch_complete_min=1".to_owned(),
+            format!("--iodepth_batch_complete_max={batch}"),
+        ];
+        if self == FioEngine::IoUring {
+            arguments.extend(["--fixedbufs=1", "--registerfiles=1"].map(str::to_owned));
+        }
+        arguments
+    }
+}
+
+/// Whether it is installed, as it names itself.
+pub(crate) fn version() -> Option<String> {
+    let output = Command::new("fio").arg("--version").stdin(Stdio::null()).output().ok()?;
+    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
+}
+
+/// Measures `load` on the scene's file.
+///
+/// # Errors
+/// What it said on stderr, or that its answer could not be read.
+pub(crate) fn run(engine: FioEngine, load: &Workload, scene: &Scene<'_>) -> io::Result<Sample> {
+    let mut answer = tempfile::tempfile()?;
+    let mut complaint = tempfile::tempfile()?;
+    let mut child = Command::new("fio")
+        .args(arguments(engine, load, scene))
+        .current_dir(std::env::temp_dir())
+        .stdin(Stdio::null())
+        .stdout(answer.try_clone()?)
+        .stderr(complaint.try_clone()?)
+        .spawn()?;
+    let ended = wait(&mut child, scene);
+    if !ended? {
+        return Err(io::Error::other(format!("fio: {}", last_line(&mut complaint)?)));
+    }
+    let json: Value = serde_json::from_str(&text(&mut answer)?).map_err(io::Error::other)?;
+    sample(&json, load.direction)
+        .ok_or_else(|| io::Error::other("fio: its answer holds no figures"))
+}
+
+fn arguments(engine: FioEngine, load: &Workload, scene: &Scene<'_>) -> Vec<String> {
+    let direction = match (load.order, load.direction) {
+        (Order::Random, Direction::Read) => "randread",
+        (Order::Random, Direction::Write) => "randwrite",
+        (Order::Sequential, Direction::Read) => "read",
+        (Order::Sequential, Direction::Write) => "write",
+    };
+    // A colon separates files, and is escaped by a backslash (fio(1), filename).
+    let path = scene.path.to_string_lossy().replace('\\', "\\\\").replace(':', "\\:");
+    let runtime = scene.duration.as_millis().max(RUNTIME_MIN_MS);
+    let mut arguments = vec![
+        "--name=bench".to_owned(),
+        format!("--filename={path}"),
+        format!("--ioengine={}", engine.name()),
+        format!("--rw={direction}"),
+        format!("--bs={}", load.block_bytes),
+        format!("--size={}", scene.bytes),
+        format!("--runtime={runtime}ms"),
+        format!("--ramp_time={}ms", runtime / 5),
+        format!("--direct={}", u8::from(scene.direct)),
+    ];
+    let fixed = [
+        "--time_based",
+        "--norandommap",
+        "--allow_file_create=0",
+        // Like the others: the same bytes again and again, latencies from submission on.
+        "--scramble_buffers=0",
+        "--clat_percentiles=0",
+        "--lat_percentiles=1",
+        "--thread",
+        "--group_reporting",
+        "--output-format=json",
+    ];
+    arguments.extend(fixed.map(str::to_owned));
+    arguments.extend(engine.arguments(load.depth));
+    if load.direction == Direction::Read {
+        arguments.push("--readonly".to_owned());
+    }
+    arguments
+}
+
+/// Waits for the end, or ends it when the measurement is stopped. True if it went well.
+fn wait(child: &mut Child, scene: &Scene<'_>) -> io::Result<bool> {
+    loop {
+        if let Some(status) = child.try_wait()? {
+            return Ok(status.success());
+        }
+        if scene.stop.requested() {
+            child.kill()?;
+            child.wait()?;
+            return Ok(false);
+        }
+        thread::sleep(LOOK);
+    }
+}
+
+fn text(file: &mut std::fs::File) -> io::Result<String> {
+    let mut bytes = Vec::new();
+    file.seek(SeekFrom::Start(0))?;
+    file.read_to_end(&mut bytes)?;
+    Ok(String::from_utf8_lossy(&bytes).into_owned())
+}
+
+fn last_line(file: &mut std::fs::File) -> io::Result<String> {
+    let text = text(file)?;
+    let last = text.lines().rev().find(|line| !line.trim().is_empty());
+    Ok(last.unwrap_or("failed without a word").to_owned())
+}
+
+fn sample(json: &Value, direction: Direction) -> Option<Sample> {
+    let direction = match direction {
+        Direction::Read => "read",
+        Direction::Write => "write",
+    };
+    let figures = json.get("jobs")?.get(0)?.get(direction)?;
+    let percentiles = figures.get("lat_ns")?.get("percentile");
+    let us = |name: &str| Some(percentiles?.get(name)?.as_f64()? / NS_PER_US);
+    let latency = || {
+        Some(Latency {
+            p50_us: us("50.000000")?,
+            p90_us: us("90.000000")?,
+            p99_us: us("99.000000")?,
+            p999_us: us("99.900000")?,
+        })
+    };
+    let per_second = figures.get("iops")?.as_f64()?;
+    let mib_per_second = figures.get("bw")?.as_f64()? / KIB_PER_MIB;
+    (per_second > 0.0).then(|| Sample { per_second, mib_per_second, latency: latency() })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    #[test]
+    fn the_figures_are_those_of_the_direction_asked_for() {
+        let percentile = json!({
+            "50.000000": 1000, "90.000000": 2000, "99.000000": 3000, "99.900000": 4000,
+        });
+        let json = json!({ "jobs": [{
+            "read": { "iops": 0.0, "bw": 0, "lat_ns": {} },
+            "write": { "iops": 256.0, "bw": 1024, "lat_ns": { "percentile": percentile } },
+        }] });
+        assert_eq!(sample(&json, Direction::Read), None);
+        let latency = Some(Latency { p50_us: 1.0, p90_us: 2.0, p99_us: 3.0, p999_us: 4.0 });
+        let expected = Sample { per_second: 256.0, mib_per_second: 1.0, latency };
+        assert_eq!(sample(&json, Direction::Write), Some(expected));
+    }
+}

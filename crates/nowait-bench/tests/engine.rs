@@ -1,0 +1,163 @@
+//! The tables of the engine from end to end, as short as they get: what is in them, never how fast.
+
+use std::fs::{self, File};
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use nowait_bench::{EngineOptions, EngineReport, Error, Output, What, run_engine};
+use serde_json::Value;
+use tempfile::TempDir;
+
+const FILE_BYTES: usize = 64 << 20;
+
+fn file_of_zeros(directory: &TempDir) -> PathBuf {
+    let path = directory.path().join("image: of zeros");
+    File::create(&path).and_then(|file| file.set_len(FILE_BYTES as u64)).expect("a sparse file");
+    path
+}
+
+fn options(what: What, file: &Path) -> EngineOptions {
+    EngineOptions {
+        what,
+        file: Some(file.to_owned()),
+        overwrite: true,
+        duration: Duration::from_millis(2),
+        // Each start of fio takes a while.
+        rounds: if what == What::Engines { 1 } else { 2 },
+        latency: vec![Duration::from_micros(50)],
+        ..EngineOptions::default()
+    }
+}
+
+fn measured(options: &EngineOptions) -> (EngineReport, String) {
+    let mut printed = Vec::new();
+    let report = run_engine(options, &mut printed).expect("a report");
+    (report, String::from_utf8(printed).expect("UTF-8"))
+}
+
+/// Measures one thing and checks that every cell of its tables has a figure from every round.
+/// Returns the titles of its rows with the numbers of its variants.
+fn whole(what: What) -> Vec<(String, usize)> {
+    let directory = TempDir::new().expect("a temporary directory");
+    let options = options(what, &file_of_zeros(&directory));
+    let (report, printed) = measured(&options);
+    assert_eq!(printed, report.to_string());
+    assert!(!report.interrupted);
+    let mut rows = Vec::new();
+    for table in &report.tables {
+        assert_eq!(table.what, what);
+        for row in &table.rows {
+            assert_eq!(row.cells.len(), table.variants.len());
+            for (variant, cell) in table.variants.iter().zip(&row.cells) {
+                if variant == "loop device" && cell.problem.is_some() {
+                    eprintln!("skipped: no loop device ({:?})", cell.problem);
+                    continue;
+                }
+                let at = format!("{}, {}: {variant}", table.title, row.title);
+                assert_eq!(cell.problem, None, "{at}");
+                assert_eq!(cell.samples.len(), options.rounds as usize, "{at}");
+                assert!(cell.samples.iter().all(|sample| sample.mib_per_second > 0.0), "{at}");
+            }
+            rows.push((row.title.clone(), table.variants.len()));
+        }
+    }
+    rows
+}
+
+#[test]
+fn simple_has_both_queues_all_depths_and_the_blocking_face() {
+    let rows = whole(What::Simple);
+    let titles: Vec<&str> = rows.iter().map(|(title, _)| title.as_str()).collect();
+    assert_eq!(titles.len(), 9);
+    for part in ["null queue, poll, depth 512", "file, poll, depth 128", "file, sync, depth 1"] {
+        assert!(titles.contains(&part), "{titles:?}");
+    }
+}
+
+#[test]
+fn completion_has_four_block_sizes() {
+    assert_eq!(whole(What::Completion).len(), 4);
+}
+
+#[test]
+fn vectored_has_the_file_the_given_latency_small_segments_and_a_durable_write() {
+    let rows = whole(What::Vectored);
+    assert_eq!(rows.iter().filter(|row| row.0.starts_with("50µs queue, ")).count(), 5);
+    assert_eq!(rows.iter().filter(|row| row.1 == 4).count(), 5);
+    assert_eq!(rows.len(), 5 + 5 + 5 + 2);
+}
+
+#[test]
+fn pool_has_slots_freed_on_the_same_and_on_another_thread() {
+    assert_eq!(whole(What::Pool).len(), 4);
+}
+
+#[test]
+fn nowait_has_stable_and_sparse_files_three_ways_and_the_loop_device() {
+    let rows = whole(What::Nowait);
+    assert_eq!(rows.iter().filter(|row| row.1 == 3).count(), 4);
+    assert_eq!(rows.iter().filter(|row| row.1 == 2).count(), 2);
+}
+
+#[test]
+fn engines_are_compared_at_three_depths_in_both_directions() {
+    let rows = whole(What::Engines);
+    assert_eq!(rows.len(), 6);
+    let fio = rows.iter().all(|row| row.1 == 6);
+    if !fio {
+        assert!(std::env::var_os("NOWAIT_REQUIRE_TOOLS").is_none(), "no fio");
+        eprintln!("skipped: no fio");
+    }
+}
+
+#[test]
+fn a_file_is_only_written_to_with_leave() {
+    let directory = TempDir::new().expect("a temporary directory");
+    let path = file_of_zeros(&directory);
+    for what in What::EACH {
+        let options = EngineOptions { overwrite: false, ..options(what, &path) };
+        let (report, printed) = measured(&options);
+        assert!(printed.contains("only reads"));
+        assert_eq!(report.tables.is_empty(), what == What::Completion);
+    }
+    let bytes = fs::read(&path).expect("the file");
+    assert!(bytes.len() == FILE_BYTES && bytes.iter().all(|&byte| byte == 0));
+    let (_, _) = measured(&options(What::Completion, &path));
+    assert!(fs::read(&path).expect("the file").iter().any(|&byte| byte != 0));
+}
+
+#[test]
+fn the_page_holds_all_it_shows_and_the_json_object_has_the_figures_of_the_text() {
+    let directory = TempDir::new().expect("a temporary directory");
+    let html = directory.path().join("report.html");
+    let options = EngineOptions {
+        html: Some(html.clone()),
+        output: Output::Json,
+        ..options(What::Pool, &file_of_zeros(&directory))
+    };
+    let (report, printed) = measured(&options);
+    let json: Value = serde_json::from_str(&printed).expect("one JSON object");
+    let cell = &json["tables"][0]["rows"][0]["cells"][1];
+    assert_eq!(json["tables"][0]["what"], "pool");
+    assert_eq!(cell["variant"], "pool");
+    let table = &report.tables[0];
+    assert_eq!(cell["gain"].as_f64(), table.gain(&table.rows[0], 1));
+
+    let page = fs::read_to_string(&html).expect("a page");
+    assert_eq!(page.matches("<svg").count(), 2);
+    for from_outside in ["http:", "https:", "url(", "<script", "<link", "<img", "@import"] {
+        assert!(!page.contains(from_outside), "{from_outside}");
+    }
+    let again = EngineOptions { overwrite: false, ..options };
+    assert!(matches!(run_engine(&again, &mut Vec::new()), Err(Error::File { .. })));
+}
+
+#[test]
+fn a_stop_leaves_a_report_of_the_tables_that_were_finished() {
+    let directory = TempDir::new().expect("a temporary directory");
+    let options = options(What::All, &file_of_zeros(&directory));
+    options.stop.request();
+    let (report, printed) = measured(&options);
+    assert!(report.interrupted && report.tables.is_empty());
+    assert!(printed.ends_with("stopped before the end\n"));
+}

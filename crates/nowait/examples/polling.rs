@@ -1,0 +1,143 @@
+//! Sums up an image in an event loop of its own: `nowait::Engine` beside another descriptor in
+//! poll(2).
+//!
+//! `polling IMAGE`: many reads are in flight while the loop also listens to standard input; each
+//! line typed there is answered with how far it is.
+
+use std::error::Error;
+use std::io::Read;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::process::ExitCode;
+use std::sync::Arc;
+
+use nowait::{
+    Config, Disk, Engine, Extents, Flags, Io, Op, OpenOptions, Queue, Range, Threads, Uring,
+    Workers,
+};
+use rustix::event::{PollFd, PollFlags, poll};
+
+/// Bytes of each read, and how many of them are in flight.
+const STEP_BYTES: u64 = 256 << 10;
+const DEPTH: usize = 16;
+
+/// A sum over `bytes` at `pos` (FNV-1a); the sums of all parts of an image are added up, so that
+/// they may come in any order.
+fn sum_of(pos: u64, bytes: &[u8]) -> u64 {
+    let mix = |sum: u64, byte: &u8| (sum ^ u64::from(*byte)).wrapping_mul(0x0100_0000_01b3);
+    pos.to_le_bytes().iter().chain(bytes).fold(0xcbf2_9ce4_8422_2325, mix)
+}
+
+struct Reader<Q: Queue> {
+    engine: Engine<Q, Extents>,
+    size: u64,
+    /// Where the next read begins.
+    next: u64,
+    /// Bytes that were summed up.
+    done: u64,
+    sum: u64,
+}
+
+impl<Q: Queue> Reader<Q> {
+    /// Submits reads until enough are in flight.
+    fn submit(&mut self) -> Result<(), nowait::Error> {
+        while self.next < self.size && self.engine.in_flight() < DEPTH {
+            let range = Range::new(self.next, STEP_BYTES.min(self.size - self.next));
+            let Some(buffer) = self.engine.buffer(range) else { return Ok(()) };
+            let io = Io { op: Op::Read, flags: Flags::NONE, range };
+            if let Err(rejected) = self.engine.submit(io, buffer, 0) {
+                return Err(rejected.error);
+            }
+            self.next += range.len;
+        }
+        Ok(())
+    }
+
+    /// Sums up what has ended.
+    fn complete(&mut self) -> Result<(), nowait::Error> {
+        while let Some(completion) = self.engine.next() {
+            let (len, range) = (completion.result()?, completion.io.range);
+            let start = self.engine.start(range.pos);
+            let Some(buffer) = completion.buf else { continue };
+            if let Some(bytes) = buffer.get(start..start + len as usize) {
+                self.sum = self.sum.wrapping_add(sum_of(range.pos, bytes));
+            }
+            self.done += range.len;
+        }
+        Ok(())
+    }
+
+    fn run(mut self) -> Result<u64, Box<dyn Error>> {
+        let stdin = std::io::stdin();
+        let mut listens = true;
+        while self.done < self.size {
+            self.submit()?;
+            self.engine.poll()?;
+            self.complete()?;
+            // Whoever sleeps on a descriptor makes sure first that there is nothing to do.
+            if self.engine.pending() || self.engine.in_flight() == 0 {
+                continue;
+            }
+            let engine_fd = self.engine.fd();
+            let stdin_fd = stdin.as_fd();
+            let engine = PollFd::from_borrowed_fd(engine_fd, PollFlags::IN);
+            let mut fds = vec![engine];
+            if listens {
+                fds.push(PollFd::from_borrowed_fd(stdin_fd, PollFlags::IN));
+            }
+            match poll(&mut fds, None) {
+                Ok(_) | Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error.into()),
+            }
+            let typed = fds.get(1).is_some_and(|fd| !fd.revents().is_empty());
+            if typed {
+                listens = stdin.lock().read(&mut [0; 4096])? > 0;
+                eprintln!("{} of {} bytes", self.done, self.size);
+            }
+        }
+        Ok(self.sum)
+    }
+}
+
+fn sum(path: &Path) -> Result<u64, Box<dyn Error>> {
+    let disk = Disk::open(path, OpenOptions { read_only: true, ..OpenOptions::default() })?;
+    disk.scan();
+    let disk = Arc::new(disk);
+    let config = Config::default();
+    match Uring::new(disk.fd()) {
+        Ok(ring) => sum_with(disk, ring, config),
+        // Forbidden, or missing: plain system calls do it too.
+        Err(_) => {
+            let threads = Threads::new(disk.fd(), config.slots, !disk.is_direct())?;
+            sum_with(disk, threads, config)
+        }
+    }
+}
+
+fn sum_with<Q: Queue>(
+    disk: Arc<Disk<Extents>>,
+    queue: Q,
+    config: Config,
+) -> Result<u64, Box<dyn Error>> {
+    let (size, workers) = (disk.size(), Workers::new(&disk, config.workers));
+    let engine = Engine::new(disk, workers, queue, config)?;
+    Reader { engine, size, next: 0, done: 0, sum: 0 }.run()
+}
+
+fn main() -> ExitCode {
+    let args: Vec<_> = std::env::args_os().skip(1).collect();
+    let [image] = args.as_slice() else {
+        eprintln!("usage: polling IMAGE");
+        return ExitCode::from(2);
+    };
+    match sum(Path::new(image)) {
+        Ok(sum) => {
+            println!("{sum:016x}");
+            ExitCode::SUCCESS
+        }
+        Err(error) => {
+            eprintln!("polling: {error}");
+            ExitCode::FAILURE
+        }
+    }
+}

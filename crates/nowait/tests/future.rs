@@ -1,0 +1,503 @@
+//! The async face: against a model, with futures dropped at random, on a runtime and on none.
+//!
+//! Invariant: each task has ranges of its own, so that each request has one right answer; writes
+//! that are dropped in flight go where nobody looks, as they may be done at any time.
+//! Knows: the public face of the crate.
+#![allow(unsafe_code)]
+
+use std::alloc::{GlobalAlloc, Layout, System};
+use std::os::fd::BorrowedFd;
+use std::path::PathBuf;
+use std::pin::pin;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::{Arc, Weak};
+use std::task::{Context, Poll, Wake, Waker};
+use std::thread::{self, Thread};
+use std::time::Duration;
+
+use nowait::{
+    AsyncFile, Buffer, Config, Disk, Doing, Error, Extents, Flags, Interest, OpenOptions, Outcome,
+    Queue, QueueFull, Range, Threads, Token, Transfer, Uring, Workers,
+};
+
+/// A task's share of the device, in bytes, and how much of it is not looked at.
+const SHARE: u64 = 1 << 20;
+const SCRATCH: u64 = SHARE / 4 - 777;
+const TASKS: u64 = 4;
+/// The device ends inside a block.
+const SIZE: u64 = TASKS * SHARE - 300;
+const STEPS: u32 = 600;
+const LONGEST: u64 = 40_000;
+/// Length of the buffers that are counted; nothing else in this program has just this length.
+const COUNTED: usize = 13 * 4096;
+const SLOTS: u32 = 16;
+
+/// The system's allocator, counting the buffers of `COUNTED` bytes that are alive.
+struct Counting;
+
+static ALIVE: AtomicUsize = AtomicUsize::new(0);
+
+// SAFETY: every call goes to the system's allocator as it came.
+unsafe impl GlobalAlloc for Counting {
+    // SAFETY: the caller's promise is passed on.
+    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
+        // SAFETY: as promised by the caller.
+        unsafe { System.alloc(layout) }
+    }
+
+    // SAFETY: the caller's promise is passed on.
+    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
+        ALIVE.fetch_add(usize::from(layout.size() == COUNTED), Ordering::SeqCst);
+        // SAFETY: as promised by the caller.
+        unsafe { System.alloc_zeroed(layout) }
+    }
+
+    // SAFETY: the caller's promise is passed on.
+    unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
+        ALIVE.fetch_sub(usize::from(layout.size() == COUNTED), Ordering::SeqCst);
+        // SAFETY: as promised by the caller.
+        unsafe { System.dealloc(old, layout) }
+    }
+}
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
+
+struct Unpark(Thread);
+
+impl Wake for Unpark {
+    fn wake(self: Arc<Self>) {
+        self.0.unpark();
+    }
+}
+
+fn block_on<F: Future>(future: F) -> F::Output {
+    let mut future = pin!(future);
+    let waker = Waker::from(Arc::new(Unpark(thread::current())));
+    loop {
+        match future.as_mut().poll(&mut Context::from_waker(&waker)) {
+            Poll::Ready(output) => return output,
+            Poll::Pending => thread::park(),
+        }
+    }
+}
+
+struct Random(u64);
+
+impl Random {
+    fn below(&mut self, limit: u64) -> u64 {
+        self.0 ^= self.0 << 13;
+        self.0 ^= self.0 >> 7;
+        self.0 ^= self.0 << 17;
+        self.0 % limit
+    }
+
+    fn fill(&mut self, bytes: &mut [u8]) {
+        let mut word = self.below(u64::MAX);
+        for byte in bytes {
+            word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            *byte = (word >> 56) as u8;
+        }
+    }
+}
+
+fn image(size: u64) -> (tempfile::TempDir, PathBuf) {
+    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    let path = dir.path().join("disk.img");
+    std::fs::File::create(&path).unwrap().set_len(size).unwrap();
+    (dir, path)
+}
+
+/// The device on `make`'s queue, with `SLOTS` slots; `None`, said aloud, where it cannot be made.
+fn start<Q: Queue>(
+    path: &std::path::Path,
+    make: impl FnOnce(&Disk<Extents>) -> Result<Q, Error> + Send + 'static,
+) -> Option<(AsyncFile, Weak<Disk<Extents>>)> {
+    let disk = Arc::new(Disk::open(path, OpenOptions::default()).unwrap());
+    let weak = Arc::downgrade(&disk);
+    let workers = Workers::new(&disk, 4);
+    let config = Config { slots: SLOTS, ..Config::default() };
+    match AsyncFile::with_queue(disk, workers, config, make) {
+        Ok(file) => Some((file, weak)),
+        Err(error) => {
+            println!("skipped: {error}");
+            None
+        }
+    }
+}
+
+fn uring(disk: &Disk<Extents>) -> Result<Uring, Error> {
+    Uring::new(disk.fd())
+}
+
+fn threads(disk: &Disk<Extents>) -> Result<Threads, Error> {
+    Threads::new(disk.fd(), SLOTS, !disk.is_direct())
+}
+
+/// Waits until the driver, its workers and all that they hold are gone.
+fn wait_for_the_end(disk: &Weak<Disk<Extents>>) {
+    while disk.strong_count() > 0 {
+        thread::yield_now();
+    }
+}
+
+/// One task's view of its share of the device.
+struct Share {
+    file: AsyncFile,
+    start: u64,
+    model: Vec<u8>,
+    random: Random,
+}
+
+impl Share {
+    fn new(file: AsyncFile, task: u64) -> Self {
+        let model = vec![0; (SHARE - SCRATCH) as usize];
+        let random = Random(0x9e37_79b9_7f4a_7c15 ^ (task + 1));
+        Self { file, start: task * SHARE, model, random }
+    }
+
+    /// A range below `limit`; half of them are whole blocks.
+    fn range(&mut self, limit: u64) -> (u64, u64) {
+        let (mut from, mut len) = (self.random.below(limit), 1 + self.random.below(LONGEST));
+        if self.random.below(2) == 0 {
+            (from, len) = (from & !4095, (len + 4095) & !4095);
+        }
+        (from, len.min(limit - from))
+    }
+
+    async fn run(mut self) {
+        for step in 0..STEPS {
+            for _ in 0..self.random.below(4) {
+                self.begin_and_drop().await.unwrap();
+            }
+            self.step(step).await.unwrap_or_else(|error| panic!("step {step}: {error}"));
+        }
+    }
+
+    async fn step(&mut self, step: u32) -> Result<(), Error> {
+        let (from, len) = self.range(SHARE - SCRATCH);
+        let range = Range::new(self.start + from, len);
+        let mut buffer = Buffer::zeroed(len as usize)?;
+        let model = &mut self.model[from as usize..(from + len) as usize];
+        match self.random.below(10) {
+            0..4 => {
+                self.random.fill(&mut buffer);
+                model.copy_from_slice(&buffer);
+                let flags = if step.is_multiple_of(16) { Flags::DSYNC } else { Flags::NONE };
+                let (written, buffer) = self.file.write(range.pos, buffer, flags).await;
+                assert_eq!(written? as u64, len);
+                assert!(*buffer == *model, "step {step}: the memory of {range:?} has changed");
+            }
+            4..8 => {
+                buffer.fill(0xa5);
+                let (read, buffer) = self.file.read(range.pos, buffer).await;
+                assert_eq!(read? as u64, len);
+                assert!(*buffer == *model, "step {step}: {range:?}");
+            }
+            8 => {
+                model.fill(0);
+                self.file.zero(range, Flags::NONE).await?;
+            }
+            _ => self.file.flush().await?,
+        }
+        Ok(())
+    }
+
+    /// Begins a request and drops it: a read, or a write where nobody looks.
+    async fn begin_and_drop(&mut self) -> Result<(), Error> {
+        if self.random.below(2) == 0 {
+            let (from, len) = self.range(SHARE);
+            poll_once(self.file.read(self.start + from, Buffer::zeroed(len as usize)?)).await;
+        } else {
+            let (from, len) = self.range(SCRATCH - 300);
+            let mut buffer = Buffer::zeroed(len as usize)?;
+            self.random.fill(&mut buffer);
+            let pos = self.start + SHARE - SCRATCH + from;
+            poll_once(self.file.write(pos, buffer, Flags::NONE)).await;
+        }
+        Ok(())
+    }
+}
+
+/// Polls a future once and drops it.
+async fn poll_once<F: Future + Unpin>(mut future: F) {
+    let poll = |context: &mut Context<'_>| Poll::Ready(pin!(&mut future).poll(context).is_ready());
+    std::future::poll_fn(poll).await;
+}
+
+fn agrees_on_a_runtime<Q: Queue>(
+    make: impl FnOnce(&Disk<Extents>) -> Result<Q, Error> + Send + 'static,
+) {
+    let (_dir, path) = image(SIZE);
+    let Some((file, disk)) = start(&path, make) else { return };
+    let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().unwrap();
+    let tasks: Vec<_> =
+        (0..TASKS).map(|task| runtime.spawn(Share::new(file.clone(), task).run())).collect();
+    drop(file);
+    runtime.block_on(async {
+        for task in tasks {
+            task.await.unwrap();
+        }
+    });
+    wait_for_the_end(&disk);
+    assert_eq!(std::fs::metadata(&path).unwrap().len(), SIZE);
+}
+
+fn agrees_without_a_runtime<Q: Queue>(
+    make: impl FnOnce(&Disk<Extents>) -> Result<Q, Error> + Send + 'static,
+) {
+    let (_dir, path) = image(SIZE);
+    let Some((file, disk)) = start(&path, make) else { return };
+    thread::scope(|scope| {
+        for task in 0..TASKS {
+            let share = Share::new(file.clone(), task);
+            scope.spawn(move || block_on(share.run()));
+        }
+    });
+    drop(file);
+    wait_for_the_end(&disk);
+    assert_eq!(std::fs::metadata(&path).unwrap().len(), SIZE);
+}
+
+#[test]
+fn uring_on_a_runtime_agrees_with_the_model_while_futures_are_dropped() {
+    agrees_on_a_runtime(uring);
+}
+
+#[test]
+fn uring_without_a_runtime_agrees_with_the_model_while_futures_are_dropped() {
+    agrees_without_a_runtime(uring);
+}
+
+#[test]
+fn threads_on_a_runtime_agree_with_the_model_while_futures_are_dropped() {
+    agrees_on_a_runtime(threads);
+}
+
+#[test]
+fn threads_without_a_runtime_agree_with_the_model_while_futures_are_dropped() {
+    agrees_without_a_runtime(threads);
+}
+
+#[test]
+fn c45_thousands_of_dropped_futures_hold_no_more_memory_than_the_bound_and_leave_none() {
+    const ROUNDS: u64 = 1000;
+    const DROPPED: u32 = SLOTS / 2;
+    let (_dir, path) = image(SIZE);
+    let Some((file, disk)) = start(&path, threads) else { return };
+    let mut random = Random(99);
+    let mut most = 0;
+    block_on(async {
+        let mut ours = Buffer::zeroed(4096).unwrap();
+        random.fill(&mut ours);
+        let (written, ours) = file.write(0, ours, Flags::NONE).await;
+        assert_eq!(written.unwrap(), ours.len());
+        let mut back = Buffer::zeroed(4096).unwrap();
+        for _ in 0..ROUNDS {
+            for _ in 0..DROPPED {
+                let pos = 4096 + random.below(SIZE - 4096 - COUNTED as u64);
+                let buffer = Buffer::zeroed(COUNTED).unwrap();
+                if random.below(2) == 0 {
+                    poll_once(file.read(pos, buffer)).await;
+                } else {
+                    poll_once(file.write(pos & !4095, buffer, Flags::NONE)).await;
+                }
+                most = most.max(ALIVE.load(Ordering::SeqCst));
+            }
+            let read;
+            back.fill(0);
+            (read, back) = file.read(0, back).await;
+            assert_eq!(read.unwrap(), ours.len());
+            assert!(*back == *ours);
+        }
+    });
+    drop(file);
+    wait_for_the_end(&disk);
+    assert_eq!(ALIVE.load(Ordering::SeqCst), 0);
+    // In flight, taken, and in the inbox; none of them more than there are slots.
+    assert!((1..=3 * SLOTS as usize).contains(&most), "{most} buffers at once");
+}
+
+#[test]
+fn c46_requests_in_flight_are_answered_after_the_last_handle_was_dropped_and_the_thread_ends() {
+    let (_dir, path) = image(SIZE);
+    let (file, disk) = start(&path, uring).or_else(|| start(&path, threads)).unwrap();
+    let write = |n: u64| {
+        let mut buffer = Buffer::zeroed(8192).unwrap();
+        buffer.fill(n as u8 + 1);
+        file.write(n * 8192, buffer, Flags::NONE)
+    };
+    let mut sent: Vec<_> = (0..12).map(write).collect();
+    let unsent = write(12);
+    let mut context = Context::from_waker(Waker::noop());
+    let answers: Vec<_> = sent.iter_mut().map(|it| pin!(it).poll(&mut context)).collect();
+    drop(file);
+    for (future, answer) in sent.into_iter().zip(answers) {
+        let (written, buffer) = match answer {
+            Poll::Ready(answer) => answer,
+            Poll::Pending => block_on(future),
+        };
+        assert_eq!((written.unwrap(), buffer.len()), (8192, 8192));
+    }
+    // A future that was not sent yet is a handle, too.
+    assert_eq!(block_on(unsent).0.unwrap(), 8192);
+    wait_for_the_end(&disk);
+    let bytes = std::fs::read(&path).unwrap();
+    for (n, block) in bytes.chunks(8192).take(13).enumerate() {
+        assert!(block.iter().all(|&byte| byte as usize == n + 1), "block {n}");
+    }
+}
+
+#[test]
+fn c46_the_thread_ends_when_handle_and_futures_are_dropped_in_flight() {
+    for round in 0..50 {
+        let (_dir, path) = image(SIZE);
+        let (file, disk) = start(&path, uring).or_else(|| start(&path, threads)).unwrap();
+        let mut context = Context::from_waker(Waker::noop());
+        for n in 0..round {
+            let mut read = file.read(n * 5000, Buffer::zeroed(10_000).unwrap());
+            let _ = pin!(&mut read).poll(&mut context);
+        }
+        drop(file);
+        wait_for_the_end(&disk);
+    }
+}
+
+#[test]
+fn more_requests_than_there_are_slots_and_places_all_end() {
+    let (_dir, path) = image(SIZE);
+    let (file, disk) = start(&path, uring).or_else(|| start(&path, threads)).unwrap();
+    let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+    let done: usize = runtime.block_on(async {
+        let read = |n| {
+            let file = file.clone();
+            tokio::spawn(async move {
+                let buffer = Buffer::zeroed(4096).unwrap();
+                file.read(n * 512, buffer).await.0.unwrap()
+            })
+        };
+        let reads: Vec<_> = (0..40 * u64::from(SLOTS)).map(read).collect();
+        let mut done = 0;
+        for read in reads {
+            done += read.await.unwrap();
+        }
+        done
+    });
+    assert_eq!(done, 40 * SLOTS as usize * 4096);
+    drop(file);
+    wait_for_the_end(&disk);
+}
+
+#[test]
+fn errors_come_with_their_errno_and_give_the_buffer_back() {
+    let (_dir, path) = image(SIZE);
+    let options = OpenOptions { read_only: true, ..OpenOptions::default() };
+    let file = AsyncFile::open(&path, options).unwrap();
+    assert_eq!(file.size(), SIZE);
+    let (written, buffer) = block_on(file.write(0, Buffer::zeroed(512).unwrap(), Flags::NONE));
+    assert_eq!((written.unwrap_err().errno(), buffer.len()), (libc::EROFS, 512));
+    let (read, buffer) = block_on(file.read(u64::MAX - 3, buffer));
+    assert_eq!((read.unwrap_err().errno(), buffer.len()), (libc::EINVAL, 512));
+    let (read, buffer) = block_on(file.read(SIZE - 100, buffer));
+    assert_eq!((read.unwrap(), buffer.len()), (100, 512));
+    assert_eq!(block_on(file.read(SIZE, buffer)).0.unwrap(), 0);
+    assert_eq!(block_on(file.read(0, Buffer::default())).0.unwrap(), 0);
+    let discarded = block_on(file.discard(Range::new(0, 4096)));
+    assert_eq!(discarded.unwrap_err().errno(), libc::EROFS);
+}
+
+#[test]
+fn a_discarded_range_reads_as_zeros_where_holes_can_be_punched() {
+    let (_dir, path) = image(SIZE);
+    let (file, disk) = start(&path, threads).unwrap();
+    let punches = disk.upgrade().unwrap().punches_holes();
+    let mut buffer = Buffer::zeroed(8192).unwrap();
+    buffer.fill(9);
+    let (written, buffer) = block_on(file.write(0, buffer, Flags::NONE));
+    assert_eq!(written.unwrap(), 8192);
+    match block_on(file.discard(Range::new(0, 4096))) {
+        Ok(()) => assert!(punches),
+        Err(error) => assert_eq!((punches, error.errno()), (false, libc::EOPNOTSUPP)),
+    }
+    let (read, buffer) = block_on(file.read(0, buffer));
+    assert_eq!(read.unwrap(), 8192);
+    assert!(buffer[..4096].iter().all(|&byte| byte == if punches { 0 } else { 9 }));
+    assert!(buffer[4096..].iter().all(|&byte| byte == 9));
+}
+
+/// A queue that swallows transfers and fails as soon as it is told to.
+struct Failing {
+    queue: Threads,
+    fails: Arc<AtomicBool>,
+}
+
+impl Failing {
+    fn checked(&self) -> Result<(), Error> {
+        match self.fails.load(Ordering::SeqCst) {
+            true => Err(Error::new(libc::ENXIO, Doing::Wait)),
+            false => Ok(()),
+        }
+    }
+}
+
+impl Queue for Failing {
+    // SAFETY: what is swallowed touches no memory; the rest is passed on as it came.
+    unsafe fn place(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
+        if self.checked().is_err() {
+            return Ok(());
+        }
+        // SAFETY: as promised by the caller.
+        unsafe { self.queue.place(transfer, token) }
+    }
+
+    fn kick(&mut self) -> Result<(), Error> {
+        self.checked().and_then(|()| self.queue.kick())
+    }
+
+    fn reap(&mut self, sink: impl FnMut(Token, Outcome)) -> usize {
+        self.queue.reap(sink)
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
+        self.checked().and_then(|()| self.queue.wait(timeout))
+    }
+
+    fn pending(&mut self) -> bool {
+        self.queue.pending()
+    }
+
+    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
+        self.queue.watch(fd, token, interest)
+    }
+
+    fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
+        self.queue.unwatch(fd, token);
+    }
+
+    // SAFETY: the memory is not kept.
+    unsafe fn register(&mut self, _: *mut u8, _: usize) -> Option<u16> {
+        None
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.queue.fd()
+    }
+}
+
+#[test]
+fn c46_when_the_queue_fails_what_is_in_flight_and_what_comes_later_ends_with_its_error() {
+    let (_dir, path) = image(SIZE);
+    let fails = Arc::new(AtomicBool::new(false));
+    let told = fails.clone();
+    let make = move |disk: &Disk<Extents>| threads(disk).map(|queue| Failing { queue, fails });
+    let (file, _) = start(&path, make).unwrap();
+    let (written, buffer) = block_on(file.write(0, Buffer::zeroed(4096).unwrap(), Flags::NONE));
+    assert_eq!(written.unwrap(), 4096);
+    told.store(true, Ordering::SeqCst);
+    let (read, buffer) = block_on(file.read(0, buffer));
+    assert_eq!(read.unwrap_err().errno(), libc::ENXIO);
+    assert_eq!(buffer.len(), 0, "the memory belongs to the kernel");
+    let (read, buffer) = block_on(file.read(0, Buffer::zeroed(4096).unwrap()));
+    assert_eq!((read.unwrap_err().errno(), buffer.len()), (libc::ENXIO, 4096));
+    assert_eq!(block_on(file.flush()).unwrap_err().errno(), libc::ENXIO);
+}
