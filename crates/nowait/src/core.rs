@@ -375,12 +375,18 @@ impl<M: Map> Core<M> {
             Ended::Short => request.again = true,
             Ended::Refused => {
                 request.again = true;
-                if self.qualify.refused(self.stats.simple + self.stats.generic) {
-                    self.stats.rested += 1;
-                    self.simple = false;
-                }
+                self.qualify.refused();
             }
             Ended::Failed(errno) => request.fail(i64::from(errno)),
+        }
+    }
+
+    /// A look at the queue has brought so many transfers.
+    #[inline]
+    pub(crate) fn judge(&mut self, transfers: usize) {
+        if self.qualify.judge(transfers) {
+            self.stats.rested += 1;
+            self.simple = false;
         }
     }
 

@@ -209,8 +209,10 @@ impl<Q: Queue, M: Map> Engine<Q, M> {
     #[inline]
     fn reap(&mut self, watched: &mut impl FnMut(Token, i32)) -> Result<(), Error> {
         let core = &mut self.core;
+        let mut transfers = 0;
         self.queue.reap(|token, outcome| {
             if token & WATCHED == 0 {
+                transfers += 1;
                 core.ended(token as u32, outcome);
             } else if token == HOME {
                 core.hears_home();
@@ -218,6 +220,7 @@ impl<Q: Queue, M: Map> Engine<Q, M> {
                 watched(token, outcome);
             }
         });
+        self.core.judge(transfers);
         self.core.look_home();
         while self.core.continue_pieces(&mut self.queue) {
             self.queue.kick()?;

@@ -1,23 +1,23 @@
 //! Whether trying without waiting is worth it (C39).
 //!
-//! Invariant: after a window in which nearly every try was refused, trying rests for a bounded
-//! number of requests, then begins again. A try that was served costs nothing here.
+//! Invariant: after a number of looks in a row in which nearly every try was refused, trying rests
+//! for a bounded number of requests, then begins again. Refusals come in bursts: one cause (a
+//! timestamp that is due, a lock that is held) refuses everything that is tried at that moment. So
+//! it is looks that are counted, not refusals.
 //! Knows: nothing. Known by: core.
 
-/// Refusals that are judged together.
-const REFUSALS: u32 = 56;
-/// Tries in which they make it rest.
-const WINDOW: u64 = 64;
+/// Looks at the queue in a row that make it rest.
+const BAD_LOOKS: u32 = 24;
 /// Requests that go to the workers at once before the next try.
 const REST: u32 = 2048;
 
 /// The judge of one engine.
 #[derive(Default)]
 pub(crate) struct Qualify {
+    /// Refusals in this look.
     refused: u32,
+    bad_looks: u32,
     resting: u32,
-    /// The count of tries when the first of the refusals came.
-    since: u64,
 }
 
 impl Qualify {
@@ -32,15 +32,34 @@ impl Qualify {
         self.resting = self.resting.saturating_sub(1);
     }
 
-    /// One of the tries, of which there were `tried` so far, came back with `EAGAIN`. True when
-    /// that makes it rest.
-    #[cold]
-    pub(crate) fn refused(&mut self, tried: u64) -> bool {
-        if self.refused == 0 || tried.saturating_sub(self.since) >= WINDOW {
-            (self.refused, self.since) = (0, tried);
-        }
+    /// A try came back with `EAGAIN`.
+    pub(crate) fn refused(&mut self) {
         self.refused += 1;
-        if self.refused < REFUSALS {
+    }
+
+    /// A look at the queue has ended, which brought `reaped` transfers. True when that makes it
+    /// rest.
+    #[inline]
+    pub(crate) fn judge(&mut self, reaped: usize) -> bool {
+        if self.refused | self.bad_looks == 0 {
+            return false;
+        }
+        self.judge_refusals(reaped)
+    }
+
+    #[cold]
+    fn judge_refusals(&mut self, reaped: usize) -> bool {
+        let refused = std::mem::take(&mut self.refused) as usize;
+        if self.resting > 0 {
+            // A try from before the rest tells nothing new.
+            return false;
+        }
+        if refused * 8 < reaped * 7 {
+            self.bad_looks = 0;
+        } else if refused > 0 {
+            self.bad_looks += 1;
+        }
+        if self.bad_looks < BAD_LOOKS {
             return false;
         }
         *self = Self { resting: REST, ..Self::default() };
@@ -52,25 +71,35 @@ impl Qualify {
 mod tests {
     use super::*;
 
-    #[test]
-    fn c39_a_file_that_always_refuses_is_left_alone_and_tried_again_later() {
-        let mut qualify = Qualify::default();
-        for n in 1..=u64::from(REFUSALS) {
-            assert!(!qualify.rests());
-            assert_eq!(qualify.refused(n), n == u64::from(REFUSALS));
-        }
-        for _ in 0..REST {
-            assert!(qualify.rests());
-            qualify.count_rest();
-        }
-        assert!(!qualify.rests());
+    fn look(qualify: &mut Qualify, refused: u32, reaped: usize) -> bool {
+        (0..refused).for_each(|_| qualify.refused());
+        qualify.judge(reaped)
     }
 
     #[test]
-    fn c39_a_file_that_refuses_now_and_then_is_always_tried() {
+    fn c39_a_file_that_always_refuses_is_left_alone_and_tried_again_later() {
+        for depth in [1, 128] {
+            let mut qualify = Qualify::default();
+            for n in 1..=BAD_LOOKS {
+                assert!(!qualify.rests());
+                assert_eq!(look(&mut qualify, depth, depth as usize), n == BAD_LOOKS);
+                // A look that brings nothing tells nothing.
+                look(&mut qualify, 0, 0);
+            }
+            for _ in 0..REST {
+                assert!(qualify.rests());
+                qualify.count_rest();
+            }
+            assert!(!qualify.rests());
+        }
+    }
+
+    #[test]
+    fn c39_a_burst_of_refusals_now_and_then_changes_nothing() {
         let mut qualify = Qualify::default();
-        for tried in (0..20_000).step_by(2) {
-            assert!(!qualify.refused(tried) && !qualify.rests());
+        for _ in 0..10_000 {
+            assert!(!look(&mut qualify, 128, 128));
+            assert!(!look(&mut qualify, 0, 5));
         }
     }
 }
