@@ -21,6 +21,8 @@ pub struct Stats {
     pub retried: u64,
     /// Slots that another thread has ended and sent home (C47).
     pub remote: u64,
+    /// Overwrites that were refused in a burst and tried a second time.
+    pub parked: u64,
     /// Times that trying without waiting was given up for a while (C39).
     pub rested: u64,
     /// Bytes of holes that were zero-filled without I/O (C14).

@@ -5,6 +5,7 @@
 //! Knows: pool, remote, simple, generic, complete, worker, qualify. Known by: engine.
 #![allow(unsafe_code)]
 
+mod parked;
 mod pieces;
 
 use std::os::fd::BorrowedFd;
@@ -52,6 +53,10 @@ pub(crate) struct Core<M: Map> {
     config: Config,
     qualify: Qualify,
     stats: Stats,
+    /// Overwrites that wait for `pathfinder`.
+    parked: Vec<u32>,
+    /// A refused overwrite that a worker has.
+    pathfinder: Option<u32>,
     /// Slots that are pieces: they are nobody's request.
     pieces: usize,
     /// Blocks need no protection from each other when nothing is ever read and written back.
@@ -79,6 +84,8 @@ impl<M: Map> Core<M> {
             config,
             qualify: Qualify::default(),
             stats: Stats::default(),
+            parked: Vec::new(),
+            pathfinder: None,
             pieces: 0,
             locks,
         })
@@ -340,7 +347,10 @@ impl<M: Map> Core<M> {
             return self.piece_ended(slot, outcome);
         }
         if outcome < 0 || outcome as u32 != request.transfer.len {
-            return self.single_failed(slot, outcome);
+            if !self.parks(slot, outcome) {
+                self.single_failed(slot, outcome);
+            }
+            return;
         }
         if request.transfer.write {
             let range = request.io.range;
@@ -467,6 +477,9 @@ impl<M: Map> Core<M> {
         let remote = self.remote.clone();
         remote.take(|slot, result| {
             self.stats.remote += 1;
+            if self.pathfinder == Some(slot) {
+                self.pathfinder = None;
+            }
             let request = &mut self.pool[slot];
             debug_assert_eq!(request.state, State::Worker);
             if request.io.op == Op::Status && result >= 0 {

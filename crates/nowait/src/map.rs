@@ -57,6 +57,9 @@ pub trait Map: Send + Sync + 'static {
     /// As [`Map::begin`], on a thread that may block.
     fn begin_blocking(&self, range: Range, intent: Intent) -> Extent;
 
+    /// Whether all of `range` is known to be mapped, so that a write to it allocates nothing.
+    fn is_mapped(&self, range: Range) -> bool;
+
     /// A write to `range` has ended, well or not.
     fn written(&self, range: Range);
 
@@ -83,6 +86,10 @@ impl Map for Identity {
 
     fn begin_blocking(&self, range: Range, _: Intent) -> Extent {
         Extent { pos: range.pos, len: range.len, hole: false }
+    }
+
+    fn is_mapped(&self, _: Range) -> bool {
+        true
     }
 
     #[inline]
@@ -268,6 +275,11 @@ impl Map for Extents {
     fn begin_blocking(&self, range: Range, intent: Intent) -> Extent {
         // The file system allocates by itself when it is written to.
         self.begin(range, intent).unwrap_or(Extent { pos: range.pos, len: range.len, hole: false })
+    }
+
+    fn is_mapped(&self, range: Range) -> bool {
+        let (from, to) = self.touched(range);
+        (from..to).all(|granule| self.state(granule) == MAPPED)
     }
 
     #[inline]

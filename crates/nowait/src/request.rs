@@ -24,6 +24,8 @@ pub(crate) enum State {
     Queued,
     /// With a worker.
     Worker,
+    /// Refused; it is tried once more when the worker that has another such request is home.
+    Parked,
     /// Ended; the caller has not been told yet.
     Done,
 }
@@ -91,6 +93,8 @@ pub(crate) struct Request {
     pub(crate) locked: bool,
     /// A piece came back with `EAGAIN` or short: a worker does the whole again.
     pub(crate) again: bool,
+    /// It was parked before.
+    pub(crate) parked: bool,
     /// Transfers in flight for it.
     pub(crate) pending: u16,
     /// The request that a piece belongs to.
@@ -118,6 +122,7 @@ impl Request {
             role: Role::Whole,
             locked: false,
             again: false,
+            parked: false,
             pending: 0,
             parent: 0,
             next: 0,
@@ -145,6 +150,7 @@ impl Request {
         self.role = role;
         self.locked = false;
         self.again = false;
+        self.parked = false;
         self.tag = tag;
         self.io = io;
     }

@@ -171,6 +171,9 @@ impl<M: Map> Core<M> {
             placed |= !self.pool[slot].pieces.is_empty();
             self.advance(queue, slot);
         }
+        if self.pathfinder.is_none() && !self.parked.is_empty() {
+            placed |= self.unpark(queue);
+        }
         self.post();
         placed
     }

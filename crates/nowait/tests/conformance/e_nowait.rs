@@ -20,6 +20,7 @@ rules![
     c36_a_nowait_write_allocates_nothing,
     c36_nowait_writes_together_allocate_nothing,
     c37_each_request_is_tried_once_and_then_taken_over,
+    c37_of_overwrites_refused_in_a_burst_one_goes_to_a_worker_and_the_others_are_tried_twice,
     c38_a_range_that_was_allocated_is_written_inline_from_then_on,
     c39_a_file_that_always_refuses_is_left_alone_and_tried_again_later,
     c40_workers_stay_within_their_bound_and_drop_nothing,
@@ -200,6 +201,35 @@ fn c37_each_request_is_tried_once_and_then_taken_over() {
         let stats = rig.stats();
         assert_eq!((stats.retried, stats.worker), (tried, REQUESTS - tried), "{}", rig.case.label);
     });
+}
+
+fn c37_of_overwrites_refused_in_a_burst_one_goes_to_a_worker_and_the_others_are_tried_twice() {
+    const BURST: u64 = 9;
+    // Refused once, they are served; refused for ever, each is with a worker after its second try.
+    for (refusals, parked, retried) in [(BURST, BURST - 1, 1), (u64::MAX, BURST - 1, BURST)] {
+        on_engines(&[Kind::Null], MIB, Content::Data, |rig| {
+            let Config { nowait_first, hint, simple, .. } = rig.case.config;
+            if !(nowait_first && hint && simple) {
+                return;
+            }
+            let mut left = refusals;
+            rig.script.on_reap(move |_, outcome| {
+                let refuses = left > 0;
+                left = left.saturating_sub(1);
+                if refuses { -libc::EAGAIN } else { outcome }
+            });
+            for n in 0..BURST {
+                let bytes = pattern(n * BLOCK, BLOCK);
+                let overwrite = io(Op::Write, Flags::NONE, n * BLOCK, BLOCK);
+                assert!(rig.submit(overwrite, &bytes).is_ok(), "{}", rig.case.label);
+            }
+            let all = rig.finish();
+            assert_eq!(all.len() as u64, BURST, "{}", rig.case.label);
+            assert!(all.iter().all(|done| done.result() == Ok(BLOCK)), "{}", rig.case.label);
+            let stats = rig.stats();
+            assert_eq!((stats.parked, stats.retried), (parked, retried), "{}", rig.case.label);
+        });
+    }
 }
 
 fn c38_a_range_that_was_allocated_is_written_inline_from_then_on() {

@@ -1,0 +1,59 @@
+//! Overwrites that are refused in a burst: one goes to a worker, the others have a second try.
+//!
+//! What refuses an overwrite without waiting is mostly one thing for the whole file, which the
+//! first call that may wait puts right: a timestamp that is due, several times in a hundredth of a
+//! second. All that is in flight at that moment comes back, and would go to the workers for
+//! nothing.
+//! Invariant: a request is parked at most once, so nothing spins (C37); it was known to be mapped,
+//! so that no allocation is waited for; it keeps its slot, its memory and its range.
+//! Knows: core. Known by: core.
+
+use crate::io::{Flags, Outcome};
+use crate::map::Map;
+use crate::queue::Queue;
+use crate::request::{Role, State};
+
+use super::{Core, place};
+
+impl<M: Map> Core<M> {
+    /// Parks a request that was refused, if it is an overwrite and a worker has another one.
+    pub(super) fn parks(&mut self, slot: u32, outcome: Outcome) -> bool {
+        let request = &self.pool[slot];
+        if outcome != -libc::EAGAIN
+            || request.role != Role::Write
+            || request.parked
+            || request.io.flags.has(Flags::NOWAIT)
+            || !self.disk.map.is_mapped(request.io.range)
+        {
+            return false;
+        }
+        if self.pathfinder.is_none() {
+            self.pathfinder = Some(slot);
+            return false;
+        }
+        self.qualify.refused();
+        let request = &mut self.pool[slot];
+        request.state = State::Parked;
+        request.parked = true;
+        self.parked.push(slot);
+        self.stats.parked += 1;
+        true
+    }
+
+    /// Places again what was parked. True when something was placed.
+    #[cold]
+    pub(super) fn unpark<Q: Queue>(&mut self, queue: &mut Q) -> bool {
+        let mut parked = std::mem::take(&mut self.parked);
+        for slot in parked.drain(..) {
+            let request = &mut self.pool[slot];
+            debug_assert_eq!(request.state, State::Parked);
+            request.state = State::Queued;
+            // SAFETY: the memory was promised, or is the slot's, until the request is given back.
+            if !unsafe { place(queue, &request.transfer, slot) } {
+                self.single_failed(slot, -libc::EAGAIN);
+            }
+        }
+        self.parked = parked;
+        true
+    }
+}
