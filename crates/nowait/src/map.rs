@@ -227,6 +227,22 @@ impl Extents {
         (from, to.max(from))
     }
 
+    /// `begin` for a range of more than one granule.
+    #[inline(never)]
+    fn begin_long(&self, range: Range, intent: Intent) -> Result<Extent, WouldBlock> {
+        let (from, to) = self.touched(range);
+        let hole = self.state(from) == HOLE;
+        let end = self.run(from, to, hole);
+        match intent {
+            Intent::Write if hole || end < to => Err(WouldBlock),
+            Intent::Write => Ok(Extent { pos: range.pos, len: range.len, hole: false }),
+            Intent::Read => {
+                let len = (end << self.granule_shift).min(range.end()) - range.pos;
+                Ok(Extent { pos: range.pos, len, hole })
+            }
+        }
+    }
+
     /// Applies `change` to each word of the granules `from..to`; it gets the word and a mask with
     /// the low bit of each granule concerned.
     fn update(&self, from: u64, to: u64, change: impl Fn(u64, u64) -> u64) {
@@ -261,15 +277,13 @@ impl Map for Extents {
     fn begin(&self, range: Range, intent: Intent) -> Result<Extent, WouldBlock> {
         let (from, to) = self.touched(range);
         let hole = self.state(from) == HOLE;
-        let end = self.run(from, to, hole);
-        match intent {
-            Intent::Write if hole || end < to => Err(WouldBlock),
-            Intent::Write => Ok(Extent { pos: range.pos, len: range.len, hole: false }),
-            Intent::Read => {
-                let len = (end << self.granule_shift).min(range.end()) - range.pos;
-                Ok(Extent { pos: range.pos, len, hole })
-            }
+        if to - from == 1 {
+            return match intent {
+                Intent::Write if hole => Err(WouldBlock),
+                _ => Ok(Extent { pos: range.pos, len: range.len, hole }),
+            };
         }
+        self.begin_long(range, intent)
     }
 
     fn begin_blocking(&self, range: Range, intent: Intent) -> Extent {
