@@ -8,6 +8,11 @@ use crate::io::{Flags, Outcome};
 use crate::request::{Request, Role};
 
 /// What a request needs after its data.
+///
+/// What else a kernel has to put off is not here, because a queue's transfer includes it: the file
+/// system commits the allocation and the size of a file that it writes to, and the kernel drops
+/// cached pages around a direct write, before the transfer ends. An image that allocates by itself
+/// adds its commit to this list.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Leftover {
     /// Nothing: it is finished where it was reaped.

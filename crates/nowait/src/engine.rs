@@ -27,6 +27,35 @@ use crate::worker::Workers;
 const HOME: Token = WATCHED | 1 << 60;
 
 /// One thread's engine on one device.
+///
+/// ```
+/// # use std::sync::Arc;
+/// use nowait::{Config, Disk, Engine, Flags, Io, Op, OpenOptions, Range, Threads, Workers};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let dir = tempfile::tempdir()?;
+/// # let path = dir.path().join("disk.img");
+/// # std::fs::write(&path, [7; 65536])?;
+/// let disk = Arc::new(Disk::open(&path, OpenOptions::default())?);
+/// let (workers, config) = (Workers::new(&disk, 4), Config::default());
+/// let queue = Threads::new(disk.fd(), config.slots, !disk.is_direct())?;
+/// let mut engine = Engine::new(disk, workers, queue, config)?;
+/// for tag in 0..4 {
+///     let range = Range::new(tag * 4096, 4096);
+///     let buf = engine.buffer(range).ok_or("no memory")?;
+///     let io = Io { op: Op::Read, flags: Flags::NONE, range };
+///     engine.submit(io, buf, tag).map_err(|rejected| rejected.error)?;
+/// }
+/// let mut bytes = 0;
+/// while engine.in_flight() > 0 {
+///     engine.wait(None, &mut |_, _| {})?;
+///     while let Some(done) = engine.next() {
+///         bytes += done.result()?;
+///     }
+/// }
+/// assert_eq!(bytes, 4 * 4096);
+/// # Ok(())
+/// # }
+/// ```
 pub struct Engine<Q: Queue, M: Map> {
     pub(crate) core: Core<M>,
     queue: Q,
