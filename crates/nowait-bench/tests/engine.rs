@@ -65,11 +65,17 @@ fn whole(what: What) -> Vec<(String, usize)> {
 }
 
 #[test]
-fn simple_has_both_queues_all_depths_and_the_blocking_face() {
+fn simple_has_both_queues_all_depths_and_all_three_faces() {
     let rows = whole(What::Simple);
     let titles: Vec<&str> = rows.iter().map(|(title, _)| title.as_str()).collect();
-    assert_eq!(titles.len(), 9);
-    for part in ["null queue, poll, depth 512", "file, poll, depth 128", "file, sync, depth 1"] {
+    assert_eq!(titles.len(), 4 + 4 + 1 + 4);
+    let parts = [
+        "null queue, poll, depth 512",
+        "file, poll, depth 128",
+        "file, sync, depth 1",
+        "file, async, depth 256",
+    ];
+    for part in parts {
         assert!(titles.contains(&part), "{titles:?}");
     }
 }

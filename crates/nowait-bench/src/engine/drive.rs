@@ -1,7 +1,7 @@
 //! A closed loop on an engine: as soon as a request has ended, the next one takes its place.
 //!
 //! Invariant: when a loop returns, nothing of it is in flight. Knows: places, table. Known by:
-//! tables, scatter, psync, bare_ring.
+//! executor, tables, scatter, psync, bare_ring.
 
 use std::io;
 use std::time::{Duration, Instant};
@@ -19,7 +19,7 @@ const MIB: f64 = 1_048_576.0;
 /// How often a loop that takes no latencies looks at the clock, in passes.
 const PASSES_PER_LOOK: u32 = 64;
 /// How soon a loop that sleeps sees that it is to stop.
-const NAP: Duration = Duration::from_millis(100);
+pub(crate) const NAP: Duration = Duration::from_millis(100);
 
 /// How long a loop runs.
 #[derive(Clone, Copy)]

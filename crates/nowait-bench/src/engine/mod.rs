@@ -9,6 +9,7 @@
 mod places;
 mod table;
 mod drive;
+mod executor;
 mod delayed;
 mod scatter;
 mod scene;

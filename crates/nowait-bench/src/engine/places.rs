@@ -1,7 +1,8 @@
 //! Where requests go: random or one after the other, again and again or each place once.
 //!
 //! Invariant: every position is a multiple of the block and its block lies in the region.
-//! Knows: client (random bytes), workload. Known by: drive, psync, bare_ring, scatter, tables.
+//! Knows: client (random bytes), workload. Known by: drive, executor, psync, bare_ring,
+//! scatter, tables.
 
 use crate::client::Random;
 use crate::workload::Order;

@@ -7,6 +7,7 @@
 //! Invariant: a request is parked at most once, so nothing spins (C37); it was known to be mapped,
 //! so that no allocation is waited for; it keeps its slot, its memory and its range.
 //! Knows: core. Known by: core.
+#![allow(unsafe_code)]
 
 use crate::io::{Flags, Outcome};
 use crate::map::Map;
