@@ -294,9 +294,12 @@ mod tests {
         assert_eq!(lock(file.as_fd(), Access::Write), Err(LockError::Os(libc::EBADF)));
     }
 
-    /// Whether `tool` can be run. Missing is a failure where all tools are promised.
+    /// Whether `tool` can be run. Missing is a failure where all tools are promised. Not to be asked
+    /// while there is an [`Image`], which has the turn.
     fn have(tool: &str) -> bool {
+        let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         let found = Command::new(tool).arg("--version").output().is_ok();
+        drop(turn);
         if !found {
             assert!(std::env::var_os("NOWAIT_REQUIRE_TOOLS").is_none_or(|v| v != "1"), "no {tool}");
             eprintln!("skipped: no {tool}");
