@@ -146,8 +146,8 @@ impl<Q: Queue> Thread<Q> {
         } else {
             let timeout = self.accept_rests.then_some(ACCEPT_REST);
             engine.wait(timeout, &mut watched)?;
+            self.spin.slept(began);
         }
-        self.spin.learn(began);
         Ok(())
     }
 
