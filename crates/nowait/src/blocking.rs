@@ -100,9 +100,18 @@ pub(crate) unsafe fn run<M: Map>(
 
 /// Whether storage takes the transfer as it is (C11).
 pub(crate) fn is_aligned<M: Map>(disk: &Disk<M>, range: Range, segments: &[Segment]) -> bool {
-    let align = disk.alignment();
-    (range.pos | range.len) & (u64::from(align.offset) - 1) == 0
-        && iov::aligned(segments, align.memory, align.offset)
+    is_aligned_to(disk, disk.alignment().offset, range, segments)
+}
+
+/// The same for positions and lengths that are multiples of `block` bytes.
+pub(crate) fn is_aligned_to<M: Map>(
+    disk: &Disk<M>,
+    block: u32,
+    range: Range,
+    segments: &[Segment],
+) -> bool {
+    (range.pos | range.len) & (u64::from(block) - 1) == 0
+        && iov::aligned(segments, disk.alignment().memory, block)
 }
 
 fn held<M: Map, T>(disk: &Disk<M>, range: Range, hold: Hold, run: impl FnOnce() -> T) -> T {
@@ -229,9 +238,8 @@ unsafe fn read_mapped<M: Map>(
 }
 
 fn is_read_aligned<M: Map>(disk: &Disk<M>, range: Range, base: *mut u8) -> bool {
-    let align = disk.alignment();
-    (range.pos | range.len) & (u64::from(align.read_offset) - 1) == 0
-        && base as usize & (align.memory as usize - 1) == 0
+    let segment = Segment { base, len: range.len as usize };
+    is_aligned_to(disk, disk.alignment().read_offset, range, &[segment])
 }
 
 /// # Safety

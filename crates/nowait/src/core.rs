@@ -144,16 +144,8 @@ impl<M: Map> Core<M> {
             return self.submit_one(queue, io, base, buf, tag);
         }
         let Some((slot, request)) = self.pool.get() else { return Err(self.empty(io, held, buf)) };
-        let transfer = Transfer {
-            base,
-            pos: io.range.pos,
-            len: io.range.len as u32,
-            rw_flags: self.gate.rw_flags(io.flags),
-            segments: 0,
-            buffer: buf.as_ref().map_or(UNREGISTERED, Buf::registered),
-            write,
-            must_not_wait: io.flags.has(Flags::NOWAIT),
-        };
+        let buffer = buf.as_ref().map_or(UNREGISTERED, Buf::registered);
+        let transfer = self.gate.transfer(io, base, 0, buffer);
         let role = if write { Role::Write } else { Role::Read };
         request.begin(role, State::Queued, io, buf, tag);
         request.locked = held;
@@ -254,18 +246,9 @@ impl<M: Map> Core<M> {
             [one] => (one.base, 0),
             list => (list.as_ptr().cast_mut().cast(), list.len() as u16),
         };
-        let write = io.op == Op::Write;
-        request.transfer = Transfer {
-            base,
-            pos: io.range.pos,
-            len: io.range.len as u32,
-            rw_flags: self.gate.rw_flags(io.flags),
-            segments,
-            buffer: request.buf.as_ref().map_or(UNREGISTERED, Buf::registered),
-            write,
-            must_not_wait: io.flags.has(Flags::NOWAIT),
-        };
-        request.role = if write { Role::Write } else { Role::Read };
+        let buffer = request.buf.as_ref().map_or(UNREGISTERED, Buf::registered);
+        request.transfer = self.gate.transfer(io, base, segments, buffer);
+        request.role = if io.op == Op::Write { Role::Write } else { Role::Read };
         request.state = State::Queued;
         // SAFETY: the memory is the request's, and the list of segments its slot's; both are kept
         // until the slot is done.
@@ -294,8 +277,7 @@ impl<M: Map> Core<M> {
             Op::Write => align.offset,
             _ => return true,
         };
-        (io.range.pos | io.range.len) & (u64::from(block) - 1) == 0
-            && iov::aligned(segments, align.memory, block)
+        blocking::is_aligned_to(&self.disk, block, io.range, segments)
     }
 
     /// Makes the plan of a request and takes the lock that it needs.

@@ -11,7 +11,7 @@ use std::sync::Arc;
 use crate::blocking;
 use crate::disk::{Disk, OpenOptions};
 use crate::error::{Error, Range};
-use crate::io::{Flags, Io, Op, Transfer, UNREGISTERED};
+use crate::io::{Flags, Io, Op, UNREGISTERED};
 use crate::iov::{self, Segment};
 use crate::map::{Extents, Map, Span};
 use crate::queue;
@@ -173,16 +173,9 @@ impl<M: Map> File<M> {
         if held && !disk.ranges.try_take(io.range, Hold::Shared) {
             return None;
         }
-        let transfer = Transfer {
-            base,
-            pos: io.range.pos,
-            len: io.range.len as u32,
-            rw_flags: self.gate.rw_flags(io.flags) & !libc::RWF_NOWAIT,
-            segments: 0,
-            buffer: UNREGISTERED,
-            write,
-            must_not_wait: false,
-        };
+        // Here the call may wait.
+        let mut transfer = self.gate.transfer(io, base, 0, UNREGISTERED);
+        transfer.rw_flags &= !libc::RWF_NOWAIT;
         // SAFETY: the callers borrow the memory until `run` returns.
         let outcome = unsafe { queue::transfer(disk.fd(), &transfer, 0) };
         if held {

@@ -90,7 +90,7 @@ impl Remote {
     }
 
     /// Makes the descriptor readable.
-    pub(crate) fn wake(&self) {
+    fn wake(&self) {
         // A full pipe (EAGAIN) is readable already.
         let _ = rustix::io::write(&self.waker, &[1]);
     }

@@ -6,7 +6,7 @@
 //! iomap_dio_rw (fs/iomap/direct-io.c).
 
 use crate::disk::Disk;
-use crate::io::{Flags, Io, Op};
+use crate::io::{Flags, Io, Op, Transfer};
 use crate::iov::MAX_TRANSFER_BYTES;
 use crate::map::{Intent, Map};
 
@@ -55,6 +55,22 @@ impl Gate {
         match map.begin(range, intent) {
             Ok(extent) => extent.len == range.len && !extent.hole && extent.pos == range.pos,
             Err(_) => false,
+        }
+    }
+
+    /// The one transfer that serves `io`: `base` is its memory, or with `segments` above 0 the
+    /// list of it.
+    #[inline]
+    pub(crate) fn transfer(&self, io: Io, base: *mut u8, segments: u16, buffer: u16) -> Transfer {
+        Transfer {
+            base,
+            pos: io.range.pos,
+            len: io.range.len as u32,
+            rw_flags: self.rw_flags(io.flags),
+            segments,
+            buffer,
+            write: io.op == Op::Write,
+            must_not_wait: io.flags.has(Flags::NOWAIT),
         }
     }
 
