@@ -1,7 +1,7 @@
 //! The alignment of direct I/O, asked once at open (C15).
 //!
 //! Invariant: every field is a power of two; 1 means that anything goes.
-//! Knows: error. Known by: disk, buffer, engine.
+//! Knows: error. Known by: storage, disk, buffer, engine.
 
 use std::os::fd::{AsFd, BorrowedFd};
 
@@ -61,6 +61,18 @@ impl Alignment {
             return Ok(Self { memory: block, offset: block, read_offset: block });
         }
         Self::probe(fd)
+    }
+
+    /// What satisfies both; [`Alignment::NONE`] where one of them is that.
+    pub(crate) fn strictest(self, other: Self) -> Self {
+        if self == Self::NONE || other == Self::NONE {
+            return Self::NONE;
+        }
+        Self {
+            memory: self.memory.max(other.memory),
+            offset: self.offset.max(other.offset),
+            read_offset: self.read_offset.max(other.read_offset),
+        }
     }
 
     fn from_statx(memory: u32, offset: u32, read_offset: u32) -> Result<Self, Error> {

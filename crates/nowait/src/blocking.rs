@@ -2,19 +2,17 @@
 //!
 //! Invariant: memory is only touched through the request's segments, below its count; the range is
 //! held for as long as blocks are read and written back (C12, C13); the file never grows.
-//! Knows: align, iov, io, buffer, map, ranges, queue (the plain call), disk. Known by: engine, file.
+//! Knows: align, iov, io, buffer, image, map, ranges, storage, disk. Known by: engine, file.
 #![allow(unsafe_code)]
-
-use rustix::fs::FallocateFlags;
 
 use crate::align;
 use crate::buffer::Aligned;
 use crate::disk::Disk;
 use crate::error::{Doing, Error, Range};
-use crate::io::{Flags, Io, Op, Transfer, UNREGISTERED};
+use crate::image::{self, Image};
+use crate::io::{Flags, Io, Op, Span, Transfer};
 use crate::iov::{self, Segment};
-use crate::map::{Intent, Map, Span, seek_spans};
-use crate::queue;
+use crate::map::{Intent, Map};
 use crate::ranges::Hold;
 
 /// Bytes that go through a bounce buffer at once.
@@ -72,12 +70,12 @@ pub(crate) unsafe fn run<M: Map>(
     let Io { op, flags, range } = io;
     let done = match op {
         // SAFETY: as promised by the caller.
-        Op::Read => unsafe { read(disk, range, segments) }?,
+        Op::Read => unsafe { fetch(disk, range, segments) }?,
         Op::Write => {
             let aligned = is_aligned(disk, range, segments);
             let hold = if aligned { Hold::Shared } else { Hold::Exclusive };
             // SAFETY: as promised by the caller.
-            held(disk, range, hold, || unsafe { write(disk, range, segments) })?
+            held(disk, range, hold, || unsafe { put(disk, range, segments) })?
         }
         Op::Flush => {
             disk.flush()?;
@@ -151,14 +149,11 @@ unsafe fn move_all<M: Map>(
             base: base.wrapping_add(done as usize),
             pos: range.pos + done,
             len: (range.len - done).min(iov::MAX_TRANSFER_BYTES) as u32,
-            rw_flags: 0,
-            segments: 0,
-            buffer: UNREGISTERED,
             write,
-            must_not_wait: false,
+            ..Transfer::NONE
         };
         // SAFETY: the rest of the caller's memory.
-        let outcome = unsafe { queue::transfer(disk.fd(), &transfer, 0) };
+        let outcome = unsafe { disk.top().transfer(&transfer) };
         match outcome {
             0 => break,
             1.. => done += outcome as u64,
@@ -171,6 +166,32 @@ unsafe fn move_all<M: Map>(
         }
     }
     Ok(done)
+}
+
+/// A read, by the image or from the file.
+///
+/// # Safety
+/// As for `run`.
+unsafe fn fetch<M: Map>(disk: &Disk<M>, range: Range, segments: &[Segment]) -> Result<u64, Error> {
+    match disk.map.image() {
+        // SAFETY: as promised by the caller.
+        Some(image) => unsafe { image::read(image, range, segments) },
+        // SAFETY: as promised by the caller.
+        None => unsafe { read(disk, range, segments) },
+    }
+}
+
+/// A write, by the image or to the file.
+///
+/// # Safety
+/// As for `run`.
+unsafe fn put<M: Map>(disk: &Disk<M>, range: Range, segments: &[Segment]) -> Result<u64, Error> {
+    match disk.map.image() {
+        // SAFETY: as promised by the caller.
+        Some(image) => unsafe { image::write(image, range, segments) },
+        // SAFETY: as promised by the caller.
+        None => unsafe { write(disk, range, segments) },
+    }
 }
 
 /// # Safety
@@ -350,73 +371,56 @@ unsafe fn write_tail<M: Map>(
         }
         // SAFETY: the part is the caller's memory, initialised because it is to be written.
         let bytes = unsafe { std::slice::from_raw_parts(part.base, part.len) };
-        match write_all(disk, bytes, range.pos + done) {
+        match disk.top().write_buffered(bytes, range.pos + done) {
             Ok(()) => done += part.len as u64,
-            Err(error) => failed = Some(Error::from_os(error, Doing::Write).at(range)),
+            Err(error) => failed = Some(error.at(range)),
         }
     });
     failed.map_or(Ok(done), |error| short(done, error))
 }
-
-fn write_all<M>(disk: &Disk<M>, mut bytes: &[u8], mut pos: u64) -> rustix::io::Result<()>
-where
-    M: Map,
-{
-    while !bytes.is_empty() {
-        match rustix::io::pwrite(disk.buffered(), bytes, pos) {
-            Ok(0) => return Err(rustix::io::Errno::IO),
-            Ok(put) => {
-                bytes = &bytes[put..];
-                pos += put as u64;
-            }
-            Err(rustix::io::Errno::INTR) => {}
-            Err(error) => return Err(error),
-        }
-    }
-    Ok(())
-}
-
-const PUNCH: FallocateFlags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
-const ZERO: FallocateFlags = FallocateFlags::ZERO_RANGE.union(FallocateFlags::KEEP_SIZE);
 
 fn zero<M: Map>(disk: &Disk<M>, io: Io) -> Result<(), Error> {
     let Io { op, flags, range } = io;
     if range.len == 0 {
         return Ok(());
     }
-    let keep = op == Op::Zero && flags.has(Flags::NO_UNMAP);
-    let modes = match op {
-        Op::Discard => &[PUNCH][..],
-        _ if keep => &[ZERO],
-        _ => &[PUNCH, ZERO],
+    let done = match disk.map.image() {
+        // What is given back may be used for another range at once.
+        Some(image) => held(disk, range, Hold::Exclusive, || zero_image(image, io)),
+        None => held(disk, range, Hold::Shared, || zero_file(disk, io)),
     };
-    let done = held(disk, range, Hold::Shared, || {
-        disk.map.forget(range);
-        for &mode in modes {
-            match rustix::fs::fallocate(disk.buffered(), mode, range.pos, range.len) {
-                Err(rustix::io::Errno::OPNOTSUPP) => {}
-                // Zeroed and kept is a hole to a reader, and is written without new blocks.
-                Ok(()) if keep => return Ok(()),
-                Ok(()) => {
-                    disk.map.hole(range);
-                    return Ok(());
-                }
-                Err(error) => {
-                    // What was forgotten may still be there.
-                    disk.map.written(range);
-                    return Err(error);
-                }
-            }
-        }
-        disk.map.written(range);
-        Err(rustix::io::Errno::OPNOTSUPP)
-    });
     match done {
-        Err(rustix::io::Errno::OPNOTSUPP) if op == Op::Zero && !flags.has(Flags::FAST_ZERO) => {
-            write_zeros(disk, range)
+        Err(error) if error.errno() == libc::EOPNOTSUPP && op == Op::Zero => {
+            if flags.has(Flags::FAST_ZERO) { Err(error) } else { write_zeros(disk, range) }
         }
-        other => other.map_err(|e| Error::from_os(e, op.doing()).at(range)),
+        other => other,
     }
+}
+
+fn zero_image(image: &dyn Image, io: Io) -> Result<(), Error> {
+    match io.op {
+        Op::Discard => image.discard(io.range),
+        _ => image.zero(io.range, io.flags),
+    }
+}
+
+fn zero_file<M: Map>(disk: &Disk<M>, io: Io) -> Result<(), Error> {
+    let Io { op, flags, range } = io;
+    let file = disk.top();
+    disk.map.forget(range);
+    let keep = op == Op::Zero && flags.has(Flags::NO_UNMAP);
+    let mut done = if keep { file.zero(range) } else { file.punch(range) };
+    if op == Op::Zero && !keep && done.is_err_and(|e| e.errno() == libc::EOPNOTSUPP) {
+        done = file.zero(range);
+    }
+    match done {
+        // Zeroed and kept is a hole to a reader, and is written without new blocks.
+        Ok(()) if keep => {}
+        Ok(()) => disk.map.hole(range),
+        // What was forgotten may still be there.
+        Err(_) => disk.map.written(range),
+    }
+    done
 }
 
 /// Zeros by writing them, for file systems that cannot do it otherwise.
@@ -429,8 +433,8 @@ fn write_zeros<M: Map>(disk: &Disk<M>, range: Range) -> Result<(), Error> {
         let segment = [Segment { base: zeros.as_ptr().cast_mut(), len: len as usize }];
         let hold = if is_aligned(disk, part, &segment) { Hold::Shared } else { Hold::Exclusive };
         // SAFETY: `zeros` has `len` bytes, which a write only reads.
-        let put = held(disk, part, hold, || unsafe { write(disk, part, &segment) })?;
-        if put < len {
+        let done_now = held(disk, part, hold, || unsafe { put(disk, part, &segment) })?;
+        if done_now < len {
             return Err(Error::new(libc::EIO, Doing::Zero).at(part));
         }
         done += len;
@@ -440,12 +444,15 @@ fn write_zeros<M: Map>(disk: &Disk<M>, range: Range) -> Result<(), Error> {
 
 fn status<M: Map>(disk: &Disk<M>, range: Range, spans: &mut Vec<Span>) -> Result<(), Error> {
     spans.clear();
+    if let Some(image) = disk.map.image() {
+        return image.status(range, MAX_SPANS, spans);
+    }
     if disk.map.known(range, spans) {
         spans.truncate(MAX_SPANS);
         return Ok(());
     }
     spans.clear();
-    if seek_spans(disk.buffered(), range, MAX_SPANS, spans).is_err() || spans.is_empty() {
+    if disk.top().spans(range, MAX_SPANS, spans).is_err() || spans.is_empty() {
         // Where the file system cannot tell, everything counts as data.
         spans.clear();
         spans.push(Span { len: range.len, hole: false });

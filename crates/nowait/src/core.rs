@@ -19,9 +19,9 @@ use crate::config::Config;
 use crate::disk::Disk;
 use crate::error::{Doing, Error};
 use crate::generic::{self, Route};
-use crate::io::{Flags, Io, Op, Outcome, Transfer, UNREGISTERED};
+use crate::io::{Flags, Io, Op, Outcome, Span, Transfer, UNREGISTERED};
 use crate::iov::{self, Segment};
-use crate::map::{Map, Span};
+use crate::map::{Extent, Map};
 use crate::pool::Pool;
 use crate::qualify::Qualify;
 use crate::queue::{Queue, Token};
@@ -67,7 +67,7 @@ impl<M: Map> Core<M> {
     pub(crate) fn new(disk: Arc<Disk<M>>, workers: Workers, config: Config) -> Result<Self, Error> {
         let pool = Pool::new(config.slots, config.pool);
         let remote = Arc::new(Remote::new(pool.limit())?);
-        let locks = disk.alignment().offset > 1;
+        let locks = disk.locks();
         Ok(Self {
             pool,
             spans: Vec::new(),
@@ -119,13 +119,13 @@ impl<M: Map> Core<M> {
         Stats { pool: self.pool.stats(), ..self.stats }
     }
 
-    /// Whether one transfer serves `io`, and is to be tried.
+    /// The extent that serves `io` by one transfer, if one does and is to be tried.
     #[inline]
-    pub(crate) fn is_simple(&self, io: Io, base: *mut u8) -> bool {
-        self.simple && self.gate.admits(&self.disk.map, io, base)
+    pub(crate) fn simple(&self, io: Io, base: *mut u8) -> Option<Extent> {
+        if self.simple { self.gate.admits(&self.disk.map, io, base) } else { None }
     }
 
-    /// Starts a request that [`Core::is_simple`] has accepted.
+    /// Starts a request for which [`Core::simple`] has found `extent`.
     ///
     /// # Safety
     /// `base` is valid for the range's length until the request is given back, or lies in `buf`.
@@ -134,6 +134,7 @@ impl<M: Map> Core<M> {
         &mut self,
         queue: &mut Q,
         io: Io,
+        extent: Extent,
         base: *mut u8,
         buf: Option<Buf>,
         tag: u64,
@@ -145,7 +146,7 @@ impl<M: Map> Core<M> {
         }
         let Some((slot, request)) = self.pool.get() else { return Err(self.empty(io, held, buf)) };
         let buffer = buf.as_ref().map_or(UNREGISTERED, Buf::registered);
-        let transfer = self.gate.transfer(io, base, 0, buffer);
+        let transfer = self.gate.transfer(io, extent, base, 0, buffer);
         let role = if write { Role::Write } else { Role::Read };
         request.begin(role, State::Queued, io, buf, tag);
         request.locked = held;
@@ -225,7 +226,7 @@ impl<M: Map> Core<M> {
             return Ok(());
         }
         match self.route(slot) {
-            Route::Single => self.place_single(queue, slot),
+            Route::Single(extent) => self.place_single(queue, slot, extent),
             Route::Pieces => self.advance(queue, slot),
             Route::Worker => {
                 self.stats.worker += 1;
@@ -239,7 +240,7 @@ impl<M: Map> Core<M> {
 
     /// Places the one transfer of a request that is a single direct piece.
     #[inline]
-    fn place_single<Q: Queue>(&mut self, queue: &mut Q, slot: u32) {
+    fn place_single<Q: Queue>(&mut self, queue: &mut Q, slot: u32, extent: Extent) {
         let request = &mut self.pool[slot];
         let io = request.io;
         let (base, segments) = match request.segments.as_slice() {
@@ -247,7 +248,7 @@ impl<M: Map> Core<M> {
             list => (list.as_ptr().cast_mut().cast(), list.len() as u16),
         };
         let buffer = request.buf.as_ref().map_or(UNREGISTERED, Buf::registered);
-        request.transfer = self.gate.transfer(io, base, segments, buffer);
+        request.transfer = self.gate.transfer(io, extent, base, segments, buffer);
         request.role = if io.op == Op::Write { Role::Write } else { Role::Read };
         request.state = State::Queued;
         // SAFETY: the memory is the request's, and the list of segments its slot's; both are kept
@@ -298,6 +299,7 @@ impl<M: Map> Core<M> {
             request.segments.as_slice(),
             own_room,
             self.config.vectored,
+            self.gate.syncs_apart(request.io),
             &mut request.pieces,
         );
         if route != Route::Worker && request.io.op == Op::Write && self.locks {

@@ -17,9 +17,9 @@ use crate::config::Config;
 use crate::core::Core;
 use crate::disk::Disk;
 use crate::error::{Doing, Error, Range};
-use crate::io::{Flags, Io, Op};
+use crate::io::{Flags, Io, Op, Span};
 use crate::iov::{self, Segment};
-use crate::map::{Map, Span};
+use crate::map::Map;
 use crate::queue::{Interest, Queue, Token, WATCHED};
 use crate::worker::Workers;
 
@@ -63,7 +63,7 @@ pub struct Engine<Q: Queue, M: Map> {
 }
 
 impl<Q: Queue, M: Map> Engine<Q, M> {
-    /// An engine for `disk` on `queue`, which must have been made for [`Disk::fd`].
+    /// An engine for `disk` on `queue`, which must have been made for [`Disk::files`].
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`: the wake-up descriptor could not be made or watched.
@@ -118,10 +118,11 @@ impl<Q: Queue, M: Map> Engine<Q, M> {
         let start = self.start(io.range.pos);
         let base = buf.base().wrapping_add(start);
         let fits = start as u64 + io.range.len <= buf.len() as u64;
-        if fits && self.core.is_simple(io, base) {
+        if fits && let Some(extent) = self.core.simple(io, base) {
+            let (queue, buf) = (&mut self.queue, Some(buf));
             // SAFETY: the buffer holds the range and moves into the slot, where it stays until the
             // request is given back.
-            return unsafe { self.core.submit_simple(&mut self.queue, io, base, Some(buf), tag) };
+            return unsafe { self.core.submit_simple(queue, io, extent, base, buf, tag) };
         }
         self.submit_checked(io, start, buf, tag)
     }
@@ -169,9 +170,12 @@ impl<Q: Queue, M: Map> Engine<Q, M> {
         let &[one] = segments else {
             return self.submit_segments_checked(io.op, io.flags, io.range, segments, tag);
         };
-        if io.range.len == one.len as u64 && self.core.is_simple(io, one.base) {
+        if io.range.len == one.len as u64
+            && let Some(extent) = self.core.simple(io, one.base)
+        {
+            let queue = &mut self.queue;
             // SAFETY: as promised by the caller.
-            return unsafe { self.core.submit_simple(&mut self.queue, io, one.base, None, tag) };
+            return unsafe { self.core.submit_simple(queue, io, extent, one.base, None, tag) };
         }
         self.submit_segments_checked(io.op, io.flags, io.range, &[one], tag)
     }

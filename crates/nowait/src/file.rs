@@ -9,14 +9,14 @@ use std::path::Path;
 use std::sync::Arc;
 
 use crate::blocking;
-use crate::disk::{Disk, OpenOptions};
+use crate::disk::Disk;
 use crate::error::{Error, Range};
-use crate::io::{Flags, Io, Op, UNREGISTERED};
+use crate::io::{Flags, Io, Op, Span, UNREGISTERED};
 use crate::iov::{self, Segment};
-use crate::map::{Extents, Map, Span};
-use crate::queue;
+use crate::map::{Extents, Map};
 use crate::ranges::Hold;
 use crate::simple::Gate;
+use crate::storage::OpenOptions;
 
 /// An image for callers that wait: `Send + Sync`, reads and writes at any position and of any
 /// length, whatever the alignment of direct I/O.
@@ -166,18 +166,16 @@ impl<M: Map> File<M> {
     fn run_simple(&self, io: Io, base: *mut u8) -> Option<usize> {
         let disk = &*self.disk;
         let write = io.op == Op::Write;
-        if !self.gate.admits(&disk.map, io, base) {
-            return None;
-        }
-        let held = write && disk.alignment().offset > 1;
+        let extent = self.gate.admits(&disk.map, io, base)?;
+        let held = write && disk.locks();
         if held && !disk.ranges.try_take(io.range, Hold::Shared) {
             return None;
         }
         // Here the call may wait.
-        let mut transfer = self.gate.transfer(io, base, 0, UNREGISTERED);
+        let mut transfer = self.gate.transfer(io, extent, base, 0, UNREGISTERED);
         transfer.rw_flags &= !libc::RWF_NOWAIT;
         // SAFETY: the callers borrow the memory until `run` returns.
-        let outcome = unsafe { queue::transfer(disk.fd(), &transfer, 0) };
+        let outcome = unsafe { disk.storage(extent.file).transfer(&transfer) };
         if held {
             disk.ranges.free(io.range, Hold::Shared);
         }

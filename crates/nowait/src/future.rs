@@ -13,7 +13,7 @@ use std::sync::mpsc::channel;
 use std::task::{Context, Poll};
 
 use crate::config::Config;
-use crate::disk::{Disk, OpenOptions};
+use crate::disk::Disk;
 use crate::driver::Driver;
 use crate::error::{Doing, Error, Range};
 use crate::inbox::{Answer, Inbox, Job};
@@ -22,6 +22,7 @@ use crate::map::Extents;
 use crate::memory::Buffer;
 use crate::queue::{Queue, Threads, Uring};
 use crate::rendezvous::{Poller, rendezvous};
+use crate::storage::OpenOptions;
 use crate::worker::Workers;
 
 /// An image for callers that `await`: `Clone + Send + Sync`, at home in every executor. A thread of

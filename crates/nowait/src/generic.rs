@@ -3,15 +3,14 @@
 //! Invariant: the pieces of a plan cover the request exactly, in order and without overlap; a
 //! request that needs read-modify-write or allocation has no plan and goes to a worker whole, so
 //! that it is done once (C33, C35).
-//! Knows: align, io, iov, map, disk, blocking (alignment). Known by: request, engine.
+//! Knows: align, io, iov, map, disk. Known by: request, engine.
 
 use crate::align;
-use crate::blocking;
 use crate::disk::Disk;
 use crate::error::Range;
 use crate::io::{Io, Op};
 use crate::iov::{self, Segment};
-use crate::map::{Intent, Map};
+use crate::map::{Extent, Intent, Map};
 
 /// How a piece is served.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -40,11 +39,20 @@ pub(crate) struct Piece {
     pub(crate) start: u64,
     /// Its length in bytes.
     pub(crate) len: u64,
+    /// Where its first byte is in `file`.
+    pub(crate) pos: u64,
+    /// As [`crate::Extent::file`].
+    pub(crate) file: u16,
     pub(crate) kind: Kind,
 }
 
 impl Piece {
-    pub(crate) const NONE: Self = Self { start: 0, len: 0, kind: Kind::Zero };
+    pub(crate) const NONE: Self = Self { start: 0, len: 0, pos: 0, file: 0, kind: Kind::Zero };
+
+    /// The bytes from `start` of the request on, which lie in `extent`.
+    const fn of(extent: Extent, start: u64, kind: Kind) -> Self {
+        Self { start, len: extent.len, pos: extent.pos, file: extent.file, kind }
+    }
 }
 
 /// The largest piece that goes through a pooled buffer, in bytes.
@@ -53,8 +61,8 @@ const BOUNCE_BYTES: u64 = 512 << 10;
 /// Who serves a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Route {
-    /// The queue, by one transfer between all of the request's memory and storage.
-    Single,
+    /// The queue, by one transfer between all of the request's memory and the extent.
+    Single(Extent),
     /// The queue, by the pieces of the plan.
     Pieces,
     /// A worker.
@@ -62,13 +70,15 @@ pub(crate) enum Route {
 }
 
 /// Cuts `io` into `pieces`. `segments` are its memory, merged; `own_room` says that they are one
-/// buffer of the engine's with room for the enclosing blocks; `vectored` is the switch.
+/// buffer of the engine's with room for the enclosing blocks; `vectored` is the switch;
+/// `syncs_apart` that the request is not over when its data has ended.
 pub(crate) fn plan<M: Map>(
     disk: &Disk<M>,
     io: Io,
     segments: &[Segment],
     own_room: bool,
     vectored: bool,
+    syncs_apart: bool,
     pieces: &mut Vec<Piece>,
 ) -> Route {
     pieces.clear();
@@ -80,9 +90,11 @@ pub(crate) fn plan<M: Map>(
     if !vectored {
         one_by_one(disk, io.op, segments, pieces);
     }
-    if let [Piece { kind: Kind::Direct, .. }] = pieces.as_slice() {
+    if let &[Piece { kind: Kind::Direct, len, pos, file, .. }] = pieces.as_slice()
+        && !syncs_apart
+    {
         pieces.clear();
-        return Route::Single;
+        return Route::Single(Extent { file, pos, len, hole: false });
     }
     // The last piece is taken first.
     pieces.reverse();
@@ -104,18 +116,17 @@ fn plan_read<M: Map>(
         let Ok(extent) = disk.map.begin(rest, Intent::Read) else {
             return false;
         };
-        let part = Range::new(rest.pos, extent.len);
         if extent.hole {
-            pieces.push(Piece { start, len: part.len, kind: Kind::Zero });
-        } else if is_direct(disk, block, part, segments, start) {
-            pieces.push(Piece { start, len: part.len, kind: Kind::Direct });
-        } else if own_room && part.len == range.len {
-            let skip = (part.pos - align::down(part.pos, block)) as u32;
-            pieces.push(Piece { start, len: part.len, kind: Kind::Widened { skip } });
+            pieces.push(Piece::of(extent, start, Kind::Zero));
+        } else if is_direct(disk, block, extent, segments, start) {
+            pieces.push(Piece::of(extent, start, Kind::Direct));
+        } else if own_room && extent.len == range.len {
+            let skip = (extent.pos - align::down(extent.pos, block)) as u32;
+            pieces.push(Piece::of(extent, start, Kind::Widened { skip }));
         } else {
-            bounce(part, start, block, pieces);
+            bounce(extent, start, block, pieces);
         }
-        start += part.len;
+        start += extent.len;
     }
     true
 }
@@ -131,13 +142,18 @@ fn plan_write<M: Map>(
     if (range.pos | range.len) & (u64::from(block) - 1) != 0 {
         return false;
     }
-    if disk.map.begin(range, Intent::Write).is_err() {
-        return false;
-    }
-    if blocking::is_aligned(disk, range, segments) {
-        pieces.push(Piece { start: 0, len: range.len, kind: Kind::Direct });
-    } else {
-        bounce(range, 0, block, pieces);
+    let mut start = 0;
+    while start < range.len {
+        let rest = Range::new(range.pos + start, range.len - start);
+        let Ok(extent) = disk.map.begin(rest, Intent::Write) else {
+            return false;
+        };
+        if is_direct(disk, block, extent, segments, start) {
+            pieces.push(Piece::of(extent, start, Kind::Direct));
+        } else {
+            bounce(extent, start, block, pieces);
+        }
+        start += extent.len;
     }
     true
 }
@@ -145,7 +161,7 @@ fn plan_write<M: Map>(
 fn is_direct<M: Map>(
     disk: &Disk<M>,
     block: u32,
-    part: Range,
+    part: Extent,
     segments: &[Segment],
     start: u64,
 ) -> bool {
@@ -157,14 +173,14 @@ fn is_direct<M: Map>(
 }
 
 /// Cuts `part` into pieces that fit a pooled buffer, at block boundaries.
-fn bounce(part: Range, start: u64, block: u32, pieces: &mut Vec<Piece>) {
+fn bounce(part: Extent, start: u64, block: u32, pieces: &mut Vec<Piece>) {
     let mut done = 0;
     while done < part.len {
         let pos = part.pos + done;
         let skip = pos - align::down(pos, block);
         let len = (BOUNCE_BYTES - skip).min(part.len - done);
         let kind = Kind::Bounce { skip: skip as u32 };
-        pieces.push(Piece { start: start + done, len, kind });
+        pieces.push(Piece { start: start + done, len, pos, file: part.file, kind });
         done += len;
     }
 }
@@ -183,7 +199,7 @@ fn one_by_one<M: Map>(disk: &Disk<M>, op: Op, segments: &[Segment], pieces: &mut
         iov::parts(segments, piece.start, piece.len, |segment| {
             debug_assert!(iov::aligned(&[segment], align.memory, block));
             let len = segment.len as u64;
-            pieces.push(Piece { start, len, kind: Kind::Direct });
+            pieces.push(Piece { start, len, pos: piece.pos + (start - piece.start), ..piece });
             start += len;
         });
     }

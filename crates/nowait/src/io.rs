@@ -92,6 +92,15 @@ pub struct Io {
     pub range: Range,
 }
 
+/// A run of bytes of one kind, as [`Op::Status`] reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Span {
+    /// Length in bytes.
+    pub len: u64,
+    /// Not backed by storage; reads as zeros.
+    pub hole: bool,
+}
+
 /// What a transfer came to: bytes moved, or a negative errno.
 pub type Outcome = i32;
 
@@ -103,7 +112,7 @@ pub const UNREGISTERED: u16 = u16::MAX;
 pub struct Transfer {
     /// The memory itself, or an array of [`crate::Segment`] when `segments` is not 0.
     pub base: *mut u8,
-    /// First byte on the device.
+    /// First byte in the file.
     pub pos: u64,
     /// Bytes to move.
     pub len: u32,
@@ -113,6 +122,8 @@ pub struct Transfer {
     pub segments: u16,
     /// Which registered buffer `base` lies in, or [`UNREGISTERED`].
     pub buffer: u16,
+    /// Which of the files that the queue was made for.
+    pub file: u16,
     /// Whether memory goes to the device.
     pub write: bool,
     /// The caller itself asked for `RWF_NOWAIT` (C32): a queue that may wait elsewhere keeps it.
@@ -127,6 +138,7 @@ impl Transfer {
         rw_flags: 0,
         segments: 0,
         buffer: UNREGISTERED,
+        file: 0,
         write: false,
         must_not_wait: false,
     };

@@ -3,14 +3,16 @@
 //! Invariant of the hints: a granule is marked a hole only when it was seen to be one after the
 //! last write to it was completed; "mapped" may be wrong and then costs only speed. So a hint
 //! never hides data (C14, C18, C38).
-//! Knows: error. Known by: disk, blocking, simple, generic, engine. Kernel counterpart:
+//! Knows: error, io, image, storage. Known by: disk, blocking, simple, generic, engine. Kernel counterpart:
 //! iomap_begin and iomap_end (fs/iomap/iter.c).
 
-use std::os::fd::BorrowedFd;
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::error::{Doing, Error, Range};
+use crate::error::Range;
+use crate::image::Image;
+use crate::io::Span;
+use crate::storage::Storage;
 
 /// What a mapping is asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -24,7 +26,10 @@ pub enum Intent {
 /// What backs the first `len` bytes of a range that was asked for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Extent {
-    /// Where the extent's first byte is in the file, in bytes.
+    /// Which file it lies in: 0 is the one that is written to.
+    pub file: u16,
+    /// Where its first byte is in that file, in bytes; if the range that was asked for is
+    /// aligned for direct I/O, so is this.
     pub pos: u64,
     /// Bytes, at least 1 and at most what was asked for.
     pub len: u64,
@@ -32,18 +37,17 @@ pub struct Extent {
     pub hole: bool,
 }
 
+impl Extent {
+    /// `range` at the same place of the file.
+    #[inline]
+    pub(crate) const fn identical(range: Range, len: u64, hole: bool) -> Self {
+        Self { file: 0, pos: range.pos, len, hole }
+    }
+}
+
 /// Why a mapping was not given at once.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct WouldBlock;
-
-/// A run of bytes of one kind, as [`crate::Op::Status`] reports it.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Span {
-    /// Length in bytes.
-    pub len: u64,
-    /// Not backed by storage; reads as zeros.
-    pub hole: bool,
-}
 
 /// A mapping of a device's bytes to a file's.
 pub trait Map: Send + Sync + 'static {
@@ -72,6 +76,14 @@ pub trait Map: Send + Sync + 'static {
 
     /// Appends what is known of `range`, in order; false when some of it is not known.
     fn known(&self, range: Range, spans: &mut Vec<Span>) -> bool;
+
+    /// What serves requests that must wait, where that is not the file system: an image format
+    /// that allocates by itself. [`Map::begin`] then gives out only what is mapped, and nothing
+    /// is given out for a range while it is allocated.
+    #[inline]
+    fn image(&self) -> Option<&dyn Image> {
+        None
+    }
 }
 
 /// Every byte is backed by the byte at the same place: block devices, preallocated files.
@@ -81,11 +93,11 @@ pub struct Identity;
 impl Map for Identity {
     #[inline]
     fn begin(&self, range: Range, _: Intent) -> Result<Extent, WouldBlock> {
-        Ok(Extent { pos: range.pos, len: range.len, hole: false })
+        Ok(Extent::identical(range, range.len, false))
     }
 
     fn begin_blocking(&self, range: Range, _: Intent) -> Extent {
-        Extent { pos: range.pos, len: range.len, hole: false }
+        Extent::identical(range, range.len, false)
     }
 
     fn is_mapped(&self, _: Range) -> bool {
@@ -146,7 +158,7 @@ impl Extents {
 
     /// Learns what lseek(2) with `SEEK_DATA` and `SEEK_HOLE` tells, up to a bounded number of
     /// extents. A file system that cannot tell leaves everything unknown.
-    pub fn scan(&self, file: BorrowedFd<'_>) {
+    pub fn scan(&self, file: &Storage) {
         if !self.enabled {
             return;
         }
@@ -155,7 +167,7 @@ impl Extents {
         while pos < self.size {
             spans.clear();
             let range = Range::new(pos, self.size - pos);
-            if seek_spans(file, range, SCAN_EXTENTS, &mut spans).is_err() {
+            if file.spans(range, SCAN_EXTENTS, &mut spans).is_err() {
                 return;
             }
             for span in &spans {
@@ -235,10 +247,10 @@ impl Extents {
         let end = self.run(from, to, hole);
         match intent {
             Intent::Write if hole || end < to => Err(WouldBlock),
-            Intent::Write => Ok(Extent { pos: range.pos, len: range.len, hole: false }),
+            Intent::Write => Ok(Extent::identical(range, range.len, false)),
             Intent::Read => {
                 let len = (end << self.granule_shift).min(range.end()) - range.pos;
-                Ok(Extent { pos: range.pos, len, hole })
+                Ok(Extent::identical(range, len, hole))
             }
         }
     }
@@ -280,7 +292,7 @@ impl Map for Extents {
         if to - from == 1 {
             return match intent {
                 Intent::Write if hole => Err(WouldBlock),
-                _ => Ok(Extent { pos: range.pos, len: range.len, hole }),
+                _ => Ok(Extent::identical(range, range.len, hole)),
             };
         }
         self.begin_long(range, intent)
@@ -288,7 +300,7 @@ impl Map for Extents {
 
     fn begin_blocking(&self, range: Range, intent: Intent) -> Extent {
         // The file system allocates by itself when it is written to.
-        self.begin(range, intent).unwrap_or(Extent { pos: range.pos, len: range.len, hole: false })
+        self.begin(range, intent).unwrap_or(Extent::identical(range, range.len, false))
     }
 
     fn is_mapped(&self, range: Range) -> bool {
@@ -350,48 +362,6 @@ impl Extents {
         let mask = if count == GRANULES_PER_WORD { u64::MAX } else { (1 << (count * 2)) - 1 };
         bits & mask == ALL_MAPPED & mask
     }
-}
-
-/// Appends at most `limit` spans of `range` as lseek(2) reports them; they cover `range` unless
-/// the limit was reached.
-///
-/// # Errors
-/// What lseek(2) said: `EINVAL` where the file system cannot tell, `EIO`, `ENXIO` never.
-pub(crate) fn seek_spans(
-    file: BorrowedFd<'_>,
-    range: Range,
-    limit: usize,
-    spans: &mut Vec<Span>,
-) -> Result<(), Error> {
-    use rustix::fs::{SeekFrom, seek};
-    let mut pos = range.pos;
-    let push = |spans: &mut Vec<Span>, len: u64, hole: bool| {
-        if len > 0 {
-            spans.push(Span { len, hole });
-        }
-        spans.len() < limit
-    };
-    while pos < range.end() {
-        let data = match seek(file, SeekFrom::Data(pos)) {
-            Ok(data) => data.min(range.end()),
-            // No data up to the file's end.
-            Err(rustix::io::Errno::NXIO) => range.end(),
-            Err(error) => return Err(Error::from_os(error, Doing::Status).at(range)),
-        };
-        if !push(spans, data - pos, true) || data == range.end() {
-            return Ok(());
-        }
-        let hole = match seek(file, SeekFrom::Hole(data)) {
-            Ok(hole) => hole.min(range.end()),
-            Err(rustix::io::Errno::NXIO) => range.end(),
-            Err(error) => return Err(Error::from_os(error, Doing::Status).at(range)),
-        };
-        if !push(spans, hole - data, false) {
-            return Ok(());
-        }
-        pos = hole;
-    }
-    Ok(())
 }
 
 #[cfg(test)]

@@ -8,9 +8,8 @@
 use crate::buffer::Buf;
 use crate::error::Range;
 use crate::generic::Piece;
-use crate::io::{Flags, Io, Op, Transfer};
+use crate::io::{Flags, Io, Op, Span, Transfer};
 use crate::iov::Segment;
-use crate::map::Span;
 
 /// Where a request is on its way (C41).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

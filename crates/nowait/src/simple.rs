@@ -8,7 +8,7 @@
 use crate::disk::Disk;
 use crate::io::{Flags, Io, Op, Transfer};
 use crate::iov::MAX_TRANSFER_BYTES;
-use crate::map::{Intent, Map};
+use crate::map::{Extent, Intent, Map};
 
 /// What decides, in one place: masks of the device's alignment, and its size.
 #[derive(Clone, Copy)]
@@ -20,6 +20,8 @@ pub(crate) struct Gate {
     /// `RWF_NOWAIT` where the file takes it.
     rw_flags: i32,
     read_only: bool,
+    /// `DSYNC` makes data durable, but not the metadata of an image that allocates by itself.
+    image: bool,
 }
 
 impl Gate {
@@ -32,39 +34,53 @@ impl Gate {
             size: disk.size(),
             rw_flags: if disk.takes_nowait() { libc::RWF_NOWAIT } else { 0 },
             read_only: disk.is_read_only(),
+            image: disk.map.image().is_some(),
         }
     }
 
-    /// Whether `io`, with all of its memory at `base`, is served by one transfer. A read of a
-    /// known hole is not: it needs none.
+    /// The extent that serves all of `io`, with its memory at `base`, by one transfer, if one
+    /// does. A read of a known hole needs none.
     #[inline]
-    pub(crate) fn admits<M: Map>(&self, map: &M, io: Io, base: *mut u8) -> bool {
+    pub(crate) fn admits<M: Map>(&self, map: &M, io: Io, base: *mut u8) -> Option<Extent> {
         let range = io.range;
         let (intent, mask) = match io.op {
             Op::Read => (Intent::Read, self.read_mask),
             Op::Write if !self.read_only => (Intent::Write, self.write_mask),
-            _ => return false,
+            _ => return None,
         };
         if (range.pos | range.len) & mask != 0
             || base as usize & self.memory_mask != 0
             || range.len.wrapping_sub(1) >= MAX_TRANSFER_BYTES
             || self.size.checked_sub(range.len).is_none_or(|last| range.pos > last)
         {
-            return false;
+            return None;
         }
-        match map.begin(range, intent) {
-            Ok(extent) => extent.len == range.len && !extent.hole && extent.pos == range.pos,
-            Err(_) => false,
-        }
+        let extent = map.begin(range, intent).ok()?;
+        let whole = extent.len == range.len && !extent.hole;
+        (whole && !self.syncs_apart(io)).then_some(extent)
     }
 
-    /// The one transfer that serves `io`: `base` is its memory, or with `segments` above 0 the
+    /// Whether what makes `io` durable comes after its data, as a step of its own.
+    #[inline]
+    pub(crate) fn syncs_apart(&self, io: Io) -> bool {
+        self.image && io.flags.has(Flags::DSYNC)
+    }
+
+    /// The one transfer that serves `io` at `extent`: `base` is its memory, or with `segments` above 0 the
     /// list of it.
     #[inline]
-    pub(crate) fn transfer(&self, io: Io, base: *mut u8, segments: u16, buffer: u16) -> Transfer {
+    pub(crate) fn transfer(
+        &self,
+        io: Io,
+        extent: Extent,
+        base: *mut u8,
+        segments: u16,
+        buffer: u16,
+    ) -> Transfer {
         Transfer {
             base,
-            pos: io.range.pos,
+            pos: extent.pos,
+            file: extent.file,
             len: io.range.len as u32,
             rw_flags: self.rw_flags(io.flags),
             segments,

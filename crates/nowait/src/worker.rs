@@ -10,9 +10,9 @@ use std::sync::Arc;
 use crate::blocking;
 use crate::crew::Crew;
 use crate::disk::Disk;
-use crate::io::Io;
+use crate::io::{Io, Span};
 use crate::iov::Segment;
-use crate::map::{Map, Span};
+use crate::map::Map;
 use crate::remote::Remote;
 
 /// What a worker does for a slot.

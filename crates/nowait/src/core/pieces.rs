@@ -79,9 +79,10 @@ impl<M: Map> Core<M> {
     fn aim(&mut self, parent: u32, slot: u32, piece: Piece) -> bool {
         let io = self.pool[parent].io;
         let write = io.op == Op::Write;
-        let pos = io.range.pos + piece.start;
+        let pos = piece.pos;
         let mut transfer = Transfer {
             pos,
+            file: piece.file,
             len: piece.len as u32,
             rw_flags: self.gate.rw_flags(io.flags.without(Flags::DSYNC)),
             write,

@@ -1,7 +1,5 @@
 //! What the hint cache must never get wrong.
 
-use std::os::fd::AsFd;
-
 use super::*;
 
 const MIB: u64 = 1 << 20;
@@ -91,13 +89,14 @@ fn a_device_of_16_tib_costs_no_more_than_its_chunk_table() {
 
 #[test]
 fn a_scan_finds_what_lseek_reports() {
-    let file = tempfile::tempfile().unwrap();
-    file.set_len(4 * MIB).unwrap();
-    std::os::unix::fs::FileExt::write_all_at(&file, &[7; 65536], MIB).unwrap();
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(4 * MIB).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(file.as_file(), &[7; 65536], MIB).unwrap();
+    let storage = Storage::open(file.path(), crate::OpenOptions::default()).unwrap();
     let mut spans = Vec::new();
-    seek_spans(file.as_fd(), Range::new(0, 4 * MIB), 100, &mut spans).unwrap();
+    storage.spans(Range::new(0, 4 * MIB), 100, &mut spans).unwrap();
     let map = Extents::new(4 * MIB, true);
-    map.scan(file.as_fd());
+    map.scan(&storage);
     let mut known = Vec::new();
     assert!(map.known(Range::new(0, 4 * MIB), &mut known));
     assert_eq!(known, spans);

@@ -21,18 +21,22 @@ pub(super) struct Polled {
     ring: IoUring,
     /// Transfers in the ring.
     busy: usize,
-    file: OwnedFd,
+    files: Vec<OwnedFd>,
 }
 
 impl Polled {
-    /// A polled ring for `file`, if its device has polled queues.
-    pub(super) fn for_device_of(file: &OwnedFd) -> Option<Self> {
-        let flags = rustix::fs::fcntl_getfl(file).ok()?;
-        if !flags.contains(OFlags::DIRECT) || !has_polled_queues(file) {
+    /// A polled ring for `files`, if the devices of all of them have polled queues.
+    pub(super) fn for_device_of(files: &[OwnedFd]) -> Option<Self> {
+        let polls = |file: &OwnedFd| {
+            let flags = rustix::fs::fcntl_getfl(file);
+            flags.is_ok_and(|flags| flags.contains(OFlags::DIRECT)) && has_polled_queues(file)
+        };
+        if !files.iter().all(polls) {
             return None;
         }
         let ring = IoUring::builder().setup_iopoll().setup_clamp().build(ENTRIES).ok()?;
-        Some(Self { ring, busy: 0, file: file.try_clone().ok()? })
+        let files = files.iter().map(OwnedFd::try_clone).collect::<Result<_, _>>().ok()?;
+        Some(Self { ring, busy: 0, files })
     }
 
     pub(super) fn is_busy(&self) -> bool {
@@ -50,7 +54,8 @@ impl Polled {
     ) -> Result<(), QueueFull> {
         // Buffers are registered with the other ring.
         let transfer = Transfer { buffer: UNREGISTERED, ..*transfer };
-        let fd = types::Fd(self.file.as_raw_fd());
+        let fd = self.files.get(usize::from(transfer.file)).map_or(-1, AsRawFd::as_raw_fd);
+        let fd = types::Fd(fd);
         let entry = ring_entry::of(fd, &transfer).user_data(token);
         // SAFETY: as promised by the caller.
         unsafe { self.ring.submission().push(&entry) }.map_err(|_| QueueFull)?;

@@ -1,25 +1,25 @@
 //! A transfer as one plain system call.
 //!
 //! Invariant: an interrupted call is made again; any other errno is returned as it is.
-//! Knows: io, iov. Known by: queue/threads, blocking.
+//! Knows: io, iov. Known by: queue/threads, storage.
 #![allow(unsafe_code)]
 
 use std::os::fd::{AsRawFd, BorrowedFd};
 
 use crate::io::{Outcome, Transfer};
 
-/// Makes the transfer with preadv2(2) or pwritev2(2); `rw_flags` are added to the transfer's own.
+/// Makes the transfer with preadv2(2) or pwritev2(2).
 ///
 /// # Safety
 /// As for `Queue::place`, until this returns.
-pub(crate) unsafe fn transfer(fd: BorrowedFd<'_>, transfer: &Transfer, rw_flags: i32) -> Outcome {
+pub(crate) unsafe fn transfer(fd: BorrowedFd<'_>, transfer: &Transfer) -> Outcome {
     let one = libc::iovec { iov_base: transfer.base.cast(), iov_len: transfer.len as usize };
     let (iov, count) = match transfer.segments {
         0 => (&raw const one, 1),
         // `Segment` is laid out as `struct iovec`.
         many => (transfer.base.cast_const().cast(), libc::c_int::from(many)),
     };
-    let flags = transfer.rw_flags | rw_flags;
+    let flags = transfer.rw_flags;
     let (fd, pos) = (fd.as_raw_fd(), transfer.pos as libc::off_t);
     loop {
         // SAFETY: `iov` points to `count` entries whose memory the caller vouches for.

@@ -35,31 +35,52 @@ pub struct Threads {
     crew: Crew<Job>,
     remote: Arc<Remote>,
     watched: Epoll,
-    file: Arc<OwnedFd>,
+    files: Arc<[OwnedFd]>,
     /// A call for cached data does not wait for a device, however many are in flight.
     cached: bool,
 }
 
 impl Threads {
-    /// A queue on `file` for tokens below `slots`. `cached` says that `file` was opened without
-    /// `O_DIRECT`.
+    /// As [`Threads::for_files`], for one.
+    ///
+    /// # Errors
+    /// As [`Threads::for_files`].
+    pub fn new(file: BorrowedFd<'_>, slots: u32, cached: bool) -> Result<Self, Error> {
+        Self::for_files(&[file], slots, cached)
+    }
+
+    /// A queue on `files`, which [`Transfer::file`] counts from 0 on, for tokens below `slots`.
+    /// `cached` says that they were opened without `O_DIRECT`.
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`: what dup(2), eventfd(2) or epoll_create1(2) said.
-    pub fn new(file: BorrowedFd<'_>, slots: u32, cached: bool) -> Result<Self, Error> {
-        let file = file.try_clone_to_owned().map_err(|e| Error::from_io(&e, Doing::SetUp))?;
-        let file = Arc::new(file);
+    pub fn for_files(files: &[BorrowedFd<'_>], slots: u32, cached: bool) -> Result<Self, Error> {
+        let own = files.iter().map(BorrowedFd::try_clone_to_owned);
+        let files = own.collect::<Result<Arc<[OwnedFd]>, _>>();
+        let files = files.map_err(|e| Error::from_io(&e, Doing::SetUp))?;
         let remote = Arc::new(Remote::new(slots)?);
         let mut watched = Epoll::new()?;
         watched.watch(remote.fd(), CREW_DONE, Interest::Readable)?;
-        let (crew_file, crew_remote) = (file.clone(), remote.clone());
+        let (crew_files, crew_remote) = (files.clone(), remote.clone());
         let crew = Crew::new(CREW, move |Job(transfer, token)| {
             // SAFETY: see `Job`.
-            let outcome = unsafe { syscall::transfer(crew_file.as_fd(), &transfer, 0) };
+            let outcome = unsafe { call(&crew_files, &transfer) };
             crew_remote.push(token, i64::from(outcome));
         });
         let (placed, ended) = (Vec::with_capacity(64), Vec::with_capacity(64));
-        Ok(Self { placed, ended, out: 0, crew, remote, watched, file, cached })
+        Ok(Self { placed, ended, out: 0, crew, remote, watched, files, cached })
+    }
+}
+
+/// Makes the transfer; `EBADF` for a file that there is none of.
+///
+/// # Safety
+/// As for `syscall::transfer`.
+unsafe fn call(files: &[OwnedFd], transfer: &Transfer) -> Outcome {
+    match files.get(usize::from(transfer.file)) {
+        // SAFETY: as promised by the caller.
+        Some(file) => unsafe { syscall::transfer(file.as_fd(), transfer) },
+        None => -libc::EBADF,
     }
 }
 
@@ -80,7 +101,7 @@ impl Queue for Threads {
         if inline {
             for Job(transfer, token) in self.placed.drain(..) {
                 // SAFETY: the caller of `place` vouches for the memory until the token is reaped.
-                let outcome = unsafe { syscall::transfer(self.file.as_fd(), &transfer, 0) };
+                let outcome = unsafe { call(&self.files, &transfer) };
                 self.ended.push((Token::from(token), outcome));
             }
         } else if !self.placed.is_empty() {

@@ -61,26 +61,37 @@ pub struct Uring {
     /// What an event loop of the caller's own polls: made when it is first asked for, because the
     /// kernel then writes to it with each completion. `None` inside: it could not be made.
     wake: OnceCell<Option<OwnedFd>>,
-    file: OwnedFd,
+    files: Vec<OwnedFd>,
 }
 
 impl Uring {
-    /// A ring for transfers to and from `file`. Each feature that the kernel lacks is left out.
+    /// As [`Uring::for_files`], for one.
+    ///
+    /// # Errors
+    /// As [`Uring::for_files`].
+    pub fn new(file: BorrowedFd<'_>) -> Result<Self, Error> {
+        Self::for_files(&[file])
+    }
+
+    /// A ring for transfers to and from `files`, which [`Transfer::file`] counts from 0 on. Each
+    /// feature that the kernel lacks is left out.
     ///
     /// # Errors
     /// `EPERM` or `ENOSYS` where io_uring is forbidden or missing, `ENOMEM` where the limit on
     /// locked memory is too low: use [`super::Threads`] then.
-    pub fn new(file: BorrowedFd<'_>) -> Result<Self, Error> {
+    pub fn for_files(files: &[BorrowedFd<'_>]) -> Result<Self, Error> {
         let set_up = |e: std::io::Error| Error::from_io(&e, Doing::SetUp);
-        let file = file.try_clone_to_owned().map_err(set_up)?;
+        let own = files.iter().map(BorrowedFd::try_clone_to_owned);
+        let files = own.collect::<Result<Vec<_>, _>>().map_err(set_up)?;
         let (ring, deferred) = Self::build().map_err(set_up)?;
         let mut offered = Offered { deferred, ..Offered::default() };
         offered.ring = ring.submitter().register_ring_fd().is_ok();
-        offered.file = ring.submitter().register_files(&[file.as_raw_fd()]).is_ok();
+        let numbers: Vec<RawFd> = files.iter().map(AsRawFd::as_raw_fd).collect();
+        offered.file = ring.submitter().register_files(&numbers).is_ok();
         offered.buffers = ring.submitter().register_buffers_sparse(MAX_BUFFERS).is_ok();
         // Missing before Linux 5.15: then the kernel's own bound stays.
         let _ = ring.submitter().register_iowq_max_workers(&mut IOWQ_WORKERS.clone());
-        let polled = Polled::for_device_of(&file);
+        let polled = Polled::for_device_of(&files);
         offered.polled = polled.is_some();
         let (rearm, watched) = (Vec::new(), Vec::new());
         Ok(Self {
@@ -92,7 +103,7 @@ impl Uring {
             rearm,
             watched,
             wake: OnceCell::new(),
-            file,
+            files,
         })
     }
 
@@ -120,11 +131,11 @@ impl Uring {
 
     #[inline]
     fn entry(&self, transfer: &Transfer) -> squeue::Entry {
-        // The registered file has number 0 in the ring's table.
         let (fd, flags) = match self.offered.file {
-            true => (types::Fd(0), squeue::Flags::FIXED_FILE),
-            false => (types::Fd(self.file.as_raw_fd()), squeue::Flags::empty()),
+            true => (RawFd::from(transfer.file), squeue::Flags::FIXED_FILE),
+            false => (number_of(&self.files, transfer.file), squeue::Flags::empty()),
         };
+        let fd = types::Fd(fd);
         ring_entry::of(fd, transfer).flags(flags)
     }
 
@@ -180,6 +191,10 @@ impl Uring {
             }
         }
     }
+}
+
+fn number_of(files: &[OwnedFd], file: u16) -> RawFd {
+    files.get(usize::from(file)).map_or(-1, AsRawFd::as_raw_fd)
 }
 
 impl Queue for Uring {
