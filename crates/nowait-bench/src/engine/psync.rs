@@ -1,4 +1,5 @@
-//! Plain system calls: one thread for each request in flight, pread(2) or pwrite(2).
+//! Calls that wait: one thread for each request in flight, with pread(2) and pwrite(2) or through
+//! the blocking face of the engine.
 //!
 //! Invariant: every call moves a whole block. Knows: drive, places, scene. Known by: tables.
 
@@ -8,6 +9,8 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
+
+use nowait::{Flags, Map};
 
 use super::drive::{Pace, Stretch};
 use super::places::Places;
@@ -31,12 +34,44 @@ impl Block {
     }
 }
 
+/// What the calls go to.
+pub(crate) trait Calls: Sync {
+    /// Reads all of `data`.
+    fn read(&self, data: &mut [u8], pos: u64) -> io::Result<()>;
+    /// Writes all of `data`.
+    fn write(&self, data: &[u8], pos: u64) -> io::Result<()>;
+}
+
+impl Calls for File {
+    fn read(&self, data: &mut [u8], pos: u64) -> io::Result<()> {
+        self.read_exact_at(data, pos)
+    }
+
+    fn write(&self, data: &[u8], pos: u64) -> io::Result<()> {
+        self.write_all_at(data, pos)
+    }
+}
+
+impl<M: Map> Calls for nowait::File<M> {
+    fn read(&self, data: &mut [u8], pos: u64) -> io::Result<()> {
+        whole(self.read_at(data, pos)?, data.len())
+    }
+
+    fn write(&self, data: &[u8], pos: u64) -> io::Result<()> {
+        whole(self.write_at(data, pos, Flags::NONE)?, data.len())
+    }
+}
+
+fn whole(done: usize, asked: usize) -> io::Result<()> {
+    if done == asked { Ok(()) } else { Err(io::Error::other("a call was cut short")) }
+}
+
 /// `load.depth` threads at once.
 ///
 /// # Errors
 /// What a call said, or that no thread could be started.
 pub(crate) fn run(
-    file: &File,
+    file: &impl Calls,
     load: &Workload,
     scene: &Scene<'_>,
     pace: Pace<'_>,
@@ -48,8 +83,8 @@ pub(crate) fn run(
         let data = &mut block.0[..load.block_bytes];
         gate.wait();
         calls(&mut places, pace, load.block_bytes, |pos| match load.direction {
-            Direction::Read => file.read_exact_at(data, pos),
-            Direction::Write => file.write_all_at(data, pos),
+            Direction::Read => file.read(data, pos),
+            Direction::Write => file.write(data, pos),
         })
     })
 }

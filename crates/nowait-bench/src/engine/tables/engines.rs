@@ -21,7 +21,8 @@ use crate::workload::{Direction, Workload};
 
 const DEPTHS: [usize; 3] = [1, 32, 128];
 const NOTE: &str = "bare ring: io_uring with registered file and buffers, SINGLE_ISSUER and \
-    DEFER_TASKRUN, and no bookkeeping. psync: a thread for each request in flight. Each is kept, with \
+    DEFER_TASKRUN, and no bookkeeping. blocking: the engine's face for callers that wait, and psync: \
+    plain system calls, each with a thread for each request in flight. Each is kept, with \
     all its threads, on one processor";
 
 /// Who makes the requests.
@@ -29,6 +30,7 @@ const NOTE: &str = "bare ring: io_uring with registered file and buffers, SINGLE
 enum Client {
     Nowait,
     BareRing,
+    Blocking,
     Psync,
     Fio(FioEngine),
 }
@@ -38,6 +40,7 @@ impl Client {
         match self {
             Client::Nowait => "nowait".to_owned(),
             Client::BareRing => "bare ring".to_owned(),
+            Client::Blocking => "blocking".to_owned(),
             Client::Psync => "psync".to_owned(),
             Client::Fio(engine) => format!("fio {}", engine.name()),
         }
@@ -47,6 +50,7 @@ impl Client {
         match self {
             Client::Nowait => scene.on_file(load, Config::default()),
             Client::BareRing => on_bare_ring(scene, load),
+            Client::Blocking => on_blocking(scene, load),
             Client::Psync => on_psync(scene, load),
             Client::Fio(engine) => fio::run(engine, load, scene),
         }
@@ -66,7 +70,7 @@ impl Client {
 }
 
 pub(crate) fn plan<'a>(scene: &'a Scene<'a>) -> Vec<Plan<'a>> {
-    let mut clients = vec![Client::Nowait, Client::BareRing, Client::Psync];
+    let mut clients = vec![Client::Nowait, Client::BareRing, Client::Blocking, Client::Psync];
     let mut note = NOTE.to_owned();
     match fio::version() {
         Some(version) => {
@@ -103,6 +107,12 @@ fn on_bare_ring(scene: &Scene<'_>, load: &Workload) -> io::Result<Sample> {
         ring.run(places, pace)
     };
     scene.stretch(load, run, true)
+}
+
+fn on_blocking(scene: &Scene<'_>, load: &Workload) -> io::Result<Sample> {
+    let file = nowait::File::new(scene.disk()?);
+    psync::run(&file, load, scene, scene.pace(true).warm_up())?;
+    psync::run(&file, load, scene, scene.pace(true))?.sample()
 }
 
 fn on_psync(scene: &Scene<'_>, load: &Workload) -> io::Result<Sample> {
