@@ -2,20 +2,21 @@
 //!
 //! Invariant: what parses is in range; what the help promises as a default is what the methods
 //! here return.
-//! Knows: listen, size. Known by: main, bench, create, info, serve.
+//! Knows: export, listen, size. Known by: main, bench, create, info, serve.
 
 use std::path::PathBuf;
 use std::thread;
 use std::time::Duration;
 
-use clap::{Args, Parser, Subcommand, ValueEnum};
+use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap::error::ErrorKind;
+use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use nowait_bench::ServerKind;
 
+use crate::export::{self, Given, Named};
 use crate::listen::Listen;
 use crate::size;
 
-/// The longest name in bytes that the NBD protocol allows (NBD proto.md, "Values", string limit).
-const MAX_EXPORT_BYTES: usize = 4096;
 const MAX_QUEUES: u16 = 256;
 
 /// Serve disk images and block devices over the network, by direct I/O
@@ -34,11 +35,12 @@ pub(crate) enum Command {
     Bench(BenchArgs),
 }
 
-/// Serve a disk image or a block device over NBD until told to stop
+/// Serve disk images and block devices over NBD until told to stop
 ///
 /// Clients (a virtual machine, nbd-client, qemu-img, nbdcopy, …) see IMAGE as a disk. The line
 /// "serving URI" appears on standard output as soon as they can connect; warnings and errors go
-/// to standard error. IMAGE is read and written by direct I/O where its file system can, past the
+/// to standard error. Several IMAGEs are several exports of one server: a client asks for one of
+/// them by name, and gets the first if it names none. IMAGE is read and written by direct I/O where its file system can, past the
 /// host's page cache; requests of any position and length are served all the same.
 ///
 /// IMAGE is locked while it is served, in the way QEMU does: it is refused here while QEMU or
@@ -50,11 +52,18 @@ pub(crate) enum Command {
 #[derive(Debug, Args)]
 #[command(after_help = SERVE_AFTER_HELP)]
 pub(crate) struct ServeArgs {
-    /// The file or block device to serve
+    /// The files or block devices to serve, each with the name that clients ask for
+    ///
+    /// Without NAME the first has the empty name, which is what clients ask for when they are told
+    /// none, and each other one the name of its file. The first is always what they get that ask
+    /// for no name. What begins with /, ./ or ../ is a path as a whole, also with a '=' in it. All
+    /// options hold for every IMAGE.
     ///
     /// Without IMAGE: nowait/nowait.img in $XDG_STATE_HOME (else in ~/.local/state), which is
     /// made as a sparse file of 1 GiB if it is not there.
-    pub(crate) image: Option<PathBuf>,
+    #[arg(value_name = "[NAME=]IMAGE")]
+    #[arg(value_parser = OsStringValueParser::new().try_map(Given::parse))]
+    images: Vec<Given>,
 
     /// What is inside IMAGE: raw (the disk's bytes and nothing else)
     #[arg(long, value_name = "FORMAT", default_value = "raw", value_parser = parse_format)]
@@ -71,12 +80,9 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) nbd: Vec<Listen>,
 
-    /// The name under which clients ask for the disk, at most 4096 bytes
-    ///
-    /// Without it the name is empty, which is what clients ask for when they are told none.
-    #[arg(long, value_name = "NAME", default_value = "", hide_default_value = true)]
-    #[arg(value_parser = parse_export)]
-    pub(crate) export: String,
+    /// The name of the first IMAGE, at most 4096 bytes; another way to write NAME=
+    #[arg(long, value_name = "NAME", value_parser = export::parse_name)]
+    export: Option<String>,
 
     /// Open IMAGE for reading only and refuse every write
     #[arg(long)]
@@ -113,6 +119,21 @@ pub(crate) struct ServeArgs {
 }
 
 impl ServeArgs {
+    /// What to serve, under which names; nothing means the default image, whose name is
+    /// [`ServeArgs::default_name`].
+    ///
+    /// # Errors
+    /// A name is given twice, or cannot be found: a usage error.
+    pub(crate) fn exports(&self) -> Result<Vec<Named>, clap::Error> {
+        export::named(&self.images, self.export.as_deref())
+            .map_err(|why| Cli::command().error(ErrorKind::ValueValidation, why))
+    }
+
+    /// The name of the first export if it has none of its own.
+    pub(crate) fn default_name(&self) -> &str {
+        self.export.as_deref().unwrap_or_default()
+    }
+
     /// How many queues to run, 1 to [`MAX_QUEUES`].
     pub(crate) fn queues(&self) -> u16 {
         self.queues.unwrap_or_else(|| {
@@ -334,14 +355,6 @@ fn parse_seconds(text: &str) -> Result<f64, &'static str> {
     }
 }
 
-fn parse_export(text: &str) -> Result<String, String> {
-    let bytes = text.len();
-    if bytes > MAX_EXPORT_BYTES {
-        return Err(format!("it has {bytes} bytes, the protocol allows {MAX_EXPORT_BYTES}"));
-    }
-    Ok(text.to_owned())
-}
-
 const AFTER_HELP: &str = "\
 Examples:
   nowait serve                        try it out: a 1 GiB disk on a private socket
@@ -371,6 +384,10 @@ Examples:
         --nbd unix:/run/golden.sock --nbd 'tcp:[::1]:10809'
     qemu-img convert -O qcow2 'nbd://[::1]:10809/golden' copy.qcow2
 
+  Serve two disks at one address; the first is what a client gets that names none:
+    nowait serve root=root.img data=/dev/vdc --nbd unix:/run/disks.sock
+    qemu-img info 'nbd+unix:///data?socket=/run/disks.sock'
+
   Measure what two of the mechanisms are worth:
     nowait serve disk.img --off simple,pool
 
@@ -380,7 +397,7 @@ Environment:
 
 Exit status:
   0   stopped by SIGINT or SIGTERM, everything flushed
-  1   IMAGE cannot be opened, is in use or failed, or the address is taken
+  1   an IMAGE cannot be opened, is in use or failed, or the address is taken
   2   wrong command line";
 
 const CREATE_AFTER_HELP: &str = "\
@@ -422,10 +439,8 @@ Exit status:
 
 #[cfg(test)]
 mod tests {
-    use clap::CommandFactory;
-    use clap::error::ErrorKind;
-
     use super::*;
+    use crate::export::MAX_NAME_BYTES;
 
     fn parse(line: &str) -> Result<Command, clap::Error> {
         Cli::try_parse_from(line.split_whitespace()).map(|cli| cli.command)
@@ -446,7 +461,8 @@ mod tests {
     #[test]
     fn serve_needs_nothing() {
         let args = serve("nowait serve");
-        assert_eq!((args.image, args.nbd, args.export), (None, vec![], String::new()));
+        assert_eq!((args.exports().unwrap(), args.default_name()), (vec![], ""));
+        assert_eq!(args.nbd, []);
         assert_eq!((args.direct, args.queue, args.format), (Direct::Auto, None, Format::Raw));
         assert!(!args.read_only && !args.json && !args.verbose);
     }
@@ -457,10 +473,11 @@ mod tests {
             "nowait serve disk.img --format raw --nbd unix:/a --nbd tcp:h:1 --export e \
              --read-only --direct on --queues 3 --queue threads --json --verbose",
         );
-        assert_eq!(args.image, Some("disk.img".into()));
+        let named = Named { name: "e".into(), image: "disk.img".into() };
+        assert_eq!(args.exports().unwrap(), [named]);
         let tcp = Listen::Tcp { host: "h".into(), port: 1 };
         assert_eq!(args.nbd, [Listen::Unix("/a".into()), tcp]);
-        assert_eq!((args.export.as_str(), args.queues()), ("e", 3));
+        assert_eq!(args.queues(), 3);
         assert_eq!((args.direct, args.queue), (Direct::On, Some(QueueKind::Threads)));
         assert!(args.read_only && args.json && args.verbose);
     }
@@ -490,7 +507,7 @@ mod tests {
 
     #[test]
     fn a_wrong_value_is_a_usage_error_that_says_why() {
-        let long = format!("nowait serve --export {}", "x".repeat(MAX_EXPORT_BYTES + 1));
+        let long = format!("nowait serve --export {}", "x".repeat(MAX_NAME_BYTES + 1));
         for (line, why) in [
             ("nowait serve a --format qcow2", "qcow2 is not there yet"),
             ("nowait create a 1G --format qcow2", "qcow2 is not there yet"),
@@ -501,12 +518,20 @@ mod tests {
             ("nowait serve --off everything", "nowait-first"),
             ("nowait serve --queue aio", "threads"),
             ("nowait create a 0", "at least one byte"),
+            ("nowait serve a=", "the image is missing"),
             (long.as_str(), "4097 bytes, the protocol allows 4096"),
         ] {
             let error = parse(line).unwrap_err();
             assert_eq!(error.exit_code(), 2, "{line}");
             assert!(error.to_string().contains(why), "{line}: {error}");
         }
+    }
+
+    #[test]
+    fn names_that_cannot_be_are_a_usage_error() {
+        let error = serve("nowait serve a=x a=y").exports().unwrap_err();
+        assert_eq!(error.exit_code(), 2);
+        assert!(error.to_string().contains("have one name, 'a'"), "{error}");
     }
 
     #[test]

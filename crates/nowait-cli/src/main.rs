@@ -6,6 +6,7 @@
 
 mod error;
 mod size;
+mod export;
 mod listen;
 mod log;
 mod args;
@@ -25,8 +26,9 @@ use crate::args::{Cli, Command};
 fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Serve(args) => {
+            let exports = args.exports().unwrap_or_else(|usage| usage.exit());
             log::start(args.verbose);
-            serve::run(&args)
+            serve::run(&args, exports)
         }
         Command::Create(args) => create::run(&args),
         Command::Info(args) => info::run(&args),

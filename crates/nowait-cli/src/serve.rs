@@ -1,18 +1,19 @@
-//! `nowait serve`: opens the image, locks it, and serves it until told to stop.
+//! `nowait serve`: opens the images, locks them, and serves them until told to stop.
 //!
-//! Invariant: nothing of the image is changed before it is locked; the ready line is printed when
+//! Invariant: nothing of an image is changed before it is locked; the ready line is printed when
 //! clients can connect, and the exit status is 0 only if the last flush succeeded.
-//! Knows: args, default_image, error, info, listen. Known by: main.
+//! Knows: args, default_image, error, export, info, listen. Known by: main.
 
 use std::fs;
 use std::io::{self, Write};
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
 use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::{Disk, Extents, File, OpenOptions, Uring};
 use nowait_server::lock::{self, Access, LockError};
-use nowait_server::{Device, Listener, Options, QueueKind, Server, Stopper};
+use nowait_server::{Device, Export, Listener, Options, QueueKind, Server, Stopper};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing::{info, warn};
@@ -20,60 +21,108 @@ use tracing::{info, warn};
 use crate::args::{self, Format, ServeArgs};
 use crate::default_image;
 use crate::error::{CliError, reason};
+use crate::export::Named;
 use crate::info::begins_like_qcow2;
 use crate::listen::Listen;
 
 /// How long requests in flight may take after the signal to stop.
 const PATIENCE: Duration = Duration::from_secs(10);
 
-/// Serves until SIGINT or SIGTERM.
+/// An image that is open, locked and known.
+struct Opened {
+    named: Named,
+    disk: Arc<Disk<Extents>>,
+}
+
+/// Serves `exports`, the default image if there are none, until SIGINT or SIGTERM.
 ///
 /// # Errors
-/// The image cannot be opened or is in use, an address is taken, the queues cannot be made or
+/// An image cannot be opened or is in use, an address is taken, the queues cannot be made or
 /// fail, or the last flush failed.
-pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
+pub(crate) fn run(args: &ServeArgs, exports: Vec<Named>) -> Result<(), CliError> {
     let signals = Signals::new([SIGINT, SIGTERM])
         .map_err(|e| CliError::new(format!("cannot handle signals: {}", reason(&e))))?;
-    let image = image(args)?;
-    let disk = Arc::new(open(args, &image)?);
+    let is_default = exports.is_empty();
+    let exports = if is_default { vec![default_export(args)?] } else { exports };
+    let all = open_all(args, exports)?;
+    let Some(Opened { named: first, disk }) = all.first() else { return Ok(()) };
+    let image = &first.image;
     let config = args.config();
-    let kind = queue_kind(args, &image, &disk)?;
+    let kind = queue_kind(args, image, disk)?;
     let default_socket = match args.nbd.is_empty() {
-        true => Some(default_image::socket(&image)?),
+        true => Some(default_image::socket(image)?),
         false => None,
     };
     let listens = match &default_socket {
         Some(socket) => std::slice::from_ref(&socket.listen),
         None => &args.nbd,
     };
-    let (listeners, uris) = bind(args, listens)?;
-    let description = format!("{}", image.display());
-    let device = Device::new(disk.clone(), config.workers, args.export.clone(), description);
+    let (listeners, listens) = bind(listens)?;
+    let devices = all.iter().map(|opened| {
+        let Named { name, image } = opened.named.clone();
+        let description = format!("{}", image.display());
+        Export::new(Device::new(opened.disk.clone(), config.workers, name, description))
+    });
     let options = Options { queues: args.queues(), kind, config };
     let server =
-        Server::start(Arc::new(device), listeners, options).map_err(|e| CliError::at(&image, e))?;
+        Server::start(devices.collect(), listeners, options).map_err(|e| CliError::at(image, e))?;
     stop_on_signal(signals, server.stopper());
-    say_ready(args, &image, &disk, kind, &uris);
-    let stopped = server.run(PATIENCE).map_err(|e| CliError::at(&image, e))?;
+    say_ready(args, &all, kind, &listens);
+    if is_default {
+        say_what_to_try(&listens, first);
+    }
+    let stopped = server.run(PATIENCE).map_err(|e| CliError::at(image, e))?;
     if stopped.unfinished > 0 {
         let (left, time) = (stopped.unfinished, PATIENCE.as_secs());
         warn!("{left} requests did not end within {time} s and were left");
     }
-    let flushed = if args.read_only { Ok(()) } else { File::new(disk).flush() };
+    let flushed = flush(args, &all);
     drop(default_socket);
-    flushed.map_err(|e| CliError::at(&image, e))?;
+    flushed?;
     info!("stopped, everything is flushed");
     // A request that never ends would keep its worker, and the worker this process.
     std::process::exit(0);
 }
 
-fn image(args: &ServeArgs) -> Result<PathBuf, CliError> {
-    if let Some(image) = &args.image {
-        return Ok(image.clone());
-    }
+fn default_export(args: &ServeArgs) -> Result<Named, CliError> {
     let image = default_image::image()?;
     say(format_args!("nowait: no image given, serving {}", image.display()));
-    Ok(image)
+    Ok(Named { name: args.default_name().to_owned(), image })
+}
+
+fn open_all(args: &ServeArgs, exports: Vec<Named>) -> Result<Vec<Opened>, CliError> {
+    let mut all: Vec<Opened> = Vec::new();
+    for named in exports {
+        let same = all.iter().any(|other| is_same_file(&other.named.image, &named.image));
+        if same && !args.read_only {
+            let what = "it is given twice (serve it under one name, or try --read-only)";
+            return Err(CliError::at(&named.image, what));
+        }
+        let disk = Arc::new(open(args, &named.image)?);
+        all.push(Opened { named, disk });
+    }
+    Ok(all)
+}
+
+fn is_same_file(one: &Path, other: &Path) -> bool {
+    let id = |path| fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
+    id(one).is_some_and(|one| id(other) == Some(one))
+}
+
+/// Flushes every image, also when one of them fails.
+fn flush(args: &ServeArgs, all: &[Opened]) -> Result<(), CliError> {
+    let mut result = Ok(());
+    for Opened { named, disk } in all.iter().filter(|_| !args.read_only) {
+        if let Err(error) = File::new(disk.clone()).flush() {
+            let error = CliError::at(&named.image, error);
+            if result.is_ok() {
+                result = Err(error);
+            } else {
+                warn!("{error}");
+            }
+        }
+    }
+    result
 }
 
 /// Opens and locks the image.
@@ -150,9 +199,9 @@ fn queue_kind(args: &ServeArgs, image: &Path, disk: &Disk<Extents>) -> Result<Qu
     Ok(QueueKind::Threads)
 }
 
-/// Binds every address; the URIs are in their order.
-fn bind(args: &ServeArgs, listens: &[Listen]) -> Result<(Vec<Listener>, Vec<String>), CliError> {
-    let (mut listeners, mut uris) = (Vec::new(), Vec::new());
+/// Binds every address; what is listened on is in their order.
+fn bind(listens: &[Listen]) -> Result<(Vec<Listener>, Vec<Listen>), CliError> {
+    let (mut listeners, mut bound_to) = (Vec::new(), Vec::new());
     for listen in listens {
         let bound = match listen {
             Listen::Unix(path) => Listener::unix(path),
@@ -165,10 +214,10 @@ fn bind(args: &ServeArgs, listens: &[Listen]) -> Result<(Vec<Listener>, Vec<Stri
             }
             (listen, _) => listen.clone(),
         };
-        uris.push(listen.uri(&args.export));
+        bound_to.push(listen);
         listeners.push(listener);
     }
-    Ok((listeners, uris))
+    Ok((listeners, bound_to))
 }
 
 fn bind_failure(listen: &Listen, error: &io::Error) -> CliError {
@@ -191,39 +240,49 @@ fn stop_on_signal(mut signals: Signals, stopper: Stopper) {
     });
 }
 
-fn say_ready(
-    args: &ServeArgs,
-    image: &Path,
-    disk: &Disk<Extents>,
-    kind: QueueKind,
-    uris: &[String],
-) {
+fn say_ready(args: &ServeArgs, all: &[Opened], kind: QueueKind, listens: &[Listen]) {
     let queue = match kind {
         QueueKind::Auto | QueueKind::Uring => "uring",
         QueueKind::Threads => "threads",
     };
-    let mut lines = String::new();
-    if args.json {
-        let ready = serde_json::json!({
-            "event": "ready",
-            "uris": uris,
-            "image": image.to_string_lossy(),
+    let exports = all.iter().map(|Opened { named, disk }| {
+        serde_json::json!({
+            "name": named.name,
+            "image": named.image.to_string_lossy(),
+            "uris": uris(listens, named),
             "size_bytes": disk.size(),
             "read_only": disk.is_read_only(),
             "direct_io": disk.is_direct(),
+        })
+    });
+    let lines = if args.json {
+        let mut ready = serde_json::json!({
+            "event": "ready",
+            "exports": exports.collect::<Vec<_>>(),
             "queue": queue,
             "queues": args.queues(),
             "pid": std::process::id(),
         });
-        lines = format!("{ready}\n");
+        // The default export's also where they are if there is no other.
+        for key in ["image", "uris", "size_bytes", "read_only", "direct_io"] {
+            ready[key] = ready["exports"][0][key].clone();
+        }
+        format!("{ready}\n")
     } else {
-        uris.iter().for_each(|uri| lines += &format!("serving {uri}\n"));
-    }
+        let uris = all.iter().flat_map(|opened| uris(listens, &opened.named));
+        uris.map(|uri| format!("serving {uri}\n")).collect()
+    };
     // Who has closed our standard output does not wait for the line.
     let _ = io::stdout().write_all(lines.as_bytes()).and_then(|()| io::stdout().flush());
-    if args.image.is_none()
-        && let Some(uri) = uris.first()
-    {
+}
+
+/// Where clients find `named`, one URI for each address.
+fn uris(listens: &[Listen], named: &Named) -> Vec<String> {
+    listens.iter().map(|listen| listen.uri(&named.name)).collect()
+}
+
+fn say_what_to_try(listens: &[Listen], named: &Named) {
+    if let Some(uri) = uris(listens, named).first() {
         say(format_args!(
             "try:  nbdinfo '{uri}'\n      qemu-img info '{uri}'\n      nbdcopy '{uri}' copy.img"
         ));

@@ -6,28 +6,28 @@
 
 use std::sync::Arc;
 
-use nowait::{Completion, Disk, Extents, Io, Op, Range, Workers};
+use nowait::{Completion, Disk, Io, Map, Op, Range, Workers};
 
 /// One image as a block device.
-pub struct Device {
-    disk: Arc<Disk<Extents>>,
+pub struct Device<M> {
+    disk: Arc<Disk<M>>,
     workers: Workers,
     name: String,
     description: String,
 }
 
-impl Device {
+impl<M: Map> Device<M> {
     /// A device on `disk` with at most `workers` threads that may block. Clients ask for it as
     /// `name`; `description` is for people.
     #[must_use]
-    pub fn new(disk: Arc<Disk<Extents>>, workers: u32, name: String, description: String) -> Self {
+    pub fn new(disk: Arc<Disk<M>>, workers: u32, name: String, description: String) -> Self {
         let workers = Workers::new(&disk, workers);
         Self { disk, workers, name, description }
     }
 
     /// The image.
     #[must_use]
-    pub fn disk(&self) -> &Arc<Disk<Extents>> {
+    pub fn disk(&self) -> &Arc<Disk<M>> {
         &self.disk
     }
 

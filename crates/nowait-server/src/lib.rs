@@ -10,4 +10,4 @@ mod device;
 mod nbd;
 
 pub use device::Device;
-pub use nbd::{Listener, Options, QueueKind, Server, Stopped, Stopper};
+pub use nbd::{Export, Listener, Options, QueueKind, Server, Stopped, Stopper};

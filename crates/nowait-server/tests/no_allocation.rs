@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use nowait::{Config, Disk, OpenOptions, Uring};
-use nowait_server::{Device, Listener, Options, QueueKind, Server};
+use nowait_server::{Device, Export, Listener, Options, QueueKind, Server};
 
 const BLOCK: u32 = 4096;
 const SIZE: u64 = 4 << 20;
@@ -163,7 +163,7 @@ fn count(kind: QueueKind, config: Config) -> u64 {
     let listener = Listener::unix(&socket).unwrap();
     let device = Device::new(disk, config.workers, String::new(), String::new());
     let options = Options { queues: 1, kind, config };
-    let server = Server::start(Arc::new(device), vec![listener], options).unwrap();
+    let server = Server::start(vec![Export::new(device)], vec![listener], options).unwrap();
     let stopper = server.stopper();
     let mut client = Client::connect(&socket);
     client.run(WARM_UP);

@@ -8,6 +8,7 @@ mod common;
 
 mod abuse;
 mod errors;
+mod exports;
 mod first_run;
 mod guest;
 mod memory;

@@ -3,14 +3,14 @@
 //! Invariant: what a client makes the server hold is bounded: `MAX_REQUESTS` requests and
 //! `MAX_BYTES` of payload (one request may be larger), counted until the reply has left. Beyond
 //! that its socket is not read.
-//! Knows: wire, handshake, reply, door. Known by: turn.
+//! Knows: wire, handshake, reply, door. Known by: group, turn, parse.
 
 use std::os::fd::OwnedFd;
 
 use nowait::Buf;
 
 use super::door::Dialect;
-use super::handshake::Handshake;
+use super::handshake::{Handshake, Negotiated};
 use super::reply::Out;
 use super::wire::RequestHeader;
 
@@ -22,7 +22,28 @@ pub(crate) const MAX_BYTES: u64 = 32 << 20;
 /// Where a connection stands.
 pub(crate) enum Phase {
     Handshake(Handshake),
+    /// The client has chosen an export, and what follows is for a thread of that one.
+    Chosen(Negotiated),
     Transmission(Dialect),
+}
+
+/// A connection on its way to a thread.
+pub(crate) struct Arrival {
+    socket: OwnedFd,
+    phase: Phase,
+    /// Received bytes that are not parsed.
+    stash: Vec<u8>,
+    /// Bytes of the handshake that are not sent.
+    unsent: Vec<u8>,
+}
+
+impl Arrival {
+    /// A connection that was just accepted: the client waits for the greeting.
+    pub(crate) fn new(socket: OwnedFd) -> Self {
+        let mut unsent = Vec::new();
+        Handshake::greeting(&mut unsent);
+        Self { socket, phase: Phase::Handshake(Handshake::new()), stash: Vec::new(), unsent }
+    }
 }
 
 /// Whether more requests come.
@@ -85,16 +106,22 @@ pub(crate) struct Conn {
 }
 
 impl Conn {
-    pub(crate) fn new(socket: OwnedFd, generation: u64) -> Self {
+    pub(crate) fn new(arrival: Arrival, generation: u64) -> Self {
+        let Arrival { socket, phase, stash, unsent } = arrival;
+        let mut out = Out::default();
+        if !unsent.is_empty() {
+            out.push_bytes(unsent);
+        }
         Self {
             socket,
             generation,
-            phase: Phase::Handshake(Handshake::new()),
-            input: Input::Open,
-            stash: Vec::new(),
+            phase,
+            // What is in the stash is parsed before more is received.
+            input: if stash.is_empty() { Input::Open } else { Input::Stalled },
+            stash,
             payload: None,
             skip: 0,
-            out: Out::default(),
+            out,
             in_flight: 0,
             held: 0,
             awaits_room: false,
@@ -102,6 +129,12 @@ impl Conn {
             hung_up: false,
             touched: false,
         }
+    }
+
+    /// Sends it on its way to a thread that serves what the client has chosen.
+    pub(crate) fn depart(self, dialect: Dialect) -> Arrival {
+        let Self { socket, stash, out, .. } = self;
+        Arrival { socket, phase: Phase::Transmission(dialect), stash, unsent: out.into_bytes() }
     }
 
     /// Whether a request with `bytes` of payload fits under the bounds.

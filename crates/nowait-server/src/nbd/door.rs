@@ -4,9 +4,9 @@
 //! of the protocol.
 //! Knows: wire, device. Known by: mod, turn.
 
-use nowait::{Completion, Flags, Io, Op, Range, Span};
+use nowait::{Completion, Flags, Io, Map, Op, Range, Span};
 
-use super::handshake::ExportInfo;
+use super::handshake::{ExportInfo, Negotiated};
 use super::reply::Body;
 use super::wire::{self, ReplyHead, RequestHeader};
 use crate::device::{Device, verdict};
@@ -21,8 +21,8 @@ const PREFERRED_BLOCK_BYTES: u32 = 4096;
 /// Every command may carry FUA.
 const ANY_FLAGS: u16 = wire::CMD_FLAG_FUA;
 
-/// What clients are told about `device`: asked of it, not assumed.
-pub(crate) fn export_info(device: &Device) -> ExportInfo {
+/// What clients are told about `device`: asked of it now, not assumed and not remembered.
+pub(crate) fn export_info<M: Map>(device: &Device<M>) -> ExportInfo {
     let disk = device.disk();
     // A flush on one connection covers what was completed on all of them (C49).
     let mut flags = wire::FLAG_HAS_FLAGS
@@ -64,7 +64,11 @@ pub(crate) enum Asked {
 
 /// Translates `header`. `with_status` says that the client selected a context for block status.
 #[inline]
-pub(crate) fn translate(device: &Device, header: &RequestHeader, with_status: bool) -> Asked {
+pub(crate) fn translate<M: Map>(
+    device: &Device<M>,
+    header: &RequestHeader,
+    with_status: bool,
+) -> Asked {
     let (op, allowed) = match header.command {
         wire::CMD_READ => (Op::Read, wire::CMD_FLAG_DF),
         wire::CMD_WRITE => (Op::Write, 0),
@@ -94,7 +98,7 @@ pub(crate) fn translate(device: &Device, header: &RequestHeader, with_status: bo
 }
 
 /// Data are not cached ahead with direct I/O, and the protocol allows to do nothing.
-fn cache(device: &Device, header: &RequestHeader) -> Asked {
+fn cache<M: Map>(device: &Device<M>, header: &RequestHeader) -> Asked {
     if header.flags & !ANY_FLAGS != 0 {
         return Asked::Refused(libc::EINVAL);
     }
@@ -126,11 +130,17 @@ pub(crate) struct Dialect {
     pub(crate) base_allocation: Option<u32>,
 }
 
+impl From<Negotiated> for Dialect {
+    fn from(agreed: Negotiated) -> Self {
+        Self { structured: agreed.structured, base_allocation: agreed.base_allocation }
+    }
+}
+
 /// Whether a read is answered by a hole instead of zeros: the client understands chunks, did not
 /// ask for data in one piece (DF), and all of the range is known to be a hole.
 #[inline]
-pub(crate) fn answers_with_hole(
-    device: &Device,
+pub(crate) fn answers_with_hole<M: Map>(
+    device: &Device<M>,
     dialect: Dialect,
     header: &RequestHeader,
     io: Io,

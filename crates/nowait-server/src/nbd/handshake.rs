@@ -58,6 +58,9 @@ pub(crate) struct ExportInfo {
     pub(crate) max_payload: u32,
 }
 
+/// Asks for all exports as they are now. Their names and their order never change; a size may.
+pub(crate) type Exports<'a> = &'a dyn Fn() -> Vec<ExportInfo>;
+
 /// Where the connection stands after [`Handshake::feed`]. Before anything else the caller sends
 /// what `feed` wrote.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,7 +77,7 @@ pub(crate) enum Step {
 /// What was agreed on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Negotiated {
-    /// The export: an index into the list given to [`Handshake::feed`].
+    /// The export: an index into the list of [`Exports`].
     pub(crate) export: usize,
     /// Whether reads are answered in chunks.
     pub(crate) structured: bool,
@@ -138,12 +141,13 @@ impl Handshake {
     /// Takes the next bytes of the client and appends the replies to `out`. Returns how many
     /// bytes were taken (all of them on [`Step::More`]) and where the connection stands.
     ///
-    /// `exports` must be the same list in every call. After the end of the handshake nothing
-    /// more is taken and the answer is [`Step::Close`].
+    /// `exports` is asked once for each complete option, so that a client is told what holds when
+    /// it asks. After the end of the handshake nothing more is taken and the answer is
+    /// [`Step::Close`].
     pub(crate) fn feed(
         &mut self,
         input: &[u8],
-        exports: &[ExportInfo],
+        exports: Exports<'_>,
         out: &mut Vec<u8>,
     ) -> (usize, Step) {
         let mut rest = input;
@@ -162,7 +166,7 @@ impl Handshake {
     fn advance(
         &mut self,
         rest: &mut &[u8],
-        exports: &[ExportInfo],
+        exports: Exports<'_>,
         out: &mut Vec<u8>,
     ) -> ControlFlow<Step> {
         match self.phase {
@@ -177,7 +181,7 @@ impl Handshake {
             Phase::OptionData { option, length } => {
                 let data = self.collect(rest, length)?;
                 self.phase = Phase::OptionHeader;
-                self.answer(option, &data, exports, out)
+                self.answer(option, &data, &exports(), out)
             }
             Phase::Skipped { option, ref mut left, verdict } => {
                 skip(rest, left)?;

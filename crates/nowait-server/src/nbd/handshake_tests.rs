@@ -81,7 +81,7 @@ fn replies(out: &[u8]) -> Vec<Reply> {
 
 fn feed(handshake: &mut Handshake, input: &[u8]) -> (usize, Step, Vec<u8>) {
     let mut out = Vec::new();
-    let (taken, step) = handshake.feed(input, &exports(), &mut out);
+    let (taken, step) = handshake.feed(input, &exports, &mut out);
     (taken, step, out)
 }
 
@@ -187,7 +187,7 @@ fn a_server_without_exports_has_no_default_one() {
     let name = header(wire::OPT_EXPORT_NAME, 0);
     let input = [&FIXED.to_be_bytes()[..], &name].concat();
     let mut out = Vec::new();
-    let (_, step) = Handshake::new().feed(&input, &[], &mut out);
+    let (_, step) = Handshake::new().feed(&input, &Vec::new, &mut out);
     assert_eq!((step, out), (Step::Close, vec![]));
 }
 

@@ -1,7 +1,7 @@
-//! The NBD server: threads with a queue each, and the connections spread over them.
+//! The NBD server: exports, threads with a queue each, and the connections spread over them.
 //!
-//! Invariant: a connection belongs to one thread; threads share the device and nothing else but
-//! their inboxes.
+//! Invariant: a connection belongs to one thread, and once it has chosen an export, to one of that
+//! export's; threads share the device and nothing else but their inboxes.
 //! Knows: device, and the modules here. Known by: the command.
 
 mod wire;
@@ -11,19 +11,18 @@ mod spin;
 mod reply;
 mod door;
 mod conn;
+mod group;
 mod turn;
 mod parse;
 
-use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
-use std::sync::mpsc::{Receiver, RecvTimeoutError, Sender, channel};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use nowait::{Config, Disk, Doing, Engine, Error, Extents, Queue, Threads, Uring};
-use rustix::event::{EventfdFlags, eventfd};
+use nowait::{Config, Doing, Engine, Error, Map, Queue, Threads, Uring};
 
 use crate::device::Device;
+use group::{Event, Exported, Post, Shared};
 use handshake::ExportInfo;
 pub use listener::Listener;
 use turn::Thread;
@@ -59,52 +58,14 @@ pub struct Stopped {
     pub unfinished: usize,
 }
 
-/// What the threads of a server share.
-struct Shared {
-    device: Arc<Device>,
-    exports: Vec<ExportInfo>,
-    inboxes: Vec<Inbox>,
-    stopping: AtomicBool,
-    /// It was said that there is no ring.
-    warned: AtomicBool,
-}
+/// A device that clients can choose.
+pub struct Export(Arc<dyn Exported>);
 
-/// Where a thread gets its connections from.
-struct Inbox {
-    sockets: Mutex<Vec<OwnedFd>>,
-    wake: OwnedFd,
-    connections: AtomicUsize,
-    /// Requests in flight, as of the end of the thread's last turn.
-    requests: AtomicUsize,
-}
-
-impl Inbox {
-    fn new() -> Result<Self, Error> {
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| Error::new(e.raw_os_error(), Doing::SetUp))?;
-        Ok(Self {
-            sockets: Mutex::default(),
-            wake,
-            connections: AtomicUsize::new(0),
-            requests: AtomicUsize::new(0),
-        })
-    }
-
-    fn give(&self, socket: OwnedFd) {
-        self.sockets.lock().unwrap_or_else(PoisonError::into_inner).push(socket);
-        self.wake();
-    }
-
-    fn take(&self) -> Vec<OwnedFd> {
-        let mut count = [0; 8];
-        // EAGAIN: nothing was given since.
-        let _ = rustix::io::read(&self.wake, &mut count);
-        std::mem::take(&mut *self.sockets.lock().unwrap_or_else(PoisonError::into_inner))
-    }
-
-    fn wake(&self) {
-        // A full counter (EAGAIN) is readable already.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+impl Export {
+    /// Clients know it by the name and the description of `device`.
+    #[must_use]
+    pub fn new<M: Map>(device: Device<M>) -> Self {
+        Self(Arc::new(device))
     }
 }
 
@@ -112,86 +73,52 @@ impl Inbox {
 pub struct Server {
     shared: Arc<Shared>,
     events: Receiver<Event>,
-    sender: Sender<Event>,
-}
-
-/// What the one who runs a server waits for.
-enum Event {
-    StopAsked,
-    ThreadEnded,
 }
 
 /// Ends a server, from any thread.
 #[derive(Clone)]
-pub struct Stopper {
-    shared: Arc<Shared>,
-    sender: Sender<Event>,
-}
+pub struct Stopper(Arc<Shared>);
 
 impl Stopper {
     /// The server takes no more requests; [`Server::run`] returns when those in flight have ended.
     pub fn stop(&self) {
-        self.shared.stopping.store(true, Ordering::Release);
-        self.shared.inboxes.iter().for_each(Inbox::wake);
-        // It is not sent when the server has ended by itself.
-        let _ = self.sender.send(Event::StopAsked);
+        self.0.stop();
     }
 }
 
 impl Server {
-    /// Starts serving `device` to whoever connects to `listeners`.
+    /// Starts serving `exports` to whoever connects to `listeners`. The first is the default
+    /// export, which clients get that name none; of several with one name only the first can be
+    /// chosen. Its threads are there when this returns, those of another export are started when
+    /// a client first chooses it.
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: a queue or a thread could not be made; for
-    /// [`QueueKind::Uring`] also what [`Uring::new`] says.
+    /// [`QueueKind::Uring`] also what [`Uring::new`] says. `EINVAL`: there is no export.
     pub fn start(
-        device: Arc<Device>,
+        exports: Vec<Export>,
         listeners: Vec<Listener>,
         options: Options,
     ) -> Result<Self, Error> {
-        let queues = options.queues.max(1);
-        let inboxes = (0..queues).map(|_| Inbox::new()).collect::<Result<Vec<_>, _>>()?;
-        let exports = vec![door::export_info(&device)];
-        let shared = Arc::new(Shared {
-            device,
-            exports,
-            inboxes,
-            stopping: AtomicBool::new(false),
-            warned: AtomicBool::new(false),
-        });
-        let (ready, made) = channel();
         let (sender, events) = channel();
-        let mut listeners = Some(listeners);
-        for index in 0..usize::from(queues) {
-            let job = Job {
-                shared: shared.clone(),
-                index,
-                // The first thread takes the connections in and spreads them.
-                listeners: listeners.take().unwrap_or_default(),
-                options,
-                ready: ready.clone(),
-                end: sender.clone(),
-            };
-            std::thread::Builder::new()
-                .name(format!("nowait-nbd-{index}"))
-                .spawn(move || job.run())
-                .map_err(|e| Error::new(e.raw_os_error().unwrap_or(libc::EAGAIN), Doing::SetUp))?;
-        }
+        let devices = exports.into_iter().map(|export| export.0);
+        let shared = Arc::new(Shared::new(devices, options, sender));
+        let (ready, begun) = channel();
+        let started = shared.start(listeners, &ready);
         drop(ready);
-        let server = Self { shared, events, sender };
-        for made in made {
-            if let Err(error) = made {
-                server.stopper().stop();
-                return Err(error);
+        match started.and_then(|()| begun.iter().collect()) {
+            Ok(()) => Ok(Self { shared, events }),
+            Err(error) => {
+                shared.stop();
+                Err(error)
             }
         }
-        Ok(server)
     }
 
     /// What stops this server.
     #[must_use]
     pub fn stopper(&self) -> Stopper {
-        Stopper { shared: self.shared.clone(), sender: self.sender.clone() }
+        Stopper(self.shared.clone())
     }
 
     /// Serves until it is stopped, then waits at most `patience` for the requests in flight.
@@ -200,89 +127,81 @@ impl Server {
     /// # Errors
     /// `EIO`: a thread has ended because its queue failed; it has said why in the log.
     pub fn run(self, patience: Duration) -> Result<Stopped, Error> {
-        let failed = match self.events.recv() {
-            Ok(Event::StopAsked) => 0,
-            // A thread also ends when its stop was asked for a moment ago.
-            Ok(Event::ThreadEnded) | Err(_) => 1,
-        };
-        if failed > 0 && !self.shared.stopping.load(Ordering::Acquire) {
-            self.stopper().stop();
-            return Err(Error::new(libc::EIO, Doing::Wait));
+        loop {
+            match self.events.recv() {
+                Ok(Event::StopAsked) | Err(_) => break,
+                // It could not begin, or its stop was asked for a moment ago.
+                Ok(Event::ThreadEnded) => {}
+                Ok(Event::ThreadFailed) => {
+                    self.shared.stop();
+                    return Err(Error::new(libc::EIO, Doing::Wait));
+                }
+            }
         }
         let deadline = Instant::now() + patience;
-        let mut running = self.shared.inboxes.len() - failed;
-        while running > 0 {
-            match self.events.recv_timeout(deadline.saturating_duration_since(Instant::now())) {
-                Ok(Event::ThreadEnded) => running -= 1,
-                Ok(Event::StopAsked) => {}
+        while self.shared.running() > 0 {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.events.recv_timeout(left) {
+                Ok(_) => {}
                 Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break,
             }
         }
-        let left = |inbox: &Inbox| inbox.requests.load(Ordering::Acquire);
-        Ok(Stopped { unfinished: self.shared.inboxes.iter().map(left).sum() })
+        Ok(Stopped { unfinished: self.shared.requests() })
     }
 }
 
-/// What a thread needs to begin.
-struct Job {
-    shared: Arc<Shared>,
-    index: usize,
-    listeners: Vec<Listener>,
-    options: Options,
-    ready: Sender<Result<(), Error>>,
-    end: Sender<Event>,
-}
+impl<M: Map> Exported for Device<M> {
+    fn info(&self) -> ExportInfo {
+        door::export_info(self)
+    }
 
-impl Job {
-    fn run(self) {
-        let disk = self.shared.device.disk().clone();
-        let end = self.end.clone();
-        let slots = self.options.config.slots;
-        let ring = match self.options.kind {
+    fn serve(self: Arc<Self>, post: Post) -> Result<(), Error> {
+        let disk = self.disk().clone();
+        let files = disk.files();
+        let Options { kind, config, .. } = post.shared.options;
+        let ring = match kind {
             QueueKind::Threads => None,
-            QueueKind::Uring => Some(Uring::new(disk.fd())),
-            QueueKind::Auto => self.ring_if_possible(&disk).map(Ok),
+            QueueKind::Uring => Some(Uring::for_files(&files)),
+            QueueKind::Auto => match Uring::for_files(&files) {
+                Ok(ring) => Some(Ok(ring)),
+                Err(error) => {
+                    post.shared.warn_of_no_ring(&error);
+                    None
+                }
+            },
         };
         match ring {
-            Some(ring) => self.serve(ring),
-            None => self.serve(Threads::new(disk.fd(), slots, !disk.is_direct())),
-        }
-        // Nobody listens any more when the server's patience has ended.
-        let _ = end.send(Event::ThreadEnded);
-    }
-
-    /// A ring, or none with a warning, which is given once.
-    fn ring_if_possible(&self, disk: &Disk<Extents>) -> Option<Uring> {
-        match Uring::new(disk.fd()) {
-            Ok(ring) => Some(ring),
-            Err(error) => {
-                if !self.shared.warned.swap(true, Ordering::AcqRel) {
-                    tracing::warn!("io_uring cannot be used ({error}), serving with threads");
-                }
-                None
+            Some(ring) => serve_on(self, post, ring),
+            None => {
+                let queue = Threads::for_files(&files, config.slots, !disk.is_direct());
+                serve_on(self, post, queue)
             }
         }
     }
+}
 
-    fn serve<Q: Queue>(self, queue: Result<Q, Error>) {
-        let Self { shared, index, listeners, options, ready, .. } = self;
-        let made = queue.and_then(|queue| {
-            let device = &shared.device;
-            let (disk, workers) = (device.disk().clone(), device.workers());
-            let engine: Engine<Q, Extents> = Engine::new(disk, workers, queue, options.config)?;
-            Thread::new(shared.clone(), index, listeners, engine)
-        });
-        match made {
-            Ok(mut thread) => {
-                let _ = ready.send(Ok(()));
-                drop(ready);
-                if let Err(error) = thread.run() {
-                    tracing::error!("queue {index} ends: {error}");
-                }
-            }
-            Err(error) => {
-                let _ = ready.send(Err(error));
-            }
+/// Serves `device` at `post` with `queue`, if it could be made.
+fn serve_on<Q: Queue, M: Map>(
+    device: Arc<Device<M>>,
+    mut post: Post,
+    queue: Result<Q, Error>,
+) -> Result<(), Error> {
+    let (disk, workers) = (device.disk().clone(), device.workers());
+    let (export, number) = (post.export, post.queue);
+    let engine = queue.and_then(|queue| {
+        let mut engine = Engine::new(disk, workers, queue, post.shared.options.config)?;
+        turn::watch(&post, &mut engine)?;
+        Ok(engine)
+    });
+    match engine {
+        Ok(engine) => {
+            post.begun();
+            let ran = Thread::new(post, device, engine).run();
+            ran.inspect_err(|error| tracing::error!("export {export}, queue {number}: {error}"))
+        }
+        Err(error) => {
+            post.resign(error);
+            Ok(())
         }
     }
 }

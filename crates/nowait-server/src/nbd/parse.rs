@@ -4,7 +4,7 @@
 //! or stays in the stash, and each one taken gets exactly one reply.
 //! Knows: conn, door, handshake, turn. Known by: turn (which calls `parse`).
 
-use nowait::{Io, Op, Queue, Span};
+use nowait::{Io, Map, Op, Queue, Span};
 
 use super::conn::{Conn, Input, Payload, Phase};
 use super::door::{self, Dialect};
@@ -23,13 +23,15 @@ enum Taken {
     Stall,
 }
 
-impl<Q: Queue> Thread<Q> {
+impl<Q: Queue, M: Map> Thread<Q, M> {
     /// Takes what `input` holds; the rest goes into the connection's stash.
     pub(crate) fn parse(&mut self, index: usize, mut input: &[u8]) {
         while let Some(conn) = self.conns.get_mut(index) {
             let taken = match (&conn.phase, conn.input) {
                 (_, Input::Ended | Input::Broken) => return,
                 (Phase::Handshake(_), _) => self.negotiate(index, input),
+                // It leaves at the end of this turn, with what it has not parsed.
+                (Phase::Chosen(_), _) => Taken::TooFew,
                 (Phase::Transmission(dialect), _) => {
                     let dialect = *dialect;
                     self.take(index, dialect, input)
@@ -59,7 +61,8 @@ impl<Q: Queue> Thread<Q> {
             return Taken::TooFew;
         }
         let mut answer = Vec::new();
-        let (used, step) = handshake.feed(input, &self.shared.exports, &mut answer);
+        let shared = &self.shared;
+        let (used, step) = handshake.feed(input, &|| shared.exports(), &mut answer);
         if !answer.is_empty() {
             conn.out.push_bytes(answer);
         }
@@ -68,10 +71,10 @@ impl<Q: Queue> Thread<Q> {
             Step::Close => conn.input = Input::Ended,
             Step::Transmission(agreed) => {
                 tracing::debug!("a client has opened export {}", agreed.export);
-                conn.phase = Phase::Transmission(Dialect {
-                    structured: agreed.structured,
-                    base_allocation: agreed.base_allocation,
-                });
+                conn.phase = match agreed.export == self.export {
+                    true => Phase::Transmission(agreed.into()),
+                    false => Phase::Chosen(agreed),
+                };
             }
         }
         Taken::Bytes(used)
@@ -112,7 +115,7 @@ impl<Q: Queue> Thread<Q> {
         const TAKEN: Taken = Taken::Bytes(RequestHeader::LEN);
         let Some(conn) = self.conns.get_mut(index) else { return Taken::TooFew };
         let with_status = dialect.base_allocation.is_some();
-        let io = match door::translate(&self.shared.device, &header, with_status) {
+        let io = match door::translate(&self.device, &header, with_status) {
             door::Asked::Io(io) => io,
             door::Asked::Goodbye => {
                 conn.input = Input::Ended;
@@ -139,7 +142,7 @@ impl<Q: Queue> Thread<Q> {
         if !data {
             return self.submit_bare(index, dialect, header, io);
         }
-        if door::answers_with_hole(&self.shared.device, dialect, &header, io) {
+        if door::answers_with_hole(&self.device, dialect, &header, io) {
             let RequestHeader { cookie, offset, length, .. } = header;
             conn.out.push(ReplyHead::offset_hole(cookie, offset, length, true), Body::None, 0);
             return TAKEN;

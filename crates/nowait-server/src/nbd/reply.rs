@@ -87,6 +87,17 @@ impl Out {
         self.replies.clear();
     }
 
+    /// The bytes of all replies that were not sent yet.
+    pub(crate) fn into_bytes(self) -> Vec<u8> {
+        let mut bytes = Vec::new();
+        for reply in &self.replies {
+            bytes.extend_from_slice(reply.head.as_slice());
+            bytes.extend_from_slice(reply.body.as_slice());
+        }
+        bytes.drain(..self.sent.min(bytes.len()));
+        bytes
+    }
+
     /// Sends as much as the socket takes. Adds up the budget of what was sent.
     pub(crate) fn send(&mut self, socket: BorrowedFd<'_>, budget: &mut u64) -> Sent {
         while !self.replies.is_empty() {
@@ -170,6 +181,23 @@ mod tests {
         drop(near);
         far.read_to_end(&mut got).unwrap();
         assert!(got == expected && budget == 600 && fulls > 0 && out.is_empty());
+    }
+
+    #[test]
+    fn the_bytes_of_replies_begin_where_a_full_socket_cut_them() {
+        let (near, mut far) = UnixStream::pair().unwrap();
+        near.set_nonblocking(true).unwrap();
+        let mut out = Out::default();
+        out.push_bytes(vec![7; 4 << 20]);
+        out.push_bytes(vec![8; 100]);
+        assert_eq!(out.send(near.as_fd(), &mut 0), Sent::Full);
+        let rest = out.into_bytes();
+        drop(near);
+        let mut got = Vec::new();
+        far.read_to_end(&mut got).unwrap();
+        assert!(!got.is_empty() && rest.len() > 100);
+        got.extend(rest);
+        assert!(got == [vec![7; 4 << 20], vec![8; 100]].concat());
     }
 
     #[test]

@@ -6,20 +6,21 @@
 //! loses itself, never another one.
 //! Knows: every module here. Known by: mod.
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
 use std::time::{Duration, Instant};
 
-use nowait::{Engine, Error, Extents, Interest, Queue, Token, WATCHED};
+use nowait::{Engine, Error, Interest, Map, Queue, Token, WATCHED};
 use slab::Slab;
 
-use super::conn::{Conn, Input, Phase};
+use super::conn::{Arrival, Conn, Input, Phase};
+use super::group::{Inbox, Post, Shared};
+use super::handshake::Negotiated;
 use super::listener::Listener;
 use super::reply::Sent;
 use super::spin::Spin;
 use super::wire::RequestHeader;
-use super::{Shared, handshake};
+use crate::device::Device;
 
 /// Bytes received with one system call, beside the payload of a large write.
 const RECEIVE_BYTES: usize = 256 << 10;
@@ -44,12 +45,15 @@ pub(crate) struct Asked {
 }
 
 /// One thread with its engine and its connections.
-pub(crate) struct Thread<Q: Queue> {
+pub(crate) struct Thread<Q: Queue, M: Map> {
     pub(crate) shared: Arc<Shared>,
-    pub(crate) engine: Engine<Q, Extents>,
+    /// The export that its connections are served, by number.
+    pub(crate) export: usize,
+    pub(crate) device: Arc<Device<M>>,
+    pub(crate) engine: Engine<Q, M>,
     pub(crate) conns: Slab<Conn>,
     pub(crate) asked: Slab<Asked>,
-    index: usize,
+    inbox: Arc<Inbox>,
     listeners: Vec<Listener>,
     /// Reports of the queue, with the `POLL*` bits that are true.
     events: Vec<(Token, i32)>,
@@ -66,25 +70,30 @@ pub(crate) struct Thread<Q: Queue> {
     spin: Spin,
 }
 
-impl<Q: Queue> Thread<Q> {
-    pub(crate) fn new(
-        shared: Arc<Shared>,
-        index: usize,
-        listeners: Vec<Listener>,
-        mut engine: Engine<Q, Extents>,
-    ) -> Result<Self, Error> {
-        if let Some(inbox) = shared.inboxes.get(index) {
-            engine.watch(inbox.wake.as_fd(), INBOX, Interest::Readable)?;
-        }
-        for (n, listener) in listeners.iter().enumerate() {
-            engine.watch(listener.as_fd(), LISTENER | n as u64, Interest::Readable)?;
-        }
-        Ok(Self {
+/// Lets `engine` watch what comes to `post`.
+///
+/// # Errors
+/// What the queue said.
+pub(crate) fn watch<Q: Queue, M: Map>(post: &Post, engine: &mut Engine<Q, M>) -> Result<(), Error> {
+    engine.watch(post.inbox.as_fd(), INBOX, Interest::Readable)?;
+    for (n, listener) in post.listeners.iter().enumerate() {
+        engine.watch(listener.as_fd(), LISTENER | n as u64, Interest::Readable)?;
+    }
+    Ok(())
+}
+
+impl<Q: Queue, M: Map> Thread<Q, M> {
+    /// A thread at `post`, which `engine` watches, with `engine` on `device`.
+    pub(crate) fn new(post: Post, device: Arc<Device<M>>, engine: Engine<Q, M>) -> Self {
+        let Post { shared, export, inbox, listeners, .. } = post;
+        Self {
             shared,
+            export,
+            device,
             engine,
             conns: Slab::new(),
             asked: Slab::new(),
-            index,
+            inbox,
             listeners,
             events: Vec::with_capacity(64),
             touched: Vec::with_capacity(64),
@@ -95,7 +104,7 @@ impl<Q: Queue> Thread<Q> {
             accept_rests: false,
             last_heard: 0,
             spin: Spin::default(),
-        })
+        }
     }
 
     /// Serves until the server stops and everything in flight has ended.
@@ -104,7 +113,7 @@ impl<Q: Queue> Thread<Q> {
     /// What the queue said; then the connections are dropped.
     pub(crate) fn run(&mut self) -> Result<(), Error> {
         loop {
-            if !self.stopping && self.shared.stopping.load(Ordering::Acquire) {
+            if !self.stopping && self.shared.is_stopping() {
                 self.stopping = true;
                 self.take_no_more();
             }
@@ -118,9 +127,7 @@ impl<Q: Queue> Thread<Q> {
             self.engine.poll_watched(&mut |token, bits| self.events.push((token, bits)))?;
             self.complete();
             self.look_at_touched();
-            if let Some(inbox) = self.shared.inboxes.get(self.index) {
-                inbox.requests.store(self.asked.len(), Ordering::Release);
-            }
+            self.inbox.say_requests(self.asked.len());
         }
     }
 
@@ -158,7 +165,7 @@ impl<Q: Queue> Thread<Q> {
         let mut events = std::mem::take(&mut self.events);
         for (token, bits) in events.drain(..) {
             if token == INBOX {
-                self.take_sockets();
+                self.take_arrivals();
             } else if token & LISTENER == LISTENER {
                 self.accept((token & !LISTENER) as usize);
             } else {
@@ -195,7 +202,8 @@ impl<Q: Queue> Thread<Q> {
         let Some(listener) = self.listeners.get(n) else { return };
         loop {
             match listener.accept() {
-                Ok(socket) => self.shared.spread(socket),
+                // The default export's own threads do all handshakes.
+                Ok(socket) => self.shared.give(self.export, Arrival::new(socket)),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
                 Err(error) if error.kind() == std::io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
@@ -207,30 +215,25 @@ impl<Q: Queue> Thread<Q> {
         }
     }
 
-    fn take_sockets(&mut self) {
-        let Some(inbox) = self.shared.inboxes.get(self.index) else { return };
-        for socket in inbox.take() {
-            self.add(socket);
+    fn take_arrivals(&mut self) {
+        for arrival in self.inbox.take() {
+            self.add(arrival);
         }
     }
 
-    fn add(&mut self, socket: OwnedFd) {
-        if self.conns.len() >= MAX_CONNECTIONS || self.shared.stopping.load(Ordering::Acquire) {
-            self.shared.left(self.index);
+    fn add(&mut self, arrival: Arrival) {
+        if self.conns.len() >= MAX_CONNECTIONS || self.shared.is_stopping() {
+            self.inbox.left();
             return;
         }
         self.generation = (self.generation + 1) % GENERATIONS;
-        let mut conn = Conn::new(socket, self.generation);
-        let mut greeting = Vec::new();
-        handshake::Handshake::greeting(&mut greeting);
-        conn.out.push_bytes(greeting);
-        let index = self.conns.insert(conn);
+        let index = self.conns.insert(Conn::new(arrival, self.generation));
         let token = token(index, self.generation);
         let Some(conn) = self.conns.get(index) else { return };
         if let Err(error) = self.engine.watch(conn.socket.as_fd(), token, Interest::Readable) {
             tracing::warn!("cannot watch a connection: {error}");
             self.conns.remove(index);
-            self.shared.left(self.index);
+            self.inbox.left();
             return;
         }
         self.touch(index);
@@ -258,6 +261,8 @@ impl<Q: Queue> Thread<Q> {
         let Some(conn) = self.conns.get(index) else { return };
         if conn.is_over() {
             self.close(index);
+        } else if let Phase::Chosen(agreed) = conn.phase {
+            self.hand_over(index, agreed);
         } else if conn.readable && conn.input == Input::Open {
             self.touch(index);
         }
@@ -367,17 +372,30 @@ impl<Q: Queue> Thread<Q> {
         }
     }
 
-    fn close(&mut self, index: usize) {
-        let Some(conn) = self.conns.try_remove(index) else { return };
+    /// Gives a connection to a thread of the export that its client has chosen.
+    fn hand_over(&mut self, index: usize, agreed: Negotiated) {
+        if let Some(conn) = self.remove(index) {
+            self.shared.give(agreed.export, conn.depart(agreed.into()));
+        }
+    }
+
+    /// Takes a connection off this thread.
+    fn remove(&mut self, index: usize) -> Option<Conn> {
+        let conn = self.conns.try_remove(index)?;
         let token = token(index, conn.generation);
         self.engine.unwatch(conn.socket.as_fd(), token);
         if conn.awaits_room {
             self.engine.unwatch(conn.socket.as_fd(), token | ROOM);
         }
+        self.inbox.left();
+        Some(conn)
+    }
+
+    fn close(&mut self, index: usize) {
+        let Some(conn) = self.remove(index) else { return };
         // The queue may hold the socket open for a little longer; the client should not notice.
         let _ = rustix::net::shutdown(&conn.socket, rustix::net::Shutdown::Both);
-        self.shared.left(self.index);
-        tracing::debug!("queue {}: a connection has ended", self.index);
+        tracing::debug!("a connection to export {} has ended", self.export);
     }
 
     /// Reads no more requests; what is in flight is still answered.
@@ -385,7 +403,7 @@ impl<Q: Queue> Thread<Q> {
         for (n, listener) in self.listeners.drain(..).enumerate() {
             self.engine.unwatch(listener.as_fd(), LISTENER | n as u64);
         }
-        self.take_sockets();
+        self.take_arrivals();
         let indices: Vec<usize> = self.conns.iter().map(|(index, _)| index).collect();
         for index in indices {
             let Some(conn) = self.conns.get_mut(index) else { continue };
@@ -402,22 +420,4 @@ impl<Q: Queue> Thread<Q> {
 
 fn token(index: usize, generation: u64) -> Token {
     WATCHED | generation << INDEX_BITS | index as u64
-}
-
-impl Shared {
-    /// Gives a new connection to the thread that has the fewest.
-    fn spread(&self, socket: OwnedFd) {
-        let count = |inbox: &&super::Inbox| inbox.connections.load(Ordering::Relaxed);
-        if let Some(inbox) = self.inboxes.iter().min_by_key(count) {
-            inbox.connections.fetch_add(1, Ordering::Relaxed);
-            inbox.give(socket);
-        }
-    }
-
-    /// A connection of thread `index` is gone.
-    fn left(&self, index: usize) {
-        if let Some(inbox) = self.inboxes.get(index) {
-            inbox.connections.fetch_sub(1, Ordering::Relaxed);
-        }
-    }
 }

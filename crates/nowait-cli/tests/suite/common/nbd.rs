@@ -129,13 +129,22 @@ impl Client {
     /// # Errors
     /// What the socket says, or `Unsupported` with the option error.
     pub(crate) fn connect(socket: &Path, structured: bool) -> io::Result<Self> {
+        Self::connect_to(socket, "", structured)
+    }
+
+    /// Negotiates the export called `name` at `socket`.
+    ///
+    /// # Errors
+    /// As `connect`.
+    pub(crate) fn connect_to(socket: &Path, name: &str, structured: bool) -> io::Result<Self> {
         let mut stream = greet(socket)?;
         if structured {
             send_option(&mut stream, OPT_STRUCTURED_REPLY, &[])?;
             let (kind, _) = read_option_reply(&mut stream)?;
             assert_eq!(kind, REP_ACK, "structured replies refused");
         }
-        let size = go(&mut stream)?;
+        send_option(&mut stream, OPT_GO, &export_request(name))?;
+        let size = read_size(&mut stream)?;
         Ok(Self { stream, size, next_cookie: 1, pending: HashMap::new() })
     }
 
@@ -327,10 +336,19 @@ pub(crate) fn is_refusal(kind: u32) -> bool {
     kind & REP_ERROR_BIT != 0
 }
 
-/// Enters transmission phase with the default export; gives its size.
-fn go(stream: &mut UnixStream) -> io::Result<u64> {
-    // An empty name, no information asked for beyond what is always sent.
-    send_option(stream, OPT_GO, &[0; 6])?;
+/// The data of an option that names an export and asks for nothing beyond what is always sent.
+pub(crate) fn export_request(name: &str) -> Vec<u8> {
+    let mut data = Vec::from((name.len() as u32).to_be_bytes());
+    data.extend(name.as_bytes());
+    data.extend([0; 2]);
+    data
+}
+
+/// The size of an export, out of the replies to an option that names it.
+///
+/// # Errors
+/// What the socket says, or `Unsupported` with the option error.
+pub(crate) fn read_size(stream: &mut UnixStream) -> io::Result<u64> {
     let mut size = None;
     loop {
         let (kind, data) = read_option_reply(stream)?;

@@ -103,6 +103,15 @@ impl Server {
         open.expect("the descriptors of a child").count()
     }
 
+    /// The names of its threads.
+    pub(crate) fn threads(&self) -> Vec<String> {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id()));
+        let tasks = tasks.expect("the threads of a child").map(|task| task.expect("a thread"));
+        // A thread may end meanwhile.
+        let names = tasks.filter_map(|task| fs::read_to_string(task.path().join("comm")).ok());
+        names.map(|name| name.trim().to_owned()).collect()
+    }
+
     /// A new connection to the default export, with structured replies.
     pub(crate) fn connect(&self) -> Client {
         Client::connect(&self.socket(), true).expect("a connection")

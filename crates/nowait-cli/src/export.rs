@@ -1,0 +1,160 @@
+//! What is served under which name, as it is written on the command line: `[NAME=]IMAGE...`.
+//!
+//! Invariant: no two exports have one name, and a name is as long as the protocol allows.
+//! Knows: nothing. Known by: args, serve.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+/// The longest name in bytes that the NBD protocol allows (NBD proto.md, "Values", string limit).
+pub(crate) const MAX_NAME_BYTES: usize = 4096;
+
+/// `[NAME=]IMAGE`, one of several.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Given {
+    name: Option<String>,
+    image: PathBuf,
+}
+
+impl Given {
+    /// Takes what is before the first `=` for the name, except where the text begins like a path
+    /// that cannot be anything else: with `/`, `./` or `../`.
+    ///
+    /// # Errors
+    /// Words that say what is missing.
+    pub(crate) fn parse(text: OsString) -> Result<Self, String> {
+        const FORM: &str = "as in NAME=IMAGE; before a path with '=' in it write ./";
+        let bytes = text.as_bytes();
+        let is_path = [&b"/"[..], b"./", b"../"].iter().any(|start| bytes.starts_with(start));
+        let Some(at) = bytes.iter().position(|&byte| byte == b'=').filter(|_| !is_path) else {
+            return Ok(Self { name: None, image: text.into() });
+        };
+        let (name, image) = (&bytes[..at], &bytes[at + 1..]);
+        if name.is_empty() {
+            return Err(format!("the name is missing ({FORM})"));
+        }
+        if image.is_empty() {
+            return Err(format!("the image is missing ({FORM})"));
+        }
+        let name =
+            std::str::from_utf8(name).map_err(|_| format!("its name is no text ({FORM})"))?;
+        Ok(Self { name: Some(parse_name(name)?), image: OsStr::from_bytes(image).into() })
+    }
+}
+
+/// The name of an export.
+///
+/// # Errors
+/// Words that say how long it may be.
+pub(crate) fn parse_name(text: &str) -> Result<String, String> {
+    let bytes = text.len();
+    if bytes > MAX_NAME_BYTES {
+        return Err(format!("it has {bytes} bytes, the protocol allows {MAX_NAME_BYTES}"));
+    }
+    Ok(text.to_owned())
+}
+
+/// An image and the name that clients ask for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Named {
+    pub(crate) name: String,
+    pub(crate) image: PathBuf,
+}
+
+/// Gives every one of `given` its name: the first the one that it has itself or by `first`
+/// (`--export`), else the empty one; each other one its own, else that of its file.
+///
+/// # Errors
+/// Words for the user: a name is given twice, or cannot be found.
+pub(crate) fn named(given: &[Given], first: Option<&str>) -> Result<Vec<Named>, String> {
+    let mut all: Vec<Named> = Vec::new();
+    for Given { name, image } in given {
+        let name = match (name, first) {
+            (Some(_), Some(_)) if all.is_empty() => {
+                return Err(
+                    "give the first image its name by NAME= or by --export, not both".into()
+                );
+            }
+            (Some(name), _) => name.clone(),
+            (None, first) if all.is_empty() => first.unwrap_or_default().to_owned(),
+            (None, _) => file_name(image)?,
+        };
+        if let Some(other) = all.iter().find(|other| other.name == name) {
+            let (one, two) = (other.image.display(), image.display());
+            return Err(format!("{one} and {two} have one name, '{name}' (give them NAME=)"));
+        }
+        all.push(Named { name, image: image.clone() });
+    }
+    Ok(all)
+}
+
+fn file_name(image: &Path) -> Result<String, String> {
+    let name = image.file_name().and_then(OsStr::to_str);
+    let name = name.ok_or_else(|| format!("{} needs a name: NAME=IMAGE", image.display()))?;
+    parse_name(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn given(text: &str) -> Given {
+        Given::parse(text.into()).unwrap()
+    }
+
+    fn names(list: &[&str], first: Option<&str>) -> Result<Vec<String>, String> {
+        let list: Vec<Given> = list.iter().map(|text| given(text)).collect();
+        Ok(named(&list, first)?.into_iter().map(|named| named.name).collect())
+    }
+
+    #[test]
+    fn a_name_stands_before_the_first_equals_sign() {
+        let with = |name: &str, image: &str| Given { name: Some(name.into()), image: image.into() };
+        assert_eq!(given("a=b.img"), with("a", "b.img"));
+        assert_eq!(given("vm/a=/d/b=c.img"), with("vm/a", "/d/b=c.img"));
+    }
+
+    #[test]
+    fn what_begins_like_a_path_is_one_whole() {
+        for path in ["b.img", "/d/a=b.img", "./a=b.img", "../a=b.img"] {
+            assert_eq!(given(path), Given { name: None, image: path.into() });
+        }
+        let latin1 = OsString::from(OsStr::from_bytes(b"/d/\xe9=.img"));
+        assert_eq!(Given::parse(latin1.clone()).unwrap().image, PathBuf::from(latin1));
+    }
+
+    #[test]
+    fn a_name_or_an_image_that_is_missing_is_refused_with_the_form() {
+        let latin1 = OsString::from(OsStr::from_bytes(b"\xe9=a.img"));
+        for (text, why) in [
+            ("=a.img".into(), "the name is missing"),
+            ("a=".into(), "the image is missing"),
+            (latin1, "no text"),
+        ] {
+            let error = Given::parse(text).unwrap_err();
+            assert!(error.contains(why) && error.contains("NAME=IMAGE"), "{error}");
+        }
+    }
+
+    #[test]
+    fn the_first_is_called_nothing_and_the_others_like_their_files() {
+        let all = names(&["a.img", "d/b.img", "c=e.img"], None).unwrap();
+        assert_eq!(all, ["", "b.img", "c"]);
+        assert_eq!(names(&["a=a.img", "b=b.img"], None).unwrap(), ["a", "b"]);
+    }
+
+    #[test]
+    fn export_names_the_first_only_and_once() {
+        assert_eq!(names(&["a.img", "b.img"], Some("x")).unwrap(), ["x", "b.img"]);
+        assert!(names(&["a=a.img"], Some("x")).unwrap_err().contains("not both"));
+    }
+
+    #[test]
+    fn two_exports_of_one_name_are_refused() {
+        for list in [["a=b", "a=c"], ["b.img=a", "b.img"]] {
+            assert!(names(&list, None).unwrap_err().contains("have one name"));
+        }
+        assert!(names(&["a", ".."], None).unwrap_err().contains("needs a name"));
+    }
+}
