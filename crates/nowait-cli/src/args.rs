@@ -2,7 +2,7 @@
 //!
 //! Invariant: what parses is in range; what the help promises as a default is what the methods
 //! here return.
-//! Knows: export, listen, size. Known by: main, bench, create, info, serve.
+//! Knows: export, listen, size, tls_args. Known by: main, bench, create, info, serve.
 
 use std::path::PathBuf;
 use std::thread;
@@ -16,6 +16,7 @@ use nowait_bench::ServerKind;
 use crate::export::{self, Given, Named};
 use crate::listen::Listen;
 use crate::size;
+use crate::tls_args::TlsArgs;
 
 const MAX_QUEUES: u16 = 256;
 
@@ -72,8 +73,9 @@ pub(crate) struct ServeArgs {
     /// Where to listen: unix:PATH or tcp:HOST:PORT; can be given more than once
     ///
     /// An IPv6 address goes into brackets: `tcp:[::1]:10809`. Port 0 is any free port; the URI
-    /// tells which. There is neither encryption nor a password: who reaches the address has the
-    /// disk. So listen on TCP on 127.0.0.1 or in a network you trust only.
+    /// tells which. Without TLS (see --tls-certs) there is neither encryption nor a password: who
+    /// reaches the address has the disk. So listen on TCP on 127.0.0.1 or in a network you trust
+    /// only.
     ///
     /// Without --nbd: a Unix socket named after IMAGE in $XDG_RUNTIME_DIR/nowait, else in a new
     /// temporary directory; only you can enter either.
@@ -83,6 +85,9 @@ pub(crate) struct ServeArgs {
     /// The name of the first IMAGE, at most 4096 bytes; another way to write NAME=
     #[arg(long, value_name = "NAME", value_parser = export::parse_name)]
     export: Option<String>,
+
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
 
     /// Open IMAGE for reading only and refuse every write
     #[arg(long)]
@@ -387,6 +392,10 @@ Examples:
   Serve two disks at one address; the first is what a client gets that names none:
     nowait serve root=root.img data=/dev/vdc --nbd unix:/run/disks.sock
     qemu-img info 'nbd+unix:///data?socket=/run/disks.sock'
+
+  Serve it to other machines, encrypted, to clients with a certificate only:
+    nowait serve disk.img --nbd tcp:0.0.0.0:10809 --tls-certs /etc/pki/nbd --tls-verify-peer
+    nbdinfo 'nbds://server.example/?tls-certificates=/etc/pki/client'
 
   Measure what two of the mechanisms are worth:
     nowait serve disk.img --off simple,pool

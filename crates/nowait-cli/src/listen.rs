@@ -61,21 +61,22 @@ impl Listen {
         Ok(Self::Tcp { host: host.to_owned(), port })
     }
 
-    /// The URI under which clients find `export` here (NBD uri.md). A relative path is completed
-    /// by the current directory, so that the URI holds everywhere.
-    pub(crate) fn uri(&self, export: &str) -> String {
+    /// The URI under which clients find `export` here (NBD uri.md), if they must with TLS. A
+    /// relative path is completed by the current directory, so that the URI holds everywhere.
+    pub(crate) fn uri(&self, export: &str, tls: bool) -> String {
+        let scheme = if tls { "nbds" } else { "nbd" };
         let export = percent_encoded(export.as_bytes(), "");
         match self {
             Self::Unix(path) => {
                 let path = std::path::absolute(path).unwrap_or_else(|_| path.clone());
                 let path = percent_encoded(path.as_os_str().as_bytes(), "/");
-                format!("nbd+unix:///{export}?socket={path}")
+                format!("{scheme}+unix:///{export}?socket={path}")
             }
             Self::Tcp { host, port } if host.contains(':') => {
-                format!("nbd://[{}]:{port}/{export}", percent_encoded(host.as_bytes(), ":"))
+                format!("{scheme}://[{}]:{port}/{export}", percent_encoded(host.as_bytes(), ":"))
             }
             Self::Tcp { host, port } => {
-                format!("nbd://{}:{port}/{export}", percent_encoded(host.as_bytes(), ""))
+                format!("{scheme}://{}:{port}/{export}", percent_encoded(host.as_bytes(), ""))
             }
         }
     }
@@ -168,25 +169,32 @@ mod tests {
 
     #[test]
     fn the_uri_of_a_unix_socket_encodes_path_and_export() {
-        assert_eq!(listen("unix:/run/a.sock").uri(""), "nbd+unix:///?socket=/run/a.sock");
+        assert_eq!(listen("unix:/run/a.sock").uri("", false), "nbd+unix:///?socket=/run/a.sock");
         assert_eq!(
-            listen("unix:/tmp/a b&c?#%.sock").uri("vm/disk 1"),
+            listen("unix:/tmp/a b&c?#%.sock").uri("vm/disk 1", false),
             "nbd+unix:///vm%2Fdisk%201?socket=/tmp/a%20b%26c%3F%23%25.sock"
         );
         let latin1 = Listen::unix(Path::new(OsStr::from_bytes(b"/\xe9")).to_owned()).unwrap();
-        assert_eq!(latin1.uri("\u{e9}"), "nbd+unix:///%C3%A9?socket=/%E9");
+        assert_eq!(latin1.uri("\u{e9}", false), "nbd+unix:///%C3%A9?socket=/%E9");
+    }
+
+    #[test]
+    fn a_uri_says_whether_tls_is_a_must() {
+        assert_eq!(listen("unix:/a").uri("", true), "nbds+unix:///?socket=/a");
+        assert_eq!(listen("tcp:a:1").uri("", true), "nbds://a:1/");
+        assert_eq!(listen("tcp:[::1]:1").uri("", true), "nbds://[::1]:1/");
     }
 
     #[test]
     fn the_uri_of_a_relative_socket_is_absolute() {
-        let uri = listen("unix:a.sock").uri("");
+        let uri = listen("unix:a.sock").uri("", false);
         assert!(uri.starts_with("nbd+unix:///?socket=/") && uri.ends_with("/a.sock"), "{uri}");
     }
 
     #[test]
     fn the_uri_of_a_tcp_address_has_brackets_around_ipv6() {
-        assert_eq!(listen("tcp:disk.example:10809").uri("a"), "nbd://disk.example:10809/a");
-        assert_eq!(listen("tcp:[::1]:10809").uri(""), "nbd://[::1]:10809/");
-        assert_eq!(listen("tcp:[fe80::1%eth0]:1").uri(""), "nbd://[fe80::1%25eth0]:1/");
+        assert_eq!(listen("tcp:disk.example:10809").uri("a", false), "nbd://disk.example:10809/a");
+        assert_eq!(listen("tcp:[::1]:10809").uri("", false), "nbd://[::1]:10809/");
+        assert_eq!(listen("tcp:[fe80::1%eth0]:1").uri("", false), "nbd://[fe80::1%25eth0]:1/");
     }
 }

@@ -7,6 +7,7 @@
 mod error;
 mod size;
 mod export;
+mod tls_args;
 mod listen;
 mod log;
 mod args;
@@ -27,6 +28,7 @@ fn main() -> ExitCode {
     let result = match Cli::parse().command {
         Command::Serve(args) => {
             let exports = args.exports().unwrap_or_else(|usage| usage.exit());
+            args.tls.check().unwrap_or_else(|usage| usage.exit());
             log::start(args.verbose);
             serve::run(&args, exports)
         }

@@ -13,7 +13,9 @@ use std::time::Duration;
 
 use nowait::{Disk, Extents, File, OpenOptions, Uring};
 use nowait_server::lock::{self, Access, LockError};
-use nowait_server::{Device, Export, Listener, Options, QueueKind, Server, Stopper};
+use nowait_server::{
+    Clients, Credentials, Device, Export, Listener, Options, QueueKind, Server, Stopper, Tls,
+};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing::{info, warn};
@@ -24,6 +26,7 @@ use crate::error::{CliError, reason};
 use crate::export::Named;
 use crate::info::begins_like_qcow2;
 use crate::listen::Listen;
+use crate::tls_args::Encryption;
 
 /// How long requests in flight may take after the signal to stop.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -48,6 +51,7 @@ pub(crate) fn run(args: &ServeArgs, exports: Vec<Named>) -> Result<(), CliError>
     let Some(Opened { named: first, disk }) = all.first() else { return Ok(()) };
     let image = &first.image;
     let config = args.config();
+    let tls = tls(args)?;
     let kind = queue_kind(args, image, disk)?;
     let default_socket = match args.nbd.is_empty() {
         true => Some(default_image::socket(image)?),
@@ -63,13 +67,13 @@ pub(crate) fn run(args: &ServeArgs, exports: Vec<Named>) -> Result<(), CliError>
         let description = format!("{}", image.display());
         Export::new(Device::new(opened.disk.clone(), config.workers, name, description))
     });
-    let options = Options { queues: args.queues(), kind, config };
+    let options = Options { queues: args.queues(), kind, config, tls };
     let server =
         Server::start(devices.collect(), listeners, options).map_err(|e| CliError::at(image, e))?;
     stop_on_signal(signals, server.stopper());
     say_ready(args, &all, kind, &listens);
     if is_default {
-        say_what_to_try(&listens, first);
+        say_what_to_try(args, &listens, first);
     }
     let stopped = server.run(PATIENCE).map_err(|e| CliError::at(image, e))?;
     if stopped.unfinished > 0 {
@@ -178,6 +182,21 @@ fn open_failure(args: &ServeArgs, error: nowait::Error) -> String {
     }
 }
 
+/// What encrypts connections, if anything does.
+fn tls(args: &ServeArgs) -> Result<Tls, CliError> {
+    let load = |directory, clients| {
+        Credentials::load(directory, clients).map_err(|error| CliError::new(error.to_string()))
+    };
+    Ok(match args.tls.encryption() {
+        Encryption::Off => Tls::Off,
+        Encryption::Offered(directory) => Tls::Offered(load(directory, Clients::Any)?),
+        Encryption::Required { directory, verify } => {
+            let clients = if verify { Clients::Verified } else { Clients::Any };
+            Tls::Required(load(directory, clients)?)
+        }
+    })
+}
+
 /// The queue asked for, or what works here.
 fn queue_kind(args: &ServeArgs, image: &Path, disk: &Disk<Extents>) -> Result<QueueKind, CliError> {
     if args.queue == Some(args::QueueKind::Threads) {
@@ -249,7 +268,7 @@ fn say_ready(args: &ServeArgs, all: &[Opened], kind: QueueKind, listens: &[Liste
         serde_json::json!({
             "name": named.name,
             "image": named.image.to_string_lossy(),
-            "uris": uris(listens, named),
+            "uris": uris(args, listens, named),
             "size_bytes": disk.size(),
             "read_only": disk.is_read_only(),
             "direct_io": disk.is_direct(),
@@ -259,6 +278,11 @@ fn say_ready(args: &ServeArgs, all: &[Opened], kind: QueueKind, listens: &[Liste
         let mut ready = serde_json::json!({
             "event": "ready",
             "exports": exports.collect::<Vec<_>>(),
+            "tls": match args.tls.encryption() {
+                Encryption::Off => "off",
+                Encryption::Offered(_) => "on",
+                Encryption::Required { .. } => "require",
+            },
             "queue": queue,
             "queues": args.queues(),
             "pid": std::process::id(),
@@ -269,7 +293,7 @@ fn say_ready(args: &ServeArgs, all: &[Opened], kind: QueueKind, listens: &[Liste
         }
         format!("{ready}\n")
     } else {
-        let uris = all.iter().flat_map(|opened| uris(listens, &opened.named));
+        let uris = all.iter().flat_map(|opened| uris(args, listens, &opened.named));
         uris.map(|uri| format!("serving {uri}\n")).collect()
     };
     // Who has closed our standard output does not wait for the line.
@@ -277,12 +301,13 @@ fn say_ready(args: &ServeArgs, all: &[Opened], kind: QueueKind, listens: &[Liste
 }
 
 /// Where clients find `named`, one URI for each address.
-fn uris(listens: &[Listen], named: &Named) -> Vec<String> {
-    listens.iter().map(|listen| listen.uri(&named.name)).collect()
+fn uris(args: &ServeArgs, listens: &[Listen], named: &Named) -> Vec<String> {
+    let tls = matches!(args.tls.encryption(), Encryption::Required { .. });
+    listens.iter().map(|listen| listen.uri(&named.name, tls)).collect()
 }
 
-fn say_what_to_try(listens: &[Listen], named: &Named) {
-    if let Some(uri) = uris(listens, named).first() {
+fn say_what_to_try(args: &ServeArgs, listens: &[Listen], named: &Named) {
+    if let Some(uri) = uris(args, listens, named).first() {
         say(format_args!(
             "try:  nbdinfo '{uri}'\n      qemu-img info '{uri}'\n      nbdcopy '{uri}' copy.img"
         ));

@@ -10,4 +10,7 @@ mod device;
 mod nbd;
 
 pub use device::Device;
-pub use nbd::{Export, Listener, Options, QueueKind, Server, Stopped, Stopper};
+pub use nbd::{
+    Clients, Credentials, Export, Listener, Options, QueueKind, Server, Stopped, Stopper, Tls,
+    TlsError,
+};

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
 use nowait::{Config, Disk, OpenOptions, Uring};
-use nowait_server::{Device, Export, Listener, Options, QueueKind, Server};
+use nowait_server::{Device, Export, Listener, Options, QueueKind, Server, Tls};
 
 const BLOCK: u32 = 4096;
 const SIZE: u64 = 4 << 20;
@@ -162,7 +162,7 @@ fn count(kind: QueueKind, config: Config) -> u64 {
     let socket = sockets.path().join("nbd");
     let listener = Listener::unix(&socket).unwrap();
     let device = Device::new(disk, config.workers, String::new(), String::new());
-    let options = Options { queues: 1, kind, config };
+    let options = Options { queues: 1, kind, config, tls: Tls::Off };
     let server = Server::start(vec![Export::new(device)], vec![listener], options).unwrap();
     let stopper = server.stopper();
     let mut client = Client::connect(&socket);

@@ -17,3 +17,4 @@ mod nbd_tools;
 mod qemu;
 mod seccomp;
 mod storage_faults;
+mod tls;

@@ -3,15 +3,17 @@
 //! Invariant: what a client makes the server hold is bounded: `MAX_REQUESTS` requests and
 //! `MAX_BYTES` of payload (one request may be larger), counted until the reply has left. Beyond
 //! that its socket is not read.
-//! Knows: wire, handshake, reply, door. Known by: group, turn, parse.
+//! Knows: wire, credentials, handshake, reply, door, tls. Known by: group, turn, parse.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 
 use nowait::Buf;
 
+use super::credentials::Credentials;
 use super::door::Dialect;
-use super::handshake::{Handshake, Negotiated};
-use super::reply::Out;
+use super::handshake::{Handshake, Negotiated, Secrecy};
+use super::reply::{Out, Sent};
+use super::tls::{Channel, Session};
 use super::wire::RequestHeader;
 
 /// Requests of one connection at most, from their arrival until their reply has left.
@@ -30,6 +32,7 @@ pub(crate) enum Phase {
 /// A connection on its way to a thread.
 pub(crate) struct Arrival {
     socket: OwnedFd,
+    channel: Channel,
     phase: Phase,
     /// Received bytes that are not parsed.
     stash: Vec<u8>,
@@ -39,10 +42,11 @@ pub(crate) struct Arrival {
 
 impl Arrival {
     /// A connection that was just accepted: the client waits for the greeting.
-    pub(crate) fn new(socket: OwnedFd) -> Self {
+    pub(crate) fn new(socket: OwnedFd, secrecy: Secrecy) -> Self {
         let mut unsent = Vec::new();
         Handshake::greeting(&mut unsent);
-        Self { socket, phase: Phase::Handshake(Handshake::new()), stash: Vec::new(), unsent }
+        let phase = Phase::Handshake(Handshake::new(secrecy));
+        Self { socket, channel: Channel::Plain, phase, stash: Vec::new(), unsent }
     }
 }
 
@@ -71,6 +75,15 @@ pub(crate) struct Payload {
 }
 
 impl Payload {
+    /// Takes the first of `bytes`, as many as are missing. Returns how many.
+    pub(crate) fn fill(&mut self, bytes: &[u8]) -> usize {
+        let missing = self.missing();
+        let count = missing.len().min(bytes.len());
+        missing[..count].copy_from_slice(&bytes[..count]);
+        self.filled += count;
+        count
+    }
+
     /// The memory that is still to be filled.
     pub(crate) fn missing(&mut self) -> &mut [u8] {
         let end = self.start + self.header.length as usize;
@@ -81,6 +94,7 @@ impl Payload {
 /// A connection.
 pub(crate) struct Conn {
     pub(crate) socket: OwnedFd,
+    pub(crate) channel: Channel,
     /// Tells this connection from an earlier one in the same place.
     pub(crate) generation: u64,
     pub(crate) phase: Phase,
@@ -107,13 +121,14 @@ pub(crate) struct Conn {
 
 impl Conn {
     pub(crate) fn new(arrival: Arrival, generation: u64) -> Self {
-        let Arrival { socket, phase, stash, unsent } = arrival;
+        let Arrival { socket, channel, phase, stash, unsent } = arrival;
         let mut out = Out::default();
         if !unsent.is_empty() {
             out.push_bytes(unsent);
         }
         Self {
             socket,
+            channel,
             generation,
             phase,
             // What is in the stash is parsed before more is received.
@@ -133,8 +148,9 @@ impl Conn {
 
     /// Sends it on its way to a thread that serves what the client has chosen.
     pub(crate) fn depart(self, dialect: Dialect) -> Arrival {
-        let Self { socket, stash, out, .. } = self;
-        Arrival { socket, phase: Phase::Transmission(dialect), stash, unsent: out.into_bytes() }
+        let Self { socket, channel, stash, mut out, .. } = self;
+        let phase = Phase::Transmission(dialect);
+        Arrival { socket, channel, phase, stash, unsent: out.take_unsent() }
     }
 
     /// Whether a request with `bytes` of payload fits under the bounds.
@@ -144,12 +160,73 @@ impl Conn {
             && (self.held == 0 || self.held + bytes <= MAX_BYTES)
     }
 
+    /// Whether there is something to be sent.
+    #[inline]
+    pub(crate) fn has_unsent(&self) -> bool {
+        match &self.channel {
+            Channel::Plain => !self.out.is_empty(),
+            Channel::Tls(session) => !self.out.is_empty() || session.has_unsent(),
+        }
+    }
+
+    /// Sends as much as the socket takes. Adds up the budget of what was sent.
+    #[inline]
+    pub(crate) fn send(&mut self, budget: &mut u64) -> Sent {
+        match &mut self.channel {
+            Channel::Plain => self.out.send(self.socket.as_fd(), budget),
+            Channel::Tls(session) => session.send(&mut self.out, self.socket.as_fd(), budget),
+        }
+    }
+
+    /// From here on all is TLS, `input` too, which came behind the client's wish for it.
+    pub(crate) fn start_tls(&mut self, credentials: &Credentials, input: &[u8]) {
+        match Session::new(credentials, &mut self.out) {
+            Ok(session) => {
+                self.channel = Channel::Tls(Box::new(session));
+                // A client cannot have anything to say before it has heard from our side of TLS.
+                self.open(input, &mut Vec::new());
+            }
+            Err(error) => {
+                tracing::warn!("no TLS for a client: {error}");
+                self.break_off();
+            }
+        }
+    }
+
+    /// Opens what came from the socket, if it is TLS. A payload that is awaited gets its share,
+    /// the rest goes to the end of `opened`.
+    pub(crate) fn open(&mut self, sealed: &[u8], opened: &mut Vec<u8>) {
+        let Channel::Tls(session) = &mut self.channel else { return };
+        let mut payload = self.payload.as_mut();
+        let result = session.open(sealed, |piece| {
+            let count = payload.as_mut().map_or(0, |payload| payload.fill(piece));
+            opened.extend_from_slice(piece.get(count..).unwrap_or_default());
+        });
+        if let Err(error) = result {
+            tracing::debug!("TLS with a client has failed: {error}");
+            // It tells the client why, if there is room for it.
+            session.send(&mut Out::default(), self.socket.as_fd(), &mut 0);
+            self.break_off();
+        }
+        // What ends is noticed by reading on.
+        self.readable |= self.channel.has_ended();
+    }
+
     /// Whether nothing is left to do but to close it.
     pub(crate) fn is_over(&self) -> bool {
         match self.input {
             Input::Open | Input::Stalled => false,
-            Input::Ended => self.in_flight == 0 && self.out.is_empty(),
+            Input::Ended => self.in_flight == 0 && !self.has_unsent(),
             Input::Broken => self.in_flight == 0,
+        }
+    }
+
+    /// The last thing that is sent, where the channel has one.
+    pub(crate) fn say_goodbye(&mut self) {
+        if let Channel::Tls(session) = &mut self.channel
+            && self.input != Input::Broken
+        {
+            session.say_goodbye(self.socket.as_fd());
         }
     }
 

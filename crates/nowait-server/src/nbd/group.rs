@@ -300,8 +300,8 @@ mod tests {
     use std::sync::atomic::AtomicU64;
     use std::sync::mpsc::{Receiver, channel};
 
-    use super::super::handshake::Handshake;
-    use super::super::{QueueKind, wire};
+    use super::super::handshake::{Handshake, Secrecy};
+    use super::super::{QueueKind, Tls, wire};
     use super::*;
 
     /// A device whose size changes while it is served, and whose threads can never begin.
@@ -332,7 +332,12 @@ mod tests {
     }
 
     fn serving(device: Arc<Growing>) -> (Arc<Shared>, Receiver<Event>) {
-        let options = Options { queues: 2, kind: QueueKind::Threads, config: Default::default() };
+        let options = Options {
+            queues: 2,
+            kind: QueueKind::Threads,
+            config: Default::default(),
+            tls: Tls::Off,
+        };
         let devices: [Arc<dyn Exported>; 1] = [device];
         let (sender, events) = channel();
         (Arc::new(Shared::new(devices, options, sender)), events)
@@ -344,7 +349,7 @@ mod tests {
         let (shared, events) = serving(device.clone());
         for tries in [1, 2] {
             let (near, mut far) = UnixStream::pair().unwrap();
-            shared.give(0, Arrival::new(near.into()));
+            shared.give(0, Arrival::new(near.into(), Secrecy::Off));
             for _ in 0..2 {
                 assert!(matches!(events.recv().unwrap(), Event::ThreadEnded));
             }
@@ -359,7 +364,7 @@ mod tests {
         let (shared, _events) = serving(device.clone());
         shared.stop();
         let (near, mut far) = UnixStream::pair().unwrap();
-        shared.give(0, Arrival::new(near.into()));
+        shared.give(0, Arrival::new(near.into(), Secrecy::Off));
         assert_eq!(far.read(&mut [0]).unwrap(), 0);
         assert_eq!(device.refused.load(Ordering::Relaxed), 0);
     }
@@ -368,7 +373,7 @@ mod tests {
     fn the_size_is_that_of_the_moment_of_the_question() {
         let device = Arc::new(Growing::default());
         let (shared, _events) = serving(device.clone());
-        let mut handshake = Handshake::new();
+        let mut handshake = Handshake::new(Secrecy::Off);
         let mut input = Vec::from(u32::from(wire::FLAG_FIXED_NEWSTYLE).to_be_bytes());
         for (option, size) in [(wire::OPT_INFO, 1 << 30), (wire::OPT_INFO, 5), (wire::OPT_GO, 7)] {
             device.size.store(size, Ordering::Relaxed);

@@ -5,10 +5,11 @@
 //! Invariant: the outcome depends on the bytes alone, never on how they were cut into pieces; a
 //! byte after the end of the handshake is never taken; what a client can make the server keep
 //! is bounded by `MAX_OPTION_BYTES`, and every option has one final reply or ends the connection.
-//! Knows: wire. Known by: the connection.
+//! Knows: wire, credentials. Known by: the connection.
 
 use std::ops::ControlFlow::{self, Break, Continue};
 
+use super::credentials::Tls;
 use super::wire::{self, MAX_STRING_BYTES};
 
 /// The longest data of an option that is looked at, in bytes. Names and queries are at most
@@ -67,6 +68,9 @@ pub(crate) type Exports<'a> = &'a dyn Fn() -> Vec<ExportInfo>;
 pub(crate) enum Step {
     /// All input was taken and more is needed.
     More,
+    /// The next byte of the client, one still in the input included, begins a TLS handshake. What
+    /// it sends through TLS is fed here again.
+    StartTls,
     /// The next byte of the client begins a request.
     Transmission(Negotiated),
     /// The connection ends here: the client asked for it, or broke a rule that leaves no way to
@@ -84,6 +88,29 @@ pub(crate) struct Negotiated {
     /// The context id of `base:allocation` if the client selected it for this export; without it
     /// block status requests are invalid.
     pub(crate) base_allocation: Option<u32>,
+}
+
+/// How a connection stands to encryption (NBD proto.md, "Server-side requirements").
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Secrecy {
+    /// There is none.
+    Off,
+    /// It begins when the client asks for it.
+    Offered,
+    /// Nothing but asking for it is allowed.
+    Required,
+    /// It has begun.
+    Begun,
+}
+
+impl From<&Tls> for Secrecy {
+    fn from(tls: &Tls) -> Self {
+        match tls {
+            Tls::Off => Self::Off,
+            Tls::Offered(_) => Self::Offered,
+            Tls::Required(_) => Self::Required,
+        }
+    }
 }
 
 /// What the next bytes of the client are.
@@ -109,6 +136,7 @@ enum Phase {
 /// The handshake of one connection.
 pub(crate) struct Handshake {
     phase: Phase,
+    secrecy: Secrecy,
     /// The beginning of something that is not complete yet.
     partial: Vec<u8>,
     client_flags: u32,
@@ -120,9 +148,10 @@ pub(crate) struct Handshake {
 
 impl Handshake {
     /// The state before the first byte of the client.
-    pub(crate) fn new() -> Self {
+    pub(crate) fn new(secrecy: Secrecy) -> Self {
         Self {
             phase: Phase::ClientFlags,
+            secrecy,
             partial: Vec::new(),
             client_flags: 0,
             options: 0,
@@ -155,7 +184,7 @@ impl Handshake {
             let Break(step) = self.advance(&mut rest, exports, out) else {
                 continue;
             };
-            if step != Step::More {
+            if !matches!(step, Step::More | Step::StartTls) {
                 self.phase = Phase::Over;
             }
             return (input.len() - rest.len(), step);
@@ -241,15 +270,22 @@ impl Handshake {
             self.allocation_of = None;
         }
         let skipped = |verdict| Phase::Skipped { option, left: length, verdict };
+        let bare = self.secrecy == Secrecy::Required;
         self.phase = match option {
             // This option has no error reply: a name that cannot exist ends the connection.
-            wire::OPT_EXPORT_NAME if length as usize > MAX_STRING_BYTES => {
+            wire::OPT_EXPORT_NAME if bare || length as usize > MAX_STRING_BYTES => {
                 return Break(Step::Close);
             }
             wire::OPT_EXPORT_NAME => Phase::OptionData { option, length },
             // Nor has a client a way to read one that did not agree to fixed newstyle.
             _ if !self.client_set(wire::FLAG_FIXED_NEWSTYLE) => return Break(Step::Close),
             wire::OPT_ABORT => skipped(wire::REP_ACK),
+            wire::OPT_STARTTLS => match (self.secrecy, length) {
+                (Secrecy::Off, _) => skipped(wire::REP_ERR_POLICY),
+                (Secrecy::Offered | Secrecy::Required, 0) => Phase::OptionData { option, length },
+                _ => skipped(wire::REP_ERR_INVALID),
+            },
+            _ if bare => skipped(wire::REP_ERR_TLS_REQD),
             wire::OPT_LIST
             | wire::OPT_INFO
             | wire::OPT_GO
@@ -275,8 +311,14 @@ impl Handshake {
         exports: &[ExportInfo],
         out: &mut Vec<u8>,
     ) -> ControlFlow<Step> {
-        if option == wire::OPT_EXPORT_NAME {
-            return self.export_name(data, exports, out);
+        match option {
+            wire::OPT_EXPORT_NAME => return self.export_name(data, exports, out),
+            wire::OPT_STARTTLS => {
+                reply(out, option, wire::REP_ACK, &[]);
+                self.begin_secrecy();
+                return Break(Step::StartTls);
+            }
+            _ => {}
         }
         let mut chosen = None;
         let outcome = match option {
@@ -293,6 +335,17 @@ impl Handshake {
             Some(export) => Break(Step::Transmission(self.negotiated(export))),
             None => Continue(()),
         }
+    }
+
+    /// Forgets what was agreed on so far (NBD proto.md, `NBD_OPT_STARTTLS`): somebody between here
+    /// and the client may have had a part in it. The flags of the client are not said again.
+    fn begin_secrecy(&mut self) {
+        *self = Self {
+            phase: Phase::OptionHeader,
+            client_flags: self.client_flags,
+            options: self.options,
+            ..Self::new(Secrecy::Begun)
+        };
     }
 
     fn export_name(

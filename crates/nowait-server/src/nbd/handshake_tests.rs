@@ -5,10 +5,14 @@
 
 use super::*;
 
+#[path = "starttls_tests.rs"]
+mod starttls;
+
 const FIXED: u32 = wire::FLAG_FIXED_NEWSTYLE as u32;
 const NO_ZEROES: u32 = wire::FLAG_NO_ZEROES as u32;
 
-const OPT_STARTTLS: u32 = 5;
+/// Withdrawn from the protocol; stands for what no server knows.
+const OPT_PEEK_EXPORT: u32 = 4;
 const OPT_EXTENDED_HEADERS: u32 = 11;
 
 const DISK_FLAGS: u16 = wire::FLAG_SEND_FLUSH | wire::FLAG_SEND_DF;
@@ -88,7 +92,7 @@ fn feed(handshake: &mut Handshake, input: &[u8]) -> (usize, Step, Vec<u8>) {
 /// Feeds `options` to a new connection that agreed to `flags`; all of it has to be taken.
 fn talk(flags: u32, options: &[Vec<u8>]) -> (Step, Vec<u8>) {
     let input = [&flags.to_be_bytes()[..], &options.concat()].concat();
-    let (taken, step, out) = feed(&mut Handshake::new(), &input);
+    let (taken, step, out) = feed(&mut Handshake::new(Secrecy::Off), &input);
     assert_eq!(taken, input.len());
     (step, out)
 }
@@ -187,7 +191,7 @@ fn a_server_without_exports_has_no_default_one() {
     let name = header(wire::OPT_EXPORT_NAME, 0);
     let input = [&FIXED.to_be_bytes()[..], &name].concat();
     let mut out = Vec::new();
-    let (_, step) = Handshake::new().feed(&input, &Vec::new, &mut out);
+    let (_, step) = Handshake::new(Secrecy::Off).feed(&input, &Vec::new, &mut out);
     assert_eq!((step, out), (Step::Close, vec![]));
 }
 
@@ -427,7 +431,7 @@ fn nbd_must_malformed_meta_context_requests_are_invalid_and_the_connection_kept(
 
 #[test]
 fn nbd_must_unknown_option_is_refused_and_the_connection_kept() {
-    for kind in [0, 4, OPT_STARTTLS, OPT_EXTENDED_HEADERS, 12, u32::MAX] {
+    for kind in [0, OPT_PEEK_EXPORT, OPT_EXTENDED_HEADERS, 12, u32::MAX] {
         for length in [0, 1, MAX_OPTION_BYTES as usize + 1] {
             assert_refused(kind, &vec![b'x'; length], wire::REP_ERR_UNSUP);
         }
@@ -437,17 +441,17 @@ fn nbd_must_unknown_option_is_refused_and_the_connection_kept() {
 #[test]
 fn an_option_above_64_kib_is_too_big_and_its_data_are_never_kept() {
     for kind in [3, 6, 7, 8, 9, 10] {
-        let mut handshake = Handshake::new();
+        let mut handshake = Handshake::new(Secrecy::Off);
         feed(&mut handshake, &FIXED.to_be_bytes());
         let data = vec![0; MAX_OPTION_BYTES as usize + 1];
         feed(&mut handshake, &header(kind, data.len() as u32));
         let (taken, step, out) = feed(&mut handshake, &data[1..]);
         assert_eq!((taken, step), (data.len() - 1, Step::More));
         assert!(out.is_empty() && handshake.partial.capacity() == 0);
-        let last = [&data[..1], &option(OPT_STARTTLS, &[])].concat();
+        let last = [&data[..1], &option(OPT_PEEK_EXPORT, &[])].concat();
         let (_, step, out) = feed(&mut handshake, &last);
         let wanted =
-            [(kind, wire::REP_ERR_TOO_BIG, vec![]), (OPT_STARTTLS, wire::REP_ERR_UNSUP, vec![])];
+            [(kind, wire::REP_ERR_TOO_BIG, vec![]), (OPT_PEEK_EXPORT, wire::REP_ERR_UNSUP, vec![])];
         assert_eq!((step, &replies(&out)[..]), (Step::More, &wanted[..]));
     }
 }
@@ -458,13 +462,13 @@ fn an_option_above_32_mib_closes_the_connection() {
         let options = [header(kind, MAX_SKIPPED_BYTES + 1)];
         assert_eq!(talk(FIXED, &options), (Step::Close, vec![]));
     }
-    let limit = header(OPT_STARTTLS, MAX_SKIPPED_BYTES);
+    let limit = header(OPT_PEEK_EXPORT, MAX_SKIPPED_BYTES);
     assert_eq!(talk(FIXED, &[limit]), (Step::More, vec![]));
 }
 
 #[test]
 fn the_1025th_option_closes_the_connection() {
-    let option = option(OPT_STARTTLS, &[]);
+    let option = option(OPT_PEEK_EXPORT, &[]);
     let (step, seen) = fixed(&vec![option.clone(); 1024]);
     assert_eq!((step, seen.len()), (Step::More, 1024));
     let (step, seen) = fixed(&vec![option; 1025]);
@@ -474,7 +478,7 @@ fn the_1025th_option_closes_the_connection() {
 #[test]
 fn after_the_end_nothing_is_taken() {
     for last in [go("disk"), option(wire::OPT_ABORT, &[])] {
-        let mut handshake = Handshake::new();
+        let mut handshake = Handshake::new(Secrecy::Off);
         let input = [&FIXED.to_be_bytes()[..], &last].concat();
         assert_eq!(feed(&mut handshake, &input).0, input.len());
         assert_eq!(feed(&mut handshake, &last), (0, Step::Close, vec![]));
@@ -483,7 +487,7 @@ fn after_the_end_nothing_is_taken() {
 
 /// Feeds `input` in pieces of the lengths given (at least 1) and returns all that came of it.
 fn pieces(input: &[u8], mut length: impl FnMut() -> usize) -> (usize, Step, Vec<u8>) {
-    let (mut handshake, mut start, mut sent) = (Handshake::new(), 0, Vec::new());
+    let (mut handshake, mut start, mut sent) = (Handshake::new(Secrecy::Off), 0, Vec::new());
     while start < input.len() {
         let piece = &input[start..input.len().min(start + length())];
         let (taken, step, out) = feed(&mut handshake, piece);
@@ -503,7 +507,7 @@ fn the_outcome_is_the_same_however_the_bytes_are_cut_and_the_first_request_is_le
     let all_kinds = info_data("disk", &[0, 1, 2, 3]);
     let options = [
         option(wire::OPT_LIST, &[]),
-        option(OPT_STARTTLS, b"data"),
+        option(OPT_PEEK_EXPORT, b"data"),
         structured(),
         option(wire::OPT_LIST_META_CONTEXT, &context_data("disk", &[])),
         set("disk", &["base:", BASE_ALLOCATION]),
@@ -582,6 +586,7 @@ fn random_bytes_never_panic_nor_fill_the_output_and_no_cut_changes_the_outcome()
             Step::More => &mut ends[0],
             Step::Transmission(_) => &mut ends[1],
             Step::Close => &mut ends[2],
+            Step::StartTls => panic!("there is no TLS"),
         };
         *end += 1;
     }

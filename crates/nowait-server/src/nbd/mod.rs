@@ -5,11 +5,13 @@
 //! Knows: device, and the modules here. Known by: the command.
 
 mod wire;
+mod credentials;
 mod handshake;
 mod listener;
 mod spin;
 mod reply;
 mod door;
+mod tls;
 mod conn;
 mod group;
 mod turn;
@@ -22,6 +24,7 @@ use std::time::{Duration, Instant};
 use nowait::{Config, Doing, Engine, Error, Map, Queue, Threads, Uring};
 
 use crate::device::Device;
+pub use credentials::{Clients, Credentials, Tls, TlsError};
 use group::{Event, Exported, Post, Shared};
 use handshake::ExportInfo;
 pub use listener::Listener;
@@ -40,7 +43,7 @@ pub enum QueueKind {
 }
 
 /// How a server runs.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct Options {
     /// Threads with a queue each, at least 1.
     pub queues: u16,
@@ -48,6 +51,8 @@ pub struct Options {
     pub kind: QueueKind,
     /// The engines' switches and sizes.
     pub config: Config,
+    /// Whether connections are encrypted.
+    pub tls: Tls,
 }
 
 /// What was left when a server stopped.

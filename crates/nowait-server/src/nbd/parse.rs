@@ -69,6 +69,15 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         match step {
             Step::More => {}
             Step::Close => conn.input = Input::Ended,
+            Step::StartTls => {
+                match self.shared.options.tls.credentials() {
+                    Some(credentials) => {
+                        conn.start_tls(credentials, input.get(used..).unwrap_or_default());
+                    }
+                    None => conn.break_off(),
+                }
+                return Taken::Bytes(input.len());
+            }
             Step::Transmission(agreed) => {
                 tracing::debug!("a client has opened export {}", agreed.export);
                 conn.phase = match agreed.export == self.export {
@@ -89,11 +98,8 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             return if count > 0 { Taken::Bytes(count as usize) } else { Taken::TooFew };
         }
         if let Some(payload) = &mut conn.payload {
-            let missing = payload.missing();
-            let count = missing.len().min(input.len());
-            missing[..count].copy_from_slice(&input[..count]);
-            let whole = count == missing.len();
-            payload.filled += count;
+            let count = payload.fill(input);
+            let whole = payload.missing().is_empty();
             return match (whole, count) {
                 (true, _) => self.submit_payload(index, count),
                 (false, 0) => Taken::TooFew,

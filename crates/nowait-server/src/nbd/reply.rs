@@ -2,7 +2,7 @@
 //!
 //! Invariant: what is sent are whole replies in the order in which they were pushed; a buffer goes
 //! home when its last byte was taken by the socket.
-//! Knows: wire. Known by: conn.
+//! Knows: wire. Known by: tls, conn.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -14,7 +14,7 @@ use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 use super::wire::ReplyHead;
 
 /// Pieces that one send takes.
-const PIECES: usize = 256;
+pub(crate) const PIECES: usize = 256;
 
 /// What follows the head of a reply.
 pub(crate) enum Body {
@@ -87,14 +87,14 @@ impl Out {
         self.replies.clear();
     }
 
-    /// The bytes of all replies that were not sent yet.
-    pub(crate) fn into_bytes(self) -> Vec<u8> {
+    /// Takes out what was not sent yet, as bytes.
+    pub(crate) fn take_unsent(&mut self) -> Vec<u8> {
         let mut bytes = Vec::new();
-        for reply in &self.replies {
+        for reply in self.replies.drain(..) {
             bytes.extend_from_slice(reply.head.as_slice());
             bytes.extend_from_slice(reply.body.as_slice());
         }
-        bytes.drain(..self.sent.min(bytes.len()));
+        bytes.drain(..std::mem::take(&mut self.sent).min(bytes.len()));
         bytes
     }
 
@@ -113,6 +113,12 @@ impl Out {
 
     fn send_once(&self, socket: BorrowedFd<'_>) -> rustix::io::Result<usize> {
         let mut pieces = [IoSlice::new(&[]); PIECES];
+        let used = self.pieces(&mut pieces);
+        send_pieces(socket, &pieces[..used])
+    }
+
+    /// What is to be sent next, as far as there is room in `pieces`. Returns how many are used.
+    pub(crate) fn pieces<'a>(&'a self, pieces: &mut [IoSlice<'a>; PIECES]) -> usize {
         let mut used = 0;
         let mut skip = self.sent;
         for reply in &self.replies {
@@ -128,11 +134,11 @@ impl Out {
                 }
             }
         }
-        let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-        sendmsg(socket, &pieces[..used], &mut SendAncillaryBuffer::default(), flags)
+        used
     }
 
-    fn advance(&mut self, taken: usize, budget: &mut u64) {
+    /// The next `taken` bytes have left. Adds up the budget of the replies that are through.
+    pub(crate) fn advance(&mut self, taken: usize, budget: &mut u64) {
         self.sent += taken;
         while let Some(front) = self.replies.front() {
             let len = front.head.as_slice().len() + front.body.as_slice().len();
@@ -144,6 +150,15 @@ impl Out {
             self.replies.pop_front();
         }
     }
+}
+
+/// One send, which neither waits nor raises a signal. Returns the bytes taken.
+pub(crate) fn send_pieces(
+    socket: BorrowedFd<'_>,
+    pieces: &[IoSlice<'_>],
+) -> rustix::io::Result<usize> {
+    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
+    sendmsg(socket, pieces, &mut SendAncillaryBuffer::default(), flags)
 }
 
 #[cfg(test)]
@@ -191,7 +206,7 @@ mod tests {
         out.push_bytes(vec![7; 4 << 20]);
         out.push_bytes(vec![8; 100]);
         assert_eq!(out.send(near.as_fd(), &mut 0), Sent::Full);
-        let rest = out.into_bytes();
+        let rest = out.take_unsent();
         drop(near);
         let mut got = Vec::new();
         far.read_to_end(&mut got).unwrap();

@@ -15,10 +15,11 @@ use slab::Slab;
 
 use super::conn::{Arrival, Conn, Input, Phase};
 use super::group::{Inbox, Post, Shared};
-use super::handshake::Negotiated;
+use super::handshake::{Negotiated, Secrecy};
 use super::listener::Listener;
 use super::reply::Sent;
 use super::spin::Spin;
+use super::tls::Channel;
 use super::wire::RequestHeader;
 use crate::device::Device;
 
@@ -63,6 +64,8 @@ pub(crate) struct Thread<Q: Queue, M: Map> {
     pub(crate) stalled: Vec<usize>,
     stopping: bool,
     scratch: Vec<u8>,
+    /// What was in `scratch`, where that came by TLS.
+    opened: Vec<u8>,
     generation: u64,
     accept_rests: bool,
     /// The connection that sent something last.
@@ -100,6 +103,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             stalled: Vec::new(),
             stopping: false,
             scratch: vec![0; RECEIVE_BYTES],
+            opened: Vec::new(),
             generation: 0,
             accept_rests: false,
             last_heard: 0,
@@ -200,10 +204,11 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
 
     fn accept(&mut self, n: usize) {
         let Some(listener) = self.listeners.get(n) else { return };
+        let secrecy = Secrecy::from(&self.shared.options.tls);
         loop {
             match listener.accept() {
                 // The default export's own threads do all handshakes.
-                Ok(socket) => self.shared.give(self.export, Arrival::new(socket)),
+                Ok(socket) => self.shared.give(self.export, Arrival::new(socket, secrecy)),
                 Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
                 Err(error) if error.kind() == std::io::ErrorKind::ConnectionAborted => {}
                 Err(error) => {
@@ -271,11 +276,11 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
     /// Sends what can be sent, and asks for a report when the socket has room for the rest.
     fn send(&mut self, index: usize) {
         let Some(conn) = self.conns.get_mut(index) else { return };
-        if conn.out.is_empty() || conn.awaits_room || conn.input == Input::Broken {
+        if !conn.has_unsent() || conn.awaits_room || conn.input == Input::Broken {
             return;
         }
         let mut freed = 0;
-        let sent = conn.out.send(conn.socket.as_fd(), &mut freed);
+        let sent = conn.send(&mut freed);
         conn.held -= freed.min(conn.held);
         match sent {
             Sent::All => {}
@@ -305,6 +310,9 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         let Some(conn) = self.conns.get_mut(index) else { return };
         if conn.input != Input::Open || !conn.readable {
             return;
+        }
+        if let Channel::Tls(_) = conn.channel {
+            return self.receive_sealed(index);
         }
         let mut scratch = std::mem::take(&mut self.scratch);
         let stashed = conn.stash.len();
@@ -339,6 +347,34 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             Err(_) => conn.break_off(),
         }
         self.scratch = scratch;
+    }
+
+    /// As `receive`, where all that comes is TLS.
+    fn receive_sealed(&mut self, index: usize) {
+        let Some(conn) = self.conns.get_mut(index) else { return };
+        let received = match conn.channel.has_ended() {
+            true => Ok(0),
+            false => rustix::io::read(&conn.socket, &mut self.scratch[..]),
+        };
+        match received {
+            Ok(0) => {
+                conn.input = Input::Ended;
+                conn.payload = None;
+            }
+            Ok(got) => {
+                conn.readable = got == RECEIVE_BYTES || conn.hung_up;
+                self.last_heard = index;
+                let mut opened = std::mem::take(&mut self.opened);
+                opened.clear();
+                opened.append(&mut conn.stash);
+                conn.open(&self.scratch[..got], &mut opened);
+                self.parse(index, &opened);
+                self.opened = opened;
+            }
+            Err(rustix::io::Errno::AGAIN) => conn.readable = false,
+            Err(rustix::io::Errno::INTR) => {}
+            Err(_) => conn.break_off(),
+        }
     }
 
     /// Parses again what came before a stall.
@@ -392,7 +428,8 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
     }
 
     fn close(&mut self, index: usize) {
-        let Some(conn) = self.remove(index) else { return };
+        let Some(mut conn) = self.remove(index) else { return };
+        conn.say_goodbye();
         // The queue may hold the socket open for a little longer; the client should not notice.
         let _ = rustix::net::shutdown(&conn.socket, rustix::net::Shutdown::Both);
         tracing::debug!("a connection to export {} has ended", self.export);

@@ -3,6 +3,7 @@
 //! Invariant: what these start, they stop; nothing outside the scratch directory is written.
 //! Knows: the command line of `nowait`. Known by: all tests of this program.
 
+pub(crate) mod certificates;
 pub(crate) mod nbd;
 pub(crate) mod random;
 mod scratch;

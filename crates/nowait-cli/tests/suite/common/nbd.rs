@@ -27,8 +27,8 @@ const CHUNK_MAGIC: u32 = 0x668e_33ef;
 /// "Handshake phase": fixed newstyle, no zeroes.
 const CLIENT_FLAGS: u32 = 0b11;
 pub(crate) const OPT_GO: u32 = 7;
-const OPT_STRUCTURED_REPLY: u32 = 8;
-const REP_ACK: u32 = 1;
+pub(crate) const OPT_STRUCTURED_REPLY: u32 = 8;
+pub(crate) const REP_ACK: u32 = 1;
 const REP_INFO: u32 = 3;
 const REP_ERROR_BIT: u32 = 1 << 31;
 const INFO_EXPORT: u16 = 0;
@@ -43,6 +43,7 @@ const CHUNK_ERROR_BIT: u16 = 1 << 15;
 /// "Request types" and "Command flags".
 const READ: u16 = 0;
 const WRITE: u16 = 1;
+const GOODBYE: u16 = 2;
 const FLUSH: u16 = 3;
 const TRIM: u16 = 4;
 const ZERO: u16 = 6;
@@ -87,6 +88,16 @@ impl RawRequest {
     /// A well-formed write header.
     pub(crate) fn write(offset: u64, len: u32) -> Self {
         Self { magic: REQUEST_MAGIC, flags: 0, kind: WRITE, cookie: 0, offset, len }
+    }
+
+    /// A well-formed read.
+    pub(crate) fn read(offset: u64, len: u32) -> Self {
+        Self { kind: READ, ..Self::write(offset, len) }
+    }
+
+    /// The client's goodbye.
+    pub(crate) fn goodbye() -> Self {
+        Self { kind: GOODBYE, ..Self::write(0, 0) }
     }
 
     /// The 28 bytes of "Request message".
@@ -308,7 +319,7 @@ pub(crate) fn greet(socket: &Path) -> io::Result<UnixStream> {
 ///
 /// # Errors
 /// What the socket says.
-pub(crate) fn send_option(stream: &mut UnixStream, option: u32, data: &[u8]) -> io::Result<()> {
+pub(crate) fn send_option(stream: &mut impl Write, option: u32, data: &[u8]) -> io::Result<()> {
     let len = u32::try_from(data.len()).expect("a short option");
     let mut bytes = Vec::new();
     bytes.extend(OPTION_MAGIC.to_be_bytes());
@@ -322,7 +333,7 @@ pub(crate) fn send_option(stream: &mut UnixStream, option: u32, data: &[u8]) -> 
 ///
 /// # Errors
 /// What the socket says.
-pub(crate) fn read_option_reply(stream: &mut UnixStream) -> io::Result<(u32, Vec<u8>)> {
+pub(crate) fn read_option_reply(stream: &mut impl Read) -> io::Result<(u32, Vec<u8>)> {
     assert_eq!(read_u64(stream)?, OPTION_REPLY_MAGIC);
     let _option = read_u32(stream)?;
     let kind = read_u32(stream)?;
@@ -344,11 +355,20 @@ pub(crate) fn export_request(name: &str) -> Vec<u8> {
     data
 }
 
+/// Enters transmission phase with the default export; gives its size.
+///
+/// # Errors
+/// As `read_size`.
+pub(crate) fn go(stream: &mut (impl Read + Write)) -> io::Result<u64> {
+    send_option(stream, OPT_GO, &export_request(""))?;
+    read_size(stream)
+}
+
 /// The size of an export, out of the replies to an option that names it.
 ///
 /// # Errors
 /// What the socket says, or `Unsupported` with the option error.
-pub(crate) fn read_size(stream: &mut UnixStream) -> io::Result<u64> {
+pub(crate) fn read_size(stream: &mut impl Read) -> io::Result<u64> {
     let mut size = None;
     loop {
         let (kind, data) = read_option_reply(stream)?;
@@ -386,19 +406,19 @@ fn wire_form(command: &Command) -> (u16, u16, u64, u32, &[u8]) {
     }
 }
 
-fn read_u16(stream: &mut UnixStream) -> io::Result<u16> {
+fn read_u16(stream: &mut impl Read) -> io::Result<u16> {
     let mut bytes = [0; 2];
     stream.read_exact(&mut bytes)?;
     Ok(u16::from_be_bytes(bytes))
 }
 
-fn read_u32(stream: &mut UnixStream) -> io::Result<u32> {
+fn read_u32(stream: &mut impl Read) -> io::Result<u32> {
     let mut bytes = [0; 4];
     stream.read_exact(&mut bytes)?;
     Ok(u32::from_be_bytes(bytes))
 }
 
-fn read_u64(stream: &mut UnixStream) -> io::Result<u64> {
+fn read_u64(stream: &mut impl Read) -> io::Result<u64> {
     let mut bytes = [0; 8];
     stream.read_exact(&mut bytes)?;
     Ok(u64::from_be_bytes(bytes))
