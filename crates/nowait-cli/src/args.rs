@@ -2,7 +2,7 @@
 //!
 //! Invariant: what parses is in range; what the help promises as a default is what the methods
 //! here return.
-//! Knows: export, listen, size, tls_args. Known by: main, bench, create, info, serve.
+//! Knows: export, image_args, listen, size, tls_args. Known by: main and the commands.
 
 use std::path::PathBuf;
 use std::thread;
@@ -14,6 +14,7 @@ use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use nowait_bench::ServerKind;
 
 use crate::export::{self, Given, Named};
+use crate::image_args::{CheckArgs, MapArgs, parse_image_format};
 use crate::listen::Listen;
 use crate::size;
 use crate::tls_args::TlsArgs;
@@ -33,6 +34,8 @@ pub(crate) enum Command {
     Serve(ServeArgs),
     Create(CreateArgs),
     Info(InfoArgs),
+    Map(MapArgs),
+    Check(CheckArgs),
     Bench(BenchArgs),
 }
 
@@ -186,12 +189,17 @@ pub(crate) struct CreateArgs {
 /// Show what an image is and how it would be served
 ///
 /// Size and allocated space, data and holes, whether direct I/O is possible and which alignment
-/// it asks for, and which queue would be used. IMAGE is only looked at, and may be in use.
+/// it asks for, and which queue would be used; of a qcow2 image also what its header says. IMAGE
+/// is only looked at, and may be in use.
 #[derive(Debug, Args)]
 #[command(after_help = INFO_AFTER_HELP)]
 pub(crate) struct InfoArgs {
     /// The file or block device to look at
     pub(crate) image: PathBuf,
+
+    /// What is inside IMAGE: raw or qcow2; without it qcow2 if it begins like that, else raw
+    #[arg(long, value_name = "FORMAT", value_parser = parse_image_format)]
+    pub(crate) format: Option<nowait_image::Format>,
 
     /// Print one JSON object, for scripts
     #[arg(long)]
@@ -366,6 +374,7 @@ Examples:
   nowait create disk.img 10G          make an image
   nowait serve disk.img               serve it
   nowait info disk.img                look at it
+  nowait check disk.qcow2             look for damage in it
 
 'nowait COMMAND --help' is the manual of a command.
 
@@ -439,7 +448,10 @@ JSON keys (null where not known):
   image, kind (\"regular_file\" or \"block_device\"), size_bytes, allocated_bytes,
   data_extents, data_bytes, hole_bytes, direct_io (true or false), direct_io_reason,
   memory_alignment_bytes, offset_alignment_bytes, read_offset_alignment_bytes,
-  queue (\"uring\" or \"threads\"), queue_reason, qcow2_header (true or false)
+  queue (\"uring\" or \"threads\"), queue_reason, qcow2_header (true or false),
+  and those of \"qemu-img info --output=json\": filename, format, virtual-size, actual-size,
+  cluster-size, dirty-flag, backing-filename, full-backing-filename, backing-filename-format,
+  format-specific; and snapshots_count
 
 Exit status:
   0   success
@@ -528,6 +540,7 @@ mod tests {
             ("nowait serve --queue aio", "threads"),
             ("nowait create a 0", "at least one byte"),
             ("nowait serve a=", "the image is missing"),
+            ("nowait check a --format vmdk", "raw and qcow2"),
             (long.as_str(), "4097 bytes, the protocol allows 4096"),
         ] {
             let error = parse(line).unwrap_err();
@@ -554,7 +567,7 @@ mod tests {
 
     #[test]
     fn a_missing_argument_is_a_usage_error() {
-        for line in ["nowait create", "nowait create disk.img", "nowait info"] {
+        for line in ["nowait create", "nowait create disk.img", "nowait info", "nowait map"] {
             let error = parse(line).unwrap_err();
             assert_eq!(error.kind(), ErrorKind::MissingRequiredArgument, "{line}");
             assert_eq!(error.exit_code(), 2, "{line}");

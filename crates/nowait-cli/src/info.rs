@@ -2,7 +2,7 @@
 //!
 //! Invariant: the image is opened for reading only and not locked, so that it can be looked at
 //! while it is served; the keys of the JSON object are for scripts and stay as they are.
-//! Knows: args, error, size. Known by: main, serve.
+//! Knows: args, error, qcow2_info, size. Known by: main, serve.
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
@@ -11,12 +11,14 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
 use std::path::Path;
 
+use nowait_image::Format;
 use rustix::fs::{OFlags, SeekFrom};
 use rustix::io::Errno;
 use serde_json::{Value, json};
 
 use crate::args::InfoArgs;
 use crate::error::{CliError, reason};
+use crate::qcow2_info::Qcow2Info;
 use crate::size::human;
 
 /// The unit of `st_blocks`, whatever the file system's own block size (stat(2)).
@@ -60,10 +62,12 @@ struct Facts {
     direct: Direct,
     queue: Queue,
     qcow2: bool,
+    /// What its header says, if it is taken for a qcow2 image.
+    header: Option<Qcow2Info>,
 }
 
 pub(crate) fn run(args: &InfoArgs) -> Result<(), CliError> {
-    let facts = gather(&args.image)?;
+    let facts = gather(&args.image, args.format)?;
     let output = if args.json {
         format!("{}\n", in_json(&args.image, &facts))
     } else {
@@ -81,7 +85,7 @@ pub(crate) fn begins_like_qcow2(file: &File) -> bool {
     file.read_exact_at(&mut first, 0).is_ok() && first == QCOW2_MAGIC
 }
 
-fn gather(image: &Path) -> Result<Facts, CliError> {
+fn gather(image: &Path, format: Option<Format>) -> Result<Facts, CliError> {
     let cannot = |doing: &str, error: io::Error| {
         CliError::at(image, format_args!("cannot {doing}: {}", reason(&error)))
     };
@@ -95,6 +99,12 @@ fn gather(image: &Path) -> Result<Facts, CliError> {
         }
     };
     let file = File::open(image).map_err(|error| cannot("open", error))?;
+    let qcow2 = begins_like_qcow2(&file);
+    let header = match format {
+        Some(Format::Qcow2) => Some(Qcow2Info::read(image)?),
+        None if qcow2 => Some(Qcow2Info::read(image)?),
+        _ => None,
+    };
     let stat = file.metadata().map_err(|error| cannot("look at it", error))?;
     // Unlike st_size, the end that seeking finds is right for block devices too.
     let size_bytes = rustix::fs::seek(&file, SeekFrom::End(0))
@@ -104,7 +114,8 @@ fn gather(image: &Path) -> Result<Facts, CliError> {
         size_bytes,
         allocated_bytes: (kind == Kind::RegularFile).then(|| stat.blocks() * STAT_BLOCK_BYTES),
         layout: layout(file.as_fd(), size_bytes),
-        qcow2: begins_like_qcow2(&file),
+        qcow2,
+        header,
         queue: queue(file.as_fd()),
         // Last, because it leaves O_DIRECT set.
         direct: direct(file.as_fd()),
@@ -219,7 +230,12 @@ impl Queue {
 /// The object of `--json`. What is not known is null; no key is ever left out.
 fn in_json(image: &Path, facts: &Facts) -> Value {
     let alignment = facts.direct.alignment();
-    json!({
+    let mut object = json!({
+        "filename": image.to_string_lossy(),
+        "format": if facts.header.is_some() { "qcow2" } else { "raw" },
+        "virtual-size": facts.size_bytes,
+        "actual-size": facts.allocated_bytes.unwrap_or(0),
+        "dirty-flag": false,
         "image": image.to_string_lossy(),
         "kind": facts.kind.key(),
         "size_bytes": facts.size_bytes,
@@ -235,7 +251,11 @@ fn in_json(image: &Path, facts: &Facts) -> Value {
         "queue": facts.queue.name(),
         "queue_reason": facts.queue.why(),
         "qcow2_header": facts.qcow2,
-    })
+    });
+    if let (Some(header), Value::Object(object)) = (&facts.header, &mut object) {
+        object.extend(header.in_json());
+    }
+    object
 }
 
 fn in_words(image: &Path, facts: &Facts) -> String {
@@ -270,7 +290,10 @@ fn in_words(image: &Path, facts: &Facts) -> String {
         // Writing to a String cannot fail.
         let _ = writeln!(text, "{:<12}{value}", format!("{name}:"));
     }
-    if facts.qcow2 {
+    for (name, value) in facts.header.iter().flat_map(Qcow2Info::in_words) {
+        let _ = writeln!(text, "{:<12}{value}", format!("{name}:"));
+    }
+    if facts.qcow2 && facts.header.is_none() {
         text.push_str(
             "note:       begins like a qcow2 image; served raw, clients see its header\n",
         );
@@ -295,7 +318,7 @@ mod tests {
     }
 
     fn facts_of(path: &Path) -> Facts {
-        gather(path).map_err(|error| error.to_string()).unwrap()
+        gather(path, None).map_err(|error| error.to_string()).unwrap()
     }
 
     #[test]
@@ -305,11 +328,15 @@ mod tests {
         let mut keys: Vec<_> = object.as_object().unwrap().keys().map(String::as_str).collect();
         keys.sort_unstable();
         let expected = [
+            "actual-size",
             "allocated_bytes",
             "data_bytes",
             "data_extents",
             "direct_io",
             "direct_io_reason",
+            "dirty-flag",
+            "filename",
+            "format",
             "hole_bytes",
             "image",
             "kind",
@@ -320,6 +347,7 @@ mod tests {
             "queue_reason",
             "read_offset_alignment_bytes",
             "size_bytes",
+            "virtual-size",
         ];
         assert_eq!(keys, expected);
     }
@@ -334,6 +362,7 @@ mod tests {
             direct: Direct::Impossible("because".into()),
             queue: Queue::Threads("therefore".into()),
             qcow2: false,
+            header: None,
         };
         let object = in_json(Path::new("/dev/vdb"), &facts);
         for key in ["allocated_bytes", "data_extents", "hole_bytes", "memory_alignment_bytes"] {
@@ -378,14 +407,17 @@ mod tests {
         let (_directory, path, file) = image(3);
         assert!(!facts_of(&path).qcow2);
         file.write_all_at(&QCOW2_MAGIC, 0).unwrap();
-        let facts = facts_of(&path);
+        let facts = gather(&path, Some(Format::Raw)).map_err(|error| error.to_string()).unwrap();
         assert!(facts.qcow2 && in_words(&path, &facts).contains("begins like a qcow2"));
+        let error = gather(&path, None).err().map(|error| error.to_string()).unwrap();
+        assert!(error.contains("qcow2 version 0 is not known"), "{error}");
     }
 
     #[test]
     fn what_holds_no_image_is_refused_in_words() {
         let directory = tempfile::tempdir().unwrap();
-        let refusal = |path: &Path| gather(path).err().map(|error| error.to_string()).unwrap();
+        let refusal =
+            |path: &Path| gather(path, None).err().map(|error| error.to_string()).unwrap();
         assert!(refusal(directory.path()).contains("neither a regular file nor a block device"));
         assert!(refusal(Path::new("/dev/null")).contains("neither a regular file"));
         let missing = refusal(&directory.path().join("missing.img"));

@@ -1,7 +1,7 @@
 //! The `nowait` command: parse, compose, print.
 //!
 //! Invariant: success is exit status 0, a failure is one line on standard error and 1, a wrong
-//! command line is 2.
+//! command line is 2; `check` tells what it found by its exit status too.
 //! Knows: every module here. Known by: nobody.
 
 mod error;
@@ -10,10 +10,15 @@ mod export;
 mod tls_args;
 mod listen;
 mod log;
+mod image_args;
 mod args;
 mod default_image;
 mod create;
+mod qcow2_info;
 mod info;
+mod image;
+mod map;
+mod check;
 mod serve;
 mod bench;
 
@@ -30,14 +35,16 @@ fn main() -> ExitCode {
             let exports = args.exports().unwrap_or_else(|usage| usage.exit());
             args.tls.check().unwrap_or_else(|usage| usage.exit());
             log::start(args.verbose);
-            serve::run(&args, exports)
+            serve::run(&args, exports).map(|()| ExitCode::SUCCESS)
         }
-        Command::Create(args) => create::run(&args),
-        Command::Info(args) => info::run(&args),
-        Command::Bench(args) => bench::run(&args),
+        Command::Create(args) => create::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Info(args) => info::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Map(args) => map::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Check(args) => check::run(&args),
+        Command::Bench(args) => bench::run(&args).map(|()| ExitCode::SUCCESS),
     };
     match result {
-        Ok(()) => ExitCode::SUCCESS,
+        Ok(code) => code,
         Err(error) => {
             // Not eprintln!, which panics where standard error is closed.
             let _ = writeln!(io::stderr(), "nowait: {error}");

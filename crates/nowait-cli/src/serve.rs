@@ -12,7 +12,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::{Disk, Extents, File, OpenOptions, Uring};
-use nowait_server::lock::{self, Access, LockError};
+use nowait_image::lock::{self, Access, LockError};
 use nowait_server::{
     Clients, Credentials, Device, Export, Listener, Options, QueueKind, Server, Stopper, Tls,
 };

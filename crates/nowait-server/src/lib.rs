@@ -5,7 +5,6 @@
 //! [`Device`]. The modules are listed in the order in which they know each other.
 #![deny(unsafe_code)]
 
-pub mod lock;
 mod device;
 mod nbd;
 

@@ -11,6 +11,7 @@ mod errors;
 mod exports;
 mod first_run;
 mod guest;
+mod images;
 mod memory;
 mod model;
 mod nbd_tools;

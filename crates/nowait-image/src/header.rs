@@ -1,0 +1,413 @@
+//! The header of a qcow2 image: what it says, taken only if it is in range.
+//!
+//! Invariant: whatever the bytes are, what comes out is within the bounds that are named here, so
+//! that nobody who uses it has to fear a number; nothing is read but the first cluster.
+//! Knows: error, host. Known by: chain, and all that looks into qcow2. Source: QEMU
+//! docs/interop/qcow2.txt, "Header" and "Header extensions".
+
+use std::ffi::OsString;
+use std::os::unix::ffi::OsStringExt;
+
+use crate::error::ImageError;
+use crate::host::HostFile;
+
+/// The first bytes of every qcow2 image.
+pub const MAGIC: [u8; 4] = *b"QFI\xfb";
+/// What a header can take at most: the largest cluster that it must fit into, cut to what is
+/// useful. The longest name has 1023 bytes and QEMU's own extensions take less than 1 KiB.
+const HEADER_BYTES: usize = 64 << 10;
+
+const V2_BYTES: usize = 72;
+const V3_BYTES: usize = 104;
+const MIN_CLUSTER_BITS: u32 = 9;
+const MAX_CLUSTER_BITS: u32 = 21;
+/// The bound on an L1 table, as QEMU has it (block/qcow2.h, `QCOW_MAX_L1_SIZE`): 32 MiB.
+const MAX_L1_BYTES: u64 = 32 << 20;
+/// The bound on a refcount table (block/qcow2.h, `QCOW_MAX_REFTABLE_SIZE`): 8 MiB.
+const MAX_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
+/// No position in an image reaches further: entries have 56 bits for it.
+pub(crate) const MAX_POS: u64 = 1 << 56;
+/// Bounds on bitmaps and snapshots, as QEMU has them (block/qcow2.h, `QCOW2_MAX_BITMAPS`,
+/// `QCOW2_MAX_BITMAP_DIRECTORY_SIZE`, `QCOW_MAX_SNAPSHOTS`).
+const MAX_BITMAPS: u32 = 65535;
+const MAX_DIRECTORY_BYTES: u64 = 64 << 20;
+const MAX_SNAPSHOTS: u32 = 65536;
+const MAX_NAME_BYTES: u32 = 1023;
+const MAX_REFCOUNT_ORDER: u32 = 6;
+
+const EXTENSION_END: u32 = 0;
+const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
+const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
+const EXTENSION_BITMAPS: u32 = 0x2385_2875;
+
+const INCOMPATIBLE_DIRTY: u64 = 1 << 0;
+const INCOMPATIBLE_CORRUPT: u64 = 1 << 1;
+const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
+const INCOMPATIBLE_COMPRESSION: u64 = 1 << 3;
+const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
+const COMPATIBLE_LAZY_REFCOUNTS: u64 = 1 << 0;
+const AUTOCLEAR_BITMAPS: u64 = 1 << 0;
+const AUTOCLEAR_DATA_FILE_RAW: u64 = 1 << 1;
+
+/// How an image's compressed clusters are packed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Compression {
+    /// Deflate, without a zlib header (QEMU calls it zlib).
+    Deflate,
+    /// Zstandard.
+    Zstd,
+    /// A number that was not known when this was written.
+    Unknown(u8),
+}
+
+/// A name in the header, and what it says about the file.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct BackingName {
+    /// As it stands in the header; may be relative to the image's directory.
+    pub name: OsString,
+    /// The format, where it is recorded.
+    pub format: Option<String>,
+}
+
+/// The list of an image's dirty bitmaps (QEMU docs/interop/qcow2.txt, "Bitmaps extension").
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct BitmapDirectory {
+    /// Bitmaps in it, at most 65535.
+    pub bitmaps: u32,
+    /// Where it begins, in bytes; a multiple of the cluster size.
+    pub pos: u64,
+    /// Its length in bytes, at most 64 MiB.
+    pub len: u64,
+}
+
+/// What the header says.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Header {
+    /// 2 or 3.
+    pub version: u32,
+    /// Clusters have 1 << this bytes; 9 to 21.
+    pub cluster_bits: u32,
+    /// Size of the disk in bytes; all of it is reached by the L1 table.
+    pub size: u64,
+    /// Entries of the active L1 table.
+    pub l1_entries: u32,
+    /// Where the active L1 table begins, in bytes; a multiple of the cluster size.
+    pub l1_pos: u64,
+    /// Where the refcount table begins, in bytes; a multiple of the cluster size.
+    pub refcount_table_pos: u64,
+    /// Clusters of the refcount table.
+    pub refcount_table_clusters: u32,
+    /// Refcounts have 1 << this bits; 0 to 6.
+    pub refcount_order: u32,
+    /// Internal snapshots.
+    pub snapshots: u32,
+    /// Where the table of snapshots begins, in bytes.
+    pub snapshots_pos: u64,
+    /// Bits of which a reader must know each.
+    pub incompatible: u64,
+    /// Bits that a writer must clear where it does not keep what they promise.
+    pub autoclear: u64,
+    compatible: u64,
+    /// The image below, if any.
+    pub backing: Option<BackingName>,
+    /// The name of the external data file, if it has one and it is recorded.
+    pub data_file: Option<OsString>,
+    /// How compressed clusters are packed.
+    pub compression: Compression,
+    /// Where its persistent dirty bitmaps are listed, if it has such that can be relied on.
+    pub bitmaps: Option<BitmapDirectory>,
+    /// 0 none, 1 AES, 2 LUKS.
+    pub encryption: u32,
+}
+
+/// A big-endian number of four bytes at `at`; 0 behind the end of `bytes`.
+pub(crate) fn be32(bytes: &[u8], at: usize) -> u32 {
+    let four = bytes.get(at..at.saturating_add(4)).and_then(|four| four.try_into().ok());
+    four.map_or(0, u32::from_be_bytes)
+}
+
+/// A big-endian number of eight bytes at `at`; 0 behind the end of `bytes`.
+pub(crate) fn be64(bytes: &[u8], at: usize) -> u64 {
+    let eight = bytes.get(at..at.saturating_add(8)).and_then(|eight| eight.try_into().ok());
+    eight.map_or(0, u64::from_be_bytes)
+}
+
+impl Header {
+    /// Reads the header of the image in `file`.
+    ///
+    /// # Errors
+    /// What pread(2) says, or what is wrong with the header.
+    pub fn read(file: &HostFile) -> Result<Self, ImageError> {
+        let mut first = vec![0; HEADER_BYTES];
+        file.read_at(0, &mut first).map_err(|e| ImageError::os(file.path(), "read", &e))?;
+        Self::parse(&first).map_err(|why| ImageError::refused(file.path(), why))
+    }
+
+    /// Reads the header out of the first bytes of an image (zeros where the file is shorter).
+    ///
+    /// # Errors
+    /// What is wrong with it, in words that go behind the image's name.
+    pub fn parse(bytes: &[u8]) -> Result<Self, String> {
+        if !bytes.starts_with(&MAGIC) {
+            return Err("it is no qcow2 image (its first bytes are others)".into());
+        }
+        let version = be32(bytes, 4);
+        if !(2..=3).contains(&version) {
+            return Err(format!("qcow2 version {version} is not known here (2 and 3 are)"));
+        }
+        let three = version == 3;
+        let if_three = |value: u64| if three { value } else { 0 };
+        let incompatible = if_three(be64(bytes, 72));
+        let mut header = Self {
+            version,
+            cluster_bits: be32(bytes, 20),
+            size: be64(bytes, 24),
+            l1_entries: be32(bytes, 36),
+            l1_pos: be64(bytes, 40),
+            refcount_table_pos: be64(bytes, 48),
+            refcount_table_clusters: be32(bytes, 56),
+            refcount_order: if three { be32(bytes, 96) } else { 4 },
+            snapshots: be32(bytes, 60),
+            snapshots_pos: be64(bytes, 64),
+            incompatible,
+            compatible: if_three(be64(bytes, 80)),
+            autoclear: if_three(be64(bytes, 88)),
+            backing: None,
+            data_file: None,
+            compression: Compression::Deflate,
+            bitmaps: None,
+            encryption: be32(bytes, 32),
+        };
+        header.check_numbers()?;
+        let len = if three { be32(bytes, 100) as usize } else { V2_BYTES };
+        let cluster = header.cluster_bytes() as usize;
+        if three && !(V3_BYTES..=cluster.min(HEADER_BYTES)).contains(&len) {
+            return Err(format!("its header is damaged: a header of {len} bytes"));
+        }
+        if incompatible & INCOMPATIBLE_COMPRESSION != 0 {
+            header.compression = match bytes.get(V3_BYTES) {
+                Some(0) => Compression::Deflate,
+                Some(1) => Compression::Zstd,
+                other => Compression::Unknown(other.copied().unwrap_or_default()),
+            };
+        }
+        let format = header.read_extensions(bytes, len)?;
+        header.backing = header.read_backing(bytes, format)?;
+        Ok(header)
+    }
+
+    fn check_numbers(&self) -> Result<(), String> {
+        let damaged = |what: String| Err(format!("its header is damaged: {what}"));
+        if !(MIN_CLUSTER_BITS..=MAX_CLUSTER_BITS).contains(&self.cluster_bits) {
+            return damaged(format!("clusters of 2^{} bytes", self.cluster_bits));
+        }
+        if self.refcount_order > MAX_REFCOUNT_ORDER {
+            return damaged(format!("refcounts of 2^{} bits", self.refcount_order));
+        }
+        let l1_bytes = u64::from(self.l1_entries) * 8;
+        if l1_bytes > MAX_L1_BYTES {
+            return damaged(format!("an L1 table of {} entries", self.l1_entries));
+        }
+        let table_bytes = u64::from(self.refcount_table_clusters) << self.cluster_bits;
+        if table_bytes == 0 || table_bytes > MAX_REFCOUNT_TABLE_BYTES.max(self.cluster_bytes()) {
+            let clusters = self.refcount_table_clusters;
+            return damaged(format!("a refcount table of {clusters} clusters"));
+        }
+        for (what, pos) in
+            [("the L1 table", self.l1_pos), ("the refcount table", self.refcount_table_pos)]
+        {
+            let no_table = what == "the L1 table" && l1_bytes == 0;
+            let unaligned = pos & (self.cluster_bytes() - 1) != 0;
+            if !no_table && (pos == 0 || pos >= MAX_POS || unaligned) {
+                return damaged(format!("{what} at byte {pos}"));
+            }
+        }
+        if self.size > (u64::from(self.l1_entries) << (2 * self.cluster_bits - 3)) {
+            return damaged(format!(
+                "a disk of {} bytes, more than its L1 table of {} entries reaches",
+                self.size, self.l1_entries
+            ));
+        }
+        let unaligned = self.snapshots_pos & (self.cluster_bytes() - 1) != 0;
+        if self.snapshots > MAX_SNAPSHOTS
+            || self.snapshots > 0 && (unaligned || self.snapshots_pos >= MAX_POS)
+        {
+            return damaged(format!("{} snapshots", self.snapshots));
+        }
+        if self.size > i64::MAX as u64 - self.cluster_bytes() {
+            return damaged(format!("a disk of {} bytes", self.size));
+        }
+        Ok(())
+    }
+
+    /// Reads the extensions that begin at `at`. Returns the format of the backing file.
+    fn read_extensions(&mut self, bytes: &[u8], mut at: usize) -> Result<Option<String>, String> {
+        let first_name = be64(bytes, 8);
+        let end = match first_name {
+            0 => self.cluster_bytes(),
+            name => name.min(self.cluster_bytes()),
+        };
+        let end = (end as usize).min(bytes.len());
+        let mut format = None;
+        while at + 8 <= end {
+            let (kind, len) = (be32(bytes, at), be32(bytes, at + 4) as usize);
+            at += 8;
+            if kind == EXTENSION_END {
+                break;
+            }
+            let Some(data) = bytes.get(at..at.saturating_add(len)).filter(|_| at + len <= end)
+            else {
+                return Err("its header is damaged: an extension that does not fit".into());
+            };
+            match kind {
+                EXTENSION_BACKING_FORMAT => {
+                    format = Some(String::from_utf8_lossy(data).into_owned());
+                }
+                EXTENSION_DATA_FILE => {
+                    self.data_file = Some(OsString::from_vec(data.to_owned()));
+                }
+                // Without the bit somebody wrote to the image who knew nothing of bitmaps.
+                EXTENSION_BITMAPS if self.autoclear & AUTOCLEAR_BITMAPS != 0 => {
+                    self.bitmaps = Some(self.read_bitmaps(data)?);
+                }
+                _ => {}
+            }
+            at += len.next_multiple_of(8);
+        }
+        Ok(format)
+    }
+
+    fn read_bitmaps(&self, data: &[u8]) -> Result<BitmapDirectory, String> {
+        let found =
+            BitmapDirectory { bitmaps: be32(data, 0), len: be64(data, 8), pos: be64(data, 16) };
+        let unaligned = found.pos & (self.cluster_bytes() - 1) != 0 || found.pos >= MAX_POS;
+        if found.bitmaps > MAX_BITMAPS || found.len > MAX_DIRECTORY_BYTES || unaligned {
+            return Err("its header is damaged: the list of its bitmaps".into());
+        }
+        Ok(found)
+    }
+
+    fn read_backing(
+        &self,
+        bytes: &[u8],
+        format: Option<String>,
+    ) -> Result<Option<BackingName>, String> {
+        let (pos, len) = (be64(bytes, 8), be32(bytes, 16));
+        if pos == 0 || len == 0 {
+            return Ok(None);
+        }
+        let damaged = || "its header is damaged: the name of its backing file".to_owned();
+        let end = pos.checked_add(u64::from(len)).ok_or_else(damaged)?;
+        if len > MAX_NAME_BYTES || end > self.cluster_bytes() {
+            return Err(damaged());
+        }
+        let name = bytes.get(pos as usize..end as usize).ok_or_else(damaged)?;
+        if name.contains(&0) {
+            return Err(damaged());
+        }
+        Ok(Some(BackingName { name: OsString::from_vec(name.to_owned()), format }))
+    }
+
+    /// Bytes of a cluster: a power of two, 512 to 2 MiB.
+    #[must_use]
+    pub const fn cluster_bytes(&self) -> u64 {
+        1 << self.cluster_bits
+    }
+
+    /// Entries of an L2 table: it fills one cluster.
+    #[must_use]
+    pub const fn l2_entries(&self) -> u64 {
+        1 << (self.cluster_bits - 3)
+    }
+
+    /// Refcounts in one refcount block, which fills one cluster.
+    #[must_use]
+    pub const fn block_entries(&self) -> u64 {
+        1 << (self.cluster_bits + 3 - self.refcount_order)
+    }
+
+    /// Entries of the refcount table.
+    #[must_use]
+    pub const fn refcount_table_entries(&self) -> u64 {
+        ((self.refcount_table_clusters as u64) << self.cluster_bits) / 8
+    }
+
+    /// Bytes of the disk that one L1 entry stands for.
+    #[must_use]
+    pub const fn l2_reach(&self) -> u64 {
+        1 << (2 * self.cluster_bits - 3)
+    }
+
+    /// Whether the data is in a file of its own.
+    #[must_use]
+    pub const fn has_data_file(&self) -> bool {
+        self.incompatible & INCOMPATIBLE_DATA_FILE != 0
+    }
+
+    /// Whether the data file, read raw, is the disk.
+    #[must_use]
+    pub const fn is_data_file_raw(&self) -> bool {
+        self.autoclear & AUTOCLEAR_DATA_FILE_RAW != 0
+    }
+
+    /// Whether a writer may leave refcounts behind (and then sets the dirty bit).
+    #[must_use]
+    pub const fn has_lazy_refcounts(&self) -> bool {
+        self.compatible & COMPATIBLE_LAZY_REFCOUNTS != 0
+    }
+
+    /// Whether its refcounts may be wrong: who wrote to it was interrupted.
+    #[must_use]
+    pub const fn is_dirty(&self) -> bool {
+        self.incompatible & INCOMPATIBLE_DIRTY != 0
+    }
+
+    /// Whether somebody found its metadata to be corrupt.
+    #[must_use]
+    pub const fn is_corrupt(&self) -> bool {
+        self.incompatible & INCOMPATIBLE_CORRUPT != 0
+    }
+
+    /// Whether L2 entries have 16 bytes.
+    #[must_use]
+    pub const fn has_extended_l2(&self) -> bool {
+        self.incompatible & INCOMPATIBLE_EXTENDED_L2 != 0
+    }
+
+    /// Why an image with this header is not read here, or not written, if so. Each is one line
+    /// with what to do.
+    ///
+    /// # Errors
+    /// The reason, in words that go behind the image's name.
+    pub fn supported(&self, writable: bool) -> Result<(), String> {
+        let known = INCOMPATIBLE_DIRTY
+            | INCOMPATIBLE_CORRUPT
+            | INCOMPATIBLE_DATA_FILE
+            | INCOMPATIBLE_COMPRESSION
+            | INCOMPATIBLE_EXTENDED_L2;
+        let refused = if self.encryption != 0 {
+            "it is encrypted, which is not supported (decrypt it with qemu-img convert)"
+        } else if self.is_corrupt() {
+            "it is marked corrupt (look at it with nowait check, repair it with qemu-img check -r)"
+        } else if self.is_dirty() {
+            "its writer was interrupted and left it marked dirty (qemu-img check -r all puts it right)"
+        } else if self.has_extended_l2() {
+            "it has extended L2 entries (subclusters), which are not supported \
+             (make one without, with qemu-img convert)"
+        } else if self.incompatible & !known != 0 {
+            return Err(format!(
+                "it needs features that are not known here (incompatible bits {:#x})",
+                self.incompatible & !known
+            ));
+        } else if self.compression != Compression::Deflate {
+            "it is compressed in a way that is not supported, zstd or newer \
+             (qemu-img convert -o compression_type=zlib makes one that is)"
+        } else if writable && self.snapshots > 0 {
+            "it has internal snapshots and is only read here (open it read-only, or remove them \
+             with qemu-img snapshot -d)"
+        } else {
+            return Ok(());
+        };
+        Err(refused.into())
+    }
+}

@@ -1,0 +1,31 @@
+//! What is inside a disk image: raw and qcow2, chains of backing files, and what looks after them.
+//!
+//! [`Chain::open`] opens an image and all that it stands on, and refuses with one line what is not
+//! supported. [`mod@map`] says what is where in it, [`mod@check`] whether its metadata holds together.
+//! Formats are never guessed where somebody else may have chosen the bytes; see [`Format::probe`].
+//!
+//! The modules are listed in the order in which they know each other.
+#![deny(unsafe_code)]
+
+pub mod lock;
+mod error;
+mod host;
+mod header;
+mod places;
+mod chain;
+mod entry;
+mod tables;
+mod refcounts;
+pub mod map;
+mod references;
+mod walk;
+pub mod check;
+pub mod repair;
+mod storage;
+mod reader;
+
+pub use chain::{Chain, ChainOptions, Content, Format, Layer, Locking, MAX_LAYERS};
+pub use error::ImageError;
+pub use header::{BackingName, Compression, Header, MAGIC};
+pub use host::HostFile;
+pub use reader::Reader;
