@@ -27,6 +27,8 @@ pub struct Stats {
     pub rested: u64,
     /// Bytes of holes that were zero-filled without I/O (C14).
     pub zero_filled: u64,
+    /// Transfers that were polled for, because they asked for it (`HIPRI`) and the device can (C48).
+    pub polled: u64,
     /// Requests that failed.
     pub failed: u64,
     /// The pool of request slots.

@@ -328,7 +328,7 @@ impl<Q: Queue, M: Map> Engine<Q, M> {
     /// How requests were served so far.
     #[must_use]
     pub fn stats(&self) -> Stats {
-        self.core.stats()
+        Stats { polled: self.queue.polled(), ..self.core.stats() }
     }
 }
 

@@ -2,7 +2,7 @@
 //!
 //! Invariant: the files are checked on both sides: in the guest those that came with the image, outside
 //! those the guest wrote, without the server's help.
-//! Knows: QEMU, e2fsprogs, what scripts/guest-files makes. Known by: nobody.
+//! Knows: e2fsprogs. Known by: nobody.
 
 use std::collections::BTreeMap;
 use std::fs::{self, Permissions};
@@ -10,7 +10,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use crate::common::random::Random;
-use crate::common::{Finished, MIB, Scratch, Server, require_tool, skip, tool};
+use crate::common::{Finished, Guest, Kernel, MIB, Scratch, Server, require_tool, tool};
 
 /// Size of the disk in bytes.
 const DISK_BYTES: u64 = 192 * MIB;
@@ -35,32 +35,6 @@ cd /written && for file in *; do echo "guest: wrote $(sha256sum $file)"; done
 cd / && sync && mount -o remount,ro / && echo "guest: done"
 poweroff -f
 "#;
-
-/// Where the kernel, the initramfs and busybox are, unless the test cannot run here.
-fn guest_files() -> Option<PathBuf> {
-    let tools = ["qemu-system-x86_64", "mkfs.ext4", "e2fsck", "debugfs"];
-    if !tools.into_iter().all(require_tool) {
-        return None;
-    }
-    let cache = || match std::env::var_os("XDG_CACHE_HOME") {
-        Some(cache) => PathBuf::from(cache),
-        None => PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache"),
-    };
-    let directory = std::env::var_os("NOWAIT_GUEST_DIR")
-        .map_or_else(|| cache().join("nowait-guest"), PathBuf::from);
-    let complete = ["vmlinuz", "initramfs.gz", "busybox"]
-        .into_iter()
-        .all(|name| directory.join(name).is_file());
-    if complete
-        || skip(&format!(
-            "no guest files in {} (scripts/guest-files makes them)",
-            directory.display()
-        ))
-    {
-        return Some(directory);
-    }
-    None
-}
 
 /// An ext4 image that holds busybox, the guest's init, and files with their checksums.
 fn make_disk(scratch: &Scratch, busybox: &Path) -> PathBuf {
@@ -89,31 +63,6 @@ fn make_disk(scratch: &Scratch, busybox: &Path) -> PathBuf {
     disk
 }
 
-/// Boots the guest from `uri` and gives all it said on its console until it powered off.
-fn boot(files: &Path, uri: &str) -> String {
-    tool("qemu-system-x86_64")
-        .args([
-            "-accel",
-            "tcg",
-            "-m",
-            "256",
-            "-nodefaults",
-            "-no-reboot",
-            "-display",
-            "none",
-            "-serial",
-            "stdio",
-        ])
-        .arg("-kernel")
-        .arg(files.join("vmlinuz"))
-        .arg("-initrd")
-        .arg(files.join("initramfs.gz"))
-        .args(["-append", "console=ttyS0 quiet panic=-1"])
-        .args(["-drive", &format!("file={uri},format=raw,if=none,id=disk,discard=unmap")])
-        .args(["-device", "virtio-blk-pci,drive=disk"])
-        .succeeds()
-}
-
 /// File name → checksum, from the guest's lines `guest: wrote SUM  NAME`.
 fn sums_said(console: &str) -> BTreeMap<String, String> {
     console
@@ -126,13 +75,17 @@ fn sums_said(console: &str) -> BTreeMap<String, String> {
 
 #[test]
 fn a_stock_kernel_boots_from_the_export_and_its_files_are_right_on_both_sides() {
-    let Some(files) = guest_files() else {
+    if !["mkfs.ext4", "e2fsck", "debugfs"].into_iter().all(require_tool) {
+        return;
+    }
+    let Some(guest) = Guest::with(Kernel::V6_1) else {
         return;
     };
     let scratch = Scratch::new();
-    let disk = make_disk(&scratch, &files.join("busybox"));
+    let disk = make_disk(&scratch, &guest.busybox());
     let server = Server::start(&disk, &[]);
-    let console = boot(&files, server.uri());
+    let drive = format!("file={},format=raw,if=none,id=disk,discard=unmap", server.uri());
+    let console = guest.boot(&["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
     server.stop();
     for line in ["guest: given files are right", "guest: trimmed", "guest: done"] {
         assert!(console.contains(line), "the guest did not say '{line}':\n{console}");

@@ -2,7 +2,7 @@
 //!
 //! One test program, so that the helpers are linked once and used in full. Invariant: every server and
 //! every tool runs under a time bound, and a server that a test starts is gone when the test is.
-//! Knows: the command line and NBD, nothing inside the crates. Known by: nobody.
+//! Knows: the command line and NBD, nothing inside the crates but the engine's face. Known by: nobody.
 
 mod common;
 
@@ -15,6 +15,7 @@ mod images;
 mod memory;
 mod model;
 mod nbd_tools;
+mod polled;
 mod qemu;
 mod seccomp;
 mod storage_faults;

@@ -91,6 +91,11 @@ pub trait Queue {
     /// The memory stays allocated for the life of the queue.
     unsafe fn register(&mut self, base: *mut u8, bytes: usize) -> Option<u16>;
 
+    /// Transfers that were reaped after they were polled for (C48).
+    fn polled(&self) -> u64 {
+        0
+    }
+
     /// Readable when `kick` and `reap` have something, for an event loop of the caller's own.
     /// Spurious reports may come.
     fn fd(&self) -> BorrowedFd<'_>;

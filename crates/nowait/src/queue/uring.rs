@@ -168,19 +168,22 @@ impl Uring {
         Some(wake)
     }
 
-    /// Places a transfer that asks to be polled for; without polled queues it is one like others.
+    /// Places a transfer that asks to be polled for; without polled queues, or with no room in
+    /// them, it is one like others.
     ///
     /// # Safety
     /// As for [`Queue::place`].
     #[cold]
     unsafe fn place_polled(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
         let transfer = Transfer { rw_flags: transfer.rw_flags & !libc::RWF_HIPRI, ..*transfer };
-        match &mut self.polled {
+        if let Some(polled) = &mut self.polled {
             // SAFETY: as promised by the caller.
-            Some(polled) => unsafe { polled.place(&transfer, token) },
-            // SAFETY: as promised by the caller.
-            None => unsafe { self.place(&transfer, token) },
+            if unsafe { polled.place(&transfer, token) } {
+                return Ok(());
+            }
         }
+        // SAFETY: as promised by the caller.
+        unsafe { self.place(&transfer, token) }
     }
 
     fn rearm(&mut self) {
@@ -326,6 +329,10 @@ impl Queue for Uring {
         self.buffers += 1;
         self.locked += bytes;
         Some(self.buffers - 1)
+    }
+
+    fn polled(&self) -> u64 {
+        self.polled.as_ref().map_or(0, Polled::reaped)
     }
 
     fn fd(&self) -> BorrowedFd<'_> {

@@ -4,15 +4,17 @@
 //! Knows: the command line of `nowait`. Known by: all tests of this program.
 
 pub(crate) mod certificates;
+mod guest;
 pub(crate) mod nbd;
 pub(crate) mod random;
 mod scratch;
 mod server;
 mod tool;
 
+pub(crate) use guest::{Guest, Kernel};
 pub(crate) use scratch::{Scratch, allocated};
 pub(crate) use server::{Server, accepted, refusal, refusal_under};
-pub(crate) use tool::{Finished, PYTHON, python_with_nbd, require_tool, skip, tool};
+pub(crate) use tool::{Finished, PYTHON, path_of, python_with_nbd, require_tool, skip, tool};
 
 /// Bytes in a KiB.
 pub(crate) const KIB: u64 = 1024;

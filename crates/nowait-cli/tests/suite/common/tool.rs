@@ -4,7 +4,7 @@
 
 use std::ffi::OsStr;
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 /// Far beyond what any step here takes on two cores, a guest under emulation included.
@@ -61,9 +61,13 @@ fn both(output: &Output) -> String {
 /// True if `name` (on the path, or a path) can be run. Where not: false and a line that says so, or, with
 /// `NOWAIT_REQUIRE_TOOLS=1`, a failed test.
 pub(crate) fn require_tool(name: &str) -> bool {
+    path_of(name).is_some() || skip(&format!("no {name}"))
+}
+
+/// Where `name`, on the path or a path, is.
+pub(crate) fn path_of(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
-    let found = std::env::split_paths(&path).any(|directory| directory.join(name).is_file());
-    found || skip(&format!("no {name}"))
+    std::env::split_paths(&path).map(|directory| directory.join(name)).find(|file| file.is_file())
 }
 
 /// As `require_tool`, for an interpreter that can talk NBD.

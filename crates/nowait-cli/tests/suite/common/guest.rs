@@ -1,0 +1,123 @@
+//! A machine of one's own: a stock kernel under emulation.
+//!
+//! Invariant: it ends by itself or is ended; what it said on its console is kept.
+//! Knows: QEMU, cpio, what scripts/guest-files makes. Known by: the tests with a guest.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use super::{Finished, Scratch, require_tool, skip, tool};
+
+/// Which kernel it boots, by Debian's series.
+#[derive(Clone, Copy)]
+pub(crate) enum Kernel {
+    /// Debian 12's own.
+    V6_1,
+    /// The newest that Debian 12 has beside it.
+    V6_12,
+}
+
+impl Kernel {
+    fn series(self) -> &'static str {
+        match self {
+            Self::V6_1 => "6.1",
+            Self::V6_12 => "6.12",
+        }
+    }
+}
+
+/// A guest that can be booted.
+pub(crate) struct Guest {
+    /// Where the files of all kernels are.
+    files: PathBuf,
+    kernel: Kernel,
+}
+
+impl Guest {
+    /// One with `kernel`, unless the test cannot run here.
+    pub(crate) fn with(kernel: Kernel) -> Option<Self> {
+        if !["qemu-system-x86_64", "cpio"].into_iter().all(require_tool) {
+            return None;
+        }
+        let cache = || match std::env::var_os("XDG_CACHE_HOME") {
+            Some(cache) => PathBuf::from(cache),
+            None => PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache"),
+        };
+        let files = std::env::var_os("NOWAIT_GUEST_DIR")
+            .map_or_else(|| cache().join("nowait-guest"), PathBuf::from);
+        let guest = Self { files, kernel };
+        let complete = [guest.busybox(), guest.file("vmlinuz"), guest.file("initramfs.gz")]
+            .into_iter()
+            .all(|path| path.is_file());
+        let why = || {
+            let directory = guest.files.display();
+            let series = kernel.series();
+            format!("no guest with Linux {series} in {directory} (scripts/guest-files makes it)")
+        };
+        (complete || skip(&why())).then_some(guest)
+    }
+
+    /// A static busybox.
+    pub(crate) fn busybox(&self) -> PathBuf {
+        self.files.join("busybox")
+    }
+
+    fn file(&self, name: &str) -> PathBuf {
+        self.files.join(self.kernel.series()).join(name)
+    }
+
+    /// Boots with the ext4 root on the first disk of `devices`, which are arguments of QEMU. Gives all
+    /// it said on its console until it powered off.
+    pub(crate) fn boot(&self, devices: &[&str]) -> String {
+        self.machine(&self.file("initramfs.gz"), devices).succeeds()
+    }
+
+    /// Boots without a disk to run the shell script `script` as its first process, which ends with
+    /// `poweroff -f`; busybox's commands are at hand, modules in `/modules` and `programs`, with the
+    /// libraries they are linked with, in `/test`. Gives all it said on its console.
+    pub(crate) fn run(&self, script: &str, programs: &[&Path], devices: &[&str]) -> String {
+        let scratch = Scratch::new();
+        let root = scratch.join("root");
+        fs::create_dir_all(root.join("test")).expect("a directory");
+        fs::write(root.join("test/init"), script).expect("a script");
+        for program in programs {
+            let name = program.file_name().expect("a program has a name");
+            put(program, &root.join("test").join(name));
+            for library in libraries_of(program) {
+                put(&library, &root.join(library.strip_prefix("/").expect("an absolute path")));
+            }
+        }
+        // First, because only an uncompressed archive needs to begin at a multiple of 4.
+        let initramfs = scratch.join("initramfs");
+        let pack = r#"cd "$1" && { find . | cpio --quiet -o -H newc -R 0:0; cat "$2"; } >"$3""#;
+        tool("sh")
+            .args(["-c", pack, "sh"])
+            .args([&root, &self.file("initramfs.gz"), &initramfs])
+            .succeeds();
+        self.machine(&initramfs, devices).succeeds()
+    }
+
+    fn machine(&self, initramfs: &Path, devices: &[&str]) -> Command {
+        let mut machine = tool("qemu-system-x86_64");
+        machine.args(["-accel", "tcg", "-m", "512", "-nodefaults", "-no-reboot"]);
+        machine.args(["-display", "none", "-serial", "stdio"]);
+        machine.arg("-kernel").arg(self.file("vmlinuz")).arg("-initrd").arg(initramfs);
+        machine.args(["-append", "console=ttyS0 quiet panic=-1"]).args(devices);
+        machine
+    }
+}
+
+/// Copies a file to a place in a root file system that is being made.
+fn put(file: &Path, to: &Path) {
+    fs::create_dir_all(to.parent().expect("a place in a directory")).expect("a directory");
+    fs::copy(file, to).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
+}
+
+/// The libraries and the loader that a program needs, none if it is static.
+fn libraries_of(program: &Path) -> Vec<PathBuf> {
+    // Lines of ldd(1): `NAME => PATH (ADDRESS)` or `PATH (ADDRESS)`.
+    let said = tool("ldd").arg(program).succeeds();
+    let paths = said.lines().flat_map(str::split_whitespace).filter(|word| word.starts_with('/'));
+    paths.map(PathBuf::from).collect()
+}

@@ -1,0 +1,151 @@
+//! `HIPRI` on a device that has polled queues, and on others.
+//!
+//! Invariant: this program checks the engine in a guest, where it runs itself again: only there are
+//! devices with polled queues to be had. Such a one completes nothing that nobody polls for.
+//! Knows: the engine, null_blk. Known by: nobody.
+
+use std::fs;
+use std::path::Path;
+use std::sync::Arc;
+
+use nowait::{
+    Config, Disk, Engine, Flags, Identity, Io, Op, OpenOptions, Queue, Range, Stats, Threads,
+    Uring, Workers,
+};
+
+use crate::common::random::Random;
+use crate::common::{Guest, KIB, Kernel, MIB, Scratch, path_of, skip};
+
+/// Where the devices and files for the test in the guest are, each in a directory that says what is
+/// expected of it.
+const POLLED: &str = "/test/polled";
+const BY_INTERRUPT: &str = "/test/by-interrupt";
+
+/// Makes the devices and files, and runs the test on them.
+const GUEST_INIT: &str = r#"
+mount -t proc none /proc
+mount -t sysfs none /sys
+for module in configfs null_blk nls_cp437 nls_iso8859-1 fat vfat; do
+    case $module in null_blk) nr_devices=nr_devices=0 ;; *) nr_devices= ;; esac
+    insmod /modules/$module.ko $nr_devices || echo "guest: insmod $module failed"
+done
+mount -t configfs none /sys/kernel/config
+device() {
+    cd /sys/kernel/config/nullb && mkdir $1 && cd $1
+    echo 64 >size && echo 1 >memory_backed && echo 512 >blocksize && echo $2 >poll_queues
+    echo $3 >irqmode && echo 100000 >completion_nsec && echo 2 >queue_mode && echo 1 >power
+    cd /
+}
+# The last ones complete from a timer, so that nothing is ever done before it was waited for.
+device nullb0 1 0; device nullb1 1 0; device nullb2 1 0; device nullb3 0 2
+mkdir -p /test/polled /test/by-interrupt /ext /fat
+/test/mkfs.ext4 -q /dev/nullb1 && mount -t ext4 /dev/nullb1 /ext
+/test/mkfs.vfat /dev/nullb2 >/dev/null && mount -t vfat -o codepage=437,iocharset=iso8859-1 /dev/nullb2 /fat
+for file in /ext/image /fat/image; do dd if=/dev/zero of=$file bs=1M count=32 2>/dev/null; done
+sync
+ln -s /dev/nullb0 /test/polled/device
+ln -s /ext/image /test/polled/file
+ln -s /dev/nullb3 /test/by-interrupt/device
+# A file system that cannot poll, on a device that can.
+ln -s /fat/image /test/by-interrupt/file
+/test/suite --ignored --exact polled::in_the_guest --nocapture --test-threads=1 && echo "guest: done"
+poweroff -f
+"#;
+
+#[test]
+fn c48_hipri_is_polled_for_where_the_device_can_and_served_by_interrupt_elsewhere() {
+    let Some(guest) = Guest::with(Kernel::V6_12) else { return };
+    let [ext4, vfat] = ["mkfs.ext4", "mkfs.vfat"].map(path_of);
+    let (Some(ext4), Some(vfat)) = (ext4, vfat) else {
+        skip("no mkfs.ext4 or no mkfs.vfat");
+        return;
+    };
+    let scratch = Scratch::new();
+    let suite = scratch.join("suite");
+    fs::copy(std::env::current_exe().expect("this program"), &suite).expect("a copy");
+    let console = guest.run(GUEST_INIT, &[&suite, &ext4, &vfat], &[]);
+    assert!(console.contains("guest: done"), "{console}");
+    for way in ["polled/device", "polled/file", "by-interrupt/device", "by-interrupt/file"] {
+        assert!(console.contains(&format!("served /test/{way}")), "not {way}: {console}");
+    }
+}
+
+#[test]
+#[ignore = "runs in the guest that the test before this one boots"]
+fn in_the_guest() {
+    for (directory, polled) in [(POLLED, true), (BY_INTERRUPT, false)] {
+        for name in ["device", "file"] {
+            let path = Path::new(directory).join(name);
+            for simple in [true, false] {
+                let config = Config { simple, slots: 2048, ..Config::default() };
+                let disk = open(&path);
+                let queue = Uring::new(disk.fd()).expect("a ring");
+                let stats = serves(disk, queue, config);
+                assert_eq!(stats.polled > 0, polled, "{}: {stats:?}", path.display());
+                let disk = open(&path);
+                let queue = Threads::new(disk.fd(), config.slots, false).expect("threads");
+                assert_eq!(serves(disk, queue, config).polled, 0, "{}", path.display());
+            }
+            println!("served {}", path.display());
+        }
+    }
+}
+
+fn open(path: &Path) -> Arc<Disk<Identity>> {
+    let disk = Disk::open_mapped(path, OpenOptions::default()).expect("an image");
+    assert!(disk.is_direct(), "{}", path.display());
+    Arc::new(disk)
+}
+
+/// Writes and reads back, all at once and with every second request polled for.
+fn serves<Q: Queue>(disk: Arc<Disk<Identity>>, queue: Q, config: Config) -> Stats {
+    let workers = Workers::new(&disk, 2);
+    let mut engine = Engine::new(disk, workers, queue, config).expect("an engine");
+    let mut random = Random::from_seed(48);
+    // More than a ring holds; longer than one request of the device; durable; not aligned.
+    let small = |count: u64| (0..count).map(|n| (n * 4 * KIB, 4 * KIB)).collect::<Vec<_>>();
+    let rounds = [
+        (small(1500), Flags::NONE),
+        (vec![(MIB, 8 * MIB), (16 * MIB, 4 * MIB)], Flags::NONE),
+        (small(64), Flags::DSYNC),
+        (vec![(1001, 10_000), (2 * MIB + 5, 100 * KIB), (7, 90)], Flags::NONE),
+    ];
+    for (ranges, flags) in rounds {
+        let ranges: Vec<_> = ranges.iter().map(|&(pos, len)| Range::new(pos, len)).collect();
+        let data: Vec<_> = ranges.iter().map(|range| random.bytes(range.len as usize)).collect();
+        all_at_once(&mut engine, Op::Write, flags, &ranges, &data);
+        all_at_once(&mut engine, Op::Read, Flags::NONE, &ranges, &data);
+    }
+    engine.stats()
+}
+
+/// Submits a request for each range, writes of `data` or reads that are to give it, and waits for all.
+fn all_at_once<Q: Queue>(
+    engine: &mut Engine<Q, Identity>,
+    op: Op,
+    flags: Flags,
+    ranges: &[Range],
+    data: &[Vec<u8>],
+) {
+    for (tag, (&range, bytes)) in ranges.iter().zip(data).enumerate() {
+        let start = engine.start(range.pos);
+        let mut buf = engine.buffer(range).expect("memory");
+        if op == Op::Write {
+            buf[start..start + bytes.len()].copy_from_slice(bytes);
+        }
+        let flags = if tag % 2 == 0 { flags.with(Flags::HIPRI) } else { flags };
+        let taken = engine.submit(Io { op, flags, range }, buf, tag as u64);
+        assert!(taken.is_ok(), "{op:?} {range:?} is refused");
+    }
+    while engine.in_flight() > 0 {
+        engine.wait(None, &mut |_, _| {}).expect("a queue that works");
+        while let Some(ended) = engine.next() {
+            let (range, bytes) = (ended.io.range, &data[ended.tag as usize]);
+            let done = ended.result().unwrap_or_else(|error| panic!("{op:?} {range:?}: {error}"));
+            assert_eq!(done, range.len);
+            let start = engine.start(range.pos);
+            let buf = ended.buf.expect("the buffer it came with");
+            assert!(buf[start..start + bytes.len()] == bytes[..], "{op:?} {range:?}: other data");
+        }
+    }
+}
