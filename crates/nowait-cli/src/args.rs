@@ -80,7 +80,8 @@ pub(crate) struct ServeArgs {
     /// reaches the address has the disk. So listen on TCP on 127.0.0.1 or in a network you trust
     /// only.
     ///
-    /// Without --nbd: a Unix socket named after IMAGE in $XDG_RUNTIME_DIR/nowait, else in a new
+    /// Sockets that a service manager hands over (LISTEN_FDS) are served too. Without them and without
+    /// --nbd: a Unix socket named after IMAGE in $XDG_RUNTIME_DIR/nowait, else in a new
     /// temporary directory; only you can enter either.
     #[arg(long, value_name = "ADDRESS")]
     pub(crate) nbd: Vec<Listen>,
@@ -412,6 +413,8 @@ Examples:
 Environment:
   XDG_STATE_HOME    where the default image is kept
   XDG_RUNTIME_DIR   where the default socket is made
+  LISTEN_FDS        sockets handed over, to serve on (with LISTEN_PID, as by systemd)
+  NOTIFY_SOCKET     whom to tell of READY, STATUS and STOPPING
 
 Exit status:
   0   stopped by SIGINT or SIGTERM, everything flushed

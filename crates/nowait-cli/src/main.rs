@@ -19,6 +19,7 @@ mod info;
 mod image;
 mod map;
 mod check;
+mod service;
 mod serve;
 mod bench;
 

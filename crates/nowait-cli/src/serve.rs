@@ -2,7 +2,7 @@
 //!
 //! Invariant: nothing of an image is changed before it is locked; the ready line is printed when
 //! clients can connect, and the exit status is 0 only if the last flush succeeded.
-//! Knows: args, default_image, error, export, info, listen. Known by: main.
+//! Knows: args, default_image, error, export, info, listen, service. Known by: main.
 
 use std::fs;
 use std::io::{self, Write};
@@ -26,6 +26,7 @@ use crate::error::{CliError, reason};
 use crate::export::Named;
 use crate::info::begins_like_qcow2;
 use crate::listen::Listen;
+use crate::service;
 use crate::tls_args::Encryption;
 
 /// How long requests in flight may take after the signal to stop.
@@ -43,6 +44,7 @@ struct Opened {
 /// An image cannot be opened or is in use, an address is taken, the queues cannot be made or
 /// fail, or the last flush failed.
 pub(crate) fn run(args: &ServeArgs, exports: Vec<Named>) -> Result<(), CliError> {
+    let inherited = service::sockets()?;
     let signals = Signals::new([SIGINT, SIGTERM])
         .map_err(|e| CliError::new(format!("cannot handle signals: {}", reason(&e))))?;
     let is_default = exports.is_empty();
@@ -53,7 +55,7 @@ pub(crate) fn run(args: &ServeArgs, exports: Vec<Named>) -> Result<(), CliError>
     let config = args.config();
     let tls = tls(args)?;
     let kind = queue_kind(args, image, disk)?;
-    let default_socket = match args.nbd.is_empty() {
+    let default_socket = match args.nbd.is_empty() && inherited.is_empty() {
         true => Some(default_image::socket(image)?),
         false => None,
     };
@@ -61,7 +63,7 @@ pub(crate) fn run(args: &ServeArgs, exports: Vec<Named>) -> Result<(), CliError>
         Some(socket) => std::slice::from_ref(&socket.listen),
         None => &args.nbd,
     };
-    let (listeners, listens) = bind(listens)?;
+    let (listeners, listens) = bind(inherited, listens)?;
     let devices = all.iter().map(|opened| {
         let Named { name, image } = opened.named.clone();
         let description = format!("{}", image.display());
@@ -72,6 +74,7 @@ pub(crate) fn run(args: &ServeArgs, exports: Vec<Named>) -> Result<(), CliError>
         Server::start(devices.collect(), listeners, options).map_err(|e| CliError::at(image, e))?;
     stop_on_signal(signals, server.stopper());
     say_ready(args, &all, kind, &listens);
+    service::tell_ready(&uris(args, &listens, first));
     if is_default {
         say_what_to_try(args, &listens, first);
     }
@@ -80,6 +83,7 @@ pub(crate) fn run(args: &ServeArgs, exports: Vec<Named>) -> Result<(), CliError>
         let (left, time) = (stopped.unfinished, PATIENCE.as_secs());
         warn!("{left} requests did not end within {time} s and were left");
     }
+    service::tell_flushing();
     let flushed = flush(args, &all);
     drop(default_socket);
     flushed?;
@@ -218,9 +222,12 @@ fn queue_kind(args: &ServeArgs, image: &Path, disk: &Disk<Extents>) -> Result<Qu
     Ok(QueueKind::Threads)
 }
 
-/// Binds every address; what is listened on is in their order.
-fn bind(listens: &[Listen]) -> Result<(Vec<Listener>, Vec<Listen>), CliError> {
-    let (mut listeners, mut bound_to) = (Vec::new(), Vec::new());
+/// Binds every address; what is listened on is first what was inherited, then they in their order.
+fn bind(
+    inherited: Vec<(Listener, Listen)>,
+    listens: &[Listen],
+) -> Result<(Vec<Listener>, Vec<Listen>), CliError> {
+    let (mut listeners, mut bound_to): (Vec<_>, Vec<_>) = inherited.into_iter().unzip();
     for listen in listens {
         let bound = match listen {
             Listen::Unix(path) => Listener::unix(path),
@@ -254,6 +261,7 @@ fn stop_on_signal(mut signals: Signals, stopper: Stopper) {
     // Without this thread a signal would still be noticed by nobody: there is no way around it.
     std::thread::spawn(move || {
         for _ in signals.forever() {
+            service::tell_stopping();
             stopper.stop();
         }
     });

@@ -18,5 +18,6 @@ mod nbd_tools;
 mod polled;
 mod qemu;
 mod seccomp;
+mod service;
 mod storage_faults;
 mod tls;

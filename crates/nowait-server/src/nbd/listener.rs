@@ -1,7 +1,7 @@
 //! Sockets that clients connect to.
 //!
 //! Invariant: a socket file that a living server listens on is never touched; the one that is
-//! bound here is removed when the listener is dropped.
+//! bound here is removed when the listener is dropped, one that was inherited stays.
 //! Knows: nothing. Known by: turn, the command.
 
 use std::io::{self, Read};
@@ -11,6 +11,8 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
+
+use rustix::net::{AddressFamily, SocketType, sockopt};
 
 /// Bytes that a socket may hold for a client; the system's bound may be lower.
 const SEND_BUFFER_BYTES: usize = 4 << 20;
@@ -23,8 +25,14 @@ const AFTERLIFE: Duration = Duration::from_millis(500);
 pub struct Listener(Kind);
 
 enum Kind {
-    Unix { socket: UnixListener, path: PathBuf, inode: u64 },
+    Unix { socket: UnixListener, own: Option<OwnFile> },
     Tcp(TcpListener),
+}
+
+/// A socket file that was made here.
+struct OwnFile {
+    path: PathBuf,
+    inode: u64,
 }
 
 impl Listener {
@@ -42,7 +50,8 @@ impl Listener {
         };
         socket.set_nonblocking(true)?;
         let inode = std::fs::symlink_metadata(path)?.ino();
-        Ok(Self(Kind::Unix { socket, path: path.to_owned(), inode }))
+        let own = OwnFile { path: path.to_owned(), inode };
+        Ok(Self(Kind::Unix { socket, own: Some(own) }))
     }
 
     /// Listens on every address that `host` stands for at `port`; 0 is any free port.
@@ -63,6 +72,40 @@ impl Listener {
         };
         socket.set_nonblocking(true)?;
         Ok(Self(Kind::Tcp(socket)))
+    }
+
+    /// Takes over a socket that somebody else has bound and made listen.
+    ///
+    /// # Errors
+    /// `InvalidInput`: it is no socket, no Unix or TCP one, or does not listen; what fcntl(2) said.
+    pub fn inherited(socket: OwnedFd) -> io::Result<Self> {
+        let refuse = |why| io::Error::new(io::ErrorKind::InvalidInput, why);
+        let listens = sockopt::socket_acceptconn(&socket).map_err(|_| refuse("it is no socket"))?;
+        let stream = sockopt::socket_type(&socket)? == SocketType::STREAM;
+        let kind = match sockopt::socket_domain(&socket)? {
+            AddressFamily::UNIX if stream => Kind::Unix { socket: socket.into(), own: None },
+            AddressFamily::INET | AddressFamily::INET6 if stream => Kind::Tcp(socket.into()),
+            _ => return Err(refuse("it is neither a Unix nor a TCP socket")),
+        };
+        if !listens {
+            return Err(refuse("nobody listens on it"));
+        }
+        match &kind {
+            Kind::Unix { socket, .. } => socket.set_nonblocking(true)?,
+            Kind::Tcp(socket) => socket.set_nonblocking(true)?,
+        }
+        Ok(Self(kind))
+    }
+
+    /// The path of a Unix socket, unless it has none.
+    #[must_use]
+    pub fn unix_path(&self) -> Option<PathBuf> {
+        match &self.0 {
+            Kind::Unix { socket, .. } => {
+                socket.local_addr().ok()?.as_pathname().map(Path::to_owned)
+            }
+            Kind::Tcp(_) => None,
+        }
     }
 
     /// The TCP address that was bound, or `None` for a Unix socket.
@@ -93,7 +136,7 @@ impl Listener {
             }
         };
         // The smaller default works too, with more system calls.
-        let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER_BYTES);
+        let _ = sockopt::set_socket_send_buffer_size(&socket, SEND_BUFFER_BYTES);
         Ok(socket)
     }
 }
@@ -132,7 +175,7 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Kind::Unix { path, inode, .. } = &self.0
+        if let Kind::Unix { own: Some(OwnFile { path, inode }), .. } = &self.0
             && std::fs::symlink_metadata(path).is_ok_and(|meta| meta.ino() == *inode)
         {
             // It may be gone, or out of reach by now; there is nobody left to tell.

@@ -13,7 +13,7 @@ mod tool;
 
 pub(crate) use guest::{Guest, Kernel};
 pub(crate) use scratch::{Scratch, allocated};
-pub(crate) use server::{Server, accepted, refusal, refusal_under};
+pub(crate) use server::{NOWAIT, Server, accepted, refusal, refusal_under};
 pub(crate) use tool::{Finished, PYTHON, path_of, python_with_nbd, require_tool, skip, tool};
 
 /// Bytes in a KiB.

@@ -19,7 +19,7 @@ use super::nbd::Client;
 use super::{Finished, Scratch, tool};
 
 /// The binary under test.
-const NOWAIT: &str = env!("CARGO_BIN_EXE_nowait");
+pub(crate) const NOWAIT: &str = env!("CARGO_BIN_EXE_nowait");
 /// How long a start or a stop may take before the test fails.
 const BOUND: Duration = Duration::from_secs(30);
 /// How often a stop is looked for.
@@ -46,6 +46,13 @@ impl Server {
         let mut command = under(wrapper);
         command.arg("serve").arg(image).args(["--nbd", &listen]).args(extra);
         Self::run(command, own)
+    }
+
+    /// Runs `nowait` with `arguments` and nothing else, behind `wrapper`, which gives it its sockets.
+    pub(crate) fn start_by(wrapper: &[&str], arguments: &[impl AsRef<OsStr>]) -> Self {
+        let mut command = under(wrapper);
+        command.args(arguments);
+        Self::run(command, Scratch::new())
     }
 
     /// Runs a whole `command`; its standard error is kept in `own`.
@@ -135,11 +142,17 @@ impl Server {
     }
 
     /// Ends it as a service manager does, and checks that it ends well: exit 0, no socket left.
-    pub(crate) fn stop(mut self) {
+    pub(crate) fn stop(self) {
+        let socket = self.socket();
+        self.stop_but_leave_socket();
+        assert!(!socket.exists(), "the socket is left behind");
+    }
+
+    /// As `stop`, for one whose sockets are somebody else's.
+    pub(crate) fn stop_but_leave_socket(mut self) {
         self.terminate();
         let status = self.wait();
         assert!(status.success(), "{status}; it said: {}", self.log());
-        assert!(!self.socket().exists(), "the socket is left behind");
     }
 }
 
