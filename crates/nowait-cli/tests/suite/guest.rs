@@ -1,4 +1,4 @@
-//! A stock Linux boots with its root file system on the server.
+//! A stock Linux has a file system on the server: its root through QEMU, another through its own driver.
 //!
 //! Invariant: the files are checked on both sides: in the guest those that came with the image, outside
 //! those the guest wrote, without the server's help.
@@ -10,7 +10,9 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use crate::common::random::Random;
-use crate::common::{Finished, Guest, Kernel, MIB, Scratch, Server, require_tool, tool};
+use crate::common::{
+    Finished, Guest, Kernel, MIB, Scratch, Server, path_of, require_tool, skip, tool,
+};
 
 /// Size of the disk in bytes.
 const DISK_BYTES: u64 = 192 * MIB;
@@ -91,15 +93,66 @@ fn a_stock_kernel_boots_from_the_export_and_its_files_are_right_on_both_sides() 
         assert!(console.contains(line), "the guest did not say '{line}':\n{console}");
     }
 
-    tool("e2fsck").arg("-fn").arg(&disk).succeeds();
-    let sums = sums_said(&console);
-    assert_eq!(sums.len(), WRITTEN_FILES, "{console}");
+    check_written(&scratch, &disk, &console, WRITTEN_FILES);
+}
+
+/// Attaches the export by the kernel's own driver, has a file system made there, and writes to it.
+const ATTACHING_INIT: &str = r#"
+mount -t proc none /proc
+mount -t sysfs none /sys
+for module in failover net_failover virtio_net nbd; do
+    insmod /modules/$module.ko || echo "guest: insmod $module failed"
+done
+ip link set lo up && ip addr add 10.0.2.15/24 dev eth0 && ip link set eth0 up
+/test/nbd-client 10.0.2.2 PORT /dev/nbd0 -N data && echo "guest: attached"
+/test/mkfs.ext4 -q /dev/nbd0 && mkdir /disk/new && mount -t ext4 -o discard /dev/nbd0 /disk/new
+mkdir /disk/new/written && cd /disk/new/written
+for number in 1 2 3; do
+    dd if=/dev/urandom of=$number bs=100k count=$((number * 9)) conv=fsync 2>/dev/null
+done
+echo 3 >/proc/sys/vm/drop_caches
+for file in *; do echo "guest: wrote $(sha256sum $file)"; done
+cd / && umount /disk/new && /test/nbd-client -d /dev/nbd0 && echo "guest: done"
+poweroff -f
+"#;
+
+#[test]
+fn a_stock_kernel_attaches_the_export_by_nbd_client_and_keeps_a_file_system_there() {
+    let tools = ["mkfs.ext4", "nbd-client"].map(path_of);
+    let [Some(mkfs), Some(nbd_client)] = tools else {
+        skip("no mkfs.ext4 or no nbd-client");
+        return;
+    };
+    if !["e2fsck", "debugfs"].into_iter().all(require_tool) {
+        return;
+    }
+    let Some(guest) = Guest::with(Kernel::V6_12) else { return };
+    let scratch = Scratch::new();
+    let (root, disk) = (scratch.sparse("root.img", MIB), scratch.sparse("disk.img", DISK_BYTES));
+    let named = format!("data={}", disk.display());
+    let server = Server::start(&root, &[&named, "--nbd", "tcp:127.0.0.1:0", "--json"]);
+    let script = ATTACHING_INIT.replace("PORT", server.port());
+    // The host is 10.0.2.2 to it. Its card needs no program to boot from.
+    let network = ["-netdev", "user,id=net", "-device", "virtio-net-pci,netdev=net,romfile="];
+    let console = guest.run(&script, &[&mkfs, &nbd_client], &network);
+    server.stop();
+    for line in ["guest: attached", "guest: done"] {
+        assert!(console.contains(line), "the guest did not say '{line}':\n{console}");
+    }
+    check_written(&scratch, &disk, &console, 3);
+}
+
+/// Checks the file system on `disk`, and in it the `count` files of which the guest said the sums.
+fn check_written(scratch: &Scratch, disk: &Path, console: &str, count: usize) {
+    tool("e2fsck").arg("-fn").arg(disk).succeeds();
+    let sums = sums_said(console);
+    assert_eq!(sums.len(), count, "{console}");
     for (name, sum) in sums {
         let copy = scratch.join(&name);
         tool("debugfs")
             .arg("-R")
             .arg(format!("dump /written/{name} {}", copy.display()))
-            .arg(&disk)
+            .arg(disk)
             .succeeds();
         let outside = tool("sha256sum").arg(&copy).succeeds();
         assert_eq!(

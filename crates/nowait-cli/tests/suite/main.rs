@@ -12,6 +12,7 @@ mod exports;
 mod first_run;
 mod guest;
 mod images;
+mod interop;
 mod memory;
 mod model;
 mod nbd_tools;

@@ -99,6 +99,12 @@ impl Server {
         PathBuf::from(path)
     }
 
+    /// Its port on 127.0.0.1, in digits.
+    pub(crate) fn port(&self) -> &str {
+        let tcp = self.uris.iter().find_map(|uri| uri.strip_prefix("nbd://127.0.0.1:"));
+        tcp.and_then(|rest| rest.strip_suffix('/')).expect("a TCP address")
+    }
+
     /// What it said on standard error until now.
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.own.join("log")).expect("the server's log")

@@ -1,0 +1,170 @@
+//! Clients that the other files do not have: FUSE, nbd-client, Go, plain Python; and the table of all.
+//!
+//! Invariant: each test compares with bytes that did not come through the server; the table names tests
+//! that are there.
+//! Knows: nbdfuse, nbd-client, go, tests/clients, docs/interop.md. Known by: nobody.
+
+use std::fs::{self, File};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::common::{Finished, MIB, PYTHON, Scratch, Server, require_tool, skip, tool};
+
+/// How long a mount may take before the test fails.
+const BOUND: Duration = Duration::from_secs(30);
+const BLOCK_BYTES: usize = 4096;
+
+/// A disk as a file, by nbdfuse; unmounted when it is dropped.
+struct Mounted {
+    process: Child,
+    directory: PathBuf,
+}
+
+impl Mounted {
+    fn new(scratch: &Scratch, uri: &str) -> Self {
+        let directory = scratch.join("mounted");
+        fs::create_dir(&directory).expect("a directory");
+        let mut command = Command::new("nbdfuse");
+        command.arg(directory.join("disk")).arg(uri).stdin(Stdio::null());
+        let process = command.spawn().expect("nbdfuse");
+        let mounted = Self { process, directory };
+        let start = Instant::now();
+        while !mounted.file().exists() {
+            assert!(start.elapsed() < BOUND, "nbdfuse does not mount");
+            thread::sleep(Duration::from_millis(5));
+        }
+        mounted
+    }
+
+    fn file(&self) -> PathBuf {
+        self.directory.join("disk")
+    }
+
+    fn unmount(&mut self) -> bool {
+        tool("fusermount3").arg("-u").arg(&self.directory).output().is_ok()
+            && self.process.wait().is_ok_and(|status| status.success())
+    }
+}
+
+impl Drop for Mounted {
+    fn drop(&mut self) {
+        // Both fail only where it is gone already, which is what they are for.
+        let _ = self.process.kill();
+        let _ = self.process.wait();
+        let _ = Command::new("fusermount3").arg("-uqz").arg(&self.directory).output();
+    }
+}
+
+#[test]
+fn nbdfuse_mounts_the_disk_as_a_file_that_is_read_and_written() {
+    if !require_tool("nbdfuse") || !require_tool("fusermount3") {
+        return;
+    }
+    if !Path::new("/dev/fuse").exists() && !skip("no /dev/fuse") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let image = scratch.random("disk.img", 2 * MIB, 5);
+    let mut expected = fs::read(&image).expect("the image");
+    let server = Server::start(&image, &[]);
+    let mut mounted = Mounted::new(&scratch, server.uri());
+    assert!(fs::read(mounted.file()).expect("a file") == expected, "other bytes through FUSE");
+
+    let file = File::options().write(true).open(mounted.file()).expect("a file to write to");
+    let data = vec![0x5a; 100_000];
+    file.write_all_at(&data, 4321).expect("a write");
+    file.sync_all().expect("a flush");
+    drop(file);
+    expected[4321..104_321].copy_from_slice(&data);
+    assert!(fs::read(mounted.file()).expect("a file") == expected, "not as it was written");
+    assert!(mounted.unmount(), "nbdfuse ends badly");
+    server.stop();
+    assert!(fs::read(&image).expect("the image") == expected, "other bytes in the image");
+}
+
+#[test]
+fn nbd_client_lists_the_exports_with_their_descriptions() {
+    if !require_tool("nbd-client") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (root, data) = (scratch.sparse("root.img", MIB), scratch.sparse("data.img", MIB));
+    let named = format!("data={}", data.display());
+    let server = Server::start(&root, &[&named, "--nbd", "tcp:127.0.0.1:0", "--json"]);
+    let said = [
+        tool("nbd-client").args(["-l", "127.0.0.1", "-p", server.port()]).succeeds(),
+        tool("nbd-client").args(["-l", "-u"]).arg(server.socket()).succeeds(),
+    ];
+    for said in said {
+        let lines: Vec<_> = said.lines().filter(|line| line.contains(": ")).collect();
+        let expected = [format!(": {}", root.display()), format!("data: {}", data.display())];
+        assert_eq!(lines[lines.len() - 2..], expected, "{said}");
+    }
+    server.stop();
+}
+
+/// Where the clients' sources are.
+fn client(name: &str) -> PathBuf {
+    Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/clients").join(name)
+}
+
+#[test]
+fn a_client_in_plain_python_is_served_whichever_way_it_chooses_its_export() {
+    if !require_tool(PYTHON) {
+        return;
+    }
+    let scratch = Scratch::new();
+    let size = MIB + 77;
+    let image = scratch.sparse("disk.img", size);
+    let server = Server::start(&image, &[]);
+    let mut python = tool(PYTHON);
+    python.arg(client("client.py")).arg(server.socket()).arg(size.to_string()).succeeds();
+    server.stop();
+    assert_eq!(&fs::read(&image).expect("the image")[1001..1013], b"plain python");
+}
+
+#[test]
+fn a_client_in_go_shares_one_connection_between_goroutines() {
+    if !require_tool("go") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let program = scratch.join("client");
+    let cache = Path::new(env!("CARGO_TARGET_TMPDIR")).join("go-build");
+    tool("go")
+        .env("GOCACHE", cache)
+        .envs([("GO111MODULE", "off"), ("GOTOOLCHAIN", "local"), ("CGO_ENABLED", "0")])
+        .args(["build", "-o"])
+        .arg(&program)
+        .arg(client("client.go"))
+        .succeeds();
+    let image = scratch.sparse("disk.img", 4 * MIB);
+    let server = Server::start(&image, &["--nbd", "tcp:127.0.0.1:0", "--json"]);
+    tool(&program).arg(format!("127.0.0.1:{}", server.port())).succeeds();
+    server.stop();
+    for (number, block) in (0u64..).zip(fs::read(&image).expect("the image").chunks(BLOCK_BYTES)) {
+        assert!(block == number.to_be_bytes().repeat(BLOCK_BYTES / 8), "block {number}");
+    }
+}
+
+#[test]
+fn the_table_of_clients_names_tests_that_are_there() {
+    let crate_directory = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let table = fs::read_to_string(crate_directory.join("../../docs/interop.md")).expect("a table");
+    let rows = table.lines().filter(|line| line.starts_with("| "));
+    let mut tests = 0;
+    for row in rows.skip(1) {
+        let named: Vec<_> = row.split('`').filter_map(|word| word.split_once("::")).collect();
+        assert!(!named.is_empty(), "no test in: {row}");
+        for (module, test) in named {
+            let source = crate_directory.join("tests/suite").join(module).with_extension("rs");
+            let source = fs::read_to_string(source).expect("a file of the suite");
+            assert!(source.contains(&format!("#[test]\nfn {test}()")), "no test {module}::{test}");
+            tests += 1;
+        }
+    }
+    assert!(tests >= 20, "only {tests} tests are named");
+}
