@@ -44,7 +44,8 @@ impl<M: Map> Device<M> {
     }
 
     /// The range of a request, or the errno that refuses it as a whole (C02, C25): `EPERM` for a
-    /// change on a read-only device, `EINVAL` for a read and `ENOSPC` for a change past the end.
+    /// change on a read-only device; past the end `ENOSPC` for what stores something there, and
+    /// `EINVAL` for the rest (NBD proto.md, "Error values").
     #[inline]
     pub(crate) fn range(&self, op: Op, pos: u64, len: u64) -> Result<Range, i32> {
         let changes = op.changes();
@@ -53,7 +54,7 @@ impl<M: Map> Device<M> {
         }
         match pos.checked_add(len) {
             Some(end) if end <= self.disk.size() => Ok(Range::new(pos, len)),
-            _ if changes => Err(libc::ENOSPC),
+            _ if matches!(op, Op::Write | Op::Zero) => Err(libc::ENOSPC),
             _ => Err(libc::EINVAL),
         }
     }

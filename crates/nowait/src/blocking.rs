@@ -17,6 +17,10 @@ use crate::ranges::Hold;
 
 /// Bytes that go through a bounce buffer at once.
 const BOUNCE_BYTES: u64 = 256 << 10;
+/// Bytes that are discarded or zeroed at once. The file system keeps everyone else off the file
+/// meanwhile, and the range locks those who read blocks and write them back; between two steps
+/// they get in.
+const ZERO_STEP_BYTES: u64 = 1 << 30;
 /// Spans that one status request reports at most.
 pub(crate) const MAX_SPANS: usize = 4096;
 
@@ -379,11 +383,19 @@ unsafe fn write_tail<M: Map>(
     failed.map_or(Ok(done), |error| short(done, error))
 }
 
+/// Discards or zeroes, [`ZERO_STEP_BYTES`] at a time.
 fn zero<M: Map>(disk: &Disk<M>, io: Io) -> Result<(), Error> {
-    let Io { op, flags, range } = io;
-    if range.len == 0 {
-        return Ok(());
+    let mut pos = io.range.pos;
+    while pos < io.range.end() {
+        let range = Range::new(pos, (io.range.end() - pos).min(ZERO_STEP_BYTES));
+        zero_step(disk, Io { range, ..io })?;
+        pos = range.end();
     }
+    Ok(())
+}
+
+fn zero_step<M: Map>(disk: &Disk<M>, io: Io) -> Result<(), Error> {
+    let Io { op, flags, range } = io;
     let done = match disk.map.image() {
         // What is given back may be used for another range at once.
         Some(image) => held(disk, range, Hold::Exclusive, || zero_image(image, io)),
@@ -447,8 +459,7 @@ fn status<M: Map>(disk: &Disk<M>, range: Range, spans: &mut Vec<Span>) -> Result
     if let Some(image) = disk.map.image() {
         return image.status(range, MAX_SPANS, spans);
     }
-    if disk.map.known(range, spans) {
-        spans.truncate(MAX_SPANS);
+    if disk.map.known(range, MAX_SPANS, spans) {
         return Ok(());
     }
     spans.clear();

@@ -9,7 +9,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::align::Alignment;
 use crate::error::{Doing, Error, Range};
-use crate::map::{Extents, Identity, Intent, Map};
+use crate::io::Span;
+use crate::map::{Extent, Extents, Identity, Intent, Map, WouldBlock};
 use crate::ranges::RangeLocks;
 use crate::storage::{OpenOptions, Storage};
 
@@ -114,11 +115,23 @@ impl<M: Map> Disk<M> {
         !self.read_only && self.top.punches_holes()
     }
 
-    /// Whether all of `range` is known to be a hole, which reads as zeros without I/O (C14).
+    /// The span at the start of `range`, by what is known without waiting: a hole reads as zeros
+    /// without I/O (C14), and what is not known counts as data. The next span may be of the same
+    /// kind.
+    #[inline]
+    #[must_use]
+    pub fn known_span(&self, range: Range) -> Span {
+        match self.map.begin(range, Intent::Read) {
+            Ok(Extent { len, hole, .. }) => Span { len, hole },
+            Err(WouldBlock) => Span { len: range.len, hole: false },
+        }
+    }
+
+    /// Whether all of `range` is known to be a hole.
+    #[inline]
     #[must_use]
     pub fn is_hole(&self, range: Range) -> bool {
-        let extent = self.map.begin(range, Intent::Read);
-        extent.is_ok_and(|extent| extent.hole && extent.len == range.len)
+        self.known_span(range) == Span { len: range.len, hole: true }
     }
 
     /// The descriptors that transfers go through, by [`crate::Transfer::file`]: what a queue is

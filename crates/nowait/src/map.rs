@@ -74,8 +74,9 @@ pub trait Map: Send + Sync + 'static {
     /// forgotten.
     fn hole(&self, range: Range);
 
-    /// Appends what is known of `range`, in order; false when some of it is not known.
-    fn known(&self, range: Range, spans: &mut Vec<Span>) -> bool;
+    /// Appends what is known from the start of `range` on, in order and at most `limit` spans;
+    /// false when it comes to something that is not known.
+    fn known(&self, range: Range, limit: usize, spans: &mut Vec<Span>) -> bool;
 
     /// What serves requests that must wait, where that is not the file system: an image format
     /// that allocates by itself. [`Map::begin`] then gives out only what is mapped, and nothing
@@ -111,7 +112,7 @@ impl Map for Identity {
 
     fn hole(&self, _: Range) {}
 
-    fn known(&self, range: Range, spans: &mut Vec<Span>) -> bool {
+    fn known(&self, range: Range, _: usize, spans: &mut Vec<Span>) -> bool {
         spans.push(Span { len: range.len, hole: false });
         true
     }
@@ -122,6 +123,7 @@ const UNKNOWN: u64 = 0;
 const MAPPED: u64 = 1;
 const HOLE: u64 = 2;
 const ALL_MAPPED: u64 = 0x5555_5555_5555_5555;
+const ALL_HOLES: u64 = ALL_MAPPED << 1;
 const GRANULES_PER_WORD: u64 = 32;
 const WORDS_PER_CHUNK: u64 = 512;
 const GRANULES_PER_CHUNK: u64 = GRANULES_PER_WORD * WORDS_PER_CHUNK;
@@ -203,12 +205,10 @@ impl Extents {
     /// The first granule from `from` on, below `to`, whose being a hole is not `hole`.
     #[inline]
     fn run(&self, from: u64, to: u64, hole: bool) -> u64 {
+        let whole = if hole { ALL_HOLES } else { ALL_MAPPED };
         let mut granule = from;
         while granule < to {
-            if !hole
-                && granule.is_multiple_of(GRANULES_PER_WORD)
-                && self.word(granule) == ALL_MAPPED
-            {
+            if granule.is_multiple_of(GRANULES_PER_WORD) && self.word(granule) == whole {
                 granule += GRANULES_PER_WORD;
                 continue;
             }
@@ -216,6 +216,23 @@ impl Extents {
                 return granule;
             }
             granule += 1;
+        }
+        to
+    }
+
+    /// The first granule from `from` on, below `to`, whose state is not that of `from`.
+    fn alike(&self, from: u64, to: u64) -> u64 {
+        let state = self.state(from);
+        let whole = ALL_MAPPED * state;
+        let mut granule = from + 1;
+        while granule < to {
+            if granule.is_multiple_of(GRANULES_PER_WORD) && self.word(granule) == whole {
+                granule += GRANULES_PER_WORD;
+            } else if self.state(granule) == state {
+                granule += 1;
+            } else {
+                return granule;
+            }
         }
         to
     }
@@ -335,21 +352,21 @@ impl Map for Extents {
         }
     }
 
-    fn known(&self, range: Range, spans: &mut Vec<Span>) -> bool {
+    fn known(&self, range: Range, limit: usize, spans: &mut Vec<Span>) -> bool {
         let (from, to) = self.touched(range);
         let (mut granule, mut pos) = (from, range.pos);
-        while granule < to {
+        let end = spans.len() + limit;
+        while granule < to && spans.len() < end {
             let state = self.state(granule);
             if state == UNKNOWN {
                 return false;
             }
-            let end = self.run(granule, to, state == HOLE);
-            let end_pos = (end << self.granule_shift).min(range.end());
+            granule = self.alike(granule, to);
+            let end_pos = (granule << self.granule_shift).min(range.end());
             spans.push(Span { len: end_pos - pos, hole: state == HOLE });
-            (granule, pos) = (end, end_pos);
+            pos = end_pos;
         }
-        // `run` counts unknown granules as data.
-        (from..to).all(|granule| self.state(granule) != UNKNOWN)
+        true
     }
 }
 

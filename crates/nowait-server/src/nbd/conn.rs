@@ -3,7 +3,7 @@
 //! Invariant: what a client makes the server hold is bounded: `MAX_REQUESTS` requests and
 //! `MAX_BYTES` of payload (one request may be larger), counted until the reply has left. Beyond
 //! that its socket is not read.
-//! Knows: wire, credentials, handshake, reply, door, tls. Known by: group, turn, parse.
+//! Knows: credentials, handshake, reply, door, respond, tls. Known by: group, turn, parse.
 
 use std::os::fd::{AsFd, OwnedFd};
 
@@ -13,8 +13,8 @@ use super::credentials::Credentials;
 use super::door::Dialect;
 use super::handshake::{Handshake, Negotiated, Secrecy};
 use super::reply::{Out, Sent};
+use super::respond::Request;
 use super::tls::{Channel, Session};
-use super::wire::RequestHeader;
 
 /// Requests of one connection at most, from their arrival until their reply has left.
 pub(crate) const MAX_REQUESTS: u32 = 1024;
@@ -65,7 +65,7 @@ pub(crate) enum Input {
 
 /// A write whose payload is on its way.
 pub(crate) struct Payload {
-    pub(crate) header: RequestHeader,
+    pub(crate) request: Request,
     pub(crate) io: nowait::Io,
     pub(crate) buf: Buf,
     /// Where the payload begins in the buffer.
@@ -86,7 +86,7 @@ impl Payload {
 
     /// The memory that is still to be filled.
     pub(crate) fn missing(&mut self) -> &mut [u8] {
-        let end = self.start + self.header.length as usize;
+        let end = self.start + self.io.range.len as usize;
         self.buf.get_mut(self.start + self.filled..end).unwrap_or_default()
     }
 }
@@ -102,12 +102,12 @@ pub(crate) struct Conn {
     /// Received bytes that are not parsed: part of a header, or what came before a stall.
     pub(crate) stash: Vec<u8>,
     pub(crate) payload: Option<Payload>,
-    /// Payload bytes of a refused write that are still to come.
+    /// Payload bytes of a refused request that are still to come.
     pub(crate) skip: u64,
     pub(crate) out: Out,
     /// Requests that the engine has.
     pub(crate) in_flight: u32,
-    /// Payload bytes held, for requests in flight and replies not sent.
+    /// Bytes of payload and of extents held, for requests in flight and replies not sent.
     pub(crate) held: u64,
     /// A report is to come when the socket has room.
     pub(crate) awaits_room: bool,

@@ -1,15 +1,15 @@
 //! The translation: what a request on the wire asks of the device, and what the device offers.
 //!
-//! Invariant: nothing is decided here that the device does not decide; every refusal is a number
-//! of the protocol.
-//! Knows: wire, device. Known by: mod, turn.
+//! Invariant: nothing is decided here that the device does not decide, but for the bounds of the
+//! protocol.
+//! Knows: wire, context, handshake, device. Known by: mod, conn, parse.
 
-use nowait::{Completion, Flags, Io, Map, Op, Range, Span};
+use nowait::{Flags, Io, Map, Op, Range};
 
+use super::context::{Context, Contexts};
 use super::handshake::{ExportInfo, Negotiated};
-use super::reply::Body;
-use super::wire::{self, ReplyHead, RequestHeader};
-use crate::device::{Device, verdict};
+use super::wire::{self, Mode, RequestHeader};
+use crate::device::Device;
 
 /// The longest payload of a request, in bytes; what the handshake advertises (NBD proto.md, "Block
 /// size constraints").
@@ -44,9 +44,24 @@ pub(crate) fn export_info<M: Map>(device: &Device<M>) -> ExportInfo {
         description: device.description().to_owned(),
         size: disk.size(),
         transmission_flags: flags,
+        contexts: Contexts::NONE.with(Context::BaseAllocation),
         min_block: MIN_BLOCK_BYTES,
         preferred_block: disk.alignment().offset.clamp(PREFERRED_BLOCK_BYTES, 1 << 20),
         max_payload: MAX_PAYLOAD_BYTES,
+    }
+}
+
+/// What a connection agreed on.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub(crate) struct Dialect {
+    pub(crate) mode: Mode,
+    /// What block status requests are about.
+    pub(crate) contexts: Contexts,
+}
+
+impl From<Negotiated> for Dialect {
+    fn from(agreed: Negotiated) -> Self {
+        Self { mode: agreed.mode, contexts: agreed.contexts }
     }
 }
 
@@ -62,12 +77,12 @@ pub(crate) enum Asked {
     Goodbye,
 }
 
-/// Translates `header`. `with_status` says that the client selected a context for block status.
-#[inline]
+/// Translates `header`, in the form that a compact one has.
+#[inline(always)]
 pub(crate) fn translate<M: Map>(
     device: &Device<M>,
+    dialect: Dialect,
     header: &RequestHeader,
-    with_status: bool,
 ) -> Asked {
     let (op, allowed) = match header.command {
         wire::CMD_READ => (Op::Read, wire::CMD_FLAG_DF),
@@ -75,7 +90,9 @@ pub(crate) fn translate<M: Map>(
         wire::CMD_FLUSH => (Op::Flush, 0),
         wire::CMD_TRIM => (Op::Discard, 0),
         wire::CMD_WRITE_ZEROES => (Op::Zero, wire::CMD_FLAG_NO_HOLE | wire::CMD_FLAG_FAST_ZERO),
-        wire::CMD_BLOCK_STATUS if with_status => (Op::Status, wire::CMD_FLAG_REQ_ONE),
+        wire::CMD_BLOCK_STATUS if !dialect.contexts.is_empty() => {
+            (Op::Status, wire::CMD_FLAG_REQ_ONE)
+        }
         wire::CMD_CACHE => return cache(device, header),
         wire::CMD_DISC => return Asked::Goodbye,
         _ => return Asked::Refused(libc::EINVAL),
@@ -86,15 +103,23 @@ pub(crate) fn translate<M: Map>(
     if op == Op::Flush {
         return Asked::Io(Io { op, flags: Flags::NONE, range: Range::new(0, 0) });
     }
-    let data = matches!(op, Op::Read | Op::Write);
-    if data && header.length > MAX_PAYLOAD_BYTES || op == Op::Status && header.length == 0 {
+    if op == Op::Status && header.length == 0 {
         return Asked::Refused(libc::EINVAL);
     }
-    let flags = flags(op, header.flags);
-    match device.range(op, header.offset, u64::from(header.length)) {
-        Ok(range) => Asked::Io(Io { op, flags, range }),
-        Err(errno) => Asked::Refused(errno),
+    let range = match device.range(op, header.offset, header.length) {
+        Ok(range) => range,
+        Err(errno) => return Asked::Refused(errno),
+    };
+    if matches!(op, Op::Read | Op::Write) && header.length > u64::from(MAX_PAYLOAD_BYTES) {
+        return Asked::Refused(too_long(op, dialect.mode));
     }
+    Asked::Io(Io { op, flags: flags(op, header.flags), range })
+}
+
+/// What refuses data beyond [`MAX_PAYLOAD_BYTES`]: `EOVERFLOW` tells those clients to ask for less
+/// whose replies have chunks, so that they could expect more (NBD proto.md, "NBD_CMD_READ").
+fn too_long(op: Op, mode: Mode) -> i32 {
+    if op == Op::Read && mode.has_chunks() { libc::EOVERFLOW } else { libc::EINVAL }
 }
 
 /// Data are not cached ahead with direct I/O, and the protocol allows to do nothing.
@@ -102,7 +127,7 @@ fn cache<M: Map>(device: &Device<M>, header: &RequestHeader) -> Asked {
     if header.flags & !ANY_FLAGS != 0 {
         return Asked::Refused(libc::EINVAL);
     }
-    match device.range(Op::Read, header.offset, u64::from(header.length)) {
+    match device.range(Op::Read, header.offset, header.length) {
         Ok(_) => Asked::Nothing,
         Err(errno) => Asked::Refused(errno),
     }
@@ -121,95 +146,4 @@ fn flags(op: Op, wire_flags: u16) -> Flags {
         flags = flags.with(Flags::FAST_ZERO);
     }
     flags
-}
-
-/// What a connection agreed on for its replies.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
-pub(crate) struct Dialect {
-    pub(crate) structured: bool,
-    pub(crate) base_allocation: Option<u32>,
-}
-
-impl From<Negotiated> for Dialect {
-    fn from(agreed: Negotiated) -> Self {
-        Self { structured: agreed.structured, base_allocation: agreed.base_allocation }
-    }
-}
-
-/// Whether a read is answered by a hole instead of zeros: the client understands chunks, did not
-/// ask for data in one piece (DF), and all of the range is known to be a hole.
-#[inline]
-pub(crate) fn answers_with_hole<M: Map>(
-    device: &Device<M>,
-    dialect: Dialect,
-    header: &RequestHeader,
-    io: Io,
-) -> bool {
-    dialect.structured
-        && io.op == Op::Read
-        && io.range.len > 0
-        && header.flags & wire::CMD_FLAG_DF == 0
-        && device.disk().is_hole(io.range)
-}
-
-/// The reply to a request that came to an errno (0: success), without data.
-#[inline]
-pub(crate) fn plain_reply(dialect: Dialect, command: u16, cookie: u64, errno: i32) -> ReplyHead {
-    let must = matches!(command, wire::CMD_READ | wire::CMD_BLOCK_STATUS);
-    let error = if errno == 0 { 0 } else { wire::error_number(errno) };
-    match (dialect.structured && must, error) {
-        (true, 0) => ReplyHead::none(cookie),
-        (true, error) => ReplyHead::error(cookie, error),
-        (false, error) => ReplyHead::simple(error, cookie),
-    }
-}
-
-/// The reply to `header`, which the engine has completed; `start` is where its bytes begin in the
-/// buffer, `spans` answer a status request.
-#[inline]
-pub(crate) fn reply(
-    dialect: Dialect,
-    header: &RequestHeader,
-    completion: Completion,
-    start: usize,
-    spans: &[Span],
-) -> (ReplyHead, Body) {
-    let RequestHeader { command, cookie, offset, length, .. } = *header;
-    if let Err(errno) = verdict(&completion) {
-        return (plain_reply(dialect, command, cookie, errno), Body::None);
-    }
-    match (completion.io.op, completion.buf) {
-        (Op::Read, Some(buf)) if length > 0 => {
-            let head = match dialect.structured {
-                true => ReplyHead::offset_data(true, cookie, offset, length),
-                false => ReplyHead::simple(0, cookie),
-            };
-            (head, Body::Data { buf, start: start as u32, len: length })
-        }
-        (Op::Status, _) => {
-            let one = header.flags & wire::CMD_FLAG_REQ_ONE != 0;
-            let bytes = extents(spans, one);
-            let context = dialect.base_allocation.unwrap_or_default();
-            (ReplyHead::block_status(cookie, bytes.len() as u32, context), Body::Bytes(bytes))
-        }
-        _ => (plain_reply(dialect, command, cookie, 0), Body::None),
-    }
-}
-
-/// The payload of a block status chunk. Neighbours of a kind are joined; no extent is longer than
-/// what was asked for (32 bits), because the spans are not.
-fn extents(spans: &[Span], one: bool) -> Vec<u8> {
-    let mut bytes = Vec::with_capacity(spans.len() * 8);
-    let mut spans = spans.iter().copied().peekable();
-    while let Some(mut span) = spans.next() {
-        while let Some(next) = spans.next_if(|next| next.hole == span.hole) {
-            span.len += next.len;
-        }
-        let state = if span.hole { wire::STATE_HOLE | wire::STATE_ZERO } else { 0 };
-        wire::push_extent(&mut bytes, span.len as u32, state);
-        if one {
-            break;
-        }
-    }
-    bytes
 }

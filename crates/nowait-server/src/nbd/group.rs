@@ -300,6 +300,7 @@ mod tests {
     use std::sync::atomic::AtomicU64;
     use std::sync::mpsc::{Receiver, channel};
 
+    use super::super::context::Contexts;
     use super::super::handshake::{Handshake, Secrecy};
     use super::super::{QueueKind, Tls, wire};
     use super::*;
@@ -318,6 +319,7 @@ mod tests {
                 description: String::new(),
                 size: self.size.load(Ordering::Relaxed),
                 transmission_flags: 0,
+                contexts: Contexts::NONE,
                 min_block: 1,
                 preferred_block: 4096,
                 max_payload: 1 << 20,

@@ -5,12 +5,14 @@
 //! Invariant: the outcome depends on the bytes alone, never on how they were cut into pieces; a
 //! byte after the end of the handshake is never taken; what a client can make the server keep
 //! is bounded by `MAX_OPTION_BYTES`, and every option has one final reply or ends the connection.
-//! Knows: wire, credentials. Known by: the connection.
+//! Knows: wire, credentials, context, option. Known by: the connection.
 
 use std::ops::ControlFlow::{self, Break, Continue};
 
+use super::context::Contexts;
 use super::credentials::Tls;
-use super::wire::{self, MAX_STRING_BYTES};
+use super::option::{ContextRequest, Fields, InfoRequest, reply, string};
+use super::wire::{self, MAX_STRING_BYTES, Mode};
 
 /// The longest data of an option that is looked at, in bytes. Names and queries are at most
 /// [`MAX_STRING_BYTES`] each, so that every sensible option is far below; longer data are
@@ -31,12 +33,6 @@ const EXPORT_NAME_PADDING: [u8; 124] = [0; 124];
 const CLIENT_FLAGS_BYTES: u32 = 4;
 const OPTION_HEADER_BYTES: u32 = 16;
 
-/// The one metadata context of this server: which extents are allocated, which read as zeros.
-const BASE_ALLOCATION: &str = "base:allocation";
-/// The query that lists every context of the `base` namespace.
-const BASE_WILDCARD: &str = "base:";
-/// The context id that a client finds in block status chunks of [`BASE_ALLOCATION`].
-const BASE_ALLOCATION_ID: u32 = 1;
 /// The context id in replies to `OPT_LIST_META_CONTEXT`, where it means nothing.
 const RESERVED_CONTEXT_ID: u32 = 0;
 
@@ -48,9 +44,11 @@ pub(crate) struct ExportInfo {
     pub(crate) description: String,
     /// Size in bytes.
     pub(crate) size: u64,
-    /// `FLAG_*` of the transmission phase. `FLAG_HAS_FLAGS` is added, and `FLAG_SEND_DF` taken
-    /// away from clients without structured replies.
+    /// `FLAG_*` of the transmission phase. `FLAG_HAS_FLAGS` is added, `FLAG_SEND_DF` taken away from
+    /// clients without chunks, and `FLAG_BLOCK_STATUS_PAYLOAD` added for those who can use it.
     pub(crate) transmission_flags: u16,
+    /// What can be asked about it by block status.
+    pub(crate) contexts: Contexts,
     /// The smallest unit of offset and length, in bytes; a power of 2 up to 65536.
     pub(crate) min_block: u32,
     /// The smallest unit that is served without detour, in bytes; a power of 2, at least 512.
@@ -83,11 +81,17 @@ pub(crate) enum Step {
 pub(crate) struct Negotiated {
     /// The export: an index into the list of [`Exports`].
     pub(crate) export: usize,
-    /// Whether reads are answered in chunks.
-    pub(crate) structured: bool,
-    /// The context id of `base:allocation` if the client selected it for this export; without it
-    /// block status requests are invalid.
-    pub(crate) base_allocation: Option<u32>,
+    /// Which messages are used from here on.
+    pub(crate) mode: Mode,
+    /// What the client selected for this export; without any, block status requests are invalid.
+    pub(crate) contexts: Contexts,
+}
+
+/// What `OPT_SET_META_CONTEXT` selected.
+#[derive(Clone, Copy)]
+struct Selected {
+    export: usize,
+    contexts: Contexts,
 }
 
 /// How a connection stands to encryption (NBD proto.md, "Server-side requirements").
@@ -141,9 +145,8 @@ pub(crate) struct Handshake {
     partial: Vec<u8>,
     client_flags: u32,
     options: u32,
-    structured: bool,
-    /// The export for which `base:allocation` was selected.
-    allocation_of: Option<usize>,
+    mode: Mode,
+    selected: Option<Selected>,
 }
 
 impl Handshake {
@@ -155,8 +158,8 @@ impl Handshake {
             partial: Vec::new(),
             client_flags: 0,
             options: 0,
-            structured: false,
-            allocation_of: None,
+            mode: Mode::Simple,
+            selected: None,
         }
     }
 
@@ -267,7 +270,7 @@ impl Handshake {
         }
         if option == wire::OPT_SET_META_CONTEXT {
             // It replaces what was selected before, whether it succeeds or not.
-            self.allocation_of = None;
+            self.selected = None;
         }
         let skipped = |verdict| Phase::Skipped { option, left: length, verdict };
         let bare = self.secrecy == Secrecy::Required;
@@ -276,6 +279,8 @@ impl Handshake {
             wire::OPT_EXPORT_NAME if bare || length as usize > MAX_STRING_BYTES => {
                 return Break(Step::Close);
             }
+            // "Once extended headers are successfully requested, a client MUST NOT use" it.
+            wire::OPT_EXPORT_NAME if self.mode == Mode::Extended => return Break(Step::Close),
             wire::OPT_EXPORT_NAME => Phase::OptionData { option, length },
             // Nor has a client a way to read one that did not agree to fixed newstyle.
             _ if !self.client_set(wire::FLAG_FIXED_NEWSTYLE) => return Break(Step::Close),
@@ -290,6 +295,7 @@ impl Handshake {
             | wire::OPT_INFO
             | wire::OPT_GO
             | wire::OPT_STRUCTURED_REPLY
+            | wire::OPT_EXTENDED_HEADERS
             | wire::OPT_LIST_META_CONTEXT
             | wire::OPT_SET_META_CONTEXT => {
                 if length > MAX_OPTION_BYTES {
@@ -323,7 +329,7 @@ impl Handshake {
         let mut chosen = None;
         let outcome = match option {
             wire::OPT_LIST => list(data, exports, out),
-            wire::OPT_STRUCTURED_REPLY => no_data(data).map(|()| self.structured = true),
+            wire::OPT_STRUCTURED_REPLY | wire::OPT_EXTENDED_HEADERS => self.mode(option, data),
             wire::OPT_INFO => self.information(option, data, exports, out).map(drop),
             wire::OPT_GO => {
                 self.information(option, data, exports, out).map(|export| chosen = Some(export))
@@ -348,6 +354,18 @@ impl Handshake {
         };
     }
 
+    /// Agrees to chunks or extended headers, or returns the error reply. Extended headers take
+    /// precedence, in whichever order a client asks for both.
+    fn mode(&mut self, option: u32, data: &[u8]) -> Result<(), u32> {
+        no_data(data)?;
+        self.mode = match (option, self.mode) {
+            (wire::OPT_EXTENDED_HEADERS, _) => Mode::Extended,
+            (_, Mode::Extended) => return Err(wire::REP_ERR_EXT_HEADER_REQD),
+            (_, Mode::Simple | Mode::Structured) => Mode::Structured,
+        };
+        Ok(())
+    }
+
     fn export_name(
         &self,
         data: &[u8],
@@ -358,7 +376,7 @@ impl Handshake {
             return Break(Step::Close);
         };
         out.extend_from_slice(&export.size.to_be_bytes());
-        out.extend_from_slice(&self.transmission_flags(export).to_be_bytes());
+        out.extend_from_slice(&self.transmission_flags(index, export).to_be_bytes());
         if !self.client_set(wire::FLAG_NO_ZEROES) {
             out.extend_from_slice(&EXPORT_NAME_PADDING);
         }
@@ -380,7 +398,7 @@ impl Handshake {
         info(&[
             &wire::INFO_EXPORT.to_be_bytes(),
             &export.size.to_be_bytes(),
-            &self.transmission_flags(export).to_be_bytes(),
+            &self.transmission_flags(index, export).to_be_bytes(),
         ]);
         info(&[
             &wire::INFO_BLOCK_SIZE.to_be_bytes(),
@@ -406,39 +424,45 @@ impl Handshake {
         exports: &[ExportInfo],
         out: &mut Vec<u8>,
     ) -> Result<(), u32> {
-        if !self.structured {
+        if !self.mode.has_chunks() {
             return Err(wire::REP_ERR_INVALID);
         }
         let request = ContextRequest::parse(data).ok_or(wire::REP_ERR_INVALID)?;
-        let (index, _) = find(exports, request.export).ok_or(wire::REP_ERR_UNKNOWN)?;
-        let named = request.queries.contains(&BASE_ALLOCATION);
-        let (matched, id) = if option == wire::OPT_SET_META_CONTEXT {
-            self.allocation_of = named.then_some(index);
-            (named, BASE_ALLOCATION_ID)
-        } else {
-            let any = request.queries.is_empty() || request.queries.contains(&BASE_WILDCARD);
-            (named || any, RESERVED_CONTEXT_ID)
-        };
-        if matched {
-            let data: [&[u8]; 2] = [&id.to_be_bytes(), BASE_ALLOCATION.as_bytes()];
+        let (index, export) = find(exports, request.export).ok_or(wire::REP_ERR_UNKNOWN)?;
+        let queries = &request.queries;
+        let select = option == wire::OPT_SET_META_CONTEXT;
+        let chosen = export.contexts.filter(|context| match select {
+            true => queries.contains(&context.name()),
+            false => queries.is_empty() || queries.iter().any(|query| context.is_listed_by(query)),
+        });
+        if select {
+            self.selected = Some(Selected { export: index, contexts: chosen });
+        }
+        for context in chosen.iter() {
+            let id = if select { context.id() } else { RESERVED_CONTEXT_ID };
+            let data: [&[u8]; 2] = [&id.to_be_bytes(), context.name().as_bytes()];
             reply(out, option, wire::REP_META_CONTEXT, &data);
         }
         Ok(())
     }
 
-    fn transmission_flags(&self, export: &ExportInfo) -> u16 {
-        // "Don't fragment" is about chunks, and must not be offered to a client without them.
-        let withheld = if self.structured { 0 } else { wire::FLAG_SEND_DF };
-        (export.transmission_flags & !withheld) | wire::FLAG_HAS_FLAGS
+    /// What the client has selected for `export` so far.
+    fn contexts_of(&self, export: usize) -> Contexts {
+        let selected = self.selected.filter(|selected| selected.export == export);
+        selected.map_or(Contexts::NONE, |selected| selected.contexts)
+    }
+
+    fn transmission_flags(&self, index: usize, export: &ExportInfo) -> u16 {
+        // "Don't fragment" is about chunks, and must not be offered to a client without them; nor
+        // a payload of block status to one that has no way to send it, or nothing to select from.
+        let withheld = if self.mode.has_chunks() { 0 } else { wire::FLAG_SEND_DF };
+        let selects = self.mode == Mode::Extended && !self.contexts_of(index).is_empty();
+        let added = if selects { wire::FLAG_BLOCK_STATUS_PAYLOAD } else { 0 };
+        (export.transmission_flags & !withheld) | added | wire::FLAG_HAS_FLAGS
     }
 
     fn negotiated(&self, export: usize) -> Negotiated {
-        let allocation = self.allocation_of == Some(export);
-        Negotiated {
-            export,
-            structured: self.structured,
-            base_allocation: allocation.then_some(BASE_ALLOCATION_ID),
-        }
+        Negotiated { export, mode: self.mode, contexts: self.contexts_of(export) }
     }
 }
 
@@ -474,96 +498,6 @@ fn no_data(data: &[u8]) -> Result<(), u32> {
 fn find<'a>(exports: &'a [ExportInfo], name: &str) -> Option<(usize, &'a ExportInfo)> {
     let mut numbered = exports.iter().enumerate();
     numbered.find(|(_, export)| name.is_empty() || export.name == name)
-}
-
-/// Appends one reply of type `kind` to `option`, with the data of all `parts`.
-fn reply(out: &mut Vec<u8>, option: u32, kind: u32, parts: &[&[u8]]) {
-    let length: usize = parts.iter().map(|part| part.len()).sum();
-    out.extend_from_slice(&wire::OPTION_REPLY_MAGIC.to_be_bytes());
-    out.extend_from_slice(&option.to_be_bytes());
-    out.extend_from_slice(&kind.to_be_bytes());
-    out.extend_from_slice(&(length as u32).to_be_bytes());
-    for part in parts {
-        out.extend_from_slice(part);
-    }
-}
-
-/// The data of `OPT_INFO` and `OPT_GO`.
-struct InfoRequest<'a> {
-    export: &'a str,
-    kinds: Vec<u16>,
-}
-
-impl<'a> InfoRequest<'a> {
-    /// `None` unless the data are exactly one request.
-    fn parse(data: &'a [u8]) -> Option<Self> {
-        let mut fields = Fields(data);
-        let export = fields.string()?;
-        let count = fields.u16()?;
-        let kinds = (0..count).map(|_| fields.u16()).collect::<Option<_>>()?;
-        fields.is_empty().then_some(Self { export, kinds })
-    }
-}
-
-/// The data of `OPT_LIST_META_CONTEXT` and `OPT_SET_META_CONTEXT`.
-struct ContextRequest<'a> {
-    export: &'a str,
-    queries: Vec<&'a str>,
-}
-
-impl<'a> ContextRequest<'a> {
-    /// `None` unless the data are exactly one request.
-    fn parse(data: &'a [u8]) -> Option<Self> {
-        let mut fields = Fields(data);
-        let export = fields.string()?;
-        let count = fields.u32()?;
-        let queries = (0..count).map(|_| fields.string()).collect::<Option<_>>()?;
-        fields.is_empty().then_some(Self { export, queries })
-    }
-}
-
-/// What is left to read of a message.
-struct Fields<'a>(&'a [u8]);
-
-impl<'a> Fields<'a> {
-    fn array<const N: usize>(&mut self) -> Option<[u8; N]> {
-        let (field, rest) = self.0.split_first_chunk()?;
-        self.0 = rest;
-        Some(*field)
-    }
-
-    fn u16(&mut self) -> Option<u16> {
-        self.array().map(u16::from_be_bytes)
-    }
-
-    fn u32(&mut self) -> Option<u32> {
-        self.array().map(u32::from_be_bytes)
-    }
-
-    fn u64(&mut self) -> Option<u64> {
-        self.array().map(u64::from_be_bytes)
-    }
-
-    /// A string behind its length in 32 bits.
-    fn string(&mut self) -> Option<&'a str> {
-        let length = usize::try_from(self.u32()?).ok()?;
-        let (field, rest) = self.0.split_at_checked(length)?;
-        self.0 = rest;
-        string(field)
-    }
-
-    fn is_empty(&self) -> bool {
-        self.0.is_empty()
-    }
-}
-
-/// The text of a string field; `None` if it breaks the rules for strings (NBD proto.md,
-/// "Conventions"): UTF-8 without NUL, at most [`MAX_STRING_BYTES`].
-fn string(field: &[u8]) -> Option<&str> {
-    if field.len() > MAX_STRING_BYTES || field.contains(&0) {
-        return None;
-    }
-    std::str::from_utf8(field).ok()
 }
 
 #[cfg(test)]

@@ -1,10 +1,15 @@
 //! The rules of the handshake, one test each; `must` and `should` are those of NBD proto.md.
 //!
 //! Invariant: a test speaks to the state machine in bytes only, as a client does.
-//! Knows: handshake, wire. Known by: nobody.
+//! Knows: handshake, option, context, wire. Known by: nobody.
 
+use super::super::context::Context;
 use super::*;
 
+#[path = "handshake_tests/contexts.rs"]
+mod contexts;
+#[path = "handshake_tests/extended.rs"]
+mod extended;
 #[path = "starttls_tests.rs"]
 mod starttls;
 
@@ -13,7 +18,9 @@ const NO_ZEROES: u32 = wire::FLAG_NO_ZEROES as u32;
 
 /// Withdrawn from the protocol; stands for what no server knows.
 const OPT_PEEK_EXPORT: u32 = 4;
-const OPT_EXTENDED_HEADERS: u32 = 11;
+
+const ALLOCATION: Contexts = Contexts::NONE.with(Context::BaseAllocation);
+const BASE_ALLOCATION: &str = Context::BaseAllocation.name();
 
 const DISK_FLAGS: u16 = wire::FLAG_SEND_FLUSH | wire::FLAG_SEND_DF;
 const DISK_BYTES: u64 = 5 << 30;
@@ -24,6 +31,7 @@ fn exports() -> Vec<ExportInfo> {
         description: description.into(),
         size: DISK_BYTES,
         transmission_flags: DISK_FLAGS,
+        contexts: ALLOCATION,
         min_block: 1,
         preferred_block: 4096,
         max_payload: 32 << 20,
@@ -106,7 +114,7 @@ fn fixed(options: &[Vec<u8>]) -> (Step, Vec<Reply>) {
 /// must still lead to an export.
 fn assert_refused(kind: u32, data: &[u8], verdict: u32) {
     let (step, seen) = fixed(&[structured(), option(kind, data), go("other")]);
-    assert_eq!(step, entered(1, true, None));
+    assert_eq!(step, entered(1, Mode::Structured));
     assert_eq!(seen[1], (kind, verdict, vec![]));
     assert_eq!(seen[2].0, wire::OPT_GO);
 }
@@ -115,8 +123,12 @@ fn structured() -> Vec<u8> {
     option(wire::OPT_STRUCTURED_REPLY, &[])
 }
 
-fn entered(export: usize, structured: bool, base_allocation: Option<u32>) -> Step {
-    Step::Transmission(Negotiated { export, structured, base_allocation })
+fn extended() -> Vec<u8> {
+    option(wire::OPT_EXTENDED_HEADERS, &[])
+}
+
+fn entered(export: usize, mode: Mode) -> Step {
+    Step::Transmission(Negotiated { export, mode, contexts: Contexts::NONE })
 }
 
 /// What a client that sends `options` after structured replies, and then goes to `name`, gets.
@@ -153,7 +165,7 @@ fn a_wrong_option_magic_closes_the_connection() {
 #[test]
 fn without_fixed_newstyle_only_export_name_is_allowed() {
     let name = option(wire::OPT_EXPORT_NAME, b"disk");
-    assert_eq!(talk(0, &[name]).0, entered(0, false, None));
+    assert_eq!(talk(0, &[name]).0, entered(0, Mode::Simple));
     for kind in (0..20).filter(|kind| *kind != wire::OPT_EXPORT_NAME) {
         let (step, out) = talk(0, &[header(kind, 0)]);
         assert_eq!((step, out), (Step::Close, vec![]), "option {kind}");
@@ -163,7 +175,7 @@ fn without_fixed_newstyle_only_export_name_is_allowed() {
 #[test]
 fn export_name_is_answered_by_size_flags_and_padding() {
     let (step, out) = talk(0, &[option(wire::OPT_EXPORT_NAME, b"other")]);
-    assert_eq!(step, entered(1, false, None));
+    assert_eq!(step, entered(1, Mode::Simple));
     let flags = wire::FLAG_HAS_FLAGS | wire::FLAG_SEND_FLUSH;
     assert_eq!(out[..8], DISK_BYTES.to_be_bytes());
     assert_eq!(out[8..10], flags.to_be_bytes());
@@ -198,10 +210,10 @@ fn a_server_without_exports_has_no_default_one() {
 #[test]
 fn nbd_the_empty_name_is_the_first_export_for_every_option() {
     let (by_name, _) = talk(FIXED, &[option(wire::OPT_EXPORT_NAME, b"")]);
-    assert_eq!(by_name, entered(0, false, None));
+    assert_eq!(by_name, entered(0, Mode::Simple));
     let selected = negotiated(&[set("", &[BASE_ALLOCATION])], "disk");
     assert_eq!(selected.export, 0);
-    assert!(selected.base_allocation.is_some());
+    assert_eq!(selected.contexts, ALLOCATION);
     assert_eq!(negotiated(&[], "").export, 0);
 }
 
@@ -232,7 +244,7 @@ fn nbd_should_list_and_structured_reply_with_data_are_invalid() {
         assert_refused(kind, &[0], wire::REP_ERR_INVALID);
     }
     let (step, _) = fixed(&[option(wire::OPT_STRUCTURED_REPLY, &[0]), go("disk")]);
-    assert_eq!(step, entered(0, false, None));
+    assert_eq!(step, entered(0, Mode::Simple));
 }
 
 #[test]
@@ -241,7 +253,7 @@ fn go_enters_transmission_and_info_does_not() {
     let (step, seen) = fixed(std::slice::from_ref(&info));
     assert_eq!((step, seen.last().unwrap().1), (Step::More, wire::REP_ACK));
     let (step, seen) = fixed(&[info, structured(), go("other")]);
-    assert_eq!(step, entered(1, true, None));
+    assert_eq!(step, entered(1, Mode::Structured));
     assert_eq!(*seen.last().unwrap(), (wire::OPT_GO, wire::REP_ACK, vec![]));
 }
 
@@ -325,113 +337,8 @@ fn nbd_must_dont_fragment_is_offered_only_with_structured_replies() {
 }
 
 #[test]
-fn nbd_should_meta_contexts_before_structured_replies_are_invalid() {
-    for kind in [wire::OPT_LIST_META_CONTEXT, wire::OPT_SET_META_CONTEXT] {
-        let early = option(kind, &context_data("disk", &[BASE_ALLOCATION]));
-        let refusal = (kind, wire::REP_ERR_INVALID, vec![]);
-        assert_eq!(fixed(&[early]), (Step::More, vec![refusal]));
-    }
-}
-
-#[test]
-fn nbd_must_list_meta_context_lists_all_without_queries_and_by_name_and_wildcard() {
-    let kind = wire::OPT_LIST_META_CONTEXT;
-    let listed = |queries: &[&str]| {
-        let (step, seen) = fixed(&[structured(), option(kind, &context_data("", queries))]);
-        assert_eq!(step, Step::More);
-        assert_eq!(*seen.last().unwrap(), (kind, wire::REP_ACK, vec![]));
-        seen[1..seen.len() - 1].to_vec()
-    };
-    let allocation = [&[0, 0, 0, 0][..], b"base:allocation"].concat();
-    let one = [(kind, wire::REP_META_CONTEXT, allocation)];
-    assert_eq!(listed(&[]), one);
-    assert_eq!(listed(&["base:"]), one);
-    assert_eq!(listed(&["base:allocation"]), one);
-    assert_eq!(listed(&["x:", "base:", "base:allocation"]), one);
-    for unknown in ["base:other", "qemu:", "base", "", "x:base:allocation"] {
-        assert_eq!(listed(&[unknown]), [], "{unknown}");
-    }
-}
-
-#[test]
-fn set_meta_context_selects_each_context_once_under_the_id_of_the_outcome() {
-    let twice = set("disk", &[BASE_ALLOCATION, "x:y", BASE_ALLOCATION]);
-    let (_, seen) = fixed(&[structured(), twice.clone()]);
-    let id = negotiated(&[twice], "disk").base_allocation.unwrap();
-    let context = [&id.to_be_bytes()[..], b"base:allocation"].concat();
-    let kind = wire::OPT_SET_META_CONTEXT;
-    assert_eq!(seen[1], (kind, wire::REP_META_CONTEXT, context));
-    assert_eq!(seen[2..], [(kind, wire::REP_ACK, vec![])]);
-}
-
-#[test]
-fn nbd_must_set_meta_context_selects_nothing_by_wildcard_or_without_queries() {
-    for queries in [&[][..], &["base:"], &["base:other", "qemu:"]] {
-        let (_, seen) = fixed(&[structured(), set("disk", queries)]);
-        let ack = (wire::OPT_SET_META_CONTEXT, wire::REP_ACK, vec![]);
-        assert_eq!(seen[1..], [ack]);
-        let outcome = negotiated(&[set("disk", queries)], "disk");
-        assert_eq!(outcome.base_allocation, None);
-    }
-}
-
-#[test]
-fn nbd_must_a_second_set_meta_context_replaces_the_first_even_when_it_fails() {
-    let first = set("disk", &[BASE_ALLOCATION]);
-    let kind = wire::OPT_SET_META_CONTEXT;
-    let seconds = [
-        set("disk", &[]),
-        set("other", &[BASE_ALLOCATION]),
-        set("nodisk", &[BASE_ALLOCATION]),
-        option(kind, &[1]),
-        option(kind, &vec![0; MAX_OPTION_BYTES as usize + 1]),
-    ];
-    for second in seconds {
-        let outcome = negotiated(&[first.clone(), second], "disk");
-        assert_eq!(outcome.base_allocation, None);
-    }
-    let again = negotiated(&[set("disk", &[]), first.clone()], "disk");
-    assert_eq!(again.base_allocation, Some(BASE_ALLOCATION_ID));
-    let listed = option(wire::OPT_LIST_META_CONTEXT, &context_data("", &[]));
-    let kept = negotiated(&[first, listed], "disk");
-    assert_eq!(kept.base_allocation, Some(BASE_ALLOCATION_ID));
-}
-
-#[test]
-fn nbd_must_contexts_set_for_another_export_do_not_count() {
-    let options = [set("other", &[BASE_ALLOCATION])];
-    assert_eq!(negotiated(&options, "disk").base_allocation, None);
-    let by_go = negotiated(&options, "other");
-    assert_eq!(by_go.base_allocation, Some(BASE_ALLOCATION_ID));
-    let name = option(wire::OPT_EXPORT_NAME, b"other");
-    let [set] = options;
-    let (step, _) = talk(FIXED, &[structured(), set, name]);
-    assert_eq!(step, Step::Transmission(by_go));
-}
-
-#[test]
-fn nbd_must_malformed_meta_context_requests_are_invalid_and_the_connection_kept() {
-    let bad = [
-        vec![],
-        text("disk"),
-        [&text("disk")[..], &[0, 0, 0, 1]].concat(),
-        [&text("disk")[..], &[0, 0, 0, 1, 0, 0, 0, 2, b'x']].concat(),
-        [&text("disk")[..], &[0, 0, 0, 0, 0]].concat(),
-        [&text("disk")[..], &[0xff; 4], &text("base:")].concat(),
-        [&text("disk")[..], &[0, 0, 0, 1, 0, 0, 0, 1, 0xff]].concat(),
-        context_data("\0", &[]),
-        context_data("disk", &[&"x".repeat(4097)]),
-    ];
-    for data in bad {
-        for kind in [wire::OPT_LIST_META_CONTEXT, wire::OPT_SET_META_CONTEXT] {
-            assert_refused(kind, &data, wire::REP_ERR_INVALID);
-        }
-    }
-}
-
-#[test]
 fn nbd_must_unknown_option_is_refused_and_the_connection_kept() {
-    for kind in [0, OPT_PEEK_EXPORT, OPT_EXTENDED_HEADERS, 12, u32::MAX] {
+    for kind in [0, OPT_PEEK_EXPORT, 12, u32::MAX] {
         for length in [0, 1, MAX_OPTION_BYTES as usize + 1] {
             assert_refused(kind, &vec![b'x'; length], wire::REP_ERR_UNSUP);
         }
@@ -440,7 +347,7 @@ fn nbd_must_unknown_option_is_refused_and_the_connection_kept() {
 
 #[test]
 fn an_option_above_64_kib_is_too_big_and_its_data_are_never_kept() {
-    for kind in [3, 6, 7, 8, 9, 10] {
+    for kind in [3, 6, 7, 8, 9, 10, 11] {
         let mut handshake = Handshake::new(Secrecy::Off);
         feed(&mut handshake, &FIXED.to_be_bytes());
         let data = vec![0; MAX_OPTION_BYTES as usize + 1];
@@ -518,7 +425,8 @@ fn the_outcome_is_the_same_however_the_bytes_are_cut_and_the_first_request_is_le
     let handshake = [&FIXED.to_be_bytes()[..], &options.concat()].concat();
     let input = [&handshake[..], &[0x25; 28]].concat();
     let whole = pieces(&input, || input.len());
-    let end = entered(0, true, Some(BASE_ALLOCATION_ID));
+    let end =
+        Step::Transmission(Negotiated { export: 0, mode: Mode::Structured, contexts: ALLOCATION });
     assert_eq!((whole.0, whole.1), (handshake.len(), end));
     for length in [1, 2, 3, 7, 16, 4099] {
         assert!(pieces(&input, || length) == whole, "pieces of {length}");

@@ -5,12 +5,17 @@
 //! Knows: device, and the modules here. Known by: the command.
 
 mod wire;
+mod head;
+mod context;
+mod option;
 mod credentials;
 mod handshake;
 mod listener;
 mod spin;
 mod reply;
 mod door;
+mod extended;
+mod respond;
 mod tls;
 mod conn;
 mod group;

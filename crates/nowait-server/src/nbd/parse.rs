@@ -2,16 +2,20 @@
 //!
 //! Invariant: how the bytes were cut by the socket makes no difference; a request is taken whole
 //! or stays in the stash, and each one taken gets exactly one reply.
-//! Knows: conn, door, handshake, turn. Known by: turn (which calls `parse`).
+//! Knows: conn, door, extended, respond, handshake, turn. Known by: turn (which calls `parse`).
 
-use nowait::{Io, Map, Op, Queue, Span};
+use nowait::{Io, Map, Op, Queue};
 
 use super::conn::{Conn, Input, Payload, Phase};
 use super::door::{self, Dialect};
+use super::extended::{self, Trouble};
 use super::handshake::Step;
+use super::head::{Answer, Place};
 use super::reply::Body;
+use super::respond::{self, Ended, Request};
 use super::turn::{Asked, Thread};
-use super::wire::{self, ReplyHead, RequestHeader};
+use super::wire::{Mode, RequestHeader};
+use crate::device::Device;
 
 /// What became of the next bytes.
 enum Taken {
@@ -21,6 +25,16 @@ enum Taken {
     TooFew,
     /// Understood, but there is no room for it now.
     Stall,
+}
+
+/// A request that was just received.
+struct Arrived {
+    dialect: Dialect,
+    request: Request,
+    /// Bytes that it was read from.
+    taken: usize,
+    /// Bytes of payload behind these.
+    payload: u64,
 }
 
 impl<Q: Queue, M: Map> Thread<Q, M> {
@@ -106,85 +120,77 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
                 (false, _) => Taken::Bytes(count),
             };
         }
-        let Some(bytes) = input.first_chunk::<{ RequestHeader::LEN }>() else {
-            return Taken::TooFew;
-        };
-        let Some(header) = RequestHeader::parse(bytes) else {
-            tracing::debug!("a client sent no request magic");
-            conn.break_off();
-            return Taken::TooFew;
-        };
-        self.take_request(index, dialect, header)
+        match arrived(dialect, input) {
+            Ok(arrived) => self.take_request(index, arrived),
+            Err(Trouble::TooFew) => Taken::TooFew,
+            Err(Trouble::Broken) => {
+                tracing::debug!("a client sent what is no request, or no end of one");
+                conn.break_off();
+                Taken::TooFew
+            }
+        }
     }
 
-    fn take_request(&mut self, index: usize, dialect: Dialect, header: RequestHeader) -> Taken {
-        const TAKEN: Taken = Taken::Bytes(RequestHeader::LEN);
+    #[inline(always)]
+    fn take_request(&mut self, index: usize, arrived: Arrived) -> Taken {
+        let Arrived { dialect, mut request, taken, payload } = arrived;
+        let taken = Taken::Bytes(taken);
         let Some(conn) = self.conns.get_mut(index) else { return Taken::TooFew };
-        let with_status = dialect.base_allocation.is_some();
-        let io = match door::translate(&self.device, &header, with_status) {
+        let header = &request.header;
+        let io = match door::translate(&self.device, dialect, header) {
             door::Asked::Io(io) => io,
             door::Asked::Goodbye => {
                 conn.input = Input::Ended;
-                return TAKEN;
+                return taken;
             }
             _ if !conn.admits(0) => return Taken::Stall,
             door::Asked::Nothing => {
-                conn.refuse(dialect, &header, 0);
-                return TAKEN;
+                conn.refuse(dialect.mode, header, 0);
+                return taken;
             }
             door::Asked::Refused(errno) => {
-                if header.command == wire::CMD_WRITE {
-                    conn.skip = u64::from(header.length);
-                }
-                conn.refuse(dialect, &header, errno);
-                return TAKEN;
+                conn.skip = payload;
+                conn.refuse(dialect.mode, header, errno);
+                return taken;
             }
         };
-        let data = matches!(io.op, Op::Read | Op::Write);
-        let bytes = if data { io.range.len } else { 0 };
-        if !conn.admits(bytes) || !self.engine.has_room() {
+        request.held = respond::held(dialect.mode, io, request.contexts);
+        if !conn.admits(u64::from(request.held)) || !self.engine.has_room() {
             return Taken::Stall;
         }
-        if !data {
-            return self.submit_bare(index, dialect, header, io);
+        if !matches!(io.op, Op::Read | Op::Write) {
+            return self.submit_bare(index, request, io, taken);
         }
-        if door::answers_with_hole(&self.device, dialect, &header, io) {
-            let RequestHeader { cookie, offset, length, .. } = header;
-            conn.out.push(ReplyHead::offset_hole(cookie, offset, length, true), Body::None, 0);
-            return TAKEN;
+        if respond::answers_with_hole(&self.device, dialect.mode, &request, io) {
+            let answer = Answer::to(dialect.mode, &request.header);
+            let head = answer.hole(Place::Last, io.range.pos, io.range.len as u32);
+            conn.out.push(head, Body::None, 0);
+            return taken;
         }
         let Some(buf) = self.engine.buffer(io.range) else { return Taken::Stall };
-        conn.held += bytes;
+        conn.held += u64::from(request.held);
         if io.op == Op::Write {
             let start = self.engine.start(io.range.pos);
-            conn.payload = Some(Payload { header, io, buf, start, filled: 0 });
-            return TAKEN;
+            conn.payload = Some(Payload { request, io, buf, start, filled: 0 });
+            return taken;
         }
-        let tag = self.asked.insert(Asked { conn: index, header });
+        let tag = self.asked.insert(Asked { conn: index, request });
         match self.engine.submit(io, buf, tag as u64) {
             Ok(()) => conn.in_flight += 1,
-            Err(rejected) => self.rejected(index, dialect, tag, rejected.error.errno()),
+            Err(rejected) => self.rejected(index, tag, rejected.error.errno()),
         }
-        TAKEN
+        taken
     }
 
-    fn submit_bare(
-        &mut self,
-        index: usize,
-        dialect: Dialect,
-        header: RequestHeader,
-        io: Io,
-    ) -> Taken {
-        let tag = self.asked.insert(Asked { conn: index, header });
+    fn submit_bare(&mut self, index: usize, request: Request, io: Io, taken: Taken) -> Taken {
+        let Some(conn) = self.conns.get_mut(index) else { return Taken::TooFew };
+        conn.held += u64::from(request.held);
+        let tag = self.asked.insert(Asked { conn: index, request });
         match self.engine.submit_bare(io, tag as u64) {
-            Ok(()) => {
-                if let Some(conn) = self.conns.get_mut(index) {
-                    conn.in_flight += 1;
-                }
-            }
-            Err(rejected) => self.rejected(index, dialect, tag, rejected.error.errno()),
+            Ok(()) => conn.in_flight += 1,
+            Err(rejected) => self.rejected(index, tag, rejected.error.errno()),
         }
-        Taken::Bytes(RequestHeader::LEN)
+        taken
     }
 
     /// Submits a write whose payload, of which `count` bytes came last, is complete.
@@ -194,50 +200,66 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             // The payload stays where it is, and is complete when the stall ends.
             return if count > 0 { Taken::Bytes(count) } else { Taken::Stall };
         }
-        let Phase::Transmission(dialect) = conn.phase else { return Taken::TooFew };
-        let Some(Payload { header, io, buf, .. }) = conn.payload.take() else {
+        let Some(Payload { request, io, buf, .. }) = conn.payload.take() else {
             return Taken::TooFew;
         };
-        let tag = self.asked.insert(Asked { conn: index, header });
+        let tag = self.asked.insert(Asked { conn: index, request });
         match self.engine.submit(io, buf, tag as u64) {
             Ok(()) => conn.in_flight += 1,
-            Err(rejected) => self.rejected(index, dialect, tag, rejected.error.errno()),
+            Err(rejected) => self.rejected(index, tag, rejected.error.errno()),
         }
         Taken::Bytes(count)
     }
 
     /// The engine has not accepted a request: it is answered at once.
     #[cold]
-    fn rejected(&mut self, index: usize, dialect: Dialect, tag: usize, errno: i32) {
-        let Some(asked) = self.asked.try_remove(tag) else { return };
-        if let Some(conn) = self.conns.get_mut(index) {
+    fn rejected(&mut self, index: usize, tag: usize, errno: i32) {
+        let Some(Asked { request, .. }) = self.asked.try_remove(tag) else { return };
+        if let Some(conn) = self.conns.get_mut(index)
+            && let Phase::Transmission(dialect) = conn.phase
+        {
             // `has_room` was asked before, so EAGAIN can only mean that the queue itself is stuck.
             let errno = if errno == libc::EAGAIN { libc::EIO } else { errno };
-            conn.held = conn.held.saturating_sub(u64::from(asked.header.length));
-            conn.refuse(dialect, &asked.header, errno);
+            conn.held = conn.held.saturating_sub(u64::from(request.held));
+            conn.refuse(dialect.mode, &request.header, errno);
         }
     }
 }
 
+/// The request that `input` begins with.
+#[inline(always)]
+fn arrived(dialect: Dialect, input: &[u8]) -> Result<Arrived, Trouble> {
+    let Dialect { mode, mut contexts } = dialect;
+    let mut taken = mode.request_bytes();
+    if input.len() < taken {
+        return Err(Trouble::TooFew);
+    }
+    let mut header = RequestHeader::parse(mode, input).ok_or(Trouble::Broken)?;
+    let mut payload = header.payload(mode);
+    if mode == Mode::Extended {
+        let rest = input.get(taken..).unwrap_or_default();
+        let used = extended::unwrap(&mut header, &mut contexts, rest)?;
+        taken += used;
+        payload -= used as u64;
+    }
+    let request = Request { header, contexts, held: 0 };
+    Ok(Arrived { dialect, request, taken, payload })
+}
+
 impl Conn {
     /// Answers a request without data: an errno, or 0 for success.
-    fn refuse(&mut self, dialect: Dialect, header: &RequestHeader, errno: i32) {
-        let head = door::plain_reply(dialect, header.command, header.cookie, errno);
-        self.out.push(head, Body::None, 0);
+    fn refuse(&mut self, mode: Mode, header: &RequestHeader, errno: i32) {
+        self.out.push(respond::plain(mode, header, errno), Body::None, 0);
     }
 
     /// Answers a request that the engine has completed.
-    pub(crate) fn reply(
+    pub(crate) fn reply<M: Map>(
         &mut self,
-        header: &RequestHeader,
-        completion: nowait::Completion,
-        start: usize,
-        spans: &[Span],
+        device: &Device<M>,
+        request: &Request,
+        ended: Ended<'_>,
     ) {
         let Phase::Transmission(dialect) = self.phase else { return };
-        let data = matches!(completion.io.op, Op::Read | Op::Write);
-        let budget = if data { header.length } else { 0 };
-        let (head, body) = door::reply(dialect, header, completion, start, spans);
-        self.out.push(head, body, budget);
+        respond::ended(&mut self.out, device, dialect.mode, request, ended);
     }
 }

@@ -2,7 +2,7 @@
 //!
 //! Invariant: what is sent are whole replies in the order in which they were pushed; a buffer goes
 //! home when its last byte was taken by the socket.
-//! Knows: wire. Known by: tls, conn.
+//! Knows: head. Known by: respond, tls, conn.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
@@ -11,10 +11,15 @@ use std::os::fd::BorrowedFd;
 use nowait::Buf;
 use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 
-use super::wire::ReplyHead;
+use super::head::ReplyHead;
 
 /// Pieces that one send takes.
 pub(crate) const PIECES: usize = 256;
+/// Pieces that a send takes which is for a few replies: it has less to prepare.
+const FEW_PIECES: usize = 36;
+/// The most chunks that one reply may have.
+pub(crate) const MAX_CHUNKS: usize = 16;
+const _: () = assert!(2 + 2 * MAX_CHUNKS <= FEW_PIECES);
 
 /// What follows the head of a reply.
 pub(crate) enum Body {
@@ -24,17 +29,49 @@ pub(crate) enum Body {
     Data { buf: Buf, start: u32, len: u32 },
     /// Bytes made for this reply.
     Bytes(Vec<u8>),
+    /// Further chunks, which leave out some of the buffer.
+    Chunks(Box<Chunks>),
 }
 
 impl Body {
+    /// What follows the head at once.
     #[inline]
     fn as_slice(&self) -> &[u8] {
         match self {
-            Self::None => &[],
             Self::Data { buf, start, len } => &buf[*start as usize..(*start + *len) as usize],
             Self::Bytes(bytes) => bytes,
+            Self::None | Self::Chunks(_) => &[],
         }
     }
+
+    #[inline]
+    fn chunks(&self) -> &[Chunk] {
+        match self {
+            Self::Chunks(chunks) => &chunks.list,
+            _ => &[],
+        }
+    }
+
+    /// The data of one of [`Body::chunks`].
+    fn data_of(&self, chunk: &Chunk) -> &[u8] {
+        match self {
+            Self::Chunks(chunks) => &chunks.buf[chunk.start as usize..][..chunk.len as usize],
+            _ => &[],
+        }
+    }
+}
+
+/// Chunks with data of one buffer.
+pub(crate) struct Chunks {
+    pub(crate) buf: Buf,
+    pub(crate) list: Vec<Chunk>,
+}
+
+/// One chunk: its head, and `len` bytes of the buffer from `start` on.
+pub(crate) struct Chunk {
+    pub(crate) head: ReplyHead,
+    pub(crate) start: u32,
+    pub(crate) len: u32,
 }
 
 struct Reply {
@@ -42,6 +79,33 @@ struct Reply {
     body: Body,
     /// Bytes of the connection's budget that end with this reply.
     budget: u32,
+}
+
+impl Reply {
+    /// How many pieces it is sent in at most.
+    #[inline]
+    fn count(&self) -> usize {
+        2 + 2 * self.body.chunks().len()
+    }
+
+    /// Its pieces in order; some may be empty.
+    #[inline(always)]
+    fn pieces<'a>(&'a self, mut take: impl FnMut(&'a [u8])) {
+        take(self.head.as_slice());
+        take(self.body.as_slice());
+        for chunk in self.body.chunks() {
+            take(chunk.head.as_slice());
+            take(self.body.data_of(chunk));
+        }
+    }
+
+    /// Bytes of all pieces.
+    #[inline]
+    fn len(&self) -> usize {
+        let mut len = 0;
+        self.pieces(|piece| len += piece.len());
+        len
+    }
 }
 
 /// How a send went.
@@ -66,6 +130,7 @@ pub(crate) struct Out {
 impl Out {
     #[inline]
     pub(crate) fn push(&mut self, head: ReplyHead, body: Body, budget: u32) {
+        debug_assert!(body.chunks().len() <= MAX_CHUNKS);
         self.replies.push_back(Reply { head, body, budget });
     }
 
@@ -91,8 +156,7 @@ impl Out {
     pub(crate) fn take_unsent(&mut self) -> Vec<u8> {
         let mut bytes = Vec::new();
         for reply in self.replies.drain(..) {
-            bytes.extend_from_slice(reply.head.as_slice());
-            bytes.extend_from_slice(reply.body.as_slice());
+            reply.pieces(|piece| bytes.extend_from_slice(piece));
         }
         bytes.drain(..std::mem::take(&mut self.sent).min(bytes.len()));
         bytes
@@ -101,7 +165,12 @@ impl Out {
     /// Sends as much as the socket takes. Adds up the budget of what was sent.
     pub(crate) fn send(&mut self, socket: BorrowedFd<'_>, budget: &mut u64) -> Sent {
         while !self.replies.is_empty() {
-            match self.send_once(socket) {
+            let sent = if self.replies.len() <= FEW_PIECES / 2 {
+                self.send_once::<FEW_PIECES>(socket)
+            } else {
+                self.send_once::<PIECES>(socket)
+            };
+            match sent {
                 Ok(taken) => self.advance(taken, budget),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Sent::Full,
@@ -111,28 +180,30 @@ impl Out {
         Sent::All
     }
 
-    fn send_once(&self, socket: BorrowedFd<'_>) -> rustix::io::Result<usize> {
-        let mut pieces = [IoSlice::new(&[]); PIECES];
+    fn send_once<const N: usize>(&self, socket: BorrowedFd<'_>) -> rustix::io::Result<usize> {
+        let mut pieces = [IoSlice::new(&[]); N];
         let used = self.pieces(&mut pieces);
         send_pieces(socket, &pieces[..used])
     }
 
-    /// What is to be sent next, as far as there is room in `pieces`. Returns how many are used.
-    pub(crate) fn pieces<'a>(&'a self, pieces: &mut [IoSlice<'a>; PIECES]) -> usize {
+    /// What is to be sent next, as far as there is room in `pieces`, which has room for any one
+    /// reply. Returns how many are used.
+    pub(crate) fn pieces<'a, const N: usize>(&'a self, pieces: &mut [IoSlice<'a>; N]) -> usize {
+        const { assert!(N >= FEW_PIECES) };
         let mut used = 0;
         let mut skip = self.sent;
         for reply in &self.replies {
-            if used + 2 > PIECES {
+            if used + reply.count() > N {
                 break;
             }
-            for piece in [reply.head.as_slice(), reply.body.as_slice()] {
+            reply.pieces(|piece| {
                 let (before, piece) = piece.split_at(skip.min(piece.len()));
                 skip -= before.len();
                 if !piece.is_empty() {
                     pieces[used] = IoSlice::new(piece);
                     used += 1;
                 }
-            }
+            });
         }
         used
     }
@@ -141,7 +212,7 @@ impl Out {
     pub(crate) fn advance(&mut self, taken: usize, budget: &mut u64) {
         self.sent += taken;
         while let Some(front) = self.replies.front() {
-            let len = front.head.as_slice().len() + front.body.as_slice().len();
+            let len = front.len();
             if self.sent < len {
                 return;
             }
@@ -167,7 +238,13 @@ mod tests {
     use std::os::fd::AsFd;
     use std::os::unix::net::UnixStream;
 
+    use super::super::head::Answer;
+    use super::super::wire::Mode;
     use super::*;
+
+    fn simple(cookie: u64) -> ReplyHead {
+        Answer::to_cookie(Mode::Simple, cookie).simple(0)
+    }
 
     #[test]
     fn replies_cut_by_a_full_socket_arrive_whole_and_in_order() {
@@ -176,7 +253,7 @@ mod tests {
         let mut out = Out::default();
         let mut expected = Vec::new();
         for n in 0..600u64 {
-            let head = ReplyHead::simple(0, n);
+            let head = simple(n);
             let bytes = vec![n as u8; (n as usize * 37) % 5000];
             expected.extend_from_slice(head.as_slice());
             expected.extend_from_slice(&bytes);
@@ -220,7 +297,7 @@ mod tests {
         let (near, far) = UnixStream::pair().unwrap();
         drop(far);
         let mut out = Out::default();
-        out.push(ReplyHead::simple(0, 1), Body::None, 0);
+        out.push(simple(1), Body::None, 0);
         assert_eq!(out.send(near.as_fd(), &mut 0), Sent::Broken);
     }
 }

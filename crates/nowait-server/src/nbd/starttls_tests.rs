@@ -85,7 +85,7 @@ fn nbd_must_where_tls_is_required_export_name_without_it_closes_the_connection()
 #[test]
 fn where_tls_is_offered_a_client_may_do_without() {
     let (step, _, _) = talk_about(Secrecy::Offered, &[structured(), go("other")]);
-    assert_eq!(step, entered(1, true, None));
+    assert_eq!(step, entered(1, Mode::Structured));
 }
 
 #[test]
@@ -100,16 +100,18 @@ fn nbd_must_a_client_without_fixed_newstyle_gets_no_tls() {
 #[test]
 fn nbd_must_what_was_agreed_before_tls_is_forgotten() {
     let before = [structured(), set("disk", &[BASE_ALLOCATION])];
+    let mut handshake = encrypted(Secrecy::Offered, &[extended()]);
+    assert_eq!(feed(&mut handshake, &go("disk")).1, entered(0, Mode::Simple));
     let mut handshake = encrypted(Secrecy::Offered, &before);
-    assert_eq!(feed(&mut handshake, &go("disk")).1, entered(0, false, None));
+    assert_eq!(feed(&mut handshake, &go("disk")).1, entered(0, Mode::Simple));
     // A context can be asked for only by who has asked for structured replies since.
     let mut handshake = encrypted(Secrecy::Offered, &before);
     let (_, _, out) = feed(&mut handshake, &set("disk", &[BASE_ALLOCATION]));
     assert_eq!(replies(&out)[0].1, wire::REP_ERR_INVALID);
     let after = before.concat();
     feed(&mut handshake, &after);
-    let agreed = entered(0, true, Some(BASE_ALLOCATION_ID));
-    assert_eq!(feed(&mut handshake, &go("disk")).1, agreed);
+    let agreed = Negotiated { export: 0, mode: Mode::Structured, contexts: ALLOCATION };
+    assert_eq!(feed(&mut handshake, &go("disk")).1, Step::Transmission(agreed));
 }
 
 #[test]
@@ -123,7 +125,7 @@ fn nbd_must_a_second_starttls_is_invalid_and_nothing_asks_for_tls_after_the_firs
             let (_, _, out) = feed(&mut handshake, &option(kind, &[0; 6]));
             assert!(replies(&out).iter().all(|reply| reply.1 != wire::REP_ERR_TLS_REQD));
         }
-        assert_eq!(feed(&mut handshake, &go("other")).1, entered(1, false, None));
+        assert_eq!(feed(&mut handshake, &go("other")).1, entered(1, Mode::Simple));
     }
 }
 

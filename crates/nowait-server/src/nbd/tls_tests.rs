@@ -1,7 +1,7 @@
 //! A session against a client of the same library, over a socket that fills.
 //!
 //! Invariant: what is compared with did not go through the session.
-//! Knows: tls, credentials, reply, wire. Known by: nobody.
+//! Knows: tls, credentials, reply, head, wire. Known by: nobody.
 
 use std::io::Read;
 use std::os::fd::AsFd;
@@ -13,9 +13,14 @@ use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
 
 use super::super::credentials::Clients;
+use super::super::head::{Answer, ReplyHead};
 use super::super::reply::Body;
-use super::super::wire::ReplyHead;
+use super::super::wire::Mode;
 use super::*;
+
+fn simple(cookie: u64) -> ReplyHead {
+    Answer::to_cookie(Mode::Simple, cookie).simple(0)
+}
 
 /// Credentials for `localhost`, and the certificate to know them by.
 fn credentials() -> (Credentials, CertificateDer<'static>) {
@@ -123,7 +128,7 @@ fn replies_arrive_whole_and_in_order_though_the_socket_fills() {
     let mut pair = Pair::established();
     let (mut out, mut expected, mut bytes_of) = (Out::default(), Vec::new(), Vec::new());
     for n in 0..600u64 {
-        let head = ReplyHead::simple(0, n);
+        let head = simple(n);
         let bytes = vec![n as u8; (n as usize * 37) % 5000];
         expected.extend_from_slice(head.as_slice());
         expected.extend_from_slice(&bytes);
@@ -152,7 +157,7 @@ fn a_client_that_does_not_read_has_a_bounded_number_of_bytes_sealed_for_it() {
     let mut pair = Pair::established();
     let mut out = Out::default();
     for n in 0..64 {
-        out.push(ReplyHead::simple(0, n), Body::Bytes(vec![0; 1 << 20]), 1);
+        out.push(simple(n), Body::Bytes(vec![0; 1 << 20]), 1);
     }
     let mut budget = 0;
     for _ in 0..10 {
@@ -219,10 +224,10 @@ fn a_goodbye_ends_a_session_and_nothing_counts_after_it() {
     pair.session.open(&[0x17; 100], |_| panic!("after the goodbye")).unwrap();
     // Replies may still follow, and the server's own goodbye comes last.
     let mut out = Out::default();
-    out.push(ReplyHead::simple(0, 1), Body::None, 0);
+    out.push(simple(1), Body::None, 0);
     assert_eq!(pair.send(&mut out, &mut 0), Sent::All);
     pair.session.say_goodbye(pair.near.as_fd());
-    assert_eq!(pair.client_listens(), ReplyHead::simple(0, 1).as_slice());
+    assert_eq!(pair.client_listens(), simple(1).as_slice());
     assert!(pair.client.process_new_packets().unwrap().peer_has_closed());
 }
 

@@ -18,9 +18,9 @@ use super::group::{Inbox, Post, Shared};
 use super::handshake::{Negotiated, Secrecy};
 use super::listener::Listener;
 use super::reply::Sent;
+use super::respond::{Ended, Request};
 use super::spin::Spin;
 use super::tls::Channel;
-use super::wire::RequestHeader;
 use crate::device::Device;
 
 /// Bytes received with one system call, beside the payload of a large write.
@@ -42,7 +42,7 @@ const GENERATIONS: u64 = 1 << 36;
 /// A request that the engine has.
 pub(crate) struct Asked {
     pub(crate) conn: usize,
-    pub(crate) header: RequestHeader,
+    pub(crate) request: Request,
 }
 
 /// One thread with its engine and its connections.
@@ -394,7 +394,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         }
         while let Some(completion) = self.engine.next() {
             let Some(asked) = self.asked.try_remove(completion.tag as usize) else { continue };
-            let start = self.engine.start(asked.header.offset);
+            let start = self.engine.start(asked.request.header.offset);
             let spans = match completion.io.op {
                 nowait::Op::Status => self.engine.take_spans(completion.tag),
                 _ => Vec::new(),
@@ -402,7 +402,8 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             let Some(conn) = self.conns.get_mut(asked.conn) else { continue };
             conn.in_flight -= 1;
             if conn.input != Input::Broken {
-                conn.reply(&asked.header, completion, start, &spans);
+                let ended = Ended { completion, start, spans: &spans };
+                conn.reply(&self.device, &asked.request, ended);
             }
             self.touch(asked.conn);
         }

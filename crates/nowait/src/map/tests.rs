@@ -65,9 +65,23 @@ fn what_is_not_known_is_not_reported() {
     let map = Extents::new(MIB, true);
     map.written(Range::new(0, 8192));
     let mut spans = Vec::new();
-    assert!(map.known(Range::new(0, 8192), &mut spans));
+    assert!(map.known(Range::new(0, 8192), 9, &mut spans));
     assert_eq!(spans, [Span { len: 8192, hole: false }]);
-    assert!(!map.known(Range::new(0, 8193), &mut Vec::new()));
+    assert!(!map.known(Range::new(0, 8193), 9, &mut Vec::new()));
+}
+
+#[test]
+fn no_more_is_looked_at_than_is_reported() {
+    let map = Extents::new(64 * MIB, true);
+    for n in 0..8 {
+        map.hole(Range::new(n * 2 * MIB, MIB));
+        map.written(Range::new(n * 2 * MIB + MIB, MIB));
+    }
+    let mut spans = Vec::new();
+    assert!(map.known(Range::new(4096, 64 * MIB - 4096), 3, &mut spans));
+    let told: Vec<_> = spans.iter().map(|span| (span.len, span.hole)).collect();
+    assert_eq!(told, [(MIB - 4096, true), (MIB, false), (MIB, true)]);
+    assert!(!map.known(Range::new(0, 64 * MIB), 17, &mut Vec::new()), "the rest is unknown");
 }
 
 #[test]
@@ -75,7 +89,7 @@ fn switched_off_nothing_is_learnt() {
     let map = Extents::new(MIB, false);
     map.hole(Range::new(0, MIB));
     assert_eq!(read(&map, 0, MIB), (MIB, false));
-    assert!(!map.known(Range::new(0, 1), &mut Vec::new()));
+    assert!(!map.known(Range::new(0, 1), 9, &mut Vec::new()));
 }
 
 #[test]
@@ -98,7 +112,7 @@ fn a_scan_finds_what_lseek_reports() {
     let map = Extents::new(4 * MIB, true);
     map.scan(&storage);
     let mut known = Vec::new();
-    assert!(map.known(Range::new(0, 4 * MIB), &mut known));
+    assert!(map.known(Range::new(0, 4 * MIB), 100, &mut known));
     assert_eq!(known, spans);
     assert_eq!(spans.iter().map(|span| span.len).sum::<u64>(), 4 * MIB);
     assert!(!map.begin(Range::new(MIB, 4096), Intent::Read).unwrap().hole);

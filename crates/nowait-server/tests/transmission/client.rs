@@ -1,0 +1,364 @@
+//! A client that sends any bytes and shows every message as it came.
+//!
+//! Invariant: what comes is taken apart only as far as the headers say; of a chunk with an extended
+//! header the offset is compared with its request's.
+//! Knows: NBD proto.md. Known by: the tests of this program.
+
+use std::collections::HashMap;
+use std::io::{self, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::time::Duration;
+
+/// NBD proto.md, "Values" and the sections named there.
+const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
+const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
+const REQUEST_MAGIC: u32 = 0x2560_9513;
+const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
+const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
+const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
+const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
+const FIXED_NEWSTYLE_NO_ZEROES: u32 = 0b11;
+const OPT_GO: u32 = 7;
+const OPT_STRUCTURED_REPLY: u32 = 8;
+const OPT_SET_META_CONTEXT: u32 = 10;
+const OPT_EXTENDED_HEADERS: u32 = 11;
+const REP_ACK: u32 = 1;
+const REP_INFO: u32 = 3;
+const REP_META_CONTEXT: u32 = 4;
+
+pub(crate) const READ: u16 = 0;
+pub(crate) const WRITE: u16 = 1;
+pub(crate) const DISC: u16 = 2;
+pub(crate) const FLUSH: u16 = 3;
+pub(crate) const TRIM: u16 = 4;
+pub(crate) const CACHE: u16 = 5;
+pub(crate) const WRITE_ZEROES: u16 = 6;
+pub(crate) const BLOCK_STATUS: u16 = 7;
+
+pub(crate) const FUA: u16 = 1 << 0;
+pub(crate) const NO_HOLE: u16 = 1 << 1;
+pub(crate) const DF: u16 = 1 << 2;
+pub(crate) const REQ_ONE: u16 = 1 << 3;
+pub(crate) const FAST_ZERO: u16 = 1 << 4;
+pub(crate) const PAYLOAD_LEN: u16 = 1 << 5;
+
+pub(crate) const NONE: u16 = 0;
+pub(crate) const OFFSET_DATA: u16 = 1;
+pub(crate) const OFFSET_HOLE: u16 = 2;
+pub(crate) const BLOCK_STATUS_CHUNK: u16 = 5;
+pub(crate) const BLOCK_STATUS_EXT: u16 = 6;
+pub(crate) const ERROR: u16 = (1 << 15) + 1;
+
+pub(crate) const EINVAL: u32 = 22;
+pub(crate) const ENOSPC: u32 = 28;
+pub(crate) const EOVERFLOW: u32 = 75;
+
+/// How long the server may be silent before the test fails.
+const SILENCE: Duration = Duration::from_secs(30);
+
+/// What a connection asks for in its handshake.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    Simple,
+    Structured,
+    Extended,
+}
+
+impl Mode {
+    pub(crate) const ALL: [Self; 3] = [Self::Simple, Self::Structured, Self::Extended];
+    /// Those in which reads are answered in chunks.
+    pub(crate) const CHUNKED: [Self; 2] = [Self::Structured, Self::Extended];
+}
+
+/// A request as it goes out, nothing checked.
+#[derive(Clone, Copy)]
+pub(crate) struct Request<'a> {
+    pub(crate) command: u16,
+    pub(crate) flags: u16,
+    pub(crate) offset: u64,
+    /// What the header says.
+    pub(crate) length: u64,
+    /// What follows the header, whatever its length says.
+    pub(crate) payload: &'a [u8],
+}
+
+impl<'a> Request<'a> {
+    /// A request for a range, without payload.
+    pub(crate) fn of(command: u16, offset: u64, length: u64) -> Self {
+        Self { command, flags: 0, offset, length, payload: &[] }
+    }
+
+    /// A write as it must be in `mode`.
+    pub(crate) fn write(mode: Mode, offset: u64, payload: &'a [u8]) -> Self {
+        let flags = if mode == Mode::Extended { PAYLOAD_LEN } else { 0 };
+        Self { command: WRITE, flags, offset, length: payload.len() as u64, payload }
+    }
+
+    pub(crate) fn with(self, flags: u16) -> Self {
+        Self { flags: self.flags | flags, ..self }
+    }
+}
+
+/// One message of the server.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Message {
+    /// Without the data that follow where a read succeeded.
+    Simple {
+        cookie: u64,
+        error: u32,
+    },
+    Chunk {
+        cookie: u64,
+        done: bool,
+        kind: u16,
+        payload: Vec<u8>,
+    },
+}
+
+/// What a request came to, put together from all of its messages.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct Outcome {
+    /// 0 for success.
+    pub(crate) error: u32,
+    /// Bytes that were read, those in holes included.
+    pub(crate) data: Vec<u8>,
+    /// Chunks: type, first byte and length of what each describes.
+    pub(crate) chunks: Vec<(u16, u64, u64)>,
+    /// Block status: context id, and extents with their flags.
+    pub(crate) status: Vec<(u32, Vec<(u64, u64)>)>,
+}
+
+/// A connection in transmission phase.
+pub(crate) struct Client {
+    stream: UnixStream,
+    pub(crate) mode: Mode,
+    /// `NBD_INFO_EXPORT`.
+    pub(crate) size: u64,
+    pub(crate) transmission_flags: u16,
+    /// The id of `base:allocation`, 0 if it was not selected.
+    pub(crate) context: u32,
+    cookie: u64,
+    /// Requests that were not answered: command, offset and length.
+    pending: HashMap<u64, (u16, u64, u64)>,
+}
+
+impl Client {
+    /// Opens the default export at `socket`, with `base:allocation` where `mode` has chunks.
+    pub(crate) fn connect(socket: &Path, mode: Mode) -> Self {
+        Self::connect_selecting(socket, mode, mode != Mode::Simple)
+    }
+
+    /// The same, with or without a context.
+    pub(crate) fn connect_selecting(socket: &Path, mode: Mode, with_context: bool) -> Self {
+        let stream = UnixStream::connect(socket).unwrap();
+        stream.set_read_timeout(Some(SILENCE)).unwrap();
+        stream.set_write_timeout(Some(SILENCE)).unwrap();
+        let cookie = 0x1122_3344_0000_0000;
+        let (size, transmission_flags, context) = (0, 0, 0);
+        let pending = HashMap::new();
+        let mut client = Self { stream, mode, size, transmission_flags, context, cookie, pending };
+        client.bytes::<18>();
+        client.stream.write_all(&FIXED_NEWSTYLE_NO_ZEROES.to_be_bytes()).unwrap();
+        match mode {
+            Mode::Simple => {}
+            Mode::Structured => assert_eq!(client.option(OPT_STRUCTURED_REPLY, &[]), []),
+            Mode::Extended => assert_eq!(client.option(OPT_EXTENDED_HEADERS, &[]), []),
+        }
+        if with_context {
+            let query = b"base:allocation";
+            let head = [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, query.len() as u8];
+            let replies = client.option(OPT_SET_META_CONTEXT, &[&head[..], query].concat());
+            let [(REP_META_CONTEXT, context)] = &replies[..] else { panic!("{replies:?}") };
+            client.context = number(&context[..4]) as u32;
+        }
+        let infos = client.option(OPT_GO, &[0; 6]);
+        let (kind, export) = infos.iter().find(|(_, data)| data[..2] == [0, 0]).unwrap();
+        assert_eq!((*kind, export.len()), (REP_INFO, 12));
+        client.size = number(&export[2..10]);
+        client.transmission_flags = number(&export[10..]) as u16;
+        client
+    }
+
+    /// Sends an option; gives the replies before the acknowledgement.
+    fn option(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
+        let head = [&OPTION_MAGIC.to_be_bytes()[..], &option.to_be_bytes()].concat();
+        let length = (data.len() as u32).to_be_bytes();
+        self.stream.write_all(&[&head[..], &length, data].concat()).unwrap();
+        let mut replies = Vec::new();
+        loop {
+            assert_eq!(number(&self.bytes::<8>()), OPTION_REPLY_MAGIC);
+            assert_eq!(number(&self.bytes::<4>()), u64::from(option));
+            let kind = number(&self.bytes::<4>()) as u32;
+            let length = number(&self.bytes::<4>());
+            let data = self.take(length);
+            assert!(kind < 1 << 31, "option {option} refused: {kind:#x}");
+            if kind == REP_ACK {
+                return replies;
+            }
+            replies.push((kind, data));
+        }
+    }
+
+    /// Sends `request`; gives its cookie.
+    pub(crate) fn send(&mut self, request: Request<'_>) -> u64 {
+        let bytes = self.header(request);
+        self.stream.write_all(&bytes).unwrap();
+        self.stream.write_all(request.payload).unwrap();
+        self.cookie
+    }
+
+    /// The bytes of a request's header under a new cookie.
+    pub(crate) fn header(&mut self, request: Request<'_>) -> Vec<u8> {
+        let Request { command, flags, offset, length, .. } = request;
+        self.cookie += 1;
+        self.pending.insert(self.cookie, (command, offset, length));
+        let extended = self.mode == Mode::Extended;
+        let magic = if extended { EXTENDED_REQUEST_MAGIC } else { REQUEST_MAGIC };
+        let mut bytes = magic.to_be_bytes().to_vec();
+        bytes.extend(flags.to_be_bytes());
+        bytes.extend(command.to_be_bytes());
+        bytes.extend(self.cookie.to_be_bytes());
+        bytes.extend(offset.to_be_bytes());
+        match extended {
+            true => bytes.extend(length.to_be_bytes()),
+            false => bytes.extend(u32::try_from(length).unwrap().to_be_bytes()),
+        }
+        bytes
+    }
+
+    /// Sends bytes as they are.
+    pub(crate) fn send_bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
+        self.stream.write_all(bytes)
+    }
+
+    /// Sends `request` and waits for all of its reply.
+    pub(crate) fn call(&mut self, request: Request<'_>) -> Outcome {
+        let cookie = self.send(request);
+        let (answered, outcome) = self.outcome();
+        assert_eq!(answered, cookie, "nothing else was asked");
+        outcome
+    }
+
+    /// Waits for all of one reply; chunks of others must not come between.
+    pub(crate) fn outcome(&mut self) -> (u64, Outcome) {
+        let mut outcome =
+            Outcome { error: 0, data: Vec::new(), chunks: Vec::new(), status: Vec::new() };
+        let mut of = None;
+        loop {
+            let message = self.message();
+            let (Message::Simple { cookie, .. } | Message::Chunk { cookie, .. }) = message;
+            assert_eq!(*of.get_or_insert(cookie), cookie);
+            if self.collect(message, &mut outcome) {
+                self.pending.remove(&cookie);
+                return (cookie, outcome);
+            }
+        }
+    }
+
+    /// Adds a message to an outcome; true when it was the last.
+    fn collect(&mut self, message: Message, outcome: &mut Outcome) -> bool {
+        let (done, kind, payload, (_, offset, length)) = match message {
+            Message::Simple { cookie, error } => {
+                outcome.error = error;
+                let (command, _, length) = self.pending[&cookie];
+                if command == READ && error == 0 {
+                    assert_eq!(self.mode, Mode::Simple, "a read MUST be answered in chunks");
+                    outcome.data = self.take(length);
+                }
+                return true;
+            }
+            Message::Chunk { cookie, done, kind, payload } => {
+                (done, kind, payload, self.pending[&cookie])
+            }
+        };
+        match kind {
+            NONE => assert!(done && payload.is_empty()),
+            OFFSET_DATA | OFFSET_HOLE => {
+                let at = number(&payload[..8]);
+                let bytes = match kind {
+                    OFFSET_DATA => payload[8..].to_vec(),
+                    _ => vec![0; number(&payload[8..12]) as usize],
+                };
+                assert!(!bytes.is_empty(), "each content chunk MUST describe at least one byte");
+                // This server sends them in order, so that none overlaps or is left out.
+                assert_eq!(at, offset + outcome.data.len() as u64);
+                outcome.chunks.push((kind, at, bytes.len() as u64));
+                outcome.data.extend(bytes);
+                assert!(outcome.data.len() as u64 <= length);
+            }
+            BLOCK_STATUS_CHUNK => {
+                let extents = payload[4..].chunks(8).map(|e| (number(&e[..4]), number(&e[4..])));
+                outcome.status.push((number(&payload[..4]) as u32, extents.collect()));
+            }
+            BLOCK_STATUS_EXT => {
+                let extents = payload[8..].chunks(16).map(|e| (number(&e[..8]), number(&e[8..])));
+                let extents: Vec<_> = extents.collect();
+                assert_eq!(number(&payload[4..8]), extents.len() as u64);
+                outcome.status.push((number(&payload[..4]) as u32, extents));
+            }
+            ERROR => {
+                outcome.error = number(&payload[..4]) as u32;
+                assert_ne!(outcome.error, 0);
+                assert_eq!(payload.len() as u64, 6 + number(&payload[4..6]));
+            }
+            other => panic!("a chunk of type {other}"),
+        }
+        done
+    }
+
+    /// One message, apart from the data of a read that a simple reply goes before.
+    pub(crate) fn message(&mut self) -> Message {
+        let magic = number(&self.bytes::<4>()) as u32;
+        if magic == SIMPLE_REPLY_MAGIC {
+            assert_ne!(self.mode, Mode::Extended, "MUST NOT use simple replies");
+            let error = number(&self.bytes::<4>()) as u32;
+            return Message::Simple { error, cookie: number(&self.bytes::<8>()) };
+        }
+        let wanted = match self.mode {
+            Mode::Simple => panic!("{magic:#x} without structured replies"),
+            Mode::Structured => STRUCTURED_REPLY_MAGIC,
+            Mode::Extended => EXTENDED_REPLY_MAGIC,
+        };
+        assert_eq!(magic, wanted, "{magic:#x}");
+        let flags = number(&self.bytes::<2>());
+        assert_eq!(flags & !1, 0, "MUST NOT set any other flags");
+        let kind = number(&self.bytes::<2>()) as u16;
+        let cookie = number(&self.bytes::<8>());
+        if self.mode == Mode::Extended {
+            assert_eq!(number(&self.bytes::<8>()), self.pending[&cookie].1, "the request's offset");
+        }
+        let length = match self.mode {
+            Mode::Extended => number(&self.bytes::<8>()),
+            _ => number(&self.bytes::<4>()),
+        };
+        Message::Chunk { cookie, done: flags == 1, kind, payload: self.take(length) }
+    }
+
+    /// True once the server has closed the connection without another message.
+    pub(crate) fn is_closed(&mut self) -> bool {
+        let mut byte = [0];
+        match self.stream.read(&mut byte) {
+            Ok(count) => count == 0,
+            Err(error) => error.kind() == io::ErrorKind::ConnectionReset,
+        }
+    }
+
+    fn bytes<const N: usize>(&mut self) -> [u8; N] {
+        let mut bytes = [0; N];
+        self.stream.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+
+    fn take(&mut self, length: u64) -> Vec<u8> {
+        assert!(length <= 40 << 20, "{length} bytes of payload");
+        let mut bytes = vec![0; length as usize];
+        self.stream.read_exact(&mut bytes).unwrap();
+        bytes
+    }
+}
+
+/// A number in network order.
+fn number(bytes: &[u8]) -> u64 {
+    bytes.iter().fold(0, |number, byte| number << 8 | u64::from(*byte))
+}

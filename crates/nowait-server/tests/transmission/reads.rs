@@ -1,0 +1,161 @@
+//! Reads: in one piece, as a hole, and as holes and data in turns (NBD proto.md, "Request types",
+//! `NBD_CMD_READ`; "Structured reply types").
+//!
+//! Invariant: whatever chunks come, the bytes are those of the image.
+//! Knows: client, scene. Known by: nobody.
+
+use crate::client::{
+    Client, DF, EINVAL, EOVERFLOW, Message, Mode, OFFSET_DATA, OFFSET_HOLE, Outcome, READ, Request,
+    TRIM,
+};
+use crate::scene::{KIB, MIB, Scene, byte_at};
+
+/// Data in the second and the fourth 64 KiB of every MiB of the first four.
+fn patchwork() -> Vec<(u64, u64)> {
+    (0..4).flat_map(|n| [1, 3].map(|k| (n * MIB + k * 64 * KIB, 64 * KIB))).collect()
+}
+
+/// What is at `range` of an image with `data`.
+fn bytes_of(data: &[(u64, u64)], pos: u64, len: u64) -> Vec<u8> {
+    let is_data = |at: u64| data.iter().any(|(from, len)| (*from..from + len).contains(&at));
+    (pos..pos + len).map(|at| if is_data(at) { byte_at(at) } else { 0 }).collect()
+}
+
+fn read(client: &mut Client, offset: u64, length: u64, flags: u16) -> Outcome {
+    let outcome = client.call(Request::of(READ, offset, length).with(flags));
+    assert_eq!(outcome.error, 0);
+    outcome
+}
+
+#[test]
+fn a_large_read_leaves_the_known_holes_out_and_small_ones_and_simple_replies_do_not() {
+    let data = patchwork();
+    let scene = Scene::new(8 * MIB, &data);
+    for mode in Mode::ALL {
+        let mut client = scene.connect(mode);
+        // It begins and ends inside data, at places that are no multiple of anything.
+        let (pos, len) = (64 * KIB + 777, 192 * KIB - 1000);
+        let outcome = read(&mut client, pos, len, 0);
+        assert!(outcome.data == bytes_of(&data, pos, len), "{mode:?}");
+        let end = pos + len;
+        let holes = [
+            (OFFSET_DATA, pos, 128 * KIB - pos),
+            (OFFSET_HOLE, 128 * KIB, 64 * KIB),
+            (OFFSET_DATA, 192 * KIB, end - 192 * KIB),
+        ];
+        assert_eq!(outcome.chunks, if mode == Mode::Simple { vec![] } else { holes.to_vec() });
+        // 64 KiB less a byte, half of them a hole.
+        let outcome = read(&mut client, 96 * KIB, 64 * KIB - 1, 0);
+        assert!(outcome.data == bytes_of(&data, 96 * KIB, 64 * KIB - 1));
+        assert_eq!(outcome.chunks.len(), usize::from(mode != Mode::Simple));
+    }
+}
+
+#[test]
+fn a_reply_has_at_most_16_chunks_and_the_last_has_the_rest_as_data() {
+    let data = patchwork();
+    let scene = Scene::new(8 * MIB, &data);
+    for mode in Mode::CHUNKED {
+        let outcome = read(&mut scene.connect(mode), 0, 8 * MIB, 0);
+        assert!(outcome.data == bytes_of(&data, 0, 8 * MIB), "{mode:?}");
+        let (kinds, rest): (Vec<_>, _) = (outcome.chunks.iter().map(|c| c.0).collect(), 16);
+        assert_eq!(kinds.len(), rest);
+        let turns = [OFFSET_HOLE, OFFSET_DATA].repeat(8);
+        assert_eq!(kinds, turns);
+        let (_, pos, len) = outcome.chunks[15];
+        assert_eq!(pos + len, 8 * MIB);
+    }
+}
+
+#[test]
+fn a_read_of_nothing_but_a_hole_is_one_chunk_whatever_its_length() {
+    let scene = Scene::new(8 * MIB, &[(0, 64 * KIB)]);
+    for mode in Mode::CHUNKED {
+        let mut client = scene.connect(mode);
+        for len in [1, 4096, 64 * KIB, 7 * MIB] {
+            let outcome = read(&mut client, MIB, len, 0);
+            assert_eq!(outcome.chunks, [(OFFSET_HOLE, MIB, len)]);
+        }
+    }
+}
+
+#[test]
+fn a_hole_that_was_made_while_serving_is_left_out_too() {
+    let scene = Scene::new(MIB, &[(0, MIB)]);
+    let mut client = scene.connect(Mode::Structured);
+    assert_eq!(read(&mut client, 0, MIB, 0).chunks, [(OFFSET_DATA, 0, MIB)]);
+    assert_eq!(client.call(Request::of(TRIM, 256 * KIB, 256 * KIB)).error, 0);
+    let outcome = read(&mut client, 0, MIB, 0);
+    let wanted = [
+        (OFFSET_DATA, 0, 256 * KIB),
+        (OFFSET_HOLE, 256 * KIB, 256 * KIB),
+        (OFFSET_DATA, 512 * KIB, 512 * KIB),
+    ];
+    assert_eq!(outcome.chunks, wanted);
+    let data = [(0, 256 * KIB), (512 * KIB, 512 * KIB)];
+    assert!(outcome.data == bytes_of(&data, 0, MIB));
+}
+
+/// proto.md, `NBD_CMD_READ`: "If this flag is set, the server MUST send at most one content chunk"
+/// and, with data and holes in it, `NBD_REPLY_TYPE_OFFSET_DATA`; up to 65536 bytes it MUST not
+/// refuse.
+#[test]
+fn nbd_must_dont_fragment_gets_one_data_chunk_with_the_zeros_in_it() {
+    let data = patchwork();
+    let scene = Scene::new(8 * MIB, &data);
+    for mode in Mode::CHUNKED {
+        let mut client = scene.connect(mode);
+        for (pos, len) in [(0, 65536), (1000, 65536), (0, 8 * MIB), (6 * MIB, MIB)] {
+            let outcome = read(&mut client, pos, len, DF);
+            assert_eq!(outcome.chunks, [(OFFSET_DATA, pos, len)]);
+            assert!(outcome.data == bytes_of(&data, pos, len));
+        }
+    }
+}
+
+/// proto.md, "Structured reply flags": `NBD_REPLY_FLAG_DONE` MUST be clear when more chunks are to
+/// come, and MUST be set on the final one. [`Client::outcome`] reads up to it; this looks for more.
+#[test]
+fn nbd_must_only_the_last_chunk_is_marked_done_and_replies_keep_their_cookies() {
+    let scene = Scene::new(8 * MIB, &patchwork());
+    for mode in Mode::CHUNKED {
+        let mut client = scene.connect(mode);
+        let asked: Vec<u64> =
+            (0..32).map(|n| client.send(Request::of(READ, n * 64 * KIB, MIB))).collect();
+        let mut answered = Vec::new();
+        while answered.len() < asked.len() {
+            if let Message::Chunk { cookie, done: true, .. } = client.message() {
+                assert!(asked.contains(&cookie) && !answered.contains(&cookie));
+                answered.push(cookie);
+            }
+        }
+        // Were something left over, this would not be the next message.
+        assert_eq!(read(&mut client, 0, 512, 0).data.len(), 512);
+    }
+}
+
+/// proto.md, `NBD_CMD_READ`: the server may reject reads beyond the maximum payload with
+/// `NBD_EOVERFLOW`; without chunks any such request "will fail". Past the end it is `NBD_EINVAL`.
+#[test]
+fn nbd_should_a_read_beyond_the_maximum_payload_is_eoverflow_and_past_the_end_einval() {
+    let scene = Scene::new(64 * MIB, &[(0, 4 * KIB)]);
+    for mode in Mode::ALL {
+        let mut client = scene.connect(mode);
+        let too_long = if mode == Mode::Simple { EINVAL } else { EOVERFLOW };
+        assert_eq!(read(&mut client, 4 * KIB, 32 * MIB, 0).data.len(), 32 << 20);
+        let outcome = client.call(Request::of(READ, 0, 32 * MIB + 1));
+        assert_eq!((outcome.error, outcome.data.len()), (too_long, 0));
+        for (offset, length) in [(64 * MIB, 1), (0, 64 * MIB + 1), (u64::MAX, 2), (1 << 63, 0)] {
+            assert_eq!(client.call(Request::of(READ, offset, length)).error, EINVAL);
+        }
+    }
+}
+
+#[test]
+fn nbd_should_not_disconnect_for_a_read_of_nothing() {
+    let scene = Scene::new(MIB, &[]);
+    for mode in Mode::ALL {
+        let outcome = read(&mut scene.connect(mode), 4096, 0, 0);
+        assert_eq!((outcome.data, outcome.chunks), (vec![], vec![]));
+    }
+}

@@ -1,0 +1,95 @@
+//! A served image, of data and holes as a test wants them.
+//!
+//! Invariant: the server has ended, and in good order, when a scene is over.
+//! Knows: the public face of the server, client. Known by: the tests of this program.
+
+use std::fs::{File, OpenOptions};
+use std::os::unix::fs::FileExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread::JoinHandle;
+use std::time::Duration;
+
+use nowait::{Config, Disk};
+use nowait_server::{Device, Export, Listener, Options, QueueKind, Server, Stopped, Stopper, Tls};
+use tempfile::TempDir;
+
+use crate::client::{Client, Mode};
+
+pub(crate) const KIB: u64 = 1 << 10;
+pub(crate) const MIB: u64 = 1 << 20;
+pub(crate) const TIB: u64 = 1 << 40;
+
+/// How long requests in flight may take when a scene is over.
+const PATIENCE: Duration = Duration::from_secs(30);
+
+/// What a byte of data at `at` is; never 0.
+pub(crate) fn byte_at(at: u64) -> u8 {
+    (at / 512 % 251) as u8 + 1
+}
+
+/// A running server of one image.
+pub(crate) struct Scene {
+    image: PathBuf,
+    socket: PathBuf,
+    stopper: Stopper,
+    running: Option<JoinHandle<Result<Stopped, nowait::Error>>>,
+    _directories: [TempDir; 2],
+}
+
+impl Scene {
+    /// Serves an image of `size` bytes that has data in `data`, each a first byte and a length,
+    /// and holes elsewhere.
+    pub(crate) fn new(size: u64, data: &[(u64, u64)]) -> Self {
+        Self::with(size, data, nowait::OpenOptions::default())
+    }
+
+    /// The same, opened with `options`.
+    pub(crate) fn with(size: u64, data: &[(u64, u64)], options: nowait::OpenOptions) -> Self {
+        let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let image = directory.path().join("disk.img");
+        let file = File::create(&image).unwrap();
+        file.set_len(size).unwrap();
+        for &(pos, len) in data {
+            let bytes: Vec<u8> = (pos..pos + len).map(byte_at).collect();
+            file.write_all_at(&bytes, pos).unwrap();
+        }
+        file.sync_all().unwrap();
+        let disk = Arc::new(Disk::open(&image, options).unwrap());
+        disk.scan();
+        // The path of a Unix socket has a bound that the path of this directory may exceed.
+        let sockets = tempfile::tempdir().unwrap();
+        let socket = sockets.path().join("nbd");
+        let listener = Listener::unix(&socket).unwrap();
+        let config = Config::default();
+        let device = Device::new(disk, config.workers, String::new(), String::new());
+        let options = Options { queues: 1, kind: QueueKind::Auto, config, tls: Tls::Off };
+        let server = Server::start(vec![Export::new(device)], vec![listener], options).unwrap();
+        let stopper = server.stopper();
+        let running = Some(std::thread::spawn(move || server.run(PATIENCE)));
+        Self { image, socket, stopper, running, _directories: [directory, sockets] }
+    }
+
+    pub(crate) fn connect(&self, mode: Mode) -> Client {
+        Client::connect(&self.socket, mode)
+    }
+
+    pub(crate) fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// The image, past the server.
+    pub(crate) fn file(&self) -> File {
+        OpenOptions::new().read(true).open(&self.image).unwrap()
+    }
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        self.stopper.stop();
+        let ended = self.running.take().map(JoinHandle::join);
+        if !std::thread::panicking() {
+            assert_eq!(ended.unwrap().unwrap().unwrap().unfinished, 0);
+        }
+    }
+}
