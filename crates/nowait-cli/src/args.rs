@@ -2,7 +2,7 @@
 //!
 //! Invariant: what parses is in range; what the help promises as a default is what the methods
 //! here return.
-//! Knows: export, image_args, listen, size, tls_args. Known by: main and the commands.
+//! Knows: copy_args, export, image_args, listen, size, tls_args. Known by: main and the commands.
 
 use std::path::PathBuf;
 use std::thread;
@@ -13,6 +13,7 @@ use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 use nowait_bench::ServerKind;
 
+use crate::copy_args::CopyArgs;
 use crate::export::{self, Given, Named};
 use crate::image_args::{CheckArgs, MapArgs, parse_image_format};
 use crate::listen::Listen;
@@ -36,6 +37,7 @@ pub(crate) enum Command {
     Info(InfoArgs),
     Map(MapArgs),
     Check(CheckArgs),
+    Copy(CopyArgs),
     Bench(BenchArgs),
 }
 
@@ -376,6 +378,7 @@ Examples:
   nowait serve disk.img               serve it
   nowait info disk.img                look at it
   nowait check disk.qcow2             look for damage in it
+  nowait copy disk.img copy.img       copy it
 
 'nowait COMMAND --help' is the manual of a command.
 

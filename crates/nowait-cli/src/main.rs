@@ -11,6 +11,7 @@ mod tls_args;
 mod listen;
 mod log;
 mod image_args;
+mod copy_args;
 mod args;
 mod default_image;
 mod create;
@@ -21,6 +22,7 @@ mod map;
 mod check;
 mod service;
 mod serve;
+mod copy;
 mod bench;
 
 use std::io::{self, Write};
@@ -42,6 +44,7 @@ fn main() -> ExitCode {
         Command::Info(args) => info::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Map(args) => map::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Check(args) => check::run(&args),
+        Command::Copy(args) => copy::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Bench(args) => bench::run(&args).map(|()| ExitCode::SUCCESS),
     };
     match result {

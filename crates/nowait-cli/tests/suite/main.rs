@@ -7,6 +7,9 @@
 mod common;
 
 mod abuse;
+mod copy;
+mod copy_cut;
+mod copy_peers;
 mod errors;
 mod exports;
 mod first_run;

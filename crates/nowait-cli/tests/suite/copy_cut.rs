@@ -1,0 +1,156 @@
+//! `nowait copy` that does not come to its end: killed, interrupted, out of space.
+//!
+//! Invariant: under the target's name there is the whole copy or nothing.
+//! Knows: unshare(1), mount(8), sh(1). Known by: nobody.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::common::random::{Random, seed};
+use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, refusal_under, require_tool, skip};
+
+/// Large enough to be caught in the middle.
+const BYTES: u64 = 96 * MIB;
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a name in UTF-8")
+}
+
+fn start(from: &str, to: &str) -> Child {
+    let command = &mut Command::new(NOWAIT);
+    let silent = command.args(["copy", from, to]).stdout(Stdio::null()).stderr(Stdio::piped());
+    silent.spawn().expect("nowait")
+}
+
+/// A full source, and how long a copy of it takes here.
+fn source(scratch: &Scratch) -> (PathBuf, Duration) {
+    let source = scratch.random("source", BYTES, 1);
+    let begin = Instant::now();
+    accepted(&["copy", text(&source), text(&scratch.join("first"))]);
+    fs::remove_file(scratch.join("first")).expect("the first copy");
+    (source, begin.elapsed())
+}
+
+#[test]
+fn sigkill_at_any_moment_leaves_nothing_that_looks_complete() {
+    let scratch = Scratch::new();
+    let (source, takes) = source(&scratch);
+    let target = scratch.join("target");
+    let mut random = Random::from_seed(seed());
+    let mut cut = 0;
+    for _ in 0..12 {
+        let mut copy = start(text(&source), text(&target));
+        thread::sleep(takes.mul_f64(random.below(1000) as f64 / 1000.0));
+        copy.kill().expect("a child");
+        copy.wait().expect("a child");
+        if target.exists() {
+            assert!(fs::read(&target).expect("it") == fs::read(&source).expect("it"));
+            fs::remove_file(&target).expect("the target");
+        } else {
+            cut += 1;
+        }
+    }
+    assert!(cut > 0, "no copy was cut");
+    // What they left is in nobody's way.
+    accepted(&["copy", text(&source), text(&target), "--verify"]);
+    assert_eq!(fs::read_dir(scratch.path()).expect("a directory").count(), 2);
+}
+
+#[test]
+fn an_interrupted_copy_says_so_and_leaves_nothing() {
+    let scratch = Scratch::new();
+    let (source, takes) = source(&scratch);
+    let target = scratch.join("target");
+    let mut interrupted = 0;
+    for part in 1..8 {
+        let copy = start(text(&source), text(&target));
+        thread::sleep(takes.mul_f64(f64::from(part) / 8.0));
+        kill_process(Pid::from_child(&copy), Signal::INT).expect("a child");
+        let output = copy.wait_with_output().expect("a child");
+        assert!(!scratch.join("target.partial").exists());
+        if output.status.success() {
+            fs::remove_file(&target).expect("the copy");
+            continue;
+        }
+        assert!(!target.exists(), "there is a target although the copy failed");
+        // Before it listens, a signal ends it without a word.
+        if output.status.code() == Some(1) {
+            let said = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(said.starts_with("nowait: interrupted") && said.lines().count() == 1, "{said}");
+            interrupted += 1;
+        }
+    }
+    assert!(interrupted > 0, "no copy was interrupted");
+}
+
+#[test]
+fn a_server_killed_amid_a_copy_is_said_and_leaves_nothing() {
+    let scratch = Scratch::new();
+    let (image, takes) = source(&scratch);
+    let target = scratch.join("target");
+    let mut cut = 0;
+    for part in 1..6 {
+        let server = Server::start(&image, &[]);
+        let copy = start(server.uri(), text(&target));
+        thread::sleep(takes.mul_f64(f64::from(part) / 6.0));
+        // Dropped, it is killed.
+        drop(server);
+        let output = copy.wait_with_output().expect("a child");
+        assert!(!scratch.join("target.partial").exists());
+        if output.status.success() {
+            fs::remove_file(&target).expect("the copy");
+            continue;
+        }
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!target.exists() && said.lines().count() == 1, "{said}");
+        assert!(
+            said.contains("closed the connection") || said.contains("cannot connect"),
+            "{said}"
+        );
+        cut += 1;
+    }
+    assert!(cut > 0, "no copy was cut");
+}
+
+#[test]
+fn a_full_file_system_is_said_and_nothing_is_left() {
+    if !require_tool("unshare") {
+        return;
+    }
+    let is_root = rustix::process::geteuid().is_root();
+    let flags: &[&str] = if is_root { &["--mount"] } else { &["--mount", "--map-root-user"] };
+    let tried = Command::new("unshare")
+        .args(flags)
+        .args(["--", "mount", "-t", "tmpfs", "none", "/tmp"])
+        .output();
+    if !tried.is_ok_and(|output| output.status.success()) {
+        skip("no private mounts for this user");
+        return;
+    }
+    let scratch = Scratch::new();
+    let source = scratch.random("source", 16 * MIB, 2);
+    let small = scratch.join("small");
+    fs::create_dir(&small).expect("a directory");
+    // What is left there is told by the exit status: the mount ends with the command.
+    const SCRIPT: &str = r#"mount -t tmpfs -o size=8m none "$0" && cd "$0" || exit 9
+"$@"; status=$?; [ -z "$(ls -A)" ] || exit 8; exit $status"#;
+    let script = ["--", "sh", "-c", SCRIPT, text(&small)];
+    let wrapper = [&["unshare"], flags, &script].concat();
+    refusal_under(&wrapper, &["copy", text(&source), "target"])
+        .says(&["target: cannot write at byte", "No space left"]);
+}
+
+#[test]
+fn a_limit_on_the_size_of_files_is_said_and_nothing_is_left() {
+    let scratch = Scratch::new();
+    let source = scratch.random("source", 4 * MIB, 3);
+    let target = scratch.join("target");
+    let wrapper = ["sh", "-c", r#"ulimit -f 1024 && exec "$0" "$@""#];
+    refusal_under(&wrapper, &["copy", text(&source), text(&target)]).says(&["target", "ulimit -f"]);
+    assert_eq!(fs::read_dir(scratch.path()).expect("a directory").count(), 1);
+}

@@ -1,0 +1,204 @@
+//! `nowait copy` against other people's servers, and one that lies.
+//!
+//! Invariant: what was copied is compared with a file that did not come through the server.
+//! Knows: nbdkit, qemu-nbd. Known by: nobody.
+
+use std::fs;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use crate::common::{KIB, MIB, Scratch, accepted, refusal, require_tool};
+
+const BOUND: Duration = Duration::from_secs(30);
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a name in UTF-8")
+}
+
+/// Somebody else's server, until dropped.
+struct Peer {
+    child: Child,
+    socket: PathBuf,
+}
+
+impl Peer {
+    /// Runs `command`, which makes `socket`.
+    fn start(command: &mut Command, socket: PathBuf) -> Self {
+        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
+        let mut peer = Self { child: command.spawn().expect("a server"), socket };
+        let begin = Instant::now();
+        while UnixStream::connect(&peer.socket).is_err() {
+            let ended = peer.child.try_wait().expect("a child");
+            assert!(ended.is_none() && begin.elapsed() < BOUND, "{command:?} does not listen");
+            thread::sleep(Duration::from_millis(5));
+        }
+        peer
+    }
+
+    fn nbdkit(scratch: &Scratch, arguments: &[&str]) -> Self {
+        let socket = scratch.join("nbdkit.sock");
+        let mut command = Command::new("nbdkit");
+        command.args(["--foreground", "--newstyle", "-U"]).arg(&socket).args(arguments);
+        Self::start(&mut command, socket)
+    }
+
+    fn qemu_nbd(scratch: &Scratch, image: &Path, arguments: &[&str]) -> Self {
+        let socket = scratch.join("qemu.sock");
+        let mut command = Command::new("qemu-nbd");
+        command.args(["--persistent", "--shared=0", "-f", "raw", "-k"]).arg(&socket);
+        Self::start(command.args(arguments).arg(image), socket)
+    }
+
+    fn uri(&self) -> String {
+        format!("nbd+unix:///?socket={}", text(&self.socket))
+    }
+}
+
+impl Drop for Peer {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+        let _ = fs::remove_file(&self.socket);
+    }
+}
+
+/// Copies a source to `peer`, and from it to a new file; both copies are read back.
+fn there_and_back(scratch: &Scratch, source: &Path, peer: &Peer) {
+    accepted(&["copy", text(source), &peer.uri(), "--verify"]);
+    let back = scratch.join("back");
+    accepted(&["copy", &peer.uri(), text(&back), "--verify", "--force"]);
+    assert!(fs::read(source).expect("the source") == fs::read(&back).expect("the copy"));
+}
+
+fn source(scratch: &Scratch) -> PathBuf {
+    scratch.dotted("source", 32 * MIB, 300 * KIB as usize, 2 * MIB)
+}
+
+#[test]
+fn a_disk_goes_to_nbdkit_and_back_whatever_nbdkit_cannot() {
+    if !require_tool("nbdkit") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let source = source(&scratch);
+    let variants: [&[&str]; 6] = [
+        &["memory", "32M"],
+        &["--no-sr", "memory", "32M"],
+        &["--filter=nozero", "memory", "32M"],
+        &["--filter=multi-conn", "--filter=noparallel", "memory", "32M", "multi-conn-mode=disable"],
+        &["--filter=noextents", "memory", "32M"],
+        &[
+            "--filter=blocksize-policy",
+            "memory",
+            "32M",
+            "blocksize-minimum=4096",
+            "blocksize-maximum=64K",
+            "blocksize-error-policy=error",
+        ],
+    ];
+    for arguments in variants {
+        println!("nbdkit {arguments:?}");
+        there_and_back(&scratch, &source, &Peer::nbdkit(&scratch, arguments));
+    }
+}
+
+#[test]
+fn a_tail_that_is_no_whole_block_of_the_server_is_completed_with_zeros() {
+    if !require_tool("nbdkit") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let source = scratch.random("source", MIB + 1000, 1);
+    let policy = ["--filter=blocksize-policy", "memory", "2M", "blocksize-minimum=64K"];
+    let rest = ["blocksize-preferred=64K", "blocksize-maximum=1M", "blocksize-error-policy=error"];
+    let peer = Peer::nbdkit(&scratch, &[&policy[..], &rest].concat());
+    accepted(&["copy", text(&source), &peer.uri(), "--verify"]);
+    let back = scratch.join("back");
+    accepted(&["copy", &peer.uri(), text(&back), "--verify"]);
+    let (back, source) = (fs::read(&back).expect("it"), fs::read(&source).expect("it"));
+    assert!(back[..source.len()] == source && back[source.len()..].iter().all(|&byte| byte == 0));
+}
+
+#[test]
+fn a_disk_goes_to_qemu_nbd_and_back() {
+    if !require_tool("qemu-nbd") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let source = source(&scratch);
+    let old = scratch.random("old", 32 * MIB, 2);
+    let image = scratch.sparse("image", 32 * MIB);
+    for (image, arguments) in [(&image, &[][..]), (&old, &["--cache=none"])] {
+        let peer = Peer::qemu_nbd(&scratch, image, arguments);
+        there_and_back(&scratch, &source, &peer);
+        drop(peer);
+        assert!(fs::read(image).expect("it") == fs::read(&source).expect("it"));
+    }
+}
+
+#[test]
+fn verify_finds_a_byte_that_the_target_has_changed() {
+    if !require_tool("nbdkit") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let bytes = scratch.join("bytes");
+    fs::write(&bytes, vec![0; MIB as usize]).expect("a file");
+    let mut data = vec![b'a'; MIB as usize];
+    data[700_001] = b'x';
+    let source = scratch.join("source");
+    fs::write(&source, &data).expect("a file");
+    // Keeps what is written, and gives a y for each x.
+    let dd = format!("dd of={} seek=$4 oflag=seek_bytes conv=notrunc status=none", text(&bytes));
+    let read = format!(
+        "dd if={} skip=$4 count=$3 iflag=skip_bytes,count_bytes status=none | tr x y",
+        text(&bytes)
+    );
+    let peer = Peer::nbdkit(
+        &scratch,
+        &[
+            "eval",
+            "get_size=echo 1M",
+            "can_write=exit 0",
+            &format!("pread={read}"),
+            &format!("pwrite={dd}"),
+        ],
+    );
+    accepted(&["copy", text(&source), &peer.uri()]);
+    refusal(&["copy", text(&source), &peer.uri(), "--verify"])
+        .says(&["differs from the source at byte 700001"]);
+    assert!(fs::read(&bytes).expect("it") == data, "it was the reading that lied");
+}
+
+#[test]
+fn an_error_of_the_server_is_said_with_its_place_and_leaves_nothing() {
+    if !require_tool("nbdkit") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let source = scratch.random("source", 4 * MIB, 3);
+    let target = scratch.join("target");
+    let failing = ["--filter=error", "memory", "4M", "error=ENOSPC", "error-pwrite-rate=100%"];
+    let peer = Peer::nbdkit(&scratch, &failing);
+    refusal(&["copy", text(&source), &peer.uri()]).says(&["cannot write at byte", "no space left"]);
+    drop(peer);
+    let failing = ["--filter=error", "pattern", "4M", "error=EIO", "error-pread-rate=100%"];
+    let peer = Peer::nbdkit(&scratch, &failing);
+    refusal(&["copy", &peer.uri(), text(&target)]).says(&["cannot read at byte", "input/output"]);
+    assert_eq!(fs::read_dir(scratch.path()).expect("a directory").count(), 2);
+}
+
+#[test]
+fn an_export_that_is_not_there_is_said_by_name() {
+    if !require_tool("qemu-nbd") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let image = scratch.sparse("image", MIB);
+    let peer = Peer::qemu_nbd(&scratch, &image, &["-x", "there"]);
+    let uri = peer.uri().replace(":///", ":///missing");
+    refusal(&["copy", &uri, text(&scratch.join("target"))]).says(&["no export 'missing'"]);
+}

@@ -1,0 +1,13 @@
+//! An export of an NBD server as one side of a copy.
+//!
+//! Invariant: whatever a server sends, the outcome is a result or an error: no panic, no memory
+//! beyond a bound, no byte handed on that was not received.
+//! Knows: error, place, port, zeros. Known by: ends.
+
+mod wire;
+mod handshake;
+mod receiver;
+mod connection;
+mod nbd_port;
+
+pub(crate) use nbd_port::connect;

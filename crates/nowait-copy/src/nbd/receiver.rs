@@ -1,0 +1,509 @@
+//! The replies in a stream of bytes that is cut anywhere.
+//!
+//! Invariant: a request is answered once and only while it is pending; a read has ended when as
+//! many bytes came for it as were asked for, none of them outside its range.
+//! Knows: wire. Known by: connection. Source: NBD proto.md, "Simple reply message", "Structured
+//! reply chunk message".
+
+use nowait::{Buffer, Range, Span};
+use slab::Slab;
+
+use super::wire;
+
+/// The longest answer about the mapping, or about an error, in bytes.
+const MAX_COLLECTED_BYTES: u32 = 16 << 20;
+/// Bytes of the longest head of a reply.
+const MAX_HEAD_BYTES: usize = 32;
+
+/// A request that was accepted and has not ended.
+pub(super) struct Pending {
+    pub(super) tag: u64,
+    pub(super) range: Range,
+    pub(super) memory: Option<Buffer>,
+    pub(super) spans: Vec<Span>,
+    /// The command, `CMD_*`.
+    pub(super) command: u16,
+    /// Requests on the wire that are not answered.
+    pub(super) left: u32,
+    /// The connection that it goes over.
+    pub(super) connection: usize,
+    /// Bytes of a read that came.
+    pub(super) covered: u64,
+}
+
+/// What a request is called on the wire: its place among the pending ones, and its number in it.
+pub(super) fn cookie(pending: usize, number: u32) -> u64 {
+    u64::from(number) << 32 | pending as u64
+}
+
+fn pending_of(cookie: u64) -> usize {
+    cookie as u32 as usize
+}
+
+/// Where in the stream the next byte belongs.
+enum State {
+    /// To a head of so many bytes.
+    Head(usize),
+    /// To the memory of a read.
+    Data { cookie: u64, at: usize, left: usize, done: bool },
+    /// To what is looked at when it is complete.
+    Collect { cookie: u64, kind: u16, left: usize, done: bool },
+}
+
+/// What ended, or an error in words.
+type Outcome<T> = Result<T, String>;
+
+/// Takes the replies of one connection apart.
+pub(super) struct Receiver {
+    connection: usize,
+    context: Option<u32>,
+    state: State,
+    head: [u8; MAX_HEAD_BYTES],
+    have: usize,
+    collected: Vec<u8>,
+}
+
+const HEAD: State = State::Head(wire::SIMPLE_REPLY_BYTES);
+const BROKEN: &str = "the server's replies make no sense";
+
+impl Receiver {
+    /// For the connection with this number, which answers about the mapping under `context`.
+    pub(super) fn new(connection: usize, context: Option<u32>) -> Self {
+        let (head, collected) = ([0; MAX_HEAD_BYTES], Vec::new());
+        Self { connection, context, state: HEAD, head, have: 0, collected }
+    }
+
+    /// The memory that the next bytes of the stream belong to, if it is that of a read.
+    pub(super) fn place<'a>(&self, pending: &'a mut Slab<Pending>) -> Option<&'a mut [u8]> {
+        let State::Data { cookie, at, left, .. } = self.state else { return None };
+        let memory = pending.get_mut(pending_of(cookie))?.memory.as_mut()?;
+        memory.get_mut(at..)?.get_mut(..left)
+    }
+
+    /// The next `count` bytes have come to [`Receiver::place`].
+    pub(super) fn placed(
+        &mut self,
+        count: usize,
+        pending: &mut Slab<Pending>,
+        ended: &mut dyn FnMut(usize),
+    ) -> Outcome<()> {
+        let State::Data { cookie, at, left, done } = &mut self.state else { return Ok(()) };
+        *at += count;
+        *left -= count.min(*left);
+        if *left > 0 {
+            return Ok(());
+        }
+        let (cookie, done) = (*cookie, *done);
+        self.next_head();
+        if done { self.finish(cookie, pending, ended) } else { Ok(()) }
+    }
+
+    /// Takes the next bytes of the stream. `ended` gets the place of each request that has ended.
+    pub(super) fn feed(
+        &mut self,
+        mut bytes: &[u8],
+        pending: &mut Slab<Pending>,
+        ended: &mut dyn FnMut(usize),
+    ) -> Outcome<()> {
+        while !bytes.is_empty() {
+            let count = match &mut self.state {
+                State::Head(need) => {
+                    let count = bytes.len().min(*need - self.have);
+                    copy(&mut self.head, self.have, bytes, count);
+                    self.have += count;
+                    if self.have == *need {
+                        self.head_came(pending, ended)?;
+                    }
+                    count
+                }
+                State::Data { .. } => {
+                    let place = self.place(pending).ok_or(BROKEN)?;
+                    let count = bytes.len().min(place.len());
+                    copy(place, 0, bytes, count);
+                    self.placed(count, pending, ended)?;
+                    count
+                }
+                State::Collect { left, .. } => {
+                    let count = bytes.len().min(*left);
+                    self.collected.extend_from_slice(bytes.get(..count).unwrap_or_default());
+                    *left -= count;
+                    if *left == 0 {
+                        self.collection_came(pending, ended)?;
+                    }
+                    count
+                }
+            };
+            bytes = bytes.get(count..).unwrap_or_default();
+        }
+        Ok(())
+    }
+
+    fn next_head(&mut self) {
+        self.state = HEAD;
+        self.have = 0;
+    }
+
+    fn head_came(
+        &mut self,
+        pending: &mut Slab<Pending>,
+        ended: &mut dyn FnMut(usize),
+    ) -> Outcome<()> {
+        let (magic, _) = wire::u32_of(&self.head).ok_or(BROKEN)?;
+        match magic {
+            wire::SIMPLE_REPLY_MAGIC => self.simple_reply(pending, ended),
+            wire::STRUCTURED_REPLY_MAGIC if self.have < wire::CHUNK_HEAD_BYTES => {
+                self.state = State::Head(wire::CHUNK_HEAD_BYTES);
+                Ok(())
+            }
+            wire::STRUCTURED_REPLY_MAGIC => self.chunk(pending, ended),
+            _ => Err(BROKEN.into()),
+        }
+    }
+
+    fn simple_reply(
+        &mut self,
+        pending: &mut Slab<Pending>,
+        ended: &mut dyn FnMut(usize),
+    ) -> Outcome<()> {
+        let (error, rest) = wire::u32_of(&self.head[4..]).ok_or(BROKEN)?;
+        let (cookie, _) = wire::u64_of(rest).ok_or(BROKEN)?;
+        let request = self.request(cookie, pending)?;
+        if error != 0 {
+            return Err(failure(request, error, ""));
+        }
+        match request.command {
+            wire::CMD_READ => {
+                let left = request.range.len as usize;
+                request.covered = request.range.len;
+                self.state = State::Data { cookie, at: 0, left, done: true };
+                Ok(())
+            }
+            wire::CMD_BLOCK_STATUS => Err(BROKEN.into()),
+            _ => {
+                self.next_head();
+                self.finish(cookie, pending, ended)
+            }
+        }
+    }
+
+    fn chunk(&mut self, pending: &mut Slab<Pending>, ended: &mut dyn FnMut(usize)) -> Outcome<()> {
+        let (flags, rest) = wire::u16_of(&self.head[4..]).ok_or(BROKEN)?;
+        let (kind, rest) = wire::u16_of(rest).ok_or(BROKEN)?;
+        let (cookie, rest) = wire::u64_of(rest).ok_or(BROKEN)?;
+        let (len, rest) = wire::u32_of(rest).ok_or(BROKEN)?;
+        let done = flags & wire::REPLY_FLAG_DONE != 0;
+        let request = self.request(cookie, pending)?;
+        match kind {
+            wire::REPLY_NONE if len == 0 && done => {
+                self.next_head();
+                self.finish(cookie, pending, ended)
+            }
+            wire::REPLY_OFFSET_DATA | wire::REPLY_OFFSET_HOLE
+                if request.command == wire::CMD_READ =>
+            {
+                let (with, right) = match kind {
+                    wire::REPLY_OFFSET_DATA => (8, len > 8),
+                    _ => (12, len == 12),
+                };
+                if !right {
+                    return Err(BROKEN.into());
+                }
+                if self.have < wire::CHUNK_HEAD_BYTES + with {
+                    self.state = State::Head(wire::CHUNK_HEAD_BYTES + with);
+                    return Ok(());
+                }
+                let (offset, rest) = wire::u64_of(rest).ok_or(BROKEN)?;
+                let bytes = match kind {
+                    wire::REPLY_OFFSET_DATA => len - 8,
+                    _ => wire::u32_of(rest).ok_or(BROKEN)?.0,
+                };
+                let at = inside(request, offset, bytes)?;
+                let left = bytes as usize;
+                request.covered += u64::from(bytes);
+                if kind == wire::REPLY_OFFSET_DATA {
+                    self.state = State::Data { cookie, at, left, done };
+                    return Ok(());
+                }
+                let memory = request.memory.as_mut().and_then(|memory| memory.get_mut(at..));
+                memory.and_then(|rest| rest.get_mut(..left)).ok_or(BROKEN)?.fill(0);
+                self.next_head();
+                if done { self.finish(cookie, pending, ended) } else { Ok(()) }
+            }
+            _ if len == 0 || len > MAX_COLLECTED_BYTES => Err(BROKEN.into()),
+            _ => {
+                self.collected.clear();
+                self.state = State::Collect { cookie, kind, left: len as usize, done };
+                Ok(())
+            }
+        }
+    }
+
+    fn collection_came(
+        &mut self,
+        pending: &mut Slab<Pending>,
+        ended: &mut dyn FnMut(usize),
+    ) -> Outcome<()> {
+        let State::Collect { cookie, kind, done, .. } = self.state else { return Ok(()) };
+        let context = self.context;
+        let collected = std::mem::take(&mut self.collected);
+        let request = self.request(cookie, pending)?;
+        match kind {
+            wire::REPLY_BLOCK_STATUS if request.command == wire::CMD_BLOCK_STATUS => {
+                let (id, extents) = wire::u32_of(&collected).ok_or(BROKEN)?;
+                if Some(id) == context {
+                    read_extents(request, extents)?;
+                }
+            }
+            _ if kind & wire::REPLY_ERROR_BIT != 0 => {
+                let (error, rest) = wire::u32_of(&collected).ok_or(BROKEN)?;
+                let (len, rest) = wire::u16_of(rest).ok_or(BROKEN)?;
+                let words = rest.get(..usize::from(len)).unwrap_or_default();
+                return Err(failure(request, error, &String::from_utf8_lossy(words)));
+            }
+            _ => return Err(BROKEN.into()),
+        }
+        self.next_head();
+        if done { self.finish(cookie, pending, ended) } else { Ok(()) }
+    }
+
+    /// The pending request that `cookie` stands for.
+    fn request<'a>(&self, cookie: u64, pending: &'a mut Slab<Pending>) -> Outcome<&'a mut Pending> {
+        let own = pending
+            .get_mut(pending_of(cookie))
+            .filter(|request| request.connection == self.connection && request.left > 0);
+        own.ok_or_else(|| "the server answered a request that was never made".into())
+    }
+
+    fn finish(
+        &self,
+        cookie: u64,
+        pending: &mut Slab<Pending>,
+        ended: &mut dyn FnMut(usize),
+    ) -> Outcome<()> {
+        let request = self.request(cookie, pending)?;
+        let complete = match request.command {
+            wire::CMD_READ => request.covered == request.range.len,
+            wire::CMD_BLOCK_STATUS => !request.spans.is_empty(),
+            _ => true,
+        };
+        if !complete {
+            return Err("the server answered a request only in part".into());
+        }
+        request.left -= 1;
+        if request.left == 0 {
+            ended(pending_of(cookie));
+        }
+        Ok(())
+    }
+}
+
+/// Copies `count` bytes from the start of `from` to `to`, from `at` on.
+fn copy(to: &mut [u8], at: usize, from: &[u8], count: usize) {
+    let to = to.get_mut(at..).and_then(|to| to.get_mut(..count));
+    if let (Some(to), Some(from)) = (to, from.get(..count)) {
+        to.copy_from_slice(from);
+    }
+}
+
+/// Where `bytes` bytes at byte `offset` of the export are in the memory of `request`.
+fn inside(request: &Pending, offset: u64, bytes: u32) -> Outcome<usize> {
+    let start = offset.checked_sub(request.range.pos);
+    let fits = |start: &u64| bytes > 0 && start + u64::from(bytes) <= request.range.len;
+    let start = start.filter(|start| *start <= request.range.len).filter(fits);
+    start.map(|start| start as usize).ok_or_else(|| BROKEN.into())
+}
+
+/// Takes the extents that lie in the range; the last may reach beyond it.
+fn read_extents(request: &mut Pending, mut extents: &[u8]) -> Outcome<()> {
+    request.spans.clear();
+    let mut left = request.range.len;
+    while left > 0
+        && let Some((len, rest)) = wire::u32_of(extents)
+    {
+        let (flags, rest) = wire::u32_of(rest).ok_or(BROKEN)?;
+        if len == 0 {
+            return Err(BROKEN.into());
+        }
+        let len = u64::from(len).min(left);
+        request.spans.push(Span { len, hole: flags & wire::STATE_ZERO != 0 });
+        (left, extents) = (left - len, rest);
+    }
+    Ok(())
+}
+
+fn failure(request: &Pending, error: u32, words: &str) -> String {
+    let doing = match request.command {
+        wire::CMD_READ => "read",
+        wire::CMD_WRITE => "write",
+        wire::CMD_WRITE_ZEROES => "make zero",
+        wire::CMD_BLOCK_STATUS => "find the holes",
+        _ => return format!("cannot flush: {}", wire::error_words(error)),
+    };
+    let (at, reason) = (request.range.pos, wire::error_words(error));
+    let words = if words.is_empty() { String::new() } else { format!(" ({words})") };
+    format!("cannot {doing} at byte {at}: {reason}{words}")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CONTEXT: u32 = 7;
+    const AT: u64 = 1 << 33;
+
+    fn pending(command: u16, len: u64) -> Pending {
+        let memory = (command == wire::CMD_READ).then(|| Buffer::zeroed(len as usize).unwrap());
+        Pending {
+            tag: 0,
+            range: Range::new(AT, len),
+            memory,
+            spans: Vec::new(),
+            command,
+            left: 1,
+            connection: 0,
+            covered: 0,
+        }
+    }
+
+    fn chunk(done: bool, kind: u16, cookie: u64, payload: &[u8]) -> Vec<u8> {
+        let mut bytes = wire::STRUCTURED_REPLY_MAGIC.to_be_bytes().to_vec();
+        bytes.extend(u16::from(done).to_be_bytes());
+        bytes.extend(kind.to_be_bytes());
+        bytes.extend(cookie.to_be_bytes());
+        bytes.extend((payload.len() as u32).to_be_bytes());
+        bytes.extend(payload);
+        bytes
+    }
+
+    fn simple(error: u32, cookie: u64) -> Vec<u8> {
+        let mut bytes = wire::SIMPLE_REPLY_MAGIC.to_be_bytes().to_vec();
+        bytes.extend(error.to_be_bytes());
+        bytes.extend(cookie.to_be_bytes());
+        bytes
+    }
+
+    fn data(done: bool, cookie: u64, offset: u64, bytes: &[u8]) -> Vec<u8> {
+        let payload = [&offset.to_be_bytes(), bytes].concat();
+        chunk(done, wire::REPLY_OFFSET_DATA, cookie, &payload)
+    }
+
+    fn hole(done: bool, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
+        let payload = [&offset.to_be_bytes()[..], &len.to_be_bytes()].concat();
+        chunk(done, wire::REPLY_OFFSET_HOLE, cookie, &payload)
+    }
+
+    fn status(cookie: u64, context: u32, extents: &[(u32, u32)]) -> Vec<u8> {
+        let mut payload = context.to_be_bytes().to_vec();
+        for (len, flags) in extents {
+            payload.extend(len.to_be_bytes());
+            payload.extend(flags.to_be_bytes());
+        }
+        chunk(true, wire::REPLY_BLOCK_STATUS, cookie, &payload)
+    }
+
+    /// Receives `pieces` as a connection does: data of a read straight to its place.
+    fn receive(pieces: &[&[u8]], table: &mut Slab<Pending>) -> Outcome<Vec<usize>> {
+        let mut receiver = Receiver::new(0, Some(CONTEXT));
+        let mut ended = Vec::new();
+        for piece in pieces {
+            let direct = receiver.place(table).map_or(0, |place| {
+                let count = place.len().min(piece.len());
+                place[..count].copy_from_slice(&piece[..count]);
+                count
+            });
+            let mut note = |index| ended.push(index);
+            if direct > 0 {
+                receiver.placed(direct, table, &mut note)?;
+            }
+            receiver.feed(&piece[direct..], table, &mut note)?;
+        }
+        Ok(ended)
+    }
+
+    #[test]
+    fn replies_are_found_wherever_the_stream_is_cut() {
+        let stream = [
+            data(false, 0, AT + 6, &[3, 4]),
+            simple(0, 1),
+            hole(false, 0, AT + 2, 4),
+            status(2, CONTEXT, &[(5, 3), (100, 0)]),
+            data(true, 0, AT, &[1, 2]),
+            simple(0, 3),
+            vec![9, 8, 7],
+        ]
+        .concat();
+        for first in 0..=stream.len() {
+            for second in (first..=stream.len()).step_by(7) {
+                let mut table = Slab::new();
+                for (command, len) in [
+                    (wire::CMD_READ, 8),
+                    (wire::CMD_WRITE, 8),
+                    (wire::CMD_BLOCK_STATUS, 20),
+                    (wire::CMD_READ, 3),
+                ] {
+                    table.insert(pending(command, len));
+                }
+                table[0].memory.as_mut().unwrap().fill(0xee);
+                let pieces = [&stream[..first], &stream[first..second], &stream[second..]];
+                assert_eq!(receive(&pieces, &mut table), Ok(vec![1, 2, 0, 3]), "{first} {second}");
+                let bytes = |index: usize| table[index].memory.as_deref().unwrap();
+                assert_eq!(bytes(0), [1, 2, 0, 0, 0, 0, 3, 4]);
+                assert_eq!(bytes(3), [9, 8, 7]);
+                let spans = [Span { len: 5, hole: true }, Span { len: 15, hole: false }];
+                assert_eq!(table[2].spans, spans);
+            }
+        }
+    }
+
+    #[test]
+    fn what_makes_no_sense_is_an_error() {
+        let read = wire::CMD_READ;
+        for (command, stream) in [
+            (read, vec![0; 16]),
+            (read, simple(0, 1)),
+            (read, data(true, 1, AT, &[0; 8])),
+            (read, data(true, 0, AT - 1, &[0; 8])),
+            (read, data(true, 0, AT + 1, &[0; 8])),
+            (read, data(true, 0, AT, &[])),
+            (read, data(true, 0, AT, &[0; 7])),
+            (read, data(true, 0, u64::MAX, &[0; 8])),
+            (read, hole(true, 0, AT, 9)),
+            (read, hole(true, 0, AT, 0)),
+            (read, chunk(true, wire::REPLY_NONE, 0, &[])),
+            (read, chunk(false, wire::REPLY_NONE, 0, &[])),
+            (read, chunk(true, wire::REPLY_OFFSET_DATA, 0, &[0; 4])),
+            (read, status(0, CONTEXT, &[(8, 0)])),
+            (read, chunk(true, 77, 0, &[0; 8])),
+            (wire::CMD_WRITE, data(true, 0, AT, &[0; 8])),
+            (wire::CMD_BLOCK_STATUS, simple(0, 0)),
+            (wire::CMD_BLOCK_STATUS, status(0, CONTEXT, &[])),
+            (wire::CMD_BLOCK_STATUS, status(0, CONTEXT, &[(0, 0)])),
+            (wire::CMD_BLOCK_STATUS, status(0, CONTEXT + 1, &[(8, 0)])),
+            (wire::CMD_BLOCK_STATUS, chunk(true, wire::REPLY_NONE, 0, &[])),
+            (read, chunk(true, wire::REPLY_ERROR_BIT, 0, &[0, 0, 0, 5])),
+        ] {
+            let mut table = Slab::new();
+            table.insert(pending(command, 8));
+            assert!(receive(&[&stream], &mut table).is_err(), "{command}: {stream:?}");
+        }
+    }
+
+    #[test]
+    fn an_answer_on_another_connection_is_an_error() {
+        let mut table = Slab::new();
+        table.insert(Pending { connection: 1, ..pending(wire::CMD_WRITE, 8) });
+        assert!(receive(&[&simple(0, 0)], &mut table).is_err());
+    }
+
+    #[test]
+    fn a_failure_is_said_with_its_place_and_the_servers_words() {
+        let mut table = Slab::new();
+        table.insert(pending(wire::CMD_WRITE, 8));
+        let payload = [&28u32.to_be_bytes()[..], &4u16.to_be_bytes(), b"full"].concat();
+        let reply = chunk(true, wire::REPLY_ERROR_BIT + 1, 0, &payload);
+        let said = receive(&[&reply], &mut table).unwrap_err();
+        assert_eq!(said, format!("cannot write at byte {AT}: no space left (full)"));
+        let said = receive(&[&simple(1, 0)], &mut table).unwrap_err();
+        assert_eq!(said, format!("cannot write at byte {AT}: operation not permitted"));
+    }
+}

@@ -1,0 +1,230 @@
+//! Where a disk is: a path, or an NBD URI.
+//!
+//! Invariant: a `Uri` names an address and an export that can be asked for: no NUL in either, no
+//! part still percent-encoded; a `Place` is shown as it was given.
+//! Knows: nothing. Known by: nbd, ends, job. Source: the NBD project's uri.md; RFC 3986.
+
+use std::ffi::OsString;
+use std::fmt;
+use std::os::unix::ffi::OsStringExt;
+use std::path::{Path, PathBuf};
+use std::str::FromStr;
+
+/// The port that IANA has assigned to NBD.
+const NBD_PORT: u16 = 10809;
+/// The longest name of an export in bytes (NBD proto.md, "Values", string limit).
+const MAX_EXPORT_BYTES: usize = 4096;
+/// The longest path of a Unix socket in bytes: `sun_path` of unix(7) less its final NUL.
+const MAX_SOCKET_PATH_BYTES: usize = 107;
+
+/// One side of a copy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Place {
+    /// A file or a block device.
+    File(PathBuf),
+    /// An export of an NBD server.
+    Nbd(Uri),
+}
+
+/// An export of an NBD server, `nbd://HOST:PORT/EXPORT` or `nbd+unix:///EXPORT?socket=PATH`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Uri {
+    pub(crate) address: Address,
+    /// The export's name; empty for the server's default.
+    pub(crate) export: String,
+    text: String,
+}
+
+/// Where an NBD server listens.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Address {
+    Unix(PathBuf),
+    /// The host is a name or an address, IPv6 without brackets.
+    Tcp {
+        host: String,
+        port: u16,
+    },
+}
+
+impl Place {
+    /// The path, if it is one.
+    #[must_use]
+    pub fn path(&self) -> Option<&Path> {
+        match self {
+            Self::File(path) => Some(path),
+            Self::Nbd(_) => None,
+        }
+    }
+}
+
+impl fmt::Display for Place {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File(path) => path.display().fmt(f),
+            Self::Nbd(uri) => uri.text.fmt(f),
+        }
+    }
+}
+
+impl Place {
+    /// A place as it stands on a command line: a URI if it begins like one of NBD, else a path.
+    ///
+    /// # Errors
+    /// Words that say what is wrong with a URI, or with an empty path.
+    pub fn parse(text: &OsString) -> Result<Self, String> {
+        let uri = text.to_str().filter(|text| text.starts_with("nbd"));
+        match uri.and_then(|text| text.split_once("://")) {
+            Some((scheme, _)) if scheme.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'+') => {
+                uri.unwrap_or_default().parse().map(Self::Nbd)
+            }
+            _ if text.is_empty() => Err("an empty name is no file".into()),
+            _ => Ok(Self::File(PathBuf::from(text))),
+        }
+    }
+}
+
+impl FromStr for Uri {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (scheme, rest) = text.split_once("://").ok_or("a URI has :// in it")?;
+        let rest = rest.split('#').next().unwrap_or_default();
+        let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
+        let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
+        let export = String::from_utf8(decoded(path)?)
+            .map_err(|_| "the name of the export is not UTF-8".to_owned())?;
+        if export.len() > MAX_EXPORT_BYTES || export.contains('\0') {
+            return Err(format!("the name of an export has at most {MAX_EXPORT_BYTES} bytes"));
+        }
+        let address = match scheme {
+            "nbd" => tcp(authority)?,
+            "nbd+unix" => unix(authority, query)?,
+            "nbds" | "nbds+unix" => return Err("TLS is not there yet (use nbd or nbd+unix)".into()),
+            _ => return Err(format!("the scheme '{scheme}' is neither nbd nor nbd+unix")),
+        };
+        Ok(Self { address, export, text: text.to_owned() })
+    }
+}
+
+fn unix(authority: &str, query: &str) -> Result<Address, String> {
+    if !authority.is_empty() {
+        return Err("nbd+unix has three slashes: nbd+unix:///EXPORT?socket=PATH".into());
+    }
+    let socket = query.split('&').find_map(|parameter| parameter.strip_prefix("socket="));
+    let socket = decoded(socket.ok_or("the socket is missing: nbd+unix:///EXPORT?socket=PATH")?)?;
+    if socket.is_empty() || socket.len() > MAX_SOCKET_PATH_BYTES || socket.contains(&0) {
+        return Err(format!("the path of a socket has 1 to {MAX_SOCKET_PATH_BYTES} bytes"));
+    }
+    Ok(Address::Unix(OsString::from_vec(socket).into()))
+}
+
+fn tcp(authority: &str) -> Result<Address, String> {
+    let (host, port) = match authority.strip_prefix('[') {
+        Some(rest) => {
+            let (host, port) = rest.split_once(']').ok_or("a ] is missing after the address")?;
+            (host, port.strip_prefix(':'))
+        }
+        None => match authority.split_once(':') {
+            Some((host, port)) => (host, Some(port)),
+            None => (authority, None),
+        },
+    };
+    if host.contains('@') {
+        return Err("a user name is not part of an NBD address".into());
+    }
+    let port = match port {
+        Some(text) => text.parse().map_err(|_| format!("'{text}' is no port"))?,
+        None => NBD_PORT,
+    };
+    let host = String::from_utf8(decoded(host)?).map_err(|_| "the host is not UTF-8".to_owned())?;
+    if host.is_empty() || port == 0 {
+        return Err("the host is missing: nbd://HOST:PORT/EXPORT".into());
+    }
+    Ok(Address::Tcp { host, port })
+}
+
+/// `text` with each `%XX` replaced by the byte it stands for.
+fn decoded(text: &str) -> Result<Vec<u8>, String> {
+    let mut bytes = Vec::with_capacity(text.len());
+    let mut rest = text.as_bytes();
+    while let Some((&first, behind)) = rest.split_first() {
+        rest = behind;
+        if first != b'%' {
+            bytes.push(first);
+            continue;
+        }
+        let digit = |at: usize| rest.get(at).and_then(|&byte| char::from(byte).to_digit(16));
+        let (Some(high), Some(low)) = (digit(0), digit(1)) else {
+            return Err("two hexadecimal digits follow a % (the % itself is %25)".into());
+        };
+        bytes.push((high * 16 + low) as u8);
+        rest = rest.get(2..).unwrap_or_default();
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn uri(text: &str) -> (Address, String) {
+        let uri: Uri = text.parse().unwrap();
+        (uri.address, uri.export)
+    }
+
+    fn tcp_at(host: &str, port: u16) -> Address {
+        Address::Tcp { host: host.into(), port }
+    }
+
+    #[test]
+    fn an_address_and_an_export_are_found_in_each_form_of_a_uri() {
+        for (text, address, export) in [
+            ("nbd://h", tcp_at("h", 10809), ""),
+            ("nbd://h:1/", tcp_at("h", 1), ""),
+            ("nbd://[::1]:2/a/b", tcp_at("::1", 2), "a/b"),
+            ("nbd://[fe80::1]", tcp_at("fe80::1", 10809), ""),
+            ("nbd+unix:///?socket=/a", Address::Unix("/a".into()), ""),
+            ("nbd+unix:///e?x=y&socket=/a/b#c", Address::Unix("/a/b".into()), "e"),
+        ] {
+            assert_eq!(uri(text), (address, export.to_owned()), "{text}");
+        }
+    }
+
+    #[test]
+    fn what_is_percent_encoded_is_decoded_once() {
+        let (address, export) = uri("nbd+unix:///a%20b%2525?socket=%2fr%C3%BCn%3F");
+        assert_eq!((address, export.as_str()), (Address::Unix("/rün?".into()), "a b%25"));
+    }
+
+    #[test]
+    fn a_uri_that_names_nothing_is_refused_with_the_form_to_use() {
+        for (text, why) in [
+            ("nbd+unix:///e", "socket is missing"),
+            ("nbd+unix://h/e?socket=/a", "three slashes"),
+            ("nbd+unix:///?socket=", "1 to 107 bytes"),
+            ("nbd:///e", "host is missing"),
+            ("nbd://h:x/", "'x' is no port"),
+            ("nbd://u@h/", "user name"),
+            ("nbd://[::1", "] is missing"),
+            ("nbd://h/%4", "hexadecimal"),
+            ("nbd://h/%zz", "hexadecimal"),
+            ("nbd://h/%ff", "not UTF-8"),
+            ("nbd://h/%00", "at most 4096"),
+            ("nbds://h/", "TLS"),
+            ("nbd+vsock://1/", "neither nbd nor"),
+        ] {
+            let refused = text.parse::<Uri>().unwrap_err();
+            assert!(refused.contains(why), "{text}: {refused}");
+        }
+    }
+
+    #[test]
+    fn everything_that_is_no_uri_of_nbd_is_a_path() {
+        for text in ["disk.img", "/a/nbd://", "http://h/", "nbd", "nbd.img", "nbd-disks://a"] {
+            let place = Place::parse(&text.into()).unwrap();
+            assert_eq!(place, Place::File(text.into()));
+        }
+        assert!(matches!(Place::parse(&"nbd://h/".into()), Ok(Place::Nbd(_))));
+        assert!(Place::parse(&"".into()).is_err());
+    }
+}

@@ -1,0 +1,245 @@
+//! Copies that meet a fault on either side: the outcome is an error in one line, and no file.
+//!
+//! Invariant: each copy ends; what was there before is there afterwards.
+//! Knows: the crate's face. Known by: nobody.
+
+mod server;
+
+use std::fs::{self, File};
+use std::io::{Read, Write};
+use std::path::Path;
+use std::sync::atomic::AtomicBool;
+
+use nowait_copy::{Error, Options, Place, Progress, Report, copy};
+use nowait_image::Format;
+use server::{READ, WRITE, right, serve};
+
+const MIB: u64 = 1 << 20;
+
+fn place(text: &str) -> Place {
+    Place::parse(&text.into()).unwrap()
+}
+
+fn options(from: &str, to: &str) -> Options {
+    Options {
+        from: place(from),
+        to: place(to),
+        from_format: None,
+        to_format: Format::Raw,
+        force: false,
+        verify: false,
+        connections: 2,
+        requests: 4,
+        request_bytes: MIB,
+        sparse_bytes: 4096,
+    }
+}
+
+fn run(from: &str, to: &str) -> Result<Report, Error> {
+    copy(&options(from, to), &AtomicBool::new(false), &mut |_| {})
+}
+
+fn text(path: &Path) -> &str {
+    path.to_str().unwrap()
+}
+
+/// A copy from `uri` fails with one line that has `words`, and leaves nothing.
+fn refused(uri: &str, directory: &Path, words: &str) {
+    let target = directory.join("target");
+    let said = run(uri, text(&target)).unwrap_err().to_string();
+    assert!(said.contains(words) && !said.contains('\n'), "no '{words}' in: {said}");
+    assert!(!target.exists() && !directory.join("target.partial").exists());
+}
+
+#[test]
+fn a_server_that_answers_rightly_is_copied() {
+    let directory = tempfile::tempdir().unwrap();
+    let uri = serve(directory.path(), 3 * MIB + 512, |request| Some(right(request, 9)));
+    let target = directory.path().join("target");
+    let report = run(&uri, text(&target)).unwrap();
+    assert_eq!((report.size, report.data, report.zero), (3 * MIB + 512, 3 * MIB + 512, 0));
+    assert_eq!(fs::read(&target).unwrap(), vec![9; (3 * MIB + 512) as usize]);
+}
+
+#[test]
+fn a_server_that_hangs_up_at_any_request_is_said() {
+    for requests in 0..6 {
+        let directory = tempfile::tempdir().unwrap();
+        let mut left = requests;
+        let uri = serve(directory.path(), 8 * MIB, move |request| {
+            left -= 1;
+            (left >= 0).then(|| right(request, 1))
+        });
+        refused(&uri, directory.path(), "the server closed the connection");
+    }
+}
+
+#[test]
+fn a_server_that_hangs_up_amid_a_reply_is_said() {
+    for bytes in [1, 19, 20, 27, 28, 29, 100_000] {
+        let directory = tempfile::tempdir().unwrap();
+        let mut cut = false;
+        let uri = serve(directory.path(), 8 * MIB, move |request| {
+            if cut {
+                return None;
+            }
+            let mut answer = right(request, 1);
+            if request.command == READ {
+                cut = true;
+                answer.truncate(bytes);
+            }
+            Some(answer)
+        });
+        refused(&uri, directory.path(), "the server closed the connection");
+    }
+}
+
+#[test]
+fn a_source_that_shrinks_while_it_is_copied_is_said() {
+    let directory = tempfile::tempdir().unwrap();
+    let source = directory.path().join("source");
+    fs::write(&source, vec![1; (16 * MIB) as usize]).unwrap();
+    let victim = source.clone();
+    let uri = serve(directory.path(), 16 * MIB, move |request| {
+        if request.command == WRITE {
+            File::options().write(true).open(&victim).unwrap().set_len(MIB).unwrap();
+        }
+        Some(right(request, 0))
+    });
+    let said = run(text(&source), &uri).unwrap_err().to_string();
+    assert!(said.contains("source: it became shorter while it was copied"), "{said}");
+}
+
+#[test]
+fn a_copy_that_is_told_to_stop_ends_and_leaves_nothing() {
+    let directory = tempfile::tempdir().unwrap();
+    let (source, target) = (directory.path().join("source"), directory.path().join("target"));
+    fs::write(&source, vec![1; (32 * MIB) as usize]).unwrap();
+    let stop = AtomicBool::new(false);
+    let mut tell = |_: Progress| stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    let ended = copy(&options(text(&source), text(&target)), &stop, &mut tell);
+    assert_eq!(ended, Err(Error::Interrupted));
+    assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 1);
+}
+
+#[test]
+fn progress_grows_to_the_size_of_the_disk() {
+    let directory = tempfile::tempdir().unwrap();
+    let (source, target) = (directory.path().join("source"), directory.path().join("target"));
+    fs::write(&source, vec![1; (4 * MIB) as usize]).unwrap();
+    File::options().write(true).open(&source).unwrap().set_len(8 * MIB).unwrap();
+    let (mut last, options) = (None, options(text(&source), text(&target)));
+    let options = Options { verify: true, ..options };
+    let mut tell = |now: Progress| {
+        assert!(now.done <= now.total && now.total == 8 * MIB);
+        if let Some(before) = last.replace(now) {
+            assert!(before.phase != now.phase || before.done <= now.done);
+        }
+    };
+    copy(&options, &AtomicBool::new(false), &mut tell).unwrap();
+    assert_eq!(last.map(|last| last.done), Some(8 * MIB));
+}
+
+#[test]
+fn a_handshake_that_is_none_is_said() {
+    use server::{export_info, greeting, listen, option_reply, receive_option};
+    let unsupported = |option| option_reply(option, (1 << 31) + 1, &[]);
+    let ack = || option_reply(7, 1, &[]);
+    let block_sizes = |min: u32, max: u32| {
+        let sizes = [min, 4096, max].map(u32::to_be_bytes).concat();
+        option_reply(7, 3, &[&3u16.to_be_bytes()[..], &sizes].concat())
+    };
+    let long = [&option_reply(7, 3, &[])[..16], &u32::MAX.to_be_bytes()].concat();
+    for (first, go, words) in [
+        (b"HTTP/1.1 400 Bad Request\r\n".to_vec(), vec![], "does not speak NBD"),
+        (b"NBDMAGIC\x00\x00\x42\x02\x81\x86\x12\x53\x00\x00".to_vec(), vec![], "old style"),
+        (b"NBD".to_vec(), vec![], "closed the connection in the handshake"),
+        (greeting(), unsupported(7), "too old"),
+        (greeting(), option_reply(7, (1 << 31) + 5, b"no\nway"), "wants TLS"),
+        (greeting(), option_reply(7, (1 << 31) + 2, b"go\naway"), "does not allow it: go away"),
+        (greeting(), ack(), "does not say how large"),
+        (greeting(), [export_info(1 << 63), ack()].concat(), "9223372036854775808 bytes"),
+        (greeting(), [export_info(MIB), block_sizes(3, 4096), ack()].concat(), "block sizes"),
+        (greeting(), [export_info(MIB), block_sizes(512, 1), ack()].concat(), "block sizes"),
+        (greeting(), export_info(MIB).repeat(100), "come to an end"),
+        (greeting(), long, "is no answer"),
+        (greeting(), vec![7; 20], "is no answer"),
+        (greeting(), vec![], "closed the connection in the handshake"),
+    ] {
+        let directory = tempfile::tempdir().unwrap();
+        let uri = listen(directory.path(), move |stream| {
+            stream.write_all(&first)?;
+            if first.len() < 18 {
+                return Ok(());
+            }
+            stream.read_exact(&mut [0; 4])?;
+            // Structured replies are refused.
+            let option = receive_option(stream)?;
+            stream.write_all(&unsupported(option))?;
+            receive_option(stream)?;
+            stream.write_all(&go)
+        });
+        refused(&uri, directory.path(), words);
+    }
+}
+
+/// SplitMix64.
+fn next(state: &mut u64) -> u64 {
+    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
+    let mixed = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
+    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
+    mixed ^ (mixed >> 31)
+}
+
+#[test]
+fn replies_with_random_bytes_changed_are_an_error_or_the_right_bytes() {
+    const BYTES: u64 = 256 << 10;
+    let (mut failed, mut whole) = (0, 0);
+    for seed in 0..150 {
+        let directory = tempfile::tempdir().unwrap();
+        let mut random = seed;
+        let uri = serve(directory.path(), BYTES, move |request| {
+            let mut answer = right(request, 5);
+            let head = answer.len().min(32);
+            match next(&mut random) % 4 {
+                // Data is what the server says it is; only what is around it is changed.
+                0 => {
+                    let at = next(&mut random) as usize % head.min(28);
+                    answer[at] ^= 1 << (next(&mut random) % 8);
+                }
+                1 => {
+                    let shorter = next(&mut random) as usize % answer.len();
+                    answer.truncate(shorter);
+                    answer.extend([0; 64]);
+                }
+                _ => {}
+            }
+            Some(answer)
+        });
+        let target = directory.path().join("target");
+        let stop = AtomicBool::new(false);
+        let begin = std::time::Instant::now();
+        let mut options = options(&uri, text(&target));
+        options.request_bytes = 64 << 10;
+        let ended = std::thread::scope(|scope| {
+            let copying = scope.spawn(|| copy(&options, &stop, &mut |_| {}));
+            while !copying.is_finished() && begin.elapsed().as_millis() < 300 {
+                std::thread::sleep(std::time::Duration::from_millis(1));
+            }
+            // A reply that was cut short leaves the client waiting for the rest, which is right.
+            stop.store(true, std::sync::atomic::Ordering::Relaxed);
+            copying.join().unwrap()
+        });
+        match ended {
+            Ok(report) => {
+                whole += 1;
+                assert_eq!(fs::metadata(&target).unwrap().len(), report.size, "seed {seed}");
+            }
+            Err(_) => {
+                failed += 1;
+                assert!(!target.exists(), "seed {seed}");
+            }
+        }
+    }
+    assert!(failed > 50 && whole > 0, "{failed} failed, {whole} were whole");
+}
