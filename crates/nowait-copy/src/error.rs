@@ -67,6 +67,6 @@ mod tests {
 
     #[test]
     fn the_systems_words_come_without_their_number() {
-        assert_eq!(reason(libc::ENOSPC), "No space left on device");
+        assert_eq!(reason(rustix::io::Errno::NOSPC.raw_os_error()), "No space left on device");
     }
 }
