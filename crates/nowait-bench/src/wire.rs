@@ -1,37 +1,23 @@
 //! The client's half of NBD, as much as a measurement needs: handshake, requests, simple replies.
 //!
 //! Invariant: whatever a server sends, the answer is a result or an error, never a panic or an unbounded
-//! allocation. Knows: nothing. Known by: client, server (to see that one is ready).
+//! allocation. Knows: the numbers of the protocol. Known by: client, server (to see that one is ready).
 //! Source of all numbers: the NBD project's proto.md, "Newstyle negotiation", "Option types", "Request
 //! message" and "Simple reply message". Structured replies are not asked for.
 
 use std::io::{self, Read, Write};
 
-const NBDMAGIC: u64 = 0x4e42_444d_4147_4943;
-const IHAVEOPT: u64 = 0x4948_4156_454f_5054;
-const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-const REQUEST_MAGIC: u32 = 0x2560_9513;
-const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-
-const FLAG_FIXED_NEWSTYLE: u16 = 1;
-const FLAG_NO_ZEROES: u16 = 2;
-const OPTION_GO: u32 = 7;
-const REPLY_ACK: u32 = 1;
-const REPLY_INFO: u32 = 3;
-const REPLY_ERROR_BIT: u32 = 1 << 31;
-const INFO_EXPORT: u16 = 0;
-const TRANSMISSION_READ_ONLY: u16 = 2;
-
-const COMMAND_READ: u16 = 0;
-const COMMAND_WRITE: u16 = 1;
-const COMMAND_DISCONNECT: u16 = 2;
+pub(crate) use nowait_nbd::REQUEST_BYTES;
+use nowait_nbd::{
+    CMD_DISC, CMD_READ, CMD_WRITE, FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, FLAG_READ_ONLY,
+    INFO_EXPORT, INIT_MAGIC, OPT_GO, OPTION_MAGIC, OPTION_REPLY_MAGIC, REP_ACK, REP_ERR_BIT,
+    REP_INFO, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC,
+};
 
 /// The longest answer to an option that a server has reason to give.
 const OPTION_REPLY_BYTES_MAX: usize = 64 * 1024;
 /// A server may send several pieces of information before it acknowledges, but not without end.
 const OPTION_REPLIES_MAX: usize = 64;
-const SIMPLE_REPLY_BYTES: usize = 16;
-pub(crate) const REQUEST_BYTES: usize = 28;
 
 /// What a server says of the device it exports.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -59,17 +45,11 @@ pub(crate) enum Command {
 impl Request {
     pub(crate) fn header(&self) -> [u8; REQUEST_BYTES] {
         let command = match self.command {
-            Command::Read => COMMAND_READ,
-            Command::Write => COMMAND_WRITE,
-            Command::Disconnect => COMMAND_DISCONNECT,
+            Command::Read => CMD_READ,
+            Command::Write => CMD_WRITE,
+            Command::Disconnect => CMD_DISC,
         };
-        let mut header = [0; REQUEST_BYTES];
-        header[0..4].copy_from_slice(&REQUEST_MAGIC.to_be_bytes());
-        header[6..8].copy_from_slice(&command.to_be_bytes());
-        header[8..16].copy_from_slice(&self.cookie.to_be_bytes());
-        header[16..24].copy_from_slice(&self.position.to_be_bytes());
-        header[24..28].copy_from_slice(&self.bytes.to_be_bytes());
-        header
+        nowait_nbd::request(command, 0, self.cookie, self.position, self.bytes)
     }
 }
 
@@ -78,15 +58,15 @@ pub(crate) fn negotiate(stream: &mut (impl Read + Write), name: &str) -> io::Res
     let greeting: [u8; 18] = read_array(stream)?;
     let [magic, option_magic] = [be64(&greeting, 0), be64(&greeting, 8)];
     let flags = u16::from_be_bytes([greeting[16], greeting[17]]);
-    if magic != NBDMAGIC || option_magic != IHAVEOPT || flags & FLAG_FIXED_NEWSTYLE == 0 {
+    if magic != INIT_MAGIC || option_magic != OPTION_MAGIC || flags & FLAG_FIXED_NEWSTYLE == 0 {
         return Err(broken("the greeting is not that of a fixed newstyle NBD server"));
     }
     let mine = FLAG_FIXED_NEWSTYLE | (flags & FLAG_NO_ZEROES);
 
     let mut go = Vec::with_capacity(32 + name.len());
     go.extend(u32::from(mine).to_be_bytes());
-    go.extend(IHAVEOPT.to_be_bytes());
-    go.extend(OPTION_GO.to_be_bytes());
+    go.extend(OPTION_MAGIC.to_be_bytes());
+    go.extend(OPT_GO.to_be_bytes());
     go.extend((name.len() as u32 + 6).to_be_bytes());
     go.extend((name.len() as u32).to_be_bytes());
     go.extend(name.as_bytes());
@@ -100,7 +80,7 @@ fn read_go_replies(stream: &mut impl Read) -> io::Result<Export> {
     for _ in 0..OPTION_REPLIES_MAX {
         let head: [u8; 20] = read_array(stream)?;
         let [kind, bytes] = [be32(&head, 12), be32(&head, 16)];
-        if be64(&head, 0) != OPTION_REPLY_MAGIC || be32(&head, 8) != OPTION_GO {
+        if be64(&head, 0) != OPTION_REPLY_MAGIC || be32(&head, 8) != OPT_GO {
             return Err(broken("the answer to GO is not an option reply"));
         }
         let bytes = bytes as usize;
@@ -110,9 +90,9 @@ fn read_go_replies(stream: &mut impl Read) -> io::Result<Export> {
         let mut data = vec![0; bytes];
         stream.read_exact(&mut data)?;
         match kind {
-            REPLY_ACK => return export.ok_or_else(|| broken("GO was acknowledged without a size")),
-            REPLY_INFO => export = parse_export(&data).or(export),
-            _ if kind & REPLY_ERROR_BIT != 0 => {
+            REP_ACK => return export.ok_or_else(|| broken("GO was acknowledged without a size")),
+            REP_INFO => export = parse_export(&data).or(export),
+            _ if kind & REP_ERR_BIT != 0 => {
                 let text = String::from_utf8_lossy(&data);
                 return Err(broken(format!(
                     "the server refused the export: error {kind:#x} {text}"
@@ -129,8 +109,7 @@ fn parse_export(data: &[u8]) -> Option<Export> {
     let [kind, flags] =
         [u16::from_be_bytes([data[0], data[1]]), u16::from_be_bytes([data[10], data[11]])];
     let bytes = be64(data, 2);
-    (kind == INFO_EXPORT)
-        .then_some(Export { bytes, read_only: flags & TRANSMISSION_READ_ONLY != 0 })
+    (kind == INFO_EXPORT).then_some(Export { bytes, read_only: flags & FLAG_READ_ONLY != 0 })
 }
 
 /// Finds the replies in a stream of bytes that is cut anywhere.

@@ -179,7 +179,7 @@ impl Drop for Connection {
     /// Says goodbye, if that needs no waiting ("Terminating the transmission phase").
     fn drop(&mut self) {
         if self.outgoing.is_empty() {
-            let _ = rustix::io::write(&self.socket, &wire::request(wire::CMD_DISC, 0, 0, 0));
+            let _ = rustix::io::write(&self.socket, &wire::request(wire::CMD_DISC, 0, 0, 0, 0));
         }
     }
 }

@@ -162,7 +162,7 @@ fn ask(
         receive(stream, &mut data)?;
         match kind {
             wire::REP_ACK => return Ok(Ok(())),
-            _ if kind & wire::REP_ERROR_BIT != 0 => {
+            _ if kind & wire::REP_ERR_BIT != 0 => {
                 let words = String::from_utf8_lossy(&data).into_owned();
                 return Ok(Err(Refusal { kind, words }));
             }

@@ -142,7 +142,7 @@ impl Port for NbdPort {
             let command = if zero { wire::CMD_WRITE_ZEROES } else { command };
             let offset = range.pos + run.start as u64;
             let cookie = cookie(pending, number as u32);
-            let header = wire::request(command, cookie, offset, run.len as u32);
+            let header = wire::request(command, 0, cookie, offset, run.len as u32);
             connection.push(Outgoing { header, data });
         }
     }

@@ -194,15 +194,15 @@ impl Receiver {
         let done = flags & wire::REPLY_FLAG_DONE != 0;
         let request = self.request(cookie, pending)?;
         match kind {
-            wire::REPLY_NONE if len == 0 && done => {
+            wire::REPLY_TYPE_NONE if len == 0 && done => {
                 self.next_head();
                 self.finish(cookie, pending, ended)
             }
-            wire::REPLY_OFFSET_DATA | wire::REPLY_OFFSET_HOLE
+            wire::REPLY_TYPE_OFFSET_DATA | wire::REPLY_TYPE_OFFSET_HOLE
                 if request.command == wire::CMD_READ =>
             {
                 let (with, right) = match kind {
-                    wire::REPLY_OFFSET_DATA => (8, len > 8),
+                    wire::REPLY_TYPE_OFFSET_DATA => (8, len > 8),
                     _ => (12, len == 12),
                 };
                 if !right {
@@ -214,13 +214,13 @@ impl Receiver {
                 }
                 let (offset, rest) = wire::u64_of(rest).ok_or(BROKEN)?;
                 let bytes = match kind {
-                    wire::REPLY_OFFSET_DATA => len - 8,
+                    wire::REPLY_TYPE_OFFSET_DATA => len - 8,
                     _ => wire::u32_of(rest).ok_or(BROKEN)?.0,
                 };
                 let at = inside(request, offset, bytes)?;
                 let left = bytes as usize;
                 request.covered += u64::from(bytes);
-                if kind == wire::REPLY_OFFSET_DATA {
+                if kind == wire::REPLY_TYPE_OFFSET_DATA {
                     self.state = State::Data { cookie, at, left, done };
                     return Ok(());
                 }
@@ -248,13 +248,13 @@ impl Receiver {
         let collected = std::mem::take(&mut self.collected);
         let request = self.request(cookie, pending)?;
         match kind {
-            wire::REPLY_BLOCK_STATUS if request.command == wire::CMD_BLOCK_STATUS => {
+            wire::REPLY_TYPE_BLOCK_STATUS if request.command == wire::CMD_BLOCK_STATUS => {
                 let (id, extents) = wire::u32_of(&collected).ok_or(BROKEN)?;
                 if Some(id) == context {
                     read_extents(request, extents)?;
                 }
             }
-            _ if kind & wire::REPLY_ERROR_BIT != 0 => {
+            _ if kind & wire::REPLY_TYPE_ERROR_BIT != 0 => {
                 let (error, rest) = wire::u32_of(&collected).ok_or(BROKEN)?;
                 let (len, rest) = wire::u16_of(rest).ok_or(BROKEN)?;
                 let words = rest.get(..usize::from(len)).unwrap_or_default();
@@ -384,12 +384,12 @@ mod tests {
 
     fn data(done: bool, cookie: u64, offset: u64, bytes: &[u8]) -> Vec<u8> {
         let payload = [&offset.to_be_bytes(), bytes].concat();
-        chunk(done, wire::REPLY_OFFSET_DATA, cookie, &payload)
+        chunk(done, wire::REPLY_TYPE_OFFSET_DATA, cookie, &payload)
     }
 
     fn hole(done: bool, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
         let payload = [&offset.to_be_bytes()[..], &len.to_be_bytes()].concat();
-        chunk(done, wire::REPLY_OFFSET_HOLE, cookie, &payload)
+        chunk(done, wire::REPLY_TYPE_OFFSET_HOLE, cookie, &payload)
     }
 
     fn status(cookie: u64, context: u32, extents: &[(u32, u32)]) -> Vec<u8> {
@@ -398,7 +398,7 @@ mod tests {
             payload.extend(len.to_be_bytes());
             payload.extend(flags.to_be_bytes());
         }
-        chunk(true, wire::REPLY_BLOCK_STATUS, cookie, &payload)
+        chunk(true, wire::REPLY_TYPE_BLOCK_STATUS, cookie, &payload)
     }
 
     /// Receives `pieces` as a connection does: data of a read straight to its place.
@@ -469,9 +469,9 @@ mod tests {
             (read, data(true, 0, u64::MAX, &[0; 8])),
             (read, hole(true, 0, AT, 9)),
             (read, hole(true, 0, AT, 0)),
-            (read, chunk(true, wire::REPLY_NONE, 0, &[])),
-            (read, chunk(false, wire::REPLY_NONE, 0, &[])),
-            (read, chunk(true, wire::REPLY_OFFSET_DATA, 0, &[0; 4])),
+            (read, chunk(true, wire::REPLY_TYPE_NONE, 0, &[])),
+            (read, chunk(false, wire::REPLY_TYPE_NONE, 0, &[])),
+            (read, chunk(true, wire::REPLY_TYPE_OFFSET_DATA, 0, &[0; 4])),
             (read, status(0, CONTEXT, &[(8, 0)])),
             (read, chunk(true, 77, 0, &[0; 8])),
             (wire::CMD_WRITE, data(true, 0, AT, &[0; 8])),
@@ -479,8 +479,8 @@ mod tests {
             (wire::CMD_BLOCK_STATUS, status(0, CONTEXT, &[])),
             (wire::CMD_BLOCK_STATUS, status(0, CONTEXT, &[(0, 0)])),
             (wire::CMD_BLOCK_STATUS, status(0, CONTEXT + 1, &[(8, 0)])),
-            (wire::CMD_BLOCK_STATUS, chunk(true, wire::REPLY_NONE, 0, &[])),
-            (read, chunk(true, wire::REPLY_ERROR_BIT, 0, &[0, 0, 0, 5])),
+            (wire::CMD_BLOCK_STATUS, chunk(true, wire::REPLY_TYPE_NONE, 0, &[])),
+            (read, chunk(true, wire::REPLY_TYPE_ERROR_BIT, 0, &[0, 0, 0, 5])),
         ] {
             let mut table = Slab::new();
             table.insert(pending(command, 8));
@@ -500,7 +500,7 @@ mod tests {
         let mut table = Slab::new();
         table.insert(pending(wire::CMD_WRITE, 8));
         let payload = [&28u32.to_be_bytes()[..], &4u16.to_be_bytes(), b"full"].concat();
-        let reply = chunk(true, wire::REPLY_ERROR_BIT + 1, 0, &payload);
+        let reply = chunk(true, wire::REPLY_TYPE_ERROR_BIT + 1, 0, &payload);
         let said = receive(&[&reply], &mut table).unwrap_err();
         assert_eq!(said, format!("cannot write at byte {AT}: no space left (full)"));
         let said = receive(&[&simple(1, 0)], &mut table).unwrap_err();

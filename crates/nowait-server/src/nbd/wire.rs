@@ -1,123 +1,10 @@
-//! The numbers of NBD and the header of a request: what the bytes on the socket mean.
+//! The header of a request, and errno as the protocol's error values.
 //!
 //! Invariant: nothing here decides anything. A header that parses has the right magic and no
 //! other check behind it.
-//! Names are those of NBD proto.md without `NBD_`; all numbers travel big-endian. What is marked
-//! "ext" is of proto.md on the branch extension-ext-header, where extended headers are specified.
-//! Knows: nothing. Known by: handshake and the transmission phase.
+//! Knows: the numbers of the protocol. Known by: handshake and the transmission phase.
 
-/// `NBDMAGIC`: the first eight bytes of a server's greeting.
-pub(crate) const INIT_MAGIC: u64 = 0x4e42_444d_4147_4943;
-/// `IHAVEOPT`: the second eight bytes of the greeting and the start of every option.
-pub(crate) const OPTION_MAGIC: u64 = 0x4948_4156_454f_5054;
-/// The start of every reply to an option.
-pub(crate) const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-/// The start of every request of the transmission phase.
-pub(crate) const REQUEST_MAGIC: u32 = 0x2560_9513;
-/// The start of every request after `OPT_EXTENDED_HEADERS` (ext).
-pub(crate) const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
-/// The start of a simple reply.
-pub(crate) const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-/// The start of every chunk of a structured reply.
-pub(crate) const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
-/// The start of every chunk of a reply after `OPT_EXTENDED_HEADERS` (ext).
-pub(crate) const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
-
-/// The longest string of the protocol, in bytes (NBD proto.md, "Conventions").
-pub(crate) const MAX_STRING_BYTES: usize = 4096;
-
-/// Handshake flag, and client flag in answer to it: options other than `OPT_EXPORT_NAME` work.
-pub(crate) const FLAG_FIXED_NEWSTYLE: u16 = 1 << 0;
-/// Handshake flag, and client flag in answer to it: no padding after `OPT_EXPORT_NAME`.
-pub(crate) const FLAG_NO_ZEROES: u16 = 1 << 1;
-
-// Option types (NBD proto.md, "Option types"); one that is missing here is not supported.
-pub(crate) const OPT_EXPORT_NAME: u32 = 1;
-pub(crate) const OPT_ABORT: u32 = 2;
-pub(crate) const OPT_LIST: u32 = 3;
-pub(crate) const OPT_STARTTLS: u32 = 5;
-pub(crate) const OPT_INFO: u32 = 6;
-pub(crate) const OPT_GO: u32 = 7;
-pub(crate) const OPT_STRUCTURED_REPLY: u32 = 8;
-pub(crate) const OPT_LIST_META_CONTEXT: u32 = 9;
-pub(crate) const OPT_SET_META_CONTEXT: u32 = 10;
-pub(crate) const OPT_EXTENDED_HEADERS: u32 = 11;
-
-// Option reply types (NBD proto.md, "Option reply types"); bit 31 marks an error.
-pub(crate) const REP_ACK: u32 = 1;
-pub(crate) const REP_SERVER: u32 = 2;
-pub(crate) const REP_INFO: u32 = 3;
-pub(crate) const REP_META_CONTEXT: u32 = 4;
-pub(crate) const REP_ERR_UNSUP: u32 = (1 << 31) + 1;
-pub(crate) const REP_ERR_POLICY: u32 = (1 << 31) + 2;
-pub(crate) const REP_ERR_INVALID: u32 = (1 << 31) + 3;
-pub(crate) const REP_ERR_TLS_REQD: u32 = (1 << 31) + 5;
-pub(crate) const REP_ERR_UNKNOWN: u32 = (1 << 31) + 6;
-pub(crate) const REP_ERR_TOO_BIG: u32 = (1 << 31) + 9;
-pub(crate) const REP_ERR_EXT_HEADER_REQD: u32 = (1 << 31) + 10;
-
-// Information types of `REP_INFO`.
-pub(crate) const INFO_EXPORT: u16 = 0;
-pub(crate) const INFO_NAME: u16 = 1;
-pub(crate) const INFO_DESCRIPTION: u16 = 2;
-pub(crate) const INFO_BLOCK_SIZE: u16 = 3;
-
-// Transmission flags (NBD proto.md, "Transmission flags"): what an export can do.
-pub(crate) const FLAG_HAS_FLAGS: u16 = 1 << 0;
-pub(crate) const FLAG_READ_ONLY: u16 = 1 << 1;
-pub(crate) const FLAG_SEND_FLUSH: u16 = 1 << 2;
-pub(crate) const FLAG_SEND_FUA: u16 = 1 << 3;
-pub(crate) const FLAG_SEND_TRIM: u16 = 1 << 5;
-pub(crate) const FLAG_SEND_WRITE_ZEROES: u16 = 1 << 6;
-pub(crate) const FLAG_SEND_DF: u16 = 1 << 7;
-pub(crate) const FLAG_CAN_MULTI_CONN: u16 = 1 << 8;
-pub(crate) const FLAG_SEND_CACHE: u16 = 1 << 10;
-pub(crate) const FLAG_SEND_FAST_ZERO: u16 = 1 << 11;
-pub(crate) const FLAG_BLOCK_STATUS_PAYLOAD: u16 = 1 << 12;
-
-// Commands (NBD proto.md, "Request types").
-pub(crate) const CMD_READ: u16 = 0;
-pub(crate) const CMD_WRITE: u16 = 1;
-pub(crate) const CMD_DISC: u16 = 2;
-pub(crate) const CMD_FLUSH: u16 = 3;
-pub(crate) const CMD_TRIM: u16 = 4;
-pub(crate) const CMD_CACHE: u16 = 5;
-pub(crate) const CMD_WRITE_ZEROES: u16 = 6;
-pub(crate) const CMD_BLOCK_STATUS: u16 = 7;
-
-// Command flags (NBD proto.md, "Command flags").
-pub(crate) const CMD_FLAG_FUA: u16 = 1 << 0;
-pub(crate) const CMD_FLAG_NO_HOLE: u16 = 1 << 1;
-pub(crate) const CMD_FLAG_DF: u16 = 1 << 2;
-pub(crate) const CMD_FLAG_REQ_ONE: u16 = 1 << 3;
-pub(crate) const CMD_FLAG_FAST_ZERO: u16 = 1 << 4;
-pub(crate) const CMD_FLAG_PAYLOAD_LEN: u16 = 1 << 5;
-
-/// Reply flag of a chunk: no other follows for this request.
-pub(crate) const REPLY_FLAG_DONE: u16 = 1 << 0;
-
-// Reply types of a chunk (NBD proto.md, "Structured reply types"); bit 15 marks an error.
-pub(crate) const REPLY_TYPE_NONE: u16 = 0;
-pub(crate) const REPLY_TYPE_OFFSET_DATA: u16 = 1;
-pub(crate) const REPLY_TYPE_OFFSET_HOLE: u16 = 2;
-pub(crate) const REPLY_TYPE_BLOCK_STATUS: u16 = 5;
-pub(crate) const REPLY_TYPE_BLOCK_STATUS_EXT: u16 = 6;
-pub(crate) const REPLY_TYPE_ERROR: u16 = (1 << 15) + 1;
-
-/// `base:allocation`: the extent has no storage behind it.
-pub(crate) const STATE_HOLE: u32 = 1 << 0;
-/// `base:allocation`: the extent reads as zeros.
-pub(crate) const STATE_ZERO: u32 = 1 << 1;
-
-// Error values (NBD proto.md, "Error values"): the only ones a reply may carry.
-pub(crate) const EPERM: u32 = 1;
-pub(crate) const EIO: u32 = 5;
-pub(crate) const ENOMEM: u32 = 12;
-pub(crate) const EINVAL: u32 = 22;
-pub(crate) const ENOSPC: u32 = 28;
-pub(crate) const EOVERFLOW: u32 = 75;
-pub(crate) const ENOTSUP: u32 = 95;
-pub(crate) const ESHUTDOWN: u32 = 108;
+pub(crate) use nowait_nbd::*;
 
 /// Error numbers of Linux, as in errno(3) on the architectures that share asm-generic/errno.h
 /// (x86, ARM, RISC-V, POWER and others).
@@ -167,8 +54,8 @@ impl Mode {
     #[inline]
     pub(crate) const fn request_bytes(self) -> usize {
         match self {
-            Self::Simple | Self::Structured => RequestHeader::COMPACT_LEN,
-            Self::Extended => RequestHeader::EXTENDED_LEN,
+            Self::Simple | Self::Structured => REQUEST_BYTES,
+            Self::Extended => EXTENDED_REQUEST_BYTES,
         }
     }
 
@@ -196,9 +83,6 @@ pub(crate) struct RequestHeader {
 }
 
 impl RequestHeader {
-    const COMPACT_LEN: usize = 28;
-    const EXTENDED_LEN: usize = 32;
-
     /// Reads the header at the start of `bytes`, which are at least [`Mode::request_bytes`];
     /// `None` if the magic is wrong, after which the stream has no meaning.
     #[inline]
