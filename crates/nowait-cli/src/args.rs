@@ -2,17 +2,17 @@
 //!
 //! Invariant: what parses is in range; what the help promises as a default is what the methods
 //! here return.
-//! Knows: copy_args, export, image_args, listen, size, tls_args. Known by: main and the commands.
+//! Knows: bench_args, copy_args, export, image_args, listen, size, tls_args. Known by: main and the
+//! commands.
 
 use std::path::PathBuf;
 use std::thread;
-use std::time::Duration;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
-use nowait_bench::ServerKind;
 
+use crate::bench_args::BenchArgs;
 use crate::copy_args::CopyArgs;
 use crate::export::{self, Given, Named};
 use crate::image_args::{CheckArgs, MapArgs, parse_image_format};
@@ -209,94 +209,6 @@ pub(crate) struct InfoArgs {
     pub(crate) json: bool,
 }
 
-/// Measure, on this machine: this server beside others, the engine's mechanisms on against off
-///
-/// Each figure is the median of several short turns, taken by turns with what it is compared to, so
-/// that a machine that slows down slows down for all of them.
-#[derive(Debug, Args)]
-#[command(after_help = BENCH_AFTER_HELP)]
-pub(crate) struct BenchArgs {
-    /// What to measure
-    #[arg(value_enum)]
-    pub(crate) what: BenchWhat,
-
-    /// The file or block device to serve, at least 64M; without it a temporary one
-    #[arg(long, value_name = "FILE")]
-    pub(crate) file: Option<PathBuf>,
-
-    /// Write over FILE; without this only reads are measured on it
-    #[arg(long)]
-    pub(crate) overwrite: bool,
-
-    /// Seconds for each server, row and round
-    #[arg(long, value_name = "N", default_value_t = 1.0, value_parser = parse_seconds)]
-    pub(crate) seconds: f64,
-
-    /// How often everything is measured
-    #[arg(long, value_name = "N", default_value_t = 3)]
-    #[arg(value_parser = clap::value_parser!(u32).range(1..=100))]
-    pub(crate) rounds: u32,
-
-    /// peers: connections at once, each with a row's depth
-    #[arg(long, value_name = "N", default_value_t = 1)]
-    #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
-    pub(crate) connections: u16,
-
-    /// peers: only these servers: nowait, qemu-nbd, qemu-storage-daemon, nbdkit
-    #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = parse_server)]
-    pub(crate) servers: Vec<ServerKind>,
-
-    /// peers: only rows whose title contains TEXT, as in "random read" or "depth 64"
-    #[arg(long, value_name = "TEXT")]
-    pub(crate) only: Option<String>,
-
-    /// peers: only past the page cache (direct), or only through it (cached)
-    #[arg(long, value_name = "HOW", value_enum)]
-    pub(crate) caching: Option<BenchCaching>,
-
-    /// vectored: latency of the made-up queue, as in 100us or 4ms; can be given more than once
-    #[arg(long, value_name = "TIME", value_delimiter = ',', value_parser = parse_latency)]
-    pub(crate) latency: Vec<Duration>,
-
-    /// Put the report of the engine's tables into FILE as one HTML page
-    #[arg(long, value_name = "FILE")]
-    pub(crate) html: Option<PathBuf>,
-
-    /// Print one JSON object, for scripts
-    #[arg(long)]
-    pub(crate) json: bool,
-}
-
-/// Which of the two tables `bench` makes.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum BenchCaching {
-    /// Direct I/O against direct I/O
-    Direct,
-    /// Page cache against page cache
-    Cached,
-}
-
-/// What `bench` can measure.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum BenchWhat {
-    /// NBD servers: nowait, qemu-nbd, qemu-storage-daemon and nbdkit, those that are installed
-    Peers,
-    /// The engine's simple path on and off: 4K random read
-    Simple,
-    /// Writes finished where they are reaped, and after a detour
-    Completion,
-    /// Segments all at once, and one after the other; small segments merged or not
-    Vectored,
-    /// Request slots from the engine's slab, and from the allocator
-    Pool,
-    /// Trying without waiting first, with and without hints; the kernel's loop device
-    Nowait,
-    /// The engine, a bare io_uring loop, plain calls, and fio where it is installed
-    Engines,
-    /// All of the engine's tables: all but peers
-    All,
-}
-
 /// What is inside an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Format {
@@ -342,32 +254,6 @@ fn parse_format(text: &str) -> Result<Format, &'static str> {
         "raw" => Ok(Format::Raw),
         "qcow2" => Err("qcow2 is not there yet"),
         _ => Err("the only format is raw"),
-    }
-}
-
-fn parse_server(text: &str) -> Result<ServerKind, &'static str> {
-    let found = ServerKind::ALL.into_iter().find(|kind| kind.name() == text);
-    found.ok_or("one of nowait, qemu-nbd, qemu-storage-daemon, nbdkit")
-}
-
-fn parse_latency(text: &str) -> Result<Duration, &'static str> {
-    const RULE: &str = "a time above 0 up to 1s, as in 100us, 4ms, 1s";
-    let split = text.find(|c: char| !c.is_ascii_digit()).ok_or(RULE)?;
-    let (number, unit) = text.split_at(split);
-    let number: u64 = number.parse().map_err(|_| RULE)?;
-    let time = match unit {
-        "us" => Duration::from_micros(number),
-        "ms" => Duration::from_millis(number),
-        "s" => Duration::from_secs(number),
-        _ => return Err(RULE),
-    };
-    if time.is_zero() || time > Duration::from_secs(1) { Err(RULE) } else { Ok(time) }
-}
-
-fn parse_seconds(text: &str) -> Result<f64, &'static str> {
-    match text.parse() {
-        Ok(seconds) if (0.05..=3600.0).contains(&seconds) => Ok(seconds),
-        _ => Err("a number from 0.05 to 3600"),
     }
 }
 
@@ -432,17 +318,6 @@ Examples:
 Exit status:
   0   the image is there
   1   it could not be made, and no part of it is left; an existing file is left alone
-  2   wrong command line";
-
-const BENCH_AFTER_HELP: &str = "\
-Examples:
-  nowait bench peers                        NBD servers side by side, on a temporary file
-  nowait bench all --html report.html       each of the engine's mechanisms, on against off
-  nowait bench peers --file /mnt/fast/scratch.img --overwrite --seconds 3
-
-Exit status:
-  0   the tables are complete
-  1   nothing could be measured, or not all of it
   2   wrong command line";
 
 const INFO_AFTER_HELP: &str = "\
@@ -560,15 +435,6 @@ mod tests {
         let error = serve("nowait serve a=x a=y").exports().unwrap_err();
         assert_eq!(error.exit_code(), 2);
         assert!(error.to_string().contains("have one name, 'a'"), "{error}");
-    }
-
-    #[test]
-    fn a_latency_has_a_unit_and_a_bound() {
-        assert_eq!(parse_latency("100us"), Ok(Duration::from_micros(100)));
-        assert_eq!(parse_latency("4ms"), Ok(Duration::from_millis(4)));
-        for text in ["", "4", "ms", "0us", "2s", "1m", "99999999999999999999us"] {
-            assert!(parse_latency(text).is_err(), "{text}");
-        }
     }
 
     #[test]

@@ -1,14 +1,14 @@
 //! `nowait bench`: hands the options to the measuring crate and prints what it says.
 //!
 //! Invariant: a file that exists is only written to with `--overwrite`.
-//! Knows: args, error. Known by: main.
+//! Knows: bench_args, error. Known by: main.
 
 use std::io;
 use std::time::Duration;
 
 use nowait_bench::{Caching, EngineOptions, Output, PeersOptions, Stop, What, run_engine};
 
-use crate::args::{BenchArgs, BenchCaching, BenchWhat};
+use crate::bench_args::{BenchArgs, BenchCaching, BenchWhat};
 use crate::error::{CliError, reason};
 
 /// Measures and prints.

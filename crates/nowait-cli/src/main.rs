@@ -8,6 +8,7 @@ mod error;
 mod size;
 mod export;
 mod tls_args;
+mod bench_args;
 mod listen;
 mod log;
 mod image_args;
