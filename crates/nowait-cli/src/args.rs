@@ -21,6 +21,7 @@ use crate::size;
 use crate::tls_args::TlsArgs;
 
 const MAX_QUEUES: u16 = 256;
+const MAX_CONNECTIONS: u32 = 1 << 20;
 
 /// Serve disk images and block devices over the network, by direct I/O
 #[derive(Debug, Parser)]
@@ -109,6 +110,15 @@ pub(crate) struct ServeArgs {
     #[arg(long, value_name = "N")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_QUEUES)))]
     queues: Option<u16>,
+
+    /// The most connections at once, 1 to 1048576; one more is closed as soon as it comes
+    ///
+    /// A client that is turned away learns so at once, where one left waiting would look like a
+    /// server that hangs; a warning on standard error says it too. A client that has not chosen
+    /// an export 10 s after it connected is disconnected, and leaves its place to others.
+    #[arg(long, value_name = "N", default_value_t = 1024)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_CONNECTIONS)))]
+    pub(crate) max_connections: u32,
 
     /// How requests get to the kernel
     ///
@@ -373,13 +383,14 @@ mod tests {
     fn serve_takes_every_option() {
         let args = serve(
             "nowait serve disk.img --format raw --nbd unix:/a --nbd tcp:h:1 --export e \
-             --read-only --direct on --queues 3 --queue threads --json --verbose",
+             --read-only --direct on --queues 3 --queue threads --json --verbose \
+             --max-connections 7",
         );
         let named = Named { name: "e".into(), image: "disk.img".into() };
         assert_eq!(args.exports().unwrap(), [named]);
         let tcp = Listen::Tcp { host: "h".into(), port: 1 };
         assert_eq!(args.nbd, [Listen::Unix("/a".into()), tcp]);
-        assert_eq!(args.queues(), 3);
+        assert_eq!((args.queues(), args.max_connections), (3, 7));
         assert_eq!((args.direct, args.queue), (Direct::On, Some(QueueKind::Threads)));
         assert!(args.read_only && args.json && args.verbose);
     }
@@ -417,6 +428,7 @@ mod tests {
             ("nowait serve --nbd udp:a", "begins with unix: or tcp:"),
             ("nowait serve --queues 0", "1..=256"),
             ("nowait serve --queues 257", "1..=256"),
+            ("nowait serve --max-connections 0", "1..=1048576"),
             ("nowait serve --off everything", "nowait-first"),
             ("nowait serve --queue aio", "threads"),
             ("nowait create a 0", "at least one byte"),

@@ -16,6 +16,7 @@ use nowait_image::lock::{self, Access, LockError};
 use nowait_server::{
     Clients, Credentials, Device, Export, Listener, Options, QueueKind, Server, Stopper, Tls,
 };
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing::{info, warn};
@@ -31,6 +32,8 @@ use crate::tls_args::Encryption;
 
 /// How long requests in flight may take after the signal to stop.
 const PATIENCE: Duration = Duration::from_secs(10);
+/// Descriptors for all but connections, more or less: images, queues, listeners.
+const OTHER_DESCRIPTORS: u64 = 1024;
 
 /// An image that is open, locked and known.
 struct Opened {
@@ -69,7 +72,9 @@ pub(crate) fn run(args: &ServeArgs, exports: Vec<Named>) -> Result<(), CliError>
         let description = format!("{}", image.display());
         Export::new(Device::new(opened.disk.clone(), config.workers, name, description))
     });
-    let options = Options { queues: args.queues(), kind, config, tls };
+    let max_connections = args.max_connections;
+    allow_descriptors(max_connections);
+    let options = Options { queues: args.queues(), kind, config, tls, max_connections };
     let server =
         Server::start(devices.collect(), listeners, options).map_err(|e| CliError::at(image, e))?;
     stop_on_signal(signals, server.stopper());
@@ -220,6 +225,17 @@ fn queue_kind(args: &ServeArgs, image: &Path, disk: &Disk<Extents>) -> Result<Qu
     }
     warn!("io_uring cannot be used ({error}), serving with threads");
     Ok(QueueKind::Threads)
+}
+
+/// Lets this process have as many descriptors as it may, if it needs more than it has. The lower
+/// of the two limits is low by default for the sake of programs that use select(2).
+fn allow_descriptors(max_connections: u32) {
+    let limit = getrlimit(Resource::Nofile);
+    let needed = u64::from(max_connections) + OTHER_DESCRIPTORS;
+    if limit.current.is_some_and(|current| current < needed) {
+        // What is not allowed shows when a connection cannot be accepted.
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+    }
 }
 
 /// Binds every address; what is listened on is first what was inherited, then they in their order.

@@ -162,7 +162,7 @@ fn count(kind: QueueKind, config: Config) -> u64 {
     let socket = sockets.path().join("nbd");
     let listener = Listener::unix(&socket).unwrap();
     let device = Device::new(disk, config.workers, String::new(), String::new());
-    let options = Options { queues: 1, kind, config, tls: Tls::Off };
+    let options = Options { queues: 1, kind, config, tls: Tls::Off, max_connections: 2 };
     let server = Server::start(vec![Export::new(device)], vec![listener], options).unwrap();
     let stopper = server.stopper();
     let mut client = Client::connect(&socket);

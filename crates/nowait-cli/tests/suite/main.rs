@@ -16,6 +16,7 @@ mod first_run;
 mod guest;
 mod images;
 mod interop;
+mod limits;
 mod memory;
 mod model;
 mod nbd_tools;

@@ -1,14 +1,10 @@
 //! What a server keeps resident: little at rest, a bounded amount whatever its clients do.
 //!
 //! Invariant: the bounds are the process's own account (proc_pid_status(5)), not an estimate.
-//! Knows: the wire, procfs. Known by: nobody.
-
-use std::fs;
-
-use rustix::net::sockopt::socket_peercred;
+//! Knows: the wire. Known by: nobody.
 
 use crate::common::nbd::{Client, Command};
-use crate::common::{GIB, KIB, MIB, Scratch, Server};
+use crate::common::{GIB, MIB, Scratch, Server};
 
 const AT_REST_BYTES: u64 = 16 * MIB;
 const UNDER_LOAD_BYTES: u64 = 128 * MIB;
@@ -26,7 +22,6 @@ const BLOCK_BYTES: u32 = 4096;
 struct Setting {
     server: Server,
     client: Client,
-    status: String,
     _scratch: Scratch,
 }
 
@@ -34,25 +29,15 @@ impl Setting {
     fn new() -> Self {
         let scratch = Scratch::new();
         let server = Server::start(&scratch.sparse("disk.img", GIB), &[]);
-        let mut client = server.connect();
-        let peer = socket_peercred(client.stream()).expect("the server's process");
-        let status = format!("/proc/{}/status", peer.pid.as_raw_nonzero());
-        Self { server, client, status, _scratch: scratch }
-    }
-
-    /// Bytes of `field` of the server's status, which is given in KiB.
-    fn bytes(&self, field: &str) -> u64 {
-        let status = fs::read_to_string(&self.status).expect("a server that runs");
-        let line = status.lines().find_map(|line| line.strip_prefix(field)).expect("the field");
-        let number = line.trim_start_matches(':').trim().trim_end_matches(" kB");
-        number.parse::<u64>().expect("a number of KiB") * KIB
+        let client = server.connect();
+        Self { server, client, _scratch: scratch }
     }
 }
 
 #[test]
 fn a_server_at_rest_keeps_less_than_16_mib_resident() {
     let setting = Setting::new();
-    let resident = setting.bytes("VmRSS");
+    let resident = setting.server.memory("VmRSS");
     assert!(resident < AT_REST_BYTES, "{resident} bytes");
     setting.server.stop();
 }
@@ -80,7 +65,7 @@ fn sixty_four_connections_at_depth_64_need_less_than_128_mib() {
             }
         }
     }
-    let highest = setting.bytes("VmHWM");
+    let highest = setting.server.memory("VmHWM");
     assert!(highest < UNDER_LOAD_BYTES, "{highest} bytes");
     assert_eq!(setting.client.read(0, BLOCK_BYTES).expect("what was written"), data);
     setting.server.stop();
@@ -89,10 +74,10 @@ fn sixty_four_connections_at_depth_64_need_less_than_128_mib() {
 #[test]
 fn a_write_of_32_mib_needs_at_most_64_mib() {
     let mut setting = Setting::new();
-    let before = setting.bytes("VmHWM");
+    let before = setting.server.memory("VmHWM");
     let data = vec![0x5a; LONGEST_BYTES as usize];
     setting.client.write(0, &data).expect("a write of the longest length");
-    let more = setting.bytes("VmHWM") - before;
+    let more = setting.server.memory("VmHWM") - before;
     assert!((1..=FOR_ONE_WRITE_BYTES).contains(&more), "{more} bytes more");
     setting.server.stop();
 }

@@ -1,25 +1,28 @@
 //! One connection: what was received and not understood yet, and what was not sent yet.
 //!
-//! Invariant: what a client makes the server hold is bounded: `MAX_REQUESTS` requests and
-//! `MAX_BYTES` of payload (one request may be larger), counted until the reply has left. Beyond
-//! that its socket is not read.
-//! Knows: credentials, handshake, reply, door, respond, tls. Known by: group, turn, parse.
+//! Invariant: what a client makes the server hold is bounded: `MAX_REQUESTS` requests and its share
+//! of the thread's memory for payload, counted until the reply has left. Beyond that its socket is
+//! not read.
+//! Knows: credentials, handshake, reply, door, respond, tls, seats, patience, share. Known by:
+//! entrance, group, turn, parse.
 
 use std::os::fd::{AsFd, OwnedFd};
+use std::time::Instant;
 
 use nowait::Buf;
 
 use super::credentials::Credentials;
 use super::door::Dialect;
 use super::handshake::{Handshake, Negotiated, Secrecy};
+use super::patience::HANDSHAKE;
 use super::reply::{Out, Sent};
 use super::respond::Request;
+use super::seats::Seat;
+use super::share::Store;
 use super::tls::{Channel, Session};
 
 /// Requests of one connection at most, from their arrival until their reply has left.
 pub(crate) const MAX_REQUESTS: u32 = 1024;
-/// Payload of one connection's requests at most, in bytes, if it has more than one.
-pub(crate) const MAX_BYTES: u64 = 32 << 20;
 
 /// Where a connection stands.
 pub(crate) enum Phase {
@@ -38,15 +41,19 @@ pub(crate) struct Arrival {
     stash: Vec<u8>,
     /// Bytes of the handshake that are not sent.
     unsent: Vec<u8>,
+    /// When the handshake is late.
+    due: Instant,
+    seat: Seat,
 }
 
 impl Arrival {
     /// A connection that was just accepted: the client waits for the greeting.
-    pub(crate) fn new(socket: OwnedFd, secrecy: Secrecy) -> Self {
+    pub(crate) fn new(socket: OwnedFd, secrecy: Secrecy, seat: Seat) -> Self {
         let mut unsent = Vec::new();
         Handshake::greeting(&mut unsent);
         let phase = Phase::Handshake(Handshake::new(secrecy));
-        Self { socket, channel: Channel::Plain, phase, stash: Vec::new(), unsent }
+        let due = Instant::now() + HANDSHAKE;
+        Self { socket, channel: Channel::Plain, phase, stash: Vec::new(), unsent, due, seat }
     }
 }
 
@@ -98,6 +105,8 @@ pub(crate) struct Conn {
     /// Tells this connection from an earlier one in the same place.
     pub(crate) generation: u64,
     pub(crate) phase: Phase,
+    /// When the handshake is late.
+    pub(crate) due: Instant,
     pub(crate) input: Input,
     /// Received bytes that are not parsed: part of a header, or what came before a stall.
     pub(crate) stash: Vec<u8>,
@@ -117,11 +126,12 @@ pub(crate) struct Conn {
     pub(crate) hung_up: bool,
     /// It is in the list of those that are to be looked at before the turn ends.
     pub(crate) touched: bool,
+    seat: Seat,
 }
 
 impl Conn {
     pub(crate) fn new(arrival: Arrival, generation: u64) -> Self {
-        let Arrival { socket, channel, phase, stash, unsent } = arrival;
+        let Arrival { socket, channel, phase, stash, unsent, due, seat } = arrival;
         let mut out = Out::default();
         if !unsent.is_empty() {
             out.push_bytes(unsent);
@@ -131,6 +141,7 @@ impl Conn {
             channel,
             generation,
             phase,
+            due,
             // What is in the stash is parsed before more is received.
             input: if stash.is_empty() { Input::Open } else { Input::Stalled },
             stash,
@@ -143,21 +154,26 @@ impl Conn {
             readable: true,
             hung_up: false,
             touched: false,
+            seat,
         }
     }
 
     /// Sends it on its way to a thread that serves what the client has chosen.
     pub(crate) fn depart(self, dialect: Dialect) -> Arrival {
-        let Self { socket, channel, stash, mut out, .. } = self;
+        let Self { socket, channel, stash, mut out, due, seat, .. } = self;
         let phase = Phase::Transmission(dialect);
-        Arrival { socket, channel, phase, stash, unsent: out.take_unsent() }
+        Arrival { socket, channel, phase, stash, unsent: out.take_unsent(), due, seat }
     }
 
-    /// Whether a request with `bytes` of payload fits under the bounds.
+    /// Whether a request with `bytes` of payload in `store` fits under the bounds.
     #[inline]
-    pub(crate) fn admits(&self, bytes: u64) -> bool {
-        self.in_flight + (self.out.len() as u32) < MAX_REQUESTS
-            && (self.held == 0 || self.held + bytes <= MAX_BYTES)
+    pub(crate) fn admits(&self, store: &Store, bytes: u64) -> bool {
+        self.in_flight + (self.out.len() as u32) < MAX_REQUESTS && store.admits(self.held, bytes)
+    }
+
+    /// Whether something of its own is under way, so that it will be looked at again.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.in_flight > 0 || self.has_unsent()
     }
 
     /// Whether there is something to be sent.

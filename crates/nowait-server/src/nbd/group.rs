@@ -4,7 +4,7 @@
 //! Invariant: requests of an export are served by the threads of its group and by no others; a
 //! group's threads share the device and nothing else but their inboxes. A connection is in one
 //! inbox or on one thread. No thread is started once the server is stopping.
-//! Knows: conn, handshake, listener. Known by: turn, mod.
+//! Knows: conn, handshake, listener, seats. Known by: turn, mod.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -18,6 +18,7 @@ use super::Options;
 use super::conn::Arrival;
 use super::handshake::ExportInfo;
 use super::listener::Listener;
+use super::seats::Seats;
 
 /// A device of whatever map, as the server knows it.
 pub(crate) trait Exported: Send + Sync {
@@ -151,6 +152,7 @@ impl Post {
 pub(crate) struct Shared {
     groups: Vec<Group>,
     pub(crate) options: Options,
+    pub(crate) seats: Arc<Seats>,
     stopping: AtomicBool,
     /// It was said that there is no ring.
     warned: AtomicBool,
@@ -168,6 +170,7 @@ impl Shared {
         let group = |device| Group { device, threads: Mutex::default() };
         Self {
             groups: devices.into_iter().map(group).collect(),
+            seats: Arc::new(Seats::new(options.max_connections)),
             options,
             stopping: AtomicBool::new(false),
             warned: AtomicBool::new(false),
@@ -339,6 +342,7 @@ mod tests {
             kind: QueueKind::Threads,
             config: Default::default(),
             tls: Tls::Off,
+            max_connections: 1,
         };
         let devices: [Arc<dyn Exported>; 1] = [device];
         let (sender, events) = channel();
@@ -351,7 +355,8 @@ mod tests {
         let (shared, events) = serving(device.clone());
         for tries in [1, 2] {
             let (near, mut far) = UnixStream::pair().unwrap();
-            shared.give(0, Arrival::new(near.into(), Secrecy::Off));
+            let seat = shared.seats.take().unwrap();
+            shared.give(0, Arrival::new(near.into(), Secrecy::Off, seat));
             for _ in 0..2 {
                 assert!(matches!(events.recv().unwrap(), Event::ThreadEnded));
             }
@@ -366,7 +371,8 @@ mod tests {
         let (shared, _events) = serving(device.clone());
         shared.stop();
         let (near, mut far) = UnixStream::pair().unwrap();
-        shared.give(0, Arrival::new(near.into(), Secrecy::Off));
+        let seat = shared.seats.take().unwrap();
+        shared.give(0, Arrival::new(near.into(), Secrecy::Off, seat));
         assert_eq!(far.read(&mut [0]).unwrap(), 0);
         assert_eq!(device.refused.load(Ordering::Relaxed), 0);
     }

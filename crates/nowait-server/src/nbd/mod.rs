@@ -11,6 +11,9 @@ mod option;
 mod credentials;
 mod handshake;
 mod listener;
+mod seats;
+mod patience;
+mod share;
 mod spin;
 mod reply;
 mod door;
@@ -18,6 +21,7 @@ mod extended;
 mod respond;
 mod tls;
 mod conn;
+mod entrance;
 mod group;
 mod turn;
 mod parse;
@@ -58,6 +62,8 @@ pub struct Options {
     pub config: Config,
     /// Whether connections are encrypted.
     pub tls: Tls,
+    /// Connections at once, at least 1. One more is closed as soon as it comes.
+    pub max_connections: u32,
 }
 
 /// What was left when a server stopped.

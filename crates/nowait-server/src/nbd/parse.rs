@@ -61,7 +61,9 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
                 Taken::Stall => {
                     conn.stash.extend_from_slice(input);
                     conn.input = Input::Stalled;
-                    self.stalled.push(index);
+                    if !conn.is_busy() && !self.stalled.contains(&index) {
+                        self.stalled.push(index);
+                    }
                     return;
                 }
             }
@@ -98,6 +100,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
                     true => Phase::Transmission(agreed.into()),
                     false => Phase::Chosen(agreed),
                 };
+                self.handshakes.ended();
             }
         }
         Taken::Bytes(used)
@@ -143,7 +146,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
                 conn.input = Input::Ended;
                 return taken;
             }
-            _ if !conn.admits(0) => return Taken::Stall,
+            _ if !conn.admits(&self.store, 0) => return Taken::Stall,
             door::Asked::Nothing => {
                 conn.refuse(dialect.mode, header, 0);
                 return taken;
@@ -155,7 +158,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             }
         };
         request.held = respond::held(dialect.mode, io, request.contexts);
-        if !conn.admits(u64::from(request.held)) || !self.engine.has_room() {
+        if !conn.admits(&self.store, u64::from(request.held)) || !self.engine.has_room() {
             return Taken::Stall;
         }
         if !matches!(io.op, Op::Read | Op::Write) {
@@ -168,7 +171,9 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             return taken;
         }
         let Some(buf) = self.engine.buffer(io.range) else { return Taken::Stall };
-        conn.held += u64::from(request.held);
+        // All of the buffer, which may be more than was asked for.
+        request.held = buf.len() as u32;
+        self.store.take(&mut conn.held, u64::from(request.held));
         if io.op == Op::Write {
             let start = self.engine.start(io.range.pos);
             conn.payload = Some(Payload { request, io, buf, start, filled: 0 });
@@ -184,7 +189,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
 
     fn submit_bare(&mut self, index: usize, request: Request, io: Io, taken: Taken) -> Taken {
         let Some(conn) = self.conns.get_mut(index) else { return Taken::TooFew };
-        conn.held += u64::from(request.held);
+        self.store.take(&mut conn.held, u64::from(request.held));
         let tag = self.asked.insert(Asked { conn: index, request });
         match self.engine.submit_bare(io, tag as u64) {
             Ok(()) => conn.in_flight += 1,
@@ -220,7 +225,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         {
             // `has_room` was asked before, so EAGAIN can only mean that the queue itself is stuck.
             let errno = if errno == libc::EAGAIN { libc::EIO } else { errno };
-            conn.held = conn.held.saturating_sub(u64::from(request.held));
+            self.store.give_back(&mut conn.held, u64::from(request.held));
             conn.refuse(dialect.mode, &request.header, errno);
         }
     }

@@ -8,25 +8,25 @@
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use nowait::{Engine, Error, Interest, Map, Queue, Token, WATCHED};
 use slab::Slab;
 
 use super::conn::{Arrival, Conn, Input, Phase};
+use super::entrance::Entrance;
 use super::group::{Inbox, Post, Shared};
 use super::handshake::{Negotiated, Secrecy};
-use super::listener::Listener;
+use super::patience::Handshakes;
 use super::reply::Sent;
 use super::respond::{Ended, Request};
+use super::share::Store;
 use super::spin::Spin;
 use super::tls::Channel;
 use crate::device::Device;
 
 /// Bytes received with one system call, beside the payload of a large write.
 const RECEIVE_BYTES: usize = 256 << 10;
-/// How long accepting rests when the process has no descriptor left.
-const ACCEPT_REST: Duration = Duration::from_millis(100);
 
 /// The peer sends nothing more.
 const HANG_UP: i32 = (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR) as i32;
@@ -54,20 +54,23 @@ pub(crate) struct Thread<Q: Queue, M: Map> {
     pub(crate) engine: Engine<Q, M>,
     pub(crate) conns: Slab<Conn>,
     pub(crate) asked: Slab<Asked>,
+    /// The memory for payload that the connections share.
+    pub(crate) store: Store,
+    pub(crate) handshakes: Handshakes,
     inbox: Arc<Inbox>,
-    listeners: Vec<Listener>,
+    entrance: Entrance,
     /// Reports of the queue, with the `POLL*` bits that are true.
     events: Vec<(Token, i32)>,
     /// Connections to look at before this turn ends.
     touched: Vec<usize>,
-    /// Connections that wait until something of the engine's is free.
+    /// Connections that have nothing under way and wait until a slot or memory is free, in the
+    /// order in which they came.
     pub(crate) stalled: Vec<usize>,
     stopping: bool,
     scratch: Vec<u8>,
     /// What was in `scratch`, where that came by TLS.
     opened: Vec<u8>,
     generation: u64,
-    accept_rests: bool,
     /// The connection that sent something last.
     last_heard: usize,
     spin: Spin,
@@ -89,7 +92,11 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
     /// A thread at `post`, which `engine` watches, with `engine` on `device`.
     pub(crate) fn new(post: Post, device: Arc<Device<M>>, engine: Engine<Q, M>) -> Self {
         let Post { shared, export, inbox, listeners, .. } = post;
+        let secrecy = Secrecy::from(&shared.options.tls);
         Self {
+            entrance: Entrance::new(listeners, shared.seats.clone(), secrecy),
+            store: Store::new(shared.options.config.buffer_bytes as u64),
+            handshakes: Handshakes::default(),
             shared,
             export,
             device,
@@ -97,7 +104,6 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             conns: Slab::new(),
             asked: Slab::new(),
             inbox,
-            listeners,
             events: Vec::with_capacity(64),
             touched: Vec::with_capacity(64),
             stalled: Vec::new(),
@@ -105,7 +111,6 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             scratch: vec![0; RECEIVE_BYTES],
             opened: Vec::new(),
             generation: 0,
-            accept_rests: false,
             last_heard: 0,
             spin: Spin::default(),
         }
@@ -125,6 +130,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
                 return Ok(());
             }
             self.wait()?;
+            self.end_late_handshakes();
             self.take_events();
             self.look_at_touched();
             // What was just submitted may have ended at once, and its replies may be sent now.
@@ -155,7 +161,8 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
                 _ => engine.poll_watched(&mut watched)?,
             }
         } else {
-            let timeout = self.accept_rests.then_some(ACCEPT_REST);
+            let handshake = self.handshakes.due().map(|due| due.saturating_duration_since(began));
+            let timeout = handshake.into_iter().chain(self.entrance.rest()).min();
             engine.wait(timeout, &mut watched)?;
             self.spin.slept(began);
         }
@@ -163,15 +170,16 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
     }
 
     fn take_events(&mut self) {
-        if std::mem::take(&mut self.accept_rests) {
-            (0..self.listeners.len()).for_each(|n| self.accept(n));
-        }
+        // The default export's own threads do all handshakes.
+        let (shared, export) = (&self.shared, self.export);
+        self.entrance.try_again(|arrival| shared.give(export, arrival));
         let mut events = std::mem::take(&mut self.events);
         for (token, bits) in events.drain(..) {
             if token == INBOX {
                 self.take_arrivals();
             } else if token & LISTENER == LISTENER {
-                self.accept((token & !LISTENER) as usize);
+                let (shared, n) = (&self.shared, (token & !LISTENER) as usize);
+                self.entrance.accept(n, |arrival| shared.give(self.export, arrival));
             } else {
                 let index = (token as usize) & (MAX_CONNECTIONS - 1);
                 let generation = (token & !ROOM & !WATCHED) >> INDEX_BITS;
@@ -202,24 +210,6 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         }
     }
 
-    fn accept(&mut self, n: usize) {
-        let Some(listener) = self.listeners.get(n) else { return };
-        let secrecy = Secrecy::from(&self.shared.options.tls);
-        loop {
-            match listener.accept() {
-                // The default export's own threads do all handshakes.
-                Ok(socket) => self.shared.give(self.export, Arrival::new(socket, secrecy)),
-                Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => return,
-                Err(error) if error.kind() == std::io::ErrorKind::ConnectionAborted => {}
-                Err(error) => {
-                    tracing::warn!("cannot accept a connection: {error}");
-                    self.accept_rests = true;
-                    return;
-                }
-            }
-        }
-    }
-
     fn take_arrivals(&mut self) {
         for arrival in self.inbox.take() {
             self.add(arrival);
@@ -233,12 +223,15 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         }
         self.generation = (self.generation + 1) % GENERATIONS;
         let index = self.conns.insert(Conn::new(arrival, self.generation));
+        self.store.share_among(self.conns.len());
         let token = token(index, self.generation);
         let Some(conn) = self.conns.get(index) else { return };
+        if let Phase::Handshake(_) = conn.phase {
+            self.handshakes.begun(conn.due);
+        }
         if let Err(error) = self.engine.watch(conn.socket.as_fd(), token, Interest::Readable) {
             tracing::warn!("cannot watch a connection: {error}");
-            self.conns.remove(index);
-            self.inbox.left();
+            self.remove(index);
             return;
         }
         self.touch(index);
@@ -281,9 +274,10 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         }
         let mut freed = 0;
         let sent = conn.send(&mut freed);
-        conn.held -= freed.min(conn.held);
+        self.store.give_back(&mut conn.held, freed);
         match sent {
-            Sent::All => {}
+            // There may be room now for what it has stalled at.
+            Sent::All => self.touch_if_stalled(index),
             Sent::Broken => conn.break_off(),
             Sent::Full => {
                 conn.awaits_room = true;
@@ -298,11 +292,19 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         }
     }
 
-    /// Something is free again: those that wait for it have another try.
-    fn wake_stalled(&mut self) {
-        while let Some(index) = self.stalled.pop() {
+    fn touch_if_stalled(&mut self, index: usize) {
+        if self.conns.get(index).is_some_and(|conn| conn.input == Input::Stalled) {
             self.touch(index);
         }
+    }
+
+    /// Something is free again: those that wait for it have another try.
+    fn wake_stalled(&mut self) {
+        let mut stalled = std::mem::take(&mut self.stalled);
+        for index in stalled.drain(..) {
+            self.touch(index);
+        }
+        self.stalled = stalled;
     }
 
     /// Receives once and parses what came.
@@ -418,11 +420,19 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
 
     /// Takes a connection off this thread.
     fn remove(&mut self, index: usize) -> Option<Conn> {
-        let conn = self.conns.try_remove(index)?;
+        let mut conn = self.conns.try_remove(index)?;
+        self.store.share_among(self.conns.len());
         let token = token(index, conn.generation);
         self.engine.unwatch(conn.socket.as_fd(), token);
         if conn.awaits_room {
             self.engine.unwatch(conn.socket.as_fd(), token | ROOM);
+        }
+        if let Phase::Handshake(_) = conn.phase {
+            self.handshakes.ended();
+        }
+        if conn.held > 0 {
+            self.store.give_back(&mut conn.held, u64::MAX);
+            self.wake_stalled();
         }
         self.inbox.left();
         Some(conn)
@@ -436,9 +446,26 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         tracing::debug!("a connection to export {} has ended", self.export);
     }
 
+    /// Closes the connections that have not chosen an export in time.
+    fn end_late_handshakes(&mut self) {
+        let now = match self.handshakes.due() {
+            Some(due) => Some(Instant::now()).filter(|now| *now >= due),
+            None => None,
+        };
+        let Some(now) = now else { return };
+        let open = |conn: &Conn| matches!(conn.phase, Phase::Handshake(_));
+        let late = self.conns.iter().filter(|(_, conn)| open(conn) && conn.due <= now);
+        for index in late.map(|(index, _)| index).collect::<Vec<_>>() {
+            tracing::debug!("a client has not ended its handshake in time");
+            self.close(index);
+        }
+        let others = self.conns.iter().filter(|(_, conn)| open(conn));
+        self.handshakes.looked(others.map(|(_, conn)| conn.due));
+    }
+
     /// Reads no more requests; what is in flight is still answered.
     fn take_no_more(&mut self) {
-        for (n, listener) in self.listeners.drain(..).enumerate() {
+        for (n, listener) in self.entrance.close().into_iter().enumerate() {
             self.engine.unwatch(listener.as_fd(), LISTENER | n as u64);
         }
         self.take_arrivals();

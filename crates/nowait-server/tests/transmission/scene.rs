@@ -63,7 +63,8 @@ impl Scene {
         let listener = Listener::unix(&socket).unwrap();
         let config = Config::default();
         let device = Device::new(disk, config.workers, String::new(), String::new());
-        let options = Options { queues: 1, kind: QueueKind::Auto, config, tls: Tls::Off };
+        let (kind, tls) = (QueueKind::Auto, Tls::Off);
+        let options = Options { queues: 1, kind, config, tls, max_connections: 16 };
         let server = Server::start(vec![Export::new(device)], vec![listener], options).unwrap();
         let stopper = server.stopper();
         let running = Some(std::thread::spawn(move || server.run(PATIENCE)));

@@ -219,12 +219,17 @@ impl Client {
         answer
     }
 
+    /// Prepares for the answer to `request`, which whoever calls this sends over the bare stream.
+    pub(crate) fn expect_answer_to(&mut self, request: &RawRequest) {
+        self.pending.insert(request.cookie, Pending::of(request.offset, 0));
+    }
+
     /// Sends `request` as it is, `payload` behind it, with nothing else pending; waits for its answer.
     ///
     /// # Errors
     /// As `call`.
     pub(crate) fn call_raw(&mut self, request: &RawRequest, payload: &[u8]) -> Answer {
-        self.pending.insert(request.cookie, Pending::of(request.offset, 0));
+        self.expect_answer_to(request);
         self.stream.write_all(&request.bytes()).expect("a server that takes requests");
         self.stream.write_all(payload).expect("a server that takes requests");
         let (answered, answer) = self.receive().expect("an answer");

@@ -16,7 +16,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use super::nbd::Client;
-use super::{Finished, Scratch, tool};
+use super::{Finished, KIB, Scratch, tool};
 
 /// The binary under test.
 pub(crate) const NOWAIT: &str = env!("CARGO_BIN_EXE_nowait");
@@ -114,6 +114,27 @@ impl Server {
     pub(crate) fn descriptors(&self) -> usize {
         let open = fs::read_dir(format!("/proc/{}/fd", self.child.id()));
         open.expect("the descriptors of a child").count()
+    }
+
+    /// What it keeps in memory, in bytes: `field` of its status (proc_pid_status(5)), as in `VmRSS`.
+    pub(crate) fn memory(&self, field: &str) -> u64 {
+        let status = fs::read_to_string(format!("/proc/{}/status", self.child.id()));
+        let status = status.expect("the status of a child");
+        let line = status.lines().find_map(|line| line.strip_prefix(field)).expect("the field");
+        let kib = line.trim_start_matches(':').trim().trim_end_matches(" kB");
+        kib.parse::<u64>().expect("a number of KiB") * KIB
+    }
+
+    /// How often its threads have gone to sleep of their own accord (proc_pid_status(5)).
+    pub(crate) fn sleeps(&self) -> u64 {
+        let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id()));
+        let tasks = tasks.expect("the threads of a child").map(|task| task.expect("a thread"));
+        let status = tasks.filter_map(|task| fs::read_to_string(task.path().join("status")).ok());
+        let sleeps = status.filter_map(|status| {
+            let line = status.lines().find_map(|l| l.strip_prefix("voluntary_ctxt_switches:"));
+            line.and_then(|count| count.trim().parse::<u64>().ok())
+        });
+        sleeps.sum()
     }
 
     /// The names of its threads.
