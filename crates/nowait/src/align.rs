@@ -16,7 +16,8 @@ pub struct Alignment {
     pub memory: u32,
     /// Of position and length of a write.
     pub offset: u32,
-    /// Of position and length of a read; never more than `offset`.
+    /// Of position and length of a read; never more than `offset`, and less than `memory` only if
+    /// that is more than `offset`.
     pub read_offset: u32,
 }
 
@@ -68,11 +69,14 @@ impl Alignment {
         if self == Self::NONE || other == Self::NONE {
             return Self::NONE;
         }
-        Self {
-            memory: self.memory.max(other.memory),
-            offset: self.offset.max(other.offset),
-            read_offset: self.read_offset.max(other.read_offset),
-        }
+        let (memory, offset) = (self.memory.max(other.memory), self.offset.max(other.offset));
+        Self::fitted(memory, offset, self.read_offset.max(other.read_offset))
+    }
+
+    /// A read is widened around its bytes in memory as on the device, so what it is widened to
+    /// has to be placed in memory too.
+    fn fitted(memory: u32, offset: u32, read_offset: u32) -> Self {
+        Self { memory, offset, read_offset: read_offset.max(memory).min(offset) }
     }
 
     fn from_statx(memory: u32, offset: u32, read_offset: u32) -> Result<Self, Error> {
@@ -80,7 +84,7 @@ impl Alignment {
             return Err(Error::new(libc::EOPNOTSUPP, Doing::Align));
         }
         let read_offset = if read_offset.is_power_of_two() { read_offset } else { offset };
-        Ok(Self { memory, offset, read_offset: read_offset.min(offset) })
+        Ok(Self::fitted(memory, offset, read_offset))
     }
 
     fn probe(fd: BorrowedFd<'_>) -> Result<Self, Error> {
@@ -127,6 +131,7 @@ mod tests {
         let alignment = Alignment::from_statx(4, 4096, 512).unwrap();
         assert_eq!((alignment.offset, alignment.read_offset), (4096, 512));
         assert_eq!(Alignment::from_statx(4, 512, 0).unwrap().read_offset, 512);
+        assert_eq!(Alignment::from_statx(4096, 4096, 512).unwrap().read_offset, 4096);
     }
 
     #[test]

@@ -358,29 +358,29 @@ fn read_edges<M: Map>(
     Ok(())
 }
 
-/// Writes what of `range` lies in the last, partial block of the file, through the page cache.
+/// Writes what of `range` lies in the last, partial block of the file, through the page cache: by
+/// one call, so that a reader never sees some of it (C54).
 ///
 /// # Safety
 /// As for `run`.
 unsafe fn write_tail<M: Map>(
     disk: &Disk<M>,
     range: Range,
-    mut done: u64,
+    done: u64,
     segments: &[Segment],
 ) -> Result<u64, Error> {
-    let mut failed = None;
-    iov::parts(segments, done, range.len - done, |part| {
-        if failed.is_some() {
-            return;
-        }
-        // SAFETY: the part is the caller's memory, initialised because it is to be written.
-        let bytes = unsafe { std::slice::from_raw_parts(part.base, part.len) };
-        match disk.top().write_buffered(bytes, range.pos + done) {
-            Ok(()) => done += part.len as u64,
-            Err(error) => failed = Some(error.at(range)),
-        }
-    });
-    failed.map_or(Ok(done), |error| short(done, error))
+    let tail = range.len - done;
+    if tail == 0 {
+        return Ok(done);
+    }
+    let no_memory = Error::new(libc::ENOMEM, Doing::SetUp);
+    let mut bytes = Aligned::zeroed(tail as usize).ok_or(no_memory)?;
+    // SAFETY: as promised by the caller of `run`.
+    unsafe { copy_in(segments, done, tail, &mut bytes) };
+    match disk.top().write_buffered(&bytes, range.pos + done) {
+        Ok(()) => Ok(range.len),
+        Err(error) => short(done, error.at(range)),
+    }
 }
 
 /// Discards or zeroes, [`ZERO_STEP_BYTES`] at a time.
@@ -446,10 +446,11 @@ fn write_zeros<M: Map>(disk: &Disk<M>, range: Range) -> Result<(), Error> {
         let hold = if is_aligned(disk, part, &segment) { Hold::Shared } else { Hold::Exclusive };
         // SAFETY: `zeros` has `len` bytes, which a write only reads.
         let done_now = held(disk, part, hold, || unsafe { put(disk, part, &segment) })?;
-        if done_now < len {
+        if done_now == 0 {
             return Err(Error::new(libc::EIO, Doing::Zero).at(part));
         }
-        done += len;
+        // The next write tells why this one ended early.
+        done += done_now;
     }
     Ok(())
 }

@@ -214,12 +214,15 @@ impl<M: Map> Core<M> {
                 let len = one.len.min(io.range.len as usize);
                 request.segments.set_one(Segment { base: one.base, len });
             }
-            _ if self.config.vectored => {
-                self.merged.clear();
-                iov::merge(segments, io.range.len, &mut self.merged);
-                request.segments.set(&self.merged);
+            _ => {
+                let (merged, len) = (&mut self.merged, io.range.len);
+                merged.clear();
+                match self.config.vectored {
+                    true => iov::merge(segments, len, merged),
+                    false => iov::parts(segments, 0, len, |segment| merged.push(segment)),
+                }
+                request.segments.set(merged);
             }
-            _ => request.segments.set(segments),
         }
         if io.range.len == 0 && io.op != Op::Flush {
             self.finish(slot, 0);

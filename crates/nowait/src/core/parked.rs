@@ -5,13 +5,15 @@
 //! second. All that is in flight at that moment comes back, and would go to the workers for
 //! nothing.
 //! Invariant: a request is parked at most once, so nothing spins (C37); it was known to be mapped,
-//! so that no allocation is waited for; it keeps its slot, its memory and its range.
+//! so that no allocation is waited for; it keeps its slot and its memory, but not its range: who
+//! waits for that may be the very workers that the first of them has to wait for.
 //! Knows: core. Known by: core.
 #![allow(unsafe_code)]
 
 use crate::io::{Flags, Outcome};
 use crate::map::Map;
 use crate::queue::Queue;
+use crate::ranges::Hold;
 use crate::request::{Role, State};
 
 use super::{Core, place};
@@ -33,6 +35,7 @@ impl<M: Map> Core<M> {
             return false;
         }
         self.qualify.refused();
+        self.unlock(slot);
         let request = &mut self.pool[slot];
         request.state = State::Parked;
         request.parked = true;
@@ -49,8 +52,12 @@ impl<M: Map> Core<M> {
             let request = &mut self.pool[slot];
             debug_assert_eq!(request.state, State::Parked);
             request.state = State::Queued;
+            request.locked =
+                self.locks && self.disk.ranges.try_take(request.io.range, Hold::Shared);
             // SAFETY: the memory was promised, or is the slot's, until the request is given back.
-            if !unsafe { place(queue, &request.transfer, slot) } {
+            let placed =
+                request.locked == self.locks && unsafe { place(queue, &request.transfer, slot) };
+            if !placed {
                 self.single_failed(slot, -libc::EAGAIN);
             }
         }
