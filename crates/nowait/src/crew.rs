@@ -13,6 +13,9 @@ struct Jobs<J> {
     idle: usize,
     threads: Vec<JoinHandle<()>>,
     closed: bool,
+    /// No thread is started: somebody else takes the jobs.
+    #[cfg(feature = "sim")]
+    by_hand: bool,
 }
 
 struct Shared<J> {
@@ -52,7 +55,14 @@ pub(crate) struct Crew<J: Send + 'static> {
 
 impl<J: Send + 'static> Crew<J> {
     pub(crate) fn new(limit: u32, run: impl Fn(J) + Send + Sync + 'static) -> Self {
-        let jobs = Jobs { queued: VecDeque::new(), idle: 0, threads: Vec::new(), closed: false };
+        let jobs = Jobs {
+            queued: VecDeque::new(),
+            idle: 0,
+            threads: Vec::new(),
+            closed: false,
+            #[cfg(feature = "sim")]
+            by_hand: false,
+        };
         let shared = Shared { jobs: Mutex::new(jobs), ready: Condvar::new(), run: Box::new(run) };
         Self { shared: Arc::new(shared), limit: limit.clamp(1, 1024) as usize }
     }
@@ -64,6 +74,10 @@ impl<J: Send + 'static> Crew<J> {
         for job in jobs {
             state.queued.push_back(job);
             posted += 1;
+        }
+        #[cfg(feature = "sim")]
+        if state.by_hand {
+            return;
         }
         let missing = state.queued.len().saturating_sub(state.idle);
         for _ in 0..missing.min(self.limit - state.threads.len()) {
@@ -82,6 +96,31 @@ impl<J: Send + 'static> Crew<J> {
         }
         drop(state);
         if posted == 1 { self.shared.ready.notify_one() } else { self.shared.ready.notify_all() }
+    }
+}
+
+#[cfg(feature = "sim")]
+impl<J: Send + 'static> Crew<J> {
+    /// A crew without threads, whose jobs wait for [`Crew::take`].
+    pub(crate) fn by_hand(run: impl Fn(J) + Send + Sync + 'static) -> Self {
+        let crew = Self::new(1, run);
+        crew.shared.lock().by_hand = true;
+        crew
+    }
+
+    /// Jobs that nobody has taken.
+    pub(crate) fn queued(&self) -> usize {
+        self.shared.lock().queued.len()
+    }
+
+    /// Takes one of the jobs, counted from the one that was posted first.
+    pub(crate) fn take(&self, n: usize) -> Option<J> {
+        self.shared.lock().queued.remove(n)
+    }
+
+    /// Does what a thread would do with a job.
+    pub(crate) fn run(&self, job: J) {
+        (self.shared.run)(job);
     }
 }
 

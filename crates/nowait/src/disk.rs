@@ -8,6 +8,7 @@ use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::align::Alignment;
+use crate::breaks::{self, Break};
 use crate::error::{Doing, Error, Range};
 use crate::io::Span;
 use crate::map::{Extent, Extents, Identity, Intent, Map, WouldBlock};
@@ -178,6 +179,9 @@ impl<M: Map> Disk<M> {
     pub(crate) fn flush(&self) -> Result<(), Error> {
         if self.flush_failed.load(Ordering::Acquire) {
             return Err(Error::new(libc::EIO, Doing::Flush));
+        }
+        if breaks::is(Break::DropFlush) {
+            return Ok(());
         }
         let flushed = self.map.image().map_or_else(|| self.top.sync(), |image| image.flush());
         if flushed.is_err() {

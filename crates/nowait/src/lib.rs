@@ -15,6 +15,8 @@
 compile_error!("nowait needs 64-bit Linux");
 
 mod error;
+mod breaks;
+mod pause;
 mod config;
 mod align;
 mod iov;
@@ -27,6 +29,9 @@ mod sync;
 mod remote;
 mod rendezvous;
 mod queue;
+#[cfg(feature = "sim")]
+pub mod sim;
+mod descriptor;
 mod storage;
 mod map;
 mod disk;
@@ -64,4 +69,6 @@ pub use memory::Buffer;
 pub use pool::PoolStats;
 pub use queue::{Interest, Null, Queue, QueueFull, Threads, Token, Uring, WATCHED};
 pub use storage::{Direct, OpenOptions, Storage};
+#[cfg(feature = "sim")]
+pub use worker::SimJob;
 pub use worker::Workers;

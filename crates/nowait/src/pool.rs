@@ -2,10 +2,11 @@
 //!
 //! Invariant: a slot is in exactly one place: the free list, the queue, a worker, or the list of
 //! what is done; `Request::state` says which and is asserted at every move.
-//! Knows: request. Known by: engine. Kernel counterpart: bio_alloc_percpu_cache (block/bio.c).
+//! Knows: request, breaks. Known by: engine. Kernel counterpart: bio_alloc_percpu_cache (block/bio.c).
 
 use std::ops::{Index, IndexMut};
 
+use crate::breaks::{self, Break};
 use crate::request::{Request, State};
 
 /// How often the pool was asked, and what it answered.
@@ -146,6 +147,9 @@ impl Pool {
         if self.reuse {
             request.next = self.free;
             self.free = slot;
+            if breaks::is(Break::FreeSlotTwice) {
+                request.next = slot;
+            }
         } else {
             self.spent.push(slot);
         }

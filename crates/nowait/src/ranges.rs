@@ -3,12 +3,14 @@
 //!
 //! Invariant: each stripe of the device has either any number of shared holders or one exclusive
 //! holder. A range is taken whole or not at all, so nobody waits while holding.
-//! Knows: error. Known by: disk, blocking, engine.
+//! Knows: error, breaks, pause. Known by: disk, blocking, engine.
 
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+use crate::breaks::{self, Break};
 use crate::error::Range;
+use crate::pause;
 
 /// Bytes of the device that share a stripe, as a power of two: 64 KiB.
 const STRIPE_SHIFT: u32 = 16;
@@ -53,6 +55,9 @@ impl RangeLocks {
     /// Takes `range` if that needs no waiting.
     #[inline]
     pub(crate) fn try_take(&self, range: Range, hold: Hold) -> bool {
+        if breaks::is(Break::ForgetRangeLock) {
+            return true;
+        }
         for (taken, stripe) in Self::stripes(range).enumerate() {
             if !self.try_stripe(stripe, hold) {
                 for stripe in Self::stripes(range).take(taken) {
@@ -123,8 +128,18 @@ impl RangeLocks {
                 }
                 continue;
             }
-            guard = self.freed.wait(guard).unwrap_or_else(PoisonError::into_inner);
+            guard = self.sleep(guard);
         }
+    }
+
+    /// Sleeps until something was freed; in a simulation, until the others have gone on.
+    fn sleep<'a>(&'a self, guard: MutexGuard<'a, ()>) -> MutexGuard<'a, ()> {
+        if !pause::is_possible() {
+            return self.freed.wait(guard).unwrap_or_else(PoisonError::into_inner);
+        }
+        drop(guard);
+        pause::here();
+        self.sleep_lock()
     }
 
     /// Whether nothing that excludes `hold` was held a moment ago.
@@ -165,6 +180,9 @@ impl RangeLocks {
     /// Gives `range` back.
     #[inline]
     pub(crate) fn free(&self, range: Range, hold: Hold) {
+        if breaks::is(Break::ForgetRangeLock) {
+            return;
+        }
         for stripe in Self::stripes(range) {
             self.free_stripe(stripe, hold);
         }

@@ -2,7 +2,7 @@
 //!
 //! Invariant: `direct` and `buffered` are descriptors of the same file; what is asked of it at
 //! open (size, alignment, what it can) stays as it was then.
-//! Knows: error, align, io, queue (the plain call). Known by: map, disk, blocking.
+//! Knows: error, align, io, descriptor. Known by: map, disk, blocking.
 #![allow(unsafe_code)]
 
 use std::io::{IoSlice, IoSliceMut};
@@ -12,9 +12,9 @@ use std::path::Path;
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags, SeekFrom};
 
 use crate::align::Alignment;
+use crate::descriptor::Descriptor;
 use crate::error::{Doing, Error, Range};
 use crate::io::{Outcome, Span, Transfer};
-use crate::queue;
 
 /// Whether the page cache is bypassed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -41,10 +41,10 @@ pub struct OpenOptions {
 
 /// An open file or block device.
 pub struct Storage {
-    direct: OwnedFd,
+    direct: Descriptor,
     /// The same file without `O_DIRECT`, for what direct I/O cannot do: parts of blocks, and the
     /// last block of a file that ends inside it.
-    buffered: OwnedFd,
+    buffered: Descriptor,
     align: Alignment,
     size: u64,
     read_only: bool,
@@ -89,7 +89,36 @@ impl Storage {
         let block = kind == FileType::BlockDevice;
         let punches = !options.read_only && (block || can_punch(&buffered, size));
         let read_only = options.read_only;
+        let (direct, buffered) = (direct.into(), buffered.into());
         Ok(Self { direct, buffered, align, size, read_only, nowait, punches })
+    }
+
+    /// Opens a simulated device instead of a file.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`: no descriptor is left to stand for it.
+    #[cfg(feature = "sim")]
+    pub fn simulated(
+        device: &std::sync::Arc<crate::sim::SimDevice>,
+        options: OpenOptions,
+    ) -> Result<Self, Error> {
+        let like = device.options();
+        let flags = rustix::event::EventfdFlags::CLOEXEC;
+        let direct = options.direct != Direct::Off;
+        let handle = |direct| {
+            let fd =
+                rustix::event::eventfd(0, flags).map_err(|e| Error::from_os(e, Doing::Open))?;
+            Ok(Descriptor::simulated(fd, device.clone(), direct))
+        };
+        Ok(Self {
+            direct: handle(direct)?,
+            buffered: handle(false)?,
+            align: if direct { like.align } else { Alignment::NONE },
+            size: device.bytes(),
+            read_only: options.read_only,
+            nowait: like.nowait,
+            punches: !options.read_only && like.punches,
+        })
     }
 
     /// Bytes of the file when it was opened, not rounded to any block.
@@ -125,14 +154,14 @@ impl Storage {
     /// The descriptor that transfers go through.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.direct.as_fd()
+        self.direct.fd()
     }
 
     /// The descriptor for locks: of an open file description that no ring holds, so that a lock
     /// ends with the process and not some time later.
     #[must_use]
     pub fn lock_fd(&self) -> BorrowedFd<'_> {
-        self.buffered.as_fd()
+        self.buffered.fd()
     }
 
     /// Makes one transfer, and waits for it.
@@ -143,7 +172,7 @@ impl Storage {
     #[inline]
     pub(crate) unsafe fn transfer(&self, transfer: &Transfer) -> Outcome {
         // SAFETY: as promised by the caller.
-        unsafe { queue::transfer(self.direct.as_fd(), transfer) }
+        unsafe { self.direct.transfer(transfer) }
     }
 
     /// Reads into all of `bufs` from byte `pos` on, whatever their alignment; returns the bytes
@@ -158,8 +187,7 @@ impl Storage {
         let mut done = 0;
         let mut rest = bufs;
         while done < total {
-            match rustix::io::preadv(self.descriptor(direct && done == 0), rest, pos + done as u64)
-            {
+            match self.descriptor(direct && done == 0).preadv(rest, pos + done as u64) {
                 Ok(0) => break,
                 Ok(count) => {
                     done += count;
@@ -189,8 +217,7 @@ impl Storage {
         let mut list = bufs.to_vec();
         let mut rest = list.as_mut_slice();
         while done < total {
-            match rustix::io::pwritev(self.descriptor(direct && done == 0), rest, pos + done as u64)
-            {
+            match self.descriptor(direct && done == 0).pwritev(rest, pos + done as u64) {
                 Ok(0) => return Err(fail(rustix::io::Errno::IO)),
                 Ok(count) => {
                     done += count;
@@ -207,7 +234,7 @@ impl Storage {
     /// blocks and does not round the file's end up to one.
     pub(crate) fn write_buffered(&self, mut bytes: &[u8], mut pos: u64) -> Result<(), Error> {
         while !bytes.is_empty() {
-            match rustix::io::pwrite(&self.buffered, bytes, pos) {
+            match self.buffered.pwritev(&[IoSlice::new(bytes)], pos) {
                 Ok(0) => return Err(Error::new(libc::EIO, Doing::Write)),
                 Ok(put) => {
                     bytes = bytes.get(put..).unwrap_or_default();
@@ -229,7 +256,7 @@ impl Storage {
             && len as u64 & (u64::from(self.align.offset) - 1) == 0
     }
 
-    fn descriptor(&self, direct: bool) -> &OwnedFd {
+    fn descriptor(&self, direct: bool) -> &Descriptor {
         if direct { &self.direct } else { &self.buffered }
     }
 
@@ -250,7 +277,8 @@ impl Storage {
     }
 
     fn allocate(&self, mode: FallocateFlags, range: Range, doing: Doing) -> Result<(), Error> {
-        rustix::fs::fallocate(&self.buffered, mode, range.pos, range.len)
+        self.buffered
+            .fallocate(mode, range.pos, range.len)
             .map_err(|e| Error::from_os(e, doing).at(range))
     }
 
@@ -259,7 +287,7 @@ impl Storage {
     /// # Errors
     /// What it said. A later call may succeed although data was lost (C51): remember it.
     pub fn sync(&self) -> Result<(), Error> {
-        rustix::fs::fdatasync(&self.direct).map_err(|e| Error::from_os(e, Doing::Flush))
+        self.direct.fdatasync().map_err(|e| Error::from_os(e, Doing::Flush))
     }
 
     /// Makes the file `bytes` long. [`Storage::size`] stays what it was at open.
@@ -267,7 +295,7 @@ impl Storage {
     /// # Errors
     /// What ftruncate(2) said.
     pub fn set_len(&self, bytes: u64) -> Result<(), Error> {
-        rustix::fs::ftruncate(&self.buffered, bytes).map_err(|e| Error::from_os(e, Doing::Write))
+        self.buffered.ftruncate(bytes).map_err(|e| Error::from_os(e, Doing::Write))
     }
 
     /// Bytes of the file now.
@@ -275,8 +303,7 @@ impl Storage {
     /// # Errors
     /// What lseek(2) said.
     pub fn len_now(&self) -> Result<u64, Error> {
-        rustix::fs::seek(&self.buffered, SeekFrom::End(0))
-            .map_err(|e| Error::from_os(e, Doing::Status))
+        self.buffered.seek(SeekFrom::End(0)).map_err(|e| Error::from_os(e, Doing::Status))
     }
 
     /// Appends at most `limit` spans of `range` as lseek(2) reports them; they cover `range`
@@ -308,7 +335,7 @@ impl Storage {
 
     /// The place that lseek(2) names, or the end of `range` where there is none up to it.
     fn seek(&self, to: SeekFrom, range: Range) -> Result<u64, Error> {
-        match rustix::fs::seek(&self.buffered, to) {
+        match self.buffered.seek(to) {
             Ok(pos) => Ok(pos.min(range.end())),
             Err(rustix::io::Errno::NXIO) => Ok(range.end()),
             Err(error) => Err(Error::from_os(error, Doing::Status).at(range)),

@@ -53,15 +53,20 @@ pub struct Workers(Arc<Crew<Job>>);
 impl Workers {
     /// At most `limit` threads for `disk`; they start when first needed.
     pub fn new<M: Map>(disk: &Arc<Disk<M>>, limit: u32) -> Self {
-        let disk = disk.clone();
-        Self(Arc::new(Crew::new(limit, move |job: Job| {
-            let result = run(&disk, &job);
-            job.home.push(job.slot, result);
-        })))
+        Self(Arc::new(Crew::new(limit, work_on(disk))))
     }
 
     pub(crate) fn post(&self, jobs: impl IntoIterator<Item = Job>) {
         self.0.post(jobs);
+    }
+}
+
+/// What a worker of `disk` does with a job.
+fn work_on<M: Map>(disk: &Arc<Disk<M>>) -> impl Fn(Job) + Send + Sync + use<M> {
+    let disk = disk.clone();
+    move |job: Job| {
+        let result = run(&disk, &job);
+        job.home.push(job.slot, result);
     }
 }
 
@@ -76,4 +81,33 @@ fn run<M: Map>(disk: &Disk<M>, job: &Job) -> i64 {
         }
     };
     done.unwrap_or_else(|error| -i64::from(error.errno()))
+}
+
+/// A job that a simulation has taken.
+#[cfg(feature = "sim")]
+pub struct SimJob(Job);
+
+#[cfg(feature = "sim")]
+impl Workers {
+    /// Workers for `disk` that are no threads: each job waits until a simulation takes it.
+    pub fn simulated<M: Map>(disk: &Arc<Disk<M>>) -> Self {
+        Self(Arc::new(Crew::by_hand(work_on(disk))))
+    }
+
+    /// Jobs that wait.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.0.queued()
+    }
+
+    /// Takes one of the jobs that wait, counted from the oldest.
+    #[must_use]
+    pub fn take(&self, n: usize) -> Option<SimJob> {
+        self.0.take(n).map(SimJob)
+    }
+
+    /// Does what was taken, on this thread.
+    pub fn run(&self, job: SimJob) {
+        self.0.run(job.0);
+    }
 }

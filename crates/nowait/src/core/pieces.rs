@@ -8,6 +8,7 @@
 use super::{Core, place};
 use crate::align;
 use crate::blocking;
+use crate::breaks::{self, Break};
 use crate::buffer::Buf;
 use crate::complete::{Ended, judge};
 use crate::generic::{Kind, Piece};
@@ -152,8 +153,10 @@ impl<M: Map> Core<M> {
         {
             let segments = self.pool[parent].segments.as_slice();
             let from = &buf[skip as usize..];
-            // SAFETY: the caller vouched for the memory; the buffer was read that far.
-            unsafe { blocking::copy_out(from, segments, piece.start, piece.len) };
+            if !breaks::is(Break::ReplyFromStaleBuffer) {
+                // SAFETY: the caller vouched for the memory; the buffer was read that far.
+                unsafe { blocking::copy_out(from, segments, piece.start, piece.len) };
+            }
         }
         self.put_piece(slot);
         self.note(parent, ended);

@@ -18,6 +18,8 @@ use std::time::Duration;
 use crate::error::Error;
 use crate::io::{Outcome, Transfer};
 
+#[cfg(feature = "sim")]
+pub(crate) use epoll::Epoll;
 pub use null::Null;
 pub(crate) use syscall::transfer;
 pub use threads::Threads;

@@ -1,0 +1,131 @@
+//! `nowait-sim`: runs seeds until time is up or one fails, which is shrunk and printed.
+//!
+//! Knows: run, trace.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
+
+use clap::Parser;
+use indicatif::{ProgressBar, ProgressStyle};
+use nowait_sim::run::{self, Failure, Plan};
+use nowait_sim::trace;
+use nowait_sim::world::Counts;
+
+/// How long a failure is made smaller.
+const SHRINKING: Duration = Duration::from_secs(60);
+
+/// Runs nowait on simulated devices and judges everything that it answers.
+#[derive(Parser)]
+#[command(version)]
+struct Args {
+    /// The first seed; without it, one that nobody had before.
+    #[arg(long)]
+    seed: Option<u64>,
+    /// Steps of each seed.
+    #[arg(long, default_value_t = 10_000)]
+    steps: u64,
+    /// How long seed after seed is run; without it, one seed.
+    #[arg(long)]
+    seconds: Option<u64>,
+    /// Makes a mistake on purpose: drop-flush, complete-before-data, free-slot-twice,
+    /// reply-from-stale-buffer, forget-range-lock.
+    #[arg(long, value_name = "MISTAKE")]
+    r#break: Option<String>,
+    /// Runs what a failure has printed.
+    #[arg(long, value_name = "FILE")]
+    replay: Option<PathBuf>,
+}
+
+fn main() -> ExitCode {
+    run::keep_panics();
+    match start(&Args::parse()) {
+        Ok(true) => ExitCode::SUCCESS,
+        Ok(false) => ExitCode::FAILURE,
+        Err(error) => {
+            eprintln!("nowait-sim: {error}");
+            ExitCode::from(2)
+        }
+    }
+}
+
+/// Whether all was well.
+fn start(args: &Args) -> Result<bool, String> {
+    let broken = match &args.r#break {
+        None => None,
+        Some(name) => Some(trace::break_of(name).ok_or(format!("{name}: no such mistake"))?),
+    };
+    if let Some(path) = &args.replay {
+        let text = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
+        let plan = trace::read(&text).ok_or(format!("{}: not a trace", path.display()))?;
+        print!("{}", trace::describe(&plan));
+        return Ok(match run::run(&plan) {
+            Ok(_) => true,
+            Err(failure) => {
+                report(&plan, &failure);
+                false
+            }
+        });
+    }
+    let seed = args.seed.unwrap_or_else(fresh_seed);
+    Ok(run_seeds(seed, args, |seed| Plan { broken, ..Plan::new(seed, args.steps) }))
+}
+
+fn fresh_seed() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
+    since.as_nanos() as u64 / 1000
+}
+
+fn run_seeds(first: u64, args: &Args, plan: impl Fn(u64) -> Plan) -> bool {
+    println!("seed {first}, {} steps each", args.steps);
+    let limit = args.seconds.map(Duration::from_secs);
+    let bar = ProgressBar::new(args.seconds.unwrap_or(1));
+    if let Ok(style) = ProgressStyle::with_template("{bar:40} {elapsed} {msg}") {
+        bar.set_style(style);
+    }
+    let (began, mut all, mut seeds) = (Instant::now(), Counts::default(), 0);
+    loop {
+        let plan = plan(first.wrapping_add(seeds));
+        match run::run(&plan) {
+            Ok(counts) => {
+                all.requests += counts.requests;
+                all.cuts += counts.cuts;
+                all.operations += counts.operations;
+            }
+            Err(failure) => {
+                bar.finish_and_clear();
+                println!("seed {} fails; it is made smaller now: {}", plan.seed, failure.what);
+                let (plan, failure) = run::shrink(&plan, &failure, SHRINKING);
+                report(&plan, &failure);
+                return false;
+            }
+        }
+        seeds += 1;
+        bar.set_position(began.elapsed().as_secs());
+        bar.set_message(rates(seeds, all, began.elapsed()));
+        if limit.is_none_or(|limit| began.elapsed() >= limit) {
+            break;
+        }
+    }
+    bar.finish_and_clear();
+    println!("all well: {}", rates(seeds, all, began.elapsed()));
+    true
+}
+
+fn rates(seeds: u64, all: Counts, time: Duration) -> String {
+    let Counts { requests, cuts, operations } = all;
+    let rate = |count: u64| (count as f64 / time.as_secs_f64().max(1e-9)) as u64;
+    format!(
+        "{seeds} seeds, {requests} requests ({}/s), {operations} device operations ({}/s), \
+         {cuts} power cuts",
+        rate(requests),
+        rate(operations)
+    )
+}
+
+fn report(plan: &Plan, failure: &Failure) {
+    let when = failure.step.map_or("the end".to_owned(), |step| format!("step {step}"));
+    println!("{:#?}", plan.scenario());
+    print!("{}{}", trace::describe(plan), trace::write(plan));
+    println!("# wrong at {when}: {}", failure.what);
+}

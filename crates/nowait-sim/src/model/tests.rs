@@ -1,0 +1,159 @@
+//! What the judge must refuse and what it must let pass, without a device.
+
+use super::*;
+
+const DONE: Ending = Ending::Done { durable: false };
+const DURABLE: Ending = Ending::Done { durable: true };
+const CELL: Range = Range::new(64, 64);
+
+fn model() -> Model {
+    Model::new(1024, 64, 512, 512)
+}
+
+fn write(model: &mut Model, value: Value, ending: Ending) {
+    let began = model.begin_write(CELL, value, 0);
+    model.end_write(CELL, began, ending);
+}
+
+fn bytes(value: Value) -> Vec<u8> {
+    let mut bytes = vec![0; 64];
+    pattern::fill(&mut bytes, 64, value);
+    bytes
+}
+
+fn finds(model: &mut Model, value: Value) -> bool {
+    let began = model.begin();
+    model.check(64, &bytes(value), began).is_ok()
+}
+
+fn leaves(mut model: Model, value: Value) -> bool {
+    let mut all = vec![0; 1024];
+    all[64..128].copy_from_slice(&bytes(value));
+    model.power_cut(&all, &[]).is_ok()
+}
+
+#[test]
+fn c18_what_was_never_written_is_zero() {
+    assert!(finds(&mut model(), ZERO) && !finds(&mut model(), 3));
+}
+
+#[test]
+fn a_read_finds_the_last_write_and_none_before_it() {
+    let mut model = model();
+    write(&mut model, 1, DONE);
+    write(&mut model, 2, DONE);
+    assert!(finds(&mut model, 2) && !finds(&mut model, 1) && !finds(&mut model, ZERO));
+}
+
+#[test]
+fn c54_of_two_writes_in_flight_together_either_stays_but_it_does_not_change_any_more() {
+    let mut model = model();
+    let one = model.begin_write(CELL, 1, 0);
+    let two = model.begin_write(CELL, 2, 0);
+    assert!(finds(&mut model, ZERO) && finds(&mut model, 1) && finds(&mut model, 2));
+    model.end_write(CELL, one, DONE);
+    model.end_write(CELL, two, DONE);
+    assert!(!finds(&mut model, ZERO));
+    assert!(finds(&mut model, 1) && !finds(&mut model, 2));
+}
+
+#[test]
+fn a_read_that_was_in_flight_may_still_find_what_was_there_before() {
+    let mut model = model();
+    let early = model.begin();
+    write(&mut model, 1, DURABLE);
+    write(&mut model, 2, DURABLE);
+    let began = model.begin_write(CELL, 3, early);
+    model.end_write(CELL, began, Ending::Never);
+    assert!(model.check(64, &bytes(1), early).is_ok());
+    assert!(model.check(64, &bytes(ZERO), early).is_ok());
+    assert!(model.check(64, &bytes(3), early).is_err());
+}
+
+#[test]
+fn a_failed_write_may_be_there_or_not() {
+    let mut model = model();
+    write(&mut model, 1, DONE);
+    write(&mut model, 2, Ending::Maybe);
+    assert!(finds(&mut model, 1) && !finds(&mut model, 2) && !finds(&mut model, ZERO));
+}
+
+#[test]
+fn c49_after_a_flush_a_power_cut_leaves_what_was_written_before_it() {
+    let make = |flushed: bool| {
+        let mut model = model();
+        write(&mut model, 1, DONE);
+        let began = model.begin();
+        if flushed {
+            model.end_flush(began);
+        }
+        model
+    };
+    assert!(leaves(make(false), ZERO) && leaves(make(false), 1));
+    assert!(!leaves(make(true), ZERO) && leaves(make(true), 1));
+}
+
+#[test]
+fn c49_a_flush_promises_nothing_for_what_was_in_flight() {
+    let mut model = model();
+    let flush = model.begin();
+    write(&mut model, 1, DONE);
+    model.end_flush(flush);
+    assert!(leaves(model, ZERO));
+}
+
+#[test]
+fn c28_what_was_written_durably_is_left_and_nothing_before_it() {
+    let mut model = model();
+    write(&mut model, 1, DONE);
+    write(&mut model, 2, DURABLE);
+    write(&mut model, 3, DONE);
+    let again = || {
+        let mut again = self::model();
+        write(&mut again, 1, DONE);
+        write(&mut again, 2, DURABLE);
+        write(&mut again, 3, DONE);
+        again
+    };
+    assert!(leaves(model, 2) && leaves(again(), 3));
+    assert!(!leaves(again(), 1) && !leaves(again(), ZERO));
+}
+
+#[test]
+fn c54_a_block_that_is_a_mixture_of_two_whole_writes_is_refused() {
+    let mut model = model();
+    let both = Range::new(0, 512);
+    let one = model.begin_write(both, 1, 0);
+    let two = model.begin_write(both, 2, 0);
+    model.end_write(both, one, DONE);
+    model.end_write(both, two, DONE);
+    let mut mixed = vec![0; 512];
+    pattern::fill(&mut mixed[..256], 0, 1);
+    pattern::fill(&mut mixed[256..], 256, 2);
+    let began = model.begin();
+    assert!(model.check(0, &mixed, began).unwrap_err().to_string().contains("mixture"));
+}
+
+#[test]
+fn garbage_is_let_pass_only_where_the_device_tells_of_it_and_nothing_durable_was() {
+    let garbage = |durable: bool, told: &[Range]| {
+        let mut model = model();
+        write(&mut model, 1, Ending::Done { durable });
+        let mut all = vec![0; 1024];
+        all[64..128].fill(9);
+        model.power_cut(&all, told).is_ok()
+    };
+    assert!(garbage(false, &[Range::new(64, 64)]));
+    assert!(!garbage(false, &[]) && !garbage(true, &[Range::new(64, 64)]));
+}
+
+#[test]
+fn what_a_power_cut_left_is_what_is_found_from_then_on() {
+    let mut model = model();
+    write(&mut model, 1, DONE);
+    assert!({
+        let all = vec![0; 1024];
+        model.power_cut(&all, &[]).is_ok()
+    });
+    assert!(finds(&mut model, ZERO) && !finds(&mut model, 1));
+}

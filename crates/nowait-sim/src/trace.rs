@@ -1,0 +1,111 @@
+//! A plan as text: what a failure prints, and what `--replay` reads.
+//!
+//! Invariant: what was written is read back as the same plan.
+//! Knows: run, scenario. Known by: main.
+
+use std::fmt::Write;
+
+use nowait::sim::{Break, Fault};
+
+use crate::run::Plan;
+
+/// The name under which a mistake is asked for.
+#[must_use]
+pub fn name_of(broken: Break) -> &'static str {
+    match broken {
+        Break::DropFlush => "drop-flush",
+        Break::CompleteBeforeData => "complete-before-data",
+        Break::FreeSlotTwice => "free-slot-twice",
+        Break::ReplyFromStaleBuffer => "reply-from-stale-buffer",
+        Break::ForgetRangeLock => "forget-range-lock",
+    }
+}
+
+/// The mistake of that name.
+#[must_use]
+pub fn break_of(name: &str) -> Option<Break> {
+    Break::ALL.into_iter().find(|&broken| name_of(broken) == name)
+}
+
+/// `plan`, one line for each of its parts.
+#[must_use]
+pub fn write(plan: &Plan) -> String {
+    let mut text = format!("seed {}\n", plan.seed);
+    if let Some(broken) = plan.broken {
+        let _ = writeln!(text, "break {}", name_of(broken));
+    }
+    match plan.once {
+        Some((at, Fault::Errno(errno))) => _ = writeln!(text, "fault {at} {errno}"),
+        Some((at, Fault::Short)) => _ = writeln!(text, "fault {at} short"),
+        None => {}
+    }
+    text.push_str("steps");
+    for steps in plan.steps.chunk_by(|one, next| one + 1 == *next) {
+        let _ = match steps {
+            [first, .., last] => write!(text, " {first}-{last}"),
+            _ => write!(text, " {}", steps.first().copied().unwrap_or_default()),
+        };
+    }
+    text.push('\n');
+    text
+}
+
+/// The plan that `text` is of; lines beginning with `#` are passed over. `None` when it is of none.
+#[must_use]
+pub fn read(text: &str) -> Option<Plan> {
+    let mut plan = Plan::new(0, 0);
+    for line in text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty()) {
+        let (word, rest) = line.trim().split_once(' ')?;
+        match word {
+            "seed" => plan.seed = rest.parse().ok()?,
+            "break" => plan.broken = Some(break_of(rest)?),
+            "fault" => {
+                let (at, what) = rest.split_once(' ')?;
+                let fault = match what {
+                    "short" => Fault::Short,
+                    errno => Fault::Errno(errno.parse().ok()?),
+                };
+                plan.once = Some((at.parse().ok()?, fault));
+            }
+            "steps" => {
+                for part in rest.split(' ') {
+                    let (first, last) = part.split_once('-').unwrap_or((part, part));
+                    plan.steps.extend(first.parse::<u64>().ok()?..=last.parse().ok()?);
+                }
+            }
+            _ => return None,
+        }
+    }
+    Some(plan)
+}
+
+/// What happens in `plan`, a line for each step.
+#[must_use]
+pub fn describe(plan: &Plan) -> String {
+    let scenario = plan.scenario();
+    let mut text = String::new();
+    for &n in &plan.steps {
+        let step = scenario.step(n);
+        let _ = writeln!(text, "# {n}: engine {}: {:?}", step.engine, step.action);
+    }
+    text
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_plan_is_read_back_as_it_was_written() {
+        for (broken, once) in [
+            (None, None),
+            (Some(Break::DropFlush), Some((7, Fault::Short))),
+            (Some(Break::ForgetRangeLock), Some((1, Fault::Errno(5)))),
+        ] {
+            let plan = Plan { seed: 99, steps: vec![0, 4, 5, 6, 9], broken, once };
+            let text = write(&plan) + &describe(&plan);
+            assert_eq!(read(&text), Some(plan), "{text}");
+        }
+        assert!(read("seed x\n").is_none() && read("what 1\n").is_none());
+    }
+}

@@ -1,0 +1,24 @@
+//! A run is what its plan says, each time.
+
+use nowait::sim::Break;
+use nowait_sim::run::{Plan, keep_panics, run, shrink};
+use nowait_sim::trace;
+
+#[test]
+fn the_same_plan_gives_the_same_run() {
+    for seed in 0..20 {
+        let plan = Plan::new(seed, 500);
+        assert_eq!(run(&plan).unwrap(), run(&plan).unwrap(), "seed {seed}");
+    }
+}
+
+#[test]
+fn a_failure_is_made_smaller_and_its_trace_fails_in_the_same_way() {
+    keep_panics();
+    let plan = Plan { broken: Some(Break::CompleteBeforeData), ..Plan::new(1, 2000) };
+    let failure = run(&plan).unwrap_err();
+    let (small, failure) = shrink(&plan, &failure, std::time::Duration::from_secs(20));
+    assert!(small.steps.len() < 20, "{} steps are left", small.steps.len());
+    let replayed = trace::read(&trace::write(&small)).unwrap();
+    assert_eq!(run(&replayed).unwrap_err().what, failure.what);
+}

@@ -1,0 +1,42 @@
+//! Where a thread would sleep or wait for a device, a simulation goes on with something else.
+//!
+//! Invariant: without the feature `sim`, and on threads that no simulation runs on, nothing is ever
+//! paused: whoever asks has to sleep by itself.
+//! Knows: nothing. Known by: ranges, sim.
+
+#[cfg(feature = "sim")]
+thread_local! {
+    static PAUSE: std::cell::Cell<Option<fn()>> = const { std::cell::Cell::new(None) };
+}
+
+/// What is called on this thread instead of sleeping, or nothing.
+#[cfg(feature = "sim")]
+pub fn set(pause: Option<fn()>) {
+    PAUSE.set(pause);
+}
+
+/// Whether there is anybody who could go on.
+#[cfg(feature = "sim")]
+pub(crate) fn is_possible() -> bool {
+    PAUSE.get().is_some()
+}
+
+/// Lets others run, if there are any.
+#[cfg(feature = "sim")]
+pub(crate) fn here() {
+    if let Some(pause) = PAUSE.get() {
+        pause();
+    }
+}
+
+/// There is nobody.
+#[cfg(not(feature = "sim"))]
+#[inline(always)]
+pub(crate) const fn is_possible() -> bool {
+    false
+}
+
+/// There is nobody.
+#[cfg(not(feature = "sim"))]
+#[inline(always)]
+pub(crate) const fn here() {}
