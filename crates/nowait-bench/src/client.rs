@@ -3,7 +3,7 @@
 //! Invariant: between two calls of [`Client::run_for`] each slot is either in flight or free, never both; a
 //! reply that fits no slot in flight is an error. All that became free is sent again with one system call,
 //! and nothing is copied but what the socket copies, so that the server is the limit and not the client.
-//! Knows: wire, workload, stop. Known by: peers.
+//! Knows: wire, workload, certificates, session, stop. Known by: turn, target (random bytes).
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
@@ -15,8 +15,10 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::retry_on_intr;
 use rustix::time::Timespec;
 
+use crate::certificates::Certificates;
+use crate::session::Session;
 use crate::stop::Stop;
-use crate::wire::{self, Command, REQUEST_BYTES, ReplyParser, Request};
+use crate::wire::{self, Command, Export, REQUEST_BYTES, ReplyParser, Request};
 use crate::workload::{Direction, Order, Workload};
 
 /// More than a Unix socket holds by default, so that one receive can take all that is there.
@@ -31,17 +33,42 @@ pub(crate) struct Stretch {
     pub(crate) elapsed: Duration,
 }
 
+/// How a server is reached.
+pub(crate) struct Door<'a> {
+    pub(crate) socket: &'a Path,
+    pub(crate) export: &'static str,
+    /// What the server is known by, if TLS is to be used.
+    pub(crate) secret: Option<&'a Certificates>,
+}
+
+impl Door<'_> {
+    /// Connects, up to the first request.
+    fn open(&self) -> io::Result<(Channel, Export)> {
+        let mut stream = UnixStream::connect(self.socket)?;
+        stream.set_read_timeout(Some(SILENCE_MAX))?;
+        stream.set_write_timeout(Some(SILENCE_MAX))?;
+        wire::greet(&mut stream)?;
+        let mut channel = match self.secret {
+            None => Channel::Plain { stream, received: vec![0; RECEIVE_BYTES] },
+            Some(certificates) => {
+                wire::starttls(&mut stream)?;
+                Channel::Tls(Box::new(Session::begin(stream, certificates)?))
+            }
+        };
+        let export = wire::go(&mut channel, self.export)?;
+        Ok((channel, export))
+    }
+}
+
 /// All connections of one workload to one server.
 pub(crate) struct Client {
     connections: Vec<Connection>,
-    received: Vec<u8>,
 }
 
 impl Client {
-    /// Connects `connections` times to `export` and lays the load over the first `file_bytes` bytes of it.
+    /// Opens `door` `connections` times and lays the load over the first `file_bytes` bytes of the export.
     pub(crate) fn connect(
-        socket: &Path,
-        export: &str,
+        door: &Door<'_>,
         workload: &Workload,
         connections: usize,
         file_bytes: u64,
@@ -49,10 +76,7 @@ impl Client {
         let blocks = file_bytes / workload.block_bytes as u64;
         let connections = (0..connections)
             .map(|index| {
-                let mut stream = UnixStream::connect(socket)?;
-                stream.set_read_timeout(Some(SILENCE_MAX))?;
-                stream.set_write_timeout(Some(SILENCE_MAX))?;
-                let offered = wire::negotiate(&mut stream, export)?;
+                let (channel, offered) = door.open()?;
                 if offered.bytes < file_bytes {
                     return Err(io::Error::other("the export is smaller than the file"));
                 }
@@ -60,10 +84,10 @@ impl Client {
                     return Err(io::Error::other("the export is read-only"));
                 }
                 let first = blocks * index as u64 / connections as u64;
-                Ok(Connection::new(stream, workload, Positions::new(workload, first, blocks)))
+                Ok(Connection::new(channel, workload, Positions::new(workload, first, blocks)))
             })
             .collect::<io::Result<_>>()?;
-        Ok(Client { connections, received: vec![0; RECEIVE_BYTES] })
+        Ok(Client { connections })
     }
 
     /// Keeps all slots busy for `duration`, or until `stop`; adds the latency of each finished request to
@@ -85,7 +109,7 @@ impl Client {
             for (connection, _) in
                 self.connections.iter_mut().zip(&readable).filter(|(_, readable)| **readable)
             {
-                requests += connection.receive(&mut self.received, latencies_ns)?;
+                requests += connection.receive(latencies_ns)?;
             }
             let now = Instant::now();
             if now - begin >= duration || stop.requested() {
@@ -102,11 +126,11 @@ impl Client {
         let mut unused = latency_histogram()?;
         for connection in &mut self.connections {
             while connection.in_flight() > 0 {
-                connection.receive(&mut self.received, &mut unused)?;
+                connection.receive(&mut unused)?;
             }
             let goodbye =
                 Request { command: Command::Disconnect, cookie: 0, position: 0, bytes: 0 };
-            connection.stream.write_all(&goodbye.header())?;
+            connection.channel.write_all(&goodbye.header())?;
         }
         Ok(())
     }
@@ -116,8 +140,11 @@ impl Client {
         if self.connections.len() == 1 {
             return Ok(());
         }
-        let mut fds: Vec<PollFd<'_>> =
-            self.connections.iter().map(|c| PollFd::new(&c.stream, PollFlags::IN)).collect();
+        let mut fds: Vec<PollFd<'_>> = self
+            .connections
+            .iter()
+            .map(|c| PollFd::new(c.channel.stream(), PollFlags::IN))
+            .collect();
         if retry_on_intr(|| poll(&mut fds, Some(&SILENCE_MAX_POLL)))? == 0 {
             return Err(silent());
         }
@@ -139,8 +166,58 @@ pub(crate) fn latency_histogram() -> io::Result<Histogram<u64>> {
     Histogram::new_with_bounds(1, MINUTE_NS, 3).map_err(io::Error::other)
 }
 
+/// The bytes' way to a server and back.
+enum Channel {
+    Plain { stream: UnixStream, received: Vec<u8> },
+    Tls(Box<Session>),
+}
+
+impl Channel {
+    fn stream(&self) -> &UnixStream {
+        match self {
+            Channel::Plain { stream, .. } => stream,
+            Channel::Tls(session) => session.stream(),
+        }
+    }
+
+    /// Sleeps until something has come, and gives all of that to `sink`. False at the end.
+    fn receive(&mut self, mut sink: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<bool> {
+        match self {
+            Channel::Plain { stream, received } => {
+                let count = stream.read(received)?;
+                sink(&received[..count])?;
+                Ok(count > 0)
+            }
+            Channel::Tls(session) => session.receive(sink),
+        }
+    }
+}
+
+/// For the handshake, in which the server says nothing that was not asked for.
+impl Read for Channel {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Channel::Plain { stream, .. } => stream.read(buffer),
+            Channel::Tls(session) => session.read(buffer),
+        }
+    }
+}
+
+impl Write for Channel {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Channel::Plain { stream, .. } => stream.write(bytes),
+            Channel::Tls(session) => session.send(bytes).map(|()| bytes.len()),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
+
 struct Connection {
-    stream: UnixStream,
+    channel: Channel,
     batch: Batch,
     parser: ReplyParser,
     /// By slot: when the request in flight was sent; `None` when the slot is free.
@@ -150,13 +227,13 @@ struct Connection {
 }
 
 impl Connection {
-    fn new(stream: UnixStream, workload: &Workload, positions: Positions) -> Connection {
+    fn new(channel: Channel, workload: &Workload, positions: Positions) -> Connection {
         let data_in_reply = match workload.direction {
             Direction::Read => workload.block_bytes,
             Direction::Write => 0,
         };
         Connection {
-            stream,
+            channel,
             batch: Batch::new(workload),
             parser: ReplyParser::new(data_in_reply),
             sent: vec![None; workload.depth],
@@ -177,34 +254,35 @@ impl Connection {
             self.sent[slot] = Some(now);
             count += 1;
         }
-        self.stream.write_all(self.batch.first(count))
+        self.channel.write_all(self.batch.first(count))
     }
 
     /// Sleeps until there is something, takes all that is there, and returns how many requests it ended.
-    fn receive(&mut self, buffer: &mut [u8], latencies_ns: &mut Histogram<u64>) -> io::Result<u64> {
-        let count = match self.stream.read(buffer) {
-            Ok(0) => {
-                return Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the server hung up"));
-            }
-            Ok(count) => count,
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => return Ok(0),
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Err(silent()),
-            Err(e) => return Err(e),
-        };
-        let now = Instant::now();
+    fn receive(&mut self, latencies_ns: &mut Histogram<u64>) -> io::Result<u64> {
+        let Connection { channel, parser, sent, free, .. } = self;
         let mut requests = 0;
-        self.parser.feed(&buffer[..count], |cookie| {
-            let slot = usize::try_from(cookie).unwrap_or(usize::MAX);
-            let Some(sent) = self.sent.get_mut(slot).and_then(Option::take) else {
-                return Err(io::Error::other("the server answered a request that was never made"));
-            };
-            let ns = u64::try_from((now - sent).as_nanos()).unwrap_or(u64::MAX);
-            latencies_ns.saturating_record(ns);
-            self.free.push(slot);
-            requests += 1;
-            Ok(())
-        })?;
-        Ok(requests)
+        let outcome = channel.receive(|bytes| {
+            let now = Instant::now();
+            parser.feed(bytes, |cookie| {
+                let slot = usize::try_from(cookie).unwrap_or(usize::MAX);
+                let Some(sent) = sent.get_mut(slot).and_then(Option::take) else {
+                    let problem = "the server answered a request that was never made";
+                    return Err(io::Error::other(problem));
+                };
+                let ns = u64::try_from((now - sent).as_nanos()).unwrap_or(u64::MAX);
+                latencies_ns.saturating_record(ns);
+                free.push(slot);
+                requests += 1;
+                Ok(())
+            })
+        });
+        match outcome {
+            Ok(true) => Ok(requests),
+            Ok(false) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the server hung up")),
+            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(0),
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Err(silent()),
+            Err(e) => Err(e),
+        }
     }
 }
 

@@ -8,7 +8,7 @@ use std::fmt;
 use serde_json::{Value, json};
 
 use crate::server::ServerKind;
-use crate::workload::{Caching, Direction, Order, Workload};
+use crate::workload::{Direction, Order, Terms, Transport, Workload};
 
 const MIB: f64 = 1_048_576.0;
 /// From here on a client is so busy that it may be what limits the figure.
@@ -84,8 +84,8 @@ impl Row {
 pub struct Comparison {
     /// What was asked.
     pub workload: Workload,
-    /// What it may be answered from.
-    pub caching: Caching,
+    /// What all servers had in common.
+    pub terms: Terms,
     /// In the order of measuring, without servers that failed.
     pub rows: Vec<Row>,
 }
@@ -101,13 +101,13 @@ impl Comparison {
     pub fn best_peer(&self) -> Option<&Row> {
         self.rows
             .iter()
-            .filter(|row| row.server != ServerKind::Nowait && row.server.can(self.caching))
+            .filter(|row| row.server != ServerKind::Nowait && row.server.can(self.terms.caching))
             .max_by(|a, b| a.iops().median.total_cmp(&b.iops().median))
     }
 
     fn cells(&self, row: &Row) -> Vec<String> {
         let iops = row.iops();
-        let star = if row.server.can(self.caching) { "" } else { " *" };
+        let star = if row.server.can(self.terms.caching) { "" } else { " *" };
         let mut cells = vec![
             format!("{}{star}", row.server.name()),
             format!("{:.0}", iops.median),
@@ -135,7 +135,8 @@ impl Comparison {
         });
         json!({
             "workload": self.workload.to_string(),
-            "caching": self.caching.name(),
+            "caching": self.terms.caching.name(),
+            "transport": match self.terms.transport { Transport::Plain => "plain", Transport::Tls => "TLS" },
             "direction": match self.workload.direction { Direction::Read => "read", Direction::Write => "write" },
             "order": match self.workload.order { Order::Random => "random", Order::Sequential => "sequential" },
             "block_bytes": self.workload.block_bytes,
@@ -149,7 +150,7 @@ impl Comparison {
         let of = |figure: fn(&Sample) -> f64| Spread::of(&row.samples, figure).to_json();
         json!({
             "server": row.server.name(),
-            "comparable": row.server.can(self.caching),
+            "comparable": row.server.can(self.terms.caching),
             "iops": of(|sample| sample.iops),
             "p50_us": of(|sample| sample.p50_us),
             "p99_us": of(|sample| sample.p99_us),
@@ -174,7 +175,7 @@ impl fmt::Display for Comparison {
         }
         let mut lines = vec![titles];
         lines.extend(self.rows.iter().map(|row| self.cells(row)));
-        writeln!(f, "\n{}, {}", self.workload, self.caching.name())?;
+        writeln!(f, "\n{}, {}", self.workload, self.terms)?;
         f.write_str(&aligned(&lines))?;
         if let Some((nowait, peer)) = self.nowait().zip(self.best_peer()) {
             let cpu = |row: &Row| row.median(|sample| sample.server_cpu_us);
@@ -249,7 +250,7 @@ pub(crate) mod examples {
         };
         Comparison {
             workload: Workload::standard()[0],
-            caching: Caching::Direct,
+            terms: Terms::ALL[0],
             rows: vec![
                 row(ServerKind::Nowait, [3000.0, 1000.0, 2000.0], 5.0),
                 row(ServerKind::QemuNbd, [1000.0; 3], 10.0),
@@ -263,6 +264,7 @@ pub(crate) mod examples {
 mod tests {
     use super::examples::{comparison, sample};
     use super::*;
+    use crate::workload::Caching;
 
     #[test]
     fn a_spread_is_the_middle_the_lowest_and_the_highest_round() {
@@ -287,7 +289,7 @@ mod tests {
             text.contains("nowait ÷ best peer (qemu-nbd): IOPS 2.00, CPU per request 0.50"),
             "{text}"
         );
-        comparison.caching = Caching::PageCache;
+        comparison.terms.caching = Caching::PageCache;
         assert_eq!(comparison.best_peer().map(|row| row.server), Some(ServerKind::Nbdkit));
     }
 

@@ -2,7 +2,7 @@
 //! against off, so that a figure never stands alone.
 //!
 //! Invariant: within one table every server gets the same file, the same processor, the same client and the
-//! same kind of caching, in turns short enough that a machine which slows down slows down for all of them.
+//! same kind of caching and encryption, in turns short enough that a machine which slows down slows down for all of them.
 //! Knows: the servers only as programs, the NBD protocol as a client, and the engine as a library
 //! (`engine`). Known by: the command line.
 //!
@@ -15,6 +15,8 @@
 mod error;
 mod wire;
 mod workload;
+mod certificates;
+mod session;
 mod usage;
 mod cpus;
 mod stop;
@@ -37,4 +39,4 @@ pub use peers::{Output, PeersOptions, run};
 pub use report::{Failure, Machine, MeasuredFile, Report};
 pub use server::ServerKind;
 pub use stop::Stop;
-pub use workload::{Caching, Direction, Order, Workload};
+pub use workload::{Caching, Direction, Order, Terms, Transport, Workload};

@@ -10,6 +10,7 @@ use std::time::Duration;
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tempfile::TempDir;
 
+use crate::certificates::Certificates;
 use crate::comparison::{Comparison, Row, Sample};
 use crate::cpus::Placement;
 use crate::error::Error;
@@ -18,7 +19,7 @@ use crate::server::{Program, ServerKind};
 use crate::stop::Stop;
 use crate::target::{Access, Target};
 use crate::turn::Turns;
-use crate::workload::{Caching, Direction, Workload};
+use crate::workload::{Caching, Direction, Terms, Workload};
 
 const DURATION_MIN: Duration = Duration::from_millis(50);
 const ROUNDS_MAX: u32 = 100;
@@ -61,7 +62,7 @@ pub struct PeersOptions {
     /// The rows: depth 1 to 128, blocks of 4 KiB to 1 MiB in steps of 4 KiB.
     pub workloads: Vec<Workload>,
     /// The tables.
-    pub caching: Vec<Caching>,
+    pub tables: Vec<Terms>,
     /// Text or JSON.
     pub output: Output,
     /// Ends the measurement early.
@@ -80,7 +81,7 @@ impl Default for PeersOptions {
             rounds: 3,
             connections: 1,
             workloads: Workload::standard(),
-            caching: vec![Caching::Direct, Caching::PageCache],
+            tables: Terms::ALL.to_vec(),
             output: Output::Text,
             stop: Stop::default(),
         }
@@ -98,9 +99,11 @@ impl Default for PeersOptions {
 pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error> {
     check(options)?;
     let (programs, missing) = find_programs(options)?;
-    let target = Target::open(options.file.as_deref(), options.overwrite, &options.caching)?;
+    let caching: Vec<Caching> = options.tables.iter().map(|terms| terms.caching).collect();
+    let target = Target::open(options.file.as_deref(), options.overwrite, &caching)?;
     let scratch = TempDir::with_prefix("nowait-bench-")
         .map_err(Error::system("making a directory for sockets"))?;
+    let certificates = Certificates::make().map_err(Error::system("making certificates"))?;
     let placement = Placement::choose()?;
     let mut workloads = options.workloads.clone();
     if target.access == Access::ReadOnly {
@@ -121,6 +124,7 @@ pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error
     let turns = Turns {
         target: &target,
         placement,
+        certificates: &certificates,
         scratch: scratch.path(),
         connections: options.connections,
         duration: options.duration,
@@ -129,10 +133,10 @@ pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error
     let progress = progress_bar(options, workloads.len() * programs.len());
     let bench = Bench { turns, rounds: options.rounds, progress: &progress };
     let mut writer = Writer::begin(options, &report, out)?;
-    'tables: for &caching in &options.caching {
+    'tables: for &terms in &options.tables {
         let mut working = programs.clone();
         for &workload in &workloads {
-            let rows = bench.compare(workload, caching, &mut working, &mut report.failures)?;
+            let rows = bench.compare(workload, terms, &mut working, &mut report.failures)?;
             if options.stop.requested() {
                 report.interrupted = true;
                 break 'tables;
@@ -140,7 +144,7 @@ pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error
             if rows.is_empty() {
                 break;
             }
-            let comparison = Comparison { workload, caching, rows };
+            let comparison = Comparison { workload, terms, rows };
             progress.suspend(|| writer.comparison(&report, &comparison))?;
             report.comparisons.push(comparison);
         }
@@ -205,7 +209,7 @@ impl Bench<'_> {
     fn compare(
         &self,
         workload: Workload,
-        caching: Caching,
+        terms: Terms,
         working: &mut Vec<Program>,
         failures: &mut Vec<Failure>,
     ) -> Result<Vec<Row>, Error> {
@@ -214,16 +218,12 @@ impl Bench<'_> {
             let mut index = 0;
             while let Some(program) = working.get(index) {
                 let server = program.kind;
-                self.progress.set_message(format!(
-                    "{workload}, {}: {}",
-                    caching.name(),
-                    server.name()
-                ));
+                self.progress.set_message(format!("{workload}, {terms}: {}", server.name()));
                 self.turns
                     .target
-                    .prepare(caching)
+                    .prepare(terms.caching)
                     .map_err(Error::system("preparing the page cache"))?;
-                let outcome = self.turns.take(program, &workload, caching);
+                let outcome = self.turns.take(program, &workload, terms);
                 if self.turns.stop.requested() {
                     return Ok(Vec::new());
                 }
@@ -233,12 +233,7 @@ impl Bench<'_> {
                         index += 1;
                     }
                     Err(e) => {
-                        failures.push(Failure {
-                            server,
-                            workload,
-                            caching,
-                            problem: e.to_string(),
-                        });
+                        failures.push(Failure { server, workload, terms, problem: e.to_string() });
                         working.remove(index);
                         samples.remove(index);
                     }
@@ -255,7 +250,7 @@ impl Bench<'_> {
 }
 
 fn progress_bar(options: &PeersOptions, turns_per_round: usize) -> ProgressBar {
-    let turns = options.caching.len() as u64 * u64::from(options.rounds) * turns_per_round as u64;
+    let turns = options.tables.len() as u64 * u64::from(options.rounds) * turns_per_round as u64;
     let bar = ProgressBar::with_draw_target(Some(turns), ProgressDrawTarget::stderr());
     if let Ok(style) = ProgressStyle::with_template("[{bar:24}] {eta} left  {wide_msg}") {
         bar.set_style(style);
@@ -282,8 +277,8 @@ impl<'a, W: Write> Writer<'a, W> {
 
     /// `report` is what came before.
     fn comparison(&mut self, report: &Report, comparison: &Comparison) -> Result<(), Error> {
-        if report.comparisons.last().is_none_or(|last| last.caching != comparison.caching) {
-            self.text(report.heading_of_table(comparison.caching))?;
+        if report.comparisons.last().is_none_or(|last| last.terms != comparison.terms) {
+            self.text(report.heading_of_table(comparison.terms))?;
         }
         self.text(comparison.to_string())
     }

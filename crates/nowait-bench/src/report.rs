@@ -1,7 +1,7 @@
 //! The whole of a measurement, for people and for programs: where, on what, what came out, what went wrong.
 //!
 //! Invariant: what is printed piece by piece while measuring
-//! is what `Display` prints as a whole. Knows: comparison, workload, server, target, cpus. Known by: peers.
+//! is what `Display` prints as a whole. Knows: comparison, workload, server, session, target, cpus. Known by: peers.
 
 use std::fmt;
 use std::fs;
@@ -13,9 +13,10 @@ use serde_json::{Value, json};
 use crate::comparison::Comparison;
 use crate::cpus::Placement;
 use crate::error::Error;
-use crate::server::ServerKind;
+use crate::server::{Places, ServerKind};
+use crate::session;
 use crate::target::{Access, Target};
-use crate::workload::{Caching, Workload};
+use crate::workload::{Caching, Terms, Transport, Workload};
 
 /// Where it was measured.
 #[derive(Clone, Debug)]
@@ -82,7 +83,7 @@ pub struct Failure {
     /// At what.
     pub workload: Workload,
     /// In which table.
-    pub caching: Caching,
+    pub terms: Terms,
     /// What it said or did.
     pub problem: String,
 }
@@ -142,24 +143,28 @@ impl Report {
     }
 
     /// The lines before the first workload of a table: how the servers are started.
-    pub(crate) fn heading_of_table(&self, caching: Caching) -> String {
-        let mut text = format!("\n== {} ==\n", caching.name());
+    pub(crate) fn heading_of_table(&self, terms: Terms) -> String {
+        let mut text = format!("\n== {terms} ==\n");
         for (server, _) in &self.versions {
-            text += &format!("{}\n", self.command_line(*server, caching));
+            text += &format!("{}\n", self.command_line(*server, terms));
         }
-        if self.versions.iter().any(|(server, _)| !server.can(caching)) {
+        if terms.transport == Transport::Tls {
+            text += &format!("the client offers nothing but {}\n", session::SUITE);
+        }
+        if self.versions.iter().any(|(server, _)| !server.can(terms.caching)) {
             text += "* through the page cache, dropping pages after use: it has no direct I/O, and is not \
                      counted as a peer in this table\n";
         }
-        if caching == Caching::PageCache {
+        if terms.caching == Caching::PageCache {
             text += "writing back to storage is done by the kernel and is not in the servers' CPU time\n";
         }
         text
     }
 
-    fn command_line(&self, server: ServerKind, caching: Caching) -> String {
+    fn command_line(&self, server: ServerKind, terms: Terms) -> String {
         let access = if self.file.written { Access::ReadWrite } else { Access::ReadOnly };
-        let arguments = server.arguments(caching, access, Path::new("FILE"), Path::new("SOCKET"));
+        let [file, socket, certificates] = ["FILE", "SOCKET", "DIR"].map(Path::new);
+        let arguments = server.arguments(terms, access, Places { file, socket, certificates });
         let arguments: Vec<_> =
             arguments.iter().map(|argument| argument.to_string_lossy()).collect();
         format!("{} {}", server.name(), arguments.join(" "))
@@ -173,7 +178,7 @@ impl Report {
                 "\n{} failed at {}, {}: {}\n",
                 failure.server.name(),
                 failure.workload,
-                failure.caching.name(),
+                failure.terms,
                 failure.problem
             );
         }
@@ -189,8 +194,8 @@ impl fmt::Display for Report {
         f.write_str(&self.heading())?;
         let mut table = None;
         for comparison in &self.comparisons {
-            if table.replace(comparison.caching) != Some(comparison.caching) {
-                f.write_str(&self.heading_of_table(comparison.caching))?;
+            if table.replace(comparison.terms) != Some(comparison.terms) {
+                f.write_str(&self.heading_of_table(comparison.terms))?;
             }
             comparison.fmt(f)?;
         }
@@ -205,7 +210,7 @@ impl From<&Report> for Value {
             json!({
                 "server": failure.server.name(),
                 "workload": failure.workload.to_string(),
-                "caching": failure.caching.name(),
+                "terms": failure.terms.to_string(),
                 "problem": failure.problem,
             })
         };

@@ -1,8 +1,8 @@
 //! The servers as programs: which are installed, how each is told the same thing, started and stopped.
 //!
 //! Invariant: a started server is gone, and the file free again, when its [`Server`] is; each is told to
-//! serve a raw image, with the caching of the table, on a Unix socket, and nothing else but its defaults.
-//! Knows: target, workload. Known by: peers, report.
+//! serve a raw image, on the terms of the table, on a Unix socket, and nothing else but its defaults.
+//! Knows: certificates, target, workload. Known by: peers, report.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -16,8 +16,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::certificates::Certificates;
 use crate::target::{Access, Target};
-use crate::workload::Caching;
+use crate::workload::{Caching, Terms, Transport};
 
 /// A server that has not come up or gone down after so long is given up.
 const PATIENCE: Duration = Duration::from_secs(10);
@@ -75,27 +76,39 @@ impl ServerKind {
     /// What the program is started with.
     pub(crate) fn arguments(
         self,
-        caching: Caching,
+        terms: Terms,
         access: Access,
-        file: &Path,
-        socket: &Path,
+        places: Places<'_>,
     ) -> Vec<OsString> {
         match self {
-            ServerKind::Nowait => nowait_arguments(caching, access, file, socket),
-            ServerKind::QemuNbd => qemu_nbd_arguments(caching, access, file, socket),
-            ServerKind::QemuStorageDaemon => {
-                storage_daemon_arguments(caching, access, file, socket)
-            }
-            ServerKind::Nbdkit => nbdkit_arguments(caching, access, file, socket),
+            ServerKind::Nowait => nowait_arguments(terms, access, places),
+            ServerKind::QemuNbd => qemu_nbd_arguments(terms, access, places),
+            ServerKind::QemuStorageDaemon => storage_daemon_arguments(terms, access, places),
+            ServerKind::Nbdkit => nbdkit_arguments(terms, access, places),
         }
     }
 }
 
-fn nowait_arguments(caching: Caching, access: Access, file: &Path, socket: &Path) -> Vec<OsString> {
-    let direct = if caching == Caching::Direct { "on" } else { "off" };
+/// Where a server finds what it needs.
+#[derive(Clone, Copy)]
+pub(crate) struct Places<'a> {
+    pub(crate) file: &'a Path,
+    /// Where it is to listen.
+    pub(crate) socket: &'a Path,
+    /// The directory with its certificate and key, if it is to use TLS.
+    pub(crate) certificates: &'a Path,
+}
+
+fn nowait_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
+    let Places { file, socket, certificates } = places;
+    let direct = if terms.caching == Caching::Direct { "on" } else { "off" };
     let mut arguments = words(&["serve", "--format", "raw", "--direct", direct]);
     if access == Access::ReadOnly {
         arguments.push("--read-only".into());
+    }
+    if terms.transport == Transport::Tls {
+        arguments.push("--tls-certs".into());
+        arguments.push(certificates.into());
     }
     arguments.push("--nbd".into());
     arguments.push(joined("unix:", socket.as_os_str()));
@@ -103,16 +116,22 @@ fn nowait_arguments(caching: Caching, access: Access, file: &Path, socket: &Path
     arguments
 }
 
-fn qemu_nbd_arguments(
-    caching: Caching,
-    access: Access,
-    file: &Path,
-    socket: &Path,
-) -> Vec<OsString> {
-    let cache = if caching == Caching::Direct { "--cache=none" } else { "--cache=writeback" };
+/// QEMU's object for a server that asks its clients for no certificate, under the name `t`.
+fn qemu_credentials(certificates: &Path) -> [OsString; 2] {
+    let start = "tls-creds-x509,id=t,endpoint=server,verify-peer=off,dir=";
+    ["--object".into(), joined(start, &commas_doubled(certificates))]
+}
+
+fn qemu_nbd_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
+    let Places { file, socket, certificates } = places;
+    let cache = if terms.caching == Caching::Direct { "--cache=none" } else { "--cache=writeback" };
     let mut arguments = words(&["--aio=io_uring", cache, "-f", "raw", "-t", "-e", "64"]);
     if access == Access::ReadOnly {
         arguments.push("-r".into());
+    }
+    if terms.transport == Transport::Tls {
+        arguments.extend(qemu_credentials(certificates));
+        arguments.extend(words(&["--tls-creds", "t"]));
     }
     arguments.push("-k".into());
     arguments.push(socket.into());
@@ -120,39 +139,47 @@ fn qemu_nbd_arguments(
     arguments
 }
 
-fn storage_daemon_arguments(
-    caching: Caching,
-    access: Access,
-    file: &Path,
-    socket: &Path,
-) -> Vec<OsString> {
-    let direct = if caching == Caching::Direct { "on" } else { "off" };
+fn storage_daemon_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
+    let Places { file, socket, certificates } = places;
+    let direct = if terms.caching == Caching::Direct { "on" } else { "off" };
     let (read_only, writable) =
         if access == Access::ReadOnly { ("on", "off") } else { ("off", "on") };
     let node = format!(
         "driver=file,node-name=f,cache.direct={direct},aio=io_uring,read-only={read_only},filename="
     );
     let export = format!("type=nbd,id=e,node-name=f,name=f,writable={writable}");
-    vec![
+    let mut address = joined("addr.type=unix,addr.path=", &commas_doubled(socket));
+    let mut arguments = Vec::new();
+    if terms.transport == Transport::Tls {
+        arguments.extend(qemu_credentials(certificates));
+        address.push(",tls-creds=t");
+    }
+    arguments.extend([
         "--blockdev".into(),
         joined(&node, &commas_doubled(file)),
         "--nbd-server".into(),
-        joined("addr.type=unix,addr.path=", &commas_doubled(socket)),
+        address,
         "--export".into(),
         export.into(),
-    ]
+    ]);
+    arguments
 }
 
-fn nbdkit_arguments(caching: Caching, access: Access, file: &Path, socket: &Path) -> Vec<OsString> {
+fn nbdkit_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
+    let Places { file, socket, certificates } = places;
     let mut arguments = words(&["-f"]);
     if access == Access::ReadOnly {
         arguments.push("-r".into());
+    }
+    if terms.transport == Transport::Tls {
+        arguments.push("--tls=require".into());
+        arguments.push(joined("--tls-certificates=", certificates.as_os_str()));
     }
     arguments.push("-U".into());
     arguments.push(socket.into());
     arguments.push("file".into());
     arguments.push(joined("file=", file.as_os_str()));
-    if caching == Caching::Direct {
+    if terms.caching == Caching::Direct {
         arguments.push("cache=none".into());
     }
     arguments
@@ -217,15 +244,18 @@ impl Server {
     pub(crate) fn start(
         program: &Program,
         target: &Target,
-        caching: Caching,
+        terms: Terms,
+        certificates: &Certificates,
         directory: &Path,
     ) -> io::Result<Server> {
         let socket = directory.join("socket");
         let log = directory.join("messages");
         remove_if_there(&socket)?;
+        let places =
+            Places { file: &target.path, socket: &socket, certificates: certificates.directory() };
         let mut command = Command::new(&program.path);
         command
-            .args(program.kind.arguments(caching, target.access, &target.path, &socket))
+            .args(program.kind.arguments(terms, target.access, places))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(File::create(&log)?)
@@ -311,15 +341,30 @@ fn remove_if_there(path: &Path) -> io::Result<()> {
 mod tests {
     use super::*;
 
+    fn places() -> Places<'static> {
+        let [file, socket, certificates] = ["/f", "/s", "/c"].map(Path::new);
+        Places { file, socket, certificates }
+    }
+
     #[test]
     fn no_server_is_told_to_write_to_a_file_that_is_read_only() {
         let flags = ["--read-only", "-r", "type=nbd,id=e,node-name=f,name=f,writable=off", "-r"];
         for (kind, flag) in ServerKind::ALL.into_iter().zip(flags) {
-            for caching in [Caching::Direct, Caching::PageCache] {
-                let given =
-                    |access| kind.arguments(caching, access, Path::new("/f"), Path::new("/s"));
+            for terms in Terms::ALL {
+                let given = |access| kind.arguments(terms, access, places());
                 assert!(given(Access::ReadOnly).contains(&flag.into()), "{}", kind.name());
                 assert!(!given(Access::ReadWrite).contains(&flag.into()), "{}", kind.name());
+            }
+        }
+    }
+
+    #[test]
+    fn a_server_has_the_certificates_in_the_tables_over_tls_and_in_no_other() {
+        for kind in ServerKind::ALL {
+            for terms in Terms::ALL {
+                let given = kind.arguments(terms, Access::ReadOnly, places());
+                let named = given.iter().any(|argument| argument.to_string_lossy().contains("/c"));
+                assert_eq!(named, terms.transport == Transport::Tls, "{} {terms}", kind.name());
             }
         }
     }

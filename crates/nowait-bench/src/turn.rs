@@ -1,7 +1,7 @@
 //! One turn: a server is started, warmed up, measured under one workload, and stopped.
 //!
 //! Invariant: the server is gone when the turn is over, however it ends, and the caller's thread is left on
-//! the processors it was on. Knows: client, cpus, server, target, usage, workload. Known by: peers.
+//! the processors it was on. Knows: certificates, client, cpus, server, target, usage, workload. Known by: peers.
 
 use std::io;
 use std::path::Path;
@@ -10,14 +10,15 @@ use std::time::Duration;
 
 use rustix::time::{ClockId, clock_gettime};
 
-use crate::client::{Client, latency_histogram};
+use crate::certificates::Certificates;
+use crate::client::{Client, Door, latency_histogram};
 use crate::comparison::Sample;
 use crate::cpus::Placement;
 use crate::server::{Program, Server};
 use crate::stop::Stop;
 use crate::target::Target;
 use crate::usage::{ProcessorTime, resident_bytes};
-use crate::workload::{Caching, Workload};
+use crate::workload::{Terms, Transport, Workload};
 
 const WARM_UP: Duration = Duration::from_millis(200);
 const BYTES_PER_MIB: f64 = 1_048_576.0;
@@ -28,6 +29,8 @@ const NS_PER_SECOND: u64 = 1_000_000_000;
 pub(crate) struct Turns<'a> {
     pub(crate) target: &'a Target,
     pub(crate) placement: Placement,
+    /// What servers and client know each other by, where they use TLS.
+    pub(crate) certificates: &'a Certificates,
     /// A directory for sockets and messages.
     pub(crate) scratch: &'a Path,
     pub(crate) connections: usize,
@@ -41,14 +44,15 @@ impl Turns<'_> {
         &self,
         program: &Program,
         workload: &Workload,
-        caching: Caching,
+        terms: Terms,
     ) -> io::Result<Sample> {
         thread::scope(|scope| {
             let turn = scope.spawn(|| {
                 self.placement.take_servers_place()?;
-                let mut server = Server::start(program, self.target, caching, self.scratch)?;
+                let mut server =
+                    Server::start(program, self.target, terms, self.certificates, self.scratch)?;
                 self.placement.take_clients_place()?;
-                let sample = self.measure(&mut server, program, workload);
+                let sample = self.measure(&mut server, program, workload, terms);
                 let sample = sample
                     .map_err(|e| io::Error::other(format!("{e}{}", server.last_message())))?;
                 server.stop()?;
@@ -63,10 +67,13 @@ impl Turns<'_> {
         server: &mut Server,
         program: &Program,
         workload: &Workload,
+        terms: Terms,
     ) -> io::Result<Sample> {
         let export = program.kind.export();
+        let secret = (terms.transport == Transport::Tls).then_some(self.certificates);
         let mut client = server.when_ready(|socket| {
-            Client::connect(socket, export, workload, self.connections, self.target.bytes)
+            let door = Door { socket, export, secret };
+            Client::connect(&door, workload, self.connections, self.target.bytes)
         })?;
         let mut latencies_ns = latency_histogram()?;
         client.run_for(WARM_UP, &mut latencies_ns, self.stop)?;

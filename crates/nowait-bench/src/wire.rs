@@ -10,8 +10,8 @@ use std::io::{self, Read, Write};
 pub(crate) use nowait_nbd::REQUEST_BYTES;
 use nowait_nbd::{
     CMD_DISC, CMD_READ, CMD_WRITE, FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, FLAG_READ_ONLY,
-    INFO_EXPORT, INIT_MAGIC, OPT_GO, OPTION_MAGIC, OPTION_REPLY_MAGIC, REP_ACK, REP_ERR_BIT,
-    REP_INFO, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC,
+    INFO_EXPORT, INIT_MAGIC, OPT_GO, OPT_STARTTLS, OPTION_MAGIC, OPTION_REPLY_MAGIC, REP_ACK,
+    REP_ERR_BIT, REP_INFO, SIMPLE_REPLY_BYTES, SIMPLE_REPLY_MAGIC,
 };
 
 /// The longest answer to an option that a server has reason to give.
@@ -53,8 +53,8 @@ impl Request {
     }
 }
 
-/// Goes from the first byte of a connection to the first request, on the export called `name`.
-pub(crate) fn negotiate(stream: &mut (impl Read + Write), name: &str) -> io::Result<Export> {
+/// The first words of a connection; options follow.
+pub(crate) fn greet(stream: &mut (impl Read + Write)) -> io::Result<()> {
     let greeting: [u8; 18] = read_array(stream)?;
     let [magic, option_magic] = [be64(&greeting, 0), be64(&greeting, 8)];
     let flags = u16::from_be_bytes([greeting[16], greeting[17]]);
@@ -62,9 +62,25 @@ pub(crate) fn negotiate(stream: &mut (impl Read + Write), name: &str) -> io::Res
         return Err(broken("the greeting is not that of a fixed newstyle NBD server"));
     }
     let mine = FLAG_FIXED_NEWSTYLE | (flags & FLAG_NO_ZEROES);
+    stream.write_all(&u32::from(mine).to_be_bytes())
+}
 
+/// Asks for TLS, which begins with the next byte in both directions.
+pub(crate) fn starttls(stream: &mut (impl Read + Write)) -> io::Result<()> {
+    let mut option = OPTION_MAGIC.to_be_bytes().to_vec();
+    option.extend(OPT_STARTTLS.to_be_bytes());
+    option.extend(0u32.to_be_bytes());
+    stream.write_all(&option)?;
+    let (kind, data) = read_option_reply(stream, OPT_STARTTLS)?;
+    match kind {
+        REP_ACK => Ok(()),
+        _ => Err(refused("TLS", kind, &data)),
+    }
+}
+
+/// Opens the export called `name`; requests follow.
+pub(crate) fn go(stream: &mut (impl Read + Write), name: &str) -> io::Result<Export> {
     let mut go = Vec::with_capacity(32 + name.len());
-    go.extend(u32::from(mine).to_be_bytes());
     go.extend(OPTION_MAGIC.to_be_bytes());
     go.extend(OPT_GO.to_be_bytes());
     go.extend((name.len() as u32 + 6).to_be_bytes());
@@ -78,30 +94,36 @@ pub(crate) fn negotiate(stream: &mut (impl Read + Write), name: &str) -> io::Res
 fn read_go_replies(stream: &mut impl Read) -> io::Result<Export> {
     let mut export = None;
     for _ in 0..OPTION_REPLIES_MAX {
-        let head: [u8; 20] = read_array(stream)?;
-        let [kind, bytes] = [be32(&head, 12), be32(&head, 16)];
-        if be64(&head, 0) != OPTION_REPLY_MAGIC || be32(&head, 8) != OPT_GO {
-            return Err(broken("the answer to GO is not an option reply"));
-        }
-        let bytes = bytes as usize;
-        if bytes > OPTION_REPLY_BYTES_MAX {
-            return Err(broken("the answer to GO is too long"));
-        }
-        let mut data = vec![0; bytes];
-        stream.read_exact(&mut data)?;
+        let (kind, data) = read_option_reply(stream, OPT_GO)?;
         match kind {
             REP_ACK => return export.ok_or_else(|| broken("GO was acknowledged without a size")),
             REP_INFO => export = parse_export(&data).or(export),
-            _ if kind & REP_ERR_BIT != 0 => {
-                let text = String::from_utf8_lossy(&data);
-                return Err(broken(format!(
-                    "the server refused the export: error {kind:#x} {text}"
-                )));
-            }
+            _ if kind & REP_ERR_BIT != 0 => return Err(refused("the export", kind, &data)),
             _ => {}
         }
     }
     Err(broken("GO was never acknowledged"))
+}
+
+/// The kind of the next answer to `option`, and what else is in it.
+fn read_option_reply(stream: &mut impl Read, option: u32) -> io::Result<(u32, Vec<u8>)> {
+    let head: [u8; 20] = read_array(stream)?;
+    let [kind, bytes] = [be32(&head, 12), be32(&head, 16)];
+    if be64(&head, 0) != OPTION_REPLY_MAGIC || be32(&head, 8) != option {
+        return Err(broken("the answer to an option is not an option reply"));
+    }
+    let bytes = bytes as usize;
+    if bytes > OPTION_REPLY_BYTES_MAX {
+        return Err(broken("the answer to an option is too long"));
+    }
+    let mut data = vec![0; bytes];
+    stream.read_exact(&mut data)?;
+    Ok((kind, data))
+}
+
+fn refused(what: &str, kind: u32, data: &[u8]) -> io::Error {
+    let text = String::from_utf8_lossy(data);
+    broken(format!("the server refused {what}: error {kind:#x} {text}"))
 }
 
 fn parse_export(data: &[u8]) -> Option<Export> {

@@ -1,4 +1,5 @@
-//! What is asked of a server: direction, order, block size and depth; and what it may answer from.
+//! What is asked of a server: direction, order, block size and depth; what it may answer from, and how
+//! the bytes go between it and the client.
 //!
 //! Invariant: a workload says everything that the servers have in common, nothing about any one of them.
 //! Knows: nothing. Known by: client, server, report, peers.
@@ -7,7 +8,7 @@ use std::fmt;
 
 const KIB: usize = 1024;
 
-/// Where requests may be answered from; tables of different caching are never mixed.
+/// Where requests may be answered from.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Caching {
     /// From storage: the server is told to go past the page cache.
@@ -22,6 +23,45 @@ impl Caching {
         match self {
             Caching::Direct => "direct",
             Caching::PageCache => "page cache",
+        }
+    }
+}
+
+/// How bytes go between client and server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Transport {
+    /// As they are.
+    Plain,
+    /// By TLS 1.3, all servers with the same certificate and the same cipher.
+    Tls,
+}
+
+/// What all servers of one table have in common, beside the file; tables are never mixed.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Terms {
+    /// Where requests may be answered from.
+    pub caching: Caching,
+    /// How bytes go between client and server.
+    pub transport: Transport,
+}
+
+impl Terms {
+    /// All there are, in the order of the report.
+    pub const ALL: [Terms; 4] = [
+        Terms { caching: Caching::Direct, transport: Transport::Plain },
+        Terms { caching: Caching::PageCache, transport: Transport::Plain },
+        Terms { caching: Caching::Direct, transport: Transport::Tls },
+        Terms { caching: Caching::PageCache, transport: Transport::Tls },
+    ];
+}
+
+/// For people: `direct`, or `page cache, TLS`.
+impl fmt::Display for Terms {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.caching.name())?;
+        match self.transport {
+            Transport::Plain => Ok(()),
+            Transport::Tls => f.write_str(", TLS"),
         }
     }
 }

@@ -5,7 +5,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nowait_bench::{
-    Caching, Direction, Error, Order, Output, PeersOptions, Report, ServerKind, Workload,
+    Caching, Direction, Error, Order, Output, PeersOptions, Report, ServerKind, Terms, Transport,
+    Workload,
 };
 use serde_json::Value;
 use tempfile::TempDir;
@@ -13,6 +14,9 @@ use tempfile::TempDir;
 const FILE_BYTES: usize = 64 << 20;
 const LOAD: Workload =
     Workload { direction: Direction::Read, order: Order::Random, block_bytes: 4096, depth: 16 };
+
+const PLAIN: Terms = Terms { caching: Caching::PageCache, transport: Transport::Plain };
+const TLS: Terms = Terms { caching: Caching::PageCache, transport: Transport::Tls };
 
 fn file_of_zeros(directory: &TempDir) -> PathBuf {
     let path = directory.path().join("image, of zeros");
@@ -28,7 +32,7 @@ fn options(file: &Path) -> PeersOptions {
         rounds: 2,
         workloads: vec![LOAD, Workload { direction: Direction::Write, ..LOAD }],
         // Not every file system that holds temporary files has direct I/O.
-        caching: vec![Caching::PageCache],
+        tables: vec![PLAIN],
         ..PeersOptions::default()
     }
 }
@@ -53,13 +57,17 @@ fn measured(options: &PeersOptions) -> Option<(Report, String)> {
 #[test]
 fn every_server_is_measured_in_every_round_and_the_text_is_the_report() {
     let directory = TempDir::new().expect("a temporary directory");
-    let options =
-        PeersOptions { overwrite: true, connections: 2, ..options(&file_of_zeros(&directory)) };
+    let options = PeersOptions {
+        overwrite: true,
+        connections: 2,
+        tables: vec![PLAIN, TLS],
+        ..options(&file_of_zeros(&directory))
+    };
     let Some((report, printed)) = measured(&options) else {
         return;
     };
     assert!(report.failures.is_empty(), "{:?}", report.failures);
-    assert_eq!(report.comparisons.len(), 2);
+    assert_eq!(report.comparisons.len(), 4);
     for comparison in &report.comparisons {
         assert_eq!(comparison.rows.len(), report.versions.len());
         for row in &comparison.rows {

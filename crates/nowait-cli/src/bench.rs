@@ -6,9 +6,11 @@
 use std::io;
 use std::time::Duration;
 
-use nowait_bench::{Caching, EngineOptions, Output, PeersOptions, Stop, What, run_engine};
+use nowait_bench::{
+    Caching, EngineOptions, Output, PeersOptions, Stop, Transport, What, run_engine,
+};
 
-use crate::bench_args::{BenchArgs, BenchCaching, BenchWhat};
+use crate::bench_args::{BenchArgs, BenchCaching, BenchTransport, BenchWhat};
 use crate::error::{CliError, reason};
 
 /// Measures and prints.
@@ -79,11 +81,19 @@ fn peers(args: &BenchArgs) -> Result<(), CliError> {
             return Err(CliError::new(format!("--only {text}: no row has this in its title")));
         }
     }
-    match args.caching {
-        Some(BenchCaching::Direct) => options.caching = vec![Caching::Direct],
-        Some(BenchCaching::Cached) => options.caching = vec![Caching::PageCache],
-        None => {}
-    }
+    options.tables.retain(|terms| {
+        let caching = match args.caching {
+            Some(BenchCaching::Direct) => terms.caching == Caching::Direct,
+            Some(BenchCaching::Cached) => terms.caching == Caching::PageCache,
+            None => true,
+        };
+        let transport = match args.transport {
+            Some(BenchTransport::Plain) => terms.transport == Transport::Plain,
+            Some(BenchTransport::Tls) => terms.transport == Transport::Tls,
+            None => true,
+        };
+        caching && transport
+    });
     let report = nowait_bench::run(&options, &mut io::stdout().lock()).map_err(failed)?;
     if report.interrupted {
         return Err(interrupted());

@@ -54,6 +54,10 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "HOW", value_enum)]
     pub(crate) caching: Option<BenchCaching>,
 
+    /// peers: only with bytes as they are (plain), or only by TLS 1.3 (tls)
+    #[arg(long, value_name = "HOW", value_enum)]
+    pub(crate) transport: Option<BenchTransport>,
+
     /// vectored: latency of the made-up queue, as in 100us or 4ms; can be given more than once
     #[arg(long, value_name = "TIME", value_delimiter = ',', value_parser = parse_latency)]
     pub(crate) latency: Vec<Duration>,
@@ -67,13 +71,22 @@ pub(crate) struct BenchArgs {
     pub(crate) json: bool,
 }
 
-/// Which of the two tables `bench` makes.
+/// Which of the peers' tables `bench` makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum BenchCaching {
     /// Direct I/O against direct I/O
     Direct,
     /// Page cache against page cache
     Cached,
+}
+
+/// Which of the peers' tables `bench` makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchTransport {
+    /// Bytes as they are
+    Plain,
+    /// TLS against TLS
+    Tls,
 }
 
 /// What `bench` can measure.

@@ -1,0 +1,60 @@
+//! What the servers prove who they are with in the tables over TLS, made for one measurement.
+//!
+//! Invariant: all servers get the same files, in the layout that each of them knows; the keys are gone when
+//! the measurement is. Knows: nothing. Known by: session, server, client, turn, peers.
+
+use std::fs;
+use std::io;
+use std::path::Path;
+
+use rcgen::{
+    BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
+    KeyUsagePurpose,
+};
+use rustls::pki_types::CertificateDer;
+use tempfile::TempDir;
+
+/// Whom the certificate is for.
+pub(crate) const NAME: &str = "localhost";
+
+/// A directory with `ca-cert.pem`, `server-cert.pem` and `server-key.pem`; removed on drop.
+pub(crate) struct Certificates {
+    directory: TempDir,
+    authority: CertificateDer<'static>,
+}
+
+impl Certificates {
+    /// An authority, and a server that it vouches for, with new keys (ECDSA on P-256).
+    pub(crate) fn make() -> io::Result<Certificates> {
+        let directory = TempDir::with_prefix("nowait-bench-tls-")?;
+        let write = |name: &str, pem: String| fs::write(directory.path().join(name), pem);
+
+        let mut params = CertificateParams::default();
+        params.distinguished_name.push(DnType::CommonName, "nowait bench");
+        params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+        params.key_usages = vec![KeyUsagePurpose::KeyCertSign];
+        let key = KeyPair::generate().map_err(io::Error::other)?;
+        let root = params.self_signed(&key).map_err(io::Error::other)?;
+        write("ca-cert.pem", root.pem())?;
+        let issuer = Issuer::new(params, key);
+
+        let mut params = CertificateParams::new([NAME.to_owned()]).map_err(io::Error::other)?;
+        params.distinguished_name.push(DnType::CommonName, NAME);
+        params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
+        params.extended_key_usages = vec![ExtendedKeyUsagePurpose::ServerAuth];
+        let key = KeyPair::generate().map_err(io::Error::other)?;
+        let server = params.signed_by(&key, &issuer).map_err(io::Error::other)?;
+        write("server-cert.pem", server.pem())?;
+        write("server-key.pem", key.serialize_pem())?;
+        Ok(Certificates { authority: root.der().clone(), directory })
+    }
+
+    pub(crate) fn directory(&self) -> &Path {
+        self.directory.path()
+    }
+
+    /// The certificate that vouches for the server.
+    pub(crate) fn authority(&self) -> CertificateDer<'static> {
+        self.authority.clone()
+    }
+}
