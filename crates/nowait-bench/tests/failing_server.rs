@@ -4,7 +4,7 @@
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt;
 
-use nowait_bench::{Caching, PeersOptions, ServerKind};
+use nowait_bench::{Caching, PeersOptions, ServerKind, Terms, Transport};
 use tempfile::TempDir;
 
 #[test]
@@ -21,7 +21,7 @@ fn a_server_that_does_not_start_is_named_with_its_last_words_and_tried_once() {
         nowait: Some(program),
         servers: vec![ServerKind::Nowait],
         file: Some(image),
-        caching: vec![Caching::PageCache],
+        tables: vec![Terms { caching: Caching::PageCache, transport: Transport::Plain }],
         ..PeersOptions::default()
     };
     let report = nowait_bench::run(&options, &mut Vec::new()).expect("a report");
