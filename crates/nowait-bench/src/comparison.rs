@@ -8,7 +8,7 @@ use std::fmt;
 use serde_json::{Value, json};
 
 use crate::server::ServerKind;
-use crate::workload::{Direction, Order, Terms, Transport, Workload};
+use crate::workload::{Direction, Order, Terms, Workload};
 
 const MIB: f64 = 1_048_576.0;
 /// From here on a client is so busy that it may be what limits the figure.
@@ -136,7 +136,7 @@ impl Comparison {
         json!({
             "workload": self.workload.to_string(),
             "caching": self.terms.caching.name(),
-            "transport": match self.terms.transport { Transport::Plain => "plain", Transport::Tls => "TLS" },
+            "transport": self.terms.transport.name(),
             "direction": match self.workload.direction { Direction::Read => "read", Direction::Write => "write" },
             "order": match self.workload.order { Order::Random => "random", Order::Sequential => "sequential" },
             "block_bytes": self.workload.block_bytes,

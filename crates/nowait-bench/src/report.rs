@@ -149,7 +149,7 @@ impl Report {
             text += &format!("{}\n", self.command_line(*server, terms));
         }
         if terms.transport == Transport::Tls {
-            text += &format!("the client offers nothing but {}\n", session::SUITE);
+            text += &format!("negotiated: {} (the client offers nothing else)\n", session::SUITE);
         }
         if self.versions.iter().any(|(server, _)| !server.can(terms.caching)) {
             text += "* through the page cache, dropping pages after use: it has no direct I/O, and is not \
@@ -210,7 +210,8 @@ impl From<&Report> for Value {
             json!({
                 "server": failure.server.name(),
                 "workload": failure.workload.to_string(),
-                "terms": failure.terms.to_string(),
+                "caching": failure.terms.caching.name(),
+                "transport": failure.terms.transport.name(),
                 "problem": failure.problem,
             })
         };
@@ -278,6 +279,14 @@ mod tests {
             "stopped before",
         ] {
             assert!(text.contains(part), "{part:?} is not in {text}");
+        }
+    }
+
+    #[test]
+    fn a_table_over_tls_says_what_was_negotiated_and_no_other_does() {
+        for terms in Terms::ALL {
+            let said = report().heading_of_table(terms).contains("negotiated: TLS 1.3 with");
+            assert_eq!(said, terms.transport == Transport::Tls, "{terms}");
         }
     }
 

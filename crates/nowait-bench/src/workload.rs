@@ -45,6 +45,16 @@ pub struct Terms {
     pub transport: Transport,
 }
 
+impl Transport {
+    /// The word for it in reports: `plain` or `TLS`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Transport::Plain => "plain",
+            Transport::Tls => "TLS",
+        }
+    }
+}
+
 impl Terms {
     /// All there are, in the order of the report.
     pub const ALL: [Terms; 4] = [
@@ -58,10 +68,10 @@ impl Terms {
 /// For people: `direct`, or `page cache, TLS`.
 impl fmt::Display for Terms {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.caching.name())?;
-        match self.transport {
-            Transport::Plain => Ok(()),
-            Transport::Tls => f.write_str(", TLS"),
+        let Terms { caching, transport } = self;
+        match transport {
+            Transport::Plain => f.write_str(caching.name()),
+            Transport::Tls => write!(f, "{}, {}", caching.name(), transport.name()),
         }
     }
 }
