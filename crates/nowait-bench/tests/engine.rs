@@ -109,7 +109,7 @@ fn nowait_has_stable_and_sparse_files_three_ways_and_the_loop_device() {
 fn engines_are_compared_at_three_depths_in_both_directions() {
     let rows = whole(What::Engines);
     assert_eq!(rows.len(), 6);
-    let fio = rows.iter().all(|row| row.1 == 6);
+    let fio = rows.iter().all(|row| row.1 == 7);
     if !fio {
         assert!(std::env::var_os("NOWAIT_REQUIRE_TOOLS").is_none(), "no fio");
         eprintln!("skipped: no fio");
