@@ -7,9 +7,9 @@
 
 use crate::header::Header;
 
-const COPIED: u64 = 1 << 63;
+pub(crate) const COPIED: u64 = 1 << 63;
 const COMPRESSED: u64 = 1 << 62;
-const ZERO: u64 = 1;
+pub(crate) const ZERO: u64 = 1;
 const POSITION: u64 = 0x00ff_ffff_ffff_fe00;
 const L1_RESERVED: u64 = !(COPIED | POSITION);
 const L2_RESERVED: u64 = !(COPIED | COMPRESSED | POSITION | ZERO);

@@ -24,7 +24,7 @@ const MAX_CLUSTER_BITS: u32 = 21;
 /// The bound on an L1 table, as QEMU has it (block/qcow2.h, `QCOW_MAX_L1_SIZE`): 32 MiB.
 const MAX_L1_BYTES: u64 = 32 << 20;
 /// The bound on a refcount table (block/qcow2.h, `QCOW_MAX_REFTABLE_SIZE`): 8 MiB.
-const MAX_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
+pub(crate) const MAX_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
 /// No position in an image reaches further: entries have 56 bits for it.
 pub(crate) const MAX_POS: u64 = 1 << 56;
 /// Bounds on bitmaps and snapshots, as QEMU has them (block/qcow2.h, `QCOW2_MAX_BITMAPS`,
@@ -350,6 +350,17 @@ impl Header {
         self.autoclear & AUTOCLEAR_DATA_FILE_RAW != 0
     }
 
+    /// Where the autoclear bits are in the file, in bytes.
+    pub(crate) const AUTOCLEAR_AT: u64 = 88;
+
+    /// The autoclear bits that a writer here keeps what they promise of, if these are not all.
+    pub(crate) const fn autoclear_to_write(&self) -> Option<u64> {
+        match self.autoclear & AUTOCLEAR_DATA_FILE_RAW {
+            kept if kept == self.autoclear => None,
+            kept => Some(kept),
+        }
+    }
+
     /// Whether a writer may leave refcounts behind (and then sets the dirty bit).
     #[must_use]
     pub const fn has_lazy_refcounts(&self) -> bool {
@@ -405,6 +416,9 @@ impl Header {
         } else if writable && self.snapshots > 0 {
             "it has internal snapshots and is only read here (open it read-only, or remove them \
              with qemu-img snapshot -d)"
+        } else if writable && self.bitmaps.is_some() {
+            "it has dirty bitmaps, which are not kept up to date here (open it read-only, or remove \
+             them with qemu-img bitmap --remove)"
         } else {
             return Ok(());
         };

@@ -23,6 +23,7 @@ pub mod check;
 pub mod repair;
 mod storage;
 mod reader;
+pub mod served;
 
 pub use chain::{Chain, ChainOptions, Content, Format, Layer, Locking, MAX_LAYERS};
 pub use error::ImageError;

@@ -83,7 +83,7 @@ impl<'a> Tables<'a> {
 }
 
 /// Whether `next` is of the kind of the cluster before it, and behind it in the file too.
-fn continues(last: Cluster, next: Cluster, cluster_bytes: u64) -> bool {
+pub(crate) fn continues(last: Cluster, next: Cluster, cluster_bytes: u64) -> bool {
     match (last, next) {
         (Cluster::Unallocated, Cluster::Unallocated)
         | (Cluster::Compressed { .. }, Cluster::Compressed { .. })

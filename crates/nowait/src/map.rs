@@ -58,25 +58,31 @@ pub trait Map: Send + Sync + 'static {
     /// [`WouldBlock`] when only a thread that may block can tell.
     fn begin(&self, range: Range, intent: Intent) -> Result<Extent, WouldBlock>;
 
-    /// As [`Map::begin`], on a thread that may block.
-    fn begin_blocking(&self, range: Range, intent: Intent) -> Extent;
+    /// As [`Map::begin`], on a thread that may block. A file system allocates by itself when it is
+    /// written to; an image format is never asked, because it serves such requests as a whole.
+    fn begin_blocking(&self, range: Range, intent: Intent) -> Extent {
+        self.begin(range, intent).unwrap_or(Extent::identical(range, range.len, false))
+    }
 
     /// Whether all of `range` is known to be mapped, so that a write to it allocates nothing.
     fn is_mapped(&self, range: Range) -> bool;
 
     /// A write to `range` has ended, well or not.
-    fn written(&self, range: Range);
+    #[inline]
+    fn written(&self, _range: Range) {}
 
     /// `range` is about to lose its storage.
-    fn forget(&self, range: Range);
+    fn forget(&self, _range: Range) {}
 
     /// `range` was seen to be a hole, or made one, and was not written since it was last
     /// forgotten.
-    fn hole(&self, range: Range);
+    fn hole(&self, _range: Range) {}
 
     /// Appends what is known from the start of `range` on, in order and at most `limit` spans;
     /// false when it comes to something that is not known.
-    fn known(&self, range: Range, limit: usize, spans: &mut Vec<Span>) -> bool;
+    fn known(&self, _range: Range, _limit: usize, _spans: &mut Vec<Span>) -> bool {
+        false
+    }
 
     /// What serves requests that must wait, where that is not the file system: an image format
     /// that allocates by itself. [`Map::begin`] then gives out only what is mapped, and nothing
@@ -97,20 +103,9 @@ impl Map for Identity {
         Ok(Extent::identical(range, range.len, false))
     }
 
-    fn begin_blocking(&self, range: Range, _: Intent) -> Extent {
-        Extent::identical(range, range.len, false)
-    }
-
     fn is_mapped(&self, _: Range) -> bool {
         true
     }
-
-    #[inline]
-    fn written(&self, _: Range) {}
-
-    fn forget(&self, _: Range) {}
-
-    fn hole(&self, _: Range) {}
 
     fn known(&self, range: Range, _: usize, spans: &mut Vec<Span>) -> bool {
         spans.push(Span { len: range.len, hole: false });
@@ -313,11 +308,6 @@ impl Map for Extents {
             };
         }
         self.begin_long(range, intent)
-    }
-
-    fn begin_blocking(&self, range: Range, intent: Intent) -> Extent {
-        // The file system allocates by itself when it is written to.
-        self.begin(range, intent).unwrap_or(Extent::identical(range, range.len, false))
     }
 
     fn is_mapped(&self, range: Range) -> bool {

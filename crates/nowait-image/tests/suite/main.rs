@@ -15,3 +15,4 @@ mod check;
 mod contents;
 mod damage;
 mod refusals;
+mod served;

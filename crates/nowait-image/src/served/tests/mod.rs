@@ -1,0 +1,2 @@
+//! x
+pub(super) mod journal;
