@@ -72,9 +72,22 @@ pub(crate) struct ServeArgs {
     #[arg(value_parser = OsStringValueParser::new().try_map(Given::parse))]
     images: Vec<Given>,
 
-    /// What is inside IMAGE: raw (the disk's bytes and nothing else)
-    #[arg(long, value_name = "FORMAT", default_value = "raw", value_parser = parse_format)]
-    pub(crate) format: Format,
+    /// What is inside IMAGE: raw or qcow2; without it qcow2 if it begins like that, else raw
+    ///
+    /// An image that was guessed to be raw is kept from beginning like qcow2: a write that would do
+    /// that is refused (EPERM). Otherwise whoever may write to it could make the next server take
+    /// it for qcow2. Give the format of what others have written to, and of what clients have to
+    /// be able to write anything to.
+    #[arg(long, value_name = "FORMAT", value_parser = parse_image_format)]
+    pub(crate) format: Option<nowait_image::Format>,
+
+    /// A directory that backing files and data files may be below, beside IMAGE's own directory;
+    /// can be given more than once
+    ///
+    /// Links are resolved first. A file elsewhere that a qcow2 IMAGE names is refused, so that an
+    /// image from a stranger cannot have other files of this machine served.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) backing_dir: Vec<PathBuf>,
 
     /// Where to listen: unix:PATH or tcp:HOST:PORT; can be given more than once
     ///
@@ -375,14 +388,15 @@ mod tests {
         let args = serve("nowait serve");
         assert_eq!((args.exports().unwrap(), args.default_name()), (vec![], ""));
         assert_eq!(args.nbd, []);
-        assert_eq!((args.direct, args.queue, args.format), (Direct::Auto, None, Format::Raw));
+        assert_eq!((args.direct, args.queue, args.format), (Direct::Auto, None, None));
+        assert!(args.backing_dir.is_empty());
         assert!(!args.read_only && !args.json && !args.verbose);
     }
 
     #[test]
     fn serve_takes_every_option() {
         let args = serve(
-            "nowait serve disk.img --format raw --nbd unix:/a --nbd tcp:h:1 --export e \
+            "nowait serve disk.img --format raw --backing-dir d --nbd unix:/a --nbd tcp:h:1 --export e \
              --read-only --direct on --queues 3 --queue threads --json --verbose \
              --max-connections 7",
         );
@@ -392,6 +406,8 @@ mod tests {
         assert_eq!(args.nbd, [Listen::Unix("/a".into()), tcp]);
         assert_eq!((args.queues(), args.max_connections), (3, 7));
         assert_eq!((args.direct, args.queue), (Direct::On, Some(QueueKind::Threads)));
+        assert_eq!(args.format, Some(nowait_image::Format::Raw));
+        assert_eq!(args.backing_dir, [PathBuf::from("d")]);
         assert!(args.read_only && args.json && args.verbose);
     }
 

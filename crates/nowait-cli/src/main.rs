@@ -22,6 +22,7 @@ mod image;
 mod map;
 mod check;
 mod service;
+mod opened;
 mod serve;
 mod copy;
 mod bench;

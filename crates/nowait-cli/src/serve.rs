@@ -1,32 +1,23 @@
-//! `nowait serve`: opens the images, locks them, and serves them until told to stop.
+//! `nowait serve`: serves images until told to stop.
 //!
-//! Invariant: nothing of an image is changed before it is locked; the ready line is printed when
-//! clients can connect, and the exit status is 0 only if the last flush succeeded.
-//! Knows: args, default_image, error, export, info, listen, service. Known by: main.
+//! Invariant: the ready line is printed when clients can connect, and the exit status is 0 only if the last flush succeeded.
+//! Knows: args, default_image, error, export, listen, opened, service. Known by: main.
 
-use std::fs;
 use std::io::{self, Write};
-use std::os::unix::fs::MetadataExt;
-use std::path::Path;
-use std::sync::Arc;
 use std::time::Duration;
 
-use nowait::{Disk, Extents, File, OpenOptions, Uring};
-use nowait_image::lock::{self, Access, LockError};
-use nowait_server::{
-    Clients, Credentials, Device, Export, Listener, Options, QueueKind, Server, Stopper, Tls,
-};
+use nowait_server::{Clients, Credentials, Listener, Options, QueueKind, Server, Stopper, Tls};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use signal_hook::consts::{SIGINT, SIGTERM};
 use signal_hook::iterator::Signals;
 use tracing::{info, warn};
 
-use crate::args::{self, Format, ServeArgs};
+use crate::args::{self, ServeArgs};
 use crate::default_image;
 use crate::error::{CliError, reason};
 use crate::export::Named;
-use crate::info::begins_like_qcow2;
 use crate::listen::Listen;
+use crate::opened::{Opened, open_all};
 use crate::service;
 use crate::tls_args::Encryption;
 
@@ -34,12 +25,6 @@ use crate::tls_args::Encryption;
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Descriptors for all but connections, more or less: images, queues, listeners.
 const OTHER_DESCRIPTORS: u64 = 1024;
-
-/// An image that is open, locked and known.
-struct Opened {
-    named: Named,
-    disk: Arc<Disk<Extents>>,
-}
 
 /// Serves `exports`, the default image if there are none, until SIGINT or SIGTERM.
 ///
@@ -53,11 +38,11 @@ pub(crate) fn run(args: &ServeArgs, exports: Vec<Named>) -> Result<(), CliError>
     let is_default = exports.is_empty();
     let exports = if is_default { vec![default_export(args)?] } else { exports };
     let all = open_all(args, exports)?;
-    let Some(Opened { named: first, disk }) = all.first() else { return Ok(()) };
-    let image = &first.image;
+    let Some(first) = all.first() else { return Ok(()) };
+    let image = &first.named.image.clone();
     let config = args.config();
     let tls = tls(args)?;
-    let kind = queue_kind(args, image, disk)?;
+    let kind = queue_kind(args, first)?;
     let default_socket = match args.nbd.is_empty() && inherited.is_empty() {
         true => Some(default_image::socket(image)?),
         false => None,
@@ -67,11 +52,7 @@ pub(crate) fn run(args: &ServeArgs, exports: Vec<Named>) -> Result<(), CliError>
         None => &args.nbd,
     };
     let (listeners, listens) = bind(inherited, listens)?;
-    let devices = all.iter().map(|opened| {
-        let Named { name, image } = opened.named.clone();
-        let description = format!("{}", image.display());
-        Export::new(Device::new(opened.disk.clone(), config.workers, name, description))
-    });
+    let devices = all.iter().map(|opened| opened.export(config.workers));
     let max_connections = args.max_connections;
     allow_descriptors(max_connections);
     let options = Options { queues: args.queues(), kind, config, tls, max_connections };
@@ -79,9 +60,9 @@ pub(crate) fn run(args: &ServeArgs, exports: Vec<Named>) -> Result<(), CliError>
         Server::start(devices.collect(), listeners, options).map_err(|e| CliError::at(image, e))?;
     stop_on_signal(signals, server.stopper());
     say_ready(args, &all, kind, &listens);
-    service::tell_ready(&uris(args, &listens, first));
+    service::tell_ready(&uris(args, &listens, &first.named));
     if is_default {
-        say_what_to_try(args, &listens, first);
+        say_what_to_try(args, &listens, &first.named);
     }
     let stopped = server.run(PATIENCE).map_err(|e| CliError::at(image, e))?;
     if stopped.unfinished > 0 {
@@ -89,7 +70,7 @@ pub(crate) fn run(args: &ServeArgs, exports: Vec<Named>) -> Result<(), CliError>
         warn!("{left} requests did not end within {time} s and were left");
     }
     service::tell_flushing();
-    let flushed = flush(args, &all);
+    let flushed = close(all, stopped.unfinished == 0);
     drop(default_socket);
     flushed?;
     info!("stopped, everything is flushed");
@@ -103,92 +84,18 @@ fn default_export(args: &ServeArgs) -> Result<Named, CliError> {
     Ok(Named { name: args.default_name().to_owned(), image })
 }
 
-fn open_all(args: &ServeArgs, exports: Vec<Named>) -> Result<Vec<Opened>, CliError> {
-    let mut all: Vec<Opened> = Vec::new();
-    for named in exports {
-        let same = all.iter().any(|other| is_same_file(&other.named.image, &named.image));
-        if same && !args.read_only {
-            let what = "it is given twice (serve it under one name, or try --read-only)";
-            return Err(CliError::at(&named.image, what));
-        }
-        let disk = Arc::new(open(args, &named.image)?);
-        all.push(Opened { named, disk });
-    }
-    Ok(all)
-}
-
-fn is_same_file(one: &Path, other: &Path) -> bool {
-    let id = |path| fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
-    id(one).is_some_and(|one| id(other) == Some(one))
-}
-
 /// Flushes every image, also when one of them fails.
-fn flush(args: &ServeArgs, all: &[Opened]) -> Result<(), CliError> {
+fn close(all: Vec<Opened>, ended: bool) -> Result<(), CliError> {
     let mut result = Ok(());
-    for Opened { named, disk } in all.iter().filter(|_| !args.read_only) {
-        if let Err(error) = File::new(disk.clone()).flush() {
-            let error = CliError::at(&named.image, error);
-            if result.is_ok() {
-                result = Err(error);
-            } else {
-                warn!("{error}");
-            }
+    for opened in all {
+        let closed = opened.close(ended);
+        match (&result, closed) {
+            (Ok(()), closed) => result = closed,
+            (Err(_), Ok(())) => {}
+            (Err(_), Err(error)) => warn!("{error}"),
         }
     }
     result
-}
-
-/// Opens and locks the image.
-fn open(args: &ServeArgs, image: &Path) -> Result<Disk<Extents>, CliError> {
-    let Format::Raw = args.format;
-    let direct = match args.direct {
-        args::Direct::On => nowait::Direct::On,
-        args::Direct::Off => nowait::Direct::Off,
-        args::Direct::Auto => nowait::Direct::Auto,
-    };
-    let read_only = args.read_only;
-    let options = OpenOptions { read_only, direct, no_hint: !args.config().hint };
-    let disk = Disk::open(image, options)
-        .map_err(|error| CliError::at(image, open_failure(args, error)))?;
-    let access = if read_only { Access::Read } else { Access::Write };
-    match lock::lock(disk.lock_fd(), access) {
-        Ok(()) => {}
-        Err(LockError::Unsupported) => {
-            warn!(
-                "{}: its file system has no locks, so nothing keeps others from it",
-                image.display()
-            );
-        }
-        Err(error) => return Err(CliError::at(image, error)),
-    }
-    disk.scan();
-    if args.direct == args::Direct::Auto && !disk.is_direct() {
-        warn!("{}: no direct I/O here, going through the page cache", image.display());
-    }
-    if fs::File::open(image).is_ok_and(|file| begins_like_qcow2(&file)) {
-        warn!("{}: it begins like a qcow2 image but is served raw", image.display());
-    }
-    Ok(disk)
-}
-
-fn open_failure(args: &ServeArgs, error: nowait::Error) -> String {
-    let errno = error.errno();
-    let why = reason(&io::Error::from_raw_os_error(errno));
-    match rustix::io::Errno::from_raw_os_error(errno) {
-        rustix::io::Errno::ISDIR => "it is a directory (give an image file)".into(),
-        rustix::io::Errno::NOTBLK => "neither a regular file nor a block device".into(),
-        rustix::io::Errno::NODATA => "it is empty (make an image with 'nowait create')".into(),
-        rustix::io::Errno::NOENT => "there is no such file (make it with 'nowait create')".into(),
-        rustix::io::Errno::OPNOTSUPP => {
-            "its file system does no direct I/O (try --direct auto)".into()
-        }
-        rustix::io::Errno::ACCESS | rustix::io::Errno::PERM | rustix::io::Errno::ROFS
-            if !args.read_only =>
-        {
-            format!("cannot open for writing: {why} (try --read-only)")
-        }
-        _ => format!("cannot open: {why}"),
-    }
 }
 
 /// What encrypts connections, if anything does.
@@ -207,11 +114,11 @@ fn tls(args: &ServeArgs) -> Result<Tls, CliError> {
 }
 
 /// The queue asked for, or what works here.
-fn queue_kind(args: &ServeArgs, image: &Path, disk: &Disk<Extents>) -> Result<QueueKind, CliError> {
+fn queue_kind(args: &ServeArgs, opened: &Opened) -> Result<QueueKind, CliError> {
     if args.queue == Some(args::QueueKind::Threads) {
         return Ok(QueueKind::Threads);
     }
-    let error = match Uring::new(disk.fd()) {
+    let error = match opened.ring() {
         Ok(ring) => {
             info!("io_uring: {:?}", ring.offered());
             let must = args.queue.is_some();
@@ -221,7 +128,7 @@ fn queue_kind(args: &ServeArgs, image: &Path, disk: &Disk<Extents>) -> Result<Qu
     };
     if args.queue.is_some() {
         let what = format!("io_uring cannot be used: {error} (try --queue threads)");
-        return Err(CliError::at(image, what));
+        return Err(CliError::at(&opened.named.image, what));
     }
     warn!("io_uring cannot be used ({error}), serving with threads");
     Ok(QueueKind::Threads)
@@ -288,14 +195,15 @@ fn say_ready(args: &ServeArgs, all: &[Opened], kind: QueueKind, listens: &[Liste
         QueueKind::Auto | QueueKind::Uring => "uring",
         QueueKind::Threads => "threads",
     };
-    let exports = all.iter().map(|Opened { named, disk }| {
+    let exports = all.iter().map(|opened| {
         serde_json::json!({
-            "name": named.name,
-            "image": named.image.to_string_lossy(),
-            "uris": uris(args, listens, named),
-            "size_bytes": disk.size(),
-            "read_only": disk.is_read_only(),
-            "direct_io": disk.is_direct(),
+            "name": opened.named.name,
+            "image": opened.named.image.to_string_lossy(),
+            "format": opened.format().name(),
+            "uris": uris(args, listens, &opened.named),
+            "size_bytes": opened.size(),
+            "read_only": opened.is_read_only(),
+            "direct_io": opened.is_direct(),
         })
     });
     let lines = if args.json {
@@ -312,7 +220,7 @@ fn say_ready(args: &ServeArgs, all: &[Opened], kind: QueueKind, listens: &[Liste
             "pid": std::process::id(),
         });
         // The default export's also where they are if there is no other.
-        for key in ["image", "uris", "size_bytes", "read_only", "direct_io"] {
+        for key in ["image", "format", "uris", "size_bytes", "read_only", "direct_io"] {
             ready[key] = ready["exports"][0][key].clone();
         }
         format!("{ready}\n")

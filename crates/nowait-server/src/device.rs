@@ -14,6 +14,8 @@ pub struct Device<M> {
     workers: Workers,
     name: String,
     description: String,
+    /// What its first bytes must not become; nothing if they may be anything.
+    forbidden: &'static [u8],
 }
 
 impl<M: Map> Device<M> {
@@ -22,7 +24,26 @@ impl<M: Map> Device<M> {
     #[must_use]
     pub fn new(disk: Arc<Disk<M>>, workers: u32, name: String, description: String) -> Self {
         let workers = Workers::new(&disk, workers);
-        Self { disk, workers, name, description }
+        Self { disk, workers, name, description, forbidden: &[] }
+    }
+
+    /// The same, where every write is refused (`EPERM`) that could make it begin with `bytes`: for
+    /// an image whose format was guessed from its not beginning so. None of `bytes` is 0.
+    #[must_use]
+    pub fn never_beginning(self, bytes: &'static [u8]) -> Self {
+        Self { forbidden: bytes, ..self }
+    }
+
+    /// Whether writing `bytes` at `pos` is refused. Of all writes to the first bytes the last one
+    /// stays as it is, so it is enough to refuse those that bring nothing else there. What is
+    /// discarded or zeroed is not `bytes` afterwards.
+    #[inline]
+    pub(crate) fn forbids(&self, pos: u64, bytes: &[u8]) -> bool {
+        if pos >= self.forbidden.len() as u64 {
+            return false;
+        }
+        let there = self.forbidden.iter().skip(pos as usize);
+        !bytes.is_empty() && there.zip(bytes).all(|(forbidden, byte)| forbidden == byte)
     }
 
     /// The image.

@@ -75,9 +75,25 @@ fn sums_said(console: &str) -> BTreeMap<String, String> {
         .collect()
 }
 
+/// Boots the guest from a server of `image`; gives what it said, which is all that it is to say.
+fn booted_from(guest: &Guest, image: &Path) -> String {
+    let server = Server::start(image, &[]);
+    let drive = format!("file={},format=raw,if=none,id=disk,discard=unmap", server.uri());
+    let console = guest.boot(&["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
+    server.stop();
+    for line in ["guest: given files are right", "guest: trimmed", "guest: done"] {
+        assert!(console.contains(line), "the guest did not say '{line}':\n{console}");
+    }
+    console
+}
+
+fn have_file_system_tools() -> bool {
+    ["mkfs.ext4", "e2fsck", "debugfs"].into_iter().all(require_tool)
+}
+
 #[test]
 fn a_stock_kernel_boots_from_the_export_and_its_files_are_right_on_both_sides() {
-    if !["mkfs.ext4", "e2fsck", "debugfs"].into_iter().all(require_tool) {
+    if !have_file_system_tools() {
         return;
     }
     let Some(guest) = Guest::with(Kernel::V6_1) else {
@@ -85,15 +101,30 @@ fn a_stock_kernel_boots_from_the_export_and_its_files_are_right_on_both_sides() 
     };
     let scratch = Scratch::new();
     let disk = make_disk(&scratch, &guest.busybox());
-    let server = Server::start(&disk, &[]);
-    let drive = format!("file={},format=raw,if=none,id=disk,discard=unmap", server.uri());
-    let console = guest.boot(&["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
-    server.stop();
-    for line in ["guest: given files are right", "guest: trimmed", "guest: done"] {
-        assert!(console.contains(line), "the guest did not say '{line}':\n{console}");
-    }
-
+    let console = booted_from(&guest, &disk);
     check_written(&scratch, &disk, &console, WRITTEN_FILES);
+}
+
+#[test]
+fn the_same_kernel_boots_from_a_qcow2_overlay_and_leaves_what_is_below_alone() {
+    if !have_file_system_tools() || !require_tool("qemu-img") {
+        return;
+    }
+    let Some(guest) = Guest::with(Kernel::V6_1) else {
+        return;
+    };
+    let scratch = Scratch::new();
+    let disk = make_disk(&scratch, &guest.busybox());
+    let before = fs::read(&disk).expect("the backing file");
+    let overlay = scratch.join("overlay.qcow2");
+    let create = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b"];
+    tool("qemu-img").args(create).arg(&disk).arg(&overlay).succeeds();
+    let console = booted_from(&guest, &overlay);
+    assert!(fs::read(&disk).expect("the backing file") == before, "the backing file was changed");
+    tool("qemu-img").args(["check", "-q"]).arg(&overlay).succeeds();
+    let all = scratch.join("all.img");
+    tool("qemu-img").args(["convert", "-O", "raw"]).arg(&overlay).arg(&all).succeeds();
+    check_written(&scratch, &all, &console, WRITTEN_FILES);
 }
 
 /// Attaches the export by the kernel's own driver, has a file system made there, and writes to it.

@@ -7,16 +7,19 @@
 use std::collections::HashMap;
 use std::fs;
 use std::ops::Range;
+use std::path::Path;
 use std::thread;
 
 use crate::common::nbd::{Client, Command};
 use crate::common::random::{Random, seed};
-use crate::common::{KIB, MIB, Scratch, Server, VARIANTS};
+use crate::common::{Finished, KIB, MIB, Scratch, Server, VARIANTS, require_tool, tool};
 
 /// No multiple of a sector, so that the last block is a partial one.
 const IMAGE_BYTES: u64 = 8 * MIB + 1234;
-/// No multiples of anything.
-const BORDERS: [u64; 4] = [0, 2_796_611, 5_592_827, IMAGE_BYTES];
+/// Where the regions of all connections but the first begin; no multiples of anything.
+const BORDERS: [u64; 2] = [2_796_611, 5_592_827];
+/// A multiple of 512, as QEMU makes qcow2 images only.
+const QCOW2_BYTES: u64 = 8 * MIB + 1536;
 const BATCHES: u64 = 200;
 /// Requests in flight on one connection at most; all together they fit the socket's buffers.
 const BATCH: usize = 16;
@@ -179,7 +182,8 @@ fn brief(command: &Command) -> String {
 
 /// Plays on every region at once; gives what the image is to hold.
 fn play_all(server: &Server, start: &[u8], seed: u64) -> Vec<u8> {
-    let players: Vec<_> = BORDERS
+    let borders = [0, BORDERS[0], BORDERS[1], start.len() as u64];
+    let players: Vec<_> = borders
         .windows(2)
         .zip(1..)
         .map(|(borders, number)| {
@@ -201,17 +205,14 @@ fn play_all(server: &Server, start: &[u8], seed: u64) -> Vec<u8> {
         .collect()
 }
 
-/// One whole game on a server started with `variant`.
-fn game(variant: &[&str], seed: u64) {
-    println!("serve {variant:?}");
-    let scratch = Scratch::new();
-    let image = scratch.dotted("disk.img", IMAGE_BYTES, 30_000, 200_000);
-    let size = fs::metadata(&image).expect("the image").len();
-    let start = fs::read(&image).expect("the image");
-    let server = Server::start(&image, variant);
-    let model = play_all(&server, &start, seed);
+/// Plays on a server of `image` started with `variant`; gives what the disk is to hold now.
+fn played(image: &Path, variant: &[&str], start: &[u8], seed: u64) -> Vec<u8> {
+    println!("serve {} {variant:?}", image.display());
+    let server = Server::start(image, variant);
+    let model = play_all(&server, start, seed);
 
     let mut client = server.connect();
+    let size = start.len() as u64;
     assert_eq!(client.size, size);
     let whole = u32::try_from(size).expect("a small image");
     let seen = client.read(0, whole).expect("the whole image");
@@ -219,6 +220,16 @@ fn game(variant: &[&str], seed: u64) {
     client.call(&Command::Flush).expect("a flush");
     drop(client);
     server.stop();
+    model
+}
+
+/// One whole game on a raw image.
+fn game(variant: &[&str], seed: u64) {
+    let scratch = Scratch::new();
+    let image = scratch.dotted("disk.img", IMAGE_BYTES, 30_000, 200_000);
+    let size = fs::metadata(&image).expect("the image").len();
+    let start = fs::read(&image).expect("the image");
+    let model = played(&image, variant, &start, seed);
     let kept = fs::read(&image).expect("the image");
     assert_eq!(kept.len() as u64, size, "the image's size changed");
     assert!(kept == model, "byte {:?} differs in the image", first_difference(&kept, &model));
@@ -228,10 +239,67 @@ fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
     one.iter().zip(other).position(|(left, right)| left != right)
 }
 
+/// What a qcow2 image stands on.
+#[derive(Clone, Copy, Debug)]
+enum Below {
+    Nothing,
+    Raw,
+    Qcow2,
+}
+
+fn qemu_img(arguments: &[&str], scratch: &Scratch) {
+    tool("qemu-img").current_dir(scratch.path()).args(arguments).succeeds();
+}
+
+/// All that the disk in `disk.qcow2` holds, as QEMU sees it.
+fn converted(scratch: &Scratch) -> Vec<u8> {
+    qemu_img(&["convert", "-f", "qcow2", "-O", "raw", "disk.qcow2", "all.raw"], scratch);
+    fs::read(scratch.join("all.raw")).expect("a converted image")
+}
+
+/// One whole game on a qcow2 image.
+fn qcow2_game(below: Below, variant: &[&str], seed: u64) {
+    let scratch = Scratch::new();
+    // It ends before the disk does, and amid a block.
+    scratch.dotted("base.img", IMAGE_BYTES - MIB, 30_000, 200_000);
+    let size = QCOW2_BYTES.to_string();
+    let create = ["create", "-q", "-f", "qcow2", "disk.qcow2", &size];
+    match below {
+        Below::Nothing => qemu_img(&create, &scratch),
+        Below::Raw => qemu_img(&[&create[..], &["-b", "base.img", "-F", "raw"]].concat(), &scratch),
+        Below::Qcow2 => {
+            let pack = ["convert", "-c", "-f", "raw", "-O", "qcow2", "-o", "cluster_size=4096"];
+            qemu_img(&[&pack[..], &["base.img", "base.qcow2"]].concat(), &scratch);
+            fs::rename(scratch.join("base.qcow2"), scratch.join("base.img")).expect("own files");
+            qemu_img(&[&create[..], &["-b", "base.img", "-F", "qcow2"]].concat(), &scratch);
+        }
+    }
+    let start = converted(&scratch);
+    let base = fs::read(scratch.join("base.img")).expect("the backing file");
+    let model = played(&scratch.join("disk.qcow2"), variant, &start, seed);
+    qemu_img(&["check", "-q", "disk.qcow2"], &scratch);
+    let kept = converted(&scratch);
+    assert!(kept == model, "byte {:?} differs in the image", first_difference(&kept, &model));
+    let same = fs::read(scratch.join("base.img")).expect("the backing file") == base;
+    assert!(same, "the backing file was changed");
+}
+
 #[test]
 fn three_connections_always_read_what_they_last_wrote_in_every_variant() {
     let seed = seed();
     for variant in VARIANTS {
         game(variant, seed);
+    }
+}
+
+#[test]
+fn the_same_holds_for_qcow2_images_alone_over_raw_and_over_qcow2() {
+    if !require_tool("qemu-img") {
+        return;
+    }
+    let seed = seed();
+    let kinds = [Below::Nothing, Below::Raw, Below::Qcow2];
+    for (variant, below) in VARIANTS.into_iter().zip(kinds.into_iter().cycle()) {
+        qcow2_game(below, variant, seed);
     }
 }

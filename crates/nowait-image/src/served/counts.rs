@@ -104,7 +104,7 @@ impl Counts {
             let (pos, at) = part_of(overlay, header, block, first);
             let counts = overlay.get(pos).map_err(|stop| widen(stop, block, header))?;
             let free = |at: u64| refcounts::get(counts, at, header.refcount_order) == 0;
-            let Some(skip) = (at..per_part).position(|at| free(at)) else {
+            let Some(skip) = (at..per_part).position(&free) else {
                 self.cursor = first + (per_part - at);
                 continue;
             };

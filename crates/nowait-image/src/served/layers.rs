@@ -59,8 +59,16 @@ pub(crate) struct Layers {
     store: Arc<Store>,
     header: Header,
     below: Vec<Below>,
-    /// The cluster that was unpacked last, with the number and the place of its file.
-    unpacked: Mutex<Option<(u8, u64, Arc<[u8]>)>>,
+    /// The one that was unpacked last.
+    unpacked: Mutex<Option<Unpacked>>,
+}
+
+/// A cluster that was packed at `pos` in the file with this number.
+#[derive(Clone)]
+struct Unpacked {
+    file: u8,
+    pos: u64,
+    bytes: Arc<[u8]>,
 }
 
 impl Layers {
@@ -193,10 +201,10 @@ impl Layers {
     /// The cluster that is packed into at most `len` bytes at `pos`.
     fn unpack(&self, file: u8, pos: u64, len: u64) -> Result<Arc<[u8]>, Error> {
         let last = || self.unpacked.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some((of, at, cluster)) = &*last()
-            && (*of, *at) == (file, pos)
+        if let Some(last) = last().clone()
+            && (last.file, last.pos) == (file, pos)
         {
-            return Ok(cluster.clone());
+            return Ok(last.bytes);
         }
         let bytes = match file {
             0 => self.header.cluster_bytes(),
@@ -216,7 +224,7 @@ impl Layers {
             return Err(damaged());
         }
         let cluster: Arc<[u8]> = cluster.into();
-        *last() = Some((file, pos, cluster.clone()));
+        *last() = Some(Unpacked { file, pos, bytes: cluster.clone() });
         Ok(cluster)
     }
 }

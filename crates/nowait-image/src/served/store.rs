@@ -153,9 +153,7 @@ impl Store {
             batches.ended = batches.begun;
             batches.failed |= written.is_err();
             self.changed.notify_all();
-            if written.is_err() {
-                return written;
-            }
+            written?;
         }
     }
 

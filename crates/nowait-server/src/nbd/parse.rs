@@ -205,10 +205,15 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             // The payload stays where it is, and is complete when the stall ends.
             return if count > 0 { Taken::Bytes(count) } else { Taken::Stall };
         }
-        let Some(Payload { request, io, buf, .. }) = conn.payload.take() else {
+        let Some(Payload { request, io, buf, start, .. }) = conn.payload.take() else {
             return Taken::TooFew;
         };
         let tag = self.asked.insert(Asked { conn: index, request });
+        let bytes = buf.get(start..start + io.range.len as usize).unwrap_or_default();
+        if self.device.forbids(io.range.pos, bytes) {
+            self.rejected(index, tag, libc::EPERM);
+            return Taken::Bytes(count);
+        }
         match self.engine.submit(io, buf, tag as u64) {
             Ok(()) => conn.in_flight += 1,
             Err(rejected) => self.rejected(index, tag, rejected.error.errno()),

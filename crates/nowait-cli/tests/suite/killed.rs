@@ -1,0 +1,190 @@
+//! A server of a qcow2 image that is killed again and again while clients write to it.
+//!
+//! Invariant: every sector says which write it is from; requests in flight share none, so for each
+//! sector it is known which write it has to be from at least, and at most.
+//! Knows: the wire, the library that looks into images. Known by: nobody.
+
+use std::collections::HashMap;
+use std::ops::Range;
+use std::path::Path;
+use std::thread;
+use std::time::Duration;
+
+use nowait_image::{Chain, ChainOptions, Format, Reader};
+
+use crate::common::nbd::{Client, Command};
+use crate::common::random::{Random, seed};
+use crate::common::{Finished, MIB, Scratch, Server, require_tool, tool};
+
+const DISK_BYTES: u64 = 24 * MIB;
+const SECTOR_BYTES: u64 = 512;
+const SECTORS: usize = (DISK_BYTES / SECTOR_BYTES) as usize;
+const KILLS: u32 = 50;
+/// The longest that a server is left alone with its client.
+const LIFE_MS: u64 = 60;
+const IN_FLIGHT: usize = 12;
+/// What qemu-img check exits with when all that is wrong are leaked clusters.
+const LEAKS: i32 = 3;
+
+/// Of each sector, the number of the write that it is from.
+struct Disk {
+    random: Random,
+    writes: u32,
+    /// Durable for certain.
+    kept: Vec<u32>,
+    /// Answered.
+    answered: Vec<u32>,
+    /// Sent.
+    sent: Vec<u32>,
+}
+
+/// A command in flight.
+enum Flight {
+    Write {
+        sectors: Range<usize>,
+        number: u32,
+        fua: bool,
+    },
+    /// With what was answered when it was sent.
+    Flush {
+        answered: Vec<u32>,
+    },
+}
+
+/// What a write with this number puts into a sector.
+fn stamp(sector: usize, number: u32) -> [u8; SECTOR_BYTES as usize] {
+    let mut bytes = [0; SECTOR_BYTES as usize];
+    for (index, eight) in bytes.chunks_exact_mut(8).enumerate() {
+        let word = u64::from(number) << 32 | (sector as u64 * 64 + index as u64);
+        eight.copy_from_slice(&word.to_le_bytes());
+    }
+    bytes
+}
+
+impl Disk {
+    fn new(seed: u64) -> Self {
+        let none = vec![0; SECTORS];
+        let (answered, sent) = (none.clone(), none.clone());
+        Self { random: Random::from_seed(seed), writes: 0, kept: none, answered, sent }
+    }
+
+    /// A write of sectors that `flights` leave alone, or a flush.
+    fn next(&mut self, flights: &HashMap<u64, Flight>) -> Option<(Command, Flight)> {
+        if self.random.chance(8) {
+            return Some((Command::Flush, Flight::Flush { answered: self.answered.clone() }));
+        }
+        let most = if self.random.chance(10) { 512 } else { 24 };
+        let len = 1 + self.random.below(most) as usize;
+        let start = self.random.below((SECTORS - len) as u64) as usize;
+        let start = if self.random.chance(60) { start / 8 * 8 } else { start };
+        let sectors = start..start + len;
+        let busy = flights.values().any(|flight| match flight {
+            Flight::Write { sectors: other, .. } => {
+                other.start < sectors.end && sectors.start < other.end
+            }
+            Flight::Flush { .. } => false,
+        });
+        if busy {
+            return None;
+        }
+        self.writes += 1;
+        let number = self.writes;
+        self.sent[sectors.clone()].fill(number);
+        let data = sectors.clone().flat_map(|sector| stamp(sector, number)).collect();
+        let fua = self.random.chance(15);
+        let offset = sectors.start as u64 * SECTOR_BYTES;
+        Some((Command::Write { offset, data, fua }, Flight::Write { sectors, number, fua }))
+    }
+
+    fn answered(&mut self, flight: Flight) {
+        match flight {
+            Flight::Write { sectors, number, fua } => {
+                self.answered[sectors.clone()].fill(number);
+                if fua {
+                    self.kept[sectors].fill(number);
+                }
+            }
+            Flight::Flush { answered } => {
+                let pairs = self.kept.iter_mut().zip(answered);
+                pairs.for_each(|(kept, answered)| *kept = answered.max(*kept));
+            }
+        }
+    }
+
+    /// Writes until the server is gone.
+    fn write(&mut self, mut client: Client) {
+        let mut flights = HashMap::new();
+        loop {
+            while flights.len() < IN_FLIGHT {
+                let Some((command, flight)) = self.next(&flights) else { break };
+                match client.send(&command) {
+                    Ok(cookie) => flights.insert(cookie, flight),
+                    Err(_) => return,
+                };
+            }
+            let Ok((cookie, answer)) = client.receive() else { return };
+            answer.expect("a write that succeeds");
+            self.answered(flights.remove(&cookie).expect("an answer to a request in flight"));
+        }
+    }
+
+    /// Compares with what is in the image, which is where the next server begins.
+    fn compare(&mut self, bytes: &[u8]) {
+        for (sector, bytes) in bytes.chunks_exact(SECTOR_BYTES as usize).enumerate() {
+            let number = u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
+            let (least, most) = (self.kept[sector], self.sent[sector]);
+            assert!(
+                (least..=most).contains(&number),
+                "sector {sector} is from write {number}, is to be from {least} to {most}"
+            );
+            let whole = match number {
+                0 => bytes.iter().all(|&byte| byte == 0),
+                number => bytes == stamp(sector, number),
+            };
+            assert!(whole, "sector {sector} is not as write {number} left it");
+            for numbers in [&mut self.kept, &mut self.answered, &mut self.sent] {
+                numbers[sector] = number;
+            }
+        }
+    }
+}
+
+fn contents(image: &Path) -> Vec<u8> {
+    let options = ChainOptions { format: Some(Format::Qcow2), ..ChainOptions::default() };
+    let chain = Chain::open(image, &options).expect("an image that can be opened");
+    let mut bytes = vec![0; DISK_BYTES as usize];
+    let reader = Reader::new(&chain).expect("an image that can be read");
+    reader.read_at(0, &mut bytes).expect("the whole disk");
+    bytes
+}
+
+#[test]
+fn a_killed_server_leaves_no_corruption_and_all_that_was_flushed() {
+    if !require_tool("qemu-img") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let image = scratch.join("disk.qcow2");
+    // Small clusters, so that tables of all kinds are made again and again.
+    let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=4096"];
+    tool("qemu-img").args(create).arg(&image).arg(DISK_BYTES.to_string()).succeeds();
+    let mut disk = Disk::new(seed());
+    for kill in 0..KILLS {
+        let server = Server::start(&image, &["--queues", "2"]);
+        let client = server.connect();
+        let life = Duration::from_millis(disk.random.below(LIFE_MS));
+        let writer = thread::spawn(move || {
+            disk.write(client);
+            disk
+        });
+        thread::sleep(life);
+        drop(server);
+        disk = writer.join().expect("a writer without objections");
+        let check = tool("qemu-img").args(["check", "-q"]).arg(&image).output().expect("a check");
+        let said = String::from_utf8_lossy(&check.stderr);
+        let status = check.status.code();
+        assert!(status == Some(0) || status == Some(LEAKS), "after {kill} kills: {said}");
+        disk.compare(&contents(&image));
+    }
+    assert!(disk.writes > KILLS, "{} writes were made", disk.writes);
+}
