@@ -302,6 +302,9 @@ Examples:
     nowait serve disk.img --nbd unix:/run/disk.sock
     qemu-system-x86_64 -drive 'file=nbd+unix:///?socket=/run/disk.sock,format=raw,if=virtio'
 
+  Serve what is in a qcow2 image, with its backing file in another directory:
+    nowait serve overlay.qcow2 --backing-dir /srv/golden
+
   Serve a block device to this machine, and have it as /dev/nbd0:
     nowait serve /dev/vdb --nbd tcp:127.0.0.1:10809
     nbd-client 127.0.0.1 10809 /dev/nbd0

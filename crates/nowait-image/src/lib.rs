@@ -1,7 +1,8 @@
 //! What is inside a disk image: raw and qcow2, chains of backing files, and what looks after them.
 //!
 //! [`Chain::open`] opens an image and all that it stands on, and refuses with one line what is not
-//! supported. [`mod@map`] says what is where in it, [`mod@check`] whether its metadata holds together.
+//! supported. [`mod@served`] reads and writes a qcow2 image as a map of the engine; [`mod@map`] says
+//! what is where in it, [`mod@check`] whether its metadata holds together.
 //! Formats are never guessed where somebody else may have chosen the bytes; see [`Format::probe`].
 //!
 //! The modules are listed in the order in which they know each other.

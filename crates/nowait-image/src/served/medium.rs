@@ -10,8 +10,6 @@ use std::io::{IoSlice, IoSliceMut};
 use nowait::{Buffer, Error, Range, Storage};
 
 use super::parts::{Gather, Scatter, gather, scatter};
-#[cfg(test)]
-use super::tests::journal;
 
 /// Bytes that go through a buffer of aligned memory at once.
 const BOUNCE_BYTES: u64 = 256 << 10;
@@ -106,8 +104,6 @@ impl Medium {
     }
 
     fn put(&self, pos: u64, bufs: &[IoSlice<'_>]) -> Result<(), Error> {
-        #[cfg(test)]
-        journal::write(&self.storage, pos, bufs);
         self.storage.write_at(bufs, pos)
     }
 
@@ -143,8 +139,6 @@ impl Medium {
     /// # Errors
     /// What fdatasync(2) said.
     pub(crate) fn sync(&self) -> Result<(), Error> {
-        #[cfg(test)]
-        journal::sync(&self.storage);
         self.storage.sync()
     }
 
@@ -153,8 +147,6 @@ impl Medium {
     /// # Errors
     /// What fallocate(2) said; `EOPNOTSUPP`.
     pub(crate) fn clear(&self, range: Range, keep: bool) -> Result<(), Error> {
-        #[cfg(test)]
-        journal::clear(&self.storage, range);
         let done = if keep { self.storage.zero(range) } else { self.storage.punch(range) };
         match done {
             Err(error) if !keep && error.errno() == libc::EOPNOTSUPP => self.storage.zero(range),
@@ -167,8 +159,6 @@ impl Medium {
     /// # Errors
     /// What ftruncate(2) said.
     pub(crate) fn set_len(&self, bytes: u64) -> Result<(), Error> {
-        #[cfg(test)]
-        journal::set_len(&self.storage, bytes);
         self.storage.set_len(bytes)
     }
 }

@@ -16,8 +16,6 @@ mod layers;
 mod busy;
 mod image;
 mod write;
-#[cfg(test)]
-mod tests;
 
 use std::sync::Arc;
 use std::thread::JoinHandle;

@@ -1,2 +1,0 @@
-//! x
-pub(super) mod journal;
