@@ -14,6 +14,7 @@ use crate::io::{Flags, Io, Op, Span, Transfer};
 use crate::iov::{self, Segment};
 use crate::map::{Intent, Map};
 use crate::ranges::Hold;
+use crate::storage::Storage;
 
 /// Bytes that go through a bounce buffer at once.
 const BOUNCE_BYTES: u64 = 256 << 10;
@@ -421,9 +422,9 @@ fn zero_file<M: Map>(disk: &Disk<M>, io: Io) -> Result<(), Error> {
     let file = disk.top();
     disk.map.forget(range);
     let keep = op == Op::Zero && flags.has(Flags::NO_UNMAP);
-    let mut done = if keep { file.zero(range) } else { file.punch(range) };
+    let mut done = if keep { zero_kept(file, io) } else { file.punch(range) };
     if op == Op::Zero && !keep && done.is_err_and(|e| e.errno() == libc::EOPNOTSUPP) {
-        done = file.zero(range);
+        done = zero_kept(file, io);
     }
     match done {
         // Zeroed and kept is a hole to a reader, and is written without new blocks.
@@ -433,6 +434,14 @@ fn zero_file<M: Map>(disk: &Disk<M>, io: Io) -> Result<(), Error> {
         Err(_) => disk.map.written(range),
     }
     done
+}
+
+/// Zeros that keep their storage, unless they were to be fast and may come to writing them.
+fn zero_kept(file: &Storage, io: Io) -> Result<(), Error> {
+    if io.flags.has(Flags::FAST_ZERO) && file.is_device() {
+        return Err(Error::new(libc::EOPNOTSUPP, Doing::Zero).at(io.range));
+    }
+    file.zero(io.range)
 }
 
 /// Zeros by writing them, for file systems that cannot do it otherwise.

@@ -50,6 +50,7 @@ pub struct Storage {
     read_only: bool,
     nowait: bool,
     punches: bool,
+    device: bool,
 }
 
 impl Storage {
@@ -86,11 +87,11 @@ impl Storage {
             return Err(Error::new(libc::ESTALE, Doing::Open));
         }
         let nowait = can_nowait(direct.as_fd(), align);
-        let block = kind == FileType::BlockDevice;
-        let punches = !options.read_only && (block || can_punch(&buffered, size));
+        let device = kind == FileType::BlockDevice;
+        let punches = !options.read_only && (device || can_punch(&buffered, size));
         let read_only = options.read_only;
         let (direct, buffered) = (direct.into(), buffered.into());
-        Ok(Self { direct, buffered, align, size, read_only, nowait, punches })
+        Ok(Self { direct, buffered, align, size, read_only, nowait, punches, device })
     }
 
     /// Opens a simulated device instead of a file.
@@ -118,6 +119,7 @@ impl Storage {
             read_only: options.read_only,
             nowait: like.nowait,
             punches: !options.read_only && like.punches,
+            device: false,
         })
     }
 
@@ -149,6 +151,13 @@ impl Storage {
     #[must_use]
     pub fn punches_holes(&self) -> bool {
         self.punches
+    }
+
+    /// Whether it is a block device and not a file. The kernel zeroes one by writing zeros where
+    /// the device has no command for it (`blkdev_issue_zeroout`).
+    #[must_use]
+    pub fn is_device(&self) -> bool {
+        self.device
     }
 
     /// The descriptor that transfers go through.

@@ -7,7 +7,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
-use crate::common::nbd::Client;
+use crate::common::nbd::{Client, Mode};
 use crate::common::{
     Finished, MIB, Scratch, Server, refusal, refusal_under, require_tool, skip, tool,
 };
@@ -91,7 +91,7 @@ fn a_socket_file_that_nobody_listens_on_is_taken_over() {
     drop(UnixListener::bind(scratch.join("stale")).expect("a socket of one's own"));
     let stale = format!("unix:{}", scratch.join("stale").display());
     let server = Server::start(&image, &["--nbd", &stale]);
-    Client::connect(&scratch.join("stale"), true).expect("the new server");
+    Client::connect(&scratch.join("stale"), Mode::Structured).expect("the new server");
     server.stop();
 }
 

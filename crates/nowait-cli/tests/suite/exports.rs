@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use serde_json::Value;
 
 use crate::common::nbd::{
-    Client, OPT_GO, RawRequest, export_request, greet, read_size, send_option,
+    Client, Mode, OPT_GO, RawRequest, export_request, greet, read_size, send_option,
 };
 use crate::common::{Finished, MIB, Scratch, Server, refusal, require_tool, tool};
 
@@ -44,7 +44,7 @@ impl Pair {
     }
 
     fn connect(&self, name: &str) -> Client {
-        Client::connect_to(&self.server.socket(), name, true).expect("a connection")
+        Client::connect_to(&self.server.socket(), name, Mode::Structured).expect("a connection")
     }
 
     /// The numbers of the exports that have threads.
@@ -78,7 +78,7 @@ fn each_name_leads_to_its_image_and_no_name_to_the_first() {
             let read = client.read(0, expected.len() as u32).expect("a read");
             assert!(read == *expected, "'{name}' has other bytes");
         }
-        assert!(Client::connect_to(&pair.server.socket(), "other", true).is_err());
+        assert!(Client::connect_to(&pair.server.socket(), "other", Mode::Structured).is_err());
         pair.server.stop();
     }
 }
@@ -224,7 +224,8 @@ fn an_image_given_twice_is_refused_unless_it_is_only_read() {
     let again = format!("again={path}");
     refusal(&["serve", path, &again]).says(&["disk.img", "twice", "--read-only"]);
     let server = Server::start(&image, &[&again, "--read-only"]);
-    let mut client = Client::connect_to(&server.socket(), "again", true).expect("a connection");
+    let mut client =
+        Client::connect_to(&server.socket(), "again", Mode::Structured).expect("a connection");
     assert!(client.read(0, MIB as u32).expect("a read") == bytes(&image));
     server.stop();
 }

@@ -10,7 +10,7 @@ use std::ops::Range;
 use std::path::Path;
 use std::thread;
 
-use crate::common::nbd::{Client, Command};
+use crate::common::nbd::{Client, Command, Mode};
 use crate::common::random::{Random, seed};
 use crate::common::{Finished, KIB, MIB, Scratch, Server, VARIANTS, require_tool, tool};
 
@@ -183,12 +183,14 @@ fn brief(command: &Command) -> String {
 /// Plays on every region at once; gives what the image is to hold.
 fn play_all(server: &Server, start: &[u8], seed: u64) -> Vec<u8> {
     let borders = [0, BORDERS[0], BORDERS[1], start.len() as u64];
+    // All forms of messages; the contract is the same.
+    let modes = [Mode::Structured, Mode::Simple, Mode::Extended];
     let players: Vec<_> = borders
         .windows(2)
         .zip(1..)
-        .map(|(borders, number)| {
-            // Both forms of reply; the contract is the same.
-            let client = Client::connect(&server.socket(), number != 2).expect("a connection");
+        .zip(modes)
+        .map(|((borders, number), mode)| {
+            let client = Client::connect(&server.socket(), mode).expect("a connection");
             let random = Random::from_seed(seed.wrapping_mul(3).wrapping_add(number));
             let region = |border: u64| usize::try_from(border).expect("fits usize");
             let model = start[region(borders[0])..region(borders[1])].to_vec();

@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
 
-use crate::common::nbd::Client;
+use crate::common::nbd::{Client, Mode};
 use crate::common::{
     Finished, MIB, NOWAIT, PYTHON, Scratch, Server, python_with_nbd, refusal_under, require_tool,
     tool,
@@ -57,7 +57,7 @@ fn manager<'a>(sockets: &[&'a str]) -> Vec<&'a str> {
 
 /// Writes and reads back over a Unix socket.
 fn writes_and_reads(socket: &Path) {
-    let mut client = Client::connect(socket, true).expect("a connection");
+    let mut client = Client::connect(socket, Mode::Structured).expect("a connection");
     client.write(1001, b"handed over").expect("a write");
     assert!(client.read(1001, 11).expect("a read") == b"handed over");
 }

@@ -15,7 +15,7 @@ use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 
 use crate::common::certificates::{Authority, Flaw, Role};
 use crate::common::nbd::{
-    Client, OPT_GO, OPT_STRUCTURED_REPLY, REP_ACK, RawRequest, export_request, go, greet,
+    Client, Mode, OPT_GO, OPT_STRUCTURED_REPLY, REP_ACK, RawRequest, export_request, go, greet,
     is_refusal, read_option_reply, read_size, send_option,
 };
 use crate::common::{Finished, KIB, MIB, Scratch, Server, refusal, require_tool, tool};
@@ -258,7 +258,8 @@ fn nbd_must_a_plain_client_gets_nothing_but_the_advice_to_use_tls() {
     starttls(&mut stream);
     let mut client = secret(stream, scene.client.path());
     assert_eq!(go(&mut client).expect("an export"), 16 * MIB);
-    let refused = Client::connect(&scene.server.socket(), false).err().expect("no plain client");
+    let refused =
+        Client::connect(&scene.server.socket(), Mode::Simple).err().expect("no plain client");
     assert!(refused.to_string().contains("80000005"), "{refused}");
     scene.ends_well();
 }
@@ -320,7 +321,7 @@ fn a_session_moves_to_the_threads_of_the_export_that_its_client_chooses() {
 }
 
 #[test]
-fn a_goodbye_is_answered_by_the_goodbye_of_tls() {
+fn nbd_must_a_goodbye_is_answered_by_the_goodbye_of_tls() {
     let scene = Scene::new(&[]);
     let mut client = scene.connect();
     go(&mut client).expect("an export");
@@ -369,7 +370,7 @@ fn a_write_that_is_cut_off_amid_its_payload_touches_nothing() {
 }
 
 #[test]
-fn what_follows_starttls_in_clear_is_never_taken_for_what_came_through_tls() {
+fn nbd_must_what_follows_starttls_in_clear_is_never_taken_for_what_came_through_tls() {
     let mut options = Vec::new();
     send_option(&mut options, OPT_STARTTLS, &[]).expect("a vector");
     let end = options.len();
@@ -393,7 +394,7 @@ fn what_follows_starttls_in_clear_is_never_taken_for_what_came_through_tls() {
 }
 
 #[test]
-fn rubbish_in_place_of_tls_ends_the_connection() {
+fn nbd_must_rubbish_in_place_of_tls_ends_the_connection() {
     let scene = Scene::new(&[]);
     for rubbish in [vec![0; 64], b"GET / HTTP/1.0\r\n\r\n".to_vec(), vec![0x16; 100_000]] {
         let mut stream = greet(&scene.server.socket()).expect("a greeting");

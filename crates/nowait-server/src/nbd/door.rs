@@ -34,9 +34,10 @@ pub(crate) fn export_info<M: Map>(device: &Device<M>) -> ExportInfo {
     if disk.is_read_only() {
         flags |= wire::FLAG_READ_ONLY;
     } else {
-        flags |= wire::FLAG_SEND_WRITE_ZEROES;
+        // Where zeroing is never fast, saying so at once is what the flag promises.
+        flags |= wire::FLAG_SEND_WRITE_ZEROES | wire::FLAG_SEND_FAST_ZERO;
         if disk.punches_holes() {
-            flags |= wire::FLAG_SEND_TRIM | wire::FLAG_SEND_FAST_ZERO;
+            flags |= wire::FLAG_SEND_TRIM;
         }
     }
     ExportInfo {

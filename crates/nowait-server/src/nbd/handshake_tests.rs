@@ -141,7 +141,7 @@ fn negotiated(options: &[Vec<u8>], name: &str) -> Negotiated {
 }
 
 #[test]
-fn the_greeting_offers_fixed_newstyle_and_no_zeroes_and_nothing_else() {
+fn nbd_must_the_greeting_offers_fixed_newstyle_and_no_zeroes_and_nothing_else() {
     let mut out = Vec::new();
     Handshake::greeting(&mut out);
     assert_eq!(out, b"NBDMAGICIHAVEOPT\x00\x03");
@@ -173,7 +173,7 @@ fn without_fixed_newstyle_only_export_name_is_allowed() {
 }
 
 #[test]
-fn export_name_is_answered_by_size_flags_and_padding() {
+fn nbd_must_export_name_is_answered_by_size_flags_and_padding() {
     let (step, out) = talk(0, &[option(wire::OPT_EXPORT_NAME, b"other")]);
     assert_eq!(step, entered(1, Mode::Simple));
     let flags = wire::FLAG_HAS_FLAGS | wire::FLAG_SEND_FLUSH;
@@ -227,7 +227,7 @@ fn nbd_must_abort_is_acknowledged_and_should_ignore_data() {
 }
 
 #[test]
-fn list_tells_name_and_description_of_every_export() {
+fn nbd_must_list_tells_name_and_description_of_every_export() {
     let (step, seen) = fixed(&[option(wire::OPT_LIST, &[])]);
     let first = [&text("disk")[..], b"first of two"].concat();
     let wanted = [
@@ -248,7 +248,7 @@ fn nbd_should_list_and_structured_reply_with_data_are_invalid() {
 }
 
 #[test]
-fn go_enters_transmission_and_info_does_not() {
+fn nbd_must_go_enters_transmission_and_info_does_not() {
     let info = option(wire::OPT_INFO, &info_data("other", &[]));
     let (step, seen) = fixed(std::slice::from_ref(&info));
     assert_eq!((step, seen.last().unwrap().1), (Step::More, wire::REP_ACK));
@@ -274,7 +274,7 @@ fn nbd_must_info_and_go_always_tell_the_export_and_here_the_block_sizes() {
 }
 
 #[test]
-fn name_and_description_are_told_once_when_asked_and_unknown_kinds_are_ignored() {
+fn nbd_must_unknown_kinds_of_information_are_ignored_and_known_ones_told_once() {
     let kinds = [2, 1, 0, 3, 1, 2, 4, 0xffff];
     let (_, seen) = fixed(&[option(wire::OPT_INFO, &info_data("", &kinds))]);
     let info: Vec<_> = seen[..seen.len() - 1].iter().map(|r| &r.2[..]).collect();
@@ -299,8 +299,32 @@ fn an_option_about_no_export_is_refused_and_the_connection_kept() {
     }
 }
 
+/// "Option types": GO right after an INFO with the same parameters "MUST reply with the same set of
+/// information", and no padding MUST follow, whatever the client said about it.
 #[test]
-fn malformed_info_and_go_are_invalid_and_the_connection_kept() {
+fn nbd_must_go_tells_what_info_told_and_no_padding_follows() {
+    let told = |out: &[u8]| -> Vec<_> {
+        replies(out).into_iter().map(|(_, kind, data)| (kind, data)).collect()
+    };
+    for flags in [FIXED, FIXED | NO_ZEROES] {
+        for mode in [&[][..], &[structured()], &[extended()]] {
+            for kinds in [&[][..], &[3], &[1, 2], &[0, 1, 2, 3, 77]] {
+                let data = info_data("disk", kinds);
+                let with_info = [mode, &[option(wire::OPT_INFO, &data)]].concat();
+                let with_both = [&with_info[..], &[option(wire::OPT_GO, &data)]].concat();
+                let [before, info, both] =
+                    [mode, &with_info, &with_both].map(|options| talk(flags, options));
+                assert!(matches!(both.0, Step::Transmission(_)));
+                let (info, go) = (&info.1[before.1.len()..], &both.1[info.1.len()..]);
+                assert_eq!(told(info), told(go));
+                assert!(told(go).len() >= 3, "{kinds:?}");
+            }
+        }
+    }
+}
+
+#[test]
+fn nbd_must_malformed_info_and_go_are_invalid_and_the_connection_kept() {
     let name_past_the_end = [&[0, 0, 0, 3][..], b"disk"].concat();
     let bad = [
         vec![],

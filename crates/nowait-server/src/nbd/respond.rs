@@ -71,7 +71,7 @@ fn may_leave_out(mode: Mode, header: &RequestHeader) -> bool {
 /// The reply to a request that came to an errno (0: success), without data.
 #[inline]
 pub(crate) fn plain(mode: Mode, header: &RequestHeader, errno: i32) -> ReplyHead {
-    let error = if errno == 0 { 0 } else { wire::error_number(errno) };
+    let error = if errno == 0 { 0 } else { error_value(header, errno) };
     let chunk = match mode {
         Mode::Simple => false,
         Mode::Structured => matches!(header.command, wire::CMD_READ | wire::CMD_BLOCK_STATUS),
@@ -82,6 +82,17 @@ pub(crate) fn plain(mode: Mode, header: &RequestHeader, errno: i32) -> ReplyHead
         (true, 0) => answer.none(),
         (true, error) => answer.error(error),
         (false, error) => answer.simple(error),
+    }
+}
+
+/// The error value for an errno that `header` came to. `ENOTSUP` is for zeroing that was to be fast
+/// (NBD proto.md, `NBD_CMD_WRITE_ZEROES`): any other client would not know what to make of it.
+fn error_value(header: &RequestHeader, errno: i32) -> u32 {
+    let may_be_unsupported =
+        header.command == wire::CMD_WRITE_ZEROES && header.flags & wire::CMD_FLAG_FAST_ZERO != 0;
+    match wire::error_number(errno) {
+        wire::ENOTSUP if !may_be_unsupported => wire::EINVAL,
+        error => error,
     }
 }
 
@@ -213,4 +224,24 @@ fn extents(mode: Mode, context: Context, spans: &[Span], limit: usize) -> Extent
         list.push(span.len, flags);
     }
     list
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// NBD proto.md, `NBD_CMD_WRITE_ZEROES`: without the flag "the server MUST NOT fail with
+    /// `NBD_ENOTSUP`"; "Error values": nor SHOULD any other command.
+    #[test]
+    fn nbd_must_not_supported_is_said_to_fast_zeroing_only() {
+        for command in 0..10 {
+            for flags in [0, wire::CMD_FLAG_NO_HOLE, wire::CMD_FLAG_FAST_ZERO, u16::MAX] {
+                let header = RequestHeader { flags, command, cookie: 1, offset: 0, length: 512 };
+                let fast = command == 6 && flags & 1 << 4 != 0;
+                let wanted = if fast { wire::ENOTSUP } else { wire::EINVAL };
+                assert_eq!(error_value(&header, libc::EOPNOTSUPP), wanted, "{command} {flags:#x}");
+                assert_eq!(error_value(&header, libc::EIO), wire::EIO);
+            }
+        }
+    }
 }

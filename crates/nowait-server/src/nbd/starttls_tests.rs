@@ -82,6 +82,19 @@ fn nbd_must_where_tls_is_required_export_name_without_it_closes_the_connection()
     }
 }
 
+/// "SELECTIVETLS mode": `NBD_REP_ERR_TLS_REQD` MUST NOT be sent but for exports that are TLS-only,
+/// and here none is.
+#[test]
+fn nbd_must_where_tls_is_offered_no_option_is_answered_by_a_demand_for_it() {
+    for kind in (2..20).filter(|kind| *kind != wire::OPT_STARTTLS) {
+        for data in [vec![], vec![0; 6], info_data("nodisk", &[]), info_data("disk", &[])] {
+            let (_, seen, _) = talk_about(Secrecy::Offered, &[option(kind, &data)]);
+            assert!(!seen.is_empty(), "option {kind}");
+            assert!(seen.iter().all(|reply| reply.1 != wire::REP_ERR_TLS_REQD), "option {kind}");
+        }
+    }
+}
+
 #[test]
 fn where_tls_is_offered_a_client_may_do_without() {
     let (step, _, _) = talk_about(Secrecy::Offered, &[structured(), go("other")]);

@@ -50,9 +50,12 @@ pub(crate) const BLOCK_STATUS_CHUNK: u16 = 5;
 pub(crate) const BLOCK_STATUS_EXT: u16 = 6;
 pub(crate) const ERROR: u16 = (1 << 15) + 1;
 
+pub(crate) const EPERM: u32 = 1;
+pub(crate) const EIO: u32 = 5;
 pub(crate) const EINVAL: u32 = 22;
 pub(crate) const ENOSPC: u32 = 28;
 pub(crate) const EOVERFLOW: u32 = 75;
+pub(crate) const ENOTSUP: u32 = 95;
 
 /// How long the server may be silent before the test fails.
 const SILENCE: Duration = Duration::from_secs(30);
@@ -136,6 +139,8 @@ pub(crate) struct Client {
     /// `NBD_INFO_EXPORT`.
     pub(crate) size: u64,
     pub(crate) transmission_flags: u16,
+    /// `NBD_INFO_BLOCK_SIZE`: the smallest and the preferred block, the longest payload.
+    pub(crate) block_sizes: [u64; 3],
     /// The id of `base:allocation`, 0 if it was not selected.
     pub(crate) context: u32,
     cookie: u64,
@@ -155,9 +160,10 @@ impl Client {
         stream.set_read_timeout(Some(SILENCE)).unwrap();
         stream.set_write_timeout(Some(SILENCE)).unwrap();
         let cookie = 0x1122_3344_0000_0000;
-        let (size, transmission_flags, context) = (0, 0, 0);
+        let (size, transmission_flags, block_sizes, context) = (0, 0, [0; 3], 0);
         let pending = HashMap::new();
-        let mut client = Self { stream, mode, size, transmission_flags, context, cookie, pending };
+        let mut client =
+            Self { stream, mode, size, transmission_flags, block_sizes, context, cookie, pending };
         client.bytes::<18>();
         client.stream.write_all(&FIXED_NEWSTYLE_NO_ZEROES.to_be_bytes()).unwrap();
         match mode {
@@ -177,6 +183,9 @@ impl Client {
         assert_eq!((*kind, export.len()), (REP_INFO, 12));
         client.size = number(&export[2..10]);
         client.transmission_flags = number(&export[10..]) as u16;
+        let (_, sizes) = infos.iter().find(|(_, data)| data[..2] == [0, 3]).unwrap();
+        assert_eq!(sizes.len(), 14);
+        client.block_sizes = [2, 6, 10].map(|at| number(&sizes[at..at + 4]));
         client
     }
 
@@ -208,10 +217,16 @@ impl Client {
         self.cookie
     }
 
+    /// As `call`, under a cookie of the caller's.
+    pub(crate) fn call_as(&mut self, cookie: u64, request: Request<'_>) -> Outcome {
+        self.cookie = cookie.wrapping_sub(1);
+        self.call(request)
+    }
+
     /// The bytes of a request's header under a new cookie.
     pub(crate) fn header(&mut self, request: Request<'_>) -> Vec<u8> {
         let Request { command, flags, offset, length, .. } = request;
-        self.cookie += 1;
+        self.cookie = self.cookie.wrapping_add(1);
         self.pending.insert(self.cookie, (command, offset, length));
         let extended = self.mode == Mode::Extended;
         let magic = if extended { EXTENDED_REQUEST_MAGIC } else { REQUEST_MAGIC };
@@ -286,6 +301,7 @@ impl Client {
                 outcome.chunks.push((kind, at, bytes.len() as u64));
                 outcome.data.extend(bytes);
                 assert!(outcome.data.len() as u64 <= length);
+                assert!(!done || outcome.data.len() as u64 == length, "MUST cover all of it");
             }
             BLOCK_STATUS_CHUNK => {
                 let extents = payload[4..].chunks(8).map(|e| (number(&e[..4]), number(&e[4..])));

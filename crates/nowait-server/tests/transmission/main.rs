@@ -6,6 +6,7 @@
 
 mod client;
 mod scene;
+mod commands;
 mod extended;
 mod reads;
 mod status;

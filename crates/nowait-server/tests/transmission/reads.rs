@@ -151,6 +151,24 @@ fn nbd_should_a_read_beyond_the_maximum_payload_is_eoverflow_and_past_the_end_ei
     }
 }
 
+/// proto.md, `NBD_CMD_READ`: content chunks MUST NOT overlap nor leave the range that was asked for,
+/// each MUST describe at least one byte, and together they MUST cover all of it. The client checks
+/// each; here the bytes are compared.
+#[test]
+fn nbd_must_the_chunks_of_a_read_cover_it_without_overlap() {
+    let data = patchwork();
+    let scene = Scene::new(5 * MIB, &data);
+    for mode in Mode::CHUNKED {
+        let mut client = scene.connect(mode);
+        for n in 0..200 {
+            let pos = n * 104_729 % (4 * MIB);
+            let len = 1 + n * n * 7919 % MIB;
+            let outcome = read(&mut client, pos, len, 0);
+            assert!(outcome.data == bytes_of(&data, pos, len), "{mode:?}, {len} at {pos}");
+        }
+    }
+}
+
 #[test]
 fn nbd_should_not_disconnect_for_a_read_of_nothing() {
     let scene = Scene::new(MIB, &[]);

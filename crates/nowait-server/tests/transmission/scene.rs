@@ -83,6 +83,11 @@ impl Scene {
     pub(crate) fn file(&self) -> File {
         OpenOptions::new().read(true).open(&self.image).unwrap()
     }
+
+    /// The same, to do something to it that the server does not know of.
+    pub(crate) fn writable(&self) -> File {
+        OpenOptions::new().write(true).open(&self.image).unwrap()
+    }
 }
 
 impl Drop for Scene {

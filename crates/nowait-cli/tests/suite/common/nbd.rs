@@ -14,6 +14,7 @@ pub(crate) const EPERM: u32 = 1;
 pub(crate) const EIO: u32 = 5;
 pub(crate) const EINVAL: u32 = 22;
 pub(crate) const ENOSPC: u32 = 28;
+pub(crate) const ENOTSUP: u32 = 95;
 pub(crate) const ESHUTDOWN: u32 = 108;
 
 /// First bytes of each part of the protocol.
@@ -23,11 +24,15 @@ const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 const CHUNK_MAGIC: u32 = 0x668e_33ef;
+/// As on the branch extension-ext-header.
+const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
+const EXTENDED_CHUNK_MAGIC: u32 = 0x6e8a_278c;
 
 /// "Handshake phase": fixed newstyle, no zeroes.
 const CLIENT_FLAGS: u32 = 0b11;
 pub(crate) const OPT_GO: u32 = 7;
 pub(crate) const OPT_STRUCTURED_REPLY: u32 = 8;
+const OPT_EXTENDED_HEADERS: u32 = 11;
 pub(crate) const REP_ACK: u32 = 1;
 const REP_INFO: u32 = 3;
 const REP_ERROR_BIT: u32 = 1 << 31;
@@ -46,12 +51,25 @@ const WRITE: u16 = 1;
 const GOODBYE: u16 = 2;
 const FLUSH: u16 = 3;
 const TRIM: u16 = 4;
-const ZERO: u16 = 6;
+pub(crate) const ZERO: u16 = 6;
 const FLAG_FUA: u16 = 1;
-const FLAG_NO_HOLE: u16 = 2;
+pub(crate) const FLAG_NO_HOLE: u16 = 2;
+pub(crate) const FLAG_FAST_ZERO: u16 = 16;
+const FLAG_PAYLOAD_LEN: u16 = 32;
 
 /// How long the server may be silent before the test fails.
 const SILENCE: Duration = Duration::from_secs(30);
+
+/// Which messages a connection asks for.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mode {
+    /// One message for each reply.
+    Simple,
+    /// Structured replies: reads in chunks.
+    Structured,
+    /// Extended headers: every reply in chunks.
+    Extended,
+}
 
 /// One command, offsets and lengths in bytes.
 #[derive(Debug, Clone)]
@@ -111,6 +129,15 @@ impl RawRequest {
         bytes.extend(self.len.to_be_bytes());
         bytes
     }
+
+    /// The 32 bytes of an extended header, right where `bytes` is.
+    fn extended_bytes(&self) -> Vec<u8> {
+        let payload = if self.kind == WRITE { FLAG_PAYLOAD_LEN } else { 0 };
+        let compact = Self { magic: EXTENDED_REQUEST_MAGIC, flags: self.flags | payload, ..*self };
+        let mut bytes = compact.bytes();
+        bytes.splice(24.., u64::from(self.len).to_be_bytes());
+        bytes
+    }
 }
 
 /// What a request came to: the bytes read (empty for other commands), or the NBD error.
@@ -126,10 +153,13 @@ struct Pending {
 }
 
 /// One connection in transmission phase.
-pub(crate) struct Client {
-    stream: UnixStream,
+pub(crate) struct Client<S = UnixStream> {
+    stream: S,
+    mode: Mode,
     /// Size of the export in bytes.
     pub(crate) size: u64,
+    /// Bytes of reads that were answered as holes.
+    pub(crate) left_out: u64,
     next_cookie: u64,
     pending: HashMap<u64, Pending>,
 }
@@ -139,28 +169,42 @@ impl Client {
     ///
     /// # Errors
     /// What the socket says, or `Unsupported` with the option error.
-    pub(crate) fn connect(socket: &Path, structured: bool) -> io::Result<Self> {
-        Self::connect_to(socket, "", structured)
+    pub(crate) fn connect(socket: &Path, mode: Mode) -> io::Result<Self> {
+        Self::connect_to(socket, "", mode)
     }
 
     /// Negotiates the export called `name` at `socket`.
     ///
     /// # Errors
     /// As `connect`.
-    pub(crate) fn connect_to(socket: &Path, name: &str, structured: bool) -> io::Result<Self> {
-        let mut stream = greet(socket)?;
-        if structured {
-            send_option(&mut stream, OPT_STRUCTURED_REPLY, &[])?;
+    pub(crate) fn connect_to(socket: &Path, name: &str, mode: Mode) -> io::Result<Self> {
+        Self::over(greet(socket)?, name, mode)
+    }
+}
+
+impl<S: Read + Write> Client<S> {
+    /// Negotiates the export called `name` over `stream`, on which an option is to come next.
+    ///
+    /// # Errors
+    /// As `connect`.
+    pub(crate) fn over(mut stream: S, name: &str, mode: Mode) -> io::Result<Self> {
+        let option = match mode {
+            Mode::Simple => None,
+            Mode::Structured => Some(OPT_STRUCTURED_REPLY),
+            Mode::Extended => Some(OPT_EXTENDED_HEADERS),
+        };
+        if let Some(option) = option {
+            send_option(&mut stream, option, &[])?;
             let (kind, _) = read_option_reply(&mut stream)?;
-            assert_eq!(kind, REP_ACK, "structured replies refused");
+            assert_eq!(kind, REP_ACK, "{mode:?} refused");
         }
         send_option(&mut stream, OPT_GO, &export_request(name))?;
         let size = read_size(&mut stream)?;
-        Ok(Self { stream, size, next_cookie: 1, pending: HashMap::new() })
+        Ok(Self { stream, mode, size, left_out: 0, next_cookie: 1, pending: HashMap::new() })
     }
 
     /// The bare stream, to send something else over it.
-    pub(crate) fn stream(&mut self) -> &mut UnixStream {
+    pub(crate) fn stream(&mut self) -> &mut S {
         &mut self.stream
     }
 
@@ -173,7 +217,7 @@ impl Client {
         let cookie = self.next_cookie;
         self.next_cookie += 1;
         let request = RawRequest { magic: REQUEST_MAGIC, flags, kind, cookie, offset, len };
-        let mut bytes = request.bytes();
+        let mut bytes = self.bytes_of(&request);
         bytes.extend(payload);
         let expected = if kind == READ { len as usize } else { 0 };
         self.pending.insert(cookie, Pending::of(offset, expected));
@@ -188,10 +232,11 @@ impl Client {
     pub(crate) fn receive(&mut self) -> io::Result<(u64, Answer)> {
         loop {
             let magic = read_u32(&mut self.stream)?;
-            let done = match magic {
-                SIMPLE_REPLY_MAGIC => self.simple_reply()?,
-                CHUNK_MAGIC => self.chunk()?,
-                other => panic!("{other:#x} is no reply"),
+            let done = match (magic, self.mode) {
+                (SIMPLE_REPLY_MAGIC, Mode::Simple | Mode::Structured) => self.simple_reply()?,
+                (CHUNK_MAGIC, Mode::Structured) => self.chunk()?,
+                (EXTENDED_CHUNK_MAGIC, Mode::Extended) => self.chunk()?,
+                (other, mode) => panic!("{other:#x} is no reply in {mode:?}"),
             };
             if let Some(cookie) = done {
                 let pending = self.pending.remove(&cookie).expect("a pending request");
@@ -230,7 +275,8 @@ impl Client {
     /// As `call`.
     pub(crate) fn call_raw(&mut self, request: &RawRequest, payload: &[u8]) -> Answer {
         self.expect_answer_to(request);
-        self.stream.write_all(&request.bytes()).expect("a server that takes requests");
+        let bytes = self.bytes_of(request);
+        self.stream.write_all(&bytes).expect("a server that takes requests");
         self.stream.write_all(payload).expect("a server that takes requests");
         let (answered, answer) = self.receive().expect("an answer");
         assert_eq!(answered, request.cookie, "an answer to something else");
@@ -253,6 +299,13 @@ impl Client {
         self.call(&Command::Write { offset, data: data.to_vec(), fua: false })
     }
 
+    fn bytes_of(&self, request: &RawRequest) -> Vec<u8> {
+        match self.mode {
+            Mode::Simple | Mode::Structured => request.bytes(),
+            Mode::Extended => request.extended_bytes(),
+        }
+    }
+
     fn simple_reply(&mut self) -> io::Result<Option<u64>> {
         let error = read_u32(&mut self.stream)?;
         let cookie = read_u64(&mut self.stream)?;
@@ -270,16 +323,23 @@ impl Client {
         let flags = read_u16(&mut self.stream)?;
         let kind = read_u16(&mut self.stream)?;
         let cookie = read_u64(&mut self.stream)?;
-        let len = read_u32(&mut self.stream)? as usize;
-        let mut payload = vec![0; len];
-        self.stream.read_exact(&mut payload)?;
         let pending = self.pending.get_mut(&cookie).expect("an answer to a pending request");
+        let len = match self.mode {
+            Mode::Simple | Mode::Structured => u64::from(read_u32(&mut self.stream)?),
+            Mode::Extended => {
+                assert_eq!(read_u64(&mut self.stream)?, pending.offset, "the request's offset");
+                read_u64(&mut self.stream)?
+            }
+        };
+        let mut payload = vec![0; usize::try_from(len).expect("a chunk that fits memory")];
+        self.stream.read_exact(&mut payload)?;
         match kind {
             CHUNK_NONE => assert_eq!((len, flags & CHUNK_DONE), (0, CHUNK_DONE)),
             CHUNK_DATA => pending.fill(&payload[..8], &payload[8..]),
             CHUNK_HOLE => {
                 let zeros = u32::from_be_bytes(payload[8..12].try_into().expect("4 bytes"));
                 pending.fill(&payload[..8], &vec![0; zeros as usize]);
+                self.left_out += u64::from(zeros);
             }
             error if error & CHUNK_ERROR_BIT != 0 => {
                 pending.error = Some(u32::from_be_bytes(payload[..4].try_into().expect("4 bytes")));

@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use super::nbd::Client;
+use super::nbd::{Client, Mode};
 use super::{Finished, KIB, Scratch, tool};
 
 /// The binary under test.
@@ -148,7 +148,7 @@ impl Server {
 
     /// A new connection to the default export, with structured replies.
     pub(crate) fn connect(&self) -> Client {
-        Client::connect(&self.socket(), true).expect("a connection")
+        Client::connect(&self.socket(), Mode::Structured).expect("a connection")
     }
 
     /// Asks it to finish; does not wait.

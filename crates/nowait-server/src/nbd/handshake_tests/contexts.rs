@@ -35,7 +35,7 @@ fn nbd_must_list_meta_context_lists_all_without_queries_and_by_name_and_wildcard
 }
 
 #[test]
-fn set_meta_context_selects_each_context_once_under_the_id_of_the_outcome() {
+fn nbd_must_set_meta_context_selects_each_context_once_under_the_id_of_the_outcome() {
     let twice = set("disk", &[BASE_ALLOCATION, "x:y", BASE_ALLOCATION]);
     let (_, seen) = fixed(&[structured(), twice.clone()]);
     assert_eq!(negotiated(&[twice], "disk").contexts, ALLOCATION);
