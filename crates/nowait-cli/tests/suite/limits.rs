@@ -13,7 +13,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::common::nbd::{Client, Command, RawRequest, greet, send_option};
+use crate::common::nbd::{Client, Command, Mode, RawRequest, greet, send_option};
 use crate::common::random::Random;
 use crate::common::{KIB, MIB, Scratch, Server, require_tool};
 
@@ -88,7 +88,7 @@ fn one_more_than_max_connections_is_closed_at_once_and_finds_a_place_when_one_ha
     assert_eq!(said.matches("a connection was closed: 2 are open").count(), 1, "{said}");
     drop(second);
     let start = Instant::now();
-    while Client::connect(&scene.server.socket(), true).is_err() {
+    while Client::connect(&scene.server.socket(), Mode::Structured).is_err() {
         assert!(start.elapsed() < PATIENCE, "the place that was left is not free");
     }
     scene.bystander_works(&[4 * KIB]);
@@ -157,9 +157,9 @@ fn two_thousand_that_come_and_go_leave_nothing_behind() {
     let come_and_go = |n: usize| match n % 4 {
         0 => drop(UnixStream::connect(&socket).expect("a connection")),
         1 => drop(greet(&socket).expect("a greeting")),
-        2 => drop(Client::connect(&socket, true).expect("a handshake")),
+        2 => drop(Client::connect(&socket, Mode::Structured).expect("a handshake")),
         _ => {
-            let mut client = Client::connect(&socket, false).expect("a handshake");
+            let mut client = Client::connect(&socket, Mode::Simple).expect("a handshake");
             client.send(&Command::Read { offset: 0, len: 4096 }).expect("a request");
         }
     };

@@ -20,6 +20,8 @@ mod limits;
 mod killed;
 mod memory;
 mod model;
+mod mutated;
+mod nbd_modes;
 mod nbd_tools;
 mod polled;
 mod qcow2;

@@ -11,12 +11,15 @@ use std::sync::Arc;
 
 use rustls::pki_types::pem::PemObject;
 use rustls::pki_types::{CertificateDer, ServerName};
-use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
+use rustls::version::{TLS12, TLS13};
+use rustls::{
+    ClientConfig, ClientConnection, RootCertStore, StreamOwned, SupportedProtocolVersion,
+};
 
 use crate::common::certificates::{Authority, Flaw, Role};
 use crate::common::nbd::{
-    Client, Mode, OPT_GO, OPT_STRUCTURED_REPLY, REP_ACK, RawRequest, export_request, go, greet,
-    is_refusal, read_option_reply, read_size, send_option,
+    Client, Command, Mode, OPT_GO, OPT_STRUCTURED_REPLY, REP_ACK, RawRequest, export_request, go,
+    greet, is_refusal, read_option_reply, read_size, send_option,
 };
 use crate::common::{Finished, KIB, MIB, Scratch, Server, refusal, require_tool, tool};
 
@@ -91,12 +94,21 @@ fn starttls(stream: &mut UnixStream) {
 
 /// A TLS client that trusts what is in `directory` and shows no certificate.
 fn secret<S: Read + Write>(stream: S, directory: &Path) -> Secret<S> {
+    secret_by(rustls::ALL_VERSIONS, stream, directory)
+}
+
+/// The same, which speaks `versions` of TLS and no other.
+fn secret_by<S: Read + Write>(
+    versions: &[&'static SupportedProtocolVersion],
+    stream: S,
+    directory: &Path,
+) -> Secret<S> {
     let mut roots = RootCertStore::empty();
     let root = CertificateDer::from_pem_file(directory.join("ca-cert.pem")).expect("a root");
     roots.add(root).expect("a root");
     let provider = Arc::new(rustls::crypto::ring::default_provider());
     let config = ClientConfig::builder_with_provider(provider)
-        .with_safe_default_protocol_versions()
+        .with_protocol_versions(versions)
         .expect("versions")
         .with_root_certificates(roots)
         .with_no_client_auth();
@@ -261,6 +273,46 @@ fn nbd_must_a_plain_client_gets_nothing_but_the_advice_to_use_tls() {
     let refused =
         Client::connect(&scene.server.socket(), Mode::Simple).err().expect("no plain client");
     assert!(refused.to_string().contains("80000005"), "{refused}");
+    scene.ends_well();
+}
+
+/// NBD proto.md, "TLS versions": TLS 1.2 MUST be supported, later ones SHOULD be.
+#[test]
+fn nbd_must_tls_1_2_and_1_3_are_spoken() {
+    let scene = Scene::new(&[]);
+    for version in [&TLS12, &TLS13] {
+        let mut stream = greet(&scene.server.socket()).expect("a greeting");
+        starttls(&mut stream);
+        let mut client = secret_by(&[version], stream, scene.client.path());
+        assert_eq!(go(&mut client).expect("an export"), 16 * MIB);
+        assert!(read(&mut client, 0, 70_000).expect("bytes") == vec![0; 70_000]);
+        assert_eq!(client.conn.protocol_version(), Some(version.version));
+    }
+    scene.ends_well();
+}
+
+#[test]
+fn reads_through_tls_leave_holes_out_in_every_mode_that_can() {
+    let scene = Scene::new(&[]);
+    let mut expected = vec![0; 16 << 20];
+    for at in (0..8).map(|n| (2 * n + 1) << 20) {
+        expected[at..at + 100_000].fill(0x5a);
+    }
+    let mut writer = Client::over(scene.connect(), "", Mode::Extended).expect("a connection");
+    for at in (0..8).map(|n| (2 * n + 1) << 20) {
+        writer.write(at, &[0x5a; 100_000]).expect("a write");
+    }
+    for mode in [Mode::Simple, Mode::Structured, Mode::Extended] {
+        let mut client = Client::over(scene.connect(), "", mode).expect("a connection");
+        for (offset, len) in [(0, 4 << 20), (777, 3_000_000), (10 << 20, 6 << 20), (5000, 512)] {
+            let before = client.left_out;
+            let bytes = client.read(offset as u64, len as u32).expect("bytes");
+            assert!(bytes == expected[offset..offset + len], "{mode:?}, {len} at {offset}");
+            let left_out = client.left_out - before;
+            assert_eq!(left_out > len as u64 / 2, mode != Mode::Simple, "{left_out} of {len}");
+        }
+        client.call(&Command::Flush).expect("a flush");
+    }
     scene.ends_well();
 }
 

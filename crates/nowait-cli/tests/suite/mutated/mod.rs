@@ -1,0 +1,175 @@
+//! Streams of requests with random damage: each request that is still one gets the one reply that the
+//! specification gives it, nothing else is answered, and what is no request ends its connection.
+//!
+//! Invariant: what is expected is worked out from the bytes that were sent, by the specification alone.
+//! Knows: the wire. Known by: nobody.
+
+mod reader;
+mod spec;
+mod stream;
+
+use std::collections::HashSet;
+use std::fs;
+use std::io::{self, BufReader, Write};
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+
+use crate::common::nbd::{Client, Mode, go, greet, read_option_reply, send_option};
+use crate::common::random::{Random, seed};
+use crate::common::{MIB, Scratch, Server};
+
+use reader::Reader;
+use spec::End;
+
+const IMAGE_BYTES: u64 = MIB;
+/// Streams on each of [`TERMS`].
+const STREAMS: u64 = 150;
+/// Forms of messages, and whether a context is selected.
+const TERMS: [(Mode, bool); 5] = [
+    (Mode::Simple, false),
+    (Mode::Structured, false),
+    (Mode::Structured, true),
+    (Mode::Extended, false),
+    (Mode::Extended, true),
+];
+/// What all of this may make the server keep.
+const MOST_BYTES: u64 = 128 * MIB;
+
+/// NBD proto.md, "Option types" and "Option reply types".
+const OPT_STRUCTURED_REPLY: u32 = 8;
+const OPT_SET_META_CONTEXT: u32 = 10;
+const OPT_EXTENDED_HEADERS: u32 = 11;
+const REP_ACK: u32 = 1;
+const REP_META_CONTEXT: u32 = 4;
+
+/// What a connection agreed on.
+#[derive(Clone, Copy, Debug)]
+struct Terms {
+    mode: Mode,
+    /// The id of `base:allocation`, where it is selected.
+    context: Option<u32>,
+}
+
+/// A connection of `mode` to the default export.
+fn connect(socket: &Path, mode: Mode, with_context: bool) -> (UnixStream, Terms) {
+    let mut stream = greet(socket).expect("a greeting");
+    let mut context = None;
+    let option = match mode {
+        Mode::Simple => None,
+        Mode::Structured => Some(OPT_STRUCTURED_REPLY),
+        Mode::Extended => Some(OPT_EXTENDED_HEADERS),
+    };
+    if let Some(option) = option {
+        send_option(&mut stream, option, &[]).expect("a socket");
+        assert_eq!(read_option_reply(&mut stream).expect("a reply").0, REP_ACK);
+    }
+    if with_context {
+        let query = b"base:allocation";
+        let head = [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, query.len() as u8];
+        let data = [&head[..], query].concat();
+        send_option(&mut stream, OPT_SET_META_CONTEXT, &data).expect("a socket");
+        let (kind, data) = read_option_reply(&mut stream).expect("a reply");
+        assert_eq!(kind, REP_META_CONTEXT);
+        context = Some(u32::from_be_bytes(data[..4].try_into().expect("4 bytes")));
+        assert_eq!(read_option_reply(&mut stream).expect("a reply").0, REP_ACK);
+    }
+    assert_eq!(go(&mut stream).expect("an export"), IMAGE_BYTES);
+    (stream, Terms { mode, context })
+}
+
+/// Sends `bytes` in pieces, then no more.
+fn send(stream: &UnixStream, bytes: &[u8], mut random: Random) {
+    let mut rest = bytes;
+    let most = if random.chance(20) { 16 } else { 100_000 };
+    let most = 1 + random.below(most);
+    let mut sent = || -> io::Result<()> {
+        while !rest.is_empty() {
+            let (piece, later) = rest.split_at(rest.len().min(1 + random.below(most) as usize));
+            (&*stream).write_all(piece)?;
+            rest = later;
+        }
+        stream.shutdown(Shutdown::Write)
+    };
+    if let Err(error) = sent() {
+        // The server has ended the connection; whether it was right to, the reader finds.
+        assert_ne!(error.kind(), io::ErrorKind::WouldBlock, "the server reads nothing");
+    }
+}
+
+/// One stream on a connection of its own. Gives how it was to end.
+fn play(socket: &Path, terms: (Mode, bool), random: &mut Random) -> End {
+    let (stream, terms) = connect(socket, terms.0, terms.1);
+    let (bytes, expected) = loop {
+        let bytes = stream::damaged(terms, random);
+        let expected = spec::understood(terms, IMAGE_BYTES, &bytes);
+        let cookies: HashSet<_> = expected.asked.iter().map(|asked| asked.cookie).collect();
+        // Where damage has made two requests of one name, an answer could be to either.
+        if cookies.len() == expected.asked.len() {
+            break (bytes, expected);
+        }
+    };
+    let end = expected.end;
+    let mut reader = Reader::new(terms, expected, BufReader::new(&stream));
+    let pace = Random::from_seed(random.next());
+    thread::scope(|scope| {
+        scope.spawn(|| send(&stream, &bytes, pace));
+        reader.read_to_end();
+    });
+    end
+}
+
+fn play_all(socket: &Path, terms: (Mode, bool), mut random: Random) {
+    let mut broken = 0;
+    for _ in 0..STREAMS {
+        broken += u64::from(play(socket, terms, &mut random) == End::Broken);
+    }
+    assert!((STREAMS / 20..STREAMS).contains(&broken), "{broken} of {STREAMS} were to be broken");
+}
+
+/// A good client of another export, as long as the others play.
+fn look_on(socket: &Path, expected: &[u8], over: &AtomicBool) -> u64 {
+    let mut client = Client::connect_to(socket, "other", Mode::Structured).expect("a connection");
+    let mut looks = 0;
+    while !over.load(Ordering::Relaxed) {
+        assert!(client.read(0, MIB as u32).expect("bytes") == expected, "other bytes");
+        looks += 1;
+    }
+    looks
+}
+
+#[test]
+fn nbd_must_mutated_requests_are_answered_once_each_or_end_the_connection() {
+    let seed = seed();
+    for (variant, extra) in [&[][..], &["--queue", "threads"]].iter().enumerate() {
+        let scratch = Scratch::new();
+        let image = scratch.random("disk.img", IMAGE_BYTES, 2);
+        let other = scratch.random("other.img", MIB, 3);
+        let bytes = fs::read(&other).expect("an image");
+        let named = format!("other={}", other.display());
+        let server = Server::start(&image, &[&[&named[..]], *extra].concat());
+        let socket = server.socket();
+        let over = AtomicBool::new(false);
+        thread::scope(|scope| {
+            let onlooker = scope.spawn(|| look_on(&socket, &bytes, &over));
+            let players = TERMS.into_iter().zip(1..).map(|(terms, number)| {
+                let random = Random::from_seed(seed ^ (number << 40) ^ ((variant as u64) << 50));
+                let socket = &socket;
+                scope.spawn(move || play_all(socket, terms, random))
+            });
+            let players: Vec<_> = players.collect();
+            let fair = players.into_iter().map(|player| player.join().is_ok());
+            let fair = fair.fold(true, |all, one| all & one);
+            over.store(true, Ordering::Relaxed);
+            assert!(onlooker.join().expect("a good client is served") > 0);
+            assert!(fair, "a player objects");
+        });
+        let highest = server.memory("VmHWM");
+        assert!(highest < MOST_BYTES, "{highest} bytes");
+        assert!(!server.log().contains("panic"), "{}", server.log());
+        server.stop();
+        assert!(fs::read(&other).expect("an image") == bytes, "the other image has changed");
+    }
+}

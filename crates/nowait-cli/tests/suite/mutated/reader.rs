@@ -1,0 +1,195 @@
+//! Takes replies off a stream and compares each with what was asked.
+//!
+//! Invariant: every message is an answer to a request that has none yet; of a reply no byte is missing,
+//! and none is too many. Knows: spec, the wire. Known by: mod.
+
+use std::collections::HashMap;
+use std::io::{self, Read};
+
+use super::Terms;
+use super::spec::{Asked, BLOCK_STATUS, End, Expected, READ, REQ_ONE, Verdict};
+use crate::common::nbd::{EINVAL, ENOSPC, ENOTSUP, EPERM, Mode};
+
+/// NBD proto.md, "Error values".
+const EOVERFLOW: u32 = 75;
+
+const SIMPLE_REPLY_MAGIC: u64 = 0x6744_6698;
+const CHUNK_MAGIC: u64 = 0x668e_33ef;
+const EXTENDED_CHUNK_MAGIC: u64 = 0x6e8a_278c;
+
+/// NBD proto.md, "Structured reply types".
+const NONE: u64 = 0;
+const OFFSET_DATA: u64 = 1;
+const OFFSET_HOLE: u64 = 2;
+const STATUS: u64 = 5;
+const STATUS_EXT: u64 = 6;
+const ERROR: u64 = (1 << 15) + 1;
+
+/// A request, and how much of its answer has come.
+struct Open {
+    asked: Asked,
+    /// Bytes of a read, or contexts of a block status request.
+    come: u64,
+}
+
+/// The server's side of a connection.
+pub(super) struct Reader<R> {
+    terms: Terms,
+    end: End,
+    open: HashMap<u64, Open>,
+    stream: R,
+}
+
+impl<R: Read> Reader<R> {
+    /// Reads what `stream` has in answer to what is `expected`.
+    pub(super) fn new(terms: Terms, expected: Expected, stream: R) -> Self {
+        let Expected { asked, end } = expected;
+        let open = asked.into_iter().map(|asked| (asked.cookie, Open { asked, come: 0 })).collect();
+        Self { terms, end, open, stream }
+    }
+
+    /// Reads until the server has closed the connection, and compares.
+    pub(super) fn read_to_end(&mut self) {
+        let error = loop {
+            if let Err(error) = self.message() {
+                break error;
+            }
+        };
+        assert_ne!(error.kind(), io::ErrorKind::WouldBlock, "silence; open: {}", self.open.len());
+        if self.end == End::Orderly {
+            let left: Vec<_> = self.open.values().filter(|open| !open.asked.is_cut).collect();
+            assert!(left.is_empty(), "{error}; not answered: {:?}", left[0].asked);
+        }
+    }
+
+    fn number(&mut self, bytes: usize) -> io::Result<u64> {
+        let mut field = [0; 8];
+        self.stream.read_exact(&mut field[8 - bytes..])?;
+        Ok(u64::from_be_bytes(field))
+    }
+
+    fn open(&mut self, cookie: u64) -> &mut Open {
+        let terms = self.terms;
+        self.open
+            .get_mut(&cookie)
+            .unwrap_or_else(|| panic!("{terms:?}: an answer to what was not asked: {cookie:#x}"))
+    }
+
+    /// One message. An error of the stream is the end.
+    fn message(&mut self) -> io::Result<()> {
+        let magic = self.number(4)?;
+        match (magic, self.terms.mode) {
+            (SIMPLE_REPLY_MAGIC, Mode::Simple | Mode::Structured) => self.simple(),
+            (CHUNK_MAGIC, Mode::Structured) | (EXTENDED_CHUNK_MAGIC, Mode::Extended) => {
+                self.chunk()
+            }
+            (magic, mode) => panic!("{magic:#x} in {mode:?}"),
+        }
+    }
+
+    fn simple(&mut self) -> io::Result<()> {
+        let (error, cookie) = (self.number(4)? as u32, self.number(8)?);
+        let asked = self.open(cookie).asked;
+        let has_chunks = matches!(asked.command, READ | BLOCK_STATUS);
+        assert!(self.terms.mode == Mode::Simple || !has_chunks, "a simple reply to {asked:?}");
+        check(asked, error);
+        if asked.command == READ && error == 0 {
+            self.skip(asked.length)?;
+        }
+        self.open.remove(&cookie);
+        Ok(())
+    }
+
+    fn chunk(&mut self) -> io::Result<()> {
+        let (flags, kind) = (self.number(2)?, self.number(2)?);
+        let cookie = self.number(8)?;
+        let Asked { command, flags: asked_flags, offset, length, .. } = self.open(cookie).asked;
+        let bytes = if self.terms.mode == Mode::Extended {
+            assert_eq!(self.number(8)?, offset, "the offset of the request");
+            self.number(8)?
+        } else {
+            self.number(4)?
+        };
+        assert!(flags <= 1, "flags {flags:#x}");
+        let done = flags == 1;
+        let mut error = 0;
+        match (kind, command) {
+            (NONE, _) => assert!(done && bytes == 0),
+            (OFFSET_DATA | OFFSET_HOLE, READ) => {
+                let at = self.number(8)?;
+                let len = if kind == OFFSET_HOLE { self.number(4)? } else { bytes - 8 };
+                assert!(kind == OFFSET_DATA || bytes == 12);
+                let open = self.open(cookie);
+                assert_eq!(at, offset + open.come, "this server sends content in order");
+                open.come += len;
+                assert!(len > 0 && open.come <= length);
+                if kind == OFFSET_DATA {
+                    self.skip(len)?;
+                }
+            }
+            (STATUS, BLOCK_STATUS) if self.terms.mode == Mode::Structured => {
+                self.extents(cookie, (bytes - 4) / 8, asked_flags & REQ_ONE != 0)?;
+            }
+            (STATUS_EXT, BLOCK_STATUS) if self.terms.mode == Mode::Extended => {
+                self.extents(cookie, (bytes - 8) / 16, asked_flags & REQ_ONE != 0)?;
+            }
+            (ERROR, _) => {
+                error = self.number(4)? as u32;
+                let message = self.number(2)?;
+                assert!(error != 0 && bytes == 6 + message);
+                self.skip(message)?;
+            }
+            (kind, command) => panic!("a chunk of type {kind} in answer to command {command}"),
+        }
+        if done && let Some(Open { asked, come }) = self.open.remove(&cookie) {
+            check(asked, error);
+            let wanted = match asked.command {
+                READ => asked.length,
+                BLOCK_STATUS => 1,
+                _ => 0,
+            };
+            assert!(error != 0 || come == wanted, "{come} of {wanted} in answer to {asked:?}");
+        }
+        Ok(())
+    }
+
+    /// The extents of the one context.
+    fn extents(&mut self, cookie: u64, count: u64, only_one: bool) -> io::Result<()> {
+        assert_eq!(Some(self.number(4)? as u32), self.terms.context);
+        let width = match self.terms.mode {
+            Mode::Extended => {
+                assert_eq!(self.number(4)?, count);
+                8
+            }
+            _ => 4,
+        };
+        assert!(count > 0 && (!only_one || count == 1));
+        let open = self.open(cookie);
+        open.come += 1;
+        let length = open.asked.length;
+        let mut sum = 0;
+        for _ in 0..count {
+            let (len, flags) = (self.number(width)?, self.number(width)?);
+            assert!(len > 0 && flags <= 3 && sum < length);
+            sum += len;
+        }
+        assert!(!only_one || sum <= length);
+        Ok(())
+    }
+
+    fn skip(&mut self, bytes: u64) -> io::Result<()> {
+        let skipped = io::copy(&mut self.stream.by_ref().take(bytes), &mut io::sink())?;
+        if skipped < bytes { Err(io::ErrorKind::UnexpectedEof.into()) } else { Ok(()) }
+    }
+}
+
+fn check(asked: Asked, error: u32) {
+    let is_right = match (asked.verdict, error) {
+        // Where the payload never ends, success cannot be.
+        (_, 0) if asked.is_cut => false,
+        (Verdict::Success | Verdict::FastOrNot, 0) | (Verdict::FastOrNot, ENOTSUP) => true,
+        (Verdict::Refusal, error) => [EPERM, EINVAL, ENOSPC, EOVERFLOW].contains(&error),
+        _ => false,
+    };
+    assert!(is_right, "error {error} in answer to {asked:?}");
+}

@@ -1,0 +1,147 @@
+//! What the specification makes of a stream of bytes (NBD proto.md, "Request message", "Request types";
+//! extended headers as on its branch extension-ext-header).
+//!
+//! Invariant: nothing here is taken from the server. Knows: the wire. Known by: mod, reader.
+
+use super::Terms;
+use crate::common::nbd::Mode;
+
+const REQUEST_MAGIC: u32 = 0x2560_9513;
+const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
+/// What the server advertises as its longest payload.
+const MOST_PAYLOAD_BYTES: u64 = 32 << 20;
+
+pub(super) const READ: u16 = 0;
+const WRITE: u16 = 1;
+const DISC: u16 = 2;
+const FLUSH: u16 = 3;
+const TRIM: u16 = 4;
+const CACHE: u16 = 5;
+const WRITE_ZEROES: u16 = 6;
+pub(super) const BLOCK_STATUS: u16 = 7;
+
+const FUA: u16 = 1 << 0;
+const NO_HOLE: u16 = 1 << 1;
+const DF: u16 = 1 << 2;
+pub(super) const REQ_ONE: u16 = 1 << 3;
+const FAST_ZERO: u16 = 1 << 4;
+const PAYLOAD_LEN: u16 = 1 << 5;
+
+/// What a request may be answered with.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum Verdict {
+    Success,
+    Refusal,
+    /// Success, or `NBD_ENOTSUP`.
+    FastOrNot,
+}
+
+/// A request of the stream.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Asked {
+    pub(super) command: u16,
+    pub(super) flags: u16,
+    pub(super) cookie: u64,
+    pub(super) offset: u64,
+    /// Bytes that it is about.
+    pub(super) length: u64,
+    pub(super) verdict: Verdict,
+    /// Its payload does not come to an end: it is refused at once, or not answered.
+    pub(super) is_cut: bool,
+}
+
+/// How the connection is to end.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(super) enum End {
+    /// All is answered before.
+    Orderly,
+    /// A rule was broken: what is asked before may be answered.
+    Broken,
+}
+
+/// What is to come of a stream.
+#[derive(Debug)]
+pub(super) struct Expected {
+    pub(super) asked: Vec<Asked>,
+    pub(super) end: End,
+}
+
+/// What is left of a stream.
+struct Bytes<'a>(&'a [u8]);
+
+impl Bytes<'_> {
+    fn number(&mut self, bytes: usize) -> u64 {
+        let (field, rest) = self.0.split_at(bytes);
+        self.0 = rest;
+        field.iter().fold(0, |number, byte| number << 8 | u64::from(*byte))
+    }
+}
+
+/// What `bytes` come to on a connection to an export of `size` bytes.
+pub(super) fn understood(terms: Terms, size: u64, bytes: &[u8]) -> Expected {
+    let extended = terms.mode == Mode::Extended;
+    let (header_bytes, wanted, length_bytes) = match extended {
+        true => (32, EXTENDED_REQUEST_MAGIC, 8),
+        false => (28, REQUEST_MAGIC, 4),
+    };
+    let mut asked = Vec::new();
+    let mut bytes = Bytes(bytes);
+    while bytes.0.len() >= header_bytes {
+        let magic = bytes.number(4);
+        let (flags, command) = (bytes.number(2) as u16, bytes.number(2) as u16);
+        let (cookie, offset) = (bytes.number(8), bytes.number(8));
+        let length = bytes.number(length_bytes);
+        let announced = extended && flags & PAYLOAD_LEN != 0;
+        let silent = extended && command == WRITE && !announced && length > 0;
+        if magic != u64::from(wanted) || silent || (announced && length > MOST_PAYLOAD_BYTES) {
+            return Expected { asked, end: End::Broken };
+        }
+        if command == DISC {
+            break;
+        }
+        let payload = if announced || (!extended && command == WRITE) { length } else { 0 };
+        let there = (bytes.0.len() as u64).min(payload) as usize;
+        let (payload_bytes, rest) = bytes.0.split_at(there);
+        bytes.0 = rest;
+        let is_cut = (there as u64) < payload;
+        let plain =
+            Asked { command, flags, cookie, offset, length, verdict: Verdict::Refusal, is_cut };
+        asked.push(judged(terms, size, plain, announced.then_some(payload_bytes)));
+    }
+    Expected { asked, end: End::Orderly }
+}
+
+/// `asked` with the verdict on it; `payload` is what was announced by a flag.
+fn judged(terms: Terms, size: u64, mut asked: Asked, payload: Option<&[u8]>) -> Asked {
+    let mut allowed = FUA;
+    match (asked.command, payload) {
+        (READ, _) => allowed |= DF,
+        (WRITE_ZEROES, _) => allowed |= NO_HOLE | FAST_ZERO,
+        (WRITE, Some(_)) => allowed |= PAYLOAD_LEN,
+        (BLOCK_STATUS, Some(payload)) => {
+            let Some(length) = named_length(terms, payload) else { return asked };
+            asked.length = length;
+            allowed |= REQ_ONE | PAYLOAD_LEN;
+        }
+        (BLOCK_STATUS, None) => allowed |= REQ_ONE,
+        _ => {}
+    }
+    let in_range = asked.offset.checked_add(asked.length).is_some_and(|end| end <= size);
+    let is_good = match asked.command {
+        FLUSH => true,
+        READ | WRITE | TRIM | CACHE | WRITE_ZEROES => in_range,
+        BLOCK_STATUS => terms.context.is_some() && in_range && asked.length > 0,
+        _ => false,
+    };
+    if is_good && asked.flags & !allowed == 0 {
+        let fast = asked.command == WRITE_ZEROES && asked.flags & FAST_ZERO != 0;
+        asked.verdict = if fast { Verdict::FastOrNot } else { Verdict::Success };
+    }
+    asked
+}
+
+/// The effect length in the payload of a block status request that names the selected context once.
+fn named_length(terms: Terms, payload: &[u8]) -> Option<u64> {
+    let (length, id) = payload.split_first_chunk()?;
+    (id == terms.context?.to_be_bytes()).then_some(u64::from_be_bytes(*length))
+}

@@ -1,0 +1,123 @@
+//! Requests, most of them good, and what may happen to their bytes.
+//!
+//! Invariant: the same random numbers give the same stream. Knows: the wire. Known by: mod.
+
+use super::{IMAGE_BYTES, Terms};
+use crate::common::nbd::Mode;
+use crate::common::random::Random;
+
+const REQUEST_MAGIC: u32 = 0x2560_9513;
+const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
+const WRITE: u16 = 1;
+const DISC: u16 = 2;
+const BLOCK_STATUS: u16 = 7;
+const PAYLOAD_LEN: u16 = 1 << 5;
+
+/// What a client may call its requests, and what it may put into a write so that it looks like some.
+fn header(terms: Terms, command: u16, flags: u16, random: &mut Random, at: [u64; 2]) -> Vec<u8> {
+    let [offset, length] = at;
+    let extended = terms.mode == Mode::Extended;
+    let magic = if extended { EXTENDED_REQUEST_MAGIC } else { REQUEST_MAGIC };
+    let mut bytes = Vec::from(magic.to_be_bytes());
+    bytes.extend(flags.to_be_bytes());
+    bytes.extend(command.to_be_bytes());
+    bytes.extend(random.next().to_be_bytes());
+    bytes.extend(offset.to_be_bytes());
+    match extended {
+        true => bytes.extend(length.to_be_bytes()),
+        false => bytes.extend((length as u32).to_be_bytes()),
+    }
+    bytes
+}
+
+/// A request as a good client sends it.
+fn good(terms: Terms, random: &mut Random) -> Vec<u8> {
+    let most = if random.chance(5) { IMAGE_BYTES } else { 20_000 };
+    let length = 1 + random.below(most);
+    let offset = random.below(IMAGE_BYTES - length + 1);
+    let fua = u16::from(random.chance(10));
+    match random.below(9) {
+        0..3 => header(terms, 0, fua, random, [offset, length]),
+        3..5 => {
+            let flags = if terms.mode == Mode::Extended { fua | PAYLOAD_LEN } else { fua };
+            let mut bytes = header(terms, WRITE, flags, random, [offset, length]);
+            let end = bytes.len() + length as usize;
+            while bytes.len() < end && random.chance(95) {
+                // Were it taken for requests, it would be some.
+                bytes.extend(header(terms, 0, 0, random, [0, 512]));
+            }
+            bytes.resize(end, 0x77);
+            bytes
+        }
+        5 => header(terms, 3, fua, random, [0, 0]),
+        6 => header(terms, 4 + random.below(3) as u16, fua, random, [offset, length]),
+        7 => header(terms, BLOCK_STATUS, 0, random, [offset, length]),
+        _ => {
+            let (Mode::Extended, Some(context)) = (terms.mode, terms.context) else {
+                return header(terms, BLOCK_STATUS, 1 << 3, random, [offset, length]);
+            };
+            let mut bytes = header(terms, BLOCK_STATUS, PAYLOAD_LEN, random, [offset, 12]);
+            bytes.extend(length.to_be_bytes());
+            bytes.extend(context.to_be_bytes());
+            bytes
+        }
+    }
+}
+
+/// A request with fields of any value, the unlikely ones more likely than they are.
+fn any(terms: Terms, random: &mut Random) -> Vec<u8> {
+    let mut number = |bound: u64| match random.below(4) {
+        0 => random.next(),
+        1 => u64::MAX - random.below(3),
+        2 => (1 << random.below(63)) - random.below(2),
+        _ => random.below(bound),
+    };
+    let at = [number(2 * IMAGE_BYTES), number(2 * IMAGE_BYTES)];
+    let flags = if random.chance(50) { random.next() as u16 } else { 1 << random.below(16) };
+    let command = if random.chance(90) { random.below(10) } else { random.next() } as u16;
+    // A goodbye hides all that comes after it.
+    let command = if command == DISC && random.chance(80) { WRITE } else { command };
+    let mut bytes = header(terms, command, flags, random, at);
+    let most = if random.chance(20) { at[1].clamp(1, 100_000) } else { 64 };
+    let payload = random.below(most);
+    bytes.resize(bytes.len() + payload as usize, 0x77);
+    bytes
+}
+
+/// A few requests, and in most streams a change to the bytes or two.
+pub(super) fn damaged(terms: Terms, random: &mut Random) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for _ in 0..1 + random.below(40) {
+        let odd = random.chance(5);
+        bytes.extend(if odd { any(terms, random) } else { good(terms, random) });
+    }
+    for _ in 0..random.below(3) {
+        damage(&mut bytes, random);
+    }
+    bytes
+}
+
+fn damage(bytes: &mut Vec<u8>, random: &mut Random) {
+    if bytes.is_empty() {
+        return;
+    }
+    // Most bytes are payload: half of the changes are close to where a request may begin.
+    let mut at = random.below(bytes.len() as u64) as usize;
+    if random.chance(50) {
+        let magic = [&REQUEST_MAGIC.to_be_bytes()[..], &EXTENDED_REQUEST_MAGIC.to_be_bytes()];
+        let found = bytes[at..].windows(4).position(|window| magic.contains(&window));
+        at += found.map_or(0, |begin| begin + random.below(32) as usize);
+        at = at.min(bytes.len() - 1);
+    }
+    let until = bytes.len().min(at + 1 + random.below(100) as usize);
+    match random.below(6) {
+        0 | 1 => bytes[at] ^= 1 << random.below(8),
+        2 => bytes[at] = random.next() as u8,
+        3 => drop(bytes.drain(at..until)),
+        4 => {
+            let again = bytes[at..until].to_vec();
+            bytes.splice(at..at, again);
+        }
+        _ => bytes.truncate(at),
+    }
+}
