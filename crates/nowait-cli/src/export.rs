@@ -138,6 +138,14 @@ mod tests {
     }
 
     #[test]
+    fn a_name_is_as_long_as_the_protocol_allows_and_no_longer() {
+        assert_eq!(parse_name(&"x".repeat(4096)).unwrap().len(), 4096);
+        assert!(parse_name(&"x".repeat(4097)).unwrap_err().contains("4096"));
+        let given = Given::parse(format!("{}=a.img", "x".repeat(4097)).into());
+        assert!(given.unwrap_err().contains("4096"));
+    }
+
+    #[test]
     fn the_first_is_called_nothing_and_the_others_like_their_files() {
         let all = names(&["a.img", "d/b.img", "c=e.img"], None).unwrap();
         assert_eq!(all, ["", "b.img", "c"]);

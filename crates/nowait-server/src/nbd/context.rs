@@ -110,6 +110,19 @@ mod tests {
         }
     }
 
+    /// NBD proto.md, "Metadata querying": a name MUST be a namespace that the document knows, a colon
+    /// and a leaf, and keep to the rules for strings.
+    #[test]
+    fn nbd_must_every_context_is_named_by_a_namespace_and_a_leaf() {
+        for context in Context::ALL {
+            let (namespace, leaf) = context.name().split_once(':').unwrap();
+            assert!(["base", "nbd-server", "qemu"].contains(&namespace), "{namespace}");
+            assert!(
+                !leaf.is_empty() && leaf.len() < wire::MAX_STRING_BYTES && !leaf.contains('\0')
+            );
+        }
+    }
+
     #[test]
     fn a_selection_by_ids_has_each_known_id_once() {
         let id = Context::BaseAllocation.id();

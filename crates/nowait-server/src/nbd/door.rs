@@ -8,7 +8,7 @@ use nowait::{Flags, Io, Map, Op, Range};
 
 use super::context::{Context, Contexts};
 use super::handshake::{ExportInfo, Negotiated};
-use super::wire::{self, Mode, RequestHeader};
+use super::wire::{self, MAX_STRING_BYTES, Mode, RequestHeader};
 use crate::device::Device;
 
 /// The longest payload of a request, in bytes; what the handshake advertises (NBD proto.md, "Block
@@ -42,7 +42,7 @@ pub(crate) fn export_info<M: Map>(device: &Device<M>) -> ExportInfo {
     }
     ExportInfo {
         name: device.name().to_owned(),
-        description: device.description().to_owned(),
+        description: as_string(device.description()),
         size: disk.size(),
         transmission_flags: flags,
         contexts: Contexts::NONE.with(Context::BaseAllocation),
@@ -50,6 +50,12 @@ pub(crate) fn export_info<M: Map>(device: &Device<M>) -> ExportInfo {
         preferred_block: disk.alignment().offset.clamp(PREFERRED_BLOCK_BYTES, 1 << 20),
         max_payload: MAX_PAYLOAD_BYTES,
     }
+}
+
+/// `words` as far as the protocol allows a string to go (NBD proto.md, "Conventions").
+fn as_string(words: &str) -> String {
+    let words = words.split('\0').next().unwrap_or_default();
+    words[..words.floor_char_boundary(MAX_STRING_BYTES)].to_owned()
 }
 
 /// What a connection agreed on.
@@ -147,4 +153,53 @@ fn flags(op: Op, wire_flags: u16) -> Flags {
         flags = flags.with(Flags::FAST_ZERO);
     }
     flags
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use nowait::{Disk, Extents, OpenOptions};
+
+    use super::*;
+
+    fn device(description: &str) -> Device<Extents> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(1 << 20).unwrap();
+        let disk = Arc::new(Disk::open(file.path(), OpenOptions::default()).unwrap());
+        Device::new(disk, 1, String::new(), description.into())
+    }
+
+    fn asked(device: &Device<Extents>, command: u16, flags: u16) -> Io {
+        let header = RequestHeader { flags, command, cookie: 1, offset: 4096, length: 512 };
+        match translate(device, Dialect::default(), &header) {
+            Asked::Io(io) => io,
+            _ => panic!("command {command} is no request for the engine"),
+        }
+    }
+
+    /// NBD proto.md, "Ordering of messages and writes": a flush MUST cover what was answered before
+    /// it, and a request with FUA MUST NOT be answered before its data are on stable storage. What
+    /// these two are to the engine is C28 and C49; a request is answered when the engine is done.
+    #[test]
+    fn nbd_must_fua_and_flush_reach_the_engine_as_such() {
+        let device = device("");
+        for command in [wire::CMD_WRITE, wire::CMD_WRITE_ZEROES, wire::CMD_TRIM] {
+            assert!(asked(&device, command, wire::CMD_FLAG_FUA).flags.has(Flags::DSYNC));
+            assert!(!asked(&device, command, 0).flags.has(Flags::DSYNC));
+        }
+        for flags in [0, wire::CMD_FLAG_FUA] {
+            assert_eq!(asked(&device, wire::CMD_FLUSH, flags).op, Op::Flush);
+        }
+    }
+
+    /// NBD proto.md, "Conventions": a string MUST NOT contain NUL and MUST be at most 4096 bytes.
+    #[test]
+    fn nbd_must_what_clients_are_told_in_words_is_a_string_of_the_protocol() {
+        let told = |words: &str| export_info(&device(words)).description;
+        assert_eq!(told("a disk"), "a disk");
+        assert_eq!(told("a\0b"), "a");
+        assert_eq!(told(&"x".repeat(5000)), "x".repeat(4096));
+        assert_eq!(told(&"\u{fffd}".repeat(5000)), "\u{fffd}".repeat(1365));
+    }
 }

@@ -61,6 +61,30 @@ fn extents_are_where_data_and_holes_are() {
     }
 }
 
+/// proto.md, "Structured reply types": each extent MUST have a length, and all but the last MUST end
+/// before the end of the request; of `base:allocation` only the lowest two bits have a meaning, and
+/// with extended headers the upper 32 MUST be 0.
+#[test]
+fn nbd_must_extents_follow_each_other_and_begin_within_what_was_asked_for() {
+    let scene = Scene::new(4 * MIB, &DATA);
+    for mode in Mode::CHUNKED {
+        let mut client = scene.connect(mode);
+        for n in 0..200 {
+            let offset = n * 20_903;
+            let length = 1 + n * n * 7919 % (4 * MIB - offset);
+            for flags in [0, REQ_ONE] {
+                let extents = status(&mut client, offset, length, flags);
+                let mut sum = 0;
+                for (len, state) in extents {
+                    assert!(len > 0 && state <= HOLE_AND_ZERO && sum < length, "{mode:?} {n}");
+                    sum += len;
+                }
+                assert!(flags == 0 || sum <= length, "{mode:?} {n}");
+            }
+        }
+    }
+}
+
 /// proto.md, "Command flags": with `NBD_CMD_FLAG_REQ_ONE` "the server MUST NOT send metadata on
 /// more than one extent", which MUST NOT be longer than was asked for.
 #[test]

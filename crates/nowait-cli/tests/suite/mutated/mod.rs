@@ -16,10 +16,11 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
+use std::time::Duration;
 
 use crate::common::nbd::{Client, Mode, go, greet, read_option_reply, send_option};
 use crate::common::random::{Random, seed};
-use crate::common::{MIB, Scratch, Server};
+use crate::common::{KIB, MIB, Scratch, Server};
 
 use reader::Reader;
 use spec::End;
@@ -37,6 +38,10 @@ const TERMS: [(Mode, bool); 5] = [
 ];
 /// What all of this may make the server keep.
 const MOST_BYTES: u64 = 128 * MIB;
+
+/// What a good client reads meanwhile, and how often.
+const LOOK_BYTES: u64 = 64 * KIB;
+const BETWEEN_LOOKS: Duration = Duration::from_millis(1);
 
 /// NBD proto.md, "Option types" and "Option reply types".
 const OPT_STRUCTURED_REPLY: u32 = 8;
@@ -134,8 +139,11 @@ fn look_on(socket: &Path, expected: &[u8], over: &AtomicBool) -> u64 {
     let mut client = Client::connect_to(socket, "other", Mode::Structured).expect("a connection");
     let mut looks = 0;
     while !over.load(Ordering::Relaxed) {
-        assert!(client.read(0, MIB as u32).expect("bytes") == expected, "other bytes");
+        let offset = looks * LOOK_BYTES % MIB;
+        let read = client.read(offset, LOOK_BYTES as u32).expect("bytes");
+        assert!(read == expected[offset as usize..][..LOOK_BYTES as usize], "other bytes");
         looks += 1;
+        thread::sleep(BETWEEN_LOOKS);
     }
     looks
 }
