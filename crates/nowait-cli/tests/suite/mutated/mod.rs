@@ -27,7 +27,9 @@ use spec::End;
 
 const IMAGE_BYTES: u64 = MIB;
 /// Streams on each of [`TERMS`].
-const STREAMS: u64 = 150;
+const STREAMS: u64 = 300;
+/// So many pieces of a stream are of a few bytes, in one stream of five.
+const SMALL_PIECES: u32 = 300;
 /// Forms of messages, and whether a context is selected.
 const TERMS: [(Mode, bool); 5] = [
     (Mode::Simple, false),
@@ -88,10 +90,11 @@ fn connect(socket: &Path, mode: Mode, with_context: bool) -> (UnixStream, Terms)
 /// Sends `bytes` in pieces, then no more.
 fn send(stream: &UnixStream, bytes: &[u8], mut random: Random) {
     let mut rest = bytes;
-    let most = if random.chance(20) { 16 } else { 100_000 };
-    let most = 1 + random.below(most);
+    let mut small_pieces = if random.chance(20) { SMALL_PIECES } else { 0 };
     let mut sent = || -> io::Result<()> {
         while !rest.is_empty() {
+            let most = if small_pieces > 0 { 16 } else { 100_000 };
+            small_pieces = small_pieces.saturating_sub(1);
             let (piece, later) = rest.split_at(rest.len().min(1 + random.below(most) as usize));
             (&*stream).write_all(piece)?;
             rest = later;

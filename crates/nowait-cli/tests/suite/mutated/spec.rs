@@ -119,7 +119,9 @@ fn judged(terms: Terms, size: u64, mut asked: Asked, payload: Option<&[u8]>) -> 
         (WRITE_ZEROES, _) => allowed |= NO_HOLE | FAST_ZERO,
         (WRITE, Some(_)) => allowed |= PAYLOAD_LEN,
         (BLOCK_STATUS, Some(payload)) => {
-            let Some(length) = named_length(terms, payload) else { return asked };
+            let Some(length) = named_length(terms, payload).filter(|_| !asked.is_cut) else {
+                return asked;
+            };
             asked.length = length;
             allowed |= REQ_ONE | PAYLOAD_LEN;
         }
