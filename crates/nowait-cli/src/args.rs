@@ -2,8 +2,8 @@
 //!
 //! Invariant: what parses is in range; what the help promises as a default is what the methods
 //! here return.
-//! Knows: bench_args, copy_args, export, image_args, listen, size, tls_args. Known by: main and the
-//! commands.
+//! Knows: bench_args, change_args, copy_args, export, image_args, listen, size, tls_args. Known by:
+//! main and the commands.
 
 use std::path::PathBuf;
 use std::thread;
@@ -13,11 +13,11 @@ use clap::error::ErrorKind;
 use clap::{Args, CommandFactory, Parser, Subcommand, ValueEnum};
 
 use crate::bench_args::BenchArgs;
+use crate::change_args::{CommitArgs, CreateArgs, ResizeArgs};
 use crate::copy_args::CopyArgs;
 use crate::export::{self, Given, Named};
 use crate::image_args::{CheckArgs, MapArgs, parse_image_format};
 use crate::listen::Listen;
-use crate::size;
 use crate::tls_args::TlsArgs;
 
 const MAX_QUEUES: u16 = 256;
@@ -39,6 +39,8 @@ pub(crate) enum Command {
     Map(MapArgs),
     Check(CheckArgs),
     Copy(CopyArgs),
+    Resize(ResizeArgs),
+    Commit(CommitArgs),
     Bench(BenchArgs),
 }
 
@@ -193,25 +195,6 @@ impl ServeArgs {
     }
 }
 
-/// Create a new, empty disk image
-///
-/// The image is a sparse file: it has its full size at once, reads as zeros, and takes space only
-/// as it is written. A file that exists is never overwritten.
-#[derive(Debug, Args)]
-#[command(after_help = CREATE_AFTER_HELP)]
-pub(crate) struct CreateArgs {
-    /// The file to make
-    pub(crate) image: PathBuf,
-
-    /// Bytes, or a whole number with K, M, G or T (powers of 1024), as in 512M or 10G
-    #[arg(value_parser = size::parse)]
-    pub(crate) size: u64,
-
-    /// What is inside IMAGE: raw (the disk's bytes and nothing else)
-    #[arg(long, value_name = "FORMAT", default_value = "raw", value_parser = parse_format)]
-    pub(crate) format: Format,
-}
-
 /// Show what an image is and how it would be served
 ///
 /// Size and allocated space, data and holes, whether direct I/O is possible and which alignment
@@ -230,12 +213,6 @@ pub(crate) struct InfoArgs {
     /// Print one JSON object, for scripts
     #[arg(long)]
     pub(crate) json: bool,
-}
-
-/// What is inside an image.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Format {
-    Raw,
 }
 
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
@@ -272,14 +249,6 @@ enum Switch {
     Hint,
 }
 
-fn parse_format(text: &str) -> Result<Format, &'static str> {
-    match text {
-        "raw" => Ok(Format::Raw),
-        "qcow2" => Err("qcow2 is not there yet"),
-        _ => Err("the only format is raw"),
-    }
-}
-
 const AFTER_HELP: &str = "\
 Examples:
   nowait serve                        try it out: a 1 GiB disk on a private socket
@@ -288,6 +257,8 @@ Examples:
   nowait info disk.img                look at it
   nowait check disk.qcow2             look for damage in it
   nowait copy disk.img copy.img       copy it
+  nowait resize disk.qcow2 +10G       make it larger
+  nowait commit overlay.qcow2         put what an overlay has into its backing file
 
 'nowait COMMAND --help' is the manual of a command.
 
@@ -334,16 +305,6 @@ Environment:
 Exit status:
   0   stopped by SIGINT or SIGTERM, everything flushed
   1   an IMAGE cannot be opened, is in use or failed, or the address is taken
-  2   wrong command line";
-
-const CREATE_AFTER_HELP: &str = "\
-Examples:
-  nowait create disk.img 10G          10 GiB
-  nowait create odd.img 1000000001    any number of bytes will do
-
-Exit status:
-  0   the image is there
-  1   it could not be made, and no part of it is left; an existing file is left alone
   2   wrong command line";
 
 const INFO_AFTER_HELP: &str = "\
@@ -442,7 +403,11 @@ mod tests {
         let long = format!("nowait serve --export {}", "x".repeat(MAX_NAME_BYTES + 1));
         for (line, why) in [
             ("nowait serve a --format qcow2", "qcow2 is not there yet"),
-            ("nowait create a 1G --format qcow2", "qcow2 is not there yet"),
+            ("nowait create a 1G --format vmdk", "raw and qcow2"),
+            ("nowait create a 1G --cluster-size 3000", "a power of two"),
+            ("nowait create a 1G --preallocation full", "metadata"),
+            ("nowait resize a -x", "as in 512M"),
+            ("nowait resize a +", "as in 512M"),
             ("nowait serve a --format vmdk", "the only format is raw"),
             ("nowait serve --nbd udp:a", "begins with unix: or tcp:"),
             ("nowait serve --queues 0", "1..=256"),

@@ -1,7 +1,7 @@
 //! An image and all below it, opened as the command line says.
 //!
 //! Invariant: what is on a file system without locks is used with a warning.
-//! Knows: image_args, error. Known by: map, check.
+//! Knows: image_args, error. Known by: map, check, create, resize, commit.
 
 use std::io::{self, Write};
 

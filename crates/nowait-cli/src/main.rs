@@ -13,15 +13,18 @@ mod listen;
 mod log;
 mod image_args;
 mod copy_args;
+mod change_args;
 mod args;
 mod default_image;
-mod create;
 mod qcow2_info;
 mod info;
 mod image;
 mod map;
 mod check;
 mod service;
+mod create;
+mod resize;
+mod commit;
 mod opened;
 mod serve;
 mod copy;
@@ -29,12 +32,16 @@ mod bench;
 
 use std::io::{self, Write};
 use std::process::ExitCode;
+use std::sync::Arc;
 
 use clap::Parser;
 
 use crate::args::{Cli, Command};
 
 fn main() -> ExitCode {
+    // A write beyond the limit of a file's size is to fail with EFBIG, which is reported; without a
+    // handler it ends the process. Where none can be had, it does.
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     let result = match Cli::parse().command {
         Command::Serve(args) => {
             let exports = args.exports().unwrap_or_else(|usage| usage.exit());
@@ -47,6 +54,8 @@ fn main() -> ExitCode {
         Command::Map(args) => map::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Check(args) => check::run(&args),
         Command::Copy(args) => copy::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Resize(args) => resize::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Commit(args) => commit::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Bench(args) => bench::run(&args).map(|()| ExitCode::SUCCESS),
     };
     match result {

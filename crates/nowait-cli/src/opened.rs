@@ -159,6 +159,7 @@ fn open_qcow2(args: &ServeArgs, image: &Path) -> Result<Inside, CliError> {
     let options = ChainOptions {
         format: Some(Format::Qcow2),
         writable: !args.read_only,
+        backing_writable: false,
         damaged: false,
         locking: Locking::Locked,
         backing_dirs: args.backing_dir.clone(),

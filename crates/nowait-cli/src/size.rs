@@ -2,7 +2,7 @@
 //!
 //! Invariant: a size is a whole number of bytes from 1 to [`MAX_BYTES`]; all units are powers of
 //! 1024.
-//! Knows: nothing. Known by: args, create, info.
+//! Knows: nothing. Known by: args, change_args, and the commands that print sizes.
 
 /// The greatest size of a file in bytes, 8 EiB - 1: file positions are signed.
 const MAX_BYTES: u64 = i64::MAX as u64;

@@ -1,7 +1,7 @@
 //! An image and all the files below it, opened and found to be usable.
 //!
 //! Invariant: when a chain is open, every header in it was read and is supported, no file occurs
-//! twice, all below the first are open for reading only, and nothing was changed. A format is
+//! twice, what nobody asked to write to is open for reading only, and nothing was changed. A format is
 //! never guessed but for the first file, and there only by qcow2's own first bytes.
 //! Knows: error, host, header, lock, places. Known by: everything that works on an image.
 
@@ -67,6 +67,8 @@ pub struct ChainOptions {
     pub format: Option<Format>,
     /// Whether the first file will be written to.
     pub writable: bool,
+    /// Whether the first one's backing file will be written to.
+    pub backing_writable: bool,
     /// Whether a first file is accepted that is marked dirty or corrupt, to look at it.
     pub damaged: bool,
     /// Whether the files are locked.
@@ -80,9 +82,21 @@ impl Default for ChainOptions {
         Self {
             format: None,
             writable: false,
+            backing_writable: false,
             damaged: false,
             locking: Locking::Locked,
             backing_dirs: Vec::new(),
+        }
+    }
+}
+
+impl ChainOptions {
+    /// Whether the file that has `above` files above it will be written to.
+    const fn writes(&self, above: usize) -> bool {
+        match above {
+            0 => self.writable,
+            1 => self.backing_writable,
+            _ => false,
         }
     }
 }
@@ -178,7 +192,7 @@ impl Chain {
             if chain.layers.len() == MAX_LAYERS {
                 return refused(format!("more than {MAX_LAYERS} images stand on each other"));
             }
-            let writable = chain.layers.is_empty() && options.writable;
+            let writable = options.writes(chain.layers.len());
             let file = HostFile::open_as(&place.real, &place.named, writable)?;
             let identity = file.identity().map_err(|e| ImageError::os(file.path(), "stat", &e))?;
             if seen.contains(&identity) {
@@ -218,7 +232,7 @@ impl Chain {
         places: &Places,
     ) -> Result<Layer, ImageError> {
         let top = self.layers.is_empty();
-        let writable = top && options.writable;
+        let writable = options.writes(self.layers.len());
         self.lock(&file, writable, options.locking)?;
         let guessed = format.is_none();
         let format = format.map_or_else(|| Format::probe(&file), Ok)?;

@@ -36,6 +36,11 @@ impl BadEntry {
     }
 }
 
+/// The L1 or L2 entry for what is at `pos` and nothing else points to.
+pub(crate) const fn sole(pos: u64) -> u64 {
+    pos | COPIED
+}
+
 /// What an L1 entry says.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum L1Entry {

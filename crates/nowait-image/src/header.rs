@@ -18,11 +18,11 @@ pub const MAGIC: [u8; 4] = *b"QFI\xfb";
 const HEADER_BYTES: usize = 64 << 10;
 
 const V2_BYTES: usize = 72;
-const V3_BYTES: usize = 104;
+pub(crate) const V3_BYTES: usize = 104;
 const MIN_CLUSTER_BITS: u32 = 9;
 const MAX_CLUSTER_BITS: u32 = 21;
 /// The bound on an L1 table, as QEMU has it (block/qcow2.h, `QCOW_MAX_L1_SIZE`): 32 MiB.
-const MAX_L1_BYTES: u64 = 32 << 20;
+pub(crate) const MAX_L1_BYTES: u64 = 32 << 20;
 /// The bound on a refcount table (block/qcow2.h, `QCOW_MAX_REFTABLE_SIZE`): 8 MiB.
 pub(crate) const MAX_REFCOUNT_TABLE_BYTES: u64 = 8 << 20;
 /// No position in an image reaches further: entries have 56 bits for it.
@@ -32,11 +32,14 @@ pub(crate) const MAX_POS: u64 = 1 << 56;
 const MAX_BITMAPS: u32 = 65535;
 const MAX_DIRECTORY_BYTES: u64 = 64 << 20;
 const MAX_SNAPSHOTS: u32 = 65536;
-const MAX_NAME_BYTES: u32 = 1023;
+pub(crate) const MAX_NAME_BYTES: u32 = 1023;
 const MAX_REFCOUNT_ORDER: u32 = 6;
 
+/// Counts of 16 bits, as QEMU makes them and as version 2 always has them.
+const DEFAULT_REFCOUNT_ORDER: u32 = 4;
+
 const EXTENSION_END: u32 = 0;
-const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
+pub(crate) const EXTENSION_BACKING_FORMAT: u32 = 0xe279_2aca;
 const EXTENSION_DATA_FILE: u32 = 0x4441_5441;
 const EXTENSION_BITMAPS: u32 = 0x2385_2875;
 
@@ -107,7 +110,7 @@ pub struct Header {
     pub incompatible: u64,
     /// Bits that a writer must clear where it does not keep what they promise.
     pub autoclear: u64,
-    compatible: u64,
+    pub(crate) compatible: u64,
     /// The image below, if any.
     pub backing: Option<BackingName>,
     /// The name of the external data file, if it has one and it is recorded.
@@ -133,6 +136,31 @@ pub(crate) fn be64(bytes: &[u8], at: usize) -> u64 {
 }
 
 impl Header {
+    /// The header of an image of version 3 that has nothing in it yet: a disk of `size` bytes in
+    /// clusters of `1 << cluster_bits`, with counts of 16 bits. Its tables have no place yet.
+    pub(crate) const fn empty(size: u64, cluster_bits: u32) -> Self {
+        Self {
+            version: 3,
+            cluster_bits,
+            size,
+            l1_entries: 0,
+            l1_pos: 0,
+            refcount_table_pos: 0,
+            refcount_table_clusters: 0,
+            refcount_order: DEFAULT_REFCOUNT_ORDER,
+            snapshots: 0,
+            snapshots_pos: 0,
+            incompatible: 0,
+            autoclear: 0,
+            compatible: 0,
+            backing: None,
+            data_file: None,
+            compression: Compression::Deflate,
+            bitmaps: None,
+            encryption: 0,
+        }
+    }
+
     /// Reads the header of the image in `file`.
     ///
     /// # Errors
@@ -166,7 +194,7 @@ impl Header {
             l1_pos: be64(bytes, 40),
             refcount_table_pos: be64(bytes, 48),
             refcount_table_clusters: be32(bytes, 56),
-            refcount_order: if three { be32(bytes, 96) } else { 4 },
+            refcount_order: if three { be32(bytes, 96) } else { DEFAULT_REFCOUNT_ORDER },
             snapshots: be32(bytes, 60),
             snapshots_pos: be64(bytes, 64),
             incompatible,

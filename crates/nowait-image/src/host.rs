@@ -10,13 +10,18 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use rustix::fs::SeekFrom;
+use rustix::fs::{FallocateFlags, SeekFrom};
 use rustix::io::Errno;
 
 use crate::error::ImageError;
+#[cfg(test)]
+use crate::recorder::{self, Step};
 
 /// The unit of `st_blocks`, whatever the file system's own block size (stat(2)).
 const STAT_BLOCK_BYTES: u64 = 512;
+
+/// Zeros that are written at once where no hole can be made.
+const ZEROING_BYTES: u64 = 1 << 20;
 
 /// Which file it is, whatever name led to it (stat(2), `st_dev` and `st_ino`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -63,6 +68,11 @@ impl HostFile {
             return Err(ImageError::refused(path, "neither a regular file nor a block device"));
         }
         Ok(Self { path: path.to_owned(), file })
+    }
+
+    /// A file that was opened, or made, elsewhere, and is called `path`.
+    pub(crate) const fn of(path: PathBuf, file: File) -> Self {
+        Self { path, file }
     }
 
     /// The name it was opened by.
@@ -125,6 +135,8 @@ impl HostFile {
     /// # Errors
     /// What pwrite(2) says.
     pub fn write_at(&self, pos: u64, bytes: &[u8]) -> io::Result<()> {
+        #[cfg(test)]
+        recorder::note(&self.path, Step::Write(pos, bytes.to_vec()));
         self.file.write_all_at(bytes, pos)
     }
 
@@ -133,6 +145,8 @@ impl HostFile {
     /// # Errors
     /// What fdatasync(2) says.
     pub fn sync(&self) -> io::Result<()> {
+        #[cfg(test)]
+        recorder::note(&self.path, Step::Sync);
         self.file.sync_data()
     }
 
@@ -141,7 +155,52 @@ impl HostFile {
     /// # Errors
     /// What ftruncate(2) says.
     pub fn set_len(&self, size: u64) -> io::Result<()> {
+        #[cfg(test)]
+        recorder::note(&self.path, Step::Size(size));
         self.file.set_len(size)
+    }
+
+    /// Reserves space for all of the first `size` bytes, and makes the file that long.
+    ///
+    /// # Errors
+    /// What fallocate(2) says: `ENOSPC` without enough space, `EOPNOTSUPP` where the file system
+    /// reserves none.
+    pub(crate) fn reserve(&self, size: u64) -> io::Result<()> {
+        Ok(rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, size)?)
+    }
+
+    /// Makes `len` bytes from `pos` on a hole: zeros that take no space.
+    ///
+    /// # Errors
+    /// What fallocate(2) says: `EOPNOTSUPP` where the file system or device has no holes.
+    pub(crate) fn punch(&self, pos: u64, len: u64) -> io::Result<()> {
+        #[cfg(test)]
+        recorder::note(&self.path, Step::Hole(pos, len));
+        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
+        Ok(rustix::fs::fallocate(&self.file, flags, pos, len)?)
+    }
+
+    /// Makes `len` bytes from `pos` on read as zeros, as a hole where that is possible.
+    ///
+    /// # Errors
+    /// What pwrite(2) says.
+    pub(crate) fn zero(&self, pos: u64, len: u64) -> io::Result<()> {
+        if self.punch(pos, len).is_ok() {
+            return Ok(());
+        }
+        let zeros = vec![0; ZEROING_BYTES.min(len) as usize];
+        let mut done = 0;
+        while done < len {
+            let part = (len - done).min(ZEROING_BYTES);
+            self.write_at(pos + done, zeros.get(..part as usize).unwrap_or_default())?;
+            done += part;
+        }
+        Ok(())
+    }
+
+    /// Whether its size can be chosen: not that of a block device.
+    pub(crate) fn is_regular(&self) -> io::Result<bool> {
+        Ok(self.file.metadata()?.is_file())
     }
 
     /// The run of data or hole that begins at `pos`, at most `len` bytes. `None` at or behind the

@@ -1,6 +1,8 @@
 //! What is inside a disk image: raw and qcow2, chains of backing files, and what looks after them.
 //!
 //! [`Chain::open`] opens an image and all that it stands on, and refuses with one line what is not
+//! supported. [`mod@map`] says what is where in it, [`mod@check`] whether its metadata holds together;
+//! [`mod@create`], [`mod@resize`] and [`mod@commit`] make and change images that nobody else uses.
 //! supported. [`mod@served`] reads and writes a qcow2 image as a map of the engine; [`mod@map`] says
 //! what is where in it, [`mod@check`] whether its metadata holds together.
 //! Formats are never guessed where somebody else may have chosen the bytes; see [`Format::probe`].
@@ -10,8 +12,12 @@
 
 pub mod lock;
 mod error;
+#[cfg(test)]
+mod recorder;
 mod host;
 mod header;
+mod encode;
+mod fresh;
 mod places;
 mod chain;
 mod entry;
@@ -24,6 +30,14 @@ pub mod check;
 pub mod repair;
 mod storage;
 mod reader;
+pub mod create;
+mod counts;
+mod editor;
+pub mod resize;
+mod empty;
+pub mod commit;
+#[cfg(test)]
+mod cuts;
 pub mod served;
 
 pub use chain::{Chain, ChainOptions, Content, Format, Layer, Locking, MAX_LAYERS};

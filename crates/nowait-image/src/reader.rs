@@ -25,12 +25,24 @@ impl Reader {
     /// # Errors
     /// What is wrong with the tables of one of its images, or what the system said.
     pub fn new(chain: &Chain) -> Result<Self, ImageError> {
+        Self::below(chain, 0)
+    }
+
+    /// Reads the disk that the image with `above` images above it is in `chain`.
+    ///
+    /// # Errors
+    /// As [`Reader::new`]; `EINVAL` if there is no such image.
+    pub(crate) fn below(chain: &Chain, above: usize) -> Result<Self, ImageError> {
+        let layers = chain.layers().get(above..).unwrap_or_default();
+        let Some(first) = layers.first() else {
+            return Err(ImageError::refused(chain.top().file.path(), "no such image below it"));
+        };
+        let path = first.file.path().to_owned();
         let mut below = None;
-        for layer in chain.layers().iter().rev() {
+        for layer in layers.iter().rev() {
             let opened = open(layer, below.take());
             below = Some(opened.map_err(|e| ImageError::os(layer.file.path(), "read", &e))?);
         }
-        let path = chain.top().file.path().to_owned();
         match below {
             Some(disk) => Ok(Self { disk, path }),
             None => Err(ImageError::refused(&path, "no image")),

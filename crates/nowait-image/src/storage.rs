@@ -3,7 +3,7 @@
 //! Invariant: imago never sees a header that was not checked here, nor any part of one that it has
 //! no need of (names, extensions, feature bits): it is shown one made of the checked numbers.
 //! Behind the end of a file there are zeros. Nothing is written.
-//! Knows: header, host. Known by: reader.
+//! Knows: encode, header, host. Known by: reader.
 #![allow(unsafe_code)]
 
 use std::fmt;
@@ -13,11 +13,10 @@ use std::sync::Arc;
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
 
-use crate::header::{Header, MAGIC};
+use crate::encode::encode;
+use crate::header::Header;
 use crate::host::HostFile;
 
-const SHOWN_HEADER_BYTES: usize = 112;
-const V3_HEADER_BYTES: u32 = 104;
 const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
 
 /// One file, read for imago.
@@ -49,26 +48,16 @@ impl Below {
     }
 }
 
-/// A header of version 2 or 3 without names and extensions, and with no bit set but the one for a
-/// data file.
+/// A header without names and extensions, and with no bit set but the one for a data file.
 fn shown(header: &Header) -> Vec<u8> {
-    let mut bytes = vec![0; SHOWN_HEADER_BYTES];
-    let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
-    put(0, &MAGIC);
-    put(4, &header.version.to_be_bytes());
-    put(20, &header.cluster_bits.to_be_bytes());
-    put(24, &header.size.to_be_bytes());
-    put(36, &header.l1_entries.to_be_bytes());
-    put(40, &header.l1_pos.to_be_bytes());
-    put(48, &header.refcount_table_pos.to_be_bytes());
-    put(56, &header.refcount_table_clusters.to_be_bytes());
-    if header.version >= 3 {
-        let incompatible = if header.has_data_file() { INCOMPATIBLE_DATA_FILE } else { 0 };
-        put(72, &incompatible.to_be_bytes());
-        put(96, &header.refcount_order.to_be_bytes());
-        put(100, &V3_HEADER_BYTES.to_be_bytes());
-    }
-    bytes
+    encode(&Header {
+        incompatible: header.incompatible & INCOMPATIBLE_DATA_FILE,
+        autoclear: 0,
+        backing: None,
+        snapshots: 0,
+        snapshots_pos: 0,
+        ..header.clone()
+    })
 }
 
 impl fmt::Display for Below {

@@ -7,6 +7,7 @@
 mod common;
 
 mod abuse;
+mod changes;
 mod copy;
 mod copy_cut;
 mod copy_peers;

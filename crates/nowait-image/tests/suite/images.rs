@@ -156,6 +156,6 @@ fn commands(random: &mut Random, size: u64, cluster: u64, format: &str) -> Vec<S
 
 /// Ends the command by itself when it hangs, as [`tool`] does, but gives whatever it said.
 pub(crate) fn output(command: &mut Command) -> (Option<i32>, String) {
-    let output = command.output().unwrap();
+    let output = crate::tool::output(command);
     (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
 }

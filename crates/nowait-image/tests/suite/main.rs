@@ -16,3 +16,6 @@ mod contents;
 mod damage;
 mod refusals;
 mod served;
+mod create;
+mod resize;
+mod commit;

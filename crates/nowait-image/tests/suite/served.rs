@@ -15,7 +15,7 @@ use nowait_image::{Chain, ChainOptions, Format};
 
 use crate::images::{Images, have_qemu, output, qemu_img};
 use crate::random::Random;
-use crate::tool::tool;
+use crate::tool::{no_child_starts, tool};
 
 const FIRST_SEED: u64 = 40_000;
 /// Each takes QEMU's tools about half a second.
@@ -41,6 +41,7 @@ fn config(seed: u64) -> (&'static str, Config) {
 fn open(images: &Images, direct: Direct, hint: bool) -> (Arc<Disk>, Keeper) {
     let options =
         ChainOptions { writable: true, format: Some(Format::Qcow2), ..ChainOptions::default() };
+    let _alone = no_child_starts();
     let chain = Chain::open(&images.path(), &options).unwrap();
     let options = ServeOptions { writable: true, direct, hint };
     let (disk, keeper) = served::open(chain, options).unwrap();

@@ -5,7 +5,8 @@
 use std::ffi::OsStr;
 use std::io::Write;
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Child, Command, Output, Stdio};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 /// Far beyond what any step here takes on two cores, a guest under emulation included.
 const TOOL_BOUND_SECONDS: &str = "180";
@@ -44,8 +45,25 @@ impl Finished for Command {
     }
 }
 
+/// Nobody starts a child while this is held. A child has copies of all descriptors, and with them the locks on
+/// images, until its exec(2): an image that was closed is free only when none is between the two.
+pub(crate) fn no_child_starts() -> MutexGuard<'static, ()> {
+    static STARTING: Mutex<()> = Mutex::new(());
+    STARTING.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// Runs it to its end, without input; gives all that it said.
+pub(crate) fn output(command: &mut Command) -> Output {
+    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let turn = no_child_starts();
+    let child = command.spawn();
+    drop(turn);
+    let ended = child.and_then(Child::wait_with_output);
+    ended.unwrap_or_else(|error| panic!("{command:?}: {error}"))
+}
+
 fn run(command: &mut Command) -> Output {
-    let output = command.output().unwrap_or_else(|error| panic!("{command:?}: {error}"));
+    let output = output(command);
     assert_ne!(output.status.code(), Some(TIMED_OUT), "{command:?} hung\n{}", both(&output));
     output
 }

@@ -1,0 +1,357 @@
+//! New images: raw and qcow2, empty, with as much of them reserved as is asked for.
+//!
+//! Invariant: an image appears under its name complete and on storage, or not at all; nothing that
+//! is there is replaced. Every cluster of a new qcow2 image is in use once, and its data clusters
+//! follow each other.
+//! Knows: chain, encode, entry, error, fresh, header, host, places. Known by: the command.
+
+use std::io::{self, ErrorKind};
+use std::path::{Path, PathBuf};
+
+use crate::chain::{Chain, ChainOptions, Format};
+use crate::encode::encode;
+use crate::entry::sole;
+use crate::error::ImageError;
+use crate::fresh::Fresh;
+use crate::header::{BackingName, Header, MAX_L1_BYTES, MAX_NAME_BYTES, MAX_REFCOUNT_TABLE_BYTES};
+use crate::host::HostFile;
+use crate::places::Places;
+
+/// Bytes of a cluster where nothing else is said, as in QEMU.
+pub const DEFAULT_CLUSTER_BYTES: u64 = 64 << 10;
+/// The smallest and the largest cluster in bytes; all are powers of two.
+pub const CLUSTER_BYTES: std::ops::RangeInclusive<u64> = 512..=2 << 20;
+/// The size of a qcow2 disk is rounded up to whole sectors, as in QEMU.
+const SECTOR_BYTES: u64 = 512;
+/// What is written at once.
+const PIECE_BYTES: u64 = 1 << 20;
+
+/// What is there of an image before anything is written to it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Preallocation {
+    /// As little as possible.
+    Off,
+    /// All tables, and a place for each cluster; no space for the data. Of qcow2 only.
+    Metadata,
+    /// The space for the data too.
+    Falloc,
+}
+
+/// What to make.
+#[derive(Clone, Debug)]
+pub struct CreateOptions {
+    /// Size of the disk in bytes; `None` is that of the backing file.
+    pub size: Option<u64>,
+    /// What the image is.
+    pub format: Format,
+    /// The backing file as it is to stand in the header: a relative name is relative to the
+    /// image's directory.
+    pub backing: Option<PathBuf>,
+    /// The format of the backing file; `None` is raw, and refused if it begins like qcow2.
+    pub backing_format: Option<Format>,
+    /// Directories that backing files may be below, beside the image's own.
+    pub backing_dirs: Vec<PathBuf>,
+    /// Bytes of a cluster, a power of two in [`CLUSTER_BYTES`]; `None` is
+    /// [`DEFAULT_CLUSTER_BYTES`].
+    pub cluster_bytes: Option<u64>,
+    /// What is reserved.
+    pub preallocation: Preallocation,
+}
+
+/// Makes the image `path`. Returns the size of its disk in bytes.
+///
+/// # Errors
+/// One line: what cannot be had, what is there already, what is wrong with the backing file, or
+/// what the system said. There is no new file then.
+pub fn create(path: &Path, options: &CreateOptions) -> Result<u64, ImageError> {
+    possible(options).map_err(|why| ImageError::refused(path, why))?;
+    let fresh = Fresh::new(path).map_err(|error| explain(path, &error))?;
+    let backing = match &options.backing {
+        Some(name) => Some(look_at_backing(path, name, options)?),
+        None => None,
+    };
+    let size = options.size.or(backing.as_ref().map(|&(_, size)| size)).unwrap_or_default();
+    if size == 0 {
+        return Err(ImageError::refused(path, "a disk needs at least one byte (give a size)"));
+    }
+    let size = match options.format {
+        Format::Raw => size,
+        Format::Qcow2 => size.next_multiple_of(SECTOR_BYTES),
+    };
+    let written = match options.format {
+        Format::Raw if options.preallocation == Preallocation::Off => fresh.file().set_len(size),
+        Format::Raw => fresh.file().reserve(size),
+        Format::Qcow2 => {
+            let bits = options.cluster_bytes.unwrap_or(DEFAULT_CLUSTER_BYTES).ilog2();
+            let header = Header {
+                backing: backing.map(|(backing, _)| backing),
+                ..Header::empty(size, bits)
+            };
+            let layout = Layout::new(header, options.preallocation);
+            let layout = layout.map_err(|why| ImageError::refused(path, why))?;
+            layout.write(fresh.file(), options.preallocation)
+        }
+    };
+    written.and_then(|()| fresh.finish()).map_err(|error| explain(path, &error))?;
+    Ok(size)
+}
+
+/// Why there is no such image, if so.
+fn possible(options: &CreateOptions) -> Result<(), String> {
+    let bytes = options.cluster_bytes.unwrap_or(DEFAULT_CLUSTER_BYTES);
+    if !bytes.is_power_of_two() || !CLUSTER_BYTES.contains(&bytes) {
+        return Err(format!("clusters of {bytes} bytes (512 to 2M, a power of two)"));
+    }
+    let raw = options.format == Format::Raw;
+    let reserved = options.preallocation != Preallocation::Off;
+    let refused = if raw && options.backing.is_some() {
+        "a raw image has no backing file (take --format qcow2)"
+    } else if raw && options.cluster_bytes.is_some() {
+        "a raw image has no clusters (leave out --cluster-size, or take --format qcow2)"
+    } else if raw && options.preallocation == Preallocation::Metadata {
+        "a raw image has no metadata to preallocate (take falloc, or --format qcow2)"
+    } else if options.backing.is_some() && reserved {
+        "what is preallocated would hide the backing file (leave out --preallocation)"
+    } else {
+        return Ok(());
+    };
+    Err(refused.into())
+}
+
+/// The backing file as it will stand in the header, and the size of its disk. It is opened as it
+/// will be with the image, with all below it, so that what is made can be opened.
+fn look_at_backing(
+    path: &Path,
+    name: &Path,
+    options: &CreateOptions,
+) -> Result<(BackingName, u64), ImageError> {
+    if name.as_os_str().len() > MAX_NAME_BYTES as usize {
+        let why = format!("the name of its backing file is longer than {MAX_NAME_BYTES} bytes");
+        return Err(ImageError::refused(path, why));
+    }
+    let places = Places::new(path, &options.backing_dirs)?;
+    let place = places.resolve(path, name.as_os_str(), "backing file")?;
+    let format = match options.backing_format {
+        Some(format) => format,
+        None if Format::probe(&HostFile::open(&place.real, false)?)? == Format::Qcow2 => {
+            let why = "the format of its backing file is not guessed, because whoever wrote to a \
+                       raw disk may have made it begin like qcow2 (give --backing-format)";
+            return Err(ImageError::refused(path, why));
+        }
+        None => Format::Raw,
+    };
+    let mut backing_dirs = options.backing_dirs.clone();
+    backing_dirs.push(match path.parent() {
+        Some(parent) if !parent.as_os_str().is_empty() => parent.to_owned(),
+        _ => PathBuf::from("."),
+    });
+    let options = ChainOptions { format: Some(format), backing_dirs, ..ChainOptions::default() };
+    let chain = Chain::open(&place.named, &options)?;
+    let format = Some(format.name().to_owned());
+    Ok((BackingName { name: name.as_os_str().to_owned(), format }, chain.top().size))
+}
+
+/// Where everything is in a new image, in this order: the header, the refcount table, its blocks,
+/// the L1 table, L2 tables, data.
+struct Layout {
+    header: Header,
+    /// Refcount blocks.
+    blocks: u64,
+    /// Tables and data that are there from the beginning.
+    l2_tables: u64,
+    data: u64,
+    /// All of them.
+    clusters: u64,
+}
+
+impl Layout {
+    /// For an image with `header`, which gets its tables.
+    fn new(mut header: Header, preallocation: Preallocation) -> Result<Self, String> {
+        let cluster = header.cluster_bytes();
+        let l1_entries = header.size.div_ceil(header.l2_reach());
+        let (l2_tables, data) = match preallocation {
+            Preallocation::Off => (0, 0),
+            _ => (l1_entries, header.size.div_ceil(cluster)),
+        };
+        let too_large = || {
+            let more = "give a larger --cluster-size, up to 2M";
+            format!("a disk of {} bytes needs larger clusters ({more})", header.size)
+        };
+        if l1_entries * 8 > MAX_L1_BYTES {
+            return Err(too_large());
+        }
+        if encode(&header).len() as u64 > cluster {
+            let what = "the name of its backing file does not fit into a cluster";
+            return Err(format!("{what} (give a larger --cluster-size)"));
+        }
+        let rest = 1 + (l1_entries * 8).div_ceil(cluster) + l2_tables + data;
+        let (mut table, mut blocks, mut clusters) = (1, 1, 0);
+        // Counts are counted too: what is enough for a number of clusters makes it larger.
+        while clusters != rest + table + blocks {
+            clusters = rest + table + blocks;
+            blocks = clusters.div_ceil(header.block_entries());
+            table = (blocks * 8).div_ceil(cluster);
+        }
+        if table * cluster > MAX_REFCOUNT_TABLE_BYTES.max(cluster) {
+            return Err(too_large());
+        }
+        header.refcount_table_pos = cluster;
+        header.refcount_table_clusters = table as u32;
+        header.l1_entries = l1_entries as u32;
+        header.l1_pos = (1 + table + blocks) * cluster;
+        Ok(Self { header, blocks, l2_tables, data, clusters })
+    }
+
+    fn write(&self, file: &HostFile, preallocation: Preallocation) -> io::Result<()> {
+        let header = &self.header;
+        let cluster = header.cluster_bytes();
+        let end = self.clusters * cluster;
+        if preallocation == Preallocation::Falloc {
+            file.reserve(end)?;
+        } else {
+            file.set_len(end)?;
+        }
+        file.write_at(0, &encode(header))?;
+        let block_pos =
+            header.refcount_table_pos + u64::from(header.refcount_table_clusters) * cluster;
+        write_numbers(file, header.refcount_table_pos, self.blocks, |index| {
+            (block_pos + index * cluster).to_be_bytes()
+        })?;
+        write_numbers(file, block_pos, self.clusters, |_| 1u16.to_be_bytes())?;
+        let l2_pos = header.l1_pos + (u64::from(header.l1_entries) * 8).next_multiple_of(cluster);
+        write_numbers(file, header.l1_pos, self.l2_tables, |index| {
+            sole(l2_pos + index * cluster).to_be_bytes()
+        })?;
+        let data_pos = l2_pos + self.l2_tables * cluster;
+        write_numbers(file, l2_pos, self.data, |index| {
+            sole(data_pos + index * cluster).to_be_bytes()
+        })
+    }
+}
+
+/// Writes `count` numbers of `N` bytes, one after the other from `pos` on.
+fn write_numbers<const N: usize>(
+    file: &HostFile,
+    pos: u64,
+    count: u64,
+    number: impl Fn(u64) -> [u8; N],
+) -> io::Result<()> {
+    let at_once = PIECE_BYTES / N as u64;
+    let mut piece = Vec::new();
+    let mut first = 0;
+    while first < count {
+        let end = count.min(first + at_once);
+        piece.clear();
+        piece.extend((first..end).flat_map(&number));
+        file.write_at(pos + first * N as u64, &piece)?;
+        first = end;
+    }
+    Ok(())
+}
+
+fn explain(path: &Path, error: &io::Error) -> ImageError {
+    let what = match error.kind() {
+        ErrorKind::AlreadyExists => "there is such a file already (remove it first, with rm)",
+        ErrorKind::NotFound => "its directory does not exist (make it first, with mkdir -p)",
+        ErrorKind::FileTooLarge | ErrorKind::InvalidInput => {
+            "the file system holds no file of this size (choose a smaller size)"
+        }
+        ErrorKind::StorageFull => "no space left on the file system",
+        ErrorKind::QuotaExceeded => "your quota on the file system is used up",
+        ErrorKind::Unsupported => {
+            "the file system cannot reserve space (leave out --preallocation)"
+        }
+        _ => return ImageError::os(path, "create", error),
+    };
+    ImageError::refused(path, what)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::os::unix::fs::MetadataExt;
+
+    use rustix::io::Errno;
+
+    use super::*;
+
+    fn raw(size: u64) -> CreateOptions {
+        CreateOptions {
+            size: Some(size),
+            format: Format::Raw,
+            backing: None,
+            backing_format: None,
+            backing_dirs: Vec::new(),
+            cluster_bytes: None,
+            preallocation: Preallocation::Off,
+        }
+    }
+
+    #[test]
+    fn a_new_raw_image_has_the_size_asked_for_to_the_byte_and_takes_no_space() {
+        let directory = tempfile::tempdir().unwrap();
+        for bytes in [1, 511, 4096, 1_000_000_007, 1 << 40] {
+            let path = directory.path().join(bytes.to_string());
+            assert_eq!(create(&path, &raw(bytes)).unwrap(), bytes);
+            let found = fs::metadata(&path).unwrap();
+            assert_eq!((found.len(), found.blocks()), (bytes, 0));
+            assert_eq!(found.mode() & 0o133, 0, "nobody but the owner writes, nobody executes");
+        }
+    }
+
+    #[test]
+    fn a_file_that_exists_is_refused_and_left_alone() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk.img");
+        fs::write(&path, "precious").unwrap();
+        let error = create(&path, &raw(4096)).unwrap_err().to_string();
+        assert!(error.contains("disk.img: there is such a file already (remove it"), "{error}");
+        assert_eq!(fs::read(&path).unwrap(), b"precious");
+    }
+
+    #[test]
+    fn a_size_that_is_refused_leaves_no_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("disk.img");
+        let error = create(&path, &raw(u64::MAX)).unwrap_err().to_string();
+        assert!(error.contains("no file of this size"), "{error}");
+        let qcow2 = CreateOptions { format: Format::Qcow2, ..raw(1 << 60) };
+        let error = create(&path, &qcow2).unwrap_err().to_string();
+        assert!(error.contains("larger clusters"), "{error}");
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+
+    #[test]
+    fn errors_of_the_file_system_are_said_in_words() {
+        for (errno, words) in [
+            (Errno::NOSPC, "no space left"),
+            (Errno::DQUOT, "quota"),
+            (Errno::FBIG, "choose a smaller size"),
+            (Errno::NOENT, "directory does not exist"),
+            (Errno::OPNOTSUPP, "cannot reserve space"),
+            (Errno::ROFS, "cannot create: Read-only file system"),
+        ] {
+            let error = explain(Path::new("a.img"), &errno.into()).to_string();
+            assert!(error.starts_with("a.img: ") && error.contains(words), "{error}");
+            assert!(!error.contains("os error"), "{error}");
+        }
+    }
+
+    #[test]
+    fn every_layout_counts_all_of_its_clusters_and_its_header_is_read_back() {
+        for bits in 9..=21 {
+            for size in [512, 1 << 20, (64 << 20) + 512] {
+                for preallocation in [Preallocation::Off, Preallocation::Metadata] {
+                    let layout = Layout::new(Header::empty(size, bits), preallocation).unwrap();
+                    let Layout { header, blocks, l2_tables, data, clusters } = layout;
+                    assert_eq!(Header::parse(&encode(&header)).unwrap(), header);
+                    let l1 = (u64::from(header.l1_entries) * 8).div_ceil(1 << bits);
+                    let table = u64::from(header.refcount_table_clusters);
+                    assert_eq!(clusters, 1 + table + blocks + l1 + l2_tables + data);
+                    assert!(blocks * header.block_entries() >= clusters);
+                    assert!(header.refcount_table_entries() >= blocks);
+                }
+            }
+        }
+    }
+}
