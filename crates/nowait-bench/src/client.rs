@@ -33,6 +33,13 @@ pub(crate) struct Stretch {
     pub(crate) elapsed: Duration,
 }
 
+impl Stretch {
+    /// Finished requests per second.
+    pub(crate) fn per_second(&self) -> f64 {
+        self.requests as f64 / self.elapsed.as_secs_f64()
+    }
+}
+
 /// How a server is reached.
 pub(crate) struct Door<'a> {
     pub(crate) socket: &'a Path,
@@ -386,7 +393,7 @@ mod tests {
     use super::*;
 
     fn workload(order: Order) -> Workload {
-        Workload { direction: Direction::Read, order, block_bytes: 4096, depth: 1 }
+        Workload { direction: Direction::Read, order, block_bytes: 4096, depth: 1, beside: None }
     }
 
     #[test]

@@ -19,7 +19,7 @@ use crate::server::{Program, ServerKind};
 use crate::stop::Stop;
 use crate::target::{Access, Target};
 use crate::turn::Turns;
-use crate::workload::{Caching, Direction, Terms, Workload};
+use crate::workload::{Caching, Terms, Workload};
 
 const DURATION_MIN: Duration = Duration::from_millis(50);
 const ROUNDS_MAX: u32 = 100;
@@ -107,7 +107,7 @@ pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error
     let placement = Placement::choose()?;
     let mut workloads = options.workloads.clone();
     if target.access == Access::ReadOnly {
-        workloads.retain(|workload| workload.direction == Direction::Read);
+        workloads.retain(|workload| !workload.writes());
     }
     let mut report = Report {
         machine: Machine::this(placement)?,
@@ -306,7 +306,7 @@ impl<'a, W: Write> Writer<'a, W> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::workload::Order;
+    use crate::workload::{Direction, Order};
 
     #[test]
     fn options_out_of_range_are_refused_by_name() {
@@ -317,6 +317,7 @@ mod tests {
             order: Order::Random,
             block_bytes: 512,
             depth: 1,
+            beside: None,
         };
         let bad = [
             ("duration", PeersOptions { duration: Duration::ZERO, ..good.clone() }),

@@ -6,12 +6,12 @@
 use std::io;
 use std::path::Path;
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::certificates::Certificates;
-use crate::client::{Client, Door, latency_histogram};
+use crate::client::{Client, Door, Stretch, latency_histogram};
 use crate::comparison::Sample;
 use crate::cpus::Placement;
 use crate::server::{Program, Server};
@@ -71,10 +71,31 @@ impl Turns<'_> {
     ) -> io::Result<Sample> {
         let export = program.kind.export();
         let secret = (terms.transport == Transport::Tls).then_some(self.certificates);
-        let mut client = server.when_ready(|socket| {
-            let door = Door { socket, export, secret };
-            Client::connect(&door, workload, self.connections, self.target.bytes)
-        })?;
+        let mut connect = |workload: &Workload, connections| {
+            server.when_ready(|socket| {
+                let door = Door { socket, export, secret };
+                Client::connect(&door, workload, connections, self.target.bytes)
+            })
+        };
+        let client = connect(workload, self.connections)?;
+        let Some(direction) = workload.beside else {
+            return self.measure_client(client, server);
+        };
+        let flood = connect(&Workload::flood(direction), 1)?;
+        let enough = Stop::default();
+        thread::scope(|scope| {
+            let flood = scope.spawn(|| run_until(flood, &enough));
+            let sample = self.measure_client(client, server);
+            enough.request();
+            let flood =
+                flood.join().map_err(|_| io::Error::other("the flood's client panicked"))?;
+            let bytes_a_second =
+                flood?.per_second() * Workload::flood(direction).block_bytes as f64;
+            Ok(Sample { beside_mib_s: Some(bytes_a_second / BYTES_PER_MIB), ..sample? })
+        })
+    }
+
+    fn measure_client(&self, mut client: Client, server: &Server) -> io::Result<Sample> {
         let mut latencies_ns = latency_histogram()?;
         client.run_for(WARM_UP, &mut latencies_ns, self.stop)?;
         latencies_ns.reset();
@@ -92,14 +113,28 @@ impl Turns<'_> {
         let (requests, seconds) = (stretch.requests as f64, stretch.elapsed.as_secs_f64());
         let client_ns = client_after.saturating_sub(client_before);
         Ok(Sample {
-            iops: requests / seconds,
+            iops: stretch.per_second(),
             p50_us: latencies_ns.value_at_quantile(0.5) as f64 / NS_PER_US,
             p99_us: latencies_ns.value_at_quantile(0.99) as f64 / NS_PER_US,
             server_cpu_us: server_after.since(&server_before) as f64 / NS_PER_US / requests,
             server_rss_mib: resident as f64 / BYTES_PER_MIB,
             client_busy: client_ns as f64 / NS_PER_SECOND as f64 / seconds,
+            beside_mib_s: None,
         })
     }
+}
+
+/// Keeps `client` busy until it is `enough`. It gives way to the other client on its processor after each
+/// receive, so that what the other one waits for is the server.
+fn run_until(mut client: Client, enough: &Stop) -> io::Result<Stretch> {
+    let (begin, mut requests, mut unused) = (Instant::now(), 0, latency_histogram()?);
+    while !enough.requested() {
+        requests += client.run_for(Duration::ZERO, &mut unused, enough)?.requests;
+        thread::yield_now();
+    }
+    let elapsed = begin.elapsed();
+    client.finish()?;
+    Ok(Stretch { requests, elapsed })
 }
 
 fn this_threads_ns() -> u64 {

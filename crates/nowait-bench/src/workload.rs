@@ -105,15 +105,41 @@ pub struct Workload {
     pub block_bytes: usize,
     /// Requests kept in flight on each connection: 1 to 1024.
     pub depth: usize,
+    /// What another client does meanwhile on a connection of its own, as a [`Workload::flood`].
+    pub beside: Option<Direction>,
 }
 
 impl Workload {
-    /// What `nowait bench peers` measures: 4K random at depth 1, 16 and 64, 128K sequential at depth 8.
+    /// The greediest neighbour: 1 MiB sequential, depth 256.
+    pub fn flood(direction: Direction) -> Workload {
+        Workload {
+            direction,
+            order: Order::Sequential,
+            block_bytes: 1024 * KIB,
+            depth: 256,
+            beside: None,
+        }
+    }
+
+    /// Whether it, or what is beside it, writes.
+    pub fn writes(&self) -> bool {
+        self.direction == Direction::Write || self.beside == Some(Direction::Write)
+    }
+
+    /// What `nowait bench peers` measures: 4K random at depth 1, 16 and 64, 128K sequential at depth 8, and
+    /// 4K random reads at depth 1 beside a flood.
     pub fn standard() -> Vec<Workload> {
+        let small = Workload {
+            direction: Direction::Read,
+            order: Order::Random,
+            block_bytes: 4 * KIB,
+            depth: 1,
+            beside: None,
+        };
         let mut all = Vec::new();
         for direction in [Direction::Read, Direction::Write] {
             for depth in [1, 16, 64] {
-                all.push(Workload { direction, order: Order::Random, block_bytes: 4 * KIB, depth });
+                all.push(Workload { direction, depth, ..small });
             }
         }
         for direction in [Direction::Read, Direction::Write] {
@@ -122,13 +148,17 @@ impl Workload {
                 order: Order::Sequential,
                 block_bytes: 128 * KIB,
                 depth: 8,
+                beside: None,
             });
+        }
+        for direction in [Direction::Read, Direction::Write] {
+            all.push(Workload { beside: Some(direction), ..small });
         }
         all
     }
 }
 
-/// For people: `4K random read, depth 16`.
+/// For people: `4K random read, depth 16`, `4K random read, depth 1, beside 1024K sequential read, depth 256`.
 impl fmt::Display for Workload {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let order = match self.order {
@@ -139,6 +169,10 @@ impl fmt::Display for Workload {
             Direction::Read => "read",
             Direction::Write => "write",
         };
-        write!(f, "{}K {order} {direction}, depth {}", self.block_bytes / KIB, self.depth)
+        write!(f, "{}K {order} {direction}, depth {}", self.block_bytes / KIB, self.depth)?;
+        match self.beside {
+            Some(direction) => write!(f, ", beside {}", Workload::flood(direction)),
+            None => Ok(()),
+        }
     }
 }

@@ -12,8 +12,13 @@ use serde_json::Value;
 use tempfile::TempDir;
 
 const FILE_BYTES: usize = 64 << 20;
-const LOAD: Workload =
-    Workload { direction: Direction::Read, order: Order::Random, block_bytes: 4096, depth: 16 };
+const LOAD: Workload = Workload {
+    direction: Direction::Read,
+    order: Order::Random,
+    block_bytes: 4096,
+    depth: 16,
+    beside: None,
+};
 
 const PLAIN: Terms = Terms { caching: Caching::PageCache, transport: Transport::Plain };
 const TLS: Terms = Terms { caching: Caching::PageCache, transport: Transport::Tls };

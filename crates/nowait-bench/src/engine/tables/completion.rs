@@ -23,6 +23,7 @@ pub(crate) fn plan<'a>(scene: &'a Scene<'a>) -> Option<Plan<'a>> {
             order: Order::Random,
             block_bytes: kib << 10,
             depth: DEPTH,
+            beside: None,
         };
         let turns = OFF_AND_ON.map(|inline_completion| -> Turn<'a> {
             let config = Config { inline_completion, ..Config::default() };

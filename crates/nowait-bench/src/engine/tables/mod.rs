@@ -23,6 +23,7 @@ const RANDOM_READ: Workload = Workload {
     order: Order::Random,
     block_bytes: PAGE_BYTES,
     depth: 1,
+    beside: None,
 };
 
 /// The tables of `what`, in the order in which they are measured.

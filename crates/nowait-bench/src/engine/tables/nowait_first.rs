@@ -97,7 +97,7 @@ impl Jobs {
             Jobs::Stable(direction) => (direction, Order::Sequential),
             Jobs::Sparse(order) => (Direction::Write, order),
         };
-        Workload { direction, order, block_bytes: PAGE_BYTES, depth: DEPTH }
+        Workload { direction, order, block_bytes: PAGE_BYTES, depth: DEPTH, beside: None }
     }
 
     fn on(self, scene: &Scene<'_>, path: &Path, bytes: u64, config: Config) -> io::Result<Sample> {
