@@ -8,6 +8,7 @@
 mod parked;
 mod pieces;
 
+use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
@@ -54,7 +55,7 @@ pub(crate) struct Core<M: Map> {
     qualify: Qualify,
     stats: Stats,
     /// Overwrites that wait for `pathfinder`.
-    parked: Vec<u32>,
+    parked: VecDeque<u32>,
     /// A refused overwrite that a worker has.
     pathfinder: Option<u32>,
     /// Slots that are pieces: they are nobody's request.
@@ -84,7 +85,7 @@ impl<M: Map> Core<M> {
             config,
             qualify: Qualify::default(),
             stats: Stats::default(),
-            parked: Vec::new(),
+            parked: VecDeque::new(),
             pathfinder: None,
             pieces: 0,
             locks,

@@ -18,6 +18,10 @@ use crate::request::{Role, State};
 
 use super::{Core, place};
 
+/// Bytes that are placed again together, the last request being of any length: a device that
+/// writes while it is asked to would keep the thread from everything else for the whole burst.
+const UNPARK_BYTES: u64 = 1 << 20;
+
 impl<M: Map> Core<M> {
     /// Parks a request that was refused, if it is an overwrite and a worker has another one.
     pub(super) fn parks(&mut self, slot: u32, outcome: Outcome) -> bool {
@@ -39,18 +43,22 @@ impl<M: Map> Core<M> {
         let request = &mut self.pool[slot];
         request.state = State::Parked;
         request.parked = true;
-        self.parked.push(slot);
+        self.parked.push_back(slot);
         self.stats.parked += 1;
         true
     }
 
-    /// Places again what was parked. True when something was placed.
+    /// Places again what was parked, or as much of it as one look at the queue may place. True when
+    /// that was all, so that it may go at once; otherwise other requests come between.
     #[cold]
     pub(super) fn unpark<Q: Queue>(&mut self, queue: &mut Q) -> bool {
-        let mut parked = std::mem::take(&mut self.parked);
-        for slot in parked.drain(..) {
+        let mut bytes = 0;
+        while bytes < UNPARK_BYTES
+            && let Some(slot) = self.parked.pop_front()
+        {
             let request = &mut self.pool[slot];
             debug_assert_eq!(request.state, State::Parked);
+            bytes += request.io.range.len;
             request.state = State::Queued;
             request.locked =
                 self.locks && self.disk.ranges.try_take(request.io.range, Hold::Shared);
@@ -61,7 +69,6 @@ impl<M: Map> Core<M> {
                 self.single_failed(slot, -libc::EAGAIN);
             }
         }
-        self.parked = parked;
-        true
+        self.parked.is_empty()
     }
 }
