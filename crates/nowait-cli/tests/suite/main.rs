@@ -13,6 +13,7 @@ mod copy_cut;
 mod copy_peers;
 mod errors;
 mod exports;
+mod fair;
 mod first_run;
 mod guest;
 mod images;

@@ -3,7 +3,8 @@
 //! Invariant: what a client makes the server hold is bounded: `MAX_REQUESTS` requests and its share
 //! of the thread's memory for payload, counted until the reply has left. Beyond that its socket is
 //! not read.
-//! Knows: credentials, handshake, reply, door, respond, tls, seats, patience, share. Known by:
+//! Knows: credentials, handshake, reply, door, respond, tls, seats, patience, share, portion.
+//! Known by:
 //! entrance, group, turn, parse.
 
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,6 +16,7 @@ use super::credentials::Credentials;
 use super::door::Dialect;
 use super::handshake::{Handshake, Negotiated, Secrecy};
 use super::patience::HANDSHAKE;
+use super::portion::Portion;
 use super::reply::{Out, Sent};
 use super::respond::Request;
 use super::seats::Seat;
@@ -126,6 +128,8 @@ pub(crate) struct Conn {
     pub(crate) hung_up: bool,
     /// It is in the list of those that are to be looked at before the turn ends.
     pub(crate) touched: bool,
+    /// What may be moved in this look at it.
+    pub(crate) portion: Portion,
     seat: Seat,
 }
 
@@ -154,6 +158,7 @@ impl Conn {
             readable: true,
             hung_up: false,
             touched: false,
+            portion: Portion::default(),
             seat,
         }
     }
@@ -185,13 +190,19 @@ impl Conn {
         }
     }
 
-    /// Sends as much as the socket takes. Adds up the budget of what was sent.
+    /// Sends as much as the socket takes and the portion allows. Adds up the budget of what was
+    /// sent.
     #[inline]
     pub(crate) fn send(&mut self, budget: &mut u64) -> Sent {
-        match &mut self.channel {
-            Channel::Plain => self.out.send(self.socket.as_fd(), budget),
-            Channel::Tls(session) => session.send(&mut self.out, self.socket.as_fd(), budget),
-        }
+        let (socket, most) = (self.socket.as_fd(), &mut self.portion.send);
+        let before = *most;
+        let sent = match &mut self.channel {
+            Channel::Plain => self.out.send(socket, most, budget),
+            Channel::Tls(session) => session.send(&mut self.out, socket, most, budget),
+        };
+        let count = before - *most;
+        self.portion.moved(count);
+        sent
     }
 
     /// From here on all is TLS, `input` too, which came behind the client's wish for it.
@@ -221,7 +232,7 @@ impl Conn {
         if let Err(error) = result {
             tracing::debug!("TLS with a client has failed: {error}");
             // It tells the client why, if there is room for it.
-            session.send(&mut Out::default(), self.socket.as_fd(), &mut 0);
+            session.send(&mut Out::default(), self.socket.as_fd(), &mut 0, &mut 0);
             self.break_off();
         }
         // What ends is noticed by reading on.

@@ -14,6 +14,7 @@ mod listener;
 mod seats;
 mod patience;
 mod share;
+mod portion;
 mod spin;
 mod reply;
 mod door;

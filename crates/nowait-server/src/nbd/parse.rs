@@ -161,6 +161,9 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         if !conn.admits(&self.store, u64::from(request.held)) || !self.engine.has_room() {
             return Taken::Stall;
         }
+        if io.op == Op::Read && conn.portion.has_read_all() {
+            return Taken::Stall;
+        }
         if !matches!(io.op, Op::Read | Op::Write) {
             return self.submit_bare(index, request, io, taken);
         }
@@ -179,6 +182,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             conn.payload = Some(Payload { request, io, buf, start, filled: 0 });
             return taken;
         }
+        conn.portion.read(io.range.len);
         let tag = self.asked.insert(Asked { conn: index, request });
         match self.engine.submit(io, buf, tag as u64) {
             Ok(()) => conn.in_flight += 1,

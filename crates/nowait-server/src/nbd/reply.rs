@@ -115,6 +115,8 @@ pub(crate) enum Sent {
     All,
     /// The socket is full.
     Full,
+    /// Enough for now: there is more to send.
+    Enough,
     /// The peer is gone.
     Broken,
 }
@@ -162,16 +164,28 @@ impl Out {
         bytes
     }
 
-    /// Sends as much as the socket takes. Adds up the budget of what was sent.
-    pub(crate) fn send(&mut self, socket: BorrowedFd<'_>, budget: &mut u64) -> Sent {
+    /// Sends as much as the socket takes, and no more than `most` bytes, which become fewer by that.
+    /// Adds up the budget of what was sent.
+    pub(crate) fn send(
+        &mut self,
+        socket: BorrowedFd<'_>,
+        most: &mut u64,
+        budget: &mut u64,
+    ) -> Sent {
         while !self.replies.is_empty() {
+            if *most == 0 {
+                return Sent::Enough;
+            }
             let sent = if self.replies.len() <= FEW_PIECES / 2 {
-                self.send_once::<FEW_PIECES>(socket)
+                self.send_once::<FEW_PIECES>(socket, *most)
             } else {
-                self.send_once::<PIECES>(socket)
+                self.send_once::<PIECES>(socket, *most)
             };
             match sent {
-                Ok(taken) => self.advance(taken, budget),
+                Ok(taken) => {
+                    *most -= taken as u64;
+                    self.advance(taken, budget);
+                }
                 Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Sent::Full,
                 Err(_) => return Sent::Broken,
@@ -180,25 +194,36 @@ impl Out {
         Sent::All
     }
 
-    fn send_once<const N: usize>(&self, socket: BorrowedFd<'_>) -> rustix::io::Result<usize> {
+    fn send_once<const N: usize>(
+        &self,
+        socket: BorrowedFd<'_>,
+        most: u64,
+    ) -> rustix::io::Result<usize> {
         let mut pieces = [IoSlice::new(&[]); N];
-        let used = self.pieces(&mut pieces);
+        let used = self.pieces(&mut pieces, most);
         send_pieces(socket, &pieces[..used])
     }
 
-    /// What is to be sent next, as far as there is room in `pieces`, which has room for any one
-    /// reply. Returns how many are used.
-    pub(crate) fn pieces<'a, const N: usize>(&'a self, pieces: &mut [IoSlice<'a>; N]) -> usize {
+    /// What is to be sent next, `most` bytes of it, as far as there is room in `pieces`, which has
+    /// room for any one reply. Returns how many are used.
+    pub(crate) fn pieces<'a, const N: usize>(
+        &'a self,
+        pieces: &mut [IoSlice<'a>; N],
+        most: u64,
+    ) -> usize {
         const { assert!(N >= FEW_PIECES) };
         let mut used = 0;
         let mut skip = self.sent;
+        let mut most = usize::try_from(most).unwrap_or(usize::MAX);
         for reply in &self.replies {
-            if used + reply.count() > N {
+            if used + reply.count() > N || most == 0 {
                 break;
             }
             reply.pieces(|piece| {
                 let (before, piece) = piece.split_at(skip.min(piece.len()));
                 skip -= before.len();
+                let piece = &piece[..most.min(piece.len())];
+                most -= piece.len();
                 if !piece.is_empty() {
                     pieces[used] = IoSlice::new(piece);
                     used += 1;
@@ -247,7 +272,7 @@ mod tests {
     }
 
     #[test]
-    fn replies_cut_by_a_full_socket_arrive_whole_and_in_order() {
+    fn replies_cut_by_a_full_socket_or_by_a_bound_arrive_whole_and_in_order() {
         let (near, mut far) = UnixStream::pair().unwrap();
         near.set_nonblocking(true).unwrap();
         let mut out = Out::default();
@@ -259,11 +284,16 @@ mod tests {
             expected.extend_from_slice(&bytes);
             out.push(head, Body::Bytes(bytes), 1);
         }
-        let (mut budget, mut got, mut fulls) = (0, Vec::new(), 0);
+        let (mut budget, mut got, mut fulls, mut enoughs) = (0, Vec::new(), 0, 0);
         loop {
-            match out.send(near.as_fd(), &mut budget) {
+            let mut most = 70_001;
+            match out.send(near.as_fd(), &mut most, &mut budget) {
                 Sent::All => break,
                 Sent::Full => fulls += 1,
+                Sent::Enough => {
+                    assert_eq!(most, 0);
+                    enoughs += 1;
+                }
                 Sent::Broken => panic!("the peer is there"),
             }
             let mut some = vec![0; 10_001];
@@ -272,7 +302,8 @@ mod tests {
         }
         drop(near);
         far.read_to_end(&mut got).unwrap();
-        assert!(got == expected && budget == 600 && fulls > 0 && out.is_empty());
+        assert!(got == expected && budget == 600 && out.is_empty());
+        assert!(fulls > 0 && enoughs > 0, "{fulls} {enoughs}");
     }
 
     #[test]
@@ -282,7 +313,7 @@ mod tests {
         let mut out = Out::default();
         out.push_bytes(vec![7; 4 << 20]);
         out.push_bytes(vec![8; 100]);
-        assert_eq!(out.send(near.as_fd(), &mut 0), Sent::Full);
+        assert_eq!(out.send(near.as_fd(), &mut u64::MAX.clone(), &mut 0), Sent::Full);
         let rest = out.take_unsent();
         drop(near);
         let mut got = Vec::new();
@@ -298,6 +329,6 @@ mod tests {
         drop(far);
         let mut out = Out::default();
         out.push(simple(1), Body::None, 0);
-        assert_eq!(out.send(near.as_fd(), &mut 0), Sent::Broken);
+        assert_eq!(out.send(near.as_fd(), &mut 100, &mut 0), Sent::Broken);
     }
 }

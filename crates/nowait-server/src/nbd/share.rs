@@ -12,6 +12,9 @@ const SURE_BYTES: u64 = 64 << 10;
 const SURE_PART: u64 = 4;
 /// What one connection may hold at most, in bytes, unless it is a single request.
 const MOST_BYTES: u64 = 32 << 20;
+/// The same beside other connections, whose requests wait for it at the device: enough to keep a
+/// fast one busy.
+const MOST_BESIDE_OTHERS_BYTES: u64 = 8 << 20;
 /// A connection may hold this part of what nobody holds.
 const PART: u64 = 8;
 /// A single request may be longer: this part of what nobody holds.
@@ -23,17 +26,20 @@ pub(crate) struct Store {
     held: u64,
     /// What each connection may hold, however much the others do.
     sure: u64,
+    /// What each connection may hold at most, unless it is a single request.
+    most: u64,
 }
 
 impl Store {
     pub(crate) fn new(all: u64) -> Self {
-        Self { all, held: 0, sure: SURE_BYTES }
+        Self { all, held: 0, sure: SURE_BYTES, most: MOST_BYTES }
     }
 
     /// So many connections share the memory from now on.
     pub(crate) fn share_among(&mut self, connections: usize) {
         let equal = self.all / SURE_PART / (connections as u64).max(1);
-        self.sure = equal.clamp(SURE_BYTES, MOST_BYTES);
+        self.most = if connections > 1 { MOST_BESIDE_OTHERS_BYTES } else { MOST_BYTES };
+        self.sure = equal.clamp(SURE_BYTES, self.most);
     }
 
     /// Whether a connection that holds `held` may hold `more`.
@@ -43,7 +49,7 @@ impl Store {
         let free = self.all.saturating_sub(self.held);
         more == 0
             || then <= self.sure
-            || then <= MOST_BYTES.min(free / PART)
+            || then <= self.most.min(free / PART)
             || held == 0 && more <= free / SINGLE_PART
     }
 
@@ -92,6 +98,17 @@ mod tests {
         let mut store = Store::new(ALL_BYTES);
         greedy(&mut store, 1 << 20);
         assert!(store.admits(0, MOST_BYTES));
+    }
+
+    #[test]
+    fn a_connection_with_others_beside_it_gets_a_quarter_of_what_it_gets_alone() {
+        let mut store = Store::new(ALL_BYTES);
+        for (connections, most) in [(1, MOST_BYTES), (2, MOST_BYTES / 4), (1, MOST_BYTES)] {
+            store.share_among(connections);
+            let mut share = greedy(&mut store, 1 << 20);
+            assert!((most * 3 / 4..=most).contains(&share), "{connections}: {share}");
+            store.give_back(&mut share, u64::MAX);
+        }
     }
 
     #[test]

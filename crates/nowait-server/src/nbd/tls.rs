@@ -90,8 +90,15 @@ impl Session {
         !self.clear.is_empty() || self.tls.wants_write()
     }
 
-    /// Seals and sends as much as the socket takes. Adds up the budget of what was sent.
-    pub(crate) fn send(&mut self, out: &mut Out, socket: BorrowedFd<'_>, budget: &mut u64) -> Sent {
+    /// Seals and sends as much as the socket takes, and no more than `most` bytes of replies, which
+    /// become fewer by that. Adds up the budget of what was sent.
+    pub(crate) fn send(
+        &mut self,
+        out: &mut Out,
+        socket: BorrowedFd<'_>,
+        most: &mut u64,
+        budget: &mut u64,
+    ) -> Sent {
         loop {
             match self.send_sealed(socket) {
                 Sent::All => *budget += std::mem::take(&mut self.budget),
@@ -101,7 +108,10 @@ impl Session {
             if out.is_empty() || self.tls.is_handshaking() {
                 return Sent::All;
             }
-            if !self.seal(out) {
+            if *most == 0 {
+                return Sent::Enough;
+            }
+            if !self.seal(out, most) {
                 return Sent::Broken;
             }
         }
@@ -134,10 +144,11 @@ impl Session {
     }
 
     /// Seals the next replies, in records as large as they may be. False if that leads nowhere.
-    fn seal(&mut self, out: &mut Out) -> bool {
+    fn seal(&mut self, out: &mut Out, most: &mut u64) -> bool {
         let mut pieces = [IoSlice::new(&[]); PIECES];
-        let used = out.pieces(&mut pieces);
+        let used = out.pieces(&mut pieces, *most);
         let taken = self.tls.writer().write_vectored(&pieces[..used]).unwrap_or(0);
+        *most -= taken as u64;
         out.advance(taken, &mut self.budget);
         // New keys may have to be told of first.
         taken > 0 || self.tls.wants_write()

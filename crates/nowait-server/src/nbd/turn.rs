@@ -18,6 +18,7 @@ use super::entrance::Entrance;
 use super::group::{Inbox, Post, Shared};
 use super::handshake::{Negotiated, Secrecy};
 use super::patience::Handshakes;
+use super::portion::{Lines, portion_among};
 use super::reply::Sent;
 use super::respond::{Ended, Request};
 use super::share::Store;
@@ -61,8 +62,10 @@ pub(crate) struct Thread<Q: Queue, M: Map> {
     entrance: Entrance,
     /// Reports of the queue, with the `POLL*` bits that are true.
     events: Vec<(Token, i32)>,
-    /// Connections to look at before this turn ends.
-    touched: Vec<usize>,
+    /// Connections to look at, those that move little before this turn ends.
+    lines: Lines,
+    /// Bytes that one look may move.
+    portion: u64,
     /// Connections that have nothing under way and wait until a slot or memory is free, in the
     /// order in which they came.
     pub(crate) stalled: Vec<usize>,
@@ -105,7 +108,8 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             asked: Slab::new(),
             inbox,
             events: Vec::with_capacity(64),
-            touched: Vec::with_capacity(64),
+            lines: Lines::default(),
+            portion: portion_among(1),
             stalled: Vec::new(),
             stopping: false,
             scratch: vec![0; RECEIVE_BYTES],
@@ -132,11 +136,14 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             self.wait()?;
             self.end_late_handshakes();
             self.take_events();
-            self.look_at_touched();
+            if !self.look_at_little() {
+                self.look_at_much();
+            }
             // What was just submitted may have ended at once, and its replies may be sent now.
             self.engine.poll_watched(&mut |token, bits| self.events.push((token, bits)))?;
             self.complete();
-            self.look_at_touched();
+            self.look_at_little();
+            self.look_at_much();
             self.inbox.say_requests(self.asked.len());
         }
     }
@@ -144,7 +151,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
     /// Sleeps until there is something to do, unless there is already.
     fn wait(&mut self) -> Result<(), Error> {
         let events = &mut self.events;
-        if !self.touched.is_empty() || !events.is_empty() || self.engine.pending() {
+        if !self.lines.is_empty() || !events.is_empty() || self.engine.pending() {
             return self.engine.poll_watched(&mut |token, bits| events.push((token, bits)));
         }
         let mut watched = |token, bits| events.push((token, bits));
@@ -206,7 +213,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             && !conn.touched
         {
             conn.touched = true;
-            self.touched.push(index);
+            self.lines.push(index, &conn.portion);
         }
     }
 
@@ -223,7 +230,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         }
         self.generation = (self.generation + 1) % GENERATIONS;
         let index = self.conns.insert(Conn::new(arrival, self.generation));
-        self.store.share_among(self.conns.len());
+        self.share_among();
         let token = token(index, self.generation);
         let Some(conn) = self.conns.get(index) else { return };
         if let Phase::Handshake(_) = conn.phase {
@@ -237,33 +244,57 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         self.touch(index);
     }
 
-    /// Receives from, and sends to, every connection that something happened to.
-    fn look_at_touched(&mut self) {
-        let mut touched = std::mem::take(&mut self.touched);
+    /// Looks at every connection that something happened to, of those that move little. Returns
+    /// whether there was one.
+    fn look_at_little(&mut self) -> bool {
+        let mut touched = std::mem::take(&mut self.lines.little);
+        let any = !touched.is_empty();
         for index in touched.drain(..) {
-            if let Some(conn) = self.conns.get_mut(index) {
-                conn.touched = false;
-                self.look_at(index);
-            }
+            self.look_at(index);
         }
         // Those that were touched meanwhile have their turn next.
-        touched.append(&mut self.touched);
-        self.touched = touched;
+        touched.append(&mut self.lines.little);
+        self.lines.little = touched;
+        any
     }
 
-    fn look_at(&mut self, index: usize) {
+    /// Looks at those that move much, in turn, until they have moved one portion together.
+    fn look_at_much(&mut self) {
+        let mut left = self.portion;
+        for _ in 0..self.lines.much.len() {
+            let Some(index) = self.lines.much.pop_front() else { return };
+            let moved = self.look_at(index);
+            if moved >= left {
+                return;
+            }
+            left -= moved;
+        }
+    }
+
+    /// Receives from a connection and sends to it. Returns how many bytes moved.
+    fn look_at(&mut self, index: usize) -> u64 {
+        let Some(conn) = self.conns.get_mut(index) else { return 0 };
+        conn.touched = false;
+        conn.portion.begin(self.portion);
         self.send(index);
         self.resume(index);
         self.receive(index);
         self.send(index);
-        let Some(conn) = self.conns.get(index) else { return };
+        let Some(conn) = self.conns.get(index) else { return 0 };
+        let moved = conn.portion.in_this_look();
+        let goes_on = match conn.input {
+            Input::Open => conn.readable,
+            Input::Stalled => conn.portion.has_read_all(),
+            Input::Ended | Input::Broken => false,
+        };
         if conn.is_over() {
             self.close(index);
         } else if let Phase::Chosen(agreed) = conn.phase {
             self.hand_over(index, agreed);
-        } else if conn.readable && conn.input == Input::Open {
+        } else if goes_on {
             self.touch(index);
         }
+        moved
     }
 
     /// Sends what can be sent, and asks for a report when the socket has room for the rest.
@@ -278,6 +309,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         match sent {
             // There may be room now for what it has stalled at.
             Sent::All => self.touch_if_stalled(index),
+            Sent::Enough => self.touch(index),
             Sent::Broken => conn.break_off(),
             Sent::Full => {
                 conn.awaits_room = true;
@@ -322,10 +354,14 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         conn.stash.clear();
         let mut none = [];
         let missing = conn.payload.as_mut().map_or(&mut none[..], |p| p.missing());
-        let to_payload = missing.len();
-        let mut pieces =
-            [std::io::IoSliceMut::new(missing), std::io::IoSliceMut::new(&mut scratch[stashed..])];
-        let room = to_payload + RECEIVE_BYTES - stashed;
+        let to_payload = missing.len().min(self.portion as usize);
+        // What follows the payload is received only with the last of it.
+        let end = if to_payload < missing.len() { stashed } else { RECEIVE_BYTES };
+        let mut pieces = [
+            std::io::IoSliceMut::new(&mut missing[..to_payload]),
+            std::io::IoSliceMut::new(&mut scratch[stashed..end]),
+        ];
+        let room = to_payload + end - stashed;
         match rustix::io::readv(&conn.socket, &mut pieces) {
             Ok(0) => {
                 conn.input = Input::Ended;
@@ -334,6 +370,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             Ok(got) => {
                 // The end that comes with the last bytes is not reported again.
                 conn.readable = got == room || conn.hung_up;
+                conn.portion.moved(got as u64);
                 self.last_heard = index;
                 let direct = got.min(to_payload);
                 if let Some(payload) = &mut conn.payload {
@@ -365,6 +402,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             }
             Ok(got) => {
                 conn.readable = got == RECEIVE_BYTES || conn.hung_up;
+                conn.portion.moved(got as u64);
                 self.last_heard = index;
                 let mut opened = std::mem::take(&mut self.opened);
                 opened.clear();
@@ -418,10 +456,16 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         }
     }
 
+    /// There are more or fewer connections from now on.
+    fn share_among(&mut self) {
+        self.store.share_among(self.conns.len());
+        self.portion = portion_among(self.conns.len());
+    }
+
     /// Takes a connection off this thread.
     fn remove(&mut self, index: usize) -> Option<Conn> {
         let mut conn = self.conns.try_remove(index)?;
-        self.store.share_among(self.conns.len());
+        self.share_among();
         let token = token(index, conn.generation);
         self.engine.unwatch(conn.socket.as_fd(), token);
         if conn.awaits_room {

@@ -1,0 +1,74 @@
+//! A client with little to do beside clients with much: it is served amid their requests, not after them.
+//!
+//! Invariant: what is asserted is an order, counted in bytes; nothing is timed.
+//! Knows: the NBD client of these tests. Known by: nobody.
+
+use std::io::{ErrorKind, Read};
+
+use crate::common::nbd::{Client, Command};
+use crate::common::{KIB, MIB, Scratch, Server};
+
+/// Requests of the greedy client, of 1 MiB each.
+const LARGE: u64 = 64;
+/// What the greedy client may get from when the small request was sent until its reply is there: what the
+/// sockets hold, what was under way, and a few portions.
+const BEFORE_SMALL: u64 = 8 * MIB;
+/// Small requests, spread over what the greedy client gets.
+const SMALL: u64 = 6;
+
+/// Sends a small read on `small`, then takes replies from `greedy` until the answer is there. Returns the
+/// bytes taken meanwhile.
+fn taken_until_answered(small: &mut Client, greedy: &mut Client, buffer: &mut [u8]) -> u64 {
+    small.send(&Command::Read { offset: 0, len: 4096 }).expect("a socket");
+    let mut taken = 0;
+    loop {
+        small.stream().set_nonblocking(true).expect("a socket");
+        let answered = match rustix::net::recv(
+            small.stream(),
+            &mut [0u8; 1][..],
+            rustix::net::RecvFlags::PEEK,
+        ) {
+            Ok(_) => true,
+            Err(rustix::io::Errno::AGAIN) => false,
+            Err(error) => panic!("the small client's socket: {error}"),
+        };
+        small.stream().set_nonblocking(false).expect("a socket");
+        if answered {
+            let (_, answer) = small.receive().expect("a reply");
+            assert_eq!(answer.expect("bytes").len(), 4096);
+            return taken;
+        }
+        match greedy.stream().read(buffer) {
+            Ok(0) => panic!("the greedy client was disconnected"),
+            Ok(count) => taken += count as u64,
+            Err(error) if error.kind() == ErrorKind::Interrupted => {}
+            Err(error) => panic!("the greedy client's socket: {error}"),
+        }
+    }
+}
+
+#[test]
+fn small_reads_are_answered_amid_the_large_reads_that_were_asked_for_before() {
+    let scratch = Scratch::new();
+    let image = scratch.random("disk.img", 16 * MIB, 5);
+    for queue in ["uring", "threads"] {
+        let one_thread = ["--queues", "1", "--queue", queue, "--direct", "off"];
+        let server = Server::start(&image, &one_thread);
+        let (mut small, mut greedy) = (server.connect(), server.connect());
+        small.read(0, 4096).expect("a first read");
+        for n in 0..LARGE {
+            let offset = n % 16 * MIB;
+            greedy.send(&Command::Read { offset, len: MIB as u32 }).expect("a socket");
+        }
+        let mut buffer = vec![0; 256 * KIB as usize];
+        let mut taken = 0;
+        for _ in 0..SMALL {
+            let before = taken_until_answered(&mut small, &mut greedy, &mut buffer);
+            assert!(before < BEFORE_SMALL, "{queue}: {before} bytes were served before 4 KiB");
+            taken += before;
+        }
+        assert!(taken < LARGE * MIB, "the large requests had ended");
+        drop((small, greedy));
+        server.stop();
+    }
+}
