@@ -186,6 +186,7 @@ mod tests {
             order: Order::Sequential,
             block_bytes: 512,
             depth: 5,
+            beside: None,
         };
         let region = Region { start: 0, bytes: 32 * 512, block: 512 };
         let mut places = Places::once(load.order, region, 1);
