@@ -55,7 +55,8 @@ pub(crate) fn export_info<M: Map>(device: &Device<M>) -> ExportInfo {
 /// `words` as far as the protocol allows a string to go (NBD proto.md, "Conventions").
 fn as_string(words: &str) -> String {
     let words = words.split('\0').next().unwrap_or_default();
-    words[..words.floor_char_boundary(MAX_STRING_BYTES)].to_owned()
+    let fits = |&(start, c): &(usize, char)| start + c.len_utf8() <= MAX_STRING_BYTES;
+    words.char_indices().take_while(fits).map(|(_, c)| c).collect()
 }
 
 /// What a connection agreed on.
