@@ -402,13 +402,12 @@ mod tests {
     fn a_wrong_value_is_a_usage_error_that_says_why() {
         let long = format!("nowait serve --export {}", "x".repeat(MAX_NAME_BYTES + 1));
         for (line, why) in [
-            ("nowait serve a --format qcow2", "qcow2 is not there yet"),
             ("nowait create a 1G --format vmdk", "raw and qcow2"),
             ("nowait create a 1G --cluster-size 3000", "a power of two"),
             ("nowait create a 1G --preallocation full", "metadata"),
             ("nowait resize a -x", "as in 512M"),
             ("nowait resize a +", "as in 512M"),
-            ("nowait serve a --format vmdk", "the only format is raw"),
+            ("nowait serve a --format vmdk", "raw and qcow2"),
             ("nowait serve --nbd udp:a", "begins with unix: or tcp:"),
             ("nowait serve --queues 0", "1..=256"),
             ("nowait serve --queues 257", "1..=256"),
