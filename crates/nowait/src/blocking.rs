@@ -397,11 +397,12 @@ fn zero<M: Map>(disk: &Disk<M>, io: Io) -> Result<(), Error> {
 
 fn zero_step<M: Map>(disk: &Disk<M>, io: Io) -> Result<(), Error> {
     let Io { op, flags, range } = io;
-    let done = match disk.map.image() {
-        // What is given back may be used for another range at once.
-        Some(image) => held(disk, range, Hold::Exclusive, || zero_image(image, io)),
-        None => held(disk, range, Hold::Shared, || zero_file(disk, io)),
-    };
+    // What an image gives back may be used for another range at once. In a file, no write may end
+    // between the zeros and the hint that tells of them, or the hint would hide its data.
+    let done = held(disk, range, Hold::Exclusive, || match disk.map.image() {
+        Some(image) => zero_image(image, io),
+        None => zero_file(disk, io),
+    });
     match done {
         Err(error) if error.errno() == libc::EOPNOTSUPP && op == Op::Zero => {
             if flags.has(Flags::FAST_ZERO) { Err(error) } else { write_zeros(disk, range) }
@@ -472,12 +473,19 @@ fn status<M: Map>(disk: &Disk<M>, range: Range, spans: &mut Vec<Span>) -> Result
     if disk.map.known(range, MAX_SPANS, spans) {
         return Ok(());
     }
+    // Held against zeroing: a hint that it drops must not be given anew by what was seen before.
+    held(disk, range, Hold::Shared, || learn(disk, range, spans));
+    Ok(())
+}
+
+/// Asks the file system, and remembers the holes.
+fn learn<M: Map>(disk: &Disk<M>, range: Range, spans: &mut Vec<Span>) {
     spans.clear();
     if disk.top().spans(range, MAX_SPANS, spans).is_err() || spans.is_empty() {
         // Where the file system cannot tell, everything counts as data.
         spans.clear();
         spans.push(Span { len: range.len, hole: false });
-        return Ok(());
+        return;
     }
     let mut pos = range.pos;
     for span in spans.iter() {
@@ -486,7 +494,6 @@ fn status<M: Map>(disk: &Disk<M>, range: Range, spans: &mut Vec<Span>) -> Result
         }
         pos += span.len;
     }
-    Ok(())
 }
 
 fn bounce(len: u64) -> Result<Aligned, Error> {
