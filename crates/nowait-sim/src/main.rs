@@ -32,6 +32,9 @@ struct Args {
     /// reply-from-stale-buffer, forget-range-lock.
     #[arg(long, value_name = "MISTAKE")]
     r#break: Option<String>,
+    /// Prints a failure as it is, without looking for fewer steps.
+    #[arg(long)]
+    whole: bool,
     /// Runs what a failure has printed.
     #[arg(long, value_name = "FILE")]
     replay: Option<PathBuf>,
@@ -94,6 +97,10 @@ fn run_seeds(first: u64, args: &Args, plan: impl Fn(u64) -> Plan) -> bool {
             }
             Err(failure) => {
                 bar.finish_and_clear();
+                if args.whole {
+                    println!("seed {} fails: {}", plan.seed, failure.what);
+                    return false;
+                }
                 println!("seed {} fails; it is made smaller now: {}", plan.seed, failure.what);
                 let (plan, failure) = run::shrink(&plan, &failure, SHRINKING);
                 report(&plan, &failure);
