@@ -15,7 +15,7 @@ fn the_same_plan_gives_the_same_run() {
 #[test]
 fn a_failure_is_made_smaller_and_its_trace_fails_in_the_same_way() {
     keep_panics();
-    let plan = Plan { broken: Some(Break::CompleteBeforeData), ..Plan::new(1, 2000) };
+    let plan = Plan { broken: Some(Break::DropFlush), ..Plan::new(1, 2000) };
     let failure = run(&plan).unwrap_err();
     let (small, failure) = shrink(&plan, &failure, std::time::Duration::from_secs(20));
     assert!(small.steps.len() < 20, "{} steps are left", small.steps.len());
