@@ -59,7 +59,7 @@ pub(crate) fn check<M: Map>(disk: &Disk<M>, io: Io) -> Result<Io, Error> {
 }
 
 /// Runs `io`. `Ok` holds the bytes done, which are fewer than asked for only where the file ended
-/// before the device did or an error came after some bytes (C17, C19).
+/// before the device did or, without [`Flags::WHOLE`], an error came after some bytes (C17, C19).
 ///
 /// # Errors
 /// What the system call said.
@@ -67,6 +67,35 @@ pub(crate) fn check<M: Map>(disk: &Disk<M>, io: Io) -> Result<Io, Error> {
 /// # Safety
 /// The memory of `segments` is valid, and not touched by anyone else, until this returns.
 pub(crate) unsafe fn run<M: Map>(
+    disk: &Disk<M>,
+    io: Io,
+    segments: &[Segment],
+    spans: &mut Vec<Span>,
+) -> Result<u64, Error> {
+    // SAFETY: as promised by the caller.
+    let mut done = unsafe { once(disk, io, segments, spans) }?;
+    if !io.flags.has(Flags::WHOLE) || !matches!(io.op, Op::Read | Op::Write) {
+        return Ok(done);
+    }
+    while done > 0 && done < io.range.len {
+        // What has ended it shows when the rest is asked for.
+        let range = Range::new(io.range.pos + done, io.range.len - done);
+        let mut rest = Vec::new();
+        iov::parts(segments, done, range.len, |part| rest.push(part));
+        // SAFETY: parts of the caller's memory.
+        match unsafe { once(disk, Io { range, ..io }, &rest, spans) }? {
+            0 => break,
+            more => done += more,
+        }
+    }
+    Ok(done)
+}
+
+/// As `run`, for whom bytes count that came before an error.
+///
+/// # Safety
+/// As for `run`.
+unsafe fn once<M: Map>(
     disk: &Disk<M>,
     io: Io,
     segments: &[Segment],

@@ -61,6 +61,10 @@ impl Flags {
     /// The completion is polled for where the device has polled queues; a hint (C48).
     pub const HIPRI: Self = Self(16);
 
+    /// An error that comes after some bytes is what the request comes to, rather than those bytes:
+    /// for whoever answers requests as a whole (C19, block doors).
+    pub const WHOLE: Self = Self(32);
+
     /// Whether all of `other` are set.
     #[inline]
     #[must_use]

@@ -6,7 +6,7 @@ use std::mem::ManuallyDrop;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nowait::sim::{Faults, Sim, SimDevice, SimOptions, set_pause};
+use nowait::sim::{Fault, Faults, Sim, SimDevice, SimOptions, set_pause};
 use nowait::{
     Alignment, Config, Disk, Engine, Extents, Flags, Io, Op, OpenOptions, Range, Segment, Storage,
     Workers,
@@ -130,4 +130,34 @@ fn zeros_that_have_to_be_written_fail_with_what_the_write_said() {
     let io = Io { op: Op::Zero, flags: Flags::NONE, range };
     assert!(rig.engine.submit_bare(io, 1).is_ok());
     assert_eq!(rig.settle(), [(1, Err(libc::ENOSPC))]);
+}
+
+#[test]
+fn c19_a_write_that_runs_out_of_space_gives_its_bytes_or_as_a_whole_the_error() {
+    for (flags, wanted) in [(Flags::NONE, Ok(2 * BLOCK)), (Flags::WHOLE, Err(libc::ENOSPC))] {
+        let options = SimOptions { capacity: 2, ..like(16 * BLOCK) };
+        let mut rig = Rig::new(options, Config::default());
+        let range = Range::new(BLOCK, 4 * BLOCK);
+        let buf = rig.engine.buffer(range).unwrap();
+        assert!(rig.engine.submit(Io { op: Op::Write, flags, range }, buf, 7).is_ok());
+        assert_eq!(rig.settle(), [(7, wanted)]);
+    }
+}
+
+#[test]
+fn c19_a_read_that_fails_in_the_middle_gives_its_bytes_but_never_as_a_whole() {
+    let range = Range::new(0, 8 * BLOCK);
+    let read = |flags, at| {
+        let mut rig = Rig::new(like(16 * BLOCK), Config::default());
+        rig.write(range, 1);
+        rig.settle();
+        let once = Some((rig.device.operations() + at, Fault::Errno(libc::EIO)));
+        rig.device.set_faults(Faults { shorts: u16::MAX, once, ..Faults::default() });
+        let buf = rig.engine.buffer(range).unwrap();
+        assert!(rig.engine.submit(Io { op: Op::Read, flags, range }, buf, 2).is_ok());
+        rig.settle().pop().map(|(_, result)| result)
+    };
+    let is_short = |result| matches!(result, Some(Ok(done)) if done < range.len);
+    assert!((1..10).any(|at| is_short(read(Flags::NONE, at))));
+    assert!((1..10).all(|at| !is_short(read(Flags::WHOLE, at))));
 }

@@ -144,6 +144,9 @@ fn cache<M: Map>(device: &Device<M>, header: &RequestHeader) -> Asked {
 #[inline]
 fn flags(op: Op, wire_flags: u16) -> Flags {
     let mut flags = Flags::NONE;
+    if matches!(op, Op::Read | Op::Write) {
+        flags = flags.with(Flags::WHOLE);
+    }
     if op.changes() && wire_flags & wire::CMD_FLAG_FUA != 0 {
         flags = flags.with(Flags::DSYNC);
     }
