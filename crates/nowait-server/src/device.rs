@@ -46,6 +46,13 @@ impl<M: Map> Device<M> {
         !bytes.is_empty() && there.zip(bytes).all(|(forbidden, byte)| forbidden == byte)
     }
 
+    /// As [`Device::new`], with workers that somebody else has made.
+    #[cfg(feature = "sim")]
+    pub(crate) fn with_workers(disk: Arc<Disk<M>>, workers: Workers) -> Self {
+        let (name, description) = (String::new(), String::new());
+        Self { disk, workers, name, description, forbidden: &[] }
+    }
+
     /// The image.
     #[must_use]
     pub fn disk(&self) -> &Arc<Disk<M>> {

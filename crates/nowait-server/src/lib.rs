@@ -13,3 +13,5 @@ pub use nbd::{
     Clients, Credentials, Export, Listener, Options, QueueKind, Server, Stopped, Stopper, Tls,
     TlsError,
 };
+#[cfg(feature = "sim")]
+pub use nbd::{Mistake, Simulated, make};

@@ -9,6 +9,7 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 use clap::Parser;
 use indicatif::{ProgressBar, ProgressStyle};
 use nowait_sim::run::{self, Failure, Plan};
+use nowait_sim::scenario::Mode;
 use nowait_sim::trace;
 use nowait_sim::world::Counts;
 
@@ -25,11 +26,15 @@ struct Args {
     /// Steps of each seed.
     #[arg(long, default_value_t = 10_000)]
     steps: u64,
+    /// What is asked: engine, server, or both, one seed in four of which is a server's.
+    #[arg(long, default_value = "both")]
+    mode: String,
     /// How long seed after seed is run; without it, one seed.
     #[arg(long)]
     seconds: Option<u64>,
-    /// Makes a mistake on purpose: drop-flush, complete-before-data, free-slot-twice,
-    /// reply-from-stale-buffer, forget-range-lock.
+    /// Makes a mistake on purpose. In the engine: drop-flush, complete-before-data,
+    /// free-slot-twice, reply-from-stale-buffer, forget-range-lock. In the server:
+    /// reply-from-old-buffer, reply-twice, lose-at-disconnect.
     #[arg(long, value_name = "MISTAKE")]
     r#break: Option<String>,
     /// Prints a failure as it is, without looking for fewer steps.
@@ -70,8 +75,15 @@ fn start(args: &Args) -> Result<bool, String> {
             }
         });
     }
-    let seed = args.seed.unwrap_or_else(fresh_seed);
-    Ok(run_seeds(seed, args, |seed| Plan { broken, ..Plan::new(seed, args.steps) }))
+    let only = Mode::ALL.into_iter().find(|mode| mode.name() == args.mode);
+    if only.is_none() && args.mode != "both" {
+        return Err(format!("{}: no such mode", args.mode));
+    }
+    let plan = |seed| {
+        let mode = only.unwrap_or_else(|| Mode::of(seed));
+        Plan { broken, ..Plan::new(mode, seed, args.steps) }
+    };
+    Ok(run_seeds(args.seed.unwrap_or_else(fresh_seed), args, plan))
 }
 
 fn fresh_seed() -> u64 {

@@ -7,7 +7,7 @@
 //! flight nor a power cut.
 //! Rules of docs/contract.md: C17 and C18 (what a read finds), C24, C28 and C49 (what a power cut
 //! leaves), C52 (discard and zeroes), C54 (overlapping requests), C55 and C56.
-//! Knows: pattern. Known by: world.
+//! Knows: pattern. Known by: judge.
 
 use std::fmt;
 use std::rc::Rc;
@@ -293,6 +293,12 @@ impl Model {
             }
         }
         Ok(())
+    }
+
+    /// The device ends at byte `size` from now on, and is opened anew: nothing is in flight.
+    pub fn shrink(&mut self, size: u64) {
+        self.size = self.size.min(size);
+        self.cells.truncate(self.size.div_ceil(self.grain) as usize);
     }
 
     /// Whether something in the blocks of `range` is not durable: then all of what they hold was

@@ -3,26 +3,50 @@
 //!
 //! Invariant: the same plan gives the same run. A panic in what is simulated is a failure like any
 //! other.
-//! Knows: scenario, world. Known by: trace, main.
+//! Knows: scenario, front, engines, server, world. Known by: trace, main.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use nowait::sim::{Break, Fault, set_break};
+use nowait_server::Mistake;
 
-use crate::scenario::Scenario;
+use crate::engines::Engines;
+use crate::front::Front;
+use crate::scenario::{Mode, Scenario};
+use crate::server::Server;
 use crate::world::{Counts, World};
+
+/// What is done wrong on purpose.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Broken {
+    /// The engine, or the device.
+    Engine(Break),
+    /// The server.
+    Server(Mistake),
+}
+
+impl Broken {
+    /// Everything that can be.
+    #[must_use]
+    pub fn all() -> Vec<Self> {
+        let engine = Break::ALL.into_iter().map(Self::Engine);
+        engine.chain(Mistake::ALL.into_iter().map(Self::Server)).collect()
+    }
+}
 
 /// What is run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
+    /// What is asked.
+    pub mode: Mode,
     /// The seed.
     pub seed: u64,
     /// The numbers of its steps, in order.
     pub steps: Vec<u64>,
     /// A mistake that is made on purpose.
-    pub broken: Option<Break>,
+    pub broken: Option<Broken>,
     /// The only thing that goes wrong, and with which of the device's operations. `None`: what
     /// the seed says.
     pub once: Option<(u64, Fault)>,
@@ -31,14 +55,14 @@ pub struct Plan {
 impl Plan {
     /// The first `steps` steps of `seed`.
     #[must_use]
-    pub fn new(seed: u64, steps: u64) -> Self {
-        Self { seed, steps: (0..steps).collect(), broken: None, once: None }
+    pub fn new(mode: Mode, seed: u64, steps: u64) -> Self {
+        Self { mode, seed, steps: (0..steps).collect(), broken: None, once: None }
     }
 
     /// What the seed stands for, in this plan.
     #[must_use]
     pub fn scenario(&self) -> Scenario {
-        let mut scenario = Scenario::of(self.seed);
+        let mut scenario = Scenario::of(self.mode, self.seed);
         if self.once.is_some() {
             scenario = scenario.without_faults();
             scenario.faults.once = self.once;
@@ -72,15 +96,23 @@ pub fn keep_panics() {
 /// # Errors
 /// What was wrong, and when.
 pub fn run(plan: &Plan) -> Result<Counts, Failure> {
-    set_break(plan.broken);
-    let result = run_unbroken(plan);
+    match plan.broken {
+        Some(Broken::Engine(broken)) => set_break(Some(broken)),
+        Some(Broken::Server(mistake)) => nowait_server::make(Some(mistake)),
+        None => {}
+    }
+    let result = match plan.mode {
+        Mode::Engine => run_in::<Engines>(plan),
+        Mode::Server => run_in::<Server>(plan),
+    };
     set_break(None);
+    nowait_server::make(None);
     result
 }
 
-fn run_unbroken(plan: &Plan) -> Result<Counts, Failure> {
+fn run_in<F: Front>(plan: &Plan) -> Result<Counts, Failure> {
     let scenario = plan.scenario();
-    let mut world = World::new(scenario.clone())
+    let mut world = World::<F>::new(scenario.clone())
         .map_err(|error| Failure { step: None, what: error.to_string() })?;
     let mut now = None;
     let ran = catch_unwind(AssertUnwindSafe(|| {

@@ -10,9 +10,40 @@ use nowait::{Alignment, Config, Direct, Flags, Op, Range};
 /// The longest request, in bytes.
 pub const MAX_REQUEST_BYTES: u64 = 64 << 10;
 
+/// What is asked.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Mode {
+    /// Engines.
+    Engine,
+    /// A server, through sockets.
+    Server,
+}
+
+impl Mode {
+    /// Every mode.
+    pub const ALL: [Self; 2] = [Self::Engine, Self::Server];
+
+    /// What it is called.
+    #[must_use]
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Engine => "engine",
+            Self::Server => "server",
+        }
+    }
+
+    /// The one for `seed`, where there is a choice: one seed in four is a server's.
+    #[must_use]
+    pub fn of(seed: u64) -> Self {
+        if Random::part(seed, u64::MAX - 2).below(4) == 0 { Self::Server } else { Self::Engine }
+    }
+}
+
 /// What a seed stands for.
 #[derive(Clone, Debug)]
 pub struct Scenario {
+    /// What is asked.
+    pub mode: Mode,
     /// The seed.
     pub seed: u64,
     /// The device, and its luck.
@@ -25,8 +56,8 @@ pub struct Scenario {
     pub direct: Direct,
     /// Requests begin and end at multiples of so many bytes.
     pub grain: u64,
-    /// Engines on the device, each of which could be a thread's.
-    pub engines: u64,
+    /// Engines on the device, or threads of the server.
+    pub parts: u64,
     /// Workers that run at the same time.
     pub workers: usize,
     /// Bytes of the part of the device that most requests go to.
@@ -37,6 +68,8 @@ pub struct Scenario {
     cuts: u16,
     /// How often in 65536 steps the device stops answering, or begins again.
     silences: u16,
+    /// How often in 65536 steps the device loses its end.
+    shrinks: u16,
 }
 
 /// A request of a client.
@@ -55,12 +88,20 @@ pub struct Asked {
 /// One step of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// A client asks an engine.
+    /// A client asks.
     Ask(Asked),
-    /// An engine looks at its queue.
+    /// An engine looks at its queue, or a thread takes a turn.
     Poll,
-    /// An engine waits.
+    /// The same, and waits before if there is nothing to do.
     Wait,
+    /// Another client connects.
+    Connect,
+    /// A client sends some of what it has asked.
+    Send,
+    /// A client receives something.
+    Receive,
+    /// A client leaves.
+    Leave(Leaving),
     /// A worker goes on.
     Work,
     /// The power fails, and the device is opened anew.
@@ -71,6 +112,20 @@ pub enum Action {
     FallSilent,
     /// It begins again.
     Answer,
+    /// The device loses its end.
+    Shrink,
+}
+
+/// How a client leaves.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Leaving {
+    /// It says goodbye, and waits for what it has asked.
+    Goodbye,
+    /// It sends nothing more, not even the rest of what it has begun to send, and waits for what
+    /// it has asked.
+    HalfClose,
+    /// It is gone.
+    Abrupt,
 }
 
 /// A step, with the chance of its own.
@@ -78,8 +133,8 @@ pub enum Action {
 pub struct Step {
     /// What happens.
     pub action: Action,
-    /// The engine concerned.
-    pub engine: usize,
+    /// The engine or thread concerned.
+    pub part: usize,
     /// What is still open: where memory lies, who works, what the device does.
     pub random: Random,
 }
@@ -87,7 +142,7 @@ pub struct Step {
 impl Scenario {
     /// The scenario of `seed`.
     #[must_use]
-    pub fn of(seed: u64) -> Self {
+    pub fn of(mode: Mode, seed: u64) -> Self {
         let mut random = Random::part(seed, u64::MAX);
         let block = [512, 4096].get(random.below(2) as usize).copied().unwrap_or(512);
         let memory = random.pick(&[4, 512, block]).unwrap_or(512);
@@ -106,6 +161,7 @@ impl Scenario {
         }
         let whole = grain.is_multiple_of(u64::from(block));
         Self {
+            mode,
             seed,
             device: SimOptions {
                 seed,
@@ -123,12 +179,13 @@ impl Scenario {
             config: config(&mut random),
             direct,
             grain,
-            engines: 1 + random.below(3),
+            parts: 1 + random.below(3),
             workers: 1 + random.below(6) as usize,
             hot: (bytes / (1 + random.below(16))).max(grain),
             usual: if whole { 4 * u64::from(block) } else { 3000.min(64 * grain) },
             cuts: random.pick(&[0, 40, 100, 400]).unwrap_or(0),
             silences: random.pick(&[0, 0, 0, 100]).unwrap_or(0),
+            shrinks: random.pick(&[0, 0, 0, 0, 0, 0, 0, 20]).unwrap_or(0),
         }
     }
 
@@ -136,7 +193,7 @@ impl Scenario {
     #[must_use]
     pub fn without_faults(mut self) -> Self {
         self.faults = Faults { rot: self.faults.rot, ..Faults::default() };
-        self.silences = 0;
+        (self.silences, self.shrinks) = (0, 0);
         self
     }
 
@@ -144,19 +201,52 @@ impl Scenario {
     #[must_use]
     pub fn step(&self, n: u64) -> Step {
         let mut random = Random::part(self.seed, n);
-        let engine = random.below(self.engines) as usize;
-        let action = match random.next() & 0xffff {
-            0..36_000 => Action::Ask(self.asked(&mut random)),
+        let part = random.below(self.parts) as usize;
+        let drawn = random.next() & 0xffff;
+        let usual = match self.mode {
+            Mode::Engine => self.engine_action(drawn, &mut random),
+            Mode::Server => self.server_action(drawn, &mut random),
+        };
+        let action = usual.unwrap_or_else(|| self.device_action(&mut random));
+        Step { action, part, random }
+    }
+
+    fn engine_action(&self, drawn: u64, random: &mut Random) -> Option<Action> {
+        Some(match drawn {
+            0..36_000 => Action::Ask(self.asked(random)),
             36_000..48_000 => Action::Poll,
             48_000..50_000 => Action::Wait,
             50_000..64_000 => Action::Work,
-            _ if random.chance(self.cuts.saturating_mul(40)) => Action::Cut,
-            _ if random.chance(400) => Action::Reopen,
-            _ if random.chance(self.silences.saturating_mul(8)) => Action::FallSilent,
-            _ if self.silences > 0 => Action::Answer,
-            _ => Action::Work,
-        };
-        Step { action, engine, random }
+            _ => return None,
+        })
+    }
+
+    fn server_action(&self, drawn: u64, random: &mut Random) -> Option<Action> {
+        Some(match drawn {
+            0..24_000 => Action::Ask(self.asked(random)),
+            24_000..36_000 => Action::Poll,
+            36_000..38_000 => Action::Wait,
+            38_000..43_000 => Action::Send,
+            43_000..53_000 => Action::Receive,
+            53_000..63_000 => Action::Work,
+            63_000..63_600 => Action::Connect,
+            63_600..64_000 => {
+                let all = [Leaving::Goodbye, Leaving::HalfClose, Leaving::Abrupt];
+                Action::Leave(random.pick(&all).unwrap_or(Leaving::Abrupt))
+            }
+            _ => return None,
+        })
+    }
+
+    fn device_action(&self, random: &mut Random) -> Action {
+        match () {
+            () if random.chance(self.cuts.saturating_mul(40)) => Action::Cut,
+            () if random.chance(400) => Action::Reopen,
+            () if random.chance(self.shrinks.saturating_mul(40)) => Action::Shrink,
+            () if random.chance(self.silences.saturating_mul(8)) => Action::FallSilent,
+            () if self.silences > 0 => Action::Answer,
+            () => Action::Work,
+        }
     }
 
     fn asked(&self, random: &mut Random) -> Asked {
@@ -224,6 +314,7 @@ fn faults(random: &mut Random) -> Faults {
         refusals: times(2000),
         interrupts: times(100),
         full: times(2000),
+        kicks: times(40),
         rot: 0,
         once: None,
     };
@@ -257,15 +348,17 @@ mod tests {
 
     #[test]
     fn the_same_seed_and_number_give_the_same_step() {
-        let (one, other) = (Scenario::of(9), Scenario::of(9));
+        let (one, other) = (Scenario::of(Mode::Engine, 9), Scenario::of(Mode::Engine, 9));
         assert!((0..1000).all(|n| one.step(n).action == other.step(n).action));
-        assert!((0..1000).any(|n| one.step(n).action != Scenario::of(10).step(n).action));
+        assert!(
+            (0..1000).any(|n| one.step(n).action != Scenario::of(Mode::Engine, 10).step(n).action)
+        );
     }
 
     #[test]
     fn requests_are_whole_cells_but_for_the_last() {
         for seed in 0..50 {
-            let scenario = Scenario::of(seed);
+            let scenario = Scenario::of(Mode::of(seed), seed);
             for n in 0..2000 {
                 let Action::Ask(asked) = scenario.step(n).action else { continue };
                 let Range { pos, len } = asked.range;

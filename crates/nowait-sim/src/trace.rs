@@ -6,31 +6,36 @@
 use std::fmt::Write;
 
 use nowait::sim::{Break, Fault};
+use nowait_server::Mistake;
 
-use crate::run::Plan;
+use crate::run::{Broken, Plan};
+use crate::scenario::Mode;
 
 /// The name under which a mistake is asked for.
 #[must_use]
-pub fn name_of(broken: Break) -> &'static str {
+pub fn name_of(broken: Broken) -> &'static str {
     match broken {
-        Break::DropFlush => "drop-flush",
-        Break::CompleteBeforeData => "complete-before-data",
-        Break::FreeSlotTwice => "free-slot-twice",
-        Break::ReplyFromStaleBuffer => "reply-from-stale-buffer",
-        Break::ForgetRangeLock => "forget-range-lock",
+        Broken::Engine(Break::DropFlush) => "drop-flush",
+        Broken::Engine(Break::CompleteBeforeData) => "complete-before-data",
+        Broken::Engine(Break::FreeSlotTwice) => "free-slot-twice",
+        Broken::Engine(Break::ReplyFromStaleBuffer) => "reply-from-stale-buffer",
+        Broken::Engine(Break::ForgetRangeLock) => "forget-range-lock",
+        Broken::Server(Mistake::ReplyFromOldBuffer) => "reply-from-old-buffer",
+        Broken::Server(Mistake::ReplyTwice) => "reply-twice",
+        Broken::Server(Mistake::LoseAtDisconnect) => "lose-at-disconnect",
     }
 }
 
 /// The mistake of that name.
 #[must_use]
-pub fn break_of(name: &str) -> Option<Break> {
-    Break::ALL.into_iter().find(|&broken| name_of(broken) == name)
+pub fn break_of(name: &str) -> Option<Broken> {
+    Broken::all().into_iter().find(|&broken| name_of(broken) == name)
 }
 
 /// `plan`, one line for each of its parts.
 #[must_use]
 pub fn write(plan: &Plan) -> String {
-    let mut text = format!("seed {}\n", plan.seed);
+    let mut text = format!("mode {}\nseed {}\n", plan.mode.name(), plan.seed);
     if let Some(broken) = plan.broken {
         let _ = writeln!(text, "break {}", name_of(broken));
     }
@@ -53,10 +58,11 @@ pub fn write(plan: &Plan) -> String {
 /// The plan that `text` is of; lines beginning with `#` are passed over. `None` when it is of none.
 #[must_use]
 pub fn read(text: &str) -> Option<Plan> {
-    let mut plan = Plan::new(0, 0);
+    let mut plan = Plan::new(Mode::Engine, 0, 0);
     for line in text.lines().filter(|line| !line.starts_with('#') && !line.trim().is_empty()) {
         let (word, rest) = line.trim().split_once(' ')?;
         match word {
+            "mode" => plan.mode = Mode::ALL.into_iter().find(|mode| mode.name() == rest)?,
             "seed" => plan.seed = rest.parse().ok()?,
             "break" => plan.broken = Some(break_of(rest)?),
             "fault" => {
@@ -86,7 +92,7 @@ pub fn describe(plan: &Plan) -> String {
     let mut text = String::new();
     for &n in &plan.steps {
         let step = scenario.step(n);
-        let _ = writeln!(text, "# {n}: engine {}: {:?}", step.engine, step.action);
+        let _ = writeln!(text, "# {n}: part {}: {:?}", step.part, step.action);
     }
     text
 }
@@ -99,10 +105,11 @@ mod tests {
     fn a_plan_is_read_back_as_it_was_written() {
         for (broken, once) in [
             (None, None),
-            (Some(Break::DropFlush), Some((7, Fault::Short))),
-            (Some(Break::ForgetRangeLock), Some((1, Fault::Errno(5)))),
+            (Some(Broken::Engine(Break::DropFlush)), Some((7, Fault::Short))),
+            (Some(Broken::Server(Mistake::ReplyTwice)), Some((1, Fault::Errno(5)))),
         ] {
-            let plan = Plan { seed: 99, steps: vec![0, 4, 5, 6, 9], broken, once };
+            let plan =
+                Plan { mode: Mode::Server, seed: 99, steps: vec![0, 4, 5, 6, 9], broken, once };
             let text = write(&plan) + &describe(&plan);
             assert_eq!(read(&text), Some(plan), "{text}");
         }

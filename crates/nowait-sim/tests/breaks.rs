@@ -4,7 +4,9 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
 use nowait::sim::Break;
-use nowait_sim::run::{Plan, run};
+use nowait_server::Mistake;
+use nowait_sim::run::{Broken, Plan, run};
+use nowait_sim::scenario::Mode;
 use nowait_sim::trace::name_of;
 
 /// Steps within which a mistake is found, in seeds of so many each.
@@ -13,57 +15,70 @@ const SEED_STEPS: u64 = 1000;
 
 /// Whether the seed of the mistake ends with a finding, in a process of its own: some mistakes write to
 /// memory that was given back, and the allocator may be the first to notice.
-fn fails(broken: Break, seed: u64) -> bool {
-    let steps = SEED_STEPS.to_string();
+fn fails(broken: Broken, seed: u64) -> bool {
+    let mode = match broken {
+        Broken::Engine(_) => Mode::Engine,
+        Broken::Server(_) => Mode::Server,
+    };
+    let (seed, steps) = (seed.to_string(), SEED_STEPS.to_string());
     let run = Command::new(env!("CARGO_BIN_EXE_nowait-sim"))
-        .args([
-            "--seed",
-            &seed.to_string(),
-            "--steps",
-            &steps,
-            "--break",
-            name_of(broken),
-            "--whole",
-        ])
+        .args(["--mode", mode.name(), "--seed", &seed, "--steps", &steps])
+        .args(["--break", name_of(broken), "--whole"])
         .output()
         .unwrap();
     assert!(matches!(run.status.code(), None | Some(0 | 1)), "{run:?}");
     run.status.signal().is_some() || !run.status.success()
 }
 
-fn is_found(broken: Break) {
+fn is_found(broken: Broken) {
     let found = (0..STEPS / SEED_STEPS).any(|seed| fails(broken, seed));
     assert!(found, "{broken:?} was not found within {STEPS} steps");
 }
 
 #[test]
 fn without_a_mistake_nothing_is_found() {
-    for plan in (0..STEPS / SEED_STEPS).map(|seed| Plan::new(seed, SEED_STEPS)) {
+    let plans = |mode| (0..STEPS / SEED_STEPS).map(move |seed| Plan::new(mode, seed, SEED_STEPS));
+    for plan in Mode::ALL.into_iter().flat_map(plans) {
         assert!(run(&plan).is_ok_and(|counts| counts.requests > 50), "{plan:?}");
     }
 }
 
 #[test]
 fn a_flush_that_is_not_made_is_found() {
-    is_found(Break::DropFlush);
+    is_found(Broken::Engine(Break::DropFlush));
 }
 
 #[test]
 fn a_completion_before_the_data_is_found() {
-    is_found(Break::CompleteBeforeData);
+    is_found(Broken::Engine(Break::CompleteBeforeData));
 }
 
 #[test]
 fn a_slot_that_is_freed_twice_is_found() {
-    is_found(Break::FreeSlotTwice);
+    is_found(Broken::Engine(Break::FreeSlotTwice));
 }
 
 #[test]
 fn a_reply_from_a_stale_buffer_is_found() {
-    is_found(Break::ReplyFromStaleBuffer);
+    is_found(Broken::Engine(Break::ReplyFromStaleBuffer));
 }
 
 #[test]
 fn a_range_lock_that_is_forgotten_is_found() {
-    is_found(Break::ForgetRangeLock);
+    is_found(Broken::Engine(Break::ForgetRangeLock));
+}
+
+#[test]
+fn a_read_that_is_answered_from_the_buffer_of_another_is_found() {
+    is_found(Broken::Server(Mistake::ReplyFromOldBuffer));
+}
+
+#[test]
+fn a_request_that_is_answered_twice_is_found() {
+    is_found(Broken::Server(Mistake::ReplyTwice));
+}
+
+#[test]
+fn a_request_that_is_lost_when_its_client_hangs_up_is_found() {
+    is_found(Broken::Server(Mistake::LoseAtDisconnect));
 }

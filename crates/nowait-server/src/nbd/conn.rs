@@ -3,15 +3,15 @@
 //! Invariant: what a client makes the server hold is bounded: `MAX_REQUESTS` requests and its share
 //! of the thread's memory for payload, counted until the reply has left. Beyond that its socket is
 //! not read.
-//! Knows: credentials, handshake, reply, door, respond, tls, seats, patience, share, portion.
-//! Known by:
-//! entrance, group, turn, parse.
+//! Knows: breaks, credentials, handshake, reply, door, respond, tls, seats, patience, share, portion.
+//! Known by: entrance, group, turn, parse.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
 
 use nowait::Buf;
 
+use super::breaks::{self, Mistake};
 use super::credentials::Credentials;
 use super::door::Dialect;
 use super::handshake::{Handshake, Negotiated, Secrecy};
@@ -243,7 +243,10 @@ impl Conn {
     pub(crate) fn is_over(&self) -> bool {
         match self.input {
             Input::Open | Input::Stalled => false,
-            Input::Ended => self.in_flight == 0 && !self.has_unsent(),
+            Input::Ended => {
+                let done = self.in_flight == 0 || breaks::makes(Mistake::LoseAtDisconnect);
+                done && !self.has_unsent()
+            }
             Input::Broken => self.in_flight == 0,
         }
     }

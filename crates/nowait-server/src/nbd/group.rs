@@ -136,6 +136,25 @@ impl Post {
         }
     }
 
+    /// A post for a thread of which nobody knows, which serves `device` alone.
+    #[cfg(feature = "sim")]
+    pub(crate) fn simulated(
+        device: Arc<dyn Exported>,
+        config: nowait::Config,
+    ) -> Result<Self, Error> {
+        let options = Options {
+            queues: 1,
+            kind: super::QueueKind::Threads,
+            config,
+            tls: super::Tls::Off,
+            max_connections: 64,
+        };
+        let (events, _) = std::sync::mpsc::channel();
+        let shared = Arc::new(Shared::new([device], options, events));
+        let (inbox, listeners) = (Arc::new(Inbox::new()?), Vec::new());
+        Ok(Self { shared, export: 0, queue: 0, inbox, listeners, ready: None })
+    }
+
     fn hold(self, device: Arc<dyn Exported>) {
         let shared = self.shared.clone();
         let event = match device.serve(self) {

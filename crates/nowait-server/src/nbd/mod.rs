@@ -4,6 +4,7 @@
 //! export's; threads share the device and nothing else but their inboxes.
 //! Knows: device, and the modules here. Known by: the command.
 
+mod breaks;
 mod wire;
 mod head;
 mod context;
@@ -39,6 +40,11 @@ use group::{Event, Exported, Post, Shared};
 use handshake::ExportInfo;
 pub use listener::Listener;
 use turn::Thread;
+#[cfg(feature = "sim")]
+pub use {
+    breaks::{Mistake, make},
+    turn::Simulated,
+};
 
 /// How transfers get to the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

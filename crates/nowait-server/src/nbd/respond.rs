@@ -2,10 +2,11 @@
 //!
 //! Invariant: all chunks of a reply are pushed at once, the last one is marked as such and no other
 //! is; together they cover exactly what was asked for.
-//! Knows: wire, context, head, reply, device. Known by: conn, parse.
+//! Knows: breaks, wire, context, head, reply, device. Known by: conn, parse.
 
 use nowait::{Buf, Completion, Io, Map, Op, Range, Span};
 
+use super::breaks::{self, Mistake};
 use super::context::{Context, Contexts};
 use super::head::{Answer, ExtentList, Place, ReplyHead};
 use super::reply::{Body, Chunk, Chunks, MAX_CHUNKS, Out};
@@ -112,7 +113,8 @@ pub(crate) fn ended<M: Map>(
     }
     let Io { op, range, .. } = completion.io;
     match (op, completion.buf) {
-        (Op::Read, Some(buf)) if range.len > 0 => {
+        (Op::Read, Some(mut buf)) if range.len > 0 => {
+            breaks::spoil(&mut buf);
             if range.len >= SPLIT_FROM_BYTES
                 && may_leave_out(mode, header)
                 && let Some(list) = split(Answer::to(mode, header), device, range, start)
@@ -127,6 +129,10 @@ pub(crate) fn ended<M: Map>(
             out.push(head, body, request.held);
         }
         (Op::Status, _) => status(out, mode, request, spans),
+        (Op::Flush, _) if breaks::makes(Mistake::ReplyTwice) => {
+            out.push(plain(mode, header, 0), Body::None, 0);
+            out.push(plain(mode, header, 0), Body::None, request.held);
+        }
         _ => out.push(plain(mode, header, 0), Body::None, request.held),
     }
 }

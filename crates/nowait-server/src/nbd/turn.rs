@@ -6,6 +6,9 @@
 //! loses itself, never another one.
 //! Knows: every module here. Known by: mod.
 
+#[cfg(feature = "sim")]
+mod sim;
+
 use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Instant;
@@ -25,6 +28,9 @@ use super::share::Store;
 use super::spin::Spin;
 use super::tls::Channel;
 use crate::device::Device;
+
+#[cfg(feature = "sim")]
+pub use sim::Simulated;
 
 /// Bytes received with one system call, beside the payload of a large write.
 const RECEIVE_BYTES: usize = 256 << 10;
@@ -135,17 +141,23 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             }
             self.wait()?;
             self.end_late_handshakes();
-            self.take_events();
-            if !self.look_at_little() {
-                self.look_at_much();
-            }
-            // What was just submitted may have ended at once, and its replies may be sent now.
-            self.engine.poll_watched(&mut |token, bits| self.events.push((token, bits)))?;
-            self.complete();
-            self.look_at_little();
-            self.look_at_much();
-            self.inbox.say_requests(self.asked.len());
+            self.take_turn()?;
         }
+    }
+
+    /// Does what there is to do.
+    fn take_turn(&mut self) -> Result<(), Error> {
+        self.take_events();
+        if !self.look_at_little() {
+            self.look_at_much();
+        }
+        // What was just submitted may have ended at once, and its replies may be sent now.
+        self.engine.poll_watched(&mut |token, bits| self.events.push((token, bits)))?;
+        self.complete();
+        self.look_at_little();
+        self.look_at_much();
+        self.inbox.say_requests(self.asked.len());
+        Ok(())
     }
 
     /// Sleeps until there is something to do, unless there is already.

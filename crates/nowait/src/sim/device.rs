@@ -90,7 +90,8 @@ impl SimDevice {
         }
     }
 
-    /// The device ends at byte `bytes` from now on, a multiple of its alignment.
+    /// The device ends at byte `bytes` from now on, a multiple of its alignment. Whoever has
+    /// opened it before may ask for what is gone; whoever does later knows better.
     pub fn shrink(&self, bytes: u64) {
         self.lock().media.shrink(bytes);
     }
@@ -111,9 +112,10 @@ impl SimDevice {
         self.lock().power = Power::On;
     }
 
-    /// A place for the reports of a new queue.
+    /// A place for the reports of a new queue, whose owner knows the size of now.
     pub(crate) fn add_queue(&self) -> usize {
         let mut state = self.lock();
+        state.options.bytes = state.media.size();
         let place = state.ended.iter().position(Option::is_none).unwrap_or(state.ended.len());
         if place == state.ended.len() {
             state.ended.push(None);
@@ -137,6 +139,12 @@ impl SimDevice {
     pub(crate) fn is_full(&self) -> bool {
         let state = &mut *self.lock();
         state.random.chance(state.faults.full)
+    }
+
+    /// Whether a hand-over fails.
+    pub(crate) fn refuses_kick(&self) -> bool {
+        let state = &mut *self.lock();
+        state.random.chance(state.faults.kicks)
     }
 
     /// Takes transfers of `queue` in.
@@ -239,8 +247,10 @@ impl SimDevice {
             if !able {
                 return Err(libc::EOPNOTSUPP);
             }
-            if range.end() > state.media.size() {
+            if range.end() > state.options.bytes {
                 state.violation(format!("{range:?} is zeroed, which reaches behind the end"));
+            }
+            if range.end() > state.media.size() {
                 return Err(libc::ENOSPC);
             }
             let change = state.media.zero(range, keep).ok_or(libc::ENOSPC)?;

@@ -29,6 +29,8 @@ pub struct Faults {
     pub interrupts: u16,
     /// A queue has no room before the next hand-over.
     pub full: u16,
+    /// A hand-over fails with [`KICK_ERRNO`], and nothing of it was started.
+    pub kicks: u16,
     /// A sector that was not durable when the power failed holds garbage.
     pub rot: u16,
     /// One fault at the operation with this number; the first one is 1.
@@ -37,6 +39,9 @@ pub struct Faults {
 
 /// What storage says when it fails.
 pub const ERRNOS: [i32; 3] = [libc::EIO, libc::ENOSPC, libc::ENOMEM];
+
+/// What a hand-over fails with.
+pub const KICK_ERRNO: i32 = libc::ENOMEM;
 
 /// What a fault may befall.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -18,7 +18,7 @@ mod queue;
 pub use crate::breaks::{Break, set as set_break};
 pub use crate::pause::set as set_pause;
 pub use device::SimDevice;
-pub use fault::{ERRNOS, Fault, Faults};
+pub use fault::{ERRNOS, Fault, Faults, KICK_ERRNO};
 pub use queue::Sim;
 pub use random::Random;
 pub use state::SimOptions;

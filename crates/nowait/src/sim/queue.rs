@@ -10,7 +10,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use super::device::SimDevice;
-use crate::error::Error;
+use super::fault::KICK_ERRNO;
+use crate::error::{Doing, Error};
 use crate::io::{Outcome, Transfer};
 use crate::queue::{Epoll, Interest, Queue, QueueFull, Token};
 
@@ -59,6 +60,9 @@ impl Queue for Sim {
 
     fn kick(&mut self) -> Result<(), Error> {
         if !self.placed.is_empty() {
+            if self.device.refuses_kick() {
+                return Err(Error::new(KICK_ERRNO, Doing::Wait));
+            }
             // SAFETY: whoever placed them promised it.
             unsafe { self.device.start(self.number, &mut self.placed) };
         }
