@@ -1,10 +1,11 @@
-//! A server of a qcow2 image that is killed again and again while clients write to it.
+//! A server of a qcow2 overlay that is killed again and again while clients write to it.
 //!
 //! Invariant: every sector says which write it is from; requests in flight share none, so for each
 //! sector it is known which write it has to be from at least, and at most.
 //! Knows: the wire, the library that looks into images. Known by: nobody.
 
 use std::collections::HashMap;
+use std::fs;
 use std::ops::Range;
 use std::path::Path;
 use std::thread;
@@ -51,7 +52,7 @@ enum Flight {
     },
 }
 
-/// What a write with this number puts into a sector.
+/// What a write with this number puts into a sector; 0 is what the backing file has there.
 fn stamp(sector: usize, number: u32) -> [u8; SECTOR_BYTES as usize] {
     let mut bytes = [0; SECTOR_BYTES as usize];
     for (index, eight) in bytes.chunks_exact_mut(8).enumerate() {
@@ -137,10 +138,7 @@ impl Disk {
                 (least..=most).contains(&number),
                 "sector {sector} is from write {number}, is to be from {least} to {most}"
             );
-            let whole = match number {
-                0 => bytes.iter().all(|&byte| byte == 0),
-                number => bytes == stamp(sector, number),
-            };
+            let whole = bytes == stamp(sector, number);
             assert!(whole, "sector {sector} is not as write {number} left it");
             for numbers in [&mut self.kept, &mut self.answered, &mut self.sent] {
                 numbers[sector] = number;
@@ -164,10 +162,13 @@ fn a_killed_server_leaves_no_corruption_and_all_that_was_flushed() {
         return;
     }
     let scratch = Scratch::new();
-    let image = scratch.join("disk.qcow2");
-    // Small clusters, so that tables of all kinds are made again and again.
-    let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=4096"];
-    tool("qemu-img").args(create).arg(&image).arg(DISK_BYTES.to_string()).succeeds();
+    let (base, image) = (scratch.join("base.img"), scratch.join("disk.qcow2"));
+    let below: Vec<u8> = (0..SECTORS).flat_map(|sector| stamp(sector, 0)).collect();
+    fs::write(&base, &below).expect("a backing file");
+    // Small clusters, so that tables of all kinds are made again and again; but not so small that
+    // writes seldom leave a part of one to be copied.
+    let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=8192", "-F", "raw", "-b"];
+    tool("qemu-img").args(create).args([&base, &image]).succeeds();
     let mut disk = Disk::new(seed());
     for kill in 0..KILLS {
         let server = Server::start(&image, &["--queues", "2"]);
@@ -187,4 +188,5 @@ fn a_killed_server_leaves_no_corruption_and_all_that_was_flushed() {
         disk.compare(&contents(&image));
     }
     assert!(disk.writes > KILLS, "{} writes were made", disk.writes);
+    assert!(fs::read(&base).expect("the backing file") == below, "the backing file was changed");
 }

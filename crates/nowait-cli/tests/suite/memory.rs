@@ -4,7 +4,7 @@
 //! Knows: the wire. Known by: nobody.
 
 use crate::common::nbd::{Client, Command};
-use crate::common::{GIB, MIB, Scratch, Server};
+use crate::common::{Finished, GIB, MIB, Scratch, Server, require_tool, tool};
 
 const AT_REST_BYTES: u64 = 16 * MIB;
 const UNDER_LOAD_BYTES: u64 = 128 * MIB;
@@ -80,4 +80,40 @@ fn a_write_of_32_mib_needs_at_most_64_mib() {
     let more = setting.server.memory("VmHWM") - before;
     assert!((1..=FOR_ONE_WRITE_BYTES).contains(&more), "{more} bytes more");
     setting.server.stop();
+}
+
+/// Bytes of the disk that are mapped, in an image of 16 times that.
+const MAPPED_BYTES: u64 = 1024 * GIB;
+/// What an open image may need, with what a server at rest does.
+const OPEN_BYTES: u64 = 32 * MIB;
+/// What is remembered of where bytes are, at most, and what else a server needs.
+const REMEMBERED_BYTES: u64 = 32 * MIB + 48 * MIB;
+/// Bytes of the disk that one block of metadata tells of.
+const TOLD_AT_ONCE: u64 = 32 * MIB;
+
+#[test]
+fn an_image_of_16_tib_needs_less_than_32_mib_when_opened_and_a_bounded_amount_when_read() {
+    if !require_tool("qemu-img") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let image = scratch.join("disk.qcow2");
+    let create = ["create", "-q", "-f", "qcow2", "-o", "preallocation=metadata"];
+    tool("qemu-img").args(create).arg(&image).arg(MAPPED_BYTES.to_string()).succeeds();
+    tool("qemu-img").args(["resize", "-q"]).arg(&image).arg("16T").succeeds();
+    let server = Server::start(&image, &["--queues", "1"]);
+    let mut client = server.connect();
+    assert_eq!(client.size, 16 * MAPPED_BYTES);
+    client.write(0, &[1; 4096]).expect("a write");
+    let resident = server.memory("VmHWM");
+    assert!(resident < OPEN_BYTES, "{resident} bytes");
+    // More than can be remembered, so that some of it is forgotten.
+    for at in 0..MAPPED_BYTES / TOLD_AT_ONCE {
+        client.read(at * TOLD_AT_ONCE, 4096).expect("a read");
+    }
+    let resident = server.memory("VmHWM");
+    assert!(resident < REMEMBERED_BYTES, "{resident} bytes");
+    assert_eq!(client.read(0, 4096).as_deref(), Ok(&[1; 4096][..]));
+    drop(client);
+    server.stop();
 }

@@ -52,7 +52,7 @@ impl Place {
 /// in the lower half how often that was changed.
 struct Page {
     stamp: AtomicU64,
-    entries: OnceLock<Box<[AtomicU64]>>,
+    entries: OnceLock<Box<[AtomicU64; WINDOW_GRANULES as usize]>>,
 }
 
 /// What is known, in granules of one size.
@@ -170,12 +170,12 @@ impl Known {
         if old >> 32 == window + 1 {
             return None;
         }
-        let new = || (0..WINDOW_GRANULES).map(|_| AtomicU64::new(UNKNOWN)).collect();
+        let new = || Box::new([const { AtomicU64::new(UNKNOWN) }; WINDOW_GRANULES as usize]);
         let entries = page.entries.get_or_init(new);
         let changes = old.wrapping_add(1) & u64::from(u32::MAX);
         page.stamp.store(changes, Ordering::Relaxed);
         fence(Ordering::Release);
-        for entry in entries {
+        for entry in entries.iter() {
             entry.store(UNKNOWN, Ordering::Relaxed);
         }
         let stamp = (window + 1) << 32 | changes;

@@ -10,6 +10,8 @@ use std::io::{IoSlice, IoSliceMut};
 use nowait::{Buffer, Error, Range, Storage};
 
 use super::parts::{Gather, Scatter, gather, scatter};
+#[cfg(test)]
+use super::tests::journal;
 
 /// Bytes that go through a buffer of aligned memory at once.
 const BOUNCE_BYTES: u64 = 256 << 10;
@@ -104,7 +106,12 @@ impl Medium {
     }
 
     fn put(&self, pos: u64, bufs: &[IoSlice<'_>]) -> Result<(), Error> {
-        self.storage.write_at(bufs, pos)
+        #[cfg(test)]
+        let begun = journal::write(&self.storage, pos, bufs);
+        let done = self.storage.write_at(bufs, pos);
+        #[cfg(test)]
+        journal::ended(&self.storage, begun);
+        done
     }
 
     /// Reads the first and the last block of `blocks`, which begins at `pos`, where the `len`
@@ -139,7 +146,12 @@ impl Medium {
     /// # Errors
     /// What fdatasync(2) said.
     pub(crate) fn sync(&self) -> Result<(), Error> {
-        self.storage.sync()
+        #[cfg(test)]
+        let begun = journal::sync(&self.storage);
+        let done = self.storage.sync();
+        #[cfg(test)]
+        journal::ended(&self.storage, begun);
+        done
     }
 
     /// Makes `range` read as zeros: gives its storage back, or keeps it.
@@ -147,11 +159,15 @@ impl Medium {
     /// # Errors
     /// What fallocate(2) said; `EOPNOTSUPP`.
     pub(crate) fn clear(&self, range: Range, keep: bool) -> Result<(), Error> {
-        let done = if keep { self.storage.zero(range) } else { self.storage.punch(range) };
-        match done {
-            Err(error) if !keep && error.errno() == libc::EOPNOTSUPP => self.storage.zero(range),
-            done => done,
+        #[cfg(test)]
+        let begun = journal::clear(&self.storage, range);
+        let mut done = if keep { self.storage.zero(range) } else { self.storage.punch(range) };
+        if !keep && done.is_err_and(|error| error.errno() == libc::EOPNOTSUPP) {
+            done = self.storage.zero(range);
         }
+        #[cfg(test)]
+        journal::ended(&self.storage, begun);
+        done
     }
 
     /// Makes the file `bytes` long.
@@ -159,6 +175,11 @@ impl Medium {
     /// # Errors
     /// What ftruncate(2) said.
     pub(crate) fn set_len(&self, bytes: u64) -> Result<(), Error> {
-        self.storage.set_len(bytes)
+        #[cfg(test)]
+        let begun = journal::set_len(&self.storage, bytes);
+        let done = self.storage.set_len(bytes);
+        #[cfg(test)]
+        journal::ended(&self.storage, begun);
+        done
     }
 }

@@ -16,6 +16,8 @@ mod layers;
 mod busy;
 mod image;
 mod write;
+#[cfg(test)]
+mod tests;
 
 use std::sync::Arc;
 use std::thread::JoinHandle;
@@ -101,31 +103,37 @@ impl Drop for Keeper {
 /// possible; that it is not qcow2.
 pub fn open(chain: Chain, options: ServeOptions) -> Result<(Disk<Qcow2>, Keeper), ImageError> {
     let top = chain.top();
-    let Content::Qcow2 { header, .. } = &top.content else {
-        return Err(ImageError::refused(top.file.path(), "it is no qcow2 image"));
-    };
-    let header = Header::clone(header);
     let direct = agree_on_direct(&chain, options)?;
     let options = ServeOptions { direct, ..options };
-    let store = Arc::new(open_store(top, &header, options)?);
-    let mut below = Vec::new();
-    let mut shift = header.cluster_bits;
-    for layer in files_below(&chain) {
-        below.push(open_below(layer, options)?);
-        shift = shift.min(layer.header().map_or(shift, |header| header.cluster_bits));
-    }
-    let known = Known::new(header.size, shift, options.hint);
-    let (size, cluster_bytes) = (header.size, header.cluster_bytes());
-    let map = Qcow2::new(Layers::new(store.clone(), header, below), known);
+    let (map, store) = open_map(&chain, options)?;
+    let cluster_bytes = top.header().map_or(1, Header::cluster_bytes);
     let data = storage_of(top.data_file(), !options.writable, direct)?;
     let files = files_below(&chain).map(|layer| storage_of(layer.data_file(), true, direct));
     let files: Vec<_> = files.collect::<Result<_, _>>()?;
-    let disk = Disk::mapped(data, files, size, !options.writable, map);
+    let disk = Disk::mapped(data, files, top.size, !options.writable, map);
     let thread = match options.writable {
         true => Some(store.keep().map_err(|e| ImageError::os(top.file.path(), "serve", &e))?),
         false => None,
     };
     Ok((disk, Keeper { _chain: chain, store, cluster_bytes, thread }))
+}
+
+/// The map of the image on top of `chain`, and what is behind it.
+fn open_map(chain: &Chain, options: ServeOptions) -> Result<(Qcow2, Arc<Store>), ImageError> {
+    let top = chain.top();
+    let Content::Qcow2 { header, .. } = &top.content else {
+        return Err(ImageError::refused(top.file.path(), "it is no qcow2 image"));
+    };
+    let store = Arc::new(open_store(top, header, options)?);
+    let mut below = Vec::new();
+    let mut shift = header.cluster_bits;
+    for layer in files_below(chain) {
+        below.push(open_below(layer, options)?);
+        shift = shift.min(layer.header().map_or(shift, |header| header.cluster_bits));
+    }
+    let known = Known::new(header.size, shift, options.hint);
+    let layers = Layers::new(store.clone(), Header::clone(header), below);
+    Ok((Qcow2::new(layers, known), store))
 }
 
 /// The images below the top one, up to one that is empty: below that nothing can be seen.

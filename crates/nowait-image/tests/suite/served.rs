@@ -286,3 +286,92 @@ fn chains_of_all_kinds_agree_with_the_model_with_each_switch_off() {
     }
     assert!(played > CHAINS / 2, "{played} were sound");
 }
+
+/// Sectors of a cluster that threads write to in turns.
+const SECTOR: usize = 512;
+const WRITERS: usize = 8;
+
+#[test]
+fn a_cluster_that_many_write_to_at_once_is_allocated_once() {
+    if !have_qemu() {
+        return;
+    }
+    let images = Images::none("top.qcow2");
+    let base = Random::from_seed(5).bytes(4 << 20);
+    fs::write(images.directory().join("base"), &base).unwrap();
+    let create = ["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", images.name()];
+    qemu_img(images.directory(), &create);
+    let (disk, keeper) = open(&images, Direct::Auto, true);
+    let file = nowait::File::new(disk.clone());
+    std::thread::scope(|scope| {
+        for writer in 0..WRITERS {
+            let file = &file;
+            scope.spawn(move || {
+                // All begin at the same cluster.
+                for cluster in (0..4 << 20).step_by(65536) {
+                    let pos = cluster + writer * SECTOR;
+                    file.write_at(&[writer as u8 + 1; SECTOR], pos as u64, Flags::NONE).unwrap();
+                }
+            });
+        }
+    });
+    let mut model = base;
+    for cluster in model.chunks_mut(65536) {
+        for (writer, sector) in (1..).zip(cluster.chunks_mut(SECTOR).take(WRITERS)) {
+            sector.fill(writer);
+        }
+    }
+    drop((file, disk));
+    keeper.close().unwrap();
+    look_after(&images, &model, &[], "many writers");
+    // Header, refcount table and block, L1 table, L2 table, and 64 clusters of data.
+    let bytes = fs::metadata(images.path()).unwrap().len();
+    assert_eq!(bytes, (5 + 64) * 65536, "as many clusters as are needed");
+}
+
+#[test]
+fn an_image_that_outgrows_its_refcount_table_gets_a_longer_one() {
+    if !have_qemu() {
+        return;
+    }
+    // With clusters of 512 bytes the first table counts up to 8 MiB of the file.
+    let images = Images::qcow2("20M", "cluster_size=512", &[]);
+    let (disk, keeper) = open(&images, Direct::Off, true);
+    let file = nowait::File::new(disk.clone());
+    let model = Random::from_seed(6).bytes(20 << 20);
+    for (piece, pos) in model.chunks(1 << 20).zip((0..).step_by(1 << 20)) {
+        file.write_at(piece, pos, Flags::NONE).unwrap();
+        if pos == 10 << 20 {
+            file.flush().unwrap();
+        }
+    }
+    drop((file, disk));
+    keeper.close().unwrap();
+    look_after(&images, &model, &[], "a long file");
+}
+
+#[test]
+fn what_cannot_be_served_is_refused_in_one_line_and_left_alone() {
+    if !have_qemu() {
+        return;
+    }
+    let images = Images::qcow2("8M", "", &["write 0 64k"]);
+    qemu_img(images.directory(), &["bitmap", "--add", images.name(), "changes"]);
+    let before = fs::read(images.path()).unwrap();
+    let options =
+        ChainOptions { writable: true, format: Some(Format::Qcow2), ..ChainOptions::default() };
+    let error = Chain::open(&images.path(), &options).unwrap_err().to_string();
+    assert!(error.contains("dirty bitmaps") && !error.contains('\n'), "{error}");
+    // To read it nothing has to be kept up to date.
+    let chain = Chain::open(&images.path(), &ChainOptions::default()).unwrap();
+    let options = ServeOptions { writable: false, direct: Direct::Auto, hint: true };
+    let (disk, keeper) = served::open(chain, options).unwrap();
+    let file = nowait::File::new(Arc::new(disk));
+    let mut byte = [0];
+    assert_eq!(file.read_at(&mut byte, 0).unwrap(), 1);
+    let refused = file.write_at(&byte, 0, Flags::NONE).unwrap_err();
+    assert_eq!(refused.errno(), libc::EROFS);
+    drop(file);
+    keeper.close().unwrap();
+    assert!(fs::read(images.path()).unwrap() == before);
+}
