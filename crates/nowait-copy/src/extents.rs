@@ -150,7 +150,7 @@ mod tests {
     const KIB: u64 = 1024;
 
     fn span(len: u64, hole: bool) -> Span {
-        Span { len, hole }
+        Span::on_top(len, hole)
     }
 
     fn pieces(walk: &mut Walk) -> Vec<(u64, u64, bool, bool)> {

@@ -513,7 +513,7 @@ fn learn<M: Map>(disk: &Disk<M>, range: Range, spans: &mut Vec<Span>) {
     if disk.top().spans(range, MAX_SPANS, spans).is_err() || spans.is_empty() {
         // Where the file system cannot tell, everything counts as data.
         spans.clear();
-        spans.push(Span { len: range.len, hole: false });
+        spans.push(Span::on_top(range.len, false));
         return;
     }
     let mut pos = range.pos;

@@ -118,13 +118,13 @@ impl<M: Map> Disk<M> {
 
     /// The span at the start of `range`, by what is known without waiting: a hole reads as zeros
     /// without I/O (C14), and what is not known counts as data. The next span may be of the same
-    /// kind.
+    /// kind. Of depths nothing is known.
     #[inline]
     #[must_use]
     pub fn known_span(&self, range: Range) -> Span {
         match self.map.begin(range, Intent::Read) {
-            Ok(Extent { len, hole, .. }) => Span { len, hole },
-            Err(WouldBlock) => Span { len: range.len, hole: false },
+            Ok(Extent { len, hole, .. }) => Span::on_top(len, hole),
+            Err(WouldBlock) => Span::on_top(range.len, false),
         }
     }
 
@@ -132,7 +132,14 @@ impl<M: Map> Disk<M> {
     #[inline]
     #[must_use]
     pub fn is_hole(&self, range: Range) -> bool {
-        self.known_span(range) == Span { len: range.len, hole: true }
+        self.known_span(range) == Span::on_top(range.len, true)
+    }
+
+    /// Whether it is a chain of images, so that [`Span::depth`] tells something when it is asked for
+    /// by [`crate::Op::Status`].
+    #[must_use]
+    pub fn has_depths(&self) -> bool {
+        self.map.image().is_some()
     }
 
     /// The descriptors that transfers go through, by [`crate::Transfer::file`]: what a queue is

@@ -103,6 +103,17 @@ pub struct Span {
     pub len: u64,
     /// Not backed by storage; reads as zeros.
     pub hole: bool,
+    /// In a chain of images, which one of them decides what the bytes are: 1 for the top one, and
+    /// so on; 0 where none does, so that they are zeros. Without a chain always 1.
+    pub depth: u8,
+}
+
+impl Span {
+    /// A span that the top image decides, or the only one.
+    #[must_use]
+    pub const fn on_top(len: u64, hole: bool) -> Self {
+        Self { len, hole, depth: 1 }
+    }
 }
 
 /// What a transfer came to: bytes moved, or a negative errno.

@@ -108,7 +108,7 @@ impl Map for Identity {
     }
 
     fn known(&self, range: Range, _: usize, spans: &mut Vec<Span>) -> bool {
-        spans.push(Span { len: range.len, hole: false });
+        spans.push(Span::on_top(range.len, false));
         true
     }
 }
@@ -353,7 +353,7 @@ impl Map for Extents {
             }
             granule = self.alike(granule, to);
             let end_pos = (granule << self.granule_shift).min(range.end());
-            spans.push(Span { len: end_pos - pos, hole: state == HOLE });
+            spans.push(Span::on_top(end_pos - pos, state == HOLE));
             pos = end_pos;
         }
         true

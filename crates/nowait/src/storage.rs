@@ -324,7 +324,7 @@ impl Storage {
         let mut pos = range.pos;
         let push = |spans: &mut Vec<Span>, len: u64, hole: bool| {
             if len > 0 {
-                spans.push(Span { len, hole });
+                spans.push(Span::on_top(len, hole));
             }
             spans.len() < limit
         };

@@ -120,3 +120,68 @@ fn what_an_image_has_and_has_not_is_told_as_block_status() {
     drop(client);
     server.stop();
 }
+
+/// A chain of an image of 6 MiB in the format `base`, a qcow2 image and another of 10 MiB; in all of
+/// them there is data, in the upper ones there are zeros, and the one on top has a packed cluster.
+fn chain_of_three(scratch: &Scratch, base: &str) -> std::path::PathBuf {
+    let in_scratch = |program: &str, arguments: &[&str]| {
+        tool(program).current_dir(scratch.path()).args(arguments).succeeds();
+    };
+    in_scratch("qemu-img", &["create", "-q", "-f", base, "base.img", "6M"]);
+    in_scratch("qemu-io", &["-f", base, "-c", "write 1M 1M", "base.img"]);
+    let create = ["create", "-q", "-f", "qcow2", "-b"];
+    in_scratch("qemu-img", &[&create[..], &["base.img", "-F", base, "mid", "10M"]].concat());
+    in_scratch("qemu-img", &[&create[..], &["mid", "-F", "qcow2", "top"]].concat());
+    let commands = ["write 128k 300k", "write -z 3M 256k", "write 7M 64k", "discard 7M 64k"];
+    let commands = commands.map(|command| ["-c", command]).concat();
+    in_scratch("qemu-io", &[&["-f", "qcow2"], &commands[..], &["mid"]].concat());
+    let commands = ["write 192k 64k", "write -z 1216k 64k", "write -c 2M 64k", "write 9M 4k"];
+    let commands = commands.map(|command| ["-c", command]).concat();
+    in_scratch("qemu-io", &[&["-f", "qcow2"], &commands[..], &["top"]].concat());
+    scratch.join("top")
+}
+
+/// What `nbdinfo` says of the depths of what `arguments` name.
+fn depths(arguments: &[&str]) -> String {
+    tool("nbdinfo").arg("--map=qemu:allocation-depth").args(arguments).succeeds()
+}
+
+#[test]
+fn which_image_of_a_chain_has_what_is_told_as_qemu_nbd_tells_it() {
+    if !["qemu-img", "qemu-io", "qemu-nbd", "nbdinfo"].iter().all(|name| require_tool(name)) {
+        return;
+    }
+    // Behind the end of the lowest image it is that one which says that there are zeros.
+    for (base, there) in [("raw", &[1, 2, 3][..]), ("qcow2", &[0, 1, 2, 3])] {
+        let scratch = Scratch::new();
+        let top = chain_of_three(&scratch, base);
+        let path = top.display().to_string();
+        let options = ["--read-only", "--allocation-depth", "--format=qcow2", &path, "]"];
+        let qemu = [&["--", "[", "qemu-nbd"], &options[..]].concat();
+        let right = depths(&qemu);
+        for depth in there {
+            let tells = |line: &str| line.split_whitespace().nth(2) == Some(&depth.to_string());
+            assert!(right.lines().any(tells), "depth {depth} is in {right}");
+        }
+        let server = Server::start(&top, &[]);
+        assert_eq!(depths(&[server.uri()]), right, "over {base}");
+        let told = tool("nbdinfo").args(["--list", server.uri()]).succeeds();
+        assert!(told.contains("base:allocation") && told.contains("qemu:allocation-depth"));
+        server.connect().write(5 * MIB, &[1; 65536]).expect("a write");
+        let written = depths(&[server.uri()]);
+        server.stop();
+        assert_eq!(written, depths(&qemu), "over {base}, after a write");
+    }
+}
+
+#[test]
+fn of_a_disk_that_stands_on_nothing_no_depths_are_told() {
+    if !require_tool("nbdinfo") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let server = Server::start(&scratch.sparse("alone.img", MIB), &[]);
+    let told = tool("nbdinfo").args(["--list", server.uri()]).succeeds();
+    assert!(told.contains("base:allocation") && !told.contains("qemu:"), "{told}");
+    server.stop();
+}

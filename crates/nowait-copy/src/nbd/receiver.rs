@@ -325,7 +325,7 @@ fn read_extents(request: &mut Pending, mut extents: &[u8]) -> Outcome<()> {
             return Err(BROKEN.into());
         }
         let len = u64::from(len).min(left);
-        request.spans.push(Span { len, hole: flags & wire::STATE_ZERO != 0 });
+        request.spans.push(Span::on_top(len, flags & wire::STATE_ZERO != 0));
         (left, extents) = (left - len, rest);
     }
     Ok(())
@@ -449,7 +449,7 @@ mod tests {
                 let bytes = |index: usize| table[index].memory.as_deref().unwrap();
                 assert_eq!(bytes(0), [1, 2, 0, 0, 0, 0, 3, 4]);
                 assert_eq!(bytes(3), [9, 8, 7]);
-                let spans = [Span { len: 5, hole: true }, Span { len: 15, hole: false }];
+                let spans = [Span::on_top(5, true), Span::on_top(15, false)];
                 assert_eq!(table[2].spans, spans);
             }
         }

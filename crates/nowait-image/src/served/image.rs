@@ -90,12 +90,14 @@ impl Image for Live {
     fn status(&self, range: Range, limit: usize, spans: &mut Vec<Span>) -> Result<(), Error> {
         let mut pos = range.pos;
         while pos < range.end() && spans.len() < limit {
-            let (found, len) = self.layers.find(pos, range.end() - pos)?;
+            let (found, depth, len) = self.layers.find_with_depth(pos, range.end() - pos)?;
             let len = len.min(range.end() - pos);
             match found {
-                Found::Zeros => push(spans, len, true),
-                Found::Packed { .. } => push(spans, len, false),
-                Found::Data { file, pos, .. } => self.status_in_file(file, pos, len, spans),
+                Found::Zeros => push(spans, Span { len, hole: true, depth }),
+                Found::Packed { .. } => push(spans, Span { len, hole: false, depth }),
+                Found::Data { file, pos, .. } => {
+                    self.status_in_file(file, pos, Span { len, hole: false, depth }, spans);
+                }
             }
             pos += len;
         }
@@ -106,31 +108,34 @@ impl Image for Live {
 }
 
 /// Appends a span, or makes the last one longer.
-fn push(spans: &mut Vec<Span>, len: u64, hole: bool) {
+fn push(spans: &mut Vec<Span>, span: Span) {
     match spans.last_mut() {
-        Some(last) if last.hole == hole => last.len += len,
-        _ => spans.push(Span { len, hole }),
+        Some(last) if (last.hole, last.depth) == (span.hole, span.depth) => last.len += span.len,
+        _ => spans.push(span),
     }
 }
 
 impl Live {
-    /// Appends what the file says of the `len` bytes at `pos` in it: a cluster that was given back
+    /// Appends what the file says of `data`, which is at `pos` in it: a cluster that was given back
     /// is a hole of the file.
-    fn status_in_file(&self, file: u8, pos: u64, len: u64, spans: &mut Vec<Span>) {
+    fn status_in_file(&self, file: u8, pos: u64, data: Span, spans: &mut Vec<Span>) {
         /// More than that are told as data.
         const MAX_HOLES: usize = 512;
         let mut inside = Vec::new();
-        let asked =
-            self.layers.medium(file).storage().spans(Range::new(pos, len), MAX_HOLES, &mut inside);
+        let asked = self.layers.medium(file).storage().spans(
+            Range::new(pos, data.len),
+            MAX_HOLES,
+            &mut inside,
+        );
         let mut told = 0;
         if asked.is_ok() {
             for span in inside {
-                push(spans, span.len, span.hole);
+                push(spans, Span { depth: data.depth, ..span });
                 told += span.len;
             }
         }
-        if told < len {
-            push(spans, len - told, false);
+        if told < data.len {
+            push(spans, Span { len: data.len - told, ..data });
         }
     }
 

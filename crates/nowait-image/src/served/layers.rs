@@ -112,27 +112,37 @@ impl Layers {
     /// # Errors
     /// As [`Layers::top`], of any image.
     pub(crate) fn find(&self, pos: u64, len: u64) -> Result<(Found, u64), Error> {
+        self.find_with_depth(pos, len).map(|(found, _, len)| (found, len))
+    }
+
+    /// As [`Layers::find`]; in the middle which image says so ([`nowait::Span::depth`]).
+    ///
+    /// # Errors
+    /// As [`Layers::find`].
+    pub(crate) fn find_with_depth(&self, pos: u64, len: u64) -> Result<(Found, u8, u64), Error> {
         let len = len.min(self.header.size.saturating_sub(pos));
         if len == 0 {
-            return Ok((Found::Zeros, u64::MAX));
+            return Ok((Found::Zeros, 0, u64::MAX));
         }
         let (cluster, len) = self.top(pos, len)?;
         match meaning(0, cluster, pos, &self.header) {
-            Some(found) => Ok((found, len)),
+            Some(found) => Ok((found, 1, len)),
             None => self.find_below(pos, len),
         }
     }
 
-    /// As [`Layers::find`], of the images below the top one.
-    pub(crate) fn find_below(&self, pos: u64, len: u64) -> Result<(Found, u64), Error> {
+    /// As [`Layers::find_with_depth`], of the images below the top one.
+    fn find_below(&self, pos: u64, len: u64) -> Result<(Found, u8, u64), Error> {
         let mut len = len;
         for (below, file) in self.below.iter().zip(1..) {
+            let depth = file + 1;
             if pos >= below.size {
-                break;
+                // Behind its end an image has zeros, whatever is below it.
+                return Ok((Found::Zeros, depth, len));
             }
             len = len.min(below.size - pos);
             let Kind::Qcow2 { header, host } = &below.kind else {
-                return Ok((Found::Data { file, pos, writable: false }, len));
+                return Ok((Found::Data { file, pos, writable: false }, depth, len));
             };
             let (cluster, run) = look(host, header, pos, len)?;
             len = run;
@@ -143,10 +153,10 @@ impl Layers {
                 {
                     return Err(damaged());
                 }
-                Some(found) => return Ok((found, len)),
+                Some(found) => return Ok((found, depth, len)),
             }
         }
-        Ok((Found::Zeros, len))
+        Ok((Found::Zeros, 0, len))
     }
 
     /// Whether all of `range` is known to read as zeros.

@@ -12,15 +12,19 @@ use super::wire;
 pub(crate) enum Context {
     /// Which extents have storage behind them, and which read as zeros.
     BaseAllocation,
+    /// Which image of a chain decides what a range is: 1 for the top one, 0 where none does (QEMU
+    /// docs/interop/nbd.txt, "qemu" namespace).
+    AllocationDepth,
 }
 
 impl Context {
-    const ALL: [Self; 1] = [Self::BaseAllocation];
+    const ALL: [Self; 2] = [Self::BaseAllocation, Self::AllocationDepth];
 
     /// What clients call it.
     pub(crate) const fn name(self) -> &'static str {
         match self {
             Self::BaseAllocation => "base:allocation",
+            Self::AllocationDepth => "qemu:allocation-depth",
         }
     }
 
@@ -41,6 +45,7 @@ impl Context {
         match self {
             Self::BaseAllocation if span.hole => wire::STATE_HOLE | wire::STATE_ZERO,
             Self::BaseAllocation => 0,
+            Self::AllocationDepth => span.depth as u32,
         }
     }
 }
@@ -136,8 +141,15 @@ mod tests {
     }
 
     #[test]
+    fn a_context_tells_of_a_span_what_it_is_about() {
+        let deep = Span { depth: 3, ..Span::on_top(1, true) };
+        assert_eq!(Context::AllocationDepth.flags(deep), 3);
+        assert_eq!(Context::AllocationDepth.flags(Span::on_top(1, false)), 1);
+    }
+
+    #[test]
     fn nbd_must_a_hole_of_the_allocation_context_reads_as_zeros() {
-        let flags = |hole| Context::BaseAllocation.flags(Span { len: 1, hole });
+        let flags = |hole| Context::BaseAllocation.flags(Span::on_top(1, hole));
         assert_eq!((flags(true), flags(false)), (0b11, 0));
     }
 }

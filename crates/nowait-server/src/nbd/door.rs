@@ -40,12 +40,16 @@ pub(crate) fn export_info<M: Map>(device: &Device<M>) -> ExportInfo {
             flags |= wire::FLAG_SEND_TRIM;
         }
     }
+    let mut contexts = Contexts::NONE.with(Context::BaseAllocation);
+    if disk.has_depths() {
+        contexts = contexts.with(Context::AllocationDepth);
+    }
     ExportInfo {
         name: device.name().to_owned(),
         description: as_string(device.description()),
         size: disk.size(),
         transmission_flags: flags,
-        contexts: Contexts::NONE.with(Context::BaseAllocation),
+        contexts,
         min_block: MIN_BLOCK_BYTES,
         preferred_block: disk.alignment().offset.clamp(PREFERRED_BLOCK_BYTES, 1 << 20),
         max_payload: MAX_PAYLOAD_BYTES,

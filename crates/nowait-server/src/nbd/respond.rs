@@ -157,7 +157,7 @@ fn split<M: Map>(
         return None;
     }
     let mut done = 0;
-    let chunks = runs.into_iter().map(|Span { len, hole }| {
+    let chunks = runs.into_iter().map(|Span { len, hole, .. }| {
         let pos = range.pos + done;
         let start = start as u64 + done;
         done += len;
@@ -188,7 +188,7 @@ fn runs<M: Map>(device: &Device<M>, range: Range, first: Span) -> Vec<Span> {
         seen += next.len;
     }
     if seen < range.len {
-        current = Span { len: current.len + range.len - seen, hole: false };
+        current = Span::on_top(current.len + range.len - seen, false);
     }
     runs.push(current);
     runs

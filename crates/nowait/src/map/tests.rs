@@ -66,7 +66,7 @@ fn what_is_not_known_is_not_reported() {
     map.written(Range::new(0, 8192));
     let mut spans = Vec::new();
     assert!(map.known(Range::new(0, 8192), 9, &mut spans));
-    assert_eq!(spans, [Span { len: 8192, hole: false }]);
+    assert_eq!(spans, [Span::on_top(8192, false)]);
     assert!(!map.known(Range::new(0, 8193), 9, &mut Vec::new()));
 }
 
