@@ -10,6 +10,7 @@ use std::sync::atomic::AtomicBool;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use nowait_copy::{Options, Phase, Progress, Report};
+use nowait_image::Format;
 use serde_json::{Value, json};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGTERM, SIGXFSZ};
 
@@ -31,7 +32,9 @@ pub(crate) fn run(args: &CopyArgs) -> Result<(), CliError> {
         from: args.from.clone(),
         to: args.to.clone(),
         from_format: args.from_format,
-        to_format: args.to_format,
+        backing_dirs: args.backing_dir.clone(),
+        to_format: args.to_format(),
+        cluster_bytes: args.cluster_size,
         force: args.force,
         verify: args.verify,
         connections: usize::from(args.connections),
@@ -102,6 +105,7 @@ fn in_json(args: &CopyArgs, report: &Report) -> Value {
     json!({
         "from": args.from.to_string(),
         "to": args.to.to_string(),
+        "to_format": args.to_format().name(),
         "size_bytes": report.size,
         "to_size_bytes": report.target_size,
         "data_bytes": report.data,
@@ -117,6 +121,9 @@ fn in_words(args: &CopyArgs, report: &Report) -> String {
     let seconds = report.elapsed.as_secs_f64();
     let rest = match report.target_size - report.size {
         0 => String::new(),
+        bytes if args.to_format() == Format::Qcow2 => {
+            format!("the last {} of {} are zeros\n", human(bytes), args.to)
+        }
         bytes => format!("the last {} of {} are as they were\n", human(bytes), args.to),
     };
     format!(

@@ -2,21 +2,25 @@
 //!
 //! Invariant: as in args. Knows: image_args, size. Known by: args, copy.
 
+use std::path::{Path, PathBuf};
+
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use nowait_copy::Place;
 use nowait_image::Format;
 
-use crate::image_args::parse_image_format;
+use crate::image_args::{parse_cluster_size, parse_image_format};
 use crate::size;
 
 /// The largest block in which a copy looks for zeros, in bytes.
 const MAX_SPARSE_BYTES: u64 = 1 << 20;
 
-/// Copy a disk: between files, block devices and NBD exports
+/// Copy a disk: between files, qcow2 images, block devices and NBD exports
 ///
 /// FROM and TO are each a file, a block device or the URI of an NBD export:
 /// nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH, with %XX for special characters.
+/// Of a qcow2 image the disk that is in it is copied, with all that it stands on. A new one stands
+/// on nothing.
 ///
 /// Holes are not read. What reads as zeros in FROM is a hole in a new file; in a block device or an
 /// export it is made zero without sending zeros where that is possible, and skipped where the export
@@ -56,15 +60,29 @@ pub(crate) struct CopyArgs {
     #[arg(long)]
     pub(crate) verify: bool,
 
-    /// What is inside FROM: raw; qcow2 is not there yet
+    /// What is inside FROM: raw or qcow2; without it qcow2 if it begins like that, else raw
     ///
-    /// Without it: raw, but a file that begins like a qcow2 image is refused.
+    /// Say raw if FROM was ever served raw: whoever may write to a raw disk can make it begin like
+    /// qcow2.
     #[arg(long, value_name = "FORMAT", value_parser = parse_image_format)]
     pub(crate) from_format: Option<Format>,
 
-    /// What TO is to be: raw; qcow2 is not there yet
-    #[arg(long, value_name = "FORMAT", default_value = "raw", value_parser = parse_image_format)]
-    pub(crate) to_format: Format,
+    /// A directory that FROM's backing files and data files may be below, beside FROM's own
+    /// directory; can be given more than once
+    #[arg(long, value_name = "DIR")]
+    pub(crate) backing_dir: Vec<PathBuf>,
+
+    /// What TO is to be: raw or qcow2; without it qcow2 for a file whose name ends in .qcow2, else
+    /// raw
+    ///
+    /// Only a file can be qcow2; a block device or an export gets the disk's bytes.
+    #[arg(short = 'O', long, visible_alias = "format", value_name = "FORMAT")]
+    #[arg(value_parser = parse_image_format)]
+    pub(crate) to_format: Option<Format>,
+
+    /// The unit in which a qcow2 TO takes space: a power of two from 512 to 2M; 64K without it
+    #[arg(long, value_name = "SIZE", value_parser = parse_cluster_size)]
+    pub(crate) cluster_size: Option<u64>,
 
     /// Look for zeros in FROM's data in blocks of SIZE, and leave holes for them; 0 for not at all
     ///
@@ -96,6 +114,15 @@ pub(crate) struct CopyArgs {
     pub(crate) json: bool,
 }
 
+impl CopyArgs {
+    /// What TO is to be.
+    pub(crate) fn to_format(&self) -> Format {
+        let named = |path: &Path| path.extension().is_some_and(|extension| extension == "qcow2");
+        let guessed = self.to.path().is_some_and(named);
+        self.to_format.unwrap_or(if guessed { Format::Qcow2 } else { Format::Raw })
+    }
+}
+
 fn parse_sparse(text: &str) -> Result<u64, String> {
     match text {
         "0" => Ok(0),
@@ -114,12 +141,16 @@ Examples:
   Put an image on a block device:
     nowait copy disk.img /dev/vdb --force
 
+  Make a qcow2 image of a disk, and a raw one of an overlay with all below it:
+    nowait copy disk.img disk.qcow2
+    nowait copy overlay.qcow2 flat.img -O raw
+
   Back up a disk that a server exports, and put it back:
     nowait copy nbd://backup.example/disk backup.img
     nowait copy backup.img 'nbd+unix:///disk?socket=/run/disk.sock'
 
 JSON keys:
-  from, to, size_bytes, to_size_bytes, data_bytes (written), zero_bytes (left or made zero),
+  from, to, to_format, size_bytes, to_size_bytes, data_bytes (written), zero_bytes (left or made zero),
   seconds, bytes_per_second, verified (true or false)
 
 Exit status:

@@ -1,10 +1,13 @@
 //! The part of the command line that is about an image and what it stands on.
 //!
-//! Invariant: as in args. Knows: nothing. Known by: args, image, map, check.
+//! Invariant: as in args. Knows: size. Known by: args, image, map, check.
 
 use std::path::PathBuf;
 
 use clap::Args;
+use nowait_image::create::CLUSTER_BYTES;
+
+use crate::size;
 
 /// An image that is opened with all that it stands on.
 #[derive(Debug, Args)]
@@ -71,6 +74,16 @@ pub(crate) fn parse_image_format(text: &str) -> Result<nowait_image::Format, &'s
     }
 }
 
+/// Bytes of a cluster.
+pub(crate) fn parse_cluster_size(text: &str) -> Result<u64, String> {
+    let bytes = size::parse(text)?;
+    if bytes.is_power_of_two() && CLUSTER_BYTES.contains(&bytes) {
+        Ok(bytes)
+    } else {
+        Err("a power of two from 512 to 2M".into())
+    }
+}
+
 const MAP_AFTER_HELP: &str = "\
 Examples:
   nowait map disk.qcow2
@@ -91,3 +104,17 @@ Exit status (after the repair, with --repair):
   1   IMAGE cannot be opened, or the check could not be done
   2   it is corrupt; or wrong command line
   3   nothing is corrupt, but clusters leaked";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cluster_size_is_a_power_of_two_within_bounds() {
+        assert_eq!(parse_cluster_size("512"), Ok(512));
+        assert_eq!(parse_cluster_size("2M"), Ok(2 << 20));
+        for text in ["256", "4M", "3000", "0", "64 K"] {
+            assert!(parse_cluster_size(text).is_err(), "{text}");
+        }
+    }
+}

@@ -3,7 +3,7 @@
 //!
 //! Invariant: a source is never written to; a target that holds something is not touched without
 //! leave, and not if it is too small.
-//! Knows: error, place, port, file_port, nbd, partial. Known by: job.
+//! Knows: error, place, port, file_port, nbd. Known by: job.
 
 use std::fs::{self, File};
 use std::io;
@@ -12,15 +12,17 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use nowait::{Disk, OpenOptions};
+use nowait::{Direct, Disk, OpenOptions};
 use nowait_image::lock::{self, Access, LockError};
-use nowait_image::{Format, HostFile};
+use nowait_image::served::{self, ServeOptions};
+use nowait_image::{
+    Chain, ChainOptions, Format, HostFile, ImageError, Locking, NewImage, Partial, Replaces,
+};
 use rustix::io::Errno;
 
 use crate::error::{Error, reason, words};
-use crate::file_port;
+use crate::file_port::{self, Content};
 use crate::nbd;
-use crate::partial::{Partial, Replaces};
 use crate::place::Place;
 use crate::port::Port;
 
@@ -39,6 +41,8 @@ pub(crate) enum Named {
     /// Something else, until it is complete.
     Apart {
         file: Partial,
+        /// What is in it.
+        format: Format,
         /// What it replaces, held locked so that nobody begins to use it.
         _replaced: Option<File>,
     },
@@ -49,32 +53,86 @@ impl Named {
     pub(crate) fn finish(self) -> Result<(), String> {
         match self {
             Self::AsEver => Ok(()),
-            Self::Apart { file, _replaced } => file.finish(),
+            Self::Apart { file, .. } => file.finish(),
+        }
+    }
+
+    /// The complete target once more, to be read, where who wrote it cannot read it.
+    pub(crate) fn reopened(&self, place: &Place) -> Result<Option<Box<dyn Port>>, Error> {
+        match self {
+            Self::Apart { file, format: Format::Qcow2, .. } => {
+                let options = ChainOptions { locking: Locking::Unlocked, ..chain_options() };
+                image(place, file.path(), &options).map(Some)
+            }
+            _ => Ok(None),
         }
     }
 }
 
-/// Opens the source. Without a `format`, a file that begins like a qcow2 image is refused.
+/// Opens the source. Without a `format`, a file that begins like a qcow2 image is taken for one.
+/// What it stands on may be below its own directory, and below `backing_dirs`.
 pub(crate) fn source(
     place: &Place,
     format: Option<Format>,
+    backing_dirs: &[PathBuf],
     connections: usize,
 ) -> Result<Box<dyn Port>, Error> {
     let path = match place {
         Place::Nbd(uri) => return nbd::connect(uri, connections, false),
         Place::File(path) => path,
     };
-    let port = open(path, path, true, Locking::Lock)?;
-    let format = match format {
-        Some(format) => format,
-        None => probe(path)?,
+    // What cannot be opened here is told of when it is opened to be read.
+    let probed = || HostFile::open(path, false).and_then(|file| Format::probe(&file)).ok();
+    match format.or_else(probed) {
+        Some(Format::Qcow2) => {
+            let backing_dirs = backing_dirs.to_vec();
+            image(place, path, &ChainOptions { backing_dirs, ..chain_options() })
+        }
+        _ => {
+            let port = open(path, path, true, Locking::Locked, Content::Raw)?;
+            let changed = format.is_none() && probed() == Some(Format::Qcow2);
+            if changed {
+                Err(Error::at(place, "it was changed while it was opened"))
+            } else {
+                Ok(port)
+            }
+        }
+    }
+}
+
+fn chain_options() -> ChainOptions {
+    ChainOptions { format: Some(Format::Qcow2), ..ChainOptions::default() }
+}
+
+/// A qcow2 image and all that it stands on, to be read. `path` is where `place` is now.
+fn image(place: &Place, path: &Path, options: &ChainOptions) -> Result<Box<dyn Port>, Error> {
+    let failed = |error: ImageError| match Some(error.path()) == place.path() {
+        true => Error::at(place, error.what()),
+        false => Error::at(&error.path().display(), error.what()),
     };
-    match format {
-        Format::Raw => Ok(port),
-        Format::Qcow2 => {
-            let what = "it is a qcow2 image, which cannot be copied yet \
-                        (to copy the file as it is: --from-format raw)";
-            Err(Error::at(place, what))
+    let chain = Chain::open(path, options).map_err(failed)?;
+    if chain.top().size == 0 {
+        return Err(Error::at(place, "it is empty"));
+    }
+    let options = ServeOptions { writable: false, direct: Direct::Auto, hint: true };
+    let (disk, keeper) = served::open(chain, options).map_err(failed)?;
+    file_port::open(place.to_string(), Arc::new(disk), Content::Image { _keeper: keeper })
+}
+
+/// What a target is to be.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Shape {
+    pub(crate) format: Format,
+    /// Bytes of a cluster, of a qcow2 image.
+    pub(crate) cluster_bytes: Option<u64>,
+}
+
+impl Shape {
+    /// Refuses what only a file can be.
+    fn fits_what_is_there(self, place: &Place) -> Result<(), Error> {
+        match self.format {
+            Format::Raw => Ok(()),
+            Format::Qcow2 => Err(Error::at(place, "a qcow2 image is made as a file only")),
         }
     }
 }
@@ -83,13 +141,18 @@ pub(crate) fn source(
 pub(crate) fn target(
     place: &Place,
     from: &Place,
+    shape: Shape,
     size: u64,
     force: bool,
     connections: usize,
 ) -> Result<Target, Error> {
+    if shape.format == Format::Raw && shape.cluster_bytes.is_some() {
+        return Err(Error::at(place, "a raw image has no clusters (leave out --cluster-size)"));
+    }
     let path = match place {
         Place::File(path) => path,
         Place::Nbd(uri) => {
+            shape.fits_what_is_there(place)?;
             let port = nbd::connect(uri, connections, true)?;
             large_enough(place, &*port, size)?;
             return Ok(Target { port, named: Named::AsEver, is_zero: false });
@@ -107,20 +170,21 @@ pub(crate) fn target(
     }
     match found {
         Some(found) if found.file_type().is_block_device() => {
+            shape.fits_what_is_there(place)?;
             if !force {
                 let what = "it is a block device (to overwrite what is on it: --force)";
                 return Err(Error::at(place, what));
             }
-            let port = open(path, path, false, Locking::Lock)?;
+            let port = open(path, path, false, Locking::Locked, Content::Raw)?;
             large_enough(place, &*port, size)?;
             Ok(Target { port, named: Named::AsEver, is_zero: false })
         }
-        Some(found) if found.is_file() => replace(place, path, &found, size, force),
+        Some(found) if found.is_file() => replace(place, path, &found, shape, size, force),
         Some(_) => Err(Error::at(place, "neither a regular file nor a block device")),
         None if fs::symlink_metadata(path).is_ok() => {
             Err(Error::at(place, "it is a link to nothing (remove it first, with rm)"))
         }
-        None => new_file(place, path, size, Replaces::Nothing, None),
+        None => new_file(place, path, shape, size, Replaces::Nothing, None),
     }
 }
 
@@ -129,6 +193,7 @@ fn replace(
     place: &Place,
     path: &Path,
     found: &fs::Metadata,
+    shape: Shape,
     size: u64,
     force: bool,
 ) -> Result<Target, Error> {
@@ -144,20 +209,35 @@ fn replace(
         Ok(()) | Err(LockError::Unsupported) => {}
         Err(error) => return Err(Error::at(place, error)),
     }
-    new_file(place, &real, size, Replaces::File { mode: found.mode() }, Some(old))
+    new_file(place, &real, shape, size, Replaces::File { mode: found.mode() }, Some(old))
 }
 
 fn new_file(
     place: &Place,
     to: &Path,
+    shape: Shape,
     size: u64,
     replaces: Replaces,
     replaced: Option<File>,
 ) -> Result<Target, Error> {
-    let partial = Partial::create(to, size, replaces).map_err(|what| Error::at(place, what))?;
+    let failed = |what: String| Error::at(place, what);
+    let image = match shape.format {
+        Format::Raw => None,
+        Format::Qcow2 => Some(NewImage::new(size, shape.cluster_bytes).map_err(failed)?),
+    };
+    let bytes = image.as_ref().map_or(size, NewImage::max_data_end);
+    let file = Partial::create(to, bytes, replaces).map_err(failed)?;
+    let content = match image {
+        None => Content::Raw,
+        Some(image) => {
+            let written = HostFile::open(file.path(), true);
+            let file = written.map_err(|error| Error::at(place, error.what()))?;
+            Content::New { image, file }
+        }
+    };
     let name = PathBuf::from(place.to_string());
-    let port = open(partial.path(), &name, false, Locking::Locked)?;
-    let named = Named::Apart { file: partial, _replaced: replaced };
+    let port = open(file.path(), &name, false, Locking::Unlocked, content)?;
+    let named = Named::Apart { file, format: shape.format, _replaced: replaced };
     Ok(Target { port, named, is_zero: true })
 }
 
@@ -176,29 +256,27 @@ fn is_same(a: &fs::Metadata, b: &fs::Metadata) -> bool {
     same_device || (a.dev(), a.ino()) == (b.dev(), b.ino())
 }
 
-/// Whether a file that is opened has to be locked.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-enum Locking {
-    /// As QEMU does.
-    Lock,
-    /// It is, by another descriptor of this process.
-    Locked,
-}
-
-/// Opens the file at `path`, which is called `name` in what is said of it.
-fn open(path: &Path, name: &Path, read_only: bool, lock: Locking) -> Result<Box<dyn Port>, Error> {
+/// Opens the file at `path`, which is called `name` in what is said of it. It is not locked where
+/// another descriptor of this process holds the lock.
+fn open(
+    path: &Path,
+    name: &Path,
+    read_only: bool,
+    locking: Locking,
+    content: Content,
+) -> Result<Box<dyn Port>, Error> {
     let shown = name.display();
     // Each byte is looked at once, so there is nothing to remember about it.
     let options = OpenOptions { read_only, no_hint: true, ..OpenOptions::default() };
     let disk = Disk::open(path, options).map_err(|error| Error::at(&shown, cannot_open(error)))?;
     let access = if read_only { Access::Read } else { Access::Write };
-    if lock == Locking::Lock {
+    if locking == Locking::Locked {
         match lock::lock(disk.lock_fd(), access) {
             Ok(()) | Err(LockError::Unsupported) => {}
             Err(error) => return Err(Error::at(&shown, error)),
         }
     }
-    file_port::open(shown.to_string(), Arc::new(disk))
+    file_port::open(shown.to_string(), Arc::new(disk), content)
 }
 
 fn cannot_open(error: nowait::Error) -> String {
@@ -208,9 +286,4 @@ fn cannot_open(error: nowait::Error) -> String {
         Errno::NODATA => "it is empty".into(),
         _ => format!("cannot open: {}", reason(error.errno())),
     }
-}
-
-fn probe(path: &Path) -> Result<Format, Error> {
-    let format = HostFile::open(path, false).and_then(|file| Format::probe(&file));
-    format.map_err(|error| Error::at(&path.display(), error.what()))
 }

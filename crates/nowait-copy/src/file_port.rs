@@ -1,4 +1,4 @@
-//! A file or a block device as one side of a copy: an engine on an open disk.
+//! A file or a block device as one side of a copy: an engine on an open disk, raw or in a qcow2 image.
 //!
 //! Invariant: the memory of a request stays in its place in `pending` until the engine has given
 //! back every part of the request; the engine is dropped before that memory.
@@ -13,10 +13,12 @@ use nowait::{
     Buffer, Completion, Config, Disk, Engine, Flags, Io, Map, Op, Queue, Range, Segment, Span,
     Threads, Uring, Workers,
 };
+use nowait_image::served::Keeper;
+use nowait_image::{HostFile, NewImage};
 use rustix::event::PollFlags;
 use slab::Slab;
 
-use crate::error::{Error, reason};
+use crate::error::{Error, reason, words};
 use crate::port::{Done, Facts, Port, Request, What};
 use crate::zeros::Run;
 
@@ -28,24 +30,38 @@ const MAX_ZERO_BYTES: u64 = 1 << 30;
 /// The block of most file systems.
 const GRANULE_BYTES: u64 = 4096;
 
+/// What is in the files of a disk.
+pub(crate) enum Content {
+    /// The bytes of the disk.
+    Raw,
+    /// A qcow2 image, which is only read and stays locked by this.
+    Image { _keeper: Keeper },
+    /// A qcow2 image that is being made in this file, to which the disk leads. It is only written to.
+    New { image: NewImage, file: HostFile },
+}
+
 /// An open disk as a side. The queue is io_uring where the system allows it.
 ///
 /// # Errors
 /// No queue, or no thread, could be made.
-pub(crate) fn open<M: Map>(name: String, disk: Arc<Disk<M>>) -> Result<Box<dyn Port>, Error> {
+pub(crate) fn open<M: Map>(
+    name: String,
+    disk: Arc<Disk<M>>,
+    content: Content,
+) -> Result<Box<dyn Port>, Error> {
     let config = Config::default();
     let files = disk.files();
     let fail = |error: nowait::Error| Error::at(&name, error);
     match Uring::for_files(&files) {
         Ok(queue) => {
             drop(files);
-            Ok(Box::new(FilePort::new(name, disk, queue, config)?))
+            Ok(Box::new(FilePort::new(name, disk, content, queue, config)?))
         }
         Err(_) => {
             let queue = Threads::for_files(&files, config.slots, !disk.is_direct());
             drop(files);
             let queue = queue.map_err(fail)?;
-            Ok(Box::new(FilePort::new(name, disk, queue, config)?))
+            Ok(Box::new(FilePort::new(name, disk, content, queue, config)?))
         }
     }
 }
@@ -58,6 +74,7 @@ struct FilePort<Q: Queue, M: Map> {
     waiting: VecDeque<Part>,
     done: VecDeque<Done>,
     name: String,
+    content: Content,
 }
 
 /// A request that was accepted.
@@ -78,12 +95,18 @@ struct Part {
 }
 
 impl<Q: Queue, M: Map> FilePort<Q, M> {
-    fn new(name: String, disk: Arc<Disk<M>>, queue: Q, config: Config) -> Result<Self, Error> {
+    fn new(
+        name: String,
+        disk: Arc<Disk<M>>,
+        content: Content,
+        queue: Q,
+        config: Config,
+    ) -> Result<Self, Error> {
         let workers = Workers::new(&disk, config.workers);
         let engine =
             Engine::new(disk, workers, queue, config).map_err(|error| Error::at(&name, error))?;
         let (waiting, done) = (VecDeque::new(), VecDeque::new());
-        Ok(Self { engine, pending: Slab::new(), waiting, done, name })
+        Ok(Self { engine, pending: Slab::new(), waiting, done, name, content })
     }
 
     fn start(&mut self, part: &Part) -> Result<(), Error> {
@@ -142,6 +165,16 @@ impl<Q: Queue, M: Map> FilePort<Q, M> {
     }
 }
 
+impl Content {
+    /// Where in the file, or the image, the bytes of `range` are.
+    fn place(&mut self, op: Op, range: Range) -> Vec<Range> {
+        match self {
+            Self::New { image, .. } if op == Op::Write => image.place(range),
+            _ => vec![range],
+        }
+    }
+}
+
 /// The parts of a request: an operation and its bytes from the start of the range.
 fn parts(what: What, range: Range) -> Vec<(Op, Run)> {
     let whole = Run { start: 0, len: range.len as usize, zero: false };
@@ -158,7 +191,7 @@ fn parts(what: What, range: Range) -> Vec<(Op, Run)> {
 
 impl<Q: Queue, M: Map> Port for FilePort<Q, M> {
     fn facts(&self) -> Facts {
-        Facts {
+        let facts = Facts {
             size: self.engine.disk().size(),
             block: 1,
             granule: u64::from(self.engine.disk().alignment().offset).max(GRANULE_BYTES),
@@ -166,22 +199,33 @@ impl<Q: Queue, M: Map> Port for FilePort<Q, M> {
             max_zero_bytes: MAX_ZERO_BYTES,
             tells_status: true,
             flushes: true,
+        };
+        match &self.content {
+            Content::Raw | Content::Image { .. } => facts,
+            Content::New { image, .. } => {
+                Facts { size: image.size(), max_zero_bytes: 0, tells_status: false, ..facts }
+            }
         }
     }
 
     fn submit(&mut self, request: Request) {
         let Request { what, range, tag, memory } = request;
-        let parts = parts(what, range);
-        if parts.is_empty() {
+        let mut placed = Vec::new();
+        for (op, run) in parts(what, range) {
+            let range = Range::new(range.pos + run.start as u64, run.len as u64);
+            let mut start = run.start;
+            for range in self.content.place(op, range) {
+                placed.push((start, Io { op, flags: Flags::NONE, range }));
+                start += range.len as usize;
+            }
+        }
+        if placed.is_empty() {
             self.done.push_back(Done { tag, range, memory, spans: Vec::new() });
             return;
         }
-        let pending = self.pending.insert(Pending { tag, range, memory, left: parts.len() });
-        for (op, run) in parts {
-            let range = Range::new(range.pos + run.start as u64, run.len as u64);
-            let io = Io { op, flags: Flags::NONE, range };
-            self.waiting.push_back(Part { pending, io, start: run.start });
-        }
+        let left = placed.len();
+        let pending = self.pending.insert(Pending { tag, range, memory, left });
+        self.waiting.extend(placed.into_iter().map(|(start, io)| Part { pending, io, start }));
     }
 
     fn advance(&mut self) -> Result<(), Error> {
@@ -205,6 +249,13 @@ impl<Q: Queue, M: Map> Port for FilePort<Q, M> {
 
     fn next(&mut self) -> Option<Done> {
         self.done.pop_front()
+    }
+
+    fn finish(&mut self) -> Result<(), Error> {
+        let Content::New { image, file } = &mut self.content else { return Ok(()) };
+        let written = image.finish(file);
+        let what = |error| format!("cannot write the image's tables: {}", words(&error));
+        written.map_err(|error| Error::at(&self.name, what(error)))
     }
 
     fn watched<'a>(&'a self, watched: &mut Vec<(BorrowedFd<'a>, PollFlags)>) {

@@ -3,12 +3,13 @@
 //! Invariant: a file has its name only after everything before it went well.
 //! Knows: every other module. Known by: the crate's users.
 
+use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use nowait_image::Format;
 
-use crate::ends::{self, Target};
+use crate::ends::{self, Shape, Target};
 use crate::error::Error;
 use crate::pair::Pair;
 pub use crate::pair::{Phase, Progress};
@@ -25,8 +26,13 @@ pub struct Options {
     pub to: Place,
     /// What is inside a source that is a file; `None`: raw, unless it begins like a qcow2 image.
     pub from_format: Option<Format>,
-    /// What a target that is a file is to be.
+    /// Directories that what a source stands on may be below, beside its own.
+    pub backing_dirs: Vec<PathBuf>,
+    /// What the target is to be; only a new file can be qcow2.
     pub to_format: Format,
+    /// Bytes of a cluster of a qcow2 target, a power of two in
+    /// [`nowait_image::create::CLUSTER_BYTES`]; `None` is 64 KiB.
+    pub cluster_bytes: Option<u64>,
     /// Overwrite a file that is not empty, or a block device.
     pub force: bool,
     /// Read both sides again at the end and compare them.
@@ -47,7 +53,8 @@ pub struct Options {
 pub struct Report {
     /// Bytes of the source.
     pub size: u64,
-    /// Bytes of the target: what is behind the end of the source was left as it was.
+    /// Bytes of the target: what is behind the end of the source was left as it was, or is zeros in
+    /// a new qcow2 image, whose disk is a multiple of 512 bytes.
     pub target_size: u64,
     /// Bytes that were written.
     pub data: u64,
@@ -69,13 +76,11 @@ pub fn copy(
     stop: &AtomicBool,
     tell: &mut dyn FnMut(Progress),
 ) -> Result<Report, Error> {
-    if options.to_format == Format::Qcow2 {
-        return Err(Error::at(&options.to, "qcow2 cannot be written yet"));
-    }
-    let source = ends::source(&options.from, options.from_format, options.connections)?;
+    let Options { from_format, backing_dirs, connections, force, .. } = options;
+    let source = ends::source(&options.from, *from_format, backing_dirs, *connections)?;
     let from = source.facts();
-    let target =
-        ends::target(&options.to, &options.from, from.size, options.force, options.connections)?;
+    let shape = Shape { format: options.to_format, cluster_bytes: options.cluster_bytes };
+    let target = ends::target(&options.to, &options.from, shape, from.size, *force, *connections)?;
     let Target { port, named, is_zero } = target;
     let to = port.facts();
     let granule = from.granule.max(to.granule);
@@ -100,6 +105,9 @@ pub fn copy(
     let zeros = Zeros { block, target_is_zero: is_zero };
     let counts = transfer::run(&mut pair, zeros)?;
     if options.verify {
+        if let Some(port) = named.reopened(&options.to)? {
+            pair.target = port;
+        }
         verify::run(&mut pair, &options.to)?;
     }
     drop(pair);

@@ -1,4 +1,4 @@
-//! Copies a disk to another: files, block devices and NBD exports on either side.
+//! Copies a disk to another: files, qcow2 images, block devices and NBD exports on either side.
 //!
 //! One thread keeps many requests in flight on both sides and sleeps while all are out. What reads
 //! as zeros is neither read nor written where that can be known. A file is written under another
@@ -17,7 +17,6 @@ mod extents;
 mod pair;
 mod transfer;
 mod verify;
-mod partial;
 mod ends;
 mod job;
 

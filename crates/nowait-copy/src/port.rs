@@ -86,6 +86,14 @@ pub(crate) trait Port {
     /// The next request that has ended.
     fn next(&mut self) -> Option<Done>;
 
+    /// Writes what is left to write when all data is there and durable; nothing else comes after it.
+    ///
+    /// # Errors
+    /// What went wrong; the copy has failed.
+    fn finish(&mut self) -> Result<(), Error> {
+        Ok(())
+    }
+
     /// The descriptors that are ready when `advance` would move something, and for what.
     fn watched<'a>(&'a self, watched: &mut Vec<(BorrowedFd<'a>, PollFlags)>);
 }

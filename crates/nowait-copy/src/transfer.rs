@@ -63,6 +63,7 @@ pub(crate) fn run(pair: &mut Pair<'_>, zeros: Zeros) -> Result<Counts, Error> {
     transfer.run()?;
     let counts = transfer.counts;
     flush(pair)?;
+    pair.target.finish()?;
     Ok(counts)
 }
 

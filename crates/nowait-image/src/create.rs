@@ -3,8 +3,9 @@
 //! Invariant: an image appears under its name complete and on storage, or not at all; nothing that
 //! is there is replaced. Every cluster of a new qcow2 image is in use once, and its data clusters
 //! follow each other.
-//! Knows: chain, encode, entry, error, fresh, header, host, places. Known by: the command.
+//! Knows: chain, encode, entry, error, header, host, layout, partial, places. Known by: the command.
 
+use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
@@ -12,19 +13,13 @@ use crate::chain::{Chain, ChainOptions, Format};
 use crate::encode::encode;
 use crate::entry::sole;
 use crate::error::ImageError;
-use crate::fresh::Fresh;
-use crate::header::{BackingName, Header, MAX_L1_BYTES, MAX_NAME_BYTES, MAX_REFCOUNT_TABLE_BYTES};
+use crate::header::{BackingName, Header, MAX_NAME_BYTES};
 use crate::host::HostFile;
+use crate::layout::{self, Counting, SECTOR_BYTES, write_numbers};
+use crate::partial::{Partial, Replaces};
 use crate::places::Places;
 
-/// Bytes of a cluster where nothing else is said, as in QEMU.
-pub const DEFAULT_CLUSTER_BYTES: u64 = 64 << 10;
-/// The smallest and the largest cluster in bytes; all are powers of two.
-pub const CLUSTER_BYTES: std::ops::RangeInclusive<u64> = 512..=2 << 20;
-/// The size of a qcow2 disk is rounded up to whole sectors, as in QEMU.
-const SECTOR_BYTES: u64 = 512;
-/// What is written at once.
-const PIECE_BYTES: u64 = 1 << 20;
+pub use crate::layout::{CLUSTER_BYTES, DEFAULT_CLUSTER_BYTES};
 
 /// What is there of an image before anything is written to it.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -64,44 +59,45 @@ pub struct CreateOptions {
 /// One line: what cannot be had, what is there already, what is wrong with the backing file, or
 /// what the system said. There is no new file then.
 pub fn create(path: &Path, options: &CreateOptions) -> Result<u64, ImageError> {
-    possible(options).map_err(|why| ImageError::refused(path, why))?;
-    let fresh = Fresh::new(path).map_err(|error| explain(path, &error))?;
+    let refused = |why: String| ImageError::refused(path, why);
+    possible(options).map_err(refused)?;
+    if fs::symlink_metadata(path).is_ok() {
+        return Err(refused("there is such a file already (remove it first, with rm)".into()));
+    }
+    let partial = Partial::create(path, 0, Replaces::Nothing).map_err(refused)?;
     let backing = match &options.backing {
         Some(name) => Some(look_at_backing(path, name, options)?),
         None => None,
     };
     let size = options.size.or(backing.as_ref().map(|&(_, size)| size)).unwrap_or_default();
     if size == 0 {
-        return Err(ImageError::refused(path, "a disk needs at least one byte (give a size)"));
+        return Err(refused("a disk needs at least one byte (give a size)".into()));
     }
     let size = match options.format {
         Format::Raw => size,
         Format::Qcow2 => size.next_multiple_of(SECTOR_BYTES),
     };
     let written = match options.format {
-        Format::Raw if options.preallocation == Preallocation::Off => fresh.file().set_len(size),
-        Format::Raw => fresh.file().reserve(size),
+        Format::Raw if options.preallocation == Preallocation::Off => partial.file().set_len(size),
+        Format::Raw => partial.file().reserve(size),
         Format::Qcow2 => {
-            let bits = options.cluster_bytes.unwrap_or(DEFAULT_CLUSTER_BYTES).ilog2();
+            let bits = layout::cluster_bits(options.cluster_bytes).map_err(refused)?;
             let header = Header {
                 backing: backing.map(|(backing, _)| backing),
                 ..Header::empty(size, bits)
             };
-            let layout = Layout::new(header, options.preallocation);
-            let layout = layout.map_err(|why| ImageError::refused(path, why))?;
-            layout.write(fresh.file(), options.preallocation)
+            let layout = Layout::new(header, options.preallocation).map_err(refused)?;
+            layout.write(partial.file(), options.preallocation)
         }
     };
-    written.and_then(|()| fresh.finish()).map_err(|error| explain(path, &error))?;
+    written.map_err(|error| explain(path, &error))?;
+    partial.finish().map_err(refused)?;
     Ok(size)
 }
 
 /// Why there is no such image, if so.
 fn possible(options: &CreateOptions) -> Result<(), String> {
-    let bytes = options.cluster_bytes.unwrap_or(DEFAULT_CLUSTER_BYTES);
-    if !bytes.is_power_of_two() || !CLUSTER_BYTES.contains(&bytes) {
-        return Err(format!("clusters of {bytes} bytes (512 to 2M, a power of two)"));
-    }
+    layout::cluster_bits(options.cluster_bytes)?;
     let raw = options.format == Format::Raw;
     let reserved = options.preallocation != Preallocation::Off;
     let refused = if raw && options.backing.is_some() {
@@ -173,28 +169,13 @@ impl Layout {
             Preallocation::Off => (0, 0),
             _ => (l1_entries, header.size.div_ceil(cluster)),
         };
-        let too_large = || {
-            let more = "give a larger --cluster-size, up to 2M";
-            format!("a disk of {} bytes needs larger clusters ({more})", header.size)
-        };
-        if l1_entries * 8 > MAX_L1_BYTES {
-            return Err(too_large());
-        }
+        layout::check_l1(&header)?;
         if encode(&header).len() as u64 > cluster {
             let what = "the name of its backing file does not fit into a cluster";
             return Err(format!("{what} (give a larger --cluster-size)"));
         }
         let rest = 1 + (l1_entries * 8).div_ceil(cluster) + l2_tables + data;
-        let (mut table, mut blocks, mut clusters) = (1, 1, 0);
-        // Counts are counted too: what is enough for a number of clusters makes it larger.
-        while clusters != rest + table + blocks {
-            clusters = rest + table + blocks;
-            blocks = clusters.div_ceil(header.block_entries());
-            table = (blocks * 8).div_ceil(cluster);
-        }
-        if table * cluster > MAX_REFCOUNT_TABLE_BYTES.max(cluster) {
-            return Err(too_large());
-        }
+        let Counting { table, blocks, clusters } = Counting::of(&header, rest)?;
         header.refcount_table_pos = cluster;
         header.refcount_table_clusters = table as u32;
         header.l1_entries = l1_entries as u32;
@@ -227,26 +208,6 @@ impl Layout {
             sole(data_pos + index * cluster).to_be_bytes()
         })
     }
-}
-
-/// Writes `count` numbers of `N` bytes, one after the other from `pos` on.
-fn write_numbers<const N: usize>(
-    file: &HostFile,
-    pos: u64,
-    count: u64,
-    number: impl Fn(u64) -> [u8; N],
-) -> io::Result<()> {
-    let at_once = PIECE_BYTES / N as u64;
-    let mut piece = Vec::new();
-    let mut first = 0;
-    while first < count {
-        let end = count.min(first + at_once);
-        piece.clear();
-        piece.extend((first..end).flat_map(&number));
-        file.write_at(pos + first * N as u64, &piece)?;
-        first = end;
-    }
-    Ok(())
 }
 
 fn explain(path: &Path, error: &io::Error) -> ImageError {

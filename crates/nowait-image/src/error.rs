@@ -24,8 +24,7 @@ impl ImageError {
 
     /// The system said `error` when it was asked to do `doing` ("open", "read") with `path`.
     pub(crate) fn os(path: &Path, doing: &str, error: &io::Error) -> Self {
-        let words = error.to_string();
-        let words = words.split(" (os error ").next().unwrap_or_default();
+        let words = words(error);
         let errno = error.raw_os_error().unwrap_or(libc::EIO);
         Self { path: path.to_owned(), what: format!("cannot {doing}: {words}"), errno }
     }
@@ -47,6 +46,15 @@ impl ImageError {
     pub fn errno(&self) -> i32 {
         self.errno
     }
+}
+
+/// What the system says, without the number that the standard library puts behind it.
+pub(crate) fn words(error: &io::Error) -> String {
+    let mut words = error.to_string();
+    if let Some(end) = words.find(" (os error ") {
+        words.truncate(end);
+    }
+    words
 }
 
 impl fmt::Display for ImageError {

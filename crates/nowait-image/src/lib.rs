@@ -2,8 +2,8 @@
 //!
 //! [`Chain::open`] opens an image and all that it stands on, and refuses with one line what is not
 //! supported. [`mod@map`] says what is where in it, [`mod@check`] whether its metadata holds together;
-//! [`mod@create`], [`mod@resize`] and [`mod@commit`] make and change images that nobody else uses.
-//! supported. [`mod@served`] reads and writes a qcow2 image as a map of the engine; [`mod@map`] says
+//! [`mod@create`], [`mod@resize`] and [`mod@commit`] make and change images that nobody else uses;
+//! [`NewImage`] is one that somebody else writes the data of. [`mod@served`] reads and writes a qcow2 image as a map of the engine; [`mod@map`] says
 //! what is where in it, [`mod@check`] whether its metadata holds together.
 //! Formats are never guessed where somebody else may have chosen the bytes; see [`Format::probe`].
 //!
@@ -17,7 +17,7 @@ mod recorder;
 mod host;
 mod header;
 mod encode;
-mod fresh;
+mod partial;
 mod places;
 mod chain;
 mod entry;
@@ -30,7 +30,9 @@ pub mod check;
 pub mod repair;
 mod storage;
 mod reader;
+mod layout;
 pub mod create;
+mod new_image;
 mod counts;
 mod editor;
 pub mod resize;
@@ -44,4 +46,6 @@ pub use chain::{Chain, ChainOptions, Content, Format, Layer, Locking, MAX_LAYERS
 pub use error::ImageError;
 pub use header::{BackingName, Compression, Header, MAGIC};
 pub use host::HostFile;
+pub use new_image::NewImage;
+pub use partial::{Partial, Replaces};
 pub use reader::Reader;

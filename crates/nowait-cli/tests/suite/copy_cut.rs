@@ -12,7 +12,9 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::random::{Random, seed};
-use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, refusal_under, require_tool, skip};
+use crate::common::{
+    Finished, MIB, NOWAIT, Scratch, Server, accepted, refusal_under, require_tool, skip, tool,
+};
 
 /// Large enough to be caught in the middle.
 const BYTES: u64 = 96 * MIB;
@@ -36,29 +38,54 @@ fn source(scratch: &Scratch) -> (PathBuf, Duration) {
     (source, begin.elapsed())
 }
 
-#[test]
-fn sigkill_at_any_moment_leaves_nothing_that_looks_complete() {
-    let scratch = Scratch::new();
-    let (source, takes) = source(&scratch);
-    let target = scratch.join("target");
+/// Kills copies of `source` to `target` that take about `takes`; one that is there nevertheless is
+/// looked at by `assert_whole`.
+fn kill_copies(source: &Path, target: &Path, takes: Duration, assert_whole: impl Fn()) {
     let mut random = Random::from_seed(seed());
     let mut cut = 0;
     for _ in 0..12 {
-        let mut copy = start(text(&source), text(&target));
+        let mut copy = start(text(source), text(target));
         thread::sleep(takes.mul_f64(random.below(1000) as f64 / 1000.0));
         copy.kill().expect("a child");
         copy.wait().expect("a child");
         if target.exists() {
-            assert!(fs::read(&target).expect("it") == fs::read(&source).expect("it"));
-            fs::remove_file(&target).expect("the target");
+            assert_whole();
+            fs::remove_file(target).expect("the target");
         } else {
             cut += 1;
         }
     }
     assert!(cut > 0, "no copy was cut");
     // What they left is in nobody's way.
-    accepted(&["copy", text(&source), text(&target), "--verify"]);
-    assert_eq!(fs::read_dir(scratch.path()).expect("a directory").count(), 2);
+    accepted(&["copy", text(source), text(target), "--verify"]);
+    let directory = target.parent().expect("a directory");
+    assert_eq!(fs::read_dir(directory).expect("a directory").count(), 2);
+}
+
+#[test]
+fn sigkill_at_any_moment_leaves_nothing_that_looks_complete() {
+    let scratch = Scratch::new();
+    let (source, takes) = source(&scratch);
+    let target = scratch.join("target");
+    kill_copies(&source, &target, takes, || {
+        assert!(fs::read(&target).expect("it") == fs::read(&source).expect("it"));
+    });
+}
+
+#[test]
+fn sigkill_at_any_moment_leaves_no_image_that_looks_complete() {
+    if !require_tool("qemu-img") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let (source, takes) = source(&scratch);
+    let target = scratch.join("target.qcow2");
+    let assert_whole = || {
+        tool("qemu-img").args(["check", "-q"]).arg(&target).succeeds();
+        tool("qemu-img").arg("compare").args([&source, &target]).succeeds();
+    };
+    kill_copies(&source, &target, takes, assert_whole);
+    assert_whole();
 }
 
 #[test]
@@ -141,8 +168,13 @@ fn a_full_file_system_is_said_and_nothing_is_left() {
 "$@"; status=$?; [ -z "$(ls -A)" ] || exit 8; exit $status"#;
     let script = ["--", "sh", "-c", SCRIPT, text(&small)];
     let wrapper = [&["unshare"], flags, &script].concat();
-    refusal_under(&wrapper, &["copy", text(&source), "target"])
-        .says(&["target: cannot write at byte", "No space left"]);
+    for target in ["target", "target.qcow2"] {
+        refusal_under(&wrapper, &["copy", text(&source), target]).says(&[
+            "target",
+            ": cannot write at byte",
+            "No space left",
+        ]);
+    }
 }
 
 #[test]

@@ -11,6 +11,7 @@ mod changes;
 mod copy;
 mod copy_cut;
 mod copy_peers;
+mod copy_qcow2;
 mod errors;
 mod exports;
 mod fair;

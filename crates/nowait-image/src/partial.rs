@@ -2,20 +2,20 @@
 //!
 //! Invariant: under its own name there is either what was there before or the complete file, on
 //! storage; a file under the other name is not complete, and only its owner may read it.
-//! Knows: error. Known by: ends, job.
+//! Knows: error, host, lock. Known by: create, and by whoever copies to a file.
 
 use std::ffi::OsString;
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind};
-use std::os::fd::AsFd;
-use std::os::unix::fs::{MetadataExt, OpenOptionsExt, PermissionsExt};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use nowait_image::lock::{self, Access, LockError};
-use rustix::fs::{CWD, OFlags, RenameFlags};
+use rustix::fs::{CWD, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::error::words;
+use crate::host::HostFile;
+use crate::lock::{self, Access, LockError};
 
 /// What is put behind the name of a file that is not complete.
 const SUFFIX: &str = ".partial";
@@ -26,7 +26,7 @@ const PERMISSION_BITS: u32 = 0o7777;
 
 /// What stands under the name that the file is to get.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Replaces {
+pub enum Replaces {
     /// Nothing; if something appears meanwhile, it stays.
     Nothing,
     /// A file with these permission bits, which the new one gets.
@@ -38,22 +38,21 @@ pub(crate) enum Replaces {
 
 /// A file that is not complete. Removed when dropped before [`Partial::finish`].
 #[derive(Debug)]
-pub(crate) struct Partial {
+pub struct Partial {
     path: PathBuf,
-    to: PathBuf,
-    /// Holds the lock.
-    file: File,
+    /// Holds the lock; is called by the name that it is to get.
+    file: HostFile,
     replaces: Replaces,
     finished: bool,
 }
 
 impl Partial {
-    /// A new file of `bytes` zeros beside `to`, locked. What a copy that was killed has left there
-    /// is taken over.
+    /// A new file of `bytes` zeros beside `to`, locked. What a process that was killed has left
+    /// there is taken over.
     ///
     /// # Errors
-    /// Words that say why there is none; another copy to `to` is running.
-    pub(crate) fn create(to: &Path, bytes: u64, replaces: Replaces) -> Result<Self, String> {
+    /// Words that say why there is none; another process is writing one for `to`.
+    pub fn create(to: &Path, bytes: u64, replaces: Replaces) -> Result<Self, String> {
         let mut name = to.file_name().ok_or("this names no file")?.to_owned();
         name.push(OsString::from(SUFFIX));
         let path = to.with_file_name(name);
@@ -70,36 +69,43 @@ impl Partial {
         if !file.metadata().map_err(cannot)?.is_file() {
             return Err(format!("{} is in the way (remove it)", path.display()));
         }
-        match lock::lock(file.as_fd(), Access::Write) {
+        let file = HostFile::of(to.to_owned(), file);
+        match lock::lock(file.fd(), Access::Write) {
             Ok(()) | Err(LockError::Unsupported) => {}
             Err(LockError::Conflict { .. }) => {
-                return Err(format!("another copy is writing {}", path.display()));
+                return Err(format!("another process is writing {}", path.display()));
             }
             Err(error) => return Err(error.to_string()),
         }
-        let to = to.to_owned();
-        let partial = Self { path, to, file, replaces, finished: false };
-        // Between open and lock another copy may have given the file its name.
+        let partial = Self { path, file, replaces, finished: false };
+        // Between open and lock another process may have given the file its name.
         if !partial.is_ours() {
-            return Err("another copy has just been here (try again)".into());
+            return Err("another process has just made it (try again)".into());
         }
         let cannot = |error: io::Error| explain(&partial.path, &error);
-        partial.file.set_permissions(fs::Permissions::from_mode(PRIVATE_MODE)).map_err(cannot)?;
+        partial.set_mode(PRIVATE_MODE).map_err(cannot)?;
         partial.file.set_len(0).and_then(|()| partial.file.set_len(bytes)).map_err(cannot)?;
         Ok(partial)
     }
 
     /// Where it is written.
-    pub(crate) fn path(&self) -> &Path {
+    #[must_use]
+    pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// Gives it its name, for good: when this returns, a power cut does not take it back. Its data
-    /// must be durable already.
+    /// What is written to; it is called by the name that it is to get.
+    #[must_use]
+    pub const fn file(&self) -> &HostFile {
+        &self.file
+    }
+
+    /// Gives it its name, for good: when this returns, a power cut takes neither that nor what was
+    /// written back.
     ///
     /// # Errors
     /// Words that say what was in the way. The file is removed.
-    pub(crate) fn finish(mut self) -> Result<(), String> {
+    pub fn finish(mut self) -> Result<(), String> {
         if !self.is_ours() {
             return Err(format!("somebody has removed {}", self.path.display()));
         }
@@ -107,17 +113,17 @@ impl Partial {
             Replaces::File { mode } => mode & PERMISSION_BITS,
             Replaces::Nothing => MODE & !umask(),
         };
-        let ready = self.file.set_permissions(fs::Permissions::from_mode(mode));
-        ready.and_then(|()| self.file.sync_all()).map_err(|error| words(&error))?;
+        let synced = self.set_mode(mode).and_then(|()| Ok(rustix::fs::fsync(self.file.fd())?));
+        synced.map_err(|error| words(&error))?;
         match self.rename() {
             Ok(()) => {}
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
-                return Err("such a file has appeared meanwhile (to overwrite it: --force)".into());
+                return Err("such a file has appeared meanwhile, and stays".into());
             }
             Err(error) => return Err(format!("cannot rename to it: {}", words(&error))),
         }
         self.finished = true;
-        let directory = match self.to.parent() {
+        let directory = match self.file.path().parent() {
             Some(parent) if !parent.as_os_str().is_empty() => parent,
             _ => Path::new("."),
         };
@@ -125,15 +131,19 @@ impl Partial {
         synced.map_err(|error| format!("its directory cannot be flushed: {}", words(&error)))
     }
 
+    fn set_mode(&self, mode: u32) -> io::Result<()> {
+        Ok(rustix::fs::fchmod(self.file.fd(), Mode::from_raw_mode(mode))?)
+    }
+
     fn rename(&self) -> io::Result<()> {
+        let to = self.file.path();
         if self.replaces != Replaces::Nothing {
-            return fs::rename(&self.path, &self.to);
+            return fs::rename(&self.path, to);
         }
-        let flags = RenameFlags::NOREPLACE;
-        match rustix::fs::renameat_with(CWD, &self.path, CWD, &self.to, flags) {
+        match rustix::fs::renameat_with(CWD, &self.path, CWD, to, RenameFlags::NOREPLACE) {
             // The file system does not know the flag; a second name is not made where one is.
             Err(Errno::INVAL | Errno::NOSYS | Errno::OPNOTSUPP) => {
-                fs::hard_link(&self.path, &self.to)?;
+                fs::hard_link(&self.path, to)?;
                 fs::remove_file(&self.path)
             }
             renamed => renamed.map_err(io::Error::from),
@@ -142,8 +152,8 @@ impl Partial {
 
     /// Whether the file under the other name is the one that is open.
     fn is_ours(&self) -> bool {
-        let (named, open) = (fs::symlink_metadata(&self.path), self.file.metadata());
-        matches!((named, open), (Ok(a), Ok(b)) if (a.dev(), a.ino()) == (b.dev(), b.ino()))
+        let (named, open) = (fs::symlink_metadata(&self.path), rustix::fs::fstat(self.file.fd()));
+        matches!((named, open), (Ok(a), Ok(b)) if (a.dev(), a.ino()) == (b.st_dev, b.st_ino))
     }
 }
 
@@ -177,6 +187,8 @@ fn explain(path: &Path, error: &io::Error) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     const BYTES: u64 = 12_345;
@@ -199,7 +211,7 @@ mod tests {
         let to = directory.path().join("a");
         let partial = Partial::create(&to, BYTES, Replaces::Nothing).unwrap();
         assert_eq!(names(directory.path()), ["a.partial"]);
-        assert_eq!((mode(partial.path()), partial.file.metadata().unwrap().len()), (0o600, BYTES));
+        assert_eq!((mode(partial.path()), partial.file.size().unwrap()), (0o600, BYTES));
         partial.finish().unwrap();
         assert_eq!(names(directory.path()), ["a"]);
         assert_eq!(mode(&to), MODE & !umask());
@@ -227,8 +239,8 @@ mod tests {
         let to = directory.path().join("a");
         let first = Partial::create(&to, BYTES, Replaces::Nothing).unwrap();
         let refused = Partial::create(&to, 1, Replaces::Nothing).unwrap_err();
-        assert!(refused.contains("another copy is writing"), "{refused}");
-        assert_eq!(first.file.metadata().unwrap().len(), BYTES);
+        assert!(refused.contains("another process is writing"), "{refused}");
+        assert_eq!(first.file.size().unwrap(), BYTES);
         first.finish().unwrap();
         assert_eq!(names(directory.path()), ["a"]);
     }
@@ -239,7 +251,7 @@ mod tests {
         let to = directory.path().join("a");
         let partial = Partial::create(&to, BYTES, Replaces::Nothing).unwrap();
         fs::write(&to, "precious").unwrap();
-        assert!(partial.finish().unwrap_err().contains("--force"));
+        assert!(partial.finish().unwrap_err().contains("appeared meanwhile"));
         assert_eq!(fs::read(&to).unwrap(), b"precious");
         assert_eq!(names(directory.path()), ["a"]);
     }
