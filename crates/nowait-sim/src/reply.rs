@@ -219,7 +219,7 @@ impl Answer {
         let both = u64::from(nbd::STATE_HOLE | nbd::STATE_ZERO);
         (len > 0 && (flags == 0 || flags == both)).then_some(())?;
         (!self.one_piece || self.spans.is_empty()).then_some(())?;
-        self.spans.push(Span { len, hole: flags == both });
+        self.spans.push(Span::on_top(len, flags == both));
         Some(())
     }
 
