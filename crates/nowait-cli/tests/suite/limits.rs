@@ -170,6 +170,9 @@ fn two_thousand_that_come_and_go_leave_nothing_behind() {
     scene.gives_back(before);
     let more = scene.server.memory("VmRSS").saturating_sub(warm);
     assert!(more < 2 * MIB, "{more} bytes more after three times as many");
+    // A ring that still watches a socket keeps it, and what is in it, though it was closed.
+    let polls = scene.server.polls();
+    assert!(polls < 20, "{polls} descriptors are watched");
     scene.bystander_works(&[4 * KIB]);
     scene.server.stop();
 }

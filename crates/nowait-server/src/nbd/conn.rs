@@ -126,6 +126,8 @@ pub(crate) struct Conn {
     pub(crate) readable: bool,
     /// The peer has closed its side; what it sent before may still be there to read.
     pub(crate) hung_up: bool,
+    /// All that was there was read, and whether that was the end is not known.
+    pub(crate) may_have_ended: bool,
     /// It is in the list of those that are to be looked at before the turn ends.
     pub(crate) touched: bool,
     /// What may be moved in this look at it.
@@ -157,6 +159,7 @@ impl Conn {
             awaits_room: false,
             readable: true,
             hung_up: false,
+            may_have_ended: false,
             touched: false,
             portion: Portion::default(),
             seat,

@@ -82,6 +82,8 @@ pub(crate) struct Thread<Q: Queue, M: Map> {
     generation: u64,
     /// The connection that sent something last.
     last_heard: usize,
+    /// Connections that may have ended since they were read from.
+    read_from: Vec<usize>,
     spin: Spin,
 }
 
@@ -122,6 +124,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             opened: Vec::new(),
             generation: 0,
             last_heard: 0,
+            read_from: Vec::new(),
             spin: Spin::default(),
         }
     }
@@ -166,7 +169,6 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         if !self.lines.is_empty() || !events.is_empty() || self.engine.pending() {
             return self.engine.poll_watched(&mut |token, bits| events.push((token, bits)));
         }
-        let mut watched = |token, bits| events.push((token, bits));
         let began = Instant::now();
         let engine = &mut self.engine;
         if self.spin.wait(began, || engine.pending()) {
@@ -177,15 +179,45 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
                     conn.readable = true;
                     self.touch(self.last_heard);
                 }
-                _ => engine.poll_watched(&mut watched)?,
+                _ => engine.poll_watched(&mut |token, bits| events.push((token, bits)))?,
             }
-        } else {
+        } else if !self.read_once_more() {
             let handshake = self.handshakes.due().map(|due| due.saturating_duration_since(began));
             let timeout = handshake.into_iter().chain(self.entrance.rest()).min();
-            engine.wait(timeout, &mut watched)?;
+            let events = &mut self.events;
+            self.engine.wait(timeout, &mut |token, bits| events.push((token, bits)))?;
             self.spin.slept(began);
         }
         Ok(())
+    }
+
+    /// Before the thread sleeps: whoever was read from and may have ended since is read from again.
+    /// Returns whether there is somebody.
+    ///
+    /// A multishot poll of Linux 6.18 sometimes says nothing of a shutdown(2) that comes while it
+    /// says that the last bytes have come, and there is no other report.
+    fn read_once_more(&mut self) -> bool {
+        let mut any = false;
+        while let Some(index) = self.read_from.pop() {
+            let Some(conn) = self.conns.get_mut(index) else { continue };
+            // One that is stalled is read from when that is over.
+            conn.readable |= std::mem::take(&mut conn.may_have_ended);
+            if conn.readable && conn.input == Input::Open {
+                self.touch(index);
+                any = true;
+            }
+        }
+        any
+    }
+
+    /// A read has brought all that was there.
+    fn has_read_all(&mut self, index: usize) {
+        if let Some(conn) = self.conns.get_mut(index)
+            && !conn.readable
+            && !std::mem::replace(&mut conn.may_have_ended, true)
+        {
+            self.read_from.push(index);
+        }
     }
 
     fn take_events(&mut self) {
@@ -388,6 +420,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
                 if let Some(payload) = &mut conn.payload {
                     payload.filled += direct;
                 }
+                self.has_read_all(index);
                 self.parse(index, &scratch[..stashed + got - direct]);
             }
             Err(rustix::io::Errno::AGAIN) => {
@@ -420,6 +453,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
                 opened.clear();
                 opened.append(&mut conn.stash);
                 conn.open(&self.scratch[..got], &mut opened);
+                self.has_read_all(index);
                 self.parse(index, &opened);
                 self.opened = opened;
             }

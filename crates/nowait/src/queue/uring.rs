@@ -304,9 +304,11 @@ impl Queue for Uring {
     fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
         self.watched.retain(|watch| *watch != (fd.as_raw_fd(), token));
         for token in [token, token | ONCE] {
-            // The poll holds the file open until it is removed, so the removal must not get lost:
-            // a ring that takes no entry any more ends the server.
-            let _ = self.push(&opcode::PollRemove::new(token).build().user_data(OWN));
+            // The poll holds the file open until it is removed, so the removal must not get lost: a
+            // ring that takes no entry any more ends the server. `PollRemove` would leave a poll in
+            // place that has something to report at that moment (EALREADY), as one of a connection
+            // that is being closed mostly has.
+            let _ = self.push(&opcode::AsyncCancel::new(token).build().user_data(OWN));
         }
     }
 

@@ -125,6 +125,17 @@ impl Server {
         kib.parse::<u64>().expect("a number of KiB") * KIB
     }
 
+    /// How many descriptors its rings watch, those included that are closed (what fs/proc shows of a
+    /// ring, `PollList`; 6 is the operation that adds a poll).
+    pub(crate) fn polls(&self) -> usize {
+        let rings = fs::read_dir(format!("/proc/{}/fdinfo", self.child.id()));
+        let rings =
+            rings.expect("the descriptors of a child").map(|ring| ring.expect("one").path());
+        // One may be closed meanwhile.
+        let told = rings.filter_map(|ring| fs::read_to_string(ring).ok());
+        told.map(|text| text.lines().filter(|line| line.trim().starts_with("op=6,")).count()).sum()
+    }
+
     /// How often its threads have gone to sleep of their own accord (proc_pid_status(5)).
     pub(crate) fn sleeps(&self) -> u64 {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id()));
