@@ -244,11 +244,12 @@ impl Chain {
             }
             Format::Qcow2 => {
                 let header = Header::read(&file)?;
-                let look_only = top && options.damaged && !header.has_extended_l2();
-                if !look_only || !(header.is_dirty() || header.is_corrupt()) {
-                    let supported = header.supported(writable);
-                    supported.map_err(|why| ImageError::refused(file.path(), why))?;
-                }
+                let marked = header.is_dirty() || header.is_corrupt();
+                let supported = match top && options.damaged && marked {
+                    true => header.understood(),
+                    false => header.supported(writable),
+                };
+                supported.map_err(|why| ImageError::refused(file.path(), why))?;
                 let data = self.open_data_file(&file, &header, writable, options, places)?;
                 let size = header.size;
                 (Content::Qcow2 { header: Box::new(header), data }, size)

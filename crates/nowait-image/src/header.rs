@@ -413,12 +413,12 @@ impl Header {
         self.incompatible & INCOMPATIBLE_EXTENDED_L2 != 0
     }
 
-    /// Why an image with this header is not read here, or not written, if so. Each is one line
-    /// with what to do.
+    /// Why it is not known what every cluster of an image with this header is for, if so: it must
+    /// not even be repaired then. Each reason is one line with what to do.
     ///
     /// # Errors
     /// The reason, in words that go behind the image's name.
-    pub fn supported(&self, writable: bool) -> Result<(), String> {
+    pub fn understood(&self) -> Result<(), String> {
         let known = INCOMPATIBLE_DIRTY
             | INCOMPATIBLE_CORRUPT
             | INCOMPATIBLE_DATA_FILE
@@ -426,10 +426,6 @@ impl Header {
             | INCOMPATIBLE_EXTENDED_L2;
         let refused = if self.encryption != 0 {
             "it is encrypted, which is not supported (decrypt it with qemu-img convert)"
-        } else if self.is_corrupt() {
-            "it is marked corrupt (look at it with nowait check, repair it with qemu-img check -r)"
-        } else if self.is_dirty() {
-            "its writer was interrupted and left it marked dirty (qemu-img check -r all puts it right)"
         } else if self.has_extended_l2() {
             "it has extended L2 entries (subclusters), which are not supported \
              (make one without, with qemu-img convert)"
@@ -438,6 +434,23 @@ impl Header {
                 "it needs features that are not known here (incompatible bits {:#x})",
                 self.incompatible & !known
             ));
+        } else {
+            return Ok(());
+        };
+        Err(refused.into())
+    }
+
+    /// Why an image with this header is not read here, or not written, if so. Each is one line
+    /// with what to do.
+    ///
+    /// # Errors
+    /// The reason, in words that go behind the image's name.
+    pub fn supported(&self, writable: bool) -> Result<(), String> {
+        self.understood()?;
+        let refused = if self.is_corrupt() {
+            "it is marked corrupt (look at it with nowait check, repair it with qemu-img check -r)"
+        } else if self.is_dirty() {
+            "its writer was interrupted and left it marked dirty (qemu-img check -r all puts it right)"
         } else if self.compression != Compression::Deflate {
             "it is compressed in a way that is not supported, zstd or newer \
              (qemu-img convert -o compression_type=zlib makes one that is)"

@@ -170,6 +170,32 @@ fn a_repair_ends_with_an_image_that_qemu_finds_sound_and_with_the_same_bytes() {
 }
 
 #[test]
+fn what_has_clusters_of_unknown_use_is_not_even_checked_or_repaired_when_it_is_marked_damaged() {
+    if !have_qemu() {
+        return;
+    }
+    let images = Images::qcow2("8M", "", &["write -P 1 0 64k"]);
+    let file = std::fs::File::options().write(true).open(images.path()).unwrap();
+    // Incompatible bits: one that nobody knows, and "dirty" or "corrupt"; encryption by LUKS, whose
+    // header would be taken for a leak.
+    let encrypted = [(35, 2), (79, 1)];
+    for changes in [[(72, 1), (79, 1)], [(72, 1), (79, 2)], encrypted] {
+        let before = std::fs::read(images.path()).unwrap();
+        for (at, byte) in changes {
+            file.write_all_at(&[byte], at).unwrap();
+        }
+        for writable in [false, true] {
+            let format = Some(Format::Qcow2);
+            let options = ChainOptions { format, damaged: true, writable, ..Default::default() };
+            let refused = Chain::open(&images.path(), &options).unwrap_err().to_string();
+            let why = ["features that are not known", "it is encrypted"];
+            assert!(why.iter().any(|why| refused.contains(why)), "{refused}");
+        }
+        file.write_all_at(&before, 0).unwrap();
+    }
+}
+
+#[test]
 fn a_repair_gives_no_cluster_back_while_a_pointer_makes_no_sense() {
     if !have_qemu() {
         return;
