@@ -4,6 +4,8 @@
 //! Knows: args, default_image, error, export, listen, opened, service. Known by: main.
 
 use std::io::{self, Write};
+use std::path::Path;
+use std::sync::mpsc;
 use std::time::Duration;
 
 use nowait_server::{Clients, Credentials, Listener, Options, QueueKind, Server, Stopper, Tls};
@@ -21,7 +23,8 @@ use crate::opened::{Opened, open_all};
 use crate::service;
 use crate::tls_args::Encryption;
 
-/// How long requests in flight may take after the signal to stop.
+/// How long requests in flight may take after the signal to stop, and if they take longer, the
+/// flush behind them.
 const PATIENCE: Duration = Duration::from_secs(10);
 /// Descriptors for all but connections, more or less: images, queues, listeners.
 const OTHER_DESCRIPTORS: u64 = 1024;
@@ -70,7 +73,11 @@ pub(crate) fn run(args: &ServeArgs, exports: Vec<Named>) -> Result<(), CliError>
         warn!("{left} requests did not end within {time} s and were left");
     }
     service::tell_flushing();
-    let flushed = close(all, stopped.unfinished == 0);
+    // With nothing left a flush may take its time: there may be much that only the cache has.
+    let flushed = match stopped.unfinished {
+        0 => close(all, true),
+        _ => close_if_it_answers(all, image),
+    };
     drop(default_socket);
     flushed?;
     info!("stopped, everything is flushed");
@@ -96,6 +103,19 @@ fn close(all: Vec<Opened>, ended: bool) -> Result<(), CliError> {
         }
     }
     result
+}
+
+/// As `close` where something is in flight, but waits for no more than `PATIENCE`: storage that
+/// leaves requests unanswered may never answer this either.
+fn close_if_it_answers(all: Vec<Opened>, image: &Path) -> Result<(), CliError> {
+    let (sender, closed) = mpsc::channel();
+    let closing = std::thread::Builder::new().spawn(move || sender.send(close(all, false)));
+    closing.map_err(|e| CliError::at(image, format!("cannot flush: {}", reason(&e))))?;
+    let unanswered = |_| {
+        let time = PATIENCE.as_secs();
+        Err(CliError::at(image, format!("not flushed: its storage did not answer for {time} s")))
+    };
+    closed.recv_timeout(PATIENCE).unwrap_or_else(unanswered)
 }
 
 /// What encrypts connections, if anything does.

@@ -31,5 +31,6 @@ mod qcow2;
 mod qemu;
 mod seccomp;
 mod service;
+mod standstill;
 mod storage_faults;
 mod tls;

@@ -119,6 +119,11 @@ impl Epoll {
         !self.ready.is_empty()
     }
 
+    /// Descriptors that are watched.
+    pub(crate) fn count(&self) -> usize {
+        self.watches.len()
+    }
+
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }

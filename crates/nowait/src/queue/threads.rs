@@ -1,7 +1,8 @@
 //! Transfers by plain system calls: inline where that cannot wait for the device, else on a crew.
 //!
-//! Invariant: at depth 1 no other thread is involved; with more in flight this thread makes no
-//! call that moves uncached data.
+//! Invariant: at depth 1 no other thread is involved; with more in flight, or with descriptors that
+//! somebody watches for more than the engine's own ends, this thread makes no call that moves
+//! uncached data.
 //! Knows: queue, syscall, epoll, crew, remote.
 #![allow(unsafe_code)]
 
@@ -18,6 +19,8 @@ use crate::remote::Remote;
 
 /// Threads of a queue: enough to keep a disk busy, few enough to start without being noticed.
 const CREW: u32 = 16;
+/// Descriptors whose reports are ends of requests: the crew's, and the one of the engine's workers.
+const OWN_WATCHES: usize = 2;
 const CREW_DONE: Token = WATCHED | WATCHED >> 1;
 
 struct Job(Transfer, u32);
@@ -96,7 +99,8 @@ impl Queue for Threads {
         let tries = |Job(transfer, _): &Job| transfer.rw_flags & libc::RWF_NOWAIT != 0;
         let inline = match self.cached {
             true => self.placed.iter().all(tries),
-            false => self.out == 0 && self.placed.len() == 1,
+            // A device may take its time, or for ever: whoever else this thread serves is not to wait.
+            false => self.out == 0 && self.placed.len() == 1 && self.watched.count() <= OWN_WATCHES,
         };
         if inline {
             for Job(transfer, token) in self.placed.drain(..) {

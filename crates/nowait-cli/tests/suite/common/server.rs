@@ -164,7 +164,12 @@ impl Server {
 
     /// Asks it to finish; does not wait.
     pub(crate) fn terminate(&self) {
-        kill_process(Pid::from_child(&self.child), Signal::TERM).expect("a server to signal");
+        self.signal(Signal::TERM);
+    }
+
+    /// Sends it `signal`.
+    pub(crate) fn signal(&self, signal: Signal) {
+        kill_process(Pid::from_child(&self.child), signal).expect("a server to signal");
     }
 
     /// Waits for its end, within bounds.
