@@ -22,4 +22,6 @@ mod job;
 
 pub use error::Error;
 pub use job::{Options, Phase, Progress, Report, copy};
+#[cfg(feature = "fuzz")]
+pub use nbd::fuzz;
 pub use place::{Place, Uri};

@@ -9,6 +9,8 @@ mod device;
 mod nbd;
 
 pub use device::Device;
+#[cfg(feature = "fuzz")]
+pub use nbd::fuzz;
 pub use nbd::{
     Clients, Credentials, Export, Listener, Options, QueueKind, Server, Stopped, Stopper, Tls,
     TlsError,

@@ -51,6 +51,8 @@ mod memory;
 mod inbox;
 mod driver;
 mod future;
+#[cfg(feature = "fuzz")]
+pub mod fuzz;
 
 pub use align::Alignment;
 pub use buffer::{BUFFER_ALIGN, Buf};

@@ -9,5 +9,7 @@ mod handshake;
 mod receiver;
 mod connection;
 mod nbd_port;
+#[cfg(feature = "fuzz")]
+pub mod fuzz;
 
 pub(crate) use nbd_port::connect;

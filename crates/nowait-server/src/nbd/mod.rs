@@ -27,6 +27,8 @@ mod entrance;
 mod group;
 mod turn;
 mod parse;
+#[cfg(feature = "fuzz")]
+pub mod fuzz;
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};

@@ -1,0 +1,323 @@
+//! Lists of segments: the arithmetic on them, and requests of a whole engine.
+//!
+//! Checked: merging and taking parts keep the bytes and their order; what an engine on a simulated
+//! device reads and writes through a list is what a plain array of bytes says, in the bytes that
+//! were named and no others.
+//! Knows: target. Known by: mod.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use arbitrary::{Result as Drawn, Unstructured};
+use nowait::sim::{Random, Sim, SimDevice, SimOptions};
+use nowait::{
+    Alignment, Config, Disk, Engine, Extents, Flags, Io, MAX_SEGMENTS, MAX_TRANSFER_BYTES, Op,
+    OpenOptions, Range, Segment, Storage, Workers, fuzz,
+};
+
+use crate::target::{Check, Target};
+
+const BLOCK: u32 = 512;
+/// Bytes of the device.
+const DEVICE_BYTES: u64 = 64 * BLOCK as u64;
+/// The memory that segments lie in.
+const ARENA_BYTES: usize = 40 << 10;
+/// Turns of the engine that a request may take: far more than any needs.
+const MOST_TURNS: u32 = 10_000;
+const STEPS: u32 = 12;
+
+pub(super) const TARGET: Target = Target {
+    name: "segments",
+    about: "lists of segments, by themselves and through an engine on a simulated device",
+    prepare: || Ok(Box::new(check) as Check),
+    seeds,
+    words: &[&[0; 8], &[0xff; 8], &[2, 0], &[0x10, 0], &[1; 16]],
+    longest: 4096,
+    memory: 64 << 20,
+};
+
+fn check(input: &[u8]) -> Result<(), String> {
+    let mut input = Unstructured::new(input);
+    // An input that has come to its end is not wrong.
+    let switches: u8 = input.arbitrary().unwrap_or_default();
+    if switches & 0x80 != 0 {
+        return arithmetic(&mut input).unwrap_or(Ok(()));
+    }
+    let mut rig = Rig::new(switches)?;
+    for _ in 0..STEPS {
+        match rig.step(&mut input) {
+            Ok(done) => done?,
+            Err(_) => break,
+        }
+    }
+    rig.device_is_the_model()
+}
+
+/// Any segments, also such as no memory could be.
+fn any_segments(input: &mut Unstructured<'_>) -> Drawn<Vec<Segment>> {
+    let count = match input.int_in_range(0..=15u8)? {
+        15 => input.int_in_range(MAX_SEGMENTS - 1..=MAX_SEGMENTS + 1)?,
+        few => usize::from(few),
+    };
+    let mut list = Vec::with_capacity(count);
+    let mut end = 0usize;
+    for _ in 0..count {
+        let base = match input.int_in_range(0..=2u8)? {
+            0 => end,
+            _ => input.arbitrary::<u32>()? as usize,
+        };
+        let len = match input.int_in_range(0..=7u8)? {
+            0 => 0,
+            1 => input.arbitrary::<usize>()?,
+            2 => MAX_TRANSFER_BYTES as usize,
+            _ => usize::from(input.arbitrary::<u16>()?),
+        };
+        end = base.wrapping_add(len);
+        list.push(Segment { base: std::ptr::without_provenance_mut(base), len });
+    }
+    Ok(list)
+}
+
+/// The bytes of `segments` as runs of addresses: those that touch made one, empty ones left out.
+fn runs(segments: &[Segment], mut skip: u64, mut left: u64) -> Vec<(usize, u64)> {
+    let mut runs: Vec<(usize, u64)> = Vec::new();
+    for segment in segments {
+        let skipped = skip.min(segment.len as u64);
+        let len = (segment.len as u64 - skipped).min(left);
+        (skip, left) = (skip - skipped, left - len);
+        let base = segment.base.addr().wrapping_add(skipped as usize);
+        match runs.last_mut() {
+            _ if len == 0 => {}
+            Some((start, run)) if start.wrapping_add(*run as usize) == base => *run += len,
+            _ => runs.push((base, len)),
+        }
+    }
+    runs
+}
+
+fn arithmetic(input: &mut Unstructured<'_>) -> Drawn<Result<(), String>> {
+    let list = any_segments(input)?;
+    let sum: u128 = list.iter().map(|segment| segment.len as u128).sum();
+    let sound = list.len() <= MAX_SEGMENTS && list.iter().all(|s| s.len <= isize::MAX as usize);
+    let total = match (fuzz::total(&list), sound) {
+        (Ok(total), true) if u128::from(total) == sum.min(u128::from(MAX_TRANSFER_BYTES)) => total,
+        (Err(error), false) if error.errno() == libc::EINVAL => return Ok(Ok(())),
+        (total, _) => return Ok(Err(format!("{list:?} have {total:?}, not {sum}"))),
+    };
+    let count = input.arbitrary::<u64>()?.min(total);
+    let merged = fuzz::merge(&list, count);
+    if runs(&merged, 0, u64::MAX) != runs(&list, 0, count) || merged.len() > list.len() {
+        return Ok(Err(format!("the first {count} bytes of {list:?} merged are {merged:?}")));
+    }
+    let distinct = runs(&merged, 0, u64::MAX).len();
+    if distinct != merged.len() {
+        return Ok(Err(format!("{merged:?} has empty segments, or some that touch")));
+    }
+    let start = input.arbitrary::<u64>()? % (total + 1);
+    let len = input.arbitrary::<u64>()? % (total - start + 1);
+    let parts = fuzz::parts(&list, start, len);
+    if runs(&parts, 0, u64::MAX) != runs(&list, start, len) {
+        return Ok(Err(format!("bytes {start}, {len} of {list:?} are {parts:?}")));
+    }
+    let (memory, offset) =
+        (1 << input.int_in_range(0..=12u32)?, 1 << input.int_in_range(0..=16u32)?);
+    let multiple = |s: &Segment| {
+        s.base.addr().is_multiple_of(memory as usize) && s.len.is_multiple_of(offset as usize)
+    };
+    if fuzz::aligned(&list, memory, offset) != list.iter().all(multiple) {
+        return Ok(Err(format!("{list:?} aligned to {memory}, {offset}?")));
+    }
+    Ok(Ok(()))
+}
+
+/// An engine on a simulated device, and what the device must hold.
+struct Rig {
+    device: Arc<SimDevice>,
+    workers: Workers,
+    engine: Engine<Sim, Extents>,
+    model: Vec<u8>,
+    arena: Box<[u8]>,
+    random: Random,
+}
+
+impl Rig {
+    fn new(switches: u8) -> Result<Self, String> {
+        let on = |bit: u8| switches >> bit & 1 == 0;
+        let config = Config {
+            simple: on(0),
+            inline_completion: on(1),
+            vectored: on(2),
+            pool: on(3),
+            nowait_first: on(4),
+            slots: 16,
+            ..Config::default()
+        };
+        let options = SimOptions {
+            seed: 1,
+            bytes: DEVICE_BYTES,
+            align: Alignment { memory: 4, offset: BLOCK, read_offset: BLOCK },
+            unit: BLOCK,
+            capacity: u64::MAX,
+            punches: true,
+            zeroes: true,
+            nowait: on(5),
+            latency: 1000,
+            pauses: 0,
+        };
+        let device = Arc::new(SimDevice::new(options));
+        let failed = |error: nowait::Error| format!("no engine: {error}");
+        let storage = Storage::simulated(&device, OpenOptions::default()).map_err(failed)?;
+        let map = Extents::new(storage.size(), on(6));
+        let disk = Arc::new(Disk::mapped(storage, Vec::new(), DEVICE_BYTES, false, map));
+        let workers = Workers::simulated(&disk);
+        let queue = Sim::new(device.clone()).map_err(failed)?;
+        let engine = Engine::new(disk, workers.clone(), queue, config).map_err(failed)?;
+        let model = vec![0; DEVICE_BYTES as usize];
+        let arena = vec![0; ARENA_BYTES].into();
+        Ok(Self { device, workers, engine, model, arena, random: Random::new(7) })
+    }
+
+    /// Segments inside the arena, none of them over another, and where each begins in it.
+    fn segments(&mut self, input: &mut Unstructured<'_>) -> Drawn<Vec<(usize, Segment)>> {
+        let (mut list, mut at) = (Vec::new(), 0usize);
+        // Long lists take long, too.
+        let count = match input.arbitrary::<u8>()? {
+            0xff => input.int_in_range(MAX_SEGMENTS - 1..=MAX_SEGMENTS + 1)?,
+            few => usize::from(few % 16),
+        };
+        for _ in 0..count {
+            at += match input.int_in_range(0..=7u8)? {
+                0..=3 => 0,
+                4 => BLOCK as usize - at % BLOCK as usize,
+                _ => usize::from(input.arbitrary::<u8>()?),
+            };
+            let len = match input.int_in_range(0..=7u8)? {
+                0 => 0,
+                1..=3 => usize::from(input.int_in_range(1..=8u8)?) * BLOCK as usize,
+                _ => usize::from(input.arbitrary::<u16>()? % 700),
+            };
+            if at + len > self.arena.len() {
+                break;
+            }
+            let base = self.arena.as_mut_ptr().wrapping_add(at);
+            list.push((at, Segment { base, len }));
+            at += len;
+        }
+        Ok(list)
+    }
+
+    /// One request, and whether it came to what it should.
+    fn step(&mut self, input: &mut Unstructured<'_>) -> Drawn<Result<(), String>> {
+        let op = if input.arbitrary()? { Op::Read } else { Op::Write };
+        let pos = match input.int_in_range(0..=3u8)? {
+            0 => input.int_in_range(0..=DEVICE_BYTES + 600)?,
+            _ => input.int_in_range(0..=DEVICE_BYTES / u64::from(BLOCK))? * u64::from(BLOCK),
+        };
+        let list = self.segments(input)?;
+        let total: u64 = list.iter().map(|(_, segment)| segment.len as u64).sum();
+        let asked = match input.int_in_range(0..=3u8)? {
+            0 => input.arbitrary::<u16>()?.into(),
+            _ => total,
+        };
+        for word in self.arena.as_chunks_mut().0 {
+            *word = self.random.next().to_ne_bytes();
+        }
+        let memory = self.arena.to_vec();
+        let segments: Vec<Segment> = list.iter().map(|(_, segment)| *segment).collect();
+        let io = Io { op, flags: Flags::NONE, range: Range::new(pos, asked) };
+        let result = match self.request(io, &segments) {
+            Ok(result) => result,
+            Err(stuck) => return Ok(Err(stuck)),
+        };
+        let room = DEVICE_BYTES.saturating_sub(pos);
+        let len = asked.min(total);
+        let expected = match () {
+            () if list.len() > MAX_SEGMENTS => Err(libc::EINVAL),
+            () if op == Op::Write && room == 0 && len > 0 => Err(libc::ENOSPC),
+            () => Ok(len.min(room)),
+        };
+        let memory = self.model_of(op, pos, expected.unwrap_or(0), &list, memory);
+        let wrong = if result != expected {
+            format!("{result:?} instead of {expected:?}")
+        } else if *self.arena != *memory {
+            "memory is not what it should be".to_owned()
+        } else {
+            return Ok(Ok(()));
+        };
+        Ok(Err(format!("{op:?} of {asked} at {pos} through {list:?}: {wrong}")))
+    }
+
+    /// Does to the model what a request of `len` bytes does to the device; gives what must be in
+    /// memory afterwards where `memory` was before.
+    fn model_of(
+        &mut self,
+        op: Op,
+        pos: u64,
+        len: u64,
+        list: &[(usize, Segment)],
+        mut memory: Vec<u8>,
+    ) -> Vec<u8> {
+        let named = list.iter().flat_map(|(at, segment)| *at..*at + segment.len);
+        let model = self.model.iter_mut().skip(pos as usize).take(len as usize);
+        for (byte, at) in model.zip(named) {
+            match (op, memory.get_mut(at)) {
+                (Op::Read, Some(place)) => *place = *byte,
+                (_, place) => *byte = place.copied().unwrap_or_default(),
+            }
+        }
+        memory
+    }
+
+    /// What the engine says to a request, with nothing else under way.
+    ///
+    /// # Errors
+    /// It does not end, or not once.
+    fn request(&mut self, io: Io, segments: &[Segment]) -> Result<Result<u64, i32>, String> {
+        const TAG: u64 = 5;
+        // SAFETY: the memory is the arena, which nobody touches before the request has ended; a
+        // request that never does is an error that ends the rig, and with it engine before arena.
+        if let Err(rejected) = unsafe { self.engine.submit_segments(io, segments, TAG) } {
+            return Ok(Err(rejected.error.errno()));
+        }
+        for _ in 0..MOST_TURNS {
+            let waited = self.engine.wait(Some(Duration::ZERO), &mut |_, _| {});
+            waited.map_err(|error| format!("the queue: {error}"))?;
+            while let Some(job) = self.workers.take(0) {
+                self.workers.run(job);
+            }
+            if let Some(done) = self.engine.next() {
+                let again = self.engine.next().is_some() || self.engine.in_flight() > 0;
+                if done.tag != TAG || again {
+                    return Err(format!("{io:?} was given back more than once"));
+                }
+                return Ok(done.result().map_err(|error| error.errno()));
+            }
+        }
+        Err(format!("{io:?} does not end"))
+    }
+
+    /// Reads all of the device, and compares.
+    fn device_is_the_model(&mut self) -> Result<(), String> {
+        let segment = Segment { base: self.arena.as_mut_ptr(), len: DEVICE_BYTES as usize };
+        let range = Range::new(0, DEVICE_BYTES);
+        let read = self.request(Io { op: Op::Read, flags: Flags::NONE, range }, &[segment])?;
+        if read != Ok(DEVICE_BYTES) || self.arena.get(..self.model.len()) != Some(&self.model) {
+            return Err(format!("the device ({read:?}) holds something else than was written"));
+        }
+        match self.device.take_violations().first() {
+            Some(violation) => Err(format!("the device complains: {violation}")),
+            None => Ok(()),
+        }
+    }
+}
+
+fn seeds() -> Vec<Vec<u8>> {
+    // What the numbers mean is up to the reader; random ones make all kinds of lists.
+    let bytes = |seed: u64, switches: u8| -> Vec<u8> {
+        let mut random = Random::new(seed);
+        let rest = (0..600).map(|_| random.next() as u8);
+        std::iter::once(switches).chain(rest).collect()
+    };
+    [0, 1, 2, 4, 8, 16, 32, 64, 0x80, 0xff].into_iter().zip(1..).map(|(s, n)| bytes(n, s)).collect()
+}

@@ -1,0 +1,267 @@
+//! A client's bytes after the handshake, to a real server over a socket: the first byte says in
+//! which mode.
+//!
+//! Checked: each request is answered once; what comes is whole messages in the form of the mode,
+//! with no more and no other bytes than were asked for; and requests are answered alike however
+//! their bytes are cut. Bytes of data are not compared: requests in flight together may meet in
+//! any order.
+//! Knows: target, pieces, wire, image. Known by: mod.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read, Write};
+use std::net::Shutdown;
+use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nowait::{Config, Disk, OpenOptions};
+use nowait_nbd as nbd;
+use nowait_server::{Device, Export, Listener, Options, QueueKind, Server, Tls};
+
+use super::image::scratch;
+use crate::pieces::cut;
+use crate::target::{Check, Target};
+use crate::wire::{
+    Answers, Fields, Mode, Request, context_query, info_request, option, renumbered,
+};
+
+/// Small, so that an input full of reads is answered with few bytes.
+const IMAGE_BYTES: u64 = 96 << 10;
+/// How long the server may take for the requests in flight when a target is over.
+const PATIENCE: Duration = Duration::from_secs(10);
+/// The handshake's answers are read in one piece of at most so many bytes at a time.
+const READ_BYTES: usize = 64 << 10;
+
+pub(super) const TARGET: Target = Target {
+    name: "transmission",
+    about: "NBD requests to a whole server, in each of the three modes",
+    prepare,
+    seeds,
+    words: &[
+        &[0x25, 0x60, 0x95, 0x13],
+        &[0x21, 0xe4, 0x1c, 0x71],
+        &[0, 0, 0, 1],
+        &[0, 1, 0, 6],
+        &[0, 0, 0, 7],
+        &[0, 32, 0, 1],
+        &[0, 32, 0, 7],
+        &[0, 8, 0, 7],
+        &[0, 0, 0, 0, 0, 1, 0x80, 0],
+        &[0, 0, 2, 0],
+    ],
+    longest: 3000,
+    // A thread's memory for payload, which is allocated when it is first needed.
+    memory: 320 << 20,
+};
+
+/// A running server; it ends with this.
+struct Scene {
+    socket: PathBuf,
+    stopper: nowait_server::Stopper,
+    running: Option<std::thread::JoinHandle<()>>,
+    _directory: tempfile::TempDir,
+}
+
+impl Drop for Scene {
+    fn drop(&mut self) {
+        self.stopper.stop();
+        if let Some(running) = self.running.take() {
+            // A panic there was noted.
+            let _ = running.join();
+        }
+    }
+}
+
+fn prepare() -> Result<Check, String> {
+    let directory = scratch()?;
+    let (image, socket) = (directory.path().join("image"), directory.path().join("nbd"));
+    let failed = |error: &dyn std::fmt::Display| format!("no server: {error}");
+    let file = File::create_new(&image).map_err(|e| failed(&e))?;
+    let written = file.set_len(IMAGE_BYTES).and_then(|()| file.write_all_at(&[7; 20_000], 9000));
+    written.map_err(|e| failed(&e))?;
+    let disk = Disk::open(&image, OpenOptions::default()).map_err(|e| failed(&e))?;
+    disk.scan();
+    let config = Config::default();
+    let device = Device::new(Arc::new(disk), config.workers, "disk".into(), String::new());
+    let listener = Listener::unix(&socket).map_err(|e| failed(&e))?;
+    let options =
+        Options { queues: 1, kind: QueueKind::Threads, config, tls: Tls::Off, max_connections: 8 };
+    let server = Server::start(vec![Export::new(device)], vec![listener], options);
+    let server = server.map_err(|e| failed(&e))?;
+    let stopper = server.stopper();
+    let running = std::thread::spawn(move || {
+        let _ = server.run(PATIENCE);
+    });
+    let scene = Scene { socket, stopper, running: Some(running), _directory: directory };
+    Ok(Box::new(move |input| check(&scene, input)))
+}
+
+fn check(scene: &Scene, input: &[u8]) -> Result<(), String> {
+    let Some((&first, bytes)) = input.split_first() else { return Ok(()) };
+    let mode = [Mode::Simple, Mode::Structured, Mode::Extended][usize::from(first % 3)];
+    let contexts = first & 0x80 == 0;
+    let (bytes, requests, end) = renumbered(mode, bytes);
+    let whole = scene.answers(mode, contexts, [&bytes[..]], &requests)?;
+    let pieces = scene.answers(mode, contexts, cut(&bytes, 24), &requests)?;
+    let complete = end.is_orderly();
+    for (cookie, request) in (0..).zip(&requests) {
+        let (one, other) = (whole.get(&cookie), pieces.get(&cookie));
+        let alike = match (one, other) {
+            // What was under way is lost with the connection.
+            (None, _) | (_, None) if !complete => true,
+            // Whether it is fast depends on what is there.
+            _ if request.flags & nbd::CMD_FLAG_FAST_ZERO != 0 => one.is_some() == other.is_some(),
+            _ => one == other,
+        };
+        if !alike {
+            return Err(format!("{request:?} is answered {one:?} whole, {other:?} in pieces"));
+        }
+        if complete && request.is_whole && one.is_none() {
+            return Err(format!("{request:?} has no answer"));
+        }
+    }
+    Ok(())
+}
+
+impl Scene {
+    /// What is answered to requests that come in `pieces`.
+    fn answers<'a>(
+        &self,
+        mode: Mode,
+        contexts: bool,
+        pieces: impl IntoIterator<Item = &'a [u8]>,
+        requests: &[Request],
+    ) -> Result<BTreeMap<u64, Result<u64, u32>>, String> {
+        let lost = |error: std::io::Error| format!("the connection: {error}");
+        let mut stream = UnixStream::connect(&self.socket).map_err(lost)?;
+        negotiate(&mut stream, mode, contexts).map_err(lost)?;
+        stream.set_nonblocking(true).map_err(lost)?;
+        let mut received = Vec::new();
+        let mut is_open = true;
+        for piece in pieces {
+            is_open = is_open
+                && say(&mut stream, piece).map_err(lost)?
+                && hear(&mut stream, &mut received, Until::Taken).map_err(lost)?;
+        }
+        if is_open {
+            // It may have hung up meanwhile.
+            let _ = stream.shutdown(Shutdown::Write);
+            hear(&mut stream, &mut received, Until::End).map_err(lost)?;
+        }
+        Answers::read(mode, requests, &received, is_open)
+    }
+}
+
+/// How long to listen.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum Until {
+    /// Until the server has read all that was said.
+    Taken,
+    /// Until it closes the connection.
+    End,
+}
+
+/// Says all of `bytes`, which the socket has room for. Whether anybody hears.
+fn say(stream: &mut UnixStream, bytes: &[u8]) -> std::io::Result<bool> {
+    match stream.write_all(bytes) {
+        Ok(()) => Ok(true),
+        Err(error) if is_end(&error) => Ok(false),
+        Err(error) => Err(error),
+    }
+}
+
+/// Appends what comes to `received`. Whether the connection is still there.
+fn hear(stream: &mut UnixStream, received: &mut Vec<u8>, until: Until) -> std::io::Result<bool> {
+    let mut memory = vec![0; READ_BYTES];
+    loop {
+        match stream.read(&mut memory) {
+            Ok(0) => return Ok(false),
+            Ok(count) => received.extend_from_slice(memory.get(..count).unwrap_or_default()),
+            Err(error) if is_end(&error) => return Ok(false),
+            Err(error) if error.kind() != std::io::ErrorKind::WouldBlock => return Err(error),
+            Err(_) if until == Until::Taken && crate::socket::is_taken(stream) => return Ok(true),
+            Err(_) => std::thread::yield_now(),
+        }
+    }
+}
+
+fn is_end(error: &std::io::Error) -> bool {
+    use std::io::ErrorKind::{BrokenPipe, ConnectionReset};
+    matches!(error.kind(), BrokenPipe | ConnectionReset)
+}
+
+/// Opens the export in `mode`; with `contexts`, to be asked about the mapping.
+fn negotiate(stream: &mut UnixStream, mode: Mode, contexts: bool) -> std::io::Result<()> {
+    stream.read_exact(&mut [0; 18])?;
+    let flags = u32::from(nbd::FLAG_FIXED_NEWSTYLE | nbd::FLAG_NO_ZEROES);
+    stream.write_all(&flags.to_be_bytes())?;
+    let mut options = Vec::new();
+    match mode {
+        Mode::Simple => {}
+        Mode::Structured => options.push((nbd::OPT_STRUCTURED_REPLY, Vec::new())),
+        Mode::Extended => options.push((nbd::OPT_EXTENDED_HEADERS, Vec::new())),
+    }
+    if mode != Mode::Simple && contexts {
+        let query = context_query("disk", &["base:allocation"]);
+        options.push((nbd::OPT_SET_META_CONTEXT, query));
+    }
+    options.push((nbd::OPT_GO, info_request("disk", &[])));
+    for (kind, data) in options {
+        stream.write_all(&option(kind, &data))?;
+        let mut reply = 0;
+        while reply != nbd::REP_ACK {
+            let mut head = [0; 20];
+            stream.read_exact(&mut head)?;
+            let mut fields = Fields(head.get(12..).unwrap_or_default());
+            reply = fields.u32().unwrap_or_default();
+            let mut data = vec![0; fields.u32().unwrap_or_default() as usize];
+            stream.read_exact(&mut data)?;
+            if reply & nbd::REP_ERR_BIT != 0 {
+                return Err(std::io::Error::other(format!("option {kind} refused: {reply:x}")));
+            }
+        }
+    }
+    Ok(())
+}
+
+/// A request of every kind in every mode.
+fn seeds() -> Vec<Vec<u8>> {
+    let mut seeds = Vec::new();
+    for (first, mode) in (0..).zip([Mode::Simple, Mode::Structured, Mode::Extended]) {
+        let request = |command, flags, offset, len, payload: &[u8]| {
+            Request::new(command, flags, offset, len).bytes(mode, payload)
+        };
+        let payload_flag = if mode == Mode::Extended { nbd::CMD_FLAG_PAYLOAD_LEN } else { 0 };
+        let write = |offset, flags, data: &[u8]| {
+            request(nbd::CMD_WRITE, flags | payload_flag, offset, data.len() as u64, data)
+        };
+        let narrowed = [&4096u64.to_be_bytes()[..], &1u32.to_be_bytes()].concat();
+        let all = [
+            vec![first],
+            request(nbd::CMD_READ, 0, 0, 4096, &[]),
+            request(nbd::CMD_READ, nbd::CMD_FLAG_DF, 8000, 30_001, &[]),
+            write(4096, 0, &[1; 512]),
+            write(100, nbd::CMD_FLAG_FUA, &[2; 77]),
+            request(nbd::CMD_FLUSH, 0, 0, 0, &[]),
+            request(nbd::CMD_TRIM, 0, 16384, 8192, &[]),
+            request(nbd::CMD_WRITE_ZEROES, nbd::CMD_FLAG_NO_HOLE, 512, 9000, &[]),
+            request(nbd::CMD_BLOCK_STATUS, 0, 0, IMAGE_BYTES, &[]),
+            request(nbd::CMD_BLOCK_STATUS, nbd::CMD_FLAG_REQ_ONE, 0, 20_000, &[]),
+            request(nbd::CMD_BLOCK_STATUS, payload_flag, 0, 12, &narrowed),
+            request(nbd::CMD_CACHE, 0, 0, 4096, &[]),
+            request(nbd::CMD_READ, 0, IMAGE_BYTES, 1, &[]),
+            write(IMAGE_BYTES - 1, 0, &[3; 2]),
+            request(0x77, 0, 1, 1, &[]),
+        ];
+        seeds.push(all.concat());
+        let mut end = vec![first | 0x80];
+        end.extend(request(nbd::CMD_BLOCK_STATUS, 0, 0, 4096, &[]));
+        end.extend(request(nbd::CMD_DISC, 0, 0, 0, &[]));
+        end.extend(request(nbd::CMD_READ, 0, 0, 4096, &[]));
+        seeds.push(end);
+    }
+    seeds
+}
