@@ -104,6 +104,10 @@ impl Judge {
     /// A request has ended, and nobody will ever tell how.
     pub fn unanswered(&mut self, flight: &Flight) {
         self.end_change(flight, Ending::Maybe);
+        let flushes = flight.asked.op == Op::Flush || flight.asked.flags.has(Flags::DSYNC);
+        if flushes && self.device.has_failed() {
+            self.model.doubt();
+        }
     }
 
     /// Whether it touches what the device has lost while it was open.
@@ -163,7 +167,8 @@ impl Judge {
         let behind = self.is_behind_the_end(flight);
         let allowed = match errno {
             libc::EAGAIN => asked.flags.has(Flags::NOWAIT),
-            libc::EIO => behind || self.device.has_failed(),
+            // A server has no other word for a queue that is full and cannot be handed over.
+            libc::EIO => behind || self.device.has_failed() || self.kicks_fail,
             libc::ENOSPC => behind || self.device.has_injected(errno) || like.capacity < u64::MAX,
             libc::EOPNOTSUPP => match asked.op {
                 Op::Discard => !like.punches,

@@ -39,6 +39,8 @@ struct Held {
     settled: Time,
     /// If it is there, a power cut leaves it there.
     durable: bool,
+    /// A flush has failed that may have lost it: no later one makes it durable (C51).
+    doubtful: bool,
     /// A power cut does not bring it back.
     gone: bool,
 }
@@ -154,6 +156,7 @@ impl Model {
                 covered: NEVER,
                 settled: NEVER,
                 durable: false,
+                doubtful: false,
                 gone: false,
             });
             if !std::mem::replace(&mut cell.listed, true) {
@@ -184,6 +187,15 @@ impl Model {
             cell.flushed(began);
             cell.listed
         });
+    }
+
+    /// A flush has failed, or may have: what is not durable by now no later one makes durable (C51).
+    pub fn doubt(&mut self) {
+        for &n in &self.open {
+            if let Some(cell) = self.cells.get_mut(n as usize) {
+                cell.held.iter_mut().for_each(Held::doubt);
+            }
+        }
     }
 
     /// A read that began at `began` has found `bytes` at `pos`.
@@ -348,8 +360,15 @@ impl Held {
             covered: never,
             settled: never,
             durable: true,
+            doubtful: false,
             gone: false,
         }
+    }
+
+    /// What is not durable by now never will be, and what it took the place of may come back.
+    fn doubt(&mut self) {
+        self.doubtful |= !self.durable;
+        self.settled = NEVER;
     }
 
     /// Whether `bytes` at `pos` are some of it.
@@ -372,23 +391,25 @@ impl Cell {
             return;
         }
         let durable = ending == Ending::Done { durable: true };
+        let mut sure = durable;
         if let Some(held) = self.held.get_mut(own) {
             held.ended = now;
             held.durable |= durable;
+            sure |= !held.doubtful;
         }
         if ending == Ending::Maybe {
             return;
         }
         for held in self.held.iter_mut().filter(|held| held.ended < began) {
             held.covered = held.covered.min(now);
-            held.settled = held.settled.min(now);
+            held.settled = if sure { held.settled.min(now) } else { held.settled };
             held.gone |= durable;
         }
     }
 
     fn flushed(&mut self, began: Time) {
         for held in &mut self.held {
-            held.durable |= held.ended < began;
+            held.durable |= held.ended < began && !held.doubtful;
             held.gone |= held.settled < began;
         }
         let mut there = self.held.iter().filter(|held| !held.gone);
@@ -427,7 +448,7 @@ impl Cell {
                 continue;
             }
             held.covered = held.covered.min(now);
-            if sure && found.ended < now {
+            if sure && found.ended < now && (found.durable || !found.doubtful) {
                 held.settled = held.settled.min(now);
                 held.gone |= found.durable;
             }

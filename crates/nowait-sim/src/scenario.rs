@@ -302,11 +302,11 @@ impl Scenario {
 }
 
 fn faults(random: &mut Random) -> Faults {
-    let mut some = |rare: u64, often: u64| {
-        if random.below(rare) == 0 { 0 } else { random.below(often) as u16 }
+    let scale = random.pick(&[0, 0, 1, 8]).unwrap_or(0);
+    let mut times = |often: u64| match random.below(2) {
+        0 => 0,
+        _ => random.below(1 + often * scale) as u16,
     };
-    let scale = [0, 0, 1, 8].get(some(1, 4) as usize).copied().unwrap_or(0);
-    let mut times = |often: u64| if scale == 0 { 0 } else { some(2, often * scale) };
     let faults = Faults {
         errors: times(40),
         flush_errors: times(100),
@@ -353,6 +353,21 @@ mod tests {
         assert!(
             (0..1000).any(|n| one.step(n).action != Scenario::of(Mode::Engine, 10).step(n).action)
         );
+    }
+
+    #[test]
+    fn each_kind_of_fault_comes_in_some_seed_of_each_mode_and_none_in_others() {
+        for mode in Mode::ALL {
+            let all = (0..200).map(|seed| Scenario::of(mode, seed).faults);
+            let kinds = all.map(|it| {
+                let Faults { errors, flush_errors, shorts, refusals, interrupts, .. } = it;
+                let rest = [it.full, it.kicks, it.rot];
+                [errors, flush_errors, shorts, refusals, interrupts].into_iter().chain(rest)
+            });
+            let kinds: Vec<Vec<u16>> = kinds.map(Iterator::collect).collect();
+            assert!((0..8).all(|kind| kinds.iter().any(|it| it[kind] > 0)), "{mode:?}");
+            assert!(kinds.iter().any(|it| it.iter().all(|&often| often == 0)), "{mode:?}");
+        }
     }
 
     #[test]

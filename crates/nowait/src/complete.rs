@@ -19,7 +19,7 @@ pub(crate) enum Leftover {
     Nothing,
     /// Its pieces are in place, but were not written with `DSYNC` one by one (C29).
     Sync,
-    /// Some of it was refused without waiting, or came back short: a worker does the whole again,
+    /// Some of it was refused without waiting, interrupted, or short: a worker does the whole again,
     /// which may allocate, resume, or find the end of the file (C19, C34, C35).
     Again,
     /// An error is the answer, at once: there is nothing more to do for it.
@@ -50,7 +50,7 @@ pub(crate) enum Ended {
     /// Refused without waiting, at submission or at completion (C34). `EOPNOTSUPP` is how a file
     /// says that it takes no `RWF_NOWAIT` for this operation; a worker learns if it means more.
     Refused,
-    /// Less than was needed.
+    /// Less than was needed, or interrupted.
     Short,
     /// An errno, negative.
     Failed(Outcome),
@@ -61,7 +61,7 @@ pub(crate) enum Ended {
 pub(crate) fn judge(outcome: Outcome, needed: u64) -> Ended {
     if i64::from(outcome) >= needed as i64 {
         Ended::Full
-    } else if outcome >= 0 {
+    } else if outcome >= 0 || outcome == -libc::EINTR {
         Ended::Short
     } else if outcome == -libc::EAGAIN || outcome == -libc::EOPNOTSUPP {
         Ended::Refused

@@ -1,7 +1,6 @@
 //! The calls that an open file takes, made on its descriptor or on a simulated device.
 //!
-//! Invariant: a call is made once and its errno returned as it is, but for an interrupted transfer,
-//! which is made again.
+//! Invariant: an interrupted call is made again; any other errno is returned as it is.
 //! Knows: error, io, queue (the plain call), sim. Known by: storage.
 #![allow(unsafe_code)]
 
@@ -9,7 +8,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::fs::{FallocateFlags, SeekFrom};
-use rustix::io::Result;
+use rustix::io::{Result, retry_on_intr};
 
 use crate::io::{Outcome, Transfer};
 use crate::queue;
@@ -31,14 +30,15 @@ impl From<OwnedFd> for Descriptor {
     }
 }
 
-/// Makes the call on the simulated device, if that is what it is; else on the descriptor.
+/// Makes the call on the simulated device, if that is what it is; else on the descriptor. What was
+/// interrupted is made again.
 macro_rules! call {
     ($self:ident, $simulated:ident => $there:expr, $here:expr) => {{
         #[cfg(feature = "sim")]
         if let Some($simulated) = &$self.simulated {
-            return $there;
+            return retry_on_intr(|| $there);
         }
-        $here
+        retry_on_intr(|| $here)
     }};
 }
 
@@ -53,10 +53,13 @@ impl Descriptor {
     /// As for [`queue::transfer`].
     #[inline]
     pub(crate) unsafe fn transfer(&self, transfer: &Transfer) -> Outcome {
+        #[cfg(feature = "sim")]
+        if let Some(device) = &self.simulated {
+            // SAFETY: as promised by the caller.
+            return unsafe { device.transfer(transfer) };
+        }
         // SAFETY: as promised by the caller.
-        call!(self, it => unsafe { it.transfer(transfer) }, unsafe {
-            queue::transfer(self.fd(), transfer)
-        })
+        unsafe { queue::transfer(self.fd(), transfer) }
     }
 
     pub(crate) fn preadv(&self, bufs: &mut [IoSliceMut<'_>], pos: u64) -> Result<usize> {

@@ -161,3 +161,28 @@ fn c19_a_read_that_fails_in_the_middle_gives_its_bytes_but_never_as_a_whole() {
     assert!((1..10).any(|at| is_short(read(Flags::NONE, at))));
     assert!((1..10).all(|at| !is_short(read(Flags::WHOLE, at))));
 }
+
+#[test]
+fn what_was_interrupted_is_done_again() {
+    let range = Range::new(BLOCK, 4 * BLOCK);
+    for op in [Op::Read, Op::Write, Op::Flush, Op::Discard, Op::Zero, Op::Status] {
+        for at in 1..4 {
+            let mut rig = Rig::new(like(16 * BLOCK), Config::default());
+            rig.write(range, 0);
+            rig.settle();
+            let once = Some((rig.device.operations() + at, Fault::Errno(libc::EINTR)));
+            rig.device.set_faults(Faults { once, ..Faults::default() });
+            let io = Io { op, flags: Flags::NONE, range };
+            let accepted = match op {
+                Op::Read | Op::Write => {
+                    let buf = rig.engine.buffer(range).unwrap();
+                    rig.engine.submit(io, buf, 1)
+                }
+                _ => rig.engine.submit_bare(io, 1),
+            };
+            assert!(accepted.is_ok());
+            let len = if op == Op::Flush { 0 } else { range.len };
+            assert_eq!(rig.settle(), [(1, Ok(len))], "{op:?} {at}");
+        }
+    }
+}

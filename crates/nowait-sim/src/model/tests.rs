@@ -157,3 +157,23 @@ fn what_a_power_cut_left_is_what_is_found_from_then_on() {
     });
     assert!(finds(&mut model, ZERO) && !finds(&mut model, 1));
 }
+
+#[test]
+fn c51_what_a_failed_flush_may_have_lost_only_another_write_makes_durable() {
+    let after = |ending| {
+        let mut model = model();
+        write(&mut model, 1, DONE);
+        model.doubt();
+        if let Some(ending) = ending {
+            write(&mut model, 2, ending);
+        }
+        let began = model.begin();
+        model.end_flush(began);
+        model
+    };
+    assert!(leaves(after(None), ZERO) && leaves(after(None), 1));
+    for ending in [DONE, DURABLE] {
+        let left = |value| leaves(after(Some(ending)), value);
+        assert!(left(2) && !left(1) && !left(ZERO), "{ending:?}");
+    }
+}

@@ -265,6 +265,7 @@ impl SimDevice {
             let checked = state.check(Call::Flush);
             match checked {
                 Ok(()) => state.media.flush(),
+                Err(libc::EINTR) => {}
                 Err(_) => state.media.lose(&mut state.random),
             }
             checked
