@@ -11,7 +11,7 @@ use nowait::{Buffer, Error, Range, Storage};
 
 use super::parts::{Gather, Scatter, gather, scatter};
 #[cfg(test)]
-use super::tests::journal;
+use super::tests::{gate, journal};
 
 /// Bytes that go through a buffer of aligned memory at once.
 const BOUNCE_BYTES: u64 = 256 << 10;
@@ -56,6 +56,8 @@ impl Medium {
     /// What preadv(2) said; `ENOMEM`.
     pub(crate) fn read(&self, pos: u64, mut parts: Vec<&mut [u8]>) -> Result<(), Error> {
         let total: usize = parts.iter().map(|part| part.len()).sum();
+        #[cfg(test)]
+        gate::pass(&self.storage, total);
         if self.takes(pos, parts.iter().map(|part| (part.as_ptr() as u64, part.len() as u64))) {
             let mut bufs: Vec<_> = parts.iter_mut().map(|part| IoSliceMut::new(part)).collect();
             if self.storage.read_at(&mut bufs, pos)? == total {
