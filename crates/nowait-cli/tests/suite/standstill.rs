@@ -4,6 +4,7 @@
 //! Knows: nbdkit, nbdfuse and signals, to make storage that can be stopped. Known by: nobody.
 
 use std::fs;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::process::{self, Child, Stdio};
 use std::thread;
@@ -11,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::nbd::Command;
+use crate::common::nbd::{Client, Command};
 use crate::common::{KIB, MIB, Scratch, Server, require_tool, skip, tool};
 
 /// Far beyond what a mount or a line of the log takes.
@@ -34,32 +35,53 @@ fn block(number: u64) -> Vec<u8> {
     vec![number as u8 + 1; BLOCK_BYTES as usize]
 }
 
-#[test]
-fn a_server_that_was_stopped_and_resumed_answers_everything_as_if_nothing_had_been() {
-    const BLOCKS: u64 = 32;
-    let scratch = Scratch::new();
-    let server = Server::start(&scratch.sparse("disk.img", 4 * MIB), &[]);
-    let (mut writer, mut reader) = (server.connect(), server.connect());
-    writer.write(0, &block(0)).expect("a write");
-    server.signal(Signal::STOP);
+/// Writes blocks of its own, several in flight, and reads each back.
+fn write_and_read_back(mut client: Client, blocks: Range<u64>) {
     let offset = |number: u64| number * u64::from(BLOCK_BYTES);
-    // No more than a socket takes while nobody reads it.
-    writer
-        .send(&Command::Write { offset: offset(1), data: block(1), fua: true })
-        .expect("room in the socket");
-    reader.send(&Command::Read { offset: 0, len: BLOCK_BYTES }).expect("room in the socket");
-    thread::sleep(STANDSTILL);
-    server.signal(Signal::CONT);
-    writer.receive().expect("an answer").1.expect("a write");
-    assert!(reader.receive().expect("an answer").1.expect("bytes") == block(0));
-    for number in 2..BLOCKS {
-        writer.write(offset(number), &block(number)).expect("a write");
+    for batch in blocks.clone().collect::<Vec<_>>().chunks(4) {
+        for &number in batch {
+            let write = Command::Write { offset: offset(number), data: block(number), fua: false };
+            client.send(&write).expect("a request");
+        }
+        for _ in batch {
+            client.receive().expect("an answer").1.expect("a write");
+        }
     }
-    for number in 0..BLOCKS {
-        let read = reader.read(offset(number), BLOCK_BYTES).expect("bytes");
+    for number in blocks {
+        let read = client.read(offset(number), BLOCK_BYTES).expect("bytes");
         assert!(read == block(number), "block {number}");
     }
-    server.stop();
+}
+
+#[test]
+fn a_server_that_is_stopped_and_resumed_under_load_answers_everything_as_if_nothing_had_been() {
+    const CLIENTS: u64 = 3;
+    const BLOCKS: u64 = 40;
+    for extra in [&[][..], &["--queue", "threads"]] {
+        let scratch = Scratch::new();
+        let image = scratch.sparse("disk.img", CLIENTS * BLOCKS * u64::from(BLOCK_BYTES));
+        let server = Server::start(&image, extra);
+        // The first requests are sent to a server that stands still.
+        let clients: Vec<_> = (0..CLIENTS).map(|_| server.connect()).collect();
+        server.signal(Signal::STOP);
+        let workers = (0..).zip(clients).map(|(number, client)| {
+            let blocks = number * BLOCKS..(number + 1) * BLOCKS;
+            thread::spawn(move || write_and_read_back(client, blocks))
+        });
+        let workers: Vec<_> = workers.collect();
+        thread::sleep(STANDSTILL);
+        while workers.iter().any(|worker| !worker.is_finished()) {
+            server.signal(Signal::CONT);
+            thread::sleep(STEP);
+            server.signal(Signal::STOP);
+            thread::sleep(STEP);
+        }
+        server.signal(Signal::CONT);
+        for worker in workers {
+            worker.join().expect("a client that got all it asked for");
+        }
+        server.stop();
+    }
 }
 
 /// A tool that runs until this is gone.
@@ -158,10 +180,10 @@ fn storage_that_stands_still_delays_what_needs_it_and_nothing_else() {
     }
 }
 
-#[test]
-fn sigterm_ends_a_server_whose_storage_never_answers_and_it_says_what_was_left() {
+/// A server whose storage answers nothing ends on SIGTERM, and says what was left.
+fn ends_on_sigterm(extra: &[&str]) {
     let Some(mut storage) = Stoppable::new() else { return };
-    let mut server = Server::start(&storage.image, &["--direct", "auto"]);
+    let mut server = Server::start(&storage.image, &[&["--direct", "auto"], extra].concat());
     let mut client = server.connect();
     client.write(0, &block(0)).expect("a write");
     let _stood_still = storage.stop();
@@ -176,4 +198,14 @@ fn sigterm_ends_a_server_whose_storage_never_answers_and_it_says_what_was_left()
     // where the process has ended itself.
     storage.storage.end();
     assert_eq!(server.wait().code(), Some(1), "{}", server.log());
+}
+
+#[test]
+fn sigterm_ends_a_server_whose_storage_never_answers_and_it_says_what_was_left() {
+    ends_on_sigterm(&[]);
+}
+
+#[test]
+fn sigterm_ends_a_server_on_threads_whose_storage_never_answers_and_it_says_what_was_left() {
+    ends_on_sigterm(&["--queue", "threads"]);
 }

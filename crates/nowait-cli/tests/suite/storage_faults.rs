@@ -24,23 +24,25 @@ fn piece(number: u64) -> Vec<u8> {
 
 #[test]
 fn c55_an_image_truncated_behind_the_server_gives_eio_and_the_rest_is_served() {
-    let scratch = Scratch::new();
-    let image = scratch.random("disk.img", 8 * MIB, 1);
-    let start = fs::read(&image).expect("the image")[..PIECE as usize].to_vec();
-    let server = Server::start(&image, &[]);
-    let mut client = server.connect();
-    client.read(4 * MIB, PIECE).expect("a whole image");
-    File::options()
-        .write(true)
-        .open(&image)
-        .expect("the image")
-        .set_len(MIB)
-        .expect("a shorter image");
+    for extra in [&[][..], &["--queue", "threads"], &["--direct", "off"]] {
+        println!("serve {extra:?}");
+        let scratch = Scratch::new();
+        let image = scratch.random("disk.img", 8 * MIB, 1);
+        let start = fs::read(&image).expect("the image")[..PIECE as usize].to_vec();
+        let server = Server::start(&image, extra);
+        let mut client = server.connect();
+        client.read(4 * MIB, PIECE).expect("a whole image");
+        let file = File::options().write(true).open(&image).expect("the image");
+        file.set_len(MIB).expect("a shorter image");
 
-    assert_eq!(client.read(4 * MIB, PIECE).err(), Some(EIO));
-    assert_eq!(client.read(MIB - 512, 1024).err(), Some(EIO));
-    assert_eq!(client.read(0, PIECE).expect("what is left"), start);
-    server.stop();
+        assert_eq!(client.read(4 * MIB, PIECE).err(), Some(EIO));
+        assert_eq!(client.read(MIB - 512, 1024).err(), Some(EIO));
+        assert_eq!(client.read(0, PIECE).expect("what is left"), start);
+        client.write(MIB / 2, &piece(6)[..MIB as usize / 2]).expect("a write to what is left");
+        client.call(&Command::Flush).expect("a flush");
+        assert!(server.connect().read(MIB / 2, 512).expect("bytes") == piece(6)[..512]);
+        server.stop();
+    }
 }
 
 /// Makes a small file system at $0 that vanishes with the command that is then run.

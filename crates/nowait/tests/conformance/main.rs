@@ -2,7 +2,8 @@
 //!
 //! Invariant: a test is named by its rule and what it proves of it; each rule of the page is either
 //! in a test's name or in the table of those that cannot be tested here, with the reason.
-//! Knows: the public face of the engine. One file for each group of the page.
+//! Knows: the public face of the engine. One file for each group of the page, and one that goes
+//! through all transfers for what one fault does to the others.
 
 mod deny;
 mod queue;
@@ -31,6 +32,7 @@ mod d_writes;
 mod e_nowait;
 mod f_completion;
 mod g_storage;
+mod faults;
 
 use std::collections::BTreeSet;
 
@@ -78,6 +80,7 @@ fn every_rule_is_tested_or_explained() {
         e_nowait::TESTED,
         f_completion::TESTED,
         g_storage::TESTED,
+        faults::TESTED,
     ];
     let tested: BTreeSet<u32> = groups.concat().into_iter().map(rule_of).collect();
     let explained: BTreeSet<u32> = EXPLAINED.iter().map(|(rule, _)| *rule).collect();

@@ -1,4 +1,5 @@
-//! A queue that a test sees through: what was placed is kept, what is reaped can be changed.
+//! A queue that a test sees through: what was placed is kept, what is made of it and what is reaped
+//! can be changed.
 //!
 //! Invariant: without a script it is the queue inside it, token for token and errno for errno.
 //! Knows: the public queues. Known by: rig.
@@ -36,6 +37,9 @@ macro_rules! each {
 /// What becomes of an outcome on its way to the engine.
 pub(crate) type Change = Box<dyn FnMut(&Transfer, Outcome) -> Outcome>;
 
+/// What becomes of a transfer that is not made, if it is not.
+pub(crate) type Prevent = Box<dyn FnMut(&Transfer) -> Option<Outcome>>;
+
 /// A transfer as it was placed.
 pub(crate) struct Placed {
     pub(crate) transfer: Transfer,
@@ -65,6 +69,8 @@ pub(crate) struct Script {
     pub(crate) placed: RefCell<Vec<Placed>>,
     /// Applied to each outcome.
     pub(crate) change: RefCell<Option<Change>>,
+    /// Asked of each transfer before it is made.
+    pub(crate) prevent: RefCell<Option<Prevent>>,
     /// So many times `place` finds no room.
     pub(crate) full: Cell<u32>,
     /// Transfers that were placed and not reaped.
@@ -77,9 +83,16 @@ impl Script {
         *self.change.borrow_mut() = Some(Box::new(change));
     }
 
-    /// Outcomes are left as they are from now on.
+    /// Asks `prevent` from now on whether a transfer is made: where it names an outcome, that is all
+    /// that comes of it.
+    pub(crate) fn on_place(&self, prevent: impl FnMut(&Transfer) -> Option<Outcome> + 'static) {
+        *self.prevent.borrow_mut() = Some(Box::new(prevent));
+    }
+
+    /// Transfers and outcomes are left as they are from now on.
     pub(crate) fn behave(&self) {
         *self.change.borrow_mut() = None;
+        *self.prevent.borrow_mut() = None;
     }
 
     /// What was placed since this was asked last.
@@ -93,11 +106,13 @@ pub(crate) struct Scripted {
     inner: Any,
     script: Rc<Script>,
     flying: HashMap<Token, Transfer>,
+    /// What was not made, until it is reaped.
+    prevented: Vec<(Token, Outcome)>,
 }
 
 impl Scripted {
     pub(crate) fn new(inner: Any, script: Rc<Script>) -> Self {
-        Self { inner, script, flying: HashMap::new() }
+        Self { inner, script, flying: HashMap::new(), prevented: Vec::new() }
     }
 }
 
@@ -108,9 +123,16 @@ impl Queue for Scripted {
             self.script.full.set(self.script.full.get() - 1);
             return Err(QueueFull);
         }
+        let prevented = match &mut *self.script.prevent.borrow_mut() {
+            Some(prevent) => prevent(transfer),
+            None => None,
+        };
         let inner = &mut self.inner;
-        // SAFETY: as promised by the caller.
-        unsafe { each!(inner, queue => queue.place(transfer, token)) }?;
+        match prevented {
+            Some(outcome) => self.prevented.push((token, outcome)),
+            // SAFETY: as promised by the caller.
+            None => unsafe { each!(inner, queue => queue.place(transfer, token)) }?,
+        }
         let before = self.flying.insert(token, *transfer);
         assert!(before.is_none(), "a token was placed twice");
         // SAFETY: the list is memory of the transfer, which stays until the token is reaped.
@@ -126,7 +148,7 @@ impl Queue for Scripted {
     }
 
     fn reap(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
-        let Self { inner, script, flying } = self;
+        let Self { inner, script, flying, prevented } = self;
         let mut through = |token: Token, mut outcome: Outcome| {
             if token & WATCHED == 0 {
                 let transfer = flying.remove(&token).expect("reaped once");
@@ -137,17 +159,20 @@ impl Queue for Scripted {
             }
             sink(token, outcome);
         };
-        each!(inner, queue => queue.reap(&mut through))
+        let count = prevented.len();
+        prevented.drain(..).for_each(|(token, outcome)| through(token, outcome));
+        count + each!(inner, queue => queue.reap(&mut through))
     }
 
     fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
+        let timeout = if self.prevented.is_empty() { timeout } else { Some(Duration::ZERO) };
         let inner = &mut self.inner;
         each!(inner, queue => queue.wait(timeout))
     }
 
     fn pending(&mut self) -> bool {
         let inner = &mut self.inner;
-        each!(inner, queue => queue.pending())
+        !self.prevented.is_empty() || each!(inner, queue => queue.pending())
     }
 
     fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
