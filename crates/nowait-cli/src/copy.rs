@@ -18,8 +18,6 @@ use crate::copy_args::CopyArgs;
 use crate::error::{CliError, reason};
 use crate::size::human;
 
-/// The longest read or write, in bytes.
-const REQUEST_BYTES: u64 = 1 << 20;
 const STYLE: &str = "{msg:9} [{bar:24}] {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left";
 
 /// Copies and prints what it came to.
@@ -38,8 +36,7 @@ pub(crate) fn run(args: &CopyArgs) -> Result<(), CliError> {
         force: args.force,
         verify: args.verify,
         connections: usize::from(args.connections),
-        requests: usize::from(args.requests),
-        request_bytes: REQUEST_BYTES,
+        requests: args.requests.map(usize::from),
         sparse_bytes: args.sparse as usize,
     };
     let shown = !args.no_progress && io::stderr().is_terminal();

@@ -17,6 +17,15 @@ use crate::place::Place;
 use crate::transfer::{self, Zeros};
 use crate::verify;
 
+/// The longest read or write in bytes between files: what it costs to hand over does not count.
+pub const FILE_REQUEST_BYTES: u64 = 1 << 20;
+/// The same where an NBD server is on one side: it can work on one while the next is on its way, and
+/// has memory for it at hand.
+pub const NBD_REQUEST_BYTES: u64 = 256 << 10;
+/// Memory in use where nothing else is said: what a processor's cache may still hold when it is
+/// written, and enough to keep a device, or a network, busy.
+const MEMORY_BYTES: u64 = 8 << 20;
+
 /// What to copy, and how.
 #[derive(Clone, Debug)]
 pub struct Options {
@@ -39,10 +48,9 @@ pub struct Options {
     pub verify: bool,
     /// Connections to each NBD server that allows several, at least 1.
     pub connections: usize,
-    /// Requests in flight, at least 1, each of at most `request_bytes`; of smaller ones more are.
-    pub requests: usize,
-    /// The longest read or write in bytes, at least 4096, a power of two.
-    pub request_bytes: u64,
+    /// Requests in flight, at least 1, each of [`FILE_REQUEST_BYTES`] or [`NBD_REQUEST_BYTES`] at
+    /// most; of smaller ones more are. `None`: as many as take 8 MiB.
+    pub requests: Option<usize>,
     /// Data is searched for zeros in blocks of so many bytes, which are left or made holes; 0 for
     /// not at all.
     pub sparse_bytes: usize,
@@ -84,7 +92,10 @@ pub fn copy(
     let Target { port, named, is_zero } = target;
     let to = port.facts();
     let granule = from.granule.max(to.granule);
-    let largest = options.request_bytes.min(from.max_bytes).min(to.max_bytes);
+    let files = options.from.path().is_some() && options.to.path().is_some();
+    let request_bytes = if files { FILE_REQUEST_BYTES } else { NBD_REQUEST_BYTES };
+    let requests = options.requests.unwrap_or((MEMORY_BYTES / request_bytes) as usize);
+    let largest = request_bytes.min(from.max_bytes).min(to.max_bytes);
     let chunk = (largest & !(granule - 1)).max(granule);
     let block = match options.sparse_bytes {
         0 => 0,
@@ -97,7 +108,7 @@ pub fn copy(
         size: from.size,
         chunk,
         granule,
-        memory: options.requests.max(1) * chunk as usize,
+        memory: requests.max(1) * chunk as usize,
         stop,
         tell,
         told: None,

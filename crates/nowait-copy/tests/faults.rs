@@ -31,8 +31,7 @@ fn options(from: &str, to: &str) -> Options {
         force: false,
         verify: false,
         connections: 2,
-        requests: 4,
-        request_bytes: MIB,
+        requests: Some(16),
         sparse_bytes: 4096,
     }
 }
@@ -221,8 +220,7 @@ fn replies_with_random_bytes_changed_are_an_error_or_the_right_bytes() {
         let target = directory.path().join("target");
         let stop = AtomicBool::new(false);
         let begin = std::time::Instant::now();
-        let mut options = options(&uri, text(&target));
-        options.request_bytes = 64 << 10;
+        let options = options(&uri, text(&target));
         let ended = std::thread::scope(|scope| {
             let copying = scope.spawn(|| copy(&options, &stop, &mut |_| {}));
             while !copying.is_finished() && begin.elapsed().as_millis() < 300 {
