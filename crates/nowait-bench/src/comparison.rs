@@ -46,7 +46,7 @@ pub struct Spread {
 
 impl Spread {
     /// Of one figure in each of the samples; zeros if there are none.
-    pub fn of(samples: &[Sample], figure: impl Fn(&Sample) -> f64) -> Spread {
+    pub fn of<T>(samples: &[T], figure: impl Fn(&T) -> f64) -> Spread {
         let mut sorted: Vec<f64> = samples.iter().map(figure).collect();
         sorted.sort_by(f64::total_cmp);
         let [Some(&min), Some(&max)] = [sorted.first(), sorted.last()] else {
@@ -56,7 +56,7 @@ impl Spread {
         Spread { median: middle.iter().sum::<f64>() / middle.len() as f64, min, max }
     }
 
-    fn to_json(self) -> Value {
+    pub(crate) fn to_json(self) -> Value {
         json!({ "median": self.median, "min": self.min, "max": self.max })
     }
 }
@@ -217,12 +217,12 @@ impl fmt::Display for Comparison {
     }
 }
 
-fn ratio(a: f64, b: f64) -> f64 {
+pub(crate) fn ratio(a: f64, b: f64) -> f64 {
     if b > 0.0 { a / b } else { 0.0 }
 }
 
 /// Columns one below the other: the first to the left, the others to the right.
-fn aligned(lines: &[Vec<String>]) -> String {
+pub(crate) fn aligned(lines: &[Vec<String>]) -> String {
     let columns = lines.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
         lines

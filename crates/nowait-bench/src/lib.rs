@@ -1,5 +1,5 @@
 //! Measures nowait beside the other NBD servers of this machine, and each mechanism of the engine on
-//! against off, so that a figure never stands alone.
+//! against off, and copies of disks by each program that makes them, so that a figure never stands alone.
 //!
 //! Invariant: within one table every server gets the same file, the same processor, the same client and the
 //! same kind of caching and encryption, in turns short enough that a machine which slows down slows down for all of them.
@@ -27,9 +27,13 @@ mod comparison;
 mod report;
 mod turn;
 mod peers;
+mod copying;
 mod engine;
 
 pub use comparison::{Comparison, Row, Sample, Spread};
+pub use copying::{
+    Content, Copier, CopyOptions, CopyReport, CopyRow, CopySample, CopyTable, Route, run_copies,
+};
 pub use engine::{
     Cell, EngineOptions, EngineReport, EngineRow, EngineSample, Gain, Latency, Source, Table, Unit,
     What, run_engine,

@@ -2,7 +2,7 @@
 //!
 //! Invariant: a started server is gone, and the file free again, when its [`Server`] is; each is told to
 //! serve a raw image, on the terms of the table, on a Unix socket, and nothing else but its defaults.
-//! Knows: certificates, target, workload. Known by: peers, report.
+//! Knows: certificates, target, workload. Known by: turn, copying/race, report.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -249,13 +249,17 @@ impl Server {
         directory: &Path,
     ) -> io::Result<Server> {
         let socket = directory.join("socket");
-        let log = directory.join("messages");
-        remove_if_there(&socket)?;
         let places =
             Places { file: &target.path, socket: &socket, certificates: certificates.directory() };
-        let mut command = Command::new(&program.path);
+        let arguments = program.kind.arguments(terms, target.access, places);
+        Server::spawn(Command::new(&program.path).args(arguments), socket)
+    }
+
+    /// Starts `command`, which listens on `socket`; its messages go beside that.
+    pub(crate) fn spawn(command: &mut Command, socket: PathBuf) -> io::Result<Server> {
+        let log = socket.with_file_name("messages");
+        remove_if_there(&socket)?;
         command
-            .args(program.kind.arguments(terms, target.access, places))
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(File::create(&log)?)

@@ -4,10 +4,12 @@
 //! Knows: bench_args, error. Known by: main.
 
 use std::io;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use nowait_bench::{
-    Caching, EngineOptions, Output, PeersOptions, Stop, Transport, What, run_engine,
+    Caching, CopyOptions, EngineOptions, Output, PeersOptions, Stop, Transport, What, run_copies,
+    run_engine,
 };
 
 use crate::bench_args::{BenchArgs, BenchCaching, BenchTransport, BenchWhat};
@@ -20,6 +22,7 @@ use crate::error::{CliError, reason};
 pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     let what = match args.what {
         BenchWhat::Peers => return peers(args),
+        BenchWhat::Copy => return copies(args),
         BenchWhat::Simple => What::Simple,
         BenchWhat::Completion => What::Completion,
         BenchWhat::Vectored => What::Vectored,
@@ -58,11 +61,31 @@ fn output(args: &BenchArgs) -> Output {
     if args.json { Output::Json } else { Output::Text }
 }
 
+fn this_program() -> Result<PathBuf, CliError> {
+    std::env::current_exe()
+        .map_err(|e| CliError::new(format!("cannot find this program: {}", reason(&e))))
+}
+
+fn copies(args: &BenchArgs) -> Result<(), CliError> {
+    let options = CopyOptions {
+        nowait: this_program()?,
+        directory: args.directory.clone(),
+        bytes: args.size,
+        rounds: args.rounds,
+        output: output(args),
+        stop: Stop::on_signal().map_err(failed)?,
+    };
+    let report = run_copies(&options, &mut io::stdout().lock()).map_err(failed)?;
+    match report.failures.first() {
+        _ if report.interrupted => Err(interrupted()),
+        Some(line) => Err(CliError::new(format!("not everything could be measured: {line}"))),
+        None => Ok(()),
+    }
+}
+
 fn peers(args: &BenchArgs) -> Result<(), CliError> {
-    let nowait = std::env::current_exe()
-        .map_err(|e| CliError::new(format!("cannot find this program: {}", reason(&e))))?;
     let mut options = PeersOptions {
-        nowait: Some(nowait),
+        nowait: Some(this_program()?),
         file: args.file.clone(),
         overwrite: args.overwrite,
         duration: Duration::from_secs_f64(args.seconds),

@@ -1,7 +1,7 @@
 //! The part of the command line that is about measuring.
 //!
 //! Invariant: what parses is in range.
-//! Knows: nothing. Known by: args, bench.
+//! Knows: size. Known by: args, bench.
 
 use std::path::PathBuf;
 use std::time::Duration;
@@ -9,7 +9,13 @@ use std::time::Duration;
 use clap::{Args, ValueEnum};
 use nowait_bench::ServerKind;
 
-/// Measure, on this machine: this server beside others, the engine's mechanisms on against off
+use crate::size;
+
+/// A copy of less ends before it can be timed.
+const COPIED_BYTES_MIN: u64 = 16 << 20;
+
+/// Measure, on this machine: this server and its copies beside others, the engine's mechanisms on
+/// against off
 ///
 /// Each figure is the median of several short turns, taken by turns with what it is compared to, so
 /// that a machine that slows down slows down for all of them.
@@ -27,6 +33,15 @@ pub(crate) struct BenchArgs {
     /// Write over FILE; without this only reads are measured on it
     #[arg(long)]
     pub(crate) overwrite: bool,
+
+    /// copy: a directory on the file system to measure, with four times --size of room; without it $TMPDIR, or
+    /// /var/tmp
+    #[arg(long, value_name = "DIR")]
+    pub(crate) directory: Option<PathBuf>,
+
+    /// copy: bytes of the full disk, 16M or more; the sparse one has twice as many
+    #[arg(long, value_name = "SIZE", default_value = "512M", value_parser = parse_copied)]
+    pub(crate) size: u64,
 
     /// Seconds for each server, row and round
     #[arg(long, value_name = "N", default_value_t = 1.0, value_parser = parse_seconds)]
@@ -94,6 +109,8 @@ pub(crate) enum BenchTransport {
 pub(crate) enum BenchWhat {
     /// NBD servers: nowait, qemu-nbd, qemu-storage-daemon and nbdkit, those that are installed
     Peers,
+    /// Copies of disks: nowait copy, qemu-img convert and nbdcopy, those that are installed
+    Copy,
     /// The engine's simple path on and off: 4K random read
     Simple,
     /// Writes finished where they are reaped, and after a detour
@@ -106,7 +123,7 @@ pub(crate) enum BenchWhat {
     Nowait,
     /// The engine, a bare io_uring loop, plain calls, and fio where it is installed
     Engines,
-    /// All of the engine's tables: all but peers
+    /// All of the engine's tables: all but peers and copy
     All,
 }
 
@@ -129,6 +146,13 @@ fn parse_latency(text: &str) -> Result<Duration, &'static str> {
     if time.is_zero() || time > Duration::from_secs(1) { Err(RULE) } else { Ok(time) }
 }
 
+fn parse_copied(text: &str) -> Result<u64, String> {
+    match size::parse(text)? {
+        bytes if bytes >= COPIED_BYTES_MIN => Ok(bytes),
+        _ => Err("at least 16M".into()),
+    }
+}
+
 fn parse_seconds(text: &str) -> Result<f64, &'static str> {
     match text.parse() {
         Ok(seconds) if (0.05..=3600.0).contains(&seconds) => Ok(seconds),
@@ -139,6 +163,7 @@ fn parse_seconds(text: &str) -> Result<f64, &'static str> {
 const BENCH_AFTER_HELP: &str = "\
 Examples:
   nowait bench peers                        NBD servers side by side, on a temporary file
+  nowait bench copy --directory /mnt/fast   copies side by side, in a directory made there
   nowait bench all --html report.html       each of the engine's mechanisms, on against off
   nowait bench peers --file /mnt/fast/scratch.img --overwrite --seconds 3
 

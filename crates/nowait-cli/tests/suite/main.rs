@@ -7,6 +7,7 @@
 mod common;
 
 mod abuse;
+mod bench_copy;
 mod changes;
 mod copy;
 mod copy_cut;
