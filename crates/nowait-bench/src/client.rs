@@ -6,6 +6,7 @@
 //! Knows: wire, workload, certificates, session, stop. Known by: turn, target (random bytes).
 
 use std::io::{self, Read, Write};
+use std::ops::Range;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::{Duration, Instant};
@@ -73,25 +74,26 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Opens `door` `connections` times and lays the load over the first `file_bytes` bytes of the export.
+    /// Opens `door` `connections` times and lays the load over the bytes `over` of the export.
     pub(crate) fn connect(
         door: &Door<'_>,
         workload: &Workload,
         connections: usize,
-        file_bytes: u64,
+        over: Range<u64>,
     ) -> io::Result<Client> {
-        let blocks = file_bytes / workload.block_bytes as u64;
+        let blocks = (over.end - over.start) / workload.block_bytes as u64;
         let connections = (0..connections)
             .map(|index| {
                 let (channel, offered) = door.open()?;
-                if offered.bytes < file_bytes {
+                if offered.bytes < over.end {
                     return Err(io::Error::other("the export is smaller than the file"));
                 }
                 if offered.read_only && workload.direction == Direction::Write {
                     return Err(io::Error::other("the export is read-only"));
                 }
                 let first = blocks * index as u64 / connections as u64;
-                Ok(Connection::new(channel, workload, Positions::new(workload, first, blocks)))
+                let positions = Positions::new(workload, over.start, first, blocks);
+                Ok(Connection::new(channel, workload, positions))
             })
             .collect::<io::Result<_>>()?;
         Ok(Client { connections })
@@ -330,17 +332,20 @@ impl Batch {
 struct Positions {
     order: Order,
     random: Random,
+    /// The first block's.
+    start: u64,
     next_block: u64,
     blocks: u64,
     block_bytes: u64,
 }
 
 impl Positions {
-    /// Over `blocks` blocks, from block `first` on when sequential.
-    fn new(workload: &Workload, first: u64, blocks: u64) -> Positions {
+    /// Over `blocks` blocks that begin at `start`, from block `first` on when sequential.
+    fn new(workload: &Workload, start: u64, first: u64, blocks: u64) -> Positions {
         Positions {
             order: workload.order,
             random: Random::seeded(first + 1),
+            start,
             next_block: first,
             blocks,
             block_bytes: workload.block_bytes as u64,
@@ -356,7 +361,7 @@ impl Positions {
                 block
             }
         };
-        block * self.block_bytes
+        self.start + block * self.block_bytes
     }
 }
 
@@ -398,7 +403,7 @@ mod tests {
 
     #[test]
     fn random_positions_are_aligned_inside_and_reach_both_ends() {
-        let mut positions = Positions::new(&workload(Order::Random), 0, 8);
+        let mut positions = Positions::new(&workload(Order::Random), 0, 0, 8);
         let seen: Vec<u64> = (0..1000).map(|_| positions.next()).collect();
         assert!(seen.iter().all(|position| position % 4096 == 0));
         assert_eq!(seen.iter().min(), Some(&0));
@@ -407,9 +412,9 @@ mod tests {
 
     #[test]
     fn sequential_positions_start_where_told_and_wrap() {
-        let mut positions = Positions::new(&workload(Order::Sequential), 2, 4);
+        let mut positions = Positions::new(&workload(Order::Sequential), 4096, 2, 4);
         let seen: Vec<u64> = (0..5).map(|_| positions.next() / 4096).collect();
-        assert_eq!(seen, [2, 3, 0, 1, 2]);
+        assert_eq!(seen, [3, 4, 1, 2, 3]);
     }
 
     #[test]

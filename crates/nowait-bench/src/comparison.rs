@@ -5,7 +5,7 @@
 
 use std::fmt;
 
-use serde_json::{Value, json};
+use serde_json::{Map, Value, json};
 
 use crate::server::ServerKind;
 use crate::workload::{Direction, Order, Terms, Workload};
@@ -29,7 +29,7 @@ pub struct Sample {
     pub server_rss_mib: f64,
     /// Part of the time that the client was not asleep, 0 to 1.
     pub client_busy: f64,
-    /// What a flood beside it got, in MiB per second.
+    /// What a neighbour got, in MiB per second.
     pub beside_mib_s: Option<f64>,
 }
 
@@ -115,24 +115,11 @@ impl Comparison {
     }
 
     fn cells(&self, row: &Row) -> Vec<String> {
-        let iops = row.iops();
         let star = if row.server.can(self.terms.caching) { "" } else { " *" };
-        let mut cells = vec![
-            format!("{}{star}", row.server.name()),
-            format!("{:.0}", iops.median),
-            format!("{:.0}–{:.0}", iops.min, iops.max),
-            format!("{:.0}", iops.median * self.workload.block_bytes as f64 / MIB),
-            format!("{:.1}", row.median(|sample| sample.p50_us)),
-            format!("{:.1}", row.p99_us()),
-            format!("{:.2}", row.median(|sample| sample.server_cpu_us)),
-            format!("{:.1}", row.median(|sample| sample.server_rss_mib)),
-            format!("{:.0} %", 100.0 * row.median(|sample| sample.client_busy)),
-        ];
-        if self.workload.beside.is_some() {
-            cells.push(format!("{:.0}", row.median(|sample| sample.beside_mib_s.unwrap_or(0.0))));
-        }
+        let mut cells = vec![format!("{}{star}", row.server.name())];
+        cells.extend(figure_cells(&row.samples, &self.workload));
         if let Some(nowait) = self.nowait() {
-            cells.push(format!("{:.2}", ratio(nowait.iops().median, iops.median)));
+            cells.push(format!("{:.2}", ratio(nowait.iops().median, row.iops().median)));
         }
         cells
     }
@@ -154,40 +141,71 @@ impl Comparison {
             "order": match self.workload.order { Order::Random => "random", Order::Sequential => "sequential" },
             "block_bytes": self.workload.block_bytes,
             "depth": self.workload.depth,
-            "beside": self.workload.beside.map(|direction| Workload::flood(direction).to_string()),
+            "beside": self.workload.beside.map(|neighbour| neighbour.to_string()),
             "servers": self.rows.iter().map(|row| self.row_json(row)).collect::<Vec<_>>(),
             "nowait_to_best_peer": best,
         })
     }
 
     fn row_json(&self, row: &Row) -> Value {
-        let of = |figure: fn(&Sample) -> f64| Spread::of(&row.samples, figure).to_json();
-        json!({
-            "server": row.server.name(),
-            "comparable": row.server.can(self.terms.caching),
-            "iops": of(|sample| sample.iops),
-            "p50_us": of(|sample| sample.p50_us),
-            "p99_us": of(|sample| sample.p99_us),
-            "server_cpu_us_per_request": of(|sample| sample.server_cpu_us),
-            "server_rss_mib": of(|sample| sample.server_rss_mib),
-            "client_busy": of(|sample| sample.client_busy),
-            "beside_mib_s": self.workload.beside.map(|_| of(|sample| sample.beside_mib_s.unwrap_or(0.0))),
-        })
+        let mut object = figures_json(&row.samples, &self.workload);
+        object.insert("server".to_owned(), row.server.name().into());
+        object.insert("comparable".to_owned(), row.server.can(self.terms.caching).into());
+        Value::Object(object)
     }
+}
+
+/// The titles of [`figure_cells`].
+pub(crate) fn figure_titles(workload: &Workload) -> impl Iterator<Item = String> {
+    let beside = workload.beside.map(|_| "beside MiB/s");
+    ["IOPS", "lowest–highest", "MiB/s", "p50 µs", "p99 µs"]
+        .into_iter()
+        .chain(["CPU µs/request", "RSS MiB", "client busy"])
+        .chain(beside)
+        .map(str::to_owned)
+}
+
+/// What the samples of `workload` come to, for people.
+pub(crate) fn figure_cells(samples: &[Sample], workload: &Workload) -> Vec<String> {
+    let iops = Spread::of(samples, |sample| sample.iops);
+    let median = |figure: fn(&Sample) -> f64| Spread::of(samples, figure).median;
+    let mut cells = vec![
+        format!("{:.0}", iops.median),
+        format!("{:.0}–{:.0}", iops.min, iops.max),
+        format!("{:.0}", iops.median * workload.block_bytes as f64 / MIB),
+        format!("{:.1}", median(|sample| sample.p50_us)),
+        format!("{:.1}", median(|sample| sample.p99_us)),
+        format!("{:.2}", median(|sample| sample.server_cpu_us)),
+        format!("{:.1}", median(|sample| sample.server_rss_mib)),
+        format!("{:.0} %", 100.0 * median(|sample| sample.client_busy)),
+    ];
+    if workload.beside.is_some() {
+        cells.push(format!("{:.0}", median(|sample| sample.beside_mib_s.unwrap_or(0.0))));
+    }
+    cells
+}
+
+/// What the samples of `workload` come to, for programs.
+pub(crate) fn figures_json(samples: &[Sample], workload: &Workload) -> Map<String, Value> {
+    let of = |figure: fn(&Sample) -> f64| Spread::of(samples, figure).to_json();
+    let beside = workload.beside.map(|_| of(|sample| sample.beside_mib_s.unwrap_or(0.0)));
+    let figures = [
+        ("iops", of(|sample| sample.iops)),
+        ("p50_us", of(|sample| sample.p50_us)),
+        ("p99_us", of(|sample| sample.p99_us)),
+        ("server_cpu_us_per_request", of(|sample| sample.server_cpu_us)),
+        ("server_rss_mib", of(|sample| sample.server_rss_mib)),
+        ("client_busy", of(|sample| sample.client_busy)),
+        ("beside_mib_s", beside.into()),
+    ];
+    figures.into_iter().map(|(name, figure)| (name.to_owned(), figure)).collect()
 }
 
 /// The table of one workload, and nowait against the best of the others.
 impl fmt::Display for Comparison {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let mut titles: Vec<String> =
-            ["server", "IOPS", "lowest–highest", "MiB/s", "p50 µs", "p99 µs"]
-                .into_iter()
-                .chain(["CPU µs/request", "RSS MiB", "client busy"])
-                .map(str::to_owned)
-                .collect();
-        if self.workload.beside.is_some() {
-            titles.push("beside MiB/s".to_owned());
-        }
+        let mut titles = vec!["server".to_owned()];
+        titles.extend(figure_titles(&self.workload));
         if self.nowait().is_some() {
             titles.push("nowait ÷ it".to_owned());
         }

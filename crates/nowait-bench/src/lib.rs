@@ -28,6 +28,9 @@ mod report;
 mod turn;
 mod peers;
 mod copying;
+mod gallery;
+mod images_report;
+mod images;
 mod engine;
 
 pub use comparison::{Comparison, Row, Sample, Spread};
@@ -39,8 +42,11 @@ pub use engine::{
     What, run_engine,
 };
 pub use error::Error;
+pub use gallery::ImageKind;
+pub use images::{ImageScene, ImagesOptions, run_images};
+pub use images_report::{ImageFailure, ImageRow, ImageTable, ImagesReport, Subject};
 pub use peers::{Output, PeersOptions, run};
 pub use report::{Failure, Machine, MeasuredFile, Report};
 pub use server::ServerKind;
 pub use stop::Stop;
-pub use workload::{Caching, Direction, Order, Terms, Transport, Workload};
+pub use workload::{Caching, Direction, Neighbour, Order, Terms, Transport, Workload};

@@ -4,7 +4,7 @@
 //! Knows: every other file. Known by: the crate's door.
 
 use std::io::Write;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
@@ -21,8 +21,8 @@ use crate::target::{Access, Target};
 use crate::turn::Turns;
 use crate::workload::{Caching, Terms, Workload};
 
-const DURATION_MIN: Duration = Duration::from_millis(50);
-const ROUNDS_MAX: u32 = 100;
+pub(crate) const DURATION_MIN: Duration = Duration::from_millis(50);
+pub(crate) const ROUNDS_MAX: u32 = 100;
 /// What qemu-nbd is started for.
 const CONNECTIONS_MAX: usize = 64;
 /// So many replies fit into a Unix socket while nobody receives; with more, a server that cannot send and a
@@ -98,7 +98,7 @@ impl Default for PeersOptions {
 /// [`Error::System`] if `out` cannot be written or the file not be prepared.
 pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error> {
     check(options)?;
-    let (programs, missing) = find_programs(options)?;
+    let (programs, missing) = find_programs(&options.servers, options.nowait.as_deref())?;
     let caching: Vec<Caching> = options.tables.iter().map(|terms| terms.caching).collect();
     let target = Target::open(options.file.as_deref(), options.overwrite, &caching)?;
     let scratch = TempDir::with_prefix("nowait-bench-")
@@ -122,7 +122,6 @@ pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error
         interrupted: false,
     };
     let turns = Turns {
-        target: &target,
         placement,
         certificates: &certificates,
         scratch: scratch.path(),
@@ -130,8 +129,9 @@ pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error
         duration: options.duration,
         stop: &options.stop,
     };
-    let progress = progress_bar(options, workloads.len() * programs.len());
-    let bench = Bench { turns, rounds: options.rounds, progress: &progress };
+    let turns_in_all = options.tables.len() * workloads.len() * programs.len();
+    let progress = progress_bar(turns_in_all as u64 * u64::from(options.rounds));
+    let bench = Bench { turns, target: &target, rounds: options.rounds, progress: &progress };
     let mut writer = Writer::begin(options, &report, out)?;
     'tables: for &terms in &options.tables {
         let mut working = programs.clone();
@@ -175,12 +175,15 @@ fn check(options: &PeersOptions) -> Result<(), Error> {
 }
 
 /// Those that can be measured, and those asked for that are not installed.
-fn find_programs(options: &PeersOptions) -> Result<(Vec<Program>, Vec<ServerKind>), Error> {
+pub(crate) fn find_programs(
+    servers: &[ServerKind],
+    nowait: Option<&Path>,
+) -> Result<(Vec<Program>, Vec<ServerKind>), Error> {
     let (mut programs, mut missing) = (Vec::new(), Vec::new());
-    for &kind in &options.servers {
-        let path = match (kind, &options.nowait) {
+    for &kind in servers {
+        let path = match (kind, nowait) {
             (ServerKind::Nowait, None) => continue,
-            (ServerKind::Nowait, Some(path)) => Some(path.as_path()),
+            (ServerKind::Nowait, path) => path,
             _ => None,
         };
         match (Program::find(kind, path), path) {
@@ -200,6 +203,7 @@ fn find_programs(options: &PeersOptions) -> Result<(Vec<Program>, Vec<ServerKind
 /// What stays the same from workload to workload.
 struct Bench<'a> {
     turns: Turns<'a>,
+    target: &'a Target,
     rounds: u32,
     progress: &'a ProgressBar,
 }
@@ -219,11 +223,10 @@ impl Bench<'_> {
             while let Some(program) = working.get(index) {
                 let server = program.kind;
                 self.progress.set_message(format!("{workload}, {terms}: {}", server.name()));
-                self.turns
-                    .target
+                self.target
                     .prepare(terms.caching)
                     .map_err(Error::system("preparing the page cache"))?;
-                let outcome = self.turns.take(program, &workload, terms);
+                let outcome = self.turns.take(program, self.target, &workload, terms);
                 if self.turns.stop.requested() {
                     return Ok(Vec::new());
                 }
@@ -249,8 +252,7 @@ impl Bench<'_> {
     }
 }
 
-fn progress_bar(options: &PeersOptions, turns_per_round: usize) -> ProgressBar {
-    let turns = options.tables.len() as u64 * u64::from(options.rounds) * turns_per_round as u64;
+pub(crate) fn progress_bar(turns: u64) -> ProgressBar {
     let bar = ProgressBar::with_draw_target(Some(turns), ProgressDrawTarget::stderr());
     if let Ok(style) = ProgressStyle::with_template("[{bar:24}] {eta} left  {wide_msg}") {
         bar.set_style(style);

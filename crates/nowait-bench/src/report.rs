@@ -15,7 +15,7 @@ use crate::cpus::Placement;
 use crate::error::Error;
 use crate::server::{Places, ServerKind};
 use crate::session;
-use crate::target::{Access, Target};
+use crate::target::{Access, Format, Target};
 use crate::workload::{Caching, Terms, Transport, Workload};
 
 /// Where it was measured.
@@ -47,6 +47,24 @@ impl Machine {
             kernel: kernel.trim().to_owned(),
             processor: processor.unwrap_or_default(),
             pinned,
+        })
+    }
+
+    /// For people, with its line break.
+    pub(crate) fn line(&self) -> String {
+        let placement = match self.pinned {
+            Some((client, server)) => format!("client on CPU {client}, server on CPU {server}"),
+            None => "only one CPU, so client and server share it".to_owned(),
+        };
+        format!("Linux {}, {}; {placement}\n", self.kernel, self.processor)
+    }
+
+    pub(crate) fn to_json(&self) -> Value {
+        json!({
+            "kernel": self.kernel,
+            "processor": self.processor,
+            "client_cpu": self.pinned.map(|(client, _)| client),
+            "server_cpu": self.pinned.map(|(_, server)| server),
         })
     }
 }
@@ -116,11 +134,7 @@ pub struct Report {
 impl Report {
     /// The lines before the first table.
     pub(crate) fn heading(&self) -> String {
-        let mut text = format!("Linux {}, {}", self.machine.kernel, self.machine.processor);
-        text += &match self.machine.pinned {
-            Some((client, server)) => format!("; client on CPU {client}, server on CPU {server}\n"),
-            None => "; only one CPU, so client and server share it\n".to_owned(),
-        };
+        let mut text = self.machine.line();
         let origin =
             if self.file.temporary { ", made for this and removed afterwards" } else { "" };
         text += &format!("{}: {} MiB{origin}\n", self.file.path.display(), self.file.bytes >> 20);
@@ -164,7 +178,8 @@ impl Report {
     fn command_line(&self, server: ServerKind, terms: Terms) -> String {
         let access = if self.file.written { Access::ReadWrite } else { Access::ReadOnly };
         let [file, socket, certificates] = ["FILE", "SOCKET", "DIR"].map(Path::new);
-        let arguments = server.arguments(terms, access, Places { file, socket, certificates });
+        let places = Places { file, format: Format::Raw, socket, certificates };
+        let arguments = server.arguments(terms, access, places);
         let arguments: Vec<_> =
             arguments.iter().map(|argument| argument.to_string_lossy()).collect();
         format!("{} {}", server.name(), arguments.join(" "))
@@ -216,12 +231,7 @@ impl From<&Report> for Value {
             })
         };
         json!({
-            "machine": {
-                "kernel": report.machine.kernel,
-                "processor": report.machine.processor,
-                "client_cpu": report.machine.pinned.map(|(client, _)| client),
-                "server_cpu": report.machine.pinned.map(|(_, server)| server),
-            },
+            "machine": report.machine.to_json(),
             "file": {
                 "path": report.file.path.to_string_lossy(),
                 "bytes": report.file.bytes,

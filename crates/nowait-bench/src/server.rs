@@ -1,8 +1,8 @@
 //! The servers as programs: which are installed, how each is told the same thing, started and stopped.
 //!
 //! Invariant: a started server is gone, and the file free again, when its [`Server`] is; each is told to
-//! serve a raw image, on the terms of the table, on a Unix socket, and nothing else but its defaults.
-//! Knows: certificates, target, workload. Known by: turn, copying/race, report.
+//! serve an image of the same format, on the terms of the table, on a Unix socket, and nothing else but
+//! its defaults. Knows: certificates, target, workload. Known by: turn, copying/race, report.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -17,7 +17,7 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::certificates::Certificates;
-use crate::target::{Access, Target};
+use crate::target::{Access, Format, Target};
 use crate::workload::{Caching, Terms, Transport};
 
 /// A server that has not come up or gone down after so long is given up.
@@ -93,6 +93,7 @@ impl ServerKind {
 #[derive(Clone, Copy)]
 pub(crate) struct Places<'a> {
     pub(crate) file: &'a Path,
+    pub(crate) format: Format,
     /// Where it is to listen.
     pub(crate) socket: &'a Path,
     /// The directory with its certificate and key, if it is to use TLS.
@@ -100,9 +101,9 @@ pub(crate) struct Places<'a> {
 }
 
 fn nowait_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
-    let Places { file, socket, certificates } = places;
+    let Places { file, format, socket, certificates } = places;
     let direct = if terms.caching == Caching::Direct { "on" } else { "off" };
-    let mut arguments = words(&["serve", "--format", "raw", "--direct", direct]);
+    let mut arguments = words(&["serve", "--format", format.name(), "--direct", direct]);
     if access == Access::ReadOnly {
         arguments.push("--read-only".into());
     }
@@ -123,9 +124,9 @@ fn qemu_credentials(certificates: &Path) -> [OsString; 2] {
 }
 
 fn qemu_nbd_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
-    let Places { file, socket, certificates } = places;
+    let Places { file, format, socket, certificates } = places;
     let cache = if terms.caching == Caching::Direct { "--cache=none" } else { "--cache=writeback" };
-    let mut arguments = words(&["--aio=io_uring", cache, "-f", "raw", "-t", "-e", "64"]);
+    let mut arguments = words(&["--aio=io_uring", cache, "-f", format.name(), "-t", "-e", "64"]);
     if access == Access::ReadOnly {
         arguments.push("-r".into());
     }
@@ -140,13 +141,14 @@ fn qemu_nbd_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<O
 }
 
 fn storage_daemon_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
-    let Places { file, socket, certificates } = places;
+    let Places { file, format, socket, certificates } = places;
     let direct = if terms.caching == Caching::Direct { "on" } else { "off" };
     let (read_only, writable) =
         if access == Access::ReadOnly { ("on", "off") } else { ("off", "on") };
-    let node = format!(
-        "driver=file,node-name=f,cache.direct={direct},aio=io_uring,read-only={read_only},filename="
-    );
+    let same = format!("cache.direct={direct},read-only={read_only}");
+    // The node that is exported is called f.
+    let file_node = if format == Format::Raw { "f" } else { "file" };
+    let node = format!("driver=file,node-name={file_node},aio=io_uring,{same},filename=");
     let export = format!("type=nbd,id=e,node-name=f,name=f,writable={writable}");
     let mut address = joined("addr.type=unix,addr.path=", &commas_doubled(socket));
     let mut arguments = Vec::new();
@@ -154,19 +156,17 @@ fn storage_daemon_arguments(terms: Terms, access: Access, places: Places<'_>) ->
         arguments.extend(qemu_credentials(certificates));
         address.push(",tls-creds=t");
     }
-    arguments.extend([
-        "--blockdev".into(),
-        joined(&node, &commas_doubled(file)),
-        "--nbd-server".into(),
-        address,
-        "--export".into(),
-        export.into(),
-    ]);
+    arguments.extend(["--blockdev".into(), joined(&node, &commas_doubled(file))]);
+    if format != Format::Raw {
+        let node = format!("driver={},node-name=f,file={file_node},{same}", format.name());
+        arguments.extend(["--blockdev".into(), node.into()]);
+    }
+    arguments.extend(["--nbd-server".into(), address, "--export".into(), export.into()]);
     arguments
 }
 
 fn nbdkit_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
-    let Places { file, socket, certificates } = places;
+    let Places { file, socket, certificates, .. } = places;
     let mut arguments = words(&["-f"]);
     if access == Access::ReadOnly {
         arguments.push("-r".into());
@@ -249,8 +249,12 @@ impl Server {
         directory: &Path,
     ) -> io::Result<Server> {
         let socket = directory.join("socket");
-        let places =
-            Places { file: &target.path, socket: &socket, certificates: certificates.directory() };
+        let places = Places {
+            file: &target.path,
+            format: target.format,
+            socket: &socket,
+            certificates: certificates.directory(),
+        };
         let arguments = program.kind.arguments(terms, target.access, places);
         Server::spawn(Command::new(&program.path).args(arguments), socket)
     }
@@ -347,7 +351,7 @@ mod tests {
 
     fn places() -> Places<'static> {
         let [file, socket, certificates] = ["/f", "/s", "/c"].map(Path::new);
-        Places { file, socket, certificates }
+        Places { file, format: Format::Raw, socket, certificates }
     }
 
     #[test]

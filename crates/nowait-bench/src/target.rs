@@ -32,12 +32,43 @@ pub(crate) enum Access {
     ReadWrite,
 }
 
+/// Appends `bytes`, whole megabytes, of random data to `file`.
+pub(crate) fn put_random(file: &mut File, bytes: u64) -> io::Result<()> {
+    let mut random = Random::seeded(1);
+    let mut data = vec![0; COPY_BYTES];
+    for _ in 0..bytes / COPY_BYTES as u64 {
+        random.fill(&mut data);
+        file.write_all(&data)?;
+    }
+    file.sync_all()
+}
+
+/// What servers are told that the file is.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Format {
+    Raw,
+    Qcow2,
+}
+
+impl Format {
+    /// As all of them call it.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Format::Raw => "raw",
+            Format::Qcow2 => "qcow2",
+        }
+    }
+}
+
 /// The file to measure on.
 pub(crate) struct Target {
     /// Absolute.
     pub(crate) path: PathBuf,
     /// Whole megabytes; the rest of the file is left alone.
     pub(crate) bytes: u64,
+    /// Bytes of the disk behind these, which nobody has written to yet.
+    pub(crate) spare_bytes: u64,
+    pub(crate) format: Format,
     pub(crate) access: Access,
     file: File,
     /// The directory it was made in, if it was; removed on drop.
@@ -62,6 +93,19 @@ impl Target {
                 .map_err(|problem| Error::File { path: target.path.clone(), problem })?;
         }
         Ok(target)
+    }
+
+    /// The image at `path`, made by whoever calls this, which servers may write to. Its disk has
+    /// `bytes` with data and `spare_bytes` behind them.
+    pub(crate) fn of_image(
+        path: PathBuf,
+        format: Format,
+        bytes: u64,
+        spare_bytes: u64,
+    ) -> io::Result<Target> {
+        let file = File::open(&path)?;
+        let access = Access::ReadWrite;
+        Ok(Target { path, bytes, spare_bytes, format, access, file, made: None })
     }
 
     /// Whether the file is one of our own.
@@ -92,7 +136,15 @@ impl Target {
             open_as(&path, OFlags::RDWR | exclusive)
                 .map_err(|e| format!("cannot be overwritten: {}", io::Error::from(e)))?;
         }
-        Ok(Target { path, bytes: bytes / MIB * MIB, access, file, made: None })
+        Ok(Target {
+            path,
+            bytes: bytes / MIB * MIB,
+            spare_bytes: 0,
+            format: Format::Raw,
+            access,
+            file,
+            made: None,
+        })
     }
 
     fn make() -> io::Result<Target> {
@@ -106,16 +158,12 @@ impl Target {
             Ok(()) | Err(Errno::OPNOTSUPP) => {}
             Err(e) => return Err(e.into()),
         }
-        let mut random = Random::seeded(1);
-        let mut data = vec![0; COPY_BYTES];
-        for _ in 0..MADE_BYTES / COPY_BYTES as u64 {
-            random.fill(&mut data);
-            file.write_all(&data)?;
-        }
-        file.sync_all()?;
+        put_random(&mut file, MADE_BYTES)?;
         Ok(Target {
             path,
             bytes: MADE_BYTES,
+            spare_bytes: 0,
+            format: Format::Raw,
             access: Access::ReadWrite,
             file,
             made: Some(directory),

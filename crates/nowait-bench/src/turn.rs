@@ -4,6 +4,7 @@
 //! the processors it was on. Knows: certificates, client, cpus, server, target, usage, workload. Known by: peers.
 
 use std::io;
+use std::ops::Range;
 use std::path::Path;
 use std::thread;
 use std::time::{Duration, Instant};
@@ -18,7 +19,7 @@ use crate::server::{Program, Server};
 use crate::stop::Stop;
 use crate::target::Target;
 use crate::usage::{ProcessorTime, resident_bytes};
-use crate::workload::{Terms, Transport, Workload};
+use crate::workload::{Neighbour, Terms, Transport, Workload};
 
 const WARM_UP: Duration = Duration::from_millis(200);
 const BYTES_PER_MIB: f64 = 1_048_576.0;
@@ -27,7 +28,6 @@ const NS_PER_SECOND: u64 = 1_000_000_000;
 
 /// What all turns have in common.
 pub(crate) struct Turns<'a> {
-    pub(crate) target: &'a Target,
     pub(crate) placement: Placement,
     /// What servers and client know each other by, where they use TLS.
     pub(crate) certificates: &'a Certificates,
@@ -39,10 +39,11 @@ pub(crate) struct Turns<'a> {
 }
 
 impl Turns<'_> {
-    /// Measures `program` once. After a stop the sample is of no use.
+    /// Measures `program` on `target` once. After a stop the sample is of no use.
     pub(crate) fn take(
         &self,
         program: &Program,
+        target: &Target,
         workload: &Workload,
         terms: Terms,
     ) -> io::Result<Sample> {
@@ -50,9 +51,9 @@ impl Turns<'_> {
             let turn = scope.spawn(|| {
                 self.placement.take_servers_place()?;
                 let mut server =
-                    Server::start(program, self.target, terms, self.certificates, self.scratch)?;
+                    Server::start(program, target, terms, self.certificates, self.scratch)?;
                 self.placement.take_clients_place()?;
-                let sample = self.measure(&mut server, program, workload, terms);
+                let sample = self.measure(&mut server, program, target, workload, terms);
                 let sample = sample
                     .map_err(|e| io::Error::other(format!("{e}{}", server.last_message())))?;
                 server.stop()?;
@@ -66,31 +67,36 @@ impl Turns<'_> {
         &self,
         server: &mut Server,
         program: &Program,
+        target: &Target,
         workload: &Workload,
         terms: Terms,
     ) -> io::Result<Sample> {
         let export = program.kind.export();
         let secret = (terms.transport == Transport::Tls).then_some(self.certificates);
-        let mut connect = |workload: &Workload, connections| {
+        let mut connect = |workload: &Workload, connections, over: Range<u64>| {
             server.when_ready(|socket| {
                 let door = Door { socket, export, secret };
-                Client::connect(&door, workload, connections, self.target.bytes)
+                Client::connect(&door, workload, connections, over.clone())
             })
         };
-        let client = connect(workload, self.connections)?;
-        let Some(direction) = workload.beside else {
+        let client = connect(workload, self.connections, 0..target.bytes)?;
+        let Some(neighbour) = workload.beside else {
             return self.measure_client(client, server);
         };
-        let flood = connect(&Workload::flood(direction), 1)?;
+        let load = neighbour.load();
+        let over = match neighbour {
+            Neighbour::Flood(_) => 0..target.bytes,
+            Neighbour::Allocations => target.bytes..target.bytes + target.spare_bytes,
+        };
+        let beside = connect(&load, 1, over)?;
         let enough = Stop::default();
         thread::scope(|scope| {
-            let flood = scope.spawn(|| run_until(flood, &enough));
+            let beside = scope.spawn(|| run_until(beside, &enough));
             let sample = self.measure_client(client, server);
             enough.request();
-            let flood =
-                flood.join().map_err(|_| io::Error::other("the flood's client panicked"))?;
-            let bytes_a_second =
-                flood?.per_second() * Workload::flood(direction).block_bytes as f64;
+            let beside =
+                beside.join().map_err(|_| io::Error::other("the neighbour's client panicked"))?;
+            let bytes_a_second = beside?.per_second() * load.block_bytes as f64;
             Ok(Sample { beside_mib_s: Some(bytes_a_second / BYTES_PER_MIB), ..sample? })
         })
     }

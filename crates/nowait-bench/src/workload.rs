@@ -105,25 +105,36 @@ pub struct Workload {
     pub block_bytes: usize,
     /// Requests kept in flight on each connection: 1 to 1024.
     pub depth: usize,
-    /// What another client does meanwhile on a connection of its own, as a [`Workload::flood`].
-    pub beside: Option<Direction>,
+    /// What another client does meanwhile, on a connection of its own.
+    pub beside: Option<Neighbour>,
+}
+
+/// What another client does beside a load.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Neighbour {
+    /// As much as it can: 1 MiB sequential, depth 256.
+    Flood(Direction),
+    /// One write of 64 KiB after the other, to where the image has nothing yet.
+    Allocations,
+}
+
+impl Neighbour {
+    /// Its load.
+    pub fn load(self) -> Workload {
+        let (direction, block_bytes, depth) = match self {
+            Neighbour::Flood(direction) => (direction, 1024 * KIB, 256),
+            Neighbour::Allocations => (Direction::Write, 64 * KIB, 1),
+        };
+        Workload { direction, order: Order::Sequential, block_bytes, depth, beside: None }
+    }
 }
 
 impl Workload {
-    /// The greediest neighbour: 1 MiB sequential, depth 256.
-    pub fn flood(direction: Direction) -> Workload {
-        Workload {
-            direction,
-            order: Order::Sequential,
-            block_bytes: 1024 * KIB,
-            depth: 256,
-            beside: None,
-        }
-    }
-
     /// Whether it, or what is beside it, writes.
     pub fn writes(&self) -> bool {
-        self.direction == Direction::Write || self.beside == Some(Direction::Write)
+        let is_write = |direction| direction == Direction::Write;
+        is_write(self.direction)
+            || self.beside.is_some_and(|neighbour| is_write(neighbour.load().direction))
     }
 
     /// What `nowait bench peers` measures: 4K random at depth 1, 16 and 64, 128K sequential at depth 8, and
@@ -152,7 +163,7 @@ impl Workload {
             });
         }
         for direction in [Direction::Read, Direction::Write] {
-            all.push(Workload { beside: Some(direction), ..small });
+            all.push(Workload { beside: Some(Neighbour::Flood(direction)), ..small });
         }
         all
     }
@@ -171,8 +182,21 @@ impl fmt::Display for Workload {
         };
         write!(f, "{}K {order} {direction}, depth {}", self.block_bytes / KIB, self.depth)?;
         match self.beside {
-            Some(direction) => write!(f, ", beside {}", Workload::flood(direction)),
+            Some(neighbour) => write!(f, ", beside {neighbour}"),
             None => Ok(()),
+        }
+    }
+}
+
+/// For people: `1024K sequential read, depth 256`, or `64K allocating write, depth 1`.
+impl fmt::Display for Neighbour {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let load = self.load();
+        match self {
+            Neighbour::Flood(_) => load.fmt(f),
+            Neighbour::Allocations => {
+                write!(f, "{}K allocating write, depth {}", load.block_bytes / KIB, load.depth)
+            }
         }
     }
 }

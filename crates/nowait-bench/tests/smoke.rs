@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nowait_bench::{
-    Caching, Direction, Error, Order, Output, PeersOptions, Report, ServerKind, Terms, Transport,
-    Workload,
+    Caching, Direction, Error, ImageKind, ImageScene, ImagesOptions, Order, Output, PeersOptions,
+    Report, ServerKind, Terms, Transport, Workload, run_images,
 };
 use serde_json::Value;
 use tempfile::TempDir;
@@ -125,4 +125,45 @@ fn a_stop_leaves_a_report_of_what_was_finished() {
     };
     assert!(report.interrupted && report.comparisons.is_empty());
     assert!(printed.ends_with("stopped before the end\n"));
+}
+
+#[test]
+fn images_are_measured_by_every_server_that_knows_them_and_gone_afterwards() {
+    let scenes: Vec<ImageScene> = ImageScene::standard()
+        .into_iter()
+        .filter(|scene| scene.workload.direction == Direction::Read && scene.workload.depth == 1)
+        .collect();
+    let options = ImagesOptions {
+        servers: ServerKind::ALL.to_vec(),
+        duration: Duration::from_millis(50),
+        rounds: 1,
+        scenes,
+        ..ImagesOptions::default()
+    };
+    let mut printed = Vec::new();
+    let report = match run_images(&options, &mut printed) {
+        Ok(report) => report,
+        Err(e) => {
+            let required = std::env::var_os("NOWAIT_REQUIRE_TOOLS").is_some();
+            assert!(!required && matches!(e, Error::NoServer | Error::System { .. }), "{e}");
+            eprintln!("skipped: {e}");
+            return;
+        }
+    };
+    assert!(!Path::new(&report.directory).exists());
+    assert!(report.failures.is_empty(), "{:?}", report.failures);
+    let images: Vec<&[ImageKind]> = options.scenes.iter().map(|scene| scene.images).collect();
+    assert_eq!(report.tables.len(), images.len());
+    for (table, images) in report.tables.iter().zip(images) {
+        // No server of these is measured on raw files.
+        let kinds = images.iter().filter(|image| **image != ImageKind::Raw).count();
+        assert_eq!(table.rows.len(), kinds * report.versions.len());
+        for row in &table.rows {
+            assert!(row.samples.iter().all(|sample| sample.iops > 0.0), "{}", row.subject);
+            let beside =
+                |sample: &nowait_bench::Sample| sample.beside_mib_s.is_some_and(|mib| mib > 0.0);
+            assert_eq!(row.samples.iter().all(beside), table.workload.beside.is_some());
+        }
+    }
+    assert_eq!(String::from_utf8(printed).expect("UTF-8"), report.to_string());
 }

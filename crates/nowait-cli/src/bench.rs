@@ -8,8 +8,8 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use nowait_bench::{
-    Caching, CopyOptions, EngineOptions, Output, PeersOptions, Stop, Transport, What, run_copies,
-    run_engine,
+    Caching, CopyOptions, EngineOptions, ImagesOptions, Output, PeersOptions, Stop, Transport,
+    What, run_copies, run_engine, run_images,
 };
 
 use crate::bench_args::{BenchArgs, BenchCaching, BenchTransport, BenchWhat};
@@ -23,6 +23,7 @@ pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
     let what = match args.what {
         BenchWhat::Peers => return peers(args),
         BenchWhat::Copy => return copies(args),
+        BenchWhat::Images => return images(args),
         BenchWhat::Simple => What::Simple,
         BenchWhat::Completion => What::Completion,
         BenchWhat::Vectored => What::Vectored,
@@ -83,6 +84,43 @@ fn copies(args: &BenchArgs) -> Result<(), CliError> {
     }
 }
 
+fn nothing_titled(text: &str) -> CliError {
+    CliError::new(format!("--only {text}: no row has this in its title"))
+}
+
+fn incomplete(problem: &str) -> CliError {
+    CliError::new(format!("not everything could be measured: {problem}"))
+}
+
+fn images(args: &BenchArgs) -> Result<(), CliError> {
+    if args.file.is_some() {
+        return Err(CliError::new("images are made in $TMPDIR, --file cannot be given"));
+    }
+    let mut options = ImagesOptions {
+        nowait: Some(this_program()?),
+        duration: Duration::from_secs_f64(args.seconds),
+        rounds: args.rounds,
+        output: output(args),
+        stop: Stop::on_signal().map_err(failed)?,
+        ..ImagesOptions::default()
+    };
+    if !args.servers.is_empty() {
+        options.servers.clone_from(&args.servers);
+    }
+    if let Some(text) = &args.only {
+        options.scenes.retain(|scene| scene.workload.to_string().contains(text));
+        if options.scenes.is_empty() {
+            return Err(nothing_titled(text));
+        }
+    }
+    let report = run_images(&options, &mut io::stdout().lock()).map_err(failed)?;
+    match report.failures.first() {
+        _ if report.interrupted => Err(interrupted()),
+        Some(failure) => Err(incomplete(&failure.problem)),
+        None => Ok(()),
+    }
+}
+
 fn peers(args: &BenchArgs) -> Result<(), CliError> {
     let mut options = PeersOptions {
         nowait: Some(this_program()?),
@@ -101,7 +139,7 @@ fn peers(args: &BenchArgs) -> Result<(), CliError> {
     if let Some(text) = &args.only {
         options.workloads.retain(|workload| workload.to_string().contains(text));
         if options.workloads.is_empty() {
-            return Err(CliError::new(format!("--only {text}: no row has this in its title")));
+            return Err(nothing_titled(text));
         }
     }
     options.tables.retain(|terms| {
@@ -122,10 +160,7 @@ fn peers(args: &BenchArgs) -> Result<(), CliError> {
         return Err(interrupted());
     }
     if let Some(failure) = report.failures.first() {
-        return Err(CliError::new(format!(
-            "not everything could be measured: {}",
-            failure.problem
-        )));
+        return Err(incomplete(&failure.problem));
     }
     Ok(())
 }

@@ -57,11 +57,11 @@ pub(crate) struct BenchArgs {
     #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) connections: u16,
 
-    /// peers: only these servers: nowait, qemu-nbd, qemu-storage-daemon, nbdkit
+    /// peers, images: only these servers: nowait, qemu-nbd, qemu-storage-daemon, nbdkit
     #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = parse_server)]
     pub(crate) servers: Vec<ServerKind>,
 
-    /// peers: only rows whose title contains TEXT, as in "random read" or "depth 64"
+    /// peers, images: only rows whose title contains TEXT, as in "random read" or "depth 64"
     #[arg(long, value_name = "TEXT")]
     pub(crate) only: Option<String>,
 
@@ -111,6 +111,9 @@ pub(crate) enum BenchWhat {
     Peers,
     /// Copies of disks: nowait copy, qemu-img convert and nbdcopy, those that are installed
     Copy,
+    /// Image formats: raw, qcow2 and a chain of three, served by nowait and by QEMU's servers, on
+    /// images that are made for it in $TMPDIR or /var/tmp
+    Images,
     /// The engine's simple path on and off: 4K random read
     Simple,
     /// Writes finished where they are reaped, and after a detour
@@ -123,7 +126,7 @@ pub(crate) enum BenchWhat {
     Nowait,
     /// The engine, a bare io_uring loop, plain calls, and fio where it is installed
     Engines,
-    /// All of the engine's tables: all but peers and copy
+    /// All of the engine's tables: all but peers, copy and images
     All,
 }
 
@@ -164,6 +167,7 @@ const BENCH_AFTER_HELP: &str = "\
 Examples:
   nowait bench peers                        NBD servers side by side, on a temporary file
   nowait bench copy --directory /mnt/fast   copies side by side, in a directory made there
+  nowait bench images                       raw, qcow2 and a chain, past the page cache
   nowait bench all --html report.html       each of the engine's mechanisms, on against off
   nowait bench peers --file /mnt/fast/scratch.img --overwrite --seconds 3
 
