@@ -502,8 +502,7 @@ fn status<M: Map>(disk: &Disk<M>, range: Range, spans: &mut Vec<Span>) -> Result
     if disk.map.known(range, MAX_SPANS, spans) {
         return Ok(());
     }
-    // Held against zeroing: a hint that it drops must not be given anew by what was seen before.
-    held(disk, range, Hold::Shared, || learn(disk, range, spans));
+    learn(disk, range, spans);
     Ok(())
 }
 
@@ -519,9 +518,20 @@ fn learn<M: Map>(disk: &Disk<M>, range: Range, spans: &mut Vec<Span>) {
     let mut pos = range.pos;
     for span in spans.iter() {
         if span.hole {
-            disk.map.hole(Range::new(pos, span.len));
+            remember(disk, Range::new(pos, span.len));
         }
         pos += span.len;
+    }
+}
+
+/// Remembers a hole that was seen, unless somebody writes to it or zeroes it just now: data that
+/// has landed since, but was not told of yet, would be hidden from then until it is. What was
+/// written before is known to be mapped, and stays so.
+fn remember<M: Map>(disk: &Disk<M>, hole: Range) {
+    let blocks = blocks_of(disk, hole);
+    if disk.ranges.try_take(blocks, Hold::Exclusive) {
+        disk.map.hole(hole);
+        disk.ranges.free(blocks, Hold::Exclusive);
     }
 }
 

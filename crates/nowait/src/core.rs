@@ -60,7 +60,7 @@ pub(crate) struct Core<M: Map> {
     pathfinder: Option<u32>,
     /// Slots that are pieces: they are nobody's request.
     pieces: usize,
-    /// Blocks need no protection from each other when nothing is ever read and written back.
+    /// Whether a write keeps others away from its range, and they it.
     locks: bool,
 }
 
@@ -342,11 +342,11 @@ impl<M: Map> Core<M> {
         }
         if request.transfer.write {
             let range = request.io.range;
+            self.disk.map.written(range);
             if request.locked {
                 request.locked = false;
                 self.disk.ranges.free(range, Hold::Shared);
             }
-            self.disk.map.written(range);
         }
         self.finish(slot, i64::from(outcome));
     }
@@ -390,12 +390,12 @@ impl<M: Map> Core<M> {
 
     /// All transfers of a request have ended.
     fn whole_ended(&mut self, slot: u32) {
-        self.unlock(slot);
         let request = &mut self.pool[slot];
         let len = request.io.range.len as i64;
         if request.io.op == Op::Write {
             self.disk.map.written(request.io.range);
         }
+        self.unlock(slot);
         match leftover(&self.pool[slot]) {
             Leftover::Nothing => self.finish(slot, len),
             Leftover::Error => {

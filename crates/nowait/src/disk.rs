@@ -177,9 +177,9 @@ impl<M: Map> Disk<M> {
     }
 
     /// Whether requests may have to keep away from each other: blocks are read and written back
-    /// (C13), or clusters given back.
+    /// (C13), holes remembered, or clusters given back.
     pub(crate) fn locks(&self) -> bool {
-        self.align.offset > 1 || self.map.image().is_some()
+        self.align.offset > 1 || self.map.remembers_holes() || self.map.image().is_some()
     }
 
     /// Makes durable what was completed before, on any queue (C49).

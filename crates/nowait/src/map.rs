@@ -78,6 +78,11 @@ pub trait Map: Send + Sync + 'static {
     /// forgotten.
     fn hole(&self, _range: Range) {}
 
+    /// Whether [`Map::hole`] is kept. While a hole is being made or remembered, nobody writes there.
+    fn remembers_holes(&self) -> bool {
+        false
+    }
+
     /// Appends what is known from the start of `range` on, in order and at most `limit` spans;
     /// false when it comes to something that is not known.
     fn known(&self, _range: Range, _limit: usize, _spans: &mut Vec<Span>) -> bool {
@@ -340,6 +345,10 @@ impl Map for Extents {
                 now | (unknown * HOLE)
             });
         }
+    }
+
+    fn remembers_holes(&self) -> bool {
+        self.enabled
     }
 
     fn known(&self, range: Range, limit: usize, spans: &mut Vec<Span>) -> bool {

@@ -2,8 +2,11 @@
 #![cfg(feature = "sim")]
 #![allow(unsafe_code)]
 
+use std::cell::RefCell;
 use std::mem::ManuallyDrop;
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender, channel};
+use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
 use nowait::sim::{Fault, Faults, Sim, SimDevice, SimOptions, set_pause};
@@ -13,6 +16,52 @@ use nowait::{
 };
 
 const BLOCK: u64 = 4096;
+
+thread_local! {
+    /// Where a job on this thread tells that it has paused, and is told to go on.
+    static STOPS: RefCell<Option<(Sender<()>, Receiver<()>)>> = const { RefCell::new(None) };
+}
+
+/// A worker's job on a thread of its own, which goes on when it is told to.
+struct Stepped {
+    paused: Receiver<()>,
+    goes_on: Sender<()>,
+    thread: JoinHandle<()>,
+}
+
+impl Stepped {
+    /// The youngest job that waits, before its first call to the device, or where it waits for
+    /// others.
+    fn begin(workers: &Workers) -> Self {
+        let job = workers.take(workers.waiting() - 1).expect("a job");
+        let workers = workers.clone();
+        let ((pauses, paused), (goes_on, go)) = (channel(), channel());
+        let thread = thread::spawn(move || {
+            STOPS.set(Some((pauses, go)));
+            set_pause(Some(|| {
+                STOPS.with_borrow(|stops| {
+                    let (paused, go) = stops.as_ref().unwrap();
+                    // When nobody asks any more, it runs to its end.
+                    let _ = paused.send(()).map(|()| go.recv());
+                });
+            }));
+            workers.run(job);
+        });
+        let job = Self { paused, goes_on, thread };
+        job.paused.recv().unwrap();
+        job
+    }
+
+    /// Up to its next pause, behind a call to the device or before the next, or to its end.
+    fn step(&self) {
+        let _ = self.goes_on.send(()).map(|()| self.paused.recv());
+    }
+
+    fn finish(self) {
+        drop((self.paused, self.goes_on));
+        self.thread.join().unwrap();
+    }
+}
 
 struct Rig {
     device: Arc<SimDevice>,
@@ -185,4 +234,95 @@ fn what_was_interrupted_is_done_again() {
             assert_eq!(rig.settle(), [(1, Ok(len))], "{op:?} {at}");
         }
     }
+}
+
+const THERE: Range = Range::new(BLOCK, BLOCK);
+
+/// A rig whose workers pause before and behind each call, with a block of data that is `THERE`.
+fn rig_that_pauses() -> Rig {
+    let mut rig = Rig::new(SimOptions { pauses: u16::MAX, ..like(16 * BLOCK) }, Config::default());
+    rig.write(THERE, 0);
+    rig.settle();
+    rig
+}
+
+/// Asks for `op` on that block; a worker is to do it.
+fn ask_worker(rig: &mut Rig, op: Op, flags: Flags, tag: u64) {
+    let before = rig.workers.waiting();
+    let io = Io { op, flags, range: THERE };
+    let accepted = match op {
+        Op::Write => {
+            let mut buf = rig.engine.buffer(THERE).unwrap();
+            buf.fill(7);
+            rig.engine.submit(io, buf, tag)
+        }
+        _ => rig.engine.submit_bare(io, tag),
+    };
+    assert!(accepted.is_ok());
+    while rig.workers.waiting() == before {
+        rig.poll();
+    }
+}
+
+/// The first byte of that block, as a read without help of a worker finds it.
+fn first_byte(rig: &mut Rig) -> u8 {
+    let io = Io { op: Op::Read, flags: Flags::NONE, range: THERE };
+    let buf = rig.engine.buffer(THERE).unwrap();
+    assert!(rig.engine.submit(io, buf, 99).is_ok());
+    loop {
+        rig.poll();
+        while let Some(done) = rig.engine.next() {
+            assert_eq!(done.result().ok(), Some(BLOCK));
+            if done.tag == 99 {
+                return done.buf.unwrap()[0];
+            }
+        }
+    }
+}
+
+#[test]
+fn zeroing_and_discarding_keep_writes_away_until_the_hint_is_right() {
+    for op in [Op::Zero, Op::Discard] {
+        let mut rig = rig_that_pauses();
+        ask_worker(&mut rig, op, Flags::NONE, 1);
+        let zeroing = Stepped::begin(&rig.workers);
+        // The block is gone, and the hint does not say so yet.
+        zeroing.step();
+        ask_worker(&mut rig, Op::Write, Flags::NONE, 2);
+        let writing = Stepped::begin(&rig.workers);
+        for _ in 0..10 {
+            writing.step();
+        }
+        rig.poll();
+        let early = rig.engine.next().map(|done| done.tag);
+        zeroing.finish();
+        writing.finish();
+        assert_eq!(early, None, "{op:?}");
+        assert_eq!(rig.settle().len(), 2);
+        assert_eq!(first_byte(&mut rig), 7, "{op:?}");
+    }
+}
+
+#[test]
+fn c18_a_hole_is_not_remembered_while_data_is_landing_in_it() {
+    let mut rig = rig_that_pauses();
+    ask_worker(&mut rig, Op::Discard, Flags::NONE, 1);
+    rig.settle();
+    // It goes to a worker because the hint says hole, which the next drops.
+    ask_worker(&mut rig, Op::Write, Flags::NONE, 2);
+    ask_worker(&mut rig, Op::Zero, Flags::NO_UNMAP, 3);
+    Stepped::begin(&rig.workers).finish();
+    ask_worker(&mut rig, Op::Status, Flags::NONE, 4);
+    let asking = Stepped::begin(&rig.workers);
+    // It has seen the hole.
+    asking.step();
+    let writing = Stepped::begin(&rig.workers);
+    // The data is there, and the hint does not say so yet.
+    writing.step();
+    let before = first_byte(&mut rig);
+    asking.finish();
+    let after = first_byte(&mut rig);
+    writing.finish();
+    assert_eq!((before, after), (7, 7));
+    rig.settle();
 }
