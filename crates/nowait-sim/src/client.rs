@@ -1,7 +1,8 @@
 //! A client of an NBD server: one connection, from its greeting to its end.
 //!
-//! Invariant: a request has begun when its last byte was sent, and not before; each is answered
-//! once, and all of them before the server closes the connection (NBD proto.md, "NBD_CMD_DISC").
+//! Invariant: a request has begun when its head was sent, and not before; each that is sent to its
+//! end is answered once, and before the server closes the connection (NBD proto.md,
+//! "NBD_CMD_DISC").
 //! Knows: pattern, model, scenario, judge, reply. Known by: server.
 
 use std::collections::VecDeque;
@@ -29,19 +30,22 @@ const GREETING_BYTES: usize = 18;
 /// What follows the flags of an export for clients that have not asked to leave it out.
 const PADDING_BYTES: usize = 124;
 
-/// A request that was not sent to its end.
+/// A request whose head was not sent.
 struct Queued {
-    /// Bytes of the connection up to its end.
+    /// Bytes of the connection up to the end of its head.
+    begins: u64,
+    /// The same up to its own end.
     ends: u64,
     cookie: u64,
     asked: Asked,
     value: Value,
-    /// `None`: it was refused already.
-    answer: Option<Answer>,
+    answer: Answer,
 }
 
-/// A request that was.
+/// A request that has begun.
 struct Sent {
+    /// Bytes of the connection up to its end.
+    ends: u64,
     cookie: u64,
     flight: Flight,
     answer: Answer,
@@ -195,6 +199,7 @@ impl Client {
         let place = if op == Op::Flush { Range::default() } else { range };
         self.head(command, bits, place);
         let value = judge.value_for(op);
+        let begins = self.before + self.out.len() as u64;
         if op == Op::Write {
             let from = self.out.len();
             self.out.resize(from + range.len as usize, 0);
@@ -202,8 +207,8 @@ impl Client {
         }
         let ends = self.before + self.out.len() as u64;
         let answer = Answer::to(op, range, self.context.unwrap_or_default(), one_piece);
-        let (cookie, answer) = (self.cookies, Some(answer));
-        self.queued.push_back(Queued { ends, cookie, asked, value, answer });
+        let cookie = self.cookies;
+        self.queued.push_back(Queued { begins, ends, cookie, asked, value, answer });
     }
 
     fn head(&mut self, command: u16, flags: u16, range: Range) {
@@ -221,6 +226,11 @@ impl Client {
         self.out.extend(range.len.to_be_bytes());
     }
 
+    /// Bytes that were sent.
+    fn through(&self) -> u64 {
+        self.before + self.sent as u64
+    }
+
     /// Sends at most `limit` bytes. Nothing in flight began before `oldest`. Returns how many
     /// requests have begun.
     pub fn send(&mut self, limit: usize, judge: &mut Judge, oldest: Time) -> u64 {
@@ -229,16 +239,13 @@ impl Client {
         // An error shows when it receives.
         let taken = if part.is_empty() { 0 } else { self.socket.write(part).unwrap_or(0) };
         self.sent += taken;
-        let through = self.before + self.sent as u64;
+        let through = self.through();
         let mut begun = 0;
-        let is_sent = |queued: &Queued| queued.ends <= through;
-        while self.queued.front().is_some_and(is_sent) {
+        while self.queued.front().is_some_and(|queued| queued.begins <= through) {
             let Some(queued) = self.queued.pop_front() else { break };
-            let Queued { cookie, asked, value, answer: Some(answer), .. } = queued else {
-                continue;
-            };
+            let Queued { ends, cookie, asked, value, answer, .. } = queued;
             let flight = judge.begin(asked, value, oldest);
-            self.flights.push(Sent { cookie, flight, answer });
+            self.flights.push(Sent { ends, cookie, flight, answer });
             begun += 1;
         }
         if self.sent == self.out.len() {
@@ -256,7 +263,7 @@ impl Client {
             (Leaving::Abrupt, _) => {
                 let _ = self.socket.shutdown(Shutdown::Both);
                 self.is_over = true;
-                return self.flights.drain(..).map(|sent| sent.flight).collect();
+                return self.left_behind();
             }
             (_, Some(_)) => return Vec::new(),
             (Leaving::Goodbye, None) => {
@@ -264,13 +271,17 @@ impl Client {
             }
             (Leaving::HalfClose, None) => {
                 self.out.truncate(self.sent);
-                // The first may have been sent far enough to be refused.
-                self.queued.truncate(1);
+                self.queued.clear();
                 let _ = self.socket.shutdown(Shutdown::Write);
             }
         }
         self.leaving = Some(how);
         Vec::new()
+    }
+
+    /// What the server has not answered when it has closed the connection.
+    pub fn left_behind(&mut self) -> Vec<Flight> {
+        self.flights.drain(..).map(|sent| sent.flight).collect()
     }
 
     /// Receives at most as much as `scratch` holds, and judges what has been answered.
@@ -296,7 +307,9 @@ impl Client {
     /// The server has closed the connection.
     fn end(&mut self) -> Result<(), Wrong> {
         self.is_over = true;
-        let lost: Vec<_> = self.flights.iter().map(|sent| sent.flight.asked).collect();
+        let through = self.through();
+        let whole = self.flights.iter().filter(|sent| sent.ends <= through);
+        let lost: Vec<_> = whole.map(|sent| sent.flight.asked).collect();
         match self.leaving {
             None => Err(Wrong::new("a connection was closed that its client uses".to_owned())),
             Some(how) if !lost.is_empty() => {
@@ -385,46 +398,24 @@ impl Client {
     fn read_reply(&mut self, input: &mut &[u8], judge: &mut Judge) -> Result<bool, Wrong> {
         let Some(head) = Head::read(self.dialect, input)? else { return Ok(false) };
         let known = self.flights.iter().position(|sent| sent.cookie == head.cookie);
-        let Some(index) = known else { return self.read_refusal(&head, input, judge) };
-        let Some(sent) = self.flights.get_mut(index) else { return Ok(false) };
+        let through = self.through();
+        let Some((index, sent)) = known.and_then(|at| Some((at, self.flights.get_mut(at)?))) else {
+            return Err(Wrong::new(format!("C41: a reply to nothing that was asked: {head:?}")));
+        };
         match sent.answer.take(self.dialect, &head, input)? {
             Break(()) => return Ok(false),
             Continue((taken, last)) => {
                 *input = input.get(taken..).unwrap_or_default();
                 if last {
-                    let Sent { flight, answer, .. } = self.flights.swap_remove(index);
+                    let Sent { flight, answer, ends, .. } = self.flights.swap_remove(index);
+                    if answer.errno.is_none() && ends > through {
+                        return Err(Wrong::new("done before all of its payload came".to_owned()));
+                    }
                     judge_answer(&flight, answer, judge)?;
                 }
             }
         }
         Ok(true)
-    }
-
-    /// A reply to a request of which only the head was sent so far: what refuses it may come before
-    /// its payload has gone.
-    fn read_refusal(
-        &mut self,
-        head: &Head,
-        input: &mut &[u8],
-        judge: &mut Judge,
-    ) -> Result<bool, Wrong> {
-        let unasked = || Wrong::new(format!("C41: a reply to nothing that was asked: {head:?}"));
-        let through = self.before + self.sent as u64;
-        let queued = self.queued.front_mut().filter(|queued| {
-            let is_it = queued.cookie == head.cookie && queued.asked.op == Op::Write;
-            is_it && queued.ends - queued.asked.range.len <= through
-        });
-        let Some(Queued { asked, value, answer, .. }) = queued else { return Err(unasked()) };
-        let Some(so_far) = answer else { return Err(unasked()) };
-        let Continue((taken, true)) = so_far.take(self.dialect, head, input)? else {
-            return Ok(false);
-        };
-        let errno = so_far.errno.ok_or_else(unasked)?;
-        *answer = None;
-        *input = input.get(taken..).unwrap_or_default();
-        // Nothing is known here of what else is in flight.
-        let flight = judge.begin(*asked, *value, 0);
-        judge.refused(&flight, errno, true).map(|()| true)
     }
 }
 

@@ -194,6 +194,8 @@ impl Server {
         let scratch = self.scratch.get_mut(..most).unwrap_or_default();
         client.receive(scratch, judge)?;
         if client.is_over() {
+            let home = client.home;
+            self.orphans.extend(client.left_behind().into_iter().map(|flight| (home, flight)));
             self.clients.swap_remove(who);
         }
         Ok(())

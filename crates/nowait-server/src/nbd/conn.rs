@@ -3,8 +3,9 @@
 //! Invariant: what a client makes the server hold is bounded: `MAX_REQUESTS` requests and its share
 //! of the thread's memory for payload, counted until the reply has left. Beyond that its socket is
 //! not read.
-//! Knows: breaks, credentials, handshake, reply, door, respond, tls, seats, patience, share, portion.
-//! Known by: entrance, group, turn, parse.
+//! Knows: breaks, credentials, handshake, reply, door, respond, cut, tls, seats, patience, share,
+//! portion.
+//! Known by: entrance, group, turn, parse, parts.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
@@ -13,6 +14,7 @@ use nowait::Buf;
 
 use super::breaks::{self, Mistake};
 use super::credentials::Credentials;
+use super::cut::Coming;
 use super::door::Dialect;
 use super::handshake::{Handshake, Negotiated, Secrecy};
 use super::patience::HANDSHAKE;
@@ -113,6 +115,8 @@ pub(crate) struct Conn {
     /// Received bytes that are not parsed: part of a header, or what came before a stall.
     pub(crate) stash: Vec<u8>,
     pub(crate) payload: Option<Payload>,
+    /// The write that the payload is a part of, if it was cut.
+    pub(crate) coming: Option<Coming>,
     /// Payload bytes of a refused request that are still to come.
     pub(crate) skip: u64,
     pub(crate) out: Out,
@@ -152,6 +156,7 @@ impl Conn {
             input: if stash.is_empty() { Input::Open } else { Input::Stalled },
             stash,
             payload: None,
+            coming: None,
             skip: 0,
             out,
             in_flight: 0,
@@ -240,6 +245,13 @@ impl Conn {
         }
         // What ends is noticed by reading on.
         self.readable |= self.channel.has_ended();
+    }
+
+    /// The number of the cut write that a payload, which is complete, is a part of.
+    pub(crate) fn part_came(&mut self) -> Option<usize> {
+        let cut = self.coming.as_ref().map(|coming| coming.cut);
+        self.coming.take_if(|coming| !coming.has_more());
+        cut
     }
 
     /// Whether nothing is left to do but to close it.

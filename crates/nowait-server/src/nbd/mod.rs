@@ -21,12 +21,14 @@ mod reply;
 mod door;
 mod extended;
 mod respond;
+mod cut;
 mod tls;
 mod conn;
 mod entrance;
 mod group;
 mod turn;
 mod parse;
+mod parts;
 #[cfg(feature = "fuzz")]
 pub mod fuzz;
 

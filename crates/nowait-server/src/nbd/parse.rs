@@ -2,7 +2,7 @@
 //!
 //! Invariant: how the bytes were cut by the socket makes no difference; a request is taken whole
 //! or stays in the stash, and each one taken gets exactly one reply.
-//! Knows: conn, door, extended, respond, handshake, turn. Known by: turn (which calls `parse`).
+//! Knows: conn, door, extended, respond, handshake, turn. Known by: parts, turn (which calls `parse`).
 
 use nowait::{Io, Map, Op, Queue};
 
@@ -18,7 +18,7 @@ use super::wire::{Mode, RequestHeader};
 use crate::device::Device;
 
 /// What became of the next bytes.
-enum Taken {
+pub(crate) enum Taken {
     /// So many were used up, and more may follow.
     Bytes(usize),
     /// Not enough for anything.
@@ -109,11 +109,6 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
     /// Takes the next part of a request: a header, or some of its payload.
     fn take(&mut self, index: usize, dialect: Dialect, input: &[u8]) -> Taken {
         let Some(conn) = self.conns.get_mut(index) else { return Taken::TooFew };
-        if conn.skip > 0 {
-            let count = conn.skip.min(input.len() as u64);
-            conn.skip -= count;
-            return if count > 0 { Taken::Bytes(count as usize) } else { Taken::TooFew };
-        }
         if let Some(payload) = &mut conn.payload {
             let count = payload.fill(input);
             let whole = payload.missing().is_empty();
@@ -122,6 +117,14 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
                 (false, 0) => Taken::TooFew,
                 (false, _) => Taken::Bytes(count),
             };
+        }
+        if conn.skip > 0 {
+            let count = conn.skip.min(input.len() as u64);
+            conn.skip -= count;
+            return if count > 0 { Taken::Bytes(count as usize) } else { Taken::TooFew };
+        }
+        if conn.coming.is_some() {
+            return self.begin_part(index);
         }
         match arrived(dialect, input) {
             Ok(arrived) => self.take_request(index, arrived),
@@ -157,6 +160,11 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
                 return taken;
             }
         };
+        if self.is_to_be_cut(io) {
+            self.cut(index, request, io);
+            return taken;
+        }
+        let Some(conn) = self.conns.get_mut(index) else { return Taken::TooFew };
         request.held = respond::held(dialect.mode, io, request.contexts);
         if !conn.admits(&self.store, u64::from(request.held)) || !self.engine.has_room() {
             return Taken::Stall;
@@ -183,10 +191,10 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             return taken;
         }
         conn.portion.read(io.range.len);
-        let tag = self.asked.insert(Asked { conn: index, request });
+        let tag = self.asked.insert(Asked { conn: index, request, cut: None });
         match self.engine.submit(io, buf, tag as u64) {
             Ok(()) => conn.in_flight += 1,
-            Err(rejected) => self.rejected(index, tag, rejected.error.errno()),
+            Err(rejected) => self.rejected(index, tag, io, rejected.error.errno()),
         }
         taken
     }
@@ -194,10 +202,10 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
     fn submit_bare(&mut self, index: usize, request: Request, io: Io, taken: Taken) -> Taken {
         let Some(conn) = self.conns.get_mut(index) else { return Taken::TooFew };
         self.store.take(&mut conn.held, u64::from(request.held));
-        let tag = self.asked.insert(Asked { conn: index, request });
+        let tag = self.asked.insert(Asked { conn: index, request, cut: None });
         match self.engine.submit_bare(io, tag as u64) {
             Ok(()) => conn.in_flight += 1,
-            Err(rejected) => self.rejected(index, tag, rejected.error.errno()),
+            Err(rejected) => self.rejected(index, tag, io, rejected.error.errno()),
         }
         taken
     }
@@ -212,28 +220,32 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         let Some(Payload { request, io, buf, start, .. }) = conn.payload.take() else {
             return Taken::TooFew;
         };
-        let tag = self.asked.insert(Asked { conn: index, request });
+        let cut = conn.part_came();
+        let tag = self.asked.insert(Asked { conn: index, request, cut });
         let bytes = buf.get(start..start + io.range.len as usize).unwrap_or_default();
         if self.device.forbids(io.range.pos, bytes) {
-            self.rejected(index, tag, libc::EPERM);
+            self.rejected(index, tag, io, libc::EPERM);
             return Taken::Bytes(count);
         }
         match self.engine.submit(io, buf, tag as u64) {
             Ok(()) => conn.in_flight += 1,
-            Err(rejected) => self.rejected(index, tag, rejected.error.errno()),
+            Err(rejected) => self.rejected(index, tag, io, rejected.error.errno()),
         }
         Taken::Bytes(count)
     }
 
     /// The engine has not accepted a request: it is answered at once.
     #[cold]
-    fn rejected(&mut self, index: usize, tag: usize, errno: i32) {
-        let Some(Asked { request, .. }) = self.asked.try_remove(tag) else { return };
+    fn rejected(&mut self, index: usize, tag: usize, io: Io, errno: i32) {
+        let Some(Asked { request, cut, .. }) = self.asked.try_remove(tag) else { return };
         if let Some(conn) = self.conns.get_mut(index)
             && let Phase::Transmission(dialect) = conn.phase
         {
             // `has_room` was asked before, so EAGAIN can only mean that the queue itself is stuck.
             let errno = if errno == libc::EAGAIN { libc::EIO } else { errno };
+            if let Some(cut) = cut {
+                return self.part_ended(index, cut, &request, io.range.len, errno);
+            }
             self.store.give_back(&mut conn.held, u64::from(request.held));
             conn.refuse(dialect.mode, &request.header, errno);
         }
@@ -262,7 +274,7 @@ fn arrived(dialect: Dialect, input: &[u8]) -> Result<Arrived, Trouble> {
 
 impl Conn {
     /// Answers a request without data: an errno, or 0 for success.
-    fn refuse(&mut self, mode: Mode, header: &RequestHeader, errno: i32) {
+    pub(crate) fn refuse(&mut self, mode: Mode, header: &RequestHeader, errno: i32) {
         self.out.push(respond::plain(mode, header, errno), Body::None, 0);
     }
 

@@ -17,6 +17,7 @@ use nowait::{Engine, Error, Interest, Map, Queue, Token, WATCHED};
 use slab::Slab;
 
 use super::conn::{Arrival, Conn, Input, Phase};
+use super::cut::{Coming, Cut};
 use super::entrance::Entrance;
 use super::group::{Inbox, Post, Shared};
 use super::handshake::{Negotiated, Secrecy};
@@ -27,7 +28,7 @@ use super::respond::{Ended, Request};
 use super::share::Store;
 use super::spin::Spin;
 use super::tls::Channel;
-use crate::device::Device;
+use crate::device::{Device, verdict};
 
 #[cfg(feature = "sim")]
 pub use sim::Simulated;
@@ -50,6 +51,8 @@ const GENERATIONS: u64 = 1 << 36;
 pub(crate) struct Asked {
     pub(crate) conn: usize,
     pub(crate) request: Request,
+    /// The number of the write that it is a part of.
+    pub(crate) cut: Option<usize>,
 }
 
 /// One thread with its engine and its connections.
@@ -61,6 +64,7 @@ pub(crate) struct Thread<Q: Queue, M: Map> {
     pub(crate) engine: Engine<Q, M>,
     pub(crate) conns: Slab<Conn>,
     pub(crate) asked: Slab<Asked>,
+    pub(crate) cuts: Slab<Cut>,
     /// The memory for payload that the connections share.
     pub(crate) store: Store,
     pub(crate) handshakes: Handshakes,
@@ -114,6 +118,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             engine,
             conns: Slab::new(),
             asked: Slab::new(),
+            cuts: Slab::new(),
             inbox,
             events: Vec::with_capacity(64),
             lines: Lines::default(),
@@ -399,8 +404,9 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         let mut none = [];
         let missing = conn.payload.as_mut().map_or(&mut none[..], |p| p.missing());
         let to_payload = missing.len().min(self.portion as usize);
-        // What follows the payload is received only with the last of it.
-        let end = if to_payload < missing.len() { stashed } else { RECEIVE_BYTES };
+        // What follows the payload is received only with the last of it, and not if it is payload.
+        let more = conn.coming.as_ref().is_some_and(Coming::has_more);
+        let end = if more || to_payload < missing.len() { stashed } else { RECEIVE_BYTES };
         let mut pieces = [
             std::io::IoSliceMut::new(&mut missing[..to_payload]),
             std::io::IoSliceMut::new(&mut scratch[stashed..end]),
@@ -487,6 +493,13 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             };
             let Some(conn) = self.conns.get_mut(asked.conn) else { continue };
             conn.in_flight -= 1;
+            if let Some(cut) = asked.cut {
+                let (bytes, errno) = (completion.io.range.len, verdict(&completion).err());
+                let Asked { conn: index, request, .. } = asked;
+                self.part_ended(index, cut, &request, bytes, errno.unwrap_or(0));
+                self.touch(index);
+                continue;
+            }
             if conn.input != Input::Broken {
                 let ended = Ended { completion, start, spans: &spans };
                 conn.reply(&self.device, &asked.request, ended);
@@ -511,6 +524,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
     /// Takes a connection off this thread.
     fn remove(&mut self, index: usize) -> Option<Conn> {
         let mut conn = self.conns.try_remove(index)?;
+        self.forget_cut(&conn);
         self.share_among();
         let token = token(index, conn.generation);
         self.engine.unwatch(conn.socket.as_fd(), token);

@@ -8,5 +8,6 @@ mod client;
 mod scene;
 mod commands;
 mod extended;
+mod long_writes;
 mod reads;
 mod status;

@@ -1,0 +1,93 @@
+//! A long write that was cut into parts: what is still to come of it, and what its parts came to.
+//!
+//! Invariant: it is answered once, when all of its bytes have come and all of its parts have ended;
+//! when a part has failed, no further one is begun, and the rest is received and dropped.
+//! Knows: respond. Known by: conn, turn, parse, parts.
+
+use nowait::{Io, Range};
+
+use super::respond::Request;
+
+/// Bytes of a part, and a multiple of which each part but the last one ends at.
+#[cfg(not(feature = "sim"))]
+const PART_BYTES: u64 = 256 << 10;
+/// The same in simulations, whose requests are short.
+#[cfg(feature = "sim")]
+const PART_BYTES: u64 = 8 << 10;
+
+/// Whether a write of `bytes` comes to more than one part.
+#[inline]
+pub(crate) fn is_long(bytes: u64) -> bool {
+    bytes > PART_BYTES
+}
+
+/// A write that was cut, until it is answered.
+pub(crate) struct Cut {
+    pub(crate) request: Request,
+    /// Bytes that have not ended.
+    left: u64,
+    /// What the first part that failed came to, or 0.
+    errno: i32,
+}
+
+impl Cut {
+    /// A write, of which `io` tells where it goes.
+    pub(crate) fn new(request: Request, io: Io) -> Self {
+        Self { request, left: io.range.len, errno: 0 }
+    }
+
+    /// A part of `bytes` has come to `errno` (0: success). Returns whether it is the first that has
+    /// failed.
+    pub(crate) fn part_ended(&mut self, bytes: u64, errno: i32) -> bool {
+        self.left -= bytes;
+        let failed = errno != 0 && self.errno == 0;
+        if failed {
+            self.errno = errno;
+        }
+        failed
+    }
+
+    /// `bytes` of it are not written.
+    pub(crate) fn dropped(&mut self, bytes: u64) {
+        self.left -= bytes;
+    }
+
+    /// What it came to (0: success), once all of it has ended.
+    pub(crate) fn verdict(&self) -> Option<i32> {
+        (self.left == 0).then_some(self.errno)
+    }
+}
+
+/// A write that was cut and is still being received.
+pub(crate) struct Coming {
+    /// Its number.
+    pub(crate) cut: usize,
+    pub(crate) request: Request,
+    /// What no part of it was begun for, which may be nothing.
+    pub(crate) rest: Io,
+}
+
+impl Coming {
+    /// Where the next part goes.
+    pub(crate) fn next(&self) -> Io {
+        let Range { pos, len } = self.rest.range;
+        let bytes = len.min(PART_BYTES - pos % PART_BYTES);
+        Io { range: Range::new(pos, bytes), ..self.rest }
+    }
+
+    /// The next part has begun.
+    pub(crate) fn begun(&mut self) {
+        let (part, all) = (self.next().range.len, self.rest.range);
+        self.rest.range = Range::new(all.pos + part, all.len - part);
+    }
+
+    /// Whether another part of it is to be begun.
+    pub(crate) fn has_more(&self) -> bool {
+        self.rest.range.len > 0
+    }
+
+    /// No further part is begun. Returns of how many bytes.
+    pub(crate) fn end(&mut self) -> u64 {
+        std::mem::take(&mut self.rest.range.len)
+    }
+}
