@@ -204,3 +204,7 @@ fn one_by_one<M: Map>(disk: &Disk<M>, op: Op, segments: &[Segment], pieces: &mut
         });
     }
 }
+
+#[cfg(test)]
+#[cfg(feature = "sim")]
+mod tests;

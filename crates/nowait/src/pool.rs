@@ -235,6 +235,17 @@ mod tests {
     }
 
     #[test]
+    fn a_pool_has_a_slot_and_no_more_than_fit_their_numbers() {
+        let limits = [0, 1, 4, 1 << 15, u32::MAX].map(|limit| Pool::new(limit, true).limit());
+        assert_eq!(limits, [1, 1, 4, 1 << 15, 1 << 15]);
+        let mut pool = Pool::new(4, true);
+        let slot = take(&mut pool);
+        assert_eq!((pool.in_use(), pool.room()), (1, 3));
+        pool.put(slot);
+        assert_eq!((pool.in_use(), pool.room()), (0, 4));
+    }
+
+    #[test]
     fn c32_an_empty_pool_says_so_and_is_counted() {
         let mut pool = Pool::new(1, true);
         take(&mut pool);

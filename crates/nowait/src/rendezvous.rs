@@ -99,6 +99,58 @@ impl<T> Poller<T> {
     }
 }
 
+/// One thread, in each order. What two threads can do to each other is below.
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use super::*;
+    use std::sync::atomic::AtomicUsize;
+    use std::task::Wake;
+
+    #[derive(Default)]
+    struct Count(AtomicUsize);
+
+    impl Wake for Count {
+        fn wake(self: Arc<Self>) {
+            self.0.fetch_add(1, Ordering::SeqCst);
+        }
+    }
+
+    #[test]
+    fn c41_an_answer_after_the_poll_wakes_once_and_one_before_it_wakes_nobody() {
+        for polls_before in 0..3 {
+            let (completer, mut poller) = rendezvous();
+            let count = Arc::new(Count::default());
+            let waker = Waker::from(count.clone());
+            for _ in 0..polls_before {
+                assert_eq!(poller.poll(&waker), Poll::Pending);
+            }
+            assert_eq!(count.0.load(Ordering::SeqCst), 0);
+            completer.complete(7);
+            assert_eq!(count.0.load(Ordering::SeqCst), polls_before.min(1));
+            assert_eq!(poller.poll(&waker), Poll::Ready(Some(7)));
+            assert_eq!(poller.poll(&waker), Poll::Ready(None), "it was taken before");
+        }
+    }
+
+    #[test]
+    fn c45_an_answer_nobody_takes_is_dropped_and_a_poll_after_the_end_leaves_no_waker() {
+        let (completer, mut poller) = rendezvous();
+        let (value, count) = (Arc::new(()), Arc::new(Count::default()));
+        completer.complete(value.clone());
+        let waker = Waker::from(count.clone());
+        assert!(poller.poll(&waker).is_ready());
+        drop(waker);
+        assert_eq!(Arc::strong_count(&count), 1);
+        assert_eq!(Arc::strong_count(&value), 1);
+
+        let (completer, poller) = rendezvous();
+        drop(poller);
+        completer.complete(value.clone());
+        assert_eq!(Arc::strong_count(&value), 1);
+    }
+}
+
 /// `cargo test` with `--cfg loom`: every order in which the two sides can meet.
 #[cfg(test)]
 #[cfg(loom)]

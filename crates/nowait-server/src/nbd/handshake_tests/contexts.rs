@@ -110,3 +110,16 @@ fn nbd_must_malformed_meta_context_requests_are_invalid_and_the_connection_kept(
         }
     }
 }
+
+#[test]
+fn data_of_an_option_are_read_up_to_64_kib_and_not_a_byte_further() {
+    // What comes behind the last query makes no sense, which is found only where it is read.
+    let of_length = |bytes: u32| {
+        let mut data = context_data("disk", &[]);
+        data.resize(bytes as usize, 0);
+        data
+    };
+    let kind = wire::OPT_LIST_META_CONTEXT;
+    assert_refused(kind, &of_length(MAX_OPTION_BYTES), wire::REP_ERR_INVALID);
+    assert_refused(kind, &of_length(MAX_OPTION_BYTES + 1), wire::REP_ERR_TOO_BIG);
+}
