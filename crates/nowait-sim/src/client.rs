@@ -431,11 +431,7 @@ fn judge_answer(flight: &Flight, answer: Answer, judge: &mut Judge) -> Result<()
     let outside = op != Op::Flush && flight.inside.len < range.len;
     match answer.errno {
         Some(errno) if outside => judge.refused(flight, errno, true),
-        // The protocol has no other word for it (NBD proto.md, "Error values").
-        Some(libc::EINVAL) if matches!(op, Op::Discard | Op::Zero) => {
-            judge.failed(flight, libc::EOPNOTSUPP)
-        }
-        Some(libc::EINVAL) => judge.refused(flight, libc::EINVAL, true),
+        Some(libc::EINVAL) => judge.invalid(flight),
         Some(errno) => judge.failed(flight, errno),
         None => {
             judge.done(flight, if op == Op::Flush { 0 } else { range.len })?;

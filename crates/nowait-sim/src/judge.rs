@@ -8,7 +8,7 @@
 
 use std::sync::Arc;
 
-use nowait::sim::{KICK_ERRNO, SimDevice, SimOptions};
+use nowait::sim::{Fault, KICK_ERRNO, SimDevice, SimOptions};
 use nowait::{Error, Flags, Op, Range, Span};
 
 use crate::model::{Ending, Model, Time, Wrong};
@@ -54,7 +54,8 @@ impl Judge {
             device: device.clone(),
             like,
             strict: scenario.config.strict,
-            kicks_fail: scenario.faults.kicks > 0,
+            kicks_fail: scenario.faults.kicks > 0
+                || matches!(scenario.faults.once, Some((_, Fault::Kick))),
             size: like.bytes,
             left: like.bytes,
             model: Model::new(like.bytes, scenario.grain, block, unit),
@@ -170,11 +171,14 @@ impl Judge {
             // A server has no other word for a queue that is full and cannot be handed over.
             libc::EIO => behind || self.device.has_failed() || self.kicks_fail,
             libc::ENOSPC => behind || self.device.has_injected(errno) || like.capacity < u64::MAX,
-            libc::EOPNOTSUPP => match asked.op {
-                Op::Discard => !like.punches,
-                Op::Zero => asked.flags.has(Flags::FAST_ZERO) && !(like.punches && like.zeroes),
-                _ => false,
-            },
+            libc::EOPNOTSUPP => {
+                let unable = match asked.op {
+                    Op::Discard => !like.punches,
+                    Op::Zero => asked.flags.has(Flags::FAST_ZERO) && !(like.punches && like.zeroes),
+                    _ => false,
+                };
+                unable || self.device.has_injected(errno)
+            }
             libc::EINTR => false,
             _ => self.device.has_injected(errno),
         };
@@ -185,6 +189,22 @@ impl Judge {
         match allowed {
             true => Ok(()),
             false => Err(Wrong::new(format!("{asked:?} failed with errno {errno}"))),
+        }
+    }
+
+    /// A server has answered `EINVAL`: the protocol has no other word for what it cannot do (NBD
+    /// proto.md, "Error values").
+    ///
+    /// # Errors
+    /// It may not.
+    pub fn invalid(&mut self, flight: &Flight) -> Result<(), Wrong> {
+        let unable = matches!(flight.asked.op, Op::Discard | Op::Zero);
+        match () {
+            () if self.device.has_injected(libc::EINVAL) => self.failed(flight, libc::EINVAL),
+            () if unable || self.device.has_injected(libc::EOPNOTSUPP) => {
+                self.failed(flight, libc::EOPNOTSUPP)
+            }
+            () => self.refused(flight, libc::EINVAL, true),
         }
     }
 

@@ -17,4 +17,5 @@ pub mod client;
 pub mod server;
 pub mod world;
 pub mod run;
+pub mod matrix;
 pub mod trace;

@@ -1,13 +1,14 @@
 //! `nowait-sim`: runs seeds until time is up or one fails, which is shrunk and printed.
 //!
-//! Knows: run, trace.
+//! Knows: run, matrix, trace.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
-use clap::Parser;
+use clap::{Parser, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
+use nowait_sim::matrix::Matrix;
 use nowait_sim::run::{self, Failure, Plan};
 use nowait_sim::scenario::Mode;
 use nowait_sim::trace;
@@ -20,6 +21,8 @@ const SHRINKING: Duration = Duration::from_secs(60);
 #[derive(Parser)]
 #[command(version)]
 struct Args {
+    #[command(subcommand)]
+    command: Option<Command>,
     /// The first seed; without it, one that nobody had before.
     #[arg(long)]
     seed: Option<u64>,
@@ -45,6 +48,19 @@ struct Args {
     replay: Option<PathBuf>,
 }
 
+#[derive(Subcommand)]
+enum Command {
+    /// Each fault once at each of the first operations of each seed, in runs of their own.
+    Errnos {
+        /// Seeds, from 0 on; every second one is a server's.
+        #[arg(long, default_value_t = Matrix::ALL.seeds)]
+        seeds: u64,
+        /// Operations of the device, from the first on.
+        #[arg(long, default_value_t = Matrix::ALL.operations)]
+        operations: u64,
+    },
+}
+
 fn main() -> ExitCode {
     run::keep_panics();
     match start(&Args::parse()) {
@@ -59,6 +75,9 @@ fn main() -> ExitCode {
 
 /// Whether all was well.
 fn start(args: &Args) -> Result<bool, String> {
+    if let Some(Command::Errnos { seeds, operations }) = args.command {
+        return Ok(run_matrix(Matrix { seeds, operations, ..Matrix::ALL }));
+    }
     let broken = match &args.r#break {
         None => None,
         Some(name) => Some(trace::break_of(name).ok_or(format!("{name}: no such mistake"))?),
@@ -89,6 +108,21 @@ fn start(args: &Args) -> Result<bool, String> {
 fn fresh_seed() -> u64 {
     let since = SystemTime::now().duration_since(UNIX_EPOCH).unwrap_or_default();
     since.as_nanos() as u64 / 1000
+}
+
+fn run_matrix(matrix: Matrix) -> bool {
+    let Matrix { seeds, operations, faults } = matrix;
+    println!("{faults} faults at {operations} operations of {seeds} seeds: {} runs", matrix.runs());
+    let bar = ProgressBar::new(matrix.runs());
+    let threads = std::thread::available_parallelism().map_or(1, usize::from);
+    let found = matrix.run(threads, || bar.inc(1));
+    let done = bar.position();
+    bar.finish_and_clear();
+    if let Some((plan, failure)) = &found {
+        report(plan, failure);
+    }
+    println!("{done} of {} runs are well", matrix.runs());
+    found.is_none()
 }
 
 fn run_seeds(first: u64, args: &Args, plan: impl Fn(u64) -> Plan) -> bool {

@@ -3,7 +3,7 @@
 //!
 //! Invariant: the same plan gives the same run. A panic in what is simulated is a failure like any
 //! other.
-//! Knows: scenario, front, engines, server, world. Known by: trace, main.
+//! Knows: scenario, front, engines, server, world. Known by: matrix, trace, main.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -71,6 +71,9 @@ impl Plan {
     }
 }
 
+/// Operations that a run has after the only thing that goes wrong in it.
+const AFTERMATH: u64 = 50;
+
 /// A run that went wrong.
 #[derive(Clone, Debug)]
 pub struct Failure {
@@ -117,6 +120,9 @@ fn run_in<F: Front>(plan: &Plan) -> Result<Counts, Failure> {
     let mut now = None;
     let ran = catch_unwind(AssertUnwindSafe(|| {
         for &step in &plan.steps {
+            if plan.once.is_some_and(|(at, _)| world.operations() >= at + AFTERMATH) {
+                break;
+            }
             now = Some(step);
             world.step(scenario.step(step))?;
         }

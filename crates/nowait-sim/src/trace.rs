@@ -42,6 +42,8 @@ pub fn write(plan: &Plan) -> String {
     match plan.once {
         Some((at, Fault::Errno(errno))) => _ = writeln!(text, "fault {at} {errno}"),
         Some((at, Fault::Short)) => _ = writeln!(text, "fault {at} short"),
+        Some((at, Fault::Full)) => _ = writeln!(text, "fault {at} full"),
+        Some((at, Fault::Kick)) => _ = writeln!(text, "fault {at} kick"),
         None => {}
     }
     text.push_str("steps");
@@ -69,6 +71,8 @@ pub fn read(text: &str) -> Option<Plan> {
                 let (at, what) = rest.split_once(' ')?;
                 let fault = match what {
                     "short" => Fault::Short,
+                    "full" => Fault::Full,
+                    "kick" => Fault::Kick,
                     errno => Fault::Errno(errno.parse().ok()?),
                 };
                 plan.once = Some((at.parse().ok()?, fault));
@@ -107,6 +111,8 @@ mod tests {
             (None, None),
             (Some(Broken::Engine(Break::DropFlush)), Some((7, Fault::Short))),
             (Some(Broken::Server(Mistake::ReplyTwice)), Some((1, Fault::Errno(5)))),
+            (None, Some((2, Fault::Full))),
+            (None, Some((200, Fault::Kick))),
         ] {
             let plan =
                 Plan { mode: Mode::Server, seed: 99, steps: vec![0, 4, 5, 6, 9], broken, once };

@@ -6,7 +6,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use super::fault::{Call, Faults};
+use super::fault::{Call, Fault, Faults};
 use super::random::Random;
 use super::state::{Door, Power, Report, SimOptions, State};
 use crate::error::Range;
@@ -138,13 +138,13 @@ impl SimDevice {
     /// Whether a queue has no room for another transfer just now.
     pub(crate) fn is_full(&self) -> bool {
         let state = &mut *self.lock();
-        state.random.chance(state.faults.full)
+        state.befalls_queue(Fault::Full, state.faults.full)
     }
 
     /// Whether a hand-over fails.
     pub(crate) fn refuses_kick(&self) -> bool {
         let state = &mut *self.lock();
-        state.random.chance(state.faults.kicks)
+        state.befalls_queue(Fault::Kick, state.faults.kicks)
     }
 
     /// Takes transfers of `queue` in.

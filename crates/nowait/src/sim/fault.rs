@@ -8,10 +8,15 @@ use super::random::Random;
 /// One thing that goes wrong with one operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// It fails with this errno, positive; some of its bytes may have moved.
+    /// It fails with this errno, positive; some of its bytes may have moved. `EAGAIN` befalls only
+    /// what may not wait.
     Errno(i32),
     /// It ends before all of its bytes have moved, at a block.
     Short,
+    /// From it on, the first queue that asks has no room before the next hand-over.
+    Full,
+    /// From it on, the first hand-over fails with [`KICK_ERRNO`].
+    Kick,
 }
 
 /// What goes wrong: each field but the last says how often in 65536 operations.
@@ -56,12 +61,24 @@ pub(crate) enum Call {
     Other,
 }
 
+impl Fault {
+    fn befalls(self, call: Call) -> bool {
+        match self {
+            Self::Errno(libc::EAGAIN) => call == Call::Try,
+            Self::Errno(_) => true,
+            Self::Short => matches!(call, Call::Try | Call::Transfer),
+            Self::Full | Self::Kick => false,
+        }
+    }
+}
+
 impl Faults {
     /// What befalls operation number `op`.
     #[inline]
     pub(crate) fn draw(&self, op: u64, call: Call, random: &mut Random) -> Option<Fault> {
         if let Some((at, fault)) = self.once
             && at == op
+            && fault.befalls(call)
         {
             return Some(fault);
         }

@@ -128,6 +128,8 @@ pub(super) struct State {
     /// What each queue has to report. `None`: the place is free.
     pub(super) ended: Vec<Option<Vec<Report>>>,
     pub(super) ops: u64,
+    /// The fault that comes once, if it has befallen a queue.
+    spent: Option<(u64, Fault)>,
     /// Bit `n`: errno `n` was injected; bit 0: something was cut short.
     pub(super) injected: u128,
     pub(super) violations: Vec<String>,
@@ -146,6 +148,7 @@ impl State {
             placed: 0,
             ended: Vec::new(),
             ops: 0,
+            spent: None,
             injected: 0,
             violations: Vec::new(),
         }
@@ -160,16 +163,29 @@ impl State {
         let fault = self.faults.draw(self.ops, call, &mut self.random);
         match fault {
             Some(Fault::Errno(errno)) => self.injected |= 1 << errno.clamp(0, 127),
-            Some(Fault::Short) => self.injected |= 1,
+            Some(_) => self.injected |= 1,
             None => {}
         }
         fault
     }
 
+    /// Whether `fault` befalls a queue now: the one that comes once, or so many times in 65536.
+    pub(super) fn befalls_queue(&mut self, fault: Fault, often: u16) -> bool {
+        if let Some(once) = self.faults.once
+            && once.1 == fault
+            && self.ops + 1 >= once.0
+            && self.spent != self.faults.once
+        {
+            self.spent = self.faults.once;
+            return true;
+        }
+        self.random.chance(often)
+    }
+
     pub(super) fn check(&mut self, call: Call) -> Result<(), i32> {
         match self.fault(call) {
             Some(Fault::Errno(errno)) => Err(errno),
-            Some(Fault::Short) | None => Ok(()),
+            _ => Ok(()),
         }
     }
 
@@ -314,7 +330,7 @@ impl State {
         match fault {
             Some(Fault::Errno(n)) if self.random.below(4) > 0 || len <= block => return (-n, none),
             Some(Fault::Errno(n)) => errno = n,
-            Some(Fault::Short) | None => {}
+            _ => {}
         }
         if fault.is_some() && len > block {
             len = block * (1 + self.random.below((len - 1) / block));
