@@ -36,6 +36,7 @@ pub(crate) fn run(args: &CopyArgs) -> Result<(), CliError> {
         force: args.force,
         verify: args.verify,
         connections: usize::from(args.connections),
+        tls_certs: args.tls_certs.clone(),
         requests: args.requests.map(usize::from),
         sparse_bytes: args.sparse as usize,
     };

@@ -18,7 +18,8 @@ const MAX_SPARSE_BYTES: u64 = 1 << 20;
 /// Copy a disk: between files, qcow2 images, block devices and NBD exports
 ///
 /// FROM and TO are each a file, a block device or the URI of an NBD export:
-/// nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH, with %XX for special characters.
+/// nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH, with %XX for special characters; with
+/// nbds in place of nbd for TLS.
 /// Of a qcow2 image the disk that is in it is copied, with all that it stands on. A new one stands
 /// on nothing.
 ///
@@ -91,6 +92,15 @@ pub(crate) struct CopyArgs {
     #[arg(long, value_name = "SIZE", default_value = "4K", value_parser = parse_sparse)]
     pub(crate) sparse: u64,
 
+    /// For nbds: the directory with ca-cert.pem, which vouches for the server, and, where the server
+    /// asks for them, client-cert.pem and client-key.pem
+    ///
+    /// "?tls-certificates=DIR" in a URI is for that server alone. Over TCP the server's certificate
+    /// must be for the host that the URI names, or for that of "tls-hostname=NAME"; on a Unix socket
+    /// only for the latter.
+    #[arg(long, value_name = "DIR")]
+    pub(crate) tls_certs: Option<PathBuf>,
+
     /// Connections to a server that allows several, 1 to 64
     #[arg(long, value_name = "N", default_value_t = 4)]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
@@ -152,6 +162,7 @@ Examples:
   Back up a disk that a server exports, and put it back:
     nowait copy nbd://backup.example/disk backup.img
     nowait copy backup.img 'nbd+unix:///disk?socket=/run/disk.sock'
+    nowait copy nbds://backup.example/disk backup.img --tls-certs /etc/pki/client
 
 JSON keys:
   from, to, to_format, size_bytes, to_size_bytes, data_bytes (written), zero_bytes (left or made zero),

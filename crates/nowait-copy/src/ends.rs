@@ -22,7 +22,7 @@ use rustix::io::Errno;
 
 use crate::error::{Error, reason, words};
 use crate::file_port::{self, Content};
-use crate::nbd;
+use crate::nbd::{self, Connecting};
 use crate::place::Place;
 use crate::port::Port;
 
@@ -75,10 +75,10 @@ pub(crate) fn source(
     place: &Place,
     format: Option<Format>,
     backing_dirs: &[PathBuf],
-    connections: usize,
+    connecting: Connecting<'_>,
 ) -> Result<Box<dyn Port>, Error> {
     let path = match place {
-        Place::Nbd(uri) => return nbd::connect(uri, connections, false),
+        Place::Nbd(uri) => return nbd::connect(uri, connecting, false),
         Place::File(path) => path,
     };
     // What cannot be opened here is told of when it is opened to be read.
@@ -144,7 +144,7 @@ pub(crate) fn target(
     shape: Shape,
     size: u64,
     force: bool,
-    connections: usize,
+    connecting: Connecting<'_>,
 ) -> Result<Target, Error> {
     if shape.format == Format::Raw && shape.cluster_bytes.is_some() {
         return Err(Error::at(place, "a raw image has no clusters (leave out --cluster-size)"));
@@ -153,7 +153,7 @@ pub(crate) fn target(
         Place::File(path) => path,
         Place::Nbd(uri) => {
             shape.fits_what_is_there(place)?;
-            let port = nbd::connect(uri, connections, true)?;
+            let port = nbd::connect(uri, connecting, true)?;
             large_enough(place, &*port, size)?;
             return Ok(Target { port, named: Named::AsEver, is_zero: false });
         }

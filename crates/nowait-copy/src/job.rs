@@ -11,6 +11,7 @@ use nowait_image::Format;
 
 use crate::ends::{self, Shape, Target};
 use crate::error::Error;
+use crate::nbd::Connecting;
 use crate::pair::Pair;
 pub use crate::pair::{Phase, Progress};
 use crate::place::Place;
@@ -48,6 +49,10 @@ pub struct Options {
     pub verify: bool,
     /// Connections to each NBD server that allows several, at least 1.
     pub connections: usize,
+    /// The directory with the certificates for servers whose URI asks for TLS and names none:
+    /// `ca-cert.pem`, and, for servers that want to know their clients, `client-cert.pem` and
+    /// `client-key.pem`.
+    pub tls_certs: Option<PathBuf>,
     /// Requests in flight, at least 1, each of [`FILE_REQUEST_BYTES`] or [`NBD_REQUEST_BYTES`] at
     /// most; of smaller ones more are. `None`: as many as take 8 MiB.
     pub requests: Option<usize>,
@@ -84,11 +89,13 @@ pub fn copy(
     stop: &AtomicBool,
     tell: &mut dyn FnMut(Progress),
 ) -> Result<Report, Error> {
-    let Options { from_format, backing_dirs, connections, force, .. } = options;
-    let source = ends::source(&options.from, *from_format, backing_dirs, *connections)?;
+    let Options { from_format, backing_dirs, force, .. } = options;
+    let connecting =
+        Connecting { connections: options.connections, certificates: options.tls_certs.as_deref() };
+    let source = ends::source(&options.from, *from_format, backing_dirs, connecting)?;
     let from = source.facts();
     let shape = Shape { format: options.to_format, cluster_bytes: options.cluster_bytes };
-    let target = ends::target(&options.to, &options.from, shape, from.size, *force, *connections)?;
+    let target = ends::target(&options.to, &options.from, shape, from.size, *force, connecting)?;
     let Target { port, named, is_zero } = target;
     let to = port.facts();
     let granule = from.granule.max(to.granule);

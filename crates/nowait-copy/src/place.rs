@@ -26,10 +26,12 @@ pub enum Place {
     Nbd(Uri),
 }
 
-/// An export of an NBD server, `nbd://HOST:PORT/EXPORT` or `nbd+unix:///EXPORT?socket=PATH`.
+/// An export of an NBD server, `nbd://HOST:PORT/EXPORT` or `nbd+unix:///EXPORT?socket=PATH`; with
+/// TLS `nbds://` or `nbds+unix://`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Uri {
     pub(crate) address: Address,
+    pub(crate) security: Security,
     /// The export's name; empty for the server's default.
     pub(crate) export: String,
     text: String,
@@ -43,6 +45,18 @@ pub(crate) enum Address {
     Tcp {
         host: String,
         port: u16,
+    },
+}
+
+/// Whether the server is spoken to by TLS. The parameters are libnbd's (nbd_connect_uri(3)).
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum Security {
+    Plain,
+    Tls {
+        /// `tls-certificates`: a directory.
+        certificates: Option<PathBuf>,
+        /// `tls-hostname`: the name that the server's certificate is to be for.
+        name: Option<String>,
     },
 }
 
@@ -97,20 +111,39 @@ impl FromStr for Uri {
             return Err(format!("the name of an export has at most {MAX_EXPORT_BYTES} bytes"));
         }
         let address = match scheme {
-            "nbd" => tcp(authority)?,
-            "nbd+unix" => unix(authority, query)?,
-            "nbds" | "nbds+unix" => return Err("TLS is not there yet (use nbd or nbd+unix)".into()),
-            _ => return Err(format!("the scheme '{scheme}' is neither nbd nor nbd+unix")),
+            "nbd" | "nbds" => tcp(authority)?,
+            "nbd+unix" | "nbds+unix" => unix(authority, query)?,
+            _ => return Err(format!("the scheme '{scheme}' is neither nbd(s) nor nbd(s)+unix")),
         };
-        Ok(Self { address, export, text: text.to_owned() })
+        let security = match scheme {
+            "nbds" | "nbds+unix" => tls(query)?,
+            _ => Security::Plain,
+        };
+        Ok(Self { address, security, export, text: text.to_owned() })
     }
+}
+
+/// The value of the parameter `name`, which ends with =.
+fn parameter<'a>(query: &'a str, name: &str) -> Option<&'a str> {
+    query.split('&').find_map(|parameter| parameter.strip_prefix(name))
+}
+
+fn tls(query: &str) -> Result<Security, String> {
+    if parameter(query, "tls-psk-file=").is_some() {
+        return Err("keys agreed upon beforehand (PSK) are not known, only certificates".into());
+    }
+    let certificates = parameter(query, "tls-certificates=").map(decoded).transpose()?;
+    let name = parameter(query, "tls-hostname=").map(decoded).transpose()?;
+    let name = name.map(String::from_utf8).transpose().map_err(|_| "tls-hostname is not UTF-8")?;
+    let certificates = certificates.map(|path| PathBuf::from(OsString::from_vec(path)));
+    Ok(Security::Tls { certificates, name })
 }
 
 fn unix(authority: &str, query: &str) -> Result<Address, String> {
     if !authority.is_empty() {
         return Err("nbd+unix has three slashes: nbd+unix:///EXPORT?socket=PATH".into());
     }
-    let socket = query.split('&').find_map(|parameter| parameter.strip_prefix("socket="));
+    let socket = parameter(query, "socket=");
     let socket = decoded(socket.ok_or("the socket is missing: nbd+unix:///EXPORT?socket=PATH")?)?;
     if socket.is_empty() || socket.len() > MAX_SOCKET_PATH_BYTES || socket.contains(&0) {
         return Err(format!("the path of a socket has 1 to {MAX_SOCKET_PATH_BYTES} bytes"));
@@ -191,6 +224,21 @@ mod tests {
     }
 
     #[test]
+    fn tls_is_in_the_scheme_and_its_files_and_name_in_the_parameters() {
+        let security = |text: &str| text.parse::<Uri>().unwrap().security;
+        let tls = |certificates: Option<&str>, name: Option<&str>| Security::Tls {
+            certificates: certificates.map(PathBuf::from),
+            name: name.map(str::to_owned),
+        };
+        assert_eq!(security("nbd://h/?tls-certificates=/a"), Security::Plain);
+        assert_eq!(security("nbds://h/"), tls(None, None));
+        assert_eq!(security("nbds://h/?tls-certificates=/a%20b"), tls(Some("/a b"), None));
+        let both = "nbds+unix:///?socket=/s&tls-hostname=n&tls-certificates=/c";
+        assert_eq!(security(both), tls(Some("/c"), Some("n")));
+        assert_eq!(uri(both), (Address::Unix("/s".into()), String::new()));
+    }
+
+    #[test]
     fn what_is_percent_encoded_is_decoded_once() {
         let (address, export) = uri("nbd+unix:///a%20b%2525?socket=%2fr%C3%BCn%3F");
         assert_eq!((address, export.as_str()), (Address::Unix("/rün?".into()), "a b%25"));
@@ -210,8 +258,9 @@ mod tests {
             ("nbd://h/%zz", "hexadecimal"),
             ("nbd://h/%ff", "not UTF-8"),
             ("nbd://h/%00", "at most 4096"),
-            ("nbds://h/", "TLS"),
-            ("nbd+vsock://1/", "neither nbd nor"),
+            ("nbds://h/?tls-psk-file=/k", "only certificates"),
+            ("nbds://h/?tls-hostname=%ff", "not UTF-8"),
+            ("nbd+vsock://1/", "neither nbd(s) nor"),
         ] {
             let refused = text.parse::<Uri>().unwrap_err();
             assert!(refused.contains(why), "{text}: {refused}");

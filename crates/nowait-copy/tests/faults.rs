@@ -31,6 +31,7 @@ fn options(from: &str, to: &str) -> Options {
         force: false,
         verify: false,
         connections: 2,
+        tls_certs: None,
         requests: Some(16),
         sparse_bytes: 4096,
     }

@@ -1,7 +1,7 @@
 //! `nowait copy` between files, and to and from this server: bytes, holes, refusals.
 //!
 //! Invariant: each copy is compared byte for byte with its source by this test itself.
-//! Knows: the command line of `nowait copy`. Known by: copy_qcow2.
+//! Knows: the command line of `nowait copy`. Known by: copy_qcow2, copy_tls.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
@@ -279,7 +279,7 @@ fn a_wrong_command_line_is_said_before_anything_is_opened() {
         &["copy", "a"],
         &["copy", "a", "b", "c"],
         &["copy", "nbd://h:x/", "b"],
-        &["copy", "a", "nbds://h/"],
+        &["copy", "a", "nbds://h/?tls-psk-file=k"],
         &["copy", "a", "b", "--from-format", "vmdk"],
         &["copy", "a", "b", "-O", "vmdk"],
         &["copy", "a", "b", "--cluster-size", "100"],

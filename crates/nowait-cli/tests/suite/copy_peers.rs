@@ -1,7 +1,7 @@
 //! `nowait copy` against other people's servers, and one that lies.
 //!
 //! Invariant: what was copied is compared with a file that did not come through the server.
-//! Knows: nbdkit, qemu-nbd. Known by: nobody.
+//! Knows: nbdkit, qemu-nbd. Known by: copy_tls.
 
 use std::fs;
 use std::os::unix::net::UnixStream;
@@ -19,7 +19,7 @@ fn text(path: &Path) -> &str {
 }
 
 /// Somebody else's server, until dropped.
-struct Peer {
+pub(crate) struct Peer {
     child: Child,
     socket: PathBuf,
 }
@@ -38,21 +38,21 @@ impl Peer {
         peer
     }
 
-    fn nbdkit(scratch: &Scratch, arguments: &[&str]) -> Self {
+    pub(crate) fn nbdkit(scratch: &Scratch, arguments: &[&str]) -> Self {
         let socket = scratch.join("nbdkit.sock");
         let mut command = Command::new("nbdkit");
         command.args(["--foreground", "--newstyle", "-U"]).arg(&socket).args(arguments);
         Self::start(&mut command, socket)
     }
 
-    fn qemu_nbd(scratch: &Scratch, image: &Path, arguments: &[&str]) -> Self {
+    pub(crate) fn qemu_nbd(scratch: &Scratch, image: &Path, arguments: &[&str]) -> Self {
         let socket = scratch.join("qemu.sock");
         let mut command = Command::new("qemu-nbd");
         command.args(["--persistent", "--shared=0", "-f", "raw", "-k"]).arg(&socket);
         Self::start(command.args(arguments).arg(image), socket)
     }
 
-    fn uri(&self) -> String {
+    pub(crate) fn uri(&self) -> String {
         format!("nbd+unix:///?socket={}", text(&self.socket))
     }
 }

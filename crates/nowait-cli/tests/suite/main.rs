@@ -13,6 +13,7 @@ mod copy;
 mod copy_cut;
 mod copy_peers;
 mod copy_qcow2;
+mod copy_tls;
 mod errors;
 mod exports;
 mod fair;

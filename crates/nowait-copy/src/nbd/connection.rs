@@ -2,7 +2,7 @@
 //!
 //! Invariant: requests go out whole and in order; the data of a write is sent from where it is,
 //! the data of a read is received to where it belongs.
-//! Knows: wire, receiver, handshake. Known by: nbd_port.
+//! Knows: wire, receiver, handshake, credentials, session. Known by: nbd_port.
 
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut, Read, Write};
@@ -15,8 +15,10 @@ use rustix::event::PollFlags;
 use rustix::io::Errno;
 use slab::Slab;
 
+use super::credentials::Credentials;
 use super::handshake::{self, Export};
 use super::receiver::{Pending, Receiver};
+use super::session::Session;
 use super::wire::{self, REQUEST_BYTES};
 use crate::error::words;
 use crate::place::Address;
@@ -46,6 +48,8 @@ impl Outgoing {
 /// A connection that takes requests.
 pub(super) struct Connection {
     socket: OwnedFd,
+    /// Through which everything goes, where it is there.
+    session: Option<Session>,
     receiver: Receiver,
     outgoing: VecDeque<Outgoing>,
     /// Bytes of the first outgoing request that the socket has taken.
@@ -56,29 +60,27 @@ pub(super) struct Connection {
 }
 
 impl Connection {
-    /// Connects to `address` and asks for `export`. `number` is the connection's own.
+    /// Connects to `address` and asks for `export`, by TLS if there are `credentials`. `number` is the
+    /// connection's own.
     ///
     /// # Errors
     /// Words that say why there is no connection.
     pub(super) fn open(
         address: &Address,
+        credentials: Option<&Credentials>,
         export: &str,
         number: usize,
     ) -> Result<(Self, Export), String> {
-        let (socket, export) = match address {
+        let (socket, session, export) = match address {
             Address::Unix(path) => {
                 let stream = UnixStream::connect(path).map_err(|error| cannot_connect(&error))?;
                 let timeouts = stream
                     .set_read_timeout(Some(PATIENCE))
                     .and_then(|()| stream.set_write_timeout(Some(PATIENCE)));
                 timeouts.map_err(|error| words(&error))?;
-                let (stream, export) = negotiated(stream, export)?;
-                (OwnedFd::from(stream), export)
+                negotiated(stream, credentials, export)?
             }
-            Address::Tcp { host, port } => {
-                let (stream, export) = negotiated(tcp(host, *port)?, export)?;
-                (OwnedFd::from(stream), export)
-            }
+            Address::Tcp { host, port } => negotiated(tcp(host, *port)?, credentials, export)?,
         };
         // A socket with the system's sizes works too.
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SOCKET_BYTES);
@@ -86,7 +88,8 @@ impl Connection {
         rustix::io::ioctl_fionbio(&socket, true).map_err(|errno| words(&errno.into()))?;
         let receiver = Receiver::new(number, export.context);
         let (outgoing, scratch) = (VecDeque::new(), vec![0; SCRATCH_BYTES]);
-        let connection = Self { socket, receiver, outgoing, sent: 0, scratch, in_flight: 0 };
+        let connection =
+            Self { socket, session, receiver, outgoing, sent: 0, scratch, in_flight: 0 };
         Ok((connection, export))
     }
 
@@ -112,14 +115,21 @@ impl Connection {
             }
             let mut rest = slices.as_mut_slice();
             IoSlice::advance_slices(&mut rest, self.sent);
-            match rustix::io::writev(&self.socket, rest) {
+            let written = match &mut self.session {
+                None => rustix::io::writev(&self.socket, rest),
+                Some(session) => session.send(self.socket.as_fd(), rest),
+            };
+            match written {
                 Ok(count) => self.went_out(count),
                 Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(lost(errno)),
             }
         }
-        Ok(())
+        match self.session.as_mut().map(|session| session.flush(self.socket.as_fd())) {
+            None | Some(Ok(()) | Err(Errno::AGAIN)) => Ok(()),
+            Some(Err(errno)) => Err(lost(errno)),
+        }
     }
 
     fn went_out(&mut self, count: usize) {
@@ -141,20 +151,19 @@ impl Connection {
         ended: &mut dyn FnMut(usize),
     ) -> Result<(), String> {
         loop {
-            let (room, got) = match self.receiver.place(pending) {
-                Some(place) => {
-                    let room = place.len();
-                    let mut slices = [IoSliceMut::new(place), IoSliceMut::new(&mut self.scratch)];
-                    (room, rustix::io::readv(&self.socket, &mut slices))
+            let place = self.receiver.place(pending);
+            let room = place.as_ref().map_or(0, |place| place.len());
+            let got = match (&mut self.session, place) {
+                (None, place) => received(&self.socket, place, &mut self.scratch)?,
+                (Some(session), place) => {
+                    let memory = place.unwrap_or(&mut self.scratch);
+                    session.receive(self.socket.as_fd(), memory)?
                 }
-                None => (0, rustix::io::read(&self.socket, self.scratch.as_mut_slice())),
             };
             let got = match got {
-                Ok(0) => return Err("the server closed the connection".into()),
-                Ok(got) => got,
-                Err(Errno::AGAIN) => return Ok(()),
-                Err(Errno::INTR) => continue,
-                Err(errno) => return Err(lost(errno)),
+                None => return Ok(()),
+                Some(0) => return Err("the server closed the connection".into()),
+                Some(got) => got,
             };
             let direct = got.min(room);
             if direct > 0 {
@@ -162,7 +171,8 @@ impl Connection {
             }
             let rest = self.scratch.get(..got - direct).unwrap_or_default();
             self.receiver.feed(rest, pending, ended)?;
-            if got < room + SCRATCH_BYTES {
+            // A session may have more at hand than the socket tells of.
+            if self.session.is_none() && got < room + SCRATCH_BYTES {
                 return Ok(());
             }
         }
@@ -170,7 +180,9 @@ impl Connection {
 
     /// When the socket is to be looked at again.
     pub(super) fn watched(&self) -> (BorrowedFd<'_>, PollFlags) {
-        let writable = if self.outgoing.is_empty() { PollFlags::empty() } else { PollFlags::OUT };
+        let sealed = self.session.as_ref().is_some_and(Session::has_unsent);
+        let unsent = sealed || !self.outgoing.is_empty();
+        let writable = if unsent { PollFlags::OUT } else { PollFlags::empty() };
         (self.socket.as_fd(), PollFlags::IN | writable)
     }
 }
@@ -179,14 +191,48 @@ impl Drop for Connection {
     /// Says goodbye, if that needs no waiting ("Terminating the transmission phase").
     fn drop(&mut self) {
         if self.outgoing.is_empty() {
-            let _ = rustix::io::write(&self.socket, &wire::request(wire::CMD_DISC, 0, 0, 0, 0));
+            let goodbye = wire::request(wire::CMD_DISC, 0, 0, 0, 0);
+            match &mut self.session {
+                None => drop(rustix::io::write(&self.socket, &goodbye)),
+                Some(session) => session.end(self.socket.as_fd(), &goodbye),
+            }
         }
     }
 }
 
-fn negotiated<S: Read + Write>(mut stream: S, export: &str) -> Result<(S, Export), String> {
-    let export = handshake::negotiate(&mut stream, export)?;
-    Ok((stream, export))
+/// What the socket has, to `place` and what is behind it to `scratch`: how many bytes, 0 at the end,
+/// `None` if nothing has come.
+fn received(
+    socket: &OwnedFd,
+    place: Option<&mut [u8]>,
+    scratch: &mut [u8],
+) -> Result<Option<usize>, String> {
+    let mut slices = [IoSliceMut::new(place.unwrap_or_default()), IoSliceMut::new(scratch)];
+    loop {
+        match rustix::io::readv(socket, &mut slices) {
+            Ok(got) => return Ok(Some(got)),
+            Err(Errno::AGAIN) => return Ok(None),
+            Err(Errno::INTR) => {}
+            Err(errno) => return Err(lost(errno)),
+        }
+    }
+}
+
+fn negotiated<S: Read + Write + Into<OwnedFd>>(
+    mut stream: S,
+    credentials: Option<&Credentials>,
+    export: &str,
+) -> Result<(OwnedFd, Option<Session>, Export), String> {
+    let (session, export) = match credentials {
+        None => (None, handshake::negotiate(&mut stream, export)?),
+        Some(credentials) => {
+            handshake::start_tls(&mut stream)?;
+            let mut session = Session::begin(&mut stream, credentials)?;
+            let export = handshake::choose(&mut session.over(&mut stream), export)?;
+            (Some(session), export)
+        }
+    };
+    Ok((stream.into(), session, export))
 }
 
 fn tcp(host: &str, port: u16) -> Result<TcpStream, String> {

@@ -2,12 +2,12 @@
 //!
 //! Invariant: bounded in memory and in replies, whatever the server sends; what the server says of
 //! the export is checked before it is believed.
-//! Knows: wire. Known by: connection, nbd_port. Source: NBD proto.md, "Newstyle negotiation",
+//! Knows: wire, tls_words. Known by: connection, nbd_port. Source: NBD proto.md, "Newstyle negotiation",
 //! "Option types", "Block size constraints".
 
 use std::io::{self, Read, Write};
 
-use super::wire;
+use super::{tls_words, wire};
 use crate::error::words;
 
 /// The context that tells of holes and zeros.
@@ -38,12 +38,30 @@ pub(super) struct Export {
     pub(super) max_bytes: u32,
 }
 
-/// Asks for the export called `name`.
+/// From the server's greeting to the export called `name`.
 ///
 /// # Errors
 /// Words that say what the server refused or broke.
 pub(super) fn negotiate(stream: &mut (impl Read + Write), name: &str) -> Result<Export, String> {
     greet(stream)?;
+    choose(stream, name)
+}
+
+/// From the server's greeting to where TLS begins ("NBD_OPT_STARTTLS").
+///
+/// # Errors
+/// As [`negotiate`]; the server has no TLS.
+pub(super) fn start_tls(stream: &mut (impl Read + Write)) -> Result<(), String> {
+    greet(stream)?;
+    let answer = ask(stream, wire::OPT_STARTTLS, &[], &mut |_, _| Ok(()))?;
+    answer.map_err(|_| "the server has no TLS (without it: nbd:// or nbd+unix://)".into())
+}
+
+/// Asks for the export called `name`, after the greeting or in a TLS session.
+///
+/// # Errors
+/// As [`negotiate`].
+pub(super) fn choose(stream: &mut (impl Read + Write), name: &str) -> Result<Export, String> {
     let structured = ask(stream, wire::OPT_STRUCTURED_REPLY, &[], &mut |_, _| Ok(()))?.is_ok();
     let context = if structured { context(stream, name)? } else { None };
     let mut go = Vec::with_capacity(name.len() + 8);
@@ -121,7 +139,9 @@ impl Refusal {
             }
             wire::REP_ERR_UNKNOWN => format!("the server has no export '{export}'"),
             wire::REP_ERR_POLICY => "the server does not allow it".into(),
-            wire::REP_ERR_TLS_REQD => "the server wants TLS, which is not there yet".into(),
+            wire::REP_ERR_TLS_REQD => {
+                "the server wants TLS (use nbds:// or nbds+unix://, and --tls-certs)".into()
+            }
             wire::REP_ERR_SHUTDOWN => "the server is shutting down".into(),
             wire::REP_ERR_UNSUP => "the server is too old: it does not know NBD_OPT_GO".into(),
             other => format!("the server refused the export (option error {other:#x})"),
@@ -207,6 +227,6 @@ fn failure(error: &io::Error) -> String {
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
             "the server does not answer in the handshake".into()
         }
-        _ => words(error),
+        _ => tls_words::of_io(error).unwrap_or_else(|| words(error)),
     }
 }

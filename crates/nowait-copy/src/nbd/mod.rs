@@ -5,11 +5,14 @@
 //! Knows: error, place, port, zeros. Known by: ends.
 
 mod wire;
+mod tls_words;
 mod handshake;
 mod receiver;
+mod credentials;
+mod session;
 mod connection;
 mod nbd_port;
 #[cfg(feature = "fuzz")]
 pub mod fuzz;
 
-pub(crate) use nbd_port::connect;
+pub(crate) use nbd_port::{Connecting, connect};

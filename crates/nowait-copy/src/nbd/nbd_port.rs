@@ -2,20 +2,22 @@
 //!
 //! Invariant: all connections of a port see the same export; a request goes over one of them. There
 //! is more than one only where the server says that a flush covers all of them.
-//! Knows: wire, receiver, connection. Known by: nbd.
+//! Knows: wire, receiver, credentials, connection. Known by: nbd.
 
 use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
+use std::path::Path;
 
 use rustix::event::PollFlags;
 use slab::Slab;
 
 use super::connection::{Connection, Outgoing};
+use super::credentials::Credentials;
 use super::handshake::Export;
 use super::receiver::{Pending, cookie};
 use super::wire;
 use crate::error::Error;
-use crate::place::Uri;
+use crate::place::{Address, Security, Uri};
 use crate::port::{Done, Facts, Port, Request, What};
 use crate::zeros::Run;
 
@@ -27,14 +29,31 @@ const MAX_ZERO_BYTES: u32 = 128 << 20;
 /// The longest range that a server is asked about at once, in bytes, a multiple of every block.
 const MAX_STATUS_BYTES: u64 = 1 << 31;
 
-/// An export as a side, over at most `connections` connections.
+/// How the servers of a copy are connected to.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Connecting<'a> {
+    /// Connections at most, at least 1.
+    pub(crate) connections: usize,
+    /// The directory with certificates, where the URI names none.
+    pub(crate) certificates: Option<&'a Path>,
+}
+
+/// An export as a side.
 ///
 /// # Errors
-/// There is no such server, it refused the export, or `writes` and the export is read-only.
-pub(crate) fn connect(uri: &Uri, connections: usize, writes: bool) -> Result<Box<dyn Port>, Error> {
+/// There is no such server, it is not believed, it refused the export, or `writes` and the export is
+/// read-only.
+pub(crate) fn connect(
+    uri: &Uri,
+    connecting: Connecting<'_>,
+    writes: bool,
+) -> Result<Box<dyn Port>, Error> {
     let place = crate::place::Place::Nbd(uri.clone());
+    let failed = |what: String| Error::at(&place, what);
+    let credentials = credentials(uri, connecting.certificates).map_err(failed)?;
+    let connections = connecting.connections;
     let open = |number| {
-        Connection::open(&uri.address, &uri.export, number).map_err(|what| Error::at(&place, what))
+        Connection::open(&uri.address, credentials.as_ref(), &uri.export, number).map_err(failed)
     };
     let (first, export) = open(0)?;
     if writes && export.flags & wire::FLAG_READ_ONLY != 0 {
@@ -53,6 +72,20 @@ pub(crate) fn connect(uri: &Uri, connections: usize, writes: bool) -> Result<Box
     }
     let (pending, done) = (Slab::new(), VecDeque::new());
     Ok(Box::new(NbdPort { name: place.to_string(), export, connections: all, pending, done }))
+}
+
+/// What TLS begins with, where the URI asks for it.
+fn credentials(uri: &Uri, certificates: Option<&Path>) -> Result<Option<Credentials>, String> {
+    let Security::Tls { certificates: own, name } = &uri.security else { return Ok(None) };
+    let directory = own.as_deref().or(certificates).ok_or(
+        "TLS needs certificates (give their directory with --tls-certs, or ?tls-certificates=DIR)",
+    )?;
+    let host = match &uri.address {
+        Address::Tcp { host, .. } => Some(host),
+        Address::Unix(_) => None,
+    };
+    let name = name.as_ref().or(host).map(String::as_str);
+    Credentials::load(directory, name).map(Some)
 }
 
 struct NbdPort {

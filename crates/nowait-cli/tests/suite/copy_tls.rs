@@ -1,0 +1,188 @@
+//! `nowait copy` by TLS: to this server and to other people's, and servers that are not to be believed.
+//!
+//! Invariant: what was copied is compared with a file that did not come through TLS.
+//! Knows: qemu-nbd, nbdkit, the command line of `nowait copy`. Known by: nobody.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::common::certificates::{Authority, Flaw, Role};
+use crate::common::random::{Random, seed};
+use crate::common::{MIB, Scratch, Server, refusal, require_tool};
+use crate::copy::{copy, patchwork, text};
+use crate::copy_peers::Peer;
+
+/// An authority, a server's directory, a client's, and a place for files.
+struct Scene {
+    authority: Authority,
+    server: Scratch,
+    client: Scratch,
+    scratch: Scratch,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let authority = Authority::new("the authority");
+        let (server, client, scratch) = (Scratch::new(), Scratch::new(), Scratch::new());
+        for directory in [&server, &client] {
+            authority.trusted_in(directory.path());
+            authority.revoke(directory.path());
+        }
+        authority.certify(server.path(), Role::Server, Flaw::None);
+        authority.certify(client.path(), Role::Client, Flaw::None);
+        Self { authority, server, client, scratch }
+    }
+
+    fn serve(&self, image: &Path, extra: &[&str]) -> Server {
+        let certs = text(self.server.path());
+        let fixed = ["--json", "--nbd", "tcp:localhost:0", "--tls-certs", certs];
+        Server::start(image, &[&fixed, extra].concat())
+    }
+
+    fn source(&self) -> PathBuf {
+        patchwork(&self.scratch, "source", &mut Random::from_seed(seed()))
+    }
+
+    /// Copies to `uri` and back, and compares.
+    fn there_and_back(&self, source: &Path, uri: &str) {
+        let back = self.scratch.join("back");
+        let certs = ["--tls-certs", text(self.client.path()), "--verify"];
+        copy(text(source), uri, &certs);
+        copy(uri, text(&back), &[&certs[..], &["--force", "--connections", "2"]].concat());
+        assert!(fs::read(source).expect("the source") == fs::read(&back).expect("the copy"));
+    }
+}
+
+#[test]
+fn a_disk_goes_through_tls_to_this_server_and_back() {
+    let scene = Scene::new();
+    let source = scene.source();
+    let bytes = fs::metadata(&source).expect("the source").len();
+    for extra in [&[][..], &["--tls-verify-peer", "--queues", "2"]] {
+        let image = scene.scratch.random("image", bytes, 1);
+        let server = scene.serve(&image, extra);
+        let uris = server.uris().to_vec();
+        assert!(uris[0].starts_with("nbds+unix:") && uris[1].starts_with("nbds://localhost:"));
+        uris.iter().for_each(|uri| scene.there_and_back(&source, uri));
+        // In the URI as libnbd has it, and the name that the certificate is for.
+        let more = format!("tls-certificates={}&tls-hostname=127.0.0.1", text(scene.client.path()));
+        copy(&format!("{}&{more}", uris[0]), text(&scene.scratch.join("third")), &["--force"]);
+        server.stop();
+        for copy in [&image, &scene.scratch.join("third")] {
+            assert!(fs::read(copy).expect("it") == fs::read(&source).expect("the source"));
+        }
+    }
+}
+
+#[test]
+fn a_disk_goes_through_tls_to_qemu_nbd_and_nbdkit_and_back() {
+    if !require_tool("qemu-nbd") || !require_tool("nbdkit") {
+        return;
+    }
+    let scene = Scene::new();
+    let source = scene.scratch.dotted("source", 32 * MIB, 300_000, 2 * MIB);
+    let image = scene.scratch.sparse("image", 32 * MIB);
+    let certs = text(scene.server.path());
+    let credentials = format!("tls-creds-x509,id=tls,endpoint=server,verify-peer=on,dir={certs}");
+    let qemu = ["--object", credentials.as_str(), "--tls-creds", "tls"];
+    let peer = Peer::qemu_nbd(&scene.scratch, &image, &qemu);
+    scene.there_and_back(&source, &peer.uri().replace("nbd+", "nbds+"));
+    drop(peer);
+    assert!(fs::read(&image).expect("it") == fs::read(&source).expect("the source"));
+
+    let directory = format!("--tls-certificates={certs}");
+    for more in [&[][..], &["--tls-verify-peer", "--no-sr"]] {
+        let tls = [&["--tls=require", directory.as_str()], more, &["memory", "32M"]].concat();
+        let peer = Peer::nbdkit(&scene.scratch, &tls);
+        scene.there_and_back(&source, &peer.uri().replace("nbd+", "nbds+"));
+    }
+}
+
+#[test]
+fn a_server_that_is_not_vouched_for_or_has_another_name_gets_nothing() {
+    let scene = Scene::new();
+    let source = scene.scratch.random("source", MIB, 3);
+    let image = scene.scratch.sparse("image", MIB);
+    let stranger = Authority::new("a stranger");
+    let certs = ["--tls-certs", text(scene.client.path())];
+    for (signer, flaw, words) in [
+        (&stranger, Flaw::None, "certificate is not good"),
+        (&scene.authority, Flaw::Expired, "certificate is not good"),
+        (&scene.authority, Flaw::Revoked, "certificate is not good"),
+    ] {
+        signer.certify(scene.server.path(), Role::Server, flaw);
+        let server = scene.serve(&image, &[]);
+        for uri in server.uris() {
+            refusal(&[&["copy", text(&source), uri], &certs[..]].concat()).says(&[uri, words]);
+        }
+        server.stop();
+    }
+    scene.authority.certify(scene.server.path(), Role::Server, Flaw::None);
+    let server = scene.serve(&image, &[]);
+    for (uri, mark) in server.uris().iter().zip(["&", "?"]) {
+        let named = format!("{uri}{mark}tls-hostname=other.example");
+        refusal(&[&["copy", text(&source), &named], &certs[..]].concat())
+            .says(&["certificate is not good", "other.example"]);
+    }
+    server.stop();
+    assert!(fs::read(&image).expect("the image") == vec![0; MIB as usize]);
+}
+
+#[test]
+fn what_tls_needs_and_does_not_find_is_said_in_one_line() {
+    let scene = Scene::new();
+    let image = scene.scratch.sparse("image", MIB);
+    let target = scene.scratch.join("target");
+    let server = scene.serve(&image, &["--tls-verify-peer"]);
+    let (uri, known) = (server.uri().to_owned(), Scratch::new());
+    let plain = uri.replace("nbds+", "nbd+");
+    let refused = |uri: &str, directory: Option<&Path>, words: &[&str]| {
+        let certs = directory.map(|directory| ["--tls-certs", text(directory)]);
+        let certs = certs.as_ref().map_or(&[][..], |certs| &certs[..]);
+        refusal(&[&["copy", uri, text(&target)], certs].concat()).says(words);
+        assert!(!target.exists() && !scene.scratch.join("target.partial").exists());
+    };
+    refused(&uri, None, &["TLS needs certificates", "--tls-certs"]);
+    refused(&plain, None, &["the server wants TLS", "nbds://"]);
+    refused(&uri, Some(known.path()), &["there is no file", "ca-cert.pem"]);
+    fs::write(known.join("ca-cert.pem"), "nothing").expect("a file");
+    refused(&uri, Some(known.path()), &["ca-cert.pem: it holds nothing"]);
+    scene.authority.trusted_in(known.path());
+    // It is told at the first record after its own last one, by TLS 1.3.
+    refused(&uri, Some(known.path()), &["it may want a client's certificate"]);
+    scene.authority.certify(known.path(), Role::Client, Flaw::None);
+    fs::remove_file(known.join("client-key.pem")).expect("the key");
+    refused(&uri, Some(known.path()), &["there is no file", "client-key.pem"]);
+    server.stop();
+    let server = Server::start(&image, &[]);
+    let secret = server.uri().replace("nbd+", "nbds+");
+    refused(&secret, Some(scene.client.path()), &["the server has no TLS"]);
+    server.stop();
+}
+
+#[test]
+fn a_server_killed_amid_a_copy_by_tls_is_said_and_leaves_nothing() {
+    if !require_tool("nbdkit") {
+        return;
+    }
+    let scene = Scene::new();
+    let directory = format!("--tls-certificates={}", text(scene.server.path()));
+    let slow = ["--filter=delay", "pattern", "64M", "delay-read=50ms"];
+    let arguments = [&["--tls=require", directory.as_str()], &slow[..]].concat();
+    let peer = Peer::nbdkit(&scene.scratch, &arguments);
+    let uri = peer.uri().replace("nbd+", "nbds+");
+    let target = scene.scratch.join("target");
+    let copy = Command::new(crate::common::NOWAIT)
+        .args(["copy", &uri, text(&target), "--tls-certs", text(scene.client.path())])
+        .stderr(std::process::Stdio::piped())
+        .spawn()
+        .expect("nowait");
+    std::thread::sleep(std::time::Duration::from_millis(250));
+    drop(peer);
+    let output = copy.wait_with_output().expect("a child");
+    let said = String::from_utf8_lossy(&output.stderr).into_owned();
+    assert!(!output.status.success() && said.lines().count() == 1, "{said}");
+    assert!(said.contains("closed the connection"), "{said}");
+    assert!(!target.exists() && !scene.scratch.join("target.partial").exists());
+}
