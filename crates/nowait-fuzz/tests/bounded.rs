@@ -32,6 +32,11 @@ fn no_bytes_break_what_looks_at_qcow2_images() {
 }
 
 #[test]
+fn no_bytes_break_what_changes_qcow2_images() {
+    holds("changed");
+}
+
+#[test]
 fn no_list_of_segments_breaks_the_engine() {
     holds("segments");
 }

@@ -165,7 +165,8 @@ fn is_direct<M: Map>(
     segments: &[Segment],
     start: u64,
 ) -> bool {
-    let mut direct = (part.pos | part.len) & (u64::from(block) - 1) == 0;
+    // Its length is made of those of its segments.
+    let mut direct = part.pos & (u64::from(block) - 1) == 0;
     iov::parts(segments, start, part.len, |segment| {
         direct &= iov::aligned(&[segment], disk.alignment().memory, block);
     });

@@ -2,7 +2,7 @@
 //!
 //! Checked: what the map says of a place is what is read there, and covers the disk; a check of
 //! what was repaired says what the repair said.
-//! Knows: target. Known by: mod.
+//! Knows: target. Known by: changed, mod.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -20,7 +20,7 @@ const COMPARED_ENTRIES: usize = 64;
 /// Bytes of each that are.
 const COMPARED_BYTES: u64 = 4096;
 /// What images may name as their backing file.
-const BACKING: &str = "below.raw";
+pub(super) const BACKING: &str = "below.raw";
 const BACKING_BYTES: usize = 40_000;
 /// Memory of one image at most: an L1 table, a refcount table and a directory at their bounds, as
 /// they are in the file and as they are taken apart.
@@ -59,10 +59,14 @@ pub(super) fn scratch() -> Result<TempDir, String> {
     made.map_err(|error| format!("no temporary directory: {error}"))
 }
 
+/// What the backing file holds.
+pub(super) fn backing_bytes() -> Vec<u8> {
+    (0..BACKING_BYTES).map(|at| (at / 512) as u8 | 1).collect()
+}
+
 fn prepare() -> Result<Check, String> {
     let directory = scratch()?;
-    let below: Vec<u8> = (0..BACKING_BYTES).map(|at| (at / 512) as u8 | 1).collect();
-    fs::write(directory.path().join(BACKING), below).map_err(|e| e.to_string())?;
+    fs::write(directory.path().join(BACKING), backing_bytes()).map_err(|e| e.to_string())?;
     let path = directory.path().join("image");
     Ok(Box::new(move |input| {
         // The directory is there as long as this is.

@@ -4,6 +4,7 @@
 
 mod handshake;
 mod image;
+mod changed;
 mod transmission;
 mod segments;
 mod client;
@@ -11,8 +12,14 @@ mod client;
 use crate::target::Target;
 
 /// All of them.
-pub const ALL: [&Target; 5] =
-    [&handshake::TARGET, &transmission::TARGET, &image::TARGET, &segments::TARGET, &client::TARGET];
+pub const ALL: [&Target; 6] = [
+    &handshake::TARGET,
+    &transmission::TARGET,
+    &image::TARGET,
+    &changed::TARGET,
+    &segments::TARGET,
+    &client::TARGET,
+];
 
 /// The one with this name.
 #[must_use]

@@ -69,7 +69,7 @@ fn table() -> Table {
         (MIB, Behind::File(0, 0)),
         (64 << 10, Behind::Hole),
         (MIB, Behind::File(2, 7 * MIB)),
-        (4096, Behind::File(1, 4096)),
+        (64 << 10, Behind::File(1, 4096)),
         (8192, Behind::Hole),
         (4096, Behind::Unknown),
         (4 * MIB, Behind::File(0, 16 * MIB)),
