@@ -24,6 +24,8 @@ use crate::workload::{Direction, Order, Workload};
 
 /// More than a Unix socket holds by default, so that one receive can take all that is there.
 const RECEIVE_BYTES: usize = 256 * 1024;
+/// What [`Payload::Plain`] is made of; not 0, which some servers look for.
+const PLAIN: u8 = 0x6e;
 /// A server that says nothing for so long is taken for stuck.
 const SILENCE_MAX: Duration = Duration::from_secs(10);
 const SILENCE_MAX_POLL: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
@@ -68,6 +70,16 @@ impl Door<'_> {
     }
 }
 
+/// What is written.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Payload {
+    /// Nothing that could be stored as less than it is.
+    Random,
+    /// The same byte everywhere: storage that packs what it gets has little to do with it. For what is to show
+    /// what a write costs a server, not a processor that stands in for a disk.
+    Plain,
+}
+
 /// All connections of one workload to one server.
 pub(crate) struct Client {
     connections: Vec<Connection>,
@@ -80,6 +92,7 @@ impl Client {
         workload: &Workload,
         connections: usize,
         over: Range<u64>,
+        payload: Payload,
     ) -> io::Result<Client> {
         let blocks = (over.end - over.start) / workload.block_bytes as u64;
         let connections = (0..connections)
@@ -93,7 +106,7 @@ impl Client {
                 }
                 let first = blocks * index as u64 / connections as u64;
                 let positions = Positions::new(workload, over.start, first, blocks);
-                Ok(Connection::new(channel, workload, positions))
+                Ok(Connection::new(channel, Batch::new(workload, payload), workload, positions))
             })
             .collect::<io::Result<_>>()?;
         Ok(Client { connections })
@@ -236,14 +249,19 @@ struct Connection {
 }
 
 impl Connection {
-    fn new(channel: Channel, workload: &Workload, positions: Positions) -> Connection {
+    fn new(
+        channel: Channel,
+        batch: Batch,
+        workload: &Workload,
+        positions: Positions,
+    ) -> Connection {
         let data_in_reply = match workload.direction {
             Direction::Read => workload.block_bytes,
             Direction::Write => 0,
         };
         Connection {
             channel,
-            batch: Batch::new(workload),
+            batch,
             parser: ReplyParser::new(data_in_reply),
             sent: vec![None; workload.depth],
             free: (0..workload.depth).rev().collect(),
@@ -306,14 +324,17 @@ struct Batch {
 }
 
 impl Batch {
-    fn new(workload: &Workload) -> Batch {
+    fn new(workload: &Workload, payload: Payload) -> Batch {
         let (command, data_bytes) = match workload.direction {
             Direction::Read => (Command::Read, 0),
             Direction::Write => (Command::Write, workload.block_bytes),
         };
         let stride = REQUEST_BYTES + data_bytes;
         let mut bytes = vec![0; stride * workload.depth];
-        Random::seeded(0).fill(&mut bytes);
+        match payload {
+            Payload::Random => Random::seeded(0).fill(&mut bytes),
+            Payload::Plain => bytes.fill(PLAIN),
+        }
         Batch { bytes, command, block_bytes: workload.block_bytes as u32, stride }
     }
 
@@ -430,7 +451,7 @@ mod tests {
     #[test]
     fn a_batch_holds_its_requests_one_behind_the_other() {
         let load = Workload { direction: Direction::Write, depth: 2, ..workload(Order::Random) };
-        let mut batch = Batch::new(&load);
+        let mut batch = Batch::new(&load, Payload::Random);
         batch.set(0, 7, 4096);
         batch.set(1, 8, 8192);
         let sent = batch.first(2);

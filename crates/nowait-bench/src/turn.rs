@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use rustix::time::{ClockId, clock_gettime};
 
 use crate::certificates::Certificates;
-use crate::client::{Client, Door, Stretch, latency_histogram};
+use crate::client::{Client, Door, Payload, Stretch, latency_histogram};
 use crate::comparison::Sample;
 use crate::cpus::Placement;
 use crate::server::{Program, Server};
@@ -73,22 +73,23 @@ impl Turns<'_> {
     ) -> io::Result<Sample> {
         let export = program.kind.export();
         let secret = (terms.transport == Transport::Tls).then_some(self.certificates);
-        let mut connect = |workload: &Workload, connections, over: Range<u64>| {
+        let mut connect = |workload: &Workload, connections, over: Range<u64>, payload| {
             server.when_ready(|socket| {
                 let door = Door { socket, export, secret };
-                Client::connect(&door, workload, connections, over.clone())
+                Client::connect(&door, workload, connections, over.clone(), payload)
             })
         };
-        let client = connect(workload, self.connections, 0..target.bytes)?;
+        let client = connect(workload, self.connections, 0..target.bytes, Payload::Random)?;
         let Some(neighbour) = workload.beside else {
             return self.measure_client(client, server);
         };
         let load = neighbour.load();
-        let over = match neighbour {
-            Neighbour::Flood(_) => 0..target.bytes,
-            Neighbour::Allocations => target.bytes..target.bytes + target.spare_bytes,
+        let spare = target.bytes..target.bytes + target.spare_bytes;
+        let (over, payload) = match neighbour {
+            Neighbour::Flood(_) => (0..target.bytes, Payload::Random),
+            Neighbour::Allocations => (spare, Payload::Plain),
         };
-        let beside = connect(&load, 1, over)?;
+        let beside = connect(&load, 1, over, payload)?;
         let enough = Stop::default();
         thread::scope(|scope| {
             let beside = scope.spawn(|| run_until(beside, &enough));

@@ -9,8 +9,15 @@ use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 /// The ranges of clusters that are held.
 #[derive(Default)]
 pub(crate) struct Busy {
-    held: Mutex<Vec<Range<u64>>>,
+    held: Mutex<Held>,
     freed: Condvar,
+}
+
+#[derive(Default)]
+struct Held {
+    ranges: Vec<Range<u64>>,
+    /// How many wait for one of them: if nobody does, nobody is woken, which costs a system call.
+    waiting: u32,
 }
 
 /// A range of clusters that is held until this is dropped.
@@ -20,18 +27,22 @@ pub(crate) struct Hold<'a> {
 }
 
 impl Busy {
-    fn lock(&self) -> MutexGuard<'_, Vec<Range<u64>>> {
+    fn lock(&self) -> MutexGuard<'_, Held> {
         self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// Waits until nobody holds any of `clusters`, and holds them.
     pub(crate) fn hold(&self, clusters: Range<u64>) -> Hold<'_> {
-        let shares = |held: &mut Vec<Range<u64>>| {
-            held.iter().any(|other| other.start < clusters.end && clusters.start < other.end)
+        let shares = |held: &mut Held| {
+            let meets =
+                |other: &Range<u64>| other.start < clusters.end && clusters.start < other.end;
+            held.ranges.iter().any(meets)
         };
-        let mut held =
-            self.freed.wait_while(self.lock(), shares).unwrap_or_else(PoisonError::into_inner);
-        held.push(clusters.clone());
+        let mut held = self.lock();
+        held.waiting += 1;
+        held = self.freed.wait_while(held, shares).unwrap_or_else(PoisonError::into_inner);
+        held.waiting -= 1;
+        held.ranges.push(clusters.clone());
         Hold { busy: self, clusters }
     }
 }
@@ -39,10 +50,11 @@ impl Busy {
 impl Drop for Hold<'_> {
     fn drop(&mut self) {
         let mut held = self.busy.lock();
-        if let Some(at) = held.iter().position(|other| *other == self.clusters) {
-            held.swap_remove(at);
+        if let Some(at) = held.ranges.iter().position(|other| *other == self.clusters) {
+            held.ranges.swap_remove(at);
         }
-        drop(held);
-        self.busy.freed.notify_all();
+        if held.waiting > 0 {
+            self.busy.freed.notify_all();
+        }
     }
 }
