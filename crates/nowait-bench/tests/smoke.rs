@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use std::time::Duration;
 
 use nowait_bench::{
-    Caching, Direction, Error, ImageKind, ImageScene, ImagesOptions, Order, Output, PeersOptions,
-    Report, ServerKind, Terms, Transport, Workload, run_images,
+    Caching, Direction, Error, ImageKind, ImageScene, ImagesOptions, Neighbour, Order, Output,
+    PeersOptions, Report, ServerKind, Terms, Transport, Workload, run_images,
 };
 use serde_json::Value;
 use tempfile::TempDir;
@@ -86,6 +86,28 @@ fn every_server_is_measured_in_every_round_and_the_text_is_the_report() {
         }
     }
     assert_eq!(printed, report.to_string());
+}
+
+#[test]
+fn what_a_flood_beside_a_small_reader_moves_is_told_with_what_the_reader_gets() {
+    let directory = TempDir::new().expect("a temporary directory");
+    let flood =
+        |direction| Workload { depth: 1, beside: Some(Neighbour::Flood(direction)), ..LOAD };
+    let options = PeersOptions {
+        overwrite: true,
+        workloads: vec![flood(Direction::Read), flood(Direction::Write)],
+        rounds: 1,
+        ..options(&file_of_zeros(&directory))
+    };
+    let Some((report, _)) = measured(&options) else {
+        return;
+    };
+    assert!(report.failures.is_empty(), "{:?}", report.failures);
+    let rows: Vec<_> = report.comparisons.iter().flat_map(|comparison| &comparison.rows).collect();
+    assert_eq!(rows.len(), 2 * report.versions.len());
+    for sample in rows.iter().flat_map(|row| &row.samples) {
+        assert!(sample.iops > 0.0 && sample.beside_mib_s.is_some_and(|rate| rate > 0.0));
+    }
 }
 
 #[test]
