@@ -3,12 +3,10 @@
 //! Invariant: between two calls of [`Client::run_for`] each slot is either in flight or free, never both; a
 //! reply that fits no slot in flight is an error. All that became free is sent again with one system call,
 //! and nothing is copied but what the socket copies, so that the server is the limit and not the client.
-//! Knows: wire, workload, certificates, session, stop. Known by: turn, target (random bytes).
+//! Knows: address, wire, workload, certificates, session, stop. Known by: turn, target (random bytes).
 
 use std::io::{self, Read, Write};
 use std::ops::Range;
-use std::os::unix::net::UnixStream;
-use std::path::Path;
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
@@ -16,6 +14,7 @@ use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::retry_on_intr;
 use rustix::time::Timespec;
 
+use crate::address::{Address, SILENCE_MAX, Stream};
 use crate::certificates::Certificates;
 use crate::session::Session;
 use crate::stop::Stop;
@@ -26,9 +25,8 @@ use crate::workload::{Direction, Order, Workload};
 const RECEIVE_BYTES: usize = 256 * 1024;
 /// What [`Payload::Plain`] is made of; not 0, which some servers look for.
 const PLAIN: u8 = 0x6e;
-/// A server that says nothing for so long is taken for stuck.
-const SILENCE_MAX: Duration = Duration::from_secs(10);
-const SILENCE_MAX_POLL: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
+/// [`SILENCE_MAX`], for poll(2).
+const SILENCE_MAX_POLL: Timespec = Timespec { tv_sec: SILENCE_MAX.as_secs() as i64, tv_nsec: 0 };
 
 /// What one stretch of load came to.
 pub(crate) struct Stretch {
@@ -45,7 +43,7 @@ impl Stretch {
 
 /// How a server is reached.
 pub(crate) struct Door<'a> {
-    pub(crate) socket: &'a Path,
+    pub(crate) address: &'a Address,
     pub(crate) export: &'static str,
     /// What the server is known by, if TLS is to be used.
     pub(crate) secret: Option<&'a Certificates>,
@@ -54,9 +52,7 @@ pub(crate) struct Door<'a> {
 impl Door<'_> {
     /// Connects, up to the first request.
     fn open(&self) -> io::Result<(Channel, Export)> {
-        let mut stream = UnixStream::connect(self.socket)?;
-        stream.set_read_timeout(Some(SILENCE_MAX))?;
-        stream.set_write_timeout(Some(SILENCE_MAX))?;
+        let mut stream = self.address.connect()?;
         wire::greet(&mut stream)?;
         let mut channel = match self.secret {
             None => Channel::Plain { stream, received: vec![0; RECEIVE_BYTES] },
@@ -190,12 +186,12 @@ pub(crate) fn latency_histogram() -> io::Result<Histogram<u64>> {
 
 /// The bytes' way to a server and back.
 enum Channel {
-    Plain { stream: UnixStream, received: Vec<u8> },
+    Plain { stream: Stream, received: Vec<u8> },
     Tls(Box<Session>),
 }
 
 impl Channel {
-    fn stream(&self) -> &UnixStream {
+    fn stream(&self) -> &Stream {
         match self {
             Channel::Plain { stream, .. } => stream,
             Channel::Tls(session) => session.stream(),

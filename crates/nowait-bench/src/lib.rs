@@ -13,6 +13,7 @@
 //! client sleeps in the kernel while it has nothing to do, as real clients do.
 
 mod error;
+mod address;
 mod wire;
 mod workload;
 mod certificates;

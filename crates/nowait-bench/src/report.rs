@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use serde_json::{Value, json};
 
+use crate::address::Address;
 use crate::comparison::Comparison;
 use crate::cpus::Placement;
 use crate::error::Error;
@@ -17,6 +18,9 @@ use crate::server::{Places, ServerKind};
 use crate::session;
 use crate::target::{Access, Format, Target};
 use crate::workload::{Caching, Terms, Transport, Workload};
+
+/// In the command lines of a report, where a free port stands.
+const EXAMPLE_PORT: u16 = 10809;
 
 /// Where it was measured.
 #[derive(Clone, Debug)]
@@ -177,8 +181,12 @@ impl Report {
 
     fn command_line(&self, server: ServerKind, terms: Terms) -> String {
         let access = if self.file.written { Access::ReadWrite } else { Access::ReadOnly };
-        let [file, socket, certificates] = ["FILE", "SOCKET", "DIR"].map(Path::new);
-        let places = Places { file, format: Format::Raw, socket, certificates };
+        let [file, certificates] = ["FILE", "DIR"].map(Path::new);
+        let address = match terms.transport {
+            Transport::Tcp => Address::Loopback(EXAMPLE_PORT),
+            Transport::Plain | Transport::Tls => Address::Unix("SOCKET".into()),
+        };
+        let places = Places { file, format: Format::Raw, address: &address, certificates };
         let arguments = server.arguments(terms, access, places);
         let arguments: Vec<_> =
             arguments.iter().map(|argument| argument.to_string_lossy()).collect();

@@ -1,8 +1,8 @@
 //! The servers as programs: which are installed, how each is told the same thing, started and stopped.
 //!
 //! Invariant: a started server is gone, and the file free again, when its [`Server`] is; each is told to
-//! serve an image of the same format, on the terms of the table, on a Unix socket, and nothing else but
-//! its defaults. Knows: certificates, target, workload. Known by: turn, copying/race, report.
+//! serve an image of the same format, on the terms of the table, on a socket of this machine, and
+//! nothing else but its defaults. Knows: address, certificates, target, workload. Known by: turn, copying/race, report.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
@@ -16,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
+use crate::address::Address;
 use crate::certificates::Certificates;
 use crate::target::{Access, Format, Target};
 use crate::workload::{Caching, Terms, Transport};
@@ -95,13 +96,13 @@ pub(crate) struct Places<'a> {
     pub(crate) file: &'a Path,
     pub(crate) format: Format,
     /// Where it is to listen.
-    pub(crate) socket: &'a Path,
+    pub(crate) address: &'a Address,
     /// The directory with its certificate and key, if it is to use TLS.
     pub(crate) certificates: &'a Path,
 }
 
 fn nowait_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
-    let Places { file, format, socket, certificates } = places;
+    let Places { file, format, address, certificates } = places;
     let direct = if terms.caching == Caching::Direct { "on" } else { "off" };
     let mut arguments = words(&["serve", "--format", format.name(), "--direct", direct]);
     if access == Access::ReadOnly {
@@ -112,7 +113,10 @@ fn nowait_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsS
         arguments.push(certificates.into());
     }
     arguments.push("--nbd".into());
-    arguments.push(joined("unix:", socket.as_os_str()));
+    arguments.push(match address {
+        Address::Unix(socket) => joined("unix:", socket.as_os_str()),
+        Address::Loopback(port) => format!("tcp:127.0.0.1:{port}").into(),
+    });
     arguments.push(file.into());
     arguments
 }
@@ -124,7 +128,7 @@ fn qemu_credentials(certificates: &Path) -> [OsString; 2] {
 }
 
 fn qemu_nbd_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
-    let Places { file, format, socket, certificates } = places;
+    let Places { file, format, address, certificates } = places;
     let cache = if terms.caching == Caching::Direct { "--cache=none" } else { "--cache=writeback" };
     let mut arguments = words(&["--aio=io_uring", cache, "-f", format.name(), "-t", "-e", "64"]);
     if access == Access::ReadOnly {
@@ -134,14 +138,18 @@ fn qemu_nbd_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<O
         arguments.extend(qemu_credentials(certificates));
         arguments.extend(words(&["--tls-creds", "t"]));
     }
-    arguments.push("-k".into());
-    arguments.push(socket.into());
+    match address {
+        Address::Unix(socket) => arguments.extend(["-k".into(), socket.into()]),
+        Address::Loopback(port) => {
+            arguments.extend(words(&["-b", "127.0.0.1", "-p", &port.to_string()]));
+        }
+    }
     arguments.push(file.into());
     arguments
 }
 
 fn storage_daemon_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
-    let Places { file, format, socket, certificates } = places;
+    let Places { file, format, address, certificates } = places;
     let direct = if terms.caching == Caching::Direct { "on" } else { "off" };
     let (read_only, writable) =
         if access == Access::ReadOnly { ("on", "off") } else { ("off", "on") };
@@ -150,7 +158,12 @@ fn storage_daemon_arguments(terms: Terms, access: Access, places: Places<'_>) ->
     let file_node = if format == Format::Raw { "f" } else { "file" };
     let node = format!("driver=file,node-name={file_node},aio=io_uring,{same},filename=");
     let export = format!("type=nbd,id=e,node-name=f,name=f,writable={writable}");
-    let mut address = joined("addr.type=unix,addr.path=", &commas_doubled(socket));
+    let mut address = match address {
+        Address::Unix(socket) => joined("addr.type=unix,addr.path=", &commas_doubled(socket)),
+        Address::Loopback(port) => {
+            format!("addr.type=inet,addr.host=127.0.0.1,addr.port={port}").into()
+        }
+    };
     let mut arguments = Vec::new();
     if terms.transport == Transport::Tls {
         arguments.extend(qemu_credentials(certificates));
@@ -166,7 +179,7 @@ fn storage_daemon_arguments(terms: Terms, access: Access, places: Places<'_>) ->
 }
 
 fn nbdkit_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
-    let Places { file, socket, certificates, .. } = places;
+    let Places { file, address, certificates, .. } = places;
     let mut arguments = words(&["-f"]);
     if access == Access::ReadOnly {
         arguments.push("-r".into());
@@ -175,8 +188,12 @@ fn nbdkit_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsS
         arguments.push("--tls=require".into());
         arguments.push(joined("--tls-certificates=", certificates.as_os_str()));
     }
-    arguments.push("-U".into());
-    arguments.push(socket.into());
+    match address {
+        Address::Unix(socket) => arguments.extend(["-U".into(), socket.into()]),
+        Address::Loopback(port) => {
+            arguments.extend(words(&["-i", "127.0.0.1", "-p", &port.to_string()]));
+        }
+    }
     arguments.push("file".into());
     arguments.push(joined("file=", file.as_os_str()));
     if terms.caching == Caching::Direct {
@@ -232,7 +249,7 @@ impl Program {
 /// A server that was started; stopped when dropped.
 pub(crate) struct Server {
     child: Child,
-    socket: PathBuf,
+    address: Address,
     log: PathBuf,
 }
 
@@ -248,21 +265,30 @@ impl Server {
         certificates: &Certificates,
         directory: &Path,
     ) -> io::Result<Server> {
-        let socket = directory.join("socket");
+        let address = match terms.transport {
+            Transport::Tcp => Address::free_port()?,
+            Transport::Plain | Transport::Tls => Address::Unix(directory.join("socket")),
+        };
         let places = Places {
             file: &target.path,
             format: target.format,
-            socket: &socket,
+            address: &address,
             certificates: certificates.directory(),
         };
         let arguments = program.kind.arguments(terms, target.access, places);
-        Server::spawn(Command::new(&program.path).args(arguments), socket)
+        Server::spawn(Command::new(&program.path).args(arguments), address, directory)
     }
 
-    /// Starts `command`, which listens on `socket`; its messages go beside that.
-    pub(crate) fn spawn(command: &mut Command, socket: PathBuf) -> io::Result<Server> {
-        let log = socket.with_file_name("messages");
-        remove_if_there(&socket)?;
+    /// Starts `command`, which listens on `address`; its messages go to `directory`.
+    pub(crate) fn spawn(
+        command: &mut Command,
+        address: Address,
+        directory: &Path,
+    ) -> io::Result<Server> {
+        let log = directory.join("messages");
+        if let Address::Unix(socket) = &address {
+            remove_if_there(socket)?;
+        }
         command
             .stdin(Stdio::null())
             .stdout(Stdio::null())
@@ -270,21 +296,21 @@ impl Server {
             // A group of its own, so that Ctrl-C in a terminal is for us to handle first.
             .process_group(0);
         let child = command.spawn()?;
-        Ok(Server { child, socket, log })
+        Ok(Server { child, address, log })
     }
 
     pub(crate) fn pid(&self) -> u32 {
         self.child.id()
     }
 
-    /// Calls `connect` with the socket until the server listens there.
+    /// Calls `connect` with its address until the server listens there.
     pub(crate) fn when_ready<T>(
         &mut self,
-        mut connect: impl FnMut(&Path) -> io::Result<T>,
+        mut connect: impl FnMut(&Address) -> io::Result<T>,
     ) -> io::Result<T> {
         let begin = Instant::now();
         loop {
-            match connect(&self.socket) {
+            match connect(&self.address) {
                 Err(e)
                     if matches!(
                         e.kind(),
@@ -349,9 +375,29 @@ fn remove_if_there(path: &Path) -> io::Result<()> {
 mod tests {
     use super::*;
 
-    fn places() -> Places<'static> {
-        let [file, socket, certificates] = ["/f", "/s", "/c"].map(Path::new);
-        Places { file, format: Format::Raw, socket, certificates }
+    const PORT: u16 = 4321;
+
+    fn arguments(kind: ServerKind, terms: Terms, access: Access) -> Vec<OsString> {
+        let address = match terms.transport {
+            Transport::Tcp => Address::Loopback(PORT),
+            Transport::Plain | Transport::Tls => Address::Unix("/s".into()),
+        };
+        let [file, certificates] = ["/f", "/c"].map(Path::new);
+        let places = Places { file, format: Format::Raw, address: &address, certificates };
+        kind.arguments(terms, access, places)
+    }
+
+    #[test]
+    fn each_server_listens_on_a_port_in_the_tables_over_tcp_and_on_a_path_in_the_others() {
+        for kind in ServerKind::ALL {
+            for terms in Terms::ALL {
+                let given = arguments(kind, terms, Access::ReadOnly).join(" ".as_ref());
+                let given = given.to_string_lossy();
+                let tcp = terms.transport == Transport::Tcp;
+                assert_eq!(given.contains(&PORT.to_string()), tcp, "{given}");
+                assert_eq!(given.contains("/s"), !tcp, "{given}");
+            }
+        }
     }
 
     #[test]
@@ -359,7 +405,7 @@ mod tests {
         let flags = ["--read-only", "-r", "type=nbd,id=e,node-name=f,name=f,writable=off", "-r"];
         for (kind, flag) in ServerKind::ALL.into_iter().zip(flags) {
             for terms in Terms::ALL {
-                let given = |access| kind.arguments(terms, access, places());
+                let given = |access| arguments(kind, terms, access);
                 assert!(given(Access::ReadOnly).contains(&flag.into()), "{}", kind.name());
                 assert!(!given(Access::ReadWrite).contains(&flag.into()), "{}", kind.name());
             }
@@ -370,7 +416,7 @@ mod tests {
     fn a_server_has_the_certificates_in_the_tables_over_tls_and_in_no_other() {
         for kind in ServerKind::ALL {
             for terms in Terms::ALL {
-                let given = kind.arguments(terms, Access::ReadOnly, places());
+                let given = arguments(kind, terms, Access::ReadOnly);
                 let named = given.iter().any(|argument| argument.to_string_lossy().contains("/c"));
                 assert_eq!(named, terms.transport == Transport::Tls, "{} {terms}", kind.name());
             }

@@ -6,7 +6,6 @@
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
 use rustls::client::{Resumption, UnbufferedClientConnection};
@@ -19,6 +18,7 @@ use rustls::unbuffered::{
 use rustls::version::TLS13;
 use rustls::{ClientConfig, RootCertStore};
 
+use crate::address::Stream;
 use crate::certificates::{Certificates, NAME};
 
 /// What is offered, for people: the suite that clients with GnuTLS (libnbd, QEMU) ask for first.
@@ -42,7 +42,7 @@ enum Stand {
 /// A connection's TLS session, and its socket.
 pub(crate) struct Session {
     tls: UnbufferedClientConnection,
-    stream: UnixStream,
+    stream: Stream,
     received: Vec<u8>,
     /// The part of `received` that is not opened yet: less than a record, between two calls.
     pending: std::ops::Range<usize>,
@@ -53,7 +53,7 @@ pub(crate) struct Session {
 
 impl Session {
     /// Goes through the TLS handshake, which the server is ready for, and makes sure of its name.
-    pub(crate) fn begin(stream: UnixStream, certificates: &Certificates) -> io::Result<Session> {
+    pub(crate) fn begin(stream: Stream, certificates: &Certificates) -> io::Result<Session> {
         let name = ServerName::try_from(NAME).map_err(io::Error::other)?;
         let tls = UnbufferedClientConnection::new(config(certificates)?, name)
             .map_err(io::Error::other)?;
@@ -73,7 +73,7 @@ impl Session {
         Ok(session)
     }
 
-    pub(crate) fn stream(&self) -> &UnixStream {
+    pub(crate) fn stream(&self) -> &Stream {
         &self.stream
     }
 

@@ -74,8 +74,8 @@ impl Turns<'_> {
         let export = program.kind.export();
         let secret = (terms.transport == Transport::Tls).then_some(self.certificates);
         let mut connect = |workload: &Workload, connections, over: Range<u64>, payload| {
-            server.when_ready(|socket| {
-                let door = Door { socket, export, secret };
+            server.when_ready(|address| {
+                let door = Door { address, export, secret };
                 Client::connect(&door, workload, connections, over.clone(), payload)
             })
         };

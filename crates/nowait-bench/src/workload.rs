@@ -32,6 +32,8 @@ impl Caching {
 pub enum Transport {
     /// As they are.
     Plain,
+    /// As they are, by TCP on the loopback interface; the others use Unix sockets.
+    Tcp,
     /// By TLS 1.3, all servers with the same certificate and the same cipher.
     Tls,
 }
@@ -46,10 +48,11 @@ pub struct Terms {
 }
 
 impl Transport {
-    /// The word for it in reports: `plain` or `TLS`.
+    /// The word for it in reports: `plain`, `TCP` or `TLS`.
     pub fn name(self) -> &'static str {
         match self {
             Transport::Plain => "plain",
+            Transport::Tcp => "TCP",
             Transport::Tls => "TLS",
         }
     }
@@ -57,9 +60,11 @@ impl Transport {
 
 impl Terms {
     /// All there are, in the order of the report.
-    pub const ALL: [Terms; 4] = [
+    pub const ALL: [Terms; 6] = [
         Terms { caching: Caching::Direct, transport: Transport::Plain },
         Terms { caching: Caching::PageCache, transport: Transport::Plain },
+        Terms { caching: Caching::Direct, transport: Transport::Tcp },
+        Terms { caching: Caching::PageCache, transport: Transport::Tcp },
         Terms { caching: Caching::Direct, transport: Transport::Tls },
         Terms { caching: Caching::PageCache, transport: Transport::Tls },
     ];
@@ -71,7 +76,9 @@ impl fmt::Display for Terms {
         let Terms { caching, transport } = self;
         match transport {
             Transport::Plain => f.write_str(caching.name()),
-            Transport::Tls => write!(f, "{}, {}", caching.name(), transport.name()),
+            Transport::Tcp | Transport::Tls => {
+                write!(f, "{}, {}", caching.name(), transport.name())
+            }
         }
     }
 }

@@ -21,6 +21,7 @@ const LOAD: Workload = Workload {
 };
 
 const PLAIN: Terms = Terms { caching: Caching::PageCache, transport: Transport::Plain };
+const TCP: Terms = Terms { caching: Caching::PageCache, transport: Transport::Tcp };
 const TLS: Terms = Terms { caching: Caching::PageCache, transport: Transport::Tls };
 
 fn file_of_zeros(directory: &TempDir) -> PathBuf {
@@ -65,14 +66,14 @@ fn every_server_is_measured_in_every_round_and_the_text_is_the_report() {
     let options = PeersOptions {
         overwrite: true,
         connections: 2,
-        tables: vec![PLAIN, TLS],
+        tables: vec![PLAIN, TCP, TLS],
         ..options(&file_of_zeros(&directory))
     };
     let Some((report, printed)) = measured(&options) else {
         return;
     };
     assert!(report.failures.is_empty(), "{:?}", report.failures);
-    assert_eq!(report.comparisons.len(), 4);
+    assert_eq!(report.comparisons.len(), 6);
     for comparison in &report.comparisons {
         assert_eq!(comparison.rows.len(), report.versions.len());
         for row in &comparison.rows {

@@ -151,7 +151,8 @@ fn peers(args: &BenchArgs) -> Result<(), CliError> {
         let transport = match args.transport {
             Some(BenchTransport::Plain) => terms.transport == Transport::Plain,
             Some(BenchTransport::Tls) => terms.transport == Transport::Tls,
-            None => true,
+            Some(BenchTransport::Tcp) => terms.transport == Transport::Tcp,
+            None => terms.transport != Transport::Tcp,
         };
         caching && transport
     });

@@ -69,7 +69,8 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "HOW", value_enum)]
     pub(crate) caching: Option<BenchCaching>,
 
-    /// peers: only with bytes as they are (plain), or only by TLS 1.3 (tls)
+    /// peers: only with bytes as they are (plain), only by TLS 1.3 (tls), or instead of Unix sockets by TCP on the
+    /// loopback interface (tcp), which is left out otherwise
     #[arg(long, value_name = "HOW", value_enum)]
     pub(crate) transport: Option<BenchTransport>,
 
@@ -102,6 +103,8 @@ pub(crate) enum BenchTransport {
     Plain,
     /// TLS against TLS
     Tls,
+    /// TCP against TCP
+    Tcp,
 }
 
 /// What `bench` can measure.

@@ -6,7 +6,6 @@
 use std::fs::{self, File};
 use std::io;
 use std::os::unix::fs::{FileExt, MetadataExt};
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
@@ -16,6 +15,7 @@ use rustix::fs::Advice;
 use super::route::{Content, Copier, Route};
 use super::table::CopySample;
 use super::timed;
+use crate::address::Address;
 use crate::client::Random;
 use crate::server::Server;
 use crate::usage::ProcessorTime;
@@ -119,8 +119,8 @@ impl Field<'_> {
         let mut command = Command::new(self.nowait);
         let address = format!("unix:{}", socket.display());
         command.args(["serve", "--format", "raw", "--nbd", &address]).args(extra).arg(file);
-        let mut server = Server::spawn(&mut command, socket)?;
-        let ready = server.when_ready(|socket| UnixStream::connect(socket).map(drop));
+        let mut server = Server::spawn(&mut command, Address::Unix(socket), self.scratch)?;
+        let ready = server.when_ready(|address| address.connect().map(drop));
         ready.map_err(|e| io::Error::other(format!("the server: {e}{}", server.last_message())))?;
         Ok(server)
     }

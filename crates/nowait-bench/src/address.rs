@@ -1,0 +1,87 @@
+//! Where a server listens, and the way to it.
+//!
+//! Invariant: nothing leaves this machine: the addresses are paths and ports of the loopback interface.
+//! Knows: nothing. Known by: server, session, client, turn, report, copying/race.
+
+use std::io::{self, Read, Write};
+use std::net::{Ipv4Addr, TcpListener, TcpStream};
+use std::os::fd::{AsFd, BorrowedFd};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::Duration;
+
+/// A server that says nothing, or takes nothing, for so long is taken for stuck.
+pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(10);
+
+/// Where a server listens.
+#[derive(Clone, Debug)]
+pub(crate) enum Address {
+    /// A Unix socket.
+    Unix(PathBuf),
+    /// A port of the loopback interface.
+    Loopback(u16),
+}
+
+impl Address {
+    /// A port that nobody listens on at this moment.
+    pub(crate) fn free_port() -> io::Result<Self> {
+        let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
+        Ok(Address::Loopback(listener.local_addr()?.port()))
+    }
+
+    /// A connection that fails when the server is silent for [`SILENCE_MAX`].
+    pub(crate) fn connect(&self) -> io::Result<Stream> {
+        match self {
+            Address::Unix(path) => {
+                let stream = UnixStream::connect(path)?;
+                stream.set_read_timeout(Some(SILENCE_MAX))?;
+                stream.set_write_timeout(Some(SILENCE_MAX))?;
+                Ok(Stream::Unix(stream))
+            }
+            Address::Loopback(port) => {
+                let stream = TcpStream::connect((Ipv4Addr::LOCALHOST, *port))?;
+                stream.set_read_timeout(Some(SILENCE_MAX))?;
+                stream.set_write_timeout(Some(SILENCE_MAX))?;
+                stream.set_nodelay(true)?;
+                Ok(Stream::Tcp(stream))
+            }
+        }
+    }
+}
+
+/// A connection.
+pub(crate) enum Stream {
+    Unix(UnixStream),
+    Tcp(TcpStream),
+}
+
+impl AsFd for Stream {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Stream::Unix(stream) => stream.as_fd(),
+            Stream::Tcp(stream) => stream.as_fd(),
+        }
+    }
+}
+
+impl Read for Stream {
+    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
+        match self {
+            Stream::Unix(stream) => stream.read(buffer),
+            Stream::Tcp(stream) => stream.read(buffer),
+        }
+    }
+}
+
+impl Write for Stream {
+    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
+        match self {
+            Stream::Unix(stream) => stream.write(bytes),
+            Stream::Tcp(stream) => stream.write(bytes),
+        }
+    }
+
+    fn flush(&mut self) -> io::Result<()> {
+        Ok(())
+    }
+}
