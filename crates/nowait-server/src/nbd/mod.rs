@@ -29,6 +29,7 @@ mod group;
 mod turn;
 mod parse;
 mod parts;
+mod receive;
 #[cfg(feature = "fuzz")]
 pub mod fuzz;
 

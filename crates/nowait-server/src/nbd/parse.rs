@@ -4,6 +4,8 @@
 //! or stays in the stash, and each one taken gets exactly one reply.
 //! Knows: conn, door, extended, respond, handshake, turn. Known by: parts, turn (which calls `parse`).
 
+use std::ops::RangeInclusive;
+
 use nowait::{Io, Map, Op, Queue};
 
 use super::conn::{Conn, Input, Payload, Phase};
@@ -16,6 +18,12 @@ use super::respond::{self, Ended, Request};
 use super::turn::{Asked, Thread};
 use super::wire::{Mode, RequestHeader};
 use crate::device::Device;
+
+/// So many requests received at once are served in halves. With fewer the client would be woken too
+/// often, with more it has something to do as it is.
+const MANY_REQUESTS: RangeInclusive<u64> = 12..=32;
+/// They have at least so many bytes.
+const MANY_BYTES: usize = *MANY_REQUESTS.start() as usize * Mode::Simple.request_bytes();
 
 /// What became of the next bytes.
 pub(crate) enum Taken {
@@ -38,8 +46,28 @@ struct Arrived {
 }
 
 impl<Q: Queue, M: Map> Thread<Q, M> {
-    /// Takes what `input` holds; the rest goes into the connection's stash.
-    pub(crate) fn parse(&mut self, index: usize, mut input: &[u8]) {
+    /// How many bytes of `input`, which was just received, are better taken at first. All of them,
+    /// unless it holds many requests and what is handed over ends at once: then the client gets its
+    /// first replies, and makes new requests, while the other half is served.
+    pub(crate) fn half_of(&self, index: usize, input: &[u8]) -> usize {
+        let conn =
+            self.conns.get(index).filter(|conn| self.ends_at_once && conn.has_whole_payload());
+        let Some(Phase::Transmission(dialect)) = conn.map(|conn| &conn.phase) else {
+            return usize::MAX;
+        };
+        let header =
+            RequestHeader::parse(dialect.mode, input).filter(|_| input.len() >= MANY_BYTES);
+        let Some(header) = header else { return usize::MAX };
+        let head = dialect.mode.request_bytes() as u64;
+        let one = header.payload(dialect.mode).saturating_add(head);
+        let many = MANY_REQUESTS.contains(&(input.len() as u64 / one));
+        if many { input.len() / 2 } else { usize::MAX }
+    }
+
+    /// Takes what `input` holds, or of its requests those that begin in the first `bytes`; the rest
+    /// goes into the connection's stash.
+    pub(crate) fn parse(&mut self, index: usize, mut input: &[u8], bytes: usize) {
+        let all = input.len();
         while let Some(conn) = self.conns.get_mut(index) {
             let taken = match (&conn.phase, conn.input) {
                 (_, Input::Ended | Input::Broken) => return,
@@ -53,7 +81,15 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             };
             let Some(conn) = self.conns.get_mut(index) else { return };
             match taken {
-                Taken::Bytes(count) => input = input.get(count..).unwrap_or_default(),
+                Taken::Bytes(count) => {
+                    input = input.get(count..).unwrap_or_default();
+                    if all - input.len() >= bytes && conn.is_between_requests() {
+                        conn.stash.extend_from_slice(input);
+                        conn.input = Input::Stalled;
+                        conn.portion.halve();
+                        return;
+                    }
+                }
                 Taken::TooFew => {
                     conn.stash.extend_from_slice(input);
                     return;

@@ -26,6 +26,8 @@ pub(crate) struct Portion {
     pub(crate) send: u64,
     /// Bytes that may be read for it.
     read: u64,
+    /// What was received last is taken up to its half in this look.
+    halved: bool,
     /// Bytes moved in this look.
     moved: u64,
     /// Bytes moved in earlier looks: half of the last one's, a quarter of that before, and so on.
@@ -37,7 +39,7 @@ impl Portion {
     #[inline]
     pub(crate) fn begin(&mut self, bytes: u64) {
         let lately = (self.lately + self.moved) / 2;
-        *self = Self { send: bytes, read: bytes, moved: 0, lately };
+        *self = Self { send: bytes, read: bytes, halved: false, moved: 0, lately };
     }
 
     /// `bytes` have moved, in whichever way.
@@ -57,6 +59,17 @@ impl Portion {
     #[inline]
     pub(crate) fn has_read_all(&self) -> bool {
         self.read == 0
+    }
+
+    /// The other half of what was received is for the next look.
+    pub(crate) fn halve(&mut self) {
+        self.halved = true;
+    }
+
+    /// Whether what has stalled goes on in the next look, without anything having to happen.
+    #[inline]
+    pub(crate) fn is_used_up(&self) -> bool {
+        self.has_read_all() || self.halved
     }
 
     /// Bytes moved in this look, in whichever way.

@@ -17,7 +17,7 @@ use nowait::{Engine, Error, Interest, Map, Queue, Token, WATCHED};
 use slab::Slab;
 
 use super::conn::{Arrival, Conn, Input, Phase};
-use super::cut::{Coming, Cut};
+use super::cut::Cut;
 use super::entrance::Entrance;
 use super::group::{Inbox, Post, Shared};
 use super::handshake::{Negotiated, Secrecy};
@@ -27,14 +27,13 @@ use super::reply::Sent;
 use super::respond::{Ended, Request};
 use super::share::Store;
 use super::spin::Spin;
-use super::tls::Channel;
 use crate::device::{Device, verdict};
 
 #[cfg(feature = "sim")]
 pub use sim::Simulated;
 
 /// Bytes received with one system call, beside the payload of a large write.
-const RECEIVE_BYTES: usize = 256 << 10;
+pub(crate) const RECEIVE_BYTES: usize = 256 << 10;
 
 /// The peer sends nothing more.
 const HANG_UP: i32 = (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR) as i32;
@@ -75,19 +74,21 @@ pub(crate) struct Thread<Q: Queue, M: Map> {
     /// Connections to look at, those that move little before this turn ends.
     lines: Lines,
     /// Bytes that one look may move.
-    portion: u64,
+    pub(crate) portion: u64,
     /// Connections that have nothing under way and wait until a slot or memory is free, in the
     /// order in which they came.
     pub(crate) stalled: Vec<usize>,
     stopping: bool,
-    scratch: Vec<u8>,
+    pub(crate) scratch: Vec<u8>,
     /// What was in `scratch`, where that came by TLS.
-    opened: Vec<u8>,
+    pub(crate) opened: Vec<u8>,
     generation: u64,
     /// The connection that sent something last.
-    last_heard: usize,
+    pub(crate) last_heard: usize,
     /// Connections that may have ended since they were read from.
-    read_from: Vec<usize>,
+    pub(crate) read_from: Vec<usize>,
+    /// What was handed over last had ended when that was done.
+    pub(crate) ends_at_once: bool,
     spin: Spin,
 }
 
@@ -130,6 +131,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             generation: 0,
             last_heard: 0,
             read_from: Vec::new(),
+            ends_at_once: false,
             spin: Spin::default(),
         }
     }
@@ -160,8 +162,12 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             self.look_at_much();
         }
         // What was just submitted may have ended at once, and its replies may be sent now.
+        let handed_over = self.engine.in_flight() > 0;
         self.engine.poll_watched(&mut |token, bits| self.events.push((token, bits)))?;
         self.complete();
+        if handed_over {
+            self.ends_at_once = self.engine.in_flight() == 0;
+        }
         self.look_at_little();
         self.look_at_much();
         self.inbox.say_requests(self.asked.len());
@@ -194,35 +200,6 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             self.spin.slept(began);
         }
         Ok(())
-    }
-
-    /// Before the thread sleeps: whoever was read from and may have ended since is read from again.
-    /// Returns whether there is somebody.
-    ///
-    /// A multishot poll of Linux 6.18 sometimes says nothing of a shutdown(2) that comes while it
-    /// says that the last bytes have come, and there is no other report.
-    fn read_once_more(&mut self) -> bool {
-        let mut any = false;
-        while let Some(index) = self.read_from.pop() {
-            let Some(conn) = self.conns.get_mut(index) else { continue };
-            // One that is stalled is read from when that is over.
-            conn.readable |= std::mem::take(&mut conn.may_have_ended);
-            if conn.readable && conn.input == Input::Open {
-                self.touch(index);
-                any = true;
-            }
-        }
-        any
-    }
-
-    /// A read has brought all that was there.
-    fn has_read_all(&mut self, index: usize) {
-        if let Some(conn) = self.conns.get_mut(index)
-            && !conn.readable
-            && !std::mem::replace(&mut conn.may_have_ended, true)
-        {
-            self.read_from.push(index);
-        }
     }
 
     fn take_events(&mut self) {
@@ -333,7 +310,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         let moved = conn.portion.in_this_look();
         let goes_on = match conn.input {
             Input::Open => conn.readable,
-            Input::Stalled => conn.portion.has_read_all(),
+            Input::Stalled => conn.portion.is_used_up(),
             Input::Ended | Input::Broken => false,
         };
         if conn.is_over() {
@@ -388,94 +365,13 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         self.stalled = stalled;
     }
 
-    /// Receives once and parses what came.
-    fn receive(&mut self, index: usize) {
-        let Some(conn) = self.conns.get_mut(index) else { return };
-        if conn.input != Input::Open || !conn.readable {
-            return;
-        }
-        if let Channel::Tls(_) = conn.channel {
-            return self.receive_sealed(index);
-        }
-        let mut scratch = std::mem::take(&mut self.scratch);
-        let stashed = conn.stash.len();
-        scratch[..stashed].copy_from_slice(&conn.stash);
-        conn.stash.clear();
-        let mut none = [];
-        let missing = conn.payload.as_mut().map_or(&mut none[..], |p| p.missing());
-        let to_payload = missing.len().min(self.portion as usize);
-        // What follows the payload is received only with the last of it, and not if it is payload.
-        let more = conn.coming.as_ref().is_some_and(Coming::has_more);
-        let end = if more || to_payload < missing.len() { stashed } else { RECEIVE_BYTES };
-        let mut pieces = [
-            std::io::IoSliceMut::new(&mut missing[..to_payload]),
-            std::io::IoSliceMut::new(&mut scratch[stashed..end]),
-        ];
-        let room = to_payload + end - stashed;
-        match rustix::io::readv(&conn.socket, &mut pieces) {
-            Ok(0) => {
-                conn.input = Input::Ended;
-                conn.payload = None;
-            }
-            Ok(got) => {
-                // The end that comes with the last bytes is not reported again.
-                conn.readable = got == room || conn.hung_up;
-                conn.portion.moved(got as u64);
-                self.last_heard = index;
-                let direct = got.min(to_payload);
-                if let Some(payload) = &mut conn.payload {
-                    payload.filled += direct;
-                }
-                self.has_read_all(index);
-                self.parse(index, &scratch[..stashed + got - direct]);
-            }
-            Err(rustix::io::Errno::AGAIN) => {
-                conn.stash.extend_from_slice(&scratch[..stashed]);
-                conn.readable = false;
-            }
-            Err(rustix::io::Errno::INTR) => conn.stash.extend_from_slice(&scratch[..stashed]),
-            Err(_) => conn.break_off(),
-        }
-        self.scratch = scratch;
-    }
-
-    /// As `receive`, where all that comes is TLS.
-    fn receive_sealed(&mut self, index: usize) {
-        let Some(conn) = self.conns.get_mut(index) else { return };
-        let received = match conn.channel.has_ended() {
-            true => Ok(0),
-            false => rustix::io::read(&conn.socket, &mut self.scratch[..]),
-        };
-        match received {
-            Ok(0) => {
-                conn.input = Input::Ended;
-                conn.payload = None;
-            }
-            Ok(got) => {
-                conn.readable = got == RECEIVE_BYTES || conn.hung_up;
-                conn.portion.moved(got as u64);
-                self.last_heard = index;
-                let mut opened = std::mem::take(&mut self.opened);
-                opened.clear();
-                opened.append(&mut conn.stash);
-                conn.open(&self.scratch[..got], &mut opened);
-                self.has_read_all(index);
-                self.parse(index, &opened);
-                self.opened = opened;
-            }
-            Err(rustix::io::Errno::AGAIN) => conn.readable = false,
-            Err(rustix::io::Errno::INTR) => {}
-            Err(_) => conn.break_off(),
-        }
-    }
-
     /// Parses again what came before a stall.
     fn resume(&mut self, index: usize) {
         let Some(conn) = self.conns.get_mut(index) else { return };
         if conn.input == Input::Stalled {
             conn.input = Input::Open;
             let stash = std::mem::take(&mut conn.stash);
-            self.parse(index, &stash);
+            self.parse(index, &stash, usize::MAX);
         }
     }
 
