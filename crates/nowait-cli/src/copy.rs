@@ -37,7 +37,7 @@ pub(crate) fn run(args: &CopyArgs) -> Result<(), CliError> {
         verify: args.verify,
         connections: usize::from(args.connections),
         tls_certs: args.tls_certs.clone(),
-        requests: args.requests.map(usize::from),
+        requests: usize::from(args.requests),
         sparse_bytes: args.sparse as usize,
     };
     let shown = !args.no_progress && io::stderr().is_terminal();

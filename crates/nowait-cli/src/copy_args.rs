@@ -106,14 +106,12 @@ pub(crate) struct CopyArgs {
     #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
     pub(crate) connections: u16,
 
-    /// Requests in flight, 1 to 1024: of 1 MiB between files, 8 without this option; of 256 KiB to
-    /// or from a server, 32 without it
+    /// Requests of 1 MiB in flight, 1 to 1024; of smaller ones there are more
     ///
-    /// More help where each takes long, as over a network with long ways; of smaller requests there
-    /// are more in any case.
-    #[arg(long, value_name = "N")]
+    /// More than 8 help where each takes long, as over a network with long ways.
+    #[arg(long, value_name = "N", default_value_t = 8)]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=1024))]
-    pub(crate) requests: Option<u16>,
+    pub(crate) requests: u16,
 
     /// Flush TO at the end; this is always done
     #[arg(long)]

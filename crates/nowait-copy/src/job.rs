@@ -18,14 +18,8 @@ use crate::place::Place;
 use crate::transfer::{self, Zeros};
 use crate::verify;
 
-/// The longest read or write in bytes between files: what it costs to hand over does not count.
-pub const FILE_REQUEST_BYTES: u64 = 1 << 20;
-/// The same where an NBD server is on one side: it can work on one while the next is on its way, and
-/// has memory for it at hand.
-pub const NBD_REQUEST_BYTES: u64 = 256 << 10;
-/// Memory in use where nothing else is said: what a processor's cache may still hold when it is
-/// written, and enough to keep a device, or a network, busy.
-const MEMORY_BYTES: u64 = 8 << 20;
+/// The longest read or write in bytes: what it costs to hand over does not count.
+pub const REQUEST_BYTES: u64 = 1 << 20;
 
 /// What to copy, and how.
 #[derive(Clone, Debug)]
@@ -53,9 +47,8 @@ pub struct Options {
     /// `ca-cert.pem`, and, for servers that want to know their clients, `client-cert.pem` and
     /// `client-key.pem`.
     pub tls_certs: Option<PathBuf>,
-    /// Requests in flight, at least 1, each of [`FILE_REQUEST_BYTES`] or [`NBD_REQUEST_BYTES`] at
-    /// most; of smaller ones more are. `None`: as many as take 8 MiB.
-    pub requests: Option<usize>,
+    /// Requests in flight, at least 1, each of [`REQUEST_BYTES`] at most; of smaller ones more are.
+    pub requests: usize,
     /// Data is searched for zeros in blocks of so many bytes, which are left or made holes; 0 for
     /// not at all.
     pub sparse_bytes: usize,
@@ -99,10 +92,7 @@ pub fn copy(
     let Target { port, named, is_zero } = target;
     let to = port.facts();
     let granule = from.granule.max(to.granule);
-    let files = options.from.path().is_some() && options.to.path().is_some();
-    let request_bytes = if files { FILE_REQUEST_BYTES } else { NBD_REQUEST_BYTES };
-    let requests = options.requests.unwrap_or((MEMORY_BYTES / request_bytes) as usize);
-    let largest = request_bytes.min(from.max_bytes).min(to.max_bytes);
+    let largest = REQUEST_BYTES.min(from.max_bytes).min(to.max_bytes);
     let chunk = (largest & !(granule - 1)).max(granule);
     let block = match options.sparse_bytes {
         0 => 0,
@@ -115,7 +105,7 @@ pub fn copy(
         size: from.size,
         chunk,
         granule,
-        memory: requests.max(1) * chunk as usize,
+        memory: options.requests.max(1) * chunk as usize,
         stop,
         tell,
         told: None,

@@ -21,7 +21,7 @@ mod ends;
 mod job;
 
 pub use error::Error;
-pub use job::{FILE_REQUEST_BYTES, NBD_REQUEST_BYTES, Options, Phase, Progress, Report, copy};
+pub use job::{Options, Phase, Progress, REQUEST_BYTES, Report, copy};
 #[cfg(feature = "fuzz")]
 pub use nbd::fuzz;
 pub use place::{Place, Uri};

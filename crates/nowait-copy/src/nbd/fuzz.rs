@@ -83,6 +83,8 @@ pub fn replies<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> (Vec<Ended>, R
             left: 1,
             connection: 0,
             covered: 0,
+            part_bytes: len,
+            answered: 0,
         });
     }
     let mut receiver = Receiver::new(0, Some(CONTEXT));

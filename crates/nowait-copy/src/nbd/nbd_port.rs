@@ -21,8 +21,13 @@ use crate::place::{Address, Security, Uri};
 use crate::port::{Done, Facts, Port, Request, What};
 use crate::zeros::Run;
 
-/// The longest read or write in bytes, where the server allows it.
-const MAX_BYTES: u32 = 4 << 20;
+/// The longest read or write on the wire in bytes, where the server allows it; what is longer is sent
+/// in parts. A server can work on one while the next is on its way, and has memory for it at hand.
+const PART_BYTES: u32 = 256 << 10;
+/// Parts of a read at most.
+const MAX_PARTS: u64 = 64;
+/// The longest read or write in bytes.
+const MAX_BYTES: u64 = 4 << 20;
 /// The longest range that is made zero at once, in bytes: a server that can only do it by writing
 /// is not silent for long.
 const MAX_ZERO_BYTES: u32 = 128 << 20;
@@ -103,9 +108,20 @@ impl NbdPort {
         all.min_by_key(|(_, connection)| connection.in_flight).map_or(0, |(index, _)| index)
     }
 
+    fn part_bytes(&self) -> u64 {
+        u64::from(self.export.max_bytes.min(PART_BYTES))
+    }
+
     fn zeroes(&self) -> bool {
         self.export.flags & wire::FLAG_SEND_WRITE_ZEROES != 0
     }
+}
+
+/// `run` in pieces of at most `bytes`, which is not 0.
+fn parts(run: Run, bytes: u64) -> impl Iterator<Item = Run> {
+    let bytes = usize::try_from(bytes).unwrap_or(usize::MAX).max(1);
+    let starts = (0..run.len).step_by(bytes);
+    starts.map(move |at| Run { start: run.start + at, len: bytes.min(run.len - at), ..run })
 }
 
 /// The pending requests that have just ended, as answers.
@@ -129,7 +145,7 @@ impl Port for NbdPort {
             size: self.export.size,
             block: u64::from(block),
             granule: u64::from(block),
-            max_bytes: u64::from(self.export.max_bytes.min(MAX_BYTES)),
+            max_bytes: (self.part_bytes() * MAX_PARTS).min(MAX_BYTES),
             max_zero_bytes: if self.zeroes() { u64::from(MAX_ZERO_BYTES) } else { 0 },
             tells_status: self.export.context.is_some(),
             flushes: self.export.flags & wire::FLAG_SEND_FLUSH != 0,
@@ -139,9 +155,15 @@ impl Port for NbdPort {
     fn submit(&mut self, request: Request) {
         let Request { what, mut range, tag, memory } = request;
         let whole = Run { start: 0, len: range.len as usize, zero: false };
+        let zeroes = self.zeroes();
+        let part_bytes = self.part_bytes();
         let (command, runs) = match what {
-            What::Read => (wire::CMD_READ, vec![whole]),
-            What::Write(runs) => (wire::CMD_WRITE, runs),
+            What::Read => (wire::CMD_READ, parts(whole, part_bytes).collect()),
+            What::Write(runs) => {
+                let cut = |run: Run| if run.zero && zeroes { u64::MAX } else { part_bytes };
+                let runs = runs.into_iter().flat_map(|run| parts(run, cut(run)));
+                (wire::CMD_WRITE, runs.collect())
+            }
             What::Zero => (wire::CMD_WRITE_ZEROES, vec![whole]),
             What::Flush => (wire::CMD_FLUSH, vec![whole]),
             What::Status => {
@@ -154,7 +176,6 @@ impl Port for NbdPort {
             self.done.push_back(Done { tag, range, memory, spans: Vec::new() });
             return;
         }
-        let zeroes = self.zeroes();
         let index = self.idlest();
         let Some(connection) = self.connections.get_mut(index) else { return };
         connection.in_flight += range.len;
@@ -167,6 +188,8 @@ impl Port for NbdPort {
             left: runs.len() as u32,
             connection: index,
             covered: 0,
+            part_bytes,
+            answered: 0,
         });
         for (number, run) in runs.into_iter().enumerate() {
             let zero = run.zero && zeroes;

@@ -29,6 +29,19 @@ pub(super) struct Pending {
     pub(super) connection: usize,
     /// Bytes of a read that came.
     pub(super) covered: u64,
+    /// A read is asked for in parts of so many bytes, at most 64, from its start on.
+    pub(super) part_bytes: u64,
+    /// The parts of a read that were answered, a bit each.
+    pub(super) answered: u64,
+}
+
+impl Pending {
+    /// What is asked for by the request on the wire that is called `cookie`.
+    fn part(&self, cookie: u64) -> Outcome<Range> {
+        let start = (cookie >> 32).saturating_mul(self.part_bytes);
+        let left = self.range.len.checked_sub(start).filter(|&left| left > 0).ok_or(UNASKED)?;
+        Ok(Range::new(self.range.pos + start, left.min(self.part_bytes)))
+    }
 }
 
 /// What a request is called on the wire: its place among the pending ones, and its number in it.
@@ -64,6 +77,7 @@ pub(super) struct Receiver {
 }
 
 const HEAD: State = State::Head(wire::SIMPLE_REPLY_BYTES);
+const UNASKED: &str = "the server answered a request that was never made";
 const BROKEN: &str = "the server's replies make no sense";
 
 impl Receiver {
@@ -173,9 +187,10 @@ impl Receiver {
         }
         match request.command {
             wire::CMD_READ => {
-                let left = request.range.len as usize;
-                request.covered = request.range.len;
-                self.state = State::Data { cookie, at: 0, left, done: true };
+                let part = request.part(cookie)?;
+                request.covered += part.len;
+                let (at, left) = ((part.pos - request.range.pos) as usize, part.len as usize);
+                self.state = State::Data { cookie, at, left, done: true };
                 Ok(())
             }
             wire::CMD_BLOCK_STATUS => Err(BROKEN.into()),
@@ -217,7 +232,7 @@ impl Receiver {
                     wire::REPLY_TYPE_OFFSET_DATA => len - 8,
                     _ => wire::u32_of(rest).ok_or(BROKEN)?.0,
                 };
-                let at = inside(request, offset, bytes)?;
+                let at = inside(request, cookie, offset, bytes)?;
                 let left = bytes as usize;
                 request.covered += u64::from(bytes);
                 if kind == wire::REPLY_TYPE_OFFSET_DATA {
@@ -271,7 +286,7 @@ impl Receiver {
         let own = pending
             .get_mut(pending_of(cookie))
             .filter(|request| request.connection == self.connection && request.left > 0);
-        own.ok_or_else(|| "the server answered a request that was never made".into())
+        own.ok_or_else(|| UNASKED.into())
     }
 
     fn finish(
@@ -281,8 +296,16 @@ impl Receiver {
         ended: &mut dyn FnMut(usize),
     ) -> Outcome<()> {
         let request = self.request(cookie, pending)?;
+        let last = request.left == 1;
         let complete = match request.command {
-            wire::CMD_READ => request.covered == request.range.len,
+            wire::CMD_READ => {
+                let bit = 1u64.checked_shl((cookie >> 32) as u32).unwrap_or_default();
+                if request.answered & bit != 0 || bit == 0 {
+                    return Err(UNASKED.into());
+                }
+                request.answered |= bit;
+                !last || request.covered == request.range.len
+            }
             wire::CMD_BLOCK_STATUS => !request.spans.is_empty(),
             _ => true,
         };
@@ -305,12 +328,13 @@ fn copy(to: &mut [u8], at: usize, from: &[u8], count: usize) {
     }
 }
 
-/// Where `bytes` bytes at byte `offset` of the export are in the memory of `request`.
-fn inside(request: &Pending, offset: u64, bytes: u32) -> Outcome<usize> {
-    let start = offset.checked_sub(request.range.pos);
-    let fits = |start: &u64| bytes > 0 && start + u64::from(bytes) <= request.range.len;
-    let start = start.filter(|start| *start <= request.range.len).filter(fits);
-    start.map(|start| start as usize).ok_or_else(|| BROKEN.into())
+/// Where `bytes` bytes at byte `offset` of the export, in answer to the part of `request` that is
+/// called `cookie`, are in its memory.
+fn inside(request: &Pending, cookie: u64, offset: u64, bytes: u32) -> Outcome<usize> {
+    let part = request.part(cookie)?;
+    let end = offset.checked_add(u64::from(bytes));
+    let fits = bytes > 0 && offset >= part.pos && end.is_some_and(|end| end <= part.end());
+    if fits { Ok((offset - request.range.pos) as usize) } else { Err(BROKEN.into()) }
 }
 
 /// Takes the extents that lie in the range; the last may reach beyond it.
@@ -362,6 +386,8 @@ mod tests {
             left: 1,
             connection: 0,
             covered: 0,
+            part_bytes: len,
+            answered: 0,
         }
     }
 
@@ -452,6 +478,35 @@ mod tests {
                 let spans = [Span::on_top(5, true), Span::on_top(15, false)];
                 assert_eq!(table[2].spans, spans);
             }
+        }
+    }
+
+    #[test]
+    fn the_parts_of_a_read_are_answered_once_each_and_in_any_order() {
+        let two = || {
+            let mut table = Slab::new();
+            table.insert(Pending { left: 2, part_bytes: 6, ..pending(wire::CMD_READ, 8) });
+            table
+        };
+        let (first, second) = (cookie(0, 0), cookie(0, 1));
+        let simple_reply = |cookie, bytes: &[u8]| [&simple(0, cookie), bytes].concat();
+        for answers in [
+            [simple_reply(second, &[7, 8]), simple_reply(first, &[1, 2, 3, 4, 5, 6])],
+            [data(true, first, AT, &[1, 2, 3, 4, 5, 6]), data(true, second, AT + 6, &[7, 8])],
+        ] {
+            let mut table = two();
+            assert_eq!(receive(&[&answers[0]], &mut table), Ok(vec![]));
+            assert_eq!(receive(&[&answers[1]], &mut table), Ok(vec![0]));
+            assert_eq!(table[0].memory.as_deref().unwrap(), [1, 2, 3, 4, 5, 6, 7, 8]);
+        }
+        for wrong in [
+            [simple_reply(second, &[7, 8]), simple_reply(second, &[7, 8])].concat(),
+            simple_reply(cookie(0, 2), &[0; 6]),
+            simple_reply(cookie(0, u32::MAX), &[0; 6]),
+            data(true, second, AT, &[1, 2]),
+            data(true, first, AT + 5, &[6, 7]),
+        ] {
+            assert!(receive(&[&wrong], &mut two()).is_err(), "{wrong:?}");
         }
     }
 
