@@ -164,16 +164,17 @@ fn a_full_file_system_is_said_and_nothing_is_left() {
     let small = scratch.join("small");
     fs::create_dir(&small).expect("a directory");
     // What is left there is told by the exit status: the mount ends with the command.
-    const SCRIPT: &str = r#"mount -t tmpfs -o size=8m none "$0" && cd "$0" || exit 9
+    const SCRIPT: &str = r#"mount -t tmpfs -o size="$1" none "$0" && cd "$0" && shift || exit 9
 "$@"; status=$?; [ -z "$(ls -A)" ] || exit 8; exit $status"#;
-    let script = ["--", "sh", "-c", SCRIPT, text(&small)];
-    let wrapper = [&["unshare"], flags, &script].concat();
-    for target in ["target", "target.qcow2"] {
-        refusal_under(&wrapper, &["copy", text(&source), target]).says(&[
-            "target",
-            ": cannot write at byte",
-            "No space left",
-        ]);
+    for (size, target, words) in [
+        ("8m", "target", "target: cannot write at byte"),
+        ("8m", "target.qcow2", "target.qcow2: cannot write at byte"),
+        // The data has room, and the tables have not.
+        ("16392k", "target.qcow2", "target.qcow2: cannot write the image's tables"),
+    ] {
+        let script = ["--", "sh", "-c", SCRIPT, text(&small), size];
+        let wrapper = [&["unshare"], flags, &script].concat();
+        refusal_under(&wrapper, &["copy", text(&source), target]).says(&[words, "No space left"]);
     }
 }
 
