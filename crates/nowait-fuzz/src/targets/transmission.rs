@@ -146,11 +146,9 @@ impl Scene {
                 && say(&mut stream, piece).map_err(lost)?
                 && hear(&mut stream, &mut received, Until::Taken).map_err(lost)?;
         }
-        if is_open {
-            // It may have hung up meanwhile.
-            let _ = stream.shutdown(Shutdown::Write);
-            hear(&mut stream, &mut received, Until::End).map_err(lost)?;
-        }
+        // It may have hung up meanwhile; what it said before that is still there.
+        let _ = stream.shutdown(Shutdown::Write);
+        hear(&mut stream, &mut received, Until::End).map_err(lost)?;
         Answers::read(mode, requests, &received, is_open)
     }
 }
