@@ -59,6 +59,8 @@ pub(crate) const ENOTSUP: u32 = 95;
 
 /// How long the server may be silent before the test fails.
 const SILENCE: Duration = Duration::from_secs(30);
+/// Who takes nothing for so long waits for something.
+const STILL: Duration = Duration::from_secs(1);
 
 /// What a connection asks for in its handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -245,6 +247,20 @@ impl Client {
     /// Sends bytes as they are.
     pub(crate) fn send_bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.stream.write_all(bytes)
+    }
+
+    /// Sends bytes as they are, as long as the server goes on taking some. Whether it took all.
+    pub(crate) fn send_while_taken(&mut self, bytes: &[u8]) -> bool {
+        self.stream.set_write_timeout(Some(STILL)).unwrap();
+        let sent = self.stream.write_all(bytes);
+        self.stream.set_write_timeout(Some(SILENCE)).unwrap();
+        match sent {
+            Ok(()) => true,
+            Err(error) => {
+                assert_eq!(error.kind(), io::ErrorKind::WouldBlock);
+                false
+            }
+        }
     }
 
     /// Sends `request` and waits for all of its reply.

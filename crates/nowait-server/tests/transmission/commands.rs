@@ -336,3 +336,20 @@ fn nbd_must_what_one_connection_wrote_every_other_reads() {
         }
     }
 }
+
+#[test]
+fn a_client_that_takes_no_refusals_is_not_heard_any_more_and_holds_up_nobody() {
+    const FIRST: usize = 1000;
+    // Far more than sockets hold and than may be under way: their replies are 11 MB at least.
+    const REQUESTS: usize = 700_000;
+    let scene = Scene::new(MIB, &[(0, MIB)]);
+    let mut deaf = scene.connect(Mode::Simple);
+    let first: Vec<u8> = (0..FIRST).flat_map(|_| deaf.header(Request::of(77, 0, 0))).collect();
+    let rest = deaf.header(Request::of(77, 0, 0)).repeat(REQUESTS);
+    deaf.send_bytes(&first).unwrap();
+    assert!(!deaf.send_while_taken(&rest), "all was heard, and nobody listens");
+    assert_eq!(scene.connect(Mode::Simple).call(Request::of(READ, 0, 4096)).error, 0);
+    for _ in 0..FIRST {
+        assert_eq!(deaf.outcome().1.error, EINVAL);
+    }
+}
