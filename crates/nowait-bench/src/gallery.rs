@@ -13,7 +13,7 @@ use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
 use crate::error::Error;
-use crate::target::{Format, Target, put_random};
+use crate::target::{Format, Target, forget_cached, put_random};
 
 const MIB: u64 = 1 << 20;
 /// Bytes of the disk with data.
@@ -21,6 +21,8 @@ const DATA_BYTES: u64 = 128 * MIB;
 /// Bytes of the overlay's disk behind these: more than can be written in one turn.
 const SPARE_BYTES: u64 = 1 << 40;
 const CLUSTER_BYTES: u64 = 64 << 10;
+/// What all but the overlay are called.
+const NAMES: [&str; 4] = ["raw", "qcow2", "middle", "chain"];
 /// Images of the chain.
 const CHAIN: u64 = 3;
 
@@ -74,7 +76,7 @@ impl Gallery {
         self.run("qemu-img", &["convert", "-f", "raw", "-O", "qcow2", "raw", "qcow2"])?;
         self.add_to_chain("middle", "raw", "raw", 1)?;
         self.add_to_chain("chain", "middle", "qcow2", 0)?;
-        for name in ["qcow2", "middle", "chain"] {
+        for name in NAMES {
             File::open(self.path(name))?.sync_all()?;
         }
         Ok(())
@@ -105,7 +107,7 @@ impl Gallery {
         self.directory.path()
     }
 
-    /// One of the images; the overlay is made anew.
+    /// One of the images, nothing of it or of what it stands on in the page cache; the overlay is made anew.
     pub(crate) fn image(&self, kind: ImageKind) -> io::Result<Target> {
         let (name, format, spare) = match kind {
             ImageKind::Raw => ("raw", Format::Raw, 0),
@@ -121,6 +123,9 @@ impl Gallery {
             let size = (DATA_BYTES + SPARE_BYTES).to_string();
             let create = ["create", "-q", "-f", "qcow2", "-b", "qcow2", "-F", "qcow2"];
             self.run("qemu-img", &[&create[..], &[name, &size]].concat())?;
+        }
+        for name in NAMES {
+            forget_cached(&File::open(self.path(name))?)?;
         }
         Target::of_image(self.path(name), format, DATA_BYTES, spare)
     }

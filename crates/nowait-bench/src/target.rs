@@ -6,7 +6,6 @@
 
 use std::fs::{File, OpenOptions};
 use std::io::{self, Read, Seek, SeekFrom, Write};
-use std::num::NonZeroU64;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
@@ -176,7 +175,7 @@ impl Target {
         self.file.sync_all()?;
         match caching {
             Caching::Direct => {
-                rustix::fs::fadvise(&self.file, 0, NonZeroU64::new(self.bytes), Advice::DontNeed)?;
+                forget_cached(&self.file)?;
             }
             Caching::PageCache => {
                 let mut file = &self.file;
@@ -187,6 +186,11 @@ impl Target {
         }
         Ok(())
     }
+}
+
+/// Drops what the page cache has of `file` and is on storage. Pages that stay there make each direct transfer dearer.
+pub(crate) fn forget_cached(file: &File) -> io::Result<()> {
+    Ok(rustix::fs::fadvise(file, 0, None, Advice::DontNeed)?)
 }
 
 fn open_direct(path: &Path) -> Result<(), String> {
