@@ -1,8 +1,8 @@
 //! Which clusters of an image's file are free, and taking them.
 //!
 //! Invariant: a cluster is given out once; its count is raised before anybody learns of it, and
-//! nothing is lowered while the image is in use. What no count tells of is free only behind the
-//! end that the file had when it was opened.
+//! nothing is lowered while the image is in use. What no count tells of is free only behind all
+//! that counts tell of, or behind the end that the file had when it was opened.
 //! Knows: overlay, entry, header, refcounts. Known by: meta. Source: QEMU docs/interop/qcow2.txt,
 //! "Host cluster management".
 
@@ -32,6 +32,9 @@ pub(crate) struct Counts {
     table: Vec<u64>,
     table_pos: u64,
     table_clusters: u64,
+    /// Entries of the table up to the last that is one: what lies behind them nobody uses, as on a
+    /// block device that is larger than its image. 0: nothing is counted, and nothing known.
+    counted: u64,
     /// No cluster before this one is free.
     cursor: u64,
     /// Clusters of the file when it was opened.
@@ -45,8 +48,10 @@ impl Counts {
     /// With the refcount `table` of a file of `file_bytes`.
     pub(crate) fn new(header: &Header, table: Vec<u64>, file_bytes: u64) -> Self {
         let file_end = file_bytes.div_ceil(header.cluster_bytes());
+        let counted = table.iter().rposition(|&entry| entry != 0).map_or(0, |last| last as u64 + 1);
         Self {
             table,
+            counted,
             table_pos: header.refcount_table_pos,
             table_clusters: u64::from(header.refcount_table_clusters),
             cursor: 0,
@@ -94,7 +99,7 @@ impl Counts {
                 continue;
             };
             let Some(block) = refcount_block(entry, header).map_err(|_| Stop::Damaged)? else {
-                if first < self.file_end {
+                if first < self.file_end && (self.counted == 0 || index < self.counted) {
                     self.cursor = ((index + 1) * per_block).min(self.file_end);
                 } else {
                     self.add_block(overlay, header, index)?;
