@@ -7,9 +7,10 @@
 use std::time::Duration;
 
 use nowait::sim::{Random, Sim};
-use nowait::{Completion, Engine, Error, Extents, Io, Op, Rejected};
+use nowait::{Completion, Engine, Error, Io, Op, Rejected};
 
-use crate::front::{Front, Health, Image};
+use crate::front::{Front, Health};
+use crate::image::{AnyMap, Image};
 use crate::judge::{Flight, Judge};
 use crate::memory::Memory;
 use crate::model::{Time, Wrong};
@@ -21,7 +22,7 @@ const FLIGHTS: usize = 48;
 
 /// Engines, each of which could be a thread's.
 pub struct Engines {
-    engines: Vec<Engine<Sim, Extents>>,
+    engines: Vec<Engine<Sim, AnyMap>>,
     /// What is in flight, with its tag.
     flights: Vec<Option<(u64, Flight)>>,
     requests: u64,
@@ -35,7 +36,7 @@ fn broken(error: Error) -> Wrong {
     Wrong::new(format!("the engine itself fails: {error}"))
 }
 
-fn engines(image: &Image, scenario: &Scenario) -> Result<Vec<Engine<Sim, Extents>>, Error> {
+fn engines(image: &Image, scenario: &Scenario) -> Result<Vec<Engine<Sim, AnyMap>>, Error> {
     let engine = |_| {
         let queue = Sim::new(image.device.clone())?;
         Engine::new(image.disk.clone(), image.workers.clone(), queue, scenario.config)

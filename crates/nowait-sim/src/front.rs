@@ -1,44 +1,15 @@
 //! The ways to ask a device: what a world needs to know of its engines, or of its server.
 //!
 //! Invariant: a front is opened on an image and lives no longer than that is open.
-//! Knows: model, judge, scenario. Known by: engines, server, world.
+//! Knows: model, scenario, judge, image. Known by: engines, server, world.
 
-use std::sync::Arc;
+use nowait::Error;
+use nowait::sim::Random;
 
-use nowait::sim::{Random, SimDevice};
-use nowait::{Disk, Error, Extents, OpenOptions, Storage, Workers};
-
+use crate::image::Image;
 use crate::judge::{Flight, Judge};
 use crate::model::{Time, Wrong};
 use crate::scenario::{Action, Scenario};
-
-/// A device that is open: everything that ends with a power cut.
-pub struct Image {
-    /// The device, with what is remembered of it.
-    pub disk: Arc<Disk<Extents>>,
-    /// Who may wait for it.
-    pub workers: Workers,
-    /// What is below.
-    pub device: Arc<SimDevice>,
-}
-
-impl Image {
-    /// Opens `device`.
-    ///
-    /// # Errors
-    /// `EMFILE`, `ENFILE`: no descriptor is left.
-    pub fn open(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<Self, Error> {
-        let no_hint = !scenario.config.hint;
-        let options = OpenOptions { read_only: false, direct: scenario.direct, no_hint };
-        let storage = Storage::simulated(device, options)?;
-        let map = Extents::new(storage.size(), !no_hint);
-        let size = storage.size();
-        let disk = Arc::new(Disk::mapped(storage, Vec::new(), size, false, map));
-        disk.scan();
-        let workers = Workers::simulated(&disk);
-        Ok(Self { disk, workers, device: device.clone() })
-    }
-}
 
 /// What became of a front by a step.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

@@ -33,6 +33,10 @@ pub struct Judge {
     strict: bool,
     /// A hand-over may fail.
     kicks_fail: bool,
+    /// An image leaks clusters when the power fails, and nobody gives them back.
+    leaks: bool,
+    /// Storage may run out.
+    runs_out: bool,
     /// Bytes of the device, as whoever has opened it knows it.
     size: u64,
     /// Bytes of the device that are left.
@@ -56,6 +60,8 @@ impl Judge {
             strict: scenario.config.strict,
             kicks_fail: scenario.faults.kicks > 0
                 || matches!(scenario.faults.once, Some((_, Fault::Kick))),
+            leaks: scenario.qcow2.is_some(),
+            runs_out: like.capacity < u64::MAX,
             size: like.bytes,
             left: like.bytes,
             model: Model::new(like.bytes, scenario.grain, block, unit),
@@ -134,7 +140,7 @@ impl Judge {
         if count > expected {
             return fail("more was done than there is");
         }
-        let full = asked.op == Op::Write && self.like.capacity < u64::MAX;
+        let full = asked.op == Op::Write && self.runs_out;
         if count < expected && !full && !self.is_disturbed(flight) {
             return fail("cut short for no reason");
         }
@@ -170,7 +176,7 @@ impl Judge {
             libc::EAGAIN => asked.flags.has(Flags::NOWAIT),
             // A server has no other word for a queue that is full and cannot be handed over.
             libc::EIO => behind || self.device.has_failed() || self.kicks_fail,
-            libc::ENOSPC => behind || self.device.has_injected(errno) || like.capacity < u64::MAX,
+            libc::ENOSPC => behind || self.device.has_injected(errno) || self.runs_out,
             libc::EOPNOTSUPP => {
                 let unable = match asked.op {
                     Op::Discard => !like.punches,
@@ -302,6 +308,7 @@ impl Judge {
     /// # Errors
     /// Bytes that a power cut could not leave.
     pub fn power_cut(&mut self, bytes: &[u8], rotten: &[Range]) -> Result<(), Wrong> {
+        self.runs_out |= self.leaks;
         self.model.power_cut(bytes, rotten)
     }
 }

@@ -9,6 +9,7 @@ pub mod model;
 pub mod fibers;
 pub mod scenario;
 pub mod judge;
+pub mod image;
 pub mod front;
 pub mod memory;
 pub mod engines;

@@ -50,6 +50,8 @@ pub struct Scenario {
     pub device: SimOptions,
     /// What goes wrong on it.
     pub faults: Faults,
+    /// If the disk is a qcow2 image on the device, which is larger then: bits of a cluster.
+    pub qcow2: Option<u32>,
     /// The engines' switches and sizes.
     pub config: Config,
     /// Whether the page cache is bypassed.
@@ -160,9 +162,10 @@ impl Scenario {
             bytes += random.below(4096);
         }
         let whole = grain.is_multiple_of(u64::from(block));
-        Self {
+        let scenario = Self {
             mode,
             seed,
+            qcow2: None,
             device: SimOptions {
                 seed,
                 bytes,
@@ -186,7 +189,21 @@ impl Scenario {
             cuts: random.pick(&[0, 40, 100, 400]).unwrap_or(0),
             silences: random.pick(&[0, 0, 0, 100]).unwrap_or(0),
             shrinks: random.pick(&[0, 0, 0, 0, 0, 0, 0, 20]).unwrap_or(0),
+        };
+        match random.below(8) {
+            0 => scenario.in_qcow2(block.ilog2() + random.below(3) as u32),
+            _ => scenario,
         }
+    }
+
+    /// The disk is a qcow2 image. What it has lost with the device's end it cannot do without, and
+    /// garbage lies elsewhere on the device than on the disk.
+    fn in_qcow2(mut self, bits: u32) -> Self {
+        self.qcow2 = Some(bits);
+        self.device.bytes &= !511;
+        self.device.capacity = u64::MAX;
+        (self.faults.rot, self.shrinks) = (0, 0);
+        self
     }
 
     /// Nothing goes wrong but the power.
@@ -241,7 +258,8 @@ impl Scenario {
     fn device_action(&self, random: &mut Random) -> Action {
         match () {
             () if random.chance(self.cuts.saturating_mul(40)) => Action::Cut,
-            () if random.chance(400) => Action::Reopen,
+            // An image that nobody has closed loses what nobody has flushed.
+            () if random.chance(400) && self.qcow2.is_none() => Action::Reopen,
             () if random.chance(self.shrinks.saturating_mul(40)) => Action::Shrink,
             () if random.chance(self.silences.saturating_mul(8)) => Action::FallSilent,
             () if self.silences > 0 => Action::Answer,
@@ -367,6 +385,16 @@ mod tests {
             let kinds: Vec<Vec<u16>> = kinds.map(Iterator::collect).collect();
             assert!((0..8).all(|kind| kinds.iter().any(|it| it[kind] > 0)), "{mode:?}");
             assert!(kinds.iter().any(|it| it.iter().all(|&often| often == 0)), "{mode:?}");
+        }
+    }
+
+    #[test]
+    fn some_disks_of_each_mode_are_qcow2_images_of_whole_sectors() {
+        for mode in Mode::ALL {
+            let all = (0..200).map(|seed| Scenario::of(mode, seed));
+            let images: Vec<_> = all.filter(|scenario| scenario.qcow2.is_some()).collect();
+            assert!((10..50).contains(&images.len()), "{mode:?}: {}", images.len());
+            assert!(images.iter().all(|image| image.device.bytes.is_multiple_of(512)));
         }
     }
 

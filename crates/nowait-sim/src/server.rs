@@ -6,13 +6,14 @@
 
 use std::os::unix::net::UnixStream;
 
+use nowait::Error;
 use nowait::sim::{Random, Sim};
-use nowait::{Error, Extents};
 use nowait_server::Simulated;
 use rustix::net::sockopt::set_socket_send_buffer_size;
 
 use crate::client::Client;
-use crate::front::{Front, Health, Image};
+use crate::front::{Front, Health};
+use crate::image::{AnyMap, Image};
 use crate::judge::{Flight, Judge};
 use crate::model::{Time, Wrong};
 use crate::scenario::{Action, Asked, Leaving, Scenario};
@@ -26,7 +27,7 @@ const NARROW_BYTES: usize = 4096;
 
 /// Threads of a server.
 pub struct Server {
-    threads: Vec<Simulated<Extents>>,
+    threads: Vec<Simulated<AnyMap>>,
     clients: Vec<Client>,
     /// Requests of clients that are gone, with where they were served.
     orphans: Vec<((usize, u64), Flight)>,
@@ -34,7 +35,7 @@ pub struct Server {
     scratch: Vec<u8>,
 }
 
-fn threads(image: &Image, scenario: &Scenario) -> Result<Vec<Simulated<Extents>>, Error> {
+fn threads(image: &Image, scenario: &Scenario) -> Result<Vec<Simulated<AnyMap>>, Error> {
     let thread = |_| {
         let queue = Sim::new(image.device.clone())?;
         Simulated::new(image.disk.clone(), image.workers.clone(), queue, scenario.config)

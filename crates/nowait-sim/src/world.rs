@@ -7,10 +7,11 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::sim::{Faults, Random, Sim, SimDevice};
-use nowait::{Completion, Engine, Error, Extents, Flags, Io, Op, Range};
+use nowait::{Completion, Engine, Error, Flags, Io, Op, Range};
 
 use crate::fibers::Fibers;
-use crate::front::{Front, Health, Image};
+use crate::front::{Front, Health};
+use crate::image::{self, AnyMap, Image};
 use crate::judge::Judge;
 use crate::model::Wrong;
 use crate::scenario::{Action, MAX_REQUEST_BYTES, Scenario, Step};
@@ -39,7 +40,7 @@ pub struct World<F> {
     /// Before the image, which is used by it.
     front: F,
     /// What reads all of the device, while it does.
-    reader: Option<Engine<Sim, Extents>>,
+    reader: Option<Engine<Sim, AnyMap>>,
     image: Image,
 }
 
@@ -51,11 +52,11 @@ impl<F: Front> World<F> {
     /// The world of `scenario`, in which nothing has happened yet.
     ///
     /// # Errors
-    /// `EMFILE`, `ENFILE`: no descriptor is left.
-    pub fn new(scenario: Scenario) -> Result<Self, Error> {
-        let device = Arc::new(SimDevice::new(scenario.device));
+    /// What the system said.
+    pub fn new(scenario: Scenario) -> Result<Self, Wrong> {
+        let device = image::device(&scenario)?;
         let image = Image::open(&scenario, &device)?;
-        let front = F::open(&image, &scenario)?;
+        let front = F::open(&image, &scenario).map_err(broken)?;
         device.set_faults(scenario.faults);
         Ok(Self {
             fibers: Fibers::new(scenario.workers),
@@ -152,6 +153,10 @@ impl<F: Front> World<F> {
 
     /// The front has failed, and everybody with it; the device has not.
     fn crash(&mut self, random: &mut Random) -> Result<(), Wrong> {
+        if self.scenario.qcow2.is_some() {
+            // What it knew of the image is lost, as if the power had failed.
+            return self.cut(random);
+        }
         self.device.answer();
         self.device.set_faults(Faults::default());
         let flights = self.front.forget();
@@ -183,7 +188,7 @@ impl<F: Front> World<F> {
 
     fn open_anew(&mut self) -> Result<(), Wrong> {
         self.device.set_faults(Faults::default());
-        let image = Image::open(&self.scenario, &self.device).map_err(broken)?;
+        let image = Image::open(&self.scenario, &self.device)?;
         self.front.reopen(&image, &self.scenario).map_err(broken)?;
         self.image = image;
         self.judge.opened();

@@ -15,15 +15,16 @@ pub fn set(pause: Option<fn()>) {
     PAUSE.set(pause);
 }
 
-/// Whether there is anybody who could go on.
+/// Whether there is anybody who could go on while this thread waits.
 #[cfg(feature = "sim")]
-pub(crate) fn is_possible() -> bool {
+#[must_use]
+pub fn is_possible() -> bool {
     PAUSE.get().is_some()
 }
 
 /// Lets others run, if there are any.
 #[cfg(feature = "sim")]
-pub(crate) fn here() {
+pub fn here() {
     if let Some(pause) = PAUSE.get() {
         pause();
     }

@@ -1,10 +1,12 @@
 //! Which clusters are being allocated, so that each is allocated once.
 //!
 //! Invariant: no two ranges that are held share a cluster; who holds one takes no other.
-//! Knows: nothing. Known by: write.
+//! Knows: wait. Known by: write.
 
 use std::ops::Range;
-use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Condvar, Mutex};
+
+use super::wait::{lock, wait};
 
 /// The ranges of clusters that are held.
 #[derive(Default)]
@@ -27,20 +29,14 @@ pub(crate) struct Hold<'a> {
 }
 
 impl Busy {
-    fn lock(&self) -> MutexGuard<'_, Held> {
-        self.held.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-
     /// Waits until nobody holds any of `clusters`, and holds them.
     pub(crate) fn hold(&self, clusters: Range<u64>) -> Hold<'_> {
-        let shares = |held: &mut Held| {
-            let meets =
-                |other: &Range<u64>| other.start < clusters.end && clusters.start < other.end;
-            held.ranges.iter().any(meets)
-        };
-        let mut held = self.lock();
+        let meets = |other: &Range<u64>| other.start < clusters.end && clusters.start < other.end;
+        let mut held = lock(&self.held);
         held.waiting += 1;
-        held = self.freed.wait_while(held, shares).unwrap_or_else(PoisonError::into_inner);
+        while held.ranges.iter().any(meets) {
+            held = wait(&self.held, &self.freed, held);
+        }
         held.waiting -= 1;
         held.ranges.push(clusters.clone());
         Hold { busy: self, clusters }
@@ -49,7 +45,7 @@ impl Busy {
 
 impl Drop for Hold<'_> {
     fn drop(&mut self) {
-        let mut held = self.busy.lock();
+        let mut held = lock(&self.busy.held);
         if let Some(at) = held.ranges.iter().position(|other| *other == self.clusters) {
             held.ranges.swap_remove(at);
         }

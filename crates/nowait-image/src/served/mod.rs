@@ -5,6 +5,7 @@
 //! Knows: chain, error, header, host, tables, and the modules here, which are listed in the order
 //! in which they know each other. Known by: the command.
 
+mod wait;
 mod parts;
 mod medium;
 mod known;
@@ -16,6 +17,8 @@ mod layers;
 mod busy;
 mod image;
 mod write;
+#[cfg(feature = "sim")]
+mod simulated;
 #[cfg(test)]
 mod tests;
 
@@ -31,6 +34,8 @@ use crate::host::HostFile;
 use crate::tables::read_table;
 
 pub use image::Qcow2;
+#[cfg(feature = "sim")]
+pub use simulated::open_simulated;
 
 use counts::Counts;
 use known::Known;
@@ -194,13 +199,24 @@ fn storage_of(file: &HostFile, read_only: bool, direct: Direct) -> Result<Storag
 
 fn open_store(layer: &Layer, header: &Header, options: ServeOptions) -> Result<Store, ImageError> {
     let file = &layer.file;
-    let failed = |error: std::io::Error| ImageError::os(file.path(), "read its tables", &error);
     let ServeOptions { writable, direct, .. } = options;
     let data = Medium::new(storage_of(layer.data_file(), !writable, direct)?);
     let separate = match header.has_data_file() {
         true => Some(Medium::new(storage_of(file, !writable, direct)?)),
         false => None,
     };
+    store_on(file, header, data, separate, writable)
+}
+
+/// The metadata that `file` has, which goes to `separate`, or `data` if that is it.
+fn store_on(
+    file: &HostFile,
+    header: &Header,
+    data: Medium,
+    separate: Option<Medium>,
+    writable: bool,
+) -> Result<Store, ImageError> {
+    let failed = |error: std::io::Error| ImageError::os(file.path(), "read its tables", &error);
     if writable && let Some(autoclear) = header.autoclear_to_write() {
         file.write_at(Header::AUTOCLEAR_AT, &autoclear.to_be_bytes()).map_err(failed)?;
         file.sync().map_err(failed)?;

@@ -4,9 +4,9 @@
 //! Invariant: metadata goes to the file stage by stage, each durable before the next begins
 //! ([`Stage`]); the lock on it is never held during I/O. Once writing it has failed, nothing of it
 //! is written any more, so that the image stays as it was.
-//! Knows: medium, meta, overlay. Known by: layers, image. Source: QEMU docs/interop/qcow2.txt.
+//! Knows: wait, medium, meta, overlay. Known by: layers, image. Source: QEMU docs/interop/qcow2.txt.
 
-use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
@@ -16,6 +16,7 @@ use super::counts::Clusters;
 use super::medium::Medium;
 use super::meta::Meta;
 use super::overlay::{Outgoing, Stage, Stop};
+use super::wait::{lock, wait};
 
 /// Changed metadata that may wait for a flush, in bytes.
 const MAX_DIRTY_BYTES: u64 = 16 << 20;
@@ -50,10 +51,6 @@ pub(crate) struct Store {
     len: Mutex<u64>,
     batches: Mutex<Batches>,
     changed: Condvar,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl Store {
@@ -142,7 +139,7 @@ impl Store {
                 return Ok(());
             }
             if batches.begun > batches.ended {
-                batches = self.changed.wait(batches).unwrap_or_else(PoisonError::into_inner);
+                batches = wait(&self.batches, &self.changed, batches);
                 continue;
             }
             batches.begun += 1;
@@ -238,14 +235,15 @@ impl Store {
         let store = self.clone();
         let thread = std::thread::Builder::new().name("nowait-image".into());
         thread.spawn(move || {
-            let wait = |batches, time, done: fn(&mut Batches) -> bool| {
+            let wait_for = |batches, time, done: fn(&mut Batches) -> bool| {
                 let waited = store.changed.wait_timeout_while(batches, time, |now| !done(now));
                 waited.unwrap_or_else(PoisonError::into_inner).0
             };
             let mut batches = lock(&store.batches);
             while !batches.closing {
-                batches = wait(batches, Duration::MAX, |now| now.closing || now.due && !now.failed);
-                batches = wait(batches, MAX_DIRTY_TIME, |now| now.closing || !now.due);
+                batches =
+                    wait_for(batches, Duration::MAX, |now| now.closing || now.due && !now.failed);
+                batches = wait_for(batches, MAX_DIRTY_TIME, |now| now.closing || !now.due);
                 if batches.due && !batches.closing {
                     drop(batches);
                     // Who asks for a flush next hears of a failure.

@@ -40,6 +40,13 @@ impl SimDevice {
         self.lock().media.size()
     }
 
+    /// What whoever reads it finds on it now.
+    #[must_use]
+    pub fn contents(&self) -> Vec<u8> {
+        let state = self.lock();
+        state.media.read(Range::new(0, state.media.size())).to_vec()
+    }
+
     /// What happens by chance follows from `seed` from now on.
     pub fn reseed(&self, seed: u64) {
         self.lock().random = Random::new(seed);

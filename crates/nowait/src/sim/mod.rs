@@ -16,7 +16,7 @@ mod device;
 mod queue;
 
 pub use crate::breaks::{Break, set as set_break};
-pub use crate::pause::set as set_pause;
+pub use crate::pause::{here as pause, is_possible as can_pause, set as set_pause};
 pub use device::SimDevice;
 pub use fault::{ERRNOS, Fault, Faults, KICK_ERRNO};
 pub use queue::Sim;
