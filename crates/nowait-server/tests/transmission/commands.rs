@@ -353,3 +353,24 @@ fn a_client_that_takes_no_refusals_is_not_heard_any_more_and_holds_up_nobody() {
         assert_eq!(deaf.outcome().1.error, EINVAL);
     }
 }
+
+#[test]
+fn who_finds_every_slot_taken_by_others_is_heard_again_when_there_is_one() {
+    const ROUNDS: usize = 50;
+    const MANY: usize = 20;
+    let scene = Scene::with_slots(MIB, &[(0, MIB)], 1);
+    let mut clients: Vec<Client> = (0..4).map(|_| scene.connect(Mode::Simple)).collect();
+    for _ in 0..ROUNDS {
+        for client in &mut clients {
+            let read = |_| client.header(Request::of(READ, 4096, 4096));
+            let reads: Vec<u8> = (0..MANY).flat_map(read).collect();
+            client.send_bytes(&reads).unwrap();
+        }
+        for client in &mut clients {
+            for _ in 0..MANY {
+                let (_, outcome) = client.outcome();
+                assert_eq!((outcome.error, outcome.data[0]), (0, byte_at(4096)));
+            }
+        }
+    }
+}

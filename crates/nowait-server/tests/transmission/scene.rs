@@ -46,6 +46,21 @@ impl Scene {
 
     /// The same, opened with `options`.
     pub(crate) fn with(size: u64, data: &[(u64, u64)], options: nowait::OpenOptions) -> Self {
+        Self::configured(size, data, options, Config::default())
+    }
+
+    /// As `new`, by an engine with so many slots.
+    pub(crate) fn with_slots(size: u64, data: &[(u64, u64)], slots: u32) -> Self {
+        let config = Config { slots, ..Config::default() };
+        Self::configured(size, data, nowait::OpenOptions::default(), config)
+    }
+
+    fn configured(
+        size: u64,
+        data: &[(u64, u64)],
+        options: nowait::OpenOptions,
+        config: Config,
+    ) -> Self {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let image = directory.path().join("disk.img");
         let file = File::create(&image).unwrap();
@@ -61,7 +76,6 @@ impl Scene {
         let sockets = tempfile::tempdir().unwrap();
         let socket = sockets.path().join("nbd");
         let listener = Listener::unix(&socket).unwrap();
-        let config = Config::default();
         let device = Device::new(disk, config.workers, String::new(), String::new());
         let (kind, tls) = (QueueKind::Auto, Tls::Off);
         let options = Options { queues: 1, kind, config, tls, max_connections: 16 };
