@@ -192,7 +192,11 @@ impl Store {
     /// Writes blocks, which are in order; neighbours in one transfer.
     fn write_blocks(&self, blocks: &[&Outgoing]) -> Result<(), Error> {
         let follows = |a: &&Outgoing, b: &&Outgoing| a.pos + a.bytes.len() as u64 == b.pos;
-        let mut run = Buffer::zeroed(RUN_BYTES)?;
+        let all: usize = blocks.iter().map(|block| block.bytes.len()).sum();
+        if all == 0 {
+            return Ok(());
+        }
+        let mut run = Buffer::zeroed(RUN_BYTES.min(all))?;
         for neighbours in blocks.chunk_by(follows) {
             let size = neighbours.first().map_or(1, |block| block.bytes.len());
             for some in neighbours.chunks((RUN_BYTES / size).max(1)) {
