@@ -194,6 +194,9 @@ impl<M: Map> Disk<M> {
         if flushed.is_err() {
             // The kernel reports a lost write once; whoever asks next must hear of it too.
             self.flush_failed.store(true, Ordering::Release);
+        } else if self.flush_failed.load(Ordering::Acquire) {
+            // One that ran beside it was told of a loss, which may be this one's as well.
+            return Err(Error::new(libc::EIO, Doing::Flush));
         }
         flushed
     }

@@ -326,3 +326,18 @@ fn c18_a_hole_is_not_remembered_while_data_is_landing_in_it() {
     assert_eq!((before, after), (7, 7));
     rig.settle();
 }
+
+#[test]
+fn c51_a_flush_fails_too_when_one_that_runs_beside_it_was_told_of_the_loss() {
+    let mut rig = rig_that_pauses();
+    ask_worker(&mut rig, Op::Flush, Flags::NONE, 1);
+    let first = Stepped::begin(&rig.workers);
+    let once = Some((rig.device.operations() + 1, Fault::Errno(libc::ENOSPC)));
+    rig.device.set_faults(Faults { once, ..Faults::default() });
+    ask_worker(&mut rig, Op::Flush, Flags::NONE, 2);
+    Stepped::begin(&rig.workers).finish();
+    first.finish();
+    let mut ended = rig.settle();
+    ended.sort();
+    assert_eq!(ended, [(1, Err(libc::EIO)), (2, Err(libc::ENOSPC))]);
+}

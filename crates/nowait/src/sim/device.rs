@@ -198,6 +198,13 @@ impl SimDevice {
 
     /// Runs a call that may wait, while others run before and after it.
     fn call<T>(&self, run: impl FnOnce(&mut State) -> Result<T, i32>) -> Result<T, i32> {
+        let result = self.call_and_go_on(run);
+        self.let_others_run();
+        result
+    }
+
+    /// The same, where nobody runs after it.
+    fn call_and_go_on<T>(&self, run: impl FnOnce(&mut State) -> Result<T, i32>) -> Result<T, i32> {
         self.let_others_run();
         let mut state = self.lock();
         while state.power == Power::Silent {
@@ -215,10 +222,7 @@ impl SimDevice {
         let longest = state.options.latency;
         let until = state.now + state.random.below(longest);
         state.advance(until);
-        let result = run(&mut state);
-        drop(state);
-        self.let_others_run();
-        result
+        run(&mut state)
     }
 
     fn let_others_run(&self) {
@@ -266,9 +270,10 @@ impl SimDevice {
         })
     }
 
-    /// Makes durable what was reported.
+    /// Makes durable what was reported. Who is told that it failed goes on at once, and remembers it
+    /// before another flush can succeed.
     pub(crate) fn sync(&self) -> Result<(), i32> {
-        self.call(|state| {
+        let done = self.call_and_go_on(|state| {
             let checked = state.check(Call::Flush);
             match checked {
                 Ok(()) => state.media.flush(),
@@ -276,7 +281,11 @@ impl SimDevice {
                 Err(_) => state.media.lose(&mut state.random),
             }
             checked
-        })
+        });
+        if done.is_ok() {
+            self.let_others_run();
+        }
+        done
     }
 
     /// The first byte from `pos` on that is data, or hole: lseek(2).
