@@ -114,7 +114,8 @@ impl Comparison {
             })
     }
 
-    fn cells(&self, row: &Row) -> Vec<String> {
+    /// The cells of a server's line.
+    pub(crate) fn cells(&self, row: &Row) -> Vec<String> {
         let star = if row.server.can(self.terms.caching) { "" } else { " *" };
         let mut cells = vec![format!("{}{star}", row.server.name())];
         cells.extend(figure_cells(&row.samples, &self.workload));

@@ -14,6 +14,7 @@
 
 mod error;
 mod address;
+mod page;
 mod wire;
 mod workload;
 mod certificates;
@@ -27,6 +28,7 @@ mod server;
 mod comparison;
 mod report;
 mod turn;
+mod peers_page;
 mod peers;
 mod copying;
 mod gallery;

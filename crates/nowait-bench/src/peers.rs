@@ -20,6 +20,7 @@ use crate::stop::Stop;
 use crate::target::{Access, Target};
 use crate::turn::Turns;
 use crate::workload::{Caching, Terms, Workload};
+use crate::{page, peers_page};
 
 pub(crate) const DURATION_MIN: Duration = Duration::from_millis(50);
 pub(crate) const ROUNDS_MAX: u32 = 100;
@@ -50,7 +51,7 @@ pub struct PeersOptions {
     /// The file or block device to serve, at least 64 MiB; `None` makes a file of 256 MiB in `$TMPDIR`, or
     /// in /var/tmp, and removes it afterwards.
     pub file: Option<PathBuf>,
-    /// Whether `file` may be written over. Otherwise only reads are measured.
+    /// Whether `file` may be written over (otherwise only reads are measured), and `html` be replaced.
     pub overwrite: bool,
     /// How long one server is measured with one workload in one round, at least 50 ms. Before it come
     /// 200 ms of warm-up.
@@ -63,6 +64,8 @@ pub struct PeersOptions {
     pub workloads: Vec<Workload>,
     /// The tables.
     pub tables: Vec<Terms>,
+    /// Where to put the report as one HTML page, too.
+    pub html: Option<PathBuf>,
     /// Text or JSON.
     pub output: Output,
     /// Ends the measurement early.
@@ -82,6 +85,7 @@ impl Default for PeersOptions {
             connections: 1,
             workloads: Workload::standard(),
             tables: Terms::ALL.to_vec(),
+            html: None,
             output: Output::Text,
             stop: Stop::default(),
         }
@@ -98,6 +102,8 @@ impl Default for PeersOptions {
 /// [`Error::System`] if `out` cannot be written or the file not be prepared.
 pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error> {
     check(options)?;
+    let page = options.html.as_deref().map(|path| page::create(path, options.overwrite));
+    let page = page.transpose()?;
     let (programs, missing) = find_programs(&options.servers, options.nowait.as_deref())?;
     let caching: Vec<Caching> = options.tables.iter().map(|terms| terms.caching).collect();
     let target = Target::open(options.file.as_deref(), options.overwrite, &caching)?;
@@ -151,6 +157,10 @@ pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error
     }
     progress.finish_and_clear();
     writer.end(&report)?;
+    if let Some(mut page) = page {
+        let html = peers_page::page(&report);
+        page.write_all(html.as_bytes()).map_err(Error::system("writing the page"))?;
+    }
     Ok(report)
 }
 

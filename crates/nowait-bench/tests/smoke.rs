@@ -67,6 +67,7 @@ fn every_server_is_measured_in_every_round_and_the_text_is_the_report() {
         overwrite: true,
         connections: 2,
         tables: vec![PLAIN, TCP, TLS],
+        html: Some(directory.path().join("report.html")),
         ..options(&file_of_zeros(&directory))
     };
     let Some((report, printed)) = measured(&options) else {
@@ -87,6 +88,15 @@ fn every_server_is_measured_in_every_round_and_the_text_is_the_report() {
         }
     }
     assert_eq!(printed, report.to_string());
+    let page = fs::read_to_string(directory.path().join("report.html")).expect("a page");
+    for comparison in &report.comparisons {
+        assert!(page.contains(&format!("<h2>{}</h2>", comparison.workload)));
+        assert!(page.contains(&format!("<h2>{}</h2>", comparison.terms)));
+        for row in &comparison.rows {
+            assert!(page.contains(&format!("<td>{:.0}</td>", row.iops().median)));
+        }
+    }
+    assert!(page.ends_with("</html>\n"));
 }
 
 #[test]

@@ -129,6 +129,7 @@ fn peers(args: &BenchArgs) -> Result<(), CliError> {
         duration: Duration::from_secs_f64(args.seconds),
         rounds: args.rounds,
         connections: usize::from(args.connections),
+        html: args.html.clone(),
         output: output(args),
         stop: Stop::on_signal().map_err(failed)?,
         ..PeersOptions::default()

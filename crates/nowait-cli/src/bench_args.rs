@@ -78,7 +78,7 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "TIME", value_delimiter = ',', value_parser = parse_latency)]
     pub(crate) latency: Vec<Duration>,
 
-    /// Put the report of the engine's tables into FILE as one HTML page
+    /// peers and the engine's tables: put the report into FILE as one HTML page, too
     #[arg(long, value_name = "FILE")]
     pub(crate) html: Option<PathBuf>,
 

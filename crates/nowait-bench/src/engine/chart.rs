@@ -1,10 +1,11 @@
 //! Charts as inline SVG: gains as bars from 1× on, latency percentiles as dots on a line.
 //!
 //! Invariant: both axes are logarithmic, so that twice as much and half as much are equally long.
-//! Knows: table, text (figures). Known by: html.
+//! Knows: page, table, text (figures). Known by: html.
 
 use super::table::{Gain, Latency, Row, Table};
 use super::text::{factor, short};
+use crate::page::escaped;
 
 const WIDTH: f64 = 560.0;
 const LABEL_WIDTH: f64 = 200.0;
@@ -15,11 +16,6 @@ const BAR_HEIGHT: f64 = 11.0;
 const GAP: f64 = 6.0;
 /// Labels at the head stand at least so far apart.
 const TICK_DISTANCE: f64 = 38.0;
-
-/// Text as it may stand in HTML and SVG.
-pub(crate) fn escaped(text: &str) -> String {
-    text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
-}
 
 /// Figures to the places between labels and values.
 struct Scale {

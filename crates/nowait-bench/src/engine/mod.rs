@@ -148,7 +148,7 @@ impl Default for EngineOptions {
 /// the page cannot be written.
 pub fn run_engine(options: &EngineOptions, out: &mut impl Write) -> Result<EngineReport, Error> {
     check(options)?;
-    let page = options.html.as_deref().map(|path| html::create(path, options.overwrite));
+    let page = options.html.as_deref().map(|path| crate::page::create(path, options.overwrite));
     let page = page.transpose()?;
     let target = Target::open(options.file.as_deref(), options.overwrite, &[])?;
     let scene = Scene::set(&target, options)?;
