@@ -22,7 +22,7 @@ use crate::report::Machine;
 use crate::server::{Program, ServerKind};
 use crate::stop::Stop;
 use crate::turn::Turns;
-use crate::workload::{Caching, Direction, Neighbour, Terms, Transport, Workload};
+use crate::workload::{Caching, ClientKind, Direction, Neighbour, Terms, Transport, Workload};
 
 /// All is measured past the page cache: what is in it says nothing about a format.
 const TERMS: Terms = Terms { caching: Caching::Direct, transport: Transport::Plain };
@@ -128,6 +128,7 @@ pub fn run_images(options: &ImagesOptions, out: &mut impl Write) -> Result<Image
         interrupted: false,
     };
     let turns = Turns {
+        client: ClientKind::Own,
         placement,
         certificates: &certificates,
         scratch: scratch.path(),

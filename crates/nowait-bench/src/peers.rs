@@ -19,8 +19,8 @@ use crate::server::{Program, ServerKind};
 use crate::stop::Stop;
 use crate::target::{Access, Target};
 use crate::turn::Turns;
-use crate::workload::{Caching, Terms, Workload};
-use crate::{page, peers_page};
+use crate::workload::{Caching, ClientKind, Terms, Transport, Workload};
+use crate::{fio_client, page, peers_page};
 
 pub(crate) const DURATION_MIN: Duration = Duration::from_millis(50);
 pub(crate) const ROUNDS_MAX: u32 = 100;
@@ -58,6 +58,8 @@ pub struct PeersOptions {
     pub duration: Duration,
     /// How often, 1 to 100.
     pub rounds: u32,
+    /// Who makes the requests. fio takes no TLS here, and has nobody beside it.
+    pub client: ClientKind,
     /// Connections at once, 1 to 64, each with a workload's depth.
     pub connections: usize,
     /// The rows: depth 1 to 128, blocks of 4 KiB to 1 MiB in steps of 4 KiB.
@@ -82,6 +84,7 @@ impl Default for PeersOptions {
             overwrite: false,
             duration: Duration::from_secs(1),
             rounds: 3,
+            client: ClientKind::Own,
             connections: 1,
             workloads: Workload::standard(),
             tables: Terms::ALL.to_vec(),
@@ -131,6 +134,7 @@ pub fn run(options: &PeersOptions, out: &mut impl Write) -> Result<Report, Error
         placement,
         certificates: &certificates,
         scratch: scratch.path(),
+        client: options.client,
         connections: options.connections,
         duration: options.duration,
         stop: &options.stop,
@@ -181,7 +185,14 @@ fn check(options: &PeersOptions) -> Result<(), Error> {
         "has to be 1 to 64",
     )?;
     let rule = "depth has to be 1 to 128, blocks 4 KiB to 1 MiB in steps of 4 KiB";
-    within(options.workloads.iter().all(good_workload), "workloads", rule)
+    within(options.workloads.iter().all(good_workload), "workloads", rule)?;
+    if options.client == ClientKind::Own {
+        return Ok(());
+    }
+    let alone = options.workloads.iter().all(|workload| workload.beside.is_none());
+    let plain = options.tables.iter().all(|terms| terms.transport != Transport::Tls);
+    within(alone && plain, "client", "fio takes no TLS here, and has nobody beside it")?;
+    within(fio_client::is_there(), "client", "fio is not installed")
 }
 
 /// Those that can be measured, and those asked for that are not installed.

@@ -15,11 +15,12 @@ use crate::certificates::Certificates;
 use crate::client::{Client, Door, Payload, Stretch, latency_histogram};
 use crate::comparison::Sample;
 use crate::cpus::Placement;
+use crate::fio_client;
 use crate::server::{Program, Server};
 use crate::stop::Stop;
 use crate::target::Target;
 use crate::usage::{ProcessorTime, resident_bytes};
-use crate::workload::{Neighbour, Terms, Transport, Workload};
+use crate::workload::{ClientKind, Neighbour, Terms, Transport, Workload};
 
 const WARM_UP: Duration = Duration::from_millis(200);
 const BYTES_PER_MIB: f64 = 1_048_576.0;
@@ -33,6 +34,7 @@ pub(crate) struct Turns<'a> {
     pub(crate) certificates: &'a Certificates,
     /// A directory for sockets and messages.
     pub(crate) scratch: &'a Path,
+    pub(crate) client: ClientKind,
     pub(crate) connections: usize,
     pub(crate) duration: Duration,
     pub(crate) stop: &'a Stop,
@@ -72,6 +74,9 @@ impl Turns<'_> {
         terms: Terms,
     ) -> io::Result<Sample> {
         let export = program.kind.export();
+        if self.client == ClientKind::Fio {
+            return self.measure_by_fio(server, export, target, workload);
+        }
         let secret = (terms.transport == Transport::Tls).then_some(self.certificates);
         let mut connect = |workload: &Workload, connections, over: Range<u64>, payload| {
             server.when_ready(|address| {
@@ -99,6 +104,38 @@ impl Turns<'_> {
                 beside.join().map_err(|_| io::Error::other("the neighbour's client panicked"))?;
             let bytes_a_second = beside?.per_second() * load.block_bytes as f64;
             Ok(Sample { beside_mib_s: Some(bytes_a_second / BYTES_PER_MIB), ..sample? })
+        })
+    }
+
+    /// As `measure`, with another client.
+    fn measure_by_fio(
+        &self,
+        server: &mut Server,
+        export: &str,
+        target: &Target,
+        workload: &Workload,
+    ) -> io::Result<Sample> {
+        let address = server.when_ready(|address| address.connect().map(|_| address.clone()))?;
+        let before = ProcessorTime::read(server.pid())?;
+        let (bytes, connections) = (target.bytes, self.connections);
+        let told = fio_client::run(
+            &address,
+            export,
+            bytes,
+            workload,
+            connections,
+            self.duration,
+            self.stop,
+        )?;
+        let used_ns = ProcessorTime::read(server.pid())?.since(&before) as f64;
+        Ok(Sample {
+            iops: told.iops,
+            p50_us: told.p50_us,
+            p99_us: told.p99_us,
+            server_cpu_us: used_ns / NS_PER_US / told.requests,
+            server_rss_mib: resident_bytes(server.pid())? as f64 / BYTES_PER_MIB,
+            client_busy: told.busy,
+            beside_mib_s: None,
         })
     }
 

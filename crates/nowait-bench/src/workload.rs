@@ -38,6 +38,15 @@ pub enum Transport {
     Tls,
 }
 
+/// Who makes the requests.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum ClientKind {
+    /// Our own light client, which the server does not wait for.
+    Own,
+    /// fio with its nbd engine, to check the other's figures with.
+    Fio,
+}
+
 /// What all servers of one table have in common, beside the file; tables are never mixed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Terms {

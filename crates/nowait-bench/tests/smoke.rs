@@ -2,11 +2,12 @@
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::Duration;
 
 use nowait_bench::{
-    Caching, Direction, Error, ImageKind, ImageScene, ImagesOptions, Neighbour, Order, Output,
-    PeersOptions, Report, ServerKind, Terms, Transport, Workload, run_images,
+    Caching, ClientKind, Direction, Error, ImageKind, ImageScene, ImagesOptions, Neighbour, Order,
+    Output, PeersOptions, Report, ServerKind, Terms, Transport, Workload, run_images,
 };
 use serde_json::Value;
 use tempfile::TempDir;
@@ -97,6 +98,32 @@ fn every_server_is_measured_in_every_round_and_the_text_is_the_report() {
         }
     }
     assert!(page.ends_with("</html>\n"));
+}
+
+#[test]
+fn fio_measures_the_same_rows_where_it_is_installed() {
+    let directory = TempDir::new().expect("a temporary directory");
+    let options = PeersOptions {
+        client: ClientKind::Fio,
+        overwrite: true,
+        tables: vec![PLAIN, TCP],
+        rounds: 1,
+        ..options(&file_of_zeros(&directory))
+    };
+    if Command::new("fio").arg("--version").output().is_err() {
+        assert!(std::env::var_os("NOWAIT_REQUIRE_TOOLS").is_none(), "no fio");
+        eprintln!("skipped: no fio");
+        return;
+    }
+    let Some((report, _)) = measured(&options) else {
+        return;
+    };
+    assert!(report.failures.is_empty(), "{:?}", report.failures);
+    assert_eq!(report.comparisons.len(), 4);
+    let rows = report.comparisons.iter().flat_map(|comparison| &comparison.rows);
+    for sample in rows.flat_map(|row| &row.samples) {
+        assert!(sample.iops > 0.0 && sample.server_cpu_us > 0.0 && sample.p99_us >= sample.p50_us);
+    }
 }
 
 #[test]

@@ -8,11 +8,11 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use nowait_bench::{
-    Caching, CopyOptions, EngineOptions, ImagesOptions, Output, PeersOptions, Stop, Transport,
-    What, run_copies, run_engine, run_images,
+    Caching, ClientKind, CopyOptions, EngineOptions, ImagesOptions, Output, PeersOptions, Stop,
+    Transport, What, run_copies, run_engine, run_images,
 };
 
-use crate::bench_args::{BenchArgs, BenchCaching, BenchTransport, BenchWhat};
+use crate::bench_args::{BenchArgs, BenchCaching, BenchClient, BenchTransport, BenchWhat};
 use crate::error::{CliError, reason};
 
 /// Measures and prints.
@@ -157,6 +157,11 @@ fn peers(args: &BenchArgs) -> Result<(), CliError> {
         };
         caching && transport
     });
+    if args.client == BenchClient::Fio {
+        options.client = ClientKind::Fio;
+        options.tables.retain(|terms| terms.transport != Transport::Tls);
+        options.workloads.retain(|workload| workload.beside.is_none());
+    }
     let report = nowait_bench::run(&options, &mut io::stdout().lock()).map_err(failed)?;
     if report.interrupted {
         return Err(interrupted());

@@ -74,6 +74,10 @@ pub(crate) struct BenchArgs {
     #[arg(long, value_name = "HOW", value_enum)]
     pub(crate) transport: Option<BenchTransport>,
 
+    /// peers: who makes the requests; fio as a check of the figures, without TLS and without a flood beside it
+    #[arg(long, value_name = "WHO", value_enum, default_value = "own")]
+    pub(crate) client: BenchClient,
+
     /// vectored: latency of the made-up queue, as in 100us or 4ms; can be given more than once
     #[arg(long, value_name = "TIME", value_delimiter = ',', value_parser = parse_latency)]
     pub(crate) latency: Vec<Duration>,
@@ -105,6 +109,15 @@ pub(crate) enum BenchTransport {
     Tls,
     /// TCP against TCP
     Tcp,
+}
+
+/// Who makes the requests to the peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchClient {
+    /// A light client of our own, which the server does not wait for
+    Own,
+    /// fio with its nbd engine
+    Fio,
 }
 
 /// What `bench` can measure.
