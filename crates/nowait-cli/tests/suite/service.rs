@@ -7,6 +7,7 @@ use std::fs;
 use std::io::{ErrorKind, Read};
 use std::net::TcpStream;
 use std::os::unix::net::UnixDatagram;
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::thread;
 use std::time::Duration;
@@ -211,7 +212,8 @@ fn systemd_socket_activate_starts_it_with_the_first_client() {
     let wrapper = ["systemd-socket-activate", "-l", &path.to_string_lossy()];
     let server = thread::scope(|scope| {
         scope.spawn(|| {
-            while !path.exists() {
+            // Between bind(2) and listen(2) the socket is there and takes nobody.
+            while UnixStream::connect(&path).is_err() {
                 thread::sleep(Duration::from_millis(5));
             }
             writes_and_reads(&path);
