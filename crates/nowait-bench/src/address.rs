@@ -1,7 +1,8 @@
 //! Where a server listens, and the way to it.
 //!
 //! Invariant: nothing leaves this machine: the addresses are paths and ports of the loopback interface.
-//! Knows: nothing. Known by: server, session, client, turn, report, copying/race.
+//! Knows: nothing. Known by: server, session, client, fio_client, turn, report,
+//! copying/race.
 
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -27,6 +28,14 @@ impl Address {
     pub(crate) fn free_port() -> io::Result<Self> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         Ok(Address::Loopback(listener.local_addr()?.port()))
+    }
+
+    /// The URI of the export named `export` there.
+    pub(crate) fn uri(&self, export: &str) -> String {
+        match self {
+            Address::Unix(path) => format!("nbd+unix:///{export}?socket={}", path.display()),
+            Address::Loopback(port) => format!("nbd://127.0.0.1:{port}/{export}"),
+        }
     }
 
     /// A connection that fails when the server is silent for [`SILENCE_MAX`].

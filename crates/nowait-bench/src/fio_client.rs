@@ -1,23 +1,18 @@
 //! fio(1) with its nbd engine as the client, to check the figures of our own one with.
 //!
 //! Invariant: it runs where our own client would, keeps as many requests in flight, and is gone when the turn
-//! is over. Knows: address, comparison, stop, workload. Known by: turn, peers.
+//! is over. Knows: address, fio, stop, workload. Known by: turn.
 
 use std::io;
-use std::io::{Read, Seek, SeekFrom};
-use std::process::{Child, Command, Stdio};
-use std::thread;
 use std::time::Duration;
 
 use serde_json::Value;
 
 use crate::address::Address;
+use crate::fio;
 use crate::stop::Stop;
-use crate::workload::{Direction, Order, Workload};
+use crate::workload::{Direction, Workload};
 
-const LOOK: Duration = Duration::from_millis(5);
-/// In less it may not finish anything.
-const RUNTIME_MIN: Duration = Duration::from_millis(200);
 const NS_PER_US: f64 = 1e3;
 
 /// What fio tells of a run.
@@ -30,12 +25,6 @@ pub(crate) struct Told {
     pub(crate) p99_us: f64,
     /// Part of the time that it was not asleep, 0 to 1.
     pub(crate) busy: f64,
-}
-
-/// Whether it is installed.
-pub(crate) fn is_there() -> bool {
-    let output = Command::new("fio").arg("--version").stdin(Stdio::null()).output();
-    output.is_ok_and(|output| output.status.success())
 }
 
 /// Keeps `load` up on `connections` connections to the `export` of `bytes` bytes at `address`.
@@ -51,69 +40,27 @@ pub(crate) fn run(
     duration: Duration,
     stop: &Stop,
 ) -> io::Result<Told> {
-    let direction = match (load.order, load.direction) {
-        (Order::Random, Direction::Read) => "randread",
-        (Order::Random, Direction::Write) => "randwrite",
-        (Order::Sequential, Direction::Read) => "read",
-        (Order::Sequential, Direction::Write) => "write",
-    };
-    let uri = match address {
-        Address::Unix(path) => format!("nbd+unix:///{export}?socket={}", path.display()),
-        Address::Loopback(port) => format!("nbd://127.0.0.1:{port}/{export}"),
-    };
-    let (mut answer, mut complaint) = (tempfile::tempfile()?, tempfile::tempfile()?);
-    let mut child = Command::new("fio")
-        .args(["--name=bench", "--ioengine=nbd", "--time_based", "--norandommap", "--thread"])
-        .args(["--group_reporting", "--clat_percentiles=0", "--lat_percentiles=1"])
-        .args(["--output-format=json", &format!("--uri={uri}"), &format!("--rw={direction}")])
-        .args([format!("--bs={}", load.block_bytes), format!("--iodepth={}", load.depth)])
-        .args([format!("--size={bytes}"), format!("--numjobs={connections}")])
-        .arg(format!("--runtime={}ms", duration.max(RUNTIME_MIN).as_millis()))
-        .current_dir(std::env::temp_dir())
-        .stdin(Stdio::null())
-        .stdout(answer.try_clone()?)
-        .stderr(complaint.try_clone()?)
-        .spawn()?;
-    if !wait(&mut child, stop)? {
-        let said = text(&mut complaint)?;
-        let last = said.lines().rev().find(|line| !line.trim().is_empty());
-        return Err(io::Error::other(format!("fio: {}", last.unwrap_or("it was ended"))));
-    }
-    // Its nbd engine says something of its own before.
-    let answer = text(&mut answer)?;
-    let object = answer.find('{').and_then(|at| answer.get(at..)).unwrap_or_default();
-    let json: Value = serde_json::from_str(object).map_err(io::Error::other)?;
-    told(&json, load.direction).ok_or_else(|| io::Error::other("fio: its answer holds no figures"))
-}
-
-/// Waits for the end, or ends it when the measurement is stopped. True if it went well.
-fn wait(child: &mut Child, stop: &Stop) -> io::Result<bool> {
-    loop {
-        if let Some(status) = child.try_wait()? {
-            return Ok(status.success());
-        }
-        if stop.requested() {
-            child.kill()?;
-            child.wait()?;
-            return Ok(false);
-        }
-        thread::sleep(LOOK);
-    }
-}
-
-fn text(file: &mut std::fs::File) -> io::Result<String> {
-    let mut bytes = Vec::new();
-    file.seek(SeekFrom::Start(0))?;
-    file.read_to_end(&mut bytes)?;
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
+    let mut arguments = vec![
+        format!("--uri={}", address.uri(export)),
+        format!("--rw={}", fio::direction(load)),
+        format!("--bs={}", load.block_bytes),
+        format!("--iodepth={}", load.depth),
+        format!("--size={bytes}"),
+        format!("--numjobs={connections}"),
+        format!("--runtime={}ms", duration.max(fio::RUNTIME_MIN).as_millis()),
+    ];
+    let fixed = ["--name=bench", "--ioengine=nbd", "--time_based", "--norandommap", "--thread"];
+    arguments.extend(fixed.map(str::to_owned));
+    let wanted = ["--group_reporting", "--clat_percentiles=0", "--lat_percentiles=1"];
+    arguments.extend(wanted.map(str::to_owned));
+    arguments.push("--output-format=json".to_owned());
+    let answer = fio::run(&arguments, stop)?;
+    told(&answer, load.direction)
+        .ok_or_else(|| io::Error::other("fio: its answer holds no figures"))
 }
 
 fn told(json: &Value, direction: Direction) -> Option<Told> {
-    let job = json.get("jobs")?.get(0)?;
-    let figures = job.get(match direction {
-        Direction::Read => "read",
-        Direction::Write => "write",
-    })?;
+    let (job, figures) = fio::figures(json, direction)?;
     let figure = |of: &Value, name: &str| of.get(name)?.as_f64();
     let percentiles = figures.get("lat_ns")?.get("percentile")?;
     let requests = figure(figures, "total_ios")?;

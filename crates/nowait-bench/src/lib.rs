@@ -26,6 +26,7 @@ mod client;
 mod target;
 mod server;
 mod comparison;
+mod fio;
 mod fio_client;
 mod report;
 mod turn;

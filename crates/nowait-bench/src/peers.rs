@@ -20,7 +20,7 @@ use crate::stop::Stop;
 use crate::target::{Access, Target};
 use crate::turn::Turns;
 use crate::workload::{Caching, ClientKind, Terms, Transport, Workload};
-use crate::{fio_client, page, peers_page};
+use crate::{fio, page, peers_page};
 
 pub(crate) const DURATION_MIN: Duration = Duration::from_millis(50);
 pub(crate) const ROUNDS_MAX: u32 = 100;
@@ -192,7 +192,7 @@ fn check(options: &PeersOptions) -> Result<(), Error> {
     let alone = options.workloads.iter().all(|workload| workload.beside.is_none());
     let plain = options.tables.iter().all(|terms| terms.transport != Transport::Tls);
     within(alone && plain, "client", "fio takes no TLS here, and has nobody beside it")?;
-    within(fio_client::is_there(), "client", "fio is not installed")
+    within(fio::version().is_some(), "client", "fio is not installed")
 }
 
 /// Those that can be measured, and those asked for that are not installed.

@@ -85,7 +85,7 @@ impl Field<'_> {
             Route::NbdToFile => Some(self.serve(&source, &["--read-only"])?),
             Route::RawToRaw | Route::RawToQcow2 | Route::Qcow2ToRaw => None,
         };
-        let uri = format!("nbd+unix:///?socket={}", self.scratch.join("socket").display());
+        let uri = Address::Unix(self.scratch.join("socket")).uri("");
         let [source, target] = [source, target].map(|path| path.to_string_lossy().into_owned());
         let (from, to) = match route {
             Route::FileToNbd => (&source, &uri),

@@ -1,22 +1,17 @@
 //! fio(1) as a client of the file, where it is installed.
 //!
 //! Invariant: it gets the same place, length, direction and depth as the others, creates no file,
-//! and is gone when the turn is over. Knows: scene, table. Known by: tables.
+//! and is gone when the turn is over. Knows: fio, scene, table. Known by: tables.
 
-use std::io::{self, Read, Seek, SeekFrom};
-use std::process::{Child, Command, Stdio};
-use std::thread;
-use std::time::Duration;
+use std::io;
 
 use serde_json::Value;
 
 use super::scene::Scene;
 use super::table::{Latency, Sample};
-use crate::workload::{Direction, Order, Workload};
+use crate::fio;
+use crate::workload::{Direction, Workload};
 
-/// In less it may not finish anything after its warm-up.
-const RUNTIME_MIN_MS: u128 = 200;
-const LOOK: Duration = Duration::from_millis(5);
 const NS_PER_US: f64 = 1e3;
 const KIB_PER_MIB: f64 = 1024.0;
 /// Requests that are handed over and taken back at once, as a caller that cares would.
@@ -61,50 +56,26 @@ impl FioEngine {
     }
 }
 
-/// Whether it is installed, as it names itself.
-pub(crate) fn version() -> Option<String> {
-    let output = Command::new("fio").arg("--version").stdin(Stdio::null()).output().ok()?;
-    output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
-}
-
 /// Measures `load` on the scene's file.
 ///
 /// # Errors
 /// What it said on stderr, or that its answer could not be read.
 pub(crate) fn run(engine: FioEngine, load: &Workload, scene: &Scene<'_>) -> io::Result<Sample> {
-    let mut answer = tempfile::tempfile()?;
-    let mut complaint = tempfile::tempfile()?;
-    let mut child = Command::new("fio")
-        .args(arguments(engine, load, scene))
-        .current_dir(std::env::temp_dir())
-        .stdin(Stdio::null())
-        .stdout(answer.try_clone()?)
-        .stderr(complaint.try_clone()?)
-        .spawn()?;
-    let ended = wait(&mut child, scene);
-    if !ended? {
-        return Err(io::Error::other(format!("fio: {}", last_line(&mut complaint)?)));
-    }
-    let json: Value = serde_json::from_str(&text(&mut answer)?).map_err(io::Error::other)?;
-    sample(&json, load.direction)
+    let answer = fio::run(&arguments(engine, load, scene), scene.stop)?;
+    sample(&answer, load.direction)
         .ok_or_else(|| io::Error::other("fio: its answer holds no figures"))
 }
 
 fn arguments(engine: FioEngine, load: &Workload, scene: &Scene<'_>) -> Vec<String> {
-    let direction = match (load.order, load.direction) {
-        (Order::Random, Direction::Read) => "randread",
-        (Order::Random, Direction::Write) => "randwrite",
-        (Order::Sequential, Direction::Read) => "read",
-        (Order::Sequential, Direction::Write) => "write",
-    };
     // A colon separates files, and is escaped by a backslash (fio(1), filename).
     let path = scene.path.to_string_lossy().replace('\\', "\\\\").replace(':', "\\:");
-    let runtime = scene.duration.as_millis().max(RUNTIME_MIN_MS);
+    // In less it may not finish anything after its warm-up.
+    let runtime = scene.duration.max(fio::RUNTIME_MIN).as_millis();
     let mut arguments = vec![
         "--name=bench".to_owned(),
         format!("--filename={path}"),
         format!("--ioengine={}", engine.name()),
-        format!("--rw={direction}"),
+        format!("--rw={}", fio::direction(load)),
         format!("--bs={}", load.block_bytes),
         format!("--size={}", scene.bytes),
         format!("--runtime={runtime}ms"),
@@ -131,40 +102,8 @@ fn arguments(engine: FioEngine, load: &Workload, scene: &Scene<'_>) -> Vec<Strin
     arguments
 }
 
-/// Waits for the end, or ends it when the measurement is stopped. True if it went well.
-fn wait(child: &mut Child, scene: &Scene<'_>) -> io::Result<bool> {
-    loop {
-        if let Some(status) = child.try_wait()? {
-            return Ok(status.success());
-        }
-        if scene.stop.requested() {
-            child.kill()?;
-            child.wait()?;
-            return Ok(false);
-        }
-        thread::sleep(LOOK);
-    }
-}
-
-fn text(file: &mut std::fs::File) -> io::Result<String> {
-    let mut bytes = Vec::new();
-    file.seek(SeekFrom::Start(0))?;
-    file.read_to_end(&mut bytes)?;
-    Ok(String::from_utf8_lossy(&bytes).into_owned())
-}
-
-fn last_line(file: &mut std::fs::File) -> io::Result<String> {
-    let text = text(file)?;
-    let last = text.lines().rev().find(|line| !line.trim().is_empty());
-    Ok(last.unwrap_or("failed without a word").to_owned())
-}
-
 fn sample(json: &Value, direction: Direction) -> Option<Sample> {
-    let direction = match direction {
-        Direction::Read => "read",
-        Direction::Write => "write",
-    };
-    let figures = json.get("jobs")?.get(0)?.get(direction)?;
+    let (_, figures) = fio::figures(json, direction)?;
     let percentiles = figures.get("lat_ns")?.get("percentile");
     let us = |name: &str| Some(percentiles?.get(name)?.as_f64()? / NS_PER_US);
     let latency = || {

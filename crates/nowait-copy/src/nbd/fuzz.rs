@@ -5,7 +5,7 @@
 
 use std::io::{self, Read, Write};
 
-use nowait::{Buffer, Range, Span};
+use nowait::{Range, Span};
 use slab::Slab;
 
 use super::handshake;
@@ -73,19 +73,7 @@ pub struct Ended {
 pub fn replies<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> (Vec<Ended>, Result<(), String>) {
     let mut pending = Slab::new();
     for (pos, len, command) in PENDING {
-        let reads = command == wire::CMD_READ;
-        pending.insert(Pending {
-            tag: 0,
-            range: Range::new(pos, len),
-            memory: reads.then(|| Buffer::zeroed(len as usize).ok()).flatten(),
-            spans: Vec::new(),
-            command,
-            left: 1,
-            connection: 0,
-            covered: 0,
-            part_bytes: len,
-            answered: 0,
-        });
+        pending.insert(Pending::whole(command, Range::new(pos, len)));
     }
     let mut receiver = Receiver::new(0, Some(CONTEXT));
     let mut ended = Vec::new();

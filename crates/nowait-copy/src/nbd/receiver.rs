@@ -36,6 +36,24 @@ pub(super) struct Pending {
 }
 
 impl Pending {
+    /// A request of which nothing was answered, on the wire as a whole.
+    #[cfg(any(test, feature = "fuzz"))]
+    pub(super) fn whole(command: u16, range: Range) -> Self {
+        let reads = command == wire::CMD_READ;
+        Self {
+            tag: 0,
+            range,
+            memory: reads.then(|| Buffer::zeroed(range.len as usize).ok()).flatten(),
+            spans: Vec::new(),
+            command,
+            left: 1,
+            connection: 0,
+            covered: 0,
+            part_bytes: range.len,
+            answered: 0,
+        }
+    }
+
     /// What is asked for by the request on the wire that is called `cookie`.
     fn part(&self, cookie: u64) -> Outcome<Range> {
         let start = (cookie >> 32).saturating_mul(self.part_bytes);
@@ -376,19 +394,7 @@ mod tests {
     const AT: u64 = 1 << 33;
 
     fn pending(command: u16, len: u64) -> Pending {
-        let memory = (command == wire::CMD_READ).then(|| Buffer::zeroed(len as usize).unwrap());
-        Pending {
-            tag: 0,
-            range: Range::new(AT, len),
-            memory,
-            spans: Vec::new(),
-            command,
-            left: 1,
-            connection: 0,
-            covered: 0,
-            part_bytes: len,
-            answered: 0,
-        }
+        Pending::whole(command, Range::new(AT, len))
     }
 
     fn chunk(done: bool, kind: u16, cookie: u64, payload: &[u8]) -> Vec<u8> {

@@ -62,7 +62,6 @@ impl Cut {
 pub(crate) struct Coming {
     /// Its number.
     pub(crate) cut: usize,
-    pub(crate) request: Request,
     /// What no part of it was begun for, which may be nothing.
     pub(crate) rest: Io,
 }

@@ -50,14 +50,14 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
     /// unless it holds many requests and what is handed over ends at once: then the client gets its
     /// first replies, and makes new requests, while the other half is served.
     pub(crate) fn half_of(&self, index: usize, input: &[u8]) -> usize {
-        let conn =
-            self.conns.get(index).filter(|conn| self.ends_at_once && conn.has_whole_payload());
+        if !self.ends_at_once || input.len() < MANY_BYTES {
+            return usize::MAX;
+        }
+        let conn = self.conns.get(index).filter(|conn| conn.has_whole_payload());
         let Some(Phase::Transmission(dialect)) = conn.map(|conn| &conn.phase) else {
             return usize::MAX;
         };
-        let header =
-            RequestHeader::parse(dialect.mode, input).filter(|_| input.len() >= MANY_BYTES);
-        let Some(header) = header else { return usize::MAX };
+        let Some(header) = RequestHeader::parse(dialect.mode, input) else { return usize::MAX };
         let head = dialect.mode.request_bytes() as u64;
         let one = header.payload(dialect.mode).saturating_add(head);
         let many = MANY_REQUESTS.contains(&(input.len() as u64 / one));

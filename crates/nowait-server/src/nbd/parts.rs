@@ -34,15 +34,16 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
     pub(crate) fn cut(&mut self, index: usize, request: Request, io: Io) {
         if let Some(conn) = self.conns.get_mut(index) {
             let cut = self.cuts.insert(Cut::new(request, io));
-            conn.coming = Some(Coming { cut, request, rest: io });
+            conn.coming = Some(Coming { cut, rest: io });
         }
     }
 
     /// Makes room for the next part of the write that comes to connection `index`.
     pub(crate) fn begin_part(&mut self, index: usize) -> Taken {
         let Some(conn) = self.conns.get_mut(index) else { return Taken::TooFew };
-        let Some(coming) = &conn.coming else { return Taken::TooFew };
-        let (mut request, io) = (coming.request, coming.next());
+        let Some(coming) = &mut conn.coming else { return Taken::TooFew };
+        let Some(cut) = self.cuts.get(coming.cut) else { return Taken::TooFew };
+        let (mut request, io) = (cut.request, coming.next());
         if !conn.admits(&self.store, io.range.len) || !self.engine.has_room() {
             return Taken::Stall;
         }

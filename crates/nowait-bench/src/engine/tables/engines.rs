@@ -72,7 +72,7 @@ impl Client {
 pub(crate) fn plan<'a>(scene: &'a Scene<'a>) -> Vec<Plan<'a>> {
     let mut clients = vec![Client::Nowait, Client::BareRing, Client::Blocking, Client::Psync];
     let mut note = NOTE.to_owned();
-    match fio::version() {
+    match crate::fio::version() {
         Some(version) => {
             clients.extend(FioEngine::ALL.map(Client::Fio));
             note += &format!(". {version}: io_uring with fixed buffers and registered files");
