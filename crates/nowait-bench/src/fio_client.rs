@@ -40,7 +40,13 @@ pub(crate) fn run(
     duration: Duration,
     stop: &Stop,
 ) -> io::Result<Told> {
-    let mut arguments = vec![
+    // Options of an engine are known only behind its name.
+    let fixed = ["--name=bench", "--ioengine=nbd", "--time_based", "--norandommap", "--thread"];
+    let mut arguments = Vec::from(fixed.map(str::to_owned));
+    let wanted = ["--group_reporting", "--clat_percentiles=0", "--lat_percentiles=1"];
+    arguments.extend(wanted.map(str::to_owned));
+    arguments.push("--output-format=json".to_owned());
+    let given = [
         format!("--uri={}", address.uri(export)),
         format!("--rw={}", fio::direction(load)),
         format!("--bs={}", load.block_bytes),
@@ -49,11 +55,7 @@ pub(crate) fn run(
         format!("--numjobs={connections}"),
         format!("--runtime={}ms", duration.max(fio::RUNTIME_MIN).as_millis()),
     ];
-    let fixed = ["--name=bench", "--ioengine=nbd", "--time_based", "--norandommap", "--thread"];
-    arguments.extend(fixed.map(str::to_owned));
-    let wanted = ["--group_reporting", "--clat_percentiles=0", "--lat_percentiles=1"];
-    arguments.extend(wanted.map(str::to_owned));
-    arguments.push("--output-format=json".to_owned());
+    arguments.extend(given);
     let answer = fio::run(&arguments, stop)?;
     told(&answer, load.direction)
         .ok_or_else(|| io::Error::other("fio: its answer holds no figures"))
