@@ -7,7 +7,7 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::chain::{Chain, ChainOptions, Content, Format};
+use crate::chain::{Chain, ChainOptions, Content, Format, Locking};
 use crate::check::check;
 use crate::commit::{Overlay, commit};
 use crate::create::{CreateOptions, Preallocation, create};
@@ -27,8 +27,11 @@ struct Scene {
     directory: tempfile::TempDir,
 }
 
+/// Without locks: a program that another test starts holds those of a file that was just closed for
+/// as long as it takes from fork(2) to execve(2).
 fn options(writable: bool) -> ChainOptions {
-    ChainOptions { writable, backing_writable: writable, ..ChainOptions::default() }
+    let locking = Locking::Unlocked;
+    ChainOptions { writable, backing_writable: writable, locking, ..ChainOptions::default() }
 }
 
 impl Scene {
