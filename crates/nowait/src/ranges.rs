@@ -31,7 +31,8 @@ pub(crate) enum Hold {
 /// The stripes of one device.
 pub(crate) struct RangeLocks {
     stripes: Box<[AtomicU32]>,
-    sleepers: Mutex<()>,
+    /// How many sleep: if nobody does, nobody is woken, which costs a system call.
+    sleepers: Mutex<u32>,
     freed: Condvar,
 }
 
@@ -39,7 +40,7 @@ impl RangeLocks {
     pub(crate) fn new() -> Self {
         Self {
             stripes: (0..STRIPES).map(|_| AtomicU32::new(0)).collect(),
-            sleepers: Mutex::new(()),
+            sleepers: Mutex::new(0),
             freed: Condvar::new(),
         }
     }
@@ -98,12 +99,18 @@ impl RangeLocks {
 
     #[cold]
     fn wake(&self, stripe: usize) {
-        let _guard = self.sleep_lock();
+        let guard = self.sleep_lock();
         self.stripes[stripe].fetch_and(!WANTED, Ordering::Relaxed);
-        self.freed.notify_all();
+        self.wake_all(&guard);
     }
 
-    fn sleep_lock(&self) -> MutexGuard<'_, ()> {
+    fn wake_all(&self, sleepers: &u32) {
+        if *sleepers > 0 {
+            self.freed.notify_all();
+        }
+    }
+
+    fn sleep_lock(&self) -> MutexGuard<'_, u32> {
         self.sleepers.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
@@ -123,7 +130,7 @@ impl RangeLocks {
                     self.stripes[stripe].fetch_and(!WANTED, Ordering::Relaxed);
                 }
                 if self.try_take_marked(range, hold) {
-                    self.freed.notify_all();
+                    self.wake_all(&guard);
                     return;
                 }
                 continue;
@@ -133,9 +140,12 @@ impl RangeLocks {
     }
 
     /// Sleeps until something was freed; in a simulation, until the others have gone on.
-    fn sleep<'a>(&'a self, guard: MutexGuard<'a, ()>) -> MutexGuard<'a, ()> {
+    fn sleep<'a>(&'a self, mut guard: MutexGuard<'a, u32>) -> MutexGuard<'a, u32> {
         if !pause::is_possible() {
-            return self.freed.wait(guard).unwrap_or_else(PoisonError::into_inner);
+            *guard += 1;
+            guard = self.freed.wait(guard).unwrap_or_else(PoisonError::into_inner);
+            *guard -= 1;
+            return guard;
         }
         drop(guard);
         pause::here();
