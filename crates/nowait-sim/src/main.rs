@@ -2,8 +2,11 @@
 //!
 //! Knows: run, matrix, trace.
 
+use std::num::NonZero;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::{Parser, Subcommand};
@@ -35,9 +38,12 @@ struct Args {
     /// How long seed after seed is run; without it, one seed.
     #[arg(long)]
     seconds: Option<u64>,
+    /// Seeds that are run at the same time, each on a thread of its own [default: one for each CPU].
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
+    jobs: Option<u16>,
     /// Makes a mistake on purpose. In the engine: drop-flush, complete-before-data,
     /// free-slot-twice, reply-from-stale-buffer, forget-range-lock. In the server:
-    /// reply-from-old-buffer, reply-twice, lose-at-disconnect.
+    /// reply-from-old-buffer, reply-twice, lose-at-disconnect, trust-reports.
     #[arg(long, value_name = "MISTAKE")]
     r#break: Option<String>,
     /// Prints a failure as it is, without looking for fewer steps.
@@ -125,44 +131,87 @@ fn run_matrix(matrix: Matrix) -> bool {
     found.is_none()
 }
 
-fn run_seeds(first: u64, args: &Args, plan: impl Fn(u64) -> Plan) -> bool {
+/// What several threads do together: seeds, each run by one of them.
+struct Work<'a, P> {
+    plan: P,
+    first: u64,
+    /// Seeds that were begun.
+    begun: AtomicU64,
+    /// Seeds that were well, and what has happened in them.
+    well: Mutex<(u64, Counts)>,
+    failed: Mutex<Option<(Plan, Failure)>>,
+    began: Instant,
+    /// `None`: one seed.
+    limit: Option<Duration>,
+    bar: &'a ProgressBar,
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+impl<P: Fn(u64) -> Plan> Work<'_, P> {
+    /// Runs seed after seed until time is up or one of any thread's has failed.
+    fn go_on(&self) {
+        while lock(&self.failed).is_none() {
+            let number = self.begun.fetch_add(1, Ordering::Relaxed);
+            if number > 0 && self.limit.is_none_or(|limit| self.began.elapsed() >= limit) {
+                return;
+            }
+            let plan = (self.plan)(self.first.wrapping_add(number));
+            match run::run(&plan) {
+                Ok(counts) => self.was_well(counts),
+                Err(failure) => *lock(&self.failed) = Some((plan, failure)),
+            }
+        }
+    }
+
+    fn was_well(&self, counts: Counts) {
+        let mut well = lock(&self.well);
+        let (seeds, all) = &mut *well;
+        *seeds += 1;
+        all.requests += counts.requests;
+        all.cuts += counts.cuts;
+        all.operations += counts.operations;
+        self.bar.set_position(self.began.elapsed().as_secs());
+        self.bar.set_message(rates(*seeds, *all, self.began.elapsed()));
+    }
+}
+
+fn run_seeds(first: u64, args: &Args, plan: impl Fn(u64) -> Plan + Sync) -> bool {
     println!("seed {first}, {} steps each", args.steps);
-    let limit = args.seconds.map(Duration::from_secs);
     let bar = ProgressBar::new(args.seconds.unwrap_or(1));
     if let Ok(style) = ProgressStyle::with_template("{bar:40} {elapsed} {msg}") {
         bar.set_style(style);
     }
-    let (began, mut all, mut seeds) = (Instant::now(), Counts::default(), 0);
-    loop {
-        let plan = plan(first.wrapping_add(seeds));
-        match run::run(&plan) {
-            Ok(counts) => {
-                all.requests += counts.requests;
-                all.cuts += counts.cuts;
-                all.operations += counts.operations;
-            }
-            Err(failure) => {
-                bar.finish_and_clear();
-                if args.whole {
-                    println!("seed {} fails: {}", plan.seed, failure.what);
-                    return false;
-                }
-                println!("seed {} fails; it is made smaller now: {}", plan.seed, failure.what);
-                let (plan, failure) = run::shrink(&plan, &failure, SHRINKING);
-                report(&plan, &failure);
-                return false;
-            }
-        }
-        seeds += 1;
-        bar.set_position(began.elapsed().as_secs());
-        bar.set_message(rates(seeds, all, began.elapsed()));
-        if limit.is_none_or(|limit| began.elapsed() >= limit) {
-            break;
-        }
-    }
+    let work = Work {
+        plan,
+        first,
+        begun: AtomicU64::new(0),
+        well: Mutex::default(),
+        failed: Mutex::default(),
+        began: Instant::now(),
+        limit: args.seconds.map(Duration::from_secs),
+        bar: &bar,
+    };
+    let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
+    let jobs = args.jobs.map_or(cpus, usize::from);
+    std::thread::scope(|scope| (0..jobs).for_each(|_| drop(scope.spawn(|| work.go_on()))));
+    let time = work.began.elapsed();
     bar.finish_and_clear();
-    println!("all well: {}", rates(seeds, all, began.elapsed()));
-    true
+    let Some((plan, failure)) = lock(&work.failed).take() else {
+        let (seeds, all) = *lock(&work.well);
+        println!("all well: {}", rates(seeds, all, time));
+        return true;
+    };
+    if args.whole {
+        println!("seed {} fails: {}", plan.seed, failure.what);
+    } else {
+        println!("seed {} fails; it is made smaller now: {}", plan.seed, failure.what);
+        let (plan, failure) = run::shrink(&plan, &failure, SHRINKING);
+        report(&plan, &failure);
+    }
+    false
 }
 
 fn rates(seeds: u64, all: Counts, time: Duration) -> String {
