@@ -6,12 +6,9 @@
 //! Knows: pattern, model, scenario, judge, reply. Known by: server.
 
 use std::collections::VecDeque;
-use std::io::{ErrorKind, Read, Write};
-use std::net::Shutdown;
 use std::ops::ControlFlow::{Break, Continue};
-use std::os::unix::net::UnixStream;
 
-use nowait::sim::Random;
+use nowait::sim::{Far, Random};
 use nowait::{Flags, Op, Range};
 use nowait_nbd as nbd;
 
@@ -53,7 +50,7 @@ struct Sent {
 
 /// A client.
 pub struct Client {
-    socket: UnixStream,
+    socket: Far,
     /// The thread that serves it, and the connection's name there.
     pub home: (usize, u64),
     dialect: Dialect,
@@ -77,9 +74,9 @@ pub struct Client {
 }
 
 impl Client {
-    /// A client at `socket`, which never waits.
+    /// A client at `socket`.
     #[must_use]
-    pub fn new(socket: UnixStream, home: (usize, u64), random: &mut Random) -> Self {
+    pub fn new(socket: Far, home: (usize, u64), random: &mut Random) -> Self {
         let all = [Dialect::Simple, Dialect::Structured, Dialect::Extended];
         let dialect = random.pick(&all).unwrap_or(Dialect::Simple);
         let mut client = Self {
@@ -237,7 +234,7 @@ impl Client {
         let to = (self.sent + limit.min(self.unsent())).min(self.out.len());
         let part = self.out.get(self.sent..to).unwrap_or_default();
         // An error shows when it receives.
-        let taken = if part.is_empty() { 0 } else { self.socket.write(part).unwrap_or(0) };
+        let taken = if part.is_empty() { 0 } else { self.socket.send(part).unwrap_or(0) };
         self.sent += taken;
         let through = self.through();
         let mut begun = 0;
@@ -261,7 +258,7 @@ impl Client {
     pub fn leave(&mut self, how: Leaving) -> Vec<Flight> {
         match (how, self.leaving) {
             (Leaving::Abrupt, _) => {
-                let _ = self.socket.shutdown(Shutdown::Both);
+                self.socket.shutdown(true);
                 self.is_over = true;
                 return self.left_behind();
             }
@@ -272,7 +269,7 @@ impl Client {
             (Leaving::HalfClose, None) => {
                 self.out.truncate(self.sent);
                 self.queued.clear();
-                let _ = self.socket.shutdown(Shutdown::Write);
+                self.socket.shutdown(false);
             }
         }
         self.leaving = Some(how);
@@ -289,11 +286,13 @@ impl Client {
     /// # Errors
     /// What is not as it may be.
     pub fn receive(&mut self, scratch: &mut [u8], judge: &mut Judge) -> Result<(), Wrong> {
-        match self.socket.read(scratch) {
+        match self.socket.receive(scratch) {
             Ok(0) => return self.end(),
-            Ok(got) => self.input.extend_from_slice(scratch.get(..got).unwrap_or_default()),
-            Err(error) if error.kind() == ErrorKind::WouldBlock => return Ok(()),
-            Err(error) => return Err(Wrong::new(format!("a connection has failed: {error}"))),
+            Ok(got) => {
+                self.input.extend_from_slice(scratch.get(..got).unwrap_or_default());
+            }
+            // Nothing is there yet.
+            Err(_) => return Ok(()),
         }
         let input = std::mem::take(&mut self.input);
         let mut rest = input.as_slice();

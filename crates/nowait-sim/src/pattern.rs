@@ -68,6 +68,10 @@ pub fn fill(bytes: &mut [u8], pos: u64, value: Value) {
 /// Whether `bytes`, which lie at `pos`, are those of `value`.
 pub fn matches(bytes: &[u8], pos: u64, value: Value) -> bool {
     if pos.is_multiple_of(8) && bytes.len().is_multiple_of(8) {
+        // The first word of another value is another one; this one is all compared at once.
+        if bytes.first_chunk().is_some_and(|first| *first != word(value, pos / 8).to_le_bytes()) {
+            return false;
+        }
         let mut differs = 0;
         for (n, chunk) in bytes.as_chunks::<8>().0.iter().enumerate() {
             differs |= u64::from_le_bytes(*chunk) ^ word(value, pos / 8 + n as u64);

@@ -4,12 +4,9 @@
 //! its connection.
 //! Knows: model, scenario, judge, front, client. Known by: run.
 
-use std::os::unix::net::UnixStream;
-
 use nowait::Error;
-use nowait::sim::{Random, Sim};
+use nowait::sim::{Random, Sim, connection};
 use nowait_server::Simulated;
-use rustix::net::sockopt::set_socket_send_buffer_size;
 
 use crate::client::Client;
 use crate::front::{Front, Health};
@@ -22,6 +19,8 @@ use crate::scenario::{Action, Asked, Leaving, Scenario};
 const CLIENTS: usize = 6;
 /// Bytes that are received at once at most.
 const RECEIVE_BYTES: usize = 256 << 10;
+/// Bytes that most sockets hold.
+const ROOM_BYTES: usize = 208 << 10;
 /// Bytes that some sockets hold: less than a long reply has.
 const NARROW_BYTES: usize = 4096;
 
@@ -41,6 +40,10 @@ fn threads(image: &Image, scenario: &Scenario) -> Result<Vec<Simulated<AnyMap>>,
         Simulated::new(image.disk.clone(), image.workers.clone(), queue, scenario.config)
     };
     (0..scenario.parts).map(thread).collect()
+}
+
+fn broken(error: Error) -> Wrong {
+    Wrong::new(format!("no socket: {error}"))
 }
 
 impl Front for Server {
@@ -148,14 +151,9 @@ impl Server {
         if self.clients.len() >= CLIENTS {
             return Ok(());
         }
-        let failed = |error: std::io::Error| Wrong::new(format!("no socket: {error}"));
-        let (near, far) = UnixStream::pair().map_err(failed)?;
-        near.set_nonblocking(true).map_err(failed)?;
-        far.set_nonblocking(true).map_err(failed)?;
-        if random.below(3) == 0 {
-            set_socket_send_buffer_size(&near, NARROW_BYTES).map_err(|e| failed(e.into()))?;
-        }
-        let Some(name) = thread.connect(near.into()) else {
+        let mut room = || if random.below(3) == 0 { NARROW_BYTES } else { ROOM_BYTES };
+        let (near, far) = connection(room(), room()).map_err(broken)?;
+        let Some(name) = thread.connect(near) else {
             return Err(Wrong::new("a client was turned away".to_owned()));
         };
         self.clients.push(Client::new(far, (part, name), random));

@@ -23,6 +23,7 @@ pub fn name_of(broken: Broken) -> &'static str {
         Broken::Server(Mistake::ReplyFromOldBuffer) => "reply-from-old-buffer",
         Broken::Server(Mistake::ReplyTwice) => "reply-twice",
         Broken::Server(Mistake::LoseAtDisconnect) => "lose-at-disconnect",
+        Broken::Server(Mistake::TrustReports) => "trust-reports",
     }
 }
 

@@ -82,3 +82,8 @@ fn a_request_that_is_answered_twice_is_found() {
 fn a_request_that_is_lost_when_its_client_hangs_up_is_found() {
     is_found(Broken::Server(Mistake::LoseAtDisconnect));
 }
+
+#[test]
+fn an_end_that_is_missed_because_it_was_not_reported_is_found() {
+    is_found(Broken::Server(Mistake::TrustReports));
+}

@@ -2,11 +2,12 @@
 //!
 //! Invariant: without the feature `sim`, and on threads that no simulation runs on, nothing is ever
 //! paused: whoever asks has to sleep by itself.
-//! Knows: nothing. Known by: ranges, sim.
+//! Knows: nothing. Known by: ranges, remote, sim.
 
 #[cfg(feature = "sim")]
 thread_local! {
     static PAUSE: std::cell::Cell<Option<fn()>> = const { std::cell::Cell::new(None) };
+    static STIRRED: std::cell::Cell<u64> = const { std::cell::Cell::new(0) };
 }
 
 /// What is called on this thread instead of sleeping, or nothing.
@@ -28,6 +29,27 @@ pub fn here() {
     if let Some(pause) = PAUSE.get() {
         pause();
     }
+}
+
+/// Says that something was left for a thread that may sleep: what would be a write to a descriptor
+/// which it watches. False if nobody hears it but a descriptor's owner.
+#[cfg(feature = "sim")]
+pub(crate) fn stir() -> bool {
+    STIRRED.set(STIRRED.get().wrapping_add(1));
+    is_possible()
+}
+
+/// How often anything was stirred on this thread.
+#[cfg(feature = "sim")]
+pub(crate) fn stirred() -> u64 {
+    STIRRED.get()
+}
+
+/// Nobody hears it.
+#[cfg(not(feature = "sim"))]
+#[inline(always)]
+pub(crate) const fn stir() -> bool {
+    false
 }
 
 /// There is nobody.

@@ -2,13 +2,14 @@
 //!
 //! Invariant: a slot is pushed by at most one thread at a time and taken once; a push costs one
 //! atomic exchange and, when the list was empty, one write to the wake-up descriptor.
-//! Knows: error, sync. Known by: crew's users (worker jobs, queue/threads), engine.
+//! Knows: error, pause, sync. Known by: crew's users (worker jobs, queue/threads), engine.
 
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 use rustix::pipe::{PipeFlags, pipe_with};
 
 use crate::error::{Doing, Error};
+use crate::pause;
 use crate::sync::{AtomicI64, AtomicU32, Ordering};
 
 const EMPTY: u32 = u32::MAX;
@@ -91,8 +92,10 @@ impl Remote {
 
     /// Makes the descriptor readable.
     fn wake(&self) {
-        // A full pipe (EAGAIN) is readable already.
-        let _ = rustix::io::write(&self.waker, &[1]);
+        if !pause::stir() {
+            // A full pipe (EAGAIN) is readable already.
+            let _ = rustix::io::write(&self.waker, &[1]);
+        }
     }
 
     /// Whether there is something to take.

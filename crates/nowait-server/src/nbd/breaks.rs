@@ -2,7 +2,7 @@
 //!
 //! Invariant: without the feature `sim` nothing is ever broken and nothing is asked at run time;
 //! with it a mistake is made only on the thread that has asked for it.
-//! Knows: nothing. Known by: respond, conn.
+//! Knows: nothing. Known by: respond, conn, receive.
 
 use nowait::Buf;
 
@@ -16,12 +16,19 @@ pub enum Mistake {
     ReplyTwice,
     /// A connection is closed as soon as its client sends nothing more, whatever is in flight.
     LoseAtDisconnect,
+    /// A thread sleeps without having read once more: an end of which nothing was reported is missed.
+    TrustReports,
 }
 
 #[cfg(feature = "sim")]
 impl Mistake {
     /// All of them.
-    pub const ALL: [Self; 3] = [Self::ReplyFromOldBuffer, Self::ReplyTwice, Self::LoseAtDisconnect];
+    pub const ALL: [Self; 4] = [
+        Self::ReplyFromOldBuffer,
+        Self::ReplyTwice,
+        Self::LoseAtDisconnect,
+        Self::TrustReports,
+    ];
 }
 
 #[cfg(feature = "sim")]

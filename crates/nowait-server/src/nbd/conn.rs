@@ -3,11 +3,10 @@
 //! Invariant: what a client makes the server hold is bounded: `MAX_REQUESTS` requests and its share
 //! of the thread's memory for payload, counted until the reply has left. Beyond that its socket is
 //! not read.
-//! Knows: breaks, credentials, handshake, reply, door, respond, cut, tls, seats, patience, share,
-//! portion.
+//! Knows: breaks, credentials, handshake, socket, seats, patience, share,
+//! portion, reply, door, respond, cut, tls.
 //! Known by: entrance, group, turn, parse, parts.
 
-use std::os::fd::{AsFd, OwnedFd};
 use std::time::Instant;
 
 use nowait::Buf;
@@ -23,6 +22,7 @@ use super::reply::{Out, Sent};
 use super::respond::Request;
 use super::seats::Seat;
 use super::share::Store;
+use super::socket::Socket;
 use super::tls::{Channel, Session};
 
 /// Requests of one connection at most, from their arrival until their reply has left.
@@ -38,7 +38,7 @@ pub(crate) enum Phase {
 
 /// A connection on its way to a thread.
 pub(crate) struct Arrival {
-    socket: OwnedFd,
+    socket: Socket,
     channel: Channel,
     phase: Phase,
     /// Received bytes that are not parsed.
@@ -52,7 +52,7 @@ pub(crate) struct Arrival {
 
 impl Arrival {
     /// A connection that was just accepted: the client waits for the greeting.
-    pub(crate) fn new(socket: OwnedFd, secrecy: Secrecy, seat: Seat) -> Self {
+    pub(crate) fn new(socket: Socket, secrecy: Secrecy, seat: Seat) -> Self {
         let mut unsent = Vec::new();
         Handshake::greeting(&mut unsent);
         let phase = Phase::Handshake(Handshake::new(secrecy));
@@ -104,7 +104,7 @@ impl Payload {
 
 /// A connection.
 pub(crate) struct Conn {
-    pub(crate) socket: OwnedFd,
+    pub(crate) socket: Socket,
     pub(crate) channel: Channel,
     /// Tells this connection from an earlier one in the same place.
     pub(crate) generation: u64,
@@ -202,7 +202,7 @@ impl Conn {
     /// sent.
     #[inline]
     pub(crate) fn send(&mut self, budget: &mut u64) -> Sent {
-        let (socket, most) = (self.socket.as_fd(), &mut self.portion.send);
+        let (socket, most) = (&self.socket, &mut self.portion.send);
         let before = *most;
         let sent = match &mut self.channel {
             Channel::Plain => self.out.send(socket, most, budget),
@@ -240,7 +240,7 @@ impl Conn {
         if let Err(error) = result {
             tracing::debug!("TLS with a client has failed: {error}");
             // It tells the client why, if there is room for it.
-            session.send(&mut Out::default(), self.socket.as_fd(), &mut 0, &mut 0);
+            session.send(&mut Out::default(), &self.socket, &mut 0, &mut 0);
             self.break_off();
         }
         // What ends is noticed by reading on.
@@ -282,7 +282,7 @@ impl Conn {
         if let Channel::Tls(session) = &mut self.channel
             && self.input != Input::Broken
         {
-            session.say_goodbye(self.socket.as_fd());
+            session.say_goodbye(&self.socket);
         }
     }
 

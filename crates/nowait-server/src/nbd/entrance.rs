@@ -38,7 +38,7 @@ impl Entrance {
                 Ok(socket) => match self.seats.take() {
                     Some(seat) => {
                         self.is_full = false;
-                        take_in(Arrival::new(socket, self.secrecy, seat));
+                        take_in(Arrival::new(socket.into(), self.secrecy, seat));
                     }
                     None => self.turn_away(),
                 },

@@ -11,6 +11,7 @@ mod context;
 mod option;
 mod credentials;
 mod handshake;
+mod socket;
 mod listener;
 mod seats;
 mod patience;

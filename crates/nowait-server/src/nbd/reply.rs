@@ -2,16 +2,15 @@
 //!
 //! Invariant: what is sent are whole replies in the order in which they were pushed; a buffer goes
 //! home when its last byte was taken by the socket.
-//! Knows: head. Known by: respond, tls, conn.
+//! Knows: head, socket. Known by: respond, tls, conn.
 
 use std::collections::VecDeque;
 use std::io::IoSlice;
-use std::os::fd::BorrowedFd;
 
 use nowait::Buf;
-use rustix::net::{SendAncillaryBuffer, SendFlags, sendmsg};
 
 use super::head::ReplyHead;
+use super::socket::Socket;
 
 /// Pieces that one send takes.
 pub(crate) const PIECES: usize = 256;
@@ -166,12 +165,7 @@ impl Out {
 
     /// Sends as much as the socket takes, and no more than `most` bytes, which become fewer by that.
     /// Adds up the budget of what was sent.
-    pub(crate) fn send(
-        &mut self,
-        socket: BorrowedFd<'_>,
-        most: &mut u64,
-        budget: &mut u64,
-    ) -> Sent {
+    pub(crate) fn send(&mut self, socket: &Socket, most: &mut u64, budget: &mut u64) -> Sent {
         while !self.replies.is_empty() {
             if *most == 0 {
                 return Sent::Enough;
@@ -194,14 +188,10 @@ impl Out {
         Sent::All
     }
 
-    fn send_once<const N: usize>(
-        &self,
-        socket: BorrowedFd<'_>,
-        most: u64,
-    ) -> rustix::io::Result<usize> {
+    fn send_once<const N: usize>(&self, socket: &Socket, most: u64) -> rustix::io::Result<usize> {
         let mut pieces = [IoSlice::new(&[]); N];
         let used = self.pieces(&mut pieces, most);
-        send_pieces(socket, &pieces[..used])
+        socket.send(&pieces[..used])
     }
 
     /// What is to be sent next, `most` bytes of it, as far as there is room in `pieces`, which has
@@ -248,19 +238,10 @@ impl Out {
     }
 }
 
-/// One send, which neither waits nor raises a signal. Returns the bytes taken.
-pub(crate) fn send_pieces(
-    socket: BorrowedFd<'_>,
-    pieces: &[IoSlice<'_>],
-) -> rustix::io::Result<usize> {
-    let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-    sendmsg(socket, pieces, &mut SendAncillaryBuffer::default(), flags)
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Read;
-    use std::os::fd::AsFd;
+    use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;
 
     use super::super::head::Answer;
@@ -275,6 +256,7 @@ mod tests {
     fn replies_cut_by_a_full_socket_or_by_a_bound_arrive_whole_and_in_order() {
         let (near, mut far) = UnixStream::pair().unwrap();
         near.set_nonblocking(true).unwrap();
+        let near = Socket::from(OwnedFd::from(near));
         let mut out = Out::default();
         let mut expected = Vec::new();
         for n in 0..600u64 {
@@ -287,7 +269,7 @@ mod tests {
         let (mut budget, mut got, mut fulls, mut enoughs) = (0, Vec::new(), 0, 0);
         loop {
             let mut most = 70_001;
-            match out.send(near.as_fd(), &mut most, &mut budget) {
+            match out.send(&near, &mut most, &mut budget) {
                 Sent::All => break,
                 Sent::Full => fulls += 1,
                 Sent::Enough => {
@@ -310,10 +292,11 @@ mod tests {
     fn the_bytes_of_replies_begin_where_a_full_socket_cut_them() {
         let (near, mut far) = UnixStream::pair().unwrap();
         near.set_nonblocking(true).unwrap();
+        let near = Socket::from(OwnedFd::from(near));
         let mut out = Out::default();
         out.push_bytes(vec![7; 4 << 20]);
         out.push_bytes(vec![8; 100]);
-        assert_eq!(out.send(near.as_fd(), &mut u64::MAX.clone(), &mut 0), Sent::Full);
+        assert_eq!(out.send(&near, &mut u64::MAX.clone(), &mut 0), Sent::Full);
         let rest = out.take_unsent();
         drop(near);
         let mut got = Vec::new();
@@ -326,9 +309,10 @@ mod tests {
     #[test]
     fn a_peer_that_is_gone_breaks_the_connection() {
         let (near, far) = UnixStream::pair().unwrap();
+        let near = Socket::from(OwnedFd::from(near));
         drop(far);
         let mut out = Out::default();
         out.push(simple(1), Body::None, 0);
-        assert_eq!(out.send(near.as_fd(), &mut 100, &mut 0), Sent::Broken);
+        assert_eq!(out.send(&near, &mut 100, &mut 0), Sent::Broken);
     }
 }

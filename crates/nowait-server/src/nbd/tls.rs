@@ -3,15 +3,15 @@
 //! Invariant: after the client's STARTTLS not a byte from the socket is taken for anything but TLS,
 //! whenever it came; sealed bytes are sent in order and once; of replies, at most `SEALED_BYTES`
 //! are sealed and not sent, and their budget is given back when they have left.
-//! Knows: credentials, reply. Known by: conn, turn.
+//! Knows: credentials, socket, reply. Known by: conn, turn.
 
 use std::io::{self, BufRead, IoSlice, Write};
-use std::os::fd::BorrowedFd;
 
 use rustls::ServerConnection;
 
 use super::credentials::Credentials;
-use super::reply::{Out, PIECES, Sent, send_pieces};
+use super::reply::{Out, PIECES, Sent};
+use super::socket::Socket;
 
 /// Bytes of replies that are sealed together: most of what one send takes.
 const SEALED_BYTES: usize = 256 << 10;
@@ -95,7 +95,7 @@ impl Session {
     pub(crate) fn send(
         &mut self,
         out: &mut Out,
-        socket: BorrowedFd<'_>,
+        socket: &Socket,
         most: &mut u64,
         budget: &mut u64,
     ) -> Sent {
@@ -118,14 +118,14 @@ impl Session {
     }
 
     /// Says goodbye, if the socket has room for it now: it is a courtesy.
-    pub(crate) fn say_goodbye(&mut self, socket: BorrowedFd<'_>) {
+    pub(crate) fn say_goodbye(&mut self, socket: &Socket) {
         self.tls.send_close_notify();
         self.send_sealed(socket);
     }
 
-    fn send_sealed(&mut self, socket: BorrowedFd<'_>) -> Sent {
+    fn send_sealed(&mut self, socket: &Socket) -> Sent {
         while !self.clear.is_empty() {
-            match send_pieces(socket, &[IoSlice::new(&self.clear)]) {
+            match socket.send(&[IoSlice::new(&self.clear)]) {
                 Ok(taken) => drop(self.clear.drain(..taken)),
                 Err(rustix::io::Errno::INTR) => {}
                 Err(rustix::io::Errno::AGAIN) => return Sent::Full,
@@ -133,7 +133,7 @@ impl Session {
             }
         }
         while self.tls.wants_write() {
-            match self.tls.write_tls(&mut Socket(socket)) {
+            match self.tls.write_tls(&mut Records(socket)) {
                 Ok(_) => {}
                 Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => return Sent::Full,
@@ -156,15 +156,15 @@ impl Session {
 }
 
 /// A socket to write records to.
-struct Socket<'a>(BorrowedFd<'a>);
+struct Records<'a>(&'a Socket);
 
-impl Write for Socket<'_> {
+impl Write for Records<'_> {
     fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
         self.write_vectored(&[IoSlice::new(bytes)])
     }
 
     fn write_vectored(&mut self, pieces: &[IoSlice<'_>]) -> io::Result<usize> {
-        Ok(send_pieces(self.0, pieces)?)
+        Ok(self.0.send(pieces)?)
     }
 
     fn flush(&mut self) -> io::Result<()> {

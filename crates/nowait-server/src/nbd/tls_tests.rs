@@ -4,7 +4,7 @@
 //! Knows: tls, credentials, reply, head, wire. Known by: nobody.
 
 use std::io::Read;
-use std::os::fd::AsFd;
+use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
@@ -36,7 +36,7 @@ fn credentials() -> (Credentials, CertificateDer<'static>) {
 /// Both sides of a connection after STARTTLS, at which `out` held what was not sent yet.
 struct Pair {
     session: Session,
-    near: UnixStream,
+    near: Socket,
     client: ClientConnection,
     far: UnixStream,
 }
@@ -58,6 +58,7 @@ impl Pair {
         let (near, far) = UnixStream::pair().unwrap();
         near.set_nonblocking(true).unwrap();
         far.set_nonblocking(true).unwrap();
+        let near = OwnedFd::from(near).into();
         Self { session: Session::new(&credentials, out).unwrap(), near, client, far }
     }
 
@@ -73,7 +74,7 @@ impl Pair {
     }
 
     fn send(&mut self, out: &mut Out, budget: &mut u64) -> Sent {
-        self.session.send(out, self.near.as_fd(), &mut u64::MAX.clone(), budget)
+        self.session.send(out, &self.near, &mut u64::MAX.clone(), budget)
     }
 
     /// What the client has to say comes to the session in pieces of at most `piece` bytes.
@@ -138,7 +139,7 @@ fn replies_arrive_whole_and_in_order_though_the_socket_fills() {
     let (mut budget, mut got, mut fulls, mut enoughs) = (0, Vec::new(), 0, 0);
     loop {
         let mut most = 300_001;
-        let sent = pair.session.send(&mut out, pair.near.as_fd(), &mut most, &mut budget);
+        let sent = pair.session.send(&mut out, &pair.near, &mut most, &mut budget);
         got.extend(pair.client_listens());
         // What the client has not got is not given back, whether it is sealed or not.
         let whole = bytes_of.partition_point(|&end| end <= got.len()) as u64;
@@ -177,13 +178,14 @@ fn what_was_not_sent_before_tls_is_sent_in_clear_and_first() {
     out.push_bytes(vec![1; 3]);
     out.push_bytes(vec![2; 5]);
     let (near, mut far) = UnixStream::pair().unwrap();
+    let near = Socket::from(OwnedFd::from(near));
     let (credentials, _) = credentials();
     let mut session = Session::new(&credentials, &mut out).unwrap();
     assert!(out.is_empty() && session.has_unsent());
     let mut said = client_hello();
     said.truncate(said.len() - 1);
     session.open(&said, |_| panic!("nothing can be inside")).unwrap();
-    assert_eq!(session.send(&mut out, near.as_fd(), &mut 100, &mut 0), Sent::All);
+    assert_eq!(session.send(&mut out, &near, &mut 100, &mut 0), Sent::All);
     let mut got = [0; 8];
     far.read_exact(&mut got).unwrap();
     assert_eq!(got, [1, 1, 1, 2, 2, 2, 2, 2]);
@@ -229,7 +231,7 @@ fn a_goodbye_ends_a_session_and_nothing_counts_after_it() {
     let mut out = Out::default();
     out.push(simple(1), Body::None, 0);
     assert_eq!(pair.send(&mut out, &mut 0), Sent::All);
-    pair.session.say_goodbye(pair.near.as_fd());
+    pair.session.say_goodbye(&pair.near);
     assert_eq!(pair.client_listens(), simple(1).as_slice());
     assert!(pair.client.process_new_packets().unwrap().peer_has_closed());
 }

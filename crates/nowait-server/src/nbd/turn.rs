@@ -442,7 +442,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         let Some(mut conn) = self.remove(index) else { return };
         conn.say_goodbye();
         // The queue may hold the socket open for a little longer; the client should not notice.
-        let _ = rustix::net::shutdown(&conn.socket, rustix::net::Shutdown::Both);
+        conn.socket.shut_down();
         tracing::debug!("a connection to export {} has ended", self.export);
     }
 

@@ -52,6 +52,11 @@ impl SimDevice {
         self.lock().random = Random::new(seed);
     }
 
+    /// Lets `draw` use what the device's own chances come from.
+    pub(crate) fn draw(&self, draw: impl FnOnce(&mut Random)) {
+        draw(&mut self.lock().random);
+    }
+
     /// What goes wrong from now on.
     pub fn set_faults(&self, faults: Faults) {
         self.lock().faults = faults;

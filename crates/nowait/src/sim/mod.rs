@@ -13,12 +13,14 @@ mod fault;
 mod media;
 mod state;
 mod device;
+mod net;
 mod queue;
 
 pub use crate::breaks::{Break, set as set_break};
 pub use crate::pause::{here as pause, is_possible as can_pause, set as set_pause};
 pub use device::SimDevice;
 pub use fault::{ERRNOS, Fault, Faults, KICK_ERRNO};
+pub use net::{Far, Near, connection};
 pub use queue::Sim;
 pub use random::Random;
 pub use state::SimOptions;

@@ -1,8 +1,8 @@
 //! The queue of a simulated device.
 //!
-//! Invariant: what was placed since the last hand-over is not started; watched descriptors are
-//! real ones, asked for without waiting, so that on one thread they too report the same each time.
-//! Knows: device, queue, epoll.
+//! Invariant: what was placed since the last hand-over is not started; where others run while a thread
+//! would wait, nothing is asked of the system, so that the same calls report the same each time.
+//! Knows: device, net, queue, epoll, pause.
 #![allow(unsafe_code)]
 
 use std::os::fd::BorrowedFd;
@@ -11,12 +11,11 @@ use std::time::Duration;
 
 use super::device::SimDevice;
 use super::fault::KICK_ERRNO;
+use super::net::Watched;
 use crate::error::{Doing, Error};
 use crate::io::{Outcome, Transfer};
+use crate::pause;
 use crate::queue::{Epoll, Interest, Queue, QueueFull, Token};
-
-/// Looks at the queue of which one asks for watched descriptors too, if others bring something.
-const LOOKS_PER_POLL: u32 = 8;
 
 /// A queue on a [`SimDevice`].
 pub struct Sim {
@@ -25,7 +24,10 @@ pub struct Sim {
     placed: Vec<(Transfer, Token)>,
     reports: Vec<(Token, Outcome, (u64, u64))>,
     watched: Epoll,
-    looks: u32,
+    sockets: Watched,
+    ready: Vec<(Token, Outcome)>,
+    /// What was heard last: [`pause::stirred`].
+    heard: u64,
 }
 
 impl Sim {
@@ -37,7 +39,23 @@ impl Sim {
         let watched = Epoll::new()?;
         let number = device.add_queue();
         let (placed, reports) = (Vec::with_capacity(64), Vec::with_capacity(64));
-        Ok(Self { device, number, placed, reports, watched, looks: 0 })
+        let (sockets, ready) = (Watched::default(), Vec::new());
+        Ok(Self { device, number, placed, reports, watched, sockets, ready, heard: 0 })
+    }
+
+    /// Whether something watched is ready, or a slot has come home. On a thread that is simulated
+    /// no descriptor is real, and whoever brings a slot home says so.
+    fn hears(&mut self) -> Result<bool, Error> {
+        let Self { sockets, ready, .. } = self;
+        self.device.draw(|random| sockets.look(random, ready));
+        let stirred = match pause::is_possible() {
+            true => std::mem::replace(&mut self.heard, pause::stirred()) != self.heard,
+            false => {
+                self.watched.wait(Some(Duration::ZERO))?;
+                self.watched.is_ready()
+            }
+        };
+        Ok(stirred || !self.ready.is_empty())
     }
 }
 
@@ -72,20 +90,20 @@ impl Queue for Sim {
     fn reap(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
         self.device.reap(self.number, &mut self.reports);
         let count = self.reports.len();
-        self.looks = self.looks.wrapping_add(1);
-        if count == 0 || self.looks.is_multiple_of(LOOKS_PER_POLL) {
-            // An error shows in `wait`.
-            let _ = self.watched.wait(Some(Duration::ZERO));
-        }
         self.reports.drain(..).for_each(|(token, outcome, _)| sink(token, outcome));
-        if self.watched.is_ready() { count + self.watched.take(sink) } else { count }
+        // An error shows in `wait`.
+        if !self.hears().unwrap_or(false) {
+            return count;
+        }
+        let sockets = self.ready.len();
+        self.ready.drain(..).for_each(|(token, bits)| sink(token, bits));
+        count + sockets + self.watched.take(sink)
     }
 
     /// Time passes until something has ended; if nothing will, it returns.
     fn wait(&mut self, _: Option<Duration>) -> Result<(), Error> {
         self.kick()?;
-        self.watched.wait(Some(Duration::ZERO))?;
-        if !self.watched.is_ready() {
+        if !self.hears()? {
             self.device.wait(self.number);
         }
         Ok(())
@@ -94,16 +112,20 @@ impl Queue for Sim {
     fn pending(&mut self) -> bool {
         !self.placed.is_empty()
             || self.device.has_ended(self.number)
-            || self.watched.is_ready()
-            || self.watched.wait(Some(Duration::ZERO)).is_ok() && self.watched.is_ready()
+            || self.hears().unwrap_or(false)
     }
 
     fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
+        if self.sockets.watch(fd, token, interest) {
+            return Ok(());
+        }
         self.watched.watch(fd, token, interest)
     }
 
     fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
-        self.watched.unwatch(fd, token);
+        if !self.sockets.unwatch(fd, token) {
+            self.watched.unwatch(fd, token);
+        }
     }
 
     // SAFETY: the memory is not kept.

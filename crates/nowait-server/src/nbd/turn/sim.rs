@@ -4,16 +4,16 @@
 //! accepts, sleeps nor spins, and looks at no clock, so that no client is ever late.
 //! Knows: turn, conn, group, handshake, device. Known by: simulations.
 
-use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nowait::sim::Sim;
+use nowait::sim::{Near, Sim};
 use nowait::{Config, Disk, Engine, Error, Map, Workers};
 
 use super::super::conn::Arrival;
 use super::super::group::Post;
 use super::super::handshake::Secrecy;
+use super::super::socket::Socket;
 use super::Thread;
 use crate::device::Device;
 
@@ -38,11 +38,11 @@ impl<M: Map> Simulated<M> {
         Ok(Self(Thread::new(post, device, engine)))
     }
 
-    /// A client has connected, and `socket`, which never waits, is the server's end. Returns a name
+    /// A client has connected, and `near` is the server's end. Returns a name
     /// for the connection, or `None` when all seats are taken.
-    pub fn connect(&mut self, socket: OwnedFd) -> Option<u64> {
+    pub fn connect(&mut self, near: Near) -> Option<u64> {
         let seat = self.0.shared.seats.take()?;
-        self.0.add(Arrival::new(socket, Secrecy::Off, seat));
+        self.0.add(Arrival::new(Socket::Simulated(near), Secrecy::Off, seat));
         Some(self.0.generation)
     }
 
@@ -60,8 +60,10 @@ impl<M: Map> Simulated<M> {
     pub fn turn(&mut self, waits: bool) -> Result<(), Error> {
         let Thread { events, lines, engine, .. } = &mut self.0;
         let idle = lines.is_empty() && events.is_empty() && !engine.pending();
+        let waits = waits && idle && !self.0.read_once_more();
+        let Thread { events, engine, .. } = &mut self.0;
         let mut watched = |token, bits| events.push((token, bits));
-        match waits && idle {
+        match waits {
             true => engine.wait(Some(Duration::ZERO), &mut watched)?,
             false => engine.poll_watched(&mut watched)?,
         }
