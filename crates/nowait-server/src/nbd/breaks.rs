@@ -23,12 +23,8 @@ pub enum Mistake {
 #[cfg(feature = "sim")]
 impl Mistake {
     /// All of them.
-    pub const ALL: [Self; 4] = [
-        Self::ReplyFromOldBuffer,
-        Self::ReplyTwice,
-        Self::LoseAtDisconnect,
-        Self::TrustReports,
-    ];
+    pub const ALL: [Self; 4] =
+        [Self::ReplyFromOldBuffer, Self::ReplyTwice, Self::LoseAtDisconnect, Self::TrustReports];
 }
 
 #[cfg(feature = "sim")]
