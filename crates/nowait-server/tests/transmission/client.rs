@@ -2,13 +2,17 @@
 //!
 //! Invariant: what comes is taken apart only as far as the headers say; of a chunk with an extended
 //! header the offset is compared with its request's.
-//! Knows: NBD proto.md. Known by: the tests of this program.
+//! Knows: stream, NBD proto.md. Known by: the tests of this program.
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
+
+use rustls::pki_types::CertificateDer;
+
+use crate::stream::Stream;
 
 /// NBD proto.md, "Values" and the sections named there.
 const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
@@ -19,7 +23,8 @@ const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
 const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
 const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
 const FIXED_NEWSTYLE_NO_ZEROES: u32 = 0b11;
-const OPT_GO: u32 = 7;
+pub(crate) const OPT_STARTTLS: u32 = 5;
+pub(crate) const OPT_GO: u32 = 7;
 const OPT_STRUCTURED_REPLY: u32 = 8;
 const OPT_SET_META_CONTEXT: u32 = 10;
 const OPT_EXTENDED_HEADERS: u32 = 11;
@@ -136,7 +141,7 @@ pub(crate) struct Outcome {
 
 /// A connection in transmission phase.
 pub(crate) struct Client {
-    stream: UnixStream,
+    pub(crate) stream: Stream,
     pub(crate) mode: Mode,
     /// `NBD_INFO_EXPORT`.
     pub(crate) size: u64,
@@ -158,17 +163,45 @@ impl Client {
 
     /// The same, with or without a context.
     pub(crate) fn connect_selecting(socket: &Path, mode: Mode, with_context: bool) -> Self {
+        Self::greeted(socket, mode).negotiated(with_context)
+    }
+
+    /// As `connect`, by TLS with the server that has `cert`.
+    pub(crate) fn connect_encrypted(
+        socket: &Path,
+        mode: Mode,
+        cert: &CertificateDer<'static>,
+    ) -> Self {
+        let mut client = Self::greeted(socket, mode);
+        assert_eq!(client.option(OPT_STARTTLS, &[]), []);
+        client.stream = client.stream.encrypted(cert);
+        client.negotiated(mode != Mode::Simple)
+    }
+
+    /// A client that knows which server it is connected to, and has asked for nothing.
+    pub(crate) fn greeted(socket: &Path, mode: Mode) -> Self {
         let stream = UnixStream::connect(socket).unwrap();
         stream.set_read_timeout(Some(SILENCE)).unwrap();
         stream.set_write_timeout(Some(SILENCE)).unwrap();
-        let cookie = 0x1122_3344_0000_0000;
-        let (size, transmission_flags, block_sizes, context) = (0, 0, [0; 3], 0);
-        let pending = HashMap::new();
-        let mut client =
-            Self { stream, mode, size, transmission_flags, block_sizes, context, cookie, pending };
+        let mut client = Self {
+            stream: Stream::Plain(stream),
+            mode,
+            size: 0,
+            transmission_flags: 0,
+            block_sizes: [0; 3],
+            context: 0,
+            cookie: 0x1122_3344_0000_0000,
+            pending: HashMap::new(),
+        };
         client.bytes::<18>();
         client.stream.write_all(&FIXED_NEWSTYLE_NO_ZEROES.to_be_bytes()).unwrap();
-        match mode {
+        client
+    }
+
+    /// Goes on to the transmission phase.
+    fn negotiated(mut self, with_context: bool) -> Self {
+        let client = &mut self;
+        match client.mode {
             Mode::Simple => {}
             Mode::Structured => assert_eq!(client.option(OPT_STRUCTURED_REPLY, &[]), []),
             Mode::Extended => assert_eq!(client.option(OPT_EXTENDED_HEADERS, &[]), []),
@@ -188,14 +221,12 @@ impl Client {
         let (_, sizes) = infos.iter().find(|(_, data)| data[..2] == [0, 3]).unwrap();
         assert_eq!(sizes.len(), 14);
         client.block_sizes = [2, 6, 10].map(|at| number(&sizes[at..at + 4]));
-        client
+        self
     }
 
     /// Sends an option; gives the replies before the acknowledgement.
     fn option(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
-        let head = [&OPTION_MAGIC.to_be_bytes()[..], &option.to_be_bytes()].concat();
-        let length = (data.len() as u32).to_be_bytes();
-        self.stream.write_all(&[&head[..], &length, data].concat()).unwrap();
+        self.stream.write_all(&option_bytes(option, data)).unwrap();
         let mut replies = Vec::new();
         loop {
             assert_eq!(number(&self.bytes::<8>()), OPTION_REPLY_MAGIC);
@@ -251,9 +282,9 @@ impl Client {
 
     /// Sends bytes as they are, as long as the server goes on taking some. Whether it took all.
     pub(crate) fn send_while_taken(&mut self, bytes: &[u8]) -> bool {
-        self.stream.set_write_timeout(Some(STILL)).unwrap();
+        self.stream.socket().set_write_timeout(Some(STILL)).unwrap();
         let sent = self.stream.write_all(bytes);
-        self.stream.set_write_timeout(Some(SILENCE)).unwrap();
+        self.stream.socket().set_write_timeout(Some(SILENCE)).unwrap();
         match sent {
             Ok(()) => true,
             Err(error) => {
@@ -388,6 +419,12 @@ impl Client {
         self.stream.read_exact(&mut bytes).unwrap();
         bytes
     }
+}
+
+/// An option as it goes out.
+pub(crate) fn option_bytes(option: u32, data: &[u8]) -> Vec<u8> {
+    let head = [&OPTION_MAGIC.to_be_bytes()[..], &option.to_be_bytes()].concat();
+    [&head[..], &(data.len() as u32).to_be_bytes(), data].concat()
 }
 
 /// A number in network order.

@@ -4,9 +4,11 @@
 //! branch extension-ext-header; the section stands at the test.
 //! Knows: the public face of the server, NBD proto.md. Known by: nobody.
 
+mod stream;
 mod client;
 mod scene;
 mod commands;
+mod encrypted;
 mod extended;
 mod long_writes;
 mod reads;

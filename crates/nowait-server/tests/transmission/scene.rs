@@ -1,7 +1,7 @@
 //! A served image, of data and holes as a test wants them.
 //!
 //! Invariant: the server has ended, and in good order, when a scene is over.
-//! Knows: the public face of the server, client. Known by: the tests of this program.
+//! Knows: the public face of the server, stream, client. Known by: the tests of this program.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -12,9 +12,11 @@ use std::time::Duration;
 
 use nowait::{Config, Disk};
 use nowait_server::{Device, Export, Listener, Options, QueueKind, Server, Stopped, Stopper, Tls};
+use rustls::pki_types::CertificateDer;
 use tempfile::TempDir;
 
 use crate::client::{Client, Mode};
+use crate::stream;
 
 pub(crate) const KIB: u64 = 1 << 10;
 pub(crate) const MIB: u64 = 1 << 20;
@@ -46,13 +48,20 @@ impl Scene {
 
     /// The same, opened with `options`.
     pub(crate) fn with(size: u64, data: &[(u64, u64)], options: nowait::OpenOptions) -> Self {
-        Self::configured(size, data, options, Config::default())
+        Self::configured(size, data, options, Config::default(), Tls::Off)
     }
 
     /// As `new`, by an engine with so many slots.
     pub(crate) fn with_slots(size: u64, data: &[(u64, u64)], slots: u32) -> Self {
         let config = Config { slots, ..Config::default() };
-        Self::configured(size, data, nowait::OpenOptions::default(), config)
+        Self::configured(size, data, nowait::OpenOptions::default(), config, Tls::Off)
+    }
+
+    /// As `new`, for clients that ask for TLS. Also gives the certificate to know it by.
+    pub(crate) fn with_tls(size: u64, data: &[(u64, u64)]) -> (Self, CertificateDer<'static>) {
+        let (credentials, cert) = stream::credentials();
+        let (options, tls) = (nowait::OpenOptions::default(), Tls::Offered(credentials));
+        (Self::configured(size, data, options, Config::default(), tls), cert)
     }
 
     fn configured(
@@ -60,6 +69,7 @@ impl Scene {
         data: &[(u64, u64)],
         options: nowait::OpenOptions,
         config: Config,
+        tls: Tls,
     ) -> Self {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let image = directory.path().join("disk.img");
@@ -77,7 +87,7 @@ impl Scene {
         let socket = sockets.path().join("nbd");
         let listener = Listener::unix(&socket).unwrap();
         let device = Device::new(disk, config.workers, String::new(), String::new());
-        let (kind, tls) = (QueueKind::Auto, Tls::Off);
+        let kind = QueueKind::Auto;
         let options = Options { queues: 1, kind, config, tls, max_connections: 16 };
         let server = Server::start(vec![Export::new(device)], vec![listener], options).unwrap();
         let stopper = server.stopper();
