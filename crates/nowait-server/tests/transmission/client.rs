@@ -178,6 +178,11 @@ impl Client {
         client.negotiated(mode != Mode::Simple)
     }
 
+    /// As `connect`, to the export called `name`, with `bytes` behind the choice.
+    pub(crate) fn connect_to(socket: &Path, mode: Mode, name: &str, bytes: &[u8]) -> Self {
+        Self::greeted(socket, mode).chosen(name, mode != Mode::Simple, bytes)
+    }
+
     /// A client that knows which server it is connected to, and has asked for nothing.
     pub(crate) fn greeted(socket: &Path, mode: Mode) -> Self {
         let stream = UnixStream::connect(socket).unwrap();
@@ -198,8 +203,13 @@ impl Client {
         client
     }
 
-    /// Goes on to the transmission phase.
-    fn negotiated(mut self, with_context: bool) -> Self {
+    /// Goes on to the transmission phase of the default export.
+    fn negotiated(self, with_context: bool) -> Self {
+        self.chosen("", with_context, &[])
+    }
+
+    /// Goes on to the transmission phase of the export called `name`, with `bytes` behind the choice.
+    fn chosen(mut self, name: &str, with_context: bool, bytes: &[u8]) -> Self {
         let client = &mut self;
         match client.mode {
             Mode::Simple => {}
@@ -208,12 +218,15 @@ impl Client {
         }
         if with_context {
             let query = b"base:allocation";
-            let head = [0, 0, 0, 0, 0, 0, 0, 1, 0, 0, 0, query.len() as u8];
-            let replies = client.option(OPT_SET_META_CONTEXT, &[&head[..], query].concat());
+            let head = [0, 0, 0, 1, 0, 0, 0, query.len() as u8];
+            let replies =
+                client.option(OPT_SET_META_CONTEXT, &[&named(name)[..], &head, query].concat());
             let [(REP_META_CONTEXT, context)] = &replies[..] else { panic!("{replies:?}") };
             client.context = number(&context[..4]) as u32;
         }
-        let infos = client.option(OPT_GO, &[0; 6]);
+        let go = option_bytes(OPT_GO, &[&named(name)[..], &[0; 2]].concat());
+        client.stream.write_all(&[&go[..], bytes].concat()).unwrap();
+        let infos = client.replies_to(OPT_GO);
         let (kind, export) = infos.iter().find(|(_, data)| data[..2] == [0, 0]).unwrap();
         assert_eq!((*kind, export.len()), (REP_INFO, 12));
         client.size = number(&export[2..10]);
@@ -227,6 +240,11 @@ impl Client {
     /// Sends an option; gives the replies before the acknowledgement.
     fn option(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
         self.stream.write_all(&option_bytes(option, data)).unwrap();
+        self.replies_to(option)
+    }
+
+    /// The replies to an option before the acknowledgement.
+    fn replies_to(&mut self, option: u32) -> Vec<(u32, Vec<u8>)> {
         let mut replies = Vec::new();
         loop {
             assert_eq!(number(&self.bytes::<8>()), OPTION_REPLY_MAGIC);
@@ -273,6 +291,11 @@ impl Client {
             false => bytes.extend(u32::try_from(length).unwrap().to_be_bytes()),
         }
         bytes
+    }
+
+    /// Waits for the replies to the requests whose headers `other` has made.
+    pub(crate) fn take_over(&mut self, other: &Self) {
+        self.pending = other.pending.clone();
     }
 
     /// Sends bytes as they are.
@@ -425,6 +448,11 @@ impl Client {
 pub(crate) fn option_bytes(option: u32, data: &[u8]) -> Vec<u8> {
     let head = [&OPTION_MAGIC.to_be_bytes()[..], &option.to_be_bytes()].concat();
     [&head[..], &(data.len() as u32).to_be_bytes(), data].concat()
+}
+
+/// An export's name in an option.
+fn named(name: &str) -> Vec<u8> {
+    [&(name.len() as u32).to_be_bytes(), name.as_bytes()].concat()
 }
 
 /// A number in network order.

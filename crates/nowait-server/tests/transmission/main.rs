@@ -9,6 +9,7 @@ mod client;
 mod scene;
 mod commands;
 mod encrypted;
+mod exports;
 mod extended;
 mod long_writes;
 mod reads;

@@ -22,6 +22,10 @@ pub(crate) const KIB: u64 = 1 << 10;
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const TIB: u64 = 1 << 40;
 
+/// The name of a second export, and what is in it.
+pub(crate) const OTHER: &str = "other";
+pub(crate) const OTHER_BYTE: u8 = 0xee;
+
 /// How long requests in flight may take when a scene is over.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -64,12 +68,35 @@ impl Scene {
         (Self::configured(size, data, options, Config::default(), tls), cert)
     }
 
+    /// As `new`, with a second export called [`OTHER`], of as many bytes, all of which are
+    /// [`OTHER_BYTE`].
+    pub(crate) fn with_other(size: u64, data: &[(u64, u64)]) -> Self {
+        let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        file.as_file().write_all_at(&vec![OTHER_BYTE; size as usize], 0).unwrap();
+        file.as_file().sync_all().unwrap();
+        let options = nowait::OpenOptions::default();
+        let disk = Arc::new(Disk::open(file.path(), options).unwrap());
+        let other = Export::new(Device::new(disk, 4, OTHER.into(), String::new()));
+        Self::serving(size, data, options, Config::default(), Tls::Off, Some(other))
+    }
+
     fn configured(
         size: u64,
         data: &[(u64, u64)],
         options: nowait::OpenOptions,
         config: Config,
         tls: Tls,
+    ) -> Self {
+        Self::serving(size, data, options, config, tls, None)
+    }
+
+    fn serving(
+        size: u64,
+        data: &[(u64, u64)],
+        options: nowait::OpenOptions,
+        config: Config,
+        tls: Tls,
+        other: Option<Export>,
     ) -> Self {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let image = directory.path().join("disk.img");
@@ -89,7 +116,8 @@ impl Scene {
         let device = Device::new(disk, config.workers, String::new(), String::new());
         let kind = QueueKind::Auto;
         let options = Options { queues: 1, kind, config, tls, max_connections: 16 };
-        let server = Server::start(vec![Export::new(device)], vec![listener], options).unwrap();
+        let exports = [Export::new(device)].into_iter().chain(other).collect();
+        let server = Server::start(exports, vec![listener], options).unwrap();
         let stopper = server.stopper();
         let running = Some(std::thread::spawn(move || server.run(PATIENCE)));
         Self { image, socket, stopper, running, _directories: [directory, sockets] }

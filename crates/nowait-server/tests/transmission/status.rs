@@ -138,6 +138,10 @@ fn nbd_a_payload_limits_block_status_to_the_contexts_it_names() {
     let outcome = named(&mut client, MIB, TIB, &[context]);
     let extents = vec![(MIB, 0), (TIB - MIB, HOLE_AND_ZERO)];
     assert_eq!((outcome.error, outcome.status), (0, vec![(context, extents)]));
+    // What follows a payload is the next request, also if the range is refused.
+    assert_eq!(client.call(Request::of(READ, 0, 512)).error, 0);
+    assert_eq!(named(&mut client, 5 * TIB, MIB, &[context]).error, EINVAL);
+    assert_eq!(client.call(Request::of(READ, 0, 512)).error, 0);
 }
 
 /// proto.md (ext), `NBD_CMD_BLOCK_STATUS`: with unknown or duplicate ids "the server MUST gracefully

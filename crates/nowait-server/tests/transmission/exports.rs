@@ -1,0 +1,40 @@
+//! Two exports of one server.
+//!
+//! Invariant: what is read differs in every byte. Knows: client, scene. Known by: nobody.
+
+use crate::client::{Client, Mode, READ, Request};
+use crate::scene::{MIB, OTHER, OTHER_BYTE, Scene, byte_at};
+
+#[test]
+fn who_chooses_an_export_is_served_that_one() {
+    let scene = Scene::with_other(MIB, &[(0, MIB)]);
+    for mode in Mode::ALL {
+        let mut default = scene.connect(mode);
+        let mut other = Client::connect_to(scene.socket(), mode, OTHER, &[]);
+        for _ in 0..3 {
+            let read = Request::of(READ, 0, 4096);
+            assert_eq!(default.call(read).data, (0..4096).map(byte_at).collect::<Vec<_>>());
+            assert_eq!(other.call(read).data, [OTHER_BYTE; 4096]);
+        }
+    }
+}
+
+/// A connection takes along to the other thread what came behind the choice, whole or not.
+#[test]
+fn what_comes_together_with_the_choice_of_an_export_is_for_that_one() {
+    let scene = Scene::with_other(MIB, &[(0, MIB)]);
+    for name in ["", OTHER] {
+        let mut pattern = Client::greeted(scene.socket(), Mode::Simple);
+        let reads: Vec<u8> =
+            (0..3).flat_map(|_| pattern.header(Request::of(READ, 0, 512))).collect();
+        for cut in [reads.len(), reads.len() - 1, 28, 1] {
+            let mut client = Client::connect_to(scene.socket(), Mode::Simple, name, &reads[..cut]);
+            client.take_over(&pattern);
+            client.send_bytes(&reads[cut..]).unwrap();
+            for _ in 0..3 {
+                let data = client.outcome().1.data;
+                assert_eq!(data, [if name == OTHER { OTHER_BYTE } else { byte_at(0) }; 512]);
+            }
+        }
+    }
+}
