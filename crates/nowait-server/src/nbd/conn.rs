@@ -213,6 +213,13 @@ impl Conn {
         sent
     }
 
+    /// `got` bytes have come from the socket, of which `room` would have been taken.
+    pub(crate) fn received(&mut self, got: usize, room: usize) {
+        // The end that comes with the last bytes is not reported again.
+        self.readable = got == room || self.hung_up;
+        self.portion.moved(got as u64);
+    }
+
     /// From here on all is TLS, `input` too, which came behind the client's wish for it.
     pub(crate) fn start_tls(&mut self, credentials: &Credentials, input: &[u8]) {
         match Session::new(credentials, &mut self.out) {

@@ -77,9 +77,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
                 conn.payload = None;
             }
             Ok(got) => {
-                // The end that comes with the last bytes is not reported again.
-                conn.readable = got == room || conn.hung_up;
-                conn.portion.moved(got as u64);
+                conn.received(got, room);
                 self.last_heard = index;
                 let direct = got.min(to_payload);
                 if let Some(payload) = &mut conn.payload {
@@ -113,8 +111,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
                 conn.payload = None;
             }
             Ok(got) => {
-                conn.readable = got == RECEIVE_BYTES || conn.hung_up;
-                conn.portion.moved(got as u64);
+                conn.received(got, RECEIVE_BYTES);
                 self.last_heard = index;
                 let mut opened = std::mem::take(&mut self.opened);
                 opened.clear();

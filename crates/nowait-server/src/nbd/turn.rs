@@ -99,7 +99,7 @@ pub(crate) struct Thread<Q: Queue, M: Map> {
 pub(crate) fn watch<Q: Queue, M: Map>(post: &Post, engine: &mut Engine<Q, M>) -> Result<(), Error> {
     engine.watch(post.inbox.as_fd(), INBOX, Interest::Readable)?;
     for (n, listener) in post.listeners.iter().enumerate() {
-        engine.watch(listener.as_fd(), LISTENER | n as u64, Interest::Readable)?;
+        engine.watch(listener.as_fd(), of_listener(n), Interest::Readable)?;
     }
     Ok(())
 }
@@ -183,15 +183,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         let began = Instant::now();
         let engine = &mut self.engine;
         if self.spin.wait(began, || engine.pending()) {
-            // Most likely the client that was heard last has sent its next request: it is read
-            // before the kernel is asked what has happened, which the next submission does anyway.
-            match self.conns.get_mut(self.last_heard) {
-                Some(conn) if conn.input == Input::Open => {
-                    conn.readable = true;
-                    self.touch(self.last_heard);
-                }
-                _ => engine.poll_watched(&mut |token, bits| events.push((token, bits)))?,
-            }
+            self.expect_last_heard();
         } else if !self.read_once_more() {
             let handshake = self.handshakes.due().map(|due| due.saturating_duration_since(began));
             let timeout = handshake.into_iter().chain(self.entrance.rest()).min();
@@ -200,6 +192,17 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             self.spin.slept(began);
         }
         Ok(())
+    }
+
+    /// Most likely the client that was heard last has sent its next request: it is read before the
+    /// kernel is asked what has happened, which the next submission does anyway.
+    fn expect_last_heard(&mut self) {
+        if let Some(conn) = self.conns.get_mut(self.last_heard)
+            && conn.input == Input::Open
+        {
+            conn.readable = true;
+            self.touch(self.last_heard);
+        }
     }
 
     fn take_events(&mut self) {
@@ -339,7 +342,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             Sent::Broken => conn.break_off(),
             Sent::Full => {
                 conn.awaits_room = true;
-                let token = token(index, conn.generation) | ROOM;
+                let token = of_room(token(index, conn.generation));
                 if self.engine.watch(conn.socket.as_fd(), token, Interest::Writable).is_err() {
                     conn.break_off();
                 }
@@ -425,15 +428,13 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         let token = token(index, conn.generation);
         self.engine.unwatch(conn.socket.as_fd(), token);
         if conn.awaits_room {
-            self.engine.unwatch(conn.socket.as_fd(), token | ROOM);
+            self.engine.unwatch(conn.socket.as_fd(), of_room(token));
         }
         if let Phase::Handshake(_) = conn.phase {
             self.handshakes.ended();
         }
-        if conn.held > 0 {
-            self.store.give_back(&mut conn.held, u64::MAX);
-            self.wake_stalled();
-        }
+        self.store.give_back(&mut conn.held, u64::MAX);
+        self.wake_stalled();
         self.inbox.left();
         Some(conn)
     }
@@ -466,7 +467,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
     /// Reads no more requests; what is in flight is still answered.
     fn take_no_more(&mut self) {
         for (n, listener) in self.entrance.close().into_iter().enumerate() {
-            self.engine.unwatch(listener.as_fd(), LISTENER | n as u64);
+            self.engine.unwatch(listener.as_fd(), of_listener(n));
         }
         self.take_arrivals();
         let indices: Vec<usize> = self.conns.iter().map(|(index, _)| index).collect();
@@ -483,6 +484,17 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
     }
 }
 
+/// Something has come to a connection.
 fn token(index: usize, generation: u64) -> Token {
     WATCHED | generation << INDEX_BITS | index as u64
+}
+
+/// The connection of `token` has room to send.
+fn of_room(token: Token) -> Token {
+    token | ROOM
+}
+
+/// Somebody has come to listener number `n`.
+fn of_listener(n: usize) -> Token {
+    LISTENER | n as u64
 }
