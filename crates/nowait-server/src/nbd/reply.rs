@@ -290,8 +290,8 @@ mod tests {
 
     #[test]
     fn the_bytes_of_replies_begin_where_a_full_socket_cut_them() {
+        // A send does not wait, whatever the socket is set to.
         let (near, mut far) = UnixStream::pair().unwrap();
-        near.set_nonblocking(true).unwrap();
         let near = Socket::from(OwnedFd::from(near));
         let mut out = Out::default();
         out.push_bytes(vec![7; 4 << 20]);
