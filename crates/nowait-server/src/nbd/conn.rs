@@ -261,17 +261,6 @@ impl Conn {
         cut
     }
 
-    /// Whether what was just received goes on with the head of a request.
-    pub(crate) fn has_whole_payload(&self) -> bool {
-        let whole = |payload: &Payload| payload.filled as u64 == payload.io.range.len;
-        self.skip == 0 && self.payload.as_ref().is_none_or(whole)
-    }
-
-    /// Whether what is received next is the head of a request.
-    pub(crate) fn is_between_requests(&self) -> bool {
-        self.payload.is_none() && self.skip == 0 && self.coming.is_none()
-    }
-
     /// Whether nothing is left to do but to close it.
     pub(crate) fn is_over(&self) -> bool {
         match self.input {

@@ -137,7 +137,7 @@ impl Post {
     }
 
     /// A post for a thread of which nobody knows, which serves `device` alone.
-    #[cfg(feature = "sim")]
+    #[cfg(any(test, feature = "sim"))]
     pub(crate) fn simulated(
         device: Arc<dyn Exported>,
         config: nowait::Config,

@@ -53,10 +53,9 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         if !self.ends_at_once || input.len() < MANY_BYTES {
             return usize::MAX;
         }
-        let conn = self.conns.get(index).filter(|conn| conn.has_whole_payload());
-        let Some(Phase::Transmission(dialect)) = conn.map(|conn| &conn.phase) else {
-            return usize::MAX;
-        };
+        let phase = self.conns.get(index).map(|conn| &conn.phase);
+        let Some(Phase::Transmission(dialect)) = phase else { return usize::MAX };
+        // Payload that is passed over may look like a request: a half of it does no harm.
         let Some(header) = RequestHeader::parse(dialect.mode, input) else { return usize::MAX };
         let head = dialect.mode.request_bytes() as u64;
         let one = header.payload(dialect.mode).saturating_add(head);
@@ -64,8 +63,8 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
         if many { input.len() / 2 } else { usize::MAX }
     }
 
-    /// Takes what `input` holds, or of its requests those that begin in the first `bytes`; the rest
-    /// goes into the connection's stash.
+    /// Takes what `input` holds, or of its headers and payloads those that begin in the first
+    /// `bytes`; the rest goes into the connection's stash.
     pub(crate) fn parse(&mut self, index: usize, mut input: &[u8], bytes: usize) {
         let all = input.len();
         while let Some(conn) = self.conns.get_mut(index) {
@@ -83,7 +82,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
             match taken {
                 Taken::Bytes(count) => {
                     input = input.get(count..).unwrap_or_default();
-                    if all - input.len() >= bytes && conn.is_between_requests() {
+                    if all - input.len() >= bytes && conn.input == Input::Open {
                         conn.stash.extend_from_slice(input);
                         conn.input = Input::Stalled;
                         conn.portion.halve();
@@ -272,7 +271,7 @@ impl<Q: Queue, M: Map> Thread<Q, M> {
 
     /// The engine has not accepted a request: it is answered at once.
     #[cold]
-    fn rejected(&mut self, index: usize, tag: usize, io: Io, errno: i32) {
+    pub(crate) fn rejected(&mut self, index: usize, tag: usize, io: Io, errno: i32) {
         let Some(Asked { request, cut, .. }) = self.asked.try_remove(tag) else { return };
         if let Some(conn) = self.conns.get_mut(index)
             && let Phase::Transmission(dialect) = conn.phase

@@ -174,4 +174,4 @@ impl Write for Records<'_> {
 
 #[cfg(test)]
 #[path = "tls_tests.rs"]
-mod tests;
+pub(crate) mod tests;

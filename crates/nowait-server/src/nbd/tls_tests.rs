@@ -1,7 +1,7 @@
 //! A session against a client of the same library, over a socket that fills.
 //!
 //! Invariant: what is compared with did not go through the session.
-//! Knows: tls, credentials, reply, head, wire. Known by: nobody.
+//! Knows: tls, credentials, reply, head, wire. Known by: the tests of turn.
 
 use std::io::Read;
 use std::os::fd::OwnedFd;
@@ -34,11 +34,11 @@ fn credentials() -> (Credentials, CertificateDer<'static>) {
 }
 
 /// Both sides of a connection after STARTTLS, at which `out` held what was not sent yet.
-struct Pair {
-    session: Session,
-    near: Socket,
-    client: ClientConnection,
-    far: UnixStream,
+pub(crate) struct Pair {
+    pub(crate) session: Session,
+    pub(crate) near: Socket,
+    pub(crate) client: ClientConnection,
+    pub(crate) far: UnixStream,
 }
 
 impl Pair {
@@ -63,7 +63,7 @@ impl Pair {
     }
 
     /// As `new`, with the TLS handshake done.
-    fn established() -> Self {
+    pub(crate) fn established() -> Self {
         let mut pair = Self::new(&mut Out::default());
         while pair.client.is_handshaking() || pair.session.tls.is_handshaking() {
             pair.client_speaks(usize::MAX, &mut Vec::new());

@@ -498,3 +498,7 @@ fn of_room(token: Token) -> Token {
 fn of_listener(n: usize) -> Token {
     LISTENER | n as u64
 }
+
+#[cfg(test)]
+#[path = "turn_tests.rs"]
+mod tests;
