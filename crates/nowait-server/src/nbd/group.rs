@@ -375,7 +375,7 @@ mod tests {
         for tries in [1, 2] {
             let (near, mut far) = UnixStream::pair().unwrap();
             let seat = shared.seats.take().unwrap();
-            shared.give(0, Arrival::new(OwnedFd::from(near).into(), Secrecy::Off, seat));
+            shared.give(0, Arrival::new(near.into(), Secrecy::Off, seat));
             for _ in 0..2 {
                 assert!(matches!(events.recv().unwrap(), Event::ThreadEnded));
             }
@@ -391,7 +391,7 @@ mod tests {
         shared.stop();
         let (near, mut far) = UnixStream::pair().unwrap();
         let seat = shared.seats.take().unwrap();
-        shared.give(0, Arrival::new(OwnedFd::from(near).into(), Secrecy::Off, seat));
+        shared.give(0, Arrival::new(near.into(), Secrecy::Off, seat));
         assert_eq!(far.read(&mut [0]).unwrap(), 0);
         assert_eq!(device.refused.load(Ordering::Relaxed), 0);
     }

@@ -241,7 +241,6 @@ impl Out {
 #[cfg(test)]
 mod tests {
     use std::io::Read;
-    use std::os::fd::OwnedFd;
     use std::os::unix::net::UnixStream;
 
     use super::super::head::Answer;
@@ -256,7 +255,7 @@ mod tests {
     fn replies_cut_by_a_full_socket_or_by_a_bound_arrive_whole_and_in_order() {
         let (near, mut far) = UnixStream::pair().unwrap();
         near.set_nonblocking(true).unwrap();
-        let near = Socket::from(OwnedFd::from(near));
+        let near = Socket::from(near);
         let mut out = Out::default();
         let mut expected = Vec::new();
         for n in 0..600u64 {
@@ -292,7 +291,7 @@ mod tests {
     fn the_bytes_of_replies_begin_where_a_full_socket_cut_them() {
         // A send does not wait, whatever the socket is set to.
         let (near, mut far) = UnixStream::pair().unwrap();
-        let near = Socket::from(OwnedFd::from(near));
+        let near = Socket::from(near);
         let mut out = Out::default();
         out.push_bytes(vec![7; 4 << 20]);
         out.push_bytes(vec![8; 100]);
@@ -309,7 +308,7 @@ mod tests {
     #[test]
     fn a_peer_that_is_gone_breaks_the_connection() {
         let (near, far) = UnixStream::pair().unwrap();
-        let near = Socket::from(OwnedFd::from(near));
+        let near = Socket::from(near);
         drop(far);
         let mut out = Out::default();
         out.push(simple(1), Body::None, 0);

@@ -24,6 +24,13 @@ impl From<OwnedFd> for Socket {
     }
 }
 
+#[cfg(test)]
+impl From<std::os::unix::net::UnixStream> for Socket {
+    fn from(stream: std::os::unix::net::UnixStream) -> Self {
+        Self::Real(stream.into())
+    }
+}
+
 impl AsFd for Socket {
     #[inline]
     fn as_fd(&self) -> BorrowedFd<'_> {

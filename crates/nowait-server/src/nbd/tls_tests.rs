@@ -4,7 +4,6 @@
 //! Knows: tls, credentials, reply, head, wire. Known by: the tests of turn.
 
 use std::io::Read;
-use std::os::fd::OwnedFd;
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
@@ -58,7 +57,7 @@ impl Pair {
         let (near, far) = UnixStream::pair().unwrap();
         near.set_nonblocking(true).unwrap();
         far.set_nonblocking(true).unwrap();
-        let near = OwnedFd::from(near).into();
+        let near = near.into();
         Self { session: Session::new(&credentials, out).unwrap(), near, client, far }
     }
 
@@ -178,7 +177,7 @@ fn what_was_not_sent_before_tls_is_sent_in_clear_and_first() {
     out.push_bytes(vec![1; 3]);
     out.push_bytes(vec![2; 5]);
     let (near, mut far) = UnixStream::pair().unwrap();
-    let near = Socket::from(OwnedFd::from(near));
+    let near = Socket::from(near);
     let (credentials, _) = credentials();
     let mut session = Session::new(&credentials, &mut out).unwrap();
     assert!(out.is_empty() && session.has_unsent());

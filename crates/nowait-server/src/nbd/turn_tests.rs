@@ -24,6 +24,7 @@ use super::super::conn::MAX_REQUESTS;
 use super::super::door::Dialect;
 use super::super::handshake::Handshake;
 use super::super::parse::Taken;
+use super::super::socket::Socket;
 use super::super::wire;
 use super::*;
 
@@ -69,14 +70,14 @@ impl Bench {
     /// One more connection, in which nothing was sent yet.
     fn connect(&mut self, index: usize) {
         let (near, far) = UnixStream::pair().unwrap();
+        near.set_nonblocking(true).unwrap();
         self.adopt(index, near, far);
         // The look that a new connection gets.
         self.turn();
     }
 
     /// One more connection: its sockets here and there.
-    fn adopt(&mut self, index: usize, near: UnixStream, far: UnixStream) {
-        near.set_nonblocking(true).unwrap();
+    fn adopt(&mut self, index: usize, near: impl Into<Socket>, far: UnixStream) {
         far.set_nonblocking(true).unwrap();
         let seat = self.thread.shared.seats.take().unwrap();
         self.thread.add(Arrival::new(near.into(), Secrecy::Off, seat));

@@ -165,7 +165,7 @@ fn a_connection_that_waited_for_room_leaves_nothing_to_the_next_with_its_descrip
         rustix::io::ioctl_fionbio(&near, true).unwrap();
         numbers.push(std::os::fd::AsRawFd::as_raw_fd(&near));
         let seat = bench.thread.shared.seats.take().unwrap();
-        bench.thread.add(Arrival::new(near, Secrecy::Off, seat));
+        bench.thread.add(Arrival::new(near.into(), Secrecy::Off, seat));
         assert_eq!(bench.thread.conns.len(), 1, "it could not be watched");
         bench.conn(0).out.push_bytes(vec![0; 4 << 20]);
         bench.thread.handshakes = Handshakes::default();
