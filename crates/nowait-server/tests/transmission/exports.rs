@@ -1,4 +1,4 @@
-//! Two exports of one server.
+//! Two exports of one server, and two sockets.
 //!
 //! Invariant: what is read differs in every byte. Knows: client, scene. Known by: nobody.
 
@@ -35,6 +35,18 @@ fn what_comes_together_with_the_choice_of_an_export_is_for_that_one() {
                 let data = client.outcome().1.data;
                 assert_eq!(data, [if name == OTHER { OTHER_BYTE } else { byte_at(0) }; 512]);
             }
+        }
+    }
+}
+
+#[test]
+fn all_sockets_of_a_server_lead_to_the_same() {
+    let scene = Scene::with_other(MIB, &[(0, MIB)]);
+    let beside = scene.socket_beside();
+    for _ in 0..2 {
+        for socket in [scene.socket(), &beside] {
+            let mut client = Client::connect(socket, Mode::Simple);
+            assert_eq!(client.call(Request::of(READ, 0, 1)).data, [byte_at(0)]);
         }
     }
 }

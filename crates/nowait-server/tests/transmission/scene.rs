@@ -26,6 +26,8 @@ pub(crate) const TIB: u64 = 1 << 40;
 pub(crate) const OTHER: &str = "other";
 pub(crate) const OTHER_BYTE: u8 = 0xee;
 
+const BESIDE: &str = "beside";
+
 /// How long requests in flight may take when a scene is over.
 const PATIENCE: Duration = Duration::from_secs(30);
 
@@ -112,12 +114,13 @@ impl Scene {
         // The path of a Unix socket has a bound that the path of this directory may exceed.
         let sockets = tempfile::tempdir().unwrap();
         let socket = sockets.path().join("nbd");
-        let listener = Listener::unix(&socket).unwrap();
+        let paths = [socket.clone(), socket.with_file_name(BESIDE)];
+        let listeners = paths.map(|path| Listener::unix(&path).unwrap()).into();
         let device = Device::new(disk, config.workers, String::new(), String::new());
         let kind = QueueKind::Auto;
         let options = Options { queues: 1, kind, config, tls, max_connections: 16 };
         let exports = [Export::new(device)].into_iter().chain(other).collect();
-        let server = Server::start(exports, vec![listener], options).unwrap();
+        let server = Server::start(exports, listeners, options).unwrap();
         let stopper = server.stopper();
         let running = Some(std::thread::spawn(move || server.run(PATIENCE)));
         Self { image, socket, stopper, running, _directories: [directory, sockets] }
@@ -129,6 +132,11 @@ impl Scene {
 
     pub(crate) fn socket(&self) -> &Path {
         &self.socket
+    }
+
+    /// Another socket on which the server listens, too.
+    pub(crate) fn socket_beside(&self) -> PathBuf {
+        self.socket.with_file_name(BESIDE)
     }
 
     /// The image, past the server.

@@ -73,7 +73,7 @@ fn for_a_client_that_is_gone_nothing_is_kept() {
     let conn = bench.conn(0);
     conn.out.push_bytes(vec![0; 100]);
     conn.break_off();
-    assert!(conn.out.is_empty() && conn.out.len() == 0);
+    assert!(conn.out.is_empty());
     assert!(conn.payload.is_none() && conn.stash.is_empty());
     assert!(!conn.is_over(), "its read is under way");
     bench.settle();
