@@ -1,15 +1,15 @@
 //! An open image: what all engines of one device share.
 //!
 //! Invariant: after a failed flush every later flush fails until the device is opened anew (C51).
-//! Knows: error, align, storage, map, ranges. Known by: blocking, engine, file.
+//! Knows: error, align, storage, map, ranges, flushes. Known by: blocking, engine, file.
 
 use std::os::fd::BorrowedFd;
 use std::path::Path;
-use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::align::Alignment;
 use crate::breaks::{self, Break};
-use crate::error::{Doing, Error, Range};
+use crate::error::{Error, Range};
+use crate::flushes::Flushes;
 use crate::io::Span;
 use crate::map::{Extent, Extents, Identity, Intent, Map, WouldBlock};
 use crate::ranges::RangeLocks;
@@ -27,7 +27,7 @@ pub struct Disk<M> {
     size: u64,
     read_only: bool,
     nowait: bool,
-    flush_failed: AtomicBool,
+    flushes: Flushes,
 }
 
 impl Disk<Extents> {
@@ -76,8 +76,8 @@ impl<M: Map> Disk<M> {
             align = align.strictest(storage.alignment());
             nowait &= storage.takes_nowait();
         }
-        let (ranges, flush_failed) = (RangeLocks::new(), AtomicBool::new(false));
-        Self { top, below, map, ranges, align, size, read_only, nowait, flush_failed }
+        let (ranges, flushes) = (RangeLocks::new(), Flushes::default());
+        Self { top, below, map, ranges, align, size, read_only, nowait, flushes }
     }
 
     /// Bytes of the device, not rounded to any block.
@@ -182,22 +182,13 @@ impl<M: Map> Disk<M> {
         self.align.offset > 1 || self.map.remembers_holes() || self.map.image().is_some()
     }
 
-    /// Makes durable what was completed before, on any queue (C49).
+    /// Makes durable what was completed before, on any queue (C49). To be called where waiting is
+    /// allowed: those who flush at the same time share a sync.
     pub(crate) fn flush(&self) -> Result<(), Error> {
-        if self.flush_failed.load(Ordering::Acquire) {
-            return Err(Error::new(libc::EIO, Doing::Flush));
-        }
         if breaks::is(Break::DropFlush) {
             return Ok(());
         }
-        let flushed = self.map.image().map_or_else(|| self.top.sync(), |image| image.flush());
-        if flushed.is_err() {
-            // The kernel reports a lost write once; whoever asks next must hear of it too.
-            self.flush_failed.store(true, Ordering::Release);
-        } else if self.flush_failed.load(Ordering::Acquire) {
-            // One that ran beside it was told of a loss, which may be this one's as well.
-            return Err(Error::new(libc::EIO, Doing::Flush));
-        }
-        flushed
+        self.flushes
+            .share(|| self.map.image().map_or_else(|| self.top.sync(), |image| image.flush()))
     }
 }

@@ -26,6 +26,7 @@ mod image;
 mod ranges;
 mod crew;
 mod sync;
+mod flushes;
 mod remote;
 mod rendezvous;
 mod queue;

@@ -2,7 +2,7 @@
 //!
 //! Invariant: without the feature `sim`, and on threads that no simulation runs on, nothing is ever
 //! paused: whoever asks has to sleep by itself.
-//! Knows: nothing. Known by: ranges, remote, sim.
+//! Knows: nothing. Known by: ranges, flushes, remote, sim.
 
 #[cfg(feature = "sim")]
 thread_local! {

@@ -1,18 +1,20 @@
-//! The atomics of what is shared between threads: the standard ones, or loom's in its own tests.
+//! Atomics and locks of what is shared between threads: the standard ones, or loom's in its own
+//! tests.
 //!
 //! Invariant: both have the same face, so that the code loom tries in every order is the code that
 //! runs.
-//! Knows: nothing. Known by: remote, rendezvous.
+//! Knows: nothing. Known by: flushes, remote, rendezvous.
 
 #[cfg(all(test, loom))]
 pub(crate) use loom::{
     cell::UnsafeCell,
-    sync::Arc,
     sync::atomic::{AtomicI64, AtomicU8, AtomicU32, Ordering},
+    sync::{Arc, Condvar, Mutex, MutexGuard},
 };
+pub(crate) use std::sync::PoisonError;
 #[cfg(not(all(test, loom)))]
 pub(crate) use std::sync::{
-    Arc,
+    Arc, Condvar, Mutex, MutexGuard,
     atomic::{AtomicI64, AtomicU8, AtomicU32, Ordering},
 };
 

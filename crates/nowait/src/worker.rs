@@ -2,15 +2,16 @@
 //!
 //! Invariant: between `Workers::post` and the slot's way home, the engine touches nothing that the
 //! job points to (the request's state is `Worker`).
-//! Knows: blocking, crew, remote, disk. Known by: engine.
+//! Knows: error, io, blocking, crew, remote, disk. Known by: engine.
 #![allow(unsafe_code)]
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::blocking;
 use crate::crew::Crew;
 use crate::disk::Disk;
-use crate::io::{Io, Span};
+use crate::error::Error;
+use crate::io::{Io, Op, Span};
 use crate::iov::Segment;
 use crate::map::Map;
 use crate::remote::Remote;
@@ -63,23 +64,67 @@ impl Workers {
 
 /// What a worker of `disk` does with a job.
 fn work_on<M: Map>(disk: &Arc<Disk<M>>) -> impl Fn(Job) + Send + Sync + use<M> {
-    let disk = disk.clone();
+    let (disk, flushing) = (disk.clone(), Mutex::default());
     move |job: Job| {
+        if let Some(result) = job.flushed() {
+            return flush(&disk, &flushing, job, result);
+        }
         let result = run(&disk, &job);
         job.home.push(job.slot, result);
     }
 }
 
-fn run<M: Map>(disk: &Disk<M>, job: &Job) -> i64 {
-    let done = match job.task {
-        Task::Echo { result } => return result,
-        Task::Sync { result } => disk.flush().map(|()| result),
-        Task::Run => {
-            // SAFETY: see `Job`.
-            let done = unsafe { blocking::run(disk, job.io, &*job.segments, &mut *job.spans) };
-            done.map(|bytes| bytes as i64)
+/// Jobs that are nothing but a flush, and wait for the next sync. So they share it however few
+/// workers there are, and hold none of them.
+#[derive(Default)]
+struct Flushing {
+    /// A worker makes a sync, and looks for those who wait when it is through.
+    running: bool,
+    /// Each with what it comes to if the sync succeeds.
+    waiting: Vec<(Job, i64)>,
+}
+
+/// Flushes for `job` and all who wait, as long as somebody does; or leaves that to the worker that
+/// makes a sync now. While one tells those whom a sync has served, another may make the next one.
+fn flush<M: Map>(disk: &Disk<M>, flushing: &Mutex<Flushing>, job: Job, result: i64) {
+    let lock = || flushing.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut now = lock();
+    now.waiting.push((job, result));
+    while !now.running && !now.waiting.is_empty() {
+        let served = std::mem::take(&mut now.waiting);
+        now.running = true;
+        drop(now);
+        let flushed = disk.flush();
+        lock().running = false;
+        for (job, result) in served {
+            job.home.push(job.slot, outcome(flushed.map(|()| result)));
         }
-    };
+        now = lock();
+    }
+}
+
+impl Job {
+    /// What it comes to if it is nothing but a flush, and that succeeds.
+    fn flushed(&self) -> Option<i64> {
+        match self.task {
+            Task::Sync { result } => Some(result),
+            Task::Run if self.io.op == Op::Flush => Some(0),
+            Task::Run | Task::Echo { .. } => None,
+        }
+    }
+}
+
+fn run<M: Map>(disk: &Disk<M>, job: &Job) -> i64 {
+    if let Task::Echo { result } = job.task {
+        return result;
+    }
+    // SAFETY: see `Job`.
+    let done = unsafe { blocking::run(disk, job.io, &*job.segments, &mut *job.spans) };
+    outcome(done.map(|bytes| bytes as i64))
+}
+
+/// What a request comes to, or its errno, negative.
+fn outcome(done: Result<i64, Error>) -> i64 {
     done.unwrap_or_else(|error| -i64::from(error.errno()))
 }
 

@@ -31,7 +31,7 @@ struct Stepped {
 
 impl Stepped {
     /// The youngest job that waits, before its first call to the device, or where it waits for
-    /// others.
+    /// others; at its end, if it leaves what it is to do to another job.
     fn begin(workers: &Workers) -> Self {
         let job = workers.take(workers.waiting() - 1).expect("a job");
         let workers = workers.clone();
@@ -48,7 +48,7 @@ impl Stepped {
             workers.run(job);
         });
         let job = Self { paused, goes_on, thread };
-        job.paused.recv().unwrap();
+        let _ = job.paused.recv();
         job
     }
 
@@ -327,17 +327,82 @@ fn c18_a_hole_is_not_remembered_while_data_is_landing_in_it() {
     rig.settle();
 }
 
+/// What the next flush says, once.
+fn lose(rig: &Rig) {
+    let once = Some((rig.device.operations() + 1, Fault::Errno(libc::ENOSPC)));
+    rig.device.set_faults(Faults { once, ..Faults::default() });
+}
+
 #[test]
-fn c51_a_flush_fails_too_when_one_that_runs_beside_it_was_told_of_the_loss() {
+fn c51_no_flush_succeeds_while_another_is_about_to_hear_that_it_has_failed() {
     let mut rig = rig_that_pauses();
     ask_worker(&mut rig, Op::Flush, Flags::NONE, 1);
     let first = Stepped::begin(&rig.workers);
-    let once = Some((rig.device.operations() + 1, Fault::Errno(libc::ENOSPC)));
-    rig.device.set_faults(Faults { once, ..Faults::default() });
+    lose(&rig);
+    // The device has lost something, and nobody knows yet.
+    first.step();
     ask_worker(&mut rig, Op::Flush, Flags::NONE, 2);
-    Stepped::begin(&rig.workers).finish();
+    let second = Stepped::begin(&rig.workers);
+    // The zeros are durable only after them.
+    ask_worker(&mut rig, Op::Zero, Flags::DSYNC, 3);
+    let third = Stepped::begin(&rig.workers);
+    for _ in 0..10 {
+        second.step();
+        third.step();
+    }
+    rig.poll();
+    let early = rig.engine.next().map(|done| done.tag);
+    first.finish();
+    second.finish();
+    third.finish();
+    let mut ended = rig.settle();
+    ended.sort();
+    assert_eq!(early, None);
+    assert_eq!(ended, [(1, Err(libc::ENOSPC)), (2, Err(libc::EIO)), (3, Err(libc::EIO))]);
+}
+
+#[test]
+fn c49_flushes_that_come_while_one_runs_share_the_next_sync_and_hold_no_worker() {
+    let mut rig = rig_that_pauses();
+    ask_worker(&mut rig, Op::Flush, Flags::NONE, 1);
+    let first = Stepped::begin(&rig.workers);
+    let before = rig.device.operations();
+    for tag in 2..6 {
+        ask_worker(&mut rig, Op::Flush, Flags::NONE, tag);
+        // It has ended: without the first one's end it could not, if it waited.
+        rig.workers.run(rig.workers.take(0).unwrap());
+    }
+    rig.poll();
+    assert!(rig.engine.next().is_none());
     first.finish();
     let mut ended = rig.settle();
     ended.sort();
-    assert_eq!(ended, [(1, Err(libc::EIO)), (2, Err(libc::ENOSPC))]);
+    assert_eq!(ended, [1, 2, 3, 4, 5].map(|tag| (tag, Ok(0))));
+    assert_eq!(rig.device.operations() - before, 2);
+}
+
+#[test]
+fn flushes_that_wait_while_the_device_is_silent_end_with_it_or_with_the_power() {
+    for power_fails in [false, true] {
+        let mut rig = rig_that_pauses();
+        rig.device.fall_silent();
+        let mut begun = Vec::new();
+        for (tag, op, flags) in
+            [(1, Op::Flush, Flags::NONE), (2, Op::Flush, Flags::NONE), (3, Op::Zero, Flags::DSYNC)]
+        {
+            ask_worker(&mut rig, op, flags, tag);
+            begun.push(Stepped::begin(&rig.workers));
+        }
+        begun.iter().for_each(Stepped::step);
+        if power_fails {
+            let _ = rig.device.cut_power();
+        } else {
+            rig.device.answer();
+        }
+        begun.into_iter().for_each(Stepped::finish);
+        let mut ended = rig.settle();
+        ended.sort();
+        let told = |good| if power_fails { Err(libc::EIO) } else { Ok(good) };
+        assert_eq!(ended, [(1, told(0)), (2, told(0)), (3, told(BLOCK))]);
+    }
 }

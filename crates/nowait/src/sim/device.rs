@@ -203,13 +203,13 @@ impl SimDevice {
 
     /// Runs a call that may wait, while others run before and after it.
     fn call<T>(&self, run: impl FnOnce(&mut State) -> Result<T, i32>) -> Result<T, i32> {
-        let result = self.call_and_go_on(run);
+        let result = self.made(run);
         self.let_others_run();
         result
     }
 
     /// The same, where nobody runs after it.
-    fn call_and_go_on<T>(&self, run: impl FnOnce(&mut State) -> Result<T, i32>) -> Result<T, i32> {
+    fn made<T>(&self, run: impl FnOnce(&mut State) -> Result<T, i32>) -> Result<T, i32> {
         self.let_others_run();
         let mut state = self.lock();
         while state.power == Power::Silent {
@@ -275,10 +275,10 @@ impl SimDevice {
         })
     }
 
-    /// Makes durable what was reported. Who is told that it failed goes on at once, and remembers it
-    /// before another flush can succeed.
+    /// Makes durable what was reported. Who is told that it failed may be the last to hear of it:
+    /// others flush, and go on, before it does.
     pub(crate) fn sync(&self) -> Result<(), i32> {
-        let done = self.call_and_go_on(|state| {
+        self.call(|state| {
             let checked = state.check(Call::Flush);
             match checked {
                 Ok(()) => state.media.flush(),
@@ -286,11 +286,7 @@ impl SimDevice {
                 Err(_) => state.media.lose(&mut state.random),
             }
             checked
-        });
-        if done.is_ok() {
-            self.let_others_run();
-        }
-        done
+        })
     }
 
     /// The first byte from `pos` on that is data, or hole: lseek(2).
