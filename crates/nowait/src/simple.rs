@@ -20,8 +20,10 @@ pub(crate) struct Gate {
     /// `RWF_NOWAIT` where the file takes it.
     rw_flags: i32,
     read_only: bool,
-    /// `DSYNC` makes data durable, but not the metadata of an image that allocates by itself.
-    image: bool,
+    /// A transfer with `DSYNC` is not enough: it makes data durable, but not the metadata of an image
+    /// that allocates by itself. And of a lost page of the cache only one of several transfers is
+    /// told, which need not be the one whose page it was (C28); only a flush remembers (C51).
+    apart: bool,
 }
 
 impl Gate {
@@ -34,7 +36,7 @@ impl Gate {
             size: disk.size(),
             rw_flags: if disk.takes_nowait() { libc::RWF_NOWAIT } else { 0 },
             read_only: disk.is_read_only(),
-            image: disk.map.image().is_some(),
+            apart: disk.map.image().is_some() || !disk.is_direct(),
         }
     }
 
@@ -63,7 +65,7 @@ impl Gate {
     /// Whether what makes `io` durable comes after its data, as a step of its own.
     #[inline]
     pub(crate) fn syncs_apart(&self, io: Io) -> bool {
-        self.image && io.flags.has(Flags::DSYNC)
+        self.apart && io.flags.has(Flags::DSYNC)
     }
 
     /// The one transfer that serves `io` at `extent`: `base` is its memory, or with `segments` above 0 the

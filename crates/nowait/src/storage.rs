@@ -43,7 +43,7 @@ pub struct OpenOptions {
 pub struct Storage {
     direct: Descriptor,
     /// The same file without `O_DIRECT`, for what direct I/O cannot do: parts of blocks, and the
-    /// last block of a file that ends inside it.
+    /// last block of a file that ends inside it. And for syncs: see [`Storage::sync`].
     buffered: Descriptor,
     align: Alignment,
     size: u64,
@@ -291,12 +291,14 @@ impl Storage {
             .map_err(|e| Error::from_os(e, doing).at(range))
     }
 
-    /// fdatasync(2), which covers every write that was completed before, on any descriptor.
+    /// fdatasync(2), which covers every write that was completed before, on any descriptor. It goes
+    /// by the descriptor that no transfer with `RWF_DSYNC` goes by: the kernel reports a lost write
+    /// once to each, and what such a transfer has been told no later call would be.
     ///
     /// # Errors
     /// What it said. A later call may succeed although data was lost (C51): remember it.
     pub fn sync(&self) -> Result<(), Error> {
-        self.direct.fdatasync().map_err(|e| Error::from_os(e, Doing::Flush))
+        self.buffered.fdatasync().map_err(|e| Error::from_os(e, Doing::Flush))
     }
 
     /// Makes the file `bytes` long. [`Storage::size`] stays what it was at open.

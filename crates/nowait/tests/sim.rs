@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use nowait::sim::{Fault, Faults, Sim, SimDevice, SimOptions, set_pause};
 use nowait::{
-    Alignment, Config, Disk, Engine, Extents, Flags, Io, Op, OpenOptions, Range, Segment, Storage,
-    Workers,
+    Alignment, Config, Direct, Disk, Engine, Extents, Flags, Io, Op, OpenOptions, Range, Segment,
+    Storage, Workers,
 };
 
 const BLOCK: u64 = 4096;
@@ -86,10 +86,13 @@ fn like(bytes: u64) -> SimOptions {
 
 impl Rig {
     fn new(options: SimOptions, config: Config) -> Self {
-        let device = Arc::new(SimDevice::new(options));
-        let storage = Storage::simulated(&device, OpenOptions::default()).unwrap();
+        Self::on(Arc::new(SimDevice::new(options)), OpenOptions::default(), config)
+    }
+
+    fn on(device: Arc<SimDevice>, how: OpenOptions, config: Config) -> Self {
+        let storage = Storage::simulated(&device, how).unwrap();
         let map = Extents::new(storage.size(), true);
-        let disk = Arc::new(Disk::mapped(storage, Vec::new(), options.bytes, false, map));
+        let disk = Arc::new(Disk::mapped(storage, Vec::new(), device.bytes(), false, map));
         let workers = Workers::simulated(&disk);
         let queue = Sim::new(device.clone()).unwrap();
         let engine = Engine::new(disk, workers.clone(), queue, config).unwrap();
@@ -359,6 +362,29 @@ fn c51_no_flush_succeeds_while_another_is_about_to_hear_that_it_has_failed() {
     ended.sort();
     assert_eq!(early, None);
     assert_eq!(ended, [(1, Err(libc::ENOSPC)), (2, Err(libc::EIO)), (3, Err(libc::EIO))]);
+}
+
+#[test]
+fn c28_a_durable_write_through_the_page_cache_is_durable_by_a_flush() {
+    let options = SimOptions { align: Alignment::NONE, ..like(16 * BLOCK) };
+    let device = Arc::new(SimDevice::new(options));
+    let through = OpenOptions { direct: Direct::Off, ..OpenOptions::default() };
+    let mut rig = Rig::on(device, through, Config::default());
+    rig.write(THERE, 0);
+    rig.settle();
+    let buf = rig.engine.buffer(THERE).unwrap();
+    let io = Io { op: Op::Write, flags: Flags::DSYNC, range: THERE };
+    assert!(rig.engine.submit(io, buf, 1).is_ok());
+    // The data is there, and a worker is to make it durable.
+    for _ in 0..1000 {
+        rig.poll();
+    }
+    assert_eq!((rig.workers.waiting(), rig.engine.next().map(|done| done.tag)), (1, None));
+    lose(&rig);
+    assert_eq!(rig.settle(), [(1, Err(libc::ENOSPC))]);
+    let nowhere = Io { op: Op::Flush, flags: Flags::NONE, range: Range::new(0, 0) };
+    assert!(rig.engine.submit_bare(nowhere, 2).is_ok());
+    assert_eq!(rig.settle(), [(2, Err(libc::EIO))]);
 }
 
 #[test]

@@ -1,0 +1,63 @@
+//! A page of the cache that storage did not take: whoever is told first, every later flush fails.
+//!
+//! Knows: unshare(1), mount(8), losetup(8), which end with the test. Known by: nobody.
+
+use std::fs::OpenOptions;
+use std::io::{BufRead, BufReader};
+use std::process::{Child, Command, Stdio};
+use std::sync::Arc;
+
+use nowait::{Direct, Disk, File, Flags};
+
+const MIB: u64 = 1 << 20;
+
+/// Makes a loop device of 64 MiB, for 8 MiB of which there is room, and names it. It vanishes when standard input
+/// ends.
+const SMALL: &str = r#"mount -t tmpfs -o size=8m none /mnt && truncate -s 64M /mnt/file &&
+dd if=/dev/zero of=/mnt/file bs=64k count=1 conv=notrunc status=none &&
+device=$(losetup --find --show /mnt/file) && exec 9<"$device" && losetup --detach "$device" &&
+echo "$device" && exec cat"#;
+
+/// A device that has less room than it says.
+struct Small(Child, String);
+
+impl Small {
+    /// `None` where there is none to be had.
+    fn new() -> Option<Self> {
+        let mut command = Command::new("unshare");
+        command.args(["--mount", "--", "sh", "-c", SMALL]).stderr(Stdio::null());
+        let mut child = command.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().ok()?;
+        let mut name = String::new();
+        BufReader::new(child.stdout.take()?).read_line(&mut name).ok()?;
+        let small = Self(child, name.trim().to_owned());
+        (!small.1.is_empty()).then_some(small)
+    }
+}
+
+impl Drop for Small {
+    fn drop(&mut self) {
+        drop(self.0.stdin.take());
+        let _ = self.0.wait();
+    }
+}
+
+#[test]
+fn c51_a_loss_that_a_durable_write_is_told_of_fails_every_later_flush() {
+    let Some(small) = Small::new() else {
+        println!("skipped: no loop device and no private mount for this user");
+        return;
+    };
+    let options = nowait::OpenOptions { direct: Direct::Off, ..nowait::OpenOptions::default() };
+    let disk = Disk::open(small.1.as_ref(), options).unwrap();
+    let file = File::new(Arc::new(disk));
+    let bytes = vec![7; 16 << 20];
+    assert_eq!(file.write_at(&bytes, 16 * MIB, Flags::NONE), Ok(bytes.len()));
+    // Somebody else has the pages written, which hides nothing from others.
+    let other = OpenOptions::new().write(true).open(&small.1).unwrap();
+    assert!(other.sync_data().is_err(), "there was room for all");
+    let durable = file.write_at(&bytes[..4096], 0, Flags::DSYNC);
+    assert_eq!(durable.map_err(|error| error.errno()), Err(libc::EIO));
+    for _ in 0..3 {
+        assert_eq!(file.flush().map_err(|error| error.errno()), Err(libc::EIO));
+    }
+}
