@@ -136,8 +136,8 @@ fn c42_a_read_is_finished_where_it_was_reaped() {
 
 fn c42_a_sync_a_refusal_and_a_short_transfer_pass_to_a_worker() {
     on_engines(&[Kind::Null], MIB, Content::Data, |rig| {
-        // Of lengths that no device takes, so that it goes by bounced pieces; but by one transfer
-        // with RWF_DSYNC through the page cache, and then nothing is left to do.
+        // Of lengths that no device takes, so that it goes by bounced pieces, or in one transfer
+        // through the page cache; what makes it durable is a sync in either case.
         let mut memory = Memory::new(MIB + BLOCK);
         memory[..5].copy_from_slice(&pattern(0, 5));
         memory[4101..].copy_from_slice(&pattern(5, MIB - 5));
@@ -145,10 +145,8 @@ fn c42_a_sync_a_refusal_and_a_short_transfer_pass_to_a_worker() {
         let dsync = io(Op::Write, Flags::DSYNC, 0, MIB);
         let home = rig.engine.stats().remote;
         assert!(rig.submit_segments(dsync, &list).is_ok(), "{}", rig.case.label);
-        let Config { inline_completion, nowait_first, .. } = rig.case.config;
-        let at_once = !rig.disk.is_direct() && inline_completion && nowait_first;
         assert_eq!(rig.only().result(), Ok(MIB), "{}", rig.case.label);
-        assert_eq!(rig.engine.stats().remote == home, at_once, "{}", rig.case.label);
+        assert!(rig.engine.stats().remote > home, "{}", rig.case.label);
 
         // The queue moved nothing, so that only a worker can have read this.
         for change in [-libc::EAGAIN, 100] {
