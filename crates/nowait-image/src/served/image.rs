@@ -62,9 +62,7 @@ impl Image for Live {
         let mut pos = pos;
         while left > 0 {
             self.learn_about(pos);
-            let (found, len) = self.layers.find(pos, left)?;
-            let len = len.min(left);
-            self.layers.fetch(found, rest.take(len))?;
+            let len = self.layers.fetch_some(pos, left, &mut rest)?;
             pos += len;
             left -= len;
         }

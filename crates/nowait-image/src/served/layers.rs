@@ -16,7 +16,7 @@ use crate::host::HostFile;
 use crate::tables::{continues, read_table};
 
 use super::medium::Medium;
-use super::parts::scatter;
+use super::parts::{Scatter, scatter};
 use super::store::Store;
 
 /// Entries of an L2 table that are read at once.
@@ -188,6 +188,32 @@ impl Layers {
             }
         }
         Ok(())
+    }
+
+    /// Fills the next memory of `rest` with some of `len` bytes of the disk from `pos` on, which are
+    /// all inside it, and returns how many. Of these the top image is asked once: whoever writes
+    /// there meanwhile is read whole or not at all, also where images below end inside a block.
+    ///
+    /// # Errors
+    /// As [`Layers::find`] and [`Layers::fetch`].
+    pub(crate) fn fetch_some(
+        &self,
+        pos: u64,
+        len: u64,
+        rest: &mut Scatter<'_>,
+    ) -> Result<u64, Error> {
+        let (cluster, run) = self.top(pos, len)?;
+        if let Some(found) = meaning(0, cluster, pos, &self.header) {
+            self.fetch(found, rest.take(run))?;
+            return Ok(run);
+        }
+        let mut done = 0;
+        while done < run {
+            let (found, _, len) = self.find_below(pos + done, run - done)?;
+            self.fetch(found, rest.take(len))?;
+            done += len;
+        }
+        Ok(run)
     }
 
     /// Fills `memory` with the disk's bytes from `pos` on; with zeros behind its end.

@@ -12,6 +12,7 @@ use nowait::{Config, Direct, Engine, File, Flags, Io, Op, Range, Threads, Worker
 use super::gate::{self, Gate};
 use super::random::Random;
 use super::tool::{Finished, require_tool, tool};
+use crate::create::{CreateOptions, Preallocation, create};
 use crate::served::{Keeper, Qcow2, ServeOptions, open};
 use crate::{Chain, ChainOptions, Format};
 
@@ -148,6 +149,45 @@ fn whoever_needs_no_allocation_is_served_while_one_is_held_up() {
     gate.open();
     player.until_done(6, read);
     drop((player, disk));
+    keeper.close().unwrap();
+}
+
+#[test]
+fn c54_a_block_that_is_written_while_it_is_read_from_a_file_that_ends_in_it_is_no_mixture() {
+    let scratch = tempfile::tempdir().unwrap();
+    fs::write(scratch.path().join("base"), [7; 100]).unwrap();
+    let top = scratch.path().join("top");
+    let options = CreateOptions {
+        size: Some(CLUSTER),
+        format: Format::Qcow2,
+        backing: Some("base".into()),
+        backing_format: Some(Format::Raw),
+        backing_dirs: Vec::new(),
+        cluster_bytes: None,
+        preallocation: Preallocation::Off,
+    };
+    create(&top, &options).unwrap();
+    let options =
+        ChainOptions { format: Some(Format::Qcow2), writable: true, ..ChainOptions::default() };
+    let chain = Chain::open(&top, &options).unwrap();
+    let gate = gate::before(chain.layers()[1].file.fd());
+    let options = ServeOptions { writable: true, direct: Direct::Off, hint: true };
+    let (disk, keeper) = open(chain, options).unwrap();
+    let disk = Arc::new(disk);
+    let mut block = vec![1; BLOCK as usize];
+    std::thread::scope(|scope| {
+        let before = gate.shut();
+        assert_eq!(before, 0);
+        let reader = scope.spawn(|| File::new(disk.clone()).read_at(&mut block, 0).unwrap());
+        gate.until_somebody_waits();
+        // All of the cluster is written, so that nothing has to be copied from behind the gate.
+        let all = [2; CLUSTER as usize];
+        File::new(disk.clone()).write_at(&all, 0, Flags::NONE).unwrap();
+        gate.open();
+        assert_eq!(reader.join().unwrap(), BLOCK as usize);
+    });
+    assert!(block[..100] == [7; 100] && block[100..].iter().all(|&byte| byte == 0));
+    drop(disk);
     keeper.close().unwrap();
 }
 
