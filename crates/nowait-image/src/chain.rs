@@ -206,6 +206,22 @@ impl Chain {
         Ok(chain)
     }
 
+    /// The images in `files`, each followed by its backing image; the first one may be written to.
+    ///
+    /// # Errors
+    /// What is wrong with one of them.
+    #[cfg(feature = "sim")]
+    pub fn simulated(files: Vec<(HostFile, Format)>) -> Result<Self, ImageError> {
+        let options =
+            ChainOptions { writable: true, locking: Locking::Unlocked, ..ChainOptions::default() };
+        let mut chain = Self { layers: Vec::new(), unlocked: Vec::new() };
+        for (file, format) in files {
+            let layer = chain.open_layer(file, Some(format), &options, &Places::default())?;
+            chain.layers.push(layer);
+        }
+        Ok(chain)
+    }
+
     /// The images, each followed by its backing image; never empty.
     #[must_use]
     pub fn layers(&self) -> &[Layer] {

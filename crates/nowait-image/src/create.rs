@@ -95,6 +95,14 @@ pub fn create(path: &Path, options: &CreateOptions) -> Result<u64, ImageError> {
     Ok(size)
 }
 
+/// Writes the image that `header` is of, with nothing in it, to `file`.
+#[cfg(feature = "sim")]
+pub(crate) fn write(file: &HostFile, header: Header) -> Result<(), ImageError> {
+    let layout = Layout::new(header, Preallocation::Off);
+    let layout = layout.map_err(|why| ImageError::refused(file.path(), why))?;
+    layout.write(file, Preallocation::Off).map_err(|error| explain(file.path(), &error))
+}
+
 /// Why there is no such image, if so.
 fn possible(options: &CreateOptions) -> Result<(), String> {
     layout::cluster_bits(options.cluster_bytes)?;

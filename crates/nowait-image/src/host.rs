@@ -2,7 +2,7 @@
 //!
 //! Invariant: a read gives every byte that was asked for; what lies behind the end reads as zeros,
 //! as in every image format that files are cut short in.
-//! Knows: error. Known by: chain, and whatever reads an image without an engine.
+//! Knows: error, simulated. Known by: chain, and whatever reads an image without an engine.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -16,6 +16,8 @@ use rustix::io::Errno;
 use crate::error::ImageError;
 #[cfg(test)]
 use crate::recorder::{self, Step};
+#[cfg(feature = "sim")]
+use crate::simulated::{SimDevice, SimFile};
 
 /// The unit of `st_blocks`, whatever the file system's own block size (stat(2)).
 const STAT_BLOCK_BYTES: u64 = 512;
@@ -35,6 +37,20 @@ pub(crate) struct Identity {
 pub struct HostFile {
     path: PathBuf,
     file: File,
+    /// If it is simulated; then `file` only stands for it where a descriptor is asked for.
+    #[cfg(feature = "sim")]
+    simulated: Option<Box<SimFile>>,
+}
+
+/// Makes the call on the simulated file, if that is what it is; else on the file.
+macro_rules! call {
+    ($self:ident, $simulated:ident => $there:expr, $here:expr) => {{
+        #[cfg(feature = "sim")]
+        if let Some($simulated) = &$self.simulated {
+            return $there;
+        }
+        $here
+    }};
 }
 
 /// Whether a run of a file has data, from a position on.
@@ -67,12 +83,34 @@ impl HostFile {
         if !kind.is_file() && !kind.file_type().is_block_device() {
             return Err(ImageError::refused(path, "neither a regular file nor a block device"));
         }
-        Ok(Self { path: path.to_owned(), file })
+        Ok(Self::of(path.to_owned(), file))
     }
 
     /// A file that was opened, or made, elsewhere, and is called `path`.
     pub(crate) const fn of(path: PathBuf, file: File) -> Self {
-        Self { path, file }
+        Self {
+            path,
+            file,
+            #[cfg(feature = "sim")]
+            simulated: None,
+        }
+    }
+
+    /// The file with this number of a simulated device.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`: no descriptor is left to stand for it.
+    #[cfg(feature = "sim")]
+    pub fn simulated(device: &std::sync::Arc<SimDevice>, number: u16) -> io::Result<Self> {
+        let fd = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)?;
+        let simulated = Some(Box::new(SimFile::new(device, number)));
+        Ok(Self { simulated, ..Self::of(format!("file-{number}").into(), File::from(fd)) })
+    }
+
+    /// The simulated file, if it is one.
+    #[cfg(feature = "sim")]
+    pub(crate) fn as_simulated(&self) -> Option<&SimFile> {
+        self.simulated.as_deref()
     }
 
     /// The name it was opened by.
@@ -97,7 +135,7 @@ impl HostFile {
     /// # Errors
     /// What lseek(2) says.
     pub fn size(&self) -> io::Result<u64> {
-        Ok(rustix::fs::seek(&self.file, SeekFrom::End(0))?)
+        call!(self, it => Ok(it.size()), Ok(rustix::fs::seek(&self.file, SeekFrom::End(0))?))
     }
 
     /// Bytes that it takes on its file system; 0 for a block device.
@@ -113,6 +151,7 @@ impl HostFile {
     /// # Errors
     /// What pread(2) says.
     pub fn read_at(&self, pos: u64, memory: &mut [u8]) -> io::Result<()> {
+        call!(self, it => it.read_at(pos, memory), ());
         let mut done = 0;
         while done < memory.len() {
             let Some(at) = pos.checked_add(done as u64).filter(|&at| i64::try_from(at).is_ok())

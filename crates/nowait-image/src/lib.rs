@@ -12,8 +12,11 @@
 
 pub mod lock;
 mod error;
+mod breaks;
 #[cfg(test)]
 mod recorder;
+#[cfg(feature = "sim")]
+mod simulated;
 mod host;
 mod header;
 mod encode;
@@ -42,6 +45,8 @@ pub mod commit;
 mod cuts;
 pub mod served;
 
+#[cfg(feature = "sim")]
+pub use breaks::{Flaw, make};
 pub use chain::{Chain, ChainOptions, Content, Format, Layer, Locking, MAX_LAYERS};
 pub use error::ImageError;
 pub use header::{BackingName, Compression, Header, MAGIC};

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use crate::error::ImageError;
 
 /// Directories that files named in headers may be below.
-#[derive(Clone, Debug)]
+#[derive(Clone, Debug, Default)]
 pub(crate) struct Places(Vec<PathBuf>);
 
 /// A file that a header names.

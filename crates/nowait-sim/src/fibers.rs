@@ -10,7 +10,7 @@ use std::mem::ManuallyDrop;
 
 use corosensei::stack::DefaultStack;
 use corosensei::{Coroutine, CoroutineResult, Yielder};
-use nowait::{SimJob, Workers, sim};
+use nowait::{Workers, sim};
 
 /// Bytes of a job's stack. Its large buffers are on the heap.
 const STACK_BYTES: usize = 256 << 10;
@@ -52,7 +52,8 @@ impl Fibers {
     pub fn run(&mut self, choice: usize, workers: &Workers) -> std::io::Result<()> {
         if let Some(index) = choice.checked_sub(self.paused.len()) {
             let Some(job) = workers.take(index) else { return Ok(()) };
-            return self.begin(job, workers.clone());
+            let workers = workers.clone();
+            return self.begin(move || workers.run(job));
         }
         let (job, yielder) = ManuallyDrop::into_inner(self.paused.swap_remove(choice));
         RUNNING.set(yielder);
@@ -60,14 +61,18 @@ impl Fibers {
         Ok(())
     }
 
-    fn begin(&mut self, job: SimJob, workers: Workers) -> std::io::Result<()> {
+    /// Begins a job beside those of workers, and lets it run until it pauses or ends.
+    ///
+    /// # Errors
+    /// As [`Fibers::run`].
+    pub fn begin(&mut self, job: impl FnOnce() + 'static) -> std::io::Result<()> {
         let stack = match self.stacks.pop() {
             Some(stack) => stack,
             None => DefaultStack::new(STACK_BYTES)?,
         };
         self.go_on(Coroutine::with_stack(stack, move |yielder, ()| {
             RUNNING.set(yielder);
-            workers.run(job);
+            job();
         }));
         Ok(())
     }

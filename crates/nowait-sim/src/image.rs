@@ -4,24 +4,25 @@
 //! was lost before.
 //! Knows: model, scenario. Known by: front, engines, server, world.
 
-use std::io::IoSlice;
-use std::path::Path;
 use std::sync::Arc;
 
-use nowait::sim::{SimDevice, SimOptions};
+use nowait::sim::{Random, SimDevice, SimOptions};
 use nowait::{
-    Direct, Disk, Error, Extent, Extents, Image as Format, Intent, Map, OpenOptions, Range, Span,
+    Disk, Error, Extent, Extents, File, Image as Inside, Intent, Map, OpenOptions, Range, Span,
     Storage, Workers, WouldBlock,
 };
-use nowait_image::create::{CreateOptions, Preallocation, create};
-use nowait_image::served::{Qcow2, open_simulated};
-use nowait_image::{Chain, ChainOptions, check};
+use nowait_image::served::{Keeper, Opened, Qcow2, ServeOptions, new_simulated, open_simulated};
+use nowait_image::{BackingName, Chain, Format, HostFile, check};
 
 use crate::model::Wrong;
+use crate::pattern::{self, BASE};
 use crate::scenario::Scenario;
 
 /// Bytes of a qcow2 image beside those of its disk and as many again.
 const SPARE_BYTES: u64 = 256 << 10;
+
+/// Bytes that the file of a qcow2 image grows by at once.
+const GROW_BYTES: u64 = 16 << 10;
 
 /// What is known of where bytes are.
 pub enum AnyMap {
@@ -73,7 +74,7 @@ impl Map for AnyMap {
         either!(self, map => map.known(range, limit, spans))
     }
 
-    fn image(&self) -> Option<&dyn Format> {
+    fn image(&self) -> Option<&dyn Inside> {
         either!(self, map => map.image())
     }
 }
@@ -86,39 +87,96 @@ pub struct Image {
     pub workers: Workers,
     /// What is below.
     pub device: Arc<SimDevice>,
+    /// Clusters that a qcow2 image had lost when it was opened.
+    pub leaks: u64,
+    /// What keeps a qcow2 image in order.
+    keeper: Option<Keeper>,
 }
 
 fn wrong(error: impl std::fmt::Display) -> Wrong {
     Wrong::new(error.to_string())
 }
 
-/// The device of `scenario`, all of whose disk is zeros.
+/// The device of `scenario`, and what its disk holds, zeros behind that.
 ///
 /// # Errors
 /// What the system said when an image was made.
-pub fn device(scenario: &Scenario) -> Result<Arc<SimDevice>, Wrong> {
-    let Some(bits) = scenario.qcow2 else { return Ok(Arc::new(SimDevice::new(scenario.device))) };
-    let size = scenario.device.bytes;
-    let bytes = (2 * size + SPARE_BYTES).next_multiple_of(4096);
+pub fn device(scenario: &Scenario) -> Result<(Arc<SimDevice>, Vec<u8>), Wrong> {
+    if scenario.qcow2.is_none() {
+        return Ok((Arc::new(SimDevice::new(scenario.device)), Vec::new()));
+    }
+    let mut random = Random::part(scenario.seed, u64::MAX - 3);
+    let bytes = (2 * scenario.device.bytes + SPARE_BYTES).next_multiple_of(4096);
     let device = Arc::new(SimDevice::new(SimOptions { bytes, ..scenario.device }));
-    let scratch = tempfile::tempdir().map_err(wrong)?;
-    let path = scratch.path().join("image");
-    let options = CreateOptions {
-        size: Some(size),
-        format: nowait_image::Format::Qcow2,
-        backing: None,
-        backing_format: None,
-        backing_dirs: Vec::new(),
-        cluster_bytes: Some(1 << bits),
-        preallocation: Preallocation::Off,
+    let mut disk = Vec::new();
+    if random.below(4) > 0 {
+        disk = vec![0; scenario.device.bytes as usize];
+        fill_parts(&mut disk, &mut random);
+    }
+    stack(scenario, &device, Some(&disk), &mut random)?;
+    Ok((device, disk))
+}
+
+/// Fills about half of `disk`, in parts.
+fn fill_parts(disk: &mut [u8], random: &mut Random) {
+    let mut pos = 0;
+    while pos < disk.len() {
+        let unit = random.pick(&[100, 512, 4096]).unwrap_or(512);
+        let len = (unit * (1 + random.below(16)) as usize).min(disk.len() - pos);
+        if random.below(2) == 0
+            && let Some(part) = disk.get_mut(pos..pos + len)
+        {
+            pattern::fill(part, pos as u64, BASE);
+        }
+        pos += len;
+    }
+}
+
+/// Puts a new image on `device`, on top of a raw one that holds `disk`, or of what is there.
+///
+/// # Errors
+/// What the system said.
+pub fn stack(
+    scenario: &Scenario,
+    device: &SimDevice,
+    disk: Option<&[u8]>,
+    random: &mut Random,
+) -> Result<(), Wrong> {
+    let format = match disk {
+        None => Some(Format::Qcow2),
+        Some(disk) => (!disk.is_empty()).then_some(Format::Raw),
     };
-    create(&path, &options).map_err(wrong)?;
-    let bytes = std::fs::read(&path).map_err(wrong)?;
-    let buffered = OpenOptions { direct: Direct::Off, ..OpenOptions::default() };
-    let storage = Storage::simulated(&device, buffered).map_err(wrong)?;
-    storage.write_at(&[IoSlice::new(&bytes)], 0).map_err(wrong)?;
-    storage.sync().map_err(wrong)?;
-    Ok(device)
+    let backing = format.map(|format| BackingName {
+        name: "file-1".into(),
+        format: Some(format.name().to_owned()),
+    });
+    let bits = scenario.qcow2.unwrap_or_default() + random.below(3) as u32;
+    let image = new_simulated(scenario.device.bytes, bits, backing).map_err(wrong)?;
+    match disk {
+        None => device.put_on_top(&image),
+        Some([]) => device.put_on(None, &image),
+        Some(disk) => device.put_on(Some(&raw_base(disk, random)), &image),
+    }
+    Ok(())
+}
+
+/// A raw image that holds `disk`: as long, longer, or without zeros at its end.
+fn raw_base(disk: &[u8], random: &mut Random) -> Vec<u8> {
+    let mut base = disk.to_vec();
+    let more = random.below(10_000) as usize;
+    match random.below(3) {
+        0 => {}
+        1 => {
+            base.resize(disk.len() + more, 0);
+            pattern::fill(base.get_mut(disk.len()..).unwrap_or_default(), 0, BASE);
+        }
+        _ => {
+            let last = disk.iter().rposition(|&byte| byte != 0);
+            let used = last.map_or(0, |last| last + 1);
+            base.truncate(used + more % 600);
+        }
+    }
+    base
 }
 
 impl Image {
@@ -127,66 +185,137 @@ impl Image {
     /// # Errors
     /// What is wrong with it; what the system said.
     pub fn open(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<Self, Wrong> {
-        let hint = scenario.config.hint;
-        let options = OpenOptions { read_only: false, direct: scenario.direct, no_hint: !hint };
-        let storage = || -> Result<Storage, Error> { Storage::simulated(device, options) };
-        let data = storage().map_err(wrong)?;
-        let (size, map) = match scenario.qcow2 {
-            None => {
-                let map = Extents::new(data.size(), hint);
-                map.scan(&data);
-                (data.size(), AnyMap::Raw(map))
-            }
+        let (disk, leaks, keeper) = match scenario.qcow2 {
+            None => (raw(scenario, device).map_err(wrong)?, 0, None),
             Some(_) => {
-                let map = qcow2(device, storage().map_err(wrong)?, hint)?;
-                (scenario.device.bytes, AnyMap::Qcow2(map))
+                let (disk, leaks, keeper) = qcow2(scenario, device)?;
+                (disk, leaks, Some(keeper))
             }
         };
-        let disk = Arc::new(Disk::mapped(data, Vec::new(), size, false, map));
+        let disk = Arc::new(disk);
         let workers = Workers::simulated(&disk);
-        Ok(Self { disk, workers, device: device.clone() })
+        Ok(Self { disk, workers, device: device.clone(), leaks, keeper })
+    }
+
+    /// What the thread would do now that writes a qcow2 image's metadata when nobody else does.
+    pub fn due(&self) -> Option<impl FnOnce() + 'static> {
+        self.keeper.as_ref().and_then(Keeper::due)
+    }
+
+    /// Ends the use of it as a server does, when nothing is in flight. `None` if there is nothing
+    /// to be done.
+    pub fn close(&mut self) -> Option<Result<(), Error>> {
+        let keeper = self.keeper.take()?;
+        let flushed = File::new(self.disk.clone()).flush();
+        Some(flushed.and_then(|()| keeper.close()))
     }
 }
 
-/// The image on `device`, of which a copy is checked and read in a file.
-fn qcow2(device: &SimDevice, storage: Storage, hint: bool) -> Result<Qcow2, Wrong> {
-    let file = tempfile::NamedTempFile::new().map_err(wrong)?;
-    std::fs::write(file.path(), device.contents()).map_err(wrong)?;
-    let chain = chain(file.path())?;
+fn raw(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<Disk<AnyMap>, Error> {
+    let hint = scenario.config.hint;
+    let options = OpenOptions { read_only: false, direct: scenario.direct, no_hint: !hint };
+    let data = Storage::simulated(device, options)?;
+    let (size, map) = (data.size(), Extents::new(data.size(), hint));
+    map.scan(&data);
+    Ok(Disk::mapped(data, Vec::new(), size, false, AnyMap::Raw(map)))
+}
+
+/// The image on `device`, the clusters that it has lost, and what keeps it in order.
+fn qcow2(
+    scenario: &Scenario,
+    device: &Arc<SimDevice>,
+) -> Result<(Disk<AnyMap>, u64, Keeper), Wrong> {
+    let mut files = Vec::new();
+    for number in 0..device.files() {
+        let file = HostFile::simulated(device, number).map_err(wrong)?;
+        let format = Format::probe(&file).map_err(wrong)?;
+        files.push((file, format));
+    }
+    let chain = Chain::simulated(files).map_err(wrong)?;
     let report = check::check(&chain, &mut |_, _| {}).map_err(wrong)?;
     if report.corruptions > 0 {
         return Err(Wrong::new(format!("the image is corrupt: {report:?}")));
     }
-    open_simulated(&chain, storage, hint).map_err(wrong)
-}
-
-fn chain(path: &Path) -> Result<Chain, Wrong> {
-    let format = Some(nowait_image::Format::Qcow2);
-    Chain::open(path, &ChainOptions { format, ..ChainOptions::default() }).map_err(wrong)
+    let (direct, hint) = (scenario.direct, scenario.config.hint);
+    let options = ServeOptions { writable: true, direct, hint };
+    let Opened { top, below, size, map, keeper } =
+        open_simulated(chain, options, GROW_BYTES).map_err(wrong)?;
+    Ok((Disk::mapped(top, below, size, false, AnyMap::Qcow2(map)), report.leaks, keeper))
 }
 
 #[cfg(test)]
 mod tests {
-    use nowait::{File, Flags};
+    use nowait::Flags;
+    use nowait::sim::{Fault, Faults};
 
     use super::*;
     use crate::scenario::Mode;
 
+    fn scenario(fits: impl Fn(&Scenario) -> bool) -> Scenario {
+        let all = (0..5000).map(|seed| Scenario::of(Mode::Engine, seed));
+        let mut images = all.filter(|it| it.qcow2 == Some(9));
+        images.find(|it| it.device.bytes > 160 << 10 && fits(it)).unwrap()
+    }
+
     #[test]
-    fn an_image_on_a_larger_device_takes_data_to_its_last_byte() {
-        let mut all = (0..2000).map(|seed| Scenario::of(Mode::Engine, seed));
-        let large = |it: &Scenario| it.qcow2 == Some(9) && it.device.bytes > 160 << 10;
-        let scenario = all.find(large).unwrap();
-        let device = device(&scenario).unwrap();
-        let image = Image::open(&scenario, &device).unwrap();
-        let file = File::new(image.disk.clone());
-        let bytes = vec![7; 4096];
-        for pos in (0..scenario.device.bytes).step_by(bytes.len()) {
-            let part = &bytes[..bytes.len().min((scenario.device.bytes - pos) as usize)];
-            assert_eq!(file.write_at(part, pos, Flags::NONE).unwrap(), part.len(), "at {pos}");
+    fn an_image_on_a_larger_device_or_in_a_file_takes_data_to_its_last_byte() {
+        for grows in [false, true] {
+            let scenario = scenario(|it| it.device.grows == grows);
+            let (device, _) = device(&scenario).unwrap();
+            let before = device.bytes();
+            let image = Image::open(&scenario, &device).unwrap();
+            let file = File::new(image.disk.clone());
+            let bytes = vec![7; 4096];
+            for pos in (0..scenario.device.bytes).step_by(bytes.len()) {
+                let part = &bytes[..bytes.len().min((scenario.device.bytes - pos) as usize)];
+                assert_eq!(file.write_at(part, pos, Flags::NONE).unwrap(), part.len(), "at {pos}");
+            }
+            file.flush().unwrap();
+            drop((file, image));
+            assert_eq!(device.bytes() > before, grows);
+            assert!(Image::open(&scenario, &device).is_ok());
         }
-        file.flush().unwrap();
-        drop((file, image));
-        assert!(Image::open(&scenario, &device).is_ok());
+    }
+
+    #[test]
+    fn a_disk_is_the_same_in_each_image_that_is_put_on_top_of_it() {
+        for seed in 0..40 {
+            let scenario = scenario(|it| it.seed >= 40 * seed);
+            let mut random = Random::new(seed);
+            let (device, mut disk) = device(&scenario).unwrap();
+            disk.resize(scenario.device.bytes as usize, 0);
+            for round in 0..4 {
+                let mut image = Image::open(&scenario, &device).unwrap();
+                let file = File::new(image.disk.clone());
+                let mut found = vec![1; disk.len()];
+                file.read_at(&mut found, 0).unwrap();
+                assert!(found == disk, "seed {seed}, round {round}");
+                let pos = random.below(disk.len() as u64 - 700) as usize;
+                disk[pos..pos + 700].fill(round + 1);
+                file.write_at(&disk[pos..pos + 700], pos as u64, Flags::NONE).unwrap();
+                image.close().unwrap().unwrap();
+                let raw = (round == 2).then_some(disk.as_slice());
+                stack(&scenario, &device, raw, &mut random).unwrap();
+                assert!(raw.is_none() || device.files() == 2);
+            }
+        }
+    }
+
+    #[test]
+    fn a_write_that_fails_at_any_of_its_calls_loses_no_cluster() {
+        let scenario = scenario(|it| it.device.grows);
+        let mut failed = 0;
+        for nth in 1..20 {
+            let (device, _) = device(&scenario).unwrap();
+            let mut image = Image::open(&scenario, &device).unwrap();
+            let once = Some((device.operations() + nth, Fault::Errno(libc::EIO)));
+            device.set_faults(Faults { once, ..Faults::default() });
+            let file = File::new(image.disk.clone());
+            failed += u32::from(file.write_at(&[7; 2048], 1024, Flags::NONE).is_err());
+            device.set_faults(Faults::default());
+            image.close().unwrap().unwrap();
+            assert_eq!(Image::open(&scenario, &device).unwrap().leaks, 0, "operation {nth}");
+        }
+        assert!(failed > 3, "{failed}");
     }
 }

@@ -48,12 +48,14 @@ pub struct Judge {
 }
 
 impl Judge {
-    /// The judge of `device`, all of which is zero.
+    /// The judge of `device`, which holds `bytes`, and zeros behind them.
     #[must_use]
-    pub fn new(scenario: &Scenario, device: &Arc<SimDevice>) -> Self {
+    pub fn new(scenario: &Scenario, device: &Arc<SimDevice>, bytes: &[u8]) -> Self {
         let like = scenario.device;
         let block = u64::from(like.align.read_offset);
         let unit = u64::from(like.unit);
+        let mut model = Model::new(like.bytes, scenario.grain, block, unit);
+        model.hold(bytes);
         Self {
             device: device.clone(),
             like,
@@ -64,7 +66,7 @@ impl Judge {
             runs_out: like.capacity < u64::MAX,
             size: like.bytes,
             left: like.bytes,
-            model: Model::new(like.bytes, scenario.grain, block, unit),
+            model,
             latched: None,
             values: ZERO,
         }
@@ -122,6 +124,13 @@ impl Judge {
         flight.inside.end() > self.left
     }
 
+    /// Whether storage may have run out. An image takes `EINVAL` for the word of a device that cannot
+    /// grow.
+    fn is_full(&self) -> bool {
+        let injected = |errno| self.device.has_injected(errno);
+        self.runs_out || injected(libc::ENOSPC) || self.like.grows && injected(libc::EINVAL)
+    }
+
     /// Whether a request may have ended short, or have been done more than once.
     #[must_use]
     pub fn is_disturbed(&self, flight: &Flight) -> bool {
@@ -176,7 +185,7 @@ impl Judge {
             libc::EAGAIN => asked.flags.has(Flags::NOWAIT),
             // A server has no other word for a queue that is full and cannot be handed over.
             libc::EIO => behind || self.device.has_failed() || self.kicks_fail,
-            libc::ENOSPC => behind || self.device.has_injected(errno) || self.runs_out,
+            libc::ENOSPC => behind || self.is_full(),
             libc::EOPNOTSUPP => {
                 let unable = match asked.op {
                     Op::Discard => !like.punches,
@@ -301,6 +310,35 @@ impl Judge {
         self.latched = None;
         self.size = self.left;
         self.model.shrink(self.size);
+    }
+
+    /// An image was closed: what was done before `began` stays (C49).
+    ///
+    /// # Errors
+    /// A flush had failed.
+    pub fn closed(&mut self, began: Time) -> Result<(), Wrong> {
+        if self.latched.is_some() {
+            return Err(Wrong::new("C51: an image is closed after a failed flush".to_owned()));
+        }
+        self.model.end_flush(began);
+        Ok(())
+    }
+
+    /// An image could not be closed.
+    ///
+    /// # Errors
+    /// It could.
+    pub fn not_closed(&self, error: &Error) -> Result<(), Wrong> {
+        let errno = error.errno();
+        let allowed = match errno {
+            libc::EIO => self.device.has_failed(),
+            libc::ENOSPC => self.is_full(),
+            _ => self.device.has_injected(errno),
+        };
+        match allowed {
+            true => Ok(()),
+            false => Err(Wrong::new(format!("closing failed: {error}"))),
+        }
     }
 
     /// The power has failed, and everything in flight has ended.

@@ -35,6 +35,9 @@ struct Args {
     /// What is asked: engine, server, or both, one seed in four of which is a server's.
     #[arg(long, default_value = "both")]
     mode: String,
+    /// Passes over seeds whose disk is no qcow2 image.
+    #[arg(long)]
+    images: bool,
     /// How long seed after seed is run; without it, one seed.
     #[arg(long)]
     seconds: Option<u64>,
@@ -43,7 +46,9 @@ struct Args {
     jobs: Option<u16>,
     /// Makes a mistake on purpose. In the engine: drop-flush, complete-before-data,
     /// free-slot-twice, reply-from-stale-buffer, forget-range-lock. In the server:
-    /// reply-from-old-buffer, reply-twice, lose-at-disconnect, trust-reports.
+    /// reply-from-old-buffer, reply-twice, lose-at-disconnect, trust-reports. In a qcow2 image:
+    /// forget-tail, read-below-elsewhere, forget-order, forget-given-back, cut-too-short,
+    /// forget-to-grow, flush-beside-another.
     #[arg(long, value_name = "MISTAKE")]
     r#break: Option<String>,
     /// Prints a failure as it is, without looking for fewer steps.
@@ -106,9 +111,12 @@ fn start(args: &Args) -> Result<bool, String> {
     }
     let plan = |seed| {
         let mode = only.unwrap_or_else(|| Mode::of(seed));
-        Plan { broken, ..Plan::new(mode, seed, args.steps) }
+        let plan = Plan { broken, ..Plan::new(mode, seed, args.steps) };
+        (!args.images || plan.scenario().qcow2.is_some()).then_some(plan)
     };
-    Ok(run_seeds(args.seed.unwrap_or_else(fresh_seed), args, plan))
+    let first = args.seed.unwrap_or_else(fresh_seed);
+    let first = (first..).find(|&seed| plan(seed).is_some()).unwrap_or(first);
+    Ok(run_seeds(first, args, plan))
 }
 
 fn fresh_seed() -> u64 {
@@ -133,6 +141,7 @@ fn run_matrix(matrix: Matrix) -> bool {
 
 /// What several threads do together: seeds, each run by one of them.
 struct Work<'a, P> {
+    /// The plan of a seed, unless it is passed over.
     plan: P,
     first: u64,
     /// Seeds that were begun.
@@ -150,7 +159,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-impl<P: Fn(u64) -> Plan> Work<'_, P> {
+impl<P: Fn(u64) -> Option<Plan>> Work<'_, P> {
     /// Runs seed after seed until time is up or one of any thread's has failed.
     fn go_on(&self) {
         while lock(&self.failed).is_none() {
@@ -158,7 +167,7 @@ impl<P: Fn(u64) -> Plan> Work<'_, P> {
             if number > 0 && self.limit.is_none_or(|limit| self.began.elapsed() >= limit) {
                 return;
             }
-            let plan = (self.plan)(self.first.wrapping_add(number));
+            let Some(plan) = (self.plan)(self.first.wrapping_add(number)) else { continue };
             match run::run(&plan) {
                 Ok(counts) => self.was_well(counts),
                 Err(failure) => *lock(&self.failed) = Some((plan, failure)),
@@ -178,7 +187,7 @@ impl<P: Fn(u64) -> Plan> Work<'_, P> {
     }
 }
 
-fn run_seeds(first: u64, args: &Args, plan: impl Fn(u64) -> Plan + Sync) -> bool {
+fn run_seeds(first: u64, args: &Args, plan: impl Fn(u64) -> Option<Plan> + Sync) -> bool {
     println!("seed {first}, {} steps each", args.steps);
     let bar = ProgressBar::new(args.seconds.unwrap_or(1));
     if let Ok(style) = ProgressStyle::with_template("{bar:40} {elapsed} {msg}") {

@@ -125,6 +125,16 @@ impl Model {
         Self { size, grain, block, unit, now: 1, cells: cells.collect(), open: Vec::new() }
     }
 
+    /// The device holds `bytes`, and zeros behind them, before anything has happened to it.
+    pub fn hold(&mut self, bytes: &[u8]) {
+        for n in self.touched(Range::new(0, bytes.len() as u64)) {
+            let own = self.range_of(n);
+            let mut part = bytes.get(own.pos as usize..).unwrap_or_default().to_vec();
+            part.resize(own.len as usize, 0);
+            self.pin(n, own, &part);
+        }
+    }
+
     /// Something begins.
     pub fn begin(&mut self) -> Time {
         self.now += 1;

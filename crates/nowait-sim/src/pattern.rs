@@ -9,6 +9,9 @@ pub type Value = u64;
 /// Zeros.
 pub const ZERO: Value = 0;
 
+/// What was there before anything was written.
+pub const BASE: Value = u64::MAX;
+
 /// What neighbouring words of a value differ by: odd, so that no two of them are the same.
 const STEP: u64 = 0xd6e8_feb8_6659_fd93;
 

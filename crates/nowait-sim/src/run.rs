@@ -10,6 +10,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::time::{Duration, Instant};
 
 use nowait::sim::{Break, Fault, set_break};
+use nowait_image::Flaw;
 use nowait_server::Mistake;
 
 use crate::engines::Engines;
@@ -25,6 +26,8 @@ pub enum Broken {
     Engine(Break),
     /// The server.
     Server(Mistake),
+    /// A qcow2 image.
+    Image(Flaw),
 }
 
 impl Broken {
@@ -32,7 +35,8 @@ impl Broken {
     #[must_use]
     pub fn all() -> Vec<Self> {
         let engine = Break::ALL.into_iter().map(Self::Engine);
-        engine.chain(Mistake::ALL.into_iter().map(Self::Server)).collect()
+        let server = Mistake::ALL.into_iter().map(Self::Server);
+        engine.chain(server).chain(Flaw::ALL.into_iter().map(Self::Image)).collect()
     }
 }
 
@@ -102,6 +106,7 @@ pub fn run(plan: &Plan) -> Result<Counts, Failure> {
     match plan.broken {
         Some(Broken::Engine(broken)) => set_break(Some(broken)),
         Some(Broken::Server(mistake)) => nowait_server::make(Some(mistake)),
+        Some(Broken::Image(flaw)) => nowait_image::make(Some(flaw)),
         None => {}
     }
     let result = match plan.mode {
@@ -110,6 +115,7 @@ pub fn run(plan: &Plan) -> Result<Counts, Failure> {
     };
     set_break(None);
     nowait_server::make(None);
+    nowait_image::make(None);
     result
 }
 

@@ -50,7 +50,7 @@ pub struct Scenario {
     pub device: SimOptions,
     /// What goes wrong on it.
     pub faults: Faults,
-    /// If the disk is a qcow2 image on the device, which is larger then: bits of a cluster.
+    /// If the disk is a qcow2 image on the device, which is larger then: bits of the smallest cluster.
     pub qcow2: Option<u32>,
     /// The engines' switches and sizes.
     pub config: Config,
@@ -72,6 +72,8 @@ pub struct Scenario {
     silences: u16,
     /// How often in 65536 steps the device loses its end.
     shrinks: u16,
+    /// How often in 65536 steps metadata is written that nobody has asked to flush.
+    keeps: u16,
 }
 
 /// A request of a client.
@@ -106,6 +108,8 @@ pub enum Action {
     Leave(Leaving),
     /// A worker goes on.
     Work,
+    /// Metadata is written that nobody has asked to flush.
+    Keep,
     /// The power fails, and the device is opened anew.
     Cut,
     /// Everything ends, and the device is opened anew.
@@ -172,6 +176,7 @@ impl Scenario {
                 align,
                 unit: random.pick(&[512, block]).unwrap_or(512),
                 capacity: if random.below(4) == 0 { bytes / 4096 * 2 / 3 } else { u64::MAX },
+                grows: false,
                 punches: random.below(8) > 0,
                 zeroes: random.below(4) > 0,
                 nowait: random.below(8) > 0,
@@ -189,17 +194,25 @@ impl Scenario {
             cuts: random.pick(&[0, 40, 100, 400]).unwrap_or(0),
             silences: random.pick(&[0, 0, 0, 100]).unwrap_or(0),
             shrinks: random.pick(&[0, 0, 0, 0, 0, 0, 0, 20]).unwrap_or(0),
+            keeps: 0,
         };
         match random.below(8) {
-            0 => scenario.in_qcow2(block.ilog2() + random.below(3) as u32),
+            0 => scenario.in_qcow2(block.ilog2(), &mut random),
             _ => scenario,
         }
     }
 
     /// The disk is a qcow2 image. What it has lost with the device's end it cannot do without, and
     /// garbage lies elsewhere on the device than on the disk.
-    fn in_qcow2(mut self, bits: u32) -> Self {
+    fn in_qcow2(mut self, bits: u32, random: &mut Random) -> Self {
         self.qcow2 = Some(bits);
+        self.keeps = random.pick(&[0, 200, 1600]).unwrap_or(0);
+        // Whoever writes tables makes many calls, and what comes between two of them matters.
+        self.cuts = self.cuts.max(100);
+        self.device.grows = random.below(2) == 0;
+        self.device.pauses = random.pick(&[8000, 40_000, 60_000]).unwrap_or(0);
+        self.faults.errors = random.pick(&[0, 0, 100, 1000]).unwrap_or(0);
+        self.faults.flush_errors = random.pick(&[0, 0, 500, 4000]).unwrap_or(0);
         self.device.bytes &= !511;
         self.device.capacity = u64::MAX;
         (self.faults.rot, self.shrinks) = (0, 0);
@@ -258,8 +271,8 @@ impl Scenario {
     fn device_action(&self, random: &mut Random) -> Action {
         match () {
             () if random.chance(self.cuts.saturating_mul(40)) => Action::Cut,
-            // An image that nobody has closed loses what nobody has flushed.
-            () if random.chance(400) && self.qcow2.is_none() => Action::Reopen,
+            () if random.chance(if self.qcow2.is_some() { 8000 } else { 400 }) => Action::Reopen,
+            () if random.chance(self.keeps.saturating_mul(40)) => Action::Keep,
             () if random.chance(self.shrinks.saturating_mul(40)) => Action::Shrink,
             () if random.chance(self.silences.saturating_mul(8)) => Action::FallSilent,
             () if self.silences > 0 => Action::Answer,
@@ -395,6 +408,8 @@ mod tests {
             let images: Vec<_> = all.filter(|scenario| scenario.qcow2.is_some()).collect();
             assert!((10..50).contains(&images.len()), "{mode:?}: {}", images.len());
             assert!(images.iter().all(|image| image.device.bytes.is_multiple_of(512)));
+            let files = images.iter().filter(|image| image.device.grows).count();
+            assert!((5..25).contains(&files), "{mode:?}: {files} in files");
         }
     }
 

@@ -6,6 +6,7 @@
 use std::fmt::Write;
 
 use nowait::sim::{Break, Fault};
+use nowait_image::Flaw;
 use nowait_server::Mistake;
 
 use crate::run::{Broken, Plan};
@@ -24,6 +25,13 @@ pub fn name_of(broken: Broken) -> &'static str {
         Broken::Server(Mistake::ReplyTwice) => "reply-twice",
         Broken::Server(Mistake::LoseAtDisconnect) => "lose-at-disconnect",
         Broken::Server(Mistake::TrustReports) => "trust-reports",
+        Broken::Image(Flaw::ForgetTail) => "forget-tail",
+        Broken::Image(Flaw::ReadBelowElsewhere) => "read-below-elsewhere",
+        Broken::Image(Flaw::ForgetOrder) => "forget-order",
+        Broken::Image(Flaw::ForgetGivenBack) => "forget-given-back",
+        Broken::Image(Flaw::CutTooShort) => "cut-too-short",
+        Broken::Image(Flaw::ForgetToGrow) => "forget-to-grow",
+        Broken::Image(Flaw::FlushBesideAnother) => "flush-beside-another",
     }
 }
 

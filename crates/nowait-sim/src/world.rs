@@ -3,6 +3,8 @@
 //! Invariant: nothing is in flight when a device is opened anew, and whatever was there is judged.
 //! Knows: model, judge, front, fibers, scenario. Known by: run.
 
+use std::cell::Cell;
+use std::rc::Rc;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -36,12 +38,21 @@ pub struct World<F> {
     device: Arc<SimDevice>,
     judge: Judge,
     fibers: Fibers,
+    /// Whether metadata is being written that nobody has asked to flush.
+    keeping: Rc<Cell<bool>>,
     cuts: u64,
+    /// The power has failed since an image was new: it may have lost clusters that nobody sees, behind
+    /// the end of its file.
+    torn: bool,
     /// Before the image, which is used by it.
     front: F,
     /// What reads all of the device, while it does.
     reader: Option<Engine<Sim, AnyMap>>,
     image: Image,
+}
+
+fn no_stack(error: std::io::Error) -> Wrong {
+    Wrong::new(format!("no stack: {error}"))
 }
 
 fn broken(error: Error) -> Wrong {
@@ -54,14 +65,16 @@ impl<F: Front> World<F> {
     /// # Errors
     /// What the system said.
     pub fn new(scenario: Scenario) -> Result<Self, Wrong> {
-        let device = image::device(&scenario)?;
+        let (device, bytes) = image::device(&scenario)?;
         let image = Image::open(&scenario, &device)?;
         let front = F::open(&image, &scenario).map_err(broken)?;
         device.set_faults(scenario.faults);
         Ok(Self {
             fibers: Fibers::new(scenario.workers),
-            judge: Judge::new(&scenario, &device),
+            keeping: Rc::default(),
+            judge: Judge::new(&scenario, &device, &bytes),
             cuts: 0,
+            torn: false,
             device,
             front,
             reader: None,
@@ -90,7 +103,33 @@ impl<F: Front> World<F> {
             return Ok(());
         }
         let choice = random.below(choices as u64) as usize;
-        self.fibers.run(choice, workers).map_err(|e| Wrong::new(format!("no stack: {e}")))
+        self.fibers.run(choice, workers).map_err(no_stack)
+    }
+
+    /// Begins to write metadata that nobody has asked to flush, if there is any.
+    fn keep(&mut self) -> Result<(), Wrong> {
+        let Some(write) = self.image.due().filter(|_| !self.keeping.get()) else { return Ok(()) };
+        self.keeping.set(true);
+        let keeping = self.keeping.clone();
+        let job = move || {
+            write();
+            keeping.set(false);
+        };
+        self.fibers.begin(job).map_err(no_stack)
+    }
+
+    /// Tables of an image are being written when the power fails.
+    fn work_on_tables(&mut self, random: &mut Random) -> Result<(), Wrong> {
+        if self.scenario.qcow2.is_none() {
+            return Ok(());
+        }
+        self.keep()?;
+        (0..random.below(12)).try_for_each(|_| self.work(random))
+    }
+
+    /// Whether nothing is in flight.
+    fn is_idle(&self) -> bool {
+        self.front.is_idle() && !self.keeping.get()
     }
 
     /// Does a step.
@@ -102,7 +141,11 @@ impl<F: Front> World<F> {
         self.device.reseed(random.next());
         match action {
             Action::Work => self.work(&mut random)?,
-            Action::Cut => self.cut(&mut random)?,
+            Action::Keep => self.keep()?,
+            Action::Cut => {
+                self.work_on_tables(&mut random)?;
+                self.cut(&mut random)?;
+            }
             Action::Reopen => self.reopen(&mut random)?,
             Action::FallSilent => self.device.fall_silent(),
             Action::Answer => self.device.answer(),
@@ -127,7 +170,7 @@ impl<F: Front> World<F> {
     fn settle(&mut self, random: &mut Random) -> Result<(), Wrong> {
         self.device.answer();
         for _ in 0..PATIENCE {
-            if self.front.is_idle() {
+            if self.is_idle() {
                 return Ok(());
             }
             if self.front.settle(&mut self.judge)? == Health::Down {
@@ -142,7 +185,7 @@ impl<F: Front> World<F> {
     /// Lets everything in flight end that nobody waits for any more.
     fn drain(&mut self, random: &mut Random) -> Result<(), Wrong> {
         for _ in 0..PATIENCE {
-            if self.front.is_idle() {
+            if self.is_idle() {
                 return Ok(());
             }
             self.front.drain().map_err(broken)?;
@@ -167,23 +210,67 @@ impl<F: Front> World<F> {
 
     fn cut(&mut self, random: &mut Random) -> Result<(), Wrong> {
         self.cuts += 1;
+        self.torn = true;
         let rotten = self.device.cut_power();
         self.device.set_faults(Faults::default());
         self.front.forget();
         self.drain(random)?;
         self.device.power_on();
         self.open_anew()?;
+        let bytes = self.contents(random)?;
+        self.judge.power_cut(&bytes, &rotten)?;
+        self.stack(random)
+    }
+
+    /// All bytes of the device.
+    fn contents(&mut self, random: &mut Random) -> Result<Vec<u8>, Wrong> {
         let mut bytes = Vec::with_capacity(self.scenario.device.bytes as usize);
         self.read_all(random, |_, _, part| {
             bytes.extend_from_slice(part);
             Ok(())
         })?;
-        self.judge.power_cut(&bytes, &rotten)
+        Ok(bytes)
+    }
+
+    /// Sometimes a disk that is in an image goes on in a new one, whose tables are empty, on top of
+    /// the one that it was in or of a raw one.
+    fn stack(&mut self, random: &mut Random) -> Result<(), Wrong> {
+        if self.scenario.qcow2.is_none() || random.below(2) == 0 {
+            return Ok(());
+        }
+        let disk = match u64::from(self.device.files()) > 1 + random.below(3) {
+            true => Some(self.contents(random)?),
+            false => None,
+        };
+        image::stack(&self.scenario, &self.device, disk.as_deref(), random)?;
+        self.torn = false;
+        self.open_anew()
     }
 
     fn reopen(&mut self, random: &mut Random) -> Result<(), Wrong> {
         self.settle(random)?;
-        self.open_anew()
+        let quiet = random.below(2) == 0;
+        if quiet {
+            self.device.set_faults(Faults::default());
+        }
+        let before = self.image.leaks;
+        let began = self.judge.now();
+        match self.image.close() {
+            None => return self.open_anew(),
+            Some(Ok(())) => self.judge.closed(began)?,
+            Some(Err(error)) => {
+                self.judge.not_closed(&error)?;
+                // What it knew of the image is lost.
+                return self.cut(random);
+            }
+        }
+        self.open_anew()?;
+        match self.image.leaks {
+            leaks if leaks > before && quiet && !self.torn => {
+                Err(Wrong::new(format!("clusters are lost at closing: {leaks}, {before} before")))
+            }
+            _ => self.stack(random),
+        }
     }
 
     fn open_anew(&mut self) -> Result<(), Wrong> {
@@ -270,6 +357,11 @@ impl<F: Front> World<F> {
         }
         let began = self.judge.now();
         self.read_all(&mut random, |world, pos, part| world.judge.found(pos, part, began))?;
+        if self.scenario.qcow2.is_some() {
+            self.reopen(&mut random)?;
+            let began = self.judge.now();
+            self.read_all(&mut random, |world, pos, part| world.judge.found(pos, part, began))?;
+        }
         self.violations()
     }
 

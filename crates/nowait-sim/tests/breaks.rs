@@ -4,20 +4,32 @@ use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
 use nowait::sim::Break;
+use nowait_image::Flaw;
 use nowait_server::Mistake;
 use nowait_sim::run::{Broken, Plan, run};
-use nowait_sim::scenario::Mode;
+use nowait_sim::scenario::{Mode, Scenario};
 use nowait_sim::trace::name_of;
 
 /// Steps within which a mistake is found, in seeds of so many each.
 const STEPS: u64 = 10_000;
 const SEED_STEPS: u64 = 1000;
+/// Seeds within which one with a qcow2 image is found: for some the power has to fail between two
+/// calls of few.
+const IMAGES: usize = 100;
+
+/// The first seeds in which a mistake can be made.
+fn seeds(broken: Broken) -> impl Iterator<Item = u64> {
+    let images = matches!(broken, Broken::Image(_));
+    let fits = move |&seed: &u64| !images || Scenario::of(Mode::Engine, seed).qcow2.is_some();
+    let count = if images { IMAGES } else { (STEPS / SEED_STEPS) as usize };
+    (0..).filter(fits).take(count)
+}
 
 /// Whether the seed of the mistake ends with a finding, in a process of its own: some mistakes write to
 /// memory that was given back, and the allocator may be the first to notice.
 fn fails(broken: Broken, seed: u64) -> bool {
     let mode = match broken {
-        Broken::Engine(_) => Mode::Engine,
+        Broken::Engine(_) | Broken::Image(_) => Mode::Engine,
         Broken::Server(_) => Mode::Server,
     };
     let (seed, steps) = (seed.to_string(), SEED_STEPS.to_string());
@@ -31,8 +43,8 @@ fn fails(broken: Broken, seed: u64) -> bool {
 }
 
 fn is_found(broken: Broken) {
-    let found = (0..STEPS / SEED_STEPS).any(|seed| fails(broken, seed));
-    assert!(found, "{broken:?} was not found within {STEPS} steps");
+    let found = seeds(broken).any(|seed| fails(broken, seed));
+    assert!(found, "{broken:?} was not found");
 }
 
 #[test]
@@ -86,4 +98,39 @@ fn a_request_that_is_lost_when_its_client_hangs_up_is_found() {
 #[test]
 fn an_end_that_is_missed_because_it_was_not_reported_is_found() {
     is_found(Broken::Server(Mistake::TrustReports));
+}
+
+#[test]
+fn a_cluster_that_is_not_filled_to_its_end_is_found() {
+    is_found(Broken::Image(Flaw::ForgetTail));
+}
+
+#[test]
+fn metadata_that_is_written_out_of_order_is_found() {
+    is_found(Broken::Image(Flaw::ForgetOrder));
+}
+
+#[test]
+fn clusters_that_are_not_given_back_at_closing_are_found() {
+    is_found(Broken::Image(Flaw::ForgetGivenBack));
+}
+
+#[test]
+fn a_flush_that_does_not_wait_for_what_is_being_written_is_found() {
+    is_found(Broken::Image(Flaw::FlushBesideAnother));
+}
+
+#[test]
+fn a_file_that_is_cut_too_short_at_closing_is_found() {
+    is_found(Broken::Image(Flaw::CutTooShort));
+}
+
+#[test]
+fn a_file_that_is_not_made_longer_in_time_is_found() {
+    is_found(Broken::Image(Flaw::ForgetToGrow));
+}
+
+#[test]
+fn an_image_below_that_is_read_at_another_place_is_found() {
+    is_found(Broken::Image(Flaw::ReadBelowElsewhere));
 }

@@ -101,14 +101,21 @@ mod simulated {
 
     pub(super) struct Simulated {
         device: Arc<SimDevice>,
+        /// Which of its files.
+        file: u16,
         /// Whether it was opened with `O_DIRECT`.
         direct: bool,
     }
 
     impl Descriptor {
-        /// A handle on `device`; `fd` stands for it where a descriptor is asked for.
-        pub(crate) fn simulated(fd: OwnedFd, device: Arc<SimDevice>, direct: bool) -> Self {
-            Self { fd, simulated: Some(Simulated { device, direct }) }
+        /// A handle on a file of `device`; `fd` stands for it where a descriptor is asked for.
+        pub(crate) fn simulated(
+            fd: OwnedFd,
+            device: Arc<SimDevice>,
+            file: u16,
+            direct: bool,
+        ) -> Self {
+            Self { fd, simulated: Some(Simulated { device, file, direct }) }
         }
     }
 
@@ -121,8 +128,9 @@ mod simulated {
         /// As for [`queue::transfer`].
         pub(super) unsafe fn transfer(&self, transfer: &Transfer) -> Outcome {
             loop {
+                let transfer = Transfer { file: self.file, ..*transfer };
                 // SAFETY: as promised by the caller.
-                let outcome = unsafe { self.device.transfer(transfer, self.direct) };
+                let outcome = unsafe { self.device.transfer(&transfer, self.direct) };
                 if outcome != -libc::EINTR {
                     return outcome;
                 }
@@ -146,6 +154,7 @@ mod simulated {
                 pos,
                 len: total as u32,
                 segments: count as u16,
+                file: self.file,
                 write,
                 ..Transfer::NONE
             };
@@ -167,6 +176,9 @@ mod simulated {
         }
 
         pub(super) fn fallocate(&self, mode: FallocateFlags, pos: u64, len: u64) -> Result<()> {
+            if self.file > 0 {
+                return Err(Errno::BADF);
+            }
             let keep = mode.contains(FallocateFlags::ZERO_RANGE);
             self.device.allocate(Range::new(pos, len), keep).map_err(errno)
         }
@@ -175,16 +187,18 @@ mod simulated {
             self.device.sync().map_err(errno)
         }
 
-        /// A simulated device has a fixed size.
-        pub(super) fn ftruncate(&self, _: u64) -> Result<()> {
-            Err(Errno::INVAL)
+        pub(super) fn ftruncate(&self, bytes: u64) -> Result<()> {
+            if self.file > 0 {
+                return Err(Errno::BADF);
+            }
+            self.device.resize(bytes).map_err(errno)
         }
 
         pub(super) fn seek(&self, to: SeekFrom) -> Result<u64> {
             match to {
-                SeekFrom::Data(pos) => self.device.seek(pos, true).map_err(errno),
-                SeekFrom::Hole(pos) => self.device.seek(pos, false).map_err(errno),
-                SeekFrom::End(0) => Ok(self.device.bytes()),
+                SeekFrom::Data(pos) => self.device.seek(self.file, pos, true).map_err(errno),
+                SeekFrom::Hole(pos) => self.device.seek(self.file, pos, false).map_err(errno),
+                SeekFrom::End(0) => Ok(self.device.bytes_of(self.file)),
                 _ => Err(Errno::INVAL),
             }
         }

@@ -103,19 +103,32 @@ impl Storage {
         device: &std::sync::Arc<crate::sim::SimDevice>,
         options: OpenOptions,
     ) -> Result<Self, Error> {
+        Self::simulated_file(device, 0, options)
+    }
+
+    /// Opens a file of a simulated device: itself, or one that is read only.
+    ///
+    /// # Errors
+    /// As [`Storage::simulated`].
+    #[cfg(feature = "sim")]
+    pub fn simulated_file(
+        device: &std::sync::Arc<crate::sim::SimDevice>,
+        file: u16,
+        options: OpenOptions,
+    ) -> Result<Self, Error> {
         let like = device.options();
         let flags = rustix::event::EventfdFlags::CLOEXEC;
         let direct = options.direct != Direct::Off;
         let handle = |direct| {
             let fd =
                 rustix::event::eventfd(0, flags).map_err(|e| Error::from_os(e, Doing::Open))?;
-            Ok(Descriptor::simulated(fd, device.clone(), direct))
+            Ok(Descriptor::simulated(fd, device.clone(), file, direct))
         };
         Ok(Self {
             direct: handle(direct)?,
             buffered: handle(false)?,
             align: if direct { like.align } else { Alignment::NONE },
-            size: device.bytes(),
+            size: device.bytes_of(file),
             read_only: options.read_only,
             nowait: like.nowait,
             punches: !options.read_only && like.punches,

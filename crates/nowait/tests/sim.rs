@@ -76,6 +76,7 @@ fn like(bytes: u64) -> SimOptions {
         align: Alignment { memory: 512, offset: 4096, read_offset: 4096 },
         unit: 512,
         capacity: u64::MAX,
+        grows: false,
         punches: true,
         zeroes: true,
         nowait: true,

@@ -159,6 +159,7 @@ impl Rig {
             align: Alignment { memory: 4, offset: BLOCK, read_offset: BLOCK },
             unit: BLOCK,
             capacity: u64::MAX,
+            grows: false,
             punches: true,
             zeroes: true,
             nowait: on(5),

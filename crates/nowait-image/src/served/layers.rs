@@ -2,7 +2,7 @@
 //!
 //! Invariant: nothing is written. All images below the top one stay as they are, so what is found
 //! in them stays true; what is found in the top one was true when it was asked.
-//! Knows: medium, parts, store, entry, header, host, tables. Known by: image.
+//! Knows: breaks, medium, parts, store, entry, header, host, tables. Known by: image.
 
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -10,6 +10,7 @@ use miniz_oxide::inflate::TINFLStatus;
 use miniz_oxide::inflate::core::{DecompressorOxide, decompress};
 use nowait::{Buffer, Doing, Error, Range};
 
+use crate::breaks::{self, Flaw};
 use crate::entry::{Cluster, L1Entry};
 use crate::header::{Header, be64};
 use crate::host::HostFile;
@@ -142,6 +143,7 @@ impl Layers {
             }
             len = len.min(below.size - pos);
             let Kind::Qcow2 { header, host } = &below.kind else {
+                let pos = if breaks::has(Flaw::ReadBelowElsewhere) { pos ^ 512 } else { pos };
                 return Ok((Found::Data { file, pos, writable: false }, depth, len));
             };
             let (cluster, run) = look(host, header, pos, len)?;

@@ -35,7 +35,7 @@ use crate::tables::read_table;
 
 pub use image::Qcow2;
 #[cfg(feature = "sim")]
-pub use simulated::open_simulated;
+pub use simulated::{new_simulated, open_simulated};
 
 use counts::Counts;
 use known::Known;
@@ -64,9 +64,11 @@ pub struct ServeOptions {
 /// writes metadata which nobody asks to flush. To be dropped when nothing is asked of it any more.
 pub struct Keeper {
     /// The locks end with it.
-    _chain: Chain,
+    chain: Chain,
     store: Arc<Store>,
+    writable: bool,
     cluster_bytes: u64,
+    /// None in a simulation.
     thread: Option<JoinHandle<()>>,
 }
 
@@ -77,9 +79,8 @@ impl Keeper {
     /// # Errors
     /// What writing said.
     pub fn close(mut self) -> Result<(), Error> {
-        let writable = self.thread.is_some();
         self.end_thread();
-        if writable {
+        if self.writable {
             self.store.flush()?;
             self.store.tidy(self.cluster_bytes)?;
         }
@@ -107,20 +108,41 @@ impl Drop for Keeper {
 /// What the system said when a file was opened or read; that direct I/O was asked for and is not
 /// possible; that it is not qcow2.
 pub fn open(chain: Chain, options: ServeOptions) -> Result<(Disk<Qcow2>, Keeper), ImageError> {
-    let top = chain.top();
+    let Opened { top, below, size, map, mut keeper } = open_all(chain, options)?;
+    let disk = Disk::mapped(top, below, size, !options.writable, map);
+    if options.writable {
+        let failed = |e| ImageError::os(keeper.chain.top().file.path(), "serve", &e);
+        keeper.thread = Some(keeper.store.keep().map_err(failed)?);
+    }
+    Ok((disk, keeper))
+}
+
+/// What a disk is made of, all open.
+pub struct Opened {
+    /// The file with the image's own data.
+    pub top: Storage,
+    /// The other files that extents may lie in, by [`nowait::Extent::file`] from 1 on.
+    pub below: Vec<Storage>,
+    /// Bytes of the disk.
+    pub size: u64,
+    /// Where its bytes are.
+    pub map: Qcow2,
+    /// What keeps it in order, without a thread.
+    pub keeper: Keeper,
+}
+
+fn open_all(chain: Chain, options: ServeOptions) -> Result<Opened, ImageError> {
+    let image = chain.top();
     let direct = agree_on_direct(&chain, options)?;
     let options = ServeOptions { direct, ..options };
+    let ServeOptions { writable, .. } = options;
     let (map, store) = open_map(&chain, options)?;
-    let cluster_bytes = top.header().map_or(1, Header::cluster_bytes);
-    let data = storage_of(top.data_file(), !options.writable, direct)?;
-    let files = files_below(&chain).map(|layer| storage_of(layer.data_file(), true, direct));
-    let files: Vec<_> = files.collect::<Result<_, _>>()?;
-    let disk = Disk::mapped(data, files, top.size, !options.writable, map);
-    let thread = match options.writable {
-        true => Some(store.keep().map_err(|e| ImageError::os(top.file.path(), "serve", &e))?),
-        false => None,
-    };
-    Ok((disk, Keeper { _chain: chain, store, cluster_bytes, thread }))
+    let (size, cluster_bytes) = (image.size, image.header().map_or(1, Header::cluster_bytes));
+    let top = storage_of(image.data_file(), !writable, direct)?;
+    let below = files_below(&chain).map(|layer| storage_of(layer.data_file(), true, direct));
+    let below = below.collect::<Result<_, _>>()?;
+    let keeper = Keeper { chain, store, writable, cluster_bytes, thread: None };
+    Ok(Opened { top, below, size, map, keeper })
 }
 
 /// The map of the image on top of `chain`, and what is behind it.
@@ -181,6 +203,10 @@ fn agree_on_direct(chain: &Chain, options: ServeOptions) -> Result<Direct, Image
 fn storage_of(file: &HostFile, read_only: bool, direct: Direct) -> Result<Storage, ImageError> {
     let path = file.path();
     let os = |error: &std::io::Error| ImageError::os(path, "open", error);
+    #[cfg(feature = "sim")]
+    if let Some(file) = file.as_simulated() {
+        return file.open(read_only, direct).map_err(|error| os(&error.into()));
+    }
     let options = OpenOptions { read_only, direct, no_hint: false };
     let storage = Storage::open(path, options).map_err(|error| match error.errno() {
         libc::EOPNOTSUPP => {

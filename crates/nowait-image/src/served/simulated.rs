@@ -1,34 +1,64 @@
-//! An image on a simulated device.
+//! An image on simulated devices.
 //!
-//! Invariant: what is read from the file at open is what the device holds; nothing is written to
-//! the file.
-//! Knows: chain, medium, known, layers, store, image. Known by: simulations.
+//! Invariant: what is opened is what would be served; what a thread does then, the simulation is
+//! asked to do.
+//! Knows: create, chain, header, host, and the modules here. Known by: simulations.
 
-use std::sync::Arc;
+use std::fs::File;
 
-use nowait::Storage;
-
-use super::image::Qcow2;
-use super::known::Known;
-use super::layers::Layers;
-use super::medium::Medium;
-use super::store_on;
-use crate::chain::{Chain, Content};
+use super::{Keeper, Opened, ServeOptions, open_all};
+use crate::chain::Chain;
+use crate::create;
 use crate::error::ImageError;
-use crate::header::Header;
+use crate::header::{BackingName, Header};
+use crate::host::HostFile;
 
-/// The image on top of `chain`, qcow2 without a backing file, where the file holds a copy of what
-/// is on the device behind `storage`; with `hint`, it is remembered where the bytes are. Nobody
-/// writes metadata but who flushes.
+/// Opens the image on top of `chain`, which is simulated, to be served and written to. Its file
+/// grows to multiples of `step` bytes.
 ///
 /// # Errors
-/// That it is not qcow2, or what reading the file said.
-pub fn open_simulated(chain: &Chain, storage: Storage, hint: bool) -> Result<Qcow2, ImageError> {
-    let top = chain.top();
-    let Content::Qcow2 { header, .. } = &top.content else {
-        return Err(ImageError::refused(top.file.path(), "it is no qcow2 image"));
-    };
-    let store = Arc::new(store_on(&top.file, header, Medium::new(storage), None, true)?);
-    let known = Known::new(header.size, header.cluster_bits, hint);
-    Ok(Qcow2::new(Layers::new(store, Header::clone(header), Vec::new()), known))
+/// As [`super::open`].
+pub fn open_simulated(
+    chain: Chain,
+    options: ServeOptions,
+    step: u64,
+) -> Result<Opened, ImageError> {
+    let opened = open_all(chain, options)?;
+    opened.keeper.store.grow_by(step);
+    for layer in opened.keeper.chain.layers().iter().skip(1) {
+        let served = layer.file.as_simulated().map_or(Ok(()), |file| file.serve());
+        served.map_err(|e| ImageError::os(layer.file.path(), "serve", &e.into()))?;
+    }
+    Ok(opened)
+}
+
+impl Keeper {
+    /// What the thread would do that writes metadata which nobody asks to flush, if it had waited
+    /// long enough. `None` if it would wait on.
+    #[must_use]
+    pub fn due(&self) -> Option<impl FnOnce() + 'static> {
+        let store = self.store.clone();
+        store.is_due().then_some(move || store.flush_for_nobody())
+    }
+}
+
+/// The bytes of a new image of a disk of `size` bytes, in clusters of `1 << cluster_bits`, on top
+/// of `backing` if there is one.
+///
+/// # Errors
+/// That there is no such image; what the system said.
+pub fn new_simulated(
+    size: u64,
+    cluster_bits: u32,
+    backing: Option<BackingName>,
+) -> Result<Vec<u8>, ImageError> {
+    let name = std::path::PathBuf::from("image");
+    let failed = |error: std::io::Error| ImageError::os(&name, "create", &error);
+    let memory = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC);
+    let memory = memory.map_err(|error| failed(error.into()))?;
+    let file = HostFile::of(name.clone(), File::from(memory));
+    create::write(&file, Header { backing, ..Header::empty(size, cluster_bits) })?;
+    let mut bytes = vec![0; file.size().map_err(failed)? as usize];
+    file.read_at(0, &mut bytes).map_err(failed)?;
+    Ok(bytes)
 }

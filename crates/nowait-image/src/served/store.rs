@@ -4,7 +4,7 @@
 //! Invariant: metadata goes to the file stage by stage, each durable before the next begins
 //! ([`Stage`]); the lock on it is never held during I/O. Once writing it has failed, nothing of it
 //! is written any more, so that the image stays as it was.
-//! Knows: wait, medium, meta, overlay. Known by: layers, image. Source: QEMU docs/interop/qcow2.txt.
+//! Knows: breaks, wait, medium, meta, overlay. Known by: layers, image. Source: QEMU docs/interop/qcow2.txt.
 
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
@@ -12,11 +12,13 @@ use std::time::Duration;
 
 use nowait::{Buffer, Doing, Error};
 
+use crate::breaks::{self, Flaw};
+
 use super::counts::Clusters;
 use super::medium::Medium;
 use super::meta::Meta;
 use super::overlay::{Outgoing, Stage, Stop};
-use super::wait::{lock, wait};
+use super::wait::{lock, lock_for_io, wait};
 
 /// Changed metadata that may wait for a flush, in bytes.
 const MAX_DIRTY_BYTES: u64 = 16 << 20;
@@ -24,7 +26,7 @@ const MAX_DIRTY_BYTES: u64 = 16 << 20;
 const MAX_DIRTY_TIME: Duration = Duration::from_secs(5);
 /// Bytes that are written at once, where blocks are neighbours.
 const RUN_BYTES: usize = 1 << 20;
-/// The file grows by this many bytes at once, because growing holds up what is written to it.
+/// The file grows to multiples of so many bytes, because growing holds up what is written to it.
 const GROW_BYTES: u64 = 16 << 20;
 
 /// The writing of batches. Who needs one waits for the next to begin and end; all who come while
@@ -40,6 +42,12 @@ struct Batches {
     closing: bool,
 }
 
+/// How long a file is, and what it grows to multiples of, in bytes.
+struct Length {
+    bytes: u64,
+    step: u64,
+}
+
 /// The metadata and the files of the image on top of a chain.
 pub(crate) struct Store {
     meta: Mutex<Meta>,
@@ -47,8 +55,8 @@ pub(crate) struct Store {
     data: Medium,
     /// The file with the metadata, where that is another one.
     separate: Option<Medium>,
-    /// Bytes of the file with the metadata.
-    len: Mutex<u64>,
+    /// Held while the file with the metadata is made longer: who needs that waits.
+    len: Mutex<Length>,
     batches: Mutex<Batches>,
     changed: Condvar,
 }
@@ -60,7 +68,7 @@ impl Store {
             meta: Mutex::new(meta),
             data,
             separate,
-            len: Mutex::new(len),
+            len: Mutex::new(Length { bytes: len, step: GROW_BYTES }),
             batches: Mutex::default(),
             changed: Condvar::new(),
         }
@@ -111,17 +119,23 @@ impl Store {
     /// # Errors
     /// `ENOSPC` where it cannot grow, what else ftruncate(2) said.
     pub(crate) fn cover(&self, bytes: u64) -> Result<(), Error> {
-        let mut len = lock(&self.len);
-        if bytes > *len {
-            let new = bytes.next_multiple_of(GROW_BYTES);
+        let mut len = lock_for_io(&self.len);
+        if bytes > len.bytes && !breaks::has(Flaw::ForgetToGrow) {
+            let new = bytes.next_multiple_of(len.step);
             self.file().set_len(new).map_err(|error| match error.errno() {
                 // A block device has the size that it has.
                 libc::EINVAL => Error::new(libc::ENOSPC, Doing::Write),
                 _ => error,
             })?;
-            *len = new;
+            len.bytes = new;
         }
         Ok(())
+    }
+
+    /// The file grows to multiples of `bytes` from now on.
+    #[cfg(feature = "sim")]
+    pub(crate) fn grow_by(&self, bytes: u64) {
+        lock(&self.len).step = bytes;
     }
 
     /// Makes durable all that was done before, data and metadata.
@@ -139,6 +153,9 @@ impl Store {
                 return Ok(());
             }
             if batches.begun > batches.ended {
+                if breaks::has(Flaw::FlushBesideAnother) {
+                    return Ok(());
+                }
                 batches = wait(&self.batches, &self.changed, batches);
                 continue;
             }
@@ -178,6 +195,9 @@ impl Store {
         for stage in Stage::ALL {
             let blocks: Vec<_> = batch.iter().filter(|block| block.stage == stage).collect();
             self.write_blocks(&blocks)?;
+            if breaks::has(Flaw::ForgetOrder) && stage != Stage::Pointers {
+                continue;
+            }
             if stage == Stage::Ahead {
                 self.data.sync()?;
             }
@@ -222,16 +242,29 @@ impl Store {
             let _ = self.with(|meta| meta.give_back(cluster));
             self.before_change()?;
         }
-        if !given_up.is_empty() {
+        if !given_up.is_empty() && !breaks::has(Flaw::ForgetGivenBack) {
             self.flush()?;
         }
-        let end = lock(&self.meta).end() * cluster_bytes;
-        let mut len = lock(&self.len);
-        if end < *len {
+        let forgotten = u64::from(breaks::has(Flaw::CutTooShort));
+        let end = (lock(&self.meta).end() - forgotten) * cluster_bytes;
+        let mut len = lock_for_io(&self.len);
+        if end < len.bytes {
             self.file().set_len(end)?;
-            *len = end;
+            len.bytes = end;
         }
         Ok(())
+    }
+
+    /// Whether something was changed that is not on its way yet, and may be written.
+    #[cfg(feature = "sim")]
+    pub(crate) fn is_due(&self) -> bool {
+        let batches = lock(&self.batches);
+        batches.due && !batches.failed
+    }
+
+    /// As [`Store::flush`]. Who asks for one next hears of a failure.
+    pub(crate) fn flush_for_nobody(&self) {
+        let _ = self.flush();
     }
 
     /// A thread that flushes from time to time what nobody else does.
@@ -250,8 +283,7 @@ impl Store {
                 batches = wait_for(batches, MAX_DIRTY_TIME, |now| now.closing || !now.due);
                 if batches.due && !batches.closing {
                     drop(batches);
-                    // Who asks for a flush next hears of a failure.
-                    let _ = store.flush();
+                    store.flush_for_nobody();
                     batches = lock(&store.batches);
                 }
             }

@@ -11,6 +11,18 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
+/// The guard of `mutex`, which is held during I/O.
+pub(crate) fn lock_for_io<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    #[cfg(feature = "sim")]
+    while nowait::sim::can_pause() {
+        if let Ok(guard) = mutex.try_lock() {
+            return guard;
+        }
+        nowait::sim::pause();
+    }
+    lock(mutex)
+}
+
 /// Waits until `changed` is notified.
 pub(crate) fn wait<'a, T>(
     mutex: &'a Mutex<T>,

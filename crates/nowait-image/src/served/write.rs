@@ -2,10 +2,11 @@
 //!
 //! Invariant: a cluster is allocated by one request; what it holds besides that request's bytes is
 //! what the disk held there before (C24), and is in place before anybody can find it.
-//! Knows: image, layers, store, known, busy, parts. Known by: image, which is asked by the engine.
+//! Knows: breaks, image, layers, store, known, busy, parts. Known by: image, which is asked by the engine.
 
 use nowait::{Buffer, Doing, Error, Flags, Range};
 
+use crate::breaks::{self, Flaw};
 use crate::entry::Cluster;
 
 use super::counts::Clusters;
@@ -77,16 +78,18 @@ impl Live {
         let len = end - pos;
         let run = Range::new(first << bits, target.count << bits);
         let filled = self.fill(run, &target, Range::new(pos, len), &bytes.take(len));
-        if let Err(error) = filled {
-            if target.taken {
-                let clusters = Clusters { first: target.pos >> bits, count: target.count };
-                store.give_up(clusters);
-            }
-            return Err(error);
+        let entered = filled.map_or_else(|error| (0, Err(error)), |()| self.enter(first, &target));
+        let (count, done) = entered;
+        if count > 0 {
+            store.after_change();
+            let run = Range::new(run.pos, count << bits);
+            self.known.publish(run, Place::Writable { pos: target.pos });
         }
-        self.enter(first, &target)?;
-        self.known.publish(run, Place::Writable { pos: target.pos });
-        Ok(len)
+        if target.taken && count < target.count {
+            let first = (target.pos >> bits) + count;
+            store.give_up(Clusters { first, count: target.count - count });
+        }
+        done.map(|()| len)
     }
 
     /// Where `count` clusters of the disk from `first` on, or fewer, are to be. `None` if the first
@@ -118,7 +121,10 @@ impl Live {
             Ok((taken, meta.is_fresh(taken.first)))
         })?;
         let pos = taken.first << bits;
-        store.cover((taken.first + taken.count) << bits)?;
+        if let Err(error) = store.cover((taken.first + taken.count) << bits) {
+            store.give_up(taken);
+            return Err(error);
+        }
         Ok(Some(Target { pos, count: taken.count, fresh, taken: true }))
     }
 
@@ -148,18 +154,23 @@ impl Live {
         let (middle, tail) = rest.split_at_mut(range.len as usize);
         self.layers.read(before.pos, head)?;
         gather(parts, middle);
-        self.layers.read(after.pos, tail)?;
+        if !breaks::has(Flaw::ForgetTail) {
+            self.layers.read(after.pos, tail)?;
+        }
         self.data().write(target.pos, &[&all])
     }
 
-    /// Enters in the tables that the clusters of the disk from `first` on are at `target`.
-    fn enter(&self, first: u64, target: &Target) -> Result<(), Error> {
+    /// Enters in the tables that the clusters of the disk from `first` on are at `target`. Returns
+    /// how many are entered, and what then went wrong.
+    fn enter(&self, first: u64, target: &Target) -> (u64, Result<(), Error>) {
         let (bits, store) = (self.bits(), self.layers.store());
         for n in 0..target.count {
-            store.with(|meta| meta.set_data(first + n, target.pos + (n << bits)))?;
+            let set = store.with(|meta| meta.set_data(first + n, target.pos + (n << bits)));
+            if set.is_err() {
+                return (n, set);
+            }
         }
-        store.after_change();
-        Ok(())
+        (target.count, Ok(()))
     }
 
     /// C52. What has a cluster of its own gives its storage back and keeps the cluster: whoever

@@ -87,6 +87,7 @@ fn disk() -> Disk<Table> {
         },
         unit: WRITE_BLOCK as u32,
         capacity: u64::MAX,
+        grows: false,
         punches: true,
         zeroes: true,
         nowait: true,

@@ -7,6 +7,7 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use super::fault::{Call, Fault, Faults};
+use super::media::Media;
 use super::random::Random;
 use super::state::{Door, Power, Report, SimOptions, State};
 use crate::error::Range;
@@ -40,11 +41,48 @@ impl SimDevice {
         self.lock().media.size()
     }
 
-    /// What whoever reads it finds on it now.
+    /// Files on it: the device itself, and those that are read only.
     #[must_use]
-    pub fn contents(&self) -> Vec<u8> {
+    pub fn files(&self) -> u16 {
+        1 + self.lock().below.len() as u16
+    }
+
+    /// Bytes of the file with this number, now.
+    #[must_use]
+    pub fn bytes_of(&self, file: u16) -> u64 {
+        self.lock().file(file).size()
+    }
+
+    /// What was on the device is in a file that is read only from now on, before the others; the
+    /// device holds `own`, for good, behind which it is a hole, or ends. Nothing may be in flight.
+    pub fn put_on_top(&self, own: &[u8]) {
+        let mut state = self.lock();
+        let media = state.new_media(own);
+        let old = std::mem::replace(&mut state.media, media);
+        state.below.insert(0, old);
+    }
+
+    /// As [`SimDevice::put_on_top`], but the only file that is read only holds `below`, if there is
+    /// one, with holes for whole blocks of zeros.
+    pub fn put_on(&self, below: Option<&[u8]>, own: &[u8]) {
+        let mut state = self.lock();
+        let unit = state.options.unit;
+        let file = |held: &[u8]| Media::holding(held, held.len() as u64, unit, u64::MAX);
+        state.below = below.into_iter().map(file).collect();
+        state.media = state.new_media(own);
+    }
+
+    /// Makes `memory` what is in the file with this number now from `pos` on, and zeros behind its
+    /// end. That is no operation: it takes no time, nothing goes wrong with it, and nobody else
+    /// runs meanwhile.
+    pub fn peek(&self, file: u16, pos: u64, memory: &mut [u8]) {
         let state = self.lock();
-        state.media.read(Range::new(0, state.media.size())).to_vec()
+        let file = state.file(file);
+        let inside = file.size().saturating_sub(pos).min(memory.len() as u64);
+        let found = file.read(Range::new(pos, inside));
+        let (there, behind) = memory.split_at_mut(found.len());
+        there.copy_from_slice(found);
+        behind.fill(0);
     }
 
     /// What happens by chance follows from `seed` from now on.
@@ -255,7 +293,7 @@ impl SimDevice {
         done.unwrap_or_else(|errno| -errno)
     }
 
-    /// Zeros `range`, and keeps or gives back its storage.
+    /// Zeros `range` of the device itself, and keeps or gives back its storage.
     pub(crate) fn allocate(&self, range: Range, keep: bool) -> Result<(), i32> {
         self.call(|state| {
             state.check(Call::Other)?;
@@ -275,6 +313,19 @@ impl SimDevice {
         })
     }
 
+    /// Gives the device `bytes`: ftruncate(2).
+    pub(crate) fn resize(&self, bytes: u64) -> Result<(), i32> {
+        if !self.options().grows {
+            return Err(libc::EINVAL);
+        }
+        self.call(|state| {
+            state.check(Call::Other)?;
+            state.media.resize(bytes);
+            state.options.bytes = bytes;
+            Ok(())
+        })
+    }
+
     /// Makes durable what was reported. Who is told that it failed may be the last to hear of it:
     /// others flush, and go on, before it does.
     pub(crate) fn sync(&self) -> Result<(), i32> {
@@ -289,11 +340,11 @@ impl SimDevice {
         })
     }
 
-    /// The first byte from `pos` on that is data, or hole: lseek(2).
-    pub(crate) fn seek(&self, pos: u64, data: bool) -> Result<u64, i32> {
+    /// The first byte of a file from `pos` on that is data, or hole: lseek(2).
+    pub(crate) fn seek(&self, file: u16, pos: u64, data: bool) -> Result<u64, i32> {
         self.call(|state| {
             state.check(Call::Other)?;
-            state.media.seek(pos, data).ok_or(libc::ENXIO)
+            state.file(file).seek(pos, data).ok_or(libc::ENXIO)
         })
     }
 }

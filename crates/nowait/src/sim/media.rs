@@ -39,9 +39,20 @@ struct Landed {
     lost: bool,
 }
 
+/// A change of the size that a power cut may undo.
+#[derive(Clone, Copy)]
+struct Resized {
+    /// The number that the change after it has.
+    number: u64,
+    size: u64,
+}
+
 /// The contents of a device.
 pub(crate) struct Media {
     size: u64,
+    /// Bytes of it that are durable; changes of the size after that are in `resized`.
+    safe_size: u64,
+    resized: Vec<Resized>,
     /// Bytes that a power cut does not tear.
     unit: usize,
     now: Vec<u8>,
@@ -65,6 +76,8 @@ impl Media {
         let padded = size.next_multiple_of(BLOCK_BYTES) as usize;
         Self {
             size,
+            safe_size: size,
+            resized: Vec::new(),
             unit: unit as usize,
             now: vec![0; padded],
             safe: vec![0; padded],
@@ -79,6 +92,20 @@ impl Media {
         }
     }
 
+    /// The same, which holds `bytes` for good; whole blocks of zeros in them are holes.
+    pub(crate) fn holding(bytes: &[u8], size: u64, unit: u32, capacity: u64) -> Self {
+        let mut media = Self::new(size, unit, capacity);
+        for (block, at) in bytes.chunks(BLOCK_BYTES as usize).zip((0..).step_by(ZEROS.len())) {
+            if !ZEROS.starts_with(block) {
+                let range = Range::new(at, block.len() as u64);
+                let (_, change) = media.write(range, false, |bytes| bytes.extend(block));
+                media.reported(change);
+            }
+        }
+        media.flush();
+        media
+    }
+
     pub(crate) fn size(&self) -> u64 {
         self.size
     }
@@ -86,6 +113,47 @@ impl Media {
     /// The device ends earlier from now on.
     pub(crate) fn shrink(&mut self, size: u64) {
         self.size = self.size.min(size);
+        self.safe_size = self.size;
+    }
+
+    /// The device has `size` bytes from now on. What it grows by is a hole; what it loses is gone,
+    /// unless the power fails before a flush.
+    pub(crate) fn resize(&mut self, size: u64) {
+        let padded = size.next_multiple_of(BLOCK_BYTES) as usize;
+        if padded > self.now.len() {
+            self.now.resize(padded, 0);
+            self.safe.resize(padded, 0);
+            self.blocks.resize(padded / ZEROS.len(), Block::Hole);
+            self.is_touched.resize(padded / ZEROS.len(), false);
+        }
+        if size < self.size {
+            let lost = Range::new(size, self.size - size);
+            self.now.get_mut(size as usize..self.size as usize).unwrap_or_default().fill(0);
+            self.touch(lost);
+            self.make_holes_behind(size);
+        }
+        self.size = size;
+        self.resized.push(Resized { number: self.first + self.log.len() as u64, size });
+    }
+
+    fn make_holes_behind(&mut self, size: u64) {
+        for block in self.blocks.iter_mut().skip(size.div_ceil(BLOCK_BYTES) as usize) {
+            if std::mem::replace(block, Block::Hole) != Block::Hole {
+                self.backed -= 1;
+            }
+        }
+    }
+
+    /// A change of the size is durable: what came before it does not reach behind it any more.
+    fn settle_size(&mut self, Resized { number, size }: Resized) {
+        if size < self.safe_size {
+            self.safe.get_mut(size as usize..).unwrap_or_default().fill(0);
+            let before = number.saturating_sub(self.first) as usize;
+            for landed in self.log.iter_mut().take(before) {
+                landed.len = landed.len.min((size as usize).saturating_sub(landed.pos));
+            }
+        }
+        self.safe_size = size;
     }
 
     fn blocks_of(range: Range) -> std::ops::Range<usize> {
@@ -162,14 +230,18 @@ impl Media {
         Some(self.push(Landed::zeros(pos, len)))
     }
 
-    fn push(&mut self, landed: Landed) -> u64 {
-        for n in Self::blocks_of(Range::new(landed.pos as u64, landed.len as u64)) {
+    fn touch(&mut self, range: Range) {
+        for n in Self::blocks_of(range) {
             if let Some(known) = self.is_touched.get_mut(n)
                 && !std::mem::replace(known, true)
             {
                 self.touched.push(n);
             }
         }
+    }
+
+    fn push(&mut self, landed: Landed) -> u64 {
+        self.touch(Range::new(landed.pos as u64, landed.len as u64));
         self.log.push(landed);
         self.first + self.log.len() as u64 - 1
     }
@@ -188,6 +260,7 @@ impl Media {
 
     /// Makes every reported change durable. What was not reported yet may go with it.
     pub(crate) fn flush(&mut self) {
+        std::mem::take(&mut self.resized).into_iter().for_each(|it| self.settle_size(it));
         let last = self.log.iter().rposition(|landed| landed.reported || landed.durable);
         let count = last.map_or(0, |last| last + 1);
         for landed in self.log.iter().take(count).filter(|landed| !landed.lost) {
@@ -211,6 +284,7 @@ impl Media {
     /// The power fails: of each unit's changes that are not durable any subset is there, in any
     /// order, or garbage, `rot` times in 65536; what is garbage now is returned.
     pub(crate) fn cut(&mut self, random: &mut Random, rot: u16) -> Vec<Range> {
+        self.cut_sizes(random);
         let mut parts = Vec::new();
         for (index, landed) in self.log.iter().enumerate().filter(|(_, landed)| !landed.lost) {
             let units = landed.pos / self.unit..(landed.pos + landed.len).div_ceil(self.unit);
@@ -223,10 +297,28 @@ impl Media {
         }
         self.log.clear();
         self.bytes.clear();
+        let end = self.size as usize;
+        self.safe.get_mut(end..).unwrap_or_default().fill(0);
         for n in std::mem::take(&mut self.touched) {
             self.lose_power(n, random);
         }
+        self.make_holes_behind(self.size);
         rotten
+    }
+
+    /// Decides which changes of the size are there: the first ones, as a file system's journal has
+    /// them, and with what was written through all that came before it.
+    fn cut_sizes(&mut self, random: &mut Random) {
+        let resized = std::mem::take(&mut self.resized);
+        if resized.is_empty() {
+            return;
+        }
+        let durable = self.log.iter().rposition(|landed| landed.durable);
+        let durable = durable.map_or(0, |last| self.first + last as u64);
+        let sure = resized.iter().take_while(|it| it.number <= durable).count();
+        let count = sure + random.below((resized.len() - sure) as u64 + 1) as usize;
+        resized.into_iter().take(count).for_each(|it| self.settle_size(it));
+        self.size = self.safe_size;
     }
 
     /// Decides what of the changes of one unit is there.
@@ -376,6 +468,59 @@ mod tests {
         seen.sort();
         seen.dedup();
         assert_eq!(seen.len(), 9, "each of two sectors is old, first or second: {seen:?}");
+    }
+
+    /// Its size, and whether each of its blocks holds something, after each of many power cuts.
+    fn sizes(make: impl Fn(&mut Media)) -> Vec<(u64, Vec<u8>)> {
+        let mut seen: Vec<_> = (0..200)
+            .map(|seed| {
+                let mut media = Media::new(8192, 512, 100);
+                make(&mut media);
+                media.cut(&mut Random::new(seed), 0);
+                let first = |at| media.read(Range::new(at * BLOCK_BYTES, 1))[0];
+                (media.size(), (0..media.size() / BLOCK_BYTES).map(first).collect())
+            })
+            .collect();
+        seen.sort();
+        seen.dedup();
+        seen
+    }
+
+    #[test]
+    fn what_a_device_grows_by_is_zeros_and_is_there_for_sure_after_a_flush_only() {
+        let grown = |media: &mut Media| {
+            write(media, 4096, 4096, 1, true);
+            media.resize(4096);
+            media.resize(12288);
+        };
+        let all = [(4096, vec![0]), (8192, vec![0, 1]), (12288, vec![0, 0, 0])];
+        assert_eq!(sizes(grown), all);
+        let flushed = |media: &mut Media| {
+            grown(media);
+            media.flush();
+            media.resize(4096);
+        };
+        assert_eq!(sizes(flushed), [all[0].clone(), all[2].clone()]);
+    }
+
+    #[test]
+    fn c28_what_was_written_through_behind_the_old_end_is_there_and_so_is_the_new_end() {
+        let make = |media: &mut Media| {
+            media.resize(12288);
+            write(media, 8192, 4096, 1, true);
+        };
+        assert_eq!(sizes(make), [(12288, vec![0, 0, 1])]);
+    }
+
+    #[test]
+    fn what_was_written_before_the_end_was_cut_off_is_not_there_after_growing_again() {
+        let make = |media: &mut Media| {
+            write(media, 4096, 4096, 1, false);
+            media.resize(4096);
+            media.resize(8192);
+            media.flush();
+        };
+        assert_eq!(sizes(make), [(8192, vec![0, 0])]);
     }
 
     #[test]

@@ -31,6 +31,8 @@ pub struct SimOptions {
     pub unit: u32,
     /// Blocks of 4096 bytes that can be backed at the same time.
     pub capacity: u64,
+    /// It is a file, whose end can be moved.
+    pub grows: bool,
     /// It can give storage back.
     pub punches: bool,
     /// It can zero a range and keep its storage.
@@ -120,6 +122,8 @@ pub(super) struct State {
     pub(super) random: Random,
     pub(super) faults: Faults,
     pub(super) media: Media,
+    /// What is read only: the files with the numbers from 1 on.
+    pub(super) below: Vec<Media>,
     pub(super) now: u64,
     pub(super) power: Power,
     pub(super) flights: BinaryHeap<Flight>,
@@ -142,6 +146,7 @@ impl State {
             random: Random::new(options.seed),
             faults: Faults::default(),
             media: Media::new(options.bytes, options.unit, options.capacity),
+            below: Vec::new(),
             now: 0,
             power: Power::On,
             flights: BinaryHeap::new(),
@@ -152,6 +157,21 @@ impl State {
             injected: 0,
             violations: Vec::new(),
         }
+    }
+
+    /// What begins with `own`, and takes the place of the device's contents.
+    pub(super) fn new_media(&mut self, own: &[u8]) -> Media {
+        if self.options.grows {
+            self.options.bytes = own.len() as u64;
+        }
+        let SimOptions { bytes, unit, capacity, .. } = self.options;
+        Media::holding(own, bytes, unit, capacity)
+    }
+
+    /// The file with this number: the device itself, or one that is read only.
+    pub(super) fn file(&self, number: u16) -> &Media {
+        let below = usize::from(number).checked_sub(1).and_then(|below| self.below.get(below));
+        below.unwrap_or(&self.media)
     }
 
     pub(super) fn violation(&mut self, what: String) {
@@ -217,7 +237,8 @@ impl State {
             stage = Stage::Late;
         } else if !transfer.write && self.random.below(4) == 0 {
             // Until it is reported its memory is the device's, and holds anything.
-            let inside = self.media.size().saturating_sub(transfer.pos).min(transfer.len.into());
+            let size = self.file(transfer.file).size();
+            let inside = size.saturating_sub(transfer.pos).min(transfer.len.into());
             let one = [Segment { base: transfer.base, len: transfer.len as usize }];
             // SAFETY: as promised by the caller.
             let segments = unsafe { segments(&transfer, &one) };
@@ -335,9 +356,13 @@ impl State {
         if fault.is_some() && len > block {
             len = block * (1 + self.random.below((len - 1) / block));
         }
-        let inside = len.min(self.media.size().saturating_sub(pos));
+        let inside = len.min(self.file(transfer.file).size().saturating_sub(pos));
         let range = Range::new(pos, inside);
         let (done, changes) = if transfer.write {
+            if transfer.file > 0 {
+                self.violation(format!("a write to a file that is read only: {transfer:?}"));
+                return (-libc::EBADF, none);
+            }
             if pos + len > self.options.bytes {
                 self.violation(format!("a write reaches behind the end: {transfer:?}"));
             }
@@ -346,7 +371,7 @@ impl State {
             }
             self.write(range, segments, u64::from(from), transfer.rw_flags & libc::RWF_DSYNC != 0)
         } else {
-            let mut rest = self.media.read(range);
+            let mut rest = self.file(transfer.file).read(range);
             iov::parts(segments, from.into(), inside, |part| {
                 let (now, later) = rest.split_at(part.len.min(rest.len()));
                 // SAFETY: the part lies in the transfer's memory.
