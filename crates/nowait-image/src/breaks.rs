@@ -20,6 +20,8 @@ pub enum Flaw {
     CutTooShort,
     /// The file is not made longer before something is written behind its end.
     ForgetToGrow,
+    /// That metadata could not be written when nobody had asked for it is forgotten (C51).
+    ForgetFailure,
     /// Who flushes while metadata is being written is told at once that all is written (C49).
     FlushBesideAnother,
 }
@@ -27,13 +29,14 @@ pub enum Flaw {
 #[cfg(feature = "sim")]
 impl Flaw {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::ForgetTail,
         Self::ReadBelowElsewhere,
         Self::ForgetOrder,
         Self::ForgetGivenBack,
         Self::CutTooShort,
         Self::ForgetToGrow,
+        Self::ForgetFailure,
         Self::FlushBesideAnother,
     ];
 }

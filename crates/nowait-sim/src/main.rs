@@ -48,7 +48,7 @@ struct Args {
     /// free-slot-twice, reply-from-stale-buffer, forget-range-lock. In the server:
     /// reply-from-old-buffer, reply-twice, lose-at-disconnect, trust-reports. In a qcow2 image:
     /// forget-tail, read-below-elsewhere, forget-order, forget-given-back, cut-too-short,
-    /// forget-to-grow, flush-beside-another.
+    /// forget-to-grow, forget-failure, flush-beside-another.
     #[arg(long, value_name = "MISTAKE")]
     r#break: Option<String>,
     /// Prints a failure as it is, without looking for fewer steps.

@@ -31,6 +31,7 @@ pub fn name_of(broken: Broken) -> &'static str {
         Broken::Image(Flaw::ForgetGivenBack) => "forget-given-back",
         Broken::Image(Flaw::CutTooShort) => "cut-too-short",
         Broken::Image(Flaw::ForgetToGrow) => "forget-to-grow",
+        Broken::Image(Flaw::ForgetFailure) => "forget-failure",
         Broken::Image(Flaw::FlushBesideAnother) => "flush-beside-another",
     }
 }

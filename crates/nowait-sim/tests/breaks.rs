@@ -134,3 +134,8 @@ fn a_file_that_is_not_made_longer_in_time_is_found() {
 fn an_image_below_that_is_read_at_another_place_is_found() {
     is_found(Broken::Image(Flaw::ReadBelowElsewhere));
 }
+
+#[test]
+fn metadata_that_could_not_be_written_and_that_nobody_hears_of_is_found() {
+    is_found(Broken::Image(Flaw::ForgetFailure));
+}
