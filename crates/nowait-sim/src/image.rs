@@ -1,8 +1,9 @@
-//! What a device holds, opened: a raw disk, or a qcow2 image on it as on a block device.
+//! What a device holds, opened: a raw disk, or a qcow2 image on it as on a block device or in it as
+//! in a file, which may stand on others.
 //!
 //! Invariant: a qcow2 image is opened only if its metadata holds together, leaks apart: whatever
 //! was lost before.
-//! Knows: model, scenario. Known by: front, engines, server, world.
+//! Knows: pattern, model, scenario. Known by: front, engines, server, world.
 
 use std::sync::Arc;
 

@@ -1,7 +1,7 @@
 //! What a write fills its range with, so that each byte read tells which write it came from.
 //!
 //! Invariant: the bytes of a value follow from the value and their place alone; value 0 is zeros.
-//! Knows: nothing. Known by: model, world.
+//! Knows: nothing. Known by: model, image, world.
 
 /// What a write wrote: a number of its own, or [`ZERO`].
 pub type Value = u64;
