@@ -15,7 +15,7 @@ const STEPS: u64 = 10_000;
 const SEED_STEPS: u64 = 1000;
 /// Seeds within which one with a qcow2 image is found: for some the power has to fail between two
 /// calls of few.
-const IMAGES: usize = 100;
+const IMAGES: usize = 400;
 
 /// The first seeds in which a mistake can be made.
 fn seeds(broken: Broken) -> impl Iterator<Item = u64> {
