@@ -180,6 +180,18 @@ fn a_connection_that_waited_for_room_leaves_nothing_to_the_next_with_its_descrip
 }
 
 #[test]
+fn a_client_hears_of_the_end_though_somebody_has_its_socket_open() {
+    let mut bench = Bench::new(0);
+    let (near, far) = UnixStream::pair().unwrap();
+    // As a queue may have it for a moment.
+    let _held = near.try_clone().unwrap();
+    bench.adopt(0, near, far);
+    bench.received(0);
+    bench.thread.close(0);
+    assert_eq!(bench.clients[0].read(&mut [0]).unwrap(), 0);
+}
+
+#[test]
 fn only_a_handshake_can_be_late() {
     let mut bench = Bench::new(3);
     let long = Duration::from_secs(3600);
