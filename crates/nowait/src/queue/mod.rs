@@ -9,6 +9,7 @@ mod null;
 mod ring_entry;
 mod polled;
 mod syscall;
+mod aio;
 mod threads;
 mod uring;
 

@@ -1,15 +1,18 @@
-//! Transfers by plain system calls: inline where that cannot wait for the device, else on a crew.
+//! Transfers by plain system calls: inline where that cannot wait for the device, else by Linux AIO
+//! or on a crew.
 //!
 //! Invariant: at depth 1 no other thread is involved; with more in flight, or with descriptors that
-//! somebody watches for more than the engine's own ends, this thread makes no call that moves
-//! uncached data.
-//! Knows: queue, syscall, epoll, crew, remote.
+//! somebody watches for more than the engine's own ends, this thread makes no call that waits for a
+//! device.
+//! Knows: queue, syscall, epoll, aio, crew, remote.
 #![allow(unsafe_code)]
 
+use std::cell::OnceCell;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
+use super::aio::Aio;
 use super::epoll::Epoll;
 use super::{Interest, Queue, QueueFull, Token, WATCHED, syscall};
 use crate::crew::Crew;
@@ -22,6 +25,9 @@ const CREW: u32 = 16;
 /// Descriptors whose reports are ends of requests: the crew's, and the one of the engine's workers.
 const OWN_WATCHES: usize = 2;
 const CREW_DONE: Token = WATCHED | WATCHED >> 1;
+const AIO_DONE: Token = CREW_DONE | 1;
+/// Transfers that AIO has at most; the crew takes what is beyond.
+const AIO_TRANSFERS: u32 = 128;
 
 struct Job(Transfer, u32);
 
@@ -38,6 +44,10 @@ pub struct Threads {
     crew: Crew<Job>,
     remote: Arc<Remote>,
     watched: Epoll,
+    /// Made when it is first needed; inside it is `None` where there is no AIO.
+    aio: OnceCell<Option<Aio>>,
+    /// Transfers that it has.
+    aio_out: usize,
     files: Arc<[OwnedFd]>,
     /// A call for cached data does not wait for a device, however many are in flight.
     cached: bool,
@@ -71,7 +81,47 @@ impl Threads {
             crew_remote.push(token, i64::from(outcome));
         });
         let (placed, ended) = (Vec::with_capacity(64), Vec::with_capacity(64));
-        Ok(Self { placed, ended, out: 0, crew, remote, watched, files, cached })
+        let aio = OnceCell::new();
+        Ok(Self { placed, ended, out: 0, crew, remote, watched, aio, aio_out: 0, files, cached })
+    }
+}
+
+impl Threads {
+    /// Hands what is placed to AIO, as far as it takes it: all must be told not to wait.
+    fn hand_to_aio(&mut self) {
+        let waits = |Job(transfer, _): &Job| transfer.rw_flags & libc::RWF_NOWAIT == 0;
+        if self.cached || self.placed.iter().any(waits) {
+            return;
+        }
+        let watched = &mut self.watched;
+        self.aio.get_or_init(|| {
+            let aio = Aio::new(AIO_TRANSFERS)?;
+            watched.watch(aio.fd(), AIO_DONE, Interest::Readable).ok()?;
+            Some(aio)
+        });
+        let Some(Some(aio)) = self.aio.get_mut() else { return };
+        for Job(transfer, token) in &self.placed {
+            // One that there is no file for is for the crew, with all behind it.
+            let Some(file) = self.files.get(usize::from(transfer.file)) else { break };
+            aio.add(file.as_fd(), transfer, *token);
+        }
+        // SAFETY: see `Job`.
+        let taken = unsafe { aio.hand_over() };
+        self.aio_out += taken;
+        self.placed.drain(..taken);
+    }
+
+    /// Whether something has ended that this thread knows of without a call.
+    fn has_ended(&self) -> bool {
+        let by_aio =
+            matches!(self.aio.get(), Some(Some(aio)) if self.aio_out > 0 && aio.has_ended());
+        by_aio || !self.ended.is_empty()
+    }
+
+    /// Whether somebody else watches descriptors.
+    fn others_watch(&self) -> bool {
+        let aio = matches!(self.aio.get(), Some(Some(_)));
+        self.watched.count() > OWN_WATCHES + usize::from(aio)
     }
 }
 
@@ -100,7 +150,7 @@ impl Queue for Threads {
         let inline = match self.cached {
             true => self.placed.iter().all(tries),
             // A device may take its time, or for ever: whoever else this thread serves is not to wait.
-            false => self.out == 0 && self.placed.len() == 1 && self.watched.count() <= OWN_WATCHES,
+            false => self.out + self.aio_out == 0 && self.placed.len() == 1 && !self.others_watch(),
         };
         if inline {
             for Job(transfer, token) in self.placed.drain(..) {
@@ -108,7 +158,12 @@ impl Queue for Threads {
                 let outcome = unsafe { call(&self.files, &transfer) };
                 self.ended.push((Token::from(token), outcome));
             }
-        } else if !self.placed.is_empty() {
+            return Ok(());
+        }
+        if !self.placed.is_empty() {
+            self.hand_to_aio();
+        }
+        if !self.placed.is_empty() {
             // RWF_NOWAIT would only make the crew give up what it is there to wait for.
             self.out += self.placed.len();
             self.crew.post(self.placed.drain(..).map(|Job(mut transfer, token)| {
@@ -123,6 +178,13 @@ impl Queue for Threads {
 
     fn reap(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
         let mut count = self.ended.len();
+        if let Some(Some(aio)) = self.aio.get_mut()
+            && self.aio_out > 0
+        {
+            let ended = aio.reap(&mut sink);
+            self.aio_out -= ended;
+            count += ended;
+        }
         if count == 0 && !self.watched.is_ready() {
             // Whoever only polls hears of watched descriptors too. An error shows in `wait`.
             let _ = self.watched.wait(Some(Duration::ZERO));
@@ -132,6 +194,7 @@ impl Queue for Threads {
             let remote = &self.remote;
             count += self.watched.take(|token, bits| match token {
                 CREW_DONE => remote.clear_wake(),
+                AIO_DONE => {}
                 _ => sink(token, bits),
             });
         }
@@ -142,12 +205,12 @@ impl Queue for Threads {
 
     fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
         self.kick()?;
-        let timeout = if self.ended.is_empty() { timeout } else { Some(Duration::ZERO) };
+        let timeout = if self.has_ended() { Some(Duration::ZERO) } else { timeout };
         self.watched.wait(timeout)
     }
 
     fn pending(&mut self) -> bool {
-        !self.ended.is_empty()
+        self.has_ended()
             || self.watched.is_ready()
             || self.watched.wait(Some(Duration::ZERO)).is_ok() && self.watched.is_ready()
     }
@@ -167,5 +230,44 @@ impl Queue for Threads {
 
     fn fd(&self) -> BorrowedFd<'_> {
         self.watched.fd()
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn beside_sockets_what_need_not_wait_goes_by_aio_and_what_may_to_the_crew() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&[7; 4096]).unwrap();
+        let sockets =
+            [(); OWN_WATCHES + 1].map(|()| std::os::unix::net::UnixStream::pair().unwrap());
+        let mut queue = Threads::new(file.as_fd(), 8, false).unwrap();
+        for (n, socket) in sockets.iter().enumerate() {
+            queue.watch(socket.0.as_fd(), WATCHED | n as Token, Interest::Readable).unwrap();
+        }
+        for (rw_flags, wanted) in [(libc::RWF_NOWAIT, (0, 1)), (0, (1, 0))] {
+            let mut memory = vec![0u8; 4096];
+            let base = memory.as_mut_ptr();
+            let read = Transfer { base, len: 4096, rw_flags, ..Transfer::NONE };
+            // SAFETY: the memory is there until the token was reaped.
+            unsafe { queue.place(&read, 5) }.unwrap();
+            queue.kick().unwrap();
+            let out = (queue.out, queue.aio_out);
+            let mut ended = Vec::new();
+            while ended.is_empty() {
+                queue.wait(Some(Duration::from_secs(60))).unwrap();
+                queue.reap(|token, outcome| ended.push((token, outcome)));
+            }
+            assert_eq!((ended, memory), (vec![(5, 4096)], vec![7; 4096]));
+            if rw_flags != 0 && !matches!(queue.aio.get(), Some(Some(_))) {
+                println!("skipped: no AIO");
+                continue;
+            }
+            assert_eq!((out, queue.out, queue.aio_out), (wanted, 0, 0));
+        }
     }
 }
