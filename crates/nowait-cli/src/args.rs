@@ -229,7 +229,7 @@ pub(crate) enum Direct {
 pub(crate) enum QueueKind {
     /// io_uring: many requests in one system call
     Uring,
-    /// Plain reads and writes by a bounded number of threads; works everywhere
+    /// Linux AIO, and plain reads and writes by a bounded number of threads; works everywhere
     Threads,
 }
 

@@ -55,12 +55,12 @@ pub use {
 /// How transfers get to the kernel.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum QueueKind {
-    /// io_uring(7), or plain system calls for the threads that get no ring: the limit on locked
+    /// io_uring(7), or as `Threads` for the threads that get no ring: the limit on locked
     /// memory (`RLIMIT_MEMLOCK`) may allow only some.
     Auto,
     /// io_uring(7).
     Uring,
-    /// Plain system calls on a bounded number of threads.
+    /// Linux AIO for what need not wait, and plain system calls on a bounded number of threads.
     Threads,
 }
 
