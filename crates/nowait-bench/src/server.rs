@@ -22,7 +22,7 @@ use crate::target::{Access, Format, Target};
 use crate::workload::{Caching, Terms, Transport};
 
 /// A server that has not come up or gone down after so long is given up.
-const PATIENCE: Duration = Duration::from_secs(10);
+const PATIENCE: Duration = Duration::from_secs(30);
 const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(2);
 /// The kernel takes down the io_uring of a killed process, and closes the files registered there, some time
 /// after the process is gone; until then the file is still locked for the next server.

@@ -119,11 +119,8 @@ impl Request {
     }
 
     fn payload(&self, mode: Mode) -> u64 {
-        let has = match mode {
-            Mode::Extended => self.flags & nbd::CMD_FLAG_PAYLOAD_LEN != 0,
-            _ => self.command == nbd::CMD_WRITE,
-        };
-        if has { self.len } else { 0 }
+        let says_so = mode == Mode::Extended && self.flags & nbd::CMD_FLAG_PAYLOAD_LEN != 0;
+        if says_so || self.command == nbd::CMD_WRITE { self.len } else { 0 }
     }
 }
 

@@ -214,7 +214,9 @@ impl Client {
             self.out.extend(nbd::request(command, flags, self.cookies, range.pos, length));
             return;
         }
-        let payload = if command == nbd::CMD_WRITE { nbd::CMD_FLAG_PAYLOAD_LEN } else { 0 };
+        // Some clients do not say that a payload follows a write.
+        let says_so = command == nbd::CMD_WRITE && self.cookies.is_multiple_of(2);
+        let payload = if says_so { nbd::CMD_FLAG_PAYLOAD_LEN } else { 0 };
         self.out.extend(nbd::EXTENDED_REQUEST_MAGIC.to_be_bytes());
         self.out.extend((flags | payload).to_be_bytes());
         self.out.extend(command.to_be_bytes());

@@ -7,7 +7,7 @@
 
 use super::context::Contexts;
 use super::door::MAX_PAYLOAD_BYTES;
-use super::wire::{self, RequestHeader};
+use super::wire::{self, Mode, RequestHeader};
 
 /// Bytes of the effect length, at the start of a block status payload.
 const EFFECT_LENGTH_BYTES: usize = 8;
@@ -29,21 +29,13 @@ pub(crate) enum Trouble {
 /// # Errors
 /// [`Trouble::TooFew`] until the payload of a block status request is complete.
 /// [`Trouble::Broken`] for a payload beyond [`MAX_PAYLOAD_BYTES`] ("a server SHOULD initiate hard
-/// disconnect") and for a write that does not say that it has one: if a client sends the data all
-/// the same, what they happen to be would be taken for requests.
+/// disconnect").
 pub(crate) fn unwrap(
     header: &mut RequestHeader,
     contexts: &mut Contexts,
     rest: &[u8],
 ) -> Result<usize, Trouble> {
-    let flagged = header.flags & wire::CMD_FLAG_PAYLOAD_LEN != 0;
-    if header.command == wire::CMD_WRITE && !flagged && header.length > 0 {
-        return Err(Trouble::Broken);
-    }
-    if !flagged {
-        return Ok(0);
-    }
-    if header.length > u64::from(MAX_PAYLOAD_BYTES) {
+    if header.payload(Mode::Extended) > u64::from(MAX_PAYLOAD_BYTES) {
         return Err(Trouble::Broken);
     }
     match header.command {
@@ -51,7 +43,9 @@ pub(crate) fn unwrap(
             header.flags &= !wire::CMD_FLAG_PAYLOAD_LEN;
             Ok(0)
         }
-        wire::CMD_BLOCK_STATUS => narrow(header, contexts, rest),
+        wire::CMD_BLOCK_STATUS if header.flags & wire::CMD_FLAG_PAYLOAD_LEN != 0 => {
+            narrow(header, contexts, rest)
+        }
         _ => Ok(0),
     }
 }
@@ -116,22 +110,23 @@ mod tests {
     }
 
     #[test]
-    fn nbd_must_a_write_says_that_it_has_a_payload_or_ends_the_connection() {
+    fn nbd_must_a_write_has_a_payload_whether_it_says_so_or_not() {
         let fua = wire::CMD_FLAG_FUA;
-        let flagged = header(wire::CMD_WRITE, fua | LEN_FLAG, 512);
-        assert_eq!(unwrapped(flagged, &[]), Ok((header(1, fua, 512), ALLOCATION, 0)));
-        assert_eq!(unwrapped(header(wire::CMD_WRITE, 0, 512), &[]), Err(Trouble::Broken));
-        let nothing = header(wire::CMD_WRITE, 0, 0);
-        assert_eq!(unwrapped(nothing, &[]), Ok((nothing, ALLOCATION, 0)));
+        let plain = header(wire::CMD_WRITE, fua, 512);
+        for flags in [fua | LEN_FLAG, fua] {
+            let write = header(wire::CMD_WRITE, flags, 512);
+            assert_eq!(unwrapped(write, &[]), Ok((plain, ALLOCATION, 0)));
+        }
     }
 
     #[test]
     fn nbd_should_a_payload_beyond_the_maximum_ends_the_connection() {
         let max = u64::from(MAX_PAYLOAD_BYTES);
-        for command in 0..10 {
-            assert!(unwrapped(header(command, LEN_FLAG, max), &[]).is_ok(), "command {command}");
+        let all = (0..10).map(|command| (command, LEN_FLAG)).chain([(wire::CMD_WRITE, 0)]);
+        for (command, flags) in all {
+            assert!(unwrapped(header(command, flags, max), &[]).is_ok(), "command {command}");
             for length in [max + 1, 1 << 63, u64::MAX] {
-                let header = header(command, LEN_FLAG, length);
+                let header = header(command, flags, length);
                 assert_eq!(unwrapped(header, &[]), Err(Trouble::Broken), "command {command}");
             }
         }

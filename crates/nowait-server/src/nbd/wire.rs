@@ -108,14 +108,12 @@ impl RequestHeader {
     }
 
     /// Bytes of payload that follow the header: those of a write; with extended headers those of
-    /// any request that says so by `CMD_FLAG_PAYLOAD_LEN`.
+    /// any request that says so by `CMD_FLAG_PAYLOAD_LEN`. A write has to say so, but as a client
+    /// QEMU (10.0) does not, and sends them; its server takes such a write too.
     #[inline]
     pub(crate) const fn payload(&self, mode: Mode) -> u64 {
-        let follows = match mode {
-            Mode::Simple | Mode::Structured => self.command == CMD_WRITE,
-            Mode::Extended => self.flags & CMD_FLAG_PAYLOAD_LEN != 0,
-        };
-        if follows { self.length } else { 0 }
+        let says_so = matches!(mode, Mode::Extended) && self.flags & CMD_FLAG_PAYLOAD_LEN != 0;
+        if says_so || self.command == CMD_WRITE { self.length } else { 0 }
     }
 }
 
@@ -180,14 +178,14 @@ mod tests {
     }
 
     #[test]
-    fn a_payload_follows_a_compact_write_and_an_extended_request_that_says_so() {
+    fn a_payload_follows_a_write_and_an_extended_request_that_says_so() {
         let header =
             |command, flags| RequestHeader { flags, command, cookie: 0, offset: 0, length: 9 };
         let rows = [
             (Mode::Simple, CMD_WRITE, 0, 9),
             (Mode::Structured, CMD_WRITE, 0, 9),
             (Mode::Structured, CMD_READ, CMD_FLAG_PAYLOAD_LEN, 0),
-            (Mode::Extended, CMD_WRITE, 0, 0),
+            (Mode::Extended, CMD_WRITE, 0, 9),
             (Mode::Extended, CMD_WRITE, CMD_FLAG_PAYLOAD_LEN, 9),
             (Mode::Extended, CMD_READ, CMD_FLAG_PAYLOAD_LEN, 9),
             (Mode::Extended, CMD_READ, 0, 0),

@@ -108,10 +108,28 @@ fn nbd_must_a_payload_where_none_may_be_is_consumed_and_refused() {
     assert_eq!(client.call(Request::of(READ, 0, 1)).data, [byte_at(0)]);
 }
 
-/// proto.md (ext), "Request message": "A server SHOULD initiate hard disconnect" for a payload beyond
-/// the maximum; a write without the flag breaks a MUST, and where it ends is not known.
+/// The flag is a MUST for a client's write, which QEMU (10.0) does not keep: its writes have a payload
+/// all the same.
 #[test]
-fn nbd_should_a_payload_too_long_or_not_announced_ends_the_connection_and_no_other() {
+fn a_write_that_does_not_announce_its_payload_is_served_with_it() {
+    let scene = Scene::new(64 * MIB, &[(0, MIB)]);
+    let mut client = scene.connect(Mode::Extended);
+    for bytes in [1, 512, 4096, 2 << 20] {
+        let mut lure = Vec::new();
+        while lure.len() < bytes {
+            lure.extend(client.header(Request::of(READ, 0, 1)));
+        }
+        lure.truncate(bytes);
+        let header = Request::of(WRITE, 0, bytes as u64);
+        assert_eq!(client.call(Request { payload: &lure, ..header }).error, 0, "{bytes} bytes");
+        assert_eq!(client.call(Request::of(READ, 0, bytes as u64)).data, lure);
+    }
+}
+
+/// proto.md (ext), "Request message": "A server SHOULD initiate hard disconnect" for a payload beyond
+/// the maximum.
+#[test]
+fn nbd_should_a_payload_too_long_ends_the_connection_and_no_other() {
     let scene = Scene::new(MIB, &[(0, MIB)]);
     let mut bystander = scene.connect(Mode::Extended);
     let bad = [
@@ -119,7 +137,6 @@ fn nbd_should_a_payload_too_long_or_not_announced_ends_the_connection_and_no_oth
         Request::of(WRITE, 0, 1 << 63).with(PAYLOAD_LEN),
         Request::of(READ, 0, u64::MAX).with(PAYLOAD_LEN),
         Request::of(BLOCK_STATUS, 0, (1 << 32) + 12).with(PAYLOAD_LEN),
-        Request::of(WRITE, 0, 512),
         Request::of(WRITE, 0, 1 << 63),
     ];
     for request in bad {

@@ -92,14 +92,16 @@ pub(super) fn understood(terms: Terms, size: u64, bytes: &[u8]) -> Expected {
         let (cookie, offset) = (bytes.number(8), bytes.number(8));
         let length = bytes.number(length_bytes);
         let announced = extended && flags & PAYLOAD_LEN != 0;
-        let silent = extended && command == WRITE && !announced && length > 0;
-        if magic != u64::from(wanted) || silent || (announced && length > MOST_PAYLOAD_BYTES) {
+        // Announced or not: there are clients that do not announce it.
+        let has_payload = announced || command == WRITE;
+        let too_long = extended && has_payload && length > MOST_PAYLOAD_BYTES;
+        if magic != u64::from(wanted) || too_long {
             return Expected { asked, end: End::Broken };
         }
         if command == DISC {
             break;
         }
-        let payload = if announced || (!extended && command == WRITE) { length } else { 0 };
+        let payload = if has_payload { length } else { 0 };
         let there = (bytes.0.len() as u64).min(payload) as usize;
         let (payload_bytes, rest) = bytes.0.split_at(there);
         bytes.0 = rest;
