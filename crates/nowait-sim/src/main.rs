@@ -6,7 +6,7 @@ use std::num::NonZero;
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::{Parser, Subcommand};
@@ -139,77 +139,44 @@ fn run_matrix(matrix: Matrix) -> bool {
     found.is_none()
 }
 
-/// What several threads do together: seeds, each run by one of them.
-struct Work<'a, P> {
-    /// The plan of a seed, unless it is passed over.
-    plan: P,
-    first: u64,
-    /// Seeds that were begun.
-    begun: AtomicU64,
-    /// Seeds that were well, and what has happened in them.
-    well: Mutex<(u64, Counts)>,
-    failed: Mutex<Option<(Plan, Failure)>>,
-    began: Instant,
-    /// `None`: one seed.
-    limit: Option<Duration>,
-    bar: &'a ProgressBar,
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
-impl<P: Fn(u64) -> Option<Plan>> Work<'_, P> {
-    /// Runs seed after seed until time is up or one of any thread's has failed.
-    fn go_on(&self) {
-        while lock(&self.failed).is_none() {
-            let number = self.begun.fetch_add(1, Ordering::Relaxed);
-            if number > 0 && self.limit.is_none_or(|limit| self.began.elapsed() >= limit) {
-                return;
-            }
-            let Some(plan) = (self.plan)(self.first.wrapping_add(number)) else { continue };
-            match run::run(&plan) {
-                Ok(counts) => self.was_well(counts),
-                Err(failure) => *lock(&self.failed) = Some((plan, failure)),
-            }
-        }
-    }
-
-    fn was_well(&self, counts: Counts) {
-        let mut well = lock(&self.well);
-        let (seeds, all) = &mut *well;
-        *seeds += 1;
-        all.requests += counts.requests;
-        all.cuts += counts.cuts;
-        all.operations += counts.operations;
-        self.bar.set_position(self.began.elapsed().as_secs());
-        self.bar.set_message(rates(*seeds, *all, self.began.elapsed()));
-    }
-}
-
 fn run_seeds(first: u64, args: &Args, plan: impl Fn(u64) -> Option<Plan> + Sync) -> bool {
     println!("seed {first}, {} steps each", args.steps);
     let bar = ProgressBar::new(args.seconds.unwrap_or(1));
     if let Ok(style) = ProgressStyle::with_template("{bar:40} {elapsed} {msg}") {
         bar.set_style(style);
     }
-    let work = Work {
-        plan,
-        first,
-        begun: AtomicU64::new(0),
-        well: Mutex::default(),
-        failed: Mutex::default(),
-        began: Instant::now(),
-        limit: args.seconds.map(Duration::from_secs),
-        bar: &bar,
+    let (began, limit) = (Instant::now(), args.seconds.map(Duration::from_secs));
+    let begun = AtomicU64::new(0);
+    // The next seed that is not passed over, while there is time; without a limit, one.
+    let next = || {
+        loop {
+            let number = begun.fetch_add(1, Ordering::Relaxed);
+            if number > 0 && limit.is_none_or(|limit| began.elapsed() >= limit) {
+                return None;
+            }
+            let plan = plan(first.wrapping_add(number));
+            if plan.is_some() {
+                return plan;
+            }
+        }
+    };
+    let all_well = Mutex::new((0, Counts::default()));
+    let well = |counts: Counts| {
+        let mut all_well = all_well.lock().unwrap_or_else(PoisonError::into_inner);
+        let (seeds, all) = &mut *all_well;
+        *seeds += 1;
+        all.requests += counts.requests;
+        all.cuts += counts.cuts;
+        all.operations += counts.operations;
+        bar.set_position(began.elapsed().as_secs());
+        bar.set_message(rates(*seeds, *all, began.elapsed()));
     };
     let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
-    let jobs = args.jobs.map_or(cpus, usize::from);
-    std::thread::scope(|scope| (0..jobs).for_each(|_| drop(scope.spawn(|| work.go_on()))));
-    let time = work.began.elapsed();
+    let found = run::run_all(args.jobs.map_or(cpus, usize::from), next, well);
+    let time = began.elapsed();
     bar.finish_and_clear();
-    let Some((plan, failure)) = lock(&work.failed).take() else {
-        let (seeds, all) = *lock(&work.well);
+    let Some((plan, failure)) = found else {
+        let (seeds, all) = all_well.into_inner().unwrap_or_else(PoisonError::into_inner);
         println!("all well: {}", rates(seeds, all, time));
         return true;
     };

@@ -4,11 +4,10 @@
 //! Knows: scenario, run. Known by: main, tests.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::thread;
 
 use nowait::sim::Fault;
 
-use crate::run::{Failure, Plan, run};
+use crate::run::{Failure, Plan, run_all};
 use crate::scenario::Mode;
 
 /// What goes wrong, each in a run of its own. A transfer of no more than a block that is to end
@@ -61,24 +60,10 @@ impl Matrix {
     #[must_use]
     pub fn run(&self, threads: usize, each: impl Fn() + Sync) -> Option<(Plan, Failure)> {
         let next = AtomicU64::new(0);
-        let work = || {
-            loop {
-                let n = next.fetch_add(1, Ordering::Relaxed);
-                if n >= self.runs() {
-                    return None;
-                }
-                let plan = self.plan(n);
-                if let Err(failure) = run(&plan) {
-                    next.store(self.runs(), Ordering::Relaxed);
-                    return Some((plan, failure));
-                }
-                each();
-            }
+        let plan = || {
+            let n = next.fetch_add(1, Ordering::Relaxed);
+            (n < self.runs()).then(|| self.plan(n))
         };
-        thread::scope(|scope| {
-            let all: Vec<_> = (0..threads).map(|_| scope.spawn(work)).collect();
-            let mut found = all.into_iter().filter_map(|thread| thread.join().ok().flatten());
-            found.next()
-        })
+        run_all(threads, plan, |_| each())
     }
 }

@@ -7,6 +7,8 @@
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Mutex, PoisonError};
+use std::thread;
 use std::time::{Duration, Instant};
 
 use nowait::sim::{Break, Fault, set_break};
@@ -151,6 +153,30 @@ fn run_in<F: Front>(plan: &Plan) -> Result<Counts, Failure> {
         }
     };
     Err(Failure { step: now, what })
+}
+
+/// Runs what `next` gives on `threads` threads, until it gives nothing more or a run has gone wrong;
+/// calls `well` after each that has not. Returns the one that has, if one has.
+#[must_use]
+pub fn run_all(
+    threads: usize,
+    next: impl Fn() -> Option<Plan> + Sync,
+    well: impl Fn(Counts) + Sync,
+) -> Option<(Plan, Failure)> {
+    let failed = Mutex::new(None);
+    let failed = || failed.lock().unwrap_or_else(PoisonError::into_inner);
+    let work = || {
+        while failed().is_none()
+            && let Some(plan) = next()
+        {
+            match run(&plan) {
+                Ok(counts) => well(counts),
+                Err(failure) => _ = failed().get_or_insert((plan, failure)),
+            }
+        }
+    };
+    thread::scope(|scope| (0..threads).for_each(|_| drop(scope.spawn(work))));
+    failed().take()
 }
 
 /// The fewest steps of `plan`, which fails, that were found to fail within `patience`.
