@@ -60,15 +60,12 @@ pub(crate) struct Core<M: Map> {
     pathfinder: Option<u32>,
     /// Slots that are pieces: they are nobody's request.
     pieces: usize,
-    /// Whether a write keeps others away from its range, and they it.
-    locks: bool,
 }
 
 impl<M: Map> Core<M> {
     pub(crate) fn new(disk: Arc<Disk<M>>, workers: Workers, config: Config) -> Result<Self, Error> {
         let pool = Pool::new(config.slots, config.pool);
         let remote = Arc::new(Remote::new(pool.limit())?);
-        let locks = disk.locks();
         Ok(Self {
             pool,
             spans: Vec::new(),
@@ -88,7 +85,6 @@ impl<M: Map> Core<M> {
             parked: VecDeque::new(),
             pathfinder: None,
             pieces: 0,
-            locks,
         })
     }
 
@@ -120,10 +116,11 @@ impl<M: Map> Core<M> {
         Stats { pool: self.pool.stats(), ..self.stats }
     }
 
-    /// The extent that serves `io` by one transfer, if one does and is to be tried.
+    /// The extent that serves `io` by one transfer, if one does and is to be tried; see
+    /// [`Gate::admits`].
     #[inline]
     pub(crate) fn simple(&self, io: Io, base: *mut u8) -> Option<Extent> {
-        if self.simple { self.gate.admits(&self.disk.map, io, base) } else { None }
+        if self.simple { self.gate.admits(&self.disk, io, base) } else { None }
     }
 
     /// Starts a request for which [`Core::simple`] has found `extent`.
@@ -140,15 +137,11 @@ impl<M: Map> Core<M> {
         buf: Option<Buf>,
         tag: u64,
     ) -> Result<(), Rejected> {
-        let write = io.op == Op::Write;
-        let held = write && self.locks;
-        if held && !self.disk.ranges.try_take(io.range, Hold::Shared) {
-            return self.submit_one(queue, io, base, buf, tag);
-        }
+        let held = self.gate.holds(io);
         let Some((slot, request)) = self.pool.get() else { return Err(self.empty(io, held, buf)) };
         let buffer = buf.as_ref().map_or(UNREGISTERED, Buf::registered);
         let transfer = self.gate.transfer(io, extent, base, 0, buffer);
-        let role = if write { Role::Write } else { Role::Read };
+        let role = if io.op == Op::Write { Role::Write } else { Role::Read };
         request.begin(role, State::Queued, io, buf, tag);
         request.locked = held;
         request.transfer = transfer;
@@ -159,20 +152,6 @@ impl<M: Map> Core<M> {
         }
         self.stats.simple += 1;
         Ok(())
-    }
-
-    /// Starts a request with one segment that is not simple after all.
-    #[cold]
-    fn submit_one<Q: Queue>(
-        &mut self,
-        queue: &mut Q,
-        io: Io,
-        base: *mut u8,
-        buf: Option<Buf>,
-        tag: u64,
-    ) -> Result<(), Rejected> {
-        let segment = Segment { base, len: io.range.len as usize };
-        self.submit_whole(queue, io, &[segment], buf, tag)
     }
 
     /// Refuses a request for which there is no slot.
@@ -285,7 +264,7 @@ impl<M: Map> Core<M> {
         blocking::is_aligned_to(&self.disk, block, io.range, segments)
     }
 
-    /// Makes the plan of a request and takes the lock that it needs.
+    /// Makes the plan of a request; of a write's, once the lock is taken that it needs.
     fn route(&mut self, slot: u32) -> Route {
         if !self.config.nowait_first {
             return Route::Worker;
@@ -296,7 +275,11 @@ impl<M: Map> Core<M> {
             return Route::Worker;
         }
         let request = &mut self.pool[slot];
-        let own_room = request.buf.is_some();
+        let (range, own_room) = (request.io.range, request.buf.is_some());
+        let held = self.gate.holds(request.io);
+        if held && !self.disk.ranges.try_take(range, Hold::Shared) {
+            return Route::Worker;
+        }
         let route = generic::plan(
             &self.disk,
             request.io,
@@ -306,11 +289,9 @@ impl<M: Map> Core<M> {
             self.gate.syncs_apart(request.io),
             &mut request.pieces,
         );
-        if route != Route::Worker && request.io.op == Op::Write && self.locks {
-            if !self.disk.ranges.try_take(request.io.range, Hold::Shared) {
-                return Route::Worker;
-            }
-            request.locked = true;
+        match route {
+            Route::Worker if held => self.disk.ranges.free(range, Hold::Shared),
+            _ => request.locked = held,
         }
         route
     }
@@ -537,3 +518,7 @@ unsafe fn place<Q: Queue>(queue: &mut Q, transfer: &Transfer, slot: u32) -> bool
     // SAFETY: as promised by the caller.
     queue.kick().is_ok() && unsafe { queue.place(transfer, Token::from(slot)) }.is_ok()
 }
+
+#[cfg(test)]
+#[cfg(feature = "sim")]
+mod tests;

@@ -165,22 +165,17 @@ impl<M: Map> File<M> {
     #[inline]
     fn run_simple(&self, io: Io, base: *mut u8) -> Option<usize> {
         let disk = &*self.disk;
-        let write = io.op == Op::Write;
-        let extent = self.gate.admits(&disk.map, io, base)?;
-        let held = write && disk.locks();
-        if held && !disk.ranges.try_take(io.range, Hold::Shared) {
-            return None;
-        }
+        let extent = self.gate.admits(disk, io, base)?;
         // Here the call may wait.
         let mut transfer = self.gate.transfer(io, extent, base, 0, UNREGISTERED);
         transfer.rw_flags &= !libc::RWF_NOWAIT;
         // SAFETY: the callers borrow the memory until `run` returns.
         let outcome = unsafe { disk.storage(extent.file).transfer(&transfer) };
-        if held {
-            disk.ranges.free(io.range, Hold::Shared);
-        }
-        if write {
+        if io.op == Op::Write {
             disk.map.written(io.range);
+        }
+        if self.gate.holds(io) {
+            disk.ranges.free(io.range, Hold::Shared);
         }
         // An error or a short transfer is looked into by the generic way.
         (outcome > 0 && outcome as u64 == io.range.len).then_some(outcome as usize)

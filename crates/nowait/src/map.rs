@@ -1,8 +1,8 @@
 //! Which storage backs a range, and what is remembered about it.
 //!
 //! Invariant of the hints: a granule is marked a hole only when it was seen to be one after the
-//! last write to it was completed; "mapped" may be wrong and then costs only speed. So a hint
-//! never hides data (C14, C18, C38).
+//! last write to it was completed, and is none any more when the next one begins; "mapped" may be
+//! wrong and then costs only speed. So a hint never hides data (C14, C18, C38).
 //! Knows: error, io, image, storage. Known by: disk, blocking, simple, generic, engine. Kernel counterpart:
 //! iomap_begin and iomap_end (fs/iomap/iter.c).
 
@@ -58,8 +58,9 @@ pub trait Map: Send + Sync + 'static {
     /// [`WouldBlock`] when only a thread that may block can tell.
     fn begin(&self, range: Range, intent: Intent) -> Result<Extent, WouldBlock>;
 
-    /// As [`Map::begin`], on a thread that may block. A file system allocates by itself when it is
-    /// written to; an image format is never asked, because it serves such requests as a whole.
+    /// As [`Map::begin`], on a thread that may block; for a write, with its range held. A file
+    /// system allocates by itself when it is written to; an image format is never asked, because it
+    /// serves such requests as a whole.
     fn begin_blocking(&self, range: Range, intent: Intent) -> Extent {
         self.begin(range, intent).unwrap_or(Extent::identical(range, range.len, false))
     }
@@ -313,6 +314,15 @@ impl Map for Extents {
             };
         }
         self.begin_long(range, intent)
+    }
+
+    /// A hole that is about to be written is forgotten first: a read that finds the new bytes in the
+    /// file would otherwise come before one that takes the hint's word for zeros (C18).
+    fn begin_blocking(&self, range: Range, intent: Intent) -> Extent {
+        self.begin(range, intent).unwrap_or_else(|WouldBlock| {
+            self.forget(range);
+            Extent::identical(range, range.len, false)
+        })
     }
 
     fn is_mapped(&self, range: Range) -> bool {

@@ -331,6 +331,22 @@ fn c18_a_hole_is_not_remembered_while_data_is_landing_in_it() {
     rig.settle();
 }
 
+#[test]
+fn c18_a_hole_is_forgotten_before_data_lands_in_it() {
+    let mut rig = rig_that_pauses();
+    ask_worker(&mut rig, Op::Discard, Flags::NONE, 1);
+    rig.settle();
+    // It goes to a worker because the hint says hole.
+    ask_worker(&mut rig, Op::Write, Flags::NONE, 2);
+    let writing = Stepped::begin(&rig.workers);
+    // The data is there, and a read that was on its way before the hole was known finds it: whoever
+    // asks after that one has ended must not be told of the hole.
+    writing.step();
+    assert_eq!(first_byte(&mut rig), 7);
+    writing.finish();
+    rig.settle();
+}
+
 /// What the next flush says, once.
 fn lose(rig: &Rig) {
     let once = Some((rig.device.operations() + 1, Fault::Errno(libc::ENOSPC)));

@@ -60,11 +60,13 @@ impl<M: Map> Core<M> {
             debug_assert_eq!(request.state, State::Parked);
             bytes += request.io.range.len;
             request.state = State::Queued;
-            request.locked =
-                self.locks && self.disk.ranges.try_take(request.io.range, Hold::Shared);
+            let range = request.io.range;
+            let holds = self.gate.holds(request.io);
+            request.locked = holds && self.disk.ranges.try_take(range, Hold::Shared);
+            // Before it was held again, it may have become a hole.
+            let mapped = request.locked == holds && self.disk.map.is_mapped(range);
             // SAFETY: the memory was promised, or is the slot's, until the request is given back.
-            let placed =
-                request.locked == self.locks && unsafe { place(queue, &request.transfer, slot) };
+            let placed = mapped && unsafe { place(queue, &request.transfer, slot) };
             if !placed {
                 self.single_failed(slot, -libc::EAGAIN);
             }
