@@ -2,7 +2,7 @@
 //!
 //! Invariant: a cluster is allocated by one request; what it holds besides that request's bytes is
 //! what the disk held there before (C24), and is in place before anybody can find it.
-//! Knows: breaks, image, layers, store, known, busy, parts. Known by: image, which is asked by the engine.
+//! Knows: breaks, image, layers, store, meta, overlay, known, busy, parts. Known by: image, which is asked by the engine.
 
 use nowait::{Buffer, Doing, Error, Flags, Range};
 
@@ -14,6 +14,8 @@ use super::image::Live;
 use super::known::Place;
 use super::layers::Found;
 use super::medium::Medium;
+use super::meta::Meta;
+use super::overlay::Stop;
 use super::parts::{Gather, gather};
 
 /// Bytes that are allocated for at once; at least a cluster.
@@ -82,8 +84,6 @@ impl Live {
         let (count, done) = entered;
         if count > 0 {
             store.after_change();
-            let run = Range::new(run.pos, count << bits);
-            self.known.publish(run, Place::Writable { pos: target.pos });
         }
         if target.taken && count < target.count {
             let first = (target.pos >> bits) + count;
@@ -163,14 +163,32 @@ impl Live {
     /// Enters in the tables that the clusters of the disk from `first` on are at `target`. Returns
     /// how many are entered, and what then went wrong.
     fn enter(&self, first: u64, target: &Target) -> (u64, Result<(), Error>) {
-        let (bits, store) = (self.bits(), self.layers.store());
         for n in 0..target.count {
-            let set = store.with(|meta| meta.set_data(first + n, target.pos + (n << bits)));
+            let pos = target.pos + (n << self.bits());
+            let set = self
+                .change(first + n, Place::Writable { pos }, |meta| meta.set_data(first + n, pos));
             if set.is_err() {
                 return (n, set);
             }
         }
         (target.count, Ok(()))
+    }
+
+    /// Changes what the tables say of `cluster` of the disk, which is then at `place`. That is known
+    /// before anybody else can look at the tables: of two readers, the later one would else find
+    /// what was there before (C18).
+    fn change(
+        &self,
+        cluster: u64,
+        place: Place,
+        mut set: impl FnMut(&mut Meta) -> Result<(), Stop>,
+    ) -> Result<(), Error> {
+        let range = Range::new(cluster << self.bits(), self.cluster());
+        self.layers.store().with(|meta| {
+            set(meta)?;
+            self.known.publish(range, place);
+            Ok(())
+        })
     }
 
     /// C52. What has a cluster of its own gives its storage back and keeps the cluster: whoever
@@ -246,9 +264,9 @@ impl Live {
         if pos == start && pos + len >= end && self.layers.header().version >= 3 {
             let store = self.layers.store();
             store.before_change()?;
-            store.with(|meta| meta.set_zero(pos >> self.bits()))?;
+            let number = pos >> self.bits();
+            self.change(number, Place::Hole, |meta| meta.set_zero(number))?;
             store.after_change();
-            self.known.publish(Range::new(start, cluster), Place::Hole);
             return Ok(end - start);
         }
         let part = len.min(end - pos);
