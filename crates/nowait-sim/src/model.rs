@@ -232,8 +232,9 @@ impl Model {
             };
             // A few bytes may be alike by chance, and tell nothing.
             let telling = whole && own.len >= TELLING_BYTES;
-            if telling {
-                cell.seen(found, began, now);
+            if telling && cell.held.len() > 1 {
+                let sure = cell.is_of_one(from, part, self.unit.min(self.block));
+                cell.seen(found, sure, began, now);
             }
             let Some(found) = cell.is_from(found).filter(|_| telling) else {
                 before = None;
@@ -445,14 +446,17 @@ impl Cell {
         (alike == 1).then_some(found.began)
     }
 
+    /// Whether each unit's part of `bytes` is of one write only. Two may have a part in common, and
+    /// then the one that was not found as a whole may have it there, over what came before it.
+    fn is_of_one(&self, pos: u64, bytes: &[u8], unit: u64) -> bool {
+        let writes = |at, part: &[u8]| self.held.iter().filter(|held| held.is(at, part)).count();
+        parts(pos, bytes, unit).all(|(at, part)| writes(at, part) == 1)
+    }
+
     /// Who asked at `began` has found `which`: it has taken the place of all that had ended by
-    /// then.
-    fn seen(&mut self, which: usize, began: Time, now: Time) {
-        if self.held.len() == 1 {
-            return;
-        }
+    /// then. `sure` if nothing else can have been found.
+    fn seen(&mut self, which: usize, sure: bool, began: Time, now: Time) {
         let Some(found) = self.held.get(which).cloned() else { return };
-        let sure = self.is_from(which).is_some();
         for held in self.held.iter_mut().filter(|held| held.ended < began) {
             if held.bytes == found.bytes {
                 continue;
