@@ -232,11 +232,12 @@ impl Model {
             };
             // A few bytes may be alike by chance, and tell nothing.
             let telling = whole && own.len >= TELLING_BYTES;
+            let alone = telling && cell.is_of_one(from, part);
             if telling && cell.held.len() > 1 {
-                let sure = cell.is_of_one(from, part, self.unit.min(self.block));
-                cell.seen(found, sure, began, now);
+                let sure = alone && cell.is_of_one_in_each(from, part, self.unit.min(self.block));
+                cell.seen(found, sure, from, part, began, now);
             }
-            let Some(found) = cell.is_from(found).filter(|_| telling) else {
+            let Some(found) = cell.held.get(found).filter(|_| alone).map(|held| held.began) else {
                 before = None;
                 continue;
             };
@@ -438,27 +439,27 @@ impl Cell {
         parts(pos, bytes, block).all(|(at, part)| self.find(at, part, began).is_some())
     }
 
-    /// When the write `which` began, if its bytes tell it from every other one: zeros do not tell
-    /// which of several they come from.
-    fn is_from(&self, which: usize) -> Option<Time> {
-        let found = self.held.get(which)?;
-        let alike = self.held.iter().filter(|held| held.bytes == found.bytes).count();
-        (alike == 1).then_some(found.began)
+    /// Whether only one write has `bytes` at `pos`, which some have: zeros do not tell which of
+    /// several they come from.
+    fn is_of_one(&self, pos: u64, bytes: &[u8]) -> bool {
+        let mut writes = self.held.iter().filter(|held| held.is(pos, bytes));
+        self.held.len() == 1 || writes.next().is_some() && writes.next().is_none()
     }
 
-    /// Whether each unit's part of `bytes` is of one write only. Two may have a part in common, and
-    /// then the one that was not found as a whole may have it there, over what came before it.
-    fn is_of_one(&self, pos: u64, bytes: &[u8], unit: u64) -> bool {
-        let writes = |at, part: &[u8]| self.held.iter().filter(|held| held.is(at, part)).count();
-        parts(pos, bytes, unit).all(|(at, part)| writes(at, part) == 1)
+    /// Whether that holds for each unit's part of `bytes`. Two writes may have one in common, and then
+    /// the one that is not there as a whole may have it there, over what came before it.
+    fn is_of_one_in_each(&self, pos: u64, bytes: &[u8], unit: u64) -> bool {
+        let last = pos + bytes.len() as u64 - 1;
+        pos / unit == last / unit
+            || parts(pos, bytes, unit).all(|(at, part)| self.is_of_one(at, part))
     }
 
-    /// Who asked at `began` has found `which`: it has taken the place of all that had ended by
-    /// then. `sure` if nothing else can have been found.
-    fn seen(&mut self, which: usize, sure: bool, began: Time, now: Time) {
+    /// Who asked at `began` has found `which`, as `bytes` at `pos`: it has taken the place of all that
+    /// had ended by then. `sure` if nothing of another one can have been found.
+    fn seen(&mut self, which: usize, sure: bool, pos: u64, bytes: &[u8], began: Time, now: Time) {
         let Some(found) = self.held.get(which).cloned() else { return };
         for held in self.held.iter_mut().filter(|held| held.ended < began) {
-            if held.bytes == found.bytes {
+            if held.is(pos, bytes) {
                 continue;
             }
             held.covered = held.covered.min(now);

@@ -135,6 +135,27 @@ fn c54_a_block_that_is_a_mixture_of_two_whole_writes_is_refused() {
 }
 
 #[test]
+fn what_is_left_of_a_cell_at_the_end_of_a_device_that_shrinks_may_be_like_another_write() {
+    let cell = Range::new(500, 100);
+    let mut model = Model::new(1024, 100, 512, 512);
+    let began = model.begin_write(Range::new(400, 200), 1, 0);
+    model.end_write(Range::new(400, 200), began, DONE);
+    // The power cut tears it: its part of the first block is as it was.
+    let mut all = vec![0; 1024];
+    pattern::fill(&mut all[400..500], 400, 1);
+    pattern::fill(&mut all[512..600], 512, 1);
+    model.power_cut(&all, &[]).unwrap();
+    model.shrink(512);
+    let zeros = model.begin_write(Range::new(400, 112), ZERO, 0);
+    let began = model.begin();
+    model.check(400, &all[400..512], began).unwrap();
+    // What was found may have been there before, and is there if the zeros never come.
+    model.end_write(cell, zeros, Ending::Never);
+    let began = model.begin();
+    model.check(500, &all[500..512], began).unwrap();
+}
+
+#[test]
 fn garbage_is_let_pass_only_where_the_device_tells_of_it_and_nothing_durable_was() {
     let garbage = |durable: bool, told: &[Range]| {
         let mut model = model();
