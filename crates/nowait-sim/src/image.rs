@@ -252,10 +252,15 @@ mod tests {
     use super::*;
     use crate::scenario::Mode;
 
-    fn scenario(fits: impl Fn(&Scenario) -> bool) -> Scenario {
+    fn any_scenario(fits: impl Fn(&Scenario) -> bool) -> Scenario {
         let all = (0..5000).map(|seed| Scenario::of(Mode::Engine, seed));
         let mut images = all.filter(|it| it.qcow2 == Some(9));
         images.find(|it| it.device.bytes > 160 << 10 && fits(it)).unwrap()
+    }
+
+    /// One whose storage does not run out.
+    fn scenario(fits: impl Fn(&Scenario) -> bool) -> Scenario {
+        any_scenario(|it| it.device.capacity == u64::MAX && fits(it))
     }
 
     #[test]
@@ -276,6 +281,28 @@ mod tests {
             assert_eq!(device.bytes() > before, grows);
             assert!(Image::open(&scenario, &device).is_ok());
         }
+    }
+
+    #[test]
+    fn an_image_whose_storage_runs_out_loses_nothing_that_was_flushed() {
+        let scenario = any_scenario(|it| it.device.capacity < u64::MAX && it.device.grows);
+        let (device, _) = device(&scenario).unwrap();
+        let image = Image::open(&scenario, &device).unwrap();
+        let file = File::new(image.disk.clone());
+        let write = |pos: u64| {
+            let part = 4096.min(scenario.device.bytes - pos) as usize;
+            file.write_at(&vec![(pos / 4096) as u8; part], pos, Flags::NONE)?;
+            file.flush()
+        };
+        let mut ends = (0..scenario.device.bytes).step_by(4096);
+        let (end, error) = ends.find_map(|pos| Some((pos, write(pos).err()?))).unwrap();
+        assert_eq!(error.errno(), libc::ENOSPC);
+        drop((file, image));
+        let file = File::new(Image::open(&scenario, &device).unwrap().disk);
+        let mut found = vec![0; end as usize];
+        file.read_at(&mut found, 0).unwrap();
+        let kept = found.chunks(4096).zip(0..).all(|(part, n)| part.iter().all(|&byte| byte == n));
+        assert!(kept && end > 4 * 4096, "{end}");
     }
 
     #[test]

@@ -214,7 +214,11 @@ impl Scenario {
         self.faults.errors = random.pick(&[0, 0, 100, 1000]).unwrap_or(0);
         self.faults.flush_errors = random.pick(&[0, 0, 500, 4000]).unwrap_or(0);
         self.device.bytes &= !511;
-        self.device.capacity = u64::MAX;
+        // What is left besides a few blocks of tables is for half of the disk.
+        self.device.capacity = match random.below(4) {
+            0 => 16 + self.device.bytes / 4096 / 2,
+            _ => u64::MAX,
+        };
         (self.faults.rot, self.shrinks) = (0, 0);
         self
     }
