@@ -69,22 +69,6 @@ struct Rig {
     engine: Engine<Sim, Extents>,
 }
 
-fn like(bytes: u64) -> SimOptions {
-    SimOptions {
-        seed: 1,
-        bytes,
-        align: Alignment { memory: 512, offset: 4096, read_offset: 4096 },
-        unit: 512,
-        capacity: u64::MAX,
-        grows: false,
-        punches: true,
-        zeroes: true,
-        nowait: true,
-        latency: 1000,
-        pauses: 0,
-    }
-}
-
 impl Rig {
     fn new(options: SimOptions, config: Config) -> Self {
         Self::on(Arc::new(SimDevice::new(options)), OpenOptions::default(), config)
@@ -130,7 +114,7 @@ impl Rig {
 #[test]
 fn an_overwrite_that_waits_for_a_worker_does_not_keep_the_range_that_the_workers_wait_for() {
     // An engine that is dropped waits for what is in flight, also when that never ends.
-    let mut rig = ManuallyDrop::new(Rig::new(like(16 * BLOCK), Config::default()));
+    let mut rig = ManuallyDrop::new(Rig::new(SimOptions::able(16 * BLOCK), Config::default()));
     rig.write(Range::new(0, 2 * BLOCK), 0);
     rig.settle();
     // Two overwrites are refused: the first goes to a worker, the second waits for it. A write of
@@ -154,7 +138,7 @@ fn an_overwrite_that_waits_for_a_worker_does_not_keep_the_range_that_the_workers
 #[test]
 fn c07_with_vectored_off_empty_segments_and_those_behind_the_end_are_left_out() {
     let config = Config { vectored: false, ..Config::default() };
-    let mut rig = Rig::new(like(2 * BLOCK), config);
+    let mut rig = Rig::new(SimOptions::able(2 * BLOCK), config);
     rig.write(Range::new(0, 2 * BLOCK), 0);
     rig.settle();
     let mut memory = vec![7u8; 5 * BLOCK as usize];
@@ -177,7 +161,8 @@ fn c07_with_vectored_off_empty_segments_and_those_behind_the_end_are_left_out() 
 
 #[test]
 fn zeros_that_have_to_be_written_fail_with_what_the_write_said() {
-    let options = SimOptions { capacity: 1, punches: false, zeroes: false, ..like(16 * BLOCK) };
+    let options =
+        SimOptions { capacity: 1, punches: false, zeroes: false, ..SimOptions::able(16 * BLOCK) };
     let mut rig = Rig::new(options, Config::default());
     let range = Range::new(0, 4 * BLOCK);
     let io = Io { op: Op::Zero, flags: Flags::NONE, range };
@@ -188,7 +173,7 @@ fn zeros_that_have_to_be_written_fail_with_what_the_write_said() {
 #[test]
 fn c19_a_write_that_runs_out_of_space_gives_its_bytes_or_as_a_whole_the_error() {
     for (flags, wanted) in [(Flags::NONE, Ok(2 * BLOCK)), (Flags::WHOLE, Err(libc::ENOSPC))] {
-        let options = SimOptions { capacity: 2, ..like(16 * BLOCK) };
+        let options = SimOptions { capacity: 2, ..SimOptions::able(16 * BLOCK) };
         let mut rig = Rig::new(options, Config::default());
         let range = Range::new(BLOCK, 4 * BLOCK);
         let buf = rig.engine.buffer(range).unwrap();
@@ -201,7 +186,7 @@ fn c19_a_write_that_runs_out_of_space_gives_its_bytes_or_as_a_whole_the_error() 
 fn c19_a_read_that_fails_in_the_middle_gives_its_bytes_but_never_as_a_whole() {
     let range = Range::new(0, 8 * BLOCK);
     let read = |flags, at| {
-        let mut rig = Rig::new(like(16 * BLOCK), Config::default());
+        let mut rig = Rig::new(SimOptions::able(16 * BLOCK), Config::default());
         rig.write(range, 1);
         rig.settle();
         let once = Some((rig.device.operations() + at, Fault::Errno(libc::EIO)));
@@ -220,7 +205,7 @@ fn what_was_interrupted_is_done_again() {
     let range = Range::new(BLOCK, 4 * BLOCK);
     for op in [Op::Read, Op::Write, Op::Flush, Op::Discard, Op::Zero, Op::Status] {
         for at in 1..4 {
-            let mut rig = Rig::new(like(16 * BLOCK), Config::default());
+            let mut rig = Rig::new(SimOptions::able(16 * BLOCK), Config::default());
             rig.write(range, 0);
             rig.settle();
             let once = Some((rig.device.operations() + at, Fault::Errno(libc::EINTR)));
@@ -244,7 +229,10 @@ const THERE: Range = Range::new(BLOCK, BLOCK);
 
 /// A rig whose workers pause before and behind each call, with a block of data that is `THERE`.
 fn rig_that_pauses() -> Rig {
-    let mut rig = Rig::new(SimOptions { pauses: u16::MAX, ..like(16 * BLOCK) }, Config::default());
+    let mut rig = Rig::new(
+        SimOptions { pauses: u16::MAX, ..SimOptions::able(16 * BLOCK) },
+        Config::default(),
+    );
     rig.write(THERE, 0);
     rig.settle();
     rig
@@ -383,7 +371,7 @@ fn c51_no_flush_succeeds_while_another_is_about_to_hear_that_it_has_failed() {
 
 #[test]
 fn c28_a_durable_write_through_the_page_cache_is_durable_by_a_flush() {
-    let options = SimOptions { align: Alignment::NONE, ..like(16 * BLOCK) };
+    let options = SimOptions { align: Alignment::NONE, ..SimOptions::able(16 * BLOCK) };
     let device = Arc::new(SimDevice::new(options));
     let through = OpenOptions { direct: Direct::Off, ..OpenOptions::default() };
     let mut rig = Rig::on(device, through, Config::default());

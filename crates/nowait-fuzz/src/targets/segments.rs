@@ -154,17 +154,10 @@ impl Rig {
             ..Config::default()
         };
         let options = SimOptions {
-            seed: 1,
-            bytes: DEVICE_BYTES,
             align: Alignment { memory: 4, offset: BLOCK, read_offset: BLOCK },
             unit: BLOCK,
-            capacity: u64::MAX,
-            grows: false,
-            punches: true,
-            zeroes: true,
             nowait: on(5),
-            latency: 1000,
-            pauses: 0,
+            ..SimOptions::able(DEVICE_BYTES)
         };
         let device = Arc::new(SimDevice::new(options));
         let failed = |error: nowait::Error| format!("no engine: {error}");

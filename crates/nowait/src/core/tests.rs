@@ -3,7 +3,6 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, OnceLock, Weak};
 
-use crate::align::Alignment;
 use crate::config::Config;
 use crate::disk::Disk;
 use crate::engine::Engine;
@@ -80,19 +79,7 @@ struct Rig {
 
 impl Rig {
     fn new(config: Config) -> Self {
-        let device = Arc::new(SimDevice::new(SimOptions {
-            seed: 1,
-            bytes: 16 * BLOCK,
-            align: Alignment { memory: 512, offset: 4096, read_offset: 4096 },
-            unit: 512,
-            capacity: u64::MAX,
-            grows: false,
-            punches: true,
-            zeroes: true,
-            nowait: true,
-            latency: 1000,
-            pauses: 0,
-        }));
+        let device = Arc::new(SimDevice::new(SimOptions::able(16 * BLOCK)));
         let storage = Storage::simulated(&device, OpenOptions::default()).unwrap();
         let map = Extents::new(storage.size(), true);
         let map = Beside { map, disk: OnceLock::new(), strikes: AtomicBool::new(false) };

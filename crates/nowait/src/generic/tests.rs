@@ -77,23 +77,12 @@ fn table() -> Table {
 }
 
 fn disk() -> Disk<Table> {
-    let options = SimOptions {
-        seed: 1,
-        bytes: 4 * MIB,
-        align: Alignment {
-            memory: MEMORY as u32,
-            offset: WRITE_BLOCK as u32,
-            read_offset: READ_BLOCK as u32,
-        },
-        unit: WRITE_BLOCK as u32,
-        capacity: u64::MAX,
-        grows: false,
-        punches: true,
-        zeroes: true,
-        nowait: true,
-        latency: 1,
-        pauses: 0,
+    let align = Alignment {
+        memory: MEMORY as u32,
+        offset: WRITE_BLOCK as u32,
+        read_offset: READ_BLOCK as u32,
     };
+    let options = SimOptions { align, ..SimOptions::able(4 * MIB) };
     let device = Arc::new(SimDevice::new(options));
     let storage = Storage::simulated(&device, OpenOptions::default()).unwrap();
     Disk::mapped(storage, Vec::new(), 4 * MIB, false, table())

@@ -45,6 +45,27 @@ pub struct SimOptions {
     pub pauses: u16,
 }
 
+impl SimOptions {
+    /// A device of `bytes` bytes in blocks of 4096 that can do everything, never runs out and has
+    /// nobody run meanwhile; an operation takes up to 1000 nanoseconds.
+    #[must_use]
+    pub fn able(bytes: u64) -> Self {
+        Self {
+            seed: 1,
+            bytes,
+            align: Alignment { memory: 512, offset: 4096, read_offset: 4096 },
+            unit: 512,
+            capacity: u64::MAX,
+            grows: false,
+            punches: true,
+            zeroes: true,
+            nowait: true,
+            latency: 1000,
+            pauses: 0,
+        }
+    }
+}
+
 /// Whether there is anybody at home.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Power {
