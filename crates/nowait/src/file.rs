@@ -193,3 +193,24 @@ const _: () = {
     const fn is_send_and_sync<T: Send + Sync>() {}
     is_send_and_sync::<File<Extents>>();
 };
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Buffer;
+
+    #[test]
+    fn a_simple_request_is_one_call_and_what_it_writes_is_known_to_be_mapped() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("image");
+        std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
+        let disk = Disk::open(&path, OpenOptions::default()).unwrap();
+        let file = File::new(Arc::new(disk));
+        let mut memory = Buffer::zeroed(4096).unwrap();
+        let io = |op, pos| Io { op, flags: Flags::NONE, range: Range::new(pos, 4096) };
+        assert_eq!(file.run_simple(io(Op::Write, 4096), memory.as_mut_ptr()), Some(4096));
+        assert_eq!(file.run_simple(io(Op::Read, 8192), memory.as_mut_ptr()), Some(4096));
+        let mapped = |pos| file.disk.map.is_mapped(Range::new(pos, 4096));
+        assert!(mapped(4096) && !mapped(8192));
+    }
+}
