@@ -9,7 +9,7 @@
 use std::io;
 
 use crate::chain::{Chain, Content};
-use crate::entry::{Cluster, L1Entry};
+use crate::entry::{Cluster, L1Entry, refcount_block};
 use crate::error::ImageError;
 use crate::header::Header;
 use crate::host::HostFile;
@@ -53,6 +53,9 @@ pub(crate) struct Findings {
     pub(crate) flags: Vec<(u64, u64)>,
     /// Whether every pointer that was met could be followed.
     pub(crate) pointers_make_sense: bool,
+    /// Positions of refcount blocks that are something else, too: what is written to them destroys
+    /// that.
+    pub(crate) shared_blocks: Vec<u64>,
 }
 
 /// Findings that are kept to be repaired at most; the rest is found by the next round.
@@ -101,6 +104,7 @@ pub(crate) fn find(
     };
     compare.counts()?;
     compare.flags(file)?;
+    compare.shared_blocks();
     let findings = compare.findings;
     Ok((report, findings))
 }
@@ -205,6 +209,14 @@ impl Compare<'_> {
             }
         }
         Ok(())
+    }
+
+    fn shared_blocks(&mut self) {
+        let (header, references) = (self.header, self.references);
+        let blocks = self.refcounts.table().iter();
+        let blocks = blocks.filter_map(|&entry| refcount_block(entry, header).ok().flatten());
+        let shared = blocks.filter(|pos| references.of(pos >> header.cluster_bits) > 1);
+        self.findings.shared_blocks = shared.collect();
     }
 
     fn flag(&mut self, at: u64, entry: u64, pos: u64, copied: bool) -> io::Result<()> {

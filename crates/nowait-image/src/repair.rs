@@ -35,8 +35,8 @@ pub struct Repaired {
 
 /// Repairs the top image of `chain`, which was opened for writing and as perhaps damaged.
 ///
-/// Pointers that make no sense, and counts for which the image has no room, stay as they are and
-/// are in the report.
+/// Pointers that make no sense, and counts for which the image has no room, or none of their own,
+/// stay as they are and are in the report.
 ///
 /// # Errors
 /// That it is not qcow2; or what the system said when it was read or written.
@@ -73,14 +73,14 @@ fn run(file: &HostFile, header: &Header, progress: Progress<'_>) -> io::Result<R
 /// One step of the repair. False when there is nothing that it could do.
 fn improve(file: &HostFile, header: &Header, findings: &Findings) -> io::Result<bool> {
     let changed = if !findings.too_low.is_empty() {
-        set_counts(file, header, &findings.too_low)?
+        set_counts(file, header, &findings.too_low, &findings.shared_blocks)?
     } else if !findings.flags.is_empty() {
         for &(at, entry) in &findings.flags {
             file.write_at(at, &entry.to_be_bytes())?;
         }
         true
     } else if findings.pointers_make_sense {
-        set_counts(file, header, &findings.too_high)?
+        set_counts(file, header, &findings.too_high, &findings.shared_blocks)?
     } else {
         false
     };
@@ -88,8 +88,14 @@ fn improve(file: &HostFile, header: &Header, findings: &Findings) -> io::Result<
     Ok(changed)
 }
 
-/// Sets counts to the number of references. False if that was possible for none of them.
-fn set_counts(file: &HostFile, header: &Header, wrong: &[Wrong]) -> io::Result<bool> {
+/// Sets counts to the number of references, but not in blocks that are something else, too. False
+/// if that was possible for none of them.
+fn set_counts(
+    file: &HostFile,
+    header: &Header,
+    wrong: &[Wrong],
+    shared: &[u64],
+) -> io::Result<bool> {
     debug_assert!(wrong.len() <= MAX_FINDINGS);
     let table = read_table(file, header.refcount_table_pos, header.refcount_table_entries())?;
     let end = file.size()?;
@@ -103,7 +109,7 @@ fn set_counts(file: &HostFile, header: &Header, wrong: &[Wrong]) -> io::Result<b
         let Some(&Wrong { cluster, .. }) = group.first() else { continue };
         let entry = table.get((cluster / entries) as usize).copied().unwrap_or_default();
         let Ok(Some(pos)) = refcount_block(entry, header) else { continue };
-        if pos >= end {
+        if pos >= end || shared.contains(&pos) {
             continue;
         }
         let mut block = vec![0; header.cluster_bytes() as usize];

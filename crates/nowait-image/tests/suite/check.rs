@@ -212,3 +212,18 @@ fn a_repair_gives_no_cluster_back_while_a_pointer_makes_no_sense() {
     file.write_all_at(&[0], at).unwrap();
     assert_eq!(theirs(&images).0, Some(0));
 }
+
+#[test]
+fn a_repair_writes_to_no_refcount_block_that_is_something_else_too() {
+    if !have_qemu() {
+        return;
+    }
+    let images = Images::qcow2("8M", "", &["write -P 1 0 2M"]);
+    let file = std::fs::File::options().write(true).open(images.path()).unwrap();
+    // The refcount table says that the first block is where the L2 table is.
+    file.write_all_at(&(4 * CLUSTER).to_be_bytes(), CLUSTER).unwrap();
+    let before = std::fs::read(images.path()).unwrap();
+    let done = repaired(&images);
+    assert!(done.report.corruptions > 0 && done.corruptions_fixed == 0, "{done:?}");
+    assert!(std::fs::read(images.path()).unwrap() == before);
+}
