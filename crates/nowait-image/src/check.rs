@@ -6,10 +6,11 @@
 //! Knows: entry, error, header, host, refcounts, references, tables, walk. Known by: repair, the
 //! command.
 
+use std::collections::BTreeSet;
 use std::io;
 
 use crate::chain::{Chain, Content};
-use crate::entry::{Cluster, L1Entry, refcount_block};
+use crate::entry::{Cluster, L1Entry};
 use crate::error::ImageError;
 use crate::header::Header;
 use crate::host::HostFile;
@@ -55,7 +56,7 @@ pub(crate) struct Findings {
     pub(crate) pointers_make_sense: bool,
     /// Positions of refcount blocks that are something else, too: what is written to them destroys
     /// that.
-    pub(crate) shared_blocks: Vec<u64>,
+    pub(crate) shared_blocks: BTreeSet<u64>,
 }
 
 /// Findings that are kept to be repaired at most; the rest is found by the next round.
@@ -86,7 +87,7 @@ pub(crate) fn find(
 ) -> io::Result<(Report, Findings)> {
     let mut references = References::new(file.size()?, header.cluster_bits);
     let seen = walk::count(file, header, &mut references, progress)?;
-    let Seen { corruptions, allocated, compressed, fragmented } = seen;
+    let Seen { corruptions, allocated, compressed, fragmented, shared_blocks } = seen;
     let mut report = Report {
         corruptions,
         total_clusters: header.size.div_ceil(header.cluster_bytes()),
@@ -100,11 +101,14 @@ pub(crate) fn find(
         references: &references,
         refcounts: Refcounts::read(file, header)?,
         report: &mut report,
-        findings: Findings { pointers_make_sense: corruptions == 0, ..Findings::default() },
+        findings: Findings {
+            pointers_make_sense: corruptions == 0,
+            shared_blocks,
+            ..Findings::default()
+        },
     };
     compare.counts()?;
     compare.flags(file)?;
-    compare.shared_blocks();
     let findings = compare.findings;
     Ok((report, findings))
 }
@@ -209,14 +213,6 @@ impl Compare<'_> {
             }
         }
         Ok(())
-    }
-
-    fn shared_blocks(&mut self) {
-        let (header, references) = (self.header, self.references);
-        let blocks = self.refcounts.table().iter();
-        let blocks = blocks.filter_map(|&entry| refcount_block(entry, header).ok().flatten());
-        let shared = blocks.filter(|pos| references.of(pos >> header.cluster_bits) > 1);
-        self.findings.shared_blocks = shared.collect();
     }
 
     fn flag(&mut self, at: u64, entry: u64, pos: u64, copied: bool) -> io::Result<()> {

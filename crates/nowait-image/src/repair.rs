@@ -5,6 +5,7 @@
 //! any more, because a pointer that cannot be read may still mean the cluster.
 //! Knows: chain, check, error, header, host, refcounts. Known by: the command.
 
+use std::collections::BTreeSet;
 use std::io;
 
 use crate::chain::{Chain, Content};
@@ -94,7 +95,7 @@ fn set_counts(
     file: &HostFile,
     header: &Header,
     wrong: &[Wrong],
-    shared: &[u64],
+    shared: &BTreeSet<u64>,
 ) -> io::Result<bool> {
     debug_assert!(wrong.len() <= MAX_FINDINGS);
     let table = read_table(file, header.refcount_table_pos, header.refcount_table_entries())?;

@@ -4,6 +4,7 @@
 //! of it than its bounds in the header allow; a pointer that is wrong is reported and not followed.
 //! Knows: entry, header, host, references, tables. Known by: check.
 
+use std::collections::BTreeSet;
 use std::io;
 
 use crate::entry::{Cluster, L1Entry, refcount_block};
@@ -22,7 +23,7 @@ const BITMAP_HEAD_BYTES: usize = 24;
 const BITMAP_POSITION: u64 = 0x00ff_ffff_ffff_fe00;
 
 /// What is counted on the way; the names are those of qemu-img's report.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Debug, Default)]
 pub(crate) struct Seen {
     /// Pointers that are wrong.
     pub(crate) corruptions: u64,
@@ -32,6 +33,8 @@ pub(crate) struct Seen {
     pub(crate) compressed: u64,
     /// Those of them that do not follow the one before of their table in the file.
     pub(crate) fragmented: u64,
+    /// Positions of refcount blocks that something else points to, too.
+    pub(crate) shared_blocks: BTreeSet<u64>,
 }
 
 /// Progress of something long: bytes or entries done, and of how many.
@@ -225,6 +228,7 @@ impl Walk<'_> {
                     self.point(block, self.header.cluster_bytes());
                     if self.references.of(block >> self.header.cluster_bits) > 1 {
                         self.seen.corruptions += 1;
+                        self.seen.shared_blocks.insert(block);
                     }
                 }
                 Err(_) => self.seen.corruptions += 1,

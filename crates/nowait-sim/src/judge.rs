@@ -37,9 +37,6 @@ pub struct Judge {
     leaks: bool,
     /// Storage may run out.
     runs_out: bool,
-    /// It may under an image, which is not written to any more when its tables could not be: whether
-    /// somebody has asked for that or not.
-    stops: bool,
     /// Bytes of the device, as whoever has opened it knows it.
     size: u64,
     /// Bytes of the device that are left.
@@ -67,7 +64,6 @@ impl Judge {
                 || matches!(scenario.faults.once, Some((_, Fault::Kick))),
             leaks: scenario.qcow2.is_some(),
             runs_out: like.capacity < u64::MAX,
-            stops: like.capacity < u64::MAX && scenario.qcow2.is_some(),
             size: like.bytes,
             left: like.bytes,
             model,
@@ -126,6 +122,12 @@ impl Judge {
     /// Whether it touches what the device has lost while it was open.
     fn is_behind_the_end(&self, flight: &Flight) -> bool {
         flight.inside.end() > self.left
+    }
+
+    /// Whether storage may run out under an image, which is not written to any more when its tables
+    /// could not be: whether somebody has asked for that or not.
+    fn stops(&self) -> bool {
+        self.leaks && self.like.capacity < u64::MAX
     }
 
     /// Whether storage may have run out. An image takes `EINVAL` for the word of a device that cannot
@@ -188,7 +190,7 @@ impl Judge {
         let allowed = match errno {
             libc::EAGAIN => asked.flags.has(Flags::NOWAIT),
             // A server has no other word for a queue that is full and cannot be handed over.
-            libc::EIO => behind || self.device.has_failed() || self.kicks_fail || self.stops,
+            libc::EIO => behind || self.device.has_failed() || self.kicks_fail || self.stops(),
             libc::ENOSPC => behind || self.is_full(),
             libc::EOPNOTSUPP => {
                 let unable = match asked.op {
@@ -335,7 +337,7 @@ impl Judge {
     pub fn not_closed(&self, error: &Error) -> Result<(), Wrong> {
         let errno = error.errno();
         let allowed = match errno {
-            libc::EIO => self.device.has_failed() || self.stops,
+            libc::EIO => self.device.has_failed() || self.stops(),
             libc::ENOSPC => self.is_full(),
             _ => self.device.has_injected(errno),
         };
