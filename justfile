@@ -5,17 +5,17 @@ _list:
 build:
     cargo build --release
 
-# All tests; those against other people's tools say so where a tool is missing
+# All tests; an interoperability test whose tool is missing reports that
 test *args:
     cargo test {{ args }}
 
-# What CI checks without running anything
+# The checks of CI that run no program
 lint:
     cargo fmt --all --check
     cargo clippy --workspace --all-targets -- -D warnings
     RUSTDOCFLAGS="-D warnings" cargo doc --workspace --no-deps
 
-# This server beside the others of this machine
+# Benchmarks of this server and the other servers of this machine
 bench *args:
     cargo run --release -- bench peers {{ args }}
 
@@ -24,6 +24,6 @@ guest:
     scripts/guest-files
     cargo test -p nowait-cli --test suite guest -- --nocapture
 
-# Everything, as CI does it; installs what is missing
+# All steps of CI; installs missing packages
 ci:
     .ci/run

@@ -1,8 +1,7 @@
-//! Where a server listens, and the way to it.
+//! The address of a server, and connecting to it.
 //!
-//! Invariant: nothing leaves this machine: the addresses are paths and ports of the loopback interface.
-//! Knows: nothing. Known by: server, session, client, fio_client, turn, report,
-//! copying/race.
+//! Invariant: no traffic leaves this machine: the addresses are paths and ports of the loopback
+//! interface.
 
 use std::io::{self, Read, Write};
 use std::net::{Ipv4Addr, TcpListener, TcpStream};
@@ -11,10 +10,10 @@ use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
-/// A server that says nothing, or takes nothing, for so long is taken for stuck.
+/// A server that neither sends nor receives for so long is considered stuck.
 pub(crate) const SILENCE_MAX: Duration = Duration::from_secs(10);
 
-/// Where a server listens.
+/// The address of a server.
 #[derive(Clone, Debug)]
 pub(crate) enum Address {
     /// A Unix socket.
@@ -24,13 +23,13 @@ pub(crate) enum Address {
 }
 
 impl Address {
-    /// A port that nobody listens on at this moment.
+    /// A port that no process listens on at this moment.
     pub(crate) fn free_port() -> io::Result<Self> {
         let listener = TcpListener::bind((Ipv4Addr::LOCALHOST, 0))?;
         Ok(Address::Loopback(listener.local_addr()?.port()))
     }
 
-    /// The URI of the export named `export` there.
+    /// The URI of the export named `export` at this address.
     pub(crate) fn uri(&self, export: &str) -> String {
         match self {
             Address::Unix(path) => format!("nbd+unix:///{export}?socket={}", path.display()),
@@ -38,7 +37,7 @@ impl Address {
         }
     }
 
-    /// A connection that fails when the server is silent for [`SILENCE_MAX`].
+    /// Connects; reads and writes fail after [`SILENCE_MAX`] without progress.
     pub(crate) fn connect(&self) -> io::Result<Stream> {
         match self {
             Address::Unix(path) => {

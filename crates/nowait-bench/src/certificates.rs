@@ -1,11 +1,10 @@
-//! What the servers prove who they are with in the tables over TLS, made for one measurement.
+//! The certificates of the servers in the tables over TLS, created for one measurement.
 //!
-//! Invariant: all servers get the same files, in the layout that each of them knows; the keys are gone when
-//! the measurement is. Knows: nothing. Known by: session, server, client, turn, peers.
+//! Invariant: all servers get the same files, in the layout that each of them expects; the keys are
+//! removed after the measurement.
 
-use std::fs;
-use std::io;
 use std::path::Path;
+use std::{fs, io};
 
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
@@ -14,7 +13,7 @@ use rcgen::{
 use rustls::pki_types::CertificateDer;
 use tempfile::TempDir;
 
-/// Whom the certificate is for.
+/// The subject of the certificate.
 pub(crate) const NAME: &str = "localhost";
 
 /// A directory with `ca-cert.pem`, `server-cert.pem` and `server-key.pem`; removed on drop.
@@ -24,7 +23,7 @@ pub(crate) struct Certificates {
 }
 
 impl Certificates {
-    /// An authority, and a server that it vouches for, with new keys (ECDSA on P-256).
+    /// Creates an authority and a server certificate that it signs, with new keys (ECDSA on P-256).
     pub(crate) fn make() -> io::Result<Certificates> {
         let directory = TempDir::with_prefix("nowait-bench-tls-")?;
         let write = |name: &str, pem: String| fs::write(directory.path().join(name), pem);
@@ -53,7 +52,7 @@ impl Certificates {
         self.directory.path()
     }
 
-    /// The certificate that vouches for the server.
+    /// The certificate of the authority, which the client trusts.
     pub(crate) fn authority(&self) -> CertificateDer<'static> {
         self.authority.clone()
     }

@@ -1,78 +1,78 @@
-//! The load: one thread that keeps a fixed number of requests in flight, and sleeps while all are out.
+//! The load generator: one thread that keeps a fixed number of requests in flight, and sleeps while
+//! it waits for replies.
 //!
-//! Invariant: between two calls of [`Client::run_for`] each slot is either in flight or free, never both; a
-//! reply that fits no slot in flight is an error. All that became free is sent again with one system call,
-//! and nothing is copied but what the socket copies, so that the server is the limit and not the client.
-//! Knows: address, wire, workload, certificates, session, stop. Known by: turn, target (random bytes).
+//! Invariant: between two calls of [`Client::run_for`] each slot is either in flight or free, never
+//! both; a reply that fits no slot in flight is an error. All free slots are sent again with one
+//! system call, and only the socket copies data, so that the server is the bottleneck and not the
+//! client.
 
 use std::io::{self, Read, Write};
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
+use nowait_nbd::client::Export;
+use nowait_nbd::{CMD_DISC, CMD_READ, CMD_WRITE, FLAG_READ_ONLY, REQUEST_BYTES, RequestHeader};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::retry_on_intr;
 use rustix::time::Timespec;
 
 use crate::address::{Address, SILENCE_MAX, Stream};
+use crate::cancel::CancelFlag;
 use crate::certificates::Certificates;
 use crate::session::Session;
-use crate::stop::Stop;
-use crate::wire::{self, Command, Export, REQUEST_BYTES, ReplyParser, Request};
+use crate::wire::{self, ReplyParser};
 use crate::workload::{Direction, Order, Workload};
 
-/// More than a Unix socket holds by default, so that one receive can take all that is there.
+/// More than a Unix socket buffers by default, so that one receive can take all of it.
 const RECEIVE_BYTES: usize = 256 * 1024;
-/// What [`Payload::Plain`] is made of; not 0, which some servers look for.
+/// The byte of [`Payload::Plain`]; not 0, because some servers detect zeros.
 const PLAIN: u8 = 0x6e;
 /// [`SILENCE_MAX`], for poll(2).
 const SILENCE_MAX_POLL: Timespec = Timespec { tv_sec: SILENCE_MAX.as_secs() as i64, tv_nsec: 0 };
 
-/// What one stretch of load came to.
-pub(crate) struct Stretch {
+/// The requests and the busy time of one interval of load.
+pub(crate) struct Interval {
     pub(crate) requests: u64,
     pub(crate) elapsed: Duration,
 }
 
-impl Stretch {
+impl Interval {
     /// Finished requests per second.
     pub(crate) fn per_second(&self) -> f64 {
         self.requests as f64 / self.elapsed.as_secs_f64()
     }
 }
 
-/// How a server is reached.
-pub(crate) struct Door<'a> {
+/// How to connect to a server.
+pub(crate) struct ConnectOptions<'a> {
     pub(crate) address: &'a Address,
     pub(crate) export: &'static str,
-    /// What the server is known by, if TLS is to be used.
-    pub(crate) secret: Option<&'a Certificates>,
+    /// The certificates to verify the server with, if TLS is used.
+    pub(crate) certificates: Option<&'a Certificates>,
 }
 
-impl Door<'_> {
-    /// Connects, up to the first request.
+impl ConnectOptions<'_> {
+    /// Connects and negotiates; the next bytes are requests.
     fn open(&self) -> io::Result<(Channel, Export)> {
         let mut stream = self.address.connect()?;
-        wire::greet(&mut stream)?;
-        let mut channel = match self.secret {
+        wire::begin(&mut stream, self.certificates.is_some())?;
+        let mut channel = match self.certificates {
             None => Channel::Plain { stream, received: vec![0; RECEIVE_BYTES] },
-            Some(certificates) => {
-                wire::starttls(&mut stream)?;
-                Channel::Tls(Box::new(Session::begin(stream, certificates)?))
-            }
+            Some(certificates) => Channel::Tls(Box::new(Session::begin(stream, certificates)?)),
         };
-        let export = wire::go(&mut channel, self.export)?;
+        let export = wire::open_export(&mut channel, self.export)?;
         Ok((channel, export))
     }
 }
 
-/// What is written.
+/// The data of writes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Payload {
-    /// Nothing that could be stored as less than it is.
+    /// Data that cannot be compressed.
     Random,
-    /// The same byte everywhere: storage that packs what it gets has little to do with it. For what is to show
-    /// what a write costs a server, not a processor that stands in for a disk.
+    /// The same byte everywhere, which storage that compresses can handle cheaply. For measurements
+    /// of the cost of a write in the server, not of a processor that emulates a disk.
     Plain,
 }
 
@@ -82,9 +82,10 @@ pub(crate) struct Client {
 }
 
 impl Client {
-    /// Opens `door` `connections` times and lays the load over the bytes `over` of the export.
+    /// Opens `connections` connections with `connect_options` and applies the load to the bytes
+    /// `over` of the export.
     pub(crate) fn connect(
-        door: &Door<'_>,
+        connect_options: &ConnectOptions<'_>,
         workload: &Workload,
         connections: usize,
         over: Range<u64>,
@@ -93,11 +94,11 @@ impl Client {
         let blocks = (over.end - over.start) / workload.block_bytes as u64;
         let connections = (0..connections)
             .map(|index| {
-                let (channel, offered) = door.open()?;
-                if offered.bytes < over.end {
+                let (channel, offered) = connect_options.open()?;
+                if offered.size < over.end {
                     return Err(io::Error::other("the export is smaller than the file"));
                 }
-                if offered.read_only && workload.direction == Direction::Write {
+                if offered.flags & FLAG_READ_ONLY != 0 && workload.direction == Direction::Write {
                     return Err(io::Error::other("the export is read-only"));
                 }
                 let first = blocks * index as u64 / connections as u64;
@@ -108,14 +109,15 @@ impl Client {
         Ok(Client { connections })
     }
 
-    /// Keeps all slots busy for `duration`, or until `stop`; adds the latency of each finished request to
-    /// `latencies_ns`. Requests in flight at the end stay in flight, so the next stretch starts under load.
+    /// Keeps all slots busy for `duration`, or until `stop`; adds the latency of each completed
+    /// request to `latencies_ns`. Requests in flight at the end stay in flight, so the next
+    /// interval starts under load.
     pub(crate) fn run_for(
         &mut self,
         duration: Duration,
         latencies_ns: &mut Histogram<u64>,
-        stop: &Stop,
-    ) -> io::Result<Stretch> {
+        stop: &CancelFlag,
+    ) -> io::Result<Interval> {
         let begin = Instant::now();
         let mut requests = 0;
         let mut readable = vec![true; self.connections.len()];
@@ -131,7 +133,7 @@ impl Client {
             }
             let now = Instant::now();
             if now - begin >= duration || stop.requested() {
-                return Ok(Stretch { requests, elapsed: now - begin });
+                return Ok(Interval { requests, elapsed: now - begin });
             }
             for connection in &mut self.connections {
                 connection.send(now)?;
@@ -139,21 +141,20 @@ impl Client {
         }
     }
 
-    /// Takes in the replies to all that is in flight and says goodbye.
+    /// Receives the replies to all requests in flight and disconnects.
     pub(crate) fn finish(mut self) -> io::Result<()> {
         let mut unused = latency_histogram()?;
         for connection in &mut self.connections {
             while connection.in_flight() > 0 {
                 connection.receive(&mut unused)?;
             }
-            let goodbye =
-                Request { command: Command::Disconnect, cookie: 0, position: 0, bytes: 0 };
-            connection.channel.write_all(&goodbye.header())?;
+            connection.channel.write_all(&request(CMD_DISC, 0, 0, 0))?;
         }
         Ok(())
     }
 
-    /// Says which connections have something. A single one is not asked: its receive sleeps by itself.
+    /// Marks the connections that are readable. A single connection is not polled: its receive
+    /// blocks.
     fn wait(&self, readable: &mut [bool]) -> io::Result<()> {
         if self.connections.len() == 1 {
             return Ok(());
@@ -178,13 +179,14 @@ fn silent() -> io::Error {
     io::Error::new(io::ErrorKind::TimedOut, format!("no reply for {seconds} s"))
 }
 
-/// A histogram of nanoseconds, good to three digits up to a minute; longer counts as a minute.
+/// A histogram of nanoseconds with three significant digits up to a minute; longer latencies count
+/// as a minute.
 pub(crate) fn latency_histogram() -> io::Result<Histogram<u64>> {
     const MINUTE_NS: u64 = 60_000_000_000;
     Histogram::new_with_bounds(1, MINUTE_NS, 3).map_err(io::Error::other)
 }
 
-/// The bytes' way to a server and back.
+/// The transport of a connection.
 enum Channel {
     Plain { stream: Stream, received: Vec<u8> },
     Tls(Box<Session>),
@@ -198,7 +200,7 @@ impl Channel {
         }
     }
 
-    /// Sleeps until something has come, and gives all of that to `sink`. False at the end.
+    /// Waits for data and passes all of it to `sink`. False at the end of the stream.
     fn receive(&mut self, mut sink: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<bool> {
         match self {
             Channel::Plain { stream, received } => {
@@ -211,7 +213,7 @@ impl Channel {
     }
 }
 
-/// For the handshake, in which the server says nothing that was not asked for.
+/// For the handshake, in which the server sends only replies.
 impl Read for Channel {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
         match self {
@@ -238,7 +240,7 @@ struct Connection {
     channel: Channel,
     batch: Batch,
     parser: ReplyParser,
-    /// By slot: when the request in flight was sent; `None` when the slot is free.
+    /// For each slot the time when its request was sent; `None` if the slot is free.
     sent: Vec<Option<Instant>>,
     free: Vec<usize>,
     positions: Positions,
@@ -269,7 +271,8 @@ impl Connection {
         self.sent.len() - self.free.len()
     }
 
-    /// Sends a request for every free slot. The system call may take a while; the clock runs from `now`.
+    /// Sends a request for every free slot. Latencies start at `now`, because the system call may
+    /// take a while.
     fn send(&mut self, now: Instant) -> io::Result<()> {
         let mut count = 0;
         while let Some(slot) = self.free.pop() {
@@ -280,7 +283,7 @@ impl Connection {
         self.channel.write_all(self.batch.first(count))
     }
 
-    /// Sleeps until there is something, takes all that is there, and returns how many requests it ended.
+    /// Waits for data, receives all of it, and returns the number of requests that it completed.
     fn receive(&mut self, latencies_ns: &mut Histogram<u64>) -> io::Result<u64> {
         let Connection { channel, parser, sent, free, .. } = self;
         let mut requests = 0;
@@ -309,11 +312,16 @@ impl Connection {
     }
 }
 
-/// Requests one behind the other as they go over the wire. The data written is in place from the start, so
-/// that only headers change.
+/// The header of a request of `length` bytes from byte `offset` of the export on.
+fn request(command: u16, cookie: u64, offset: u64, length: u32) -> [u8; REQUEST_BYTES] {
+    RequestHeader { flags: 0, command, cookie, offset, length: length.into() }.compact()
+}
+
+/// Consecutive requests in wire format. The data of writes is in place from the start, so that only
+/// headers change.
 struct Batch {
     bytes: Vec<u8>,
-    command: Command,
+    command: u16,
     block_bytes: u32,
     /// Bytes from one request to the next.
     stride: usize,
@@ -322,8 +330,8 @@ struct Batch {
 impl Batch {
     fn new(workload: &Workload, payload: Payload) -> Batch {
         let (command, data_bytes) = match workload.direction {
-            Direction::Read => (Command::Read, 0),
-            Direction::Write => (Command::Write, workload.block_bytes),
+            Direction::Read => (CMD_READ, 0),
+            Direction::Write => (CMD_WRITE, workload.block_bytes),
         };
         let stride = REQUEST_BYTES + data_bytes;
         let mut bytes = vec![0; stride * workload.depth];
@@ -335,9 +343,9 @@ impl Batch {
     }
 
     fn set(&mut self, index: usize, cookie: u64, position: u64) {
-        let request = Request { command: self.command, cookie, position, bytes: self.block_bytes };
+        let header = request(self.command, cookie, position, self.block_bytes);
         let at = index * self.stride;
-        self.bytes[at..at + REQUEST_BYTES].copy_from_slice(&request.header());
+        self.bytes[at..at + REQUEST_BYTES].copy_from_slice(&header);
     }
 
     fn first(&self, count: usize) -> &[u8] {
@@ -345,11 +353,11 @@ impl Batch {
     }
 }
 
-/// Where the next request goes.
+/// The positions of requests.
 struct Positions {
     order: Order,
     random: Random,
-    /// The first block's.
+    /// The position of the first block.
     start: u64,
     next_block: u64,
     blocks: u64,
@@ -357,7 +365,7 @@ struct Positions {
 }
 
 impl Positions {
-    /// Over `blocks` blocks that begin at `start`, from block `first` on when sequential.
+    /// Positions of `blocks` blocks from `start` on; sequential ones begin with block `first`.
     fn new(workload: &Workload, start: u64, first: u64, blocks: u64) -> Positions {
         Positions {
             order: workload.order,
@@ -382,8 +390,8 @@ impl Positions {
     }
 }
 
-/// Marsaglia's xorshift with Vigna's multiplication (xorshift64*): cheap, and random enough for positions and
-/// for data that does not compress.
+/// Marsaglia's xorshift with Vigna's multiplication (xorshift64*): cheap, and random enough for
+/// positions and incompressible data.
 pub(crate) struct Random(u64);
 
 impl Random {
@@ -428,7 +436,7 @@ mod tests {
     }
 
     #[test]
-    fn sequential_positions_start_where_told_and_wrap() {
+    fn sequential_positions_start_at_the_given_block_and_wrap() {
         let mut positions = Positions::new(&workload(Order::Sequential), 4096, 2, 4);
         let seen: Vec<u64> = (0..5).map(|_| positions.next() / 4096).collect();
         assert_eq!(seen, [3, 4, 1, 2, 3]);
@@ -445,14 +453,14 @@ mod tests {
     }
 
     #[test]
-    fn a_batch_holds_its_requests_one_behind_the_other() {
+    fn a_batch_contains_consecutive_requests() {
         let load = Workload { direction: Direction::Write, depth: 2, ..workload(Order::Random) };
         let mut batch = Batch::new(&load, Payload::Random);
         batch.set(0, 7, 4096);
         batch.set(1, 8, 8192);
         let sent = batch.first(2);
         assert_eq!(sent.len(), 2 * (REQUEST_BYTES + 4096));
-        let second = Request { command: Command::Write, cookie: 8, position: 8192, bytes: 4096 };
-        assert_eq!(sent[REQUEST_BYTES + 4096..][..REQUEST_BYTES], second.header());
+        let second = request(CMD_WRITE, 8, 8192, 4096);
+        assert_eq!(sent[REQUEST_BYTES + 4096..][..REQUEST_BYTES], second);
     }
 }

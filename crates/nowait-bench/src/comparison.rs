@@ -1,17 +1,16 @@
-//! What was measured: samples, what they come to over the rounds, and the servers beside each other.
+//! Results: the samples, their summary over the rounds, and the comparison of the servers.
 //!
-//! Invariant: text and JSON are made from the same samples. Knows: workload, server (names). Known by: turn,
-//! report, peers.
+//! Invariant: text and JSON are made from the same samples.
 
 use std::fmt;
 
 use serde_json::{Map, Value, json};
 
 use crate::server::ServerKind;
-use crate::workload::{Direction, Order, Terms, Workload};
+use crate::workload::{Conditions, Direction, Order, Workload};
 
 const MIB: f64 = 1_048_576.0;
-/// From here on a client is so busy that it may be what limits the figure.
+/// From this busy time on, the client may limit the result.
 const CLIENT_BUSY_LIMIT: f64 = 0.9;
 
 /// One server, one workload, one round.
@@ -29,13 +28,13 @@ pub struct Sample {
     pub server_rss_mib: f64,
     /// Part of the time that the client was not asleep, 0 to 1.
     pub client_busy: f64,
-    /// What a neighbour got, in MiB per second.
+    /// The throughput of the background load, in MiB per second.
     pub beside_mib_s: Option<f64>,
 }
 
 /// A figure over the rounds.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub struct Spread {
+pub struct MinMedianMax {
     /// The middle round; with an even number of rounds the mean of the two in the middle.
     pub median: f64,
     /// The lowest round.
@@ -44,16 +43,16 @@ pub struct Spread {
     pub max: f64,
 }
 
-impl Spread {
-    /// Of one figure in each of the samples; zeros if there are none.
-    pub fn of<T>(samples: &[T], figure: impl Fn(&T) -> f64) -> Spread {
+impl MinMedianMax {
+    /// The summary of one figure of the samples; zeros if there are none.
+    pub fn of<T>(samples: &[T], figure: impl Fn(&T) -> f64) -> MinMedianMax {
         let mut sorted: Vec<f64> = samples.iter().map(figure).collect();
         sorted.sort_by(f64::total_cmp);
         let [Some(&min), Some(&max)] = [sorted.first(), sorted.last()] else {
-            return Spread { median: 0.0, min: 0.0, max: 0.0 };
+            return MinMedianMax { median: 0.0, min: 0.0, max: 0.0 };
         };
         let middle = &sorted[(sorted.len() - 1) / 2..=sorted.len() / 2];
-        Spread { median: middle.iter().sum::<f64>() / middle.len() as f64, min, max }
+        MinMedianMax { median: middle.iter().sum::<f64>() / middle.len() as f64, min, max }
     }
 
     pub(crate) fn to_json(self) -> Value {
@@ -64,16 +63,16 @@ impl Spread {
 /// One server in a comparison.
 #[derive(Clone, Debug)]
 pub struct Row {
-    /// Whose figures these are.
+    /// The server that was measured.
     pub server: ServerKind,
-    /// One per round.
+    /// One sample for each round.
     pub samples: Vec<Sample>,
 }
 
 impl Row {
     /// Requests per second over the rounds.
-    pub fn iops(&self) -> Spread {
-        Spread::of(&self.samples, |sample| sample.iops)
+    pub fn iops(&self) -> MinMedianMax {
+        MinMedianMax::of(&self.samples, |sample| sample.iops)
     }
 
     fn p99_us(&self) -> f64 {
@@ -81,29 +80,29 @@ impl Row {
     }
 
     fn median(&self, figure: impl Fn(&Sample) -> f64) -> f64 {
-        Spread::of(&self.samples, figure).median
+        MinMedianMax::of(&self.samples, figure).median
     }
 }
 
 /// All servers under one workload.
 #[derive(Clone, Debug)]
 pub struct Comparison {
-    /// What was asked.
+    /// The workload of all servers.
     pub workload: Workload,
-    /// What all servers had in common.
-    pub terms: Terms,
-    /// In the order of measuring, without servers that failed.
+    /// The conditions of all servers.
+    pub terms: Conditions,
+    /// The rows in the order of measuring, without servers that failed.
     pub rows: Vec<Row>,
 }
 
 impl Comparison {
-    /// nowait's row.
+    /// The row of nowait.
     pub fn nowait(&self) -> Option<&Row> {
         self.rows.iter().find(|row| row.server == ServerKind::Nowait)
     }
 
-    /// The other server with the most requests per second, or beside a flood with the lowest 99th percentile,
-    /// of those that do what this table compares ([`ServerKind::can`]).
+    /// The other server with the most requests per second, or beside a flood with the lowest 99th
+    /// percentile, among those that support the caching mode of this table ([`ServerKind::can`]).
     pub fn best_peer(&self) -> Option<&Row> {
         self.rows
             .iter()
@@ -166,10 +165,10 @@ pub(crate) fn figure_titles(workload: &Workload) -> impl Iterator<Item = String>
         .map(str::to_owned)
 }
 
-/// What the samples of `workload` come to, for people.
+/// The summary of the samples of `workload` as table cells.
 pub(crate) fn figure_cells(samples: &[Sample], workload: &Workload) -> Vec<String> {
-    let iops = Spread::of(samples, |sample| sample.iops);
-    let median = |figure: fn(&Sample) -> f64| Spread::of(samples, figure).median;
+    let iops = MinMedianMax::of(samples, |sample| sample.iops);
+    let median = |figure: fn(&Sample) -> f64| MinMedianMax::of(samples, figure).median;
     let mut cells = vec![
         format!("{:.0}", iops.median),
         format!("{:.0}–{:.0}", iops.min, iops.max),
@@ -186,9 +185,9 @@ pub(crate) fn figure_cells(samples: &[Sample], workload: &Workload) -> Vec<Strin
     cells
 }
 
-/// What the samples of `workload` come to, for programs.
+/// The summary of the samples of `workload` as JSON.
 pub(crate) fn figures_json(samples: &[Sample], workload: &Workload) -> Map<String, Value> {
-    let of = |figure: fn(&Sample) -> f64| Spread::of(samples, figure).to_json();
+    let of = |figure: fn(&Sample) -> f64| MinMedianMax::of(samples, figure).to_json();
     let beside = workload.beside.map(|_| of(|sample| sample.beside_mib_s.unwrap_or(0.0)));
     let figures = [
         ("iops", of(|sample| sample.iops)),
@@ -202,7 +201,7 @@ pub(crate) fn figures_json(samples: &[Sample], workload: &Workload) -> Map<Strin
     figures.into_iter().map(|(name, figure)| (name.to_owned(), figure)).collect()
 }
 
-/// The table of one workload, and nowait against the best of the others.
+/// The table of one workload, and nowait compared with the best other server.
 impl fmt::Display for Comparison {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut titles = vec!["server".to_owned()];
@@ -240,7 +239,7 @@ pub(crate) fn ratio(a: f64, b: f64) -> f64 {
     if b > 0.0 { a / b } else { 0.0 }
 }
 
-/// Columns one below the other: the first to the left, the others to the right.
+/// Aligns the columns: the first to the left, the others to the right.
 pub(crate) fn aligned(lines: &[Vec<String>]) -> String {
     let columns = lines.iter().map(Vec::len).max().unwrap_or(0);
     let width = |column: usize| {
@@ -265,7 +264,7 @@ pub(crate) fn aligned(lines: &[Vec<String>]) -> String {
     text
 }
 
-/// What the tests here and in the report have in common.
+/// Samples for the tests of this file and of the report.
 #[cfg(test)]
 pub(crate) mod examples {
     use super::*;
@@ -289,7 +288,7 @@ pub(crate) mod examples {
         };
         Comparison {
             workload: Workload::standard()[0],
-            terms: Terms::ALL[0],
+            terms: Conditions::ALL[0],
             rows: vec![
                 row(ServerKind::Nowait, [3000.0, 1000.0, 2000.0], 5.0),
                 row(ServerKind::QemuNbd, [1000.0; 3], 10.0),
@@ -306,10 +305,10 @@ mod tests {
     use crate::workload::Caching;
 
     #[test]
-    fn a_spread_is_the_middle_the_lowest_and_the_highest_round() {
+    fn a_spread_has_the_median_minimum_and_maximum_of_the_rounds() {
         let of = |iops: &[f64]| {
             let samples: Vec<Sample> = iops.iter().map(|&iops| sample(iops, 1.0)).collect();
-            let spread = Spread::of(&samples, |sample| sample.iops);
+            let spread = MinMedianMax::of(&samples, |sample| sample.iops);
             [spread.median, spread.min, spread.max]
         };
         assert_eq!(of(&[3.0, 1.0, 2.0]), [2.0, 1.0, 3.0]);

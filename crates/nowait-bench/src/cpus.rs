@@ -1,7 +1,6 @@
-//! Which processor the client runs on and which the server, so that neither takes time from the other.
+//! The processors of the client and of the server, so that neither takes time from the other.
 //!
-//! Invariant: either both have a processor of their own, or neither is pinned and the report says so.
-//! Knows: error. Known by: server (what a child inherits), peers.
+//! Invariant: either each has its own processor, or neither is pinned and the report states it.
 
 use std::io;
 
@@ -9,7 +8,7 @@ use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
 use crate::error::Error;
 
-/// Who runs where.
+/// The processors of client and server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Placement {
     /// Client and server on two different processors (numbers as in /proc/cpuinfo).
@@ -31,16 +30,17 @@ impl Placement {
         })
     }
 
-    /// Keeps the calling thread on the client's processor.
-    pub(crate) fn take_clients_place(self) -> io::Result<()> {
+    /// Pins the calling thread to the processor of the client.
+    pub(crate) fn pin_to_client_cpu(self) -> io::Result<()> {
         match self {
             Placement::Apart { client, .. } => pin_this_thread(client),
             Placement::Shared => Ok(()),
         }
     }
 
-    /// Keeps the calling thread, and all that it starts from now on, on the server's processor.
-    pub(crate) fn take_servers_place(self) -> io::Result<()> {
+    /// Pins the calling thread, and all threads and processes that it starts from now on, to the
+    /// processor of the server.
+    pub(crate) fn pin_to_server_cpu(self) -> io::Result<()> {
         match self {
             Placement::Apart { server, .. } => pin_this_thread(server),
             Placement::Shared => Ok(()),

@@ -1,37 +1,36 @@
-//! What can keep a measurement from being made, said so that the reader knows what to do about it.
+//! The errors that prevent a measurement, worded so that the reader can fix them.
 //!
-//! Invariant: a server that fails is a line in the report, not an error; an error means that nothing further
-//! can be measured. Knows: nothing. Known by: every other file.
+//! Invariant: a server that fails is a line in the report, not an error; an error means that
+//! nothing further can be measured.
 
-use std::fmt;
-use std::io;
 use std::path::PathBuf;
+use std::{fmt, io};
 
-/// Why no (further) measurement can be made.
+/// The reason why no (further) measurement can be made.
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Error {
     /// The file cannot be measured on: missing, too small, read-only, a directory, no direct I/O.
     File {
-        /// The file as it was named.
+        /// The path as it was given.
         path: PathBuf,
         /// What is wrong, and what to do.
         problem: String,
     },
-    /// An option has a value that cannot be measured with.
+    /// An option has an invalid value.
     Option {
         /// The field of [`PeersOptions`](crate::PeersOptions).
         name: &'static str,
         /// What it has to be.
         problem: &'static str,
     },
-    /// Not one of the servers asked for is installed.
+    /// None of the requested servers is installed.
     NoServer,
-    /// The system refused something the measurement cannot do without.
+    /// A system call failed that the measurement needs.
     System {
-        /// What was being done, beginning with a verb in -ing.
+        /// The action that failed, beginning with a verb in -ing.
         doing: &'static str,
-        /// The system's answer.
+        /// The error of the system.
         source: io::Error,
     },
 }

@@ -1,7 +1,7 @@
-//! fio(1): started with its arguments, waited for, and its answer read.
+//! fio(1): starts it with given arguments, waits for it, and parses its output.
 //!
-//! Invariant: it is gone when [`run`] returns, and creates no file where it was started.
-//! Knows: stop, workload. Known by: fio_client, engine (fio).
+//! Invariant: the process has ended when [`run`] returns, and it creates no file in its working
+//! directory.
 
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom};
@@ -11,20 +11,20 @@ use std::time::Duration;
 
 use serde_json::Value;
 
-use crate::stop::Stop;
+use crate::cancel::CancelFlag;
 use crate::workload::{Direction, Order, Workload};
 
-/// In less it may not finish anything.
+/// In a shorter time it may complete no request.
 pub(crate) const RUNTIME_MIN: Duration = Duration::from_millis(200);
-const LOOK: Duration = Duration::from_millis(5);
+const POLL_INTERVAL: Duration = Duration::from_millis(5);
 
-/// Whether it is installed, as it names itself.
+/// Its version line; `None` if it is not installed.
 pub(crate) fn version() -> Option<String> {
     let output = Command::new("fio").arg("--version").stdin(Stdio::null()).output().ok()?;
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// What it calls the order and the direction of `load`.
+/// The name that fio uses for the order and the direction of `load`.
 pub(crate) fn direction(load: &Workload) -> &'static str {
     match (load.order, load.direction) {
         (Order::Random, Direction::Read) => "randread",
@@ -34,11 +34,11 @@ pub(crate) fn direction(load: &Workload) -> &'static str {
     }
 }
 
-/// Runs it; `arguments` ask for its answer in JSON, which is returned.
+/// Runs fio with `arguments`, which must request JSON output, and returns that output.
 ///
 /// # Errors
-/// What it said last on stderr, that it was stopped, or that its answer could not be read.
-pub(crate) fn run(arguments: &[String], stop: &Stop) -> io::Result<Value> {
+/// The last line of its stderr, that it was cancelled, or that its output could not be parsed.
+pub(crate) fn run(arguments: &[String], stop: &CancelFlag) -> io::Result<Value> {
     let mut answer = tempfile::tempfile()?;
     let mut complaint = tempfile::tempfile()?;
     let mut child = Command::new("fio")
@@ -51,13 +51,13 @@ pub(crate) fn run(arguments: &[String], stop: &Stop) -> io::Result<Value> {
     if !wait(&mut child, stop)? {
         return Err(io::Error::other(format!("fio: {}", last_line(&mut complaint)?)));
     }
-    // Some of its engines say something of their own before.
+    // Some of its engines print messages before the JSON.
     let answer = text(&mut answer)?;
     let object = answer.find('{').and_then(|at| answer.get(at..)).unwrap_or_default();
     serde_json::from_str(object).map_err(io::Error::other)
 }
 
-/// The first job of an answer, and what it tells of one direction.
+/// The first job of the output, and its figures of one direction.
 pub(crate) fn figures(answer: &Value, direction: Direction) -> Option<(&Value, &Value)> {
     let job = answer.get("jobs")?.get(0)?;
     let figures = job.get(match direction {
@@ -67,8 +67,8 @@ pub(crate) fn figures(answer: &Value, direction: Direction) -> Option<(&Value, &
     Some((job, figures))
 }
 
-/// Waits for the end, or ends it when the measurement is stopped. True if it went well.
-fn wait(child: &mut Child, stop: &Stop) -> io::Result<bool> {
+/// Waits until fio ends, or kills it if the measurement is cancelled. True if fio succeeded.
+fn wait(child: &mut Child, stop: &CancelFlag) -> io::Result<bool> {
     loop {
         if let Some(status) = child.try_wait()? {
             return Ok(status.success());
@@ -78,7 +78,7 @@ fn wait(child: &mut Child, stop: &Stop) -> io::Result<bool> {
             child.wait()?;
             return Ok(false);
         }
-        thread::sleep(LOOK);
+        thread::sleep(POLL_INTERVAL);
     }
 }
 

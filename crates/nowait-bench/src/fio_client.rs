@@ -1,7 +1,7 @@
-//! fio(1) with its nbd engine as the client, to check the figures of our own one with.
+//! fio(1) with its nbd engine as the client, to check the figures of the built-in client.
 //!
-//! Invariant: it runs where our own client would, keeps as many requests in flight, and is gone when the turn
-//! is over. Knows: address, fio, stop, workload. Known by: turn.
+//! Invariant: it runs on the processor of the built-in client, keeps as many requests in flight,
+//! and has ended when the measurement returns.
 
 use std::io;
 use std::time::Duration;
@@ -9,15 +9,15 @@ use std::time::Duration;
 use serde_json::Value;
 
 use crate::address::Address;
+use crate::cancel::CancelFlag;
 use crate::fio;
-use crate::stop::Stop;
 use crate::workload::{Direction, Workload};
 
 const NS_PER_US: f64 = 1e3;
 
-/// What fio tells of a run.
+/// The figures that fio reports.
 #[derive(Clone, Copy, Debug, PartialEq)]
-pub(crate) struct Told {
+pub(crate) struct FioResult {
     pub(crate) requests: f64,
     /// Requests per second.
     pub(crate) iops: f64,
@@ -27,10 +27,10 @@ pub(crate) struct Told {
     pub(crate) busy: f64,
 }
 
-/// Keeps `load` up on `connections` connections to the `export` of `bytes` bytes at `address`.
+/// Runs `load` on `connections` connections to the `export` of `bytes` bytes at `address`.
 ///
 /// # Errors
-/// What it said last; that it was stopped, or that its answer could not be read.
+/// The last message of fio, that it was cancelled, or that its output could not be parsed.
 pub(crate) fn run(
     address: &Address,
     export: &str,
@@ -38,9 +38,9 @@ pub(crate) fn run(
     load: &Workload,
     connections: usize,
     duration: Duration,
-    stop: &Stop,
-) -> io::Result<Told> {
-    // Options of an engine are known only behind its name.
+    stop: &CancelFlag,
+) -> io::Result<FioResult> {
+    // fio accepts the options of an engine only after the engine is named.
     let fixed = ["--name=bench", "--ioengine=nbd", "--time_based", "--norandommap", "--thread"];
     let mut arguments = Vec::from(fixed.map(str::to_owned));
     let wanted = ["--group_reporting", "--clat_percentiles=0", "--lat_percentiles=1"];
@@ -57,16 +57,16 @@ pub(crate) fn run(
     ];
     arguments.extend(given);
     let answer = fio::run(&arguments, stop)?;
-    told(&answer, load.direction)
+    parse(&answer, load.direction)
         .ok_or_else(|| io::Error::other("fio: its answer holds no figures"))
 }
 
-fn told(json: &Value, direction: Direction) -> Option<Told> {
+fn parse(json: &Value, direction: Direction) -> Option<FioResult> {
     let (job, figures) = fio::figures(json, direction)?;
     let figure = |of: &Value, name: &str| of.get(name)?.as_f64();
     let percentiles = figures.get("lat_ns")?.get("percentile")?;
     let requests = figure(figures, "total_ios")?;
-    (requests > 0.0).then_some(Told {
+    (requests > 0.0).then_some(FioResult {
         requests,
         iops: figure(figures, "iops")?,
         p50_us: figure(percentiles, "50.000000")? / NS_PER_US,
@@ -89,8 +89,9 @@ mod tests {
             "read": { "iops": 0.0, "total_ios": 0, "lat_ns": { "percentile": {} } },
             "write": { "iops": 256.0, "total_ios": 512, "lat_ns": { "percentile": percentile } },
         }] });
-        assert_eq!(told(&json, Direction::Read), None);
-        let expected = Told { requests: 512.0, iops: 256.0, p50_us: 1.0, p99_us: 3.0, busy: 0.5 };
-        assert_eq!(told(&json, Direction::Write), Some(expected));
+        assert_eq!(parse(&json, Direction::Read), None);
+        let expected =
+            FioResult { requests: 512.0, iops: 256.0, p50_us: 1.0, p99_us: 3.0, busy: 0.5 };
+        assert_eq!(parse(&json, Direction::Write), Some(expected));
     }
 }

@@ -1,16 +1,16 @@
-//! Measures nowait beside the other NBD servers of this machine, and each mechanism of the engine on
-//! against off, and copies of disks by each program that makes them, so that a figure never stands alone.
+//! Benchmarks: nowait compared with the other NBD servers of this machine, each mechanism of the
+//! engine on against off, and copies of disks by several programs. No figure is reported without
+//! one to compare it with.
 //!
-//! Invariant: within one table every server gets the same file, the same processor, the same client and the
-//! same kind of caching and encryption, in turns short enough that a machine which slows down slows down for all of them.
-//! Knows: the servers only as programs, the NBD protocol as a client, and the engine as a library
-//! (`engine`). Known by: the command line.
+//! Invariant: within one table every server gets the same file, processor, client, caching and
+//! encryption. The measurements are short and alternate, so that a slowdown of the machine affects
+//! all servers.
 //!
-//! How a figure comes about: each server is started in turn on the file (only one has it open at a time, as
-//! QEMU locks images), warmed up, measured and stopped; the turns are repeated, and the median of the
-//! rounds is reported with the lowest and the highest. Client and server each have one processor of their
-//! own, so a figure says what a server makes of **one** processor, however many threads it starts. The
-//! client sleeps in the kernel while it has nothing to do, as real clients do.
+//! Method: each server is started in turn on the file (only one has it open at a time, because QEMU
+//! locks images), warmed up, measured and stopped. This is repeated, and the median of the rounds
+//! is reported with the lowest and the highest. Client and server each have their own processor, so
+//! a figure states the throughput of a server on **one** processor, however many threads it starts.
+//! The client sleeps in the kernel while it waits, as real clients do.
 
 mod error;
 mod address;
@@ -19,39 +19,41 @@ mod wire;
 mod workload;
 mod certificates;
 mod session;
-mod usage;
+mod process_stats;
 mod cpus;
-mod stop;
+mod cancel;
 mod client;
-mod target;
+mod test_file;
 mod server;
 mod comparison;
 mod fio;
 mod fio_client;
 mod report;
-mod turn;
-mod peers_page;
-mod peers;
+mod measurement;
+mod nbd_servers_page;
+mod nbd_servers;
 mod copying;
-mod gallery;
-mod images_report;
-mod images;
-mod engine;
+mod test_images;
+mod qcow2_report;
+mod qcow2_bench;
+mod ablation;
 
-pub use comparison::{Comparison, Row, Sample, Spread};
-pub use copying::{
-    Content, Copier, CopyOptions, CopyReport, CopyRow, CopySample, CopyTable, Route, run_copies,
+pub use ablation::{
+    Cell, EngineOptions, EngineReport, EngineRow, EngineSample, Latency, Metric, Source, Table,
+    TableSelection, Unit, run_engine,
 };
-pub use engine::{
-    Cell, EngineOptions, EngineReport, EngineRow, EngineSample, Gain, Latency, Source, Table, Unit,
-    What, run_engine,
+pub use cancel::CancelFlag;
+pub use comparison::{Comparison, MinMedianMax, Row, Sample};
+pub use copying::{
+    Content, Copier, CopyCase, CopyOptions, CopyReport, CopyRow, CopySample, CopyTable, run_copies,
 };
 pub use error::Error;
-pub use gallery::ImageKind;
-pub use images::{ImageScene, ImagesOptions, run_images};
-pub use images_report::{ImageFailure, ImageRow, ImageTable, ImagesReport, Subject};
-pub use peers::{Output, PeersOptions, run};
+pub use nbd_servers::{Output, PeersOptions, run};
+pub use qcow2_bench::{ImageScene, ImagesOptions, run_images};
+pub use qcow2_report::{ImageFailure, ImageRow, ImageTable, ImagesReport, Subject};
 pub use report::{Failure, Machine, MeasuredFile, Report};
 pub use server::ServerKind;
-pub use stop::Stop;
-pub use workload::{Caching, ClientKind, Direction, Neighbour, Order, Terms, Transport, Workload};
+pub use test_images::ImageKind;
+pub use workload::{
+    BackgroundLoad, Caching, ClientKind, Conditions, Direction, Order, Transport, Workload,
+};

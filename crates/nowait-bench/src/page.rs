@@ -1,7 +1,6 @@
-//! Pages that reports are put into: no network, no script, light and dark.
+//! The HTML frame of reports: no network, no script, light and dark.
 //!
-//! Invariant: a page holds everything that it shows; what stands in it from outside is escaped.
-//! Knows: error. Known by: peers_page, peers, engine (chart, html).
+//! Invariant: a page contains everything that it shows; text from outside is escaped.
 
 use std::fs::{File, OpenOptions};
 use std::io;
@@ -50,7 +49,7 @@ td, th { padding: .2rem .7rem .2rem 0; text-align: right; border-bottom: 1px sol
   white-space: nowrap; } td.word, th.word { text-align: left; }
 ";
 
-/// Makes the file before anything is measured, so that a bad name is not found out at the end.
+/// Creates the file before the measurement, so that an invalid path is reported at once.
 pub(crate) fn create(path: &Path, overwrite: bool) -> Result<File, Error> {
     let mut options = OpenOptions::new();
     options.write(true);
@@ -81,7 +80,7 @@ pub(crate) fn begin(title: &str, heading: &str) -> String {
     html
 }
 
-/// Text as it may stand in HTML and SVG.
+/// Escapes text for HTML and SVG.
 pub(crate) fn escaped(text: &str) -> String {
     text.replace('&', "&amp;").replace('<', "&lt;").replace('>', "&gt;").replace('"', "&quot;")
 }
@@ -91,7 +90,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_page_that_exists_is_only_replaced_with_leave() {
+    fn an_existing_page_is_only_replaced_with_permission() {
         let directory = tempfile::TempDir::new().expect("a temporary directory");
         let path = directory.path().join("report.html");
         std::fs::write(&path, "old").expect("a file");

@@ -1,12 +1,11 @@
-//! The whole of a measurement, for people and for programs: where, on what, what came out, what went wrong.
+//! The complete report of a comparison of NBD servers, as text and as JSON: machine, file, results
+//! and failures.
 //!
-//! Invariant: what is printed piece by piece while measuring
-//! is what `Display` prints as a whole. Knows: comparison, workload, server, session, target, cpus. Known by: peers.
+//! Invariant: the parts that are printed during the measurement add up to the output of `Display`.
 
-use std::fmt;
-use std::fs;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
+use std::{fmt, fs};
 
 use serde_json::{Value, json};
 
@@ -14,22 +13,22 @@ use crate::address::Address;
 use crate::comparison::Comparison;
 use crate::cpus::Placement;
 use crate::error::Error;
-use crate::server::{Places, ServerKind};
+use crate::server::{ServerFiles, ServerKind};
 use crate::session;
-use crate::target::{Access, Format, Target};
-use crate::workload::{Caching, Terms, Transport, Workload};
+use crate::test_file::{Access, Format, Target};
+use crate::workload::{Caching, Conditions, Transport, Workload};
 
-/// In the command lines of a report, where a free port stands.
+/// The port that the command lines in a report show.
 const EXAMPLE_PORT: u16 = 10809;
 
-/// Where it was measured.
+/// The machine that was measured.
 #[derive(Clone, Debug)]
 pub struct Machine {
     /// The release of the running kernel.
     pub kernel: String,
-    /// The processor as it calls itself; empty if it does not.
+    /// The model name of the processor; empty if unknown.
     pub processor: String,
-    /// The processor numbers of client and server; `None` if both share what there is.
+    /// The processor numbers of client and server; `None` if both share the processors.
     pub pinned: Option<(usize, usize)>,
 }
 
@@ -54,7 +53,7 @@ impl Machine {
         })
     }
 
-    /// For people, with its line break.
+    /// As a line of text, with the line break.
     pub(crate) fn line(&self) -> String {
         let placement = match self.pinned {
             Some((client, server)) => format!("client on CPU {client}, server on CPU {server}"),
@@ -73,14 +72,14 @@ impl Machine {
     }
 }
 
-/// What it was measured on.
+/// The file that was measured.
 #[derive(Clone, Debug)]
 pub struct MeasuredFile {
-    /// Absolute.
+    /// Absolute path.
     pub path: PathBuf,
-    /// How much of it was used.
+    /// The bytes of it that were used.
     pub bytes: u64,
-    /// Whether it was made for the measurement, and removed after it.
+    /// Whether it was created for the measurement and removed afterwards.
     pub temporary: bool,
     /// Whether writes were measured too.
     pub written: bool,
@@ -100,38 +99,38 @@ impl MeasuredFile {
 /// A server that could not be measured to the end; it is left out of the rest of its table.
 #[derive(Clone, Debug)]
 pub struct Failure {
-    /// Which.
+    /// The server that failed.
     pub server: ServerKind,
-    /// At what.
+    /// The workload that it failed at.
     pub workload: Workload,
-    /// In which table.
-    pub terms: Terms,
-    /// What it said or did.
+    /// The table that it failed in.
+    pub terms: Conditions,
+    /// Its last message, or the failure.
     pub problem: String,
 }
 
-/// The whole of a measurement. `Display` gives the text, `Value::from(&report)` the JSON object.
+/// The complete report. `Display` formats the text, `Value::from(&report)` the JSON object.
 #[derive(Clone, Debug)]
 pub struct Report {
-    /// Where.
+    /// The machine that was measured.
     pub machine: Machine,
-    /// On what.
+    /// The file that was measured.
     pub file: MeasuredFile,
-    /// The servers, and what each says its version is.
+    /// The servers and the version that each reports.
     pub versions: Vec<(ServerKind, String)>,
-    /// Servers asked for that are not installed.
+    /// Requested servers that are not installed.
     pub missing: Vec<ServerKind>,
     /// Measured time of one server in one round.
     pub duration: Duration,
     /// Rounds of each comparison.
     pub rounds: u32,
-    /// Connections at once.
+    /// Concurrent connections.
     pub connections: usize,
-    /// What was finished, in the order of measuring: table by table, workload by workload.
+    /// The finished comparisons, in the order of measuring: table by table, workload by workload.
     pub comparisons: Vec<Comparison>,
-    /// What went wrong.
+    /// The failures.
     pub failures: Vec<Failure>,
-    /// Whether it was stopped before the end.
+    /// Whether the measurement was cancelled before the end.
     pub interrupted: bool,
 }
 
@@ -161,7 +160,7 @@ impl Report {
     }
 
     /// The lines before the first workload of a table: how the servers are started.
-    pub(crate) fn heading_of_table(&self, terms: Terms) -> String {
+    pub(crate) fn heading_of_table(&self, terms: Conditions) -> String {
         let mut text = format!("\n== {terms} ==\n");
         for (server, _) in &self.versions {
             text += &format!("{}\n", self.command_line(*server, terms));
@@ -179,15 +178,16 @@ impl Report {
         text
     }
 
-    fn command_line(&self, server: ServerKind, terms: Terms) -> String {
+    fn command_line(&self, server: ServerKind, terms: Conditions) -> String {
         let access = if self.file.written { Access::ReadWrite } else { Access::ReadOnly };
         let [file, certificates] = ["FILE", "DIR"].map(Path::new);
         let address = match terms.transport {
             Transport::Tcp => Address::Loopback(EXAMPLE_PORT),
             Transport::Plain | Transport::Tls => Address::Unix("SOCKET".into()),
         };
-        let places = Places { file, format: Format::Raw, address: &address, certificates };
-        let arguments = server.arguments(terms, access, places);
+        let server_files =
+            ServerFiles { file, format: Format::Raw, address: &address, certificates };
+        let arguments = server.arguments(terms, access, server_files);
         let arguments: Vec<_> =
             arguments.iter().map(|argument| argument.to_string_lossy()).collect();
         format!("{} {}", server.name(), arguments.join(" "))
@@ -287,7 +287,7 @@ mod tests {
     }
 
     #[test]
-    fn the_text_says_what_was_left_out_and_why() {
+    fn the_text_names_failures_with_the_reason() {
         let text = report().to_string();
         for part in [
             "share it",
@@ -301,10 +301,10 @@ mod tests {
     }
 
     #[test]
-    fn a_table_over_tls_says_what_was_negotiated_and_no_other_does() {
-        for terms in Terms::ALL {
-            let said = report().heading_of_table(terms).contains("negotiated: TLS 1.3 with");
-            assert_eq!(said, terms.transport == Transport::Tls, "{terms}");
+    fn only_a_table_over_tls_names_the_cipher_suite() {
+        for terms in Conditions::ALL {
+            let is_named = report().heading_of_table(terms).contains("negotiated: TLS 1.3 with");
+            assert_eq!(is_named, terms.transport == Transport::Tls, "{terms}");
         }
     }
 

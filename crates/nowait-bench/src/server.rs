@@ -1,37 +1,36 @@
-//! The servers as programs: which are installed, how each is told the same thing, started and stopped.
+//! The servers as programs: detection, command lines, start and stop.
 //!
-//! Invariant: a started server is gone, and the file free again, when its [`Server`] is; each is told to
-//! serve an image of the same format, on the terms of the table, on a socket of this machine, and
-//! nothing else but its defaults. Knows: address, certificates, target, workload. Known by: turn, copying/race, report.
+//! Invariant: when a [`Server`] is dropped its process has ended and the file is free again. All
+//! servers get an image of the same format, the conditions of the table, a socket of this machine,
+//! and otherwise their defaults.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
-use std::io;
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::thread;
 use std::time::{Duration, Instant};
+use std::{io, thread};
 
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::address::Address;
 use crate::certificates::Certificates;
-use crate::target::{Access, Format, Target};
-use crate::workload::{Caching, Terms, Transport};
+use crate::test_file::{Access, Format, Target};
+use crate::workload::{Caching, Conditions, Transport};
 
-/// A server that has not come up or gone down after so long is given up.
-const PATIENCE: Duration = Duration::from_secs(30);
-const LOOK_AGAIN_AFTER: Duration = Duration::from_millis(2);
-/// The kernel takes down the io_uring of a killed process, and closes the files registered there, some time
-/// after the process is gone; until then the file is still locked for the next server.
-const SETTLING: Duration = Duration::from_millis(500);
+/// The longest time that a server may take to start or to stop.
+const TIMEOUT: Duration = Duration::from_secs(30);
+const POLL_INTERVAL: Duration = Duration::from_millis(2);
+/// The kernel releases the io_uring of a killed process, and closes the files registered there,
+/// some time after the process has ended; until then the file is still locked for the next server.
+const RELEASE_DELAY: Duration = Duration::from_millis(500);
 
 /// The servers that can be measured.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ServerKind {
-    /// This project's own.
+    /// The server of this project.
     Nowait,
     /// qemu-nbd.
     QemuNbd,
@@ -42,7 +41,7 @@ pub enum ServerKind {
 }
 
 impl ServerKind {
-    /// All of them, in the order of the tables.
+    /// All servers, in the order of the tables.
     pub const ALL: [ServerKind; 4] = [
         ServerKind::Nowait,
         ServerKind::QemuNbd,
@@ -60,13 +59,13 @@ impl ServerKind {
         }
     }
 
-    /// Whether it really does what a table of `caching` compares. nbdkit's file plugin has no direct I/O:
+    /// Whether it supports the caching mode `caching`. The file plugin of nbdkit has no direct I/O:
     /// its `cache=none` goes through the page cache and drops the pages afterwards.
     pub fn can(self, caching: Caching) -> bool {
         (self, caching) != (ServerKind::Nbdkit, Caching::Direct)
     }
 
-    /// What its device is called over NBD.
+    /// The name of its export.
     pub(crate) fn export(self) -> &'static str {
         match self {
             ServerKind::QemuStorageDaemon => "f",
@@ -74,35 +73,39 @@ impl ServerKind {
         }
     }
 
-    /// What the program is started with.
+    /// The arguments that the program is started with.
     pub(crate) fn arguments(
         self,
-        terms: Terms,
+        terms: Conditions,
         access: Access,
-        places: Places<'_>,
+        server_files: ServerFiles<'_>,
     ) -> Vec<OsString> {
         match self {
-            ServerKind::Nowait => nowait_arguments(terms, access, places),
-            ServerKind::QemuNbd => qemu_nbd_arguments(terms, access, places),
-            ServerKind::QemuStorageDaemon => storage_daemon_arguments(terms, access, places),
-            ServerKind::Nbdkit => nbdkit_arguments(terms, access, places),
+            ServerKind::Nowait => nowait_arguments(terms, access, server_files),
+            ServerKind::QemuNbd => qemu_nbd_arguments(terms, access, server_files),
+            ServerKind::QemuStorageDaemon => storage_daemon_arguments(terms, access, server_files),
+            ServerKind::Nbdkit => nbdkit_arguments(terms, access, server_files),
         }
     }
 }
 
-/// Where a server finds what it needs.
+/// The image, the address and the certificates that a server is started with.
 #[derive(Clone, Copy)]
-pub(crate) struct Places<'a> {
+pub(crate) struct ServerFiles<'a> {
     pub(crate) file: &'a Path,
     pub(crate) format: Format,
-    /// Where it is to listen.
+    /// The address to listen on.
     pub(crate) address: &'a Address,
-    /// The directory with its certificate and key, if it is to use TLS.
+    /// The directory with its certificate and key, for TLS.
     pub(crate) certificates: &'a Path,
 }
 
-fn nowait_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
-    let Places { file, format, address, certificates } = places;
+fn nowait_arguments(
+    terms: Conditions,
+    access: Access,
+    server_files: ServerFiles<'_>,
+) -> Vec<OsString> {
+    let ServerFiles { file, format, address, certificates } = server_files;
     let direct = if terms.caching == Caching::Direct { "on" } else { "off" };
     let mut arguments = words(&["serve", "--format", format.name(), "--direct", direct]);
     if access == Access::ReadOnly {
@@ -121,14 +124,18 @@ fn nowait_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsS
     arguments
 }
 
-/// QEMU's object for a server that asks its clients for no certificate, under the name `t`.
+/// The QEMU object `t` for a server that requires no client certificate.
 fn qemu_credentials(certificates: &Path) -> [OsString; 2] {
     let start = "tls-creds-x509,id=t,endpoint=server,verify-peer=off,dir=";
     ["--object".into(), joined(start, &commas_doubled(certificates))]
 }
 
-fn qemu_nbd_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
-    let Places { file, format, address, certificates } = places;
+fn qemu_nbd_arguments(
+    terms: Conditions,
+    access: Access,
+    server_files: ServerFiles<'_>,
+) -> Vec<OsString> {
+    let ServerFiles { file, format, address, certificates } = server_files;
     let cache = if terms.caching == Caching::Direct { "--cache=none" } else { "--cache=writeback" };
     let mut arguments = words(&["--aio=io_uring", cache, "-f", format.name(), "-t", "-e", "64"]);
     if access == Access::ReadOnly {
@@ -148,13 +155,17 @@ fn qemu_nbd_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<O
     arguments
 }
 
-fn storage_daemon_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
-    let Places { file, format, address, certificates } = places;
+fn storage_daemon_arguments(
+    terms: Conditions,
+    access: Access,
+    server_files: ServerFiles<'_>,
+) -> Vec<OsString> {
+    let ServerFiles { file, format, address, certificates } = server_files;
     let direct = if terms.caching == Caching::Direct { "on" } else { "off" };
     let (read_only, writable) =
         if access == Access::ReadOnly { ("on", "off") } else { ("off", "on") };
     let same = format!("cache.direct={direct},read-only={read_only}");
-    // The node that is exported is called f.
+    // The exported node is named f.
     let file_node = if format == Format::Raw { "f" } else { "file" };
     let node = format!("driver=file,node-name={file_node},aio=io_uring,{same},filename=");
     let export = format!("type=nbd,id=e,node-name=f,name=f,writable={writable}");
@@ -178,8 +189,12 @@ fn storage_daemon_arguments(terms: Terms, access: Access, places: Places<'_>) ->
     arguments
 }
 
-fn nbdkit_arguments(terms: Terms, access: Access, places: Places<'_>) -> Vec<OsString> {
-    let Places { file, address, certificates, .. } = places;
+fn nbdkit_arguments(
+    terms: Conditions,
+    access: Access,
+    server_files: ServerFiles<'_>,
+) -> Vec<OsString> {
+    let ServerFiles { file, address, certificates, .. } = server_files;
     let mut arguments = words(&["-f"]);
     if access == Access::ReadOnly {
         arguments.push("-r".into());
@@ -212,7 +227,7 @@ fn joined(start: &str, end: &OsStr) -> OsString {
     whole
 }
 
-/// QEMU's option lists end a value at a single comma.
+/// Doubles commas, because a single comma ends a value in an option list of QEMU.
 fn commas_doubled(path: &Path) -> OsString {
     let bytes = path.as_os_str().as_bytes();
     let doubled =
@@ -220,17 +235,17 @@ fn commas_doubled(path: &Path) -> OsString {
     OsString::from_vec(doubled.collect())
 }
 
-/// A server that this machine has.
+/// An installed server.
 #[derive(Clone, Debug)]
 pub(crate) struct Program {
     pub(crate) kind: ServerKind,
     path: PathBuf,
-    /// What it calls itself and its version.
+    /// Its name and version as it reports them.
     pub(crate) version: String,
 }
 
 impl Program {
-    /// Looks for `kind` at `path` if given, else along PATH; asks it for its version.
+    /// Looks for `kind` at `path` if given, otherwise in PATH, and queries its version.
     pub(crate) fn find(kind: ServerKind, path: Option<&Path>) -> io::Result<Program> {
         let path = path.unwrap_or(Path::new(kind.name())).to_owned();
         let answer = Command::new(&path).arg("--version").stdin(Stdio::null()).output()?;
@@ -246,7 +261,7 @@ impl Program {
     }
 }
 
-/// A server that was started; stopped when dropped.
+/// A running server; stopped when dropped.
 pub(crate) struct Server {
     child: Child,
     address: Address,
@@ -261,7 +276,7 @@ impl Server {
     pub(crate) fn start(
         program: &Program,
         target: &Target,
-        terms: Terms,
+        terms: Conditions,
         certificates: &Certificates,
         directory: &Path,
     ) -> io::Result<Server> {
@@ -269,13 +284,13 @@ impl Server {
             Transport::Tcp => Address::free_port()?,
             Transport::Plain | Transport::Tls => Address::Unix(directory.join("socket")),
         };
-        let places = Places {
+        let server_files = ServerFiles {
             file: &target.path,
             format: target.format,
             address: &address,
             certificates: certificates.directory(),
         };
-        let arguments = program.kind.arguments(terms, target.access, places);
+        let arguments = program.kind.arguments(terms, target.access, server_files);
         Server::spawn(Command::new(&program.path).args(arguments), address, directory)
     }
 
@@ -293,7 +308,7 @@ impl Server {
             .stdin(Stdio::null())
             .stdout(Stdio::null())
             .stderr(File::create(&log)?)
-            // A group of its own, so that Ctrl-C in a terminal is for us to handle first.
+            // A separate process group, so that only this process receives Ctrl-C from a terminal.
             .process_group(0);
         let child = command.spawn()?;
         Ok(Server { child, address, log })
@@ -303,7 +318,7 @@ impl Server {
         self.child.id()
     }
 
-    /// Calls `connect` with its address until the server listens there.
+    /// Calls `connect` with the address until the server listens there.
     pub(crate) fn when_ready<T>(
         &mut self,
         mut connect: impl FnMut(&Address) -> io::Result<T>,
@@ -321,29 +336,29 @@ impl Server {
             if let Some(status) = self.child.try_wait()? {
                 return Err(io::Error::other(format!("did not start: {status}")));
             }
-            if begin.elapsed() > PATIENCE {
+            if begin.elapsed() > TIMEOUT {
                 return Err(io::Error::other("did not listen in time"));
             }
-            thread::sleep(LOOK_AGAIN_AFTER);
+            thread::sleep(POLL_INTERVAL);
         }
     }
 
-    /// Asks it to end and waits until it has.
+    /// Sends SIGTERM and waits until the server has ended.
     pub(crate) fn stop(mut self) -> io::Result<()> {
         if let Some(pid) = Pid::from_raw(self.child.id().cast_signed()) {
             kill_process(pid, Signal::TERM)?;
         }
         let begin = Instant::now();
         while self.child.try_wait()?.is_none() {
-            if begin.elapsed() > PATIENCE {
+            if begin.elapsed() > TIMEOUT {
                 return Err(io::Error::other("did not end when asked to"));
             }
-            thread::sleep(LOOK_AGAIN_AFTER);
+            thread::sleep(POLL_INTERVAL);
         }
         Ok(())
     }
 
-    /// The last line it wrote, for an error message; empty if there is none.
+    /// The last line of its output, for an error message; empty if there is none.
     pub(crate) fn last_message(&self) -> String {
         let log = fs::read(&self.log).unwrap_or_default();
         let log = String::from_utf8_lossy(&log);
@@ -357,10 +372,10 @@ impl Drop for Server {
         if let Ok(Some(_)) = self.child.try_wait() {
             return;
         }
-        // Both fail only if it is gone already, which is what is wanted.
+        // Both fail only if the process has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
-        thread::sleep(SETTLING);
+        thread::sleep(RELEASE_DELAY);
     }
 }
 
@@ -377,20 +392,21 @@ mod tests {
 
     const PORT: u16 = 4321;
 
-    fn arguments(kind: ServerKind, terms: Terms, access: Access) -> Vec<OsString> {
+    fn arguments(kind: ServerKind, terms: Conditions, access: Access) -> Vec<OsString> {
         let address = match terms.transport {
             Transport::Tcp => Address::Loopback(PORT),
             Transport::Plain | Transport::Tls => Address::Unix("/s".into()),
         };
         let [file, certificates] = ["/f", "/c"].map(Path::new);
-        let places = Places { file, format: Format::Raw, address: &address, certificates };
-        kind.arguments(terms, access, places)
+        let server_files =
+            ServerFiles { file, format: Format::Raw, address: &address, certificates };
+        kind.arguments(terms, access, server_files)
     }
 
     #[test]
-    fn each_server_listens_on_a_port_in_the_tables_over_tcp_and_on_a_path_in_the_others() {
+    fn servers_listen_on_a_port_in_tcp_tables_and_on_a_path_in_the_others() {
         for kind in ServerKind::ALL {
-            for terms in Terms::ALL {
+            for terms in Conditions::ALL {
                 let given = arguments(kind, terms, Access::ReadOnly).join(" ".as_ref());
                 let given = given.to_string_lossy();
                 let tcp = terms.transport == Transport::Tcp;
@@ -401,10 +417,10 @@ mod tests {
     }
 
     #[test]
-    fn no_server_is_told_to_write_to_a_file_that_is_read_only() {
+    fn a_read_only_file_is_served_read_only_by_every_server() {
         let flags = ["--read-only", "-r", "type=nbd,id=e,node-name=f,name=f,writable=off", "-r"];
         for (kind, flag) in ServerKind::ALL.into_iter().zip(flags) {
-            for terms in Terms::ALL {
+            for terms in Conditions::ALL {
                 let given = |access| arguments(kind, terms, access);
                 assert!(given(Access::ReadOnly).contains(&flag.into()), "{}", kind.name());
                 assert!(!given(Access::ReadWrite).contains(&flag.into()), "{}", kind.name());
@@ -413,9 +429,9 @@ mod tests {
     }
 
     #[test]
-    fn a_server_has_the_certificates_in_the_tables_over_tls_and_in_no_other() {
+    fn only_servers_in_tls_tables_get_certificates() {
         for kind in ServerKind::ALL {
-            for terms in Terms::ALL {
+            for terms in Conditions::ALL {
                 let given = arguments(kind, terms, Access::ReadOnly);
                 let named = given.iter().any(|argument| argument.to_string_lossy().contains("/c"));
                 assert_eq!(named, terms.transport == Transport::Tls, "{} {terms}", kind.name());
@@ -429,7 +445,7 @@ mod tests {
     }
 
     #[test]
-    fn a_program_that_is_not_there_is_not_found() {
+    fn a_missing_program_is_not_found() {
         let missing = Program::find(ServerKind::Nowait, Some(Path::new("/nonexistent/nowait")));
         assert_eq!(missing.err().map(|e| e.kind()), Some(io::ErrorKind::NotFound));
     }

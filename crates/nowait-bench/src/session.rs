@@ -1,8 +1,8 @@
-//! The client's half of TLS, over a socket that may block.
+//! The client side of TLS, over a blocking socket.
 //!
-//! Invariant: one suite and one version are offered, so that no server is measured with a cheaper one than
-//! another; what came is opened where it was received, and what is sent is sealed into one buffer.
-//! Knows: certificates. Known by: client, report.
+//! Invariant: one cipher suite and one version are offered, so that no server is measured with a
+//! cheaper one than another. Data is decrypted in the receive buffer and encrypted into one send
+//! buffer.
 
 use std::collections::VecDeque;
 use std::io::{self, Read, Write};
@@ -21,21 +21,22 @@ use rustls::{ClientConfig, RootCertStore};
 use crate::address::Stream;
 use crate::certificates::{Certificates, NAME};
 
-/// What is offered, for people: the suite that clients with GnuTLS (libnbd, QEMU) ask for first.
+/// The offered cipher suite, as shown in reports: the one that clients with GnuTLS (libnbd, QEMU)
+/// prefer.
 pub(crate) const SUITE: &str = "TLS 1.3 with TLS_AES_256_GCM_SHA384";
 
-/// As much as the client without TLS takes at once.
+/// The same receive size as in the client without TLS.
 const RECEIVE_BYTES: usize = 256 << 10;
 /// A record with its header; no server may send a longer one (RFC 8446, section 5.2).
 const RECORD_BYTES_MAX: usize = 5 + (16 << 10) + 256;
 
-/// Where a session stands when all was done that could be.
+/// The state of a session after all possible progress.
 #[derive(Clone, Copy, PartialEq, Eq)]
-enum Stand {
-    /// In the handshake, and the server's turn.
+enum TlsProgress {
+    /// In the handshake, waiting for the server.
     Handshake,
     Established,
-    /// The server has said goodbye.
+    /// The server has closed the session.
     Closed,
 }
 
@@ -44,15 +45,16 @@ pub(crate) struct Session {
     tls: UnbufferedClientConnection,
     stream: Stream,
     received: Vec<u8>,
-    /// The part of `received` that is not opened yet: less than a record, between two calls.
+    /// The part of `received` that is not decrypted yet: between two calls less than a record.
     pending: std::ops::Range<usize>,
-    sealed: Vec<u8>,
-    /// Opened, and not asked for yet.
-    opened: VecDeque<u8>,
+    ciphertext: Vec<u8>,
+    /// Decrypted data that was not read yet.
+    plaintext: VecDeque<u8>,
 }
 
 impl Session {
-    /// Goes through the TLS handshake, which the server is ready for, and makes sure of its name.
+    /// Performs the TLS handshake, which the server expects now, and verifies the name of the
+    /// server.
     pub(crate) fn begin(stream: Stream, certificates: &Certificates) -> io::Result<Session> {
         let name = ServerName::try_from(NAME).map_err(io::Error::other)?;
         let tls = UnbufferedClientConnection::new(config(certificates)?, name)
@@ -62,10 +64,10 @@ impl Session {
             stream,
             received: vec![0; RECEIVE_BYTES + RECORD_BYTES_MAX],
             pending: 0..0,
-            sealed: vec![0; RECORD_BYTES_MAX],
-            opened: VecDeque::new(),
+            ciphertext: vec![0; RECORD_BYTES_MAX],
+            plaintext: VecDeque::new(),
         };
-        while session.advance(|_| Ok(()))? == Stand::Handshake {
+        while session.advance(|_| Ok(()))? == TlsProgress::Handshake {
             if !session.fill()? {
                 return Err(io::ErrorKind::UnexpectedEof.into());
             }
@@ -77,7 +79,7 @@ impl Session {
         &self.stream
     }
 
-    /// Seals all of `bytes` and sends it.
+    /// Encrypts and sends all of `bytes`.
     pub(crate) fn send(&mut self, bytes: &[u8]) -> io::Result<()> {
         let pending = &mut self.received[self.pending.clone()];
         let UnbufferedStatus { state, .. } = self.tls.process_tls_records(pending);
@@ -85,26 +87,27 @@ impl Session {
             return Err(io::Error::other("TLS has something else to say first"));
         };
         let count = loop {
-            match traffic.encrypt(bytes, &mut self.sealed) {
+            match traffic.encrypt(bytes, &mut self.ciphertext) {
                 Ok(count) => break count,
                 Err(EncryptError::InsufficientSize(InsufficientSizeError { required_size })) => {
-                    self.sealed.resize(required_size, 0);
+                    self.ciphertext.resize(required_size, 0);
                 }
                 Err(error) => return Err(io::Error::other(error)),
             }
         };
-        self.stream.write_all(&self.sealed[..count])
+        self.stream.write_all(&self.ciphertext[..count])
     }
 
-    /// Sleeps until something has come, and gives what was in whole records to `sink`. False at the end.
+    /// Waits for data and passes the content of complete records to `sink`. False at the end of the
+    /// stream.
     pub(crate) fn receive(
         &mut self,
         sink: impl FnMut(&[u8]) -> io::Result<()>,
     ) -> io::Result<bool> {
-        Ok(self.fill()? && self.advance(sink)? == Stand::Established)
+        Ok(self.fill()? && self.advance(sink)? == TlsProgress::Established)
     }
 
-    /// Receives once. False at the end.
+    /// Receives once. False at the end of the stream.
     fn fill(&mut self) -> io::Result<bool> {
         self.received.copy_within(self.pending.clone(), 0);
         self.pending = 0..self.pending.len();
@@ -113,13 +116,16 @@ impl Session {
         Ok(count > 0)
     }
 
-    /// Opens all there is, and says what TLS itself has to say.
-    fn advance(&mut self, mut sink: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<Stand> {
-        let mut said = 0;
+    /// Decrypts all complete records and sends the protocol messages of TLS.
+    fn advance(
+        &mut self,
+        mut sink: impl FnMut(&[u8]) -> io::Result<()>,
+    ) -> io::Result<TlsProgress> {
+        let mut encoded = 0;
         loop {
             let pending = &mut self.received[self.pending.clone()];
             let UnbufferedStatus { mut discard, state } = self.tls.process_tls_records(pending);
-            let stand = match state.map_err(io::Error::other)? {
+            let progress = match state.map_err(io::Error::other)? {
                 ConnectionState::ReadTraffic(mut traffic) => {
                     while let Some(record) = traffic.next_record() {
                         let record = record.map_err(io::Error::other)?;
@@ -129,55 +135,55 @@ impl Session {
                     None
                 }
                 ConnectionState::EncodeTlsData(mut data) => {
-                    match data.encode(&mut self.sealed[said..]) {
-                        Ok(count) => said += count,
+                    match data.encode(&mut self.ciphertext[encoded..]) {
+                        Ok(count) => encoded += count,
                         Err(EncodeError::InsufficientSize(size)) => {
-                            self.sealed.resize(said + size.required_size, 0);
-                            let count = data.encode(&mut self.sealed[said..]);
-                            said += count.map_err(io::Error::other)?;
+                            self.ciphertext.resize(encoded + size.required_size, 0);
+                            let count = data.encode(&mut self.ciphertext[encoded..]);
+                            encoded += count.map_err(io::Error::other)?;
                         }
                         Err(error) => return Err(io::Error::other(error)),
                     }
                     None
                 }
                 ConnectionState::TransmitTlsData(data) => {
-                    self.stream.write_all(&self.sealed[..said])?;
-                    said = 0;
+                    self.stream.write_all(&self.ciphertext[..encoded])?;
+                    encoded = 0;
                     data.done();
                     None
                 }
-                ConnectionState::BlockedHandshake => Some(Stand::Handshake),
-                ConnectionState::WriteTraffic(_) => Some(Stand::Established),
-                _ => Some(Stand::Closed),
+                ConnectionState::BlockedHandshake => Some(TlsProgress::Handshake),
+                ConnectionState::WriteTraffic(_) => Some(TlsProgress::Established),
+                _ => Some(TlsProgress::Closed),
             };
             self.pending.start += discard;
-            if let Some(stand) = stand {
-                return Ok(stand);
+            if let Some(progress) = progress {
+                return Ok(progress);
             }
         }
     }
 }
 
-/// For the handshake of NBD, in which the server says nothing that was not asked for.
+/// For the handshake of NBD, in which the server sends only replies.
 impl Read for Session {
     fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        let mut opened = std::mem::take(&mut self.opened);
-        while opened.is_empty() {
+        let mut plaintext = std::mem::take(&mut self.plaintext);
+        while plaintext.is_empty() {
             let open = self.receive(|bytes| {
-                opened.extend(bytes);
+                plaintext.extend(bytes);
                 Ok(())
             })?;
             if !open {
                 break;
             }
         }
-        let count = opened.read(buffer);
-        self.opened = opened;
+        let count = plaintext.read(buffer);
+        self.plaintext = plaintext;
         count
     }
 }
 
-/// A client that knows the server by `certificates`.
+/// The configuration of a client that trusts `certificates`.
 fn config(certificates: &Certificates) -> io::Result<Arc<ClientConfig>> {
     let mut roots = RootCertStore::empty();
     roots.add(certificates.authority()).map_err(io::Error::other)?;

@@ -1,24 +1,23 @@
-//! What is asked of a server: direction, order, block size and depth; what it may answer from, and how
-//! the bytes go between it and the client.
+//! Workloads: direction, order, block size and depth; and the conditions of a table: caching,
+//! transport, client.
 //!
-//! Invariant: a workload says everything that the servers have in common, nothing about any one of them.
-//! Knows: nothing. Known by: client, server, report, peers.
+//! Invariant: a workload contains only what all servers have in common.
 
 use std::fmt;
 
 const KIB: usize = 1024;
 
-/// Where requests may be answered from.
+/// The caching mode of a table.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Caching {
-    /// From storage: the server is told to go past the page cache.
+    /// From storage: the server is told to use direct I/O.
     Direct,
     /// From the page cache, which holds the whole file before the measurement begins, if it fits.
     PageCache,
 }
 
 impl Caching {
-    /// The word for it in reports: `direct` or `page cache`.
+    /// Its name in reports: `direct` or `page cache`.
     pub fn name(self) -> &'static str {
         match self {
             Caching::Direct => "direct",
@@ -27,37 +26,38 @@ impl Caching {
     }
 }
 
-/// How bytes go between client and server.
+/// The transport between client and server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Transport {
-    /// As they are.
+    /// Unencrypted, over a Unix socket.
     Plain,
-    /// As they are, by TCP on the loopback interface; the others use Unix sockets.
+    /// Unencrypted, over TCP on the loopback interface.
     Tcp,
-    /// By TLS 1.3, all servers with the same certificate and the same cipher.
+    /// TLS 1.3 over a Unix socket, all servers with the same certificate and cipher.
     Tls,
 }
 
-/// Who makes the requests.
+/// The client that makes the requests.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum ClientKind {
-    /// Our own light client, which the server does not wait for.
+    /// The built-in client, which is light enough not to limit the server.
     Own,
-    /// fio with its nbd engine, to check the other's figures with.
+    /// fio with its nbd engine, to check the figures of the built-in client.
     Fio,
 }
 
-/// What all servers of one table have in common, beside the file; tables are never mixed.
+/// The conditions that all servers of one table have in common, besides the file; tables are never
+/// mixed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Terms {
-    /// Where requests may be answered from.
+pub struct Conditions {
+    /// The caching mode of a table.
     pub caching: Caching,
-    /// How bytes go between client and server.
+    /// The transport between client and server.
     pub transport: Transport,
 }
 
 impl Transport {
-    /// The word for it in reports: `plain`, `TCP` or `TLS`.
+    /// Its name in reports: `plain`, `TCP` or `TLS`.
     pub fn name(self) -> &'static str {
         match self {
             Transport::Plain => "plain",
@@ -67,22 +67,22 @@ impl Transport {
     }
 }
 
-impl Terms {
-    /// All there are, in the order of the report.
-    pub const ALL: [Terms; 6] = [
-        Terms { caching: Caching::Direct, transport: Transport::Plain },
-        Terms { caching: Caching::PageCache, transport: Transport::Plain },
-        Terms { caching: Caching::Direct, transport: Transport::Tcp },
-        Terms { caching: Caching::PageCache, transport: Transport::Tcp },
-        Terms { caching: Caching::Direct, transport: Transport::Tls },
-        Terms { caching: Caching::PageCache, transport: Transport::Tls },
+impl Conditions {
+    /// All conditions, in the order of the report.
+    pub const ALL: [Conditions; 6] = [
+        Conditions { caching: Caching::Direct, transport: Transport::Plain },
+        Conditions { caching: Caching::PageCache, transport: Transport::Plain },
+        Conditions { caching: Caching::Direct, transport: Transport::Tcp },
+        Conditions { caching: Caching::PageCache, transport: Transport::Tcp },
+        Conditions { caching: Caching::Direct, transport: Transport::Tls },
+        Conditions { caching: Caching::PageCache, transport: Transport::Tls },
     ];
 }
 
-/// For people: `direct`, or `page cache, TLS`.
-impl fmt::Display for Terms {
+/// As text: `direct`, or `page cache, TLS`.
+impl fmt::Display for Conditions {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Terms { caching, transport } = self;
+        let Conditions { caching, transport } = self;
         match transport {
             Transport::Plain => f.write_str(caching.name()),
             Transport::Tcp | Transport::Tls => {
@@ -92,7 +92,7 @@ impl fmt::Display for Terms {
     }
 }
 
-/// Which way the data goes.
+/// The direction of the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Direction {
     /// From the server.
@@ -101,16 +101,16 @@ pub enum Direction {
     Write,
 }
 
-/// Which block comes next.
+/// The order of the blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Order {
-    /// Any, each as likely as the other.
+    /// Uniformly random.
     Random,
-    /// The following one; from the first again after the last. Each connection has a part of the file.
+    /// Consecutive, starting over after the last. Each connection has its own part of the file.
     Sequential,
 }
 
-/// One kind of load, kept up for as long as the measurement lasts.
+/// One kind of load, constant during the measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Workload {
     /// Read or write.
@@ -121,32 +121,32 @@ pub struct Workload {
     pub block_bytes: usize,
     /// Requests kept in flight on each connection: 1 to 1024.
     pub depth: usize,
-    /// What another client does meanwhile, on a connection of its own.
-    pub beside: Option<Neighbour>,
+    /// The load of another client at the same time, on a separate connection.
+    pub beside: Option<BackgroundLoad>,
 }
 
-/// What another client does beside a load.
+/// The load of another client at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Neighbour {
-    /// As much as it can: 1 MiB sequential, depth 256.
+pub enum BackgroundLoad {
+    /// As much as possible: 1 MiB sequential, depth 256.
     Flood(Direction),
-    /// One write of 64 KiB after the other, to where the image has nothing yet.
+    /// Writes of 64 KiB, one after the other, to unallocated clusters of the image.
     Allocations,
 }
 
-impl Neighbour {
-    /// Its load.
+impl BackgroundLoad {
+    /// The workload of this client.
     pub fn load(self) -> Workload {
         let (direction, block_bytes, depth) = match self {
-            Neighbour::Flood(direction) => (direction, 1024 * KIB, 256),
-            Neighbour::Allocations => (Direction::Write, 64 * KIB, 1),
+            BackgroundLoad::Flood(direction) => (direction, 1024 * KIB, 256),
+            BackgroundLoad::Allocations => (Direction::Write, 64 * KIB, 1),
         };
         Workload { direction, order: Order::Sequential, block_bytes, depth, beside: None }
     }
 }
 
 impl Workload {
-    /// Whether it, or what is beside it, writes.
+    /// Whether it, or the background load, writes.
     pub fn writes(&self) -> bool {
         let is_write = |direction| direction == Direction::Write;
         is_write(self.direction)
@@ -179,13 +179,14 @@ impl Workload {
             });
         }
         for direction in [Direction::Read, Direction::Write] {
-            all.push(Workload { beside: Some(Neighbour::Flood(direction)), ..small });
+            all.push(Workload { beside: Some(BackgroundLoad::Flood(direction)), ..small });
         }
         all
     }
 }
 
-/// For people: `4K random read, depth 16`, `4K random read, depth 1, beside 1024K sequential read, depth 256`.
+/// As text: `4K random read, depth 16`, `4K random read, depth 1, beside 1024K sequential read,
+/// depth 256`.
 impl fmt::Display for Workload {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let order = match self.order {
@@ -204,13 +205,13 @@ impl fmt::Display for Workload {
     }
 }
 
-/// For people: `1024K sequential read, depth 256`, or `64K allocating write, depth 1`.
-impl fmt::Display for Neighbour {
+/// As text: `1024K sequential read, depth 256`, or `64K allocating write, depth 1`.
+impl fmt::Display for BackgroundLoad {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let load = self.load();
         match self {
-            Neighbour::Flood(_) => load.fmt(f),
-            Neighbour::Allocations => {
+            BackgroundLoad::Flood(_) => load.fmt(f),
+            BackgroundLoad::Allocations => {
                 write!(f, "{}K allocating write, depth {}", load.block_bytes / KIB, load.depth)
             }
         }

@@ -1,10 +1,11 @@
-//! The tables of the engine from end to end, as short as they get: what is in them, never how fast.
+//! End-to-end tests of the tables of the engine, as short as possible: they check the content,
+//! never the speed.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use nowait_bench::{EngineOptions, EngineReport, Error, Output, What, run_engine};
+use nowait_bench::{EngineOptions, EngineReport, Error, Output, TableSelection, run_engine};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -16,14 +17,14 @@ fn file_of_zeros(directory: &TempDir) -> PathBuf {
     path
 }
 
-fn options(what: What, file: &Path) -> EngineOptions {
+fn options(what: TableSelection, file: &Path) -> EngineOptions {
     EngineOptions {
         what,
         file: Some(file.to_owned()),
         overwrite: true,
         duration: Duration::from_millis(2),
-        // Each start of fio takes a while.
-        rounds: if what == What::Engines { 1 } else { 2 },
+        // Starting fio is slow.
+        rounds: if what == TableSelection::Engines { 1 } else { 2 },
         latency: vec![Duration::from_micros(50)],
         ..EngineOptions::default()
     }
@@ -35,9 +36,9 @@ fn measured(options: &EngineOptions) -> (EngineReport, String) {
     (report, String::from_utf8(printed).expect("UTF-8"))
 }
 
-/// Measures one thing and checks that every cell of its tables has a figure from every round.
-/// Returns the titles of its rows with the numbers of its variants.
-fn whole(what: What) -> Vec<(String, usize)> {
+/// Measures one selection and checks that every cell of its tables has a figure from every round.
+/// Returns the titles of the rows with the numbers of their variants.
+fn measure_complete(what: TableSelection) -> Vec<(String, usize)> {
     let directory = TempDir::new().expect("a temporary directory");
     let options = options(what, &file_of_zeros(&directory));
     let (report, printed) = measured(&options);
@@ -65,8 +66,8 @@ fn whole(what: What) -> Vec<(String, usize)> {
 }
 
 #[test]
-fn simple_has_both_queues_all_depths_and_all_three_faces() {
-    let rows = whole(What::Simple);
+fn simple_has_both_queues_all_depths_and_all_three_interfaces() {
+    let rows = measure_complete(TableSelection::Simple);
     let titles: Vec<&str> = rows.iter().map(|(title, _)| title.as_str()).collect();
     assert_eq!(titles.len(), 4 + 4 + 1 + 4);
     let parts = [
@@ -82,12 +83,12 @@ fn simple_has_both_queues_all_depths_and_all_three_faces() {
 
 #[test]
 fn completion_has_four_block_sizes() {
-    assert_eq!(whole(What::Completion).len(), 4);
+    assert_eq!(measure_complete(TableSelection::Completion).len(), 4);
 }
 
 #[test]
 fn vectored_has_the_file_the_given_latency_small_segments_and_a_durable_write() {
-    let rows = whole(What::Vectored);
+    let rows = measure_complete(TableSelection::Vectored);
     assert_eq!(rows.iter().filter(|row| row.0.starts_with("50µs queue, ")).count(), 5);
     assert_eq!(rows.iter().filter(|row| row.1 == 4).count(), 5);
     assert_eq!(rows.len(), 5 + 5 + 5 + 2);
@@ -95,19 +96,23 @@ fn vectored_has_the_file_the_given_latency_small_segments_and_a_durable_write() 
 
 #[test]
 fn pool_has_slots_freed_on_the_same_and_on_another_thread() {
-    assert_eq!(whole(What::Pool).len(), 4);
+    assert_eq!(measure_complete(TableSelection::Pool).len(), 4);
 }
 
 #[test]
-fn nowait_has_stable_and_sparse_files_three_ways_and_the_loop_device() {
-    let rows = whole(What::Nowait);
+fn nowait_has_stable_and_sparse_files_three_variants_and_the_loop_device() {
+    let rows = measure_complete(TableSelection::Nowait);
     assert_eq!(rows.iter().filter(|row| row.1 == 3).count(), 4);
-    assert_eq!(rows.iter().filter(|row| row.1 == 2).count(), 2);
+    let loops = rows.iter().filter(|row| row.1 == 2).count();
+    if loops == 0 {
+        eprintln!("skipped: no loop device");
+    }
+    assert!(loops == 0 || loops == 2, "{rows:?}");
 }
 
 #[test]
 fn engines_are_compared_at_three_depths_in_both_directions() {
-    let rows = whole(What::Engines);
+    let rows = measure_complete(TableSelection::Engines);
     assert_eq!(rows.len(), 6);
     let fio = rows.iter().all(|row| row.1 == 7);
     if !fio {
@@ -117,29 +122,29 @@ fn engines_are_compared_at_three_depths_in_both_directions() {
 }
 
 #[test]
-fn a_file_is_only_written_to_with_leave() {
+fn a_file_is_only_written_to_with_permission() {
     let directory = TempDir::new().expect("a temporary directory");
     let path = file_of_zeros(&directory);
-    for what in What::EACH {
+    for what in TableSelection::EACH {
         let options = EngineOptions { overwrite: false, ..options(what, &path) };
         let (report, printed) = measured(&options);
         assert!(printed.contains("only reads"));
-        assert_eq!(report.tables.is_empty(), what == What::Completion);
+        assert_eq!(report.tables.is_empty(), what == TableSelection::Completion);
     }
     let bytes = fs::read(&path).expect("the file");
     assert!(bytes.len() == FILE_BYTES && bytes.iter().all(|&byte| byte == 0));
-    let (_, _) = measured(&options(What::Completion, &path));
+    let (_, _) = measured(&options(TableSelection::Completion, &path));
     assert!(fs::read(&path).expect("the file").iter().any(|&byte| byte != 0));
 }
 
 #[test]
-fn the_page_holds_all_it_shows_and_the_json_object_has_the_figures_of_the_text() {
+fn the_page_is_self_contained_and_the_json_object_has_the_figures_of_the_text() {
     let directory = TempDir::new().expect("a temporary directory");
     let html = directory.path().join("report.html");
     let options = EngineOptions {
         html: Some(html.clone()),
         output: Output::Json,
-        ..options(What::Pool, &file_of_zeros(&directory))
+        ..options(TableSelection::Pool, &file_of_zeros(&directory))
     };
     let (report, printed) = measured(&options);
     let json: Value = serde_json::from_str(&printed).expect("one JSON object");
@@ -162,9 +167,9 @@ fn the_page_holds_all_it_shows_and_the_json_object_has_the_figures_of_the_text()
 }
 
 #[test]
-fn a_stop_leaves_a_report_of_the_tables_that_were_finished() {
+fn a_cancelled_measurement_reports_the_finished_tables() {
     let directory = TempDir::new().expect("a temporary directory");
-    let options = options(What::All, &file_of_zeros(&directory));
+    let options = options(TableSelection::All, &file_of_zeros(&directory));
     options.stop.request();
     let (report, printed) = measured(&options);
     assert!(report.interrupted && report.tables.is_empty());

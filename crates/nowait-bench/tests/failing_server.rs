@@ -1,14 +1,14 @@
-//! A server that breaks must not take the measurement with it. Alone in its file: a program that was just
-//! written cannot be started while another test happens to be starting a child.
+//! A failing server must not fail the measurement. This test has its own file because a program
+//! that was just written cannot be started while another test is starting a child process.
 
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt;
 
-use nowait_bench::{Caching, PeersOptions, ServerKind, Terms, Transport};
+use nowait_bench::{Caching, Conditions, PeersOptions, ServerKind, Transport};
 use tempfile::TempDir;
 
 #[test]
-fn a_server_that_does_not_start_is_named_with_its_last_words_and_tried_once() {
+fn a_server_that_does_not_start_is_reported_with_its_last_message_and_tried_once() {
     let directory = TempDir::new().expect("a temporary directory");
     let program = directory.path().join("nowait");
     let script = "#!/bin/sh\nif [ \"$1\" = --version ]; then echo nowait 0; exit; fi\necho no luck >&2\nexit 3\n";
@@ -21,7 +21,7 @@ fn a_server_that_does_not_start_is_named_with_its_last_words_and_tried_once() {
         nowait: Some(program),
         servers: vec![ServerKind::Nowait],
         file: Some(image),
-        tables: vec![Terms { caching: Caching::PageCache, transport: Transport::Plain }],
+        tables: vec![Conditions { caching: Caching::PageCache, transport: Transport::Plain }],
         ..PeersOptions::default()
     };
     let report = nowait_bench::run(&options, &mut Vec::new()).expect("a report");

@@ -1,4 +1,4 @@
-//! A measurement from end to end, as short as it gets, against whatever server is installed.
+//! End-to-end tests of the measurements, as short as possible, with the installed servers.
 
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
@@ -6,8 +6,9 @@ use std::process::Command;
 use std::time::Duration;
 
 use nowait_bench::{
-    Caching, ClientKind, Direction, Error, ImageKind, ImageScene, ImagesOptions, Neighbour, Order,
-    Output, PeersOptions, Report, ServerKind, Terms, Transport, Workload, run_images,
+    BackgroundLoad, Caching, ClientKind, Conditions, Direction, Error, ImageKind, ImageScene,
+    ImagesOptions, Order, Output, PeersOptions, Report, ServerKind, Transport, Workload,
+    run_images,
 };
 use serde_json::Value;
 use tempfile::TempDir;
@@ -21,9 +22,9 @@ const LOAD: Workload = Workload {
     beside: None,
 };
 
-const PLAIN: Terms = Terms { caching: Caching::PageCache, transport: Transport::Plain };
-const TCP: Terms = Terms { caching: Caching::PageCache, transport: Transport::Tcp };
-const TLS: Terms = Terms { caching: Caching::PageCache, transport: Transport::Tls };
+const PLAIN: Conditions = Conditions { caching: Caching::PageCache, transport: Transport::Plain };
+const TCP: Conditions = Conditions { caching: Caching::PageCache, transport: Transport::Tcp };
+const TLS: Conditions = Conditions { caching: Caching::PageCache, transport: Transport::Tls };
 
 fn file_of_zeros(directory: &TempDir) -> PathBuf {
     let path = directory.path().join("image, of zeros");
@@ -38,13 +39,14 @@ fn options(file: &Path) -> PeersOptions {
         duration: Duration::from_millis(50),
         rounds: 2,
         workloads: vec![LOAD, Workload { direction: Direction::Write, ..LOAD }],
-        // Not every file system that holds temporary files has direct I/O.
+        // Not every file system for temporary files supports direct I/O.
         tables: vec![PLAIN],
         ..PeersOptions::default()
     }
 }
 
-/// Measures and returns the report with what was printed, or says that no server is there.
+/// Measures and returns the report with the printed text; `None`, with a message, if no server is
+/// installed.
 fn measured(options: &PeersOptions) -> Option<(Report, String)> {
     let mut printed = Vec::new();
     match nowait_bench::run(options, &mut printed) {
@@ -127,10 +129,10 @@ fn fio_measures_the_same_rows_where_it_is_installed() {
 }
 
 #[test]
-fn what_a_flood_beside_a_small_reader_moves_is_told_with_what_the_reader_gets() {
+fn the_throughput_of_a_flood_is_reported_with_that_of_the_small_reader() {
     let directory = TempDir::new().expect("a temporary directory");
     let flood =
-        |direction| Workload { depth: 1, beside: Some(Neighbour::Flood(direction)), ..LOAD };
+        |direction| Workload { depth: 1, beside: Some(BackgroundLoad::Flood(direction)), ..LOAD };
     let options = PeersOptions {
         overwrite: true,
         workloads: vec![flood(Direction::Read), flood(Direction::Write)],
@@ -149,7 +151,7 @@ fn what_a_flood_beside_a_small_reader_moves_is_told_with_what_the_reader_gets() 
 }
 
 #[test]
-fn a_file_is_only_written_to_with_leave() {
+fn a_file_is_only_written_to_with_permission() {
     let directory = TempDir::new().expect("a temporary directory");
     let path = file_of_zeros(&directory);
     let is_zero = || fs::read(&path).expect("the file").iter().all(|&byte| byte == 0);
@@ -176,7 +178,7 @@ fn a_file_is_only_written_to_with_leave() {
 }
 
 #[test]
-fn a_stop_leaves_a_report_of_what_was_finished() {
+fn a_cancelled_measurement_reports_what_was_finished() {
     let directory = TempDir::new().expect("a temporary directory");
     let options = options(&file_of_zeros(&directory));
     options.stop.request();
@@ -188,7 +190,7 @@ fn a_stop_leaves_a_report_of_what_was_finished() {
 }
 
 #[test]
-fn images_are_measured_by_every_server_that_knows_them_and_gone_afterwards() {
+fn images_are_measured_with_every_server_that_supports_them_and_removed_afterwards() {
     let scenes: Vec<ImageScene> = ImageScene::standard()
         .into_iter()
         .filter(|scene| scene.workload.direction == Direction::Read && scene.workload.depth == 1)
@@ -215,7 +217,7 @@ fn images_are_measured_by_every_server_that_knows_them_and_gone_afterwards() {
     let images: Vec<&[ImageKind]> = options.scenes.iter().map(|scene| scene.images).collect();
     assert_eq!(report.tables.len(), images.len());
     for (table, images) in report.tables.iter().zip(images) {
-        // No server of these is measured on raw files.
+        // None of these servers is measured on raw files.
         let kinds = images.iter().filter(|image| **image != ImageKind::Raw).count();
         assert_eq!(table.rows.len(), kinds * report.versions.len());
         for row in &table.rows {

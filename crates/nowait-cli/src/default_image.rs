@@ -1,8 +1,8 @@
-//! What `serve` takes when it is told nothing: an image of one's own and a private socket.
+//! The defaults of `serve` without arguments: an image in the user's state directory and a private
+//! socket.
 //!
-//! Invariant: nobody but the user gets at either; an image that holds something is never changed
-//! here, and a directory made for one run is gone after it.
-//! Knows: error, listen. Known by: serve.
+//! Invariant: only the user has access to either; an image with content is never changed here, and
+//! a directory that was made for one run is removed after it.
 
 use std::env;
 use std::ffi::OsString;
@@ -12,14 +12,14 @@ use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::error::{CliError, reason};
-use crate::listen::Listen;
+use crate::listen_address::ListenAddress;
 
 const IMAGE_NAME: &str = "nowait.img";
 const IMAGE_BYTES: u64 = 1 << 30;
 const IMAGE_MODE: u32 = 0o600;
 const DIRECTORY_MODE: u32 = 0o700;
-/// Names tried for a temporary directory; one is taken only where an earlier process with the
-/// same number died without removing its own.
+/// The limit of names tried for a temporary directory; a name exists only if an earlier process
+/// with the same PID died without removing its directory.
 const TEMPORARY_NAMES: u32 = 1000;
 
 /// The path of the default image: `nowait/nowait.img` in the user's state directory, made as a
@@ -48,39 +48,40 @@ fn image_in(directory: &Path) -> Result<PathBuf, CliError> {
     let path = directory.join(IMAGE_NAME);
     match OpenOptions::new().write(true).create(true).mode(IMAGE_MODE).open(&path) {
         Ok(file) => {
-            // Empty means new, or left half made by a process that died here; two that come at
-            // once do the same thing.
+            // Empty means new, or left by a process that died here; two concurrent processes do the
+            // same.
             let size = file.metadata().map_err(|error| cannot(&path, &error))?.len();
             if size == 0 {
                 file.set_len(IMAGE_BYTES).map_err(|error| cannot(&path, &error))?;
             }
         }
-        // One that may only be read can still be served read-only.
+        // A read-only file can still be served read-only.
         Err(_) if path.is_file() => {}
         Err(error) => return Err(cannot(&path, &error)),
     }
     Ok(path)
 }
 
-/// Makes `directory` and what is missing above it, open to the user only.
+/// Creates `directory` and its missing parents, accessible to the user only.
 fn private_directory(directory: &Path) -> io::Result<()> {
     DirBuilder::new().recursive(true).mode(DIRECTORY_MODE).create(directory)
 }
 
-/// The socket of a server that was not told where to listen. Keep it as long as the server runs:
-/// dropped, it removes the temporary directory that was made for the socket, and the socket in
-/// it. A socket in the user's runtime directory is left to the one who bound it.
+/// The socket of a server without an address. It must live as long as the server runs: its drop
+/// removes the temporary directory that was made for the socket, and the socket in it. A socket in
+/// the user's runtime directory is removed by the listener that bound it.
 pub(crate) struct DefaultSocket {
-    /// Where to listen; always a Unix socket.
-    pub(crate) listen: Listen,
+    /// The address; always a Unix socket.
+    pub(crate) listen: ListenAddress,
     temporary: Option<PathBuf>,
 }
 
-impl Drop for DefaultSocket {
-    fn drop(&mut self) {
+impl DefaultSocket {
+    /// Removes the temporary directory and its socket. Can be called again.
+    pub(crate) fn remove(&self) {
         if let Some(directory) = &self.temporary {
-            // Nothing else can be in it. What fails here leaves an empty directory at worst.
-            if let Listen::Unix(socket) = &self.listen {
+            // The directory holds no other file. A failure leaves an empty directory at worst.
+            if let ListenAddress::Unix(socket) = &self.listen {
                 let _ = fs::remove_file(socket);
             }
             let _ = fs::remove_dir(directory);
@@ -88,9 +89,15 @@ impl Drop for DefaultSocket {
     }
 }
 
+impl Drop for DefaultSocket {
+    fn drop(&mut self) {
+        self.remove();
+    }
+}
+
 /// A socket for the server of `image`: `nowait/NAME.sock` in `XDG_RUNTIME_DIR`, NAME being the
-/// image's file name without its extension, or, where there is no such directory of the user's,
-/// in a new temporary one that nobody else can enter.
+/// image's file name without its extension, or, where the user has no such directory, in a new
+/// temporary one that no other user can enter.
 ///
 /// # Errors
 /// No directory can be made, or the path is too long for a socket.
@@ -104,7 +111,7 @@ pub(crate) fn socket(image: &Path) -> Result<DefaultSocket, CliError> {
         }
     };
     let path = directory.join(name);
-    match Listen::unix(path.clone()) {
+    match ListenAddress::unix(path.clone()) {
         Ok(listen) => Ok(DefaultSocket { listen, temporary }),
         Err(why) => {
             if let Some(directory) = temporary {
@@ -121,7 +128,8 @@ fn socket_name(image: &Path) -> OsString {
     name
 }
 
-/// `nowait` in `runtime`, or `None` where that cannot be, or is somebody else's (as after su).
+/// `nowait` in `runtime`, or `None` where it cannot be created or `runtime` belongs to another user
+/// (as after su).
 fn runtime_directory(runtime: Option<OsString>) -> Option<PathBuf> {
     let runtime = PathBuf::from(runtime?);
     let owner = fs::metadata(&runtime).ok()?.uid();
@@ -133,7 +141,8 @@ fn runtime_directory(runtime: Option<OsString>) -> Option<PathBuf> {
     Some(directory)
 }
 
-/// A new directory in `parent`. That mkdir(2) refuses names that exist is what makes it ours.
+/// A new directory in `parent`. mkdir(2) fails for an existing name, so the directory is always
+/// this process's own.
 fn temporary_directory(parent: &Path) -> Result<PathBuf, CliError> {
     for n in 0..TEMPORARY_NAMES {
         let directory = parent.join(format!("nowait-{}-{n}", std::process::id()));
@@ -182,7 +191,7 @@ mod tests {
     }
 
     #[test]
-    fn a_default_image_that_holds_something_is_left_alone() {
+    fn a_default_image_with_content_is_left_unchanged() {
         let state = tempfile::tempdir().unwrap();
         let path = state.path().join(IMAGE_NAME);
         fs::write(&path, "precious").unwrap();
@@ -191,7 +200,7 @@ mod tests {
     }
 
     #[test]
-    fn a_default_image_left_half_made_is_finished() {
+    fn an_empty_default_image_is_completed() {
         let state = tempfile::tempdir().unwrap();
         let path = state.path().join(IMAGE_NAME);
         fs::write(&path, "").unwrap();
@@ -207,7 +216,7 @@ mod tests {
     }
 
     #[test]
-    fn the_runtime_directory_is_used_only_where_there_is_one() {
+    fn the_runtime_directory_is_used_only_where_it_exists() {
         let runtime = tempfile::tempdir().unwrap();
         let directory = runtime_directory(Some(runtime.path().into())).unwrap();
         assert_eq!(directory, runtime.path().join("nowait"));
@@ -226,7 +235,7 @@ mod tests {
         assert_eq!((mode(&first), mode(&second)), (0o700, 0o700));
         let path = first.join("disk.sock");
         fs::write(&path, "").unwrap();
-        drop(DefaultSocket { listen: Listen::Unix(path), temporary: Some(first.clone()) });
+        drop(DefaultSocket { listen: ListenAddress::Unix(path), temporary: Some(first.clone()) });
         assert!(!first.exists() && second.exists());
     }
 }

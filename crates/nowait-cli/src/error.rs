@@ -1,33 +1,50 @@
-//! What the command says when it fails: one line, made where the failure was seen.
+//! The error of a command: a message of one line, made where the failure is detected.
 //!
-//! Invariant: the line names the thing concerned first, then what is wrong, then, where something
-//! can be done, what to do.
-//! Knows: nothing. Known by: every other module of the command.
+//! Invariant: the message names the object concerned first, then what is wrong, then, where the
+//! user can do something about it, what to do; names are escaped by [`plain`], so that it stays one
+//! line.
 
-use std::fmt;
-use std::io;
 use std::path::Path;
+use std::{fmt, io};
 
-/// A failure that ends the command with exit status 1. (A wrong command line ends it with 2; that
-/// is found while parsing.)
+pub(crate) use nowait_image::plain;
+
+/// The exit status of most failures. (A wrong command line, which is detected before any work, has
+/// another one.)
+const FAILURE: u8 = 1;
+
+/// A failure that ends the command.
 #[derive(Debug)]
-pub(crate) struct CliError(String);
+pub(crate) struct CliError {
+    message: String,
+    status: u8,
+}
 
 impl CliError {
-    /// A failure in words.
+    /// A failure with a message.
     pub(crate) fn new(message: impl Into<String>) -> Self {
-        Self(message.into())
+        Self { message: message.into(), status: FAILURE }
     }
 
-    /// `path` is what it is about, `what` is wrong with it.
+    /// A failure that concerns `path`; `what` is wrong with it.
     pub(crate) fn at(path: &Path, what: impl fmt::Display) -> Self {
-        Self(format!("{}: {what}", path.display()))
+        Self::new(format!("{}: {what}", path.display()))
+    }
+
+    /// The same failure with another exit status.
+    pub(crate) fn with_status(self, status: u8) -> Self {
+        Self { status, ..self }
+    }
+
+    /// The exit status.
+    pub(crate) fn status(&self) -> u8 {
+        self.status
     }
 }
 
 impl fmt::Display for CliError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.0)
+        f.write_str(&plain(&self.message))
     }
 }
 
@@ -37,5 +54,16 @@ pub(crate) fn reason(error: &io::Error) -> String {
     match words.find(" (os error ") {
         Some(end) => words[..end].to_owned(),
         None => words,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_failure_is_one_line_without_control_characters_for_any_file_name() {
+        let error = CliError::at(Path::new("a\nb\x1b[2J\u{202e}é.img"), "gone");
+        assert_eq!(error.to_string(), r"a\nb\u{1b}[2J\u{202e}é.img: gone");
     }
 }

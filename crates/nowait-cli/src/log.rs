@@ -1,27 +1,63 @@
 //! Messages on standard error while the server runs.
 //!
-//! Invariant: each message is one line that begins with `nowait:`; without `--verbose` only
-//! warnings and errors are said.
-//! Knows: nothing. Known by: main.
+//! Invariant: each message is one line that begins with `nowait:`, whatever names are in it, and
+//! has no control characters; without `--verbose` only warnings and errors are printed. Where the
+//! journal reads standard error, each line begins with its priority.
 
 use std::fmt;
-use std::io;
+use std::io::{self, Write};
+use std::sync::OnceLock;
 
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
-/// From now on, events of `tracing` go to standard error. To be called once.
+use crate::error::plain;
+
+/// Writes events of `tracing` to standard error from now on. To be called once.
 pub(crate) fn start(verbose: bool) {
     tracing_subscriber::fmt()
         .with_max_level(if verbose { Level::DEBUG } else { Level::WARN })
         .with_writer(io::stderr)
         .with_ansi(false)
-        // Who closed our standard error does not want to hear that it is closed.
+        // If standard error is closed, an error about that cannot be printed either.
         .log_internal_errors(false)
         .event_format(OneLine)
         .init();
+}
+
+/// Prints a line that is not an event of `tracing`.
+pub(crate) fn write_line(level: Level, line: impl fmt::Display) {
+    // Not eprintln!, which panics where standard error is closed.
+    let _ = io::stderr().write_all(one_line(level, &line.to_string()).as_bytes());
+}
+
+/// The line for `message`, with a line break.
+fn one_line(level: Level, message: &str) -> String {
+    format!("{}nowait: {}\n", priority(level), plain(message))
+}
+
+/// The priority prefix of a line for the journal (sd-daemon(3)); empty for any other reader.
+fn priority(level: Level) -> &'static str {
+    static JOURNAL: OnceLock<bool> = OnceLock::new();
+    if !JOURNAL.get_or_init(is_read_by_the_journal) {
+        return "";
+    }
+    match level {
+        Level::ERROR => "<3>",
+        Level::WARN => "<4>",
+        Level::INFO => "<6>",
+        _ => "<7>",
+    }
+}
+
+/// Whether standard error is connected to the journal: `JOURNAL_STREAM` has the stream's device and
+/// inode (systemd.exec(5)).
+fn is_read_by_the_journal() -> bool {
+    let Ok(stream) = std::env::var("JOURNAL_STREAM") else { return false };
+    rustix::fs::fstat(io::stderr())
+        .is_ok_and(|stat| stream == format!("{}:{}", stat.st_dev, stat.st_ino))
 }
 
 struct OneLine;
@@ -38,12 +74,12 @@ where
         event: &Event<'_>,
     ) -> fmt::Result {
         let level = *event.metadata().level();
-        writer.write_str(match level {
-            Level::ERROR => "nowait: error: ",
-            Level::WARN => "nowait: warning: ",
-            _ => "nowait: ",
-        })?;
-        context.format_fields(writer.by_ref(), event)?;
-        writeln!(writer)
+        let mut message = String::from(match level {
+            Level::ERROR => "error: ",
+            Level::WARN => "warning: ",
+            _ => "",
+        });
+        context.format_fields(Writer::new(&mut message), event)?;
+        writer.write_str(&one_line(level, &message))
     }
 }

@@ -1,69 +1,67 @@
 //! The `nowait` command: parse, compose, print.
 //!
 //! Invariant: success is exit status 0, a failure is one line on standard error and 1, a wrong
-//! command line is 2; `check` tells what it found by its exit status too.
-//! Knows: every module here. Known by: nobody.
+//! command line one line and 2; a copy that left its target partly written is 3, a copy with
+//! unreadable ranges 4; `check` reports its findings by its exit status, and has 64 for a wrong
+//! command line. A panic is one line and 70.
 
+mod panics;
 mod error;
 mod size;
-mod export;
-mod tls_args;
-mod bench_args;
-mod listen;
+mod export_spec;
+mod listen_address;
 mod log;
-mod image_args;
-mod copy_args;
-mod change_args;
 mod args;
+mod usage;
 mod default_image;
 mod qcow2_info;
-mod info;
-mod image;
-mod map;
-mod check;
-mod service;
-mod create;
-mod resize;
-mod commit;
-mod opened;
-mod serve;
-mod copy;
-mod bench;
+mod open_chain;
+mod systemd;
+mod secrets;
+mod open_disk;
+mod lifetime;
+mod signals;
+mod commands;
 
-use std::io::{self, Write};
+use crate::commands::{bench, check, commit, copy, create, info, map, resize, serve, setup};
 use std::process::ExitCode;
 use std::sync::Arc;
 
-use clap::Parser;
-
-use crate::args::{Cli, Command};
+use args::Command;
 
 fn main() -> ExitCode {
-    // A write beyond the limit of a file's size is to fail with EFBIG, which is reported; without a
-    // handler it ends the process. Where none can be had, it does.
+    panics::end_process();
+    // With a handler for SIGXFSZ, a write beyond the file size limit fails with EFBIG, which is
+    // reported; without one the signal ends the process. A failed registration is ignored.
     let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
-    let result = match Cli::parse().command {
+    let command = match usage::parse() {
+        Ok(cli) => cli.command,
+        Err(status) => return status,
+    };
+    if let Err(why) = command.check() {
+        return usage::refuse(&command, &why);
+    }
+    let result = match command {
         Command::Serve(args) => {
-            let exports = args.exports().unwrap_or_else(|usage| usage.exit());
-            args.tls.check().unwrap_or_else(|usage| usage.exit());
             log::start(args.verbose);
-            serve::run(&args, exports).map(|()| ExitCode::SUCCESS)
+            serve::run(&args).map(|()| ExitCode::SUCCESS)
         }
         Command::Create(args) => create::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Info(args) => info::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Map(args) => map::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Check(args) => check::run(&args),
-        Command::Copy(args) => copy::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Copy(args) => copy::run(&args),
         Command::Resize(args) => resize::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Commit(args) => commit::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Bench(args) => bench::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Completions(args) => setup::completions(&args).map(|()| ExitCode::SUCCESS),
+        Command::Man(args) => setup::man(&args).map(|()| ExitCode::SUCCESS),
     };
     match result {
         Ok(code) => code,
         Err(error) => {
-            // Not eprintln!, which panics where standard error is closed.
-            let _ = writeln!(io::stderr(), "nowait: {error}");
-            ExitCode::FAILURE
+            log::write_line(tracing::Level::ERROR, &error);
+            ExitCode::from(error.status())
         }
     }
 }

@@ -1,33 +1,38 @@
-//! What the header of a qcow2 image says, as `qemu-img info` says it.
+//! The header of a qcow2 image in the form of `qemu-img info`.
 //!
 //! Invariant: only IMAGE itself is opened, for reading and without a lock; a damaged or unsupported
 //! image is described as far as its header makes sense.
-//! Knows: error, size. Known by: info.
 
 use std::path::Path;
 
-use nowait_image::{Compression, Header, HostFile};
+use nowait_image::{Bitmap, Compression, Header, HostFile};
 use serde_json::{Map, Value, json};
 
-use crate::error::CliError;
+use crate::error::{CliError, plain};
 use crate::size::human;
 
 pub(crate) struct Qcow2Info {
     header: Header,
-    /// The backing file's path from here on, not only from the image's directory on.
+    /// The backing file's path relative to the current directory, not to the image's.
     full_backing: Option<String>,
+    /// Empty also where the bitmap directory is damaged.
+    bitmaps: Vec<Bitmap>,
 }
 
 impl Qcow2Info {
     pub(crate) fn read(image: &Path) -> Result<Self, CliError> {
-        let header = HostFile::open(image, false)
-            .and_then(|file| Header::read(&file))
+        let (header, bitmaps) = HostFile::open(image, false)
+            .and_then(|file| {
+                let header = Header::read(&file)?;
+                let bitmaps = Bitmap::all(&file, &header).unwrap_or_default();
+                Ok((header, bitmaps))
+            })
             .map_err(|error| CliError::new(error.to_string()))?;
         let full_backing = header.backing.as_ref().map(|backing| {
             let directory = image.parent().unwrap_or(Path::new(""));
             directory.join(&backing.name).to_string_lossy().into_owned()
         });
-        Ok(Self { header, full_backing })
+        Ok(Self { header, full_backing, bitmaps })
     }
 
     fn compression(&self) -> &'static str {
@@ -56,9 +61,13 @@ impl Qcow2Info {
             data["extended-l2"] = json!(header.has_extended_l2());
         }
         if header.has_data_file() {
-            let name = header.data_file.as_ref().map(|name| name.to_string_lossy());
-            data["data-file"] = json!(name);
+            if let Some(name) = &header.data_file {
+                data["data-file"] = json!(name.to_string_lossy());
+            }
             data["data-file-raw"] = json!(header.is_data_file_raw());
+        }
+        if !self.bitmaps.is_empty() {
+            data["bitmaps"] = self.bitmaps.iter().map(bitmap_in_json).collect();
         }
         let mut object = Map::new();
         let mut put = |key: &str, value: Value| object.insert(key.to_owned(), value);
@@ -77,17 +86,20 @@ impl Qcow2Info {
         object
     }
 
-    /// Lines for people: a name and a value each.
-    pub(crate) fn in_words(&self) -> Vec<(&'static str, String)> {
+    /// Lines of text, a name and a value each, in the words of `qemu-img info`. `file_bytes` is the
+    /// length of the file, `space` the text for its allocated space.
+    pub(crate) fn in_words(&self, file_bytes: u64, space: String) -> Vec<(&'static str, String)> {
         let header = &self.header;
         let mut lines = vec![
             ("format", format!("qcow2, version {}", header.version)),
-            ("disk size", human(header.size)),
-            ("clusters", human(header.cluster_bytes())),
+            ("virtual size", human(header.size)),
+            ("disk size", space),
+            ("file length", human(file_bytes)),
+            ("cluster size", human(header.cluster_bytes())),
         ];
         if let Some(backing) = &header.backing {
             let format = backing.format.as_deref().unwrap_or("format not recorded");
-            lines.push(("backing", format!("{} ({})", shown(&backing.name), shown(format))));
+            lines.push(("backing file", format!("{} ({})", shown(&backing.name), shown(format))));
         }
         if header.has_data_file() {
             let name = header.data_file.as_deref().map_or("not recorded".into(), shown);
@@ -96,15 +108,25 @@ impl Qcow2Info {
         if header.snapshots > 0 {
             lines.push(("snapshots", header.snapshots.to_string()));
         }
-        if let Err(why) = header.supported(true) {
-            lines.push(("note", why));
+        if !self.bitmaps.is_empty() {
+            lines.push(("bitmaps", self.bitmaps.len().to_string()));
         }
         lines
     }
+
+    /// Why the image cannot be served writable, if so.
+    pub(crate) fn note(&self) -> Option<(&'static str, String)> {
+        self.header.supported(true).err().map(|why| ("note", why))
+    }
 }
 
-/// A name out of the image, without what could move a terminal's cursor.
+fn bitmap_in_json(bitmap: &Bitmap) -> Value {
+    let flags = [("in-use", bitmap.in_use), ("auto", bitmap.auto)];
+    let flags: Vec<_> = flags.into_iter().filter(|(_, set)| *set).map(|(name, _)| name).collect();
+    json!({ "name": bitmap.name, "granularity": bitmap.granularity, "flags": flags })
+}
+
+/// A name from the image, without control characters.
 fn shown(name: impl AsRef<std::ffi::OsStr>) -> String {
-    let name = name.as_ref().to_string_lossy();
-    name.chars().map(|c| if c.is_control() { '?' } else { c }).collect()
+    plain(&name.as_ref().to_string_lossy())
 }

@@ -1,8 +1,7 @@
-//! Sizes as people write them: `10G` in, `10 GiB` out.
+//! Parses and formats sizes: `10G` in, `10 GiB` out.
 //!
-//! Invariant: a size is a whole number of bytes from 1 to [`MAX_BYTES`]; all units are powers of
+//! Invariant: a size is a whole number of bytes up to [`MAX_BYTES`]; all units are powers of
 //! 1024.
-//! Knows: nothing. Known by: args, change_args, and the commands that print sizes.
 
 /// The greatest size of a file in bytes, 8 EiB - 1: file positions are signed.
 const MAX_BYTES: u64 = i64::MAX as u64;
@@ -13,8 +12,19 @@ const HOW: &str = "give bytes, or a whole number with K, M, G or T, as in 512M o
 /// (after a unit) `iB`.
 ///
 /// # Errors
-/// Words that say what is wrong: not of that form, zero, or more than [`MAX_BYTES`].
+/// A message that says what is wrong: another form, zero, or more than [`MAX_BYTES`].
 pub(crate) fn parse(text: &str) -> Result<u64, String> {
+    match parse_with_zero(text)? {
+        0 => Err("at least one byte is needed".into()),
+        bytes => Ok(bytes),
+    }
+}
+
+/// As [`parse`], but 0 bytes are allowed, as QEMU allows them for a disk.
+///
+/// # Errors
+/// As [`parse`].
+pub(crate) fn parse_with_zero(text: &str) -> Result<u64, String> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = text.split_at(digits);
     if number.is_empty() {
@@ -31,17 +41,16 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
         }
         _ => return Err(format!("unknown unit '{unit}' ({HOW})")),
     };
-    // All digits, so that only too many of them make this fail.
+    // All are digits, so that parsing fails only on overflow.
     let bytes = number.parse::<u64>().ok().and_then(|n| n.checked_mul(1 << shift));
     match bytes {
-        Some(0) => Err("a disk needs at least one byte".into()),
         Some(bytes) if bytes <= MAX_BYTES => Ok(bytes),
         _ => Err("too large (no file can have 8 EiB or more)".into()),
     }
 }
 
-/// `bytes` for people: in the largest unit of which there is at least one, to one decimal place,
-/// with the exact number behind it if the unit is not bytes.
+/// `bytes` as text: in the largest unit of which there is at least one, to one decimal place,
+/// followed by the exact number if the unit is not bytes.
 pub(crate) fn human(bytes: u64) -> String {
     const UNITS: [(&str, u32); 6] =
         [("EiB", 60), ("PiB", 50), ("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
@@ -55,7 +64,7 @@ pub(crate) fn human(bytes: u64) -> String {
         let about = if tenth == 0 { String::new() } else { format!(".{tenth}") };
         return format!("{whole}{about} {unit} ({bytes} bytes)");
     }
-    format!("{bytes} bytes")
+    if bytes == 1 { "1 byte".into() } else { format!("{bytes} bytes") }
 }
 
 #[cfg(test)]
@@ -86,14 +95,15 @@ mod tests {
     }
 
     #[test]
-    fn zero_is_refused() {
+    fn zero_is_allowed_only_as_the_size_of_a_disk() {
         for text in ["0", "0G", "000"] {
             assert!(refusal(text).contains("at least one byte"), "{text}");
+            assert_eq!(parse_with_zero(text), Ok(0), "{text}");
         }
     }
 
     #[test]
-    fn what_no_file_can_hold_is_refused() {
+    fn a_size_beyond_the_largest_file_is_refused() {
         for text in ["9223372036854775808", "8388608T", "99999999999999999999999", "17179869184G"] {
             assert!(refusal(text).contains("too large"), "{text}");
         }
@@ -108,8 +118,9 @@ mod tests {
     }
 
     #[test]
-    fn people_read_the_largest_unit_and_the_exact_number() {
+    fn a_size_is_shown_in_the_largest_unit_and_as_the_exact_number() {
         assert_eq!(human(0), "0 bytes");
+        assert_eq!(human(1), "1 byte");
         assert_eq!(human(1023), "1023 bytes");
         assert_eq!(human(1024), "1 KiB (1024 bytes)");
         assert_eq!(human(1536), "1.5 KiB (1536 bytes)");

@@ -1,32 +1,46 @@
-//! Why a copy failed: the place concerned and one line of words.
+//! Why a copy failed: the location concerned and a message of one line.
 //!
-//! Invariant: the line is made where the failure was seen, says what is wrong and, where something
-//! can be done, what to do; it holds no line break.
-//! Knows: nothing. Known by: every other module.
+//! Invariant: the message is made where the failure is detected, says what is wrong and, where the
+//! user can do something about it, what to do; it contains no line break.
 
-use std::fmt;
-use std::io;
+use std::{fmt, io};
 
-/// Why there is no copy.
+use nowait_image::plain;
+
+/// The failure of a copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Error {
-    /// Something is wrong with one of the two sides.
+    /// The source or the target failed.
     At {
         /// The path or the URI, as it was given.
         place: String,
         /// What is wrong with it.
         what: String,
     },
-    /// It was to stop before it was done.
+    /// The copy was cancelled before it was complete.
     Interrupted,
+    /// The copy failed after the target, a block device or an export, had been written to: its
+    /// content is neither the old one nor a complete copy.
+    WrittenInPart {
+        /// The target, as it was given.
+        place: String,
+        /// The failure that ended the copy.
+        why: Box<Error>,
+    },
 }
 
 impl Error {
     /// `what` is wrong with `place`. Control characters, which a server may have sent or a name
-    /// may hold, become spaces.
+    /// may hold, are shown as Rust writes them: `\n`, `\u{1b}`.
     pub(crate) fn at(place: &impl ToString, what: impl fmt::Display) -> Self {
-        let plain = |text: String| text.replace(char::is_control, " ");
-        Self::At { place: plain(place.to_string()), what: plain(what.to_string()) }
+        Self::At { place: plain(&place.to_string()), what: plain(&what.to_string()) }
+    }
+}
+
+impl Error {
+    /// The same failure, after `place` had been written to, which cannot be undone.
+    pub(crate) fn amid(self, place: &impl ToString) -> Self {
+        Self::WrittenInPart { place: plain(&place.to_string()), why: Box::new(self) }
     }
 }
 
@@ -35,6 +49,13 @@ impl fmt::Display for Error {
         match self {
             Self::At { place, what } => write!(f, "{place}: {what}"),
             Self::Interrupted => f.write_str("interrupted, there is no copy"),
+            Self::WrittenInPart { place, why } => match **why {
+                Self::Interrupted => write!(
+                    f,
+                    "interrupted: {place} is written in part, and neither what it was nor a copy"
+                ),
+                _ => write!(f, "{why}; {place} is written in part"),
+            },
         }
     }
 }
@@ -46,7 +67,7 @@ pub(crate) fn reason(errno: i32) -> String {
     words(&io::Error::from_raw_os_error(errno))
 }
 
-/// The same for an error of the standard library.
+/// The system's words for an error of the standard library.
 pub(crate) fn words(error: &io::Error) -> String {
     let mut words = error.to_string();
     if let Some(end) = words.find(" (os error ") {
@@ -60,13 +81,22 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_failure_is_one_line_whatever_a_server_said() {
+    fn a_failure_is_one_line_whatever_the_server_sent() {
         let error = Error::at(&"nbd://h/", "it said\n\x1b[2Jnonsense");
-        assert_eq!(error.to_string(), "nbd://h/: it said  [2Jnonsense");
+        assert_eq!(error.to_string(), r"nbd://h/: it said\n\u{1b}[2Jnonsense");
     }
 
     #[test]
-    fn the_systems_words_come_without_their_number() {
+    fn a_partly_written_target_is_named_with_the_error_of_the_copy() {
+        let error = Error::Interrupted.amid(&"/dev/vdb");
+        assert!(error.to_string().starts_with("interrupted: /dev/vdb is written in part"));
+        let error = Error::at(&"a.img", "cannot read at byte 0").amid(&"/dev/vdb");
+        let line = "a.img: cannot read at byte 0; /dev/vdb is written in part";
+        assert_eq!(error.to_string(), line);
+    }
+
+    #[test]
+    fn a_system_error_is_shown_without_its_number() {
         assert_eq!(reason(rustix::io::Errno::NOSPC.raw_os_error()), "No space left on device");
     }
 }

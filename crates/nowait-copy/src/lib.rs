@@ -1,27 +1,31 @@
 //! Copies a disk to another: files, qcow2 images, block devices and NBD exports on either side.
 //!
-//! One thread keeps many requests in flight on both sides and sleeps while all are out. What reads
-//! as zeros is neither read nor written where that can be known. A file is written under another
-//! name and gets its own when it is complete and on storage, so that a copy that was cut never
-//! looks like a whole one. The modules are listed in the order in which they know each other.
+//! One thread keeps many requests in flight on both sides and sleeps while none can progress.
+//! Ranges known to read as zeros are neither read nor written. A new file is written under a
+//! temporary name and renamed when it is complete and on storage, so that an interrupted copy never
+//! looks like a complete one. Each module uses only modules listed before it.
 #![deny(unsafe_code)]
 
 mod error;
-mod place;
-mod zeros;
-mod memory;
-mod port;
-mod file_port;
+mod location;
+mod zero_detection;
+mod lost_ranges;
+mod buffer_pool;
+mod endpoint;
+mod file_endpoint;
 mod nbd;
-mod extents;
-mod pair;
+mod rescue;
+mod zero_map;
+mod copy_loop;
+mod first_bytes;
 mod transfer;
 mod verify;
-mod ends;
-mod job;
+mod open;
+mod copy;
 
+pub use copy::{Options, Phase, Progress, REQUEST_BYTES, Report, copy};
 pub use error::Error;
-pub use job::{Options, Phase, Progress, REQUEST_BYTES, Report, copy};
+pub use location::{Location, NbdUri};
+pub use lost_ranges::Lost;
 #[cfg(feature = "fuzz")]
 pub use nbd::fuzz;
-pub use place::{Place, Uri};

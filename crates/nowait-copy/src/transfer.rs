@@ -1,130 +1,145 @@
-//! The copy itself: what is data on the source is read and written, what is zeros is made so.
+//! The copy itself: reads and writes the source's data, and zeroes the target where the source is
+//! zero.
 //!
-//! Invariant: when it has ended well, each byte of the source was written to the target as it was
-//! read, or reads as zero there if it is zero; the flush came after all of it.
-//! Knows: error, zeros, memory, port, extents, pair. Known by: job.
+//! Invariant: after success, each byte of the source was written to the target as it was read, or
+//! reads as zero there if it is zero; the flush followed all writes.
 
-use nowait::{Buffer, Range};
+use nowait::{ByteRange, IoBuffer};
 
+use crate::buffer_pool::BufferPool;
+use crate::copy_loop::{Endpoints, Phase, STATUS};
+use crate::endpoint::{Completed, CopyOperation, CopyRequest};
 use crate::error::Error;
-use crate::extents::{Piece, Walk};
-use crate::memory::Memory;
-use crate::pair::{Pair, Phase, STATUS};
-use crate::port::{Done, Request, What};
-use crate::zeros::{Run, runs};
+use crate::zero_detection::{DataRun, data_runs};
+use crate::zero_map::{CopyExtent, ExtentIterator};
 
-/// Requests in flight at most, for each of the largest that fit the memory: many small pieces are
-/// under way together.
-const PIECES_PER_CHUNK: usize = 8;
-/// Zeros found in data are written like data unless so many lie together, in bytes, where to make
-/// them zero takes a request of its own.
+/// The limit on pieces in flight, as a multiple of the number of largest requests that fit the
+/// memory: many small pieces can be in flight together.
+const PIECES_PER_REQUEST: usize = 8;
+/// Runs of zeros within data that are shorter than this many bytes are written as data: zeroing
+/// takes a request of its own.
 const ZERO_RUN_BYTES: usize = 64 << 10;
 
-/// What a copy came to.
+/// The byte counts of a copy.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub(crate) struct Counts {
     /// Bytes that were read and written.
     pub(crate) data: u64,
-    /// Bytes that were zero on the source.
+    /// Bytes of the source that were zero.
     pub(crate) zero: u64,
 }
 
-/// How zeros are treated.
+/// How zeros are handled.
 #[derive(Clone, Copy, Debug)]
 pub(crate) struct Zeros {
-    /// Data is searched for zeros in blocks of so many bytes; 0 for not at all.
+    /// Data is searched for zeros in blocks of this many bytes; 0 disables the search.
     pub(crate) block: usize,
     /// Whether all of the target reads as zeros before the copy.
     pub(crate) target_is_zero: bool,
 }
 
 struct Transfer<'a, 'b> {
-    pair: &'a mut Pair<'b>,
-    walk: Walk,
+    endpoints: &'a mut Endpoints<'b>,
+    extents: ExtentIterator,
     zeros: Zeros,
-    memory: Memory,
-    /// What is left of the piece that was begun.
-    rest: Option<Piece>,
-    /// By tag: the pieces under way.
-    pieces: slab::Slab<Piece>,
+    memory: BufferPool,
+    /// The remainder of a piece that was started in part.
+    rest: Option<CopyExtent>,
+    /// The pieces in flight, indexed by tag.
+    pieces: slab::Slab<CopyExtent>,
     max_pieces: usize,
     counts: Counts,
     done: u64,
 }
 
 /// Copies all of the source to the target and flushes it.
-pub(crate) fn run(pair: &mut Pair<'_>, zeros: Zeros) -> Result<Counts, Error> {
-    let walk = pair.walk(zeros.target_is_zero);
-    let memory = Memory::new(pair.memory);
-    let max_pieces = (pair.memory / pair.chunk.max(1) as usize).max(1) * PIECES_PER_CHUNK;
+pub(crate) fn run(endpoints: &mut Endpoints<'_>, zeros: Zeros) -> Result<Counts, Error> {
+    let extents = endpoints.extents(zeros.target_is_zero);
+    let memory = BufferPool::new(endpoints.memory);
+    let max_pieces =
+        (endpoints.memory / endpoints.request_bytes.max(1) as usize).max(1) * PIECES_PER_REQUEST;
     let (pieces, counts) = (slab::Slab::new(), Counts::default());
-    let mut transfer =
-        Transfer { pair, walk, zeros, memory, rest: None, pieces, max_pieces, counts, done: 0 };
+    let mut transfer = Transfer {
+        endpoints,
+        extents,
+        zeros,
+        memory,
+        rest: None,
+        pieces,
+        max_pieces,
+        counts,
+        done: 0,
+    };
     transfer.run()?;
     let counts = transfer.counts;
-    flush(pair)?;
-    pair.target.finish()?;
+    flush(endpoints)?;
+    endpoints.target.finish()?;
     Ok(counts)
 }
 
-/// Makes what was written durable.
-fn flush(pair: &mut Pair<'_>) -> Result<(), Error> {
-    if !pair.target.facts().flushes {
+/// Makes all writes durable.
+fn flush(endpoints: &mut Endpoints<'_>) -> Result<(), Error> {
+    if !endpoints.target.capabilities().has_flush {
         return Ok(());
     }
-    pair.tell(Phase::Flushing, pair.size);
-    let range = Range::new(0, 0);
-    pair.target.submit(Request { what: What::Flush, range, tag: 0, memory: None });
+    endpoints.report(Phase::Flushing, endpoints.size);
+    let range = ByteRange::new(0, 0);
+    endpoints.target.submit(CopyRequest {
+        operation: CopyOperation::Flush,
+        range,
+        tag: 0,
+        memory: None,
+    });
     loop {
-        pair.advance()?;
-        if pair.target.next().is_some() {
+        endpoints.advance()?;
+        if endpoints.target.next().is_some() {
             return Ok(());
         }
-        pair.wait()?;
+        endpoints.wait()?;
     }
 }
 
 impl Transfer<'_, '_> {
     fn run(&mut self) -> Result<(), Error> {
         loop {
-            self.pair.ask(&mut self.walk);
-            let mut moved = self.begin()?;
-            self.pair.advance()?;
-            while let Some(done) = self.pair.source.next() {
-                moved = true;
-                self.came(done);
+            self.endpoints.query(&mut self.extents);
+            let mut progressed = self.start_pieces()?;
+            self.endpoints.advance()?;
+            while let Some(done) = self.endpoints.source.next() {
+                progressed = true;
+                self.on_read(done);
             }
-            while let Some(done) = self.pair.target.next() {
-                moved = true;
-                self.went(done);
+            while let Some(done) = self.endpoints.target.next() {
+                progressed = true;
+                self.on_written(done);
             }
-            self.pair.tell(Phase::Copying, self.done);
-            if self.walk.is_over() && self.rest.is_none() && self.pieces.is_empty() {
+            self.endpoints.report(Phase::Copying, self.done);
+            if self.extents.is_over() && self.rest.is_none() && self.pieces.is_empty() {
                 return Ok(());
             }
-            if !moved {
-                self.pair.wait()?;
+            if !progressed {
+                self.endpoints.wait()?;
             }
         }
     }
 
-    /// Begins as many pieces as there is room for; tells whether any.
-    fn begin(&mut self) -> Result<bool, Error> {
-        let mut begun = false;
+    /// Starts as many pieces as the memory allows; returns whether any was started.
+    fn start_pieces(&mut self) -> Result<bool, Error> {
+        let mut started = false;
         while self.pieces.len() < self.max_pieces {
-            let Some(piece) = self.rest.take().or_else(|| self.walk.next()) else { break };
-            let max_zero = self.pair.target.facts().max_zero_bytes;
+            let Some(piece) = self.rest.take().or_else(|| self.extents.next()) else { break };
+            let max_zero = self.endpoints.target.capabilities().max_zero_bytes;
             let limit = match (piece.source_zero, piece.target_zero) {
                 (true, true) => piece.range.len,
                 (true, false) if max_zero > 0 => max_zero,
-                _ => self.pair.chunk - piece.range.pos % self.pair.chunk,
+                _ => self.endpoints.request_bytes - piece.range.pos % self.endpoints.request_bytes,
             };
             let len = piece.range.len.min(limit);
-            let now = Piece { range: Range::new(piece.range.pos, len), ..piece };
+            let part = CopyExtent { range: ByteRange::new(piece.range.pos, len), ..piece };
             let memory = if piece.source_zero && (piece.target_zero || max_zero > 0) {
                 None
             } else {
-                match self.memory.take(self.pair.padded(now.range).len as usize)? {
+                match self.memory.take(self.endpoints.padded(part.range).len as usize)? {
                     Some(memory) => Some(memory),
                     None => {
                         self.rest = Some(piece);
@@ -132,18 +147,18 @@ impl Transfer<'_, '_> {
                     }
                 }
             };
-            self.submit(now, memory);
-            begun = true;
+            self.submit(part, memory);
+            started = true;
             if len < piece.range.len {
-                let rest = Range::new(piece.range.pos + len, piece.range.len - len);
-                self.rest = Some(Piece { range: rest, ..piece });
+                let rest = ByteRange::new(piece.range.pos + len, piece.range.len - len);
+                self.rest = Some(CopyExtent { range: rest, ..piece });
             }
         }
-        Ok(begun)
+        Ok(started)
     }
 
-    fn submit(&mut self, piece: Piece, memory: Option<Buffer>) {
-        let Piece { range, source_zero, target_zero } = piece;
+    fn submit(&mut self, piece: CopyExtent, memory: Option<IoBuffer>) {
+        let CopyExtent { range, source_zero, target_zero } = piece;
         if source_zero {
             self.counts.zero += range.len;
             if target_zero {
@@ -155,44 +170,61 @@ impl Transfer<'_, '_> {
         match memory {
             Some(mut memory) if source_zero => {
                 memory.fill(0);
-                let len = self.pair.padded(range).len as usize;
-                self.write(range, tag, memory, vec![Run { start: 0, len, zero: false }]);
+                let len = self.endpoints.padded(range).len as usize;
+                self.write(range, tag, memory, vec![DataRun { start: 0, len, zero: false }]);
             }
             Some(memory) => {
                 let memory = Some(memory);
-                self.pair.source.submit(Request { what: What::Read, range, tag, memory });
+                self.endpoints.source.submit(CopyRequest {
+                    operation: CopyOperation::Read,
+                    range,
+                    tag,
+                    memory,
+                });
             }
             None => {
-                let range = self.pair.padded(range);
-                self.pair.target.submit(Request { what: What::Zero, range, tag, memory: None });
+                let range = self.endpoints.padded(range);
+                self.endpoints.has_written = true;
+                self.endpoints.target.submit(CopyRequest {
+                    operation: CopyOperation::Zero,
+                    range,
+                    tag,
+                    memory: None,
+                });
             }
         }
     }
 
-    fn write(&mut self, range: Range, tag: u64, memory: Buffer, runs: Vec<Run>) {
-        let (range, memory) = (self.pair.padded(range), Some(memory));
-        self.pair.target.submit(Request { what: What::Write(runs), range, tag, memory });
+    fn write(&mut self, range: ByteRange, tag: u64, memory: IoBuffer, runs: Vec<DataRun>) {
+        let (range, memory) = (self.endpoints.padded(range), Some(memory));
+        self.endpoints.has_written = true;
+        self.endpoints.target.submit(CopyRequest {
+            operation: CopyOperation::Write(runs),
+            range,
+            tag,
+            memory,
+        });
     }
 
-    /// Something came from the source.
-    fn came(&mut self, done: Done) {
-        let Done { tag, range, memory, spans } = done;
+    /// Handles a completion of the source.
+    fn on_read(&mut self, done: Completed) {
+        let Completed { tag, range, memory, extents, .. } = done;
         if tag == STATUS {
-            self.walk.source.answer(&spans);
+            self.extents.source.on_extents(&extents);
             return;
         }
         let (Some(&piece), Some(mut memory)) = (self.pieces.get(tag as usize), memory) else {
             return;
         };
-        let (len, padded) = (range.len as usize, self.pair.padded(range).len as usize);
+        let (len, padded) = (range.len as usize, self.endpoints.padded(range).len as usize);
         if let Some(tail) = memory.get_mut(len..padded) {
             tail.fill(0);
         }
         let bytes = memory.get(..padded).unwrap_or_default();
         let mut runs = match self.zeros.block {
-            0 => vec![Run { start: 0, len: padded, zero: false }],
-            block if piece.target_zero => runs(bytes, block),
-            block => runs(bytes, block.max(ZERO_RUN_BYTES)),
+            0 => vec![DataRun { start: 0, len: padded, zero: false }],
+            block if piece.target_zero => data_runs(bytes, block),
+            block => data_runs(bytes, block.max(ZERO_RUN_BYTES)),
         };
         if piece.target_zero {
             runs.retain(|run| !run.zero);
@@ -203,10 +235,10 @@ impl Transfer<'_, '_> {
         self.write(range, tag, memory, runs);
     }
 
-    /// Something has ended on the target.
-    fn went(&mut self, done: Done) {
+    /// Handles a completion of the target.
+    fn on_written(&mut self, done: Completed) {
         if done.tag == STATUS {
-            self.walk.target.answer(&done.spans);
+            self.extents.target.on_extents(&done.extents);
             return;
         }
         if let Some(memory) = done.memory {

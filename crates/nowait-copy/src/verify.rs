@@ -1,99 +1,103 @@
-//! Reading both sides again after a copy and comparing them.
+//! Compares source and target after a copy by reading both again.
 //!
-//! Invariant: when it has ended well, every byte was either read on both sides and found equal, or
-//! is told by both sides to be zero.
-//! Knows: error, memory, port, extents, pair. Known by: job.
+//! Invariant: after success, every byte was either read from both endpoints and found equal, or is
+//! reported as zero by both.
 
-use nowait::{Buffer, Range};
+use nowait::{ByteRange, IoBuffer};
 
+use crate::buffer_pool::BufferPool;
+use crate::copy_loop::{Endpoints, Phase, STATUS};
+use crate::endpoint::{Completed, CopyOperation, CopyRequest, Endpoint};
 use crate::error::Error;
-use crate::extents::{Piece, Walk};
-use crate::memory::Memory;
-use crate::pair::{Pair, Phase, STATUS};
-use crate::port::{Done, Port, Request, What};
+use crate::zero_map::{CopyExtent, ExtentIterator};
 
-/// A piece that is read on both sides.
-struct Both {
-    range: Range,
-    source: Option<Buffer>,
-    target: Option<Buffer>,
+/// A piece that is read from both endpoints.
+struct ReadPair {
+    range: ByteRange,
+    source: Option<IoBuffer>,
+    target: Option<IoBuffer>,
 }
 
 struct Verify<'a, 'b> {
-    pair: &'a mut Pair<'b>,
-    walk: Walk,
-    memory: Memory,
-    rest: Option<Piece>,
-    pieces: slab::Slab<Both>,
+    endpoints: &'a mut Endpoints<'b>,
+    extents: ExtentIterator,
+    memory: BufferPool,
+    rest: Option<CopyExtent>,
+    pieces: slab::Slab<ReadPair>,
     done: u64,
 }
 
-/// Compares the source to the target, called `name`.
+/// Compares the source with the target, which is called `name` in errors.
 ///
 /// # Errors
-/// The first difference that was found, by its byte; what reading said.
-pub(crate) fn run(pair: &mut Pair<'_>, name: &impl ToString) -> Result<(), Error> {
-    let walk = pair.walk(false);
-    // Each piece takes two buffers, and one that was begun must be able to end.
-    let memory = Memory::new(pair.memory.max(4 * pair.chunk as usize));
+/// The first difference that was found, with its byte offset; a read failed.
+pub(crate) fn run(endpoints: &mut Endpoints<'_>, name: &impl ToString) -> Result<(), Error> {
+    let extents = endpoints.extents(false);
+    // Each piece takes two buffers, and the memory must suffice for at least one piece.
+    let memory = BufferPool::new(endpoints.memory.max(4 * endpoints.request_bytes as usize));
     let pieces = slab::Slab::new();
-    Verify { pair, walk, memory, rest: None, pieces, done: 0 }.run(name)
+    Verify { endpoints, extents, memory, rest: None, pieces, done: 0 }.run(name)
 }
 
 impl Verify<'_, '_> {
     fn run(&mut self, name: &impl ToString) -> Result<(), Error> {
         loop {
-            self.pair.ask(&mut self.walk);
-            let mut moved = self.begin()?;
-            self.pair.advance()?;
-            while let Some(done) = self.pair.source.next() {
-                moved = true;
-                self.came(done, true, name)?;
+            self.endpoints.query(&mut self.extents);
+            let mut progressed = self.start_pieces()?;
+            self.endpoints.advance()?;
+            while let Some(done) = self.endpoints.source.next() {
+                progressed = true;
+                self.on_read(done, true, name)?;
             }
-            while let Some(done) = self.pair.target.next() {
-                moved = true;
-                self.came(done, false, name)?;
+            while let Some(done) = self.endpoints.target.next() {
+                progressed = true;
+                self.on_read(done, false, name)?;
             }
-            self.pair.tell(Phase::Verifying, self.done);
-            if self.walk.is_over() && self.rest.is_none() && self.pieces.is_empty() {
+            self.endpoints.report(Phase::Verifying, self.done);
+            if self.extents.is_over() && self.rest.is_none() && self.pieces.is_empty() {
                 return Ok(());
             }
-            if !moved {
-                self.pair.wait()?;
+            if !progressed {
+                self.endpoints.wait()?;
             }
         }
     }
 
-    fn begin(&mut self) -> Result<bool, Error> {
-        let mut begun = false;
-        while let Some(piece) = self.rest.take().or_else(|| self.walk.next()) {
-            let Piece { range, source_zero, target_zero } = piece;
+    fn start_pieces(&mut self) -> Result<bool, Error> {
+        let mut started = false;
+        while let Some(piece) = self.rest.take().or_else(|| self.extents.next()) {
+            let CopyExtent { range, source_zero, target_zero } = piece;
             if source_zero && target_zero {
                 self.done += range.len;
-                begun = true;
+                started = true;
                 continue;
             }
-            let len = range.len.min(self.pair.chunk - range.pos % self.pair.chunk);
-            let now = Range::new(range.pos, len);
-            let Some((source, target)) = self.two(self.pair.padded(now).len as usize)? else {
+            let len = range
+                .len
+                .min(self.endpoints.request_bytes - range.pos % self.endpoints.request_bytes);
+            let part = ByteRange::new(range.pos, len);
+            let Some((source, target)) =
+                self.buffer_pair(self.endpoints.padded(part).len as usize)?
+            else {
                 self.rest = Some(piece);
                 break;
             };
-            let tag = self.pieces.insert(Both { range: now, source: None, target: None }) as u64;
-            read(&mut *self.pair.source, now, tag, source);
-            let padded = self.pair.padded(now);
-            read(&mut *self.pair.target, padded, tag, target);
-            begun = true;
+            let tag =
+                self.pieces.insert(ReadPair { range: part, source: None, target: None }) as u64;
+            read(&mut *self.endpoints.source, part, tag, source);
+            let padded = self.endpoints.padded(part);
+            read(&mut *self.endpoints.target, padded, tag, target);
+            started = true;
             if len < range.len {
-                let rest = Range::new(range.pos + len, range.len - len);
-                self.rest = Some(Piece { range: rest, ..piece });
+                let rest = ByteRange::new(range.pos + len, range.len - len);
+                self.rest = Some(CopyExtent { range: rest, ..piece });
             }
         }
-        Ok(begun)
+        Ok(started)
     }
 
-    /// Memory for both sides, or for neither.
-    fn two(&mut self, len: usize) -> Result<Option<(Buffer, Buffer)>, Error> {
+    /// Memory for both endpoints, or for neither.
+    fn buffer_pair(&mut self, len: usize) -> Result<Option<(IoBuffer, IoBuffer)>, Error> {
         let Some(first) = self.memory.take(len)? else { return Ok(None) };
         match self.memory.take(len)? {
             Some(second) => Ok(Some((first, second))),
@@ -104,19 +108,24 @@ impl Verify<'_, '_> {
         }
     }
 
-    fn came(&mut self, done: Done, source: bool, name: &impl ToString) -> Result<(), Error> {
-        let Done { tag, memory, spans, .. } = done;
+    fn on_read(
+        &mut self,
+        done: Completed,
+        source: bool,
+        name: &impl ToString,
+    ) -> Result<(), Error> {
+        let Completed { tag, memory, extents, .. } = done;
         if tag == STATUS {
-            let extents = if source { &mut self.walk.source } else { &mut self.walk.target };
-            extents.answer(&spans);
+            let map = if source { &mut self.extents.source } else { &mut self.extents.target };
+            map.on_extents(&extents);
             return Ok(());
         }
-        let Some(both) = self.pieces.get_mut(tag as usize) else { return Ok(()) };
-        *(if source { &mut both.source } else { &mut both.target }) = memory;
-        if both.source.is_none() || both.target.is_none() {
+        let Some(reads) = self.pieces.get_mut(tag as usize) else { return Ok(()) };
+        *(if source { &mut reads.source } else { &mut reads.target }) = memory;
+        if reads.source.is_none() || reads.target.is_none() {
             return Ok(());
         }
-        let Both { range, source, target } = self.pieces.remove(tag as usize);
+        let ReadPair { range, source, target } = self.pieces.remove(tag as usize);
         let (Some(source), Some(target)) = (source, target) else { return Ok(()) };
         let len = range.len as usize;
         let (left, right) = (source.get(..len), target.get(..len));
@@ -133,6 +142,11 @@ impl Verify<'_, '_> {
     }
 }
 
-fn read(port: &mut dyn Port, range: Range, tag: u64, memory: Buffer) {
-    port.submit(Request { what: What::Read, range, tag, memory: Some(memory) });
+fn read(endpoint: &mut dyn Endpoint, range: ByteRange, tag: u64, memory: IoBuffer) {
+    endpoint.submit(CopyRequest {
+        operation: CopyOperation::Read,
+        range,
+        tag,
+        memory: Some(memory),
+    });
 }

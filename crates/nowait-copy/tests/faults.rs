@@ -1,7 +1,6 @@
-//! Copies that meet a fault on either side: the outcome is an error in one line, and no file.
+//! Copies with a fault on either side fail with a message of one line and leave no file.
 //!
-//! Invariant: each copy ends; what was there before is there afterwards.
-//! Knows: the crate's face. Known by: nobody.
+//! Invariant: each copy ends; existing files are unchanged afterwards.
 
 mod server;
 
@@ -10,26 +9,30 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::atomic::AtomicBool;
 
-use nowait_copy::{Error, Options, Place, Progress, Report, copy};
+use nowait_copy::{Error, Location, Lost, Options, Progress, Report, copy};
 use nowait_image::Format;
-use server::{READ, WRITE, right, serve};
+use server::{BLOCK_STATUS, READ, WRITE, correct_answer, failure, serve};
 
 const MIB: u64 = 1 << 20;
 
-fn place(text: &str) -> Place {
-    Place::parse(&text.into()).unwrap()
+fn location(text: &str) -> Location {
+    Location::parse(&text.into()).unwrap()
 }
 
 fn options(from: &str, to: &str) -> Options {
     Options {
-        from: place(from),
-        to: place(to),
+        from: location(from),
+        to: location(to),
         from_format: None,
         backing_dirs: Vec::new(),
+        data_files: Vec::new(),
         to_format: Format::Raw,
+        to_format_given: false,
         cluster_bytes: None,
         force: false,
+        allow_mounted: false,
         verify: false,
+        rescue: false,
         connections: 2,
         tls_certs: None,
         requests: 4,
@@ -45,18 +48,18 @@ fn text(path: &Path) -> &str {
     path.to_str().unwrap()
 }
 
-/// A copy from `uri` fails with one line that has `words`, and leaves nothing.
-fn refused(uri: &str, directory: &Path, words: &str) {
+/// Checks that a copy from `uri` fails with one line that has `words`, and leaves no file.
+fn assert_refused(uri: &str, directory: &Path, words: &str) {
     let target = directory.join("target");
-    let said = run(uri, text(&target)).unwrap_err().to_string();
-    assert!(said.contains(words) && !said.contains('\n'), "no '{words}' in: {said}");
+    let message = run(uri, text(&target)).unwrap_err().to_string();
+    assert!(message.contains(words) && !message.contains('\n'), "no '{words}' in: {message}");
     assert!(!target.exists() && !directory.join("target.partial").exists());
 }
 
 #[test]
-fn a_server_that_answers_rightly_is_copied() {
+fn a_correct_server_is_copied() {
     let directory = tempfile::tempdir().unwrap();
-    let uri = serve(directory.path(), 3 * MIB + 512, |request| Some(right(request, 9)));
+    let uri = serve(directory.path(), 3 * MIB + 512, |request| Some(correct_answer(request, 9)));
     let target = directory.path().join("target");
     let report = run(&uri, text(&target)).unwrap();
     assert_eq!((report.size, report.data, report.zero), (3 * MIB + 512, 3 * MIB + 512, 0));
@@ -64,20 +67,20 @@ fn a_server_that_answers_rightly_is_copied() {
 }
 
 #[test]
-fn a_server_that_hangs_up_at_any_request_is_said() {
+fn a_server_that_disconnects_at_any_request_is_reported() {
     for requests in 0..6 {
         let directory = tempfile::tempdir().unwrap();
         let mut left = requests;
         let uri = serve(directory.path(), 8 * MIB, move |request| {
             left -= 1;
-            (left >= 0).then(|| right(request, 1))
+            (left >= 0).then(|| correct_answer(request, 1))
         });
-        refused(&uri, directory.path(), "the server closed the connection");
+        assert_refused(&uri, directory.path(), "the server closed the connection");
     }
 }
 
 #[test]
-fn a_server_that_hangs_up_amid_a_reply_is_said() {
+fn a_server_that_disconnects_within_a_reply_is_reported() {
     for bytes in [1, 19, 20, 27, 28, 29, 100_000] {
         let directory = tempfile::tempdir().unwrap();
         let mut cut = false;
@@ -85,19 +88,21 @@ fn a_server_that_hangs_up_amid_a_reply_is_said() {
             if cut {
                 return None;
             }
-            let mut answer = right(request, 1);
-            if request.command == READ {
+            let mut answer = correct_answer(request, 1);
+            // The first read is alone; later reads are followed by more requests, at which the
+            // server closes the connection.
+            if request.command == READ && request.offset > 0 {
                 cut = true;
                 answer.truncate(bytes);
             }
             Some(answer)
         });
-        refused(&uri, directory.path(), "the server closed the connection");
+        assert_refused(&uri, directory.path(), "the server closed the connection");
     }
 }
 
 #[test]
-fn a_source_that_shrinks_while_it_is_copied_is_said() {
+fn a_source_that_shrinks_during_the_copy_is_reported() {
     let directory = tempfile::tempdir().unwrap();
     let source = directory.path().join("source");
     fs::write(&source, vec![1; (16 * MIB) as usize]).unwrap();
@@ -106,14 +111,14 @@ fn a_source_that_shrinks_while_it_is_copied_is_said() {
         if request.command == WRITE {
             File::options().write(true).open(&victim).unwrap().set_len(MIB).unwrap();
         }
-        Some(right(request, 0))
+        Some(correct_answer(request, 0))
     });
-    let said = run(text(&source), &uri).unwrap_err().to_string();
-    assert!(said.contains("source: it became shorter while it was copied"), "{said}");
+    let message = run(text(&source), &uri).unwrap_err().to_string();
+    assert!(message.contains("source: it became shorter while it was copied"), "{message}");
 }
 
 #[test]
-fn a_copy_that_is_told_to_stop_ends_and_leaves_nothing() {
+fn a_cancelled_copy_ends_and_leaves_no_file() {
     let directory = tempfile::tempdir().unwrap();
     let (source, target) = (directory.path().join("source"), directory.path().join("target"));
     fs::write(&source, vec![1; (32 * MIB) as usize]).unwrap();
@@ -142,8 +147,75 @@ fn progress_grows_to_the_size_of_the_disk() {
     assert_eq!(last.map(|last| last.done), Some(8 * MIB));
 }
 
+/// EIO and ESHUTDOWN of the protocol ("Error values").
+const EIO: u32 = 5;
+const ESHUTDOWN: u32 = 108;
+
+fn rescue(uri: &str, target: &Path) -> Result<Report, Error> {
+    let options = Options { rescue: true, ..options(uri, text(target)) };
+    copy(&options, &AtomicBool::new(false), &mut |_| {})
+}
+
 #[test]
-fn a_handshake_that_is_none_is_said() {
+fn a_rescue_continues_where_the_server_cannot_report_the_mapping() {
+    let directory = tempfile::tempdir().unwrap();
+    let uri = serve(directory.path(), 5 * MIB + 512, |request| match request.command {
+        BLOCK_STATUS => Some(failure(request, EIO)),
+        _ => Some(correct_answer(request, 9)),
+    });
+    let target = directory.path().join("target");
+    assert_eq!(rescue(&uri, &target).unwrap().lost, Lost::default());
+    assert_eq!(fs::read(&target).unwrap(), vec![9; (5 * MIB + 512) as usize]);
+}
+
+#[test]
+fn a_rescue_of_an_unreadable_disk_ends_after_three_reads_of_each_byte() {
+    let directory = tempfile::tempdir().unwrap();
+    let read_bytes = std::sync::Arc::new(std::sync::atomic::AtomicU64::new(0));
+    let counted = read_bytes.clone();
+    let uri = serve(directory.path(), 2 * MIB, move |request| match request.command {
+        READ => {
+            let bytes = u64::from(request.len);
+            counted.fetch_add(bytes, std::sync::atomic::Ordering::Relaxed);
+            Some(failure(request, EIO))
+        }
+        _ => Some(correct_answer(request, 0)),
+    });
+    let target = directory.path().join("target");
+    let lost = rescue(&uri, &target).unwrap().lost;
+    assert_eq!((lost.ranges, lost.bytes), (vec![nowait::ByteRange::new(0, 2 * MIB)], 2 * MIB));
+    assert_eq!(fs::read(&target).unwrap(), vec![0; 2 * MIB as usize]);
+    // The first bytes are also read once before the copy begins.
+    let read_bytes = read_bytes.load(std::sync::atomic::Ordering::Relaxed);
+    assert!(read_bytes <= 3 * (2 * MIB + 128 * 1024), "{read_bytes}");
+}
+
+#[test]
+fn a_rescue_fails_when_the_server_shuts_down_and_loses_no_range() {
+    let directory = tempfile::tempdir().unwrap();
+    let uri = serve(directory.path(), 2 * MIB, |request| match request.command {
+        READ if request.offset >= MIB => Some(failure(request, ESHUTDOWN)),
+        _ => Some(correct_answer(request, 1)),
+    });
+    let target = directory.path().join("target");
+    let message = rescue(&uri, &target).unwrap_err().to_string();
+    assert!(message.contains("the server is shutting down"), "{message}");
+    assert!(!target.exists());
+}
+
+#[test]
+fn a_rescue_with_verify_is_refused() {
+    let directory = tempfile::tempdir().unwrap();
+    let (source, target) = (directory.path().join("source"), directory.path().join("target"));
+    fs::write(&source, [1; 4096]).unwrap();
+    let options = options(text(&source), text(&target));
+    let options = Options { rescue: true, verify: true, ..options };
+    let message = copy(&options, &AtomicBool::new(false), &mut |_| {}).unwrap_err().to_string();
+    assert!(message.contains("not read again") && !target.exists(), "{message}");
+}
+
+#[test]
+fn an_invalid_handshake_is_reported() {
     use server::{export_info, greeting, listen, option_reply, receive_option};
     let unsupported = |option| option_reply(option, (1 << 31) + 1, &[]);
     let ack = || option_reply(7, 1, &[]);
@@ -158,7 +230,7 @@ fn a_handshake_that_is_none_is_said() {
         (b"NBD".to_vec(), vec![], "closed the connection in the handshake"),
         (greeting(), unsupported(7), "too old"),
         (greeting(), option_reply(7, (1 << 31) + 5, b"no\nway"), "wants TLS"),
-        (greeting(), option_reply(7, (1 << 31) + 2, b"go\naway"), "does not allow it: go away"),
+        (greeting(), option_reply(7, (1 << 31) + 2, b"go\naway"), r"does not allow it: go\naway"),
         (greeting(), ack(), "does not say how large"),
         (greeting(), [export_info(1 << 63), ack()].concat(), "9223372036854775808 bytes"),
         (greeting(), [export_info(MIB), block_sizes(3, 4096), ack()].concat(), "block sizes"),
@@ -181,7 +253,7 @@ fn a_handshake_that_is_none_is_said() {
             receive_option(stream)?;
             stream.write_all(&go)
         });
-        refused(&uri, directory.path(), words);
+        assert_refused(&uri, directory.path(), words);
     }
 }
 
@@ -195,17 +267,17 @@ fn next(state: &mut u64) -> u64 {
 
 #[test]
 fn replies_with_random_bytes_changed_are_an_error_or_the_right_bytes() {
-    // Asked for in several parts.
+    // Requested in several parts.
     const BYTES: u64 = 1 << 20;
     let (mut failed, mut whole) = (0, 0);
     for seed in 0..150 {
         let directory = tempfile::tempdir().unwrap();
         let mut random = seed;
         let uri = serve(directory.path(), BYTES, move |request| {
-            let mut answer = right(request, 5);
+            let mut answer = correct_answer(request, 5);
             let head = answer.len().min(32);
             match next(&mut random) % 4 {
-                // Data is what the server says it is; only what is around it is changed.
+                // Changed data cannot be detected; only the bytes around it are changed.
                 0 => {
                     let at = next(&mut random) as usize % head.min(28);
                     answer[at] ^= 1 << (next(&mut random) % 8);
@@ -228,7 +300,7 @@ fn replies_with_random_bytes_changed_are_an_error_or_the_right_bytes() {
             while !copying.is_finished() && begin.elapsed().as_millis() < 100 {
                 std::thread::sleep(std::time::Duration::from_millis(1));
             }
-            // A reply that was cut short leaves the client waiting for the rest, which is right.
+            // After a truncated reply the client correctly waits for the rest.
             stop.store(true, std::sync::atomic::Ordering::Relaxed);
             copying.join().unwrap()
         });

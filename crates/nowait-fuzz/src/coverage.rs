@@ -1,24 +1,23 @@
-//! Which edges of the code an input has taken, where the compiler was asked to count them.
+//! The edges of the code that an input has reached, if the compiler was told to count them.
 //!
-//! Invariant: without `-C passes=sancov-module` nothing is counted and every input is as new as
-//! any other. With it, an edge is new the first time that it is taken about so often: once, twice,
-//! a few times, many times.
-//! Knows: nothing. Known by: run. Source: Clang, "SanitizerCoverage", inline-8bit-counters.
+//! Invariant: without `-C passes=sancov-module` nothing is counted and no input counts as new. With
+//! it, an edge is new when its count reaches a new order of magnitude: once, twice, a few times,
+//! many times.
 #![allow(unsafe_code)]
 
 use std::slice;
-use std::sync::Mutex;
-use std::sync::PoisonError;
+use std::sync::{Mutex, PoisonError};
 
 /// The counters of one unit of compiled code.
 struct Unit {
     counters: *mut u8,
     len: usize,
-    /// For each counter, the magnitudes that it has had, a bit for each.
+    /// For each counter the orders of magnitude that it has had, one bit for each.
     seen: Vec<u8>,
 }
 
-// SAFETY: the counters are statics of this program, of which single bytes are read and written.
+// SAFETY: the counters are statics of this program, and only single bytes of them are read and
+// written.
 unsafe impl Send for Unit {}
 
 static UNITS: Mutex<Vec<Unit>> = Mutex::new(Vec::new());
@@ -26,8 +25,9 @@ static UNITS: Mutex<Vec<Unit>> = Mutex::new(Vec::new());
 /// Called by every instrumented unit when the program starts.
 ///
 /// # Safety
-/// The counters lie between `start` and `end` and stay there, as the compiler sees to.
-// SAFETY: a name that is reserved for whoever collects these counters.
+/// The counters are between `start` and `end` for the lifetime of the program, as the compiler
+/// guarantees.
+// SAFETY: the name is reserved for the program that collects these counters.
 #[unsafe(no_mangle)]
 unsafe extern "C" fn __sanitizer_cov_8bit_counters_init(start: *mut u8, end: *mut u8) {
     let len = (end as usize).saturating_sub(start as usize);
@@ -43,12 +43,12 @@ pub fn is_measured() -> bool {
     !UNITS.lock().unwrap_or_else(PoisonError::into_inner).is_empty()
 }
 
-/// Takes what was counted since the last call. How many edges were taken as often as never before.
+/// Resets the counters. Returns the number of edges that were taken in a new order of magnitude.
 pub(crate) fn take_new() -> usize {
     let mut new = 0;
     for unit in UNITS.lock().unwrap_or_else(PoisonError::into_inner).iter_mut() {
-        // SAFETY: the compiler has put so many counters there. Other threads may count meanwhile,
-        // which at worst loses a count.
+        // SAFETY: the compiler has placed this many counters there. Other threads may count at the
+        // same time, which at worst loses a count.
         let counters = unsafe { slice::from_raw_parts_mut(unit.counters, unit.len) };
         for (counter, seen) in counters.iter_mut().zip(&mut unit.seen) {
             if *counter != 0 {

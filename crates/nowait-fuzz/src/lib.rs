@@ -1,20 +1,20 @@
-//! Mutated bytes for everything in nowait that reads bytes of strangers.
+//! Fuzzing of all code in nowait that reads untrusted bytes.
 //!
-//! A target is a function of bytes that says what is wrong, if something is. The driver feeds it
-//! mutations of a corpus from a seed, and watches for panics, hangs and memory.
+//! A target is a function of bytes that returns an error if something is wrong. The driver feeds it
+//! mutations of a corpus, derived from a seed, and watches for panics, hangs and memory use.
 //!
-//! The modules are listed in the order in which they know each other.
+//! The modules are listed in the order of their dependencies.
 #![deny(unsafe_code)]
 
-mod memory;
+mod counting_allocator;
 mod coverage;
-mod pieces;
+mod split;
 mod mutate;
 mod target;
 mod wire;
 mod socket;
 mod targets;
-mod finding;
+mod crash;
 mod run;
 
 pub use coverage::is_measured;

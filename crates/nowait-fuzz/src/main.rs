@@ -1,6 +1,4 @@
-//! `nowait-fuzz`: mutated bytes for one target, until time is up or something is wrong.
-//!
-//! Knows: run, targets.
+//! `nowait-fuzz`: feeds mutated bytes to one target, until a time limit or a finding.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -26,7 +24,7 @@ struct Args {
     /// How long.
     #[arg(long, default_value_t = 60)]
     seconds: u64,
-    /// Where the inputs come from; without it, from a number that nobody had before.
+    /// Where the inputs come from; without it, from a number that was never used before.
     #[arg(long)]
     seed: Option<u64>,
     /// Looks at one input, as a finding was written, and nothing else.
@@ -51,7 +49,7 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether all was well.
+/// Runs the command. True if there was no finding.
 fn start(args: &Args) -> Result<bool, String> {
     let Some(name) = &args.target else {
         ALL.iter().for_each(|target| println!("{:<14}{}", target.name, target.about));

@@ -1,21 +1,21 @@
-//! Inputs from inputs: a few changes each, of kinds that parsers get wrong.
+//! Mutates inputs: a few changes each, of kinds that parsers often handle wrongly.
 //!
-//! Invariant: what comes out follows from the corpus and the random numbers alone, and is never
-//! longer than the bound.
-//! Knows: nothing here. Known by: run.
+//! Invariant: the result depends only on the corpus and the random numbers, and is never longer
+//! than the bound.
 
 use nowait::sim::Random;
 
-/// Changes of one input at most.
-const MOST_CHANGES: u64 = 6;
-/// The longest piece that is put in, doubled or taken out, in bytes.
-const LONGEST_PIECE: u64 = 64;
+/// The most changes of one input.
+const MAX_CHANGES: u64 = 6;
+/// The longest piece that is inserted, duplicated or removed, in bytes.
+const MAX_PIECE: u64 = 64;
 /// Widths of the numbers of protocols and formats, in bytes.
 const WIDTHS: [usize; 4] = [1, 2, 4, 8];
-/// What a power of two is off by to be on the edge.
+/// The offsets from a power of two that make boundary values.
 const EDGES: [i64; 5] = [-1, 0, 1, -512, 512];
 
-/// Changes `bytes`, at most to `longest`. `others` lends parts, `words` are put in as they are.
+/// Changes `bytes`, to at most `longest` bytes. Parts are copied from `others`; `words` are
+/// inserted unchanged.
 pub(crate) fn mutate(
     bytes: &mut Vec<u8>,
     random: &mut Random,
@@ -23,7 +23,7 @@ pub(crate) fn mutate(
     words: &[&[u8]],
     longest: usize,
 ) {
-    for _ in 0..1 + random.below(MOST_CHANGES) {
+    for _ in 0..1 + random.below(MAX_CHANGES) {
         change(bytes, random, others, words);
         bytes.truncate(longest);
     }
@@ -31,7 +31,7 @@ pub(crate) fn mutate(
 
 fn change(bytes: &mut Vec<u8>, random: &mut Random, others: &[Vec<u8>], words: &[&[u8]]) {
     let at = random.below(bytes.len() as u64) as usize;
-    let piece = 1 + random.below(LONGEST_PIECE) as usize;
+    let piece = 1 + random.below(MAX_PIECE) as usize;
     let end = (at + piece).min(bytes.len());
     match random.below(12) {
         0 | 1 => flip(bytes, at, random),
@@ -65,7 +65,7 @@ fn flip(bytes: &mut [u8], at: usize, random: &mut Random) {
     }
 }
 
-/// Puts a number on the edge of something at `at`.
+/// Writes a boundary value at `at`.
 fn number(bytes: &mut [u8], at: usize, random: &mut Random) {
     let power = 1i64.checked_shl(random.below(65) as u32).unwrap_or(0);
     let value = match random.below(4) {
@@ -92,7 +92,7 @@ fn step(bytes: &mut [u8], at: usize, random: &mut Random) {
 fn put(bytes: &mut [u8], at: usize, value: i64, random: &mut Random) {
     let width = random.pick(&WIDTHS).unwrap_or(1);
     let (big, little) = (value.to_be_bytes(), value.to_le_bytes());
-    // Everything here is big-endian but the machine.
+    // All formats here are big-endian; little-endian is the exception.
     let word = if random.chance(8000) { little.get(..width) } else { big.get(8 - width..) };
     write(bytes, at, word.unwrap_or_default());
 }
@@ -106,7 +106,7 @@ fn insert(bytes: &mut Vec<u8>, at: usize, new: &[u8]) {
     bytes.splice(at..at, new.iter().copied());
 }
 
-/// Puts the end of another input, from somewhere on, behind the beginning of this one.
+/// Replaces the bytes from `at` on by the tail of another input.
 fn splice(bytes: &mut Vec<u8>, at: usize, random: &mut Random, others: &[Vec<u8>]) {
     let Some(other) = others.get(random.below(others.len() as u64) as usize) else { return };
     let from = random.below(other.len() as u64 + 1) as usize;
@@ -119,7 +119,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_same_seed_makes_the_same_inputs_and_none_is_too_long() {
+    fn equal_seeds_make_equal_inputs_and_none_is_too_long() {
         let corpus = [vec![1, 2, 3], vec![9; 100], Vec::new()];
         let list = |seed| -> Vec<Vec<u8>> {
             let mut random = Random::new(seed);

@@ -1,9 +1,8 @@
-//! A run: input after input until a bound is reached or one is found that something is wrong with,
-//! which is made smaller.
+//! A run: input after input until a limit or a finding, which is then minimized.
 //!
-//! Invariant: the inputs follow from seed and corpus, and where coverage is measured from that too.
-//! An input that does not end is reported by a thread of its own, which then ends the program.
-//! Knows: target, mutate, coverage, memory, finding. Known by: the program, the tests.
+//! Invariant: the inputs depend only on the seed, the corpus and, where it is measured, the
+//! coverage. An input that does not end is reported by a separate thread, which then exits the
+//! program.
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
@@ -13,61 +12,61 @@ use std::time::{Duration, Instant};
 use nowait::sim::Random;
 
 use crate::target::{Check, Target};
-use crate::{coverage, finding, memory, mutate};
+use crate::{counting_allocator, coverage, crash, mutate};
 
-/// How long one input may take: a thousand times what the slowest takes.
-const PATIENCE: Duration = Duration::from_secs(30);
-/// How often it is looked whether one takes longer.
-const LOOK: Duration = Duration::from_millis(200);
-/// How long a finding is made smaller.
-const SHRINKING: Duration = Duration::from_secs(20);
+/// The time limit of one input: a thousand times that of the slowest one.
+const INPUT_TIMEOUT: Duration = Duration::from_secs(30);
+/// The interval at which the time limit is checked.
+const POLL_INTERVAL: Duration = Duration::from_millis(200);
+/// The time limit for minimizing a finding.
+const SHRINK_TIMEOUT: Duration = Duration::from_secs(20);
 
 /// When a run ends.
 #[derive(Clone, Copy, Debug)]
 pub enum Limit {
-    /// After so long.
+    /// After this time.
     Time(Duration),
-    /// After so many inputs.
+    /// After this number of inputs.
     Inputs(u64),
 }
 
-/// What is run.
+/// The parameters of a run.
 pub struct Plan<'a> {
     /// The target.
     pub target: &'static Target,
-    /// Where the inputs come from.
+    /// The seed of the inputs.
     pub seed: u64,
     /// When it ends.
     pub limit: Limit,
-    /// A directory of inputs to begin with, beside the target's own.
+    /// A directory of initial inputs, in addition to those of the target.
     pub corpus: Option<&'a Path>,
-    /// Where findings are written.
+    /// The directory for findings.
     pub findings: &'a Path,
-    /// Where inputs are written that reach something new, if coverage is measured.
+    /// The directory for inputs that reach new edges, if coverage is measured.
     pub keep: Option<&'a Path>,
 }
 
-/// What a run came to.
+/// The result of a run.
 #[derive(Clone, Debug)]
 pub struct Report {
-    /// Inputs that were looked at.
+    /// The number of inputs that were checked.
     pub inputs: u64,
-    /// How long they took together.
+    /// The total time.
     pub time: Duration,
-    /// Inputs that others are made of, at the end.
+    /// The number of inputs in the corpus at the end.
     pub corpus: usize,
-    /// What is wrong, and the input in a file, if something is.
+    /// The finding, if there is one: the message and the file of the input.
     pub finding: Option<(String, PathBuf)>,
 }
 
-/// A target at work, and what it works on.
+/// A prepared target and the input that it checks.
 struct Bench {
     target: &'static Target,
     check: Check,
     now: Arc<Mutex<Now>>,
 }
 
-/// The input that is looked at.
+/// The input that is being checked.
 #[derive(Default)]
 struct Now {
     since: Option<Instant>,
@@ -78,26 +77,26 @@ struct Now {
 impl Bench {
     fn new(target: &'static Target, findings: &Path) -> Result<Self, String> {
         let check = (target.prepare)()?;
-        finding::note_panics();
+        crash::note_panics();
         let now = Arc::new(Mutex::new(Now::default()));
         let (watched, findings) = (now.clone(), findings.to_owned());
         std::thread::spawn(move || watch(target, &watched, &findings));
         Ok(Self { target, check, now })
     }
 
-    /// What is wrong with `input`, if something is.
-    fn look_at(&mut self, input: &[u8]) -> Option<String> {
+    /// Checks `input`. Returns the message of a finding.
+    fn check(&mut self, input: &[u8]) -> Option<String> {
         {
             let mut now = lock(&self.now);
             now.input.clear();
             now.input.extend_from_slice(input);
             now.since = Some(Instant::now());
         }
-        let before = memory::forget_most();
+        let before = counting_allocator::reset_peak();
         let checked = catch_unwind(AssertUnwindSafe(|| (self.check)(input)));
-        let most = memory::most().saturating_sub(before);
+        let most = counting_allocator::peak().saturating_sub(before);
         lock(&self.now).since = None;
-        if let Some(panic) = finding::take_panic() {
+        if let Some(panic) = crash::take_panic() {
             return Some(panic);
         }
         let bound = self.target.memory;
@@ -111,19 +110,19 @@ impl Bench {
         }
     }
 
-    /// The smallest input found in time that something is wrong with. A target that a panic may
-    /// have left in pieces is made anew for each try.
+    /// The smallest failing input found within the time limit. If a panic may have left the target
+    /// inconsistent, it is prepared anew for each attempt.
     fn shrink(&mut self, mut input: Vec<u8>, mut wrong: String) -> (Vec<u8>, String) {
         let began = Instant::now();
         let mut piece = input.len().next_power_of_two();
         while piece > 0 {
             let mut at = 0;
-            while at < input.len() && began.elapsed() < SHRINKING {
+            while at < input.len() && began.elapsed() < SHRINK_TIMEOUT {
                 let mut less = input.clone();
                 less.drain(at..(at + piece).min(input.len()));
                 let Ok(check) = (self.target.prepare)() else { return (input, wrong) };
                 self.check = check;
-                match self.look_at(&less) {
+                match self.check(&less) {
                     Some(still) => (input, wrong) = (less, still),
                     None => at += piece,
                 }
@@ -137,21 +136,21 @@ impl Bench {
 impl Drop for Bench {
     fn drop(&mut self) {
         lock(&self.now).over = true;
-        finding::print_panics();
+        crash::print_panics();
     }
 }
 
-/// Ends the program when an input takes too long.
+/// Exits the program if an input takes too long.
 fn watch(target: &Target, now: &Mutex<Now>, findings: &Path) {
     loop {
-        std::thread::sleep(LOOK);
+        std::thread::sleep(POLL_INTERVAL);
         let now = lock(now);
         if now.over {
             return;
         }
-        if now.since.is_some_and(|since| since.elapsed() > PATIENCE) {
-            let what = format!("it takes longer than {} s", PATIENCE.as_secs());
-            match finding::keep(findings, target.name, &now.input) {
+        if now.since.is_some_and(|since| since.elapsed() > INPUT_TIMEOUT) {
+            let what = format!("it takes longer than {} s", INPUT_TIMEOUT.as_secs());
+            match crash::keep(findings, target.name, &now.input) {
                 Ok(path) => eprintln!("{}: {what}: {}", target.name, path.display()),
                 Err(error) => eprintln!("{}: {what}; {error}", target.name),
             }
@@ -163,7 +162,7 @@ fn watch(target: &Target, now: &Mutex<Now>, findings: &Path) {
 /// Runs `plan`.
 ///
 /// # Errors
-/// What is missing on this machine, or what the system said of a file.
+/// What is missing on this machine, or the error of the system for a file.
 pub fn run(plan: &Plan<'_>) -> Result<Report, String> {
     let target = plan.target;
     let mut bench = Bench::new(target, plan.findings)?;
@@ -179,7 +178,7 @@ pub fn run(plan: &Plan<'_>) -> Result<Report, String> {
     let mut finding = None;
     coverage::take_new();
     while !ended(inputs) {
-        // First those that there are, as they are.
+        // First the inputs of the corpus, unchanged.
         let own = corpus.get(inputs as usize).filter(|_| inputs < corpus.len() as u64);
         let mut input = match own {
             Some(input) => input.clone(),
@@ -192,14 +191,14 @@ pub fn run(plan: &Plan<'_>) -> Result<Report, String> {
             mutate::mutate(&mut input, &mut random, &corpus, target.words, target.longest);
         }
         inputs += 1;
-        if let Some(wrong) = bench.look_at(&input) {
+        if let Some(wrong) = bench.check(&input) {
             let (input, wrong) = bench.shrink(input, wrong);
-            finding = Some((wrong, finding::keep(plan.findings, target.name, &input)?));
+            finding = Some((wrong, crash::keep(plan.findings, target.name, &input)?));
             break;
         }
         if coverage::take_new() > 0 && !is_own {
             if let Some(directory) = plan.keep {
-                finding::keep(directory, target.name, &input)?;
+                crash::keep(directory, target.name, &input)?;
             }
             corpus.push(input);
         }
@@ -207,17 +206,17 @@ pub fn run(plan: &Plan<'_>) -> Result<Report, String> {
     Ok(Report { inputs, time: began.elapsed(), corpus: corpus.len(), finding })
 }
 
-/// What is wrong with the input in the file at `path`, if something is.
+/// Checks the input in the file at `path`. Returns the message of a finding.
 ///
 /// # Errors
 /// As [`run`].
 pub fn replay(target: &'static Target, path: &Path) -> Result<Option<String>, String> {
     let input = std::fs::read(path).map_err(|error| format!("{}: {error}", path.display()))?;
     let findings = path.parent().unwrap_or(Path::new("."));
-    Ok(Bench::new(target, findings)?.look_at(&input))
+    Ok(Bench::new(target, findings)?.check(&input))
 }
 
-/// The inputs in `directory`, in the order of their names. None if it is not there.
+/// The inputs in `directory`, in the order of their names; empty if it does not exist.
 fn inputs_in(directory: &Path) -> Result<Vec<Vec<u8>>, String> {
     let failed = |error: std::io::Error| format!("{}: {error}", directory.display());
     if !directory.exists() {

@@ -1,25 +1,24 @@
-//! What can be fuzzed.
+//! The interface of fuzz targets.
 //!
-//! Invariant: what a target says follows from the bytes.
-//! Knows: nothing here. Known by: targets, run.
+//! Invariant: the verdict of a target depends only on the bytes.
 
-/// Looks at an input. What is wrong, in one line, is an error.
+/// Checks an input. The error is the finding, in one line.
 pub type Check = Box<dyn FnMut(&[u8]) -> Result<(), String>>;
 
-/// A function of bytes, and what to begin with.
+/// A fuzz target: a check of bytes, with its initial inputs and limits.
 pub struct Target {
-    /// What it is called on the command line.
+    /// Its name on the command line.
     pub name: &'static str,
     /// What is fuzzed, in one line.
     pub about: &'static str,
-    /// Makes it ready.
+    /// Prepares the target.
     ///
     /// # Errors
     /// What is missing on this machine.
     pub prepare: fn() -> Result<Check, String>,
-    /// Inputs to begin with.
+    /// The initial inputs.
     pub seeds: fn() -> Vec<Vec<u8>>,
-    /// Bytes that mean something.
+    /// Byte strings with a meaning in the format.
     pub words: &'static [&'static [u8]],
     /// The longest input in bytes.
     pub longest: usize,

@@ -1,12 +1,10 @@
-//! A driver that found nothing would have found something: a target with three mistakes.
-//!
-//! Knows: the driver. Known by: nobody.
+//! Tests that the driver finds failures: a target with three bugs.
 
 use std::path::Path;
 
 use nowait_fuzz::{Limit, Plan, Target, replay, run};
 
-/// A parser that gets three things wrong.
+/// A parser with three bugs.
 static WRONG: Target = Target {
     name: "wrong",
     about: "what must be found",
@@ -31,7 +29,7 @@ static WRONG: Target = Target {
 };
 
 #[test]
-fn panics_wrong_answers_and_memory_are_found_made_small_and_replayed() {
+fn panics_wrong_results_and_memory_use_are_found_minimized_and_replayed() {
     let mut found = Vec::new();
     for seed in 0..300 {
         let findings = Path::new(env!("CARGO_TARGET_TMPDIR"));

@@ -1,23 +1,26 @@
-//! An image and all the files below it, opened and found to be usable.
+//! Backing chains: an image and all files below it, opened and checked.
 //!
 //! Invariant: when a chain is open, every header in it was read and is supported, no file occurs
-//! twice, what nobody asked to write to is open for reading only, and nothing was changed. A format is
-//! never guessed but for the first file, and there only by qcow2's own first bytes.
-//! Knows: error, host, header, lock, places. Known by: everything that works on an image.
+//! twice, every file that was not requested for writing is open for reading only, and no file was
+//! changed. A format is guessed only for the first file, only by qcow2's own first bytes, and never
+//! for a block device.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use crate::error::ImageError;
-use crate::header::{self, Header};
-use crate::host::HostFile;
-use crate::lock::{self, Access, LockError};
-use crate::places::{Place, Places};
+use crate::host_file::{HostFile, NO_MEDIUM, Opening};
+use crate::lock::{Access, LockError};
+use crate::path_policy::PathPolicy;
+use crate::qcow2::header::Header;
+use crate::signature::Signature;
+use crate::{lock, lock_holder, signature};
 
-/// Files one on top of the other at most. QEMU has no bound; each takes a descriptor here.
+/// Most images in a chain. QEMU has no limit; each takes a descriptor here.
 pub const MAX_LAYERS: usize = 64;
 
-/// What is inside an image.
+/// The format of an image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Format {
     /// The disk's bytes and nothing else.
@@ -27,7 +30,7 @@ pub enum Format {
 }
 
 impl Format {
-    /// Its name on the command line and in headers.
+    /// The format's name on the command line and in headers.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -36,27 +39,44 @@ impl Format {
         }
     }
 
-    /// The format of `file` by its first bytes: qcow2 if they are qcow2's, else raw.
+    /// The format of `file` by its first bytes: qcow2 if they are qcow2's, else raw. A block device
+    /// is always raw: as a rule its bytes are a guest's.
     ///
-    /// A guess is safe only for a file whose first bytes nobody else chose: who may write to a raw
-    /// disk can make it begin like qcow2. So a file that was ever served raw is to be opened with
-    /// its format given.
+    /// A guess is safe only for a file whose first bytes no guest could choose: a guest with a raw
+    /// disk can make it begin like qcow2. So a file that was ever served raw has to be opened with
+    /// an explicit format.
     ///
     /// # Errors
-    /// What pread(2) says.
+    /// Those of pread(2). `EINVAL`: the file begins like another format than these two; or it is
+    /// marked as raw ([`signature::mark_raw`]) and begins like any format.
     pub fn probe(file: &HostFile) -> Result<Self, ImageError> {
-        let mut first = [0; header::MAGIC.len()];
-        file.read_at(0, &mut first).map_err(|e| ImageError::os(file.path(), "read", &e))?;
-        Ok(if first == header::MAGIC { Self::Qcow2 } else { Self::Raw })
+        let refused = |why| Err(ImageError::refused(file.path(), why));
+        match signature_of(file)? {
+            None => Ok(Self::Raw),
+            Some(signature) if signature::is_marked_raw(file.fd()) => {
+                refused(signature::refusal_of_marked(signature))
+            }
+            Some(Signature::Qcow2) => Ok(Self::Qcow2),
+            Some(other) => refused(other.refusal()),
+        }
+    }
+}
+
+/// The signature that `file` begins with; none for a block device.
+fn signature_of(file: &HostFile) -> Result<Option<Signature>, ImageError> {
+    let failed = |e: std::io::Error| ImageError::os(file.path(), "read", &e);
+    match file.is_block_device().map_err(failed)? {
+        true => Ok(None),
+        false => Signature::probe(file).map_err(failed),
     }
 }
 
 /// Whether the files of a chain are locked when they are opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Locking {
-    /// As QEMU does it, in [`crate::lock`]; a file system without locks is accepted.
+    /// As QEMU does, by [`crate::lock`]; a file system without locks is accepted.
     Locked,
-    /// Not at all: for looking at what may be in use.
+    /// Not at all, for an inspection of an image that may be in use.
     Unlocked,
 }
 
@@ -67,14 +87,19 @@ pub struct ChainOptions {
     pub format: Option<Format>,
     /// Whether the first file will be written to.
     pub writable: bool,
-    /// Whether the first one's backing file will be written to.
+    /// Whether the first file's backing file will be written to.
     pub backing_writable: bool,
-    /// Whether a first file is accepted that is marked dirty or corrupt, to look at it.
+    /// Whether a first file that is marked dirty or corrupt is accepted, for an inspection.
     pub damaged: bool,
+    /// Whether a block device is opened for writing although it is in use elsewhere, as by a
+    /// mounted file system.
+    pub allow_mounted: bool,
     /// Whether the files are locked.
     pub locking: Locking,
-    /// Directories that files named in headers may be below, beside the first file's own.
+    /// Directories that backing files may be in, beside the first file's own; not those below them.
     pub backing_dirs: Vec<PathBuf>,
+    /// The data files that may be opened; no others are, wherever they are.
+    pub data_files: Vec<PathBuf>,
 }
 
 impl Default for ChainOptions {
@@ -84,8 +109,10 @@ impl Default for ChainOptions {
             writable: false,
             backing_writable: false,
             damaged: false,
+            allow_mounted: false,
             locking: Locking::Locked,
             backing_dirs: Vec::new(),
+            data_files: Vec::new(),
         }
     }
 }
@@ -99,16 +126,25 @@ impl ChainOptions {
             _ => false,
         }
     }
+
+    /// The mode in which a file is opened that will be written to if `writable`.
+    const fn opening(&self, writable: bool) -> Opening {
+        match (writable, self.allow_mounted) {
+            (false, _) => Opening::ReadOnly,
+            (true, false) => Opening::Exclusive,
+            (true, true) => Opening::Shared,
+        }
+    }
 }
 
-/// What a layer of a chain holds.
+/// The content of a layer of a chain.
 #[derive(Debug)]
-pub enum Content {
+pub enum LayerFormat {
     /// The disk's bytes.
     Raw,
-    /// A header, and the file that has the data where that is another one.
+    /// A header, and the data file where that is a separate one.
     Qcow2 {
-        /// What the header says.
+        /// The parsed header.
         header: Box<Header>,
         /// The external data file.
         data: Option<Arc<HostFile>>,
@@ -120,8 +156,8 @@ pub enum Content {
 pub struct Layer {
     /// The image's file.
     pub file: Arc<HostFile>,
-    /// What is in it.
-    pub content: Content,
+    /// The image's content.
+    pub content: LayerFormat,
     /// Size of the disk in bytes.
     pub size: u64,
     guessed: bool,
@@ -132,8 +168,8 @@ impl Layer {
     #[must_use]
     pub const fn format(&self) -> Format {
         match self.content {
-            Content::Raw => Format::Raw,
-            Content::Qcow2 { .. } => Format::Qcow2,
+            LayerFormat::Raw => Format::Raw,
+            LayerFormat::Qcow2 { .. } => Format::Qcow2,
         }
     }
 
@@ -141,82 +177,115 @@ impl Layer {
     #[must_use]
     pub fn header(&self) -> Option<&Header> {
         match &self.content {
-            Content::Raw => None,
-            Content::Qcow2 { header, .. } => Some(header),
+            LayerFormat::Raw => None,
+            LayerFormat::Qcow2 { header, .. } => Some(header),
         }
     }
 
-    /// Whether the format was not given but guessed from the first bytes.
+    /// Whether the format was guessed from the first bytes.
     #[must_use]
     pub const fn is_guessed(&self) -> bool {
         self.guessed
     }
 
-    /// The file that the data is in.
+    /// The file with the data.
     #[must_use]
     pub const fn data_file(&self) -> &Arc<HostFile> {
         match &self.content {
-            Content::Qcow2 { data: Some(data), .. } => data,
+            LayerFormat::Qcow2 { data: Some(data), .. } => data,
             _ => &self.file,
         }
     }
 }
 
-/// An image and what it stands on.
+/// An image and its backing images.
 #[derive(Debug)]
 pub struct Chain {
     /// Each followed by its backing image; never empty.
     layers: Vec<Layer>,
     unlocked: Vec<PathBuf>,
+    unmarked: Vec<PathBuf>,
 }
 
-/// What to open next, and as what.
-struct Next {
-    place: Place,
+/// The next file of the chain, and its format if that is given.
+struct PendingLayer {
+    file: HostFile,
     format: Option<Format>,
 }
 
 impl Chain {
-    /// Opens the image at `path` and all below it.
+    /// Opens the image at `path` and all images below it.
     ///
     /// # Errors
-    /// One line: what is wrong with which of the files. Nothing was changed then.
+    /// One line that names the file and what is wrong with it. No file was changed.
     pub fn open(path: &Path, options: &ChainOptions) -> Result<Self, ImageError> {
-        let places = Places::new(path, &options.backing_dirs)?;
-        let mut chain = Self { layers: Vec::new(), unlocked: Vec::new() };
-        let place = Place { named: path.to_owned(), real: path.to_owned() };
-        let mut next = Some(Next { place, format: options.format });
+        let file = HostFile::open_as(path, path, options.opening(options.writable))?;
+        let failed = |e: std::io::Error| ImageError::os(path, "look at it", &e);
+        let trust_directory = !file.is_block_device().map_err(failed)?;
+        let ChainOptions { backing_dirs, data_files, .. } = options;
+        let policy = PathPolicy::new(path, trust_directory, backing_dirs, data_files)?;
+        Self::from(PendingLayer { file, format: options.format }, options, &policy)
+    }
+
+    /// Opens the backing file `name` of an image that is to be made at `path`, with all images
+    /// below it, read-only: under the same rules as a later open of that image.
+    ///
+    /// # Errors
+    /// As for [`Chain::open`]; a refusal where the format would have to be guessed.
+    pub(crate) fn open_backing(
+        path: &Path,
+        name: &OsStr,
+        options: &ChainOptions,
+    ) -> Result<Self, ImageError> {
+        let policy = PathPolicy::new(path, true, &options.backing_dirs, &options.data_files)?;
+        let file = policy.backing_file(path, name, Opening::ReadOnly)?;
+        if options.format.is_none() && signature_of(&file)?.is_some() {
+            let why = "the format of its backing file is not guessed, because a guest may have made a raw \
+                       disk begin like an image (give --backing-format)";
+            return Err(ImageError::refused(path, why));
+        }
+        let format = options.format.or(Some(Format::Raw));
+        Self::from(PendingLayer { file, format }, options, &policy)
+    }
+
+    fn from(
+        first: PendingLayer,
+        options: &ChainOptions,
+        policy: &PathPolicy,
+    ) -> Result<Self, ImageError> {
+        let mut chain = Self { layers: Vec::new(), unlocked: Vec::new(), unmarked: Vec::new() };
+        let mut pending = Some(first);
         let mut seen = Vec::new();
-        while let Some(Next { place, format }) = next.take() {
-            let refused = |what: String| Err(ImageError::refused(&place.named, what));
+        while let Some(PendingLayer { file, format }) = pending.take() {
+            let refused = |what: String| Err(ImageError::refused(file.path(), what));
             if chain.layers.len() == MAX_LAYERS {
                 return refused(format!("more than {MAX_LAYERS} images stand on each other"));
             }
-            let writable = options.writes(chain.layers.len());
-            let file = HostFile::open_as(&place.real, &place.named, writable)?;
             let identity = file.identity().map_err(|e| ImageError::os(file.path(), "stat", &e))?;
             if seen.contains(&identity) {
                 return refused("it is its own backing file, directly or through others".into());
             }
             seen.push(identity);
-            let layer = chain.open_layer(file, format, options, &places)?;
-            next = backing_of(&layer, &places)?;
+            let layer = chain.open_layer(file, format, options, policy)?;
+            let opening = options.opening(options.writes(chain.layers.len() + 1));
+            pending = backing_of(&layer, opening, policy)?;
             chain.layers.push(layer);
         }
         Ok(chain)
     }
 
-    /// The images in `files`, each followed by its backing image; the first one may be written to.
+    /// The chain of the images in `files`, each followed by its backing image; the first one may be
+    /// written to.
     ///
     /// # Errors
-    /// What is wrong with one of them.
+    /// The line for the first image that is refused.
     #[cfg(feature = "sim")]
     pub fn simulated(files: Vec<(HostFile, Format)>) -> Result<Self, ImageError> {
         let options =
             ChainOptions { writable: true, locking: Locking::Unlocked, ..ChainOptions::default() };
-        let mut chain = Self { layers: Vec::new(), unlocked: Vec::new() };
+        let mut chain = Self { layers: Vec::new(), unlocked: Vec::new(), unmarked: Vec::new() };
         for (file, format) in files {
-            let layer = chain.open_layer(file, Some(format), &options, &Places::default())?;
+            let layer = chain.open_layer(file, Some(format), &options, &PathPolicy::default())?;
             chain.layers.push(layer);
         }
         Ok(chain)
@@ -228,16 +297,22 @@ impl Chain {
         &self.layers
     }
 
-    /// The image that was asked for.
+    /// The first image, which was given by its path.
     #[must_use]
     pub fn top(&self) -> &Layer {
         &self.layers[0]
     }
 
-    /// The files that are on a file system without locks, so that nobody is kept away from them.
+    /// The files on a file system without locks, which other processes may therefore open, too.
     #[must_use]
     pub fn unlocked(&self) -> &[PathBuf] {
         &self.unlocked
+    }
+
+    /// The data files that a guest may write to and that could not be marked as raw.
+    #[must_use]
+    pub fn unmarked(&self) -> &[PathBuf] {
+        &self.unmarked
     }
 
     fn open_layer(
@@ -245,7 +320,7 @@ impl Chain {
         file: HostFile,
         format: Option<Format>,
         options: &ChainOptions,
-        places: &Places,
+        policy: &PathPolicy,
     ) -> Result<Layer, ImageError> {
         let top = self.layers.is_empty();
         let writable = options.writes(self.layers.len());
@@ -256,7 +331,10 @@ impl Chain {
             Format::Raw => {
                 let size =
                     file.size().map_err(|e| ImageError::os(file.path(), "find its size", &e))?;
-                (Content::Raw, size)
+                if size == 0 && file.is_block_device().unwrap_or(false) {
+                    return Err(ImageError::refused(file.path(), NO_MEDIUM));
+                }
+                (LayerFormat::Raw, size)
             }
             Format::Qcow2 => {
                 let header = Header::read(&file)?;
@@ -265,10 +343,14 @@ impl Chain {
                     true => header.understood(),
                     false => header.supported(writable),
                 };
-                supported.map_err(|why| ImageError::refused(file.path(), why))?;
-                let data = self.open_data_file(&file, &header, writable, options, places)?;
+                let bytes =
+                    file.size().map_err(|e| ImageError::os(file.path(), "find its size", &e))?;
+                let fits = if top && options.damaged { Ok(()) } else { header.fits(bytes) };
+                let usable = supported.and(fits);
+                usable.map_err(|why| ImageError::refused(file.path(), why))?;
+                let data = self.open_data_file(&file, &header, writable, options, policy)?;
                 let size = header.size;
-                (Content::Qcow2 { header: Box::new(header), data }, size)
+                (LayerFormat::Qcow2 { header: Box::new(header), data }, size)
             }
         };
         Ok(Layer { file: Arc::new(file), content, size, guessed })
@@ -280,7 +362,7 @@ impl Chain {
         header: &Header,
         writable: bool,
         options: &ChainOptions,
-        places: &Places,
+        policy: &PathPolicy,
     ) -> Result<Option<Arc<HostFile>>, ImageError> {
         if !header.has_data_file() {
             return Ok(None);
@@ -291,9 +373,15 @@ impl Chain {
                 "its data is in another file, whose name is not recorded",
             ));
         };
-        let place = places.resolve(image.path(), name, "data file")?;
-        let data = HostFile::open_as(&place.real, &place.named, writable)?;
+        let data = policy.data_file(image.path(), name, options.opening(writable))?;
         self.lock(&data, writable, options.locking)?;
+        // A data file begins with a guest's bytes.
+        if writable
+            && !data.is_block_device().unwrap_or(false)
+            && signature::mark_raw(data.fd()).is_err()
+        {
+            self.unmarked.push(data.path().to_owned());
+        }
         Ok(Some(Arc::new(data)))
     }
 
@@ -313,31 +401,36 @@ impl Chain {
                 self.unlocked.push(file.path().to_owned());
                 Ok(())
             }
-            Err(error) => Err(ImageError::refused(file.path(), error.to_string())),
+            Err(error) => {
+                Err(ImageError::refused(file.path(), lock_holder::told(file.fd(), error)))
+            }
         }
     }
 }
 
-/// The place and the format of the image below `layer`.
-fn backing_of(layer: &Layer, places: &Places) -> Result<Option<Next>, ImageError> {
+/// The image below `layer`, opened, and its format.
+fn backing_of(
+    layer: &Layer,
+    opening: Opening,
+    policy: &PathPolicy,
+) -> Result<Option<PendingLayer>, ImageError> {
     let Some(backing) = layer.header().and_then(|header| header.backing.as_ref()) else {
         return Ok(None);
     };
     let image = layer.file.path();
-    let place = places.resolve(image, &backing.name, "backing file")?;
+    let file = policy.backing_file(image, &backing.name, opening)?;
     let format = match backing.format.as_deref() {
         Some("raw" | "file" | "host_device") => Format::Raw,
         Some("qcow2") => Format::Qcow2,
         Some(other) => {
-            let other: String = other.chars().filter(|c| !c.is_control()).collect();
             return Err(ImageError::refused(
                 image,
                 format!("its backing file's format '{other}' is not supported (raw and qcow2 are)"),
             ));
         }
-        // Whoever could write to a raw disk could make it begin like qcow2, and name any file of
-        // the host as its backing file. What does not begin so can only be raw.
-        None if Format::probe(&HostFile::open(&place.real, false)?)? == Format::Qcow2 => {
+        // A guest with a raw disk can make it begin like qcow2 and name any file of the host as the
+        // backing file. A file without a known signature can only be raw.
+        None if signature_of(&file)?.is_some() => {
             return Err(ImageError::refused(
                 image,
                 "the format of its backing file is not recorded, and not guessed \
@@ -346,5 +439,5 @@ fn backing_of(layer: &Layer, places: &Places) -> Result<Option<Next>, ImageError
         }
         None => Format::Raw,
     };
-    Ok(Some(Next { place, format: Some(format) }))
+    Ok(Some(PendingLayer { file, format: Some(format) }))
 }

@@ -1,12 +1,10 @@
-//! Why something about an image failed: the file, and one line that says what is wrong.
+//! Errors about images: the file, and one line that says what is wrong.
 //!
-//! Invariant: the line names one file, what is wrong with it, and what to do where something can
-//! be done; the errno of a failed system call is taken where it was seen.
-//! Knows: nothing. Known by: every module that opens or looks into an image.
+//! Invariant: the line names one file, what is wrong with it, and a remedy where there is one; the
+//! errno is that of the failed system call.
 
-use std::fmt;
-use std::io;
 use std::path::{Path, PathBuf};
+use std::{fmt, io};
 
 /// A failure that concerns one file of an image.
 #[derive(Debug)]
@@ -22,33 +20,53 @@ impl ImageError {
         Self { path: path.to_owned(), what: what.into(), errno: libc::EINVAL }
     }
 
-    /// The system said `error` when it was asked to do `doing` ("open", "read") with `path`.
+    /// The system call for `doing` ("open", "read") on `path` failed with `error`.
     pub(crate) fn os(path: &Path, doing: &str, error: &io::Error) -> Self {
         let words = words(error);
         let errno = error.raw_os_error().unwrap_or(libc::EIO);
         Self { path: path.to_owned(), what: format!("cannot {doing}: {words}"), errno }
     }
 
-    /// The file that it is about.
+    /// The file that the error is about.
     #[must_use]
     pub fn path(&self) -> &Path {
         &self.path
     }
 
-    /// What is wrong, without the name of the file.
+    /// The problem, without the name of the file.
     #[must_use]
     pub fn what(&self) -> &str {
         &self.what
     }
 
-    /// The positive errno for programs that want a number.
+    /// The positive errno.
     #[must_use]
     pub fn errno(&self) -> i32 {
         self.errno
     }
 }
 
-/// What the system says, without the number that the standard library puts behind it.
+/// `text` on one line, and without characters that move a terminal's cursor or change the direction
+/// of writing: these are escaped as in Rust (`\n`, `\u{1b}`).
+#[must_use]
+pub fn plain(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    for c in text.chars() {
+        if c.is_control() || is_invisible(c) {
+            shown.extend(c.escape_default());
+        } else {
+            shown.push(c);
+        }
+    }
+    shown
+}
+
+/// Line and paragraph separators, and characters that change the direction of writing.
+fn is_invisible(c: char) -> bool {
+    matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
+}
+
+/// The system's message, without the number that the standard library appends.
 pub(crate) fn words(error: &io::Error) -> String {
     let mut words = error.to_string();
     if let Some(end) = words.find(" (os error ") {
@@ -59,11 +77,21 @@ pub(crate) fn words(error: &io::Error) -> String {
 
 impl fmt::Display for ImageError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        // A name out of an image may hold control characters; they do not reach a terminal.
-        let path = self.path.display().to_string();
-        let path: String = path.chars().map(|c| if c.is_control() { '?' } else { c }).collect();
-        write!(f, "{path}: {}", self.what)
+        // A name from an image may contain control characters; they must not reach a terminal.
+        write!(f, "{}: {}", plain(&self.path.display().to_string()), plain(&self.what))
     }
 }
 
 impl std::error::Error for ImageError {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn characters_that_control_a_terminal_are_escaped_and_others_are_kept() {
+        assert_eq!(plain("disk é 盘.img: 'a' \"b\" \\"), "disk é 盘.img: 'a' \"b\" \\");
+        assert_eq!(plain("a\u{1b}[2J\nb\r\t\u{9b}c"), r"a\u{1b}[2J\nb\r\t\u{9b}c");
+        assert_eq!(plain("a\u{202e}gpj.\u{2028}\u{61c}"), r"a\u{202e}gpj.\u{2028}\u{61c}");
+    }
+}

@@ -1,56 +1,46 @@
-//! What is inside a disk image: raw and qcow2, chains of backing files, and what looks after them.
+//! Disk images: raw and qcow2, with their chains of backing files, and the operations on them.
 //!
-//! [`Chain::open`] opens an image and all that it stands on, and refuses with one line what is not
-//! supported. [`mod@map`] says what is where in it, [`mod@check`] whether its metadata holds together;
-//! [`mod@create`], [`mod@resize`] and [`mod@commit`] make and change images that nobody else uses;
-//! [`NewImage`] is one that somebody else writes the data of. [`mod@served`] reads and writes a qcow2 image as a map of the engine; [`mod@map`] says
-//! what is where in it, [`mod@check`] whether its metadata holds together.
-//! Formats are never guessed where somebody else may have chosen the bytes; see [`Format::probe`].
+//! [`Chain::open`] opens an image and its backing chain, and refuses with one line what is not
+//! supported. [`mod@map`] reports the mapping of an image, [`mod@check`] whether its metadata is
+//! consistent; [`mod@create`], [`mod@resize`] and [`mod@commit`] make and change images that no
+//! other process uses; [`Qcow2Builder`] makes the metadata of an image whose data the caller
+//! writes. [`mod@qcow2_disk`] reads and writes a qcow2 image as a map of the engine. A format is
+//! never guessed where a guest may have chosen the bytes; see [`Format::probe`].
 //!
-//! The modules are listed in the order in which they know each other.
+//! The modules are listed in the order of their dependencies.
 #![deny(unsafe_code)]
 
 pub mod lock;
+pub mod lock_holder;
+mod mounts;
 mod error;
-mod breaks;
+mod injected_bug;
 #[cfg(test)]
-mod recorder;
+mod tests;
 #[cfg(feature = "sim")]
-mod simulated;
-mod host;
-mod header;
-mod encode;
-mod partial;
-mod places;
+mod sim_file;
+mod host_file;
+mod qcow2;
+mod signature;
+mod atomic_file;
+mod path_policy;
 mod chain;
-mod entry;
-mod tables;
-mod refcounts;
-pub mod map;
-mod references;
-mod walk;
-pub mod check;
-pub mod repair;
-mod storage;
-mod reader;
-mod layout;
-pub mod create;
-mod new_image;
-mod counts;
-mod editor;
-pub mod resize;
-mod empty;
-pub mod commit;
-#[cfg(test)]
-mod cuts;
-pub mod served;
+mod imago_adapter;
+mod chain_reader;
+mod offline;
+pub mod qcow2_disk;
 
+pub use atomic_file::{AtomicFile, OverwritePolicy};
+pub use chain::{Chain, ChainOptions, Format, Layer, LayerFormat, Locking, MAX_LAYERS};
+pub use chain_reader::ChainReader;
+pub use error::{ImageError, plain};
+pub use host_file::{HostFile, NO_MEDIUM};
 #[cfg(feature = "sim")]
-pub use breaks::{Flaw, make};
-pub use chain::{Chain, ChainOptions, Content, Format, Layer, Locking, MAX_LAYERS};
-pub use error::ImageError;
-pub use header::{BackingName, Compression, Header, MAGIC};
-pub use host::HostFile;
-pub use new_image::NewImage;
-pub use partial::{Partial, Replaces};
-pub use reader::Reader;
+pub use injected_bug::{ImageBug, inject};
+pub use mounts::in_use;
+pub use offline::check::repair;
+pub use offline::{check, commit, create, map, resize};
+pub use qcow2::bitmaps::Bitmap;
+pub use qcow2::builder::Qcow2Builder;
+pub use qcow2::header::{BackingName, Compression, Header, MAGIC};
+pub use signature::{PROBE_BYTES, Signature, mark_raw, settle_raw};

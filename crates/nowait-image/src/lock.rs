@@ -1,34 +1,34 @@
-//! The lock on an image: neither QEMU nor a second server opens what is in use.
+//! Locks on images: neither QEMU nor a second server opens an image that is in use.
 //!
-//! Invariant: of two descriptions that both got `Ok`, neither does what the other refuses; two
-//! that lock at once may both be refused, never both admitted.
-//! Knows: nothing. Known by: whoever opens an image.
+//! Invariant: of two open file descriptions that both got `Ok`, neither has an access that the
+//! other refuses; of two that lock at once both may be refused, never both admitted.
 //!
-//! The protocol is the one of QEMU's file-posix driver, so that both sides see each other: every
-//! permission has a number, byte 100 + number says that it is taken, byte 200 + number that nobody
-//! else may take it. All of these are read locks and thus never exclude each other; a conflict is
-//! found afterwards, by asking whether a write lock on the opposite byte would be possible.
+//! The protocol is that of QEMU's file-posix driver, so that both sides see each other: every
+//! permission has a number; a lock on byte 100 + number states that the permission is in use, one
+//! on byte 200 + number that no other process may use it. All of these are read locks and never
+//! exclude each other; a conflict is found afterwards, by a query whether a write lock on the
+//! opposite byte would be possible.
 #![allow(unsafe_code)]
 
-use std::fmt;
-use std::io;
 use std::os::fd::{AsRawFd, BorrowedFd};
+use std::time::Duration;
+use std::{fmt, io, thread};
 
-/// What an image is opened for.
+/// The access that an image is opened for.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Access {
-    /// Reads only: other readers are welcome, writers are not.
+    /// Reads only: other readers are admitted, writers are not.
     Read,
-    /// Reads and writes: nobody else may write, nor read and count on nobody writing.
+    /// Reads and writes: no other process may write, or read in reliance on an unchanging image.
     Write,
 }
 
-/// Why an image was not locked. Nothing is locked then.
+/// The reason why an image was not locked. No lock is held then.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum LockError {
-    /// The image is in use in a way that excludes the access asked for.
+    /// The image is in use in a way that excludes the requested access.
     Conflict {
-        /// What the other side does, as a sentence without its full stop.
+        /// The other process's use, as a sentence without its full stop.
         what: &'static str,
     },
     /// The file system has no locks that belong to an open file description.
@@ -56,7 +56,7 @@ impl std::error::Error for LockError {}
 /// A permission by its number in QEMU's block layer (block-common.h, `BLK_PERM_*`).
 #[derive(Clone, Copy)]
 enum Permission {
-    /// What is read is the whole image as of one moment.
+    /// Reads see the whole image as of one moment.
     ConsistentRead = 0,
     /// The bytes change.
     Write = 1,
@@ -69,18 +69,18 @@ enum Permission {
 struct LockByte(libc::off_t);
 
 impl LockByte {
-    /// "I do this." QEMU: `RAW_LOCK_PERM_BASE`.
+    /// "This process does this." QEMU: `RAW_LOCK_PERM_BASE`.
     const fn does(permission: Permission) -> Self {
         Self(100 + permission as libc::off_t)
     }
 
-    /// "Nobody else may do this." QEMU: `RAW_LOCK_SHARED_BASE`.
+    /// "No other process may do this." QEMU: `RAW_LOCK_SHARED_BASE`.
     const fn refuses(permission: Permission) -> Self {
         Self(200 + permission as libc::off_t)
     }
 }
 
-/// What both accesses state; a writer states [`WRITER_STATES`] in addition.
+/// The statements of both accesses; a writer makes those in [`WRITER_STATES`], too.
 const ALL_STATE: [LockByte; 3] = [
     LockByte::does(Permission::ConsistentRead),
     LockByte::refuses(Permission::Write),
@@ -88,7 +88,7 @@ const ALL_STATE: [LockByte; 3] = [
 ];
 const WRITER_STATES: [LockByte; 1] = [LockByte::does(Permission::Write)];
 
-/// What nobody else may state beside either access, the most telling first.
+/// Statements of other processes that exclude either access, the most telling first.
 const ALL_EXCLUDE: [(LockByte, &str); 3] = [
     (LockByte::does(Permission::Write), "another process has it open for writing"),
     (LockByte::does(Permission::Resize), "another process may change its size"),
@@ -103,22 +103,38 @@ const WRITER_EXCLUDES: [(LockByte, &str); 1] = [(
 )];
 const FOREIGN_LOCK: &str = "another process has locked it for itself";
 
-/// Locks the image behind `fd` for `access`, without waiting.
+/// How often a conflict is looked at again, and how long the thread sleeps before it does.
+const RETRIES: u32 = 10;
+const RETRY_INTERVAL: Duration = Duration::from_millis(20);
+
+/// Locks the image behind `fd` for `access`. A conflict is reported after 0.2 s: a process that
+/// another thread starts has the descriptors of its parent from fork(2) to execve(2), and with them
+/// the locks of images that the parent closes meanwhile.
 ///
-/// The lock belongs to the open file description: it goes when the last descriptor made from that
-/// one open(2) is closed, also when the process dies. It is advisory: who does not ask does not
-/// see it. To lock a description again changes nothing, unless it conflicts.
+/// The lock belongs to the open file description: it ends when the last descriptor made from that
+/// one open(2) is closed, also when the process dies. It is advisory: a process that does not query
+/// it does not see it. Locking a description again changes nothing, unless it conflicts.
 ///
 /// # Errors
 /// [`LockError::Conflict`] when another description, of this process or any other, excludes
-/// `access`; [`LockError::Unsupported`] when the file system has no such locks (`EINVAL`,
-/// `ENOLCK`, `EOPNOTSUPP`), and the image may still be used with care; [`LockError::Os`]
-/// otherwise. In each case everything that the description held of this protocol is released.
+/// `access`; [`LockError::Unsupported`] when the file system has no such locks (`EINVAL`, `ENOLCK`,
+/// `EOPNOTSUPP`), and the image may still be used with care; [`LockError::Os`] otherwise. In each
+/// case all locks of this protocol on the description are released.
 pub fn lock(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError> {
-    let locked = state(fd, access).and_then(|()| look_for_conflict(fd, access));
+    for _ in 0..RETRIES {
+        match lock_once(fd, access) {
+            Err(LockError::Conflict { .. }) => thread::sleep(RETRY_INTERVAL),
+            locked => return locked,
+        }
+    }
+    lock_once(fd, access)
+}
+
+fn lock_once(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError> {
+    let locked = state(fd, access).and_then(|()| find_conflict(fd, access));
     if locked.is_err() {
-        // A failure to release leaves nothing better to do than to report the first error; the
-        // caller's close releases whatever is left.
+        // If the release fails, the first error is still the one to report; the caller's close
+        // releases the rest.
         for &byte in ALL_STATE.iter().chain(&WRITER_STATES) {
             let _ = fcntl(fd, libc::F_OFD_SETLK, byte, libc::F_UNLCK);
         }
@@ -126,7 +142,7 @@ pub fn lock(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError> {
     locked
 }
 
-/// Takes the read locks that say what this description does and refuses.
+/// Takes the read locks for what this description does and refuses.
 fn state(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError> {
     let more: &[LockByte] = if access == Access::Write { &WRITER_STATES } else { &[] };
     for &byte in ALL_STATE.iter().chain(more) {
@@ -135,9 +151,9 @@ fn state(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError> {
     Ok(())
 }
 
-/// Asks whether anybody stated what excludes `access`. Only sound after [`state`]: of two that
-/// come at once, at least the later one sees the other.
-fn look_for_conflict(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError> {
+/// Queries whether another description made a statement that excludes `access`. Only sound after
+/// [`state`]: of two descriptions that lock at once, at least the later one sees the other.
+fn find_conflict(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError> {
     let more: &[_] = if access == Access::Write { &WRITER_EXCLUDES } else { &[] };
     for &(byte, what) in ALL_EXCLUDE.iter().chain(more) {
         if fcntl(fd, libc::F_OFD_GETLK, byte, libc::F_WRLCK)? != libc::F_UNLCK {
@@ -148,7 +164,7 @@ fn look_for_conflict(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError
 }
 
 /// One lock command on one byte. Returns the lock type that the kernel left in the record; after
-/// `F_OFD_GETLK`, `F_UNLCK` means that nobody is in the way.
+/// `F_OFD_GETLK`, `F_UNLCK` means that there is no conflicting lock.
 fn fcntl(
     fd: BorrowedFd<'_>,
     command: libc::c_int,
@@ -191,19 +207,19 @@ mod tests {
     const OPEN_FOR_WRITING: Result<(), LockError> =
         Err(LockError::Conflict { what: "another process has it open for writing" });
 
-    /// A child process has a copy of every descriptor until its exec(2), and with it the lock. So
-    /// that none is started while another test counts on a close, one test runs at a time.
+    /// A child process has a copy of every descriptor until its exec(2), and with it the lock.
+    /// Tests run one at a time, so that none starts a child while another relies on a close.
     static ONE_AT_A_TIME: Mutex<()> = Mutex::new(());
 
     struct Image {
         directory: tempfile::TempDir,
-        _turn: MutexGuard<'static, ()>,
+        _guard: MutexGuard<'static, ()>,
     }
 
     impl Image {
         fn new() -> Self {
-            let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-            let image = Self { directory: tempfile::tempdir().unwrap(), _turn: turn };
+            let guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+            let image = Self { directory: tempfile::tempdir().unwrap(), _guard: guard };
             File::create(image.path()).unwrap().set_len(IMAGE_BYTES).unwrap();
             image
         }
@@ -219,6 +235,25 @@ mod tests {
 
     fn reader_is_in_the_way(result: Result<(), LockError>) -> bool {
         matches!(result, Err(LockError::Conflict { what }) if what.contains("open for reading"))
+    }
+
+    /// As when a process that was just started closes its copy of a descriptor.
+    #[test]
+    fn a_lock_that_is_released_soon_is_waited_for() {
+        let image = Image::new();
+        let is_waited_for = || {
+            let holder = image.open();
+            assert_eq!(lock(holder.as_fd(), Access::Write), Ok(()));
+            let release = thread::spawn(move || {
+                thread::sleep(RETRY_INTERVAL / 2);
+                drop(holder);
+            });
+            let locked = lock(image.open().as_fd(), Access::Write);
+            release.join().unwrap();
+            locked == Ok(())
+        };
+        // A machine that is busy may release it too late.
+        assert!((0..20).any(|_| is_waited_for()));
     }
 
     #[test]
@@ -256,7 +291,7 @@ mod tests {
     }
 
     #[test]
-    fn who_was_refused_is_in_nobodys_way() {
+    fn a_refused_description_leaves_no_lock_behind() {
         let image = Image::new();
         let (writer, refused, next) = (image.open(), image.open(), image.open());
         assert_eq!(lock(writer.as_fd(), Access::Write), Ok(()));
@@ -278,7 +313,7 @@ mod tests {
     }
 
     #[test]
-    fn a_write_lock_of_somebody_else_is_a_conflict() {
+    fn a_write_lock_of_another_program_is_a_conflict() {
         let image = Image::new();
         let (other, ours) = (image.open(), image.open());
         let byte = LockByte::does(Permission::ConsistentRead);
@@ -294,12 +329,12 @@ mod tests {
         assert_eq!(lock(file.as_fd(), Access::Write), Err(LockError::Os(libc::EBADF)));
     }
 
-    /// Whether `tool` can be run. Missing is a failure where all tools are promised. Not to be asked
-    /// while there is an [`Image`], which has the turn.
-    fn have(tool: &str) -> bool {
-        let turn = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
+    /// Whether `tool` can be run. A missing tool is a failure where all tools are promised. Not to
+    /// be called while there is an [`Image`], which holds the mutex.
+    fn tool_exists(tool: &str) -> bool {
+        let guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
         let found = Command::new(tool).arg("--version").output().is_ok();
-        drop(turn);
+        drop(guard);
         if !found {
             assert!(std::env::var_os("NOWAIT_REQUIRE_TOOLS").is_none_or(|v| v != "1"), "no {tool}");
             eprintln!("skipped: no {tool}");
@@ -322,10 +357,10 @@ mod tests {
         assert!(!output.status.success() && said.contains("lock"), "{output:?}");
     }
 
-    /// A writer in qemu-io; QEMU lets tools share raw images with each other, but not a write.
+    /// A write by qemu-io; QEMU lets tools share raw images with each other, except for writes.
     const QEMU_WRITES: [&str; 4] = ["-f", "raw", "-c", "write 0 4k"];
 
-    /// An image in QEMU's own format, of which QEMU shares not even reading with a writer.
+    /// An image in QEMU's own format, which QEMU does not even let others read beside a writer.
     fn qcow2() -> Image {
         let image = Image::new();
         let size = IMAGE_BYTES.to_string();
@@ -335,7 +370,7 @@ mod tests {
         image
     }
 
-    /// qemu-io with the image open, until dropped.
+    /// A qemu-io process with the image open, killed on drop.
     struct QemuIo(Child);
 
     impl QemuIo {
@@ -347,7 +382,8 @@ mod tests {
                 .stdout(Stdio::piped())
                 .spawn()
                 .unwrap();
-            // It takes commands once it has the image: the answer to the first proves it.
+            // qemu-io takes commands once it has the image open: the answer to the first proves
+            // that.
             child.stdin.as_mut().unwrap().write_all(b"length\n").unwrap();
             let mut answer = String::new();
             BufReader::new(child.stdout.as_mut().unwrap()).read_line(&mut answer).unwrap();
@@ -364,8 +400,8 @@ mod tests {
     }
 
     #[test]
-    fn qemu_neither_copies_nor_writes_what_we_write_to() {
-        if !have("qemu-img") || !have("qemu-io") {
+    fn qemu_neither_copies_nor_writes_an_image_that_we_write_to() {
+        if !tool_exists("qemu-img") || !tool_exists("qemu-io") {
             return;
         }
         let image = Image::new();
@@ -379,8 +415,8 @@ mod tests {
     }
 
     #[test]
-    fn qemu_does_not_even_look_into_a_qcow2_image_that_we_write_to() {
-        if !have("qemu-img") {
+    fn qemu_does_not_even_read_the_header_of_a_qcow2_image_that_we_write_to() {
+        if !tool_exists("qemu-img") {
             return;
         }
         let image = qcow2();
@@ -391,8 +427,8 @@ mod tests {
     }
 
     #[test]
-    fn qemu_copies_but_does_not_write_what_we_read() {
-        if !have("qemu-img") || !have("qemu-io") {
+    fn qemu_copies_but_does_not_write_an_image_that_we_read() {
+        if !tool_exists("qemu-img") || !tool_exists("qemu-io") {
             return;
         }
         let image = Image::new();
@@ -403,8 +439,8 @@ mod tests {
     }
 
     #[test]
-    fn we_open_nothing_that_qemu_writes_to() {
-        if !have("qemu-io") {
+    fn we_open_no_image_that_qemu_writes_to() {
+        if !tool_exists("qemu-io") {
             return;
         }
         let image = Image::new();
@@ -417,8 +453,8 @@ mod tests {
     }
 
     #[test]
-    fn we_read_but_do_not_write_what_qemu_reads() {
-        if !have("qemu-img") || !have("qemu-io") {
+    fn we_read_but_do_not_write_an_image_that_qemu_reads() {
+        if !tool_exists("qemu-img") || !tool_exists("qemu-io") {
             return;
         }
         let image = qcow2();

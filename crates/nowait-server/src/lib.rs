@@ -1,19 +1,32 @@
-//! Block devices from images: one [`Device`] for each export, and the doors to it.
+//! An NBD server for disk images; each image is an [`Export`].
 //!
-//! A door translates and nothing else: what is on the wire becomes a request of the engine, a
-//! completion becomes what goes on the wire. What a request may do is checked in one place,
-//! [`Device`]. The modules are listed in the order in which they know each other.
+//! A frontend only translates: a wire request becomes a request of the engine, and a completion
+//! becomes a wire reply. The checks of what a request may do are in one place, [`Export`]. The
+//! modules are listed in dependency order: each uses only those above it.
 #![deny(unsafe_code)]
 
-mod device;
+mod fault_log;
+mod export;
+mod injected_bug;
+mod net;
+mod buffer_budget;
+mod fairness;
 mod nbd;
+mod server_options;
+mod adaptive_poll;
+mod idle_timeout;
+mod delayed_release;
+mod acceptor;
+mod export_threads;
+mod event_loop;
+mod server;
 
-pub use device::Device;
+pub use export::Export;
 #[cfg(feature = "fuzz")]
 pub use nbd::fuzz;
-pub use nbd::{
-    Clients, Credentials, Export, Listener, Options, QueueKind, Server, Stopped, Stopper, Tls,
-    TlsError,
+pub use server::{
+    AnyExport, ClientAuth, Credentials, Listener, Options, QueueKind, Server, ShutdownHandle,
+    ShutdownReport, Tls, TlsError,
 };
 #[cfg(feature = "sim")]
-pub use nbd::{Mistake, Simulated, make};
+pub use server::{ServerBug, Simulated, inject};

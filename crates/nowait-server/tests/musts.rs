@@ -1,13 +1,12 @@
-//! The table of what the NBD specification demands of a server, and the tests that it names.
+//! Checks the table of what the NBD specification demands of a server against the tests it names.
 //!
-//! Invariant: every test that is called a must is in the table, and the table names none that is not there.
-//! Knows: docs/nbd-musts.md, the sources as text. Known by: nobody.
+//! Invariant: every test named `nbd_must_` is in the table, and every test in the table exists.
 
 use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 
-/// What a row without a test begins its reason with.
+/// How the reason of a row without a test begins.
 const REASONS: [&str; 2] = ["does not apply: ", "cannot be tested: "];
 
 /// The names of all functions without arguments below `directory`, tests among them.
@@ -31,7 +30,7 @@ fn tests_in(cell: &str) -> impl Iterator<Item = &str> {
 }
 
 #[test]
-fn the_table_of_musts_names_tests_that_are_there_and_all_that_are_called_so() {
+fn the_table_of_musts_names_existing_tests_and_all_nbd_must_tests() {
     let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     let mut functions = BTreeSet::new();
     functions_below(&workspace.join("crates"), &mut functions);

@@ -1,8 +1,7 @@
-//! In steady state an NBD request costs no allocation, in the server or in its client.
+//! In steady state an NBD request allocates nothing, in the server or in its client.
 //!
-//! Invariant: one test function in this program; the client has all of its memory before the count
-//! begins, so that whatever is counted is the server's.
-//! Knows: the public face of the server, NBD proto.md.
+//! Invariant: one test function in this program; the client allocates all of its memory before the
+//! count begins, so that all counted allocations are the server's.
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -14,13 +13,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::Duration;
 
-use nowait::{Config, Disk, OpenOptions, Uring};
-use nowait_server::{Device, Export, Listener, Options, QueueKind, Server, Tls};
+use nowait::{BlockDevice, Config, OpenOptions, Uring};
+use nowait_server::{AnyExport, Export, Listener, Options, QueueKind, Server, Tls};
 
 const BLOCK: u32 = 4096;
 const SIZE: u64 = 4 << 20;
 const DEPTH: u64 = 16;
-/// Requests before the count begins: every list and pool has its size by then.
+/// Requests before the count begins: every list and pool has reached its size by then.
 const WARM_UP: u64 = 4_000;
 const REQUESTS: u64 = 10_000;
 /// How long the server may be silent before the test fails.
@@ -31,7 +30,7 @@ struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
-// SAFETY: every call goes to the system's allocator as it came.
+// SAFETY: every call is passed on to the system's allocator.
 unsafe impl GlobalAlloc for Counting {
     // SAFETY: the caller's promise is passed on.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -72,7 +71,7 @@ const OPT_GO: u32 = 7;
 const REP_ACK: u32 = 1;
 const READ: u16 = 0;
 const WRITE: u16 = 1;
-/// Bytes of a request's header, and of the head of a simple reply.
+/// Bytes of a request's header, and of the header of a simple reply.
 const REQUEST_BYTES: usize = 28;
 const REPLY_BYTES: usize = 16;
 
@@ -112,7 +111,7 @@ impl Client {
         Self { stream, request, data: vec![0; BLOCK as usize] }
     }
 
-    /// Sends request `n`: reads and writes in turn, all over the export.
+    /// Sends request `n`: alternating reads and writes, all over the export.
     fn send(&mut self, n: u64) {
         let kind = if n.is_multiple_of(2) { READ } else { WRITE };
         let offset = n * 7 * u64::from(BLOCK) % SIZE;
@@ -127,7 +126,7 @@ impl Client {
         self.stream.write_all(&self.request[..bytes]).unwrap();
     }
 
-    /// Takes one reply, to whichever request.
+    /// Receives one reply, to any request.
     fn receive(&mut self) {
         let mut head = [0; REPLY_BYTES];
         self.stream.read_exact(&mut head).unwrap();
@@ -155,16 +154,19 @@ fn count(kind: QueueKind, config: Config) -> u64 {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let image = dir.path().join("disk.img");
     std::fs::write(&image, vec![0x5a; SIZE as usize]).unwrap();
-    let disk = Arc::new(Disk::open(&image, OpenOptions::default()).unwrap());
+    let disk = Arc::new(BlockDevice::open(&image, OpenOptions::default()).unwrap());
     disk.scan();
-    // The path of a Unix socket has a bound that the path of this directory may exceed.
+    // The path of a Unix socket has a length limit that the path of this directory may exceed.
     let sockets = tempfile::tempdir().unwrap();
     let socket = sockets.path().join("nbd");
     let listener = Listener::unix(&socket).unwrap();
-    let device = Device::new(disk, config.workers, String::new(), String::new());
-    let options = Options { queues: 1, kind, config, tls: Tls::Off, max_connections: 2 };
-    let server = Server::start(vec![Export::new(device)], vec![listener], options).unwrap();
-    let stopper = server.stopper();
+    let export = Export::new(disk, config.workers, String::new(), String::new());
+    let (max_connections, idle) = (2, Options::IDLE);
+    let split_bytes = Options::SPLIT_BYTES;
+    let options =
+        Options { queues: 1, kind, config, tls: Tls::Off, max_connections, idle, split_bytes };
+    let server = Server::start(vec![AnyExport::new(export)], vec![listener], options).unwrap();
+    let stopper = server.shutdown_handle();
     let mut client = Client::connect(&socket);
     client.run(WARM_UP);
     let before = ALLOCATIONS.load(Ordering::SeqCst);
@@ -186,6 +188,6 @@ fn an_nbd_request_of_4_kib_allocates_nothing() {
     let config = Config::default();
     assert_eq!(count(QueueKind::Uring, config), 0, "simple");
     assert_eq!(count(QueueKind::Uring, Config { simple: false, ..config }), 0, "generic");
-    // The counter counts: with the pool off every request has a slot of its own.
+    // Proves that the counter counts: without the pool every request allocates.
     assert!(count(QueueKind::Uring, Config { pool: false, ..config }) >= REQUESTS);
 }

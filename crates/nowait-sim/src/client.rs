@@ -1,88 +1,87 @@
-//! A client of an NBD server: one connection, from its greeting to its end.
+//! A simulated NBD client: one connection, from its greeting to its end.
 //!
-//! Invariant: a request has begun when its head was sent, and not before; each that is sent to its
-//! end is answered once, and before the server closes the connection (NBD proto.md,
-//! "NBD_CMD_DISC").
-//! Knows: pattern, model, scenario, judge, reply. Known by: server.
+//! Invariant: a request begins when its header was sent; each request that is sent completely is
+//! answered once, before the server closes the connection (NBD proto.md, "NBD_CMD_DISC").
 
 use std::collections::VecDeque;
 use std::ops::ControlFlow::{Break, Continue};
 
-use nowait::sim::{Far, Random};
-use nowait::{Flags, Op, Range};
-use nowait_nbd as nbd;
+use nowait::sim::{ClientEnd, Random};
+use nowait::{ByteRange, Flags, Op};
+use nowait_nbd::{self as nbd, Fields, OptionReplyHeader, ReplyHeader, ReplyMode, RequestHeader};
 
-use crate::judge::{Flight, Judge};
-use crate::model::{Time, Wrong};
-use crate::pattern::{self, Value};
-use crate::reply::{Answer, Dialect, Head, u32_of, u64_of};
-use crate::scenario::{Asked, Leaving};
+use crate::model::{Time, Violation};
+use crate::oracle::{InFlight, Oracle};
+use crate::pattern;
+use crate::pattern::Value;
+use crate::reply::Answer;
+use crate::scenario::{DisconnectKind, RequestSpec};
 
-/// Requests of a client at most that are not answered.
+/// The limit of unanswered requests of a client.
 const REQUESTS: usize = 24;
-/// What block status requests are about.
+/// The metadata context of block-status requests.
 const CONTEXT: &str = "base:allocation";
 /// Bytes of the greeting.
 const GREETING_BYTES: usize = 18;
-/// What follows the flags of an export for clients that have not asked to leave it out.
+/// Zero bytes after the flags of an export, unless NO_ZEROES was negotiated.
 const PADDING_BYTES: usize = 124;
 
-/// A request whose head was not sent.
+/// A request whose header was not sent yet.
 struct Queued {
-    /// Bytes of the connection up to the end of its head.
+    /// Bytes of the connection up to the end of the request's header.
     begins: u64,
-    /// The same up to its own end.
+    /// Bytes of the connection up to the end of the request.
     ends: u64,
     cookie: u64,
-    asked: Asked,
+    spec: RequestSpec,
     value: Value,
     answer: Answer,
 }
 
-/// A request that has begun.
+/// A request whose header was sent.
 struct Sent {
-    /// Bytes of the connection up to its end.
+    /// Bytes of the connection up to the end of the request.
     ends: u64,
     cookie: u64,
-    flight: Flight,
+    flight: InFlight,
     answer: Answer,
 }
 
 /// A client.
 pub struct Client {
-    socket: Far,
-    /// The thread that serves it, and the connection's name there.
-    pub home: (usize, u64),
-    dialect: Dialect,
+    socket: ClientEnd,
+    /// The server thread that owns the connection, and the connection's id there.
+    pub owner: (usize, u64),
+    mode: ReplyMode,
     no_zeroes: bool,
     greeted: bool,
     /// Options of the handshake that are not answered.
     options: VecDeque<u32>,
-    /// The id of the context for block status, once it is known.
+    /// The id of the block-status context, once the server has sent it.
     context: Option<u32>,
-    /// What is to be sent; the first `sent` bytes were.
+    /// The send buffer; its first `sent` bytes were sent.
     out: Vec<u8>,
     sent: usize,
-    /// Bytes that were sent before those.
+    /// Bytes that were sent before those of `out`.
     before: u64,
     queued: VecDeque<Queued>,
-    flights: Vec<Sent>,
+    in_flight: Vec<Sent>,
     input: Vec<u8>,
     cookies: u64,
-    leaving: Option<Leaving>,
+    disconnect_kind: Option<DisconnectKind>,
     is_over: bool,
 }
 
 impl Client {
     /// A client at `socket`.
     #[must_use]
-    pub fn new(socket: Far, home: (usize, u64), random: &mut Random) -> Self {
-        let all = [Dialect::Simple, Dialect::Structured, Dialect::Extended];
-        let dialect = random.pick(&all).unwrap_or(Dialect::Simple);
+    pub fn new(socket: ClientEnd, owner: (usize, u64), random: &mut Random) -> Self {
+        let all = [ReplyMode::Simple, ReplyMode::Structured, ReplyMode::Extended];
+        let mode = random.pick(&all).unwrap_or(ReplyMode::Simple);
         let mut client = Self {
             socket,
-            home,
-            dialect,
+            owner,
+            mode,
             no_zeroes: random.below(2) == 0,
             greeted: false,
             options: VecDeque::new(),
@@ -91,10 +90,10 @@ impl Client {
             sent: 0,
             before: 0,
             queued: VecDeque::new(),
-            flights: Vec::new(),
+            in_flight: Vec::new(),
             input: Vec::new(),
             cookies: random.next(),
-            leaving: None,
+            disconnect_kind: None,
             is_over: false,
         };
         client.negotiate(random);
@@ -105,51 +104,43 @@ impl Client {
     fn negotiate(&mut self, random: &mut Random) {
         let flags = if self.no_zeroes { nbd::FLAG_NO_ZEROES } else { 0 } | nbd::FLAG_FIXED_NEWSTYLE;
         self.out.extend(u32::from(flags).to_be_bytes());
-        match self.dialect {
-            Dialect::Simple => {}
-            Dialect::Structured => self.option(nbd::OPT_STRUCTURED_REPLY, &[]),
-            Dialect::Extended => self.option(nbd::OPT_EXTENDED_HEADERS, &[]),
+        match self.mode {
+            ReplyMode::Simple => {}
+            ReplyMode::Structured => self.option(nbd::OPT_STRUCTURED_REPLY, &[]),
+            ReplyMode::Extended => self.option(nbd::OPT_EXTENDED_HEADERS, &[]),
         }
-        if self.dialect != Dialect::Simple && random.below(4) > 0 {
-            // No name, one query.
-            let mut data = [0, 0, 0, 0, 0, 0, 0, 1].to_vec();
-            data.extend((CONTEXT.len() as u32).to_be_bytes());
-            data.extend(CONTEXT.as_bytes());
-            self.option(nbd::OPT_SET_META_CONTEXT, &data);
+        if self.mode != ReplyMode::Simple && random.below(4) > 0 {
+            self.option(nbd::OPT_SET_META_CONTEXT, &nbd::context_query("", &[CONTEXT]));
         }
-        match self.dialect {
-            Dialect::Simple | Dialect::Structured if random.below(4) == 0 => {
+        match self.mode {
+            ReplyMode::Simple | ReplyMode::Structured if random.below(4) == 0 => {
                 self.option(nbd::OPT_EXPORT_NAME, &[]);
             }
-            // No name, and nothing asked about it.
-            _ => self.option(nbd::OPT_GO, &[0; 6]),
+            _ => self.option(nbd::OPT_GO, &nbd::info_request("", &[])),
         }
     }
 
     fn option(&mut self, option: u32, data: &[u8]) {
         self.options.push_back(option);
-        self.out.extend(nbd::OPTION_MAGIC.to_be_bytes());
-        self.out.extend(option.to_be_bytes());
-        self.out.extend((data.len() as u32).to_be_bytes());
-        self.out.extend(data);
+        self.out.extend(nbd::option(option, data));
     }
 
-    /// Whether it takes another request.
+    /// Whether the client may send another request.
     #[must_use]
     pub fn may_ask(&self) -> bool {
-        self.leaving.is_none() && self.queued.len() + self.flights.len() < REQUESTS
+        self.disconnect_kind.is_none() && self.queued.len() + self.in_flight.len() < REQUESTS
     }
 
-    /// Whether it has nothing to wait for.
+    /// Whether no option and no request is unanswered, and the client is not disconnecting.
     #[must_use]
     pub fn is_idle(&self) -> bool {
-        self.leaving.is_none()
+        self.disconnect_kind.is_none()
             && self.options.is_empty()
             && self.queued.is_empty()
-            && self.flights.is_empty()
+            && self.in_flight.is_empty()
     }
 
-    /// Whether the server has closed the connection, as it was to.
+    /// Whether the connection has ended.
     #[must_use]
     pub fn is_over(&self) -> bool {
         self.is_over
@@ -164,17 +155,17 @@ impl Client {
     /// When the oldest request in flight began.
     #[must_use]
     pub fn oldest(&self) -> Time {
-        self.flights.iter().map(|sent| sent.flight.began).min().unwrap_or(Time::MAX)
+        self.in_flight.iter().map(|sent| sent.flight.began).min().unwrap_or(Time::MAX)
     }
 
     /// Queues a request.
-    pub fn ask(&mut self, mut asked: Asked, judge: &mut Judge, random: &mut Random) {
-        if asked.op == Op::Status && self.context.is_none() {
-            asked.op = Op::Read;
+    pub fn ask(&mut self, mut spec: RequestSpec, oracle: &mut Oracle, random: &mut Random) {
+        if spec.op == Op::Status && self.context.is_none() {
+            spec.op = Op::Read;
         }
-        let Asked { op, flags, range, .. } = asked;
+        let RequestSpec { op, flags, range, .. } = spec;
         let (command, rare) = match op {
-            Op::Read if self.dialect == Dialect::Simple => (nbd::CMD_READ, 0),
+            Op::Read if self.mode == ReplyMode::Simple => (nbd::CMD_READ, 0),
             Op::Read => (nbd::CMD_READ, nbd::CMD_FLAG_DF),
             Op::Write => (nbd::CMD_WRITE, 0),
             Op::Flush => (nbd::CMD_FLUSH, 0),
@@ -193,9 +184,9 @@ impl Client {
             bits |= bit;
         }
         self.cookies = self.cookies.wrapping_add(1);
-        let place = if op == Op::Flush { Range::default() } else { range };
-        self.head(command, bits, place);
-        let value = judge.value_for(op);
+        let request_range = if op == Op::Flush { ByteRange::default() } else { range };
+        self.head(command, bits, request_range);
+        let value = oracle.value_for(op);
         let begins = self.before + self.out.len() as u64;
         if op == Op::Write {
             let from = self.out.len();
@@ -205,24 +196,24 @@ impl Client {
         let ends = self.before + self.out.len() as u64;
         let answer = Answer::to(op, range, self.context.unwrap_or_default(), one_piece);
         let cookie = self.cookies;
-        self.queued.push_back(Queued { begins, ends, cookie, asked, value, answer });
+        self.queued.push_back(Queued { begins, ends, cookie, spec, value, answer });
     }
 
-    fn head(&mut self, command: u16, flags: u16, range: Range) {
-        if self.dialect != Dialect::Extended {
-            let length = range.len as u32;
-            self.out.extend(nbd::request(command, flags, self.cookies, range.pos, length));
-            return;
-        }
-        // Some clients do not say that a payload follows a write.
-        let says_so = command == nbd::CMD_WRITE && self.cookies.is_multiple_of(2);
+    fn head(&mut self, command: u16, flags: u16, range: ByteRange) {
+        // With extended headers, some clients do not set CMD_FLAG_PAYLOAD_LEN for a write.
+        let says_so = self.mode == ReplyMode::Extended
+            && command == nbd::CMD_WRITE
+            && self.cookies.is_multiple_of(2);
         let payload = if says_so { nbd::CMD_FLAG_PAYLOAD_LEN } else { 0 };
-        self.out.extend(nbd::EXTENDED_REQUEST_MAGIC.to_be_bytes());
-        self.out.extend((flags | payload).to_be_bytes());
-        self.out.extend(command.to_be_bytes());
-        self.out.extend(self.cookies.to_be_bytes());
-        self.out.extend(range.pos.to_be_bytes());
-        self.out.extend(range.len.to_be_bytes());
+        let header = RequestHeader {
+            flags: flags | payload,
+            command,
+            cookie: self.cookies,
+            offset: range.pos,
+            length: range.len,
+        };
+        let (bytes, len) = header.encode(self.mode);
+        self.out.extend(bytes.iter().take(len));
     }
 
     /// Bytes that were sent.
@@ -230,21 +221,21 @@ impl Client {
         self.before + self.sent as u64
     }
 
-    /// Sends at most `limit` bytes. Nothing in flight began before `oldest`. Returns how many
-    /// requests have begun.
-    pub fn send(&mut self, limit: usize, judge: &mut Judge, oldest: Time) -> u64 {
+    /// Sends at most `limit` bytes. No request in flight began before `oldest`. Returns the number
+    /// of requests that have begun.
+    pub fn send(&mut self, limit: usize, oracle: &mut Oracle, oldest: Time) -> u64 {
         let to = (self.sent + limit.min(self.unsent())).min(self.out.len());
         let part = self.out.get(self.sent..to).unwrap_or_default();
-        // An error shows when it receives.
+        // An error is seen by the next receive.
         let taken = if part.is_empty() { 0 } else { self.socket.send(part).unwrap_or(0) };
         self.sent += taken;
         let through = self.through();
         let mut begun = 0;
         while self.queued.front().is_some_and(|queued| queued.begins <= through) {
             let Some(queued) = self.queued.pop_front() else { break };
-            let Queued { ends, cookie, asked, value, answer, .. } = queued;
-            let flight = judge.begin(asked, value, oldest);
-            self.flights.push(Sent { ends, cookie, flight, answer });
+            let Queued { ends, cookie, spec, value, answer, .. } = queued;
+            let flight = oracle.begin(spec, value, oldest);
+            self.in_flight.push(Sent { ends, cookie, flight, answer });
             begun += 1;
         }
         if self.sent == self.out.len() {
@@ -255,76 +246,76 @@ impl Client {
         begun
     }
 
-    /// Leaves as told, unless it does so already. It is to be dropped if it is gone at once; what
-    /// it leaves behind is returned then.
-    pub fn leave(&mut self, how: Leaving) -> Vec<Flight> {
-        match (how, self.leaving) {
-            (Leaving::Abrupt, _) => {
+    /// Disconnects, unless the client does so already. After an abrupt disconnect the client must
+    /// be dropped; its unanswered requests are returned.
+    pub fn disconnect(&mut self, how: DisconnectKind) -> Vec<InFlight> {
+        match (how, self.disconnect_kind) {
+            (DisconnectKind::Abrupt, _) => {
                 self.socket.shutdown(true);
                 self.is_over = true;
-                return self.left_behind();
+                return self.take_unanswered();
             }
             (_, Some(_)) => return Vec::new(),
-            (Leaving::Goodbye, None) => {
-                self.head(nbd::CMD_DISC, 0, Range::default());
+            (DisconnectKind::Goodbye, None) => {
+                self.head(nbd::CMD_DISC, 0, ByteRange::default());
             }
-            (Leaving::HalfClose, None) => {
+            (DisconnectKind::HalfClose, None) => {
                 self.out.truncate(self.sent);
                 self.queued.clear();
                 self.socket.shutdown(false);
             }
         }
-        self.leaving = Some(how);
+        self.disconnect_kind = Some(how);
         Vec::new()
     }
 
-    /// What the server has not answered when it has closed the connection.
-    pub fn left_behind(&mut self) -> Vec<Flight> {
-        self.flights.drain(..).map(|sent| sent.flight).collect()
+    /// The requests that are unanswered when the connection has ended.
+    pub fn take_unanswered(&mut self) -> Vec<InFlight> {
+        self.in_flight.drain(..).map(|sent| sent.flight).collect()
     }
 
-    /// Receives at most as much as `scratch` holds, and judges what has been answered.
+    /// Receives at most as much as `scratch` holds, and checks the answers against the oracle.
     ///
     /// # Errors
-    /// What is not as it may be.
-    pub fn receive(&mut self, scratch: &mut [u8], judge: &mut Judge) -> Result<(), Wrong> {
+    /// An answer violates the contract or the protocol.
+    pub fn receive(&mut self, scratch: &mut [u8], oracle: &mut Oracle) -> Result<(), Violation> {
         match self.socket.receive(scratch) {
             Ok(0) => return self.end(),
             Ok(got) => {
                 self.input.extend_from_slice(scratch.get(..got).unwrap_or_default());
             }
-            // Nothing is there yet.
+            // No bytes have arrived.
             Err(_) => return Ok(()),
         }
         let input = std::mem::take(&mut self.input);
         let mut rest = input.as_slice();
-        while self.understand(&mut rest, judge)? {}
+        while self.parse_next(&mut rest, oracle)? {}
         let used = input.len() - rest.len();
         self.input = input;
         self.input.drain(..used);
         Ok(())
     }
 
-    /// The server has closed the connection.
-    fn end(&mut self) -> Result<(), Wrong> {
+    /// Handles the end of the stream: the server has closed the connection.
+    fn end(&mut self) -> Result<(), Violation> {
         self.is_over = true;
         let through = self.through();
-        let whole = self.flights.iter().filter(|sent| sent.ends <= through);
-        let lost: Vec<_> = whole.map(|sent| sent.flight.asked).collect();
-        match self.leaving {
-            None => Err(Wrong::new("a connection was closed that its client uses".to_owned())),
+        let whole = self.in_flight.iter().filter(|sent| sent.ends <= through);
+        let lost: Vec<_> = whole.map(|sent| sent.flight.spec).collect();
+        match self.disconnect_kind {
+            None => Err(Violation::new("a connection was closed that its client uses".to_owned())),
             Some(how) if !lost.is_empty() => {
-                Err(Wrong::new(format!("C41: lost after {how:?}: {lost:?}")))
+                Err(Violation::new(format!("C41: lost after {how:?}: {lost:?}")))
             }
             Some(_) if !self.input.is_empty() => {
-                Err(Wrong::new(format!("the last reply is cut short: {:02x?}", self.input)))
+                Err(Violation::new(format!("the last reply is cut short: {:02x?}", self.input)))
             }
             Some(_) => Ok(()),
         }
     }
 
-    /// Takes the next message; false when not all of it has come.
-    fn understand(&mut self, input: &mut &[u8], judge: &mut Judge) -> Result<bool, Wrong> {
+    /// Parses the next message; false when it has not arrived completely.
+    fn parse_next(&mut self, input: &mut &[u8], oracle: &mut Oracle) -> Result<bool, Violation> {
         if !self.greeted {
             let Some((greeting, rest)) = input.split_at_checked(GREETING_BYTES) else {
                 return Ok(false);
@@ -334,14 +325,14 @@ impl Client {
             let wanted = [nbd::INIT_MAGIC.to_be_bytes(), nbd::OPTION_MAGIC.to_be_bytes()].concat();
             return match greeting.starts_with(&wanted) {
                 true => Ok(true),
-                false => Err(Wrong::new(format!("no greeting: {greeting:02x?}"))),
+                false => Err(Violation::new(format!("no greeting: {greeting:02x?}"))),
             };
         }
         if let Some(&option) = self.options.front() {
             let mut rest = *input;
             let agreed = match option {
-                nbd::OPT_EXPORT_NAME => self.read_export(&mut rest, judge),
-                _ => self.read_option(&mut rest, option, judge),
+                nbd::OPT_EXPORT_NAME => self.read_export(&mut rest, oracle),
+                _ => self.read_option(&mut rest, option, oracle),
             };
             return match agreed {
                 Ok(()) => {
@@ -352,43 +343,44 @@ impl Client {
                 Err(None) => Ok(false),
             };
         }
-        self.read_reply(input, judge)
+        self.read_reply(input, oracle)
     }
 
-    /// The answer to `OPT_EXPORT_NAME`. The error is `None` when it has not all come.
-    fn read_export(&mut self, input: &mut &[u8], judge: &Judge) -> Result<(), Option<Wrong>> {
-        let size = u64_of(input).ok_or(None)?;
+    /// Parses the answer to `OPT_EXPORT_NAME`. The error is `None` when it has not arrived
+    /// completely.
+    fn read_export(&mut self, input: &mut &[u8], oracle: &Oracle) -> Result<(), Option<Violation>> {
+        let mut fields = Fields(input);
+        let size = fields.u64().ok_or(None)?;
         let padding = if self.no_zeroes { 0 } else { PADDING_BYTES };
-        *input = input.get(2 + padding..).ok_or(None)?;
+        fields.take(2 + padding).ok_or(None)?;
+        *input = fields.0;
         self.options.pop_front();
-        check_size(size, judge)
+        check_size(size, oracle)
     }
 
-    /// A reply to `option`.
+    /// Parses a reply to `option`.
     fn read_option(
         &mut self,
         input: &mut &[u8],
         option: u32,
-        judge: &Judge,
-    ) -> Result<(), Option<Wrong>> {
-        let wrong = |what| Err(Some(Wrong::new(format!("option {option}: {what}"))));
-        let (magic, about) = (u64_of(input).ok_or(None)?, u32_of(input).ok_or(None)?);
-        let (kind, len) = (u32_of(input).ok_or(None)?, u32_of(input).ok_or(None)?);
-        let (mut data, rest) = input.split_at_checked(len as usize).ok_or(None)?;
+        oracle: &Oracle,
+    ) -> Result<(), Option<Violation>> {
+        let wrong = |what| Err(Some(Violation::new(format!("option {option}: {what}"))));
+        let (head, rest) = input.split_first_chunk().ok_or(None)?;
+        let Some(head) = OptionReplyHeader::parse(head).filter(|head| head.option == option) else {
+            return wrong(format!("answered by {head:02x?}"));
+        };
+        let (data, rest) = rest.split_at_checked(head.length as usize).ok_or(None)?;
         *input = rest;
-        if magic != nbd::OPTION_REPLY_MAGIC || about != option {
-            return wrong(format!("answered by {magic:x} about {about}"));
-        }
+        let (kind, mut fields) = (head.kind, Fields(data));
         match (kind, option) {
             (nbd::REP_ACK, _) => {
                 self.options.pop_front();
             }
-            (nbd::REP_META_CONTEXT, nbd::OPT_SET_META_CONTEXT) => self.context = u32_of(&mut data),
+            (nbd::REP_META_CONTEXT, nbd::OPT_SET_META_CONTEXT) => self.context = fields.u32(),
             (nbd::REP_INFO, nbd::OPT_GO) => {
-                if let Some((kind, mut info)) = data.split_first_chunk()
-                    && u16::from_be_bytes(*kind) == nbd::INFO_EXPORT
-                {
-                    check_size(u64_of(&mut info).unwrap_or_default(), judge)?;
+                if fields.u16() == Some(nbd::INFO_EXPORT) {
+                    check_size(fields.u64().unwrap_or_default(), oracle)?;
                 }
             }
             _ => return wrong(format!("answered by type {kind:x}")),
@@ -396,23 +388,30 @@ impl Client {
         Ok(())
     }
 
-    fn read_reply(&mut self, input: &mut &[u8], judge: &mut Judge) -> Result<bool, Wrong> {
-        let Some(head) = Head::read(self.dialect, input)? else { return Ok(false) };
-        let known = self.flights.iter().position(|sent| sent.cookie == head.cookie);
+    fn read_reply(&mut self, input: &mut &[u8], oracle: &mut Oracle) -> Result<bool, Violation> {
+        let head = ReplyHeader::parse(self.mode, input)
+            .map_err(|magic| Violation::new(format!("reply: no head: {:?}", (magic, self.mode))))?;
+        let Some(head) = head else { return Ok(false) };
+        let found = self.in_flight.iter().position(|sent| sent.cookie == head.0.cookie());
         let through = self.through();
-        let Some((index, sent)) = known.and_then(|at| Some((at, self.flights.get_mut(at)?))) else {
-            return Err(Wrong::new(format!("C41: a reply to nothing that was asked: {head:?}")));
+        let Some((index, sent)) = found.and_then(|at| Some((at, self.in_flight.get_mut(at)?)))
+        else {
+            return Err(Violation::new(format!(
+                "C41: a reply to nothing that was asked: {head:?}"
+            )));
         };
-        match sent.answer.take(self.dialect, &head, input)? {
+        match sent.answer.take(self.mode, head, input)? {
             Break(()) => return Ok(false),
             Continue((taken, last)) => {
                 *input = input.get(taken..).unwrap_or_default();
                 if last {
-                    let Sent { flight, answer, ends, .. } = self.flights.swap_remove(index);
+                    let Sent { flight, answer, ends, .. } = self.in_flight.swap_remove(index);
                     if answer.errno.is_none() && ends > through {
-                        return Err(Wrong::new("done before all of its payload came".to_owned()));
+                        return Err(Violation::new(
+                            "done before all of its payload came".to_owned(),
+                        ));
                     }
-                    judge_answer(&flight, answer, judge)?;
+                    check_answer(&flight, answer, oracle)?;
                 }
             }
         }
@@ -420,25 +419,27 @@ impl Client {
     }
 }
 
-fn check_size(size: u64, judge: &Judge) -> Result<(), Option<Wrong>> {
-    match size == judge.size() {
+fn check_size(size: u64, oracle: &Oracle) -> Result<(), Option<Violation>> {
+    match size == oracle.size() {
         true => Ok(()),
-        false => Err(Some(Wrong::new(format!("the export has {size} bytes, a client is told")))),
+        false => {
+            Err(Some(Violation::new(format!("the export has {size} bytes, a client is told"))))
+        }
     }
 }
 
-fn judge_answer(flight: &Flight, answer: Answer, judge: &mut Judge) -> Result<(), Wrong> {
-    let Asked { op, range, .. } = flight.asked;
+fn check_answer(flight: &InFlight, answer: Answer, oracle: &mut Oracle) -> Result<(), Violation> {
+    let RequestSpec { op, range, .. } = flight.spec;
     let outside = op != Op::Flush && flight.inside.len < range.len;
     match answer.errno {
-        Some(errno) if outside => judge.refused(flight, errno, true),
-        Some(libc::EINVAL) => judge.invalid(flight),
-        Some(errno) => judge.failed(flight, errno),
+        Some(errno) if outside => oracle.refused(flight, errno, true),
+        Some(libc::EINVAL) => oracle.invalid(flight),
+        Some(errno) => oracle.failed(flight, errno),
         None => {
-            judge.done(flight, if op == Op::Flush { 0 } else { range.len })?;
+            oracle.done(flight, if op == Op::Flush { 0 } else { range.len })?;
             match op {
-                Op::Read => judge.found(range.pos, &answer.bytes, flight.began),
-                Op::Status => judge.status(flight, answer.spans),
+                Op::Read => oracle.found(range.pos, &answer.bytes, flight.began),
+                Op::Status => oracle.status(flight, answer.extents),
                 _ => Ok(()),
             }
         }

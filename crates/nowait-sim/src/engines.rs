@@ -1,58 +1,59 @@
-//! Engines on a device, and clients that call them.
+//! Engines on a simulated device, with callers that submit requests directly.
 //!
-//! Invariant: every request that an engine accepted is given back once (C41), and judged.
-//! Knows: pattern, model, memory, scenario, judge, front. Known by: run.
+//! Invariant: every request that an engine accepted completes once (C41), and its result is checked
+//! by the oracle.
 #![allow(unsafe_code)]
 
 use std::time::Duration;
 
-use nowait::sim::{Random, Sim};
-use nowait::{Completion, Engine, Error, Io, Op, Rejected};
+use nowait::sim::{Random, SimQueue};
+use nowait::{Completion, Engine, Error, Op, Rejected, Request};
 
-use crate::front::{Front, Health};
+use crate::guarded_memory::GuardedMemory;
 use crate::image::{AnyMap, Image};
-use crate::judge::{Flight, Judge};
-use crate::memory::Memory;
-use crate::model::{Time, Wrong};
-use crate::pattern::{self, Value};
-use crate::scenario::{Action, Asked, Scenario};
+use crate::model::{Time, Violation};
+use crate::oracle::{InFlight, Oracle};
+use crate::pattern;
+use crate::pattern::Value;
+use crate::scenario::{Action, RequestSpec, Scenario};
+use crate::system_under_test::{Health, SystemUnderTest};
 
-/// Requests in flight at most, of all engines together.
-const FLIGHTS: usize = 48;
+/// The limit of requests in flight of all engines together.
+const SLOTS: usize = 48;
 
-/// Engines, each of which could be a thread's.
+/// Several engines on one device, as one per thread.
 pub struct Engines {
-    engines: Vec<Engine<Sim, AnyMap>>,
-    /// What is in flight, with its tag.
-    flights: Vec<Option<(u64, Flight)>>,
+    engines: Vec<Engine<SimQueue, AnyMap>>,
+    /// The requests in flight with their tags, indexed by slot.
+    in_flight: Vec<Option<(u64, InFlight)>>,
     requests: u64,
     tags: u64,
     scratch: Vec<u8>,
-    /// Last: engines are gone before it is.
-    memory: Vec<Memory>,
+    /// The last field: it is dropped after the engines.
+    memory: Vec<GuardedMemory>,
 }
 
-fn broken(error: Error) -> Wrong {
-    Wrong::new(format!("the engine itself fails: {error}"))
+fn broken(error: Error) -> Violation {
+    Violation::new(format!("the engine itself fails: {error}"))
 }
 
-fn engines(image: &Image, scenario: &Scenario) -> Result<Vec<Engine<Sim, AnyMap>>, Error> {
+fn engines(image: &Image, scenario: &Scenario) -> Result<Vec<Engine<SimQueue, AnyMap>>, Error> {
     let engine = |_| {
-        let queue = Sim::new(image.device.clone())?;
+        let queue = SimQueue::new(image.device.clone())?;
         Engine::new(image.disk.clone(), image.workers.clone(), queue, scenario.config)
     };
     (0..scenario.parts).map(engine).collect()
 }
 
-impl Front for Engines {
+impl SystemUnderTest for Engines {
     fn open(image: &Image, scenario: &Scenario) -> Result<Self, Error> {
         Ok(Self {
             engines: engines(image, scenario)?,
-            flights: (0..FLIGHTS).map(|_| None).collect(),
+            in_flight: (0..SLOTS).map(|_| None).collect(),
             requests: 0,
             tags: 0,
             scratch: Vec::new(),
-            memory: (0..FLIGHTS).map(|_| Memory::default()).collect(),
+            memory: (0..SLOTS).map(|_| GuardedMemory::default()).collect(),
         })
     }
 
@@ -65,24 +66,24 @@ impl Front for Engines {
         &mut self,
         action: Action,
         part: usize,
-        judge: &mut Judge,
+        oracle: &mut Oracle,
         random: &mut Random,
-    ) -> Result<Health, Wrong> {
+    ) -> Result<Health, Violation> {
         match action {
-            Action::Ask(asked) => self.ask(part, asked, judge, random)?,
-            Action::Wait => self.look(part, true, judge)?,
-            _ => self.look(part, false, judge)?,
+            Action::Ask(spec) => self.ask(part, spec, oracle, random)?,
+            Action::Wait => self.poll(part, true, oracle)?,
+            _ => self.poll(part, false, oracle)?,
         }
         Ok(Health::Well)
     }
 
-    fn settle(&mut self, judge: &mut Judge) -> Result<Health, Wrong> {
+    fn settle(&mut self, oracle: &mut Oracle) -> Result<Health, Violation> {
         for engine in 0..self.engines.len() {
-            self.look(engine, true, judge)?;
+            self.poll(engine, true, oracle)?;
         }
-        match self.flights.iter().flatten().next() {
+        match self.in_flight.iter().flatten().next() {
             Some((_, lost)) if self.engines.iter().all(|engine| engine.in_flight() == 0) => {
-                Err(Wrong::new(format!("C41: lost: {:?}", lost.asked)))
+                Err(Violation::new(format!("C41: lost: {:?}", lost.spec)))
             }
             _ => Ok(Health::Well),
         }
@@ -90,11 +91,11 @@ impl Front for Engines {
 
     fn is_idle(&self) -> bool {
         self.engines.iter().all(|engine| engine.in_flight() == 0)
-            && self.flights.iter().all(Option::is_none)
+            && self.in_flight.iter().all(Option::is_none)
     }
 
-    fn forget(&mut self) -> Vec<Flight> {
-        self.flights.iter_mut().filter_map(|flight| flight.take().map(|(_, it)| it)).collect()
+    fn forget(&mut self) -> Vec<InFlight> {
+        self.in_flight.iter_mut().filter_map(|flight| flight.take().map(|(_, it)| it)).collect()
     }
 
     fn drain(&mut self) -> Result<(), Error> {
@@ -106,7 +107,7 @@ impl Front for Engines {
     }
 
     fn oldest(&self) -> Time {
-        self.flights.iter().flatten().map(|(_, it)| it.began).min().unwrap_or(Time::MAX)
+        self.in_flight.iter().flatten().map(|(_, it)| it.began).min().unwrap_or(Time::MAX)
     }
 
     fn requests(&self) -> u64 {
@@ -118,52 +119,52 @@ impl Engines {
     fn ask(
         &mut self,
         engine: usize,
-        asked: Asked,
-        judge: &mut Judge,
+        spec: RequestSpec,
+        oracle: &mut Oracle,
         random: &mut Random,
-    ) -> Result<(), Wrong> {
-        let free = self.flights.iter().position(Option::is_none);
-        let Some(place) = free else { return self.look(engine, true, judge) };
+    ) -> Result<(), Violation> {
+        let free = self.in_flight.iter().position(Option::is_none);
+        let Some(slot) = free else { return self.poll(engine, true, oracle) };
         self.tags += 1;
-        let tag = place as u64 | self.tags << 16;
-        let value = judge.value_for(asked.op);
-        let flight = judge.begin(asked, value, self.oldest());
-        match self.submit(engine, place, tag, asked, value, random)? {
+        let tag = slot as u64 | self.tags << 16;
+        let value = oracle.value_for(spec.op);
+        let flight = oracle.begin(spec, value, self.oldest());
+        match self.submit(engine, slot, tag, spec, value, random)? {
             Ok(()) => {
                 self.requests += 1;
-                if let Some(place) = self.flights.get_mut(place) {
-                    *place = Some((tag, flight));
+                if let Some(slot) = self.in_flight.get_mut(slot) {
+                    *slot = Some((tag, flight));
                 }
                 Ok(())
             }
             Err(libc::EAGAIN) => {
-                judge.never_began(&flight);
-                self.look(engine, false, judge)
+                oracle.never_began(&flight);
+                self.poll(engine, false, oracle)
             }
-            Err(errno) => judge.refused(&flight, errno, false),
+            Err(errno) => oracle.refused(&flight, errno, false),
         }
     }
 
-    /// Hands a request in. The inner result is the engine's.
+    /// Submits a request. The inner result is the engine's, with its errno.
     fn submit(
         &mut self,
         engine: usize,
-        place: usize,
+        slot: usize,
         tag: u64,
-        asked: Asked,
+        spec: RequestSpec,
         value: Value,
         random: &mut Random,
-    ) -> Result<Result<(), i32>, Wrong> {
-        let Asked { op, flags, range, segments } = asked;
-        let io = Io { op, flags, range };
+    ) -> Result<Result<(), i32>, Violation> {
+        let RequestSpec { op, flags, range, segments } = spec;
+        let io = Request { op, flags, range };
         let refused = |rejected: Rejected| rejected.error.errno();
         let (Some(engine), Some(memory)) =
-            (self.engines.get_mut(engine), self.memory.get_mut(place))
+            (self.engines.get_mut(engine), self.memory.get_mut(slot))
         else {
-            return Err(Wrong::new("there is no such engine".to_owned()));
+            return Err(Violation::new("there is no such engine".to_owned()));
         };
         if !matches!(op, Op::Read | Op::Write) {
-            return Ok(engine.submit_bare(io, tag).map_err(refused));
+            return Ok(engine.submit_no_data(io, tag).map_err(refused));
         }
         let align = engine.disk().alignment();
         let block = u64::from(align.offset);
@@ -172,11 +173,11 @@ impl Engines {
                 memory.fill(range.pos, value);
             }
             let segments = memory.segments();
-            // SAFETY: the memory is this request's until it was given back; it is dropped after
-            // the engines.
-            return Ok(unsafe { engine.submit_segments(io, &segments, tag) }.map_err(refused));
+            // SAFETY: the memory belongs to this request until it completes; it is dropped after
+            // the engines, and a dropped simulated queue accesses no memory.
+            return Ok(unsafe { engine.submit_user_memory(io, &segments, tag) }.map_err(refused));
         }
-        let start = engine.start(range.pos);
+        let start = engine.buffer_offset(range.pos);
         let Some(mut buf) = engine.buffer(range) else { return Ok(Err(libc::EAGAIN)) };
         if op == Op::Write
             && let Some(bytes) = buf.get_mut(start..start + range.len as usize)
@@ -186,62 +187,66 @@ impl Engines {
         Ok(engine.submit(io, buf, tag).map_err(refused))
     }
 
-    /// An engine looks at its queue, or waits, and what it gives back is judged.
-    fn look(&mut self, engine: usize, wait: bool, judge: &mut Judge) -> Result<(), Wrong> {
-        let Some(own) = self.engines.get_mut(engine) else { return Ok(()) };
-        let looked = match wait {
-            true => own.wait(Some(Duration::ZERO), &mut |_, _| {}),
-            false => own.poll(),
+    /// Polls an engine, or waits, and checks its completions.
+    fn poll(&mut self, engine: usize, wait: bool, oracle: &mut Oracle) -> Result<(), Violation> {
+        let Some(owned) = self.engines.get_mut(engine) else { return Ok(()) };
+        let polled = match wait {
+            true => owned.wait(Some(Duration::ZERO), &mut |_, _| {}),
+            false => owned.poll(),
         };
-        match looked {
-            // Nothing is lost: the next look goes on.
-            Err(error) if judge.expects(&error) => {}
-            looked => looked.map_err(broken)?,
+        match polled {
+            // No completion is lost: the next poll continues.
+            Err(error) if oracle.expects(&error) => {}
+            polled => polled.map_err(broken)?,
         }
-        while let Some(own) = self.engines.get_mut(engine)
-            && let Some(completion) = own.next()
+        while let Some(owned) = self.engines.get_mut(engine)
+            && let Some(completion) = owned.next()
         {
-            let place = (completion.tag & 0xffff) as usize;
-            let flight = self.flights.get_mut(place).and_then(Option::take);
+            let slot = (completion.tag & 0xffff) as usize;
+            let flight = self.in_flight.get_mut(slot).and_then(Option::take);
             let Some((_, flight)) = flight.filter(|(tag, _)| *tag == completion.tag) else {
                 let io = completion.io;
-                return Err(Wrong::new(format!("C41: {io:?} was given back, but not in flight")));
+                return Err(Violation::new(format!(
+                    "C41: {io:?} was given back, but not in flight"
+                )));
             };
-            self.judge(engine, place, &flight, &completion, judge)?;
+            self.check(engine, slot, &flight, &completion, oracle)?;
         }
         Ok(())
     }
 
-    fn judge(
+    fn check(
         &mut self,
         engine: usize,
-        place: usize,
-        flight: &Flight,
+        slot: usize,
+        flight: &InFlight,
         completion: &Completion,
-        judge: &mut Judge,
-    ) -> Result<(), Wrong> {
+        oracle: &mut Oracle,
+    ) -> Result<(), Violation> {
         let count = match completion.result() {
             Ok(count) => count,
-            Err(error) => return judge.failed(flight, error.errno()),
+            Err(error) => return oracle.failed(flight, error.errno()),
         };
-        judge.done(flight, count)?;
+        oracle.done(flight, count)?;
         let Some(engine) = self.engines.get_mut(engine) else { return Ok(()) };
-        let Asked { op, range, .. } = flight.asked;
-        match (op, &completion.buf, self.memory.get(place)) {
-            (Op::Status, ..) => judge.status(flight, engine.take_spans(completion.tag)),
+        let RequestSpec { op, range, .. } = flight.spec;
+        match (op, &completion.buf, self.memory.get(slot)) {
+            (Op::Status, ..) => oracle.status(flight, engine.take_extents(completion.tag)),
             (Op::Read, Some(buf), _) => {
-                let start = engine.start(range.pos);
+                let start = engine.buffer_offset(range.pos);
                 let bytes = buf.get(start..start + count as usize).unwrap_or_default();
-                judge.found(range.pos, bytes, flight.began)
+                oracle.found(range.pos, bytes, flight.began)
             }
             (Op::Read, None, Some(memory)) => {
                 memory.gather(count, &mut self.scratch);
-                // Where something went wrong a worker may have found more than it could answer for.
-                if !judge.is_disturbed(flight) && !memory.is_untouched_beyond(count) {
-                    let asked = flight.asked;
-                    return Err(Wrong::new(format!("C18: {asked:?}: memory beyond {count} bytes")));
+                // After a fault, a worker may have read more bytes than it could report.
+                if !oracle.is_disturbed(flight) && !memory.is_untouched_beyond(count) {
+                    let spec = flight.spec;
+                    return Err(Violation::new(format!(
+                        "C18: {spec:?}: memory beyond {count} bytes"
+                    )));
                 }
-                judge.found(range.pos, &self.scratch, flight.began)
+                oracle.found(range.pos, &self.scratch, flight.began)
             }
             _ => Ok(()),
         }

@@ -1,36 +1,38 @@
-//! What a device holds, opened: a raw disk, or a qcow2 image on it as on a block device or in it as
-//! in a file, which may stand on others.
+//! Opens the content of a simulated device: a raw disk, or a qcow2 image on a block device or in a
+//! file, which may have backing images.
 //!
-//! Invariant: a qcow2 image is opened only if its metadata holds together, leaks apart: whatever
-//! was lost before.
-//! Knows: pattern, model, scenario. Known by: front, engines, server, world.
+//! Invariant: a qcow2 image is opened only if its metadata is consistent, except for leaked
+//! clusters, whatever a power cut has lost.
 
 use std::sync::Arc;
 
 use nowait::sim::{Random, SimDevice, SimOptions};
 use nowait::{
-    Disk, Error, Extent, Extents, File, Image as Inside, Intent, Map, OpenOptions, Range, Span,
-    Storage, Workers, WouldBlock,
+    AllocationCache, BlockDevice, BlockMap, BlockingFile, ByteRange, Error, Extent, ExtentStatus,
+    FileStorage, ImageFormat as Inside, Intent, OpenOptions, WorkerPool, WouldBlock,
 };
-use nowait_image::served::{Keeper, Opened, Qcow2, ServeOptions, new_simulated, open_simulated};
+use nowait_image::qcow2_disk::{
+    OpenImage, Opened, Qcow2Map, ServeOptions, new_simulated, open_simulated,
+};
 use nowait_image::{BackingName, Chain, Format, HostFile, check};
 
-use crate::model::Wrong;
-use crate::pattern::{self, BASE};
+use crate::model::Violation;
+use crate::pattern;
+use crate::pattern::BASE;
 use crate::scenario::Scenario;
 
-/// Bytes of a qcow2 image beside those of its disk and as many again.
+/// Bytes of a qcow2 image's device beyond twice the size of its disk.
 const SPARE_BYTES: u64 = 256 << 10;
 
-/// Bytes that the file of a qcow2 image grows by at once.
+/// The step in bytes by which the file of a qcow2 image grows.
 const GROW_BYTES: u64 = 16 << 10;
 
-/// What is known of where bytes are.
+/// The mapping of a disk.
 pub enum AnyMap {
-    /// At the same place of the device, or nowhere.
-    Raw(Extents),
-    /// Where the image says.
-    Qcow2(Qcow2),
+    /// Bytes at the same offset of the device, or in a hole.
+    Raw(AllocationCache),
+    /// Bytes where the image's tables say.
+    Qcow2(Qcow2Map),
 }
 
 macro_rules! either {
@@ -42,37 +44,42 @@ macro_rules! either {
     };
 }
 
-impl Map for AnyMap {
-    fn begin(&self, range: Range, intent: Intent) -> Result<Extent, WouldBlock> {
-        either!(self, map => map.begin(range, intent))
+impl BlockMap for AnyMap {
+    fn map_extent(&self, range: ByteRange, intent: Intent) -> Result<Extent, WouldBlock> {
+        either!(self, map => map.map_extent(range, intent))
     }
 
-    fn begin_blocking(&self, range: Range, intent: Intent) -> Extent {
-        either!(self, map => map.begin_blocking(range, intent))
+    fn map_extent_blocking(&self, range: ByteRange, intent: Intent) -> Extent {
+        either!(self, map => map.map_extent_blocking(range, intent))
     }
 
-    fn is_mapped(&self, range: Range) -> bool {
+    fn is_mapped(&self, range: ByteRange) -> bool {
         either!(self, map => map.is_mapped(range))
     }
 
-    fn written(&self, range: Range) {
-        either!(self, map => map.written(range));
+    fn mark_allocated(&self, range: ByteRange) {
+        either!(self, map => map.mark_allocated(range));
     }
 
-    fn forget(&self, range: Range) {
-        either!(self, map => map.forget(range));
+    fn invalidate(&self, range: ByteRange) {
+        either!(self, map => map.invalidate(range));
     }
 
-    fn hole(&self, range: Range) {
-        either!(self, map => map.hole(range));
+    fn mark_hole(&self, range: ByteRange) {
+        either!(self, map => map.mark_hole(range));
     }
 
-    fn remembers_holes(&self) -> bool {
-        either!(self, map => map.remembers_holes())
+    fn caches_holes(&self) -> bool {
+        either!(self, map => map.caches_holes())
     }
 
-    fn known(&self, range: Range, limit: usize, spans: &mut Vec<Span>) -> bool {
-        either!(self, map => map.known(range, limit, spans))
+    fn cached_extents(
+        &self,
+        range: ByteRange,
+        limit: usize,
+        extents: &mut Vec<ExtentStatus>,
+    ) -> bool {
+        either!(self, map => map.cached_extents(range, limit, extents))
     }
 
     fn image(&self) -> Option<&dyn Inside> {
@@ -80,29 +87,29 @@ impl Map for AnyMap {
     }
 }
 
-/// A device that is open: everything that ends with a power cut.
+/// An open device: all state that a power cut ends.
 pub struct Image {
-    /// The device, with what is remembered of it.
-    pub disk: Arc<Disk<AnyMap>>,
-    /// Who may wait for it.
-    pub workers: Workers,
-    /// What is below.
+    /// The open disk with its caches.
+    pub disk: Arc<BlockDevice<AnyMap>>,
+    /// The workers that may block on the device.
+    pub workers: WorkerPool,
+    /// The simulated device.
     pub device: Arc<SimDevice>,
-    /// Clusters that a qcow2 image had lost when it was opened.
+    /// Leaked clusters of a qcow2 image when it was opened.
     pub leaks: u64,
-    /// What keeps a qcow2 image in order.
-    keeper: Option<Keeper>,
+    /// The handle of a qcow2 image, which writes back its metadata.
+    open_image: Option<OpenImage>,
 }
 
-fn wrong(error: impl std::fmt::Display) -> Wrong {
-    Wrong::new(error.to_string())
+fn wrong(error: impl std::fmt::Display) -> Violation {
+    Violation::new(error.to_string())
 }
 
-/// The device of `scenario`, and what its disk holds, zeros behind that.
+/// The device of `scenario`, and the first bytes of its disk; all further bytes are zeros.
 ///
 /// # Errors
-/// What the system said when an image was made.
-pub fn device(scenario: &Scenario) -> Result<(Arc<SimDevice>, Vec<u8>), Wrong> {
+/// The image could not be created.
+pub fn device(scenario: &Scenario) -> Result<(Arc<SimDevice>, Vec<u8>), Violation> {
     if scenario.qcow2.is_none() {
         return Ok((Arc::new(SimDevice::new(scenario.device)), Vec::new()));
     }
@@ -133,16 +140,17 @@ fn fill_parts(disk: &mut [u8], random: &mut Random) {
     }
 }
 
-/// Puts a new image on `device`, on top of a raw one that holds `disk`, or of what is there.
+/// Puts a new image on `device`, backed by a raw image that holds `disk`, or by the existing
+/// images.
 ///
 /// # Errors
-/// What the system said.
+/// The image could not be created.
 pub fn stack(
     scenario: &Scenario,
     device: &SimDevice,
     disk: Option<&[u8]>,
     random: &mut Random,
-) -> Result<(), Wrong> {
+) -> Result<(), Violation> {
     let format = match disk {
         None => Some(Format::Qcow2),
         Some(disk) => (!disk.is_empty()).then_some(Format::Raw),
@@ -161,7 +169,7 @@ pub fn stack(
     Ok(())
 }
 
-/// A raw image that holds `disk`: as long, longer, or without zeros at its end.
+/// A raw image that holds `disk`: of the same length, longer, or without the zeros at its end.
 fn raw_base(disk: &[u8], random: &mut Random) -> Vec<u8> {
     let mut base = disk.to_vec();
     let more = random.below(10_000) as usize;
@@ -181,51 +189,50 @@ fn raw_base(disk: &[u8], random: &mut Random) -> Vec<u8> {
 }
 
 impl Image {
-    /// Opens what is on `device`.
+    /// Opens the content of `device`.
     ///
     /// # Errors
-    /// What is wrong with it; what the system said.
-    pub fn open(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<Self, Wrong> {
-        let (disk, leaks, keeper) = match scenario.qcow2 {
+    /// The image is corrupt, or the open failed.
+    pub fn open(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<Self, Violation> {
+        let (disk, leaks, open_image) = match scenario.qcow2 {
             None => (raw(scenario, device).map_err(wrong)?, 0, None),
             Some(_) => {
-                let (disk, leaks, keeper) = qcow2(scenario, device)?;
-                (disk, leaks, Some(keeper))
+                let (disk, leaks, open_image) = qcow2(scenario, device)?;
+                (disk, leaks, Some(open_image))
             }
         };
         let disk = Arc::new(disk);
-        let workers = Workers::simulated(&disk);
-        Ok(Self { disk, workers, device: device.clone(), leaks, keeper })
+        let workers = WorkerPool::simulated(&disk);
+        Ok(Self { disk, workers, device: device.clone(), leaks, open_image })
     }
 
-    /// What the thread would do now that writes a qcow2 image's metadata when nobody else does.
-    pub fn due(&self) -> Option<impl FnOnce() + 'static> {
-        self.keeper.as_ref().and_then(Keeper::due)
+    /// The next job of the thread that writes back a qcow2 image's metadata, if it has one.
+    pub fn pending_writeback(&self) -> Option<impl FnOnce() + 'static> {
+        self.open_image.as_ref().and_then(OpenImage::due)
     }
 
-    /// Ends the use of it as a server does, when nothing is in flight. `None` if there is nothing
-    /// to be done.
+    /// Closes the image as a server does; no request may be in flight. `None` for a raw disk.
     pub fn close(&mut self) -> Option<Result<(), Error>> {
-        let keeper = self.keeper.take()?;
-        let flushed = File::new(self.disk.clone()).flush();
-        Some(flushed.and_then(|()| keeper.close()))
+        let open_image = self.open_image.take()?;
+        let flushed = BlockingFile::new(self.disk.clone()).flush();
+        Some(flushed.and_then(|()| open_image.close()))
     }
 }
 
-fn raw(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<Disk<AnyMap>, Error> {
+fn raw(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<BlockDevice<AnyMap>, Error> {
     let hint = scenario.config.hint;
-    let options = OpenOptions { read_only: false, direct: scenario.direct, no_hint: !hint };
-    let data = Storage::simulated(device, options)?;
-    let (size, map) = (data.size(), Extents::new(data.size(), hint));
+    let options = OpenOptions { direct: scenario.direct, no_hint: !hint, ..OpenOptions::default() };
+    let data = FileStorage::simulated(device, options)?;
+    let (size, map) = (data.size(), AllocationCache::new(data.size(), hint));
     map.scan(&data);
-    Ok(Disk::mapped(data, Vec::new(), size, false, AnyMap::Raw(map)))
+    Ok(BlockDevice::mapped(data, Vec::new(), size, false, AnyMap::Raw(map)))
 }
 
-/// The image on `device`, the clusters that it has lost, and what keeps it in order.
+/// The image on `device`, the number of its leaked clusters, and its handle.
 fn qcow2(
     scenario: &Scenario,
     device: &Arc<SimDevice>,
-) -> Result<(Disk<AnyMap>, u64, Keeper), Wrong> {
+) -> Result<(BlockDevice<AnyMap>, u64, OpenImage), Violation> {
     let mut files = Vec::new();
     for number in 0..device.files() {
         let file = HostFile::simulated(device, number).map_err(wrong)?;
@@ -235,13 +242,17 @@ fn qcow2(
     let chain = Chain::simulated(files).map_err(wrong)?;
     let report = check::check(&chain, &mut |_, _| {}).map_err(wrong)?;
     if report.corruptions > 0 {
-        return Err(Wrong::new(format!("the image is corrupt: {report:?}")));
+        return Err(Violation::new(format!("the image is corrupt: {report:?}")));
     }
     let (direct, hint) = (scenario.direct, scenario.config.hint);
     let options = ServeOptions { writable: true, direct, hint };
-    let Opened { top, below, size, map, keeper } =
+    let Opened { top, below: backing, size, map, open_image } =
         open_simulated(chain, options, GROW_BYTES).map_err(wrong)?;
-    Ok((Disk::mapped(top, below, size, false, AnyMap::Qcow2(map)), report.leaks, keeper))
+    Ok((
+        BlockDevice::mapped(top, backing, size, false, AnyMap::Qcow2(map)),
+        report.leaks,
+        open_image,
+    ))
 }
 
 #[cfg(test)]
@@ -258,7 +269,7 @@ mod tests {
         images.find(|it| it.device.bytes > 160 << 10 && fits(it)).unwrap()
     }
 
-    /// One whose storage does not run out.
+    /// A scenario whose storage does not run out.
     fn scenario(fits: impl Fn(&Scenario) -> bool) -> Scenario {
         any_scenario(|it| it.device.capacity == u64::MAX && fits(it))
     }
@@ -270,7 +281,7 @@ mod tests {
             let (device, _) = device(&scenario).unwrap();
             let before = device.bytes();
             let image = Image::open(&scenario, &device).unwrap();
-            let file = File::new(image.disk.clone());
+            let file = BlockingFile::new(image.disk.clone());
             let bytes = vec![7; 4096];
             for pos in (0..scenario.device.bytes).step_by(bytes.len()) {
                 let part = &bytes[..bytes.len().min((scenario.device.bytes - pos) as usize)];
@@ -284,11 +295,11 @@ mod tests {
     }
 
     #[test]
-    fn an_image_whose_storage_runs_out_loses_nothing_that_was_flushed() {
+    fn an_image_whose_storage_runs_out_keeps_all_flushed_data() {
         let scenario = any_scenario(|it| it.device.capacity < u64::MAX && it.device.grows);
         let (device, _) = device(&scenario).unwrap();
         let image = Image::open(&scenario, &device).unwrap();
-        let file = File::new(image.disk.clone());
+        let file = BlockingFile::new(image.disk.clone());
         let write = |pos: u64| {
             let part = 4096.min(scenario.device.bytes - pos) as usize;
             file.write_at(&vec![(pos / 4096) as u8; part], pos, Flags::NONE)?;
@@ -298,7 +309,7 @@ mod tests {
         let (end, error) = ends.find_map(|pos| Some((pos, write(pos).err()?))).unwrap();
         assert_eq!(error.errno(), libc::ENOSPC);
         drop((file, image));
-        let file = File::new(Image::open(&scenario, &device).unwrap().disk);
+        let file = BlockingFile::new(Image::open(&scenario, &device).unwrap().disk);
         let mut found = vec![0; end as usize];
         file.read_at(&mut found, 0).unwrap();
         let kept = found.chunks(4096).zip(0..).all(|(part, n)| part.iter().all(|&byte| byte == n));
@@ -314,7 +325,7 @@ mod tests {
             disk.resize(scenario.device.bytes as usize, 0);
             for round in 0..4 {
                 let mut image = Image::open(&scenario, &device).unwrap();
-                let file = File::new(image.disk.clone());
+                let file = BlockingFile::new(image.disk.clone());
                 let mut found = vec![1; disk.len()];
                 file.read_at(&mut found, 0).unwrap();
                 assert!(found == disk, "seed {seed}, round {round}");
@@ -338,7 +349,7 @@ mod tests {
             let mut image = Image::open(&scenario, &device).unwrap();
             let once = Some((device.operations() + nth, Fault::Errno(libc::EIO)));
             device.set_faults(Faults { once, ..Faults::default() });
-            let file = File::new(image.disk.clone());
+            let file = BlockingFile::new(image.disk.clone());
             failed += u32::from(file.write_at(&[7; 2048], 1024, Flags::NONE).is_err());
             device.set_faults(Faults::default());
             image.close().unwrap().unwrap();

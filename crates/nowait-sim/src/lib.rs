@@ -1,22 +1,22 @@
-//! The whole of nowait on simulated devices: real engines, real workers' code, clients that ask at
-//! random, faults and power cuts, all of it following from a seed.
+//! A deterministic simulation of nowait: real engines and workers on simulated devices, random
+//! requests, faults and power cuts, all derived from a seed.
 //!
-//! The modules are listed in the order in which they know each other.
+//! Each module uses only modules listed before it.
 #![deny(unsafe_code)]
 
 pub mod pattern;
 pub mod model;
-pub mod fibers;
+pub mod coroutines;
 pub mod scenario;
-pub mod judge;
+pub mod oracle;
 pub mod image;
-pub mod front;
-pub mod memory;
+pub mod system_under_test;
+pub mod guarded_memory;
 pub mod engines;
 pub mod reply;
 pub mod client;
 pub mod server;
-pub mod world;
+pub mod simulation;
 pub mod run;
-pub mod matrix;
+pub mod fault_matrix;
 pub mod trace;

@@ -1,6 +1,4 @@
-//! `nowait-sim`: runs seeds until time is up or one fails, which is shrunk and printed.
-//!
-//! Knows: run, matrix, trace.
+//! `nowait-sim`: runs seeds until the time is up or a seed fails; a failure is shrunk and printed.
 
 use std::num::NonZero;
 use std::path::PathBuf;
@@ -11,14 +9,14 @@ use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::{Parser, Subcommand};
 use indicatif::{ProgressBar, ProgressStyle};
-use nowait_sim::matrix::Matrix;
+use nowait_sim::fault_matrix::Matrix;
 use nowait_sim::run::{self, Failure, Plan};
 use nowait_sim::scenario::Mode;
+use nowait_sim::simulation::Counts;
 use nowait_sim::trace;
-use nowait_sim::world::Counts;
 
-/// How long a failure is made smaller.
-const SHRINKING: Duration = Duration::from_secs(60);
+/// The time limit for shrinking a failure.
+const SHRINK_TIME: Duration = Duration::from_secs(60);
 
 /// Runs nowait on simulated devices and judges everything that it answers.
 #[derive(Parser)]
@@ -26,7 +24,7 @@ const SHRINKING: Duration = Duration::from_secs(60);
 struct Args {
     #[command(subcommand)]
     command: Option<Command>,
-    /// The first seed; without it, one that nobody had before.
+    /// The first seed; without it, one that was never used before.
     #[arg(long)]
     seed: Option<u64>,
     /// Steps of each seed.
@@ -84,14 +82,14 @@ fn main() -> ExitCode {
     }
 }
 
-/// Whether all was well.
+/// Runs the command; false if a failure was found.
 fn start(args: &Args) -> Result<bool, String> {
     if let Some(Command::Errnos { seeds, operations }) = args.command {
         return Ok(run_matrix(Matrix { seeds, operations, ..Matrix::ALL }));
     }
-    let broken = match &args.r#break {
+    let bug = match &args.r#break {
         None => None,
-        Some(name) => Some(trace::break_of(name).ok_or(format!("{name}: no such mistake"))?),
+        Some(name) => Some(trace::bug_of(name).ok_or(format!("{name}: no such mistake"))?),
     };
     if let Some(path) = &args.replay {
         let text = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
@@ -111,7 +109,7 @@ fn start(args: &Args) -> Result<bool, String> {
     }
     let plan = |seed| {
         let mode = only.unwrap_or_else(|| Mode::of(seed));
-        let plan = Plan { broken, ..Plan::new(mode, seed, args.steps) };
+        let plan = Plan { bug, ..Plan::new(mode, seed, args.steps) };
         (!args.images || plan.scenario().qcow2.is_some()).then_some(plan)
     };
     let first = args.seed.unwrap_or_else(fresh_seed);
@@ -129,14 +127,14 @@ fn run_matrix(matrix: Matrix) -> bool {
     println!("{faults} faults at {operations} operations of {seeds} seeds: {} runs", matrix.runs());
     let bar = ProgressBar::new(matrix.runs());
     let threads = std::thread::available_parallelism().map_or(1, usize::from);
-    let found = matrix.run(threads, || bar.inc(1));
+    let failed = matrix.run(threads, || bar.inc(1));
     let done = bar.position();
     bar.finish_and_clear();
-    if let Some((plan, failure)) = &found {
+    if let Some((plan, failure)) = &failed {
         report(plan, failure);
     }
     println!("{done} of {} runs are well", matrix.runs());
-    found.is_none()
+    failed.is_none()
 }
 
 fn run_seeds(first: u64, args: &Args, plan: impl Fn(u64) -> Option<Plan> + Sync) -> bool {
@@ -146,11 +144,11 @@ fn run_seeds(first: u64, args: &Args, plan: impl Fn(u64) -> Option<Plan> + Sync)
         bar.set_style(style);
     }
     let (began, limit) = (Instant::now(), args.seconds.map(Duration::from_secs));
-    let begun = AtomicU64::new(0);
-    // The next seed that is not passed over, while there is time; without a limit, one.
+    let started = AtomicU64::new(0);
+    // The next seed that is not skipped, while there is time; without a time limit, one seed.
     let next = || {
         loop {
-            let number = begun.fetch_add(1, Ordering::Relaxed);
+            let number = started.fetch_add(1, Ordering::Relaxed);
             if number > 0 && limit.is_none_or(|limit| began.elapsed() >= limit) {
                 return None;
             }
@@ -160,10 +158,10 @@ fn run_seeds(first: u64, args: &Args, plan: impl Fn(u64) -> Option<Plan> + Sync)
             }
         }
     };
-    let all_well = Mutex::new((0, Counts::default()));
-    let well = |counts: Counts| {
-        let mut all_well = all_well.lock().unwrap_or_else(PoisonError::into_inner);
-        let (seeds, all) = &mut *all_well;
+    let totals = Mutex::new((0, Counts::default()));
+    let on_success = |counts: Counts| {
+        let mut totals = totals.lock().unwrap_or_else(PoisonError::into_inner);
+        let (seeds, all) = &mut *totals;
         *seeds += 1;
         all.requests += counts.requests;
         all.cuts += counts.cuts;
@@ -172,11 +170,11 @@ fn run_seeds(first: u64, args: &Args, plan: impl Fn(u64) -> Option<Plan> + Sync)
         bar.set_message(rates(*seeds, *all, began.elapsed()));
     };
     let cpus = std::thread::available_parallelism().map_or(1, NonZero::get);
-    let found = run::run_all(args.jobs.map_or(cpus, usize::from), next, well);
+    let failed = run::run_all(args.jobs.map_or(cpus, usize::from), next, on_success);
     let time = began.elapsed();
     bar.finish_and_clear();
-    let Some((plan, failure)) = found else {
-        let (seeds, all) = all_well.into_inner().unwrap_or_else(PoisonError::into_inner);
+    let Some((plan, failure)) = failed else {
+        let (seeds, all) = totals.into_inner().unwrap_or_else(PoisonError::into_inner);
         println!("all well: {}", rates(seeds, all, time));
         return true;
     };
@@ -184,7 +182,7 @@ fn run_seeds(first: u64, args: &Args, plan: impl Fn(u64) -> Option<Plan> + Sync)
         println!("seed {} fails: {}", plan.seed, failure.what);
     } else {
         println!("seed {} fails; it is made smaller now: {}", plan.seed, failure.what);
-        let (plan, failure) = run::shrink(&plan, &failure, SHRINKING);
+        let (plan, failure) = run::shrink(&plan, &failure, SHRINK_TIME);
         report(&plan, &failure);
     }
     false

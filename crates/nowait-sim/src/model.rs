@@ -1,28 +1,28 @@
-//! What a device may hold: the judge of a simulation.
+//! A model of what a device may hold: the oracle checks all answers against it.
 //!
-//! It knows the requests, when each began and how it ended, and nothing of how they were served. A
-//! device is cut into cells, and each cell has the writes that it may hold.
+//! The model is told when each request began and how it ended, and does not depend on how requests
+//! are served. A device is divided into cells, and each cell has the list of writes that it may
+//! hold.
 //!
-//! Invariant: a write is forgotten only when nothing may find it any more: neither a request in
-//! flight nor a power cut.
-//! Rules of docs/contract.md: C17 and C18 (what a read finds), C24, C28 and C49 (what a power cut
-//! leaves), C52 (discard and zeroes), C54 (overlapping requests), C55 and C56.
-//! Knows: pattern. Known by: judge.
+//! Invariant: a write is removed only when neither a request in flight nor a power cut can still
+//! expose it. Rules of docs/contract.md: C17 and C18 (the result of a read), C24, C28 and C49 (the
+//! state after a power cut), C52 (discard and zeroes), C54 (overlapping requests), C55 and C56.
 
 use std::fmt;
 use std::rc::Rc;
 
-use nowait::Range;
+use nowait::ByteRange;
 
-use crate::pattern::{self, Value, ZERO};
+use crate::pattern;
+use crate::pattern::{Value, ZERO};
 
-/// A moment: how many things have begun or ended before it.
+/// A logical time: the number of events (begins and ends) before it.
 pub type Time = u32;
 
 const NEVER: Time = Time::MAX;
-/// Bytes that are written together, if only one of them changes.
+/// The unit in bytes that a device rewrites as a whole when one byte of it changes.
 const RISK_BYTES: u64 = 4096;
-/// Bytes that are not the same in two values.
+/// The shortest length in bytes at which two values always differ.
 const TELLING_BYTES: u64 = 8;
 
 /// A write that a cell may hold.
@@ -31,24 +31,24 @@ struct Held {
     bytes: Bytes,
     began: Time,
     ended: Time,
-    /// Since when it is known that a later one has taken its place: whoever asks after that does
-    /// not find it.
+    /// The time since which a later write is known to have replaced it: a request that begins after
+    /// that cannot see it.
     covered: Time,
-    /// Since when it is known that one that has ended has: a flush that begins after that makes
-    /// it go for good.
+    /// The time since which a completed write is known to have replaced it: a flush that begins
+    /// after that removes it permanently.
     settled: Time,
-    /// If it is there, a power cut leaves it there.
+    /// A power cut does not revert it.
     durable: bool,
-    /// A flush has failed that may have lost it: no later one makes it durable (C51).
+    /// A failed flush may have lost it: no later flush makes it durable (C51).
     doubtful: bool,
-    /// A power cut does not bring it back.
+    /// A power cut cannot restore it.
     gone: bool,
 }
 
 #[derive(Clone, PartialEq, Eq)]
 enum Bytes {
     Value(Value),
-    /// What was found at this place after a power cut: parts of several, or garbage.
+    /// The bytes read from this offset on after a power cut: parts of several writes, or garbage.
     Found(u64, Rc<[u8]>),
 }
 
@@ -65,58 +65,58 @@ impl fmt::Debug for Bytes {
 #[derive(Default)]
 struct Cell {
     held: Vec<Held>,
-    /// It is on the list of those that a flush changes.
+    /// Whether the cell is in `Model::open`.
     listed: bool,
 }
 
 /// How a write ended.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Ending {
-    /// It is there, and with `durable` stays there.
+    /// It succeeded; with `durable` it survives a power cut.
     Done {
-        /// It was asked to be durable.
+        /// The request had FUA.
         durable: bool,
     },
-    /// It failed, or may do nothing: it may be there.
+    /// It failed, or was advisory: its data may be present or not.
     Maybe,
     /// It was never begun.
     Never,
 }
 
-/// What is not as it may be.
+/// A violation of the contract.
 #[derive(Debug)]
-pub struct Wrong(String);
+pub struct Violation(String);
 
-impl fmt::Display for Wrong {
+impl fmt::Display for Violation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&self.0)
     }
 }
 
-impl Wrong {
-    /// A fault in words.
+impl Violation {
+    /// A violation with a message.
     #[must_use]
     pub fn new(what: String) -> Self {
         Self(what)
     }
 }
 
-/// The judge of one device.
+/// The model of one device.
 pub struct Model {
     size: u64,
     grain: u64,
-    /// Bytes that overlapping writes do not mix (C54).
+    /// The block in bytes within which overlapping writes do not mix (C54).
     block: u64,
-    /// Bytes that a power cut does not tear.
+    /// The unit in bytes that a power cut does not tear.
     unit: u64,
     now: Time,
     cells: Vec<Cell>,
-    /// Cells that hold something that is not durable, or more than one thing.
+    /// Cells with a write that is not durable, or with several possible writes.
     open: Vec<u32>,
 }
 
 impl Model {
-    /// A device of `size` bytes, all of them zero, in cells of `grain` bytes.
+    /// A device of `size` bytes, all zero, in cells of `grain` bytes.
     #[must_use]
     pub fn new(size: u64, grain: u64, block: u64, unit: u64) -> Self {
         let zero = Held::pinned(Bytes::Value(ZERO), 0);
@@ -125,9 +125,9 @@ impl Model {
         Self { size, grain, block, unit, now: 1, cells: cells.collect(), open: Vec::new() }
     }
 
-    /// The device holds `bytes`, and zeros behind them, before anything has happened to it.
+    /// Sets the initial content: `bytes`, followed by zeros.
     pub fn hold(&mut self, bytes: &[u8]) {
-        for n in self.touched(Range::new(0, bytes.len() as u64)) {
+        for n in self.touched(ByteRange::new(0, bytes.len() as u64)) {
             let own = self.range_of(n);
             let mut part = bytes.get(own.pos as usize..).unwrap_or_default().to_vec();
             part.resize(own.len as usize, 0);
@@ -135,26 +135,26 @@ impl Model {
         }
     }
 
-    /// Something begins.
+    /// Records the begin of a request and returns its time.
     pub fn begin(&mut self) -> Time {
         self.now += 1;
         self.now
     }
 
-    fn range_of(&self, cell: usize) -> Range {
+    fn range_of(&self, cell: usize) -> ByteRange {
         let pos = cell as u64 * self.grain;
-        Range::new(pos, self.grain.min(self.size - pos))
+        ByteRange::new(pos, self.grain.min(self.size - pos))
     }
 
     /// The cells that `range` touches.
-    fn touched(&self, range: Range) -> std::ops::Range<usize> {
+    fn touched(&self, range: ByteRange) -> std::ops::Range<usize> {
         let end = range.end().min(self.size).div_ceil(self.grain);
         (range.pos / self.grain).min(end) as usize..end as usize
     }
 
-    /// A write of `value` to `range`, which is whole cells, has begun. Nothing that is in flight
-    /// began before `oldest`.
-    pub fn begin_write(&mut self, range: Range, value: Value, oldest: Time) -> Time {
+    /// Records the begin of a write of `value` to `range`, which is whole cells. No request in
+    /// flight began before `oldest`.
+    pub fn begin_write(&mut self, range: ByteRange, value: Value, oldest: Time) -> Time {
         let began = self.begin();
         for n in self.touched(range) {
             let Some(cell) = self.cells.get_mut(n) else { continue };
@@ -176,8 +176,8 @@ impl Model {
         began
     }
 
-    /// The write to `range` that began at `began` has ended, or the part `range` of one.
-    pub fn end_write(&mut self, range: Range, began: Time, ending: Ending) {
+    /// Records the end of the write that began at `began`, for `range`, all or a part of its range.
+    pub fn end_write(&mut self, range: ByteRange, began: Time, ending: Ending) {
         self.now += 1;
         for n in self.touched(range) {
             let whole = self.range_of(n).end() <= range.end();
@@ -188,7 +188,7 @@ impl Model {
         }
     }
 
-    /// A flush that began at `began` has succeeded (C49).
+    /// Records the success of a flush that began at `began` (C49).
     pub fn end_flush(&mut self, began: Time) {
         self.now += 1;
         let cells = &mut self.cells;
@@ -199,7 +199,8 @@ impl Model {
         });
     }
 
-    /// A flush has failed, or may have: what is not durable by now no later one makes durable (C51).
+    /// Records that a flush failed, or may have: no later flush makes durable the writes that are
+    /// not durable now (C51).
     pub fn doubt(&mut self) {
         for &n in &self.open {
             if let Some(cell) = self.cells.get_mut(n as usize) {
@@ -208,13 +209,13 @@ impl Model {
         }
     }
 
-    /// A read that began at `began` has found `bytes` at `pos`.
+    /// Checks the `bytes` that a read, begun at `began`, returned for `pos`.
     ///
     /// # Errors
-    /// Bytes that it could not find.
-    pub fn check(&mut self, pos: u64, bytes: &[u8], began: Time) -> Result<(), Wrong> {
+    /// The read cannot return these bytes.
+    pub fn check(&mut self, pos: u64, bytes: &[u8], began: Time) -> Result<(), Violation> {
         self.now += 1;
-        let range = Range::new(pos, bytes.len() as u64);
+        let range = ByteRange::new(pos, bytes.len() as u64);
         let mut before: Option<(usize, Time)> = None;
         for n in self.touched(range) {
             let own = self.range_of(n);
@@ -230,7 +231,7 @@ impl Model {
                 }
                 return Err(self.describe(n, from, part, began));
             };
-            // A few bytes may be alike by chance, and tell nothing.
+            // A few bytes may be equal by chance and identify no write.
             let telling = whole && own.len >= TELLING_BYTES;
             let alone = telling && cell.is_of_one(from, part);
             if telling && cell.held.len() > 1 {
@@ -250,7 +251,7 @@ impl Model {
             {
                 let block = own.pos / self.block * self.block;
                 let what = format!("C54: the block at {block} is a mixture of two writes");
-                return Err(Wrong(what));
+                return Err(Violation(what));
             }
             before = Some((n, found));
         }
@@ -261,11 +262,11 @@ impl Model {
         self.cells.get(n).is_some_and(|cell| cell.held.iter().any(|held| held.began == began))
     }
 
-    /// Somebody who asked at `began` was told that `range` reads as zeros.
+    /// Checks a status answer, for a request begun at `began`, that `range` reads as zeros.
     ///
     /// # Errors
-    /// A cell that could not.
-    pub fn check_zeros(&self, range: Range, began: Time) -> Result<(), Wrong> {
+    /// A cell cannot read as zeros.
+    pub fn check_zeros(&self, range: ByteRange, began: Time) -> Result<(), Violation> {
         for n in self.touched(range) {
             let own = self.range_of(n);
             if own.pos < range.pos || own.end() > range.end() {
@@ -280,12 +281,12 @@ impl Model {
         Ok(())
     }
 
-    /// The power has failed, and the device holds `bytes` now; what the device says is garbage is
-    /// `rotten`. Everything in flight has ended.
+    /// Checks the content `bytes` after a power cut; the device reports garbage in the ranges of
+    /// `rotten`. No request is in flight.
     ///
     /// # Errors
-    /// Bytes that a power cut could not leave.
-    pub fn power_cut(&mut self, bytes: &[u8], rotten: &[Range]) -> Result<(), Wrong> {
+    /// A power cut cannot leave these bytes.
+    pub fn power_cut(&mut self, bytes: &[u8], rotten: &[ByteRange]) -> Result<(), Violation> {
         self.now += 1;
         let mut rotten = rotten.to_vec();
         rotten.retain(|&range| self.is_at_risk(range));
@@ -299,7 +300,7 @@ impl Model {
             {
                 continue;
             }
-            // What was in flight may have arrived in parts, at any block.
+            // Writes in flight may be complete in some blocks only.
             let left = cell.may_be_left(own.pos, part, self.unit, rotten)
                 || cell.may_be_left(own.pos, part, self.unit.min(self.block), rotten);
             if !left {
@@ -310,7 +311,7 @@ impl Model {
             self.pin(n, own, part);
         }
         for n in std::mem::take(&mut self.open) {
-            // What is there now stays there.
+            // The present content is durable.
             if let Some(cell) = self.cells.get_mut(n as usize) {
                 cell.listed = false;
                 cell.held.iter_mut().for_each(|held| held.durable = true);
@@ -319,23 +320,23 @@ impl Model {
         Ok(())
     }
 
-    /// The device ends at byte `size` from now on, and is opened anew: nothing is in flight.
+    /// The device was truncated to `size` bytes and reopened: no request is in flight.
     pub fn shrink(&mut self, size: u64) {
         self.size = self.size.min(size);
         self.cells.truncate(self.size.div_ceil(self.grain) as usize);
     }
 
-    /// Whether something in the blocks of `range` is not durable: then all of what they hold was
-    /// being written, and may be garbage.
-    fn is_at_risk(&self, range: Range) -> bool {
+    /// Whether a write in the blocks of `range` is not durable: then the blocks were being written
+    /// and may be garbage.
+    fn is_at_risk(&self, range: ByteRange) -> bool {
         let pos = range.pos / RISK_BYTES * RISK_BYTES;
-        let all = Range::new(pos, range.end().next_multiple_of(RISK_BYTES) - pos);
+        let all = ByteRange::new(pos, range.end().next_multiple_of(RISK_BYTES) - pos);
         let cells = self.cells.get(self.touched(all)).unwrap_or_default();
         cells.iter().flat_map(|cell| &cell.held).any(|held| !held.gone && !held.durable)
     }
 
-    /// From now on a cell holds what was found in it.
-    fn pin(&mut self, n: usize, own: Range, bytes: &[u8]) {
+    /// Sets the content of a cell to the bytes that were read from it.
+    fn pin(&mut self, n: usize, own: ByteRange, bytes: &[u8]) {
         let now = self.now;
         let Some(cell) = self.cells.get_mut(n) else { return };
         let known = cell.held.iter().find(|held| held.is(own.pos, bytes));
@@ -346,7 +347,7 @@ impl Model {
         cell.listed = false;
     }
 
-    fn describe(&self, n: usize, pos: u64, bytes: &[u8], began: Time) -> Wrong {
+    fn describe(&self, n: usize, pos: u64, bytes: &[u8], began: Time) -> Violation {
         let first = bytes.get(..bytes.len().min(16)).unwrap_or_default();
         let cell = self.cells.get(n).map(|cell| cell.held.as_slice()).unwrap_or_default();
         let kind = match bytes.iter().all(|&byte| byte == 0) {
@@ -355,7 +356,7 @@ impl Model {
         };
         let known = cell.iter().find(|held| held.is(pos, bytes));
         let known = known.map(|held| format!(", which is {held:?},")).unwrap_or_default();
-        Wrong(format!(
+        Violation(format!(
             "byte {pos} (+{}): {kind}{known} asked at {began}; may be {cell:?}",
             bytes.len()
         ))
@@ -377,13 +378,14 @@ impl Held {
         }
     }
 
-    /// What is not durable by now never will be, and what it took the place of may come back.
+    /// A write that is not durable now never becomes durable, and the writes that it replaced may
+    /// return.
     fn doubt(&mut self) {
         self.doubtful |= !self.durable;
         self.settled = NEVER;
     }
 
-    /// Whether `bytes` at `pos` are some of it.
+    /// Whether `bytes` at `pos` match this write.
     fn is(&self, pos: u64, bytes: &[u8]) -> bool {
         match &self.bytes {
             Bytes::Value(value) => pattern::matches(bytes, pos, *value),
@@ -428,34 +430,33 @@ impl Cell {
         self.listed = !there.next().is_some_and(|held| held.durable) || there.next().is_some();
     }
 
-    /// What was found by somebody who asked at `began`, if it may be.
+    /// The index of a write that matches `bytes` and that a request begun at `began` may see.
     fn find(&self, pos: u64, bytes: &[u8], began: Time) -> Option<usize> {
         self.held.iter().rposition(|held| held.covered > began && held.is(pos, bytes))
     }
 
-    /// Whether each block's part of `bytes` may be found: a read may see some blocks of a write and
+    /// Whether each block's part of `bytes` may be seen: a read may see some blocks of a write and
     /// not yet the others.
     fn finds_blocks(&self, pos: u64, bytes: &[u8], block: u64, began: Time) -> bool {
         parts(pos, bytes, block).all(|(at, part)| self.find(at, part, began).is_some())
     }
 
-    /// Whether only one write has `bytes` at `pos`, which some have: zeros do not tell which of
-    /// several they come from.
+    /// Whether exactly one write has `bytes` at `pos`; zeros, for example, may come from several.
     fn is_of_one(&self, pos: u64, bytes: &[u8]) -> bool {
         let mut writes = self.held.iter().filter(|held| held.is(pos, bytes));
         self.held.len() == 1 || writes.next().is_some() && writes.next().is_none()
     }
 
-    /// Whether that holds for each unit's part of `bytes`. Two writes may have one in common, and then
-    /// the one that is not there as a whole may have it there, over what came before it.
+    /// Whether [`Cell::is_of_one`] holds for each unit's part of `bytes`. Two writes may agree in a
+    /// unit; that unit may then come from the write that is not present as a whole.
     fn is_of_one_in_each(&self, pos: u64, bytes: &[u8], unit: u64) -> bool {
         let last = pos + bytes.len() as u64 - 1;
         pos / unit == last / unit
             || parts(pos, bytes, unit).all(|(at, part)| self.is_of_one(at, part))
     }
 
-    /// Who asked at `began` has found `which`, as `bytes` at `pos`: it has taken the place of all that
-    /// had ended by then. `sure` if nothing of another one can have been found.
+    /// A request begun at `began` has seen the write `which`, as `bytes` at `pos`: it has replaced
+    /// all writes that had ended by then. `sure` if no part of `bytes` can come from another write.
     fn seen(&mut self, which: usize, sure: bool, pos: u64, bytes: &[u8], began: Time, now: Time) {
         let Some(found) = self.held.get(which).cloned() else { return };
         for held in self.held.iter_mut().filter(|held| held.ended < began) {
@@ -470,8 +471,8 @@ impl Cell {
         }
     }
 
-    /// Whether a power cut may leave `bytes`, of which it may have torn those of two units.
-    fn may_be_left(&self, pos: u64, bytes: &[u8], unit: u64, rotten: &[Range]) -> bool {
+    /// Whether a power cut may leave `bytes`; it may tear writes between units.
+    fn may_be_left(&self, pos: u64, bytes: &[u8], unit: u64, rotten: &[ByteRange]) -> bool {
         let left = |held: &&Held| !held.gone;
         parts(pos, bytes, unit).all(|(at, part)| {
             let end = at + part.len() as u64;
@@ -481,7 +482,7 @@ impl Cell {
     }
 }
 
-/// `bytes`, which lie at `pos`, cut at multiples of `unit`.
+/// `bytes` at `pos`, cut at multiples of `unit`.
 fn parts(pos: u64, bytes: &[u8], unit: u64) -> impl Iterator<Item = (u64, &[u8])> {
     let first = (unit - pos % unit).min(bytes.len() as u64) as usize;
     let (head, rest) = bytes.split_at(first);

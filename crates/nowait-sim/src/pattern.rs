@@ -1,18 +1,17 @@
-//! What a write fills its range with, so that each byte read tells which write it came from.
+//! The data of writes: each byte that is read shows which write it came from.
 //!
-//! Invariant: the bytes of a value follow from the value and their place alone; value 0 is zeros.
-//! Knows: nothing. Known by: model, image, world.
+//! Invariant: the bytes of a value depend only on the value and their position; value 0 is zeros.
 
-/// What a write wrote: a number of its own, or [`ZERO`].
+/// The content of a write: a number of its own, or [`ZERO`].
 pub type Value = u64;
 
 /// Zeros.
 pub const ZERO: Value = 0;
 
-/// What was there before anything was written.
+/// The content before the first write.
 pub const BASE: Value = u64::MAX;
 
-/// What neighbouring words of a value differ by: odd, so that no two of them are the same.
+/// The difference between adjacent words of a value: odd, so that no two words are equal.
 const STEP: u64 = 0xd6e8_feb8_6659_fd93;
 
 #[inline]
@@ -20,12 +19,12 @@ fn word(value: Value, index: u64) -> u64 {
     if value == ZERO {
         return 0;
     }
-    // Every byte of the value reaches every byte of the word.
+    // Every byte of the value affects every byte of the word.
     let spread = value.wrapping_mul(0x9e37_79b9_7f4a_7c15);
     (spread ^ (spread >> 29)).wrapping_add(index.wrapping_mul(STEP))
 }
 
-/// Hands `each` the bytes of `value` from `pos` on, beside those of `bytes`, in parts.
+/// Calls `each` with the bytes of `value` from `pos` on, in parts, with the offset in `bytes`.
 #[inline]
 fn zip(bytes: &[u8], pos: u64, value: Value, mut each: impl FnMut(usize, &[u8]) -> bool) -> bool {
     let mut at = 0;
@@ -42,7 +41,7 @@ fn zip(bytes: &[u8], pos: u64, value: Value, mut each: impl FnMut(usize, &[u8]) 
     true
 }
 
-/// Makes `bytes`, which lie at `pos`, those of `value`.
+/// Fills `bytes`, which are at `pos`, with those of `value`.
 pub fn fill(bytes: &mut [u8], pos: u64, value: Value) {
     if pos.is_multiple_of(8) {
         let mut index = pos / 8;
@@ -68,10 +67,11 @@ pub fn fill(bytes: &mut [u8], pos: u64, value: Value) {
     }
 }
 
-/// Whether `bytes`, which lie at `pos`, are those of `value`.
+/// Whether `bytes`, which are at `pos`, are those of `value`.
 pub fn matches(bytes: &[u8], pos: u64, value: Value) -> bool {
     if pos.is_multiple_of(8) && bytes.len().is_multiple_of(8) {
-        // The first word of another value is another one; this one is all compared at once.
+        // The first word of another value differs; if it is equal, all words are compared without a
+        // branch.
         if bytes.first_chunk().is_some_and(|first| *first != word(value, pos / 8).to_le_bytes()) {
             return false;
         }
@@ -89,7 +89,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_was_filled_matches_its_value_at_its_place_and_no_other() {
+    fn filled_bytes_match_their_value_at_their_position_and_no_other() {
         for (pos, len) in [(0, 64), (13, 50), (8, 7), (4095, 1)] {
             let mut bytes = vec![0; len];
             fill(&mut bytes, pos, 77);
@@ -102,7 +102,7 @@ mod tests {
     }
 
     #[test]
-    fn a_part_of_a_value_is_the_same_however_it_was_cut() {
+    fn a_part_of_a_value_matches_at_any_cut() {
         let mut whole = vec![0; 100];
         fill(&mut whole, 3, 5);
         for from in 0..100 {

@@ -1,9 +1,8 @@
-//! A run: the steps of a seed, one after the other, until something is wrong; and the fewest steps
-//! after which it still is.
+//! Runs the steps of a seed one after the other until a violation, and shrinks a failing plan to
+//! fewer steps.
 //!
-//! Invariant: the same plan gives the same run. A panic in what is simulated is a failure like any
+//! Invariant: the same plan gives the same run. A panic in the simulated code is a failure like any
 //! other.
-//! Knows: scenario, front, engines, server, world. Known by: matrix, trace, main.
 
 use std::cell::RefCell;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -11,50 +10,50 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nowait::sim::{Break, Fault, set_break};
-use nowait_image::Flaw;
-use nowait_server::Mistake;
+use nowait::sim::{EngineBug, Fault, set_break};
+use nowait_image::ImageBug;
+use nowait_server::ServerBug;
 
 use crate::engines::Engines;
-use crate::front::Front;
 use crate::scenario::{Mode, Scenario};
 use crate::server::Server;
-use crate::world::{Counts, World};
+use crate::simulation::{Counts, Simulation};
+use crate::system_under_test::SystemUnderTest;
 
-/// What is done wrong on purpose.
+/// An injected bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Broken {
-    /// The engine, or the device.
-    Engine(Break),
-    /// The server.
-    Server(Mistake),
-    /// A qcow2 image.
-    Image(Flaw),
+pub enum InjectedBug {
+    /// A bug of the engine or the device.
+    Engine(EngineBug),
+    /// A bug of the server.
+    Server(ServerBug),
+    /// A bug of the qcow2 code.
+    Image(ImageBug),
 }
 
-impl Broken {
-    /// Everything that can be.
+impl InjectedBug {
+    /// All injectable bugs.
     #[must_use]
     pub fn all() -> Vec<Self> {
-        let engine = Break::ALL.into_iter().map(Self::Engine);
-        let server = Mistake::ALL.into_iter().map(Self::Server);
-        engine.chain(server).chain(Flaw::ALL.into_iter().map(Self::Image)).collect()
+        let engine = EngineBug::ALL.into_iter().map(Self::Engine);
+        let server = ServerBug::ALL.into_iter().map(Self::Server);
+        engine.chain(server).chain(ImageBug::ALL.into_iter().map(Self::Image)).collect()
     }
 }
 
-/// What is run.
+/// The plan of a run.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Plan {
-    /// What is asked.
+    /// Whether engines or a server are run.
     pub mode: Mode,
     /// The seed.
     pub seed: u64,
-    /// The numbers of its steps, in order.
+    /// The numbers of the steps, in order.
     pub steps: Vec<u64>,
-    /// A mistake that is made on purpose.
-    pub broken: Option<Broken>,
-    /// The only thing that goes wrong, and with which of the device's operations. `None`: what
-    /// the seed says.
+    /// The injected bug, if any.
+    pub bug: Option<InjectedBug>,
+    /// The only fault of the run, and the number of the device operation at which it is injected.
+    /// `None`: the seed's faults.
     pub once: Option<(u64, Fault)>,
 }
 
@@ -62,10 +61,10 @@ impl Plan {
     /// The first `steps` steps of `seed`.
     #[must_use]
     pub fn new(mode: Mode, seed: u64, steps: u64) -> Self {
-        Self { mode, seed, steps: (0..steps).collect(), broken: None, once: None }
+        Self { mode, seed, steps: (0..steps).collect(), bug: None, once: None }
     }
 
-    /// What the seed stands for, in this plan.
+    /// The scenario of the seed in this plan.
     #[must_use]
     pub fn scenario(&self) -> Scenario {
         let mut scenario = Scenario::of(self.mode, self.seed);
@@ -77,15 +76,15 @@ impl Plan {
     }
 }
 
-/// Operations that a run has after the only thing that goes wrong in it.
-const AFTERMATH: u64 = 50;
+/// Device operations that a run continues after its only fault.
+const EXTRA_OPERATIONS: u64 = 50;
 
-/// A run that went wrong.
+/// A failed run.
 #[derive(Clone, Debug)]
 pub struct Failure {
     /// The number of the step; `None`: at the end of the run.
     pub step: Option<u64>,
-    /// What was wrong.
+    /// The violation.
     pub what: String,
 }
 
@@ -93,7 +92,7 @@ thread_local! {
     static PANIC: RefCell<Option<String>> = const { RefCell::new(None) };
 }
 
-/// Panics on this process's threads are kept for [`run`] instead of being printed.
+/// Keeps panic messages for [`run`] instead of printing them, on all threads of this process.
 pub fn keep_panics() {
     std::panic::set_hook(Box::new(|info| {
         PANIC.with_borrow_mut(|kept| *kept = Some(info.to_string().replace('\n', " ")));
@@ -103,12 +102,12 @@ pub fn keep_panics() {
 /// Runs `plan`.
 ///
 /// # Errors
-/// What was wrong, and when.
+/// The violation and its step.
 pub fn run(plan: &Plan) -> Result<Counts, Failure> {
-    match plan.broken {
-        Some(Broken::Engine(broken)) => set_break(Some(broken)),
-        Some(Broken::Server(mistake)) => nowait_server::make(Some(mistake)),
-        Some(Broken::Image(flaw)) => nowait_image::make(Some(flaw)),
+    match plan.bug {
+        Some(InjectedBug::Engine(bug)) => set_break(Some(bug)),
+        Some(InjectedBug::Server(bug)) => nowait_server::inject(Some(bug)),
+        Some(InjectedBug::Image(bug)) => nowait_image::inject(Some(bug)),
         None => {}
     }
     let result = match plan.mode {
@@ -116,52 +115,52 @@ pub fn run(plan: &Plan) -> Result<Counts, Failure> {
         Mode::Server => run_in::<Server>(plan),
     };
     set_break(None);
-    nowait_server::make(None);
-    nowait_image::make(None);
+    nowait_server::inject(None);
+    nowait_image::inject(None);
     result
 }
 
-fn run_in<F: Front>(plan: &Plan) -> Result<Counts, Failure> {
+fn run_in<S: SystemUnderTest>(plan: &Plan) -> Result<Counts, Failure> {
     let scenario = plan.scenario();
-    let mut world = World::<F>::new(scenario.clone())
+    let mut simulation = Simulation::<S>::new(scenario.clone())
         .map_err(|error| Failure { step: None, what: error.to_string() })?;
     let mut now = None;
     let ran = catch_unwind(AssertUnwindSafe(|| {
         for &step in &plan.steps {
-            if plan.once.is_some_and(|(at, _)| world.operations() >= at + AFTERMATH) {
+            if plan.once.is_some_and(|(at, _)| simulation.operations() >= at + EXTRA_OPERATIONS) {
                 break;
             }
             now = Some(step);
-            world.step(scenario.step(step))?;
+            simulation.step(scenario.step(step))?;
         }
         now = None;
-        world.end()
+        simulation.end()
     }));
     let what = match ran {
-        Ok(Ok(())) => return Ok(world.counts()),
+        Ok(Ok(())) => return Ok(simulation.counts()),
         Ok(Err(wrong)) => {
-            let ends = catch_unwind(AssertUnwindSafe(|| world.give_up()));
+            let ends = catch_unwind(AssertUnwindSafe(|| simulation.abort()));
             if !ends.unwrap_or(false) {
-                // Requests that never end: their engine would wait for them.
-                std::mem::forget(world);
+                // Some requests never end; dropping their engine would wait for them.
+                std::mem::forget(simulation);
             }
             wrong.to_string()
         }
         Err(_) => {
-            std::mem::forget(world);
+            std::mem::forget(simulation);
             PANIC.take().unwrap_or_else(|| "a panic".to_owned())
         }
     };
     Err(Failure { step: now, what })
 }
 
-/// Runs what `next` gives on `threads` threads, until it gives nothing more or a run has gone wrong;
-/// calls `well` after each that has not. Returns the one that has, if one has.
+/// Runs the plans of `next` on `threads` threads, until `next` returns `None` or a run fails; calls
+/// `on_success` after each successful run. Returns the failed plan, if any.
 #[must_use]
 pub fn run_all(
     threads: usize,
     next: impl Fn() -> Option<Plan> + Sync,
-    well: impl Fn(Counts) + Sync,
+    on_success: impl Fn(Counts) + Sync,
 ) -> Option<(Plan, Failure)> {
     let failed = Mutex::new(None);
     let failed = || failed.lock().unwrap_or_else(PoisonError::into_inner);
@@ -170,7 +169,7 @@ pub fn run_all(
             && let Some(plan) = next()
         {
             match run(&plan) {
-                Ok(counts) => well(counts),
+                Ok(counts) => on_success(counts),
                 Err(failure) => _ = failed().get_or_insert((plan, failure)),
             }
         }
@@ -179,10 +178,10 @@ pub fn run_all(
     failed().take()
 }
 
-/// The fewest steps of `plan`, which fails, that were found to fail within `patience`.
+/// The shortest failing version of the failing `plan` that was found within `time_limit`.
 #[must_use]
-pub fn shrink(plan: &Plan, failure: &Failure, patience: Duration) -> (Plan, Failure) {
-    let until = Instant::now() + patience;
+pub fn shrink(plan: &Plan, failure: &Failure, time_limit: Duration) -> (Plan, Failure) {
+    let until = Instant::now() + time_limit;
     let (mut plan, mut failure) = (plan.clone(), failure.clone());
     if let Some(step) = failure.step {
         plan.steps.retain(|&n| n <= step);

@@ -1,11 +1,10 @@
-//! What a seed stands for: a device, an engine's switches, what goes wrong, and each step of a run.
+//! Derives a scenario from a seed: a device, the engine's options, faults, and each step of a run.
 //!
-//! Invariant: a step follows from the seed and its own number alone, not from what came before: so
-//! steps may be left out of a run and the others stay what they are.
-//! Knows: nothing here. Known by: world, run, trace.
+//! Invariant: a step depends only on the seed and its own number, not on previous steps: steps can
+//! be removed from a run without changing the others.
 
 use nowait::sim::{Faults, Random, SimOptions};
-use nowait::{Alignment, Config, Direct, Flags, Op, Range};
+use nowait::{Alignment, ByteRange, Config, Direct, Flags, Op};
 
 /// The longest request, in bytes.
 pub const MAX_REQUEST_BYTES: u64 = 64 << 10;
@@ -23,7 +22,7 @@ impl Mode {
     /// Every mode.
     pub const ALL: [Self; 2] = [Self::Engine, Self::Server];
 
-    /// What it is called.
+    /// The command-line name.
     #[must_use]
     pub const fn name(self) -> &'static str {
         match self {
@@ -32,116 +31,118 @@ impl Mode {
         }
     }
 
-    /// The one for `seed`, where there is a choice: one seed in four is a server's.
+    /// The default mode of `seed`: one seed in four runs the server.
     #[must_use]
     pub fn of(seed: u64) -> Self {
         if Random::part(seed, u64::MAX - 2).below(4) == 0 { Self::Server } else { Self::Engine }
     }
 }
 
-/// What a seed stands for.
+/// The scenario of a seed.
 #[derive(Clone, Debug)]
 pub struct Scenario {
     /// What is asked.
     pub mode: Mode,
     /// The seed.
     pub seed: u64,
-    /// The device, and its luck.
+    /// The options of the device.
     pub device: SimOptions,
-    /// What goes wrong on it.
+    /// The faults of the device.
     pub faults: Faults,
-    /// If the disk is a qcow2 image on the device, which is larger then: bits of the smallest cluster.
+    /// The binary logarithm of the smallest cluster size, if the disk is a qcow2 image; the device
+    /// is then larger than the disk.
     pub qcow2: Option<u32>,
-    /// The engines' switches and sizes.
+    /// The engines' options.
     pub config: Config,
     /// Whether the page cache is bypassed.
     pub direct: Direct,
-    /// Requests begin and end at multiples of so many bytes.
+    /// Requests begin and end at multiples of this many bytes.
     pub grain: u64,
-    /// Engines on the device, or threads of the server.
+    /// The number of engines on the device, or of the server's threads.
     pub parts: u64,
-    /// Workers that run at the same time.
+    /// The limit of workers that run at the same time.
     pub workers: usize,
-    /// Bytes of the part of the device that most requests go to.
+    /// Bytes at the start of the device that most requests go to.
     hot: u64,
-    /// The longest of most requests, in bytes.
+    /// The longest length of most requests, in bytes.
     usual: u64,
     /// How often in 65536 steps the power fails.
     cuts: u16,
-    /// How often in 65536 steps the device stops answering, or begins again.
+    /// How often in 65536 steps the device stops or resumes answering.
     silences: u16,
-    /// How often in 65536 steps the device loses its end.
+    /// How often in 65536 steps the device shrinks.
     shrinks: u16,
-    /// How often in 65536 steps metadata is written that nobody has asked to flush.
+    /// How often in 65536 steps metadata is written back in the background.
     keeps: u16,
 }
 
 /// A request of a client.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Asked {
-    /// What to do.
+pub struct RequestSpec {
+    /// The operation.
     pub op: Op,
-    /// How.
+    /// Its flags.
     pub flags: Flags,
-    /// Where.
-    pub range: Range,
-    /// Pieces of memory that it comes with; 0: a buffer of the engine's.
+    /// The range in bytes.
+    pub range: ByteRange,
+    /// Number of segments of user memory; 0: a buffer of the engine's.
     pub segments: u8,
 }
 
 /// One step of a run.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Action {
-    /// A client asks.
-    Ask(Asked),
-    /// An engine looks at its queue, or a thread takes a turn.
+    /// A client submits a request.
+    Ask(RequestSpec),
+    /// An engine polls its queue, or a server thread runs an event loop iteration.
     Poll,
-    /// The same, and waits before if there is nothing to do.
+    /// The same, but waits first if there is nothing to do.
     Wait,
     /// Another client connects.
     Connect,
-    /// A client sends some of what it has asked.
+    /// A client sends some of its unsent bytes.
     Send,
-    /// A client receives something.
+    /// A client receives some bytes.
     Receive,
-    /// A client leaves.
-    Leave(Leaving),
-    /// A worker goes on.
+    /// A client disconnects.
+    Leave(DisconnectKind),
+    /// A worker runs until it would block.
     Work,
-    /// Metadata is written that nobody has asked to flush.
+    /// Metadata is written back in the background.
     Keep,
-    /// The power fails, and the device is opened anew.
+    /// The power fails, and the device is reopened.
     Cut,
-    /// Everything ends, and the device is opened anew.
+    /// All requests end, the image is closed, and the device is reopened.
     Reopen,
     /// The device stops answering.
     FallSilent,
-    /// It begins again.
+    /// The device resumes answering.
     Answer,
-    /// The device loses its end.
+    /// The device is truncated.
     Shrink,
 }
 
-/// How a client leaves.
+/// How a client disconnects.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Leaving {
-    /// It says goodbye, and waits for what it has asked.
+pub enum DisconnectKind {
+    /// It sends NBD_CMD_DISC and waits for the answers to its requests.
     Goodbye,
-    /// It sends nothing more, not even the rest of what it has begun to send, and waits for what
-    /// it has asked.
+    /// It shuts down its sending side, possibly within a request, and waits for the answers to its
+    /// requests.
     HalfClose,
-    /// It is gone.
+    /// It closes the connection at once.
     Abrupt,
 }
 
-/// A step, with the chance of its own.
+/// A step with its own random numbers.
 #[derive(Clone, Debug)]
 pub struct Step {
-    /// What happens.
+    /// The action.
     pub action: Action,
     /// The engine or thread concerned.
     pub part: usize,
-    /// What is still open: where memory lies, who works, what the device does.
+    /// Random numbers for further choices: the memory layout, the next worker, the device's
+    /// behaviour.
     pub random: Random,
 }
 
@@ -160,7 +161,7 @@ impl Scenario {
         };
         let odd = random.pick(&[1, 37, 64, 100, 512, 1000]).unwrap_or(64);
         let grain = if random.below(2) == 0 { odd } else { u64::from(align.offset).max(64) };
-        // The smaller the cells, the fewer bytes: the judge looks at each.
+        // The smaller the cells, the fewer bytes: the oracle checks each cell.
         let mut bytes = 4096 * (8 + random.below(56.min(grain)));
         if random.below(3) == 0 {
             bytes += random.below(4096);
@@ -202,19 +203,21 @@ impl Scenario {
         }
     }
 
-    /// The disk is a qcow2 image. What it has lost with the device's end it cannot do without, and
-    /// garbage lies elsewhere on the device than on the disk.
+    /// Makes the disk a qcow2 image. The device neither shrinks nor has garbage: an image does not
+    /// survive the loss of its end, and garbage on the device is not at the same offset on the
+    /// disk.
     fn in_qcow2(mut self, bits: u32, random: &mut Random) -> Self {
         self.qcow2 = Some(bits);
         self.keeps = random.pick(&[0, 200, 1600]).unwrap_or(0);
-        // Whoever writes tables makes many calls, and what comes between two of them matters.
+        // An update of the tables takes many calls; power cuts and faults between two of them
+        // matter.
         self.cuts = self.cuts.max(100);
         self.device.grows = random.below(2) == 0;
         self.device.pauses = random.pick(&[8000, 40_000, 60_000]).unwrap_or(0);
         self.faults.errors = random.pick(&[0, 0, 100, 1000]).unwrap_or(0);
         self.faults.flush_errors = random.pick(&[0, 0, 500, 4000]).unwrap_or(0);
         self.device.bytes &= !511;
-        // What is left besides a few blocks of tables is for half of the disk.
+        // The storage has room for half of the disk and a few blocks of tables.
         self.device.capacity = match random.below(4) {
             0 => 16 + self.device.bytes / 4096 / 2,
             _ => u64::MAX,
@@ -223,7 +226,7 @@ impl Scenario {
         self
     }
 
-    /// Nothing goes wrong but the power.
+    /// Removes all faults except power cuts.
     #[must_use]
     pub fn without_faults(mut self) -> Self {
         self.faults = Faults { rot: self.faults.rot, ..Faults::default() };
@@ -247,7 +250,7 @@ impl Scenario {
 
     fn engine_action(&self, drawn: u64, random: &mut Random) -> Option<Action> {
         Some(match drawn {
-            0..36_000 => Action::Ask(self.asked(random)),
+            0..36_000 => Action::Ask(self.request(random)),
             36_000..48_000 => Action::Poll,
             48_000..50_000 => Action::Wait,
             50_000..64_000 => Action::Work,
@@ -257,7 +260,7 @@ impl Scenario {
 
     fn server_action(&self, drawn: u64, random: &mut Random) -> Option<Action> {
         Some(match drawn {
-            0..24_000 => Action::Ask(self.asked(random)),
+            0..24_000 => Action::Ask(self.request(random)),
             24_000..36_000 => Action::Poll,
             36_000..38_000 => Action::Wait,
             38_000..43_000 => Action::Send,
@@ -265,8 +268,9 @@ impl Scenario {
             53_000..63_000 => Action::Work,
             63_000..63_600 => Action::Connect,
             63_600..64_000 => {
-                let all = [Leaving::Goodbye, Leaving::HalfClose, Leaving::Abrupt];
-                Action::Leave(random.pick(&all).unwrap_or(Leaving::Abrupt))
+                let all =
+                    [DisconnectKind::Goodbye, DisconnectKind::HalfClose, DisconnectKind::Abrupt];
+                Action::Leave(random.pick(&all).unwrap_or(DisconnectKind::Abrupt))
             }
             _ => return None,
         })
@@ -284,7 +288,7 @@ impl Scenario {
         }
     }
 
-    fn asked(&self, random: &mut Random) -> Asked {
+    fn request(&self, random: &mut Random) -> RequestSpec {
         let op = match random.below(64) {
             0..28 => Op::Read,
             28..50 => Op::Write,
@@ -308,11 +312,11 @@ impl Scenario {
         }
         let data = matches!(op, Op::Read | Op::Write);
         let segments = if data && random.below(3) == 0 { 1 + random.below(6) as u8 } else { 0 };
-        Asked { op, flags, range: self.range(op, random), segments }
+        RequestSpec { op, flags, range: self.range(op, random), segments }
     }
 
-    /// A range of whole cells; sometimes one that begins or ends behind the device.
-    fn range(&self, op: Op, random: &mut Random) -> Range {
+    /// A range of whole cells; sometimes it begins or ends beyond the end of the device.
+    fn range(&self, op: Op, random: &mut Random) -> ByteRange {
         let bytes = self.device.bytes;
         let longest = match random.below(64) {
             0 => MAX_REQUEST_BYTES.min(1024 * self.grain),
@@ -327,12 +331,12 @@ impl Scenario {
             _ => random.below(part.min(bytes) / grain) * grain,
         };
         let mut len = (1 + random.below((longest / grain).max(1))) * grain;
-        // A write's cells are whole ones, and behind the end there are none.
+        // A write covers whole cells, and there are none beyond the end.
         let across = pos + len > bytes;
         if across && (op != Op::Read || random.below(2) == 0) && pos < bytes {
             len = bytes - pos;
         }
-        Range::new(pos, len)
+        ByteRange::new(pos, len)
     }
 }
 
@@ -371,7 +375,8 @@ fn config(random: &mut Random) -> Config {
         strict: random.below(16) == 0,
         slots: 2 + random.below(60) as u32,
         workers: 4,
-        // What no chunk fits into is allocated for each buffer: chunks are zeroed at each opening.
+        // The pool is small because it is zeroed at each open; a buffer that does not fit is
+        // allocated separately.
         buffer_bytes: if random.below(16) == 0 { 4 << 20 } else { 512 << 10 },
         ..base
     }
@@ -391,7 +396,7 @@ mod tests {
     }
 
     #[test]
-    fn each_kind_of_fault_comes_in_some_seed_of_each_mode_and_none_in_others() {
+    fn each_kind_of_fault_occurs_in_some_seeds_of_each_mode_and_in_others_none() {
         for mode in Mode::ALL {
             let all = (0..200).map(|seed| Scenario::of(mode, seed).faults);
             let kinds = all.map(|it| {
@@ -422,11 +427,11 @@ mod tests {
         for seed in 0..50 {
             let scenario = Scenario::of(Mode::of(seed), seed);
             for n in 0..2000 {
-                let Action::Ask(asked) = scenario.step(n).action else { continue };
-                let Range { pos, len } = asked.range;
+                let Action::Ask(request) = scenario.step(n).action else { continue };
+                let ByteRange { pos, len } = request.range;
                 assert!(pos.is_multiple_of(scenario.grain) && len > 0);
                 let to_end = pos + len == scenario.device.bytes;
-                assert!(len.is_multiple_of(scenario.grain) || to_end, "{asked:?}");
+                assert!(len.is_multiple_of(scenario.grain) || to_end, "{request:?}");
                 assert!(len <= MAX_REQUEST_BYTES.max(scenario.grain));
             }
         }

@@ -1,52 +1,51 @@
-//! A server's threads, and clients that come and go.
+//! A server's threads, and clients that connect and disconnect.
 //!
-//! Invariant: what a client has asked that is gone may still be done, until the server has closed
+//! Invariant: a request of a disconnected client may still be executed until the server has closed
 //! its connection.
-//! Knows: model, scenario, judge, front, client. Known by: run.
 
 use nowait::Error;
-use nowait::sim::{Random, Sim, connection};
+use nowait::sim::{Random, SimQueue, connection};
 use nowait_server::Simulated;
 
 use crate::client::Client;
-use crate::front::{Front, Health};
 use crate::image::{AnyMap, Image};
-use crate::judge::{Flight, Judge};
-use crate::model::{Time, Wrong};
-use crate::scenario::{Action, Asked, Leaving, Scenario};
+use crate::model::{Time, Violation};
+use crate::oracle::{InFlight, Oracle};
+use crate::scenario::{Action, DisconnectKind, RequestSpec, Scenario};
+use crate::system_under_test::{Health, SystemUnderTest};
 
-/// Clients at once.
+/// The limit of connected clients.
 const CLIENTS: usize = 6;
-/// Bytes that are received at once at most.
+/// The largest number of bytes that one receive takes.
 const RECEIVE_BYTES: usize = 256 << 10;
-/// Bytes that most sockets hold.
+/// The buffer size of most sockets in bytes.
 const ROOM_BYTES: usize = 208 << 10;
-/// Bytes that some sockets hold: less than a long reply has.
+/// The buffer size of some sockets in bytes: less than a long reply.
 const NARROW_BYTES: usize = 4096;
 
-/// Threads of a server.
+/// The threads of a server and its clients.
 pub struct Server {
     threads: Vec<Simulated<AnyMap>>,
     clients: Vec<Client>,
-    /// Requests of clients that are gone, with where they were served.
-    orphans: Vec<((usize, u64), Flight)>,
+    /// Requests of disconnected clients, with the thread and the id of their connection.
+    orphans: Vec<((usize, u64), InFlight)>,
     requests: u64,
     scratch: Vec<u8>,
 }
 
 fn threads(image: &Image, scenario: &Scenario) -> Result<Vec<Simulated<AnyMap>>, Error> {
     let thread = |_| {
-        let queue = Sim::new(image.device.clone())?;
+        let queue = SimQueue::new(image.device.clone())?;
         Simulated::new(image.disk.clone(), image.workers.clone(), queue, scenario.config)
     };
     (0..scenario.parts).map(thread).collect()
 }
 
-fn broken(error: Error) -> Wrong {
-    Wrong::new(format!("no socket: {error}"))
+fn broken(error: Error) -> Violation {
+    Violation::new(format!("no socket: {error}"))
 }
 
-impl Front for Server {
+impl SystemUnderTest for Server {
     fn open(image: &Image, scenario: &Scenario) -> Result<Self, Error> {
         Ok(Self {
             threads: threads(image, scenario)?,
@@ -67,32 +66,32 @@ impl Front for Server {
         &mut self,
         action: Action,
         part: usize,
-        judge: &mut Judge,
+        oracle: &mut Oracle,
         random: &mut Random,
-    ) -> Result<Health, Wrong> {
-        let who = random.below(self.clients.len() as u64) as usize;
+    ) -> Result<Health, Violation> {
+        let client_index = random.below(self.clients.len() as u64) as usize;
         match action {
-            Action::Ask(asked) => self.ask(who, part, asked, judge, random)?,
+            Action::Ask(spec) => self.ask(client_index, part, spec, oracle, random)?,
             Action::Connect => self.connect(part, random)?,
-            Action::Send => self.send(who, random.below(4000) as usize, judge),
+            Action::Send => self.send(client_index, random.below(4000) as usize, oracle),
             Action::Receive => {
-                let most = 1 << random.below(1 + u64::from(RECEIVE_BYTES.ilog2()));
-                self.receive(who, most, judge)?;
+                let limit = 1 << random.below(1 + u64::from(RECEIVE_BYTES.ilog2()));
+                self.receive(client_index, limit, oracle)?;
             }
-            Action::Leave(how) => self.leave(who, how),
-            Action::Wait => return self.turn(part, true, judge),
-            _ => return self.turn(part, false, judge),
+            Action::Leave(how) => self.disconnect(client_index, how),
+            Action::Wait => return self.run_iteration(part, true, oracle),
+            _ => return self.run_iteration(part, false, oracle),
         }
         Ok(Health::Well)
     }
 
-    fn settle(&mut self, judge: &mut Judge) -> Result<Health, Wrong> {
-        for who in (0..self.clients.len()).rev() {
-            self.send(who, usize::MAX, judge);
-            self.receive(who, RECEIVE_BYTES, judge)?;
+    fn settle(&mut self, oracle: &mut Oracle) -> Result<Health, Violation> {
+        for client_index in (0..self.clients.len()).rev() {
+            self.send(client_index, usize::MAX, oracle);
+            self.receive(client_index, RECEIVE_BYTES, oracle)?;
         }
         for part in 0..self.threads.len() {
-            if self.turn(part, true, judge)? == Health::Down {
+            if self.run_iteration(part, true, oracle)? == Health::Down {
                 return Ok(Health::Down);
             }
         }
@@ -105,8 +104,9 @@ impl Front for Server {
             && self.threads.iter().all(|thread| thread.in_flight() == 0)
     }
 
-    fn forget(&mut self) -> Vec<Flight> {
-        let left = self.clients.iter_mut().flat_map(|client| client.leave(Leaving::Abrupt));
+    fn forget(&mut self) -> Vec<InFlight> {
+        let left =
+            self.clients.iter_mut().flat_map(|client| client.disconnect(DisconnectKind::Abrupt));
         let orphans = self.orphans.drain(..).map(|(_, flight)| flight);
         let all = left.chain(orphans).collect();
         self.clients.clear();
@@ -114,7 +114,7 @@ impl Front for Server {
     }
 
     fn drain(&mut self) -> Result<(), Error> {
-        self.threads.iter_mut().try_for_each(|thread| thread.turn(true))
+        self.threads.iter_mut().try_for_each(|thread| thread.run_once(true))
     }
 
     fn oldest(&self) -> Time {
@@ -127,85 +127,98 @@ impl Front for Server {
 }
 
 impl Server {
-    fn turn(&mut self, part: usize, waits: bool, judge: &mut Judge) -> Result<Health, Wrong> {
+    fn run_iteration(
+        &mut self,
+        part: usize,
+        waits: bool,
+        oracle: &mut Oracle,
+    ) -> Result<Health, Violation> {
         let Some(thread) = self.threads.get_mut(part) else { return Ok(Health::Well) };
-        match thread.turn(waits) {
-            // A thread of a server ends with its queue, and the server with the thread.
-            Err(error) if judge.expects(&error) => return Ok(Health::Down),
-            Err(error) => return Err(Wrong::new(format!("a thread has failed: {error}"))),
+        match thread.run_once(waits) {
+            // A server thread ends when its queue fails, and the server ends with the thread.
+            Err(error) if oracle.expects(&error) => return Ok(Health::Down),
+            Err(error) => return Err(Violation::new(format!("a thread has failed: {error}"))),
             Ok(()) => {}
         }
         let threads = &self.threads;
-        self.orphans.retain(|((part, name), flight)| {
-            let served = threads.get(*part).is_some_and(|thread| thread.serves(*name));
+        self.orphans.retain(|((part, id), flight)| {
+            let served = threads.get(*part).is_some_and(|thread| thread.serves(*id));
             if !served {
-                judge.unanswered(flight);
+                oracle.unanswered(flight);
             }
             served
         });
         Ok(Health::Well)
     }
 
-    fn connect(&mut self, part: usize, random: &mut Random) -> Result<(), Wrong> {
+    fn connect(&mut self, part: usize, random: &mut Random) -> Result<(), Violation> {
         let Some(thread) = self.threads.get_mut(part) else { return Ok(()) };
         if self.clients.len() >= CLIENTS {
             return Ok(());
         }
-        let mut room = || if random.below(3) == 0 { NARROW_BYTES } else { ROOM_BYTES };
-        let (near, far) = connection(room(), room()).map_err(broken)?;
-        let Some(name) = thread.connect(near) else {
-            return Err(Wrong::new("a client was turned away".to_owned()));
+        let mut buffer_bytes = || if random.below(3) == 0 { NARROW_BYTES } else { ROOM_BYTES };
+        let (server_end, client_end) =
+            connection(buffer_bytes(), buffer_bytes()).map_err(broken)?;
+        let Some(id) = thread.connect(server_end) else {
+            return Err(Violation::new("a client was turned away".to_owned()));
         };
-        self.clients.push(Client::new(far, (part, name), random));
+        self.clients.push(Client::new(client_end, (part, id), random));
         Ok(())
     }
 
     fn ask(
         &mut self,
-        who: usize,
+        client_index: usize,
         part: usize,
-        asked: Asked,
-        judge: &mut Judge,
+        spec: RequestSpec,
+        oracle: &mut Oracle,
         random: &mut Random,
-    ) -> Result<(), Wrong> {
-        let Some(client) = self.clients.get_mut(who) else { return self.connect(part, random) };
+    ) -> Result<(), Violation> {
+        let Some(client) = self.clients.get_mut(client_index) else {
+            return self.connect(part, random);
+        };
         if !client.may_ask() {
-            return self.receive(who, RECEIVE_BYTES, judge);
+            return self.receive(client_index, RECEIVE_BYTES, oracle);
         }
-        client.ask(asked, judge, random);
-        let most = match random.below(4) {
+        client.ask(spec, oracle, random);
+        let limit = match random.below(4) {
             0 => random.below(1 + client.unsent() as u64) as usize,
             _ => usize::MAX,
         };
-        self.send(who, most, judge);
+        self.send(client_index, limit, oracle);
         Ok(())
     }
 
-    fn send(&mut self, who: usize, most: usize, judge: &mut Judge) {
+    fn send(&mut self, client_index: usize, limit: usize, oracle: &mut Oracle) {
         let oldest = self.oldest();
-        if let Some(client) = self.clients.get_mut(who) {
-            self.requests += client.send(most, judge, oldest);
+        if let Some(client) = self.clients.get_mut(client_index) {
+            self.requests += client.send(limit, oracle, oldest);
         }
     }
 
-    fn receive(&mut self, who: usize, most: usize, judge: &mut Judge) -> Result<(), Wrong> {
-        let Some(client) = self.clients.get_mut(who) else { return Ok(()) };
-        let scratch = self.scratch.get_mut(..most).unwrap_or_default();
-        client.receive(scratch, judge)?;
+    fn receive(
+        &mut self,
+        client_index: usize,
+        limit: usize,
+        oracle: &mut Oracle,
+    ) -> Result<(), Violation> {
+        let Some(client) = self.clients.get_mut(client_index) else { return Ok(()) };
+        let scratch = self.scratch.get_mut(..limit).unwrap_or_default();
+        client.receive(scratch, oracle)?;
         if client.is_over() {
-            let home = client.home;
-            self.orphans.extend(client.left_behind().into_iter().map(|flight| (home, flight)));
-            self.clients.swap_remove(who);
+            let owner = client.owner;
+            self.orphans.extend(client.take_unanswered().into_iter().map(|flight| (owner, flight)));
+            self.clients.swap_remove(client_index);
         }
         Ok(())
     }
 
-    fn leave(&mut self, who: usize, how: Leaving) {
-        let Some(client) = self.clients.get_mut(who) else { return };
-        let (home, left) = (client.home, client.leave(how));
-        self.orphans.extend(left.into_iter().map(|flight| (home, flight)));
+    fn disconnect(&mut self, client_index: usize, how: DisconnectKind) {
+        let Some(client) = self.clients.get_mut(client_index) else { return };
+        let (owner, left) = (client.owner, client.disconnect(how));
+        self.orphans.extend(left.into_iter().map(|flight| (owner, flight)));
         if client.is_over() {
-            self.clients.swap_remove(who);
+            self.clients.swap_remove(client_index);
         }
     }
 }

@@ -1,53 +1,52 @@
-//! A plan as text: what a failure prints, and what `--replay` reads.
+//! The text form of a plan: a failure prints it, and `--replay` reads it.
 //!
-//! Invariant: what was written is read back as the same plan.
-//! Knows: run, scenario. Known by: main.
+//! Invariant: the text of a plan is read back as the same plan.
 
 use std::fmt::Write;
 
-use nowait::sim::{Break, Fault};
-use nowait_image::Flaw;
-use nowait_server::Mistake;
+use nowait::sim::{EngineBug, Fault};
+use nowait_image::ImageBug;
+use nowait_server::ServerBug;
 
-use crate::run::{Broken, Plan};
+use crate::run::{InjectedBug, Plan};
 use crate::scenario::Mode;
 
-/// The name under which a mistake is asked for.
+/// The command-line name of a bug.
 #[must_use]
-pub fn name_of(broken: Broken) -> &'static str {
-    match broken {
-        Broken::Engine(Break::DropFlush) => "drop-flush",
-        Broken::Engine(Break::CompleteBeforeData) => "complete-before-data",
-        Broken::Engine(Break::FreeSlotTwice) => "free-slot-twice",
-        Broken::Engine(Break::ReplyFromStaleBuffer) => "reply-from-stale-buffer",
-        Broken::Engine(Break::ForgetRangeLock) => "forget-range-lock",
-        Broken::Server(Mistake::ReplyFromOldBuffer) => "reply-from-old-buffer",
-        Broken::Server(Mistake::ReplyTwice) => "reply-twice",
-        Broken::Server(Mistake::LoseAtDisconnect) => "lose-at-disconnect",
-        Broken::Server(Mistake::TrustReports) => "trust-reports",
-        Broken::Image(Flaw::ForgetTail) => "forget-tail",
-        Broken::Image(Flaw::ReadBelowElsewhere) => "read-below-elsewhere",
-        Broken::Image(Flaw::ForgetOrder) => "forget-order",
-        Broken::Image(Flaw::ForgetGivenBack) => "forget-given-back",
-        Broken::Image(Flaw::CutTooShort) => "cut-too-short",
-        Broken::Image(Flaw::ForgetToGrow) => "forget-to-grow",
-        Broken::Image(Flaw::ForgetFailure) => "forget-failure",
-        Broken::Image(Flaw::FlushBesideAnother) => "flush-beside-another",
+pub fn name_of(bug: InjectedBug) -> &'static str {
+    match bug {
+        InjectedBug::Engine(EngineBug::DropFlush) => "drop-flush",
+        InjectedBug::Engine(EngineBug::CompleteBeforeData) => "complete-before-data",
+        InjectedBug::Engine(EngineBug::FreeSlotTwice) => "free-slot-twice",
+        InjectedBug::Engine(EngineBug::ReplyFromStaleBuffer) => "reply-from-stale-buffer",
+        InjectedBug::Engine(EngineBug::ForgetRangeLock) => "forget-range-lock",
+        InjectedBug::Server(ServerBug::ReplyFromOldBuffer) => "reply-from-old-buffer",
+        InjectedBug::Server(ServerBug::ReplyTwice) => "reply-twice",
+        InjectedBug::Server(ServerBug::LoseAtDisconnect) => "lose-at-disconnect",
+        InjectedBug::Server(ServerBug::TrustReports) => "trust-reports",
+        InjectedBug::Image(ImageBug::ForgetTail) => "forget-tail",
+        InjectedBug::Image(ImageBug::ReadBelowElsewhere) => "read-below-elsewhere",
+        InjectedBug::Image(ImageBug::ForgetOrder) => "forget-order",
+        InjectedBug::Image(ImageBug::ForgetGivenBack) => "forget-given-back",
+        InjectedBug::Image(ImageBug::CutTooShort) => "cut-too-short",
+        InjectedBug::Image(ImageBug::ForgetToGrow) => "forget-to-grow",
+        InjectedBug::Image(ImageBug::ForgetFailure) => "forget-failure",
+        InjectedBug::Image(ImageBug::FlushBesideAnother) => "flush-beside-another",
     }
 }
 
-/// The mistake of that name.
+/// The bug with this name.
 #[must_use]
-pub fn break_of(name: &str) -> Option<Broken> {
-    Broken::all().into_iter().find(|&broken| name_of(broken) == name)
+pub fn bug_of(name: &str) -> Option<InjectedBug> {
+    InjectedBug::all().into_iter().find(|&bug| name_of(bug) == name)
 }
 
-/// `plan`, one line for each of its parts.
+/// The text of `plan`, one line for each field.
 #[must_use]
 pub fn write(plan: &Plan) -> String {
     let mut text = format!("mode {}\nseed {}\n", plan.mode.name(), plan.seed);
-    if let Some(broken) = plan.broken {
-        let _ = writeln!(text, "break {}", name_of(broken));
+    if let Some(bug) = plan.bug {
+        let _ = writeln!(text, "break {}", name_of(bug));
     }
     match plan.once {
         Some((at, Fault::Errno(errno))) => _ = writeln!(text, "fault {at} {errno}"),
@@ -67,7 +66,7 @@ pub fn write(plan: &Plan) -> String {
     text
 }
 
-/// The plan that `text` is of; lines beginning with `#` are passed over. `None` when it is of none.
+/// Parses the text of a plan; lines beginning with `#` are ignored. `None` when it is invalid.
 #[must_use]
 pub fn read(text: &str) -> Option<Plan> {
     let mut plan = Plan::new(Mode::Engine, 0, 0);
@@ -76,7 +75,7 @@ pub fn read(text: &str) -> Option<Plan> {
         match word {
             "mode" => plan.mode = Mode::ALL.into_iter().find(|mode| mode.name() == rest)?,
             "seed" => plan.seed = rest.parse().ok()?,
-            "break" => plan.broken = Some(break_of(rest)?),
+            "break" => plan.bug = Some(bug_of(rest)?),
             "fault" => {
                 let (at, what) = rest.split_once(' ')?;
                 let fault = match what {
@@ -99,7 +98,7 @@ pub fn read(text: &str) -> Option<Plan> {
     Some(plan)
 }
 
-/// What happens in `plan`, a line for each step.
+/// The actions of `plan`, a line for each step.
 #[must_use]
 pub fn describe(plan: &Plan) -> String {
     let scenario = plan.scenario();
@@ -117,15 +116,14 @@ mod tests {
 
     #[test]
     fn a_plan_is_read_back_as_it_was_written() {
-        for (broken, once) in [
+        for (bug, once) in [
             (None, None),
-            (Some(Broken::Engine(Break::DropFlush)), Some((7, Fault::Short))),
-            (Some(Broken::Server(Mistake::ReplyTwice)), Some((1, Fault::Errno(5)))),
+            (Some(InjectedBug::Engine(EngineBug::DropFlush)), Some((7, Fault::Short))),
+            (Some(InjectedBug::Server(ServerBug::ReplyTwice)), Some((1, Fault::Errno(5)))),
             (None, Some((2, Fault::Full))),
             (None, Some((200, Fault::Kick))),
         ] {
-            let plan =
-                Plan { mode: Mode::Server, seed: 99, steps: vec![0, 4, 5, 6, 9], broken, once };
+            let plan = Plan { mode: Mode::Server, seed: 99, steps: vec![0, 4, 5, 6, 9], bug, once };
             let text = write(&plan) + &describe(&plan);
             assert_eq!(read(&text), Some(plan), "{text}");
         }

@@ -1,54 +1,54 @@
-//! A simulation that finds nothing has proved nothing: each mistake made on purpose is found.
+//! Tests of the simulation itself: it finds each injected bug.
 
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
-use nowait::sim::Break;
-use nowait_image::Flaw;
-use nowait_server::Mistake;
-use nowait_sim::run::{Broken, Plan, run};
+use nowait::sim::EngineBug;
+use nowait_image::ImageBug;
+use nowait_server::ServerBug;
+use nowait_sim::run::{InjectedBug, Plan, run};
 use nowait_sim::scenario::{Mode, Scenario};
 use nowait_sim::trace::name_of;
 
-/// Steps within which a mistake is found, in seeds of so many each.
+/// Steps within which a bug is found, in seeds of `SEED_STEPS` each.
 const STEPS: u64 = 10_000;
 const SEED_STEPS: u64 = 1000;
-/// Seeds within which one with a qcow2 image is found: for some the power has to fail between two
-/// calls of few.
+/// Seeds within which a bug of the qcow2 code is found: some need a power cut between two
+/// particular calls.
 const IMAGES: usize = 400;
 
-/// The first seeds in which a mistake can be made.
-fn seeds(broken: Broken) -> impl Iterator<Item = u64> {
-    let images = matches!(broken, Broken::Image(_));
+/// The first seeds in which a bug can be injected.
+fn seeds(bug: InjectedBug) -> impl Iterator<Item = u64> {
+    let images = matches!(bug, InjectedBug::Image(_));
     let fits = move |&seed: &u64| !images || Scenario::of(Mode::Engine, seed).qcow2.is_some();
     let count = if images { IMAGES } else { (STEPS / SEED_STEPS) as usize };
     (0..).filter(fits).take(count)
 }
 
-/// Whether the seed of the mistake ends with a finding, in a process of its own: some mistakes write to
-/// memory that was given back, and the allocator may be the first to notice.
-fn fails(broken: Broken, seed: u64) -> bool {
-    let mode = match broken {
-        Broken::Engine(_) | Broken::Image(_) => Mode::Engine,
-        Broken::Server(_) => Mode::Server,
+/// Whether a seed fails with the bug, in a separate process: some bugs write to freed memory, and
+/// the allocator may detect them first.
+fn fails(bug: InjectedBug, seed: u64) -> bool {
+    let mode = match bug {
+        InjectedBug::Engine(_) | InjectedBug::Image(_) => Mode::Engine,
+        InjectedBug::Server(_) => Mode::Server,
     };
     let (seed, steps) = (seed.to_string(), SEED_STEPS.to_string());
     let run = Command::new(env!("CARGO_BIN_EXE_nowait-sim"))
         .args(["--mode", mode.name(), "--seed", &seed, "--steps", &steps])
-        .args(["--break", name_of(broken), "--whole"])
+        .args(["--break", name_of(bug), "--whole"])
         .output()
         .unwrap();
     assert!(matches!(run.status.code(), None | Some(0 | 1)), "{run:?}");
     run.status.signal().is_some() || !run.status.success()
 }
 
-fn is_found(broken: Broken) {
-    let found = seeds(broken).any(|seed| fails(broken, seed));
-    assert!(found, "{broken:?} was not found");
+fn is_found(bug: InjectedBug) {
+    let found = seeds(bug).any(|seed| fails(bug, seed));
+    assert!(found, "{bug:?} was not found");
 }
 
 #[test]
-fn without_a_mistake_nothing_is_found() {
+fn without_a_bug_no_failure_is_found() {
     let plans = |mode| (0..STEPS / SEED_STEPS).map(move |seed| Plan::new(mode, seed, SEED_STEPS));
     for plan in Mode::ALL.into_iter().flat_map(plans) {
         assert!(run(&plan).is_ok_and(|counts| counts.requests > 50), "{plan:?}");
@@ -57,85 +57,85 @@ fn without_a_mistake_nothing_is_found() {
 
 #[test]
 fn a_flush_that_is_not_made_is_found() {
-    is_found(Broken::Engine(Break::DropFlush));
+    is_found(InjectedBug::Engine(EngineBug::DropFlush));
 }
 
 #[test]
 fn a_completion_before_the_data_is_found() {
-    is_found(Broken::Engine(Break::CompleteBeforeData));
+    is_found(InjectedBug::Engine(EngineBug::CompleteBeforeData));
 }
 
 #[test]
 fn a_slot_that_is_freed_twice_is_found() {
-    is_found(Broken::Engine(Break::FreeSlotTwice));
+    is_found(InjectedBug::Engine(EngineBug::FreeSlotTwice));
 }
 
 #[test]
 fn a_reply_from_a_stale_buffer_is_found() {
-    is_found(Broken::Engine(Break::ReplyFromStaleBuffer));
+    is_found(InjectedBug::Engine(EngineBug::ReplyFromStaleBuffer));
 }
 
 #[test]
 fn a_range_lock_that_is_forgotten_is_found() {
-    is_found(Broken::Engine(Break::ForgetRangeLock));
+    is_found(InjectedBug::Engine(EngineBug::ForgetRangeLock));
 }
 
 #[test]
 fn a_read_that_is_answered_from_the_buffer_of_another_is_found() {
-    is_found(Broken::Server(Mistake::ReplyFromOldBuffer));
+    is_found(InjectedBug::Server(ServerBug::ReplyFromOldBuffer));
 }
 
 #[test]
 fn a_request_that_is_answered_twice_is_found() {
-    is_found(Broken::Server(Mistake::ReplyTwice));
+    is_found(InjectedBug::Server(ServerBug::ReplyTwice));
 }
 
 #[test]
-fn a_request_that_is_lost_when_its_client_hangs_up_is_found() {
-    is_found(Broken::Server(Mistake::LoseAtDisconnect));
+fn a_request_that_is_lost_when_its_client_disconnects_is_found() {
+    is_found(InjectedBug::Server(ServerBug::LoseAtDisconnect));
 }
 
 #[test]
-fn an_end_that_is_missed_because_it_was_not_reported_is_found() {
-    is_found(Broken::Server(Mistake::TrustReports));
+fn an_end_of_stream_that_is_missed_because_it_was_not_reported_is_found() {
+    is_found(InjectedBug::Server(ServerBug::TrustReports));
 }
 
 #[test]
 fn a_cluster_that_is_not_filled_to_its_end_is_found() {
-    is_found(Broken::Image(Flaw::ForgetTail));
+    is_found(InjectedBug::Image(ImageBug::ForgetTail));
 }
 
 #[test]
 fn metadata_that_is_written_out_of_order_is_found() {
-    is_found(Broken::Image(Flaw::ForgetOrder));
+    is_found(InjectedBug::Image(ImageBug::ForgetOrder));
 }
 
 #[test]
-fn clusters_that_are_not_given_back_at_closing_are_found() {
-    is_found(Broken::Image(Flaw::ForgetGivenBack));
+fn clusters_that_are_not_freed_at_closing_are_found() {
+    is_found(InjectedBug::Image(ImageBug::ForgetGivenBack));
 }
 
 #[test]
-fn a_flush_that_does_not_wait_for_what_is_being_written_is_found() {
-    is_found(Broken::Image(Flaw::FlushBesideAnother));
+fn a_flush_that_does_not_wait_for_writes_in_flight_is_found() {
+    is_found(InjectedBug::Image(ImageBug::FlushBesideAnother));
 }
 
 #[test]
 fn a_file_that_is_cut_too_short_at_closing_is_found() {
-    is_found(Broken::Image(Flaw::CutTooShort));
+    is_found(InjectedBug::Image(ImageBug::CutTooShort));
 }
 
 #[test]
-fn a_file_that_is_not_made_longer_in_time_is_found() {
-    is_found(Broken::Image(Flaw::ForgetToGrow));
+fn a_file_that_is_not_extended_in_time_is_found() {
+    is_found(InjectedBug::Image(ImageBug::ForgetToGrow));
 }
 
 #[test]
-fn an_image_below_that_is_read_at_another_place_is_found() {
-    is_found(Broken::Image(Flaw::ReadBelowElsewhere));
+fn a_backing_image_that_is_read_at_another_offset_is_found() {
+    is_found(InjectedBug::Image(ImageBug::ReadBelowElsewhere));
 }
 
 #[test]
-fn metadata_that_could_not_be_written_and_that_nobody_hears_of_is_found() {
-    is_found(Broken::Image(Flaw::ForgetFailure));
+fn a_failed_write_of_metadata_that_is_not_reported_is_found() {
+    is_found(InjectedBug::Image(ImageBug::ForgetFailure));
 }

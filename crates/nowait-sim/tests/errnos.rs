@@ -1,10 +1,10 @@
-//! One thing that goes wrong is told to whom it concerns, and harms nobody else.
+//! A single fault is reported to the request that it concerns, and affects no other request.
 
-use nowait_sim::matrix::Matrix;
+use nowait_sim::fault_matrix::Matrix;
 use nowait_sim::run::keep_panics;
 use nowait_sim::trace;
 
-fn is_well(matrix: Matrix) {
+fn assert_no_failure(matrix: Matrix) {
     keep_panics();
     let found = matrix.run(2, || {});
     drop(std::panic::take_hook());
@@ -13,12 +13,12 @@ fn is_well(matrix: Matrix) {
 }
 
 #[test]
-fn an_errno_at_each_of_the_first_200_operations_of_20_seeds_is_answered_as_it_may_be() {
-    is_well(Matrix { seeds: 20, faults: 1, ..Matrix::ALL });
+fn an_errno_at_each_of_the_first_200_operations_of_20_seeds_is_handled_correctly() {
+    assert_no_failure(Matrix { seeds: 20, faults: 1, ..Matrix::ALL });
 }
 
 #[test]
 #[ignore = "100,000 runs; `nowait-sim errnos` says how far it is"]
-fn each_errno_at_each_of_the_first_200_operations_of_50_seeds_is_answered_as_it_may_be() {
-    is_well(Matrix::ALL);
+fn each_errno_at_each_of_the_first_200_operations_of_50_seeds_is_handled_correctly() {
+    assert_no_failure(Matrix::ALL);
 }

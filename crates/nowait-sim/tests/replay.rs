@@ -1,7 +1,7 @@
-//! A run is what its plan says, each time.
+//! A plan determines its run.
 
-use nowait::sim::Break;
-use nowait_sim::run::{Broken, Plan, keep_panics, run, shrink};
+use nowait::sim::EngineBug;
+use nowait_sim::run::{InjectedBug, Plan, keep_panics, run, shrink};
 use nowait_sim::scenario::Mode;
 use nowait_sim::trace;
 
@@ -14,11 +14,11 @@ fn the_same_plan_gives_the_same_run() {
 }
 
 #[test]
-fn a_failure_is_made_smaller_and_its_trace_fails_in_the_same_way() {
+fn a_failure_is_shrunk_and_its_trace_fails_in_the_same_way() {
     keep_panics();
-    let broken = Some(Broken::Engine(Break::DropFlush));
-    // One whose disk is raw: it takes fewer steps to see.
-    let plan = Plan { broken, ..Plan::new(Mode::Engine, 2, 2000) };
+    let bug = Some(InjectedBug::Engine(EngineBug::DropFlush));
+    // A seed with a raw disk: the bug shows after fewer steps.
+    let plan = Plan { bug, ..Plan::new(Mode::Engine, 2, 2000) };
     let failure = run(&plan).unwrap_err();
     let (small, failure) = shrink(&plan, &failure, std::time::Duration::from_secs(20));
     assert!(small.steps.len() < 20, "{} steps are left", small.steps.len());

@@ -1,34 +1,34 @@
-//! Compares two images with tasks on a runtime: the async face, `nowait::AsyncFile`.
+//! Compares two images with tasks on a runtime: the async API, `nowait::AsyncFile`.
 //!
-//! `asynchronous ONE OTHER`: each task takes the next part that nobody has looked at, and reads it
-//! from both images at once. Exits 1 if they differ, as cmp(1) does.
+//! `asynchronous ONE OTHER`: each task takes the next part that no task has taken, and reads it
+//! from both images at once. Exits with 1 if the images differ, as cmp(1) does.
 
 use std::path::Path;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use nowait::{AsyncFile, Buffer, Error, OpenOptions};
+use nowait::{AsyncFile, Error, IoBuffer, OpenOptions};
 
-/// Bytes that a task reads at once from each image, and how many tasks there are.
+/// Bytes of a part, and the number of tasks.
 const STEP_BYTES: u64 = 256 << 10;
 const TASKS: usize = 16;
-/// `first` as long as no difference is known.
+/// `first` as long as no difference was found.
 const NONE: u64 = u64::MAX;
 
 struct Pair {
     one: AsyncFile,
     other: AsyncFile,
-    /// Where the next part begins.
+    /// First byte of the next part.
     next: AtomicU64,
-    /// The first byte that is known to differ.
+    /// The first differing byte found so far.
     first: AtomicU64,
 }
 
-/// Compares parts until there is none before the first difference.
+/// Compares parts until no part is left before the first difference.
 async fn compare(pair: Arc<Pair>) -> Result<(), Error> {
-    let mut left = Buffer::zeroed(STEP_BYTES as usize)?;
-    let mut right = Buffer::zeroed(STEP_BYTES as usize)?;
+    let mut left = IoBuffer::zeroed(STEP_BYTES as usize)?;
+    let mut right = IoBuffer::zeroed(STEP_BYTES as usize)?;
     loop {
         let pos = pair.next.fetch_add(STEP_BYTES, Ordering::Relaxed);
         if pos >= pair.one.size().min(pair.first.load(Ordering::Relaxed)) {
@@ -45,7 +45,7 @@ async fn compare(pair: Arc<Pair>) -> Result<(), Error> {
     }
 }
 
-/// The first byte that differs, if one does.
+/// The first differing byte; `None` if the images are the same.
 async fn first_difference(one: &Path, other: &Path) -> Result<Option<u64>, Error> {
     let options = OpenOptions { read_only: true, ..OpenOptions::default() };
     let one = AsyncFile::open(one, options)?;
@@ -54,8 +54,8 @@ async fn first_difference(one: &Path, other: &Path) -> Result<Option<u64>, Error
     let pair = Arc::new(Pair { one, other, next: AtomicU64::new(0), first: AtomicU64::new(first) });
     let tasks: Vec<_> = (0..TASKS).map(|_| tokio::spawn(compare(pair.clone()))).collect();
     for task in tasks {
-        // A task that panicked has said so on stderr; its part counts as not read.
-        task.await.unwrap_or(Err(Error::new(libc::EIO, nowait::Doing::Read)))?;
+        // A task that panics prints a message on stderr; its part counts as not read.
+        task.await.unwrap_or(Err(Error::new(libc::EIO, nowait::Operation::Read)))?;
     }
     let first = pair.first.load(Ordering::Relaxed);
     Ok((first != NONE).then_some(first))

@@ -1,30 +1,30 @@
-//! Copies an image with one call after the other: the blocking face, `nowait::File`.
+//! Copies an image with one call after the other: the blocking API, `nowait::BlockingFile`.
 //!
-//! `blocking FROM TO`: TO is made, or must be as long as FROM. Blocks of zeros are not written but
-//! zeroed, so that the copy is sparse where it can be.
+//! `blocking FROM TO`: TO is created, or must be as long as FROM. Parts that are all zeros are
+//! zeroed, not written, so that the copy is sparse where the file system allows it.
 
 use std::error::Error;
 use std::path::Path;
 use std::process::ExitCode;
 
-use nowait::{File, Flags, OpenOptions, Range};
+use nowait::{BlockingFile, ByteRange, Flags, OpenOptions};
 
-/// Bytes that are moved at once.
+/// Bytes of one read or write.
 const STEP_BYTES: usize = 1 << 20;
 
-/// What was done with the bytes of an image.
+/// Bytes copied and bytes zeroed.
 #[derive(Default)]
 struct Copied {
     data: u64,
     zeros: u64,
 }
 
-/// An image of `size` bytes to write to: made if there is none.
-fn target(path: &Path, size: u64) -> Result<File, Box<dyn Error>> {
+/// The image of `size` bytes to write to; created if it does not exist.
+fn target(path: &Path, size: u64) -> Result<BlockingFile, Box<dyn Error>> {
     if !path.try_exists()? {
         std::fs::File::create_new(path)?.set_len(size)?;
     }
-    let file = File::open(path, OpenOptions::default())?;
+    let file = BlockingFile::open(path, OpenOptions::default())?;
     if file.size() != size {
         return Err(format!("the target has {} bytes, not {size}", file.size()).into());
     }
@@ -32,9 +32,9 @@ fn target(path: &Path, size: u64) -> Result<File, Box<dyn Error>> {
 }
 
 fn copy(from: &Path, to: &Path) -> Result<Copied, Box<dyn Error>> {
-    let from = File::open(from, OpenOptions { read_only: true, ..OpenOptions::default() })?;
+    let from = BlockingFile::open(from, OpenOptions { read_only: true, ..OpenOptions::default() })?;
     let to = target(to, from.size())?;
-    let mut buffer = nowait::Buffer::zeroed(STEP_BYTES)?;
+    let mut buffer = nowait::IoBuffer::zeroed(STEP_BYTES)?;
     let mut copied = Copied::default();
     let mut pos = 0;
     while pos < from.size() {
@@ -44,7 +44,7 @@ fn copy(from: &Path, to: &Path) -> Result<Copied, Box<dyn Error>> {
             return Err(format!("the image ends at byte {pos}, earlier than it did").into());
         }
         if bytes.iter().all(|&byte| byte == 0) {
-            to.zero(Range::new(pos, len as u64), Flags::NONE)?;
+            to.zero(ByteRange::new(pos, len as u64), Flags::NONE)?;
             copied.zeros += len as u64;
         } else {
             let written = to.write_at(bytes, pos, Flags::NONE)?;

@@ -1,27 +1,28 @@
-//! The cost of the engine alone: requests of 4 KiB on a queue that does nothing.
+//! The cost of the engine alone: requests of 4 KiB on a queue that does no I/O.
 //!
 //! `null_cost REQUESTS simple|generic`: run it under `valgrind --tool=callgrind` with two counts
-//! and subtract; the difference divided by the difference of the counts is the cost of one
-//! request, submit and completion.
+//! and divide the difference of the instructions by the difference of the counts. The quotient is
+//! the cost of one request, submission and completion.
 #![allow(unsafe_code)]
 
 use std::process::ExitCode;
 use std::sync::Arc;
 
 use nowait::{
-    Config, Disk, Engine, Flags, Identity, Io, Null, Op, OpenOptions, Range, Segment, Workers,
+    BlockDevice, ByteRange, Config, Engine, Flags, IoSegment, LinearMap, Null, Op, OpenOptions,
+    Request, WorkerPool,
 };
 
 const SIZE: u64 = 64 << 20;
 const BLOCK: u64 = 4096;
-/// Requests that are submitted before the queue is looked at, as a server does under load.
+/// Requests that are submitted before each poll, as a server does under load.
 const BATCH: usize = 32;
 
 /// The memory of one request.
 #[repr(align(4096))]
 struct Page([u8; BLOCK as usize]);
 
-/// What came back.
+/// The sums of the completions' bytes and tags.
 #[derive(Default, PartialEq, Eq)]
 struct Done {
     bytes: u64,
@@ -29,7 +30,7 @@ struct Done {
 }
 
 fn read(
-    engine: &mut Engine<Null, Identity>,
+    engine: &mut Engine<Null, LinearMap>,
     pages: &mut [Page],
     requests: u64,
 ) -> Result<Done, nowait::Error> {
@@ -38,13 +39,13 @@ fn read(
     while n < requests {
         let count = pages.len().min((requests - n) as usize);
         for page in &mut pages[..count] {
-            let range = Range::new(n * BLOCK % SIZE, BLOCK);
-            let io = Io { op: Op::Read, flags: Flags::NONE, range };
-            let segment = Segment { base: page.0.as_mut_ptr(), len: page.0.len() };
-            // SAFETY: the page is borrowed for longer than this function, which returns early only
-            // when the program ends; each is used by one request at a time, as all of a batch have
-            // come back before the next one begins.
-            unsafe { engine.submit_segments(io, &[segment], n) }.map_err(|it| it.error)?;
+            let range = ByteRange::new(n * BLOCK % SIZE, BLOCK);
+            let io = Request { op: Op::Read, flags: Flags::NONE, range };
+            let segment = IoSegment { base: page.0.as_mut_ptr(), len: page.0.len() };
+            // SAFETY: the page is borrowed for longer than this function runs, which returns early
+            // only when the program ends. Each page is used by one request at a time: all requests
+            // of a batch have ended before the next batch begins.
+            unsafe { engine.submit_user_memory(io, &[segment], n) }.map_err(|it| it.error)?;
             n += 1;
         }
         engine.poll()?;
@@ -60,16 +61,16 @@ fn run(requests: u64, simple: bool) -> Result<u64, Box<dyn std::error::Error>> {
     let dir = tempfile::tempdir()?;
     let path = dir.path().join("null.img");
     std::fs::File::create(&path)?.set_len(SIZE)?;
-    let disk = Arc::new(Disk::open_mapped(&path, OpenOptions::default())?);
+    let disk = Arc::new(BlockDevice::open_mapped(&path, OpenOptions::default())?);
     let config = Config { simple, ..Config::default() };
-    let workers = Workers::new(&disk, 1);
-    // Before the engine, so that they go after it.
+    let workers = WorkerPool::new(&disk, 1);
+    // Declared before the engine, so that they are dropped after it.
     let mut pages: Vec<Page> = (0..BATCH).map(|_| Page([0; BLOCK as usize])).collect();
     let mut engine = Engine::new(disk, workers, Null::new()?, config)?;
     let done = read(&mut engine, &mut pages, requests)?;
     let tags = requests * requests.saturating_sub(1) / 2;
     if done != (Done { bytes: requests * BLOCK, tags }) {
-        return Err("what came back is not what was asked".into());
+        return Err("the completions do not match the requests".into());
     }
     let stats = engine.stats();
     let path = if simple { stats.simple } else { stats.generic };

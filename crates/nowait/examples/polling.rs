@@ -1,8 +1,8 @@
-//! Sums up an image in an event loop of its own: `nowait::Engine` beside another descriptor in
+//! Prints a checksum of an image from an event loop: `nowait::Engine` beside another descriptor in
 //! poll(2).
 //!
-//! `polling IMAGE`: many reads are in flight while the loop also listens to standard input; each
-//! line typed there is answered with how far it is.
+//! `polling IMAGE`: many reads are in flight while the loop also listens to standard input; for
+//! each line typed there it prints the progress.
 
 use std::error::Error;
 use std::io::Read;
@@ -12,12 +12,12 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use nowait::{
-    Config, Disk, Engine, Extents, Flags, Io, Op, OpenOptions, Queue, Range, Threads, Uring,
-    Workers,
+    AioThreadQueue, AllocationCache, BlockDevice, ByteRange, Config, Engine, Flags, IoQueue, Op,
+    OpenOptions, Request, Uring, WorkerPool,
 };
 use rustix::event::{PollFd, PollFlags, poll};
 
-/// Bytes of each read, and how many of them are in flight.
+/// Bytes of each read, and the number of reads in flight.
 const STEP_BYTES: u64 = 256 << 10;
 const DEPTH: usize = 16;
 
@@ -28,23 +28,23 @@ fn sum_of(pos: u64, bytes: &[u8]) -> u64 {
     pos.to_le_bytes().iter().chain(bytes).fold(0xcbf2_9ce4_8422_2325, mix)
 }
 
-struct Reader<Q: Queue> {
-    engine: Engine<Q, Extents>,
+struct Reader<Q: IoQueue> {
+    engine: Engine<Q, AllocationCache>,
     size: u64,
-    /// Where the next read begins.
+    /// First byte of the next read.
     next: u64,
-    /// Bytes that were summed up.
+    /// Bytes in the sum.
     done: u64,
     sum: u64,
 }
 
-impl<Q: Queue> Reader<Q> {
+impl<Q: IoQueue> Reader<Q> {
     /// Submits reads until enough are in flight.
     fn submit(&mut self) -> Result<(), nowait::Error> {
         while self.next < self.size && self.engine.in_flight() < DEPTH {
-            let range = Range::new(self.next, STEP_BYTES.min(self.size - self.next));
+            let range = ByteRange::new(self.next, STEP_BYTES.min(self.size - self.next));
             let Some(buffer) = self.engine.buffer(range) else { return Ok(()) };
-            let io = Io { op: Op::Read, flags: Flags::NONE, range };
+            let io = Request { op: Op::Read, flags: Flags::NONE, range };
             if let Err(rejected) = self.engine.submit(io, buffer, 0) {
                 return Err(rejected.error);
             }
@@ -53,11 +53,11 @@ impl<Q: Queue> Reader<Q> {
         Ok(())
     }
 
-    /// Sums up what has ended.
+    /// Adds the completed reads to the sum.
     fn complete(&mut self) -> Result<(), nowait::Error> {
         while let Some(completion) = self.engine.next() {
             let (len, range) = (completion.result()?, completion.io.range);
-            let start = self.engine.start(range.pos);
+            let start = self.engine.buffer_offset(range.pos);
             let Some(buffer) = completion.buf else { continue };
             if let Some(bytes) = buffer.get(start..start + len as usize) {
                 self.sum = self.sum.wrapping_add(sum_of(range.pos, bytes));
@@ -74,8 +74,8 @@ impl<Q: Queue> Reader<Q> {
             self.submit()?;
             self.engine.poll()?;
             self.complete()?;
-            // Whoever sleeps on a descriptor makes sure first that there is nothing to do.
-            if self.engine.pending() || self.engine.in_flight() == 0 {
+            // Before it sleeps on the descriptors, the loop checks that there is nothing to do.
+            if self.engine.has_completions() || self.engine.in_flight() == 0 {
                 continue;
             }
             let engine_fd = self.engine.fd();
@@ -100,26 +100,26 @@ impl<Q: Queue> Reader<Q> {
 }
 
 fn sum(path: &Path) -> Result<u64, Box<dyn Error>> {
-    let disk = Disk::open(path, OpenOptions { read_only: true, ..OpenOptions::default() })?;
+    let disk = BlockDevice::open(path, OpenOptions { read_only: true, ..OpenOptions::default() })?;
     disk.scan();
     let disk = Arc::new(disk);
     let config = Config::default();
     match Uring::new(disk.fd()) {
         Ok(ring) => sum_with(disk, ring, config),
-        // Forbidden, or missing: plain system calls do it too.
+        // io_uring(7) is forbidden or missing: threads with plain system calls serve as well.
         Err(_) => {
-            let threads = Threads::new(disk.fd(), config.slots, !disk.is_direct())?;
+            let threads = AioThreadQueue::new(disk.fd(), config.slots, !disk.is_direct())?;
             sum_with(disk, threads, config)
         }
     }
 }
 
-fn sum_with<Q: Queue>(
-    disk: Arc<Disk<Extents>>,
+fn sum_with<Q: IoQueue>(
+    disk: Arc<BlockDevice<AllocationCache>>,
     queue: Q,
     config: Config,
 ) -> Result<u64, Box<dyn Error>> {
-    let (size, workers) = (disk.size(), Workers::new(&disk, config.workers));
+    let (size, workers) = (disk.size(), WorkerPool::new(&disk, config.workers));
     let engine = Engine::new(disk, workers, queue, config)?;
     Reader { engine, size, next: 0, done: 0, sum: 0 }.run()
 }

@@ -1,77 +1,96 @@
-//! A direct-I/O engine for Linux: one completion record for each request, no locks and no
-//! allocation on the way.
+//! A user-space direct-I/O engine for Linux: requests of any position and length on a file, an
+//! image or a block device, without locks or allocation on the request path.
 //!
-//! Three ways in: [`File`] for callers that wait, [`Engine`] for servers and event loops, which
-//! submit, poll and wait on a [`Queue`] of their own thread, and [`AsyncFile`] for tasks of any
-//! executor. What a request means is written down
-//! in `docs/contract.md`; the C-numbers here are its rules.
+//! # Three APIs
 //!
-//! The modules are listed in the order in which they know each other: a file uses only those
-//! before it.
+//! * [`BlockingFile`]: each call waits for its request.
+//! * [`Engine`]: for servers and event loops. One thread submits many requests, polls for
+//!   completions and waits on an [`IoQueue`] of its own: [`Uring`], or [`AioThreadQueue`] where
+//!   there is no io_uring. Each request gets one [`Completion`].
+//! * [`AsyncFile`]: futures for any executor; a thread of the library owns the queue.
+//!
+//! All three work on a [`BlockDevice`], which may be shared between threads. A [`BlockMap`] tells
+//! which file holds a range of the device; an [`ImageFormat`] adds images that allocate by
+//! themselves.
+//!
+//! # Example
+//!
+//! ```no_run
+//! use std::path::Path;
+//!
+//! use nowait::{BlockingFile, Error, Flags, OpenOptions};
+//!
+//! fn write_and_read(path: &Path) -> Result<(), Error> {
+//!     let file = BlockingFile::open(path, OpenOptions::default())?;
+//!     file.write_at(b"any length, anywhere", 1000, Flags::DSYNC)?; // durable when it returns
+//!     let mut back = [0; 20];
+//!     file.read_at(&mut back, 1000)?;
+//!     Ok(())
+//! }
+//! ```
+//!
+//! The README shows the other two; `examples/` has a small program for each.
+//!
+//! # Rules and limits
+//!
+//! `docs/contract.md` defines the meaning of every request; the C-numbers in this documentation are
+//! its rules. Errors carry the Linux errno ([`Error::errno`]). The library locks no image: two
+//! processes that write to one have to lock it themselves. It needs 64-bit Linux.
+//!
+//! # Features
+//!
+//! Both are off by default and for tests only: `sim` adds a simulated device, `fuzz` entry points
+//! for fuzz targets.
+// The modules are listed in the order of their dependencies: a file uses only those before it.
 #![deny(unsafe_code)]
 #![cfg_attr(not(target_os = "linux"), allow(unused))]
 
 #[cfg(not(all(target_os = "linux", target_pointer_width = "64")))]
 compile_error!("nowait needs 64-bit Linux");
 
-mod error;
-mod breaks;
-mod pause;
-mod config;
-mod align;
-mod iov;
-mod io;
-mod buffer;
-mod image;
-mod ranges;
-mod crew;
-mod sync;
-mod flushes;
-mod remote;
-mod rendezvous;
+mod types;
+mod sim_hooks;
+mod memory;
+#[doc(hidden)]
+pub mod injected_panic;
+mod loom_shim;
+mod threads;
 mod queue;
 #[cfg(feature = "sim")]
 pub mod sim;
-mod descriptor;
 mod storage;
-mod map;
-mod disk;
+mod block;
 mod blocking;
-mod simple;
-mod generic;
-mod request;
-mod complete;
-mod pool;
-mod completion;
-mod qualify;
-mod worker;
-mod core;
 mod engine;
-mod file;
-mod memory;
-mod inbox;
-mod driver;
-mod future;
+mod api;
 #[cfg(feature = "fuzz")]
 pub mod fuzz;
 
-pub use align::Alignment;
-pub use buffer::{BUFFER_ALIGN, Buf};
-pub use completion::{Completion, Rejected, Stats};
-pub use config::Config;
-pub use disk::Disk;
-pub use engine::Engine;
-pub use error::{Doing, Error, Range};
-pub use file::File;
-pub use future::AsyncFile;
-pub use image::Image;
-pub use io::{Flags, Io, Op, Outcome, Span, Transfer, UNREGISTERED};
-pub use iov::{MAX_SEGMENTS, MAX_TRANSFER_BYTES, Segment};
-pub use map::{Extent, Extents, Identity, Intent, Map, WouldBlock};
-pub use memory::Buffer;
-pub use pool::PoolStats;
-pub use queue::{Interest, Null, Queue, QueueFull, Threads, Token, Uring, WATCHED};
-pub use storage::{Direct, OpenOptions, Storage};
+pub use api::async_file::AsyncFile;
+pub use api::blocking_file::BlockingFile;
+pub use block::allocation_cache::AllocationCache;
+pub use block::block_map::{BlockMap, Extent, Intent, LinearMap, WouldBlock};
+pub use block::device::BlockDevice;
+pub use block::image_format::ImageFormat;
 #[cfg(feature = "sim")]
-pub use worker::SimJob;
-pub use worker::Workers;
+pub use blocking::worker_pool::SimJob;
+pub use blocking::worker_pool::WorkerPool;
+pub use engine::Engine;
+pub use engine::completion::{Completion, Rejected, Stats};
+pub use engine::pool::SlotPoolStats;
+pub use memory::buffer_pool::{BUFFER_ALIGN, Budget, PooledBuffer};
+pub use memory::io_buffer::IoBuffer;
+pub use queue::{AioThreadQueue, FD_TOKEN, Interest, IoQueue, Null, QueueFull, Token, Uring};
+pub use storage::file::{Direct, FileStorage, OpenOptions};
+pub use types::alignment::Alignment;
+pub use types::byte_range::ByteRange;
+pub use types::config::Config;
+pub use types::error::{Error, Operation};
+pub use types::iovec::{IoSegment, MAX_SEGMENTS, MAX_TRANSFER_BYTES};
+pub use types::request::{ExtentStatus, Flags, Op, Request};
+pub use types::transfer::{Outcome, Transfer, UNREGISTERED};
+
+/// Compiles the README's examples.
+#[cfg(doctest)]
+#[doc = include_str!("../../../README.md")]
+struct Readme;

@@ -1,22 +1,19 @@
-//! What the engine itself costs: instructions for submit and completion of one 4 KiB read, on a
-//! queue that does nothing. Instructions are counted, not timed, so that the bounds hold on a busy
-//! machine too.
-//!
-//! Knows: examples/null_cost.rs, which is counted under callgrind with two numbers of requests;
-//! what start and end cost falls out of the difference.
+//! The engine's own cost: instructions for submission and completion of one 4 KiB read, on a queue
+//! that does no I/O. Instructions are counted, not timed, so that the bounds hold on a busy machine
+//! too.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 /// Instructions of one request on the simple path, at most.
 const SIMPLE_INSTRUCTIONS: u64 = 120;
-/// Instructions of one request on the generic path, at most.
+/// Instructions of one request on the general path, at most.
 const GENERIC_INSTRUCTIONS: u64 = 400;
-/// The two numbers of requests.
+/// The numbers of requests of the two runs.
 const FEW: u64 = 10_000;
 const MANY: u64 = 110_000;
 
-/// Whether valgrind can be run; missing is a failure where the tools are required.
+/// Whether valgrind can be run. Fails without it where `NOWAIT_REQUIRE_TOOLS` is 1.
 fn has_valgrind() -> bool {
     let found = Command::new("valgrind").arg("--version").output().is_ok();
     let required = std::env::var_os("NOWAIT_REQUIRE_TOOLS").is_some_and(|value| value == "1");
@@ -24,8 +21,8 @@ fn has_valgrind() -> bool {
     found
 }
 
-/// The example, optimised however this test was built. Asking cargo for it keeps an old one from
-/// being counted.
+/// The example in a release build, whatever the profile of this test. Cargo builds it, so that it
+/// is never an old one.
 fn example() -> PathBuf {
     let test = std::env::current_exe().unwrap();
     // TARGET/PROFILE/deps/TEST
@@ -51,7 +48,7 @@ fn collected(example: &Path, requests: u64, path: &str) -> u64 {
         .unwrap();
     let report = String::from_utf8_lossy(&run.stderr);
     assert!(run.status.success(), "{report}");
-    let (_, count) = report.split_once("Collected : ").expect("callgrind tells its count");
+    let (_, count) = report.split_once("Collected : ").expect("callgrind prints its count");
     count.split_whitespace().next().unwrap().parse().unwrap()
 }
 
@@ -61,7 +58,7 @@ fn cost(example: &Path, path: &str) -> u64 {
 }
 
 #[test]
-fn a_request_costs_no_more_instructions_than_its_path_may() {
+fn a_request_costs_no_more_instructions_than_the_limit_of_its_path() {
     if !has_valgrind() {
         println!("skipped: no valgrind");
         return;

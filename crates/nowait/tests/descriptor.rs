@@ -1,40 +1,40 @@
-//! An engine's descriptor in the event loop of somebody else.
+//! An engine's descriptor in the event loop of its caller.
 //!
-//! Invariant: nothing here waits in the engine; a lost wake-up ends a test after its patience.
-//! Knows: the public face of the engine.
+//! Invariant: no test waits in the engine; a lost wake-up fails the test after its timeout.
 
 use std::sync::Arc;
 
 use nowait::{
-    Config, Disk, Engine, Flags, Io, Op, OpenOptions, Queue, Range, Threads, Uring, Workers,
+    AioThreadQueue, BlockDevice, ByteRange, Config, Engine, Flags, IoQueue, Op, OpenOptions,
+    Request, Uring, WorkerPool,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// A lost wake-up shows after this.
-const PATIENCE: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
+/// Time after which a wake-up counts as lost.
+const TIMEOUT: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 const BLOCK: u64 = 4096;
 const BLOCKS: u64 = 256;
 
-/// Each request is polled for twice: written where there is nothing, which a worker does, and read
-/// back, which the queue does.
-fn is_woken_for_each<Q: Queue>(
-    make: impl Fn(&Disk<nowait::Extents>, Config) -> Result<Q, nowait::Error>,
+/// Writes each block into a hole, which a worker does, then reads it back, which the queue does;
+/// each completion must wake a thread that sleeps on the descriptor.
+fn is_woken_for_each<Q: IoQueue>(
+    make: impl Fn(&BlockDevice<nowait::AllocationCache>, Config) -> Result<Q, nowait::Error>,
 ) {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = dir.path().join("disk.img");
     std::fs::File::create(&path).unwrap().set_len(BLOCKS * BLOCK).unwrap();
-    let disk = Arc::new(Disk::open(&path, OpenOptions::default()).unwrap());
+    let disk = Arc::new(BlockDevice::open(&path, OpenOptions::default()).unwrap());
     disk.scan();
     let config = Config::default();
     let queue = match make(&disk, config) {
         Ok(queue) => queue,
         Err(error) => return println!("skipped: {error}"),
     };
-    let workers = Workers::new(&disk, 1);
+    let workers = WorkerPool::new(&disk, 1);
     let mut engine = Engine::new(disk, workers, queue, config).unwrap();
     for op in [Op::Write, Op::Read] {
         for n in 0..BLOCKS {
-            let io = Io { op, flags: Flags::NONE, range: Range::new(n * BLOCK, BLOCK) };
+            let io = Request { op, flags: Flags::NONE, range: ByteRange::new(n * BLOCK, BLOCK) };
             let mut buffer = engine.buffer(io.range).unwrap();
             buffer.fill(n as u8);
             assert!(engine.submit(io, buffer, n).is_ok());
@@ -43,9 +43,9 @@ fn is_woken_for_each<Q: Queue>(
                 if let Some(completion) = engine.next() {
                     break completion;
                 }
-                if !engine.pending() {
+                if !engine.has_completions() {
                     let mut fds = [PollFd::from_borrowed_fd(engine.fd(), PollFlags::IN)];
-                    assert_eq!(poll(&mut fds, Some(&PATIENCE)), Ok(1), "{op:?} {n}");
+                    assert_eq!(poll(&mut fds, Some(&TIMEOUT)), Ok(1), "{op:?} {n}");
                 }
                 engine.poll().unwrap();
             };
@@ -57,11 +57,13 @@ fn is_woken_for_each<Q: Queue>(
 }
 
 #[test]
-fn who_sleeps_on_the_descriptor_of_an_engine_on_a_ring_is_woken() {
+fn a_thread_that_sleeps_on_the_descriptor_of_an_engine_on_a_ring_is_woken() {
     is_woken_for_each(|disk, _| Uring::new(disk.fd()));
 }
 
 #[test]
-fn who_sleeps_on_the_descriptor_of_an_engine_on_threads_is_woken() {
-    is_woken_for_each(|disk, config| Threads::new(disk.fd(), config.slots, !disk.is_direct()));
+fn a_thread_that_sleeps_on_the_descriptor_of_an_engine_on_threads_is_woken() {
+    is_woken_for_each(|disk, config| {
+        AioThreadQueue::new(disk.fd(), config.slots, !disk.is_direct())
+    });
 }

@@ -1,8 +1,7 @@
-//! The async face: against a model, with futures dropped at random, on a runtime and on none.
+//! The async API against a model, with futures dropped at random, with and without a runtime.
 //!
-//! Invariant: each task has ranges of its own, so that each request has one right answer; writes
-//! that are dropped in flight go where nobody looks, as they may be done at any time.
-//! Knows: the public face of the crate.
+//! Invariant: each task has ranges of its own, so that each request has one right result. A write
+//! that is dropped in flight may be done at any time, so it goes to a range that is never compared.
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -16,11 +15,12 @@ use std::thread::{self, Thread};
 use std::time::Duration;
 
 use nowait::{
-    AsyncFile, Buffer, Config, Disk, Doing, Error, Extents, Flags, Interest, OpenOptions, Outcome,
-    Queue, QueueFull, Range, Threads, Token, Transfer, Uring, Workers,
+    AioThreadQueue, AllocationCache, AsyncFile, BlockDevice, ByteRange, Config, Error, Flags,
+    Interest, IoBuffer, IoQueue, OpenOptions, Operation, Outcome, QueueFull, Token, Transfer,
+    Uring, WorkerPool,
 };
 
-/// A task's share of the device, in bytes, and how much of it is not looked at.
+/// A task's share of the device, in bytes, and the part of it that is never compared.
 const SHARE: u64 = 1 << 20;
 const SCRATCH: u64 = SHARE / 4 - 777;
 const TASKS: u64 = 4;
@@ -28,16 +28,16 @@ const TASKS: u64 = 4;
 const SIZE: u64 = TASKS * SHARE - 300;
 const STEPS: u32 = 600;
 const LONGEST: u64 = 40_000;
-/// Length of the buffers that are counted; nothing else in this program has just this length.
+/// Length of the buffers that are counted; no other allocation of this program has this length.
 const COUNTED: usize = 13 * 4096;
 const SLOTS: u32 = 16;
 
-/// The system's allocator, counting the buffers of `COUNTED` bytes that are alive.
+/// The system's allocator, counting the live buffers of `COUNTED` bytes.
 struct Counting;
 
 static ALIVE: AtomicUsize = AtomicUsize::new(0);
 
-// SAFETY: every call goes to the system's allocator as it came.
+// SAFETY: every call is passed to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     // SAFETY: the caller's promise is passed on.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -108,14 +108,15 @@ fn image(size: u64) -> (tempfile::TempDir, PathBuf) {
     (dir, path)
 }
 
-/// The device on `make`'s queue, with `SLOTS` slots; `None`, said aloud, where it cannot be made.
-fn start<Q: Queue>(
+/// The device on `make`'s queue, with `SLOTS` slots; `None`, with a message, where the queue cannot
+/// be made.
+fn start<Q: IoQueue>(
     path: &std::path::Path,
-    make: impl FnOnce(&Disk<Extents>) -> Result<Q, Error> + Send + 'static,
-) -> Option<(AsyncFile, Weak<Disk<Extents>>)> {
-    let disk = Arc::new(Disk::open(path, OpenOptions::default()).unwrap());
+    make: impl FnOnce(&BlockDevice<AllocationCache>) -> Result<Q, Error> + Send + 'static,
+) -> Option<(AsyncFile, Weak<BlockDevice<AllocationCache>>)> {
+    let disk = Arc::new(BlockDevice::open(path, OpenOptions::default()).unwrap());
     let weak = Arc::downgrade(&disk);
-    let workers = Workers::new(&disk, 4);
+    let workers = WorkerPool::new(&disk, 4);
     let config = Config { slots: SLOTS, ..Config::default() };
     match AsyncFile::with_queue(disk, workers, config, make) {
         Ok(file) => Some((file, weak)),
@@ -126,16 +127,16 @@ fn start<Q: Queue>(
     }
 }
 
-fn uring(disk: &Disk<Extents>) -> Result<Uring, Error> {
+fn uring(disk: &BlockDevice<AllocationCache>) -> Result<Uring, Error> {
     Uring::new(disk.fd())
 }
 
-fn threads(disk: &Disk<Extents>) -> Result<Threads, Error> {
-    Threads::new(disk.fd(), SLOTS, !disk.is_direct())
+fn threads(disk: &BlockDevice<AllocationCache>) -> Result<AioThreadQueue, Error> {
+    AioThreadQueue::new(disk.fd(), SLOTS, !disk.is_direct())
 }
 
-/// Waits until the driver, its workers and all that they hold are gone.
-fn wait_for_the_end(disk: &Weak<Disk<Extents>>) {
+/// Waits until the driver and its workers have ended and have dropped the device.
+fn wait_for_the_end(disk: &Weak<BlockDevice<AllocationCache>>) {
     while disk.strong_count() > 0 {
         thread::yield_now();
     }
@@ -156,7 +157,7 @@ impl Share {
         Self { file, start: task * SHARE, model, random }
     }
 
-    /// A range below `limit`; half of them are whole blocks.
+    /// A range below `limit`; half of the ranges are whole blocks.
     fn range(&mut self, limit: u64) -> (u64, u64) {
         let (mut from, mut len) = (self.random.below(limit), 1 + self.random.below(LONGEST));
         if self.random.below(2) == 0 {
@@ -176,8 +177,8 @@ impl Share {
 
     async fn step(&mut self, step: u32) -> Result<(), Error> {
         let (from, len) = self.range(SHARE - SCRATCH);
-        let range = Range::new(self.start + from, len);
-        let mut buffer = Buffer::zeroed(len as usize)?;
+        let range = ByteRange::new(self.start + from, len);
+        let mut buffer = IoBuffer::zeroed(len as usize)?;
         let model = &mut self.model[from as usize..(from + len) as usize];
         match self.random.below(10) {
             0..4 => {
@@ -203,14 +204,14 @@ impl Share {
         Ok(())
     }
 
-    /// Begins a request and drops it: a read, or a write where nobody looks.
+    /// Begins a request and drops it: a read, or a write to the part that is never compared.
     async fn begin_and_drop(&mut self) -> Result<(), Error> {
         if self.random.below(2) == 0 {
             let (from, len) = self.range(SHARE);
-            poll_once(self.file.read(self.start + from, Buffer::zeroed(len as usize)?)).await;
+            poll_once(self.file.read(self.start + from, IoBuffer::zeroed(len as usize)?)).await;
         } else {
             let (from, len) = self.range(SCRATCH - 300);
-            let mut buffer = Buffer::zeroed(len as usize)?;
+            let mut buffer = IoBuffer::zeroed(len as usize)?;
             self.random.fill(&mut buffer);
             let pos = self.start + SHARE - SCRATCH + from;
             poll_once(self.file.write(pos, buffer, Flags::NONE)).await;
@@ -225,8 +226,8 @@ async fn poll_once<F: Future + Unpin>(mut future: F) {
     std::future::poll_fn(poll).await;
 }
 
-fn agrees_on_a_runtime<Q: Queue>(
-    make: impl FnOnce(&Disk<Extents>) -> Result<Q, Error> + Send + 'static,
+fn agrees_on_a_runtime<Q: IoQueue>(
+    make: impl FnOnce(&BlockDevice<AllocationCache>) -> Result<Q, Error> + Send + 'static,
 ) {
     let (_dir, path) = image(SIZE);
     let Some((file, disk)) = start(&path, make) else { return };
@@ -243,8 +244,8 @@ fn agrees_on_a_runtime<Q: Queue>(
     assert_eq!(std::fs::metadata(&path).unwrap().len(), SIZE);
 }
 
-fn agrees_without_a_runtime<Q: Queue>(
-    make: impl FnOnce(&Disk<Extents>) -> Result<Q, Error> + Send + 'static,
+fn agrees_without_a_runtime<Q: IoQueue>(
+    make: impl FnOnce(&BlockDevice<AllocationCache>) -> Result<Q, Error> + Send + 'static,
 ) {
     let (_dir, path) = image(SIZE);
     let Some((file, disk)) = start(&path, make) else { return };
@@ -286,23 +287,23 @@ fn c45_thousands_of_dropped_futures_hold_no_more_memory_than_the_bound_and_leave
     let (_dir, path) = image(SIZE);
     let Some((file, disk)) = start(&path, threads) else { return };
     let mut random = Random(99);
-    let mut most = 0;
+    let mut peak = 0;
     block_on(async {
-        let mut ours = Buffer::zeroed(4096).unwrap();
+        let mut ours = IoBuffer::zeroed(4096).unwrap();
         random.fill(&mut ours);
         let (written, ours) = file.write(0, ours, Flags::NONE).await;
         assert_eq!(written.unwrap(), ours.len());
-        let mut back = Buffer::zeroed(4096).unwrap();
+        let mut back = IoBuffer::zeroed(4096).unwrap();
         for _ in 0..ROUNDS {
             for _ in 0..DROPPED {
                 let pos = 4096 + random.below(SIZE - 4096 - COUNTED as u64);
-                let buffer = Buffer::zeroed(COUNTED).unwrap();
+                let buffer = IoBuffer::zeroed(COUNTED).unwrap();
                 if random.below(2) == 0 {
                     poll_once(file.read(pos, buffer)).await;
                 } else {
                     poll_once(file.write(pos & !4095, buffer, Flags::NONE)).await;
                 }
-                most = most.max(ALIVE.load(Ordering::SeqCst));
+                peak = peak.max(ALIVE.load(Ordering::SeqCst));
             }
             let read;
             back.fill(0);
@@ -314,8 +315,8 @@ fn c45_thousands_of_dropped_futures_hold_no_more_memory_than_the_bound_and_leave
     drop(file);
     wait_for_the_end(&disk);
     assert_eq!(ALIVE.load(Ordering::SeqCst), 0);
-    // In flight, taken, and in the inbox; none of them more than there are slots.
-    assert!((1..=3 * SLOTS as usize).contains(&most), "{most} buffers at once");
+    // In flight, taken by the driver, and in the channel; each at most as many as there are slots.
+    assert!((1..=3 * SLOTS as usize).contains(&peak), "{peak} buffers at once");
 }
 
 #[test]
@@ -323,7 +324,7 @@ fn c46_requests_in_flight_are_answered_after_the_last_handle_was_dropped_and_the
     let (_dir, path) = image(SIZE);
     let (file, disk) = start(&path, uring).or_else(|| start(&path, threads)).unwrap();
     let write = |n: u64| {
-        let mut buffer = Buffer::zeroed(8192).unwrap();
+        let mut buffer = IoBuffer::zeroed(8192).unwrap();
         buffer.fill(n as u8 + 1);
         file.write(n * 8192, buffer, Flags::NONE)
     };
@@ -339,7 +340,7 @@ fn c46_requests_in_flight_are_answered_after_the_last_handle_was_dropped_and_the
         };
         assert_eq!((written.unwrap(), buffer.len()), (8192, 8192));
     }
-    // A future that was not sent yet is a handle, too.
+    // A future that was not sent yet keeps the driver running like a handle.
     assert_eq!(block_on(unsent).0.unwrap(), 8192);
     wait_for_the_end(&disk);
     let bytes = std::fs::read(&path).unwrap();
@@ -355,7 +356,7 @@ fn c46_the_thread_ends_when_handle_and_futures_are_dropped_in_flight() {
         let (file, disk) = start(&path, uring).or_else(|| start(&path, threads)).unwrap();
         let mut context = Context::from_waker(Waker::noop());
         for n in 0..round {
-            let mut read = file.read(n * 5000, Buffer::zeroed(10_000).unwrap());
+            let mut read = file.read(n * 5000, IoBuffer::zeroed(10_000).unwrap());
             let _ = pin!(&mut read).poll(&mut context);
         }
         drop(file);
@@ -364,7 +365,7 @@ fn c46_the_thread_ends_when_handle_and_futures_are_dropped_in_flight() {
 }
 
 #[test]
-fn more_requests_than_there_are_slots_and_places_all_end() {
+fn requests_beyond_the_slots_and_the_length_of_the_channel_all_end() {
     let (_dir, path) = image(SIZE);
     let (file, disk) = start(&path, uring).or_else(|| start(&path, threads)).unwrap();
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
@@ -372,7 +373,7 @@ fn more_requests_than_there_are_slots_and_places_all_end() {
         let read = |n| {
             let file = file.clone();
             tokio::spawn(async move {
-                let buffer = Buffer::zeroed(4096).unwrap();
+                let buffer = IoBuffer::zeroed(4096).unwrap();
                 file.read(n * 512, buffer).await.0.unwrap()
             })
         };
@@ -394,15 +395,15 @@ fn errors_come_with_their_errno_and_give_the_buffer_back() {
     let options = OpenOptions { read_only: true, ..OpenOptions::default() };
     let file = AsyncFile::open(&path, options).unwrap();
     assert_eq!(file.size(), SIZE);
-    let (written, buffer) = block_on(file.write(0, Buffer::zeroed(512).unwrap(), Flags::NONE));
+    let (written, buffer) = block_on(file.write(0, IoBuffer::zeroed(512).unwrap(), Flags::NONE));
     assert_eq!((written.unwrap_err().errno(), buffer.len()), (libc::EROFS, 512));
     let (read, buffer) = block_on(file.read(u64::MAX - 3, buffer));
     assert_eq!((read.unwrap_err().errno(), buffer.len()), (libc::EINVAL, 512));
     let (read, buffer) = block_on(file.read(SIZE - 100, buffer));
     assert_eq!((read.unwrap(), buffer.len()), (100, 512));
     assert_eq!(block_on(file.read(SIZE, buffer)).0.unwrap(), 0);
-    assert_eq!(block_on(file.read(0, Buffer::default())).0.unwrap(), 0);
-    let discarded = block_on(file.discard(Range::new(0, 4096)));
+    assert_eq!(block_on(file.read(0, IoBuffer::default())).0.unwrap(), 0);
+    let discarded = block_on(file.discard(ByteRange::new(0, 4096)));
     assert_eq!(discarded.unwrap_err().errno(), libc::EROFS);
 }
 
@@ -410,12 +411,12 @@ fn errors_come_with_their_errno_and_give_the_buffer_back() {
 fn a_discarded_range_reads_as_zeros_where_holes_can_be_punched() {
     let (_dir, path) = image(SIZE);
     let (file, disk) = start(&path, threads).unwrap();
-    let punches = disk.upgrade().unwrap().punches_holes();
-    let mut buffer = Buffer::zeroed(8192).unwrap();
+    let punches = disk.upgrade().unwrap().supports_punch_hole();
+    let mut buffer = IoBuffer::zeroed(8192).unwrap();
     buffer.fill(9);
     let (written, buffer) = block_on(file.write(0, buffer, Flags::NONE));
     assert_eq!(written.unwrap(), 8192);
-    match block_on(file.discard(Range::new(0, 4096))) {
+    match block_on(file.discard(ByteRange::new(0, 4096))) {
         Ok(()) => assert!(punches),
         Err(error) => assert_eq!((punches, error.errno()), (false, libc::EOPNOTSUPP)),
     }
@@ -425,45 +426,47 @@ fn a_discarded_range_reads_as_zeros_where_holes_can_be_punched() {
     assert!(buffer[4096..].iter().all(|&byte| byte == 9));
 }
 
-/// A queue that swallows transfers and fails as soon as it is told to.
+/// A queue that drops transfers and fails as soon as `fails` is set.
 struct Failing {
-    queue: Threads,
+    queue: AioThreadQueue,
     fails: Arc<AtomicBool>,
 }
 
 impl Failing {
     fn checked(&self) -> Result<(), Error> {
         match self.fails.load(Ordering::SeqCst) {
-            true => Err(Error::new(libc::ENXIO, Doing::Wait)),
+            true => Err(Error::new(libc::ENXIO, Operation::Wait)),
             false => Ok(()),
         }
     }
 }
 
-impl Queue for Failing {
-    // SAFETY: what is swallowed touches no memory; the rest is passed on as it came.
-    unsafe fn place(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
+// SAFETY: tokens are reported as the inner queue reports them; the token of a dropped transfer
+// never is.
+unsafe impl IoQueue for Failing {
+    // SAFETY: a dropped transfer accesses no memory; the others are passed on unchanged.
+    unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
         if self.checked().is_err() {
             return Ok(());
         }
         // SAFETY: as promised by the caller.
-        unsafe { self.queue.place(transfer, token) }
+        unsafe { self.queue.push(transfer, token) }
     }
 
-    fn kick(&mut self) -> Result<(), Error> {
-        self.checked().and_then(|()| self.queue.kick())
+    fn submit(&mut self) -> Result<(), Error> {
+        self.checked().and_then(|()| self.queue.submit())
     }
 
-    fn reap(&mut self, sink: impl FnMut(Token, Outcome)) -> usize {
-        self.queue.reap(sink)
+    fn drain_completions(&mut self, sink: impl FnMut(Token, Outcome)) -> usize {
+        self.queue.drain_completions(sink)
     }
 
     fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
         self.checked().and_then(|()| self.queue.wait(timeout))
     }
 
-    fn pending(&mut self) -> bool {
-        self.queue.pending()
+    fn has_completions(&mut self) -> bool {
+        self.queue.has_completions()
     }
 
     fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
@@ -485,19 +488,21 @@ impl Queue for Failing {
 }
 
 #[test]
-fn c46_when_the_queue_fails_what_is_in_flight_and_what_comes_later_ends_with_its_error() {
+fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error() {
     let (_dir, path) = image(SIZE);
     let fails = Arc::new(AtomicBool::new(false));
-    let told = fails.clone();
-    let make = move |disk: &Disk<Extents>| threads(disk).map(|queue| Failing { queue, fails });
+    let switch = fails.clone();
+    let make = move |disk: &BlockDevice<AllocationCache>| {
+        threads(disk).map(|queue| Failing { queue, fails })
+    };
     let (file, _) = start(&path, make).unwrap();
-    let (written, buffer) = block_on(file.write(0, Buffer::zeroed(4096).unwrap(), Flags::NONE));
+    let (written, buffer) = block_on(file.write(0, IoBuffer::zeroed(4096).unwrap(), Flags::NONE));
     assert_eq!(written.unwrap(), 4096);
-    told.store(true, Ordering::SeqCst);
+    switch.store(true, Ordering::SeqCst);
     let (read, buffer) = block_on(file.read(0, buffer));
     assert_eq!(read.unwrap_err().errno(), libc::ENXIO);
     assert_eq!(buffer.len(), 0, "the memory belongs to the kernel");
-    let (read, buffer) = block_on(file.read(0, Buffer::zeroed(4096).unwrap()));
+    let (read, buffer) = block_on(file.read(0, IoBuffer::zeroed(4096).unwrap()));
     assert_eq!((read.unwrap_err().errno(), buffer.len()), (libc::ENXIO, 4096));
     assert_eq!(block_on(file.flush()).unwrap_err().errno(), libc::ENXIO);
 }

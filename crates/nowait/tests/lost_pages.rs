@@ -1,28 +1,27 @@
-//! A page of the cache that storage did not take: whoever is told first, every later flush fails.
-//!
-//! Knows: unshare(1), mount(8), losetup(8), which end with the test. Known by: nobody.
+//! Lost pages: a page of the page cache whose write-back has failed makes every later flush fail,
+//! whichever call has got the error first.
 
 use std::fs::OpenOptions;
 use std::io::{BufRead, BufReader};
 use std::process::{Child, Command, Stdio};
 use std::sync::Arc;
 
-use nowait::{Direct, Disk, File, Flags};
+use nowait::{BlockDevice, BlockingFile, Direct, Flags};
 
 const MIB: u64 = 1 << 20;
 
-/// Makes a loop device of 64 MiB, for 8 MiB of which there is room, and names it. It vanishes when standard input
-/// ends.
+/// Makes a loop device of 64 MiB with room for 8 MiB, and prints its name. The device goes when
+/// standard input ends.
 const SMALL: &str = r#"mount -t tmpfs -o size=8m none /mnt && truncate -s 64M /mnt/file &&
 dd if=/dev/zero of=/mnt/file bs=64k count=1 conv=notrunc status=none &&
 device=$(losetup --find --show /mnt/file) && exec 9<"$device" && losetup --detach "$device" &&
 echo "$device" && exec cat"#;
 
-/// A device that has less room than it says.
+/// A device with less room than its size: the shell that keeps it, and its path.
 struct Small(Child, String);
 
 impl Small {
-    /// `None` where there is none to be had.
+    /// `None` where such a device cannot be made.
     fn new() -> Option<Self> {
         let mut command = Command::new("unshare");
         command.args(["--mount", "--", "sh", "-c", SMALL]).stderr(Stdio::null());
@@ -42,17 +41,17 @@ impl Drop for Small {
 }
 
 #[test]
-fn c51_a_loss_that_a_durable_write_is_told_of_fails_every_later_flush() {
+fn c51_a_lost_page_reported_to_a_durable_write_fails_every_later_flush() {
     let Some(small) = Small::new() else {
         println!("skipped: no loop device and no private mount for this user");
         return;
     };
     let options = nowait::OpenOptions { direct: Direct::Off, ..nowait::OpenOptions::default() };
-    let disk = Disk::open(small.1.as_ref(), options).unwrap();
-    let file = File::new(Arc::new(disk));
+    let disk = BlockDevice::open(small.1.as_ref(), options).unwrap();
+    let file = BlockingFile::new(Arc::new(disk));
     let bytes = vec![7; 16 << 20];
     assert_eq!(file.write_at(&bytes, 16 * MIB, Flags::NONE), Ok(bytes.len()));
-    // Somebody else has the pages written, which hides nothing from others.
+    // Another handle's sync gets the error; the device's own handle still has to report it.
     let other = OpenOptions::new().write(true).open(&small.1).unwrap();
     assert!(other.sync_data().is_err(), "there was room for all");
     let durable = file.write_at(&bytes[..4096], 0, Flags::DSYNC);

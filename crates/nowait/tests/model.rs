@@ -3,8 +3,8 @@
 use std::sync::Arc;
 
 use nowait::{
-    Config, Direct, Disk, Engine, Extents, Flags, Io, Op, OpenOptions, Queue, Range, Threads,
-    Uring, Workers,
+    AioThreadQueue, AllocationCache, BlockDevice, ByteRange, Config, Direct, Engine, Flags,
+    IoQueue, Op, OpenOptions, Request, Uring, WorkerPool,
 };
 
 const SIZE: u64 = (4 << 20) + 1234;
@@ -41,14 +41,14 @@ fn image(dir: &tempfile::TempDir) -> std::path::PathBuf {
     path
 }
 
-/// What a request in flight did to the model, or expects of it.
+/// A request in flight: its range and, for a read, the bytes that it must return.
 struct Flight {
-    range: Range,
+    range: ByteRange,
     expected: Option<Vec<u8>>,
 }
 
-/// Requests in flight never overlap here, so each has one right answer.
-fn run<Q: Queue>(engine: &mut Engine<Q, Extents>, seed: u64, label: &str) {
+/// Runs random requests. Requests in flight never overlap, so each has one right result.
+fn run<Q: IoQueue>(engine: &mut Engine<Q, AllocationCache>, seed: u64, label: &str) {
     let mut random = Random(seed);
     let mut model = vec![0u8; SIZE as usize];
     let mut flights: Vec<Option<Flight>> = (0..DEPTH).map(|_| None).collect();
@@ -73,7 +73,7 @@ fn run<Q: Queue>(engine: &mut Engine<Q, Extents>, seed: u64, label: &str) {
     }
 }
 
-fn random_range(random: &mut Random) -> Range {
+fn random_range(random: &mut Random) -> ByteRange {
     let len = match random.below(3) {
         0 => 4096 * (1 + random.below(16)),
         1 => 512 * (1 + random.below(64)),
@@ -84,14 +84,14 @@ fn random_range(random: &mut Random) -> Range {
         1 => SIZE - random.below(9000) - 1,
         _ => random.below(SIZE / 4096) * 4096,
     };
-    Range::new(pos, len.min(SIZE - pos))
+    ByteRange::new(pos, len.min(SIZE - pos))
 }
 
-fn submit<Q: Queue>(
-    engine: &mut Engine<Q, Extents>,
+fn submit<Q: IoQueue>(
+    engine: &mut Engine<Q, AllocationCache>,
     random: &mut Random,
     model: &mut [u8],
-    range: Range,
+    range: ByteRange,
     tag: u64,
     step: u32,
 ) -> Flight {
@@ -100,15 +100,15 @@ fn submit<Q: Queue>(
     let mut expected = None;
     let rejected = match random.below(10) {
         0..4 => {
-            let io = Io { op: Op::Write, flags, range };
+            let io = Request { op: Op::Write, flags, range };
             let mut buf = engine.buffer(range).unwrap();
-            let start = engine.start(range.pos);
+            let start = engine.buffer_offset(range.pos);
             bytes.fill_with(|| random.below(256) as u8 | 1);
             buf[start..start + bytes.len()].copy_from_slice(bytes);
             engine.submit(io, buf, tag)
         }
         4..8 => {
-            let io = Io { op: Op::Read, flags: Flags::NONE, range };
+            let io = Request { op: Op::Read, flags: Flags::NONE, range };
             let mut buf = engine.buffer(range).unwrap();
             buf.fill(0xee);
             expected = Some(bytes.to_vec());
@@ -117,15 +117,19 @@ fn submit<Q: Queue>(
         8 => {
             bytes.fill(0);
             let flags = if random.below(2) == 0 { flags } else { flags.with(Flags::NO_UNMAP) };
-            engine.submit_bare(Io { op: Op::Zero, flags, range }, tag)
+            engine.submit_no_data(Request { op: Op::Zero, flags, range }, tag)
         }
-        _ => engine.submit_bare(Io { op: Op::Flush, flags: Flags::NONE, range }, tag),
+        _ => engine.submit_no_data(Request { op: Op::Flush, flags: Flags::NONE, range }, tag),
     };
     assert!(rejected.is_ok(), "step {step}");
     Flight { range, expected }
 }
 
-fn drain<Q: Queue>(engine: &mut Engine<Q, Extents>, flights: &mut [Option<Flight>], label: &str) {
+fn drain<Q: IoQueue>(
+    engine: &mut Engine<Q, AllocationCache>,
+    flights: &mut [Option<Flight>],
+    label: &str,
+) {
     while let Some(completion) = engine.next() {
         let flight = flights[completion.tag as usize].take().expect("completed once");
         let done = completion.result().unwrap_or_else(|e| panic!("{label}: {e}"));
@@ -133,7 +137,7 @@ fn drain<Q: Queue>(engine: &mut Engine<Q, Extents>, flights: &mut [Option<Flight
             assert_eq!(done, flight.range.len, "{label}: {:?}", completion.io);
         }
         if let Some(expected) = flight.expected {
-            let start = engine.start(flight.range.pos);
+            let start = engine.buffer_offset(flight.range.pos);
             let buf = completion.buf.expect("a read gives its buffer back");
             let got = &buf[start..start + expected.len()];
             let differs = got.iter().zip(&expected).position(|(a, b)| a != b);
@@ -142,16 +146,16 @@ fn drain<Q: Queue>(engine: &mut Engine<Q, Extents>, flights: &mut [Option<Flight
     }
 }
 
-fn with_queue<Q: Queue>(
+fn with_queue<Q: IoQueue>(
     direct: Direct,
     seed: u64,
-    make: impl Fn(&Disk<Extents>, u32) -> Result<Q, nowait::Error>,
+    make: impl Fn(&BlockDevice<AllocationCache>, u32) -> Result<Q, nowait::Error>,
 ) {
     for (label, config) in configs() {
         let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let path = image(&dir);
         let options = OpenOptions { direct, no_hint: !config.hint, ..OpenOptions::default() };
-        let disk = Arc::new(Disk::open(&path, options).unwrap());
+        let disk = Arc::new(BlockDevice::open(&path, options).unwrap());
         let queue = match make(&disk, config.slots) {
             Ok(queue) => queue,
             Err(error) => {
@@ -159,7 +163,7 @@ fn with_queue<Q: Queue>(
                 return;
             }
         };
-        let workers = Workers::new(&disk, 4);
+        let workers = WorkerPool::new(&disk, 4);
         let mut engine = Engine::new(disk, workers, queue, config).unwrap();
         run(&mut engine, seed, label);
         let stats = engine.stats();
@@ -185,10 +189,10 @@ fn uring_buffered_agrees_with_the_model_with_each_switch_off() {
 
 #[test]
 fn threads_direct_agrees_with_the_model_with_each_switch_off() {
-    with_queue(Direct::Auto, 77, |disk, slots| Threads::new(disk.fd(), slots, false));
+    with_queue(Direct::Auto, 77, |disk, slots| AioThreadQueue::new(disk.fd(), slots, false));
 }
 
 #[test]
 fn threads_buffered_agrees_with_the_model_with_each_switch_off() {
-    with_queue(Direct::Off, 99, |disk, slots| Threads::new(disk.fd(), slots, true));
+    with_queue(Direct::Off, 99, |disk, slots| AioThreadQueue::new(disk.fd(), slots, true));
 }

@@ -1,7 +1,6 @@
-//! In steady state a request costs no allocation: counted by the allocator itself, in all threads.
+//! In steady state a request costs no allocation: the allocator counts, in all threads.
 //!
-//! Invariant: one test function in this program, so that nothing else allocates while it counts.
-//! Knows: the public face of the engine.
+//! Invariant: this program has one test function, so that nothing else allocates while it counts.
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
@@ -9,13 +8,13 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use nowait::{
-    Buf, Config, Disk, Engine, Error, Flags, Identity, Io, Null, Op, OpenOptions, Queue, Range,
-    Threads, Uring, Workers,
+    AioThreadQueue, BlockDevice, ByteRange, Config, Engine, Error, Flags, IoQueue, LinearMap, Null,
+    Op, OpenOptions, PooledBuffer, Request, Uring, WorkerPool,
 };
 
 const BLOCK: u64 = 4096;
 const SIZE: u64 = 4 << 20;
-/// Requests before the count begins: every list and pool has its size by then.
+/// Requests before the count begins; by then every list and pool has its final size.
 const WARM_UP: u64 = 2_000;
 const REQUESTS: u64 = 10_000;
 /// Requests in flight on a queue that is not tried at depth 1.
@@ -26,7 +25,7 @@ struct Counting;
 
 static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
 
-// SAFETY: every call goes to the system's allocator as it came.
+// SAFETY: every call is passed to the system's allocator unchanged.
 unsafe impl GlobalAlloc for Counting {
     // SAFETY: the caller's promise is passed on.
     unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
@@ -59,23 +58,23 @@ unsafe impl GlobalAlloc for Counting {
 #[global_allocator]
 static COUNTING: Counting = Counting;
 
-/// An image of which every byte is mapped.
-fn image(dir: &tempfile::TempDir) -> Arc<Disk<Identity>> {
+/// A fully mapped image.
+fn image(dir: &tempfile::TempDir) -> Arc<BlockDevice<LinearMap>> {
     let path = dir.path().join("disk.img");
     std::fs::write(&path, vec![0x5a; SIZE as usize]).unwrap();
-    Arc::new(Disk::open_mapped(&path, OpenOptions::default()).unwrap())
+    Arc::new(BlockDevice::open_mapped(&path, OpenOptions::default()).unwrap())
 }
 
 /// Runs `count` requests, reads and writes in turn, with all of `bufs` in flight.
-fn run<Q: Queue>(engine: &mut Engine<Q, Identity>, bufs: &mut Vec<Buf>, count: u64) {
+fn run<Q: IoQueue>(engine: &mut Engine<Q, LinearMap>, bufs: &mut Vec<PooledBuffer>, count: u64) {
     let (mut submitted, mut done) = (0, 0);
     while done < count {
         while submitted < count
             && let Some(buf) = bufs.pop()
         {
             let op = if submitted % 2 == 0 { Op::Read } else { Op::Write };
-            let range = Range::new(submitted * 7 * BLOCK % SIZE, BLOCK);
-            let io = Io { op, flags: Flags::NONE, range };
+            let range = ByteRange::new(submitted * 7 * BLOCK % SIZE, BLOCK);
+            let io = Request { op, flags: Flags::NONE, range };
             assert!(engine.submit(io, buf, submitted).is_ok());
             submitted += 1;
         }
@@ -89,8 +88,8 @@ fn run<Q: Queue>(engine: &mut Engine<Q, Identity>, bufs: &mut Vec<Buf>, count: u
 }
 
 /// Allocations of all threads during `REQUESTS` requests.
-fn count<Q: Queue>(
-    make: impl Fn(&Disk<Identity>) -> Result<Q, Error>,
+fn count<Q: IoQueue>(
+    make: impl Fn(&BlockDevice<LinearMap>) -> Result<Q, Error>,
     config: Config,
     depth: usize,
 ) -> Option<u64> {
@@ -103,10 +102,10 @@ fn count<Q: Queue>(
             return None;
         }
     };
-    let workers = Workers::new(&disk, 1);
+    let workers = WorkerPool::new(&disk, 1);
     let mut engine = Engine::new(disk, workers, queue, config).unwrap();
-    let range = Range::new(0, BLOCK);
-    let mut bufs: Vec<Buf> = (0..depth).map(|_| engine.buffer(range).unwrap()).collect();
+    let range = ByteRange::new(0, BLOCK);
+    let mut bufs: Vec<PooledBuffer> = (0..depth).map(|_| engine.buffer(range).unwrap()).collect();
     run(&mut engine, &mut bufs, WARM_UP);
     let before = ALLOCATIONS.load(Ordering::SeqCst);
     run(&mut engine, &mut bufs, REQUESTS);
@@ -120,7 +119,8 @@ fn count<Q: Queue>(
 
 #[test]
 fn a_request_of_4_kib_allocates_nothing_on_either_path() {
-    let threads = |disk: &Disk<Identity>| Threads::new(disk.fd(), 4096, !disk.is_direct());
+    let threads =
+        |disk: &BlockDevice<LinearMap>| AioThreadQueue::new(disk.fd(), 4096, !disk.is_direct());
     for simple in [true, false] {
         let path = if simple { "simple" } else { "generic" };
         let config = Config { simple, ..Config::default() };
@@ -133,7 +133,7 @@ fn a_request_of_4_kib_allocates_nothing_on_either_path() {
             assert_eq!(allocations.unwrap_or(0), 0, "{queue}, {path}");
         }
     }
-    // The counter counts: with the pool off every request has a slot of its own.
+    // The counter works: with the pool off every request allocates its slot.
     let config = Config { pool: false, ..Config::default() };
     assert_eq!(count(|_| Null::new(), config, DEPTH), Some(REQUESTS));
 }

@@ -2,17 +2,22 @@
 //!
 //! Invariant: every breach is found in one run and reported with file and line; nothing is built
 //! or changed. Strings and comments are blanked first, so that words in them break no rule.
-//! Knows: the tree, as text. Known by: nobody.
 
 use std::collections::HashMap;
+use std::ffi::OsStr;
 use std::fs;
 use std::path::{Path, PathBuf};
 
 const MAX_FILE_LINES: usize = 600;
 const MAX_FUNCTION_LINES: usize = 70;
+/// Names that more than one file of a crate may have.
+const SHARED_NAMES: [&str; 5] = ["lib.rs", "main.rs", "mod.rs", "error.rs", "tests.rs"];
 /// What ends the process when it goes wrong; outside tests nothing may be answered that way.
 const PANICS: [&str; 6] =
     [".unwrap()", ".expect(", "panic!", "todo!", "unimplemented!", "unreachable!"];
+/// Subjects that say nothing: a comment names the thread, the request or the client.
+const VAGUE: [&str; 8] =
+    ["whoever", "somebody", "nobody", "anybody", "everybody", "someone", "anyone", "everyone"];
 /// What is true of one machine only: places on it, and where it gets its crates from. In two
 /// parts each, so that this file does not mention them.
 const LOCAL: [(&str, &str); 7] = [
@@ -44,6 +49,8 @@ fn the_tree_keeps_the_house_rules() {
         let tree = Tree::of(path);
         modules += tree.files.len();
         tree.check(name, &mut found);
+        check_names(path.parent().unwrap(), &files, name, &mut found);
+        check_impls(&tree, name, &mut found);
     }
     assert!(modules > 50, "looked in the wrong place: {}", workspace.display());
     assert!(found.is_empty(), "{} breaches of the house rules:\n{}", found.len(), found.join("\n"));
@@ -219,6 +226,13 @@ fn check_file(source: &Source, name: &str, found: &mut Vec<String>) {
         let line = line_of(code, at);
         found.push(format!("{name}:{line}: unsafe in a file without #![allow(unsafe_code)]"));
     }
+    for (number, line) in text.lines().enumerate() {
+        let Some((_, comment)) = line.split_once("//") else { continue };
+        let comment = comment.to_lowercase();
+        for word in VAGUE.iter().filter(|word| occurrences(&comment, word).next().is_some()) {
+            found.push(format!("{name}:{}: a comment about {word}", number + 1));
+        }
+    }
     for at in occurrences(code, "fn") {
         let Some(open) = code[at..].find(['{', ';']).map(|n| at + n) else { continue };
         if code.as_bytes()[open] == b'{' {
@@ -243,6 +257,77 @@ fn check_local_names(text: &str, name: &str, found: &mut Vec<String>) {
             found.push(format!("{name}:{}: mentions {word}", line_of(text, at)));
         }
     }
+}
+
+/// No two files of a crate's tree have one name, so that a name leads to one file.
+fn check_names(
+    src: &Path,
+    files: &[PathBuf],
+    name: impl Fn(&Path) -> String,
+    found: &mut Vec<String>,
+) {
+    let mut first: HashMap<&OsStr, &Path> = HashMap::new();
+    for path in files.iter().filter(|path| path.starts_with(src)) {
+        let Some(file) = path.file_name().filter(|file| !SHARED_NAMES.iter().any(|n| file == n))
+        else {
+            continue;
+        };
+        if let Some(other) = first.insert(file, path) {
+            found.push(format!("{}:1: has the name of {}", name(path), name(other)));
+        }
+    }
+}
+
+/// A type's methods stand in its own file, or in its folder: that of its file, below the root.
+fn check_impls(tree: &Tree, name: impl Fn(&Path) -> String, found: &mut Vec<String>) {
+    let sources: Vec<_> = tree.files.iter().map(|(path, _)| (path, Source::read(path))).collect();
+    let mut homes: HashMap<String, Vec<&Path>> = HashMap::new();
+    for (path, source) in &sources {
+        for word in ["struct", "enum", "union"] {
+            for at in occurrences(&source.shipped, word) {
+                let rest = source.shipped[at + word.len()..].trim_start();
+                homes.entry(leading_word(rest).to_owned()).or_default().push(path.as_path());
+            }
+        }
+    }
+    let root = tree.files.iter().find(|(_, module)| module.is_empty());
+    let src = root.and_then(|(path, _)| path.parent()).unwrap();
+    for (path, source) in &sources {
+        for at in occurrences(&source.shipped, "impl") {
+            let Some(ty) = inherent(&source.shipped[at + "impl".len()..]) else { continue };
+            let Some(homes) = homes.get(&ty) else { continue };
+            let is_near = |home: &&Path| {
+                let folder = home.parent().unwrap();
+                path.as_path() == *home
+                    || path.starts_with(home.with_extension(""))
+                    || folder != src && path.starts_with(folder)
+            };
+            if !homes.iter().any(is_near) {
+                let line = line_of(&source.shipped, at);
+                found.push(format!("{}:{line}: methods of {ty} far from it", name(path)));
+            }
+        }
+    }
+}
+
+fn leading_word(code: &str) -> &str {
+    &code[..code.bytes().take_while(|&byte| is_word(byte)).count()]
+}
+
+/// The type of an inherent implementation, from behind its `impl` on; `None` for a trait's.
+fn inherent(code: &str) -> Option<String> {
+    let head = &code[..code.find('{')?];
+    let mut rest = head.trim_start();
+    if rest.starts_with('<') {
+        let mut depth = 0;
+        let end = rest.bytes().position(|byte| {
+            depth += i32::from(byte == b'<') - i32::from(byte == b'>');
+            depth == 0
+        })?;
+        rest = rest[end + 1..].trim_start();
+    }
+    let ends_item = head.contains(';') || head.contains(')') && !head.contains('<');
+    (!ends_item && occurrences(rest, "for").next().is_none()).then(|| leading_word(rest).to_owned())
 }
 
 /// The modules of a crate: the files that are shipped, and the order in which each lists its own.
@@ -385,6 +470,8 @@ fn each_rule_for_a_file_is_seen_when_it_is_broken() {
     assert!(breaches("fn f() {}\n")[0].starts_with("f.rs:1: does not begin"));
     assert!(breaches("//! A\n\nunsafe fn f() {}\n")[0].starts_with("f.rs:3: unsafe"));
     assert!(breaches("//! A\n#![allow(unsafe_code)]\nunsafe fn f() {}\n").is_empty());
+    let vague = format!("//! A\n// It waits for {}.\n", VAGUE[0]);
+    assert!(breaches(&vague)[0].starts_with("f.rs:2: a comment about"));
     let long = format!("//! A\nfn f() {{\n{}}}\n", "    g();\n".repeat(MAX_FUNCTION_LINES));
     assert!(breaches(&long)[0].starts_with("f.rs:2: a function of 72 lines"));
     let lines = format!("//! A\n{}", "\n".repeat(MAX_FILE_LINES));
@@ -417,4 +504,11 @@ fn a_use_of_a_later_module_is_seen_through_groups_and_super() {
     assert_eq!(later("use super::super::a::X;", &["b", "c"]), Vec::<String>::new());
     assert_eq!(later("fn f(x: crate::b::c::X) {}", &["b", "d"]), Vec::<String>::new());
     assert_eq!(later("use crate::Face;", &["a"]), ["Face by the crate's own face"]);
+}
+
+#[test]
+fn an_inherent_implementation_is_told_from_a_traits() {
+    assert_eq!(inherent(" Engine { }"), Some("Engine".to_owned()));
+    assert_eq!(inherent("<Q: Queue<T>> Engine<Q> where Q: X { }"), Some("Engine".to_owned()));
+    assert_eq!(inherent("<Q> Drop for Engine<Q> { }"), None);
 }

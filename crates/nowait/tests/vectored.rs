@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use nowait::{
-    Config, Disk, Engine, Flags, Io, Op, OpenOptions, Queue, Range, Segment, Stats, Threads, Uring,
-    Workers,
+    AioThreadQueue, BlockDevice, ByteRange, Config, Engine, Flags, IoQueue, IoSegment, Op,
+    OpenOptions, Request, Stats, Uring, WorkerPool,
 };
 
 const PAGE: usize = 4096;
@@ -17,16 +17,16 @@ struct Page([u8; PAGE]);
 
 /// Reads or writes the first three pages of the image, to or from every other page of `memory`;
 /// returns the bytes done.
-fn run<Q: Queue>(
-    engine: &mut Engine<Q, nowait::Identity>,
+fn run<Q: IoQueue>(
+    engine: &mut Engine<Q, nowait::LinearMap>,
     op: Op,
     flags: Flags,
     memory: &mut [Page; 6],
 ) -> u64 {
-    let segments = [0, 2, 4].map(|n| Segment { base: memory[n].0.as_mut_ptr(), len: PAGE });
-    let io = Io { op, flags, range: Range::new(0, 3 * PAGE as u64) };
-    // SAFETY: the memory is borrowed until the request has come back below.
-    assert!(unsafe { engine.submit_segments(io, &segments, 7) }.is_ok());
+    let segments = [0, 2, 4].map(|n| IoSegment { base: memory[n].0.as_mut_ptr(), len: PAGE });
+    let io = Request { op, flags, range: ByteRange::new(0, 3 * PAGE as u64) };
+    // SAFETY: the memory is borrowed until the request is given back below.
+    assert!(unsafe { engine.submit_user_memory(io, &segments, 7) }.is_ok());
     loop {
         if let Some(completion) = engine.next() {
             assert_eq!((completion.tag, engine.in_flight()), (7, 0));
@@ -36,12 +36,14 @@ fn run<Q: Queue>(
     }
 }
 
-fn with_queue<Q: Queue>(make: impl Fn(&Disk<nowait::Identity>) -> Result<Q, nowait::Error>) {
+fn with_queue<Q: IoQueue>(
+    make: impl Fn(&BlockDevice<nowait::LinearMap>) -> Result<Q, nowait::Error>,
+) {
     let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let path = dir.path().join("disk.img");
     let file = std::fs::File::create(&path).unwrap();
     file.set_len(SIZE).unwrap();
-    let disk = Arc::new(Disk::open_mapped(&path, OpenOptions::default()).unwrap());
+    let disk = Arc::new(BlockDevice::open_mapped(&path, OpenOptions::default()).unwrap());
     let queue = match make(&disk) {
         Ok(queue) => queue,
         Err(error) => {
@@ -49,7 +51,7 @@ fn with_queue<Q: Queue>(make: impl Fn(&Disk<nowait::Identity>) -> Result<Q, nowa
             return;
         }
     };
-    let workers = Workers::new(&disk, 2);
+    let workers = WorkerPool::new(&disk, 2);
     let config = Config { simple: false, ..Config::default() };
     let mut engine = Engine::new(disk, workers, queue, config).unwrap();
     let mut memory: [Page; 6] = std::array::from_fn(|n| Page([n as u8 + 1; PAGE]));
@@ -58,7 +60,8 @@ fn with_queue<Q: Queue>(make: impl Fn(&Disk<nowait::Identity>) -> Result<Q, nowa
     let pages: Vec<u8> = image.chunks(PAGE).map(|page| page[PAGE - 1]).collect();
     assert_eq!(pages[..4], [1, 3, 5, 0]);
 
-    // Behind the engine's back: the transfer comes back short, and a worker finds the end.
+    // The file is truncated without the engine's knowledge: the transfer is short, and a worker
+    // finds the end.
     let cut = 2 * PAGE as u64 + 512;
     file.set_len(cut).unwrap();
     let mut memory: [Page; 6] = std::array::from_fn(|_| Page([9; PAGE]));
@@ -77,5 +80,5 @@ fn several_segments_are_one_transfer_and_a_short_one_is_resumed_on_uring() {
 
 #[test]
 fn several_segments_are_one_transfer_and_a_short_one_is_resumed_on_threads() {
-    with_queue(|disk| Threads::new(disk.fd(), Config::default().slots, false));
+    with_queue(|disk| AioThreadQueue::new(disk.fd(), Config::default().slots, false));
 }

@@ -1,14 +1,12 @@
-//! Copying disks: nowait beside qemu-img and nbdcopy, route by route.
+//! Copying disks: nowait compared with qemu-img and nbdcopy, route by route.
 //!
-//! Invariant: on one route all copy the same bytes, in turns; only one runs at a time. All files are in a
-//! directory made for them, which is gone afterwards.
-//! Knows: the modules here, which are listed in the order in which they know each other. Known by: the
-//! crate's door.
+//! Invariant: on one route all copiers copy the same bytes, alternately, one at a time. All files
+//! are in a temporary directory, which is removed afterwards.
 
-mod route;
+mod copy_case;
 mod timed;
 mod table;
-mod race;
+mod copy_run;
 
 use std::io::Write;
 use std::path::PathBuf;
@@ -17,39 +15,39 @@ use std::process::{Command, Stdio};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use tempfile::TempDir;
 
-pub use route::{Content, Copier, Route};
+pub use copy_case::{Content, Copier, CopyCase};
 pub use table::{CopyReport, CopyRow, CopySample, CopyTable};
 
+use crate::cancel::CancelFlag;
 use crate::cpus::Placement;
 use crate::error::Error;
-use crate::peers::Output;
+use crate::nbd_servers::Output;
 use crate::report::Machine;
-use crate::stop::Stop;
-use race::Field;
+use copy_run::CopyRun;
 
 const MIB: u64 = 1 << 20;
 
-/// What to measure.
+/// The options of the copy benchmark.
 #[derive(Clone, Debug)]
 pub struct CopyOptions {
     /// The nowait program, which also serves.
     pub nowait: PathBuf,
-    /// Where the files are made; `None` is `$TMPDIR`, or /var/tmp. There has to be room for two full disks
-    /// and one more.
+    /// The directory for the files; `None` is `$TMPDIR`, or /var/tmp. It needs room for two full
+    /// disks and one more.
     pub directory: Option<PathBuf>,
-    /// Bytes of a disk that is full, at least 1 MiB; of a sparse one there are twice as many.
+    /// Bytes of a full disk, at least 1 MiB; a sparse disk has twice as many.
     pub bytes: u64,
-    /// How often, at least 1.
+    /// The number of rounds, at least 1.
     pub rounds: u32,
     /// Text or JSON.
     pub output: Output,
-    /// Ends the measurement early, after the copy that runs.
-    pub stop: Stop,
+    /// Cancels the measurement after the current copy.
+    pub stop: CancelFlag,
 }
 
 /// Measures, writes the result to `out` and returns it. Progress goes to stderr, if that is a terminal.
 ///
-/// Who fails is left out of that table and named in the report.
+/// A copier that fails is left out of that table and named in the report.
 ///
 /// # Errors
 /// [`Error::Option`]; [`Error::System`] if `out` cannot be written, or the files not be made.
@@ -78,7 +76,7 @@ pub fn run_copies(options: &CopyOptions, out: &mut impl Write) -> Result<CopyRep
         interrupted: false,
     };
     let text = options.output == Output::Text;
-    let mut say = |said: String| put(out, &said);
+    let mut say = |text: String| put(out, &text);
     if text {
         say(report.heading())?;
     }
@@ -89,15 +87,15 @@ pub fn run_copies(options: &CopyOptions, out: &mut impl Write) -> Result<CopyRep
             Content::Sparse => 2 * options.bytes,
         } / MIB
             * MIB;
-        let field = Field {
+        let copy_run = CopyRun {
             directory: directory.path(),
             scratch: scratch.path(),
             nowait: &options.nowait,
             bytes,
         };
-        field.prepare(content).map_err(Error::system("making the disks to copy"))?;
-        for route in Route::ALL {
-            let rows = rows(&field, route, options, &mut report, &bar);
+        copy_run.prepare(content).map_err(Error::system("making the disks to copy"))?;
+        for route in CopyCase::ALL {
+            let rows = rows(&copy_run, route, options, &mut report, &bar);
             if options.stop.requested() {
                 report.interrupted = true;
                 break 'contents;
@@ -117,10 +115,10 @@ pub fn run_copies(options: &CopyOptions, out: &mut impl Write) -> Result<CopyRep
     Ok(report)
 }
 
-/// All rounds on one route; fewer when stopped.
+/// Runs all rounds on one route; fewer if cancelled.
 fn rows(
-    field: &Field<'_>,
-    route: Route,
+    copy_run: &CopyRun<'_>,
+    route: CopyCase,
     options: &CopyOptions,
     report: &mut CopyReport,
     bar: &ProgressBar,
@@ -137,14 +135,14 @@ fn rows(
                 return true;
             }
             bar.set_message(format!("{}: {}", route.name(), row.copier.name()));
-            match field.run(row.copier, route) {
+            match copy_run.run(row.copier, route) {
                 Ok(sample) => {
                     row.samples.push(sample);
                     true
                 }
                 Err(e) => {
-                    let (who, route) = (row.copier.name(), route.name());
-                    report.failures.push(format!("{who} failed, {route}: {e}"));
+                    let (copier, route) = (row.copier.name(), route.name());
+                    report.failures.push(format!("{copier} failed, {route}: {e}"));
                     false
                 }
             }
@@ -160,7 +158,7 @@ fn runs(program: &str) -> bool {
 }
 
 fn progress_bar(rounds: u32) -> ProgressBar {
-    let steps = u64::from(rounds) * (Route::ALL.len() * Content::ALL.len()) as u64;
+    let steps = u64::from(rounds) * (CopyCase::ALL.len() * Content::ALL.len()) as u64;
     let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
     if let Ok(style) = ProgressStyle::with_template("[{bar:24}] {eta} left  {wide_msg}") {
         bar.set_style(style);

@@ -1,14 +1,14 @@
-//! What copying came to, as text and as JSON.
+//! The results of the copy benchmark, as text and as JSON.
 //!
-//! Invariant: text and JSON are made from the same samples; nowait is compared with those that flush, as the
-//! processor time of who does not is in part the kernel's. Knows: route, comparison, report (the machine). Known by: race, mod.
+//! Invariant: text and JSON are made from the same samples; nowait is compared with copiers that
+//! flush, because part of the processor time of the others is spent later by the kernel.
 
 use std::fmt;
 
 use serde_json::{Value, json};
 
-use super::route::{Content, Copier, Route};
-use crate::comparison::{Spread, aligned, ratio};
+use crate::comparison::{MinMedianMax, aligned, ratio};
+use crate::copying::copy_case::{Content, Copier, CopyCase};
 use crate::report::Machine;
 
 /// One copy.
@@ -20,47 +20,47 @@ pub struct CopySample {
     pub stored_s: f64,
     /// Seconds of processor time of the program.
     pub copier_cpu_s: f64,
-    /// Seconds of processor time of the server, where one is on the route.
+    /// Seconds of processor time of the server, if the route has one.
     pub server_cpu_s: Option<f64>,
-    /// Seconds of processor time of the whole machine until what was written was on storage: what the
-    /// kernel writes back later is in it, and so is everything else that runs.
+    /// Seconds of processor time of the whole machine until the written data was on storage. This
+    /// includes later writeback by the kernel, and all other processes.
     pub machine_cpu_s: f64,
-    /// MiB that the target takes on its file system.
+    /// MiB that the target occupies on its file system.
     pub taken_mib: f64,
 }
 
 impl CopySample {
-    /// Of the program and the server.
+    /// The processor time of the program and the server.
     fn cpu_s(&self) -> f64 {
         self.copier_cpu_s + self.server_cpu_s.unwrap_or(0.0)
     }
 }
 
-/// One of those that copy, on one route.
+/// One copier on one route.
 #[derive(Clone, Debug)]
 pub struct CopyRow {
-    /// Whose figures these are.
+    /// The copier that was measured.
     pub copier: Copier,
-    /// One for each round.
+    /// One sample for each round.
     pub samples: Vec<CopySample>,
 }
 
 impl CopyRow {
-    fn of(&self, figure: impl Fn(&CopySample) -> f64) -> Spread {
-        Spread::of(&self.samples, figure)
+    fn of(&self, figure: impl Fn(&CopySample) -> f64) -> MinMedianMax {
+        MinMedianMax::of(&self.samples, figure)
     }
 }
 
-/// All that copy, on one route.
+/// All copiers on one route.
 #[derive(Clone, Debug)]
 pub struct CopyTable {
-    /// What was copied.
+    /// The content of the disk.
     pub content: Content,
-    /// From what to what.
-    pub route: Route,
+    /// The kinds of source and target.
+    pub route: CopyCase,
     /// Bytes of the disk.
     pub bytes: u64,
-    /// Who copied.
+    /// One row for each copier.
     pub rows: Vec<CopyRow>,
 }
 
@@ -69,7 +69,8 @@ impl CopyTable {
         self.rows.iter().find(|row| row.copier == Copier::Nowait)
     }
 
-    /// nowait's figure by the lowest of the others that flush: below 1 nowait is ahead.
+    /// The figure of nowait divided by the lowest figure of the other copiers that flush: below 1,
+    /// nowait is better.
     fn to_best(&self, figure: fn(&CopySample) -> f64) -> Option<(Copier, f64)> {
         let nowait = self.nowait()?.of(figure).median;
         let others =
@@ -79,7 +80,7 @@ impl CopyTable {
         Some((copier, ratio(nowait, best)))
     }
 
-    pub(super) fn to_json(&self) -> Value {
+    pub(crate) fn to_json(&self) -> Value {
         let row = |row: &CopyRow| {
             let of = |figure: fn(&CopySample) -> f64| row.of(figure).to_json();
             let has_server = row.samples.iter().any(|sample| sample.server_cpu_s.is_some());
@@ -147,25 +148,25 @@ impl fmt::Display for CopyTable {
     }
 }
 
-/// The whole of a measurement. `Display` gives the text, `Value::from(&report)` the JSON object.
+/// The complete report. `Display` formats the text, `Value::from(&report)` the JSON object.
 #[derive(Clone, Debug)]
 pub struct CopyReport {
-    /// Where.
+    /// The machine that was measured.
     pub machine: Machine,
     /// Rounds of each table.
     pub rounds: u32,
-    /// What was finished, in the order of measuring.
+    /// The finished tables, in the order of measuring.
     pub tables: Vec<CopyTable>,
-    /// What went wrong, a line each; who failed is left out of the table.
+    /// One line for each failure; a copier that failed is left out of its table.
     pub failures: Vec<String>,
     /// Programs that are not installed.
     pub missing: Vec<&'static str>,
-    /// Whether it was stopped before the end.
+    /// Whether the measurement was cancelled before the end.
     pub interrupted: bool,
 }
 
 impl CopyReport {
-    pub(super) fn heading(&self) -> String {
+    pub(crate) fn heading(&self) -> String {
         let Machine { kernel, processor, .. } = &self.machine;
         let mut text = format!(
             "Linux {kernel}, {processor}\n{} rounds, in turns; nothing of the source is in the page cache \
@@ -179,7 +180,7 @@ impl CopyReport {
         text
     }
 
-    pub(super) fn ending(&self) -> String {
+    pub(crate) fn ending(&self) -> String {
         let mut text: String = self.failures.iter().map(|line| format!("\n{line}\n")).collect();
         if self.interrupted {
             text += "\nstopped before the end\n";
@@ -235,7 +236,7 @@ mod tests {
             CopyRow { copier: Copier::Nbdcopy, samples: vec![sample(0.1)] },
         ];
         let table =
-            CopyTable { content: Content::Full, route: Route::FileToNbd, bytes: 1 << 20, rows };
+            CopyTable { content: Content::Full, route: CopyCase::FileToNbd, bytes: 1 << 20, rows };
         let json = table.to_json();
         let best = &json["nowait_to_best_peer"];
         assert_eq!(best["stored"], json!({ "peer": "nbdcopy --flush", "ratio": 0.5 }));

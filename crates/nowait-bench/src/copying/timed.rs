@@ -1,7 +1,7 @@
-//! What a program costs that runs to its end: time, its own processor time, and the machine's.
+//! The cost of running a program to its end: elapsed time, its own processor time, and that of the
+//! machine.
 //!
-//! Invariant: what is timed begins when the program is started, and is on storage when it ends.
-//! Knows: nothing. Known by: race. Source: wait4(2), proc_stat(5).
+//! Invariant: the time runs from the start of the program until its data is on storage.
 #![allow(unsafe_code)]
 
 use std::fs::{self, File};
@@ -10,37 +10,38 @@ use std::os::fd::AsFd;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-/// What one run came to.
+/// The times of one run.
 #[derive(Clone, Copy, Debug)]
-pub(super) struct Timed {
-    /// Until the program had ended.
-    pub(super) ended: Duration,
-    /// Until all that was written was on storage too.
-    pub(super) stored: Duration,
+pub(crate) struct Timed {
+    /// The time until the program had ended.
+    pub(crate) ended: Duration,
+    /// The time until all written data was on storage.
+    pub(crate) stored: Duration,
     /// The program's own processor time.
-    pub(super) processor: Duration,
-    /// What the processors of the machine did from start to storage, for whomever.
-    pub(super) machine: Duration,
+    pub(crate) processor: Duration,
+    /// The busy time of all processors of the machine from the start until the data was on storage,
+    /// for all processes.
+    pub(crate) machine: Duration,
 }
 
-/// Runs `command` to its end, and then puts the file system of `directory` on storage.
+/// Runs `command` to its end, then syncs the file system of `directory`.
 ///
 /// # Errors
-/// What the program said last, if it failed; what the system said.
-pub(super) fn run(command: &mut Command, directory: &File) -> io::Result<Timed> {
+/// The last message of the program if it failed, or the error of the system.
+pub(crate) fn run(command: &mut Command, directory: &File) -> io::Result<Timed> {
     let machine = busy()?;
     let begin = Instant::now();
     let mut child =
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped()).spawn()?;
-    let mut said = String::new();
+    let mut message = String::new();
     if let Some(errors) = &mut child.stderr {
-        // Ends when the program does; what is no text is no message.
-        let _ = errors.read_to_string(&mut said);
+        // The pipe ends when the program does; output that is not text is ignored.
+        let _ = errors.read_to_string(&mut message);
     }
     let (good, processor) = wait(child.id())?;
     let ended = begin.elapsed();
     if !good {
-        let line = said.lines().rev().find(|line| !line.trim().is_empty());
+        let line = message.lines().rev().find(|line| !line.trim().is_empty());
         return Err(io::Error::other(line.unwrap_or("it failed without a word").to_owned()));
     }
     rustix::fs::syncfs(directory.as_fd())?;
@@ -48,13 +49,13 @@ pub(super) fn run(command: &mut Command, directory: &File) -> io::Result<Timed> 
     Ok(Timed { ended, stored, processor, machine: busy()?.saturating_sub(machine) })
 }
 
-/// Waits for the child `pid`. Whether it ended well, and its processor time.
+/// Waits for the child `pid`. Returns whether it succeeded, and its processor time.
 fn wait(pid: u32) -> io::Result<(bool, Duration)> {
     loop {
         let mut status = 0;
-        // SAFETY: an rusage of zeros is one; it holds numbers only.
+        // SAFETY: an rusage of zeros is valid; it contains only numbers.
         let mut usage: libc::rusage = unsafe { std::mem::zeroed() };
-        // SAFETY: both places are valid for as long as the call takes.
+        // SAFETY: both pointers are valid for the duration of the call.
         let waited = unsafe { libc::wait4(pid.cast_signed(), &raw mut status, 0, &raw mut usage) };
         if waited < 0 {
             let error = io::Error::last_os_error();
@@ -71,7 +72,7 @@ fn wait(pid: u32) -> io::Result<(bool, Duration)> {
     }
 }
 
-/// How long the processors of the machine have worked since it started.
+/// The busy time of all processors since the machine started.
 fn busy() -> io::Result<Duration> {
     let stat = fs::read_to_string("/proc/stat")?;
     let ticks =
@@ -80,7 +81,7 @@ fn busy() -> io::Result<Duration> {
     Ok(Duration::from_secs_f64(ticks as f64 / per_second as f64))
 }
 
-/// User, nice, system, interrupts; not idle, waiting, stolen.
+/// The ticks of user, nice, system and interrupts; not of idle, iowait and steal.
 fn busy_ticks(stat: &str) -> Option<u64> {
     let fields = stat.lines().next()?.strip_prefix("cpu ")?.split_ascii_whitespace();
     let ticks: Vec<u64> = fields.map_while(|field| field.parse().ok()).collect();
@@ -92,14 +93,14 @@ mod tests {
     use super::*;
 
     #[test]
-    fn time_that_nobody_worked_does_not_count() {
+    fn idle_iowait_and_steal_ticks_do_not_count() {
         let stat = "cpu  10 20 30 4000 500 6 7 8 9 0\ncpu0 1 1 1 1 1 1 1 1 1 1\n";
         assert_eq!(busy_ticks(stat), Some(10 + 20 + 30 + 6 + 7));
         assert_eq!(busy_ticks("cpu 1 2"), None);
     }
 
     #[test]
-    fn a_program_that_works_has_worked_and_one_that_fails_is_quoted() {
+    fn a_busy_program_has_processor_time_and_the_message_of_a_failing_one_is_reported() {
         let directory = File::open(std::env::temp_dir()).expect("a directory");
         let script = "i=0; while [ $i -lt 20000 ]; do i=$((i+1)); done";
         let timed = run(Command::new("sh").args(["-c", script]), &directory).expect("a shell");

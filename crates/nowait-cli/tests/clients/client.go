@@ -91,7 +91,7 @@ func (c *client) negotiate() (size uint64) {
 	}
 }
 
-// Takes replies to whoever waits for them.
+// Delivers replies to the goroutines that wait for them.
 func (c *client) listen() {
 	for {
 		var reply struct {

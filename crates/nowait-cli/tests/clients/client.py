@@ -1,4 +1,4 @@
-"""An NBD client in plain Python: what a person writes who has read the specification and wants no library.
+"""An NBD client in plain Python: written from the specification without an NBD library.
 
 Usage: client.py SOCKET SIZE. Leaves "plain python" at byte 1001 of the default export.
 """
@@ -27,7 +27,7 @@ class Client:
         data = b""
         while len(data) < count:
             more = self.socket.recv(count - len(data))
-            assert more, "the server has hung up"
+            assert more, "the server has closed the connection"
             data += more
         return data
 
@@ -35,7 +35,7 @@ class Client:
         self.socket.sendall(struct.pack(">QII", IHAVEOPT, number, len(data)) + data)
 
     def go(self):
-        """The way of today."""
+        """Chooses the default export with NBD_OPT_GO."""
         self.option(OPT_GO, struct.pack(">IH", 0, 0))
         while True:
             magic, option, kind, length = struct.unpack(">QIII", self.get(20))
@@ -48,7 +48,7 @@ class Client:
                 size = struct.unpack(">Q", data[2:10])[0]
 
     def export_name(self, padding):
-        """The way before it, which ends with zeroes unless the client knows better."""
+        """Chooses the default export with NBD_OPT_EXPORT_NAME, whose answer has padding unless negotiated away."""
         self.option(OPT_EXPORT_NAME, b"")
         size, flags = struct.unpack(">QH", self.get(10))
         assert flags & 1 and self.get(padding) == bytes(padding)
@@ -81,4 +81,4 @@ for flags, choose in ways:
     client.ask(WRITE, size - 1, 2, b"xx", ENOSPC)
     client.ask(READ, size - 1, 2, wanted=EINVAL)
     client.socket.sendall(struct.pack(">IHHQQI", REQUEST, 0, DISC, 0, 0, 0))
-    assert client.socket.recv(1) == b"", "an answer to a goodbye"
+    assert client.socket.recv(1) == b"", "an answer to NBD_CMD_DISC"

@@ -1,7 +1,7 @@
-//! Peers that break the protocol: theirs is the connection that ends, nobody else notices.
+//! Clients that break the protocol lose their own connection; other clients are not affected.
 //!
-//! Invariant: in every test a second connection works before and after, and bytes that were not named stay.
-//! Knows: NBD proto.md. Known by: nobody.
+//! Invariant: in every test a second connection works before and after, and bytes outside the
+//! requests are unchanged.
 
 use std::fs;
 use std::io::{Read, Write};
@@ -19,15 +19,15 @@ use crate::common::nbd::{
 };
 use crate::common::{KIB, MIB, Scratch, Server, require_tool};
 
-/// Where the bystander reads and writes: the last 64 KiB.
+/// The range of the bystander: the last 64 KiB.
 const BYSTANDER_OFFSET: u64 = 2 * MIB - 64 * KIB;
-/// How long the server may take to notice that clients have died.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// NBD proto.md, "Option types": the option that ends the handshake on purpose.
+/// The time within which the server must notice that clients have died.
+const TIMEOUT: Duration = Duration::from_secs(10);
+/// NBD proto.md, "Option types": the option that ends the handshake.
 const OPT_ABORT: u32 = 2;
 
 /// A served image and a well-behaved connection to it.
-struct Scene {
+struct Fixture {
     server: Server,
     bystander: Client,
     image: PathBuf,
@@ -35,16 +35,16 @@ struct Scene {
     _scratch: Scratch,
 }
 
-impl Scene {
+impl Fixture {
     fn new() -> Self {
         let scratch = Scratch::new();
         let image = scratch.random("disk.img", 2 * MIB, 2);
         let server = Server::start(&image, &[]);
         let before = fs::read(&image).expect("the image");
-        let mut scene =
+        let mut fixture =
             Self { bystander: server.connect(), server, image, before, _scratch: scratch };
-        scene.bystander_works();
-        scene
+        fixture.bystander_works();
+        fixture
     }
 
     fn bystander_works(&mut self) {
@@ -60,7 +60,8 @@ impl Scene {
         assert!(read == self.before[start..], "the bystander reads something else than it wrote");
     }
 
-    /// The bystander still works, a newcomer too, and outside `touched` every byte is what it was.
+    /// The bystander still works, a new connection too, and every byte outside `touched` is
+    /// unchanged.
     fn ends_well(mut self, touched: std::ops::Range<usize>) {
         self.bystander_works();
         self.server.connect().read(0, 512).expect("a newcomer's read");
@@ -78,7 +79,7 @@ impl Scene {
     }
 }
 
-/// True once the server has closed the connection; what it sends before that is passed over.
+/// True once the server has closed the connection; bytes that it sends before are ignored.
 fn is_closed(stream: &mut impl Read) -> bool {
     let mut sink = [0; 4096];
     loop {
@@ -92,102 +93,102 @@ fn is_closed(stream: &mut impl Read) -> bool {
 
 #[test]
 fn a_request_without_the_magic_ends_the_connection() {
-    let scene = Scene::new();
-    let mut broken = scene.server.connect();
+    let fixture = Fixture::new();
+    let mut broken = fixture.server.connect();
     let request = RawRequest { magic: 0xdead_beef, ..RawRequest::write(0, 0) };
     broken.stream().write_all(&request.bytes()).expect("a socket");
     assert!(is_closed(broken.stream()), "the connection stays open");
-    scene.ends_well(0..0);
+    fixture.ends_well(0..0);
 }
 
 #[test]
-fn an_unknown_command_is_refused_and_the_connection_goes_on() {
-    let scene = Scene::new();
-    let mut broken = scene.server.connect();
+fn an_unknown_command_is_refused_and_the_connection_continues() {
+    let fixture = Fixture::new();
+    let mut broken = fixture.server.connect();
     let answer = broken.call_raw(&RawRequest { kind: 0x7777, ..RawRequest::write(0, 0) }, &[]);
     assert_eq!(answer.err(), Some(EINVAL));
     broken.read(0, 512).expect("a read afterwards");
-    scene.ends_well(0..0);
+    fixture.ends_well(0..0);
 }
 
 #[test]
-fn c09_an_unknown_command_flag_is_refused_and_the_payload_is_not_taken_for_a_request() {
-    let scene = Scene::new();
-    let mut broken = scene.server.connect();
+fn c09_an_unknown_command_flag_is_refused_and_the_payload_is_not_parsed_as_a_request() {
+    let fixture = Fixture::new();
+    let mut broken = fixture.server.connect();
     let answer =
         broken.call_raw(&RawRequest { flags: 1 << 14, ..RawRequest::write(0, 512) }, &[0x77; 512]);
     assert_eq!(answer.err(), Some(EINVAL));
     broken.read(0, 512).expect("a read afterwards");
-    scene.ends_well(0..0);
+    fixture.ends_well(0..0);
 }
 
 #[test]
 fn a_write_longer_than_any_payload_may_be_touches_nothing() {
-    let scene = Scene::new();
+    let fixture = Fixture::new();
     for len in [33 << 20, u32::MAX] {
-        let mut broken = scene.server.connect();
+        let mut broken = fixture.server.connect();
         broken.stream().write_all(&RawRequest::write(0, len).bytes()).expect("a socket");
-        // The server may answer, or hang up at once: then these two find no peer.
+        // The server may answer, or close the connection at once: then these two calls fail.
         let _ = broken.stream().write(&[0x77; 4096]);
         let _ = broken.stream().shutdown(Shutdown::Write);
         assert!(is_closed(broken.stream()), "the connection stays open");
     }
-    scene.ends_well(0..0);
+    fixture.ends_well(0..0);
 }
 
 #[test]
 fn a_read_longer_than_any_payload_may_be_is_refused() {
-    let scene = Scene::new();
-    let mut broken = scene.server.connect();
+    let fixture = Fixture::new();
+    let mut broken = fixture.server.connect();
     for (offset, len) in [(0, u32::MAX), (u64::MAX, 1), (u64::MAX - 511, 512), (2 * MIB, 1)] {
         assert_eq!(broken.read(offset, len).err(), Some(EINVAL), "read of {len} at {offset}");
     }
     broken.read(0, 512).expect("a read afterwards");
-    scene.ends_well(0..0);
+    fixture.ends_well(0..0);
 }
 
 #[test]
-fn half_a_request_and_silence_holds_up_nobody() {
-    let scene = Scene::new();
-    let mut broken = scene.server.connect();
+fn half_a_request_and_silence_blocks_no_other_client() {
+    let fixture = Fixture::new();
+    let mut broken = fixture.server.connect();
     broken.stream().write_all(&RawRequest::write(0, 512).bytes()[..13]).expect("a socket");
-    scene.ends_well(0..0);
+    fixture.ends_well(0..0);
 }
 
 #[test]
 fn half_a_payload_and_no_more_to_come_ends_the_connection() {
-    let scene = Scene::new();
-    let mut broken = scene.server.connect();
+    let fixture = Fixture::new();
+    let mut broken = fixture.server.connect();
     broken.stream().write_all(&RawRequest::write(4096, 8192).bytes()).expect("a socket");
     broken.stream().write_all(&[0x77; 4096]).expect("a socket");
     broken.stream().shutdown(Shutdown::Write).expect("a socket");
     assert!(is_closed(broken.stream()), "the connection stays open");
-    scene.ends_well(4096..4096 + 8192);
+    fixture.ends_well(4096..4096 + 8192);
 }
 
 #[test]
-fn death_amid_a_payload_touches_at_most_the_range_it_named() {
-    let scene = Scene::new();
-    let mut broken = scene.server.connect();
+fn death_within_a_payload_changes_at_most_the_range_of_the_request() {
+    let fixture = Fixture::new();
+    let mut broken = fixture.server.connect();
     broken.stream().write_all(&RawRequest::write(4096, 256 << 10).bytes()).expect("a socket");
     broken.stream().write_all(&[0x77; 100_000]).expect("a socket");
     drop(broken);
-    scene.ends_well(4096..4096 + (256 << 10));
+    fixture.ends_well(4096..4096 + (256 << 10));
 }
 
 #[test]
-fn death_with_answers_outstanding_holds_up_nobody() {
-    let scene = Scene::new();
+fn death_with_answers_outstanding_blocks_no_other_client() {
+    let fixture = Fixture::new();
     for _ in 0..8 {
-        let mut broken = scene.server.connect();
+        let mut broken = fixture.server.connect();
         for _ in 0..16 {
             broken.send(&Command::Read { offset: 0, len: 1 << 20 }).expect("a socket");
         }
     }
-    scene.ends_well(0..0);
+    fixture.ends_well(0..0);
 }
 
-/// A connection whose answers are more than the sockets hold, and nobody takes them.
+/// A connection that never reads its answers, which are more than the sockets hold.
 fn silent_client(server: &Server) -> Client {
     let mut silent = server.connect();
     for _ in 0..64 {
@@ -199,19 +200,19 @@ fn silent_client(server: &Server) -> Client {
 }
 
 #[test]
-fn a_client_that_never_reads_its_answers_holds_up_nobody() {
-    let mut scene = Scene::new();
-    let silent = silent_client(&scene.server);
-    scene.bystander_works();
+fn a_client_that_never_reads_its_answers_blocks_no_other_client() {
+    let mut fixture = Fixture::new();
+    let silent = silent_client(&fixture.server);
+    fixture.bystander_works();
     drop(silent);
-    scene.ends_well(0..0);
+    fixture.ends_well(0..0);
 }
 
 #[test]
-fn sigterm_is_not_held_up_by_a_client_that_never_reads_its_answers() {
-    let scene = Scene::new();
-    let _silent = silent_client(&scene.server);
-    scene.ends_well(0..0);
+fn sigterm_is_not_delayed_by_a_client_that_never_reads_its_answers() {
+    let fixture = Fixture::new();
+    let _silent = silent_client(&fixture.server);
+    fixture.ends_well(0..0);
 }
 
 #[test]
@@ -230,32 +231,32 @@ fn c02_a_write_to_a_read_only_export_is_eperm() {
 }
 
 #[test]
-fn a_handshake_of_rubbish_ends_the_connection() {
-    let scene = Scene::new();
-    let mut stream = greet(&scene.server.socket()).expect("a greeting");
+fn an_invalid_handshake_ends_the_connection() {
+    let fixture = Fixture::new();
+    let mut stream = greet(&fixture.server.socket()).expect("a greeting");
     stream.write_all(&[0x77; 64]).expect("a socket");
     assert!(is_closed(&mut stream), "the connection stays open");
-    scene.ends_well(0..0);
+    fixture.ends_well(0..0);
 }
 
 #[test]
 fn an_option_that_claims_four_gibibytes_ends_the_connection_or_is_refused() {
-    let scene = Scene::new();
-    let mut stream = greet(&scene.server.socket()).expect("a greeting");
+    let fixture = Fixture::new();
+    let mut stream = greet(&fixture.server.socket()).expect("a greeting");
     let mut option = Vec::from(*b"IHAVEOPT");
     option.extend(OPT_GO.to_be_bytes());
     option.extend(u32::MAX.to_be_bytes());
     stream.write_all(&option).expect("a socket");
-    // The server may have hung up already.
+    // The server may have closed the connection already.
     let _ = stream.shutdown(Shutdown::Write);
     assert!(is_closed(&mut stream), "the connection stays open");
-    scene.ends_well(0..0);
+    fixture.ends_well(0..0);
 }
 
 #[test]
-fn unknown_options_and_lengths_that_do_not_add_up_are_refused_and_the_handshake_goes_on() {
-    let scene = Scene::new();
-    let mut stream = greet(&scene.server.socket()).expect("a greeting");
+fn unknown_options_and_lengths_that_do_not_add_up_are_refused_and_the_handshake_continues() {
+    let fixture = Fixture::new();
+    let mut stream = greet(&fixture.server.socket()).expect("a greeting");
     let name_longer_than_the_option = [0, 0, 1, 0, 0, 0];
     for (option, data) in
         [(0x7777, &[1, 2, 3][..]), (OPT_GO, &name_longer_than_the_option), (OPT_GO, &[0; 3])]
@@ -266,11 +267,11 @@ fn unknown_options_and_lengths_that_do_not_add_up_are_refused_and_the_handshake_
     }
     send_option(&mut stream, OPT_ABORT, &[]).expect("a socket");
     assert!(is_closed(&mut stream), "the connection stays open");
-    scene.ends_well(0..0);
+    fixture.ends_well(0..0);
 }
 
-/// Connects if the server's backlog has room; says nothing. Does not wait.
-fn knock(socket: &Path) -> Option<OwnedFd> {
+/// Connects without waiting, if the server's backlog has room; sends nothing.
+fn try_connect(socket: &Path) -> Option<OwnedFd> {
     let flags = SocketFlags::NONBLOCK | SocketFlags::CLOEXEC;
     let fd = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None).expect("a socket");
     let address = SocketAddrUnix::new(socket).expect("a short path");
@@ -286,7 +287,7 @@ fn running_out_of_descriptors_is_survived() {
     let image = scratch.random("disk.img", MIB, 5);
     let server = Server::start_under(&["prlimit", "--nofile=64"], &image, &[]);
     let mut early = server.connect();
-    let crowd: Vec<_> = (0..90).map_while(|_| knock(&server.socket())).collect();
+    let crowd: Vec<_> = (0..90).map_while(|_| try_connect(&server.socket())).collect();
     assert!(crowd.len() > 10, "only {} fit the backlog", crowd.len());
     early.read(0, 512).expect("a read amid the crowd");
     drop(crowd);
@@ -295,13 +296,13 @@ fn running_out_of_descriptors_is_survived() {
 }
 
 #[test]
-fn a_client_that_dies_amid_a_request_gives_its_descriptor_back() {
-    let scene = Scene::new();
-    let before = scene.server.descriptors();
+fn the_descriptor_of_a_client_that_disconnects_within_a_request_is_closed() {
+    let fixture = Fixture::new();
+    let before = fixture.server.descriptors();
     for _ in 0..50 {
         for sent in [13, 28, 4000] {
-            let mut dying = scene.server.connect();
-            // By now the server sleeps, so that it learns of the bytes and of the end together.
+            let mut dying = fixture.server.connect();
+            // Now the server sleeps, so that it sees the bytes and the end of the stream together.
             thread::sleep(Duration::from_millis(1));
             let mut bytes = RawRequest::write(4096, 8192).bytes();
             bytes.resize(sent, 0x77);
@@ -309,10 +310,10 @@ fn a_client_that_dies_amid_a_request_gives_its_descriptor_back() {
         }
     }
     let start = Instant::now();
-    while scene.server.descriptors() > before {
-        let after = scene.server.descriptors();
-        assert!(start.elapsed() < PATIENCE, "{before} descriptors before, {after} after");
+    while fixture.server.descriptors() > before {
+        let after = fixture.server.descriptors();
+        assert!(start.elapsed() < TIMEOUT, "{before} descriptors before, {after} after");
         thread::sleep(Duration::from_millis(10));
     }
-    scene.ends_well(4096..4096 + 8192);
+    fixture.ends_well(4096..4096 + 8192);
 }

@@ -1,6 +1,6 @@
 //! `nowait create`, `resize` and `commit`: killed, refused, and beside QEMU's tools.
 //!
-//! Invariant: what is refused or killed loses nothing. Knows: the command line. Known by: nobody.
+//! Invariant: a refused or killed command loses no data.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -34,10 +34,10 @@ fn bytes(scratch: &Scratch, image: &Path) -> Vec<u8> {
 
 /// Fails the test if QEMU finds `image` corrupt; leaks are allowed.
 fn not_corrupt(image: &Path) {
-    let said = tool("qemu-img").args(["check", "--output=json"]).arg(image).output();
-    let said = said.expect("timeout(1)");
-    let code = said.status.code();
-    assert!(matches!(code, Some(0 | 3)), "{}", String::from_utf8_lossy(&said.stdout));
+    let printed = tool("qemu-img").args(["check", "--output=json"]).arg(image).output();
+    let printed = printed.expect("timeout(1)");
+    let code = printed.status.code();
+    assert!(matches!(code, Some(0 | 3)), "{}", String::from_utf8_lossy(&printed.stdout));
 }
 
 /// `top.qcow2`, with data and zeros, over `base.qcow2`, both made by nowait and filled by QEMU.
@@ -55,7 +55,7 @@ fn overlay(scratch: &Scratch) -> (PathBuf, PathBuf) {
 }
 
 #[test]
-fn a_commit_that_is_killed_loses_nothing_and_is_done_again() {
+fn a_killed_commit_loses_no_data_and_can_be_repeated() {
     if !have_qemu() {
         return;
     }
@@ -92,7 +92,7 @@ fn a_commit_that_is_killed_loses_nothing_and_is_done_again() {
 }
 
 #[test]
-fn a_commit_without_room_says_so_and_loses_nothing() {
+fn a_commit_without_space_reports_it_and_loses_no_data() {
     if !have_qemu() || !require_tool("prlimit") {
         return;
     }
@@ -106,14 +106,14 @@ fn a_commit_without_room_says_so_and_loses_nothing() {
     assert!(fs::read(&top).expect("the overlay") == before);
     assert!(bytes(&scratch, &top) == expected);
     not_corrupt(&base);
-    let said = accepted(&["commit", text(&top), "--json"]);
-    let said: Value = serde_json::from_str(&said).expect("JSON");
-    assert_eq!((&said["emptied"], &said["size_bytes"]), (&json!(true), &json!(10 * MIB)));
+    let printed = accepted(&["commit", text(&top), "--json"]);
+    let printed: Value = serde_json::from_str(&printed).expect("JSON");
+    assert_eq!((&printed["emptied"], &printed["size_bytes"]), (&json!(true), &json!(10 * MIB)));
     assert!(bytes(&scratch, &base) == expected);
 }
 
 #[test]
-fn what_is_in_use_is_neither_resized_nor_committed() {
+fn an_image_in_use_is_neither_resized_nor_committed() {
     if !have_qemu() {
         return;
     }
@@ -146,7 +146,7 @@ fn a_backing_file_that_is_missing_is_named() {
 }
 
 #[test]
-fn a_size_changes_as_it_is_said_and_never_shrinks_unasked() {
+fn a_size_changes_as_requested_and_never_shrinks_without_the_option() {
     let scratch = Scratch::new();
     for format in ["raw", "qcow2"] {
         let image = scratch.join(format);
@@ -163,8 +163,8 @@ fn a_size_changes_as_it_is_said_and_never_shrinks_unasked() {
             (&["14M"], 14),
         ] {
             let all = [&["resize", image, "--json"], arguments].concat();
-            let said: Value = serde_json::from_str(&accepted(&all)).expect("JSON");
-            assert_eq!(said["size_bytes"], json!(size * MIB), "{arguments:?}");
+            let printed: Value = serde_json::from_str(&accepted(&all)).expect("JSON");
+            assert_eq!(printed["size_bytes"], json!(size * MIB), "{arguments:?}");
         }
         refusal(&["resize", image, "-1M"]).says(&["smaller", "--shrink"]);
         refusal(&["resize", image, "-15M", "--shrink"]).says(&["cannot change by that"]);

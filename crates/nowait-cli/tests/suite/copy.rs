@@ -1,7 +1,6 @@
 //! `nowait copy` between files, and to and from this server: bytes, holes, refusals.
 //!
 //! Invariant: each copy is compared byte for byte with its source by this test itself.
-//! Knows: the command line of `nowait copy`. Known by: copy_qcow2, copy_tls.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
@@ -47,7 +46,7 @@ pub(crate) fn patchwork(scratch: &Scratch, name: &str, random: &mut Random) -> s
 }
 
 #[test]
-fn random_images_are_copied_to_the_byte_whatever_the_options() {
+fn random_images_are_copied_exactly_with_all_options() {
     let mut random = Random::from_seed(seed());
     let options: [&[&str]; 6] = [
         &[],
@@ -79,7 +78,7 @@ fn holes_and_zeros_are_holes_in_a_new_file() {
     copy(text(&source), text(&full), &["--sparse", "0"]);
     assert_same(&source, &sparse);
     assert_same(&source, &full);
-    // 63 pieces are data, the 64th was overwritten; the file system may add blocks of its own.
+    // 63 pieces are data, the 64th was overwritten; the file system may allocate further blocks.
     let data = 63 * 64 * KIB;
     let used = allocated(&sparse);
     assert!((data..data + 512 * KIB).contains(&used), "{used} bytes for {data}");
@@ -87,20 +86,20 @@ fn holes_and_zeros_are_holes_in_a_new_file() {
 }
 
 #[test]
-fn the_outcome_is_said_in_words_and_in_json() {
+fn the_outcome_is_printed_as_text_and_as_json() {
     let scratch = Scratch::new();
     let source = scratch.dotted("source", 8 * MIB, MIB as usize, 2 * MIB);
-    let said = copy(text(&source), text(&scratch.join("a")), &["--verify"]);
-    assert!(said.contains("8 MiB") && said.contains("compared and found equal"), "{said}");
-    let said = copy(text(&source), text(&scratch.join("b")), &["--json"]);
-    let outcome: serde_json::Value = serde_json::from_str(&said).expect("one JSON object");
+    let printed = copy(text(&source), text(&scratch.join("a")), &["--verify"]);
+    assert!(printed.contains("8 MiB") && printed.contains("compared and found equal"), "{printed}");
+    let printed = copy(text(&source), text(&scratch.join("b")), &["--json"]);
+    let outcome: serde_json::Value = serde_json::from_str(&printed).expect("one JSON object");
     for (key, value) in [
         ("size_bytes", 8 * MIB),
         ("to_size_bytes", 8 * MIB),
         ("data_bytes", 4 * MIB),
         ("zero_bytes", 4 * MIB),
     ] {
-        assert_eq!(outcome[key], value, "{key}: {said}");
+        assert_eq!(outcome[key], value, "{key}: {printed}");
     }
     assert_eq!(outcome["verified"], false);
 }
@@ -154,21 +153,21 @@ fn an_export_and_a_socket_are_found_by_names_that_need_escapes() {
 }
 
 #[test]
-fn what_is_behind_the_end_of_the_source_stays() {
+fn bytes_beyond_the_end_of_the_source_are_unchanged() {
     let scratch = Scratch::new();
     let source = scratch.random("source", MIB + 1000, 3);
     let image = scratch.random("disk", 2 * MIB, 4);
     let before = fs::read(&image).expect("the image");
     let server = Server::start(&image, &[]);
-    let said = copy(text(&source), server.uri(), &["--verify"]);
-    assert!(said.contains("are as they were"), "{said}");
+    let printed = copy(text(&source), server.uri(), &["--verify"]);
+    assert!(printed.contains("are as they were"), "{printed}");
     server.stop();
     let (after, source) = (fs::read(&image).expect("the image"), fs::read(&source).expect("it"));
     assert!(after[..source.len()] == source && after[source.len()..] == before[source.len()..]);
 }
 
 #[test]
-fn a_target_that_is_too_small_is_refused_and_not_touched() {
+fn a_target_that_is_too_small_is_refused_and_unchanged() {
     let scratch = Scratch::new();
     let source = scratch.random("source", 2 * MIB, 5);
     let image = scratch.random("disk", MIB, 6);
@@ -208,12 +207,12 @@ fn a_file_that_is_not_empty_is_overwritten_only_with_force() {
 }
 
 #[test]
-fn the_file_that_a_link_leads_to_is_replaced_and_not_the_link() {
+fn the_file_that_a_link_points_to_is_replaced_and_not_the_link() {
     let scratch = Scratch::new();
     let source = scratch.random("source", MIB, 9);
     let (real, link) = (scratch.random("real", 10, 1), scratch.join("link"));
     symlink(&real, &link).expect("a link");
-    copy(text(&source), text(&link), &["-f"]);
+    copy(text(&source), text(&link), &["--force"]);
     assert!(fs::symlink_metadata(&link).expect("the link").is_symlink());
     assert_same(&source, &real);
     let dangling = scratch.join("dangling");
@@ -230,22 +229,21 @@ fn a_source_is_never_its_own_target() {
     fs::hard_link(&source, &hard).expect("a link");
     symlink(&source, &soft).expect("a link");
     for target in [&source, &hard, &soft] {
-        refusal(&["copy", text(&source), text(target), "-f"]).says(&["it is the source itself"]);
+        refusal(&["copy", text(&source), text(target), "--force"])
+            .says(&["it is the source itself"]);
     }
     assert!(fs::read(&source).expect("the source") == before);
 }
 
 #[test]
-fn what_cannot_be_copied_is_refused_in_one_line_and_nothing_is_left() {
+fn an_impossible_copy_is_refused_in_one_line_and_leaves_no_file() {
     let scratch = Scratch::new();
     let source = scratch.random("source", MIB, 11);
     let target = scratch.join("target");
-    let empty = scratch.sparse("hollow", 0);
-    let nowhere = format!("nbd+unix:///?socket={}", text(&scratch.join("nobody")));
+    let nowhere = format!("nbd+unix:///?socket={}", text(&scratch.join("no-server")));
     for (from, to, words) in [
         (text(&scratch.join("missing")), text(&target), &["missing: cannot open", "No such"][..]),
         (text(scratch.path()), text(&target), &["it is a directory"]),
-        (text(&empty), text(&target), &["hollow: it is empty"]),
         ("/dev/null", text(&target), &["neither a regular file nor a block device"]),
         (nowhere.as_str(), text(&target), &["cannot connect", "is the server running?"]),
         (text(&source), nowhere.as_str(), &["cannot connect"]),
@@ -273,7 +271,7 @@ fn files_in_use_are_refused_on_either_side() {
 }
 
 #[test]
-fn a_wrong_command_line_is_said_before_anything_is_opened() {
+fn a_wrong_command_line_is_reported_before_any_file_is_opened() {
     for arguments in [
         &["copy"][..],
         &["copy", "a"],

@@ -1,7 +1,6 @@
-//! `nowait copy` that does not come to its end: killed, interrupted, out of space.
+//! `nowait copy` that is killed, interrupted or out of space.
 //!
-//! Invariant: under the target's name there is the whole copy or nothing.
-//! Knows: unshare(1), mount(8), sh(1). Known by: nobody.
+//! Invariant: under the target's name there is a complete copy or no file.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,10 +12,11 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::random::{Random, seed};
 use crate::common::{
-    Finished, MIB, NOWAIT, Scratch, Server, accepted, refusal_under, require_tool, skip, tool,
+    Finished, MIB, NOWAIT, Scratch, Server, accepted, allocated, refusal_under, require_tool, skip,
+    tool,
 };
 
-/// Large enough to be caught in the middle.
+/// Large enough to be interrupted midway.
 const BYTES: u64 = 96 * MIB;
 
 fn text(path: &Path) -> &str {
@@ -29,7 +29,7 @@ fn start(from: &str, to: &str) -> Child {
     silent.spawn().expect("nowait")
 }
 
-/// A full source, and how long a copy of it takes here.
+/// A source without holes, and the time that a copy of it takes here.
 fn source(scratch: &Scratch) -> (PathBuf, Duration) {
     let source = scratch.random("source", BYTES, 1);
     let begin = Instant::now();
@@ -38,8 +38,8 @@ fn source(scratch: &Scratch) -> (PathBuf, Duration) {
     (source, begin.elapsed())
 }
 
-/// Kills copies of `source` to `target` that take about `takes`; one that is there nevertheless is
-/// looked at by `assert_whole`.
+/// Kills copies of `source` to `target`, which take about `takes`; a target that exists
+/// nevertheless is checked by `assert_whole`.
 fn kill_copies(source: &Path, target: &Path, takes: Duration, assert_whole: impl Fn()) {
     let mut random = Random::from_seed(seed());
     let mut cut = 0;
@@ -56,14 +56,14 @@ fn kill_copies(source: &Path, target: &Path, takes: Duration, assert_whole: impl
         }
     }
     assert!(cut > 0, "no copy was cut");
-    // What they left is in nobody's way.
+    // The files that they left do not block the next copy.
     accepted(&["copy", text(source), text(target), "--verify"]);
     let directory = target.parent().expect("a directory");
     assert_eq!(fs::read_dir(directory).expect("a directory").count(), 2);
 }
 
 #[test]
-fn sigkill_at_any_moment_leaves_nothing_that_looks_complete() {
+fn sigkill_at_any_moment_leaves_no_file_that_looks_complete() {
     let scratch = Scratch::new();
     let (source, takes) = source(&scratch);
     let target = scratch.join("target");
@@ -89,7 +89,7 @@ fn sigkill_at_any_moment_leaves_no_image_that_looks_complete() {
 }
 
 #[test]
-fn an_interrupted_copy_says_so_and_leaves_nothing() {
+fn an_interrupted_copy_reports_it_and_leaves_no_file() {
     let scratch = Scratch::new();
     let (source, takes) = source(&scratch);
     let target = scratch.join("target");
@@ -105,10 +105,13 @@ fn an_interrupted_copy_says_so_and_leaves_nothing() {
             continue;
         }
         assert!(!target.exists(), "there is a target although the copy failed");
-        // Before it listens, a signal ends it without a word.
+        // Before its handler is installed, a signal ends it without a message.
         if output.status.code() == Some(1) {
-            let said = String::from_utf8_lossy(&output.stderr).into_owned();
-            assert!(said.starts_with("nowait: interrupted") && said.lines().count() == 1, "{said}");
+            let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+            assert!(
+                printed.starts_with("nowait: interrupted") && printed.lines().count() == 1,
+                "{printed}"
+            );
             interrupted += 1;
         }
     }
@@ -116,7 +119,7 @@ fn an_interrupted_copy_says_so_and_leaves_nothing() {
 }
 
 #[test]
-fn a_server_killed_amid_a_copy_is_said_and_leaves_nothing() {
+fn a_server_killed_during_a_copy_is_reported_and_leaves_no_file() {
     let scratch = Scratch::new();
     let (image, takes) = source(&scratch);
     let target = scratch.join("target");
@@ -133,11 +136,11 @@ fn a_server_killed_amid_a_copy_is_said_and_leaves_nothing() {
             fs::remove_file(&target).expect("the copy");
             continue;
         }
-        let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        assert!(!target.exists() && said.lines().count() == 1, "{said}");
+        let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!target.exists() && printed.lines().count() == 1, "{printed}");
         assert!(
-            said.contains("closed the connection") || said.contains("cannot connect"),
-            "{said}"
+            printed.contains("closed the connection") || printed.contains("cannot connect"),
+            "{printed}"
         );
         cut += 1;
     }
@@ -145,7 +148,7 @@ fn a_server_killed_amid_a_copy_is_said_and_leaves_nothing() {
 }
 
 #[test]
-fn a_full_file_system_is_said_and_nothing_is_left() {
+fn a_full_file_system_is_reported_and_no_file_is_left() {
     if !require_tool("unshare") {
         return;
     }
@@ -163,13 +166,13 @@ fn a_full_file_system_is_said_and_nothing_is_left() {
     let source = scratch.random("source", 16 * MIB, 2);
     let small = scratch.join("small");
     fs::create_dir(&small).expect("a directory");
-    // What is left there is told by the exit status: the mount ends with the command.
+    // The exit status says whether files are left: the mount ends with the command.
     const SCRIPT: &str = r#"mount -t tmpfs -o size="$1" none "$0" && cd "$0" && shift || exit 9
 "$@"; status=$?; [ -z "$(ls -A)" ] || exit 8; exit $status"#;
     for (size, target, words) in [
         ("8m", "target", "target: cannot write at byte"),
         ("8m", "target.qcow2", "target.qcow2: cannot write at byte"),
-        // The data has room, and the tables have not.
+        // The data fits, but the tables do not.
         ("16392k", "target.qcow2", "target.qcow2: cannot write the image's tables"),
     ] {
         let script = ["--", "sh", "-c", SCRIPT, text(&small), size];
@@ -179,11 +182,54 @@ fn a_full_file_system_is_said_and_nothing_is_left() {
 }
 
 #[test]
-fn a_limit_on_the_size_of_files_is_said_and_nothing_is_left() {
+fn a_limit_on_the_size_of_files_is_reported_and_no_file_is_left() {
     let scratch = Scratch::new();
     let source = scratch.random("source", 4 * MIB, 3);
     let target = scratch.join("target");
     let wrapper = ["sh", "-c", r#"ulimit -f 1024 && exec "$0" "$@""#];
     refusal_under(&wrapper, &["copy", text(&source), text(&target)]).says(&["target", "ulimit -f"]);
     assert_eq!(fs::read_dir(scratch.path()).expect("a directory").count(), 1);
+}
+
+/// Starts a copy of `source` to an export and interrupts it by `cut` when some of it has arrived,
+/// while the server is stopped; returns the exit status and the message.
+fn cut_amid_export(source: &Path, cut: impl Fn(&Child, &Server)) -> (Option<i32>, String) {
+    for _ in 0..10 {
+        let scratch = Scratch::new();
+        let image = scratch.sparse("target.img", BYTES);
+        let server = Server::start(&image, &[]);
+        let copy = start(text(source), server.uri());
+        let begin = Instant::now();
+        while allocated(&image) == 0 && begin.elapsed() < Duration::from_secs(30) {
+            thread::yield_now();
+        }
+        server.signal(Signal::STOP);
+        cut(&copy, &server);
+        let output = copy.wait_with_output().expect("a child");
+        // A copy that was complete before the server was stopped is repeated.
+        if !output.status.success() {
+            let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+            return (output.status.code(), printed);
+        }
+    }
+    panic!("no copy was cut");
+}
+
+#[test]
+fn a_copy_cut_within_an_export_reports_a_partly_written_target_and_exits_with_three() {
+    let scratch = Scratch::new();
+    let source = scratch.random("source", BYTES, 1);
+    let interrupt = |copy: &Child, _: &Server| {
+        kill_process(Pid::from_child(copy), Signal::INT).expect("a child");
+    };
+    let (status, printed) = cut_amid_export(&source, interrupt);
+    assert!(printed.starts_with("nowait: interrupted: nbd+unix:///"), "{printed}");
+    assert!(printed.contains("is written in part") && printed.lines().count() == 1, "{printed}");
+    assert_eq!(status, Some(3), "{printed}");
+    let (status, printed) = cut_amid_export(&source, |_, server| server.signal(Signal::KILL));
+    assert!(
+        printed.contains("; nbd+unix:///") && printed.contains("is written in part"),
+        "{printed}"
+    );
+    assert_eq!((status, printed.lines().count()), (Some(3), 1), "{printed}");
 }

@@ -1,6 +1,7 @@
-//! What cannot be served is refused in one line that says what and what to do; wrong usage exits 2.
+//! Errors are reported in one line that says what is wrong and what to do; wrong usage exits with
+//! 2.
 //!
-//! Invariant: a refusal leaves every file as it was. Knows: the command line. Known by: nobody.
+//! Invariant: a refusal leaves every file unchanged.
 
 use std::fs::{self, Permissions};
 use std::os::unix::fs::PermissionsExt;
@@ -9,7 +10,7 @@ use std::path::Path;
 
 use crate::common::nbd::{Client, Mode};
 use crate::common::{
-    Finished, MIB, Scratch, Server, refusal, refusal_under, require_tool, skip, tool,
+    Finished, MIB, Scratch, Server, accepted, refusal, refusal_under, require_tool, skip, tool,
 };
 
 /// `nowait serve IMAGE` on a socket in the same directory, with `extra` arguments.
@@ -41,17 +42,11 @@ fn a_directory_is_refused_as_one() {
 }
 
 #[test]
-fn an_empty_file_is_refused_as_one() {
-    let scratch = Scratch::new();
-    refusal(&serve(&scratch.sparse("hollow.img", 0), &[])).says(&["hollow.img", "empty"]);
-}
-
-#[test]
-fn an_image_that_may_not_be_written_is_refused_with_read_only_as_the_way_out() {
+fn an_image_without_write_permission_is_refused_and_read_only_is_suggested() {
     let scratch = Scratch::new();
     let image = scratch.sparse("guarded.img", MIB);
     fs::set_permissions(&image, Permissions::from_mode(0o400)).expect("own file");
-    // Root passes every permission check, unless it gives that up.
+    // Root passes every permission check, unless it drops the capability.
     let as_mortal = ["setpriv", "--bounding-set=-dac_override", "--inh-caps=-dac_override"];
     let is_root = rustix::process::geteuid().is_root();
     if is_root && !require_tool("setpriv") {
@@ -63,7 +58,7 @@ fn an_image_that_may_not_be_written_is_refused_with_read_only_as_the_way_out() {
 }
 
 #[test]
-fn a_socket_path_beyond_what_an_address_holds_is_wrong_usage_and_says_the_bound() {
+fn a_socket_path_that_is_too_long_is_wrong_usage_and_the_limit_is_named() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB);
     let long = format!("unix:{}", scratch.join(&"x".repeat(120)).display());
@@ -74,7 +69,7 @@ fn a_socket_path_beyond_what_an_address_holds_is_wrong_usage_and_says_the_bound(
 }
 
 #[test]
-fn a_socket_that_somebody_listens_on_is_refused_and_left_alone() {
+fn a_socket_with_a_listener_is_refused_and_left_unchanged() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB);
     let listener =
@@ -85,7 +80,7 @@ fn a_socket_that_somebody_listens_on_is_refused_and_left_alone() {
 }
 
 #[test]
-fn a_socket_file_that_nobody_listens_on_is_taken_over() {
+fn a_socket_file_without_a_listener_is_taken_over() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB);
     drop(UnixListener::bind(scratch.join("stale")).expect("a socket of one's own"));
@@ -105,7 +100,7 @@ fn a_file_that_is_no_socket_is_never_taken_over() {
 }
 
 #[test]
-fn a_second_server_on_one_image_is_refused_while_the_first_lives() {
+fn a_second_server_on_one_image_is_refused_while_the_first_runs() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB);
     let first = Server::start(&image, &[]);
@@ -126,15 +121,15 @@ fn two_read_only_servers_share_one_image() {
 }
 
 #[test]
-fn qemu_and_nowait_keep_each_other_off_an_image_one_of_them_writes() {
+fn qemu_and_nowait_lock_each_other_out_of_an_image_that_one_writes() {
     if !require_tool("qemu-io") {
         return;
     }
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB);
     let server = Server::start(&image, &[]);
-    let said = tool("qemu-io").args(["-f", "raw", "-c", "write 0 512"]).arg(&image).fails();
-    assert!(said.contains("lock"), "{said}");
+    let printed = tool("qemu-io").args(["-f", "raw", "-c", "write 0 512"]).arg(&image).fails();
+    assert!(printed.contains("lock"), "{printed}");
     server.stop();
     tool("qemu-io").args(["-f", "raw", "-c", "write 0 512"]).arg(&image).succeeds();
 }
@@ -178,4 +173,84 @@ fn a_tcp_port_in_use_is_refused() {
         &format!("tcp:{address}"),
     ])
     .says(&[&address.port().to_string()]);
+}
+
+#[test]
+fn wrong_usage_of_any_command_is_one_line_for_any_arguments() {
+    let evil = "a\nb\x1b[2J\u{202e}c";
+    for command in ["serve", "create", "info", "map", "check", "copy", "resize", "commit", "bench"]
+    {
+        let option = format!("--{evil}");
+        let surplus = [command, evil, evil, evil, evil];
+        for arguments in [&[command, &option][..], &[command, "--json=1"], &surplus] {
+            if command == "serve" && arguments == surplus {
+                continue; // It takes any number of images.
+            }
+            let refused = refusal(arguments);
+            let status = if command == "check" { 64 } else { 2 };
+            assert_eq!(refused.code, status, "{arguments:?}: {}", refused.error);
+            assert!(refused.error.starts_with("nowait: "), "{}", refused.error);
+            assert_eq!(refused.error.lines().count(), 1, "{}", refused.error);
+            assert!(!refused.error.contains(['\x1b', '\u{202e}']), "{:?}", refused.error);
+            let manual = format!("(see 'nowait {command} --help')\n");
+            assert!(refused.error.ends_with(&manual), "{}", refused.error);
+        }
+    }
+}
+
+#[test]
+fn a_failure_is_one_line_for_any_image_name() {
+    let scratch = Scratch::new();
+    let evil = scratch.join("a\nb\x1b[2J");
+    let evil = evil.to_str().expect("a name in UTF-8");
+    let other = scratch.sparse("disk.img", MIB);
+    let other = other.to_str().expect("a name in UTF-8");
+    for arguments in [
+        &["serve", evil][..],
+        &["info", evil],
+        &["map", evil],
+        &["check", evil],
+        &["copy", evil, other],
+        &["resize", evil, "1G"],
+        &["commit", evil],
+    ] {
+        let refused = refusal(arguments);
+        refused.says(&[r"a\nb\u{1b}[2J"]);
+        assert!(!refused.error.contains('\x1b'), "{:?}", refused.error);
+    }
+}
+
+#[test]
+fn success_is_printed_on_separate_lines_for_any_image_name() {
+    let scratch = Scratch::new();
+    let name = |plain: &str| format!("{}/{plain}\n\x1b[2J", scratch.path().display());
+    let (image, copied) = (name("a"), name("b"));
+    for arguments in [
+        &["create", &image, "1M"][..],
+        &["resize", &image, "+1M"],
+        &["copy", &image, &copied],
+        &["info", &image],
+    ] {
+        let printed = accepted(arguments);
+        let first = printed.lines().next().expect("a line");
+        assert!(first.contains(r"a\n\u{1b}[2J") && !printed.contains('\x1b'), "{printed:?}");
+    }
+}
+
+#[test]
+fn check_distinguishes_wrong_usage_and_raw_images_from_corruption_by_exit_status() {
+    let scratch = Scratch::new();
+    let raw = scratch.sparse("disk.img", MIB);
+    let raw = raw.to_str().expect("a name in UTF-8");
+    for (arguments, code) in [
+        (&["check"][..], 64),
+        (&["check", raw, "--no-such-flag"], 64),
+        (&["check", raw, "--format", "vmdk"], 64),
+        (&["check", raw], 63),
+        (&["check", "missing.qcow2"], 1),
+    ] {
+        let refused = refusal(arguments);
+        assert_eq!(refused.code, code, "{arguments:?}: {}", refused.error);
+        assert_eq!(refused.error.lines().count(), 1, "{}", refused.error);
+    }
 }

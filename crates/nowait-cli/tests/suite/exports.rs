@@ -1,7 +1,6 @@
-//! Several images in one server: each client gets the one that it asks for, and only that.
+//! Several images in one server: each client gets the export that it names, and no other.
 //!
-//! Invariant: what is read is compared with the image's file, and images differ in every block.
-//! Knows: the command line, the wire, nbdinfo. Known by: nobody.
+//! Invariant: reads are compared with the image's file, and images differ in every block.
 
 use std::collections::BTreeSet;
 use std::fs;
@@ -19,7 +18,7 @@ use crate::common::{Finished, MIB, Scratch, Server, refusal, require_tool, tool}
 const OPT_EXPORT_NAME: u32 = 1;
 const OPT_INFO: u32 = 6;
 const BLOCK_BYTES: usize = 4096;
-/// Bytes of the head of a simple reply.
+/// Bytes of the header of a simple reply.
 const REPLY_BYTES: usize = 16;
 
 /// A server of `root` (the first) and `data`, which is larger.
@@ -48,7 +47,7 @@ impl Pair {
     }
 
     /// The numbers of the exports that have threads.
-    fn awake(&self) -> BTreeSet<String> {
+    fn exports_with_threads(&self) -> BTreeSet<String> {
         let threads = self.server.threads();
         let group = |name: &String| {
             let (export, _) = name.strip_prefix("nowait-nbd-")?.split_once('.')?;
@@ -67,7 +66,7 @@ fn uri(server: &Server, name: &str) -> String {
 }
 
 #[test]
-fn each_name_leads_to_its_image_and_no_name_to_the_first() {
+fn each_name_selects_its_image_and_the_empty_name_the_first() {
     for extra in [&[][..], &["--queue", "threads"], &["--queues", "3"]] {
         let pair = Pair::new(extra);
         for (name, expected) in
@@ -84,7 +83,7 @@ fn each_name_leads_to_its_image_and_no_name_to_the_first() {
 }
 
 #[test]
-fn writes_to_one_export_are_flushed_at_the_end_and_leave_the_other_alone() {
+fn writes_to_one_export_are_flushed_at_the_end_and_do_not_change_the_other() {
     let pair = Pair::new(&[]);
     let (mut root, mut data) = (pair.connect("root"), pair.connect("data"));
     data.write(4096, &[0x5a; 8192]).expect("a write");
@@ -112,7 +111,7 @@ fn requests_sent_together_with_the_choice_of_an_export_move_with_the_connection(
             let write = RawRequest::write(offset, BLOCK_BYTES as u32);
             sent.extend(RawRequest { kind: 0, cookie, ..write }.bytes());
         }
-        // The last one is cut: what is left of it comes to the other thread.
+        // The last request is split: its rest arrives at the other thread.
         let (first, rest) = sent.split_at(sent.len() - 10);
         stream.write_all(first).expect("a socket");
         assert_eq!(read_size(&mut stream).expect("an acknowledgement"), 2 * MIB);
@@ -147,28 +146,28 @@ fn a_client_that_closes_its_side_together_with_its_choice_is_answered() {
     stream.shutdown(std::net::Shutdown::Write).expect("a socket");
     let mut answer = Vec::new();
     stream.read_to_end(&mut answer).expect("all of the answer");
-    // Size, flags, and no padding, which this client asked to leave out.
+    // Size and flags without padding, because this client negotiated NO_ZEROES.
     assert_eq!(answer.len(), 10 + REPLY_BYTES + BLOCK_BYTES);
     assert!(answer[10 + REPLY_BYTES..] == pair.data[..BLOCK_BYTES]);
     pair.server.stop();
 }
 
 #[test]
-fn asking_about_an_export_starts_nothing_and_choosing_it_starts_its_threads() {
+fn a_query_about_an_export_starts_no_thread_and_choosing_it_starts_its_threads() {
     let pair = Pair::new(&[]);
     let (only_root, both) =
         (BTreeSet::from(["0".into()]), BTreeSet::from(["0".into(), "1".into()]));
     let mut stream = greet(&pair.server.socket()).expect("a greeting");
     send_option(&mut stream, OPT_INFO, &export_request("data")).expect("a socket");
     assert_eq!(read_size(&mut stream).expect("an answer"), 2 * MIB);
-    assert_eq!(pair.awake(), only_root);
-    // The one that was asked about need not be the one that is chosen.
+    assert_eq!(pair.exports_with_threads(), only_root);
+    // The export of OPT_INFO may differ from the chosen one.
     send_option(&mut stream, OPT_GO, &export_request("root")).expect("a socket");
     assert_eq!(read_size(&mut stream).expect("an answer"), MIB);
     pair.connect("").read(0, 512).expect("a read");
-    assert_eq!(pair.awake(), only_root);
+    assert_eq!(pair.exports_with_threads(), only_root);
     pair.connect("data").read(0, 512).expect("a read");
-    assert_eq!(pair.awake(), both);
+    assert_eq!(pair.exports_with_threads(), both);
     pair.server.stop();
 }
 
@@ -180,18 +179,20 @@ fn nbdinfo_lists_every_export_with_its_description() {
     let pair = Pair::new(&[]);
     let list = tool("nbdinfo").args(["--json", "--list", pair.server.uri()]).succeeds();
     let list: Value = serde_json::from_str(&list).expect("JSON from nbdinfo");
-    let told = |n: usize, key: &str| list["exports"][n][key].clone();
-    assert_eq!((told(0, "export-name"), told(1, "export-name")), ("root".into(), "data".into()));
-    assert_eq!((told(0, "export-size"), told(1, "export-size")), (MIB.into(), (2 * MIB).into()));
-    let description = told(1, "description");
-    assert_eq!(description, pair.data_path.to_str().expect("a name in UTF-8"));
+    let field = |n: usize, key: &str| list["exports"][n][key].clone();
+    assert_eq!((field(0, "export-name"), field(1, "export-name")), ("root".into(), "data".into()));
+    assert_eq!((field(0, "export-size"), field(1, "export-size")), (MIB.into(), (2 * MIB).into()));
+    let description = field(1, "description");
+    // Only the file name: clients do not learn the directory.
+    let name = pair.data_path.file_name().expect("a name").to_str().expect("a name in UTF-8");
+    assert_eq!(description, name);
     let size = tool("nbdinfo").args(["--size", &uri(&pair.server, "data")]).succeeds();
     assert_eq!(size.trim(), (2 * MIB).to_string());
     pair.server.stop();
 }
 
 #[test]
-fn the_ready_line_names_every_export_and_keeps_the_first_where_one_alone_is() {
+fn the_ready_line_names_every_export_and_has_the_first_at_the_top_level() {
     let scratch = Scratch::new();
     let (one, two) = (scratch.sparse("one.img", MIB), scratch.sparse("two.img", 2 * MIB));
     let socket = scratch.join("socket");
@@ -231,7 +232,7 @@ fn an_image_given_twice_is_refused_unless_it_is_only_read() {
 }
 
 #[test]
-fn an_image_that_cannot_be_served_is_named_and_nothing_is_served() {
+fn an_image_that_cannot_be_served_is_named_and_no_image_is_served() {
     let scratch = Scratch::new();
     let image = scratch.sparse("good.img", MIB);
     let socket = scratch.join("socket");

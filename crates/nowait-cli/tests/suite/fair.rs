@@ -1,8 +1,8 @@
-//! A client with little to do beside clients with much: it is served amid their requests, not after them.
+//! Fairness: a client with small requests is served between the large requests of another client,
+//! not after them.
 //!
-//! Invariant: what is asserted is an order, counted in bytes that the server has sent; nothing is timed, and how fast
-//! the clients are makes no difference.
-//! Knows: the NBD client of these tests. Known by: nobody.
+//! Invariant: the test checks an order, counted in bytes that the server has sent; it does not
+//! depend on time or on the clients' speed.
 
 use std::io::{ErrorKind, Read};
 
@@ -11,15 +11,16 @@ use crate::common::{KIB, MIB, Scratch, Server};
 
 /// Requests of the greedy client, of 1 MiB each.
 const LARGE: u64 = 64;
-/// Small requests, one after the other while the greedy client gets its replies.
+/// Small requests, one after the other while the greedy client receives its replies.
 const SMALL: u64 = 5;
-/// What the greedy client may be sent, on an average, from when a small request was sent until its reply is there: what
-/// was under way, and a few portions. More is for the one that the page cache may refuse to answer without waiting, so
-/// that a worker does it.
+/// The bytes that the server may send to the greedy client, on average, between a small request and
+/// its reply: the bytes in flight and a few quanta. The margin is for a small request that the page
+/// cache cannot answer without waiting, so that a worker serves it.
 const BEFORE_SMALL: u64 = 2 * MIB;
 
-/// Sends a small read on `small`, then takes replies from `greedy` until the answer is there. Returns the bytes taken
-/// meanwhile that the server has sent since: its socket holds some 8 MiB, which a client that is slow finds full.
+/// Sends a small read on `small`, then receives replies on `greedy` until the small answer arrives.
+/// Returns the bytes received that the server has sent since the small request: a slow client's
+/// socket may hold some 8 MiB from before.
 fn sent_until_answered(small: &mut Client, greedy: &mut Client, buffer: &mut [u8]) -> u64 {
     let there = rustix::io::ioctl_fionread(greedy.stream()).expect("a socket");
     small.send(&Command::Read { offset: 0, len: 4096 }).expect("a socket");
@@ -51,7 +52,7 @@ fn sent_until_answered(small: &mut Client, greedy: &mut Client, buffer: &mut [u8
 }
 
 #[test]
-fn small_reads_are_answered_amid_the_large_reads_that_were_asked_for_before() {
+fn small_reads_are_answered_between_large_reads_that_were_requested_before() {
     let scratch = Scratch::new();
     let image = scratch.random("disk.img", 16 * MIB, 5);
     let one_thread = ["--queues", "1", "--queue", "uring", "--direct", "off"];

@@ -1,13 +1,11 @@
-//! What a newcomer types first.
-//!
-//! Knows: the command line. Known by: nobody.
+//! The first commands of a new user.
 
 use std::fs;
 
 use crate::common::{GIB, MIB, Scratch, Server, accepted, allocated, refusal};
 
 #[test]
-fn serve_without_an_image_makes_a_sparse_gibibyte_and_keeps_it_for_the_next_time() {
+fn serve_without_an_image_makes_a_sparse_gibibyte_and_uses_it_again() {
     let home = Scratch::new();
     let server = Server::start_without_image(&home);
     let mut client = server.connect();
@@ -35,12 +33,12 @@ fn create_makes_a_sparse_image_and_never_overwrites_one() {
 }
 
 #[test]
-fn info_says_the_size_as_json() {
+fn info_prints_the_size_as_json() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", 3 * MIB);
-    let said = accepted(&["info", image.to_str().expect("a name in UTF-8"), "--json"]);
-    let said: serde_json::Value = serde_json::from_str(&said).expect("JSON");
-    assert_eq!(said["size_bytes"], 3 * MIB);
+    let printed = accepted(&["info", image.to_str().expect("a name in UTF-8"), "--json"]);
+    let printed: serde_json::Value = serde_json::from_str(&printed).expect("JSON");
+    assert_eq!(printed["size_bytes"], 3 * MIB);
 }
 
 #[test]

@@ -1,8 +1,8 @@
-//! A stock Linux has a file system on the server: its root through QEMU, another through its own driver.
+//! A stock Linux guest uses file systems on the server: its root through QEMU, another through its
+//! own NBD driver.
 //!
-//! Invariant: the files are checked on both sides: in the guest those that came with the image, outside
-//! those the guest wrote, without the server's help.
-//! Knows: e2fsprogs. Known by: nobody.
+//! Invariant: the files are checked on both sides: the image's files in the guest, and the guest's
+//! files outside, without the server.
 
 use std::collections::BTreeMap;
 use std::fs::{self, Permissions};
@@ -20,7 +20,7 @@ const DISK_BYTES: u64 = 192 * MIB;
 const GIVEN_FILES: u64 = 3;
 const WRITTEN_FILES: usize = 4;
 
-/// The guest's only process: checks what it was given, writes, deletes, trims, and powers off.
+/// The guest's only process: checks the given files, writes, deletes, trims, and powers off.
 const GUEST_INIT: &str = r#"#!/bin/sh
 mount -t proc none /proc
 cd /given && sha256sum -c SHA256SUMS && echo "guest: given files are right"
@@ -66,7 +66,7 @@ fn make_disk(scratch: &Scratch, busybox: &Path) -> PathBuf {
 }
 
 /// File name → checksum, from the guest's lines `guest: wrote SUM  NAME`.
-fn sums_said(console: &str) -> BTreeMap<String, String> {
+fn printed_sums(console: &str) -> BTreeMap<String, String> {
     console
         .lines()
         .filter_map(|line| line.trim().strip_prefix("guest: wrote "))
@@ -75,7 +75,8 @@ fn sums_said(console: &str) -> BTreeMap<String, String> {
         .collect()
 }
 
-/// Boots the guest from a server of `image`; gives what it said, which is all that it is to say.
+/// Boots the guest from a server of `image`; returns its console output, which is checked for all
+/// expected lines.
 fn booted_from(guest: &Guest, image: &Path) -> String {
     let server = Server::start(image, &[]);
     let drive = format!("file={},format=raw,if=none,id=disk,discard=unmap", server.uri());
@@ -106,7 +107,7 @@ fn a_stock_kernel_boots_from_the_export_and_its_files_are_right_on_both_sides() 
 }
 
 #[test]
-fn the_same_kernel_boots_from_a_qcow2_overlay_and_leaves_what_is_below_alone() {
+fn the_same_kernel_boots_from_a_qcow2_overlay_and_does_not_change_the_backing_file() {
     if !have_file_system_tools() || !require_tool("qemu-img") {
         return;
     }
@@ -127,7 +128,7 @@ fn the_same_kernel_boots_from_a_qcow2_overlay_and_leaves_what_is_below_alone() {
     check_written(&scratch, &all, &console, WRITTEN_FILES);
 }
 
-/// Attaches the export by the kernel's own driver, has a file system made there, and writes to it.
+/// Attaches the export by the kernel's own driver, makes a file system on it, and writes to it.
 const ATTACHING_INIT: &str = r#"
 mount -t proc none /proc
 mount -t sysfs none /sys
@@ -163,7 +164,7 @@ fn a_stock_kernel_attaches_the_export_by_nbd_client_and_keeps_a_file_system_ther
     let named = format!("data={}", disk.display());
     let server = Server::start(&root, &[&named, "--nbd", "tcp:127.0.0.1:0", "--json"]);
     let script = ATTACHING_INIT.replace("PORT", server.port());
-    // The host is 10.0.2.2 to it. Its card needs no program to boot from.
+    // The guest reaches the host as 10.0.2.2. The network card needs no boot ROM.
     let network = ["-netdev", "user,id=net", "-device", "virtio-net-pci,netdev=net,romfile="];
     let console = guest.run(&script, &[&mkfs, &nbd_client], &network);
     server.stop();
@@ -173,10 +174,10 @@ fn a_stock_kernel_attaches_the_export_by_nbd_client_and_keeps_a_file_system_ther
     check_written(&scratch, &disk, &console, 3);
 }
 
-/// Checks the file system on `disk`, and in it the `count` files of which the guest said the sums.
+/// Checks the file system on `disk`, and the `count` files whose checksums the guest printed.
 fn check_written(scratch: &Scratch, disk: &Path, console: &str, count: usize) {
     tool("e2fsck").arg("-fn").arg(disk).succeeds();
-    let sums = sums_said(console);
+    let sums = printed_sums(console);
     assert_eq!(sums.len(), count, "{console}");
     for (name, sum) in sums {
         let copy = scratch.join(&name);

@@ -1,8 +1,7 @@
-//! A server of a qcow2 overlay that is killed again and again while clients write to it.
+//! A server of a qcow2 overlay is killed repeatedly while clients write to it.
 //!
-//! Invariant: every sector says which write it is from; requests in flight share none, so for each
-//! sector it is known which write it has to be from at least, and at most.
-//! Knows: the wire, the library that looks into images. Known by: nobody.
+//! Invariant: every sector holds the number of its write; requests in flight share no sector, so
+//! that for each sector the oldest and the newest allowed write are known.
 
 use std::collections::HashMap;
 use std::fs;
@@ -11,7 +10,7 @@ use std::path::Path;
 use std::thread;
 use std::time::Duration;
 
-use nowait_image::{Chain, ChainOptions, Format, Reader};
+use nowait_image::{Chain, ChainOptions, ChainReader, Format};
 
 use crate::common::nbd::{Client, Command};
 use crate::common::random::{Random, seed};
@@ -21,21 +20,21 @@ const DISK_BYTES: u64 = 24 * MIB;
 const SECTOR_BYTES: u64 = 512;
 const SECTORS: usize = (DISK_BYTES / SECTOR_BYTES) as usize;
 const KILLS: u32 = 50;
-/// The longest that a server is left alone with its client.
+/// The longest time until a server is killed, in milliseconds.
 const LIFE_MS: u64 = 60;
 const IN_FLIGHT: usize = 12;
-/// What qemu-img check exits with when all that is wrong are leaked clusters.
+/// The exit status of qemu-img check for leaked clusters without corruptions.
 const LEAKS: i32 = 3;
 
-/// Of each sector, the number of the write that it is from.
+/// The model: for each sector, the number of its write.
 struct Disk {
     random: Random,
     writes: u32,
-    /// Durable for certain.
+    /// The newest write that is certainly durable.
     kept: Vec<u32>,
-    /// Answered.
+    /// The newest answered write.
     answered: Vec<u32>,
-    /// Sent.
+    /// The newest sent write.
     sent: Vec<u32>,
 }
 
@@ -46,13 +45,13 @@ enum Flight {
         number: u32,
         fua: bool,
     },
-    /// With what was answered when it was sent.
+    /// With the writes that were answered when the flush was sent.
     Flush {
         answered: Vec<u32>,
     },
 }
 
-/// What a write with this number puts into a sector; 0 is what the backing file has there.
+/// The content of a sector after the write with this number; 0 is the backing file's content.
 fn stamp(sector: usize, number: u32) -> [u8; SECTOR_BYTES as usize] {
     let mut bytes = [0; SECTOR_BYTES as usize];
     for (index, eight) in bytes.chunks_exact_mut(8).enumerate() {
@@ -69,7 +68,7 @@ impl Disk {
         Self { random: Random::from_seed(seed), writes: 0, kept: none, answered, sent }
     }
 
-    /// A write of sectors that `flights` leave alone, or a flush.
+    /// A write that overlaps none of `flights`, or a flush.
     fn next(&mut self, flights: &HashMap<u64, Flight>) -> Option<(Command, Flight)> {
         if self.random.chance(8) {
             return Some((Command::Flush, Flight::Flush { answered: self.answered.clone() }));
@@ -112,7 +111,7 @@ impl Disk {
         }
     }
 
-    /// Writes until the server is gone.
+    /// Writes until the server is killed.
     fn write(&mut self, mut client: Client) {
         let mut flights = HashMap::new();
         loop {
@@ -129,7 +128,7 @@ impl Disk {
         }
     }
 
-    /// Compares with what is in the image, which is where the next server begins.
+    /// Compares with the image's content, from which the next server starts.
     fn compare(&mut self, bytes: &[u8]) {
         for (sector, bytes) in bytes.chunks_exact(SECTOR_BYTES as usize).enumerate() {
             let number = u32::from_le_bytes([bytes[4], bytes[5], bytes[6], bytes[7]]);
@@ -151,13 +150,13 @@ fn contents(image: &Path) -> Vec<u8> {
     let options = ChainOptions { format: Some(Format::Qcow2), ..ChainOptions::default() };
     let chain = Chain::open(image, &options).expect("an image that can be opened");
     let mut bytes = vec![0; DISK_BYTES as usize];
-    let reader = Reader::new(&chain).expect("an image that can be read");
+    let reader = ChainReader::new(&chain).expect("an image that can be read");
     reader.read_at(0, &mut bytes).expect("the whole disk");
     bytes
 }
 
 #[test]
-fn a_killed_server_leaves_no_corruption_and_all_that_was_flushed() {
+fn a_killed_server_leaves_no_corruption_and_all_flushed_data() {
     if !require_tool("qemu-img") {
         return;
     }
@@ -165,8 +164,8 @@ fn a_killed_server_leaves_no_corruption_and_all_that_was_flushed() {
     let (base, image) = (scratch.join("base.img"), scratch.join("disk.qcow2"));
     let below: Vec<u8> = (0..SECTORS).flat_map(|sector| stamp(sector, 0)).collect();
     fs::write(&base, &below).expect("a backing file");
-    // Small clusters, so that tables of all kinds are made again and again; but not so small that
-    // writes seldom leave a part of one to be copied.
+    // Small clusters, so that tables of all kinds are allocated often; but large enough that writes
+    // often cover a cluster only in part, whose rest is copied.
     let create = ["create", "-q", "-f", "qcow2", "-o", "cluster_size=8192", "-F", "raw", "-b"];
     tool("qemu-img").args(create).args([&base, &image]).succeeds();
     let mut disk = Disk::new(seed());
@@ -182,9 +181,9 @@ fn a_killed_server_leaves_no_corruption_and_all_that_was_flushed() {
         drop(server);
         disk = writer.join().expect("a writer without objections");
         let check = tool("qemu-img").args(["check", "-q"]).arg(&image).output().expect("a check");
-        let said = String::from_utf8_lossy(&check.stderr);
+        let printed = String::from_utf8_lossy(&check.stderr);
         let status = check.status.code();
-        assert!(status == Some(0) || status == Some(LEAKS), "after {kill} kills: {said}");
+        assert!(status == Some(0) || status == Some(LEAKS), "after {kill} kills: {printed}");
         disk.compare(&contents(&image));
     }
     assert!(disk.writes > KILLS, "{} writes were made", disk.writes);

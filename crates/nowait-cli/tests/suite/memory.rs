@@ -1,16 +1,21 @@
-//! What a server keeps resident: little at rest, a bounded amount whatever its clients do.
+//! The server's resident memory: little at rest, bounded under any load.
 //!
-//! Invariant: the bounds are the process's own account (proc_pid_status(5)), not an estimate.
-//! Knows: the wire. Known by: nobody.
+//! Invariant: the bounds are checked with the kernel's figures (proc_pid_status(5)), not with an
+//! estimate.
 
-use crate::common::nbd::{Client, Command};
-use crate::common::{Finished, GIB, MIB, Scratch, Server, require_tool, tool};
+use std::io::{ErrorKind, Write};
+use std::os::unix::net::UnixStream;
+use std::time::{Duration, Instant};
+
+use crate::common::nbd::{Client, Command, greet, send_option};
+use crate::common::{Finished, GIB, KIB, MIB, Scratch, Server, require_tool, tool};
 
 const AT_REST_BYTES: u64 = 16 * MIB;
 const UNDER_LOAD_BYTES: u64 = 128 * MIB;
-/// The longest write that NBD clients send unasked (NBD proto.md, "Block size constraints").
+/// The longest write that NBD clients send without negotiation (NBD proto.md, "Block size
+/// constraints").
 const LONGEST_BYTES: u64 = 32 * MIB;
-/// What one longest write may need: itself, and as much again.
+/// The memory that one longest write may need: twice its size.
 const FOR_ONE_WRITE_BYTES: u64 = 64 * MIB;
 
 const CONNECTIONS: usize = 64;
@@ -18,7 +23,7 @@ const DEPTH: u64 = 64;
 const ROUNDS: u64 = 8;
 const BLOCK_BYTES: u32 = 4096;
 
-/// An image that is one hole, its server, and a first connection.
+/// A sparse image, its server, and a first connection.
 struct Setting {
     server: Server,
     client: Client,
@@ -82,14 +87,14 @@ fn a_write_of_32_mib_needs_at_most_64_mib() {
     setting.server.stop();
 }
 
-/// Bytes of the disk that are mapped, in an image of 16 times that.
+/// Mapped bytes of the disk, in an image of 16 times that size.
 const MAPPED_BYTES: u64 = 1024 * GIB;
-/// What an open image may need, with what a server at rest does.
+/// The limit with an open image, including a server at rest.
 const OPEN_BYTES: u64 = 32 * MIB;
-/// What is remembered of where bytes are, at most, and what else a server needs.
-const REMEMBERED_BYTES: u64 = 32 * MIB + 48 * MIB;
-/// Bytes of the disk that one block of metadata tells of.
-const TOLD_AT_ONCE: u64 = 32 * MIB;
+/// The limit of the metadata cache, plus the server's other memory.
+const CACHE_LIMIT_BYTES: u64 = 32 * MIB + 48 * MIB;
+/// Bytes of the disk that one block of metadata maps.
+const METADATA_BLOCK_BYTES: u64 = 32 * MIB;
 
 #[test]
 fn an_image_of_16_tib_needs_less_than_32_mib_when_opened_and_a_bounded_amount_when_read() {
@@ -107,13 +112,70 @@ fn an_image_of_16_tib_needs_less_than_32_mib_when_opened_and_a_bounded_amount_wh
     client.write(0, &[1; 4096]).expect("a write");
     let resident = server.memory("VmHWM");
     assert!(resident < OPEN_BYTES, "{resident} bytes");
-    // More than can be remembered, so that some of it is forgotten.
-    for at in 0..MAPPED_BYTES / TOLD_AT_ONCE {
-        client.read(at * TOLD_AT_ONCE, 4096).expect("a read");
+    // More metadata than the cache holds, so that entries are evicted.
+    for at in 0..MAPPED_BYTES / METADATA_BLOCK_BYTES {
+        client.read(at * METADATA_BLOCK_BYTES, 4096).expect("a read");
     }
     let resident = server.memory("VmHWM");
-    assert!(resident < REMEMBERED_BYTES, "{resident} bytes");
+    assert!(resident < CACHE_LIMIT_BYTES, "{resident} bytes");
     assert_eq!(client.read(0, 4096).as_deref(), Ok(&[1; 4096][..]));
     drop(client);
     server.stop();
+}
+
+/// Connections that send options and read nothing.
+const FLOOD_CONNECTIONS: usize = 200;
+/// The least memory that they must make the server use, or the test proves nothing.
+const FLOOD_BYTES: u64 = 8 * MIB;
+/// The memory that it may keep after they have disconnected.
+const LEFT_BYTES: u64 = 4 * MIB;
+/// The timeout for freeing the memory.
+const TIMEOUT: Duration = Duration::from_secs(60);
+/// NBD proto.md, "Option types": lists the exports.
+const OPT_LIST: u32 = 3;
+/// An unknown option.
+const OPT_UNKNOWN: u32 = 0x7777;
+
+/// A client in the handshake that has sent as much as the server accepts, and has read no reply.
+fn flood(server: &Server) -> UnixStream {
+    let mut stream = greet(&server.socket()).expect("a greeting");
+    stream.set_nonblocking(true).expect("a socket");
+    let mut options = Vec::new();
+    for _ in 0..1000 {
+        send_option(&mut options, OPT_LIST, &[]).expect("memory");
+    }
+    // Most of the option is sent, and the rest never.
+    send_option(&mut options, OPT_UNKNOWN, &[0; 60 * KIB as usize]).expect("memory");
+    options.truncate(options.len() - 100);
+    let mut sent = 0;
+    while let Some(rest) = options.get(sent..).filter(|rest| !rest.is_empty()) {
+        match stream.write(rest) {
+            Ok(len) => sent += len,
+            Err(error) if error.kind() == ErrorKind::WouldBlock => break,
+            Err(error) => panic!("{error}"),
+        }
+    }
+    stream
+}
+
+#[test]
+fn memory_used_by_clients_in_the_handshake_is_freed_after_they_disconnect() {
+    let setting = Setting::new();
+    let before = setting.server.memory("VmRSS");
+    for round in 0..3 {
+        let clients: Vec<UnixStream> =
+            (0..FLOOD_CONNECTIONS).map(|_| flood(&setting.server)).collect();
+        let began = Instant::now();
+        while setting.server.memory("VmRSS") < before + FLOOD_BYTES {
+            assert!(began.elapsed() < TIMEOUT, "round {round}: the server holds almost nothing");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+        drop(clients);
+        let began = Instant::now();
+        while setting.server.memory("VmRSS") > before + LEFT_BYTES {
+            assert!(began.elapsed() < TIMEOUT, "round {round}: more than {LEFT_BYTES} are left");
+            std::thread::sleep(Duration::from_millis(20));
+        }
+    }
+    setting.server.stop();
 }

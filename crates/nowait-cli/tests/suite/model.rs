@@ -1,8 +1,8 @@
-//! Random commands on three connections at once against an array of bytes.
+//! Random commands on three connections at once, compared with an array of bytes.
 //!
-//! Invariant: connections own regions that share no byte, but whose borders share blocks; within a region,
-//! requests in flight together share no byte either. So every byte has one right value at any time.
-//! Knows: the wire. Known by: nobody.
+//! Invariant: connections own regions that share no byte, but whose borders share blocks; within a
+//! region, requests in flight share no byte either. So every byte has one correct value at any
+//! time.
 
 use std::collections::HashMap;
 use std::fs;
@@ -14,20 +14,20 @@ use crate::common::nbd::{Client, Command, Mode};
 use crate::common::random::{Random, seed};
 use crate::common::{Finished, KIB, MIB, Scratch, Server, VARIANTS, require_tool, tool};
 
-/// No multiple of a sector, so that the last block is a partial one.
+/// Not a multiple of a sector, so that the last block is partial.
 const IMAGE_BYTES: u64 = 8 * MIB + 1234;
-/// Where the regions of all connections but the first begin; no multiples of anything.
+/// The starts of the regions of all connections but the first; unaligned.
 const BORDERS: [u64; 2] = [2_796_611, 5_592_827];
-/// A multiple of 512, as QEMU makes qcow2 images only.
+/// A multiple of 512, as QEMU requires of qcow2 images.
 const QCOW2_BYTES: u64 = 8 * MIB + 1536;
 const BATCHES: u64 = 200;
-/// Requests in flight on one connection at most; all together they fit the socket's buffers.
+/// The limit of requests in flight on one connection; all together they fit the socket's buffers.
 const BATCH: usize = 16;
 const BLOCK_BYTES: u64 = 4096;
 /// A window so small that requests in flight share blocks.
-const CROWD_BYTES: usize = 6000;
+const DENSE_WINDOW_BYTES: usize = 6000;
 
-/// One connection's part of the image and what it is to hold.
+/// One connection, its region of the image and the expected content.
 struct Player {
     client: Client,
     random: Random,
@@ -35,19 +35,19 @@ struct Player {
     model: Vec<u8>,
 }
 
-/// How one batch is drawn.
+/// The parameters of one batch.
 struct Plan {
     /// In bytes from the region's start.
     window: Range<usize>,
     /// The longest request in bytes, before alignment.
     most: u64,
-    /// Requests at most; those that overlap an earlier one are left out.
+    /// The limit of requests; those that overlap an earlier one are left out.
     count: usize,
 }
 
 impl Player {
-    /// Where the next batch goes: anywhere in the region, or crowded into a few blocks of it (then
-    /// most often at a border, where the neighbour does the same), or one long request.
+    /// Chooses the next batch: anywhere in the region, or within a few blocks of it (then most
+    /// often at a border, where the neighbour does the same), or one long request.
     fn plan(&mut self) -> Plan {
         let region = self.model.len();
         match self.random.below(100) {
@@ -55,10 +55,10 @@ impl Player {
             40..95 => {
                 let start = match self.random.below(3) {
                     0 => 0,
-                    1 => region - CROWD_BYTES,
-                    _ => self.below(region - CROWD_BYTES),
+                    1 => region - DENSE_WINDOW_BYTES,
+                    _ => self.below(region - DENSE_WINDOW_BYTES),
                 };
-                Plan { window: start..start + CROWD_BYTES, most: 700, count: BATCH }
+                Plan { window: start..start + DENSE_WINDOW_BYTES, most: 700, count: BATCH }
             }
             _ => Plan { window: 0..region, most: MIB, count: 1 },
         }
@@ -100,8 +100,7 @@ impl Player {
         }
     }
 
-    /// Sends a batch of commands that share no byte, a flush among them now and then; checks
-    /// every answer.
+    /// Sends a batch of commands that share no byte, sometimes with a flush; checks every answer.
     fn play(&mut self) {
         let plan = self.plan();
         let mut taken: Vec<Range<usize>> = Vec::new();
@@ -123,7 +122,7 @@ impl Player {
         self.collect(sent);
     }
 
-    /// Takes the answers to all that was sent and checks them.
+    /// Receives the answers to all sent commands and checks them.
     fn collect(&mut self, mut sent: HashMap<u64, (Command, Range<usize>)>) {
         let mut trimmed = Vec::new();
         while !sent.is_empty() {
@@ -139,11 +138,11 @@ impl Player {
                 Command::Flush => {}
             }
         }
-        trimmed.into_iter().for_each(|range| self.learn_trimmed(range));
+        trimmed.into_iter().for_each(|range| self.update_trimmed(range));
     }
 
-    /// C52: a trimmed byte is what it was or zero, and from then on it stays what it is.
-    fn learn_trimmed(&mut self, range: Range<usize>) {
+    /// C52: a trimmed byte is unchanged or zero, and does not change any more after it was read.
+    fn update_trimmed(&mut self, range: Range<usize>) {
         let len = u32::try_from(range.len()).expect("a short range");
         let bytes = self
             .client
@@ -180,10 +179,10 @@ fn brief(command: &Command) -> String {
     }
 }
 
-/// Plays on every region at once; gives what the image is to hold.
+/// Runs all connections at once; returns the expected content of the image.
 fn play_all(server: &Server, start: &[u8], seed: u64) -> Vec<u8> {
     let borders = [0, BORDERS[0], BORDERS[1], start.len() as u64];
-    // All forms of messages; the contract is the same.
+    // All message formats; the contract is the same.
     let modes = [Mode::Structured, Mode::Simple, Mode::Extended];
     let players: Vec<_> = borders
         .windows(2)
@@ -207,7 +206,7 @@ fn play_all(server: &Server, start: &[u8], seed: u64) -> Vec<u8> {
         .collect()
 }
 
-/// Plays on a server of `image` started with `variant`; gives what the disk is to hold now.
+/// Runs on a server of `image` started with `variant`; returns the expected content of the disk.
 fn played(image: &Path, variant: &[&str], start: &[u8], seed: u64) -> Vec<u8> {
     println!("serve {} {variant:?}", image.display());
     let server = Server::start(image, variant);
@@ -225,7 +224,7 @@ fn played(image: &Path, variant: &[&str], start: &[u8], seed: u64) -> Vec<u8> {
     model
 }
 
-/// One whole game on a raw image.
+/// One complete run on a raw image.
 fn game(variant: &[&str], seed: u64) {
     let scratch = Scratch::new();
     let image = scratch.dotted("disk.img", IMAGE_BYTES, 30_000, 200_000);
@@ -241,7 +240,7 @@ fn first_difference(one: &[u8], other: &[u8]) -> Option<usize> {
     one.iter().zip(other).position(|(left, right)| left != right)
 }
 
-/// What a qcow2 image stands on.
+/// The backing file of a qcow2 image.
 #[derive(Clone, Copy, Debug)]
 enum Below {
     Nothing,
@@ -253,16 +252,16 @@ fn qemu_img(arguments: &[&str], scratch: &Scratch) {
     tool("qemu-img").current_dir(scratch.path()).args(arguments).succeeds();
 }
 
-/// All that the disk in `disk.qcow2` holds, as QEMU sees it.
+/// The content of the disk in `disk.qcow2`, read by QEMU.
 fn converted(scratch: &Scratch) -> Vec<u8> {
     qemu_img(&["convert", "-f", "qcow2", "-O", "raw", "disk.qcow2", "all.raw"], scratch);
     fs::read(scratch.join("all.raw")).expect("a converted image")
 }
 
-/// One whole game on a qcow2 image.
+/// One complete run on a qcow2 image.
 fn qcow2_game(below: Below, variant: &[&str], seed: u64) {
     let scratch = Scratch::new();
-    // It ends before the disk does, and amid a block.
+    // The backing file is shorter than the disk, and ends within a block.
     scratch.dotted("base.img", IMAGE_BYTES - MIB, 30_000, 200_000);
     let size = QCOW2_BYTES.to_string();
     let create = ["create", "-q", "-f", "qcow2", "disk.qcow2", &size];
@@ -295,7 +294,7 @@ fn three_connections_always_read_what_they_last_wrote_in_every_variant() {
 }
 
 #[test]
-fn the_same_holds_for_qcow2_images_alone_over_raw_and_over_qcow2() {
+fn the_same_holds_for_qcow2_images_without_and_with_raw_and_qcow2_backing_files() {
     if !require_tool("qemu-img") {
         return;
     }

@@ -1,40 +1,39 @@
-//! What clients are told in every mode that the installed libnbd can do; a block device as an image.
+//! The information that clients get in every mode of the installed libnbd; a block device as an
+//! image.
 //!
-//! Invariant: what is compared with is the command line, or bytes that did not come through the server.
-//! Knows: nbdinfo, libnbd's Python binding, losetup. Known by: nobody.
+//! Invariant: the expected values are from the command line, or bytes that were not transferred by
+//! the server.
 
 use std::fs;
-use std::path::Path;
-use std::process::Command;
 
 use serde_json::{Value, json};
 
 use crate::common::certificates::{Authority, Flaw, Role};
 use crate::common::nbd::{Client, ENOTSUP, FLAG_FAST_ZERO, FLAG_NO_HOLE, Mode, RawRequest, ZERO};
 use crate::common::{
-    Finished, MIB, PYTHON, Scratch, Server, python_with_nbd, require_tool, skip, tool,
+    Finished, LoopDevice, MIB, PYTHON, Scratch, Server, python_with_nbd, require_tool, tool,
 };
 
-/// What nbdinfo says of `uri`, with more `arguments`.
-fn told(uri: &str, arguments: &[&str]) -> Value {
-    let said = tool("nbdinfo").arg("--json").args(arguments).arg(uri).succeeds();
-    serde_json::from_str(&said).expect("JSON from nbdinfo")
+/// The output of nbdinfo for `uri` with `arguments`.
+fn nbdinfo(uri: &str, arguments: &[&str]) -> Value {
+    let printed = tool("nbdinfo").arg("--json").args(arguments).arg(uri).succeeds();
+    serde_json::from_str(&printed).expect("JSON from nbdinfo")
 }
 
-/// Checks each of `wanted` in `answer`. What only a newer libnbd tells is checked where it is told.
-fn tells(answer: &Value, wanted: &Value) {
+/// Checks each of `wanted` in `answer`.
+fn assert_contains(answer: &Value, wanted: &Value) {
     for (key, value) in wanted.as_object().expect("keys and values") {
         assert_eq!(&answer[key], value, "{key} in {answer}");
     }
 }
 
-/// What is the same for every export of an image of `bytes`.
+/// The expected properties of an export of `bytes`.
 fn export(name: &str, bytes: u64, is_read_only: bool) -> Value {
     let changes = !is_read_only;
     json!({
         "export-name": name,
         "export-size": bytes,
-        "contexts": ["base:allocation"],
+        "contexts": ["base:allocation", "qemu:allocation-depth"],
         "is_read_only": is_read_only,
         "is_rotational": false,
         "can_cache": true,
@@ -50,15 +49,15 @@ fn export(name: &str, bytes: u64, is_read_only: bool) -> Value {
     })
 }
 
-/// What is said of the connection.
-fn checked(answer: &Value, has_tls: bool) {
+/// Checks the properties of the connection.
+fn check_connection(answer: &Value, has_tls: bool) {
     let wanted = json!({"protocol": "newstyle-fixed", "TLS": has_tls, "structured": true});
-    tells(answer, &wanted);
+    assert_contains(answer, &wanted);
     assert!(answer["extended"].is_null() || answer["extended"] == true, "{answer}");
 }
 
 #[test]
-fn nbdinfo_tells_the_truth_of_writable_read_only_and_listed_exports() {
+fn nbdinfo_reports_writable_read_only_and_listed_exports_correctly() {
     if !require_tool("nbdinfo") {
         return;
     }
@@ -69,22 +68,23 @@ fn nbdinfo_tells_the_truth_of_writable_read_only_and_listed_exports() {
     for (extra, is_read_only) in [(&[][..], false), (&["--read-only"], true)] {
         let server = Server::start(&image, &[&[&named[..]], extra].concat());
         let first = export("", 3 * MIB + 512, is_read_only);
-        let answer = told(server.uri(), &[]);
-        checked(&answer, false);
-        tells(&answer["exports"][0], &first);
-        assert_eq!(answer["exports"][0]["description"], image.to_str().expect("UTF-8"));
-        let answer = told(server.uri(), &["--list"]);
-        checked(&answer, false);
+        let answer = nbdinfo(server.uri(), &[]);
+        check_connection(&answer, false);
+        assert_contains(&answer["exports"][0], &first);
+        let name = image.file_name().expect("a name").to_str().expect("UTF-8");
+        assert_eq!(answer["exports"][0]["description"], name);
+        let answer = nbdinfo(server.uri(), &["--list"]);
+        check_connection(&answer, false);
         let list = answer["exports"].as_array().expect("a list");
         assert_eq!(list.len(), 2);
-        tells(&list[0], &first);
-        tells(&list[1], &export("other", MIB, is_read_only));
+        assert_contains(&list[0], &first);
+        assert_contains(&list[1], &export("other", MIB, is_read_only));
         server.stop();
     }
 }
 
 #[test]
-fn nbdinfo_tells_the_truth_of_exports_behind_tls() {
+fn nbdinfo_reports_exports_behind_tls_correctly() {
     if !require_tool("nbdinfo") {
         return;
     }
@@ -98,14 +98,15 @@ fn nbdinfo_tells_the_truth_of_exports_behind_tls() {
     let extra = [&named, "--read-only", "--tls-certs", directory];
     let server = Server::start(&scratch.sparse("disk.img", 2 * MIB), &extra);
     let uri = format!("{}&tls-certificates={directory}", server.uri());
-    let answer = told(&uri, &["--list"]);
-    checked(&answer, true);
-    tells(&answer["exports"][0], &export("", 2 * MIB, true));
-    tells(&answer["exports"][1], &export("other", MIB, true));
+    let answer = nbdinfo(&uri, &["--list"]);
+    check_connection(&answer, true);
+    assert_contains(&answer["exports"][0], &export("", 2 * MIB, true));
+    assert_contains(&answer["exports"][1], &export("other", MIB, true));
     server.stop();
 }
 
-/// libnbd with one thing less at a time: what is left is told as it is, and data go both ways.
+/// libnbd with one feature less at a time: the remaining features are reported correctly, and data
+/// are transferred both ways.
 const LESSER_MODES_SCRIPT: &str = r#"
 import sys
 import nbd
@@ -163,40 +164,15 @@ fn libnbd_is_served_without_structured_replies_and_without_options() {
     assert!(fs::read(&image).expect("the image") == expected);
 }
 
-/// A loop device, detached when it is dropped.
-struct LoopDevice(String);
-
-impl LoopDevice {
-    /// One on `file`; `None` where there is none to be had.
-    fn on(file: &Path) -> Option<Self> {
-        let made = Command::new("losetup").args(["--find", "--show"]).arg(file).output().ok()?;
-        let name = String::from_utf8(made.stdout).ok()?.trim().to_owned();
-        made.status.success().then_some(Self(name))
-    }
-}
-
-impl Drop for LoopDevice {
-    fn drop(&mut self) {
-        // It fails only where the device is gone already, which is what it is for.
-        let _ = Command::new("losetup").args(["--detach", &self.0]).output();
-    }
-}
-
 /// NBD proto.md, "Command flags": where zeroing is no faster than writing, the server MUST fail quickly
 /// with `NBD_ENOTSUP`. A kernel that is to zero a device and keep its storage may write zeros.
 #[test]
-fn nbd_must_fast_zeroing_of_a_device_never_comes_to_writing() {
-    if !require_tool("losetup") {
-        return;
-    }
+fn nbd_must_fast_zeroing_of_a_device_never_writes_zeros() {
     let scratch = Scratch::new();
     let image = scratch.random("disk.img", 4 * MIB, 7);
-    let Some(device) = LoopDevice::on(&image) else {
-        skip("no loop device for this user");
-        return;
-    };
+    let Some(device) = LoopDevice::on(&image) else { return };
     let mut expected = fs::read(&image).expect("the image");
-    let server = Server::start(Path::new(&device.0), &[]);
+    let server = Server::start(device.path(), &[]);
     let mut client = Client::connect(&server.socket(), Mode::Extended).expect("a connection");
     let mut zero = |offset: u64, flags| {
         let request = RawRequest { kind: ZERO, flags, ..RawRequest::write(offset, 1 << 20) };
@@ -205,7 +181,7 @@ fn nbd_must_fast_zeroing_of_a_device_never_comes_to_writing() {
     assert_eq!(zero(0, FLAG_FAST_ZERO | FLAG_NO_HOLE), Err(ENOTSUP));
     zero(MIB, FLAG_NO_HOLE).expect("zeroes, however long it takes");
     expected[1 << 20..2 << 20].fill(0);
-    // Giving storage back is fast where the device can do it.
+    // Freeing storage is fast where the device supports it.
     match zero(2 * MIB, FLAG_FAST_ZERO) {
         Ok(_) => expected[2 << 20..3 << 20].fill(0),
         Err(error) => assert_eq!(error, ENOTSUP),

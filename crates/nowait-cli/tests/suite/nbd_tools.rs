@@ -1,7 +1,6 @@
-//! libnbd's tools and fio: what the server says of itself, and that every byte survives them.
+//! libnbd's tools and fio: the server's capabilities, and the integrity of all data.
 //!
-//! Invariant: each test compares with bytes that did not come through the server.
-//! Knows: nbdinfo, nbdcopy, fio, libnbd's Python binding. Known by: nobody.
+//! Invariant: each test compares with bytes that were not transferred by the server.
 
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
@@ -14,7 +13,7 @@ use crate::common::{
     require_tool, tool,
 };
 
-/// What nbdinfo says of the only export.
+/// The output of nbdinfo for the only export.
 fn export_of(server: &Server) -> Value {
     let text = tool("nbdinfo").args(["--json", server.uri()]).succeeds();
     let answer: Value = serde_json::from_str(&text).expect("JSON from nbdinfo");
@@ -109,7 +108,7 @@ fn nbdinfo_gets_the_same_answer_over_tcp() {
 }
 
 #[test]
-fn nbdinfo_maps_data_holes_and_what_was_written_since() {
+fn nbdinfo_maps_data_holes_and_later_writes() {
     if !require_tool("nbdinfo") {
         return;
     }
@@ -160,7 +159,8 @@ fn nbdcopy_takes_a_gibibyte_both_ways_and_holes_stay_holes() {
     assert!(allocated(&back) <= most, "{} bytes for a copy of {most}", allocated(&back));
 }
 
-/// Every call of the binding that a disk has an answer to; strict mode off, so that bad requests go out.
+/// Every call of the binding that applies to a disk; strict mode is off, so that invalid requests
+/// are sent.
 const LIBNBD_SCRIPT: &str = r#"
 import errno, sys
 import nbd

@@ -1,27 +1,26 @@
-//! `HIPRI` on a device that has polled queues, and on others.
+//! `HIPRI` on a device with polled queues, and on others.
 //!
-//! Invariant: this program checks the engine in a guest, where it runs itself again: only there are
-//! devices with polled queues to be had. Such a one completes nothing that nobody polls for.
-//! Knows: the engine, null_blk. Known by: nobody.
+//! Invariant: the engine is tested in a guest, where this program runs itself again, because
+//! devices with polled queues are available only there. Such a device completes no request that is
+//! not polled for.
 
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
 
 use nowait::{
-    Config, Disk, Engine, Flags, Identity, Io, Op, OpenOptions, Queue, Range, Stats, Threads,
-    Uring, Workers,
+    AioThreadQueue, BlockDevice, ByteRange, Config, Engine, Flags, IoQueue, LinearMap, Op,
+    OpenOptions, Request, Stats, Uring, WorkerPool,
 };
 
 use crate::common::random::Random;
 use crate::common::{Guest, KIB, Kernel, MIB, Scratch, path_of, skip};
 
-/// Where the devices and files for the test in the guest are, each in a directory that says what is
-/// expected of it.
+/// The directories of the devices and files in the guest, named after the expected behaviour.
 const POLLED: &str = "/test/polled";
 const BY_INTERRUPT: &str = "/test/by-interrupt";
 
-/// Makes the devices and files, and runs the test on them.
+/// Creates the devices and files, and runs the test on them.
 const GUEST_INIT: &str = r#"
 mount -t proc none /proc
 mount -t sysfs none /sys
@@ -53,7 +52,7 @@ poweroff -f
 "#;
 
 #[test]
-fn c48_hipri_is_polled_for_where_the_device_can_and_served_by_interrupt_elsewhere() {
+fn c48_hipri_is_polled_where_the_device_can_and_served_by_interrupt_elsewhere() {
     let Some(guest) = Guest::with(Kernel::V6_12) else { return };
     let [ext4, vfat] = ["mkfs.ext4", "mkfs.vfat"].map(path_of);
     let (Some(ext4), Some(vfat)) = (ext4, vfat) else {
@@ -84,25 +83,25 @@ fn in_the_guest() {
                 assert_eq!(stats.polled > 0, polled, "{}: {stats:?}", path.display());
             }
             let (disk, config) = (open(&path), Config { slots: 512, ..Config::default() });
-            let queue = Threads::new(disk.fd(), config.slots, false).expect("threads");
+            let queue = AioThreadQueue::new(disk.fd(), config.slots, false).expect("threads");
             assert_eq!(serves(disk, queue, config).polled, 0, "{}", path.display());
             println!("served {}", path.display());
         }
     }
 }
 
-fn open(path: &Path) -> Arc<Disk<Identity>> {
-    let disk = Disk::open_mapped(path, OpenOptions::default()).expect("an image");
+fn open(path: &Path) -> Arc<BlockDevice<LinearMap>> {
+    let disk = BlockDevice::open_mapped(path, OpenOptions::default()).expect("an image");
     assert!(disk.is_direct(), "{}", path.display());
     Arc::new(disk)
 }
 
-/// Writes and reads back, all at once and with every second request polled for.
-fn serves<Q: Queue>(disk: Arc<Disk<Identity>>, queue: Q, config: Config) -> Stats {
-    let workers = Workers::new(&disk, 2);
+/// Writes and reads back, with all requests in flight together and every second one polled.
+fn serves<Q: IoQueue>(disk: Arc<BlockDevice<LinearMap>>, queue: Q, config: Config) -> Stats {
+    let workers = WorkerPool::new(&disk, 2);
     let mut engine = Engine::new(disk, workers, queue, config).expect("an engine");
     let mut random = Random::from_seed(48);
-    // More than a ring holds; longer than one request of the device; durable; not aligned.
+    // More requests than a ring holds; longer than one request of the device; durable; unaligned.
     let small = |count: u64| (0..count).map(|n| (n * 4 * KIB, 4 * KIB)).collect::<Vec<_>>();
     let rounds = [
         (small(300), Flags::NONE),
@@ -111,7 +110,7 @@ fn serves<Q: Queue>(disk: Arc<Disk<Identity>>, queue: Q, config: Config) -> Stat
         (vec![(1001, 10_000), (2 * MIB + 5, 100 * KIB), (7, 90)], Flags::NONE),
     ];
     for (ranges, flags) in rounds {
-        let ranges: Vec<_> = ranges.iter().map(|&(pos, len)| Range::new(pos, len)).collect();
+        let ranges: Vec<_> = ranges.iter().map(|&(pos, len)| ByteRange::new(pos, len)).collect();
         let data: Vec<_> = ranges.iter().map(|range| random.bytes(range.len as usize)).collect();
         all_at_once(&mut engine, Op::Write, flags, &ranges, &data);
         all_at_once(&mut engine, Op::Read, Flags::NONE, &ranges, &data);
@@ -119,22 +118,23 @@ fn serves<Q: Queue>(disk: Arc<Disk<Identity>>, queue: Q, config: Config) -> Stat
     engine.stats()
 }
 
-/// Submits a request for each range, writes of `data` or reads that are to give it, and waits for all.
-fn all_at_once<Q: Queue>(
-    engine: &mut Engine<Q, Identity>,
+/// Submits a request for each range, writes of `data` or reads that must return it, and waits for
+/// all.
+fn all_at_once<Q: IoQueue>(
+    engine: &mut Engine<Q, LinearMap>,
     op: Op,
     flags: Flags,
-    ranges: &[Range],
+    ranges: &[ByteRange],
     data: &[Vec<u8>],
 ) {
     for (tag, (&range, bytes)) in ranges.iter().zip(data).enumerate() {
-        let start = engine.start(range.pos);
+        let start = engine.buffer_offset(range.pos);
         let mut buf = engine.buffer(range).expect("memory");
         if op == Op::Write {
             buf[start..start + bytes.len()].copy_from_slice(bytes);
         }
         let flags = if tag % 2 == 0 { flags.with(Flags::HIPRI) } else { flags };
-        let taken = engine.submit(Io { op, flags, range }, buf, tag as u64);
+        let taken = engine.submit(Request { op, flags, range }, buf, tag as u64);
         assert!(taken.is_ok(), "{op:?} {range:?} is refused");
     }
     while engine.in_flight() > 0 {
@@ -143,7 +143,7 @@ fn all_at_once<Q: Queue>(
             let (range, bytes) = (ended.io.range, &data[ended.tag as usize]);
             let done = ended.result().unwrap_or_else(|error| panic!("{op:?} {range:?}: {error}"));
             assert_eq!(done, range.len);
-            let start = engine.start(range.pos);
+            let start = engine.buffer_offset(range.pos);
             let buf = ended.buf.expect("the buffer it came with");
             assert!(buf[start..start + bytes.len()] == bytes[..], "{op:?} {range:?}: other data");
         }

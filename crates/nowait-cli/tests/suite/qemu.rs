@@ -1,7 +1,6 @@
 //! QEMU's block layer as a client.
 //!
-//! Invariant: each test compares with bytes that did not come through the server.
-//! Knows: qemu-img, qemu-io. Known by: nobody.
+//! Invariant: each test compares with bytes that were not transferred by the server.
 
 use crate::common::{Finished, GIB, KIB, MIB, Scratch, Server, VARIANTS, require_tool, tool};
 
@@ -16,12 +15,12 @@ fn qemu_img_converts_into_and_out_of_the_export_and_finds_all_identical() {
     let unpacked = scratch.join("unpacked.qcow2");
     let server = Server::start(&scratch.sparse("disk.img", GIB / 4), &[]);
     let compare = |format: &str, file: &std::path::Path| {
-        let said = tool("qemu-img")
+        let printed = tool("qemu-img")
             .args(["compare", "-f", format, "-F", "raw"])
             .arg(file)
             .arg(server.uri())
             .succeeds();
-        assert!(said.contains("Images are identical."), "{said}");
+        assert!(printed.contains("Images are identical."), "{printed}");
     };
 
     tool("qemu-img")
@@ -44,7 +43,7 @@ fn qemu_img_converts_into_and_out_of_the_export_and_finds_all_identical() {
     server.stop();
 }
 
-/// Each line checks what the lines before it left behind.
+/// Each line checks the effects of the lines before it.
 const QEMU_IO_SCRIPT: [&str; 20] = [
     "read -P 0 0 16M",
     "write -P 0x5a 4k 64k",
@@ -82,8 +81,8 @@ fn qemu_io_reads_the_patterns_it_wrote_zeroed_and_discarded_in_every_variant() {
         for line in QEMU_IO_SCRIPT {
             command.args(["-c", line]);
         }
-        let said = command.succeeds();
-        assert!(!said.contains("failed"), "{said}");
+        let printed = command.succeeds();
+        assert!(!printed.contains("failed"), "{printed}");
         server.stop();
     }
 }

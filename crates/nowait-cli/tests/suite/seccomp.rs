@@ -1,10 +1,9 @@
-//! A system that refuses io_uring, or memory for it, is no reason not to serve.
-//!
-//! Knows: seccomp(2) by way of Python's ctypes, setpriv(1), prlimit(1). Known by: nobody.
+//! The server works without io_uring, and without memory for it.
 
-use crate::common::{KIB, MIB, PYTHON, Scratch, Server, require_tool};
+use crate::common::nbd::Command;
+use crate::common::{KIB, MIB, PYTHON, Scratch, Server, refusal_under, require_tool};
 
-/// Forbids io_uring_setup, as container run-times do, and becomes the command it is given.
+/// Forbids io_uring_setup, as container run-times do, and executes the given command.
 const WITHOUT_IO_URING: &str = r#"
 import ctypes, os, struct, sys
 
@@ -30,7 +29,7 @@ os.execvp(sys.argv[1], sys.argv[1:])
 "#;
 
 #[test]
-fn where_io_uring_is_forbidden_threads_serve_and_one_line_says_so() {
+fn without_io_uring_threads_serve_and_one_line_reports_it() {
     if !require_tool(PYTHON) {
         return;
     }
@@ -42,7 +41,7 @@ fn where_io_uring_is_forbidden_threads_serve_and_one_line_says_so() {
     server.stop();
 }
 
-/// The lines in which the server says that it went over to threads.
+/// The lines in which the server reports the fallback to threads.
 fn warnings(server: &Server) -> Vec<String> {
     server.log().lines().filter(|line| line.contains("thread")).map(str::to_owned).collect()
 }
@@ -55,26 +54,80 @@ fn writes_and_reads(server: &Server) {
 }
 
 #[test]
-fn whatever_the_limit_on_locked_memory_any_number_of_queues_serves() {
+fn any_number_of_queues_serves_with_any_limit_on_locked_memory() {
     if !require_tool("setpriv") || !require_tool("prlimit") {
         return;
     }
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", 4 * MIB);
-    // None at all; not enough for one ring, for one and a probe, for as many as there are queues;
-    // enough.
+    // No memory; too little for one ring, for one and a probe, for all queues; enough.
     for kibibytes in [0, 64, 256, 1024, 8192] {
         println!("{kibibytes} KiB");
         let limit = format!("--memlock={}", kibibytes * KIB);
-        // Root's limit does not count unless it gives up what makes it so.
-        let mortal = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"];
-        let wrapper = match rustix::process::geteuid().is_root() {
-            true => [&mortal[..], &["prlimit", &limit]].concat(),
-            false => vec!["prlimit", &limit],
-        };
-        let server = Server::start_under(&wrapper, &image, &["--queues", "16"]);
+        let server = Server::start_under(&limited(&limit), &image, &["--queues", "16"]);
         assert!(warnings(&server).len() <= 1, "{}", server.log());
         writes_and_reads(&server);
         server.stop();
     }
+}
+
+/// The prefix that puts a command under `limit`, an option of prlimit(1). Root must drop
+/// CAP_IPC_LOCK for the limit to apply.
+fn limited(limit: &str) -> Vec<&str> {
+    let mortal = ["setpriv", "--bounding-set=-ipc_lock", "--inh-caps=-ipc_lock"];
+    match rustix::process::geteuid().is_root() {
+        true => [&mortal[..], &["prlimit", limit]].concat(),
+        false => vec!["prlimit", limit],
+    }
+}
+
+#[test]
+fn four_busy_servers_of_one_user_have_rings_and_leave_half_of_the_limit_on_locked_memory() {
+    const LIMIT_BYTES: u64 = 8 * MIB;
+    const REQUESTS: u64 = 24;
+    if !require_tool("setpriv") || !require_tool("prlimit") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let limit = format!("--memlock={LIMIT_BYTES}");
+    let mut pinned = 0;
+    let mut servers = Vec::new();
+    for number in 0..4 {
+        let image = scratch.random(&format!("{number}.img"), REQUESTS * MIB, number);
+        let server = Server::start_under(&limited(&limit), &image, &["--queues", "2"]);
+        let mut client = server.connect();
+        for n in 0..REQUESTS {
+            let read = Command::Read { offset: n * MIB, len: MIB as u32 };
+            client.send(&read).expect("a server that takes requests");
+        }
+        for _ in 0..REQUESTS {
+            let (_, answer) = client.receive().expect("an answer");
+            answer.expect("data");
+        }
+        pinned += server.memory("VmPin");
+        servers.push(server);
+    }
+    for server in servers {
+        assert!(warnings(&server).is_empty(), "{}", server.log());
+        server.stop();
+    }
+    assert!(pinned <= LIMIT_BYTES / 2, "{pinned} bytes are pinned");
+}
+
+#[test]
+fn an_incomplete_bench_exits_with_1_and_reports_what_is_missing_and_why() {
+    if !require_tool(PYTHON) {
+        return;
+    }
+    let scratch = Scratch::new();
+    let file = scratch.sparse("disk.img", 64 * MIB);
+    let file = file.to_str().expect("a path in UTF-8");
+    let short = ["bench", "completion", "--rounds", "1", "--seconds", "0.05", "--overwrite"];
+    let bench = [&short[..], &["--file", file]].concat();
+    let refused = refusal_under(&[PYTHON, "-c", WITHOUT_IO_URING], &bench);
+    refused.says(&[
+        "not everything could be measured",
+        "4K write: deferred",
+        "io_uring is forbidden",
+    ]);
 }

@@ -1,7 +1,6 @@
-//! A service manager starts the server: hands it sockets, hears how it is, finds its units in order.
+//! The server under a service manager: inherited sockets, notifications, unit files.
 //!
-//! Invariant: what a manager has opened is the manager's: it is served and left where it is.
-//! Knows: the protocols of sd_listen_fds(3) and sd_notify(3), contrib/. Known by: nobody.
+//! Invariant: sockets of the manager are served but not removed.
 
 use std::fs;
 use std::io::{ErrorKind, Read};
@@ -9,8 +8,11 @@ use std::net::TcpStream;
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
 use std::thread;
-use std::time::Duration;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::nbd::{Client, Mode};
 use crate::common::{
@@ -18,10 +20,11 @@ use crate::common::{
     tool,
 };
 
-/// How long a message or a socket may take before the test fails.
+/// The timeout for a message or a socket.
 const BOUND: Duration = Duration::from_secs(30);
 
-/// Opens what its arguments before `--` say, from descriptor 3 on, and becomes the command after it.
+/// Opens the sockets of its arguments before `--`, from descriptor 3 on, and executes the command
+/// after it.
 const MANAGER: &str = r#"
 import fcntl, os, socket, sys
 
@@ -51,7 +54,7 @@ os.environ["LISTEN_FDNAMES"] = ":".join("name%d" % number for number in range(le
 os.execvp(sys.argv[end + 1], sys.argv[end + 1:])
 "#;
 
-/// The command that hands over `sockets`.
+/// The prefix that hands over `sockets`.
 fn manager<'a>(sockets: &[&'a str]) -> Vec<&'a str> {
     [&[PYTHON, "-c", MANAGER], sockets, &["--"]].concat()
 }
@@ -64,7 +67,7 @@ fn writes_and_reads(socket: &Path) {
 }
 
 #[test]
-fn sockets_handed_over_are_served_and_left_and_no_other_is_made() {
+fn inherited_sockets_are_served_and_not_removed_and_no_other_is_made() {
     if !require_tool(PYTHON) {
         return;
     }
@@ -93,7 +96,66 @@ fn sockets_handed_over_are_served_and_left_and_no_other_is_made() {
 }
 
 #[test]
-fn an_address_given_beside_sockets_handed_over_is_served_too() {
+fn an_image_that_cannot_be_opened_sets_the_exit_status_and_waiting_clients_are_disconnected() {
+    let scratch = Scratch::new();
+    let missing = scratch.join("disk.img").to_string_lossy().into_owned();
+    assert_eq!(refusal_under(&["env"], &["serve", &missing]).code, 66);
+    if !require_tool(PYTHON) {
+        return;
+    }
+    let path = scratch.join("socket");
+    let unix = format!("unix:{}", path.display());
+    let receive_message = thread::scope(|scope| {
+        let client = scope.spawn(|| {
+            let begin = Instant::now();
+            loop {
+                assert!(begin.elapsed() < BOUND, "nothing listens");
+                if let Ok(mut client) = UnixStream::connect(&path) {
+                    client.set_read_timeout(Some(BOUND)).expect("a timeout");
+                    return client.read(&mut [0; 8]).expect("the end of the connection");
+                }
+                thread::sleep(Duration::from_millis(1));
+            }
+        });
+        let refused = refusal_under(&manager(&[&unix]), &["serve", &missing]);
+        assert_eq!(refused.code, 66);
+        client.join().expect("a client")
+    });
+    assert_eq!(receive_message, 0, "a greeting without an image");
+}
+
+#[test]
+fn standard_output_stays_empty_with_inherited_sockets() {
+    if !require_tool(PYTHON) {
+        return;
+    }
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", MIB);
+    let path = scratch.join("socket");
+    let unix = format!("unix:{}", path.display());
+    let words = manager(&[&unix]);
+    let mut server = Command::new(words[0])
+        .args(&words[1..])
+        .args([NOWAIT, "serve"])
+        .arg(&image)
+        .stdout(Stdio::piped())
+        .spawn()
+        .expect("python");
+    let begin = Instant::now();
+    while UnixStream::connect(&path).is_err() {
+        assert!(begin.elapsed() < BOUND, "nothing listens");
+        thread::sleep(Duration::from_millis(5));
+    }
+    writes_and_reads(&path);
+    kill_process(Pid::from_child(&server), Signal::TERM).expect("a child");
+    let mut printed = String::new();
+    server.stdout.take().expect("a pipe").read_to_string(&mut printed).expect("text");
+    assert!(server.wait().expect("a child").success());
+    assert_eq!(printed, "");
+}
+
+#[test]
+fn an_address_given_with_inherited_sockets_is_also_served() {
     if !require_tool(PYTHON) {
         return;
     }
@@ -111,7 +173,7 @@ fn an_address_given_beside_sockets_handed_over_is_served_too() {
 }
 
 #[test]
-fn sockets_handed_over_to_another_process_are_not_touched() {
+fn sockets_for_another_process_are_not_used() {
     if !require_tool(PYTHON) {
         return;
     }
@@ -125,7 +187,7 @@ fn sockets_handed_over_to_another_process_are_not_touched() {
 }
 
 #[test]
-fn what_is_handed_over_and_no_socket_to_serve_on_is_refused_by_its_name() {
+fn an_inherited_descriptor_that_is_no_listening_socket_is_refused_by_its_name() {
     if !require_tool(PYTHON) {
         return;
     }
@@ -149,15 +211,15 @@ fn what_is_handed_over_and_no_socket_to_serve_on_is_refused_by_its_name() {
     }
 }
 
-/// The next message to the manager.
-fn heard(manager: &UnixDatagram) -> String {
+/// Receives the next message to the manager.
+fn receive_message(manager: &UnixDatagram) -> String {
     let mut message = [0; 4096];
     let len = manager.recv(&mut message).expect("a message in time");
     String::from_utf8(message[..len].to_vec()).expect("text")
 }
 
 #[test]
-fn the_manager_is_told_when_clients_can_connect_and_what_is_done_at_the_end() {
+fn the_manager_is_notified_when_clients_can_connect_and_during_the_shutdown() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB);
     let socket = scratch.join("notify");
@@ -173,28 +235,28 @@ fn the_manager_is_told_when_clients_can_connect_and_what_is_done_at_the_end() {
     manager.set_nonblocking(false).expect("own socket");
 
     let server = Server::start_under(&wrapper, &image, &[]);
-    assert_eq!(heard(&manager), format!("READY=1\nSTATUS=serving {}\n", server.uri()));
+    assert_eq!(receive_message(&manager), format!("READY=1\nSTATUS=serving {}\n", server.uri()));
     writes_and_reads(&server.socket());
     server.stop();
-    assert_eq!(heard(&manager), "STOPPING=1\nSTATUS=finishing requests\n");
-    assert_eq!(heard(&manager), "STATUS=flushing\n");
+    assert_eq!(receive_message(&manager), "STOPPING=1\nSTATUS=finishing requests\n");
+    assert_eq!(receive_message(&manager), "STATUS=flushing\n");
 
-    // More exports than a message holds, with names that need encoding.
+    // A longer name than a message holds, which needs encoding.
     let name = "\u{e9}".repeat(2048);
     let server = Server::start_under(&wrapper, &image, &["--export", &name]);
-    let ready = heard(&manager);
+    let ready = receive_message(&manager);
     assert!(ready.starts_with("READY=1\nSTATUS=serving nbd+unix:///%C3"), "{ready}");
     assert_eq!((ready.len() < 4096, ready.lines().count()), (true, 2), "{ready}");
     server.stop();
 }
 
 #[test]
-fn a_manager_that_is_gone_is_no_reason_not_to_serve() {
+fn the_server_works_without_a_reachable_manager() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB);
     let server = Server::start_under(&["env", "NOTIFY_SOCKET=/nonexistent/notify"], &image, &[]);
     writes_and_reads(&server.socket());
-    // The line about the socket comes first, and the manager is told after it.
+    // The ready line is printed before the manager is notified.
     while !server.log().contains("warning: NOTIFY_SOCKET") {
         thread::sleep(Duration::from_millis(5));
     }
@@ -202,7 +264,7 @@ fn a_manager_that_is_gone_is_no_reason_not_to_serve() {
 }
 
 #[test]
-fn systemd_socket_activate_starts_it_with_the_first_client() {
+fn systemd_socket_activate_starts_the_server_with_the_first_client() {
     if !require_tool("systemd-socket-activate") {
         return;
     }
@@ -212,19 +274,19 @@ fn systemd_socket_activate_starts_it_with_the_first_client() {
     let wrapper = ["systemd-socket-activate", "-l", &path.to_string_lossy()];
     let server = thread::scope(|scope| {
         scope.spawn(|| {
-            // Between bind(2) and listen(2) the socket is there and takes nobody.
+            // Between bind(2) and listen(2) the socket exists but accepts no connection.
             while UnixStream::connect(&path).is_err() {
                 thread::sleep(Duration::from_millis(5));
             }
             writes_and_reads(&path);
         });
-        Server::start_by(&wrapper, &["serve", &image])
+        Server::start_by(&wrapper, &["serve", &image, "--json"])
     });
     writes_and_reads(&path);
     server.stop_but_leave_socket();
 }
 
-/// Starts the command after it by libnbd, which hands it a socket of its own.
+/// Starts the given command through libnbd, which hands it a socket.
 const LIBNBD_MANAGER: &str = r#"
 import sys
 import nbd
@@ -238,7 +300,7 @@ h.shutdown()
 "#;
 
 #[test]
-fn libnbd_starts_it_as_a_server_of_its_own() {
+fn libnbd_starts_the_server_by_socket_activation() {
     if !python_with_nbd() {
         return;
     }
@@ -254,7 +316,7 @@ fn unit(name: &str) -> String {
     fs::read_to_string(contrib.join(name)).expect("a unit")
 }
 
-/// What a unit says of `key`, once.
+/// The value of `key` in a unit, which must occur once.
 fn value<'a>(unit: &'a str, key: &str) -> &'a str {
     let mut values = unit.lines().filter_map(|line| line.strip_prefix(key)?.strip_prefix('='));
     let value = values.next().expect("a value");
@@ -263,7 +325,7 @@ fn value<'a>(unit: &'a str, key: &str) -> &'a str {
 }
 
 #[test]
-fn the_units_say_nothing_that_systemd_does_not_understand() {
+fn the_units_contain_only_lines_that_systemd_understands() {
     if !require_tool("systemd-analyze") {
         return;
     }
@@ -272,20 +334,20 @@ fn the_units_say_nothing_that_systemd_does_not_understand() {
         .into_iter()
         .map(|name| {
             let path = scratch.join(name);
-            // The command has to be there.
+            // The command must exist.
             fs::write(&path, unit(name).replace("/usr/local/bin/nowait", NOWAIT)).expect("a unit");
             path
         })
         .collect();
     let mut verify = tool("systemd-analyze");
     let output = verify.args(["verify", "--man=no"]).args(&copied).output().expect("timeout(1)");
-    let said = String::from_utf8_lossy(&output.stderr);
-    // It exits with 0 also when it did not understand a line.
-    assert!(output.status.success() && !said.contains("nowait@"), "{said}");
+    let printed = String::from_utf8_lossy(&output.stderr);
+    // systemd-analyze exits with 0 even if it did not understand a line.
+    assert!(output.status.success() && !printed.contains("nowait@"), "{printed}");
 }
 
 #[test]
-fn the_command_of_the_unit_serves_what_it_is_handed() {
+fn the_command_of_the_unit_serves_inherited_sockets() {
     if !require_tool(PYTHON) {
         return;
     }
@@ -293,13 +355,14 @@ fn the_command_of_the_unit_serves_what_it_is_handed() {
     scratch.sparse("disk.img", MIB);
     let service = unit("nowait@.service");
     assert_eq!(value(&service, "Type"), "notify");
+    assert_eq!(value(&service, "RestartPreventExitStatus"), "2 66");
     let state = scratch.path().to_string_lossy();
     let command = value(&service, "ExecStart").replace("${STATE_DIRECTORY}", &state);
     let mut words = command.split_whitespace().filter(|word| *word != "$OPTIONS");
     assert_eq!(words.next(), Some("/usr/local/bin/nowait"));
     let path = scratch.join("socket");
     let unix = format!("unix:{}", path.display());
-    let server = Server::start_by(&manager(&[&unix]), &words.collect::<Vec<_>>());
+    let server = Server::start_by(&manager(&[&unix]), &words.chain(["--json"]).collect::<Vec<_>>());
     writes_and_reads(&path);
     server.stop_but_leave_socket();
 }

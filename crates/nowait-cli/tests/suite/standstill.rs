@@ -1,11 +1,11 @@
-//! A server that is stopped for a while, and storage that answers nothing for a while or for good.
+//! A server that is stopped for a while, and storage that does not answer for a while or ever.
 //!
-//! Invariant: what stands still here is let go or ended again, also when a test fails.
-//! Knows: nbdkit, nbdfuse and signals, to make storage that can be stopped. Known by: nobody.
+//! Invariant: every stopped process is resumed or killed, even when a test fails.
 
 use std::fs;
 use std::ops::Range;
-use std::path::{Path, PathBuf};
+use std::os::unix::net::UnixDatagram;
+use std::path::PathBuf;
 use std::process::{self, Child, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -13,12 +13,12 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::nbd::{Client, Command};
-use crate::common::{KIB, MIB, Scratch, Server, require_tool, skip, tool};
+use crate::common::{KIB, MIB, Scratch, Server, require_fuse, require_tool, tool};
 
-/// Far beyond what a mount or a line of the log takes.
-const PATIENCE: Duration = Duration::from_secs(60);
+/// The timeout for a mount or a log line, far longer than either takes.
+const TIMEOUT: Duration = Duration::from_secs(60);
 const STEP: Duration = Duration::from_millis(20);
-/// How long nothing moves: long enough for what would go wrong meanwhile.
+/// The length of a standstill: long enough for errors to show.
 const STANDSTILL: Duration = Duration::from_millis(500);
 const BLOCK_BYTES: u32 = 64 * KIB as u32;
 
@@ -26,7 +26,7 @@ const BLOCK_BYTES: u32 = 64 * KIB as u32;
 fn await_that(what: &str, is_so: impl Fn() -> bool) {
     let start = Instant::now();
     while !is_so() {
-        assert!(start.elapsed() < PATIENCE, "not within {} s: {what}", PATIENCE.as_secs());
+        assert!(start.elapsed() < TIMEOUT, "not within {} s: {what}", TIMEOUT.as_secs());
         thread::sleep(STEP);
     }
 }
@@ -35,7 +35,7 @@ fn block(number: u64) -> Vec<u8> {
     vec![number as u8 + 1; BLOCK_BYTES as usize]
 }
 
-/// Writes blocks of its own, several in flight, and reads each back.
+/// Writes its own blocks, several in flight, and reads each back.
 fn write_and_read_back(mut client: Client, blocks: Range<u64>) {
     let offset = |number: u64| number * u64::from(BLOCK_BYTES);
     for batch in blocks.clone().collect::<Vec<_>>().chunks(4) {
@@ -54,14 +54,14 @@ fn write_and_read_back(mut client: Client, blocks: Range<u64>) {
 }
 
 #[test]
-fn a_server_that_is_stopped_and_resumed_under_load_answers_everything_as_if_nothing_had_been() {
+fn a_server_that_is_stopped_and_resumed_under_load_answers_every_request() {
     const CLIENTS: u64 = 3;
     const BLOCKS: u64 = 40;
     for extra in [&[][..], &["--queue", "threads"]] {
         let scratch = Scratch::new();
         let image = scratch.sparse("disk.img", CLIENTS * BLOCKS * u64::from(BLOCK_BYTES));
         let server = Server::start(&image, extra);
-        // The first requests are sent to a server that stands still.
+        // The first requests are sent to a stopped server.
         let clients: Vec<_> = (0..CLIENTS).map(|_| server.connect()).collect();
         server.signal(Signal::STOP);
         let workers = (0..).zip(clients).map(|(number, client)| {
@@ -84,7 +84,7 @@ fn a_server_that_is_stopped_and_resumed_under_load_answers_everything_as_if_noth
     }
 }
 
-/// A tool that runs until this is gone.
+/// A tool that is killed on drop.
 struct Running(Child);
 
 impl Running {
@@ -93,7 +93,7 @@ impl Running {
     }
 
     fn end(&mut self) {
-        // Both fail only where it is gone already.
+        // Both fail only if the process has already ended.
         let _ = self.0.kill();
         let _ = self.0.wait();
     }
@@ -105,7 +105,7 @@ impl Drop for Running {
     }
 }
 
-/// An image on a file system whose other end is a process that can be stopped.
+/// An image on a file system that is served by a process that can be stopped.
 struct Stoppable {
     storage: Running,
     _mount: Running,
@@ -114,10 +114,10 @@ struct Stoppable {
 }
 
 impl Stoppable {
-    /// `None`, and a line that says why, where what it takes is missing.
+    /// `None`, and a message, where a tool is missing.
     fn new() -> Option<Self> {
-        let there = ["nbdkit", "nbdfuse", "fusermount3"].into_iter().all(require_tool)
-            && (Path::new("/dev/fuse").exists() || skip("no /dev/fuse"));
+        let there =
+            ["nbdkit", "nbdfuse", "fusermount3"].into_iter().all(require_tool) && require_fuse();
         if !there {
             return None;
         }
@@ -134,21 +134,33 @@ impl Stoppable {
         Some(Self { storage, _mount: mount, image, _scratch: scratch })
     }
 
-    /// It answers nothing until what this gives is gone.
+    /// Stops the storage until the returned value is dropped.
     fn stop(&self) -> StoodStill {
         let storage = Pid::from_child(&self.storage.0);
         kill_process(storage, Signal::STOP).expect("storage to signal");
+        // SIGSTOP takes effect later: until each thread has stopped, a request may still be
+        // answered.
+        await_that("the storage stands still", || is_stopped(storage));
         StoodStill(storage)
     }
 }
 
-/// Storage that answers nothing as long as this is there. Made after the server, this is gone
-/// before a test that fails waits for the server's end.
+/// Whether each thread of a process is stopped: proc_pid_stat(5), the field after the name.
+fn is_stopped(process: Pid) -> bool {
+    let threads = fs::read_dir(format!("/proc/{}/task", process.as_raw_nonzero()));
+    threads.expect("a process").all(|thread| {
+        let stat = fs::read_to_string(thread.expect("a thread").path().join("stat"));
+        stat.is_ok_and(|stat| stat.rsplit_once(") ").is_some_and(|(_, rest)| rest.starts_with('T')))
+    })
+}
+
+/// Stopped storage, resumed on drop. Declared after the server, it is dropped first, before a
+/// failing test waits for the server's end.
 struct StoodStill(Pid);
 
 impl Drop for StoodStill {
     fn drop(&mut self) {
-        // It may have been ended.
+        // The process may have ended.
         let _ = kill_process(self.0, Signal::CONT);
     }
 }
@@ -161,7 +173,7 @@ impl Drop for Stoppable {
 }
 
 #[test]
-fn storage_that_stands_still_delays_what_needs_it_and_nothing_else() {
+fn stopped_storage_delays_only_the_requests_that_need_it() {
     let Some(storage) = Stoppable::new() else { return };
     for extra in [&[][..], &["--queue", "threads"]] {
         let server = Server::start(&storage.image, &[&["--direct", "auto"], extra].concat());
@@ -180,7 +192,8 @@ fn storage_that_stands_still_delays_what_needs_it_and_nothing_else() {
     }
 }
 
-/// A server whose storage answers nothing ends on SIGTERM, and says what was left.
+/// Checks that a server whose storage does not answer ends on SIGTERM, and reports the unfinished
+/// requests.
 fn ends_on_sigterm(extra: &[&str]) {
     let Some(mut storage) = Stoppable::new() else { return };
     let mut server = Server::start(&storage.image, &[&["--direct", "auto"], extra].concat());
@@ -191,21 +204,77 @@ fn ends_on_sigterm(extra: &[&str]) {
     client.send(&write).expect("room in the socket");
     thread::sleep(STANDSTILL);
     server.terminate();
-    for line in ["1 requests did not end within 10 s", "not flushed: its storage did not answer"] {
+    for line in [
+        "nowait: stopping, 1 request left (a second signal ends it at once)",
+        "1 requests did not end within 10 s",
+        "nowait: stopping, flushing",
+        "not flushed: its storage did not answer",
+    ] {
         await_that(line, || server.log().contains(line));
     }
-    // The kernel keeps a process until its calls to a file system in user space have ended, even
-    // where the process has ended itself.
+    // The kernel keeps an exited process until its calls to a FUSE file system have ended.
     storage.storage.end();
     assert_eq!(server.wait().code(), Some(1), "{}", server.log());
 }
 
 #[test]
-fn sigterm_ends_a_server_whose_storage_never_answers_and_it_says_what_was_left() {
+fn sigterm_ends_a_server_whose_storage_never_answers_and_it_reports_the_rest() {
     ends_on_sigterm(&[]);
 }
 
 #[test]
-fn sigterm_ends_a_server_on_threads_whose_storage_never_answers_and_it_says_what_was_left() {
+fn sigterm_ends_a_server_on_threads_whose_storage_never_answers_and_it_reports_the_rest() {
     ends_on_sigterm(&["--queue", "threads"]);
+}
+
+#[test]
+fn a_failed_flush_is_reported_once_in_the_log_and_to_the_service_manager() {
+    let Some(mut storage) = Stoppable::new() else { return };
+    let scratch = Scratch::new();
+    let socket = scratch.join("notify");
+    let manager = UnixDatagram::bind(&socket).expect("a socket");
+    manager.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
+    let receive_message = || {
+        let mut message = [0; 4096];
+        let len = manager.recv(&mut message).expect("a message in time");
+        String::from_utf8_lossy(&message[..len]).into_owned()
+    };
+    let notify = format!("NOTIFY_SOCKET={}", socket.display());
+    let server = Server::start_under(&["env", &notify], &storage.image, &["--direct", "auto"]);
+    assert!(receive_message().starts_with("READY=1"));
+    let mut client = server.connect();
+    client.write(0, &block(0)).expect("a write");
+    storage.storage.end();
+    for _ in 0..3 {
+        client.call(&Command::Flush).expect_err("storage that is gone");
+    }
+    assert!(receive_message().starts_with("STATUS=a flush has failed"));
+    let log = server.log();
+    assert_eq!(
+        log.matches("every flush fails until the server is started anew").count(),
+        1,
+        "{log}"
+    );
+    assert_eq!(log.lines().count(), 1, "{log}");
+}
+
+#[test]
+fn a_second_signal_ends_a_waiting_server_at_once_and_it_reports_the_rest() {
+    let Some(mut storage) = Stoppable::new() else { return };
+    let mut server = Server::start(&storage.image, &["--direct", "auto"]);
+    let mut client = server.connect();
+    client.write(0, &block(0)).expect("a write");
+    let _stood_still = storage.stop();
+    let write = Command::Write { offset: 0, data: block(1), fua: false };
+    client.send(&write).expect("room in the socket");
+    thread::sleep(STANDSTILL);
+    server.signal(Signal::INT);
+    await_that("what the stop waits for", || server.log().contains("stopping, 1 request left"));
+    server.signal(Signal::INT);
+    let printed = "nowait: ended by a second signal: 1 request left, not flushed\n";
+    await_that(printed, || server.log().ends_with(printed));
+    // The kernel keeps the process until its FUSE calls have ended.
+    storage.storage.end();
+    assert_eq!(server.wait().code(), Some(1), "{}", server.log());
+    assert!(!server.socket().exists(), "the socket is left behind");
 }

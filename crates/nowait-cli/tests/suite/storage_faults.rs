@@ -1,6 +1,5 @@
-//! Storage that fails under a running server: the client is told, the server lives, nothing told as done is lost.
-//!
-//! Knows: unshare(1), mount(8), which end with the server. Known by: nobody.
+//! Storage that fails under a running server: the client gets an error, the server continues, no
+//! answered write is lost.
 
 use std::collections::HashMap;
 use std::fs::{self, File};
@@ -13,6 +12,7 @@ use std::thread;
 
 use crate::common::nbd::{Client, Command, EIO, ENOSPC, ESHUTDOWN, greet};
 use crate::common::{MIB, Scratch, Server, require_tool, skip};
+use crate::logged::await_line;
 
 /// The length of one request here, in bytes.
 const PIECE: u32 = 1 << 20;
@@ -23,7 +23,7 @@ fn piece(number: u64) -> Vec<u8> {
 }
 
 #[test]
-fn c55_an_image_truncated_behind_the_server_gives_eio_and_the_rest_is_served() {
+fn c55_an_image_truncated_while_it_is_served_gives_eio_and_the_rest_is_served() {
     for extra in [&[][..], &["--queue", "threads"], &["--direct", "off"]] {
         println!("serve {extra:?}");
         let scratch = Scratch::new();
@@ -45,7 +45,7 @@ fn c55_an_image_truncated_behind_the_server_gives_eio_and_the_rest_is_served() {
     }
 }
 
-/// Makes a small file system at $0 that vanishes with the command that is then run.
+/// Mounts a small file system at $0 and executes the command; the file system ends with it.
 const ON_TMPFS: &str =
     r#"mount -t tmpfs -o size=16m none "$0" && truncate -s 64M "$0/disk.img" && exec "$@""#;
 const ON_EXT4: &str = r#"truncate -s 32M "$0.fs" && mkfs.ext4 -q "$0.fs" && mount -o loop "$0.fs" "$0" &&
@@ -58,7 +58,8 @@ fn can_mount(flags: &[&str]) -> bool {
     tried.is_ok_and(|output| output.status.success()) || skip("no private mounts for this user")
 }
 
-/// Serves a 64 MiB image on the small file system that `script` makes; fills it; checks what holds afterwards.
+/// Serves a 64 MiB image on the small file system that `script` makes, fills it, and checks the
+/// state afterwards.
 fn fill_the_file_system(flags: &[&str], script: &str, extra: &[&str]) {
     let scratch = Scratch::new();
     let mount_point = scratch.join("small");
@@ -82,6 +83,8 @@ fn fill_the_file_system(flags: &[&str], script: &str, extra: &[&str]) {
         }
     };
     assert_eq!(error, ENOSPC);
+    let line = await_line(&server, "No space left on device");
+    assert!(line.contains(&format!("write of {PIECE} bytes at byte {}", written * MIB)), "{line}");
     assert!(written > 4, "full after {written} MiB");
     client.call(&Command::Flush).expect("what was written is safe");
     for number in 0..written {
@@ -91,7 +94,7 @@ fn fill_the_file_system(flags: &[&str], script: &str, extra: &[&str]) {
         );
     }
 
-    // NBD proto.md, "`base:allocation` metadata context": where there is no hole, there is room.
+    // NBD proto.md, "`base:allocation` metadata context": a range that is not a hole has storage.
     for number in 0..written {
         client.write(number * MIB, &piece(number)).expect("a write where there is storage");
     }
@@ -103,7 +106,7 @@ fn fill_the_file_system(flags: &[&str], script: &str, extra: &[&str]) {
 }
 
 #[test]
-fn a_full_file_system_gives_enospc_and_trim_makes_room_again() {
+fn a_full_file_system_gives_enospc_and_trim_frees_space() {
     if !require_tool("unshare") {
         return;
     }
@@ -126,7 +129,8 @@ fn a_full_file_system_gives_enospc_and_trim_makes_room_again() {
     }
 }
 
-/// Keeps writes in flight until the server ends the connection; gives the pieces whose write was answered.
+/// Keeps writes in flight until the server ends the connection; returns the pieces whose write was
+/// answered.
 fn write_until_the_end(
     mut client: Client,
     pieces: Range<u64>,
@@ -147,7 +151,7 @@ fn write_until_the_end(
         match client.receive() {
             Ok((cookie, Ok(_))) => {
                 done.push(in_flight.remove(&cookie).expect("an answer to a write in flight"));
-                // Nobody counts any more once the signal is sent.
+                // The receiver is dropped once the signal is sent.
                 let _ = answered.send(());
             }
             Ok((_, Err(error))) => {
@@ -161,7 +165,7 @@ fn write_until_the_end(
 }
 
 #[test]
-fn sigterm_amid_writes_ends_well_and_every_answered_write_is_in_the_image() {
+fn sigterm_during_writes_succeeds_and_every_answered_write_is_in_the_image() {
     const CLIENTS: u64 = 3;
     const PIECES_EACH: u64 = 16;
     let scratch = Scratch::new();

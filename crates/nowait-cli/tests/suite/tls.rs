@@ -1,7 +1,7 @@
-//! TLS: other people's clients, certificates that are not good, and bytes that are no TLS.
+//! TLS: external clients, invalid certificates, and bytes that are not TLS.
 //!
-//! Invariant: what is compared with did not come through the server; every certificate is made here.
-//! Knows: nbdinfo, nbdcopy, qemu-img, qemu-io, rustls as a client. Known by: nobody.
+//! Invariant: data are compared with bytes that were not transferred by the server; every
+//! certificate is made by the test.
 
 use std::fs;
 use std::io::{self, Read, Write};
@@ -21,24 +21,25 @@ use crate::common::nbd::{
     Client, Command, Mode, OPT_GO, OPT_STRUCTURED_REPLY, REP_ACK, RawRequest, export_request, go,
     greet, is_refusal, read_option_reply, read_size, send_option,
 };
-use crate::common::{Finished, KIB, MIB, Scratch, Server, refusal, require_tool, tool};
+use crate::common::{Finished, KIB, MIB, Scratch, Server, accepted, refusal, require_tool, tool};
+use crate::logged::await_line;
 
 /// NBD proto.md, "Option types" and "Option reply types".
 const OPT_STARTTLS: u32 = 5;
 const REP_ERR_TLS_REQD: u32 = (1 << 31) + 5;
 
-/// A server with certificates, and a client's directory that goes with it.
-struct Scene {
+/// A server with certificates, and the certificate directory of a client.
+struct Fixture {
     server: Server,
     authority: Authority,
-    /// What the client trusts, and a certificate of its own.
+    /// The client's trusted authority, and its own certificate.
     client: Scratch,
     image: std::path::PathBuf,
     scratch: Scratch,
     _certs: Scratch,
 }
 
-impl Scene {
+impl Fixture {
     /// Serves 16 MiB with `--tls-certs` and `extra`.
     fn new(extra: &[&str]) -> Self {
         let authority = Authority::new("the authority");
@@ -54,7 +55,7 @@ impl Scene {
         Self { server, authority, client, image, scratch, _certs: certs }
     }
 
-    /// The server's addresses as a client with the certificates in `directory` writes them.
+    /// The server's URIs for a client with the certificates in `directory`.
     fn uris_with(&self, directory: &Scratch) -> Vec<String> {
         let with = |uri: &String| {
             assert!(uri.starts_with("nbds"), "{uri}");
@@ -71,7 +72,7 @@ impl Scene {
         secret(stream, self.client.path())
     }
 
-    /// A newcomer is still served.
+    /// Checks that a new connection is still served.
     fn ends_well(self) {
         let mut newcomer = self.connect();
         assert_eq!(go(&mut newcomer).expect("an export"), 16 * MIB);
@@ -92,12 +93,12 @@ fn starttls(stream: &mut UnixStream) {
     assert_eq!(read_option_reply(stream).expect("a reply"), (REP_ACK, vec![]));
 }
 
-/// A TLS client that trusts what is in `directory` and shows no certificate.
+/// A TLS client that trusts the authority in `directory` and has no certificate.
 fn secret<S: Read + Write>(stream: S, directory: &Path) -> Secret<S> {
     secret_by(rustls::ALL_VERSIONS, stream, directory)
 }
 
-/// The same, which speaks `versions` of TLS and no other.
+/// The same with only `versions` of TLS.
 fn secret_by<S: Read + Write>(
     versions: &[&'static SupportedProtocolVersion],
     stream: S,
@@ -117,7 +118,7 @@ fn secret_by<S: Read + Write>(
     StreamOwned::new(client, stream)
 }
 
-/// What nbdinfo says that is run on `uri`: the protocol's line, or why not.
+/// Runs nbdinfo on `uri`: returns the line with the protocol, or the error.
 fn nbdinfo(uri: &str) -> Result<String, String> {
     let output = tool("nbdinfo").arg(uri).output().expect("timeout(1)");
     let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
@@ -128,28 +129,47 @@ fn nbdinfo(uri: &str) -> Result<String, String> {
 }
 
 #[test]
+fn the_log_names_a_client_by_its_certificate_and_a_refused_client() {
+    let fixture = Fixture::new(&["--tls-verify-peer", "--verbose"]);
+    let copy = fixture.scratch.join("copy.img");
+    let (from, to) = (fixture.server.uri(), copy.to_str().expect("a name in UTF-8"));
+    accepted(&["copy", from, to, "--tls-certs", fixture.client.path().to_str().expect("UTF-8")]);
+    let line = await_line(&fixture.server, "has opened export");
+    assert!(
+        line.ends_with(r#" has opened export "" by TLS, with the certificate of CN=client"#),
+        "{line}"
+    );
+    // Without a certificate.
+    let mut stream = fixture.connect();
+    go(&mut stream).expect_err("a refusal");
+    let line = await_line(&fixture.server, "TLS has failed");
+    assert!(line.contains("client (uid ") && line.contains("certificate"), "{line}");
+    fixture.server.stop();
+}
+
+#[test]
 fn nbdinfo_and_nbdcopy_go_through_tls_over_unix_sockets_and_tcp() {
     if !require_tool("nbdinfo") || !require_tool("nbdcopy") {
         return;
     }
     for variant in [&[][..], &["--queue", "threads"], &["--direct", "off", "--queues", "3"]] {
         println!("serve {variant:?}");
-        let scene = Scene::new(variant);
-        let uris = scene.uris_with(&scene.client);
+        let fixture = Fixture::new(variant);
+        let uris = fixture.uris_with(&fixture.client);
         assert_eq!(uris.len(), 2);
         assert!(uris[0].starts_with("nbds+unix:///?") && uris[1].starts_with("nbds://localhost:"));
         for (n, uri) in uris.iter().enumerate() {
-            let said = nbdinfo(uri).expect("an answer");
-            assert!(said.contains("with TLS") && !said.contains("without"), "{said}");
-            let source = scene.scratch.random(&format!("source{n}"), 16 * MIB, n as u64);
-            let back = scene.scratch.join(&format!("back{n}"));
+            let printed = nbdinfo(uri).expect("an answer");
+            assert!(printed.contains("with TLS") && !printed.contains("without"), "{printed}");
+            let source = fixture.scratch.random(&format!("source{n}"), 16 * MIB, n as u64);
+            let back = fixture.scratch.join(&format!("back{n}"));
             tool("nbdcopy").arg("--flush").arg(&source).arg(uri).succeeds();
             tool("nbdcopy").arg(uri).arg(&back).succeeds();
             let source = fs::read(source).expect("the source");
-            assert!(source == fs::read(&scene.image).expect("the image"), "copied in");
+            assert!(source == fs::read(&fixture.image).expect("the image"), "copied in");
             assert!(source == fs::read(back).expect("the copy"), "copied out");
         }
-        scene.server.stop();
+        fixture.server.stop();
     }
 }
 
@@ -158,14 +178,15 @@ fn qemu_goes_through_tls() {
     if !require_tool("qemu-img") || !require_tool("qemu-io") {
         return;
     }
-    let scene = Scene::new(&["--tls-verify-peer"]);
-    let source = scene.scratch.random("source", 16 * MIB, 9);
-    let (_, port) = scene.server.uris()[1].trim_end_matches('/').rsplit_once(':').expect("a port");
+    let fixture = Fixture::new(&["--tls-verify-peer"]);
+    let source = fixture.scratch.random("source", 16 * MIB, 9);
+    let (_, port) =
+        fixture.server.uris()[1].trim_end_matches('/').rsplit_once(':').expect("a port");
     let object =
-        format!("tls-creds-x509,id=tls,endpoint=client,dir={}", scene.client.path().display());
+        format!("tls-creds-x509,id=tls,endpoint=client,dir={}", fixture.client.path().display());
     let address = [
         format!("driver=nbd,server.type=inet,server.host=localhost,server.port={port}"),
-        format!("driver=nbd,server.type=unix,server.path={}", scene.server.socket().display()),
+        format!("driver=nbd,server.type=unix,server.path={}", fixture.server.socket().display()),
     ];
     let tls = ["tls-creds=tls", "tls-creds=tls,tls-hostname=localhost"];
     for (address, tls) in address.iter().zip(tls) {
@@ -175,16 +196,16 @@ fn qemu_goes_through_tls() {
             .arg(&source)
             .arg(format!("driver=raw,file.{}", options.replace(',', ",file.")))
             .succeeds();
-        assert!(fs::read(&scene.image).expect("the image") == fs::read(&source).expect("bytes"));
-        let said = tool("qemu-io")
+        assert!(fs::read(&fixture.image).expect("the image") == fs::read(&source).expect("bytes"));
+        let printed = tool("qemu-io")
             .args(["--object", &object, "--image-opts", &options])
             .args(["-c", "write -f -P 0x5a 1001 3M", "-c", "read -P 0x5a 1001 3M"])
             .args(["-c", "write -z 64k 64k", "-c", "read -P 0 64k 64k", "-c", "flush"])
             .succeeds();
-        assert!(!said.contains("failed"), "{said}");
+        assert!(!printed.contains("failed"), "{printed}");
         tool("qemu-io").args(["--image-opts", address, "-c", "read 0 512"]).fails();
     }
-    scene.server.stop();
+    fixture.server.stop();
 }
 
 #[test]
@@ -192,31 +213,31 @@ fn a_verified_client_is_one_whose_certificate_is_good_and_of_the_right_authority
     if !require_tool("nbdinfo") {
         return;
     }
-    let scene = Scene::new(&["--tls-verify-peer"]);
+    let fixture = Fixture::new(&["--tls-verify-peer"]);
     let stranger = Authority::new("a stranger");
     let none = Scratch::new();
     let [wrong, expired, revoked, server] = [
         (&stranger, Role::Client, Flaw::None),
-        (&scene.authority, Role::Client, Flaw::Expired),
-        (&scene.authority, Role::Client, Flaw::Revoked),
-        (&scene.authority, Role::Server, Flaw::None),
+        (&fixture.authority, Role::Client, Flaw::Expired),
+        (&fixture.authority, Role::Client, Flaw::Revoked),
+        (&fixture.authority, Role::Server, Flaw::None),
     ]
     .map(|(authority, role, flaw)| {
         let directory = Scratch::new();
         authority.certify(directory.path(), role, flaw);
         directory
     });
-    // What is for a server is no client's.
+    // A server's certificate is not valid for a client.
     for end in ["cert", "key"] {
-        let path = |who: &str| server.join(&format!("{who}-{end}.pem"));
+        let path = |name: &str| server.join(&format!("{name}-{end}.pem"));
         fs::rename(path("server"), path("client")).expect("a file");
     }
     for directory in [&none, &wrong, &expired, &revoked, &server] {
-        scene.authority.trusted_in(directory.path());
+        fixture.authority.trusted_in(directory.path());
     }
     for n in [0, 1] {
-        let try_with = |directory| nbdinfo(&scene.uris_with(directory)[n]);
-        try_with(&scene.client).expect("the good one gets in");
+        let try_with = |directory| nbdinfo(&fixture.uris_with(directory)[n]);
+        try_with(&fixture.client).expect("the good one gets in");
         for (name, directory) in [
             ("no", &none),
             ("a stranger's", &wrong),
@@ -226,13 +247,13 @@ fn a_verified_client_is_one_whose_certificate_is_good_and_of_the_right_authority
         ] {
             assert!(try_with(directory).is_err(), "{name} certificate gets in");
         }
-        try_with(&scene.client).expect("the good one gets in again");
+        try_with(&fixture.client).expect("the good one gets in again");
     }
-    scene.server.stop();
+    fixture.server.stop();
 }
 
 #[test]
-fn a_server_that_shows_no_good_certificate_is_refused_by_its_clients_and_goes_on() {
+fn a_server_with_an_invalid_certificate_is_refused_by_its_clients_and_continues() {
     if !require_tool("nbdinfo") {
         return;
     }
@@ -260,78 +281,78 @@ fn a_server_that_shows_no_good_certificate_is_refused_by_its_clients_and_goes_on
 }
 
 #[test]
-fn nbd_must_a_plain_client_gets_nothing_but_the_advice_to_use_tls() {
-    let scene = Scene::new(&[]);
-    let mut stream = greet(&scene.server.socket()).expect("a greeting");
+fn nbd_must_a_plain_client_gets_only_the_error_that_tls_is_required() {
+    let fixture = Fixture::new(&[]);
+    let mut stream = greet(&fixture.server.socket()).expect("a greeting");
     for option in [OPT_GO, OPT_STRUCTURED_REPLY, 0x7777] {
         send_option(&mut stream, option, &[0; 6]).expect("a socket");
         assert_eq!(read_option_reply(&mut stream).expect("a reply").0, REP_ERR_TLS_REQD);
     }
     starttls(&mut stream);
-    let mut client = secret(stream, scene.client.path());
+    let mut client = secret(stream, fixture.client.path());
     assert_eq!(go(&mut client).expect("an export"), 16 * MIB);
     let refused =
-        Client::connect(&scene.server.socket(), Mode::Simple).err().expect("no plain client");
+        Client::connect(&fixture.server.socket(), Mode::Simple).err().expect("no plain client");
     assert!(refused.to_string().contains("80000005"), "{refused}");
-    scene.ends_well();
+    fixture.ends_well();
 }
 
 /// NBD proto.md, "TLS versions": TLS 1.2 MUST be supported, later ones SHOULD be.
 #[test]
 fn nbd_must_tls_1_2_and_1_3_are_spoken() {
-    let scene = Scene::new(&[]);
+    let fixture = Fixture::new(&[]);
     for version in [&TLS12, &TLS13] {
-        let mut stream = greet(&scene.server.socket()).expect("a greeting");
+        let mut stream = greet(&fixture.server.socket()).expect("a greeting");
         starttls(&mut stream);
-        let mut client = secret_by(&[version], stream, scene.client.path());
+        let mut client = secret_by(&[version], stream, fixture.client.path());
         assert_eq!(go(&mut client).expect("an export"), 16 * MIB);
         assert!(read(&mut client, 0, 70_000).expect("bytes") == vec![0; 70_000]);
         assert_eq!(client.conn.protocol_version(), Some(version.version));
     }
-    scene.ends_well();
+    fixture.ends_well();
 }
 
 #[test]
-fn reads_through_tls_leave_holes_out_in_every_mode_that_can() {
-    let scene = Scene::new(&[]);
+fn reads_through_tls_send_holes_as_holes_in_every_mode_that_can() {
+    let fixture = Fixture::new(&[]);
     let mut expected = vec![0; 16 << 20];
     for at in (0..8).map(|n| (2 * n + 1) << 20) {
         expected[at..at + 100_000].fill(0x5a);
     }
-    let mut writer = Client::over(scene.connect(), "", Mode::Extended).expect("a connection");
+    let mut writer = Client::over(fixture.connect(), "", Mode::Extended).expect("a connection");
     for at in (0..8).map(|n| (2 * n + 1) << 20) {
         writer.write(at, &[0x5a; 100_000]).expect("a write");
     }
     for mode in [Mode::Simple, Mode::Structured, Mode::Extended] {
-        let mut client = Client::over(scene.connect(), "", mode).expect("a connection");
+        let mut client = Client::over(fixture.connect(), "", mode).expect("a connection");
         for (offset, len) in [(0, 4 << 20), (777, 3_000_000), (10 << 20, 6 << 20), (5000, 512)] {
-            let before = client.left_out;
+            let before = client.hole_bytes;
             let bytes = client.read(offset as u64, len as u32).expect("bytes");
             assert!(bytes == expected[offset..offset + len], "{mode:?}, {len} at {offset}");
-            let left_out = client.left_out - before;
-            assert_eq!(left_out > len as u64 / 2, mode != Mode::Simple, "{left_out} of {len}");
+            let hole_bytes = client.hole_bytes - before;
+            assert_eq!(hole_bytes > len as u64 / 2, mode != Mode::Simple, "{hole_bytes} of {len}");
         }
         client.call(&Command::Flush).expect("a flush");
     }
-    scene.ends_well();
+    fixture.ends_well();
 }
 
 #[test]
-fn where_tls_is_on_clients_come_with_and_without_it() {
-    let scene = Scene::new(&["--tls", "on"]);
-    for uri in scene.server.uris() {
+fn with_optional_tls_clients_are_served_with_and_without_it() {
+    let fixture = Fixture::new(&["--tls", "on"]);
+    for uri in fixture.server.uris() {
         assert!(uri.starts_with("nbd://") || uri.starts_with("nbd+unix:"), "{uri}");
     }
-    let mut plain = scene.server.connect();
+    let mut plain = fixture.server.connect();
     plain.write(4096, &[7; 4096]).expect("a write");
-    let mut client = scene.connect();
+    let mut client = fixture.connect();
     go(&mut client).expect("an export");
     assert!(read(&mut client, 4096, 4096).expect("bytes") == [7; 4096]);
-    scene.ends_well();
+    fixture.ends_well();
 }
 
 #[test]
-fn where_tls_is_off_starttls_is_refused_and_the_handshake_goes_on() {
+fn without_tls_starttls_is_refused_and_the_handshake_continues() {
     let scratch = Scratch::new();
     let server = Server::start(&scratch.sparse("disk.img", MIB), &[]);
     let mut stream = greet(&server.socket()).expect("a greeting");
@@ -341,7 +362,7 @@ fn where_tls_is_off_starttls_is_refused_and_the_handshake_goes_on() {
     server.stop();
 }
 
-/// Reads with nothing else in flight; the reply is a simple one.
+/// Reads with no other request in flight; the reply is a simple one.
 fn read(client: &mut (impl Read + Write), offset: u64, len: u32) -> io::Result<Vec<u8>> {
     client.write_all(&RawRequest::read(offset, len).bytes())?;
     let mut reply = vec![0; 16 + len as usize];
@@ -351,13 +372,13 @@ fn read(client: &mut (impl Read + Write), offset: u64, len: u32) -> io::Result<V
 }
 
 #[test]
-fn a_session_moves_to_the_threads_of_the_export_that_its_client_chooses() {
+fn a_tls_session_moves_to_the_threads_of_the_chosen_export() {
     let other = Scratch::new();
     let bytes = fs::read(other.random("other.img", MIB, 4)).expect("the other image");
     let named = format!("other={}", other.join("other.img").display());
-    let scene = Scene::new(&["--queues", "2", &named, "--export", "first"]);
+    let fixture = Fixture::new(&["--queues", "2", &named, "--export", "first"]);
     for together in [true, false] {
-        let mut client = scene.connect();
+        let mut client = fixture.connect();
         let mut choice = Vec::new();
         send_option(&mut choice, OPT_GO, &export_request("other")).expect("a vector");
         let request = RawRequest::read(MIB - 70_000, 70_000).bytes();
@@ -369,25 +390,25 @@ fn a_session_moves_to_the_threads_of_the_export_that_its_client_chooses() {
         client.read_exact(&mut reply).expect("a reply");
         assert!(reply[16..] == bytes[bytes.len() - 70_000..]);
     }
-    scene.ends_well();
+    fixture.ends_well();
 }
 
 #[test]
-fn nbd_must_a_goodbye_is_answered_by_the_goodbye_of_tls() {
-    let scene = Scene::new(&[]);
-    let mut client = scene.connect();
+fn nbd_must_a_disconnect_is_answered_by_close_notify() {
+    let fixture = Fixture::new(&[]);
+    let mut client = fixture.connect();
     go(&mut client).expect("an export");
     read(&mut client, 0, 512).expect("bytes");
-    client.write_all(&RawRequest::goodbye().bytes()).expect("a socket");
-    // Where the stream just ends, rustls reports an error (RFC 8446, section 6.1).
+    client.write_all(&RawRequest::disconnect().bytes()).expect("a socket");
+    // Without close_notify, rustls would report an error (RFC 8446, section 6.1).
     assert_eq!(client.read(&mut [0; 1]).expect("an orderly end"), 0);
-    scene.ends_well();
+    fixture.ends_well();
 }
 
 #[test]
-fn requests_before_the_goodbye_of_tls_are_answered() {
-    let scene = Scene::new(&[]);
-    let mut client = scene.connect();
+fn requests_before_close_notify_are_answered() {
+    let fixture = Fixture::new(&[]);
+    let mut client = fixture.connect();
     go(&mut client).expect("an export");
     for n in 0..40 {
         client.write_all(&RawRequest::read(n * KIB, 64 << 10).bytes()).expect("a socket");
@@ -397,14 +418,14 @@ fn requests_before_the_goodbye_of_tls_are_answered() {
     let mut replies = Vec::new();
     client.read_to_end(&mut replies).expect("an orderly end");
     assert_eq!(replies.len(), 40 * (16 + (64 << 10)));
-    scene.ends_well();
+    fixture.ends_well();
 }
 
 #[test]
-fn a_write_that_is_cut_off_amid_its_payload_touches_nothing() {
-    let scene = Scene::new(&[]);
+fn a_write_that_is_cut_off_within_its_payload_changes_no_byte() {
+    let fixture = Fixture::new(&[]);
     for orderly in [true, false] {
-        let mut client = scene.connect();
+        let mut client = fixture.connect();
         go(&mut client).expect("an export");
         client.write_all(&RawRequest::write(0, 100_000).bytes()).expect("a socket");
         client.write_all(&[0x77; 99_999]).expect("a socket");
@@ -417,19 +438,19 @@ fn a_write_that_is_cut_off_amid_its_payload_touches_nothing() {
         client.read_to_end(&mut sink).expect("an orderly end");
         assert!(sink.is_empty(), "an answer to half a request");
     }
-    assert!(fs::read(&scene.image).expect("the image").iter().all(|&byte| byte == 0));
-    scene.ends_well();
+    assert!(fs::read(&fixture.image).expect("the image").iter().all(|&byte| byte == 0));
+    fixture.ends_well();
 }
 
 #[test]
-fn nbd_must_what_follows_starttls_in_clear_is_never_taken_for_what_came_through_tls() {
+fn nbd_must_plaintext_after_starttls_is_never_treated_as_received_through_tls() {
     let mut options = Vec::new();
     send_option(&mut options, OPT_STARTTLS, &[]).expect("a vector");
     let end = options.len();
     send_option(&mut options, OPT_STRUCTURED_REPLY, &[]).expect("a vector");
-    let scene = Scene::new(&["--tls", "on"]);
+    let fixture = Fixture::new(&["--tls", "on"]);
     for cut in [end, end + 1, end + 16, options.len()] {
-        let mut stream = greet(&scene.server.socket()).expect("a greeting");
+        let mut stream = greet(&fixture.server.socket()).expect("a greeting");
         stream.write_all(&options[..cut]).expect("a socket");
         let (kind, _) = read_option_reply(&mut stream).expect("a reply");
         assert_eq!(kind, REP_ACK);
@@ -438,29 +459,29 @@ fn nbd_must_what_follows_starttls_in_clear_is_never_taken_for_what_came_through_
         let _ = stream.shutdown(std::net::Shutdown::Write);
         let mut rest = Vec::new();
         let _ = stream.read_to_end(&mut rest);
-        // Nothing more, or the alert of TLS: in no case a reply to the option.
+        // No bytes, or a TLS alert: in no case a reply to the option.
         assert!(rest.len() <= 7, "{rest:?}");
         assert!(rest.first().is_none_or(|&kind| kind == 21), "{rest:?}");
     }
-    scene.ends_well();
+    fixture.ends_well();
 }
 
 #[test]
-fn nbd_must_rubbish_in_place_of_tls_ends_the_connection() {
-    let scene = Scene::new(&[]);
+fn nbd_must_invalid_bytes_in_place_of_tls_end_the_connection() {
+    let fixture = Fixture::new(&[]);
     for rubbish in [vec![0; 64], b"GET / HTTP/1.0\r\n\r\n".to_vec(), vec![0x16; 100_000]] {
-        let mut stream = greet(&scene.server.socket()).expect("a greeting");
+        let mut stream = greet(&fixture.server.socket()).expect("a greeting");
         starttls(&mut stream);
-        // The server may have hung up before it is all sent.
+        // The server may close the connection before all bytes are sent.
         let _ = stream.write_all(&rubbish);
         let mut rest = Vec::new();
         let _ = stream.read_to_end(&mut rest);
         assert!(rest.len() <= 7, "{} bytes in answer to rubbish", rest.len());
     }
-    scene.ends_well();
+    fixture.ends_well();
 }
 
-/// A stream whose bytes go out one at a time.
+/// A stream that sends its bytes one at a time.
 struct Drop(UnixStream);
 
 impl Write for Drop {
@@ -481,53 +502,53 @@ impl Read for Drop {
 
 #[test]
 fn a_tls_client_that_sends_byte_by_byte_is_served() {
-    let scene = Scene::new(&["--queues", "1"]);
-    let mut stream = greet(&scene.server.socket()).expect("a greeting");
+    let fixture = Fixture::new(&["--queues", "1"]);
+    let mut stream = greet(&fixture.server.socket()).expect("a greeting");
     starttls(&mut stream);
-    let mut slow = secret(Drop(stream), scene.client.path());
+    let mut slow = secret(Drop(stream), fixture.client.path());
     assert_eq!(go(&mut slow).expect("an export"), 16 * MIB);
     assert!(read(&mut slow, 0, 70_000).expect("bytes") == vec![0; 70_000]);
-    scene.ends_well();
+    fixture.ends_well();
 }
 
 #[test]
-fn a_tls_handshake_that_stops_anywhere_holds_up_nobody() {
-    let scene = Scene::new(&["--queues", "1"]);
+fn a_tls_handshake_that_stops_anywhere_blocks_no_other_client() {
+    let fixture = Fixture::new(&["--queues", "1"]);
     let mut hello = Vec::new();
-    let mut client = secret(io::empty(), scene.client.path());
+    let mut client = secret(io::empty(), fixture.client.path());
     client.conn.write_tls(&mut hello).expect("a vector");
     let mut silent = Vec::new();
     for sent in [0, 1, 4, 5, 100, hello.len() - 1, hello.len()] {
-        let mut stream = greet(&scene.server.socket()).expect("a greeting");
+        let mut stream = greet(&fixture.server.socket()).expect("a greeting");
         starttls(&mut stream);
         stream.write_all(&hello[..sent]).expect("a socket");
         silent.push(stream);
-        let mut other = scene.connect();
+        let mut other = fixture.connect();
         go(&mut other).expect("an export");
         read(&mut other, 0, 4096).expect("bytes");
     }
-    scene.ends_well();
+    fixture.ends_well();
 }
 
 #[test]
-fn a_tls_client_that_never_reads_its_answers_holds_up_nobody() {
-    let scene = Scene::new(&["--queues", "1"]);
-    let mut silent = scene.connect();
+fn a_tls_client_that_never_reads_its_answers_blocks_no_other_client() {
+    let fixture = Fixture::new(&["--queues", "1"]);
+    let mut silent = fixture.connect();
     go(&mut silent).expect("an export");
     for _ in 0..64 {
         silent.write_all(&RawRequest::read(0, 1 << 20).bytes()).expect("room for requests");
     }
-    let mut other = scene.connect();
+    let mut other = fixture.connect();
     go(&mut other).expect("an export");
     for n in 0..100 {
         read(&mut other, n * 4096, 4096).expect("bytes");
     }
     drop(silent);
-    scene.ends_well();
+    fixture.ends_well();
 }
 
 #[test]
-fn certificates_that_cannot_be_used_are_refused_in_one_line_that_names_the_file() {
+fn unusable_certificates_are_refused_in_one_line_that_names_the_file() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", MIB);
     let certs = Scratch::new();
@@ -556,7 +577,7 @@ fn certificates_that_cannot_be_used_are_refused_in_one_line_that_names_the_file(
 }
 
 #[test]
-fn options_that_would_leave_less_than_they_promise_are_wrong_usage() {
+fn options_that_would_weaken_tls_are_wrong_usage() {
     for wrong in [
         &["--tls", "require"][..],
         &["--tls", "on"],

@@ -1,8 +1,7 @@
-//! One connection to an NBD server: requests out, replies in, neither ever waited for.
+//! One connection to an NBD server: sends requests and receives replies without waiting.
 //!
-//! Invariant: requests go out whole and in order; the data of a write is sent from where it is,
-//! the data of a read is received to where it belongs.
-//! Knows: wire, receiver, handshake, credentials, session. Known by: nbd_port.
+//! Invariant: requests are sent whole and in order; the data of a write is sent from the request's
+//! memory, the data of a read is received into it.
 
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut, Read, Write};
@@ -11,32 +10,36 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::time::Duration;
 
+use nowait_nbd::client::{self, Export, Wanted};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use slab::Slab;
 
 use super::credentials::Credentials;
-use super::handshake::{self, Export};
-use super::receiver::{Pending, Receiver};
-use super::session::Session;
-use super::wire::{self, REQUEST_BYTES};
+use super::handshake_error::{CONTEXT, failure};
+use super::wire::{self, REQUEST_BYTES, RequestHeader};
 use crate::error::words;
-use crate::place::Address;
+use crate::location::Address;
+use crate::nbd::reply_parser::{Pending, ReplyParser};
+use crate::nbd::tls_session::TlsSession;
 
-/// How long a server may take for the connection and for each answer of the handshake.
-const PATIENCE: Duration = Duration::from_secs(30);
-/// Requests that go out with one system call: each has a header and data.
+/// The timeout for the connection and for each answer of the handshake.
+const REPLY_TIMEOUT: Duration = Duration::from_secs(30);
+/// Requests that one system call sends: each has a header and data.
 const BATCH: usize = 16;
-/// Replies are received in pieces of so many bytes, behind the data of a read.
+/// The receive buffer in bytes, for what follows the data of a read.
 const SCRATCH_BYTES: usize = 4096;
-/// What the kernel is asked to hold for a socket each way, in bytes. It may give less.
+/// The requested size of the socket's send and receive buffers in bytes. The kernel may grant less.
 const SOCKET_BYTES: usize = 2 << 20;
 
-/// A request on its way out.
-pub(super) struct Outgoing {
-    pub(super) header: [u8; REQUEST_BYTES],
-    /// Whose memory the data is in, where it begins there, and its bytes.
-    pub(super) data: Option<(usize, usize, usize)>,
+/// What is asked for in the handshake.
+pub(crate) const WANTED: Wanted<'static> = Wanted { structured: true, context: Some(CONTEXT) };
+
+/// A request that is to be sent.
+pub(crate) struct Outgoing {
+    pub(crate) header: [u8; REQUEST_BYTES],
+    /// The pending request in whose memory the data is, its offset there, and its bytes.
+    pub(crate) data: Option<(usize, usize, usize)>,
 }
 
 impl Outgoing {
@@ -45,27 +48,27 @@ impl Outgoing {
     }
 }
 
-/// A connection that takes requests.
-pub(super) struct Connection {
+/// A connection in the transmission phase.
+pub(crate) struct Connection {
     socket: OwnedFd,
-    /// Through which everything goes, where it is there.
-    session: Option<Session>,
-    receiver: Receiver,
+    /// The TLS session, if the connection has one: all bytes go through it.
+    session: Option<TlsSession>,
+    receiver: ReplyParser,
     outgoing: VecDeque<Outgoing>,
     /// Bytes of the first outgoing request that the socket has taken.
     sent: usize,
     scratch: Vec<u8>,
-    /// Bytes asked for or to be written that are not answered.
-    pub(super) in_flight: u64,
+    /// Bytes of the requests that are not answered.
+    pub(crate) in_flight: u64,
 }
 
 impl Connection {
-    /// Connects to `address` and asks for `export`, by TLS if there are `credentials`. `number` is the
-    /// connection's own.
+    /// Connects to `address` and opens `export`, with TLS if there are `credentials`. `number` is
+    /// the connection's index.
     ///
     /// # Errors
-    /// Words that say why there is no connection.
-    pub(super) fn open(
+    /// A message that says why the connection failed.
+    pub(crate) fn open(
         address: &Address,
         credentials: Option<&Credentials>,
         export: &str,
@@ -75,34 +78,34 @@ impl Connection {
             Address::Unix(path) => {
                 let stream = UnixStream::connect(path).map_err(|error| cannot_connect(&error))?;
                 let timeouts = stream
-                    .set_read_timeout(Some(PATIENCE))
-                    .and_then(|()| stream.set_write_timeout(Some(PATIENCE)));
+                    .set_read_timeout(Some(REPLY_TIMEOUT))
+                    .and_then(|()| stream.set_write_timeout(Some(REPLY_TIMEOUT)));
                 timeouts.map_err(|error| words(&error))?;
-                negotiated(stream, credentials, export)?
+                negotiate(stream, credentials, export)?
             }
-            Address::Tcp { host, port } => negotiated(tcp(host, *port)?, credentials, export)?,
+            Address::Tcp { host, port } => negotiate(tcp(host, *port)?, credentials, export)?,
         };
-        // A socket with the system's sizes works too.
+        // Errors are ignored: the default buffer sizes work, too.
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SOCKET_BYTES);
         let _ = rustix::net::sockopt::set_socket_recv_buffer_size(&socket, SOCKET_BYTES);
         rustix::io::ioctl_fionbio(&socket, true).map_err(|errno| words(&errno.into()))?;
-        let receiver = Receiver::new(number, export.context);
+        let receiver = ReplyParser::new(number, export.context);
         let (outgoing, scratch) = (VecDeque::new(), vec![0; SCRATCH_BYTES]);
         let connection =
             Self { socket, session, receiver, outgoing, sent: 0, scratch, in_flight: 0 };
         Ok((connection, export))
     }
 
-    /// Puts a request behind those that are on their way out.
-    pub(super) fn push(&mut self, outgoing: Outgoing) {
+    /// Appends a request to the send queue.
+    pub(crate) fn push(&mut self, outgoing: Outgoing) {
         self.outgoing.push_back(outgoing);
     }
 
-    /// Sends what the socket takes.
+    /// Sends as much as the socket accepts.
     ///
     /// # Errors
-    /// Words for what the socket said.
-    pub(super) fn send(&mut self, pending: &Slab<Pending>) -> Result<(), String> {
+    /// A message for the socket's error.
+    pub(crate) fn send(&mut self, pending: &Slab<Pending>) -> Result<(), String> {
         while !self.outgoing.is_empty() {
             let mut slices = Vec::with_capacity(2 * BATCH);
             for outgoing in self.outgoing.iter().take(BATCH) {
@@ -120,7 +123,7 @@ impl Connection {
                 Some(session) => session.send(self.socket.as_fd(), rest),
             };
             match written {
-                Ok(count) => self.went_out(count),
+                Ok(count) => self.on_sent(count),
                 Err(Errno::AGAIN) => return Ok(()),
                 Err(Errno::INTR) => {}
                 Err(errno) => return Err(lost(errno)),
@@ -132,7 +135,7 @@ impl Connection {
         }
     }
 
-    fn went_out(&mut self, count: usize) {
+    fn on_sent(&mut self, count: usize) {
         self.sent += count;
         while let Some(first) = self.outgoing.front().map(Outgoing::len).filter(|&n| n <= self.sent)
         {
@@ -141,22 +144,22 @@ impl Connection {
         }
     }
 
-    /// Receives what there is; `ended` gets the place of each request that has ended.
+    /// Receives all available bytes; `on_completed` gets the index of each completed request.
     ///
     /// # Errors
-    /// Words for what the socket or the server said.
-    pub(super) fn receive(
+    /// A message for the socket's or the server's error.
+    pub(crate) fn receive(
         &mut self,
         pending: &mut Slab<Pending>,
-        ended: &mut dyn FnMut(usize),
+        on_completed: &mut dyn FnMut(usize),
     ) -> Result<(), String> {
         loop {
-            let place = self.receiver.place(pending);
-            let room = place.as_ref().map_or(0, |place| place.len());
-            let got = match (&mut self.session, place) {
-                (None, place) => received(&self.socket, place, &mut self.scratch)?,
-                (Some(session), place) => {
-                    let memory = place.unwrap_or(&mut self.scratch);
+            let target = self.receiver.data_target(pending);
+            let room = target.as_ref().map_or(0, |target| target.len());
+            let got = match (&mut self.session, target) {
+                (None, target) => received(&self.socket, target, &mut self.scratch)?,
+                (Some(session), target) => {
+                    let memory = target.unwrap_or(&mut self.scratch);
                     session.receive(self.socket.as_fd(), memory)?
                 }
             };
@@ -167,47 +170,49 @@ impl Connection {
             };
             let direct = got.min(room);
             if direct > 0 {
-                self.receiver.placed(direct, pending, ended)?;
+                self.receiver.data_received(direct, pending, on_completed)?;
             }
             let rest = self.scratch.get(..got - direct).unwrap_or_default();
-            self.receiver.feed(rest, pending, ended)?;
-            // A session may have more at hand than the socket tells of.
+            self.receiver.feed(rest, pending, on_completed)?;
+            // A TLS session may hold decrypted bytes although the socket is empty.
             if self.session.is_none() && got < room + SCRATCH_BYTES {
                 return Ok(());
             }
         }
     }
 
-    /// When the socket is to be looked at again.
-    pub(super) fn watched(&self) -> (BorrowedFd<'_>, PollFlags) {
-        let sealed = self.session.as_ref().is_some_and(Session::has_unsent);
-        let unsent = sealed || !self.outgoing.is_empty();
+    /// The socket and the events to poll it for.
+    pub(crate) fn poll_fd(&self) -> (BorrowedFd<'_>, PollFlags) {
+        let tls_unsent = self.session.as_ref().is_some_and(TlsSession::has_unsent);
+        let unsent = tls_unsent || !self.outgoing.is_empty();
         let writable = if unsent { PollFlags::OUT } else { PollFlags::empty() };
         (self.socket.as_fd(), PollFlags::IN | writable)
     }
 }
 
 impl Drop for Connection {
-    /// Says goodbye, if that needs no waiting ("Terminating the transmission phase").
+    /// Sends NBD_CMD_DISC, if that needs no waiting ("Terminating the transmission phase").
     fn drop(&mut self) {
         if self.outgoing.is_empty() {
-            let goodbye = wire::request(wire::CMD_DISC, 0, 0, 0, 0);
+            let (flags, command) = (0, wire::CMD_DISC);
+            let disconnect = RequestHeader { flags, command, cookie: 0, offset: 0, length: 0 };
+            let disconnect = disconnect.compact();
             match &mut self.session {
-                None => drop(rustix::io::write(&self.socket, &goodbye)),
-                Some(session) => session.end(self.socket.as_fd(), &goodbye),
+                None => drop(rustix::io::write(&self.socket, &disconnect)),
+                Some(session) => session.end(self.socket.as_fd(), &disconnect),
             }
         }
     }
 }
 
-/// What the socket has, to `place` and what is behind it to `scratch`: how many bytes, 0 at the end,
-/// `None` if nothing has come.
+/// Receives into `target` and then into `scratch`. Returns the number of bytes, 0 at the end of the
+/// stream, `None` if no byte has arrived.
 fn received(
     socket: &OwnedFd,
-    place: Option<&mut [u8]>,
+    target: Option<&mut [u8]>,
     scratch: &mut [u8],
 ) -> Result<Option<usize>, String> {
-    let mut slices = [IoSliceMut::new(place.unwrap_or_default()), IoSliceMut::new(scratch)];
+    let mut slices = [IoSliceMut::new(target.unwrap_or_default()), IoSliceMut::new(scratch)];
     loop {
         match rustix::io::readv(socket, &mut slices) {
             Ok(got) => return Ok(Some(got)),
@@ -218,33 +223,35 @@ fn received(
     }
 }
 
-fn negotiated<S: Read + Write + Into<OwnedFd>>(
+fn negotiate<S: Read + Write + Into<OwnedFd>>(
     mut stream: S,
     credentials: Option<&Credentials>,
     export: &str,
-) -> Result<(OwnedFd, Option<Session>, Export), String> {
-    let (session, export) = match credentials {
-        None => (None, handshake::negotiate(&mut stream, export)?),
+) -> Result<(OwnedFd, Option<TlsSession>, Export), String> {
+    let failed = |error| failure(error, export);
+    client::greet(&mut stream).map_err(failed)?;
+    let (session, found) = match credentials {
+        None => (None, client::choose(&mut stream, export, WANTED)),
         Some(credentials) => {
-            handshake::start_tls(&mut stream)?;
-            let mut session = Session::begin(&mut stream, credentials)?;
-            let export = handshake::choose(&mut session.over(&mut stream), export)?;
-            (Some(session), export)
+            client::start_tls(&mut stream).map_err(failed)?;
+            let mut session = TlsSession::begin(&mut stream, credentials)?;
+            let found = client::choose(&mut session.over(&mut stream), export, WANTED);
+            (Some(session), found)
         }
     };
-    Ok((stream.into(), session, export))
+    Ok((stream.into(), session, found.map_err(failed)?))
 }
 
 fn tcp(host: &str, port: u16) -> Result<TcpStream, String> {
     let addresses = (host, port).to_socket_addrs().map_err(|error| cannot_connect(&error))?;
     let mut refused = "cannot connect: the name has no address".to_owned();
     for address in addresses {
-        match TcpStream::connect_timeout(&address, PATIENCE) {
+        match TcpStream::connect_timeout(&address, REPLY_TIMEOUT) {
             Ok(stream) => {
                 let set_up = stream
                     .set_nodelay(true)
-                    .and_then(|()| stream.set_read_timeout(Some(PATIENCE)))
-                    .and_then(|()| stream.set_write_timeout(Some(PATIENCE)));
+                    .and_then(|()| stream.set_read_timeout(Some(REPLY_TIMEOUT)))
+                    .and_then(|()| stream.set_write_timeout(Some(REPLY_TIMEOUT)));
                 return set_up.map(|()| stream).map_err(|error| words(&error));
             }
             Err(error) => refused = cannot_connect(&error),

@@ -1,8 +1,8 @@
-//! By what a server is known, and what is shown to it: the files that libnbd and QEMU look for.
+//! TLS credentials: verifies the server's certificate and presents the client's, from the file
+//! names that libnbd and QEMU use.
 //!
-//! Invariant: no server is believed that `ca-cert.pem` does not vouch for. Over TCP it must have the
-//! name that it was asked for by, too; on a Unix socket, only if a name was given.
-//! Knows: nothing. Known by: session, nbd_port.
+//! Invariant: a server is accepted only if `ca-cert.pem` verifies its certificate. Over TCP the
+//! certificate must also be for the name of the URI; on a Unix socket, only if a name was given.
 
 use std::path::Path;
 use std::sync::Arc;
@@ -19,33 +19,35 @@ use rustls::{
     SignatureScheme,
 };
 
-/// Whom to believe, and what they have taken back; the latter may be absent.
+/// The trusted certificate authorities, and their revocation lists, which may be absent.
 const CA_CERT: &str = "ca-cert.pem";
 const CA_CRL: &str = "ca-crl.pem";
-/// What servers are shown that ask for it; both may be absent.
+/// The client's certificate and key, for servers that ask for them; both may be absent.
 const CLIENT_CERT: &str = "client-cert.pem";
 const CLIENT_KEY: &str = "client-key.pem";
-/// What a server is called that no name is known of.
+/// The server name where none is known.
 const NO_NAME: &str = "localhost";
 
-/// Everything that a session is begun with.
+/// The configuration of a TLS session and the name of the server.
 #[derive(Clone, Debug)]
-pub(super) struct Credentials {
+pub(crate) struct Credentials {
     config: Arc<ClientConfig>,
     name: ServerName<'static>,
 }
 
 impl Credentials {
-    /// From the files in `directory`. The server's certificate must be for `name`, if one is given.
+    /// Loads the files in `directory`. The server's certificate must be for `name`, if one is
+    /// given.
     ///
     /// # Errors
-    /// Words that say which file is missing, or wrong, and why; or that `name` is none.
-    pub(super) fn load(directory: &Path, name: Option<&str>) -> Result<Self, String> {
+    /// A message that says which file is missing or invalid, and why; or that `name` is not a valid
+    /// name.
+    pub(crate) fn load(directory: &Path, name: Option<&str>) -> Result<Self, String> {
         let provider = Arc::new(ring::default_provider());
-        let known = verifier(directory, &provider)?;
+        let web_pki = verifier(directory, &provider)?;
         let verifier: Arc<dyn ServerCertVerifier> = match name {
-            Some(_) => known,
-            None => Arc::new(AnyName(known)),
+            Some(_) => web_pki,
+            None => Arc::new(AnyName(web_pki)),
         };
         let builder = ClientConfig::builder_with_provider(provider)
             .with_safe_default_protocol_versions()
@@ -53,28 +55,41 @@ impl Credentials {
             .dangerous()
             .with_custom_certificate_verifier(verifier);
         let (cert, key) = (directory.join(CLIENT_CERT), directory.join(CLIENT_KEY));
-        let mut config = match cert.exists() {
+        let mut config = match is_there(&cert)? {
             false => builder.with_no_client_auth(),
             true => {
                 let chain = all_of::<CertificateDer<'_>>(&cert)?;
                 let private = PrivateKeyDer::from_pem_file(&key).map_err(|e| why(&key, &e))?;
                 let built = builder.with_client_auth_cert(chain, private);
-                built.map_err(|error| format!("{}: {error}", key.display()))?
+                built.map_err(|error| format!("{}: {}", key.display(), unusable(&error)))?
             }
         };
-        // A copy is one session for each connection, and none is taken up again.
+        // A copy has one session for each connection; none is resumed.
         config.resumption = Resumption::disabled();
         config.enable_sni = name.is_some();
-        let called = name.unwrap_or(NO_NAME);
-        let name = ServerName::try_from(called.to_owned());
+        let server_name = name.unwrap_or(NO_NAME);
+        let name = ServerName::try_from(server_name.to_owned());
         let name =
-            name.map_err(|_| format!("'{called}' is no name that a certificate can be for"))?;
+            name.map_err(|_| format!("'{server_name}' is no name that a certificate can be for"))?;
         Ok(Self { config: Arc::new(config), name })
     }
 
-    /// A session that has not begun.
-    pub(super) fn connection(&self) -> Result<ClientConnection, Error> {
+    /// A session before its handshake.
+    pub(crate) fn connection(&self) -> Result<ClientConnection, Error> {
         ClientConnection::new(self.config.clone(), self.name.clone())
+    }
+}
+
+/// Why the client's key cannot be used.
+fn unusable(error: &Error) -> String {
+    match error {
+        Error::InconsistentKeys(_) => format!("it is not the key of {CLIENT_CERT}"),
+        Error::InvalidCertificate(error) => format!("the certificate cannot be used: {error}"),
+        _ => {
+            "it is no key that can be used: RSA keys need 2048, 3072 or 4096 bits, ECDSA keys the \
+              curve P-256 or P-384; Ed25519 keys are taken too"
+                .into()
+        }
     }
 }
 
@@ -83,20 +98,33 @@ fn verifier(
     provider: &Arc<CryptoProvider>,
 ) -> Result<Arc<WebPkiServerVerifier>, String> {
     let (ca, revoked) = (directory.join(CA_CERT), directory.join(CA_CRL));
-    let said = |error: &dyn std::fmt::Display| format!("{}: {error}", ca.display());
+    let with_path = |error: &dyn std::fmt::Display| format!("{}: {error}", ca.display());
     let mut roots = RootCertStore::empty();
     for root in all_of(&ca)? {
-        roots.add(root).map_err(|error| said(&error))?;
+        roots.add(root).map_err(|error| with_path(&error))?;
     }
     let mut builder =
         WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider.clone());
-    if revoked.exists() {
+    // A dangling symbolic link is an error: only an absent file means that no certificate is
+    // revoked.
+    if is_there(&revoked)? {
         builder = builder
             .with_crls(all_of::<CertificateRevocationListDer<'_>>(&revoked)?)
             .allow_unknown_revocation_status()
             .enforce_revocation_expiration();
     }
-    builder.build().map_err(|error| said(&error))
+    builder.build().map_err(|error| with_path(&error))
+}
+
+/// Whether `path` exists; a dangling symbolic link counts.
+fn is_there(path: &Path) -> Result<bool, String> {
+    match std::fs::symlink_metadata(path) {
+        Ok(_) => Ok(true),
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
+        Err(error) => {
+            Err(format!("cannot read {}: {}", path.display(), crate::error::words(&error)))
+        }
+    }
 }
 
 /// Every item of a kind in a PEM file, at least one.
@@ -120,7 +148,7 @@ fn why(path: &Path, error: &pem::Error) -> String {
     }
 }
 
-/// Believes a server that is vouched for, whatever its name.
+/// Accepts a server with a verified certificate, whatever its name.
 #[derive(Debug)]
 struct AnyName(Arc<WebPkiServerVerifier>);
 
@@ -133,7 +161,7 @@ impl ServerCertVerifier for AnyName {
         ocsp_response: &[u8],
         now: UnixTime,
     ) -> Result<ServerCertVerified, Error> {
-        // The name is looked at last, when all else was found to be good.
+        // The name is checked last, after all other checks have passed.
         match self.0.verify_server_cert(end_entity, intermediates, server_name, ocsp_response, now)
         {
             Err(Error::InvalidCertificate(

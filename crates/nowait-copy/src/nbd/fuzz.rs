@@ -1,22 +1,23 @@
-//! What of the client's inside is fuzzed by itself: negotiation, and the taking apart of replies.
+//! Fuzzing entry points of the client: negotiation and the reply parser.
 //!
-//! Invariant: nothing here decides anything; the requests that are pending are the same each time.
-//! Knows: handshake, receiver, wire. Known by: the fuzz targets, which alone have the feature `fuzz`.
+//! Invariant: no protocol logic of its own; the pending requests are the same in each run.
 
 use std::io::{self, Read, Write};
 
-use nowait::{Range, Span};
+use nowait::{ByteRange, ExtentStatus};
+use nowait_nbd::client;
 use slab::Slab;
 
-use super::handshake;
-use super::receiver::{Pending, Receiver};
+use super::connection::WANTED;
+use super::handshake_error::failure;
 use super::wire;
+use crate::nbd::reply_parser::{Pending, ReplyParser};
 
-/// The context that replies about the mapping come under.
+/// The metadata context id of block-status replies.
 pub const CONTEXT: u32 = 1;
 
-/// First byte and length of each pending request, in bytes, and its command; the place in this
-/// list is its cookie.
+/// First byte and length of each pending request, in bytes, and its command; the index in this list
+/// is its cookie.
 pub const PENDING: [(u64, u64, u16); 7] = [
     (1 << 33, 8, wire::CMD_READ),
     (4096, 4096, wire::CMD_READ),
@@ -27,7 +28,7 @@ pub const PENDING: [(u64, u64, u16); 7] = [
     (8192, 1 << 20, wire::CMD_WRITE_ZEROES),
 ];
 
-/// A server that says `0` and hears everything.
+/// A server that sends `0` and accepts every byte.
 struct Server<'a>(&'a [u8]);
 
 impl Read for Server<'_> {
@@ -46,44 +47,46 @@ impl Write for Server<'_> {
     }
 }
 
-/// What the server offers of the export `disk`, in words, if it says `bytes` and nothing else.
+/// The negotiated export `disk`, as text, of a server that sends `bytes` and nothing else.
 ///
 /// # Errors
-/// What was refused or broken, in words.
+/// A message that says what was refused or invalid.
 pub fn negotiate(bytes: &[u8]) -> Result<String, String> {
-    let export = handshake::negotiate(&mut Server(bytes), "disk")?;
+    let mut server = Server(bytes);
+    let failed = |error| failure(error, "disk");
+    client::greet(&mut server).map_err(failed)?;
+    let export = client::choose(&mut server, "disk", WANTED).map_err(failed)?;
     Ok(format!("{export:?}"))
 }
 
-/// What a request came to: its cookie, the bytes of a read, the spans of a question about the
-/// mapping.
+/// A completed request: its cookie, the bytes of a read, the extents of a block-status request.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Ended {
-    /// Its place in [`PENDING`].
+    /// Its index in [`PENDING`].
     pub cookie: usize,
-    /// The bytes of a read; nothing else has some.
+    /// The bytes of a read; empty for other commands.
     pub bytes: Vec<u8>,
     /// Runs of data and holes.
-    pub spans: Vec<Span>,
+    pub spans: Vec<ExtentStatus>,
 }
 
-/// The requests that a server ends whose bytes come in `pieces`, in the order of their ends, and
-/// what broke the connection, if something did. Bytes of a read go straight to their place as far
-/// as a piece has them.
+/// Parses the replies of a server whose bytes arrive in `pieces`. Returns the completed requests in
+/// the order of completion, and the error that broke the connection, if any. Bytes of a read are
+/// copied directly to the request's memory as far as a piece has them.
 pub fn replies<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> (Vec<Ended>, Result<(), String>) {
     let mut pending = Slab::new();
     for (pos, len, command) in PENDING {
-        pending.insert(Pending::whole(command, Range::new(pos, len)));
+        pending.insert(Pending::whole(command, ByteRange::new(pos, len)));
     }
-    let mut receiver = Receiver::new(0, Some(CONTEXT));
+    let mut receiver = ReplyParser::new(0, Some(CONTEXT));
     let mut ended = Vec::new();
     for piece in pieces {
         let mut indices = Vec::new();
         let taken = take(&mut receiver, piece, &mut pending, &mut |index| indices.push(index));
         for cookie in indices {
-            let Pending { memory, spans, .. } = pending.remove(cookie);
+            let Pending { memory, extents, .. } = pending.remove(cookie);
             let bytes = memory.map_or(Vec::new(), |memory| memory.to_vec());
-            ended.push(Ended { cookie, bytes, spans });
+            ended.push(Ended { cookie, bytes, spans: extents });
         }
         if taken.is_err() {
             return (ended, taken);
@@ -92,23 +95,23 @@ pub fn replies<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> (Vec<Ended>, R
     (ended, Ok(()))
 }
 
-/// As a connection does it with what a socket gave.
+/// Parses one piece in the way that a connection does.
 fn take(
-    receiver: &mut Receiver,
+    receiver: &mut ReplyParser,
     piece: &[u8],
     pending: &mut Slab<Pending>,
     ended: &mut dyn FnMut(usize),
 ) -> Result<(), String> {
-    let direct = receiver.place(pending).map_or(0, |place| {
-        let count = place.len().min(piece.len());
-        let (to, from) = (place.get_mut(..count), piece.get(..count));
+    let direct = receiver.data_target(pending).map_or(0, |target| {
+        let count = target.len().min(piece.len());
+        let (to, from) = (target.get_mut(..count), piece.get(..count));
         to.zip(from).map_or(0, |(to, from)| {
             to.copy_from_slice(from);
             count
         })
     });
     if direct > 0 {
-        receiver.placed(direct, pending, ended)?;
+        receiver.data_received(direct, pending, ended)?;
     }
     receiver.feed(piece.get(direct..).unwrap_or_default(), pending, ended)
 }

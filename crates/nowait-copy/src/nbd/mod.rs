@@ -1,18 +1,17 @@
-//! An export of an NBD server as one side of a copy.
+//! The NBD client: an export as an endpoint of a copy.
 //!
 //! Invariant: whatever a server sends, the outcome is a result or an error: no panic, no memory
-//! beyond a bound, no byte handed on that was not received.
-//! Knows: error, place, port, zeros. Known by: ends.
+//! beyond a bound, no byte returned that was not received.
 
 mod wire;
-mod tls_words;
-mod handshake;
-mod receiver;
+mod tls_error;
+mod handshake_error;
+mod reply_parser;
 mod credentials;
-mod session;
+mod tls_session;
 mod connection;
-mod nbd_port;
+mod nbd_endpoint;
 #[cfg(feature = "fuzz")]
 pub mod fuzz;
 
-pub(crate) use nbd_port::{Connecting, connect};
+pub(crate) use nbd_endpoint::{Connecting, connect};

@@ -1,7 +1,6 @@
-//! An NBD server that answers as a test tells it, also as no server should.
+//! An NBD server with scripted answers, which may break the protocol.
 //!
-//! Invariant: it serves one connection and ends with it.
-//! Knows: NBD proto.md. Known by: the tests of this crate.
+//! Invariant: the server serves one connection and ends with it.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
@@ -22,7 +21,7 @@ const REP_META_CONTEXT: u32 = 4;
 /// Has flags, flush.
 const TRANSMISSION_FLAGS: u16 = 0b101;
 
-/// A request as it came.
+/// A received request.
 pub(crate) struct Request {
     pub(crate) command: u16,
     pub(crate) cookie: u64,
@@ -30,10 +29,11 @@ pub(crate) struct Request {
     pub(crate) len: u32,
 }
 
-/// What to send in answer; nothing at all ends the connection.
+/// The bytes of an answer; `None` ends the connection.
 pub(crate) type Answer = Option<Vec<u8>>;
 
-/// A server on a Unix socket in `directory`, with an export of `size` bytes. Returns its URI.
+/// Starts a server on a Unix socket in `directory`, with an export of `size` bytes. Returns its
+/// URI.
 pub(crate) fn serve(
     directory: &Path,
     size: u64,
@@ -54,17 +54,17 @@ pub(crate) fn serve(
     })
 }
 
-/// A socket in `directory` where `talk` has the first connection. Returns its URI.
+/// Listens on a socket in `directory` and passes the first connection to `handle`. Returns its URI.
 pub(crate) fn listen(
     directory: &Path,
-    mut talk: impl FnMut(&mut UnixStream) -> io::Result<()> + Send + 'static,
+    mut handle: impl FnMut(&mut UnixStream) -> io::Result<()> + Send + 'static,
 ) -> String {
     let socket: PathBuf = directory.join("socket");
     let listener = UnixListener::bind(&socket).expect("a socket of one's own");
     thread::spawn(move || {
         let (mut stream, _) = listener.accept().expect("a client");
-        // The client is free to leave.
-        let _ = talk(&mut stream);
+        // The client may disconnect at any time.
+        let _ = handle(&mut stream);
     });
     format!("nbd+unix:///?socket={}", socket.display())
 }
@@ -90,7 +90,7 @@ pub(crate) fn export_info(size: u64) -> Vec<u8> {
     option_reply(OPT_GO, REP_INFO, &data.concat())
 }
 
-/// An option as it came: its number.
+/// Receives an option and returns its number.
 pub(crate) fn receive_option(stream: &mut UnixStream) -> io::Result<u32> {
     let mut head = [0; 16];
     stream.read_exact(&mut head)?;
@@ -136,8 +136,8 @@ fn receive(stream: &mut UnixStream) -> io::Result<Request> {
     Ok(request)
 }
 
-/// The right answer: all of the export is data, the bytes of a read are `fill`.
-pub(crate) fn right(request: &Request, fill: u8) -> Vec<u8> {
+/// The correct answer: all of the export is data, the bytes of a read are `fill`.
+pub(crate) fn correct_answer(request: &Request, fill: u8) -> Vec<u8> {
     let chunk = |kind: u16, payload: &[u8]| {
         let mut bytes = 0x668e_33ef_u32.to_be_bytes().to_vec();
         bytes.extend(1u16.to_be_bytes());
@@ -159,4 +159,19 @@ pub(crate) fn right(request: &Request, fill: u8) -> Vec<u8> {
         }
         _ => chunk(0, &[]),
     }
+}
+
+/// Answers a request with `error`: an error chunk that is not the last one, and a last chunk.
+pub(crate) fn failure(request: &Request, error: u32) -> Vec<u8> {
+    let chunk = |flags: u16, kind: u16, payload: &[u8]| {
+        let mut bytes = 0x668e_33ef_u32.to_be_bytes().to_vec();
+        bytes.extend(flags.to_be_bytes());
+        bytes.extend(kind.to_be_bytes());
+        bytes.extend(request.cookie.to_be_bytes());
+        bytes.extend((payload.len() as u32).to_be_bytes());
+        bytes.extend(payload);
+        bytes
+    };
+    let payload = [&error.to_be_bytes()[..], &3u16.to_be_bytes(), b"bad"].concat();
+    [chunk(0, (1 << 15) + 1, &payload), chunk(1, 0, &[])].concat()
 }

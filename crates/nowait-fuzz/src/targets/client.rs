@@ -1,16 +1,15 @@
-//! A server's bytes as the copying client hears them: the first byte says in which phase.
+//! The bytes of a server as the copying client receives them: the first byte selects the phase.
 //!
-//! Checked: which requests end, with which bytes, and what breaks the connection do not depend on
-//! how the bytes are cut.
-//! Knows: target, pieces, wire. Known by: mod.
+//! Checked: which requests complete, with which bytes, and what breaks the connection do not depend
+//! on how the bytes are split.
 
 use nowait_copy::fuzz::{CONTEXT, PENDING, negotiate, replies};
 use nowait_nbd as nbd;
 
-use crate::pieces::cut;
+use crate::split::cut;
 use crate::target::{Check, Target};
 
-pub(super) const TARGET: Target = Target {
+pub(crate) const TARGET: Target = Target {
     name: "client",
     about: "what a server says to `nowait copy`: negotiation and replies",
     prepare: || Ok(Box::new(check) as Check),
@@ -27,14 +26,14 @@ pub(super) const TARGET: Target = Target {
         b"base:allocation",
     ],
     longest: 8192,
-    // The longest answer about the mapping, as it came and as spans.
+    // The longest block status reply, in wire format and as spans.
     memory: 64 << 20,
 };
 
 fn check(input: &[u8]) -> Result<(), String> {
     let Some((&first, bytes)) = input.split_first() else { return Ok(()) };
     if first % 2 == 0 {
-        // What is refused is refused in words; there is nothing else to check.
+        // A rejection is an error with a message; there is nothing else to check.
         return negotiate(bytes).map_or_else(one_line, |_| Ok(()));
     }
     let whole = replies([bytes]);
@@ -60,7 +59,7 @@ fn reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
     [bytes, data.to_vec()].concat()
 }
 
-/// A server that agrees to everything, and one that does not.
+/// A server that accepts everything, and one that does not.
 fn negotiations() -> [Vec<u8>; 2] {
     let greeting = [
         &[0][..],

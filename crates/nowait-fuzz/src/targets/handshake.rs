@@ -1,20 +1,18 @@
-//! A client's bytes in the handshake: the first byte says how the server stands to TLS.
+//! The bytes of a client in the handshake: the first byte selects the TLS mode of the server.
 //!
-//! Checked: the outcome does not depend on how the bytes are cut; what the server says is whole
-//! replies to options, and behind `OPT_EXPORT_NAME` what the protocol puts there.
-//! Knows: target, pieces, wire. Known by: mod.
+//! Checked: the outcome does not depend on how the bytes are split; the server sends complete
+//! option replies, and after `OPT_EXPORT_NAME` what the protocol specifies.
 
-use nowait_nbd as nbd;
+use nowait_nbd::{self as nbd, Fields, context_query, info_request, option};
 use nowait_server::fuzz::{Outcome, Tls, handshake};
 
-use crate::pieces::cut;
+use crate::split::cut;
 use crate::target::{Check, Target};
-use crate::wire::{Fields, context_query, info_request, option};
 
-/// What answers `OPT_EXPORT_NAME`: size and flags, with padding or without.
+/// The lengths of the reply to `OPT_EXPORT_NAME`: size and flags, without and with padding.
 const EXPORT_NAME_REPLY_BYTES: [usize; 2] = [10, 134];
 
-pub(super) const TARGET: Target = Target {
+pub(crate) const TARGET: Target = Target {
     name: "handshake",
     about: "NBD option haggling, from client flags to the first request",
     prepare: || Ok(Box::new(check) as Check),

@@ -1,8 +1,7 @@
 //! A qcow2 image, byte for byte: opened, mapped, checked, read, repaired.
 //!
-//! Checked: what the map says of a place is what is read there, and covers the disk; a check of
-//! what was repaired says what the repair said.
-//! Knows: target. Known by: changed, mod.
+//! Checked: the map agrees with the bytes that are read and covers the disk; a check after a repair
+//! agrees with the result of the repair.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -10,23 +9,23 @@ use std::path::{Path, PathBuf};
 use nowait_image::check::check;
 use nowait_image::map::{MapEntry, map};
 use nowait_image::repair::repair;
-use nowait_image::{Chain, ChainOptions, Format, Locking, Reader};
+use nowait_image::{Chain, ChainOptions, ChainReader, Format, Locking};
 use tempfile::TempDir;
 
 use crate::target::{Check, Target};
 
-/// Entries of a map that are compared with what is read.
+/// The most entries of a map that are compared with the bytes read.
 const COMPARED_ENTRIES: usize = 64;
-/// Bytes of each that are.
+/// The most bytes of each entry that are compared.
 const COMPARED_BYTES: u64 = 4096;
-/// What images may name as their backing file.
-pub(super) const BACKING: &str = "below.raw";
+/// The backing file that images may name.
+pub(crate) const BACKING: &str = "below.raw";
 const BACKING_BYTES: usize = 40_000;
-/// Memory of one image at most: an L1 table, a refcount table and a directory at their bounds, as
-/// they are in the file and as they are taken apart.
+/// The most memory of one image: an L1 table, a refcount table and a directory of the largest size,
+/// as stored and as parsed.
 const MEMORY_BYTES: usize = 256 << 20;
 
-pub(super) const TARGET: Target = Target {
+pub(crate) const TARGET: Target = Target {
     name: "image",
     about: "qcow2 headers and tables: open, map, check, read, repair",
     prepare,
@@ -52,15 +51,15 @@ pub(super) const TARGET: Target = Target {
     memory: MEMORY_BYTES,
 };
 
-/// The directory of the image under test. In memory where there is such a place, for speed.
-pub(super) fn scratch() -> Result<TempDir, String> {
+/// The directory of the image under test; in memory if possible, for speed.
+pub(crate) fn scratch() -> Result<TempDir, String> {
     let memory = Path::new("/dev/shm");
     let made = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
     made.map_err(|error| format!("no temporary directory: {error}"))
 }
 
-/// What the backing file holds.
-pub(super) fn backing_bytes() -> Vec<u8> {
+/// The content of the backing file.
+pub(crate) fn backing_bytes() -> Vec<u8> {
     (0..BACKING_BYTES).map(|at| (at / 512) as u8 | 1).collect()
 }
 
@@ -69,13 +68,13 @@ fn prepare() -> Result<Check, String> {
     fs::write(directory.path().join(BACKING), backing_bytes()).map_err(|e| e.to_string())?;
     let path = directory.path().join("image");
     Ok(Box::new(move |input| {
-        // The directory is there as long as this is.
+        // The closure keeps the directory alive.
         debug_assert!(path.starts_with(directory.path()));
-        look_at(&path, input)
+        check_input(&path, input)
     }))
 }
 
-fn look_at(path: &PathBuf, input: &[u8]) -> Result<(), String> {
+fn check_input(path: &PathBuf, input: &[u8]) -> Result<(), String> {
     fs::write(path, input).map_err(|error| format!("{}: {error}", path.display()))?;
     let mut options = ChainOptions {
         format: Some(Format::Qcow2),
@@ -83,7 +82,7 @@ fn look_at(path: &PathBuf, input: &[u8]) -> Result<(), String> {
         locking: Locking::Unlocked,
         ..ChainOptions::default()
     };
-    // What is refused is refused in words; there is nothing else to check.
+    // A rejection is an error with a message; there is nothing else to check.
     if let Ok(chain) = Chain::open(path, &options) {
         look_into(&chain)?;
     }
@@ -91,7 +90,8 @@ fn look_at(path: &PathBuf, input: &[u8]) -> Result<(), String> {
     let Ok(chain) = Chain::open(path, &options) else { return Ok(()) };
     let Ok(repaired) = repair(&chain, &mut |_, _| {}) else { return Ok(()) };
     drop(chain);
-    // Without its marks of damage it may be one that is only read here: with bitmaps, say.
+    // Without its damage marks the image may be one that can only be read, for example with
+    // bitmaps.
     options.writable = false;
     let again = Chain::open(path, &options).and_then(|chain| check(&chain, &mut |_, _| {}));
     match again {
@@ -114,15 +114,15 @@ fn look_into(chain: &Chain) -> Result<(), String> {
         return Err(format!("the map of {size} bytes ends at {end}"));
     }
     let _ = check(chain, &mut |_, _| {});
-    let Ok(reader) = Reader::new(chain) else { return Ok(()) };
+    let Ok(reader) = ChainReader::new(chain) else { return Ok(()) };
     for entry in &entries {
         compare(chain, &reader, entry)?;
     }
     Ok(())
 }
 
-/// Whether what is read is what `entry` says, where it can be read.
-fn compare(chain: &Chain, reader: &Reader, entry: &MapEntry) -> Result<(), String> {
+/// Checks that the bytes agree with `entry`, if they can be read.
+fn compare(chain: &Chain, reader: &ChainReader, entry: &MapEntry) -> Result<(), String> {
     let len = entry.length.min(COMPARED_BYTES) as usize;
     let (mut read, mut raw) = (vec![0xee; len], vec![0; len]);
     if reader.read_at(entry.start, &mut read).is_err() {

@@ -1,27 +1,30 @@
 //! The targets.
-//!
-//! Knows: target, pieces, wire. Known by: run.
 
 mod handshake;
 mod image;
-mod changed;
+mod tree;
+mod image_names;
+mod image_ops;
+mod refcounts;
 mod transmission;
 mod segments;
 mod client;
 
 use crate::target::Target;
 
-/// All of them.
-pub const ALL: [&Target; 6] = [
+/// All targets.
+pub const ALL: [&Target; 8] = [
     &handshake::TARGET,
     &transmission::TARGET,
     &image::TARGET,
-    &changed::TARGET,
+    &image_names::TARGET,
+    &image_ops::TARGET,
+    &refcounts::TARGET,
     &segments::TARGET,
     &client::TARGET,
 ];
 
-/// The one with this name.
+/// The target with this name.
 #[must_use]
 pub fn by_name(name: &str) -> Option<&'static Target> {
     ALL.into_iter().find(|target| target.name == name)

@@ -1,19 +1,18 @@
-//! Lists of segments: the arithmetic on them, and requests of a whole engine.
+//! Lists of segments: the arithmetic on them, and requests to a complete engine.
 //!
-//! Checked: merging and taking parts keep the bytes and their order; what an engine on a simulated
-//! device reads and writes through a list is what a plain array of bytes says, in the bytes that
-//! were named and no others.
-//! Knows: target. Known by: mod.
+//! Checked: merging and slicing keep the bytes and their order; an engine on a simulated device
+//! reads and writes through a list the same bytes as a plain array would, in the given segments and
+//! nowhere else.
 #![allow(unsafe_code)]
 
 use std::sync::Arc;
 use std::time::Duration;
 
 use arbitrary::{Result as Drawn, Unstructured};
-use nowait::sim::{Random, Sim, SimDevice, SimOptions};
+use nowait::sim::{Random, SimDevice, SimOptions, SimQueue};
 use nowait::{
-    Alignment, Config, Disk, Engine, Extents, Flags, Io, MAX_SEGMENTS, MAX_TRANSFER_BYTES, Op,
-    OpenOptions, Range, Segment, Storage, Workers, fuzz,
+    Alignment, AllocationCache, BlockDevice, ByteRange, Config, Engine, FileStorage, Flags,
+    IoSegment, MAX_SEGMENTS, MAX_TRANSFER_BYTES, Op, OpenOptions, Request, WorkerPool, fuzz,
 };
 
 use crate::target::{Check, Target};
@@ -21,13 +20,13 @@ use crate::target::{Check, Target};
 const BLOCK: u32 = 512;
 /// Bytes of the device.
 const DEVICE_BYTES: u64 = 64 * BLOCK as u64;
-/// The memory that segments lie in.
+/// Bytes of the memory that contains the segments.
 const ARENA_BYTES: usize = 40 << 10;
-/// Turns of the engine that a request may take: far more than any needs.
-const MOST_TURNS: u32 = 10_000;
+/// The most polls of the engine for one request: far more than any needs.
+const MAX_ITERATIONS: u32 = 10_000;
 const STEPS: u32 = 12;
 
-pub(super) const TARGET: Target = Target {
+pub(crate) const TARGET: Target = Target {
     name: "segments",
     about: "lists of segments, by themselves and through an engine on a simulated device",
     prepare: || Ok(Box::new(check) as Check),
@@ -39,7 +38,7 @@ pub(super) const TARGET: Target = Target {
 
 fn check(input: &[u8]) -> Result<(), String> {
     let mut input = Unstructured::new(input);
-    // An input that has come to its end is not wrong.
+    // An input that is too short is no finding.
     let switches: u8 = input.arbitrary().unwrap_or_default();
     if switches & 0x80 != 0 {
         return arithmetic(&mut input).unwrap_or(Ok(()));
@@ -54,8 +53,8 @@ fn check(input: &[u8]) -> Result<(), String> {
     rig.device_is_the_model()
 }
 
-/// Any segments, also such as no memory could be.
-fn any_segments(input: &mut Unstructured<'_>) -> Drawn<Vec<Segment>> {
+/// Arbitrary segments, including those that cannot exist in memory.
+fn any_segments(input: &mut Unstructured<'_>) -> Drawn<Vec<IoSegment>> {
     let count = match input.int_in_range(0..=15u8)? {
         15 => input.int_in_range(MAX_SEGMENTS - 1..=MAX_SEGMENTS + 1)?,
         few => usize::from(few),
@@ -74,13 +73,13 @@ fn any_segments(input: &mut Unstructured<'_>) -> Drawn<Vec<Segment>> {
             _ => usize::from(input.arbitrary::<u16>()?),
         };
         end = base.wrapping_add(len);
-        list.push(Segment { base: std::ptr::without_provenance_mut(base), len });
+        list.push(IoSegment { base: std::ptr::without_provenance_mut(base), len });
     }
     Ok(list)
 }
 
-/// The bytes of `segments` as runs of addresses: those that touch made one, empty ones left out.
-fn runs(segments: &[Segment], mut skip: u64, mut left: u64) -> Vec<(usize, u64)> {
+/// The bytes of `segments` as address ranges: adjacent ones merged, empty ones left out.
+fn runs(segments: &[IoSegment], mut skip: u64, mut left: u64) -> Vec<(usize, u64)> {
     let mut runs: Vec<(usize, u64)> = Vec::new();
     for segment in segments {
         let skipped = skip.min(segment.len as u64);
@@ -122,7 +121,7 @@ fn arithmetic(input: &mut Unstructured<'_>) -> Drawn<Result<(), String>> {
     }
     let (memory, offset) =
         (1 << input.int_in_range(0..=12u32)?, 1 << input.int_in_range(0..=16u32)?);
-    let multiple = |s: &Segment| {
+    let multiple = |s: &IoSegment| {
         s.base.addr().is_multiple_of(memory as usize) && s.len.is_multiple_of(offset as usize)
     };
     if fuzz::aligned(&list, memory, offset) != list.iter().all(multiple) {
@@ -131,11 +130,11 @@ fn arithmetic(input: &mut Unstructured<'_>) -> Drawn<Result<(), String>> {
     Ok(Ok(()))
 }
 
-/// An engine on a simulated device, and what the device must hold.
+/// An engine on a simulated device, and the expected content of the device.
 struct Rig {
     device: Arc<SimDevice>,
-    workers: Workers,
-    engine: Engine<Sim, Extents>,
+    workers: WorkerPool,
+    engine: Engine<SimQueue, AllocationCache>,
     model: Vec<u8>,
     arena: Box<[u8]>,
     random: Random,
@@ -161,21 +160,21 @@ impl Rig {
         };
         let device = Arc::new(SimDevice::new(options));
         let failed = |error: nowait::Error| format!("no engine: {error}");
-        let storage = Storage::simulated(&device, OpenOptions::default()).map_err(failed)?;
-        let map = Extents::new(storage.size(), on(6));
-        let disk = Arc::new(Disk::mapped(storage, Vec::new(), DEVICE_BYTES, false, map));
-        let workers = Workers::simulated(&disk);
-        let queue = Sim::new(device.clone()).map_err(failed)?;
+        let storage = FileStorage::simulated(&device, OpenOptions::default()).map_err(failed)?;
+        let map = AllocationCache::new(storage.size(), on(6));
+        let disk = Arc::new(BlockDevice::mapped(storage, Vec::new(), DEVICE_BYTES, false, map));
+        let workers = WorkerPool::simulated(&disk);
+        let queue = SimQueue::new(device.clone()).map_err(failed)?;
         let engine = Engine::new(disk, workers.clone(), queue, config).map_err(failed)?;
         let model = vec![0; DEVICE_BYTES as usize];
         let arena = vec![0; ARENA_BYTES].into();
         Ok(Self { device, workers, engine, model, arena, random: Random::new(7) })
     }
 
-    /// Segments inside the arena, none of them over another, and where each begins in it.
-    fn segments(&mut self, input: &mut Unstructured<'_>) -> Drawn<Vec<(usize, Segment)>> {
+    /// Segments inside the arena that do not overlap, and the offset of each.
+    fn segments(&mut self, input: &mut Unstructured<'_>) -> Drawn<Vec<(usize, IoSegment)>> {
         let (mut list, mut at) = (Vec::new(), 0usize);
-        // Long lists take long, too.
+        // Long lists are slow, so they are rare.
         let count = match input.arbitrary::<u8>()? {
             0xff => input.int_in_range(MAX_SEGMENTS - 1..=MAX_SEGMENTS + 1)?,
             few => usize::from(few % 16),
@@ -195,13 +194,13 @@ impl Rig {
                 break;
             }
             let base = self.arena.as_mut_ptr().wrapping_add(at);
-            list.push((at, Segment { base, len }));
+            list.push((at, IoSegment { base, len }));
             at += len;
         }
         Ok(list)
     }
 
-    /// One request, and whether it came to what it should.
+    /// Makes one request and checks its result.
     fn step(&mut self, input: &mut Unstructured<'_>) -> Drawn<Result<(), String>> {
         let op = if input.arbitrary()? { Op::Read } else { Op::Write };
         let pos = match input.int_in_range(0..=3u8)? {
@@ -218,8 +217,8 @@ impl Rig {
             *word = self.random.next().to_ne_bytes();
         }
         let memory = self.arena.to_vec();
-        let segments: Vec<Segment> = list.iter().map(|(_, segment)| *segment).collect();
-        let io = Io { op, flags: Flags::NONE, range: Range::new(pos, asked) };
+        let segments: Vec<IoSegment> = list.iter().map(|(_, segment)| *segment).collect();
+        let io = Request { op, flags: Flags::NONE, range: ByteRange::new(pos, asked) };
         let result = match self.request(io, &segments) {
             Ok(result) => result,
             Err(stuck) => return Ok(Err(stuck)),
@@ -242,14 +241,14 @@ impl Rig {
         Ok(Err(format!("{op:?} of {asked} at {pos} through {list:?}: {wrong}")))
     }
 
-    /// Does to the model what a request of `len` bytes does to the device; gives what must be in
-    /// memory afterwards where `memory` was before.
+    /// Applies a request of `len` bytes to the model; returns the expected content of the memory,
+    /// given its previous content `memory`.
     fn model_of(
         &mut self,
         op: Op,
         pos: u64,
         len: u64,
-        list: &[(usize, Segment)],
+        list: &[(usize, IoSegment)],
         mut memory: Vec<u8>,
     ) -> Vec<u8> {
         let named = list.iter().flat_map(|(at, segment)| *at..*at + segment.len);
@@ -263,21 +262,22 @@ impl Rig {
         memory
     }
 
-    /// What the engine says to a request, with nothing else under way.
+    /// The result of a request, with no other request in flight.
     ///
     /// # Errors
-    /// It does not end, or not once.
-    fn request(&mut self, io: Io, segments: &[Segment]) -> Result<Result<u64, i32>, String> {
+    /// The request does not complete, or not exactly once.
+    fn request(&mut self, io: Request, segments: &[IoSegment]) -> Result<Result<u64, i32>, String> {
         const TAG: u64 = 5;
-        // SAFETY: the memory is the arena, which nobody touches before the request has ended; a
-        // request that never does is an error that ends the rig, and with it engine before arena.
-        if let Err(rejected) = unsafe { self.engine.submit_segments(io, segments, TAG) } {
+        // SAFETY: the memory is the arena, which nothing accesses before the request has completed.
+        // A request that never completes is an error that drops the rig, and with it the engine
+        // before the arena; a dropped simulated queue accesses no memory.
+        if let Err(rejected) = unsafe { self.engine.submit_user_memory(io, segments, TAG) } {
             return Ok(Err(rejected.error.errno()));
         }
-        for _ in 0..MOST_TURNS {
+        for _ in 0..MAX_ITERATIONS {
             let waited = self.engine.wait(Some(Duration::ZERO), &mut |_, _| {});
             waited.map_err(|error| format!("the queue: {error}"))?;
-            while let Some(job) = self.workers.take(0) {
+            while let Some(job) = self.workers.take_simulated(0) {
                 self.workers.run(job);
             }
             if let Some(done) = self.engine.next() {
@@ -291,11 +291,11 @@ impl Rig {
         Err(format!("{io:?} does not end"))
     }
 
-    /// Reads all of the device, and compares.
+    /// Reads the whole device and compares it with the model.
     fn device_is_the_model(&mut self) -> Result<(), String> {
-        let segment = Segment { base: self.arena.as_mut_ptr(), len: DEVICE_BYTES as usize };
-        let range = Range::new(0, DEVICE_BYTES);
-        let read = self.request(Io { op: Op::Read, flags: Flags::NONE, range }, &[segment])?;
+        let segment = IoSegment { base: self.arena.as_mut_ptr(), len: DEVICE_BYTES as usize };
+        let range = ByteRange::new(0, DEVICE_BYTES);
+        let read = self.request(Request { op: Op::Read, flags: Flags::NONE, range }, &[segment])?;
         if read != Ok(DEVICE_BYTES) || self.arena.get(..self.model.len()) != Some(&self.model) {
             return Err(format!("the device ({read:?}) holds something else than was written"));
         }
@@ -307,7 +307,7 @@ impl Rig {
 }
 
 fn seeds() -> Vec<Vec<u8>> {
-    // What the numbers mean is up to the reader; random ones make all kinds of lists.
+    // The target interprets the numbers; random ones make all kinds of lists.
     let bytes = |seed: u64, switches: u8| -> Vec<u8> {
         let mut random = Random::new(seed);
         let rest = (0..600).map(|_| random.next() as u8);

@@ -1,11 +1,9 @@
-//! A client's bytes after the handshake, to a real server over a socket: the first byte says in
-//! which mode.
+//! The bytes of a client after the handshake, sent to a real server over a socket: the first byte
+//! selects the mode.
 //!
-//! Checked: each request is answered once; what comes is whole messages in the form of the mode,
-//! with no more and no other bytes than were asked for; and requests are answered alike however
-//! their bytes are cut. Bytes of data are not compared: requests in flight together may meet in
-//! any order.
-//! Knows: target, pieces, wire, image. Known by: mod.
+//! Checked: each request gets one reply; the replies are complete messages in the format of the
+//! mode, with exactly the requested bytes; and the replies do not depend on how the requests are
+//! split. The data is not compared: concurrent requests may be executed in any order.
 
 use std::collections::BTreeMap;
 use std::fs::File;
@@ -17,25 +15,23 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nowait::{Config, Disk, OpenOptions};
-use nowait_nbd as nbd;
-use nowait_server::{Device, Export, Listener, Options, QueueKind, Server, Tls};
+use nowait::{BlockDevice, Config, OpenOptions};
+use nowait_nbd::{self as nbd, Fields, ReplyMode, context_query, info_request, option};
+use nowait_server::{AnyExport, Export, Listener, Options, QueueKind, Server, Tls};
 
 use super::image::scratch;
-use crate::pieces::cut;
+use crate::split::cut;
 use crate::target::{Check, Target};
-use crate::wire::{
-    Answers, Fields, Mode, Request, context_query, info_request, option, renumbered,
-};
+use crate::wire::{Answers, Request, renumbered};
 
-/// Small, so that an input full of reads is answered with few bytes.
+/// Small, so that the replies to an input full of reads are short.
 const IMAGE_BYTES: u64 = 96 << 10;
-/// How long the server may take for the requests in flight when a target is over.
-const PATIENCE: Duration = Duration::from_secs(10);
-/// The handshake's answers are read in one piece of at most so many bytes at a time.
+/// The time limit for the requests in flight when a target ends.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(10);
+/// The most bytes that are read at once.
 const READ_BYTES: usize = 64 << 10;
 
-pub(super) const TARGET: Target = Target {
+pub(crate) const TARGET: Target = Target {
     name: "transmission",
     about: "NBD requests to a whole server, in each of the three modes",
     prepare,
@@ -53,23 +49,23 @@ pub(super) const TARGET: Target = Target {
         &[0, 0, 2, 0],
     ],
     longest: 3000,
-    // A thread's memory for payload, which is allocated when it is first needed.
+    // The payload memory of a thread, which is allocated at its first use.
     memory: 320 << 20,
 };
 
-/// A running server; it ends with this.
-struct Scene {
+/// A running server; it ends when this is dropped.
+struct RunningServer {
     socket: PathBuf,
-    stopper: nowait_server::Stopper,
+    stopper: nowait_server::ShutdownHandle,
     running: Option<std::thread::JoinHandle<()>>,
     _directory: tempfile::TempDir,
 }
 
-impl Drop for Scene {
+impl Drop for RunningServer {
     fn drop(&mut self) {
         self.stopper.stop();
         if let Some(running) = self.running.take() {
-            // A panic there was noted.
+            // A panic of the thread was recorded.
             let _ = running.join();
         }
     }
@@ -82,37 +78,46 @@ fn prepare() -> Result<Check, String> {
     let file = File::create_new(&image).map_err(|e| failed(&e))?;
     let written = file.set_len(IMAGE_BYTES).and_then(|()| file.write_all_at(&[7; 20_000], 9000));
     written.map_err(|e| failed(&e))?;
-    let disk = Disk::open(&image, OpenOptions::default()).map_err(|e| failed(&e))?;
+    let disk = BlockDevice::open(&image, OpenOptions::default()).map_err(|e| failed(&e))?;
     disk.scan();
     let config = Config::default();
-    let device = Device::new(Arc::new(disk), config.workers, "disk".into(), String::new());
+    let device = Export::new(Arc::new(disk), config.workers, "disk".into(), String::new());
     let listener = Listener::unix(&socket).map_err(|e| failed(&e))?;
-    let options =
-        Options { queues: 1, kind: QueueKind::Threads, config, tls: Tls::Off, max_connections: 8 };
-    let server = Server::start(vec![Export::new(device)], vec![listener], options);
+    let options = Options {
+        queues: 1,
+        kind: QueueKind::Threads,
+        config,
+        tls: Tls::Off,
+        max_connections: 8,
+        idle: Options::IDLE,
+        split_bytes: Options::SPLIT_BYTES,
+    };
+    let server = Server::start(vec![AnyExport::new(device)], vec![listener], options);
     let server = server.map_err(|e| failed(&e))?;
-    let stopper = server.stopper();
+    let stopper = server.shutdown_handle();
     let running = std::thread::spawn(move || {
-        let _ = server.run(PATIENCE);
+        let _ = server.run(SHUTDOWN_TIMEOUT);
     });
-    let scene = Scene { socket, stopper, running: Some(running), _directory: directory };
-    Ok(Box::new(move |input| check(&scene, input)))
+    let server_under_test =
+        RunningServer { socket, stopper, running: Some(running), _directory: directory };
+    Ok(Box::new(move |input| check(&server_under_test, input)))
 }
 
-fn check(scene: &Scene, input: &[u8]) -> Result<(), String> {
+fn check(server_under_test: &RunningServer, input: &[u8]) -> Result<(), String> {
     let Some((&first, bytes)) = input.split_first() else { return Ok(()) };
-    let mode = [Mode::Simple, Mode::Structured, Mode::Extended][usize::from(first % 3)];
+    let mode =
+        [ReplyMode::Simple, ReplyMode::Structured, ReplyMode::Extended][usize::from(first % 3)];
     let contexts = first & 0x80 == 0;
     let (bytes, requests, end) = renumbered(mode, bytes);
-    let whole = scene.answers(mode, contexts, [&bytes[..]], &requests)?;
-    let pieces = scene.answers(mode, contexts, cut(&bytes, 24), &requests)?;
+    let whole = server_under_test.answers(mode, contexts, [&bytes[..]], &requests)?;
+    let pieces = server_under_test.answers(mode, contexts, cut(&bytes, 24), &requests)?;
     let complete = end.is_orderly();
     for (cookie, request) in (0..).zip(&requests) {
         let (one, other) = (whole.get(&cookie), pieces.get(&cookie));
         let alike = match (one, other) {
-            // What was under way is lost with the connection.
+            // Requests in flight are lost with the connection.
             (None, _) | (_, None) if !complete => true,
-            // Whether it is fast depends on what is there.
+            // Whether the operation is fast depends on the content of the disk.
             _ if request.flags & nbd::CMD_FLAG_FAST_ZERO != 0 => one.is_some() == other.is_some(),
             _ => one == other,
         };
@@ -126,11 +131,11 @@ fn check(scene: &Scene, input: &[u8]) -> Result<(), String> {
     Ok(())
 }
 
-impl Scene {
-    /// What is answered to requests that come in `pieces`.
+impl RunningServer {
+    /// The replies to requests that are sent in `pieces`.
     fn answers<'a>(
         &self,
-        mode: Mode,
+        mode: ReplyMode,
         contexts: bool,
         pieces: impl IntoIterator<Item = &'a [u8]>,
         requests: &[Request],
@@ -143,27 +148,27 @@ impl Scene {
         let mut is_open = true;
         for piece in pieces {
             is_open = is_open
-                && say(&mut stream, piece).map_err(lost)?
-                && hear(&mut stream, &mut received, Until::Taken).map_err(lost)?;
+                && send(&mut stream, piece).map_err(lost)?
+                && receive(&mut stream, &mut received, Until::Taken).map_err(lost)?;
         }
-        // It may have hung up meanwhile; what it said before that is still there.
+        // The server may have disconnected; the replies before that can still be read.
         let _ = stream.shutdown(Shutdown::Write);
-        hear(&mut stream, &mut received, Until::End).map_err(lost)?;
+        receive(&mut stream, &mut received, Until::End).map_err(lost)?;
         Answers::read(mode, requests, &received, is_open)
     }
 }
 
-/// How long to listen.
+/// When to stop reading.
 #[derive(Clone, Copy, PartialEq, Eq)]
 enum Until {
-    /// Until the server has read all that was said.
+    /// When the server has read all data that was sent.
     Taken,
-    /// Until it closes the connection.
+    /// When the server closes the connection.
     End,
 }
 
-/// Says all of `bytes`, which the socket has room for. Whether anybody hears.
-fn say(stream: &mut UnixStream, bytes: &[u8]) -> std::io::Result<bool> {
+/// Sends all of `bytes`, which fit into the socket buffer. False if the server has disconnected.
+fn send(stream: &mut UnixStream, bytes: &[u8]) -> std::io::Result<bool> {
     match stream.write_all(bytes) {
         Ok(()) => Ok(true),
         Err(error) if is_end(&error) => Ok(false),
@@ -171,8 +176,8 @@ fn say(stream: &mut UnixStream, bytes: &[u8]) -> std::io::Result<bool> {
     }
 }
 
-/// Appends what comes to `received`. Whether the connection is still there.
-fn hear(stream: &mut UnixStream, received: &mut Vec<u8>, until: Until) -> std::io::Result<bool> {
+/// Appends the received bytes to `received`. Returns whether the connection is still open.
+fn receive(stream: &mut UnixStream, received: &mut Vec<u8>, until: Until) -> std::io::Result<bool> {
     let mut memory = vec![0; READ_BYTES];
     loop {
         match stream.read(&mut memory) {
@@ -191,18 +196,18 @@ fn is_end(error: &std::io::Error) -> bool {
     matches!(error.kind(), BrokenPipe | ConnectionReset)
 }
 
-/// Opens the export in `mode`; with `contexts`, to be asked about the mapping.
-fn negotiate(stream: &mut UnixStream, mode: Mode, contexts: bool) -> std::io::Result<()> {
+/// Opens the export in `mode`; with `contexts`, block status requests are negotiated.
+fn negotiate(stream: &mut UnixStream, mode: ReplyMode, contexts: bool) -> std::io::Result<()> {
     stream.read_exact(&mut [0; 18])?;
     let flags = u32::from(nbd::FLAG_FIXED_NEWSTYLE | nbd::FLAG_NO_ZEROES);
     stream.write_all(&flags.to_be_bytes())?;
     let mut options = Vec::new();
     match mode {
-        Mode::Simple => {}
-        Mode::Structured => options.push((nbd::OPT_STRUCTURED_REPLY, Vec::new())),
-        Mode::Extended => options.push((nbd::OPT_EXTENDED_HEADERS, Vec::new())),
+        ReplyMode::Simple => {}
+        ReplyMode::Structured => options.push((nbd::OPT_STRUCTURED_REPLY, Vec::new())),
+        ReplyMode::Extended => options.push((nbd::OPT_EXTENDED_HEADERS, Vec::new())),
     }
-    if mode != Mode::Simple && contexts {
+    if mode != ReplyMode::Simple && contexts {
         let query = context_query("disk", &["base:allocation"]);
         options.push((nbd::OPT_SET_META_CONTEXT, query));
     }
@@ -228,11 +233,12 @@ fn negotiate(stream: &mut UnixStream, mode: Mode, contexts: bool) -> std::io::Re
 /// A request of every kind in every mode.
 fn seeds() -> Vec<Vec<u8>> {
     let mut seeds = Vec::new();
-    for (first, mode) in (0..).zip([Mode::Simple, Mode::Structured, Mode::Extended]) {
+    for (first, mode) in (0..).zip([ReplyMode::Simple, ReplyMode::Structured, ReplyMode::Extended])
+    {
         let request = |command, flags, offset, len, payload: &[u8]| {
             Request::new(command, flags, offset, len).bytes(mode, payload)
         };
-        let payload_flag = if mode == Mode::Extended { nbd::CMD_FLAG_PAYLOAD_LEN } else { 0 };
+        let payload_flag = if mode == ReplyMode::Extended { nbd::CMD_FLAG_PAYLOAD_LEN } else { 0 };
         let write = |offset, flags, data: &[u8]| {
             request(nbd::CMD_WRITE, flags | payload_flag, offset, data.len() as u64, data)
         };

@@ -1,4 +1,4 @@
-//! What a check counts, beside what `qemu-img check` counts.
+//! The counts of a check, compared with those of `qemu-img check`.
 
 use std::os::unix::fs::FileExt;
 
@@ -15,37 +15,41 @@ const CHAINS: u64 = 12;
 const CLUSTER: u64 = 65536;
 
 fn ours(images: &Images) -> Report {
-    let options =
-        ChainOptions { format: Some(Format::Qcow2), damaged: true, ..ChainOptions::default() };
+    let options = ChainOptions {
+        format: Some(Format::Qcow2),
+        damaged: true,
+        data_files: images.data_files(),
+        ..ChainOptions::default()
+    };
     let chain = Chain::open(&images.path(), &options).unwrap();
     check(&chain, &mut |_, _| {}).unwrap()
 }
 
-/// The number behind `key` in what `qemu-img check --output=json` said; 0 where it is left out.
-fn number(said: &str, key: &str) -> u64 {
-    let Some((_, rest)) = said.split_once(&format!("\"{key}\": ")) else { return 0 };
+/// The number behind `key` in the output of `qemu-img check --output=json`; 0 where it is missing.
+fn number(text: &str, key: &str) -> u64 {
+    let Some((_, rest)) = text.split_once(&format!("\"{key}\": ")) else { return 0 };
     rest.split(|c: char| !c.is_ascii_digit()).next().unwrap().parse().unwrap()
 }
 
 fn theirs(images: &Images) -> (Option<i32>, Report) {
     let mut command = tool("qemu-img");
     command.current_dir(images.directory());
-    let (status, said) =
+    let (status, output_text) =
         output(command.args(["check", "-f", "qcow2", "--output=json", images.name()]));
     let report = Report {
-        corruptions: number(&said, "corruptions"),
-        leaks: number(&said, "leaks"),
-        total_clusters: number(&said, "total-clusters"),
-        allocated_clusters: number(&said, "allocated-clusters"),
-        compressed_clusters: number(&said, "compressed-clusters"),
-        fragmented_clusters: number(&said, "fragmented-clusters"),
-        image_end: number(&said, "image-end-offset"),
+        corruptions: number(&output_text, "corruptions"),
+        leaks: number(&output_text, "leaks"),
+        total_clusters: number(&output_text, "total-clusters"),
+        allocated_clusters: number(&output_text, "allocated-clusters"),
+        compressed_clusters: number(&output_text, "compressed-clusters"),
+        fragmented_clusters: number(&output_text, "fragmented-clusters"),
+        image_end: number(&output_text, "image-end-offset"),
     };
     (status, report)
 }
 
 #[test]
-fn sound_images_have_the_counts_that_qemu_gives() {
+fn consistent_images_have_the_same_counts_as_in_qemu() {
     if !have_qemu() {
         return;
     }
@@ -77,7 +81,8 @@ fn snapshots_and_bitmaps_are_in_use_and_no_leaks() {
     assert_eq!((report.corruptions, report.leaks), (0, 0), "{report:?}");
 }
 
-/// Sets the refcount of `cluster` in an image of 16-bit counts whose only block is at `block`.
+/// Sets the refcount of `cluster` in an image with 16-bit refcounts whose only refcount block is at
+/// `block`.
 fn set_refcount(images: &Images, block: u64, cluster: u64, count: u16) {
     let file = std::fs::File::options().write(true).open(images.path()).unwrap();
     file.write_all_at(&count.to_be_bytes(), block + cluster * 2).unwrap();
@@ -93,7 +98,7 @@ fn leaks_and_corruptions_are_counted_as_qemu_does() {
     set_refcount(&images, block, 8, 2);
     let end = ours(&images).image_end / CLUSTER;
     assert_eq!(theirs(&images).1, ours(&images));
-    // Behind all that is in use, in a file made long enough: leaks and nothing else.
+    // Behind all clusters in use, in a file made long enough: leaks and nothing else.
     set_refcount(&images, block, 8, 1);
     let file = std::fs::File::options().write(true).open(images.path()).unwrap();
     file.set_len((end + 5) * CLUSTER).unwrap();
@@ -103,7 +108,7 @@ fn leaks_and_corruptions_are_counted_as_qemu_does() {
     let report = ours(&images);
     assert_eq!((report.corruptions, report.leaks), (0, 3));
     assert_eq!((Some(3), report), theirs(&images));
-    // One that is in use but counts as free.
+    // A cluster in use with a refcount of 0.
     set_refcount(&images, block, 10, 0);
     let report = ours(&images);
     assert!(report.corruptions > 0);
@@ -111,22 +116,23 @@ fn leaks_and_corruptions_are_counted_as_qemu_does() {
 }
 
 #[test]
-fn of_damaged_images_we_and_qemu_say_alike_whether_they_are_corrupt() {
+fn we_and_qemu_agree_on_which_damaged_images_are_corrupt() {
     if !have_qemu() {
         return;
     }
-    let sound = Images::qcow2("8M", "", &["write -P 1 0 2M", "write -z 3M 64k", "write 5M 1M"]);
-    let bytes = std::fs::read(sound.path()).unwrap();
+    let images = Images::qcow2("8M", "", &["write -P 1 0 2M", "write -z 3M 64k", "write 5M 1M"]);
+    let bytes = std::fs::read(images.path()).unwrap();
     let mut random = Random::from_seed(FIRST_SEED);
     let tables = [CLUSTER, 2 * CLUSTER, 3 * CLUSTER, 4 * CLUSTER];
     for round in 0..40 {
         let mut damaged = bytes.clone();
-        // One bit of an entry near the beginning of one of the tables, where entries are.
+        // One bit near the beginning of one of the tables, where the entries are.
         let table = tables[random.below(4) as usize] as usize;
         damaged[table + random.below(48) as usize] ^= 1 << random.below(8);
-        std::fs::write(sound.path(), &damaged).unwrap();
-        let (ours, (status, theirs)) = (ours(&sound), theirs(&sound));
-        // A pointer that is wrong may count as one to where it points, or to nothing.
+        std::fs::write(images.path(), &damaged).unwrap();
+        let (ours, (status, theirs)) = (ours(&images), theirs(&images));
+        // A wrong pointer may count as a reference to its target or not at all, so only these
+        // states are compared.
         let state =
             |report: &Report| (report.corruptions > 0, report.corruptions + report.leaks > 0);
         assert_eq!(state(&ours), state(&theirs), "round {round}: {ours:?}, {status:?} {theirs:?}");
@@ -141,7 +147,7 @@ fn repaired(images: &Images) -> nowait_image::repair::Repaired {
 }
 
 #[test]
-fn a_repair_ends_with_an_image_that_qemu_finds_sound_and_with_the_same_bytes() {
+fn a_repaired_image_passes_qemus_check_and_has_the_same_bytes() {
     if !have_qemu() {
         return;
     }
@@ -149,7 +155,7 @@ fn a_repair_ends_with_an_image_that_qemu_finds_sound_and_with_the_same_bytes() {
     let reader = |images: &Images| {
         let chain = Chain::open(&images.path(), &ChainOptions::default()).unwrap();
         let mut bytes = vec![0; 8 << 20];
-        nowait_image::Reader::new(&chain).unwrap().read_at(0, &mut bytes).unwrap();
+        nowait_image::ChainReader::new(&chain).unwrap().read_at(0, &mut bytes).unwrap();
         bytes
     };
     let before = reader(&images);
@@ -170,14 +176,14 @@ fn a_repair_ends_with_an_image_that_qemu_finds_sound_and_with_the_same_bytes() {
 }
 
 #[test]
-fn what_has_clusters_of_unknown_use_is_not_even_checked_or_repaired_when_it_is_marked_damaged() {
+fn an_image_with_clusters_of_unknown_use_is_neither_checked_nor_repaired() {
     if !have_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write -P 1 0 64k"]);
     let file = std::fs::File::options().write(true).open(images.path()).unwrap();
-    // Incompatible bits: one that nobody knows, and "dirty" or "corrupt"; encryption by LUKS, whose
-    // header would be taken for a leak.
+    // Incompatible bits: an unknown one, and "dirty" or "corrupt"; encryption by LUKS, whose header
+    // would be taken for a leak.
     let encrypted = [(35, 2), (79, 1)];
     for changes in [[(72, 1), (79, 1)], [(72, 1), (79, 2)], encrypted] {
         let before = std::fs::read(images.path()).unwrap();
@@ -196,13 +202,13 @@ fn what_has_clusters_of_unknown_use_is_not_even_checked_or_repaired_when_it_is_m
 }
 
 #[test]
-fn a_repair_gives_no_cluster_back_while_a_pointer_makes_no_sense() {
+fn a_repair_frees_no_cluster_while_a_pointer_is_invalid() {
     if !have_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write -P 1 0 2M"]);
     let file = std::fs::File::options().write(true).open(images.path()).unwrap();
-    // A reserved bit in the first entry of the L2 table: what it points to is in use all the same.
+    // A reserved bit in the first entry of the L2 table: its target is in use nevertheless.
     let at = 4 * CLUSTER + 7;
     file.write_all_at(&[2], at).unwrap();
     let before = std::fs::read(images.path()).unwrap();
@@ -214,13 +220,13 @@ fn a_repair_gives_no_cluster_back_while_a_pointer_makes_no_sense() {
 }
 
 #[test]
-fn a_repair_writes_to_no_refcount_block_that_is_something_else_too() {
+fn a_repair_writes_to_no_refcount_block_with_another_use() {
     if !have_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write -P 1 0 2M"]);
     let file = std::fs::File::options().write(true).open(images.path()).unwrap();
-    // The refcount table says that the first block is where the L2 table is.
+    // The refcount table puts the first block at the position of the L2 table.
     file.write_all_at(&(4 * CLUSTER).to_be_bytes(), CLUSTER).unwrap();
     let before = std::fs::read(images.path()).unwrap();
     let done = repaired(&images);

@@ -1,4 +1,4 @@
-//! Images made here, as QEMU's tools see them beside those that they make.
+//! New images, compared by QEMU's tools with those that they make.
 
 use std::path::Path;
 
@@ -16,12 +16,13 @@ fn options(format: Format, size: u64) -> CreateOptions {
         backing: None,
         backing_format: None,
         backing_dirs: Vec::new(),
+        data_files: Vec::new(),
         cluster_bytes: None,
         preallocation: Preallocation::Off,
     }
 }
 
-/// What `qemu-img info` says of an image, but for its name and the space it takes.
+/// The output of `qemu-img info`, without the image's name and the space it takes.
 fn info(directory: &Path, image: &str) -> String {
     let said = qemu_img(directory, &["info", "--output=json", image]);
     let own = ["\"filename\"", "\"full-backing-filename\"", "\"actual-size\""];
@@ -29,7 +30,7 @@ fn info(directory: &Path, image: &str) -> String {
 }
 
 #[test]
-fn every_kind_of_qcow2_is_to_qemu_what_its_own_is_and_can_be_written_to() {
+fn every_kind_of_new_qcow2_image_equals_qemus_own_and_can_be_written_to() {
     if !have_qemu() {
         return;
     }
@@ -68,7 +69,7 @@ fn every_kind_of_qcow2_is_to_qemu_what_its_own_is_and_can_be_written_to() {
 }
 
 #[test]
-fn an_overlay_stands_on_its_backing_file_and_has_its_size() {
+fn an_overlay_has_its_backing_files_bytes_and_size() {
     if !have_qemu() {
         return;
     }
@@ -92,7 +93,7 @@ fn an_overlay_stands_on_its_backing_file_and_has_its_size() {
 }
 
 #[test]
-fn what_cannot_be_had_is_refused_and_leaves_nothing() {
+fn impossible_options_are_refused_and_leave_no_file() {
     let scratch = tempfile::tempdir().unwrap();
     let base = scratch.path().join("base");
     std::fs::write(&base, [7; 4096]).unwrap();
@@ -105,7 +106,7 @@ fn what_cannot_be_had_is_refused_and_leaves_nothing() {
         (CreateOptions { preallocation: Preallocation::Metadata, ..raw }, "no metadata"),
         (CreateOptions { preallocation: Preallocation::Falloc, ..on_base.clone() }, "would hide"),
         (CreateOptions { backing: Some("none".into()), ..qcow2.clone() }, "'none' is missing"),
-        (CreateOptions { backing: Some("/".into()), ..qcow2.clone() }, "outside the image's"),
+        (CreateOptions { backing: Some("/".into()), ..qcow2.clone() }, "is no file"),
         (CreateOptions { cluster_bytes: Some(3000), ..qcow2.clone() }, "a power of two"),
         (options(Format::Qcow2, 1 << 62), "needs larger clusters"),
     ] {

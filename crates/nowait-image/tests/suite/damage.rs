@@ -1,10 +1,10 @@
-//! Ten thousand damaged images: a clear error or an answer, and no panic, hang or memory without
-//! bound. (A panic fails the test, a hang would run into the test's own time bound.)
+//! Ten thousand damaged images: each gives an error or a result, without a panic, hang or unbounded
+//! memory. (A panic fails the test, a hang would exceed the test's own time limit.)
 
 use std::os::unix::fs::FileExt;
 
 use nowait_image::check::check;
-use nowait_image::{Chain, ChainOptions, Format, Locking, Reader, map};
+use nowait_image::{Chain, ChainOptions, ChainReader, Format, Locking, map};
 
 use crate::images::{Images, have_qemu};
 use crate::random::Random;
@@ -12,8 +12,8 @@ use crate::random::Random;
 const DAMAGED: u64 = 10_000;
 const SEED: u64 = 4_242;
 
-/// Opens, maps, checks and reads what is at the path, whatever comes of it.
-fn look_at(images: &Images, outcomes: &mut [u64; 2]) {
+/// Opens, maps, checks and reads the image, ignoring errors.
+fn exercise(images: &Images, outcomes: &mut [u64; 2]) {
     let options = ChainOptions {
         format: Some(Format::Qcow2),
         locking: Locking::Unlocked,
@@ -32,7 +32,7 @@ fn look_at(images: &Images, outcomes: &mut [u64; 2]) {
     });
     assert!(mapped.is_err() || end == chain.top().size);
     let _ = check(&chain, &mut |_, _| {});
-    if let Ok(reader) = Reader::new(&chain) {
+    if let Ok(reader) = ChainReader::new(&chain) {
         let mut memory = vec![0; 1 << 16];
         let mut pos = 0;
         while pos < reader.size().min(4 << 20) {
@@ -45,7 +45,7 @@ fn look_at(images: &Images, outcomes: &mut [u64; 2]) {
 }
 
 #[test]
-fn ten_thousand_damaged_images_give_an_error_or_an_answer() {
+fn ten_thousand_damaged_images_give_an_error_or_a_result() {
     if !have_qemu() {
         return;
     }
@@ -54,7 +54,7 @@ fn ten_thousand_damaged_images_give_an_error_or_an_answer() {
         "cluster_size=4096",
         &["write -P 1 0 300k", "write -z 1M 64k", "write -c 2M 64k", "write -P 9 5M 100k"],
     );
-    let sound = std::fs::read(images.path()).unwrap();
+    let before = std::fs::read(images.path()).unwrap();
     let file = std::fs::File::options().write(true).open(images.path()).unwrap();
     let mut random = Random::from_seed(SEED);
     let mut outcomes = [0; 2];
@@ -65,18 +65,18 @@ fn ten_thousand_damaged_images_give_an_error_or_an_answer() {
             let bound = if random.chance(50) { 0x210 } else { 12 << 12 };
             let at = random.below(bound);
             let byte = match random.below(3) {
-                0 => sound[at as usize] ^ 1 << random.below(8),
+                0 => before[at as usize] ^ 1 << random.below(8),
                 1 => 0xff,
                 _ => random.next() as u8,
             };
             file.write_all_at(&[byte], at).unwrap();
             spots.push(at);
         }
-        look_at(&images, &mut outcomes);
+        exercise(&images, &mut outcomes);
         for at in spots {
-            file.write_all_at(&sound[at as usize..=at as usize], at).unwrap();
+            file.write_all_at(&before[at as usize..=at as usize], at).unwrap();
         }
     }
-    assert_eq!(std::fs::read(images.path()).unwrap(), sound, "nobody but this test wrote to it");
+    assert_eq!(std::fs::read(images.path()).unwrap(), before, "no other test wrote to it");
     assert!(outcomes.iter().all(|&count| count > 100), "refused, looked at: {outcomes:?}");
 }

@@ -1,7 +1,6 @@
-//! Images that a seed chooses, made by QEMU's own tools.
+//! Images chosen by a seed, made by QEMU's tools.
 //!
-//! Invariant: the same seed gives the same image. Knows: qemu-img, qemu-io. Known by: every test
-//! that needs an image.
+//! Invariant: the same seed gives the same image.
 
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -9,24 +8,25 @@ use std::process::Command;
 use crate::random::Random;
 use crate::tool::{Finished, require_tool, tool};
 
-/// Whether QEMU's tools are here.
+/// Whether QEMU's tools are installed.
 pub(crate) fn have_qemu() -> bool {
     require_tool("qemu-img") && require_tool("qemu-io")
 }
 
-/// `qemu-img` with `arguments`, which must succeed. Gives its standard output.
+/// Runs `qemu-img` with `arguments`, which must succeed. Returns its standard output.
 pub(crate) fn qemu_img(directory: &Path, arguments: &[&str]) -> String {
     tool("qemu-img").current_dir(directory).args(arguments).succeeds()
 }
 
-/// `qemu-io` on `image` of `format`, with one `-c` for each of `commands`.
+/// Runs `qemu-io` on `image` of `format`, with one `-c` for each of `commands`.
 pub(crate) fn qemu_io(directory: &Path, format: &str, image: &str, commands: &[String]) {
     let mut qemu = tool("qemu-io");
     qemu.current_dir(directory).args(["--cache", "unsafe", "-f", format]);
     for command in commands {
         qemu.args(["-c", command]);
     }
-    // What a format cannot do (compressing a cluster a second time) fails and changes nothing.
+    // A command that the format does not support (compressing a cluster a second time) fails and
+    // changes nothing.
     let (status, said) = output(qemu.arg(image));
     assert!(status == Some(0) || said.contains("ops/sec"), "{qemu:?}: {said}");
 }
@@ -38,12 +38,12 @@ pub(crate) struct Images {
 }
 
 impl Images {
-    /// An empty directory; `top` is yet to be made.
+    /// An empty directory; the test makes `top` later.
     pub(crate) fn none(top: &str) -> Self {
         Self { directory: tempfile::tempdir().unwrap(), top: top.to_owned() }
     }
 
-    /// A qcow2 image of `size` with `options`, and the `commands` of qemu-io run on it.
+    /// A qcow2 image of `size` with `options`, after the `commands` of qemu-io.
     pub(crate) fn qcow2(size: &str, options: &str, commands: &[&str]) -> Self {
         let images = Self::none("disk.qcow2");
         let mut arguments = vec!["create", "-q", "-f", "qcow2"];
@@ -59,7 +59,7 @@ impl Images {
         images
     }
 
-    /// A chain of one to four images, as `seed` has it.
+    /// A chain of one to four images, chosen by `seed`.
     pub(crate) fn seeded(seed: u64) -> Self {
         let mut random = Random::from_seed(seed);
         let mut images = Self::none("");
@@ -117,7 +117,14 @@ impl Images {
         cluster
     }
 
-    /// Where everything is.
+    /// The external data files of the images.
+    pub(crate) fn data_files(&self) -> Vec<PathBuf> {
+        let entries = std::fs::read_dir(self.directory()).unwrap();
+        let paths = entries.map(|entry| entry.unwrap().path());
+        paths.filter(|path| path.extension().is_some_and(|kind| kind == "data")).collect()
+    }
+
+    /// The directory of all files.
     pub(crate) fn directory(&self) -> &Path {
         self.directory.path()
     }
@@ -133,7 +140,7 @@ impl Images {
     }
 }
 
-/// What qemu-io is to do with a new image: writes of all kinds, of every alignment to sectors.
+/// Commands of qemu-io for a new image: writes of all kinds, with every alignment to sectors.
 fn commands(random: &mut Random, size: u64, cluster: u64, format: &str) -> Vec<String> {
     let mut commands = Vec::new();
     for pattern in 1..=2 + random.below(20) {
@@ -154,7 +161,7 @@ fn commands(random: &mut Random, size: u64, cluster: u64, format: &str) -> Vec<S
     commands
 }
 
-/// Ends the command by itself when it hangs, as [`tool`] does, but gives whatever it said.
+/// Kills the command when it hangs, as [`tool`] does; returns its status and standard output.
 pub(crate) fn output(command: &mut Command) -> (Option<i32>, String) {
     let output = crate::tool::output(command);
     (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())

@@ -1,7 +1,8 @@
-//! Images made by QEMU read here, and the other way round; damaged ones refused in one line.
+//! Tests with QEMU: images made by one side are read by the other, and damaged ones are refused in
+//! one line.
 //!
-//! Invariant: nothing outside a test's own directory is written. Knows: the crate as its users do,
-//! and QEMU's tools as programs. Known by: nobody.
+//! Invariant: a test writes only to its own directory. It uses the crate's public API, and QEMU's
+//! tools as programs.
 
 #[path = "../../../nowait-cli/tests/suite/common/random.rs"]
 #[allow(dead_code)]
@@ -14,6 +15,7 @@ mod images;
 mod check;
 mod contents;
 mod damage;
+mod damaged;
 mod refusals;
 mod served;
 mod create;

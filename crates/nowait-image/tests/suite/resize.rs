@@ -1,4 +1,4 @@
-//! Images made by QEMU, made larger and smaller here.
+//! Images made by QEMU, grown and shrunk here.
 
 use nowait_image::resize::resize;
 use nowait_image::{Chain, ChainOptions};
@@ -12,7 +12,8 @@ const FIRST_SEED: u64 = 8_000;
 const STEPS: usize = 4;
 
 fn open(images: &Images) -> Chain {
-    let options = ChainOptions { writable: true, ..ChainOptions::default() };
+    let data_files = images.data_files();
+    let options = ChainOptions { writable: true, data_files, ..ChainOptions::default() };
     let _alone = no_child_starts();
     Chain::open(&images.path(), &options).unwrap()
 }
@@ -23,7 +24,7 @@ fn bytes(images: &Images) -> Vec<u8> {
 }
 
 #[test]
-fn a_disk_keeps_what_it_has_and_grows_by_zeros_whatever_is_below() {
+fn a_disk_keeps_its_bytes_and_grows_by_zeros_whatever_is_below_it() {
     if !have_qemu() {
         return;
     }
@@ -52,7 +53,7 @@ fn a_disk_keeps_what_it_has_and_grows_by_zeros_whatever_is_below() {
 }
 
 #[test]
-fn a_table_that_becomes_too_small_is_made_anew() {
+fn a_table_that_becomes_too_small_is_replaced_by_a_larger_one() {
     if !have_qemu() {
         return;
     }
@@ -70,7 +71,7 @@ fn a_table_that_becomes_too_small_is_made_anew() {
 }
 
 #[test]
-fn what_was_cut_off_takes_no_space_and_does_not_come_back() {
+fn bytes_that_were_cut_off_take_no_space_and_do_not_come_back() {
     if !have_qemu() {
         return;
     }
@@ -84,7 +85,7 @@ fn what_was_cut_off_takes_no_space_and_does_not_come_back() {
 }
 
 #[test]
-fn a_raw_image_has_the_size_to_the_byte_and_none_shrinks_unasked() {
+fn a_raw_image_gets_exactly_the_requested_size_and_shrinks_only_on_request() {
     let scratch = tempfile::tempdir().unwrap();
     let path = scratch.path().join("disk");
     std::fs::write(&path, [5; 5000]).unwrap();
@@ -113,7 +114,7 @@ fn an_image_with_bitmaps_or_damage_is_left_alone() {
     assert!(error.contains("bitmaps"), "{error}");
     let images = Images::qcow2("8M", "", &["write 0 64k"]);
     let mut damaged = std::fs::read(images.path()).unwrap();
-    // The count of the first data cluster, in the only block.
+    // The refcount of the first data cluster, in the only block.
     damaged[(2 << 16) + 5 * 2 + 1] = 0;
     std::fs::write(images.path(), &damaged).unwrap();
     let error = resize(&open(&images), 16 << 20, false).unwrap_err().to_string();

@@ -1,16 +1,16 @@
-//! Random requests to an image in use, through the engine, against an array of bytes.
+//! Random requests to a served image through the engine, compared with an array of bytes.
 //!
-//! Invariant: requests in flight never overlap, so each has one right answer. Knows: the crate and
-//! the engine as their users do, QEMU's tools. Known by: nobody.
+//! Invariant: requests in flight never overlap, so each has one correct result.
 
 use std::fs;
 use std::ops::Range as Bytes;
 use std::sync::Arc;
 
 use nowait::{
-    Config, Direct, Engine, Flags, Io, Op, Queue, Range, Rejected, Threads, Uring, Workers,
+    AioThreadQueue, ByteRange, Config, Direct, Engine, Flags, IoQueue, Op, Rejected, Request,
+    Uring, WorkerPool,
 };
-use nowait_image::served::{self, Keeper, Qcow2, ServeOptions};
+use nowait_image::qcow2_disk::{self, OpenImage, Qcow2Map, ServeOptions};
 use nowait_image::{Chain, ChainOptions, Format};
 
 use crate::images::{Images, have_qemu, output, qemu_img};
@@ -23,7 +23,7 @@ const CHAINS: u64 = 28;
 const STEPS: u32 = 700;
 const DEPTH: usize = 24;
 
-type Disk = nowait::Disk<Qcow2>;
+type Disk = nowait::BlockDevice<Qcow2Map>;
 
 fn config(seed: u64) -> (&'static str, Config) {
     let on = Config { slots: 64, ..Config::default() };
@@ -38,24 +38,28 @@ fn config(seed: u64) -> (&'static str, Config) {
     }
 }
 
-fn open(images: &Images, direct: Direct, hint: bool) -> (Arc<Disk>, Keeper) {
-    let options =
-        ChainOptions { writable: true, format: Some(Format::Qcow2), ..ChainOptions::default() };
+fn open(images: &Images, direct: Direct, hint: bool) -> (Arc<Disk>, OpenImage) {
+    let options = ChainOptions {
+        writable: true,
+        format: Some(Format::Qcow2),
+        data_files: images.data_files(),
+        ..ChainOptions::default()
+    };
     let _alone = no_child_starts();
     let chain = Chain::open(&images.path(), &options).unwrap();
     let options = ServeOptions { writable: true, direct, hint };
-    let (disk, keeper) = served::open(chain, options).unwrap();
-    (Arc::new(disk), keeper)
+    let (disk, open_image) = qcow2_disk::open(chain, options).unwrap();
+    (Arc::new(disk), open_image)
 }
 
-/// What QEMU says the disk holds.
+/// The disk's bytes according to QEMU.
 fn contents(images: &Images) -> Vec<u8> {
     let convert = ["convert", "-f", "qcow2", "-O", "raw", images.name(), "all.raw"];
     qemu_img(images.directory(), &convert);
     fs::read(images.directory().join("all.raw")).unwrap()
 }
 
-/// The files below the top one, and what they hold.
+/// The files below the top one, and their contents.
 fn backing_files(images: &Images) -> Vec<(std::path::PathBuf, Vec<u8>)> {
     let entries = fs::read_dir(images.directory()).unwrap().map(|entry| entry.unwrap().path());
     let top = images.path();
@@ -66,9 +70,9 @@ fn backing_files(images: &Images) -> Vec<(std::path::PathBuf, Vec<u8>)> {
     below.map(|path| (path.clone(), fs::read(&path).unwrap())).collect()
 }
 
-/// What a request in flight expects.
+/// A request in flight and its expected bytes.
 struct Flight {
-    range: Range,
+    range: ByteRange,
     expected: Option<Vec<u8>>,
 }
 
@@ -79,7 +83,7 @@ struct Player {
 }
 
 impl Player {
-    fn range(&mut self) -> Range {
+    fn range(&mut self) -> ByteRange {
         let size = self.model.len() as u64;
         let random = &mut self.random;
         let len = match random.below(8) {
@@ -92,51 +96,51 @@ impl Player {
             0 => random.below(size),
             1 => size.saturating_sub(random.below(9000) + 1),
             2 => random.below(size) / 65536 * 65536,
-            // A narrow place, where clusters are written more than once.
+            // A small area, where clusters are written more than once.
             3 => random.below(size.min(200_000)) / 512 * 512,
             _ => random.below(size) / 4096 * 4096,
         };
-        Range::new(pos, len.min(size - pos))
+        ByteRange::new(pos, len.min(size - pos))
     }
 
-    fn submit<Q: Queue>(
+    fn submit<Q: IoQueue>(
         &mut self,
-        engine: &mut Engine<Q, Qcow2>,
-        range: Range,
+        engine: &mut Engine<Q, Qcow2Map>,
+        range: ByteRange,
         tag: u64,
     ) -> Result<Flight, Rejected> {
-        let place: Bytes<usize> = range.pos as usize..range.end() as usize;
+        let bytes_of_range: Bytes<usize> = range.pos as usize..range.end() as usize;
         let flags = if self.random.chance(10) { Flags::DSYNC } else { Flags::NONE };
         let mut expected = None;
-        let io = |op, flags| Io { op, flags, range };
+        let io = |op, flags| Request { op, flags, range };
         match self.random.below(20) {
             0..8 => {
                 let mut buf = engine.buffer(range).unwrap();
-                let start = engine.start(range.pos);
-                let bytes = self.random.bytes(place.len());
+                let start = engine.buffer_offset(range.pos);
+                let bytes = self.random.bytes(bytes_of_range.len());
                 buf[start..start + bytes.len()].copy_from_slice(&bytes);
-                self.model[place].copy_from_slice(&bytes);
+                self.model[bytes_of_range].copy_from_slice(&bytes);
                 engine.submit(io(Op::Write, flags), buf, tag)?;
             }
             8..16 => {
                 let mut buf = engine.buffer(range).unwrap();
                 buf.fill(0xee);
-                expected = Some(self.model[place].to_vec());
+                expected = Some(self.model[bytes_of_range].to_vec());
                 engine.submit(io(Op::Read, Flags::NONE), buf, tag)?;
             }
             16..18 => {
-                self.model[place].fill(0);
+                self.model[bytes_of_range].fill(0);
                 let keep = self.random.chance(50);
                 let flags = if keep { flags.with(Flags::NO_UNMAP) } else { flags };
-                engine.submit_bare(io(Op::Zero, flags), tag)?;
+                engine.submit_no_data(io(Op::Zero, flags), tag)?;
             }
-            18 => engine.submit_bare(io(Op::Flush, Flags::NONE), tag)?,
-            _ => engine.submit_bare(io(Op::Status, Flags::NONE), tag)?,
+            18 => engine.submit_no_data(io(Op::Flush, Flags::NONE), tag)?,
+            _ => engine.submit_no_data(io(Op::Status, Flags::NONE), tag)?,
         }
         Ok(Flight { range, expected })
     }
 
-    fn play<Q: Queue>(&mut self, engine: &mut Engine<Q, Qcow2>) {
+    fn play<Q: IoQueue>(&mut self, engine: &mut Engine<Q, Qcow2Map>) {
         let mut flights: Vec<Option<Flight>> = (0..DEPTH).map(|_| None).collect();
         for _ in 0..STEPS {
             let full = flights.iter().all(Option::is_some);
@@ -160,7 +164,7 @@ impl Player {
         self.discard_some(engine);
     }
 
-    fn drain<Q: Queue>(&self, engine: &mut Engine<Q, Qcow2>, flights: &mut [Option<Flight>]) {
+    fn drain<Q: IoQueue>(&self, engine: &mut Engine<Q, Qcow2Map>, flights: &mut [Option<Flight>]) {
         let label = &self.label;
         while let Some(completion) = engine.next() {
             let flight = flights[completion.tag as usize].take().expect("completed once");
@@ -170,10 +174,10 @@ impl Player {
                 assert_eq!(done, range.len, "{label}: {:?}", completion.io);
             }
             if op == Op::Status {
-                self.check_status(range, &engine.take_spans(completion.tag));
+                self.check_status(range, &engine.take_extents(completion.tag));
             }
             let Some(expected) = flight.expected else { continue };
-            let start = engine.start(range.pos);
+            let start = engine.buffer_offset(range.pos);
             let buf = completion.buf.expect("a read gives its buffer back");
             let got = &buf[start..start + expected.len()];
             let differs = got.iter().zip(&expected).position(|(a, b)| a != b);
@@ -181,8 +185,8 @@ impl Player {
         }
     }
 
-    /// What is told to be a hole may be written meanwhile only by what does not overlap.
-    fn check_status(&self, range: Range, spans: &[nowait::Span]) {
+    /// A reported hole has to be zeros in the model: overlapping writes are not in flight.
+    fn check_status(&self, range: ByteRange, spans: &[nowait::ExtentStatus]) {
         let mut pos = range.pos as usize;
         for span in spans {
             let end = pos + span.len as usize;
@@ -193,31 +197,31 @@ impl Player {
         assert_eq!(pos as u64, range.end(), "{}: all of the range is told", self.label);
     }
 
-    /// C52: what is discarded is what it was or zeros, and stays what it is.
-    fn discard_some<Q: Queue>(&mut self, engine: &mut Engine<Q, Qcow2>) {
+    /// C52: discarded bytes are the old ones or zeros, and do not change afterwards.
+    fn discard_some<Q: IoQueue>(&mut self, engine: &mut Engine<Q, Qcow2Map>) {
         for _ in 0..20 {
             let range = self.range();
-            let io = |op| Io { op, flags: Flags::NONE, range };
-            engine.submit_bare(io(Op::Discard), 0).map_err(|r| r.error).unwrap();
+            let io = |op| Request { op, flags: Flags::NONE, range };
+            engine.submit_no_data(io(Op::Discard), 0).map_err(|r| r.error).unwrap();
             run_to_end(engine).1.unwrap();
             let buf = engine.buffer(range).unwrap();
             engine.submit(io(Op::Read), buf, 0).map_err(|r| r.error).unwrap();
             let (buf, result) = run_to_end(engine);
             assert_eq!(result.unwrap(), range.len);
-            let start = engine.start(range.pos);
+            let start = engine.buffer_offset(range.pos);
             let buf = buf.expect("a read gives its buffer back");
-            let known = &mut self.model[range.pos as usize..range.end() as usize];
-            let got = &buf[start..start + known.len()];
-            let stray = got.iter().zip(&*known).position(|(now, old)| now != old && *now != 0);
+            let model = &mut self.model[range.pos as usize..range.end() as usize];
+            let got = &buf[start..start + model.len()];
+            let stray = got.iter().zip(&*model).position(|(now, old)| now != old && *now != 0);
             assert_eq!(stray, None, "{}: neither old nor zero, {range:?}", self.label);
-            known.copy_from_slice(got);
+            model.copy_from_slice(got);
         }
     }
 }
 
-type Ended = (Option<nowait::Buf>, Result<u64, nowait::Error>);
+type Ended = (Option<nowait::PooledBuffer>, Result<u64, nowait::Error>);
 
-fn run_to_end<Q: Queue>(engine: &mut Engine<Q, Qcow2>) -> Ended {
+fn run_to_end<Q: IoQueue>(engine: &mut Engine<Q, Qcow2Map>) -> Ended {
     loop {
         if let Some(completion) = engine.next() {
             let result = completion.result();
@@ -228,7 +232,7 @@ fn run_to_end<Q: Queue>(engine: &mut Engine<Q, Qcow2>) -> Ended {
 }
 
 fn play(player: &mut Player, disk: &Arc<Disk>, config: Config, ring: bool) {
-    let workers = Workers::new(disk, 4);
+    let workers = WorkerPool::new(disk, 4);
     let queue = if ring { Uring::for_files(&disk.files()).ok() } else { None };
     match queue {
         Some(queue) => {
@@ -236,21 +240,21 @@ fn play(player: &mut Player, disk: &Arc<Disk>, config: Config, ring: bool) {
         }
         None => {
             let cached = !disk.is_direct();
-            let queue = Threads::for_files(&disk.files(), config.slots, cached).unwrap();
+            let queue = AioThreadQueue::for_files(&disk.files(), config.slots, cached).unwrap();
             player.play(&mut Engine::new(disk.clone(), workers, queue, config).unwrap());
         }
     }
 }
 
-fn is_sound(images: &Images) -> bool {
+fn is_consistent(images: &Images) -> bool {
     let mut command = tool("qemu-img");
     command.current_dir(images.directory()).args(["check", "-q", "-f", "qcow2", images.name()]);
     output(&mut command).0 == Some(0)
 }
 
-/// Checks, by QEMU's tools, that the image holds together, holds what it is to, and nothing below
-/// it was changed.
-fn look_after(images: &Images, model: &[u8], below: &[(std::path::PathBuf, Vec<u8>)], label: &str) {
+/// Checks with QEMU's tools that the image is consistent and has the model's bytes, and that no
+/// file below it was changed.
+fn verify(images: &Images, model: &[u8], below: &[(std::path::PathBuf, Vec<u8>)], label: &str) {
     qemu_img(images.directory(), &["check", "-q", "-f", "qcow2", images.name()]);
     assert!(contents(images) == model, "{label}");
     for (path, bytes) in below {
@@ -270,29 +274,29 @@ fn chains_of_all_kinds_agree_with_the_model_with_each_switch_off() {
         let direct = if seed % 3 == 0 { Direct::Off } else { Direct::Auto };
         let label = format!("seed {seed}, {name}, {direct:?}");
         println!("{label}");
-        if !is_sound(&images) {
-            // QEMU 7.2 lets packed clusters reach into others, and then finds fault with that.
+        if !is_consistent(&images) {
+            // QEMU 7.2 lets compressed clusters overlap others, and its check then reports that.
             continue;
         }
         let model = contents(&images);
         let below = backing_files(&images);
-        let (disk, keeper) = open(&images, direct, config.hint);
+        let (disk, open_image) = open(&images, direct, config.hint);
         let mut player = Player { random: Random::from_seed(seed), model, label };
         play(&mut player, &disk, config, seed % 2 == 0);
         drop(disk);
-        keeper.close().unwrap();
-        look_after(&images, &player.model, &below, &player.label);
+        open_image.close().unwrap();
+        verify(&images, &player.model, &below, &player.label);
         played += 1;
     }
     assert!(played > CHAINS / 2, "{played} were sound");
 }
 
-/// Sectors of a cluster that threads write to in turns.
+/// Each thread writes one sector of every cluster.
 const SECTOR: usize = 512;
 const WRITERS: usize = 8;
 
 #[test]
-fn a_cluster_that_many_write_to_at_once_is_allocated_once() {
+fn a_cluster_that_many_threads_write_to_at_once_is_allocated_once() {
     if !have_qemu() {
         return;
     }
@@ -301,13 +305,13 @@ fn a_cluster_that_many_write_to_at_once_is_allocated_once() {
     fs::write(images.directory().join("base"), &base).unwrap();
     let create = ["create", "-q", "-f", "qcow2", "-b", "base", "-F", "raw", images.name()];
     qemu_img(images.directory(), &create);
-    let (disk, keeper) = open(&images, Direct::Auto, true);
-    let file = nowait::File::new(disk.clone());
+    let (disk, open_image) = open(&images, Direct::Auto, true);
+    let file = nowait::BlockingFile::new(disk.clone());
     std::thread::scope(|scope| {
         for writer in 0..WRITERS {
             let file = &file;
             scope.spawn(move || {
-                // All begin at the same cluster.
+                // All threads begin at the same cluster.
                 for cluster in (0..4 << 20).step_by(65536) {
                     let pos = cluster + writer * SECTOR;
                     file.write_at(&[writer as u8 + 1; SECTOR], pos as u64, Flags::NONE).unwrap();
@@ -322,8 +326,8 @@ fn a_cluster_that_many_write_to_at_once_is_allocated_once() {
         }
     }
     drop((file, disk));
-    keeper.close().unwrap();
-    look_after(&images, &model, &[], "many writers");
+    open_image.close().unwrap();
+    verify(&images, &model, &[], "many writers");
     // Header, refcount table and block, L1 table, L2 table, and 64 clusters of data.
     let bytes = fs::metadata(images.path()).unwrap().len();
     assert_eq!(bytes, (5 + 64) * 65536, "as many clusters as are needed");
@@ -336,8 +340,8 @@ fn an_image_that_outgrows_its_refcount_table_gets_a_longer_one() {
     }
     // With clusters of 512 bytes the first table counts up to 8 MiB of the file.
     let images = Images::qcow2("20M", "cluster_size=512", &[]);
-    let (disk, keeper) = open(&images, Direct::Off, true);
-    let file = nowait::File::new(disk.clone());
+    let (disk, open_image) = open(&images, Direct::Off, true);
+    let file = nowait::BlockingFile::new(disk.clone());
     let model = Random::from_seed(6).bytes(20 << 20);
     for (piece, pos) in model.chunks(1 << 20).zip((0..).step_by(1 << 20)) {
         file.write_at(piece, pos, Flags::NONE).unwrap();
@@ -346,12 +350,12 @@ fn an_image_that_outgrows_its_refcount_table_gets_a_longer_one() {
         }
     }
     drop((file, disk));
-    keeper.close().unwrap();
-    look_after(&images, &model, &[], "a long file");
+    open_image.close().unwrap();
+    verify(&images, &model, &[], "a long file");
 }
 
 #[test]
-fn what_cannot_be_served_is_refused_in_one_line_and_left_alone() {
+fn an_image_that_cannot_be_served_is_refused_in_one_line_and_left_alone() {
     if !have_qemu() {
         return;
     }
@@ -362,16 +366,16 @@ fn what_cannot_be_served_is_refused_in_one_line_and_left_alone() {
         ChainOptions { writable: true, format: Some(Format::Qcow2), ..ChainOptions::default() };
     let error = Chain::open(&images.path(), &options).unwrap_err().to_string();
     assert!(error.contains("dirty bitmaps") && !error.contains('\n'), "{error}");
-    // To read it nothing has to be kept up to date.
+    // Reads are possible, because no bitmap has to be updated for them.
     let chain = Chain::open(&images.path(), &ChainOptions::default()).unwrap();
     let options = ServeOptions { writable: false, direct: Direct::Auto, hint: true };
-    let (disk, keeper) = served::open(chain, options).unwrap();
-    let file = nowait::File::new(Arc::new(disk));
+    let (disk, open_image) = qcow2_disk::open(chain, options).unwrap();
+    let file = nowait::BlockingFile::new(Arc::new(disk));
     let mut byte = [0];
     assert_eq!(file.read_at(&mut byte, 0).unwrap(), 1);
     let refused = file.write_at(&byte, 0, Flags::NONE).unwrap_err();
     assert_eq!(refused.errno(), libc::EROFS);
     drop(file);
-    keeper.close().unwrap();
+    open_image.close().unwrap();
     assert!(fs::read(images.path()).unwrap() == before);
 }

@@ -1,70 +1,86 @@
-//! What of the server's inside is fuzzed by itself: the handshake, which is bytes in, bytes out.
+//! Entry point for fuzzing the handshake by itself: bytes in, bytes out.
 //!
-//! Invariant: nothing here decides anything; the exports are the same each time.
-//! Knows: handshake, context, wire. Known by: the fuzz targets, which alone have the feature `fuzz`.
+//! Invariant: it adds no logic of its own; the exports are the same each time.
 
-use super::context::{Context, Contexts};
-use super::handshake::{ExportInfo, Handshake, Secrecy, Step};
+use super::handshake::{ExportInfo, Handshake, HandshakeProgress, TlsState};
 use super::wire;
+use crate::nbd::meta_context::{Context, Contexts};
 
-/// How the server stands to encryption when a handshake begins.
+/// The most bytes of unsent replies before the client has read any: the replies to one option.
+const MAX_ANSWER_BYTES: usize = 512;
+
+/// The server's TLS policy when a handshake begins.
 #[derive(Clone, Copy, Debug)]
 pub enum Tls {
-    /// There is none.
+    /// There is no TLS.
     Off,
-    /// Clients may ask for it.
+    /// Clients may use TLS.
     Offered,
-    /// Clients must ask for it.
+    /// Clients must use TLS.
     Required,
 }
 
-/// What became of a handshake.
+/// The result of a handshake.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct Outcome {
-    /// What the server has said after its greeting; inside TLS too, but not encrypted.
+    /// The server's bytes after its greeting; those inside TLS are not encrypted.
     pub answers: Vec<u8>,
-    /// Bytes of the client that were taken.
+    /// Bytes of the client that were consumed.
     pub taken: usize,
     /// Whether a request comes next.
     pub transmission: bool,
-    /// Where the connection stands, in words that are the same for the same state.
+    /// The state of the connection: equal strings for equal states.
     pub state: String,
 }
 
-/// Goes through a handshake in which the client's bytes come in `pieces`. What follows on
-/// STARTTLS is taken for what came through TLS.
+/// Runs a handshake in which the client's bytes arrive in `pieces`. The bytes after STARTTLS count
+/// as decrypted ones.
 ///
 /// # Errors
-/// What breaks the rules by which the handshake takes bytes.
+/// A description of a broken rule of `Handshake::feed`.
 pub fn handshake<'a>(
     tls: Tls,
     pieces: impl IntoIterator<Item = &'a [u8]>,
 ) -> Result<Outcome, String> {
-    let secrecy = match tls {
-        Tls::Off => Secrecy::Off,
-        Tls::Offered => Secrecy::Offered,
-        Tls::Required => Secrecy::Required,
+    let state = match tls {
+        Tls::Off => TlsState::Off,
+        Tls::Offered => TlsState::Offered,
+        Tls::Required => TlsState::Required,
     };
-    let mut handshake = Handshake::new(secrecy);
-    let (mut answers, mut taken, mut last) = (Vec::new(), 0, Step::More);
+    let mut handshake = Handshake::new(state);
+    let (mut answers, mut taken, mut last) = (Vec::new(), 0, HandshakeProgress::More);
     for mut piece in pieces {
-        while !piece.is_empty() && matches!(last, Step::More | Step::StartTls) {
+        while !piece.is_empty() && continues(last) {
+            let answered = answers.len();
             let (used, step) = handshake.feed(piece, &exports, &mut answers);
+            if answers.len() - answered > MAX_ANSWER_BYTES {
+                return Err(format!("{} bytes wait to be sent", answers.len() - answered));
+            }
+            if answers.len() > answered && step == HandshakeProgress::More {
+                return Err("it answers and asks for more before the answer was sent".into());
+            }
             taken += used;
             piece = piece.get(used..).ok_or("more was taken than was there")?;
-            if step == Step::More && !piece.is_empty() {
+            if step == HandshakeProgress::More && !piece.is_empty() {
                 return Err("it asks for more and leaves what is there".into());
             }
-            if step == Step::StartTls && used == 0 {
+            if step == HandshakeProgress::StartTls && used == 0 {
                 return Err("TLS begins without having been asked for".into());
             }
             last = step;
         }
     }
-    // At a place where TLS has just begun and where it has begun a while ago is the same place.
-    let last = if last == Step::StartTls { Step::More } else { last };
-    let transmission = matches!(last, Step::Transmission(_));
+    // Whether TLS has begun just now or some bytes ago makes no difference to the state.
+    let last = if continues(last) { HandshakeProgress::More } else { last };
+    let transmission = matches!(last, HandshakeProgress::Transmission(_));
     Ok(Outcome { answers, taken, transmission, state: format!("{last:?}") })
+}
+
+fn continues(step: HandshakeProgress) -> bool {
+    matches!(
+        step,
+        HandshakeProgress::More | HandshakeProgress::Answered | HandshakeProgress::StartTls
+    )
 }
 
 fn exports() -> Vec<ExportInfo> {

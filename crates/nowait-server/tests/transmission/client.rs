@@ -1,8 +1,7 @@
 //! A client that sends any bytes and shows every message as it came.
 //!
-//! Invariant: what comes is taken apart only as far as the headers say; of a chunk with an extended
-//! header the offset is compared with its request's.
-//! Knows: stream, NBD proto.md. Known by: the tests of this program.
+//! Invariant: messages are parsed only as far as their headers require; the offset of a chunk with
+//! an extended header is compared with its request's.
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
@@ -64,10 +63,10 @@ pub(crate) const ENOTSUP: u32 = 95;
 
 /// How long the server may be silent before the test fails.
 const SILENCE: Duration = Duration::from_secs(30);
-/// Who takes nothing for so long waits for something.
+/// A server that takes nothing for this long is blocked.
 const STILL: Duration = Duration::from_secs(1);
 
-/// What a connection asks for in its handshake.
+/// What a connection negotiates in its handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
     Simple,
@@ -77,19 +76,19 @@ pub(crate) enum Mode {
 
 impl Mode {
     pub(crate) const ALL: [Self; 3] = [Self::Simple, Self::Structured, Self::Extended];
-    /// Those in which reads are answered in chunks.
+    /// The modes in which reads are answered in chunks.
     pub(crate) const CHUNKED: [Self; 2] = [Self::Structured, Self::Extended];
 }
 
-/// A request as it goes out, nothing checked.
+/// A request for the wire, without any checks.
 #[derive(Clone, Copy)]
 pub(crate) struct Request<'a> {
     pub(crate) command: u16,
     pub(crate) flags: u16,
     pub(crate) offset: u64,
-    /// What the header says.
+    /// The header's length field.
     pub(crate) length: u64,
-    /// What follows the header, whatever its length says.
+    /// The bytes after the header, independent of its length field.
     pub(crate) payload: &'a [u8],
 }
 
@@ -99,7 +98,7 @@ impl<'a> Request<'a> {
         Self { command, flags: 0, offset, length, payload: &[] }
     }
 
-    /// A write as it must be in `mode`.
+    /// A correct write in `mode`.
     pub(crate) fn write(mode: Mode, offset: u64, payload: &'a [u8]) -> Self {
         let flags = if mode == Mode::Extended { PAYLOAD_LEN } else { 0 };
         Self { command: WRITE, flags, offset, length: payload.len() as u64, payload }
@@ -113,7 +112,7 @@ impl<'a> Request<'a> {
 /// One message of the server.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum Message {
-    /// Without the data that follow where a read succeeded.
+    /// Without the data that follow after a successful read.
     Simple {
         cookie: u64,
         error: u32,
@@ -126,20 +125,20 @@ pub(crate) enum Message {
     },
 }
 
-/// What a request came to, put together from all of its messages.
+/// The reply to a request, assembled from all of its messages.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct Outcome {
     /// 0 for success.
     pub(crate) error: u32,
-    /// Bytes that were read, those in holes included.
+    /// Bytes that were read, holes included.
     pub(crate) data: Vec<u8>,
-    /// Chunks: type, first byte and length of what each describes.
+    /// Chunks: type, first byte and length of the range that each describes.
     pub(crate) chunks: Vec<(u16, u64, u64)>,
     /// Block status: context id, and extents with their flags.
     pub(crate) status: Vec<(u32, Vec<(u64, u64)>)>,
 }
 
-/// A connection in transmission phase.
+/// A connection in the transmission phase.
 pub(crate) struct Client {
     pub(crate) stream: Stream,
     pub(crate) mode: Mode,
@@ -151,7 +150,7 @@ pub(crate) struct Client {
     /// The id of `base:allocation`, 0 if it was not selected.
     pub(crate) context: u32,
     cookie: u64,
-    /// Requests that were not answered: command, offset and length.
+    /// Unanswered requests: command, offset and length.
     pending: HashMap<u64, (u16, u64, u64)>,
 }
 
@@ -166,7 +165,7 @@ impl Client {
         Self::greeted(socket, mode).negotiated(with_context)
     }
 
-    /// As `connect`, by TLS with the server that has `cert`.
+    /// As `connect`, by TLS with the server whose certificate is `cert`.
     pub(crate) fn connect_encrypted(
         socket: &Path,
         mode: Mode,
@@ -178,12 +177,12 @@ impl Client {
         client.negotiated(mode != Mode::Simple)
     }
 
-    /// As `connect`, to the export called `name`, with `bytes` behind the choice.
+    /// As `connect`, to the export called `name`, with `bytes` directly after the choice.
     pub(crate) fn connect_to(socket: &Path, mode: Mode, name: &str, bytes: &[u8]) -> Self {
         Self::greeted(socket, mode).chosen(name, mode != Mode::Simple, bytes)
     }
 
-    /// A client that knows which server it is connected to, and has asked for nothing.
+    /// A client that has received the greeting and sent its flags.
     pub(crate) fn greeted(socket: &Path, mode: Mode) -> Self {
         let stream = UnixStream::connect(socket).unwrap();
         stream.set_read_timeout(Some(SILENCE)).unwrap();
@@ -208,7 +207,8 @@ impl Client {
         self.chosen("", with_context, &[])
     }
 
-    /// Goes on to the transmission phase of the export called `name`, with `bytes` behind the choice.
+    /// Goes on to the transmission phase of the export `name`, with `bytes` directly after the
+    /// choice.
     fn chosen(mut self, name: &str, with_context: bool, bytes: &[u8]) -> Self {
         let client = &mut self;
         match client.mode {
@@ -237,7 +237,7 @@ impl Client {
         self
     }
 
-    /// Sends an option; gives the replies before the acknowledgement.
+    /// Sends an option; returns the replies before the acknowledgement.
     fn option(&mut self, option: u32, data: &[u8]) -> Vec<(u32, Vec<u8>)> {
         self.stream.write_all(&option_bytes(option, data)).unwrap();
         self.replies_to(option)
@@ -260,7 +260,7 @@ impl Client {
         }
     }
 
-    /// Sends `request`; gives its cookie.
+    /// Sends `request`; returns its cookie.
     pub(crate) fn send(&mut self, request: Request<'_>) -> u64 {
         let bytes = self.header(request);
         self.stream.write_all(&bytes).unwrap();
@@ -268,13 +268,13 @@ impl Client {
         self.cookie
     }
 
-    /// As `call`, under a cookie of the caller's.
+    /// As `call`, with the given cookie.
     pub(crate) fn call_as(&mut self, cookie: u64, request: Request<'_>) -> Outcome {
         self.cookie = cookie.wrapping_sub(1);
         self.call(request)
     }
 
-    /// The bytes of a request's header under a new cookie.
+    /// The header of a request with a new cookie.
     pub(crate) fn header(&mut self, request: Request<'_>) -> Vec<u8> {
         let Request { command, flags, offset, length, .. } = request;
         self.cookie = self.cookie.wrapping_add(1);
@@ -293,17 +293,17 @@ impl Client {
         bytes
     }
 
-    /// Waits for the replies to the requests whose headers `other` has made.
+    /// Expects the replies to the requests whose headers `other` has made.
     pub(crate) fn take_over(&mut self, other: &Self) {
         self.pending = other.pending.clone();
     }
 
-    /// Sends bytes as they are.
+    /// Sends bytes unchanged.
     pub(crate) fn send_bytes(&mut self, bytes: &[u8]) -> io::Result<()> {
         self.stream.write_all(bytes)
     }
 
-    /// Sends bytes as they are, as long as the server goes on taking some. Whether it took all.
+    /// Sends bytes unchanged until the server stops taking them. Returns whether it took all.
     pub(crate) fn send_while_taken(&mut self, bytes: &[u8]) -> bool {
         self.stream.socket().set_write_timeout(Some(STILL)).unwrap();
         let sent = self.stream.write_all(bytes);
@@ -325,7 +325,7 @@ impl Client {
         outcome
     }
 
-    /// Waits for all of one reply; chunks of others must not come between.
+    /// Waits for one complete reply; chunks of others must not come between.
     pub(crate) fn outcome(&mut self) -> (u64, Outcome) {
         let mut outcome =
             Outcome { error: 0, data: Vec::new(), chunks: Vec::new(), status: Vec::new() };
@@ -341,7 +341,7 @@ impl Client {
         }
     }
 
-    /// Adds a message to an outcome; true when it was the last.
+    /// Adds a message to an outcome; returns whether it was the last.
     fn collect(&mut self, message: Message, outcome: &mut Outcome) -> bool {
         let (done, kind, payload, (_, offset, length)) = match message {
             Message::Simple { cookie, error } => {
@@ -366,7 +366,7 @@ impl Client {
                     _ => vec![0; number(&payload[8..12]) as usize],
                 };
                 assert!(!bytes.is_empty(), "each content chunk MUST describe at least one byte");
-                // This server sends them in order, so that none overlaps or is left out.
+                // This server sends them in order, so that none overlaps or is missing.
                 assert_eq!(at, offset + outcome.data.len() as u64);
                 outcome.chunks.push((kind, at, bytes.len() as u64));
                 outcome.data.extend(bytes);
@@ -393,7 +393,7 @@ impl Client {
         done
     }
 
-    /// One message, apart from the data of a read that a simple reply goes before.
+    /// Receives one message, without the data that follow a simple reply to a read.
     pub(crate) fn message(&mut self) -> Message {
         let magic = number(&self.bytes::<4>()) as u32;
         if magic == SIMPLE_REPLY_MAGIC {
@@ -444,13 +444,13 @@ impl Client {
     }
 }
 
-/// An option as it goes out.
+/// An option, encoded for the wire.
 pub(crate) fn option_bytes(option: u32, data: &[u8]) -> Vec<u8> {
     let head = [&OPTION_MAGIC.to_be_bytes()[..], &option.to_be_bytes()].concat();
     [&head[..], &(data.len() as u32).to_be_bytes(), data].concat()
 }
 
-/// An export's name in an option.
+/// An export's name, encoded for an option.
 fn named(name: &str) -> Vec<u8> {
     [&(name.len() as u32).to_be_bytes(), name.as_bytes()].concat()
 }

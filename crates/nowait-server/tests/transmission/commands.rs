@@ -1,8 +1,7 @@
-//! What every command owes its client, in every mode (NBD proto.md, "Request types", "Command flags",
+//! The obligations of every command, in every mode (NBD proto.md, "Request types", "Command flags",
 //! "Transmission flags").
 //!
-//! Invariant: what is compared with is read from the image, past the server.
-//! Knows: client, scene. Known by: nobody.
+//! Invariant: expected bytes are read from the image, bypassing the server.
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 
@@ -12,7 +11,7 @@ use crate::client::{
 };
 use crate::scene::{KIB, MIB, Scene, byte_at};
 
-/// Bits of the transmission flags.
+// Bits of the transmission flags.
 const HAS_FLAGS: u16 = 1 << 0;
 const READ_ONLY: u16 = 1 << 1;
 const SEND_TRIM: u16 = 1 << 5;
@@ -22,7 +21,7 @@ const SEND_FAST_ZERO: u16 = 1 << 11;
 
 const PAYLOAD: [u8; 4096] = [0x5a; 4096];
 
-/// One good request of every command but the goodbye; block status where there can be one.
+/// One valid request of every command but `DISC`; block status only with chunks.
 fn one_of_each(mode: Mode) -> Vec<Request<'static>> {
     let mut all = vec![
         Request::of(READ, 0, 4096),
@@ -85,14 +84,14 @@ fn nbd_must_a_read_or_block_status_that_fails_is_one_error_chunk() {
     }
 }
 
-/// proto.md, `NBD_CMD_READ`: after an error the server "MUST NOT send any payload for this request";
-/// with chunks it MUST include an error chunk.
+/// proto.md, `NBD_CMD_READ`: after an error the server "MUST NOT send any payload for this
+/// request"; with chunks it MUST include an error chunk.
 #[test]
 fn nbd_must_a_read_that_fails_below_has_no_data_and_says_so() {
     for mode in Mode::ALL {
         let scene = Scene::new(8 * MIB, &[(0, 8 * MIB)]);
         let mut client = scene.connect(mode);
-        // The image is cut behind the server's back.
+        // The image is truncated behind the server's back.
         scene.writable().set_len(MIB).unwrap();
         for (offset, length, flags) in
             [(4 * MIB, MIB, 0), (MIB - 512, 1024, 0), (MIB - 5, 64 * KIB, 0)]
@@ -106,8 +105,8 @@ fn nbd_must_a_read_that_fails_below_has_no_data_and_says_so() {
     }
 }
 
-/// proto.md, `NBD_CMD_WRITE` and `NBD_CMD_WRITE_ZEROES`: the server MUST write the data, or zero them,
-/// and then send the reply; zeroed data MUST read back as zeros.
+/// proto.md, `NBD_CMD_WRITE` and `NBD_CMD_WRITE_ZEROES`: the server MUST write the data, or zero
+/// them, and then send the reply; zeroed data MUST read back as zeros.
 #[test]
 fn nbd_must_bytes_are_where_they_belong_when_a_write_or_zeroing_is_answered() {
     for mode in Mode::ALL {
@@ -132,7 +131,7 @@ fn nbd_must_bytes_are_where_they_belong_when_a_write_or_zeroing_is_answered() {
 /// proto.md, "Command flags": the server MUST support `NBD_CMD_FLAG_NO_HOLE` if it advertises
 /// `NBD_FLAG_SEND_WRITE_ZEROES`, and then the area MUST be fully provisioned.
 #[test]
-fn nbd_must_what_is_zeroed_without_holes_has_storage() {
+fn nbd_must_zeroing_without_holes_allocates_storage() {
     for mode in Mode::ALL {
         let scene = Scene::new(8 * MIB, &[]);
         let mut client = scene.connect(mode);
@@ -144,8 +143,8 @@ fn nbd_must_what_is_zeroed_without_holes_has_storage() {
     }
 }
 
-/// proto.md, `NBD_CMD_WRITE_ZEROES`: with `NBD_CMD_FLAG_FAST_ZERO` it is quick or `NBD_ENOTSUP`, and
-/// then the contents SHOULD be as before; without, the server MUST NOT fail with `NBD_ENOTSUP`.
+/// proto.md, `NBD_CMD_WRITE_ZEROES`: with `NBD_CMD_FLAG_FAST_ZERO` it is quick or `NBD_ENOTSUP`,
+/// and then the contents SHOULD be as before; without, the server MUST NOT fail with `NBD_ENOTSUP`.
 #[test]
 fn nbd_must_only_fast_zeroing_may_be_not_supported() {
     let scene = Scene::new(MIB, &[(0, MIB)]);
@@ -191,12 +190,12 @@ fn nbd_must_cache_refuses_unknown_flags_and_changes_nothing() {
         assert_eq!(client.call(Request::write(mode, 0, &before[..4096])).error, 0);
     }
     assert!(image(&scene, 0, MIB as usize) == before);
-    // A hole that was cached is still one.
+    // A hole that was cached is still a hole.
     assert!(scene.file().metadata().unwrap().blocks() * 512 < MIB);
 }
 
-/// proto.md, "Command flags": where `NBD_FLAG_SEND_FUA` is set, "the server MUST accept all commands
-/// with this bit set".
+/// proto.md, "Command flags": where `NBD_FLAG_SEND_FUA` is set, "the server MUST accept all
+/// commands with this bit set".
 #[test]
 fn nbd_must_every_command_may_carry_fua() {
     let scene = Scene::new(MIB, &[(0, MIB)]);
@@ -234,8 +233,9 @@ fn nbd_must_a_read_only_export_refuses_every_change_and_offers_none() {
     assert!(image(&scene, 0, MIB as usize) == before);
 }
 
-/// proto.md, "Transmission flags": `NBD_FLAG_HAS_FLAGS` MUST always be 1, `NBD_FLAG_SEND_DF` MUST be
-/// 1 where the flag is supported and 0 without chunks; bits 4 and 9 are of what is not supported.
+/// proto.md, "Transmission flags": `NBD_FLAG_HAS_FLAGS` MUST always be 1, `NBD_FLAG_SEND_DF` MUST
+/// be 1 where the flag is supported and 0 without chunks; bits 4 and 9 are of what is not
+/// supported.
 #[test]
 fn nbd_must_the_transmission_flags_are_those_of_what_is_supported() {
     let scene = Scene::new(MIB, &[]);
@@ -263,8 +263,8 @@ fn nbd_must_the_block_sizes_are_powers_of_2_in_ascending_order() {
     }
 }
 
-/// proto.md, "Transmission": each reply MUST have the cookie of its request, "treating the cookie as
-/// an opaque field". [`Client::call_as`] compares it.
+/// proto.md, "Transmission": each reply MUST have the cookie of its request, "treating the cookie
+/// as an opaque field". [`Client::call_as`] compares it.
 #[test]
 fn nbd_must_any_cookie_comes_back_in_every_kind_of_reply() {
     let scene = Scene::new(MIB, &[(0, 64 * KIB)]);
@@ -285,7 +285,7 @@ fn nbd_must_any_cookie_comes_back_in_every_kind_of_reply() {
 /// proto.md, "Size constraints": a server MUST cleanly refuse commands outside its constraints
 /// "without corrupting data"; `NBD_CMD_WRITE`: it MUST set an error.
 #[test]
-fn nbd_must_a_refused_write_changes_nothing_and_its_payload_is_passed_over() {
+fn nbd_must_a_refused_write_changes_nothing_and_its_payload_is_discarded() {
     let scene = Scene::new(MIB, &[(0, MIB)]);
     let before = image(&scene, 0, MIB as usize);
     let long = vec![0x77; (32 << 20) + 1];
@@ -312,10 +312,10 @@ fn nbd_must_a_refused_write_changes_nothing_and_its_payload_is_passed_over() {
     assert!(image(&scene, 0, MIB as usize) == before);
 }
 
-/// proto.md, "Transmission flags": with `NBD_FLAG_CAN_MULTI_CONN` the effects of a flush, and of FUA,
-/// MUST be visible on all connections when it is answered.
+/// proto.md, "Transmission flags": with `NBD_FLAG_CAN_MULTI_CONN` the effects of a flush, and of
+/// FUA, MUST be visible on all connections when it is answered.
 #[test]
-fn nbd_must_what_one_connection_wrote_every_other_reads() {
+fn nbd_must_every_connection_reads_the_writes_of_every_other() {
     let scene = Scene::new(MIB, &[(0, MIB)]);
     let mut clients: Vec<Client> = Mode::ALL.map(|mode| scene.connect(mode)).into();
     for client in &clients {
@@ -338,16 +338,16 @@ fn nbd_must_what_one_connection_wrote_every_other_reads() {
 }
 
 #[test]
-fn a_client_that_takes_no_refusals_is_not_heard_any_more_and_holds_up_nobody() {
+fn a_client_that_reads_no_error_replies_is_no_longer_read_and_delays_no_other_client() {
     const FIRST: usize = 1000;
-    // Far more than sockets hold and than may be under way: their replies are 11 MB at least.
+    // Far more than fit into the sockets and the limit: their replies are 11 MB at least.
     const REQUESTS: usize = 700_000;
     let scene = Scene::new(MIB, &[(0, MIB)]);
     let mut deaf = scene.connect(Mode::Simple);
     let first: Vec<u8> = (0..FIRST).flat_map(|_| deaf.header(Request::of(77, 0, 0))).collect();
     let rest = deaf.header(Request::of(77, 0, 0)).repeat(REQUESTS);
     deaf.send_bytes(&first).unwrap();
-    assert!(!deaf.send_while_taken(&rest), "all was heard, and nobody listens");
+    assert!(!deaf.send_while_taken(&rest), "all was read, though the client reads no replies");
     assert_eq!(scene.connect(Mode::Simple).call(Request::of(READ, 0, 4096)).error, 0);
     for _ in 0..FIRST {
         assert_eq!(deaf.outcome().1.error, EINVAL);
@@ -355,7 +355,7 @@ fn a_client_that_takes_no_refusals_is_not_heard_any_more_and_holds_up_nobody() {
 }
 
 #[test]
-fn who_finds_every_slot_taken_by_others_is_heard_again_when_there_is_one() {
+fn a_connection_that_finds_no_free_slot_is_served_when_one_is_free() {
     const ROUNDS: usize = 50;
     const MANY: usize = 20;
     let scene = Scene::with_slots(MIB, &[(0, MIB)], 1);

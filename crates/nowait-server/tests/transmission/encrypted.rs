@@ -1,8 +1,7 @@
-//! Connections by TLS (NBD proto.md, "TLS support"): requests are served as without, and the end has
-//! words of its own.
+//! Connections by TLS (NBD proto.md, "TLS support"): requests are served as without TLS, and the
+//! end of a session is announced by close_notify.
 //!
-//! Invariant: what is compared with is read from the image, past the server.
-//! Knows: client, scene, stream. Known by: nobody.
+//! Invariant: expected bytes are read from the image, bypassing the server.
 
 use std::io::{Read, Write};
 use std::os::unix::fs::FileExt;
@@ -35,7 +34,7 @@ fn requests_by_tls_are_served_as_those_without_beside_them() {
         let (scene, cert) = Scene::with_tls(16 * MIB, &[(0, 8 * MIB)]);
         let mut plain = scene.connect(mode);
         let mut client = connect(&scene, mode, &cert);
-        // Shorter and longer than a record, than what is received at once, than a part.
+        // Shorter and longer than a record, than one receive, than a fragment.
         for (pos, len) in [(0, 1), (777, 30_001), (MIB, 300 * KIB), (3 * MIB + 5, 2 * MIB + 77)] {
             let bytes: Vec<u8> = (pos..pos + len).map(|at| !byte_at(at)).collect();
             assert_eq!(client.call(Request::write(mode, pos, &bytes)).error, 0);
@@ -53,7 +52,7 @@ fn requests_by_tls_are_served_as_those_without_beside_them() {
 }
 
 #[test]
-fn many_requests_by_tls_are_answered_though_nobody_listens_at_first() {
+fn many_requests_by_tls_are_answered_even_if_the_client_reads_late() {
     const READS: usize = 40;
     let (scene, cert) = Scene::with_tls(4 * MIB, &[(0, 4 * MIB)]);
     let mut client = connect(&scene, Mode::Simple, &cert);
@@ -67,10 +66,10 @@ fn many_requests_by_tls_are_answered_though_nobody_listens_at_first() {
     }
 }
 
-/// NBD proto.md, `NBD_CMD_DISC` and "TLS support"; RFC 8446, section 6.1: who does not hear goodbye
-/// cannot tell an end from a cut.
+/// NBD proto.md, `NBD_CMD_DISC` and "TLS support"; RFC 8446, section 6.1: without close_notify a
+/// client cannot tell an end from a truncation.
 #[test]
-fn who_says_goodbye_is_answered_to_the_end_and_hears_goodbye() {
+fn a_client_that_disconnects_gets_all_replies_and_close_notify() {
     let (scene, cert) = Scene::with_tls(MIB, &[(0, MIB)]);
     for by_request in [true, false] {
         let mut client = connect(&scene, Mode::Simple, &cert);
@@ -80,20 +79,20 @@ fn who_says_goodbye_is_answered_to_the_end_and_hears_goodbye() {
         client.send(Request::of(FLUSH, 0, 0));
         match by_request {
             true => drop(client.send(Request::of(DISC, 0, 0))),
-            false => client.stream.say_goodbye(),
+            false => client.stream.send_close_notify(),
         }
         for _ in 0..4 {
             assert_eq!(client.outcome().1.error, 0);
         }
-        // Without a goodbye this would be an error.
+        // Without close_notify this would be an error.
         assert_eq!(client.stream.read(&mut [0]).unwrap(), 0);
         assert_eq!(client.stream.socket().read(&mut [0]).unwrap(), 0);
     }
 }
 
-/// NBD proto.md, "TLS support": what comes behind `NBD_OPT_STARTTLS` is TLS, also if it came with it.
+/// NBD proto.md, "TLS support": the bytes after `NBD_OPT_STARTTLS` are TLS, even if sent with it.
 #[test]
-fn what_comes_behind_starttls_is_tls_or_the_end() {
+fn bytes_after_starttls_are_tls_or_end_the_connection() {
     let (scene, cert) = Scene::with_tls(MIB, &[(0, MIB)]);
     let go = option_bytes(OPT_GO, &[0; 6]);
     let mut client = Client::greeted(scene.socket(), Mode::Simple);
@@ -107,7 +106,7 @@ fn what_comes_behind_starttls_is_tls_or_the_end() {
 }
 
 #[test]
-fn who_leaves_without_goodbye_or_goes_on_in_clear_loses_only_itself() {
+fn a_client_that_omits_close_notify_or_tls_loses_only_its_own_connection() {
     let (scene, cert) = Scene::with_tls(MIB, &[(0, MIB)]);
     let mut other = connect(&scene, Mode::Simple, &cert);
     let bytes = vec![7; 64 << 10];
@@ -120,7 +119,7 @@ fn who_leaves_without_goodbye_or_goes_on_in_clear_loses_only_itself() {
             assert!(client.stream.read_to_end(&mut Vec::new()).is_err());
         }
         drop(client);
-        let there = other.call(Request::of(READ, 0, bytes.len() as u64)).data;
-        assert!(there.iter().zip(0..).all(|(byte, at)| *byte == byte_at(at)));
+        let stored = other.call(Request::of(READ, 0, bytes.len() as u64)).data;
+        assert!(stored.iter().zip(0..).all(|(byte, at)| *byte == byte_at(at)));
     }
 }

@@ -1,12 +1,12 @@
 //! Two exports of one server, and two sockets.
 //!
-//! Invariant: what is read differs in every byte. Knows: client, scene. Known by: nobody.
+//! Invariant: the exports differ in every byte that is read.
 
 use crate::client::{Client, Mode, READ, Request};
 use crate::scene::{MIB, OTHER, OTHER_BYTE, Scene, byte_at};
 
 #[test]
-fn who_chooses_an_export_is_served_that_one() {
+fn a_client_is_served_the_export_that_it_chooses() {
     let scene = Scene::with_other(MIB, &[(0, MIB)]);
     for mode in Mode::ALL {
         let mut default = scene.connect(mode);
@@ -19,9 +19,9 @@ fn who_chooses_an_export_is_served_that_one() {
     }
 }
 
-/// A connection takes along to the other thread what came behind the choice, whole or not.
+/// The bytes after the choice, whole requests or not, move with the connection to the other thread.
 #[test]
-fn what_comes_together_with_the_choice_of_an_export_is_for_that_one() {
+fn requests_sent_with_the_choice_of_an_export_are_for_that_export() {
     let scene = Scene::with_other(MIB, &[(0, MIB)]);
     for name in ["", OTHER] {
         let mut pattern = Client::greeted(scene.socket(), Mode::Simple);
@@ -40,7 +40,7 @@ fn what_comes_together_with_the_choice_of_an_export_is_for_that_one() {
 }
 
 #[test]
-fn all_sockets_of_a_server_lead_to_the_same() {
+fn all_sockets_of_a_server_lead_to_the_same_export() {
     let scene = Scene::with_other(MIB, &[(0, MIB)]);
     let beside = scene.socket_beside();
     for _ in 0..2 {

@@ -1,9 +1,8 @@
 //! Extended headers (NBD proto.md of the branch extension-ext-header): 64-bit lengths, payloads and
 //! where they may be.
 //!
-//! Invariant: a request that is refused leaves the connection in step, unless the specification
-//! lets the server end it.
-//! Knows: client, scene. Known by: nobody.
+//! Invariant: a refused request leaves the connection in step, unless the specification lets the
+//! server end it.
 
 use std::os::unix::fs::MetadataExt;
 
@@ -58,7 +57,7 @@ fn one_request_zeroes_or_trims_4_tib_and_others_are_served_meanwhile() {
     assert_eq!(at(&mut client, 64 * KIB), [0]);
     assert_eq!(at(&mut client, 4 * TIB - 1), [0]);
     assert_eq!(at(&mut client, 4 * TIB), [byte_at(4 * TIB)]);
-    // What was given back is not allocated any more, and nothing else was allocated.
+    // The trimmed storage is freed, and no other storage is allocated.
     assert!(scene.file().metadata().unwrap().blocks() * 512 < MIB);
 }
 
@@ -90,7 +89,7 @@ fn effect_lengths_of_any_size_past_the_end_are_refused_whole() {
 fn nbd_must_a_payload_where_none_may_be_is_consumed_and_refused() {
     let scene = Scene::new(64 * MIB, &[(0, MIB)]);
     let mut client = scene.connect(Mode::Extended);
-    // Were the payload taken for requests, these would be: reads with good headers.
+    // Were the payload taken for requests, it would be reads with valid headers.
     let mut lure = Vec::new();
     for _ in 0..100 {
         lure.extend(client.header(Request::of(READ, 0, 1)));
@@ -108,8 +107,8 @@ fn nbd_must_a_payload_where_none_may_be_is_consumed_and_refused() {
     assert_eq!(client.call(Request::of(READ, 0, 1)).data, [byte_at(0)]);
 }
 
-/// The flag is a MUST for a client's write, which QEMU (10.0) does not keep: its writes have a payload
-/// all the same.
+/// The flag is a MUST for a client's write, but QEMU (10.0) does not set it: its writes have a
+/// payload all the same.
 #[test]
 fn a_write_that_does_not_announce_its_payload_is_served_with_it() {
     let scene = Scene::new(64 * MIB, &[(0, MIB)]);
@@ -126,8 +125,8 @@ fn a_write_that_does_not_announce_its_payload_is_served_with_it() {
     }
 }
 
-/// proto.md (ext), "Request message": "A server SHOULD initiate hard disconnect" for a payload beyond
-/// the maximum.
+/// proto.md (ext), "Request message": "A server SHOULD initiate hard disconnect" for a payload
+/// beyond the maximum.
 #[test]
 fn nbd_should_a_payload_too_long_ends_the_connection_and_no_other() {
     let scene = Scene::new(MIB, &[(0, MIB)]);
@@ -200,16 +199,16 @@ fn nbd_should_flags_that_do_not_belong_to_a_command_are_einval_in_every_mode() {
 
 /// proto.md, `NBD_CMD_DISC`: "The server MUST handle all outstanding requests", then close.
 #[test]
-fn nbd_must_disc_is_not_answered_and_what_came_before_it_is() {
+fn nbd_must_disc_is_not_answered_and_earlier_requests_are() {
     let scene = Scene::new(8 * MIB, &[(0, MIB)]);
     for mode in Mode::ALL {
         let mut client = scene.connect(mode);
-        let asked: Vec<u64> =
+        let cookies: Vec<u64> =
             (0..8).map(|n| client.send(Request::of(READ, n * 1000, 100_000))).collect();
         client.send(Request::of(DISC, 0, 0));
-        for _ in &asked {
+        for _ in &cookies {
             let (cookie, outcome) = client.outcome();
-            assert!(asked.contains(&cookie) && outcome.error == 0);
+            assert!(cookies.contains(&cookie) && outcome.error == 0);
         }
         assert!(client.is_closed());
     }

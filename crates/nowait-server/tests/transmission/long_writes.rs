@@ -1,7 +1,6 @@
-//! Writes that are cut because somebody else is served beside them.
+//! Writes that are split because another connection is served beside them.
 //!
-//! Invariant: what is compared with is read from the image, past the server.
-//! Knows: client, scene. Known by: nobody.
+//! Invariant: expected bytes are read from the image, bypassing the server.
 
 use std::os::unix::fs::FileExt;
 
@@ -27,7 +26,7 @@ fn long_writes_beside_another_connection_are_written_whole_and_answered_once_eac
         let scene = Scene::new(16 * MIB, &[(0, MIB)]);
         let mut bystander = scene.connect(mode);
         let mut writer = scene.connect(mode);
-        // Aligned, odd at both ends, on a hole, over each other, durable.
+        // Aligned, unaligned at both ends, into a hole, durable.
         let ranges = [
             (2 * MIB, MIB, 0),
             (5 * MIB + 513, 3 * MIB + 77, 0),
@@ -44,13 +43,13 @@ fn long_writes_beside_another_connection_are_written_whole_and_answered_once_eac
         while !cookies.is_empty() {
             let (cookie, outcome) = writer.outcome();
             assert_eq!(outcome.error, 0);
-            let index = cookies.iter().position(|asked| *asked == cookie).expect("asked for");
+            let index = cookies.iter().position(|sent| *sent == cookie).expect("asked for");
             cookies.swap_remove(index);
         }
         for ((offset, len, _), bytes) in ranges.into_iter().zip(&payloads) {
-            let mut there = vec![0; len as usize];
-            scene.file().read_exact_at(&mut there, offset).unwrap();
-            assert!(there == *bytes, "{mode:?}: {len} bytes at {offset}");
+            let mut written = vec![0; len as usize];
+            scene.file().read_exact_at(&mut written, offset).unwrap();
+            assert!(written == *bytes, "{mode:?}: {len} bytes at {offset}");
         }
         let mut around = vec![0; 513];
         scene.file().read_exact_at(&mut around, 5 * MIB).unwrap();
@@ -59,7 +58,7 @@ fn long_writes_beside_another_connection_are_written_whole_and_answered_once_eac
 }
 
 #[test]
-fn a_client_that_leaves_in_the_middle_of_a_long_write_holds_up_nobody() {
+fn a_client_that_disconnects_in_the_middle_of_a_long_write_delays_no_other_client() {
     let scene = Scene::new(16 * MIB, &[(0, MIB)]);
     let mut bystander = scene.connect(Mode::Simple);
     for sent in [0, 1, 256 * KIB, 700 * KIB] {
@@ -75,7 +74,7 @@ fn a_client_that_leaves_in_the_middle_of_a_long_write_holds_up_nobody() {
     let mut writer = scene.connect(Mode::Simple);
     let bytes = payload(5, 2 * MIB);
     assert_eq!(writer.call(Request::write(Mode::Simple, 4 * MIB, &bytes)).error, 0);
-    let mut there = vec![0; bytes.len()];
-    scene.file().read_exact_at(&mut there, 4 * MIB).unwrap();
-    assert!(there == bytes);
+    let mut written = vec![0; bytes.len()];
+    scene.file().read_exact_at(&mut written, 4 * MIB).unwrap();
+    assert!(written == bytes);
 }

@@ -1,8 +1,7 @@
 //! The transmission phase as a client sees it, message by message, from a server in this process.
 //!
-//! Invariant: `must` and `should` in a name are those of NBD proto.md, extended headers those of its
-//! branch extension-ext-header; the section stands at the test.
-//! Knows: the public face of the server, NBD proto.md. Known by: nobody.
+//! Invariant: `must` and `should` in a test name are those of NBD proto.md, extended headers those
+//! of its branch extension-ext-header; the test's comment names the section.
 
 mod stream;
 mod client;

@@ -1,8 +1,7 @@
-//! Reads: in one piece, as a hole, and as holes and data in turns (NBD proto.md, "Request types",
-//! `NBD_CMD_READ`; "Structured reply types").
+//! Reads: in one piece, as a hole, and as alternating holes and data (NBD proto.md, "Request
+//! types", `NBD_CMD_READ`; "Structured reply types").
 //!
-//! Invariant: whatever chunks come, the bytes are those of the image.
-//! Knows: client, scene. Known by: nobody.
+//! Invariant: the bytes are those of the image, however they are cut into chunks.
 
 use crate::client::{
     Client, DF, EINVAL, EOVERFLOW, Message, Mode, OFFSET_DATA, OFFSET_HOLE, Outcome, READ, Request,
@@ -15,7 +14,7 @@ fn patchwork() -> Vec<(u64, u64)> {
     (0..4).flat_map(|n| [1, 3].map(|k| (n * MIB + k * 64 * KIB, 64 * KIB))).collect()
 }
 
-/// What is at `range` of an image with `data`.
+/// The bytes of an image with `data` in a range.
 fn bytes_of(data: &[(u64, u64)], pos: u64, len: u64) -> Vec<u8> {
     let is_data = |at: u64| data.iter().any(|(from, len)| (*from..from + len).contains(&at));
     (pos..pos + len).map(|at| if is_data(at) { byte_at(at) } else { 0 }).collect()
@@ -33,7 +32,7 @@ fn a_large_read_leaves_the_known_holes_out_and_small_ones_and_simple_replies_do_
     let scene = Scene::new(8 * MIB, &data);
     for mode in Mode::ALL {
         let mut client = scene.connect(mode);
-        // It begins and ends inside data, at places that are no multiple of anything.
+        // It begins and ends inside data, unaligned.
         let (pos, len) = (64 * KIB + 777, 192 * KIB - 1000);
         let outcome = read(&mut client, pos, len, 0);
         assert!(outcome.data == bytes_of(&data, pos, len), "{mode:?}");
@@ -120,16 +119,16 @@ fn nbd_must_only_the_last_chunk_is_marked_done_and_replies_keep_their_cookies() 
     let scene = Scene::new(8 * MIB, &patchwork());
     for mode in Mode::CHUNKED {
         let mut client = scene.connect(mode);
-        let asked: Vec<u64> =
+        let cookies: Vec<u64> =
             (0..32).map(|n| client.send(Request::of(READ, n * 64 * KIB, MIB))).collect();
         let mut answered = Vec::new();
-        while answered.len() < asked.len() {
+        while answered.len() < cookies.len() {
             if let Message::Chunk { cookie, done: true, .. } = client.message() {
-                assert!(asked.contains(&cookie) && !answered.contains(&cookie));
+                assert!(cookies.contains(&cookie) && !answered.contains(&cookie));
                 answered.push(cookie);
             }
         }
-        // Were something left over, this would not be the next message.
+        // A message left over would be the next one here.
         assert_eq!(read(&mut client, 0, 512, 0).data.len(), 512);
     }
 }
@@ -151,9 +150,9 @@ fn nbd_should_a_read_beyond_the_maximum_payload_is_eoverflow_and_past_the_end_ei
     }
 }
 
-/// proto.md, `NBD_CMD_READ`: content chunks MUST NOT overlap nor leave the range that was asked for,
-/// each MUST describe at least one byte, and together they MUST cover all of it. The client checks
-/// each; here the bytes are compared.
+/// proto.md, `NBD_CMD_READ`: content chunks MUST NOT overlap nor leave the range that was asked
+/// for, each MUST describe at least one byte, and together they MUST cover all of it. The client
+/// checks each; here the bytes are compared.
 #[test]
 fn nbd_must_the_chunks_of_a_read_cover_it_without_overlap() {
     let data = patchwork();

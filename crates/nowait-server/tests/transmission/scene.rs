@@ -1,7 +1,6 @@
-//! A served image, of data and holes as a test wants them.
+//! A served image with data and holes where a test needs them.
 //!
-//! Invariant: the server has ended, and in good order, when a scene is over.
-//! Knows: the public face of the server, stream, client. Known by: the tests of this program.
+//! Invariant: dropping a scene shuts the server down without unfinished requests.
 
 use std::fs::{File, OpenOptions};
 use std::os::unix::fs::FileExt;
@@ -10,8 +9,10 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use nowait::{Config, Disk};
-use nowait_server::{Device, Export, Listener, Options, QueueKind, Server, Stopped, Stopper, Tls};
+use nowait::{BlockDevice, Config};
+use nowait_server::{
+    AnyExport, Export, Listener, Options, QueueKind, Server, ShutdownHandle, ShutdownReport, Tls,
+};
 use rustls::pki_types::CertificateDer;
 use tempfile::TempDir;
 
@@ -22,16 +23,16 @@ pub(crate) const KIB: u64 = 1 << 10;
 pub(crate) const MIB: u64 = 1 << 20;
 pub(crate) const TIB: u64 = 1 << 40;
 
-/// The name of a second export, and what is in it.
+/// The name of a second export, and its contents.
 pub(crate) const OTHER: &str = "other";
 pub(crate) const OTHER_BYTE: u8 = 0xee;
 
 const BESIDE: &str = "beside";
 
-/// How long requests in flight may take when a scene is over.
-const PATIENCE: Duration = Duration::from_secs(30);
+/// Shutdown timeout for the requests in flight.
+const SHUTDOWN_TIMEOUT: Duration = Duration::from_secs(30);
 
-/// What a byte of data at `at` is; never 0.
+/// The byte of data at `at`; never 0.
 pub(crate) fn byte_at(at: u64) -> u8 {
     (at / 512 % 251) as u8 + 1
 }
@@ -40,8 +41,8 @@ pub(crate) fn byte_at(at: u64) -> u8 {
 pub(crate) struct Scene {
     image: PathBuf,
     socket: PathBuf,
-    stopper: Stopper,
-    running: Option<JoinHandle<Result<Stopped, nowait::Error>>>,
+    stopper: ShutdownHandle,
+    running: Option<JoinHandle<Result<ShutdownReport, nowait::Error>>>,
     _directories: [TempDir; 2],
 }
 
@@ -57,28 +58,28 @@ impl Scene {
         Self::configured(size, data, options, Config::default(), Tls::Off)
     }
 
-    /// As `new`, by an engine with so many slots.
+    /// As `new`, with an engine of `slots` slots.
     pub(crate) fn with_slots(size: u64, data: &[(u64, u64)], slots: u32) -> Self {
         let config = Config { slots, ..Config::default() };
         Self::configured(size, data, nowait::OpenOptions::default(), config, Tls::Off)
     }
 
-    /// As `new`, for clients that ask for TLS. Also gives the certificate to know it by.
+    /// As `new`, with TLS on offer. Also returns the server's certificate.
     pub(crate) fn with_tls(size: u64, data: &[(u64, u64)]) -> (Self, CertificateDer<'static>) {
         let (credentials, cert) = stream::credentials();
         let (options, tls) = (nowait::OpenOptions::default(), Tls::Offered(credentials));
         (Self::configured(size, data, options, Config::default(), tls), cert)
     }
 
-    /// As `new`, with a second export called [`OTHER`], of as many bytes, all of which are
+    /// As `new`, with a second export called [`OTHER`], of the same size, filled with
     /// [`OTHER_BYTE`].
     pub(crate) fn with_other(size: u64, data: &[(u64, u64)]) -> Self {
         let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         file.as_file().write_all_at(&vec![OTHER_BYTE; size as usize], 0).unwrap();
         file.as_file().sync_all().unwrap();
         let options = nowait::OpenOptions::default();
-        let disk = Arc::new(Disk::open(file.path(), options).unwrap());
-        let other = Export::new(Device::new(disk, 4, OTHER.into(), String::new()));
+        let disk = Arc::new(BlockDevice::open(file.path(), options).unwrap());
+        let other = AnyExport::new(Export::new(disk, 4, OTHER.into(), String::new()));
         Self::serving(size, data, options, Config::default(), Tls::Off, Some(other))
     }
 
@@ -98,7 +99,7 @@ impl Scene {
         options: nowait::OpenOptions,
         config: Config,
         tls: Tls,
-        other: Option<Export>,
+        other: Option<AnyExport>,
     ) -> Self {
         let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
         let image = directory.path().join("disk.img");
@@ -109,20 +110,22 @@ impl Scene {
             file.write_all_at(&bytes, pos).unwrap();
         }
         file.sync_all().unwrap();
-        let disk = Arc::new(Disk::open(&image, options).unwrap());
+        let disk = Arc::new(BlockDevice::open(&image, options).unwrap());
         disk.scan();
-        // The path of a Unix socket has a bound that the path of this directory may exceed.
+        // The path of a Unix socket has a length limit that the path of this directory may exceed.
         let sockets = tempfile::tempdir().unwrap();
         let socket = sockets.path().join("nbd");
         let paths = [socket.clone(), socket.with_file_name(BESIDE)];
         let listeners = paths.map(|path| Listener::unix(&path).unwrap()).into();
-        let device = Device::new(disk, config.workers, String::new(), String::new());
+        let export = Export::new(disk, config.workers, String::new(), String::new());
         let kind = QueueKind::Auto;
-        let options = Options { queues: 1, kind, config, tls, max_connections: 16 };
-        let exports = [Export::new(device)].into_iter().chain(other).collect();
+        let (queues, max_connections, idle) = (1, 16, Options::IDLE);
+        let split_bytes = Options::SPLIT_BYTES;
+        let options = Options { queues, kind, config, tls, max_connections, idle, split_bytes };
+        let exports = [AnyExport::new(export)].into_iter().chain(other).collect();
         let server = Server::start(exports, listeners, options).unwrap();
-        let stopper = server.stopper();
-        let running = Some(std::thread::spawn(move || server.run(PATIENCE)));
+        let stopper = server.shutdown_handle();
+        let running = Some(std::thread::spawn(move || server.run(SHUTDOWN_TIMEOUT)));
         Self { image, socket, stopper, running, _directories: [directory, sockets] }
     }
 
@@ -134,17 +137,17 @@ impl Scene {
         &self.socket
     }
 
-    /// Another socket on which the server listens, too.
+    /// A second socket of the same server.
     pub(crate) fn socket_beside(&self) -> PathBuf {
         self.socket.with_file_name(BESIDE)
     }
 
-    /// The image, past the server.
+    /// The image file, bypassing the server.
     pub(crate) fn file(&self) -> File {
         OpenOptions::new().read(true).open(&self.image).unwrap()
     }
 
-    /// The same, to do something to it that the server does not know of.
+    /// The same, for changes behind the server's back.
     pub(crate) fn writable(&self) -> File {
         OpenOptions::new().write(true).open(&self.image).unwrap()
     }

@@ -2,7 +2,6 @@
 //! `NBD_CMD_BLOCK_STATUS`).
 //!
 //! Invariant: the extents of a reply are where the image has its data and holes.
-//! Knows: client, scene. Known by: nobody.
 
 use crate::client::{
     BLOCK_STATUS, BLOCK_STATUS_CHUNK, BLOCK_STATUS_EXT, Client, EINVAL, Message, Mode, Outcome,
@@ -61,11 +60,11 @@ fn extents_are_where_data_and_holes_are() {
     }
 }
 
-/// proto.md, "Structured reply types": each extent MUST have a length, and all but the last MUST end
-/// before the end of the request; of `base:allocation` only the lowest two bits have a meaning, and
-/// with extended headers the upper 32 MUST be 0.
+/// proto.md, "Structured reply types": each extent MUST have a length, and all but the last MUST
+/// end before the end of the request; of `base:allocation` only the lowest two bits have a meaning,
+/// and with extended headers the upper 32 MUST be 0.
 #[test]
-fn nbd_must_extents_follow_each_other_and_begin_within_what_was_asked_for() {
+fn nbd_must_extents_follow_each_other_and_begin_within_the_request() {
     let scene = Scene::new(4 * MIB, &DATA);
     for mode in Mode::CHUNKED {
         let mut client = scene.connect(mode);
@@ -86,7 +85,7 @@ fn nbd_must_extents_follow_each_other_and_begin_within_what_was_asked_for() {
 }
 
 /// proto.md, "Command flags": with `NBD_CMD_FLAG_REQ_ONE` "the server MUST NOT send metadata on
-/// more than one extent", which MUST NOT be longer than was asked for.
+/// more than one extent", which MUST NOT be longer than the requested range.
 #[test]
 fn nbd_must_req_one_gets_one_extent_no_longer_than_asked_for() {
     let scene = Scene::new(4 * MIB, &DATA);
@@ -123,12 +122,12 @@ fn extended_extents_reach_beyond_what_32_bits_can_say() {
     let wanted = [(4 * TIB, HOLE_AND_ZERO), (MIB, 0), (TIB - MIB, HOLE_AND_ZERO)];
     assert_eq!(status(&mut client, 0, 5 * TIB, 0), wanted);
     let mut client = scene.connect(Mode::Structured);
-    let most = u64::from(u32::MAX);
-    assert_eq!(status(&mut client, 0, most, 0), [(most, HOLE_AND_ZERO)]);
+    let max = u64::from(u32::MAX);
+    assert_eq!(status(&mut client, 0, max, 0), [(max, HOLE_AND_ZERO)]);
 }
 
-/// proto.md (ext), `NBD_CMD_BLOCK_STATUS`: the payload form limits the reply to the contexts that it
-/// names and brings the effect length with it.
+/// proto.md (ext), `NBD_CMD_BLOCK_STATUS`: the payload form limits the reply to the contexts that
+/// it names and brings the effect length with it.
 #[test]
 fn nbd_a_payload_limits_block_status_to_the_contexts_it_names() {
     let scene = Scene::new(5 * TIB, &[(MIB, MIB)]);
@@ -138,15 +137,15 @@ fn nbd_a_payload_limits_block_status_to_the_contexts_it_names() {
     let outcome = named(&mut client, MIB, TIB, &[context]);
     let extents = vec![(MIB, 0), (TIB - MIB, HOLE_AND_ZERO)];
     assert_eq!((outcome.error, outcome.status), (0, vec![(context, extents)]));
-    // What follows a payload is the next request, also if the range is refused.
+    // The next request follows the payload, even if the range is refused.
     assert_eq!(client.call(Request::of(READ, 0, 512)).error, 0);
     assert_eq!(named(&mut client, 5 * TIB, MIB, &[context]).error, EINVAL);
     assert_eq!(client.call(Request::of(READ, 0, 512)).error, 0);
 }
 
-/// proto.md (ext), `NBD_CMD_BLOCK_STATUS`: with unknown or duplicate ids "the server MUST gracefully
-/// consume the client's payload before failing with `NBD_EINVAL`"; as for a payload of another
-/// size than 8 + n * 4 bytes, or where no context was selected.
+/// proto.md (ext), `NBD_CMD_BLOCK_STATUS`: with unknown or duplicate ids "the server MUST
+/// gracefully consume the client's payload before failing with `NBD_EINVAL`"; likewise for a
+/// payload of another size than 8 + n * 4 bytes, or if no context was selected.
 #[test]
 fn nbd_must_a_bad_block_status_payload_is_consumed_and_refused() {
     let scene = Scene::new(4 * MIB, &DATA);

@@ -1,27 +1,26 @@
-//! How the bytes of a client travel: as they are, or by TLS.
+//! The transport of a client: plain or TLS.
 //!
-//! Invariant: a server is known by the certificate that it was started with, and by no other.
-//! Knows: the public face of the server, rustls. Known by: client, scene.
+//! Invariant: the client accepts only the certificate that the server was started with.
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use nowait_server::{Clients, Credentials};
+use nowait_server::{ClientAuth, Credentials};
 use rcgen::{CertificateParams, KeyPair};
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
 
 const NAME: &str = "localhost";
 
-/// What a server of one test shows, and the certificate to know it by.
+/// The credentials of a test's server, and its certificate.
 pub(crate) fn credentials() -> (Credentials, CertificateDer<'static>) {
     let key = KeyPair::generate().unwrap();
     let cert = CertificateParams::new([NAME.into()]).unwrap().self_signed(&key).unwrap();
     let directory = tempfile::tempdir().unwrap();
     std::fs::write(directory.path().join("server-cert.pem"), cert.pem()).unwrap();
     std::fs::write(directory.path().join("server-key.pem"), key.serialize_pem()).unwrap();
-    let credentials = Credentials::load(directory.path(), Clients::Any).unwrap();
+    let credentials = Credentials::load(directory.path(), ClientAuth::Any).unwrap();
     (credentials, cert.der().clone())
 }
 
@@ -32,7 +31,7 @@ pub(crate) enum Stream {
 }
 
 impl Stream {
-    /// From here on all is TLS, with the server that has `cert`.
+    /// Switches to TLS with the server whose certificate is `cert`.
     pub(crate) fn encrypted(self, cert: &CertificateDer<'static>) -> Self {
         let Self::Plain(socket) = self else { panic!("it is encrypted already") };
         let mut roots = RootCertStore::empty();
@@ -56,9 +55,9 @@ impl Stream {
         }
     }
 
-    /// Says that nothing more comes, in the words of TLS, and leaves the socket open.
-    pub(crate) fn say_goodbye(&mut self) {
-        let Self::Tls(stream) = self else { panic!("there are no words for it") };
+    /// Sends close_notify and leaves the socket open.
+    pub(crate) fn send_close_notify(&mut self) {
+        let Self::Tls(stream) = self else { panic!("only TLS has close_notify") };
         stream.conn.send_close_notify();
         stream.flush().unwrap();
     }

@@ -1,10 +1,10 @@
-//! What the judge must refuse and what it must let pass, without a device.
+//! Tests of the model without a device: the contents that it must refuse and that it must accept.
 
-use super::*;
+use crate::model::*;
 
 const DONE: Ending = Ending::Done { durable: false };
 const DURABLE: Ending = Ending::Done { durable: true };
-const CELL: Range = Range::new(64, 64);
+const CELL: ByteRange = ByteRange::new(64, 64);
 
 fn model() -> Model {
     Model::new(1024, 64, 512, 512)
@@ -33,7 +33,7 @@ fn leaves(mut model: Model, value: Value) -> bool {
 }
 
 #[test]
-fn c18_what_was_never_written_is_zero() {
+fn c18_unwritten_bytes_are_zero() {
     assert!(finds(&mut model(), ZERO) && !finds(&mut model(), 3));
 }
 
@@ -46,7 +46,7 @@ fn a_read_finds_the_last_write_and_none_before_it() {
 }
 
 #[test]
-fn c54_of_two_writes_in_flight_together_either_stays_but_it_does_not_change_any_more() {
+fn c54_of_two_overlapping_writes_either_remains_and_then_does_not_change() {
     let mut model = model();
     let one = model.begin_write(CELL, 1, 0);
     let two = model.begin_write(CELL, 2, 0);
@@ -58,7 +58,7 @@ fn c54_of_two_writes_in_flight_together_either_stays_but_it_does_not_change_any_
 }
 
 #[test]
-fn a_read_that_was_in_flight_may_still_find_what_was_there_before() {
+fn a_read_in_flight_may_still_find_the_previous_content() {
     let mut model = model();
     let early = model.begin();
     write(&mut model, 1, DURABLE);
@@ -71,7 +71,7 @@ fn a_read_that_was_in_flight_may_still_find_what_was_there_before() {
 }
 
 #[test]
-fn a_failed_write_may_be_there_or_not() {
+fn a_failed_write_may_be_present_or_not() {
     let mut model = model();
     write(&mut model, 1, DONE);
     write(&mut model, 2, Ending::Maybe);
@@ -79,7 +79,7 @@ fn a_failed_write_may_be_there_or_not() {
 }
 
 #[test]
-fn c49_after_a_flush_a_power_cut_leaves_what_was_written_before_it() {
+fn c49_a_power_cut_keeps_the_writes_before_a_flush() {
     let make = |flushed: bool| {
         let mut model = model();
         write(&mut model, 1, DONE);
@@ -94,7 +94,7 @@ fn c49_after_a_flush_a_power_cut_leaves_what_was_written_before_it() {
 }
 
 #[test]
-fn c49_a_flush_promises_nothing_for_what_was_in_flight() {
+fn c49_a_flush_does_not_cover_writes_in_flight() {
     let mut model = model();
     let flush = model.begin();
     write(&mut model, 1, DONE);
@@ -103,7 +103,7 @@ fn c49_a_flush_promises_nothing_for_what_was_in_flight() {
 }
 
 #[test]
-fn c28_what_was_written_durably_is_left_and_nothing_before_it() {
+fn c28_a_power_cut_keeps_a_durable_write_and_removes_all_before_it() {
     let mut model = model();
     write(&mut model, 1, DONE);
     write(&mut model, 2, DURABLE);
@@ -122,7 +122,7 @@ fn c28_what_was_written_durably_is_left_and_nothing_before_it() {
 #[test]
 fn c54_a_block_that_is_a_mixture_of_two_whole_writes_is_refused() {
     let mut model = model();
-    let both = Range::new(0, 512);
+    let both = ByteRange::new(0, 512);
     let one = model.begin_write(both, 1, 0);
     let two = model.begin_write(both, 2, 0);
     model.end_write(both, one, DONE);
@@ -135,41 +135,41 @@ fn c54_a_block_that_is_a_mixture_of_two_whole_writes_is_refused() {
 }
 
 #[test]
-fn what_is_left_of_a_cell_at_the_end_of_a_device_that_shrinks_may_be_like_another_write() {
-    let cell = Range::new(500, 100);
+fn the_rest_of_a_cell_on_a_shrunk_device_may_equal_another_write() {
+    let cell = ByteRange::new(500, 100);
     let mut model = Model::new(1024, 100, 512, 512);
-    let began = model.begin_write(Range::new(400, 200), 1, 0);
-    model.end_write(Range::new(400, 200), began, DONE);
-    // The power cut tears it: its part of the first block is as it was.
+    let began = model.begin_write(ByteRange::new(400, 200), 1, 0);
+    model.end_write(ByteRange::new(400, 200), began, DONE);
+    // The power cut tears the write: its part of the first block is unchanged.
     let mut all = vec![0; 1024];
     pattern::fill(&mut all[400..500], 400, 1);
     pattern::fill(&mut all[512..600], 512, 1);
     model.power_cut(&all, &[]).unwrap();
     model.shrink(512);
-    let zeros = model.begin_write(Range::new(400, 112), ZERO, 0);
+    let zeros = model.begin_write(ByteRange::new(400, 112), ZERO, 0);
     let began = model.begin();
     model.check(400, &all[400..512], began).unwrap();
-    // What was found may have been there before, and is there if the zeros never come.
+    // The bytes may be older than the zeros, and remain if the zeros are never written.
     model.end_write(cell, zeros, Ending::Never);
     let began = model.begin();
     model.check(500, &all[500..512], began).unwrap();
 }
 
 #[test]
-fn garbage_is_let_pass_only_where_the_device_tells_of_it_and_nothing_durable_was() {
-    let garbage = |durable: bool, told: &[Range]| {
+fn garbage_is_accepted_only_where_the_device_reports_it_and_no_write_was_durable() {
+    let garbage = |durable: bool, rotten: &[ByteRange]| {
         let mut model = model();
         write(&mut model, 1, Ending::Done { durable });
         let mut all = vec![0; 1024];
         all[64..128].fill(9);
-        model.power_cut(&all, told).is_ok()
+        model.power_cut(&all, rotten).is_ok()
     };
-    assert!(garbage(false, &[Range::new(64, 64)]));
-    assert!(!garbage(false, &[]) && !garbage(true, &[Range::new(64, 64)]));
+    assert!(garbage(false, &[ByteRange::new(64, 64)]));
+    assert!(!garbage(false, &[]) && !garbage(true, &[ByteRange::new(64, 64)]));
 }
 
 #[test]
-fn what_a_power_cut_left_is_what_is_found_from_then_on() {
+fn later_reads_find_what_the_power_cut_left() {
     let mut model = model();
     write(&mut model, 1, DONE);
     assert!({
@@ -179,10 +179,10 @@ fn what_a_power_cut_left_is_what_is_found_from_then_on() {
     assert!(finds(&mut model, ZERO) && !finds(&mut model, 1));
 }
 
-/// What a power cut may leave of a failed write in the first of two units that a cell has parts of,
-/// which was zero; after a failed write of zeros to the same place, if `zeroed`.
+/// Whether a power cut may leave a failed write in only the first of two units of a cell, which was
+/// zero; with `zeroed`, after a failed write of zeros to the same range.
 fn leaves_a_part(zeroed: bool) -> bool {
-    let cell = Range::new(500, 100);
+    let cell = ByteRange::new(500, 100);
     let first = |value| {
         let mut all = vec![0; 1024];
         pattern::fill(&mut all[512..600], 512, 1);
@@ -203,12 +203,12 @@ fn leaves_a_part(zeroed: bool) -> bool {
 }
 
 #[test]
-fn what_is_found_again_may_be_in_part_of_a_write_that_covers_another_and_goes_with_the_power() {
+fn bytes_that_were_read_may_partly_come_from_another_write_that_a_power_cut_reverts() {
     assert!(leaves_a_part(true) && !leaves_a_part(false));
 }
 
 #[test]
-fn c51_what_a_failed_flush_may_have_lost_only_another_write_makes_durable() {
+fn c51_data_lost_by_a_failed_flush_becomes_durable_only_by_another_write() {
     let after = |ending| {
         let mut model = model();
         write(&mut model, 1, DONE);

@@ -1,9 +1,8 @@
-//! Watched descriptors for queues that have no ring.
+//! Watched descriptors for queues without a ring.
 //!
-//! Invariant: a descriptor watched for both interests has one epoll entry, whose events are the
-//! union, and each report goes to the token of its own interest; interest in writing ends with its
-//! report.
-//! Knows: error. Known by: queue/threads, queue/null.
+//! Invariant: a descriptor watched for both interests has one epoll entry with the union of their
+//! events. Each event is returned under the token of its interest; a watch for writing ends with
+//! its event.
 
 use std::collections::HashMap;
 use std::mem::MaybeUninit;
@@ -13,14 +12,14 @@ use std::time::Duration;
 use rustix::event::{Timespec, epoll};
 
 use super::{Interest, Token};
-use crate::error::{Doing, Error};
-use crate::io::Outcome;
+use crate::types::error::{Error, Operation};
+use crate::types::transfer::Outcome;
 
-/// Reports that are taken with one system call.
+/// The greatest number of events that one system call returns.
 const BATCH: usize = 64;
 
 #[derive(Clone, Copy, Default)]
-struct Watches {
+struct FdInterests {
     readable: Option<Token>,
     writable: Option<Token>,
 }
@@ -28,15 +27,15 @@ struct Watches {
 /// The set of watched descriptors.
 pub(crate) struct Epoll {
     epoll: OwnedFd,
-    watches: HashMap<RawFd, Watches>,
+    interests: HashMap<RawFd, FdInterests>,
     ready: Vec<(Token, Outcome)>,
 }
 
 impl Epoll {
     pub(crate) fn new() -> Result<Self, Error> {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
-            .map_err(|e| Error::from_os(e, Doing::SetUp))?;
-        Ok(Self { epoll, watches: HashMap::new(), ready: Vec::with_capacity(2 * BATCH) })
+            .map_err(|e| Error::from_os(e, Operation::SetUp))?;
+        Ok(Self { epoll, interests: HashMap::new(), ready: Vec::with_capacity(2 * BATCH) })
     }
 
     pub(crate) fn watch(
@@ -45,54 +44,55 @@ impl Epoll {
         token: Token,
         interest: Interest,
     ) -> Result<(), Error> {
-        let known = self.watches.contains_key(&fd.as_raw_fd());
-        let watches = self.watches.entry(fd.as_raw_fd()).or_default();
+        super::check_fd_token(token)?;
+        let is_watched = self.interests.contains_key(&fd.as_raw_fd());
+        let watches = self.interests.entry(fd.as_raw_fd()).or_default();
         match interest {
             Interest::Readable => watches.readable = Some(token),
             Interest::Writable => watches.writable = Some(token),
         }
         let (data, events) = (data(fd.as_raw_fd()), events(*watches));
-        let done = if known {
+        let done = if is_watched {
             epoll::modify(&self.epoll, fd, data, events)
         } else {
             epoll::add(&self.epoll, fd, data, events)
         };
-        done.map_err(|e| Error::from_os(e, Doing::SetUp))
+        done.map_err(|e| Error::from_os(e, Operation::SetUp))
     }
 
     pub(crate) fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
-        let Some(watches) = self.watches.get_mut(&fd.as_raw_fd()) else { return };
+        let Some(watches) = self.interests.get_mut(&fd.as_raw_fd()) else { return };
         if watches.readable == Some(token) {
             watches.readable = None;
         }
         if watches.writable == Some(token) {
             watches.writable = None;
         }
-        // An error means that the descriptor was closed, which ends the watch as well.
+        // An error means that the descriptor was closed, which also ends the watch.
         let _ = if watches.readable.is_none() && watches.writable.is_none() {
-            self.watches.remove(&fd.as_raw_fd());
+            self.interests.remove(&fd.as_raw_fd());
             epoll::delete(&self.epoll, fd)
         } else {
             epoll::modify(&self.epoll, fd, data(fd.as_raw_fd()), events(*watches))
         };
     }
 
-    /// Waits for at most `timeout` and keeps what is ready for `take`.
+    /// Waits for at most `timeout` and keeps the events for `take`.
     pub(crate) fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
         let mut batch = [MaybeUninit::uninit(); BATCH];
         let timeout = timeout.map(|time| Timespec {
             tv_sec: time.as_secs() as i64,
             tv_nsec: i64::from(time.subsec_nanos()),
         });
-        let (reports, _) = match epoll::wait(&self.epoll, &mut batch, timeout.as_ref()) {
-            Ok(reports) => reports,
+        let (events, _) = match epoll::wait(&self.epoll, &mut batch, timeout.as_ref()) {
+            Ok(events) => events,
             Err(rustix::io::Errno::INTR) => return Ok(()),
-            Err(error) => return Err(Error::from_os(error, Doing::Wait)),
+            Err(error) => return Err(Error::from_os(error, Operation::Wait)),
         };
-        for report in reports {
-            let fd = report.data.u64() as RawFd;
-            let Some(watches) = self.watches.get_mut(&fd) else { continue };
-            let flags = report.flags;
+        for event in events {
+            let fd = event.data.u64() as RawFd;
+            let Some(watches) = self.interests.get_mut(&fd) else { continue };
+            let flags = event.flags;
             let gone = epoll::EventFlags::HUP | epoll::EventFlags::ERR;
             if let Some(token) = watches.readable
                 && flags.intersects(epoll::EventFlags::IN | epoll::EventFlags::RDHUP | gone)
@@ -109,6 +109,7 @@ impl Epoll {
         Ok(())
     }
 
+    /// Passes the kept events to `sink`; returns their number.
     pub(crate) fn take(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
         let count = self.ready.len();
         self.ready.drain(..).for_each(|(token, bits)| sink(token, bits));
@@ -119,9 +120,9 @@ impl Epoll {
         !self.ready.is_empty()
     }
 
-    /// Descriptors that are watched.
+    /// The number of watched descriptors.
     pub(crate) fn count(&self) -> usize {
-        self.watches.len()
+        self.interests.len()
     }
 
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
@@ -133,8 +134,8 @@ fn data(fd: RawFd) -> epoll::EventData {
     epoll::EventData::new_u64(fd as u64)
 }
 
-/// Edge-triggered: a report is for what arrived, as with a ring's poll.
-fn events(watches: Watches) -> epoll::EventFlags {
+/// Edge-triggered: each arrival gives one event, as with a ring's poll.
+fn events(watches: FdInterests) -> epoll::EventFlags {
     let mut events = epoll::EventFlags::ET;
     if watches.readable.is_some() {
         events |= epoll::EventFlags::IN | epoll::EventFlags::RDHUP;

@@ -1,105 +1,120 @@
-//! The doors to storage: one thread places transfers and reaps what came of them.
+//! I/O queues: one thread submits transfers to storage and drains their completions.
 //!
-//! Invariant: each placed transfer is reaped exactly once, under the token it was placed with.
-//! Knows: error, io, remote, crew. Known by: engine.
+//! Invariant: each pushed transfer completes exactly once, under the token it was pushed with.
 #![allow(unsafe_code)]
 
 mod epoll;
 mod null;
-mod ring_entry;
-mod polled;
-mod syscall;
-mod aio;
-mod threads;
+mod preadv2;
+mod linux_aio;
+mod aio_threads;
 mod uring;
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
-use crate::error::Error;
-use crate::io::{Outcome, Transfer};
+use crate::types::error::{Error, Operation};
+use crate::types::transfer::{Outcome, Transfer};
 
+pub use aio_threads::AioThreadQueue;
 #[cfg(feature = "sim")]
 pub(crate) use epoll::Epoll;
 pub use null::Null;
-pub(crate) use syscall::transfer;
-pub use threads::Threads;
+pub(crate) use preadv2::transfer;
 pub use uring::Uring;
 
-/// What a transfer or a watched descriptor is called: chosen by the one who places it.
+/// The caller's name for a transfer or a watched descriptor.
 ///
-/// Tokens of transfers are below 2³²; [`WATCHED`] marks those of descriptors.
+/// Tokens of transfers are below 2³²; [`FD_TOKEN`] marks those of descriptors.
 pub type Token = u64;
 
 /// Set in the token of a watched descriptor.
-pub const WATCHED: Token = 1 << 63;
+pub const FD_TOKEN: Token = 1 << 63;
 
-/// No room: hand over what is placed ([`Queue::kick`]) and try again.
+/// `EINVAL` for a token without [`FD_TOKEN`]: the events of its descriptor would be taken for the
+/// completions of transfers.
+pub(crate) fn check_fd_token(token: Token) -> Result<(), Error> {
+    match token & FD_TOKEN {
+        0 => Err(Error::new(libc::EINVAL, Operation::SetUp)),
+        _ => Ok(()),
+    }
+}
+
+/// The queue has no room: call [`IoQueue::submit`] and try again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueFull;
 
-/// What is waited for on a watched descriptor.
+/// The event that is waited for on a watched descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Interest {
-    /// Each time something arrives, until it is unwatched.
+    /// Each arrival of data, until the descriptor is unwatched.
     Readable,
-    /// Once, as soon as there is room to send.
+    /// Room to send; reported once.
     Writable,
 }
 
-/// One thread's door to storage. Nothing here blocks, except `wait`.
-pub trait Queue {
-    /// Places one transfer; it may be done before this returns.
+/// A queue of transfers to storage, for one thread. No call blocks except `wait`.
+///
+/// # Safety
+/// When `drain_completions` returns a token, the engine frees the memory of its transfer and reuses
+/// the slot. So each token without [`FD_TOKEN`] that `drain_completions` returns was pushed before,
+/// its transfer does not access the memory any more, and the token is returned once for each push.
+/// `watch` refuses tokens without [`FD_TOKEN`].
+pub unsafe trait IoQueue {
+    /// Pushes one transfer; it may end before this returns.
     ///
     /// # Errors
-    /// [`QueueFull`] when nothing more fits before the next `kick`.
+    /// [`QueueFull`] when there is no room before the next `submit`.
     ///
     /// # Safety
-    /// The memory that `transfer` names stays valid, and is not touched by anyone else (written,
-    /// for a transfer to the device), until the token was reaped.
-    unsafe fn place(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull>;
+    /// Until `drain_completions` has returned the token, the memory that `transfer` names stays
+    /// valid and is not accessed otherwise (not written, for a transfer to the device).
+    unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull>;
 
-    /// Hands over all that was placed: at most one system call.
+    /// Submits all pushed transfers with at most one system call.
     ///
     /// # Errors
-    /// What io_uring_enter(2) said; what was placed stays placed.
-    fn kick(&mut self) -> Result<(), Error>;
+    /// The errno of io_uring_enter(2); the transfers stay pushed.
+    fn submit(&mut self) -> Result<(), Error>;
 
-    /// Gives everything that ended to `sink`: transfers with their outcome, watched descriptors
-    /// with the `POLL*` bits that are true. Returns how many.
-    fn reap(&mut self, sink: impl FnMut(Token, Outcome)) -> usize;
+    /// Passes all completions to `sink`: transfers with their outcome, watched descriptors with the
+    /// `POLL*` bits that are set. Returns their number.
+    fn drain_completions(&mut self, sink: impl FnMut(Token, Outcome)) -> usize;
 
-    /// Hands over what was placed and sleeps until `reap` has something, or for `timeout`.
+    /// Submits all pushed transfers, and sleeps until there is a completion or `timeout` has
+    /// passed.
     ///
     /// # Errors
-    /// As `kick`; `EINTR` and a timeout are no errors.
+    /// As `submit`; `EINTR` and a timeout are no errors.
     fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error>;
 
-    /// Whether `reap` or `kick` would find something to do: asked without a system call where
-    /// the queue can, so that a caller may look again and again before it sleeps.
-    fn pending(&mut self) -> bool;
+    /// Whether `drain_completions` or `submit` has work to do. Makes no system call where the queue
+    /// can avoid it, so that a caller may poll it before it sleeps.
+    fn has_completions(&mut self) -> bool;
 
-    /// Reaps `token` whenever `fd` is ready. It must be unwatched before it is closed.
+    /// Returns `token` from `drain_completions` whenever `fd` is ready. The caller unwatches `fd`
+    /// before closing it.
     ///
     /// # Errors
-    /// What io_uring_enter(2) or epoll_ctl(2) said.
+    /// `EINVAL` for a token without [`FD_TOKEN`]; the errno of io_uring_enter(2) or epoll_ctl(2).
     fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error>;
 
-    /// Ends the watch on `fd` under `token`; a last report of it may still be reaped.
+    /// Ends the watch on `fd` under `token`; `drain_completions` may return one last event of it.
     fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token);
 
-    /// Makes memory known, so that transfers to it cost less. `None` where that is not possible.
+    /// Registers memory with the kernel, so that transfers to it cost less. Returns its number for
+    /// [`Transfer::buffer`], or `None` where that is not possible.
     ///
     /// # Safety
     /// The memory stays allocated for the life of the queue.
     unsafe fn register(&mut self, base: *mut u8, bytes: usize) -> Option<u16>;
 
-    /// Transfers that were reaped after they were polled for (C48).
+    /// Completions that were polled for so far (C48).
     fn polled(&self) -> u64 {
         0
     }
 
-    /// Readable when `kick` and `reap` have something, for an event loop of the caller's own.
-    /// Spurious reports may come.
+    /// A descriptor for the caller's own event loop, readable when `submit` or `drain_completions`
+    /// has work to do. Spurious events are possible.
     fn fd(&self) -> BorrowedFd<'_>;
 }

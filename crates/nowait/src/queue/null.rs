@@ -1,18 +1,17 @@
-//! A queue that completes at once and moves nothing: for measuring the engine alone.
+//! A queue that completes at once and moves no bytes, for benchmarks of the engine alone.
 //!
 //! Invariant: every transfer ends with its full length.
-//! Knows: queue, epoll.
 #![allow(unsafe_code)]
 
 use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use super::epoll::Epoll;
-use super::{Interest, Queue, QueueFull, Token};
-use crate::error::Error;
-use crate::io::{Outcome, Transfer};
+use super::{Interest, IoQueue, QueueFull, Token};
+use crate::types::error::Error;
+use crate::types::transfer::{Outcome, Transfer};
 
-/// The queue that does nothing.
+/// A queue that moves no bytes; every transfer completes at once with its full length.
 pub struct Null {
     ended: Vec<(Token, Outcome)>,
     watched: Epoll,
@@ -28,24 +27,27 @@ impl Null {
     }
 }
 
-impl Queue for Null {
-    // SAFETY: the memory is never looked at.
+// SAFETY: a token is returned once, from the list that `push` has added it to; `Epoll` returns
+// tokens of watched descriptors only.
+unsafe impl IoQueue for Null {
+    // SAFETY: the memory is never accessed.
     #[inline]
-    unsafe fn place(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
+    unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
         self.ended.push((token, transfer.len as Outcome));
         Ok(())
     }
 
     #[inline]
-    fn kick(&mut self) -> Result<(), Error> {
+    fn submit(&mut self) -> Result<(), Error> {
         Ok(())
     }
 
     #[inline]
-    fn reap(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
+    fn drain_completions(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
         let count = self.ended.len();
         if count == 0 && !self.watched.is_ready() {
-            // Whoever only polls hears of watched descriptors too. An error shows in `wait`.
+            // A caller that only polls gets events of watched descriptors, too. `wait` returns
+            // errors.
             let _ = self.watched.wait(Some(Duration::ZERO));
         }
         for &(token, outcome) in &self.ended {
@@ -60,7 +62,7 @@ impl Queue for Null {
         self.watched.wait(timeout)
     }
 
-    fn pending(&mut self) -> bool {
+    fn has_completions(&mut self) -> bool {
         !self.ended.is_empty() || self.watched.is_ready()
     }
 
@@ -72,7 +74,7 @@ impl Queue for Null {
         self.watched.unwatch(fd, token);
     }
 
-    // SAFETY: the memory is never looked at.
+    // SAFETY: the memory is never accessed.
     unsafe fn register(&mut self, _: *mut u8, _: usize) -> Option<u16> {
         None
     }

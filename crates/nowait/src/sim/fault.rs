@@ -1,54 +1,53 @@
-//! What goes wrong on a simulated device, and how often.
+//! The faults of a simulated device, and their frequencies.
 //!
-//! Invariant: nothing goes wrong that is not asked for here.
-//! Knows: random. Known by: device.
+//! Invariant: a device has no faults but those configured here.
 
 use super::random::Random;
 
-/// One thing that goes wrong with one operation.
+/// A fault of one operation.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fault {
-    /// It fails with this errno, positive; some of its bytes may have moved. `EAGAIN` befalls only
-    /// what may not wait.
+    /// The operation fails with this errno, positive; some of its bytes may have moved. `EAGAIN`
+    /// applies only to operations that must not wait.
     Errno(i32),
-    /// It ends before all of its bytes have moved, at a block.
+    /// The transfer ends at a block boundary before all of its bytes have moved.
     Short,
-    /// From it on, the first queue that asks has no room before the next hand-over.
+    /// The first push to a queue from this operation on finds no room before the next submission.
     Full,
-    /// From it on, the first hand-over fails with [`KICK_ERRNO`].
+    /// The first submission from this operation on fails with [`KICK_ERRNO`].
     Kick,
 }
 
-/// What goes wrong: each field but the last says how often in 65536 operations.
+/// The frequencies of faults: each field but the last is a number of cases in 65536 operations.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Faults {
     /// A read, a write, an allocation or a seek fails with one of [`ERRNOS`].
     pub errors: u16,
-    /// A flush fails, and what it was to make durable may be lost.
+    /// A flush fails, and the data that it covers may be lost.
     pub flush_errors: u16,
     /// A transfer ends short.
     pub shorts: u16,
-    /// A transfer that may not wait is refused with `EAGAIN`, at once or later.
+    /// A transfer that must not wait fails with `EAGAIN`, at once or later.
     pub refusals: u16,
-    /// Anything fails with `EINTR`.
+    /// Any operation fails with `EINTR`.
     pub interrupts: u16,
-    /// A queue has no room before the next hand-over.
+    /// A queue has no room before the next submission.
     pub full: u16,
-    /// A hand-over fails with [`KICK_ERRNO`], and nothing of it was started.
+    /// A submission fails with [`KICK_ERRNO`], and none of its transfers starts.
     pub kicks: u16,
     /// A sector that was not durable when the power failed holds garbage.
     pub rot: u16,
-    /// One fault at the operation with this number; the first one is 1.
+    /// One fault at the operation with this number; the first operation is 1.
     pub once: Option<(u64, Fault)>,
 }
 
-/// What storage says when it fails.
+/// The errnos of failing storage.
 pub const ERRNOS: [i32; 3] = [libc::EIO, libc::ENOSPC, libc::ENOMEM];
 
-/// What a hand-over fails with.
+/// The errno of a failing submission.
 pub const KICK_ERRNO: i32 = libc::ENOMEM;
 
-/// What a fault may befall.
+/// The kinds of operations that faults distinguish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Call {
     /// A transfer that must not wait.
@@ -57,12 +56,12 @@ pub(crate) enum Call {
     Transfer,
     /// A flush.
     Flush,
-    /// Allocating, seeking.
+    /// An allocation, a seek or a change of the size.
     Other,
 }
 
 impl Fault {
-    fn befalls(self, call: Call) -> bool {
+    fn applies_to(self, call: Call) -> bool {
         match self {
             Self::Errno(libc::EAGAIN) => call == Call::Try,
             Self::Errno(_) => true,
@@ -73,12 +72,12 @@ impl Fault {
 }
 
 impl Faults {
-    /// What befalls operation number `op`.
+    /// The fault of operation number `op`, if it has one.
     #[inline]
     pub(crate) fn draw(&self, op: u64, call: Call, random: &mut Random) -> Option<Fault> {
         if let Some((at, fault)) = self.once
             && at == op
-            && fault.befalls(call)
+            && fault.applies_to(call)
         {
             return Some(fault);
         }

@@ -1,8 +1,7 @@
-//! Simulated sockets: a connection is two streams of bytes with bounds.
+//! Simulated sockets: a connection is two bounded streams of bytes.
 //!
-//! Invariant: bytes arrive once and in order, or with a reset not at all; what is reported of a
-//! socket's side that a queue watches is true when it is reported, but what comes may be kept back.
-//! Knows: random, queue (interests, tokens). Known by: queue, and servers that have a feature `sim`.
+//! Invariant: bytes arrive once and in order, or with a reset not at all. An event of a watched
+//! server end is true when it is returned, but the event of a disconnect may be withheld.
 
 use std::collections::VecDeque;
 use std::io::{IoSlice, IoSliceMut};
@@ -13,13 +12,13 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
 use super::random::Random;
-use crate::error::{Doing, Error};
-use crate::io::Outcome;
 use crate::queue::{Interest, Token};
+use crate::types::error::{Error, Operation};
+use crate::types::transfer::Outcome;
 
-/// How often in 65536 reports of an end that comes with the last bytes the end is kept back, as a
-/// multishot poll of Linux 6.18 does it.
-const KEPT_BACK: u16 = 1 << 14;
+/// If a disconnect follows the last bytes at once, how many of 65536 events withhold the
+/// disconnect, as a multishot poll of Linux 6.18 does.
+const WITHHELD: u16 = 1 << 14;
 
 const IN: Outcome = libc::POLLIN as Outcome;
 const OUT: Outcome = libc::POLLOUT as Outcome;
@@ -29,10 +28,11 @@ const GONE: Outcome = (libc::POLLRDHUP | libc::POLLHUP) as Outcome;
 /// One direction of a connection.
 struct Stream {
     bytes: VecDeque<u8>,
+    /// The greatest number of bytes that it holds.
     room: usize,
-    /// Nothing more comes.
+    /// The sender has closed it.
     ended: bool,
-    /// Nobody reads any more.
+    /// The receiver has closed it.
     gone: bool,
 }
 
@@ -41,20 +41,22 @@ impl Stream {
         Self { bytes: VecDeque::new(), room, ended: false, gone: false }
     }
 
-    fn put<'a>(&mut self, pieces: impl Iterator<Item = &'a [u8]>) -> Result<usize, Errno> {
+    /// Appends as many bytes as there is room for; `EAGAIN` if there is none, `EPIPE` if it is
+    /// closed.
+    fn put<'a>(&mut self, bufs: impl Iterator<Item = &'a [u8]>) -> Result<usize, Errno> {
         if self.gone || self.ended {
             return Err(Errno::PIPE);
         }
         let before = self.bytes.len();
-        for piece in pieces {
-            let taken = piece.len().min(self.room - self.bytes.len());
-            self.bytes.extend(piece.get(..taken).unwrap_or_default());
+        for buf in bufs {
+            let taken = buf.len().min(self.room - self.bytes.len());
+            self.bytes.extend(buf.get(..taken).unwrap_or_default());
         }
         let taken = self.bytes.len() - before;
         if taken == 0 { Err(Errno::AGAIN) } else { Ok(taken) }
     }
 
-    /// Takes as many bytes as `to` has room for, and there are.
+    /// Moves as many bytes to `to` as fit and are there; returns their number.
     fn take(&mut self, to: &mut [u8]) -> usize {
         let count = to.len().min(self.bytes.len());
         let (front, back) = self.bytes.as_slices();
@@ -69,167 +71,168 @@ impl Stream {
     }
 }
 
-struct Pair {
-    to_near: Stream,
-    to_far: Stream,
-    /// How often something came to the near side: bytes, or their end.
-    came: u64,
-    /// Of these, how often it was the end.
+struct SocketPair {
+    to_server: Stream,
+    to_client: Stream,
+    /// The number of arrivals at the server end: bytes, or a disconnect.
+    arrivals: u64,
+    /// The number of disconnects among them.
     ends: u64,
-    /// The far side was closed with bytes that it had not read.
+    /// The client end was closed with unread bytes.
     reset: bool,
 }
 
-fn lock(pair: &Mutex<Pair>) -> MutexGuard<'_, Pair> {
+fn lock(pair: &Mutex<SocketPair>) -> MutexGuard<'_, SocketPair> {
     pair.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 thread_local! {
-    /// The near sides of this thread, by the descriptor that stands for them.
-    static NEAR: std::cell::RefCell<Vec<(RawFd, Weak<Mutex<Pair>>)>> = const {
+    /// The server ends of this thread, by the descriptor that represents them.
+    static SERVER_ENDS: std::cell::RefCell<Vec<(RawFd, Weak<Mutex<SocketPair>>)>> = const {
         std::cell::RefCell::new(Vec::new())
     };
 }
 
-/// The side of a connection that a server has, and a queue of the same thread watches.
-pub struct Near {
-    pair: Arc<Mutex<Pair>>,
-    /// Stands for it where a descriptor is asked for.
+/// The server's end of a connection, which a queue of the same thread can watch.
+pub struct ServerEnd {
+    pair: Arc<Mutex<SocketPair>>,
+    /// Represents the end where a descriptor is needed; never ready.
     fd: OwnedFd,
 }
 
-/// The other side.
-pub struct Far(Arc<Mutex<Pair>>);
+/// The client's end of a connection.
+pub struct ClientEnd(Arc<Mutex<SocketPair>>);
 
-/// A connection that holds `to_near` and `to_far` bytes, at least 1 each, that were sent and not
-/// received.
+/// A connection whose streams hold at most `to_server` and `to_client` bytes, at least 1 each, that
+/// were sent and not received.
 ///
 /// # Errors
-/// `EMFILE`, `ENFILE`, `ENOMEM`: what eventfd(2) said.
-pub fn connection(to_near: usize, to_far: usize) -> Result<(Near, Far), Error> {
-    let fd = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| Error::from_os(e, Doing::SetUp))?;
-    let (to_near, to_far) = (Stream::new(to_near.max(1)), Stream::new(to_far.max(1)));
-    let pair = Pair { to_near, to_far, came: 0, ends: 0, reset: false };
+/// The errno of eventfd(2): `EMFILE`, `ENFILE`, `ENOMEM`.
+pub fn connection(to_server: usize, to_client: usize) -> Result<(ServerEnd, ClientEnd), Error> {
+    let fd = eventfd(0, EventfdFlags::CLOEXEC).map_err(|e| Error::from_os(e, Operation::SetUp))?;
+    let (to_server, to_client) = (Stream::new(to_server.max(1)), Stream::new(to_client.max(1)));
+    let pair = SocketPair { to_server, to_client, arrivals: 0, ends: 0, reset: false };
     let pair = Arc::new(Mutex::new(pair));
-    NEAR.with_borrow_mut(|near| near.push((fd.as_raw_fd(), Arc::downgrade(&pair))));
-    Ok((Near { pair: pair.clone(), fd }, Far(pair)))
+    SERVER_ENDS.with_borrow_mut(|ends| ends.push((fd.as_raw_fd(), Arc::downgrade(&pair))));
+    Ok((ServerEnd { pair: pair.clone(), fd }, ClientEnd(pair)))
 }
 
-impl Near {
-    /// readv(2), which never waits.
+impl ServerEnd {
+    /// Receives as readv(2), without waiting.
     ///
     /// # Errors
-    /// `EAGAIN`, `ECONNRESET`.
-    pub fn receive(&self, pieces: &mut [IoSliceMut<'_>]) -> Result<usize, Errno> {
+    /// `EAGAIN` if there is nothing yet, `ECONNRESET` if the client closed its end with unread
+    /// bytes.
+    pub fn receive(&self, bufs: &mut [IoSliceMut<'_>]) -> Result<usize, Errno> {
         let mut pair = lock(&self.pair);
-        let stream = &mut pair.to_near;
-        let count = pieces.iter_mut().map(|piece| stream.take(piece)).sum();
-        let (ended, asked) = (stream.ended, pieces.iter().any(|piece| !piece.is_empty()));
+        let stream = &mut pair.to_server;
+        let count = bufs.iter_mut().map(|buf| stream.take(buf)).sum();
+        let (ended, has_room) = (stream.ended, bufs.iter().any(|buf| !buf.is_empty()));
         match count {
-            0 if asked && std::mem::take(&mut pair.reset) => Err(Errno::CONNRESET),
-            0 if asked && !ended => Err(Errno::AGAIN),
+            0 if has_room && std::mem::take(&mut pair.reset) => Err(Errno::CONNRESET),
+            0 if has_room && !ended => Err(Errno::AGAIN),
             count => Ok(count),
         }
     }
 
-    /// sendmsg(2), which neither waits nor raises a signal.
+    /// Sends as sendmsg(2), without waiting and without a signal.
     ///
     /// # Errors
-    /// `EAGAIN`, `EPIPE`.
-    pub fn send(&self, pieces: &[IoSlice<'_>]) -> Result<usize, Errno> {
-        lock(&self.pair).to_far.put(pieces.iter().map(|piece| &**piece))
+    /// `EAGAIN` if there is no room, `EPIPE` if one end has closed the stream.
+    pub fn send(&self, bufs: &[IoSlice<'_>]) -> Result<usize, Errno> {
+        lock(&self.pair).to_client.put(bufs.iter().map(|buf| &**buf))
     }
 
-    /// shutdown(2) of both directions.
+    /// Shuts both directions down, as shutdown(2).
     pub fn shutdown(&self) {
         let mut pair = lock(&self.pair);
-        (pair.to_near.gone, pair.to_far.ended) = (true, true);
+        (pair.to_server.gone, pair.to_client.ended) = (true, true);
     }
 }
 
-impl AsFd for Near {
+impl AsFd for ServerEnd {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.fd.as_fd()
     }
 }
 
-impl Drop for Near {
+impl Drop for ServerEnd {
     fn drop(&mut self) {
         self.shutdown();
         let own = self.fd.as_raw_fd();
-        NEAR.with_borrow_mut(|near| near.retain(|&(fd, _)| fd != own));
+        SERVER_ENDS.with_borrow_mut(|ends| ends.retain(|&(fd, _)| fd != own));
     }
 }
 
-impl Far {
-    /// Sends as much of `bytes` as there is room for, at once.
+impl ClientEnd {
+    /// Sends as much of `bytes` as there is room for, without waiting.
     ///
     /// # Errors
-    /// `EAGAIN`: there is none; `EPIPE`.
+    /// `EAGAIN` if there is no room, `EPIPE` if one end has closed the stream.
     pub fn send(&self, bytes: &[u8]) -> Result<usize, Errno> {
         let mut pair = lock(&self.0);
-        let taken = pair.to_near.put([bytes].into_iter())?;
-        pair.came += 1;
+        let taken = pair.to_server.put([bytes].into_iter())?;
+        pair.arrivals += 1;
         Ok(taken)
     }
 
-    /// Receives as much as `to`, which is not empty, has room for. 0: there will never be more.
+    /// Receives as much as fits into `to`, which is not empty; 0 after a disconnect.
     ///
     /// # Errors
-    /// `EAGAIN`: there is nothing yet.
+    /// `EAGAIN` if there is nothing yet.
     pub fn receive(&self, to: &mut [u8]) -> Result<usize, Errno> {
         let mut pair = lock(&self.0);
-        match pair.to_far.take(to) {
-            0 if !pair.to_far.ended => Err(Errno::AGAIN),
+        match pair.to_client.take(to) {
+            0 if !pair.to_client.ended => Err(Errno::AGAIN),
             count => Ok(count),
         }
     }
 
-    /// Sends nothing more; `both`: and receives nothing more.
+    /// Closes the stream to the server; with `both` also the stream to the client.
     pub fn shutdown(&self, both: bool) {
         let mut pair = lock(&self.0);
-        (pair.to_near.ended, pair.to_far.gone) = (true, pair.to_far.gone | both);
-        (pair.came, pair.ends) = (pair.came + 1, pair.ends + 1);
+        (pair.to_server.ended, pair.to_client.gone) = (true, pair.to_client.gone | both);
+        (pair.arrivals, pair.ends) = (pair.arrivals + 1, pair.ends + 1);
     }
 }
 
-impl Drop for Far {
+impl Drop for ClientEnd {
     fn drop(&mut self) {
-        let unread = !lock(&self.0).to_far.bytes.is_empty();
+        let unread = !lock(&self.0).to_client.bytes.is_empty();
         self.shutdown(true);
         lock(&self.0).reset |= unread;
     }
 }
 
-/// A near side that a queue watches.
+/// A server end that a queue watches.
 struct Watch {
     fd: RawFd,
-    pair: Weak<Mutex<Pair>>,
+    pair: Weak<Mutex<SocketPair>>,
     readable: Option<Token>,
     writable: Option<Token>,
-    /// What was there when it was reported last.
-    came: u64,
+    /// The pair's counters at the last event.
+    arrivals: u64,
     ends: u64,
 }
 
-/// The near sides that one queue watches.
+/// The server ends that one queue watches.
 #[derive(Default)]
-pub(super) struct Watched(Vec<Watch>);
+pub(crate) struct Watched(Vec<Watch>);
 
 impl Watched {
-    /// Watches `fd`, if it stands for a near side; else false.
-    pub(super) fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> bool {
+    /// Watches `fd`; false if it does not represent a server end.
+    pub(crate) fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> bool {
         let fd = fd.as_raw_fd();
-        let find = |near: &Vec<(RawFd, Weak<Mutex<Pair>>)>| {
-            near.iter().find(|it| it.0 == fd).map(|it| it.1.clone())
+        let find = |ends: &Vec<(RawFd, Weak<Mutex<SocketPair>>)>| {
+            ends.iter().find(|it| it.0 == fd).map(|it| it.1.clone())
         };
-        let Some(pair) = NEAR.with_borrow(find) else { return false };
-        let place = self.0.iter().position(|watch| watch.fd == fd).unwrap_or_else(|| {
+        let Some(pair) = SERVER_ENDS.with_borrow(find) else { return false };
+        let index = self.0.iter().position(|watch| watch.fd == fd).unwrap_or_else(|| {
             let (readable, writable) = (None, None);
-            self.0.push(Watch { fd, pair, readable, writable, came: 0, ends: 0 });
+            self.0.push(Watch { fd, pair, readable, writable, arrivals: 0, ends: 0 });
             self.0.len() - 1
         });
-        if let Some(watch) = self.0.get_mut(place) {
+        if let Some(watch) = self.0.get_mut(index) {
             match interest {
                 Interest::Readable => watch.readable = Some(token),
                 Interest::Writable => watch.writable = Some(token),
@@ -238,34 +241,34 @@ impl Watched {
         true
     }
 
-    /// Ends the watch on `fd`, if there is one; else false.
-    pub(super) fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) -> bool {
+    /// Ends the watch on `fd` under `token`; false if `fd` is not watched.
+    pub(crate) fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) -> bool {
         let own = |watch: &Watch| watch.fd == fd.as_raw_fd();
         let Some(watch) = self.0.iter_mut().find(|watch| own(watch)) else { return false };
-        watch.readable.take_if(|known| *known == token);
-        watch.writable.take_if(|known| *known == token);
+        watch.readable.take_if(|watched| *watched == token);
+        watch.writable.take_if(|watched| *watched == token);
         self.0.retain(|watch| watch.readable.is_some() || watch.writable.is_some());
         true
     }
 
-    /// Puts what is to be reported into `ready`.
-    pub(super) fn look(&mut self, random: &mut Random, ready: &mut Vec<(Token, Outcome)>) {
+    /// Appends the pending events to `ready`.
+    pub(crate) fn poll(&mut self, random: &mut Random, ready: &mut Vec<(Token, Outcome)>) {
         for watch in &mut self.0 {
             let Some(pair) = watch.pair.upgrade() else { continue };
             let pair = lock(&pair);
             if let Some(token) = watch.readable
-                && watch.came != pair.came
+                && watch.arrivals != pair.arrivals
             {
-                // The end has come with bytes, and is not reported a second time.
-                let with_bytes = pair.ends > watch.ends && pair.came - watch.came > 1;
+                // A disconnect that came with bytes gives no second event.
+                let with_bytes = pair.ends > watch.ends && pair.arrivals - watch.arrivals > 1;
                 let mut bits = IN;
-                if pair.to_near.ended && !(with_bytes && random.chance(KEPT_BACK)) {
-                    bits |= if pair.to_far.gone { GONE } else { ENDED };
+                if pair.to_server.ended && !(with_bytes && random.chance(WITHHELD)) {
+                    bits |= if pair.to_client.gone { GONE } else { ENDED };
                 }
-                (watch.came, watch.ends) = (pair.came, pair.ends);
+                (watch.arrivals, watch.ends) = (pair.arrivals, pair.ends);
                 ready.push((token, bits));
             }
-            let room = pair.to_far.gone || pair.to_far.bytes.len() < pair.to_far.room;
+            let room = pair.to_client.gone || pair.to_client.bytes.len() < pair.to_client.room;
             if let Some(token) = watch.writable.take_if(|_| room) {
                 ready.push((token, OUT));
             }
@@ -277,89 +280,89 @@ impl Watched {
 mod tests {
     use super::*;
 
-    fn report(watched: &mut Watched, seed: u64) -> Vec<(Token, Outcome)> {
+    fn events(watched: &mut Watched, seed: u64) -> Vec<(Token, Outcome)> {
         let mut ready = Vec::new();
-        watched.look(&mut Random::new(seed), &mut ready);
+        watched.poll(&mut Random::new(seed), &mut ready);
         ready
     }
 
-    fn receive(near: &Near, most: usize) -> Result<Vec<u8>, Errno> {
-        let mut bytes = vec![0; most];
-        let (one, other) = bytes.split_at_mut(most / 3);
-        let count = near.receive(&mut [IoSliceMut::new(one), IoSliceMut::new(other)])?;
+    fn receive(server: &ServerEnd, limit: usize) -> Result<Vec<u8>, Errno> {
+        let mut bytes = vec![0; limit];
+        let (one, other) = bytes.split_at_mut(limit / 3);
+        let count = server.receive(&mut [IoSliceMut::new(one), IoSliceMut::new(other)])?;
         bytes.truncate(count);
         Ok(bytes)
     }
 
     #[test]
-    fn bytes_arrive_in_order_as_far_as_there_is_room_and_the_end_after_them() {
-        let (near, far) = connection(10, 4).unwrap();
-        assert_eq!(receive(&near, 6), Err(Errno::AGAIN));
-        let mut sent: Vec<u8> = (0..16).collect();
-        let (mut got, all) = (Vec::new(), sent.clone());
-        while !sent.is_empty() {
-            let count = far.send(&sent).unwrap();
+    fn bytes_arrive_in_order_within_the_room_and_before_the_disconnect() {
+        let (server, client) = connection(10, 4).unwrap();
+        assert_eq!(receive(&server, 6), Err(Errno::AGAIN));
+        let mut unsent: Vec<u8> = (0..16).collect();
+        let (mut got, all) = (Vec::new(), unsent.clone());
+        while !unsent.is_empty() {
+            let count = client.send(&unsent).unwrap();
             assert!(count <= 10);
-            sent.drain(..count);
-            got.extend(receive(&near, 7).unwrap());
+            unsent.drain(..count);
+            got.extend(receive(&server, 7).unwrap());
         }
-        far.send(&[16]).unwrap();
-        far.shutdown(false);
-        got.extend(receive(&near, 100).unwrap());
+        client.send(&[16]).unwrap();
+        client.shutdown(false);
+        got.extend(receive(&server, 100).unwrap());
         assert!(got[..16] == all && got[16..] == [16]);
-        assert_eq!((receive(&near, 5), far.send(&[1])), (Ok(vec![]), Err(Errno::PIPE)));
+        assert_eq!((receive(&server, 5), client.send(&[1])), (Ok(vec![]), Err(Errno::PIPE)));
 
-        let pieces = [IoSlice::new(&[1, 2, 3]), IoSlice::new(&[4, 5])];
-        assert_eq!((near.send(&pieces), near.send(&pieces)), (Ok(4), Err(Errno::AGAIN)));
+        let bufs = [IoSlice::new(&[1, 2, 3]), IoSlice::new(&[4, 5])];
+        assert_eq!((server.send(&bufs), server.send(&bufs)), (Ok(4), Err(Errno::AGAIN)));
         let mut to = [0; 8];
-        assert_eq!((far.receive(&mut to), &to[..4]), (Ok(4), &[1, 2, 3, 4][..]));
-        assert_eq!(far.receive(&mut to), Err(Errno::AGAIN));
-        drop(near);
-        assert_eq!(far.receive(&mut to), Ok(0));
+        assert_eq!((client.receive(&mut to), &to[..4]), (Ok(4), &[1, 2, 3, 4][..]));
+        assert_eq!(client.receive(&mut to), Err(Errno::AGAIN));
+        drop(server);
+        assert_eq!(client.receive(&mut to), Ok(0));
     }
 
     #[test]
-    fn a_side_that_is_closed_with_bytes_unread_resets_the_other_once_its_own_are_read() {
-        let (near, far) = connection(10, 10).unwrap();
-        near.send(&[IoSlice::new(&[1])]).unwrap();
-        far.send(&[2]).unwrap();
-        drop(far);
-        assert_eq!(near.send(&[IoSlice::new(&[1])]), Err(Errno::PIPE));
-        assert_eq!(receive(&near, 6), Ok(vec![2]));
-        assert_eq!(receive(&near, 6), Err(Errno::CONNRESET));
-        assert_eq!(receive(&near, 6), Ok(vec![]));
+    fn an_end_closed_with_unread_bytes_resets_the_other_after_its_bytes_are_read() {
+        let (server, client) = connection(10, 10).unwrap();
+        server.send(&[IoSlice::new(&[1])]).unwrap();
+        client.send(&[2]).unwrap();
+        drop(client);
+        assert_eq!(server.send(&[IoSlice::new(&[1])]), Err(Errno::PIPE));
+        assert_eq!(receive(&server, 6), Ok(vec![2]));
+        assert_eq!(receive(&server, 6), Err(Errno::CONNRESET));
+        assert_eq!(receive(&server, 6), Ok(vec![]));
     }
 
     #[test]
-    fn what_comes_is_reported_once_and_an_end_behind_bytes_sometimes_not_at_all() {
+    fn an_arrival_gives_one_event_and_a_disconnect_behind_bytes_may_give_none() {
         let mut ends = 0;
         for seed in 0..100 {
-            let (near, far) = connection(10, 1).unwrap();
+            let (server, client) = connection(10, 1).unwrap();
             let mut watched = Watched::default();
-            assert!(watched.watch(near.as_fd(), 7, Interest::Readable));
-            assert!(report(&mut watched, seed).is_empty());
-            far.send(&[2]).unwrap();
-            assert_eq!(report(&mut watched, seed), [(7, IN)]);
-            assert!(report(&mut watched, seed).is_empty());
-            far.send(&[2]).unwrap();
-            far.shutdown(false);
-            let last = report(&mut watched, seed);
+            assert!(watched.watch(server.as_fd(), 7, Interest::Readable));
+            assert!(events(&mut watched, seed).is_empty());
+            client.send(&[2]).unwrap();
+            assert_eq!(events(&mut watched, seed), [(7, IN)]);
+            assert!(events(&mut watched, seed).is_empty());
+            client.send(&[2]).unwrap();
+            client.shutdown(false);
+            let last = events(&mut watched, seed);
             ends += usize::from(last == [(7, IN | ENDED)]);
             assert!(last == [(7, IN | ENDED)] || last == [(7, IN)]);
 
-            near.send(&[IoSlice::new(&[1])]).unwrap();
-            assert!(watched.watch(near.as_fd(), 8, Interest::Writable));
-            assert!(report(&mut watched, seed).is_empty());
-            far.receive(&mut [0]).unwrap();
-            assert_eq!(report(&mut watched, seed), [(8, OUT)]);
-            assert!(report(&mut watched, seed).is_empty());
-            assert!(watched.unwatch(near.as_fd(), 7) && !watched.unwatch(near.as_fd(), 7));
+            server.send(&[IoSlice::new(&[1])]).unwrap();
+            assert!(watched.watch(server.as_fd(), 8, Interest::Writable));
+            assert!(events(&mut watched, seed).is_empty());
+            client.receive(&mut [0]).unwrap();
+            assert_eq!(events(&mut watched, seed), [(8, OUT)]);
+            assert!(events(&mut watched, seed).is_empty());
+            assert!(watched.unwatch(server.as_fd(), 7) && !watched.unwatch(server.as_fd(), 7));
         }
         assert!((50..100).contains(&ends), "{ends}");
-        let (near, far) = connection(10, 1).unwrap();
+        let (server, client) = connection(10, 1).unwrap();
         let mut watched = Watched::default();
-        watched.watch(near.as_fd(), 7, Interest::Readable);
-        far.shutdown(true);
-        assert_eq!(report(&mut watched, 1), [(7, IN | GONE)], "an end by itself is told");
+        watched.watch(server.as_fd(), 7, Interest::Readable);
+        client.shutdown(true);
+        assert_eq!(events(&mut watched, 1), [(7, IN | GONE)], "a disconnect alone is reported");
     }
 }

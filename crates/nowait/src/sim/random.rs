@@ -1,9 +1,8 @@
-//! Numbers that a seed repeats.
+//! Reproducible random numbers.
 //!
-//! Invariant: the same seed gives the same numbers, on every machine.
-//! Knows: nothing. Known by: everything in a simulation that could be otherwise.
+//! Invariant: the same seed gives the same numbers on every machine.
 
-/// A stream of numbers (the generator SplitMix64).
+/// A stream of random numbers (the generator SplitMix64).
 #[derive(Clone, Debug)]
 pub struct Random(u64);
 
@@ -17,8 +16,7 @@ impl Random {
         Self(seed)
     }
 
-    /// The stream of the `n`th part of what `seed` stands for: as different from its neighbours
-    /// as from any other.
+    /// The `n`th of the independent streams that are derived from `seed`.
     #[must_use]
     pub const fn part(seed: u64, n: u64) -> Self {
         Self(mix(seed ^ mix(n.wrapping_add(STEP))))
@@ -26,7 +24,7 @@ impl Random {
 
     /// The next number.
     #[inline]
-    #[allow(clippy::should_implement_trait, reason = "it never ends, and is no iterator")]
+    #[allow(clippy::should_implement_trait, reason = "it never ends, so it is no iterator")]
     pub fn next(&mut self) -> u64 {
         self.0 = self.0.wrapping_add(STEP);
         mix(self.0)
@@ -38,13 +36,13 @@ impl Random {
         ((u128::from(self.next()) * u128::from(limit)) >> 64) as u64
     }
 
-    /// True so many times in 65536.
+    /// True with probability `of_65536` / 65536.
     #[inline]
     pub fn chance(&mut self, of_65536: u16) -> bool {
         of_65536 > 0 && self.next() & 0xffff < u64::from(of_65536)
     }
 
-    /// One of `all`, or `None` when there is none.
+    /// One element of `all`, or `None` when it is empty.
     pub fn pick<T: Copy>(&mut self, all: &[T]) -> Option<T> {
         all.get(self.below(all.len() as u64) as usize).copied()
     }
@@ -61,7 +59,7 @@ mod tests {
     use super::*;
 
     #[test]
-    fn the_same_seed_gives_the_same_numbers_and_another_one_others() {
+    fn equal_seeds_give_equal_numbers_and_different_seeds_different_ones() {
         let list = |seed| {
             let mut random = Random::new(seed);
             [random.next(), random.below(100), random.below(3)]
@@ -72,7 +70,7 @@ mod tests {
     }
 
     #[test]
-    fn numbers_stay_below_their_limit_and_reach_all_of_it() {
+    fn numbers_below_a_limit_cover_all_values_below_it() {
         let mut random = Random::new(1);
         let mut seen = [0; 7];
         (0..1000).for_each(|_| seen[random.below(7) as usize] += 1);

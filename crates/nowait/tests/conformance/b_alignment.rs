@@ -1,15 +1,18 @@
-//! Group B: what storage takes, and what is done with the rest.
+//! Group B: alignment, and requests that are not aligned.
 
 use std::os::fd::AsFd;
 use std::thread;
 
-use nowait::{Alignment, Config, Direct, Disk, File, Flags, Io, Op, OpenOptions, Range, Segment};
+use nowait::{
+    Alignment, BlockDevice, BlockingFile, ByteRange, Config, Direct, Flags, IoSegment, Op,
+    OpenOptions, Request,
+};
 use rustix::fs::{AtFlags, StatxFlags};
 
-use crate::queue::Placed;
+use crate::queue::Pushed;
 use crate::rig::{
-    ALL, BLOCK, Case, Content, Face, Image, KIB, Kind, MIB, Memory, REAL, Random, Rig, cases, io,
-    islands, on_engines, on_faces, pattern, read, write,
+    ALL, Api, BLOCK, Case, Content, Image, KIB, Kind, MIB, Memory, REAL, Random, Rig, cases, io,
+    islands, on_apis, on_engines, pattern, read, write,
 };
 
 rules![
@@ -21,20 +24,20 @@ rules![
     c13_neighbours_in_a_block_lose_no_bytes,
     c13_neighbours_on_two_threads_lose_no_bytes,
     c14_a_hole_is_read_without_io,
-    c15_the_alignment_is_the_one_that_statx_tells,
+    c15_the_alignment_is_the_one_that_statx_reports,
     c16_1024_touching_segments_are_one_transfer,
 ];
 
 /// Not a whole number of blocks.
 const SIZE: u64 = MIB + 777;
 
-fn meets(align: Alignment, placed: &Placed) -> bool {
-    let block = if placed.transfer.write { align.offset } else { align.read_offset };
-    let is_whole = |value: u64| value.is_multiple_of(u64::from(block));
-    is_whole(placed.transfer.pos)
-        && is_whole(u64::from(placed.transfer.len))
-        && placed.memory.iter().all(|segment| {
-            is_whole(segment.len as u64)
+fn meets(align: Alignment, pushed: &Pushed) -> bool {
+    let block = if pushed.transfer.write { align.offset } else { align.read_offset };
+    let is_aligned = |value: u64| value.is_multiple_of(u64::from(block));
+    is_aligned(pushed.transfer.pos)
+        && is_aligned(u64::from(pushed.transfer.len))
+        && pushed.memory.iter().all(|segment| {
+            is_aligned(segment.len as u64)
                 && (segment.base as usize).is_multiple_of(align.memory as usize)
         })
 }
@@ -46,8 +49,8 @@ fn c11_every_transfer_meets_the_alignment() {
         for _ in 0..100 {
             let range = random.range(SIZE);
             let op = if random.below(2) == 0 { Op::Read } else { Op::Write };
-            let request = Io { op, flags: Flags::NONE, range };
-            // Two pieces of memory, or the engine's own buffer.
+            let request = Request { op, flags: Flags::NONE, range };
+            // Two segments, or the engine's own buffer.
             let cut = random.below(range.len + 1) as usize;
             let gap = [0, 1, 512, 4096][random.below(4) as usize];
             let list = [
@@ -59,32 +62,32 @@ fn c11_every_transfer_meets_the_alignment() {
                 _ => rig.run(request, &[]),
             };
             assert_eq!(done, Ok(range.len), "{request:?}, {}", rig.case.label);
-            for placed in rig.script.take_placed() {
-                let ok = meets(rig.disk.alignment(), &placed);
-                assert!(ok, "{:?} for {request:?}, {}", placed.transfer, rig.case.label);
+            for pushed in rig.script.take_pushed() {
+                let ok = meets(rig.disk.alignment(), &pushed);
+                assert!(ok, "{:?} for {request:?}, {}", pushed.transfer, rig.case.label);
             }
         }
     });
 }
 
 fn c12_an_unaligned_request_is_served() {
-    on_faces(SIZE, Content::Data, |face| {
+    on_apis(SIZE, Content::Data, |api| {
         let mut expected = pattern(0, SIZE);
         for (pos, len) in [(1, 1), (511, 2), (4095, 4098), (100, 300_000), (SIZE - 9, 9)] {
             let bytes = vec![0xc5; len as usize];
-            assert_eq!(face.write(pos, &bytes, Flags::NONE), Ok(len), "{}", face.label());
+            assert_eq!(api.write(pos, &bytes, Flags::NONE), Ok(len), "{}", api.label());
             expected[pos as usize..(pos + len) as usize].copy_from_slice(&bytes);
-            let around = Range::new(pos.saturating_sub(3), len + 5);
+            let around = ByteRange::new(pos.saturating_sub(3), len + 5);
             let end = around.end().min(SIZE);
-            let got = face.read(around.pos, end - around.pos).expect("a read");
-            assert!(got == expected[around.pos as usize..end as usize], "{}", face.label());
+            let got = api.read(around.pos, end - around.pos).expect("a read");
+            assert!(got == expected[around.pos as usize..end as usize], "{}", api.label());
         }
-        assert!(face.image().bytes(0, SIZE) == expected, "{}", face.label());
+        assert!(api.image().bytes(0, SIZE) == expected, "{}", api.label());
     });
 }
 
-/// An engine with `strict` set for each queue and switch, where there is an alignment to be strict
-/// about.
+/// Runs `test` on an engine with `strict` set, for each queue and switch, where direct I/O needs an
+/// alignment.
 fn on_strict(test: impl Fn(&mut Rig)) {
     for case in cases(&REAL) {
         let config = Config { strict: true, ..case.config };
@@ -109,7 +112,7 @@ fn c12_strict_refuses_an_unaligned_request_and_no_other() {
         let mut memory = Memory::new(2 * BLOCK);
         let off = [memory.segment(1..1 + 4096)];
         assert_eq!(rig.run_segments(read(0, BLOCK), &off), Err(libc::EINVAL));
-        assert!(rig.script.take_placed().is_empty(), "{}", rig.case.label);
+        assert!(rig.script.take_pushed().is_empty(), "{}", rig.case.label);
 
         assert_eq!(rig.run(read(read_unit, BLOCK), &[]), Ok(BLOCK), "{}", rig.case.label);
         assert_eq!(rig.run(write(write_unit, BLOCK), &[]), Ok(BLOCK), "{}", rig.case.label);
@@ -136,7 +139,7 @@ fn c12_strict_lets_a_request_without_bytes_succeed() {
 fn c13_neighbours_in_a_block_lose_no_bytes() {
     on_engines(&REAL, MIB, Content::Data, |rig| {
         let mut expected = pattern(0, MIB);
-        // Pieces of 100 bytes in every block but each fourth, which is written as a whole.
+        // Writes of 100 bytes to every block but each fourth, which is written by one write.
         for block in 0..8 {
             let pos = block * BLOCK;
             let steps = if block % 4 == 3 { vec![(pos, BLOCK)] } else { hundreds(pos) };
@@ -155,7 +158,7 @@ fn c13_neighbours_in_a_block_lose_no_bytes() {
     });
 }
 
-/// 40 neighbours in the block at `pos`.
+/// 40 adjacent ranges of 100 bytes in the block at `pos`.
 fn hundreds(pos: u64) -> Vec<(u64, u64)> {
     (0..40).map(|n| (pos + n * 100, 100)).collect()
 }
@@ -163,7 +166,7 @@ fn hundreds(pos: u64) -> Vec<(u64, u64)> {
 fn c13_neighbours_on_two_threads_lose_no_bytes() {
     const ROUNDS: u8 = 30;
     on_engines(&REAL, MIB, Content::Data, |rig| {
-        let file = File::new(rig.disk.clone());
+        let file = BlockingFile::new(rig.disk.clone());
         thread::scope(|scope| {
             let other = scope.spawn(move || {
                 for round in 0..ROUNDS {
@@ -188,14 +191,14 @@ fn c14_a_hole_is_read_without_io() {
     on_engines(&ALL, MIB, Content::Hole, |rig| {
         let config = rig.case.config;
         if rig.case.kind == Kind::Null && !config.hint {
-            // It would move nothing where something has to be moved.
+            // The hole is not known, so data would have to be moved, and this queue moves none.
             return;
         }
         for (pos, len) in [(0, MIB), (1, 5), (4095, 4098), (MIB - 1, 1)] {
             assert!(rig.read(pos, len) == Ok(vec![0; len as usize]), "{}", rig.case.label);
         }
         if config.hint && config.nowait_first {
-            assert!(rig.script.take_placed().is_empty(), "{}", rig.case.label);
+            assert!(rig.script.take_pushed().is_empty(), "{}", rig.case.label);
             assert_eq!(rig.stats().zero_filled, MIB + 5 + 4098 + 1, "{}", rig.case.label);
         }
     });
@@ -204,11 +207,11 @@ fn c14_a_hole_is_read_without_io() {
     });
 }
 
-fn c15_the_alignment_is_the_one_that_statx_tells() {
+fn c15_the_alignment_is_the_one_that_statx_reports() {
     let image = Image::new(MIB, Content::Data);
     let open = |direct| {
         let options = OpenOptions { direct, ..OpenOptions::default() };
-        Disk::open(&image.path, options)
+        BlockDevice::open(&image.path, options)
     };
     assert_eq!(open(Direct::Off).unwrap().alignment(), Alignment::NONE);
     let disk = match open(Direct::On) {
@@ -218,7 +221,7 @@ fn c15_the_alignment_is_the_one_that_statx_tells() {
     let flags = AtFlags::EMPTY_PATH;
     let stat = rustix::fs::statx(disk.fd().as_fd(), "", flags, StatxFlags::DIOALIGN).unwrap();
     if stat.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
-        return println!("skipped: statx does not tell the alignment on this file system");
+        return println!("skipped: statx does not report the alignment on this file system");
     }
     let align = disk.alignment();
     assert_eq!((align.memory, align.offset), (stat.stx_dio_mem_align, stat.stx_dio_offset_align));
@@ -229,20 +232,20 @@ fn c16_1024_touching_segments_are_one_transfer() {
     const ALL_BYTES: u64 = 1024 * BLOCK;
     on_engines(&ALL, ALL_BYTES, Content::Data, |rig| {
         let mut memory = Memory::new(ALL_BYTES);
-        let pages: Vec<Segment> =
+        let pages: Vec<IoSegment> =
             (0..1024).map(|n| memory.segment(n * 4096..(n + 1) * 4096)).collect();
         for op in [Op::Read, Op::Write] {
             let done = rig.run_segments(io(op, Flags::NONE, 0, ALL_BYTES), &pages);
             assert_eq!(done, Ok(ALL_BYTES), "{}", rig.case.label);
-            let placed = rig.script.take_placed();
+            let pushed = rig.script.take_pushed();
             let config = rig.case.config;
             match (config.nowait_first, config.vectored) {
                 (true, true) => {
-                    assert_eq!(placed.len(), 1, "{}", rig.case.label);
-                    assert_eq!(placed[0].memory.len(), 1, "{}", rig.case.label);
+                    assert_eq!(pushed.len(), 1, "{}", rig.case.label);
+                    assert_eq!(pushed[0].memory.len(), 1, "{}", rig.case.label);
                 }
-                (true, false) => assert_eq!(placed.len(), 1024, "{}", rig.case.label),
-                (false, _) => assert!(placed.is_empty(), "{}", rig.case.label),
+                (true, false) => assert_eq!(pushed.len(), 1024, "{}", rig.case.label),
+                (false, _) => assert!(pushed.is_empty(), "{}", rig.case.label),
             }
         }
         if rig.case.kind != Kind::Null {

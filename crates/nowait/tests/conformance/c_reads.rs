@@ -4,12 +4,12 @@ use std::cell::Cell;
 use std::os::unix::fs::FileExt;
 use std::rc::Rc;
 
-use nowait::{File, Flags, OpenOptions};
+use nowait::{BlockingFile, Flags, OpenOptions};
 
 use crate::deny::{Deny, denied};
 use crate::rig::{
-    BLOCK, Content, Face, ISLAND, Image, KIB, MIB, Memory, POISON, REAL, Random, buffered, islands,
-    on_engines, on_faces, pattern, read,
+    Api, BLOCK, Content, ISLAND, Image, KIB, MIB, Memory, POISON, REAL, Random, buffered, islands,
+    on_apis, on_engines, pattern, read,
 };
 
 rules![
@@ -17,9 +17,9 @@ rules![
     c17_a_read_across_the_end_stops_at_the_end,
     c18_holes_and_unwritten_extents_are_zeros,
     c18_memory_beyond_the_count_keeps_its_contents,
-    c19_a_short_transfer_is_gone_on_with,
-    c19_an_error_after_good_bytes_is_told_by_the_next_call,
-    c20_a_direct_read_sees_what_is_dirty_in_the_cache,
+    c19_a_short_transfer_is_continued,
+    c19_an_error_after_good_bytes_is_returned_by_the_next_call,
+    c20_a_direct_read_sees_dirty_cached_data,
     c21_each_byte_is_transferred_once,
     c21_trying_again_leaves_no_old_bytes_beside_new_ones,
 ];
@@ -29,10 +29,10 @@ const SIZES: [u64; 5] = [64 * KIB, 64 * KIB + 512, 64 * KIB + 1, 10_000, 100];
 
 fn c17_a_read_at_the_end_or_beyond_it_is_0() {
     for size in SIZES {
-        on_faces(size, Content::Data, |face| {
+        on_apis(size, Content::Data, |api| {
             for pos in [size, size + 1, size.next_multiple_of(BLOCK), size + MIB, 1 << 60] {
                 for len in [1, 512, BLOCK, 3 * BLOCK + 1] {
-                    assert_eq!(face.read(pos, len), Ok(Vec::new()), "{}", face.label());
+                    assert_eq!(api.read(pos, len), Ok(Vec::new()), "{}", api.label());
                 }
             }
         });
@@ -41,12 +41,12 @@ fn c17_a_read_at_the_end_or_beyond_it_is_0() {
 
 fn c17_a_read_across_the_end_stops_at_the_end() {
     for size in SIZES {
-        on_faces(size, Content::Data, |face| {
+        on_apis(size, Content::Data, |api| {
             for pos in [0, size - 1, size - 99, (size - 1) / BLOCK * BLOCK, (size - 1) / 512 * 512]
             {
                 for len in [100, BLOCK, 2 * BLOCK, 100 * KIB] {
                     let expected = pattern(pos, len.min(size - pos));
-                    assert!(face.read(pos, len) == Ok(expected), "{pos} {len} {}", face.label());
+                    assert!(api.read(pos, len) == Ok(expected), "{pos} {len} {}", api.label());
                 }
             }
         });
@@ -55,13 +55,13 @@ fn c17_a_read_across_the_end_stops_at_the_end() {
 
 fn c18_holes_and_unwritten_extents_are_zeros() {
     const SIZE: u64 = 20 * ISLAND + 3333;
-    on_faces(SIZE, Content::Islands, |face| {
+    on_apis(SIZE, Content::Islands, |api| {
         let mut random = Random(0x18);
-        assert!(face.read(0, SIZE) == Ok(islands(0, SIZE)), "{}", face.label());
+        assert!(api.read(0, SIZE) == Ok(islands(0, SIZE)), "{}", api.label());
         for _ in 0..30 {
             let range = random.range(SIZE);
-            let got = face.read(range.pos, range.len);
-            assert!(got == Ok(islands(range.pos, range.len)), "{range:?} {}", face.label());
+            let got = api.read(range.pos, range.len);
+            assert!(got == Ok(islands(range.pos, range.len)), "{range:?} {}", api.label());
         }
     });
 }
@@ -69,26 +69,26 @@ fn c18_holes_and_unwritten_extents_are_zeros() {
 fn c18_memory_beyond_the_count_keeps_its_contents() {
     const SIZE: u64 = 10_000;
     for content in [Content::Data, Content::Hole] {
-        on_faces(SIZE, content, |face| {
+        on_apis(SIZE, content, |api| {
             for pos in [0, 8192, 9000, 9999, 10_000, 12_288] {
                 let mut memory = Memory::new(8 * BLOCK);
                 let (first, second) = memory.split_at_mut(4 * 4096);
-                let done = face.read_vectored(pos, &mut [first]).expect("a read") as usize;
-                assert_eq!(done as u64, SIZE.saturating_sub(pos), "{}", face.label());
-                assert!(first[done..].iter().all(|&byte| byte == POISON), "{}", face.label());
+                let done = api.read_vectored(pos, &mut [first]).expect("a read") as usize;
+                assert_eq!(done as u64, SIZE.saturating_sub(pos), "{}", api.label());
+                assert!(first[done..].iter().all(|&byte| byte == POISON), "{}", api.label());
                 let (first, middle) = first.split_at_mut(100);
                 first.fill(POISON);
                 middle.fill(POISON);
                 let two = &mut [&mut *second, &mut *first];
-                assert_eq!(face.read_vectored(pos, two), Ok(done as u64), "{}", face.label());
+                assert_eq!(api.read_vectored(pos, two), Ok(done as u64), "{}", api.label());
                 let beyond = second.iter().chain(&*first).skip(done);
-                assert!(beyond.chain(&*middle).all(|&byte| byte == POISON), "{}", face.label());
+                assert!(beyond.chain(&*middle).all(|&byte| byte == POISON), "{}", api.label());
             }
         });
     }
 }
 
-fn c19_a_short_transfer_is_gone_on_with() {
+fn c19_a_short_transfer_is_continued() {
     on_engines(&REAL, MIB, Content::Data, |rig| {
         // Nothing, part of a block, some blocks, all but one byte.
         for short in [0, 100, 4096, 65536, 131_071] {
@@ -97,7 +97,7 @@ fn c19_a_short_transfer_is_gone_on_with() {
             let len = 128 * KIB;
             assert!(rig.read(4096, len) == Ok(pattern(4096, len)), "{short} {}", rig.case.label);
             let bytes = pattern(777 + short as u64, len);
-            let written = Face::write(rig, 262_144, &bytes, Flags::NONE);
+            let written = Api::write(rig, 262_144, &bytes, Flags::NONE);
             assert_eq!(written, Ok(len), "{short} {}", rig.case.label);
             assert!(rig.image.bytes(262_144, len) == bytes, "{short} {}", rig.case.label);
             let mut memory = Memory::new(2 * BLOCK + 9);
@@ -109,11 +109,11 @@ fn c19_a_short_transfer_is_gone_on_with() {
     });
 }
 
-fn c19_an_error_after_good_bytes_is_told_by_the_next_call() {
+fn c19_an_error_after_good_bytes_is_returned_by_the_next_call() {
     const BAD: u64 = 512 * KIB;
     let eio = |call| Deny { call, from: BAD as u32, errno: libc::EIO };
     let image = Image::new(MIB, Content::Data);
-    let file = File::open(&image.path, OpenOptions::default()).unwrap();
+    let file = BlockingFile::open(&image.path, OpenOptions::default()).unwrap();
     denied(eio(libc::SYS_preadv2), || {
         let mut memory = Memory::new(MIB);
         // Unaligned memory goes through a bounce buffer, in several calls.
@@ -134,13 +134,13 @@ fn c19_an_error_after_good_bytes_is_told_by_the_next_call() {
     });
 }
 
-fn c20_a_direct_read_sees_what_is_dirty_in_the_cache() {
-    on_faces(MIB, Content::Data, |face| {
-        let other = buffered(&face.image().path);
+fn c20_a_direct_read_sees_dirty_cached_data() {
+    on_apis(MIB, Content::Data, |api| {
+        let other = buffered(&api.image().path);
         for (pos, len) in [(0, BLOCK), (4096, 64 * KIB), (300_001, 77)] {
             let dirty = vec![0x42; len as usize];
             other.write_all_at(&dirty, pos).unwrap();
-            assert!(face.read(pos, len) == Ok(dirty), "{}", face.label());
+            assert!(api.read(pos, len) == Ok(dirty), "{}", api.label());
         }
     });
 }
@@ -153,9 +153,9 @@ fn c21_each_byte_is_transferred_once() {
         assert_eq!(rig.run_segments(read(0, SIZE), &list), Ok(SIZE), "{}", rig.case.label);
         let mut ranges: Vec<(u64, u64)> = rig
             .script
-            .take_placed()
+            .take_pushed()
             .iter()
-            .map(|placed| (placed.transfer.pos, u64::from(placed.transfer.len)))
+            .map(|pushed| (pushed.transfer.pos, u64::from(pushed.transfer.len)))
             .collect();
         ranges.sort_unstable();
         let apart = |pair: &[(u64, u64)]| pair[0].0 + pair[0].1 <= pair[1].0;
@@ -171,7 +171,7 @@ fn c21_trying_again_leaves_no_old_bytes_beside_new_ones() {
         let changed = Rc::new(Cell::new(false));
         let seen = changed.clone();
         rig.script.on_reap(move |_, outcome| {
-            // The first transfer ends early, and what it read is overwritten before the next try.
+            // The first transfer is short, and its bytes are overwritten before the next try.
             if seen.replace(true) {
                 return outcome;
             }

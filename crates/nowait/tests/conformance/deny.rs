@@ -1,7 +1,7 @@
-//! System calls that fail on demand, for one thread and those that it starts: a seccomp(2) filter.
+//! System calls that fail on demand, for one thread and the threads that it starts: a seccomp(2)
+//! filter.
 //!
-//! Invariant: the filter ends with the threads; the rest of the program is not concerned.
-//! Knows: nothing. Known by: the tests of what cannot fail otherwise.
+//! Invariant: the filter ends with these threads and does not affect the rest of the program.
 #![allow(unsafe_code)]
 
 use std::thread;
@@ -14,7 +14,7 @@ pub(crate) struct Deny {
     /// Only calls whose fourth argument is at least this; for preadv2(2) and pwritev2(2) that is
     /// the position in bytes, below 4 GiB.
     pub(crate) from: u32,
-    /// What they fail with.
+    /// The errno that they fail with.
     pub(crate) errno: i32,
 }
 
@@ -25,7 +25,7 @@ impl Deny {
     }
 }
 
-/// `struct seccomp_data`: where the number is, and the low half of the fourth argument.
+/// Offsets in `struct seccomp_data` of the number and of the low half of the fourth argument.
 const NUMBER: u32 = 0;
 const FOURTH: u32 = 16 + 3 * 8 + if cfg!(target_endian = "big") { 4 } else { 0 };
 
@@ -54,7 +54,8 @@ fn install(deny: Deny) -> bool {
     }
 }
 
-/// Runs `work` on a thread of its own on which the calls fail. Says so where that is impossible.
+/// Runs `work` on a thread of its own on which the calls fail. `None`, with a message, where the
+/// system has no such filters.
 pub(crate) fn denied<T: Send>(deny: Deny, work: impl FnOnce() -> T + Send) -> Option<T> {
     thread::scope(|scope| {
         let worker = scope.spawn(|| install(deny).then(work));

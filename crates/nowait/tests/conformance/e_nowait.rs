@@ -1,17 +1,17 @@
-//! Group E: requests that must not wait, and the engine's own first try.
+//! Group E: requests that must not wait, and the engine's own first try without waiting.
 
 use std::fs;
 use std::thread;
 
-use nowait::{Config, Flags, Io, Op, Range};
+use nowait::{ByteRange, Config, Flags, Op, Request};
 
 use crate::rig::{
-    ALL, BLOCK, Case, Content, Face, ISLAND, Image, KIB, Kind, MIB, REAL, Rig, cases, io, islands,
+    ALL, Api, BLOCK, Case, Content, ISLAND, Image, KIB, Kind, MIB, REAL, Rig, cases, io, islands,
     on_engines, pattern, read, write,
 };
 
 rules![
-    c32_what_would_have_to_wait_is_eagain,
+    c32_a_request_that_would_have_to_wait_is_eagain,
     c32_no_free_slot_is_eagain,
     c33_after_eagain_the_same_request_can_be_submitted_again,
     c34_eagain_at_completion_is_like_eagain_at_submission,
@@ -19,20 +19,20 @@ rules![
     c35_a_short_transfer_is_eagain_and_no_short_result,
     c36_a_nowait_write_allocates_nothing,
     c36_nowait_writes_together_allocate_nothing,
-    c37_each_request_is_tried_once_and_then_taken_over,
+    c37_each_request_is_tried_once_and_then_goes_to_a_worker,
     c37_of_overwrites_refused_in_a_burst_one_goes_to_a_worker_and_the_others_are_tried_twice,
     c38_a_range_that_was_allocated_is_written_inline_from_then_on,
     c39_a_file_that_always_refuses_is_left_alone_and_tried_again_later,
     c40_workers_stay_within_their_bound_and_drop_nothing,
 ];
 
-fn nowait(op: Op, pos: u64, len: u64) -> Io {
+fn nowait(op: Op, pos: u64, len: u64) -> Request {
     io(op, Flags::NOWAIT, pos, len)
 }
 
-fn c32_what_would_have_to_wait_is_eagain() {
+fn c32_a_request_that_would_have_to_wait_is_eagain() {
     on_engines(&REAL, MIB, Content::Data, |rig| {
-        let all = Range::new(0, MIB);
+        let all = ByteRange::new(0, MIB);
         for op in [Op::Flush, Op::Zero, Op::Discard, Op::Status] {
             assert_eq!(rig.bare(op, Flags::NOWAIT, all), Err(libc::EAGAIN), "{}", rig.case.label);
         }
@@ -61,7 +61,7 @@ fn on_few_slots(kinds: &[Kind], slots: u32, test: impl Fn(&mut Rig)) {
 fn c32_no_free_slot_is_eagain() {
     on_few_slots(&ALL, 1, |rig| {
         assert!(rig.submit(read(0, BLOCK), &[]).is_ok(), "{}", rig.case.label);
-        assert!(!rig.engine.has_room(), "{}", rig.case.label);
+        assert!(!rig.engine.has_free_slot(), "{}", rig.case.label);
         for flags in [Flags::NONE, Flags::NOWAIT] {
             let refused = rig.submit(io(Op::Write, flags, 0, BLOCK), &[7; 4096]).err();
             let refused = refused.expect("a refusal");
@@ -81,15 +81,15 @@ fn c33_after_eagain_the_same_request_can_be_submitted_again() {
         for op in [Op::Write, Op::Read] {
             rig.script.on_reap(|_, _| -libc::EAGAIN);
             let request = nowait(op, BLOCK, 3 * BLOCK);
-            let held = if op == Op::Write { &bytes[..] } else { &[] };
-            assert!(rig.submit(request, held).is_ok(), "{}", rig.case.label);
+            let data = if op == Op::Write { &bytes[..] } else { &[] };
+            assert!(rig.submit(request, data).is_ok(), "{}", rig.case.label);
             let refused = rig.only();
             assert_eq!(refused.result().unwrap_err().errno(), libc::EAGAIN, "{}", rig.case.label);
             assert_eq!(refused.io, request, "{}", rig.case.label);
             rig.script.behave();
-            // The very same, but for the wish not to wait, which would be in vain without a first
-            // try.
-            let again = Io { flags: Flags::NONE, ..request };
+            // The same request without `NOWAIT`: with it, the configurations without a first try
+            // would refuse it again.
+            let again = Request { flags: Flags::NONE, ..request };
             assert!(rig.engine.submit(again, refused.buf.expect("the buffer"), 1).is_ok());
             let done = rig.only();
             assert_eq!(done.result(), Ok(3 * BLOCK), "{}", rig.case.label);
@@ -105,7 +105,8 @@ fn c34_eagain_at_completion_is_like_eagain_at_submission() {
     on_few_slots(&REAL, SLOTS, |rig| {
         let tried = rig.case.config.nowait_first;
         for round in 0..3 * SLOTS {
-            // No room in the queue before and after it was handed over, then EAGAIN afterwards.
+            // First no room in the queue, before and after its submission to the kernel; then
+            // EAGAIN at completion.
             for late in [false, true] {
                 match late {
                     false => rig.script.full.set(if tried { 2 } else { 0 }),
@@ -118,7 +119,7 @@ fn c34_eagain_at_completion_is_like_eagain_at_submission() {
                 assert_eq!(rig.script.full.get(), 0, "{}", rig.case.label);
             }
         }
-        // All slots are back, and nothing was done twice to what they hold.
+        // All slots are free again, and none was freed twice.
         assert!(rig.read(0, MIB) == Ok(pattern(0, MIB)), "{}", rig.case.label);
         assert_eq!(rig.engine.in_flight(), 0, "{}", rig.case.label);
         assert_eq!(rig.script.out.get(), 0, "{}", rig.case.label);
@@ -126,10 +127,10 @@ fn c34_eagain_at_completion_is_like_eagain_at_submission() {
         assert!(!rig.case.config.pool || pool.allocated <= u64::from(SLOTS), "{pool:?}");
     });
     on_engines(&REAL, MIB, Content::Data, |rig| {
-        // Without the flag a worker goes on, once.
+        // Without the flag a worker does the request, once.
         rig.script.on_reap(|_, _| -libc::EAGAIN);
         let bytes = pattern(5, 64 * KIB);
-        let done = Face::write(rig, 12_288, &bytes, Flags::NONE);
+        let done = Api::write(rig, 12_288, &bytes, Flags::NONE);
         assert_eq!(done, Ok(64 * KIB), "{}", rig.case.label);
         assert!(rig.read(12_288, 64 * KIB) == Ok(bytes), "{}", rig.case.label);
         assert!(rig.read(1, 9) == Ok(pattern(1, 9)), "{}", rig.case.label);
@@ -182,7 +183,7 @@ fn c36_nowait_writes_together_allocate_nothing() {
     });
 }
 
-fn c37_each_request_is_tried_once_and_then_taken_over() {
+fn c37_each_request_is_tried_once_and_then_goes_to_a_worker() {
     const REQUESTS: u64 = 20;
     on_engines(&REAL, MIB, Content::Data, |rig| {
         rig.script.on_reap(|_, _| -libc::EAGAIN);
@@ -197,7 +198,7 @@ fn c37_each_request_is_tried_once_and_then_taken_over() {
             assert!(done.buf.expect("the buffer")[..4096] == expected, "{}", rig.case.label);
         }
         let tried = if rig.case.config.nowait_first { REQUESTS } else { 0 };
-        assert_eq!(rig.script.take_placed().len() as u64, tried, "{}", rig.case.label);
+        assert_eq!(rig.script.take_pushed().len() as u64, tried, "{}", rig.case.label);
         let stats = rig.stats();
         assert_eq!((stats.retried, stats.worker), (tried, REQUESTS - tried), "{}", rig.case.label);
     });
@@ -205,8 +206,9 @@ fn c37_each_request_is_tried_once_and_then_taken_over() {
 
 fn c37_of_overwrites_refused_in_a_burst_one_goes_to_a_worker_and_the_others_are_tried_twice() {
     const BURST: u64 = 9;
-    // Refused once, they are served; refused for ever, each is with a worker after its second try.
-    for (refusals, parked, retried) in [(BURST, BURST - 1, 1), (u64::MAX, BURST - 1, BURST)] {
+    // Overwrites refused once are served by the second try; overwrites refused always each go to a
+    // worker after it.
+    for (refusals, deferred, retried) in [(BURST, BURST - 1, 1), (u64::MAX, BURST - 1, BURST)] {
         on_engines(&[Kind::Null], MIB, Content::Data, |rig| {
             let Config { nowait_first, hint, simple, .. } = rig.case.config;
             if !(nowait_first && hint && simple) {
@@ -227,7 +229,7 @@ fn c37_of_overwrites_refused_in_a_burst_one_goes_to_a_worker_and_the_others_are_
             assert_eq!(all.len() as u64, BURST, "{}", rig.case.label);
             assert!(all.iter().all(|done| done.result() == Ok(BLOCK)), "{}", rig.case.label);
             let stats = rig.stats();
-            assert_eq!((stats.parked, stats.retried), (parked, retried), "{}", rig.case.label);
+            assert_eq!((stats.deferred, stats.retried), (deferred, retried), "{}", rig.case.label);
         });
     }
 }
@@ -256,29 +258,29 @@ fn c38_a_range_that_was_allocated_is_written_inline_from_then_on() {
 
 fn c39_a_file_that_always_refuses_is_left_alone_and_tried_again_later() {
     const BATCH: u64 = 64;
-    /// Far more requests than either change of mind takes.
-    const PATIENCE: u64 = 1000 * BATCH;
+    /// Far more requests than it takes to begin or to end a back-off.
+    const LIMIT: u64 = 1000 * BATCH;
     let batch = |rig: &mut Rig| {
         for n in 0..BATCH {
             assert!(rig.submit(read(n * BLOCK, BLOCK), &[]).is_ok(), "{}", rig.case.label);
         }
         assert!(rig.finish().iter().all(|done| done.result().is_ok()), "{}", rig.case.label);
-        rig.script.take_placed().len() as u64
+        rig.script.take_pushed().len() as u64
     };
-    let judged = |case: &&Case| case.config.nowait_first;
-    for case in cases(&REAL).iter().filter(judged) {
+    let with_back_off = |case: &&Case| case.config.nowait_first;
+    for case in cases(&REAL).iter().filter(with_back_off) {
         let Some(mut rig) = Rig::new(case, Image::new(MIB, Content::Data)) else { continue };
         rig.script.on_reap(|_, _| -libc::EAGAIN);
-        let mut asked = 0;
+        let mut submitted = 0;
         while batch(&mut rig) > 0 {
-            asked += BATCH;
-            assert!(asked < PATIENCE, "it goes on trying: {}", case.label);
+            submitted += BATCH;
+            assert!(submitted < LIMIT, "it keeps trying: {}", case.label);
         }
-        assert_eq!(rig.stats().rested, 1, "{}", case.label);
+        assert_eq!(rig.stats().backed_off, 1, "{}", case.label);
         rig.script.behave();
         while batch(&mut rig) == 0 {
-            asked += BATCH;
-            assert!(asked < PATIENCE, "it never tries again: {}", case.label);
+            submitted += BATCH;
+            assert!(submitted < LIMIT, "it never tries again: {}", case.label);
         }
         assert_eq!(batch(&mut rig), BATCH, "{}", case.label);
         let stats = rig.stats();
@@ -286,11 +288,11 @@ fn c39_a_file_that_always_refuses_is_left_alone_and_tried_again_later() {
     }
 }
 
-/// Threads of this process that work for an engine and were started under niceness `nice`.
+/// The number of worker threads of this process that were started under niceness `nice`.
 fn workers_under(nice: i32) -> usize {
     let tasks = fs::read_dir("/proc/self/task").unwrap().flatten();
     let is_one = |stat: String| {
-        // The name, in parentheses, may hold anything; the niceness is the 17th field behind it.
+        // The name, in parentheses, may hold anything; the niceness is the 17th field after it.
         let (name, rest) = stat.rsplit_once(')')?;
         let its_nice: i32 = rest.split_whitespace().nth(16)?.parse().ok()?;
         (name.ends_with("(nowait-worker") && its_nice == nice).then_some(())
@@ -299,36 +301,36 @@ fn workers_under(nice: i32) -> usize {
 }
 
 fn c40_workers_stay_within_their_bound_and_drop_nothing() {
-    /// Nobody else's here, and inherited by the threads that are started.
+    /// Used by no other test; new threads inherit it.
     const NICE: i32 = 7;
     const WORKERS: u32 = 3;
     let run = || {
-        // More than what the tests were started with.
+        // Added to the niceness that the tests were started with.
         let nice = rustix::process::nice(NICE).unwrap();
         for case in cases(&REAL) {
-            // The queue's own threads do not start when it gets nothing.
+            // The queue's own threads do not start when it gets no transfer.
             let config = Config { nowait_first: false, workers: WORKERS, ..case.config };
             let case = Case { config, ..case };
             let image = Image::new(MIB, Content::Data);
             let Some(mut rig) = Rig::new(&case, image) else { continue };
-            let mut most = 0;
+            let mut peak = 0;
             for round in 0..4 {
                 for n in 0..60 {
                     let pos = (round * 60 + n) * BLOCK;
                     assert!(rig.submit(write(pos, BLOCK), &pattern(pos + 1, BLOCK)).is_ok());
                 }
                 rig.engine.poll().unwrap();
-                most = most.max(workers_under(nice));
+                peak = peak.max(workers_under(nice));
                 let all = rig.finish();
                 assert!(all.iter().all(|done| done.result() == Ok(BLOCK)), "{}", case.label);
                 assert_eq!(all.len(), 60, "{}", case.label);
-                most = most.max(workers_under(nice));
+                peak = peak.max(workers_under(nice));
             }
-            assert!((1..=WORKERS as usize).contains(&most), "{most} {}", case.label);
+            assert!((1..=WORKERS as usize).contains(&peak), "{peak} {}", case.label);
             let expected = pattern(1, 240 * BLOCK);
             assert!(rig.image.bytes(0, 240 * BLOCK) == expected, "{}", case.label);
         }
     };
-    // A thread's niceness cannot be taken back by everyone.
+    // On a thread of its own: an unprivileged thread cannot lower its niceness again.
     thread::scope(|scope| scope.spawn(run).join()).unwrap_or_else(|e| std::panic::resume_unwind(e));
 }

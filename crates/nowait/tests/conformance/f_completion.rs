@@ -4,21 +4,21 @@ use std::collections::HashSet;
 use std::thread;
 use std::time::Duration;
 
-use nowait::{Config, Flags, Op, Range};
+use nowait::{ByteRange, Config, Flags, Op};
 use rustix::event::{Timespec, epoll};
 
 use crate::rig::{
-    ALL, BLOCK, Case, Content, Face, Image, Kind, MIB, Memory, REAL, Random, Rig, cases, io,
+    ALL, Api, BLOCK, Case, Content, Image, Kind, MIB, Memory, REAL, Random, Rig, cases, io,
     on_engines, pattern, read, write,
 };
 
 rules![
     c41_each_request_completes_once_whatever_its_transfers_come_to,
     c41_polling_alone_finds_what_a_worker_has_ended,
-    c41_whoever_sleeps_on_the_descriptor_is_woken,
+    c41_a_thread_that_sleeps_on_the_descriptor_is_woken,
     c42_a_read_is_finished_where_it_was_reaped,
     c42_a_sync_a_refusal_and_a_short_transfer_pass_to_a_worker,
-    c43_the_caller_learns_last,
+    c43_the_completion_comes_last,
     c44_a_chain_of_completions_does_not_deepen_the_stack,
     c45_dropping_an_engine_waits_for_its_transfers,
     c46_an_engine_is_dropped_by_the_only_thread_that_could_reap,
@@ -29,8 +29,8 @@ rules![
 fn c41_each_request_completes_once_whatever_its_transfers_come_to() {
     const REQUESTS: usize = 300;
     on_engines(&ALL, MIB + 99, Content::Islands, |rig| {
-        let mut dice = Random(0x41);
-        rig.script.on_reap(move |_, outcome| match dice.below(6) {
+        let mut outcomes = Random(0x41);
+        rig.script.on_reap(move |_, outcome| match outcomes.below(6) {
             0 => -libc::EAGAIN,
             1 => -libc::EIO,
             2 => outcome / 2,
@@ -74,7 +74,7 @@ fn c41_polling_alone_finds_what_a_worker_has_ended() {
     const STEPS: u32 = 5000;
     on_engines(&ALL, MIB, Content::Data, |rig| {
         let flush = io(Op::Flush, Flags::NONE, 0, 0);
-        assert!(rig.engine.submit_bare(flush, 1).is_ok(), "{}", rig.case.label);
+        assert!(rig.engine.submit_no_data(flush, 1).is_ok(), "{}", rig.case.label);
         for _ in 0..STEPS {
             rig.engine.poll().unwrap();
             if rig.engine.has_done() {
@@ -87,16 +87,16 @@ fn c41_polling_alone_finds_what_a_worker_has_ended() {
     });
 }
 
-fn c41_whoever_sleeps_on_the_descriptor_is_woken() {
-    const PATIENCE: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
+fn c41_a_thread_that_sleeps_on_the_descriptor_is_woken() {
+    const TIMEOUT: Timespec = Timespec { tv_sec: 5, tv_nsec: 0 };
     on_engines(&REAL, MIB, Content::Data, |rig| {
-        let loop_of_ones_own = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
+        let event_loop = epoll::create(epoll::CreateFlags::CLOEXEC).unwrap();
         let data = epoll::EventData::new_u64(0);
-        epoll::add(&loop_of_ones_own, rig.engine.fd(), data, epoll::EventFlags::IN).unwrap();
-        // By a worker, and by the queue.
+        epoll::add(&event_loop, rig.engine.fd(), data, epoll::EventFlags::IN).unwrap();
+        // The first is served by a worker, the second by the queue.
         for io in [io(Op::Flush, Flags::NONE, 0, 0), read(0, MIB)] {
             let submitted = match io.op {
-                Op::Flush => rig.engine.submit_bare(io, 1).is_ok(),
+                Op::Flush => rig.engine.submit_no_data(io, 1).is_ok(),
                 _ => rig.submit(io, &[]).is_ok(),
             };
             assert!(submitted, "{}", rig.case.label);
@@ -104,8 +104,8 @@ fn c41_whoever_sleeps_on_the_descriptor_is_woken() {
             while !rig.engine.has_done() {
                 let mut events = Vec::with_capacity(1);
                 let events = rustix::buffer::spare_capacity(&mut events);
-                let woken = epoll::wait(&loop_of_ones_own, events, Some(&PATIENCE));
-                // A ring may wake by an interruption.
+                let woken = epoll::wait(&event_loop, events, Some(&TIMEOUT));
+                // A ring may interrupt the call.
                 let is_woken = matches!(woken, Ok(1) | Err(rustix::io::Errno::INTR));
                 assert!(is_woken, "{woken:?} {:?} {}", io.op, rig.case.label);
                 rig.engine.poll().unwrap();
@@ -122,12 +122,12 @@ fn c42_a_read_is_finished_where_it_was_reaped() {
             for op in [Op::Read, Op::Write] {
                 let unaligned = pos == 5 && op == Op::Write && rig.disk.is_direct();
                 let at_once = config.inline_completion && config.nowait_first && !unaligned;
-                let home = rig.engine.stats().remote;
+                let before = rig.engine.stats().remote;
                 assert!(rig.submit(io(op, Flags::NONE, pos, len), &[]).is_ok());
                 rig.engine.poll().unwrap();
                 assert!(!at_once || rig.engine.has_done(), "{op:?} {}", rig.case.label);
                 assert_eq!(rig.only().result(), Ok(len), "{}", rig.case.label);
-                let stayed = rig.engine.stats().remote == home;
+                let stayed = rig.engine.stats().remote == before;
                 assert_eq!(stayed, at_once, "{op:?} {}", rig.case.label);
             }
         }
@@ -136,25 +136,25 @@ fn c42_a_read_is_finished_where_it_was_reaped() {
 
 fn c42_a_sync_a_refusal_and_a_short_transfer_pass_to_a_worker() {
     on_engines(&[Kind::Null], MIB, Content::Data, |rig| {
-        // Of lengths that no device takes, so that it goes by bounced pieces, or in one transfer
-        // through the page cache; what makes it durable is a sync in either case.
+        // Segments of lengths that no device takes: the write goes by bounced fragments, or by one
+        // transfer through the page cache. In either case a sync makes it durable.
         let mut memory = Memory::new(MIB + BLOCK);
         memory[..5].copy_from_slice(&pattern(0, 5));
         memory[4101..].copy_from_slice(&pattern(5, MIB - 5));
         let list = [memory.segment(0..5), memory.segment(4101..4096 + MIB as usize)];
         let dsync = io(Op::Write, Flags::DSYNC, 0, MIB);
-        let home = rig.engine.stats().remote;
+        let before = rig.engine.stats().remote;
         assert!(rig.submit_segments(dsync, &list).is_ok(), "{}", rig.case.label);
         assert_eq!(rig.only().result(), Ok(MIB), "{}", rig.case.label);
-        assert!(rig.engine.stats().remote > home, "{}", rig.case.label);
+        assert!(rig.engine.stats().remote > before, "{}", rig.case.label);
 
-        // The queue moved nothing, so that only a worker can have read this.
+        // This queue moves no data, so that only a worker can have read this.
         for change in [-libc::EAGAIN, 100] {
             rig.script.on_reap(move |_, _| change);
-            let home = rig.engine.stats().remote;
+            let before = rig.engine.stats().remote;
             assert!(rig.submit(read(BLOCK, BLOCK), &[]).is_ok(), "{}", rig.case.label);
             let done = rig.only();
-            assert!(rig.engine.stats().remote > home, "{}", rig.case.label);
+            assert!(rig.engine.stats().remote > before, "{}", rig.case.label);
             assert_eq!(done.result(), Ok(BLOCK), "{}", rig.case.label);
             let got = &done.buf.expect("the buffer")[..4096];
             assert!(got == pattern(BLOCK, BLOCK), "{change} {}", rig.case.label);
@@ -162,7 +162,7 @@ fn c42_a_sync_a_refusal_and_a_short_transfer_pass_to_a_worker() {
     });
 }
 
-fn c43_the_caller_learns_last() {
+fn c43_the_completion_comes_last() {
     on_engines(&REAL, MIB, Content::Islands, |rig| {
         let mut random = Random(0x43);
         let mut memory = Memory::new(MIB);
@@ -176,11 +176,11 @@ fn c43_the_caller_learns_last() {
             while !rig.engine.has_done() {
                 rig.engine.wait(None, &mut |_, _| {}).unwrap();
             }
-            // All of its data has ended, and nothing holds its blocks any more.
+            // All of its transfers have ended, and its blocks are not locked any more.
             assert_eq!(rig.script.out.get(), 0, "{}", rig.case.label);
             assert!(rig.engine.next().is_some(), "{}", rig.case.label);
             assert_eq!(rig.engine.in_flight(), 0, "{}", rig.case.label);
-            let file = nowait::File::new(rig.disk.clone());
+            let file = nowait::BlockingFile::new(rig.disk.clone());
             assert_eq!(file.write_at(&[1], range.pos, Flags::NONE), Ok(1), "{}", rig.case.label);
         }
     });
@@ -195,7 +195,8 @@ fn c44_a_chain_of_completions_does_not_deepen_the_stack() {
         let pages: Vec<_> =
             (0..SEGMENTS).map(|n| memory.segment(2 * n * 4096..(2 * n + 1) * 4096)).collect();
         on_engines(&[Kind::Null], 4 * MIB, Content::Data, |rig| {
-            // Each transfer ends while it is placed; with vectored off the next one is placed then.
+            // Each transfer ends while it is submitted; with `vectored` off the next one is
+            // submitted then.
             let all = read(0, SEGMENTS as u64 * BLOCK);
             assert_eq!(rig.run_segments(all, &pages), Ok(all.range.len), "{}", rig.case.label);
             if !rig.case.config.inline_completion || !rig.case.config.nowait_first {
@@ -241,7 +242,8 @@ fn c45_dropping_an_engine_waits_for_its_transfers() {
 
 fn c46_an_engine_is_dropped_by_the_only_thread_that_could_reap() {
     on_engines(&REAL, MIB, Content::Data, |rig| {
-        // Submitted and not even handed over; finished and not told; waiting for a worker.
+        // A read that has ended and is not given back, a write that waits for a worker, and a read
+        // that is not yet submitted to the kernel.
         assert!(rig.submit(read(0, BLOCK), &[]).is_ok(), "{}", rig.case.label);
         rig.engine.wait(None, &mut |_, _| {}).unwrap();
         assert!(rig.submit(write(3, 5), &[1; 5]).is_ok(), "{}", rig.case.label);
@@ -256,7 +258,7 @@ fn c47_no_slot_is_lost() {
         let case = Case { config, ..case };
         let Some(mut rig) = Rig::new(&case, Image::new(MIB, Content::Data)) else { continue };
         for round in 0..50 {
-            // As many as there is room for, through the queue and through workers.
+            // As many requests as there is room for, served by the queue and by workers.
             let mut accepted = 0;
             while accepted <= SLOTS {
                 let pos = u64::from(accepted) * BLOCK;
@@ -271,11 +273,11 @@ fn c47_no_slot_is_lost() {
                 }
             }
             assert!((SLOTS / 2..=SLOTS).contains(&accepted), "{accepted} {round} {}", case.label);
-            assert!(!rig.engine.has_room(), "{}", case.label);
+            assert!(!rig.engine.has_free_slot(), "{}", case.label);
             let all = rig.finish();
             assert_eq!(all.len() as u32, accepted, "{}", case.label);
             assert!(all.iter().all(|done| done.result().is_ok()), "{}", case.label);
-            assert!(rig.engine.has_room() && rig.engine.in_flight() == 0, "{}", case.label);
+            assert!(rig.engine.has_free_slot() && rig.engine.in_flight() == 0, "{}", case.label);
         }
         let pool = rig.stats().pool;
         assert!(pool.empty >= 50, "{pool:?} {}", case.label);
@@ -283,7 +285,12 @@ fn c47_no_slot_is_lost() {
             true => assert!(pool.allocated <= u64::from(SLOTS), "{pool:?} {}", case.label),
             false => assert_eq!(pool.hit, 0, "{}", case.label),
         }
-        assert_eq!(rig.bare(Op::Flush, Flags::NONE, Range::new(0, 0)), Ok(()), "{}", case.label);
+        assert_eq!(
+            rig.bare(Op::Flush, Flags::NONE, ByteRange::new(0, 0)),
+            Ok(()),
+            "{}",
+            case.label
+        );
     }
 }
 

@@ -1,29 +1,29 @@
-//! One fault in a batch: what it does to the transfer that it befalls, and to no other.
+//! One fault in a batch of requests: it affects the request of the faulty transfer and no other.
 //!
-//! Invariant: each fault befalls each transfer of the batch once, in a run of its own, on the queue
-//! of a real file.
+//! Invariant: each fault hits each transfer of the batch once, in a run of its own, on the queue of
+//! a real file.
 
 use std::cell::Cell;
 use std::rc::Rc;
 
-use nowait::{Flags, Io, Op};
+use nowait::{Flags, Op, Request};
 
 use crate::rig::{
-    BLOCK, Content, Face, KIB, MIB, REAL, Rig, io, on_engines, pattern, pattern_at, read,
+    Api, BLOCK, Content, KIB, MIB, REAL, Rig, io, on_engines, pattern, pattern_at, read,
 };
 
 rules![
     c22_a_transfer_that_fails_fails_its_request_and_no_other,
-    c19_c21_a_transfer_that_is_cut_short_interrupted_or_refused_is_made_whole,
+    c19_c21_a_transfer_that_is_cut_short_interrupted_or_refused_is_completed,
 ];
 
 const SIZE: u64 = MIB;
-/// What writes leave.
+/// The byte that the batch writes.
 const NEW: u8 = 0;
 
-/// Requests of every shape, none of which touches another: aligned and not, of one transfer and
-/// through bounce buffers, read and written.
-fn batch() -> [Io; 6] {
+/// Reads and writes that do not overlap: aligned and not, by one transfer and through bounce
+/// buffers.
+fn batch() -> [Request; 6] {
     let durable = |pos, len| io(Op::Write, Flags::DSYNC, pos, len);
     [
         read(0, BLOCK),
@@ -35,16 +35,16 @@ fn batch() -> [Io; 6] {
     ]
 }
 
-/// The bytes that a request must find or leave.
-fn bytes_of(io: Io) -> Vec<u8> {
+/// The bytes that a request must read or write.
+fn bytes_of(io: Request) -> Vec<u8> {
     match io.op {
         Op::Read => pattern(io.range.pos, io.range.len),
         _ => vec![NEW; io.range.len as usize],
     }
 }
 
-/// Puts the batch's ranges back, runs the batch, and gives what each request came to; what was read
-/// and succeeded is right.
+/// Runs the batch and returns the result of each request. Checks the bytes of the reads that have
+/// succeeded.
 fn run(rig: &mut Rig) -> Vec<Result<u64, i32>> {
     let batch = batch();
     let mut tags = Vec::new();
@@ -61,7 +61,7 @@ fn run(rig: &mut Rig) -> Vec<Result<u64, i32>> {
         let (io, result) = (batch[at], done.result().map_err(|error| error.errno()));
         if io.op == Op::Read && result.is_ok() {
             let buf = done.buf.as_ref().expect("the buffer");
-            let start = rig.engine.start(io.range.pos);
+            let start = rig.engine.buffer_offset(io.range.pos);
             let read = &buf[start..start + io.range.len as usize];
             assert!(read == bytes_of(io), "{io:?} {}", rig.case.label);
         }
@@ -70,8 +70,8 @@ fn run(rig: &mut Rig) -> Vec<Result<u64, i32>> {
     results.into_iter().map(|result| result.expect("each request has ended")).collect()
 }
 
-/// The image is what it was but for what the batch has written; a request that failed may have left
-/// any of its bytes old or new.
+/// Checks that the image has changed only by the writes of the batch; each byte of a write that has
+/// failed may be old or new.
 fn check_image(rig: &Rig, results: &[Result<u64, i32>]) {
     let image = rig.image.bytes(0, SIZE);
     let mut may_be_new = vec![Some(false); SIZE as usize];
@@ -87,31 +87,32 @@ fn check_image(rig: &Rig, results: &[Result<u64, i32>]) {
     }
 }
 
-/// Runs the batch once for each transfer that it makes, with `set` told the number of the one that
-/// is to be befallen and where to say that it was; gives `check` what the requests came to.
+/// Runs the batch once for each transfer that it makes. `set` gets the number of the transfer that
+/// the fault must hit, and a cell to set when it has; `check` gets the cell's value and the
+/// results.
 fn for_each_transfer(
     set: impl Fn(&Rig, usize, Rc<Cell<bool>>),
     check: impl Fn(&str, bool, &[Result<u64, i32>]),
 ) {
     on_engines(&REAL, SIZE, Content::Data, |rig| {
-        let whole: Vec<_> = batch().iter().map(|io| Ok(io.range.len)).collect();
-        rig.script.take_placed();
-        assert_eq!(run(rig), whole, "{}", rig.case.label);
-        let transfers = rig.script.take_placed().len();
-        // A write that must read first is a worker's.
+        let successes: Vec<_> = batch().iter().map(|io| Ok(io.range.len)).collect();
+        rig.script.take_pushed();
+        assert_eq!(run(rig), successes, "{}", rig.case.label);
+        let transfers = rig.script.take_pushed().len();
+        // The write that needs read-modify-write goes to a worker.
         let fewest = if rig.case.config.nowait_first { batch().len() - 1 } else { 0 };
         assert!(transfers >= fewest, "{transfers}: {}", rig.case.label);
         for number in 0..transfers {
             for io in batch().into_iter().filter(|io| io.op == Op::Write) {
                 let old = pattern(io.range.pos, io.range.len);
-                let put_back = Face::write(rig, io.range.pos, &old, Flags::NONE);
+                let put_back = Api::write(rig, io.range.pos, &old, Flags::NONE);
                 assert_eq!(put_back, Ok(io.range.len), "{}", rig.case.label);
             }
-            let befallen = Rc::new(Cell::new(false));
-            set(rig, number, befallen.clone());
+            let hit = Rc::new(Cell::new(false));
+            set(rig, number, hit.clone());
             let results = run(rig);
             rig.script.behave();
-            check(&rig.case.label, befallen.get(), &results);
+            check(&rig.case.label, hit.get(), &results);
             check_image(rig, &results);
             assert_eq!(rig.engine.in_flight(), 0, "{}", rig.case.label);
             assert_eq!(rig.script.out.get(), 0, "{}", rig.case.label);
@@ -121,46 +122,46 @@ fn for_each_transfer(
 
 fn c22_a_transfer_that_fails_fails_its_request_and_no_other() {
     for errno in [libc::EIO, libc::ENOSPC] {
-        let set = |rig: &Rig, number, befallen: Rc<Cell<bool>>| {
-            let mut placed = 0;
-            rig.script.on_place(move |_| {
-                placed += 1;
-                befallen.set(befallen.get() || placed > number);
-                (placed == number + 1).then_some(-errno)
+        let set = |rig: &Rig, number, hit: Rc<Cell<bool>>| {
+            let mut pushed = 0;
+            rig.script.on_push(move |_| {
+                pushed += 1;
+                hit.set(hit.get() || pushed > number);
+                (pushed == number + 1).then_some(-errno)
             });
         };
-        for_each_transfer(set, |label, befallen, results| {
+        for_each_transfer(set, |label, hit, results| {
             let failed: Vec<_> = results.iter().filter_map(|result| result.err()).collect();
-            assert!(befallen, "no such transfer: {label}");
+            assert!(hit, "no such transfer: {label}");
             assert_eq!(failed, [errno], "{label}");
         });
     }
 }
 
-fn c19_c21_a_transfer_that_is_cut_short_interrupted_or_refused_is_made_whole() {
-    let all_well = |label: &str, _, results: &[Result<u64, i32>]| {
-        let whole: Vec<_> = batch().iter().map(|io| Ok(io.range.len)).collect();
-        assert_eq!(results, whole, "{label}");
+fn c19_c21_a_transfer_that_is_cut_short_interrupted_or_refused_is_completed() {
+    let all_succeed = |label: &str, _, results: &[Result<u64, i32>]| {
+        let successes: Vec<_> = batch().iter().map(|io| Ok(io.range.len)).collect();
+        assert_eq!(results, successes, "{label}");
     };
     for errno in [libc::EINTR, libc::EAGAIN] {
         let set = |rig: &Rig, number, _: Rc<Cell<bool>>| {
-            let mut placed = 0;
-            rig.script.on_place(move |_| {
-                placed += 1;
-                (placed == number + 1).then_some(-errno)
+            let mut pushed = 0;
+            rig.script.on_push(move |_| {
+                pushed += 1;
+                (pushed == number + 1).then_some(-errno)
             });
         };
-        for_each_transfer(set, all_well);
+        for_each_transfer(set, all_succeed);
     }
-    // Nothing, part of a block, a block.
-    for most in [0, 100, BLOCK as i32] {
+    // Transfers of nothing, of part of a block, of a block.
+    for limit in [0, 100, BLOCK as i32] {
         let set = |rig: &Rig, number, _: Rc<Cell<bool>>| {
             let mut reaped = 0;
             rig.script.on_reap(move |_, outcome| {
                 reaped += 1;
-                if reaped == number + 1 { outcome.min(most) } else { outcome }
+                if reaped == number + 1 { outcome.min(limit) } else { outcome }
             });
         };
-        for_each_transfer(set, all_well);
+        for_each_transfer(set, all_succeed);
     }
 }

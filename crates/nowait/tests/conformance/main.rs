@@ -1,15 +1,14 @@
-//! The contract (docs/contract.md), rule by rule, through every queue with each switch off.
+//! Tests of the contract (docs/contract.md), rule by rule, through every queue with each switch
+//! off.
 //!
-//! Invariant: a test is named by its rule and what it proves of it; each rule of the page is either
-//! in a test's name or in the table of those that cannot be tested here, with the reason.
-//! Knows: the public face of the engine. One file for each group of the page, and one that goes
-//! through all transfers for what one fault does to the others.
+//! Invariant: a test's name gives its rule and what it proves; each rule of the page is either in a
+//! test's name or, with the reason, in the table of rules that cannot be tested here.
 
 mod deny;
 mod queue;
 mod rig;
 
-/// Makes functions tests, and keeps their names for the list of what is tested.
+/// Makes functions tests, and keeps their names for the check that no rule is forgotten.
 macro_rules! rules {
     ($($name:ident),+ $(,)?) => {
         pub(crate) const TESTED: &[&str] = &[$(stringify!($name)),+];
@@ -36,36 +35,36 @@ mod faults;
 
 use std::collections::BTreeSet;
 
-/// The page itself, so that no rule is forgotten when one is added.
+/// The page itself, so that a rule added there needs a test here.
 const PAGE: &str = include_str!("../../../../docs/contract.md");
 
-/// Rules without a test here, and why.
+/// Rules without a test here, with the reason.
 const EXPLAINED: [(u32, &str); 9] = [
-    (1, "a position is unsigned on the faces that there are, so none is negative"),
+    (1, "a position is unsigned in all APIs, so none is negative"),
     (9, "flags are a set of constants: no unknown one can be made, and no two contradict"),
     (26, "APPEND is not offered: a device has a fixed size"),
     (27, "ATOMIC is not offered"),
     (30, "SYNC is not offered"),
-    (50, "what is advertised is the matter of a door"),
+    (50, "capabilities are advertised by a frontend; see the tests of the servers"),
     (53, "no resize is offered: a device has the size that it was opened with"),
-    (55, "what a client is answered is the matter of a door; see the tests of the servers"),
-    (56, "what a reply holds is the matter of a door; see the tests of the servers"),
+    (55, "replies to clients are a frontend's; see the tests of the servers"),
+    (56, "the contents of replies are a frontend's; see the tests of the servers"),
 ];
 
-/// Parts of tested rules without a test here, and why.
+/// Parts of tested rules without a test here, with the reason.
 const IN_PART: [(u32, &str); 9] = [
-    (2, "no handle is write-only, and NBD's EPERM is the matter of a door"),
-    (5, "the C face is not there"),
+    (2, "no handle is write-only, and NBD's EPERM is a frontend's"),
+    (5, "there is no C API"),
     (8, "a file-size limit holds for the whole process and would fail other tests"),
     (15, "BLKSSZGET and the probe are for systems that do not answer by statx(2)"),
-    (22, "memory that is not there breaks the promise that a submitter makes"),
+    (22, "memory that does not exist breaks the promise of the caller"),
     (23, "a device never grows, so that no size moves"),
-    (28, "that data survives a loss of power takes one; what left the page cache is looked at"),
-    (43, "the order of steps that leave no trace is not seen from here"),
+    (28, "a loss of power cannot be made here; only the dirty pages of the page cache are checked"),
+    (43, "the order of steps without an observable effect cannot be checked from here"),
     (49, "as for C28"),
 ];
 
-/// The number in a test's name.
+/// The number of the rule in a test's name.
 fn rule_of(name: &str) -> u32 {
     name[1..3].parse().expect("a name that begins with c and two digits")
 }

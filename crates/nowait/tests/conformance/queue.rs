@@ -1,8 +1,7 @@
-//! A queue that a test sees through: what was placed is kept, what is made of it and what is reaped
-//! can be changed.
+//! A queue under a test's control: it records the pushed transfers, and can prevent transfers and
+//! change outcomes.
 //!
-//! Invariant: without a script it is the queue inside it, token for token and errno for errno.
-//! Knows: the public queues. Known by: rig.
+//! Invariant: without a script it behaves as the inner queue, token for token and errno for errno.
 #![allow(unsafe_code)]
 
 use std::cell::{Cell, RefCell};
@@ -12,15 +11,15 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use nowait::{
-    Error, Interest, Null, Outcome, Queue, QueueFull, Segment, Threads, Token, Transfer, Uring,
-    WATCHED,
+    AioThreadQueue, Error, FD_TOKEN, Interest, IoQueue, IoSegment, Null, Outcome, QueueFull, Token,
+    Transfer, Uring,
 };
 
 /// Any of the engine's queues.
 #[allow(clippy::large_enum_variant, reason = "there is one of it")]
 pub(crate) enum Any {
     Uring(Uring),
-    Threads(Threads),
+    Threads(AioThreadQueue),
     Null(Null),
 }
 
@@ -34,25 +33,25 @@ macro_rules! each {
     };
 }
 
-/// What becomes of an outcome on its way to the engine.
+/// Changes an outcome before the engine sees it.
 pub(crate) type Change = Box<dyn FnMut(&Transfer, Outcome) -> Outcome>;
 
-/// What becomes of a transfer that is not made, if it is not.
+/// The outcome of a transfer that is prevented; `None` for a transfer that is made.
 pub(crate) type Prevent = Box<dyn FnMut(&Transfer) -> Option<Outcome>>;
 
-/// A transfer as it was placed.
-pub(crate) struct Placed {
+/// A transfer as it was pushed.
+pub(crate) struct Pushed {
     pub(crate) transfer: Transfer,
     /// Its memory.
-    pub(crate) memory: Vec<Segment>,
+    pub(crate) memory: Vec<IoSegment>,
 }
 
-impl Placed {
+impl Pushed {
     /// # Safety
-    /// The transfer's list of segments, if it has one, is still there.
+    /// The transfer's list of segments, if it has one, is still valid.
     unsafe fn new(transfer: &Transfer) -> Self {
         let memory = match usize::from(transfer.segments) {
-            0 => vec![Segment { base: transfer.base, len: transfer.len as usize }],
+            0 => vec![IoSegment { base: transfer.base, len: transfer.len as usize }],
             // SAFETY: as promised by the caller; a list is laid out as an array of segments.
             many => unsafe {
                 std::slice::from_raw_parts(transfer.base.cast_const().cast(), many).to_vec()
@@ -62,18 +61,18 @@ impl Placed {
     }
 }
 
-/// What a test asks of the queue, and what it was asked by the engine.
+/// A test's settings for the queue, and the queue's records.
 #[derive(Default)]
 pub(crate) struct Script {
-    /// Every transfer that was placed, in order.
-    pub(crate) placed: RefCell<Vec<Placed>>,
+    /// Every transfer that was pushed, in order.
+    pub(crate) pushed: RefCell<Vec<Pushed>>,
     /// Applied to each outcome.
     pub(crate) change: RefCell<Option<Change>>,
-    /// Asked of each transfer before it is made.
+    /// Called for each transfer before it is made.
     pub(crate) prevent: RefCell<Option<Prevent>>,
-    /// So many times `place` finds no room.
+    /// The number of pushes to refuse as if the queue were full.
     pub(crate) full: Cell<u32>,
-    /// Transfers that were placed and not reaped.
+    /// Transfers that were pushed and not reaped.
     pub(crate) out: Cell<usize>,
 }
 
@@ -83,21 +82,21 @@ impl Script {
         *self.change.borrow_mut() = Some(Box::new(change));
     }
 
-    /// Asks `prevent` from now on whether a transfer is made: where it names an outcome, that is all
-    /// that comes of it.
-    pub(crate) fn on_place(&self, prevent: impl FnMut(&Transfer) -> Option<Outcome> + 'static) {
+    /// Calls `prevent` for each transfer from now on: if it returns an outcome, the transfer is not
+    /// made and has that outcome.
+    pub(crate) fn on_push(&self, prevent: impl FnMut(&Transfer) -> Option<Outcome> + 'static) {
         *self.prevent.borrow_mut() = Some(Box::new(prevent));
     }
 
-    /// Transfers and outcomes are left as they are from now on.
+    /// Leaves transfers and outcomes unchanged from now on.
     pub(crate) fn behave(&self) {
         *self.change.borrow_mut() = None;
         *self.prevent.borrow_mut() = None;
     }
 
-    /// What was placed since this was asked last.
-    pub(crate) fn take_placed(&self) -> Vec<Placed> {
-        self.placed.take()
+    /// The transfers pushed since the last call.
+    pub(crate) fn take_pushed(&self) -> Vec<Pushed> {
+        self.pushed.take()
     }
 }
 
@@ -105,20 +104,23 @@ impl Script {
 pub(crate) struct Scripted {
     inner: Any,
     script: Rc<Script>,
-    flying: HashMap<Token, Transfer>,
-    /// What was not made, until it is reaped.
+    in_flight: HashMap<Token, Transfer>,
+    /// Outcomes of prevented transfers, until they are reaped.
     prevented: Vec<(Token, Outcome)>,
 }
 
 impl Scripted {
     pub(crate) fn new(inner: Any, script: Rc<Script>) -> Self {
-        Self { inner, script, flying: HashMap::new(), prevented: Vec::new() }
+        Self { inner, script, in_flight: HashMap::new(), prevented: Vec::new() }
     }
 }
 
-impl Queue for Scripted {
-    // SAFETY: the caller's promise is passed on; what is kept for the test is never followed.
-    unsafe fn place(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
+// SAFETY: tokens are reported as the inner queue reports them, or once from `prevented`, whose
+// tokens the inner queue never saw.
+unsafe impl IoQueue for Scripted {
+    // SAFETY: the caller's promise is passed on; the pointers kept for the test are never
+    // dereferenced.
+    unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
         if self.script.full.get() > 0 {
             self.script.full.set(self.script.full.get() - 1);
             return Err(QueueFull);
@@ -131,37 +133,37 @@ impl Queue for Scripted {
         match prevented {
             Some(outcome) => self.prevented.push((token, outcome)),
             // SAFETY: as promised by the caller.
-            None => unsafe { each!(inner, queue => queue.place(transfer, token)) }?,
+            None => unsafe { each!(inner, queue => queue.push(transfer, token)) }?,
         }
-        let before = self.flying.insert(token, *transfer);
-        assert!(before.is_none(), "a token was placed twice");
+        let before = self.in_flight.insert(token, *transfer);
+        assert!(before.is_none(), "a token was pushed twice");
         // SAFETY: the list is memory of the transfer, which stays until the token is reaped.
-        let placed = unsafe { Placed::new(transfer) };
-        self.script.placed.borrow_mut().push(placed);
-        self.script.out.set(self.flying.len());
+        let pushed = unsafe { Pushed::new(transfer) };
+        self.script.pushed.borrow_mut().push(pushed);
+        self.script.out.set(self.in_flight.len());
         Ok(())
     }
 
-    fn kick(&mut self) -> Result<(), Error> {
+    fn submit(&mut self) -> Result<(), Error> {
         let inner = &mut self.inner;
-        each!(inner, queue => queue.kick())
+        each!(inner, queue => queue.submit())
     }
 
-    fn reap(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
-        let Self { inner, script, flying, prevented } = self;
-        let mut through = |token: Token, mut outcome: Outcome| {
-            if token & WATCHED == 0 {
-                let transfer = flying.remove(&token).expect("reaped once");
+    fn drain_completions(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
+        let Self { inner, script, in_flight, prevented } = self;
+        let mut report = |token: Token, mut outcome: Outcome| {
+            if token & FD_TOKEN == 0 {
+                let transfer = in_flight.remove(&token).expect("reaped once");
                 if let Some(change) = &mut *script.change.borrow_mut() {
                     outcome = change(&transfer, outcome);
                 }
-                script.out.set(flying.len());
+                script.out.set(in_flight.len());
             }
             sink(token, outcome);
         };
         let count = prevented.len();
-        prevented.drain(..).for_each(|(token, outcome)| through(token, outcome));
-        count + each!(inner, queue => queue.reap(&mut through))
+        prevented.drain(..).for_each(|(token, outcome)| report(token, outcome));
+        count + each!(inner, queue => queue.drain_completions(&mut report))
     }
 
     fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
@@ -170,9 +172,9 @@ impl Queue for Scripted {
         each!(inner, queue => queue.wait(timeout))
     }
 
-    fn pending(&mut self) -> bool {
+    fn has_completions(&mut self) -> bool {
         let inner = &mut self.inner;
-        !self.prevented.is_empty() || each!(inner, queue => queue.pending())
+        !self.prevented.is_empty() || each!(inner, queue => queue.has_completions())
     }
 
     fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {

@@ -1,8 +1,7 @@
-//! What every test starts from: an image, and each way to reach it with each switch off in turn.
+//! The fixtures of the tests: an image, and each way to reach it with each switch off in turn.
 //!
-//! Invariant: a rule is tried through every queue and both faces; a queue or a direct I/O that this
-//! system does not have is named on standard output, never passed over in silence.
-//! Knows: queue. Known by: all groups.
+//! Invariant: a rule is tested through every queue and both APIs. If this system lacks a queue or
+//! direct I/O, a line on standard output says so.
 #![allow(unsafe_code)]
 
 use std::io::{IoSlice, IoSliceMut};
@@ -13,8 +12,9 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use nowait::{
-    Completion, Config, Direct, Disk, Engine, Extents, File, Flags, Io, Null, Op, OpenOptions,
-    Range, Rejected, Segment, Stats, Threads, Uring, Workers,
+    AioThreadQueue, AllocationCache, BlockDevice, BlockingFile, ByteRange, Completion, Config,
+    Direct, Engine, Flags, IoSegment, Null, Op, OpenOptions, Rejected, Request, Stats, Uring,
+    WorkerPool,
 };
 
 use crate::queue::{Any, Script, Scripted};
@@ -23,10 +23,10 @@ pub(crate) const KIB: u64 = 1024;
 pub(crate) const MIB: u64 = 1024 * KIB;
 /// A multiple of every dio alignment that these tests meet, in bytes.
 pub(crate) const BLOCK: u64 = 4096;
-/// What memory holds that nobody has written to.
+/// The byte that fills memory before a test.
 pub(crate) const POISON: u8 = 0xee;
 
-/// The queue inside.
+/// The kind of the inner queue.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Kind {
     Uring,
@@ -34,12 +34,12 @@ pub(crate) enum Kind {
     Null,
 }
 
-/// What an image holds at first.
+/// The contents of a new image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Content {
-    /// Nothing: it is one hole.
+    /// One hole.
     Hole,
-    /// `pattern` all over.
+    /// `pattern` everywhere.
     Data,
     /// In turn `ISLAND` bytes each of `pattern`, of hole, and of storage never written.
     Islands,
@@ -92,7 +92,7 @@ pub(crate) const REAL: [Kind; 2] = [Kind::Uring, Kind::Threads];
 /// Every queue.
 pub(crate) const ALL: [Kind; 3] = [Kind::Uring, Kind::Threads, Kind::Null];
 
-/// The byte that `pattern` has at `pos`, never 0.
+/// The byte of `pattern` at `pos`, never 0.
 pub(crate) fn pattern_at(pos: u64) -> u8 {
     (pos.wrapping_mul(31).wrapping_add(pos >> 9) as u8) | 1
 }
@@ -108,7 +108,7 @@ pub(crate) fn islands(pos: u64, len: u64) -> Vec<u8> {
     (pos..pos + len).map(at).collect()
 }
 
-/// Numbers that a seed repeats.
+/// Pseudo-random numbers from a seed.
 pub(crate) struct Random(pub(crate) u64);
 
 impl Random {
@@ -120,15 +120,15 @@ impl Random {
     }
 
     /// A range of a device of `size` bytes, aligned or not, of at most 64 KiB.
-    pub(crate) fn range(&mut self, size: u64) -> Range {
+    pub(crate) fn range(&mut self, size: u64) -> ByteRange {
         let unit = [1, 512, BLOCK][self.below(3) as usize];
         let pos = self.below(size) / unit * unit;
         let len = (1 + self.below(64 * KIB / unit)) * unit;
-        Range::new(pos, len.min(size - pos))
+        ByteRange::new(pos, len.min(size - pos))
     }
 }
 
-/// Page-aligned memory, poisoned.
+/// Page-aligned memory, filled with `POISON`.
 pub(crate) struct Memory {
     bytes: Vec<u8>,
     start: usize,
@@ -142,7 +142,7 @@ impl Memory {
         Self { bytes, start, len: len as usize }
     }
 
-    /// With `bytes` in it.
+    /// Memory that holds `bytes`.
     pub(crate) fn with(bytes: &[u8]) -> Self {
         let mut memory = Self::new(bytes.len() as u64);
         memory.copy_from_slice(bytes);
@@ -150,9 +150,9 @@ impl Memory {
     }
 
     /// One segment of it.
-    pub(crate) fn segment(&mut self, range: std::ops::Range<usize>) -> Segment {
+    pub(crate) fn segment(&mut self, range: std::ops::Range<usize>) -> IoSegment {
         let part = &mut self[range];
-        Segment { base: part.as_mut_ptr(), len: part.len() }
+        IoSegment { base: part.as_mut_ptr(), len: part.len() }
     }
 }
 
@@ -169,7 +169,7 @@ impl DerefMut for Memory {
     }
 }
 
-/// An image of one's own.
+/// An image in a directory of its own.
 pub(crate) struct Image {
     pub(crate) path: PathBuf,
     _dir: tempfile::TempDir,
@@ -189,7 +189,7 @@ impl Image {
         image
     }
 
-    /// What it holds by now, through the page cache.
+    /// `len` bytes of the image from `pos` on, read through the page cache.
     pub(crate) fn bytes(&self, pos: u64, len: u64) -> Vec<u8> {
         let mut bytes = vec![0; len as usize];
         buffered(&self.path).read_exact_at(&mut bytes, pos).unwrap();
@@ -197,11 +197,11 @@ impl Image {
         bytes
     }
 
-    /// Writes its dirty pages back and drops them: direct I/O without waiting is refused where
-    /// the page cache holds something.
+    /// Writes its dirty pages back and drops its cached pages: direct I/O without waiting is
+    /// refused where the page cache holds pages.
     fn leave_cache(&self) {
         let file = buffered(&self.path);
-        // Not fdatasync(2), which some tests make fail.
+        // fsync(2), because some tests make fdatasync(2) fail.
         file.sync_all().unwrap();
         let advice = rustix::fs::Advice::DontNeed;
         rustix::fs::fadvise(&file, 0, None, advice).unwrap();
@@ -212,10 +212,15 @@ impl Image {
         std::fs::metadata(&self.path).unwrap().blocks() * 512
     }
 
-    fn open(&self, case: &Case) -> Disk<Extents> {
+    fn open(&self, case: &Case) -> BlockDevice<AllocationCache> {
         let no_hint = !case.config.hint;
-        let options = OpenOptions { read_only: case.read_only, direct: case.direct, no_hint };
-        let disk = Disk::open(&self.path, options).unwrap();
+        let options = OpenOptions {
+            read_only: case.read_only,
+            direct: case.direct,
+            no_hint,
+            ..OpenOptions::default()
+        };
+        let disk = BlockDevice::open(&self.path, options).unwrap();
         if case.direct == Direct::Auto && !disk.is_direct() {
             println!("no direct I/O on this file system: {} goes through its cache", case.label);
         }
@@ -238,12 +243,12 @@ fn make_islands(file: &std::fs::File, size: u64) {
             }
         }
     }
-    // What is still in the cache only may not be an extent yet.
+    // Data that is only in the page cache may have no extent yet.
     file.sync_all().unwrap();
 }
 
-/// What both faces can do; errors are errnos.
-pub(crate) trait Face {
+/// The requests of both APIs; errors are errnos.
+pub(crate) trait Api {
     fn label(&self) -> &str;
     fn image(&self) -> &Image;
     fn is_direct(&self) -> bool;
@@ -251,33 +256,39 @@ pub(crate) trait Face {
     fn write(&mut self, pos: u64, bytes: &[u8], flags: Flags) -> Result<u64, i32>;
     fn read_vectored(&mut self, pos: u64, bufs: &mut [&mut [u8]]) -> Result<u64, i32>;
     fn write_vectored(&mut self, pos: u64, bufs: &[&[u8]]) -> Result<u64, i32>;
-    fn bare(&mut self, op: Op, flags: Flags, range: Range) -> Result<(), i32>;
+    fn bare(&mut self, op: Op, flags: Flags, range: ByteRange) -> Result<(), i32>;
 }
 
 /// An engine on an image.
 pub(crate) struct Rig {
-    pub(crate) engine: Engine<Scripted, Extents>,
+    pub(crate) engine: Engine<Scripted, AllocationCache>,
     pub(crate) script: Rc<Script>,
-    pub(crate) disk: Arc<Disk<Extents>>,
+    pub(crate) disk: Arc<BlockDevice<AllocationCache>>,
     pub(crate) case: Case,
     pub(crate) image: Image,
     next_tag: u64,
 }
 
 impl Rig {
-    /// `None` where the system does not have the queue. What of the image is a hole is known.
+    /// An engine that knows the image's holes. `None` where the system does not have the queue.
     pub(crate) fn new(case: &Case, image: Image) -> Option<Self> {
         let disk = Arc::new(image.open(case));
         disk.scan();
         Self::on(case, image, disk)
     }
 
-    /// As `new`, on a disk that is open already.
-    pub(crate) fn on(case: &Case, image: Image, disk: Arc<Disk<Extents>>) -> Option<Self> {
+    /// As `new`, on a disk that is open already and is not scanned.
+    pub(crate) fn on(
+        case: &Case,
+        image: Image,
+        disk: Arc<BlockDevice<AllocationCache>>,
+    ) -> Option<Self> {
         let slots = case.config.slots;
         let queue = match case.kind {
             Kind::Uring => Uring::new(disk.fd()).map(Any::Uring),
-            Kind::Threads => Threads::new(disk.fd(), slots, !disk.is_direct()).map(Any::Threads),
+            Kind::Threads => {
+                AioThreadQueue::new(disk.fd(), slots, !disk.is_direct()).map(Any::Threads)
+            }
             Kind::Null => Null::new().map(Any::Null),
         };
         let queue = match queue {
@@ -289,31 +300,36 @@ impl Rig {
         };
         let script = Rc::new(Script::default());
         let queue = Scripted::new(queue, script.clone());
-        let workers = Workers::new(&disk, case.config.workers);
+        let workers = WorkerPool::new(&disk, case.config.workers);
         let engine = Engine::new(disk.clone(), workers, queue, case.config).unwrap();
         Some(Self { engine, script, disk, case: case.clone(), image, next_tag: 0 })
     }
 
-    /// Submits a read or write through a buffer of the engine's. A write's bytes are `bytes`; a
-    /// read's buffer is poisoned.
-    pub(crate) fn submit(&mut self, io: Io, bytes: &[u8]) -> Result<u64, Rejected> {
+    /// Submits a read or write with a buffer of the engine, filled with `POISON`; `bytes` are a
+    /// write's data. Returns the tag.
+    pub(crate) fn submit(&mut self, io: Request, bytes: &[u8]) -> Result<u64, Rejected> {
         self.next_tag += 1;
         let mut buf = self.engine.buffer(io.range).expect("a buffer");
         buf.fill(POISON);
-        let start = self.engine.start(io.range.pos);
+        let start = self.engine.buffer_offset(io.range.pos);
         buf[start..start + bytes.len()].copy_from_slice(bytes);
         self.engine.submit(io, buf, self.next_tag).map(|()| self.next_tag)
     }
 
-    /// Submits a request of the caller's memory, which is not touched until `finish`.
-    pub(crate) fn submit_segments(&mut self, io: Io, list: &[Segment]) -> Result<u64, Rejected> {
+    /// Submits a request with the caller's memory, which is not accessed until `finish`. Returns
+    /// the tag.
+    pub(crate) fn submit_segments(
+        &mut self,
+        io: Request,
+        list: &[IoSegment],
+    ) -> Result<u64, Rejected> {
         self.next_tag += 1;
         // SAFETY: the tests keep the memory until `finish` or the engine's end.
-        let submitted = unsafe { self.engine.submit_segments(io, list, self.next_tag) };
+        let submitted = unsafe { self.engine.submit_user_memory(io, list, self.next_tag) };
         submitted.map(|()| self.next_tag)
     }
 
-    /// Waits until everything was given back.
+    /// Waits until every request was given back.
     pub(crate) fn finish(&mut self) -> Vec<Completion> {
         let mut completions = Vec::new();
         loop {
@@ -327,7 +343,7 @@ impl Rig {
         }
     }
 
-    /// Waits for the one request that was submitted.
+    /// Waits for the only request that was submitted.
     pub(crate) fn only(&mut self) -> Completion {
         let mut all = self.finish();
         assert_eq!(all.len(), 1, "{}: completed once", self.case.label);
@@ -335,13 +351,13 @@ impl Rig {
     }
 
     /// Runs one request with the engine's own buffer.
-    pub(crate) fn run(&mut self, io: Io, bytes: &[u8]) -> Result<u64, i32> {
+    pub(crate) fn run(&mut self, io: Request, bytes: &[u8]) -> Result<u64, i32> {
         self.submit(io, bytes).map_err(|rejected| rejected.error.errno())?;
         self.only().result().map_err(|error| error.errno())
     }
 
-    /// Runs one request with memory of the caller's.
-    pub(crate) fn run_segments(&mut self, io: Io, list: &[Segment]) -> Result<u64, i32> {
+    /// Runs one request with the caller's memory.
+    pub(crate) fn run_segments(&mut self, io: Request, list: &[IoSegment]) -> Result<u64, i32> {
         self.submit_segments(io, list).map_err(|rejected| rejected.error.errno())?;
         self.only().result().map_err(|error| error.errno())
     }
@@ -350,26 +366,27 @@ impl Rig {
         self.engine.stats()
     }
 
-    /// Whether all switches are on and direct I/O is done: what counts of paths are said of.
+    /// Whether all switches are on and the image uses direct I/O: the case for which tests check
+    /// the counts of the paths.
     pub(crate) fn is_plain(&self) -> bool {
         self.case.label.ends_with("all on") && self.disk.is_direct()
     }
 }
 
 /// A request without its memory.
-pub(crate) fn io(op: Op, flags: Flags, pos: u64, len: u64) -> Io {
-    Io { op, flags, range: Range::new(pos, len) }
+pub(crate) fn io(op: Op, flags: Flags, pos: u64, len: u64) -> Request {
+    Request { op, flags, range: ByteRange::new(pos, len) }
 }
 
-pub(crate) fn read(pos: u64, len: u64) -> Io {
+pub(crate) fn read(pos: u64, len: u64) -> Request {
     io(Op::Read, Flags::NONE, pos, len)
 }
 
-pub(crate) fn write(pos: u64, len: u64) -> Io {
+pub(crate) fn write(pos: u64, len: u64) -> Request {
     io(Op::Write, Flags::NONE, pos, len)
 }
 
-impl Face for Rig {
+impl Api for Rig {
     fn label(&self) -> &str {
         &self.case.label
     }
@@ -386,7 +403,7 @@ impl Face for Rig {
         self.submit(read(pos, len), &[]).map_err(|rejected| rejected.error.errno())?;
         let completion = self.only();
         let done = completion.result().map_err(|error| error.errno())? as usize;
-        let start = self.engine.start(pos);
+        let start = self.engine.buffer_offset(pos);
         Ok(completion.buf.expect("a read gives its buffer back")[start..start + done].to_vec())
     }
 
@@ -395,38 +412,40 @@ impl Face for Rig {
     }
 
     fn read_vectored(&mut self, pos: u64, bufs: &mut [&mut [u8]]) -> Result<u64, i32> {
-        let list: Vec<Segment> =
-            bufs.iter_mut().map(|buf| Segment { base: buf.as_mut_ptr(), len: buf.len() }).collect();
+        let list: Vec<IoSegment> = bufs
+            .iter_mut()
+            .map(|buf| IoSegment { base: buf.as_mut_ptr(), len: buf.len() })
+            .collect();
         let len = list.iter().map(|segment| segment.len as u64).sum();
         self.run_segments(read(pos, len), &list)
     }
 
     fn write_vectored(&mut self, pos: u64, bufs: &[&[u8]]) -> Result<u64, i32> {
-        let list: Vec<Segment> = bufs
+        let list: Vec<IoSegment> = bufs
             .iter()
-            .map(|buf| Segment { base: buf.as_ptr().cast_mut(), len: buf.len() })
+            .map(|buf| IoSegment { base: buf.as_ptr().cast_mut(), len: buf.len() })
             .collect();
         let len = list.iter().map(|segment| segment.len as u64).sum();
         self.run_segments(write(pos, len), &list)
     }
 
-    fn bare(&mut self, op: Op, flags: Flags, range: Range) -> Result<(), i32> {
+    fn bare(&mut self, op: Op, flags: Flags, range: ByteRange) -> Result<(), i32> {
         self.next_tag += 1;
-        let submitted = self.engine.submit_bare(Io { op, flags, range }, self.next_tag);
+        let submitted = self.engine.submit_no_data(Request { op, flags, range }, self.next_tag);
         submitted.map_err(|rejected| rejected.error.errno())?;
         self.only().result().map(|_| ()).map_err(|error| error.errno())
     }
 }
 
-/// The blocking face on an image.
+/// The blocking API on an image.
 pub(crate) struct Blocking {
-    pub(crate) file: File,
+    pub(crate) file: BlockingFile,
     image: Image,
     direct: bool,
     label: String,
 }
 
-impl Face for Blocking {
+impl Api for Blocking {
     fn label(&self) -> &str {
         &self.label
     }
@@ -463,12 +482,12 @@ impl Face for Blocking {
         done.map(|done| done as u64).map_err(|error| error.errno())
     }
 
-    fn bare(&mut self, op: Op, flags: Flags, range: Range) -> Result<(), i32> {
+    fn bare(&mut self, op: Op, flags: Flags, range: ByteRange) -> Result<(), i32> {
         let done = match op {
             Op::Flush => self.file.flush(),
             Op::Discard => self.file.discard(range),
             Op::Zero => self.file.zero(range, flags),
-            Op::Read | Op::Write | Op::Status => panic!("the blocking face has no such call"),
+            Op::Read | Op::Write | Op::Status => panic!("the blocking API has no such call"),
         };
         done.map_err(|error| error.errno())
     }
@@ -483,7 +502,7 @@ pub(crate) fn on_engines(kinds: &[Kind], size: u64, content: Content, test: impl
     }
 }
 
-fn on_faces_of(size: u64, content: Content, read_only: bool, test: impl Fn(&mut dyn Face)) {
+fn on_apis_of(size: u64, content: Content, read_only: bool, test: impl Fn(&mut dyn Api)) {
     for case in cases(&REAL) {
         let case = Case { read_only, ..case };
         if let Some(mut rig) = Rig::new(&case, Image::new(size, content)) {
@@ -492,44 +511,44 @@ fn on_faces_of(size: u64, content: Content, read_only: bool, test: impl Fn(&mut 
     }
     for (direct, no_hint) in [(Direct::Auto, false), (Direct::Auto, true), (Direct::Off, false)] {
         let image = Image::new(size, content);
-        let options = OpenOptions { read_only, direct, no_hint };
-        let disk = Disk::open(&image.path, options).unwrap();
+        let options = OpenOptions { read_only, direct, no_hint, ..OpenOptions::default() };
+        let disk = BlockDevice::open(&image.path, options).unwrap();
         disk.scan();
         let (is_direct, label) = (disk.is_direct(), format!("File, {direct:?}, no hint {no_hint}"));
-        let file = File::new(Arc::new(disk));
+        let file = BlockingFile::new(Arc::new(disk));
         test(&mut Blocking { file, image, direct: is_direct, label });
     }
 }
 
-/// Runs `test` on both faces, the engine with each switch off on every queue that moves data.
-pub(crate) fn on_faces(size: u64, content: Content, test: impl Fn(&mut dyn Face)) {
-    on_faces_of(size, content, false, test);
+/// Runs `test` on both APIs, the engine with each switch off on every queue that moves data.
+pub(crate) fn on_apis(size: u64, content: Content, test: impl Fn(&mut dyn Api)) {
+    on_apis_of(size, content, false, test);
 }
 
-/// As `on_faces`, with images opened for reading only.
-pub(crate) fn on_read_only_faces(size: u64, test: impl Fn(&mut dyn Face)) {
-    on_faces_of(size, Content::Data, true, test);
+/// As `on_apis`, with images opened for reading only.
+pub(crate) fn on_read_only_apis(size: u64, test: impl Fn(&mut dyn Api)) {
+    on_apis_of(size, Content::Data, true, test);
 }
 
-/// A plain handle on the image of somebody else's, through the page cache.
+/// A second handle on the image, through the page cache.
 pub(crate) fn buffered(path: &Path) -> std::fs::File {
     std::fs::File::options().read(true).write(true).open(path).unwrap()
 }
 
-/// Pages of `range` that the page cache has not written back yet. `None` where the system does not
-/// tell (cachestat(2), Linux 6.5).
-pub(crate) fn dirty_pages(path: &Path, range: Range) -> Option<u64> {
+/// Pages of `range` that the page cache has not written back yet. `None` where the system has no
+/// cachestat(2) (Linux 6.5).
+pub(crate) fn dirty_pages(path: &Path, range: ByteRange) -> Option<u64> {
     const SYS_CACHESTAT: libc::c_long = 451;
     let file = buffered(path);
     let range = [range.pos, range.len];
     let mut counts = [0u64; 5];
-    // SAFETY: two numbers are read and five are written, as the call has it.
+    // SAFETY: the call reads two numbers and writes five.
     let done = unsafe {
         let (range, counts) = (range.as_ptr(), counts.as_mut_ptr());
         libc::syscall(SYS_CACHESTAT, std::os::fd::AsRawFd::as_raw_fd(&file), range, counts, 0)
     };
     if done != 0 {
-        println!("skipped: the system does not tell what is dirty");
+        println!("skipped: the system has no cachestat(2)");
         return None;
     }
     let [_, dirty, writeback, ..] = counts;

@@ -1,7 +1,6 @@
-//! Certificates made for one test, in the files that libnbd, QEMU, nbdkit and nowait look for.
+//! Certificates for one test, under the file names that libnbd, QEMU, nbdkit and nowait use.
 //!
-//! Invariant: two authorities have nothing in common; no key outlives its test.
-//! Knows: scratch. Known by: the tests of TLS.
+//! Invariant: each authority has its own key; no key outlives its test.
 
 use std::fs;
 use std::path::Path;
@@ -12,18 +11,18 @@ use rcgen::{
     RevokedCertParams, SerialNumber, date_time_ymd,
 };
 
-/// The serial number of the certificate that [`Authority::revoke`] takes back.
+/// The serial number of the certificate that [`Authority::revoke`] revokes.
 const REVOKED: u64 = 666;
 
-/// Who a certificate is for.
+/// The role of a certificate's owner.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Role {
-    /// `localhost`, also by number.
+    /// A server at `localhost` or 127.0.0.1.
     Server,
     Client,
 }
 
-/// What is wrong with a certificate.
+/// The defect of a certificate.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Flaw {
     None,
@@ -33,14 +32,14 @@ pub(crate) enum Flaw {
     Revoked,
 }
 
-/// Somebody who signs certificates.
+/// A certificate authority.
 pub(crate) struct Authority {
     issuer: Issuer<'static, KeyPair>,
     pem: String,
 }
 
 impl Authority {
-    /// One with a new key.
+    /// An authority with a new key.
     pub(crate) fn new(name: &str) -> Self {
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::CommonName, name);
@@ -51,12 +50,12 @@ impl Authority {
         Self { issuer: Issuer::new(params, key), pem }
     }
 
-    /// Writes its own certificate into `directory`, as what is trusted there.
+    /// Writes its own certificate into `directory` as the trusted authority.
     pub(crate) fn trusted_in(&self, directory: &Path) {
         fs::write(directory.join("ca-cert.pem"), &self.pem).expect("a file");
     }
 
-    /// Writes a certificate that it has signed, and the key to it, into `directory`.
+    /// Writes a signed certificate and its key into `directory`.
     pub(crate) fn certify(&self, directory: &Path, role: Role, flaw: Flaw) {
         let (name, usage) = match role {
             Role::Server => ("server", ExtendedKeyUsagePurpose::ServerAuth),
@@ -78,7 +77,7 @@ impl Authority {
         fs::write(directory.join(format!("{name}-key.pem")), key.serialize_pem()).expect("a file");
     }
 
-    /// Writes the list of what it has revoked into `directory`.
+    /// Writes its revocation list into `directory`.
     pub(crate) fn revoke(&self, directory: &Path) {
         let revoked = RevokedCertParams {
             serial_number: SerialNumber::from(REVOKED),

@@ -1,7 +1,6 @@
-//! A machine of one's own: a stock kernel under emulation.
+//! A virtual machine with a stock kernel, emulated by QEMU.
 //!
-//! Invariant: it ends by itself or is ended; what it said on its console is kept.
-//! Knows: QEMU, cpio, what scripts/guest-files makes. Known by: the tests with a guest.
+//! Invariant: the machine powers off or is killed by a timeout; its console output is kept.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -9,12 +8,12 @@ use std::process::Command;
 
 use super::{Finished, Scratch, require_tool, skip, tool};
 
-/// Which kernel it boots, by Debian's series.
+/// The kernel to boot, by Debian's series.
 #[derive(Clone, Copy)]
 pub(crate) enum Kernel {
     /// Debian 12's own.
     V6_1,
-    /// The newest that Debian 12 has beside it.
+    /// The newest kernel in Debian 12's backports.
     V6_12,
 }
 
@@ -29,13 +28,13 @@ impl Kernel {
 
 /// A guest that can be booted.
 pub(crate) struct Guest {
-    /// Where the files of all kernels are.
+    /// The directory with the files of all kernels.
     files: PathBuf,
     kernel: Kernel,
 }
 
 impl Guest {
-    /// One with `kernel`, unless the test cannot run here.
+    /// A guest with `kernel`; `None` if the test cannot run here.
     pub(crate) fn with(kernel: Kernel) -> Option<Self> {
         if !["qemu-system-x86_64", "cpio"].into_iter().all(require_tool) {
             return None;
@@ -67,15 +66,15 @@ impl Guest {
         self.files.join(self.kernel.series()).join(name)
     }
 
-    /// Boots with the ext4 root on the first disk of `devices`, which are arguments of QEMU. Gives all
-    /// it said on its console until it powered off.
+    /// Boots with the ext4 root on the first disk of `devices`, which are arguments of QEMU.
+    /// Returns its console output until it powered off.
     pub(crate) fn boot(&self, devices: &[&str]) -> String {
         self.machine(&self.file("initramfs.gz"), devices).succeeds()
     }
 
     /// Boots without a disk to run the shell script `script` as its first process, which ends with
-    /// `poweroff -f`; busybox's commands are at hand, modules in `/modules` and `programs`, with the
-    /// libraries they are linked with, in `/test`. Gives all it said on its console.
+    /// `poweroff -f`; busybox's commands are available, modules are in `/modules`, and `programs`
+    /// with their libraries in `/test`. Returns its console output.
     pub(crate) fn run(&self, script: &str, programs: &[&Path], devices: &[&str]) -> String {
         let scratch = Scratch::new();
         let root = scratch.join("root");
@@ -88,7 +87,7 @@ impl Guest {
                 put(&library, &root.join(library.strip_prefix("/").expect("an absolute path")));
             }
         }
-        // First, because only an uncompressed archive needs to begin at a multiple of 4.
+        // The new archive is first, because an uncompressed archive must begin at a multiple of 4.
         let initramfs = scratch.join("initramfs");
         let pack = r#"cd "$1" && { find . | cpio --quiet -o -H newc -R 0:0; cat "$2"; } >"$3""#;
         tool("sh")
@@ -108,7 +107,7 @@ impl Guest {
     }
 }
 
-/// Copies a file to a place in a root file system that is being made.
+/// Copies a file into the root file system of the guest.
 fn put(file: &Path, to: &Path) {
     fs::create_dir_all(to.parent().expect("a place in a directory")).expect("a directory");
     fs::copy(file, to).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
@@ -117,7 +116,8 @@ fn put(file: &Path, to: &Path) {
 /// The libraries and the loader that a program needs, none if it is static.
 fn libraries_of(program: &Path) -> Vec<PathBuf> {
     // Lines of ldd(1): `NAME => PATH (ADDRESS)` or `PATH (ADDRESS)`.
-    let said = tool("ldd").arg(program).succeeds();
-    let paths = said.lines().flat_map(str::split_whitespace).filter(|word| word.starts_with('/'));
+    let printed = tool("ldd").arg(program).succeeds();
+    let paths =
+        printed.lines().flat_map(str::split_whitespace).filter(|word| word.starts_with('/'));
     paths.map(PathBuf::from).collect()
 }

@@ -1,7 +1,8 @@
-//! What every test starts from: a scratch directory, a server, a foreign tool, an NBD client, random numbers.
+//! Helpers of the tests: scratch directories, servers, external tools, an NBD client, random
+//! numbers.
 //!
-//! Invariant: what these start, they stop; nothing outside the scratch directory is written.
-//! Knows: the command line of `nowait`. Known by: all tests of this program.
+//! Invariant: every process that is started is stopped; no file outside the scratch directory is
+//! written.
 
 pub(crate) mod certificates;
 mod guest;
@@ -10,11 +11,16 @@ pub(crate) mod random;
 mod scratch;
 mod server;
 mod tool;
+pub(crate) mod loop_device;
+pub(crate) mod header;
 
 pub(crate) use guest::{Guest, Kernel};
+pub(crate) use loop_device::LoopDevice;
 pub(crate) use scratch::{Scratch, allocated};
 pub(crate) use server::{NOWAIT, Server, accepted, refusal, refusal_under};
-pub(crate) use tool::{Finished, PYTHON, path_of, python_with_nbd, require_tool, skip, tool};
+pub(crate) use tool::{
+    Finished, PYTHON, path_of, python_with_nbd, require_fuse, require_tool, skip, tool,
+};
 
 /// Bytes in a KiB.
 pub(crate) const KIB: u64 = 1024;
@@ -23,8 +29,8 @@ pub(crate) const MIB: u64 = 1024 * KIB;
 /// Bytes in a GiB.
 pub(crate) const GIB: u64 = 1024 * MIB;
 
-/// Arguments of `nowait serve` that must change speed only: each mechanism off, the other queue,
-/// the page cache, more threads.
+/// Arguments of `nowait serve` that may only affect speed: each mechanism off, the other queue, the
+/// page cache, more threads.
 pub(crate) const VARIANTS: [&[&str]; 10] = [
     &[],
     &["--off", "simple"],

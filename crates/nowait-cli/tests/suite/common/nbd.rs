@@ -1,7 +1,6 @@
-//! A small NBD client that sends what it is told, also what a well-behaved one would not.
+//! A small NBD client for tests, which can also send invalid requests.
 //!
-//! Invariant: every request that was sent is answered exactly once, or the test fails.
-//! Knows: NBD proto.md. Known by: the tests that need requests in flight, exact errors, or broken bytes.
+//! Invariant: every sent request is answered exactly once, or the test fails.
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
@@ -9,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-/// NBD proto.md, "Values": what a request may fail with.
+/// NBD proto.md, "Values": the errors of a request.
 pub(crate) const EPERM: u32 = 1;
 pub(crate) const EIO: u32 = 5;
 pub(crate) const EINVAL: u32 = 22;
@@ -17,7 +16,7 @@ pub(crate) const ENOSPC: u32 = 28;
 pub(crate) const ENOTSUP: u32 = 95;
 pub(crate) const ESHUTDOWN: u32 = 108;
 
-/// First bytes of each part of the protocol.
+/// The magic numbers of the protocol.
 const SERVER_MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
 const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
 const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
@@ -48,7 +47,7 @@ const CHUNK_ERROR_BIT: u16 = 1 << 15;
 /// "Request types" and "Command flags".
 const READ: u16 = 0;
 const WRITE: u16 = 1;
-const GOODBYE: u16 = 2;
+const DISCONNECT: u16 = 2;
 const FLUSH: u16 = 3;
 const TRIM: u16 = 4;
 pub(crate) const ZERO: u16 = 6;
@@ -57,10 +56,10 @@ pub(crate) const FLAG_NO_HOLE: u16 = 2;
 pub(crate) const FLAG_FAST_ZERO: u16 = 16;
 const FLAG_PAYLOAD_LEN: u16 = 32;
 
-/// How long the server may be silent before the test fails.
+/// The timeout for the server's answers, after which the test fails.
 const SILENCE: Duration = Duration::from_secs(30);
 
-/// Which messages a connection asks for.
+/// The message format that a connection negotiates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Mode {
     /// One message for each reply.
@@ -74,27 +73,27 @@ pub(crate) enum Mode {
 /// One command, offsets and lengths in bytes.
 #[derive(Debug, Clone)]
 pub(crate) enum Command {
-    /// Give the bytes of a range.
+    /// Read a range.
     Read { offset: u64, len: u32 },
-    /// Put these bytes; with `fua`, durable before the answer.
+    /// Write these bytes; with `fua`, durable before the answer.
     Write { offset: u64, data: Vec<u8>, fua: bool },
-    /// Make a range read as zeros; with `keep`, without giving its storage back.
+    /// Make a range read as zeros; with `keep`, without freeing its storage.
     Zero { offset: u64, len: u32, keep: bool },
-    /// Give a range's storage back.
+    /// Free a range's storage.
     Trim { offset: u64, len: u32 },
-    /// Make all that was answered durable.
+    /// Make all answered writes durable.
     Flush,
 }
 
-/// A request as it goes out, nothing checked.
+/// A request as it is sent, unchecked.
 pub(crate) struct RawRequest {
-    /// `REQUEST_MAGIC`, or not.
+    /// `REQUEST_MAGIC`, or an invalid value.
     pub(crate) magic: u32,
     /// Command flags.
     pub(crate) flags: u16,
     /// Request type.
     pub(crate) kind: u16,
-    /// What the reply will carry.
+    /// The cookie, which the reply repeats.
     pub(crate) cookie: u64,
     /// In bytes.
     pub(crate) offset: u64,
@@ -113,9 +112,9 @@ impl RawRequest {
         Self { kind: READ, ..Self::write(offset, len) }
     }
 
-    /// The client's goodbye.
-    pub(crate) fn goodbye() -> Self {
-        Self { kind: GOODBYE, ..Self::write(0, 0) }
+    /// NBD_CMD_DISC.
+    pub(crate) fn disconnect() -> Self {
+        Self { kind: DISCONNECT, ..Self::write(0, 0) }
     }
 
     /// The 28 bytes of "Request message".
@@ -130,7 +129,7 @@ impl RawRequest {
         bytes
     }
 
-    /// The 32 bytes of an extended header, right where `bytes` is.
+    /// The 32 bytes of an extended header, valid where `bytes` is.
     fn extended_bytes(&self) -> Vec<u8> {
         let payload = if self.kind == WRITE { FLAG_PAYLOAD_LEN } else { 0 };
         let compact = Self { magic: EXTENDED_REQUEST_MAGIC, flags: self.flags | payload, ..*self };
@@ -140,13 +139,13 @@ impl RawRequest {
     }
 }
 
-/// What a request came to: the bytes read (empty for other commands), or the NBD error.
+/// The result of a request: the bytes read (empty for other commands), or the NBD error.
 pub(crate) type Answer = Result<Vec<u8>, u32>;
 
 /// A request that was sent and not yet answered.
 struct Pending {
     offset: u64,
-    /// Filled by chunks as they come; its length is what a read asked for.
+    /// Filled by chunks as they arrive; its length is that of the read.
     data: Vec<u8>,
     covered: usize,
     error: Option<u32>,
@@ -159,7 +158,7 @@ pub(crate) struct Client<S = UnixStream> {
     /// Size of the export in bytes.
     pub(crate) size: u64,
     /// Bytes of reads that were answered as holes.
-    pub(crate) left_out: u64,
+    pub(crate) hole_bytes: u64,
     next_cookie: u64,
     pending: HashMap<u64, Pending>,
 }
@@ -168,7 +167,7 @@ impl Client {
     /// Negotiates the default export at `socket`.
     ///
     /// # Errors
-    /// What the socket says, or `Unsupported` with the option error.
+    /// Errors of the socket, or `Unsupported` with the option error.
     pub(crate) fn connect(socket: &Path, mode: Mode) -> io::Result<Self> {
         Self::connect_to(socket, "", mode)
     }
@@ -183,7 +182,7 @@ impl Client {
 }
 
 impl<S: Read + Write> Client<S> {
-    /// Negotiates the export called `name` over `stream`, on which an option is to come next.
+    /// Negotiates the export called `name` over `stream`, which must be ready for an option.
     ///
     /// # Errors
     /// As `connect`.
@@ -200,18 +199,18 @@ impl<S: Read + Write> Client<S> {
         }
         send_option(&mut stream, OPT_GO, &export_request(name))?;
         let size = read_size(&mut stream)?;
-        Ok(Self { stream, mode, size, left_out: 0, next_cookie: 1, pending: HashMap::new() })
+        Ok(Self { stream, mode, size, hole_bytes: 0, next_cookie: 1, pending: HashMap::new() })
     }
 
-    /// The bare stream, to send something else over it.
+    /// The stream itself, to send raw bytes.
     pub(crate) fn stream(&mut self) -> &mut S {
         &mut self.stream
     }
 
-    /// Sends `command`; gives the cookie its answer will carry.
+    /// Sends `command`; returns its cookie.
     ///
     /// # Errors
-    /// What the socket says.
+    /// Errors of the socket.
     pub(crate) fn send(&mut self, command: &Command) -> io::Result<u64> {
         let (kind, flags, offset, len, payload) = wire_form(command);
         let cookie = self.next_cookie;
@@ -225,10 +224,10 @@ impl<S: Read + Write> Client<S> {
         Ok(cookie)
     }
 
-    /// Waits for one whole answer to any request that is pending.
+    /// Waits for one complete answer to any pending request.
     ///
     /// # Errors
-    /// What the socket says; `UnexpectedEof` when the server closed it.
+    /// Errors of the socket; `UnexpectedEof` when the server closed it.
     pub(crate) fn receive(&mut self) -> io::Result<(u64, Answer)> {
         loop {
             let magic = read_u32(&mut self.stream)?;
@@ -264,12 +263,13 @@ impl<S: Read + Write> Client<S> {
         answer
     }
 
-    /// Prepares for the answer to `request`, which whoever calls this sends over the bare stream.
+    /// Registers `request`, which the caller sends over the stream itself, as pending.
     pub(crate) fn expect_answer_to(&mut self, request: &RawRequest) {
         self.pending.insert(request.cookie, Pending::of(request.offset, 0));
     }
 
-    /// Sends `request` as it is, `payload` behind it, with nothing else pending; waits for its answer.
+    /// Sends `request` unchecked, followed by `payload`, with nothing else pending; waits for its
+    /// answer.
     ///
     /// # Errors
     /// As `call`.
@@ -339,7 +339,7 @@ impl<S: Read + Write> Client<S> {
             CHUNK_HOLE => {
                 let zeros = u32::from_be_bytes(payload[8..12].try_into().expect("4 bytes"));
                 pending.fill(&payload[..8], &vec![0; zeros as usize]);
-                self.left_out += u64::from(zeros);
+                self.hole_bytes += u64::from(zeros);
             }
             error if error & CHUNK_ERROR_BIT != 0 => {
                 pending.error = Some(u32::from_be_bytes(payload[..4].try_into().expect("4 bytes")));
@@ -351,12 +351,12 @@ impl<S: Read + Write> Client<S> {
 }
 
 impl Pending {
-    /// A request just sent, to be answered with `expected` bytes.
+    /// A new request, to be answered with `expected` bytes.
     fn of(offset: u64, expected: usize) -> Self {
         Self { offset, data: vec![0; expected], covered: 0, error: None }
     }
 
-    /// Puts one chunk's bytes where its offset says.
+    /// Copies one chunk's bytes to its offset.
     fn fill(&mut self, offset: &[u8], bytes: &[u8]) {
         let offset = u64::from_be_bytes(offset.try_into().expect("8 bytes"));
         let start = usize::try_from(offset - self.offset).expect("a chunk inside the read");
@@ -365,10 +365,10 @@ impl Pending {
     }
 }
 
-/// Connects and goes through the greeting: the next thing to send is an option.
+/// Connects and exchanges the greeting: the next message is an option.
 ///
 /// # Errors
-/// What the socket says.
+/// Errors of the socket.
 pub(crate) fn greet(socket: &Path) -> io::Result<UnixStream> {
     let mut stream = UnixStream::connect(socket)?;
     stream.set_read_timeout(Some(SILENCE))?;
@@ -383,7 +383,7 @@ pub(crate) fn greet(socket: &Path) -> io::Result<UnixStream> {
 /// Sends one option with its data.
 ///
 /// # Errors
-/// What the socket says.
+/// Errors of the socket.
 pub(crate) fn send_option(stream: &mut impl Write, option: u32, data: &[u8]) -> io::Result<()> {
     let len = u32::try_from(data.len()).expect("a short option");
     let mut bytes = Vec::new();
@@ -397,7 +397,7 @@ pub(crate) fn send_option(stream: &mut impl Write, option: u32, data: &[u8]) -> 
 /// The type and the data of one option reply.
 ///
 /// # Errors
-/// What the socket says.
+/// Errors of the socket.
 pub(crate) fn read_option_reply(stream: &mut impl Read) -> io::Result<(u32, Vec<u8>)> {
     assert_eq!(read_u64(stream)?, OPTION_REPLY_MAGIC);
     let _option = read_u32(stream)?;
@@ -412,7 +412,7 @@ pub(crate) fn is_refusal(kind: u32) -> bool {
     kind & REP_ERROR_BIT != 0
 }
 
-/// The data of an option that names an export and asks for nothing beyond what is always sent.
+/// The data of an option that names an export and requests no further information.
 pub(crate) fn export_request(name: &str) -> Vec<u8> {
     let mut data = Vec::from((name.len() as u32).to_be_bytes());
     data.extend(name.as_bytes());
@@ -420,7 +420,7 @@ pub(crate) fn export_request(name: &str) -> Vec<u8> {
     data
 }
 
-/// Enters transmission phase with the default export; gives its size.
+/// Enters the transmission phase with the default export; returns its size.
 ///
 /// # Errors
 /// As `read_size`.
@@ -429,10 +429,10 @@ pub(crate) fn go(stream: &mut (impl Read + Write)) -> io::Result<u64> {
     read_size(stream)
 }
 
-/// The size of an export, out of the replies to an option that names it.
+/// The size of an export, from the replies to an option that names it.
 ///
 /// # Errors
-/// What the socket says, or `Unsupported` with the option error.
+/// Errors of the socket, or `Unsupported` with the option error.
 pub(crate) fn read_size(stream: &mut impl Read) -> io::Result<u64> {
     let mut size = None;
     loop {

@@ -1,6 +1,6 @@
-//! Random numbers that a seed repeats.
+//! Reproducible random numbers from a seed.
 //!
-//! Invariant: the same seed gives the same numbers on every machine. Knows: nothing. Known by: tests that draw.
+//! Invariant: the same seed gives the same numbers on every machine.
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
@@ -8,7 +8,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 pub(crate) struct Random(u64);
 
 impl Random {
-    /// Numbers that follow from `seed`.
+    /// A generator with this seed.
     pub(crate) fn from_seed(seed: u64) -> Self {
         Self(seed)
     }
@@ -32,7 +32,7 @@ impl Random {
         self.below(100) < percent
     }
 
-    /// `len` bytes, none of them zero, so that data is never taken for a hole.
+    /// `len` bytes, none of them zero, so that data differs from a hole.
     pub(crate) fn bytes(&mut self, len: usize) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(len + 8);
         while bytes.len() < len {

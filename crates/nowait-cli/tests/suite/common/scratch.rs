@@ -1,6 +1,6 @@
-//! A directory that lives as long as one test, and the images in it.
+//! A temporary directory for one test, and the images in it.
 //!
-//! Invariant: gone with the test, unless the process is killed. Knows: nothing. Known by: all tests.
+//! Invariant: the directory is removed at the end of the test, unless the process is killed.
 
 use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
@@ -20,7 +20,7 @@ impl Scratch {
         Self(tempfile::tempdir().expect("a temporary directory"))
     }
 
-    /// Where it is.
+    /// Its path.
     pub(crate) fn path(&self) -> &Path {
         self.0.path()
     }

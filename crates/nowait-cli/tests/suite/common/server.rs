@@ -1,11 +1,11 @@
-//! A `nowait serve` of one's own: started, awaited, stopped.
+//! Starts, awaits and stops a `nowait serve` process.
 //!
-//! Invariant: the process is gone when the value is, and no other process is ever signalled.
-//! Knows: the command line, the ready line. Known by: all tests.
+//! Invariant: the process ends when the value is dropped, and no other process is signalled.
 
 use std::ffi::{OsStr, OsString};
 use std::fs::{self, File};
 use std::io::{BufRead, BufReader};
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
@@ -20,9 +20,9 @@ use super::{Finished, KIB, Scratch, tool};
 
 /// The binary under test.
 pub(crate) const NOWAIT: &str = env!("CARGO_BIN_EXE_nowait");
-/// How long a start or a stop may take before the test fails.
+/// The timeout of a start or a stop.
 const BOUND: Duration = Duration::from_secs(30);
-/// How often a stop is looked for.
+/// The polling interval for a stop.
 const STEP: Duration = Duration::from_millis(5);
 const READY: &str = "serving ";
 
@@ -39,7 +39,7 @@ impl Server {
         Self::start_under(&[], image, extra)
     }
 
-    /// As `start`, with the command `wrapper` put before the server's own; `wrapper` must end in exec.
+    /// As `start`, with the command prefix `wrapper`, which must end in exec.
     pub(crate) fn start_under(wrapper: &[&str], image: &Path, extra: &[&str]) -> Self {
         let own = Scratch::new();
         let listen = format!("unix:{}", own.join("socket").display());
@@ -48,7 +48,7 @@ impl Server {
         Self::run(command, own)
     }
 
-    /// Runs `nowait` with `arguments` and nothing else, behind `wrapper`, which gives it its sockets.
+    /// Runs `nowait` with `arguments` only, started by `wrapper`, which passes it its sockets.
     pub(crate) fn start_by(wrapper: &[&str], arguments: &[impl AsRef<OsStr>]) -> Self {
         let mut command = under(wrapper);
         command.args(arguments);
@@ -83,7 +83,7 @@ impl Server {
         Self::run(command, Scratch::new())
     }
 
-    /// The address of its Unix socket, as it said it.
+    /// The URI of its Unix socket, from its ready line.
     pub(crate) fn uri(&self) -> &str {
         &self.uris[0]
     }
@@ -105,18 +105,33 @@ impl Server {
         tcp.and_then(|rest| rest.strip_suffix('/')).expect("a TCP address")
     }
 
-    /// What it said on standard error until now.
+    /// Its standard error so far.
     pub(crate) fn log(&self) -> String {
         fs::read_to_string(self.own.join("log")).expect("the server's log")
     }
 
-    /// How many descriptors it has open.
+    /// The content of its proc(5) file `name`.
+    pub(crate) fn proc(&self, name: &str) -> String {
+        fs::read_to_string(format!("/proc/{}/{name}", self.child.id())).expect("a child")
+    }
+
+    /// The owner of its proc(5) files.
+    pub(crate) fn proc_owner(&self) -> u32 {
+        fs::metadata(format!("/proc/{}/fd", self.child.id())).expect("a child").uid()
+    }
+
+    /// Its PID.
+    pub(crate) fn pid(&self) -> u32 {
+        self.child.id()
+    }
+
+    /// The number of its open descriptors.
     pub(crate) fn descriptors(&self) -> usize {
         let open = fs::read_dir(format!("/proc/{}/fd", self.child.id()));
         open.expect("the descriptors of a child").count()
     }
 
-    /// What it keeps in memory, in bytes: `field` of its status (proc_pid_status(5)), as in `VmRSS`.
+    /// Its memory in bytes: `field` of its status (proc_pid_status(5)), such as `VmRSS`.
     pub(crate) fn memory(&self, field: &str) -> u64 {
         let status = fs::read_to_string(format!("/proc/{}/status", self.child.id()));
         let status = status.expect("the status of a child");
@@ -125,18 +140,18 @@ impl Server {
         kib.parse::<u64>().expect("a number of KiB") * KIB
     }
 
-    /// How many descriptors its rings watch, those included that are closed (what fs/proc shows of a
-    /// ring, `PollList`; 6 is the operation that adds a poll).
+    /// The number of descriptors that its rings poll, including closed ones (`PollList` of a ring
+    /// in fdinfo; 6 is the operation that adds a poll).
     pub(crate) fn polls(&self) -> usize {
         let rings = fs::read_dir(format!("/proc/{}/fdinfo", self.child.id()));
         let rings =
             rings.expect("the descriptors of a child").map(|ring| ring.expect("one").path());
-        // One may be closed meanwhile.
-        let told = rings.filter_map(|ring| fs::read_to_string(ring).ok());
-        told.map(|text| text.lines().filter(|line| line.trim().starts_with("op=6,")).count()).sum()
+        // A ring may be closed meanwhile.
+        let infos = rings.filter_map(|ring| fs::read_to_string(ring).ok());
+        infos.map(|text| text.lines().filter(|line| line.trim().starts_with("op=6,")).count()).sum()
     }
 
-    /// How often its threads have gone to sleep of their own accord (proc_pid_status(5)).
+    /// The number of voluntary context switches of its threads (proc_pid_status(5)).
     pub(crate) fn sleeps(&self) -> u64 {
         let tasks = fs::read_dir(format!("/proc/{}/task", self.child.id()));
         let tasks = tasks.expect("the threads of a child").map(|task| task.expect("a thread"));
@@ -162,7 +177,7 @@ impl Server {
         Client::connect(&self.socket(), Mode::Structured).expect("a connection")
     }
 
-    /// Asks it to finish; does not wait.
+    /// Sends SIGTERM; does not wait.
     pub(crate) fn terminate(&self) {
         self.signal(Signal::TERM);
     }
@@ -172,7 +187,7 @@ impl Server {
         kill_process(Pid::from_child(&self.child), signal).expect("a server to signal");
     }
 
-    /// Waits for its end, within bounds.
+    /// Waits for its end, at most `BOUND`.
     pub(crate) fn wait(&mut self) -> ExitStatus {
         let start = Instant::now();
         while start.elapsed() < BOUND {
@@ -184,14 +199,14 @@ impl Server {
         panic!("the server does not end; it said: {}", self.log());
     }
 
-    /// Ends it as a service manager does, and checks that it ends well: exit 0, no socket left.
+    /// Stops it as a service manager does, and checks exit status 0 and that no socket is left.
     pub(crate) fn stop(self) {
         let socket = self.socket();
         self.stop_but_leave_socket();
         assert!(!socket.exists(), "the socket is left behind");
     }
 
-    /// As `stop`, for one whose sockets are somebody else's.
+    /// As `stop`, for a server with inherited sockets.
     pub(crate) fn stop_but_leave_socket(mut self) {
         self.terminate();
         let status = self.wait();
@@ -201,13 +216,13 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
-        // Both fail only where the process is gone already, which is what they are for.
+        // Both fail only if the process has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();
     }
 }
 
-/// What a ready line names: all addresses where it is JSON, else one.
+/// The addresses in a ready line: all if it is JSON, else one.
 fn addresses_in(line: &str) -> Vec<String> {
     if let Some(uri) = line.strip_prefix(READY) {
         return vec![uri.to_owned()];
@@ -218,7 +233,7 @@ fn addresses_in(line: &str) -> Vec<String> {
     uris.iter().map(|uri| uri.as_str().expect("an address").to_owned()).collect()
 }
 
-/// The server's command behind `wrapper`.
+/// The server's command with the prefix `wrapper`.
 fn under(wrapper: &[&str]) -> Command {
     let words: Vec<OsString> = wrapper.iter().map(OsString::from).chain([NOWAIT.into()]).collect();
     let mut command = Command::new(&words[0]);
@@ -226,7 +241,8 @@ fn under(wrapper: &[&str]) -> Command {
     command
 }
 
-/// The child's standard output, line by line, so that waiting for one can be bounded.
+/// The lines of the child's standard output, over a channel, so that the wait for a line can have a
+/// timeout.
 fn lines_of(child: &mut Child) -> mpsc::Receiver<String> {
     let output = BufReader::new(child.stdout.take().expect("a piped output"));
     let (sender, lines) = mpsc::channel();
@@ -238,7 +254,7 @@ fn lines_of(child: &mut Child) -> mpsc::Receiver<String> {
     lines
 }
 
-/// What a `nowait` that must not start said and how it exited.
+/// The exit code and the message of a `nowait` that was refused.
 pub(crate) struct Refusal {
     /// The exit code.
     pub(crate) code: i32,
@@ -247,9 +263,10 @@ pub(crate) struct Refusal {
 }
 
 impl Refusal {
-    /// Checks the form every error has (one line, `nowait: …`, exit 1) and that it says each of `words`.
+    /// Checks the form of an error (one line, `nowait: …`, exit 1, or 66 where an image cannot be
+    /// opened to be served) and that it contains each of `words`.
     pub(crate) fn says(&self, words: &[&str]) {
-        assert_eq!(self.code, 1, "{}", self.error);
+        assert!([1, 66].contains(&self.code), "{}: {}", self.code, self.error);
         assert!(self.error.starts_with("nowait: "), "{}", self.error);
         assert_eq!(self.error.lines().count(), 1, "{}", self.error);
         for word in words {
@@ -258,12 +275,12 @@ impl Refusal {
     }
 }
 
-/// Runs `nowait` with `arguments` to its end.
+/// Runs `nowait` with `arguments`, which must fail.
 pub(crate) fn refusal(arguments: &[impl AsRef<OsStr>]) -> Refusal {
     refusal_under(&[], arguments)
 }
 
-/// As `refusal`, behind `wrapper`.
+/// As `refusal`, with the prefix `wrapper`.
 pub(crate) fn refusal_under(wrapper: &[&str], arguments: &[impl AsRef<OsStr>]) -> Refusal {
     let inner = under(wrapper);
     let output = tool(inner.get_program())
@@ -277,7 +294,8 @@ pub(crate) fn refusal_under(wrapper: &[&str], arguments: &[impl AsRef<OsStr>]) -
     Refusal { code, error }
 }
 
-/// Runs `nowait` with `arguments`; gives what it printed. Fails the test unless it exits 0.
+/// Runs `nowait` with `arguments`; returns its standard output. Fails the test unless it exits with
+/// 0.
 pub(crate) fn accepted(arguments: &[&str]) -> String {
     tool(NOWAIT).args(arguments).succeeds()
 }

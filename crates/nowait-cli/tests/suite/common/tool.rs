@@ -1,33 +1,36 @@
-//! Other people's programs, under a time bound, and what to do where they are missing.
+//! Runs external programs with a timeout, and skips tests where they are missing.
 //!
-//! Invariant: a tool that hangs is killed and fails the test. Knows: coreutils' timeout. Known by: all tests.
+//! Invariant: a tool that hangs is killed by coreutils' timeout and fails the test.
 
 use std::ffi::OsStr;
+use std::fs::File;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-/// Far beyond what any step here takes on two cores, a guest under emulation included.
+/// The timeout of a tool in seconds: far more than any step takes on two cores, an emulated guest
+/// included.
 const TOOL_BOUND_SECONDS: &str = "180";
-/// What timeout(1) exits with when it had to end its command.
+/// The exit status of timeout(1) when it killed its command.
 const TIMED_OUT: i32 = 124;
 
-/// Debian's interpreter, because Debian's libnbd binding is built for it and no other.
+/// Debian's interpreter: Debian's libnbd binding is built only for it.
 pub(crate) const PYTHON: &str = "/usr/bin/python3";
 
-/// A tool to be run; ends by itself or is ended.
+/// A tool to run, with a timeout.
 pub(crate) fn tool(name: impl AsRef<OsStr>) -> Command {
     let mut command = Command::new("timeout");
     command.args(["--kill-after=5", TOOL_BOUND_SECONDS]).arg(name);
     command
 }
 
-/// What is asked of a tool that ran.
+/// Runs a tool and checks its exit status.
 pub(crate) trait Finished {
-    /// Runs it; fails the test with all its output unless it exits 0. Gives its standard output.
+    /// Runs it; fails the test with all its output unless it exits with 0. Returns its standard
+    /// output.
     fn succeeds(&mut self) -> String;
-    /// Runs it; fails the test if it exits 0. Gives its standard output and error together.
+    /// Runs it; fails the test if it exits with 0. Returns its standard output and error together.
     fn fails(&mut self) -> String;
 }
 
@@ -45,19 +48,20 @@ impl Finished for Command {
     }
 }
 
-/// Nobody starts a child while this is held. A child has copies of all descriptors, and with them the locks on
-/// images, until its exec(2): an image that was closed is free only when none is between the two.
+/// Prevents the start of child processes while the guard is held. Until its exec(2) a child has
+/// copies of all descriptors, and with them the locks on images: a closed image is unlocked only
+/// when no child is between fork(2) and exec(2).
 pub(crate) fn no_child_starts() -> MutexGuard<'static, ()> {
     static STARTING: Mutex<()> = Mutex::new(());
     STARTING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Runs it to its end, without input; gives all that it said.
+/// Runs it to its end, without input; returns all its output.
 pub(crate) fn output(command: &mut Command) -> Output {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
-    let turn = no_child_starts();
+    let guard = no_child_starts();
     let child = command.spawn();
-    drop(turn);
+    drop(guard);
     let ended = child.and_then(Child::wait_with_output);
     ended.unwrap_or_else(|error| panic!("{command:?}: {error}"))
 }
@@ -76,19 +80,19 @@ fn both(output: &Output) -> String {
     )
 }
 
-/// True if `name` (on the path, or a path) can be run. Where not: false and a line that says so, or, with
+/// True if `name` (on the path, or a path) can be run. Otherwise false and a message, or, with
 /// `NOWAIT_REQUIRE_TOOLS=1`, a failed test.
 pub(crate) fn require_tool(name: &str) -> bool {
     path_of(name).is_some() || skip(&format!("no {name}"))
 }
 
-/// Where `name`, on the path or a path, is.
+/// The path of `name`, which is a path or on `PATH`.
 pub(crate) fn path_of(name: &str) -> Option<PathBuf> {
     let path = std::env::var_os("PATH").unwrap_or_default();
     std::env::split_paths(&path).map(|directory| directory.join(name)).find(|file| file.is_file())
 }
 
-/// As `require_tool`, for an interpreter that can talk NBD.
+/// As `require_tool`, for a Python interpreter with libnbd.
 pub(crate) fn python_with_nbd() -> bool {
     let there = Path::new(PYTHON).is_file()
         && Command::new(PYTHON)
@@ -98,14 +102,20 @@ pub(crate) fn python_with_nbd() -> bool {
     there || skip("no python3-libnbd")
 }
 
-/// Says why a test does nothing here; fails it instead where everything is said to be there. Always false.
+/// As `require_tool`, for /dev/fuse.
+pub(crate) fn require_fuse() -> bool {
+    let opened = File::options().read(true).write(true).open("/dev/fuse");
+    opened.map_or_else(|error| skip(&format!("/dev/fuse cannot be opened: {error}")), |_| true)
+}
+
+/// Prints why a test is skipped; fails it instead with `NOWAIT_REQUIRE_TOOLS=1`. Always false.
 pub(crate) fn skip(why: &str) -> bool {
     assert_ne!(
         std::env::var("NOWAIT_REQUIRE_TOOLS").as_deref(),
         Ok("1"),
         "{why}, and NOWAIT_REQUIRE_TOOLS=1"
     );
-    // Past libtest's capture, which would swallow it in a test that passes.
+    // Not through libtest's capture, which would hide it in a test that passes.
     let _ = writeln!(std::io::stderr(), "skipped: {why}");
     false
 }

@@ -1,8 +1,7 @@
-//! Streams of requests with random damage: each request that is still one gets the one reply that the
-//! specification gives it, nothing else is answered, and what is no request ends its connection.
+//! Streams of requests with random damage: each valid request gets exactly the reply that the
+//! specification requires, nothing else is answered, and an invalid request ends its connection.
 //!
-//! Invariant: what is expected is worked out from the bytes that were sent, by the specification alone.
-//! Knows: the wire. Known by: nobody.
+//! Invariant: the expected replies are derived from the sent bytes by the specification alone.
 
 mod reader;
 mod spec;
@@ -28,9 +27,9 @@ use spec::End;
 const IMAGE_BYTES: u64 = MIB;
 /// Streams on each of [`TERMS`].
 const STREAMS: u64 = 300;
-/// So many pieces of a stream are of a few bytes, in one stream of five.
+/// The number of pieces of a few bytes, in one stream of five.
 const SMALL_PIECES: u32 = 300;
-/// Forms of messages, and whether a context is selected.
+/// Message formats, and whether a context is selected.
 const TERMS: [(Mode, bool); 5] = [
     (Mode::Simple, false),
     (Mode::Structured, false),
@@ -38,12 +37,12 @@ const TERMS: [(Mode, bool); 5] = [
     (Mode::Extended, false),
     (Mode::Extended, true),
 ];
-/// What all of this may make the server keep.
+/// The limit of the server's memory under this load.
 const MOST_BYTES: u64 = 128 * MIB;
 
-/// What a good client reads meanwhile, and how often.
-const LOOK_BYTES: u64 = 64 * KIB;
-const BETWEEN_LOOKS: Duration = Duration::from_millis(1);
+/// The length and the interval of the reads of a well-behaved client.
+const READ_BYTES: u64 = 64 * KIB;
+const READ_INTERVAL: Duration = Duration::from_millis(1);
 
 /// NBD proto.md, "Option types" and "Option reply types".
 const OPT_STRUCTURED_REPLY: u32 = 8;
@@ -52,7 +51,7 @@ const OPT_EXTENDED_HEADERS: u32 = 11;
 const REP_ACK: u32 = 1;
 const REP_META_CONTEXT: u32 = 4;
 
-/// What a connection agreed on.
+/// The result of a connection's negotiation.
 #[derive(Clone, Copy, Debug)]
 struct Terms {
     mode: Mode,
@@ -87,7 +86,7 @@ fn connect(socket: &Path, mode: Mode, with_context: bool) -> (UnixStream, Terms)
     (stream, Terms { mode, context })
 }
 
-/// Sends `bytes` in pieces, then no more.
+/// Sends `bytes` in pieces, then shuts down the sending side.
 fn send(stream: &UnixStream, bytes: &[u8], mut random: Random) {
     let mut rest = bytes;
     let mut small_pieces = if random.chance(20) { SMALL_PIECES } else { 0 };
@@ -102,19 +101,19 @@ fn send(stream: &UnixStream, bytes: &[u8], mut random: Random) {
         stream.shutdown(Shutdown::Write)
     };
     if let Err(error) = sent() {
-        // The server has ended the connection; whether it was right to, the reader finds.
+        // The server has ended the connection; the reader checks whether that was correct.
         assert_ne!(error.kind(), io::ErrorKind::WouldBlock, "the server reads nothing");
     }
 }
 
-/// One stream on a connection of its own. Gives how it was to end.
+/// Sends one stream on a new connection and checks the replies. Returns the expected end.
 fn play(socket: &Path, terms: (Mode, bool), random: &mut Random) -> End {
     let (stream, terms) = connect(socket, terms.0, terms.1);
     let (bytes, expected) = loop {
         let bytes = stream::damaged(terms, random);
-        let expected = spec::understood(terms, IMAGE_BYTES, &bytes);
+        let expected = spec::parse(terms, IMAGE_BYTES, &bytes);
         let cookies: HashSet<_> = expected.asked.iter().map(|asked| asked.cookie).collect();
-        // Where damage has made two requests of one name, an answer could be to either.
+        // If damage has made two requests with the same cookie, an answer could belong to either.
         if cookies.len() == expected.asked.len() {
             break (bytes, expected);
         }
@@ -137,18 +136,18 @@ fn play_all(socket: &Path, terms: (Mode, bool), mut random: Random) {
     assert!((STREAMS / 20..STREAMS).contains(&broken), "{broken} of {STREAMS} were to be broken");
 }
 
-/// A good client of another export, as long as the others play.
-fn look_on(socket: &Path, expected: &[u8], over: &AtomicBool) -> u64 {
+/// A well-behaved client of another export, while the streams are sent.
+fn read_other_export(socket: &Path, expected: &[u8], over: &AtomicBool) -> u64 {
     let mut client = Client::connect_to(socket, "other", Mode::Structured).expect("a connection");
-    let mut looks = 0;
+    let mut reads = 0;
     while !over.load(Ordering::Relaxed) {
-        let offset = looks * LOOK_BYTES % MIB;
-        let read = client.read(offset, LOOK_BYTES as u32).expect("bytes");
-        assert!(read == expected[offset as usize..][..LOOK_BYTES as usize], "other bytes");
-        looks += 1;
-        thread::sleep(BETWEEN_LOOKS);
+        let offset = reads * READ_BYTES % MIB;
+        let read = client.read(offset, READ_BYTES as u32).expect("bytes");
+        assert!(read == expected[offset as usize..][..READ_BYTES as usize], "other bytes");
+        reads += 1;
+        thread::sleep(READ_INTERVAL);
     }
-    looks
+    reads
 }
 
 #[test]
@@ -164,7 +163,7 @@ fn nbd_must_mutated_requests_are_answered_once_each_or_end_the_connection() {
         let socket = server.socket();
         let over = AtomicBool::new(false);
         thread::scope(|scope| {
-            let onlooker = scope.spawn(|| look_on(&socket, &bytes, &over));
+            let reader_thread = scope.spawn(|| read_other_export(&socket, &bytes, &over));
             let players = TERMS.into_iter().zip(1..).map(|(terms, number)| {
                 let random = Random::from_seed(seed ^ (number << 40) ^ ((variant as u64) << 50));
                 let socket = &socket;
@@ -174,7 +173,7 @@ fn nbd_must_mutated_requests_are_answered_once_each_or_end_the_connection() {
             let fair = players.into_iter().map(|player| player.join().is_ok());
             let fair = fair.fold(true, |all, one| all & one);
             over.store(true, Ordering::Relaxed);
-            assert!(onlooker.join().expect("a good client is served") > 0);
+            assert!(reader_thread.join().expect("a good client is served") > 0);
             assert!(fair, "a player objects");
         });
         let highest = server.memory("VmHWM");

@@ -1,7 +1,7 @@
-//! Takes replies off a stream and compares each with what was asked.
+//! Reads replies from a stream and compares each with its request.
 //!
-//! Invariant: every message is an answer to a request that has none yet; of a reply no byte is missing,
-//! and none is too many. Knows: spec, the wire. Known by: mod.
+//! Invariant: every message answers a request that is not yet answered; no reply has missing or
+//! surplus bytes.
 
 use std::collections::HashMap;
 use std::io::{self, Read};
@@ -25,11 +25,11 @@ const STATUS: u64 = 5;
 const STATUS_EXT: u64 = 6;
 const ERROR: u64 = (1 << 15) + 1;
 
-/// A request, and how much of its answer has come.
+/// A request, and how much of its answer has arrived.
 struct Open {
     asked: Asked,
-    /// Bytes of a read, or contexts of a block status request.
-    come: u64,
+    /// Received bytes of a read, or contexts of a block status request.
+    received: u64,
 }
 
 /// The server's side of a connection.
@@ -41,14 +41,15 @@ pub(super) struct Reader<R> {
 }
 
 impl<R: Read> Reader<R> {
-    /// Reads what `stream` has in answer to what is `expected`.
+    /// A reader of the answers in `stream` to the `expected` requests.
     pub(super) fn new(terms: Terms, expected: Expected, stream: R) -> Self {
         let Expected { asked, end } = expected;
-        let open = asked.into_iter().map(|asked| (asked.cookie, Open { asked, come: 0 })).collect();
+        let open =
+            asked.into_iter().map(|asked| (asked.cookie, Open { asked, received: 0 })).collect();
         Self { terms, end, open, stream }
     }
 
-    /// Reads until the server has closed the connection, and compares.
+    /// Reads until the server closes the connection, and checks all answers.
     pub(super) fn read_to_end(&mut self) {
         let error = loop {
             if let Err(error) = self.message() {
@@ -75,7 +76,7 @@ impl<R: Read> Reader<R> {
             .unwrap_or_else(|| panic!("{terms:?}: an answer to what was not asked: {cookie:#x}"))
     }
 
-    /// One message. An error of the stream is the end.
+    /// Reads one message. An error of the stream is its end.
     fn message(&mut self) -> io::Result<()> {
         let magic = self.number(4)?;
         match (magic, self.terms.mode) {
@@ -120,9 +121,9 @@ impl<R: Read> Reader<R> {
                 let len = if kind == OFFSET_HOLE { self.number(4)? } else { bytes - 8 };
                 assert!(kind == OFFSET_DATA || bytes == 12);
                 let open = self.open(cookie);
-                assert_eq!(at, offset + open.come, "this server sends content in order");
-                open.come += len;
-                assert!(len > 0 && open.come <= length);
+                assert_eq!(at, offset + open.received, "this server sends content in order");
+                open.received += len;
+                assert!(len > 0 && open.received <= length);
                 if kind == OFFSET_DATA {
                     self.skip(len)?;
                 }
@@ -141,14 +142,17 @@ impl<R: Read> Reader<R> {
             }
             (kind, command) => panic!("a chunk of type {kind} in answer to command {command}"),
         }
-        if done && let Some(Open { asked, come }) = self.open.remove(&cookie) {
+        if done && let Some(Open { asked, received }) = self.open.remove(&cookie) {
             check(asked, error);
             let wanted = match asked.command {
                 READ => asked.length,
                 BLOCK_STATUS => 1,
                 _ => 0,
             };
-            assert!(error != 0 || come == wanted, "{come} of {wanted} in answer to {asked:?}");
+            assert!(
+                error != 0 || received == wanted,
+                "{received} of {wanted} in answer to {asked:?}"
+            );
         }
         Ok(())
     }
@@ -165,7 +169,7 @@ impl<R: Read> Reader<R> {
         };
         assert!(count > 0 && (!only_one || count == 1));
         let open = self.open(cookie);
-        open.come += 1;
+        open.received += 1;
         let length = open.asked.length;
         let mut sum = 0;
         for _ in 0..count {
@@ -185,7 +189,7 @@ impl<R: Read> Reader<R> {
 
 fn check(asked: Asked, error: u32) {
     let is_right = match (asked.verdict, error) {
-        // Where the payload never ends, success cannot be.
+        // A request with an incomplete payload cannot succeed.
         (_, 0) if asked.is_cut => false,
         (Verdict::Success | Verdict::FastOrNot, 0) | (Verdict::FastOrNot, ENOTSUP) => true,
         (Verdict::Refusal, error) => [EPERM, EINVAL, ENOSPC, EOVERFLOW].contains(&error),

@@ -1,14 +1,14 @@
-//! What the specification makes of a stream of bytes (NBD proto.md, "Request message", "Request types";
+//! Parses a stream of bytes by the specification (NBD proto.md, "Request message", "Request types";
 //! extended headers as on its branch extension-ext-header).
 //!
-//! Invariant: nothing here is taken from the server. Knows: the wire. Known by: mod, reader.
+//! Invariant: no code of the server is used here.
 
 use super::Terms;
 use crate::common::nbd::Mode;
 
 const REQUEST_MAGIC: u32 = 0x2560_9513;
 const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
-/// What the server advertises as its longest payload.
+/// The longest payload that the server advertises.
 const MOST_PAYLOAD_BYTES: u64 = 32 << 20;
 
 pub(super) const READ: u16 = 0;
@@ -27,7 +27,7 @@ pub(super) const REQ_ONE: u16 = 1 << 3;
 const FAST_ZERO: u16 = 1 << 4;
 const PAYLOAD_LEN: u16 = 1 << 5;
 
-/// What a request may be answered with.
+/// The allowed answers to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum Verdict {
     Success,
@@ -43,30 +43,30 @@ pub(super) struct Asked {
     pub(super) flags: u16,
     pub(super) cookie: u64,
     pub(super) offset: u64,
-    /// Bytes that it is about.
+    /// The length of its range in bytes.
     pub(super) length: u64,
     pub(super) verdict: Verdict,
-    /// Its payload does not come to an end: it is refused at once, or not answered.
+    /// Its payload is incomplete: the request is refused at once, or not answered.
     pub(super) is_cut: bool,
 }
 
-/// How the connection is to end.
+/// The expected end of the connection.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(super) enum End {
-    /// All is answered before.
+    /// After all answers.
     Orderly,
-    /// A rule was broken: what is asked before may be answered.
+    /// A rule was broken: earlier requests may be answered or not.
     Broken,
 }
 
-/// What is to come of a stream.
+/// The expected effect of a stream.
 #[derive(Debug)]
 pub(super) struct Expected {
     pub(super) asked: Vec<Asked>,
     pub(super) end: End,
 }
 
-/// What is left of a stream.
+/// The rest of a stream.
 struct Bytes<'a>(&'a [u8]);
 
 impl Bytes<'_> {
@@ -77,8 +77,8 @@ impl Bytes<'_> {
     }
 }
 
-/// What `bytes` come to on a connection to an export of `size` bytes.
-pub(super) fn understood(terms: Terms, size: u64, bytes: &[u8]) -> Expected {
+/// The expected effect of `bytes` on a connection to an export of `size` bytes.
+pub(super) fn parse(terms: Terms, size: u64, bytes: &[u8]) -> Expected {
     let extended = terms.mode == Mode::Extended;
     let (header_bytes, wanted, length_bytes) = match extended {
         true => (32, EXTENDED_REQUEST_MAGIC, 8),
@@ -92,7 +92,7 @@ pub(super) fn understood(terms: Terms, size: u64, bytes: &[u8]) -> Expected {
         let (cookie, offset) = (bytes.number(8), bytes.number(8));
         let length = bytes.number(length_bytes);
         let announced = extended && flags & PAYLOAD_LEN != 0;
-        // Announced or not: there are clients that do not announce it.
+        // A write has a payload even without the flag: some clients do not set it.
         let has_payload = announced || command == WRITE;
         let too_long = extended && has_payload && length > MOST_PAYLOAD_BYTES;
         if magic != u64::from(wanted) || too_long {
@@ -108,13 +108,13 @@ pub(super) fn understood(terms: Terms, size: u64, bytes: &[u8]) -> Expected {
         let is_cut = (there as u64) < payload;
         let plain =
             Asked { command, flags, cookie, offset, length, verdict: Verdict::Refusal, is_cut };
-        asked.push(judged(terms, size, plain, announced.then_some(payload_bytes)));
+        asked.push(classified(terms, size, plain, announced.then_some(payload_bytes)));
     }
     Expected { asked, end: End::Orderly }
 }
 
-/// `asked` with the verdict on it; `payload` is what was announced by a flag.
-fn judged(terms: Terms, size: u64, mut asked: Asked, payload: Option<&[u8]>) -> Asked {
+/// `asked` with its verdict; `payload` is the payload that a flag announced.
+fn classified(terms: Terms, size: u64, mut asked: Asked, payload: Option<&[u8]>) -> Asked {
     let mut allowed = FUA;
     match (asked.command, payload) {
         (READ, _) => allowed |= DF,

@@ -1,6 +1,6 @@
-//! Requests, most of them good, and what may happen to their bytes.
+//! Generates streams of mostly valid requests, with random damage.
 //!
-//! Invariant: the same random numbers give the same stream. Knows: the wire. Known by: mod.
+//! Invariant: the same random numbers give the same stream.
 
 use super::{IMAGE_BYTES, Terms};
 use crate::common::nbd::Mode;
@@ -13,7 +13,7 @@ const DISC: u16 = 2;
 const BLOCK_STATUS: u16 = 7;
 const PAYLOAD_LEN: u16 = 1 << 5;
 
-/// What a client may call its requests, and what it may put into a write so that it looks like some.
+/// A request header with a random cookie. Payloads of writes contain such headers, too.
 fn header(terms: Terms, command: u16, flags: u16, random: &mut Random, at: [u64; 2]) -> Vec<u8> {
     let [offset, length] = at;
     let extended = terms.mode == Mode::Extended;
@@ -30,7 +30,7 @@ fn header(terms: Terms, command: u16, flags: u16, random: &mut Random, at: [u64;
     bytes
 }
 
-/// A request as a good client sends it.
+/// A valid request.
 fn good(terms: Terms, random: &mut Random) -> Vec<u8> {
     let most = if random.chance(5) { IMAGE_BYTES } else { 20_000 };
     let length = 1 + random.below(most);
@@ -43,7 +43,7 @@ fn good(terms: Terms, random: &mut Random) -> Vec<u8> {
             let mut bytes = header(terms, WRITE, flags, random, [offset, length]);
             let end = bytes.len() + length as usize;
             while bytes.len() < end && random.chance(95) {
-                // Were it taken for requests, it would be some.
+                // Payload that would be valid requests if it were parsed as such.
                 bytes.extend(header(terms, 0, 0, random, [0, 512]));
             }
             bytes.resize(end, 0x77);
@@ -64,7 +64,7 @@ fn good(terms: Terms, random: &mut Random) -> Vec<u8> {
     }
 }
 
-/// A request with fields of any value, the unlikely ones more likely than they are.
+/// A request with random fields, in which extreme values are frequent.
 fn any(terms: Terms, random: &mut Random) -> Vec<u8> {
     let mut number = |bound: u64| match random.below(4) {
         0 => random.next(),
@@ -75,7 +75,7 @@ fn any(terms: Terms, random: &mut Random) -> Vec<u8> {
     let at = [number(2 * IMAGE_BYTES), number(2 * IMAGE_BYTES)];
     let flags = if random.chance(50) { random.next() as u16 } else { 1 << random.below(16) };
     let command = if random.chance(90) { random.below(10) } else { random.next() } as u16;
-    // A goodbye hides all that comes after it.
+    // NBD_CMD_DISC would hide all requests after it.
     let command = if command == DISC && random.chance(80) { WRITE } else { command };
     let mut bytes = header(terms, command, flags, random, at);
     let most = if random.chance(20) { at[1].clamp(1, 100_000) } else { 64 };
@@ -84,7 +84,7 @@ fn any(terms: Terms, random: &mut Random) -> Vec<u8> {
     bytes
 }
 
-/// A few requests, and in most streams a change to the bytes or two.
+/// Some requests, with one or two changes to the bytes in most streams.
 pub(super) fn damaged(terms: Terms, random: &mut Random) -> Vec<u8> {
     let mut bytes = Vec::new();
     for _ in 0..1 + random.below(40) {
@@ -101,7 +101,7 @@ fn damage(bytes: &mut Vec<u8>, random: &mut Random) {
     if bytes.is_empty() {
         return;
     }
-    // Most bytes are payload: half of the changes are close to where a request may begin.
+    // Most bytes are payload: half of the changes are close to the start of a request.
     let mut at = random.below(bytes.len() as u64) as usize;
     if random.chance(50) {
         let magic = [&REQUEST_MAGIC.to_be_bytes()[..], &EXTENDED_REQUEST_MAGIC.to_be_bytes()];

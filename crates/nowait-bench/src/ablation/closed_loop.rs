@@ -1,0 +1,241 @@
+//! A closed loop on an engine: each completed request is replaced by the next one.
+//!
+//! Invariant: when a loop returns, none of its requests is in flight.
+
+use std::io;
+use std::time::{Duration, Instant};
+
+use hdrhistogram::Histogram;
+use nowait::{BlockMap, ByteRange, Engine, Flags, IoQueue, Op, PooledBuffer, Request};
+
+use crate::ablation::offsets::Offsets;
+use crate::ablation::result_table::{Latency, Sample};
+use crate::cancel::CancelFlag;
+use crate::client::{Random, latency_histogram};
+use crate::workload::{Direction, Workload};
+
+const MIB: f64 = 1_048_576.0;
+/// A loop that measures no latencies reads the clock once in so many iterations.
+const ITERATIONS_PER_CLOCK_READ: u32 = 64;
+/// The longest time after which a sleeping loop checks whether it has to stop.
+pub(crate) const WAIT_SLICE: Duration = Duration::from_millis(100);
+
+/// When a loop stops, and whether it measures latencies.
+#[derive(Clone, Copy)]
+pub(crate) struct StopCondition<'a> {
+    pub(crate) duration: Duration,
+    pub(crate) stop: &'a CancelFlag,
+    /// Whether latencies are measured: not if reading the clock costs more than a request.
+    pub(crate) timed: bool,
+}
+
+impl StopCondition<'_> {
+    /// The condition for the warm-up, which is a fifth as long.
+    pub(crate) fn warm_up(self) -> Self {
+        Self { duration: self.duration / 5, ..self }
+    }
+
+    pub(crate) fn begin(&self) -> Interval {
+        Interval {
+            begin: Instant::now(),
+            elapsed: Duration::ZERO,
+            requests: 0,
+            bytes: 0,
+            latencies_ns: self.timed.then(latency_histogram).and_then(Result::ok),
+        }
+    }
+
+    /// Returns false at least once, so that even a very slow loop completes a request.
+    #[inline]
+    pub(crate) fn is_over(&self, interval: &Interval, now: Instant) -> bool {
+        let late = now - interval.begin >= self.duration && interval.bytes > 0;
+        late || self.stop.requested()
+    }
+}
+
+/// The requests, bytes and latencies of one run of a loop.
+pub(crate) struct Interval {
+    pub(crate) begin: Instant,
+    pub(crate) elapsed: Duration,
+    pub(crate) requests: u64,
+    pub(crate) bytes: u64,
+    pub(crate) latencies_ns: Option<Histogram<u64>>,
+}
+
+impl Interval {
+    #[inline]
+    pub(crate) fn count(&mut self, bytes: u64, latency: Duration) {
+        self.requests += 1;
+        self.bytes += bytes;
+        if let Some(histogram) = &mut self.latencies_ns {
+            histogram.saturating_record(latency.as_nanos() as u64);
+        }
+    }
+
+    pub(crate) fn end(&mut self) {
+        self.elapsed = self.begin.elapsed();
+    }
+
+    /// Adds the figures of another loop that ran at the same time.
+    pub(crate) fn add(&mut self, other: &Interval) {
+        let end = (self.begin + self.elapsed).max(other.begin + other.elapsed);
+        self.begin = self.begin.min(other.begin);
+        self.elapsed = end - self.begin;
+        self.requests += other.requests;
+        self.bytes += other.bytes;
+        if let (Some(all), Some(more)) = (&mut self.latencies_ns, &other.latencies_ns) {
+            // This cannot fail: both have the bounds of `latency_histogram`.
+            let _ = all.add(more);
+        }
+    }
+
+    /// The figures per second.
+    ///
+    /// # Errors
+    /// No request was completed.
+    pub(crate) fn sample(&self) -> io::Result<Sample> {
+        if self.bytes == 0 {
+            return Err(io::Error::other("finished no request in time"));
+        }
+        let seconds = self.elapsed.as_secs_f64();
+        let taken = self.latencies_ns.as_ref().filter(|_| self.requests > 0);
+        Ok(Sample {
+            per_second: self.requests as f64 / seconds,
+            mib_per_second: self.bytes as f64 / MIB / seconds,
+            latency: taken.map(Latency::of),
+        })
+    }
+}
+
+/// The operation that corresponds to a direction.
+pub(crate) fn op(direction: Direction) -> Op {
+    match direction {
+        Direction::Read => Op::Read,
+        Direction::Write => Op::Write,
+    }
+}
+
+/// Runs the warm-up, then the measurement.
+///
+/// # Errors
+/// The error of the engine or of a request.
+pub(crate) fn warm_and_drive<Q: IoQueue, M: BlockMap>(
+    engine: &mut Engine<Q, M>,
+    load: &Workload,
+    offsets: &mut Offsets,
+    stop_condition: StopCondition<'_>,
+) -> io::Result<Interval> {
+    drive(engine, load, offsets, stop_condition.warm_up())?;
+    drive(engine, load, offsets, stop_condition)
+}
+
+/// Keeps `load.depth` requests in flight until `stop_condition` ends the loop or the offsets run
+/// out.
+///
+/// # Errors
+/// The error of the engine or of a request.
+pub(crate) fn drive<Q: IoQueue, M: BlockMap>(
+    engine: &mut Engine<Q, M>,
+    load: &Workload,
+    offsets: &mut Offsets,
+    stop_condition: StopCondition<'_>,
+) -> io::Result<Interval> {
+    let mut slots = Slots::new(engine, load)?;
+    let mut interval = stop_condition.begin();
+    let mut now = interval.begin;
+    let mut pass = 0u32;
+    loop {
+        pass = pass.wrapping_add(1);
+        if stop_condition.timed || pass.is_multiple_of(ITERATIONS_PER_CLOCK_READ) {
+            now = Instant::now();
+            if stop_condition.is_over(&interval, now) {
+                break;
+            }
+        }
+        slots.fill(engine, offsets, now)?;
+        if engine.in_flight() == 0 {
+            break;
+        }
+        engine.poll()?;
+        if !engine.has_done() {
+            engine.wait(Some(WAIT_SLICE), &mut |_, _| {})?;
+        }
+        slots.take(engine, &mut interval)?;
+    }
+    interval.end();
+    // Requests that complete from here on are not counted.
+    let mut rest = StopCondition { timed: false, ..stop_condition }.begin();
+    while engine.in_flight() > 0 {
+        engine.wait(Some(WAIT_SLICE), &mut |_, _| {})?;
+        slots.take(engine, &mut rest)?;
+    }
+    Ok(interval)
+}
+
+/// One slot for each request in flight; the tag of a request is the index of its slot.
+struct Slots {
+    free: Vec<(u64, PooledBuffer)>,
+    started: Vec<Instant>,
+    op: Op,
+    block: u64,
+}
+
+impl Slots {
+    fn new<Q: IoQueue, M: BlockMap>(
+        engine: &mut Engine<Q, M>,
+        load: &Workload,
+    ) -> io::Result<Slots> {
+        let block = load.block_bytes as u64;
+        let mut random = Random::seeded(block);
+        let mut free = Vec::with_capacity(load.depth);
+        for slot in 0..load.depth as u64 {
+            let buf = engine.buffer(ByteRange::new(0, block));
+            let mut buf = buf.ok_or_else(|| io::Error::other("no buffer is left"))?;
+            if load.direction == Direction::Write {
+                random.fill(&mut buf);
+            }
+            free.push((slot, buf));
+        }
+        let started = vec![Instant::now(); load.depth];
+        Ok(Slots { free, started, op: op(load.direction), block })
+    }
+
+    #[inline]
+    fn fill<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        engine: &mut Engine<Q, M>,
+        offsets: &mut Offsets,
+        now: Instant,
+    ) -> io::Result<()> {
+        while let Some((slot, buf)) = self.free.pop() {
+            let Some(pos) = offsets.next() else {
+                self.free.push((slot, buf));
+                break;
+            };
+            self.started[slot as usize] = now;
+            let io =
+                Request { op: self.op, flags: Flags::NONE, range: ByteRange::new(pos, self.block) };
+            engine.submit(io, buf, slot).map_err(|rejected| rejected.error)?;
+        }
+        Ok(())
+    }
+
+    #[inline]
+    fn take<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        engine: &mut Engine<Q, M>,
+        interval: &mut Interval,
+    ) -> io::Result<()> {
+        let now = if interval.latencies_ns.is_some() { Instant::now() } else { interval.begin };
+        while let Some(completion) = engine.next() {
+            let bytes = completion.result()?;
+            let (slot, Some(buf)) = (completion.tag, completion.buf) else { continue };
+            if bytes != self.block {
+                return Err(io::Error::other("a request was cut short"));
+            }
+            interval.count(bytes, now.saturating_duration_since(self.started[slot as usize]));
+            self.free.push((slot, buf));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,201 @@
+//! What all measurements have in common: the file, opened in the way each of them needs, and the
+//! duration.
+//!
+//! Invariant: a file that may not be overwritten is opened read-only.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::OpenOptionsExt;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use nowait::{
+    AllocationCache, AsyncFile, BlockDevice, BlockMap, Config, Engine, LinearMap, Null,
+    OpenOptions, Uring, WorkerPool,
+};
+use tempfile::TempDir;
+
+use crate::ablation::EngineOptions;
+use crate::ablation::closed_loop::{Interval, StopCondition, warm_and_drive};
+use crate::ablation::offsets::{Offsets, Region};
+use crate::ablation::result_table::Sample;
+use crate::cancel::CancelFlag;
+use crate::error::Error;
+use crate::test_file::{Access, Target};
+use crate::workload::{Caching, Direction, Workload};
+
+/// The largest part of a file that is used: a larger one would not change the results.
+const BYTES_MAX: u64 = 1 << 30;
+
+/// The environment of all measurements.
+pub(crate) struct Fixture<'a> {
+    target: &'a Target,
+    pub(crate) path: &'a Path,
+    /// Bytes of the file that are used.
+    pub(crate) bytes: u64,
+    pub(crate) writable: bool,
+    /// Whether the page cache is bypassed.
+    pub(crate) direct: bool,
+    pub(crate) duration: Duration,
+    pub(crate) latency: &'a [Duration],
+    pub(crate) stop: &'a CancelFlag,
+    /// A directory for the sparse file.
+    scratch: TempDir,
+}
+
+impl<'a> Fixture<'a> {
+    pub(crate) fn set(
+        target: &'a Target,
+        options: &'a EngineOptions,
+    ) -> Result<Fixture<'a>, Error> {
+        // In the directory of the file if it is a temporary one; no file is created beside a file
+        // of the user.
+        let beside = target.path.parent().filter(|_| target.was_made()).map(Path::to_owned);
+        let parent = beside
+            .or_else(|| std::env::var_os("TMPDIR").map(PathBuf::from))
+            .unwrap_or_else(|| PathBuf::from("/var/tmp"));
+        let scratch = tempfile::Builder::new().prefix("nowait-bench-").tempdir_in(parent);
+        let mut fixture = Fixture {
+            target,
+            path: &target.path,
+            bytes: target.bytes.min(BYTES_MAX),
+            writable: target.access == Access::ReadWrite,
+            direct: false,
+            duration: options.duration,
+            latency: &options.latency,
+            stop: &options.stop,
+            scratch: scratch.map_err(Error::system("making a directory for a sparse file"))?,
+        };
+        let file_error = |error: nowait::Error| Error::File {
+            path: target.path.clone(),
+            problem: error.to_string(),
+        };
+        let disk =
+            BlockDevice::open_mapped(fixture.path, fixture.open_options()).map_err(file_error)?;
+        fixture.direct = disk.is_direct();
+        Ok(fixture)
+    }
+
+    fn open_options(&self) -> OpenOptions {
+        OpenOptions { read_only: !self.writable, ..OpenOptions::default() }
+    }
+
+    /// The directions that may be measured on the file.
+    pub(crate) fn directions(&self) -> &'static [Direction] {
+        if self.writable { &[Direction::Read, Direction::Write] } else { &[Direction::Read] }
+    }
+
+    pub(crate) fn region(&self, block_bytes: usize) -> Region {
+        Region { start: 0, bytes: self.bytes, block: block_bytes as u64 }
+    }
+
+    /// Endless offsets for `load` in the whole file.
+    pub(crate) fn offsets(&self, load: &Workload) -> Offsets {
+        Offsets::endless(load.order, self.region(load.block_bytes), 1)
+    }
+
+    pub(crate) fn stop_condition(&self, timed: bool) -> StopCondition<'a> {
+        StopCondition { duration: self.duration, stop: self.stop, timed }
+    }
+
+    /// The file as a disk whose every byte counts as mapped.
+    pub(crate) fn disk(&self) -> io::Result<Arc<BlockDevice<LinearMap>>> {
+        Ok(Arc::new(BlockDevice::open_mapped(self.path, self.open_options())?))
+    }
+
+    /// The file as a disk that knows its holes; with `hint` off it knows none.
+    pub(crate) fn hinted_disk(
+        &self,
+        path: &Path,
+        hint: bool,
+    ) -> io::Result<Arc<BlockDevice<AllocationCache>>> {
+        let read_only = path == self.path && !self.writable;
+        let options = OpenOptions { read_only, no_hint: !hint, ..OpenOptions::default() };
+        let disk = BlockDevice::open(path, options)?;
+        disk.scan();
+        Ok(Arc::new(disk))
+    }
+
+    /// The file as another program would open it.
+    pub(crate) fn plain(&self, path: &Path, direct: bool) -> io::Result<File> {
+        let flags = if direct { rustix::fs::OFlags::DIRECT.bits().cast_signed() } else { 0 };
+        fs::OpenOptions::new().read(true).write(self.writable).custom_flags(flags).open(path)
+    }
+
+    /// Drops the pages that an access through another descriptor has left in the page cache: direct
+    /// I/O would have to invalidate them.
+    pub(crate) fn drop_cache(&self) -> io::Result<()> {
+        self.target.prepare(Caching::Direct)
+    }
+
+    /// A file of `bytes` without allocated blocks. It is truncated rather than created again,
+    /// because file systems release a removed file later, which would disturb the measurement.
+    pub(crate) fn sparse(&self, bytes: u64) -> io::Result<PathBuf> {
+        let path = self.scratch.path().join("sparse.img");
+        let file = fs::OpenOptions::new().write(true).create(true).truncate(true).open(&path)?;
+        file.set_len(bytes)?;
+        file.sync_all()?;
+        Ok(path)
+    }
+
+    /// Measures `load` on the file through a ring.
+    pub(crate) fn on_file(&self, load: &Workload, config: Config) -> io::Result<Sample> {
+        let disk = self.disk()?;
+        let mut engine = ring_engine(&disk, &WorkerPool::new(&disk, config.workers), config)?;
+        self.measure_loop(
+            load,
+            |offsets, stop_condition| warm_and_drive(&mut engine, load, offsets, stop_condition),
+            true,
+        )
+    }
+
+    /// Measures `load` on the null queue.
+    pub(crate) fn on_null(&self, load: &Workload, config: Config) -> io::Result<Sample> {
+        let disk = self.disk()?;
+        let workers = WorkerPool::new(&disk, config.workers);
+        let mut engine = Engine::new(disk, workers, Null::new()?, config)?;
+        self.measure_loop(
+            load,
+            |offsets, stop_condition| warm_and_drive(&mut engine, load, offsets, stop_condition),
+            false,
+        )
+    }
+
+    /// Measures one closed loop.
+    pub(crate) fn measure_loop(
+        &self,
+        load: &Workload,
+        run: impl FnOnce(&mut Offsets, StopCondition<'_>) -> io::Result<Interval>,
+        timed: bool,
+    ) -> io::Result<Sample> {
+        run(&mut self.offsets(load), self.stop_condition(timed))?.sample()
+    }
+}
+
+/// An engine on a ring.
+pub(crate) fn ring_engine<M: BlockMap>(
+    disk: &Arc<BlockDevice<M>>,
+    workers: &WorkerPool,
+    config: Config,
+) -> io::Result<Engine<Uring, M>> {
+    let queue = Uring::new(disk.fd()).map_err(no_ring)?;
+    Ok(Engine::new(disk.clone(), workers.clone(), queue, config)?)
+}
+
+/// The reason why no ring could be set up, with a remedy.
+fn no_ring(error: nowait::Error) -> io::Error {
+    io::Error::other(Uring::refusal(error))
+}
+
+/// The async interface of `disk` on a ring.
+pub(crate) fn ring_tasks(
+    disk: Arc<BlockDevice<AllocationCache>>,
+    workers: WorkerPool,
+    config: Config,
+) -> io::Result<AsyncFile> {
+    // Only the thread that owns the ring can create it, and it reports only the error number. This
+    // attempt gives the full error.
+    drop(Uring::new(disk.fd()).map_err(no_ring)?);
+    Ok(AsyncFile::with_queue(disk, workers, config, |disk| Uring::new(disk.fd()))?)
+}

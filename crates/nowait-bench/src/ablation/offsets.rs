@@ -1,0 +1,150 @@
+//! The offsets of requests: random or sequential, endless or each offset once.
+//!
+//! Invariant: every offset is a multiple of the block size and its block lies in the region.
+
+use crate::client::Random;
+use crate::workload::Order;
+
+/// Random numbers that are generated at once, so that their cost per request is negligible.
+const NUMBERS: usize = 512;
+const NUMBER_BYTES: usize = size_of::<u64>();
+
+/// Random numbers, generated in batches.
+struct Numbers {
+    random: Random,
+    bytes: Box<[u8]>,
+    used: usize,
+}
+
+impl Numbers {
+    fn seeded(seed: u64) -> Numbers {
+        let bytes = vec![0; NUMBERS * NUMBER_BYTES].into_boxed_slice();
+        Numbers { random: Random::seeded(seed), used: bytes.len(), bytes }
+    }
+
+    /// A number below `bound`.
+    #[inline]
+    fn below(&mut self, bound: u64) -> u64 {
+        if self.used == self.bytes.len() {
+            self.random.fill(&mut self.bytes);
+            self.used = 0;
+        }
+        let mut number = [0; NUMBER_BYTES];
+        number.copy_from_slice(&self.bytes[self.used..self.used + NUMBER_BYTES]);
+        self.used += NUMBER_BYTES;
+        ((u128::from(u64::from_ne_bytes(number)) * u128::from(bound)) >> u64::BITS) as u64
+    }
+}
+
+/// Blocks of a device, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Region {
+    /// The start, a multiple of `block`.
+    pub(crate) start: u64,
+    /// The length; an incomplete block at the end is not used.
+    pub(crate) bytes: u64,
+    /// The size of one request.
+    pub(crate) block: u64,
+}
+
+impl Region {
+    fn blocks(self) -> u64 {
+        self.bytes / self.block
+    }
+
+    /// The part of job number `job`, counted from 0, if `jobs` jobs share the region.
+    pub(crate) fn part(self, job: u64, jobs: u64) -> Region {
+        let blocks = self.blocks() / jobs;
+        Region { start: self.start + job * blocks * self.block, bytes: blocks * self.block, ..self }
+    }
+}
+
+enum OffsetOrder {
+    Random(Numbers),
+    Sequential,
+    /// The blocks not used yet, the next one last.
+    Once(Vec<u64>),
+}
+
+/// The offsets of requests.
+pub(crate) struct Offsets {
+    region: Region,
+    order: OffsetOrder,
+    next: u64,
+}
+
+impl Offsets {
+    /// Offsets without end, which repeat.
+    pub(crate) fn endless(order: Order, region: Region, seed: u64) -> Offsets {
+        let order = match order {
+            Order::Random => OffsetOrder::Random(Numbers::seeded(seed)),
+            Order::Sequential => OffsetOrder::Sequential,
+        };
+        Offsets { region, order, next: 0 }
+    }
+
+    /// Each block once.
+    pub(crate) fn once(order: Order, region: Region, seed: u64) -> Offsets {
+        let mut blocks: Vec<u64> = (0..region.blocks()).rev().collect();
+        if order == Order::Random {
+            let mut numbers = Numbers::seeded(seed);
+            for last in (1..blocks.len()).rev() {
+                blocks.swap(last, numbers.below(last as u64 + 1) as usize);
+            }
+        }
+        Offsets { region, order: OffsetOrder::Once(blocks), next: 0 }
+    }
+
+    /// The offset of the next request; `None` after each block was used once.
+    #[inline]
+    pub(crate) fn next(&mut self) -> Option<u64> {
+        let blocks = self.region.blocks();
+        let block = match &mut self.order {
+            OffsetOrder::Random(numbers) => numbers.below(blocks),
+            OffsetOrder::Once(left) => left.pop()?,
+            OffsetOrder::Sequential => {
+                let block = self.next;
+                self.next = if block + 1 < blocks { block + 1 } else { 0 };
+                block
+            }
+        };
+        Some(self.region.start + block * self.region.block)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const REGION: Region = Region { start: 8192, bytes: 4 * 4096 + 100, block: 4096 };
+
+    #[test]
+    fn endless_offsets_stay_in_the_region_and_repeat() {
+        for order in [Order::Random, Order::Sequential] {
+            let mut offsets = Offsets::endless(order, REGION, 3);
+            let mut seen: Vec<u64> = (0..2000).filter_map(|_| offsets.next()).collect();
+            assert_eq!(seen.len(), 2000);
+            seen.sort_unstable();
+            seen.dedup();
+            assert_eq!(seen, [8192, 12288, 16384, 20480]);
+        }
+    }
+
+    #[test]
+    fn offsets_of_one_pass_are_each_block_once() {
+        let all = |order| {
+            let mut offsets = Offsets::once(order, REGION, 3);
+            std::iter::from_fn(move || offsets.next()).collect::<Vec<u64>>()
+        };
+        assert_eq!(all(Order::Sequential), [8192, 12288, 16384, 20480]);
+        let mut random = all(Order::Random);
+        random.sort_unstable();
+        assert_eq!(random, [8192, 12288, 16384, 20480]);
+    }
+
+    #[test]
+    fn parts_of_a_region_do_not_overlap() {
+        let parts = [0, 1].map(|job| REGION.part(job, 2));
+        assert_eq!(parts.map(|part| (part.start, part.bytes)), [(8192, 8192), (16384, 8192)]);
+    }
+}

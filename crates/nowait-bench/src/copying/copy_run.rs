@@ -1,0 +1,134 @@
+//! One timed copy from a prepared source to a new target.
+//!
+//! Invariant: before each copy no page is dirty, no page of the source is in the page cache, and no
+//! target exists except an export of zeros.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::unix::fs::{FileExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::time::Duration;
+
+use rustix::fs::Advice;
+
+use crate::address::Address;
+use crate::client::Random;
+use crate::copying::copy_case::{Content, Copier, CopyCase};
+use crate::copying::table::CopySample;
+use crate::copying::timed;
+use crate::process_stats::CpuTime;
+use crate::server::Server;
+
+const MIB: u64 = 1 << 20;
+/// The unit of `st_blocks` (stat(2)).
+const STAT_BLOCK_BYTES: u64 = 512;
+/// Bytes of data in each MiB of a sparse disk.
+const SPARSE_BYTES: u64 = 64 << 10;
+
+/// The directories and the size of a copy.
+pub(crate) struct CopyRun<'a> {
+    pub(crate) directory: &'a Path,
+    /// The directory of the socket of the server: a short path.
+    pub(crate) scratch: &'a Path,
+    pub(crate) nowait: &'a Path,
+    /// Bytes of the disk, whole MiB.
+    pub(crate) bytes: u64,
+}
+
+impl CopyRun<'_> {
+    fn path(&self, name: &str) -> PathBuf {
+        self.directory.join(name)
+    }
+
+    /// Creates the sources of all routes: a raw file and a qcow2 image of it.
+    pub(crate) fn prepare(&self, content: Content) -> io::Result<()> {
+        let raw = self.path("source.raw");
+        let file = File::create(&raw)?;
+        file.set_len(self.bytes)?;
+        let len = match content {
+            Content::Full => MIB,
+            Content::Sparse => SPARSE_BYTES,
+        };
+        let mut random = Random::seeded(1);
+        let mut data = vec![0; len as usize];
+        for pos in (0..self.bytes).step_by(MIB as usize) {
+            random.fill(&mut data);
+            file.write_all_at(&data, pos)?;
+        }
+        file.sync_all()?;
+        let image = self.path("source.qcow2");
+        let mut command = Command::new(self.nowait);
+        command.args(["copy", "--force", "-O", "qcow2"]).args([&raw, &image]);
+        timed::run(&mut command, &File::open(self.directory)?).map(drop)
+    }
+
+    /// Copies on `route`.
+    ///
+    /// # Errors
+    /// The last message of the program or the server, or the error of the system.
+    pub(crate) fn run(&self, copier: Copier, route: CopyCase) -> io::Result<CopySample> {
+        let source = self.path(match route {
+            CopyCase::Qcow2ToRaw => "source.qcow2",
+            _ => "source.raw",
+        });
+        let target = self.path(&format!("target.{}", route.formats().1));
+        remove_if_there(&target)?;
+        let directory = File::open(self.directory)?;
+        rustix::fs::syncfs(&directory)?;
+        rustix::fs::fadvise(File::open(&source)?, 0, None, Advice::DontNeed)?;
+        let server = match route {
+            CopyCase::FileToNbd => {
+                File::create(&target)?.set_len(self.bytes)?;
+                Some(self.serve(&target, &[])?)
+            }
+            CopyCase::NbdToFile => Some(self.serve(&source, &["--read-only"])?),
+            CopyCase::RawToRaw | CopyCase::RawToQcow2 | CopyCase::Qcow2ToRaw => None,
+        };
+        let uri = Address::Unix(self.scratch.join("socket")).uri("");
+        let [source, target] = [source, target].map(|path| path.to_string_lossy().into_owned());
+        let (from, to) = match route {
+            CopyCase::FileToNbd => (&source, &uri),
+            CopyCase::NbdToFile => (&uri, &target),
+            _ => (&source, &target),
+        };
+        let (program, arguments) = copier.command(self.nowait, route, from, to);
+        let used = |server: &Option<Server>| {
+            server.as_ref().map(|server| CpuTime::read(server.pid())).transpose()
+        };
+        let before = used(&server)?;
+        let timed = timed::run(Command::new(program).args(arguments), &directory)?;
+        let server_ns = used(&server)?.zip(before).map(|(now, before)| now.since(&before));
+        if let Some(server) = server {
+            server.stop()?;
+        }
+        let taken = fs::metadata(&target)?.blocks() * STAT_BLOCK_BYTES;
+        remove_if_there(Path::new(&target))?;
+        Ok(CopySample {
+            taken_mib: taken as f64 / MIB as f64,
+            ended_s: timed.ended.as_secs_f64(),
+            stored_s: timed.stored.as_secs_f64(),
+            copier_cpu_s: timed.processor.as_secs_f64(),
+            server_cpu_s: server_ns.map(|ns| Duration::from_nanos(ns).as_secs_f64()),
+            machine_cpu_s: timed.machine.as_secs_f64(),
+        })
+    }
+
+    fn serve(&self, file: &Path, extra: &[&str]) -> io::Result<Server> {
+        let socket = self.scratch.join("socket");
+        let mut command = Command::new(self.nowait);
+        let address = format!("unix:{}", socket.display());
+        command.args(["serve", "--format", "raw", "--nbd", &address]).args(extra).arg(file);
+        let mut server = Server::spawn(&mut command, Address::Unix(socket), self.scratch)?;
+        let ready = server.when_ready(|address| address.connect().map(drop));
+        ready.map_err(|e| io::Error::other(format!("the server: {e}{}", server.last_message())))?;
+        Ok(server)
+    }
+}
+
+fn remove_if_there(path: &Path) -> io::Result<()> {
+    match fs::remove_file(path) {
+        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
+        _ => Ok(()),
+    }
+}

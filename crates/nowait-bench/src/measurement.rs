@@ -1,0 +1,185 @@
+//! One measurement: a server is started, warmed up, measured under one workload, and stopped.
+//!
+//! Invariant: the server has ended when the measurement returns, on success and on failure, and the
+//! affinity of the calling thread is restored.
+
+use std::ops::Range;
+use std::path::Path;
+use std::time::{Duration, Instant};
+use std::{io, thread};
+
+use rustix::time::{ClockId, clock_gettime};
+
+use crate::cancel::CancelFlag;
+use crate::certificates::Certificates;
+use crate::client::{Client, ConnectOptions, Interval, Payload, latency_histogram};
+use crate::comparison::Sample;
+use crate::cpus::Placement;
+use crate::fio_client;
+use crate::process_stats::{CpuTime, resident_bytes};
+use crate::server::{Program, Server};
+use crate::test_file::Target;
+use crate::workload::{BackgroundLoad, ClientKind, Conditions, Transport, Workload};
+
+const WARM_UP: Duration = Duration::from_millis(200);
+const BYTES_PER_MIB: f64 = 1_048_576.0;
+const NS_PER_US: f64 = 1e3;
+const NS_PER_SECOND: u64 = 1_000_000_000;
+
+/// The parameters that all measurements have in common.
+pub(crate) struct Runner<'a> {
+    pub(crate) placement: Placement,
+    /// The certificates for the tables over TLS.
+    pub(crate) certificates: &'a Certificates,
+    /// A directory for sockets and messages.
+    pub(crate) scratch: &'a Path,
+    pub(crate) client: ClientKind,
+    pub(crate) connections: usize,
+    pub(crate) duration: Duration,
+    pub(crate) stop: &'a CancelFlag,
+}
+
+impl Runner<'_> {
+    /// Measures `program` on `target` once. After a cancellation the sample is meaningless.
+    pub(crate) fn take(
+        &self,
+        program: &Program,
+        target: &Target,
+        workload: &Workload,
+        terms: Conditions,
+    ) -> io::Result<Sample> {
+        thread::scope(|scope| {
+            let measurement = scope.spawn(|| {
+                self.placement.pin_to_server_cpu()?;
+                let mut server =
+                    Server::start(program, target, terms, self.certificates, self.scratch)?;
+                self.placement.pin_to_client_cpu()?;
+                let sample = self.measure(&mut server, program, target, workload, terms);
+                let sample = sample
+                    .map_err(|e| io::Error::other(format!("{e}{}", server.last_message())))?;
+                server.stop()?;
+                Ok(sample)
+            });
+            measurement.join().unwrap_or_else(|_| Err(io::Error::other("the client panicked")))
+        })
+    }
+
+    fn measure(
+        &self,
+        server: &mut Server,
+        program: &Program,
+        target: &Target,
+        workload: &Workload,
+        terms: Conditions,
+    ) -> io::Result<Sample> {
+        let export = program.kind.export();
+        if self.client == ClientKind::Fio {
+            return self.measure_by_fio(server, export, target, workload);
+        }
+        let certificates = (terms.transport == Transport::Tls).then_some(self.certificates);
+        let mut connect = |workload: &Workload, connections, over: Range<u64>, payload| {
+            server.when_ready(|address| {
+                let connect_options = ConnectOptions { address, export, certificates };
+                Client::connect(&connect_options, workload, connections, over.clone(), payload)
+            })
+        };
+        let client = connect(workload, self.connections, 0..target.bytes, Payload::Random)?;
+        let Some(neighbour) = workload.beside else {
+            return self.measure_client(client, server);
+        };
+        let load = neighbour.load();
+        let spare = target.bytes..target.bytes + target.spare_bytes;
+        let (over, payload) = match neighbour {
+            BackgroundLoad::Flood(_) => (0..target.bytes, Payload::Random),
+            BackgroundLoad::Allocations => (spare, Payload::Plain),
+        };
+        let beside = connect(&load, 1, over, payload)?;
+        let enough = CancelFlag::default();
+        thread::scope(|scope| {
+            let beside = scope.spawn(|| run_until(beside, &enough));
+            let sample = self.measure_client(client, server);
+            enough.request();
+            let beside =
+                beside.join().map_err(|_| io::Error::other("the neighbour's client panicked"))?;
+            let bytes_a_second = beside?.per_second() * load.block_bytes as f64;
+            Ok(Sample { beside_mib_s: Some(bytes_a_second / BYTES_PER_MIB), ..sample? })
+        })
+    }
+
+    /// Like `measure`, with fio as the client.
+    fn measure_by_fio(
+        &self,
+        server: &mut Server,
+        export: &str,
+        target: &Target,
+        workload: &Workload,
+    ) -> io::Result<Sample> {
+        let address = server.when_ready(|address| address.connect().map(|_| address.clone()))?;
+        let before = CpuTime::read(server.pid())?;
+        let (bytes, connections) = (target.bytes, self.connections);
+        let figures = fio_client::run(
+            &address,
+            export,
+            bytes,
+            workload,
+            connections,
+            self.duration,
+            self.stop,
+        )?;
+        let used_ns = CpuTime::read(server.pid())?.since(&before) as f64;
+        Ok(Sample {
+            iops: figures.iops,
+            p50_us: figures.p50_us,
+            p99_us: figures.p99_us,
+            server_cpu_us: used_ns / NS_PER_US / figures.requests,
+            server_rss_mib: resident_bytes(server.pid())? as f64 / BYTES_PER_MIB,
+            client_busy: figures.busy,
+            beside_mib_s: None,
+        })
+    }
+
+    fn measure_client(&self, mut client: Client, server: &Server) -> io::Result<Sample> {
+        let mut latencies_ns = latency_histogram()?;
+        client.run_for(WARM_UP, &mut latencies_ns, self.stop)?;
+        latencies_ns.reset();
+
+        let (server_before, client_before) = (CpuTime::read(server.pid())?, this_threads_ns());
+        let interval = client.run_for(self.duration, &mut latencies_ns, self.stop)?;
+        let (server_after, client_after) = (CpuTime::read(server.pid())?, this_threads_ns());
+        let resident = resident_bytes(server.pid())?;
+        client.finish()?;
+        if interval.requests == 0 {
+            return Err(io::Error::other("finished no request in time"));
+        }
+
+        let (requests, seconds) = (interval.requests as f64, interval.elapsed.as_secs_f64());
+        let client_ns = client_after.saturating_sub(client_before);
+        Ok(Sample {
+            iops: interval.per_second(),
+            p50_us: latencies_ns.value_at_quantile(0.5) as f64 / NS_PER_US,
+            p99_us: latencies_ns.value_at_quantile(0.99) as f64 / NS_PER_US,
+            server_cpu_us: server_after.since(&server_before) as f64 / NS_PER_US / requests,
+            server_rss_mib: resident as f64 / BYTES_PER_MIB,
+            client_busy: client_ns as f64 / NS_PER_SECOND as f64 / seconds,
+            beside_mib_s: None,
+        })
+    }
+}
+
+/// Runs the background `client` until `enough` is set. It yields its processor to the measured
+/// client after each receive, so that the measured client waits only for the server.
+fn run_until(mut client: Client, enough: &CancelFlag) -> io::Result<Interval> {
+    let (begin, mut requests, mut unused) = (Instant::now(), 0, latency_histogram()?);
+    while !enough.requested() {
+        requests += client.run_for(Duration::ZERO, &mut unused, enough)?.requests;
+        thread::yield_now();
+    }
+    let elapsed = begin.elapsed();
+    client.finish()?;
+    Ok(Interval { requests, elapsed })
+}
+
+fn this_threads_ns() -> u64 {
+    let time = clock_gettime(ClockId::ThreadCPUTime);
+    time.tv_sec.cast_unsigned() * NS_PER_SECOND + time.tv_nsec.cast_unsigned()
+}

@@ -1,0 +1,78 @@
+//! The command-line options for addresses to listen on.
+//!
+//! Invariant: an option of qemu-nbd has the meaning that it has there, or is refused.
+
+use std::ffi::OsString;
+
+use clap::Args;
+use clap::builder::{OsStringValueParser, TypedValueParser};
+
+use crate::listen_address::ListenAddress;
+
+/// The port that IANA has assigned to NBD.
+const NBD_PORT: u16 = 10809;
+
+/// Where to listen.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Addresses")]
+pub(crate) struct AddressArgs {
+    /// Where to listen: unix:PATH or tcp:HOST:PORT; can be given more than once
+    ///
+    /// An IPv6 address goes into brackets: `tcp:[::1]:10809`. Port 0 is any free port; the URI
+    /// tells which. Without TLS (see --tls-certs) there is neither encryption nor a password: a
+    /// client that reaches the address has the disk. So listen on TCP on 127.0.0.1 or in a network you trust
+    /// only.
+    ///
+    /// Sockets that a service manager hands over (LISTEN_FDS) are served too. Without them and
+    /// without any address: a Unix socket named after IMAGE in $XDG_RUNTIME_DIR/nowait, else in a
+    /// new temporary directory; only you can enter either.
+    #[arg(long, value_name = "ADDRESS")]
+    nbd: Vec<ListenAddress>,
+
+    /// Another way to write --nbd unix:PATH
+    #[arg(short = 'k', long, value_name = "PATH")]
+    #[arg(value_parser = OsStringValueParser::new().try_map(|path: OsString| ListenAddress::unix(path.into())))]
+    socket: Vec<ListenAddress>,
+
+    /// With --bind, another way to write --nbd tcp:ADDRESS:PORT
+    #[arg(short, long, value_name = "PORT")]
+    port: Option<u16>,
+
+    /// The name or address for --port, 10809 without it; 0.0.0.0 is every IPv4 address of this
+    /// machine
+    #[arg(short, long, value_name = "HOST")]
+    bind: Option<String>,
+}
+
+impl AddressArgs {
+    /// All addresses, in the order of the options above; empty for the default one.
+    pub(crate) fn listens(&self) -> Vec<ListenAddress> {
+        let host = self.bind.as_deref().map(without_brackets);
+        let tcp = host.map(|host| ListenAddress::Tcp {
+            host: host.to_owned(),
+            port: self.port.unwrap_or(NBD_PORT),
+        });
+        self.nbd.iter().chain(&self.socket).cloned().chain(tcp).collect()
+    }
+
+    /// Checks rules that the parser does not.
+    ///
+    /// # Errors
+    /// A message for the user: a port without an address, which qemu-nbd binds on all of the
+    /// machine's addresses.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        if self.port.is_some() && self.bind.is_none() {
+            return Err("--port needs --bind HOST: 127.0.0.1 for this machine only, 0.0.0.0 for \
+                        any client that reaches it"
+                .into());
+        }
+        match self.bind.as_deref().map(without_brackets) {
+            Some("") => Err("--bind needs a name or an address".into()),
+            _ => Ok(()),
+        }
+    }
+}
+
+fn without_brackets(host: &str) -> &str {
+    host.strip_prefix('[').and_then(|host| host.strip_suffix(']')).unwrap_or(host)
+}

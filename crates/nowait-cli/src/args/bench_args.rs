@@ -1,0 +1,257 @@
+//! The command line of `nowait bench`, and its help.
+//!
+//! Invariant: parsed values are in range.
+
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::{Args, ValueEnum};
+use nowait_bench::ServerKind;
+
+use crate::size;
+
+/// A shorter copy ends too soon to be timed.
+const COPIED_BYTES_MIN: u64 = 16 << 20;
+/// The default number of bytes to copy.
+const COPIED_BYTES: u64 = 512 << 20;
+
+/// Measure, on this machine: this server and its copies beside others, the engine's mechanisms on
+/// against off
+///
+/// Each figure is the median of several short turns, taken by turns with what it is compared to, so
+/// that a machine that slows down slows down for all of them.
+#[derive(Debug, Args)]
+#[command(after_help = BENCH_AFTER_HELP)]
+pub(crate) struct BenchArgs {
+    /// What to measure
+    #[arg(value_enum)]
+    pub(crate) what: BenchWhat,
+
+    /// The file or block device to serve, at least 64M; without it a temporary one
+    #[arg(long, value_name = "FILE")]
+    pub(crate) file: Option<PathBuf>,
+
+    /// Write over FILE; without this only reads are measured on it
+    #[arg(long, requires = "file")]
+    pub(crate) overwrite: bool,
+
+    /// copy: a directory on the file system to measure, with four times --size of room; without it $TMPDIR, or
+    /// /var/tmp
+    #[arg(long, value_name = "DIR")]
+    pub(crate) directory: Option<PathBuf>,
+
+    /// copy: bytes of the full disk, 16M or more, 512M without it; the sparse one has twice as many
+    #[arg(long, value_name = "SIZE", value_parser = parse_copied)]
+    size: Option<u64>,
+
+    /// all but copy: seconds for each server, row and round; 1 without it
+    #[arg(long, value_name = "N", value_parser = parse_seconds)]
+    seconds: Option<f64>,
+
+    /// How often everything is measured
+    #[arg(long, value_name = "N", default_value_t = 3)]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=100))]
+    pub(crate) rounds: u32,
+
+    /// peers: connections at once, each with a row's depth; 1 without it
+    #[arg(long, value_name = "N")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
+    connections: Option<u16>,
+
+    /// peers, images: only these servers: nowait, qemu-nbd, qemu-storage-daemon, nbdkit
+    #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = parse_server)]
+    pub(crate) servers: Vec<ServerKind>,
+
+    /// peers, images: only rows whose title contains TEXT, as in "random read" or "depth 64"
+    #[arg(long, value_name = "TEXT")]
+    pub(crate) only: Option<String>,
+
+    /// peers: only past the page cache (direct), or only through it (cached)
+    #[arg(long, value_name = "HOW", value_enum)]
+    pub(crate) caching: Option<BenchCaching>,
+
+    /// peers: only with bytes as they are (plain), only by TLS 1.3 (tls), or instead of Unix sockets by TCP on the
+    /// loopback interface (tcp), which is left out otherwise
+    #[arg(long, value_name = "HOW", value_enum)]
+    pub(crate) transport: Option<BenchTransport>,
+
+    /// peers: who makes the requests, own without it; fio as a check of the figures, without TLS and without a flood beside it
+    #[arg(long, value_name = "WHO", value_enum)]
+    pub(crate) client: Option<BenchClient>,
+
+    /// vectored: latency of the made-up queue, as in 100us or 4ms; can be given more than once
+    #[arg(long, value_name = "TIME", value_delimiter = ',', value_parser = parse_latency)]
+    pub(crate) latency: Vec<Duration>,
+
+    /// peers and the engine's tables: put the report into FILE as one HTML page, too
+    #[arg(long, value_name = "FILE")]
+    pub(crate) html: Option<PathBuf>,
+
+    /// Print one JSON object, for scripts
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+impl BenchArgs {
+    /// Bytes of the full disk that is copied.
+    pub(crate) fn size(&self) -> u64 {
+        self.size.unwrap_or(COPIED_BYTES)
+    }
+
+    /// The time of each measurement.
+    pub(crate) fn duration(&self) -> Duration {
+        Duration::from_secs_f64(self.seconds.unwrap_or(1.0))
+    }
+
+    /// Connections to each of the peers at once.
+    pub(crate) fn connections(&self) -> usize {
+        usize::from(self.connections.unwrap_or(1))
+    }
+
+    /// Checks that WHAT has the given options.
+    ///
+    /// # Errors
+    /// A message for the user.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        use BenchWhat::{All, Copy, Images, Peers, Vectored};
+        let what = self.what;
+        let is = |allowed: &[BenchWhat]| allowed.contains(&what);
+        let options = [
+            (self.directory.is_some(), is(&[Copy]), "--directory", "copy"),
+            (self.size.is_some(), is(&[Copy]), "--size", "copy"),
+            (self.connections.is_some(), is(&[Peers]), "--connections", "peers"),
+            (self.caching.is_some(), is(&[Peers]), "--caching", "peers"),
+            (self.transport.is_some(), is(&[Peers]), "--transport", "peers"),
+            (self.client.is_some(), is(&[Peers]), "--client", "peers"),
+            (!self.servers.is_empty(), is(&[Peers, Images]), "--servers", "peers and images"),
+            (self.only.is_some(), is(&[Peers, Images]), "--only", "peers and images"),
+            (!self.latency.is_empty(), is(&[Vectored, All]), "--latency", "vectored and all"),
+            (self.file.is_some(), !is(&[Copy, Images]), "--file", "all but copy and images"),
+            (self.html.is_some(), !is(&[Copy, Images]), "--html", "all but copy and images"),
+            (self.seconds.is_some(), !is(&[Copy]), "--seconds", "all but copy"),
+        ];
+        match options.into_iter().find(|(is_given, has, ..)| *is_given && !has) {
+            Some((_, _, option, of)) => {
+                let name = what.to_possible_value();
+                let name = name.as_ref().map_or("", |name| name.get_name());
+                Err(format!("bench {name} has no {option}: it is an option of {of}"))
+            }
+            None => Ok(()),
+        }
+    }
+}
+
+/// Which of the peers' tables `bench` makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchCaching {
+    /// Direct I/O against direct I/O
+    Direct,
+    /// Page cache against page cache
+    Cached,
+}
+
+/// Which of the peers' tables `bench` makes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchTransport {
+    /// Bytes as they are
+    Plain,
+    /// TLS against TLS
+    Tls,
+    /// TCP against TCP
+    Tcp,
+}
+
+/// The client that makes the requests to the peers.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchClient {
+    /// A light client of our own, which the server does not wait for
+    Own,
+    /// fio with its nbd engine
+    Fio,
+}
+
+/// What `bench` can measure.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum BenchWhat {
+    /// NBD servers: nowait, qemu-nbd, qemu-storage-daemon and nbdkit, those that are installed
+    Peers,
+    /// Copies of disks: nowait copy, qemu-img convert and nbdcopy, those that are installed
+    Copy,
+    /// Image formats: raw, qcow2 and a chain of three, served by nowait and by QEMU's servers, on
+    /// images that are made for it in $TMPDIR or /var/tmp
+    Images,
+    /// The engine's simple path on and off: 4K random read
+    Simple,
+    /// Writes finished where they are reaped, and after a detour
+    Completion,
+    /// Segments all at once, and one after the other; small segments merged or not
+    Vectored,
+    /// Request slots from the engine's slab, and from the allocator
+    Pool,
+    /// Trying without waiting first, with and without hints; the kernel's loop device
+    Nowait,
+    /// The engine, a bare io_uring loop, plain calls, and fio where it is installed
+    Engines,
+    /// All of the engine's tables: all but peers, copy and images
+    All,
+}
+
+fn parse_server(text: &str) -> Result<ServerKind, &'static str> {
+    let found = ServerKind::ALL.into_iter().find(|kind| kind.name() == text);
+    found.ok_or("one of nowait, qemu-nbd, qemu-storage-daemon, nbdkit")
+}
+
+fn parse_latency(text: &str) -> Result<Duration, &'static str> {
+    const RULE: &str = "a time above 0 up to 1s, as in 100us, 4ms, 1s";
+    let split = text.find(|c: char| !c.is_ascii_digit()).ok_or(RULE)?;
+    let (number, unit) = text.split_at(split);
+    let number: u64 = number.parse().map_err(|_| RULE)?;
+    let time = match unit {
+        "us" => Duration::from_micros(number),
+        "ms" => Duration::from_millis(number),
+        "s" => Duration::from_secs(number),
+        _ => return Err(RULE),
+    };
+    if time.is_zero() || time > Duration::from_secs(1) { Err(RULE) } else { Ok(time) }
+}
+
+fn parse_copied(text: &str) -> Result<u64, String> {
+    match size::parse(text)? {
+        bytes if bytes >= COPIED_BYTES_MIN => Ok(bytes),
+        _ => Err("at least 16M".into()),
+    }
+}
+
+fn parse_seconds(text: &str) -> Result<f64, &'static str> {
+    match text.parse() {
+        Ok(seconds) if (0.05..=3600.0).contains(&seconds) => Ok(seconds),
+        _ => Err("a number from 0.05 to 3600"),
+    }
+}
+
+const BENCH_AFTER_HELP: &str = "\
+Examples:
+  nowait bench peers                        NBD servers side by side, on a temporary file
+  nowait bench copy --directory /mnt/fast   copies side by side, in a directory made there
+  nowait bench images                       raw, qcow2 and a chain, past the page cache
+  nowait bench all --html report.html       each of the engine's mechanisms, on against off
+  nowait bench peers --file /mnt/fast/scratch.img --overwrite --seconds 3
+
+Exit status:
+  0   the tables are complete
+  1   nothing could be measured, or not all of it
+  2   wrong command line";
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_latency_has_a_unit_and_a_bound() {
+        assert_eq!(parse_latency("100us"), Ok(Duration::from_micros(100)));
+        assert_eq!(parse_latency("4ms"), Ok(Duration::from_millis(4)));
+        for text in ["", "4", "ms", "0us", "2s", "1m", "99999999999999999999us"] {
+            assert!(parse_latency(text).is_err(), "{text}");
+        }
+    }
+}

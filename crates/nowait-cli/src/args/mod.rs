@@ -1,0 +1,565 @@
+//! The command line, and the help that `--help` prints.
+//!
+//! Invariant: parsed values are in range; the methods here return the defaults that the help
+//! states.
+
+pub(crate) mod tls_args;
+pub(crate) mod bench_args;
+pub(crate) mod image_args;
+pub(crate) mod copy_args;
+pub(crate) mod change_args;
+mod address_args;
+mod lifetime_args;
+pub(crate) mod setup_args;
+
+use std::path::PathBuf;
+use std::thread;
+
+use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap::{Args, Parser, Subcommand, ValueEnum};
+
+use crate::export_spec;
+use crate::export_spec::{ExportArg, NamedExport};
+use address_args::AddressArgs;
+use bench_args::BenchArgs;
+use change_args::{CommitArgs, CreateArgs, ResizeArgs};
+use copy_args::CopyArgs;
+use image_args::{CheckArgs, MapArgs, OtherFiles, parse_image_format};
+use lifetime_args::LifetimeArgs;
+use setup_args::{CompletionsArgs, ManArgs};
+use tls_args::TlsArgs;
+
+/// The exit status for a wrong command line.
+pub(crate) const USAGE_STATUS: u8 = 2;
+/// The same for `check`, whose status 2 means a corrupt image (EX_USAGE of sysexits.h).
+pub(crate) const CHECK_USAGE_STATUS: u8 = 64;
+
+const MAX_QUEUES: u16 = 256;
+const MAX_CONNECTIONS: u32 = 1 << 20;
+
+/// Serve disk images and block devices over the network, by direct I/O
+#[derive(Debug, Parser)]
+#[command(name = "nowait", version, arg_required_else_help = true, after_help = AFTER_HELP)]
+pub(crate) struct Cli {
+    #[command(subcommand)]
+    pub(crate) command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+pub(crate) enum Command {
+    Serve(ServeArgs),
+    Create(CreateArgs),
+    Info(InfoArgs),
+    Map(MapArgs),
+    Check(CheckArgs),
+    Copy(CopyArgs),
+    Resize(ResizeArgs),
+    Commit(CommitArgs),
+    Bench(BenchArgs),
+    Completions(CompletionsArgs),
+    Man(ManArgs),
+}
+
+impl Command {
+    /// Its name on the command line.
+    pub(crate) fn name(&self) -> &'static str {
+        match self {
+            Self::Serve(_) => "serve",
+            Self::Create(_) => "create",
+            Self::Info(_) => "info",
+            Self::Map(_) => "map",
+            Self::Check(_) => "check",
+            Self::Copy(_) => "copy",
+            Self::Resize(_) => "resize",
+            Self::Commit(_) => "commit",
+            Self::Bench(_) => "bench",
+            Self::Completions(_) => "completions",
+            Self::Man(_) => "man",
+        }
+    }
+
+    /// Checks rules that the parser does not.
+    ///
+    /// # Errors
+    /// A message for the user.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        match self {
+            Self::Serve(args) => args.check(),
+            Self::Map(args) => args.image.check(),
+            Self::Check(args) => args.image.check(),
+            Self::Copy(args) => args.check(),
+            Self::Resize(args) => args.image.check(),
+            Self::Commit(args) => args.image.check(),
+            Self::Bench(args) => args.check(),
+            Self::Create(_) | Self::Info(_) | Self::Completions(_) | Self::Man(_) => Ok(()),
+        }
+    }
+}
+
+/// Serve disk images and block devices over NBD until told to stop
+///
+/// Clients (a virtual machine, nbd-client, qemu-img, nbdcopy, …) see IMAGE as a disk. The line
+/// "serving URI" appears on standard output as soon as they can connect (but not for sockets that
+/// were handed over); warnings and errors go to standard error. Several IMAGEs are several exports
+/// of one server: a client asks for one of them by name, and gets the first if it names none. IMAGE
+/// is read and written by direct I/O where its file system can, past the host's page cache; requests
+/// of any position and length are served all the same.
+///
+/// IMAGE is locked while it is served, in the way QEMU does: it is refused here while QEMU or
+/// another nowait uses it, and they refuse it while it is served. Any number of servers can serve
+/// one IMAGE with --read-only.
+///
+/// On SIGINT (Ctrl-C), SIGTERM, SIGQUIT or SIGHUP it takes no more requests, finishes those it has,
+/// flushes IMAGE and exits with status 0; one that comes more than a second later ends it at once, unflushed. Started by
+/// nohup(1) it goes on after SIGHUP.
+#[derive(Debug, Args)]
+#[command(after_help = SERVE_AFTER_HELP)]
+pub(crate) struct ServeArgs {
+    /// The files or block devices to serve, each with the name that clients ask for
+    ///
+    /// Without NAME the first has the empty name, which is what clients ask for when they are told
+    /// none, and each other one the name of its file. The first is always what they get that ask
+    /// for no name. What begins with /, ./ or ../ is a path as a whole, also with a '=' in it. All
+    /// options hold for every IMAGE.
+    ///
+    /// Without IMAGE: nowait/nowait.img in $XDG_STATE_HOME (else in ~/.local/state), which is
+    /// made as a sparse file of 1 GiB if it is not there.
+    #[arg(value_name = "[NAME=]IMAGE", value_hint = clap::ValueHint::FilePath)]
+    #[arg(value_parser = OsStringValueParser::new().try_map(ExportArg::parse))]
+    images: Vec<ExportArg>,
+
+    /// What is inside IMAGE: raw or qcow2; without it qcow2 for a file that begins like that, else
+    /// raw. A block device is raw unless this says otherwise
+    ///
+    /// An image that was guessed to be raw is kept from beginning like qcow2: a write that would do
+    /// that is refused (EPERM). Otherwise a client that writes to it could make the next server take
+    /// it for qcow2. Give the format of what others have written to, and of what clients have to
+    /// be able to write anything to.
+    #[arg(help_heading = "Exports", short, long, value_name = "FORMAT", value_parser = parse_image_format)]
+    pub(crate) format: Option<nowait_image::Format>,
+
+    #[command(flatten, next_help_heading = "Exports")]
+    pub(crate) others: OtherFiles,
+
+    #[command(flatten)]
+    pub(crate) addresses: AddressArgs,
+
+    /// The name of the first IMAGE, at most 4096 bytes; another way to write NAME=
+    #[arg(
+        help_heading = "Exports",
+        short = 'x',
+        long,
+        visible_alias = "export-name",
+        value_name = "NAME"
+    )]
+    #[arg(value_parser = export_spec::parse_name)]
+    export: Option<String>,
+
+    /// What clients are told of the first IMAGE, at most 4096 bytes; the name of its file without it
+    #[arg(help_heading = "Exports", short = 'D', long, value_name = "TEXT", value_parser = export_spec::parse_name)]
+    pub(crate) description: Option<String>,
+
+    #[command(flatten)]
+    pub(crate) tls: TlsArgs,
+
+    #[command(flatten)]
+    pub(crate) lifetime: LifetimeArgs,
+
+    /// Open IMAGE for reading only and refuse every write
+    #[arg(help_heading = "Exports", short, long)]
+    pub(crate) read_only: bool,
+
+    /// Whether IMAGE is read and written past the page cache
+    #[arg(help_heading = "Speed", long, value_name = "WHEN", value_enum, default_value_t = Direct::Auto)]
+    pub(crate) direct: Direct,
+
+    /// Serve a block device for writing though it is mounted, or something else uses it
+    ///
+    /// What is written below a mounted file system is likely to destroy it. With --read-only a
+    /// device that is in use can be served without this.
+    #[arg(long)]
+    pub(crate) allow_mounted: bool,
+
+    /// The number of queues, 1 to 256: threads that serve connections, each with a queue of its own
+    ///
+    /// Without it: one for each processor that this process may run on.
+    #[arg(help_heading = "Speed", long, value_name = "N")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_QUEUES)))]
+    queues: Option<u16>,
+
+    /// The most connections at once, 1 to 1048576; one more is closed as soon as it comes
+    ///
+    /// A client that is turned away learns so at once, where one left waiting would look like a
+    /// server that hangs; a warning on standard error says it too. A client that has not chosen
+    /// an export 10 s after it connected is disconnected, and leaves its place to others.
+    #[arg(
+        help_heading = "Addresses",
+        short = 'e',
+        long,
+        visible_alias = "shared",
+        value_name = "N",
+        default_value_t = 1024
+    )]
+    #[arg(value_parser = clap::value_parser!(u32).range(1..=i64::from(MAX_CONNECTIONS)))]
+    pub(crate) max_connections: u32,
+
+    /// How requests get to the kernel
+    ///
+    /// Without it: uring, or threads (with a warning) where the system forbids io_uring.
+    #[arg(help_heading = "Speed", long, value_name = "QUEUE", value_enum)]
+    pub(crate) queue: Option<QueueKind>,
+
+    /// Print the "serving" line as a JSON object, for scripts
+    #[arg(help_heading = "Messages", long)]
+    pub(crate) json: bool,
+
+    /// Say on standard error what is found and done, and which clients come and leave
+    #[arg(help_heading = "Messages", short, long)]
+    pub(crate) verbose: bool,
+
+    /// Turn mechanisms off, for measuring what each is worth; results stay the same
+    #[arg(help_heading = "Speed", long, value_name = "SWITCH", value_enum, value_delimiter = ',')]
+    off: Vec<Switch>,
+
+    /// What a server does anyway, for qemu-nbd's sake: it tells which image of a chain has what
+    #[arg(short = 'A', long, hide = true)]
+    allocation_depth: bool,
+}
+
+impl ServeArgs {
+    /// The exports with their names; an empty list means the default image, whose name is
+    /// [`ServeArgs::default_name`].
+    ///
+    /// # Errors
+    /// A message for the user: a name is given twice, or cannot be derived from the file.
+    pub(crate) fn exports(&self) -> Result<Vec<NamedExport>, String> {
+        export_spec::named(&self.images, self.export.as_deref())
+    }
+
+    /// Checks rules that the parser does not.
+    ///
+    /// # Errors
+    /// A message for the user.
+    fn check(&self) -> Result<(), String> {
+        self.exports()?;
+        self.addresses.check()?;
+        self.others.check(self.format)?;
+        self.tls.check()
+    }
+
+    /// The name of the first export if it has none of its own.
+    pub(crate) fn default_name(&self) -> &str {
+        self.export.as_deref().unwrap_or_default()
+    }
+
+    /// The number of queues, 1 to [`MAX_QUEUES`].
+    pub(crate) fn queues(&self) -> u16 {
+        self.queues.unwrap_or_else(|| {
+            let processors = thread::available_parallelism().map_or(1, usize::from);
+            u16::try_from(processors).unwrap_or(MAX_QUEUES).min(MAX_QUEUES)
+        })
+    }
+
+    /// The engine's configuration: all mechanisms on except those that `--off` names.
+    pub(crate) fn config(&self) -> nowait::Config {
+        let mut config = nowait::Config::default();
+        for switch in &self.off {
+            *match switch {
+                Switch::Simple => &mut config.simple,
+                Switch::InlineCompletion => &mut config.inline_completion,
+                Switch::Vectored => &mut config.vectored,
+                Switch::Pool => &mut config.pool,
+                Switch::NowaitFirst => &mut config.nowait_first,
+                Switch::Hint => &mut config.hint,
+            } = false;
+        }
+        config
+    }
+}
+
+/// Show what an image is and how it would be served
+///
+/// Size and allocated space, data and holes, whether direct I/O is possible and which alignment
+/// it asks for, and which queue would be used; of a qcow2 image also what its header says. IMAGE
+/// is only looked at, and may be in use.
+#[derive(Debug, Args)]
+#[command(after_help = INFO_AFTER_HELP)]
+pub(crate) struct InfoArgs {
+    /// The file or block device to look at
+    pub(crate) image: PathBuf,
+
+    /// What is inside IMAGE: raw or qcow2; without it qcow2 if it begins like that, else raw
+    #[arg(short, long, value_name = "FORMAT", value_parser = parse_image_format)]
+    pub(crate) format: Option<nowait_image::Format>,
+
+    /// Print one JSON object, for scripts
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Direct {
+    /// Always; an image whose file system cannot is refused
+    On,
+    /// Never: through the page cache
+    Off,
+    /// Where the file system can, else through the page cache with a warning
+    Auto,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum QueueKind {
+    /// io_uring: many requests in one system call
+    Uring,
+    /// Linux AIO, and plain reads and writes by a bounded number of threads; works everywhere
+    Threads,
+}
+
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+enum Switch {
+    /// The short way of a request that is one transfer
+    Simple,
+    /// Finishing a request on the thread that learns of its end
+    InlineCompletion,
+    /// Having all transfers of one request under way together
+    Vectored,
+    /// Reusing the memory of finished requests
+    Pool,
+    /// Trying without waiting before handing a request to a worker thread
+    NowaitFirst,
+    /// Remembering which ranges of the image hold data
+    Hint,
+}
+
+const AFTER_HELP: &str = "\
+Examples:
+  nowait serve                        try it out: a 1 GiB disk on a private socket
+  nowait create disk.img 10G          make an image
+  nowait serve disk.img               serve it
+  nowait info disk.img                look at it
+  nowait check disk.qcow2             look for damage in it
+  nowait copy disk.img copy.img       copy it
+  nowait resize disk.qcow2 +10G       make it larger
+  nowait commit overlay.qcow2         put what an overlay has into its backing file
+
+'nowait COMMAND --help' is the manual of a command.
+
+Exit status:
+  0   success
+  1   failure; one line on standard error says of what, and what to do
+  2   wrong command line ('check' has 64 for it, and 2 and 3 for what it finds)";
+
+const SERVE_AFTER_HELP: &str = "\
+Examples:
+  Serve an image on a socket of its own, and start a virtual machine on it:
+    nowait serve disk.img --nbd unix:/run/disk.sock
+    qemu-system-x86_64 -drive 'file=nbd+unix:///?socket=/run/disk.sock,format=raw,if=virtio'
+
+  Serve what is in a qcow2 image, with its backing file in another directory:
+    nowait serve overlay.qcow2 --backing-dir /srv/golden
+
+  Serve a block device to this machine, and have it as /dev/nbd0:
+    nowait serve /dev/vdb --nbd tcp:127.0.0.1:10809
+    nbd-client 127.0.0.1 10809 /dev/nbd0
+
+  Serve a golden image read-only under a name, at two addresses:
+    nowait serve golden.img --read-only --export golden \\
+        --nbd unix:/run/golden.sock --nbd 'tcp:[::1]:10809'
+    qemu-img convert -O qcow2 'nbd://[::1]:10809/golden' copy.qcow2
+
+  Serve two disks at one address; the first is what a client gets that names none:
+    nowait serve root=root.img data=/dev/vdc --nbd unix:/run/disks.sock
+    qemu-img info 'nbd+unix:///data?socket=/run/disks.sock'
+
+  Serve it to other machines, encrypted, to clients with a certificate only:
+    nowait serve disk.img --nbd tcp:0.0.0.0:10809 --tls-certs /etc/pki/nbd --tls-verify-peer
+    nbdinfo 'nbds://server.example/?tls-certificates=/etc/pki/client'
+
+  Measure what two of the mechanisms are worth:
+    nowait serve disk.img --off simple,pool
+
+Environment:
+  XDG_STATE_HOME    where the default image is kept
+  XDG_RUNTIME_DIR   where the default socket is made
+  LISTEN_FDS        sockets handed over, to serve on (with LISTEN_PID, as by systemd)
+  NOTIFY_SOCKET     whom to tell of READY, STATUS and STOPPING
+  JOURNAL_STREAM    where messages begin with their priority for the journal
+
+Options of qemu-nbd:
+  -k -p -b -r -e -x -D -f -v and their long names mean what they mean there, but
+  a port needs an address. -t and -A change nothing: a server goes on when clients
+  have left, and tells which image of a chain has what. --fork, -c and -d are
+  refused, with what to do instead.
+
+Exit status:
+  0   stopped by a signal, by its last client or with its parent, everything flushed
+  1   the address is taken, TLS is not possible with the files given, or storage has
+      failed; or a second signal ended it unflushed
+  2   wrong command line
+  66  an IMAGE cannot be opened or is in use";
+
+const INFO_AFTER_HELP: &str = "\
+Examples:
+  nowait info disk.img
+  nowait info /dev/vdb --json | jq .offset_alignment_bytes
+
+JSON keys (null where not known):
+  image, kind (\"regular_file\" or \"block_device\"), size_bytes, allocated_bytes,
+  data_extents, data_bytes, hole_bytes, direct_io (true or false), direct_io_reason,
+  memory_alignment_bytes, offset_alignment_bytes, read_offset_alignment_bytes,
+  queue (\"uring\" or \"threads\"), queue_reason, qcow2_header (true or false),
+  and those of \"qemu-img info --output=json\": filename, format, virtual-size, actual-size,
+  cluster-size, dirty-flag, backing-filename, full-backing-filename, backing-filename-format,
+  format-specific; and snapshots_count
+
+Exit status:
+  0   success
+  1   IMAGE cannot be opened or is no disk
+  2   wrong command line";
+
+#[cfg(test)]
+mod tests {
+    use clap::CommandFactory;
+    use clap::error::ErrorKind;
+
+    use super::*;
+    use crate::export_spec::MAX_NAME_BYTES;
+    use crate::listen_address::ListenAddress;
+
+    fn parse(line: &str) -> Result<Command, clap::Error> {
+        Cli::try_parse_from(line.split_whitespace()).map(|cli| cli.command)
+    }
+
+    fn serve(line: &str) -> ServeArgs {
+        match parse(line).unwrap() {
+            Command::Serve(args) => args,
+            other => panic!("{other:?}"),
+        }
+    }
+
+    #[test]
+    fn the_definition_is_consistent() {
+        Cli::command().debug_assert();
+    }
+
+    #[test]
+    fn serve_needs_nothing() {
+        let args = serve("nowait serve");
+        assert_eq!((args.exports().unwrap(), args.default_name()), (vec![], ""));
+        assert_eq!(args.addresses.listens(), []);
+        assert_eq!((args.direct, args.queue, args.format), (Direct::Auto, None, None));
+        assert!(args.others.backing_dir.is_empty() && args.others.data_file.is_empty());
+        assert!(!args.read_only && !args.json && !args.verbose);
+    }
+
+    #[test]
+    fn serve_takes_every_option() {
+        let args = serve(
+            "nowait serve disk.img --format raw --backing-dir d --data-file f --nbd unix:/a --nbd tcp:h:1 --export e \
+             --read-only --direct on --queues 3 --queue threads --json --verbose \
+             --max-connections 7",
+        );
+        let named = NamedExport { name: "e".into(), image: "disk.img".into() };
+        assert_eq!(args.exports().unwrap(), [named]);
+        let tcp = ListenAddress::Tcp { host: "h".into(), port: 1 };
+        assert_eq!(args.addresses.listens(), [ListenAddress::Unix("/a".into()), tcp]);
+        assert_eq!((args.queues(), args.max_connections), (3, 7));
+        assert_eq!((args.direct, args.queue), (Direct::On, Some(QueueKind::Threads)));
+        assert_eq!(args.format, Some(nowait_image::Format::Raw));
+        assert_eq!(args.others.backing_dir, [PathBuf::from("d")]);
+        assert_eq!(args.others.data_file, [PathBuf::from("f")]);
+        assert!(args.read_only && args.json && args.verbose);
+    }
+
+    #[test]
+    fn a_command_line_of_qemu_nbd_means_what_it_means_there() {
+        let line =
+            "nowait serve -t -r -e 4 -x name -D text -f raw -A -v -k /a -b ::1 -p 7 disk.img";
+        let args = serve(line);
+        args.check().unwrap();
+        let named = NamedExport { name: "name".into(), image: "disk.img".into() };
+        assert_eq!(args.exports().unwrap(), [named]);
+        let tcp = ListenAddress::Tcp { host: "::1".into(), port: 7 };
+        assert_eq!(args.addresses.listens(), [ListenAddress::Unix("/a".into()), tcp]);
+        assert_eq!((args.max_connections, args.description.as_deref()), (4, Some("text")));
+        assert_eq!(args.format, Some(nowait_image::Format::Raw));
+        assert!(args.read_only && args.verbose);
+        let long = serve(
+            "nowait serve --persistent --read-only --shared=4 --export-name=name \
+             --description=text --format=raw --allocation-depth --verbose --socket=/a --bind=[::1] \
+             --port=7 --pid-file=/p disk.img",
+        );
+        assert_eq!(long.addresses.listens(), args.addresses.listens());
+        assert_eq!(long.lifetime.pid_file, Some("/p".into()));
+        let alone = serve("nowait serve -p 10809 disk.img");
+        assert!(alone.check().unwrap_err().contains("--bind HOST"));
+        let default = ListenAddress::Tcp { host: "h".into(), port: 10809 };
+        assert_eq!(serve("nowait serve -b h").addresses.listens(), [default]);
+    }
+
+    #[test]
+    fn without_queues_there_is_at_least_one() {
+        assert!((1..=MAX_QUEUES).contains(&serve("nowait serve").queues()));
+    }
+
+    #[test]
+    fn off_disables_only_the_named_mechanisms() {
+        let all = nowait::Config::default();
+        assert_eq!(serve("nowait serve").config(), all);
+        let expected = nowait::Config { simple: false, hint: false, ..all };
+        assert_eq!(serve("nowait serve --off simple,hint").config(), expected);
+        assert_eq!(serve("nowait serve --off hint --off simple").config(), expected);
+        let some = serve("nowait serve --off inline-completion,vectored,pool,nowait-first");
+        let expected = nowait::Config {
+            inline_completion: false,
+            vectored: false,
+            pool: false,
+            nowait_first: false,
+            ..all
+        };
+        assert_eq!(some.config(), expected);
+    }
+
+    #[test]
+    fn an_invalid_value_is_a_usage_error_with_the_reason() {
+        let long = format!("nowait serve --export {}", "x".repeat(MAX_NAME_BYTES + 1));
+        for (line, why) in [
+            ("nowait create a 1G --format vmdk", "raw and qcow2"),
+            ("nowait create a 1G --cluster-size 3000", "a power of two"),
+            ("nowait create a 1G --preallocation full", "metadata"),
+            ("nowait resize a -x", "as in 512M"),
+            ("nowait resize a +", "as in 512M"),
+            ("nowait serve a --format vmdk", "raw and qcow2"),
+            ("nowait serve --nbd udp:a", "begins with unix: or tcp:"),
+            ("nowait serve --queues 0", "1..=256"),
+            ("nowait serve --queues 257", "1..=256"),
+            ("nowait serve --max-connections 0", "1..=1048576"),
+            ("nowait serve --off everything", "nowait-first"),
+            ("nowait serve --queue aio", "threads"),
+            ("nowait resize a 0", "at least one byte"),
+            ("nowait serve a=", "the image is missing"),
+            ("nowait check a --format vmdk", "raw and qcow2"),
+            (long.as_str(), "4097 bytes, the protocol allows 4096"),
+        ] {
+            let error = parse(line).unwrap_err();
+            assert_eq!(error.exit_code(), 2, "{line}");
+            assert!(error.to_string().contains(why), "{line}: {error}");
+        }
+    }
+
+    #[test]
+    fn a_name_that_is_given_twice_is_a_usage_error() {
+        let error = serve("nowait serve a=x a=y").exports().unwrap_err();
+        assert!(error.contains("have one name, 'a'"), "{error}");
+    }
+
+    #[test]
+    fn a_missing_argument_is_a_usage_error() {
+        for line in ["nowait create", "nowait create disk.img", "nowait info", "nowait map"] {
+            let error = parse(line).unwrap_err();
+            assert_eq!(error.kind(), ErrorKind::MissingRequiredArgument, "{line}");
+            assert_eq!(error.exit_code(), 2, "{line}");
+        }
+        assert_eq!(parse("nowait").unwrap_err().exit_code(), 2);
+    }
+}

@@ -1,0 +1,49 @@
+//! `nowait create`: creates a new image.
+//!
+//! Invariant: as in nowait_image::create.
+
+use std::io::{self, Write};
+
+use nowait_image::create::{CreateOptions, create};
+use serde_json::json;
+
+use crate::args::change_args::{CreateArgs, Preallocate};
+use crate::error::{CliError, plain, reason};
+use crate::open_chain;
+use crate::size::human;
+
+pub(crate) fn run(args: &CreateArgs) -> Result<(), CliError> {
+    let options = CreateOptions {
+        size: args.size,
+        format: args.format(),
+        backing: args.backing.clone(),
+        backing_format: args.backing_format,
+        backing_dirs: args.backing_dir.clone(),
+        data_files: args.data_file.clone(),
+        cluster_bytes: args.cluster_size,
+        preallocation: args.preallocation.what(),
+    };
+    let size = create(&args.image, &options).map_err(|error| open_chain::failed(&error))?;
+    let text = if args.json { in_json(args, size) } else { in_words(args, size) };
+    writeln!(io::stdout(), "{text}")
+        .map_err(|e| CliError::new(format!("standard output: {}", reason(&e))))
+}
+
+fn in_json(args: &CreateArgs, size: u64) -> String {
+    let image = args.image.to_string_lossy();
+    json!({ "image": image, "format": args.format().name(), "size_bytes": size }).to_string()
+}
+
+fn in_words(args: &CreateArgs, size: u64) -> String {
+    let kind = match args.format() {
+        nowait_image::Format::Raw => "",
+        nowait_image::Format::Qcow2 => "qcow2, ",
+    };
+    let space = match args.preallocation {
+        Preallocate::Off => "sparse",
+        Preallocate::Metadata => "sparse with all tables",
+        Preallocate::Falloc => "all its space reserved",
+    };
+    let on = args.backing.as_ref().map_or(String::new(), |b| format!(", on {}", b.display()));
+    plain(&format!("created {}: {}, {kind}{space}{on}", args.image.display(), human(size)))
+}

@@ -1,0 +1,12 @@
+//! The implementation of each command.
+
+pub(crate) mod info;
+pub(crate) mod map;
+pub(crate) mod check;
+pub(crate) mod create;
+pub(crate) mod resize;
+pub(crate) mod commit;
+pub(crate) mod serve;
+pub(crate) mod copy;
+pub(crate) mod bench;
+pub(crate) mod setup;

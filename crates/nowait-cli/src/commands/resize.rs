@@ -1,0 +1,50 @@
+//! `nowait resize`: makes a disk larger or smaller.
+//!
+//! Invariant: as in nowait_image::resize.
+
+use std::io::{self, Write};
+
+use nowait_image::ChainOptions;
+use nowait_image::resize::resize;
+use serde_json::json;
+
+use crate::args::change_args::{Change, ResizeArgs};
+use crate::error::{CliError, plain, reason};
+use crate::open_chain;
+use crate::size::human;
+
+pub(crate) fn run(args: &ResizeArgs) -> Result<(), CliError> {
+    let options = ChainOptions {
+        writable: true,
+        allow_mounted: args.allow_mounted,
+        ..ChainOptions::default()
+    };
+    let chain = open_chain::open(&args.image, options)?;
+    let path = &args.image.image;
+    let old = chain.top().size;
+    let wanted = match args.change {
+        Change::To(size) => Some(size),
+        Change::Plus(more) => old.checked_add(more),
+        Change::Minus(less) => old.checked_sub(less),
+    };
+    let Some(wanted) = wanted else {
+        return Err(CliError::at(
+            path,
+            format_args!("a disk of {old} bytes cannot change by that"),
+        ));
+    };
+    let size = resize(&chain, wanted, args.shrink).map_err(|error| open_chain::failed(&error))?;
+    let text = if args.json {
+        json!({
+            "image": path.to_string_lossy(),
+            "format": chain.top().format().name(),
+            "old_size_bytes": old,
+            "size_bytes": size,
+        })
+        .to_string()
+    } else {
+        plain(&format!("resized {}: {}, was {}", path.display(), human(size), human(old)))
+    };
+    writeln!(io::stdout(), "{text}")
+        .map_err(|e| CliError::new(format!("standard output: {}", reason(&e))))
+}

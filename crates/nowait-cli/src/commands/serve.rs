@@ -1,0 +1,323 @@
+//! `nowait serve`: serves images until told to stop.
+//!
+//! Invariant: the ready line is printed when clients can connect, and the exit status is 0 only if the last flush succeeded.
+
+use std::io::{self, Write};
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
+use std::sync::{Arc, mpsc};
+use std::time::Duration;
+
+use nowait::Uring;
+use nowait_server::{ClientAuth, Credentials, Listener, Options, QueueKind, Server, Tls};
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use tracing::{info, warn};
+
+use crate::args::ServeArgs;
+use crate::args::tls_args::Encryption;
+use crate::error::{CliError, reason};
+use crate::export_spec::NamedExport;
+use crate::lifetime::{Parent, PidFile};
+use crate::listen_address::ListenAddress;
+use crate::open_disk::{OpenedDisk, open_all};
+use crate::signals::Ending;
+use crate::{args, default_image, secrets, systemd};
+
+/// The timeout for requests in flight after the signal to stop and, if it expires, for the flush
+/// after them.
+const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
+/// The exit status where an image cannot be opened or is in use (`EX_NOINPUT` of sysexits.h), so
+/// that a service manager can recognise a failure that a restart does not fix.
+const CANNOT_OPEN: u8 = 66;
+/// How long clients at inherited sockets are disconnected when no image can be served. It is also
+/// the shortest interval at which a service manager restarts the server for them.
+const REJECTED: Duration = Duration::from_secs(1);
+/// An estimate of the descriptors that are not connections: images, queues, listeners.
+const OTHER_DESCRIPTORS: u64 = 1024;
+
+/// Serves the images of `args`, or the default image, until a signal stops the server.
+///
+/// # Errors
+/// An image cannot be opened or is in use, an address is in use, the queues cannot be created or
+/// fail, or the last flush failed.
+pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
+    let parent = Parent::now();
+    let exports = args.exports().map_err(CliError::new)?;
+    let given = args.addresses.listens();
+    let inherited = systemd::sockets()?;
+    let ending = Ending::on_signal()
+        .map_err(|e| CliError::new(format!("cannot handle signals: {}", reason(&e))))?;
+    if args.lifetime.exit_with_parent {
+        parent.end_with_it()?;
+    }
+    let is_default = exports.is_empty();
+    let exports = if is_default { vec![default_export(args)?] } else { exports };
+    let opened = open(args, exports);
+    let (all, tls) = opened.inspect_err(|_| reject(&inherited))?;
+    let Some(first) = all.first() else { return Ok(()) };
+    let image = &first.named.image.clone();
+    let config = args.config();
+    let kind = queue_kind(args, first)?;
+    let default_socket = match given.is_empty() && inherited.is_empty() {
+        true => Some(Arc::new(default_image::socket(image)?)),
+        false => None,
+    };
+    default_socket.iter().for_each(|socket| ending.removes(socket));
+    let listens = match &default_socket {
+        Some(socket) => std::slice::from_ref(&socket.listen),
+        None => &given,
+    };
+    let pid_file = args.lifetime.pid_file.as_deref().map(PidFile::prepare).transpose()?;
+    let pid_file = pid_file.map(Arc::new);
+    pid_file.iter().for_each(|file| ending.removes(file));
+    let is_inherited = !inherited.is_empty();
+    let (listeners, listens) = bind(inherited, listens)?;
+    // The description belongs to the first export.
+    let mut description = args.description.clone();
+    let devices = all.iter().map(|opened| opened.export(config.workers, description.take()));
+    let max_connections = args.max_connections;
+    raise_nofile_limit(max_connections);
+    let (queues, idle) = (args.queues(), Options::IDLE);
+    let split_bytes = Options::SPLIT_BYTES;
+    let options = Options { queues, kind, config, tls, max_connections, idle, split_bytes };
+    let server =
+        Server::start(devices.collect(), listeners, options).map_err(|e| CliError::at(image, e))?;
+    if args.lifetime.exit_with_last_client {
+        server.stop_after_last_client();
+    }
+    ending.serving(server.shutdown_handle());
+    if let Some(error) = pid_file.as_ref().and_then(|file| file.appear().err()) {
+        warn!("{error}");
+    }
+    print_ready(args, &all, kind, &listens, is_inherited);
+    systemd::notify_ready(&uris(args, &listens, &first.named));
+    if is_default {
+        print_hint(args, &listens, &first.named);
+    }
+    let stopped = server.run(CLOSE_TIMEOUT).map_err(|e| CliError::at(image, e))?;
+    warn_of_unfinished(stopped.unfinished);
+    ending.flushing();
+    systemd::notify_flushing();
+    // Without unfinished requests the flush has no timeout: the cache may hold much data.
+    let flushed = match stopped.unfinished {
+        0 => close(all, true),
+        _ => close_with_timeout(all, image),
+    };
+    drop((default_socket, pid_file));
+    flushed?;
+    info!("stopped, everything is flushed");
+    // A request that never ends would block its worker, and the worker the end of this process.
+    std::process::exit(0);
+}
+
+fn warn_of_unfinished(requests: usize) {
+    if requests > 0 {
+        let time = CLOSE_TIMEOUT.as_secs();
+        warn!("{requests} requests did not end within {time} s and were left");
+    }
+}
+
+/// Opens the images and reads the TLS files.
+fn open(args: &ServeArgs, exports: Vec<NamedExport>) -> Result<(Vec<OpenedDisk>, Tls), CliError> {
+    let all = open_all(args, exports).map_err(|error| error.with_status(CANNOT_OPEN))?;
+    Ok((all, tls(args)?))
+}
+
+/// Disconnects the clients that wait at inherited sockets, when no image can be served.
+fn reject(inherited: &[(Listener, ListenAddress)]) {
+    Listener::reject(inherited.iter().map(|(listener, _)| listener), REJECTED);
+}
+
+fn default_export(args: &ServeArgs) -> Result<NamedExport, CliError> {
+    let image = default_image::image()?;
+    print(format_args!("nowait: no image given, serving {}", image.display()));
+    Ok(NamedExport { name: args.default_name().to_owned(), image })
+}
+
+/// Flushes every image, also when one of them fails.
+fn close(all: Vec<OpenedDisk>, ended: bool) -> Result<(), CliError> {
+    let mut result = Ok(());
+    for opened in all {
+        let closed = opened.close(ended);
+        match (&result, closed) {
+            (Ok(()), closed) => result = closed,
+            (Err(_), Ok(())) => {}
+            (Err(_), Err(error)) => warn!("{error}"),
+        }
+    }
+    result
+}
+
+/// As `close` with requests in flight, but waits at most `CLOSE_TIMEOUT`: storage that leaves
+/// requests unanswered may never answer the flush either.
+fn close_with_timeout(all: Vec<OpenedDisk>, image: &Path) -> Result<(), CliError> {
+    let (sender, closed) = mpsc::channel();
+    let closing = std::thread::Builder::new().spawn(move || sender.send(close(all, false)));
+    closing.map_err(|e| CliError::at(image, format!("cannot flush: {}", reason(&e))))?;
+    let unanswered = |_| {
+        let time = CLOSE_TIMEOUT.as_secs();
+        Err(CliError::at(image, format!("not flushed: its storage did not answer for {time} s")))
+    };
+    closed.recv_timeout(CLOSE_TIMEOUT).unwrap_or_else(unanswered)
+}
+
+/// The TLS configuration of the server.
+fn tls(args: &ServeArgs) -> Result<Tls, CliError> {
+    let load = |directory, clients| {
+        secrets::keep_in_memory();
+        Credentials::load(directory, clients).map_err(|error| CliError::new(error.to_string()))
+    };
+    Ok(match args.tls.encryption() {
+        Encryption::Off => Tls::Off,
+        Encryption::Offered(directory) => Tls::Offered(load(directory, ClientAuth::Any)?),
+        Encryption::Required { directory, verify } => {
+            let clients = if verify { ClientAuth::Verified } else { ClientAuth::Any };
+            Tls::Required(load(directory, clients)?)
+        }
+    })
+}
+
+/// The requested queue, or one that works on this system.
+fn queue_kind(args: &ServeArgs, opened: &OpenedDisk) -> Result<QueueKind, CliError> {
+    if args.queue == Some(args::QueueKind::Threads) {
+        return Ok(QueueKind::Threads);
+    }
+    let error = match opened.ring() {
+        Ok(ring) => {
+            info!("io_uring: {:?}", ring.offered());
+            let must = args.queue.is_some();
+            return Ok(if must { QueueKind::Uring } else { QueueKind::Auto });
+        }
+        Err(error) => Uring::refusal(error),
+    };
+    if args.queue.is_some() {
+        let what = format!("{error}: try --queue threads");
+        return Err(CliError::at(&opened.named.image, what));
+    }
+    warn!("{error}: serving with threads");
+    Ok(QueueKind::Threads)
+}
+
+/// Raises the soft limit of descriptors to the hard limit, if the server needs more. The soft limit
+/// is low by default for programs that use select(2).
+fn raise_nofile_limit(max_connections: u32) {
+    let limit = getrlimit(Resource::Nofile);
+    let needed = u64::from(max_connections) + OTHER_DESCRIPTORS;
+    if limit.current.is_some_and(|current| current < needed) {
+        // A limit that remains too low is reported when a connection cannot be accepted.
+        let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+    }
+}
+
+/// Binds every address. Returns the inherited listeners first, then the new ones in their order.
+fn bind(
+    inherited: Vec<(Listener, ListenAddress)>,
+    listens: &[ListenAddress],
+) -> Result<(Vec<Listener>, Vec<ListenAddress>), CliError> {
+    let (mut listeners, mut bound_to): (Vec<_>, Vec<_>) = inherited.into_iter().unzip();
+    for listen in listens {
+        let bound = match listen {
+            ListenAddress::Unix(path) => Listener::unix(path).map(|listener| vec![listener]),
+            ListenAddress::Tcp { host, port } => Listener::tcp(host, *port),
+        };
+        let bound = bound.map_err(|error| bind_failure(listen, &error))?;
+        bound_to.push(match (listen, bound.first().and_then(Listener::tcp_address)) {
+            (ListenAddress::Tcp { host, .. }, Some(address)) => {
+                ListenAddress::Tcp { host: host.clone(), port: address.port() }
+            }
+            (listen, _) => listen.clone(),
+        });
+        listeners.extend(bound);
+    }
+    Ok((listeners, bound_to))
+}
+
+fn bind_failure(listen: &ListenAddress, error: &io::Error) -> CliError {
+    let (at, hint) = match listen {
+        ListenAddress::Unix(path) => (path.display().to_string(), "another path"),
+        ListenAddress::Tcp { host, port } => (format!("{host}:{port}"), "another port"),
+    };
+    if let ListenAddress::Unix(path) = listen
+        && let Ok(there) = std::fs::symlink_metadata(path)
+        && !there.file_type().is_socket()
+    {
+        let what = if there.is_dir() { "a directory" } else { "a file and no socket" };
+        return CliError::new(format!("{at}: it is {what} (give {hint})"));
+    }
+    if error.kind() == io::ErrorKind::AddrInUse {
+        return CliError::new(format!("{at}: the address is in use (give {hint})"));
+    }
+    CliError::new(format!("{at}: cannot listen: {}", reason(error)))
+}
+
+/// Prints that clients can connect, and where. The parent process knows inherited sockets, and
+/// standard output may be read by another program then, as in `nbdcopy -- [ nowait serve IMAGE ]
+/// -`: the line is printed there only with `--json`.
+fn print_ready(
+    args: &ServeArgs,
+    all: &[OpenedDisk],
+    kind: QueueKind,
+    listens: &[ListenAddress],
+    is_inherited: bool,
+) {
+    let queue = match kind {
+        QueueKind::Auto | QueueKind::Uring => "uring",
+        QueueKind::Threads => "threads",
+    };
+    let exports = all.iter().map(|opened| {
+        serde_json::json!({
+            "name": opened.named.name,
+            "image": opened.named.image.to_string_lossy(),
+            "format": opened.format().name(),
+            "uris": uris(args, listens, &opened.named),
+            "size_bytes": opened.size(),
+            "read_only": opened.is_read_only(),
+            "direct_io": opened.is_direct(),
+        })
+    });
+    let lines = if args.json {
+        let mut ready = serde_json::json!({
+            "event": "ready",
+            "exports": exports.collect::<Vec<_>>(),
+            "tls": match args.tls.encryption() {
+                Encryption::Off => "off",
+                Encryption::Offered(_) => "on",
+                Encryption::Required { .. } => "require",
+            },
+            "queue": queue,
+            "queues": args.queues(),
+            "pid": std::process::id(),
+        });
+        // The keys of the first export are at the top level, too.
+        for key in ["image", "format", "uris", "size_bytes", "read_only", "direct_io"] {
+            ready[key] = ready["exports"][0][key].clone();
+        }
+        format!("{ready}\n")
+    } else {
+        let mut uris = all.iter().flat_map(|opened| uris(args, listens, &opened.named));
+        if is_inherited {
+            return uris.for_each(|uri| info!("serving {uri}"));
+        }
+        uris.by_ref().map(|uri| format!("serving {uri}\n")).collect()
+    };
+    // If standard output is closed, no process waits for the line.
+    let _ = io::stdout().write_all(lines.as_bytes()).and_then(|()| io::stdout().flush());
+}
+
+/// The URIs of `named`, one for each address.
+fn uris(args: &ServeArgs, listens: &[ListenAddress], named: &NamedExport) -> Vec<String> {
+    let tls = matches!(args.tls.encryption(), Encryption::Required { .. });
+    listens.iter().map(|listen| listen.uri(&named.name, tls)).collect()
+}
+
+fn print_hint(args: &ServeArgs, listens: &[ListenAddress], named: &NamedExport) {
+    if let Some(uri) = uris(args, listens, named).first() {
+        print(format_args!(
+            "try:  nbdinfo '{uri}'\n      qemu-img info '{uri}'\n      nbdcopy '{uri}' copy.img"
+        ));
+    }
+}
+
+fn print(line: std::fmt::Arguments<'_>) {
+    let _ = writeln!(io::stderr(), "{line}");
+}

@@ -1,0 +1,168 @@
+//! Parses the exports of the command line and assigns their names: `[NAME=]IMAGE...`.
+//!
+//! Invariant: no two exports have the same name, and no name is longer than the protocol allows.
+
+use std::ffi::{OsStr, OsString};
+use std::os::unix::ffi::OsStrExt;
+use std::path::{Path, PathBuf};
+
+/// The longest name in bytes that the NBD protocol allows (NBD proto.md, "Values", string limit).
+pub(crate) const MAX_NAME_BYTES: usize = 4096;
+
+/// `[NAME=]IMAGE`, one of several.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct ExportArg {
+    name: Option<String>,
+    image: PathBuf,
+}
+
+impl ExportArg {
+    /// The part before the first `=` is the name, unless the text begins with `/`, `./` or `../`:
+    /// then all of it is a path.
+    ///
+    /// # Errors
+    /// A message that says what is missing.
+    pub(crate) fn parse(text: OsString) -> Result<Self, String> {
+        const FORM: &str = "as in NAME=IMAGE; before a path with '=' in it write ./";
+        let bytes = text.as_bytes();
+        let is_path = [&b"/"[..], b"./", b"../"].iter().any(|start| bytes.starts_with(start));
+        let Some(at) = bytes.iter().position(|&byte| byte == b'=').filter(|_| !is_path) else {
+            return Ok(Self { name: None, image: text.into() });
+        };
+        let (name, image) = (&bytes[..at], &bytes[at + 1..]);
+        if name.is_empty() {
+            return Err(format!("the name is missing ({FORM})"));
+        }
+        if image.is_empty() {
+            return Err(format!("the image is missing ({FORM})"));
+        }
+        let name =
+            std::str::from_utf8(name).map_err(|_| format!("its name is no text ({FORM})"))?;
+        Ok(Self { name: Some(parse_name(name)?), image: OsStr::from_bytes(image).into() })
+    }
+}
+
+/// The name of an export.
+///
+/// # Errors
+/// A message with the maximum length.
+pub(crate) fn parse_name(text: &str) -> Result<String, String> {
+    let bytes = text.len();
+    if bytes > MAX_NAME_BYTES {
+        return Err(format!("it has {bytes} bytes, the protocol allows {MAX_NAME_BYTES}"));
+    }
+    Ok(text.to_owned())
+}
+
+/// An image and the name that clients ask for.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) struct NamedExport {
+    pub(crate) name: String,
+    pub(crate) image: PathBuf,
+}
+
+/// Assigns a name to each of `given`: to the first its own or that of `first` (`--export`), else
+/// the empty name; to each other its own, else the name of its file.
+///
+/// # Errors
+/// A message for the user: a name is given twice, or cannot be derived from the file.
+pub(crate) fn named(given: &[ExportArg], first: Option<&str>) -> Result<Vec<NamedExport>, String> {
+    let mut all: Vec<NamedExport> = Vec::new();
+    for ExportArg { name, image } in given {
+        let name = match (name, first) {
+            (Some(_), Some(_)) if all.is_empty() => {
+                return Err(
+                    "give the first image its name by NAME= or by --export, not both".into()
+                );
+            }
+            (Some(name), _) => name.clone(),
+            (None, first) if all.is_empty() => first.unwrap_or_default().to_owned(),
+            (None, _) => file_name(image)?,
+        };
+        if let Some(other) = all.iter().find(|other| other.name == name) {
+            let (one, two) = (other.image.display(), image.display());
+            return Err(format!("{one} and {two} have one name, '{name}' (give them NAME=)"));
+        }
+        all.push(NamedExport { name, image: image.clone() });
+    }
+    Ok(all)
+}
+
+fn file_name(image: &Path) -> Result<String, String> {
+    let name = image.file_name().and_then(OsStr::to_str);
+    let name = name.ok_or_else(|| format!("{} needs a name: NAME=IMAGE", image.display()))?;
+    parse_name(name)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn given(text: &str) -> ExportArg {
+        ExportArg::parse(text.into()).unwrap()
+    }
+
+    fn names(list: &[&str], first: Option<&str>) -> Result<Vec<String>, String> {
+        let list: Vec<ExportArg> = list.iter().map(|text| given(text)).collect();
+        Ok(named(&list, first)?.into_iter().map(|named| named.name).collect())
+    }
+
+    #[test]
+    fn the_name_precedes_the_first_equals_sign() {
+        let with =
+            |name: &str, image: &str| ExportArg { name: Some(name.into()), image: image.into() };
+        assert_eq!(given("a=b.img"), with("a", "b.img"));
+        assert_eq!(given("vm/a=/d/b=c.img"), with("vm/a", "/d/b=c.img"));
+    }
+
+    #[test]
+    fn a_text_that_begins_like_a_path_has_no_name() {
+        for path in ["b.img", "/d/a=b.img", "./a=b.img", "../a=b.img"] {
+            assert_eq!(given(path), ExportArg { name: None, image: path.into() });
+        }
+        let latin1 = OsString::from(OsStr::from_bytes(b"/d/\xe9=.img"));
+        assert_eq!(ExportArg::parse(latin1.clone()).unwrap().image, PathBuf::from(latin1));
+    }
+
+    #[test]
+    fn a_name_or_an_image_that_is_missing_is_refused_with_the_form() {
+        let latin1 = OsString::from(OsStr::from_bytes(b"\xe9=a.img"));
+        for (text, why) in [
+            ("=a.img".into(), "the name is missing"),
+            ("a=".into(), "the image is missing"),
+            (latin1, "no text"),
+        ] {
+            let error = ExportArg::parse(text).unwrap_err();
+            assert!(error.contains(why) && error.contains("NAME=IMAGE"), "{error}");
+        }
+    }
+
+    #[test]
+    fn a_name_is_as_long_as_the_protocol_allows_and_no_longer() {
+        assert_eq!(parse_name(&"x".repeat(4096)).unwrap().len(), 4096);
+        assert!(parse_name(&"x".repeat(4097)).unwrap_err().contains("4096"));
+        let given = ExportArg::parse(format!("{}=a.img", "x".repeat(4097)).into());
+        assert!(given.unwrap_err().contains("4096"));
+    }
+
+    #[test]
+    fn the_first_has_the_empty_name_and_the_others_the_names_of_their_files() {
+        let all = names(&["a.img", "d/b.img", "c=e.img"], None).unwrap();
+        assert_eq!(all, ["", "b.img", "c"]);
+        assert_eq!(names(&["a=a.img", "b=b.img"], None).unwrap(), ["a", "b"]);
+    }
+
+    #[test]
+    fn export_names_the_first_only_and_once() {
+        assert_eq!(names(&["a.img", "b.img"], Some("x")).unwrap(), ["x", "b.img"]);
+        assert!(names(&["a=a.img"], Some("x")).unwrap_err().contains("not both"));
+    }
+
+    #[test]
+    fn two_exports_of_one_name_are_refused() {
+        for list in [["a=b", "a=c"], ["b.img=a", "b.img"]] {
+            assert!(names(&list, None).unwrap_err().contains("have one name"));
+        }
+        assert!(names(&["a", ".."], None).unwrap_err().contains("needs a name"));
+    }
+}

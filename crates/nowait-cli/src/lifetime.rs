@@ -1,0 +1,140 @@
+//! The server process's relation to others: the death of its parent, and its PID file.
+//!
+//! Invariant: a PID file is complete or absent, and only the process whose PID it holds removes it.
+
+use std::fs::{self, File};
+use std::io::{self, ErrorKind, Write};
+use std::path::{Path, PathBuf};
+
+use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
+
+use crate::error::{CliError, reason};
+
+/// The parent of this process at its start.
+pub(crate) struct Parent(Option<Pid>);
+
+impl Parent {
+    /// The present parent. To be called as early as possible: a parent that has ended before is not
+    /// detected.
+    pub(crate) fn now() -> Self {
+        Self(getppid())
+    }
+
+    /// From now on this process receives SIGTERM when the parent ends. The signal's handler must be
+    /// installed before.
+    ///
+    /// # Errors
+    /// The parent has already ended, or prctl(2) failed.
+    pub(crate) fn end_with_it(&self) -> Result<(), CliError> {
+        set_parent_process_death_signal(Some(Signal::TERM)).map_err(|errno| {
+            CliError::new(format!("--exit-with-parent: cannot: {}", reason(&errno.into())))
+        })?;
+        // A parent that ended before the call above causes no signal.
+        if getppid() == self.0 {
+            Ok(())
+        } else {
+            Err(CliError::new("--exit-with-parent: the parent has ended already"))
+        }
+    }
+}
+
+/// The PID file of this process, removed on drop.
+pub(crate) struct PidFile {
+    path: PathBuf,
+    /// Its temporary name until [`PidFile::appear`].
+    temporary: PathBuf,
+    content: String,
+}
+
+impl PidFile {
+    /// Writes the file under a temporary name in the same directory.
+    ///
+    /// # Errors
+    /// The file cannot be written, or `path` is a directory.
+    pub(crate) fn prepare(path: &Path) -> Result<Self, CliError> {
+        let number = std::process::id();
+        // An absolute path, so that the same file is removed at the end.
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        if path.is_dir() {
+            return Err(CliError::at(&path, "it is a directory (give a file for --pid-file)"));
+        }
+        let content = format!("{number}\n");
+        let mut name = path.clone().into_os_string();
+        name.push(format!(".{number}"));
+        let temporary = PathBuf::from(name);
+        write_new(&temporary, &content).map_err(|error| {
+            CliError::at(&path, format_args!("cannot write the file: {}", reason(&error)))
+        })?;
+        Ok(Self { path, temporary, content })
+    }
+
+    /// Renames the file to its name, replacing an older one.
+    ///
+    /// # Errors
+    /// rename(2) failed.
+    pub(crate) fn appear(&self) -> Result<(), CliError> {
+        fs::rename(&self.temporary, &self.path).map_err(|error| {
+            CliError::at(&self.path, format_args!("cannot write the file: {}", reason(&error)))
+        })
+    }
+
+    /// Removes the file, if it still has the PID of this process.
+    pub(crate) fn remove(&self) {
+        // The temporary name is absent if the file was renamed.
+        let _ = fs::remove_file(&self.temporary);
+        if fs::read_to_string(&self.path).is_ok_and(|now| now == self.content) {
+            let _ = fs::remove_file(&self.path);
+        }
+    }
+}
+
+impl Drop for PidFile {
+    fn drop(&mut self) {
+        self.remove();
+    }
+}
+
+fn write_new(path: &Path, content: &str) -> io::Result<()> {
+    let file = match File::create_new(path) {
+        // An earlier process with the same PID has left it.
+        Err(error) if error.kind() == ErrorKind::AlreadyExists => {
+            fs::remove_file(path)?;
+            File::create_new(path)
+        }
+        created => created,
+    };
+    file?.write_all(content.as_bytes())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_pid_file_replaces_an_older_one_and_is_removed_unless_it_was_replaced() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("pid");
+        fs::write(&path, "1\n").unwrap();
+        let file = PidFile::prepare(&path).unwrap();
+        assert_eq!(fs::read_to_string(&path).unwrap(), "1\n", "it is not to be seen yet");
+        file.appear().unwrap();
+        let number = format!("{}\n", std::process::id());
+        assert_eq!(fs::read_to_string(&path).unwrap(), number);
+        drop(file);
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+        let file = PidFile::prepare(&path).unwrap();
+        file.appear().unwrap();
+        fs::write(&path, "1\n").unwrap();
+        drop(file);
+        assert_eq!(fs::read_to_string(&path).unwrap(), "1\n");
+    }
+
+    #[test]
+    fn a_pid_file_that_cannot_be_written_is_reported_by_name_and_leaves_no_file() {
+        let directory = tempfile::tempdir().unwrap();
+        let refused = |path: &Path| PidFile::prepare(path).err().unwrap().to_string();
+        assert!(refused(directory.path()).contains("it is a directory"));
+        assert!(refused(&directory.path().join("missing/pid")).contains("missing/pid: cannot"));
+        assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
+    }
+}

@@ -1,0 +1,35 @@
+//! Opens an image and its backing chain with the options of the command line.
+//!
+//! Invariant: an image on a file system without locks is used with a warning.
+
+use std::io::{self, Write};
+
+use nowait_image::{Chain, ChainOptions, ImageError};
+
+use crate::args::image_args::ImageArgs;
+use crate::error::CliError;
+
+/// Opens the chain, locked as `options` require; the format and the allowed directories are from
+/// `args`.
+pub(crate) fn open(args: &ImageArgs, options: ChainOptions) -> Result<Chain, CliError> {
+    let options = ChainOptions {
+        format: args.format,
+        backing_dirs: args.others.backing_dir.clone(),
+        data_files: args.others.data_file.clone(),
+        ..options
+    };
+    let chain = Chain::open(&args.image, &options).map_err(|error| failed(&error))?;
+    for path in chain.unlocked() {
+        let path = path.display();
+        let _ = writeln!(
+            io::stderr(),
+            "nowait: warning: {path}: the file system does not support locks"
+        );
+    }
+    Ok(chain)
+}
+
+/// Converts an error about an image.
+pub(crate) fn failed(error: &ImageError) -> CliError {
+    CliError::new(error.to_string())
+}

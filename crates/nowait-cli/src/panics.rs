@@ -1,0 +1,31 @@
+//! Ends the process at once when a thread panics.
+//!
+//! Invariant: no thread continues after another has panicked, so that no client waits for an answer
+//! that never comes, and no service manager regards the process as working.
+
+use std::io::{self, Write};
+use std::panic::PanicHookInfo;
+
+/// The exit status of a process in which a thread has panicked: `EX_SOFTWARE` of sysexits.h.
+const STATUS: i32 = 70;
+
+/// From now on a panic on any thread ends the process, with one line on standard error.
+pub(crate) fn end_process() {
+    std::panic::set_hook(Box::new(|info| {
+        let thread = std::thread::current();
+        let line = line(info, thread.name().unwrap_or("?"));
+        let _ = io::stderr().write_all(line.as_bytes());
+        // No handlers and no destructors: they might wait for the thread that has panicked.
+        signal_hook::low_level::exit(STATUS);
+    }));
+}
+
+fn line(info: &PanicHookInfo<'_>, thread: &str) -> String {
+    let payload = info.payload();
+    let text = payload.downcast_ref::<&str>().copied();
+    let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
+    let text = text.unwrap_or("no reason given").replace('\n', " ");
+    let location = info.location().map(|at| format!("{}:{}", at.file(), at.line()));
+    let location = location.unwrap_or_default();
+    format!("nowait: a mistake in this program: {text} (thread {thread}, {location})\n")
+}

@@ -1,0 +1,108 @@
+//! The interface to the service manager: inherited sockets and notifications.
+//!
+//! Invariant: a socket is taken once, and only if it was meant for this process; a notification is
+//! one line and short enough for the manager to read.
+#![allow(unsafe_code)]
+
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use nowait_server::Listener;
+use sd_notify::NotifyState;
+use tracing::warn;
+
+use crate::error::{CliError, reason};
+use crate::listen_address::ListenAddress;
+
+/// The longest status in bytes; systemd ignores messages of more than 4096 bytes in all.
+const MAX_STATUS_BYTES: usize = 1024;
+
+/// The sockets that the parent process has opened for this process, in its order, each with its
+/// address. To be called before this process opens any descriptor.
+///
+/// # Errors
+/// The environment is contradictory, or a socket is not one that clients can connect to.
+pub(crate) fn sockets() -> Result<Vec<(Listener, ListenAddress)>, CliError> {
+    static TAKEN: AtomicBool = AtomicBool::new(false);
+    if TAKEN.swap(true, Ordering::Relaxed) {
+        return Ok(Vec::new());
+    }
+    let given = sd_notify::listen_fds().map_err(|error| {
+        let why = reason(&error);
+        CliError::new(format!("LISTEN_FDS: the sockets handed over cannot be taken: {why}"))
+    })?;
+    let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
+    // Descriptors beyond the list of names have empty names.
+    let names = names.split(':').chain(std::iter::repeat(""));
+    let taken = given.zip(names).map(|(number, name)| {
+        // SAFETY: the descriptor is open, as its flags were set; this process inherited it and no
+        // other code owns it, as this runs once and first.
+        let socket = unsafe { OwnedFd::from_raw_fd(number) };
+        let refused = |why: &str| {
+            CliError::new(format!("the socket handed over as descriptor {number} ({name}): {why}"))
+        };
+        let listener = Listener::inherited(socket).map_err(|error| refused(&reason(&error)))?;
+        let listen = address(&listener)
+            .ok_or_else(|| refused("it has no path that clients could be told"))?;
+        Ok((listener, listen))
+    });
+    taken.collect()
+}
+
+fn address(listener: &Listener) -> Option<ListenAddress> {
+    if let Some(address) = listener.tcp_address() {
+        return Some(ListenAddress::Tcp { host: address.ip().to_string(), port: address.port() });
+    }
+    ListenAddress::unix(listener.unix_path()?).ok()
+}
+
+/// Notifies that clients can connect, to `uris`.
+pub(crate) fn notify_ready(uris: &[String]) {
+    let others = match uris.len().saturating_sub(1) {
+        0 => String::new(),
+        more => format!(" and {more} more"),
+    };
+    let first = uris.first().map_or("", String::as_str);
+    let status = format!("serving {first}{others}");
+    notify(&[NotifyState::Ready, NotifyState::Status(bounded(&status))]);
+}
+
+/// Notifies that a flush has failed, and that all later ones fail too.
+pub(crate) fn notify_failed_flush() {
+    let status = "a flush has failed: what was written since the last one may be lost, and every flush \
+                  fails until a restart";
+    notify(&[NotifyState::Status(status)]);
+}
+
+/// Notifies that no more requests are accepted.
+pub(crate) fn notify_stopping() {
+    notify(&[NotifyState::Stopping, NotifyState::Status("finishing requests")]);
+}
+
+/// Notifies that no request is in flight any more.
+pub(crate) fn notify_flushing() {
+    notify(&[NotifyState::Status("flushing")]);
+}
+
+/// `status`, cut to the length that the manager reads. URIs are ASCII and have no line breaks.
+fn bounded(status: &str) -> &str {
+    status.get(..MAX_STATUS_BYTES).unwrap_or(status)
+}
+
+/// Sends a notification; no effect without a service manager.
+fn notify(state: &[NotifyState<'_>]) {
+    if let Err(error) = sd_notify::notify(state) {
+        warn!("NOTIFY_SOCKET: the service manager cannot be told: {}", reason(&error));
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_status_is_cut_to_the_length_that_the_manager_reads() {
+        assert_eq!(bounded("serving"), "serving");
+        assert_eq!(bounded(&"x".repeat(5000)).len(), MAX_STATUS_BYTES);
+    }
+}

@@ -1,0 +1,321 @@
+//! Reports wrong command lines and chooses the exit status.
+//!
+//! Invariant: the message is one line on standard error, whatever the arguments contain; a
+//! suggested alternative exists.
+
+use std::error::Error as _;
+use std::ffi::OsStr;
+use std::process::ExitCode;
+
+use clap::error::{ContextKind, ContextValue, ErrorKind};
+use clap::{CommandFactory, Parser};
+use tracing::Level;
+
+use crate::args::{CHECK_USAGE_STATUS, Cli, Command, USAGE_STATUS};
+use crate::error::reason;
+use crate::log;
+
+/// The limit of typing errors up to which an option is suggested, and the number of letters that an
+/// option must have for each.
+const MAX_TYPOS: usize = 2;
+const LETTERS_PER_TYPO: usize = 4;
+/// Options of similar programs that nowait has under another name, or not at all: the command (""
+/// for any), their names there, and the alternative.
+const ELSEWHERE: [(&str, &[&str], &str); 20] = [
+    (
+        "serve",
+        &["--fork"],
+        "a server stays in the foreground: end the line with &, or let systemd start it",
+    ),
+    ("serve", &["-c", "--connect"], "serve it on a socket, then: nbd-client -unix SOCKET DEVICE"),
+    ("serve", &["-d", "--disconnect"], "nbd-client -d DEVICE"),
+    ("serve", &["-L", "--list"], "nbdinfo --list URI"),
+    (
+        "serve",
+        &["-n", "--nocache", "--cache"],
+        "--direct on is past the page cache, --direct off through it",
+    ),
+    ("serve", &["--aio"], "take --queue uring or threads"),
+    ("serve", &["--tls-creds", "--object"], "take --tls-certs DIR"),
+    ("serve", &["--tls-authz"], "take --tls-verify-peer"),
+    ("serve", &["-s", "--snapshot"], "make an overlay and serve that: nowait create --backing"),
+    ("serve", &["-l", "--load-snapshot"], "snapshots inside an image are not served"),
+    ("serve", &["-P", "--partition", "-o", "--offset"], "a disk is served whole"),
+    ("serve", &["-B", "--bitmap"], "dirty bitmaps are not known"),
+    (
+        "serve",
+        &["--discard", "--detect-zeroes"],
+        "a discard always gives space back, and zeros are written as they come",
+    ),
+    ("serve", &["-U", "--unix"], "take --socket PATH, or --nbd unix:PATH"),
+    ("serve", &["-i", "--ipaddr"], "take --bind HOST, or --nbd tcp:HOST:PORT"),
+    ("check", &["-r"], "take --repair"),
+    ("create", &["-o"], "take --backing, --backing-format, --cluster-size, --preallocation"),
+    ("copy", &["-p"], "progress is shown on a terminal, unless there is --no-progress"),
+    ("copy", &["-c"], "compressed clusters are not written"),
+    ("", &["--output"], "take --json"),
+];
+/// The same for whole commands.
+const OTHER_COMMANDS: [(&[&str], &str); 3] = [
+    (&["convert", "cp", "dd"], "nowait copy"),
+    (&["export", "server"], "nowait serve"),
+    (&["amend", "bitmap", "compare", "measure", "rebase", "snapshot"], "qemu-img has it"),
+];
+
+/// Parses the command line. The error is the exit status: help was requested and printed, or the
+/// command line was wrong and the message was printed.
+pub(crate) fn parse() -> Result<Cli, ExitCode> {
+    let first = std::env::args_os().nth(1);
+    Cli::try_parse().map_err(|error| end(&error, command_named(first.as_deref())))
+}
+
+/// Reports that the command line of `command` is wrong in a way that parsing does not detect.
+pub(crate) fn refuse(command: &Command, why: &str) -> ExitCode {
+    let name = command.name();
+    print(why, name);
+    ExitCode::from(status(name))
+}
+
+fn status(command: &str) -> u8 {
+    if command == "check" { CHECK_USAGE_STATUS } else { USAGE_STATUS }
+}
+
+/// The name of a command, or an empty string where `first` is not a command.
+fn command_named(first: Option<&OsStr>) -> String {
+    let first = first.and_then(OsStr::to_str).unwrap_or_default();
+    let known = Cli::command();
+    known.find_subcommand(first).map_or(String::new(), |command| command.get_name().to_owned())
+}
+
+fn end(error: &clap::Error, command: String) -> ExitCode {
+    match error.kind() {
+        ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => match error.print() {
+            Ok(()) => ExitCode::SUCCESS,
+            Err(error) => {
+                log::write_line(Level::ERROR, format_args!("standard output: {}", reason(&error)));
+                ExitCode::FAILURE
+            }
+        },
+        // Without any argument, the help is printed.
+        ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
+            let _ = error.print();
+            ExitCode::from(USAGE_STATUS)
+        }
+        _ => {
+            print(&words(error, &command), &command);
+            ExitCode::from(status(&command))
+        }
+    }
+}
+
+fn print(why: &str, command: &str) {
+    let manual = if command.is_empty() { "nowait".to_owned() } else { format!("nowait {command}") };
+    log::write_line(Level::ERROR, format_args!("{why} (see '{manual} --help')"));
+}
+
+/// The message in one sentence, without the help lines that clap adds.
+fn words(error: &clap::Error, command: &str) -> String {
+    let get = |kind| text_of(error, kind);
+    let argument = names_of(error, ContextKind::InvalidArg);
+    let value = get(ContextKind::InvalidValue);
+    match error.kind() {
+        ErrorKind::InvalidValue if value.is_empty() => format!("{argument} needs a value"),
+        ErrorKind::InvalidValue => {
+            let valid = get(ContextKind::ValidValue);
+            format!("'{value}' is no value for {argument}, which is one of: {valid}")
+        }
+        ErrorKind::ValueValidation if !argument.is_empty() => {
+            let why = error.source().map_or("it is not valid".into(), ToString::to_string);
+            format!("'{value}' is no value for {argument}: {why}")
+        }
+        ErrorKind::UnknownArgument => unknown_argument(error, command, &argument),
+        ErrorKind::InvalidSubcommand => unknown_command(error),
+        ErrorKind::ArgumentConflict => match names_of(error, ContextKind::PriorArg) {
+            prior if prior == argument => format!("{argument} is given twice"),
+            prior if prior.is_empty() => format!("{argument} does not go with the others"),
+            prior => format!("{argument} does not go with {prior}"),
+        },
+        ErrorKind::MissingRequiredArgument => match argument.rsplit_once(", ") {
+            Some((others, last)) => format!("{others} and {last} are missing"),
+            None => format!("{argument} is missing"),
+        },
+        ErrorKind::TooManyValues => format!("{argument} takes no value, and got '{value}'"),
+        ErrorKind::InvalidUtf8 => "an argument is not UTF-8, and not a path".into(),
+        // Other kinds come from definitions that are not used here, and keep clap's message.
+        _ => {
+            let all = error.render().to_string();
+            let first = all.trim_start_matches("error: ").split("\n\n").next();
+            first.unwrap_or_default().to_owned()
+        }
+    }
+}
+
+fn unknown_argument(error: &clap::Error, command: &str, argument: &str) -> String {
+    let unknown = format!("there is no option {argument}");
+    if !argument.starts_with('-') {
+        return format!("'{argument}' is one argument too many");
+    }
+    let elsewhere = ELSEWHERE
+        .into_iter()
+        .find(|(of, names, _)| (of.is_empty() || *of == command) && names.contains(&argument));
+    if let Some((_, _, way_out)) = elsewhere {
+        return format!("{unknown}: {way_out}");
+    }
+    match text_of(error, ContextKind::SuggestedArg) {
+        similar if is_meant(argument, &similar) => format!("{unknown}; there is {similar}"),
+        _ => unknown,
+    }
+}
+
+fn unknown_command(error: &clap::Error) -> String {
+    let name = text_of(error, ContextKind::InvalidSubcommand);
+    let unknown = format!("there is no command '{name}'");
+    if let Some((_, way_out)) =
+        OTHER_COMMANDS.into_iter().find(|(names, _)| names.contains(&name.as_str()))
+    {
+        return format!("{unknown}: {way_out}");
+    }
+    let similar = strings_of(error, ContextKind::SuggestedSubcommand);
+    match similar.iter().find(|similar| is_meant(&name, similar)) {
+        Some(similar) => format!("{unknown}; there is {similar}"),
+        None => unknown,
+    }
+}
+
+/// Whether `given` is likely to be a mistyped `similar`: a few letters are wrong, or it is a
+/// prefix. clap's own measure suggests --export for --port.
+fn is_meant(given: &str, similar: &str) -> bool {
+    let letters = given.trim_start_matches('-').len();
+    let typos = strsim::osa_distance(given, similar);
+    letters > 1
+        && (similar.starts_with(given) || typos <= MAX_TYPOS.min(letters / LETTERS_PER_TYPO))
+}
+
+fn strings_of(error: &clap::Error, kind: ContextKind) -> Vec<String> {
+    match error.get(kind) {
+        Some(ContextValue::String(text)) => vec![text.clone()],
+        Some(ContextValue::Strings(texts)) => texts.clone(),
+        _ => Vec::new(),
+    }
+}
+
+/// The names of the arguments, without brackets and value names.
+fn names_of(error: &clap::Error, kind: ContextKind) -> String {
+    let name = |text: String| match text.starts_with('-') {
+        true => text.split(' ').next().unwrap_or_default().to_owned(),
+        false => {
+            let text = text.trim_end_matches("...");
+            let inner = |open, close| text.strip_prefix(open)?.strip_suffix(close);
+            inner('<', '>').or_else(|| inner('[', ']')).unwrap_or(text).to_owned()
+        }
+    };
+    strings_of(error, kind).into_iter().map(name).collect::<Vec<_>>().join(", ")
+}
+
+fn text_of(error: &clap::Error, kind: ContextKind) -> String {
+    strings_of(error, kind).join(", ")
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn message(line: &str) -> String {
+        let mut parts = line.split(' ');
+        let command = command_named(parts.nth(1).map(OsStr::new));
+        words(&Cli::try_parse_from(line.split(' ')).unwrap_err(), &command)
+    }
+
+    #[test]
+    fn a_wrong_command_line_is_reported_in_one_sentence() {
+        for (line, sentence) in [
+            (
+                "nowait serve --queue aio",
+                "'aio' is no value for --queue, which is one of: uring, threads",
+            ),
+            (
+                "nowait create a -",
+                "'-' is no value for SIZE: this is not a size (give bytes, or a whole number with K, M, G or T, as in 512M or 10G)",
+            ),
+            ("nowait create a", "SIZE is missing"),
+            ("nowait info", "IMAGE is missing"),
+            ("nowait create", "IMAGE and SIZE are missing"),
+            ("nowait info a b", "'b' is one argument too many"),
+            ("nowait serve --nbd", "--nbd needs a value"),
+            ("nowait serve --json=1", "--json takes no value, and got '1'"),
+            ("nowait info a --json --json", "--json is given twice"),
+            ("nowait serve --tls on", "--tls-certs is missing"),
+        ] {
+            assert_eq!(message(line), sentence, "{line}");
+        }
+    }
+
+    #[test]
+    fn only_an_option_that_is_likely_to_be_meant_is_suggested() {
+        for (line, similar) in [
+            ("nowait serve --read_only", "; there is --read-only"),
+            ("nowait serve --verbos", "; there is --verbose"),
+            ("nowait serv", "; there is serve"),
+            ("nowait create a 1G --cluster", "; there is --cluster-size"),
+        ] {
+            assert!(message(line).ends_with(similar), "{line}: {}", message(line));
+        }
+        for line in ["nowait serve --expire", "nowait serve --direction", "nowait create a 1G -x"] {
+            assert!(!message(line).contains(';'), "{line}: {}", message(line));
+        }
+    }
+
+    #[test]
+    fn an_option_of_another_program_is_answered_with_the_alternative() {
+        for (line, way_out) in [
+            ("nowait serve --fork", "foreground"),
+            ("nowait serve -c /dev/nbd0", "nbd-client -unix"),
+            ("nowait serve -d /dev/nbd0", "nbd-client -d"),
+            ("nowait info a --output=json", "--json"),
+            ("nowait check a -r all", "--repair"),
+            ("nowait convert a b", "nowait copy"),
+            ("nowait snapshot a", "qemu-img"),
+        ] {
+            assert!(message(line).contains(way_out), "{line}: {}", message(line));
+        }
+    }
+
+    #[test]
+    fn options_that_do_not_apply_are_refused_instead_of_ignored() {
+        let check = |line: &str| Cli::try_parse_from(line.split(' ')).unwrap().command.check();
+        for (line, why) in [
+            ("nowait copy a -", "nbdcopy URI -"),
+            ("nowait copy - a", "put it into a file first"),
+            ("nowait copy a b --cluster-size 64K", "say -O qcow2"),
+            ("nowait copy a b --connections 2", "neither FROM nor TO is a URI"),
+            ("nowait copy nbd://h/ b --tls-certs d", "is for nbds://"),
+            ("nowait copy nbd://h/ b --from-format qcow2", "--from-format"),
+            ("nowait copy nbd://h/ b --backing-dir d", "--backing-dir"),
+            ("nowait copy a b --from-format raw --data-file d", "--data-file"),
+            ("nowait serve a -f raw --backing-dir d", "--backing-dir"),
+            ("nowait map a -f raw --backing-dir d", "--backing-dir"),
+            ("nowait check a -f raw --data-file d", "--data-file"),
+            ("nowait serve --tls off --tls-certs d", "--tls off"),
+            ("nowait bench copy --seconds 2", "all but copy"),
+            ("nowait bench images --file f", "all but copy and images"),
+            ("nowait bench simple --client fio", "an option of peers"),
+            ("nowait bench peers --latency 1ms", "vectored and all"),
+        ] {
+            let refused = check(line).unwrap_err();
+            assert!(refused.contains(why), "{line}: {refused}");
+        }
+        for line in [
+            "nowait copy ./- b",
+            "nowait copy nbd://h/ b --from-format raw",
+            "nowait copy a b.qcow2 --cluster-size 64K",
+            "nowait copy nbds://h/ b --tls-certs d --connections 2",
+            "nowait copy a nbd://h/ --backing-dir d",
+            "nowait serve a -f qcow2 --backing-dir d",
+            "nowait serve a --backing-dir d",
+            "nowait map a --json",
+            "nowait bench peers --client fio --connections 2 --seconds 2",
+        ] {
+            assert_eq!(check(line), Ok(()), "{line}");
+        }
+    }
+}

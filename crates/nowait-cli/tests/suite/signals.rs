@@ -1,0 +1,148 @@
+//! Signals from a terminal, a shell or a user: the server ends flushed, or continues.
+//!
+//! Invariant: every answered write is in the image after every signal but SIGKILL.
+
+use std::path::Path;
+use std::process::{Command, Stdio};
+use std::thread;
+use std::time::{Duration, Instant};
+
+use rustix::process::{Pid, Signal, kill_process};
+
+use crate::common::{MIB, NOWAIT, Scratch, Server, accepted};
+
+const BOUND: Duration = Duration::from_secs(30);
+const STEP: Duration = Duration::from_millis(5);
+/// Bytes of a cluster of a qcow2 image.
+const CLUSTER_BYTES: u64 = 64 << 10;
+/// Writes that each need a new cluster.
+const WRITES: u64 = 16;
+
+fn text(path: &Path) -> &str {
+    path.to_str().expect("a name in UTF-8")
+}
+
+/// A new qcow2 image.
+fn qcow2(scratch: &Scratch) -> std::path::PathBuf {
+    let image = scratch.join("disk.qcow2");
+    accepted(&["create", text(&image), "16M", "--format", "qcow2"]);
+    image
+}
+
+fn written(number: u64) -> Vec<u8> {
+    vec![number as u8 + 1; CLUSTER_BYTES as usize]
+}
+
+fn write_all(server: &Server) {
+    let mut client = server.connect();
+    for number in 0..WRITES {
+        client.write(number * CLUSTER_BYTES, &written(number)).expect("a write");
+    }
+}
+
+fn assert_all_is_in(image: &Path) {
+    let server = Server::start(image, &["--read-only"]);
+    let mut client = server.connect();
+    for number in 0..WRITES {
+        let read = client.read(number * CLUSTER_BYTES, CLUSTER_BYTES as u32).expect("bytes");
+        assert!(read == written(number), "write {number} is lost");
+    }
+    server.stop();
+}
+
+#[test]
+fn hup_int_term_and_quit_each_end_a_server_flushed_and_with_its_socket_removed() {
+    for signal in [Signal::HUP, Signal::INT, Signal::TERM, Signal::QUIT] {
+        let scratch = Scratch::new();
+        let image = qcow2(&scratch);
+        // If the tests were started by nohup, the server would inherit the ignored SIGHUP.
+        let mut server = Server::start_under(&["env", "--default-signal=HUP"], &image, &[]);
+        write_all(&server);
+        server.signal(signal);
+        let status = server.wait();
+        assert!(status.success(), "{signal:?}: {status}; it said: {}", server.log());
+        assert_eq!(server.log(), "", "{signal:?}");
+        assert!(!server.socket().exists(), "{signal:?}: the socket is left behind");
+        assert_all_is_in(&image);
+    }
+}
+
+#[test]
+fn a_signal_sent_several_times_in_a_row_ends_a_server_flushed() {
+    let scratch = Scratch::new();
+    let image = qcow2(&scratch);
+    let mut server = Server::start(&image, &[]);
+    write_all(&server);
+    (0..3).for_each(|_| server.signal(Signal::INT));
+    let status = server.wait();
+    assert!(status.success(), "{status}; it said: {}", server.log());
+    assert_eq!(server.log(), "");
+    assert_all_is_in(&image);
+}
+
+#[test]
+fn ignored_signals_do_not_end_a_server() {
+    let scratch = Scratch::new();
+    let image = qcow2(&scratch);
+    let server = Server::start(&image, &[]);
+    for signal in
+        [Signal::USR1, Signal::USR2, Signal::ALARM, Signal::VTALARM, Signal::PROF, Signal::IO]
+    {
+        server.signal(signal);
+        write_all(&server);
+    }
+    server.stop();
+    assert_all_is_in(&image);
+}
+
+#[test]
+fn a_server_started_by_nohup_continues_after_a_hangup() {
+    let scratch = Scratch::new();
+    let image = qcow2(&scratch);
+    let wrapper = ["sh", "-c", r#"trap "" HUP; exec "$@""#, "sh"];
+    let server = Server::start_under(&wrapper, &image, &[]);
+    server.signal(Signal::HUP);
+    write_all(&server);
+    server.stop();
+    assert_all_is_in(&image);
+}
+
+#[test]
+fn a_copy_ends_cleanly_on_each_of_the_signals_and_continues_under_nohup() {
+    let scratch = Scratch::new();
+    let source = scratch.random("source", 64 * MIB, 1);
+    let target = scratch.join("target");
+    let partial = scratch.join("target.partial");
+    for (trap, signal) in [
+        ("", Signal::HUP),
+        ("", Signal::QUIT),
+        ("", Signal::TERM),
+        (r#"trap "" HUP; "#, Signal::HUP),
+    ] {
+        let copy = Command::new("sh")
+            .args(["-c", &format!(r#"{trap}exec "$@""#), "sh", NOWAIT, "copy"])
+            .args([&source, &target])
+            .stdout(Stdio::null())
+            .stderr(Stdio::piped())
+            .spawn()
+            .expect("sh");
+        let begin = Instant::now();
+        while !partial.exists() && !target.exists() {
+            assert!(begin.elapsed() < BOUND, "no copy begins");
+            thread::sleep(STEP);
+        }
+        // The process may have ended already.
+        let _ = kill_process(Pid::from_child(&copy), signal);
+        let output = copy.wait_with_output().expect("a child");
+        let printed = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(!partial.exists(), "{signal:?}: an unfinished copy is left");
+        match output.status.code() {
+            Some(0) => std::fs::remove_file(&target).expect("the copy"),
+            Some(1) => {
+                assert!(trap.is_empty(), "nohup's copy was ended");
+                assert!(printed.starts_with("nowait: interrupted"), "{printed}");
+            }
+            _ => panic!("{signal:?}: {}; it said: {printed}", output.status),
+        }
+    }
+}

@@ -1,0 +1,194 @@
+//! A whole copy: opens both endpoints, copies, flushes, compares, and renames a new file to its
+//! name.
+//!
+//! Invariant: a new file gets its name only after every step before has succeeded.
+
+use std::path::PathBuf;
+use std::sync::atomic::AtomicBool;
+use std::time::{Duration, Instant};
+
+use nowait_image::{ChainOptions, Format};
+
+use crate::copy_loop::Endpoints;
+pub use crate::copy_loop::{Phase, Progress};
+use crate::endpoint::Endpoint;
+use crate::error::Error;
+use crate::first_bytes::first_bytes;
+use crate::location::Location;
+use crate::lost_ranges::Lost;
+use crate::nbd::Connecting;
+use crate::open::{OverwriteOptions, Target, TargetFormat, TargetKind};
+use crate::rescue::Rescue;
+use crate::transfer::Zeros;
+use crate::{open, transfer, verify};
+
+/// The longest read or write in bytes: long enough that the fixed cost of a request is negligible.
+pub const REQUEST_BYTES: u64 = 1 << 20;
+
+/// What to copy, and how.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// The source; only read.
+    pub from: Location,
+    /// The target.
+    pub to: Location,
+    /// The format of a source file; `None`: raw, unless it begins like a qcow2 image.
+    pub from_format: Option<Format>,
+    /// Directories that may contain backing files of the source, in addition to the directory of
+    /// the image; subdirectories are not included.
+    pub backing_dirs: Vec<PathBuf>,
+    /// The data files of a source that may be opened.
+    pub data_files: Vec<PathBuf>,
+    /// The target's format; only a new file can be qcow2.
+    pub to_format: Format,
+    /// Whether the user gave the format. If not, a raw file that would begin like another format is
+    /// refused: the next program that opens it would mistake it for that format.
+    pub to_format_given: bool,
+    /// Bytes of a cluster of a qcow2 target, a power of two in
+    /// [`nowait_image::create::CLUSTER_BYTES`]; `None` is 64 KiB.
+    pub cluster_bytes: Option<u64>,
+    /// Overwrite a file that is not empty, or a block device.
+    pub force: bool,
+    /// Overwrite a block device although it is mounted or otherwise in use.
+    pub allow_mounted: bool,
+    /// Read both sides again at the end and compare them.
+    pub verify: bool,
+    /// Continue where the source cannot be read: unreadable ranges are zeros in the target and are
+    /// listed in [`Report::lost`]. Not with `verify`: a failing source should not be read twice,
+    /// and the second read may return other data.
+    pub rescue: bool,
+    /// Connections to each NBD server that allows several, at least 1.
+    pub connections: usize,
+    /// The directory with the certificates for servers whose URI asks for TLS and names none:
+    /// `ca-cert.pem`, and, for servers that ask for a client certificate, `client-cert.pem` and
+    /// `client-key.pem`.
+    pub tls_certs: Option<PathBuf>,
+    /// Requests of [`REQUEST_BYTES`] in flight, at least 1; smaller requests may be more.
+    pub requests: usize,
+    /// Data is searched for zeros in blocks of this many bytes, which become holes; 0 disables the
+    /// search.
+    pub sparse_bytes: usize,
+}
+
+impl Options {
+    /// How a source file is opened.
+    fn chain_options(&self) -> ChainOptions {
+        ChainOptions {
+            format: self.from_format,
+            backing_dirs: self.backing_dirs.clone(),
+            data_files: self.data_files.clone(),
+            ..ChainOptions::default()
+        }
+    }
+
+    /// The target's format as requested.
+    const fn format(&self) -> TargetFormat {
+        TargetFormat {
+            format: self.to_format,
+            given: self.to_format_given,
+            cluster_bytes: self.cluster_bytes,
+        }
+    }
+}
+
+/// The result of a copy.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct Report {
+    /// Bytes of the source.
+    pub size: u64,
+    /// Bytes of the target. Bytes beyond the end of the source are unchanged; in a new qcow2 image,
+    /// whose disk size is a multiple of 512 bytes, they are zeros.
+    pub target_size: u64,
+    /// Bytes that were written.
+    pub data: u64,
+    /// Bytes that were left or made zero.
+    pub zero: u64,
+    /// Ranges that could not be read; empty without [`Options::rescue`].
+    pub lost: Lost,
+    /// From the first request until everything was durable and, with `verify`, compared.
+    pub elapsed: Duration,
+}
+
+/// Opens the source.
+fn source(options: &Options, connecting: Connecting<'_>) -> Result<Box<dyn Endpoint>, Error> {
+    if options.rescue && options.verify {
+        return Err(Error::at(&options.from, "what is rescued is not read again to be compared"));
+    }
+    let source = open::source(&options.from, options.chain_options(), connecting)?;
+    Ok(if options.rescue { Box::new(Rescue::new(source)) } else { source })
+}
+
+/// Copies `options.from` to `options.to`. `report_progress` is called about ten times a second;
+/// when `cancel` is set, the copy ends within about 0.2 s.
+///
+/// # Errors
+/// [`Error::At`] for a failure on either side; [`Error::Interrupted`] when `cancel` was set. A file
+/// with the target's name is then as it was before the copy, or absent. [`Error::WrittenInPart`]
+/// instead of either, when a block device or an export had been written to.
+pub fn copy(
+    options: &Options,
+    cancel: &AtomicBool,
+    report_progress: &mut dyn FnMut(Progress),
+) -> Result<Report, Error> {
+    let connecting =
+        Connecting { connections: options.connections, certificates: options.tls_certs.as_deref() };
+    let mut source = source(options, connecting)?;
+    let from = source.capabilities();
+    let format = options.format();
+    let first = first_bytes(&mut *source, cancel)?;
+    format.check_signature(&options.to, &first)?;
+    let overwrite = OverwriteOptions { force: options.force, mounted: options.allow_mounted };
+    let target =
+        open::target(&options.to, &options.from, format, from.size, overwrite, connecting)?;
+    let Target { endpoint, kind, is_zero } = target;
+    let to = endpoint.capabilities();
+    let alignment = from.alignment.max(to.alignment);
+    let largest = REQUEST_BYTES.min(from.max_bytes).min(to.max_bytes);
+    let request_bytes = (largest & !(alignment - 1)).max(alignment);
+    let zero_block = match options.sparse_bytes {
+        0 => 0,
+        bytes => bytes.next_multiple_of(alignment as usize),
+    };
+    let begin = Instant::now();
+    let mut endpoints = Endpoints {
+        source,
+        target: endpoint,
+        size: from.size,
+        request_bytes,
+        alignment,
+        memory: options.requests.max(1) * request_bytes as usize,
+        cancel,
+        report_progress,
+        last_report: None,
+        has_written: false,
+    };
+    let zeros = Zeros { block: zero_block, target_is_zero: is_zero };
+    let is_in_place = matches!(kind, TargetKind::InPlace);
+    let counts = match transfer::run(&mut endpoints, zeros) {
+        Err(error) if is_in_place && endpoints.has_written => return Err(error.amid(&options.to)),
+        ended => ended?,
+    };
+    if options.verify {
+        if let Some(endpoint) = kind.reopened(&options.to)? {
+            endpoints.target = endpoint;
+        }
+        match verify::run(&mut endpoints, &options.to) {
+            Err(Error::Interrupted) if is_in_place => {
+                let what = "interrupted: the copy is complete, but not compared to its end";
+                return Err(Error::at(&options.to, what));
+            }
+            ended => ended?,
+        }
+    }
+    let lost = endpoints.source.lost();
+    drop(endpoints);
+    kind.finish().map_err(|what| Error::at(&options.to, what))?;
+    Ok(Report {
+        size: from.size,
+        target_size: to.size,
+        data: counts.data,
+        zero: counts.zero,
+        lost,
+        elapsed: begin.elapsed(),
+    })
+}

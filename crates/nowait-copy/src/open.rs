@@ -1,0 +1,358 @@
+//! Opens the source and the target of a copy: locks files, connects to exports, and refuses before
+//! anything is changed.
+//!
+//! Invariant: a source is never written to; a target with content is not changed without
+//! permission, nor if it is too small.
+
+use std::fs::{self, File};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{FileTypeExt, MetadataExt};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use nowait::{BlockDevice, Direct, OpenOptions};
+use nowait_image::lock::{self, Access, LockError};
+use nowait_image::lock_holder;
+use nowait_image::qcow2_disk::{self, ServeOptions};
+use nowait_image::{
+    AtomicFile, Chain, ChainOptions, Format, HostFile, ImageError, Locking, NO_MEDIUM,
+    OverwritePolicy, PROBE_BYTES, Qcow2Builder, Signature, in_use, settle_raw,
+};
+use rustix::io::Errno;
+
+use crate::endpoint::Endpoint;
+use crate::error::{Error, reason, words};
+use crate::file_endpoint::Content;
+use crate::location::Location;
+use crate::nbd::Connecting;
+use crate::{file_endpoint, nbd};
+
+/// The target, ready to be written to.
+pub(crate) struct Target {
+    pub(crate) endpoint: Box<dyn Endpoint>,
+    pub(crate) kind: TargetKind,
+    /// Whether all of the target reads as zeros.
+    pub(crate) is_zero: bool,
+}
+
+/// Whether the target is written in place or under a temporary name.
+pub(crate) enum TargetKind {
+    /// A block device or an export, written in place.
+    InPlace,
+    /// A file that is written under a temporary name until it is complete.
+    Replaced {
+        file: AtomicFile,
+        /// The format of the new file.
+        format: TargetFormat,
+        /// The file that it replaces, held locked so that no other program begins to use it.
+        _replaced: Option<File>,
+    },
+}
+
+impl TargetKind {
+    /// Renames a complete file to its name. No writer of the file may remain.
+    pub(crate) fn finish(self) -> Result<(), String> {
+        match self {
+            Self::InPlace => Ok(()),
+            Self::Replaced { file, format, .. } => {
+                if format.format == Format::Raw {
+                    let mut first = [0; PROBE_BYTES];
+                    file.file().read_at(0, &mut first).map_err(|error| words(&error))?;
+                    settle_raw(file.file().fd(), &first, format.given, "-O raw")?;
+                }
+                file.finish()
+            }
+        }
+    }
+
+    /// Opens the complete target again for reading, if the endpoint that wrote it is write-only.
+    pub(crate) fn reopened(&self, location: &Location) -> Result<Option<Box<dyn Endpoint>>, Error> {
+        match self {
+            Self::Replaced { file, format, .. } if format.format == Format::Qcow2 => {
+                let options = ChainOptions {
+                    format: Some(Format::Qcow2),
+                    locking: Locking::Unlocked,
+                    ..ChainOptions::default()
+                };
+                image(location, file.path(), &options).map(Some)
+            }
+            _ => Ok(None),
+        }
+    }
+}
+
+/// Opens the source. Without a format in `chain_options`, a file that begins like a qcow2 image is
+/// opened as one.
+pub(crate) fn source(
+    location: &Location,
+    chain_options: ChainOptions,
+    connecting: Connecting<'_>,
+) -> Result<Box<dyn Endpoint>, Error> {
+    let path = match location {
+        Location::Nbd(uri) => return nbd::connect(uri, connecting, false),
+        Location::File(path) => path,
+    };
+    match chain_options.format.map_or_else(|| probe_format(location, path), Ok)? {
+        format @ Format::Qcow2 => {
+            image(location, path, &ChainOptions { format: Some(format), ..chain_options })
+        }
+        Format::Raw => {
+            let endpoint = open(path, path, true, Locking::Locked, Content::Raw)?;
+            let changed =
+                chain_options.format.is_none() && probe_format(location, path)? != Format::Raw;
+            if changed {
+                Err(Error::at(location, "it was changed while it was opened"))
+            } else {
+                Ok(endpoint)
+            }
+        }
+    }
+}
+
+fn probe_format(location: &Location, path: &Path) -> Result<Format, Error> {
+    match HostFile::open(path, false) {
+        Ok(file) => Format::probe(&file).map_err(|error| Error::at(location, error.what())),
+        // The error is reported by the open for reading that follows.
+        Err(_) => Ok(Format::Raw),
+    }
+}
+
+/// Opens a qcow2 image and its backing chain for reading. `path` is the current path of `location`.
+fn image(
+    location: &Location,
+    path: &Path,
+    options: &ChainOptions,
+) -> Result<Box<dyn Endpoint>, Error> {
+    let failed = |error: ImageError| match Some(error.path()) == location.path() {
+        true => Error::at(location, error.what()),
+        false => Error::at(&error.path().display(), error.what()),
+    };
+    let chain = Chain::open(path, options).map_err(failed)?;
+    let options = ServeOptions { writable: false, direct: Direct::Auto, hint: true };
+    let (disk, open_image) = qcow2_disk::open(chain, options).map_err(failed)?;
+    file_endpoint::open(
+        location.to_string(),
+        Arc::new(disk),
+        Content::Image { _open_image: open_image },
+    )
+}
+
+/// Which existing targets may be overwritten.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct OverwriteOptions {
+    /// A file that is not empty, or a block device.
+    pub(crate) force: bool,
+    /// A block device that is mounted or otherwise in use.
+    pub(crate) mounted: bool,
+}
+
+/// The format of a target, as requested.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct TargetFormat {
+    pub(crate) format: Format,
+    /// Whether the user gave the format.
+    pub(crate) given: bool,
+    /// Bytes of a cluster of a qcow2 image.
+    pub(crate) cluster_bytes: Option<u64>,
+}
+
+impl TargetFormat {
+    /// Refuses a raw file at `location` that a later open would mistake for another format, unless
+    /// the user gave the format. `first` are the first bytes of the disk.
+    pub(crate) fn check_signature(self, location: &Location, first: &[u8]) -> Result<(), Error> {
+        let Some(path) = location.path() else { return Ok(()) };
+        let device = fs::metadata(path).is_ok_and(|found| found.file_type().is_block_device());
+        match Signature::of(first) {
+            Some(known) if self.format == Format::Raw && !self.given && !device => {
+                let what = format!(
+                    "it would begin like {} and be taken for that (if it is to be raw, say so: \
+                     -O raw)",
+                    known.words()
+                );
+                Err(Error::at(location, what))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Refuses a qcow2 target that is a block device or an export.
+    fn check_in_place(self, location: &Location) -> Result<(), Error> {
+        match self.format {
+            Format::Raw => Ok(()),
+            Format::Qcow2 => Err(Error::at(location, "a qcow2 image is made as a file only")),
+        }
+    }
+}
+
+/// Opens the target for a disk of `size` bytes copied from `from`. `overwrite` says which existing
+/// targets may be overwritten.
+pub(crate) fn target(
+    location: &Location,
+    from: &Location,
+    format: TargetFormat,
+    size: u64,
+    overwrite: OverwriteOptions,
+    connecting: Connecting<'_>,
+) -> Result<Target, Error> {
+    let force = overwrite.force;
+    if format.format == Format::Raw && format.cluster_bytes.is_some() {
+        return Err(Error::at(location, "a raw image has no clusters (leave out --cluster-size)"));
+    }
+    let path = match location {
+        Location::File(path) => path,
+        Location::Nbd(uri) => {
+            format.check_in_place(location)?;
+            let endpoint = nbd::connect(uri, connecting, true)?;
+            check_size(location, &*endpoint, size)?;
+            return Ok(Target { endpoint, kind: TargetKind::InPlace, is_zero: false });
+        }
+    };
+    let found = match fs::metadata(path) {
+        Ok(found) => Some(found),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => None,
+        Err(error) => return Err(Error::at(location, words(&error))),
+    };
+    if let (Some(found), Some(from)) = (&found, from.path())
+        && fs::metadata(from).is_ok_and(|from| is_same(found, &from))
+    {
+        return Err(Error::at(location, "it is the source itself"));
+    }
+    match found {
+        Some(found) if found.file_type().is_block_device() => {
+            format.check_in_place(location)?;
+            if !force {
+                let what = "it is a block device (to overwrite what is on it: --force)";
+                return Err(Error::at(location, what));
+            }
+            let options = OpenOptions { allow_mounted: overwrite.mounted, ..options(false) };
+            let endpoint = open_with(options, path, path, Locking::Locked, Content::Raw)?;
+            check_size(location, &*endpoint, size)?;
+            Ok(Target { endpoint, kind: TargetKind::InPlace, is_zero: false })
+        }
+        Some(found) if found.is_file() => replace(location, path, &found, format, size, force),
+        Some(_) => Err(Error::at(location, "neither a regular file nor a block device")),
+        None if fs::symlink_metadata(path).is_ok() => {
+            Err(Error::at(location, "it is a link to nothing (remove it first, with rm)"))
+        }
+        None => new_file(location, path, format, size, OverwritePolicy::Nothing, None),
+    }
+}
+
+/// A new file that replaces an existing one.
+fn replace(
+    location: &Location,
+    path: &Path,
+    found: &fs::Metadata,
+    format: TargetFormat,
+    size: u64,
+    force: bool,
+) -> Result<Target, Error> {
+    if found.len() > 0 && !force {
+        let what = "there is such a file already (to overwrite it: --force)";
+        return Err(Error::at(location, what));
+    }
+    // The file that a symbolic link points to is replaced, not the link.
+    let real = fs::canonicalize(path).map_err(|error| Error::at(location, words(&error)))?;
+    let old = File::options().read(true).write(true).open(&real);
+    let old =
+        old.map_err(|error| Error::at(location, format!("cannot open: {}", words(&error))))?;
+    match lock::lock(old.as_fd(), Access::Write) {
+        Ok(()) | Err(LockError::Unsupported) => {}
+        Err(error) => return Err(Error::at(location, lock_holder::told(old.as_fd(), error))),
+    }
+    new_file(location, &real, format, size, OverwritePolicy::File { mode: found.mode() }, Some(old))
+}
+
+fn new_file(
+    location: &Location,
+    to: &Path,
+    format: TargetFormat,
+    size: u64,
+    replaces: OverwritePolicy,
+    replaced: Option<File>,
+) -> Result<Target, Error> {
+    let failed = |what: String| Error::at(location, what);
+    let image = match format.format {
+        Format::Raw => None,
+        Format::Qcow2 => Some(Qcow2Builder::new(size, format.cluster_bytes).map_err(failed)?),
+    };
+    let bytes = image.as_ref().map_or(size, Qcow2Builder::max_data_end);
+    let file = AtomicFile::create(to, bytes, replaces).map_err(failed)?;
+    let content = match image {
+        None => Content::Raw,
+        Some(image) => {
+            let written = HostFile::open(file.path(), true);
+            let file = written.map_err(|error| Error::at(location, error.what()))?;
+            Content::New { image, file }
+        }
+    };
+    let name = PathBuf::from(location.to_string());
+    let endpoint = open(file.path(), &name, false, Locking::Unlocked, content)?;
+    let kind = TargetKind::Replaced { file, format, _replaced: replaced };
+    Ok(Target { endpoint, kind, is_zero: true })
+}
+
+fn check_size(location: &Location, endpoint: &dyn Endpoint, size: u64) -> Result<(), Error> {
+    let target_size = endpoint.capabilities().size;
+    if target_size < size {
+        let what = format!("it is too small: it has {target_size} bytes, the source has {size}");
+        return Err(Error::at(location, what));
+    }
+    Ok(())
+}
+
+fn is_same(a: &fs::Metadata, b: &fs::Metadata) -> bool {
+    let same_device =
+        a.file_type().is_block_device() && b.file_type().is_block_device() && a.rdev() == b.rdev();
+    same_device || (a.dev(), a.ino()) == (b.dev(), b.ino())
+}
+
+/// Opens the file at `path`; error messages call it `name`. It is not locked where another
+/// descriptor of this process holds the lock.
+fn open(
+    path: &Path,
+    name: &Path,
+    read_only: bool,
+    locking: Locking,
+    content: Content,
+) -> Result<Box<dyn Endpoint>, Error> {
+    open_with(options(read_only), path, name, locking, content)
+}
+
+/// Each byte is read or written once, so an extent cache would not help.
+fn options(read_only: bool) -> OpenOptions {
+    OpenOptions { read_only, no_hint: true, ..OpenOptions::default() }
+}
+
+fn open_with(
+    options: OpenOptions,
+    path: &Path,
+    name: &Path,
+    locking: Locking,
+    content: Content,
+) -> Result<Box<dyn Endpoint>, Error> {
+    let shown = name.display();
+    let failed = |error| Error::at(&shown, cannot_open(path, error));
+    let disk = BlockDevice::open(path, options).map_err(failed)?;
+    let access = if options.read_only { Access::Read } else { Access::Write };
+    if locking == Locking::Locked {
+        match lock::lock(disk.lock_fd(), access) {
+            Ok(()) | Err(LockError::Unsupported) => {}
+            Err(error) => {
+                return Err(Error::at(&shown, lock_holder::told(disk.lock_fd(), error)));
+            }
+        }
+    }
+    file_endpoint::open(shown.to_string(), Arc::new(disk), content)
+}
+
+fn cannot_open(path: &Path, error: nowait::Error) -> String {
+    match Errno::from_raw_os_error(error.errno()) {
+        Errno::BUSY => in_use(path),
+        Errno::ISDIR => "it is a directory".into(),
+        Errno::NOTBLK => "neither a regular file nor a block device".into(),
+        Errno::NOMEDIUM => NO_MEDIUM.into(),
+        _ => format!("cannot open: {}", reason(error.errno())),
+    }
+}

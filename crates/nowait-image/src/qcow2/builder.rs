@@ -1,0 +1,212 @@
+//! Builds a new qcow2 image whose data the caller writes: assigns positions in the file, and
+//! finally writes the tables.
+//!
+//! Invariant: no cluster is allocated twice; the file is not a valid image before its tables are
+//! written, and its first bytes are written last. Every cluster up to the end of the file has a
+//! refcount of 1.
+
+use std::collections::BTreeMap;
+use std::io;
+
+use nowait::ByteRange;
+
+use crate::host_file::HostFile;
+use crate::qcow2::encode::encode;
+use crate::qcow2::entries::with_copied;
+use crate::qcow2::header::{Header, MAX_POS};
+use crate::qcow2::layout;
+use crate::qcow2::layout::{RefcountLayout, SECTOR_BYTES, write_numbers};
+
+/// An unfinished image: the header, the L1 table, then clusters with data in the order of their
+/// allocation, then all other tables.
+///
+/// Takes eight bytes of memory for each cluster of every L2 table that is needed: with clusters of
+/// 64 KiB, 128 MiB for each TiB of data.
+#[derive(Debug)]
+pub struct Qcow2Builder {
+    header: Header,
+    /// L2 tables, keyed by the index in the L1 table; 0 is a cluster that is not allocated.
+    tables: BTreeMap<u64, Box<[u64]>>,
+    /// The next cluster of the file to be allocated.
+    next: u64,
+}
+
+impl Qcow2Builder {
+    /// For a disk of `size` bytes, rounded up to whole sectors, in clusters of `cluster_bytes`, a
+    /// power of two in [`crate::offline::create::CLUSTER_BYTES`]; `None` is
+    /// [`crate::offline::create::DEFAULT_CLUSTER_BYTES`].
+    ///
+    /// # Errors
+    /// A message with the reason.
+    pub fn new(size: u64, cluster_bytes: Option<u64>) -> Result<Self, String> {
+        let bits = layout::cluster_bits(cluster_bytes)?;
+        let mut header = Header::empty(size.next_multiple_of(SECTOR_BYTES), bits);
+        layout::check_l1(&header)?;
+        let entries = header.size.div_ceil(header.l2_reach());
+        header.l1_entries = entries as u32;
+        header.l1_pos = header.cluster_bytes();
+        let next = 1 + (entries * 8).div_ceil(header.cluster_bytes());
+        Ok(Self { header, tables: BTreeMap::new(), next })
+    }
+
+    /// Size of the disk in bytes.
+    #[must_use]
+    pub const fn size(&self) -> u64 {
+        self.header.size
+    }
+
+    /// The end of the data in the file, in bytes, if all of the disk is written.
+    #[must_use]
+    pub fn max_data_end(&self) -> u64 {
+        let cluster = self.header.cluster_bytes();
+        (1 + (u64::from(self.header.l1_entries) * 8).div_ceil(cluster)) * cluster
+            + self.header.size.next_multiple_of(cluster)
+    }
+
+    /// The ranges of the file for the bytes of `range`, which is inside the disk, in the order of
+    /// the disk. Bytes of a cluster that were not written before are zeros.
+    pub fn allocate(&mut self, range: ByteRange) -> Vec<ByteRange> {
+        let bits = self.header.cluster_bits;
+        let cluster_bytes = self.header.cluster_bytes();
+        let mut ranges: Vec<ByteRange> = Vec::new();
+        let mut pos = range.pos;
+        while pos < range.end() {
+            let inside = pos % cluster_bytes;
+            let len = (cluster_bytes - inside).min(range.end() - pos);
+            let at = (self.cluster(pos >> bits) << bits) + inside;
+            match ranges.last_mut() {
+                Some(last) if last.end() == at => last.len += len,
+                _ => ranges.push(ByteRange::new(at, len)),
+            }
+            pos += len;
+        }
+        ranges
+    }
+
+    /// The cluster of the file for the cluster with this number on the disk, allocated if needed.
+    fn cluster(&mut self, number: u64) -> u64 {
+        let entries = self.header.l2_entries();
+        let (index, inside) = (number / entries, (number % entries) as usize);
+        let new = || vec![0; entries as usize].into_boxed_slice();
+        let table = self.tables.entry(index).or_insert_with(new);
+        match table.get_mut(inside) {
+            Some(slot) if *slot != 0 => *slot,
+            slot => {
+                let new_cluster = self.next;
+                self.next += 1;
+                if let Some(slot) = slot {
+                    *slot = new_cluster;
+                }
+                new_cluster
+            }
+        }
+    }
+
+    /// Writes the tables to `file`, in which all data has been written, and sets its length. The
+    /// caller has to sync the file.
+    ///
+    /// # Errors
+    /// `EFBIG` if the image is larger than its tables can express; the errno of a failed write.
+    pub fn finish(&mut self, file: &HostFile) -> io::Result<()> {
+        let cluster = self.header.cluster_bytes();
+        let l2_pos = self.next * cluster;
+        let tables = self.tables.len() as u64;
+        let Ok(refcount_layout) = RefcountLayout::of(&self.header, self.next + tables) else {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        };
+        let RefcountLayout { table, blocks, clusters } = refcount_layout;
+        if clusters >= MAX_POS >> self.header.cluster_bits {
+            return Err(io::ErrorKind::FileTooLarge.into());
+        }
+        let block_pos = l2_pos + tables * cluster;
+        self.header.refcount_table_pos = block_pos + blocks * cluster;
+        self.header.refcount_table_clusters = table as u32;
+        let end = clusters * cluster;
+        file.set_len(end)?;
+        for (pos, l2) in (l2_pos..).step_by(cluster as usize).zip(self.tables.values()) {
+            write_numbers(file, pos, l2.len() as u64, |index| {
+                let slot = l2.get(index as usize).copied().unwrap_or_default();
+                (if slot == 0 { 0 } else { with_copied(slot * cluster) }).to_be_bytes()
+            })?;
+        }
+        for (pos, &index) in (l2_pos..).step_by(cluster as usize).zip(self.tables.keys()) {
+            file.write_at(self.header.l1_pos + index * 8, &with_copied(pos).to_be_bytes())?;
+        }
+        write_numbers(file, block_pos, clusters, |_| 1u16.to_be_bytes())?;
+        write_numbers(file, self.header.refcount_table_pos, blocks, |index| {
+            (block_pos + index * cluster).to_be_bytes()
+        })?;
+        file.write_at(0, &encode(&self.header))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::fs::File;
+    use std::path::Path;
+
+    use super::*;
+    use crate::chain::{Chain, ChainOptions, Format};
+    use crate::chain_reader::ChainReader;
+    use crate::offline::check::check;
+
+    const KIB: u64 = 1024;
+
+    fn chain(path: &Path) -> Result<Chain, crate::ImageError> {
+        Chain::open(path, &ChainOptions { format: Some(Format::Qcow2), ..ChainOptions::default() })
+    }
+
+    #[test]
+    fn clusters_follow_each_other_in_the_order_of_allocation() {
+        let mut image = Qcow2Builder::new(1 << 30, None).unwrap();
+        let first = image.max_data_end() - (1 << 30);
+        let at = |pos, len| ByteRange::new(first + pos * KIB, len * KIB);
+        let mut allocate = |pos, len| image.allocate(ByteRange::new(pos * KIB, len * KIB));
+        assert_eq!(allocate(640, 128), [at(0, 128)]);
+        assert_eq!(allocate(4, 8), [at(132, 8)]);
+        assert_eq!(allocate(0, 128), [at(128, 128)]);
+        assert_eq!(allocate(572, 72), [at(316, 68), at(0, 4)]);
+    }
+
+    #[test]
+    fn data_written_in_any_order_is_read_back_and_no_cluster_leaks() {
+        for (cluster, size) in [(512, 3 << 20), (4096, (9 << 20) + 512), (64 << 10, 70 << 20)] {
+            let directory = tempfile::tempdir().unwrap();
+            let path = directory.path().join("image");
+            let file = HostFile::of(path.clone(), File::create_new(&path).unwrap());
+            let mut image = Qcow2Builder::new(size - 100, Some(cluster)).unwrap();
+            assert_eq!(image.size(), size);
+            file.set_len(image.max_data_end()).unwrap();
+            let mut disk = vec![0; size as usize];
+            let mut state = 1u64;
+            let mut random = |bound: u64| {
+                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+                (state >> 33) % bound
+            };
+            for fill in 1..60 {
+                let pos = random(size);
+                let range = ByteRange::new(pos, (1 + random(200 * KIB)).min(size - pos));
+                disk[range.pos as usize..range.end() as usize].fill(fill);
+                for part in image.allocate(range) {
+                    file.write_at(part.pos, &vec![fill; part.len as usize]).unwrap();
+                }
+            }
+            assert!(chain(&path).is_err(), "it is no image yet");
+            image.finish(&file).unwrap();
+            let chain = chain(&path).unwrap();
+            let report = check(&chain, &mut |_, _| {}).unwrap();
+            assert_eq!((report.corruptions, report.leaks), (0, 0));
+            assert_eq!(report.image_end, file.size().unwrap());
+            let mut read = vec![0; size as usize];
+            ChainReader::new(&chain).unwrap().read_at(0, &mut read).unwrap();
+            assert!(read == disk, "clusters of {cluster}");
+        }
+    }
+
+    #[test]
+    fn a_disk_that_no_image_can_hold_is_refused() {
+        assert!(Qcow2Builder::new(1 << 40, Some(512)).unwrap_err().contains("larger clusters"));
+        assert!(Qcow2Builder::new(1 << 40, Some(1000)).unwrap_err().contains("power of two"));
+        assert!(Qcow2Builder::new(1 << 40, None).is_ok());
+    }
+}

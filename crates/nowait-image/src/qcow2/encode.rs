@@ -1,0 +1,55 @@
+//! Encodes the header of a qcow2 image, the inverse of [`Header::parse`].
+//!
+//! Invariant: the bytes hold only fields of the header, and no extension but the format of the
+//! backing file. Source: QEMU docs/interop/qcow2.txt, "Header".
+
+use std::os::unix::ffi::OsStrExt;
+
+use crate::qcow2::header::{EXTENSION_BACKING_FORMAT, Header, MAGIC, V3_BYTES};
+
+/// The fields of version 3, and padding to a multiple of 8.
+const FIELDS_BYTES: usize = 112;
+const EXTENSION_HEAD_BYTES: usize = 8;
+
+/// `header` as bytes, from the beginning of the file on.
+pub(crate) fn encode(header: &Header) -> Vec<u8> {
+    let mut bytes = vec![0; FIELDS_BYTES];
+    let mut put = |at: usize, value: &[u8]| {
+        if let Some(field) = bytes.get_mut(at..at + value.len()) {
+            field.copy_from_slice(value);
+        }
+    };
+    put(0, &MAGIC);
+    put(4, &header.version.to_be_bytes());
+    put(20, &header.cluster_bits.to_be_bytes());
+    put(24, &header.size.to_be_bytes());
+    put(36, &header.l1_entries.to_be_bytes());
+    put(40, &header.l1_pos.to_be_bytes());
+    put(48, &header.refcount_table_pos.to_be_bytes());
+    put(56, &header.refcount_table_clusters.to_be_bytes());
+    put(60, &header.snapshots.to_be_bytes());
+    put(64, &header.snapshots_pos.to_be_bytes());
+    if header.version >= 3 {
+        put(72, &header.incompatible.to_be_bytes());
+        put(88, &header.autoclear.to_be_bytes());
+        put(96, &header.refcount_order.to_be_bytes());
+        put(100, &(V3_BYTES as u32).to_be_bytes());
+    }
+    if let Some(backing) = &header.backing {
+        // The extensions of version 3 begin behind its fields, without the padding.
+        bytes.truncate(V3_BYTES);
+        if let Some(format) = &backing.format {
+            bytes.extend(EXTENSION_BACKING_FORMAT.to_be_bytes());
+            bytes.extend((format.len() as u32).to_be_bytes());
+            bytes.extend(format.as_bytes());
+            bytes.resize(bytes.len().next_multiple_of(8), 0);
+        }
+        bytes.extend([0; EXTENSION_HEAD_BYTES]);
+        let (pos, name) = (bytes.len() as u64, backing.name.as_bytes());
+        bytes.extend(name);
+        let mut put = |at: usize, value: &[u8]| bytes[at..at + value.len()].copy_from_slice(value);
+        put(8, &pos.to_be_bytes());
+        put(16, &(name.len() as u32).to_be_bytes());
+    }
+    bytes
+}

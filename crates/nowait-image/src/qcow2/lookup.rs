@@ -1,0 +1,114 @@
+//! The mapping tables of a qcow2 image, read from its file: the position of each cluster.
+//!
+//! Invariant: at most one L1 table and one L2 table are in memory, whatever the size of the image;
+//! no file is written.
+
+use std::io;
+
+use crate::error::ImageError;
+use crate::host_file::HostFile;
+use crate::qcow2::entries::{BadEntry, Cluster, L1Entry};
+use crate::qcow2::header::{Header, be64};
+
+/// A table of eight-byte numbers at `pos`, `entries` long; zeros behind the end of the file.
+pub(crate) fn read_table(file: &HostFile, pos: u64, entries: u64) -> io::Result<Vec<u64>> {
+    let mut bytes = vec![0; entries as usize * 8];
+    file.read_at(pos, &mut bytes)?;
+    Ok(bytes.chunks_exact(8).map(|entry| be64(entry, 0)).collect())
+}
+
+/// The tables of an image, for lookups from its beginning to its end.
+pub(crate) struct Tables<'a> {
+    file: &'a HostFile,
+    header: &'a Header,
+    /// The end of the file's last cluster, which may be there only in part.
+    end: u64,
+    l1: Vec<u64>,
+    /// The loaded L2 table and its position.
+    l2: Option<(u64, Vec<u64>)>,
+}
+
+impl<'a> Tables<'a> {
+    /// For the image in `file`, whose L1 table is read.
+    pub(crate) fn read(file: &'a HostFile, header: &'a Header) -> Result<Self, ImageError> {
+        let l1 = read_table(file, header.l1_pos, u64::from(header.l1_entries))
+            .map_err(|e| ImageError::os(file.path(), "read its L1 table", &e))?;
+        let bytes = file.size().map_err(|e| ImageError::os(file.path(), "find its size", &e))?;
+        let end = bytes.next_multiple_of(header.cluster_bytes());
+        Ok(Self { file, header, end, l1, l2: None })
+    }
+
+    /// The mapping of the disk from `pos` on, and for how many bytes: at most `len`, and never
+    /// beyond one L2 table.
+    pub(crate) fn lookup(&mut self, pos: u64, len: u64) -> Result<(Cluster, u64), ImageError> {
+        let reach = self.header.l2_reach();
+        let in_table = pos % reach;
+        let len = len.min(reach - in_table);
+        let index = (pos / reach) as usize;
+        let bad = |bad: BadEntry| self.bad(pos, bad);
+        let entry = self.l1.get(index).copied().unwrap_or_default();
+        let table = match L1Entry::parse(entry, self.header).map_err(bad)? {
+            L1Entry::Empty => return Ok((Cluster::Unallocated, len)),
+            L1Entry::Table { pos, .. } if self.has(pos) => pos,
+            L1Entry::Table { .. } => return Err(bad(BadEntry::Outside)),
+        };
+        if self.l2.as_ref().is_none_or(|&(loaded, _)| loaded != table) {
+            let read = read_table(self.file, table, self.header.l2_entries());
+            let read =
+                read.map_err(|e| ImageError::os(self.file.path(), "read an L2 table", &e))?;
+            self.l2 = Some((table, read));
+        }
+        let entries = self.l2.as_ref().map_or(&[][..], |(_, entries)| entries);
+        let bits = self.header.cluster_bits;
+        let cluster_bytes = self.header.cluster_bytes();
+        let mut at = (in_table >> bits) as usize;
+        let parse = |at: usize| {
+            let entry = entries.get(at).copied().unwrap_or_default();
+            Cluster::parse(entry, self.header).map_err(|bad| self.bad(pos, bad))
+        };
+        let first = parse(at)?;
+        let is_cut = |cluster| match cluster {
+            Cluster::Data { host, .. } => !self.header.has_data_file() && !self.has(host),
+            Cluster::Compressed { pos, .. } => pos >= self.end,
+            _ => false,
+        };
+        if is_cut(first) {
+            return Err(self.bad(pos, BadEntry::Outside));
+        }
+        let mut found = cluster_bytes - in_table % cluster_bytes;
+        let mut last = first;
+        while found < len {
+            at += 1;
+            let next = parse(at)?;
+            if !is_contiguous(last, next, cluster_bytes) || is_cut(next) {
+                break;
+            }
+            last = next;
+            found += cluster_bytes;
+        }
+        Ok((first, found.min(len)))
+    }
+
+    /// Whether the cluster at `pos` is in the file, at least in part.
+    fn has(&self, pos: u64) -> bool {
+        pos < self.end
+    }
+
+    fn bad(&self, pos: u64, bad: BadEntry) -> ImageError {
+        let what = format!("its metadata is damaged: the entry for byte {pos} {}", bad.words());
+        ImageError::refused(self.file.path(), what)
+    }
+}
+
+/// Whether `next` is of the same kind as the cluster before it and, where both have positions,
+/// follows it in the file.
+pub(crate) fn is_contiguous(last: Cluster, next: Cluster, cluster_bytes: u64) -> bool {
+    match (last, next) {
+        (Cluster::Unallocated, Cluster::Unallocated)
+        | (Cluster::Compressed { .. }, Cluster::Compressed { .. })
+        | (Cluster::Zero { host: None, .. }, Cluster::Zero { host: None, .. }) => true,
+        (Cluster::Zero { host: Some(a), .. }, Cluster::Zero { host: Some(b), .. })
+        | (Cluster::Data { host: a, .. }, Cluster::Data { host: b, .. }) => a + cluster_bytes == b,
+        _ => false,
+    }
+}

@@ -1,0 +1,289 @@
+//! Writes to a served qcow2 image: clusters are allocated, filled, and only then linked into its
+//! tables.
+//!
+//! Invariant: a cluster is allocated by one request. Around that request's bytes it holds what the
+//! disk held there before (C24), and all of it is in place before any other request can find the
+//! cluster.
+
+use nowait::{ByteRange, Error, Flags, IoBuffer, Operation};
+
+use crate::injected_bug;
+use crate::injected_bug::ImageBug;
+use crate::qcow2::entries::Cluster;
+
+use crate::qcow2_disk::aligned_file::AlignedFile;
+use crate::qcow2_disk::backing_chain::Mapping;
+use crate::qcow2_disk::disk::Qcow2Disk;
+use crate::qcow2_disk::extent_cache::CachedMapping;
+use crate::qcow2_disk::iovec_cursor::{Gather, gather};
+use crate::qcow2_disk::metadata::Metadata;
+use crate::qcow2_disk::metadata_cache::MetadataError;
+use crate::qcow2_disk::refcount_allocator::ClusterRun;
+
+/// Most bytes that are allocated at once; at least a cluster.
+const RUN_BYTES: u64 = 1 << 20;
+
+/// The target of a run of clusters of the disk.
+struct Allocation {
+    /// The first cluster's position in the file with the data.
+    pos: u64,
+    /// Clusters in the run.
+    count: u64,
+    /// Whether the target was never written, so that it reads as zeros.
+    fresh: bool,
+    /// Whether the target was allocated now; if not, it belonged to the disk already.
+    allocated: bool,
+}
+
+impl Qcow2Disk {
+    fn bits(&self) -> u32 {
+        self.images.header().cluster_bits
+    }
+
+    fn cluster(&self) -> u64 {
+        self.images.header().cluster_bytes()
+    }
+
+    fn data(&self) -> &AlignedFile {
+        self.images.writeback().data()
+    }
+
+    pub(crate) fn write_all(&self, pos: u64, mut bytes: Gather<'_>) -> Result<(), Error> {
+        let mut pos = pos;
+        let mut left = bytes.len();
+        while left > 0 {
+            self.fill_extent_cache(pos);
+            let len = match self.images.lookup_top_for_write(pos, left)? {
+                (Cluster::Data { host, copied: true }, len) => {
+                    let inside = pos & (self.cluster() - 1);
+                    self.data().write(host + inside, &bytes.take(len))?;
+                    len
+                }
+                _ => self.allocate(pos, left, &mut bytes)?,
+            };
+            pos += len;
+            left -= len;
+        }
+        Ok(())
+    }
+
+    /// Allocates clusters for the `left` bytes at `pos`, or for the first of them, and writes
+    /// these. Returns the bytes written; 0 where another request has allocated the first cluster
+    /// meanwhile.
+    fn allocate(&self, pos: u64, left: u64, bytes: &mut Gather<'_>) -> Result<u64, Error> {
+        let bits = self.bits();
+        let first = pos >> bits;
+        let max_clusters = (RUN_BYTES >> bits).max(1);
+        let last = ((pos + left - 1) >> bits).min(first + max_clusters - 1);
+        let writeback = self.images.writeback();
+        writeback.throttle_dirty()?;
+        let _guard = self.cluster_locks.lock(first..last + 1);
+        let Some(target) = self.allocate_for(first, last - first + 1)? else { return Ok(0) };
+        let end = ((first + target.count) << bits).min(pos + left);
+        let len = end - pos;
+        let run = ByteRange::new(first << bits, target.count << bits);
+        let copied = self.copy_on_write(run, &target, ByteRange::new(pos, len), &bytes.take(len));
+        let linked =
+            copied.map_or_else(|error| (0, Err(error)), |()| self.link_clusters(first, &target));
+        let (count, done) = linked;
+        if count > 0 {
+            writeback.mark_dirty();
+        }
+        if target.allocated && count < target.count {
+            let first = (target.pos >> bits) + count;
+            writeback.defer_free(ClusterRun { first, count: target.count - count });
+        }
+        done.map(|()| len)
+    }
+
+    /// The target for `count` clusters of the disk from `first` on, or for fewer. `None` if the
+    /// first can be written in place.
+    fn allocate_for(&self, first: u64, count: u64) -> Result<Option<Allocation>, Error> {
+        let (bits, header) = (self.bits(), self.images.header());
+        let writeback = self.images.writeback();
+        let (cluster, mut run) = writeback.update(|metadata| metadata.lookup(first, count))?;
+        match cluster {
+            Cluster::Data { copied: true, .. } => return Ok(None),
+            Cluster::Zero { host: Some(pos), copied: true } => {
+                return Ok(Some(Allocation { pos, count: 1, fresh: false, allocated: false }));
+            }
+            _ => {}
+        }
+        while run < count {
+            match writeback.with(|metadata| metadata.lookup(first + run, count - run)) {
+                Ok((
+                    Cluster::Data { copied: true, .. }
+                    | Cluster::Zero { host: Some(_), copied: true },
+                    _,
+                ))
+                | Err(_) => break,
+                Ok((_, more)) => run += more,
+            }
+        }
+        let count = run;
+        if header.has_data_file() {
+            let pos = first << bits;
+            return Ok(Some(Allocation { pos, count, fresh: false, allocated: false }));
+        }
+        let (allocated, fresh) = writeback.update(|metadata| {
+            let allocated = metadata.allocate(count)?;
+            Ok((allocated, metadata.is_beyond_eof(allocated.first)))
+        })?;
+        let pos = allocated.first << bits;
+        if let Err(error) = writeback.grow_file_to((allocated.first + allocated.count) << bits) {
+            writeback.defer_free(allocated);
+            return Err(error);
+        }
+        Ok(Some(Allocation { pos, count: allocated.count, fresh, allocated: true }))
+    }
+
+    /// Fills the target of `run`: `parts` go to `range`, the rest is copied from the disk as it is
+    /// now.
+    fn copy_on_write(
+        &self,
+        run: ByteRange,
+        target: &Allocation,
+        range: ByteRange,
+        parts: &[&[u8]],
+    ) -> Result<(), Error> {
+        // A data file ends where the disk does.
+        let end = match self.images.header().has_data_file() {
+            true => run.end().min(self.images.header().size),
+            false => run.end(),
+        };
+        let before = ByteRange::new(run.pos, range.pos - run.pos);
+        let after = ByteRange::new(range.end(), end - range.end());
+        let whole = before.len == 0 && after.len == 0;
+        let zeros = || Ok(self.images.is_zeros(before)? && self.images.is_zeros(after)?);
+        if whole || target.fresh && zeros()? {
+            return self.data().write(target.pos + before.len, parts);
+        }
+        let mut all = IoBuffer::zeroed((end - run.pos) as usize)?;
+        let (head, rest) = all.split_at_mut(before.len as usize);
+        let (middle, tail) = rest.split_at_mut(range.len as usize);
+        self.images.read(before.pos, head)?;
+        gather(parts, middle);
+        if !injected_bug::injected(ImageBug::ForgetTail) {
+            self.images.read(after.pos, tail)?;
+        }
+        self.data().write(target.pos, &[&all])
+    }
+
+    /// Enters `target` in the tables for the clusters of the disk from `first` on. Returns how many
+    /// were entered, and the error that stopped it, if any.
+    fn link_clusters(&self, first: u64, target: &Allocation) -> (u64, Result<(), Error>) {
+        for n in 0..target.count {
+            let pos = target.pos + (n << self.bits());
+            let set = self.update_mapping(first + n, CachedMapping::Writable { pos }, |metadata| {
+                metadata.set_data(first + n, pos)
+            });
+            if set.is_err() {
+                return (n, set);
+            }
+        }
+        (target.count, Ok(()))
+    }
+
+    /// Changes the table entry of `cluster` of the disk, which is then at `mapping`. The extent
+    /// cache is updated before other threads can see the tables: otherwise the later of two reads
+    /// could find the older contents (C18).
+    fn update_mapping(
+        &self,
+        cluster: u64,
+        mapping: CachedMapping,
+        mut set: impl FnMut(&mut Metadata) -> Result<(), MetadataError>,
+    ) -> Result<(), Error> {
+        let range = ByteRange::new(cluster << self.bits(), self.cluster());
+        self.images.writeback().update(|metadata| {
+            set(metadata)?;
+            self.extents.update(range, mapping);
+            Ok(())
+        })
+    }
+
+    /// C52. An exclusive cluster gives its storage back and stays mapped: a request that still
+    /// reads or writes there meets the old bytes or zeros, and never another cluster's bytes. All
+    /// other mappings stay as they are.
+    pub(crate) fn discard_all(&self, range: ByteRange) -> Result<(), Error> {
+        self.require_punch_hole()?;
+        let mut pos = range.pos;
+        while pos < range.end() {
+            let (cluster, len) = self.images.lookup_top_for_write(pos, range.end() - pos)?;
+            if let Cluster::Data { host, copied: true } = cluster {
+                let inside = pos & (self.cluster() - 1);
+                self.data().clear(ByteRange::new(host + inside, len), false)?;
+            }
+            pos += len;
+        }
+        Ok(())
+    }
+
+    fn require_punch_hole(&self) -> Result<(), Error> {
+        match self.data().storage().supports_punch_hole() {
+            true => Ok(()),
+            false => Err(Error::new(libc::EOPNOTSUPP, Operation::Zero)),
+        }
+    }
+
+    /// Makes `range` zeros: in place in exclusive clusters, by the zero flag elsewhere.
+    pub(crate) fn zero_all(&self, range: ByteRange, flags: Flags) -> Result<(), Error> {
+        self.require_punch_hole()?;
+        if self.images.header().version < 3 {
+            self.can_zero_in_place(range)?;
+        }
+        let mut pos = range.pos;
+        while pos < range.end() {
+            let rest = range.end() - pos;
+            let (cluster, len) = self.images.lookup_top_for_write(pos, rest)?;
+            pos += match cluster {
+                Cluster::Zero { .. } => len,
+                Cluster::Data { host, copied: true } => {
+                    let inside = pos & (self.cluster() - 1);
+                    let keep = flags.has(Flags::NO_UNMAP);
+                    self.data().clear(ByteRange::new(host + inside, len), keep)?;
+                    len
+                }
+                _ => self.zero_unallocated(pos, len)?,
+            };
+        }
+        Ok(())
+    }
+
+    /// Version 2 has no zero flag: bytes that are neither zero nor in exclusive clusters would have
+    /// to be written.
+    fn can_zero_in_place(&self, range: ByteRange) -> Result<(), Error> {
+        let mut pos = range.pos;
+        while pos < range.end() {
+            let (found, len) = self.images.resolve(pos, range.end() - pos)?;
+            match found {
+                Mapping::Zeros | Mapping::Data { writable: true, .. } => pos += len,
+                _ => return Err(Error::new(libc::EOPNOTSUPP, Operation::Zero).at(range)),
+            }
+        }
+        Ok(())
+    }
+
+    /// Makes some of the `len` bytes at `pos` zeros, for which the top image has no exclusive
+    /// cluster. Returns how many.
+    fn zero_unallocated(&self, pos: u64, len: u64) -> Result<u64, Error> {
+        let (found, run) = self.images.resolve(pos, len)?;
+        if found == Mapping::Zeros {
+            return Ok(run.min(len));
+        }
+        let cluster = self.cluster();
+        let (start, size) = (pos & !(cluster - 1), self.images.header().size);
+        let end = (start + cluster).min(size);
+        if pos == start && pos + len >= end && self.images.header().version >= 3 {
+            let writeback = self.images.writeback();
+            writeback.throttle_dirty()?;
+            let number = pos >> self.bits();
+            self.update_mapping(number, CachedMapping::Hole, |metadata| metadata.set_zero(number))?;
+            writeback.mark_dirty();
+            return Ok(end - start);
+        }
+        let len_in_cluster = len.min(end - pos);
+        let zeros = IoBuffer::zeroed(len_in_cluster as usize)?;
+        self.write_all(pos, Gather::new(&[std::io::IoSlice::new(&zeros)]))?;
+        Ok(len_in_cluster)
+    }
+}

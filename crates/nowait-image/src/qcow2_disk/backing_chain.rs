@@ -1,0 +1,331 @@
+//! The images of a served chain: the mapping of the disk's bytes, and reading them.
+//!
+//! Invariant: this module writes nothing. Images below the top one never change, so mappings in
+//! them stay valid; a mapping in the top image was valid at the time of the lookup.
+
+use std::sync::Arc;
+
+use nowait::{ByteRange, Error, IoBuffer, Operation};
+
+use crate::injected_bug;
+use crate::injected_bug::ImageBug;
+use crate::qcow2::entries::Cluster;
+use crate::qcow2::header::Header;
+
+use crate::qcow2_disk::aligned_file::AlignedFile;
+use crate::qcow2_disk::backing_tables::BackingTables;
+use crate::qcow2_disk::decompressed_cache;
+use crate::qcow2_disk::decompressed_cache::DecompressedCache;
+use crate::qcow2_disk::iovec_cursor::{Scatter, scatter};
+use crate::qcow2_disk::writeback::MetadataWriteback;
+
+/// Most bytes that are read with one lookup.
+const FETCH_BYTES: u64 = 1 << 20;
+
+/// The format of an image below the top one.
+pub(crate) enum Kind {
+    /// The disk's bytes, as they are.
+    Raw,
+    /// Clusters, whose positions are in tables.
+    Qcow2(BackingTables),
+}
+
+/// An image below the top one.
+pub(crate) struct BackingImage {
+    pub(crate) kind: Kind,
+    /// The file with the data.
+    pub(crate) data: AlignedFile,
+    /// Bytes of the disk.
+    pub(crate) size: u64,
+}
+
+/// The mapping of a run of bytes of the disk.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Mapping {
+    /// Zeros, without a position in a file.
+    Zeros,
+    /// At `pos` in the file with this number. `writable` if the bytes may be written in place.
+    Data { file: u8, pos: u64, writable: bool },
+    /// `skip` bytes into the cluster that is compressed into at most `len` bytes at `pos`.
+    Compressed { file: u8, pos: u64, len: u64, skip: u64 },
+}
+
+/// The mapping of a run of the disk in one image.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Resolved {
+    /// `None` where the image has no mapping: the image below it has to be asked.
+    pub(crate) found: Option<Mapping>,
+    /// Bytes of the run.
+    pub(crate) len: u64,
+    /// Reads of the image's file that the lookup took.
+    pub(crate) reads: usize,
+}
+
+/// The images, from the top one down.
+pub(crate) struct BackingChain {
+    writeback: Arc<MetadataWriteback>,
+    header: Header,
+    below: Vec<BackingImage>,
+    decompressed: DecompressedCache,
+}
+
+impl BackingChain {
+    pub(crate) fn new(
+        writeback: Arc<MetadataWriteback>,
+        header: Header,
+        below: Vec<BackingImage>,
+    ) -> Self {
+        Self { writeback, header, below, decompressed: DecompressedCache::default() }
+    }
+
+    pub(crate) fn writeback(&self) -> &Arc<MetadataWriteback> {
+        &self.writeback
+    }
+
+    /// Number of images.
+    pub(crate) fn count(&self) -> usize {
+        1 + self.below.len()
+    }
+
+    /// The header of the top image, as it was when the image was opened.
+    pub(crate) fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// The file with this number.
+    pub(crate) fn data_file(&self, file: u8) -> &AlignedFile {
+        match file {
+            0 => self.writeback.data(),
+            below => {
+                self.below.get(usize::from(below) - 1).map_or(self.writeback.data(), |b| &b.data)
+            }
+        }
+    }
+
+    /// Looks up `pos` of the disk in the top image: the mapping, and for how many bytes, at most
+    /// `len`.
+    ///
+    /// # Errors
+    /// `EIO` where its tables are damaged; the errno of a failed read.
+    pub(crate) fn lookup_top(&self, pos: u64, len: u64) -> Result<(Cluster, u64), Error> {
+        let bits = self.header.cluster_bits;
+        let first = pos >> bits;
+        let max_clusters = ((pos + len - 1) >> bits) - first + 1;
+        let (cluster, count) =
+            self.writeback.with(|metadata| metadata.lookup(first, max_clusters))?;
+        Ok((cluster, bytes_of(count, pos, len, bits)))
+    }
+
+    /// As [`BackingChain::lookup_top`], for a run that is then changed.
+    ///
+    /// # Errors
+    /// As [`MetadataWriteback::update`].
+    pub(crate) fn lookup_top_for_write(&self, pos: u64, len: u64) -> Result<(Cluster, u64), Error> {
+        let bits = self.header.cluster_bits;
+        let first = pos >> bits;
+        let max_clusters = ((pos + len - 1) >> bits) - first + 1;
+        let (cluster, count) =
+            self.writeback.update(|metadata| metadata.lookup(first, max_clusters))?;
+        Ok((cluster, bytes_of(count, pos, len, bits)))
+    }
+
+    /// The mapping of the disk from `pos` on, and for how many bytes: at most `len`, which is not
+    /// 0.
+    ///
+    /// # Errors
+    /// As [`BackingChain::lookup_top`], of any image.
+    pub(crate) fn resolve(&self, pos: u64, len: u64) -> Result<(Mapping, u64), Error> {
+        let len = len.min(self.header.size.saturating_sub(pos));
+        if len == 0 {
+            return Ok((Mapping::Zeros, u64::MAX));
+        }
+        let (cluster, len) = self.lookup_top(pos, len)?;
+        match mapping_of_entry(0, cluster, pos, &self.header) {
+            Some(found) => Ok((found, len)),
+            None => self.resolve_in_backing(pos, len),
+        }
+    }
+
+    /// The mapping of the disk from `pos` on in one image: at most `len` bytes, which are inside
+    /// the disk. Image 0 is the top one. Tables are read ahead; the result must not be used for
+    /// writes.
+    ///
+    /// # Errors
+    /// `EIO` where its tables are damaged; the errno of a failed read.
+    pub(crate) fn resolve_bounded(&self, image: u8, pos: u64, len: u64) -> Result<Resolved, Error> {
+        let all = |found| Resolved { found: Some(found), len, reads: 0 };
+        let (file, below) = match usize::from(image).checked_sub(1).map(|at| self.below.get(at)) {
+            Some(Some(below)) => (image, below),
+            Some(None) => return Ok(Resolved { found: None, len, reads: 0 }),
+            None => {
+                let bits = self.header.cluster_bits;
+                let first = pos >> bits;
+                let max_clusters = ((pos + len - 1) >> bits) - first + 1;
+                let ((cluster, count), reads) = self.writeback.scan(first, max_clusters)?;
+                let found = mapping_of_entry(0, cluster, pos, &self.header);
+                return Ok(Resolved { found, len: bytes_of(count, pos, len, bits), reads });
+            }
+        };
+        if pos >= below.size {
+            // Behind its end an image has zeros, whatever the images below it have.
+            return Ok(all(Mapping::Zeros));
+        }
+        let len = len.min(below.size - pos);
+        let Kind::Qcow2(tables) = &below.kind else {
+            let found = Some(Mapping::Data { file, pos, writable: false });
+            return Ok(Resolved { found, len, reads: 0 });
+        };
+        let (cluster, len, reads) = tables.scan(pos, len)?;
+        Ok(Resolved { found: mapping_of_entry(file, cluster, pos, tables.header()), len, reads })
+    }
+
+    /// As [`BackingChain::resolve`], of the images below the top one.
+    fn resolve_in_backing(&self, pos: u64, len: u64) -> Result<(Mapping, u64), Error> {
+        let mut len = len;
+        for (below, file) in self.below.iter().zip(1..) {
+            if pos >= below.size {
+                // Behind its end an image has zeros, whatever the images below it have.
+                return Ok((Mapping::Zeros, len));
+            }
+            len = len.min(below.size - pos);
+            let Kind::Qcow2(tables) = &below.kind else {
+                let pos = if injected_bug::injected(ImageBug::ReadBelowElsewhere) {
+                    pos ^ 512
+                } else {
+                    pos
+                };
+                return Ok((Mapping::Data { file, pos, writable: false }, len));
+            };
+            let (cluster, run) = tables.lookup(pos, len)?;
+            len = run;
+            if let Some(found) = mapping_of_entry(file, cluster, pos, tables.header()) {
+                return Ok((found, len));
+            }
+        }
+        Ok((Mapping::Zeros, len))
+    }
+
+    /// Whether all of `range` is known to read as zeros.
+    ///
+    /// # Errors
+    /// As [`BackingChain::resolve`].
+    pub(crate) fn is_zeros(&self, range: ByteRange) -> Result<bool, Error> {
+        let mut pos = range.pos;
+        while pos < range.end() {
+            match self.resolve(pos, range.end() - pos)? {
+                (Mapping::Zeros, len) => pos = pos.saturating_add(len),
+                _ => return Ok(false),
+            }
+        }
+        Ok(true)
+    }
+
+    /// Fills `parts` with the bytes of the mapping, from its beginning on.
+    ///
+    /// # Errors
+    /// The errno of a failed read; `EIO` for compressed data that cannot be decompressed.
+    pub(crate) fn read_mapping(
+        &self,
+        found: Mapping,
+        mut parts: Vec<&mut [u8]>,
+    ) -> Result<(), Error> {
+        match found {
+            Mapping::Zeros => parts.iter_mut().for_each(|part| part.fill(0)),
+            Mapping::Data { file, pos, .. } => self.data_file(file).read(pos, parts)?,
+            Mapping::Compressed { file, pos, len, skip } => {
+                let cluster = self.decompress(file, pos, len)?;
+                scatter(cluster.get(skip as usize..).unwrap_or_default(), &mut parts);
+            }
+        }
+        Ok(())
+    }
+
+    /// Fills the next memory of `rest` with some of `len` bytes of the disk from `pos` on, all
+    /// inside the disk, and returns how many. The top image is looked up once for them: a
+    /// concurrent write is read whole or not at all, also where images below end inside a block.
+    ///
+    /// # Errors
+    /// As [`BackingChain::resolve`] and [`BackingChain::read_mapping`].
+    pub(crate) fn read_some(
+        &self,
+        pos: u64,
+        len: u64,
+        rest: &mut Scatter<'_>,
+    ) -> Result<u64, Error> {
+        let (cluster, run) = self.lookup_top(pos, len)?;
+        if let Some(found) = mapping_of_entry(0, cluster, pos, &self.header) {
+            self.read_mapping(found, rest.take(run))?;
+            return Ok(run);
+        }
+        let mut done = 0;
+        while done < run {
+            let (found, len) = self.resolve_in_backing(pos + done, run - done)?;
+            self.read_mapping(found, rest.take(len))?;
+            done += len;
+        }
+        Ok(run)
+    }
+
+    /// Fills `memory` with the disk's bytes from `pos` on; with zeros behind its end.
+    ///
+    /// # Errors
+    /// As [`BackingChain::resolve`] and [`BackingChain::read_mapping`].
+    pub(crate) fn read(&self, pos: u64, memory: &mut [u8]) -> Result<(), Error> {
+        let mut rest = memory;
+        let mut pos = pos;
+        while !rest.is_empty() {
+            let (found, len) = self.resolve(pos, (rest.len() as u64).min(FETCH_BYTES))?;
+            let len = len.min(rest.len() as u64);
+            let (now, later) = rest.split_at_mut(len as usize);
+            self.read_mapping(found, vec![now])?;
+            pos += len;
+            rest = later;
+        }
+        Ok(())
+    }
+
+    /// The cluster that is compressed into at most `len` bytes at `pos`.
+    fn decompress(&self, file: u8, pos: u64, len: u64) -> Result<Arc<[u8]>, Error> {
+        if let Some(cluster) = self.decompressed.get((file, pos)) {
+            return Ok(cluster);
+        }
+        let bytes = match file {
+            0 => self.header.cluster_bytes(),
+            _ => match self.below.get(usize::from(file) - 1).map(|below| &below.kind) {
+                Some(Kind::Qcow2(tables)) => tables.header().cluster_bytes(),
+                _ => return Err(damaged()),
+            },
+        };
+        let mut compressed = IoBuffer::zeroed(len as usize)?;
+        self.data_file(file).read(pos, vec![&mut compressed])?;
+        let cluster =
+            decompressed_cache::decompress_cluster(&compressed, bytes).ok_or_else(damaged)?;
+        self.decompressed.insert((file, pos), cluster.clone());
+        Ok(cluster)
+    }
+}
+
+fn damaged() -> Error {
+    Error::new(libc::EIO, Operation::Read)
+}
+
+/// The mapping of the byte at `pos` of the disk in an image's cluster; `None` if the image below
+/// has it.
+fn mapping_of_entry(file: u8, cluster: Cluster, pos: u64, header: &Header) -> Option<Mapping> {
+    let inside = pos & (header.cluster_bytes() - 1);
+    match cluster {
+        Cluster::Unallocated => None,
+        Cluster::Zero { .. } => Some(Mapping::Zeros),
+        Cluster::Data { host, copied } => {
+            Some(Mapping::Data { file, pos: host + inside, writable: file == 0 && copied })
+        }
+        Cluster::Compressed { pos, len } => {
+            Some(Mapping::Compressed { file, pos, len, skip: inside })
+        }
+    }
+}
+
+/// Bytes from `pos` on in `count` clusters, the first of which contains `pos`: at most `len`.
+fn bytes_of(count: u64, pos: u64, len: u64, bits: u32) -> u64 {
+    ((count << bits) - (pos & ((1 << bits) - 1))).min(len)
+}

@@ -1,0 +1,214 @@
+//! The tables of an image below the top one, read on demand and cached.
+//!
+//! Invariant: no process writes to such an image, so that cached tables stay valid. The cache is
+//! bounded, whatever the image contains.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use nowait::{Error, Operation};
+
+use crate::host_file::HostFile;
+use crate::qcow2::entries::{Cluster, L1Entry};
+use crate::qcow2::header::{Header, be64};
+use crate::qcow2::lookup::is_contiguous;
+
+/// Bytes of tables that are read at once, aligned to that. A table that crosses the border of a
+/// block is cut between two entries.
+const BLOCK_BYTES: u64 = 4096;
+/// Most bytes of the file in one read, where the tables that come next are near.
+const AHEAD_BYTES: u64 = 1 << 20;
+/// Largest gap in bytes between two blocks of one read: reading the gap costs less than another
+/// read.
+const MAX_GAP: u64 = 8 << 10;
+/// Most tables that a scan looks up ahead.
+const MAX_AHEAD: usize = 256;
+/// Blocks in the cache.
+const MAX_BLOCKS: usize = 64;
+
+#[derive(Default)]
+struct CachedBlocks {
+    blocks: HashMap<u64, Arc<[u8]>>,
+    /// Positions, the oldest block first.
+    order: VecDeque<u64>,
+}
+
+/// The tables of an image that is only read.
+pub(crate) struct BackingTables {
+    header: Box<Header>,
+    host: Arc<HostFile>,
+    /// The end of the file's last cluster, which may be there only in part.
+    end: u64,
+    cached: Mutex<CachedBlocks>,
+}
+
+fn damaged() -> Error {
+    Error::new(libc::EIO, Operation::Read)
+}
+
+impl BackingTables {
+    /// For the image in `host`, which has `bytes` bytes.
+    pub(crate) fn new(header: Box<Header>, host: Arc<HostFile>, bytes: u64) -> Self {
+        let end = bytes.next_multiple_of(header.cluster_bytes());
+        Self { header, host, end, cached: Mutex::default() }
+    }
+
+    pub(crate) fn header(&self) -> &Header {
+        &self.header
+    }
+
+    /// Looks up `pos` of the disk: the mapping of its cluster, and for how many bytes, at most
+    /// `len`, the clusters continue it.
+    ///
+    /// # Errors
+    /// `EIO` where a pointer leads to where no table or data can be; the errno of a failed read.
+    pub(crate) fn lookup(&self, pos: u64, len: u64) -> Result<(Cluster, u64), Error> {
+        self.run_from(pos, len, true, &mut 0)
+    }
+
+    /// As [`BackingTables::lookup`], for a caller that does no I/O there: compressed clusters form
+    /// one run, and near tables of the following clusters are read in the same transfer. Returns
+    /// last the number of reads.
+    ///
+    /// # Errors
+    /// As [`BackingTables::lookup`].
+    pub(crate) fn scan(&self, pos: u64, len: u64) -> Result<(Cluster, u64, usize), Error> {
+        let mut reads = 0;
+        let (cluster, run) = self.run_from(pos, len, false, &mut reads)?;
+        Ok((cluster, run, reads))
+    }
+
+    fn run_from(
+        &self,
+        pos: u64,
+        len: u64,
+        for_io: bool,
+        reads: &mut usize,
+    ) -> Result<(Cluster, u64), Error> {
+        let (header, bits) = (&*self.header, self.header.cluster_bits);
+        let (first, last) = (pos >> bits, (pos + len - 1) >> bits);
+        let (index, inside) = (first / header.l2_entries(), first % header.l2_entries());
+        let bytes_of = |clusters: u64| ((clusters << bits) - (pos & ((1 << bits) - 1))).min(len);
+        let block = self.block(header.l1_pos + index * 8, &[], reads)?;
+        let mut tables = entries(&block, header.l1_pos + index * 8)
+            .take((last / header.l2_entries() - index + 1) as usize)
+            .map(|entry| L1Entry::parse(entry, header));
+        let table = match tables.next() {
+            Some(Ok(L1Entry::Table { pos, .. })) => pos,
+            Some(Err(_)) => return Err(damaged()),
+            Some(Ok(L1Entry::Empty)) | None => {
+                let empty_tables =
+                    tables.take_while(|next| *next == Ok(L1Entry::Empty)).count() as u64;
+                let run = (empty_tables + 1) * header.l2_entries() - inside;
+                return Ok((Cluster::Unallocated, bytes_of(run)));
+            }
+        };
+        if table + header.cluster_bytes() > self.end {
+            return Err(damaged());
+        }
+        let max_clusters = (last - first + 1).min(header.l2_entries() - inside);
+        let ahead: Vec<_> = match for_io {
+            true => Vec::new(),
+            false => tables.filter_map(table_pos).take(MAX_AHEAD).collect(),
+        };
+        let block = self.block(table + inside * 8, &ahead, reads)?;
+        let clusters = entries(&block, table + inside * 8).take(max_clusters as usize);
+        let clusters = clusters.map(|entry| Cluster::parse(entry, header).ok());
+        let (cluster, run) = run_of(clusters, bits, for_io).ok_or_else(damaged)?;
+        match cluster {
+            Cluster::Data { host, .. } if !header.has_data_file() => {
+                let inside = self.end.saturating_sub(host) >> bits;
+                match run.min(inside) {
+                    0 => Err(damaged()),
+                    run => Ok((cluster, bytes_of(run))),
+                }
+            }
+            _ => Ok((cluster, bytes_of(run))),
+        }
+    }
+
+    /// The block of the file that contains `pos`. If it has to be read, near blocks behind it that
+    /// contain the positions `ahead` are read with it.
+    fn block(&self, pos: u64, ahead: &[u64], reads: &mut usize) -> Result<Arc<[u8]>, Error> {
+        let start = pos & !(BLOCK_BYTES - 1);
+        let lock = || self.cached.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(block) = lock().blocks.get(&start) {
+            return Ok(block.clone());
+        }
+        let mut wanted: Vec<_> = ahead.iter().map(|pos| pos & !(BLOCK_BYTES - 1)).collect();
+        wanted.sort_unstable();
+        wanted.dedup();
+        let mut last = start;
+        wanted.retain(|&pos| {
+            let near = pos > start && pos - last <= MAX_GAP && pos - start < AHEAD_BYTES;
+            last = if near { pos } else { last };
+            near
+        });
+        wanted.truncate(MAX_BLOCKS / 2);
+        let end = wanted.last().map_or(start, |&last| last) + BLOCK_BYTES;
+        let mut bytes = vec![0; (end - start) as usize];
+        let failed = |error: std::io::Error| {
+            Error::new(error.raw_os_error().unwrap_or(libc::EIO), Operation::Read)
+        };
+        self.host.read_at(start, &mut bytes).map_err(failed)?;
+        *reads += 1;
+        let block_at = |pos: u64| {
+            let at = (pos - start) as usize;
+            Arc::<[u8]>::from(bytes.get(at..at + BLOCK_BYTES as usize).unwrap_or_default())
+        };
+        let block = block_at(start);
+        let mut cached = lock();
+        for pos in wanted {
+            cached.insert(pos, block_at(pos));
+        }
+        cached.insert(start, block.clone());
+        Ok(block)
+    }
+}
+
+impl CachedBlocks {
+    /// Caches a block, and evicts the oldest one if the cache is full.
+    fn insert(&mut self, start: u64, block: Arc<[u8]>) {
+        if self.blocks.insert(start, block).is_none() {
+            self.order.push_back(start);
+        }
+        if self.order.len() > MAX_BLOCKS
+            && let Some(oldest) = self.order.pop_front()
+        {
+            self.blocks.remove(&oldest);
+        }
+    }
+}
+
+/// The position of the table that an L1 entry points to, if any.
+fn table_pos(entry: Result<L1Entry, crate::qcow2::entries::BadEntry>) -> Option<u64> {
+    match entry {
+        Ok(L1Entry::Table { pos, .. }) => Some(pos),
+        _ => None,
+    }
+}
+
+/// The entries of a table from the one at `pos` in the file on, as far as they are in `block`.
+fn entries(block: &[u8], pos: u64) -> impl Iterator<Item = u64> {
+    let at = (pos & (BLOCK_BYTES - 1)) as usize;
+    block.get(at..).unwrap_or_default().chunks_exact(8).map(|entry| be64(entry, 0))
+}
+
+/// The first of `clusters`, and how many continue it. `None` if the first one is invalid.
+fn run_of(
+    mut clusters: impl Iterator<Item = Option<Cluster>>,
+    bits: u32,
+    for_io: bool,
+) -> Option<(Cluster, u64)> {
+    let first = clusters.next()??;
+    let (mut last, mut run) = (first, 1);
+    // Compressed clusters are decompressed one by one.
+    if !for_io || !matches!(first, Cluster::Compressed { .. }) {
+        while let Some(Some(next)) = clusters.next()
+            && is_contiguous(last, next, 1 << bits)
+        {
+            (last, run) = (next, run + 1);
+        }
+    }
+    Some((first, run))
+}

@@ -1,0 +1,141 @@
+//! A served qcow2 image as the engine sees it: extents from memory, and requests that may block.
+//!
+//! Invariant: a writable extent keeps its position for as long as the image is served and never
+//! comes to hold bytes of another range (C56). A mapping is cached only when its data is in place.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::sync::Arc;
+
+use nowait::{
+    BlockMap, ByteRange, Error, Extent, ExtentStatus, Flags, ImageFormat, Intent, WouldBlock,
+};
+
+use crate::qcow2_disk::backing_chain::{BackingChain, Mapping};
+use crate::qcow2_disk::cluster_locks::ClusterLocks;
+use crate::qcow2_disk::extent_cache::{CachedMapping, ExtentCache};
+use crate::qcow2_disk::iovec_cursor::{Gather, Scatter};
+use crate::qcow2_disk::status_scan::StatusScan;
+
+/// A qcow2 image and its backing chain.
+pub(crate) struct Qcow2Disk {
+    pub(crate) images: BackingChain,
+    pub(crate) extents: ExtentCache,
+    pub(crate) cluster_locks: ClusterLocks,
+}
+
+/// The map of a disk in a qcow2 image.
+pub struct Qcow2Map(pub(crate) Arc<Qcow2Disk>);
+
+impl Qcow2Map {
+    pub(crate) fn new(images: BackingChain, extents: ExtentCache) -> Self {
+        Self(Arc::new(Qcow2Disk { images, extents, cluster_locks: ClusterLocks::default() }))
+    }
+}
+
+impl BlockMap for Qcow2Map {
+    #[inline]
+    fn map_extent(&self, range: ByteRange, intent: Intent) -> Result<Extent, WouldBlock> {
+        self.0.extents.extent(range, intent).ok_or(WouldBlock)
+    }
+
+    fn is_mapped(&self, range: ByteRange) -> bool {
+        let mut pos = range.pos;
+        while pos < range.end() {
+            let rest = ByteRange::new(pos, range.end() - pos);
+            match self.0.extents.extent(rest, Intent::Write) {
+                Some(extent) => pos += extent.len,
+                None => return false,
+            }
+        }
+        true
+    }
+
+    #[inline]
+    fn image(&self) -> Option<&dyn ImageFormat> {
+        Some(&*self.0)
+    }
+}
+
+impl ImageFormat for Qcow2Disk {
+    fn read(&self, pos: u64, bufs: &mut [IoSliceMut<'_>]) -> Result<(), Error> {
+        let mut left: u64 = bufs.iter().map(|buf| buf.len() as u64).sum();
+        let mut rest = Scatter::new(bufs);
+        let mut pos = pos;
+        while left > 0 {
+            self.fill_extent_cache(pos);
+            let len = self.images.read_some(pos, left, &mut rest)?;
+            pos += len;
+            left -= len;
+        }
+        Ok(())
+    }
+
+    fn write(&self, pos: u64, bufs: &[IoSlice<'_>]) -> Result<(), Error> {
+        self.write_all(pos, Gather::new(bufs))
+    }
+
+    fn discard(&self, range: ByteRange) -> Result<(), Error> {
+        self.discard_all(range)
+    }
+
+    fn zero(&self, range: ByteRange, flags: Flags) -> Result<(), Error> {
+        self.zero_all(range, flags)
+    }
+
+    fn flush(&self) -> Result<(), Error> {
+        self.images.writeback().flush()
+    }
+
+    fn status(
+        &self,
+        range: ByteRange,
+        limit: usize,
+        spans: &mut Vec<ExtentStatus>,
+    ) -> Result<(), Error> {
+        StatusScan::new(&self.images, range.end()).scan(range, limit, spans)?;
+        // Adjacent spans were merged, so the scan may have found more than `limit`.
+        spans.truncate(limit);
+        Ok(())
+    }
+}
+
+impl Qcow2Disk {
+    /// Fills the extent cache for the window around `pos`, unless it is filled already. A failed
+    /// lookup is not reported here: the request that needs these bytes meets it again.
+    pub(crate) fn fill_extent_cache(&self, pos: u64) {
+        let Some(token) = self.extents.begin_fill(pos) else { return };
+        let granule = self.extents.granule();
+        let start = pos / self.extents.window() * self.extents.window();
+        let size = self.images.header().size;
+        let end = start.saturating_add(self.extents.window()).min(size);
+        let mut mappings = Vec::new();
+        let mut pos = start;
+        while pos < end {
+            let Ok((found, len)) = self.images.resolve(pos, end - pos) else { break };
+            let len = len.min(end - pos);
+            let run = ByteRange::new(pos, len);
+            // A granule that lies in two runs is not cached. The last granule of the disk may be
+            // cut by its end.
+            let first = pos.div_ceil(granule);
+            let last = if run.end() == size { size.div_ceil(granule) } else { run.end() / granule };
+            for at in first..last.max(first) {
+                mappings.resize((at - start / granule) as usize, None);
+                mappings.push(granule_mapping(found, at * granule - pos));
+            }
+            pos += len;
+        }
+        self.extents.fill(token, &mappings);
+    }
+}
+
+/// The mapping of a granule that begins `offset` bytes into `found`; `None` for compressed data.
+fn granule_mapping(found: Mapping, offset: u64) -> Option<CachedMapping> {
+    match found {
+        Mapping::Zeros => Some(CachedMapping::Hole),
+        Mapping::Data { pos, writable: true, .. } => {
+            Some(CachedMapping::Writable { pos: pos + offset })
+        }
+        Mapping::Data { file, pos, .. } => Some(CachedMapping::Data { file, pos: pos + offset }),
+        Mapping::Compressed { .. } => None,
+    }
+}

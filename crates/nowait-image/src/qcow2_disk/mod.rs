@@ -1,0 +1,298 @@
+//! A qcow2 image that is served: opening it with its backing chain for reads and writes.
+//!
+//! Invariant: a power cut at any moment leaves an image that `qemu-img check` accepts, leaked
+//! clusters apart, and that has all flushed data; no image below the top one is ever written to.
+
+mod yielding_lock;
+mod iovec_cursor;
+mod aligned_file;
+mod extent_cache;
+mod damage;
+mod metadata_cache;
+mod metadata_clusters;
+mod metadata_survey;
+mod refcount_allocator;
+mod metadata;
+mod writeback;
+mod backing_tables;
+mod decompressed_cache;
+mod backing_chain;
+mod status_scan;
+mod cluster_locks;
+mod disk;
+mod allocate;
+#[cfg(feature = "sim")]
+mod sim_image;
+#[cfg(test)]
+mod tests;
+
+use std::sync::Arc;
+use std::thread::JoinHandle;
+
+use nowait::{Alignment, BlockDevice, Direct, Error, FileStorage, OpenOptions};
+use tracing::warn;
+
+use crate::chain::{Chain, Layer, LayerFormat};
+use crate::error::ImageError;
+use crate::host_file::{HostFile, NO_MEDIUM};
+use crate::qcow2::header::Header;
+use crate::qcow2::lookup::read_table;
+
+pub use disk::Qcow2Map;
+#[cfg(feature = "sim")]
+pub use sim_image::{new_simulated, open_simulated};
+
+use aligned_file::AlignedFile;
+use backing_chain::{BackingChain, BackingImage, Kind};
+use backing_tables::BackingTables;
+use extent_cache::ExtentCache;
+use metadata::Metadata;
+use metadata_cache::MetadataCache;
+use metadata_clusters::MetadataClusters;
+use refcount_allocator::RefcountAllocator;
+use writeback::MetadataWriteback;
+
+/// Metadata is read and written in blocks of this many bytes, or of a cluster if that is smaller,
+/// or of the alignment of direct I/O if that is larger.
+const BLOCK_BYTES: u64 = 4096;
+
+/// How an image is served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ServeOptions {
+    /// Whether the image may be written to. The chain must have been opened for that.
+    pub writable: bool,
+    /// Whether the page cache is bypassed, for all files of the chain alike.
+    pub direct: Direct,
+    /// Whether mappings are cached ([`nowait::Config::hint`]).
+    pub hint: bool,
+}
+
+/// Handle of a served image: holds the locks on its files and the flusher thread. Drop it only
+/// after the last request has ended.
+pub struct OpenImage {
+    /// Holds the locks until it is dropped.
+    chain: Chain,
+    writeback: Arc<MetadataWriteback>,
+    writable: bool,
+    cluster_bytes: u64,
+    /// None in a simulation.
+    thread: Option<JoinHandle<()>>,
+}
+
+impl OpenImage {
+    /// Flushes, frees the clusters that are no longer used and truncates the file. No request may
+    /// be in flight. An image that is dropped instead is consistent, too, but may have leaked
+    /// clusters.
+    ///
+    /// # Errors
+    /// The error of the write or the sync.
+    pub fn close(mut self) -> Result<(), Error> {
+        self.end_thread();
+        if self.writable {
+            self.writeback.flush()?;
+            self.writeback.free_deferred(self.cluster_bytes)?;
+        }
+        Ok(())
+    }
+
+    fn end_thread(&mut self) {
+        self.writeback.stop_flusher();
+        if let Some(thread) = self.thread.take() {
+            // A panic of the thread has already been reported by the panic hook.
+            let _ = thread.join();
+        }
+    }
+}
+
+impl Drop for OpenImage {
+    fn drop(&mut self) {
+        self.end_thread();
+    }
+}
+
+/// Opens the top image of `chain`, which must be qcow2, to be served.
+///
+/// # Errors
+/// The errno of the open or read; a refusal where direct I/O was required and is not possible, or
+/// where the image is not qcow2.
+pub fn open(
+    chain: Chain,
+    options: ServeOptions,
+) -> Result<(BlockDevice<Qcow2Map>, OpenImage), ImageError> {
+    let Opened { top, below, size, map, mut open_image } = open_all(chain, options)?;
+    let disk = BlockDevice::mapped(top, below, size, !options.writable, map);
+    if options.writable {
+        let failed = |e| ImageError::os(open_image.chain.top().file.path(), "serve", &e);
+        open_image.thread = Some(open_image.writeback.spawn_flusher().map_err(failed)?);
+    }
+    Ok((disk, open_image))
+}
+
+/// The open files and the map of a disk.
+pub struct Opened {
+    /// The file with the image's own data.
+    pub top: FileStorage,
+    /// The other files that extents may lie in, numbered from 1 as in [`nowait::Extent::file`].
+    pub below: Vec<FileStorage>,
+    /// Size of the disk in bytes.
+    pub size: u64,
+    /// The map of the disk.
+    pub map: Qcow2Map,
+    /// The handle, without a flusher thread.
+    pub open_image: OpenImage,
+}
+
+fn open_all(chain: Chain, options: ServeOptions) -> Result<Opened, ImageError> {
+    let image = chain.top();
+    for layer in chain.layers().iter().filter(|it| it.header().is_some_and(Header::is_corrupt)) {
+        warn!("{}: it is marked corrupt: not all of it may be right", layer.file.path().display());
+    }
+    let direct = agree_on_direct(&chain, options)?;
+    let options = ServeOptions { direct, ..options };
+    let ServeOptions { writable, .. } = options;
+    let (map, writeback) = open_map(&chain, options)?;
+    let (size, cluster_bytes) = (image.size, image.header().map_or(1, Header::cluster_bytes));
+    let top = storage_of(image.data_file(), !writable, direct)?;
+    let below = files_below(&chain).map(|layer| storage_of(layer.data_file(), true, direct));
+    let below = below.collect::<Result<_, _>>()?;
+    let open_image = OpenImage { chain, writeback, writable, cluster_bytes, thread: None };
+    Ok(Opened { top, below, size, map, open_image })
+}
+
+/// The map of the top image of `chain`, and the writeback of its metadata.
+fn open_map(
+    chain: &Chain,
+    options: ServeOptions,
+) -> Result<(Qcow2Map, Arc<MetadataWriteback>), ImageError> {
+    let top = chain.top();
+    let LayerFormat::Qcow2 { header, .. } = &top.content else {
+        return Err(ImageError::refused(top.file.path(), "it is no qcow2 image"));
+    };
+    let writeback = Arc::new(open_writeback(top, header, options)?);
+    let mut below = Vec::new();
+    let mut shift = header.cluster_bits;
+    for layer in files_below(chain) {
+        below.push(open_below(layer, options)?);
+        shift = shift.min(layer.header().map_or(shift, |header| header.cluster_bits));
+    }
+    let extents = ExtentCache::new(header.size, shift, options.hint);
+    let images = BackingChain::new(writeback.clone(), Header::clone(header), below);
+    Ok((Qcow2Map::new(images, extents), writeback))
+}
+
+/// The images below the top one, down to one of size 0: images below that are not visible.
+fn files_below(chain: &Chain) -> impl Iterator<Item = &Layer> {
+    chain.layers().iter().skip(1).take_while(|layer| layer.size > 0)
+}
+
+/// Decides whether all files of the chain are opened for direct I/O: all of them, or none. Direct
+/// I/O is possible where no cluster is smaller than the alignment of any file.
+fn agree_on_direct(chain: &Chain, options: ServeOptions) -> Result<Direct, ImageError> {
+    if options.direct == Direct::Off {
+        return Ok(Direct::Off);
+    }
+    let mut smallest = u64::MAX;
+    let mut block = 1;
+    for layer in std::iter::once(chain.top()).chain(files_below(chain)) {
+        smallest = smallest.min(layer.header().map_or(u64::MAX, Header::cluster_bytes));
+        for file in [&layer.file, layer.data_file()] {
+            let align = storage_of(file, true, options.direct)?.alignment();
+            if align == Alignment::NONE {
+                return Ok(Direct::Off);
+            }
+            block = block.max(u64::from(align.offset));
+        }
+    }
+    match (block <= smallest, options.direct) {
+        (true, direct) => Ok(direct),
+        (false, Direct::On) => {
+            let what = format!(
+                "direct I/O needs clusters of at least {block} bytes, and it has such of {smallest} \
+                 (try --direct auto)"
+            );
+            Err(ImageError::refused(chain.top().file.path(), what))
+        }
+        (false, _) => Ok(Direct::Off),
+    }
+}
+
+/// Opens `file` a second time, for requests.
+fn storage_of(file: &HostFile, read_only: bool, direct: Direct) -> Result<FileStorage, ImageError> {
+    let path = file.path();
+    let os = |error: &std::io::Error| ImageError::os(path, "open", error);
+    #[cfg(feature = "sim")]
+    if let Some(file) = file.as_simulated() {
+        return file.open(read_only, direct).map_err(|error| os(&error.into()));
+    }
+    // The chain already holds its block devices exclusively.
+    let options = OpenOptions { read_only, direct, allow_mounted: true, ..OpenOptions::default() };
+    let storage = FileStorage::open(path, options).map_err(|error| match error.errno() {
+        libc::EOPNOTSUPP => {
+            ImageError::refused(path, "its file system does no direct I/O (try --direct auto)")
+        }
+        libc::ENOMEDIUM => ImageError::refused(path, NO_MEDIUM),
+        _ => os(&error.into()),
+    })?;
+    let opened = rustix::fs::fstat(storage.lock_fd()).map_err(|error| os(&error.into()))?;
+    let locked = rustix::fs::fstat(file.fd()).map_err(|error| os(&error.into()))?;
+    if (opened.st_dev, opened.st_ino) != (locked.st_dev, locked.st_ino) {
+        return Err(ImageError::refused(path, "another file has taken its place"));
+    }
+    Ok(storage)
+}
+
+fn open_writeback(
+    layer: &Layer,
+    header: &Header,
+    options: ServeOptions,
+) -> Result<MetadataWriteback, ImageError> {
+    let file = &layer.file;
+    let ServeOptions { writable, direct, .. } = options;
+    let data = AlignedFile::new(storage_of(layer.data_file(), !writable, direct)?);
+    let separate = match header.has_data_file() {
+        true => Some(AlignedFile::new(storage_of(file, !writable, direct)?)),
+        false => None,
+    };
+    writeback_on(file, header, data, separate, writable)
+}
+
+/// The writeback of the metadata in `file`. I/O goes through `separate`, or through `data` where
+/// the two are one file.
+fn writeback_on(
+    file: &Arc<HostFile>,
+    header: &Header,
+    data: AlignedFile,
+    separate: Option<AlignedFile>,
+    writable: bool,
+) -> Result<MetadataWriteback, ImageError> {
+    let failed = |error: std::io::Error| ImageError::os(file.path(), "read its tables", &error);
+    if writable && let Some(autoclear) = header.autoclear_to_write() {
+        file.write_at(Header::AUTOCLEAR_AT, &autoclear.to_be_bytes()).map_err(failed)?;
+        file.sync().map_err(failed)?;
+    }
+    let bytes = file.size().map_err(failed)?;
+    let l1 = read_table(file, header.l1_pos, u64::from(header.l1_entries)).map_err(failed)?;
+    let (pos, entries) = (header.refcount_table_pos, header.refcount_table_entries());
+    let table = read_table(file, pos, entries).map_err(failed)?;
+    let reserved = MetadataClusters::new(header, &l1, &table, bytes);
+    let allocator = writable.then(|| RefcountAllocator::new(header, table, bytes));
+    let alignment = separate.as_ref().unwrap_or(&data).block();
+    let block = BLOCK_BYTES.min(header.cluster_bytes()).max(alignment);
+    let metadata =
+        Metadata::new(header.clone(), MetadataCache::new(block), l1, allocator, reserved, bytes);
+    Ok(MetadataWriteback::new(file.clone(), metadata, data, separate, bytes))
+}
+
+fn open_below(layer: &Layer, options: ServeOptions) -> Result<BackingImage, ImageError> {
+    let file = layer.data_file();
+    let data = AlignedFile::new(storage_of(file, true, options.direct)?);
+    let kind = match &layer.content {
+        LayerFormat::Raw => Kind::Raw,
+        LayerFormat::Qcow2 { header, .. } => {
+            let failed = |error| ImageError::os(layer.file.path(), "find its size", &error);
+            let bytes = layer.file.size().map_err(failed)?;
+            Kind::Qcow2(BackingTables::new(header.clone(), layer.file.clone(), bytes))
+        }
+    };
+    Ok(BackingImage { kind, data, size: layer.size })
+}

@@ -1,0 +1,62 @@
+//! An image on simulated devices.
+//!
+//! Invariant: the image is opened exactly as for serving; the simulation runs the work of the
+//! flusher thread.
+
+use std::fs::File;
+
+use crate::chain::Chain;
+use crate::error::ImageError;
+use crate::host_file::HostFile;
+use crate::offline::create;
+use crate::qcow2::header::{BackingName, Header};
+use crate::qcow2_disk::{OpenImage, Opened, ServeOptions, open_all};
+
+/// Opens the top image of `chain`, which is simulated, for reads and writes. Its file grows to
+/// multiples of `step` bytes.
+///
+/// # Errors
+/// As [`crate::qcow2_disk::open`].
+pub fn open_simulated(
+    chain: Chain,
+    options: ServeOptions,
+    step: u64,
+) -> Result<Opened, ImageError> {
+    let opened = open_all(chain, options)?;
+    opened.open_image.writeback.grow_by(step);
+    for layer in opened.open_image.chain.layers().iter().skip(1) {
+        let served = layer.file.as_simulated().map_or(Ok(()), |file| file.serve());
+        served.map_err(|e| ImageError::os(layer.file.path(), "serve", &e.into()))?;
+    }
+    Ok(opened)
+}
+
+impl OpenImage {
+    /// The next run of the flusher thread, as if its time had passed. `None` if no metadata is due.
+    #[must_use]
+    pub fn due(&self) -> Option<impl FnOnce() + 'static> {
+        let writeback = self.writeback.clone();
+        writeback.is_due().then_some(move || writeback.background_flush())
+    }
+}
+
+/// The bytes of a new image of a disk of `size` bytes, with clusters of `1 << cluster_bits` bytes,
+/// on top of `backing` if there is one.
+///
+/// # Errors
+/// A refusal of these parameters; the errno of a failed system call.
+pub fn new_simulated(
+    size: u64,
+    cluster_bits: u32,
+    backing: Option<BackingName>,
+) -> Result<Vec<u8>, ImageError> {
+    let name = std::path::PathBuf::from("image");
+    let failed = |error: std::io::Error| ImageError::os(&name, "create", &error);
+    let memory = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC);
+    let memory = memory.map_err(|error| failed(error.into()))?;
+    let file = HostFile::of(name.clone(), File::from(memory));
+    create::write(&file, Header { backing, ..Header::empty(size, cluster_bits) })?;
+    let mut bytes = vec![0; file.size().map_err(failed)? as usize];
+    file.read_at(0, &mut bytes).map_err(failed)?;
+    Ok(bytes)
+}

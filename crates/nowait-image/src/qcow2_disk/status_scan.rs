@@ -1,0 +1,173 @@
+//! Block status: which bytes of a disk are data, holes or zeros.
+//!
+//! Invariant: a scan ends after a bounded amount of work, counted in lookups; its spans are true,
+//! and there is at least one. An image without mappings in a run is looked up once for that run,
+//! however many runs the images below it have there. A hole of a file counts only if the file
+//! system reported it after the lookup in the tables: an older hole may have been filled by a write
+//! that allocated the cluster in between, over bytes of a backing image that were not zero.
+
+use nowait::{ByteRange, Error, ExtentStatus};
+
+use crate::qcow2_disk::backing_chain::{BackingChain, Mapping};
+
+/// Most work of one request, in lookups in tables that are in memory: some 10 ms. The reply ends
+/// there, and clients ask for the rest.
+const MAX_WORK: usize = 32 << 10;
+/// The work that a read of tables or a query to a file system counts for: some 100 µs at most.
+const READ_WORK: usize = 256;
+const SEEK_WORK: usize = 4;
+/// Fewest bytes of a file in one query to its file system, and most runs in its answer.
+const SEEK_BYTES: u64 = 16 << 20;
+const MAX_HOLES: usize = 512;
+
+/// A run of a file with data or without.
+#[derive(Clone, Copy)]
+struct FileRun {
+    file: u8,
+    range: ByteRange,
+    hole: bool,
+    /// [`StatusScan::lookups`] at the time of the file system's answer.
+    lookups: u64,
+}
+
+/// One scan through a part of a disk.
+pub(crate) struct StatusScan<'a> {
+    images: &'a BackingChain,
+    /// The end of the part.
+    end: u64,
+    /// For each image, the top one first: it has no mapping from the scan's position up to here.
+    unmapped_to: Vec<u64>,
+    /// The last answer of a file system.
+    runs: Vec<FileRun>,
+    /// Lookups in tables so far.
+    lookups: u64,
+    work: usize,
+}
+
+impl<'a> StatusScan<'a> {
+    /// A scan of the disk up to `end`.
+    pub(crate) fn new(images: &'a BackingChain, end: u64) -> Self {
+        let unmapped_to = vec![0; images.count()];
+        Self { images, end, unmapped_to, runs: Vec::new(), lookups: 0, work: 0 }
+    }
+
+    /// Appends spans of `range`, about `limit` at most, as far as the work limit allows; at least
+    /// one.
+    ///
+    /// # Errors
+    /// `EIO` where a table is damaged; the errno of a failed read.
+    pub(crate) fn scan(
+        &mut self,
+        range: ByteRange,
+        limit: usize,
+        spans: &mut Vec<ExtentStatus>,
+    ) -> Result<(), Error> {
+        let mut pos = range.pos;
+        while pos < range.end() && spans.len() < limit && self.work < MAX_WORK {
+            let (found, depth, len) = self.find(pos)?;
+            let len = len.min(range.end() - pos);
+            match found {
+                Mapping::Zeros => push(spans, ExtentStatus { len, hole: true, depth }),
+                Mapping::Compressed { .. } => push(spans, ExtentStatus { len, hole: false, depth }),
+                Mapping::Data { file, pos, .. } => {
+                    self.push_file_status(file, ByteRange::new(pos, len), depth, spans);
+                }
+            }
+            pos += len;
+        }
+        Ok(())
+    }
+
+    /// The mapping at `pos`, its image ([`ExtentStatus::depth`]), and for how many bytes.
+    fn find(&mut self, pos: u64) -> Result<(Mapping, u8, u64), Error> {
+        let mut len = self.end.min(self.images.header().size).saturating_sub(pos);
+        if len == 0 {
+            return Ok((Mapping::Zeros, 0, u64::MAX));
+        }
+        let max = len;
+        self.lookups += 1;
+        self.work += 1;
+        for (image, unmapped_to) in (0..).zip(&mut self.unmapped_to) {
+            if *unmapped_to <= pos {
+                let resolved = self.images.resolve_bounded(image, pos, max)?;
+                self.work += 1 + resolved.reads * READ_WORK;
+                if let Some(found) = resolved.found {
+                    return Ok((found, image + 1, len.min(resolved.len)));
+                }
+                *unmapped_to = pos + resolved.len;
+            }
+            len = len.min(*unmapped_to - pos);
+        }
+        Ok((Mapping::Zeros, 0, len))
+    }
+
+    /// Appends the data and holes of `range` of a file, which is data by the image's tables: a
+    /// discarded cluster is a hole of the file. A part that the file system does not report is
+    /// data.
+    fn push_file_status(
+        &mut self,
+        file: u8,
+        range: ByteRange,
+        depth: u8,
+        spans: &mut Vec<ExtentStatus>,
+    ) {
+        let mut pos = range.pos;
+        while pos < range.end() {
+            let rest = ByteRange::new(pos, range.end() - pos);
+            let (len, hole) = self.run_at(file, rest);
+            push(spans, ExtentStatus { len, hole, depth });
+            pos += len;
+        }
+    }
+
+    /// For how many bytes from the beginning of `range` the file has data, or a hole.
+    fn run_at(&mut self, file: u8, range: ByteRange) -> (u64, bool) {
+        let pos = range.pos;
+        let contains =
+            |run: &FileRun| run.file == file && run.range.pos <= pos && pos < run.range.end();
+        if !self.runs.iter().any(contains) {
+            self.refill_runs(file, range);
+        }
+        let Some(run) = self.runs.iter().find(|run| contains(run)) else {
+            return (range.len, false);
+        };
+        let len = range.len.min(run.range.end() - pos);
+        if !run.hole || run.lookups == self.lookups {
+            return (len, run.hole);
+        }
+        let current = self.query(file, ByteRange::new(pos, len), 1);
+        current.first().map_or((len, false), |first| (len.min(first.len), first.hole))
+    }
+
+    /// Queries the file system for the runs of a file from the beginning of `range` on.
+    fn refill_runs(&mut self, file: u8, range: ByteRange) {
+        self.runs.clear();
+        let mut pos = range.pos;
+        let queried = ByteRange::new(pos, range.len.max(SEEK_BYTES));
+        for ExtentStatus { len, hole, .. } in self.query(file, queried, MAX_HOLES) {
+            let range = ByteRange::new(pos, len);
+            self.runs.push(FileRun { file, range, hole, lookups: self.lookups });
+            pos += len;
+        }
+    }
+
+    /// The runs of `range` of a file, about `limit` of them at most, as the file system reports
+    /// them.
+    fn query(&mut self, file: u8, range: ByteRange, limit: usize) -> Vec<ExtentStatus> {
+        let mut reported = Vec::new();
+        // If the query fails, all is data.
+        if self.images.data_file(file).storage().extents(range, limit, &mut reported).is_err() {
+            reported = vec![ExtentStatus::top(range.len, false)];
+        }
+        self.work += SEEK_WORK * (1 + reported.len());
+        reported
+    }
+}
+
+/// Appends a span, or extends the last one.
+fn push(spans: &mut Vec<ExtentStatus>, span: ExtentStatus) {
+    match spans.last_mut() {
+        Some(last) if (last.hole, last.depth) == (span.hole, span.depth) => last.len += span.len,
+        _ => spans.push(span),
+    }
+}

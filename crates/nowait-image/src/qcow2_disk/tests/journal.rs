@@ -1,0 +1,210 @@
+//! A record of all operations on the files of an image, and of the files' contents after a power
+//! cut.
+//!
+//! Invariant: an operation on a file that ended before a sync of it began is durable once the sync
+//! has ended; of all others any part may be durable, in sectors. Of two writes to one sector the
+//! later one is never lost to the earlier.
+
+use std::collections::HashMap;
+use std::fs;
+use std::io::IoSlice;
+use std::os::fd::AsFd;
+use std::path::Path;
+use std::sync::{Arc, Mutex, OnceLock};
+
+use nowait::{ByteRange, FileStorage};
+
+use crate::qcow2_disk::tests::random::Random;
+
+const SECTOR: u64 = 512;
+
+/// An operation or its end, in order. Files are numbered as they were passed to [`of`].
+#[derive(Clone, Debug)]
+pub(crate) enum Event {
+    /// A write was begun.
+    Write { file: usize, pos: u64, bytes: Vec<u8> },
+    /// The making of a hole was begun.
+    Clear { file: usize, range: ByteRange },
+    /// A change of the length was begun.
+    SetLen { file: usize, bytes: u64 },
+    /// A sync was begun.
+    Sync { file: usize },
+    /// The operation that began as the event with this number has ended.
+    Ended(usize),
+    /// A note of the test about its position in the record.
+    Mark(crate::qcow2_disk::tests::power_cut::Mark),
+}
+
+impl Event {
+    fn file(&self) -> Option<usize> {
+        match *self {
+            Self::Write { file, .. }
+            | Self::Clear { file, .. }
+            | Self::SetLen { file, .. }
+            | Self::Sync { file } => Some(file),
+            Self::Ended(_) | Self::Mark(_) => None,
+        }
+    }
+}
+
+/// The record of some files.
+#[derive(Clone, Default)]
+pub(crate) struct Journal(Arc<Mutex<Vec<Event>>>);
+
+type Files = Mutex<HashMap<(u64, u64), (Journal, usize)>>;
+
+fn files() -> &'static Files {
+    static FILES: OnceLock<Files> = OnceLock::new();
+    FILES.get_or_init(Files::default)
+}
+
+/// Records all further operations on the files behind `fds`.
+pub(crate) fn of(fds: impl IntoIterator<Item = impl AsFd>) -> Journal {
+    let journal = Journal::default();
+    for (fd, number) in fds.into_iter().zip(0..) {
+        let stat = rustix::fs::fstat(fd).unwrap();
+        let file = (stat.st_dev, stat.st_ino);
+        files().lock().unwrap().insert(file, (journal.clone(), number));
+    }
+    journal
+}
+
+fn note(storage: &FileStorage, event: impl FnOnce(usize) -> Event) -> usize {
+    let stat = rustix::fs::fstat(storage.fd()).unwrap();
+    let found = files().lock().unwrap().get(&(stat.st_dev, stat.st_ino)).cloned();
+    found.map_or(0, |(journal, file)| journal.push(event(file)))
+}
+
+pub(crate) fn write(storage: &FileStorage, pos: u64, bufs: &[IoSlice<'_>]) -> usize {
+    let bytes = || bufs.iter().flat_map(|buf| buf.iter().copied()).collect();
+    note(storage, |file| Event::Write { file, pos, bytes: bytes() })
+}
+
+pub(crate) fn clear(storage: &FileStorage, range: ByteRange) -> usize {
+    note(storage, |file| Event::Clear { file, range })
+}
+
+pub(crate) fn set_len(storage: &FileStorage, bytes: u64) -> usize {
+    note(storage, |file| Event::SetLen { file, bytes })
+}
+
+pub(crate) fn sync(storage: &FileStorage) -> usize {
+    note(storage, |file| Event::Sync { file })
+}
+
+pub(crate) fn ended(storage: &FileStorage, begun: usize) {
+    note(storage, |_| Event::Ended(begun));
+}
+
+impl Journal {
+    /// Appends an event; returns its number.
+    pub(crate) fn push(&self, event: Event) -> usize {
+        let mut events = self.0.lock().unwrap();
+        events.push(event);
+        events.len() - 1
+    }
+
+    /// Takes all events.
+    pub(crate) fn take(&self) -> Vec<Event> {
+        std::mem::take(&mut self.0.lock().unwrap())
+    }
+}
+
+/// A file's contents; zeros at the end may be missing in `bytes`.
+#[derive(Clone)]
+pub(crate) struct FileContents {
+    bytes: Vec<u8>,
+    len: u64,
+}
+
+impl FileContents {
+    /// The contents of the file at `path`.
+    pub(crate) fn of(path: &Path) -> Self {
+        let bytes = fs::read(path).unwrap();
+        let len = bytes.len() as u64;
+        Self { bytes, len }
+    }
+
+    /// Writes the contents to the file at `path`, made if there is none.
+    pub(crate) fn write_to(&self, path: &Path) {
+        fs::write(path, &self.bytes).unwrap();
+        fs::OpenOptions::new().write(true).open(path).unwrap().set_len(self.len).unwrap();
+    }
+
+    fn put(&mut self, pos: u64, bytes: &[u8]) {
+        let (start, end) = (pos as usize, pos as usize + bytes.len());
+        if self.bytes.len() < end {
+            self.bytes.resize(end, 0);
+        }
+        self.bytes[start..end].copy_from_slice(bytes);
+        self.len = self.len.max(end as u64);
+    }
+
+    fn clear(&mut self, range: ByteRange) {
+        let end = self.bytes.len().min(range.end() as usize);
+        let start = end.min(range.pos as usize);
+        self.bytes[start..end].fill(0);
+    }
+
+    fn set_len(&mut self, len: u64) {
+        self.bytes.truncate(len as usize);
+        self.len = len;
+    }
+}
+
+/// Which of `events` are certainly durable.
+fn durable(events: &[Event], files: usize) -> Vec<bool> {
+    // The last sync of each file that has ended.
+    let mut synced = vec![0; files];
+    for event in events {
+        if let &Event::Ended(begun) = event
+            && let Event::Sync { file } = events[begun]
+        {
+            synced[file] = begun.max(synced[file]);
+        }
+    }
+    let mut durable = vec![false; events.len()];
+    for (event, at) in events.iter().zip(0..) {
+        if let &Event::Ended(begun) = event
+            && let Some(file) = events[begun].file()
+        {
+            durable[begun] = at < synced[file];
+        }
+    }
+    durable
+}
+
+/// The contents of files that held `before`, after a power cut behind the last of `events`.
+pub(crate) fn cut(
+    before: &[FileContents],
+    events: &[Event],
+    random: &mut Random,
+) -> Vec<FileContents> {
+    // Of the operations that need not be durable, at times none is, at times all are, mostly some.
+    let percent = [0, 20, 50, 80, 100][random.below(5) as usize];
+    let mut files = before.to_vec();
+    for (event, is_durable) in events.iter().zip(durable(events, before.len())) {
+        let mut survives = || is_durable || random.chance(percent);
+        match *event {
+            Event::Write { file, pos, ref bytes } => {
+                for (sector, at) in
+                    bytes.chunks(SECTOR as usize).zip((pos..).step_by(SECTOR as usize))
+                {
+                    if survives() {
+                        files[file].put(at, sector);
+                    }
+                }
+            }
+            Event::Clear { file, range } => {
+                for pos in (range.pos..range.end()).step_by(SECTOR as usize) {
+                    if survives() {
+                        files[file].clear(ByteRange::new(pos, SECTOR.min(range.end() - pos)));
+                    }
+                }
+            }
+            Event::SetLen { file, bytes } if survives() => files[file].set_len(bytes),
+            _ => {}
+        }
+    }
+    files
+}

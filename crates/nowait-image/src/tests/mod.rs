@@ -1,0 +1,4 @@
+//! Power cuts during offline operations.
+
+pub(crate) mod write_log;
+pub(crate) mod power_loss;

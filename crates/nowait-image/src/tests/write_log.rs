@@ -1,0 +1,107 @@
+//! A log of the changes of files, from which a power cut at any moment can be replayed.
+//!
+//! Invariant: after a cut a file has all changes up to its last sync, and of the later ones any
+//! part: whole sectors, in any order.
+
+use std::cell::RefCell;
+use std::collections::BTreeMap;
+use std::path::{Path, PathBuf};
+
+/// The bytes that a disk writes atomically.
+const SECTOR_BYTES: usize = 512;
+
+/// A change of a file, or a sync.
+#[derive(Clone, Debug)]
+pub(crate) enum Step {
+    Write(u64, Vec<u8>),
+    Hole(u64, u64),
+    Size(u64),
+    Sync,
+}
+
+thread_local! {
+    static STEPS: RefCell<Option<Vec<(PathBuf, Step)>>> = const { RefCell::new(None) };
+}
+
+/// Logs `step`, if this thread records.
+pub(crate) fn note(path: &Path, step: Step) {
+    STEPS.with_borrow_mut(|steps| {
+        if let Some(steps) = steps {
+            steps.push((path.to_owned(), step));
+        }
+    });
+}
+
+/// The steps of `run` on this thread.
+pub(crate) fn record(run: impl FnOnce()) -> Vec<(PathBuf, Step)> {
+    STEPS.set(Some(Vec::new()));
+    run();
+    STEPS.take().unwrap_or_default()
+}
+
+/// The unsynced writes that are on the disk after a power cut.
+#[derive(Clone, Copy, Debug)]
+pub(crate) enum UnsyncedWrites {
+    /// None.
+    Lost,
+    /// All: a kill, not a power cut.
+    There,
+    /// Only the step with this number.
+    Only(usize),
+    /// All but the step with this number.
+    AllBut(usize),
+    /// Sectors and steps by chance.
+    Torn(u64),
+}
+
+/// The `files` after a power cut behind `steps`.
+pub(crate) fn cut(
+    files: &BTreeMap<PathBuf, Vec<u8>>,
+    steps: &[(PathBuf, Step)],
+    unsynced: UnsyncedWrites,
+) -> BTreeMap<PathBuf, Vec<u8>> {
+    let mut chance = match unsynced {
+        UnsyncedWrites::Torn(seed) => seed,
+        _ => 0,
+    };
+    let mut survives = |number: usize| match unsynced {
+        UnsyncedWrites::Lost => false,
+        UnsyncedWrites::There => true,
+        UnsyncedWrites::Only(only) => number == only,
+        UnsyncedWrites::AllBut(lost) => number != lost,
+        UnsyncedWrites::Torn(_) => {
+            chance = chance.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
+            chance >> 63 == 1
+        }
+    };
+    let mut after = files.clone();
+    for (path, file) in &mut after {
+        let own = || steps.iter().enumerate().filter(|(_, (name, _))| name == path);
+        let synced = own().rfind(|(_, (_, step))| matches!(step, Step::Sync));
+        let synced = synced.map_or(0, |(number, _)| number);
+        for (number, (_, step)) in own() {
+            let durable = number < synced;
+            match step {
+                Step::Write(pos, bytes) => {
+                    for (n, sector) in bytes.chunks(SECTOR_BYTES).enumerate() {
+                        if durable || survives(number) {
+                            put(file, *pos as usize + n * SECTOR_BYTES, sector);
+                        }
+                    }
+                }
+                Step::Hole(pos, len) if durable || survives(number) => {
+                    let end = file.len().min((pos + len) as usize);
+                    file[end.min(*pos as usize)..end].fill(0);
+                }
+                Step::Size(size) if durable || survives(number) => file.resize(*size as usize, 0),
+                Step::Hole(..) | Step::Size(_) | Step::Sync => {}
+            }
+        }
+    }
+    after
+}
+
+fn put(file: &mut Vec<u8>, pos: usize, bytes: &[u8]) {
+    file.resize(file.len().max(pos + bytes.len()), 0);
+    file[pos..pos + bytes.len()].copy_from_slice(bytes);
+}

@@ -1,0 +1,183 @@
+//! Accepts connections.
+//!
+//! Invariant: an accepted connection has a permit or is closed at once; it never waits for a
+//! permit. One iteration of the event loop accepts a bounded number, however many clients connect.
+//! When the process has no descriptor left, the acceptor backs off.
+
+use std::collections::VecDeque;
+use std::io;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nowait::injected_panic;
+
+use crate::nbd::connection::HandoffConnection;
+use crate::nbd::handshake::TlsState;
+use crate::net::connection_limit::ConnectionLimit;
+use crate::net::listener::Listener;
+
+/// The most connections that one iteration of the event loop accepts or rejects.
+pub(crate) const ACCEPT_BATCH: usize = 32;
+
+/// Back-off after accept(2) has failed, as it does when the process has no descriptor left.
+const ACCEPT_BACK_OFF: Duration = Duration::from_millis(100);
+
+/// The listeners of a thread.
+pub(crate) struct Acceptor {
+    listeners: Vec<Listener>,
+    limit: Arc<ConnectionLimit>,
+    tls: TlsState,
+    /// Listeners with a possible connection, by index; the one that has waited longest comes first.
+    ready: VecDeque<usize>,
+    /// Back-off: nothing is accepted before this time.
+    retry_at: Option<Instant>,
+    /// The last accept(2) has failed, and the failure was logged.
+    has_failed: bool,
+    /// The last connection was rejected at the limit, and the rejection was logged.
+    limit_logged: bool,
+}
+
+impl Acceptor {
+    pub(crate) fn new(
+        listeners: Vec<Listener>,
+        limit: Arc<ConnectionLimit>,
+        tls: TlsState,
+    ) -> Self {
+        let ready = VecDeque::with_capacity(listeners.len());
+        Self {
+            listeners,
+            limit,
+            tls,
+            ready,
+            retry_at: None,
+            has_failed: false,
+            limit_logged: false,
+        }
+    }
+
+    /// Whether there is a listener.
+    pub(crate) fn is_open(&self) -> bool {
+        !self.listeners.is_empty()
+    }
+
+    /// Notes that a connection may be waiting at listener `n`.
+    pub(crate) fn mark_ready(&mut self, n: usize) {
+        if n < self.listeners.len() && !self.ready.contains(&n) {
+            self.ready.push_back(n);
+        }
+    }
+
+    /// Accepts waiting connections, [`ACCEPT_BATCH`] at most; the rest wait for the next call.
+    pub(crate) fn accept(&mut self, mut hand_over: impl FnMut(HandoffConnection)) {
+        if self.ready.is_empty() || self.back_off().is_some_and(|left| left > Duration::ZERO) {
+            return;
+        }
+        self.retry_at = None;
+        injected_panic::panic_at("acceptor");
+        for _ in 0..ACCEPT_BATCH {
+            let Some(n) = self.ready.pop_front() else { return };
+            let Some(listener) = self.listeners.get(n) else { continue };
+            match listener.accept() {
+                Ok(socket) => {
+                    self.has_failed = false;
+                    match self.limit.take() {
+                        Some(permit) => {
+                            self.limit_logged = false;
+                            hand_over(HandoffConnection::new(socket.into(), self.tls, permit));
+                        }
+                        None => self.log_rejection(),
+                    }
+                }
+                Err(error) if error.kind() == io::ErrorKind::WouldBlock => continue,
+                Err(error) if error.kind() == io::ErrorKind::ConnectionAborted => {}
+                Err(error) => {
+                    if !std::mem::replace(&mut self.has_failed, true) {
+                        tracing::warn!("cannot accept a connection: {error}");
+                    }
+                    self.retry_at = Some(Instant::now() + ACCEPT_BACK_OFF);
+                    return self.ready.push_back(n);
+                }
+            }
+            // Listeners are served round robin.
+            self.ready.push_back(n);
+        }
+    }
+
+    /// Logs the limit, once for all rejections in a row.
+    fn log_rejection(&mut self) {
+        if !std::mem::replace(&mut self.limit_logged, true) {
+            let limit = self.limit.limit();
+            tracing::warn!("a connection was closed: {limit} are open, the most that are allowed");
+        }
+    }
+
+    /// Time until [`Acceptor::accept`] must be called again; `None` if no listener is ready.
+    #[inline]
+    pub(crate) fn back_off(&self) -> Option<Duration> {
+        if self.ready.is_empty() {
+            return None;
+        }
+        let left = |until: Instant| until.saturating_duration_since(Instant::now());
+        Some(self.retry_at.map_or(Duration::ZERO, left))
+    }
+
+    /// Accepts no more connections. Dropping the returned listeners closes them.
+    pub(crate) fn close(&mut self) -> Vec<Listener> {
+        self.ready.clear();
+        std::mem::take(&mut self.listeners)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::unix::net::UnixStream;
+
+    use super::*;
+
+    /// An acceptor with `counts[n]` clients waiting at listener `n`; the clients, and the sockets'
+    /// directory.
+    fn with_clients(counts: &[usize]) -> (Acceptor, Vec<UnixStream>, tempfile::TempDir) {
+        let dir = tempfile::tempdir().unwrap();
+        let (mut listeners, mut clients) = (Vec::new(), Vec::new());
+        for (n, count) in counts.iter().enumerate() {
+            let path = dir.path().join(n.to_string());
+            listeners.push(Listener::unix(&path).unwrap());
+            clients.extend((0..*count).map(|_| UnixStream::connect(&path).unwrap()));
+        }
+        let acceptor =
+            Acceptor::new(listeners, Arc::new(ConnectionLimit::new(1000)), TlsState::Off);
+        (acceptor, clients, dir)
+    }
+
+    #[test]
+    fn one_call_accepts_a_bounded_number_and_the_next_calls_the_others() {
+        let (mut acceptor, _clients, _dir) = with_clients(&[2 * ACCEPT_BATCH + 5]);
+        assert_eq!(acceptor.back_off(), None, "no listener was reported ready");
+        acceptor.mark_ready(0);
+        let mut calls = Vec::new();
+        while acceptor.back_off() == Some(Duration::ZERO) {
+            let mut count = 0;
+            acceptor.accept(|_| count += 1);
+            calls.push(count);
+        }
+        assert_eq!(calls, [ACCEPT_BATCH, ACCEPT_BATCH, 5]);
+    }
+
+    #[test]
+    fn many_clients_at_one_listener_do_not_delay_a_client_of_another() {
+        let (mut acceptor, _clients, _dir) = with_clients(&[2 * ACCEPT_BATCH, 1]);
+        (0..2).for_each(|n| acceptor.mark_ready(n));
+        acceptor.accept(drop);
+        assert_eq!(acceptor.ready, [0]);
+    }
+
+    #[test]
+    fn rejected_connections_count_like_accepted_ones() {
+        let (mut acceptor, _clients, _dir) = with_clients(&[2 * ACCEPT_BATCH]);
+        acceptor.limit = Arc::new(ConnectionLimit::new(1));
+        acceptor.mark_ready(0);
+        let mut kept = Vec::new();
+        acceptor.accept(|arrival| kept.push(arrival));
+        assert_eq!((kept.len(), acceptor.back_off()), (1, Some(Duration::ZERO)));
+    }
+}

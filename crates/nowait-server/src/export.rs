@@ -1,0 +1,128 @@
+//! An export: an open image, its worker pool, and the rules that every frontend keeps.
+//!
+//! Invariant: a frontend never answers with memory that was not read for the request (C55, C56),
+//! and never does part of a request (C25).
+
+use std::sync::Arc;
+
+use nowait::{BlockDevice, BlockMap, ByteRange, Completion, Op, Request, WorkerPool};
+
+use crate::fault_log::Faults;
+
+/// One image as a block device.
+pub struct Export<M> {
+    disk: Arc<BlockDevice<M>>,
+    workers: WorkerPool,
+    name: String,
+    description: String,
+    /// The first bytes of the image must not become these; empty if there is no such rule.
+    forbidden: &'static [u8],
+    faults: Faults,
+}
+
+impl<M: BlockMap> Export<M> {
+    /// An export of `disk` with at most `workers` threads that may block. Clients choose it by
+    /// `name`; `description` is for people.
+    #[must_use]
+    pub fn new(disk: Arc<BlockDevice<M>>, workers: u32, name: String, description: String) -> Self {
+        let workers = WorkerPool::new(&disk, workers);
+        let faults = Faults::default();
+        Self { disk, workers, name, description, forbidden: &[], faults }
+    }
+
+    /// The same, but refuses (`EPERM`) every write that could make the image begin with `bytes`:
+    /// for an image whose format was guessed because it does not. None of `bytes` is 0.
+    #[must_use]
+    pub fn with_forbidden_prefix(self, bytes: &'static [u8]) -> Self {
+        Self { forbidden: bytes, ..self }
+    }
+
+    /// The same, but calls `callback` when the first flush has failed; every later flush fails too.
+    /// It is called on a serving thread and must not block.
+    #[must_use]
+    pub fn when_a_flush_fails(self, callback: impl Fn() + Send + Sync + 'static) -> Self {
+        Self { faults: Faults::with_callback(Box::new(callback)), ..self }
+    }
+
+    /// Logs that `io` has failed with `errno`.
+    #[cold]
+    pub(crate) fn note_fault(&self, io: Request, errno: i32) {
+        self.faults.note(&self.label(), io, errno);
+    }
+
+    /// Logs the failures that were only counted.
+    pub(crate) fn summarize_faults(&self) {
+        self.faults.summarize(&self.label());
+    }
+
+    /// The export's name in the log.
+    fn label(&self) -> String {
+        format!("export {:?} ({})", self.name, self.description)
+    }
+
+    /// Whether a write of `bytes` at `pos` is refused. The last of several writes to the first
+    /// bytes decides, so it is enough to refuse those that store only forbidden bytes there.
+    /// Discarding or zeroing stores none.
+    #[inline]
+    pub(crate) fn is_forbidden(&self, pos: u64, bytes: &[u8]) -> bool {
+        if pos >= self.forbidden.len() as u64 {
+            return false;
+        }
+        let there = self.forbidden.iter().skip(pos as usize);
+        !bytes.is_empty() && there.zip(bytes).all(|(forbidden, byte)| forbidden == byte)
+    }
+
+    /// As [`Export::new`], with an existing worker pool.
+    #[cfg(feature = "sim")]
+    pub(crate) fn with_workers(disk: Arc<BlockDevice<M>>, workers: WorkerPool) -> Self {
+        let (name, description) = (String::new(), String::new());
+        let faults = Faults::default();
+        Self { disk, workers, name, description, forbidden: &[], faults }
+    }
+
+    /// The image.
+    #[must_use]
+    pub fn disk(&self) -> &Arc<BlockDevice<M>> {
+        &self.disk
+    }
+
+    pub(crate) fn workers(&self) -> WorkerPool {
+        self.workers.clone()
+    }
+
+    pub(crate) fn name(&self) -> &str {
+        &self.name
+    }
+
+    pub(crate) fn description(&self) -> &str {
+        &self.description
+    }
+
+    /// The range of a request, or the errno that refuses it as a whole (C02, C25): `EPERM` for a
+    /// change on a read-only export; past the end `ENOSPC` for a write or zeroing, and `EINVAL` for
+    /// the rest (NBD proto.md, "Error values").
+    #[inline]
+    pub(crate) fn range(&self, op: Op, pos: u64, len: u64) -> Result<ByteRange, i32> {
+        let changes = op.changes();
+        if changes && self.disk.is_read_only() {
+            return Err(libc::EPERM);
+        }
+        match pos.checked_add(len) {
+            Some(end) if end <= self.disk.size() => Ok(ByteRange::new(pos, len)),
+            _ if matches!(op, Op::Write | Op::Zero) => Err(libc::ENOSPC),
+            _ => Err(libc::EINVAL),
+        }
+    }
+}
+
+/// The result of a completed request for a frontend: success or an errno. A short transfer is `EIO`
+/// (C55): the image was truncated behind the server's back.
+#[inline]
+pub(crate) fn result(completion: &Completion) -> Result<(), i32> {
+    let Request { op, range, .. } = completion.io;
+    match completion.result() {
+        Ok(done) if done == range.len || op == Op::Flush => Ok(()),
+        Ok(_) => Err(libc::EIO),
+        Err(error) => Err(error.errno()),
+    }
+}

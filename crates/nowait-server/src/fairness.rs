@@ -1,0 +1,157 @@
+//! Fair scheduling of connections: how many bytes one service of a connection moves, and which
+//! connection is serviced first.
+//!
+//! Invariant: an interactive connection waits for at most one quantum of bulk traffic. Bulk
+//! connections are served round robin.
+
+use std::collections::VecDeque;
+
+/// Quantum in bytes with several connections: what one service may send, and as much may be read
+/// from the device. A processor copies it in some 50 µs. A request is not split, so the last one
+/// may exceed it.
+const QUANTUM_SHARED_BYTES: u64 = 256 << 10;
+/// Quantum in bytes of a connection that is alone: all that it may hold.
+const QUANTUM_ALONE_BYTES: u64 = 32 << 20;
+/// A connection is bulk if it moved this many bytes lately.
+const BULK_THRESHOLD_BYTES: u64 = 256 << 10;
+
+/// The quantum in bytes with `connections` connections.
+pub(crate) fn quantum_among(connections: usize) -> u64 {
+    if connections > 1 { QUANTUM_SHARED_BYTES } else { QUANTUM_ALONE_BYTES }
+}
+
+/// What a connection may still move in this service.
+#[derive(Default)]
+pub(crate) struct Quantum {
+    /// Bytes that may still be sent.
+    pub(crate) send: u64,
+    /// Bytes that may still be read from the device.
+    read: u64,
+    /// Only half of the received input is parsed in this service.
+    halved: bool,
+    /// Bytes moved in this service.
+    moved: u64,
+    /// Bytes moved in earlier services: half of the last one's, a quarter of the one before, and so
+    /// on.
+    recent_bytes: u64,
+}
+
+impl Quantum {
+    /// Begins a service that may move `bytes` each way.
+    #[inline]
+    pub(crate) fn begin(&mut self, bytes: u64) {
+        let recent_bytes = (self.recent_bytes + self.moved) / 2;
+        *self = Self { send: bytes, read: bytes, halved: false, moved: 0, recent_bytes };
+    }
+
+    /// Counts `bytes` moved in either direction.
+    #[inline]
+    pub(crate) fn moved(&mut self, bytes: u64) {
+        self.moved += bytes;
+    }
+
+    /// Counts a read of `bytes` submitted to the device.
+    #[inline]
+    pub(crate) fn read(&mut self, bytes: u64) {
+        self.read = self.read.saturating_sub(bytes);
+        self.moved += bytes;
+    }
+
+    /// Whether no more reads may be submitted in this service.
+    #[inline]
+    pub(crate) fn reads_exhausted(&self) -> bool {
+        self.read == 0
+    }
+
+    /// Leaves the second half of the received input to the next service.
+    pub(crate) fn halve(&mut self) {
+        self.halved = true;
+    }
+
+    /// Whether a blocked connection goes on in the next service without waiting for an event.
+    #[inline]
+    pub(crate) fn needs_requeue(&self) -> bool {
+        self.reads_exhausted() || self.halved
+    }
+
+    /// Bytes moved in this service, in both directions.
+    #[inline]
+    pub(crate) fn bytes_moved(&self) -> u64 {
+        self.moved
+    }
+
+    #[inline]
+    fn is_bulk(&self) -> bool {
+        self.recent_bytes + self.moved >= BULK_THRESHOLD_BYTES
+    }
+}
+
+/// The scheduled connections, by index.
+#[derive(Default)]
+pub(crate) struct RunQueues {
+    /// Interactive connections: all are serviced in each iteration.
+    pub(crate) interactive: Vec<usize>,
+    /// Bulk connections; the one that has waited longest comes first.
+    pub(crate) bulk: VecDeque<usize>,
+}
+
+impl RunQueues {
+    #[inline]
+    pub(crate) fn push(&mut self, index: usize, quantum: &Quantum) {
+        match quantum.is_bulk() {
+            true => self.bulk.push_back(index),
+            false => self.interactive.push(index),
+        }
+    }
+
+    #[inline]
+    pub(crate) fn is_empty(&self) -> bool {
+        self.interactive.is_empty() && self.bulk.is_empty()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// The quantum of a connection that moved `bytes` in each of its last ten services.
+    fn moving(bytes: u64) -> Quantum {
+        let mut quantum = Quantum::default();
+        for _ in 0..10 {
+            quantum.begin(QUANTUM_SHARED_BYTES);
+            quantum.moved(bytes);
+        }
+        quantum
+    }
+
+    #[test]
+    fn a_connection_that_moves_a_quantum_in_each_service_is_bulk_and_one_that_moves_little_is_not()
+    {
+        let mut queues = RunQueues::default();
+        queues.push(1, &moving(QUANTUM_SHARED_BYTES));
+        queues.push(2, &moving(16 * 4096));
+        queues.push(3, &moving(1 << 20));
+        assert_eq!((queues.interactive, queues.bulk), (vec![2], VecDeque::from([1, 3])));
+    }
+
+    #[test]
+    fn a_bulk_connection_becomes_interactive_after_some_services_that_move_nothing() {
+        let mut quantum = moving(1 << 20);
+        let mut services = 0;
+        while quantum.is_bulk() {
+            quantum.begin(QUANTUM_SHARED_BYTES);
+            services += 1;
+        }
+        assert!((1..10).contains(&services), "{services}");
+    }
+
+    #[test]
+    fn a_service_reads_its_quantum_and_a_last_request_of_any_length() {
+        let mut quantum = Quantum::default();
+        quantum.begin(QUANTUM_SHARED_BYTES);
+        quantum.read(QUANTUM_SHARED_BYTES - 1);
+        assert!(!quantum.reads_exhausted());
+        quantum.read(32 << 20);
+        assert!(quantum.reads_exhausted());
+    }
+}

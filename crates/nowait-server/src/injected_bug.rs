@@ -1,0 +1,74 @@
+//! Injected bugs: a simulation injects one to prove that it would find it.
+//!
+//! Invariant: without the feature `sim` no bug is ever injected and no check is made at run time;
+//! with it a bug appears only on the thread that has injected it.
+
+use nowait::PooledBuffer;
+
+/// A bug that a server could have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(not(feature = "sim"), expect(unreachable_pub, dead_code, reason = "one list for both"))]
+pub enum ServerBug {
+    /// A read is answered from the buffer of the previous one (C56).
+    ReplyFromOldBuffer,
+    /// A flush is answered twice.
+    ReplyTwice,
+    /// A connection is closed as soon as its client sends nothing more, whatever is in flight.
+    LoseAtDisconnect,
+    /// A thread sleeps without a final read: an end of file without an event is missed.
+    TrustReports,
+}
+
+#[cfg(feature = "sim")]
+impl ServerBug {
+    /// All of them.
+    pub const ALL: [Self; 4] =
+        [Self::ReplyFromOldBuffer, Self::ReplyTwice, Self::LoseAtDisconnect, Self::TrustReports];
+}
+
+#[cfg(feature = "sim")]
+thread_local! {
+    static INJECTED: std::cell::Cell<Option<ServerBug>> = const { std::cell::Cell::new(None) };
+    static STALE: std::cell::RefCell<Vec<u8>> = const { std::cell::RefCell::new(Vec::new()) };
+}
+
+/// Injects one bug, or none, into the server code of this thread from now on.
+#[cfg(feature = "sim")]
+pub fn inject(bug: Option<ServerBug>) {
+    INJECTED.set(bug);
+    STALE.take();
+}
+
+/// Whether `bug` is injected.
+#[cfg(feature = "sim")]
+#[inline]
+pub(crate) fn injected(bug: ServerBug) -> bool {
+    INJECTED.get() == Some(bug)
+}
+
+/// Always false.
+#[cfg(not(feature = "sim"))]
+#[inline(always)]
+pub(crate) const fn injected(_: ServerBug) -> bool {
+    false
+}
+
+/// Runs before a read is answered from `buf`: the injected bug fills it with the previous read's
+/// data.
+#[cfg(feature = "sim")]
+pub(crate) fn corrupt(buf: &mut PooledBuffer) {
+    if injected(ServerBug::ReplyFromOldBuffer) {
+        let own = buf.to_vec();
+        STALE.with_borrow_mut(|old| {
+            if old.len() == buf.len() {
+                buf.copy_from_slice(old);
+            }
+            *old = own;
+        });
+    }
+}
+
+/// Does nothing.
+#[cfg(not(feature = "sim"))]
+#[inline(always)]
+pub(crate) const fn corrupt(_: &mut PooledBuffer) {}

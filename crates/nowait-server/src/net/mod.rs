@@ -1,0 +1,6 @@
+//! Sockets: listeners, connected sockets, peer names, and the connection limit.
+
+pub(crate) mod socket;
+pub(crate) mod peer;
+pub(crate) mod listener;
+pub(crate) mod connection_limit;

@@ -1,0 +1,39 @@
+//! The client of a connection, as named in the log.
+//!
+//! Invariant: without an enabled log level, no system call is made and nothing is allocated.
+
+use std::fmt;
+use std::os::fd::AsFd;
+
+use rustix::net::sockopt::socket_peercred;
+use rustix::net::{AddressFamily, SocketAddrAny, getpeername};
+use tracing::Level;
+
+/// A client: its TCP address, or the user and the process at the other end of a Unix socket.
+pub(crate) struct Peer(Option<Box<str>>);
+
+impl Peer {
+    /// The client at `socket`, which was just accepted.
+    pub(crate) fn of(socket: impl AsFd) -> Self {
+        let enabled = tracing::enabled!(Level::INFO);
+        Self(enabled.then(|| words(socket)).flatten().map(String::into_boxed_str))
+    }
+}
+
+fn words(socket: impl AsFd) -> Option<String> {
+    let address: SocketAddrAny = getpeername(&socket).ok()??;
+    if address.address_family() != AddressFamily::UNIX {
+        return std::net::SocketAddr::try_from(address).ok().map(|address| address.to_string());
+    }
+    let user = socket_peercred(&socket).ok()?;
+    Some(format!("uid {}, pid {}", user.uid.as_raw(), user.pid.as_raw_nonzero()))
+}
+
+impl fmt::Display for Peer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match &self.0 {
+            Some(words) => write!(f, "client ({words})"),
+            None => f.write_str("a client"),
+        }
+    }
+}

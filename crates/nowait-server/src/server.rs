@@ -1,0 +1,205 @@
+//! The NBD server: exports, threads with a queue each, and the connections spread over them.
+//!
+//! Invariant: a connection belongs to one thread: once it has chosen an export, to one of that
+//! export's threads. Threads share the export and their connection channels, nothing else.
+
+use crate::event_loop;
+use crate::nbd::command;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
+use std::time::{Duration, Instant};
+
+use nowait::{AioThreadQueue, BlockMap, Engine, Error, IoQueue, Operation, Uring};
+
+use crate::event_loop::EventLoop;
+#[cfg(feature = "sim")]
+pub use crate::event_loop::Simulated;
+use crate::export::Export;
+use crate::export_threads::{Servable, Shared, ThreadContext, ThreadEvent};
+#[cfg(feature = "sim")]
+pub use crate::injected_bug::{ServerBug, inject};
+use crate::nbd::handshake::ExportInfo;
+pub use crate::nbd::tls_config::{ClientAuth, Credentials, Tls, TlsError};
+pub use crate::net::listener::Listener;
+pub use crate::server_options::{Options, QueueKind};
+
+/// The state in which a server stopped.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub struct ShutdownReport {
+    /// Requests that had not completed in time.
+    pub unfinished: usize,
+}
+
+/// An export that clients can choose, with any block map.
+pub struct AnyExport(Arc<dyn Servable>);
+
+impl AnyExport {
+    /// Clients see the name and the description of `export`.
+    #[must_use]
+    pub fn new<M: BlockMap>(export: Export<M>) -> Self {
+        Self(Arc::new(export))
+    }
+}
+
+/// A running NBD server.
+pub struct Server {
+    shared: Arc<Shared>,
+    events: Receiver<ThreadEvent>,
+}
+
+/// Stops a server, from any thread.
+#[derive(Clone)]
+pub struct ShutdownHandle(Arc<Shared>);
+
+impl ShutdownHandle {
+    /// The server takes no more requests; [`Server::run`] returns when those in flight have
+    /// completed.
+    pub fn stop(&self) {
+        self.0.stop();
+    }
+
+    /// Requests in flight, as of a moment ago.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.0.in_flight()
+    }
+}
+
+impl Server {
+    /// Starts serving `exports` to the clients of `listeners`. The first export is the default,
+    /// which a client gets that names none; of several with one name only the first can be chosen.
+    /// Its threads run when this returns. The threads of another export start when clients choose
+    /// it, and retire after the idle timeout; then all writes are durable.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: a queue or a thread could not be made; for
+    /// [`QueueKind::Uring`] also the errors of [`Uring::new`]. `EINVAL`: there is no export.
+    pub fn start(
+        exports: Vec<AnyExport>,
+        listeners: Vec<Listener>,
+        options: Options,
+    ) -> Result<Self, Error> {
+        let (sender, events) = channel();
+        let exports = exports.into_iter().map(|export| export.0);
+        let shared = Arc::new(Shared::new(exports, options, sender));
+        let (ready, begun) = channel();
+        let started = shared.start(listeners, &ready);
+        drop(ready);
+        match started.and_then(|()| begun.iter().collect()) {
+            Ok(()) => Ok(Self { shared, events }),
+            Err(error) => {
+                shared.stop();
+                Err(error)
+            }
+        }
+    }
+
+    /// A handle that stops this server.
+    #[must_use]
+    pub fn shutdown_handle(&self) -> ShutdownHandle {
+        ShutdownHandle(self.shared.clone())
+    }
+
+    /// Makes [`Server::run`] return as if stopped when the last connection is closed, once a client
+    /// has chosen an export: clients that only connect or list the exports do not count.
+    pub fn stop_after_last_client(&self) {
+        self.shared.report_last_client_left();
+    }
+
+    /// Serves until stopped, then waits at most `timeout` for the requests in flight. Making writes
+    /// durable is the caller's next step.
+    ///
+    /// # Errors
+    /// `EIO`: a thread has ended because its queue failed; it has logged why.
+    pub fn run(self, timeout: Duration) -> Result<ShutdownReport, Error> {
+        loop {
+            match self.events.recv() {
+                Ok(ThreadEvent::StopRequested) | Err(_) => break,
+                // The thread could not start, or it stops and `StopRequested` follows.
+                Ok(ThreadEvent::ThreadEnded) => {}
+                Ok(ThreadEvent::LastClientLeft) => {
+                    self.shared.stop();
+                    break;
+                }
+                Ok(ThreadEvent::ThreadFailed) => {
+                    self.shared.stop();
+                    return Err(Error::new(libc::EIO, Operation::Wait));
+                }
+            }
+        }
+        let deadline = Instant::now() + timeout;
+        while self.shared.running() > 0 {
+            let left = deadline.saturating_duration_since(Instant::now());
+            match self.events.recv_timeout(left) {
+                Ok(_) => {}
+                Err(RecvTimeoutError::Timeout | RecvTimeoutError::Disconnected) => break,
+            }
+        }
+        self.shared.summarize_faults();
+        Ok(ShutdownReport { unfinished: self.shared.in_flight() })
+    }
+}
+
+impl<M: BlockMap> Servable for Export<M> {
+    fn info(&self) -> ExportInfo {
+        command::export_info(self)
+    }
+
+    fn summarize_faults(&self) {
+        Export::summarize_faults(self);
+    }
+
+    fn serve(self: Arc<Self>, context: ThreadContext) -> Result<(), Error> {
+        let disk = self.disk().clone();
+        let files = disk.files();
+        let Options { kind, config, .. } = context.shared.options;
+        let ring = match kind {
+            QueueKind::Threads => None,
+            QueueKind::Uring => Some(Uring::for_files(&files)),
+            QueueKind::Auto => match Uring::for_files(&files) {
+                Ok(ring) => Some(Ok(ring)),
+                Err(error) => {
+                    context.shared.warn_no_io_uring(&error);
+                    None
+                }
+            },
+        };
+        match ring {
+            Some(ring) => serve_on(self, context, ring),
+            None => {
+                let queue = AioThreadQueue::for_files(&files, config.slots, !disk.is_direct());
+                serve_on(self, context, queue)
+            }
+        }
+    }
+}
+
+/// Serves `export` as the thread of `context`, if `queue` could be made.
+fn serve_on<Q: IoQueue, M: BlockMap>(
+    export: Arc<Export<M>>,
+    mut context: ThreadContext,
+    queue: Result<Q, Error>,
+) -> Result<(), Error> {
+    let (disk, workers) = (export.disk().clone(), export.workers());
+    let (export_index, queue_index) = (context.export_index, context.queue);
+    let engine = queue.and_then(|queue| {
+        let (config, budget) = (context.shared.options.config, &context.shared.budget);
+        let mut engine = Engine::sharing(disk, workers, queue, config, budget)?;
+        event_loop::watch(&context, &mut engine)?;
+        Ok(engine)
+    });
+    match engine {
+        Ok(engine) => {
+            context.report_started();
+            let ran = EventLoop::new(context, export, engine).run();
+            ran.inspect_err(|error| {
+                tracing::error!("export {export_index}, queue {queue_index}: {error}")
+            })
+        }
+        Err(error) => {
+            context.fail_start(error);
+            Ok(())
+        }
+    }
+}

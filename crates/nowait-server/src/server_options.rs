@@ -1,0 +1,52 @@
+//! The options of a server.
+//!
+//! Invariant: plain values; nothing here opens or starts anything.
+
+use std::time::Duration;
+
+use nowait::Config;
+
+use crate::nbd::tls_config::Tls;
+
+/// How transfers are submitted to the kernel.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum QueueKind {
+    /// io_uring(7); `AioThreadQueue` for threads that get no ring: the limit on locked memory
+    /// (`RLIMIT_MEMLOCK`) may allow only some.
+    Auto,
+    /// io_uring(7).
+    Uring,
+    /// Linux AIO for transfers that need not block, and plain system calls on a bounded thread
+    /// pool.
+    Threads,
+}
+
+/// The options of a server.
+#[derive(Clone, Debug)]
+pub struct Options {
+    /// Threads with a queue each, at least 1.
+    pub queues: u16,
+    /// The kind of the queues.
+    pub kind: QueueKind,
+    /// The engines' switches and sizes; all engines share [`Config::buffer_bytes`].
+    pub config: Config,
+    /// Whether connections are encrypted.
+    pub tls: Tls,
+    /// The most connections at once, at least 1. A further one is closed right after it is
+    /// accepted.
+    pub max_connections: u32,
+    /// Idle timeout of a thread without connections; see [`Options::IDLE`]. The next connection
+    /// starts a thread again. The acceptor thread never retires.
+    pub idle: Duration,
+    /// Bytes of a fragment of a long write beside other connections, a power of two; see
+    /// [`Options::SPLIT_BYTES`].
+    pub split_bytes: u64,
+}
+
+impl Options {
+    /// A good value for [`Options::idle`]: a client that comes back soon finds the threads running.
+    pub const IDLE: Duration = Duration::from_secs(15);
+    /// A good value for [`Options::split_bytes`]: some devices work for a quarter of a millisecond on
+    /// so many bytes.
+    pub const SPLIT_BYTES: u64 = 256 << 10;
+}

@@ -1,0 +1,72 @@
+//! The interface between the simulation and its engines or its server.
+//!
+//! Invariant: a system is opened on an image and is dropped before the image is closed.
+
+use nowait::Error;
+use nowait::sim::Random;
+
+use crate::image::Image;
+use crate::model::{Time, Violation};
+use crate::oracle::{InFlight, Oracle};
+use crate::scenario::{Action, Scenario};
+
+/// The state of a system after a step.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[must_use]
+pub enum Health {
+    /// It continues.
+    Well,
+    /// It has failed as a whole, which the faults allow: it must be reopened.
+    Down,
+}
+
+/// A system that serves requests on a device.
+pub trait SystemUnderTest: Sized {
+    /// Opens a system on `image`.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`, `ENOMEM`: a descriptor could not be created.
+    fn open(image: &Image, scenario: &Scenario) -> Result<Self, Error>;
+
+    /// Reopens the system, with no request in flight.
+    ///
+    /// # Errors
+    /// As for [`SystemUnderTest::open`].
+    fn reopen(&mut self, image: &Image, scenario: &Scenario) -> Result<(), Error>;
+
+    /// Executes one action of part `part` of the system, or of a client.
+    ///
+    /// # Errors
+    /// A violation of the contract.
+    fn act(
+        &mut self,
+        action: Action,
+        part: usize,
+        oracle: &mut Oracle,
+        random: &mut Random,
+    ) -> Result<Health, Violation>;
+
+    /// All parts and clients make progress, without new requests.
+    ///
+    /// # Errors
+    /// A violation of the contract.
+    fn settle(&mut self, oracle: &mut Oracle) -> Result<Health, Violation>;
+
+    /// Whether no work is left.
+    fn is_idle(&self) -> bool;
+
+    /// Discards the answers to all requests in flight, and returns these requests.
+    fn forget(&mut self) -> Vec<InFlight>;
+
+    /// As [`SystemUnderTest::settle`], but all answers are discarded.
+    ///
+    /// # Errors
+    /// An error of the device.
+    fn drain(&mut self) -> Result<(), Error>;
+
+    /// The begin time of the oldest request in flight; `Time::MAX` if there is none.
+    fn oldest(&self) -> Time;
+
+    /// The number of requests so far.
+    fn requests(&self) -> u64;
+}

@@ -1,0 +1,226 @@
+//! The blocking API: each request is one call, from any thread.
+//!
+//! Invariant: a call returns when its request has ended; memory is borrowed for no longer.
+#![allow(unsafe_code)]
+
+use std::io::{IoSlice, IoSliceMut};
+use std::path::Path;
+use std::sync::Arc;
+
+use crate::block::allocation_cache::AllocationCache;
+use crate::block::block_map::BlockMap;
+use crate::block::device::BlockDevice;
+use crate::block::range_lock::LockMode;
+use crate::blocking::sync_io;
+use crate::engine::simple_path::SimplePath;
+use crate::storage::file::OpenOptions;
+use crate::types::byte_range::ByteRange;
+use crate::types::error::Error;
+use crate::types::iovec;
+use crate::types::iovec::IoSegment;
+use crate::types::request::{ExtentStatus, Flags, Op, Request};
+use crate::types::transfer::UNREGISTERED;
+
+/// An image with blocking calls: `Send + Sync`, reads and writes at any position and of any length,
+/// whatever the alignment of direct I/O.
+///
+/// ```
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let dir = tempfile::tempdir()?;
+/// # let path = dir.path().join("disk.img");
+/// # std::fs::File::create(&path)?.set_len(1 << 20)?;
+/// let file = nowait::BlockingFile::open(&path, nowait::OpenOptions::default())?;
+/// file.write_at(b"unaligned is fine", 1000, nowait::Flags::NONE)?;
+/// let mut back = [0; 17];
+/// assert_eq!(file.read_at(&mut back, 1000)?, 17);
+/// assert_eq!(&back, b"unaligned is fine");
+/// file.flush()?;
+/// # Ok(())
+/// # }
+/// ```
+pub struct BlockingFile<M: BlockMap = AllocationCache> {
+    disk: Arc<BlockDevice<M>>,
+    simple_path: SimplePath,
+}
+
+impl BlockingFile<AllocationCache> {
+    /// Opens the image at `path`. No other process may write to it meanwhile: its holes are cached.
+    ///
+    /// # Errors
+    /// As [`BlockDevice::open`].
+    pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
+        let disk = BlockDevice::open(path, options)?;
+        disk.scan();
+        Ok(Self::new(Arc::new(disk)))
+    }
+}
+
+impl<M: BlockMap> BlockingFile<M> {
+    /// The blocking API of `disk`, which engines may serve at the same time.
+    pub fn new(disk: Arc<BlockDevice<M>>) -> Self {
+        let simple_path = SimplePath::new(&disk);
+        Self { disk, simple_path }
+    }
+
+    /// Bytes of the device.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.disk.size()
+    }
+
+    /// Reads into `buf` from byte `pos` on. Returns the bytes read: fewer than `buf.len()` only
+    /// past the end of the device (C17).
+    ///
+    /// # Errors
+    /// `EINVAL` for a range beyond `i64::MAX` (C08); the errno of preadv2(2).
+    pub fn read_at(&self, buf: &mut [u8], pos: u64) -> Result<usize, Error> {
+        self.run(
+            Op::Read,
+            Flags::NONE,
+            pos,
+            &[IoSegment { base: buf.as_mut_ptr(), len: buf.len() }],
+        )
+    }
+
+    /// Reads into all of `bufs` in turn, in one transfer where the device allows it.
+    ///
+    /// # Errors
+    /// As [`BlockingFile::read_at`]; `EINVAL` for more than 1024 buffers (C04).
+    pub fn read_vectored_at(&self, bufs: &mut [IoSliceMut<'_>], pos: u64) -> Result<usize, Error> {
+        let segments = bufs.iter_mut().map(|b| IoSegment { base: b.as_mut_ptr(), len: b.len() });
+        self.run(Op::Read, Flags::NONE, pos, &segments.collect::<Vec<_>>())
+    }
+
+    /// Writes `buf` from byte `pos` on. Returns the bytes written: fewer than `buf.len()` only
+    /// where the write crosses the end of the device (C25). With [`Flags::DSYNC`] they are durable
+    /// (C28).
+    ///
+    /// # Errors
+    /// `EROFS` on a read-only device, `ENOSPC` at or past its end, `EINVAL` for a range beyond
+    /// `i64::MAX`; the errno of pwritev2(2) or fdatasync(2).
+    pub fn write_at(&self, buf: &[u8], pos: u64, flags: Flags) -> Result<usize, Error> {
+        let segment = IoSegment { base: buf.as_ptr().cast_mut(), len: buf.len() };
+        self.run(Op::Write, flags, pos, &[segment])
+    }
+
+    /// Writes all of `bufs` in turn, in one transfer where the device allows it.
+    ///
+    /// # Errors
+    /// As [`BlockingFile::write_at`]; `EINVAL` for more than 1024 buffers (C04).
+    pub fn write_vectored_at(
+        &self,
+        bufs: &[IoSlice<'_>],
+        pos: u64,
+        flags: Flags,
+    ) -> Result<usize, Error> {
+        let segments = bufs.iter().map(|b| IoSegment { base: b.as_ptr().cast_mut(), len: b.len() });
+        self.run(Op::Write, flags, pos, &segments.collect::<Vec<_>>())
+    }
+
+    /// Makes every write durable that returned before (C49).
+    ///
+    /// # Errors
+    /// The errno of fdatasync(2); after a failed flush always `EIO` (C51).
+    pub fn flush(&self) -> Result<(), Error> {
+        self.disk.flush()
+    }
+
+    /// Releases the storage of `range`, which then reads as zeros where the file system can punch
+    /// holes.
+    ///
+    /// # Errors
+    /// `EOPNOTSUPP` where it cannot; `EROFS`; the errno of fallocate(2).
+    pub fn discard(&self, range: ByteRange) -> Result<(), Error> {
+        self.run_no_data(Request { op: Op::Discard, flags: Flags::NONE, range })
+    }
+
+    /// Makes `range` read as zeros. With [`Flags::NO_UNMAP`] it keeps its storage; with
+    /// [`Flags::FAST_ZERO`] the call fails unless zeroing is cheap.
+    ///
+    /// # Errors
+    /// `EOPNOTSUPP` for `FAST_ZERO` where zeroing is not cheap; `EROFS`; the errno of fallocate(2)
+    /// or pwritev2(2).
+    pub fn zero(&self, range: ByteRange, flags: Flags) -> Result<(), Error> {
+        self.run_no_data(Request { op: Op::Zero, flags, range })
+    }
+
+    fn run_no_data(&self, io: Request) -> Result<(), Error> {
+        let io = sync_io::check(&self.disk, io)?;
+        // SAFETY: there is no memory.
+        unsafe { sync_io::run(&self.disk, io, &[], &mut Vec::<ExtentStatus>::new()) }.map(|_| ())
+    }
+
+    fn run(&self, op: Op, flags: Flags, pos: u64, segments: &[IoSegment]) -> Result<usize, Error> {
+        let io = |len| Request { op, flags, range: ByteRange::new(pos, len) };
+        if let [one] = segments
+            && let Some(done) = self.run_simple(io(one.len as u64), one.base)
+        {
+            return Ok(done);
+        }
+        sync_io::check_rights(&self.disk, op)?;
+        let io = sync_io::check(&self.disk, io(iovec::total(segments)?))?;
+        let mut merged = Vec::new();
+        iovec::merge(segments, io.range.len, &mut merged);
+        if merged.is_empty() {
+            return Ok(0);
+        }
+        // SAFETY: the callers borrow the memory until this returns.
+        let done =
+            unsafe { sync_io::run(&self.disk, io, &merged, &mut Vec::<ExtentStatus>::new()) };
+        done.map(|bytes| bytes as usize)
+    }
+
+    /// Serves a simple request by one system call. `None` if the request is not simple, or the call
+    /// has failed or was short.
+    #[inline]
+    fn run_simple(&self, io: Request, base: *mut u8) -> Option<usize> {
+        let disk = &*self.disk;
+        let extent = self.simple_path.map_for_simple_path(disk, io, base)?;
+        // This call may wait.
+        let mut transfer = self.simple_path.transfer(io, extent, base, 0, UNREGISTERED);
+        transfer.rw_flags &= !libc::RWF_NOWAIT;
+        // SAFETY: the callers borrow the memory until `run` returns.
+        let outcome = unsafe { disk.storage(extent.file).transfer(&transfer) };
+        if io.op == Op::Write {
+            disk.map.mark_allocated(io.range);
+        }
+        if self.simple_path.needs_range_lock(io) {
+            disk.ranges.unlock(io.range, LockMode::Shared);
+        }
+        // After an error or a short transfer the general path does the request again.
+        (outcome > 0 && outcome as u64 == io.range.len).then_some(outcome as usize)
+    }
+}
+
+impl<M: BlockMap> std::fmt::Debug for BlockingFile<M> {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("File").field("size", &self.size()).finish_non_exhaustive()
+    }
+}
+
+/// A file may be sent to and shared with other threads.
+const _: () = {
+    const fn is_send_and_sync<T: Send + Sync>() {}
+    is_send_and_sync::<BlockingFile<AllocationCache>>();
+};
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::IoBuffer;
+
+    #[test]
+    fn a_simple_request_is_one_call_and_a_written_range_is_mapped_afterwards() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("image");
+        std::fs::File::create(&path).unwrap().set_len(1 << 20).unwrap();
+        let disk = BlockDevice::open(&path, OpenOptions::default()).unwrap();
+        let file = BlockingFile::new(Arc::new(disk));
+        let mut memory = IoBuffer::zeroed(4096).unwrap();
+        let io = |op, pos| Request { op, flags: Flags::NONE, range: ByteRange::new(pos, 4096) };
+        assert_eq!(file.run_simple(io(Op::Write, 4096), memory.as_mut_ptr()), Some(4096));
+        assert_eq!(file.run_simple(io(Op::Read, 8192), memory.as_mut_ptr()), Some(4096));
+        let mapped = |pos| file.disk.map.is_mapped(ByteRange::new(pos, 4096));
+        assert!(mapped(4096) && !mapped(8192));
+    }
+}

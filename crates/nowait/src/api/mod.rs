@@ -1,0 +1,4 @@
+//! The APIs for blocking calls and for futures. An event loop uses the engine itself.
+
+pub(crate) mod blocking_file;
+pub(crate) mod async_file;

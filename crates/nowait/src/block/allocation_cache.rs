@@ -1,0 +1,309 @@
+//! The allocation cache: which granules of a file are holes. A write to a hole must allocate, so it
+//! goes to a worker.
+//!
+//! Invariant: a granule is marked a hole only if it was seen to be one after the last write to it
+//! had completed, and the mark is removed before the next write begins. "Mapped" may be wrong and
+//! then costs only speed. So the cache never hides data (C14, C18, C38).
+
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::block::block_map::{BlockMap, Extent, Intent, WouldBlock};
+use crate::storage::file::FileStorage;
+use crate::types::byte_range::ByteRange;
+use crate::types::request::ExtentStatus;
+
+/// State of a granule, two bits each.
+const UNKNOWN: u64 = 0;
+const MAPPED: u64 = 1;
+const HOLE: u64 = 2;
+const ALL_MAPPED: u64 = 0x5555_5555_5555_5555;
+const ALL_HOLES: u64 = ALL_MAPPED << 1;
+const GRANULES_PER_WORD: u64 = 32;
+const WORDS_PER_LEAF: u64 = 512;
+const GRANULES_PER_LEAF: u64 = GRANULES_PER_WORD * WORDS_PER_LEAF;
+const MIN_GRANULE_SHIFT: u32 = 12;
+/// The greatest number of granules: with two bits each, 16 MiB for the largest device.
+const MAX_GRANULES: u64 = 1 << 26;
+/// The greatest number of extents that a scan reads; status requests add later ones.
+const SCAN_EXTENTS: usize = 1 << 14;
+
+type Leaf = Box<[AtomicU64]>;
+
+/// Which ranges of a file are mapped, holes or unknown: two bits for each granule of 4 KiB or more,
+/// in leaves that are allocated when one of their granules becomes known.
+pub struct AllocationCache {
+    leaves: Box<[OnceLock<Leaf>]>,
+    granule_shift: u32,
+    size: u64,
+    enabled: bool,
+}
+
+impl AllocationCache {
+    /// A cache for a device of `size` bytes, in which every granule is unknown. With `enabled`
+    /// false it stays so ([`crate::Config::hint`]).
+    #[must_use]
+    pub fn new(size: u64, enabled: bool) -> Self {
+        let mut granule_shift = MIN_GRANULE_SHIFT;
+        while size >> granule_shift > MAX_GRANULES {
+            granule_shift += 1;
+        }
+        let leaves = (size >> granule_shift) / GRANULES_PER_LEAF + 1;
+        let leaves = (0..leaves).map(|_| OnceLock::new()).collect();
+        Self { leaves, granule_shift, size, enabled }
+    }
+
+    /// The same for a device whose size may change: a granule that the device's end cuts is never
+    /// marked a hole, and all granules behind the present size stay unknown.
+    pub(crate) fn without_end(self) -> Self {
+        Self { size: u64::MAX, ..self }
+    }
+
+    /// Fills the cache from lseek(2) with `SEEK_DATA` and `SEEK_HOLE`, up to a bounded number of
+    /// extents. If the file system does not support them, every granule stays unknown.
+    pub fn scan(&self, file: &FileStorage) {
+        if !self.enabled {
+            return;
+        }
+        let mut pos = 0;
+        let mut extents = Vec::new();
+        while pos < self.size {
+            extents.clear();
+            let range = ByteRange::new(pos, self.size - pos);
+            if file.extents(range, SCAN_EXTENTS, &mut extents).is_err() {
+                return;
+            }
+            for extent in &extents {
+                let range = ByteRange::new(pos, extent.len);
+                if extent.hole {
+                    self.mark_hole(range)
+                } else {
+                    self.mark_allocated(range)
+                }
+                pos += extent.len;
+            }
+            if extents.len() >= SCAN_EXTENTS {
+                return;
+            }
+        }
+    }
+
+    #[inline]
+    fn word(&self, granule: u64) -> u64 {
+        let leaf = self.leaves.get((granule / GRANULES_PER_LEAF) as usize).and_then(OnceLock::get);
+        leaf.map_or(UNKNOWN, |leaf| {
+            let word = granule / GRANULES_PER_WORD % WORDS_PER_LEAF;
+            leaf[word as usize].load(Ordering::Acquire)
+        })
+    }
+
+    #[inline]
+    fn state(&self, granule: u64) -> u64 {
+        self.word(granule) >> (granule % GRANULES_PER_WORD * 2) & 3
+    }
+
+    /// The end of the run from `from` on whose granules all are holes, or all are not, as `hole`
+    /// says; at most `to`. Granules behind the device are unknown, so they are not holes.
+    #[inline]
+    fn run_until(&self, from: u64, to: u64, hole: bool) -> u64 {
+        let whole = if hole { ALL_HOLES } else { ALL_MAPPED };
+        let end = to.min(self.leaves.len() as u64 * GRANULES_PER_LEAF);
+        let mut granule = from;
+        while granule < end {
+            if granule.is_multiple_of(GRANULES_PER_WORD) && self.word(granule) == whole {
+                granule += GRANULES_PER_WORD;
+                continue;
+            }
+            if (self.state(granule) == HOLE) != hole {
+                return granule;
+            }
+            granule += 1;
+        }
+        if hole { granule.min(to) } else { to }
+    }
+
+    /// The end of the run from `from` on whose granules have the state of `from`; at most `to`.
+    fn same_state_run(&self, from: u64, to: u64) -> u64 {
+        let state = self.state(from);
+        let whole = ALL_MAPPED * state;
+        let mut granule = from + 1;
+        while granule < to {
+            if granule.is_multiple_of(GRANULES_PER_WORD) && self.word(granule) == whole {
+                granule += GRANULES_PER_WORD;
+            } else if self.state(granule) == state {
+                granule += 1;
+            } else {
+                return granule;
+            }
+        }
+        to
+    }
+
+    /// The granules that `range` touches.
+    #[inline]
+    fn covering_granules(&self, range: ByteRange) -> (u64, u64) {
+        let last = range.end().max(range.pos.saturating_add(1)) - 1;
+        (range.pos >> self.granule_shift, (last >> self.granule_shift) + 1)
+    }
+
+    /// The granules that lie in `range` completely; the device's end may cut the last one.
+    fn contained_granules(&self, range: ByteRange) -> (u64, u64) {
+        let granule = 1u64 << self.granule_shift;
+        let from = range.pos.div_ceil(granule);
+        let to = if range.end() >= self.size {
+            self.size.div_ceil(granule)
+        } else {
+            range.end() >> self.granule_shift
+        };
+        (from, to.max(from))
+    }
+
+    /// `map_extent` for a range of more than one granule.
+    #[inline(never)]
+    fn map_long_extent(&self, range: ByteRange, intent: Intent) -> Result<Extent, WouldBlock> {
+        let (from, to) = self.covering_granules(range);
+        let hole = self.state(from) == HOLE;
+        let end = self.run_until(from, to, hole);
+        match intent {
+            Intent::Write if hole || end < to => Err(WouldBlock),
+            Intent::Write => Ok(Extent::identical(range, range.len, false)),
+            Intent::Read => {
+                // The end of the last granule may exceed u64::MAX.
+                let len = match end < to {
+                    true => (end << self.granule_shift) - range.pos,
+                    false => range.len,
+                };
+                Ok(Extent::identical(range, len, hole))
+            }
+        }
+    }
+
+    /// Applies `change` to each word of the granules `from..to`; its arguments are the word and a
+    /// mask with the low bit of each granule concerned.
+    fn update(&self, from: u64, to: u64, change: impl Fn(u64, u64) -> u64) {
+        let mut granule = from;
+        while granule < to {
+            let word_end = (granule / GRANULES_PER_WORD + 1) * GRANULES_PER_WORD;
+            let end = word_end.min(to);
+            let count = end - granule;
+            let low = if count == GRANULES_PER_WORD {
+                ALL_MAPPED
+            } else {
+                (ALL_MAPPED & ((1 << (count * 2)) - 1)) << (granule % GRANULES_PER_WORD * 2)
+            };
+            let Some(leaf) = self.leaves.get((granule / GRANULES_PER_LEAF) as usize) else {
+                return;
+            };
+            if leaf.get().is_none() && change(0, low) == 0 {
+                // All of it is unknown, and stays so.
+                granule = (granule / GRANULES_PER_LEAF + 1) * GRANULES_PER_LEAF;
+                continue;
+            }
+            let leaf =
+                leaf.get_or_init(|| (0..WORDS_PER_LEAF).map(|_| AtomicU64::new(0)).collect());
+            let word = &leaf[(granule / GRANULES_PER_WORD % WORDS_PER_LEAF) as usize];
+            // An update without a change writes nothing, so CPU caches keep sharing the word.
+            let _ = word.fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| {
+                let then = change(now, low);
+                (then != now).then_some(then)
+            });
+            granule = end;
+        }
+    }
+}
+
+impl BlockMap for AllocationCache {
+    #[inline]
+    fn map_extent(&self, range: ByteRange, intent: Intent) -> Result<Extent, WouldBlock> {
+        let (from, to) = self.covering_granules(range);
+        let hole = self.state(from) == HOLE;
+        if to - from == 1 {
+            return match intent {
+                Intent::Write if hole => Err(WouldBlock),
+                _ => Ok(Extent::identical(range, range.len, hole)),
+            };
+        }
+        self.map_long_extent(range, intent)
+    }
+
+    /// Invalidates a hole before it is written. Otherwise one read could return the new bytes of
+    /// the file, and a later one the cached hole's zeros (C18).
+    fn map_extent_blocking(&self, range: ByteRange, intent: Intent) -> Extent {
+        self.map_extent(range, intent).unwrap_or_else(|WouldBlock| {
+            self.invalidate(range);
+            Extent::identical(range, range.len, false)
+        })
+    }
+
+    fn is_mapped(&self, range: ByteRange) -> bool {
+        let (from, to) = self.covering_granules(range);
+        (from..to).all(|granule| self.state(granule) == MAPPED)
+    }
+
+    #[inline]
+    fn mark_allocated(&self, range: ByteRange) {
+        let (from, to) = self.covering_granules(range);
+        let one_word = (from ^ (to - 1)) / GRANULES_PER_WORD == 0;
+        if one_word && self.run_mapped(from, to) || !self.enabled {
+            return;
+        }
+        self.update(from, to, |now, low| (now & !(low * 3)) | (low * MAPPED));
+    }
+
+    fn invalidate(&self, range: ByteRange) {
+        if self.enabled {
+            let (from, to) = self.covering_granules(range);
+            self.update(from, to, |now, low| now & !(low * 3));
+        }
+    }
+
+    fn mark_hole(&self, range: ByteRange) {
+        if self.enabled {
+            let (from, to) = self.contained_granules(range);
+            self.update(from, to, |now, low| {
+                let unknown = low & !(now & low) & !(now >> 1 & low);
+                now | (unknown * HOLE)
+            });
+        }
+    }
+
+    fn caches_holes(&self) -> bool {
+        self.enabled
+    }
+
+    fn cached_extents(
+        &self,
+        range: ByteRange,
+        limit: usize,
+        extents: &mut Vec<ExtentStatus>,
+    ) -> bool {
+        let (from, to) = self.covering_granules(range);
+        let (mut granule, mut pos) = (from, range.pos);
+        let end = extents.len() + limit;
+        while granule < to && extents.len() < end {
+            let state = self.state(granule);
+            if state == UNKNOWN {
+                return false;
+            }
+            granule = self.same_state_run(granule, to);
+            let end_pos = (granule << self.granule_shift).min(range.end());
+            extents.push(ExtentStatus::top(end_pos - pos, state == HOLE));
+            pos = end_pos;
+        }
+        true
+    }
+}
+
+impl AllocationCache {
+    /// Whether the granules, all in one word, are marked mapped.
+    #[inline]
+    fn run_mapped(&self, from: u64, to: u64) -> bool {
+        let count = to - from;
+        let bits = self.word(from) >> (from % GRANULES_PER_WORD * 2);
+        let mask = if count == GRANULES_PER_WORD { u64::MAX } else { (1 << (count * 2)) - 1 };
+        bits & mask == ALL_MAPPED & mask
+    }
+}
+
+#[cfg(test)]
+mod tests;

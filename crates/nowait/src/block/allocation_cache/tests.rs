@@ -1,0 +1,159 @@
+//! Tests of the allocation cache.
+
+use super::*;
+use crate::block::block_map::{Intent, WouldBlock};
+
+const MIB: u64 = 1 << 20;
+
+fn read(map: &AllocationCache, pos: u64, len: u64) -> (u64, bool) {
+    let extent = map.map_extent(ByteRange::new(pos, len), Intent::Read).unwrap();
+    (extent.len, extent.hole)
+}
+
+#[test]
+fn c38_a_hole_goes_to_the_workers_until_it_is_written() {
+    let map = AllocationCache::new(MIB, true);
+    let range = ByteRange::new(8192, 4096);
+    assert!(map.map_extent(range, Intent::Write).is_ok(), "unknown is tried");
+    map.mark_hole(ByteRange::new(0, MIB));
+    assert_eq!(map.map_extent(range, Intent::Write), Err(WouldBlock));
+    map.mark_allocated(range);
+    assert!(map.map_extent(range, Intent::Write).is_ok());
+    assert_eq!(map.map_extent(ByteRange::new(8192, 8192), Intent::Write), Err(WouldBlock));
+}
+
+#[test]
+fn c14_a_read_is_split_where_a_hole_begins_and_ends() {
+    let map = AllocationCache::new(MIB, true);
+    map.mark_allocated(ByteRange::new(0, 65536));
+    map.mark_hole(ByteRange::new(65536, 65536));
+    map.mark_allocated(ByteRange::new(131_072, 1));
+    assert_eq!(read(&map, 4096, MIB - 4096), (61_440, false));
+    assert_eq!(read(&map, 65536, MIB - 65536), (65536, true));
+    assert_eq!(read(&map, 131_072, 4096), (4096, false));
+}
+
+#[test]
+fn a_granule_cut_by_the_end_of_a_device_that_may_grow_is_never_a_hole() {
+    let map = AllocationCache::new(MIB + 512, true).without_end();
+    map.mark_hole(ByteRange::new(0, MIB + 512));
+    assert_eq!(read(&map, 0, MIB + 512), (MIB, true));
+    assert_eq!(read(&map, MIB, 512), (512, false));
+    map.invalidate(ByteRange::new(0, u64::MAX));
+    assert_eq!(read(&map, 0, MIB), (MIB, false));
+}
+
+#[test]
+fn invalidating_unknown_granules_allocates_no_memory() {
+    let map = AllocationCache::new(1 << 40, true);
+    map.mark_hole(ByteRange::new(0, MIB));
+    map.invalidate(ByteRange::new(0, u64::MAX));
+    assert_eq!(map.leaves.iter().filter(|leaf| leaf.get().is_some()).count(), 1);
+}
+
+#[test]
+fn a_hole_at_the_end_of_the_device_ends_there_for_a_range_of_any_length() {
+    // One size within a leaf of the cache, and one that ends with a leaf.
+    let size = (2 * GRANULES_PER_LEAF) << MIN_GRANULE_SHIFT;
+    for size in [MIB, size] {
+        let map = AllocationCache::new(size, true);
+        map.mark_hole(ByteRange::new(0, size));
+        for len in [size + 1, 1 << 62, u64::MAX] {
+            let (end, hole) = read(&map, 0, len);
+            assert!(hole && end >= size && end < size + (64 << 20), "{size} {len}: {end}");
+            let behind = 1 << 40;
+            assert_eq!(read(&map, behind, len), (len, false));
+            assert!(!map.is_mapped(ByteRange::new(0, len)));
+            assert!(!map.cached_extents(ByteRange::new(behind, len), 8, &mut Vec::new()));
+        }
+    }
+}
+
+#[test]
+fn c18_a_hole_never_covers_a_write_made_since_its_invalidation() {
+    let map = AllocationCache::new(MIB, true);
+    let all = ByteRange::new(0, MIB);
+    map.mark_hole(all);
+    map.invalidate(all);
+    map.mark_allocated(ByteRange::new(40_000, 10));
+    map.mark_hole(all);
+    assert_eq!(read(&map, 36_864, 4096), (4096, false));
+    assert_eq!(read(&map, 0, 36_864), (36_864, true));
+}
+
+#[test]
+fn c18_a_partly_punched_granule_is_not_a_hole() {
+    let map = AllocationCache::new(MIB, true);
+    map.mark_hole(ByteRange::new(100, 8192));
+    assert_eq!(read(&map, 0, 4096), (4096, false));
+    assert_eq!(read(&map, 4096, 4096), (4096, true));
+    assert_eq!(read(&map, 8192, 4096), (4096, false));
+}
+
+#[test]
+fn the_last_partial_granule_can_be_a_hole() {
+    let map = AllocationCache::new(10_000, true);
+    map.mark_hole(ByteRange::new(8192, 10_000 - 8192));
+    assert_eq!(read(&map, 8192, 1808), (1808, true));
+}
+
+#[test]
+fn unknown_granules_are_not_reported() {
+    let map = AllocationCache::new(MIB, true);
+    map.mark_allocated(ByteRange::new(0, 8192));
+    let mut extents = Vec::new();
+    assert!(map.cached_extents(ByteRange::new(0, 8192), 9, &mut extents));
+    assert_eq!(extents, [ExtentStatus::top(8192, false)]);
+    assert!(!map.cached_extents(ByteRange::new(0, 8193), 9, &mut Vec::new()));
+}
+
+#[test]
+fn a_query_ends_at_its_limit_and_fails_at_an_unknown_granule() {
+    let map = AllocationCache::new(64 * MIB, true);
+    for n in 0..8 {
+        map.mark_hole(ByteRange::new(n * 2 * MIB, MIB));
+        map.mark_allocated(ByteRange::new(n * 2 * MIB + MIB, MIB));
+    }
+    let mut extents = Vec::new();
+    assert!(map.cached_extents(ByteRange::new(4096, 64 * MIB - 4096), 3, &mut extents));
+    let reported: Vec<_> = extents.iter().map(|extent| (extent.len, extent.hole)).collect();
+    assert_eq!(reported, [(MIB - 4096, true), (MIB, false), (MIB, true)]);
+    assert!(
+        !map.cached_extents(ByteRange::new(0, 64 * MIB), 17, &mut Vec::new()),
+        "the rest is unknown"
+    );
+}
+
+#[test]
+fn a_cache_that_is_switched_off_records_nothing() {
+    let map = AllocationCache::new(MIB, false);
+    map.mark_hole(ByteRange::new(0, MIB));
+    assert_eq!(read(&map, 0, MIB), (MIB, false));
+    assert!(!map.cached_extents(ByteRange::new(0, 1), 9, &mut Vec::new()));
+}
+
+#[test]
+fn a_cache_for_16_tib_allocates_only_the_leaves_in_use() {
+    let map = AllocationCache::new(16 << 40, true);
+    assert!(map.leaves.len() <= 4097);
+    map.mark_hole(ByteRange::new(8 << 40, 1 << 30));
+    assert_eq!(read(&map, 8 << 40, 4096), (4096, true));
+    assert_eq!(map.leaves.iter().filter(|leaf| leaf.get().is_some()).count(), 1);
+}
+
+#[test]
+fn a_scan_finds_what_lseek_reports() {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(4 * MIB).unwrap();
+    std::os::unix::fs::FileExt::write_all_at(file.as_file(), &[7; 65536], MIB).unwrap();
+    let storage = FileStorage::open(file.path(), crate::OpenOptions::default()).unwrap();
+    let mut extents = Vec::new();
+    storage.extents(ByteRange::new(0, 4 * MIB), 100, &mut extents).unwrap();
+    let map = AllocationCache::new(4 * MIB, true);
+    map.scan(&storage);
+    let mut cached = Vec::new();
+    assert!(map.cached_extents(ByteRange::new(0, 4 * MIB), 100, &mut cached));
+    assert_eq!(cached, extents);
+    assert_eq!(extents.iter().map(|extent| extent.len).sum::<u64>(), 4 * MIB);
+    assert!(!map.map_extent(ByteRange::new(MIB, 4096), Intent::Read).unwrap().hole);
+}

@@ -1,0 +1,242 @@
+//! An open image: the state that all engines of one device share.
+//!
+//! Invariant: after a failed flush every later flush fails until the device is reopened (C51).
+
+use std::os::fd::BorrowedFd;
+use std::path::Path;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use crate::block::allocation_cache::AllocationCache;
+use crate::block::block_map::{BlockMap, Extent, Intent, LinearMap, WouldBlock};
+use crate::block::flush_coalescer::FlushCoalescer;
+use crate::block::range_lock::RangeLocks;
+use crate::sim_hooks::injected_bug;
+use crate::sim_hooks::injected_bug::EngineBug;
+use crate::storage::file::{FileStorage, OpenOptions};
+use crate::types::alignment::Alignment;
+use crate::types::byte_range::ByteRange;
+use crate::types::error::{Error, Operation};
+use crate::types::request::ExtentStatus;
+
+/// An open file, image or block device, with the map `M` of its bytes.
+pub struct BlockDevice<M> {
+    /// The file that is written to.
+    primary: FileStorage,
+    /// The other files that extents may lie in, by [`crate::Extent::file`] from 1 on.
+    backing: Vec<FileStorage>,
+    pub(crate) map: M,
+    pub(crate) ranges: RangeLocks,
+    align: Alignment,
+    size: AtomicU64,
+    read_only: bool,
+    nowait: bool,
+    flushes: FlushCoalescer,
+}
+
+impl BlockDevice<AllocationCache> {
+    /// Opens the image at `path`, with an empty allocation cache; see [`BlockDevice::scan`].
+    ///
+    /// # Errors
+    /// As [`FileStorage::open`].
+    pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
+        let storage = FileStorage::open(path, options)?;
+        let mut map = AllocationCache::new(storage.size(), !options.no_hint);
+        if storage.is_device() {
+            map = map.without_end();
+        }
+        Ok(Self::linear(storage, map))
+    }
+
+    /// Fills the allocation cache from the file system. To be called after the image was locked and
+    /// before it is used: requests through this `BlockDevice` keep the cache correct, writes of
+    /// other processes do not.
+    pub fn scan(&self) {
+        self.map.scan(&self.primary);
+    }
+}
+
+impl BlockDevice<LinearMap> {
+    /// Opens the image at `path` and treats every byte as mapped.
+    ///
+    /// # Errors
+    /// As [`BlockDevice::open`].
+    pub fn open_mapped(path: &Path, options: OpenOptions) -> Result<Self, Error> {
+        Ok(Self::linear(FileStorage::open(path, options)?, LinearMap))
+    }
+}
+
+impl<M: BlockMap> BlockDevice<M> {
+    fn linear(storage: FileStorage, map: M) -> Self {
+        let (size, read_only) = (storage.size(), storage.is_read_only());
+        Self::mapped(storage, Vec::new(), size, read_only, map)
+    }
+
+    /// A device of `size` bytes, which `map` finds in the files `primary` and `backing`. Its
+    /// alignment is the strictest of all files; [`Alignment::NONE`] if one of them uses the page
+    /// cache.
+    #[must_use]
+    pub fn mapped(
+        primary: FileStorage,
+        backing: Vec<FileStorage>,
+        size: u64,
+        read_only: bool,
+        map: M,
+    ) -> Self {
+        let mut align = primary.alignment();
+        let mut nowait = primary.supports_nowait();
+        for storage in &backing {
+            align = align.strictest(storage.alignment());
+            nowait &= storage.supports_nowait();
+        }
+        let (ranges, flushes) = (RangeLocks::new(), FlushCoalescer::default());
+        let size = AtomicU64::new(size);
+        Self { primary, backing, map, ranges, align, size, read_only, nowait, flushes }
+    }
+
+    /// Size of the device in bytes, not rounded to any block, as of the open or the last
+    /// [`BlockDevice::refresh`].
+    #[inline]
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.size.load(Ordering::Relaxed)
+    }
+
+    /// Queries the size of a raw block device again, without waiting, and returns it. If it has
+    /// changed, later requests are checked against the new size, and the map is invalidated: a
+    /// range that was cut off and came back may hold other bytes. The size of a file or of an image
+    /// never changes.
+    ///
+    /// # Errors
+    /// The errno of ioctl(2); `ENODEV` for a device of 0 bytes, such as one that was unplugged. The
+    /// size is unchanged then.
+    pub fn refresh(&self) -> Result<u64, Error> {
+        let before = self.size();
+        if !self.primary.is_device() || self.map.image().is_some() {
+            return Ok(before);
+        }
+        match self.primary.device_bytes()? {
+            0 => Err(Error::new(libc::ENODEV, Operation::Status)),
+            size if size == before => Ok(size),
+            size => {
+                self.size.store(size, Ordering::Relaxed);
+                self.map.invalidate(ByteRange::new(0, u64::MAX));
+                Ok(size)
+            }
+        }
+    }
+
+    /// The alignment that direct I/O requires; [`Alignment::NONE`] when the page cache is used.
+    #[must_use]
+    pub fn alignment(&self) -> Alignment {
+        self.align
+    }
+
+    /// Whether the page cache is bypassed.
+    #[must_use]
+    pub fn is_direct(&self) -> bool {
+        self.align != Alignment::NONE
+    }
+
+    /// Whether writes are refused.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        self.read_only
+    }
+
+    /// Whether all files support `RWF_NOWAIT`; probed once at open.
+    #[must_use]
+    pub fn supports_nowait(&self) -> bool {
+        self.nowait
+    }
+
+    /// Whether storage can be deallocated, and zeros made without writing them; probed once at
+    /// open.
+    #[must_use]
+    pub fn supports_punch_hole(&self) -> bool {
+        !self.read_only && self.primary.supports_punch_hole()
+    }
+
+    /// The extent at the start of `range`, without waiting: a hole reads as zeros without I/O
+    /// (C14), and an unknown range counts as data. The next extent may be of the same kind. The
+    /// depth is always 1.
+    #[inline]
+    #[must_use]
+    pub fn cached_extents(&self, range: ByteRange) -> ExtentStatus {
+        match self.extent(range, Intent::Read) {
+            Ok(Extent { len, hole, .. }) => ExtentStatus::top(len, hole),
+            Err(WouldBlock) => ExtentStatus::top(range.len, false),
+        }
+    }
+
+    /// [`BlockMap::map_extent`], cut to the length of `range` and at least one byte long. `pos`
+    /// needs no check: the kernel refuses a position outside the file.
+    #[inline(always)]
+    pub(crate) fn extent(&self, range: ByteRange, intent: Intent) -> Result<Extent, WouldBlock> {
+        let extent = self.map.map_extent(range, intent)?;
+        Ok(Extent { len: extent.len.max(1).min(range.len), ..extent })
+    }
+
+    /// [`BlockMap::map_extent_blocking`], cut likewise.
+    pub(crate) fn extent_blocking(&self, range: ByteRange, intent: Intent) -> Extent {
+        let extent = self.map.map_extent_blocking(range, intent);
+        Extent { len: extent.len.max(1).min(range.len), ..extent }
+    }
+
+    /// Whether all of `range` is known to be a hole.
+    #[inline]
+    #[must_use]
+    pub fn is_hole(&self, range: ByteRange) -> bool {
+        self.cached_extents(range) == ExtentStatus::top(range.len, true)
+    }
+
+    /// The descriptors for transfers, indexed by [`crate::Transfer::file`]: the argument for a
+    /// queue's constructor.
+    #[must_use]
+    pub fn files(&self) -> Vec<BorrowedFd<'_>> {
+        std::iter::once(&self.primary).chain(&self.backing).map(FileStorage::fd).collect()
+    }
+
+    /// The descriptor for transfers to the file that is written to.
+    #[must_use]
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.primary.fd()
+    }
+
+    /// The descriptor for locks. No ring holds its open file description, so a lock ends with the
+    /// process and not some time later.
+    #[must_use]
+    pub fn lock_fd(&self) -> BorrowedFd<'_> {
+        self.primary.lock_fd()
+    }
+
+    /// The file with this [`crate::Extent::file`]; the primary file for a number out of range.
+    #[inline]
+    pub(crate) fn storage(&self, file: u16) -> &FileStorage {
+        match file {
+            0 => &self.primary,
+            backing => self.backing.get(usize::from(backing) - 1).unwrap_or(&self.primary),
+        }
+    }
+
+    /// The file that is written to.
+    pub(crate) fn top(&self) -> &FileStorage {
+        &self.primary
+    }
+
+    /// Whether requests need range locks: for read-modify-write of blocks (C13), for cached holes,
+    /// or for an image that deallocates clusters.
+    pub(crate) fn locks(&self) -> bool {
+        self.align.offset > 1 || self.map.caches_holes() || self.map.image().is_some()
+    }
+
+    /// Makes the writes durable that were completed before on any queue (C49). It blocks;
+    /// concurrent flushes share a sync.
+    pub(crate) fn flush(&self) -> Result<(), Error> {
+        if injected_bug::injected(EngineBug::DropFlush) {
+            return Ok(());
+        }
+        self.flushes.flush_shared(|| {
+            self.map.image().map_or_else(|| self.primary.sync(), |image| image.flush())
+        })
+    }
+}

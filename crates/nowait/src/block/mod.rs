@@ -1,0 +1,8 @@
+//! A block device over storage: the mapping of its bytes to files, and the order of its requests.
+
+pub(crate) mod image_format;
+pub(crate) mod range_lock;
+pub(crate) mod flush_coalescer;
+pub(crate) mod block_map;
+pub(crate) mod allocation_cache;
+pub(crate) mod device;

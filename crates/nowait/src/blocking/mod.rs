@@ -1,0 +1,4 @@
+//! Requests that block: synchronous I/O, and the worker pool that runs it.
+
+pub(crate) mod sync_io;
+pub(crate) mod worker_pool;

@@ -1,0 +1,176 @@
+//! Discarding and zeroing: by the file system, the device or the image, or by writing zeros.
+//!
+//! Invariant: a zeroed range reads as zeros to its last byte; a discard affects no byte outside the
+//! requested range.
+#![allow(unsafe_code)]
+
+use crate::block::block_map::BlockMap;
+use crate::block::device::BlockDevice;
+use crate::block::image_format::ImageFormat;
+use crate::block::range_lock::LockMode;
+use crate::blocking::sync_io::{bounce, is_aligned, with_range_lock, write, write_dispatch};
+use crate::storage::file::FileStorage;
+use crate::types::alignment;
+use crate::types::byte_range::ByteRange;
+use crate::types::error::{Error, Operation};
+use crate::types::iovec::IoSegment;
+use crate::types::request::{Flags, Op, Request};
+
+/// Bytes that are discarded or zeroed in one step. During a step the file system blocks other
+/// requests on the file, and the range lock blocks writes to the range; they run between two steps.
+const ZERO_STEP_BYTES: u64 = 1 << 30;
+
+/// Discards or zeroes, [`ZERO_STEP_BYTES`] at a time.
+pub(crate) fn zero<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
+    let mut pos = io.range.pos;
+    while pos < io.range.end() {
+        // Steps end at multiples of the step size, and so at whole blocks of any size.
+        let step = ZERO_STEP_BYTES - pos % ZERO_STEP_BYTES;
+        let range = ByteRange::new(pos, (io.range.end() - pos).min(step));
+        zero_step(disk, Request { range, ..io })?;
+        pos = range.end();
+    }
+    Ok(())
+}
+
+fn zero_step<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
+    let Request { op, flags, range } = io;
+    // An image may reuse a deallocated cluster for another range at once. In a file, a write that
+    // ends between the zeroing and its mark in the allocation cache would be hidden by the mark.
+    let done = with_range_lock(disk, range, LockMode::Exclusive, || match disk.map.image() {
+        Some(image) => zero_image(image, io),
+        None => zero_file(disk, io),
+    });
+    match done {
+        Err(error) if error.errno() == libc::EOPNOTSUPP && op == Op::Zero => {
+            if flags.has(Flags::FAST_ZERO) { Err(error) } else { write_zeros(disk, range) }
+        }
+        other => other,
+    }
+}
+
+fn zero_image(image: &dyn ImageFormat, io: Request) -> Result<(), Error> {
+    match io.op {
+        Op::Discard => image.discard(io.range),
+        _ => image.zero(io.range, io.flags),
+    }
+}
+
+/// The file system or the device zeroes whole blocks. Partial blocks at both ends, which exist on a
+/// block device only, are written; a discard skips them, because it may do less than requested.
+fn zero_file<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
+    let Request { op, range, .. } = io;
+    disk.map.invalidate(range);
+    let whole = whole_blocks(range, disk.top().zeroing_block());
+    let mut done = Ok(());
+    if whole.len > 0 {
+        done = zero_whole(disk, Request { range: whole, ..io });
+    }
+    // The partial blocks come last: a fast zero may fail for the whole blocks, and must have
+    // changed nothing then.
+    if op == Op::Zero && done.is_ok() {
+        let head = ByteRange::new(range.pos, whole.pos - range.pos);
+        let tail = ByteRange::new(whole.end(), range.end() - whole.end());
+        done = write_part(disk, head).and_then(|()| write_part(disk, tail));
+    }
+    if done.is_err() {
+        // The invalidated range may still be mapped.
+        disk.map.mark_allocated(range);
+    }
+    done
+}
+
+/// The whole blocks in `range`; an empty range at its end if there are none.
+fn whole_blocks(range: ByteRange, block: u32) -> ByteRange {
+    let (from, to) =
+        (alignment::round_up(range.pos, block), alignment::round_down(range.end(), block));
+    match from < to {
+        true => ByteRange::new(from, to - from),
+        false => ByteRange::new(range.end(), 0),
+    }
+}
+
+fn zero_whole<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
+    let Request { op, flags, range } = io;
+    let file = disk.top();
+    let keep = op == Op::Zero && flags.has(Flags::NO_UNMAP);
+    let mut done = if keep { zero_allocated(file, io) } else { file.punch(range) };
+    if op == Op::Zero && !keep && done.is_err_and(|e| e.errno() == libc::EOPNOTSUPP) {
+        done = zero_allocated(file, io);
+    }
+    // A zeroed range that keeps its storage is not marked as a hole: a write to it allocates
+    // nothing.
+    if done.is_ok() && !keep {
+        disk.map.mark_hole(range);
+    }
+    done
+}
+
+/// Zeroes and keeps the storage. `EOPNOTSUPP` for a fast zero on a block device, where the kernel
+/// may write zeros.
+fn zero_allocated(file: &FileStorage, io: Request) -> Result<(), Error> {
+    if io.flags.has(Flags::FAST_ZERO) && file.is_device() {
+        return Err(Error::new(libc::EOPNOTSUPP, Operation::Zero).at(io.range));
+    }
+    file.zero(io.range)
+}
+
+/// Zeroes a locked range that covers no whole block, by a read-modify-write.
+fn write_part<M: BlockMap>(disk: &BlockDevice<M>, part: ByteRange) -> Result<(), Error> {
+    if part.len == 0 {
+        return Ok(());
+    }
+    let zeros = bounce(part.len)?;
+    let mut done = 0;
+    while done < part.len {
+        let rest = ByteRange::new(part.pos + done, (part.len - done).min(zeros.len() as u64));
+        let segment = [IoSegment { base: zeros.as_ptr().cast_mut(), len: rest.len as usize }];
+        // SAFETY: `zeros` has so many bytes, which a write only reads.
+        match unsafe { write(disk, rest, &segment) }? {
+            0 => return Err(Error::new(libc::EIO, Operation::Zero).at(part)),
+            more => done += more,
+        }
+    }
+    Ok(())
+}
+
+/// Writes zeros, for file systems that cannot zero otherwise.
+fn write_zeros<M: BlockMap>(disk: &BlockDevice<M>, range: ByteRange) -> Result<(), Error> {
+    let zeros = bounce(range.len)?;
+    let mut done = 0;
+    while done < range.len {
+        let len = (range.len - done).min(zeros.len() as u64);
+        let part = ByteRange::new(range.pos + done, len);
+        let segment = [IoSegment { base: zeros.as_ptr().cast_mut(), len: len as usize }];
+        let mode =
+            if is_aligned(disk, part, &segment) { LockMode::Shared } else { LockMode::Exclusive };
+        // SAFETY: `zeros` has `len` bytes, which a write only reads.
+        let done_now =
+            with_range_lock(disk, part, mode, || unsafe { write_dispatch(disk, part, &segment) })?;
+        if done_now == 0 {
+            return Err(Error::new(libc::EIO, Operation::Zero).at(part));
+        }
+        // If this write ended early, the next one returns the reason.
+        done += done_now;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn c52_whole_blocks_are_rounded_inwards() {
+        let whole = |pos, len, block| {
+            let ByteRange { pos, len } = whole_blocks(ByteRange::new(pos, len), block);
+            (pos, len)
+        };
+        assert_eq!(whole(8193, 100, 512), (8293, 0));
+        assert_eq!(whole(8191, 1026, 512), (8192, 1024));
+        assert_eq!(whole(8192, 1024, 512), (8192, 1024));
+        assert_eq!(whole(511, 1024, 512), (512, 512));
+        assert_eq!(whole(511, 2, 512), (513, 0));
+        assert_eq!(whole(3, 5, 1), (3, 5));
+    }
+}

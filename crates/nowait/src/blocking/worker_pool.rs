@@ -1,0 +1,188 @@
+//! Requests that must wait: they run on the device's thread pool, and their slots return to the
+//! owner thread through a `CompletionList`.
+//!
+//! Invariant: from `WorkerPool::push` until the slot has returned, the engine accesses nothing that
+//! the job points to (the request's state is `Worker`).
+#![allow(unsafe_code)]
+
+use std::panic::{AssertUnwindSafe, catch_unwind};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use crate::block::block_map::BlockMap;
+use crate::block::device::BlockDevice;
+use crate::blocking::sync_io;
+use crate::injected_panic;
+use crate::threads::completion_list::CompletionList;
+use crate::threads::thread_pool::{ThreadPool, WorkItem};
+use crate::types::error::{Error, Operation};
+use crate::types::iovec::IoSegment;
+use crate::types::request::{ExtentStatus, Op, Request};
+
+/// The work that a worker does for a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum WorkerTask {
+    /// The whole request.
+    Run,
+    /// Only the sync of a durable write, whose data is written.
+    Sync {
+        /// The request's result if the sync succeeds.
+        result: i64,
+    },
+    /// Nothing: the detour of a completion that is not inline.
+    CompleteOnly {
+        /// The request's result.
+        result: i64,
+    },
+}
+
+pub(crate) struct WorkerJob {
+    pub(crate) task: WorkerTask,
+    pub(crate) io: Request,
+    pub(crate) segments: *const [IoSegment],
+    pub(crate) spans: *mut Vec<ExtentStatus>,
+    pub(crate) slot: u32,
+    /// The number of the client within its engine.
+    pub(crate) client: u32,
+    pub(crate) completions: Arc<CompletionList>,
+}
+
+impl WorkItem for WorkerJob {
+    /// The address of the completion list distinguishes the engines.
+    fn client(&self) -> u64 {
+        let engine = Arc::as_ptr(&self.completions) as u64;
+        engine.rotate_left(32) ^ u64::from(self.client)
+    }
+}
+
+// SAFETY: the pointers are into a slot in state `Worker`, which its engine neither accesses nor
+// moves until the slot has returned; the memory behind the segments stays valid until the request's
+// completion.
+unsafe impl Send for WorkerJob {}
+
+/// The threads of one device that may block, shared by all of its engines.
+#[derive(Clone)]
+pub struct WorkerPool(Arc<ThreadPool<WorkerJob>>);
+
+impl WorkerPool {
+    /// At most `limit` threads for `disk`, 1 to 1024; they start when first needed.
+    pub fn new<M: BlockMap>(disk: &Arc<BlockDevice<M>>, limit: u32) -> Self {
+        Self(Arc::new(ThreadPool::new(limit, serve(disk))))
+    }
+
+    pub(crate) fn push(&self, jobs: impl IntoIterator<Item = WorkerJob>) {
+        self.0.push(jobs);
+    }
+}
+
+/// The function by which a worker of `disk` runs a job.
+fn serve<M: BlockMap>(disk: &Arc<BlockDevice<M>>) -> impl Fn(WorkerJob) + Send + Sync + use<M> {
+    let (disk, flushing) = (disk.clone(), Mutex::default());
+    move |job: WorkerJob| {
+        if let Some(result) = job.result_if_flushed() {
+            return flush(&disk, &flushing, job, result);
+        }
+        let result = run(&disk, &job);
+        job.completions.push(job.slot, result);
+    }
+}
+
+/// Flush jobs that wait for the next sync. They share it with any number of workers, and occupy
+/// none of them.
+#[derive(Default)]
+struct PendingFlushes {
+    /// A worker makes a sync, and will look at `waiting` after it.
+    running: bool,
+    /// The jobs, each with its result if the sync succeeds.
+    waiting: Vec<(WorkerJob, i64)>,
+}
+
+/// Makes syncs for `job` and all waiting jobs until none waits; if another worker makes a sync now,
+/// leaves `job` to it. While one worker completes the jobs of its sync, another may make the next
+/// sync.
+fn flush<M: BlockMap>(
+    disk: &BlockDevice<M>,
+    flushing: &Mutex<PendingFlushes>,
+    job: WorkerJob,
+    result: i64,
+) {
+    let lock = || flushing.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut now = lock();
+    now.waiting.push((job, result));
+    while !now.running && !now.waiting.is_empty() {
+        let served = std::mem::take(&mut now.waiting);
+        now.running = true;
+        drop(now);
+        let flushed = caught(|| {
+            injected_panic::panic_at("flush");
+            disk.flush()
+        });
+        lock().running = false;
+        for (job, result) in served {
+            job.completions.push(job.slot, outcome(flushed.map(|()| result)));
+        }
+        now = lock();
+    }
+}
+
+impl WorkerJob {
+    /// For a job that is only a flush, its result if the sync succeeds.
+    fn result_if_flushed(&self) -> Option<i64> {
+        match self.task {
+            WorkerTask::Sync { result } => Some(result),
+            WorkerTask::Run if self.io.op == Op::Flush => Some(0),
+            WorkerTask::Run | WorkerTask::CompleteOnly { .. } => None,
+        }
+    }
+}
+
+fn run<M: BlockMap>(disk: &BlockDevice<M>, job: &WorkerJob) -> i64 {
+    if let WorkerTask::CompleteOnly { result } = job.task {
+        return result;
+    }
+    let done = caught(|| {
+        injected_panic::panic_at("worker");
+        // SAFETY: see `WorkerJob`.
+        unsafe { sync_io::run(disk, job.io, &*job.segments, &mut *job.spans) }
+    });
+    outcome(done.map(|bytes| bytes as i64))
+}
+
+/// The result of `run`, or `EIO` if it panics: the request completes, and the worker goes on.
+fn caught<T>(run: impl FnOnce() -> Result<T, Error>) -> Result<T, Error> {
+    let failed = |_| Err(Error::new(libc::EIO, Operation::Wait));
+    catch_unwind(AssertUnwindSafe(run)).unwrap_or_else(failed)
+}
+
+/// The result of a request, or its errno, negative.
+fn outcome(done: Result<i64, Error>) -> i64 {
+    done.unwrap_or_else(|error| -i64::from(error.errno()))
+}
+
+/// A job that a simulation has taken.
+#[cfg(feature = "sim")]
+pub struct SimJob(WorkerJob);
+
+#[cfg(feature = "sim")]
+impl WorkerPool {
+    /// A pool for `disk` without threads: each job waits until a simulation takes it.
+    pub fn simulated<M: BlockMap>(disk: &Arc<BlockDevice<M>>) -> Self {
+        Self(Arc::new(ThreadPool::manual(serve(disk))))
+    }
+
+    /// Jobs that were not taken yet.
+    #[must_use]
+    pub fn waiting(&self) -> usize {
+        self.0.queued()
+    }
+
+    /// Takes the job at index `n`, counted from the oldest one.
+    #[must_use]
+    pub fn take_simulated(&self, n: usize) -> Option<SimJob> {
+        self.0.take(n).map(SimJob)
+    }
+
+    /// Runs a job on this thread.
+    pub fn run(&self, job: SimJob) {
+        self.0.run(job.0);
+    }
+}

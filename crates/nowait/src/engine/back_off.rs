@@ -1,0 +1,106 @@
+//! Back-off: whether trying requests without waiting is worth it (C39).
+//!
+//! Refusals come in bursts: one cause (a timestamp update that is due, a lock that is held) refuses
+//! every request that is tried at that moment. So polls are counted, not refusals.
+//!
+//! Invariant: after a number of polls in a row in which nearly every request was refused, a bounded
+//! number of requests goes to the workers without a try; then requests are tried again.
+
+/// Refused polls in a row that start a back-off.
+const REFUSED_POLLS_LIMIT: u32 = 24;
+/// Requests that go to the workers without a try in one back-off.
+const BACK_OFF_REQUESTS: u32 = 2048;
+
+/// The back-off state of one engine.
+#[derive(Default)]
+pub(crate) struct BackOff {
+    /// Refusals since the last poll.
+    refused: u32,
+    /// Polls in a row in which nearly every request was refused.
+    refused_polls: u32,
+    /// Requests left in this back-off; 0 outside one.
+    remaining: u32,
+}
+
+impl BackOff {
+    /// Whether requests go to the workers without a try.
+    #[inline]
+    pub(crate) fn is_backing_off(&self) -> bool {
+        self.remaining > 0
+    }
+
+    /// Counts a request that was not tried.
+    pub(crate) fn count_down(&mut self) {
+        self.remaining = self.remaining.saturating_sub(1);
+    }
+
+    /// Counts a transfer that was refused.
+    pub(crate) fn refused(&mut self) {
+        self.refused += 1;
+    }
+
+    /// Evaluates a poll that has reaped `reaped` transfers. True when it starts a back-off.
+    #[inline]
+    pub(crate) fn observe_poll(&mut self, reaped: usize) -> bool {
+        if self.refused | self.refused_polls == 0 {
+            return false;
+        }
+        self.observe_refusals(reaped)
+    }
+
+    #[cold]
+    fn observe_refusals(&mut self, reaped: usize) -> bool {
+        let refused = std::mem::take(&mut self.refused) as usize;
+        if self.remaining > 0 {
+            // These requests were tried before the back-off began; they do not count.
+            return false;
+        }
+        if refused * 8 < reaped * 7 {
+            self.refused_polls = 0;
+        } else if refused > 0 {
+            self.refused_polls += 1;
+        }
+        if self.refused_polls < REFUSED_POLLS_LIMIT {
+            return false;
+        }
+        *self = Self { remaining: BACK_OFF_REQUESTS, ..Self::default() };
+        true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn poll(back_off: &mut BackOff, refused: u32, reaped: usize) -> bool {
+        (0..refused).for_each(|_| back_off.refused());
+        back_off.observe_poll(reaped)
+    }
+
+    #[test]
+    fn c39_a_file_that_always_refuses_is_left_alone_and_tried_again_later() {
+        for depth in [1, 128] {
+            let mut back_off = BackOff::default();
+            for n in 1..=REFUSED_POLLS_LIMIT {
+                assert!(!back_off.is_backing_off());
+                assert_eq!(poll(&mut back_off, depth, depth as usize), n == REFUSED_POLLS_LIMIT);
+                // A poll that reaps nothing does not count.
+                poll(&mut back_off, 0, 0);
+            }
+            for _ in 0..BACK_OFF_REQUESTS {
+                assert!(back_off.is_backing_off());
+                back_off.count_down();
+            }
+            assert!(!back_off.is_backing_off());
+        }
+    }
+
+    #[test]
+    fn c39_a_burst_of_refusals_now_and_then_changes_nothing() {
+        let mut back_off = BackOff::default();
+        for _ in 0..10_000 {
+            assert!(!poll(&mut back_off, 128, 128));
+            assert!(!poll(&mut back_off, 0, 5));
+        }
+    }
+}

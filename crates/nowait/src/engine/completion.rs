@@ -1,0 +1,71 @@
+//! The engine's results: completions, rejections, counts.
+//!
+//! Invariant: a buffer that came with a request goes back with its completion or its rejection.
+
+use crate::engine::pool::SlotPoolStats;
+use crate::memory::buffer_pool::PooledBuffer;
+use crate::types::error::Error;
+use crate::types::request::Request;
+
+/// Counts of how requests were served, since the engine was made.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Stats {
+    /// Requests that took the simple path.
+    pub simple: u64,
+    /// Requests that took the general path.
+    pub generic: u64,
+    /// Requests that went to a worker at once.
+    pub worker: u64,
+    /// Requests that were tried without waiting, refused or cut short, and went to a worker.
+    pub retried: u64,
+    /// Slots that another thread has ended and returned to their owner (C47).
+    pub remote: u64,
+    /// Overwrites that were refused in a burst and tried a second time.
+    pub deferred: u64,
+    /// Times that the engine backed off from trying without waiting (C39).
+    pub backed_off: u64,
+    /// Bytes of holes that were zero-filled without I/O (C14).
+    pub zero_filled: u64,
+    /// Transfers with `HIPRI` that were polled for, on a device with polled queues (C48).
+    pub polled: u64,
+    /// Requests that failed.
+    pub failed: u64,
+    /// The pool of request slots.
+    pub pool: SlotPoolStats,
+}
+
+/// A request that has ended.
+pub struct Completion {
+    /// The tag that it was submitted with.
+    pub tag: u64,
+    /// The request.
+    pub io: Request,
+    /// The buffer that it was submitted with.
+    pub buf: Option<PooledBuffer>,
+    pub(crate) result: i64,
+}
+
+impl Completion {
+    /// Bytes done. Fewer than requested only past the end of the device, or of a file that another
+    /// process has truncated (C17).
+    ///
+    /// # Errors
+    /// The errno that the operation ended with.
+    #[inline]
+    pub fn result(&self) -> Result<u64, Error> {
+        if self.result >= 0 {
+            return Ok(self.result as u64);
+        }
+        let errno = self.result.unsigned_abs() as i32;
+        Err(Error::new(errno, self.io.op.operation()).at(self.io.range))
+    }
+}
+
+/// A request that was not accepted; nothing has changed (C10, C33).
+pub struct Rejected {
+    /// `EAGAIN` when no slot is free (reap, then try again); `EINVAL`, `EROFS`, `ENOSPC` for a
+    /// request that can never be done.
+    pub error: Error,
+    /// The buffer that it came with.
+    pub buf: Option<PooledBuffer>,
+}

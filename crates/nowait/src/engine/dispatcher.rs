@@ -1,0 +1,302 @@
+//! The dispatcher: the state of one engine's requests, the start of simple ones, and the exchange
+//! with the workers.
+//!
+//! Invariant: a slot's state names its holder. The queue is not called from its own completion
+//! callback, so completions that start further transfers do not recurse (C44).
+#![allow(unsafe_code)]
+
+#[cfg(test)]
+#[cfg(feature = "sim")]
+mod tests;
+
+use std::collections::VecDeque;
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use crate::block::block_map::{BlockMap, Extent};
+use crate::block::device::BlockDevice;
+use crate::block::range_lock::LockMode;
+use crate::blocking::worker_pool::{WorkerJob, WorkerPool, WorkerTask};
+use crate::engine::back_off::BackOff;
+use crate::engine::completion::{Completion, Rejected, Stats};
+use crate::engine::pool::SlotPool;
+use crate::engine::simple_path::SimplePath;
+use crate::engine::slot::{Role, State};
+use crate::memory::buffer_pool::{Budget, BufferPool, PooledBuffer};
+use crate::queue::{IoQueue, Token};
+use crate::threads::completion_list::CompletionList;
+use crate::types::config::Config;
+use crate::types::error::{Error, Operation};
+use crate::types::iovec::IoSegment;
+use crate::types::request::{ExtentStatus, Flags, Op, Request};
+use crate::types::transfer::{Transfer, UNREGISTERED};
+
+/// The requests of one engine.
+pub(crate) struct Dispatcher<M: BlockMap> {
+    pub(crate) pool: SlotPool,
+    /// Results of status requests that were given back, by tag.
+    pub(crate) extents: Vec<(u64, Vec<ExtentStatus>)>,
+    pub(crate) simple_path: SimplePath,
+    /// The role of requests that a full transfer ends with no work left: reads, with
+    /// `inline_completion` on.
+    pub(crate) ends_at_once: Option<Role>,
+    /// Whether the simple path is tried: it is on, and there is no back-off.
+    pub(crate) simple: bool,
+    /// Requests whose submitted fragments have all ended.
+    pub(crate) resumable: Vec<u32>,
+    pub(crate) work_items: Vec<WorkerJob>,
+    pub(crate) completions: Arc<CompletionList>,
+    pub(crate) disk: Arc<BlockDevice<M>>,
+    pub(crate) workers: WorkerPool,
+    /// Buffers for fragments that cannot use the request's memory.
+    pub(crate) bounce: BufferPool,
+    /// Scratch space for lists of segments.
+    pub(crate) merged: Vec<IoSegment>,
+    pub(crate) config: Config,
+    pub(crate) back_off: BackOff,
+    pub(crate) stats: Stats,
+    /// Overwrites that wait for the probe request.
+    pub(crate) deferred: VecDeque<u32>,
+    /// The slot of the probe request: a refused overwrite that a worker has.
+    pub(crate) probe_slot: Option<u32>,
+    /// Slots that hold fragments; they do not count as requests.
+    pub(crate) fragments: usize,
+}
+
+impl<M: BlockMap> Dispatcher<M> {
+    /// A dispatcher whose bounce buffers are taken from `budget`.
+    pub(crate) fn new(
+        disk: Arc<BlockDevice<M>>,
+        workers: WorkerPool,
+        config: Config,
+        budget: Budget,
+    ) -> Result<Self, Error> {
+        let pool = SlotPool::new(config.slots, config.pool);
+        let completions = Arc::new(CompletionList::new(pool.limit())?);
+        Ok(Self {
+            pool,
+            extents: Vec::new(),
+            simple_path: SimplePath::new(&disk),
+            ends_at_once: config.inline_completion.then_some(Role::Read),
+            simple: config.simple && config.nowait_first,
+            resumable: Vec::with_capacity(64),
+            work_items: Vec::with_capacity(64),
+            completions,
+            disk,
+            workers,
+            bounce: BufferPool::new(budget),
+            merged: Vec::new(),
+            config,
+            back_off: BackOff::default(),
+            stats: Stats::default(),
+            deferred: VecDeque::new(),
+            probe_slot: None,
+            fragments: 0,
+        })
+    }
+
+    #[inline]
+    pub(crate) fn disk(&self) -> &BlockDevice<M> {
+        &self.disk
+    }
+
+    pub(crate) fn completion_fd(&self) -> BorrowedFd<'_> {
+        self.completions.fd()
+    }
+
+    #[inline]
+    pub(crate) fn has_done(&self) -> bool {
+        self.pool.has_done()
+    }
+
+    #[inline]
+    pub(crate) fn in_flight(&self) -> usize {
+        self.pool.in_use() - self.fragments
+    }
+
+    #[inline]
+    pub(crate) fn has_free_slot(&self) -> bool {
+        self.pool.room() > 0
+    }
+
+    pub(crate) fn stats(&self) -> Stats {
+        Stats { pool: self.pool.stats(), ..self.stats }
+    }
+
+    /// As [`SimplePath::map_for_simple_path`], if the simple path is to be tried.
+    #[inline]
+    pub(crate) fn simple(&self, io: Request, base: *mut u8) -> Option<Extent> {
+        if self.simple { self.simple_path.map_for_simple_path(&self.disk, io, base) } else { None }
+    }
+
+    /// Starts a request for which [`Dispatcher::simple`] has found `extent`.
+    ///
+    /// # Safety
+    /// `base` is valid for the range's length until the request is given back, or lies in `buf`.
+    #[inline(always)]
+    pub(crate) unsafe fn submit_simple<Q: IoQueue>(
+        &mut self,
+        queue: &mut Q,
+        io: Request,
+        extent: Extent,
+        base: *mut u8,
+        buf: Option<PooledBuffer>,
+        tag: u64,
+    ) -> Result<(), Rejected> {
+        let locked = self.simple_path.needs_range_lock(io);
+        let Some((slot, request)) = self.pool.alloc() else {
+            return Err(self.reject_no_slot(io, locked, buf));
+        };
+        let buffer = buf.as_ref().map_or(UNREGISTERED, PooledBuffer::registered);
+        let transfer = self.simple_path.transfer(io, extent, base, 0, buffer);
+        let role = if io.op == Op::Write { Role::Write } else { Role::Read };
+        request.begin(role, State::Queued, io, buf, tag);
+        request.locked = locked;
+        request.transfer = transfer;
+        // SAFETY: the memory is the buffer now in the slot, or promised by the caller; both last
+        // until the slot is done.
+        if !unsafe { push_transfer(queue, &request.transfer, slot) } {
+            return Err(self.reject_queue_full(slot));
+        }
+        self.stats.simple += 1;
+        Ok(())
+    }
+
+    /// Rejects a request for which there is no slot.
+    #[cold]
+    fn reject_no_slot(&mut self, io: Request, locked: bool, buf: Option<PooledBuffer>) -> Rejected {
+        if locked {
+            self.disk.ranges.unlock(io.range, LockMode::Shared);
+        }
+        reject_full(io, buf)
+    }
+
+    /// Rejects a request for which the queue has no room.
+    #[cold]
+    fn reject_queue_full(&mut self, slot: u32) -> Rejected {
+        self.unlock(slot);
+        let request = &mut self.pool[slot];
+        let (io, buf) = (request.io, request.buf.take());
+        self.pool.free(slot);
+        reject_full(io, buf)
+    }
+
+    pub(crate) fn unlock(&mut self, slot: u32) {
+        let request = &mut self.pool[slot];
+        if std::mem::take(&mut request.locked) {
+            self.disk.ranges.unlock(request.io.range, LockMode::Shared);
+        }
+    }
+
+    /// Hands a request to a worker; one with `NOWAIT` that a worker would have to run ends with
+    /// `EAGAIN` instead (C32).
+    pub(crate) fn offload(&mut self, slot: u32, task: WorkerTask) {
+        let request = &mut self.pool[slot];
+        if task == WorkerTask::Run && request.io.flags.has(Flags::NOWAIT) {
+            return self.complete(slot, -i64::from(libc::EAGAIN));
+        }
+        self.enqueue_work(slot, task);
+    }
+
+    pub(crate) fn enqueue_work(&mut self, slot: u32, task: WorkerTask) {
+        let request = &mut self.pool[slot];
+        request.state = State::Worker;
+        self.work_items.push(WorkerJob {
+            task,
+            io: request.io,
+            segments: request.segments.as_slice(),
+            spans: &raw mut request.mapped,
+            slot,
+            client: (request.tag >> 32) as u32,
+            completions: self.completions.clone(),
+        });
+    }
+
+    /// Hands the collected work items to the workers.
+    #[inline]
+    pub(crate) fn submit_work(&mut self) {
+        if !self.work_items.is_empty() {
+            self.workers.push(self.work_items.drain(..));
+        }
+    }
+
+    /// Takes back the slots that workers have ended.
+    #[inline]
+    pub(crate) fn drain_completions(&mut self) {
+        if self.completions.is_not_empty() {
+            self.complete_remote();
+        }
+    }
+
+    /// Clears the wake-up descriptor; to be called before `drain_completions`.
+    pub(crate) fn ack_wakeup(&self) {
+        self.completions.clear_wake();
+    }
+
+    #[cold]
+    fn complete_remote(&mut self) {
+        let completions = self.completions.clone();
+        completions.take(|slot, result| {
+            self.stats.remote += 1;
+            if self.probe_slot == Some(slot) {
+                self.probe_slot = None;
+            }
+            let request = &mut self.pool[slot];
+            debug_assert_eq!(request.state, State::Worker);
+            if request.io.op == Op::Status && result >= 0 {
+                let tag = request.tag;
+                self.extents.retain(|(of, _)| *of != tag);
+                self.extents.push((tag, std::mem::take(&mut request.mapped)));
+            }
+            self.push_completion(slot, result);
+        });
+    }
+
+    #[inline(always)]
+    pub(crate) fn next(&mut self) -> Option<Completion> {
+        let request = self.pool.pop_completed()?;
+        let buf = request.take_buf();
+        let Request { op, flags, range } = request.io;
+        Some(Completion {
+            tag: request.tag,
+            io: Request { op, flags, range },
+            buf,
+            result: request.result,
+        })
+    }
+
+    pub(crate) fn take_extents(&mut self, tag: u64) -> Vec<ExtentStatus> {
+        let found = self.extents.iter().position(|(of, _)| *of == tag);
+        found.map(|n| self.extents.swap_remove(n).1).unwrap_or_default()
+    }
+
+    /// Leaks all memory that the kernel or a worker may still write to.
+    pub(crate) fn leak_in_flight(&mut self) {
+        std::mem::forget(std::mem::replace(&mut self.pool, SlotPool::new(1, true)));
+        std::mem::forget(std::mem::replace(&mut self.bounce, BufferPool::new(Budget::new(0))));
+    }
+}
+
+/// The rejection of a request for which there is no room: `EAGAIN`.
+pub(crate) fn reject_full(io: Request, buf: Option<PooledBuffer>) -> Rejected {
+    Rejected { error: Error::new(libc::EAGAIN, Operation::Validate).at(io.range), buf }
+}
+
+/// Pushes a transfer to the queue. If the queue is full, submits the earlier transfers and pushes
+/// again; false if there is still no room.
+///
+/// # Safety
+/// As for [`IoQueue::push`].
+#[inline]
+pub(crate) unsafe fn push_transfer<Q: IoQueue>(
+    queue: &mut Q,
+    transfer: &Transfer,
+    slot: u32,
+) -> bool {
+    // SAFETY: as promised by the caller.
+    if unsafe { queue.push(transfer, Token::from(slot)) }.is_ok() {
+        return true;
+    }
+    // SAFETY: as promised by the caller.
+    queue.submit().is_ok() && unsafe { queue.push(transfer, Token::from(slot)) }.is_ok()
+}

@@ -1,0 +1,157 @@
+//! Inline completion: the thread that reaps the last transfer of a request also finishes the
+//! request (C42). This saves the hand-over to a worker and the wake-up back. The switch
+//! [`crate::Config::inline_completion`] turns it off; every completion then makes a detour over a
+//! worker (`WorkerTask::CompleteOnly`).
+//!
+//! Invariant: `next_step` is the only place that lists the work left after the data; a request for
+//! which it lists none is finished by the thread that reaps.
+
+use crate::block::block_map::BlockMap;
+use crate::block::range_lock::LockMode;
+use crate::blocking::worker_pool::WorkerTask;
+use crate::engine::dispatcher::Dispatcher;
+use crate::engine::slot::{RequestSlot, Role, State};
+use crate::engine::transfer_result::{TransferResult, classify};
+use crate::types::iovec::IoSegment;
+use crate::types::request::{Flags, Op};
+use crate::types::transfer::Outcome;
+
+/// The work left for a request after its data.
+///
+/// Other work that a kernel defers is part of a queue's transfer: before the transfer ends, the
+/// file system commits the allocation and the size of the file, and the kernel drops cached pages
+/// around a direct write. An image that allocates by itself adds its commit to this list.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum NextStep {
+    /// No work: the request has succeeded.
+    Nothing,
+    /// A sync: the fragments were written without `DSYNC` (C29).
+    Sync,
+    /// A transfer was refused without waiting, interrupted, or short: a worker does the whole
+    /// request again, and may allocate, resume, or find the end of the file (C19, C34, C35).
+    Again,
+    /// No work: the request has failed.
+    Error,
+}
+
+/// The work left for `request`, all of whose transfers have ended.
+pub(crate) fn next_step(request: &RequestSlot) -> NextStep {
+    if request.result < 0 {
+        NextStep::Error
+    } else if request.again {
+        NextStep::Again
+    } else if request.role == Role::Split
+        && request.io.op.changes()
+        && request.io.flags.has(Flags::DSYNC)
+    {
+        NextStep::Sync
+    } else {
+        NextStep::Nothing
+    }
+}
+
+impl<M: BlockMap> Dispatcher<M> {
+    /// Handles the end of the transfer of `slot`.
+    #[inline(always)]
+    pub(crate) fn on_transfer_done(&mut self, slot: u32, outcome: Outcome) {
+        let request = &mut self.pool[slot];
+        debug_assert_eq!(request.state, State::Queued);
+        if Some(request.role) == self.ends_at_once && outcome as u32 == request.transfer.len {
+            self.pool.complete(slot, i64::from(outcome));
+        } else {
+            self.on_transfer_done_slow(slot, outcome);
+        }
+    }
+
+    /// As `on_transfer_done`, for all cases but a full read by a request's only transfer.
+    #[inline(never)]
+    pub(crate) fn on_transfer_done_slow(&mut self, slot: u32, outcome: Outcome) {
+        let request = &mut self.pool[slot];
+        if request.role == Role::Fragment {
+            return self.on_fragment_done(slot, outcome);
+        }
+        if outcome < 0 || outcome as u32 != request.transfer.len {
+            if !self.defer_if_overwrite(slot, outcome) {
+                self.fall_back(slot, outcome);
+            }
+            return;
+        }
+        if request.transfer.write {
+            let range = request.io.range;
+            self.disk.map.mark_allocated(range);
+            if request.locked {
+                request.locked = false;
+                self.disk.ranges.unlock(range, LockMode::Shared);
+            }
+        }
+        self.complete(slot, i64::from(outcome));
+    }
+
+    /// Continues on the general path after a request's only transfer has failed, was refused or was
+    /// short.
+    #[cold]
+    pub(crate) fn fall_back(&mut self, slot: u32, outcome: Outcome) {
+        let request = &mut self.pool[slot];
+        let transfer = &request.transfer;
+        if transfer.segments == 0 {
+            let segment = IoSegment { base: transfer.base, len: transfer.len as usize };
+            request.segments.set_one(segment);
+        }
+        request.role = Role::Split;
+        request.result = 0;
+        self.record_outcome(slot, classify(outcome, u64::from(self.pool[slot].transfer.len)));
+        self.finish_or_continue(slot);
+    }
+
+    /// Records the result of a transfer in its request's `slot`.
+    pub(crate) fn record_outcome(&mut self, slot: u32, result: TransferResult) {
+        let request = &mut self.pool[slot];
+        match result {
+            TransferResult::Full => {}
+            TransferResult::Short => request.again = true,
+            TransferResult::Refused => {
+                request.again = true;
+                self.back_off.refused();
+            }
+            TransferResult::Failed(errno) => request.fail(i64::from(errno)),
+        }
+    }
+
+    /// Does the next step of a request whose transfers have all ended.
+    pub(crate) fn finish_or_continue(&mut self, slot: u32) {
+        let request = &mut self.pool[slot];
+        let len = request.io.range.len as i64;
+        if request.io.op == Op::Write {
+            self.disk.map.mark_allocated(request.io.range);
+        }
+        self.unlock(slot);
+        match next_step(&self.pool[slot]) {
+            NextStep::Nothing => self.complete(slot, len),
+            NextStep::Error => {
+                let result = self.pool[slot].result;
+                self.complete(slot, result);
+            }
+            NextStep::Sync => self.offload(slot, WorkerTask::Sync { result: len }),
+            NextStep::Again => {
+                self.stats.retried += 1;
+                self.offload(slot, WorkerTask::Run);
+            }
+        }
+    }
+
+    /// Ends the request with `result`; `next` gives it back, with `inline_completion` off only
+    /// after a detour over a worker.
+    #[inline]
+    pub(crate) fn complete(&mut self, slot: u32, result: i64) {
+        if !self.config.inline_completion {
+            return self.enqueue_work(slot, WorkerTask::CompleteOnly { result });
+        }
+        self.push_completion(slot, result);
+    }
+
+    #[inline]
+    pub(crate) fn push_completion(&mut self, slot: u32, result: i64) {
+        self.stats.failed += u64::from(result < 0);
+        self.pool.complete(slot, result);
+    }
+}

@@ -1,0 +1,434 @@
+//! The engine: submit, poll, wait; one for each thread.
+//!
+//! Invariant: every accepted request, also one that fails, is given back exactly once by `next`
+//! (C41); memory that the kernel or a worker can see is held until then (C45).
+#![allow(unsafe_code)]
+
+mod fragment;
+mod slot;
+mod transfer_result;
+pub(crate) mod pool;
+pub(crate) mod completion;
+pub(crate) mod simple_path;
+mod back_off;
+mod dispatcher;
+mod vectored;
+mod nowait_first;
+mod inline_completion;
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::block::block_map::BlockMap;
+use crate::block::device::BlockDevice;
+use crate::blocking::sync_io;
+use crate::blocking::worker_pool::WorkerPool;
+use crate::memory::buffer_pool::{Budget, BufferPool, PooledBuffer};
+use crate::queue::{FD_TOKEN, Interest, IoQueue, Token};
+use crate::types::byte_range::ByteRange;
+use crate::types::config::Config;
+use crate::types::error::{Error, Operation};
+use crate::types::iovec::IoSegment;
+use crate::types::request::{ExtentStatus, Flags, Op, Request};
+use crate::types::{alignment, iovec};
+use completion::{Completion, Rejected, Stats};
+use dispatcher::Dispatcher;
+
+/// The token of the wake-up descriptor for slots that workers return.
+const COMPLETIONS_TOKEN: Token = FD_TOKEN | 1 << 60;
+/// Bits of a watched descriptor's token that are reserved for the engine and its queue.
+const RESERVED: Token = 7 << 60;
+
+/// One thread's engine on one device.
+///
+/// ```
+/// # use std::sync::Arc;
+/// use nowait::{AioThreadQueue, BlockDevice, ByteRange, Config, Engine};
+/// use nowait::{Flags, Op, OpenOptions, Request, WorkerPool};
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// # let dir = tempfile::tempdir()?;
+/// # let path = dir.path().join("disk.img");
+/// # std::fs::write(&path, [7; 65536])?;
+/// let disk = Arc::new(BlockDevice::open(&path, OpenOptions::default())?);
+/// let (workers, config) = (WorkerPool::new(&disk, 4), Config::default());
+/// let queue = AioThreadQueue::new(disk.fd(), config.slots, !disk.is_direct())?;
+/// let mut engine = Engine::new(disk, workers, queue, config)?;
+/// for tag in 0..4 {
+///     let range = ByteRange::new(tag * 4096, 4096);
+///     let buf = engine.buffer(range).ok_or("no memory")?;
+///     let io = Request { op: Op::Read, flags: Flags::NONE, range };
+///     engine.submit(io, buf, tag).map_err(|rejected| rejected.error)?;
+/// }
+/// let mut bytes = 0;
+/// while engine.in_flight() > 0 {
+///     engine.wait(None, &mut |_, _| {})?;
+///     while let Some(done) = engine.next() {
+///         bytes += done.result()?;
+///     }
+/// }
+/// assert_eq!(bytes, 4 * 4096);
+/// # Ok(())
+/// # }
+/// ```
+pub struct Engine<Q: IoQueue, M: BlockMap> {
+    pub(crate) dispatcher: Dispatcher<M>,
+    queue: Q,
+    buffers: BufferPool,
+}
+
+impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
+    /// An engine for `disk` on `queue`, which must have been made for [`BlockDevice::files`].
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`, `ENOMEM`: the wake-up descriptor could not be made or watched.
+    pub fn new(
+        disk: Arc<BlockDevice<M>>,
+        workers: WorkerPool,
+        queue: Q,
+        config: Config,
+    ) -> Result<Self, Error> {
+        let budgets = [(); 2].map(|()| Budget::new(config.buffer_bytes));
+        Self::with_budgets(disk, workers, queue, config, budgets)
+    }
+
+    /// As [`Engine::new`], with buffers taken from `budget` in place of [`Config::buffer_bytes`].
+    /// Other engines may share the budget; memory that one engine keeps for its next requests is
+    /// not available to the others.
+    ///
+    /// # Errors
+    /// As [`Engine::new`].
+    pub fn sharing(
+        disk: Arc<BlockDevice<M>>,
+        workers: WorkerPool,
+        queue: Q,
+        config: Config,
+        budget: &Budget,
+    ) -> Result<Self, Error> {
+        Self::with_budgets(disk, workers, queue, config, [budget.clone(), budget.clone()])
+    }
+
+    fn with_budgets(
+        disk: Arc<BlockDevice<M>>,
+        workers: WorkerPool,
+        mut queue: Q,
+        config: Config,
+        [buffers, bounce]: [Budget; 2],
+    ) -> Result<Self, Error> {
+        let dispatcher = Dispatcher::new(disk, workers, config, bounce)?;
+        queue.watch(dispatcher.completion_fd(), COMPLETIONS_TOKEN, Interest::Readable)?;
+        Ok(Self { dispatcher, queue, buffers: BufferPool::new(buffers) })
+    }
+
+    /// The device.
+    #[must_use]
+    pub fn disk(&self) -> &BlockDevice<M> {
+        self.dispatcher.disk()
+    }
+
+    /// Where the bytes of a request at `pos` begin in its buffer: `pos` modulo the block, so that
+    /// buffer and device are aligned alike.
+    #[inline]
+    #[must_use]
+    pub fn buffer_offset(&self, pos: u64) -> usize {
+        (pos & (u64::from(self.disk().alignment().offset) - 1)) as usize
+    }
+
+    /// A buffer for a request of `range`; its bytes begin at [`Engine::buffer_offset`]. `None` when
+    /// [`Config::buffer_bytes`] are in use, or `range` is longer than memory could hold.
+    #[inline]
+    pub fn buffer(&mut self, range: ByteRange) -> Option<PooledBuffer> {
+        if range.len > iovec::MAX_TRANSFER_BYTES {
+            return None;
+        }
+        let block = self.disk().alignment().offset;
+        let room = self.buffer_offset(range.pos) as u64 + range.len;
+        let queue = &mut self.queue;
+        self.buffers.get(alignment::round_up(room, block) as usize, |base, bytes| {
+            // SAFETY: a chunk lives until the pool and every buffer are gone; the engine drops its
+            // queue before its pool.
+            unsafe { queue.register(base, bytes) }
+        })
+    }
+
+    /// Submits a read or write of `buf`, which came from [`Engine::buffer`] for `io.range`.
+    ///
+    /// The upper 32 bits of `tag` are the client's number: the workers serve the clients in turn,
+    /// so that a client with many slow requests does not hold up the others. This applies to every
+    /// way to submit.
+    ///
+    /// # Errors
+    /// [`Rejected`], with the buffer.
+    #[inline]
+    pub fn submit(&mut self, io: Request, buf: PooledBuffer, tag: u64) -> Result<(), Rejected> {
+        let start = self.buffer_offset(io.range.pos);
+        let base = buf.base().wrapping_add(start);
+        // The sum wraps only for a length that no simple request has.
+        let fits = io.range.len.wrapping_add(start as u64) <= buf.len() as u64;
+        if fits && let Some(extent) = self.dispatcher.simple(io, base) {
+            let (queue, buf) = (&mut self.queue, Some(buf));
+            // SAFETY: the buffer holds the range and moves into the slot, where it stays until the
+            // request is given back.
+            return unsafe { self.dispatcher.submit_simple(queue, io, extent, base, buf, tag) };
+        }
+        self.submit_checked(io, start, buf, tag)
+    }
+
+    #[inline(never)]
+    fn submit_checked(
+        &mut self,
+        io: Request,
+        start: usize,
+        buf: PooledBuffer,
+        tag: u64,
+    ) -> Result<(), Rejected> {
+        let fits = buf.len().checked_sub(start).is_some_and(|room| room as u64 >= io.range.len);
+        if !fits || !matches!(io.op, Op::Read | Op::Write) {
+            let error = Error::new(libc::EINVAL, Operation::Validate).at(io.range);
+            return Err(Rejected { error, buf: Some(buf) });
+        }
+        let segment =
+            IoSegment { base: buf.base().wrapping_add(start), len: io.range.len as usize };
+        self.dispatcher.submit_general(&mut self.queue, io, &[segment], Some(buf), tag)
+    }
+
+    /// Submits a request that needs no memory: flush, discard, zero, status.
+    ///
+    /// # Errors
+    /// [`Rejected`], without a buffer.
+    pub fn submit_no_data(&mut self, io: Request, tag: u64) -> Result<(), Rejected> {
+        if matches!(io.op, Op::Read | Op::Write) {
+            let error = Error::new(libc::EINVAL, Operation::Validate).at(io.range);
+            return Err(Rejected { error, buf: None });
+        }
+        self.dispatcher.submit_general(&mut self.queue, io, &[], None, tag)
+    }
+
+    /// Submits a read or write of memory that the caller keeps. `io.range.len` is at most the
+    /// length of the segments together (C06).
+    ///
+    /// # Errors
+    /// [`Rejected`], without a buffer; `EINVAL` for more than 1024 segments (C04) or a negative
+    /// length (C05).
+    ///
+    /// # Safety
+    /// The memory stays valid and is not accessed from elsewhere until [`Engine::next`] gives the
+    /// request back or [`Engine::settle`] succeeds. Dropping the engine is not enough: if its queue
+    /// fails, the drop cannot wait.
+    #[inline]
+    pub unsafe fn submit_user_memory(
+        &mut self,
+        io: Request,
+        segments: &[IoSegment],
+        tag: u64,
+    ) -> Result<(), Rejected> {
+        let &[one] = segments else {
+            return self.submit_user_memory_checked(io.op, io.flags, io.range, segments, tag);
+        };
+        if io.range.len == one.len as u64
+            && let Some(extent) = self.dispatcher.simple(io, one.base)
+        {
+            let queue = &mut self.queue;
+            // SAFETY: as promised by the caller.
+            return unsafe {
+                self.dispatcher.submit_simple(queue, io, extent, one.base, None, tag)
+            };
+        }
+        self.submit_user_memory_checked(io.op, io.flags, io.range, &[one], tag)
+    }
+
+    /// Takes the request's fields one by one and its single segment as a copy, so that a simple
+    /// request needs no memory before it is in its slot.
+    #[inline(never)]
+    fn submit_user_memory_checked(
+        &mut self,
+        op: Op,
+        flags: Flags,
+        range: ByteRange,
+        segments: &[IoSegment],
+        tag: u64,
+    ) -> Result<(), Rejected> {
+        let total = sync_io::check_rights(self.disk(), op)
+            .and_then(|()| iovec::total(segments))
+            .map_err(|error| Rejected { error, buf: None })?;
+        let range = ByteRange::new(range.pos, range.len.min(total));
+        self.dispatcher.submit_general(
+            &mut self.queue,
+            Request { op, flags, range },
+            segments,
+            None,
+            tag,
+        )
+    }
+
+    /// Submits the queued transfers and reaps completions, without waiting.
+    ///
+    /// # Errors
+    /// The errno of io_uring_enter(2); requests stay in flight.
+    #[inline]
+    pub fn poll(&mut self) -> Result<(), Error> {
+        self.dispatcher.submit_work();
+        self.queue.submit()?;
+        self.reap(&mut |_, _| {})
+    }
+
+    /// As [`Engine::poll`]; events of watched descriptors go to `watched`.
+    ///
+    /// # Errors
+    /// As for [`Engine::poll`].
+    #[inline]
+    pub fn poll_watched(&mut self, watched: &mut impl FnMut(Token, i32)) -> Result<(), Error> {
+        self.dispatcher.submit_work();
+        self.queue.submit()?;
+        self.reap(watched)
+    }
+
+    /// Submits the queued transfers, sleeps until a request has ended, a watched descriptor is
+    /// ready, or `timeout` has passed, and reaps completions.
+    ///
+    /// # Errors
+    /// As for [`Engine::poll`].
+    pub fn wait(
+        &mut self,
+        timeout: Option<Duration>,
+        watched: &mut impl FnMut(Token, i32),
+    ) -> Result<(), Error> {
+        self.dispatcher.submit_work();
+        if self.dispatcher.has_done() {
+            self.queue.submit()?;
+        } else {
+            self.queue.wait(timeout)?;
+        }
+        self.reap(watched)
+    }
+
+    #[inline]
+    fn reap(&mut self, watched: &mut impl FnMut(Token, i32)) -> Result<(), Error> {
+        let dispatcher = &mut self.dispatcher;
+        let mut transfers = 0;
+        self.queue.drain_completions(|token, outcome| {
+            if token & FD_TOKEN == 0 {
+                transfers += 1;
+                dispatcher.on_transfer_done(token as u32, outcome);
+            } else if token == COMPLETIONS_TOKEN {
+                dispatcher.ack_wakeup();
+            } else {
+                watched(token, outcome);
+            }
+        });
+        self.dispatcher.observe_poll(transfers);
+        self.dispatcher.drain_completions();
+        while self.dispatcher.resume_split_requests(&mut self.queue) {
+            self.queue.submit()?;
+        }
+        Ok(())
+    }
+
+    /// Waits until nothing is in flight and drops the completions. To be called before memory that
+    /// requests were submitted with is freed.
+    ///
+    /// # Errors
+    /// As for [`Engine::poll`]: the queue has failed. The kernel or a worker may use the memory of
+    /// the requests in flight at any later time; it must be leaked (C45).
+    pub fn settle(&mut self) -> Result<(), Error> {
+        loop {
+            while self.next().is_some() {}
+            if self.dispatcher.in_flight() == 0 {
+                return Ok(());
+            }
+            self.wait(None, &mut |_, _| {})?;
+        }
+    }
+
+    /// The next request that has ended, in the order in which they ended.
+    #[inline]
+    #[allow(clippy::should_implement_trait, reason = "an engine is not an iterator: it never ends")]
+    pub fn next(&mut self) -> Option<Completion> {
+        self.dispatcher.next()
+    }
+
+    /// The result of an [`Op::Status`] that was given back under `tag`: the extents of its range
+    /// from its start on, possibly not to its end.
+    pub fn take_extents(&mut self, tag: u64) -> Vec<ExtentStatus> {
+        self.dispatcher.take_extents(tag)
+    }
+
+    /// Whether [`Engine::next`] would return a completion.
+    #[inline]
+    #[must_use]
+    pub fn has_done(&self) -> bool {
+        self.dispatcher.has_done()
+    }
+
+    /// Whether [`Engine::poll`] would find a completion; without a system call where the queue
+    /// allows that.
+    #[inline]
+    pub fn has_completions(&mut self) -> bool {
+        self.dispatcher.has_done() || self.queue.has_completions()
+    }
+
+    /// Requests that were accepted and not yet given back.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.dispatcher.in_flight()
+    }
+
+    /// Whether another request would find a slot.
+    #[inline]
+    #[must_use]
+    pub fn has_free_slot(&self) -> bool {
+        self.dispatcher.has_free_slot()
+    }
+
+    /// Reports `token` whenever `fd` is ready. The token has [`FD_TOKEN`] set and bits 60 to 62
+    /// clear.
+    ///
+    /// # Errors
+    /// `EINVAL` for another token; as for [`IoQueue::watch`].
+    pub fn watch(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        token: Token,
+        interest: Interest,
+    ) -> Result<(), Error> {
+        if !is_caller_token(token) {
+            return Err(Error::new(libc::EINVAL, Operation::SetUp));
+        }
+        self.queue.watch(fd, token, interest)
+    }
+
+    /// Ends a watch; to be called before the descriptor is closed. A token that [`Engine::watch`]
+    /// refuses is ignored: it would name a transfer, or a watch of the engine's own.
+    pub fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
+        if is_caller_token(token) {
+            self.queue.unwatch(fd, token);
+        }
+    }
+
+    /// Readable when [`Engine::poll`] would find something.
+    #[must_use]
+    pub fn fd(&self) -> BorrowedFd<'_> {
+        self.queue.fd()
+    }
+
+    /// Counts of how requests were served so far.
+    #[must_use]
+    pub fn stats(&self) -> Stats {
+        Stats { polled: self.queue.polled(), ..self.dispatcher.stats() }
+    }
+}
+
+/// Whether `token` may name a caller's descriptor.
+const fn is_caller_token(token: Token) -> bool {
+    token & (FD_TOKEN | RESERVED) == FD_TOKEN
+}
+
+impl<Q: IoQueue, M: BlockMap> Drop for Engine<Q, M> {
+    /// Waits for all requests in flight. If the queue fails, leaks the engine's own memory that the
+    /// kernel may still write to (C45); for other memory see [`Engine::settle`].
+    fn drop(&mut self) {
+        if self.settle().is_err() {
+            self.dispatcher.leak_in_flight();
+        }
+    }
+}

@@ -1,0 +1,126 @@
+//! Nowait first: a request is tried without waiting on the engine's thread, and goes to a worker
+//! only if it is refused (C37). This saves two thread switches for each request that need not wait.
+//! The switch [`crate::Config::nowait_first`] turns it off; every request then goes to a worker. Of
+//! the overwrites refused in one burst only the probe request goes to a worker; the others are
+//! deferred, and tried once more when it has ended.
+//!
+//! Invariant: a request is deferred at most once, so that no request is retried forever (C37). Only
+//! a request whose range is mapped is deferred, so that it waits for no allocation. It keeps its
+//! slot and its memory, but releases its range lock: the probe request's worker may be waiting for
+//! it.
+#![allow(unsafe_code)]
+
+use crate::block::block_map::BlockMap;
+use crate::block::range_lock::LockMode;
+use crate::engine::slot::{Role, State};
+use crate::engine::vectored::{self, Path};
+use crate::memory::buffer_pool::PooledBuffer;
+use crate::queue::IoQueue;
+use crate::types::request::Flags;
+use crate::types::transfer::Outcome;
+
+use crate::engine::dispatcher::{Dispatcher, push_transfer};
+
+/// Bytes of deferred requests after which a poll pushes no more of them. Where the submission
+/// itself writes, an unlimited batch would keep the thread from other requests for the whole burst.
+const RETRY_BATCH_BYTES: u64 = 1 << 20;
+
+impl<M: BlockMap> Dispatcher<M> {
+    /// Chooses the path of a request and plans its fragments. A write's range is locked before it
+    /// is mapped.
+    pub(crate) fn choose_path(&mut self, slot: u32) -> Path {
+        if !self.config.nowait_first {
+            return Path::Worker;
+        }
+        if self.back_off.is_backing_off() {
+            self.back_off.count_down();
+            self.simple = self.config.simple && !self.back_off.is_backing_off();
+            return Path::Worker;
+        }
+        let request = &mut self.pool[slot];
+        let range = request.io.range;
+        let lock = self.simple_path.needs_range_lock(request.io);
+        if lock && !self.disk.ranges.try_lock(range, LockMode::Shared) {
+            return Path::Worker;
+        }
+        let path = vectored::plan(
+            &self.disk,
+            request.io,
+            request.segments.as_slice(),
+            || request.buf.as_ref().map(PooledBuffer::segment),
+            self.config.vectored,
+            self.simple_path.needs_separate_sync(request.io),
+            &mut request.fragments,
+        );
+        match path {
+            Path::Worker if lock => self.disk.ranges.unlock(range, LockMode::Shared),
+            _ => request.locked = lock,
+        }
+        path
+    }
+
+    /// Counts a poll that has reaped `transfers` transfers for the back-off.
+    #[inline]
+    pub(crate) fn observe_poll(&mut self, transfers: usize) {
+        if self.back_off.observe_poll(transfers) {
+            self.stats.backed_off += 1;
+            self.simple = false;
+        }
+    }
+
+    /// Defers a refused request if it is an overwrite and a worker already has the probe request.
+    /// Without a probe request, `slot` becomes it and is not deferred.
+    ///
+    /// Overwrites are mostly refused for a cause that the whole file shares and that the first call
+    /// that may wait removes: a timestamp update that is due, several times in a hundredth of a
+    /// second. All requests in flight at that moment are refused, and need no worker afterwards.
+    pub(crate) fn defer_if_overwrite(&mut self, slot: u32, outcome: Outcome) -> bool {
+        let request = &self.pool[slot];
+        if outcome != -libc::EAGAIN
+            || request.role != Role::Write
+            || request.deferred
+            || request.io.flags.has(Flags::NOWAIT)
+            || !self.disk.map.is_mapped(request.io.range)
+        {
+            return false;
+        }
+        if self.probe_slot.is_none() {
+            self.probe_slot = Some(slot);
+            return false;
+        }
+        self.back_off.refused();
+        self.unlock(slot);
+        let request = &mut self.pool[slot];
+        request.state = State::Deferred;
+        request.deferred = true;
+        self.deferred.push_back(slot);
+        self.stats.deferred += 1;
+        true
+    }
+
+    /// Pushes deferred requests again, up to [`RETRY_BATCH_BYTES`]. True when none is left, so that
+    /// the caller submits the queue at once; otherwise other requests come between.
+    #[cold]
+    pub(crate) fn retry_deferred<Q: IoQueue>(&mut self, queue: &mut Q) -> bool {
+        let mut bytes = 0;
+        while bytes < RETRY_BATCH_BYTES
+            && let Some(slot) = self.deferred.pop_front()
+        {
+            let request = &mut self.pool[slot];
+            debug_assert_eq!(request.state, State::Deferred);
+            bytes += request.io.range.len;
+            request.state = State::Queued;
+            let range = request.io.range;
+            let lock = self.simple_path.needs_range_lock(request.io);
+            request.locked = lock && self.disk.ranges.try_lock(range, LockMode::Shared);
+            // While the range was not locked, it may have become a hole.
+            let mapped = request.locked == lock && self.disk.map.is_mapped(range);
+            // SAFETY: the memory was promised, or is the slot's, until the request is given back.
+            let submitted = mapped && unsafe { push_transfer(queue, &request.transfer, slot) };
+            if !submitted {
+                self.fall_back(slot, -libc::EAGAIN);
+            }
+        }
+        self.deferred.is_empty()
+    }
+}

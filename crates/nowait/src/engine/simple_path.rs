@@ -1,0 +1,137 @@
+//! The simple path: a read or write that lies in one extent and has one aligned segment takes one
+//! slot and one transfer. This saves the planning of the general path (`vectored.rs`): the list of
+//! segments and the fragments. The switch [`crate::Config::simple`] turns it off; every request
+//! then takes the general path.
+//!
+//! Invariant: the decision is made before anything is changed; a request that is not simple goes
+//! to the general path unchanged, and holds no range lock.
+
+use crate::block::block_map::{BlockMap, Extent, Intent};
+use crate::block::device::BlockDevice;
+use crate::block::range_lock::LockMode;
+use crate::types::byte_range::ByteRange;
+use crate::types::iovec::MAX_TRANSFER_BYTES;
+use crate::types::request::{Flags, Op, Request};
+use crate::types::transfer::Transfer;
+
+/// The constants of one device that decide whether a request is simple.
+#[derive(Clone, Copy)]
+pub(crate) struct SimplePath {
+    read_mask: u64,
+    write_mask: u64,
+    memory_mask: usize,
+    /// `RWF_NOWAIT` where the file takes it.
+    rw_flags: i32,
+    read_only: bool,
+    /// A write takes the range lock of its range ([`BlockDevice::locks`]).
+    locks: bool,
+    /// A transfer with `DSYNC` is not enough. On an image that allocates by itself it makes the
+    /// data durable, but not the metadata. Through the page cache a lost page is reported to only
+    /// one of several transfers, which need not be the one that wrote the page (C28); only a flush
+    /// remembers the error (C51).
+    separate_sync: bool,
+}
+
+impl SimplePath {
+    pub(crate) fn new<M: BlockMap>(disk: &BlockDevice<M>) -> Self {
+        let align = disk.alignment();
+        Self {
+            read_mask: u64::from(align.read_offset) - 1,
+            write_mask: u64::from(align.offset) - 1,
+            memory_mask: align.memory as usize - 1,
+            rw_flags: if disk.supports_nowait() { libc::RWF_NOWAIT } else { 0 },
+            read_only: disk.is_read_only(),
+            locks: disk.locks(),
+            separate_sync: disk.map.image().is_some() || !disk.is_direct(),
+        }
+    }
+
+    /// The extent that serves all of `io`, with its memory at `base`, by one transfer; `None` if
+    /// the request is not simple. A read of a cached hole is not: it needs no transfer. If
+    /// [`SimplePath::needs_range_lock`], the range is locked when this returns an extent: without
+    /// the lock, the cached mapping may change.
+    #[inline]
+    pub(crate) fn map_for_simple_path<M: BlockMap>(
+        &self,
+        disk: &BlockDevice<M>,
+        io: Request,
+        base: *mut u8,
+    ) -> Option<Extent> {
+        let range = io.range;
+        let (intent, mask) = match io.op {
+            Op::Read => (Intent::Read, self.read_mask),
+            Op::Write if !self.read_only => (Intent::Write, self.write_mask),
+            _ => return None,
+        };
+        if (range.pos | range.len) & mask != 0
+            || base as usize & self.memory_mask != 0
+            || range.len.wrapping_sub(1) >= MAX_TRANSFER_BYTES
+            || disk.size().checked_sub(range.len).is_none_or(|last| range.pos > last)
+            || self.needs_separate_sync(io)
+        {
+            return None;
+        }
+        let extent = match self.needs_range_lock(io) {
+            true => lock_and_map(disk, range)?,
+            false => disk.map.map_extent(range, intent).ok()?,
+        };
+        (extent.len == range.len && !extent.hole).then_some(extent)
+    }
+
+    /// Whether `io` is a write that takes the range lock.
+    #[inline]
+    pub(crate) fn needs_range_lock(&self, io: Request) -> bool {
+        self.locks && io.op == Op::Write
+    }
+
+    /// Whether `io` needs a sync of its own after its data, to be durable.
+    #[inline]
+    pub(crate) fn needs_separate_sync(&self, io: Request) -> bool {
+        self.separate_sync && io.flags.has(Flags::DSYNC)
+    }
+
+    /// The one transfer that serves `io` at `extent`. `base` is its memory, or with `segments`
+    /// above 0 the list of that many segments.
+    #[inline]
+    pub(crate) fn transfer(
+        &self,
+        io: Request,
+        extent: Extent,
+        base: *mut u8,
+        segments: u16,
+        buffer: u16,
+    ) -> Transfer {
+        Transfer {
+            base,
+            pos: extent.pos,
+            file: extent.file,
+            len: io.range.len as u32,
+            rw_flags: self.rw_flags(io.flags),
+            segments,
+            buffer,
+            write: io.op == Op::Write,
+            must_not_wait: io.flags.has(Flags::NOWAIT),
+        }
+    }
+
+    /// The `RWF_*` flags of a request's transfers.
+    #[inline]
+    pub(crate) fn rw_flags(&self, flags: Flags) -> i32 {
+        let dsync = if flags.has(Flags::DSYNC) { libc::RWF_DSYNC } else { 0 };
+        let hipri = if flags.has(Flags::HIPRI) { libc::RWF_HIPRI } else { 0 };
+        self.rw_flags | dsync | hipri
+    }
+}
+
+/// Locks `range` and maps it for a write. `None`, without the lock, if the lock is taken or the
+/// range is not in one mapped extent.
+fn lock_and_map<M: BlockMap>(disk: &BlockDevice<M>, range: ByteRange) -> Option<Extent> {
+    if !disk.ranges.try_lock(range, LockMode::Shared) {
+        return None;
+    }
+    let extent = disk.map.map_extent(range, Intent::Write).ok().filter(|it| it.len == range.len);
+    if extent.is_none() {
+        disk.ranges.unlock(range, LockMode::Shared);
+    }
+    extent
+}

@@ -1,0 +1,200 @@
+//! The slot of one request: whole cache lines, with the transfer embedded.
+//!
+//! Invariant: while a transfer of the request is in flight (`pending` counts its fragments') or the
+//! state is `Worker`, the fields that the kernel or a worker can see (`transfer`, `segments`,
+//! `buf`, `mapped`) are not changed.
+
+use crate::engine::fragment::Fragment;
+use crate::memory::buffer_pool::PooledBuffer;
+use crate::types::byte_range::ByteRange;
+use crate::types::iovec::IoSegment;
+use crate::types::request::{ExtentStatus, Flags, Op, Request};
+use crate::types::transfer::Transfer;
+
+/// The state of a request (C41).
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum State {
+    /// In the free list.
+    Free,
+    /// `submit` has not returned yet; a completion may already have run.
+    Submitting,
+    /// With the queue.
+    Queued,
+    /// With a worker.
+    Worker,
+    /// A refused overwrite; it is submitted once more when the probe request has ended.
+    Deferred,
+    /// Ended; `next` has not given it back yet.
+    Done,
+}
+
+/// The role of a slot.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub(crate) enum Role {
+    /// A read served by one transfer of its own, which moves all of its bytes.
+    Read,
+    /// A write served by one transfer of its own, which moves all of its bytes.
+    Write,
+    /// A request served by fragments or by a worker.
+    Split,
+    /// A fragment of the request in slot `parent`.
+    Fragment,
+}
+
+/// Segments that fit into a slot; a longer list spills into a vector that the slot keeps.
+const INLINE_SEGMENTS: usize = 4;
+
+/// The segments of a request.
+pub(crate) struct SlotSegments {
+    inline: [IoSegment; INLINE_SEGMENTS],
+    spill: Vec<IoSegment>,
+    used: u16,
+}
+
+impl SlotSegments {
+    const NONE: Self =
+        Self { inline: [IoSegment::EMPTY; INLINE_SEGMENTS], spill: Vec::new(), used: 0 };
+
+    #[inline]
+    pub(crate) fn set_one(&mut self, segment: IoSegment) {
+        self.inline[0] = segment;
+        self.used = 1;
+    }
+
+    /// Keeps a copy of `segments`, at most [`crate::types::iovec::MAX_SEGMENTS`].
+    #[inline]
+    pub(crate) fn set(&mut self, segments: &[IoSegment]) {
+        self.used = segments.len() as u16;
+        match self.inline.get_mut(..segments.len()) {
+            Some(inline) => inline.copy_from_slice(segments),
+            None => {
+                self.spill.clear();
+                self.spill.extend_from_slice(segments);
+            }
+        }
+    }
+
+    #[inline]
+    pub(crate) fn as_slice(&self) -> &[IoSegment] {
+        let used = usize::from(self.used);
+        self.inline.get(..used).unwrap_or(&self.spill)
+    }
+}
+
+/// A slot: one request, or one fragment of a request.
+#[repr(C, align(64))]
+pub(crate) struct RequestSlot {
+    pub(crate) state: State,
+    pub(crate) role: Role,
+    /// Whether it holds the range lock on its range.
+    pub(crate) locked: bool,
+    /// A transfer was refused or short, or could not be submitted: a worker does the whole request
+    /// again.
+    pub(crate) again: bool,
+    /// It was deferred before.
+    pub(crate) deferred: bool,
+    /// Fragments in flight for it.
+    pub(crate) pending: u16,
+    /// The slot of the request that a fragment belongs to.
+    pub(crate) parent: u32,
+    /// The slot after this one in the list of free slots or of done ones.
+    pub(crate) next: u32,
+    pub(crate) tag: u64,
+    pub(crate) io: Request,
+    /// Bytes done, or a negative errno.
+    pub(crate) result: i64,
+    pub(crate) transfer: Transfer,
+    pub(crate) buf: Option<PooledBuffer>,
+    pub(crate) segments: SlotSegments,
+    /// Fragments not yet submitted, the last one first.
+    pub(crate) fragments: Vec<Fragment>,
+    /// The fragment that this slot serves.
+    pub(crate) fragment: Fragment,
+    pub(crate) mapped: Vec<ExtentStatus>,
+}
+
+impl RequestSlot {
+    pub(crate) fn new() -> Self {
+        Self {
+            state: State::Free,
+            role: Role::Split,
+            locked: false,
+            again: false,
+            deferred: false,
+            pending: 0,
+            parent: 0,
+            next: 0,
+            tag: 0,
+            io: Request { op: Op::Flush, flags: Flags::NONE, range: ByteRange::new(0, 0) },
+            result: 0,
+            transfer: Transfer::NONE,
+            buf: None,
+            segments: SlotSegments::NONE,
+            fragments: Vec::new(),
+            fragment: Fragment::NONE,
+            mapped: Vec::new(),
+        }
+    }
+
+    /// Sets up a slot from the pool for a request or a fragment.
+    #[inline]
+    pub(crate) fn begin(
+        &mut self,
+        role: Role,
+        state: State,
+        io: Request,
+        buf: Option<PooledBuffer>,
+        tag: u64,
+    ) {
+        debug_assert!(self.state == State::Free && self.pending == 0 && self.buf.is_none());
+        if buf.is_some() {
+            // A free slot has no buffer, so there is nothing to drop.
+            std::mem::forget(std::mem::replace(&mut self.buf, buf));
+        }
+        self.state = state;
+        self.role = role;
+        self.locked = false;
+        self.again = false;
+        self.deferred = false;
+        self.tag = tag;
+        self.io = io;
+    }
+
+    /// Takes the buffer out of the slot.
+    #[inline]
+    pub(crate) fn take_buf(&mut self) -> Option<PooledBuffer> {
+        // Most requests of the raw API have no buffer; then nothing is moved.
+        if self.buf.is_some() { self.buf.take() } else { None }
+    }
+
+    /// Records a negative errno; the first one stays (C22).
+    pub(crate) fn fail(&mut self, errno: i64) {
+        debug_assert!(errno < 0);
+        if self.result >= 0 {
+            self.result = errno;
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_slot_is_whole_cache_lines() {
+        assert_eq!(align_of::<RequestSlot>(), 64);
+        assert_eq!(size_of::<RequestSlot>() % 64, 0);
+    }
+
+    #[test]
+    fn five_segments_spill_and_four_do_not() {
+        let mut segments = SlotSegments::NONE;
+        let list = [IoSegment { base: std::ptr::null_mut(), len: 9 }; 5];
+        segments.set(&list[..4]);
+        assert!(segments.spill.is_empty() && segments.as_slice() == &list[..4]);
+        segments.set(&list);
+        assert_eq!(segments.as_slice(), &list);
+    }
+}

@@ -1,0 +1,490 @@
+//! The vectored path: a request that is not simple is split into fragments, each served by one
+//! transfer or none, and the transfers are in flight together. This saves the sum of their
+//! latencies, and a transfer for each segment. The switch [`crate::Config::vectored`] turns it off;
+//! a fragment then ends at the end of its segment, and is waited for before the next is submitted.
+//!
+//! Invariant: the fragments of a plan cover the request exactly, in order and without overlap. A
+//! request that needs read-modify-write or allocation has no plan and goes to a worker as a whole,
+//! so that it is done once (C33, C35). Each fragment has a slot of its own, which no caller sees;
+//! its parent's `pending` counts it until it has ended, and the parent ends when that is 0 and no
+//! fragment is left to submit.
+#![allow(unsafe_code)]
+
+use crate::block::block_map::{BlockMap, Extent, Intent};
+use crate::block::device::BlockDevice;
+use crate::blocking::sync_io;
+use crate::blocking::worker_pool::WorkerTask;
+use crate::engine::completion::Rejected;
+use crate::engine::dispatcher::{Dispatcher, push_transfer, reject_full};
+use crate::engine::fragment::{Fragment, FragmentKind};
+use crate::engine::slot::{Role, State};
+use crate::engine::transfer_result::{TransferResult, classify};
+use crate::memory::buffer_pool::PooledBuffer;
+use crate::queue::IoQueue;
+use crate::sim_hooks::injected_bug::{self, EngineBug};
+use crate::types::byte_range::ByteRange;
+use crate::types::error::{Error, Operation};
+use crate::types::iovec::IoSegment;
+use crate::types::request::{Flags, Op, Request};
+use crate::types::transfer::{Outcome, Transfer, UNREGISTERED};
+use crate::types::{alignment, iovec};
+
+/// The largest fragment that goes through a pooled buffer, in bytes from the start of its first
+/// block.
+const BOUNCE_BYTES: u64 = 512 << 10;
+
+/// How a request is served.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Path {
+    /// By one transfer between all of the request's memory and the extent.
+    Single(Extent),
+    /// By the fragments of the plan.
+    Split,
+    /// By a worker.
+    Worker,
+}
+
+/// Splits `io` into `fragments`, the last one first. `segments` are its memory, merged; `own`
+/// returns the engine's buffer that they lie in, if they do; `vectored` is the switch;
+/// `separate_sync` says that the request needs a sync after its data.
+pub(crate) fn plan<M: BlockMap>(
+    disk: &BlockDevice<M>,
+    io: Request,
+    segments: &[IoSegment],
+    own: impl Fn() -> Option<IoSegment>,
+    vectored: bool,
+    separate_sync: bool,
+    fragments: &mut Vec<Fragment>,
+) -> Path {
+    fragments.clear();
+    match io.op {
+        Op::Read if plan_read(disk, io.range, segments, &own, fragments) => {}
+        Op::Write if plan_write(disk, io.range, segments, fragments) => {}
+        _ => return Path::Worker,
+    }
+    if !vectored {
+        split_per_segment(disk, io.op, segments, fragments);
+    }
+    if let &[Fragment { kind: FragmentKind::Direct, len, pos, file, .. }] = fragments.as_slice()
+        && !separate_sync
+    {
+        fragments.clear();
+        return Path::Single(Extent { file, pos, len, hole: false });
+    }
+    // Fragments are popped from the end.
+    fragments.reverse();
+    Path::Split
+}
+
+/// Plans a read. False when only a worker can do it.
+fn plan_read<M: BlockMap>(
+    disk: &BlockDevice<M>,
+    range: ByteRange,
+    segments: &[IoSegment],
+    own: &impl Fn() -> Option<IoSegment>,
+    fragments: &mut Vec<Fragment>,
+) -> bool {
+    let block = disk.alignment().read_offset;
+    let mut start = 0;
+    while start < range.len {
+        let rest = ByteRange::new(range.pos + start, range.len - start);
+        let Ok(extent) = disk.extent(rest, Intent::Read) else {
+            return false;
+        };
+        if extent.hole {
+            fragments.push(Fragment::of(extent, start, FragmentKind::Zero));
+        } else if is_direct(disk, block, extent, segments, start) {
+            fragments.push(Fragment::of(extent, start, FragmentKind::Direct));
+        } else if extent.len == range.len
+            && let Some(skip) = room_for(extent, block, segments, own())
+        {
+            fragments.push(Fragment::of(extent, start, FragmentKind::PaddedRead { skip }));
+        } else {
+            bounce(extent, start, block, fragments);
+        }
+        start += extent.len;
+    }
+    true
+}
+
+/// The bytes from the start of the first block to `extent`, which is all of a request, if `own` has
+/// room for all blocks around it. It may have none: the file position may differ from the device's
+/// modulo the block, and the buffer may come from an engine with smaller blocks.
+fn room_for(
+    extent: Extent,
+    block: u32,
+    segments: &[IoSegment],
+    own: Option<IoSegment>,
+) -> Option<u32> {
+    let (own, one) = (own?, segments.first()?);
+    let skip = extent.pos - alignment::round_down(extent.pos, block);
+    let before = (one.base as u64).wrapping_sub(own.base as u64);
+    let after = (own.len as u64).checked_sub(before)?;
+    (skip <= before && alignment::round_up(skip + extent.len, block) - skip <= after)
+        .then_some(skip as u32)
+}
+
+/// Plans a write. False when only a worker can do it.
+fn plan_write<M: BlockMap>(
+    disk: &BlockDevice<M>,
+    range: ByteRange,
+    segments: &[IoSegment],
+    fragments: &mut Vec<Fragment>,
+) -> bool {
+    let block = disk.alignment().offset;
+    if (range.pos | range.len) & (u64::from(block) - 1) != 0 {
+        return false;
+    }
+    let mut start = 0;
+    while start < range.len {
+        let rest = ByteRange::new(range.pos + start, range.len - start);
+        let Ok(extent) = disk.extent(rest, Intent::Write) else {
+            return false;
+        };
+        if is_direct(disk, block, extent, segments, start) {
+            fragments.push(Fragment::of(extent, start, FragmentKind::Direct));
+        } else {
+            bounce(extent, start, block, fragments);
+        }
+        start += extent.len;
+    }
+    true
+}
+
+/// Whether `part`, which begins at byte `start` of the request, and its memory are aligned.
+fn is_direct<M: BlockMap>(
+    disk: &BlockDevice<M>,
+    block: u32,
+    part: Extent,
+    segments: &[IoSegment],
+    start: u64,
+) -> bool {
+    // The part's length is the sum of its segments' lengths, so it is checked with them.
+    let mut direct = part.pos & (u64::from(block) - 1) == 0;
+    iovec::slice_segments(segments, start, part.len, |segment| {
+        direct &= iovec::aligned(&[segment], disk.alignment().memory, block);
+    });
+    direct
+}
+
+/// Cuts `part` into fragments that fit a pooled buffer, at block boundaries.
+fn bounce(part: Extent, start: u64, block: u32, fragments: &mut Vec<Fragment>) {
+    let mut done = 0;
+    while done < part.len {
+        let pos = part.pos.wrapping_add(done);
+        let skip = pos - alignment::round_down(pos, block);
+        let len = (BOUNCE_BYTES - skip).min(part.len - done);
+        let kind = FragmentKind::Bounce { skip: skip as u32 };
+        fragments.push(Fragment { start: start + done, len, pos, file: part.file, kind });
+        done += len;
+    }
+}
+
+/// With `vectored` off: cuts direct fragments at the ends of their segments.
+fn split_per_segment<M: BlockMap>(
+    disk: &BlockDevice<M>,
+    op: Op,
+    segments: &[IoSegment],
+    fragments: &mut Vec<Fragment>,
+) {
+    let align = disk.alignment();
+    let block = if op == Op::Read { align.read_offset } else { align.offset };
+    let all = std::mem::take(fragments);
+    for fragment in all {
+        if fragment.kind != FragmentKind::Direct {
+            fragments.push(fragment);
+            continue;
+        }
+        let mut start = fragment.start;
+        iovec::slice_segments(segments, fragment.start, fragment.len, |segment| {
+            debug_assert!(iovec::aligned(&[segment], align.memory, block));
+            let len = segment.len as u64;
+            fragments.push(Fragment {
+                start,
+                len,
+                pos: fragment.pos.wrapping_add(start - fragment.start),
+                ..fragment
+            });
+            start += len;
+        });
+    }
+}
+
+#[cfg(test)]
+#[cfg(feature = "sim")]
+mod tests;
+
+impl<M: BlockMap> Dispatcher<M> {
+    /// Starts any request by the general path: by one transfer, by fragments or by a worker.
+    pub(crate) fn submit_general<Q: IoQueue>(
+        &mut self,
+        queue: &mut Q,
+        io: Request,
+        segments: &[IoSegment],
+        buf: Option<PooledBuffer>,
+        tag: u64,
+    ) -> Result<(), Rejected> {
+        let io = match self.check(io, segments) {
+            Ok(io) => io,
+            Err(error) => return Err(Rejected { error, buf }),
+        };
+        let Some((slot, request)) = self.pool.alloc() else { return Err(reject_full(io, buf)) };
+        request.begin(Role::Split, State::Submitting, io, buf, tag);
+        request.result = 0;
+        match segments {
+            [one] => {
+                let len = one.len.min(io.range.len as usize);
+                request.segments.set_one(IoSegment { base: one.base, len });
+            }
+            _ => {
+                let (merged, len) = (&mut self.merged, io.range.len);
+                merged.clear();
+                match self.config.vectored {
+                    true => iovec::merge(segments, len, merged),
+                    false => {
+                        iovec::slice_segments(segments, 0, len, |segment| merged.push(segment))
+                    }
+                }
+                request.segments.set(merged);
+            }
+        }
+        if io.range.len == 0 && io.op != Op::Flush {
+            self.complete(slot, 0);
+            return Ok(());
+        }
+        match self.choose_path(slot) {
+            Path::Single(extent) => self.submit_single(queue, slot, extent),
+            Path::Split => self.submit_fragments(queue, slot),
+            Path::Worker => {
+                self.stats.worker += 1;
+                self.offload(slot, WorkerTask::Run);
+                return Ok(());
+            }
+        }
+        self.stats.generic += 1;
+        Ok(())
+    }
+
+    /// Submits the only transfer of a request that is a single direct fragment.
+    #[inline]
+    pub(crate) fn submit_single<Q: IoQueue>(&mut self, queue: &mut Q, slot: u32, extent: Extent) {
+        let request = &mut self.pool[slot];
+        let io = request.io;
+        let (base, segments) = match request.segments.as_slice() {
+            [one] => (one.base, 0),
+            list => (list.as_ptr().cast_mut().cast(), list.len() as u16),
+        };
+        let buffer = request.buf.as_ref().map_or(UNREGISTERED, PooledBuffer::registered);
+        request.transfer = self.simple_path.transfer(io, extent, base, segments, buffer);
+        request.role = if io.op == Op::Write { Role::Write } else { Role::Read };
+        request.state = State::Queued;
+        // SAFETY: the memory is the request's, and the list of segments is the slot's; both last
+        // until the slot is done.
+        if !unsafe { push_transfer(queue, &request.transfer, slot) } {
+            // No room in the queue: a worker does the request.
+            request.role = Role::Split;
+            request.again = true;
+            self.finish_or_continue(slot);
+        }
+    }
+
+    /// Checks a request against the device; the returned range is cut at the device's end.
+    /// `EINVAL` for an unaligned request with `strict` on (C12); as [`sync_io::check`].
+    pub(crate) fn check(&self, io: Request, segments: &[IoSegment]) -> Result<Request, Error> {
+        let checked = sync_io::check(&self.disk, io)?;
+        if self.config.strict && io.range.len > 0 && !self.is_aligned(io, segments) {
+            return Err(Error::new(libc::EINVAL, Operation::Validate).at(io.range));
+        }
+        Ok(checked)
+    }
+
+    /// Whether a request is aligned as it was submitted, before it is cut at the device's end.
+    pub(crate) fn is_aligned(&self, io: Request, segments: &[IoSegment]) -> bool {
+        let align = self.disk.alignment();
+        let block = match io.op {
+            Op::Read => align.read_offset,
+            Op::Write => align.offset,
+            _ => return true,
+        };
+        sync_io::is_aligned_to(&self.disk, block, io.range, segments)
+    }
+
+    /// Submits the fragments of a request: all of them, or with `vectored` off the next one. Ends
+    /// the request when none is left or in flight.
+    pub(crate) fn submit_fragments<Q: IoQueue>(&mut self, queue: &mut Q, slot: u32) {
+        while let Some(fragment) = self.pool[slot].fragments.pop() {
+            if self.pool[slot].again || self.pool[slot].result < 0 {
+                continue;
+            }
+            if fragment.kind == FragmentKind::Zero {
+                let segments = self.pool[slot].segments.as_slice();
+                // SAFETY: the memory was promised by the caller; no transfer covers these bytes.
+                unsafe { sync_io::fill_zero(segments, fragment.start, fragment.len) };
+                self.stats.zero_filled += fragment.len;
+                continue;
+            }
+            match self.submit_fragment(queue, slot, fragment) {
+                true if self.config.vectored => {}
+                true => break,
+                // No slot, no buffer or no room in the queue: a worker does the request.
+                false => self.pool[slot].again = true,
+            }
+        }
+        let request = &mut self.pool[slot];
+        if request.pending == 0 {
+            self.finish_or_continue(slot);
+        } else {
+            request.state = State::Queued;
+        }
+    }
+
+    /// Submits one fragment. False, with its slot freed, when there is no slot, no buffer or no
+    /// room.
+    fn submit_fragment<Q: IoQueue>(
+        &mut self,
+        queue: &mut Q,
+        parent: u32,
+        fragment: Fragment,
+    ) -> bool {
+        let io = self.pool[parent].io;
+        let Some((slot, request)) = self.pool.alloc() else { return false };
+        request.begin(Role::Fragment, State::Submitting, io, None, 0);
+        request.parent = parent;
+        request.fragment = fragment;
+        self.fragments += 1;
+        if !self.prepare_transfer(parent, slot, fragment) {
+            self.free_fragment(slot);
+            return false;
+        }
+        // SAFETY: the memory is the parent's, which lasts until all of its fragments have ended, or
+        // the bounce buffer in the fragment's own slot.
+        if !unsafe { push_transfer(queue, &self.pool[slot].transfer, slot) } {
+            self.free_fragment(slot);
+            return false;
+        }
+        self.pool[slot].state = State::Queued;
+        self.pool[parent].pending += 1;
+        true
+    }
+
+    fn free_fragment(&mut self, slot: u32) {
+        self.pool[slot].buf = None;
+        self.fragments -= 1;
+        self.pool.free(slot);
+    }
+
+    /// Sets up the transfer of a fragment. False when there is no buffer for it.
+    fn prepare_transfer(&mut self, parent: u32, slot: u32, fragment: Fragment) -> bool {
+        let io = self.pool[parent].io;
+        let write = io.op == Op::Write;
+        let pos = fragment.pos;
+        let mut transfer = Transfer {
+            pos,
+            file: fragment.file,
+            len: fragment.len as u32,
+            rw_flags: self.simple_path.rw_flags(io.flags.without(Flags::DSYNC)),
+            write,
+            must_not_wait: io.flags.has(Flags::NOWAIT),
+            ..Transfer::NONE
+        };
+        let align = self.disk.alignment();
+        let block = if write { align.offset } else { align.read_offset };
+        match fragment.kind {
+            FragmentKind::Zero => return false,
+            FragmentKind::Direct => {
+                let mut parts = std::mem::take(&mut self.merged);
+                parts.clear();
+                let request = &self.pool[parent];
+                iovec::slice_segments(
+                    request.segments.as_slice(),
+                    fragment.start,
+                    fragment.len,
+                    |s| parts.push(s),
+                );
+                if let [one] = parts.as_slice() {
+                    transfer.base = one.base;
+                    transfer.buffer =
+                        request.buf.as_ref().map_or(UNREGISTERED, PooledBuffer::registered);
+                } else {
+                    self.pool[slot].segments.set(&parts);
+                    let list = self.pool[slot].segments.as_slice();
+                    transfer.base = list.as_ptr().cast_mut().cast();
+                    transfer.segments = list.len() as u16;
+                }
+                self.merged = parts;
+            }
+            FragmentKind::PaddedRead { skip } => {
+                let request = &self.pool[parent];
+                let Some(buf) = &request.buf else { return false };
+                let Some(one) = request.segments.as_slice().first() else { return false };
+                transfer.base = one.base.wrapping_sub(skip as usize);
+                transfer.buffer = buf.registered();
+                transfer.pos = pos - u64::from(skip);
+                transfer.len = alignment::round_up(u64::from(skip) + fragment.len, block) as u32;
+            }
+            FragmentKind::Bounce { skip } => {
+                let len = alignment::round_up(u64::from(skip) + fragment.len, block);
+                let Some(mut buf) = self.bounce.get(len as usize, |_, _| None) else {
+                    return false;
+                };
+                if write {
+                    let segments = self.pool[parent].segments.as_slice();
+                    // SAFETY: the memory was promised by the caller.
+                    unsafe { sync_io::gather(segments, fragment.start, fragment.len, &mut buf) };
+                }
+                transfer.base = buf.base();
+                transfer.pos = pos - u64::from(skip);
+                transfer.len = len as u32;
+                self.pool[slot].buf = Some(buf);
+            }
+        }
+        self.pool[slot].transfer = transfer;
+        true
+    }
+
+    /// Handles the end of the transfer of the fragment in `slot`.
+    pub(crate) fn on_fragment_done(&mut self, slot: u32, outcome: Outcome) {
+        let request = &self.pool[slot];
+        let (parent, fragment) = (request.parent, request.fragment);
+        let skip = match fragment.kind {
+            FragmentKind::PaddedRead { skip } | FragmentKind::Bounce { skip } => u64::from(skip),
+            FragmentKind::Zero | FragmentKind::Direct => 0,
+        };
+        let result = classify(outcome, skip + fragment.len);
+        let read = request.io.op == Op::Read;
+        if let (TransferResult::Full, true, FragmentKind::Bounce { skip }, Some(buf)) =
+            (result, read, fragment.kind, &request.buf)
+        {
+            let segments = self.pool[parent].segments.as_slice();
+            let from = &buf[skip as usize..];
+            if !injected_bug::injected(EngineBug::ReplyFromStaleBuffer) {
+                // SAFETY: the memory was promised by the caller; the transfer has filled the buffer
+                // that far.
+                unsafe { sync_io::scatter(from, segments, fragment.start, fragment.len) };
+            }
+        }
+        self.free_fragment(slot);
+        self.record_outcome(parent, result);
+        let request = &mut self.pool[parent];
+        request.pending -= 1;
+        if request.pending == 0 {
+            self.resumable.push(parent);
+        }
+    }
+
+    /// Continues the requests whose submitted fragments have ended, and the deferred ones when
+    /// there is no probe request. True when the caller is to submit the queue at once.
+    #[inline]
+    pub(crate) fn resume_split_requests<Q: IoQueue>(&mut self, queue: &mut Q) -> bool {
+        let mut submitted = false;
+        while let Some(slot) = self.resumable.pop() {
+            submitted |= !self.pool[slot].fragments.is_empty();
+            self.submit_fragments(queue, slot);
+        }
+        if self.probe_slot.is_none() && !self.deferred.is_empty() {
+            submitted |= self.retry_deferred(queue);
+        }
+        self.submit_work();
+        submitted
+    }
+}

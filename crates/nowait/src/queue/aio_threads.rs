@@ -1,0 +1,303 @@
+//! Transfers by plain system calls: inline where that delays nothing else, otherwise by Linux AIO
+//! or on a thread pool.
+//!
+//! Invariant: at depth 1 no other thread is involved. With more transfers in flight, or with
+//! watched descriptors besides the engine's own, this thread makes no call that waits for a device.
+#![allow(unsafe_code)]
+
+use std::cell::OnceCell;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::queue::epoll::Epoll;
+use crate::queue::linux_aio::Aio;
+use crate::queue::{FD_TOKEN, Interest, IoQueue, QueueFull, Token, preadv2};
+use crate::threads::completion_list::CompletionList;
+use crate::threads::thread_pool::{ThreadPool, WorkItem};
+use crate::types::error::{Error, Operation};
+use crate::types::transfer::{Outcome, Transfer};
+
+/// Threads of a queue: enough to keep a disk busy, few enough for a fast start.
+const POOL_THREADS: u32 = 16;
+/// Watched descriptors that signal completions: the pool's, and that of the engine's workers.
+const INTERNAL_FDS: usize = 2;
+const POOL_EVENT: Token = FD_TOKEN | FD_TOKEN >> 1;
+const AIO_EVENT: Token = POOL_EVENT | 1;
+/// The greatest number of transfers in AIO; the pool runs those beyond it.
+const AIO_TRANSFERS: u32 = 128;
+
+struct QueuedTransfer(Transfer, u32);
+
+// SAFETY: the caller of `push` promised that the memory stays valid and is not accessed otherwise
+// until the token's completion was drained; the call may run on any thread.
+unsafe impl Send for QueuedTransfer {}
+
+impl WorkItem for QueuedTransfer {
+    /// Each transfer is a client of its own, so they start in the order of their push.
+    fn client(&self) -> u64 {
+        u64::from(self.1)
+    }
+}
+
+/// A queue on preadv2(2) and pwritev2(2).
+pub struct AioThreadQueue {
+    pushed: Vec<QueuedTransfer>,
+    ended: Vec<(Token, Outcome)>,
+    /// Transfers in the pool.
+    in_pool: usize,
+    pool: ThreadPool<QueuedTransfer>,
+    completions: Arc<CompletionList>,
+    watched: Epoll,
+    /// Set up on first use; `None` inside means that there is no AIO.
+    aio: OnceCell<Option<Aio>>,
+    /// Transfers in AIO.
+    in_aio: usize,
+    files: Arc<[OwnedFd]>,
+    /// The files use the page cache, so a call for cached data never waits for a device.
+    cached: bool,
+}
+
+impl AioThreadQueue {
+    /// As [`AioThreadQueue::for_files`], for one file.
+    ///
+    /// # Errors
+    /// As [`AioThreadQueue::for_files`].
+    pub fn new(file: BorrowedFd<'_>, slots: u32, cached: bool) -> Result<Self, Error> {
+        Self::for_files(&[file], slots, cached)
+    }
+
+    /// A queue on `files`, which [`Transfer::file`] indexes from 0 on, for tokens below `slots`.
+    /// `cached` tells that the files were opened without `O_DIRECT`.
+    ///
+    /// # Errors
+    /// The errno of dup(2), pipe2(2) or epoll_create1(2): `EMFILE`, `ENFILE`, `ENOMEM`.
+    pub fn for_files(files: &[BorrowedFd<'_>], slots: u32, cached: bool) -> Result<Self, Error> {
+        let clones = files.iter().map(BorrowedFd::try_clone_to_owned);
+        let files = clones.collect::<Result<Arc<[OwnedFd]>, _>>();
+        let files = files.map_err(|e| Error::from_io(&e, Operation::SetUp))?;
+        let completions = Arc::new(CompletionList::new(slots)?);
+        let mut watched = Epoll::new()?;
+        watched.watch(completions.fd(), POOL_EVENT, Interest::Readable)?;
+        let (pool_files, pool_completions) = (files.clone(), completions.clone());
+        let pool = ThreadPool::new(POOL_THREADS, move |QueuedTransfer(transfer, token)| {
+            // SAFETY: see `QueuedTransfer`.
+            let outcome = unsafe { call(&pool_files, &transfer) };
+            pool_completions.push(token, i64::from(outcome));
+        });
+        let (pushed, ended) = (Vec::with_capacity(64), Vec::with_capacity(64));
+        let aio = OnceCell::new();
+        Ok(Self {
+            pushed,
+            ended,
+            in_pool: 0,
+            pool,
+            completions,
+            watched,
+            aio,
+            in_aio: 0,
+            files,
+            cached,
+        })
+    }
+}
+
+impl AioThreadQueue {
+    /// Submits the pushed transfers to AIO as far as it has room, provided that all of them have
+    /// `RWF_NOWAIT`.
+    fn submit_aio(&mut self) {
+        let waits = |QueuedTransfer(transfer, _): &QueuedTransfer| {
+            transfer.rw_flags & libc::RWF_NOWAIT == 0
+        };
+        if self.cached || self.pushed.iter().any(waits) {
+            return;
+        }
+        let watched = &mut self.watched;
+        self.aio.get_or_init(|| {
+            let aio = Aio::new(AIO_TRANSFERS)?;
+            watched.watch(aio.fd(), AIO_EVENT, Interest::Readable).ok()?;
+            Some(aio)
+        });
+        let Some(Some(aio)) = self.aio.get_mut() else { return };
+        for QueuedTransfer(transfer, token) in &self.pushed {
+            // A transfer to an unknown file goes to the pool, with all transfers behind it.
+            let Some(file) = self.files.get(usize::from(transfer.file)) else { break };
+            aio.push(file.as_fd(), transfer, *token);
+        }
+        // SAFETY: see `QueuedTransfer`.
+        let taken = unsafe { aio.submit() };
+        self.in_aio += taken;
+        self.pushed.drain(..taken);
+    }
+
+    /// Whether there is a completion that can be drained without a system call.
+    fn has_ended(&self) -> bool {
+        let by_aio =
+            matches!(self.aio.get(), Some(Some(aio)) if self.in_aio > 0 && aio.has_ended());
+        by_aio || !self.ended.is_empty()
+    }
+
+    /// Whether descriptors besides the engine's own are watched.
+    fn has_external_watches(&self) -> bool {
+        let aio = matches!(self.aio.get(), Some(Some(_)));
+        self.watched.count() > INTERNAL_FDS + usize::from(aio)
+    }
+}
+
+/// Makes the transfer; `EBADF` for an unknown file.
+///
+/// # Safety
+/// As for `preadv2::transfer`.
+unsafe fn call(files: &[OwnedFd], transfer: &Transfer) -> Outcome {
+    match files.get(usize::from(transfer.file)) {
+        // SAFETY: as promised by the caller.
+        Some(file) => unsafe { preadv2::transfer(file.as_fd(), transfer) },
+        None => -libc::EBADF,
+    }
+}
+
+// SAFETY: each transfer is in exactly one of `pushed`, `ended`, AIO and the pool, which returns its
+// token once, after the call. `Epoll` returns tokens of watched descriptors only.
+unsafe impl IoQueue for AioThreadQueue {
+    // SAFETY: the caller promises what `QueuedTransfer` needs.
+    unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
+        self.pushed.push(QueuedTransfer(*transfer, token as u32));
+        Ok(())
+    }
+
+    fn submit(&mut self) -> Result<(), Error> {
+        // With the page cache a call waits only without RWF_NOWAIT.
+        let tries = |QueuedTransfer(transfer, _): &QueuedTransfer| {
+            transfer.rw_flags & libc::RWF_NOWAIT != 0
+        };
+        let inline = match self.cached {
+            true => self.pushed.iter().all(tries),
+            // A device may take any time: the call must not delay other clients of this thread.
+            false => {
+                self.in_pool + self.in_aio == 0
+                    && self.pushed.len() == 1
+                    && !self.has_external_watches()
+            }
+        };
+        if inline {
+            for QueuedTransfer(transfer, token) in self.pushed.drain(..) {
+                // SAFETY: see `QueuedTransfer`.
+                let outcome = unsafe { call(&self.files, &transfer) };
+                self.ended.push((Token::from(token), outcome));
+            }
+            return Ok(());
+        }
+        if !self.pushed.is_empty() {
+            self.submit_aio();
+        }
+        if !self.pushed.is_empty() {
+            // The pool's threads may wait, so RWF_NOWAIT is removed unless the request asked for
+            // it.
+            self.in_pool += self.pushed.len();
+            self.pool.push(self.pushed.drain(..).map(|QueuedTransfer(mut transfer, token)| {
+                if !transfer.must_not_wait {
+                    transfer.rw_flags &= !libc::RWF_NOWAIT;
+                }
+                QueuedTransfer(transfer, token)
+            }));
+        }
+        Ok(())
+    }
+
+    fn drain_completions(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
+        let mut count = self.ended.len();
+        if let Some(Some(aio)) = self.aio.get_mut()
+            && self.in_aio > 0
+        {
+            let ended = aio.drain(&mut sink);
+            self.in_aio -= ended;
+            count += ended;
+        }
+        if count == 0 && !self.watched.is_ready() {
+            // A caller that only polls gets events of watched descriptors, too. `wait` returns
+            // errors.
+            let _ = self.watched.wait(Some(Duration::ZERO));
+        }
+        self.ended.drain(..).for_each(|(token, outcome)| sink(token, outcome));
+        if self.watched.is_ready() {
+            let completions = &self.completions;
+            count += self.watched.take(|token, bits| match token {
+                POOL_EVENT => completions.clear_wake(),
+                AIO_EVENT => {}
+                _ => sink(token, bits),
+            });
+        }
+        let returned =
+            self.completions.take(|slot, outcome| sink(Token::from(slot), outcome as Outcome));
+        self.in_pool -= returned;
+        count + returned
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
+        self.submit()?;
+        let timeout = if self.has_ended() { Some(Duration::ZERO) } else { timeout };
+        self.watched.wait(timeout)
+    }
+
+    fn has_completions(&mut self) -> bool {
+        self.has_ended()
+            || self.watched.is_ready()
+            || self.watched.wait(Some(Duration::ZERO)).is_ok() && self.watched.is_ready()
+    }
+
+    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
+        self.watched.watch(fd, token, interest)
+    }
+
+    fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
+        self.watched.unwatch(fd, token);
+    }
+
+    // SAFETY: the memory is not kept.
+    unsafe fn register(&mut self, _: *mut u8, _: usize) -> Option<u16> {
+        None
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.watched.fd()
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use super::*;
+    use std::io::Write;
+
+    #[test]
+    fn with_sockets_a_nowait_transfer_goes_to_aio_and_any_other_to_the_pool() {
+        let mut file = tempfile::tempfile().unwrap();
+        file.write_all(&[7; 4096]).unwrap();
+        let sockets =
+            [(); INTERNAL_FDS + 1].map(|()| std::os::unix::net::UnixStream::pair().unwrap());
+        let mut queue = AioThreadQueue::new(file.as_fd(), 8, false).unwrap();
+        for (n, socket) in sockets.iter().enumerate() {
+            queue.watch(socket.0.as_fd(), FD_TOKEN | n as Token, Interest::Readable).unwrap();
+        }
+        for (rw_flags, wanted) in [(libc::RWF_NOWAIT, (0, 1)), (0, (1, 0))] {
+            let mut memory = vec![0u8; 4096];
+            let base = memory.as_mut_ptr();
+            let read = Transfer { base, len: 4096, rw_flags, ..Transfer::NONE };
+            // SAFETY: the memory outlives the completion.
+            unsafe { queue.push(&read, 5) }.unwrap();
+            queue.submit().unwrap();
+            let in_flight = (queue.in_pool, queue.in_aio);
+            let mut ended = Vec::new();
+            while ended.is_empty() {
+                queue.wait(Some(Duration::from_secs(60))).unwrap();
+                queue.drain_completions(|token, outcome| ended.push((token, outcome)));
+            }
+            assert_eq!((ended, memory), (vec![(5, 4096)], vec![7; 4096]));
+            if rw_flags != 0 && !matches!(queue.aio.get(), Some(Some(_))) {
+                println!("skipped: no AIO");
+                continue;
+            }
+            assert_eq!((in_flight, queue.in_pool, queue.in_aio), (wanted, 0, 0));
+        }
+    }
+}

@@ -1,0 +1,407 @@
+//! Transfers through io_uring(7), with registered files and buffers and one enter for a batch.
+//!
+//! Invariant: the ring is dropped before its files; a token is in the ring from `push` to
+//! `drain_completions`. With `DEFER_TASKRUN` only the thread that made the ring enters it.
+#![allow(unsafe_code)]
+
+mod sqe;
+mod locked_memory;
+mod iopoll;
+
+use std::cell::OnceCell;
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::time::Duration;
+
+use io_uring::{IoUring, cqueue, opcode, squeue, types};
+use rustix::event::{EventfdFlags, eventfd};
+
+use crate::queue::{FD_TOKEN, Interest, IoQueue, QueueFull, Token};
+use crate::types::error::{Error, Operation};
+use crate::types::transfer::{Outcome, Transfer};
+use iopoll::IopollRing;
+
+/// Sizes of the submission and the completion queue in entries; the kernel keeps completions
+/// beyond. The second pair is used if the limit on locked memory has no room for the first, 84 KiB
+/// (Linux counts a ring's own memory before 5.12 and from 6.13 on).
+const ENTRIES: [(u32, u32); 2] = [(256, 4096), (64, 256)];
+/// The greatest numbers of kernel threads for this ring's bounded and unbounded work.
+const IOWQ_WORKERS: [u32; 2] = [8, 4];
+const MAX_BUFFERS: u32 = 256;
+/// Set in tokens of the ring's own requests, whose completions are discarded.
+const INTERNAL_TOKEN: Token = FD_TOKEN >> 1;
+/// Set in tokens of watches that end with their first event.
+const ONESHOT: Token = FD_TOKEN >> 2;
+
+/// The features that the kernel offered when the ring was set up.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct RingFeatures {
+    /// The ring has its full size; false if the limit on locked memory (`ulimit -l`) is too low for
+    /// it.
+    pub full_size: bool,
+    /// `SINGLE_ISSUER`, `DEFER_TASKRUN` and `TASKRUN_FLAG` (Linux 6.1).
+    pub deferred: bool,
+    /// The files are registered.
+    pub file: bool,
+    /// Buffers can be registered.
+    pub buffers: bool,
+    /// The device has polled queues, so `HIPRI` has an effect (C48).
+    pub polled: bool,
+}
+
+/// A queue on a ring.
+pub struct Uring {
+    ring: IoUring,
+    /// The ring for `HIPRI` transfers.
+    polled: Option<IopollRing>,
+    ring_features: RingFeatures,
+    buffers: u16,
+    /// Bytes of registered buffers.
+    locked: usize,
+    rearm: Vec<(RawFd, Token)>,
+    watched: Vec<(RawFd, Token)>,
+    /// The eventfd for the caller's own event loop. Made on first use, because the kernel then
+    /// writes to it with each completion; `None` inside means that it could not be made.
+    wake: OnceCell<Option<OwnedFd>>,
+    files: Vec<OwnedFd>,
+}
+
+impl Uring {
+    /// As [`Uring::for_files`], for one file.
+    ///
+    /// # Errors
+    /// As [`Uring::for_files`].
+    pub fn new(file: BorrowedFd<'_>) -> Result<Self, Error> {
+        Self::for_files(&[file])
+    }
+
+    /// A ring for transfers to and from `files`, which [`Transfer::file`] indexes from 0 on. It
+    /// does without features that the kernel lacks or that the limit on locked memory has no room
+    /// for: registered buffers, registered files, the full size.
+    ///
+    /// # Errors
+    /// `EPERM` or `ENOSYS` where io_uring is forbidden or missing, `ENOMEM` where the user's limit
+    /// on locked memory (`ulimit -l`) has no room for the smallest ring, `EMFILE` or `ENFILE` when
+    /// no descriptor is left. The caller then uses [`crate::AioThreadQueue`]; [`Uring::refusal`]
+    /// puts the reason into words.
+    pub fn for_files(files: &[BorrowedFd<'_>]) -> Result<Self, Error> {
+        let set_up = |e: std::io::Error| Error::from_io(&e, Operation::SetUp);
+        let clones = files.iter().map(BorrowedFd::try_clone_to_owned);
+        let files = clones.collect::<Result<Vec<_>, _>>().map_err(set_up)?;
+        let (ring, mut features) = Self::build().map_err(set_up)?;
+        let numbers: Vec<RawFd> = files.iter().map(AsRawFd::as_raw_fd).collect();
+        features.file = ring.submitter().register_files(&numbers).is_ok();
+        features.buffers = ring.submitter().register_buffers_sparse(MAX_BUFFERS).is_ok();
+        // Missing before Linux 5.15, where the kernel's own bound applies.
+        let _ = ring.submitter().register_iowq_max_workers(&mut IOWQ_WORKERS.clone());
+        let polled = IopollRing::for_device_of(&files);
+        features.polled = polled.is_some();
+        let (rearm, watched) = (Vec::new(), Vec::new());
+        Ok(Self {
+            ring,
+            polled,
+            ring_features: features,
+            buffers: 0,
+            locked: 0,
+            rearm,
+            watched,
+            wake: OnceCell::new(),
+            files,
+        })
+    }
+
+    fn build() -> std::io::Result<(IoUring, RingFeatures)> {
+        let mut ring = Err(std::io::ErrorKind::Unsupported.into());
+        for entries in ENTRIES {
+            ring = Self::build_with(entries);
+            let is_short_of_memory =
+                ring.as_ref().is_err_and(|error| error.raw_os_error() == Some(libc::ENOMEM));
+            if !is_short_of_memory {
+                break;
+            }
+        }
+        ring
+    }
+
+    fn build_with(entries: (u32, u32)) -> std::io::Result<(IoUring, RingFeatures)> {
+        let (submissions, completions) = entries;
+        let full_size = entries == ENTRIES[0];
+        let mut plain = IoUring::builder();
+        plain.setup_clamp().setup_cqsize(completions);
+        let mut best = plain.clone();
+        best.setup_submit_all();
+        best.setup_single_issuer().setup_coop_taskrun().setup_defer_taskrun().setup_taskrun_flag();
+        let (ring, deferred) = match best.build(submissions) {
+            Ok(ring) => (ring, true),
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
+                (plain.build(submissions)?, false)
+            }
+            Err(error) => return Err(error),
+        };
+        Ok((ring, RingFeatures { full_size, deferred, ..RingFeatures::default() }))
+    }
+
+    /// A message for the user on why there is no ring; `error` is that of [`Uring::new`].
+    #[must_use]
+    pub fn refusal(error: Error) -> String {
+        match error.errno() {
+            libc::EPERM | libc::EACCES => {
+                "io_uring is forbidden here (sysctl kernel.io_uring_disabled, or seccomp)".into()
+            }
+            libc::ENOSYS => "the kernel has no io_uring".into(),
+            libc::ENOMEM => "what this user may lock of memory leaves no room for io_uring \
+                             (ulimit -l)"
+                .into(),
+            errno => {
+                let error = std::io::Error::from_raw_os_error(errno).to_string();
+                let words = error.split(" (os error ").next().unwrap_or(&error);
+                format!("io_uring: {words}")
+            }
+        }
+    }
+
+    /// The features that the kernel offered.
+    #[must_use]
+    pub fn offered(&self) -> RingFeatures {
+        self.ring_features
+    }
+
+    #[inline]
+    fn sqe(&self, transfer: &Transfer) -> squeue::Entry {
+        let (fd, flags) = match self.ring_features.file {
+            true => (RawFd::from(transfer.file), squeue::Flags::FIXED_FILE),
+            false => (number_of(&self.files, transfer.file), squeue::Flags::empty()),
+        };
+        let fd = types::Fd(fd);
+        sqe::of(fd, transfer).flags(flags)
+    }
+
+    /// Pushes a request of the ring's own, after a submission if there is no room.
+    fn push_sqe(&mut self, entry: &squeue::Entry) -> Result<(), Error> {
+        // SAFETY: polls name no memory.
+        while unsafe { self.ring.submission().push(entry) }.is_err() {
+            self.submit()?;
+        }
+        Ok(())
+    }
+
+    fn poll_entry(fd: RawFd, token: Token, interest: Interest) -> squeue::Entry {
+        let (events, multi, mark) = match interest {
+            Interest::Readable => (libc::POLLIN | libc::POLLRDHUP, true, 0),
+            Interest::Writable => (libc::POLLOUT, false, ONESHOT),
+        };
+        opcode::PollAdd::new(types::Fd(fd), events as u32)
+            .multi(multi)
+            .build()
+            .user_data(token | mark)
+    }
+
+    /// A descriptor that the kernel makes readable with each completion. With `DEFER_TASKRUN` the
+    /// ring's own descriptor does not wake a thread that sleeps on it.
+    fn make_wake(&self) -> Option<OwnedFd> {
+        // Readable at first, because there may be completions already.
+        let wake = eventfd(1, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK).ok()?;
+        self.ring.submitter().register_eventfd(wake.as_raw_fd()).ok()?;
+        Some(wake)
+    }
+
+    /// Pushes a `HIPRI` transfer. Without a polled ring, or with no room in it, the transfer is an
+    /// ordinary one.
+    ///
+    /// # Safety
+    /// As for [`IoQueue::push`].
+    #[cold]
+    unsafe fn push_polled(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
+        let transfer = Transfer { rw_flags: transfer.rw_flags & !libc::RWF_HIPRI, ..*transfer };
+        if let Some(polled) = &mut self.polled {
+            // SAFETY: as promised by the caller.
+            if unsafe { polled.push(&transfer, token) } {
+                return Ok(());
+            }
+        }
+        // SAFETY: as promised by the caller.
+        unsafe { self.push(&transfer, token) }
+    }
+
+    fn rearm(&mut self) {
+        while let Some((fd, token)) = self.rearm.pop() {
+            if self.watched.contains(&(fd, token)) {
+                // If the ring accepts no entry, the next `submit` or `wait` returns the reason.
+                let _ = self.push_sqe(&Self::poll_entry(fd, token, Interest::Readable));
+            }
+        }
+    }
+}
+
+fn number_of(files: &[OwnedFd], file: u16) -> RawFd {
+    files.get(usize::from(file)).map_or(-1, AsRawFd::as_raw_fd)
+}
+
+// SAFETY: the kernel completes each entry once, after its last access to the memory; the ring's own
+// entries have `INTERNAL_TOKEN` or `FD_TOKEN` in their tokens.
+unsafe impl IoQueue for Uring {
+    // SAFETY: the caller keeps the memory valid until the completion was drained, and an engine
+    // drains all of its completions before it drops the ring.
+    #[inline]
+    unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
+        if transfer.rw_flags & libc::RWF_HIPRI != 0 {
+            // SAFETY: as above.
+            return unsafe { self.push_polled(transfer, token) };
+        }
+        let entry = self.sqe(transfer).user_data(token);
+        // SAFETY: as above.
+        unsafe { self.ring.submission().push(&entry) }.map_err(|_| QueueFull)
+    }
+
+    #[inline]
+    fn submit(&mut self) -> Result<(), Error> {
+        self.rearm();
+        if let Some(Some(wake)) = self.wake.get() {
+            // Cleared before the kernel's deferred work runs, because the kernel writes for the
+            // first item of it only. EAGAIN: there was no completion since the last read.
+            let _ = rustix::io::read(wake, &mut [0u8; 8]);
+        }
+        if let Some(polled) = &mut self.polled {
+            polled.submit()?;
+        }
+        let submission = self.ring.submission();
+        let idle = submission.is_empty() && !submission.taskrun() && !submission.cq_overflow();
+        drop(submission);
+        if idle {
+            return Ok(());
+        }
+        match self.ring.submit() {
+            Ok(_) => Ok(()),
+            // EBUSY, EAGAIN: completions have to be drained first; the other entries stay pushed.
+            Err(error) if sqe::is_transient(&error) => Ok(()),
+            Err(error) => Err(Error::from_io(&error, Operation::Wait)),
+        }
+    }
+
+    #[inline]
+    fn drain_completions(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
+        let mut count = 0;
+        for completion in self.ring.completion() {
+            let token = completion.user_data();
+            if token & FD_TOKEN == 0 {
+                if token & INTERNAL_TOKEN == 0 {
+                    sink(token, completion.result());
+                    count += 1;
+                }
+                continue;
+            }
+            let ended = token & ONESHOT == 0 && !cqueue::more(completion.flags());
+            let token = token & !ONESHOT;
+            if ended && let Some(&watch) = self.watched.iter().find(|watch| watch.1 == token) {
+                self.rearm.push(watch);
+            }
+            sink(token, completion.result());
+            count += 1;
+        }
+        match &mut self.polled {
+            Some(polled) => count + polled.drain(sink),
+            None => count,
+        }
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
+        self.rearm();
+        if self.polled.as_ref().is_some_and(IopollRing::is_busy) {
+            // A thread with polled transfers does not sleep: only its polling completes them.
+            return self.submit();
+        }
+        let waited = match timeout {
+            None => self.ring.submit_and_wait(1),
+            Some(timeout) => {
+                let time = types::Timespec::from(timeout);
+                let args = types::SubmitArgs::new().timespec(&time);
+                self.ring.submitter().submit_with_args(1, &args)
+            }
+        };
+        match waited {
+            Ok(_) => Ok(()),
+            Err(error) if sqe::is_transient(&error) => Ok(()),
+            Err(error) => Err(Error::from_io(&error, Operation::Wait)),
+        }
+    }
+
+    #[inline]
+    fn has_completions(&mut self) -> bool {
+        !self.ring.completion().is_empty()
+            || self.ring.submission().taskrun()
+            || self.polled.as_ref().is_some_and(IopollRing::is_busy)
+    }
+
+    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
+        crate::queue::check_fd_token(token)?;
+        debug_assert!(token & (INTERNAL_TOKEN | ONESHOT) == 0);
+        if interest == Interest::Readable {
+            self.watched.push((fd.as_raw_fd(), token));
+        }
+        self.push_sqe(&Self::poll_entry(fd.as_raw_fd(), token, interest))
+    }
+
+    fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
+        self.watched.retain(|watch| *watch != (fd.as_raw_fd(), token));
+        for token in [token, token | ONESHOT] {
+            // The poll keeps the file open until it is removed, so the removal must not be lost. An
+            // error means that the ring accepts no entries any more; `submit` and `wait` return it,
+            // too. `PollRemove` would leave a poll that has an event at that moment (EALREADY),
+            // which is the usual case for a connection that is being closed.
+            let _ =
+                self.push_sqe(&opcode::AsyncCancel::new(token).build().user_data(INTERNAL_TOKEN));
+        }
+    }
+
+    // SAFETY: the caller keeps the memory allocated for the life of the ring.
+    unsafe fn register(&mut self, base: *mut u8, bytes: usize) -> Option<u16> {
+        if !self.ring_features.buffers
+            || u32::from(self.buffers) >= MAX_BUFFERS
+            || !locked_memory::take(bytes)
+        {
+            return None;
+        }
+        let iov = [libc::iovec { iov_base: base.cast(), iov_len: bytes }];
+        // SAFETY: as above; the entry is copied by the kernel.
+        let done = unsafe {
+            self.ring.submitter().register_buffers_update(u32::from(self.buffers), &iov, None)
+        };
+        if done.is_err() {
+            // ENOMEM: other processes of the user have used up the limit on locked memory, so no
+            // further registration is tried.
+            self.ring_features.buffers = false;
+            locked_memory::give_back(bytes);
+            return None;
+        }
+        self.buffers += 1;
+        self.locked += bytes;
+        Some(self.buffers - 1)
+    }
+
+    fn polled(&self) -> u64 {
+        self.polled.as_ref().map_or(0, IopollRing::completed)
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        match self.wake.get_or_init(|| self.make_wake()) {
+            Some(wake) => wake.as_fd(),
+            // SAFETY: the ring's descriptor stays open as long as `self` exists.
+            None => unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) },
+        }
+    }
+}
+
+impl Drop for Uring {
+    /// Unregisters buffers and files. The kernel destroys a closed ring some time later; until then
+    /// its buffers would count against the limit on locked memory, and its files would keep their
+    /// file system busy. If that fails, on a thread other than the ring's for example, it is left
+    /// to the kernel.
+    fn drop(&mut self) {
+        if self.locked > 0 {
+            let _ = self.ring.submitter().unregister_buffers();
+        }
+        if self.ring_features.file {
+            let _ = self.ring.submitter().unregister_files();
+        }
+        locked_memory::give_back(self.locked);
+    }
+}

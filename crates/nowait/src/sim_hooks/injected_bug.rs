@@ -1,0 +1,57 @@
+//! Injected bugs: a simulation activates one to prove that it would find it.
+//!
+//! Invariant: without the feature `sim` no bug is ever active and no check is left at run time;
+//! with it a bug is active only on the thread that has set it.
+
+/// A bug that an engine or a queue could have.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[cfg_attr(not(feature = "sim"), expect(unreachable_pub, dead_code, reason = "one list for both"))]
+pub enum EngineBug {
+    /// A flush completes without a sync.
+    DropFlush,
+    /// A transfer completes before its bytes have moved.
+    CompleteBeforeData,
+    /// A request slot is put into the free list twice.
+    FreeSlotTwice,
+    /// A read through a bounce buffer completes without the bytes of that buffer being copied.
+    ReplyFromStaleBuffer,
+    /// A range is written without its range lock.
+    ForgetRangeLock,
+}
+
+#[cfg(feature = "sim")]
+impl EngineBug {
+    /// Every bug.
+    pub const ALL: [Self; 5] = [
+        Self::DropFlush,
+        Self::CompleteBeforeData,
+        Self::FreeSlotTwice,
+        Self::ReplyFromStaleBuffer,
+        Self::ForgetRangeLock,
+    ];
+}
+
+#[cfg(feature = "sim")]
+thread_local! {
+    static INJECTED: std::cell::Cell<Option<EngineBug>> = const { std::cell::Cell::new(None) };
+}
+
+/// Activates one bug, or none, in all code that runs on this thread from now on.
+#[cfg(feature = "sim")]
+pub fn set(bug: Option<EngineBug>) {
+    INJECTED.set(bug);
+}
+
+/// Whether the bug is active on this thread.
+#[cfg(feature = "sim")]
+#[inline]
+pub(crate) fn injected(bug: EngineBug) -> bool {
+    INJECTED.get() == Some(bug)
+}
+
+/// Always false.
+#[cfg(not(feature = "sim"))]
+#[inline(always)]
+pub(crate) const fn injected(_: EngineBug) -> bool {
+    false
+}

@@ -1,0 +1,9 @@
+//! Plain values without I/O: requests, transfers, errors and limits.
+
+pub(crate) mod byte_range;
+pub(crate) mod error;
+pub(crate) mod config;
+pub(crate) mod alignment;
+pub(crate) mod iovec;
+pub(crate) mod request;
+pub(crate) mod transfer;

@@ -1,0 +1,117 @@
+//! A request: its operation, flags and byte range, and the extents that a status request reports.
+//!
+//! Invariant: a `Request` refers to no memory; its segments are passed beside it.
+
+use crate::types::byte_range::ByteRange;
+use crate::types::error::Operation;
+
+/// The operation of a request.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[repr(u8)]
+pub enum Op {
+    /// Device to memory.
+    Read,
+    /// Memory to device.
+    Write,
+    /// Makes the writes durable that were completed before it (C49).
+    Flush,
+    /// Deallocates the range's storage; the range may then read as zeros or as before (C52).
+    Discard,
+    /// Makes the range read as zeros (C52).
+    Zero,
+    /// Reports which parts of the range are mapped.
+    Status,
+}
+
+impl Op {
+    pub(crate) const fn operation(self) -> Operation {
+        match self {
+            Self::Read => Operation::Read,
+            Self::Write => Operation::Write,
+            Self::Flush => Operation::Flush,
+            Self::Discard => Operation::Discard,
+            Self::Zero => Operation::Zero,
+            Self::Status => Operation::Status,
+        }
+    }
+
+    /// Whether the operation changes the device's bytes.
+    #[must_use]
+    pub const fn changes(self) -> bool {
+        matches!(self, Self::Write | Self::Discard | Self::Zero)
+    }
+}
+
+/// The flags of a request: a set of the constants.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Flags(u8);
+
+impl Flags {
+    /// No flag.
+    pub const NONE: Self = Self(0);
+    /// Success means durable (C28); on the wire of a block protocol this is FUA.
+    pub const DSYNC: Self = Self(1);
+    /// `EAGAIN` instead of a wait for anything but the device (C32).
+    pub const NOWAIT: Self = Self(2);
+    /// A zeroed range keeps its storage (C52).
+    pub const NO_UNMAP: Self = Self(4);
+    /// `EOPNOTSUPP` instead of zeroing by writing zeros.
+    pub const FAST_ZERO: Self = Self(8);
+
+    /// The completion is polled for where the device has polled queues; a hint (C48).
+    pub const HIPRI: Self = Self(16);
+
+    /// If an error follows some moved bytes, the request's result is the error, not their count:
+    /// for frontends that answer a request as a whole (C19, block frontends).
+    pub const ALL_OR_ERROR: Self = Self(32);
+
+    /// Whether all of `other` are set.
+    #[inline]
+    #[must_use]
+    pub const fn has(self, other: Self) -> bool {
+        self.0 & other.0 == other.0
+    }
+
+    /// This set but for `other`.
+    #[must_use]
+    pub(crate) const fn without(self, other: Self) -> Self {
+        Self(self.0 & !other.0)
+    }
+
+    /// This set and `other`.
+    #[must_use]
+    pub const fn with(self, other: Self) -> Self {
+        Self(self.0 | other.0)
+    }
+}
+
+/// A request without its memory.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct Request {
+    /// The operation.
+    pub op: Op,
+    /// Its flags.
+    pub flags: Flags,
+    /// The bytes of the device concerned; ignored by [`Op::Flush`].
+    pub range: ByteRange,
+}
+
+/// A run of bytes of one kind, mapped or hole, as [`Op::Status`] reports it.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct ExtentStatus {
+    /// Length in bytes.
+    pub len: u64,
+    /// Not backed by storage; reads as zeros.
+    pub hole: bool,
+    /// The image of a backing chain that decides the bytes: 1 for the top one, 2 for the next, and
+    /// so on; 0 where none does, so that they are zeros. Always 1 without a chain.
+    pub depth: u8,
+}
+
+impl ExtentStatus {
+    /// An extent that the top image, or the only one, decides.
+    #[must_use]
+    pub const fn top(len: u64, hole: bool) -> Self {
+        Self { len, hole, depth: 1 }
+    }
+}

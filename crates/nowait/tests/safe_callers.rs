@@ -1,0 +1,258 @@
+//! Misuse by callers without `unsafe`: it ends in an errno or in wrong bytes of the caller's own,
+//! and never in access to memory that is not the request's.
+#![forbid(unsafe_code)]
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
+
+use nowait::{
+    AioThreadQueue, BlockDevice, BlockMap, BlockingFile, ByteRange, Config, Engine, Error, Extent,
+    ExtentStatus, FD_TOKEN, FileStorage, Flags, Intent, Interest, IoQueue, LinearMap, Null, Op,
+    OpenOptions, PooledBuffer, Request, Uring, WorkerPool, WouldBlock,
+};
+
+const BLOCK: u64 = 4096;
+const SIZE: u64 = 1 << 20;
+
+fn image() -> tempfile::NamedTempFile {
+    let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+    std::fs::write(file.path(), vec![7; SIZE as usize]).unwrap();
+    file
+}
+
+fn engine<Q: IoQueue, M: BlockMap>(
+    disk: Arc<BlockDevice<M>>,
+    queue: Result<Q, Error>,
+) -> Option<Engine<Q, M>> {
+    let queue = queue.inspect_err(|error| println!("skipped a queue: {error}")).ok()?;
+    let workers = WorkerPool::new(&disk, 2);
+    Some(Engine::new(disk, workers, queue, Config::default()).unwrap())
+}
+
+/// Runs one request; returns its result and its buffer.
+fn run<Q: IoQueue, M: BlockMap>(
+    engine: &mut Engine<Q, M>,
+    io: Request,
+    buf: PooledBuffer,
+) -> (Result<u64, i32>, PooledBuffer) {
+    if let Err(rejected) = engine.submit(io, buf, 1) {
+        return (Err(rejected.error.errno()), rejected.buf.unwrap());
+    }
+    loop {
+        engine.wait(None, &mut |_, _| {}).unwrap();
+        if let Some(done) = engine.next() {
+            assert!(engine.next().is_none() && engine.in_flight() == 0);
+            return (done.result().map_err(Error::errno), done.buf.unwrap());
+        }
+    }
+}
+
+fn refuses_tokens<Q: IoQueue>(make: impl Fn(&BlockDevice<LinearMap>) -> Result<Q, Error>) {
+    let file = image();
+    let open = || Arc::new(BlockDevice::open_mapped(file.path(), OpenOptions::default()).unwrap());
+    let (socket, mut other) = std::os::unix::net::UnixStream::pair().unwrap();
+    std::io::Write::write_all(&mut other, b"readable").unwrap();
+    let disk = open();
+    let queue = make(&disk);
+    let Some(mut engine) = engine(disk, queue) else { return };
+    let io = Request { op: Op::Write, flags: Flags::NONE, range: ByteRange::new(0, BLOCK) };
+    let buf = engine.buffer(io.range).unwrap();
+    assert!(engine.submit(io, buf, 1).is_ok());
+    for token in [0, 1, FD_TOKEN - 1, FD_TOKEN | 1 << 60, FD_TOKEN | 1 << 61, FD_TOKEN | 1 << 62] {
+        let watched = engine.watch(socket.as_fd(), token, Interest::Readable);
+        assert_eq!(watched.unwrap_err().errno(), libc::EINVAL, "{token:#x}");
+        // This ends neither the request nor the engine's own watches.
+        engine.unwatch(socket.as_fd(), token);
+    }
+    let mut given_back = 0;
+    while engine.in_flight() > 0 {
+        engine.wait(None, &mut |_, _| {}).unwrap();
+        while let Some(done) = engine.next() {
+            assert_eq!(done.result(), Ok(BLOCK));
+            given_back += 1;
+        }
+    }
+    assert_eq!(given_back, 1);
+    // A slot still returns from a worker to the engine.
+    engine.submit_no_data(Request { op: Op::Flush, ..io }, 2).map_err(|it| it.error).unwrap();
+    while engine.in_flight() > 0 {
+        engine.wait(None, &mut |_, _| {}).unwrap();
+        while engine.next().is_some() {}
+    }
+    // The queue itself refuses such a token too.
+    let disk = open();
+    let Ok(mut queue) = make(&disk) else { return };
+    let watched = queue.watch(socket.as_fd(), 0, Interest::Readable);
+    assert_eq!(watched.unwrap_err().errno(), libc::EINVAL);
+}
+
+#[test]
+fn a_descriptor_watched_under_a_transfers_token_is_einval_and_ends_no_transfer() {
+    refuses_tokens(|_| Null::new());
+    refuses_tokens(|disk| AioThreadQueue::new(disk.fd(), 4096, !disk.is_direct()));
+    refuses_tokens(|disk| Uring::new(disk.fd()));
+}
+
+/// A map that returns impossible extents in turn: too long, empty, in no file, past every end.
+struct InvalidMap(AtomicU64);
+
+impl InvalidMap {
+    fn extent(&self, range: ByteRange, hole: bool) -> Extent {
+        let n = self.0.fetch_add(1, Ordering::Relaxed);
+        let len = [range.len * 64, u64::MAX, 0, range.len, range.len / 2, 1][(n % 6) as usize];
+        let pos = [range.pos, u64::MAX - 1, range.pos + 17, SIZE * 9][(n / 6 % 4) as usize];
+        let file = [0, 7, u16::MAX][(n / 24 % 3) as usize];
+        Extent { file, pos, len, hole: hole && n.is_multiple_of(5) }
+    }
+}
+
+impl BlockMap for InvalidMap {
+    fn map_extent(&self, range: ByteRange, intent: Intent) -> Result<Extent, WouldBlock> {
+        Ok(self.extent(range, intent == Intent::Read))
+    }
+
+    fn map_extent_blocking(&self, range: ByteRange, intent: Intent) -> Extent {
+        self.extent(range, intent == Intent::Read)
+    }
+
+    fn is_mapped(&self, _: ByteRange) -> bool {
+        self.0.fetch_add(1, Ordering::Relaxed).is_multiple_of(2)
+    }
+
+    fn cached_extents(
+        &self,
+        range: ByteRange,
+        limit: usize,
+        extents: &mut Vec<ExtentStatus>,
+    ) -> bool {
+        extents
+            .extend((0..limit as u64).map(|n| ExtentStatus::top(range.len * (n % 3), n % 2 == 0)));
+        true
+    }
+}
+
+fn disk_with_invalid_map(file: &tempfile::NamedTempFile) -> Arc<BlockDevice<InvalidMap>> {
+    let storage = FileStorage::open(file.path(), OpenOptions::default()).unwrap();
+    Arc::new(BlockDevice::mapped(storage, Vec::new(), SIZE, false, InvalidMap(AtomicU64::new(0))))
+}
+
+/// Positions and lengths of requests of up to a block and a half.
+const RANGES: [(u64, u64); 6] =
+    [(0, BLOCK), (BLOCK, 512), (BLOCK + 512, 4096), (8191, 2), (100, 6000), (SIZE - 700, 700)];
+
+#[test]
+fn a_request_touches_only_its_own_memory_whatever_the_map_returns() {
+    const AROUND: usize = 1 << 17;
+    let image = image();
+    let file = BlockingFile::new(disk_with_invalid_map(&image));
+    let mut memory = vec![1u8; 2 * AROUND];
+    for round in 0..50 {
+        for (pos, len) in RANGES {
+            let here = AROUND + round * 8..AROUND + round * 8 + len as usize;
+            let _ = file.read_at(&mut memory[here.clone()], pos);
+            let _ = file.write_at(&memory[here.clone()], pos, Flags::NONE);
+            memory[here].fill(1);
+            assert!(memory.iter().all(|&byte| byte == 1), "{pos} {len}");
+        }
+    }
+}
+
+#[test]
+fn every_request_of_an_engine_ends_inside_its_buffer_whatever_the_map_returns() {
+    let image = image();
+    let disk = disk_with_invalid_map(&image);
+    let queue = AioThreadQueue::new(disk.fd(), 4096, !disk.is_direct());
+    let mut threads = engine(disk.clone(), queue).unwrap();
+    let queue = Uring::new(disk.fd());
+    let mut uring = engine(disk.clone(), queue);
+    for _ in 0..50 {
+        for (pos, len) in RANGES {
+            for op in [Op::Read, Op::Write] {
+                let io = Request { op, flags: Flags::NONE, range: ByteRange::new(pos, len) };
+                let buf = threads.buffer(io.range).unwrap();
+                let _ = run(&mut threads, io, buf);
+                if let Some(uring) = &mut uring {
+                    let buf = uring.buffer(io.range).unwrap();
+                    let _ = run(uring, io, buf);
+                }
+            }
+        }
+    }
+    let range = ByteRange::new(0, SIZE);
+    let status = Request { op: Op::Status, flags: Flags::NONE, range };
+    threads.submit_no_data(status, 9).map_err(|it| it.error).unwrap();
+    while threads.in_flight() > 0 {
+        threads.wait(None, &mut |_, _| {}).unwrap();
+        while threads.next().is_some() {}
+    }
+    let extents = threads.take_extents(9);
+    assert!(extents.iter().all(|extent| extent.len > 0));
+    assert!(!extents.is_empty() && extents.iter().map(|extent| extent.len).sum::<u64>() <= SIZE);
+}
+
+#[test]
+fn positions_and_lengths_up_to_the_greatest_number_are_refused_and_overflow_nothing() {
+    let image = image();
+    let disk = Arc::new(BlockDevice::open(image.path(), OpenOptions::default()).unwrap());
+    disk.scan();
+    let file = BlockingFile::new(disk.clone());
+    let mut engine = engine(disk.clone(), Null::new()).unwrap();
+    for pos in [u64::MAX, u64::MAX - 1, u64::MAX - 4095, u64::MAX - 4096, 1 << 63, (1 << 63) - 1] {
+        for len in [u64::MAX, u64::MAX - 4095, 1 << 63, SIZE, BLOCK, 1] {
+            let range = ByteRange::new(pos, len);
+            let flags = Flags::NONE;
+            for op in [Op::Read, Op::Write] {
+                let buf = engine.buffer(ByteRange::new(0, BLOCK)).unwrap();
+                let (result, _) = run(&mut engine, Request { op, flags, range }, buf);
+                assert_eq!(result, Err(libc::EINVAL), "{op:?} {range:?}");
+            }
+            for op in [Op::Discard, Op::Zero, Op::Status] {
+                let refused = engine.submit_no_data(Request { op, flags, range }, 1).err().unwrap();
+                assert_eq!(refused.error.errno(), libc::EINVAL, "{op:?} {range:?}");
+            }
+            assert_eq!(file.zero(range, flags).unwrap_err().errno(), libc::EINVAL);
+            assert_eq!(disk.cached_extents(range), ExtentStatus::top(len, false));
+            assert!(!disk.is_hole(range));
+        }
+        assert_eq!(file.read_at(&mut [0; 2], pos).unwrap_err().errno(), libc::EINVAL);
+        assert_eq!(file.write_at(&[0; 2], pos, Flags::NONE).unwrap_err().errno(), libc::EINVAL);
+    }
+}
+
+#[test]
+fn the_cached_extent_of_a_range_without_end_is_returned_at_once() {
+    let image = image();
+    let disk = BlockDevice::open(image.path(), OpenOptions::default()).unwrap();
+    for pos in [0, SIZE - BLOCK, SIZE, 1 << 40] {
+        for len in [u64::MAX - pos, u64::MAX, 1 << 62] {
+            let extent = disk.cached_extents(ByteRange::new(pos, len));
+            assert!(!extent.hole && extent.len == len, "{pos} {len}: {extent:?}");
+        }
+    }
+}
+
+#[test]
+fn a_buffer_of_another_engine_serves_the_requests_that_fit_it() {
+    let (one, two) = (image(), image());
+    let disk = |file: &tempfile::NamedTempFile, direct| {
+        let options = OpenOptions { direct, ..OpenOptions::default() };
+        Arc::new(BlockDevice::open(file.path(), options).unwrap())
+    };
+    let (plain, direct) = (disk(&one, nowait::Direct::Off), disk(&two, nowait::Direct::Auto));
+    let queue = |disk: &BlockDevice<_>| AioThreadQueue::new(disk.fd(), 4096, !disk.is_direct());
+    let (first, second) = (queue(&plain), queue(&direct));
+    let (mut plain, mut direct) = (engine(plain, first).unwrap(), engine(direct, second).unwrap());
+    for (pos, len) in RANGES {
+        let range = ByteRange::new(pos, len);
+        let Some(buf) = plain.buffer(range) else { panic!("no buffer") };
+        let fits = direct.buffer_offset(pos) as u64 + len <= buf.len() as u64;
+        let io = Request { op: Op::Read, flags: Flags::NONE, range };
+        let (result, buf) = run(&mut direct, io, buf);
+        assert_eq!(result, if fits { Ok(len) } else { Err(libc::EINVAL) }, "{range:?}");
+        if fits {
+            let start = direct.buffer_offset(pos);
+            assert!(buf[start..start + len as usize].iter().all(|&byte| byte == 7));
+        }
+    }
+}

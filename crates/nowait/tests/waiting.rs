@@ -1,0 +1,167 @@
+//! Requests that workers serve, on an image under the test's control: their order between clients,
+//! and panics of the image.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::sync::{Arc, Mutex};
+
+use nowait::{
+    AioThreadQueue, BlockDevice, BlockMap, BlockingFile, ByteRange, Config, Engine, Error, Extent,
+    ExtentStatus, FileStorage, Flags, ImageFormat, Intent, Op, OpenOptions, Request, WorkerPool,
+    WouldBlock,
+};
+
+const SIZE: u64 = 1 << 20;
+const BLOCK: u64 = 4096;
+/// The position at which every operation but flush panics.
+const BAD: u64 = 5 * BLOCK;
+
+/// An image full of sevens, of which no mapping is known without waiting.
+#[derive(Default)]
+struct Sevens {
+    /// The positions that were read, in order.
+    read: Arc<Mutex<Vec<u64>>>,
+}
+
+impl BlockMap for Sevens {
+    fn map_extent(&self, _: ByteRange, _: Intent) -> Result<Extent, WouldBlock> {
+        Err(WouldBlock)
+    }
+
+    fn is_mapped(&self, _: ByteRange) -> bool {
+        false
+    }
+
+    fn image(&self) -> Option<&dyn ImageFormat> {
+        Some(self)
+    }
+}
+
+fn panic_at(pos: u64) {
+    assert!(pos != BAD, "on purpose");
+}
+
+impl ImageFormat for Sevens {
+    fn read(&self, pos: u64, bufs: &mut [IoSliceMut<'_>]) -> Result<(), Error> {
+        self.read.lock().unwrap().push(pos);
+        panic_at(pos);
+        bufs.iter_mut().for_each(|buf| buf.fill(7));
+        Ok(())
+    }
+
+    fn write(&self, pos: u64, _: &[IoSlice<'_>]) -> Result<(), Error> {
+        panic_at(pos);
+        Ok(())
+    }
+
+    fn discard(&self, range: ByteRange) -> Result<(), Error> {
+        panic_at(range.pos);
+        Ok(())
+    }
+
+    fn zero(&self, range: ByteRange, _: Flags) -> Result<(), Error> {
+        panic_at(range.pos);
+        Ok(())
+    }
+
+    fn flush(&self) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn status(
+        &self,
+        range: ByteRange,
+        _: usize,
+        extents: &mut Vec<ExtentStatus>,
+    ) -> Result<(), Error> {
+        panic_at(range.pos);
+        extents.push(ExtentStatus { len: range.len, hole: false, depth: 1 });
+        Ok(())
+    }
+}
+
+struct Scene {
+    _file: tempfile::NamedTempFile,
+    disk: Arc<BlockDevice<Sevens>>,
+    read: Arc<Mutex<Vec<u64>>>,
+    engine: Engine<AioThreadQueue, Sevens>,
+}
+
+fn scene(workers: u32) -> Scene {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    file.as_file().set_len(SIZE).unwrap();
+    let storage = FileStorage::open(file.path(), OpenOptions::default()).unwrap();
+    let map = Sevens::default();
+    let read = map.read.clone();
+    let disk = Arc::new(BlockDevice::mapped(storage, Vec::new(), SIZE, false, map));
+    let config = Config { slots: 64, ..Config::default() };
+    let queue = AioThreadQueue::for_files(&disk.files(), config.slots, !disk.is_direct()).unwrap();
+    let engine = Engine::new(disk.clone(), WorkerPool::new(&disk, workers), queue, config).unwrap();
+    Scene { _file: file, disk, read, engine }
+}
+
+impl Scene {
+    fn submit(&mut self, op: Op, pos: u64, tag: u64) {
+        let io = Request { op, flags: Flags::NONE, range: ByteRange::new(pos, BLOCK) };
+        match op {
+            Op::Read | Op::Write => {
+                let buf = self.engine.buffer(io.range).unwrap();
+                self.engine.submit(io, buf, tag).map_err(|rejected| rejected.error).unwrap();
+            }
+            _ => self.engine.submit_no_data(io, tag).map_err(|rejected| rejected.error).unwrap(),
+        }
+    }
+
+    /// Waits for all requests. Returns tags and errnos, 0 for success, sorted.
+    fn finish(&mut self) -> Vec<(u64, i32)> {
+        let mut ended = Vec::new();
+        while self.engine.in_flight() > 0 {
+            self.engine.wait(None, &mut |_, _| {}).unwrap();
+            while let Some(done) = self.engine.next() {
+                ended.push((done.tag, done.result().map_or_else(|e| e.errno(), |_| 0)));
+            }
+        }
+        ended.sort_unstable();
+        ended
+    }
+}
+
+#[test]
+fn a_request_whose_worker_panics_is_eio_and_the_worker_serves_the_next_ones() {
+    let mut scene = scene(1);
+    for op in [Op::Read, Op::Write, Op::Discard, Op::Zero, Op::Status] {
+        for (tag, pos) in [BAD, BAD + BLOCK, BAD, 0].into_iter().enumerate() {
+            scene.submit(op, pos, tag as u64);
+        }
+        assert_eq!(scene.finish(), [(0, libc::EIO), (1, 0), (2, libc::EIO), (3, 0)], "{op:?}");
+    }
+    scene.submit(Op::Flush, 0, 9);
+    assert_eq!(scene.finish(), [(9, 0)]);
+}
+
+/// The range lock of an image's change is released when the change panics.
+#[test]
+fn a_range_that_a_panicking_request_has_locked_is_free_for_the_next_one() {
+    let mut scene = scene(2);
+    scene.submit(Op::Zero, BAD, 0);
+    assert_eq!(scene.finish(), [(0, libc::EIO)]);
+    let file = BlockingFile::new(scene.disk.clone());
+    file.write_at(&[1; 100], BAD + 100, Flags::NONE).unwrap();
+    file.zero(ByteRange::new(BAD + 1, 100), Flags::NONE).unwrap();
+}
+
+#[test]
+fn workers_take_one_request_of_each_client_before_the_next_of_any() {
+    let mut scene = scene(1);
+    let pos = |client: u64, n: u64| (client * 32 + n) * BLOCK;
+    for (client, count) in [(1, 20), (2, 3), (3, 1)] {
+        (0..count).for_each(|n| scene.submit(Op::Read, pos(client, n), client << 32 | n));
+    }
+    assert!(scene.finish().iter().all(|(_, errno)| *errno == 0));
+    let read = scene.read.lock().unwrap();
+    let index = |client, n| read.iter().position(|at| *at == pos(client, n)).unwrap();
+    // The worker may have begun with some of the first client's requests before the others came.
+    let first = index(2, 0);
+    assert_eq!((index(3, 0), index(2, 1)), (first + 1, first + 3), "{read:?}");
+    let of_first: Vec<_> = read.iter().filter(|at| **at < pos(2, 0)).collect();
+    assert!(of_first.len() == 20 && of_first.is_sorted());
+}
