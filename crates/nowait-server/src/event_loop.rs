@@ -408,7 +408,7 @@ impl<Q: IoQueue, M: BlockMap> EventLoop<Q, M> {
             // The connection may have been blocked by its own unsent replies.
             SendResult::Drained => self.schedule_if_blocked(index),
             SendResult::QuotaUsed => self.schedule(index),
-            SendResult::Closed => connection.abort(),
+            SendResult::Closed(error) => connection.lose(error),
             SendResult::WouldBlock => {
                 connection.waiting_writable = true;
                 let token = writable_token(token(index, connection.generation));

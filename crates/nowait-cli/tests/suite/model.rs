@@ -209,7 +209,7 @@ fn play_all(server: &Server, start: &[u8], seed: u64) -> Vec<u8> {
 /// Runs on a server of `image` started with `variant`; returns the expected content of the disk.
 fn played(image: &Path, variant: &[&str], start: &[u8], seed: u64) -> Vec<u8> {
     println!("serve {} {variant:?}", image.display());
-    let server = Server::start(image, variant);
+    let server = Server::start(image, &[variant, &["--verbose"]].concat());
     let model = play_all(&server, start, seed);
 
     let mut client = server.connect();

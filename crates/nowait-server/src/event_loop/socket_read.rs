@@ -96,7 +96,7 @@ impl<Q: IoQueue, M: BlockMap> EventLoop<Q, M> {
             Err(rustix::io::Errno::INTR) => {
                 connection.unparsed.extend_from_slice(&scratch[..unparsed_len])
             }
-            Err(_) => connection.abort(),
+            Err(error) => connection.lose(error),
         }
         self.read_buffer = scratch;
     }
@@ -126,7 +126,7 @@ impl<Q: IoQueue, M: BlockMap> EventLoop<Q, M> {
             }
             Err(rustix::io::Errno::AGAIN) => connection.readable = false,
             Err(rustix::io::Errno::INTR) => {}
-            Err(_) => connection.abort(),
+            Err(error) => connection.lose(error),
         }
     }
 }

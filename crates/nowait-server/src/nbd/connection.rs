@@ -4,9 +4,11 @@
 //! part of the payload memory, counted until the reply has been sent. Beyond that its socket is not
 //! read.
 
+use std::io;
 use std::time::Instant;
 
 use nowait::{BlockMap, PooledBuffer};
+use rustix::io::Errno;
 
 use crate::buffer_budget::BufferBudget;
 use crate::export::Export;
@@ -323,6 +325,13 @@ impl Connection {
         {
             session.send_close_notify(&self.socket);
         }
+    }
+
+    /// A call on the socket has failed with `error`: the client is gone.
+    #[cold]
+    pub(crate) fn lose(&mut self, error: Errno) {
+        tracing::info!("{}: the connection is lost: {}", self.peer, io::Error::from(error));
+        self.abort();
     }
 
     /// The client is gone: drops its input and its unsent replies.

@@ -6,6 +6,7 @@
 
 use std::io::{self, BufRead, IoSlice, Write};
 
+use rustix::io::Errno;
 use rustls::ServerConnection;
 use x509_cert::Certificate;
 use x509_cert::der::Decode;
@@ -123,7 +124,7 @@ impl TlsSession {
                 return SendResult::QuotaUsed;
             }
             if !self.encrypt(out, quota) {
-                return SendResult::Closed;
+                return SendResult::Closed(Errno::IO);
             }
         }
     }
@@ -138,9 +139,9 @@ impl TlsSession {
         while !self.plaintext_pending.is_empty() {
             match socket.send(&[IoSlice::new(&self.plaintext_pending)]) {
                 Ok(taken) => drop(self.plaintext_pending.drain(..taken)),
-                Err(rustix::io::Errno::INTR) => {}
-                Err(rustix::io::Errno::AGAIN) => return SendResult::WouldBlock,
-                Err(_) => return SendResult::Closed,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return SendResult::WouldBlock,
+                Err(error) => return SendResult::Closed(error),
             }
         }
         while self.tls.wants_write() {
@@ -150,7 +151,9 @@ impl TlsSession {
                 Err(error) if error.kind() == io::ErrorKind::WouldBlock => {
                     return SendResult::WouldBlock;
                 }
-                Err(_) => return SendResult::Closed,
+                Err(error) => {
+                    return SendResult::Closed(Errno::from_io_error(&error).unwrap_or(Errno::IO));
+                }
             }
         }
         SendResult::Drained

@@ -7,7 +7,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
 #[cfg(feature = "sim")]
 use nowait::sim::ServerEnd;
-use rustix::io::Result;
+use rustix::io::{Errno, Result};
 use rustix::net::{SendAncillaryBuffer, SendFlags, Shutdown, sendmsg, shutdown};
 
 /// A connected, non-blocking socket.
@@ -58,13 +58,17 @@ impl Socket {
     /// sendmsg(2). Returns the bytes taken.
     ///
     /// # Errors
-    /// The errors of sendmsg(2); `EAGAIN` if the socket is full.
+    /// The errors of sendmsg(2); `EAGAIN` if the socket is full or the kernel is short of memory
+    /// for it, which costs no client its connection.
     #[inline]
     pub(crate) fn send(&self, pieces: &[IoSlice<'_>]) -> Result<usize> {
         match self {
             Self::Real(fd) => {
                 let flags = SendFlags::NOSIGNAL | SendFlags::DONTWAIT;
-                sendmsg(fd, pieces, &mut SendAncillaryBuffer::default(), flags)
+                match sendmsg(fd, pieces, &mut SendAncillaryBuffer::default(), flags) {
+                    Err(Errno::NOBUFS | Errno::NOMEM) => Err(Errno::AGAIN),
+                    sent => sent,
+                }
             }
             #[cfg(feature = "sim")]
             Self::Simulated(near) => near.send(pieces),

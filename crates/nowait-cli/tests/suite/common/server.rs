@@ -216,6 +216,10 @@ impl Server {
 
 impl Drop for Server {
     fn drop(&mut self) {
+        if thread::panicking() {
+            let ended = self.child.try_wait();
+            eprintln!("the server has ended: {ended:?}; it said: {}", self.log());
+        }
         // Both fail only if the process has already ended.
         let _ = self.child.kill();
         let _ = self.child.wait();

@@ -7,6 +7,7 @@ use std::collections::VecDeque;
 use std::io::IoSlice;
 
 use nowait::PooledBuffer;
+use rustix::io::Errno;
 
 use crate::nbd::reply::header::ReplyHeader;
 use crate::net::socket::Socket;
@@ -115,8 +116,8 @@ pub(crate) enum SendResult {
     WouldBlock,
     /// The quota is used up; there is more to send.
     QuotaUsed,
-    /// The peer is gone.
-    Closed,
+    /// The peer is gone: the error of sendmsg(2), or `EIO` for one of TLS.
+    Closed(Errno),
 }
 
 /// The unsent replies of one connection.
@@ -184,9 +185,9 @@ impl SendQueue {
                     *quota -= taken as u64;
                     self.advance(taken, budget);
                 }
-                Err(rustix::io::Errno::INTR) => {}
-                Err(rustix::io::Errno::AGAIN) => return SendResult::WouldBlock,
-                Err(_) => return SendResult::Closed,
+                Err(Errno::INTR) => {}
+                Err(Errno::AGAIN) => return SendResult::WouldBlock,
+                Err(error) => return SendResult::Closed(error),
             }
         }
         SendResult::Drained
@@ -280,7 +281,7 @@ mod tests {
                     assert_eq!(quota, 0);
                     quota_hits += 1;
                 }
-                SendResult::Closed => panic!("the peer is there"),
+                SendResult::Closed(_) => panic!("the peer is there"),
             }
             let mut some = vec![0; 10_001];
             let count = far.read(&mut some).unwrap();
@@ -317,6 +318,6 @@ mod tests {
         drop(far);
         let mut out = SendQueue::default();
         out.push(simple(1), ReplyBody::None, 0);
-        assert_eq!(out.send(&near, &mut 100, &mut 0), SendResult::Closed);
+        assert_eq!(out.send(&near, &mut 100, &mut 0), SendResult::Closed(Errno::PIPE));
     }
 }

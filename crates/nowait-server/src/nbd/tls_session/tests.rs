@@ -146,7 +146,7 @@ fn replies_arrive_whole_and_in_order_though_the_socket_fills() {
             SendResult::Drained => break,
             SendResult::WouldBlock => would_blocks += 1,
             SendResult::QuotaUsed => quota_hits += 1,
-            SendResult::Closed => panic!("the peer is there"),
+            SendResult::Closed(_) => panic!("the peer is there"),
         }
     }
     assert!(got == expected && out.is_empty());
