@@ -371,11 +371,6 @@ mod tests {
             self.watched.unwatch(fd, token);
         }
 
-        // SAFETY: the memory is never accessed.
-        unsafe fn register(&mut self, _: *mut u8, _: usize) -> Option<u16> {
-            None
-        }
-
         fn fd(&self) -> BorrowedFd<'_> {
             self.watched.fd()
         }

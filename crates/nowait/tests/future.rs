@@ -477,11 +477,6 @@ unsafe impl IoQueue for Failing {
         self.queue.unwatch(fd, token);
     }
 
-    // SAFETY: the memory is not kept.
-    unsafe fn register(&mut self, _: *mut u8, _: usize) -> Option<u16> {
-        None
-    }
-
     fn fd(&self) -> BorrowedFd<'_> {
         self.queue.fd()
     }

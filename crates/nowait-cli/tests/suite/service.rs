@@ -59,6 +59,30 @@ fn manager<'a>(sockets: &[&'a str]) -> Vec<&'a str> {
     [&[PYTHON, "-c", MANAGER], sockets, &["--"]].concat()
 }
 
+/// An image, and the path of a Unix socket for the manager to hand over.
+struct Inherited {
+    scratch: Scratch,
+    image: PathBuf,
+    path: PathBuf,
+}
+
+impl Inherited {
+    /// `None`, and a message, where the manager's interpreter is missing.
+    fn new() -> Option<Self> {
+        if !require_tool(PYTHON) {
+            return None;
+        }
+        let scratch = Scratch::new();
+        let (image, path) = (scratch.sparse("disk.img", MIB), scratch.join("socket"));
+        Some(Self { scratch, image, path })
+    }
+
+    /// The socket, as `manager` takes it.
+    fn unix(&self) -> String {
+        format!("unix:{}", self.path.display())
+    }
+}
+
 /// Writes and reads back over a Unix socket.
 fn writes_and_reads(socket: &Path) {
     let mut client = Client::connect(socket, Mode::Structured).expect("a connection");
@@ -68,13 +92,8 @@ fn writes_and_reads(socket: &Path) {
 
 #[test]
 fn inherited_sockets_are_served_and_not_removed_and_no_other_is_made() {
-    if !require_tool(PYTHON) {
-        return;
-    }
-    let scratch = Scratch::new();
-    let image = scratch.sparse("disk.img", MIB);
-    let path = scratch.join("socket");
-    let unix = format!("unix:{}", path.display());
+    let Some(given) = Inherited::new() else { return };
+    let (unix, Inherited { scratch, image, path }) = (given.unix(), &given);
     let runtime = format!("XDG_RUNTIME_DIR={}", scratch.path().display());
     let wrapper = [&["env", &runtime], &manager(&[&unix, "tcp"])[..]].concat();
     let server = Server::start_by(&wrapper, &["serve", &image.to_string_lossy(), "--json"]);
@@ -82,7 +101,7 @@ fn inherited_sockets_are_served_and_not_removed_and_no_other_is_made() {
     let expected = format!("nbd+unix:///?socket={}", path.display());
     assert_eq!(server.uris().len(), 2, "{:?}", server.uris());
     assert_eq!(server.uris()[0], expected);
-    writes_and_reads(&path);
+    writes_and_reads(path);
     let address = server.uris()[1].strip_prefix("nbd://").and_then(|uri| uri.strip_suffix('/'));
     let mut greeting = [0; 8];
     let mut peer = TcpStream::connect(address.expect("a TCP address")).expect("a connection");
@@ -92,7 +111,7 @@ fn inherited_sockets_are_served_and_not_removed_and_no_other_is_made() {
 
     assert!(path.exists(), "the manager's socket was removed");
     assert!(!scratch.join("nowait").exists(), "a default socket was made too");
-    assert_eq!(&fs::read(&image).expect("the image")[1001..1012], b"handed over");
+    assert_eq!(&fs::read(image).expect("the image")[1001..1012], b"handed over");
 }
 
 #[test]
@@ -126,27 +145,22 @@ fn an_image_that_cannot_be_opened_sets_the_exit_status_and_waiting_clients_are_d
 
 #[test]
 fn standard_output_stays_empty_with_inherited_sockets() {
-    if !require_tool(PYTHON) {
-        return;
-    }
-    let scratch = Scratch::new();
-    let image = scratch.sparse("disk.img", MIB);
-    let path = scratch.join("socket");
-    let unix = format!("unix:{}", path.display());
+    let Some(given) = Inherited::new() else { return };
+    let (unix, Inherited { image, path, .. }) = (given.unix(), &given);
     let words = manager(&[&unix]);
     let mut server = Command::new(words[0])
         .args(&words[1..])
         .args([NOWAIT, "serve"])
-        .arg(&image)
+        .arg(image)
         .stdout(Stdio::piped())
         .spawn()
         .expect("python");
     let begin = Instant::now();
-    while UnixStream::connect(&path).is_err() {
+    while UnixStream::connect(path).is_err() {
         assert!(begin.elapsed() < BOUND, "nothing listens");
         thread::sleep(Duration::from_millis(5));
     }
-    writes_and_reads(&path);
+    writes_and_reads(path);
     kill_process(Pid::from_child(&server), Signal::TERM).expect("a child");
     let mut printed = String::new();
     server.stdout.take().expect("a pipe").read_to_string(&mut printed).expect("text");
@@ -156,14 +170,8 @@ fn standard_output_stays_empty_with_inherited_sockets() {
 
 #[test]
 fn an_address_given_with_inherited_sockets_is_also_served() {
-    if !require_tool(PYTHON) {
-        return;
-    }
-    let scratch = Scratch::new();
-    let image = scratch.sparse("disk.img", MIB);
-    let path = scratch.join("socket");
-    let unix = format!("unix:{}", path.display());
-    let server = Server::start_under(&manager(&[&unix]), &image, &["--json"]);
+    let Some(given) = Inherited::new() else { return };
+    let server = Server::start_under(&manager(&[&given.unix()]), &given.image, &["--json"]);
     assert_eq!(server.uris().len(), 2, "{:?}", server.uris());
     for uri in server.uris() {
         let (_, socket) = uri.split_once("?socket=").expect("a Unix address");
@@ -174,14 +182,10 @@ fn an_address_given_with_inherited_sockets_is_also_served() {
 
 #[test]
 fn sockets_for_another_process_are_not_used() {
-    if !require_tool(PYTHON) {
-        return;
-    }
-    let scratch = Scratch::new();
-    let image = scratch.sparse("disk.img", MIB);
-    let unix = format!("unix:{}", scratch.join("socket").display());
+    let Some(given) = Inherited::new() else { return };
+    let unix = given.unix();
     let wrapper = [&["env", "LISTEN_PID=1"], &manager(&[&unix])[..]].concat();
-    let server = Server::start_under(&wrapper, &image, &["--json"]);
+    let server = Server::start_under(&wrapper, &given.image, &["--json"]);
     assert_eq!(server.uris().len(), 1, "{:?}", server.uris());
     server.stop();
 }
@@ -198,7 +202,7 @@ fn an_inherited_descriptor_that_is_no_listening_socket_is_refused_by_its_name() 
     for (what, why) in [
         ("file", "it is no socket"),
         ("udp", "neither a Unix nor a TCP socket"),
-        (deaf.as_str(), "nobody listens on it"),
+        (deaf.as_str(), "it does not listen for connections"),
         (unseen.as_str(), "no path that clients could be told"),
     ] {
         let refusal = refusal_under(&manager(&["tcp", what]), &["serve", &image]);

@@ -143,6 +143,20 @@ impl Stoppable {
         await_that("the storage stands still", || is_stopped(storage));
         StoodStill(storage)
     }
+
+    /// A server of the image, started with `extra`, and a client whose write of `block(1)` to the
+    /// first block is unanswered because the storage stands still. Before, that block is
+    /// `block(0)`.
+    fn server_with_unanswered_write(&self, extra: &[&str]) -> (Server, Client, StoodStill) {
+        let server = Server::start(&self.image, &[&["--direct", "auto"], extra].concat());
+        let mut client = server.connect();
+        client.write(0, &block(0)).expect("a write");
+        let stood_still = self.stop();
+        let write = Command::Write { offset: 0, data: block(1), fua: false };
+        client.send(&write).expect("room in the socket");
+        thread::sleep(STANDSTILL);
+        (server, client, stood_still)
+    }
 }
 
 /// Whether each thread of a process is stopped: proc_pid_stat(5), the field after the name.
@@ -176,13 +190,7 @@ impl Drop for Stoppable {
 fn stopped_storage_delays_only_the_requests_that_need_it() {
     let Some(storage) = Stoppable::new() else { return };
     for extra in [&[][..], &["--queue", "threads"]] {
-        let server = Server::start(&storage.image, &[&["--direct", "auto"], extra].concat());
-        let mut client = server.connect();
-        client.write(0, &block(0)).expect("a write");
-        let stood_still = storage.stop();
-        let write = Command::Write { offset: 0, data: block(1), fua: false };
-        client.send(&write).expect("room in the socket");
-        thread::sleep(STANDSTILL);
+        let (server, mut client, stood_still) = storage.server_with_unanswered_write(extra);
         let mut other = server.connect();
         other.read(4 * MIB, 1).expect_err("a read behind the end");
         drop(stood_still);
@@ -196,13 +204,7 @@ fn stopped_storage_delays_only_the_requests_that_need_it() {
 /// requests.
 fn ends_on_sigterm(extra: &[&str]) {
     let Some(mut storage) = Stoppable::new() else { return };
-    let mut server = Server::start(&storage.image, &[&["--direct", "auto"], extra].concat());
-    let mut client = server.connect();
-    client.write(0, &block(0)).expect("a write");
-    let _stood_still = storage.stop();
-    let write = Command::Write { offset: 0, data: block(1), fua: false };
-    client.send(&write).expect("room in the socket");
-    thread::sleep(STANDSTILL);
+    let (mut server, _client, _stood_still) = storage.server_with_unanswered_write(extra);
     server.terminate();
     for line in [
         "nowait: stopping, 1 request left (a second signal ends it at once)",
@@ -261,13 +263,7 @@ fn a_failed_flush_is_reported_once_in_the_log_and_to_the_service_manager() {
 #[test]
 fn a_second_signal_ends_a_waiting_server_at_once_and_it_reports_the_rest() {
     let Some(mut storage) = Stoppable::new() else { return };
-    let mut server = Server::start(&storage.image, &["--direct", "auto"]);
-    let mut client = server.connect();
-    client.write(0, &block(0)).expect("a write");
-    let _stood_still = storage.stop();
-    let write = Command::Write { offset: 0, data: block(1), fua: false };
-    client.send(&write).expect("room in the socket");
-    thread::sleep(STANDSTILL);
+    let (mut server, _client, _stood_still) = storage.server_with_unanswered_write(&[]);
     server.signal(Signal::INT);
     await_that("what the stop waits for", || server.log().contains("stopping, 1 request left"));
     server.signal(Signal::INT);

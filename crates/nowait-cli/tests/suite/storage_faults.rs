@@ -12,7 +12,7 @@ use std::thread;
 
 use crate::common::nbd::{Client, Command, EIO, ENOSPC, ESHUTDOWN, greet};
 use crate::common::{MIB, Scratch, Server, require_tool, skip};
-use crate::logged::await_line;
+use crate::log_messages::await_line;
 
 /// The length of one request here, in bytes.
 const PIECE: u32 = 1 << 20;

@@ -22,7 +22,7 @@ use crate::common::nbd::{
     greet, is_refusal, read_option_reply, read_size, send_option,
 };
 use crate::common::{Finished, KIB, MIB, Scratch, Server, accepted, refusal, require_tool, tool};
-use crate::logged::await_line;
+use crate::log_messages::await_line;
 
 /// NBD proto.md, "Option types" and "Option reply types".
 const OPT_STARTTLS: u32 = 5;

@@ -54,6 +54,24 @@ pub struct CreateOptions {
     pub preallocation: Preallocation,
 }
 
+impl CreateOptions {
+    /// An image of `format` and `size` bytes, without a backing file, with clusters of
+    /// [`DEFAULT_CLUSTER_BYTES`] and no preallocation.
+    #[must_use]
+    pub fn new(format: Format, size: Option<u64>) -> Self {
+        Self {
+            size,
+            format,
+            backing: None,
+            backing_format: None,
+            backing_dirs: Vec::new(),
+            data_files: Vec::new(),
+            cluster_bytes: None,
+            preallocation: Preallocation::Off,
+        }
+    }
+}
+
 /// Makes the image `path`. Returns the size of its disk in bytes.
 ///
 /// # Errors
@@ -236,16 +254,7 @@ mod tests {
     use super::*;
 
     fn raw(size: u64) -> CreateOptions {
-        CreateOptions {
-            size: Some(size),
-            format: Format::Raw,
-            backing: None,
-            backing_format: None,
-            backing_dirs: Vec::new(),
-            data_files: Vec::new(),
-            cluster_bytes: None,
-            preallocation: Preallocation::Off,
-        }
+        CreateOptions::new(Format::Raw, Some(size))
     }
 
     #[test]

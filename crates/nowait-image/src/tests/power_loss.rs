@@ -9,7 +9,7 @@ use crate::chain::{Chain, ChainOptions, Format, LayerFormat, Locking};
 use crate::chain_reader::ChainReader;
 use crate::offline::check::check;
 use crate::offline::commit::{Overlay, commit};
-use crate::offline::create::{CreateOptions, Preallocation, create};
+use crate::offline::create::{CreateOptions, create};
 use crate::offline::editor::Editor;
 use crate::offline::resize::resize;
 use crate::tests::write_log::{Step, UnsyncedWrites, cut, record};
@@ -37,14 +37,8 @@ impl Scene {
     fn new(base: Format) -> Self {
         let scene = Self { directory: tempfile::tempdir().unwrap() };
         let of_base = CreateOptions {
-            size: Some(CLUSTERS * CLUSTER),
-            format: base,
-            backing: None,
-            backing_format: None,
-            backing_dirs: Vec::new(),
-            data_files: Vec::new(),
             cluster_bytes: (base == Format::Qcow2).then_some(CLUSTER),
-            preallocation: Preallocation::Off,
+            ..CreateOptions::new(base, Some(CLUSTERS * CLUSTER))
         };
         create(&scene.path("base"), &of_base).unwrap();
         let of_top = CreateOptions {

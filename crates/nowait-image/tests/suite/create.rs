@@ -10,16 +10,7 @@ use crate::images::{Images, have_qemu, qemu_img, qemu_io};
 const ODD_SIZE: u64 = 10_000_001;
 
 fn options(format: Format, size: u64) -> CreateOptions {
-    CreateOptions {
-        size: Some(size),
-        format,
-        backing: None,
-        backing_format: None,
-        backing_dirs: Vec::new(),
-        data_files: Vec::new(),
-        cluster_bytes: None,
-        preallocation: Preallocation::Off,
-    }
+    CreateOptions::new(format, Some(size))
 }
 
 /// The output of `qemu-img info`, without the image's name and the space it takes.
@@ -75,10 +66,9 @@ fn an_overlay_has_its_backing_files_bytes_and_size() {
     }
     let images = Images::qcow2("8M", "", &["write -P 3 1M 64k"]);
     let wanted = CreateOptions {
-        size: None,
         backing: Some(images.name().into()),
         backing_format: Some(Format::Qcow2),
-        ..options(Format::Qcow2, 1)
+        ..CreateOptions::new(Format::Qcow2, None)
     };
     let top = images.directory().join("top");
     assert_eq!(create(&top, &wanted).unwrap(), 8 << 20);

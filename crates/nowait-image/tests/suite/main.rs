@@ -13,11 +13,11 @@ mod tool;
 mod images;
 
 mod check;
-mod contents;
-mod damage;
-mod damaged;
-mod refusals;
-mod served;
-mod create;
-mod resize;
 mod commit;
+mod contents;
+mod create;
+mod inconsistent_images;
+mod random_damage;
+mod refusals;
+mod resize;
+mod served;

@@ -133,7 +133,7 @@ impl Listener {
             _ => return Err(refuse("it is neither a Unix nor a TCP socket")),
         };
         if !listens {
-            return Err(refuse("nobody listens on it"));
+            return Err(refuse("it does not listen for connections"));
         }
         match &kind {
             Kind::Unix { socket, .. } => socket.set_nonblocking(true)?,

@@ -103,11 +103,13 @@ pub unsafe trait IoQueue {
     fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token);
 
     /// Registers memory with the kernel, so that transfers to it cost less. Returns its number for
-    /// [`Transfer::buffer`], or `None` where that is not possible.
+    /// [`Transfer::buffer`], or `None` where that is not possible, as in most queues.
     ///
     /// # Safety
     /// The memory stays allocated for the life of the queue.
-    unsafe fn register(&mut self, base: *mut u8, bytes: usize) -> Option<u16>;
+    unsafe fn register(&mut self, _base: *mut u8, _bytes: usize) -> Option<u16> {
+        None
+    }
 
     /// Completions that were polled for so far (C48).
     fn polled(&self) -> u64 {

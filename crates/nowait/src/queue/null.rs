@@ -74,11 +74,6 @@ unsafe impl IoQueue for Null {
         self.watched.unwatch(fd, token);
     }
 
-    // SAFETY: the memory is never accessed.
-    unsafe fn register(&mut self, _: *mut u8, _: usize) -> Option<u16> {
-        None
-    }
-
     fn fd(&self) -> BorrowedFd<'_> {
         self.watched.fd()
     }

@@ -7,7 +7,7 @@ use std::io::IoSlice;
 
 use nowait::{ByteRange, Direct, ExtentStatus, ImageFormat};
 
-use crate::offline::create::{CreateOptions, Preallocation, create};
+use crate::offline::create::{CreateOptions, create};
 use crate::qcow2_disk::status_scan::StatusScan;
 use crate::qcow2_disk::{ServeOptions, open_all};
 use crate::{Chain, ChainOptions, Format};
@@ -21,14 +21,10 @@ fn a_cluster_that_is_allocated_during_a_scan_is_not_reported_as_the_hole_that_th
     fs::write(scratch.path().join("base"), vec![5; SIZE as usize]).unwrap();
     let image = scratch.path().join("top");
     let options = CreateOptions {
-        size: None,
-        format: Format::Qcow2,
         backing: Some("base".into()),
         backing_format: Some(Format::Raw),
-        backing_dirs: Vec::new(),
-        data_files: Vec::new(),
         cluster_bytes: Some(CLUSTER),
-        preallocation: Preallocation::Off,
+        ..CreateOptions::new(Format::Qcow2, None)
     };
     create(&image, &options).unwrap();
     let options =

@@ -13,4 +13,4 @@ pub(crate) mod journal;
 mod bounded_lookups;
 mod power_cut;
 mod block_status;
-mod waiting;
+mod held_up_allocation;

@@ -4,11 +4,11 @@
 //! and then all of them.
 
 mod many_clients;
-mod fair;
+mod service_order;
 mod split_writes;
 mod receive;
 mod replies;
-mod events;
+mod queue_events;
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

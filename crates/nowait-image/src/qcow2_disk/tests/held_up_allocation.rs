@@ -11,7 +11,7 @@ use nowait::{
     AioThreadQueue, BlockingFile, ByteRange, Config, Direct, Engine, Flags, Op, Request, WorkerPool,
 };
 
-use crate::offline::create::{CreateOptions, Preallocation, create};
+use crate::offline::create::{CreateOptions, create};
 use crate::qcow2_disk::tests::gate;
 use crate::qcow2_disk::tests::gate::Gate;
 use crate::qcow2_disk::tests::random::Random;
@@ -163,14 +163,9 @@ fn c54_a_read_of_a_block_in_which_the_backing_file_ends_is_not_torn_by_a_concurr
     fs::write(scratch.path().join("base"), [7; 100]).unwrap();
     let top = scratch.path().join("top");
     let options = CreateOptions {
-        size: Some(CLUSTER),
-        format: Format::Qcow2,
         backing: Some("base".into()),
         backing_format: Some(Format::Raw),
-        backing_dirs: Vec::new(),
-        data_files: Vec::new(),
-        cluster_bytes: None,
-        preallocation: Preallocation::Off,
+        ..CreateOptions::new(Format::Qcow2, Some(CLUSTER))
     };
     create(&top, &options).unwrap();
     let options =
