@@ -7,6 +7,7 @@
 
 mod panics;
 mod error;
+mod output;
 mod size;
 mod export_spec;
 mod listen_address;

@@ -23,7 +23,7 @@ use tracing::warn;
 use crate::args::ServeArgs;
 use crate::error::{CliError, reason};
 use crate::export_spec::NamedExport;
-use crate::{args, systemd};
+use crate::{args, open_chain, systemd};
 
 /// An open image by its format.
 enum DiskFormat {
@@ -123,8 +123,7 @@ pub(crate) fn open_all(
             let what = "it is given twice (serve it under one name, or try --read-only)";
             return Err(CliError::at(&named.image, what));
         }
-        let content = open(args, &named.image)?;
-        all.push(OpenedDisk { named, content });
+        all.push(open(args, named)?);
     }
     Ok(all)
 }
@@ -135,24 +134,23 @@ fn is_same_file(one: &Path, other: &Path) -> bool {
 }
 
 /// Opens and locks the image in the given format, or else in the detected one.
-fn open(args: &ServeArgs, image: &Path) -> Result<DiskFormat, CliError> {
+fn open(args: &ServeArgs, named: NamedExport) -> Result<OpenedDisk, CliError> {
+    let image = &named.image;
     let content = match args.format.map_or_else(|| probe_format(image), Ok)? {
         Format::Qcow2 => open_qcow2(args, image)?,
         Format::Raw => open_raw(args, image)?,
     };
-    let direct = match &content {
-        DiskFormat::Raw { disk, .. } => disk.is_direct(),
-        DiskFormat::Qcow2 { disk, .. } => disk.is_direct(),
-    };
-    if args.direct == args::Direct::Auto && !direct {
-        warn!("{}: no direct I/O here, going through the page cache", image.display());
+    let opened = OpenedDisk { named, content };
+    if args.direct == args::Direct::Auto && !opened.is_direct() {
+        let image = opened.named.image.display();
+        warn!("{image}: no direct I/O here, going through the page cache");
     }
-    Ok(content)
+    Ok(opened)
 }
 
 fn probe_format(image: &Path) -> Result<Format, CliError> {
     match HostFile::open(image, false) {
-        Ok(file) => Format::probe(&file).map_err(|error| CliError::new(error.to_string())),
+        Ok(file) => Format::probe(&file).map_err(|error| open_chain::failed(&error)),
         // The error is reported by the open for serving that follows.
         Err(_) => Ok(Format::Raw),
     }
@@ -179,7 +177,7 @@ fn warn_of_no_mark(path: &Path) {
 }
 
 fn open_qcow2(args: &ServeArgs, image: &Path) -> Result<DiskFormat, CliError> {
-    let failed = |error: nowait_image::ImageError| CliError::new(error.to_string());
+    let failed = |error: nowait_image::ImageError| open_chain::failed(&error);
     let options = ChainOptions {
         format: Some(Format::Qcow2),
         writable: !args.read_only,

@@ -5,10 +5,10 @@
 
 use std::path::Path;
 
-use nowait_image::{Bitmap, Compression, Header, HostFile};
+use nowait_image::{Bitmap, Compression, Header, HostFile, ImageError};
 use serde_json::{Map, Value, json};
 
-use crate::error::{CliError, plain};
+use crate::error::plain;
 use crate::size::human;
 
 pub(crate) struct Qcow2Info {
@@ -20,14 +20,13 @@ pub(crate) struct Qcow2Info {
 }
 
 impl Qcow2Info {
-    pub(crate) fn read(image: &Path) -> Result<Self, CliError> {
-        let (header, bitmaps) = HostFile::open(image, false)
-            .and_then(|file| {
-                let header = Header::read(&file)?;
-                let bitmaps = Bitmap::all(&file, &header).unwrap_or_default();
-                Ok((header, bitmaps))
-            })
-            .map_err(|error| CliError::new(error.to_string()))?;
+    /// Reads it from `file`, the image at path `image`.
+    ///
+    /// # Errors
+    /// As [`Header::read`].
+    pub(crate) fn read(file: &HostFile, image: &Path) -> Result<Self, ImageError> {
+        let header = Header::read(file)?;
+        let bitmaps = Bitmap::all(file, &header).unwrap_or_default();
         let full_backing = header.backing.as_ref().map(|backing| {
             let directory = image.parent().unwrap_or(Path::new(""));
             directory.join(&backing.name).to_string_lossy().into_owned()

@@ -18,7 +18,7 @@ const COPIED_BYTES: u64 = 512 << 20;
 /// Measure, on this machine: this server and its copies beside others, the engine's mechanisms on
 /// against off
 ///
-/// Each figure is the median of several short turns, taken by turns with what it is compared to, so
+/// Each figure is the median of several short measurements, interleaved with those of what it is compared to, so
 /// that a machine that slows down slows down for all of them.
 #[derive(Debug, Args)]
 #[command(after_help = BENCH_AFTER_HELP)]

@@ -81,7 +81,7 @@ fn copies(args: &BenchArgs) -> Result<(), CliError> {
     let report = run_copies(&options, &mut io::stdout().lock()).map_err(failed)?;
     match report.failures.first() {
         _ if report.interrupted => Err(interrupted()),
-        Some(line) => Err(CliError::new(format!("not everything could be measured: {line}"))),
+        Some(line) => Err(incomplete(line)),
         None => Ok(()),
     }
 }

@@ -2,19 +2,17 @@
 //!
 //! Invariant: without --repair nothing is written; the exit status is that of qemu-img check.
 
-use std::io::{self, Write};
 use std::process::ExitCode;
 
-use indicatif::{ProgressBar, ProgressStyle};
 use nowait_image::check::{Report, check};
 use nowait_image::repair::{Repaired, repair};
 use nowait_image::{ChainOptions, Format};
 use serde_json::json;
 
 use crate::args::image_args::CheckArgs;
-use crate::error::{CliError, reason};
-use crate::open_chain;
+use crate::error::CliError;
 use crate::size::human;
+use crate::{open_chain, output};
 
 const CORRUPT: u8 = 2;
 const LEAKS: u8 = 3;
@@ -34,11 +32,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode, CliError> {
         let why = CliError::at(path, "raw images have no metadata that could be checked");
         return Err(why.with_status(NOTHING_TO_CHECK));
     }
-    // Drawn only where standard error is a terminal.
-    let bar = ProgressBar::new(0);
-    if let Ok(style) = ProgressStyle::with_template("{bar:40} {percent}% {eta} left") {
-        bar.set_style(style);
-    }
+    let bar = output::progress_bar("{bar:40} {percent}% {eta} left");
     let mut progress = |done, total| {
         bar.set_length(total);
         bar.set_position(done);
@@ -52,9 +46,7 @@ pub(crate) fn run(args: &CheckArgs) -> Result<ExitCode, CliError> {
     bar.finish_and_clear();
     let done = done.map_err(|error| open_chain::failed(&error))?;
     let text = if args.json { in_json(args, &done) } else { in_words(args.repair, &done) };
-    io::stdout()
-        .write_all(text.as_bytes())
-        .map_err(|e| CliError::new(format!("standard output: {}", reason(&e))))?;
+    output::print(text)?;
     Ok(match done.report {
         Report { corruptions: 1.., .. } => ExitCode::from(CORRUPT),
         Report { leaks: 1.., .. } => ExitCode::from(LEAKS),

@@ -2,17 +2,14 @@
 //!
 //! Invariant: as in nowait_image::commit.
 
-use std::io::{self, Write};
-
-use indicatif::{ProgressBar, ProgressStyle};
 use nowait_image::commit::{Committed, Overlay, commit};
 use nowait_image::{Chain, ChainOptions, Format, Layer};
 use serde_json::json;
 
 use crate::args::change_args::CommitArgs;
-use crate::error::{CliError, plain, reason};
-use crate::open_chain;
+use crate::error::{CliError, plain};
 use crate::size::human;
+use crate::{open_chain, output};
 
 pub(crate) fn run(args: &CommitArgs) -> Result<(), CliError> {
     let overlay = if args.keep { Overlay::Kept } else { Overlay::Emptied };
@@ -31,12 +28,8 @@ pub(crate) fn run(args: &CommitArgs) -> Result<(), CliError> {
         let what = format_args!("its backing file is {}, as it says", found.name());
         return Err(CliError::at(&args.image.image, what));
     }
-    // Drawn only where standard error is a terminal.
-    let bar = ProgressBar::new(0);
     let style = "{bar:40} {percent}% {bytes} of {total_bytes}, {binary_bytes_per_sec}, {eta} left";
-    if let Ok(style) = ProgressStyle::with_template(style) {
-        bar.set_style(style);
-    }
+    let bar = output::progress_bar(style);
     let raw_named = args.backing_format == Some(Format::Raw);
     let done = commit(&chain, overlay, raw_named, &mut |done, total| {
         bar.set_length(total);
@@ -45,9 +38,7 @@ pub(crate) fn run(args: &CommitArgs) -> Result<(), CliError> {
     bar.finish_and_clear();
     let done = done.map_err(|error| open_chain::failed(&error))?;
     let text = if args.json { in_json(args, &chain, &done) } else { in_words(args, &chain, &done) };
-    io::stdout()
-        .write_all(text.as_bytes())
-        .map_err(|e| CliError::new(format!("standard output: {}", reason(&e))))
+    output::print(text)
 }
 
 fn backing(chain: &Chain) -> String {

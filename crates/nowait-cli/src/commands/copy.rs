@@ -13,13 +13,11 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use nowait_copy::{Lost, Options, Phase, Progress, Report};
 use nowait_image::Format;
 use serde_json::{Value, json};
-use signal_hook::consts::SIGXFSZ;
-use signal_hook::flag;
 
 use crate::args::copy_args::CopyArgs;
 use crate::error::{CliError, plain, reason};
 use crate::size::human;
-use crate::{secrets, signals};
+use crate::{output, secrets, signals};
 
 const STYLE: &str = "{msg:9} [{bar:24}] {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left";
 
@@ -64,9 +62,7 @@ pub(crate) fn run(args: &CopyArgs) -> Result<ExitCode, CliError> {
     let report = copied.map_err(|error| failed(&error))?;
     let text =
         if args.json { format!("{}\n", in_json(args, &report)) } else { in_words(args, &report) };
-    io::stdout()
-        .write_all(text.as_bytes())
-        .map_err(|e| CliError::new(format!("standard output: {}", reason(&e))))?;
+    output::print(text)?;
     if report.lost.bytes == 0 {
         return Ok(ExitCode::SUCCESS);
     }
@@ -96,12 +92,9 @@ fn lost_in_words(args: &CopyArgs, lost: &Lost) -> String {
     text
 }
 
-/// A flag that a signal sets. SIGXFSZ is ignored: a write beyond the file size limit is an error
-/// and does not end the process.
+/// A flag that a signal sets.
 fn cancel_on_signal() -> Result<Arc<AtomicBool>, CliError> {
-    flag::register(SIGXFSZ, Arc::default())
-        .and_then(|_| signals::flag())
-        .map_err(|e| CliError::new(format!("cannot handle signals: {}", reason(&e))))
+    signals::flag().map_err(|e| CliError::new(format!("cannot handle signals: {}", reason(&e))))
 }
 
 fn failed(error: &nowait_copy::Error) -> CliError {

@@ -2,15 +2,13 @@
 //!
 //! Invariant: as in nowait_image::create.
 
-use std::io::{self, Write};
-
 use nowait_image::create::{CreateOptions, create};
 use serde_json::json;
 
 use crate::args::change_args::{CreateArgs, Preallocate};
-use crate::error::{CliError, plain, reason};
-use crate::open_chain;
+use crate::error::{CliError, plain};
 use crate::size::human;
+use crate::{open_chain, output};
 
 pub(crate) fn run(args: &CreateArgs) -> Result<(), CliError> {
     let options = CreateOptions {
@@ -25,8 +23,10 @@ pub(crate) fn run(args: &CreateArgs) -> Result<(), CliError> {
     };
     let size = create(&args.image, &options).map_err(|error| open_chain::failed(&error))?;
     let text = if args.json { in_json(args, size) } else { in_words(args, size) };
-    writeln!(io::stdout(), "{text}")
-        .map_err(|e| CliError::new(format!("standard output: {}", reason(&e))))
+    output::print(
+        text + "
+",
+    )
 }
 
 fn in_json(args: &CreateArgs, size: u64) -> String {

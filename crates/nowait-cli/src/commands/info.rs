@@ -5,7 +5,7 @@
 
 use std::fmt::Write as _;
 use std::fs::{self, File};
-use std::io::{self, Write as _};
+use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
@@ -19,6 +19,7 @@ use crate::args::InfoArgs;
 use crate::error::{CliError, plain, reason};
 use crate::qcow2_info::Qcow2Info;
 use crate::size::human;
+use crate::{open_chain, output};
 
 /// The unit of `st_blocks`, whatever the file system's own block size (stat(2)).
 const STAT_BLOCK_BYTES: u64 = 512;
@@ -66,23 +67,12 @@ struct Facts {
 
 pub(crate) fn run(args: &InfoArgs) -> Result<(), CliError> {
     let facts = gather(&args.image, args.format)?;
-    let output = if args.json {
+    let text = if args.json {
         format!("{}\n", in_json(&args.image, &facts))
     } else {
         in_words(&args.image, &facts)
     };
-    io::stdout()
-        .write_all(output.as_bytes())
-        .map_err(|e| CliError::new(format!("standard output: {}", reason(&e))))
-}
-
-/// Opens the image and returns the result of `probe`.
-fn probed<T>(
-    image: &Path,
-    probe: impl FnOnce(&HostFile) -> Result<T, ImageError>,
-) -> Result<T, CliError> {
-    let found = HostFile::open(image, false).and_then(|file| probe(&file));
-    found.map_err(|error| CliError::new(error.to_string()))
+    output::print(text)
 }
 
 fn gather(image: &Path, format: Option<Format>) -> Result<Facts, CliError> {
@@ -99,9 +89,11 @@ fn gather(image: &Path, format: Option<Format>) -> Result<Facts, CliError> {
         }
     };
     let file = File::open(image).map_err(|error| cannot("open", error))?;
-    let signature = probed(image, |file| Ok(Signature::probe(file).ok().flatten()))?;
-    let header = match format.map_or_else(|| probed(image, Format::probe), Ok)? {
-        Format::Qcow2 => Some(Qcow2Info::read(image)?),
+    let failed = |error: ImageError| open_chain::failed(&error);
+    let host = HostFile::open(image, false).map_err(failed)?;
+    let signature = Signature::probe(&host).ok().flatten();
+    let header = match format.map_or_else(|| Format::probe(&host), Ok).map_err(failed)? {
+        Format::Qcow2 => Some(Qcow2Info::read(&host, image).map_err(failed)?),
         Format::Raw => None,
     };
     let stat = file.metadata().map_err(|error| cannot("look at it", error))?;

@@ -7,12 +7,12 @@ use std::io::{self, BufWriter, Write};
 use nowait_image::ChainOptions;
 
 use crate::args::image_args::MapArgs;
-use crate::error::{CliError, reason};
-use crate::open_chain;
+use crate::error::CliError;
+use crate::{open_chain, output};
 
 pub(crate) fn run(args: &MapArgs) -> Result<(), CliError> {
     let chain = open_chain::open(&args.image, ChainOptions::default())?;
     let mut out = BufWriter::new(io::stdout().lock());
     nowait_image::map::write_json(&chain, &mut out).map_err(|error| open_chain::failed(&error))?;
-    out.flush().map_err(|e| CliError::new(format!("standard output: {}", reason(&e))))
+    out.flush().map_err(|error| output::print_failure(&error))
 }

@@ -2,16 +2,14 @@
 //!
 //! Invariant: as in nowait_image::resize.
 
-use std::io::{self, Write};
-
 use nowait_image::ChainOptions;
 use nowait_image::resize::resize;
 use serde_json::json;
 
 use crate::args::change_args::{Change, ResizeArgs};
-use crate::error::{CliError, plain, reason};
-use crate::open_chain;
+use crate::error::{CliError, plain};
 use crate::size::human;
+use crate::{open_chain, output};
 
 pub(crate) fn run(args: &ResizeArgs) -> Result<(), CliError> {
     let options = ChainOptions {
@@ -45,6 +43,8 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<(), CliError> {
     } else {
         plain(&format!("resized {}: {}, was {}", path.display(), human(size), human(old)))
     };
-    writeln!(io::stdout(), "{text}")
-        .map_err(|e| CliError::new(format!("standard output: {}", reason(&e))))
+    output::print(
+        text + "
+",
+    )
 }

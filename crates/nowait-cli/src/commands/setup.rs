@@ -4,7 +4,7 @@
 //! Invariant: both name every command and option that --help names, and no others.
 
 use std::fs;
-use std::io::{self, Write};
+use std::io;
 
 use clap::CommandFactory;
 use clap_mangen::Man;
@@ -13,6 +13,7 @@ use clap_mangen::roff::{Inline, Roff, roman};
 use crate::args::Cli;
 use crate::args::setup_args::{CompletionsArgs, ManArgs};
 use crate::error::{CliError, reason};
+use crate::output;
 
 /// Prints a shell's completions.
 ///
@@ -21,9 +22,7 @@ use crate::error::{CliError, reason};
 pub(crate) fn completions(args: &CompletionsArgs) -> Result<(), CliError> {
     let mut text = Vec::new();
     clap_complete::generate(args.shell, &mut Cli::command(), "nowait", &mut text);
-    io::stdout()
-        .write_all(&text)
-        .map_err(|e| CliError::new(format!("standard output: {}", reason(&e))))
+    output::print(&text)
 }
 
 /// Writes the manual pages.
