@@ -11,7 +11,7 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::error::{CliError, reason};
+use crate::error::{CliError, os_message};
 use crate::listen_address::ListenAddress;
 
 const IMAGE_NAME: &str = "nowait.img";
@@ -42,7 +42,7 @@ fn state_directory(state_home: Option<OsString>, home: Option<OsString>) -> Opti
 
 fn image_in(directory: &Path) -> Result<PathBuf, CliError> {
     let cannot = |path: &Path, error: &io::Error| {
-        CliError::at(path, format_args!("cannot create: {} (give an IMAGE)", reason(error)))
+        CliError::at(path, format_args!("cannot create: {} (give an IMAGE)", os_message(error)))
     };
     private_directory(directory).map_err(|error| cannot(directory, &error))?;
     let path = directory.join(IMAGE_NAME);
@@ -150,7 +150,7 @@ fn temporary_directory(parent: &Path) -> Result<PathBuf, CliError> {
             Ok(()) => return Ok(directory),
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
             Err(error) => {
-                let why = format!("cannot create: {} (give --nbd unix:PATH)", reason(&error));
+                let why = format!("cannot create: {} (give --nbd unix:PATH)", os_message(&error));
                 return Err(CliError::at(&directory, why));
             }
         }

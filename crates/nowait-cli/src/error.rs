@@ -4,10 +4,10 @@
 //! user can do something about it, what to do; names are escaped by [`plain`], so that it stays one
 //! line.
 
+use std::fmt;
 use std::path::Path;
-use std::{fmt, io};
 
-pub(crate) use nowait_image::plain;
+pub(crate) use nowait_image::{os_message, plain};
 
 /// The exit status of most failures. (A wrong command line, which is detected before any work, has
 /// another one.)
@@ -45,15 +45,6 @@ impl CliError {
 impl fmt::Display for CliError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(&plain(&self.message))
-    }
-}
-
-/// The system's words for `error`, without the number that the standard library appends.
-pub(crate) fn reason(error: &io::Error) -> String {
-    let words = error.to_string();
-    match words.find(" (os error ") {
-        Some(end) => words[..end].to_owned(),
-        None => words,
     }
 }
 

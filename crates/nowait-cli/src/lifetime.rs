@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
 
-use crate::error::{CliError, reason};
+use crate::error::{CliError, os_message};
 
 /// The parent of this process at its start.
 pub(crate) struct Parent(Option<Pid>);
@@ -27,7 +27,7 @@ impl Parent {
     /// The parent has already ended, or prctl(2) failed.
     pub(crate) fn end_with_it(&self) -> Result<(), CliError> {
         set_parent_process_death_signal(Some(Signal::TERM)).map_err(|errno| {
-            CliError::new(format!("--exit-with-parent: cannot: {}", reason(&errno.into())))
+            CliError::new(format!("--exit-with-parent: cannot: {}", os_message(&errno.into())))
         })?;
         // A parent that ended before the call above causes no signal.
         if getppid() == self.0 {
@@ -63,7 +63,7 @@ impl PidFile {
         name.push(format!(".{number}"));
         let temporary = PathBuf::from(name);
         write_new(&temporary, &content).map_err(|error| {
-            CliError::at(&path, format_args!("cannot write the file: {}", reason(&error)))
+            CliError::at(&path, format_args!("cannot write the file: {}", os_message(&error)))
         })?;
         Ok(Self { path, temporary, content })
     }
@@ -74,7 +74,7 @@ impl PidFile {
     /// rename(2) failed.
     pub(crate) fn appear(&self) -> Result<(), CliError> {
         fs::rename(&self.temporary, &self.path).map_err(|error| {
-            CliError::at(&self.path, format_args!("cannot write the file: {}", reason(&error)))
+            CliError::at(&self.path, format_args!("cannot write the file: {}", os_message(&error)))
         })
     }
 

@@ -21,7 +21,7 @@ use rustix::fs::FileType;
 use tracing::warn;
 
 use crate::args::ServeArgs;
-use crate::error::{CliError, reason};
+use crate::error::{CliError, os_message};
 use crate::export_spec::NamedExport;
 use crate::{args, open_chain, systemd};
 
@@ -232,7 +232,7 @@ fn open_raw(args: &ServeArgs, image: &Path) -> Result<DiskFormat, CliError> {
 
 fn open_failure(args: &ServeArgs, image: &Path, error: Error) -> String {
     let errno = error.errno();
-    let why = reason(&io::Error::from_raw_os_error(errno));
+    let why = os_message(&io::Error::from_raw_os_error(errno));
     match rustix::io::Errno::from_raw_os_error(errno) {
         rustix::io::Errno::BUSY => in_use(image),
         rustix::io::Errno::ISDIR => "it is a directory (give an image file)".into(),

@@ -7,7 +7,7 @@ use std::io::{self, Write};
 
 use indicatif::{ProgressBar, ProgressStyle};
 
-use crate::error::{CliError, reason};
+use crate::error::{CliError, os_message};
 
 /// Writes `bytes` to standard output.
 ///
@@ -19,7 +19,7 @@ pub(crate) fn print(bytes: impl AsRef<[u8]>) -> Result<(), CliError> {
 
 /// The failure of a write to standard output.
 pub(crate) fn print_failure(error: &io::Error) -> CliError {
-    CliError::new(format!("standard output: {}", reason(error)))
+    CliError::new(format!("standard output: {}", os_message(error)))
 }
 
 /// A progress bar in the style of `template`, in the syntax of indicatif.

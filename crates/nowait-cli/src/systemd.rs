@@ -11,7 +11,7 @@ use nowait_server::Listener;
 use sd_notify::NotifyState;
 use tracing::warn;
 
-use crate::error::{CliError, reason};
+use crate::error::{CliError, os_message};
 use crate::listen_address::ListenAddress;
 
 /// The longest status in bytes; systemd ignores messages of more than 4096 bytes in all.
@@ -28,7 +28,7 @@ pub(crate) fn sockets() -> Result<Vec<(Listener, ListenAddress)>, CliError> {
         return Ok(Vec::new());
     }
     let given = sd_notify::listen_fds().map_err(|error| {
-        let why = reason(&error);
+        let why = os_message(&error);
         CliError::new(format!("LISTEN_FDS: the sockets handed over cannot be taken: {why}"))
     })?;
     let names = std::env::var("LISTEN_FDNAMES").unwrap_or_default();
@@ -41,7 +41,7 @@ pub(crate) fn sockets() -> Result<Vec<(Listener, ListenAddress)>, CliError> {
         let refused = |why: &str| {
             CliError::new(format!("the socket handed over as descriptor {number} ({name}): {why}"))
         };
-        let listener = Listener::inherited(socket).map_err(|error| refused(&reason(&error)))?;
+        let listener = Listener::inherited(socket).map_err(|error| refused(&os_message(&error)))?;
         let listen = address(&listener)
             .ok_or_else(|| refused("it has no path that clients could be told"))?;
         Ok((listener, listen))
@@ -92,7 +92,7 @@ fn bounded(status: &str) -> &str {
 /// Sends a notification; no effect without a service manager.
 fn notify(state: &[NotifyState<'_>]) {
     if let Err(error) = sd_notify::notify(state) {
-        warn!("NOTIFY_SOCKET: the service manager cannot be told: {}", reason(&error));
+        warn!("NOTIFY_SOCKET: the service manager cannot be told: {}", os_message(&error));
     }
 }
 

@@ -12,7 +12,7 @@ use clap::{CommandFactory, Parser};
 use tracing::Level;
 
 use crate::args::{CHECK_USAGE_STATUS, Cli, Command, USAGE_STATUS};
-use crate::error::reason;
+use crate::error::os_message;
 use crate::log;
 
 /// The limit of typing errors up to which an option is suggested, and the number of letters that an
@@ -92,7 +92,10 @@ fn end(error: &clap::Error, command: String) -> ExitCode {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => match error.print() {
             Ok(()) => ExitCode::SUCCESS,
             Err(error) => {
-                log::write_line(Level::ERROR, format_args!("standard output: {}", reason(&error)));
+                log::write_line(
+                    Level::ERROR,
+                    format_args!("standard output: {}", os_message(&error)),
+                );
                 ExitCode::FAILURE
             }
         },

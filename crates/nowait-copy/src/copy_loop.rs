@@ -11,7 +11,7 @@ use rustix::event::{PollFd, Timespec, poll};
 use rustix::io::Errno;
 
 use crate::endpoint::{CopyOperation, CopyRequest, Endpoint};
-use crate::error::{Error, words};
+use crate::error::{Error, os_message};
 use crate::zero_map::{ExtentIterator, ZeroMap};
 
 /// The longest sleep: a cancelled copy ends within this time.
@@ -109,15 +109,7 @@ impl Endpoints<'_> {
 
     /// Sleeps until either endpoint can make progress, at most `WAIT_SLICE`.
     pub(crate) fn wait(&mut self) -> Result<(), Error> {
-        let mut poll_fds = Vec::new();
-        self.source.poll_fds(&mut poll_fds);
-        self.target.poll_fds(&mut poll_fds);
-        let mut fds: Vec<PollFd<'_>> =
-            poll_fds.into_iter().map(|(fd, flags)| PollFd::from_borrowed_fd(fd, flags)).collect();
-        match poll(&mut fds, Some(&WAIT_SLICE)) {
-            Ok(_) | Err(Errno::INTR) => Ok(()),
-            Err(errno) => Err(Error::at(&"poll", words(&errno.into()))),
-        }
+        wait_for(&[&*self.source, &*self.target])
     }
 
     /// Reports progress, if `PROGRESS_INTERVAL` has passed or the phase is complete.
@@ -128,5 +120,17 @@ impl Endpoints<'_> {
             self.last_report = Some(now);
             (self.report_progress)(Progress { phase, done, total: self.size });
         }
+    }
+}
+
+/// Sleeps until one of `endpoints` can make progress, at most `WAIT_SLICE`.
+pub(crate) fn wait_for(endpoints: &[&dyn Endpoint]) -> Result<(), Error> {
+    let mut poll_fds = Vec::new();
+    endpoints.iter().for_each(|endpoint| endpoint.poll_fds(&mut poll_fds));
+    let mut fds: Vec<PollFd<'_>> =
+        poll_fds.into_iter().map(|(fd, flags)| PollFd::from_borrowed_fd(fd, flags)).collect();
+    match poll(&mut fds, Some(&WAIT_SLICE)) {
+        Ok(_) | Err(Errno::INTR) => Ok(()),
+        Err(errno) => Err(Error::at(&"poll", os_message(&errno.into()))),
     }
 }

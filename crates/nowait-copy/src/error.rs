@@ -5,6 +5,7 @@
 
 use std::{fmt, io};
 
+pub(crate) use nowait_image::os_message;
 use nowait_image::plain;
 
 /// The failure of a copy.
@@ -64,16 +65,7 @@ impl std::error::Error for Error {}
 
 /// The system's words for an errno, without the number that the standard library appends.
 pub(crate) fn reason(errno: i32) -> String {
-    words(&io::Error::from_raw_os_error(errno))
-}
-
-/// The system's words for an error of the standard library.
-pub(crate) fn words(error: &io::Error) -> String {
-    let mut words = error.to_string();
-    if let Some(end) = words.find(" (os error ") {
-        words.truncate(end);
-    }
-    words
+    os_message(&io::Error::from_raw_os_error(errno))
 }
 
 #[cfg(test)]

@@ -20,7 +20,7 @@ use rustix::io::Errno;
 use slab::Slab;
 
 use crate::endpoint::{Capabilities, Completed, CopyOperation, CopyRequest, Endpoint};
-use crate::error::{Error, reason, words};
+use crate::error::{Error, os_message, reason};
 use crate::zero_detection::DataRun;
 
 /// The longest read or write in bytes: the block layer splits it into few pieces, and the fixed
@@ -302,7 +302,7 @@ impl<Q: IoQueue, M: BlockMap> Endpoint for FileEndpoint<Q, M> {
     fn finish(&mut self) -> Result<(), Error> {
         let Content::New { image, file } = &mut self.content else { return Ok(()) };
         let written = image.finish(file);
-        let what = |error| format!("cannot write the image's tables: {}", words(&error));
+        let what = |error| format!("cannot write the image's tables: {}", os_message(&error));
         written.map_err(|error| Error::at(&self.name, what(error)))
     }
 

@@ -7,14 +7,10 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use nowait::{ByteRange, IoBuffer};
 use nowait_image::PROBE_BYTES;
-use rustix::event::{PollFd, Timespec, poll};
-use rustix::io::Errno;
 
+use crate::copy_loop::wait_for;
 use crate::endpoint::{CopyOperation, CopyRequest, Endpoint};
-use crate::error::{Error, words};
-
-/// The longest sleep: a cancelled copy ends within this time.
-const WAIT_SLICE: Timespec = Timespec { tv_sec: 0, tv_nsec: 200_000_000 };
+use crate::error::Error;
 
 /// The first [`PROBE_BYTES`] of the disk, rounded up to its alignment; fewer if the disk is
 /// smaller.
@@ -47,13 +43,6 @@ pub(crate) fn first_bytes(
         if cancel.load(Ordering::Relaxed) {
             return Err(Error::Interrupted);
         }
-        let mut poll_fds = Vec::new();
-        endpoint.poll_fds(&mut poll_fds);
-        let mut fds: Vec<PollFd<'_>> =
-            poll_fds.into_iter().map(|(fd, flags)| PollFd::from_borrowed_fd(fd, flags)).collect();
-        match poll(&mut fds, Some(&WAIT_SLICE)) {
-            Ok(_) | Err(Errno::INTR) => {}
-            Err(errno) => return Err(Error::at(&"poll", words(&errno.into()))),
-        }
+        wait_for(&[&*endpoint])?;
     }
 }

@@ -9,10 +9,10 @@ use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
 use std::str::FromStr;
 
+use nowait_nbd::MAX_STRING_BYTES;
+
 /// The port that IANA has assigned to NBD.
 const NBD_PORT: u16 = 10809;
-/// The longest name of an export in bytes (NBD proto.md, "Values", string limit).
-const MAX_EXPORT_BYTES: usize = 4096;
 /// The longest path of a Unix socket in bytes: `sun_path` of unix(7) less its final NUL.
 const MAX_SOCKET_PATH_BYTES: usize = 107;
 
@@ -112,8 +112,8 @@ impl FromStr for NbdUri {
         let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
         let export = String::from_utf8(decoded(path)?)
             .map_err(|_| "the name of the export is not UTF-8".to_owned())?;
-        if export.len() > MAX_EXPORT_BYTES || export.contains('\0') {
-            return Err(format!("the name of an export has at most {MAX_EXPORT_BYTES} bytes"));
+        if export.len() > MAX_STRING_BYTES || export.contains('\0') {
+            return Err(format!("the name of an export has at most {MAX_STRING_BYTES} bytes"));
         }
         let address = match scheme {
             "nbd" | "nbds" => tcp(authority)?,

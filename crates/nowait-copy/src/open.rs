@@ -22,7 +22,7 @@ use nowait_image::{
 use rustix::io::Errno;
 
 use crate::endpoint::Endpoint;
-use crate::error::{Error, reason, words};
+use crate::error::{Error, os_message, reason};
 use crate::file_endpoint::Content;
 use crate::location::Location;
 use crate::nbd::Connecting;
@@ -58,7 +58,7 @@ impl TargetKind {
             Self::Replaced { file, format, .. } => {
                 if format.format == Format::Raw {
                     let mut first = [0; PROBE_BYTES];
-                    file.file().read_at(0, &mut first).map_err(|error| words(&error))?;
+                    file.file().read_at(0, &mut first).map_err(|error| os_message(&error))?;
                     settle_raw(file.file().fd(), &first, format.given, "-O raw")?;
                 }
                 file.finish()
@@ -211,7 +211,7 @@ pub(crate) fn target(
     let found = match fs::metadata(path) {
         Ok(found) => Some(found),
         Err(error) if error.kind() == io::ErrorKind::NotFound => None,
-        Err(error) => return Err(Error::at(location, words(&error))),
+        Err(error) => return Err(Error::at(location, os_message(&error))),
     };
     if let (Some(found), Some(from)) = (&found, from.path())
         && fs::metadata(from).is_ok_and(|from| is_same(found, &from))
@@ -253,10 +253,10 @@ fn replace(
         return Err(Error::at(location, what));
     }
     // The file that a symbolic link points to is replaced, not the link.
-    let real = fs::canonicalize(path).map_err(|error| Error::at(location, words(&error)))?;
+    let real = fs::canonicalize(path).map_err(|error| Error::at(location, os_message(&error)))?;
     let old = File::options().read(true).write(true).open(&real);
     let old =
-        old.map_err(|error| Error::at(location, format!("cannot open: {}", words(&error))))?;
+        old.map_err(|error| Error::at(location, format!("cannot open: {}", os_message(&error))))?;
     match lock::lock(old.as_fd(), Access::Write) {
         Ok(()) | Err(LockError::Unsupported) => {}
         Err(error) => return Err(Error::at(location, lock_holder::told(old.as_fd(), error))),

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
-use crate::error::words;
+use crate::error::os_message;
 use crate::host_file::HostFile;
 use crate::lock;
 use crate::lock::{Access, LockError};
@@ -114,13 +114,13 @@ impl AtomicFile {
             OverwritePolicy::Nothing => MODE & !umask(),
         };
         let synced = self.set_mode(mode).and_then(|()| Ok(rustix::fs::fsync(self.file.fd())?));
-        synced.map_err(|error| words(&error))?;
+        synced.map_err(|error| os_message(&error))?;
         match self.rename() {
             Ok(()) => {}
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {
                 return Err("such a file has appeared meanwhile, and stays".into());
             }
-            Err(error) => return Err(format!("cannot rename to it: {}", words(&error))),
+            Err(error) => return Err(format!("cannot rename to it: {}", os_message(&error))),
         }
         self.finished = true;
         let directory = match self.file.path().parent() {
@@ -128,7 +128,7 @@ impl AtomicFile {
             _ => Path::new("."),
         };
         let synced = File::open(directory).and_then(|directory| directory.sync_all());
-        synced.map_err(|error| format!("its directory cannot be flushed: {}", words(&error)))
+        synced.map_err(|error| format!("its directory cannot be flushed: {}", os_message(&error)))
     }
 
     fn set_mode(&self, mode: u32) -> io::Result<()> {
@@ -181,7 +181,7 @@ fn explain(path: &Path, error: &io::Error) -> String {
         ErrorKind::FileTooLarge => {
             format!("cannot make {name}: no file may be as large here (see ulimit -f)")
         }
-        _ => format!("cannot make {name}: {}", words(error)),
+        _ => format!("cannot make {name}: {}", os_message(error)),
     }
 }
 

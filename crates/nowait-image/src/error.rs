@@ -22,7 +22,7 @@ impl ImageError {
 
     /// The system call for `doing` ("open", "read") on `path` failed with `error`.
     pub(crate) fn os(path: &Path, doing: &str, error: &io::Error) -> Self {
-        let words = words(error);
+        let words = os_message(error);
         let errno = error.raw_os_error().unwrap_or(libc::EIO);
         Self { path: path.to_owned(), what: format!("cannot {doing}: {words}"), errno }
     }
@@ -66,8 +66,9 @@ fn is_invisible(c: char) -> bool {
     matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// The system's message, without the number that the standard library appends.
-pub(crate) fn words(error: &io::Error) -> String {
+/// The system's message for `error`, without the number that the standard library appends.
+#[must_use]
+pub fn os_message(error: &io::Error) -> String {
     let mut words = error.to_string();
     if let Some(end) = words.find(" (os error ") {
         words.truncate(end);

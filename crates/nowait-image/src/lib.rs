@@ -33,7 +33,7 @@ pub mod qcow2_disk;
 pub use atomic_file::{AtomicFile, OverwritePolicy};
 pub use chain::{Chain, ChainOptions, Format, Layer, LayerFormat, Locking, MAX_LAYERS};
 pub use chain_reader::ChainReader;
-pub use error::{ImageError, plain};
+pub use error::{ImageError, os_message, plain};
 pub use host_file::{HostFile, NO_MEDIUM};
 #[cfg(feature = "sim")]
 pub use injected_bug::{ImageBug, inject};

@@ -143,7 +143,7 @@ fn find(image: &Path, name: &OsStr, what: &str) -> Result<(PathBuf, PathBuf), Im
     let real = path.canonicalize().map_err(|error| {
         let reason = match error.kind() {
             ErrorKind::NotFound => "is missing".to_owned(),
-            _ => format!("cannot be found: {}", crate::error::words(&error)),
+            _ => format!("cannot be found: {}", crate::error::os_message(&error)),
         };
         ImageError::refused(image, format!("its {what} '{shown}' {reason}"))
     })?;

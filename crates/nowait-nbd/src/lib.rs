@@ -1,7 +1,6 @@
 //! The NBD protocol as bytes, for servers and clients: no socket, no thread, no I/O.
 //!
-//! Servers read request headers and options and write replies; clients write requests and read
-//! replies. [`client`] has the handshake of a client over any stream that blocks. Nothing here
+//! Servers read request headers and options; clients write them and read replies. [`client`] has the handshake of a client over any stream that blocks. Nothing here
 //! decides what a request means.
 #![forbid(unsafe_code)]
 

@@ -413,7 +413,8 @@ impl<Q: IoQueue, M: BlockMap> EventLoop<Q, M> {
                 connection.waiting_writable = true;
                 let token = writable_token(token(index, connection.generation));
                 let socket = connection.socket.as_fd();
-                if self.engine.watch(socket, token, Interest::Writable).is_err() {
+                if let Err(error) = self.engine.watch(socket, token, Interest::Writable) {
+                    tracing::warn!("cannot watch a connection: {error}");
                     connection.abort();
                 }
             }

@@ -47,7 +47,7 @@ impl<M: BlockMap> Export<M> {
     /// Logs that `io` has failed with `errno`.
     #[cold]
     pub(crate) fn note_fault(&self, io: Request, errno: i32) {
-        self.faults.note(&self.label(), io, errno);
+        self.faults.note(|| self.label(), io, errno);
     }
 
     /// Logs the failures that were only counted.

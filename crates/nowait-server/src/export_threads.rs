@@ -34,6 +34,9 @@ pub(crate) trait Servable: Send + Sync {
     /// The export's current properties, as told to clients.
     fn info(&self) -> ExportInfo;
 
+    /// The export's name.
+    fn name(&self) -> &str;
+
     /// Logs the storage failures that were only counted.
     fn summarize_faults(&self);
 
@@ -271,6 +274,11 @@ impl Shared {
         self.groups.iter().map(|group| group.export.info()).collect()
     }
 
+    /// The name of export `index`; empty if there is none.
+    pub(crate) fn export_name(&self, index: usize) -> &str {
+        self.groups.get(index).map_or("", |group| group.export.name())
+    }
+
     /// Starts the threads of the default export; the first of them accepts connections from
     /// `listeners`. Each thread sends its start result through `ready`.
     ///
@@ -471,6 +479,10 @@ mod tests {
     }
 
     impl Servable for Growing {
+        fn name(&self) -> &str {
+            ""
+        }
+
         fn summarize_faults(&self) {}
 
         fn info(&self) -> ExportInfo {

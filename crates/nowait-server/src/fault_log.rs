@@ -37,10 +37,11 @@ impl Faults {
         Self { causes: Mutex::default(), on_failed_flush: Some(callback) }
     }
 
-    /// Notes that `io` of `export` has failed with `errno`. Ignores `EOPNOTSUPP`: zeroing cannot be
+    /// Notes that `io` of `export` has failed with `errno`; `export` is called for a failure that is
+    /// logged. Ignores `EOPNOTSUPP`: zeroing cannot be
     /// fast there, which is no failure.
     #[cold]
-    pub(crate) fn note(&self, export: &str, io: Request, errno: i32) {
+    pub(crate) fn note(&self, export: impl Fn() -> String, io: Request, errno: i32) {
         if errno == libc::EOPNOTSUPP {
             return;
         }
@@ -50,6 +51,7 @@ impl Faults {
         let why = io::Error::from_raw_os_error(errno);
         if io.op == Op::Flush {
             if first {
+                let export = export();
                 tracing::error!(
                     "{export}: a flush has failed: {why}; writes that were answered since the last \
                      one may be lost, and every flush fails until the server is started anew: mend \
@@ -61,8 +63,8 @@ impl Faults {
             }
             return;
         }
-        let left_out = words_for(left_out);
-        tracing::error!("{export}: {} failed: {why}{left_out}", words_for_io(io));
+        let (export, left_out) = (export(), suppressed_note(left_out));
+        tracing::error!("{export}: {} failed: {why}{left_out}", describe(io));
     }
 
     /// Logs the failures that were only counted until now.
@@ -111,11 +113,11 @@ fn name(op: Op) -> &'static str {
     }
 }
 
-fn words_for_io(io: Request) -> String {
+fn describe(io: Request) -> String {
     format!("{} of {} bytes at byte {}", name(io.op), io.range.len, io.range.pos)
 }
 
-fn words_for(left_out: u64) -> String {
+fn suppressed_note(left_out: u64) -> String {
     match left_out {
         0 => String::new(),
         count => format!(" ({count} more since the last line)"),
@@ -155,7 +157,7 @@ mod tests {
             range: nowait::ByteRange::new(0, 0),
         };
         for errno in [libc::ENOSPC, libc::EIO, libc::EIO] {
-            faults.note("disk", flush, errno);
+            faults.note(|| "disk".into(), flush, errno);
         }
         assert_eq!(count.load(std::sync::atomic::Ordering::Relaxed), 1);
     }

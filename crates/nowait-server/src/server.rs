@@ -146,6 +146,10 @@ impl<M: BlockMap> Servable for Export<M> {
         command::export_info(self)
     }
 
+    fn name(&self) -> &str {
+        Export::name(self)
+    }
+
     fn summarize_faults(&self) {
         Export::summarize_faults(self);
     }

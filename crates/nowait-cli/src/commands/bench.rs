@@ -11,7 +11,7 @@ use nowait_bench::{
 };
 
 use crate::args::bench_args::{BenchArgs, BenchCaching, BenchClient, BenchTransport, BenchWhat};
-use crate::error::{CliError, reason};
+use crate::error::{CliError, os_message};
 
 /// Measures and prints.
 ///
@@ -66,7 +66,7 @@ fn output(args: &BenchArgs) -> Output {
 
 fn this_program() -> Result<PathBuf, CliError> {
     std::env::current_exe()
-        .map_err(|e| CliError::new(format!("cannot find this program: {}", reason(&e))))
+        .map_err(|e| CliError::new(format!("cannot find this program: {}", os_message(&e))))
 }
 
 fn copies(args: &BenchArgs) -> Result<(), CliError> {

@@ -15,7 +15,7 @@ use nowait_image::Format;
 use serde_json::{Value, json};
 
 use crate::args::copy_args::CopyArgs;
-use crate::error::{CliError, plain, reason};
+use crate::error::{CliError, os_message, plain};
 use crate::size::human;
 use crate::{output, secrets, signals};
 
@@ -94,7 +94,7 @@ fn lost_in_words(args: &CopyArgs, lost: &Lost) -> String {
 
 /// A flag that a signal sets.
 fn cancel_on_signal() -> Result<Arc<AtomicBool>, CliError> {
-    signals::flag().map_err(|e| CliError::new(format!("cannot handle signals: {}", reason(&e))))
+    signals::flag().map_err(|e| CliError::new(format!("cannot handle signals: {}", os_message(&e))))
 }
 
 fn failed(error: &nowait_copy::Error) -> CliError {

@@ -16,7 +16,7 @@ use rustix::io::Errno;
 use serde_json::{Value, json};
 
 use crate::args::InfoArgs;
-use crate::error::{CliError, plain, reason};
+use crate::error::{CliError, os_message, plain};
 use crate::qcow2_info::Qcow2Info;
 use crate::size::human;
 use crate::{open_chain, output};
@@ -77,7 +77,7 @@ pub(crate) fn run(args: &InfoArgs) -> Result<(), CliError> {
 
 fn gather(image: &Path, format: Option<Format>) -> Result<Facts, CliError> {
     let cannot = |doing: &str, error: io::Error| {
-        CliError::at(image, format_args!("cannot {doing}: {}", reason(&error)))
+        CliError::at(image, format_args!("cannot {doing}: {}", os_message(&error)))
     };
     // stat(2) comes before the open: opening a pipe would block, opening a tape would rewind it.
     let stat = fs::metadata(image).map_err(|error| cannot("open", error))?;
@@ -144,7 +144,7 @@ fn direct(file: BorrowedFd<'_>) -> Direct {
         .and_then(|flags| rustix::fs::fcntl_setfl(file, flags | OFlags::DIRECT));
     match set {
         Err(Errno::INVAL) => Direct::Impossible("the file system refuses O_DIRECT".into()),
-        Err(errno) => Direct::Impossible(format!("O_DIRECT: {}", reason(&errno.into()))),
+        Err(errno) => Direct::Impossible(format!("O_DIRECT: {}", os_message(&errno.into()))),
         Ok(()) => match nowait::Alignment::of(file) {
             Ok(alignment) => Direct::Possible(alignment),
             Err(error) if error.errno() == Errno::OPNOTSUPP.raw_os_error() => {

@@ -15,7 +15,7 @@ use tracing::{info, warn};
 
 use crate::args::ServeArgs;
 use crate::args::tls_args::Encryption;
-use crate::error::{CliError, reason};
+use crate::error::{CliError, os_message};
 use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
 use crate::listen_address::ListenAddress;
@@ -46,7 +46,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let given = args.addresses.listens();
     let inherited = systemd::sockets()?;
     let ending = Ending::on_signal()
-        .map_err(|e| CliError::new(format!("cannot handle signals: {}", reason(&e))))?;
+        .map_err(|e| CliError::new(format!("cannot handle signals: {}", os_message(&e))))?;
     if args.lifetime.exit_with_parent {
         parent.end_with_it()?;
     }
@@ -153,7 +153,7 @@ fn close(all: Vec<OpenedDisk>, ended: bool) -> Result<(), CliError> {
 fn close_with_timeout(all: Vec<OpenedDisk>, image: &Path) -> Result<(), CliError> {
     let (sender, closed) = mpsc::channel();
     let closing = std::thread::Builder::new().spawn(move || sender.send(close(all, false)));
-    closing.map_err(|e| CliError::at(image, format!("cannot flush: {}", reason(&e))))?;
+    closing.map_err(|e| CliError::at(image, format!("cannot flush: {}", os_message(&e))))?;
     let unanswered = |_| {
         let time = CLOSE_TIMEOUT.as_secs();
         Err(CliError::at(image, format!("not flushed: its storage did not answer for {time} s")))
@@ -247,7 +247,7 @@ fn bind_failure(listen: &ListenAddress, error: &io::Error) -> CliError {
     if error.kind() == io::ErrorKind::AddrInUse {
         return CliError::new(format!("{at}: the address is in use (give {hint})"));
     }
-    CliError::new(format!("{at}: cannot listen: {}", reason(error)))
+    CliError::new(format!("{at}: cannot listen: {}", os_message(error)))
 }
 
 /// Prints that clients can connect, and where. The parent process knows inherited sockets, and

@@ -12,7 +12,7 @@ use clap_mangen::roff::{Inline, Roff, roman};
 
 use crate::args::Cli;
 use crate::args::setup_args::{CompletionsArgs, ManArgs};
-use crate::error::{CliError, reason};
+use crate::error::{CliError, os_message};
 use crate::output;
 
 /// Prints a shell's completions.
@@ -31,7 +31,7 @@ pub(crate) fn completions(args: &CompletionsArgs) -> Result<(), CliError> {
 /// The directory or a page cannot be written.
 pub(crate) fn man(args: &ManArgs) -> Result<(), CliError> {
     let directory = &args.directory;
-    let cannot = |error: &io::Error| format!("cannot write: {}", reason(error));
+    let cannot = |error: &io::Error| format!("cannot write: {}", os_message(error));
     fs::create_dir_all(directory).map_err(|error| CliError::at(directory, cannot(&error)))?;
     for (name, page) in pages() {
         let path = directory.join(name);

@@ -18,7 +18,7 @@ use slab::Slab;
 use super::credentials::Credentials;
 use super::handshake_error::{CONTEXT, failure};
 use super::wire::{self, REQUEST_BYTES, RequestHeader};
-use crate::error::words;
+use crate::error::os_message;
 use crate::location::Address;
 use crate::nbd::reply_parser::{Pending, ReplyParser};
 use crate::nbd::tls_session::TlsSession;
@@ -80,7 +80,7 @@ impl Connection {
                 let timeouts = stream
                     .set_read_timeout(Some(REPLY_TIMEOUT))
                     .and_then(|()| stream.set_write_timeout(Some(REPLY_TIMEOUT)));
-                timeouts.map_err(|error| words(&error))?;
+                timeouts.map_err(|error| os_message(&error))?;
                 negotiate(stream, credentials, export)?
             }
             Address::Tcp { host, port } => negotiate(tcp(host, *port)?, credentials, export)?,
@@ -88,7 +88,7 @@ impl Connection {
         // Errors are ignored: the default buffer sizes work, too.
         let _ = rustix::net::sockopt::set_socket_send_buffer_size(&socket, SOCKET_BYTES);
         let _ = rustix::net::sockopt::set_socket_recv_buffer_size(&socket, SOCKET_BYTES);
-        rustix::io::ioctl_fionbio(&socket, true).map_err(|errno| words(&errno.into()))?;
+        rustix::io::ioctl_fionbio(&socket, true).map_err(|errno| os_message(&errno.into()))?;
         let receiver = ReplyParser::new(number, export.context);
         let (outgoing, scratch) = (VecDeque::new(), vec![0; SCRATCH_BYTES]);
         let connection =
@@ -252,7 +252,7 @@ fn tcp(host: &str, port: u16) -> Result<TcpStream, String> {
                     .set_nodelay(true)
                     .and_then(|()| stream.set_read_timeout(Some(REPLY_TIMEOUT)))
                     .and_then(|()| stream.set_write_timeout(Some(REPLY_TIMEOUT)));
-                return set_up.map(|()| stream).map_err(|error| words(&error));
+                return set_up.map(|()| stream).map_err(|error| os_message(&error));
             }
             Err(error) => refused = cannot_connect(&error),
         }
@@ -261,12 +261,12 @@ fn tcp(host: &str, port: u16) -> Result<TcpStream, String> {
 }
 
 fn cannot_connect(error: &std::io::Error) -> String {
-    format!("cannot connect: {} (is the server running?)", words(error))
+    format!("cannot connect: {} (is the server running?)", os_message(error))
 }
 
 fn lost(errno: Errno) -> String {
     match errno {
         Errno::PIPE | Errno::CONNRESET => "the server closed the connection".into(),
-        other => format!("the connection is lost: {}", words(&other.into())),
+        other => format!("the connection is lost: {}", os_message(&other.into())),
     }
 }

@@ -122,7 +122,7 @@ fn is_there(path: &Path) -> Result<bool, String> {
         Ok(_) => Ok(true),
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
         Err(error) => {
-            Err(format!("cannot read {}: {}", path.display(), crate::error::words(&error)))
+            Err(format!("cannot read {}: {}", path.display(), crate::error::os_message(&error)))
         }
     }
 }
@@ -142,7 +142,7 @@ fn why(path: &Path, error: &pem::Error) -> String {
         pem::Error::Io(error) if error.kind() == std::io::ErrorKind::NotFound => {
             format!("there is no file {path}")
         }
-        pem::Error::Io(error) => format!("cannot read {path}: {}", crate::error::words(error)),
+        pem::Error::Io(error) => format!("cannot read {path}: {}", crate::error::os_message(error)),
         pem::Error::NoItemsFound => format!("{path}: it holds nothing of what its name says (PEM)"),
         error => format!("{path}: {error}"),
     }

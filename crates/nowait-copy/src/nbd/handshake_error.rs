@@ -7,7 +7,7 @@ use std::io;
 use nowait_nbd::client::HandshakeError;
 
 use super::wire;
-use crate::error::words;
+use crate::error::os_message;
 use crate::nbd::tls_error;
 
 /// The metadata context that reports holes and zeros.
@@ -57,7 +57,7 @@ fn failed_stream(error: &io::Error) -> String {
         io::ErrorKind::WouldBlock | io::ErrorKind::TimedOut => {
             "the server does not answer in the handshake".into()
         }
-        _ => tls_error::of_io(error).unwrap_or_else(|| words(error)),
+        _ => tls_error::of_io(error).unwrap_or_else(|| os_message(error)),
     }
 }
 

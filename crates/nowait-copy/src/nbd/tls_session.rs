@@ -210,6 +210,6 @@ fn failed(error: &io::Error) -> String {
         None if is_closed(error.kind()) => {
             "the server closed the connection in the TLS handshake".into()
         }
-        None => format!("the connection is lost: {}", crate::error::words(error)),
+        None => format!("the connection is lost: {}", crate::error::os_message(error)),
     }
 }

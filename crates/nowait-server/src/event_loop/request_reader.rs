@@ -142,10 +142,7 @@ impl<Q: IoQueue, M: BlockMap> EventLoop<Q, M> {
             }
             HandshakeProgress::Transmission(negotiated) => {
                 if tracing::enabled!(tracing::Level::INFO) {
-                    let exports = self.shared.exports();
-                    connection.log_opened(
-                        exports.get(negotiated.export).map_or("", |export| &export.name),
-                    );
+                    connection.log_opened(self.shared.export_name(negotiated.export));
                 }
                 connection.mark_transmission();
                 connection.phase = match negotiated.export == self.export_index {

@@ -4,33 +4,17 @@
 
 pub(crate) use nowait_nbd::*;
 
-/// Error numbers of Linux, as in errno(3) on the architectures that share asm-generic/errno.h
-/// (x86, ARM, RISC-V, POWER and others).
-mod linux {
-    pub(crate) const EPERM: i32 = 1;
-    pub(crate) const ENOMEM: i32 = 12;
-    pub(crate) const EINVAL: i32 = 22;
-    pub(crate) const EFBIG: i32 = 27;
-    pub(crate) const ENOSPC: i32 = 28;
-    pub(crate) const EROFS: i32 = 30;
-    pub(crate) const EOVERFLOW: i32 = 75;
-    /// The same number as `ENOTSUP`.
-    pub(crate) const EOPNOTSUPP: i32 = 95;
-    pub(crate) const ESHUTDOWN: i32 = 108;
-    pub(crate) const EDQUOT: i32 = 122;
-}
-
 /// The error value for a positive Linux errno; `EIO` for one the protocol has no value for
 /// (NBD proto.md, "Error values"). Never 0, so a failure cannot look like a success.
 pub(crate) fn error_number(errno: i32) -> u32 {
     match errno {
-        linux::EPERM | linux::EROFS => EPERM,
-        linux::ENOMEM => ENOMEM,
-        linux::EINVAL => EINVAL,
-        linux::ENOSPC | linux::EDQUOT | linux::EFBIG => ENOSPC,
-        linux::EOVERFLOW => EOVERFLOW,
-        linux::EOPNOTSUPP => ENOTSUP,
-        linux::ESHUTDOWN => ESHUTDOWN,
+        libc::EPERM | libc::EROFS => EPERM,
+        libc::ENOMEM => ENOMEM,
+        libc::EINVAL => EINVAL,
+        libc::ENOSPC | libc::EDQUOT | libc::EFBIG => ENOSPC,
+        libc::EOVERFLOW => EOVERFLOW,
+        libc::EOPNOTSUPP => ENOTSUP,
+        libc::ESHUTDOWN => ESHUTDOWN,
         _ => EIO,
     }
 }

@@ -23,9 +23,11 @@ const SEND_BUFFER_BYTES: usize = 4 << 20;
 /// watched sockets, apart after the process is gone.
 const BIND_RETRY: Duration = Duration::from_millis(500);
 /// How long to wait for another server that starts in the same directory: longer than it needs.
-const MAX_BIND_TRIES: Duration = Duration::from_secs(3);
+const LOCK_TIMEOUT: Duration = Duration::from_secs(3);
 /// A bound socket listens a moment later; one that does not after this time is stale.
 const BIND_TO_LISTEN: Duration = Duration::from_millis(20);
+/// The interval in which a lock, or a listener, is tried again.
+const POLL_INTERVAL: Duration = Duration::from_millis(20);
 
 /// TCP keep-alive: a silent client gets a first probe after this time, then one per interval; after
 /// this many unanswered probes the connection is dropped.
@@ -55,11 +57,11 @@ impl Listener {
     pub fn unix(path: &Path) -> io::Result<Self> {
         // Holds the lock until the socket listens and its inode is known: until then another server
         // could take it for stale.
-        let starting = Starting::at(path);
+        let starting = DirectoryLock::at(path);
         let socket = match UnixListener::bind(path) {
             Err(error)
                 if error.kind() == io::ErrorKind::AddrInUse
-                    && !matches!(starting, Starting::Beside)
+                    && !matches!(starting, DirectoryLock::TimedOut)
                     && is_stale(path) =>
             {
                 std::fs::remove_file(path)?;
@@ -152,7 +154,7 @@ impl Listener {
             for listener in &listeners {
                 while begin.elapsed() < time && listener.accept().is_ok() {}
             }
-            std::thread::sleep(BIND_TO_LISTEN);
+            std::thread::sleep(POLL_INTERVAL);
         }
     }
 
@@ -216,16 +218,16 @@ fn is_no_address_here(error: &io::Error) -> bool {
 }
 
 /// The lock that keeps apart servers that start in the same directory.
-enum Starting {
+enum DirectoryLock {
     /// The lock is held as long as this value lives.
-    Alone { _directory: File },
+    Held { _directory: File },
     /// The directory cannot be locked: servers that start at the same moment are not kept apart.
     Unlocked,
     /// Timed out: another server takes too long, or another program holds the lock.
-    Beside,
+    TimedOut,
 }
 
-impl Starting {
+impl DirectoryLock {
     /// Locks the directory of `path`.
     fn at(path: &Path) -> Self {
         let parent = path.parent().filter(|parent| !parent.as_os_str().is_empty());
@@ -235,11 +237,11 @@ impl Starting {
         let begin = Instant::now();
         loop {
             match flock(&directory, FlockOperation::NonBlockingLockExclusive) {
-                Ok(()) => return Self::Alone { _directory: directory },
-                Err(rustix::io::Errno::WOULDBLOCK) if begin.elapsed() < MAX_BIND_TRIES => {
-                    std::thread::sleep(BIND_TO_LISTEN);
+                Ok(()) => return Self::Held { _directory: directory },
+                Err(rustix::io::Errno::WOULDBLOCK) if begin.elapsed() < LOCK_TIMEOUT => {
+                    std::thread::sleep(POLL_INTERVAL);
                 }
-                Err(rustix::io::Errno::WOULDBLOCK) => return Self::Beside,
+                Err(rustix::io::Errno::WOULDBLOCK) => return Self::TimedOut,
                 Err(_) => return Self::Unlocked,
             }
         }

@@ -16,11 +16,11 @@ impl Peer {
     /// The client at `socket`, which was just accepted.
     pub(crate) fn of(socket: impl AsFd) -> Self {
         let enabled = tracing::enabled!(Level::INFO);
-        Self(enabled.then(|| words(socket)).flatten().map(String::into_boxed_str))
+        Self(enabled.then(|| describe(socket)).flatten().map(String::into_boxed_str))
     }
 }
 
-fn words(socket: impl AsFd) -> Option<String> {
+fn describe(socket: impl AsFd) -> Option<String> {
     let address: SocketAddrAny = getpeername(&socket).ok()??;
     if address.address_family() != AddressFamily::UNIX {
         return std::net::SocketAddr::try_from(address).ok().map(|address| address.to_string());

@@ -5,7 +5,7 @@
 use std::io::IoSlice;
 
 use crate::event_loop::tests::*;
-use crate::nbd::reply::header::{ChunkPosition, ReplyEncoder, ReplyHeader};
+use crate::nbd::reply::header::{ChunkPosition, EncodedHeader, ReplyEncoder};
 use crate::nbd::reply::send_queue::{Chunk, Chunks, MAX_CHUNKS, ReplyBody, SendQueue};
 
 /// Iovecs of the smaller kind of send.
@@ -52,7 +52,7 @@ fn the_longest_reply_and_a_short_one_fit_into_one_send() {
     let mut bench = Bench::new(0);
     let mut out = SendQueue::default();
     let long = chunked(&mut bench, MAX_CHUNKS);
-    out.push(ReplyHeader::EMPTY, long, 0);
+    out.push(EncodedHeader::EMPTY, long, 0);
     assert_eq!(used(&out, u64::MAX).0, 2 * MAX_CHUNKS);
     let short = answer().simple(0);
     for _ in 0..5 {
@@ -61,7 +61,7 @@ fn the_longest_reply_and_a_short_one_fit_into_one_send() {
     // A reply begins only if there is room for the most iovecs that it may need.
     assert_eq!(used(&out, u64::MAX).0, 2 * MAX_CHUNKS + 3);
     let long = chunked(&mut bench, MAX_CHUNKS);
-    out.push(ReplyHeader::EMPTY, long, 0);
+    out.push(EncodedHeader::EMPTY, long, 0);
     assert_eq!(used(&out, u64::MAX).0, 2 * MAX_CHUNKS + 3);
 }
 

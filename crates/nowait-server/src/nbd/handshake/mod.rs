@@ -175,7 +175,7 @@ impl Handshake {
     /// its replies to `out`. Returns how many bytes were consumed (all of them on
     /// [`HandshakeProgress::More`]) and the state of the connection.
     ///
-    /// `exports` is called once for each complete option, so that the replies are current. After
+    /// `exports` is called once for each option that asks for one, so that the replies are current. After
     /// the end of the handshake nothing more is consumed and the result is
     /// [`HandshakeProgress::Close`].
     pub(crate) fn feed(
@@ -221,7 +221,7 @@ impl Handshake {
             Phase::OptionData { option, length } => {
                 let data = self.collect(rest, length)?;
                 self.phase = Phase::OptionHeader;
-                self.answer(option, &data, &exports(), out)
+                self.answer(option, &data, exports, out)
             }
             Phase::Skipped { option, ref mut left, outcome } => {
                 skip(rest, left)?;
@@ -332,11 +332,11 @@ impl Handshake {
         &mut self,
         option: u32,
         data: &[u8],
-        exports: &[ExportInfo],
+        exports: Exports<'_>,
         out: &mut Vec<u8>,
     ) -> ControlFlow<HandshakeProgress> {
         match option {
-            wire::OPT_EXPORT_NAME => return self.export_name(data, exports, out),
+            wire::OPT_EXPORT_NAME => return self.export_name(data, &exports(), out),
             wire::OPT_STARTTLS => {
                 reply(out, option, wire::REP_ACK, &[]);
                 self.begin_tls();
@@ -346,13 +346,13 @@ impl Handshake {
         }
         let mut chosen = None;
         let outcome = match option {
-            wire::OPT_LIST => list(data, exports, out),
+            wire::OPT_LIST => list(data, &exports(), out),
             wire::OPT_STRUCTURED_REPLY | wire::OPT_EXTENDED_HEADERS => self.mode(option, data),
-            wire::OPT_INFO => self.information(option, data, exports, out).map(drop),
+            wire::OPT_INFO => self.information(option, data, &exports(), out).map(drop),
             wire::OPT_GO => {
-                self.information(option, data, exports, out).map(|export| chosen = Some(export))
+                self.information(option, data, &exports(), out).map(|export| chosen = Some(export))
             }
-            _ => self.meta_context(option, data, exports, out),
+            _ => self.meta_context(option, data, &exports(), out),
         };
         conclude(out, option, outcome);
         match chosen {

@@ -9,7 +9,7 @@ use crate::export::{Export, result};
 use crate::injected_bug;
 use crate::injected_bug::ServerBug;
 use crate::nbd::meta_context::{Context, Contexts};
-use crate::nbd::reply::header::{ChunkPosition, ExtentList, ReplyEncoder, ReplyHeader};
+use crate::nbd::reply::header::{ChunkPosition, EncodedHeader, ExtentList, ReplyEncoder};
 use crate::nbd::reply::send_queue::{Chunk, Chunks, MAX_CHUNKS, ReplyBody, SendQueue};
 use crate::nbd::wire;
 use crate::nbd::wire::{ReplyMode, RequestHeader};
@@ -72,7 +72,7 @@ fn may_send_holes(mode: ReplyMode, header: &RequestHeader) -> bool {
 
 /// The reply without data to a request that has completed with `errno` (0: success).
 #[inline]
-pub(crate) fn status_reply(mode: ReplyMode, header: &RequestHeader, errno: i32) -> ReplyHeader {
+pub(crate) fn status_reply(mode: ReplyMode, header: &RequestHeader, errno: i32) -> EncodedHeader {
     let error = if errno == 0 { 0 } else { error_number(header, errno) };
     let chunk = match mode {
         ReplyMode::Simple => false,
@@ -205,7 +205,7 @@ fn extent_runs<M: BlockMap>(
 }
 
 fn push_chunks(out: &mut SendQueue, buf: PooledBuffer, list: Vec<Chunk>, held: u32) {
-    out.push(ReplyHeader::EMPTY, ReplyBody::Chunks(Box::new(Chunks { buf, list })), held);
+    out.push(EncodedHeader::EMPTY, ReplyBody::Chunks(Box::new(Chunks { buf, list })), held);
 }
 
 /// Pushes one chunk for each context; the request's budget is released with the last.

@@ -8,12 +8,12 @@ use crate::nbd::wire::{ReplyMode, RequestHeader};
 
 /// A simple reply, or one chunk of a reply up to its payload of variable length.
 #[derive(Clone, Copy)]
-pub(crate) struct ReplyHeader {
+pub(crate) struct EncodedHeader {
     bytes: [u8; Self::MAX_LEN],
     len: u8,
 }
 
-impl ReplyHeader {
+impl EncodedHeader {
     /// Bytes of the longest header: a hole with an extended header.
     const MAX_LEN: usize = 44;
 
@@ -68,9 +68,9 @@ impl ReplyEncoder {
     /// A simple reply, 16 bytes. `error` is 0 or an error value; data of a read follow if it is 0.
     /// Not in [`ReplyMode::Extended`], nor to a read in [`ReplyMode::Structured`].
     #[inline]
-    pub(crate) fn simple(self, error: u32) -> ReplyHeader {
+    pub(crate) fn simple(self, error: u32) -> EncodedHeader {
         debug_assert_ne!(self.mode, ReplyMode::Extended);
-        ReplyHeader::EMPTY
+        EncodedHeader::EMPTY
             .with(wire::SIMPLE_REPLY_MAGIC.to_be_bytes())
             .with(error.to_be_bytes())
             .with(self.cookie.to_be_bytes())
@@ -81,7 +81,7 @@ impl ReplyEncoder {
     /// is answered by [`ReplyEncoder::none`]), and a greater length does not fit into the chunk's
     /// length field.
     #[inline]
-    pub(crate) fn data(self, place: ChunkPosition, offset: u64, data_len: u32) -> ReplyHeader {
+    pub(crate) fn data(self, place: ChunkPosition, offset: u64, data_len: u32) -> EncodedHeader {
         debug_assert!((1..=u32::MAX - 8).contains(&data_len));
         let kind = wire::REPLY_TYPE_OFFSET_DATA;
         self.chunk(place, kind, data_len + 8, offset.to_be_bytes(), [])
@@ -90,7 +90,7 @@ impl ReplyEncoder {
     /// A chunk for `len` bytes of zeros, from byte `offset` of the export on; nothing follows.
     /// `len` is at least 1.
     #[inline]
-    pub(crate) fn hole(self, place: ChunkPosition, offset: u64, len: u32) -> ReplyHeader {
+    pub(crate) fn hole(self, place: ChunkPosition, offset: u64, len: u32) -> EncodedHeader {
         debug_assert_ne!(len, 0);
         let kind = wire::REPLY_TYPE_OFFSET_HOLE;
         self.chunk(place, kind, 12, offset.to_be_bytes(), len.to_be_bytes())
@@ -98,14 +98,14 @@ impl ReplyEncoder {
 
     /// The last chunk of a reply that succeeded unless an error chunk came before it.
     #[inline]
-    pub(crate) fn none(self) -> ReplyHeader {
+    pub(crate) fn none(self) -> EncodedHeader {
         self.chunk(ChunkPosition::Last, wire::REPLY_TYPE_NONE, 0, [], [])
     }
 
     /// The last chunk of a reply that failed, with an empty message. `error` is an error value, not
     /// 0.
     #[inline]
-    pub(crate) fn error(self, error: u32) -> ReplyHeader {
+    pub(crate) fn error(self, error: u32) -> EncodedHeader {
         debug_assert_ne!(error, 0);
         let message_len = 0u16;
         let kind = wire::REPLY_TYPE_ERROR;
@@ -119,7 +119,7 @@ impl ReplyEncoder {
         place: ChunkPosition,
         context_id: u32,
         extents: &ExtentList,
-    ) -> ReplyHeader {
+    ) -> EncodedHeader {
         let (count, bytes) = (extents.count, extents.bytes.len() as u32);
         debug_assert!(count > 0 && self.mode == extents.mode);
         let id = context_id.to_be_bytes();
@@ -143,10 +143,10 @@ impl ReplyEncoder {
         length: u32,
         first: [u8; A],
         second: [u8; B],
-    ) -> ReplyHeader {
+    ) -> EncodedHeader {
         let flags = if place == ChunkPosition::Last { wire::REPLY_FLAG_DONE } else { 0 };
         if self.mode == ReplyMode::Extended {
-            return ReplyHeader::EMPTY
+            return EncodedHeader::EMPTY
                 .with(wire::EXTENDED_REPLY_MAGIC.to_be_bytes())
                 .with(flags.to_be_bytes())
                 .with(kind.to_be_bytes())
@@ -157,7 +157,7 @@ impl ReplyEncoder {
                 .with(second);
         }
         debug_assert_eq!(self.mode, ReplyMode::Structured);
-        ReplyHeader::EMPTY
+        EncodedHeader::EMPTY
             .with(wire::STRUCTURED_REPLY_MAGIC.to_be_bytes())
             .with(flags.to_be_bytes())
             .with(kind.to_be_bytes())
@@ -231,7 +231,7 @@ mod tests {
 
     /// Parses the chunk as a client in `mode` would: flags, type, payload length, payload. Checks
     /// the magic, the cookie and the offset of the request.
-    fn chunk(mode: ReplyMode, head: &ReplyHeader) -> (u16, u16, u64, &[u8]) {
+    fn chunk(mode: ReplyMode, head: &EncodedHeader) -> (u16, u16, u64, &[u8]) {
         let bytes = head.as_slice();
         let flags = u16::from_be_bytes(bytes[4..6].try_into().unwrap());
         let kind = u16::from_be_bytes(bytes[6..8].try_into().unwrap());

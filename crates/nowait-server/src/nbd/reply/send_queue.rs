@@ -9,7 +9,7 @@ use std::io::IoSlice;
 use nowait::PooledBuffer;
 use rustix::io::Errno;
 
-use crate::nbd::reply::header::ReplyHeader;
+use crate::nbd::reply::header::EncodedHeader;
 use crate::net::socket::Socket;
 
 /// The most iovecs of one send.
@@ -68,13 +68,13 @@ pub(crate) struct Chunks {
 
 /// One chunk: its header, and `len` bytes of the buffer from `start` on.
 pub(crate) struct Chunk {
-    pub(crate) head: ReplyHeader,
+    pub(crate) head: EncodedHeader,
     pub(crate) start: u32,
     pub(crate) len: u32,
 }
 
 struct Reply {
-    head: ReplyHeader,
+    head: EncodedHeader,
     body: ReplyBody,
     /// Bytes of the connection's budget that are released when the reply has been sent.
     budget: u32,
@@ -130,14 +130,14 @@ pub(crate) struct SendQueue {
 
 impl SendQueue {
     #[inline]
-    pub(crate) fn push(&mut self, head: ReplyHeader, body: ReplyBody, budget: u32) {
+    pub(crate) fn push(&mut self, head: EncodedHeader, body: ReplyBody, budget: u32) {
         debug_assert!(body.chunks().len() <= MAX_CHUNKS);
         self.replies.push_back(Reply { head, body, budget });
     }
 
     /// Queues bytes that are no reply: the handshake.
     pub(crate) fn push_bytes(&mut self, bytes: Vec<u8>) {
-        self.push(ReplyHeader::EMPTY, ReplyBody::Bytes(bytes), 0);
+        self.push(EncodedHeader::EMPTY, ReplyBody::Bytes(bytes), 0);
     }
 
     #[inline]
@@ -253,7 +253,7 @@ mod tests {
     use crate::nbd::reply::header::ReplyEncoder;
     use crate::nbd::wire::ReplyMode;
 
-    fn simple(cookie: u64) -> ReplyHeader {
+    fn simple(cookie: u64) -> EncodedHeader {
         ReplyEncoder::to_cookie(ReplyMode::Simple, cookie).simple(0)
     }
 

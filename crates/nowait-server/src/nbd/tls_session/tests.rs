@@ -10,13 +10,13 @@ use rcgen::{CertificateParams, KeyPair};
 use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::{ClientConfig, ClientConnection, RootCertStore};
 
-use crate::nbd::reply::header::{ReplyEncoder, ReplyHeader};
+use crate::nbd::reply::header::{EncodedHeader, ReplyEncoder};
 use crate::nbd::reply::send_queue::ReplyBody;
 use crate::nbd::tls_config::ClientAuth;
 use crate::nbd::tls_session::*;
 use crate::nbd::wire::ReplyMode;
 
-fn simple(cookie: u64) -> ReplyHeader {
+fn simple(cookie: u64) -> EncodedHeader {
     ReplyEncoder::to_cookie(ReplyMode::Simple, cookie).simple(0)
 }
 
