@@ -1,5 +1,9 @@
 //! End-to-end tests of the measurements, as short as possible, with the installed servers.
 
+#[path = "../../nowait-cli/tests/suite/common/tool.rs"]
+#[allow(dead_code)]
+mod tool;
+
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -52,11 +56,7 @@ fn measured(options: &PeersOptions) -> Option<(Report, String)> {
     match nowait_bench::run(options, &mut printed) {
         Ok(report) => Some((report, String::from_utf8(printed).expect("UTF-8"))),
         Err(Error::NoServer) => {
-            assert!(
-                std::env::var_os("NOWAIT_REQUIRE_TOOLS").is_none(),
-                "no qemu-nbd and no nbdkit"
-            );
-            eprintln!("skipped: no qemu-nbd, no qemu-storage-daemon, no nbdkit");
+            tool::skip("no qemu-nbd, no qemu-storage-daemon, no nbdkit");
             None
         }
         Err(e) => panic!("{e}"),
@@ -113,8 +113,7 @@ fn fio_measures_the_same_rows_where_it_is_installed() {
         ..options(&file_of_zeros(&directory))
     };
     if Command::new("fio").arg("--version").output().is_err() {
-        assert!(std::env::var_os("NOWAIT_REQUIRE_TOOLS").is_none(), "no fio");
-        eprintln!("skipped: no fio");
+        tool::skip("no fio");
         return;
     }
     let Some((report, _)) = measured(&options) else {
@@ -206,9 +205,8 @@ fn images_are_measured_with_every_server_that_supports_them_and_removed_afterwar
     let report = match run_images(&options, &mut printed) {
         Ok(report) => report,
         Err(e) => {
-            let required = std::env::var_os("NOWAIT_REQUIRE_TOOLS").is_some();
-            assert!(!required && matches!(e, Error::NoServer | Error::System { .. }), "{e}");
-            eprintln!("skipped: {e}");
+            assert!(matches!(e, Error::NoServer | Error::System { .. }), "{e}");
+            tool::skip(&e.to_string());
             return;
         }
     };

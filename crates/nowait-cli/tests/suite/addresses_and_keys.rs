@@ -1,6 +1,7 @@
 //! Addresses that a server cannot listen on, and the protection of private keys.
 
 use std::fs;
+use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
 
 use crate::common::certificates::{Authority, Flaw, Role};
@@ -25,7 +26,7 @@ fn an_address_that_is_a_directory_or_a_file_is_refused_and_left_unchanged() {
 fn read_only_is_suggested_only_where_the_image_can_be_read() {
     if rustix::process::geteuid().is_root() {
         // Not counted as a missing tool: the test is effective when an ordinary user runs it.
-        println!("skipped: root may open everything");
+        let _ = writeln!(io::stderr(), "skipped: root may open everything");
         return;
     }
     let scratch = Scratch::new();

@@ -4,8 +4,7 @@
 
 use std::fs;
 
-use crate::common::{Scratch, accepted, refusal, require_tool};
-use crate::copy::text;
+use crate::common::{Scratch, accepted, refusal, require_tool, text};
 
 #[test]
 fn every_route_is_measured_with_all_installed_programs_and_no_file_is_left() {

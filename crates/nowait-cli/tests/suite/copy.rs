@@ -7,13 +7,9 @@ use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 
 use crate::common::random::{Random, seed};
-use crate::common::{KIB, MIB, Scratch, Server, accepted, allocated, refusal};
+use crate::common::{KIB, MIB, Scratch, Server, accepted, allocated, refusal, text};
 
 /// A path as an argument.
-pub(crate) fn text(path: &Path) -> &str {
-    path.to_str().expect("a name in UTF-8")
-}
-
 /// Copies with `extra` arguments.
 pub(crate) fn copy(from: &str, to: &str, extra: &[&str]) -> String {
     accepted(&[&["copy", from, to], extra].concat())

@@ -13,15 +13,11 @@ use rustix::process::{Pid, Signal, kill_process};
 use crate::common::random::{Random, seed};
 use crate::common::{
     Finished, MIB, NOWAIT, Scratch, Server, accepted, allocated, refusal_under, require_tool, skip,
-    tool,
+    text, tool,
 };
 
 /// Large enough to be interrupted midway.
 const BYTES: u64 = 96 * MIB;
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("a name in UTF-8")
-}
 
 fn start(from: &str, to: &str) -> Child {
     let command = &mut Command::new(NOWAIT);

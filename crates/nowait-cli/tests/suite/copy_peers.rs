@@ -9,13 +9,9 @@ use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::common::{KIB, MIB, Scratch, accepted, refusal, require_tool};
+use crate::common::{KIB, MIB, Scratch, accepted, refusal, require_tool, text};
 
 const BOUND: Duration = Duration::from_secs(30);
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("a name in UTF-8")
-}
 
 /// A server process of another project, killed on drop.
 pub(crate) struct Peer {

@@ -8,9 +8,9 @@ use std::path::{Path, PathBuf};
 
 use crate::common::random::{Random, seed};
 use crate::common::{
-    Finished, KIB, MIB, Scratch, Server, accepted, allocated, refusal, require_tool, tool,
+    Finished, KIB, MIB, Scratch, Server, accepted, allocated, refusal, require_tool, text, tool,
 };
-use crate::copy::{copy, patchwork, text};
+use crate::copy::{copy, patchwork};
 
 /// `a` and `b` hold the same disk, except for zeros beyond the end of the shorter one.
 fn assert_same(a: &Path, a_format: &str, b: &Path, b_format: &str) {

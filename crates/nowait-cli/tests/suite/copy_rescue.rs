@@ -7,9 +7,8 @@ use std::path::Path;
 use serde_json::Value;
 
 use crate::common::{
-    Finished, KIB, MIB, NOWAIT, Scratch, accepted, allocated, refusal, require_tool, tool,
+    Finished, KIB, MIB, NOWAIT, Scratch, accepted, allocated, refusal, require_tool, text, tool,
 };
-use crate::copy::text;
 use crate::copy_peers::Peer;
 
 /// The exit status of a copy with unreadable ranges.

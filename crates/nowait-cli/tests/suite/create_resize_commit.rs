@@ -12,17 +12,14 @@ use serde_json::{Value, json};
 
 use crate::common::random::{Random, seed};
 use crate::common::{
-    Finished, MIB, NOWAIT, Scratch, Server, accepted, refusal, refusal_under, require_tool, tool,
+    Finished, MIB, NOWAIT, Scratch, Server, accepted, refusal, refusal_under, require_tool, text,
+    tool,
 };
 
 const KILLS: u64 = 20;
 
 fn have_qemu() -> bool {
     require_tool("qemu-img") && require_tool("qemu-io")
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("a name in UTF-8")
 }
 
 /// The bytes of the disk in `image`, by QEMU.

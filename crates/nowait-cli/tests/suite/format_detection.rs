@@ -3,14 +3,9 @@
 //! Invariant: a refused image is unchanged, and the message names the options.
 
 use std::fs::{self, File};
-use std::path::Path;
 
 use crate::common::header::{self, DISK, Names};
-use crate::common::{Finished, Scratch, Server, accepted, refusal, require_tool, skip, tool};
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("a path in UTF-8")
-}
+use crate::common::{Finished, Scratch, Server, accepted, refusal, require_tool, skip, text, tool};
 
 /// Whether files in `scratch` can be marked as raw by extended attributes.
 fn has_marks(scratch: &Scratch) -> bool {

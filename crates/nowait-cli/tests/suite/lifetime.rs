@@ -10,7 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use crate::common::nbd::{Client, Mode};
-use crate::common::{Finished, MIB, NOWAIT, Scratch, Server, refusal, require_tool, tool};
+use crate::common::{Finished, MIB, NOWAIT, Scratch, Server, refusal, require_tool, text, tool};
 
 fn wait_until(what: &str, is_so: impl Fn() -> bool) {
     let begin = Instant::now();
@@ -18,10 +18,6 @@ fn wait_until(what: &str, is_so: impl Fn() -> bool) {
         assert!(begin.elapsed() < Duration::from_secs(30), "not within 30 s: {what}");
         thread::sleep(Duration::from_millis(5));
     }
-}
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("a name in UTF-8")
 }
 
 #[test]

@@ -4,14 +4,11 @@
 //! Invariant: a refused file is not changed, and the message names the option that would allow it.
 
 use std::fs;
-use std::path::Path;
 
 use crate::common::header::{self, DISK, Names};
-use crate::common::{Finished, LoopDevice, Scratch, Server, accepted, refusal, require_tool, tool};
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("a path in UTF-8")
-}
+use crate::common::{
+    Finished, LoopDevice, Scratch, Server, accepted, refusal, require_tool, text, tool,
+};
 
 /// Creates the image `name` in `scratch`, whose header has `names`.
 fn image(scratch: &Scratch, name: &str, names: Names<'_>) -> String {

@@ -1,7 +1,7 @@
 //! The server works without io_uring, and without memory for it.
 
 use crate::common::nbd::Command;
-use crate::common::{KIB, MIB, PYTHON, Scratch, Server, refusal_under, require_tool};
+use crate::common::{KIB, MIB, PYTHON, Scratch, Server, refusal_under, require_tool, skip, tool};
 
 /// Forbids io_uring_setup, as container run-times do, and executes the given command.
 const WITHOUT_IO_URING: &str = r#"
@@ -55,7 +55,7 @@ fn writes_and_reads(server: &Server) {
 
 #[test]
 fn any_number_of_queues_serves_with_any_limit_on_locked_memory() {
-    if !require_tool("setpriv") || !require_tool("prlimit") {
+    if !may_limit_memlock(8 * MIB) {
         return;
     }
     let scratch = Scratch::new();
@@ -69,6 +69,19 @@ fn any_number_of_queues_serves_with_any_limit_on_locked_memory() {
         writes_and_reads(&server);
         server.stop();
     }
+}
+
+/// Whether a command may have a limit of `bytes` on locked memory: a user may not raise the hard
+/// limit. Otherwise false and a message.
+fn may_limit_memlock(bytes: u64) -> bool {
+    if !require_tool("setpriv") || !require_tool("prlimit") {
+        return false;
+    }
+    let limit = format!("--memlock={bytes}");
+    let prefix = limited(&limit);
+    let ended = tool(prefix[0]).args(&prefix[1..]).arg("true").output();
+    ended.expect("timeout(1)").status.success()
+        || skip(&format!("the hard limit on locked memory is below {bytes} bytes"))
 }
 
 /// The prefix that puts a command under `limit`, an option of prlimit(1). Root must drop
@@ -85,7 +98,7 @@ fn limited(limit: &str) -> Vec<&str> {
 fn four_busy_servers_of_one_user_have_rings_and_leave_half_of_the_limit_on_locked_memory() {
     const LIMIT_BYTES: u64 = 8 * MIB;
     const REQUESTS: u64 = 24;
-    if !require_tool("setpriv") || !require_tool("prlimit") {
+    if !may_limit_memlock(LIMIT_BYTES) {
         return;
     }
     let scratch = Scratch::new();

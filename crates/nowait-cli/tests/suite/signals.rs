@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::{MIB, NOWAIT, Scratch, Server, accepted};
+use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, text};
 
 const BOUND: Duration = Duration::from_secs(30);
 const STEP: Duration = Duration::from_millis(5);
@@ -17,10 +17,6 @@ const STEP: Duration = Duration::from_millis(5);
 const CLUSTER_BYTES: u64 = 64 << 10;
 /// Writes that each need a new cluster.
 const WRITES: u64 = 16;
-
-fn text(path: &Path) -> &str {
-    path.to_str().expect("a name in UTF-8")
-}
 
 /// A new qcow2 image.
 fn qcow2(scratch: &Scratch) -> std::path::PathBuf {

@@ -14,6 +14,8 @@ mod tool;
 pub(crate) mod loop_device;
 pub(crate) mod header;
 
+use std::path::Path;
+
 pub(crate) use guest::{Guest, Kernel};
 pub(crate) use loop_device::LoopDevice;
 pub(crate) use scratch::{Scratch, allocated};
@@ -21,6 +23,11 @@ pub(crate) use server::{NOWAIT, Server, accepted, refusal, refusal_under};
 pub(crate) use tool::{
     Finished, PYTHON, path_of, python_with_nbd, require_fuse, require_tool, skip, tool,
 };
+
+/// A path of a test, as an argument.
+pub(crate) fn text(path: &Path) -> &str {
+    path.to_str().expect("a path in UTF-8")
+}
 
 /// Bytes in a KiB.
 pub(crate) const KIB: u64 = 1024;
