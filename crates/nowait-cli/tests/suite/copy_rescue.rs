@@ -9,7 +9,7 @@ use serde_json::Value;
 use crate::common::{
     Finished, KIB, MIB, NOWAIT, Scratch, accepted, allocated, refusal, require_tool, text, tool,
 };
-use crate::copy_peers::Peer;
+use crate::copy_other_servers::Peer;
 
 /// The exit status of a copy with unreadable ranges.
 const UNREADABLE: i32 = 4;

@@ -10,7 +10,7 @@ use crate::common::certificates::{Authority, Flaw, Role};
 use crate::common::random::{Random, seed};
 use crate::common::{MIB, Scratch, Server, refusal, require_tool, text};
 use crate::copy::{copy, patchwork};
-use crate::copy_peers::Peer;
+use crate::copy_other_servers::Peer;
 
 /// An authority, the certificate directories of a server and a client, and a directory for files.
 struct Fixture {

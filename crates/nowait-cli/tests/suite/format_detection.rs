@@ -4,7 +4,7 @@
 
 use std::fs::{self, File};
 
-use crate::common::header::{self, DISK, Names};
+use crate::common::qcow2_image::{self, DISK, Names};
 use crate::common::{Finished, Scratch, Server, accepted, refusal, require_tool, skip, text, tool};
 
 /// Whether files in `scratch` can be marked as raw by extended attributes.
@@ -17,7 +17,7 @@ fn has_marks(scratch: &Scratch) -> bool {
 
 /// The header that a malicious guest writes to have the file `secret` served to it the next time.
 fn bait(secret: &str) -> Vec<u8> {
-    header::image(Names { backing: Some((secret, "raw")), data: None })
+    qcow2_image::image(Names { backing: Some((secret, "raw")), data: None })
 }
 
 #[test]
@@ -80,7 +80,8 @@ fn a_data_file_that_a_client_wrote_to_is_marked_as_raw() {
     }
     let data = scratch.sparse("data", DISK);
     let top = scratch.join("top.qcow2");
-    fs::write(&top, header::image(Names { backing: None, data: Some("data") })).expect("an image");
+    fs::write(&top, qcow2_image::image(Names { backing: None, data: Some("data") }))
+        .expect("an image");
     let server = Server::start(&top, &["--data-file", text(&data)]);
     server.connect().write(0, &bait("secret")).expect("a write");
     server.stop();
@@ -190,7 +191,7 @@ fn an_image_in_use_is_refused_with_the_process_that_uses_it() {
 fn a_dirty_image_can_be_read_and_repaired() {
     let scratch = Scratch::new();
     let path = scratch.join("dirty.qcow2");
-    let mut bytes = header::image(Names::default());
+    let mut bytes = qcow2_image::image(Names::default());
     bytes[79] |= 1;
     fs::write(&path, &bytes).expect("an image");
     let image = text(&path);

@@ -5,7 +5,7 @@
 
 use std::fs;
 
-use crate::common::header::{self, DISK, Names};
+use crate::common::qcow2_image::{self, DISK, Names};
 use crate::common::{
     Finished, LoopDevice, Scratch, Server, accepted, refusal, require_tool, text, tool,
 };
@@ -13,7 +13,7 @@ use crate::common::{
 /// Creates the image `name` in `scratch`, whose header has `names`.
 fn image(scratch: &Scratch, name: &str, names: Names<'_>) -> String {
     let path = scratch.join(name);
-    fs::write(&path, header::image(names)).expect("an image");
+    fs::write(&path, qcow2_image::image(names)).expect("an image");
     text(&path).to_owned()
 }
 
@@ -122,7 +122,7 @@ fn a_block_device_is_never_detected_as_qcow2_and_opens_no_other_one() {
     let image_path = image(&scratch, "device", names);
     let Some(device) = LoopDevice::on(image_path.as_ref()) else { return };
     let path = text(device.path());
-    let bytes = header::image(names);
+    let bytes = qcow2_image::image(names);
 
     let server = Server::start(device.path(), &[]);
     let mut client = server.connect();
@@ -141,7 +141,8 @@ fn a_block_device_is_never_detected_as_qcow2_and_opens_no_other_one() {
 
     let qcow2 = ["--format", "qcow2"];
     refusal(&[&["serve", path], &qcow2[..]].concat()).says(&["--data-file /dev/"]);
-    fs::write(device.path(), header::image(on(text(victim_device.path())))).expect("a new header");
+    fs::write(device.path(), qcow2_image::image(on(text(victim_device.path()))))
+        .expect("a new header");
     refusal(&[&["serve", path], &qcow2[..]].concat())
         .says(&["trusts no directory", "--backing-dir /dev)"]);
     accepted(&[&["map", path], &qcow2[..], &["--backing-dir", "/dev"]].concat());

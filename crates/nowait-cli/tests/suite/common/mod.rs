@@ -12,7 +12,7 @@ mod scratch;
 mod server;
 mod tool;
 pub(crate) mod loop_device;
-pub(crate) mod header;
+pub(crate) mod qcow2_image;
 
 use std::path::Path;
 

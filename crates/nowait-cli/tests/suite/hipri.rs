@@ -47,7 +47,7 @@ ln -s /ext/image /test/polled/file
 ln -s /dev/nullb3 /test/by-interrupt/device
 # A file system that cannot poll, on a device that can.
 ln -s /fat/image /test/by-interrupt/file
-/test/suite --ignored --exact polled::in_the_guest --nocapture --test-threads=1 && echo "guest: done"
+/test/suite --ignored --exact hipri::in_the_guest --nocapture --test-threads=1 && echo "guest: done"
 poweroff -f
 "#;
 
