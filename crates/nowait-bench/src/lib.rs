@@ -49,7 +49,7 @@ pub use copying::{
 };
 pub use error::Error;
 pub use nbd_servers::{Output, PeersOptions, run};
-pub use qcow2_bench::{ImageScene, ImagesOptions, run_images};
+pub use qcow2_bench::{ImageCase, ImagesOptions, run_images};
 pub use qcow2_report::{ImageFailure, ImageRow, ImageTable, ImagesReport, Subject};
 pub use report::{Failure, Machine, MeasuredFile, Report};
 pub use server::ServerKind;

@@ -31,7 +31,7 @@ const TERMS: Conditions = Conditions { caching: Caching::Direct, transport: Tran
 
 /// A table to measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct ImageScene {
+pub struct ImageCase {
     /// The workload of each subject.
     pub workload: Workload,
     /// The images that nowait is measured on; the other servers are measured on those that are not
@@ -39,30 +39,30 @@ pub struct ImageScene {
     pub images: &'static [ImageKind],
 }
 
-impl ImageScene {
+impl ImageCase {
     /// What `nowait bench images` measures: 4K random reads and writes at depth 1, 16 and 64; and 4K random
     /// reads at depth 1 of an overlay, alone and beside writes that allocate.
-    pub fn standard() -> Vec<ImageScene> {
+    pub fn standard() -> Vec<ImageCase> {
         let of = |direction| move |w: &Workload| w.direction == direction && w.block_bytes == 4096;
         let small: Vec<Workload> =
             Workload::standard().into_iter().filter(|w| w.beside.is_none()).collect();
-        let mut scenes = Vec::new();
+        let mut cases = Vec::new();
         for workload in small.iter().copied().filter(of(Direction::Read)) {
             let images = &[ImageKind::Raw, ImageKind::Qcow2, ImageKind::Chain];
-            scenes.push(ImageScene { workload, images });
+            cases.push(ImageCase { workload, images });
         }
         for workload in small.iter().copied().filter(of(Direction::Write)) {
             // In a chain the first write to a cluster allocates.
-            scenes.push(ImageScene { workload, images: &[ImageKind::Raw, ImageKind::Qcow2] });
+            cases.push(ImageCase { workload, images: &[ImageKind::Raw, ImageKind::Qcow2] });
         }
         let alone = small.into_iter().find(of(Direction::Read));
         for beside in [None, Some(BackgroundLoad::Allocations)] {
             let workload = alone.map(|alone| Workload { beside, ..alone });
-            scenes.extend(
-                workload.map(|workload| ImageScene { workload, images: &[ImageKind::Overlay] }),
+            cases.extend(
+                workload.map(|workload| ImageCase { workload, images: &[ImageKind::Overlay] }),
             );
         }
-        scenes
+        cases
     }
 }
 
@@ -78,7 +78,7 @@ pub struct ImagesOptions {
     /// The number of rounds, 1 to 100.
     pub rounds: u32,
     /// The tables.
-    pub scenes: Vec<ImageScene>,
+    pub cases: Vec<ImageCase>,
     /// Text or JSON.
     pub output: Output,
     /// Ends the measurement early.
@@ -93,7 +93,7 @@ impl Default for ImagesOptions {
             servers: ServerKind::ALL.to_vec(),
             duration: Duration::from_secs(1),
             rounds: 3,
-            scenes: ImageScene::standard(),
+            cases: ImageCase::standard(),
             output: Output::Text,
             stop: CancelFlag::default(),
         }
@@ -146,18 +146,18 @@ pub fn run_images(options: &ImagesOptions, out: &mut impl Write) -> Result<Image
         let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
         written.map_err(Error::system("writing the report"))
     };
-    let count: usize = options.scenes.iter().map(|scene| subjects(scene, &programs).len()).sum();
+    let count: usize = options.cases.iter().map(|case| subjects(case, &programs).len()).sum();
     let progress = progress_bar(count as u64 * u64::from(options.rounds));
     let bench =
         Bench { runner, test_images: &test_images, rounds: options.rounds, progress: &progress };
     say(Output::Text, report.heading())?;
-    for scene in &options.scenes {
-        let rows = bench.rows(scene, &programs, &mut report.failures);
+    for case in &options.cases {
+        let rows = bench.rows(case, &programs, &mut report.failures);
         if options.stop.requested() {
             report.interrupted = true;
             break;
         }
-        let table = ImageTable { workload: scene.workload, rows };
+        let table = ImageTable { workload: case.workload, rows };
         progress.suspend(|| say(Output::Text, table.to_string()))?;
         report.tables.push(table);
     }
@@ -180,12 +180,12 @@ impl Bench<'_> {
     /// `failures`.
     fn rows(
         &self,
-        scene: &ImageScene,
+        case: &ImageCase,
         programs: &[Program],
         failures: &mut Vec<ImageFailure>,
     ) -> Vec<ImageRow> {
-        let workload = scene.workload;
-        let mut rows: Vec<(&Program, ImageRow)> = subjects(scene, programs)
+        let workload = case.workload;
+        let mut rows: Vec<(&Program, ImageRow)> = subjects(case, programs)
             .into_iter()
             .map(|(program, image)| {
                 let subject = Subject { server: program.kind, image };
@@ -223,10 +223,10 @@ impl Bench<'_> {
 }
 
 /// The pairs of server and image of a table.
-fn subjects<'a>(scene: &ImageScene, programs: &'a [Program]) -> Vec<(&'a Program, ImageKind)> {
+fn subjects<'a>(case: &ImageCase, programs: &'a [Program]) -> Vec<(&'a Program, ImageKind)> {
     let mut subjects = Vec::new();
     for program in programs {
-        for &image in scene.images {
+        for &image in case.images {
             if program.kind == ServerKind::Nowait || image != ImageKind::Raw {
                 subjects.push((program, image));
             }
@@ -264,8 +264,8 @@ mod tests {
 
     #[test]
     fn the_standard_tables_have_three_depths_and_reads_with_allocating_writes() {
-        let scenes = ImageScene::standard();
-        let titles: Vec<String> = scenes.iter().map(|scene| scene.workload.to_string()).collect();
+        let cases = ImageCase::standard();
+        let titles: Vec<String> = cases.iter().map(|case| case.workload.to_string()).collect();
         for direction in ["read", "write"] {
             for depth in [1, 16, 64] {
                 let title = format!("4K random {direction}, depth {depth}");

@@ -10,7 +10,7 @@ use std::process::Command;
 use std::time::Duration;
 
 use nowait_bench::{
-    BackgroundLoad, Caching, ClientKind, Conditions, Direction, Error, ImageKind, ImageScene,
+    BackgroundLoad, Caching, ClientKind, Conditions, Direction, Error, ImageCase, ImageKind,
     ImagesOptions, Order, Output, PeersOptions, Report, ServerKind, Transport, Workload,
     run_images,
 };
@@ -190,15 +190,15 @@ fn a_cancelled_measurement_reports_what_was_finished() {
 
 #[test]
 fn images_are_measured_with_every_server_that_supports_them_and_removed_afterwards() {
-    let scenes: Vec<ImageScene> = ImageScene::standard()
+    let cases: Vec<ImageCase> = ImageCase::standard()
         .into_iter()
-        .filter(|scene| scene.workload.direction == Direction::Read && scene.workload.depth == 1)
+        .filter(|case| case.workload.direction == Direction::Read && case.workload.depth == 1)
         .collect();
     let options = ImagesOptions {
         servers: ServerKind::ALL.to_vec(),
         duration: Duration::from_millis(50),
         rounds: 1,
-        scenes,
+        cases,
         ..ImagesOptions::default()
     };
     let mut printed = Vec::new();
@@ -212,7 +212,7 @@ fn images_are_measured_with_every_server_that_supports_them_and_removed_afterwar
     };
     assert!(!Path::new(&report.directory).exists());
     assert!(report.failures.is_empty(), "{:?}", report.failures);
-    let images: Vec<&[ImageKind]> = options.scenes.iter().map(|scene| scene.images).collect();
+    let images: Vec<&[ImageKind]> = options.cases.iter().map(|case| case.images).collect();
     assert_eq!(report.tables.len(), images.len());
     for (table, images) in report.tables.iter().zip(images) {
         // None of these servers is measured on raw files.

@@ -107,8 +107,8 @@ fn images(args: &BenchArgs) -> Result<(), CliError> {
         options.servers.clone_from(&args.servers);
     }
     if let Some(text) = &args.only {
-        options.scenes.retain(|scene| scene.workload.to_string().contains(text));
-        if options.scenes.is_empty() {
+        options.cases.retain(|case| case.workload.to_string().contains(text));
+        if options.cases.is_empty() {
             return Err(no_matching_row(text));
         }
     }
