@@ -3,6 +3,7 @@
 //! Invariant: a job is taken once; jobs of one client are taken in the order of their push. At most
 //! `limit` jobs of a client run at the same time.
 
+use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 
 /// The greatest number of empty lists that are kept for new clients, to save allocations.
@@ -40,43 +41,44 @@ impl<J> FairQueue<J> {
     }
 
     pub(crate) fn push(&mut self, client: u64, job: J) {
-        let spare = &mut self.spare;
-        let queue = self.clients.entry(client).or_insert_with(|| ClientQueue {
+        let Self { clients, ready, spare, queued, limit } = self;
+        let queue = clients.entry(client).or_insert_with(|| ClientQueue {
             items: spare.pop().unwrap_or_default(),
             running: 0,
             listed: false,
         });
         queue.items.push_back(job);
-        self.queued += 1;
-        self.list(client);
+        *queued += 1;
+        list(queue, client, *limit, ready);
     }
 
     /// Takes the first job of the client whose turn it is. The caller calls [`FairQueue::ended`]
     /// when the job has ended.
     pub(crate) fn pop(&mut self) -> Option<(u64, J)> {
-        let client = self.ready.pop_front()?;
-        let queue = self.clients.get_mut(&client)?;
+        let Self { clients, ready, queued, limit, .. } = self;
+        let client = ready.pop_front()?;
+        let queue = clients.get_mut(&client)?;
         queue.listed = false;
         let job = queue.items.pop_front()?;
         queue.running += 1;
-        self.queued -= 1;
-        self.list(client);
+        *queued -= 1;
+        list(queue, client, *limit, ready);
         Some((client, job))
     }
 
     /// A job of `client` that was taken has ended.
     pub(crate) fn ended(&mut self, client: u64) {
-        let Some(queue) = self.clients.get_mut(&client) else { return };
+        let Self { clients, ready, spare, limit, .. } = self;
+        let Entry::Occupied(mut entry) = clients.entry(client) else { return };
+        let queue = entry.get_mut();
         queue.running -= 1;
-        if queue.running == 0 && queue.items.is_empty() {
-            if let Some(queue) = self.clients.remove(&client)
-                && self.spare.len() < SPARE
-            {
-                self.spare.push(queue.items);
-            }
-            return;
+        if queue.running > 0 || !queue.items.is_empty() {
+            return list(queue, client, *limit, ready);
         }
-        self.list(client);
+        let items = entry.remove().items;
+        if spare.len() < SPARE {
+            spare.push(items);
+        }
     }
 
     /// Takes all jobs, in no order between clients.
@@ -86,17 +88,14 @@ impl<J> FairQueue<J> {
         self.clients.values_mut().for_each(|queue| queue.listed = false);
         self.clients.values_mut().flat_map(|queue| queue.items.drain(..)).collect()
     }
+}
 
-    /// Puts `client` into `ready`, if it has a queued job and is below the limit.
-    fn list(&mut self, client: u64) {
-        if let Some(queue) = self.clients.get_mut(&client)
-            && !queue.listed
-            && !queue.items.is_empty()
-            && queue.running < self.limit
-        {
-            queue.listed = true;
-            self.ready.push_back(client);
-        }
+/// Puts `client`, whose jobs are `queue`, into `ready`, if it has a queued job and is below the
+/// limit.
+fn list<J>(queue: &mut ClientQueue<J>, client: u64, limit: usize, ready: &mut VecDeque<u64>) {
+    if !queue.listed && !queue.items.is_empty() && queue.running < limit {
+        queue.listed = true;
+        ready.push_back(client);
     }
 }
 
