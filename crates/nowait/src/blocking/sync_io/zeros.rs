@@ -117,41 +117,39 @@ fn zero_allocated(file: &FileStorage, io: Request) -> Result<(), Error> {
 
 /// Zeroes a locked range that covers no whole block, by a read-modify-write.
 fn write_part<M: BlockMap>(disk: &BlockDevice<M>, part: ByteRange) -> Result<(), Error> {
-    if part.len == 0 {
-        return Ok(());
-    }
-    let zeros = bounce(part.len)?;
-    let mut done = 0;
-    while done < part.len {
-        let rest = ByteRange::new(part.pos + done, (part.len - done).min(zeros.len() as u64));
-        let segment = [IoSegment { base: zeros.as_ptr().cast_mut(), len: rest.len as usize }];
-        // SAFETY: `zeros` has so many bytes, which a write only reads.
-        match unsafe { write(disk, rest, &segment) }? {
-            0 => return Err(Error::new(libc::EIO, Operation::Zero).at(part)),
-            more => done += more,
-        }
-    }
-    Ok(())
+    // SAFETY: the segment is of zeros that outlive the write, which only reads them.
+    write_zeros_by(part, |rest, segment| unsafe { write(disk, rest, segment) })
 }
 
 /// Writes zeros, for file systems that cannot zero otherwise.
 fn write_zeros<M: BlockMap>(disk: &BlockDevice<M>, range: ByteRange) -> Result<(), Error> {
+    write_zeros_by(range, |part, segment| {
+        let mode =
+            if is_aligned(disk, part, segment) { LockMode::Shared } else { LockMode::Exclusive };
+        // SAFETY: the segment is of zeros that outlive the write, which only reads them.
+        with_range_lock(disk, part, mode, || unsafe { write_dispatch(disk, part, segment) })
+    })
+}
+
+/// Passes each part of `range` to `put`, with as many zeros in memory, until all of it is written.
+/// `put` only reads the memory and returns the bytes that it has written; if it ended early, the
+/// next call returns the reason.
+fn write_zeros_by(
+    range: ByteRange,
+    mut put: impl FnMut(ByteRange, &[IoSegment; 1]) -> Result<u64, Error>,
+) -> Result<(), Error> {
+    if range.len == 0 {
+        return Ok(());
+    }
     let zeros = bounce(range.len)?;
     let mut done = 0;
     while done < range.len {
         let len = (range.len - done).min(zeros.len() as u64);
         let part = ByteRange::new(range.pos + done, len);
-        let segment = [IoSegment { base: zeros.as_ptr().cast_mut(), len: len as usize }];
-        let mode =
-            if is_aligned(disk, part, &segment) { LockMode::Shared } else { LockMode::Exclusive };
-        // SAFETY: `zeros` has `len` bytes, which a write only reads.
-        let done_now =
-            with_range_lock(disk, part, mode, || unsafe { write_dispatch(disk, part, &segment) })?;
-        if done_now == 0 {
-            return Err(Error::new(libc::EIO, Operation::Zero).at(part));
+        match put(part, &[IoSegment { base: zeros.as_ptr().cast_mut(), len: len as usize }])? {
+            0 => return Err(Error::new(libc::EIO, Operation::Zero).at(part)),
+            more => done += more,
         }
-        // If this write ended early, the next one returns the reason.
-        done += done_now;
     }
     Ok(())
 }
