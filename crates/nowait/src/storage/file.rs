@@ -248,7 +248,6 @@ impl FileStorage {
                     done += count;
                     IoSliceMut::advance_slices(&mut rest, count);
                 }
-                Err(rustix::io::Errno::INTR) => {}
                 Err(error) => {
                     let range = ByteRange::new(pos, total as u64);
                     return Err(Error::from_os(error, Operation::Read).at(range));
@@ -264,39 +263,31 @@ impl FileStorage {
     /// # Errors
     /// The errno of pwritev(2); `EIO` when it wrote nothing.
     pub fn write_at(&self, bufs: &[IoSlice<'_>], pos: u64) -> Result<(), Error> {
-        let total: usize = bufs.iter().map(|buf| buf.len()).sum();
-        let fail = |e| Error::from_os(e, Operation::Write).at(ByteRange::new(pos, total as u64));
         let aligned = |buf: &IoSlice<'_>| self.is_aligned(buf.as_ptr() as u64, buf.len());
         let direct = self.is_aligned_range(pos) && bufs.iter().all(aligned);
-        let mut done = 0;
-        let mut list = bufs.to_vec();
-        let mut rest = list.as_mut_slice();
-        while done < total {
-            match self.descriptor(direct && done == 0).pwritev(rest, pos + done as u64) {
-                Ok(0) => return Err(fail(rustix::io::Errno::IO)),
-                Ok(count) => {
-                    done += count;
-                    IoSlice::advance_slices(&mut rest, count);
-                }
-                Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(fail(error)),
-            }
-        }
-        Ok(())
+        self.write_all(&mut bufs.to_vec(), pos, direct)
     }
 
     /// Writes all of `bytes` from byte `pos` on through the page cache, which takes parts of blocks
     /// and does not round the file's end up to a block.
-    pub(crate) fn write_buffered(&self, mut bytes: &[u8], mut pos: u64) -> Result<(), Error> {
-        while !bytes.is_empty() {
-            match self.buffered.pwritev(&[IoSlice::new(bytes)], pos) {
-                Ok(0) => return Err(Error::new(libc::EIO, Operation::Write)),
-                Ok(put) => {
-                    bytes = bytes.get(put..).unwrap_or_default();
-                    pos += put as u64;
+    pub(crate) fn write_buffered(&self, bytes: &[u8], pos: u64) -> Result<(), Error> {
+        self.write_all(&mut [IoSlice::new(bytes)], pos, false)
+    }
+
+    /// Writes all of `bufs` from byte `pos` on; what a `direct` write leaves goes through the page
+    /// cache, because it may begin inside a block.
+    fn write_all(&self, mut bufs: &mut [IoSlice<'_>], pos: u64, direct: bool) -> Result<(), Error> {
+        let total: usize = bufs.iter().map(|buf| buf.len()).sum();
+        let fail = |e| Error::from_os(e, Operation::Write).at(ByteRange::new(pos, total as u64));
+        let mut done = 0;
+        while done < total {
+            match self.descriptor(direct && done == 0).pwritev(bufs, pos + done as u64) {
+                Ok(0) => return Err(fail(rustix::io::Errno::IO)),
+                Ok(count) => {
+                    done += count;
+                    IoSlice::advance_slices(&mut bufs, count);
                 }
-                Err(rustix::io::Errno::INTR) => {}
-                Err(error) => return Err(Error::from_os(error, Operation::Write)),
+                Err(error) => return Err(fail(error)),
             }
         }
         Ok(())
@@ -368,14 +359,6 @@ impl FileStorage {
     /// The errno of ftruncate(2).
     pub fn set_len(&self, bytes: u64) -> Result<(), Error> {
         self.buffered.ftruncate(bytes).map_err(|e| Error::from_os(e, Operation::Write))
-    }
-
-    /// The present size of the file in bytes.
-    ///
-    /// # Errors
-    /// The errno of lseek(2).
-    pub fn len_now(&self) -> Result<u64, Error> {
-        self.buffered.seek(SeekFrom::End(0)).map_err(|e| Error::from_os(e, Operation::Status))
     }
 
     /// The present size of a block device in bytes, without waiting: lseek(2) would wait for a
