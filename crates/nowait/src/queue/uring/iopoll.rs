@@ -6,15 +6,16 @@
 //! device: a thread that submitted one more would sleep for room that only a poll can make.
 #![allow(unsafe_code)]
 
-use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use io_uring::{IoUring, opcode, types};
+use io_uring::{IoUring, opcode};
 use rustix::fs::{AtFlags, FileType, OFlags, StatxFlags};
 
 use crate::queue::Token;
-use crate::queue::uring::sqe;
-use crate::types::error::{Error, Operation};
+use crate::queue::uring::{enter_result, sqe};
+use crate::types::error::Error;
 use crate::types::transfer::{Outcome, Transfer, UNREGISTERED};
 
 const ENTRIES: u32 = 128;
@@ -30,29 +31,25 @@ pub(crate) struct IopollRing {
     bound: usize,
     /// Completions drained so far.
     completed: u64,
-    files: Vec<OwnedFd>,
+    files: Arc<[OwnedFd]>,
 }
 
 impl IopollRing {
     /// A polled ring for `files`, if the devices of all of them have polled queues.
-    pub(crate) fn for_device_of(files: &[OwnedFd]) -> Option<Self> {
+    pub(crate) fn for_device_of(files: &Arc<[OwnedFd]>) -> Option<Self> {
         let rooms = files.iter().map(room_for_polled).collect::<Option<Vec<_>>>()?;
         // The other half is left to other processes.
         let bound = (rooms.into_iter().min()? / 2).min(ENTRIES as usize);
         let ring = IoUring::builder().setup_iopoll().setup_clamp().build(ENTRIES).ok()?;
-        let files = files.iter().map(OwnedFd::try_clone).collect::<Result<Vec<_>, _>>().ok()?;
-        let mut polled = Self { ring, busy: 0, bound, completed: 0, files };
+        let mut polled = Self { ring, busy: 0, bound, completed: 0, files: files.clone() };
         (0..polled.files.len()).all(|file| polled.file_system_polls(file)).then_some(polled)
-    }
-
-    fn fd(&self, file: usize) -> types::Fd {
-        types::Fd(self.files.get(file).map_or(-1, AsRawFd::as_raw_fd))
     }
 
     /// Whether a read of 0 bytes succeeds: some file systems cannot poll even if their device can,
     /// and fail with `EOPNOTSUPP`.
     fn file_system_polls(&mut self, file: usize) -> bool {
-        let nothing = opcode::Read::new(self.fd(file), std::ptr::null_mut(), 0).build();
+        let fd = sqe::fd_of(&self.files, file);
+        let nothing = opcode::Read::new(fd, std::ptr::null_mut(), 0).build();
         // SAFETY: no memory is named.
         unsafe { self.ring.submission().push(&nothing) }.is_ok()
             && self.ring.submit_and_wait(1).is_ok()
@@ -78,7 +75,7 @@ impl IopollRing {
         }
         // Buffers are registered with the other ring.
         let transfer = Transfer { buffer: UNREGISTERED, ..*transfer };
-        let fd = self.fd(usize::from(transfer.file));
+        let fd = sqe::fd_of(&self.files, usize::from(transfer.file));
         let entry = sqe::of(fd, &transfer).user_data(token);
         // SAFETY: as promised by the caller.
         let pushed = unsafe { self.ring.submission().push(&entry) }.is_ok();
@@ -94,11 +91,7 @@ impl IopollRing {
         if self.busy == 0 {
             return Ok(());
         }
-        match self.ring.submit() {
-            Ok(_) => Ok(()),
-            Err(error) if sqe::is_transient(&error) => Ok(()),
-            Err(error) => Err(Error::from_io(&error, Operation::Wait)),
-        }
+        enter_result::checked(self.ring.submit())
     }
 
     /// Passes all completions to `sink`; returns their number.

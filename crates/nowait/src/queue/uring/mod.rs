@@ -6,10 +6,12 @@
 
 mod sqe;
 mod locked_memory;
+mod enter_result;
 mod iopoll;
 
 use std::cell::OnceCell;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::sync::Arc;
 use std::time::Duration;
 
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
@@ -62,7 +64,7 @@ pub struct Uring {
     /// The eventfd for the caller's own event loop. Made on first use, because the kernel then
     /// writes to it with each completion; `None` inside means that it could not be made.
     wake: OnceCell<Option<OwnedFd>>,
-    files: Vec<OwnedFd>,
+    files: Arc<[OwnedFd]>,
 }
 
 impl Uring {
@@ -86,7 +88,7 @@ impl Uring {
     pub fn for_files(files: &[BorrowedFd<'_>]) -> Result<Self, Error> {
         let set_up = |e: std::io::Error| Error::from_io(&e, Operation::SetUp);
         let clones = files.iter().map(BorrowedFd::try_clone_to_owned);
-        let files = clones.collect::<Result<Vec<_>, _>>().map_err(set_up)?;
+        let files: Arc<[OwnedFd]> = clones.collect::<Result<_, _>>().map_err(set_up)?;
         let (ring, mut features) = Self::build().map_err(set_up)?;
         let numbers: Vec<RawFd> = files.iter().map(AsRawFd::as_raw_fd).collect();
         features.file = ring.submitter().register_files(&numbers).is_ok();
@@ -168,10 +170,9 @@ impl Uring {
     #[inline]
     fn sqe(&self, transfer: &Transfer) -> squeue::Entry {
         let (fd, flags) = match self.ring_features.file {
-            true => (RawFd::from(transfer.file), squeue::Flags::FIXED_FILE),
-            false => (number_of(&self.files, transfer.file), squeue::Flags::empty()),
+            true => (types::Fd(RawFd::from(transfer.file)), squeue::Flags::FIXED_FILE),
+            false => (sqe::fd_of(&self.files, usize::from(transfer.file)), squeue::Flags::empty()),
         };
-        let fd = types::Fd(fd);
         sqe::of(fd, transfer).flags(flags)
     }
 
@@ -232,10 +233,6 @@ impl Uring {
     }
 }
 
-fn number_of(files: &[OwnedFd], file: u16) -> RawFd {
-    files.get(usize::from(file)).map_or(-1, AsRawFd::as_raw_fd)
-}
-
 // SAFETY: the kernel completes each entry once, after its last access to the memory; the ring's own
 // entries have `INTERNAL_TOKEN` or `FD_TOKEN` in their tokens.
 unsafe impl IoQueue for Uring {
@@ -269,12 +266,7 @@ unsafe impl IoQueue for Uring {
         if idle {
             return Ok(());
         }
-        match self.ring.submit() {
-            Ok(_) => Ok(()),
-            // EBUSY, EAGAIN: completions have to be drained first; the other entries stay pushed.
-            Err(error) if sqe::is_transient(&error) => Ok(()),
-            Err(error) => Err(Error::from_io(&error, Operation::Wait)),
-        }
+        enter_result::checked(self.ring.submit())
     }
 
     #[inline]
@@ -317,11 +309,7 @@ unsafe impl IoQueue for Uring {
                 self.ring.submitter().submit_with_args(1, &args)
             }
         };
-        match waited {
-            Ok(_) => Ok(()),
-            Err(error) if sqe::is_transient(&error) => Ok(()),
-            Err(error) => Err(Error::from_io(&error, Operation::Wait)),
-        }
+        enter_result::checked(waited)
     }
 
     #[inline]

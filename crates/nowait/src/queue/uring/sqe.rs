@@ -2,9 +2,18 @@
 //!
 //! Invariant: an entry names the memory, range and flags of its transfer, and nothing else.
 
+use std::os::fd::{AsRawFd, OwnedFd};
+
 use io_uring::{opcode, squeue, types};
 
 use crate::types::transfer::{Transfer, UNREGISTERED};
+
+/// The descriptor of the file that [`Transfer::file`] indexes; -1, which the kernel refuses, if
+/// there is no such file.
+#[inline]
+pub(crate) fn fd_of(files: &[OwnedFd], file: usize) -> types::Fd {
+    types::Fd(files.get(file).map_or(-1, AsRawFd::as_raw_fd))
+}
 
 /// The entry for a transfer to or from `fd`.
 #[inline]
@@ -31,10 +40,4 @@ pub(crate) fn of(fd: types::Fd, transfer: &Transfer) -> squeue::Entry {
             opcode::Writev::new(fd, iov, count).offset(pos).rw_flags(rw_flags).build()
         }
     }
-}
-
-/// Whether a call that failed with `error` may be repeated after a drain: `EBUSY` and `EAGAIN`
-/// demand that, `EINTR` and `ETIME` are no errors of the ring.
-pub(crate) fn is_transient(error: &std::io::Error) -> bool {
-    matches!(error.raw_os_error(), Some(libc::EINTR | libc::EBUSY | libc::EAGAIN | libc::ETIME))
 }
