@@ -222,7 +222,10 @@ impl Image {
         };
         let disk = BlockDevice::open(&self.path, options).unwrap();
         if case.direct == Direct::Auto && !disk.is_direct() {
-            println!("no direct I/O on this file system: {} goes through its cache", case.label);
+            println!(
+                "skipped: no direct I/O on this file system: {} goes through its cache",
+                case.label
+            );
         }
         disk
     }
@@ -238,7 +241,7 @@ fn make_islands(file: &std::fs::File, size: u64) {
             _ => {
                 let mode = rustix::fs::FallocateFlags::empty();
                 if let Err(error) = rustix::fs::fallocate(file, mode, pos, len) {
-                    println!("no unwritten extents on this file system: {error}");
+                    println!("skipped: no unwritten extents on this file system: {error}");
                 }
             }
         }
