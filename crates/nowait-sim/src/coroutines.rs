@@ -34,7 +34,7 @@ impl Coroutines {
     /// Runs at most `limit` jobs at the same time, on this thread.
     #[must_use]
     pub fn new(limit: usize) -> Self {
-        sim::set_pause(Some(pause));
+        sim::set_yield(Some(yield_now));
         Self { paused: Vec::new(), stacks: Vec::new(), limit }
     }
 
@@ -91,12 +91,12 @@ impl Drop for Coroutines {
     /// Leaks the jobs that have not ended, with everything that they own; only a failed simulation
     /// has some.
     fn drop(&mut self) {
-        sim::set_pause(None);
+        sim::set_yield(None);
     }
 }
 
 /// Yields, if the caller runs in a job.
-fn pause() {
+fn yield_now() {
     let yielder = RUNNING.get();
     // SAFETY: the pointer was set by the running job, whose stack holds the yielder.
     if let Some(yielder) = unsafe { yielder.as_ref() } {

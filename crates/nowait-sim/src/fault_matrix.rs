@@ -21,7 +21,7 @@ pub const FAULTS: [Fault; 10] = [
     Fault::Errno(libc::EOPNOTSUPP),
     Fault::Short,
     Fault::Full,
-    Fault::Kick,
+    Fault::SubmitError,
 ];
 
 /// The extent of the matrix.

@@ -7,7 +7,7 @@
 
 use std::sync::Arc;
 
-use nowait::sim::{Fault, KICK_ERRNO, SimDevice, SimOptions};
+use nowait::sim::{Fault, SUBMIT_ERRNO, SimDevice, SimOptions};
 use nowait::{ByteRange, Error, ExtentStatus, Flags, Op};
 
 use crate::model::{Ending, Model, Time, Violation};
@@ -31,7 +31,7 @@ pub struct Oracle {
     model_kind: SimOptions,
     strict: bool,
     /// Handing requests to the queue may fail.
-    kicks_fail: bool,
+    submits_fail: bool,
     /// The disk is a qcow2 image: a power cut leaks clusters, which are not freed again.
     leaks: bool,
     /// Storage may run out.
@@ -59,8 +59,8 @@ impl Oracle {
             device: device.clone(),
             model_kind: device_options,
             strict: scenario.config.strict,
-            kicks_fail: scenario.faults.kicks > 0
-                || matches!(scenario.faults.once, Some((_, Fault::Kick))),
+            submits_fail: scenario.faults.submit_errors > 0
+                || matches!(scenario.faults.once, Some((_, Fault::SubmitError))),
             leaks: scenario.qcow2.is_some(),
             runs_out: device_options.capacity < u64::MAX,
             size: device_options.bytes,
@@ -190,7 +190,7 @@ impl Oracle {
         let allowed = match errno {
             libc::EAGAIN => spec.flags.has(Flags::NOWAIT),
             // A server reports a full queue that cannot be submitted as EIO.
-            libc::EIO => behind || self.device.has_failed() || self.kicks_fail || self.stops(),
+            libc::EIO => behind || self.device.has_failed() || self.submits_fail || self.stops(),
             libc::ENOSPC => behind || self.is_full(),
             libc::EOPNOTSUPP => {
                 let unable = match spec.op {
@@ -291,7 +291,7 @@ impl Oracle {
     /// Whether a queue may have failed with `error` as a whole.
     #[must_use]
     pub fn expects(&self, error: &Error) -> bool {
-        self.kicks_fail && error.errno() == KICK_ERRNO
+        self.submits_fail && error.errno() == SUBMIT_ERRNO
     }
 
     /// Whether the device has lost a part since it was opened.

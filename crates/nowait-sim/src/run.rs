@@ -10,7 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nowait::sim::{EngineBug, Fault, set_break};
+use nowait::sim::{EngineBug, Fault, inject_bug};
 use nowait_image::ImageBug;
 use nowait_server::ServerBug;
 
@@ -105,7 +105,7 @@ pub fn keep_panics() {
 /// The violation and its step.
 pub fn run(plan: &Plan) -> Result<Counts, Failure> {
     match plan.bug {
-        Some(InjectedBug::Engine(bug)) => set_break(Some(bug)),
+        Some(InjectedBug::Engine(bug)) => inject_bug(Some(bug)),
         Some(InjectedBug::Server(bug)) => nowait_server::inject(Some(bug)),
         Some(InjectedBug::Image(bug)) => nowait_image::inject(Some(bug)),
         None => {}
@@ -114,7 +114,7 @@ pub fn run(plan: &Plan) -> Result<Counts, Failure> {
         Mode::Engine => run_in::<Engines>(plan),
         Mode::Server => run_in::<Server>(plan),
     };
-    set_break(None);
+    inject_bug(None);
     nowait_server::inject(None);
     nowait_image::inject(None);
     result

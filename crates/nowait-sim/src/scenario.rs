@@ -353,7 +353,7 @@ fn faults(random: &mut Random) -> Faults {
         refusals: times(2000),
         interrupts: times(100),
         full: times(2000),
-        kicks: times(40),
+        submit_errors: times(40),
         rot: 0,
         once: None,
     };
@@ -401,7 +401,7 @@ mod tests {
             let all = (0..200).map(|seed| Scenario::of(mode, seed).faults);
             let kinds = all.map(|it| {
                 let Faults { errors, flush_errors, shorts, refusals, interrupts, .. } = it;
-                let rest = [it.full, it.kicks, it.rot];
+                let rest = [it.full, it.submit_errors, it.rot];
                 [errors, flush_errors, shorts, refusals, interrupts].into_iter().chain(rest)
             });
             let kinds: Vec<Vec<u16>> = kinds.map(Iterator::collect).collect();

@@ -52,7 +52,7 @@ pub fn write(plan: &Plan) -> String {
         Some((at, Fault::Errno(errno))) => _ = writeln!(text, "fault {at} {errno}"),
         Some((at, Fault::Short)) => _ = writeln!(text, "fault {at} short"),
         Some((at, Fault::Full)) => _ = writeln!(text, "fault {at} full"),
-        Some((at, Fault::Kick)) => _ = writeln!(text, "fault {at} kick"),
+        Some((at, Fault::SubmitError)) => _ = writeln!(text, "fault {at} kick"),
         None => {}
     }
     text.push_str("steps");
@@ -81,7 +81,7 @@ pub fn read(text: &str) -> Option<Plan> {
                 let fault = match what {
                     "short" => Fault::Short,
                     "full" => Fault::Full,
-                    "kick" => Fault::Kick,
+                    "kick" => Fault::SubmitError,
                     errno => Fault::Errno(errno.parse().ok()?),
                 };
                 plan.once = Some((at.parse().ok()?, fault));
@@ -121,7 +121,7 @@ mod tests {
             (Some(InjectedBug::Engine(EngineBug::DropFlush)), Some((7, Fault::Short))),
             (Some(InjectedBug::Server(ServerBug::ReplyTwice)), Some((1, Fault::Errno(5)))),
             (None, Some((2, Fault::Full))),
-            (None, Some((200, Fault::Kick))),
+            (None, Some((200, Fault::SubmitError))),
         ] {
             let plan = Plan { mode: Mode::Server, seed: 99, steps: vec![0, 4, 5, 6, 9], bug, once };
             let text = write(&plan) + &describe(&plan);

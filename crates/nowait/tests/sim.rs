@@ -9,7 +9,7 @@ use std::sync::mpsc::{Receiver, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use nowait::sim::{Fault, Faults, SimDevice, SimOptions, SimQueue, set_pause};
+use nowait::sim::{Fault, Faults, SimDevice, SimOptions, SimQueue, set_yield};
 use nowait::{
     Alignment, AllocationCache, BlockDevice, ByteRange, Config, Direct, Engine, FileStorage, Flags,
     IoSegment, Op, OpenOptions, Request, WorkerPool,
@@ -40,7 +40,7 @@ impl Stepped {
         let ((pauses, paused), (continues, go)) = (channel(), channel());
         let thread = thread::spawn(move || {
             STOPS.set(Some((pauses, go)));
-            set_pause(Some(|| {
+            set_yield(Some(|| {
                 STOPS.with_borrow(|stops| {
                     let (paused, go) = stops.as_ref().unwrap();
                     // After `finish` both channels are closed, and it runs to its end.
@@ -130,9 +130,9 @@ fn a_deferred_overwrite_does_not_hold_the_range_lock_that_the_workers_wait_for()
         rig.poll();
     }
     assert_eq!((rig.workers.waiting(), rig.engine.stats().deferred), (2, 1));
-    set_pause(Some(|| panic!("a worker waits for a request that waits for a worker")));
+    set_yield(Some(|| panic!("a worker waits for a request that waits for a worker")));
     let mut ended = rig.settle();
-    set_pause(None);
+    set_yield(None);
     ended.sort();
     assert_eq!(ended, [(1, Ok(BLOCK)), (2, Ok(BLOCK)), (3, Ok(100))]);
     drop(ManuallyDrop::into_inner(rig));

@@ -13,11 +13,11 @@ pub(crate) fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 /// As [`lock`], for a mutex that is held during I/O.
 pub(crate) fn lock_for_io<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     #[cfg(feature = "sim")]
-    while nowait::sim::can_pause() {
+    while nowait::sim::is_simulated() {
         if let Ok(guard) = mutex.try_lock() {
             return guard;
         }
-        nowait::sim::pause();
+        nowait::sim::yield_now();
     }
     lock(mutex)
 }
@@ -29,9 +29,9 @@ pub(crate) fn wait<'a, T>(
     guard: MutexGuard<'a, T>,
 ) -> MutexGuard<'a, T> {
     #[cfg(feature = "sim")]
-    if nowait::sim::can_pause() {
+    if nowait::sim::is_simulated() {
         drop(guard);
-        nowait::sim::pause();
+        nowait::sim::yield_now();
         return lock(mutex);
     }
     #[cfg(not(feature = "sim"))]

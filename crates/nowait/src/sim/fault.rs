@@ -14,8 +14,8 @@ pub enum Fault {
     Short,
     /// The first push to a queue from this operation on finds no room before the next submission.
     Full,
-    /// The first submission from this operation on fails with [`KICK_ERRNO`].
-    Kick,
+    /// The first submission from this operation on fails with [`SUBMIT_ERRNO`].
+    SubmitError,
 }
 
 /// The frequencies of faults: each field but the last is a number of cases in 65536 operations.
@@ -33,8 +33,8 @@ pub struct Faults {
     pub interrupts: u16,
     /// A queue has no room before the next submission.
     pub full: u16,
-    /// A submission fails with [`KICK_ERRNO`], and none of its transfers starts.
-    pub kicks: u16,
+    /// A submission fails with [`SUBMIT_ERRNO`], and none of its transfers starts.
+    pub submit_errors: u16,
     /// A sector that was not durable when the power failed holds garbage.
     pub rot: u16,
     /// One fault at the operation with this number; the first operation is 1.
@@ -45,7 +45,7 @@ pub struct Faults {
 pub const ERRNOS: [i32; 3] = [libc::EIO, libc::ENOSPC, libc::ENOMEM];
 
 /// The errno of a failing submission.
-pub const KICK_ERRNO: i32 = libc::ENOMEM;
+pub const SUBMIT_ERRNO: i32 = libc::ENOMEM;
 
 /// The kinds of operations that faults distinguish.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -66,7 +66,7 @@ impl Fault {
             Self::Errno(libc::EAGAIN) => call == Call::Try,
             Self::Errno(_) => true,
             Self::Short => matches!(call, Call::Try | Call::Transfer),
-            Self::Full | Self::Kick => false,
+            Self::Full | Self::SubmitError => false,
         }
     }
 }

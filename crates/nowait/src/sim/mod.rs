@@ -15,11 +15,9 @@ mod sim_device;
 mod net;
 mod sim_queue;
 
-pub use crate::sim_hooks::injected_bug::{EngineBug, set as set_break};
-pub use crate::sim_hooks::yield_point::{
-    is_simulated as can_pause, set as set_pause, yield_now as pause,
-};
-pub use fault::{ERRNOS, Fault, Faults, KICK_ERRNO};
+pub use crate::sim_hooks::injected_bug::{EngineBug, set as inject_bug};
+pub use crate::sim_hooks::yield_point::{is_simulated, set as set_yield, yield_now};
+pub use fault::{ERRNOS, Fault, Faults, SUBMIT_ERRNO};
 pub use net::{ClientEnd, ServerEnd, connection};
 pub use random::Random;
 pub use sim_device::SimDevice;

@@ -194,7 +194,7 @@ impl SimDevice {
     /// Whether a submission fails now.
     pub(crate) fn fails_submit(&self) -> bool {
         let state = &mut *self.lock();
-        state.applies_to_queue(Fault::Kick, state.faults.kicks)
+        state.applies_to_queue(Fault::SubmitError, state.faults.submit_errors)
     }
 
     /// Starts transfers of `queue`.

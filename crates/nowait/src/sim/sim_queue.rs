@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::queue::{Epoll, Interest, IoQueue, QueueFull, Token, check_fd_token};
-use crate::sim::fault::KICK_ERRNO;
+use crate::sim::fault::SUBMIT_ERRNO;
 use crate::sim::net::Watched;
 use crate::sim::sim_device::SimDevice;
 use crate::sim_hooks::yield_point;
@@ -83,7 +83,7 @@ unsafe impl IoQueue for SimQueue {
     fn submit(&mut self) -> Result<(), Error> {
         if !self.pushed.is_empty() {
             if self.device.fails_submit() {
-                return Err(Error::new(KICK_ERRNO, Operation::Wait));
+                return Err(Error::new(SUBMIT_ERRNO, Operation::Wait));
             }
             // SAFETY: as promised by the caller of `push`.
             unsafe { self.device.start(self.number, &mut self.pushed) };
