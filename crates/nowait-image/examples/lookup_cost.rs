@@ -31,8 +31,8 @@ fn run() -> Result<u64, Box<dyn std::error::Error>> {
     let mut holes = 0;
     let mut pos = 0;
     for _ in 0..lookups {
-        let span = disk.cached_extents(ByteRange::new(pos, BLOCK));
-        holes += u64::from(span.hole);
+        let extent = disk.cached_extent(ByteRange::new(pos, BLOCK));
+        holes += u64::from(extent.hole);
         pos = (pos + step) % size;
     }
     Ok(holes)

@@ -187,7 +187,7 @@ fn an_nbd_request_of_4_kib_allocates_nothing() {
     }
     let config = Config::default();
     assert_eq!(count(QueueKind::Uring, config), 0, "simple");
-    assert_eq!(count(QueueKind::Uring, Config { simple: false, ..config }), 0, "generic");
+    assert_eq!(count(QueueKind::Uring, Config { simple: false, ..config }), 0, "general");
     // Proves that the counter counts: without the pool every request allocates.
     assert!(count(QueueKind::Uring, Config { pool: false, ..config }) >= REQUESTS);
 }

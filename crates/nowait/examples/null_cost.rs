@@ -1,6 +1,6 @@
 //! The cost of the engine alone: requests of 4 KiB on a queue that does no I/O.
 //!
-//! `null_cost REQUESTS simple|generic`: run it under `valgrind --tool=callgrind` with two counts
+//! `null_cost REQUESTS simple|general`: run it under `valgrind --tool=callgrind` with two counts
 //! and divide the difference of the instructions by the difference of the counts. The quotient is
 //! the cost of one request, submission and completion.
 #![allow(unsafe_code)]
@@ -73,7 +73,7 @@ fn run(requests: u64, simple: bool) -> Result<u64, Box<dyn std::error::Error>> {
         return Err("the completions do not match the requests".into());
     }
     let stats = engine.stats();
-    let path = if simple { stats.simple } else { stats.generic };
+    let path = if simple { stats.simple } else { stats.general };
     if path != requests {
         return Err(format!("took another path: {stats:?}").into());
     }
@@ -85,9 +85,9 @@ fn run(requests: u64, simple: bool) -> Result<u64, Box<dyn std::error::Error>> {
 fn main() -> ExitCode {
     let args: Vec<String> = std::env::args().skip(1).collect();
     let (requests, simple) = match args.as_slice() {
-        [count, path] if path == "simple" || path == "generic" => (count.parse(), path == "simple"),
+        [count, path] if path == "simple" || path == "general" => (count.parse(), path == "simple"),
         _ => {
-            eprintln!("usage: null_cost REQUESTS simple|generic");
+            eprintln!("usage: null_cost REQUESTS simple|general");
             return ExitCode::from(2);
         }
     };

@@ -8,7 +8,7 @@ use std::process::Command;
 /// Instructions of one request on the simple path, at most.
 const SIMPLE_INSTRUCTIONS: u64 = 120;
 /// Instructions of one request on the general path, at most.
-const GENERIC_INSTRUCTIONS: u64 = 400;
+const GENERAL_INSTRUCTIONS: u64 = 400;
 /// The numbers of requests of the two runs.
 const FEW: u64 = 10_000;
 const MANY: u64 = 110_000;
@@ -64,8 +64,8 @@ fn a_request_costs_no_more_instructions_than_the_limit_of_its_path() {
         return;
     }
     let example = example();
-    let (simple, generic) = (cost(&example, "simple"), cost(&example, "generic"));
-    println!("simple {simple}, generic {generic} instructions");
+    let (simple, general) = (cost(&example, "simple"), cost(&example, "general"));
+    println!("simple {simple}, general {general} instructions");
     assert!(simple <= SIMPLE_INSTRUCTIONS, "simple: {simple}");
-    assert!(generic <= GENERIC_INSTRUCTIONS, "generic: {generic}");
+    assert!(general <= GENERAL_INSTRUCTIONS, "general: {general}");
 }

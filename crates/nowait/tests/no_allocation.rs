@@ -111,7 +111,7 @@ fn count<Q: IoQueue>(
     run(&mut engine, &mut bufs, REQUESTS);
     let allocations = ALLOCATIONS.load(Ordering::SeqCst) - before;
     let stats = engine.stats();
-    let by_path = (stats.simple, stats.generic);
+    let by_path = (stats.simple, stats.general);
     let all = WARM_UP + REQUESTS;
     assert_eq!(by_path, if config.simple { (all, 0) } else { (0, all) }, "{stats:?}");
     Some(allocations)
@@ -122,7 +122,7 @@ fn a_request_of_4_kib_allocates_nothing_on_either_path() {
     let threads =
         |disk: &BlockDevice<LinearMap>| AioThreadQueue::new(disk.fd(), 4096, !disk.is_direct());
     for simple in [true, false] {
-        let path = if simple { "simple" } else { "generic" };
+        let path = if simple { "simple" } else { "general" };
         let config = Config { simple, ..Config::default() };
         let counts = [
             ("null", count(|_| Null::new(), config, DEPTH)),

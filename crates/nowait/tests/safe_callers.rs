@@ -212,7 +212,7 @@ fn positions_and_lengths_up_to_the_greatest_number_are_refused_and_overflow_noth
                 assert_eq!(refused.error.errno(), libc::EINVAL, "{op:?} {range:?}");
             }
             assert_eq!(file.zero(range, flags).unwrap_err().errno(), libc::EINVAL);
-            assert_eq!(disk.cached_extents(range), ExtentStatus::top(len, false));
+            assert_eq!(disk.cached_extent(range), ExtentStatus::top(len, false));
             assert!(!disk.is_hole(range));
         }
         assert_eq!(file.read_at(&mut [0; 2], pos).unwrap_err().errno(), libc::EINVAL);
@@ -226,7 +226,7 @@ fn the_cached_extent_of_a_range_without_end_is_returned_at_once() {
     let disk = BlockDevice::open(image.path(), OpenOptions::default()).unwrap();
     for pos in [0, SIZE - BLOCK, SIZE, 1 << 40] {
         for len in [u64::MAX - pos, u64::MAX, 1 << 62] {
-            let extent = disk.cached_extents(ByteRange::new(pos, len));
+            let extent = disk.cached_extent(ByteRange::new(pos, len));
             assert!(!extent.hole && extent.len == len, "{pos} {len}: {extent:?}");
         }
     }

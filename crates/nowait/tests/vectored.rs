@@ -68,8 +68,8 @@ fn with_queue<Q: IoQueue>(
     assert_eq!(run(&mut engine, Op::Read, Flags::NONE, &mut memory), cut);
     assert_eq!([0, 2].map(|n| memory[n].0[PAGE - 1]), [1, 3]);
     assert_eq!((memory[4].0[511], memory[1].0[0], memory[5].0[0]), (5, 9, 9));
-    let Stats { generic, retried, pool, .. } = engine.stats();
-    assert_eq!((generic, pool.hit + pool.allocated), (2, 2), "one slot each");
+    let Stats { general, retried, pool, .. } = engine.stats();
+    assert_eq!((general, pool.hit + pool.allocated), (2, 2), "one slot each");
     assert!(retried >= 1, "the short read went to a worker");
 }
 

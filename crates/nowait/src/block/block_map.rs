@@ -89,7 +89,7 @@ pub trait BlockMap: Send + Sync + 'static {
         &self,
         _range: ByteRange,
         _limit: usize,
-        _spans: &mut Vec<ExtentStatus>,
+        _extents: &mut Vec<ExtentStatus>,
     ) -> bool {
         false
     }

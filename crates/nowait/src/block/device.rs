@@ -161,7 +161,7 @@ impl<M: BlockMap> BlockDevice<M> {
     /// depth is always 1.
     #[inline]
     #[must_use]
-    pub fn cached_extents(&self, range: ByteRange) -> ExtentStatus {
+    pub fn cached_extent(&self, range: ByteRange) -> ExtentStatus {
         match self.extent(range, Intent::Read) {
             Ok(Extent { len, hole, .. }) => ExtentStatus::top(len, hole),
             Err(WouldBlock) => ExtentStatus::top(range.len, false),
@@ -186,7 +186,7 @@ impl<M: BlockMap> BlockDevice<M> {
     #[inline]
     #[must_use]
     pub fn is_hole(&self, range: ByteRange) -> bool {
-        self.cached_extents(range) == ExtentStatus::top(range.len, true)
+        self.cached_extent(range) == ExtentStatus::top(range.len, true)
     }
 
     /// The descriptors for transfers, indexed by [`crate::Transfer::file`]: the argument for a

@@ -39,7 +39,7 @@ pub(crate) struct WorkerJob {
     pub(crate) task: WorkerTask,
     pub(crate) io: Request,
     pub(crate) segments: *const [IoSegment],
-    pub(crate) spans: *mut Vec<ExtentStatus>,
+    pub(crate) extents: *mut Vec<ExtentStatus>,
     pub(crate) slot: u32,
     /// The number of the client within its engine.
     pub(crate) client: u32,
@@ -142,7 +142,7 @@ fn run<M: BlockMap>(disk: &BlockDevice<M>, job: &WorkerJob) -> i64 {
     let done = caught(|| {
         injected_panic::panic_at("worker");
         // SAFETY: see `WorkerJob`.
-        unsafe { sync_io::run(disk, job.io, &*job.segments, &mut *job.spans) }
+        unsafe { sync_io::run(disk, job.io, &*job.segments, &mut *job.extents) }
     });
     outcome(done.map(|bytes| bytes as i64))
 }

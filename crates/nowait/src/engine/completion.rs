@@ -13,7 +13,7 @@ pub struct Stats {
     /// Requests that took the simple path.
     pub simple: u64,
     /// Requests that took the general path.
-    pub generic: u64,
+    pub general: u64,
     /// Requests that went to a worker at once.
     pub worker: u64,
     /// Requests that were tried without waiting, refused or cut short, and went to a worker.

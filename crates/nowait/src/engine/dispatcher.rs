@@ -205,7 +205,7 @@ impl<M: BlockMap> Dispatcher<M> {
             task,
             io: request.io,
             segments: request.segments.as_slice(),
-            spans: &raw mut request.mapped,
+            extents: &raw mut request.extents,
             slot,
             client: (request.tag >> 32) as u32,
             completions: self.completions.clone(),
@@ -246,7 +246,7 @@ impl<M: BlockMap> Dispatcher<M> {
             if request.io.op == Op::Status && result >= 0 {
                 let tag = request.tag;
                 self.extents.retain(|(of, _)| *of != tag);
-                self.extents.push((tag, std::mem::take(&mut request.mapped)));
+                self.extents.push((tag, std::mem::take(&mut request.extents)));
             }
             self.push_completion(slot, result);
         });

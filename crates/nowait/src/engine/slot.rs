@@ -2,7 +2,7 @@
 //!
 //! Invariant: while a transfer of the request is in flight (`pending` counts its fragments') or the
 //! state is `Worker`, the fields that the kernel or a worker can see (`transfer`, `segments`,
-//! `buf`, `mapped`) are not changed.
+//! `buf`, `extents`) are not changed.
 
 use crate::engine::fragment::Fragment;
 use crate::memory::buffer_pool::PooledBuffer;
@@ -112,7 +112,8 @@ pub(crate) struct RequestSlot {
     pub(crate) fragments: Vec<Fragment>,
     /// The fragment that this slot serves.
     pub(crate) fragment: Fragment,
-    pub(crate) mapped: Vec<ExtentStatus>,
+    /// The result of a status request.
+    pub(crate) extents: Vec<ExtentStatus>,
 }
 
 impl RequestSlot {
@@ -134,7 +135,7 @@ impl RequestSlot {
             segments: SlotSegments::NONE,
             fragments: Vec::new(),
             fragment: Fragment::NONE,
-            mapped: Vec::new(),
+            extents: Vec::new(),
         }
     }
 

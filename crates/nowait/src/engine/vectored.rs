@@ -261,7 +261,7 @@ impl<M: BlockMap> Dispatcher<M> {
                 return Ok(());
             }
         }
-        self.stats.generic += 1;
+        self.stats.general += 1;
         Ok(())
     }
 

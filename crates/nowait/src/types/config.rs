@@ -7,7 +7,7 @@
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct Config {
     /// The simple path: an aligned request of one extent and one segment takes one slot and one
-    /// transfer. Off: every request takes the generic path.
+    /// transfer. Off: every request takes the general path.
     pub simple: bool,
     /// The thread that drains a completion from the queue finishes the request (C42). Off: each
     /// completion makes a detour through a worker.

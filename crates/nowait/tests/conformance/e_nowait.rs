@@ -242,7 +242,7 @@ fn c38_a_range_that_was_allocated_is_written_inline_from_then_on() {
             assert_eq!(rig.run(write(0, 16 * BLOCK), &bytes), Ok(16 * BLOCK));
             let after = rig.stats();
             let by_worker = after.worker - before.worker;
-            let inline = after.simple + after.generic - before.simple - before.generic;
+            let inline = after.simple + after.general - before.simple - before.general;
             assert_eq!(by_worker + inline, 1, "{after:?} {}", rig.case.label);
             let Config { hint, nowait_first, .. } = rig.case.config;
             if hint && nowait_first {

@@ -154,7 +154,7 @@ fn split_at_holes<M: BlockMap>(
     range: ByteRange,
     start: usize,
 ) -> Option<Vec<Chunk>> {
-    let first = export.disk().cached_extents(range);
+    let first = export.disk().cached_extent(range);
     if !first.hole && first.len == range.len {
         return None;
     }
@@ -189,7 +189,7 @@ fn extent_runs<M: BlockMap>(
     let mut current = first;
     let mut seen = first.len;
     while seen < range.len && runs.len() + 1 < MAX_CHUNKS {
-        let next = export.disk().cached_extents(ByteRange::new(range.pos + seen, range.len - seen));
+        let next = export.disk().cached_extent(ByteRange::new(range.pos + seen, range.len - seen));
         if next.hole == current.hole {
             current.len += next.len;
         } else {
