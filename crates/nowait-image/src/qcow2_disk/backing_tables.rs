@@ -13,14 +13,11 @@ use crate::qcow2::entries::{Cluster, L1Entry};
 use crate::qcow2::header::{Header, be64};
 use crate::qcow2::lookup::is_contiguous;
 
+use crate::qcow2_disk::read_ahead::near;
+
 /// Bytes of tables that are read at once, aligned to that. A table that crosses the border of a
 /// block is cut between two entries.
 const BLOCK_BYTES: u64 = 4096;
-/// Most bytes of the file in one read, where the tables that come next are near.
-const AHEAD_BYTES: u64 = 1 << 20;
-/// Largest gap in bytes between two blocks of one read: reading the gap costs less than another
-/// read.
-const MAX_GAP: u64 = 8 << 10;
 /// Most tables that a scan looks up ahead.
 const MAX_AHEAD: usize = 256;
 /// Blocks in the cache.
@@ -136,15 +133,12 @@ impl BackingTables {
             return Ok(block.clone());
         }
         let mut wanted: Vec<_> = ahead.iter().map(|pos| pos & !(BLOCK_BYTES - 1)).collect();
+        wanted.push(start);
+        wanted.retain(|&pos| pos >= start);
         wanted.sort_unstable();
         wanted.dedup();
-        let mut last = start;
-        wanted.retain(|&pos| {
-            let near = pos > start && pos - last <= MAX_GAP && pos - start < AHEAD_BYTES;
-            last = if near { pos } else { last };
-            near
-        });
-        wanted.truncate(MAX_BLOCKS / 2);
+        let mut wanted = near(&wanted, start, BLOCK_BYTES);
+        wanted.truncate(MAX_BLOCKS / 2 + 1);
         let end = wanted.last().map_or(start, |&last| last) + BLOCK_BYTES;
         let mut bytes = vec![0; (end - start) as usize];
         let failed = |error: std::io::Error| {
@@ -158,7 +152,7 @@ impl BackingTables {
         };
         let block = block_at(start);
         let mut cached = lock();
-        for pos in wanted {
+        for pos in wanted.into_iter().filter(|&pos| pos != start) {
             cached.insert(pos, block_at(pos));
         }
         cached.insert(start, block.clone());

@@ -12,6 +12,7 @@ use crate::qcow2::lookup::is_contiguous;
 use crate::qcow2_disk::damage::{ClusterUse, Damage};
 use crate::qcow2_disk::metadata_cache::{MetadataCache, MetadataError, WriteOrder};
 use crate::qcow2_disk::metadata_clusters::MetadataClusters;
+use crate::qcow2_disk::read_ahead::{AHEAD_BYTES, near};
 use crate::qcow2_disk::refcount_allocator::{ClusterRun, RefcountAllocator, put};
 
 /// The metadata of the top image of a chain.
@@ -27,33 +28,8 @@ pub(crate) struct Metadata {
     damaged: bool,
 }
 
-/// Most bytes of the file that one read of a scan covers.
-const AHEAD_BYTES: u64 = 1 << 20;
-/// Largest gap in bytes between two needed blocks of such a read: reading the gap costs less than
-/// another read.
-const MAX_GAP: u64 = 8 << 10;
 /// Most blocks that a scan looks up ahead.
 const MAX_AHEAD: usize = 4096;
-
-/// The positions of `found` that one read is to cover, around `missing`. `found` is sorted and
-/// contains `missing`.
-fn near(found: &[u64], missing: u64, block: u64) -> Vec<u64> {
-    let at = found.partition_point(|&pos| pos < missing);
-    let (before, behind) = found.split_at(at);
-    let is_near = |last: &mut u64, pos: u64, from: u64| {
-        let near = pos.abs_diff(*last) <= MAX_GAP && pos.abs_diff(from) + block <= AHEAD_BYTES;
-        *last = pos;
-        near.then_some(pos)
-    };
-    let right = behind.iter().scan(missing, |last, &pos| is_near(last, pos, missing));
-    let right: Vec<_> = right.collect();
-    let end = right.last().copied().unwrap_or(missing);
-    let left = before.iter().rev().scan(missing, |last, &pos| is_near(last, pos, end));
-    let mut near: Vec<_> = left.collect();
-    near.reverse();
-    near.extend(right);
-    near
-}
 
 fn is_copied(cluster: Cluster) -> bool {
     matches!(cluster, Cluster::Data { copied: true, .. } | Cluster::Zero { copied: true, .. })
@@ -359,20 +335,5 @@ impl Metadata {
             *slot = pos | COPIED;
         }
         Ok(pos)
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn one_read_covers_near_tables_on_both_sides_and_no_far_ones() {
-        let kib = |list: &[u64]| list.iter().map(|pos| pos << 10).collect::<Vec<_>>();
-        let found = kib(&[0, 8, 16, 200]);
-        assert_eq!(near(&found, 8 << 10, 512), kib(&[0, 8, 16]));
-        assert_eq!(near(&found, 200 << 10, 512), kib(&[200]));
-        let many: Vec<_> = (0..9000).map(|n| n << 9).collect();
-        assert_eq!(near(&many, 0, 512).len() as u64, AHEAD_BYTES / 512);
     }
 }

@@ -5,6 +5,7 @@
 
 mod yielding_lock;
 mod iovec_cursor;
+mod read_ahead;
 mod aligned_file;
 mod extent_cache;
 mod damage;
