@@ -196,7 +196,8 @@ fn agree_on_direct(chain: &Chain, options: ServeOptions) -> Result<Direct, Image
     let mut block = 1;
     for layer in std::iter::once(chain.top()).chain(files_below(chain)) {
         smallest = smallest.min(layer.header().map_or(u64::MAX, Header::cluster_bytes));
-        for file in [&layer.file, layer.data_file()] {
+        let external = Some(layer.data_file()).filter(|data| !Arc::ptr_eq(data, &layer.file));
+        for file in std::iter::once(&layer.file).chain(external) {
             let align = storage_of(file, true, options.direct)?.alignment();
             if align == Alignment::NONE {
                 return Ok(Direct::Off);
