@@ -14,9 +14,7 @@ use imago::storage::drivers::CommonStorageHelper;
 
 use crate::host_file::HostFile;
 use crate::qcow2::encode::encode;
-use crate::qcow2::header::Header;
-
-const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
+use crate::qcow2::header::{Header, INCOMPATIBLE_DATA_FILE};
 
 /// One file, read by imago.
 #[derive(Debug)]

@@ -366,7 +366,8 @@ fn damaged(bad: BadEntry) -> io::Error {
     io::Error::other(format!("its metadata is damaged: an entry {}", bad.words()))
 }
 
-fn write_entries(file: &HostFile, pos: u64, entries: &[u64]) -> io::Result<()> {
+/// Writes the `entries` of a table, one after the other from `pos` on.
+pub(crate) fn write_entries(file: &HostFile, pos: u64, entries: &[u64]) -> io::Result<()> {
     let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_be_bytes()).collect();
     file.write_at(pos, &bytes)
 }

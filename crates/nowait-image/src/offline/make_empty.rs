@@ -8,22 +8,16 @@ use std::collections::BTreeSet;
 use std::io;
 
 use crate::host_file::HostFile;
+use crate::offline::editor::write_entries;
 use crate::qcow2::entries::refcount_block;
 use crate::qcow2::header::Header;
+use crate::qcow2::layout::write_numbers;
 use crate::qcow2::lookup::read_table;
 use crate::qcow2::refcounts;
 
-/// Most zeros in bytes that are written at once.
-const PIECE_BYTES: u64 = 1 << 20;
-
 /// Empties the image in `file`, which has neither snapshots nor bitmaps, and frees its space.
 pub(crate) fn make_empty(file: &HostFile, header: &Header) -> io::Result<()> {
-    let l1_bytes = u64::from(header.l1_entries) * 8;
-    let zeros = vec![0; l1_bytes.min(PIECE_BYTES) as usize];
-    for pos in (0..l1_bytes).step_by(PIECE_BYTES as usize) {
-        let part = (l1_bytes - pos).min(PIECE_BYTES) as usize;
-        file.write_at(header.l1_pos + pos, zeros.get(..part).unwrap_or_default())?;
-    }
+    write_numbers(file, header.l1_pos, u64::from(header.l1_entries), |_| [0; 8])?;
     file.sync()?;
     let mut table = read_table(file, header.refcount_table_pos, header.refcount_table_entries())?;
     let (used, blocks) = still_used(header, &table)?;
@@ -32,8 +26,7 @@ pub(crate) fn make_empty(file: &HostFile, header: &Header) -> io::Result<()> {
             *entry = 0;
         }
     }
-    let bytes: Vec<u8> = table.iter().flat_map(|entry| entry.to_be_bytes()).collect();
-    file.write_at(header.refcount_table_pos, &bytes)?;
+    write_entries(file, header.refcount_table_pos, &table)?;
     // The refcounts of freed refcount blocks are lowered only after the table's new entries are
     // durable.
     file.sync()?;

@@ -11,11 +11,9 @@ use crate::error::ImageError;
 use crate::host_file::HostFile;
 use crate::qcow2::entries::Cluster;
 use crate::qcow2::header::Header;
+use crate::qcow2::layout::SECTOR_BYTES;
 use crate::qcow2::lookup::Tables;
 use crate::qcow2::refcounts::Refcounts;
-
-/// QEMU counts the size of a raw disk in sectors, rounded up.
-const SECTOR_BYTES: u64 = 512;
 
 /// The output of `qemu-img map` for a disk of no bytes.
 const NO_BYTES: &[u8] = b"{ \"start\": 0, \"length\": 0, \"depth\": 0, \"present\": false, \

@@ -14,7 +14,6 @@ use crate::qcow2::refcounts;
 
 /// Most refcount blocks that stay in memory after a write.
 const MAX_CLEAN_BLOCKS: usize = 64;
-const TABLE_POS_AT: u64 = 48;
 
 struct Block {
     bytes: Vec<u8>,
@@ -218,7 +217,7 @@ impl<'a> RefcountAllocator<'a> {
         let mut field = [0; 12];
         field[..8].copy_from_slice(&pos.to_be_bytes());
         field[8..].copy_from_slice(&(clusters as u32).to_be_bytes());
-        self.file.write_at(TABLE_POS_AT, &field)?;
+        self.file.write_at(Header::REFCOUNT_TABLE_AT as u64, &field)?;
         self.file.sync()?;
         let old_pos = std::mem::replace(&mut self.header.refcount_table_pos, pos);
         self.header.refcount_table_clusters = clusters as u32;

@@ -11,9 +11,7 @@ use crate::chain_reader::ChainReader;
 use crate::error::ImageError;
 use crate::offline::editor::Editor;
 use crate::qcow2::entries::Cluster;
-
-/// The size of a qcow2 disk is rounded up to whole sectors, as in QEMU.
-const SECTOR_BYTES: u64 = 512;
+use crate::qcow2::layout::SECTOR_BYTES;
 
 /// Makes the disk of `chain`, which is open for writing, `size` bytes large; for a qcow2 image
 /// rounded up to a multiple of 512. Returns the new size.

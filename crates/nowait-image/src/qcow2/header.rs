@@ -43,7 +43,7 @@ const EXTENSION_BITMAPS: u32 = 0x2385_2875;
 
 const INCOMPATIBLE_DIRTY: u64 = 1 << 0;
 const INCOMPATIBLE_CORRUPT: u64 = 1 << 1;
-const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
+pub(crate) const INCOMPATIBLE_DATA_FILE: u64 = 1 << 2;
 const INCOMPATIBLE_COMPRESSION: u64 = 1 << 3;
 const INCOMPATIBLE_EXTENDED_L2: u64 = 1 << 4;
 const COMPATIBLE_LAZY_REFCOUNTS: u64 = 1 << 0;
@@ -423,8 +423,15 @@ impl Header {
         self.autoclear & AUTOCLEAR_DATA_FILE_RAW != 0
     }
 
+    /// Position in the file, in bytes, of the refcount table's own position, which its number of
+    /// clusters follows.
+    pub(crate) const REFCOUNT_TABLE_AT: usize = 48;
+
     /// Position of the incompatible bits in the file, in bytes.
     pub(crate) const INCOMPATIBLE_AT: usize = 72;
+
+    /// The incompatible bit of an image whose refcounts may be wrong.
+    pub(crate) const DIRTY: u64 = INCOMPATIBLE_DIRTY;
 
     /// The incompatible bit of an image whose metadata was found to be corrupt.
     pub(crate) const CORRUPT: u64 = INCOMPATIBLE_CORRUPT;

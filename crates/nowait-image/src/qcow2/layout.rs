@@ -11,7 +11,8 @@ use crate::qcow2::header::{Header, MAX_L1_BYTES, MAX_REFCOUNT_TABLE_BYTES};
 pub const DEFAULT_CLUSTER_BYTES: u64 = 64 << 10;
 /// The smallest and the largest cluster in bytes; all are powers of two.
 pub const CLUSTER_BYTES: std::ops::RangeInclusive<u64> = 512..=2 << 20;
-/// The size of a qcow2 disk is rounded up to whole sectors, as in QEMU.
+/// QEMU counts the size of a disk in sectors, rounded up: that of a qcow2 disk when it is made or
+/// resized, that of a raw one in the output of `qemu-img map`.
 pub(crate) const SECTOR_BYTES: u64 = 512;
 /// Most bytes that are written at once.
 const PIECE_BYTES: u64 = 1 << 20;

@@ -5,7 +5,7 @@
 
 use std::collections::BTreeSet;
 
-use crate::qcow2::entries::{COPIED, Cluster, L1Entry, ZERO};
+use crate::qcow2::entries::{COPIED, Cluster, L1Entry, ZERO, with_copied};
 use crate::qcow2::header::{Header, be64};
 use crate::qcow2::lookup::is_contiguous;
 
@@ -272,7 +272,7 @@ impl Metadata {
 
     /// Maps `cluster` of the disk to the exclusive cluster at `host` in the file with the data.
     pub(crate) fn set_data(&mut self, cluster: u64, host: u64) -> Result<(), MetadataError> {
-        self.set(cluster, host | COPIED)
+        self.set(cluster, with_copied(host))
     }
 
     /// Makes `cluster` of the disk zeros, without a cluster of the file.
@@ -329,10 +329,10 @@ impl Metadata {
         put(
             self.cache.get_mut(start, WriteOrder::Mappings)?,
             (entry_pos - start) as usize,
-            pos | COPIED,
+            with_copied(pos),
         );
         if let Some(slot) = self.l1.get_mut(index as usize) {
-            *slot = pos | COPIED;
+            *slot = with_copied(pos);
         }
         Ok(pos)
     }

@@ -12,10 +12,6 @@ use crate::qcow2_disk::damage::{ClusterUse, Damage};
 use crate::qcow2_disk::metadata_cache::{MetadataCache, MetadataError, WriteOrder};
 use crate::qcow2_disk::metadata_clusters::MetadataClusters;
 
-/// Offsets in the header of the refcount table's position and size.
-const TABLE_POS_AT: usize = 48;
-const TABLE_CLUSTERS_AT: usize = 56;
-
 /// A run of adjacent clusters of the file.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct ClusterRun {
@@ -221,8 +217,9 @@ impl RefcountAllocator {
         }
         let head = cache.get_mut(0, WriteOrder::RefcountTable)?;
         let table_pos = (base + blocks) << header.cluster_bits;
-        put(head, TABLE_POS_AT, table_pos);
-        if let Some(slot) = head.get_mut(TABLE_CLUSTERS_AT..TABLE_CLUSTERS_AT + 4) {
+        put(head, Header::REFCOUNT_TABLE_AT, table_pos);
+        let clusters_at = Header::REFCOUNT_TABLE_AT + 8;
+        if let Some(slot) = head.get_mut(clusters_at..clusters_at + 4) {
             slot.copy_from_slice(&(clusters as u32).to_be_bytes());
         }
         let mut table = self.table.clone();

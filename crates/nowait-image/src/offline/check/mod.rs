@@ -14,7 +14,7 @@ use std::io;
 use crate::chain::{Chain, LayerFormat};
 use crate::error::ImageError;
 use crate::host_file::HostFile;
-use crate::qcow2::entries::{Cluster, L1Entry};
+use crate::qcow2::entries::{COPIED, Cluster, L1Entry};
 use crate::qcow2::header::Header;
 use crate::qcow2::lookup::read_table;
 use crate::qcow2::refcounts;
@@ -219,7 +219,6 @@ impl Compare<'_> {
     }
 
     fn flag(&mut self, at: u64, entry: u64, pos: u64, copied: bool) -> io::Result<()> {
-        const COPIED: u64 = 1 << 63;
         let is_exclusive = self.refcounts.of(pos >> self.header.cluster_bits)? == 1;
         if is_exclusive != copied {
             self.report.corruptions += 1;

@@ -19,8 +19,6 @@ use crate::qcow2::refcounts;
 
 /// Most rounds: each one finds what was beyond [`MAX_FINDINGS`] in the one before.
 const MAX_ROUNDS: usize = 64;
-const INCOMPATIBLE_AT: u64 = 72;
-const MARKS: u64 = 0b11;
 
 /// The result of a repair.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -60,8 +58,8 @@ fn run(file: &HostFile, header: &Header, progress: Progress<'_>) -> io::Result<R
     }
     if report.corruptions == 0 && (header.is_dirty() || header.is_corrupt()) {
         file.sync()?;
-        let unmarked = header.incompatible & !MARKS;
-        file.write_at(INCOMPATIBLE_AT, &unmarked.to_be_bytes())?;
+        let unmarked = header.incompatible & !(Header::DIRTY | Header::CORRUPT);
+        file.write_at(Header::INCOMPATIBLE_AT as u64, &unmarked.to_be_bytes())?;
     }
     file.sync()?;
     Ok(Repaired {
