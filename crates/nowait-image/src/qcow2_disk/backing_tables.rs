@@ -141,9 +141,7 @@ impl BackingTables {
         wanted.truncate(MAX_BLOCKS / 2 + 1);
         let end = wanted.last().map_or(start, |&last| last) + BLOCK_BYTES;
         let mut bytes = vec![0; (end - start) as usize];
-        let failed = |error: std::io::Error| {
-            Error::new(error.raw_os_error().unwrap_or(libc::EIO), Operation::Read)
-        };
+        let failed = |error: std::io::Error| Error::from_io(&error, Operation::Read);
         self.host.read_at(start, &mut bytes).map_err(failed)?;
         *reads += 1;
         let block_at = |pos: u64| {

@@ -150,9 +150,7 @@ impl MetadataWriteback {
     fn survey(&self) -> Result<(), Error> {
         let mut is_done = lock_for_io(&self.surveyed);
         if !*is_done {
-            let failed = |error: io::Error| {
-                Error::new(error.raw_os_error().unwrap_or(libc::EIO), Operation::Read)
-            };
+            let failed = |error: io::Error| Error::from_io(&error, Operation::Read);
             let uncounted = metadata_survey::uncounted(&self.host).map_err(failed)?;
             lock(&self.metadata).survey(uncounted);
             *is_done = true;
@@ -364,9 +362,7 @@ impl MetadataWriteback {
         drop(metadata);
         if !deferred.is_empty() {
             // A cluster that is still in use, whatever its refcount says, is not freed.
-            let failed = |error: io::Error| {
-                Error::new(error.raw_os_error().unwrap_or(libc::EIO), Operation::Read)
-            };
+            let failed = |error: io::Error| Error::from_io(&error, Operation::Read);
             let references = metadata_survey::references(&self.host).map_err(failed)?;
             for &cluster in &deferred {
                 // An error leaves the refcount as it is: at worst a leak.

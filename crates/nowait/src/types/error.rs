@@ -95,8 +95,9 @@ impl Error {
         Self::new(error.raw_os_error(), operation)
     }
 
-    /// `EIO` for an error without an errno.
-    pub(crate) fn from_io(error: &std::io::Error, operation: Operation) -> Self {
+    /// An error without a range, with the errno of `error`; `EIO` where that has none.
+    #[must_use]
+    pub fn from_io(error: &std::io::Error, operation: Operation) -> Self {
         Self::new(error.raw_os_error().unwrap_or(libc::EIO), operation)
     }
 }
