@@ -160,7 +160,6 @@ pub struct Layer {
     pub content: LayerFormat,
     /// Size of the disk in bytes.
     pub size: u64,
-    guessed: bool,
 }
 
 impl Layer {
@@ -180,12 +179,6 @@ impl Layer {
             LayerFormat::Raw => None,
             LayerFormat::Qcow2 { header, .. } => Some(header),
         }
-    }
-
-    /// Whether the format was guessed from the first bytes.
-    #[must_use]
-    pub const fn is_guessed(&self) -> bool {
-        self.guessed
     }
 
     /// The file with the data.
@@ -325,7 +318,6 @@ impl Chain {
         let top = self.layers.is_empty();
         let writable = options.writes(self.layers.len());
         self.lock(&file, writable, options.locking)?;
-        let guessed = format.is_none();
         let format = format.map_or_else(|| Format::probe(&file), Ok)?;
         let (content, size) = match format {
             Format::Raw => {
@@ -353,7 +345,7 @@ impl Chain {
                 (LayerFormat::Qcow2 { header: Box::new(header), data }, size)
             }
         };
-        Ok(Layer { file: Arc::new(file), content, size, guessed })
+        Ok(Layer { file: Arc::new(file), content, size })
     }
 
     fn open_data_file(
