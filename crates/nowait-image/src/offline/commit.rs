@@ -97,7 +97,7 @@ pub fn commit(
         settle_raw(below.file.fd(), &first, raw_named, "--backing-format raw")
             .map_err(|why| ImageError::refused(below.file.path(), why))?;
     }
-    let mut source = Source { chain, tables: Tables::read(&top.file, header)?, reader, done: 0 };
+    let mut source = Source { chain, tables, reader, done: 0 };
     let mut progress = |done| progress(done, total);
     match below.format() {
         Format::Raw => source.commit_to_raw(below, &mut progress)?,

@@ -86,12 +86,11 @@ impl AlignedFile {
     /// # Errors
     /// Those of pwritev(2); `ENOMEM`.
     pub(crate) fn write(&self, pos: u64, parts: &[&[u8]]) -> Result<(), Error> {
+        let bufs: Vec<_> = parts.iter().map(|part| IoSlice::new(part)).collect();
         if self.is_aligned(pos, parts.iter().map(|part| (part.as_ptr() as u64, part.len() as u64)))
         {
-            let bufs: Vec<_> = parts.iter().map(|part| IoSlice::new(part)).collect();
             return self.write_all(pos, &bufs);
         }
-        let bufs: Vec<_> = parts.iter().map(|part| IoSlice::new(part)).collect();
         let mut rest = Gather::new(&bufs);
         let end = pos + rest.len();
         let mut bounce = self.bounce(rest.len())?;

@@ -287,8 +287,9 @@ impl Metadata {
         }
         let table = self.ensure_l2_table(cluster)?;
         let (start, at) = self.entry_location(table, cluster);
-        let before = be64(self.cache.get_mut(start, WriteOrder::Mappings)?, at);
-        put(self.cache.get_mut(start, WriteOrder::Mappings)?, at, entry);
+        let block = self.cache.get_mut(start, WriteOrder::Mappings)?;
+        let before = be64(block, at);
+        put(block, at, entry);
         let bits = self.header.cluster_bits;
         match Cluster::parse(before, &self.header) {
             Ok(Cluster::Compressed { pos, len }) => {

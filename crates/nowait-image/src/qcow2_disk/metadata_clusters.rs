@@ -25,7 +25,8 @@ pub(crate) struct MetadataClusters {
     cluster_bits: u32,
     /// Clusters in the file when it was opened.
     file_end: u64,
-    /// Clusters allocated behind that, sorted; adjacent ranges are merged.
+    /// Clusters allocated behind that, sorted; new ones that continue the last range are merged with
+    /// it.
     appended: Vec<Range<u64>>,
     /// Data clusters with a refcount of 0; `None` until the survey.
     uncounted: Option<BTreeSet<u64>>,
