@@ -11,8 +11,8 @@ use nowait::{ByteRange, Extent, Intent};
 
 /// Granules in a window, which are filled and evicted together.
 pub(crate) const WINDOW_GRANULES: u64 = 512;
-/// Most windows in the cache: with 4 KiB for each, 32 MiB at most.
-const MAX_PAGES: u64 = 8192;
+/// Most slots of the cache: with 4 KiB for each, 32 MiB at most.
+const MAX_SLOTS: u64 = 8192;
 /// A window's number has to fit half a stamp.
 const MAX_WINDOWS: u64 = 1 << 31;
 const MIN_SHIFT: u32 = 9;
@@ -49,14 +49,14 @@ impl CachedMapping {
 
 /// A slot of the cache: a window's entries, and a stamp. The upper half of the stamp is the
 /// window's number plus 1, the lower half counts the changes of the slot.
-struct Window {
-    sequence: AtomicU64,
+struct Slot {
+    stamp: AtomicU64,
     entries: OnceLock<Box<[AtomicU64; WINDOW_GRANULES as usize]>>,
 }
 
 /// The cache of a disk, in granules of one size.
 pub(crate) struct ExtentCache {
-    pages: Box<[Window]>,
+    slots: Box<[Slot]>,
     shift: u32,
     /// Held during changes.
     writer: Mutex<()>,
@@ -67,7 +67,7 @@ pub(crate) struct ExtentCache {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FillToken {
     window: u64,
-    sequence: u64,
+    stamp: u64,
 }
 
 impl ExtentCache {
@@ -79,9 +79,9 @@ impl ExtentCache {
             shift += 1;
         }
         let windows = (size >> shift) / WINDOW_GRANULES + 1;
-        let pages = windows.next_power_of_two().min(MAX_PAGES);
-        let page = |_| Window { sequence: AtomicU64::new(0), entries: OnceLock::new() };
-        Self { pages: (0..pages).map(page).collect(), shift, writer: Mutex::new(()), enabled }
+        let slots = windows.next_power_of_two().min(MAX_SLOTS);
+        let slot = |_| Slot { stamp: AtomicU64::new(0), entries: OnceLock::new() };
+        Self { slots: (0..slots).map(slot).collect(), shift, writer: Mutex::new(()), enabled }
     }
 
     /// Bytes of a granule.
@@ -134,9 +134,9 @@ impl ExtentCache {
     #[inline]
     fn entry(&self, granule: u64) -> u64 {
         let window = granule / WINDOW_GRANULES;
-        let Some(page) = self.pages.get(self.slot(window)) else { return UNKNOWN };
-        let Some(entries) = page.entries.get() else { return UNKNOWN };
-        let stamp = page.sequence.load(Ordering::Acquire);
+        let Some(slot) = self.slots.get(self.slot_index(window)) else { return UNKNOWN };
+        let Some(entries) = slot.entries.get() else { return UNKNOWN };
+        let stamp = slot.stamp.load(Ordering::Acquire);
         if stamp >> 32 != window + 1 {
             return UNKNOWN;
         }
@@ -144,12 +144,12 @@ impl ExtentCache {
         let entry = entry.load(Ordering::Acquire);
         // If the entry is another window's, the stamp was changed before.
         fence(Ordering::Acquire);
-        if page.sequence.load(Ordering::Relaxed) == stamp { entry } else { UNKNOWN }
+        if slot.stamp.load(Ordering::Relaxed) == stamp { entry } else { UNKNOWN }
     }
 
     #[inline]
-    fn slot(&self, window: u64) -> usize {
-        (window & (self.pages.len() as u64 - 1)) as usize
+    fn slot_index(&self, window: u64) -> usize {
+        (window & (self.slots.len() as u64 - 1)) as usize
     }
 
     fn lock(&self) -> MutexGuard<'_, ()> {
@@ -161,37 +161,37 @@ impl ExtentCache {
     /// [`ExtentCache::update`] and are not overwritten by [`ExtentCache::fill`].
     pub(crate) fn begin_fill(&self, pos: u64) -> Option<FillToken> {
         let window = pos / self.window();
-        let page = self.pages.get(self.slot(window)).filter(|_| self.enabled)?;
-        if page.sequence.load(Ordering::Relaxed) >> 32 == window + 1 {
+        let slot = self.slots.get(self.slot_index(window)).filter(|_| self.enabled)?;
+        if slot.stamp.load(Ordering::Relaxed) >> 32 == window + 1 {
             return None;
         }
         let _guard = self.lock();
-        let old = page.sequence.load(Ordering::Relaxed);
+        let old = slot.stamp.load(Ordering::Relaxed);
         if old >> 32 == window + 1 {
             return None;
         }
         let new = || Box::new([const { AtomicU64::new(UNKNOWN) }; WINDOW_GRANULES as usize]);
-        let entries = page.entries.get_or_init(new);
+        let entries = slot.entries.get_or_init(new);
         let change_count = old.wrapping_add(1) & u64::from(u32::MAX);
-        page.sequence.store(change_count, Ordering::Relaxed);
+        slot.stamp.store(change_count, Ordering::Relaxed);
         fence(Ordering::Release);
         for entry in entries.iter() {
             entry.store(UNKNOWN, Ordering::Relaxed);
         }
         let stamp = (window + 1) << 32 | change_count;
-        page.sequence.store(stamp, Ordering::Release);
-        Some(FillToken { window, sequence: stamp })
+        slot.stamp.store(stamp, Ordering::Release);
+        Some(FillToken { window, stamp })
     }
 
     /// Caches the `mappings` of a window's granules, from its first one on, where none is cached
     /// yet. Does nothing if the token is stale.
     pub(crate) fn fill(&self, token: FillToken, mappings: &[Option<CachedMapping>]) {
         let _guard = self.lock();
-        let Some(page) = self.pages.get(self.slot(token.window)) else { return };
-        if page.sequence.load(Ordering::Relaxed) != token.sequence {
+        let Some(slot) = self.slots.get(self.slot_index(token.window)) else { return };
+        if slot.stamp.load(Ordering::Relaxed) != token.stamp {
             return;
         }
-        let Some(entries) = page.entries.get() else { return };
+        let Some(entries) = slot.entries.get() else { return };
         for (entry, mapping) in entries.iter().zip(mappings) {
             if let Some(mapping) = mapping
                 && entry.load(Ordering::Relaxed) == UNKNOWN
@@ -209,9 +209,9 @@ impl ExtentCache {
         let mut entry = mapping.entry();
         for granule in range.pos >> self.shift..range.end() >> self.shift {
             let window = granule / WINDOW_GRANULES;
-            if let Some(page) = self.pages.get(self.slot(window))
-                && page.sequence.load(Ordering::Relaxed) >> 32 == window + 1
-                && let Some(entries) = page.entries.get()
+            if let Some(slot) = self.slots.get(self.slot_index(window))
+                && slot.stamp.load(Ordering::Relaxed) >> 32 == window + 1
+                && let Some(entries) = slot.entries.get()
             {
                 entries[(granule % WINDOW_GRANULES) as usize].store(entry, Ordering::Release);
             }
