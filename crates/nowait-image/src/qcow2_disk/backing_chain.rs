@@ -5,7 +5,7 @@
 
 use std::sync::Arc;
 
-use nowait::{ByteRange, Error, IoBuffer, Operation};
+use nowait::{ByteRange, Error, IoBuffer};
 
 use crate::injected_bug;
 use crate::injected_bug::ImageBug;
@@ -13,7 +13,7 @@ use crate::qcow2::entries::Cluster;
 use crate::qcow2::header::Header;
 
 use crate::qcow2_disk::aligned_file::AlignedFile;
-use crate::qcow2_disk::backing_tables::BackingTables;
+use crate::qcow2_disk::backing_tables::{BackingTables, bytes_of, clusters_of, damaged};
 use crate::qcow2_disk::decompressed_cache;
 use crate::qcow2_disk::decompressed_cache::DecompressedCache;
 use crate::qcow2_disk::iovec_cursor::{Scatter, scatter};
@@ -109,8 +109,7 @@ impl BackingChain {
     /// `EIO` where its tables are damaged; the errno of a failed read.
     pub(crate) fn lookup_top(&self, pos: u64, len: u64) -> Result<(Cluster, u64), Error> {
         let bits = self.header.cluster_bits;
-        let first = pos >> bits;
-        let max_clusters = ((pos + len - 1) >> bits) - first + 1;
+        let (first, max_clusters) = clusters_of(pos, len, bits);
         let (cluster, count) =
             self.writeback.with(|metadata| metadata.lookup(first, max_clusters))?;
         Ok((cluster, bytes_of(count, pos, len, bits)))
@@ -122,8 +121,7 @@ impl BackingChain {
     /// As [`MetadataWriteback::update`].
     pub(crate) fn lookup_top_for_write(&self, pos: u64, len: u64) -> Result<(Cluster, u64), Error> {
         let bits = self.header.cluster_bits;
-        let first = pos >> bits;
-        let max_clusters = ((pos + len - 1) >> bits) - first + 1;
+        let (first, max_clusters) = clusters_of(pos, len, bits);
         let (cluster, count) =
             self.writeback.update(|metadata| metadata.lookup(first, max_clusters))?;
         Ok((cluster, bytes_of(count, pos, len, bits)))
@@ -152,15 +150,14 @@ impl BackingChain {
     ///
     /// # Errors
     /// `EIO` where its tables are damaged; the errno of a failed read.
-    pub(crate) fn resolve_bounded(&self, image: u8, pos: u64, len: u64) -> Result<Resolved, Error> {
+    pub(crate) fn scan_image(&self, image: u8, pos: u64, len: u64) -> Result<Resolved, Error> {
         let all = |found| Resolved { found: Some(found), len, reads: 0 };
         let (file, below) = match usize::from(image).checked_sub(1).map(|at| self.below.get(at)) {
             Some(Some(below)) => (image, below),
             Some(None) => return Ok(Resolved { found: None, len, reads: 0 }),
             None => {
                 let bits = self.header.cluster_bits;
-                let first = pos >> bits;
-                let max_clusters = ((pos + len - 1) >> bits) - first + 1;
+                let (first, max_clusters) = clusters_of(pos, len, bits);
                 let ((cluster, count), reads) = self.writeback.scan(first, max_clusters)?;
                 let found = mapping_of_entry(0, cluster, pos, &self.header);
                 return Ok(Resolved { found, len: bytes_of(count, pos, len, bits), reads });
@@ -305,10 +302,6 @@ impl BackingChain {
     }
 }
 
-fn damaged() -> Error {
-    Error::new(libc::EIO, Operation::Read)
-}
-
 /// The mapping of the byte at `pos` of the disk in an image's cluster; `None` if the image below
 /// has it.
 fn mapping_of_entry(file: u8, cluster: Cluster, pos: u64, header: &Header) -> Option<Mapping> {
@@ -323,9 +316,4 @@ fn mapping_of_entry(file: u8, cluster: Cluster, pos: u64, header: &Header) -> Op
             Some(Mapping::Compressed { file, pos, len, skip: inside })
         }
     }
-}
-
-/// Bytes from `pos` on in `count` clusters, the first of which contains `pos`: at most `len`.
-fn bytes_of(count: u64, pos: u64, len: u64, bits: u32) -> u64 {
-    ((count << bits) - (pos & ((1 << bits) - 1))).min(len)
 }

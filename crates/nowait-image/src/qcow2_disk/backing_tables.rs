@@ -39,8 +39,22 @@ pub(crate) struct BackingTables {
     cached: Mutex<CachedBlocks>,
 }
 
-fn damaged() -> Error {
+/// The error of a read that met damaged metadata or compressed data.
+pub(crate) fn damaged() -> Error {
     Error::new(libc::EIO, Operation::Read)
+}
+
+/// The first of the clusters of `1 << bits` bytes that contain the `len` bytes of the disk from
+/// `pos` on, and how many they are. `len` is not 0.
+pub(crate) fn clusters_of(pos: u64, len: u64, bits: u32) -> (u64, u64) {
+    let (first, last) = (pos >> bits, (pos + len - 1) >> bits);
+    (first, last - first + 1)
+}
+
+/// Bytes from `pos` on in `count` clusters of `1 << bits` bytes, the first of which contains `pos`:
+/// at most `len`.
+pub(crate) fn bytes_of(count: u64, pos: u64, len: u64, bits: u32) -> u64 {
+    ((count << bits) - (pos & ((1 << bits) - 1))).min(len)
 }
 
 impl BackingTables {
@@ -83,9 +97,9 @@ impl BackingTables {
         reads: &mut usize,
     ) -> Result<(Cluster, u64), Error> {
         let (header, bits) = (&*self.header, self.header.cluster_bits);
-        let (first, last) = (pos >> bits, (pos + len - 1) >> bits);
+        let (first, max_clusters) = clusters_of(pos, len, bits);
+        let last = first + max_clusters - 1;
         let (index, inside) = (first / header.l2_entries(), first % header.l2_entries());
-        let bytes_of = |clusters: u64| ((clusters << bits) - (pos & ((1 << bits) - 1))).min(len);
         let block = self.block(header.l1_pos + index * 8, &[], reads)?;
         let mut tables = entries(&block, header.l1_pos + index * 8)
             .take((last / header.l2_entries() - index + 1) as usize)
@@ -97,13 +111,13 @@ impl BackingTables {
                 let empty_tables =
                     tables.take_while(|next| *next == Ok(L1Entry::Empty)).count() as u64;
                 let run = (empty_tables + 1) * header.l2_entries() - inside;
-                return Ok((Cluster::Unallocated, bytes_of(run)));
+                return Ok((Cluster::Unallocated, bytes_of(run, pos, len, bits)));
             }
         };
         if table + header.cluster_bytes() > self.end {
             return Err(damaged());
         }
-        let max_clusters = (last - first + 1).min(header.l2_entries() - inside);
+        let max_clusters = max_clusters.min(header.l2_entries() - inside);
         let ahead: Vec<_> = match for_io {
             true => Vec::new(),
             false => tables.filter_map(table_pos).take(MAX_AHEAD).collect(),
@@ -117,10 +131,10 @@ impl BackingTables {
                 let inside = self.end.saturating_sub(host) >> bits;
                 match run.min(inside) {
                     0 => Err(damaged()),
-                    run => Ok((cluster, bytes_of(run))),
+                    run => Ok((cluster, bytes_of(run, pos, len, bits))),
                 }
             }
-            _ => Ok((cluster, bytes_of(run))),
+            _ => Ok((cluster, bytes_of(run, pos, len, bits))),
         }
     }
 

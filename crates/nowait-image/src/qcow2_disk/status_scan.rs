@@ -89,7 +89,7 @@ impl<'a> StatusScan<'a> {
         self.work += 1;
         for (image, unmapped_to) in (0..).zip(&mut self.unmapped_to) {
             if *unmapped_to <= pos {
-                let resolved = self.images.resolve_bounded(image, pos, max)?;
+                let resolved = self.images.scan_image(image, pos, max)?;
                 self.work += 1 + resolved.reads * READ_WORK;
                 if let Some(found) = resolved.found {
                     return Ok((found, image + 1, len.min(resolved.len)));
