@@ -319,8 +319,7 @@ mod tests {
     use std::time::Duration;
 
     use nowait::{
-        FD_TOKEN, Interest, LinearMap, Null, OpenOptions, Operation, Outcome, QueueFull, Token,
-        Transfer,
+        EventSource, LinearMap, Null, OpenOptions, Operation, Outcome, QueueFull, Token, Transfer,
     };
 
     /// A queue that accepts one transfer and then always fails, as if the kernel still used its
@@ -357,22 +356,12 @@ mod tests {
             false
         }
 
-        fn watch(
-            &mut self,
-            fd: BorrowedFd<'_>,
-            token: Token,
-            interest: Interest,
-        ) -> Result<(), nowait::Error> {
-            assert!(token & FD_TOKEN != 0);
-            self.watched.watch(fd, token, interest)
+        fn events(&self) -> &dyn EventSource {
+            self.watched.events()
         }
 
-        fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
-            self.watched.unwatch(fd, token);
-        }
-
-        fn fd(&self) -> BorrowedFd<'_> {
-            self.watched.fd()
+        fn events_mut(&mut self) -> &mut dyn EventSource {
+            self.watched.events_mut()
         }
     }
 

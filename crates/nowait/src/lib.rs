@@ -80,7 +80,9 @@ pub use engine::completion::{Completion, Rejected, Stats};
 pub use engine::pool::SlotPoolStats;
 pub use memory::buffer_pool::{BUFFER_ALIGN, Budget, PooledBuffer};
 pub use memory::io_buffer::IoBuffer;
-pub use queue::{AioThreadQueue, FD_TOKEN, Interest, IoQueue, Null, QueueFull, Token, Uring};
+pub use queue::{
+    AioThreadQueue, EventSource, FD_TOKEN, Interest, IoQueue, Null, QueueFull, Token, Uring,
+};
 pub use storage::file::{Direct, FileStorage, OpenOptions};
 pub use types::alignment::Alignment;
 pub use types::byte_range::ByteRange;

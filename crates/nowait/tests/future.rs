@@ -5,7 +5,6 @@
 #![allow(unsafe_code)]
 
 use std::alloc::{GlobalAlloc, Layout, System};
-use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::pin::pin;
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -15,9 +14,9 @@ use std::thread::{self, Thread};
 use std::time::Duration;
 
 use nowait::{
-    AioThreadQueue, AllocationCache, AsyncFile, BlockDevice, ByteRange, Config, Error, Flags,
-    Interest, IoBuffer, IoQueue, OpenOptions, Operation, Outcome, QueueFull, Token, Transfer,
-    Uring, WorkerPool,
+    AioThreadQueue, AllocationCache, AsyncFile, BlockDevice, ByteRange, Config, Error, EventSource,
+    Flags, IoBuffer, IoQueue, OpenOptions, Operation, Outcome, QueueFull, Token, Transfer, Uring,
+    WorkerPool,
 };
 
 /// A task's share of the device, in bytes, and the part of it that is never compared.
@@ -469,16 +468,12 @@ unsafe impl IoQueue for Failing {
         self.queue.has_completions()
     }
 
-    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
-        self.queue.watch(fd, token, interest)
+    fn events(&self) -> &dyn EventSource {
+        self.queue.events()
     }
 
-    fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
-        self.queue.unwatch(fd, token);
-    }
-
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.queue.fd()
+    fn events_mut(&mut self) -> &mut dyn EventSource {
+        self.queue.events_mut()
     }
 }
 

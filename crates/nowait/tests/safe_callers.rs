@@ -83,7 +83,7 @@ fn refuses_tokens<Q: IoQueue>(make: impl Fn(&BlockDevice<LinearMap>) -> Result<Q
     // The queue itself refuses such a token too.
     let disk = open();
     let Ok(mut queue) = make(&disk) else { return };
-    let watched = queue.watch(socket.as_fd(), 0, Interest::Readable);
+    let watched = queue.events_mut().watch(socket.as_fd(), 0, Interest::Readable);
     assert_eq!(watched.unwrap_err().errno(), libc::EINVAL);
 }
 

@@ -5,10 +5,9 @@
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
-use std::os::fd::BorrowedFd;
 use std::time::{Duration, Instant};
 
-use nowait::{Error, Interest, IoQueue, Null, Outcome, QueueFull, Token, Transfer};
+use nowait::{Error, EventSource, IoQueue, Null, Outcome, QueueFull, Token, Transfer};
 
 /// The last part of a wait is a busy loop, because the kernel may wake a thread later than that.
 const BUSY_WAIT: Duration = Duration::from_micros(120);
@@ -73,16 +72,12 @@ unsafe impl IoQueue for Delayed {
         self.due.front().is_some_and(|(time, ..)| *time <= now) || self.watched.has_completions()
     }
 
-    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
-        self.watched.watch(fd, token, interest)
+    fn events(&self) -> &dyn EventSource {
+        self.watched.events()
     }
 
-    fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
-        self.watched.unwatch(fd, token);
-    }
-
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.watched.fd()
+    fn events_mut(&mut self) -> &mut dyn EventSource {
+        self.watched.events_mut()
     }
 }
 

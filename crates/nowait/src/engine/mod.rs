@@ -116,7 +116,11 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
         [buffers, bounce]: [Budget; 2],
     ) -> Result<Self, Error> {
         let dispatcher = Dispatcher::new(disk, workers, config, bounce)?;
-        queue.watch(dispatcher.completion_fd(), COMPLETIONS_TOKEN, Interest::Readable)?;
+        queue.events_mut().watch(
+            dispatcher.completion_fd(),
+            COMPLETIONS_TOKEN,
+            Interest::Readable,
+        )?;
         Ok(Self { dispatcher, queue, buffers: BufferPool::new(buffers) })
     }
 
@@ -384,7 +388,7 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
     /// clear.
     ///
     /// # Errors
-    /// `EINVAL` for another token; as for [`IoQueue::watch`].
+    /// `EINVAL` for another token; as for [`EventSource::watch`](crate::EventSource::watch).
     pub fn watch(
         &mut self,
         fd: BorrowedFd<'_>,
@@ -394,21 +398,21 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
         if !is_caller_token(token) {
             return Err(Error::new(libc::EINVAL, Operation::SetUp));
         }
-        self.queue.watch(fd, token, interest)
+        self.queue.events_mut().watch(fd, token, interest)
     }
 
     /// Ends a watch; to be called before the descriptor is closed. A token that [`Engine::watch`]
     /// refuses is ignored: it would name a transfer, or a watch of the engine's own.
     pub fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
         if is_caller_token(token) {
-            self.queue.unwatch(fd, token);
+            self.queue.events_mut().unwatch(fd, token);
         }
     }
 
     /// Readable when [`Engine::poll`] would find something.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {
-        self.queue.fd()
+        self.queue.events().fd()
     }
 
     /// Counts of how requests were served so far.

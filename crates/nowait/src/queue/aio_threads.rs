@@ -11,8 +11,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::queue::epoll::Epoll;
+use crate::queue::event_source::{EventSource, FD_TOKEN, Interest};
 use crate::queue::linux_aio::Aio;
-use crate::queue::{FD_TOKEN, Interest, IoQueue, QueueFull, Token, preadv2};
+use crate::queue::{IoQueue, QueueFull, Token, preadv2};
 use crate::threads::completion_list::CompletionList;
 use crate::threads::thread_pool::{ThreadPool, WorkItem};
 use crate::types::error::{Error, Operation};
@@ -245,16 +246,12 @@ unsafe impl IoQueue for AioThreadQueue {
             || self.watched.wait(Some(Duration::ZERO)).is_ok() && self.watched.is_ready()
     }
 
-    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
-        self.watched.watch(fd, token, interest)
+    fn events(&self) -> &dyn EventSource {
+        &self.watched
     }
 
-    fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
-        self.watched.unwatch(fd, token);
-    }
-
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.watched.fd()
+    fn events_mut(&mut self) -> &mut dyn EventSource {
+        &mut self.watched
     }
 }
 
@@ -272,7 +269,10 @@ mod tests {
             [(); INTERNAL_FDS + 1].map(|()| std::os::unix::net::UnixStream::pair().unwrap());
         let mut queue = AioThreadQueue::new(file.as_fd(), 8, false).unwrap();
         for (n, socket) in sockets.iter().enumerate() {
-            queue.watch(socket.0.as_fd(), FD_TOKEN | n as Token, Interest::Readable).unwrap();
+            queue
+                .events_mut()
+                .watch(socket.0.as_fd(), FD_TOKEN | n as Token, Interest::Readable)
+                .unwrap();
         }
         for (rw_flags, wanted) in [(libc::RWF_NOWAIT, (0, 1)), (0, (1, 0))] {
             let mut memory = vec![0u8; 4096];

@@ -11,7 +11,8 @@ use std::time::Duration;
 
 use rustix::event::{Timespec, epoll};
 
-use super::{Interest, Token};
+use super::Token;
+use super::event_source::{EventSource, Interest, check_fd_token};
 use crate::types::error::{Error, Operation};
 use crate::types::transfer::Outcome;
 
@@ -36,45 +37,6 @@ impl Epoll {
         let epoll = epoll::create(epoll::CreateFlags::CLOEXEC)
             .map_err(|e| Error::from_os(e, Operation::SetUp))?;
         Ok(Self { epoll, interests: HashMap::new(), ready: Vec::with_capacity(2 * BATCH) })
-    }
-
-    pub(crate) fn watch(
-        &mut self,
-        fd: BorrowedFd<'_>,
-        token: Token,
-        interest: Interest,
-    ) -> Result<(), Error> {
-        super::check_fd_token(token)?;
-        let is_watched = self.interests.contains_key(&fd.as_raw_fd());
-        let watches = self.interests.entry(fd.as_raw_fd()).or_default();
-        match interest {
-            Interest::Readable => watches.readable = Some(token),
-            Interest::Writable => watches.writable = Some(token),
-        }
-        let (data, events) = (data(fd.as_raw_fd()), events(*watches));
-        let done = if is_watched {
-            epoll::modify(&self.epoll, fd, data, events)
-        } else {
-            epoll::add(&self.epoll, fd, data, events)
-        };
-        done.map_err(|e| Error::from_os(e, Operation::SetUp))
-    }
-
-    pub(crate) fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
-        let Some(watches) = self.interests.get_mut(&fd.as_raw_fd()) else { return };
-        if watches.readable == Some(token) {
-            watches.readable = None;
-        }
-        if watches.writable == Some(token) {
-            watches.writable = None;
-        }
-        // An error means that the descriptor was closed, which also ends the watch.
-        let _ = if watches.readable.is_none() && watches.writable.is_none() {
-            self.interests.remove(&fd.as_raw_fd());
-            epoll::delete(&self.epoll, fd)
-        } else {
-            epoll::modify(&self.epoll, fd, data(fd.as_raw_fd()), events(*watches))
-        };
     }
 
     /// Waits for at most `timeout` and keeps the events for `take`.
@@ -124,8 +86,44 @@ impl Epoll {
     pub(crate) fn count(&self) -> usize {
         self.interests.len()
     }
+}
 
-    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+impl EventSource for Epoll {
+    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
+        check_fd_token(token)?;
+        let is_watched = self.interests.contains_key(&fd.as_raw_fd());
+        let watches = self.interests.entry(fd.as_raw_fd()).or_default();
+        match interest {
+            Interest::Readable => watches.readable = Some(token),
+            Interest::Writable => watches.writable = Some(token),
+        }
+        let (data, events) = (data(fd.as_raw_fd()), events(*watches));
+        let done = if is_watched {
+            epoll::modify(&self.epoll, fd, data, events)
+        } else {
+            epoll::add(&self.epoll, fd, data, events)
+        };
+        done.map_err(|e| Error::from_os(e, Operation::SetUp))
+    }
+
+    fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
+        let Some(watches) = self.interests.get_mut(&fd.as_raw_fd()) else { return };
+        if watches.readable == Some(token) {
+            watches.readable = None;
+        }
+        if watches.writable == Some(token) {
+            watches.writable = None;
+        }
+        // An error means that the descriptor was closed, which also ends the watch.
+        let _ = if watches.readable.is_none() && watches.writable.is_none() {
+            self.interests.remove(&fd.as_raw_fd());
+            epoll::delete(&self.epoll, fd)
+        } else {
+            epoll::modify(&self.epoll, fd, data(fd.as_raw_fd()), events(*watches))
+        };
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
         self.epoll.as_fd()
     }
 }

@@ -3,6 +3,7 @@
 //! Invariant: each pushed transfer completes exactly once, under the token it was pushed with.
 #![allow(unsafe_code)]
 
+mod event_source;
 mod epoll;
 mod null;
 mod preadv2;
@@ -10,15 +11,17 @@ mod linux_aio;
 mod aio_threads;
 mod uring;
 
-use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
-use crate::types::error::{Error, Operation};
+use crate::types::error::Error;
 use crate::types::transfer::{Outcome, Transfer};
 
 pub use aio_threads::AioThreadQueue;
 #[cfg(feature = "sim")]
 pub(crate) use epoll::Epoll;
+#[cfg(feature = "sim")]
+pub(crate) use event_source::check_fd_token;
+pub use event_source::{EventSource, FD_TOKEN, Interest};
 pub use null::Null;
 pub(crate) use preadv2::transfer;
 pub use uring::Uring;
@@ -28,30 +31,9 @@ pub use uring::Uring;
 /// Tokens of transfers are below 2³²; [`FD_TOKEN`] marks those of descriptors.
 pub type Token = u64;
 
-/// Set in the token of a watched descriptor.
-pub const FD_TOKEN: Token = 1 << 63;
-
-/// `EINVAL` for a token without [`FD_TOKEN`]: the events of its descriptor would be taken for the
-/// completions of transfers.
-pub(crate) fn check_fd_token(token: Token) -> Result<(), Error> {
-    match token & FD_TOKEN {
-        0 => Err(Error::new(libc::EINVAL, Operation::SetUp)),
-        _ => Ok(()),
-    }
-}
-
 /// The queue has no room: call [`IoQueue::submit`] and try again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct QueueFull;
-
-/// The event that is waited for on a watched descriptor.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Interest {
-    /// Each arrival of data, until the descriptor is unwatched.
-    Readable,
-    /// Room to send; reported once.
-    Writable,
-}
 
 /// A queue of transfers to storage, for one thread. No call blocks except `wait`.
 ///
@@ -59,7 +41,7 @@ pub enum Interest {
 /// When `drain_completions` returns a token, the engine frees the memory of its transfer and reuses
 /// the slot. So each token without [`FD_TOKEN`] that `drain_completions` returns was pushed before,
 /// its transfer does not access the memory any more, and the token is returned once for each push.
-/// `watch` refuses tokens without [`FD_TOKEN`].
+/// The queue's [`EventSource`] therefore refuses tokens without [`FD_TOKEN`].
 pub unsafe trait IoQueue {
     /// Pushes one transfer; it may end before this returns.
     ///
@@ -92,15 +74,11 @@ pub unsafe trait IoQueue {
     /// can avoid it, so that a caller may poll it before it sleeps.
     fn has_completions(&mut self) -> bool;
 
-    /// Returns `token` from `drain_completions` whenever `fd` is ready. The caller unwatches `fd`
-    /// before closing it.
-    ///
-    /// # Errors
-    /// `EINVAL` for a token without [`FD_TOKEN`]; the errno of io_uring_enter(2) or epoll_ctl(2).
-    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error>;
+    /// The descriptors that are watched.
+    fn events(&self) -> &dyn EventSource;
 
-    /// Ends the watch on `fd` under `token`; `drain_completions` may return one last event of it.
-    fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token);
+    /// The same, to watch and unwatch.
+    fn events_mut(&mut self) -> &mut dyn EventSource;
 
     /// Registers memory with the kernel, so that transfers to it cost less. Returns its number for
     /// [`Transfer::buffer`], or `None` where that is not possible, as in most queues.
@@ -115,8 +93,4 @@ pub unsafe trait IoQueue {
     fn polled(&self) -> u64 {
         0
     }
-
-    /// A descriptor for the caller's own event loop, readable when `submit` or `drain_completions`
-    /// has work to do. Spurious events are possible.
-    fn fd(&self) -> BorrowedFd<'_>;
 }

@@ -3,11 +3,11 @@
 //! Invariant: every transfer ends with its full length.
 #![allow(unsafe_code)]
 
-use std::os::fd::BorrowedFd;
 use std::time::Duration;
 
 use super::epoll::Epoll;
-use super::{Interest, IoQueue, QueueFull, Token};
+use super::event_source::EventSource;
+use super::{IoQueue, QueueFull, Token};
 use crate::types::error::Error;
 use crate::types::transfer::{Outcome, Transfer};
 
@@ -66,15 +66,11 @@ unsafe impl IoQueue for Null {
         !self.ended.is_empty() || self.watched.is_ready()
     }
 
-    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
-        self.watched.watch(fd, token, interest)
+    fn events(&self) -> &dyn EventSource {
+        &self.watched
     }
 
-    fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
-        self.watched.unwatch(fd, token);
-    }
-
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.watched.fd()
+    fn events_mut(&mut self) -> &mut dyn EventSource {
+        &mut self.watched
     }
 }

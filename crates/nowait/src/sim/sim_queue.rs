@@ -8,7 +8,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::queue::{Epoll, Interest, IoQueue, QueueFull, Token, check_fd_token};
+use crate::queue::{Epoll, EventSource, Interest, IoQueue, QueueFull, Token, check_fd_token};
 use crate::sim::fault::SUBMIT_ERRNO;
 use crate::sim::net::Watched;
 use crate::sim::sim_device::SimDevice;
@@ -119,6 +119,16 @@ unsafe impl IoQueue for SimQueue {
             || self.has_events().unwrap_or(false)
     }
 
+    fn events(&self) -> &dyn EventSource {
+        self
+    }
+
+    fn events_mut(&mut self) -> &mut dyn EventSource {
+        self
+    }
+}
+
+impl EventSource for SimQueue {
     fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
         check_fd_token(token)?;
         if self.sockets.watch(fd, token, interest) {

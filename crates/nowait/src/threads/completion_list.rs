@@ -76,7 +76,7 @@ impl CompletionList {
     /// For slots 0 to `slots` - 1.
     pub(crate) fn new(slots: u32) -> Result<Self, Error> {
         // A pipe, not an eventfd: if a ring watches an eventfd, Linux 6.18 forwards only the first
-        // write to it to the eventfd of that ring (`IoQueue::fd`).
+        // write to it to the eventfd of that ring (`EventSource::fd`).
         let (wake, waker) = pipe_with(PipeFlags::CLOEXEC | PipeFlags::NONBLOCK)
             .map_err(|e| Error::from_os(e, Operation::SetUp))?;
         Ok(Self { list: MpscList::new(slots), wake, waker })

@@ -6,13 +6,12 @@
 
 use std::cell::{Cell, RefCell};
 use std::collections::HashMap;
-use std::os::fd::BorrowedFd;
 use std::rc::Rc;
 use std::time::Duration;
 
 use nowait::{
-    AioThreadQueue, Error, FD_TOKEN, Interest, IoQueue, IoSegment, Null, Outcome, QueueFull, Token,
-    Transfer, Uring,
+    AioThreadQueue, Error, EventSource, FD_TOKEN, IoQueue, IoSegment, Null, Outcome, QueueFull,
+    Token, Transfer, Uring,
 };
 
 /// Any of the engine's queues.
@@ -177,14 +176,14 @@ unsafe impl IoQueue for Scripted {
         !self.prevented.is_empty() || each!(inner, queue => queue.has_completions())
     }
 
-    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
-        let inner = &mut self.inner;
-        each!(inner, queue => queue.watch(fd, token, interest))
+    fn events(&self) -> &dyn EventSource {
+        let inner = &self.inner;
+        each!(inner, queue => queue.events())
     }
 
-    fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
+    fn events_mut(&mut self) -> &mut dyn EventSource {
         let inner = &mut self.inner;
-        each!(inner, queue => queue.unwatch(fd, token));
+        each!(inner, queue => queue.events_mut())
     }
 
     // SAFETY: the caller's promise is passed on.
@@ -192,10 +191,5 @@ unsafe impl IoQueue for Scripted {
         let inner = &mut self.inner;
         // SAFETY: as promised by the caller.
         unsafe { each!(inner, queue => queue.register(base, bytes)) }
-    }
-
-    fn fd(&self) -> BorrowedFd<'_> {
-        let inner = &self.inner;
-        each!(inner, queue => queue.fd())
     }
 }

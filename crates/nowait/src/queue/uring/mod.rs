@@ -17,7 +17,8 @@ use std::time::Duration;
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::queue::{FD_TOKEN, Interest, IoQueue, QueueFull, Token};
+use crate::queue::event_source::{EventSource, FD_TOKEN, Interest, check_fd_token};
+use crate::queue::{IoQueue, QueueFull, Token};
 use crate::types::error::{Error, Operation};
 use crate::types::transfer::{Outcome, Transfer};
 use iopoll::IopollRing;
@@ -319,25 +320,12 @@ unsafe impl IoQueue for Uring {
             || self.polled.as_ref().is_some_and(IopollRing::is_busy)
     }
 
-    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
-        crate::queue::check_fd_token(token)?;
-        debug_assert!(token & (INTERNAL_TOKEN | ONESHOT) == 0);
-        if interest == Interest::Readable {
-            self.watched.push((fd.as_raw_fd(), token));
-        }
-        self.push_sqe(&Self::poll_entry(fd.as_raw_fd(), token, interest))
+    fn events(&self) -> &dyn EventSource {
+        self
     }
 
-    fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
-        self.watched.retain(|watch| *watch != (fd.as_raw_fd(), token));
-        for token in [token, token | ONESHOT] {
-            // The poll keeps the file open until it is removed, so the removal must not be lost. An
-            // error means that the ring accepts no entries any more; `submit` and `wait` return it,
-            // too. `PollRemove` would leave a poll that has an event at that moment (EALREADY),
-            // which is the usual case for a connection that is being closed.
-            let _ =
-                self.push_sqe(&opcode::AsyncCancel::new(token).build().user_data(INTERNAL_TOKEN));
-        }
+    fn events_mut(&mut self) -> &mut dyn EventSource {
+        self
     }
 
     // SAFETY: the caller keeps the memory allocated for the life of the ring.
@@ -367,6 +355,29 @@ unsafe impl IoQueue for Uring {
 
     fn polled(&self) -> u64 {
         self.polled.as_ref().map_or(0, IopollRing::completed)
+    }
+}
+
+impl EventSource for Uring {
+    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
+        check_fd_token(token)?;
+        debug_assert!(token & (INTERNAL_TOKEN | ONESHOT) == 0);
+        if interest == Interest::Readable {
+            self.watched.push((fd.as_raw_fd(), token));
+        }
+        self.push_sqe(&Self::poll_entry(fd.as_raw_fd(), token, interest))
+    }
+
+    fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
+        self.watched.retain(|watch| *watch != (fd.as_raw_fd(), token));
+        for token in [token, token | ONESHOT] {
+            // The poll keeps the file open until it is removed, so the removal must not be lost. An
+            // error means that the ring accepts no entries any more; `submit` and `wait` return it,
+            // too. `PollRemove` would leave a poll that has an event at that moment (EALREADY),
+            // which is the usual case for a connection that is being closed.
+            let _ =
+                self.push_sqe(&opcode::AsyncCancel::new(token).build().user_data(INTERNAL_TOKEN));
+        }
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
