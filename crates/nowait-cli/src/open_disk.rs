@@ -27,10 +27,14 @@ use crate::{args, open_chain, systemd};
 
 /// An open image by its format.
 enum DiskFormat {
-    /// Raw; `guessed` if no format was given.
-    Raw { disk: Arc<BlockDevice<AllocationCache>>, guessed: bool },
+    Raw {
+        disk: Arc<BlockDevice<AllocationCache>>,
+    },
     /// qcow2, with the handle that holds its locks and writes back its metadata.
-    Qcow2 { disk: Arc<BlockDevice<Qcow2Map>>, open_image: OpenImage },
+    Qcow2 {
+        disk: Arc<BlockDevice<Qcow2Map>>,
+        open_image: OpenImage,
+    },
 }
 
 /// An open and locked image.
@@ -83,10 +87,9 @@ impl OpenedDisk {
         let file = || image.file_name().unwrap_or_default().to_string_lossy().into_owned();
         let description = description.unwrap_or_else(file);
         match &self.content {
-            DiskFormat::Raw { disk, guessed } => {
-                let device = Export::new(disk.clone(), workers, name, description)
-                    .when_a_flush_fails(systemd::notify_failed_flush);
-                AnyExport::new(if *guessed { device.with_forbidden_prefix(&MAGIC) } else { device })
+            DiskFormat::Raw { disk } => {
+                let device = Export::new(disk.clone(), workers, name, description);
+                AnyExport::new(device.when_a_flush_fails(systemd::notify_failed_flush))
             }
             DiskFormat::Qcow2 { disk, .. } => {
                 let device = Export::new(disk.clone(), workers, name, description);
@@ -227,7 +230,8 @@ fn open_raw(args: &ServeArgs, image: &Path) -> Result<DiskFormat, CliError> {
     if !guessed && !device && !read_only && mark_raw(disk.lock_fd()).is_err() {
         warn_of_no_mark(image);
     }
-    Ok(DiskFormat::Raw { disk: Arc::new(disk), guessed })
+    let disk = if guessed { disk.with_forbidden_prefix(&MAGIC) } else { disk };
+    Ok(DiskFormat::Raw { disk: Arc::new(disk) })
 }
 
 fn open_failure(args: &ServeArgs, image: &Path, error: Error) -> String {

@@ -15,8 +15,6 @@ pub struct Export<M> {
     workers: WorkerPool,
     name: String,
     description: String,
-    /// The first bytes of the image must not become these; empty if there is no such rule.
-    forbidden: &'static [u8],
     faults: Faults,
 }
 
@@ -27,14 +25,7 @@ impl<M: BlockMap> Export<M> {
     pub fn new(disk: Arc<BlockDevice<M>>, workers: u32, name: String, description: String) -> Self {
         let workers = WorkerPool::new(&disk, workers);
         let faults = Faults::default();
-        Self { disk, workers, name, description, forbidden: &[], faults }
-    }
-
-    /// The same, but refuses (`EPERM`) every write that could make the image begin with `bytes`:
-    /// for an image whose format was guessed because it does not. None of `bytes` is 0.
-    #[must_use]
-    pub fn with_forbidden_prefix(self, bytes: &'static [u8]) -> Self {
-        Self { forbidden: bytes, ..self }
+        Self { disk, workers, name, description, faults }
     }
 
     /// The same, but calls `callback` when the first flush has failed; every later flush fails too.
@@ -60,24 +51,12 @@ impl<M: BlockMap> Export<M> {
         format!("export {:?} ({})", self.name, self.description)
     }
 
-    /// Whether a write of `bytes` at `pos` is refused. The last of several writes to the first
-    /// bytes decides, so it is enough to refuse those that store only forbidden bytes there.
-    /// Discarding or zeroing stores none.
-    #[inline]
-    pub(crate) fn is_forbidden(&self, pos: u64, bytes: &[u8]) -> bool {
-        if pos >= self.forbidden.len() as u64 {
-            return false;
-        }
-        let there = self.forbidden.iter().skip(pos as usize);
-        !bytes.is_empty() && there.zip(bytes).all(|(forbidden, byte)| forbidden == byte)
-    }
-
     /// As [`Export::new`], with an existing worker pool.
     #[cfg(feature = "sim")]
     pub(crate) fn with_workers(disk: Arc<BlockDevice<M>>, workers: WorkerPool) -> Self {
         let (name, description) = (String::new(), String::new());
         let faults = Faults::default();
-        Self { disk, workers, name, description, forbidden: &[], faults }
+        Self { disk, workers, name, description, faults }
     }
 
     /// The image.

@@ -294,16 +294,11 @@ impl<Q: IoQueue, M: BlockMap> EventLoop<Q, M> {
             // The complete payload waits in its buffer until a slot is free.
             return if count > 0 { ParseProgress::Bytes(count) } else { ParseProgress::Blocked };
         }
-        let Some(IncomingWrite { request, io, buf, start, .. }) = connection.payload.take() else {
+        let Some(IncomingWrite { request, io, buf, .. }) = connection.payload.take() else {
             return ParseProgress::NeedMore;
         };
         let split = connection.take_split_id();
         let key = self.in_flight.insert(InFlight { connection: index, request, split });
-        let bytes = buf.get(start..start + io.range.len as usize).unwrap_or_default();
-        if self.export.is_forbidden(io.range.pos, bytes) {
-            self.on_rejected(index, key, io, libc::EPERM);
-            return ParseProgress::Bytes(count);
-        }
         match self.engine.submit(io, buf, tag(index, key)) {
             Ok(()) => connection.in_flight += 1,
             Err(rejected) => self.on_rejected(index, key, io, rejected.error.errno()),

@@ -145,8 +145,9 @@ impl<M: BlockMap> BlockingFile<M> {
     }
 
     fn run_no_data(&self, io: Request) -> Result<(), Error> {
-        let io = sync_io::check(&self.disk, io)?;
         // SAFETY: there is no memory.
+        let io = unsafe { sync_io::check(&self.disk, io, &[]) }?;
+        // SAFETY: as above.
         unsafe { sync_io::run(&self.disk, io, &[], &mut Vec::<ExtentStatus>::new()) }.map(|_| ())
     }
 
@@ -158,13 +159,15 @@ impl<M: BlockMap> BlockingFile<M> {
             return Ok(done);
         }
         sync_io::check_rights(&self.disk, op)?;
-        let io = sync_io::check(&self.disk, io(iovec::total(segments)?))?;
+        let io = io(iovec::total(segments)?);
+        // SAFETY: the callers borrow the memory until this returns.
+        let io = unsafe { sync_io::check(&self.disk, io, segments) }?;
         let mut merged = Vec::new();
         iovec::merge(segments, io.range.len, &mut merged);
         if merged.is_empty() {
             return Ok(0);
         }
-        // SAFETY: the callers borrow the memory until this returns.
+        // SAFETY: as above.
         let done =
             unsafe { sync_io::run(&self.disk, io, &merged, &mut Vec::<ExtentStatus>::new()) };
         done.map(|bytes| bytes as usize)
@@ -222,5 +225,36 @@ mod tests {
         assert_eq!(file.run_simple(io(Op::Read, 8192), memory.as_mut_ptr()), Some(4096));
         let mapped = |pos| file.disk.map.is_mapped(ByteRange::new(pos, 4096));
         assert!(mapped(4096) && !mapped(8192));
+    }
+
+    #[test]
+    fn a_write_that_stores_only_forbidden_first_bytes_is_refused_whatever_its_shape() {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        std::fs::write(file.path(), vec![7; 1 << 20]).unwrap();
+        let disk = BlockDevice::open(file.path(), OpenOptions::default()).unwrap();
+        let file = BlockingFile::new(Arc::new(disk.with_forbidden_prefix(b"QFI")));
+        let mut block = IoBuffer::zeroed(4096).unwrap();
+        block[..3].copy_from_slice(b"QFI");
+        let refused: [(&[&[u8]], u64); 6] = [
+            (&[&block], 0),
+            (&[b"QFI"], 0),
+            (&[b"Q", b"FI", b"x"], 0),
+            (&[b"Q"], 0),
+            (&[b"I1"], 2),
+            (&[b"", b"F"], 1),
+        ];
+        for (parts, pos) in refused {
+            let bufs: Vec<_> = parts.iter().map(|part| IoSlice::new(part)).collect();
+            let error = file.write_vectored_at(&bufs, pos, Flags::NONE).unwrap_err();
+            assert_eq!(error.errno(), libc::EPERM, "{pos}");
+        }
+        let allowed: [(&[&[u8]], u64); 5] =
+            [(&[b"Q", b"FJ"], 0), (&[b"F"], 0), (&[b"QFI"], 3), (&[&block], 4096), (&[b""], 0)];
+        for (parts, pos) in allowed {
+            let bufs: Vec<_> = parts.iter().map(|part| IoSlice::new(part)).collect();
+            let len = parts.iter().map(|part| part.len()).sum();
+            assert_eq!(file.write_vectored_at(&bufs, pos, Flags::NONE), Ok(len));
+        }
+        file.zero(ByteRange::new(0, 3), Flags::NONE).unwrap();
     }
 }

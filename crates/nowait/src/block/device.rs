@@ -31,6 +31,8 @@ pub struct BlockDevice<M> {
     read_only: bool,
     nowait: bool,
     flushes: FlushCoalescer,
+    /// The first bytes of the device must not become these; empty if there is no such rule.
+    forbidden: &'static [u8],
 }
 
 impl BlockDevice<AllocationCache> {
@@ -90,7 +92,19 @@ impl<M: BlockMap> BlockDevice<M> {
         }
         let (ranges, flushes) = (RangeLocks::new(), FlushCoalescer::default());
         let size = AtomicU64::new(size);
-        Self { primary, backing, map, ranges, align, size, read_only, nowait, flushes }
+        let forbidden = &[];
+        Self { primary, backing, map, ranges, align, size, read_only, nowait, flushes, forbidden }
+    }
+
+    /// The same, but refuses (`EPERM`) every write that could make the device begin with `bytes`:
+    /// for an image whose format was guessed because it does not. None of `bytes` is 0.
+    #[must_use]
+    pub fn with_forbidden_prefix(self, bytes: &'static [u8]) -> Self {
+        Self { forbidden: bytes, ..self }
+    }
+
+    pub(crate) fn forbidden_prefix(&self) -> &'static [u8] {
+        self.forbidden
     }
 
     /// Size of the device in bytes, not rounded to any block, as of the open or the last

@@ -40,8 +40,16 @@ pub(crate) fn check_rights<M: BlockMap>(disk: &BlockDevice<M>, op: Op) -> Result
 ///
 /// # Errors
 /// `EROFS` for a change on a read-only device, `EINVAL` for an end beyond `i64::MAX`, `ENOSPC` for
-/// an operation other than a read that begins at or behind the device's end.
-pub(crate) fn check<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<Request, Error> {
+/// an operation other than a read that begins at or behind the device's end, `EPERM` for a write
+/// that [`BlockDevice::with_forbidden_prefix`] refuses.
+///
+/// # Safety
+/// The memory of `segments` is valid, and for a write initialised and not written meanwhile.
+pub(crate) unsafe fn check<M: BlockMap>(
+    disk: &BlockDevice<M>,
+    io: Request,
+    segments: &[IoSegment],
+) -> Result<Request, Error> {
     let fail = |errno| Err(Error::new(errno, Operation::Validate).at(io.range));
     let ByteRange { pos, mut len } = io.range;
     check_rights(disk, io.op).map_err(|error| error.at(io.range))?;
@@ -55,7 +63,34 @@ pub(crate) fn check<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<R
         }
         len = len.min(room);
     }
-    Ok(Request { range: ByteRange::new(pos, len), ..io })
+    let (range, forbidden) = (ByteRange::new(pos, len), disk.forbidden_prefix());
+    if io.op == Op::Write
+        && pos < forbidden.len() as u64
+        // SAFETY: as promised by the caller.
+        && unsafe { stores_prefix(forbidden, range, segments) }
+    {
+        return fail(libc::EPERM);
+    }
+    Ok(Request { range, ..io })
+}
+
+/// Whether a write of `range` stores only bytes of `prefix` where the two meet. The last of several
+/// writes to the first bytes decides, so it is enough to refuse these. Discarding or zeroing stores
+/// none.
+///
+/// # Safety
+/// The memory of `segments` is valid, initialised and not written meanwhile.
+unsafe fn stores_prefix(prefix: &[u8], range: ByteRange, segments: &[IoSegment]) -> bool {
+    let mut rest = prefix.get(range.pos as usize..).unwrap_or_default();
+    let len = range.len.min(rest.len() as u64);
+    let mut equal = len > 0;
+    iovec::slice_segments(segments, 0, len, |part| {
+        // SAFETY: as promised by the caller.
+        let bytes = unsafe { std::slice::from_raw_parts(part.base, part.len) };
+        equal &= rest.starts_with(bytes);
+        rest = rest.get(part.len..).unwrap_or_default();
+    });
+    equal
 }
 
 /// Runs `io`. Returns the bytes done. These are fewer than requested only if the file ends before

@@ -22,7 +22,9 @@ pub(crate) struct SimplePath {
     memory_mask: usize,
     /// `RWF_NOWAIT` where the file takes it.
     rw_flags: i32,
-    read_only: bool,
+    /// The position from which on a write may be simple: 0, or the end of a forbidden prefix, whose
+    /// bytes have to be looked at; `u64::MAX` for a read-only device.
+    writes_from: u64,
     /// A write takes the range lock of its range ([`BlockDevice::locks`]).
     locks: bool,
     /// A transfer with `DSYNC` is not enough. On an image that allocates by itself it makes the
@@ -40,7 +42,10 @@ impl SimplePath {
             write_mask: u64::from(align.offset) - 1,
             memory_mask: align.memory as usize - 1,
             rw_flags: if disk.supports_nowait() { libc::RWF_NOWAIT } else { 0 },
-            read_only: disk.is_read_only(),
+            writes_from: match disk.is_read_only() {
+                true => u64::MAX,
+                false => disk.forbidden_prefix().len() as u64,
+            },
             locks: disk.locks(),
             separate_sync: disk.map.image().is_some() || !disk.is_direct(),
         }
@@ -60,7 +65,7 @@ impl SimplePath {
         let range = io.range;
         let (intent, mask) = match io.op {
             Op::Read => (Intent::Read, self.read_mask),
-            Op::Write if !self.read_only => (Intent::Write, self.write_mask),
+            Op::Write if range.pos >= self.writes_from => (Intent::Write, self.write_mask),
             _ => return None,
         };
         if (range.pos | range.len) & mask != 0

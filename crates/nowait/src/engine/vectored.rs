@@ -291,7 +291,8 @@ impl<M: BlockMap> Dispatcher<M> {
     /// Checks a request against the device; the returned range is cut at the device's end.
     /// `EINVAL` for an unaligned request with `strict` on (C12); as [`sync_io::check`].
     pub(crate) fn check(&self, io: Request, segments: &[IoSegment]) -> Result<Request, Error> {
-        let checked = sync_io::check(&self.disk, io)?;
+        // SAFETY: the memory of a request is valid from its submission on.
+        let checked = unsafe { sync_io::check(&self.disk, io, segments) }?;
         if self.config.strict && io.range.len > 0 && !self.is_aligned(io, segments) {
             return Err(Error::new(libc::EINVAL, Operation::Validate).at(io.range));
         }

@@ -60,10 +60,10 @@ impl Bench {
         let file = tempfile::NamedTempFile::new().unwrap();
         std::fs::write(file.path(), vec![7; SIZE as usize]).unwrap();
         file.as_file().sync_all().unwrap();
-        let disk = Arc::new(BlockDevice::open(file.path(), OpenOptions::default()).unwrap());
+        let disk = BlockDevice::open(file.path(), OpenOptions::default()).unwrap();
+        let disk = Arc::new(disk.with_forbidden_prefix(&FORBIDDEN));
         disk.scan();
-        let export = Export::new(disk.clone(), 1, String::new(), String::new());
-        let export = Arc::new(export.with_forbidden_prefix(&FORBIDDEN));
+        let export = Arc::new(Export::new(disk.clone(), 1, String::new(), String::new()));
         let mut context =
             ThreadContext::simulated(export.clone(), config, Options::SPLIT_BYTES).unwrap();
         context.listeners = listeners;
