@@ -17,7 +17,8 @@ lint:
 
 # Benchmarks of this server and the other servers of this machine
 bench *args:
-    cargo run --release -- bench peers {{ args }}
+    cargo build --release
+    target/release/nowait bench peers {{ args }}
 
 # The kernel and initramfs of the guest test, then the test
 guest:

@@ -11,8 +11,8 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::error::{CliError, os_message};
 use crate::listen_address::ListenAddress;
+use nowait_cli::error::{CliError, os_message};
 
 const IMAGE_NAME: &str = "nowait.img";
 const IMAGE_BYTES: u64 = 1 << 30;

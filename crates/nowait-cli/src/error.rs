@@ -7,7 +7,7 @@
 use std::fmt;
 use std::path::Path;
 
-pub(crate) use nowait_image::{os_message, plain};
+pub use nowait_image::{os_message, plain};
 
 /// The exit status of most failures. (A wrong command line, which is detected before any work, has
 /// another one.)
@@ -15,29 +15,29 @@ const FAILURE: u8 = 1;
 
 /// A failure that ends the command.
 #[derive(Debug)]
-pub(crate) struct CliError {
+pub struct CliError {
     message: String,
     status: u8,
 }
 
 impl CliError {
     /// A failure with a message.
-    pub(crate) fn new(message: impl Into<String>) -> Self {
+    pub fn new(message: impl Into<String>) -> Self {
         Self { message: message.into(), status: FAILURE }
     }
 
     /// A failure that concerns `path`; `what` is wrong with it.
-    pub(crate) fn at(path: &Path, what: impl fmt::Display) -> Self {
+    pub fn at(path: &Path, what: impl fmt::Display) -> Self {
         Self::new(format!("{}: {what}", path.display()))
     }
 
     /// The same failure with another exit status.
-    pub(crate) fn with_status(self, status: u8) -> Self {
+    pub fn with_status(self, status: u8) -> Self {
         Self { status, ..self }
     }
 
     /// The exit status.
-    pub(crate) fn status(&self) -> u8 {
+    pub fn status(&self) -> u8 {
         self.status
     }
 }

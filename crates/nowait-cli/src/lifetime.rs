@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
 
-use crate::error::{CliError, os_message};
+use nowait_cli::error::{CliError, os_message};
 
 /// The parent of this process at its start.
 pub(crate) struct Parent(Option<Pid>);

@@ -16,7 +16,7 @@ use tracing_subscriber::registry::LookupSpan;
 use crate::error::plain;
 
 /// Writes events of `tracing` to standard error from now on. To be called once.
-pub(crate) fn start(verbose: bool) {
+pub fn start(verbose: bool) {
     tracing_subscriber::fmt()
         .with_max_level(if verbose { Level::DEBUG } else { Level::WARN })
         .with_writer(io::stderr)
@@ -28,7 +28,7 @@ pub(crate) fn start(verbose: bool) {
 }
 
 /// Prints a line that is not an event of `tracing`.
-pub(crate) fn write_line(level: Level, line: impl fmt::Display) {
+pub fn write_line(level: Level, line: impl fmt::Display) {
     // Not eprintln!, which panics where standard error is closed.
     let _ = io::stderr().write_all(one_line(level, &line.to_string()).as_bytes());
 }

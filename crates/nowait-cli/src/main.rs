@@ -5,13 +5,9 @@
 //! unreadable ranges 4; `check` reports its findings by its exit status, and has 64 for a wrong
 //! command line. A panic is one line and 70.
 
-mod panics;
-mod error;
 mod output;
-mod size;
 mod export_spec;
 mod listen_address;
-mod log;
 mod args;
 mod usage;
 mod default_image;
@@ -26,15 +22,12 @@ mod commands;
 
 use crate::commands::{bench, check, commit, copy, create, info, map, resize, serve, setup};
 use std::process::ExitCode;
-use std::sync::Arc;
 
 use args::Command;
+use nowait_cli::{log, process};
 
 fn main() -> ExitCode {
-    panics::end_process();
-    // With a handler for SIGXFSZ, a write beyond the file size limit fails with EFBIG, which is
-    // reported; without one the signal ends the process. A failed registration is ignored.
-    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
+    process::set_up();
     let command = match usage::parse() {
         Ok(cli) => cli.command,
         Err(status) => return status,
@@ -54,7 +47,7 @@ fn main() -> ExitCode {
         Command::Copy(args) => copy::run(&args),
         Command::Resize(args) => resize::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Commit(args) => commit::run(&args).map(|()| ExitCode::SUCCESS),
-        Command::Bench(args) => bench::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Bench(_) => Err(bench::run()),
         Command::Completions(args) => setup::completions(&args).map(|()| ExitCode::SUCCESS),
         Command::Man(args) => setup::man(&args).map(|()| ExitCode::SUCCESS),
     };

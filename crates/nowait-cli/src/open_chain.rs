@@ -7,7 +7,7 @@ use std::io::{self, Write};
 use nowait_image::{Chain, ChainOptions, ImageError};
 
 use crate::args::image_args::ImageArgs;
-use crate::error::CliError;
+use nowait_cli::error::CliError;
 
 /// Opens the chain, locked as `options` require; the format and the allowed directories are from
 /// `args`.

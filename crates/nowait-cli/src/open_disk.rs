@@ -21,9 +21,9 @@ use rustix::fs::FileType;
 use tracing::warn;
 
 use crate::args::ServeArgs;
-use crate::error::{CliError, os_message};
 use crate::export_spec::NamedExport;
 use crate::{args, open_chain, systemd};
+use nowait_cli::error::{CliError, os_message};
 
 /// An open image by its format.
 enum DiskFormat {

@@ -8,8 +8,8 @@ use std::path::Path;
 use nowait_image::{Bitmap, Compression, Header, HostFile, ImageError};
 use serde_json::{Map, Value, json};
 
-use crate::error::plain;
-use crate::size::human;
+use nowait_cli::error::plain;
+use nowait_cli::size::human;
 
 pub(crate) struct Qcow2Info {
     header: Header,

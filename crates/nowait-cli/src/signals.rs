@@ -20,7 +20,8 @@ use tracing::Level;
 
 use crate::default_image::DefaultSocket;
 use crate::lifetime::PidFile;
-use crate::{log, systemd};
+use crate::systemd;
+use nowait_cli::log;
 
 /// The time that a stop may take before its progress is reported, and the interval of the reports.
 const REPORT_AFTER: Duration = Duration::from_secs(1);

@@ -13,7 +13,7 @@ const HOW: &str = "give bytes, or a whole number with K, M, G or T, as in 512M o
 ///
 /// # Errors
 /// A message that says what is wrong: another form, zero, or more than [`MAX_BYTES`].
-pub(crate) fn parse(text: &str) -> Result<u64, String> {
+pub fn parse(text: &str) -> Result<u64, String> {
     match parse_with_zero(text)? {
         0 => Err("at least one byte is needed".into()),
         bytes => Ok(bytes),
@@ -24,7 +24,7 @@ pub(crate) fn parse(text: &str) -> Result<u64, String> {
 ///
 /// # Errors
 /// As [`parse`].
-pub(crate) fn parse_with_zero(text: &str) -> Result<u64, String> {
+pub fn parse_with_zero(text: &str) -> Result<u64, String> {
     let digits = text.bytes().take_while(u8::is_ascii_digit).count();
     let (number, unit) = text.split_at(digits);
     if number.is_empty() {
@@ -51,7 +51,7 @@ pub(crate) fn parse_with_zero(text: &str) -> Result<u64, String> {
 
 /// `bytes` as text: in the largest unit of which there is at least one, to one decimal place,
 /// followed by the exact number if the unit is not bytes.
-pub(crate) fn human(bytes: u64) -> String {
+pub fn human(bytes: u64) -> String {
     const UNITS: [(&str, u32); 6] =
         [("EiB", 60), ("PiB", 50), ("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
     for (unit, shift) in UNITS {

@@ -11,8 +11,8 @@ use nowait_server::Listener;
 use sd_notify::NotifyState;
 use tracing::warn;
 
-use crate::error::{CliError, os_message};
 use crate::listen_address::ListenAddress;
+use nowait_cli::error::{CliError, os_message};
 
 /// The longest status in bytes; systemd ignores messages of more than 4096 bytes in all.
 const MAX_STATUS_BYTES: usize = 1024;

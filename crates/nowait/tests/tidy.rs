@@ -76,7 +76,8 @@ fn files_below(directory: &Path) -> Vec<PathBuf> {
 
 /// Whether a crate's module tree begins in this file.
 fn is_root(path: &Path) -> bool {
-    path.ends_with("src/lib.rs") || path.ends_with("src/main.rs")
+    let is_program = path.parent().is_some_and(|directory| directory.ends_with("src/bin"));
+    is_program || path.ends_with("src/lib.rs") || path.ends_with("src/main.rs")
 }
 
 /// A file, and the same with everything blanked that is not code. Offsets are alike in all three.

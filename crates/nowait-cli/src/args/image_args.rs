@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use clap::Args;
 use nowait_image::create::CLUSTER_BYTES;
 
-use crate::size;
+use nowait_cli::size;
 
 /// An image that is opened with its backing chain.
 #[derive(Debug, Args)]

@@ -4,7 +4,6 @@
 //! states.
 
 pub(crate) mod tls_args;
-pub(crate) mod bench_args;
 pub(crate) mod image_args;
 pub(crate) mod copy_args;
 pub(crate) mod change_args;
@@ -21,11 +20,11 @@ use clap::{Args, Parser, Subcommand, ValueEnum};
 use crate::export_spec;
 use crate::export_spec::{ExportArg, NamedExport};
 use address_args::AddressArgs;
-use bench_args::BenchArgs;
 use change_args::{CommitArgs, CreateArgs, ResizeArgs};
 use copy_args::CopyArgs;
 use image_args::{CheckArgs, MapArgs, OtherFiles, parse_image_format};
 use lifetime_args::LifetimeArgs;
+use nowait_cli::bench_args::BenchArgs;
 use setup_args::{CompletionsArgs, ManArgs};
 use tls_args::TlsArgs;
 

@@ -1,172 +1,33 @@
-//! `nowait bench`: runs the measurements of the bench crate and prints their tables.
+//! `nowait bench`: becomes the program `nowait-bench`, so that this one carries no measurements.
 //!
-//! Invariant: a file that exists is only written to with `--overwrite`.
+//! Invariant: the program beside this one comes before those on `PATH`.
 
+use std::env;
 use std::io;
-use std::path::PathBuf;
+use std::os::unix::process::CommandExt;
+use std::path::Path;
+use std::process::Command;
 
-use nowait_bench::{
-    Caching, CancelFlag, ClientKind, CopyOptions, EngineOptions, ImagesOptions, Output,
-    PeersOptions, TableSelection, Transport, run_copies, run_engine, run_images,
-};
+use nowait_cli::error::{CliError, os_message};
 
-use crate::args::bench_args::{BenchArgs, BenchCaching, BenchClient, BenchTransport, BenchWhat};
-use crate::error::{CliError, os_message};
+const PROGRAM: &str = "nowait-bench";
 
-/// Measures and prints.
-///
-/// # Errors
-/// A measurement failed or was interrupted.
-pub(crate) fn run(args: &BenchArgs) -> Result<(), CliError> {
-    let what = match args.what {
-        BenchWhat::Peers => return peers(args),
-        BenchWhat::Copy => return copies(args),
-        BenchWhat::Images => return images(args),
-        BenchWhat::Simple => TableSelection::Simple,
-        BenchWhat::Completion => TableSelection::Completion,
-        BenchWhat::Vectored => TableSelection::Vectored,
-        BenchWhat::Pool => TableSelection::Pool,
-        BenchWhat::Nowait => TableSelection::Nowait,
-        BenchWhat::Engines => TableSelection::Engines,
-        BenchWhat::All => TableSelection::All,
+/// Executes `nowait-bench` with the arguments after `bench`, which are correct. Its variable
+/// `NOWAIT` names this program, which it measures. Returns only if that failed.
+pub(crate) fn run() -> CliError {
+    let this = match env::current_exe() {
+        Ok(this) => this,
+        Err(e) => return CliError::new(format!("cannot find this program: {}", os_message(&e))),
     };
-    let mut options = EngineOptions {
-        what,
-        file: args.file.clone(),
-        overwrite: args.overwrite,
-        duration: args.duration(),
-        rounds: args.rounds,
-        html: args.html.clone(),
-        output: output(args),
-        stop: CancelFlag::on_signal().map_err(failed)?,
-        ..EngineOptions::default()
-    };
-    if !args.latency.is_empty() {
-        options.latency.clone_from(&args.latency);
+    let beside = this.with_file_name(PROGRAM);
+    let program = if beside.is_file() { &beside } else { Path::new(PROGRAM) };
+    let error = Command::new(program).args(env::args_os().skip(2)).env("NOWAIT", &this).exec();
+    match error.kind() {
+        io::ErrorKind::NotFound => CliError::new(format!(
+            "{PROGRAM} is neither beside {} nor on PATH: 'cargo build --release' makes both, and \
+             'cargo install --path crates/nowait-cli' installs both",
+            this.display()
+        )),
+        _ => CliError::at(program, format_args!("cannot be run: {}", os_message(&error))),
     }
-    let report = run_engine(&options, &mut io::stdout().lock()).map_err(failed)?;
-    match report.problems().first() {
-        _ if report.interrupted => Err(interrupted()),
-        Some(problem) => Err(incomplete(problem)),
-        None => Ok(()),
-    }
-}
-
-fn failed(error: nowait_bench::Error) -> CliError {
-    CliError::new(error.to_string())
-}
-
-fn interrupted() -> CliError {
-    CliError::new("interrupted, the tables above are complete")
-}
-
-fn output(args: &BenchArgs) -> Output {
-    if args.json { Output::Json } else { Output::Text }
-}
-
-fn this_program() -> Result<PathBuf, CliError> {
-    std::env::current_exe()
-        .map_err(|e| CliError::new(format!("cannot find this program: {}", os_message(&e))))
-}
-
-fn copies(args: &BenchArgs) -> Result<(), CliError> {
-    let options = CopyOptions {
-        nowait: this_program()?,
-        directory: args.directory.clone(),
-        bytes: args.size(),
-        rounds: args.rounds,
-        output: output(args),
-        stop: CancelFlag::on_signal().map_err(failed)?,
-    };
-    let report = run_copies(&options, &mut io::stdout().lock()).map_err(failed)?;
-    match report.failures.first() {
-        _ if report.interrupted => Err(interrupted()),
-        Some(line) => Err(incomplete(line)),
-        None => Ok(()),
-    }
-}
-
-fn no_matching_row(text: &str) -> CliError {
-    CliError::new(format!("--only {text}: no row has this in its title"))
-}
-
-fn incomplete(problem: &str) -> CliError {
-    CliError::new(format!("not everything could be measured: {problem}"))
-}
-
-fn images(args: &BenchArgs) -> Result<(), CliError> {
-    let mut options = ImagesOptions {
-        nowait: Some(this_program()?),
-        duration: args.duration(),
-        rounds: args.rounds,
-        output: output(args),
-        stop: CancelFlag::on_signal().map_err(failed)?,
-        ..ImagesOptions::default()
-    };
-    if !args.servers.is_empty() {
-        options.servers.clone_from(&args.servers);
-    }
-    if let Some(text) = &args.only {
-        options.cases.retain(|case| case.workload.to_string().contains(text));
-        if options.cases.is_empty() {
-            return Err(no_matching_row(text));
-        }
-    }
-    let report = run_images(&options, &mut io::stdout().lock()).map_err(failed)?;
-    match report.failures.first() {
-        _ if report.interrupted => Err(interrupted()),
-        Some(failure) => Err(incomplete(&failure.problem)),
-        None => Ok(()),
-    }
-}
-
-fn peers(args: &BenchArgs) -> Result<(), CliError> {
-    let mut options = PeersOptions {
-        nowait: Some(this_program()?),
-        file: args.file.clone(),
-        overwrite: args.overwrite,
-        duration: args.duration(),
-        rounds: args.rounds,
-        connections: args.connections(),
-        html: args.html.clone(),
-        output: output(args),
-        stop: CancelFlag::on_signal().map_err(failed)?,
-        ..PeersOptions::default()
-    };
-    if !args.servers.is_empty() {
-        options.servers.clone_from(&args.servers);
-    }
-    if let Some(text) = &args.only {
-        options.workloads.retain(|workload| workload.to_string().contains(text));
-        if options.workloads.is_empty() {
-            return Err(no_matching_row(text));
-        }
-    }
-    options.tables.retain(|table| {
-        let caching = match args.caching {
-            Some(BenchCaching::Direct) => table.caching == Caching::Direct,
-            Some(BenchCaching::Cached) => table.caching == Caching::PageCache,
-            None => true,
-        };
-        let transport = match args.transport {
-            Some(BenchTransport::Plain) => table.transport == Transport::Plain,
-            Some(BenchTransport::Tls) => table.transport == Transport::Tls,
-            Some(BenchTransport::Tcp) => table.transport == Transport::Tcp,
-            None => table.transport != Transport::Tcp,
-        };
-        caching && transport
-    });
-    if args.client == Some(BenchClient::Fio) {
-        options.client = ClientKind::Fio;
-        options.tables.retain(|table| table.transport != Transport::Tls);
-        options.workloads.retain(|workload| workload.beside.is_none());
-    }
-    let report = nowait_bench::run(&options, &mut io::stdout().lock()).map_err(failed)?;
-    if report.interrupted {
-        return Err(interrupted());
-    }
-    if let Some(failure) = report.failures.first() {
-        return Err(incomplete(&failure.problem));
-    }
-    Ok(())
 }

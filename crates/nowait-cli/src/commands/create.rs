@@ -6,9 +6,9 @@ use nowait_image::create::{CreateOptions, create};
 use serde_json::json;
 
 use crate::args::change_args::{CreateArgs, Preallocate};
-use crate::error::{CliError, plain};
-use crate::size::human;
 use crate::{open_chain, output};
+use nowait_cli::error::{CliError, plain};
+use nowait_cli::size::human;
 
 pub(crate) fn run(args: &CreateArgs) -> Result<(), CliError> {
     let options = CreateOptions {

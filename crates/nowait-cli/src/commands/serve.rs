@@ -15,13 +15,13 @@ use tracing::{info, warn};
 
 use crate::args::ServeArgs;
 use crate::args::tls_args::Encryption;
-use crate::error::{CliError, os_message};
 use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
 use crate::listen_address::ListenAddress;
 use crate::open_disk::{OpenedDisk, open_all};
 use crate::signals::Ending;
 use crate::{args, default_image, secrets, systemd};
+use nowait_cli::error::{CliError, os_message};
 
 /// The timeout for requests in flight after the signal to stop and, if it expires, for the flush
 /// after them.

@@ -12,8 +12,8 @@ use clap_mangen::roff::{Inline, Roff, roman};
 
 use crate::args::Cli;
 use crate::args::setup_args::{CompletionsArgs, ManArgs};
-use crate::error::{CliError, os_message};
 use crate::output;
+use nowait_cli::error::{CliError, os_message};
 
 /// Prints a shell's completions.
 ///

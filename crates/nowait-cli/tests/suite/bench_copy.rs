@@ -1,10 +1,59 @@
-//! `nowait bench` with the shortest runs: every route of `copy`, and refused options.
+//! `nowait bench`: the program that it runs, every route of `copy` with the shortest runs, and refused options.
 //!
 //! Invariant: the tests do not check how good the figures are.
 
 use std::fs;
+use std::path::Path;
+use std::process::Command;
 
-use crate::common::{Scratch, accepted, refusal, require_tool, text};
+use crate::common::{NOWAIT, Scratch, accepted, refusal, require_tool, text};
+
+const BENCH: &str = env!("CARGO_BIN_EXE_nowait-bench");
+
+#[test]
+fn the_program_is_found_beside_nowait_then_on_the_path_and_its_absence_is_one_line() {
+    // A link, because a program that is being written cannot be started.
+    let alone = format!("{}/alone-{}", env!("CARGO_TARGET_TMPDIR"), std::process::id());
+    fs::create_dir_all(&alone).expect("a directory");
+    let nowait = Path::new(&alone).join("nowait");
+    fs::hard_link(NOWAIT, &nowait).expect("a link");
+    let run = |path: &str| {
+        let mut command = Command::new(&nowait);
+        command.args(["bench", "pool", "--file", "no/such/file"]).env("PATH", path);
+        let ended = command.output().expect("nowait");
+        (ended.status.code(), String::from_utf8_lossy(&ended.stderr).into_owned())
+    };
+    let (code, error) = run(&alone);
+    assert_eq!((code, error.lines().count()), (Some(1), 1), "{error}");
+    assert!(error.starts_with("nowait: nowait-bench is neither beside"), "{error}");
+    let beside = Path::new(BENCH).parent().expect("a directory");
+    for path in [text(beside), ""] {
+        let (code, error) = run(path);
+        assert_eq!(code, Some(1));
+        assert!(error.starts_with("nowait: no/such/file: cannot open"), "{error}");
+        let _ = fs::hard_link(BENCH, Path::new(&alone).join("nowait-bench"));
+    }
+    fs::remove_dir_all(&alone).expect("a directory");
+}
+
+#[test]
+fn the_bench_its_certificate_maker_and_its_temporary_files_are_in_its_program_only() {
+    let [server, bench] = [NOWAIT, BENCH].map(|path| fs::read(path).expect("a program"));
+    for name in [&b"rcgen"[..], b"tempfile", b"hdrhistogram", b"nowait-bench/src"] {
+        let is_in = |program: &[u8]| program.windows(name.len()).any(|bytes| bytes == name);
+        assert!(is_in(&bench) && !is_in(&server), "{}", String::from_utf8_lossy(name));
+    }
+}
+
+#[test]
+fn the_program_by_itself_refuses_what_nowait_bench_refuses() {
+    let ended = |arguments: &[&str]| Command::new(BENCH).args(arguments).output().expect("a run");
+    let refused = ended(&["copy", "--seconds", "2"]);
+    assert_eq!(refused.status.code(), Some(2));
+    assert!(String::from_utf8_lossy(&refused.stderr).contains("all but copy"));
+    let help = ended(&["--help"]);
+    assert!(String::from_utf8_lossy(&help.stdout).contains("Usage: nowait bench [OPTIONS] <WHAT>"));
+}
 
 #[test]
 fn every_route_is_measured_with_all_installed_programs_and_no_file_is_left() {

@@ -1,4 +1,4 @@
-//! The command line of `nowait bench`, and its help.
+//! The command line of `nowait bench` and of `nowait-bench`, and its help.
 //!
 //! Invariant: parsed values are in range.
 
@@ -6,7 +6,6 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::{Args, ValueEnum};
-use nowait_bench::ServerKind;
 
 use crate::size;
 
@@ -22,23 +21,23 @@ const COPIED_BYTES: u64 = 512 << 20;
 /// that a machine that slows down slows down for all of them.
 #[derive(Debug, Args)]
 #[command(after_help = BENCH_AFTER_HELP)]
-pub(crate) struct BenchArgs {
+pub struct BenchArgs {
     /// What to measure
     #[arg(value_enum)]
-    pub(crate) what: BenchWhat,
+    pub what: BenchWhat,
 
     /// The file or block device to serve, at least 64M; without it a temporary one
     #[arg(long, value_name = "FILE")]
-    pub(crate) file: Option<PathBuf>,
+    pub file: Option<PathBuf>,
 
     /// Write over FILE; without this only reads are measured on it
     #[arg(long, requires = "file")]
-    pub(crate) overwrite: bool,
+    pub overwrite: bool,
 
     /// copy: a directory on the file system to measure, with four times --size of room; without it $TMPDIR, or
     /// /var/tmp
     #[arg(long, value_name = "DIR")]
-    pub(crate) directory: Option<PathBuf>,
+    pub directory: Option<PathBuf>,
 
     /// copy: bytes of the full disk, 16M or more, 512M without it; the sparse one has twice as many
     #[arg(long, value_name = "SIZE", value_parser = parse_copied)]
@@ -51,7 +50,7 @@ pub(crate) struct BenchArgs {
     /// How often everything is measured
     #[arg(long, value_name = "N", default_value_t = 3)]
     #[arg(value_parser = clap::value_parser!(u32).range(1..=100))]
-    pub(crate) rounds: u32,
+    pub rounds: u32,
 
     /// peers: connections at once, each with a row's depth; 1 without it
     #[arg(long, value_name = "N")]
@@ -60,51 +59,51 @@ pub(crate) struct BenchArgs {
 
     /// peers, images: only these servers: nowait, qemu-nbd, qemu-storage-daemon, nbdkit
     #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = parse_server)]
-    pub(crate) servers: Vec<ServerKind>,
+    pub servers: Vec<&'static str>,
 
     /// peers, images: only rows whose title contains TEXT, as in "random read" or "depth 64"
     #[arg(long, value_name = "TEXT")]
-    pub(crate) only: Option<String>,
+    pub only: Option<String>,
 
     /// peers: only past the page cache (direct), or only through it (cached)
     #[arg(long, value_name = "HOW", value_enum)]
-    pub(crate) caching: Option<BenchCaching>,
+    pub caching: Option<BenchCaching>,
 
     /// peers: only with bytes as they are (plain), only by TLS 1.3 (tls), or instead of Unix sockets by TCP on the
     /// loopback interface (tcp), which is left out otherwise
     #[arg(long, value_name = "HOW", value_enum)]
-    pub(crate) transport: Option<BenchTransport>,
+    pub transport: Option<BenchTransport>,
 
     /// peers: who makes the requests, own without it; fio as a check of the figures, without TLS and without a flood beside it
     #[arg(long, value_name = "WHO", value_enum)]
-    pub(crate) client: Option<BenchClient>,
+    pub client: Option<BenchClient>,
 
     /// vectored: latency of the made-up queue, as in 100us or 4ms; can be given more than once
     #[arg(long, value_name = "TIME", value_delimiter = ',', value_parser = parse_latency)]
-    pub(crate) latency: Vec<Duration>,
+    pub latency: Vec<Duration>,
 
     /// peers and the engine's tables: put the report into FILE as one HTML page, too
     #[arg(long, value_name = "FILE")]
-    pub(crate) html: Option<PathBuf>,
+    pub html: Option<PathBuf>,
 
     /// Print one JSON object, for scripts
     #[arg(long)]
-    pub(crate) json: bool,
+    pub json: bool,
 }
 
 impl BenchArgs {
     /// Bytes of the full disk that is copied.
-    pub(crate) fn size(&self) -> u64 {
+    pub fn size(&self) -> u64 {
         self.size.unwrap_or(COPIED_BYTES)
     }
 
     /// The time of each measurement.
-    pub(crate) fn duration(&self) -> Duration {
+    pub fn duration(&self) -> Duration {
         Duration::from_secs_f64(self.seconds.unwrap_or(1.0))
     }
 
     /// Connections to each of the peers at once.
-    pub(crate) fn connections(&self) -> usize {
+    pub fn connections(&self) -> usize {
         usize::from(self.connections.unwrap_or(1))
     }
 
@@ -112,7 +111,7 @@ impl BenchArgs {
     ///
     /// # Errors
     /// A message for the user.
-    pub(crate) fn check(&self) -> Result<(), String> {
+    pub fn check(&self) -> Result<(), String> {
         use BenchWhat::{All, Copy, Images, Peers, Vectored};
         let what = self.what;
         let is = |allowed: &[BenchWhat]| allowed.contains(&what);
@@ -143,7 +142,7 @@ impl BenchArgs {
 
 /// Which of the peers' tables `bench` makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum BenchCaching {
+pub enum BenchCaching {
     /// Direct I/O against direct I/O
     Direct,
     /// Page cache against page cache
@@ -152,7 +151,7 @@ pub(crate) enum BenchCaching {
 
 /// Which of the peers' tables `bench` makes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum BenchTransport {
+pub enum BenchTransport {
     /// Bytes as they are
     Plain,
     /// TLS against TLS
@@ -163,7 +162,7 @@ pub(crate) enum BenchTransport {
 
 /// The client that makes the requests to the peers.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum BenchClient {
+pub enum BenchClient {
     /// A light client of our own, which the server does not wait for
     Own,
     /// fio with its nbd engine
@@ -172,7 +171,7 @@ pub(crate) enum BenchClient {
 
 /// What `bench` can measure.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-pub(crate) enum BenchWhat {
+pub enum BenchWhat {
     /// NBD servers: nowait, qemu-nbd, qemu-storage-daemon and nbdkit, those that are installed
     Peers,
     /// Copies of disks: nowait copy, qemu-img convert and nbdcopy, those that are installed
@@ -196,8 +195,9 @@ pub(crate) enum BenchWhat {
     All,
 }
 
-fn parse_server(text: &str) -> Result<ServerKind, &'static str> {
-    let found = ServerKind::ALL.into_iter().find(|kind| kind.name() == text);
+fn parse_server(text: &str) -> Result<&'static str, &'static str> {
+    const SERVERS: [&str; 4] = ["nowait", "qemu-nbd", "qemu-storage-daemon", "nbdkit"];
+    let found = SERVERS.into_iter().find(|name| *name == text);
     found.ok_or("one of nowait, qemu-nbd, qemu-storage-daemon, nbdkit")
 }
 

@@ -1,16 +1,21 @@
-//! Ends the process at once when a thread panics.
+//! What each program of this package sets up first: a panic ends the process, and a write beyond the
+//! file size limit is an error.
 //!
 //! Invariant: no thread continues after another has panicked, so that no client waits for an answer
 //! that never comes, and no service manager regards the process as working.
 
 use std::io::{self, Write};
 use std::panic::PanicHookInfo;
+use std::sync::Arc;
 
 /// The exit status of a process in which a thread has panicked: `EX_SOFTWARE` of sysexits.h.
 const STATUS: i32 = 70;
 
-/// From now on a panic on any thread ends the process, with one line on standard error.
-pub(crate) fn end_process() {
+/// From now on a panic on any thread ends the process, with one line on standard error and status
+/// 70. A write beyond the file size limit fails with `EFBIG`.
+pub fn set_up() {
+    // Without a handler the signal would end the process. A failed registration is ignored.
+    let _ = signal_hook::flag::register(signal_hook::consts::SIGXFSZ, Arc::default());
     std::panic::set_hook(Box::new(|info| {
         let thread = std::thread::current();
         let line = line(info, thread.name().unwrap_or("?"));

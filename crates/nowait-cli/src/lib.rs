@@ -1,0 +1,8 @@
+//! What the two programs of this package share: `nowait`, and `nowait-bench`, which `nowait bench`
+//! runs.
+
+pub mod process;
+pub mod error;
+pub mod log;
+pub mod size;
+pub mod bench_args;
