@@ -10,8 +10,8 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use nowait::{
-    AioThreadQueue, BlockDevice, BlockMap, ByteRange, Completion, Config, Engine, ExtentStatus,
-    Flags, IoBuffer, IoQueue, IoSegment, Op, Request, Uring, WorkerPool,
+    AnyQueue, BlockDevice, BlockMap, ByteRange, Completion, Config, Engine, ExtentStatus, Flags,
+    IoBuffer, IoQueue, IoSegment, Op, QueueKind, Request, WorkerPool,
 };
 use nowait_image::qcow2_disk::OpenImage;
 use nowait_image::{HostFile, Qcow2Builder};
@@ -51,20 +51,13 @@ pub(crate) fn open<M: BlockMap>(
     content: Content,
 ) -> Result<Box<dyn Endpoint>, Error> {
     let config = Config::default();
-    let files = disk.files();
-    let fail = |error: nowait::Error| Error::at(&name, error);
-    match Uring::for_files(&files) {
-        Ok(queue) => {
-            drop(files);
-            Ok(Box::new(FileEndpoint::new(name, disk, content, queue, config)?))
+    let queue = disk.queue(QueueKind::Auto, config.slots).map_err(|e| Error::at(&name, e))?;
+    Ok(match queue {
+        AnyQueue::Uring(ring) => Box::new(FileEndpoint::new(name, disk, content, ring, config)?),
+        AnyQueue::Threads(threads, _) => {
+            Box::new(FileEndpoint::new(name, disk, content, threads, config)?)
         }
-        Err(_) => {
-            let queue = AioThreadQueue::for_files(&files, config.slots, !disk.is_direct());
-            drop(files);
-            let queue = queue.map_err(fail)?;
-            Ok(Box::new(FileEndpoint::new(name, disk, content, queue, config)?))
-        }
-    }
+    })
 }
 
 struct FileEndpoint<Q: IoQueue, M: BlockMap> {

@@ -192,7 +192,7 @@ impl ThreadContext {
     ) -> Result<Self, Error> {
         let options = Options {
             queues: 1,
-            kind: crate::server_options::QueueKind::Threads,
+            kind: nowait::QueueKind::Threads,
             config,
             tls: crate::nbd::tls_config::Tls::Off,
             max_connections: 64,
@@ -445,9 +445,9 @@ impl Shared {
     }
 
     /// Logs once that there is no io_uring.
-    pub(crate) fn warn_no_io_uring(&self, error: &Error) {
+    pub(crate) fn warn_no_io_uring(&self, error: Error) {
         if !self.warned.swap(true, Ordering::AcqRel) {
-            tracing::warn!("{}: serving with threads", Uring::refusal(*error));
+            tracing::warn!("{}: serving with threads", Uring::refusal(error));
         }
     }
 }
@@ -469,7 +469,6 @@ mod tests {
     use crate::nbd::meta_context::Contexts;
     use crate::nbd::tls_config::Tls;
     use crate::nbd::wire;
-    use crate::server_options::QueueKind;
 
     /// An export whose size changes while it is served, and whose threads can never start.
     #[derive(Default)]
@@ -508,7 +507,7 @@ mod tests {
     fn serving(export: Arc<Growing>) -> (Arc<Shared>, Receiver<ThreadEvent>) {
         let options = Options {
             queues: 2,
-            kind: QueueKind::Threads,
+            kind: nowait::QueueKind::Threads,
             config: Default::default(),
             tls: Tls::Off,
             max_connections: 1,

@@ -9,7 +9,8 @@ use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
-use nowait::{AioThreadQueue, BlockMap, Engine, Error, IoQueue, Operation, Uring};
+pub use nowait::QueueKind;
+use nowait::{AnyQueue, BlockMap, Engine, Error, IoQueue, Operation};
 
 use crate::event_loop::EventLoop;
 #[cfg(feature = "sim")]
@@ -21,7 +22,7 @@ pub use crate::injected_bug::{ServerBug, inject};
 use crate::nbd::handshake::ExportInfo;
 pub use crate::nbd::tls_config::{ClientAuth, Credentials, Tls, TlsError};
 pub use crate::net::listener::Listener;
-pub use crate::server_options::{Options, QueueKind};
+pub use crate::server_options::Options;
 
 /// The state in which a server stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -74,7 +75,7 @@ impl Server {
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: a queue or a thread could not be made; for
-    /// [`QueueKind::Uring`] also the errors of [`Uring::new`]. `EINVAL`: there is no export.
+    /// [`QueueKind::Uring`] also the errors of [`nowait::Uring::new`]. `EINVAL`: there is no export.
     pub fn start(
         exports: Vec<AnyExport>,
         listeners: Vec<Listener>,
@@ -155,41 +156,33 @@ impl<M: BlockMap> Servable for Export<M> {
     }
 
     fn serve(self: Arc<Self>, context: ThreadContext) -> Result<(), Error> {
-        let disk = self.disk().clone();
-        let files = disk.files();
         let Options { kind, config, .. } = context.shared.options;
-        let ring = match kind {
-            QueueKind::Threads => None,
-            QueueKind::Uring => Some(Uring::for_files(&files)),
-            QueueKind::Auto => match Uring::for_files(&files) {
-                Ok(ring) => Some(Ok(ring)),
-                Err(error) => {
-                    context.shared.warn_no_io_uring(&error);
-                    None
+        match self.disk().queue(kind, config.slots) {
+            Ok(AnyQueue::Uring(ring)) => serve_on(self, context, ring),
+            Ok(AnyQueue::Threads(threads, refusal)) => {
+                if let Some(error) = refusal {
+                    context.shared.warn_no_io_uring(error);
                 }
-            },
-        };
-        match ring {
-            Some(ring) => serve_on(self, context, ring),
-            None => {
-                let queue = AioThreadQueue::for_files(&files, config.slots, !disk.is_direct());
-                serve_on(self, context, queue)
+                serve_on(self, context, threads)
+            }
+            Err(error) => {
+                context.fail_start(error);
+                Ok(())
             }
         }
     }
 }
 
-/// Serves `export` as the thread of `context`, if `queue` could be made.
+/// Serves `export` as the thread of `context`.
 fn serve_on<Q: IoQueue, M: BlockMap>(
     export: Arc<Export<M>>,
     mut context: ThreadContext,
-    queue: Result<Q, Error>,
+    queue: Q,
 ) -> Result<(), Error> {
     let (disk, workers) = (export.disk().clone(), export.workers());
     let (export_index, queue_index) = (context.export_index, context.queue);
-    let engine = queue.and_then(|queue| {
-        let (config, budget) = (context.shared.options.config, &context.shared.budget);
-        let mut engine = Engine::sharing(disk, workers, queue, config, budget)?;
+    let (config, budget) = (context.shared.options.config, &context.shared.budget);
+    let engine = Engine::sharing(disk, workers, queue, config, budget).and_then(|mut engine| {
         event_loop::watch(&context, &mut engine)?;
         Ok(engine)
     });

@@ -4,22 +4,9 @@
 
 use std::time::Duration;
 
-use nowait::Config;
+use nowait::{Config, QueueKind};
 
 use crate::nbd::tls_config::Tls;
-
-/// How transfers are submitted to the kernel.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum QueueKind {
-    /// io_uring(7); `AioThreadQueue` for threads that get no ring: the limit on locked memory
-    /// (`RLIMIT_MEMLOCK`) may allow only some.
-    Auto,
-    /// io_uring(7).
-    Uring,
-    /// Linux AIO for transfers that need not block, and plain system calls on a bounded thread
-    /// pool.
-    Threads,
-}
 
 /// The options of a server.
 #[derive(Clone, Debug)]

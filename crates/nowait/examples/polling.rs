@@ -12,8 +12,8 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use nowait::{
-    AioThreadQueue, AllocationCache, BlockDevice, ByteRange, Config, Engine, Flags, IoQueue, Op,
-    OpenOptions, Request, Uring, WorkerPool,
+    AllocationCache, AnyQueue, BlockDevice, ByteRange, Config, Engine, Flags, IoQueue, Op,
+    OpenOptions, QueueKind, Request, WorkerPool,
 };
 use rustix::event::{PollFd, PollFlags, poll};
 
@@ -104,13 +104,9 @@ fn sum(path: &Path) -> Result<u64, Box<dyn Error>> {
     disk.scan();
     let disk = Arc::new(disk);
     let config = Config::default();
-    match Uring::new(disk.fd()) {
-        Ok(ring) => sum_with(disk, ring, config),
-        // io_uring(7) is forbidden or missing: threads with plain system calls serve as well.
-        Err(_) => {
-            let threads = AioThreadQueue::new(disk.fd(), config.slots, !disk.is_direct())?;
-            sum_with(disk, threads, config)
-        }
+    match disk.queue(QueueKind::Auto, config.slots)? {
+        AnyQueue::Uring(ring) => sum_with(disk, ring, config),
+        AnyQueue::Threads(threads, _) => sum_with(disk, threads, config),
     }
 }
 

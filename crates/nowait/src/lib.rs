@@ -80,6 +80,7 @@ pub use engine::completion::{Completion, Rejected, Stats};
 pub use engine::pool::SlotPoolStats;
 pub use memory::buffer_pool::{BUFFER_ALIGN, Budget, PooledBuffer};
 pub use memory::io_buffer::IoBuffer;
+pub use queue::auto::{AnyQueue, QueueKind};
 pub use queue::{
     AioThreadQueue, EventSource, FD_TOKEN, Interest, IoQueue, Null, QueueFull, Token, Uring,
 };

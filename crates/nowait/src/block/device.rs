@@ -10,6 +10,7 @@ use crate::block::allocation_cache::AllocationCache;
 use crate::block::block_map::{BlockMap, Extent, Intent, LinearMap, WouldBlock};
 use crate::block::flush_coalescer::FlushCoalescer;
 use crate::block::range_lock::RangeLocks;
+use crate::queue::auto::{AnyQueue, QueueKind};
 use crate::sim_hooks::injected_bug;
 use crate::sim_hooks::injected_bug::EngineBug;
 use crate::storage::file::{FileStorage, OpenOptions};
@@ -203,11 +204,18 @@ impl<M: BlockMap> BlockDevice<M> {
         self.cached_extent(range) == ExtentStatus::top(range.len, true)
     }
 
-    /// The descriptors for transfers, indexed by [`crate::Transfer::file`]: the argument for a
-    /// queue's constructor.
+    /// The descriptors for transfers, indexed by [`crate::Transfer::file`].
     #[must_use]
     pub fn files(&self) -> Vec<BorrowedFd<'_>> {
         std::iter::once(&self.primary).chain(&self.backing).map(FileStorage::fd).collect()
+    }
+
+    /// A queue on this device's files, for an engine of `slots` slots on the calling thread.
+    ///
+    /// # Errors
+    /// As [`QueueKind::open`].
+    pub fn queue(&self, kind: QueueKind, slots: u32) -> Result<AnyQueue, Error> {
+        kind.open(&self.files(), slots, !self.is_direct())
     }
 
     /// The descriptor for transfers to the file that is written to.

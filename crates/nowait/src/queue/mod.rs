@@ -10,6 +10,7 @@ mod preadv2;
 mod linux_aio;
 mod aio_threads;
 mod uring;
+pub(crate) mod auto;
 
 use std::time::Duration;
 

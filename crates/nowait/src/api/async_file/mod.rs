@@ -19,7 +19,8 @@ use crate::block::allocation_cache::AllocationCache;
 use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::memory::io_buffer::IoBuffer;
-use crate::queue::{AioThreadQueue, IoQueue, Uring};
+use crate::queue::IoQueue;
+use crate::queue::auto::{AnyQueue, QueueKind};
 use crate::storage::file::OpenOptions;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
@@ -93,6 +94,30 @@ impl Drop for AsyncFileInner {
     }
 }
 
+/// The parts of a driver but its queue, in the thread that will own it.
+struct DriverStart {
+    disk: Arc<BlockDevice<AllocationCache>>,
+    workers: WorkerPool,
+    config: Config,
+    channel: Arc<Channel>,
+    /// The thread that called [`AsyncFile::new`] waits at its other end.
+    ready: mpsc::Sender<Result<(), Error>>,
+}
+
+impl DriverStart {
+    /// Serves on `queue`, until all clones of the file are gone.
+    ///
+    /// # Errors
+    /// As [`Engine::new`](crate::Engine::new): no request was served.
+    fn serve<Q: IoQueue>(self, queue: Q) -> Result<(), Error> {
+        let Self { disk, workers, config, channel, ready } = self;
+        let driver = Driver::new(disk, workers, queue, config, channel)?;
+        let _ = ready.send(Ok(()));
+        driver.run();
+        Ok(())
+    }
+}
+
 impl AsyncFile {
     /// Opens the image at `path`. No other process may write to it meanwhile: its holes are cached.
     ///
@@ -108,7 +133,7 @@ impl AsyncFile {
     }
 
     /// The async API of `disk`, which engines and other APIs may serve at the same time. It uses a
-    /// ring, or [`AioThreadQueue`] where io_uring(7) is forbidden or missing.
+    /// ring, or [`crate::AioThreadQueue`] where io_uring(7) is forbidden or missing.
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: a descriptor or the thread could not be made.
@@ -117,11 +142,11 @@ impl AsyncFile {
         workers: WorkerPool,
         config: Config,
     ) -> Result<Self, Error> {
-        let (same_disk, same_workers) = (disk.clone(), workers.clone());
-        Self::with_queue(disk, workers, config, |disk| Uring::new(disk.fd())).or_else(|_| {
-            Self::with_queue(same_disk, same_workers, config, move |disk| {
-                AioThreadQueue::new(disk.fd(), config.slots, !disk.is_direct())
-            })
+        Self::start(disk, workers, config, move |start| {
+            match start.disk.queue(QueueKind::Auto, config.slots)? {
+                AnyQueue::Uring(ring) => start.serve(ring),
+                AnyQueue::Threads(threads, _) => start.serve(threads),
+            }
         })
     }
 
@@ -135,23 +160,24 @@ impl AsyncFile {
         config: Config,
         make: impl FnOnce(&BlockDevice<AllocationCache>) -> Result<Q, Error> + Send + 'static,
     ) -> Result<Self, Error> {
+        Self::start(disk, workers, config, |start| {
+            let queue = make(&start.disk)?;
+            start.serve(queue)
+        })
+    }
+
+    /// Starts the thread, which calls [`DriverStart::serve`] with a queue in `run`.
+    fn start(
+        disk: Arc<BlockDevice<AllocationCache>>,
+        workers: WorkerPool,
+        config: Config,
+        run: impl FnOnce(DriverStart) -> Result<(), Error> + Send + 'static,
+    ) -> Result<Self, Error> {
         let channel = Arc::new(Channel::new(config.slots as usize)?);
         let handle = AsyncFileInner { channel: channel.clone(), size: disk.size() };
         let (ready, made) = mpsc::channel();
-        let run = move || {
-            let driver =
-                make(&disk).and_then(|queue| Driver::new(disk, workers, queue, config, channel));
-            match driver {
-                Ok(driver) => {
-                    // The thread that called `with_queue` waits for this.
-                    let _ = ready.send(Ok(()));
-                    driver.run();
-                }
-                Err(error) => {
-                    let _ = ready.send(Err(error));
-                }
-            }
-        };
+        let start = DriverStart { disk, workers, config, channel, ready: ready.clone() };
+        let run = move || run(start).or_else(|error| ready.send(Err(error)));
         std::thread::Builder::new()
             .name("nowait-async".into())
             .spawn(run)
