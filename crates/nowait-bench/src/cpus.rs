@@ -2,7 +2,7 @@
 //!
 //! Invariant: either each has its own processor, or neither is pinned and the report states it.
 
-use std::io;
+use std::{fmt, io};
 
 use rustix::thread::{CpuSet, sched_getaffinity, sched_setaffinity};
 
@@ -15,6 +15,18 @@ pub(crate) enum Placement {
     Apart { client: usize, server: usize },
     /// This process may use one processor only.
     Shared,
+}
+
+/// As text: `client on CPU 0, server on CPU 1`.
+impl fmt::Display for Placement {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Placement::Apart { client, server } => {
+                write!(f, "client on CPU {client}, server on CPU {server}")
+            }
+            Placement::Shared => f.write_str("only one CPU, so client and server share it"),
+        }
+    }
 }
 
 impl Placement {

@@ -19,10 +19,15 @@ pub enum Error {
     },
     /// An option has an invalid value.
     Option {
-        /// The field of [`PeersOptions`](crate::PeersOptions).
+        /// The field of the options.
         name: &'static str,
         /// What it has to be.
         problem: &'static str,
+    },
+    /// No row has the text of `--only` in its title.
+    NoRow {
+        /// The text.
+        only: String,
     },
     /// None of the requested servers is installed.
     NoServer,
@@ -36,6 +41,15 @@ pub enum Error {
 }
 
 impl Error {
+    /// An error unless the option `name` is `good`.
+    pub(crate) fn unless(
+        good: bool,
+        name: &'static str,
+        problem: &'static str,
+    ) -> Result<(), Error> {
+        if good { Ok(()) } else { Err(Error::Option { name, problem }) }
+    }
+
     pub(crate) fn system(doing: &'static str) -> impl FnOnce(io::Error) -> Error {
         move |source| Error::System { doing, source }
     }
@@ -46,6 +60,7 @@ impl fmt::Display for Error {
         match self {
             Error::File { path, problem } => write!(f, "{}: {problem}", path.display()),
             Error::Option { name, problem } => write!(f, "{name}: {problem}"),
+            Error::NoRow { only } => write!(f, "--only {only}: no row has this in its title"),
             Error::NoServer => write!(
                 f,
                 "no server to measure (install qemu-utils, qemu-system or nbdkit, or name a nowait program)"

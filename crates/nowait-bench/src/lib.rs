@@ -15,6 +15,7 @@
 mod error;
 mod address;
 mod page;
+mod table;
 mod wire;
 mod workload;
 mod certificates;
@@ -22,38 +23,25 @@ mod session;
 mod process_stats;
 mod cpus;
 mod cancel;
+mod report;
 mod client;
 mod test_file;
 mod server;
-mod comparison;
-mod fio;
-mod fio_client;
-mod report;
-mod measurement;
-mod nbd_servers_page;
-mod nbd_servers;
-mod copying;
 mod test_images;
-mod qcow2_report;
-mod qcow2_bench;
+mod fio;
+mod samples;
+mod measurement;
+mod peers;
+mod images;
+mod copying;
 mod ablation;
 
-pub use ablation::{
-    Cell, EngineOptions, EngineReport, EngineRow, EngineSample, Latency, Metric, Source, Table,
-    TableSelection, Unit, run_engine,
-};
+pub use ablation::{EngineOptions, TableSelection, run_engine};
 pub use cancel::CancelFlag;
-pub use comparison::{Comparison, MinMedianMax, Row, Sample};
-pub use copying::{
-    Content, Copier, CopyCase, CopyOptions, CopyReport, CopyRow, CopySample, CopyTable, run_copies,
-};
+pub use copying::{CopyOptions, run_copies};
 pub use error::Error;
-pub use nbd_servers::{Output, PeersOptions, run};
-pub use qcow2_bench::{ImageCase, ImagesOptions, run_images};
-pub use qcow2_report::{ImageFailure, ImageRow, ImageTable, ImagesReport, Subject};
-pub use report::{Failure, Machine, MeasuredFile, Report};
+pub use images::{ImagesOptions, run_images};
+pub use peers::{PeersOptions, run_peers};
+pub use report::{Output, Report, RunOptions};
 pub use server::ServerKind;
-pub use test_images::ImageKind;
-pub use workload::{
-    BackgroundLoad, Caching, ClientKind, Conditions, Direction, Order, Transport, Workload,
-};
+pub use workload::{Caching, ClientKind, Transport};

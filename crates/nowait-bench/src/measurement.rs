@@ -4,19 +4,21 @@
 //! affinity of the calling thread is restored.
 
 use std::ops::Range;
-use std::path::Path;
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
 use rustix::time::{ClockId, clock_gettime};
+use tempfile::TempDir;
 
 use crate::cancel::CancelFlag;
 use crate::certificates::Certificates;
 use crate::client::{Client, ConnectOptions, Interval, Payload, latency_histogram};
-use crate::comparison::Sample;
 use crate::cpus::Placement;
-use crate::fio_client;
+use crate::error::Error;
+use crate::fio;
 use crate::process_stats::{CpuTime, resident_bytes};
+use crate::report::RunOptions;
+use crate::samples::Sample;
 use crate::server::{Program, Server};
 use crate::test_file::Target;
 use crate::workload::{BackgroundLoad, ClientKind, Conditions, Transport, Workload};
@@ -30,16 +32,29 @@ const NS_PER_SECOND: u64 = 1_000_000_000;
 pub(crate) struct Runner<'a> {
     pub(crate) placement: Placement,
     /// The certificates for the tables over TLS.
-    pub(crate) certificates: &'a Certificates,
+    certificates: Certificates,
     /// A directory for sockets and messages.
-    pub(crate) scratch: &'a Path,
-    pub(crate) client: ClientKind,
-    pub(crate) connections: usize,
-    pub(crate) duration: Duration,
-    pub(crate) stop: &'a CancelFlag,
+    scratch: TempDir,
+    client: ClientKind,
+    connections: usize,
+    duration: Duration,
+    stop: &'a CancelFlag,
 }
 
-impl Runner<'_> {
+impl<'a> Runner<'a> {
+    pub(crate) fn new(
+        run: &'a RunOptions,
+        client: ClientKind,
+        connections: usize,
+    ) -> Result<Self, Error> {
+        let scratch = TempDir::with_prefix("nowait-bench-")
+            .map_err(Error::system("making a directory for sockets"))?;
+        let certificates = Certificates::make().map_err(Error::system("making certificates"))?;
+        let (duration, stop) = (run.duration, &run.stop);
+        let placement = Placement::choose()?;
+        Ok(Self { placement, certificates, scratch, client, connections, duration, stop })
+    }
+
     /// Measures `program` on `target` once. After a cancellation the sample is meaningless.
     pub(crate) fn take(
         &self,
@@ -52,7 +67,7 @@ impl Runner<'_> {
             let measurement = scope.spawn(|| {
                 self.placement.pin_to_server_cpu()?;
                 let mut server =
-                    Server::start(program, target, terms, self.certificates, self.scratch)?;
+                    Server::start(program, target, terms, &self.certificates, self.scratch.path())?;
                 self.placement.pin_to_client_cpu()?;
                 let sample = self.measure(&mut server, program, target, workload, terms);
                 let sample = sample
@@ -76,7 +91,7 @@ impl Runner<'_> {
         if self.client == ClientKind::Fio {
             return self.measure_by_fio(server, export, target, workload);
         }
-        let certificates = (terms.transport == Transport::Tls).then_some(self.certificates);
+        let certificates = (terms.transport == Transport::Tls).then_some(&self.certificates);
         let mut connect = |workload: &Workload, connections, over: Range<u64>, payload| {
             server.when_ready(|address| {
                 let connect_options = ConnectOptions { address, export, certificates };
@@ -102,7 +117,7 @@ impl Runner<'_> {
             let beside =
                 beside.join().map_err(|_| io::Error::other("the neighbour's client panicked"))?;
             let bytes_a_second = beside?.per_second() * load.block_bytes as f64;
-            Ok(Sample { beside_mib_s: Some(bytes_a_second / BYTES_PER_MIB), ..sample? })
+            Ok(Sample { beside_mib_s: bytes_a_second / BYTES_PER_MIB, ..sample? })
         })
     }
 
@@ -116,25 +131,23 @@ impl Runner<'_> {
     ) -> io::Result<Sample> {
         let address = server.when_ready(|address| address.connect().map(|_| address.clone()))?;
         let before = CpuTime::read(server.pid())?;
-        let (bytes, connections) = (target.bytes, self.connections);
-        let figures = fio_client::run(
-            &address,
-            export,
-            bytes,
-            workload,
-            connections,
-            self.duration,
-            self.stop,
-        )?;
+        let arguments = [
+            "--ioengine=nbd".to_owned(),
+            format!("--uri={}", address.uri(export)),
+            format!("--iodepth={}", workload.depth),
+            format!("--size={}", target.bytes),
+            format!("--numjobs={}", self.connections),
+        ];
+        let figures = fio::run(&arguments, workload, self.duration, self.stop)?;
         let used_ns = CpuTime::read(server.pid())?.since(&before) as f64;
         Ok(Sample {
             iops: figures.iops,
-            p50_us: figures.p50_us,
-            p99_us: figures.p99_us,
+            p50_us: figures.latency_us[0],
+            p99_us: figures.latency_us[2],
             server_cpu_us: used_ns / NS_PER_US / figures.requests,
             server_rss_mib: resident_bytes(server.pid())? as f64 / BYTES_PER_MIB,
             client_busy: figures.busy,
-            beside_mib_s: None,
+            beside_mib_s: 0.0,
         })
     }
 
@@ -161,7 +174,7 @@ impl Runner<'_> {
             server_cpu_us: server_after.since(&server_before) as f64 / NS_PER_US / requests,
             server_rss_mib: resident as f64 / BYTES_PER_MIB,
             client_busy: client_ns as f64 / NS_PER_SECOND as f64 / seconds,
-            beside_mib_s: None,
+            beside_mib_s: 0.0,
         })
     }
 }

@@ -1,326 +1,312 @@
-//! The complete report of a comparison of NBD servers, as text and as JSON: machine, file, results
-//! and failures.
+//! What all measurements have in common: their options, their rounds, and the report, as text,
+//! JSON and page.
 //!
-//! Invariant: the parts that are printed during the measurement add up to the output of `Display`.
+//! Invariant: what is compared is measured in turns in each round (A B A B), so that a slowdown of
+//! the machine affects all of it. What fails is not tried again. A table is in the report only if
+//! all its rounds are complete.
 
-use std::path::{Path, PathBuf};
+use std::fs::{self, File};
+use std::io::{self, Write};
+use std::path::PathBuf;
 use std::time::Duration;
-use std::{fmt, fs};
 
-use serde_json::{Value, json};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::{Map, Value, json};
 
-use crate::address::Address;
-use crate::comparison::Comparison;
-use crate::cpus::Placement;
+use crate::cancel::CancelFlag;
 use crate::error::Error;
-use crate::server::{ServerFiles, ServerKind};
-use crate::session;
-use crate::test_file::{Access, Format, Target};
-use crate::workload::{Caching, Conditions, Transport, Workload};
+use crate::page;
+use crate::table::MinMedianMax;
 
-/// The port that the command lines in a report show.
-const EXAMPLE_PORT: u16 = 10809;
+/// The format of the result.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Output {
+    /// Text tables, each printed as soon as it is finished.
+    Text,
+    /// One JSON object at the end.
+    Json,
+}
 
-/// The machine that was measured.
+/// The options that all measurements have.
 #[derive(Clone, Debug)]
-pub struct Machine {
-    /// The release of the running kernel.
-    pub kernel: String,
-    /// The model name of the processor; empty if unknown.
-    pub processor: String,
-    /// The processor numbers of client and server; `None` if both share the processors.
-    pub pinned: Option<(usize, usize)>,
-}
-
-impl Machine {
-    pub(crate) fn this(placement: Placement) -> Result<Machine, Error> {
-        let kernel = fs::read_to_string("/proc/sys/kernel/osrelease")
-            .map_err(Error::system("reading /proc/sys/kernel/osrelease"))?;
-        let cpuinfo =
-            fs::read_to_string("/proc/cpuinfo").map_err(Error::system("reading /proc/cpuinfo"))?;
-        let processor = cpuinfo
-            .lines()
-            .find_map(|line| line.strip_prefix("model name")?.split_once(':'))
-            .map(|(_, name)| name.trim().to_owned());
-        let pinned = match placement {
-            Placement::Apart { client, server } => Some((client, server)),
-            Placement::Shared => None,
-        };
-        Ok(Machine {
-            kernel: kernel.trim().to_owned(),
-            processor: processor.unwrap_or_default(),
-            pinned,
-        })
-    }
-
-    /// As a line of text, with the line break.
-    pub(crate) fn line(&self) -> String {
-        let placement = match self.pinned {
-            Some((client, server)) => format!("client on CPU {client}, server on CPU {server}"),
-            None => "only one CPU, so client and server share it".to_owned(),
-        };
-        format!("Linux {}, {}; {placement}\n", self.kernel, self.processor)
-    }
-
-    pub(crate) fn to_json(&self) -> Value {
-        json!({
-            "kernel": self.kernel,
-            "processor": self.processor,
-            "client_cpu": self.pinned.map(|(client, _)| client),
-            "server_cpu": self.pinned.map(|(_, server)| server),
-        })
-    }
-}
-
-/// The file that was measured.
-#[derive(Clone, Debug)]
-pub struct MeasuredFile {
-    /// Absolute path.
-    pub path: PathBuf,
-    /// The bytes of it that were used.
-    pub bytes: u64,
-    /// Whether it was created for the measurement and removed afterwards.
-    pub temporary: bool,
-    /// Whether writes were measured too.
-    pub written: bool,
-}
-
-impl MeasuredFile {
-    pub(crate) fn of(target: &Target) -> MeasuredFile {
-        MeasuredFile {
-            path: target.path.clone(),
-            bytes: target.bytes,
-            temporary: target.was_made(),
-            written: target.access == Access::ReadWrite,
-        }
-    }
-}
-
-/// A server that could not be measured to the end; it is left out of the rest of its table.
-#[derive(Clone, Debug)]
-pub struct Failure {
-    /// The server that failed.
-    pub server: ServerKind,
-    /// The workload that it failed at.
-    pub workload: Workload,
-    /// The table that it failed in.
-    pub terms: Conditions,
-    /// Its last message, or the failure.
-    pub problem: String,
-}
-
-/// The complete report. `Display` formats the text, `Value::from(&report)` the JSON object.
-#[derive(Clone, Debug)]
-pub struct Report {
-    /// The machine that was measured.
-    pub machine: Machine,
-    /// The file that was measured.
-    pub file: MeasuredFile,
-    /// The servers and the version that each reports.
-    pub versions: Vec<(ServerKind, String)>,
-    /// Requested servers that are not installed.
-    pub missing: Vec<ServerKind>,
-    /// Measured time of one server in one round.
+pub struct RunOptions {
+    /// How long one thing is measured in one round, after a warm-up, at least 1 ms; a copy takes as
+    /// long as it takes.
     pub duration: Duration,
-    /// Rounds of each comparison.
+    /// The number of rounds, 1 to 100.
     pub rounds: u32,
-    /// Concurrent connections.
-    pub connections: usize,
-    /// The finished comparisons, in the order of measuring: table by table, workload by workload.
-    pub comparisons: Vec<Comparison>,
-    /// The failures.
-    pub failures: Vec<Failure>,
+    /// Whether a file to measure on may be overwritten (otherwise only reads are measured), and the
+    /// page replaced.
+    pub overwrite: bool,
+    /// The path of an additional report as an HTML page.
+    pub html: Option<PathBuf>,
+    /// Text or JSON.
+    pub output: Output,
+    /// Ends the measurement early; the finished tables are reported.
+    pub stop: CancelFlag,
+}
+
+/// Three rounds of a second each, as text.
+impl Default for RunOptions {
+    fn default() -> Self {
+        let duration = Duration::from_secs(1);
+        let stop = CancelFlag::default();
+        Self { duration, rounds: 3, overwrite: false, html: None, output: Output::Text, stop }
+    }
+}
+
+/// What was measured. Its tables are printed already.
+#[derive(Debug)]
+pub struct Report {
+    /// All figures: the object that [`Output::Json`] prints.
+    pub json: Value,
+    /// One line for each failure; what failed is left out of its table, or named there.
+    pub failures: Vec<String>,
     /// Whether the measurement was cancelled before the end.
     pub interrupted: bool,
 }
 
-impl Report {
-    /// The lines before the first table.
-    pub(crate) fn heading(&self) -> String {
-        let mut text = self.machine.line();
-        let origin =
-            if self.file.temporary { ", made for this and removed afterwards" } else { "" };
-        text += &format!("{}: {} MiB{origin}\n", self.file.path.display(), self.file.bytes >> 20);
-        if !self.file.written {
-            text += "only reads: the file may not be overwritten (--overwrite allows it)\n";
-        }
-        text += &format!(
-            "{} rounds of {} s for each server, in turns; {} connection(s)\n",
-            self.rounds,
-            self.duration.as_secs_f64(),
-            self.connections
-        );
-        for (_, version) in &self.versions {
-            text += &format!("{version}\n");
-        }
-        for server in &self.missing {
-            text += &format!("{}: not installed\n", server.name());
-        }
-        text
+/// Something that is measured once in each round.
+#[derive(Clone, Debug)]
+pub(crate) struct Entry<K, S> {
+    pub(crate) key: K,
+    /// One sample for each round; none if there is a problem.
+    pub(crate) samples: Vec<S>,
+    /// The reason why it could not be measured.
+    pub(crate) problem: Option<String>,
+}
+
+impl<K, S> Entry<K, S> {
+    pub(crate) fn new(key: K) -> Self {
+        Self { key, samples: Vec::new(), problem: None }
     }
 
-    /// The lines before the first workload of a table: how the servers are started.
-    pub(crate) fn heading_of_table(&self, terms: Conditions) -> String {
-        let mut text = format!("\n== {terms} ==\n");
-        for (server, _) in &self.versions {
-            text += &format!("{}\n", self.command_line(*server, terms));
-        }
-        if terms.transport == Transport::Tls {
-            text += &format!("negotiated: {} (the client offers nothing else)\n", session::SUITE);
-        }
-        if self.versions.iter().any(|(server, _)| !server.can(terms.caching)) {
-            text += "* through the page cache, dropping pages after use: it has no direct I/O, and is not \
-                     counted as a peer in this table\n";
-        }
-        if terms.caching == Caching::PageCache {
-            text += "writing back to storage is done by the kernel and is not in the servers' CPU time\n";
-        }
-        text
+    /// A figure over the rounds; zeros without samples.
+    pub(crate) fn of(&self, figure: impl Fn(&S) -> f64) -> MinMedianMax {
+        let none = MinMedianMax { median: 0.0, min: 0.0, max: 0.0 };
+        MinMedianMax::of(&self.samples, figure).unwrap_or(none)
     }
 
-    fn command_line(&self, server: ServerKind, terms: Conditions) -> String {
-        let access = if self.file.written { Access::ReadWrite } else { Access::ReadOnly };
-        let [file, certificates] = ["FILE", "DIR"].map(Path::new);
-        let address = match terms.transport {
-            Transport::Tcp => Address::Loopback(EXAMPLE_PORT),
-            Transport::Plain | Transport::Tls => Address::Unix("SOCKET".into()),
-        };
-        let server_files =
-            ServerFiles { file, format: Format::Raw, address: &address, certificates };
-        let arguments = server.arguments(terms, access, server_files);
-        let arguments: Vec<_> =
-            arguments.iter().map(|argument| argument.to_string_lossy()).collect();
-        format!("{} {}", server.name(), arguments.join(" "))
-    }
-
-    /// The lines after the last table.
-    pub(crate) fn ending(&self) -> String {
-        let mut text = String::new();
-        for failure in &self.failures {
-            text += &format!(
-                "\n{} failed at {}, {}: {}\n",
-                failure.server.name(),
-                failure.workload,
-                failure.terms,
-                failure.problem
-            );
-        }
-        if self.interrupted {
-            text += "\nstopped before the end\n";
-        }
-        text
+    pub(crate) fn median(&self, figure: impl Fn(&S) -> f64) -> f64 {
+        self.of(figure).median
     }
 }
 
-impl fmt::Display for Report {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(&self.heading())?;
-        let mut table = None;
-        for comparison in &self.comparisons {
-            if table.replace(comparison.terms) != Some(comparison.terms) {
-                f.write_str(&self.heading_of_table(comparison.terms))?;
+/// A report in the making. Progress goes to stderr, if that is a terminal.
+pub(crate) struct Reporter<'a> {
+    run: &'a RunOptions,
+    out: &'a mut dyn Write,
+    bar: ProgressBar,
+    page: Option<File>,
+    heading: String,
+    sections: String,
+    tables: Vec<Value>,
+    failures: Vec<(String, Value)>,
+    interrupted: bool,
+}
+
+impl<'a> Reporter<'a> {
+    /// # Errors
+    /// [`Error::Option`]; [`Error::File`] if the page cannot be made.
+    pub(crate) fn begin(run: &'a RunOptions, out: &'a mut dyn Write) -> Result<Self, Error> {
+        let in_range = run.duration >= Duration::from_millis(1) && (1..=100).contains(&run.rounds);
+        Error::unless(in_range, "rounds", "has to be 1 to 100, each of 1 ms or more")?;
+        let page = run.html.as_deref().map(|path| page::create(path, run.overwrite)).transpose()?;
+        let bar = ProgressBar::with_draw_target(Some(0), ProgressDrawTarget::stderr());
+        if let Ok(style) = ProgressStyle::with_template("[{bar:24}] {eta} left  {wide_msg}") {
+            bar.set_style(style);
+        }
+        let (heading, sections) = (String::new(), String::new());
+        let (tables, failures, interrupted) = (Vec::new(), Vec::new(), false);
+        Ok(Self { run, out, bar, page, heading, sections, tables, failures, interrupted })
+    }
+
+    /// Prints the lines before the first table. `entries` are measured in each round of all tables.
+    pub(crate) fn heading(&mut self, text: String, entries: usize) -> Result<(), Error> {
+        self.bar.set_length(entries as u64 * u64::from(self.run.rounds));
+        self.print(Output::Text, &text)?;
+        self.heading = text;
+        Ok(())
+    }
+
+    /// Measures each entry in each round. False if that was cancelled.
+    pub(crate) fn measure<K, S>(
+        &mut self,
+        entries: &mut [Entry<K, S>],
+        name: impl Fn(&K) -> String,
+        measure: impl Fn(&K) -> io::Result<S>,
+    ) -> bool {
+        for _ in 0..self.run.rounds {
+            for entry in entries.iter_mut() {
+                if entry.problem.is_none() {
+                    self.bar.set_message(name(&entry.key));
+                    let outcome = measure(&entry.key);
+                    if self.run.stop.requested() {
+                        self.interrupted = true;
+                        return false;
+                    }
+                    match outcome {
+                        Ok(sample) => entry.samples.push(sample),
+                        Err(error) => {
+                            entry.problem = Some(error.to_string());
+                            entry.samples.clear();
+                        }
+                    }
+                }
+                self.bar.inc(1);
             }
-            comparison.fmt(f)?;
         }
-        f.write_str(&self.ending())
+        true
+    }
+
+    /// Adds a line about something that could not be measured.
+    pub(crate) fn failure(&mut self, line: String, json: Value) {
+        self.failures.push((line, json));
+    }
+
+    /// One line for each failure so far.
+    pub(crate) fn failure_lines(&self) -> Vec<String> {
+        self.failures.iter().map(|(line, _)| line.clone()).collect()
+    }
+
+    /// Prints a finished table; `section` is its part of the page.
+    pub(crate) fn table(&mut self, text: &str, json: Value, section: &str) -> Result<(), Error> {
+        self.tables.push(json);
+        self.sections += section;
+        let bar = self.bar.clone();
+        bar.suspend(|| self.print(Output::Text, text))
+    }
+
+    /// Prints the end: `ending`, or the JSON object, which is `head` with the tables by the name
+    /// `tables`. The page begins with `title`, the heading and `glance`.
+    pub(crate) fn end(
+        mut self,
+        (title, glance): (&str, &str),
+        ending: &str,
+        head: Value,
+        tables: &str,
+    ) -> Result<Report, Error> {
+        self.bar.finish_and_clear();
+        self.print(Output::Text, ending)?;
+        if self.interrupted {
+            self.print(Output::Text, "\nstopped before the end\n")?;
+        }
+        let mut object = match head {
+            Value::Object(head) => head,
+            _ => Map::new(),
+        };
+        object.insert(tables.to_owned(), std::mem::take(&mut self.tables).into());
+        object.insert("interrupted".to_owned(), self.interrupted.into());
+        object.insert("rounds".to_owned(), self.run.rounds.into());
+        let (failures, objects): (Vec<String>, Vec<Value>) =
+            std::mem::take(&mut self.failures).into_iter().unzip();
+        object.entry("failures").or_insert_with(|| objects.into());
+        let json = Value::Object(object);
+        self.print(Output::Json, &format!("{json:#}\n"))?;
+        if let Some(page) = &mut self.page {
+            let mut html = page::begin(title, &self.heading);
+            if self.interrupted {
+                html += "<p class=warn>Stopped before the end: some tables are missing.</p>\n";
+            }
+            html += glance;
+            html += &self.sections;
+            html += "</html>\n";
+            page.write_all(html.as_bytes()).map_err(Error::system("writing the page"))?;
+        }
+        Ok(Report { json, failures, interrupted: self.interrupted })
+    }
+
+    fn print(&mut self, output: Output, text: &str) -> Result<(), Error> {
+        if output != self.run.output {
+            return Ok(());
+        }
+        let written = self.out.write_all(text.as_bytes()).and_then(|()| self.out.flush());
+        written.map_err(Error::system("writing the report"))
     }
 }
 
-impl From<&Report> for Value {
-    fn from(report: &Report) -> Value {
-        let server = |(kind, version): &(ServerKind, String)| json!({ "name": kind.name(), "version": version });
-        let failure = |failure: &Failure| {
-            json!({
-                "server": failure.server.name(),
-                "workload": failure.workload.to_string(),
-                "caching": failure.terms.caching.name(),
-                "transport": failure.terms.transport.name(),
-                "problem": failure.problem,
-            })
-        };
-        json!({
-            "machine": report.machine.to_json(),
-            "file": {
-                "path": report.file.path.to_string_lossy(),
-                "bytes": report.file.bytes,
-                "temporary": report.file.temporary,
-                "written": report.file.written,
-            },
-            "servers": report.versions.iter().map(server).collect::<Vec<_>>(),
-            "not_installed": report.missing.iter().map(|kind| kind.name()).collect::<Vec<_>>(),
-            "seconds": report.duration.as_secs_f64(),
-            "rounds": report.rounds,
-            "connections": report.connections,
-            "comparisons": report.comparisons.iter().map(Comparison::to_json).collect::<Vec<_>>(),
-            "failures": report.failures.iter().map(failure).collect::<Vec<_>>(),
-            "interrupted": report.interrupted,
-        })
+/// The machine that is measured: its kernel, and the model name of its processor.
+pub(crate) struct Machine {
+    pub(crate) kernel: String,
+    pub(crate) processor: String,
+}
+
+impl Machine {
+    pub(crate) fn this() -> Result<Machine, Error> {
+        let read = |path| fs::read_to_string(path).map_err(Error::system("reading below /proc"));
+        let kernel = read("/proc/sys/kernel/osrelease")?.trim().to_owned();
+        let cpuinfo = read("/proc/cpuinfo")?;
+        let names =
+            cpuinfo.lines().find_map(|line| line.strip_prefix("model name")?.split_once(':'));
+        let processor = names.map_or_else(String::new, |(_, name)| name.trim().to_owned());
+        Ok(Machine { kernel, processor })
+    }
+
+    pub(crate) fn to_json(&self) -> Value {
+        json!({ "kernel": self.kernel, "processor": self.processor })
     }
 }
 
 #[cfg(test)]
 mod tests {
+    use std::cell::RefCell;
+
     use super::*;
-    use crate::comparison::examples::comparison;
 
-    fn report() -> Report {
-        Report {
-            machine: Machine { kernel: "6.18".into(), processor: "any".into(), pinned: None },
-            file: MeasuredFile {
-                path: "/image".into(),
-                bytes: 64 << 20,
-                temporary: false,
-                written: false,
-            },
-            versions: vec![
-                (ServerKind::Nowait, "nowait 1".into()),
-                (ServerKind::Nbdkit, "nbdkit 1".into()),
-            ],
-            missing: vec![ServerKind::QemuStorageDaemon],
-            duration: Duration::from_secs(1),
-            rounds: 3,
-            connections: 1,
-            comparisons: vec![comparison()],
-            failures: Vec::new(),
-            interrupted: true,
-        }
+    type Outcome = io::Result<f64>;
+
+    /// Measures `A` and `B` in three rounds. Returns what was measured, the entries, and the report.
+    fn measured(
+        measure: impl Fn(char, &RunOptions) -> Outcome,
+    ) -> (String, Vec<Entry<char, f64>>, Report) {
+        let (run, order, mut out) = (RunOptions::default(), RefCell::default(), Vec::new());
+        let mut reporter = Reporter::begin(&run, &mut out).expect("good options");
+        let mut entries = ['A', 'B'].map(Entry::new);
+        let complete = reporter.measure(&mut entries, char::to_string, |&name| {
+            RefCell::<String>::borrow_mut(&order).push(name);
+            measure(name, &run)
+        });
+        assert_eq!(complete, !run.stop.requested());
+        let report = reporter.end(("", ""), "", json!({}), "tables").expect("a report");
+        assert_eq!(String::from_utf8(out).unwrap().contains("stopped before the end"), !complete);
+        (order.into_inner(), entries.to_vec(), report)
     }
 
     #[test]
-    fn the_text_names_failures_with_the_reason() {
-        let text = report().to_string();
-        for part in [
-            "share it",
-            "only reads",
-            "qemu-storage-daemon: not installed",
-            "* through",
-            "stopped before",
-        ] {
-            assert!(text.contains(part), "{part:?} is not in {text}");
-        }
+    fn entries_alternate_within_each_round() {
+        let (order, entries, report) = measured(|_, _| Ok(1.0));
+        assert_eq!((order.as_str(), report.interrupted), ("ABABAB", false));
+        assert_eq!(entries[1].samples.len(), 3);
     }
 
     #[test]
-    fn only_a_table_over_tls_names_the_cipher_suite() {
-        for terms in Conditions::ALL {
-            let is_named = report().heading_of_table(terms).contains("negotiated: TLS 1.3 with");
-            assert_eq!(is_named, terms.transport == Transport::Tls, "{terms}");
-        }
+    fn an_entry_that_fails_is_named_and_not_tried_again() {
+        let fails = |name, _: &RunOptions| match name {
+            'A' => Err(io::Error::other("no luck")),
+            _ => Ok(1.0),
+        };
+        let (order, entries, _) = measured(fails);
+        assert_eq!((order.as_str(), entries[0].problem.as_deref()), ("ABBB", Some("no luck")));
+        assert_eq!((entries[0].samples.len(), entries[1].samples.len()), (0, 3));
     }
 
     #[test]
-    fn the_json_object_has_the_figures_of_the_text() {
-        let json = Value::from(&report());
-        let comparison = &json["comparisons"][0];
-        assert_eq!(comparison["depth"], 1);
-        assert_eq!(
-            comparison["servers"][0]["iops"],
-            json!({ "median": 2000.0, "min": 1000.0, "max": 3000.0 })
-        );
-        assert_eq!(comparison["servers"][2]["comparable"], false);
-        assert_eq!(comparison["nowait_to_best_peer"]["iops_ratio"], 2.0);
-        assert_eq!(json["not_installed"], json!(["qemu-storage-daemon"]));
-        assert_eq!(json["machine"]["client_cpu"], Value::Null);
-        assert_eq!(json["interrupted"], true);
+    fn a_cancelled_measurement_ends_at_once_and_is_reported_as_interrupted() {
+        let (order, _, report) = measured(|_, run| {
+            run.stop.request();
+            Ok(1.0)
+        });
+        assert_eq!((order.as_str(), report.interrupted), ("A", true));
+        assert_eq!(report.json["interrupted"], true);
+    }
+
+    #[test]
+    fn an_option_out_of_range_is_rejected_by_name() {
+        let (long, never) = (RunOptions::default(), 0);
+        let short = RunOptions { duration: Duration::ZERO, ..long.clone() };
+        for run in [short, RunOptions { rounds: never, ..long }] {
+            let error = Reporter::begin(&run, &mut Vec::new()).err().map(|e| e.to_string());
+            assert!(error.is_some_and(|text| text.starts_with("rounds: has to be")));
+        }
     }
 }

@@ -14,9 +14,13 @@ use std::time::{Duration, Instant};
 use std::{io, thread};
 
 use rustix::process::{Pid, Signal, kill_process};
+use serde_json::{Value, json};
 
 use crate::address::Address;
 use crate::certificates::Certificates;
+use crate::cpus::Placement;
+use crate::error::Error;
+use crate::report::Machine;
 use crate::test_file::{Access, Format, Target};
 use crate::workload::{Caching, Conditions, Transport};
 
@@ -253,11 +257,63 @@ impl Program {
             return Err(io::Error::other(format!("--version ended with {}", answer.status)));
         }
         let text = String::from_utf8_lossy(&answer.stdout);
-        Ok(Program {
-            kind,
-            path,
-            version: text.lines().next().unwrap_or(kind.name()).trim().to_owned(),
-        })
+        let version = text.lines().next().unwrap_or(kind.name()).trim().to_owned();
+        Ok(Program { kind, path, version })
+    }
+
+    /// A program for tests that start none.
+    #[cfg(test)]
+    pub(crate) fn example(kind: ServerKind) -> Program {
+        Program { kind, path: PathBuf::new(), version: String::new() }
+    }
+}
+
+/// The servers that are measured.
+pub(crate) struct Servers {
+    pub(crate) programs: Vec<Program>,
+    /// Requested servers that are not installed.
+    missing: Vec<&'static str>,
+}
+
+impl Servers {
+    /// Looks for `kinds`; nowait is at the path `nowait`, or left out.
+    pub(crate) fn find(kinds: &[ServerKind], nowait: Option<&Path>) -> Result<Servers, Error> {
+        let mut servers = Servers { programs: Vec::new(), missing: Vec::new() };
+        for &kind in kinds {
+            let path = nowait.filter(|_| kind == ServerKind::Nowait);
+            if kind == ServerKind::Nowait && path.is_none() {
+                continue;
+            }
+            match (Program::find(kind, path), path) {
+                (Ok(program), _) => servers.programs.push(program),
+                (Err(e), Some(path)) => {
+                    let problem = format!("does not run: {e}");
+                    return Err(Error::File { path: path.to_owned(), problem });
+                }
+                (Err(_), None) => servers.missing.push(kind.name()),
+            }
+        }
+        if servers.programs.is_empty() { Err(Error::NoServer) } else { Ok(servers) }
+    }
+
+    /// The lines about them in a report.
+    pub(crate) fn lines(&self) -> String {
+        let versions = self.programs.iter().map(|program| format!("{}\n", program.version));
+        versions.chain(self.missing.iter().map(|name| format!("{name}: not installed\n"))).collect()
+    }
+
+    /// The part of a report's object that names them and `machine`.
+    pub(crate) fn to_json(&self, machine: &Machine, placement: Placement) -> Value {
+        let server = |it: &Program| json!({ "name": it.kind.name(), "version": it.version });
+        let mut machine = machine.to_json();
+        let (client, server_cpu) = match placement {
+            Placement::Apart { client, server } => (Some(client), Some(server)),
+            Placement::Shared => (None, None),
+        };
+        machine["client_cpu"] = client.into();
+        machine["server_cpu"] = server_cpu.into();
+        let servers: Vec<Value> = self.programs.iter().map(server).collect();
+        json!({ "machine": machine, "servers": servers, "not_installed": self.missing })
     }
 }
 
@@ -379,7 +435,7 @@ impl Drop for Server {
     }
 }
 
-fn remove_if_there(path: &Path) -> io::Result<()> {
+pub(crate) fn remove_if_there(path: &Path) -> io::Result<()> {
     match fs::remove_file(path) {
         Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
         _ => Ok(()),

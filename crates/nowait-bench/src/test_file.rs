@@ -12,6 +12,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Advice, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::client::Random;
@@ -29,6 +30,14 @@ const COPY_BYTES: usize = MIB as usize;
 pub(crate) enum Access {
     ReadOnly,
     ReadWrite,
+}
+
+/// A directory in `parent`, or in `$TMPDIR`, or in /var/tmp: /tmp is often in memory, which is no
+/// measure of storage; /var/tmp is on a disk by convention.
+pub(crate) fn temporary_directory(parent: Option<PathBuf>) -> io::Result<TempDir> {
+    let parent = parent.or_else(|| std::env::var_os("TMPDIR").map(PathBuf::from));
+    let parent = parent.unwrap_or_else(|| PathBuf::from("/var/tmp"));
+    tempfile::Builder::new().prefix("nowait-bench-").tempdir_in(parent)
 }
 
 /// Appends `bytes`, whole megabytes, of random data to `file`.
@@ -79,7 +88,7 @@ impl Target {
     pub(crate) fn open(
         file: Option<&Path>,
         overwrite: bool,
-        caching: &[Caching],
+        direct: bool,
     ) -> Result<Target, Error> {
         let target = match file {
             Some(path) => Target::check(path, overwrite)
@@ -87,7 +96,7 @@ impl Target {
             None => Target::make()
                 .map_err(Error::system("making a file of 256 MiB (name one with --file)"))?,
         };
-        if caching.contains(&Caching::Direct) {
+        if direct {
             open_direct(&target.path)
                 .map_err(|problem| Error::File { path: target.path.clone(), problem })?;
         }
@@ -110,6 +119,25 @@ impl Target {
     /// Whether the file is a temporary one.
     pub(crate) fn was_made(&self) -> bool {
         self.made.is_some()
+    }
+
+    /// The lines about it in a report, of which `bytes` were measured.
+    pub(crate) fn lines(&self, bytes: u64) -> String {
+        let origin = if self.was_made() { ", made for this and removed afterwards" } else { "" };
+        let mut text = format!("{}: {} MiB{origin}\n", self.path.display(), bytes >> 20);
+        if self.access == Access::ReadOnly {
+            text += "only reads: the file may not be overwritten (--overwrite allows it)\n";
+        }
+        text
+    }
+
+    pub(crate) fn to_json(&self, bytes: u64) -> Value {
+        json!({
+            "path": self.path.to_string_lossy(),
+            "bytes": bytes,
+            "temporary": self.was_made(),
+            "written": self.access == Access::ReadWrite,
+        })
     }
 
     fn check(path: &Path, overwrite: bool) -> Result<Target, String> {
@@ -147,11 +175,7 @@ impl Target {
     }
 
     fn make() -> io::Result<Target> {
-        // /tmp is often in memory, which is no measure of storage; /var/tmp is on a disk by
-        // convention.
-        let parent =
-            std::env::var_os("TMPDIR").map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from);
-        let directory = tempfile::Builder::new().prefix("nowait-bench-").tempdir_in(parent)?;
+        let directory = temporary_directory(None)?;
         let path = directory.path().canonicalize()?.join("bench.img");
         let mut file = OpenOptions::new().read(true).write(true).create_new(true).open(&path)?;
         match rustix::fs::fallocate(&file, FallocateFlags::empty(), 0, MADE_BYTES) {
@@ -214,7 +238,7 @@ mod tests {
     use super::*;
 
     fn problem(file: &Path, overwrite: bool) -> String {
-        match Target::open(Some(file), overwrite, &[]) {
+        match Target::open(Some(file), overwrite, false) {
             Ok(_) => String::new(),
             Err(e) => e.to_string(),
         }
@@ -238,7 +262,7 @@ mod tests {
         let path = directory.path().join("image");
         File::create(&path).and_then(|file| file.set_len(BYTES_MIN + 5)).expect("a sparse file");
         for (overwrite, access) in [(false, Access::ReadOnly), (true, Access::ReadWrite)] {
-            let target = Target::open(Some(&path), overwrite, &[]).expect("a good file");
+            let target = Target::open(Some(&path), overwrite, false).expect("a good file");
             assert_eq!((target.access, target.bytes), (access, BYTES_MIN));
             assert!(!target.was_made());
         }

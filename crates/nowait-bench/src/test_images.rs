@@ -5,7 +5,7 @@
 //! storage from the start. The tools of QEMU create them, so that no server is measured on its own
 //! layout.
 
-use std::fs::{self, File};
+use std::fs::File;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -13,7 +13,8 @@ use std::process::{Command, Stdio};
 use tempfile::TempDir;
 
 use crate::error::Error;
-use crate::test_file::{Format, Target, drop_cached, put_random};
+use crate::server::remove_if_there;
+use crate::test_file::{Format, Target, drop_cached, put_random, temporary_directory};
 
 const MIB: u64 = 1 << 20;
 /// Bytes of the disk with data.
@@ -28,7 +29,7 @@ const CHAIN: u64 = 3;
 
 /// The kind of image that a server is measured on.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum ImageKind {
+pub(crate) enum ImageKind {
     /// A raw file without holes.
     Raw,
     /// A qcow2 image with all of its clusters, of 64 KiB.
@@ -41,7 +42,7 @@ pub enum ImageKind {
 
 impl ImageKind {
     /// Its name in reports.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             ImageKind::Raw => "raw",
             ImageKind::Qcow2 => "qcow2",
@@ -59,12 +60,8 @@ pub(crate) struct TestImages {
 impl TestImages {
     /// Creates all images below `$TMPDIR`, or /var/tmp: about 400 MiB.
     pub(crate) fn make() -> Result<TestImages, Error> {
-        // /tmp is often in memory, which is no measure of storage; /var/tmp is on a disk by
-        // convention.
-        let parent =
-            std::env::var_os("TMPDIR").map_or_else(|| PathBuf::from("/var/tmp"), PathBuf::from);
         let made = || {
-            let directory = tempfile::Builder::new().prefix("nowait-bench-").tempdir_in(parent)?;
+            let directory = temporary_directory(None)?;
             let test_images = TestImages { directory };
             test_images.fill()?;
             Ok(test_images)
@@ -119,10 +116,7 @@ impl TestImages {
             ImageKind::Overlay => ("overlay", Format::Qcow2, SPARE_BYTES),
         };
         if kind == ImageKind::Overlay {
-            match fs::remove_file(self.path(name)) {
-                Err(e) if e.kind() != io::ErrorKind::NotFound => return Err(e),
-                _ => {}
-            }
+            remove_if_there(&self.path(name))?;
             let size = (DATA_BYTES + SPARE_BYTES).to_string();
             let create = ["create", "-q", "-f", "qcow2", "-b", "qcow2", "-F", "qcow2"];
             self.run("qemu-img", &[&create[..], &[name, &size]].concat())?;

@@ -18,7 +18,7 @@ pub enum Caching {
 
 impl Caching {
     /// Its name in reports: `direct` or `page cache`.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Caching::Direct => "direct",
             Caching::PageCache => "page cache",
@@ -49,16 +49,16 @@ pub enum ClientKind {
 /// The conditions that all servers of one table have in common, besides the file; tables are never
 /// mixed.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Conditions {
+pub(crate) struct Conditions {
     /// The caching mode of a table.
-    pub caching: Caching,
+    pub(crate) caching: Caching,
     /// The transport between client and server.
-    pub transport: Transport,
+    pub(crate) transport: Transport,
 }
 
 impl Transport {
     /// Its name in reports: `plain`, `TCP` or `TLS`.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Transport::Plain => "plain",
             Transport::Tcp => "TCP",
@@ -69,7 +69,7 @@ impl Transport {
 
 impl Conditions {
     /// All conditions, in the order of the report.
-    pub const ALL: [Conditions; 6] = [
+    pub(crate) const ALL: [Conditions; 6] = [
         Conditions { caching: Caching::Direct, transport: Transport::Plain },
         Conditions { caching: Caching::PageCache, transport: Transport::Plain },
         Conditions { caching: Caching::Direct, transport: Transport::Tcp },
@@ -94,7 +94,7 @@ impl fmt::Display for Conditions {
 
 /// The direction of the data.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Direction {
+pub(crate) enum Direction {
     /// From the server.
     Read,
     /// To the server.
@@ -103,7 +103,7 @@ pub enum Direction {
 
 /// The order of the blocks.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Order {
+pub(crate) enum Order {
     /// Uniformly random.
     Random,
     /// Consecutive, starting over after the last. Each connection has its own part of the file.
@@ -112,22 +112,22 @@ pub enum Order {
 
 /// One kind of load, constant during the measurement.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct Workload {
+pub(crate) struct Workload {
     /// Read or write.
-    pub direction: Direction,
+    pub(crate) direction: Direction,
     /// Random or sequential.
-    pub order: Order,
+    pub(crate) order: Order,
     /// Bytes per request; positions are multiples of it. A multiple of 4096, at most 1 MiB.
-    pub block_bytes: usize,
+    pub(crate) block_bytes: usize,
     /// Requests kept in flight on each connection: 1 to 1024.
-    pub depth: usize,
+    pub(crate) depth: usize,
     /// The load of another client at the same time, on a separate connection.
-    pub beside: Option<BackgroundLoad>,
+    pub(crate) beside: Option<BackgroundLoad>,
 }
 
 /// The load of another client at the same time.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum BackgroundLoad {
+pub(crate) enum BackgroundLoad {
     /// As much as possible: 1 MiB sequential, depth 256.
     Flood(Direction),
     /// Writes of 64 KiB, one after the other, to unallocated clusters of the image.
@@ -136,7 +136,7 @@ pub enum BackgroundLoad {
 
 impl BackgroundLoad {
     /// The workload of this client.
-    pub fn load(self) -> Workload {
+    pub(crate) fn load(self) -> Workload {
         let (direction, block_bytes, depth) = match self {
             BackgroundLoad::Flood(direction) => (direction, 1024 * KIB, 256),
             BackgroundLoad::Allocations => (Direction::Write, 64 * KIB, 1),
@@ -147,7 +147,7 @@ impl BackgroundLoad {
 
 impl Workload {
     /// Whether it, or the background load, writes.
-    pub fn writes(&self) -> bool {
+    pub(crate) fn writes(&self) -> bool {
         let is_write = |direction| direction == Direction::Write;
         is_write(self.direction)
             || self.beside.is_some_and(|neighbour| is_write(neighbour.load().direction))
@@ -155,7 +155,7 @@ impl Workload {
 
     /// What `nowait bench peers` measures: 4K random at depth 1, 16 and 64, 128K sequential at depth 8, and
     /// 4K random reads at depth 1 beside a flood.
-    pub fn standard() -> Vec<Workload> {
+    pub(crate) fn standard() -> Vec<Workload> {
         let small = Workload {
             direction: Direction::Read,
             order: Order::Random,
@@ -185,18 +185,31 @@ impl Workload {
     }
 }
 
+impl Direction {
+    /// Its name in reports.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Direction::Read => "read",
+            Direction::Write => "write",
+        }
+    }
+}
+
+impl Order {
+    /// Its name in reports.
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Order::Random => "random",
+            Order::Sequential => "sequential",
+        }
+    }
+}
+
 /// As text: `4K random read, depth 16`, `4K random read, depth 1, beside 1024K sequential read,
 /// depth 256`.
 impl fmt::Display for Workload {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let order = match self.order {
-            Order::Random => "random",
-            Order::Sequential => "sequential",
-        };
-        let direction = match self.direction {
-            Direction::Read => "read",
-            Direction::Write => "write",
-        };
+        let (order, direction) = (self.order.name(), self.direction.name());
         write!(f, "{}K {order} {direction}, depth {}", self.block_bytes / KIB, self.depth)?;
         match self.beside {
             Some(neighbour) => write!(f, ", beside {neighbour}"),

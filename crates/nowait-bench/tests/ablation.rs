@@ -10,7 +10,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use nowait_bench::{EngineOptions, EngineReport, Error, Output, TableSelection, run_engine};
+use nowait_bench::{EngineOptions, Error, Output, Report, RunOptions, TableSelection, run_engine};
 use serde_json::Value;
 use tempfile::TempDir;
 
@@ -23,48 +23,48 @@ fn file_of_zeros(directory: &TempDir) -> PathBuf {
 }
 
 fn options(what: TableSelection, file: &Path) -> EngineOptions {
-    EngineOptions {
-        what,
-        file: Some(file.to_owned()),
-        overwrite: true,
-        duration: Duration::from_millis(2),
-        // Starting fio is slow.
-        rounds: if what == TableSelection::Engines { 1 } else { 2 },
-        latency: vec![Duration::from_micros(50)],
-        ..EngineOptions::default()
-    }
+    // Starting fio is slow.
+    let rounds = if what == TableSelection::Engines { 1 } else { 2 };
+    let duration = Duration::from_millis(2);
+    let run = RunOptions { overwrite: true, duration, rounds, ..RunOptions::default() };
+    let (file, latency) = (Some(file.to_owned()), vec![Duration::from_micros(50)]);
+    EngineOptions { run, what, file, latency }
 }
 
-fn measured(options: &EngineOptions) -> (EngineReport, String) {
+fn measured(options: &EngineOptions) -> (Report, String) {
     let mut printed = Vec::new();
     let report = run_engine(options, &mut printed).expect("a report");
     (report, String::from_utf8(printed).expect("UTF-8"))
 }
 
-/// Measures one selection and checks that every cell of its tables has a figure from every round.
-/// Returns the titles of the rows with the numbers of their variants.
+fn array<'a>(object: &'a Value, name: &str) -> &'a Vec<Value> {
+    object[name].as_array().unwrap_or_else(|| panic!("no {name} in {object}"))
+}
+
+/// Measures one selection and checks that every cell of its tables has a figure, and that all are
+/// printed. Returns the titles of the rows with the numbers of their variants.
 fn measure_complete(what: TableSelection) -> Vec<(String, usize)> {
     let directory = TempDir::new().expect("a temporary directory");
     let options = options(what, &file_of_zeros(&directory));
     let (report, printed) = measured(&options);
-    assert_eq!(printed, report.to_string());
     assert!(!report.interrupted);
     let mut rows = Vec::new();
-    for table in &report.tables {
-        assert_eq!(table.what, what);
-        for row in &table.rows {
-            assert_eq!(row.cells.len(), table.variants.len());
-            for (variant, cell) in table.variants.iter().zip(&row.cells) {
-                if variant == "loop device" && cell.problem.is_some() {
-                    let _ = writeln!(io::stderr(), "skipped: no loop device ({:?})", cell.problem);
+    for table in array(&report.json, "tables") {
+        assert_eq!(table["what"], what.name());
+        assert!(printed.contains(table["title"].as_str().expect("a title")), "{printed}");
+        for row in array(table, "rows") {
+            let title = row["row"].as_str().expect("a title").to_owned();
+            assert!(printed.contains(&title), "{title} is not in {printed}");
+            for cell in array(row, "cells") {
+                if cell["variant"] == "loop device" && !cell["problem"].is_null() {
+                    let _ = writeln!(io::stderr(), "skipped: no loop device ({cell})");
                     continue;
                 }
-                let at = format!("{}, {}: {variant}", table.title, row.title);
-                assert_eq!(cell.problem, None, "{at}");
-                assert_eq!(cell.samples.len(), options.rounds as usize, "{at}");
-                assert!(cell.samples.iter().all(|sample| sample.mib_per_second > 0.0), "{at}");
+                let figure = cell["mib_per_second"]["min"].as_f64();
+                assert!(figure.is_some_and(|figure| figure > 0.0), "{title}: {cell}");
+                assert!(cell["problem"].is_null());
             }
-            rows.push((row.title.clone(), table.variants.len()));
+            rows.push((title, array(row, "cells").len()));
         }
     }
     rows
@@ -130,10 +130,12 @@ fn a_file_is_only_written_to_with_permission() {
     let directory = TempDir::new().expect("a temporary directory");
     let path = file_of_zeros(&directory);
     for what in TableSelection::EACH {
-        let options = EngineOptions { overwrite: false, ..options(what, &path) };
+        let mut options = options(what, &path);
+        options.run.overwrite = false;
         let (report, printed) = measured(&options);
         assert!(printed.contains("only reads"));
-        assert_eq!(report.tables.is_empty(), what == TableSelection::Completion);
+        let is_empty = array(&report.json, "tables").is_empty();
+        assert_eq!(is_empty, what == TableSelection::Completion);
     }
     let bytes = fs::read(&path).expect("the file");
     assert!(bytes.len() == FILE_BYTES && bytes.iter().all(|&byte| byte == 0));
@@ -145,20 +147,21 @@ fn a_file_is_only_written_to_with_permission() {
 fn the_page_is_self_contained_and_the_json_object_has_the_figures_of_the_text() {
     let directory = TempDir::new().expect("a temporary directory");
     let html = directory.path().join("report.html");
-    let options = EngineOptions {
-        html: Some(html.clone()),
-        output: Output::Json,
-        ..options(TableSelection::Pool, &file_of_zeros(&directory))
-    };
+    let mut options = options(TableSelection::Pool, &file_of_zeros(&directory));
+    options.run.html = Some(html.clone());
+    let (text, printed) = measured(&options);
+    assert!(printed.contains("allocator") && text.failures.is_empty());
+    options.run.output = Output::Json;
     let (report, printed) = measured(&options);
     let json: Value = serde_json::from_str(&printed).expect("one JSON object");
-    let cell = &json["tables"][0]["rows"][0]["cells"][1];
-    assert_eq!(json["tables"][0]["what"], "pool");
-    assert_eq!(cell["variant"], "pool");
-    let table = &report.tables[0];
+    let cell = |json: &Value| json["tables"][0]["rows"][0]["cells"][1].clone();
+    assert_eq!(
+        (&json["tables"][0]["what"], &cell(&json)["variant"]),
+        (&"pool".into(), &"pool".into())
+    );
     // Reading a number back may change its last bit.
-    let (read, gain) = (cell["gain"].as_f64(), table.gain(&table.rows[0], 1));
-    let (read, gain) = (read.expect("a gain"), gain.expect("a gain"));
+    let [read, gain] =
+        [&json, &report.json].map(|json| cell(json)["gain"].as_f64().expect("a gain"));
     assert!((read - gain).abs() <= gain * 1e-12, "{read} {gain}");
 
     let page = fs::read_to_string(&html).expect("a page");
@@ -166,16 +169,16 @@ fn the_page_is_self_contained_and_the_json_object_has_the_figures_of_the_text() 
     for from_outside in ["http:", "https:", "url(", "<script", "<link", "<img", "@import"] {
         assert!(!page.contains(from_outside), "{from_outside}");
     }
-    let again = EngineOptions { overwrite: false, ..options };
-    assert!(matches!(run_engine(&again, &mut Vec::new()), Err(Error::File { .. })));
+    options.run.overwrite = false;
+    assert!(matches!(run_engine(&options, &mut Vec::new()), Err(Error::File { .. })));
 }
 
 #[test]
 fn a_cancelled_measurement_reports_the_finished_tables() {
     let directory = TempDir::new().expect("a temporary directory");
     let options = options(TableSelection::All, &file_of_zeros(&directory));
-    options.stop.request();
+    options.run.stop.request();
     let (report, printed) = measured(&options);
-    assert!(report.interrupted && report.tables.is_empty());
+    assert!(report.interrupted && array(&report.json, "tables").is_empty());
     assert!(printed.ends_with("stopped before the end\n"));
 }

@@ -4,7 +4,7 @@
 use std::fs::{self, File, Permissions};
 use std::os::unix::fs::PermissionsExt;
 
-use nowait_bench::{Caching, Conditions, PeersOptions, ServerKind, Transport};
+use nowait_bench::{Caching, PeersOptions, ServerKind, Transport, run_peers};
 use tempfile::TempDir;
 
 #[test]
@@ -21,12 +21,13 @@ fn a_server_that_does_not_start_is_reported_with_its_last_message_and_tried_once
         nowait: Some(program),
         servers: vec![ServerKind::Nowait],
         file: Some(image),
-        tables: vec![Conditions { caching: Caching::PageCache, transport: Transport::Plain }],
+        caching: Some(Caching::PageCache),
+        transport: Some(Transport::Plain),
         ..PeersOptions::default()
     };
-    let report = nowait_bench::run(&options, &mut Vec::new()).expect("a report");
-    assert_eq!(report.versions[0].1, "nowait 0");
+    let report = run_peers(&options, &mut Vec::new()).expect("a report");
+    assert_eq!(report.json["servers"][0]["version"], "nowait 0");
     assert_eq!(report.failures.len(), 1);
-    assert!(report.failures[0].problem.ends_with("no luck"), "{}", report.failures[0].problem);
-    assert!(report.comparisons.is_empty());
+    assert!(report.failures[0].ends_with("no luck"), "{}", report.failures[0]);
+    assert_eq!(report.json["comparisons"], serde_json::json!([]));
 }

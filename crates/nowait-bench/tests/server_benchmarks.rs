@@ -10,25 +10,13 @@ use std::process::Command;
 use std::time::Duration;
 
 use nowait_bench::{
-    BackgroundLoad, Caching, ClientKind, Conditions, Direction, Error, ImageCase, ImageKind,
-    ImagesOptions, Order, Output, PeersOptions, Report, ServerKind, Transport, Workload,
-    run_images,
+    Caching, ClientKind, Error, ImagesOptions, Output, PeersOptions, Report, RunOptions,
+    ServerKind, Transport, run_images, run_peers,
 };
 use serde_json::Value;
 use tempfile::TempDir;
 
 const FILE_BYTES: usize = 64 << 20;
-const LOAD: Workload = Workload {
-    direction: Direction::Read,
-    order: Order::Random,
-    block_bytes: 4096,
-    depth: 16,
-    beside: None,
-};
-
-const PLAIN: Conditions = Conditions { caching: Caching::PageCache, transport: Transport::Plain };
-const TCP: Conditions = Conditions { caching: Caching::PageCache, transport: Transport::Tcp };
-const TLS: Conditions = Conditions { caching: Caching::PageCache, transport: Transport::Tls };
 
 fn file_of_zeros(directory: &TempDir) -> PathBuf {
     let path = directory.path().join("image, of zeros");
@@ -36,25 +24,40 @@ fn file_of_zeros(directory: &TempDir) -> PathBuf {
     path
 }
 
+fn short(rounds: u32) -> RunOptions {
+    RunOptions { duration: Duration::from_millis(50), rounds, ..RunOptions::default() }
+}
+
+/// Reads, and writes if the file may be overwritten, 16 in flight.
 fn options(file: &Path) -> PeersOptions {
     PeersOptions {
+        run: short(2),
         servers: vec![ServerKind::QemuNbd, ServerKind::QemuStorageDaemon, ServerKind::Nbdkit],
         file: Some(file.to_owned()),
-        duration: Duration::from_millis(50),
-        rounds: 2,
-        workloads: vec![LOAD, Workload { direction: Direction::Write, ..LOAD }],
+        only: Some("depth 16".into()),
         // Not every file system for temporary files supports direct I/O.
-        tables: vec![PLAIN],
+        caching: Some(Caching::PageCache),
+        transport: Some(Transport::Plain),
         ..PeersOptions::default()
     }
+}
+
+/// As [`options`], and the file may be overwritten.
+fn overwriting(file: &Path) -> PeersOptions {
+    let mut options = options(file);
+    options.run.overwrite = true;
+    options
 }
 
 /// Measures and returns the report with the printed text; `None`, with a message, if no server is
 /// installed.
 fn measured(options: &PeersOptions) -> Option<(Report, String)> {
     let mut printed = Vec::new();
-    match nowait_bench::run(options, &mut printed) {
-        Ok(report) => Some((report, String::from_utf8(printed).expect("UTF-8"))),
+    match run_peers(options, &mut printed) {
+        Ok(report) => {
+            assert!(report.failures.is_empty(), "{:?}", report.failures);
+            Some((report, String::from_utf8(printed).expect("UTF-8")))
+        }
         Err(Error::NoServer) => {
             tool::skip("no qemu-nbd, no qemu-storage-daemon, no nbdkit");
             None
@@ -63,89 +66,99 @@ fn measured(options: &PeersOptions) -> Option<(Report, String)> {
     }
 }
 
+fn array<'a>(object: &'a Value, name: &str) -> &'a Vec<Value> {
+    object[name].as_array().unwrap_or_else(|| panic!("no {name} in {object}"))
+}
+
+/// The lowest of the rounds.
+fn lowest(row: &Value, figure: &str) -> f64 {
+    row[figure]["min"].as_f64().unwrap_or_else(|| panic!("no {figure} in {row}"))
+}
+
+/// Checks that every server has figures in each of `comparisons` comparisons.
+fn check_complete(report: &Report, comparisons: usize) {
+    let all = array(&report.json, "comparisons");
+    assert_eq!(all.len(), comparisons);
+    for comparison in all {
+        let rows = array(comparison, "servers");
+        assert_eq!(rows.len(), array(&report.json, "servers").len());
+        for row in rows {
+            let [iops, cpu] = ["iops", "server_cpu_us_per_request"].map(|it| lowest(row, it));
+            assert!(iops > 0.0 && cpu > 0.0 && lowest(row, "server_rss_mib") > 0.0, "{row}");
+            assert!(lowest(row, "p99_us") >= lowest(row, "p50_us"), "{row}");
+            assert!(lowest(row, "p50_us") > 0.0, "{row}");
+        }
+    }
+}
+
 #[test]
-fn every_server_is_measured_in_every_round_and_the_text_is_the_report() {
+fn every_server_is_measured_over_every_transport_and_text_and_page_have_the_figures() {
     let directory = TempDir::new().expect("a temporary directory");
-    let options = PeersOptions {
-        overwrite: true,
-        connections: 2,
-        tables: vec![PLAIN, TCP, TLS],
-        html: Some(directory.path().join("report.html")),
-        ..options(&file_of_zeros(&directory))
-    };
-    let Some((report, printed)) = measured(&options) else {
-        return;
-    };
-    assert!(report.failures.is_empty(), "{:?}", report.failures);
-    assert_eq!(report.comparisons.len(), 6);
-    for comparison in &report.comparisons {
-        assert_eq!(comparison.rows.len(), report.versions.len());
-        for row in &comparison.rows {
-            assert_eq!(row.samples.len(), 2);
-            for sample in &row.samples {
-                assert!(
-                    sample.iops > 0.0 && sample.server_cpu_us > 0.0 && sample.server_rss_mib > 0.0
-                );
-                assert!(sample.p99_us >= sample.p50_us && sample.p50_us > 0.0);
+    let html = directory.path().join("report.html");
+    let mut options =
+        PeersOptions { connections: 2, transport: None, ..overwriting(&file_of_zeros(&directory)) };
+    options.run.html = Some(html.clone());
+    for (transport, comparisons) in [(None, 4), (Some(Transport::Tcp), 2)] {
+        options.transport = transport;
+        let Some((report, printed)) = measured(&options) else {
+            return;
+        };
+        check_complete(&report, comparisons);
+        let page = fs::read_to_string(&html).expect("a page");
+        for comparison in array(&report.json, "comparisons") {
+            let workload = comparison["workload"].as_str().expect("a workload");
+            assert!(printed.contains(workload) && page.contains(&format!("<h2>{workload}</h2>")));
+            for row in array(comparison, "servers") {
+                let iops = row["iops"]["median"].as_f64().expect("a figure");
+                assert!(printed.contains(&format!(" {iops:.0} ")), "{printed}");
+                assert!(page.contains(&format!("<td>{iops:.0}</td>")), "{page}");
             }
         }
+        let over = transport.map_or("page cache, TLS", |_| "page cache, TCP");
+        assert!(
+            printed.contains(&format!("== {over} =="))
+                && page.contains(&format!("<h2>{over}</h2>"))
+        );
+        let is_named = printed.contains("negotiated: TLS 1.3 with");
+        assert_eq!(is_named, transport.is_none());
+        assert!(page.ends_with("</html>\n"));
     }
-    assert_eq!(printed, report.to_string());
-    let page = fs::read_to_string(directory.path().join("report.html")).expect("a page");
-    for comparison in &report.comparisons {
-        assert!(page.contains(&format!("<h2>{}</h2>", comparison.workload)));
-        assert!(page.contains(&format!("<h2>{}</h2>", comparison.terms)));
-        for row in &comparison.rows {
-            assert!(page.contains(&format!("<td>{:.0}</td>", row.iops().median)));
-        }
-    }
-    assert!(page.ends_with("</html>\n"));
 }
 
 #[test]
 fn fio_measures_the_same_rows_where_it_is_installed() {
     let directory = TempDir::new().expect("a temporary directory");
-    let options = PeersOptions {
-        client: ClientKind::Fio,
-        overwrite: true,
-        tables: vec![PLAIN, TCP],
-        rounds: 1,
-        ..options(&file_of_zeros(&directory))
-    };
     if Command::new("fio").arg("--version").output().is_err() {
         tool::skip("no fio");
         return;
     }
-    let Some((report, _)) = measured(&options) else {
-        return;
-    };
-    assert!(report.failures.is_empty(), "{:?}", report.failures);
-    assert_eq!(report.comparisons.len(), 4);
-    let rows = report.comparisons.iter().flat_map(|comparison| &comparison.rows);
-    for sample in rows.flat_map(|row| &row.samples) {
-        assert!(sample.iops > 0.0 && sample.server_cpu_us > 0.0 && sample.p99_us >= sample.p50_us);
+    for transport in [Transport::Plain, Transport::Tcp] {
+        let options = PeersOptions {
+            run: RunOptions { overwrite: true, ..short(1) },
+            client: ClientKind::Fio,
+            transport: Some(transport),
+            ..options(&file_of_zeros(&directory))
+        };
+        if let Some((report, _)) = measured(&options) {
+            check_complete(&report, 2);
+        }
     }
 }
 
 #[test]
 fn the_throughput_of_a_flood_is_reported_with_that_of_the_small_reader() {
     let directory = TempDir::new().expect("a temporary directory");
-    let flood =
-        |direction| Workload { depth: 1, beside: Some(BackgroundLoad::Flood(direction)), ..LOAD };
     let options = PeersOptions {
-        overwrite: true,
-        workloads: vec![flood(Direction::Read), flood(Direction::Write)],
-        rounds: 1,
+        run: RunOptions { overwrite: true, ..short(1) },
+        only: Some("beside".into()),
         ..options(&file_of_zeros(&directory))
     };
     let Some((report, _)) = measured(&options) else {
         return;
     };
-    assert!(report.failures.is_empty(), "{:?}", report.failures);
-    let rows: Vec<_> = report.comparisons.iter().flat_map(|comparison| &comparison.rows).collect();
-    assert_eq!(rows.len(), 2 * report.versions.len());
-    for sample in rows.iter().flat_map(|row| &row.samples) {
-        assert!(sample.iops > 0.0 && sample.beside_mib_s.is_some_and(|rate| rate > 0.0));
+    check_complete(&report, 2);
+    for row in array(&report.json, "comparisons").iter().flat_map(|it| array(it, "servers")) {
+        assert!(lowest(row, "beside_mib_s") > 0.0, "{row}");
     }
 }
 
@@ -159,15 +172,12 @@ fn a_file_is_only_written_to_with_permission() {
         return;
     };
     assert!(is_zero());
-    assert!(
-        report
-            .comparisons
-            .iter()
-            .all(|comparison| comparison.workload.direction == Direction::Read)
-    );
+    let is_read = |comparison: &Value| comparison["direction"] == "read";
+    assert!(array(&report.json, "comparisons").iter().all(is_read));
     assert!(printed.contains("only reads"));
 
-    let with_leave = PeersOptions { overwrite: true, output: Output::Json, ..options(&path) };
+    let mut with_leave = overwriting(&path);
+    with_leave.run.output = Output::Json;
     let Some((_, printed)) = measured(&with_leave) else {
         return;
     };
@@ -180,27 +190,18 @@ fn a_file_is_only_written_to_with_permission() {
 fn a_cancelled_measurement_reports_what_was_finished() {
     let directory = TempDir::new().expect("a temporary directory");
     let options = options(&file_of_zeros(&directory));
-    options.stop.request();
+    options.run.stop.request();
     let Some((report, printed)) = measured(&options) else {
         return;
     };
-    assert!(report.interrupted && report.comparisons.is_empty());
+    assert!(report.interrupted && array(&report.json, "comparisons").is_empty());
     assert!(printed.ends_with("stopped before the end\n"));
 }
 
 #[test]
 fn images_are_measured_with_every_server_that_supports_them_and_removed_afterwards() {
-    let cases: Vec<ImageCase> = ImageCase::standard()
-        .into_iter()
-        .filter(|case| case.workload.direction == Direction::Read && case.workload.depth == 1)
-        .collect();
-    let options = ImagesOptions {
-        servers: ServerKind::ALL.to_vec(),
-        duration: Duration::from_millis(50),
-        rounds: 1,
-        cases,
-        ..ImagesOptions::default()
-    };
+    let only = Some("read, depth 1".into());
+    let options = ImagesOptions { run: short(1), only, ..ImagesOptions::default() };
     let mut printed = Vec::new();
     let report = match run_images(&options, &mut printed) {
         Ok(report) => report,
@@ -210,20 +211,22 @@ fn images_are_measured_with_every_server_that_supports_them_and_removed_afterwar
             return;
         }
     };
-    assert!(!Path::new(&report.directory).exists());
+    assert!(!Path::new(report.json["directory"].as_str().expect("a path")).exists());
     assert!(report.failures.is_empty(), "{:?}", report.failures);
-    let images: Vec<&[ImageKind]> = options.cases.iter().map(|case| case.images).collect();
-    assert_eq!(report.tables.len(), images.len());
-    for (table, images) in report.tables.iter().zip(images) {
-        // None of these servers is measured on raw files.
-        let kinds = images.iter().filter(|image| **image != ImageKind::Raw).count();
-        assert_eq!(table.rows.len(), kinds * report.versions.len());
-        for row in &table.rows {
-            assert!(row.samples.iter().all(|sample| sample.iops > 0.0), "{}", row.subject);
-            let beside =
-                |sample: &nowait_bench::Sample| sample.beside_mib_s.is_some_and(|mib| mib > 0.0);
-            assert_eq!(row.samples.iter().all(beside), table.workload.beside.is_some());
+    // None of these servers is measured on raw files: a qcow2 image and a chain, at depth 1 and 16,
+    // and an overlay, alone and beside writes.
+    let images: Vec<usize> = vec![2, 2, 1, 1];
+    let (tables, servers) = (array(&report.json, "tables"), array(&report.json, "servers"));
+    assert_eq!(tables.len(), images.len());
+    let printed = String::from_utf8(printed).expect("UTF-8");
+    for (table, images) in tables.iter().zip(images) {
+        let (rows, workload) = (array(table, "rows"), table["workload"].as_str().expect("a title"));
+        assert_eq!(rows.len(), images * servers.len());
+        assert!(printed.contains(workload));
+        for row in rows {
+            assert!(lowest(row, "iops") > 0.0, "{row}");
+            assert_eq!(row["beside_mib_s"]["min"].is_number(), workload.contains("beside"));
         }
     }
-    assert_eq!(String::from_utf8(printed).expect("UTF-8"), report.to_string());
+    assert!(printed.contains("p99 beside allocating writes ÷ alone: "), "{printed}");
 }

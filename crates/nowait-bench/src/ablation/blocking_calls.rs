@@ -13,6 +13,7 @@ use nowait::{BlockMap, Flags};
 
 use crate::ablation::closed_loop::{Interval, StopCondition};
 use crate::ablation::fixture::Fixture;
+use crate::ablation::gain_table::Sample;
 use crate::ablation::offsets::Offsets;
 use crate::client::Random;
 use crate::workload::{Direction, Workload};
@@ -61,7 +62,8 @@ impl<M: BlockMap> Calls for nowait::BlockingFile<M> {
     }
 }
 
-fn whole(done: usize, asked: usize) -> io::Result<()> {
+/// An error unless all that was asked for is done.
+pub(crate) fn whole(done: usize, asked: usize) -> io::Result<()> {
     if done == asked { Ok(()) } else { Err(io::Error::other("a call was cut short")) }
 }
 
@@ -69,21 +71,18 @@ fn whole(done: usize, asked: usize) -> io::Result<()> {
 ///
 /// # Errors
 /// The error of a call, or that no thread could be started.
-pub(crate) fn run(
-    file: &impl Calls,
-    load: &Workload,
-    fixture: &Fixture<'_>,
-    stop_condition: StopCondition<'_>,
-) -> io::Result<Interval> {
-    in_threads(load.depth, |number, gate| {
-        let mut offsets =
-            Offsets::endless(load.order, fixture.region(load.block_bytes), number as u64 + 1);
-        let mut block = Block::random();
-        let data = &mut block.0[..load.block_bytes];
-        gate.wait();
-        calls(&mut offsets, stop_condition, load.block_bytes, |pos| match load.direction {
-            Direction::Read => file.read(data, pos),
-            Direction::Write => file.write(data, pos),
+pub(crate) fn run(file: &impl Calls, load: &Workload, fixture: &Fixture<'_>) -> io::Result<Sample> {
+    fixture.measure(load, true, |_, stop_condition| {
+        in_threads(load.depth, |number, gate| {
+            let mut offsets =
+                Offsets::endless(load.order, fixture.region(load.block_bytes), number as u64 + 1);
+            let mut block = Block::random();
+            let data = &mut block.0[..load.block_bytes];
+            gate.wait();
+            calls(&mut offsets, stop_condition, load.block_bytes, |pos| match load.direction {
+                Direction::Read => file.read(data, pos),
+                Direction::Write => file.write(data, pos),
+            })
         })
     })
 }

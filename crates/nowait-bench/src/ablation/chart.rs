@@ -2,7 +2,7 @@
 //!
 //! Invariant: both axes are logarithmic, so a doubling and a halving have the same length.
 
-use crate::ablation::result_table::{Latency, Metric, Row, Table};
+use crate::ablation::gain_table::{Latency, Metric, Row, Table, latency};
 use crate::ablation::text::{factor, short};
 use crate::page::escaped;
 
@@ -67,7 +67,7 @@ impl Scale {
 
 /// One line of a chart.
 struct Line<'a> {
-    row: &'a Row,
+    row: &'a Row<'a>,
     variant: usize,
     label: &'a str,
     y: f64,
@@ -83,8 +83,9 @@ struct Layout<'a> {
 impl<'a> Layout<'a> {
     /// One line for each cell that `drawn` accepts. If rows have several such cells, each row has a
     /// title.
-    fn of(table: &'a Table, drawn: impl Fn(&Row, usize) -> bool) -> Layout<'a> {
-        let drawn = |row: &Row| (0..row.cells.len()).filter(|&n| drawn(row, n)).collect::<Vec<_>>();
+    fn of(table: &'a Table<'a>, drawn: impl Fn(&Row<'_>, usize) -> bool) -> Layout<'a> {
+        let drawn =
+            |row: &Row<'_>| (0..row.cells.len()).filter(|&n| drawn(row, n)).collect::<Vec<_>>();
         let grouped = table.rows.iter().any(|row| drawn(row).len() > 1);
         let mut layout = Layout { lines: Vec::new(), titles: String::new(), height: HEAD_HEIGHT };
         for row in &table.rows {
@@ -98,7 +99,7 @@ impl<'a> Layout<'a> {
                 layout.titles += &format!("<text class=title x=0 y={y:.1}>{title}</text>");
             }
             for variant in variants {
-                let name = table.variants.get(variant).map_or("", String::as_str);
+                let name = row.cells.get(variant).map_or("", |cell| cell.key.name.as_str());
                 let label = if grouped { name } else { &row.title };
                 let y = layout.next();
                 layout.lines.push(Line { row, variant, label, y });
@@ -133,7 +134,7 @@ fn svg(name: &str, height: f64, content: &str) -> String {
 
 /// Bars of the gains, with a mark at the gain that the source reports; `None` if there are no
 /// gains.
-pub(crate) fn gains(table: &Table) -> Option<String> {
+pub(crate) fn gains(table: &Table<'_>) -> Option<String> {
     let Layout { lines, titles, height } =
         Layout::of(table, |row, variant| table.gain(row, variant).is_some());
     let sources = lines.iter().filter_map(|line| line.row.source?.factor);
@@ -154,7 +155,7 @@ pub(crate) fn gains(table: &Table) -> Option<String> {
             "<rect class={class} x={x:.1} y={y:.1} width={width:.1} height={BAR_HEIGHT} rx=2 />"
         );
         // The source reports the gain of the complete mechanism.
-        let whole = line.variant + 1 == table.variants.len();
+        let whole = line.variant + 1 == line.row.cells.len();
         if let Some(mark) = line.row.source.and_then(|source| source.factor).filter(|_| whole) {
             let x = scale.x(mark);
             let (top, bottom) = (line.y - 8.0, line.y + 8.0);
@@ -170,12 +171,12 @@ pub(crate) fn gains(table: &Table) -> Option<String> {
 }
 
 /// Dots at the percentiles; `None` if no latencies were measured.
-pub(crate) fn latencies(table: &Table) -> Option<String> {
-    let latency = |row: &Row, variant: usize| row.cells.get(variant)?.latency();
+pub(crate) fn latencies(table: &Table<'_>) -> Option<String> {
+    let latency = |row: &Row<'_>, variant: usize| latency(row.cells.get(variant)?);
     let Layout { lines, titles, height } =
         Layout::of(table, |row, variant| latency(row, variant).is_some());
     let of = |line: &Line<'_>| latency(line.row, line.variant);
-    let scale = Scale::over(lines.iter().filter_map(of).flat_map(|it| it.all()))?;
+    let scale = Scale::over(lines.iter().filter_map(of).flatten())?;
     let mut content = scale.ticks(height, |figure| format!("{} µs", round(figure))) + &titles;
     for line in &lines {
         let Some(latency) = of(line) else { continue };
@@ -183,19 +184,19 @@ pub(crate) fn latencies(table: &Table) -> Option<String> {
         let ours = (table.gain == Metric::FirstOver) == (line.variant == 0);
         content += &dots(&scale, &latency, line.y, if ours { "ours" } else { "theirs" });
         content += &label(line.label, line.y);
-        let text = format!("{} / {}", short(latency.p50_us), short(latency.p99_us));
+        let text = format!("{} / {}", short(latency[0]), short(latency[2]));
         content += &value(&text, line.y);
     }
     Some(svg(&format!("latency percentiles: {}", table.title), height, &content))
 }
 
 fn dots(scale: &Scale, latency: &Latency, y: f64, class: &str) -> String {
-    let (from, to) = (scale.x(latency.p50_us), scale.x(latency.p999_us));
+    let (from, to) = (scale.x(latency[0]), scale.x(latency[3]));
     let mut svg = format!(
         "<g class={class}><line class=range x1={from:.1} x2={to:.1} y1={y:.1} y2={y:.1} />"
     );
-    for (figure, radius) in latency.all().into_iter().zip([4.5, 3.6, 2.8, 2.0]) {
-        let x = scale.x(figure);
+    for (figure, radius) in latency.iter().zip([4.5, 3.6, 2.8, 2.0]) {
+        let x = scale.x(*figure);
         svg += &format!("<circle cx={x:.1} cy={y:.1} r={radius} />");
     }
     svg + "</g>"
@@ -218,12 +219,13 @@ pub(crate) fn class_of(gain: f64) -> &'static str {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ablation::result_table::examples::{broken, cell, table};
+    use crate::ablation::gain_table::examples::table;
 
     #[test]
     fn a_gain_is_a_bar_to_the_right_of_1_and_a_loss_one_to_the_left() {
-        let cells = vec![cell([100.0; 3]), cell([200.0; 3]), cell([50.0; 3]), broken()];
-        let svg = gains(&table(&["a", "b", "c", "d"], cells)).unwrap_or_default();
+        let of = |iops: f64| Some([iops; 3]);
+        let variants = [("a", of(100.0)), ("b", of(200.0)), ("c", of(50.0)), ("d", None)];
+        let svg = gains(&table(&variants)).unwrap_or_default();
         assert_eq!(svg.matches("<rect class=up").count(), 1, "{svg}");
         assert_eq!(svg.matches("<rect class=down").count(), 1, "{svg}");
         assert!(svg.contains(">2.00×<") && svg.contains(">0.50×<"), "{svg}");
@@ -231,14 +233,13 @@ mod tests {
 
     #[test]
     fn each_measured_variant_has_a_dot_for_each_percentile() {
-        let table = table(&["a", "b"], vec![cell([100.0; 3]), broken()]);
-        let svg = latencies(&table).unwrap_or_default();
+        let svg = latencies(&table(&[("a", Some([100.0; 3])), ("b", None)])).unwrap_or_default();
         assert_eq!(svg.matches("<circle").count(), 4, "{svg}");
     }
 
     #[test]
     fn a_table_without_figures_has_no_chart() {
-        let table = table(&["a", "b"], vec![broken(), broken()]);
+        let table = table(&[("a", None), ("b", None)]);
         assert!(gains(&table).is_none() && latencies(&table).is_none());
     }
 }

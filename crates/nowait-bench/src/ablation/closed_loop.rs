@@ -8,8 +8,8 @@ use std::time::{Duration, Instant};
 use hdrhistogram::Histogram;
 use nowait::{BlockMap, ByteRange, Engine, Flags, IoQueue, Op, PooledBuffer, Request};
 
+use crate::ablation::gain_table::{Sample, latency_of};
 use crate::ablation::offsets::Offsets;
-use crate::ablation::result_table::{Latency, Sample};
 use crate::cancel::CancelFlag;
 use crate::client::{Random, latency_histogram};
 use crate::workload::{Direction, Workload};
@@ -102,7 +102,7 @@ impl Interval {
         Ok(Sample {
             per_second: self.requests as f64 / seconds,
             mib_per_second: self.bytes as f64 / MIB / seconds,
-            latency: taken.map(Latency::of),
+            latency: taken.map(latency_of),
         })
     }
 }
@@ -113,20 +113,6 @@ pub(crate) fn op(direction: Direction) -> Op {
         Direction::Read => Op::Read,
         Direction::Write => Op::Write,
     }
-}
-
-/// Runs the warm-up, then the measurement.
-///
-/// # Errors
-/// The error of the engine or of a request.
-pub(crate) fn warm_and_drive<Q: IoQueue, M: BlockMap>(
-    engine: &mut Engine<Q, M>,
-    load: &Workload,
-    offsets: &mut Offsets,
-    stop_condition: StopCondition<'_>,
-) -> io::Result<Interval> {
-    drive(engine, load, offsets, stop_condition.warm_up())?;
-    drive(engine, load, offsets, stop_condition)
 }
 
 /// Keeps `load.depth` requests in flight until `stop_condition` ends the loop or the offsets run

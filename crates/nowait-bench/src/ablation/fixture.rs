@@ -17,12 +17,12 @@ use nowait::{
 use tempfile::TempDir;
 
 use crate::ablation::EngineOptions;
-use crate::ablation::closed_loop::{Interval, StopCondition, warm_and_drive};
+use crate::ablation::closed_loop::{Interval, StopCondition, drive};
+use crate::ablation::gain_table::Sample;
 use crate::ablation::offsets::{Offsets, Region};
-use crate::ablation::result_table::Sample;
 use crate::cancel::CancelFlag;
 use crate::error::Error;
-use crate::test_file::{Access, Target};
+use crate::test_file::{Access, Target, temporary_directory};
 use crate::workload::{Caching, Direction, Workload};
 
 /// The largest part of a file that is used: a larger one would not change the results.
@@ -52,19 +52,16 @@ impl<'a> Fixture<'a> {
         // In the directory of the file if it is a temporary one; no file is created beside a file
         // of the user.
         let beside = target.path.parent().filter(|_| target.was_made()).map(Path::to_owned);
-        let parent = beside
-            .or_else(|| std::env::var_os("TMPDIR").map(PathBuf::from))
-            .unwrap_or_else(|| PathBuf::from("/var/tmp"));
-        let scratch = tempfile::Builder::new().prefix("nowait-bench-").tempdir_in(parent);
+        let scratch = temporary_directory(beside);
         let mut fixture = Fixture {
             target,
             path: &target.path,
             bytes: target.bytes.min(BYTES_MAX),
             writable: target.access == Access::ReadWrite,
             direct: false,
-            duration: options.duration,
+            duration: options.run.duration,
             latency: &options.latency,
-            stop: &options.stop,
+            stop: &options.run.stop,
             scratch: scratch.map_err(Error::system("making a directory for a sparse file"))?,
         };
         let file_error = |error: nowait::Error| Error::File {
@@ -88,11 +85,6 @@ impl<'a> Fixture<'a> {
 
     pub(crate) fn region(&self, block_bytes: usize) -> Region {
         Region { start: 0, bytes: self.bytes, block: block_bytes as u64 }
-    }
-
-    /// Endless offsets for `load` in the whole file.
-    pub(crate) fn offsets(&self, load: &Workload) -> Offsets {
-        Offsets::endless(load.order, self.region(load.block_bytes), 1)
     }
 
     pub(crate) fn stop_condition(&self, timed: bool) -> StopCondition<'a> {
@@ -139,37 +131,65 @@ impl<'a> Fixture<'a> {
         Ok(path)
     }
 
-    /// Measures `load` on the file through a ring.
-    pub(crate) fn on_file(&self, load: &Workload, config: Config) -> io::Result<Sample> {
-        let disk = self.disk()?;
-        let mut engine = ring_engine(&disk, &WorkerPool::new(&disk, config.workers), config)?;
-        self.measure_loop(
-            load,
-            |offsets, stop_condition| warm_and_drive(&mut engine, load, offsets, stop_condition),
-            true,
-        )
-    }
-
-    /// Measures `load` on the null queue.
-    pub(crate) fn on_null(&self, load: &Workload, config: Config) -> io::Result<Sample> {
+    /// Measures `load` on an engine.
+    pub(crate) fn on(&self, queue: Queue, load: &Workload, config: Config) -> io::Result<Sample> {
         let disk = self.disk()?;
         let workers = WorkerPool::new(&disk, config.workers);
-        let mut engine = Engine::new(disk, workers, Null::new()?, config)?;
-        self.measure_loop(
-            load,
-            |offsets, stop_condition| warm_and_drive(&mut engine, load, offsets, stop_condition),
-            false,
-        )
+        match queue {
+            Queue::File => {
+                let mut engine = ring_engine(&disk, &workers, config)?;
+                self.measure(load, true, |offsets, stop_condition| {
+                    drive(&mut engine, load, offsets, stop_condition)
+                })
+            }
+            Queue::Null => {
+                let mut engine = Engine::new(disk, workers, Null::new()?, config)?;
+                self.measure(load, false, |offsets, stop_condition| {
+                    drive(&mut engine, load, offsets, stop_condition)
+                })
+            }
+        }
     }
 
-    /// Measures one closed loop.
-    pub(crate) fn measure_loop(
+    /// Warms up and measures one loop of `load` in the whole file.
+    pub(crate) fn measure(
         &self,
         load: &Workload,
-        run: impl FnOnce(&mut Offsets, StopCondition<'_>) -> io::Result<Interval>,
         timed: bool,
+        run: impl FnMut(&mut Offsets, StopCondition<'_>) -> io::Result<Interval>,
     ) -> io::Result<Sample> {
-        run(&mut self.offsets(load), self.stop_condition(timed))?.sample()
+        let offsets = Offsets::endless(load.order, self.region(load.block_bytes), 1);
+        self.measure_at(offsets, timed, run)
+    }
+
+    /// Warms up and measures one loop at `offsets`.
+    pub(crate) fn measure_at(
+        &self,
+        mut offsets: Offsets,
+        timed: bool,
+        mut run: impl FnMut(&mut Offsets, StopCondition<'_>) -> io::Result<Interval>,
+    ) -> io::Result<Sample> {
+        let stop_condition = self.stop_condition(timed);
+        run(&mut offsets, stop_condition.warm_up())?;
+        run(&mut offsets, stop_condition)?.sample()
+    }
+}
+
+/// What an engine transfers on.
+#[derive(Clone, Copy)]
+pub(crate) enum Queue {
+    /// A queue that does nothing.
+    Null,
+    /// A ring, on the file.
+    File,
+}
+
+impl Queue {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            Queue::Null => "null queue",
+            Queue::File => "file",
+        }
     }
 }
 

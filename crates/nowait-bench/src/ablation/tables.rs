@@ -1,19 +1,19 @@
 //! The rows and variants of each table.
 //!
-//! Invariant: no plan contains writes to a file that may not be overwritten.
+//! Invariant: no table contains writes to a file that may not be overwritten.
 
 mod simple_path;
 mod inline_completion;
 mod vectored;
-mod coalescing;
 mod pool;
 mod nowait_first;
 mod engines;
 
+use std::io;
+
 use crate::ablation::TableSelection;
 use crate::ablation::fixture::Fixture;
-use crate::ablation::plan::Plan;
-use crate::ablation::result_table::Source;
+use crate::ablation::gain_table::{Cell, Sample, Source, Table, cell};
 use crate::workload::{Direction, Order, Workload};
 
 const PAGE_BYTES: usize = 4096;
@@ -26,40 +26,28 @@ const RANDOM_READ: Workload = Workload {
 };
 
 /// The tables of `what`, in the order in which they are measured.
-pub(crate) fn plan<'a>(fixture: &'a Fixture<'a>, what: TableSelection) -> Vec<Plan<'a>> {
-    let mut plans = Vec::new();
-    for one in TableSelection::EACH.into_iter().filter(|&one| what.includes(one)) {
-        match one {
-            TableSelection::Simple => plans.push(simple_path::plan(fixture)),
-            TableSelection::Completion => plans.extend(inline_completion::plan(fixture)),
-            TableSelection::Vectored => {
-                plans.push(vectored::plan(fixture));
-                plans.extend(coalescing::plan(fixture));
-                plans.extend(coalescing::plan_durable(fixture));
-            }
-            TableSelection::Pool => plans.push(pool::plan(fixture)),
-            TableSelection::Nowait => plans.extend(nowait_first::plan(fixture)),
-            TableSelection::Engines => plans.extend(engines::plan(fixture)),
-            TableSelection::All => {}
-        }
-    }
-    plans
+pub(crate) fn all<'a>(fixture: &'a Fixture<'a>, what: TableSelection) -> Vec<Table<'a>> {
+    let each = |one| match one {
+        TableSelection::Simple => vec![simple_path::table(fixture)],
+        TableSelection::Completion => inline_completion::table(fixture).into_iter().collect(),
+        TableSelection::Vectored => vectored::tables(fixture),
+        TableSelection::Pool => vec![pool::table(fixture)],
+        TableSelection::Nowait => nowait_first::tables(fixture),
+        TableSelection::Engines => engines::tables(fixture),
+        TableSelection::All => Vec::new(),
+    };
+    let is_chosen = |one: &TableSelection| what == TableSelection::All || what == *one;
+    TableSelection::EACH.into_iter().filter(is_chosen).flat_map(each).collect()
 }
 
-/// The two values of the switch that is measured.
-const OFF_AND_ON: [bool; 2] = [false, true];
-
-fn names(variants: &[&str]) -> Vec<String> {
-    variants.iter().map(|&name| name.to_owned()).collect()
+/// The cells of a switch: off, then on.
+fn switched<'a>(
+    [off, on]: [&str; 2],
+    measure: impl Fn(bool) -> io::Result<Sample> + Copy + 'a,
+) -> Vec<Cell<'a>> {
+    vec![cell(off, move || measure(false)), cell(on, move || measure(true))]
 }
 
 fn source(words: &'static str, factor: f64) -> Option<Source> {
     Some(Source { words, factor: Some(factor) })
-}
-
-fn word(direction: Direction) -> &'static str {
-    match direction {
-        Direction::Read => "read",
-        Direction::Write => "write",
-    }
 }

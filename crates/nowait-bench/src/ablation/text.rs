@@ -2,54 +2,37 @@
 //!
 //! Invariant: every variant that could not be measured is named with the reason.
 
-use std::fmt;
-
-use crate::ablation::result_table::{Cell, Row, Table};
+use crate::ablation::gain_table::{Cell, Row, Table, latency};
+use crate::table::{aligned, strings};
 
 /// Tables with more variants than this have one line for each variant.
 const COLUMNS_MAX: usize = 2;
 const LINE_CHARS: usize = 100;
 
-impl fmt::Display for Table {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        writeln!(f, "\n== {}: {}, {} ==", self.what.name(), self.title, self.unit.name())?;
-        if !self.note.is_empty() {
-            f.write_str(&wrapped(&self.note))?;
-        }
-        let lines = if self.variants.len() <= COLUMNS_MAX { beside(self) } else { below(self) };
-        f.write_str(&aligned(&lines))?;
-        let mut reported = Vec::new();
-        for (variant, cell) in self.rows.iter().flat_map(|row| self.variants.iter().zip(&row.cells))
-        {
-            if let Some(problem) = &cell.problem
-                && !reported.contains(&(variant, problem))
-            {
-                writeln!(f, "{variant}: {problem}")?;
-                reported.push((variant, problem));
-            }
-        }
-        Ok(())
-    }
+/// The table as text.
+pub(crate) fn text(table: &Table<'_>) -> String {
+    let (what, unit) = (table.what.name(), table.unit.name());
+    let mut text = format!("\n== {what}: {}, {unit} ==\n{}", table.title, wrapped(&table.note));
+    let is_narrow = table.variants().len() <= COLUMNS_MAX;
+    text += &aligned(&if is_narrow { beside(table) } else { below(table) });
+    text.extend(table.reasons().iter().map(|line| format!("{line}\n")));
+    text
 }
 
-fn beside(table: &Table) -> Vec<Vec<String>> {
-    let timed = table.rows.iter().flat_map(|row| &row.cells).any(|cell| cell.latency().is_some());
+fn beside(table: &Table<'_>) -> Vec<Vec<String>> {
+    let is_timed = table.rows.iter().flat_map(|row| &row.cells).any(|it| latency(it).is_some());
     let mut titles = vec![String::new()];
-    for variant in &table.variants {
-        titles.extend([variant.clone(), "low–high".to_owned()]);
-        if timed {
-            titles.push("p99 µs".to_owned());
-        }
+    for variant in table.variants() {
+        titles.extend(strings([variant, "low–high"]));
+        titles.extend(is_timed.then(|| "p99 µs".to_owned()));
     }
-    titles.extend(["gain".to_owned(), "source".to_owned()]);
+    titles.extend(strings(["gain", "source"]));
     let mut lines = vec![titles];
     for row in &table.rows {
         let mut line = vec![row.title.clone()];
         for cell in &row.cells {
             line.extend(figures(table, cell));
-            if timed {
-                line.push(cell.latency().map_or("–".to_owned(), |it| short(it.p99_us)));
-            }
+            line.extend(is_timed.then(|| percentile(cell, 2)));
         }
         line.extend([gain(table, row, 1), source(row)]);
         lines.push(line);
@@ -57,17 +40,23 @@ fn beside(table: &Table) -> Vec<Vec<String>> {
     lines
 }
 
-fn below(table: &Table) -> Vec<Vec<String>> {
-    let titles = ["", "", table.unit.name(), "low–high", "p50 µs", "p99 µs", "gain", "source"];
-    let mut lines = vec![titles.map(str::to_owned).to_vec()];
+fn below(table: &Table<'_>) -> Vec<Vec<String>> {
+    let mut lines = vec![strings([
+        "",
+        "",
+        table.unit.name(),
+        "low–high",
+        "p50 µs",
+        "p99 µs",
+        "gain",
+        "source",
+    ])];
     for row in &table.rows {
-        for (n, (variant, cell)) in table.variants.iter().zip(&row.cells).enumerate() {
+        for (n, cell) in row.cells.iter().enumerate() {
             let first = |text: String| if n == 0 { text } else { String::new() };
-            let mut line = vec![first(row.title.clone()), variant.clone()];
+            let mut line = vec![first(row.title.clone()), cell.key.name.clone()];
             line.extend(figures(table, cell));
-            let latency = cell.latency();
-            line.push(latency.map_or("–".to_owned(), |it| short(it.p50_us)));
-            line.push(latency.map_or("–".to_owned(), |it| short(it.p99_us)));
+            line.extend([percentile(cell, 0), percentile(cell, 2)]);
             line.extend([gain(table, row, n), first(source(row))]);
             lines.push(line);
         }
@@ -75,17 +64,22 @@ fn below(table: &Table) -> Vec<Vec<String>> {
     lines
 }
 
-fn figures(table: &Table, cell: &Cell) -> [String; 2] {
-    table.figure(cell).map_or(["–", "–"].map(str::to_owned), |figure| {
-        [short(figure.median), format!("{}–{}", short(figure.min), short(figure.max))]
-    })
+fn figures(table: &Table<'_>, cell: &Cell<'_>) -> Vec<String> {
+    table.figure(cell).map_or_else(
+        || strings(["–", "–"]),
+        |it| vec![short(it.median), format!("{}–{}", short(it.min), short(it.max))],
+    )
 }
 
-fn gain(table: &Table, row: &Row, variant: usize) -> String {
+fn percentile(cell: &Cell<'_>, n: usize) -> String {
+    latency(cell).map_or_else(|| "–".to_owned(), |latency| short(latency[n]))
+}
+
+fn gain(table: &Table<'_>, row: &Row<'_>, variant: usize) -> String {
     table.gain(row, variant).map_or_else(String::new, factor)
 }
 
-fn source(row: &Row) -> String {
+fn source(row: &Row<'_>) -> String {
     row.source.map_or("", |source| source.words).to_owned()
 }
 
@@ -126,41 +120,14 @@ pub(crate) fn short(figure: f64) -> String {
     }
 }
 
-/// Aligns the columns: text to the left, figures to the right.
-fn aligned(lines: &[Vec<String>]) -> String {
-    let columns = lines.iter().map(Vec::len).max().unwrap_or(0);
-    let cells = |column: usize| lines.iter().filter_map(move |line| line.get(column));
-    let widths: Vec<usize> = (0..columns)
-        .map(|column| cells(column).map(|cell| cell.chars().count()).max().unwrap_or(0))
-        .collect();
-    let untitled = |column: usize| lines.first().is_some_and(|line| line[column].is_empty());
-    let mut text = String::new();
-    for line in lines {
-        let start = text.len();
-        for (column, (cell, &width)) in line.iter().zip(&widths).enumerate() {
-            if column > 0 {
-                text.push_str("  ");
-            }
-            if untitled(column) || column + 1 == columns {
-                text.push_str(&format!("{cell:<width$}"));
-            } else {
-                text.push_str(&format!("{cell:>width$}"));
-            }
-        }
-        text.truncate(start + text[start..].trim_end().len());
-        text.push('\n');
-    }
-    text
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::ablation::result_table::examples::{broken, cell, table};
+    use crate::ablation::gain_table::examples::table;
 
     #[test]
     fn two_variants_are_shown_side_by_side_with_gain_and_source() {
-        let text = table(&["off", "on"], vec![cell([100.0; 3]), cell([116.0; 3])]).to_string();
+        let text = text(&table(&[("off", Some([100.0; 3])), ("on", Some([116.0; 3]))]));
         let line = text.lines().find(|line| line.starts_with("poll, depth 1")).unwrap_or_default();
         let words: Vec<&str> = line.split_whitespace().collect();
         let expected = ["poll,", "depth", "1", "100", "100–100", "40.0"];
@@ -171,8 +138,7 @@ mod tests {
 
     #[test]
     fn a_variant_that_could_not_be_measured_is_named_with_the_reason() {
-        let cells = vec![cell([100.0; 3]), cell([50.0; 3]), broken()];
-        let text = table(&["a", "b", "c"], cells).to_string();
+        let text = text(&table(&[("a", Some([100.0; 3])), ("b", Some([50.0; 3])), ("c", None)]));
         assert!(text.contains("\nc: not <here>\n"), "{text}");
         assert!(text.lines().any(|line| line.contains(" b ") && line.ends_with("0.50×")), "{text}");
     }

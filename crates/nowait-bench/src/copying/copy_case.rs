@@ -3,170 +3,112 @@
 //! Invariant: all copiers on one route have the same source and the same kind of target, which is
 //! new or zeros.
 
-use std::ffi::OsString;
 use std::path::Path;
+use std::process::Command;
 
 /// The content of the disk that is copied.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Content {
-    /// Random bytes everywhere.
-    Full,
-    /// 64 KiB of random bytes in each MiB.
-    Sparse,
+pub(crate) struct Content {
+    pub(crate) name: &'static str,
+    /// Bytes of random data in each MiB.
+    pub(crate) data_bytes: usize,
+    /// How much larger than `--size` the disk is.
+    pub(crate) factor: u64,
 }
 
-impl Content {
-    /// Both.
-    pub const ALL: [Content; 2] = [Content::Full, Content::Sparse];
+pub(crate) const CONTENTS: [Content; 2] = [
+    Content { name: "full", data_bytes: 1 << 20, factor: 1 },
+    Content { name: "sparse", data_bytes: 64 << 10, factor: 2 },
+];
 
-    /// Its name in tables and JSON.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Content::Full => "full",
-            Content::Sparse => "sparse",
-        }
-    }
-}
-
-/// The kinds of source and target.
+/// A source or a target.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum CopyCase {
-    /// A raw file to a new one.
-    RawToRaw,
-    /// A raw file to a new qcow2 image.
-    RawToQcow2,
-    /// A qcow2 image to a new raw file.
-    Qcow2ToRaw,
-    /// A raw file to an export that is zeros.
-    FileToNbd,
-    /// An export to a new raw file.
-    NbdToFile,
+pub(crate) enum End {
+    /// A file of this format; a target is new.
+    File(&'static str),
+    /// An export of a raw file; as a target it is zeros.
+    Nbd,
 }
 
-impl CopyCase {
-    /// All values, in the order of the tables.
-    pub const ALL: [CopyCase; 5] = [
-        CopyCase::RawToRaw,
-        CopyCase::RawToQcow2,
-        CopyCase::Qcow2ToRaw,
-        CopyCase::FileToNbd,
-        CopyCase::NbdToFile,
-    ];
-
-    /// Its name in tables and JSON.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
+impl End {
+    pub(crate) fn format(self) -> &'static str {
         match self {
-            CopyCase::RawToRaw => "raw to raw",
-            CopyCase::RawToQcow2 => "raw to qcow2",
-            CopyCase::Qcow2ToRaw => "qcow2 to raw",
-            CopyCase::FileToNbd => "file to NBD",
-            CopyCase::NbdToFile => "NBD to file",
+            End::File(format) => format,
+            End::Nbd => "raw",
         }
-    }
-
-    pub(crate) const fn formats(self) -> (&'static str, &'static str) {
-        match self {
-            CopyCase::RawToQcow2 => ("raw", "qcow2"),
-            CopyCase::Qcow2ToRaw => ("qcow2", "raw"),
-            CopyCase::RawToRaw | CopyCase::FileToNbd | CopyCase::NbdToFile => ("raw", "raw"),
-        }
-    }
-
-    const fn has_nbd(self) -> bool {
-        matches!(self, CopyCase::FileToNbd | CopyCase::NbdToFile)
     }
 }
 
-/// The program that copies, with its options.
+/// A kind of source and a kind of target.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Route {
+    pub(crate) name: &'static str,
+    pub(crate) from: End,
+    pub(crate) to: End,
+}
+
+const RAW: End = End::File("raw");
+const QCOW2: End = End::File("qcow2");
+
+pub(crate) const ROUTES: [Route; 5] = [
+    Route { name: "raw to raw", from: RAW, to: RAW },
+    Route { name: "raw to qcow2", from: RAW, to: QCOW2 },
+    Route { name: "qcow2 to raw", from: QCOW2, to: RAW },
+    Route { name: "file to NBD", from: RAW, to: End::Nbd },
+    Route { name: "NBD to file", from: End::Nbd, to: RAW },
+];
+
+/// A program that copies, with its options.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Copier {
-    /// `nowait copy`: direct I/O, flushed.
-    Nowait,
-    /// `qemu-img convert`: direct I/O, flushed.
-    QemuImgDirect,
-    /// `qemu-img convert` with sixteen unordered requests: direct I/O, flushed.
-    QemuImgUnordered,
-    /// `qemu-img convert` with its defaults: through the page cache, not flushed.
-    QemuImg,
-    /// `nbdcopy`, through the page cache, flushed.
-    NbdcopyFlushed,
-    /// `nbdcopy` with its defaults: through the page cache, not flushed.
-    Nbdcopy,
+pub(crate) struct Copier {
+    /// The command as shown in tables and JSON.
+    pub(crate) name: &'static str,
+    /// Whether the copy is on storage when the program ends.
+    pub(crate) flushes: bool,
+    /// Whether it is measured only on routes with NBD, or only on those without.
+    nbd: Option<bool>,
 }
+
+/// The copiers in the order of the tables. Those that do not flush copy through the page cache, and
+/// so does nbdcopy.
+pub(crate) const COPIERS: [Copier; 6] = [
+    Copier { name: NOWAIT, flushes: true, nbd: None },
+    Copier { name: "qemu-img convert -T none -t none", flushes: true, nbd: None },
+    Copier { name: "qemu-img convert -T none -t none -W -m 16", flushes: true, nbd: Some(false) },
+    Copier { name: "qemu-img convert", flushes: false, nbd: None },
+    Copier { name: "nbdcopy --flush", flushes: true, nbd: Some(true) },
+    Copier { name: "nbdcopy", flushes: false, nbd: Some(true) },
+];
+pub(crate) const NOWAIT: &str = "nowait copy";
 
 impl Copier {
-    /// All values, in the order of the tables.
-    pub const ALL: [Copier; 6] = [
-        Copier::Nowait,
-        Copier::QemuImgDirect,
-        Copier::QemuImgUnordered,
-        Copier::QemuImg,
-        Copier::NbdcopyFlushed,
-        Copier::Nbdcopy,
-    ];
-
-    /// The command as shown in tables and JSON.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Copier::Nowait => "nowait copy",
-            Copier::QemuImgDirect => "qemu-img convert -T none -t none",
-            Copier::QemuImgUnordered => "qemu-img convert -T none -t none -W -m 16",
-            Copier::QemuImg => "qemu-img convert",
-            Copier::NbdcopyFlushed => "nbdcopy --flush",
-            Copier::Nbdcopy => "nbdcopy",
-        }
+    pub(crate) fn takes(self, route: Route) -> bool {
+        let has_nbd = route.from == End::Nbd || route.to == End::Nbd;
+        self.nbd.is_none_or(|nbd| nbd == has_nbd)
     }
 
-    /// Whether the copy is on storage when the program ends.
-    #[must_use]
-    pub const fn flushes(self) -> bool {
-        !matches!(self, Copier::QemuImg | Copier::Nbdcopy)
-    }
-
-    pub(crate) fn takes(self, route: CopyCase) -> bool {
-        match self {
-            Copier::Nowait | Copier::QemuImgDirect | Copier::QemuImg => true,
-            Copier::QemuImgUnordered => !route.has_nbd(),
-            Copier::NbdcopyFlushed | Copier::Nbdcopy => route.has_nbd(),
-        }
-    }
-
-    /// The program and its arguments to copy `from` to `to` on `route`.
-    pub(crate) fn command<'a>(
-        self,
-        nowait: &'a Path,
-        route: CopyCase,
-        from: &'a str,
-        to: &'a str,
-    ) -> (OsString, Vec<&'a str>) {
-        let (from_format, to_format) = route.formats();
-        let (program, mut arguments): (&Path, Vec<&str>) = match self {
-            Copier::Nowait => (nowait, vec!["copy", "--from-format", from_format, "-O", to_format]),
-            Copier::QemuImgDirect | Copier::QemuImgUnordered | Copier::QemuImg => {
-                let mut arguments = vec!["convert", "-f", from_format, "-O", to_format];
-                if self != Copier::QemuImg {
-                    arguments.extend(["-T", "none", "-t", "none"]);
-                }
-                if self == Copier::QemuImgUnordered {
-                    arguments.extend(["-W", "-m", "16"]);
-                }
-                if route == CopyCase::FileToNbd {
-                    // The target exists and is known to read as zeros.
-                    arguments.extend(["-n", "--target-is-zero"]);
-                }
-                (Path::new("qemu-img"), arguments)
-            }
-            Copier::NbdcopyFlushed => (Path::new("nbdcopy"), vec!["--flush"]),
-            Copier::Nbdcopy => (Path::new("nbdcopy"), Vec::new()),
+    /// The command that copies `from` to `to` on `route`.
+    pub(crate) fn command(self, nowait: &Path, route: Route, from: &str, to: &str) -> Command {
+        let mut words = self.name.split(' ');
+        let program = words.next().unwrap_or_default();
+        let path = if self.name == NOWAIT { nowait } else { Path::new(program) };
+        let mut command = Command::new(path);
+        command.args(words);
+        let format_option = match program {
+            "nowait" => Some("--from-format"),
+            "qemu-img" => Some("-f"),
+            _ => None,
         };
-        if matches!(self, Copier::NbdcopyFlushed | Copier::Nbdcopy) && route == CopyCase::FileToNbd
-        {
-            arguments.push("--destination-is-zero");
+        if let Some(option) = format_option {
+            command.args([option, route.from.format(), "-O", route.to.format()]);
         }
-        arguments.extend([from, to]);
-        (program.into(), arguments)
+        // The target exists and is known to read as zeros.
+        match program {
+            "qemu-img" if route.to == End::Nbd => command.args(["-n", "--target-is-zero"]),
+            "nbdcopy" if route.to == End::Nbd => command.arg("--destination-is-zero"),
+            _ => &mut command,
+        };
+        command.args([from, to]);
+        command
     }
 }

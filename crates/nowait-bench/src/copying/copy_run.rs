@@ -14,17 +14,39 @@ use rustix::fs::Advice;
 
 use crate::address::Address;
 use crate::client::Random;
-use crate::copying::copy_case::{Content, Copier, CopyCase};
-use crate::copying::table::CopySample;
+use crate::copying::copy_case::{Content, Copier, End, Route};
 use crate::copying::timed;
 use crate::process_stats::CpuTime;
-use crate::server::Server;
+use crate::server::{Server, remove_if_there};
 
 const MIB: u64 = 1 << 20;
 /// The unit of `st_blocks` (stat(2)).
 const STAT_BLOCK_BYTES: u64 = 512;
-/// Bytes of data in each MiB of a sparse disk.
-const SPARSE_BYTES: u64 = 64 << 10;
+
+/// One copy.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) struct CopySample {
+    /// Seconds until the program had ended.
+    pub(crate) ended_s: f64,
+    /// Seconds until what it wrote was on storage.
+    pub(crate) stored_s: f64,
+    /// Seconds of processor time of the program.
+    pub(crate) copier_cpu_s: f64,
+    /// Seconds of processor time of the server, if the route has one.
+    pub(crate) server_cpu_s: Option<f64>,
+    /// Seconds of processor time of the whole machine until the written data was on storage. This
+    /// includes later writeback by the kernel, and all other processes.
+    pub(crate) machine_cpu_s: f64,
+    /// MiB that the target occupies on its file system.
+    pub(crate) taken_mib: f64,
+}
+
+impl CopySample {
+    /// The processor time of the program and the server.
+    pub(crate) fn cpu_s(&self) -> f64 {
+        self.copier_cpu_s + self.server_cpu_s.unwrap_or(0.0)
+    }
+}
 
 /// The directories and the size of a copy.
 pub(crate) struct CopyRun<'a> {
@@ -46,12 +68,8 @@ impl CopyRun<'_> {
         let raw = self.path("source.raw");
         let file = File::create(&raw)?;
         file.set_len(self.bytes)?;
-        let len = match content {
-            Content::Full => MIB,
-            Content::Sparse => SPARSE_BYTES,
-        };
         let mut random = Random::seeded(1);
-        let mut data = vec![0; len as usize];
+        let mut data = vec![0; content.data_bytes];
         for pos in (0..self.bytes).step_by(MIB as usize) {
             random.fill(&mut data);
             file.write_all_at(&data, pos)?;
@@ -67,43 +85,39 @@ impl CopyRun<'_> {
     ///
     /// # Errors
     /// The last message of the program or the server, or the error of the system.
-    pub(crate) fn run(&self, copier: Copier, route: CopyCase) -> io::Result<CopySample> {
-        let source = self.path(match route {
-            CopyCase::Qcow2ToRaw => "source.qcow2",
-            _ => "source.raw",
-        });
-        let target = self.path(&format!("target.{}", route.formats().1));
+    pub(crate) fn run(&self, copier: Copier, route: Route) -> io::Result<CopySample> {
+        let source = self.path(&format!("source.{}", route.from.format()));
+        let target = self.path(&format!("target.{}", route.to.format()));
         remove_if_there(&target)?;
         let directory = File::open(self.directory)?;
         rustix::fs::syncfs(&directory)?;
         rustix::fs::fadvise(File::open(&source)?, 0, None, Advice::DontNeed)?;
-        let server = match route {
-            CopyCase::FileToNbd => {
+        let server = match (route.from, route.to) {
+            (End::Nbd, _) => Some(self.serve(&source, &["--read-only"])?),
+            (_, End::Nbd) => {
                 File::create(&target)?.set_len(self.bytes)?;
                 Some(self.serve(&target, &[])?)
             }
-            CopyCase::NbdToFile => Some(self.serve(&source, &["--read-only"])?),
-            CopyCase::RawToRaw | CopyCase::RawToQcow2 | CopyCase::Qcow2ToRaw => None,
+            _ => None,
         };
         let uri = Address::Unix(self.scratch.join("socket")).uri("");
-        let [source, target] = [source, target].map(|path| path.to_string_lossy().into_owned());
-        let (from, to) = match route {
-            CopyCase::FileToNbd => (&source, &uri),
-            CopyCase::NbdToFile => (&uri, &target),
-            _ => (&source, &target),
+        let name = |end: End, path: &Path| match end {
+            End::Nbd => uri.clone(),
+            End::File(_) => path.to_string_lossy().into_owned(),
         };
-        let (program, arguments) = copier.command(self.nowait, route, from, to);
+        let (from, to) = (name(route.from, &source), name(route.to, &target));
+        let mut command = copier.command(self.nowait, route, &from, &to);
         let used = |server: &Option<Server>| {
             server.as_ref().map(|server| CpuTime::read(server.pid())).transpose()
         };
         let before = used(&server)?;
-        let timed = timed::run(Command::new(program).args(arguments), &directory)?;
+        let timed = timed::run(&mut command, &directory)?;
         let server_ns = used(&server)?.zip(before).map(|(now, before)| now.since(&before));
         if let Some(server) = server {
             server.stop()?;
         }
         let taken = fs::metadata(&target)?.blocks() * STAT_BLOCK_BYTES;
-        remove_if_there(Path::new(&target))?;
+        remove_if_there(&target)?;
         Ok(CopySample {
             taken_mib: taken as f64 / MIB as f64,
             ended_s: timed.ended.as_secs_f64(),
@@ -123,12 +137,5 @@ impl CopyRun<'_> {
         let ready = server.when_ready(|address| address.connect().map(drop));
         ready.map_err(|e| io::Error::other(format!("the server: {e}{}", server.last_message())))?;
         Ok(server)
-    }
-}
-
-fn remove_if_there(path: &Path) -> io::Result<()> {
-    match fs::remove_file(path) {
-        Err(e) if e.kind() != io::ErrorKind::NotFound => Err(e),
-        _ => Ok(()),
     }
 }

@@ -1,35 +1,34 @@
 //! Copying disks: nowait compared with qemu-img and nbdcopy, route by route.
 //!
-//! Invariant: on one route all copiers copy the same bytes, alternately, one at a time. All files
-//! are in a temporary directory, which is removed afterwards.
+//! Invariant: on one route all copiers copy the same bytes, one at a time. All files are in a
+//! temporary directory, which is removed afterwards. nowait is compared with copiers that flush,
+//! because part of the processor time of the others is spent later by the kernel.
 
 mod copy_case;
 mod timed;
-mod table;
 mod copy_run;
 
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::{Command, Stdio};
 
-use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use serde_json::{Value, json};
 use tempfile::TempDir;
 
-pub use copy_case::{Content, Copier, CopyCase};
-pub use table::{CopyReport, CopyRow, CopySample, CopyTable};
-
-use crate::cancel::CancelFlag;
-use crate::cpus::Placement;
 use crate::error::Error;
-use crate::nbd_servers::Output;
-use crate::report::Machine;
-use copy_run::CopyRun;
+use crate::report::{Entry, Machine, Report, Reporter, RunOptions};
+use crate::table::{aligned, ratio, strings};
+use crate::test_file::temporary_directory;
+use copy_case::{CONTENTS, COPIERS, Content, Copier, NOWAIT, ROUTES, Route};
+use copy_run::{CopyRun, CopySample};
 
 const MIB: u64 = 1 << 20;
 
 /// The options of the copy benchmark.
 #[derive(Clone, Debug)]
 pub struct CopyOptions {
+    /// The options of every measurement.
+    pub run: RunOptions,
     /// The nowait program, which also serves.
     pub nowait: PathBuf,
     /// The directory for the files; `None` is `$TMPDIR`, or /var/tmp. It needs room for two full
@@ -37,118 +36,61 @@ pub struct CopyOptions {
     pub directory: Option<PathBuf>,
     /// Bytes of a full disk, at least 1 MiB; a sparse disk has twice as many.
     pub bytes: u64,
-    /// The number of rounds, at least 1.
-    pub rounds: u32,
-    /// Text or JSON.
-    pub output: Output,
-    /// Cancels the measurement after the current copy.
-    pub stop: CancelFlag,
 }
 
-/// Measures, writes the result to `out` and returns it. Progress goes to stderr, if that is a terminal.
+/// Measures, writes the result to `out` and returns it.
 ///
 /// A copier that fails is left out of that table and named in the report.
 ///
 /// # Errors
 /// [`Error::Option`]; [`Error::System`] if `out` cannot be written, or the files not be made.
-pub fn run_copies(options: &CopyOptions, out: &mut impl Write) -> Result<CopyReport, Error> {
-    if options.rounds == 0 || options.bytes < MIB {
-        return Err(Error::Option {
-            name: "rounds",
-            problem: "has to be 1 or more, of 1 MiB or more",
-        });
-    }
-    let parent =
-        options.directory.clone().or_else(|| std::env::var_os("TMPDIR").map(PathBuf::from));
-    let directory = tempfile::Builder::new()
-        .prefix("nowait-bench-")
-        .tempdir_in(parent.unwrap_or_else(|| PathBuf::from("/var/tmp")))
+pub fn run_copies(options: &CopyOptions, out: &mut dyn Write) -> Result<Report, Error> {
+    Error::unless(options.bytes >= MIB, "bytes", "has to be 1 MiB or more")?;
+    let mut reporter = Reporter::begin(&options.run, out)?;
+    let directory = temporary_directory(options.directory.clone())
         .map_err(Error::system("making a directory for the files (name one with --directory)"))?;
     let scratch = TempDir::with_prefix("nowait-bench-")
         .map_err(Error::system("making a directory for sockets"))?;
-    let missing = ["qemu-img", "nbdcopy"].into_iter().filter(|name| !runs(name)).collect();
-    let mut report = CopyReport {
-        machine: Machine::this(Placement::Shared)?,
-        rounds: options.rounds,
-        tables: Vec::new(),
-        failures: Vec::new(),
-        missing,
-        interrupted: false,
+    let missing: Vec<&str> = ["qemu-img", "nbdcopy"].into_iter().filter(|it| !runs(it)).collect();
+    let entries = |route: Route| -> Vec<Row> {
+        let is_there = |copier: &Copier| !missing.iter().any(|it| copier.name.starts_with(it));
+        let takes = COPIERS.into_iter().filter(|copier| copier.takes(route) && is_there(copier));
+        takes.map(Entry::new).collect()
     };
-    let text = options.output == Output::Text;
-    let mut say = |text: String| put(out, &text);
-    if text {
-        say(report.heading())?;
-    }
-    let bar = progress_bar(options.rounds);
-    'contents: for content in Content::ALL {
-        let bytes = match content {
-            Content::Full => options.bytes,
-            Content::Sparse => 2 * options.bytes,
-        } / MIB
-            * MIB;
-        let copy_run = CopyRun {
-            directory: directory.path(),
-            scratch: scratch.path(),
-            nowait: &options.nowait,
-            bytes,
-        };
+    let machine = Machine::this()?;
+    let mut heading = format!(
+        "Linux {}, {}\n{} rounds, in turns; nothing of the source is in the page cache when a copy \
+         begins; the server is nowait's, past the page cache\n\
+         * not flushed: what it wrote is on storage some time after it has ended\n",
+        machine.kernel, machine.processor, options.run.rounds
+    );
+    heading.extend(missing.iter().map(|name| format!("{name}: not installed\n")));
+    let count: usize = ROUTES.into_iter().map(|route| entries(route).len()).sum();
+    reporter.heading(heading, count * CONTENTS.len())?;
+    'contents: for content in CONTENTS {
+        let bytes = content.factor * options.bytes / MIB * MIB;
+        let (directory, scratch) = (directory.path(), scratch.path());
+        let copy_run = CopyRun { directory, scratch, nowait: &options.nowait, bytes };
         copy_run.prepare(content).map_err(Error::system("making the disks to copy"))?;
-        for route in CopyCase::ALL {
-            let rows = rows(&copy_run, route, options, &mut report, &bar);
-            if options.stop.requested() {
-                report.interrupted = true;
+        for route in ROUTES {
+            let mut rows = entries(route);
+            let name = |copier: &Copier| format!("{}: {}", route.name, copier.name);
+            if !reporter.measure(&mut rows, name, |copier| copy_run.run(*copier, route)) {
                 break 'contents;
             }
-            let table = CopyTable { content, route, bytes, rows };
-            if text {
-                bar.suspend(|| say(table.to_string()))?;
+            for (row, problem) in rows.iter().filter_map(|row| Some((row, row.problem.as_ref()?))) {
+                let line = format!("{} failed, {}: {problem}", row.key.name, route.name);
+                reporter.failure(line.clone(), line.into());
             }
-            report.tables.push(table);
+            rows.retain(|row| row.problem.is_none());
+            let table = CopyTable { content, route, bytes, rows };
+            reporter.table(&table.text(), table.to_json(), "")?;
         }
     }
-    bar.finish_and_clear();
-    match options.output {
-        Output::Text => say(report.ending())?,
-        Output::Json => say(format!("{:#}\n", serde_json::Value::from(&report)))?,
-    }
-    Ok(report)
-}
-
-/// Runs all rounds on one route; fewer if cancelled.
-fn rows(
-    copy_run: &CopyRun<'_>,
-    route: CopyCase,
-    options: &CopyOptions,
-    report: &mut CopyReport,
-    bar: &ProgressBar,
-) -> Vec<CopyRow> {
-    let there = |copier: &Copier| {
-        copier.takes(route) && !report.missing.iter().any(|name| copier.name().starts_with(name))
-    };
-    let new = |copier| CopyRow { copier, samples: Vec::new() };
-    let mut rows: Vec<CopyRow> = Copier::ALL.into_iter().filter(there).map(new).collect();
-    for _ in 0..options.rounds {
-        bar.inc(1);
-        rows.retain_mut(|row| {
-            if options.stop.requested() {
-                return true;
-            }
-            bar.set_message(format!("{}: {}", route.name(), row.copier.name()));
-            match copy_run.run(row.copier, route) {
-                Ok(sample) => {
-                    row.samples.push(sample);
-                    true
-                }
-                Err(e) => {
-                    let (copier, route) = (row.copier.name(), route.name());
-                    report.failures.push(format!("{copier} failed, {route}: {e}"));
-                    false
-                }
-            }
-        });
-    }
-    rows
+    let ending: String =
+        reporter.failure_lines().iter().map(|line| format!("\n{line}\n")).collect();
+    let head = json!({ "machine": machine.to_json(), "not_installed": missing });
+    reporter.end(("", ""), &ending, head, "tables")
 }
 
 fn runs(program: &str) -> bool {
@@ -157,16 +99,126 @@ fn runs(program: &str) -> bool {
     quiet.stderr(Stdio::null()).status().is_ok_and(|status| status.success())
 }
 
-fn progress_bar(rounds: u32) -> ProgressBar {
-    let steps = u64::from(rounds) * (CopyCase::ALL.len() * Content::ALL.len()) as u64;
-    let bar = ProgressBar::with_draw_target(Some(steps), ProgressDrawTarget::stderr());
-    if let Ok(style) = ProgressStyle::with_template("[{bar:24}] {eta} left  {wide_msg}") {
-        bar.set_style(style);
-    }
-    bar
+type Row = Entry<Copier, CopySample>;
+
+/// All copiers on one route.
+struct CopyTable {
+    content: Content,
+    route: Route,
+    bytes: u64,
+    rows: Vec<Row>,
 }
 
-fn put(out: &mut impl Write, text: &str) -> Result<(), Error> {
-    let written = out.write_all(text.as_bytes()).and_then(|()| out.flush());
-    written.map_err(Error::system("writing the report"))
+impl CopyTable {
+    /// The figure of nowait divided by the lowest figure of the other copiers that flush: below 1,
+    /// nowait is better.
+    fn to_best(&self, figure: fn(&CopySample) -> f64) -> Option<(&'static str, f64)> {
+        let nowait = self.rows.iter().find(|row| row.key.name == NOWAIT)?.median(figure);
+        let others = self.rows.iter().filter(|row| row.key.name != NOWAIT && row.key.flushes);
+        let with = others.map(|row| (row.key.name, row.median(figure)));
+        let (name, best) = with.min_by(|(_, a), (_, b)| a.total_cmp(b))?;
+        Some((name, ratio(nowait, best)))
+    }
+
+    fn to_json(&self) -> Value {
+        let row = |row: &Row| {
+            let of = |figure: fn(&CopySample) -> f64| row.of(figure).to_json();
+            json!({
+                "copier": row.key.name,
+                "flushes": row.key.flushes,
+                "ended_s": of(|sample| sample.ended_s),
+                "stored_s": of(|sample| sample.stored_s),
+                "copier_cpu_s": of(|sample| sample.copier_cpu_s),
+                "server_cpu_s": server_cpu(row).map(|_| of(|it| it.server_cpu_s.unwrap_or(0.0))),
+                "machine_cpu_s": of(|sample| sample.machine_cpu_s),
+                "taken_mib": of(|sample| sample.taken_mib),
+            })
+        };
+        let to_best = |figure| {
+            self.to_best(figure).map(|(peer, ratio)| json!({ "peer": peer, "ratio": ratio }))
+        };
+        json!({
+            "content": self.content.name,
+            "route": self.route.name,
+            "bytes": self.bytes,
+            "copiers": self.rows.iter().map(row).collect::<Vec<_>>(),
+            "nowait_to_best_peer": {
+                "stored": to_best(|sample| sample.stored_s),
+                "cpu": to_best(CopySample::cpu_s),
+            },
+        })
+    }
+
+    fn text(&self) -> String {
+        let mut titles = strings(["", "ended s", "on storage s", "lowest–highest", "CPU s"]);
+        titles.extend(strings(["server CPU s", "machine CPU s", "takes MiB"]));
+        let mut lines = vec![titles];
+        for row in &self.rows {
+            let stored = row.of(|sample| sample.stored_s);
+            let star = if row.key.flushes { "" } else { " *" };
+            lines.push(vec![
+                format!("{}{star}", row.key.name),
+                format!("{:.3}", row.median(|sample| sample.ended_s)),
+                format!("{:.3}", stored.median),
+                format!("{:.3}–{:.3}", stored.min, stored.max),
+                format!("{:.3}", row.median(|sample| sample.copier_cpu_s)),
+                server_cpu(row).map_or_else(|| "–".to_owned(), |seconds| format!("{seconds:.3}")),
+                format!("{:.2}", row.median(|sample| sample.machine_cpu_s)),
+                format!("{:.0}", row.median(|sample| sample.taken_mib)),
+            ]);
+        }
+        let (route, content, mib) = (self.route.name, self.content.name, self.bytes >> 20);
+        let mut text = format!("\n{route}, {content}, {mib} MiB\n{}", aligned(&lines));
+        let stored = self.to_best(|sample| sample.stored_s);
+        if let Some(((by_time, time), (by_cpu, cpu))) = stored.zip(self.to_best(CopySample::cpu_s))
+        {
+            text += &format!(
+                "nowait ÷ best: on storage {time:.2} ({by_time}), CPU {cpu:.2} ({by_cpu})\n"
+            );
+        }
+        text
+    }
+}
+
+/// The processor time of the server, if the route has one.
+fn server_cpu(row: &Row) -> Option<f64> {
+    let is_served = row.samples.iter().any(|sample| sample.server_cpu_s.is_some());
+    is_served.then(|| row.median(|sample| sample.server_cpu_s.unwrap_or(0.0)))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn sample(seconds: f64) -> CopySample {
+        CopySample {
+            ended_s: seconds,
+            stored_s: 2.0 * seconds,
+            copier_cpu_s: seconds / 2.0,
+            server_cpu_s: Some(seconds / 2.0),
+            machine_cpu_s: seconds,
+            taken_mib: 1.0,
+        }
+    }
+
+    #[test]
+    fn nowait_is_compared_with_the_best_of_the_others_by_each_figure() {
+        let mut nbdcopy = vec![sample(4.0), sample(1.0), sample(2.0)];
+        nbdcopy.iter_mut().for_each(|sample| sample.copier_cpu_s = 10.0);
+        let row = |copier: usize, samples| Entry { samples, ..Entry::new(COPIERS[copier]) };
+        let rows = vec![
+            row(0, vec![sample(1.0)]),
+            row(1, vec![sample(8.0)]),
+            row(4, nbdcopy),
+            row(5, vec![sample(0.1)]),
+        ];
+        let table = CopyTable { content: CONTENTS[0], route: ROUTES[3], bytes: 1 << 20, rows };
+        let json = table.to_json();
+        let best = &json["nowait_to_best_peer"];
+        assert_eq!(best["stored"], json!({ "peer": "nbdcopy --flush", "ratio": 0.5 }));
+        assert_eq!(best["cpu"], json!({ "peer": COPIERS[1].name, "ratio": 0.125 }));
+        let text = table.text();
+        assert!(text.contains("file to NBD, full, 1 MiB") && text.contains("nbdcopy *"), "{text}");
+        assert!(text.contains("on storage 0.50 (nbdcopy --flush), CPU 0.12 (qemu-img"), "{text}");
+    }
 }

@@ -10,8 +10,9 @@ use std::{env, io};
 use clap::error::ErrorKind;
 use clap::{Args, Command, FromArgMatches};
 use nowait_bench::{
-    Caching, CancelFlag, ClientKind, CopyOptions, EngineOptions, ImagesOptions, Output,
-    PeersOptions, ServerKind, TableSelection, Transport, run_copies, run_engine, run_images,
+    Caching, CancelFlag, ClientKind, CopyOptions, EngineOptions, Error, ImagesOptions, Output,
+    PeersOptions, Report, RunOptions, ServerKind, TableSelection, Transport, run_copies,
+    run_engine, run_images, run_peers,
 };
 use nowait_cli::bench_args::{BenchArgs, BenchCaching, BenchClient, BenchTransport, BenchWhat};
 use nowait_cli::error::{CliError, os_message};
@@ -37,14 +38,65 @@ fn main() -> ExitCode {
 }
 
 /// Measures and prints.
-///
-/// # Errors
-/// A measurement failed or was interrupted.
 fn run(args: &BenchArgs) -> Result<(), CliError> {
+    let run = RunOptions {
+        duration: args.duration(),
+        rounds: args.rounds,
+        overwrite: args.overwrite,
+        html: args.html.clone(),
+        output: if args.json { Output::Json } else { Output::Text },
+        stop: CancelFlag::on_signal().map_err(failed)?,
+    };
+    let report = measure(args, run)?;
+    match report.failures.first() {
+        _ if report.interrupted => Err(CliError::new("interrupted, the tables above are complete")),
+        Some(line) => Err(CliError::new(format!("not everything could be measured: {line}"))),
+        None => Ok(()),
+    }
+}
+
+fn failed(error: Error) -> CliError {
+    CliError::new(error.to_string())
+}
+
+fn measure(args: &BenchArgs, run: RunOptions) -> Result<Report, CliError> {
+    let mut out = io::stdout().lock();
+    let file = args.file.clone();
     let what = match args.what {
-        BenchWhat::Peers => return peers(args),
-        BenchWhat::Copy => return copies(args),
-        BenchWhat::Images => return images(args),
+        BenchWhat::Peers => {
+            let options = PeersOptions {
+                run,
+                nowait: Some(nowait()?),
+                servers: servers(args),
+                file,
+                client: match args.client {
+                    Some(BenchClient::Fio) => ClientKind::Fio,
+                    Some(BenchClient::Own) | None => ClientKind::Own,
+                },
+                connections: args.connections(),
+                only: args.only.clone(),
+                caching: args.caching.map(|caching| match caching {
+                    BenchCaching::Direct => Caching::Direct,
+                    BenchCaching::Cached => Caching::PageCache,
+                }),
+                transport: args.transport.map(|transport| match transport {
+                    BenchTransport::Plain => Transport::Plain,
+                    BenchTransport::Tls => Transport::Tls,
+                    BenchTransport::Tcp => Transport::Tcp,
+                }),
+            };
+            return run_peers(&options, &mut out).map_err(failed);
+        }
+        BenchWhat::Copy => {
+            let (directory, bytes) = (args.directory.clone(), args.size());
+            let options = CopyOptions { run, nowait: nowait()?, directory, bytes };
+            return run_copies(&options, &mut out).map_err(failed);
+        }
+        BenchWhat::Images => {
+            let (servers, only) = (servers(args), args.only.clone());
+            let options = ImagesOptions { run, nowait: Some(nowait()?), servers, only };
+            return run_images(&options, &mut out).map_err(failed);
+        }
         BenchWhat::Simple => TableSelection::Simple,
         BenchWhat::Completion => TableSelection::Completion,
         BenchWhat::Vectored => TableSelection::Vectored,
@@ -53,38 +105,11 @@ fn run(args: &BenchArgs) -> Result<(), CliError> {
         BenchWhat::Engines => TableSelection::Engines,
         BenchWhat::All => TableSelection::All,
     };
-    let mut options = EngineOptions {
-        what,
-        file: args.file.clone(),
-        overwrite: args.overwrite,
-        duration: args.duration(),
-        rounds: args.rounds,
-        html: args.html.clone(),
-        output: output(args),
-        stop: CancelFlag::on_signal().map_err(failed)?,
-        ..EngineOptions::default()
-    };
+    let mut options = EngineOptions { run, what, file, ..EngineOptions::default() };
     if !args.latency.is_empty() {
         options.latency.clone_from(&args.latency);
     }
-    let report = run_engine(&options, &mut io::stdout().lock()).map_err(failed)?;
-    match report.problems().first() {
-        _ if report.interrupted => Err(interrupted()),
-        Some(problem) => Err(incomplete(problem)),
-        None => Ok(()),
-    }
-}
-
-fn failed(error: nowait_bench::Error) -> CliError {
-    CliError::new(error.to_string())
-}
-
-fn interrupted() -> CliError {
-    CliError::new("interrupted, the tables above are complete")
-}
-
-fn output(args: &BenchArgs) -> Output {
-    if args.json { Output::Json } else { Output::Text }
+    run_engine(&options, &mut out).map_err(failed)
 }
 
 /// The program to measure: the one that started this one, or else the one beside it.
@@ -105,102 +130,4 @@ fn servers(args: &BenchArgs) -> Vec<ServerKind> {
         [] => ServerKind::ALL.to_vec(),
         names => names.iter().filter_map(named).collect(),
     }
-}
-
-fn copies(args: &BenchArgs) -> Result<(), CliError> {
-    let options = CopyOptions {
-        nowait: nowait()?,
-        directory: args.directory.clone(),
-        bytes: args.size(),
-        rounds: args.rounds,
-        output: output(args),
-        stop: CancelFlag::on_signal().map_err(failed)?,
-    };
-    let report = run_copies(&options, &mut io::stdout().lock()).map_err(failed)?;
-    match report.failures.first() {
-        _ if report.interrupted => Err(interrupted()),
-        Some(line) => Err(incomplete(line)),
-        None => Ok(()),
-    }
-}
-
-fn no_matching_row(text: &str) -> CliError {
-    CliError::new(format!("--only {text}: no row has this in its title"))
-}
-
-fn incomplete(problem: &str) -> CliError {
-    CliError::new(format!("not everything could be measured: {problem}"))
-}
-
-fn images(args: &BenchArgs) -> Result<(), CliError> {
-    let mut options = ImagesOptions {
-        nowait: Some(nowait()?),
-        servers: servers(args),
-        duration: args.duration(),
-        rounds: args.rounds,
-        output: output(args),
-        stop: CancelFlag::on_signal().map_err(failed)?,
-        ..ImagesOptions::default()
-    };
-    if let Some(text) = &args.only {
-        options.cases.retain(|case| case.workload.to_string().contains(text));
-        if options.cases.is_empty() {
-            return Err(no_matching_row(text));
-        }
-    }
-    let report = run_images(&options, &mut io::stdout().lock()).map_err(failed)?;
-    match report.failures.first() {
-        _ if report.interrupted => Err(interrupted()),
-        Some(failure) => Err(incomplete(&failure.problem)),
-        None => Ok(()),
-    }
-}
-
-fn peers(args: &BenchArgs) -> Result<(), CliError> {
-    let mut options = PeersOptions {
-        nowait: Some(nowait()?),
-        servers: servers(args),
-        file: args.file.clone(),
-        overwrite: args.overwrite,
-        duration: args.duration(),
-        rounds: args.rounds,
-        connections: args.connections(),
-        html: args.html.clone(),
-        output: output(args),
-        stop: CancelFlag::on_signal().map_err(failed)?,
-        ..PeersOptions::default()
-    };
-    if let Some(text) = &args.only {
-        options.workloads.retain(|workload| workload.to_string().contains(text));
-        if options.workloads.is_empty() {
-            return Err(no_matching_row(text));
-        }
-    }
-    options.tables.retain(|table| {
-        let caching = match args.caching {
-            Some(BenchCaching::Direct) => table.caching == Caching::Direct,
-            Some(BenchCaching::Cached) => table.caching == Caching::PageCache,
-            None => true,
-        };
-        let transport = match args.transport {
-            Some(BenchTransport::Plain) => table.transport == Transport::Plain,
-            Some(BenchTransport::Tls) => table.transport == Transport::Tls,
-            Some(BenchTransport::Tcp) => table.transport == Transport::Tcp,
-            None => table.transport != Transport::Tcp,
-        };
-        caching && transport
-    });
-    if args.client == Some(BenchClient::Fio) {
-        options.client = ClientKind::Fio;
-        options.tables.retain(|table| table.transport != Transport::Tls);
-        options.workloads.retain(|workload| workload.beside.is_none());
-    }
-    let report = nowait_bench::run(&options, &mut io::stdout().lock()).map_err(failed)?;
-    if report.interrupted {
-        return Err(interrupted());
-    }
-    if let Some(failure) = report.failures.first() {
-        return Err(incomplete(&failure.problem));
-    }
-    Ok(())
 }

@@ -4,19 +4,18 @@
 
 use std::{io, thread};
 
-use nowait::Config;
+use nowait::{BlockingFile, Config};
 
 use crate::ablation::bare_ring::BareRing;
-use crate::ablation::fio_engine::FioEngine;
-use crate::ablation::fixture::Fixture;
-use crate::ablation::plan::{Measurement, Plan, PlannedRow};
-use crate::ablation::result_table::{Metric, Sample, Unit};
-use crate::ablation::tables::{RANDOM_READ, word};
-use crate::ablation::{TableSelection, blocking_calls, fio_engine};
+use crate::ablation::fio_engine::{self, FIO_ENGINES, FioEngine};
+use crate::ablation::fixture::{Fixture, Queue};
+use crate::ablation::gain_table::{Metric, Row, Sample, Table, Unit, cell};
+use crate::ablation::tables::RANDOM_READ;
+use crate::ablation::{TableSelection, blocking_calls};
 use crate::cpus::Placement;
+use crate::fio;
 use crate::workload::{Direction, Workload};
 
-const DEPTHS: [usize; 3] = [1, 32, 128];
 const NOTE: &str = "bare ring: io_uring with registered file and buffers, SINGLE_ISSUER and \
     DEFER_TASKRUN, and no bookkeeping. blocking: the engine's face for callers that wait, and psync: \
     plain system calls, each with a thread for each request in flight. Each is kept, with \
@@ -39,16 +38,22 @@ impl Client {
             Client::BareRing => "bare ring".to_owned(),
             Client::Blocking => "blocking".to_owned(),
             Client::Psync => "psync".to_owned(),
-            Client::Fio(engine) => format!("fio {}", engine.name()),
+            Client::Fio(engine) => format!("fio {}", engine.name),
         }
     }
 
     fn measure(self, fixture: &Fixture<'_>, load: &Workload) -> io::Result<Sample> {
+        let plain = || fixture.plain(fixture.path, fixture.direct);
         match self {
-            Client::Nowait => fixture.on_file(load, Config::default()),
-            Client::BareRing => on_bare_ring(fixture, load),
-            Client::Blocking => on_blocking(fixture, load),
-            Client::Psync => on_psync(fixture, load),
+            Client::Nowait => fixture.on(Queue::File, load, Config::default()),
+            Client::BareRing => {
+                let mut ring = BareRing::new(&plain()?, load)?;
+                fixture.measure(load, true, |offsets, condition| ring.run(offsets, condition))
+            }
+            Client::Blocking => {
+                blocking_calls::run(&BlockingFile::new(fixture.disk()?), load, fixture)
+            }
+            Client::Psync => blocking_calls::run(&plain()?, load, fixture),
             Client::Fio(engine) => fio_engine::run(engine, load, fixture),
         }
     }
@@ -67,54 +72,30 @@ impl Client {
     }
 }
 
-pub(crate) fn plan<'a>(fixture: &'a Fixture<'a>) -> Vec<Plan<'a>> {
+pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> Vec<Table<'a>> {
     let mut clients = vec![Client::Nowait, Client::BareRing, Client::Blocking, Client::Psync];
     let mut note = NOTE.to_owned();
-    match crate::fio::version() {
+    match fio::version() {
         Some(version) => {
-            clients.extend(FioEngine::ALL.map(Client::Fio));
+            clients.extend(FIO_ENGINES.map(Client::Fio));
             note += &format!(". {version}: io_uring with fixed buffers and registered files");
         }
         None => note += ". fio is not installed",
     }
     let row = |direction, depth| {
         let load = Workload { direction, depth, ..RANDOM_READ };
-        let measurement = |&client: &Client| -> Measurement<'a> {
-            Box::new(move || client.measure_pinned(fixture, &load))
-        };
-        let measurements = clients.iter().map(measurement).collect();
-        PlannedRow { title: format!("depth {depth}"), source: None, measurements }
+        let measured =
+            |&client: &Client| cell(client.name(), move || client.measure_pinned(fixture, &load));
+        let cells = clients.iter().map(measured).collect();
+        Row { title: format!("depth {depth}"), source: None, cells }
     };
-    let table = |&direction: &Direction| Plan {
+    let table = |&direction: &Direction| Table {
         what: TableSelection::Engines,
-        title: format!("this engine and others, 4K random {}", word(direction)),
+        title: format!("this engine and others, 4K random {}", direction.name()),
         unit: Unit::Iops,
         gain: Metric::FirstOver,
-        variants: clients.iter().map(|client| client.name()).collect(),
         note: note.clone(),
-        rows: DEPTHS.map(|depth| row(direction, depth)).into(),
+        rows: [1, 32, 128].map(|depth| row(direction, depth)).into(),
     };
     fixture.directions().iter().map(table).collect()
-}
-
-fn on_bare_ring(fixture: &Fixture<'_>, load: &Workload) -> io::Result<Sample> {
-    let file = fixture.plain(fixture.path, fixture.direct)?;
-    let mut ring = BareRing::new(&file, load)?;
-    let run = |offsets: &mut _, stop_condition: crate::ablation::closed_loop::StopCondition<'_>| {
-        ring.run(offsets, stop_condition.warm_up())?;
-        ring.run(offsets, stop_condition)
-    };
-    fixture.measure_loop(load, run, true)
-}
-
-fn on_blocking(fixture: &Fixture<'_>, load: &Workload) -> io::Result<Sample> {
-    let file = nowait::BlockingFile::new(fixture.disk()?);
-    blocking_calls::run(&file, load, fixture, fixture.stop_condition(true).warm_up())?;
-    blocking_calls::run(&file, load, fixture, fixture.stop_condition(true))?.sample()
-}
-
-fn on_psync(fixture: &Fixture<'_>, load: &Workload) -> io::Result<Sample> {
-    let file = fixture.plain(fixture.path, fixture.direct)?;
-    blocking_calls::run(&file, load, fixture, fixture.stop_condition(true).warm_up())?;
-    blocking_calls::run(&file, load, fixture, fixture.stop_condition(true))?.sample()
 }

@@ -5,20 +5,17 @@
 //! detached after each measurement.
 
 use std::io;
-use std::path::Path;
-use std::sync::Arc;
 
-use nowait::{AllocationCache, BlockDevice, Config, WorkerPool};
+use nowait::{Config, WorkerPool};
 
-use crate::ablation::blocking_calls::in_threads;
-use crate::ablation::closed_loop::{Interval, drive};
-use crate::ablation::fixture::{Fixture, ring_engine};
+use crate::ablation::TableSelection;
+use crate::ablation::blocking_calls::{self, in_threads};
+use crate::ablation::closed_loop::drive;
+use crate::ablation::fixture::{Fixture, Queue, ring_engine};
+use crate::ablation::gain_table::{Metric, Row, Sample, Source, Table, Unit, cell};
 use crate::ablation::loop_device::LoopDevice;
 use crate::ablation::offsets::{Offsets, Region};
-use crate::ablation::plan::{Measurement, Plan, PlannedRow};
-use crate::ablation::result_table::{Metric, Sample, Source, Unit};
-use crate::ablation::tables::{PAGE_BYTES, RANDOM_READ, names, source, word};
-use crate::ablation::{TableSelection, blocking_calls};
+use crate::ablation::tables::{PAGE_BYTES, RANDOM_READ, source};
 use crate::workload::{Direction, Order, Workload};
 
 const JOBS: usize = 12;
@@ -39,127 +36,80 @@ const VARIANTS: [(&str, bool, bool); 3] = [
     ("nowait first, hint", true, true),
 ];
 
-/// The load of the jobs.
-#[derive(Clone, Copy)]
-enum Jobs {
-    /// Requests to the file, which is mapped, for the duration of a measurement.
-    Stable(Direction),
-    /// Each block of a sparse file once.
-    Sparse(Order),
-}
-
-pub(crate) fn plan<'a>(fixture: &'a Fixture<'a>) -> Vec<Plan<'a>> {
+pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> Vec<Table<'a>> {
+    let row = |title: String, is_sparse, direction, order, source| {
+        let load = Workload { direction, order, depth: DEPTH, ..RANDOM_READ };
+        let cells = VARIANTS.map(|(name, nowait_first, hint)| {
+            let config = Config { nowait_first, hint, ..Config::default() };
+            cell(name, move || jobs(fixture, is_sparse, load, config))
+        });
+        Row { title, source, cells: cells.into() }
+    };
     let mut rows = Vec::new();
     for &direction in fixture.directions() {
-        let title = format!("stable mapping, sequential {}", word(direction));
-        rows.push(row(fixture, title, Jobs::Stable(direction), source("5×", 5.0)));
+        let title = format!("stable mapping, sequential {}", direction.name());
+        rows.push(row(title, false, direction, Order::Sequential, source("5×", 5.0)));
     }
-    for (name, order) in [("sequential", Order::Sequential), ("random", Order::Random)] {
-        let regress = Source { words: "regress without hint", factor: None };
-        let source = (order == Order::Random).then_some(regress);
-        rows.push(row(fixture, format!("sparse file, {name} write"), Jobs::Sparse(order), source));
+    let regress = Source { words: "regress without hint", factor: None };
+    for (order, source) in [(Order::Sequential, None), (Order::Random, Some(regress))] {
+        let title = format!("sparse file, {} write", order.name());
+        rows.push(row(title, true, Direction::Write, order, source));
     }
-    let jobs = Plan {
+    let obstacle = LoopDevice::obstacle();
+    let not_measured = |why| format!("{NOTE}. The kernel's loop device is not measured: {why}");
+    let jobs = Table {
         what: TableSelection::Nowait,
         title: "always a worker, and nowait first".to_owned(),
         unit: Unit::Iops,
         gain: Metric::OverFirst,
-        variants: names(&VARIANTS.map(|(name, ..)| name)),
-        note: match LoopDevice::obstacle() {
-            Some(obstacle) => {
-                format!("{NOTE}. The kernel's loop device is not measured: {obstacle}")
-            }
-            None => NOTE.to_owned(),
-        },
+        note: obstacle.map_or_else(|| NOTE.to_owned(), not_measured),
         rows,
     };
-    let with_loop = LoopDevice::obstacle().is_none().then(|| plan_loop(fixture));
+    let with_loop = obstacle.is_none().then(|| loop_table(fixture));
     std::iter::once(jobs).chain(with_loop).collect()
 }
 
-fn row<'a>(
-    fixture: &'a Fixture<'a>,
-    title: String,
-    jobs: Jobs,
-    source: Option<Source>,
-) -> PlannedRow<'a> {
-    let measurements = VARIANTS.map(|(_, nowait_first, hint)| -> Measurement<'a> {
-        let config = Config { nowait_first, hint, ..Config::default() };
-        Box::new(move || jobs.measure(fixture, config))
-    });
-    PlannedRow { title, source, measurements: measurements.into() }
-}
-
-impl Jobs {
-    fn measure(self, fixture: &Fixture<'_>, config: Config) -> io::Result<Sample> {
-        match self {
-            Jobs::Stable(_) => self.on(fixture, fixture.path, fixture.bytes, config),
-            Jobs::Sparse(_) => {
-                self.on(fixture, &fixture.sparse(SPARSE_BYTES)?, SPARSE_BYTES, config)
-            }
-        }
-    }
-
-    fn load(self) -> Workload {
-        let (direction, order) = match self {
-            Jobs::Stable(direction) => (direction, Order::Sequential),
-            Jobs::Sparse(order) => (Direction::Write, order),
-        };
-        Workload { direction, order, block_bytes: PAGE_BYTES, depth: DEPTH, beside: None }
-    }
-
-    fn on(
-        self,
-        fixture: &Fixture<'_>,
-        path: &Path,
-        bytes: u64,
-        config: Config,
-    ) -> io::Result<Sample> {
-        let disk = fixture.hinted_disk(path, config.hint)?;
-        let workers = WorkerPool::new(&disk, config.workers);
-        let all = Region { start: 0, bytes, block: PAGE_BYTES as u64 };
-        let region = |job: usize| all.part(job as u64, JOBS as u64);
-        let run = |job: usize, gate: &blocking_calls::Gate| {
-            self.job(fixture, &disk, &workers, region(job), config, gate)
-        };
-        in_threads(JOBS, run)?.sample()
-    }
-
-    fn job(
-        self,
-        fixture: &Fixture<'_>,
-        disk: &Arc<BlockDevice<AllocationCache>>,
-        workers: &WorkerPool,
-        region: Region,
-        config: Config,
-        gate: &blocking_calls::Gate,
-    ) -> io::Result<Interval> {
-        let load = self.load();
-        let engine = ring_engine(disk, workers, config);
-        let mut offsets = match self {
-            Jobs::Stable(_) => Offsets::endless(load.order, region, region.start),
-            Jobs::Sparse(_) => Offsets::once(load.order, region, region.start),
-        };
+/// Measures `load` of each job on its part of the file, for the duration of a measurement; or each
+/// block of a sparse file once.
+fn jobs(
+    fixture: &Fixture<'_>,
+    is_sparse: bool,
+    load: Workload,
+    config: Config,
+) -> io::Result<Sample> {
+    let (path, bytes) = match is_sparse {
+        false => (fixture.path.to_owned(), fixture.bytes),
+        true => (fixture.sparse(SPARSE_BYTES)?, SPARSE_BYTES),
+    };
+    let disk = fixture.hinted_disk(&path, config.hint)?;
+    let workers = WorkerPool::new(&disk, config.workers);
+    let all = Region { start: 0, bytes, block: PAGE_BYTES as u64 };
+    let offsets = if is_sparse { Offsets::once } else { Offsets::endless };
+    let job = |job: usize, gate: &blocking_calls::Gate| {
+        let region = all.part(job as u64, JOBS as u64);
+        let engine = ring_engine(&disk, &workers, config);
+        let mut offsets = offsets(load.order, region, region.start);
         gate.wait();
         drive(&mut engine?, &load, &mut offsets, fixture.stop_condition(true))
-    }
+    };
+    in_threads(JOBS, job)?.sample()
 }
 
-fn plan_loop<'a>(fixture: &'a Fixture<'a>) -> Plan<'a> {
+fn loop_table<'a>(fixture: &'a Fixture<'a>) -> Table<'a> {
     let row = |&direction: &Direction| {
         let load = Workload { direction, ..RANDOM_READ };
-        let measurements: Vec<Measurement<'a>> = vec![
-            Box::new(move || on_loop_device(fixture, &load)),
-            Box::new(move || fixture.on_file(&load, Config::default())),
+        let engine = move || fixture.on(Queue::File, &load, Config::default());
+        let cells = vec![
+            cell("loop device", move || on_loop_device(fixture, &load)),
+            cell("engine", engine),
         ];
-        PlannedRow { title: format!("4K random {}", word(direction)), source: None, measurements }
+        Row { title: format!("4K random {}", direction.name()), source: None, cells }
     };
-    Plan {
+    Table {
         what: TableSelection::Nowait,
         title: "the kernel's loop device and the engine, depth 1".to_owned(),
         unit: Unit::Iops,
         gain: Metric::OverFirst,
-        variants: names(&["loop device", "engine"]),
         note: NOTE_LOOP.to_owned(),
         rows: fixture.directions().iter().map(row).collect(),
     }
@@ -167,7 +117,5 @@ fn plan_loop<'a>(fixture: &'a Fixture<'a>) -> Plan<'a> {
 
 fn on_loop_device(fixture: &Fixture<'_>, load: &Workload) -> io::Result<Sample> {
     let device = LoopDevice::over(fixture.path, fixture.writable, fixture.direct)?;
-    let file = fixture.plain(&device.path, true)?;
-    blocking_calls::run(&file, load, fixture, fixture.stop_condition(true).warm_up())?;
-    blocking_calls::run(&file, load, fixture, fixture.stop_condition(true))?.sample()
+    blocking_calls::run(&fixture.plain(&device.path, true)?, load, fixture)
 }

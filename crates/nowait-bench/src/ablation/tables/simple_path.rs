@@ -6,13 +6,11 @@ use std::io::{self, IoSliceMut};
 
 use nowait::{BlockingFile, Config, WorkerPool};
 
-use crate::ablation::blocking_calls::{Block, calls};
-use crate::ablation::closed_loop::StopCondition;
-use crate::ablation::fixture::{Fixture, ring_tasks};
-use crate::ablation::plan::{Measurement, Plan, PlannedRow};
-use crate::ablation::result_table::{Metric, Sample, Source, Unit};
-use crate::ablation::tables::{OFF_AND_ON, PAGE_BYTES, RANDOM_READ, names, source};
-use crate::ablation::{TableSelection, executor};
+use crate::ablation::blocking_calls::{Block, calls, whole};
+use crate::ablation::fixture::{Fixture, Queue, ring_tasks};
+use crate::ablation::gain_table::{Metric, Row, Sample, Source, Table, Unit};
+use crate::ablation::tables::{PAGE_BYTES, RANDOM_READ, source, switched};
+use crate::ablation::{TableSelection, async_loop};
 use crate::workload::Workload;
 
 const DEPTHS: [usize; 4] = [1, 128, 256, 512];
@@ -21,47 +19,34 @@ const NOTE: &str = "4K random reads. poll: Engine, on a queue that does nothing 
     switch, so off is the same read into two touching halves, which takes the generic way. \
     async: AsyncFile, whose engine is on a thread of its own: each request pays for a hop to that \
     thread and one back, also at depth 1. Source: 4K randread, polled, depth 512 +16 %; libaio +4 %; depth 1 no change";
+const VARIANTS: [&str; 2] = ["off", "on"];
 
-pub(crate) fn plan<'a>(fixture: &'a Fixture<'a>) -> Plan<'a> {
+pub(crate) fn table<'a>(fixture: &'a Fixture<'a>) -> Table<'a> {
+    let load = |depth| Workload { depth, ..RANDOM_READ };
+    let config = |simple| Config { simple, ..Config::default() };
     let mut rows = Vec::new();
-    for null in [true, false] {
-        for depth in DEPTHS {
-            let load = Workload { depth, ..RANDOM_READ };
-            let measurements = OFF_AND_ON.map(|simple| -> Measurement<'a> {
-                let config = Config { simple, ..Config::default() };
-                if null {
-                    Box::new(move || fixture.on_null(&load, config))
-                } else {
-                    Box::new(move || fixture.on_file(&load, config))
-                }
-            });
-            let queue = if null { "null queue" } else { "file" };
-            let title = format!("{queue}, poll, depth {depth}");
-            rows.push(PlannedRow { title, source: of(depth), measurements: measurements.into() });
-        }
+    for queue in [Queue::Null, Queue::File] {
+        rows.extend(DEPTHS.map(|depth| Row {
+            title: format!("{}, poll, depth {depth}", queue.name()),
+            source: of(depth),
+            cells: switched(VARIANTS, move |on| fixture.on(queue, &load(depth), config(on))),
+        }));
     }
-    let measurements =
-        OFF_AND_ON.map(|simple| -> Measurement<'a> { Box::new(move || sync(fixture, simple)) });
-    rows.push(PlannedRow {
+    rows.push(Row {
         title: "file, sync, depth 1".to_owned(),
         source: of(1),
-        measurements: measurements.into(),
+        cells: switched(VARIANTS, |on| sync(fixture, on)),
     });
-    rows.extend(DEPTHS.map(|depth| {
-        let load = Workload { depth, ..RANDOM_READ };
-        let measurements = OFF_AND_ON.map(|simple| -> Measurement<'a> {
-            let config = Config { simple, ..Config::default() };
-            Box::new(move || in_tasks(fixture, &load, config))
-        });
-        let title = format!("file, async, depth {depth}");
-        PlannedRow { title, source: None, measurements: measurements.into() }
+    rows.extend(DEPTHS.map(|depth| Row {
+        title: format!("file, async, depth {depth}"),
+        source: None,
+        cells: switched(VARIANTS, move |on| in_tasks(fixture, &load(depth), config(on))),
     }));
-    Plan {
+    Table {
         what: TableSelection::Simple,
         title: "simple path off and on, 4K random read".to_owned(),
         unit: Unit::Iops,
         gain: Metric::OverFirst,
-        variants: names(&["off", "on"]),
         note: NOTE.to_owned(),
         rows,
     }
@@ -87,13 +72,11 @@ fn sync(fixture: &Fixture<'_>, simple: bool) -> io::Result<Sample> {
             let (first, second) = page.split_at_mut(PAGE_BYTES / 2);
             file.read_vectored_at(&mut [IoSliceMut::new(first), IoSliceMut::new(second)], pos)?
         };
-        if got == PAGE_BYTES { Ok(()) } else { Err(io::Error::other("a read was cut short")) }
+        whole(got, PAGE_BYTES)
     };
-    let run = |offsets: &mut _, stop_condition: StopCondition<'_>| {
-        calls(offsets, stop_condition.warm_up(), PAGE_BYTES, &mut read)?;
+    fixture.measure(&RANDOM_READ, true, |offsets, stop_condition| {
         calls(offsets, stop_condition, PAGE_BYTES, &mut read)
-    };
-    fixture.measure_loop(&RANDOM_READ, run, true)
+    })
 }
 
 /// Measures the async interface, on a ring like the polled interface.
@@ -102,10 +85,7 @@ fn in_tasks(fixture: &Fixture<'_>, load: &Workload, config: Config) -> io::Resul
     let disk = fixture.hinted_disk(fixture.path, false)?;
     let workers = WorkerPool::new(&disk, config.workers);
     let file = ring_tasks(disk, workers, config)?;
-    let read = |pos, buffer| file.read(pos, buffer);
-    let run = |offsets: &mut _, stop_condition: StopCondition<'_>| {
-        executor::drive(load, offsets, stop_condition.warm_up(), read)?;
-        executor::drive(load, offsets, stop_condition, read)
-    };
-    fixture.measure_loop(load, run, true)
+    fixture.measure(load, true, |offsets, stop_condition| {
+        async_loop::drive(load, offsets, stop_condition, |pos, buffer| file.read(pos, buffer))
+    })
 }

@@ -1,0 +1,268 @@
+//! The benchmark of image formats: servers on images, workload by workload, round after round.
+//!
+//! Invariant: at most one server runs at a time.
+
+use std::io::Write;
+use std::path::PathBuf;
+
+use serde_json::{Value, json};
+
+use crate::error::Error;
+use crate::measurement::Runner;
+use crate::peers::only;
+use crate::report::{Entry, Machine, Report, Reporter, RunOptions};
+use crate::samples::{Sample, cells, json as figures_json, titles};
+use crate::server::{Program, ServerKind, Servers};
+use crate::table::{aligned, ratio};
+use crate::test_images::{ImageKind, TestImages};
+use crate::workload::{
+    BackgroundLoad, Caching, ClientKind, Conditions, Direction, Transport, Workload,
+};
+
+/// All measurements use direct I/O: the page cache would hide the format.
+const TERMS: Conditions = Conditions { caching: Caching::Direct, transport: Transport::Plain };
+
+/// A table to measure.
+struct ImageCase {
+    workload: Workload,
+    /// The images that nowait is measured on; the other servers are measured on those that are not
+    /// raw.
+    images: &'static [ImageKind],
+}
+
+impl ImageCase {
+    /// 4K random reads and writes at depth 1, 16 and 64; and 4K random reads at depth 1 of an
+    /// overlay, alone and beside writes that allocate.
+    fn standard() -> Vec<ImageCase> {
+        use ImageKind::{Chain, Overlay, Qcow2, Raw};
+        let small = |w: &Workload| w.beside.is_none() && w.block_bytes == 4096;
+        let small: Vec<Workload> = Workload::standard().into_iter().filter(small).collect();
+        let images = |workload: &Workload| match workload.direction {
+            Direction::Read => &[Raw, Qcow2, Chain][..],
+            // In a chain the first write to a cluster allocates.
+            Direction::Write => &[Raw, Qcow2],
+        };
+        let case = |&workload: &Workload| ImageCase { workload, images: images(&workload) };
+        let mut cases: Vec<ImageCase> = small.iter().map(case).collect();
+        for beside in [None, Some(BackgroundLoad::Allocations)] {
+            let overlay = |&alone: &Workload| Workload { beside, ..alone };
+            let workload = small.first().map(overlay);
+            cases.extend(workload.map(|workload| ImageCase { workload, images: &[Overlay] }));
+        }
+        cases
+    }
+}
+
+/// The options of the benchmark of image formats. The default is all servers and tables.
+#[derive(Clone, Debug)]
+pub struct ImagesOptions {
+    /// The options of every measurement.
+    pub run: RunOptions,
+    /// The nowait program; `None` measures the others alone.
+    pub nowait: Option<PathBuf>,
+    /// The servers to measure, if installed; nbdkit does not support qcow2 and is left out.
+    pub servers: Vec<ServerKind>,
+    /// Only workloads whose title contains this.
+    pub only: Option<String>,
+}
+
+impl Default for ImagesOptions {
+    fn default() -> ImagesOptions {
+        let servers = ServerKind::ALL.to_vec();
+        ImagesOptions { run: RunOptions::default(), nowait: None, servers, only: None }
+    }
+}
+
+/// A server on an image.
+type Subject = (Program, ImageKind);
+type Row = Entry<Subject, Sample>;
+
+/// As text: `nowait, raw`.
+fn name((program, image): &Subject) -> String {
+    format!("{}, {}", program.kind.name(), image.name())
+}
+
+/// Makes the images, measures, writes the result to `out` and returns it.
+///
+/// A subject that fails is left out of its table and named in the report.
+///
+/// # Errors
+/// [`Error::Option`] and [`Error::NoRow`] before anything is started, [`Error::NoServer`] if
+/// nothing can be, [`Error::System`] if the images cannot be made or `out` not be written.
+pub fn run_images(options: &ImagesOptions, out: &mut dyn Write) -> Result<Report, Error> {
+    let title = |case: &ImageCase| case.workload.to_string();
+    let cases = only(options.only.as_deref(), ImageCase::standard(), title)?;
+    let mut reporter = Reporter::begin(&options.run, out)?;
+    let mut kinds = options.servers.clone();
+    kinds.retain(|kind| *kind != ServerKind::Nbdkit);
+    let servers = Servers::find(&kinds, options.nowait.as_deref())?;
+    let test_images = TestImages::make()?;
+    let runner = Runner::new(&options.run, ClientKind::Own, 1)?;
+    let machine = Machine::this()?;
+    let entries = cases.iter().map(|case| rows(case, &servers).len()).sum();
+    let heading = format!(
+        "Linux {}, {}; {}\n{}: 128 MiB of data\ndirect I/O; {} rounds of {} s for each, in turns\n{}",
+        machine.kernel,
+        machine.processor,
+        runner.placement,
+        test_images.directory().display(),
+        options.run.rounds,
+        options.run.duration.as_secs_f64(),
+        servers.lines()
+    );
+    reporter.heading(heading, entries)?;
+    let mut tables = Vec::new();
+    for case in &cases {
+        let workload = case.workload;
+        let mut rows = rows(case, &servers);
+        let message = |subject: &Subject| format!("{workload}: {}", name(subject));
+        let complete = reporter.measure(&mut rows, message, |(program, image)| {
+            // The image is created anew or reset to the common initial state.
+            let target = test_images.image(*image)?;
+            target.prepare(TERMS.caching)?;
+            runner.take(program, &target, &workload, TERMS)
+        });
+        if !complete {
+            break;
+        }
+        for (row, problem) in rows.iter().filter_map(|row| Some((row, row.problem.as_ref()?))) {
+            let line = format!("{} failed at {workload}: {problem}", name(&row.key));
+            let workload = workload.to_string();
+            let subject = subject_json(&row.key);
+            let failure = json!({ "subject": subject, "workload": workload, "problem": problem });
+            reporter.failure(line, failure);
+        }
+        rows.retain(|row| row.problem.is_none());
+        let table = ImageTable { workload, rows };
+        reporter.table(&table.text(), table.to_json(), "")?;
+        tables.push(table);
+    }
+    let prices = prices(&tables);
+    let mut ending = String::new();
+    if !prices.is_empty() {
+        let price =
+            |((server, _), price): &(&Subject, f64)| format!("{} {price:.2}", server.kind.name());
+        let list: Vec<String> = prices.iter().map(price).collect();
+        ending += &format!("\np99 beside allocating writes ÷ alone: {}\n", list.join(", "));
+    }
+    ending.extend(reporter.failure_lines().iter().map(|line| format!("\n{line}\n")));
+    let mut head = servers.to_json(&machine, runner.placement);
+    head["directory"] = test_images.directory().to_string_lossy().into();
+    head["seconds"] = options.run.duration.as_secs_f64().into();
+    let price =
+        |(of, price): &(&Subject, f64)| json!({ "subject": subject_json(of), "p99_ratio": price });
+    head["beside_to_alone"] = prices.iter().map(price).collect();
+    reporter.end(("", ""), &ending, head, "tables")
+}
+
+fn subject_json((program, image): &Subject) -> Value {
+    json!({ "server": program.kind.name(), "image": image.name() })
+}
+
+/// The pairs of server and image of a table.
+fn rows(case: &ImageCase, servers: &Servers) -> Vec<Row> {
+    let of = |program: &Program| {
+        let is_nowait = program.kind == ServerKind::Nowait;
+        let images = case.images.iter().filter(move |image| is_nowait || **image != ImageKind::Raw);
+        let program = program.clone();
+        images.map(move |&image| Entry::new((program.clone(), image)))
+    };
+    servers.programs.iter().flat_map(of).collect()
+}
+
+/// All subjects under one workload, without those that failed.
+struct ImageTable {
+    workload: Workload,
+    rows: Vec<Row>,
+}
+
+impl ImageTable {
+    /// Requests per second of `row` divided by those of the first row.
+    fn to_first(&self, row: &Row) -> f64 {
+        let iops = |row: &Row| row.median(|sample| sample.iops);
+        self.rows.first().map_or(0.0, |first| ratio(iops(row), iops(first)))
+    }
+
+    fn text(&self) -> String {
+        let line = |name: String, figures: Vec<String>, last: String| {
+            [vec![name], figures, vec![last]].concat()
+        };
+        let first = line("server, image".into(), titles(&self.workload), "IOPS ÷ first".into());
+        let mut lines = vec![first];
+        for row in &self.rows {
+            let to_first = format!("{:.2}", self.to_first(row));
+            lines.push(line(name(&row.key), cells(row, &self.workload), to_first));
+        }
+        format!("\n{}\n{}", self.workload, aligned(&lines))
+    }
+
+    fn to_json(&self) -> Value {
+        let row = |row: &Row| {
+            let (program, image) = &row.key;
+            let mut object = figures_json(row, &self.workload, program.kind);
+            object.insert("image".to_owned(), image.name().into());
+            object.insert("iops_to_first".to_owned(), self.to_first(row).into());
+            object
+        };
+        let rows: Vec<_> = self.rows.iter().map(row).collect();
+        json!({ "workload": self.workload.to_string(), "rows": rows })
+    }
+}
+
+/// The effect of the background load on the 99th percentile of each subject that was also measured
+/// alone: the latency with it divided by that without.
+fn prices(tables: &[ImageTable]) -> Vec<(&Subject, f64)> {
+    let p99 = |row: &Row| row.median(|sample| sample.p99_us);
+    let mut prices = Vec::new();
+    for table in tables.iter().filter(|table| table.workload.beside.is_some()) {
+        let alone = Workload { beside: None, ..table.workload };
+        let rows = || tables.iter().filter(|t| t.workload == alone).flat_map(|table| &table.rows);
+        for row in &table.rows {
+            if let Some(alone) = rows().find(|alone| name(&alone.key) == name(&row.key)) {
+                prices.push((&row.key, ratio(p99(row), p99(alone))));
+            }
+        }
+    }
+    prices
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_standard_tables_have_three_depths_and_reads_with_allocating_writes() {
+        let cases = ImageCase::standard();
+        let titles: Vec<String> = cases.iter().map(|case| case.workload.to_string()).collect();
+        for direction in ["read", "write"] {
+            for depth in [1, 16, 64] {
+                let title = format!("4K random {direction}, depth {depth}");
+                assert!(titles.contains(&title), "{title} is not in {titles:?}");
+            }
+        }
+        assert_eq!(titles.len(), 8);
+        assert!(titles[7].ends_with("beside 64K allocating write, depth 1"), "{titles:?}");
+    }
+
+    #[test]
+    fn images_are_compared_with_the_first_and_with_a_background_load() {
+        let alone = Workload::standard()[0];
+        let beside = Workload { beside: Some(BackgroundLoad::Allocations), ..alone };
+        let row = |image, iops, p99_us| {
+            let sample = Sample { iops, p99_us, beside_mib_s: 100.0, ..Sample::default() };
+            let key = (Program::example(ServerKind::Nowait), image);
+            Entry { samples: vec![sample; 3], ..Entry::new(key) }
+        };
+        let (raw, overlay) = (ImageKind::Raw, ImageKind::Overlay);
+        let rows = vec![row(raw, 1000.0, 50.0), row(overlay, 900.0, 60.0)];
+        let tables = [
+            ImageTable { workload: alone, rows },
+            ImageTable { workload: beside, rows: vec![row(overlay, 800.0, 90.0)] },
+        ];
+        let (text, json) = (tables[0].text(), tables[0].to_json());
+        assert!(text.contains("nowait, new overlay") && text.contains("  0.90\n"), "{text}");
+        assert_eq!(json["rows"][1]["iops_to_first"], 0.9);
+        assert_eq!(prices(&tables)[0].1, 1.5);
+        assert_eq!(tables[1].to_json()["rows"][0]["beside_mib_s"]["median"], 100.0);
+    }
+}
