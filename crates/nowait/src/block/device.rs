@@ -42,12 +42,18 @@ impl BlockDevice<AllocationCache> {
     /// # Errors
     /// As [`FileStorage::open`].
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
-        let storage = FileStorage::open(path, options)?;
-        let mut map = AllocationCache::new(storage.size(), !options.no_hint);
+        Ok(Self::raw(FileStorage::open(path, options)?, options.no_hint))
+    }
+
+    /// The device whose bytes are those of `storage`, with an empty allocation cache, or with none
+    /// if `no_hint` is set; see [`BlockDevice::scan`].
+    #[must_use]
+    pub fn raw(storage: FileStorage, no_hint: bool) -> Self {
+        let mut map = AllocationCache::new(storage.size(), !no_hint);
         if storage.is_device() {
             map = map.without_end();
         }
-        Ok(Self::linear(storage, map))
+        Self::linear(storage, map)
     }
 
     /// Fills the allocation cache from the file system. To be called after the image was locked and
