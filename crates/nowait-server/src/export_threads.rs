@@ -5,25 +5,25 @@
 //! connection channels, nothing else. A connection is in one channel or on one thread. No thread is
 //! started once the server is stopping.
 
-use std::collections::VecDeque;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nowait::{Budget, Error, Operation, Uring};
-use rustix::event::{EventfdFlags, eventfd};
 
 use crate::buffer_budget::DeclaredUse;
 use crate::nbd::connection::HandoffConnection;
+use crate::nbd::connection_channel::ConnectionChannel;
 use crate::nbd::handshake::ExportInfo;
+use crate::nbd::nbd_frontend::NbdFrontend;
+use crate::nbd::negotiate::ExportDirectory;
+use crate::nbd::write_split::SplitPolicy;
+use crate::net::acceptor::Acceptor;
 use crate::net::connection_limit::ConnectionLimit;
 use crate::net::listener::Listener;
 use crate::server_options::Options;
-
-/// Connections that a thread takes from its channel in one iteration of its event loop.
-pub(crate) const ARRIVAL_BATCH: usize = 32;
+use crate::thread_handle::ThreadHandle;
 
 /// The most threads without connections that wait for their idle timeout, not counting the acceptor
 /// thread.
@@ -57,92 +57,6 @@ pub(crate) enum ThreadEvent {
     LastClientLeft,
 }
 
-/// The source of a thread's connections.
-pub(crate) struct ConnectionChannel {
-    arrivals: Mutex<VecDeque<HandoffConnection>>,
-    wake: OwnedFd,
-    connections: AtomicUsize,
-    /// The value of `Shared::idle_count` when it became idle; meaningless while it has connections.
-    idle_sequence: AtomicU64,
-    /// The thread must retire as soon as it has no connections.
-    retires_early: AtomicBool,
-    /// Requests in flight, as of the end of the thread's last iteration.
-    in_flight: AtomicUsize,
-}
-
-impl ConnectionChannel {
-    fn new() -> Result<Self, Error> {
-        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
-            .map_err(|e| Error::new(e.raw_os_error(), Operation::SetUp))?;
-        Ok(Self {
-            arrivals: Mutex::default(),
-            wake,
-            connections: AtomicUsize::new(0),
-            idle_sequence: AtomicU64::new(0),
-            retires_early: AtomicBool::new(false),
-            in_flight: AtomicUsize::new(0),
-        })
-    }
-
-    pub(crate) fn assign(&self, arrival: HandoffConnection) {
-        self.connections.fetch_add(1, Ordering::Relaxed);
-        self.retires_early.store(false, Ordering::Relaxed);
-        lock(&self.arrivals).push_back(arrival);
-        self.wake();
-    }
-
-    /// Takes the oldest connections, [`ARRIVAL_BATCH`] at most. If more remain, the channel stays
-    /// readable.
-    pub(crate) fn take(&self) -> Vec<HandoffConnection> {
-        let mut count = [0; 8];
-        // EAGAIN: no connection was assigned since.
-        let _ = rustix::io::read(&self.wake, &mut count);
-        let mut arrivals = lock(&self.arrivals);
-        let first = arrivals.len().min(ARRIVAL_BATCH);
-        let taken = arrivals.drain(..first).collect();
-        if !arrivals.is_empty() {
-            self.wake();
-        }
-        taken
-    }
-
-    /// Takes all waiting connections.
-    pub(crate) fn take_all(&self) -> VecDeque<HandoffConnection> {
-        std::mem::take(&mut *lock(&self.arrivals))
-    }
-
-    fn wake(&self) {
-        // A full counter (EAGAIN) is readable already.
-        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
-    }
-
-    /// Counts one connection less.
-    pub(crate) fn on_connection_closed(&self) {
-        self.connections.fetch_sub(1, Ordering::Relaxed);
-    }
-
-    /// Whether the thread must retire as soon as it has no connections.
-    pub(crate) fn retires_early(&self) -> bool {
-        self.retires_early.load(Ordering::Acquire)
-    }
-
-    fn is_idle(&self) -> bool {
-        self.connections.load(Ordering::Relaxed) == 0
-    }
-
-    /// Publishes the number of requests in flight on the thread.
-    pub(crate) fn publish_in_flight(&self, count: usize) {
-        self.in_flight.store(count, Ordering::Release);
-    }
-}
-
-/// Readable when a connection was assigned.
-impl AsFd for ConnectionChannel {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        self.wake.as_fd()
-    }
-}
-
 /// An export and the channels of its threads: none until a client chooses it.
 struct ExportThreads {
     export: Arc<dyn Servable>,
@@ -163,6 +77,16 @@ pub(crate) struct ThreadContext {
 }
 
 impl ThreadContext {
+    /// The NBD frontend of the thread. It takes the listeners.
+    pub(crate) fn nbd_frontend(&mut self) -> NbdFrontend {
+        let (shared, listeners) = (self.shared.clone(), std::mem::take(&mut self.listeners));
+        let Options { tls, split_bytes, config, .. } = shared.options.clone();
+        let split_policy = SplitPolicy { fragment_bytes: split_bytes, strict: config.strict };
+        let acceptor = Acceptor::new(listeners, shared.limit.clone());
+        let channel = self.channel.clone();
+        NbdFrontend::new(shared, self.export_index, channel, acceptor, tls, split_policy)
+    }
+
     /// Reports that the thread has started.
     pub(crate) fn report_started(&mut self) {
         if let Some(ready) = self.ready.take() {
@@ -201,7 +125,7 @@ impl ThreadContext {
         };
         let (events, _) = std::sync::mpsc::channel();
         let shared = Arc::new(Shared::new([export], options, events));
-        let (channel, listeners) = (Arc::new(ConnectionChannel::new()?), Vec::new());
+        let (channel, listeners) = (Arc::new(shared.channel()?), Vec::new());
         Ok(Self { shared, export_index: 0, queue: 0, channel, listeners, ready: None })
     }
 
@@ -233,7 +157,7 @@ pub(crate) struct Shared {
     /// Threads that were started and have not ended.
     running: AtomicUsize,
     /// How many times a thread has become idle.
-    idle_count: AtomicU64,
+    idle_count: Arc<AtomicU64>,
     events: Sender<ThreadEvent>,
 }
 
@@ -264,19 +188,9 @@ impl Shared {
             stopping: AtomicBool::new(false),
             warned: AtomicBool::new(false),
             running: AtomicUsize::new(0),
-            idle_count: AtomicU64::new(0),
+            idle_count: Arc::default(),
             events,
         }
-    }
-
-    /// The current properties of each export, as told to clients.
-    pub(crate) fn exports(&self) -> Vec<ExportInfo> {
-        self.groups.iter().map(|group| group.export.info()).collect()
-    }
-
-    /// The name of export `index`; empty if there is none.
-    pub(crate) fn export_name(&self, index: usize) -> &str {
-        self.groups.get(index).map_or("", |group| group.export.name())
     }
 
     /// Starts the threads of the default export; the first of them accepts connections from
@@ -300,37 +214,6 @@ impl Shared {
         Ok(())
     }
 
-    /// Assigns a connection to the thread of export `export_index` with the fewest connections. If
-    /// none is idle and there are fewer threads than queues, a new thread is started for it. If
-    /// there is no thread and none can be started, the connection is closed.
-    pub(crate) fn assign(self: &Arc<Self>, export_index: usize, arrival: HandoffConnection) {
-        let Some(group) = self.groups.get(export_index) else { return };
-        let mut threads = lock(&group.threads);
-        let wanted = !threads.iter().any(|channel| channel.is_idle())
-            && threads.len() < usize::from(self.queues());
-        let mut started = false;
-        // `stop` waits for the lock, so it cannot miss a thread that is started here.
-        if wanted && !self.is_stopping() {
-            let queue = threads.len() as u16;
-            match self.spawn(export_index, queue, group, Vec::new(), None) {
-                Ok(channel) => {
-                    threads.push(channel);
-                    started = true;
-                }
-                Err(error) => tracing::error!("export {export_index}, queue {queue}: {error}"),
-            }
-        }
-        let connections =
-            |channel: &&Arc<ConnectionChannel>| channel.connections.load(Ordering::Relaxed);
-        if let Some(channel) = threads.iter().min_by_key(connections) {
-            channel.assign(arrival);
-        }
-        drop(threads);
-        if started {
-            self.retire_longest_idle();
-        }
-    }
-
     /// Retires the threads that have been idle longest, so that at most [`MAX_IDLE`] wait for their
     /// idle timeout: clients that visit one export after the other must not use up the process's
     /// descriptors.
@@ -338,37 +221,33 @@ impl Shared {
         let mut idle = Vec::new();
         for group in &self.groups {
             let threads = lock(&group.threads);
-            idle.extend(threads.iter().filter(|channel| channel.is_idle()).cloned());
+            let handles = threads.iter().map(|channel| channel.thread());
+            idle.extend(handles.filter(|thread| thread.is_idle()).cloned());
         }
         let too_many = idle.len().saturating_sub(MAX_IDLE);
-        idle.sort_by_key(|channel| channel.idle_sequence.load(Ordering::Relaxed));
-        for channel in idle.iter().take(too_many) {
-            channel.retires_early.store(true, Ordering::Release);
-            channel.wake();
-        }
+        idle.sort_by_key(|thread| thread.idle_sequence());
+        idle.iter().take(too_many).for_each(|thread| thread.retire_early());
     }
 
-    /// Records that the thread of `channel` has no connections any more.
-    pub(crate) fn on_idle(&self, channel: &ConnectionChannel) {
-        channel
-            .idle_sequence
-            .store(self.idle_count.fetch_add(1, Ordering::Relaxed), Ordering::Relaxed);
-    }
-
-    /// Removes the thread of `channel` from its export's threads, unless a connection was assigned
-    /// to it. A removed thread ends.
-    pub(crate) fn retire(&self, export_index: usize, channel: &Arc<ConnectionChannel>) -> Retired {
+    /// Removes `thread` from its export's threads, unless a connection was assigned to it. A removed
+    /// thread ends.
+    pub(crate) fn retire(&self, export_index: usize, thread: &Arc<ThreadHandle>) -> Retired {
         let Some(group) = self.groups.get(export_index) else { return Retired::No };
         let mut threads = lock(&group.threads);
-        if !channel.is_idle() {
+        if !thread.is_idle() {
             return Retired::No;
         }
-        threads.retain(|other| !Arc::ptr_eq(other, channel));
+        threads.retain(|channel| !Arc::ptr_eq(channel.thread(), thread));
         if threads.is_empty() { Retired::TheLast } else { Retired::OneOfSeveral }
     }
 
     fn queues(&self) -> u16 {
         self.options.queues.max(1)
+    }
+
+    /// The channel of a thread that is about to start.
+    fn channel(&self) -> Result<ConnectionChannel, Error> {
+        Ok(ConnectionChannel::new(Arc::new(ThreadHandle::new(self.idle_count.clone())?)))
     }
 
     /// Starts a thread of `group`. Returns its channel.
@@ -380,7 +259,7 @@ impl Shared {
         listeners: Vec<Listener>,
         ready: Option<Sender<Result<(), Error>>>,
     ) -> Result<Arc<ConnectionChannel>, Error> {
-        let channel = Arc::new(ConnectionChannel::new()?);
+        let channel = Arc::new(self.channel()?);
         let (shared, export) = (self.clone(), group.export.clone());
         let context = ThreadContext {
             shared,
@@ -407,7 +286,7 @@ impl Shared {
     pub(crate) fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
         for group in &self.groups {
-            lock(&group.threads).iter().for_each(|channel| channel.wake());
+            lock(&group.threads).iter().for_each(|channel| channel.thread().wake());
         }
         // The receiver is gone if the server has ended by itself.
         let _ = self.events.send(ThreadEvent::StopRequested);
@@ -432,9 +311,7 @@ impl Shared {
     /// Requests in flight on all threads.
     pub(crate) fn in_flight(&self) -> usize {
         let of_group = |group: &ExportThreads| -> usize {
-            let requests =
-                |channel: &Arc<ConnectionChannel>| channel.in_flight.load(Ordering::Acquire);
-            lock(&group.threads).iter().map(requests).sum()
+            lock(&group.threads).iter().map(|channel| channel.thread().in_flight()).sum()
         };
         self.groups.iter().map(of_group).sum()
     }
@@ -448,6 +325,46 @@ impl Shared {
     pub(crate) fn warn_no_io_uring(&self, error: Error) {
         if !self.warned.swap(true, Ordering::AcqRel) {
             tracing::warn!("{}: serving with threads", Uring::refusal(error));
+        }
+    }
+}
+
+impl ExportDirectory for Shared {
+    fn infos(&self) -> Vec<ExportInfo> {
+        self.groups.iter().map(|group| group.export.info()).collect()
+    }
+
+    fn name(&self, export: usize) -> String {
+        self.groups.get(export).map_or_else(String::new, |group| group.export.name().to_owned())
+    }
+
+    /// Assigns a connection to the thread of export `export_index` with the fewest connections. If
+    /// none is idle and there are fewer threads than queues, a new thread is started for it. If
+    /// there is no thread and none can be started, the connection is closed.
+    fn assign(self: Arc<Self>, export_index: usize, arrival: HandoffConnection) {
+        let Some(group) = self.groups.get(export_index) else { return };
+        let mut threads = lock(&group.threads);
+        let wanted = !threads.iter().any(|channel| channel.thread().is_idle())
+            && threads.len() < usize::from(self.queues());
+        let mut started = false;
+        // `stop` waits for the lock, so it cannot miss a thread that is started here.
+        if wanted && !self.is_stopping() {
+            let queue = threads.len() as u16;
+            match self.spawn(export_index, queue, group, Vec::new(), None) {
+                Ok(channel) => {
+                    threads.push(channel);
+                    started = true;
+                }
+                Err(error) => tracing::error!("export {export_index}, queue {queue}: {error}"),
+            }
+        }
+        let least = threads.iter().min_by_key(|channel| channel.thread().connections());
+        if let Some(channel) = least {
+            channel.assign(arrival);
+        }
+        drop(threads);
+        if started {
+            self.retire_longest_idle();
         }
     }
 }
@@ -526,7 +443,7 @@ mod tests {
         for tries in 1..=3 {
             let (near, mut far) = UnixStream::pair().unwrap();
             let permit = shared.limit.take().unwrap();
-            shared.assign(0, HandoffConnection::new(near.into(), TlsState::Off, permit));
+            shared.clone().assign(0, HandoffConnection::new(near.into(), TlsState::Off, permit));
             assert!(matches!(events.recv().unwrap(), ThreadEvent::ThreadEnded));
             assert_eq!(far.read(&mut [0]).unwrap(), 0);
             assert_eq!((export.refused.load(Ordering::Relaxed), shared.running()), (tries, 0));
@@ -540,7 +457,7 @@ mod tests {
         shared.stop();
         let (near, mut far) = UnixStream::pair().unwrap();
         let permit = shared.limit.take().unwrap();
-        shared.assign(0, HandoffConnection::new(near.into(), TlsState::Off, permit));
+        shared.clone().assign(0, HandoffConnection::new(near.into(), TlsState::Off, permit));
         assert_eq!(far.read(&mut [0]).unwrap(), 0);
         assert_eq!(export.refused.load(Ordering::Relaxed), 0);
     }
@@ -558,7 +475,7 @@ mod tests {
             // An empty name and no further questions.
             input.extend([0, 0, 0, 6, 0, 0, 0, 0, 0, 0]);
             let mut out = Vec::new();
-            handshake.feed(&input, &|| shared.exports(), &mut out);
+            handshake.feed(&input, &|| shared.infos(), &mut out);
             // The first reply: 20 bytes of its header, the kind of information, the size.
             assert_eq!(out[22..30], size.to_be_bytes());
             input.clear();

@@ -86,21 +86,35 @@ impl Quantum {
     }
 }
 
-/// The scheduled connections, by index.
+/// What the event loop keeps for a connection or a queue of a frontend: a member of its run queues.
+#[derive(Default)]
+pub(crate) struct Member {
+    /// It is in the run queues.
+    pub(crate) scheduled: bool,
+    /// What it may move in this service.
+    pub(crate) quantum: Quantum,
+    /// Bytes of the buffer budget that it holds.
+    pub(crate) budget_used: u64,
+}
+
+/// The scheduled members, by number.
 #[derive(Default)]
 pub(crate) struct RunQueues {
-    /// Interactive connections: all are serviced in each iteration.
+    /// Interactive members: all are serviced in each iteration.
     pub(crate) interactive: Vec<usize>,
-    /// Bulk connections; the one that has waited longest comes first.
+    /// Bulk members; the one that has waited longest comes first.
     pub(crate) bulk: VecDeque<usize>,
 }
 
 impl RunQueues {
     #[inline]
-    pub(crate) fn push(&mut self, index: usize, quantum: &Quantum) {
-        match quantum.is_bulk() {
-            true => self.bulk.push_back(index),
-            false => self.interactive.push(index),
+    pub(crate) fn schedule(&mut self, number: usize, member: &mut Member) {
+        if std::mem::replace(&mut member.scheduled, true) {
+            return;
+        }
+        match member.quantum.is_bulk() {
+            true => self.bulk.push_back(number),
+            false => self.interactive.push(number),
         }
     }
 
@@ -128,9 +142,12 @@ mod tests {
     fn a_connection_that_moves_a_quantum_in_each_service_is_bulk_and_one_that_moves_little_is_not()
     {
         let mut queues = RunQueues::default();
-        queues.push(1, &moving(QUANTUM_SHARED_BYTES));
-        queues.push(2, &moving(16 * 4096));
-        queues.push(3, &moving(1 << 20));
+        for (number, bytes) in [(1, QUANTUM_SHARED_BYTES), (2, 16 * 4096), (3, 1 << 20)] {
+            let mut member = Member { quantum: moving(bytes), ..Member::default() };
+            queues.schedule(number, &mut member);
+            // It is in one queue once.
+            queues.schedule(number, &mut member);
+        }
         assert_eq!((queues.interactive, queues.bulk), (vec![2], VecDeque::from([1, 3])));
     }
 

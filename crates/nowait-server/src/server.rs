@@ -3,8 +3,6 @@
 //! Invariant: a connection belongs to one thread: once it has chosen an export, to one of that
 //! export's threads. Threads share the export and their connection channels, nothing else.
 
-use crate::event_loop;
-use crate::nbd::command;
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
@@ -20,6 +18,7 @@ use crate::export::Export;
 use crate::export_threads::{Servable, Shared, ThreadContext, ThreadEvent};
 #[cfg(feature = "sim")]
 pub use crate::injected_bug::{ServerBug, inject};
+use crate::nbd::command;
 use crate::nbd::handshake::ExportInfo;
 pub use crate::nbd::tls_config::{ClientAuth, Credentials, Tls, TlsError};
 pub use crate::net::listener::Listener;
@@ -201,15 +200,16 @@ fn serve_on<Q: IoQueue, M: BlockMap>(
     let (disk, workers) = (export.disk().clone(), export.workers());
     let (export_index, queue_index) = (context.export_index, context.queue);
     let (config, budget) = (context.shared.options.config, &context.shared.budget);
-    let engine = Engine::sharing(disk, workers, queue, config, budget).and_then(|mut engine| {
-        event_loop::watch(&context, &mut engine)?;
-        Ok(engine)
+    let engine = Engine::sharing(disk, workers, queue, config, budget);
+    let event_loop = engine.and_then(|engine| {
+        let frontend = context.nbd_frontend();
+        EventLoop::new(&context, export, engine, frontend)
     });
-    match engine {
-        Ok(engine) => {
+    match event_loop {
+        Ok(mut event_loop) => {
             context.report_started();
-            let ran = EventLoop::new(context, export, engine).run();
-            ran.inspect_err(|error| {
+            drop(context);
+            event_loop.run().inspect_err(|error| {
                 tracing::error!("export {export_index}, queue {queue_index}: {error}")
             })
         }

@@ -2,9 +2,9 @@
 //!
 //! Invariant: as for the module above.
 
-use crate::acceptor::ACCEPT_BATCH;
 use crate::event_loop::tests::*;
-use crate::export_threads::ARRIVAL_BATCH;
+use crate::nbd::connection_channel::ARRIVAL_BATCH;
+use crate::net::acceptor::ACCEPT_BATCH;
 
 #[test]
 fn a_request_is_served_between_two_batches_of_accepted_connections() {
@@ -19,7 +19,7 @@ fn a_request_is_served_between_two_batches_of_accepted_connections() {
     assert_eq!(bench.thread.shared.limit.taken() as usize, 1 + ACCEPT_BATCH);
     assert_eq!(bench.received(0).len(), REPLY + BLOCK, "before the others are accepted");
     // They are accepted without any new event.
-    assert_eq!(bench.thread.acceptor.back_off(), Some(Duration::ZERO));
+    assert!(Frontend::<Null, AllocationCache>::has_work(&bench.thread.frontend));
     bench.settle();
     assert_eq!(bench.thread.shared.limit.taken() as usize, 1 + clients);
 }
@@ -29,8 +29,8 @@ fn only_the_replies_to_one_option_are_kept_for_a_client_that_reads_nothing() {
     let mut bench = Bench::new(1);
     // Its socket is full.
     let connection = bench.connection(0);
-    connection.phase = Phase::Handshake(Handshake::new(TlsState::Off));
-    connection.send_queue.push_bytes(vec![0; 8 << 20]);
+    connection.session.phase = Phase::Handshake(Handshake::new(TlsState::Off));
+    connection.session.send_queue.push_bytes(vec![0; 8 << 20]);
     bench.settle();
     let flags = u32::from(wire::FLAG_FIXED_NEWSTYLE).to_be_bytes();
     let list = [&b"IHAVEOPT"[..], &[0, 0, 0, 3, 0, 0, 0, 0]].concat();
@@ -38,8 +38,11 @@ fn only_the_replies_to_one_option_are_kept_for_a_client_that_reads_nothing() {
     for _ in 0..2 {
         bench.settle();
         let connection = bench.connection(0);
-        assert_eq!((connection.send_queue.len(), connection.input), (1, ReadState::Blocked));
-        assert_eq!(connection.unparsed.len(), 4 + 1023 * list.len(), "no option was taken");
+        assert_eq!(
+            (connection.session.send_queue.len(), connection.session.input),
+            (1, ReadState::Blocked)
+        );
+        assert_eq!(connection.session.unparsed.len(), 4 + 1023 * list.len(), "no option was taken");
     }
     // Once it reads, each option is answered: two replies of 20 bytes and the empty name's length.
     let mut read = 0;
@@ -47,7 +50,10 @@ fn only_the_replies_to_one_option_are_kept_for_a_client_that_reads_nothing() {
         read += bench.received(0).len();
         bench.settle();
     }
-    assert!(bench.connection(0).unparsed.is_empty() && bench.connection(0).send_queue.is_empty());
+    assert!(
+        bench.connection(0).session.unparsed.is_empty()
+            && bench.connection(0).session.send_queue.is_empty()
+    );
 }
 
 #[test]
@@ -57,7 +63,11 @@ fn connections_handed_over_at_once_are_taken_in_batches() {
     for _ in 0..count {
         let (near, _) = UnixStream::pair().unwrap();
         let permit = bench.thread.shared.limit.take().unwrap();
-        bench.thread.channel.assign(HandoffConnection::new(near.into(), TlsState::Off, permit));
+        bench.thread.frontend.channel.assign(HandoffConnection::new(
+            near.into(),
+            TlsState::Off,
+            permit,
+        ));
     }
     let mut left = Vec::new();
     while bench.thread.shared.limit.taken() > 0 {

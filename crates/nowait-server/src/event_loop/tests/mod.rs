@@ -9,19 +9,23 @@ mod split_writes;
 mod receive;
 mod replies;
 mod queue_events;
+mod request_cost;
+mod ring_frontend;
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
-use nowait::{
-    AllocationCache, BlockDevice, ByteRange, Config, Flags, Null, Op, OpenOptions, Request,
-};
+use nowait::{AllocationCache, BlockDevice, Config, Null, OpenOptions};
 
-use crate::event_loop::request_reader::ParseProgress;
 use crate::event_loop::*;
 use crate::nbd::command::TransmissionMode;
-use crate::nbd::connection::MAX_REQUESTS;
-use crate::nbd::handshake::Handshake;
+use crate::nbd::connection::{Connection, HandoffConnection, MAX_REQUESTS};
+use crate::nbd::handshake::{Handshake, TlsState};
+use crate::nbd::nbd_frontend::NbdFrontend;
+use crate::nbd::reply::builder::RequestContext;
+use crate::nbd::session::{Phase, ReadState};
+use crate::nbd::socket_read::RECEIVE_BYTES;
+use crate::nbd::submit::InFlight;
 use crate::nbd::wire;
 use crate::net::listener::Listener;
 use crate::net::socket::Socket;
@@ -37,7 +41,7 @@ const REPLY: usize = 16;
 
 /// An event loop with connections in the transmission phase.
 struct Bench {
-    thread: EventLoop<Null, AllocationCache>,
+    thread: EventLoop<NbdFrontend, Null, AllocationCache>,
     /// The clients' sockets, by the index of the connection.
     clients: Vec<UnixStream>,
 }
@@ -57,20 +61,11 @@ impl Bench {
 
     /// An event loop that accepts connections.
     fn listening(config: Config, listeners: Vec<Listener>) -> Self {
-        let file = tempfile::NamedTempFile::new().unwrap();
-        std::fs::write(file.path(), vec![7; SIZE as usize]).unwrap();
-        file.as_file().sync_all().unwrap();
-        let disk = BlockDevice::open(file.path(), OpenOptions::default()).unwrap();
-        let disk = Arc::new(disk.with_forbidden_prefix(&FORBIDDEN));
-        disk.scan();
-        let export = Arc::new(Export::new(disk.clone(), 1, String::new(), String::new()));
-        let mut context =
-            ThreadContext::simulated(export.clone(), config, Options::SPLIT_BYTES).unwrap();
+        let (mut context, export, engine) = parts(config, |_| Null::new().unwrap());
         context.listeners = listeners;
-        let queue = Null::new().unwrap();
-        let mut engine = Engine::new(disk, export.workers(), queue, config).unwrap();
-        watch(&context, &mut engine).unwrap();
-        Self { thread: EventLoop::new(context, export, engine), clients: Vec::new() }
+        let frontend = context.nbd_frontend();
+        let thread = EventLoop::new(&context, export, engine, frontend).unwrap();
+        Self { thread, clients: Vec::new() }
     }
 
     /// Adds a connection without any input yet.
@@ -86,16 +81,59 @@ impl Bench {
     fn adopt(&mut self, index: usize, near: impl Into<Socket>, far: UnixStream) {
         far.set_nonblocking(true).unwrap();
         let permit = self.thread.shared.limit.take().unwrap();
-        self.thread.add(HandoffConnection::new(near.into(), TlsState::Off, permit));
+        self.add(HandoffConnection::new(near.into(), TlsState::Off, permit));
         let connection = self.connection(index);
-        connection.phase = Phase::Transmission(TransmissionMode::default());
-        connection.send_queue.clear();
-        self.thread.handshakes.end();
+        connection.session.phase = Phase::Transmission(TransmissionMode::default());
+        connection.session.send_queue.clear();
+        self.thread.frontend.shared.handshakes.deadlines.end();
         self.clients.push(far);
     }
 
     fn connection(&mut self, index: usize) -> &mut Connection {
-        &mut self.thread.connections[index]
+        &mut self.thread.frontend.connections[index]
+    }
+
+    fn add(&mut self, arrival: HandoffConnection) {
+        self.thread.frontend.add(&mut self.thread.context, arrival);
+    }
+
+    fn close(&mut self, index: usize) {
+        self.thread.frontend.close(&mut self.thread.context, index);
+    }
+
+    fn schedule(&mut self, index: usize) {
+        let EventLoop { frontend, context, .. } = &mut self.thread;
+        context.schedule(index, &mut frontend.connections[index].member);
+    }
+
+    /// Parses `input` of a connection.
+    fn parse(&mut self, index: usize, input: &[u8]) {
+        let EventLoop { frontend: NbdFrontend { connections, shared, .. }, context, .. } =
+            &mut self.thread;
+        connections[index].parse(shared, context, input, usize::MAX);
+    }
+
+    /// Charges `bytes` to a connection.
+    fn charge(&mut self, index: usize, bytes: u64) {
+        let EventLoop { frontend, context, .. } = &mut self.thread;
+        context.budget.charge(&mut frontend.connections[index].member.budget_used, bytes);
+    }
+
+    fn recheck_eof(&mut self) -> bool {
+        self.thread.frontend.before_sleep(&mut self.thread.context)
+    }
+
+    fn poll_last_reader(&mut self) {
+        self.thread.frontend.poll(&mut self.thread.context);
+    }
+
+    fn begin_shutdown(&mut self) {
+        self.thread.frontend.begin_shutdown(&mut self.thread.context);
+    }
+
+    /// Split writes that are not answered.
+    fn splits(&mut self) -> usize {
+        self.thread.frontend.connections.iter().map(|(_, c)| c.session.splits.len()).sum()
     }
 
     /// Sends `bytes` from a client.
@@ -106,15 +144,16 @@ impl Bench {
 
     /// Runs an iteration without sleeping before it.
     fn iterate(&mut self) {
-        let EventLoop { events, engine, .. } = &mut self.thread;
-        engine.poll_watched(&mut |token, bits| events.push((token, bits))).unwrap();
+        self.thread.poll().unwrap();
         self.thread.run_once().unwrap();
     }
 
     /// Runs iterations until nothing is left to do.
     fn settle(&mut self) {
         self.iterate();
-        while !self.thread.run_queues.is_empty() || self.thread.engine.has_completions() {
+        while !self.thread.context.run_queues.is_empty()
+            || self.thread.context.engine.has_completions()
+        {
             self.iterate();
         }
     }
@@ -125,6 +164,24 @@ impl Bench {
         let _ = self.clients[index].read_to_end(&mut bytes);
         bytes
     }
+}
+
+/// What an event loop is made of: an image of bytes 7, all mapped, on a `queue` of its device.
+fn parts<Q: IoQueue>(
+    config: Config,
+    queue: impl FnOnce(&BlockDevice<AllocationCache>) -> Q,
+) -> (ThreadContext, Arc<Export<AllocationCache>>, Engine<Q, AllocationCache>) {
+    let file = tempfile::NamedTempFile::new().unwrap();
+    std::fs::write(file.path(), vec![7; SIZE as usize]).unwrap();
+    file.as_file().sync_all().unwrap();
+    let disk = BlockDevice::open(file.path(), OpenOptions::default()).unwrap();
+    let disk = Arc::new(disk.with_forbidden_prefix(&FORBIDDEN));
+    disk.scan();
+    let export = Arc::new(Export::new(disk.clone(), 1, String::new(), String::new()));
+    let context = ThreadContext::simulated(export.clone(), config, Options::SPLIT_BYTES).unwrap();
+    let queue = queue(&disk);
+    let engine = Engine::new(disk, export.workers(), queue, config).unwrap();
+    (context, export, engine)
 }
 
 fn request(command: u16, offset: u64, length: usize) -> Vec<u8> {
@@ -156,17 +213,17 @@ fn of_12_to_32_requests_that_complete_inline_the_first_half_is_served_first() {
     for one in [read(BLOCK), write(BLOCK)] {
         for (count, first) in [(11, 11), (12, 6), (13, 7), (32, 16), (33, 33)] {
             let mut bench = Bench::new(1);
-            bench.thread.completes_inline = true;
+            bench.thread.context.completes_inline = true;
             bench.send(0, &one.repeat(count));
             bench.thread.service(0);
             assert_eq!(
-                bench.connection(0).in_flight,
+                bench.connection(0).session.in_flight,
                 first,
                 "of {count}, each of {} bytes",
                 one.len()
             );
             // The second half is served without any event.
-            assert_eq!(bench.thread.run_queues.is_empty(), first as usize == count);
+            assert_eq!(bench.thread.context.run_queues.is_empty(), first as usize == count);
             bench.settle();
             let replies = count * (REPLY + if one.len() == REQUEST { BLOCK } else { 0 });
             assert_eq!(bench.received(0).len(), replies);
@@ -177,25 +234,25 @@ fn of_12_to_32_requests_that_complete_inline_the_first_half_is_served_first() {
 #[test]
 fn requests_that_do_not_complete_inline_are_all_submitted_at_once() {
     let mut bench = Bench::new(1);
-    bench.thread.completes_inline = false;
+    bench.thread.context.completes_inline = false;
     bench.send(0, &read(BLOCK).repeat(16));
     bench.thread.service(0);
-    assert_eq!(bench.connection(0).in_flight, 16);
+    assert_eq!(bench.connection(0).session.in_flight, 16);
 }
 
 /// The disconnect is in the first half.
 #[test]
 fn nothing_is_parsed_after_a_disconnect_even_if_half_of_the_input_follows_it() {
     let mut bench = Bench::new(1);
-    bench.thread.completes_inline = true;
+    bench.thread.context.completes_inline = true;
     let disconnect = request(wire::CMD_DISC, 0, 0);
     bench.send(0, &[read(BLOCK).repeat(7), disconnect, read(BLOCK).repeat(8)].concat());
     bench.thread.service(0);
     let connection = bench.connection(0);
-    assert_eq!((connection.input, connection.in_flight), (ReadState::Eof, 7));
+    assert_eq!((connection.session.input, connection.session.in_flight), (ReadState::Eof, 7));
     bench.settle();
     assert_eq!(bench.received(0).len(), 7 * (REPLY + BLOCK));
-    assert!(bench.thread.connections.is_empty());
+    assert!(bench.thread.frontend.connections.is_empty());
 }
 
 #[test]
@@ -205,16 +262,23 @@ fn a_connection_has_1024_requests_at_most_from_their_arrival_until_their_replies
         let header = wire::RequestHeader::parse(wire::ReplyMode::Simple, &read(BLOCK)).unwrap();
         let connection = bench.connection(0);
         for _ in 0..unsent {
-            connection.refuse(wire::ReplyMode::Simple, &header, 0);
+            connection.session.refuse(wire::ReplyMode::Simple, &header, 0);
         }
         // Their client does not read, and the other requests are in the engine.
         connection.waiting_writable = true;
-        connection.in_flight = MAX_REQUESTS - 1 - unsent;
+        connection.session.in_flight = MAX_REQUESTS - 1 - unsent;
         bench.send(0, &read(BLOCK).repeat(2));
         bench.thread.service(0);
         let connection = bench.connection(0);
-        assert_eq!(connection.in_flight + unsent, MAX_REQUESTS, "{unsent} replies not sent");
-        assert_eq!((connection.input, connection.unparsed.len()), (ReadState::Blocked, REQUEST));
+        assert_eq!(
+            connection.session.in_flight + unsent,
+            MAX_REQUESTS,
+            "{unsent} replies not sent"
+        );
+        assert_eq!(
+            (connection.session.input, connection.session.unparsed.len()),
+            (ReadState::Blocked, REQUEST)
+        );
     }
 }
 
@@ -229,10 +293,17 @@ fn a_payload_without_a_free_slot_is_kept_and_not_parsed_as_a_request() {
         // Another request takes the only slot.
         bench.send(1, &read(BLOCK));
         bench.thread.service(1);
-        bench.thread.parse(0, rest, usize::MAX);
+        bench.parse(0, rest);
         let connection = bench.connection(0);
-        assert_eq!((connection.in_flight, connection.input), (0, ReadState::Blocked));
-        assert_eq!(connection.unparsed.len(), REQUEST, "the read, and nothing of the payload");
+        assert_eq!(
+            (connection.session.in_flight, connection.session.input),
+            (0, ReadState::Blocked)
+        );
+        assert_eq!(
+            connection.session.unparsed.len(),
+            REQUEST,
+            "the read, and nothing of the payload"
+        );
         bench.settle();
         assert_eq!(bench.received(0).len(), 2 * REPLY + BLOCK);
     }
@@ -246,7 +317,10 @@ fn a_request_that_the_engine_rejects_is_answered_and_holds_no_budget() {
     bench.send(0, &[header(1, 2), vec![2; 2]].concat());
     bench.settle();
     assert_eq!(errors(&bench.received(0)), [1, 1]);
-    assert_eq!((bench.connection(0).budget_used, bench.connection(0).in_flight), (0, 0));
+    assert_eq!(
+        (bench.connection(0).member.budget_used, bench.connection(0).session.in_flight),
+        (0, 0)
+    );
     // EAGAIN is never sent to a client.
     for (errno, error) in [(libc::EPERM, 1), (libc::EAGAIN, 5)] {
         let request = RequestContext {
@@ -254,16 +328,16 @@ fn a_request_that_the_engine_rejects_is_answered_and_holds_no_budget() {
             contexts: TransmissionMode::default().contexts,
             budget_used: 1000,
         };
-        let EventLoop { budget, connections, in_flight, .. } = &mut bench.thread;
-        budget.charge(&mut connections[0].budget_used, 3000);
-        let tag = in_flight.insert(InFlight { connection: 0, request, split: None });
+        bench.charge(0, 3000);
         let io = Request { op: Op::Write, flags: Flags::NONE, range: ByteRange::new(0, 0) };
-        bench.thread.on_rejected(0, tag, io, errno);
-        assert_eq!(bench.connection(0).budget_used, 2000);
+        let EventLoop { frontend, context, .. } = &mut bench.thread;
+        let rejected = InFlight { request, split: None };
+        frontend.connections[0].on_rejected(context, &rejected, io, errno);
+        assert_eq!(bench.connection(0).member.budget_used, 2000);
         bench.thread.service(0);
         assert_eq!(errors(&bench.received(0)), [error]);
-        assert!(bench.thread.in_flight.is_empty());
-        bench.connection(0).budget_used = 0;
+        assert!(bench.thread.frontend.shared.requests.in_flight.is_empty());
+        bench.connection(0).member.budget_used = 0;
     }
 }
 
@@ -273,16 +347,19 @@ fn only_a_connection_with_nothing_in_flight_is_listed_as_blocked_and_only_once()
     let mut bench = Bench::with(2, Config { slots: 1, ..Config::default() });
     bench.send(0, &read(BLOCK).repeat(2));
     bench.thread.service(0);
-    assert_eq!((bench.connection(0).in_flight, bench.connection(0).input), (1, ReadState::Blocked));
-    assert!(bench.thread.blocked.is_empty(), "its own request is under way");
+    assert_eq!(
+        (bench.connection(0).session.in_flight, bench.connection(0).session.input),
+        (1, ReadState::Blocked)
+    );
+    assert!(bench.thread.context.blocked.is_empty(), "its own request is under way");
     for _ in 0..3 {
         bench.send(1, &read(BLOCK));
         bench.thread.service(1);
         assert_eq!(
-            (bench.connection(1).in_flight, bench.connection(1).input),
+            (bench.connection(1).session.in_flight, bench.connection(1).session.input),
             (0, ReadState::Blocked)
         );
-        assert_eq!(bench.thread.blocked, [1]);
+        assert_eq!(bench.thread.context.blocked, [1]);
     }
     bench.settle();
     assert_eq!(bench.received(0).len(), 2 * (REPLY + BLOCK));
@@ -296,12 +373,12 @@ fn a_connection_with_unsent_replies_is_not_listed_as_blocked() {
     bench.thread.service(0);
     let header = wire::RequestHeader::parse(wire::ReplyMode::Simple, &read(BLOCK)).unwrap();
     let connection = bench.connection(1);
-    connection.refuse(wire::ReplyMode::Simple, &header, 0);
+    connection.session.refuse(wire::ReplyMode::Simple, &header, 0);
     connection.waiting_writable = true;
     bench.send(1, &read(BLOCK));
     bench.thread.service(1);
-    assert_eq!(bench.connection(1).input, ReadState::Blocked);
-    assert!(bench.thread.blocked.is_empty());
+    assert_eq!(bench.connection(1).session.input, ReadState::Blocked);
+    assert!(bench.thread.context.blocked.is_empty());
 }
 
 #[test]
@@ -309,8 +386,7 @@ fn received_read_and_sent_bytes_count_as_moved_in_their_service() {
     let mut bench = Bench::new(1);
     bench.send(0, &[read(BLOCK), write(2 * BLOCK)].concat());
     assert_eq!(bench.thread.service(0), (2 * REQUEST + BLOCK + 2 * BLOCK) as u64);
-    let EventLoop { events, engine, .. } = &mut bench.thread;
-    engine.poll_watched(&mut |token, bits| events.push((token, bits))).unwrap();
+    bench.thread.poll().unwrap();
     bench.thread.complete();
     assert_eq!(bench.thread.service(0), (2 * REPLY + BLOCK) as u64);
     assert_eq!(bench.thread.service(0), 0);

@@ -7,6 +7,9 @@ use std::os::fd::OwnedFd;
 use std::time::Duration;
 
 use crate::event_loop::tests::*;
+use crate::fairness::RunQueues;
+use crate::nbd::connection::{GENERATIONS, LISTENER, MAX_CONNECTIONS, WRITABLE, connection_of};
+use crate::nbd::handshake::timeout::HandshakeDeadlines;
 
 /// The event bits of a readable socket.
 const CAME: i32 = libc::POLLIN as i32;
@@ -16,30 +19,33 @@ const FAR_DESCRIPTOR: i32 = 700;
 impl Bench {
     /// Delivers an event with `bits` for `token`.
     fn report(&mut self, token: Token, bits: i32) {
-        self.thread.run_queues = RunQueues::default();
-        for (_, connection) in &mut self.thread.connections {
-            connection.scheduled = false;
+        self.thread.context.run_queues = RunQueues::default();
+        for (_, connection) in &mut self.thread.frontend.connections {
+            connection.member.scheduled = false;
         }
         self.thread.events.push((token, bits));
         self.thread.take_events();
     }
 
+    /// The token of a connection's readable events, as the queue reports it.
     fn token_of(&mut self, index: usize) -> Token {
-        token(index, self.connection(index).generation)
+        FD_TOKEN | self.connection(index).readable_token()
     }
 }
 
 #[test]
-fn a_token_has_one_bit_for_its_kind_apart_from_index_and_generation() {
-    let names = (MAX_CONNECTIONS as u64 - 1) | (GENERATIONS - 1) << INDEX_BITS;
-    assert_eq!(token(MAX_CONNECTIONS - 1, GENERATIONS - 1), FD_TOKEN | names);
-    for kind in [CHANNEL, LISTENER, WRITABLE | FD_TOKEN] {
-        assert_ne!(kind & FD_TOKEN, 0);
-        let bit = kind & !FD_TOKEN;
-        assert!(bit.is_power_of_two() && bit & names == 0, "{kind:#x}");
+fn a_token_has_one_bit_for_its_kind_apart_from_number_and_generation() {
+    let mut bench = Bench::new(1);
+    let connection = bench.connection(0);
+    (connection.number, connection.generation) = (MAX_CONNECTIONS - 1, GENERATIONS - 1);
+    let (readable, writable) = (connection.readable_token(), connection.writable_token());
+    for token in [readable, writable] {
+        assert_eq!(connection_of(token), (MAX_CONNECTIONS - 1, GENERATIONS - 1));
+        assert_eq!((token & LISTENER, token >> TOKEN_BITS), (0, 0));
     }
-    let bits = [CHANNEL, LISTENER, WRITABLE].map(|kind| kind & !FD_TOKEN);
-    assert!(bits[0] != bits[1] && bits[1] != bits[2] && bits[0] != bits[2]);
+    assert_eq!((readable & WRITABLE, writable ^ readable), (0, WRITABLE));
+    assert_eq!(LISTENER >> TOKEN_BITS, 0);
+    connection.number = 0;
 }
 
 #[test]
@@ -50,13 +56,13 @@ fn an_event_is_for_the_connection_with_its_index_and_generation_only() {
         bench.connection(index).readable = false;
         let token = bench.token_of(index);
         bench.report(token, CAME);
-        assert_eq!(bench.thread.run_queues.interactive, [index]);
+        assert_eq!(bench.thread.context.run_queues.interactive, [index]);
         assert!(bench.connection(index).readable && !bench.connection(index).rdhup);
         // An event for an earlier connection with the same index.
         bench.connection(index).readable = false;
         bench.connection(index).generation += 1;
         bench.report(token, CAME);
-        assert!(bench.thread.run_queues.is_empty() && !bench.connection(index).readable);
+        assert!(bench.thread.context.run_queues.is_empty() && !bench.connection(index).readable);
     }
 }
 
@@ -70,9 +76,9 @@ fn a_writable_event_is_no_readable_event() {
     bench.report(token, CAME);
     assert!(bench.connection(1).waiting_writable && bench.connection(1).readable);
     bench.connection(1).readable = false;
-    bench.report(writable_token(token), CAME);
+    bench.report(WRITABLE | token, CAME);
     assert!(!bench.connection(1).waiting_writable && !bench.connection(1).readable);
-    assert_eq!(bench.thread.run_queues.interactive, [1]);
+    assert_eq!(bench.thread.context.run_queues.interactive, [1]);
 }
 
 #[test]
@@ -94,7 +100,7 @@ fn a_hangup_is_remembered_whatever_events_follow() {
 fn generations_wrap_around_and_two_in_a_row_differ() {
     let mut bench = Bench::new(2);
     assert_eq!([0, 1].map(|index| bench.connection(index).generation), [1, 2]);
-    bench.thread.generation = GENERATIONS - 2;
+    bench.thread.frontend.generation = GENERATIONS - 2;
     bench.connect(2);
     bench.connect(3);
     assert_eq!([2, 3].map(|index| bench.connection(index).generation), [GENERATIONS - 1, 0]);
@@ -103,11 +109,11 @@ fn generations_wrap_around_and_two_in_a_row_differ() {
 #[test]
 fn a_connection_that_arrives_when_the_server_stops_is_closed() {
     let mut bench = Bench::new(0);
-    bench.thread.shared.stop();
+    bench.begin_shutdown();
     let (near, mut far) = UnixStream::pair().unwrap();
     let permit = bench.thread.shared.limit.take().unwrap();
-    bench.thread.add(HandoffConnection::new(near.into(), TlsState::Off, permit));
-    assert!(bench.thread.connections.is_empty());
+    bench.add(HandoffConnection::new(near.into(), TlsState::Off, permit));
+    assert!(bench.thread.frontend.connections.is_empty());
     assert_eq!(far.read(&mut [0]).unwrap(), 0);
 }
 
@@ -125,14 +131,14 @@ fn the_thread_sleeps_only_if_it_has_nothing_to_do() {
     assert!(bench.thread.events.is_empty());
     bench.thread.wait().unwrap();
     bench.thread.service_interactive();
-    assert_eq!(bench.connection(0).in_flight, 1);
+    assert_eq!(bench.connection(0).session.in_flight, 1);
     bench.thread.wait().unwrap();
     bench.thread.complete();
     bench.thread.service_interactive();
     assert_eq!(bench.received(0).len(), REPLY + BLOCK);
     // The socket was drained, so it is read once more.
     bench.thread.wait().unwrap();
-    assert_eq!(bench.thread.run_queues.interactive, [0]);
+    assert_eq!(bench.thread.context.run_queues.interactive, [0]);
 }
 
 #[test]
@@ -142,17 +148,18 @@ fn the_last_reader_is_read_without_an_event_unless_it_is_blocked() {
     bench.send(2, &read(BLOCK));
     bench.thread.service(2);
     for (input, expected) in [(ReadState::Open, true), (ReadState::Blocked, false)] {
-        bench.thread.run_queues = RunQueues::default();
+        bench.thread.context.run_queues = RunQueues::default();
         let connection = bench.connection(2);
-        (connection.input, connection.readable, connection.scheduled) = (input, false, false);
-        bench.thread.poll_last_reader();
+        (connection.session.input, connection.readable) = (input, false);
+        connection.member.scheduled = false;
+        bench.poll_last_reader();
         assert_eq!(bench.connection(2).readable, expected);
-        assert_eq!(bench.thread.run_queues.interactive.contains(&2), expected);
+        assert_eq!(bench.thread.context.run_queues.interactive.contains(&2), expected);
     }
     // The connection may have been closed since.
-    bench.thread.close(2);
-    bench.thread.poll_last_reader();
-    assert!(bench.thread.run_queues.is_empty());
+    bench.close(2);
+    bench.poll_last_reader();
+    assert!(bench.thread.context.run_queues.is_empty());
 }
 
 #[test]
@@ -165,16 +172,16 @@ fn a_connection_that_waited_for_a_writable_event_leaves_no_watch_on_its_descript
         rustix::io::ioctl_fionbio(&near, true).unwrap();
         numbers.push(std::os::fd::AsRawFd::as_raw_fd(&near));
         let permit = bench.thread.shared.limit.take().unwrap();
-        bench.thread.add(HandoffConnection::new(near.into(), TlsState::Off, permit));
-        assert_eq!(bench.thread.connections.len(), 1, "it could not be watched");
-        bench.connection(0).send_queue.push_bytes(vec![0; 4 << 20]);
-        bench.thread.handshakes = HandshakeDeadlines::default();
-        bench.connection(0).phase = Phase::Transmission(TransmissionMode::default());
+        bench.add(HandoffConnection::new(near.into(), TlsState::Off, permit));
+        assert_eq!(bench.thread.frontend.connections.len(), 1, "it could not be watched");
+        bench.connection(0).session.send_queue.push_bytes(vec![0; 4 << 20]);
+        bench.thread.frontend.shared.handshakes.deadlines = HandshakeDeadlines::default();
+        bench.connection(0).session.phase = Phase::Transmission(TransmissionMode::default());
         bench.thread.service(0);
         assert!(bench.connection(0).waiting_writable);
         far.shutdown(Shutdown::Both).unwrap();
         drop(far);
-        bench.thread.close(0);
+        bench.close(0);
     }
     assert_eq!(numbers[0], numbers[1]);
 }
@@ -187,7 +194,7 @@ fn a_client_sees_the_end_even_if_its_socket_is_open_elsewhere() {
     let _held = near.try_clone().unwrap();
     bench.adopt(0, near, far);
     bench.received(0);
-    bench.thread.close(0);
+    bench.close(0);
     assert_eq!(bench.clients[0].read(&mut [0]).unwrap(), 0);
 }
 
@@ -201,15 +208,16 @@ fn only_a_handshake_can_time_out() {
         bench.connection(index).due = due;
     }
     for index in [0, 1] {
-        bench.connection(index).phase = Phase::Handshake(Handshake::new(TlsState::Off));
-        bench.thread.handshakes.begin(dues[index]);
+        bench.connection(index).session.phase = Phase::Handshake(Handshake::new(TlsState::Off));
+        bench.thread.frontend.shared.handshakes.deadlines.begin(dues[index]);
     }
-    bench.thread.expire_handshakes();
-    let left: Vec<usize> = bench.thread.connections.iter().map(|(index, _)| index).collect();
+    bench.thread.expire();
+    let left: Vec<usize> =
+        bench.thread.frontend.connections.iter().map(|(index, _)| index).collect();
     assert_eq!(left, [1, 2]);
-    assert_eq!(bench.thread.handshakes.due(), Some(dues[1]));
-    bench.thread.expire_handshakes();
-    assert_eq!(bench.thread.connections.len(), 2);
+    assert_eq!(bench.thread.frontend.shared.handshakes.deadlines.due(), Some(dues[1]));
+    bench.thread.expire();
+    assert_eq!(bench.thread.frontend.connections.len(), 2);
 }
 
 #[test]
@@ -217,11 +225,11 @@ fn a_stopping_thread_answers_the_requests_in_flight_and_closes() {
     let mut bench = Bench::new(3);
     bench.send(0, &read(BLOCK));
     bench.thread.service(0);
-    bench.connection(1).phase = Phase::Handshake(Handshake::new(TlsState::Off));
-    bench.thread.handshakes.begin(Instant::now());
-    bench.connection(2).input = ReadState::Blocked;
-    bench.thread.begin_shutdown();
+    bench.connection(1).session.phase = Phase::Handshake(Handshake::new(TlsState::Off));
+    bench.thread.frontend.shared.handshakes.deadlines.begin(Instant::now());
+    bench.connection(2).session.input = ReadState::Blocked;
+    bench.begin_shutdown();
     bench.settle();
     assert_eq!(bench.received(0).len(), REPLY + BLOCK);
-    assert!(bench.thread.connections.is_empty());
+    assert!(bench.thread.frontend.connections.is_empty());
 }

@@ -36,11 +36,14 @@ fn an_incomplete_header_is_kept_until_the_rest_has_arrived() {
         assert_eq!(bench.service(), if at == 2 { some.len() + BLOCK } else { some.len() });
         assert!(!bench.connection(0).readable);
         // Another service receives nothing more.
-        let unparsed = bench.connection(0).unparsed.clone();
+        let unparsed = bench.connection(0).session.unparsed.clone();
         assert_eq!(bench.service(), 0);
-        assert!(!bench.connection(0).readable && bench.connection(0).unparsed == unparsed);
+        assert!(!bench.connection(0).readable && bench.connection(0).session.unparsed == unparsed);
     }
-    assert_eq!((bench.connection(0).in_flight, bench.connection(0).unparsed.len()), (1, 0));
+    assert_eq!(
+        (bench.connection(0).session.in_flight, bench.connection(0).session.unparsed.len()),
+        (1, 0)
+    );
 }
 
 #[test]
@@ -49,10 +52,10 @@ fn bytes_after_a_payload_are_received_with_its_last_bytes() {
     let bytes = [write(BLOCK), read(BLOCK)].concat();
     bench.send(0, &bytes[..REQUEST + 100]);
     bench.service();
-    assert_eq!(bench.connection(0).payload.as_ref().unwrap().filled, 100);
+    assert_eq!(bench.connection(0).session.payload.as_ref().unwrap().filled, 100);
     bench.send(0, &bytes[REQUEST + 100..]);
     bench.service();
-    assert_eq!((bench.connection(0).in_flight, bench.connection(0).readable), (2, false));
+    assert_eq!((bench.connection(0).session.in_flight, bench.connection(0).readable), (2, false));
     bench.settle();
     assert_eq!(bench.received(0).len(), 2 * REPLY + BLOCK);
 }
@@ -130,9 +133,9 @@ fn a_connection_with_a_hangup_is_read_to_its_end() {
     assert!(bench.connection(0).readable);
     bench.clients[0].shutdown(Shutdown::Write).unwrap();
     bench.service();
-    assert_eq!(bench.connection(0).input, ReadState::Eof);
+    assert_eq!(bench.connection(0).session.input, ReadState::Eof);
     bench.settle();
-    assert!(bench.thread.connections.is_empty());
+    assert!(bench.thread.frontend.connections.is_empty());
 }
 
 /// Even on a busy thread: it does not have to sleep before.
@@ -141,15 +144,15 @@ fn a_connection_is_serviced_once_more_after_close_notify_and_closed() {
     let mut bench = Bench::new(0);
     let Pair { session, near, mut client, mut far } = Pair::established();
     bench.adopt(0, near, far.try_clone().unwrap());
-    bench.connection(0).channel = Transport::Tls(Box::new(session));
+    bench.connection(0).transport = Transport::Tls(Box::new(session));
     bench.settle();
     client.send_close_notify();
     client.write_tls(&mut far).unwrap();
     bench.service();
     assert!(bench.connection(0).readable);
-    assert_eq!(bench.thread.run_queues.interactive, [0]);
+    assert_eq!(bench.thread.context.run_queues.interactive, [0]);
     bench.thread.service_interactive();
-    assert!(bench.thread.connections.is_empty());
+    assert!(bench.thread.frontend.connections.is_empty());
     client.read_tls(&mut far).unwrap();
     assert!(client.process_new_packets().unwrap().peer_has_closed());
 }
@@ -161,24 +164,24 @@ fn a_payload_cut_off_by_the_end_of_file_is_dropped() {
     bench.service();
     bench.clients[0].shutdown(Shutdown::Write).unwrap();
     bench.service();
-    assert!(bench.thread.connections.is_empty());
+    assert!(bench.thread.frontend.connections.is_empty());
 }
 
 #[test]
 fn an_end_of_file_without_an_event_is_found_before_the_thread_sleeps() {
     let mut bench = Bench::new(1);
-    assert!(!bench.thread.recheck_eof(), "nothing was read");
+    assert!(!bench.recheck_eof(), "nothing was read");
     for _ in 0..2 {
         bench.send(0, &read(BLOCK));
         bench.service();
     }
-    assert_eq!(bench.thread.maybe_eof, [0], "once, however often it was read from");
+    assert_eq!(bench.thread.frontend.maybe_eof, [0], "once, however often it was read from");
     bench.clients[0].shutdown(Shutdown::Write).unwrap();
-    assert!(bench.thread.recheck_eof());
-    assert_eq!(bench.thread.run_queues.interactive, [0]);
+    assert!(bench.recheck_eof());
+    assert_eq!(bench.thread.context.run_queues.interactive, [0]);
     bench.thread.service_interactive();
-    assert_eq!(bench.connection(0).input, ReadState::Eof);
-    assert!(!bench.thread.recheck_eof());
+    assert_eq!(bench.connection(0).session.input, ReadState::Eof);
+    assert!(!bench.recheck_eof());
 }
 
 #[test]
@@ -186,9 +189,9 @@ fn a_blocked_connection_is_read_once_more_when_it_is_unblocked() {
     let mut bench = Bench::new(1);
     bench.send(0, &read(BLOCK));
     bench.service();
-    bench.connection(0).input = ReadState::Blocked;
-    assert!(!bench.thread.recheck_eof());
-    assert!(bench.connection(0).readable && bench.thread.run_queues.is_empty());
+    bench.connection(0).session.input = ReadState::Blocked;
+    assert!(!bench.recheck_eof());
+    assert!(bench.connection(0).readable && bench.thread.context.run_queues.is_empty());
 }
 
 #[test]
@@ -197,7 +200,7 @@ fn a_connection_with_a_hangup_is_not_listed_for_the_recheck() {
     bench.send(0, &read(BLOCK));
     bench.connection(0).rdhup = true;
     bench.service();
-    assert!(bench.thread.maybe_eof.is_empty());
+    assert!(bench.thread.frontend.maybe_eof.is_empty());
 }
 
 #[test]
@@ -211,7 +214,7 @@ fn a_connection_that_is_blocked_or_not_readable_is_not_read() {
         bench.send(0, &read(BLOCK));
         assert_eq!(bench.service(), 0);
         assert_eq!(
-            (bench.connection(0).input, bench.connection(0).unparsed.len()),
+            (bench.connection(0).session.input, bench.connection(0).session.unparsed.len()),
             (ReadState::Blocked, REQUEST)
         );
     }

@@ -23,7 +23,8 @@ fn answer() -> ReplyEncoder {
 
 /// A reply of `chunks` chunks with a block of data each.
 fn chunked(bench: &mut Bench, chunks: usize) -> ReplyBody {
-    let buf = bench.thread.engine.buffer(ByteRange::new(0, (chunks * BLOCK) as u64)).unwrap();
+    let buf =
+        bench.thread.context.engine.buffer(ByteRange::new(0, (chunks * BLOCK) as u64)).unwrap();
     let list = (0..chunks).map(|n| {
         let head = answer().data(ChunkPosition::NotLast, (n * BLOCK) as u64, BLOCK as u32);
         Chunk { head, start: (n * BLOCK) as u32, len: BLOCK as u32 }
@@ -71,12 +72,12 @@ fn nothing_is_kept_for_a_lost_client() {
     bench.send(0, &[read(BLOCK), write(BLOCK)[..100].to_vec()].concat());
     bench.thread.service(0);
     let connection = bench.connection(0);
-    connection.send_queue.push_bytes(vec![0; 100]);
-    connection.abort();
-    assert!(connection.send_queue.is_empty());
-    assert!(connection.payload.is_none() && connection.unparsed.is_empty());
+    connection.session.send_queue.push_bytes(vec![0; 100]);
+    connection.session.abort();
+    assert!(connection.session.send_queue.is_empty());
+    assert!(connection.session.payload.is_none() && connection.session.unparsed.is_empty());
     assert!(!connection.can_close(), "its read is under way");
     bench.settle();
-    assert!(bench.thread.connections.is_empty());
+    assert!(bench.thread.frontend.connections.is_empty());
     assert!(bench.received(0).is_empty());
 }

@@ -18,21 +18,22 @@ impl Bench {
         for index in 0..clients {
             set_socket_send_buffer_size(&bench.clients[index], 2 * RECEIVE_BYTES).unwrap();
             // The payload of a refused write is discarded.
-            bench.connection(index).discard_bytes = u64::MAX;
-            bench.connection(index).quantum.moved(1 << 30);
+            bench.connection(index).session.discard_bytes = u64::MAX;
+            bench.connection(index).member.quantum.moved(1 << 30);
             bench.send(index, &vec![1; bytes]);
-            bench.thread.schedule(index);
+            bench.schedule(index);
         }
-        assert_eq!(bench.thread.run_queues.bulk.len(), clients);
+        assert_eq!(bench.thread.context.run_queues.bulk.len(), clients);
         bench
     }
 
     /// Discarded bytes of each connection.
     fn discarded(&mut self) -> Vec<usize> {
         self.thread
+            .frontend
             .connections
             .iter()
-            .map(|(_, connection)| (u64::MAX - connection.discard_bytes) as usize)
+            .map(|(_, connection)| (u64::MAX - connection.session.discard_bytes) as usize)
             .collect()
     }
 }
@@ -60,10 +61,10 @@ fn bulk_connections_move_one_quantum_in_an_iteration_beside_interactive_ones_and
 
     // The first of them becomes interactive.
     let mut bench = Bench::busy(3, QUANTUM);
-    let token = token(0, bench.connection(0).generation);
-    bench.thread.run_queues.bulk.retain(|index| *index != 0);
-    bench.connection(0).scheduled = false;
-    bench.connection(0).quantum = Default::default();
+    let token = FD_TOKEN | bench.connection(0).readable_token();
+    bench.thread.context.run_queues.bulk.retain(|index| *index != 0);
+    bench.connection(0).member.scheduled = false;
+    bench.connection(0).member.quantum = Default::default();
     bench.thread.events.push((token, libc::POLLIN.into()));
     bench.thread.run_once().unwrap();
     assert_eq!(bench.discarded(), [QUANTUM, QUANTUM, 0]);
@@ -73,13 +74,13 @@ fn bulk_connections_move_one_quantum_in_an_iteration_beside_interactive_ones_and
 fn inline_completion_is_known_from_the_last_submitted_requests() {
     let mut bench = Bench::new(1);
     bench.settle();
-    assert!(!bench.thread.completes_inline, "there were none");
+    assert!(!bench.thread.context.completes_inline, "there were none");
     bench.send(0, &read(BLOCK));
-    bench.thread.schedule(0);
+    bench.schedule(0);
     bench.iterate();
-    assert!(bench.thread.completes_inline);
+    assert!(bench.thread.context.completes_inline);
     bench.settle();
-    assert!(bench.thread.completes_inline);
+    assert!(bench.thread.context.completes_inline);
 }
 
 #[test]
@@ -87,27 +88,28 @@ fn a_blocked_connection_is_scheduled_when_others_release_budget() {
     for (bytes, woken) in [(0, false), (1000, true)] {
         let mut bench = Bench::new(2);
         bench.settle();
-        bench.thread.blocked.push(1);
-        let EventLoop { budget, connections, .. } = &mut bench.thread;
-        budget.charge(&mut connections[0].budget_used, bytes);
+        bench.thread.context.blocked.push(1);
+        bench.charge(0, bytes);
         let header = wire::RequestHeader::parse(wire::ReplyMode::Simple, &read(BLOCK)).unwrap();
         let head = crate::nbd::reply::builder::status_reply(wire::ReplyMode::Simple, &header, 0);
-        bench.connection(0).send_queue.push(head, ReplyBody::None, bytes as u32);
+        bench.connection(0).session.send_queue.push(head, ReplyBody::None, bytes as u32);
         bench.thread.service(0);
-        assert_eq!(bench.connection(0).budget_used, 0);
-        assert_eq!(bench.thread.blocked.is_empty(), woken);
-        assert_eq!(bench.thread.run_queues.interactive, if woken { &[1][..] } else { &[] });
+        assert_eq!(bench.connection(0).member.budget_used, 0);
+        assert_eq!(bench.thread.context.blocked.is_empty(), woken);
+        assert_eq!(bench.thread.context.run_queues.interactive, if woken { &[1][..] } else { &[] });
     }
     // So does closing a connection.
     let mut bench = Bench::new(2);
     bench.settle();
-    bench.thread.blocked.push(1);
-    let EventLoop { budget, connections, .. } = &mut bench.thread;
-    budget.charge(&mut connections[0].budget_used, 1 << 30);
-    assert!(!bench.thread.budget.admits(0, 16 << 20));
-    bench.thread.close(0);
-    assert!(bench.thread.budget.admits(0, 16 << 20));
-    assert_eq!(bench.thread.run_queues.interactive, [1]);
+    bench.thread.context.blocked.push(1);
+    bench.charge(0, 1 << 30);
+    assert!(!bench.thread.context.budget.admits(0, 16 << 20));
+    // The client's side is closed.
+    bench.clients[0].shutdown(std::net::Shutdown::Both).unwrap();
+    bench.connection(0).readable = true;
+    bench.thread.service(0);
+    assert!(bench.thread.context.budget.admits(0, 16 << 20));
+    assert_eq!(bench.thread.context.run_queues.interactive, [1]);
 }
 
 #[test]
@@ -115,7 +117,7 @@ fn more_requests_than_a_connection_may_have_are_answered_in_the_end() {
     const MANY: usize = 1500;
     let mut bench = Bench::new(1);
     bench.send(0, &request(77, 0, 0).repeat(MANY));
-    bench.thread.schedule(0);
+    bench.schedule(0);
     bench.settle();
     assert_eq!(bench.received(0).len(), MANY * REPLY);
 }
@@ -123,11 +125,11 @@ fn more_requests_than_a_connection_may_have_are_answered_in_the_end() {
 #[test]
 fn a_connection_that_is_alone_again_has_the_quantum_of_one() {
     let mut bench = Bench::new(1);
-    let alone = bench.thread.quantum;
+    let alone = bench.thread.context.quantum;
     bench.connect(1);
-    assert_eq!(bench.thread.quantum, QUANTUM as u64);
-    bench.thread.close(1);
-    assert_eq!(bench.thread.quantum, alone);
+    assert_eq!(bench.thread.context.quantum, QUANTUM as u64);
+    bench.close(1);
+    assert_eq!(bench.thread.context.quantum, alone);
     assert!(alone > QUANTUM as u64);
 }
 
@@ -139,8 +141,8 @@ fn a_service_reads_one_quantum_from_the_device_and_the_next_one_goes_on() {
     bench.thread.service(0);
     let connection = bench.connection(0);
     // A write's payload is received as it arrives.
-    assert_eq!((connection.in_flight, connection.input), (3, ReadState::Blocked));
-    assert_eq!(connection.unparsed.len(), REQUEST);
+    assert_eq!((connection.session.in_flight, connection.session.input), (3, ReadState::Blocked));
+    assert_eq!(connection.session.unparsed.len(), REQUEST);
     let mut got = 0;
     // The socket does not hold all of it.
     while got < 4 * REPLY + QUANTUM + BLOCK {

@@ -10,7 +10,6 @@ use nowait::PooledBuffer;
 use rustix::io::Errno;
 
 use crate::nbd::reply::header::EncodedHeader;
-use crate::net::socket::Socket;
 
 /// The most iovecs of one send.
 pub(crate) const MAX_IOVECS: usize = 256;
@@ -163,11 +162,11 @@ impl SendQueue {
         bytes
     }
 
-    /// Sends as much as the socket takes, and at most `quota` bytes, which it decreases. Adds the
+    /// Sends as much as `write` takes, and at most `quota` bytes, which it decreases. Adds the
     /// budget of the sent replies to `budget`.
     pub(crate) fn send(
         &mut self,
-        socket: &Socket,
+        mut write: impl FnMut(&[IoSlice<'_>]) -> rustix::io::Result<usize>,
         quota: &mut u64,
         budget: &mut u64,
     ) -> SendResult {
@@ -176,9 +175,9 @@ impl SendQueue {
                 return SendResult::QuotaUsed;
             }
             let sent = if self.replies.len() <= SMALL_IOVECS / 2 {
-                self.send_once::<SMALL_IOVECS>(socket, *quota)
+                self.send_once::<SMALL_IOVECS>(&mut write, *quota)
             } else {
-                self.send_once::<MAX_IOVECS>(socket, *quota)
+                self.send_once::<MAX_IOVECS>(&mut write, *quota)
             };
             match sent {
                 Ok(taken) => {
@@ -193,10 +192,14 @@ impl SendQueue {
         SendResult::Drained
     }
 
-    fn send_once<const N: usize>(&self, socket: &Socket, quota: u64) -> rustix::io::Result<usize> {
+    fn send_once<const N: usize>(
+        &self,
+        write: &mut impl FnMut(&[IoSlice<'_>]) -> rustix::io::Result<usize>,
+        quota: u64,
+    ) -> rustix::io::Result<usize> {
         let mut pieces = [IoSlice::new(&[]); N];
         let used = self.iovecs(&mut pieces, quota);
-        socket.send(&pieces[..used])
+        write(&pieces[..used])
     }
 
     /// Fills `iovecs`, which has room for any one reply, with at most `quota` of the next bytes.
@@ -252,6 +255,7 @@ mod tests {
     use super::*;
     use crate::nbd::reply::header::ReplyEncoder;
     use crate::nbd::wire::ReplyMode;
+    use crate::net::socket::Socket;
 
     fn simple(cookie: u64) -> EncodedHeader {
         ReplyEncoder::to_cookie(ReplyMode::Simple, cookie).simple(0)
@@ -274,7 +278,7 @@ mod tests {
         let (mut budget, mut got, mut would_blocks, mut quota_hits) = (0, Vec::new(), 0, 0);
         loop {
             let mut quota = 70_001;
-            match out.send(&near, &mut quota, &mut budget) {
+            match out.send(|pieces| near.send(pieces), &mut quota, &mut budget) {
                 SendResult::Drained => break,
                 SendResult::WouldBlock => would_blocks += 1,
                 SendResult::QuotaUsed => {
@@ -301,7 +305,10 @@ mod tests {
         let mut out = SendQueue::default();
         out.push_bytes(vec![7; 4 << 20]);
         out.push_bytes(vec![8; 100]);
-        assert_eq!(out.send(&near, &mut u64::MAX.clone(), &mut 0), SendResult::WouldBlock);
+        assert_eq!(
+            out.send(|pieces| near.send(pieces), &mut u64::MAX.clone(), &mut 0),
+            SendResult::WouldBlock
+        );
         let rest = out.take_unsent();
         drop(near);
         let mut got = Vec::new();
@@ -318,6 +325,9 @@ mod tests {
         drop(far);
         let mut out = SendQueue::default();
         out.push(simple(1), ReplyBody::None, 0);
-        assert_eq!(out.send(&near, &mut 100, &mut 0), SendResult::Closed(Errno::PIPE));
+        assert_eq!(
+            out.send(|pieces| near.send(pieces), &mut 100, &mut 0),
+            SendResult::Closed(Errno::PIPE)
+        );
     }
 }

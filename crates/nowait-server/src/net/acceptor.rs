@@ -11,10 +11,9 @@ use std::time::{Duration, Instant};
 
 use nowait::injected_panic;
 
-use crate::nbd::connection::HandoffConnection;
-use crate::nbd::handshake::TlsState;
-use crate::net::connection_limit::ConnectionLimit;
+use crate::net::connection_limit::{ConnectionLimit, ConnectionPermit};
 use crate::net::listener::Listener;
+use crate::net::socket::Socket;
 
 /// The most connections that one iteration of the event loop accepts or rejects.
 pub(crate) const ACCEPT_BATCH: usize = 32;
@@ -26,7 +25,6 @@ const ACCEPT_BACK_OFF: Duration = Duration::from_millis(100);
 pub(crate) struct Acceptor {
     listeners: Vec<Listener>,
     limit: Arc<ConnectionLimit>,
-    tls: TlsState,
     /// Listeners with a possible connection, by index; the one that has waited longest comes first.
     ready: VecDeque<usize>,
     /// Back-off: nothing is accepted before this time.
@@ -38,26 +36,14 @@ pub(crate) struct Acceptor {
 }
 
 impl Acceptor {
-    pub(crate) fn new(
-        listeners: Vec<Listener>,
-        limit: Arc<ConnectionLimit>,
-        tls: TlsState,
-    ) -> Self {
+    pub(crate) fn new(listeners: Vec<Listener>, limit: Arc<ConnectionLimit>) -> Self {
         let ready = VecDeque::with_capacity(listeners.len());
-        Self {
-            listeners,
-            limit,
-            tls,
-            ready,
-            retry_at: None,
-            has_failed: false,
-            limit_logged: false,
-        }
+        Self { listeners, limit, ready, retry_at: None, has_failed: false, limit_logged: false }
     }
 
-    /// Whether there is a listener.
-    pub(crate) fn is_open(&self) -> bool {
-        !self.listeners.is_empty()
+    /// The listeners.
+    pub(crate) fn listeners(&self) -> &[Listener] {
+        &self.listeners
     }
 
     /// Notes that a connection may be waiting at listener `n`.
@@ -68,8 +54,8 @@ impl Acceptor {
     }
 
     /// Accepts waiting connections, [`ACCEPT_BATCH`] at most; the rest wait for the next call.
-    pub(crate) fn accept(&mut self, mut hand_over: impl FnMut(HandoffConnection)) {
-        if self.ready.is_empty() || self.back_off().is_some_and(|left| left > Duration::ZERO) {
+    pub(crate) fn accept(&mut self, mut hand_over: impl FnMut(Socket, ConnectionPermit)) {
+        if self.ready.is_empty() || self.retry_at.is_some_and(|until| until > Instant::now()) {
             return;
         }
         self.retry_at = None;
@@ -83,7 +69,7 @@ impl Acceptor {
                     match self.limit.take() {
                         Some(permit) => {
                             self.limit_logged = false;
-                            hand_over(HandoffConnection::new(socket.into(), self.tls, permit));
+                            hand_over(socket.into(), permit);
                         }
                         None => self.log_rejection(),
                     }
@@ -111,14 +97,16 @@ impl Acceptor {
         }
     }
 
-    /// Time until [`Acceptor::accept`] must be called again; `None` if no listener is ready.
+    /// Whether [`Acceptor::accept`] must be called again now.
     #[inline]
-    pub(crate) fn back_off(&self) -> Option<Duration> {
-        if self.ready.is_empty() {
-            return None;
-        }
-        let left = |until: Instant| until.saturating_duration_since(Instant::now());
-        Some(self.retry_at.map_or(Duration::ZERO, left))
+    pub(crate) fn has_work(&self) -> bool {
+        !self.ready.is_empty() && self.retry_at.is_none()
+    }
+
+    /// When [`Acceptor::accept`] must be called again after a failure.
+    #[inline]
+    pub(crate) fn retry_at(&self) -> Option<Instant> {
+        self.retry_at.filter(|_| !self.ready.is_empty())
     }
 
     /// Accepts no more connections. Dropping the returned listeners closes them.
@@ -144,20 +132,19 @@ mod tests {
             listeners.push(Listener::unix(&path).unwrap());
             clients.extend((0..*count).map(|_| UnixStream::connect(&path).unwrap()));
         }
-        let acceptor =
-            Acceptor::new(listeners, Arc::new(ConnectionLimit::new(1000)), TlsState::Off);
+        let acceptor = Acceptor::new(listeners, Arc::new(ConnectionLimit::new(1000)));
         (acceptor, clients, dir)
     }
 
     #[test]
     fn one_call_accepts_a_bounded_number_and_the_next_calls_the_others() {
         let (mut acceptor, _clients, _dir) = with_clients(&[2 * ACCEPT_BATCH + 5]);
-        assert_eq!(acceptor.back_off(), None, "no listener was reported ready");
+        assert!(!acceptor.has_work(), "no listener was reported ready");
         acceptor.mark_ready(0);
         let mut calls = Vec::new();
-        while acceptor.back_off() == Some(Duration::ZERO) {
+        while acceptor.has_work() {
             let mut count = 0;
-            acceptor.accept(|_| count += 1);
+            acceptor.accept(|_, _| count += 1);
             calls.push(count);
         }
         assert_eq!(calls, [ACCEPT_BATCH, ACCEPT_BATCH, 5]);
@@ -167,7 +154,7 @@ mod tests {
     fn many_clients_at_one_listener_do_not_delay_a_client_of_another() {
         let (mut acceptor, _clients, _dir) = with_clients(&[2 * ACCEPT_BATCH, 1]);
         (0..2).for_each(|n| acceptor.mark_ready(n));
-        acceptor.accept(drop);
+        acceptor.accept(|_, _| {});
         assert_eq!(acceptor.ready, [0]);
     }
 
@@ -177,7 +164,7 @@ mod tests {
         acceptor.limit = Arc::new(ConnectionLimit::new(1));
         acceptor.mark_ready(0);
         let mut kept = Vec::new();
-        acceptor.accept(|arrival| kept.push(arrival));
-        assert_eq!((kept.len(), acceptor.back_off()), (1, Some(Duration::ZERO)));
+        acceptor.accept(|_, permit| kept.push(permit));
+        assert_eq!((kept.len(), acceptor.has_work()), (1, true));
     }
 }

@@ -1,0 +1,69 @@
+//! The server's own cost of a 4 KiB read over NBD: instructions from the event of the socket to the
+//! reply, on a queue that does no I/O. Instructions are counted, not timed, so that the bounds hold
+//! on a busy machine too.
+//!
+//! Invariant: one thread is client and server in turn, so that every run does the same.
+
+use std::process::Command;
+
+use crate::event_loop::tests::*;
+
+/// Instructions of one request at depth 1, and of one of 64 that arrive together, at most. Without
+/// link-time optimisation.
+const LIMITS: [(usize, u64); 2] = [(1, 3150), (64, 1300)];
+/// The numbers of requests of the two runs.
+const FEW: usize = 6_400;
+const MANY: usize = 70_400;
+/// Depth and number of requests, for the process that is measured.
+const VARIABLE: &str = "NOWAIT_REQUEST_COST";
+
+/// Serves `count` reads, `depth` of them at a time.
+fn serve(depth: usize, count: usize) {
+    let mut bench = Bench::new(1);
+    bench.settle();
+    let requests = read(BLOCK).repeat(depth);
+    let mut replies = vec![0; depth * (REPLY + BLOCK)];
+    for _ in 0..count / depth {
+        bench.clients[0].write_all(&requests).unwrap();
+        let mut got = 0;
+        while got < replies.len() {
+            bench.iterate();
+            while let Ok(some) = bench.clients[0].read(&mut replies[got..])
+                && some > 0
+            {
+                got += some;
+            }
+        }
+    }
+}
+
+/// The instructions of a whole run in a process of its own.
+fn collected(depth: usize, count: usize) -> u64 {
+    let test = "event_loop::tests::request_cost::a_read_costs_no_more_instructions_than_the_limit";
+    let run = Command::new("valgrind")
+        .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
+        .arg(std::env::current_exe().unwrap())
+        .args(["--exact", test, "--ignored", "--test-threads=1"])
+        .env(VARIABLE, format!("{depth} {count}"))
+        .output()
+        .unwrap();
+    let report = String::from_utf8_lossy(&run.stderr);
+    assert!(run.status.success(), "{report}");
+    let (_, collected) = report.split_once("Collected : ").expect("callgrind prints its count");
+    collected.split_whitespace().next().unwrap().parse().unwrap()
+}
+
+#[test]
+#[ignore = "needs valgrind and a release build: cargo test --release -p nowait-server --lib"]
+fn a_read_costs_no_more_instructions_than_the_limit() {
+    if let Ok(wanted) = std::env::var(VARIABLE) {
+        let (depth, count) = wanted.split_once(' ').unwrap();
+        return serve(depth.parse().unwrap(), count.parse().unwrap());
+    }
+    for (depth, limit) in LIMITS {
+        let few = collected(depth, FEW);
+        let cost = (collected(depth, MANY) - few).div_ceil((MANY - FEW) as u64);
+        println!("depth {depth}: {cost} instructions");
+        assert!(cfg!(debug_assertions) || cost <= limit, "depth {depth}: {cost}");
+    }
+}

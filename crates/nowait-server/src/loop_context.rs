@@ -1,0 +1,189 @@
+//! What the event loop lends to its frontend: the engine, the buffer budget, the run queues, and
+//! the counts that decide on limits and on the thread's end.
+//!
+//! Invariant: a number that a frontend chooses (of a member, of a watched descriptor) is told apart
+//! from those of the thread's other frontends.
+
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nowait::{BlockMap, Engine, Error, FD_TOKEN, Interest, IoQueue, Token};
+
+use crate::buffer_budget::{BufferBudget, DeclaredUse};
+use crate::delayed_release::DelayedRelease;
+use crate::export::Export;
+use crate::fairness::{Member, RunQueues, quantum_among};
+use crate::idle_timeout::IdleTimeout;
+use crate::net::connection_limit::ConnectionLimit;
+use crate::thread_handle::ThreadHandle;
+
+/// Bits of a token that a frontend may choose.
+pub(crate) const TOKEN_BITS: u32 = 56;
+
+/// What the event loop lends to its frontend.
+pub(crate) struct LoopContext<Q: IoQueue, M: BlockMap> {
+    /// The engine of the thread. Tags of requests come from [`LoopContext::tag`].
+    pub(crate) engine: Engine<Q, M>,
+    pub(crate) export: Arc<Export<M>>,
+    /// The buffer memory that the members share. Foreign memory is not counted.
+    pub(crate) budget: BufferBudget,
+    /// Bytes that one service of a member may move.
+    pub(crate) quantum: u64,
+    /// All requests in flight in the last busy iteration completed within it.
+    pub(crate) completes_inline: bool,
+    pub(crate) delayed_release: DelayedRelease,
+    pub(crate) idle: IdleTimeout,
+    /// Members to service: the interactive ones in this iteration, the bulk ones in turn.
+    pub(crate) run_queues: RunQueues,
+    /// Members that have nothing in flight and wait for a slot or for memory, in order of arrival.
+    pub(crate) blocked: Vec<usize>,
+    /// Something was released that a blocked member may wait for.
+    pub(crate) has_released: bool,
+    thread: Arc<ThreadHandle>,
+    limit: Arc<ConnectionLimit>,
+    members: usize,
+    place: Place,
+}
+
+/// The place of a frontend in nested pairs: its numbers are shifted by one bit for each pair that
+/// it is in, and the bit tells first from second.
+#[derive(Clone, Copy, Default)]
+struct Place {
+    depth: u32,
+    path: u64,
+}
+
+impl Place {
+    /// The number in the event loop for `number` of the frontend.
+    #[inline]
+    fn number(self, number: u64) -> u64 {
+        number << self.depth | self.path
+    }
+
+    fn inside(self, second: bool) -> Self {
+        Self { depth: self.depth + 1, path: self.path | u64::from(second) << self.depth }
+    }
+}
+
+impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
+    /// The context of `thread`, which has `buffer_bytes` for all members of the server, of which
+    /// `declared` are in use, and retires when it has been idle for `idle`.
+    pub(crate) fn new(
+        engine: Engine<Q, M>,
+        export: Arc<Export<M>>,
+        thread: Arc<ThreadHandle>,
+        limit: Arc<ConnectionLimit>,
+        (buffer_bytes, declared): (usize, DeclaredUse),
+        idle: Duration,
+    ) -> Self {
+        Self {
+            engine,
+            export,
+            budget: BufferBudget::new(buffer_bytes as u64, declared),
+            quantum: quantum_among(1),
+            completes_inline: false,
+            delayed_release: DelayedRelease::default(),
+            idle: IdleTimeout::new(idle),
+            run_queues: RunQueues::default(),
+            blocked: Vec::new(),
+            has_released: false,
+            thread,
+            limit,
+            members: 0,
+            place: Place::default(),
+        }
+    }
+
+    /// Members of all frontends of the thread.
+    #[inline]
+    pub(crate) fn members(&self) -> usize {
+        self.members
+    }
+
+    /// Counts a new member.
+    pub(crate) fn add_member(&mut self) {
+        self.idle.on_connection_added();
+        self.thread.add_connection();
+        self.members += 1;
+        self.update_shares();
+    }
+
+    /// Counts a member that has left, and releases all that it holds.
+    pub(crate) fn remove_member(&mut self, member: &mut Member) {
+        self.members -= 1;
+        self.update_shares();
+        self.budget.release(&mut member.budget_used, u64::MAX);
+        self.has_released = true;
+        if self.members == 0 {
+            self.idle.on_idle();
+            self.thread.on_idle();
+        }
+        self.thread.remove_connection();
+    }
+
+    /// Adapts the limits to the number of members.
+    #[inline]
+    pub(crate) fn update_shares(&mut self) {
+        self.budget.set_connection_count(self.limit.taken(), self.members);
+        self.quantum = quantum_among(self.members);
+    }
+
+    /// Puts `member`, number `number` of the frontend, into the run queues.
+    #[inline]
+    pub(crate) fn schedule(&mut self, number: usize, member: &mut Member) {
+        self.run_queues.schedule(self.place.number(number as u64) as usize, member);
+    }
+
+    /// Schedules member `number` as soon as a slot or memory is free. Only for a member without
+    /// requests in flight: the others are scheduled when these complete.
+    pub(crate) fn block(&mut self, number: usize) {
+        let number = self.place.number(number as u64) as usize;
+        if !self.blocked.contains(&number) {
+            self.blocked.push(number);
+        }
+    }
+
+    /// Takes `bytes` of the budget from `member`.
+    #[inline]
+    pub(crate) fn release(&mut self, member: &mut Member, bytes: u64) {
+        self.budget.release(&mut member.budget_used, bytes);
+        self.has_released |= bytes > 0;
+    }
+
+    /// The tag of a request of member `number`, under a `key` of the frontend's choice. The
+    /// engine's workers serve the members in turn.
+    #[inline]
+    pub(crate) fn tag(&self, number: usize, key: u32) -> u64 {
+        self.place.number(number as u64) << 32 | u64::from(key)
+    }
+
+    /// Reports `token`, of [`TOKEN_BITS`] bits, whenever `fd` is ready.
+    ///
+    /// # Errors
+    /// As for [`Engine::watch`].
+    pub(crate) fn watch(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        token: Token,
+        interest: Interest,
+    ) -> Result<(), Error> {
+        debug_assert!(token >> TOKEN_BITS == 0);
+        self.engine.watch(fd, FD_TOKEN | self.place.number(token), interest)
+    }
+
+    /// Ends a watch; to be called before the descriptor is closed.
+    pub(crate) fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
+        self.engine.unwatch(fd, FD_TOKEN | self.place.number(token));
+    }
+
+    /// Calls one of a pair of frontends.
+    #[inline]
+    pub(crate) fn inside<T>(&mut self, second: bool, call: impl FnOnce(&mut Self) -> T) -> T {
+        let outside = self.place;
+        self.place = outside.inside(second);
+        let result = call(self);
+        self.place = outside;
+        result
+    }
+}

@@ -1,0 +1,60 @@
+//! The way of connections from one thread to another.
+//!
+//! Invariant: a connection is in one channel or on one thread.
+
+use std::collections::VecDeque;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::nbd::connection::HandoffConnection;
+use crate::thread_handle::ThreadHandle;
+
+/// Connections that a thread takes from its channel in one iteration of its event loop.
+pub(crate) const ARRIVAL_BATCH: usize = 32;
+
+/// The source of a thread's connections.
+pub(crate) struct ConnectionChannel {
+    thread: Arc<ThreadHandle>,
+    arrivals: Mutex<VecDeque<HandoffConnection>>,
+}
+
+impl ConnectionChannel {
+    /// The empty channel of `thread`.
+    pub(crate) fn new(thread: Arc<ThreadHandle>) -> Self {
+        Self { thread, arrivals: Mutex::default() }
+    }
+
+    /// The thread that takes the connections.
+    pub(crate) fn thread(&self) -> &Arc<ThreadHandle> {
+        &self.thread
+    }
+
+    /// Sends a connection to the thread.
+    pub(crate) fn assign(&self, arrival: HandoffConnection) {
+        self.thread.add_connection();
+        self.lock().push_back(arrival);
+        self.thread.wake();
+    }
+
+    /// Takes the oldest connections, [`ARRIVAL_BATCH`] at most. If more remain, the thread is woken
+    /// up again. [`ThreadHandle::remove_connection`] is called for each once it has been counted
+    /// otherwise.
+    pub(crate) fn take(&self) -> Vec<HandoffConnection> {
+        let mut arrivals = self.lock();
+        let first = arrivals.len().min(ARRIVAL_BATCH);
+        let taken = arrivals.drain(..first).collect();
+        if !arrivals.is_empty() {
+            self.thread.wake();
+        }
+        taken
+    }
+
+    /// Takes all waiting connections; otherwise as [`ConnectionChannel::take`].
+    pub(crate) fn take_all(&self) -> VecDeque<HandoffConnection> {
+        std::mem::take(&mut *self.lock())
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<HandoffConnection>> {
+        // No critical section here can panic half-way through a change.
+        self.arrivals.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

@@ -1,0 +1,325 @@
+//! The NBD frontend of a thread: its connections, and those that it accepts.
+//!
+//! Invariant: a connection that breaks a rule of the protocol ends only itself, never another
+//! connection. An end of file without an event is found before the thread sleeps.
+
+use std::os::fd::AsFd;
+use std::sync::Arc;
+use std::time::Instant;
+
+use nowait::{BlockMap, Completion, Error, Interest, IoQueue, Op, Token};
+use slab::Slab;
+
+use crate::export::result;
+use crate::fairness::Member;
+use crate::frontend::Frontend;
+use crate::injected_bug;
+use crate::injected_bug::ServerBug;
+use crate::loop_context::LoopContext;
+use crate::nbd::connection::{
+    Connection, GENERATIONS, HandoffConnection, LISTENER, MAX_CONNECTIONS, WRITABLE, connection_of,
+};
+use crate::nbd::connection_channel::ConnectionChannel;
+use crate::nbd::handshake::timeout::HandshakeDeadlines;
+use crate::nbd::negotiate::{ExportDirectory, Handshakes};
+use crate::nbd::reply::builder::CompletedRequest;
+use crate::nbd::session::{Phase, ReadState};
+use crate::nbd::socket_read::{ReadBuffers, SharedParts};
+use crate::nbd::submit::{InFlight, Requests};
+use crate::nbd::tls_config::Tls;
+use crate::nbd::write_split::SplitPolicy;
+use crate::net::acceptor::Acceptor;
+
+/// `POLL*` bits after which the peer sends nothing more.
+const RDHUP: i32 = (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR) as i32;
+
+/// The connections of a thread.
+pub(crate) struct NbdFrontend {
+    pub(crate) connections: Slab<Connection>,
+    pub(crate) shared: SharedParts,
+    pub(crate) generation: u64,
+    buffers: ReadBuffers,
+    pub(crate) channel: Arc<ConnectionChannel>,
+    acceptor: Acceptor,
+    /// The connection that sent something last.
+    last_reader: usize,
+    /// Connections that may have reached their end of file since the last read.
+    pub(crate) maybe_eof: Vec<usize>,
+    stopping: bool,
+}
+
+impl NbdFrontend {
+    /// The frontend of the thread that takes connections from `channel` and from `acceptor`, and
+    /// serves export number `export` of `directory`.
+    pub(crate) fn new(
+        directory: Arc<dyn ExportDirectory>,
+        export: usize,
+        channel: Arc<ConnectionChannel>,
+        acceptor: Acceptor,
+        tls: Tls,
+        split_policy: SplitPolicy,
+    ) -> Self {
+        let deadlines = HandshakeDeadlines::default();
+        let shared = SharedParts {
+            requests: Requests { in_flight: Slab::new(), split_policy },
+            handshakes: Handshakes { deadlines, directory, export, tls },
+        };
+        Self {
+            connections: Slab::new(),
+            shared,
+            generation: 0,
+            buffers: ReadBuffers::default(),
+            channel,
+            acceptor,
+            last_reader: 0,
+            maybe_eof: Vec::new(),
+            stopping: false,
+        }
+    }
+
+    /// Adds a connection, unless the thread is stopping.
+    pub(crate) fn add<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        context: &mut LoopContext<Q, M>,
+        arrival: HandoffConnection,
+    ) {
+        if self.connections.len() >= MAX_CONNECTIONS || self.stopping {
+            return;
+        }
+        self.generation = (self.generation + 1) % GENERATIONS;
+        let entry = self.connections.vacant_entry();
+        let number = entry.key();
+        let connection = entry.insert(Connection::new(arrival, number, self.generation));
+        context.add_member();
+        if let Phase::Handshake(_) = connection.session.phase {
+            self.shared.handshakes.deadlines.begin(connection.due);
+        }
+        let (socket, token) = (connection.socket.as_fd(), connection.readable_token());
+        if let Err(error) = context.watch(socket, token, Interest::Readable) {
+            tracing::warn!("cannot watch a connection: {error}");
+            self.remove(context, number);
+            return;
+        }
+        context.schedule(number, &mut connection.member);
+    }
+
+    /// Removes a connection from this thread.
+    fn remove<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        context: &mut LoopContext<Q, M>,
+        number: usize,
+    ) -> Option<Connection> {
+        let mut connection = self.connections.try_remove(number)?;
+        context.unwatch(connection.socket.as_fd(), connection.readable_token());
+        if connection.waiting_writable {
+            context.unwatch(connection.socket.as_fd(), connection.writable_token());
+        }
+        if let Phase::Handshake(_) = connection.session.phase {
+            self.shared.handshakes.deadlines.end();
+        }
+        context.remove_member(&mut connection.member);
+        Some(connection)
+    }
+
+    /// Closes a connection.
+    pub(crate) fn close<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        context: &mut LoopContext<Q, M>,
+        number: usize,
+    ) {
+        let Some(mut connection) = self.remove(context, number) else { return };
+        context.delayed_release.on_closed();
+        connection.send_close_notify();
+        // The queue may hold the socket open for a little longer; the client must not notice.
+        connection.socket.shut_down();
+        match connection.session.phase {
+            Phase::Transmission(_) => tracing::info!("{} has left", connection.peer),
+            _ => tracing::info!("{} has left without opening an export", connection.peer),
+        }
+    }
+}
+
+impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
+    fn begin(&mut self, context: &mut LoopContext<Q, M>) -> Result<(), Error> {
+        for (n, listener) in self.acceptor.listeners().iter().enumerate() {
+            context.watch(listener.as_fd(), LISTENER | n as u64, Interest::Readable)?;
+        }
+        Ok(())
+    }
+
+    fn on_wake(&mut self, context: &mut LoopContext<Q, M>) {
+        for arrival in self.channel.take() {
+            self.add(context, arrival);
+            self.channel.thread().remove_connection();
+        }
+    }
+
+    fn on_event(&mut self, context: &mut LoopContext<Q, M>, token: Token, bits: i32) {
+        if token & LISTENER != 0 {
+            return self.acceptor.mark_ready((token & !LISTENER) as usize);
+        }
+        let (number, generation) = connection_of(token);
+        let Some(connection) = self.connections.get_mut(number) else { return };
+        if connection.generation != generation {
+            return;
+        }
+        if token & WRITABLE != 0 {
+            connection.waiting_writable = false;
+        } else {
+            connection.readable = true;
+            connection.rdhup |= bits & RDHUP != 0;
+        }
+        context.schedule(number, &mut connection.member);
+    }
+
+    fn after_events(&mut self, _: &mut LoopContext<Q, M>) {
+        let handshakes = &self.shared.handshakes;
+        let tls = handshakes.tls_state();
+        // All handshakes run on the threads of this export.
+        self.acceptor.accept(|socket, permit| {
+            let arrival = HandoffConnection::new(socket, tls, permit);
+            handshakes.directory.clone().assign(handshakes.export, arrival);
+        });
+    }
+
+    #[inline]
+    fn member(&mut self, member: usize) -> Option<&mut Member> {
+        self.connections.get_mut(member).map(|connection| &mut connection.member)
+    }
+
+    /// Receives from a connection and sends to it.
+    fn service(&mut self, context: &mut LoopContext<Q, M>, member: usize) -> u64 {
+        let Some(connection) = self.connections.get_mut(member) else { return 0 };
+        connection.send(context);
+        connection.retry_parse(&mut self.shared, context);
+        if connection.receive(&mut self.shared, &mut self.buffers, context) {
+            self.last_reader = member;
+            if !connection.readable && !std::mem::replace(&mut connection.eof_unchecked, true) {
+                self.maybe_eof.push(member);
+            }
+        }
+        connection.send(context);
+        let moved = connection.member.quantum.bytes_moved();
+        let needs_service = match connection.session.input {
+            ReadState::Open => connection.readable,
+            ReadState::Blocked => connection.member.quantum.needs_requeue(),
+            ReadState::Eof | ReadState::Aborted => false,
+        };
+        if connection.can_close() {
+            self.close(context, member);
+        } else if let Phase::Handoff(negotiated) = connection.session.phase {
+            if let Some(connection) = self.remove(context, member) {
+                self.shared.handshakes.migrate(connection, negotiated);
+            }
+        } else if needs_service {
+            context.schedule(member, &mut connection.member);
+        }
+        moved
+    }
+
+    /// Replies to a completed request.
+    fn complete(
+        &mut self,
+        context: &mut LoopContext<Q, M>,
+        member: usize,
+        key: u32,
+        completion: Completion,
+    ) {
+        let Some(entry) = self.shared.requests.in_flight.try_remove(key as usize) else { return };
+        let InFlight { request, split } = entry;
+        let start = context.engine.buffer_offset(request.header.offset);
+        let extents = match completion.io.op {
+            Op::Status => context.engine.take_extents(completion.tag),
+            _ => Vec::new(),
+        };
+        let Some(connection) = self.connections.get_mut(member) else { return };
+        connection.session.in_flight -= 1;
+        if let Some(split) = split {
+            let (bytes, errno) = (completion.io.range.len, result(&completion).err());
+            connection.on_fragment_done(context, split, &request, bytes, errno.unwrap_or(0));
+        } else if connection.session.input != ReadState::Aborted {
+            let completed = CompletedRequest { completion, start, extents: &extents };
+            connection.session.reply(&context.export, &request, completed);
+        }
+        context.schedule(member, &mut connection.member);
+    }
+
+    fn has_work(&self) -> bool {
+        self.acceptor.has_work()
+    }
+
+    fn deadline(&self) -> Option<Instant> {
+        let handshake = self.shared.handshakes.deadlines.due();
+        handshake.into_iter().chain(self.acceptor.retry_at()).min()
+    }
+
+    /// Closes the connections whose handshake has timed out.
+    fn expire(&mut self, context: &mut LoopContext<Q, M>, now: Instant) {
+        let negotiates = |c: &Connection| matches!(c.session.phase, Phase::Handshake(_));
+        let late = self.connections.iter().filter(|(_, c)| negotiates(c) && c.due <= now);
+        for number in late.map(|(number, _)| number).collect::<Vec<_>>() {
+            if let Some(connection) = self.connections.get(number) {
+                tracing::info!("{} has not ended its handshake in time", connection.peer);
+            }
+            self.close(context, number);
+        }
+        let others = self.connections.iter().filter(|(_, c)| negotiates(c));
+        self.shared.handshakes.deadlines.reset(others.map(|(_, c)| c.due));
+    }
+
+    /// Marks the connection that sent last as readable: its client has probably sent the next
+    /// request. The next submission asks the kernel for events anyway.
+    fn poll(&mut self, context: &mut LoopContext<Q, M>) {
+        if let Some(connection) = self.connections.get_mut(self.last_reader)
+            && connection.session.input == ReadState::Open
+        {
+            connection.readable = true;
+            context.schedule(self.last_reader, &mut connection.member);
+        }
+    }
+
+    /// Schedules another read of each open connection that was drained and may have reached its end
+    /// of file since.
+    ///
+    /// A multishot poll of Linux 6.18 sometimes misses a shutdown(2) that comes while it reports
+    /// the last bytes, and there is no other event.
+    fn before_sleep(&mut self, context: &mut LoopContext<Q, M>) -> bool {
+        let mut any = false;
+        if injected_bug::injected(ServerBug::TrustReports) {
+            return any;
+        }
+        while let Some(number) = self.maybe_eof.pop() {
+            let Some(connection) = self.connections.get_mut(number) else { continue };
+            // A blocked connection is read when it is unblocked.
+            connection.readable |= std::mem::take(&mut connection.eof_unchecked);
+            if connection.readable && connection.session.input == ReadState::Open {
+                context.schedule(number, &mut connection.member);
+                any = true;
+            }
+        }
+        any
+    }
+
+    /// Reads no more requests; requests in flight are still answered.
+    fn begin_shutdown(&mut self, context: &mut LoopContext<Q, M>) {
+        for (n, listener) in self.acceptor.close().into_iter().enumerate() {
+            context.unwatch(listener.as_fd(), LISTENER | n as u64);
+        }
+        self.stopping = true;
+        drop(self.channel.take_all());
+        for (number, connection) in &mut self.connections {
+            let session = &mut connection.session;
+            if matches!(session.input, ReadState::Open | ReadState::Blocked) {
+                session.input = ReadState::Eof;
+            }
+            if matches!(session.phase, Phase::Handshake(_)) {
+                session.abort();
+            }
+            context.schedule(number, &mut connection.member);
+        }
+    }
+
+    fn keeps_thread(&self) -> bool {
+        !self.acceptor.listeners().is_empty()
+    }
+}

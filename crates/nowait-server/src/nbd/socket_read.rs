@@ -1,0 +1,187 @@
+//! Receives bytes from a connection's socket, and passes them on.
+//!
+//! Invariant: received bytes are parsed or kept as unparsed input.
+
+use std::io::IoSliceMut;
+
+use nowait::{BlockMap, IoQueue};
+use rustix::io::Errno;
+
+use crate::loop_context::LoopContext;
+use crate::nbd::connection::Connection;
+use crate::nbd::negotiate::Handshakes;
+use crate::nbd::session::{Phase, ReadState};
+use crate::nbd::submit::{ParseProgress, Requests};
+use crate::nbd::tls_session::Transport;
+use crate::nbd::write_split::IncomingSplitWrite;
+
+/// Bytes received with one system call, beside the payload of a large write.
+pub(crate) const RECEIVE_BYTES: usize = 256 << 10;
+
+/// What all connections of a thread receive into.
+pub(crate) struct ReadBuffers {
+    received: Vec<u8>,
+    /// The decrypted contents of `received`, for TLS.
+    plaintext: Vec<u8>,
+}
+
+impl Default for ReadBuffers {
+    fn default() -> Self {
+        Self { received: vec![0; RECEIVE_BYTES], plaintext: Vec::new() }
+    }
+}
+
+/// What the connections of a thread share.
+pub(crate) struct SharedParts {
+    pub(crate) requests: Requests,
+    pub(crate) handshakes: Handshakes,
+}
+
+impl Connection {
+    /// Receives once and parses the bytes. Returns whether there were any.
+    pub(crate) fn receive<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        shared: &mut SharedParts,
+        buffers: &mut ReadBuffers,
+        context: &mut LoopContext<Q, M>,
+    ) -> bool {
+        if self.session.input != ReadState::Open || !self.readable {
+            return false;
+        }
+        let received = match self.transport {
+            Transport::Plain => self.receive_plain(shared, buffers, context),
+            Transport::Tls(_) => self.receive_encrypted(shared, buffers, context),
+        };
+        match received {
+            Ok(0) => self.session.end_input(),
+            Ok(_) => return true,
+            Err(Errno::AGAIN) => self.readable = false,
+            Err(Errno::INTR) => {}
+            Err(error) => self.lose(error),
+        }
+        false
+    }
+
+    fn receive_plain<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        shared: &mut SharedParts,
+        buffers: &mut ReadBuffers,
+        context: &mut LoopContext<Q, M>,
+    ) -> Result<usize, Errno> {
+        let scratch = &mut buffers.received[..];
+        let session = &mut self.session;
+        let unparsed_len = session.unparsed.len();
+        scratch[..unparsed_len].copy_from_slice(&session.unparsed);
+        let mut none = [];
+        let missing = session.payload.as_mut().map_or(&mut none[..], |p| p.missing());
+        let to_payload = missing.len().min(context.quantum as usize);
+        // Bytes after the payload are received only with its last bytes, and not if they are
+        // payload.
+        let more = session.incoming_split.as_ref().is_some_and(IncomingSplitWrite::has_more);
+        let end = if more || to_payload < missing.len() { unparsed_len } else { RECEIVE_BYTES };
+        let mut pieces = [
+            IoSliceMut::new(&mut missing[..to_payload]),
+            IoSliceMut::new(&mut scratch[unparsed_len..end]),
+        ];
+        let room = to_payload + end - unparsed_len;
+        let got = self.socket.receive(&mut pieces)?;
+        if got == 0 {
+            return Ok(0);
+        }
+        session.unparsed.clear();
+        let direct = got.min(to_payload);
+        if let Some(payload) = &mut session.payload {
+            payload.filled += direct;
+        }
+        self.received(got, room);
+        let input = &scratch[..unparsed_len + got - direct];
+        // Halves help only if the first one is answered at once.
+        let half = match context.completes_inline {
+            true => self.session.half_batch_len(input),
+            false => usize::MAX,
+        };
+        self.parse(shared, context, input, half);
+        Ok(got)
+    }
+
+    /// `receive_plain` for a TLS connection.
+    fn receive_encrypted<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        shared: &mut SharedParts,
+        buffers: &mut ReadBuffers,
+        context: &mut LoopContext<Q, M>,
+    ) -> Result<usize, Errno> {
+        if self.transport.has_ended() {
+            return Ok(0);
+        }
+        let ReadBuffers { received, plaintext } = buffers;
+        let got = self.socket.receive(&mut [IoSliceMut::new(received)])?;
+        if got > 0 {
+            self.received(got, RECEIVE_BYTES);
+            plaintext.clear();
+            plaintext.append(&mut self.session.unparsed);
+            self.decrypt(&received[..got], plaintext);
+            self.parse(shared, context, plaintext, usize::MAX);
+        }
+        Ok(got)
+    }
+
+    /// Parses again the input of a blocked connection.
+    pub(crate) fn retry_parse<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        shared: &mut SharedParts,
+        context: &mut LoopContext<Q, M>,
+    ) {
+        if self.session.input == ReadState::Blocked {
+            self.session.input = ReadState::Open;
+            let unparsed = std::mem::take(&mut self.session.unparsed);
+            self.parse(shared, context, &unparsed, usize::MAX);
+        }
+    }
+
+    /// Parses `input`. After `bytes` bytes it stops at the next boundary of a header or a payload;
+    /// the rest goes into the unparsed input.
+    pub(crate) fn parse<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        shared: &mut SharedParts,
+        context: &mut LoopContext<Q, M>,
+        mut input: &[u8],
+        bytes: usize,
+    ) {
+        let all = input.len();
+        loop {
+            let progress = match (&self.session.phase, self.session.input) {
+                (_, ReadState::Eof | ReadState::Aborted) => return,
+                (Phase::Handshake(_), _) => self.negotiate(&mut shared.handshakes, input),
+                // Migrates at the end of this service, with its unparsed input.
+                (Phase::Handoff(_), _) => ParseProgress::NeedMore,
+                (&Phase::Transmission(transmission), _) => {
+                    self.take_next(&mut shared.requests, context, transmission, input)
+                }
+            };
+            match progress {
+                ParseProgress::Bytes(count) => {
+                    input = input.get(count..).unwrap_or_default();
+                    if all - input.len() >= bytes && self.session.input == ReadState::Open {
+                        self.session.unparsed.extend_from_slice(input);
+                        self.session.input = ReadState::Blocked;
+                        self.member.quantum.halve();
+                        return;
+                    }
+                }
+                ParseProgress::NeedMore => {
+                    self.session.unparsed.extend_from_slice(input);
+                    return;
+                }
+                ParseProgress::Blocked => {
+                    self.session.unparsed.extend_from_slice(input);
+                    self.session.input = ReadState::Blocked;
+                    if !self.is_busy() {
+                        context.block(self.number);
+                    }
+                    return;
+                }
+            }
+        }
+    }
+}
