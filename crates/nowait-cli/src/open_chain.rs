@@ -4,7 +4,7 @@
 
 use std::io::{self, Write};
 
-use nowait_image::{Chain, ChainOptions, ImageError, Warning};
+use nowait_image::{Chain, ChainOptions, ImageError};
 
 use crate::args::image_args::ImageArgs;
 use nowait_cli::error::CliError;
@@ -19,8 +19,7 @@ pub(crate) fn open(args: &ImageArgs, options: ChainOptions) -> Result<Chain, Cli
         ..options
     };
     let chain = Chain::open(&args.image, &options).map_err(|error| failed(&error))?;
-    for warning in chain.warnings() {
-        let Warning::NotLocked(path) = warning else { continue };
+    for path in chain.unlocked() {
         let path = path.display();
         let _ = writeln!(
             io::stderr(),

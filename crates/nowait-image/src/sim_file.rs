@@ -3,11 +3,10 @@
 //! Invariant: reading a file that is not served is no operation of the device; once it is served,
 //! each call is one, and the simulation may make it fail.
 
-use std::io::IoSliceMut;
 use std::sync::{Arc, OnceLock};
 use std::{fmt, io};
 
-use nowait::{Direct, Error, FileStorage, OpenOptions};
+use nowait::{Direct, OpenOptions, ReadCursor, SimStorage, Storage};
 
 pub(crate) use nowait::sim::SimDevice;
 
@@ -16,7 +15,7 @@ pub(crate) struct SimFile {
     device: Arc<SimDevice>,
     number: u16,
     /// Opened through the page cache once the file is served.
-    served: OnceLock<FileStorage>,
+    served: OnceLock<SimStorage>,
 }
 
 impl SimFile {
@@ -25,22 +24,14 @@ impl SimFile {
     }
 
     /// Opens the file a second time.
-    ///
-    /// # Errors
-    /// As [`FileStorage::simulated`].
-    pub(crate) fn open(&self, read_only: bool, direct: Direct) -> Result<FileStorage, Error> {
+    pub(crate) fn open(&self, read_only: bool, direct: Direct) -> SimStorage {
         let options = OpenOptions { read_only, direct, ..OpenOptions::default() };
-        FileStorage::simulated_file(&self.device, self.number, options)
+        SimStorage::open(&self.device, self.number, options)
     }
 
     /// Makes all further reads operations of the device.
-    ///
-    /// # Errors
-    /// As [`SimFile::open`].
-    pub(crate) fn serve(&self) -> Result<(), Error> {
-        let storage = self.open(true, Direct::Off)?;
-        self.served.get_or_init(|| storage);
-        Ok(())
+    pub(crate) fn serve(&self) {
+        self.served.get_or_init(|| self.open(true, Direct::Off));
     }
 
     pub(crate) fn size(&self) -> u64 {
@@ -52,8 +43,9 @@ impl SimFile {
             self.device.peek(self.number, pos, memory);
             return Ok(());
         };
-        let found = storage.read_at(&mut [IoSliceMut::new(memory)], pos)?;
-        memory.get_mut(found..).unwrap_or_default().fill(0);
+        let mut memory = ReadCursor::from(memory);
+        (storage as &dyn Storage).read_at(pos, &mut memory)?;
+        memory.fill(0);
         Ok(())
     }
 }

@@ -1,7 +1,7 @@
 //! Threads of exports without connections: they retire, and start again.
 
 use std::collections::BTreeSet;
-use std::io::{IoSlice, IoSliceMut, Read, Write};
+use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
@@ -11,7 +11,7 @@ use std::{fs, thread};
 
 use nowait::{
     BlockDevice, BlockMap, ByteRange, Error, Extent, ExtentStatus, FileStorage, Flags, ImageFormat,
-    Intent, OpenOptions, WouldBlock,
+    Intent, OpenOptions, ReadCursor, WouldBlock, WriteCursor,
 };
 use nowait_server::{AnyExport, Export, Listener, Options, QueueKind, Server, Tls};
 
@@ -37,12 +37,12 @@ impl BlockMap for Counting {
 }
 
 impl ImageFormat for Counting {
-    fn read(&self, _: u64, bufs: &mut [IoSliceMut<'_>]) -> Result<(), Error> {
-        bufs.iter_mut().for_each(|buf| buf.fill(7));
+    fn read(&self, _: u64, mut memory: ReadCursor<'_>) -> Result<(), Error> {
+        memory.fill(7);
         Ok(())
     }
 
-    fn write(&self, _: u64, _: &[IoSlice<'_>]) -> Result<(), Error> {
+    fn write(&self, _: u64, _: WriteCursor<'_>) -> Result<(), Error> {
         Ok(())
     }
 
@@ -121,7 +121,7 @@ fn serving(
         fs::File::create(&path).unwrap().set_len(SIZE).unwrap();
         let storage = FileStorage::open(&path, OpenOptions::default()).unwrap();
         let map = Counting(flushes.clone());
-        let disk = Arc::new(BlockDevice::mapped(storage, Vec::new(), SIZE, false, map));
+        let disk = Arc::new(BlockDevice::mapped(Arc::new(storage), Vec::new(), SIZE, false, map));
         AnyExport::new(Export::new(disk, 1, n.to_string(), String::new()))
     };
     let exports = flushes.iter().enumerate().map(export).collect();

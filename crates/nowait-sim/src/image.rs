@@ -9,7 +9,7 @@ use std::sync::Arc;
 use nowait::sim::{Random, SimDevice, SimOptions};
 use nowait::{
     AllocationCache, BlockDevice, BlockMap, BlockingFile, ByteRange, Error, Extent, ExtentStatus,
-    FileStorage, ImageFormat as Inside, Intent, OpenOptions, WorkerPool, WouldBlock,
+    ImageFormat as Inside, Intent, OpenOptions, SimStorage, WorkerPool, WouldBlock,
 };
 use nowait_image::qcow2_disk::{
     OpenImage, Opened, Qcow2Map, ServeOptions, new_simulated, open_simulated,
@@ -222,10 +222,10 @@ impl Image {
 fn raw(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<BlockDevice<AnyMap>, Error> {
     let hint = scenario.config.hint;
     let options = OpenOptions { direct: scenario.direct, no_hint: !hint, ..OpenOptions::default() };
-    let data = FileStorage::simulated(device, options)?;
-    let (size, map) = (data.size(), AllocationCache::new(data.size(), hint));
+    let data = SimStorage::open(device, 0, options);
+    let (size, map) = (device.bytes(), AllocationCache::new(device.bytes(), hint));
     map.scan(&data);
-    Ok(BlockDevice::mapped(data, Vec::new(), size, false, AnyMap::Raw(map)))
+    Ok(BlockDevice::mapped(Arc::new(data), Vec::new(), size, false, AnyMap::Raw(map)))
 }
 
 /// The image on `device`, the number of its leaked clusters, and its handle.

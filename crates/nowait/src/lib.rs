@@ -85,10 +85,14 @@ pub use queue::{
     AioThreadQueue, EventSource, FD_TOKEN, Interest, IoQueue, Null, QueueFull, Token, Uring,
 };
 pub use storage::file::{Direct, FileStorage, OpenOptions};
+#[cfg(feature = "sim")]
+pub use storage::sim::SimStorage;
+pub use storage::{Storage, StorageProperties};
 pub use types::alignment::Alignment;
 pub use types::byte_range::ByteRange;
 pub use types::config::Config;
 pub use types::error::{Error, Operation};
+pub use types::io_cursor::{IoCursor, ReadCursor, WriteCursor};
 pub use types::iovec::{IoSegment, MAX_SEGMENTS, MAX_TRANSFER_BYTES};
 pub use types::request::{ExtentStatus, Flags, Op, Request};
 pub use types::transfer::{Outcome, Transfer, UNREGISTERED};

@@ -58,12 +58,12 @@ fn is_woken_for_each<Q: IoQueue>(
 
 #[test]
 fn a_thread_that_sleeps_on_the_descriptor_of_an_engine_on_a_ring_is_woken() {
-    is_woken_for_each(|disk, _| Uring::new(disk.fd()));
+    is_woken_for_each(|disk, _| Uring::new(disk.fd()?));
 }
 
 #[test]
 fn a_thread_that_sleeps_on_the_descriptor_of_an_engine_on_threads_is_woken() {
     is_woken_for_each(|disk, config| {
-        AioThreadQueue::new(disk.fd(), config.slots, !disk.is_direct())
+        AioThreadQueue::new(disk.fd()?, config.slots, !disk.is_direct())
     });
 }

@@ -127,11 +127,11 @@ fn start<Q: IoQueue>(
 }
 
 fn uring(disk: &BlockDevice<AllocationCache>) -> Result<Uring, Error> {
-    Uring::new(disk.fd())
+    Uring::new(disk.fd()?)
 }
 
 fn threads(disk: &BlockDevice<AllocationCache>) -> Result<AioThreadQueue, Error> {
-    AioThreadQueue::new(disk.fd(), SLOTS, !disk.is_direct())
+    AioThreadQueue::new(disk.fd()?, SLOTS, !disk.is_direct())
 }
 
 /// Waits until the driver and its workers have ended and have dropped the device.

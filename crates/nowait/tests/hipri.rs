@@ -41,10 +41,10 @@ fn serves_hipri<Q: IoQueue>(
 
 #[test]
 fn c48_hipri_is_served_with_or_without_a_polled_device_by_uring() {
-    serves_hipri(|disk, _| Uring::new(disk.fd()));
+    serves_hipri(|disk, _| Uring::new(disk.fd()?));
 }
 
 #[test]
 fn c48_hipri_is_served_with_or_without_a_polled_device_by_threads() {
-    serves_hipri(|disk, slots| AioThreadQueue::new(disk.fd(), slots, false));
+    serves_hipri(|disk, slots| AioThreadQueue::new(disk.fd()?, slots, false));
 }

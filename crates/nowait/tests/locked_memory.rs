@@ -41,7 +41,7 @@ fn disk_in(directory: &Path) -> Arc<BlockDevice<LinearMap>> {
 /// Makes an engine on a ring, writes a block with it and drops it. Returns the bytes that were
 /// pinned meanwhile.
 fn use_engine(disk: &Arc<BlockDevice<LinearMap>>) -> Result<u64, Error> {
-    let queue = Uring::for_files(&disk.files())?;
+    let queue = Uring::for_files(&disk.files().unwrap())?;
     let mut engine = Engine::new(disk.clone(), WorkerPool::new(disk, 1), queue, Config::default())?;
     let range = ByteRange::new(BLOCK_BYTES, BLOCK_BYTES);
     let buf = engine.buffer(range).expect("a buffer");
@@ -94,7 +94,7 @@ fn where_memory_cannot_be_locked_a_ring_is_smaller_and_registers_nothing_and_ser
     let _limit = Limit::of_bytes(64 << 10);
     let mut rings = Vec::new();
     let refused = loop {
-        match Uring::for_files(&disk.files()) {
+        match Uring::for_files(&disk.files().unwrap()) {
             Ok(ring) if ring.offered().full_size => {
                 eprintln!("skipped: this kernel does not count a ring's own memory");
                 return;
@@ -122,7 +122,7 @@ fn where_memory_cannot_be_locked_a_ring_is_smaller_and_registers_nothing_and_ser
 
 /// Whether rings can be made here.
 fn has_io_uring(disk: &BlockDevice<LinearMap>) -> bool {
-    let made = Uring::for_files(&disk.files());
+    let made = Uring::for_files(&disk.files().unwrap());
     if let Err(error) = &made {
         eprintln!("skipped: no io_uring: {error}");
     }

@@ -179,20 +179,20 @@ fn with_queue<Q: IoQueue>(
 
 #[test]
 fn uring_direct_agrees_with_the_model_with_each_switch_off() {
-    with_queue(Direct::Auto, 0x1234_5678_9abc, |disk, _| Uring::new(disk.fd()));
+    with_queue(Direct::Auto, 0x1234_5678_9abc, |disk, _| Uring::new(disk.fd()?));
 }
 
 #[test]
 fn uring_buffered_agrees_with_the_model_with_each_switch_off() {
-    with_queue(Direct::Off, 0xfeed_beef, |disk, _| Uring::new(disk.fd()));
+    with_queue(Direct::Off, 0xfeed_beef, |disk, _| Uring::new(disk.fd()?));
 }
 
 #[test]
 fn threads_direct_agrees_with_the_model_with_each_switch_off() {
-    with_queue(Direct::Auto, 77, |disk, slots| AioThreadQueue::new(disk.fd(), slots, false));
+    with_queue(Direct::Auto, 77, |disk, slots| AioThreadQueue::new(disk.fd()?, slots, false));
 }
 
 #[test]
 fn threads_buffered_agrees_with_the_model_with_each_switch_off() {
-    with_queue(Direct::Off, 99, |disk, slots| AioThreadQueue::new(disk.fd(), slots, true));
+    with_queue(Direct::Off, 99, |disk, slots| AioThreadQueue::new(disk.fd()?, slots, true));
 }

@@ -120,13 +120,13 @@ fn count<Q: IoQueue>(
 #[test]
 fn a_request_of_4_kib_allocates_nothing_on_either_path() {
     let threads =
-        |disk: &BlockDevice<LinearMap>| AioThreadQueue::new(disk.fd(), 4096, !disk.is_direct());
+        |disk: &BlockDevice<LinearMap>| AioThreadQueue::new(disk.fd()?, 4096, !disk.is_direct());
     for simple in [true, false] {
         let path = if simple { "simple" } else { "general" };
         let config = Config { simple, ..Config::default() };
         let counts = [
             ("null", count(|_| Null::new(), config, DEPTH)),
-            ("uring", count(|disk| Uring::new(disk.fd()), config, DEPTH)),
+            ("uring", count(|disk| Uring::new(disk.fd()?), config, DEPTH)),
             ("threads", count(threads, config, 1)),
         ];
         for (queue, allocations) in counts {

@@ -1,13 +1,12 @@
 //! Requests that workers serve, on an image under the test's control: their order between clients,
 //! and panics of the image.
 
-use std::io::{IoSlice, IoSliceMut};
 use std::sync::{Arc, Mutex};
 
 use nowait::{
     AioThreadQueue, BlockDevice, BlockMap, BlockingFile, ByteRange, Config, Engine, Error, Extent,
-    ExtentStatus, FileStorage, Flags, ImageFormat, Intent, Op, OpenOptions, Request, WorkerPool,
-    WouldBlock,
+    ExtentStatus, FileStorage, Flags, ImageFormat, Intent, Op, OpenOptions, ReadCursor, Request,
+    WorkerPool, WouldBlock, WriteCursor,
 };
 
 const SIZE: u64 = 1 << 20;
@@ -41,14 +40,14 @@ fn panic_at(pos: u64) {
 }
 
 impl ImageFormat for Sevens {
-    fn read(&self, pos: u64, bufs: &mut [IoSliceMut<'_>]) -> Result<(), Error> {
+    fn read(&self, pos: u64, mut memory: ReadCursor<'_>) -> Result<(), Error> {
         self.read.lock().unwrap().push(pos);
         panic_at(pos);
-        bufs.iter_mut().for_each(|buf| buf.fill(7));
+        memory.fill(7);
         Ok(())
     }
 
-    fn write(&self, pos: u64, _: &[IoSlice<'_>]) -> Result<(), Error> {
+    fn write(&self, pos: u64, _: WriteCursor<'_>) -> Result<(), Error> {
         panic_at(pos);
         Ok(())
     }
@@ -92,9 +91,10 @@ fn scene(workers: u32) -> Scene {
     let storage = FileStorage::open(file.path(), OpenOptions::default()).unwrap();
     let map = Sevens::default();
     let read = map.read.clone();
-    let disk = Arc::new(BlockDevice::mapped(storage, Vec::new(), SIZE, false, map));
+    let disk = Arc::new(BlockDevice::mapped(Arc::new(storage), Vec::new(), SIZE, false, map));
     let config = Config { slots: 64, ..Config::default() };
-    let queue = AioThreadQueue::for_files(&disk.files(), config.slots, !disk.is_direct()).unwrap();
+    let queue =
+        AioThreadQueue::for_files(&disk.files().unwrap(), config.slots, !disk.is_direct()).unwrap();
     let engine = Engine::new(disk.clone(), WorkerPool::new(&disk, workers), queue, config).unwrap();
     Scene { _file: file, disk, read, engine }
 }

@@ -90,8 +90,8 @@ fn refuses_tokens<Q: IoQueue>(make: impl Fn(&BlockDevice<LinearMap>) -> Result<Q
 #[test]
 fn a_descriptor_watched_under_a_transfers_token_is_einval_and_ends_no_transfer() {
     refuses_tokens(|_| Null::new());
-    refuses_tokens(|disk| AioThreadQueue::new(disk.fd(), 4096, !disk.is_direct()));
-    refuses_tokens(|disk| Uring::new(disk.fd()));
+    refuses_tokens(|disk| AioThreadQueue::new(disk.fd()?, 4096, !disk.is_direct()));
+    refuses_tokens(|disk| Uring::new(disk.fd()?));
 }
 
 /// A map that returns impossible extents in turn: too long, empty, in no file, past every end.
@@ -134,7 +134,13 @@ impl BlockMap for InvalidMap {
 
 fn disk_with_invalid_map(file: &tempfile::NamedTempFile) -> Arc<BlockDevice<InvalidMap>> {
     let storage = FileStorage::open(file.path(), OpenOptions::default()).unwrap();
-    Arc::new(BlockDevice::mapped(storage, Vec::new(), SIZE, false, InvalidMap(AtomicU64::new(0))))
+    Arc::new(BlockDevice::mapped(
+        Arc::new(storage),
+        Vec::new(),
+        SIZE,
+        false,
+        InvalidMap(AtomicU64::new(0)),
+    ))
 }
 
 /// Positions and lengths of requests of up to a block and a half.
@@ -162,9 +168,9 @@ fn a_request_touches_only_its_own_memory_whatever_the_map_returns() {
 fn every_request_of_an_engine_ends_inside_its_buffer_whatever_the_map_returns() {
     let image = image();
     let disk = disk_with_invalid_map(&image);
-    let queue = AioThreadQueue::new(disk.fd(), 4096, !disk.is_direct());
+    let queue = AioThreadQueue::new(disk.fd().unwrap(), 4096, !disk.is_direct());
     let mut threads = engine(disk.clone(), queue).unwrap();
-    let queue = Uring::new(disk.fd());
+    let queue = Uring::new(disk.fd().unwrap());
     let mut uring = engine(disk.clone(), queue);
     for _ in 0..50 {
         for (pos, len) in RANGES {
@@ -240,7 +246,8 @@ fn a_buffer_of_another_engine_serves_the_requests_that_fit_it() {
         Arc::new(BlockDevice::open(file.path(), options).unwrap())
     };
     let (plain, direct) = (disk(&one, nowait::Direct::Off), disk(&two, nowait::Direct::Auto));
-    let queue = |disk: &BlockDevice<_>| AioThreadQueue::new(disk.fd(), 4096, !disk.is_direct());
+    let queue =
+        |disk: &BlockDevice<_>| AioThreadQueue::new(disk.fd().unwrap(), 4096, !disk.is_direct());
     let (first, second) = (queue(&plain), queue(&direct));
     let (mut plain, mut direct) = (engine(plain, first).unwrap(), engine(direct, second).unwrap());
     for (pos, len) in RANGES {

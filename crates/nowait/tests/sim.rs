@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use nowait::sim::{Fault, Faults, SimDevice, SimOptions, SimQueue, set_yield};
 use nowait::{
-    Alignment, AllocationCache, BlockDevice, ByteRange, Config, Direct, Engine, FileStorage, Flags,
-    IoSegment, Op, OpenOptions, Request, WorkerPool,
+    Alignment, AllocationCache, BlockDevice, ByteRange, Config, Direct, Engine, Flags, IoSegment,
+    Op, OpenOptions, Request, SimStorage, WorkerPool,
 };
 
 const BLOCK: u64 = 4096;
@@ -77,9 +77,15 @@ impl Rig {
     }
 
     fn on(device: Arc<SimDevice>, how: OpenOptions, config: Config) -> Self {
-        let storage = FileStorage::simulated(&device, how).unwrap();
-        let map = AllocationCache::new(storage.size(), true);
-        let disk = Arc::new(BlockDevice::mapped(storage, Vec::new(), device.bytes(), false, map));
+        let storage = SimStorage::open(&device, 0, how);
+        let map = AllocationCache::new(device.bytes(), true);
+        let disk = Arc::new(BlockDevice::mapped(
+            Arc::new(storage),
+            Vec::new(),
+            device.bytes(),
+            false,
+            map,
+        ));
         let workers = WorkerPool::simulated(&disk);
         let queue = SimQueue::new(device.clone()).unwrap();
         let engine = Engine::new(disk, workers.clone(), queue, config).unwrap();

@@ -75,10 +75,10 @@ fn with_queue<Q: IoQueue>(
 
 #[test]
 fn several_segments_are_one_transfer_and_a_short_one_is_resumed_on_uring() {
-    with_queue(|disk| Uring::new(disk.fd()));
+    with_queue(|disk| Uring::new(disk.fd()?));
 }
 
 #[test]
 fn several_segments_are_one_transfer_and_a_short_one_is_resumed_on_threads() {
-    with_queue(|disk| AioThreadQueue::new(disk.fd(), Config::default().slots, false));
+    with_queue(|disk| AioThreadQueue::new(disk.fd()?, Config::default().slots, false));
 }

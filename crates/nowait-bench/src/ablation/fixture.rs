@@ -199,7 +199,7 @@ pub(crate) fn ring_engine<M: BlockMap>(
     workers: &WorkerPool,
     config: Config,
 ) -> io::Result<Engine<Uring, M>> {
-    let queue = Uring::new(disk.fd()).map_err(no_ring)?;
+    let queue = Uring::new(disk.fd()?).map_err(no_ring)?;
     Ok(Engine::new(disk.clone(), workers.clone(), queue, config)?)
 }
 
@@ -216,6 +216,6 @@ pub(crate) fn ring_tasks(
 ) -> io::Result<AsyncFile> {
     // Only the thread that owns the ring can create it, and it reports only the error number. This
     // attempt gives the full error.
-    drop(Uring::new(disk.fd()).map_err(no_ring)?);
-    Ok(AsyncFile::with_queue(disk, workers, config, |disk| Uring::new(disk.fd()))?)
+    drop(Uring::new(disk.fd()?).map_err(no_ring)?);
+    Ok(AsyncFile::with_queue(disk, workers, config, |disk| Uring::new(disk.fd()?))?)
 }

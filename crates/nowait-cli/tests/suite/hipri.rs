@@ -78,12 +78,13 @@ fn in_the_guest() {
             for simple in [true, false] {
                 let config = Config { simple, slots: 512, ..Config::default() };
                 let disk = open(&path);
-                let queue = Uring::new(disk.fd()).expect("a ring");
+                let queue = Uring::new(disk.fd().unwrap()).expect("a ring");
                 let stats = serves(disk, queue, config);
                 assert_eq!(stats.polled > 0, polled, "{}: {stats:?}", path.display());
             }
             let (disk, config) = (open(&path), Config { slots: 512, ..Config::default() });
-            let queue = AioThreadQueue::new(disk.fd(), config.slots, false).expect("threads");
+            let queue =
+                AioThreadQueue::new(disk.fd().unwrap(), config.slots, false).expect("threads");
             assert_eq!(serves(disk, queue, config).polled, 0, "{}", path.display());
             println!("served {}", path.display());
         }

@@ -187,7 +187,8 @@ fn status(disk: Arc<BlockDevice<Qcow2Map>>) -> Done {
         return Ok(());
     }
     let config = Config { slots: 1, workers: 1, ..Config::default() };
-    let queue = AioThreadQueue::for_files(&disk.files(), config.slots, true).map_err(failed)?;
+    let queue = AioThreadQueue::for_files(&disk.files().map_err(failed)?, config.slots, true)
+        .map_err(failed)?;
     let workers = WorkerPool::new(&disk, config.workers);
     let mut engine = Engine::new(disk, workers, queue, config).map_err(failed)?;
     let io = Request { op: Op::Status, flags: Flags::NONE, range };

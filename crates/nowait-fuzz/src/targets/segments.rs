@@ -11,8 +11,8 @@ use std::time::Duration;
 use arbitrary::{Result as Drawn, Unstructured};
 use nowait::sim::{Random, SimDevice, SimOptions, SimQueue};
 use nowait::{
-    Alignment, AllocationCache, BlockDevice, ByteRange, Config, Engine, FileStorage, Flags,
-    IoSegment, MAX_SEGMENTS, MAX_TRANSFER_BYTES, Op, OpenOptions, Request, WorkerPool, fuzz,
+    Alignment, AllocationCache, BlockDevice, ByteRange, Config, Engine, Flags, IoSegment,
+    MAX_SEGMENTS, MAX_TRANSFER_BYTES, Op, OpenOptions, Request, SimStorage, WorkerPool, fuzz,
 };
 
 use crate::target::{Check, Target};
@@ -160,9 +160,10 @@ impl Rig {
         };
         let device = Arc::new(SimDevice::new(options));
         let failed = |error: nowait::Error| format!("no engine: {error}");
-        let storage = FileStorage::simulated(&device, OpenOptions::default()).map_err(failed)?;
-        let map = AllocationCache::new(storage.size(), on(6));
-        let disk = Arc::new(BlockDevice::mapped(storage, Vec::new(), DEVICE_BYTES, false, map));
+        let storage = SimStorage::open(&device, 0, OpenOptions::default());
+        let map = AllocationCache::new(device.bytes(), on(6));
+        let disk =
+            Arc::new(BlockDevice::mapped(Arc::new(storage), Vec::new(), DEVICE_BYTES, false, map));
         let workers = WorkerPool::simulated(&disk);
         let queue = SimQueue::new(device.clone()).map_err(failed)?;
         let engine = Engine::new(disk, workers.clone(), queue, config).map_err(failed)?;

@@ -5,17 +5,15 @@
 //! disk held there before (C24), and all of it is in place before any other request can find the
 //! cluster.
 
-use nowait::{ByteRange, Error, Flags, IoBuffer, Operation};
+use nowait::{ByteRange, Error, Flags, IoBuffer, Operation, Storage, WriteCursor};
 
 use crate::injected_bug;
 use crate::injected_bug::ImageBug;
 use crate::qcow2::entries::Cluster;
 
-use crate::qcow2_disk::aligned_file::AlignedFile;
 use crate::qcow2_disk::backing_chain::Mapping;
 use crate::qcow2_disk::disk::Qcow2Disk;
 use crate::qcow2_disk::extent_cache::CachedMapping;
-use crate::qcow2_disk::iovec_cursor::{Gather, gather};
 use crate::qcow2_disk::metadata::Metadata;
 use crate::qcow2_disk::metadata_cache::MetadataError;
 use crate::qcow2_disk::refcount_allocator::ClusterRun;
@@ -44,45 +42,48 @@ impl Qcow2Disk {
         self.images.header().cluster_bytes()
     }
 
-    fn data(&self) -> &AlignedFile {
-        self.images.writeback().data()
+    fn data(&self) -> &dyn Storage {
+        &**self.images.writeback().data()
     }
 
-    pub(crate) fn write_all(&self, pos: u64, mut bytes: Gather<'_>) -> Result<(), Error> {
+    /// Writes `data` to the file with the data, from its byte `pos` on. No other request writes to
+    /// the blocks that it covers in part.
+    fn write_data(&self, pos: u64, mut data: WriteCursor<'_>) -> Result<(), Error> {
+        self.data().write_at(pos, &mut data, None)
+    }
+
+    /// Writes all of `data` from byte `pos` of the disk on.
+    pub(crate) fn write_all(&self, pos: u64, mut data: WriteCursor<'_>) -> Result<(), Error> {
         let mut pos = pos;
-        let mut left = bytes.len();
-        while left > 0 {
+        while !data.is_empty() {
             self.fill_extent_cache(pos);
-            let len = match self.images.lookup_top_for_write(pos, left)? {
+            pos += match self.images.lookup_top_for_write(pos, data.len())? {
                 (Cluster::Data { host, copied: true }, len) => {
                     let inside = pos & (self.cluster() - 1);
-                    self.data().write(host + inside, &bytes.take(len))?;
+                    self.write_data(host + inside, data.take(len))?;
                     len
                 }
-                _ => self.allocate(pos, left, &mut bytes)?,
+                _ => self.allocate(pos, &mut data)?,
             };
-            pos += len;
-            left -= len;
         }
         Ok(())
     }
 
-    /// Allocates clusters for the `left` bytes at `pos`, or for the first of them, and writes
-    /// these. Returns the bytes written; 0 where another request has allocated the first cluster
-    /// meanwhile.
-    fn allocate(&self, pos: u64, left: u64, bytes: &mut Gather<'_>) -> Result<u64, Error> {
+    /// Allocates clusters for `data` at `pos`, or for the first of it, and writes that. Returns the
+    /// bytes written; 0 where another request has allocated the first cluster meanwhile.
+    fn allocate(&self, pos: u64, data: &mut WriteCursor<'_>) -> Result<u64, Error> {
         let bits = self.bits();
         let first = pos >> bits;
         let max_clusters = (RUN_BYTES >> bits).max(1);
-        let last = ((pos + left - 1) >> bits).min(first + max_clusters - 1);
+        let last = ((pos + data.len() - 1) >> bits).min(first + max_clusters - 1);
         let writeback = self.images.writeback();
         writeback.throttle_dirty()?;
         let _guard = self.cluster_locks.lock(first..last + 1);
         let Some(target) = self.allocate_for(first, last - first + 1)? else { return Ok(0) };
-        let end = ((first + target.count) << bits).min(pos + left);
+        let end = ((first + target.count) << bits).min(pos + data.len());
         let len = end - pos;
         let run = ByteRange::new(first << bits, target.count << bits);
-        let copied = self.copy_on_write(run, &target, ByteRange::new(pos, len), &bytes.take(len));
+        let copied = self.copy_on_write(run, &target, ByteRange::new(pos, len), data.take(len));
         let linked =
             copied.map_or_else(|error| (0, Err(error)), |()| self.link_clusters(first, &target));
         let (count, done) = linked;
@@ -137,14 +138,14 @@ impl Qcow2Disk {
         Ok(Some(Allocation { pos, count: allocated.count, fresh, allocated: true }))
     }
 
-    /// Fills the target of `run`: `parts` go to `range`, the rest is copied from the disk as it is
+    /// Fills the target of `run`: `data` goes to `range`, the rest is copied from the disk as it is
     /// now.
     fn copy_on_write(
         &self,
         run: ByteRange,
         target: &Allocation,
         range: ByteRange,
-        parts: &[&[u8]],
+        mut data: WriteCursor<'_>,
     ) -> Result<(), Error> {
         // A data file ends where the disk does.
         let end = match self.images.header().has_data_file() {
@@ -156,17 +157,17 @@ impl Qcow2Disk {
         let whole = before.len == 0 && after.len == 0;
         let zeros = || Ok(self.images.is_zeros(before)? && self.images.is_zeros(after)?);
         if whole || target.fresh && zeros()? {
-            return self.data().write(target.pos + before.len, parts);
+            return self.write_data(target.pos + before.len, data);
         }
         let mut all = IoBuffer::zeroed((end - run.pos) as usize)?;
         let (head, rest) = all.split_at_mut(before.len as usize);
         let (middle, tail) = rest.split_at_mut(range.len as usize);
         self.images.read(before.pos, head)?;
-        gather(parts, middle);
+        data.copy_to(middle);
         if !injected_bug::injected(ImageBug::ForgetTail) {
             self.images.read(after.pos, tail)?;
         }
-        self.data().write(target.pos, &[&all])
+        self.write_data(target.pos, WriteCursor::from(&all[..]))
     }
 
     /// Enters `target` in the tables for the clusters of the disk from `first` on. Returns how many
@@ -211,7 +212,7 @@ impl Qcow2Disk {
             let (cluster, len) = self.images.lookup_top_for_write(pos, range.end() - pos)?;
             if let Cluster::Data { host, copied: true } = cluster {
                 let inside = pos & (self.cluster() - 1);
-                self.data().clear(ByteRange::new(host + inside, len), false)?;
+                self.clear_data(ByteRange::new(host + inside, len), false)?;
             }
             pos += len;
         }
@@ -219,9 +220,19 @@ impl Qcow2Disk {
     }
 
     fn require_punch_hole(&self) -> Result<(), Error> {
-        match self.data().storage().supports_punch_hole() {
+        match self.data().properties().punch_hole {
             true => Ok(()),
             false => Err(Error::new(libc::EOPNOTSUPP, Operation::Zero)),
+        }
+    }
+
+    /// Makes `range` of the file with the data read as zeros: gives its storage back, or keeps it
+    /// if `keep` is set or the file system can do no better.
+    fn clear_data(&self, range: ByteRange, keep: bool) -> Result<(), Error> {
+        let data = self.data();
+        match if keep { data.zero(range) } else { data.punch(range) } {
+            Err(error) if !keep && error.errno() == libc::EOPNOTSUPP => data.zero(range),
+            done => done,
         }
     }
 
@@ -240,7 +251,7 @@ impl Qcow2Disk {
                 Cluster::Data { host, copied: true } => {
                     let inside = pos & (self.cluster() - 1);
                     let keep = flags.has(Flags::NO_UNMAP);
-                    self.data().clear(ByteRange::new(host + inside, len), keep)?;
+                    self.clear_data(ByteRange::new(host + inside, len), keep)?;
                     len
                 }
                 _ => self.zero_unallocated(pos, len)?,
@@ -283,7 +294,7 @@ impl Qcow2Disk {
         }
         let len_in_cluster = len.min(end - pos);
         let zeros = IoBuffer::zeroed(len_in_cluster as usize)?;
-        self.write_all(pos, Gather::new(&[std::io::IoSlice::new(&zeros)]))?;
+        self.write_all(pos, WriteCursor::from(&zeros[..]))?;
         Ok(len_in_cluster)
     }
 }

@@ -5,18 +5,16 @@
 
 use std::sync::Arc;
 
-use nowait::{ByteRange, Error, IoBuffer};
+use nowait::{ByteRange, Error, IoBuffer, ReadCursor, Storage};
 
 use crate::injected_bug;
 use crate::injected_bug::ImageBug;
 use crate::qcow2::entries::Cluster;
 use crate::qcow2::header::Header;
 
-use crate::qcow2_disk::aligned_file::AlignedFile;
 use crate::qcow2_disk::backing_tables::{BackingTables, bytes_of, clusters_of, damaged};
 use crate::qcow2_disk::decompressed_cache;
 use crate::qcow2_disk::decompressed_cache::DecompressedCache;
-use crate::qcow2_disk::iovec_cursor::{Scatter, scatter};
 use crate::qcow2_disk::writeback::MetadataWriteback;
 
 /// Most bytes that are read with one lookup.
@@ -34,7 +32,7 @@ pub(crate) enum Kind {
 pub(crate) struct BackingImage {
     pub(crate) kind: Kind,
     /// The file with the data.
-    pub(crate) data: AlignedFile,
+    pub(crate) data: Arc<dyn Storage>,
     /// Bytes of the disk.
     pub(crate) size: u64,
 }
@@ -93,13 +91,14 @@ impl BackingChain {
     }
 
     /// The file with this number.
-    pub(crate) fn data_file(&self, file: u8) -> &AlignedFile {
-        match file {
-            0 => self.writeback.data(),
-            below => {
-                self.below.get(usize::from(below) - 1).map_or(self.writeback.data(), |b| &b.data)
-            }
-        }
+    pub(crate) fn data_file(&self, file: u8) -> &Arc<dyn Storage> {
+        let below = usize::from(file).checked_sub(1).and_then(|at| self.below.get(at));
+        below.map_or(self.writeback.data(), |image| &image.data)
+    }
+
+    /// The files of the images below the top one, in the order of their numbers.
+    pub(crate) fn files_below(&self) -> impl Iterator<Item = &Arc<dyn Storage>> {
+        self.below.iter().map(|image| &image.data)
     }
 
     /// Looks up `pos` of the disk in the top image: the mapping, and for how many bytes, at most
@@ -217,47 +216,44 @@ impl BackingChain {
         Ok(true)
     }
 
-    /// Fills `parts` with the bytes of the mapping, from its beginning on.
+    /// Fills `memory` with the bytes of the mapping, from its beginning on.
     ///
     /// # Errors
     /// The errno of a failed read; `EIO` for compressed data that cannot be decompressed.
     pub(crate) fn read_mapping(
         &self,
         found: Mapping,
-        mut parts: Vec<&mut [u8]>,
+        mut memory: ReadCursor<'_>,
     ) -> Result<(), Error> {
         match found {
-            Mapping::Zeros => parts.iter_mut().for_each(|part| part.fill(0)),
-            Mapping::Data { file, pos, .. } => self.data_file(file).read(pos, parts)?,
+            Mapping::Zeros => {}
+            Mapping::Data { file, pos, .. } => self.data_file(file).read_at(pos, &mut memory)?,
             Mapping::Compressed { file, pos, len, skip } => {
                 let cluster = self.decompress(file, pos, len)?;
-                scatter(cluster.get(skip as usize..).unwrap_or_default(), &mut parts);
+                memory.copy_from(cluster.get(skip as usize..).unwrap_or_default());
             }
         }
+        // Behind the end of a file there are zeros.
+        memory.fill(0);
         Ok(())
     }
 
-    /// Fills the next memory of `rest` with some of `len` bytes of the disk from `pos` on, all
-    /// inside the disk, and returns how many. The top image is looked up once for them: a
+    /// Fills some of `memory` with the bytes of the disk from `pos` on, all inside the disk, and
+    /// returns how many. The top image is looked up once for them: a
     /// concurrent write is read whole or not at all, also where images below end inside a block.
     ///
     /// # Errors
     /// As [`BackingChain::resolve`] and [`BackingChain::read_mapping`].
-    pub(crate) fn read_some(
-        &self,
-        pos: u64,
-        len: u64,
-        rest: &mut Scatter<'_>,
-    ) -> Result<u64, Error> {
-        let (cluster, run) = self.lookup_top(pos, len)?;
+    pub(crate) fn read_some(&self, pos: u64, memory: &mut ReadCursor<'_>) -> Result<u64, Error> {
+        let (cluster, run) = self.lookup_top(pos, memory.len())?;
         if let Some(found) = mapping_of_entry(0, cluster, pos, &self.header) {
-            self.read_mapping(found, rest.take(run))?;
+            self.read_mapping(found, memory.take(run))?;
             return Ok(run);
         }
         let mut done = 0;
         while done < run {
             let (found, len) = self.resolve_in_backing(pos + done, run - done)?;
-            self.read_mapping(found, rest.take(len))?;
+            self.read_mapping(found, memory.take(len))?;
             done += len;
         }
         Ok(run)
@@ -274,7 +270,7 @@ impl BackingChain {
             let (found, len) = self.resolve(pos, (rest.len() as u64).min(FETCH_BYTES))?;
             let len = len.min(rest.len() as u64);
             let (now, later) = rest.split_at_mut(len as usize);
-            self.read_mapping(found, vec![now])?;
+            self.read_mapping(found, ReadCursor::from(now))?;
             pos += len;
             rest = later;
         }
@@ -294,7 +290,7 @@ impl BackingChain {
             },
         };
         let mut compressed = IoBuffer::zeroed(len as usize)?;
-        self.data_file(file).read(pos, vec![&mut compressed])?;
+        self.data_file(file).read_at(pos, &mut ReadCursor::from(&mut compressed[..]))?;
         let cluster =
             decompressed_cache::decompress_cluster(&compressed, bytes).ok_or_else(damaged)?;
         self.decompressed.insert((file, pos), cluster.clone());

@@ -3,17 +3,16 @@
 //! Invariant: a writable extent keeps its position for as long as the image is served and never
 //! comes to hold bytes of another range (C56). A mapping is cached only when its data is in place.
 
-use std::io::{IoSlice, IoSliceMut};
 use std::sync::Arc;
 
 use nowait::{
-    BlockMap, ByteRange, Error, Extent, ExtentStatus, Flags, ImageFormat, Intent, WouldBlock,
+    BlockMap, ByteRange, Error, Extent, ExtentStatus, Flags, ImageFormat, Intent, ReadCursor,
+    WouldBlock, WriteCursor,
 };
 
 use crate::qcow2_disk::backing_chain::{BackingChain, Mapping};
 use crate::qcow2_disk::cluster_locks::ClusterLocks;
 use crate::qcow2_disk::extent_cache::{CachedMapping, ExtentCache};
-use crate::qcow2_disk::iovec_cursor::{Gather, Scatter};
 use crate::qcow2_disk::status_scan::StatusScan;
 
 /// A qcow2 image and its backing chain.
@@ -57,21 +56,17 @@ impl BlockMap for Qcow2Map {
 }
 
 impl ImageFormat for Qcow2Disk {
-    fn read(&self, pos: u64, bufs: &mut [IoSliceMut<'_>]) -> Result<(), Error> {
-        let mut left: u64 = bufs.iter().map(|buf| buf.len() as u64).sum();
-        let mut rest = Scatter::new(bufs);
+    fn read(&self, pos: u64, mut memory: ReadCursor<'_>) -> Result<(), Error> {
         let mut pos = pos;
-        while left > 0 {
+        while !memory.is_empty() {
             self.fill_extent_cache(pos);
-            let len = self.images.read_some(pos, left, &mut rest)?;
-            pos += len;
-            left -= len;
+            pos += self.images.read_some(pos, &mut memory)?;
         }
         Ok(())
     }
 
-    fn write(&self, pos: u64, bufs: &[IoSlice<'_>]) -> Result<(), Error> {
-        self.write_all(pos, Gather::new(bufs))
+    fn write(&self, pos: u64, data: WriteCursor<'_>) -> Result<(), Error> {
+        self.write_all(pos, data)
     }
 
     fn discard(&self, range: ByteRange) -> Result<(), Error> {

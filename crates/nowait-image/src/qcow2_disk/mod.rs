@@ -4,9 +4,7 @@
 //! clusters apart, and that has all flushed data; no image below the top one is ever written to.
 
 mod yielding_lock;
-mod iovec_cursor;
 mod read_ahead;
-mod aligned_file;
 mod extent_cache;
 mod damage;
 mod metadata_cache;
@@ -30,12 +28,12 @@ mod tests;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use nowait::{Alignment, BlockDevice, Direct, Error, FileStorage, OpenOptions};
+use nowait::{Alignment, BlockDevice, Direct, Error, FileStorage, OpenOptions, Storage};
+use tracing::warn;
 
 use crate::chain::{Chain, Layer, LayerFormat};
 use crate::error::ImageError;
 use crate::host_file::{HostFile, NO_MEDIUM};
-use crate::mounts::in_use;
 use crate::qcow2::header::Header;
 use crate::qcow2::lookup::read_table;
 
@@ -43,7 +41,6 @@ pub use disk::Qcow2Map;
 #[cfg(feature = "sim")]
 pub use sim_image::{new_simulated, open_simulated};
 
-use aligned_file::AlignedFile;
 use backing_chain::{BackingChain, BackingImage, Kind};
 use backing_tables::BackingTables;
 use extent_cache::ExtentCache;
@@ -132,9 +129,9 @@ pub fn open(
 /// The open files and the map of a disk.
 pub struct Opened {
     /// The file with the image's own data.
-    pub top: FileStorage,
+    pub top: Arc<dyn Storage>,
     /// The other files that extents may lie in, numbered from 1 as in [`nowait::Extent::file`].
-    pub below: Vec<FileStorage>,
+    pub below: Vec<Arc<dyn Storage>>,
     /// Size of the disk in bytes.
     pub size: u64,
     /// The map of the disk.
@@ -145,14 +142,16 @@ pub struct Opened {
 
 fn open_all(chain: Chain, options: ServeOptions) -> Result<Opened, ImageError> {
     let image = chain.top();
+    for layer in chain.layers().iter().filter(|it| it.header().is_some_and(Header::is_corrupt)) {
+        warn!("{}: it is marked corrupt: not all of it may be right", layer.file.path().display());
+    }
     let direct = agree_on_direct(&chain, options)?;
     let options = ServeOptions { direct, ..options };
     let ServeOptions { writable, .. } = options;
     let (map, writeback) = open_map(&chain, options)?;
     let (size, cluster_bytes) = (image.size, image.header().map_or(1, Header::cluster_bytes));
-    let top = storage_of(image.data_file(), !writable, direct)?;
-    let below = files_below(&chain).map(|layer| storage_of(layer.data_file(), true, direct));
-    let below = below.collect::<Result<_, _>>()?;
+    let top = writeback.data().clone();
+    let below = map.0.images.files_below().cloned().collect();
     let open_image = OpenImage { chain, writeback, writable, cluster_bytes, thread: None };
     Ok(Opened { top, below, size, map, open_image })
 }
@@ -195,7 +194,7 @@ fn agree_on_direct(chain: &Chain, options: ServeOptions) -> Result<Direct, Image
         smallest = smallest.min(layer.header().map_or(u64::MAX, Header::cluster_bytes));
         let external = Some(layer.data_file()).filter(|data| !Arc::ptr_eq(data, &layer.file));
         for file in std::iter::once(&layer.file).chain(external) {
-            let align = storage_of(file, true, options.direct)?.alignment();
+            let align = storage_of(file, true, options.direct)?.properties().align;
             if align == Alignment::NONE {
                 return Ok(Direct::Off);
             }
@@ -216,28 +215,23 @@ fn agree_on_direct(chain: &Chain, options: ServeOptions) -> Result<Direct, Image
 }
 
 /// Opens `file` a second time, for requests.
-fn storage_of(file: &HostFile, read_only: bool, direct: Direct) -> Result<FileStorage, ImageError> {
-    // The chain already holds its block devices exclusively.
-    let options = OpenOptions { read_only, direct, allow_mounted: true, ..OpenOptions::default() };
-    storage_with(file, options)
-}
-
-/// As [`storage_of`], with other options.
-pub(crate) fn storage_with(
+fn storage_of(
     file: &HostFile,
-    options: OpenOptions,
-) -> Result<FileStorage, ImageError> {
+    read_only: bool,
+    direct: Direct,
+) -> Result<Arc<dyn Storage>, ImageError> {
     let path = file.path();
     let os = |error: &std::io::Error| ImageError::os(path, "open", error);
     #[cfg(feature = "sim")]
     if let Some(file) = file.as_simulated() {
-        return file.open(options.read_only, options.direct).map_err(|error| os(&error.into()));
+        return Ok(Arc::new(file.open(read_only, direct)));
     }
+    // The chain already holds its block devices exclusively.
+    let options = OpenOptions { read_only, direct, allow_mounted: true, ..OpenOptions::default() };
     let storage = FileStorage::open(path, options).map_err(|error| match error.errno() {
         libc::EOPNOTSUPP => {
             ImageError::refused(path, "its file system does no direct I/O (try --direct auto)")
         }
-        libc::EBUSY => ImageError::refused(path, in_use(path)),
         libc::ENOMEDIUM => ImageError::refused(path, NO_MEDIUM),
         _ => os(&error.into()),
     })?;
@@ -246,7 +240,9 @@ pub(crate) fn storage_with(
     if (opened.st_dev, opened.st_ino) != (locked.st_dev, locked.st_ino) {
         return Err(ImageError::refused(path, "another file has taken its place"));
     }
-    Ok(storage)
+    #[cfg(test)]
+    let storage = tests::observed_storage::observed(storage);
+    Ok(Arc::new(storage))
 }
 
 fn open_writeback(
@@ -256,9 +252,9 @@ fn open_writeback(
 ) -> Result<MetadataWriteback, ImageError> {
     let file = &layer.file;
     let ServeOptions { writable, direct, .. } = options;
-    let data = AlignedFile::new(storage_of(layer.data_file(), !writable, direct)?);
+    let data = storage_of(layer.data_file(), !writable, direct)?;
     let separate = match header.has_data_file() {
-        true => Some(AlignedFile::new(storage_of(file, !writable, direct)?)),
+        true => Some(storage_of(file, !writable, direct)?),
         false => None,
     };
     writeback_on(file, header, data, separate, writable)
@@ -269,8 +265,8 @@ fn open_writeback(
 fn writeback_on(
     file: &Arc<HostFile>,
     header: &Header,
-    data: AlignedFile,
-    separate: Option<AlignedFile>,
+    data: Arc<dyn Storage>,
+    separate: Option<Arc<dyn Storage>>,
     writable: bool,
 ) -> Result<MetadataWriteback, ImageError> {
     let failed = |error: std::io::Error| ImageError::os(file.path(), "read its tables", &error);
@@ -284,8 +280,8 @@ fn writeback_on(
     let table = read_table(file, pos, entries).map_err(failed)?;
     let reserved = MetadataClusters::new(header, &l1, &table, bytes);
     let allocator = writable.then(|| RefcountAllocator::new(header, table, bytes));
-    let alignment = separate.as_ref().unwrap_or(&data).block();
-    let block = BLOCK_BYTES.min(header.cluster_bytes()).max(alignment);
+    let align = separate.as_ref().unwrap_or(&data).properties().align;
+    let block = BLOCK_BYTES.min(header.cluster_bytes()).max(u64::from(align.offset));
     let metadata =
         Metadata::new(header.clone(), MetadataCache::new(block), l1, allocator, reserved, bytes);
     Ok(MetadataWriteback::new(file.clone(), metadata, data, separate, bytes))
@@ -293,7 +289,7 @@ fn writeback_on(
 
 fn open_below(layer: &Layer, options: ServeOptions) -> Result<BackingImage, ImageError> {
     let file = layer.data_file();
-    let data = AlignedFile::new(storage_of(file, true, options.direct)?);
+    let data = storage_of(file, true, options.direct)?;
     let kind = match &layer.content {
         LayerFormat::Raw => Kind::Raw,
         LayerFormat::Qcow2 { header, .. } => {

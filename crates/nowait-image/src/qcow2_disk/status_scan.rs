@@ -156,7 +156,7 @@ impl<'a> StatusScan<'a> {
     fn query(&mut self, file: u8, range: ByteRange, limit: usize) -> Vec<ExtentStatus> {
         let mut reported = Vec::new();
         // If the query fails, all is data.
-        if self.images.data_file(file).storage().extents(range, limit, &mut reported).is_err() {
+        if self.images.data_file(file).extents(range, limit, &mut reported).is_err() {
             reported = vec![ExtentStatus::top(range.len, false)];
         }
         self.work += SEEK_WORK * (1 + reported.len());

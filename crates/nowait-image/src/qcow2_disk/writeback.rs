@@ -9,7 +9,7 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use nowait::{Error, IoBuffer, Operation, injected_panic};
+use nowait::{Error, IoBuffer, Operation, ReadCursor, Storage, WriteCursor, injected_panic};
 use tracing::error;
 
 use crate::host_file::HostFile;
@@ -17,7 +17,6 @@ use crate::injected_bug;
 use crate::injected_bug::ImageBug;
 use crate::qcow2::entries::Cluster;
 
-use crate::qcow2_disk::aligned_file::AlignedFile;
 use crate::qcow2_disk::damage::Damage;
 use crate::qcow2_disk::metadata::Metadata;
 use crate::qcow2_disk::metadata_cache::{MetadataError, WriteOrder, WritebackBlock};
@@ -61,9 +60,9 @@ pub(crate) struct MetadataWriteback {
     surveyed: Mutex<bool>,
     metadata: Mutex<Metadata>,
     /// The file with the data.
-    data: AlignedFile,
+    data: Arc<dyn Storage>,
     /// The file with the metadata, if it is not the data file.
-    separate: Option<AlignedFile>,
+    separate: Option<Arc<dyn Storage>>,
     /// Length of the file with the metadata. Held while the file grows, so that writers behind its
     /// end wait.
     len: Mutex<FileLength>,
@@ -76,8 +75,8 @@ impl MetadataWriteback {
     pub(crate) fn new(
         host: Arc<HostFile>,
         metadata: Metadata,
-        data: AlignedFile,
-        separate: Option<AlignedFile>,
+        data: Arc<dyn Storage>,
+        separate: Option<Arc<dyn Storage>>,
         len: u64,
     ) -> Self {
         Self {
@@ -93,12 +92,12 @@ impl MetadataWriteback {
     }
 
     /// The file with the data.
-    pub(crate) fn data(&self) -> &AlignedFile {
+    pub(crate) fn data(&self) -> &Arc<dyn Storage> {
         &self.data
     }
 
-    fn file(&self) -> &AlignedFile {
-        self.separate.as_ref().unwrap_or(&self.data)
+    fn file(&self) -> &dyn Storage {
+        &**self.separate.as_ref().unwrap_or(&self.data)
     }
 
     /// Runs `act` on the metadata, again after each cache miss, until it has all blocks it needs.
@@ -180,7 +179,7 @@ impl MetadataWriteback {
             let generation = metadata.cache.generation();
             drop(metadata);
             let mut bytes = IoBuffer::zeroed(len as usize)?;
-            self.file().read(pos, vec![&mut bytes])?;
+            self.file().read_at(pos, &mut ReadCursor::from(&mut bytes[..]))?;
             lock(&self.metadata).cache.insert_clean(pos, &bytes, generation);
         }
     }
@@ -207,7 +206,7 @@ impl MetadataWriteback {
             let start = wanted.first().map_or(pos, |&first| first.min(pos));
             let end = wanted.last().map_or(pos, |&last| last.max(pos)) + block;
             let mut bytes = IoBuffer::zeroed((end - start) as usize)?;
-            self.file().read(start, vec![&mut bytes])?;
+            self.file().read_at(start, &mut ReadCursor::from(&mut bytes[..]))?;
             reads += 1;
             let mut metadata = lock(&self.metadata);
             for pos in wanted {
@@ -341,7 +340,8 @@ impl MetadataWriteback {
                     .zip(blocks_of_run)
                     .for_each(|(slot, block)| slot.copy_from_slice(&block.bytes));
                 self.grow_file_to(first.pos + (blocks_of_run.len() * size) as u64)?;
-                self.file().write(first.pos, &[&run[..blocks_of_run.len() * size]])?;
+                let bytes = &run[..blocks_of_run.len() * size];
+                self.file().write_at(first.pos, &mut WriteCursor::from(bytes), None)?;
             }
         }
         Ok(())

@@ -233,14 +233,15 @@ fn run_to_end<Q: IoQueue>(engine: &mut Engine<Q, Qcow2Map>) -> Ended {
 
 fn play(player: &mut Player, disk: &Arc<Disk>, config: Config, ring: bool) {
     let workers = WorkerPool::new(disk, 4);
-    let queue = if ring { Uring::for_files(&disk.files()).ok() } else { None };
+    let queue = if ring { Uring::for_files(&disk.files().unwrap()).ok() } else { None };
     match queue {
         Some(queue) => {
             player.play(&mut Engine::new(disk.clone(), workers, queue, config).unwrap());
         }
         None => {
             let cached = !disk.is_direct();
-            let queue = AioThreadQueue::for_files(&disk.files(), config.slots, cached).unwrap();
+            let queue =
+                AioThreadQueue::for_files(&disk.files().unwrap(), config.slots, cached).unwrap();
             player.play(&mut Engine::new(disk.clone(), workers, queue, config).unwrap());
         }
     }

@@ -19,7 +19,6 @@ use crate::types::error::Error;
 use crate::types::iovec;
 use crate::types::iovec::IoSegment;
 use crate::types::request::{ExtentStatus, Flags, Op, Request};
-use crate::types::transfer::UNREGISTERED;
 
 /// An image with blocking calls: `Send + Sync`, reads and writes at any position and of any length,
 /// whatever the alignment of direct I/O.
@@ -179,11 +178,20 @@ impl<M: BlockMap> BlockingFile<M> {
     fn run_simple(&self, io: Request, base: *mut u8) -> Option<usize> {
         let disk = &*self.disk;
         let extent = self.simple_path.map_for_simple_path(disk, io, base)?;
-        // This call may wait.
-        let mut transfer = self.simple_path.transfer(io, extent, base, 0, UNREGISTERED);
-        transfer.rw_flags &= !libc::RWF_NOWAIT;
-        // SAFETY: the callers borrow the memory until `run` returns.
-        let outcome = unsafe { disk.storage(extent.file).transfer(&transfer) };
+        let (storage, len) = (disk.storage(extent.file), io.range.len as usize);
+        // SAFETY: the callers borrow the memory until `run` returns; a write only reads it.
+        let done = unsafe {
+            match io.op {
+                Op::Write => {
+                    let data = IoSlice::new(std::slice::from_raw_parts(base, len));
+                    storage.write(&[data], extent.pos, io.flags)
+                }
+                _ => {
+                    let memory = IoSliceMut::new(std::slice::from_raw_parts_mut(base, len));
+                    storage.read(&mut [memory], extent.pos)
+                }
+            }
+        };
         if io.op == Op::Write {
             disk.map.mark_allocated(io.range);
         }
@@ -191,7 +199,7 @@ impl<M: BlockMap> BlockingFile<M> {
             disk.ranges.unlock(io.range, LockMode::Shared);
         }
         // After an error or a short transfer the general path does the request again.
-        (outcome > 0 && outcome as u64 == io.range.len).then_some(outcome as usize)
+        done.ok().filter(|&bytes| bytes == len)
     }
 }
 

@@ -9,7 +9,7 @@ use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::block::block_map::{BlockMap, Extent, Intent, WouldBlock};
-use crate::storage::file::FileStorage;
+use crate::storage::Storage;
 use crate::types::byte_range::ByteRange;
 use crate::types::request::ExtentStatus;
 
@@ -61,7 +61,7 @@ impl AllocationCache {
 
     /// Fills the cache from lseek(2) with `SEEK_DATA` and `SEEK_HOLE`, up to a bounded number of
     /// extents. If the file system does not support them, every granule stays unknown.
-    pub fn scan(&self, file: &FileStorage) {
+    pub fn scan(&self, storage: &dyn Storage) {
         if !self.enabled {
             return;
         }
@@ -70,7 +70,7 @@ impl AllocationCache {
         while pos < self.size {
             extents.clear();
             let range = ByteRange::new(pos, self.size - pos);
-            if file.extents(range, SCAN_EXTENTS, &mut extents).is_err() {
+            if storage.extents(range, SCAN_EXTENTS, &mut extents).is_err() {
                 return;
             }
             for extent in &extents {

@@ -4,6 +4,7 @@
 
 use std::os::fd::BorrowedFd;
 use std::path::Path;
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::block::allocation_cache::AllocationCache;
@@ -14,6 +15,7 @@ use crate::queue::auto::{AnyQueue, QueueKind};
 use crate::sim_hooks::injected_bug;
 use crate::sim_hooks::injected_bug::EngineBug;
 use crate::storage::file::{FileStorage, OpenOptions};
+use crate::storage::{Storage, StorageProperties};
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
@@ -21,10 +23,10 @@ use crate::types::request::ExtentStatus;
 
 /// An open file, image or block device, with the map `M` of its bytes.
 pub struct BlockDevice<M> {
-    /// The file that is written to.
-    primary: FileStorage,
-    /// The other files that extents may lie in, by [`crate::Extent::file`] from 1 on.
-    backing: Vec<FileStorage>,
+    /// The storage that is written to.
+    primary: Arc<dyn Storage>,
+    /// The other storages that extents may lie in, by [`crate::Extent::file`] from 1 on.
+    backing: Vec<Arc<dyn Storage>>,
     pub(crate) map: M,
     pub(crate) ranges: RangeLocks,
     align: Alignment,
@@ -42,15 +44,17 @@ impl BlockDevice<AllocationCache> {
     /// # Errors
     /// As [`FileStorage::open`].
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
-        Ok(Self::raw(FileStorage::open(path, options)?, options.no_hint))
+        Self::raw(Arc::new(FileStorage::open(path, options)?), options.no_hint)
     }
 
     /// The device whose bytes are those of `storage`, with an empty allocation cache, or with none
     /// if `no_hint` is set; see [`BlockDevice::scan`].
-    #[must_use]
-    pub fn raw(storage: FileStorage, no_hint: bool) -> Self {
-        let mut map = AllocationCache::new(storage.size(), !no_hint);
-        if storage.is_device() {
+    ///
+    /// # Errors
+    /// As [`Storage::size`].
+    pub fn raw(storage: Arc<dyn Storage>, no_hint: bool) -> Result<Self, Error> {
+        let mut map = AllocationCache::new(storage.size()?, !no_hint);
+        if storage.properties().device {
             map = map.without_end();
         }
         Self::linear(storage, map)
@@ -60,7 +64,7 @@ impl BlockDevice<AllocationCache> {
     /// before it is used: requests through this `BlockDevice` keep the cache correct, writes of
     /// other processes do not.
     pub fn scan(&self) {
-        self.map.scan(&self.primary);
+        self.map.scan(&*self.primary);
     }
 }
 
@@ -70,33 +74,32 @@ impl BlockDevice<LinearMap> {
     /// # Errors
     /// As [`BlockDevice::open`].
     pub fn open_mapped(path: &Path, options: OpenOptions) -> Result<Self, Error> {
-        Ok(Self::linear(FileStorage::open(path, options)?, LinearMap))
+        Self::linear(Arc::new(FileStorage::open(path, options)?), LinearMap)
     }
 }
 
 impl<M: BlockMap> BlockDevice<M> {
-    fn linear(storage: FileStorage, map: M) -> Self {
-        let (size, read_only) = (storage.size(), storage.is_read_only());
-        Self::mapped(storage, Vec::new(), size, read_only, map)
+    fn linear(storage: Arc<dyn Storage>, map: M) -> Result<Self, Error> {
+        let (size, read_only) = (storage.size()?, storage.properties().read_only);
+        Ok(Self::mapped(storage, Vec::new(), size, read_only, map))
     }
 
-    /// A device of `size` bytes, which `map` finds in the files `primary` and `backing`. Its
-    /// alignment is the strictest of all files; [`Alignment::NONE`] if one of them uses the page
-    /// cache.
+    /// A device of `size` bytes, which `map` finds in the storages `primary` and `backing`. Its
+    /// alignment is the strictest of all; [`Alignment::NONE`] if one of them uses the page cache.
     #[must_use]
     pub fn mapped(
-        primary: FileStorage,
-        backing: Vec<FileStorage>,
+        primary: Arc<dyn Storage>,
+        backing: Vec<Arc<dyn Storage>>,
         size: u64,
         read_only: bool,
         map: M,
     ) -> Self {
-        let mut align = primary.alignment();
-        let mut nowait = primary.supports_nowait();
-        for storage in &backing {
-            align = align.strictest(storage.alignment());
-            nowait &= storage.supports_nowait();
+        let mut properties = primary.properties();
+        for storage in backing.iter().map(|storage| storage.properties()) {
+            properties.align = properties.align.strictest(storage.align);
+            properties.nowait &= storage.nowait;
         }
+        let StorageProperties { align, nowait, .. } = properties;
         let (ranges, flushes) = (RangeLocks::new(), FlushCoalescer::default());
         let size = AtomicU64::new(size);
         let forbidden = &[];
@@ -132,10 +135,10 @@ impl<M: BlockMap> BlockDevice<M> {
     /// size is unchanged then.
     pub fn refresh(&self) -> Result<u64, Error> {
         let before = self.size();
-        if !self.primary.is_device() || self.map.image().is_some() {
+        if !self.primary.properties().device || self.map.image().is_some() {
             return Ok(before);
         }
-        match self.primary.device_bytes()? {
+        match self.primary.size()? {
             0 => Err(Error::new(libc::ENODEV, Operation::Status)),
             size if size == before => Ok(size),
             size => {
@@ -164,7 +167,7 @@ impl<M: BlockMap> BlockDevice<M> {
         self.read_only
     }
 
-    /// Whether all files support `RWF_NOWAIT`; probed once at open.
+    /// Whether all storages support `RWF_NOWAIT`; probed once at open.
     #[must_use]
     pub fn supports_nowait(&self) -> bool {
         self.nowait
@@ -174,7 +177,7 @@ impl<M: BlockMap> BlockDevice<M> {
     /// open.
     #[must_use]
     pub fn supports_punch_hole(&self) -> bool {
-        !self.read_only && self.primary.supports_punch_hole()
+        !self.read_only && self.primary.properties().punch_hole
     }
 
     /// The extent at the start of `range`, without waiting: a hole reads as zeros without I/O
@@ -211,44 +214,42 @@ impl<M: BlockMap> BlockDevice<M> {
     }
 
     /// The descriptors for transfers, indexed by [`crate::Transfer::file`].
-    #[must_use]
-    pub fn files(&self) -> Vec<BorrowedFd<'_>> {
-        std::iter::once(&self.primary).chain(&self.backing).map(FileStorage::fd).collect()
-    }
-
-    /// A queue on this device's files, for an engine of `slots` slots on the calling thread.
     ///
     /// # Errors
-    /// As [`QueueKind::open`].
+    /// `EOPNOTSUPP` if a storage has none.
+    pub fn files(&self) -> Result<Vec<BorrowedFd<'_>>, Error> {
+        let storages = std::iter::once(&self.primary).chain(&self.backing);
+        let all = storages.map(|storage| storage.descriptor()).collect::<Option<_>>();
+        all.ok_or(Error::new(libc::EOPNOTSUPP, Operation::SetUp))
+    }
+
+    /// A queue of the kernel on this device's storages, for an engine of `slots` slots on the
+    /// calling thread.
+    ///
+    /// # Errors
+    /// As [`BlockDevice::files`] and [`QueueKind::open`].
     pub fn queue(&self, kind: QueueKind, slots: u32) -> Result<AnyQueue, Error> {
-        kind.open(&self.files(), slots, !self.is_direct())
+        kind.open(&self.files()?, slots, !self.is_direct())
     }
 
-    /// The descriptor for transfers to the file that is written to.
-    #[must_use]
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.primary.fd()
+    /// The descriptor for transfers to the storage that is written to.
+    ///
+    /// # Errors
+    /// `EOPNOTSUPP` if it has none.
+    pub fn fd(&self) -> Result<BorrowedFd<'_>, Error> {
+        self.primary.descriptor().ok_or(Error::new(libc::EOPNOTSUPP, Operation::SetUp))
     }
 
-    /// The descriptor for locks. No ring holds its open file description, so a lock ends with the
-    /// process and not some time later.
-    #[must_use]
-    pub fn lock_fd(&self) -> BorrowedFd<'_> {
-        self.primary.lock_fd()
-    }
-
-    /// The file with this [`crate::Extent::file`]; the primary file for a number out of range.
+    /// The storage with this [`crate::Extent::file`]; the primary one for a number out of range.
     #[inline]
-    pub(crate) fn storage(&self, file: u16) -> &FileStorage {
-        match file {
-            0 => &self.primary,
-            backing => self.backing.get(usize::from(backing) - 1).unwrap_or(&self.primary),
-        }
+    pub(crate) fn storage(&self, file: u16) -> &dyn Storage {
+        let backing = usize::from(file).checked_sub(1).and_then(|at| self.backing.get(at));
+        &**backing.unwrap_or(&self.primary)
     }
 
-    /// The file that is written to.
-    pub(crate) fn top(&self) -> &FileStorage {
-        &self.primary
+    /// The storage that is written to.
+    pub(crate) fn top(&self) -> &dyn Storage {
+        &*self.primary
     }
 
     /// Whether requests need range locks: for read-modify-write of blocks (C13), for cached holes,

@@ -52,7 +52,7 @@ const RESERVED: Token = 7 << 60;
 /// # std::fs::write(&path, [7; 65536])?;
 /// let disk = Arc::new(BlockDevice::open(&path, OpenOptions::default())?);
 /// let (workers, config) = (WorkerPool::new(&disk, 4), Config::default());
-/// let queue = AioThreadQueue::new(disk.fd(), config.slots, !disk.is_direct())?;
+/// let queue = AioThreadQueue::new(disk.fd()?, config.slots, !disk.is_direct())?;
 /// let mut engine = Engine::new(disk, workers, queue, config)?;
 /// for tag in 0..4 {
 ///     let range = ByteRange::new(tag * 4096, 4096);

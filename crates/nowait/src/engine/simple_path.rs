@@ -122,9 +122,7 @@ impl SimplePath {
     /// The `RWF_*` flags of a request's transfers.
     #[inline]
     pub(crate) fn rw_flags(&self, flags: Flags) -> i32 {
-        let dsync = if flags.has(Flags::DSYNC) { libc::RWF_DSYNC } else { 0 };
-        let hipri = if flags.has(Flags::HIPRI) { libc::RWF_HIPRI } else { 0 };
-        self.rw_flags | dsync | hipri
+        self.rw_flags | flags.rw_flags()
     }
 }
 

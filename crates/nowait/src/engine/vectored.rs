@@ -24,6 +24,7 @@ use crate::queue::IoQueue;
 use crate::sim_hooks::injected_bug::{self, EngineBug};
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
+use crate::types::io_cursor::{ReadCursor, WriteCursor};
 use crate::types::iovec::IoSegment;
 use crate::types::request::{Flags, Op, Request};
 use crate::types::transfer::{Outcome, Transfer, UNREGISTERED};
@@ -320,7 +321,7 @@ impl<M: BlockMap> Dispatcher<M> {
             if fragment.kind == FragmentKind::Zero {
                 let segments = self.pool[slot].segments.as_slice();
                 // SAFETY: the memory was promised by the caller; no transfer covers these bytes.
-                unsafe { sync_io::fill_zero(segments, fragment.start, fragment.len) };
+                unsafe { ReadCursor::new(segments, fragment.start, fragment.len) }.fill(0);
                 self.stats.zero_filled += fragment.len;
                 continue;
             }
@@ -431,7 +432,8 @@ impl<M: BlockMap> Dispatcher<M> {
                 if write {
                     let segments = self.pool[parent].segments.as_slice();
                     // SAFETY: the memory was promised by the caller.
-                    unsafe { sync_io::gather(segments, fragment.start, fragment.len, &mut buf) };
+                    unsafe { WriteCursor::new(segments, fragment.start, fragment.len) }
+                        .copy_to(&mut buf);
                 }
                 transfer.base = buf.base();
                 transfer.pos = pos - u64::from(skip);
@@ -459,9 +461,8 @@ impl<M: BlockMap> Dispatcher<M> {
             let segments = self.pool[parent].segments.as_slice();
             let from = &buf[skip as usize..];
             if !injected_bug::injected(EngineBug::ReplyFromStaleBuffer) {
-                // SAFETY: the memory was promised by the caller; the transfer has filled the buffer
-                // that far.
-                unsafe { sync_io::scatter(from, segments, fragment.start, fragment.len) };
+                // SAFETY: the memory was promised by the caller.
+                unsafe { ReadCursor::new(segments, fragment.start, fragment.len) }.copy_from(from);
             }
         }
         self.free_fragment(slot);

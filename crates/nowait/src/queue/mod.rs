@@ -24,7 +24,6 @@ pub(crate) use epoll::Epoll;
 pub(crate) use event_source::check_fd_token;
 pub use event_source::{EventSource, FD_TOKEN, Interest};
 pub use null::Null;
-pub(crate) use preadv2::transfer;
 pub use uring::Uring;
 
 /// The caller's name for a transfer or a watched descriptor.

@@ -1,7 +1,7 @@
 //! A simulated device in memory, whose behaviour is determined by a seed.
 //!
 //! The real engine runs on it: with the queue [`SimQueue`], the workers
-//! [`crate::WorkerPool::simulated`] and the storage [`crate::FileStorage::simulated`]. Time is
+//! [`crate::WorkerPool::simulated`] and the storage [`crate::SimStorage`]. Time is
 //! virtual: it advances when a caller waits. A device completes late and out of order, has a
 //! volatile cache, and may lose data that was not flushed when [`SimDevice::cut_power`] is called.
 //!

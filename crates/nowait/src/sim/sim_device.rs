@@ -280,7 +280,8 @@ impl SimDevice {
         }
     }
 
-    /// Makes one transfer, through the page cache unless `direct`, and waits for its end.
+    /// Makes one transfer on a file that is open for direct I/O if `direct` is set, else through the
+    /// page cache, and waits for its end.
     ///
     /// # Safety
     /// Until this returns, the memory that `transfer` names is valid and not accessed otherwise.

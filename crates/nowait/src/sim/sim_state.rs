@@ -13,7 +13,7 @@ use crate::sim::random::Random;
 use crate::sim::sim_disk::SimDisk;
 use crate::sim_hooks::injected_bug;
 use crate::sim_hooks::injected_bug::EngineBug;
-use crate::types::alignment::Alignment;
+use crate::types::alignment::{Alignment, round_down};
 use crate::types::byte_range::ByteRange;
 use crate::types::iovec;
 use crate::types::iovec::IoSegment;
@@ -130,7 +130,8 @@ impl Ord for InFlight {
 pub(crate) enum AccessPath {
     /// A queue, where a misaligned transfer is a violation.
     Queue,
-    /// A direct call, where it is only an error: a caller resumes a short transfer at any byte.
+    /// A direct call. A misaligned one takes the page cache, which is a violation but for a write
+    /// to the block in which the file ends.
     Direct,
     /// The page cache.
     Buffered,
@@ -363,10 +364,11 @@ impl SimState {
         // SAFETY: as promised by the caller.
         let segments = unsafe { segments(transfer, &one) };
         if path != AccessPath::Buffered && !self.is_aligned(transfer, segments) {
-            if path == AccessPath::Queue {
+            let ends = round_down(self.file(transfer.file).size(), self.options.align.offset);
+            if path == AccessPath::Queue || !transfer.write || transfer.pos < ends {
                 self.violation(format!("not aligned: {transfer:?} of {segments:?}"));
+                return (-libc::EINVAL, none);
             }
-            return (-libc::EINVAL, none);
         }
         let pos = transfer.pos + u64::from(from);
         let block = u64::from(self.options.align.offset.max(512));

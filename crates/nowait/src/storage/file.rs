@@ -1,21 +1,21 @@
 //! An open file or block device, and the calls to it that may wait.
 //!
 //! Invariant: `direct` and `buffered` are descriptors of the same file; the properties queried at
-//! open (size, alignment, supported operations) do not change later.
+//! open (alignment, supported operations) do not change later.
 #![allow(unsafe_code)]
 
 use std::io::{IoSlice, IoSliceMut};
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags, SeekFrom};
+use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
-use crate::storage::descriptor::Descriptor;
+use crate::storage::{Storage, StorageProperties, Wanted, extents_by_seek};
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
-use crate::types::request::ExtentStatus;
-use crate::types::transfer::{Outcome, Transfer};
+use crate::types::request::{ExtentStatus, Flags};
 
 /// Whether the page cache is bypassed.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -45,19 +45,12 @@ pub struct OpenOptions {
 
 /// An open file or block device.
 pub struct FileStorage {
-    direct: Descriptor,
+    direct: OwnedFd,
     /// The same file without `O_DIRECT`, for transfers that direct I/O cannot do: parts of blocks,
     /// and the last block of a file that ends inside it. Syncs use it too; see
     /// [`FileStorage::sync`].
-    buffered: Descriptor,
-    align: Alignment,
-    size: u64,
-    read_only: bool,
-    nowait: bool,
-    punch_hole: bool,
-    device: bool,
-    /// Granularity of zeroing and deallocation in bytes: a block device's logical block.
-    zeroing_block: u32,
+    buffered: OwnedFd,
+    properties: StorageProperties,
 }
 
 impl FileStorage {
@@ -92,7 +85,7 @@ impl FileStorage {
         if (opened.st_dev, opened.st_ino) != (stat.st_dev, stat.st_ino) {
             return Err(Error::new(libc::ESTALE, Operation::Open));
         }
-        let size = rustix::fs::seek(&buffered, SeekFrom::End(0)).map_err(os)?;
+        let size = size_of(&buffered, device)?;
         if size == 0 && device {
             return Err(Error::new(libc::ENOMEDIUM, Operation::Open));
         }
@@ -105,230 +98,36 @@ impl FileStorage {
         let punches = !options.read_only && (device || probe_punch_hole(&buffered, size));
         let read_only = options.read_only;
         let zeroing_block = if device { logical_block(&buffered) } else { 1 };
-        let (direct, buffered) = (direct.into(), buffered.into());
-        Ok(Self {
-            direct,
-            buffered,
+        let properties = StorageProperties {
             align,
-            size,
             read_only,
             nowait,
             punch_hole: punches,
             device,
             zeroing_block,
-        })
-    }
-
-    /// Opens a simulated device instead of a file.
-    ///
-    /// # Errors
-    /// `EMFILE` or `ENFILE` when no descriptor is left.
-    #[cfg(feature = "sim")]
-    pub fn simulated(
-        device: &std::sync::Arc<crate::sim::SimDevice>,
-        options: OpenOptions,
-    ) -> Result<Self, Error> {
-        Self::simulated_file(device, 0, options)
-    }
-
-    /// Opens a file of a simulated device: 0 is the device itself, all others are read-only.
-    ///
-    /// # Errors
-    /// As [`FileStorage::simulated`].
-    #[cfg(feature = "sim")]
-    pub fn simulated_file(
-        device: &std::sync::Arc<crate::sim::SimDevice>,
-        file: u16,
-        options: OpenOptions,
-    ) -> Result<Self, Error> {
-        let like = device.options();
-        let flags = rustix::event::EventfdFlags::CLOEXEC;
-        let direct = options.direct != Direct::Off;
-        let handle = |direct| {
-            let fd =
-                rustix::event::eventfd(0, flags).map_err(|e| Error::from_os(e, Operation::Open))?;
-            Ok(Descriptor::simulated(fd, device.clone(), file, direct))
         };
-        Ok(Self {
-            direct: handle(direct)?,
-            buffered: handle(false)?,
-            align: if direct { like.align } else { Alignment::NONE },
-            size: device.bytes_of(file),
-            read_only: options.read_only,
-            nowait: like.nowait,
-            punch_hole: !options.read_only && like.punches,
-            device: false,
-            zeroing_block: 1,
-        })
-    }
-
-    /// Bytes of the file when it was opened, not rounded to any block.
-    #[must_use]
-    pub fn size(&self) -> u64 {
-        self.size
-    }
-
-    /// The alignment that direct I/O requires; [`Alignment::NONE`] when the page cache is used.
-    #[must_use]
-    pub fn alignment(&self) -> Alignment {
-        self.align
-    }
-
-    /// Whether the file was opened for reading only.
-    #[must_use]
-    pub fn is_read_only(&self) -> bool {
-        self.read_only
-    }
-
-    /// Whether the file supports `RWF_NOWAIT`; probed once at open.
-    #[must_use]
-    pub fn supports_nowait(&self) -> bool {
-        self.nowait
-    }
-
-    /// Whether storage can be deallocated, and zeros made without writing them; probed once at
-    /// open.
-    #[must_use]
-    pub fn supports_punch_hole(&self) -> bool {
-        self.punch_hole
-    }
-
-    /// Whether this is a block device and not a file. If a device has no command for zeroing, the
-    /// kernel writes zeros to it (`blkdev_issue_zeroout`).
-    #[must_use]
-    pub fn is_device(&self) -> bool {
-        self.device
-    }
-
-    /// Granularity of [`FileStorage::punch`] and [`FileStorage::zero`] in bytes, a power of two:
-    /// the logical block of a block device, 1 for a file.
-    #[must_use]
-    pub fn zeroing_block(&self) -> u32 {
-        self.zeroing_block
-    }
-
-    /// The descriptor for transfers.
-    #[must_use]
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.direct.fd()
+        Ok(Self { direct, buffered, properties })
     }
 
     /// The descriptor for locks. No ring holds its open file description, so a lock ends with the
     /// process and not some time later.
     #[must_use]
     pub fn lock_fd(&self) -> BorrowedFd<'_> {
-        self.buffered.fd()
+        self.buffered.as_fd()
     }
 
-    /// Makes one transfer and waits for its end.
-    ///
-    /// # Safety
-    /// Until this returns, the memory that `transfer` names is valid and not accessed otherwise.
-    #[inline]
-    pub(crate) unsafe fn transfer(&self, transfer: &Transfer) -> Outcome {
-        // SAFETY: as promised by the caller.
-        unsafe { self.direct.transfer(transfer) }
-    }
-
-    /// Reads into all of `bufs` from byte `pos` on, with any alignment; returns the bytes read,
-    /// fewer only where the file ends.
-    ///
-    /// # Errors
-    /// The errno of preadv(2).
-    pub fn read_at(&self, bufs: &mut [IoSliceMut<'_>], pos: u64) -> Result<usize, Error> {
-        let total: usize = bufs.iter().map(|buf| buf.len()).sum();
-        let aligned = |buf: &IoSliceMut<'_>| self.is_aligned(buf.as_ptr() as u64, buf.len());
-        let direct = self.is_aligned_range(pos) && bufs.iter().all(aligned);
-        let mut done = 0;
-        let mut rest = bufs;
-        while done < total {
-            match self.descriptor(direct && done == 0).preadv(rest, pos + done as u64) {
-                Ok(0) => break,
-                Ok(count) => {
-                    done += count;
-                    IoSliceMut::advance_slices(&mut rest, count);
-                }
-                Err(error) => {
-                    let range = ByteRange::new(pos, total as u64);
-                    return Err(Error::from_os(error, Operation::Read).at(range));
-                }
-            }
-        }
-        Ok(done)
-    }
-
-    /// Writes all of `bufs` from byte `pos` on, with any alignment; a write past the end of the
-    /// file grows it.
-    ///
-    /// # Errors
-    /// The errno of pwritev(2); `EIO` when it wrote nothing.
-    pub fn write_at(&self, bufs: &[IoSlice<'_>], pos: u64) -> Result<(), Error> {
-        let aligned = |buf: &IoSlice<'_>| self.is_aligned(buf.as_ptr() as u64, buf.len());
-        let direct = self.is_aligned_range(pos) && bufs.iter().all(aligned);
-        self.write_all(&mut bufs.to_vec(), pos, direct)
-    }
-
-    /// Writes all of `bytes` from byte `pos` on through the page cache, which takes parts of blocks
-    /// and does not round the file's end up to a block.
-    pub(crate) fn write_buffered(&self, bytes: &[u8], pos: u64) -> Result<(), Error> {
-        self.write_all(&mut [IoSlice::new(bytes)], pos, false)
-    }
-
-    /// Writes all of `bufs` from byte `pos` on; what a `direct` write leaves goes through the page
-    /// cache, because it may begin inside a block.
-    fn write_all(&self, mut bufs: &mut [IoSlice<'_>], pos: u64, direct: bool) -> Result<(), Error> {
-        let total: usize = bufs.iter().map(|buf| buf.len()).sum();
-        let fail = |e| Error::from_os(e, Operation::Write).at(ByteRange::new(pos, total as u64));
-        let mut done = 0;
-        while done < total {
-            match self.descriptor(direct && done == 0).pwritev(bufs, pos + done as u64) {
-                Ok(0) => return Err(fail(rustix::io::Errno::IO)),
-                Ok(count) => {
-                    done += count;
-                    IoSlice::advance_slices(&mut bufs, count);
-                }
-                Err(error) => return Err(fail(error)),
-            }
-        }
-        Ok(())
-    }
-
-    fn is_aligned_range(&self, pos: u64) -> bool {
-        pos & (u64::from(self.align.offset) - 1) == 0
-    }
-
-    fn is_aligned(&self, base: u64, len: usize) -> bool {
-        base & (u64::from(self.align.memory) - 1) == 0
-            && len as u64 & (u64::from(self.align.offset) - 1) == 0
-    }
-
-    fn descriptor(&self, direct: bool) -> &Descriptor {
-        if direct { &self.direct } else { &self.buffered }
-    }
-
-    /// Deallocates the storage of `range`, which then reads as zeros.
-    ///
-    /// # Errors
-    /// The errno of fallocate(2): `EOPNOTSUPP` where the file system cannot, `EINVAL` for parts of
-    /// a [`FileStorage::zeroing_block`].
-    pub fn punch(&self, range: ByteRange) -> Result<(), Error> {
-        self.allocate(
-            FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE,
-            range,
-            Operation::Discard,
-        )
-    }
-
-    /// Makes `range` read as zeros and keeps its storage allocated.
-    ///
-    /// # Errors
-    /// The errno of fallocate(2): `EOPNOTSUPP` where the file system cannot.
-    pub fn zero(&self, range: ByteRange) -> Result<(), Error> {
-        self.allocate(
-            FallocateFlags::ZERO_RANGE | FallocateFlags::KEEP_SIZE,
-            range,
-            Operation::Zero,
-        )
+    /// The descriptor for a transfer of the bytes from `pos` on, with segments of these addresses
+    /// and lengths.
+    fn descriptor_for(
+        &self,
+        pos: u64,
+        offset: u32,
+        mut segments: impl Iterator<Item = (*const u8, usize)>,
+    ) -> &OwnedFd {
+        let (memory, offset) = (self.properties.align.memory as usize - 1, offset as usize - 1);
+        let aligned = pos as usize & offset == 0
+            && segments.all(|(base, len)| base as usize & memory == 0 && len & offset == 0);
+        if aligned { &self.direct } else { &self.buffered }
     }
 
     fn allocate(
@@ -337,92 +136,100 @@ impl FileStorage {
         range: ByteRange,
         operation: Operation,
     ) -> Result<(), Error> {
-        self.buffered
-            .fallocate(mode, range.pos, range.len)
+        let mode = mode | FallocateFlags::KEEP_SIZE;
+        retry_on_intr(|| rustix::fs::fallocate(&self.buffered, mode, range.pos, range.len))
             .map_err(|e| Error::from_os(e, operation).at(range))
+    }
+}
+
+impl Storage for FileStorage {
+    fn properties(&self) -> StorageProperties {
+        self.properties
+    }
+
+    fn size(&self) -> Result<u64, Error> {
+        size_of(&self.buffered, self.properties.device)
+    }
+
+    fn read(&self, bufs: &mut [IoSliceMut<'_>], pos: u64) -> Result<usize, Error> {
+        let segments = bufs.iter().map(|buf| (buf.as_ptr(), buf.len()));
+        let fd = self.descriptor_for(pos, self.properties.align.read_offset, segments);
+        retry_on_intr(|| rustix::io::preadv2(fd, bufs, pos, ReadWriteFlags::empty())).map_err(
+            |error| {
+                let len = bufs.iter().map(|buf| buf.len() as u64).sum();
+                Error::from_os(error, Operation::Read).at(ByteRange::new(pos, len))
+            },
+        )
+    }
+
+    fn write(&self, bufs: &[IoSlice<'_>], pos: u64, flags: Flags) -> Result<usize, Error> {
+        let segments = bufs.iter().map(|buf| (buf.as_ptr(), buf.len()));
+        let fd = self.descriptor_for(pos, self.properties.align.offset, segments);
+        let flags = ReadWriteFlags::from_bits_retain(flags.rw_flags() as u32);
+        retry_on_intr(|| rustix::io::pwritev2(fd, bufs, pos, flags)).map_err(|error| {
+            let len = bufs.iter().map(|buf| buf.len() as u64).sum();
+            Error::from_os(error, Operation::Write).at(ByteRange::new(pos, len))
+        })
     }
 
     /// fdatasync(2), which covers every write that was completed before on any descriptor. It uses
     /// the buffered descriptor: the kernel reports a lost write once for each open file
     /// description, so a transfer with `RWF_DSYNC` on the same one could take the report away.
-    ///
-    /// # Errors
-    /// The errno of fdatasync(2). A later call may succeed although data was lost (C51), so the
-    /// caller has to latch the failure.
-    pub fn sync(&self) -> Result<(), Error> {
-        self.buffered.fdatasync().map_err(|e| Error::from_os(e, Operation::Flush))
+    fn sync(&self) -> Result<(), Error> {
+        retry_on_intr(|| rustix::fs::fdatasync(&self.buffered))
+            .map_err(|e| Error::from_os(e, Operation::Flush))
     }
 
-    /// Sets the length of the file to `bytes`. [`FileStorage::size`] does not change.
-    ///
-    /// # Errors
-    /// The errno of ftruncate(2).
-    pub fn set_len(&self, bytes: u64) -> Result<(), Error> {
-        self.buffered.ftruncate(bytes).map_err(|e| Error::from_os(e, Operation::Write))
+    fn punch(&self, range: ByteRange) -> Result<(), Error> {
+        self.allocate(FallocateFlags::PUNCH_HOLE, range, Operation::Discard)
     }
 
-    /// The present size of a block device in bytes, without waiting: lseek(2) would wait for a
-    /// concurrent fallocate(2).
-    ///
-    /// # Errors
-    /// The errno of ioctl(2) with `BLKGETSIZE64`: `ENOTTY` for a file.
-    pub(crate) fn device_bytes(&self) -> Result<u64, Error> {
-        const BLKGETSIZE64: libc::c_ulong = 0x8008_1272;
-        let mut bytes = 0u64;
-        let fd = std::os::fd::AsRawFd::as_raw_fd(&self.buffered.fd());
-        // SAFETY: the call writes one number of 64 bits.
-        let result = unsafe { libc::ioctl(fd, BLKGETSIZE64, &raw mut bytes) };
-        match result {
-            0 => Ok(bytes),
-            _ => Err(Error::from_io(&std::io::Error::last_os_error(), Operation::Status)),
-        }
+    fn zero(&self, range: ByteRange) -> Result<(), Error> {
+        self.allocate(FallocateFlags::ZERO_RANGE, range, Operation::Zero)
     }
 
-    /// Appends at most `limit` extents of `range` as lseek(2) reports them; they cover `range`
-    /// unless the limit was reached.
-    ///
-    /// # Errors
-    /// The errno of lseek(2): `EINVAL` where the file system does not support the query, `EIO`;
-    /// never `ENXIO`.
-    pub fn extents(
+    fn set_len(&self, bytes: u64) -> Result<(), Error> {
+        retry_on_intr(|| rustix::fs::ftruncate(&self.buffered, bytes))
+            .map_err(|e| Error::from_os(e, Operation::Write))
+    }
+
+    fn extents(
         &self,
         range: ByteRange,
         limit: usize,
         extents: &mut Vec<ExtentStatus>,
     ) -> Result<(), Error> {
-        let mut pos = range.pos;
-        let push = |extents: &mut Vec<ExtentStatus>, len: u64, hole: bool| {
-            if len > 0 {
-                extents.push(ExtentStatus::top(len, hole));
+        extents_by_seek(range, limit, extents, |pos, wanted| {
+            let to = match wanted {
+                Wanted::Data => SeekFrom::Data(pos),
+                Wanted::Hole => SeekFrom::Hole(pos),
+            };
+            match retry_on_intr(|| rustix::fs::seek(&self.buffered, to)) {
+                Ok(found) => Ok(Some(found)),
+                Err(Errno::NXIO) => Ok(None),
+                Err(error) => Err(Error::from_os(error, Operation::Status)),
             }
-            extents.len() < limit
-        };
-        while pos < range.end() {
-            let data = self.seek(SeekFrom::Data(pos), range)?;
-            if !push(extents, data - pos, true) || data == range.end() {
-                return Ok(());
-            }
-            let hole = self.seek(SeekFrom::Hole(data), range)?;
-            if !push(extents, hole - data, false) {
-                return Ok(());
-            }
-            if hole <= pos {
-                // The file system reports no progress: end the loop.
-                push(extents, range.end() - pos, false);
-                return Ok(());
-            }
-            pos = hole;
-        }
-        Ok(())
+        })
     }
 
-    /// The position that lseek(2) returns, at most the end of `range`.
-    fn seek(&self, to: SeekFrom, range: ByteRange) -> Result<u64, Error> {
-        match self.buffered.seek(to) {
-            Ok(pos) => Ok(pos.min(range.end())),
-            Err(rustix::io::Errno::NXIO) => Ok(range.end()),
-            Err(error) => Err(Error::from_os(error, Operation::Status).at(range)),
-        }
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        Some(self.direct.as_fd())
+    }
+}
+
+/// The present size of a file or a block device in bytes, without waiting: lseek(2) would wait for
+/// a concurrent fallocate(2) on a device.
+fn size_of(fd: &OwnedFd, device: bool) -> Result<u64, Error> {
+    const BLKGETSIZE64: libc::c_ulong = 0x8008_1272;
+    if !device {
+        let stat = rustix::fs::fstat(fd).map_err(|e| Error::from_os(e, Operation::Status))?;
+        return Ok(stat.st_size.cast_unsigned());
+    }
+    let mut bytes = 0u64;
+    // SAFETY: the call writes one number of 64 bits.
+    match unsafe { libc::ioctl(fd.as_raw_fd(), BLKGETSIZE64, &raw mut bytes) } {
+        0 => Ok(bytes),
+        _ => Err(Error::from_io(&std::io::Error::last_os_error(), Operation::Status)),
     }
 }
 
@@ -445,8 +252,8 @@ fn open_for_transfers(
 
 fn open_direct(path: &Path, flags: OFlags) -> Result<(OwnedFd, Alignment), Error> {
     let fd = open_noatime(path, flags | OFlags::DIRECT).map_err(|e| {
-        let refused = e == rustix::io::Errno::INVAL;
-        Error::from_os(if refused { rustix::io::Errno::OPNOTSUPP } else { e }, Operation::Open)
+        let refused = e == Errno::INVAL;
+        Error::from_os(if refused { Errno::OPNOTSUPP } else { e }, Operation::Open)
     })?;
     let align = Alignment::of(fd.as_fd())?;
     Ok((fd, align))
@@ -456,7 +263,7 @@ fn open_direct(path: &Path, flags: OFlags) -> Result<(OwnedFd, Alignment), Error
 /// it; without it where the process does not own the file (`EPERM`, open(2)).
 fn open_noatime(path: &Path, flags: OFlags) -> rustix::io::Result<OwnedFd> {
     match rustix::fs::open(path, flags | OFlags::NOATIME, Mode::empty()) {
-        Err(rustix::io::Errno::PERM) => rustix::fs::open(path, flags, Mode::empty()),
+        Err(Errno::PERM) => rustix::fs::open(path, flags, Mode::empty()),
         opened => opened,
     }
 }
@@ -468,8 +275,8 @@ fn probe_nowait(fd: BorrowedFd<'_>, align: Alignment) -> bool {
         return false;
     };
     let mut slices = [IoSliceMut::new(&mut buffer)];
-    let read = rustix::io::preadv2(fd, &mut slices, 0, rustix::io::ReadWriteFlags::NOWAIT);
-    !matches!(read, Err(rustix::io::Errno::OPNOTSUPP | rustix::io::Errno::INVAL))
+    let read = rustix::io::preadv2(fd, &mut slices, 0, ReadWriteFlags::NOWAIT);
+    !matches!(read, Err(Errno::OPNOTSUPP | Errno::INVAL))
 }
 
 /// The logical block of a block device in bytes; 4096 if it reports none that is a power of two.

@@ -1,4 +1,155 @@
-//! The bytes of a file, a block device or a simulated disk.
+//! The bytes of a file, a block device or a simulated disk, and of any other storage.
+//!
+//! Invariant: no code outside this folder and the queues assumes that a storage has a descriptor.
 
-pub(crate) mod descriptor;
 pub(crate) mod file;
+#[cfg(feature = "sim")]
+pub(crate) mod sim;
+mod read_modify_write;
+
+use std::io::{IoSlice, IoSliceMut};
+use std::os::fd::BorrowedFd;
+
+use crate::types::alignment::Alignment;
+use crate::types::byte_range::ByteRange;
+use crate::types::error::Error;
+use crate::types::request::{ExtentStatus, Flags};
+
+/// The bytes that a device, or a part of it, is stored in. Every call but [`Storage::descriptor`]
+/// may wait, so an engine makes them on worker threads; its own transfers reach the storage through
+/// an [`crate::IoQueue`].
+///
+/// The trait is safe: whatever a storage returns, the engine accesses only the request's memory.
+pub trait Storage: Send + Sync {
+    /// The properties, which do not change while the storage is open.
+    fn properties(&self) -> StorageProperties;
+
+    /// The present size in bytes, not rounded to any block. It does not wait for other calls.
+    ///
+    /// # Errors
+    /// The errno of fstat(2) or ioctl(2).
+    fn size(&self) -> Result<u64, Error>;
+
+    /// One read into `bufs` from byte `pos` on, of any alignment. Returns the bytes read; fewer
+    /// than asked for where the storage ends or the read was cut short, 0 only at the end.
+    ///
+    /// # Errors
+    /// The errno of preadv2(2), never `EINTR`.
+    fn read(&self, bufs: &mut [IoSliceMut<'_>], pos: u64) -> Result<usize, Error>;
+
+    /// One write of `bufs` from byte `pos` on, of any alignment. Returns the bytes written, fewer
+    /// than asked for where the write was cut short. A write past the end grows a file. With
+    /// [`Flags::DSYNC`] the bytes are durable; [`Flags::HIPRI`] is a hint.
+    ///
+    /// # Errors
+    /// The errno of pwritev2(2), never `EINTR`.
+    fn write(&self, bufs: &[IoSlice<'_>], pos: u64, flags: Flags) -> Result<usize, Error>;
+
+    /// Makes every write durable that was completed before.
+    ///
+    /// # Errors
+    /// The errno of fdatasync(2). A later call may succeed although data was lost (C51), so the
+    /// caller has to latch the failure.
+    fn sync(&self) -> Result<(), Error>;
+
+    /// Deallocates the storage of `range`, which then reads as zeros.
+    ///
+    /// # Errors
+    /// The errno of fallocate(2): `EOPNOTSUPP` where the storage cannot, `EINVAL` for parts of a
+    /// [`StorageProperties::zeroing_block`].
+    fn punch(&self, range: ByteRange) -> Result<(), Error>;
+
+    /// Makes `range` read as zeros and keeps its storage allocated.
+    ///
+    /// # Errors
+    /// As [`Storage::punch`].
+    fn zero(&self, range: ByteRange) -> Result<(), Error>;
+
+    /// Sets the size to `bytes`.
+    ///
+    /// # Errors
+    /// The errno of ftruncate(2): `EINVAL` for a storage of a fixed size.
+    fn set_len(&self, bytes: u64) -> Result<(), Error>;
+
+    /// Appends at most `limit` extents of `range`; they cover `range` unless the limit was reached.
+    ///
+    /// # Errors
+    /// The errno of lseek(2): `EINVAL` where the storage does not support the query, `EIO`.
+    fn extents(
+        &self,
+        range: ByteRange,
+        limit: usize,
+        extents: &mut Vec<ExtentStatus>,
+    ) -> Result<(), Error>;
+
+    /// The descriptor by which a queue of the kernel reaches the storage. Without one, transfers
+    /// take a queue that was made for the storage, or the worker threads
+    /// ([`crate::Config::nowait_first`] off).
+    fn descriptor(&self) -> Option<BorrowedFd<'_>>;
+}
+
+/// The properties of a storage.
+#[derive(Clone, Copy, Debug)]
+pub struct StorageProperties {
+    /// The alignment of transfers that bypass the page cache, as all transfers of a queue have to;
+    /// [`Alignment::NONE`] where there is no such requirement. A call of [`Storage::read`] or
+    /// [`Storage::write`] that is not aligned so goes through the page cache.
+    pub align: Alignment,
+    /// Whether it was opened for reading only.
+    pub read_only: bool,
+    /// Whether transfers with `RWF_NOWAIT` are supported.
+    pub nowait: bool,
+    /// Whether storage can be deallocated, and zeros made without writing them.
+    pub punch_hole: bool,
+    /// Whether it is a block device, whose size may change, and not a file. If a device has no
+    /// command for zeroing, the kernel writes zeros to it (`blkdev_issue_zeroout`).
+    pub device: bool,
+    /// Granularity of [`Storage::punch`] and [`Storage::zero`] in bytes, a power of two: the
+    /// logical block of a block device, 1 for a file.
+    pub zeroing_block: u32,
+}
+
+/// [`Storage::extents`] by lseek(2): `seek` returns the position of the first data from a position
+/// on, or of the first hole, or `None` if there is none.
+fn extents_by_seek(
+    range: ByteRange,
+    limit: usize,
+    extents: &mut Vec<ExtentStatus>,
+    seek: impl Fn(u64, Wanted) -> Result<Option<u64>, Error>,
+) -> Result<(), Error> {
+    let seek = |pos, wanted| {
+        let found = seek(pos, wanted).map_err(|error| error.at(range))?;
+        Ok(found.unwrap_or(u64::MAX).min(range.end()))
+    };
+    let push = |extents: &mut Vec<ExtentStatus>, len: u64, hole: bool| {
+        if len > 0 {
+            extents.push(ExtentStatus::top(len, hole));
+        }
+        extents.len() < limit
+    };
+    let mut pos = range.pos;
+    while pos < range.end() {
+        let data = seek(pos, Wanted::Data)?;
+        if !push(extents, data - pos, true) || data == range.end() {
+            return Ok(());
+        }
+        let hole = seek(data, Wanted::Hole)?;
+        if !push(extents, hole - data, false) {
+            return Ok(());
+        }
+        if hole <= pos {
+            // The file system reports no progress: end the loop.
+            push(extents, range.end() - pos, false);
+            return Ok(());
+        }
+        pos = hole;
+    }
+    Ok(())
+}
+
+/// The goal of a seek.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Wanted {
+    Data,
+    Hole,
+}

@@ -5,5 +5,6 @@ pub(crate) mod error;
 pub(crate) mod config;
 pub(crate) mod alignment;
 pub(crate) mod iovec;
+pub(crate) mod io_cursor;
 pub(crate) mod request;
 pub(crate) mod transfer;

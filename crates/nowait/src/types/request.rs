@@ -65,6 +65,13 @@ impl Flags {
     /// for frontends that answer a request as a whole (C19, block frontends).
     pub const ALL_OR_ERROR: Self = Self(32);
 
+    /// The `RWF_*` flags of pwritev2(2) for a transfer of the request.
+    #[inline]
+    pub(crate) const fn rw_flags(self) -> i32 {
+        (if self.has(Self::DSYNC) { libc::RWF_DSYNC } else { 0 })
+            | (if self.has(Self::HIPRI) { libc::RWF_HIPRI } else { 0 })
+    }
+
     /// Whether all of `other` are set.
     #[inline]
     #[must_use]

@@ -1,6 +1,5 @@
 //! Group B: alignment, and requests that are not aligned.
 
-use std::os::fd::AsFd;
 use std::thread;
 
 use nowait::{
@@ -219,7 +218,7 @@ fn c15_the_alignment_is_the_one_that_statx_reports() {
         Err(error) => return println!("skipped: no direct I/O on this file system: {error}"),
     };
     let flags = AtFlags::EMPTY_PATH;
-    let stat = rustix::fs::statx(disk.fd().as_fd(), "", flags, StatxFlags::DIOALIGN).unwrap();
+    let stat = rustix::fs::statx(disk.fd().unwrap(), "", flags, StatxFlags::DIOALIGN).unwrap();
     if stat.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
         return println!("skipped: statx does not report the alignment on this file system");
     }

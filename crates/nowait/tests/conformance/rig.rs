@@ -288,9 +288,9 @@ impl Rig {
     ) -> Option<Self> {
         let slots = case.config.slots;
         let queue = match case.kind {
-            Kind::Uring => Uring::new(disk.fd()).map(Any::Uring),
+            Kind::Uring => Uring::new(disk.fd().unwrap()).map(Any::Uring),
             Kind::Threads => {
-                AioThreadQueue::new(disk.fd(), slots, !disk.is_direct()).map(Any::Threads)
+                AioThreadQueue::new(disk.fd().unwrap(), slots, !disk.is_direct()).map(Any::Threads)
             }
             Kind::Null => Null::new().map(Any::Null),
         };

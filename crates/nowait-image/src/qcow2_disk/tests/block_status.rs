@@ -2,10 +2,8 @@
 //!
 //! Invariant: bytes that were never zero are never reported as a hole.
 
+use nowait::{ByteRange, Direct, ExtentStatus, ImageFormat, WriteCursor};
 use std::fs;
-use std::io::IoSlice;
-
-use nowait::{ByteRange, Direct, ExtentStatus, ImageFormat};
 
 use crate::offline::create::{CreateOptions, create};
 use crate::qcow2_disk::status_scan::StatusScan;
@@ -34,7 +32,7 @@ fn a_cluster_that_is_allocated_during_a_scan_is_not_reported_as_the_hole_that_th
     let opened = open_all(chain, options).unwrap();
     let disk = &opened.map.0;
     let write = |cluster: u64| {
-        disk.write(cluster * CLUSTER, &[IoSlice::new(&[1; CLUSTER as usize])]).unwrap();
+        disk.write(cluster * CLUSTER, WriteCursor::from(&[1; CLUSTER as usize][..])).unwrap();
     };
     let (mut scan, mut spans) = (StatusScan::new(&disk.images, SIZE), Vec::new());
     write(0);

@@ -60,7 +60,7 @@ fn a_block_status_request_ends_after_a_bounded_number_of_lookups_and_the_next_on
     let options = ServeOptions { writable: false, direct: Direct::Auto, hint: true };
     let (disk, _open_image) = open(Chain::open(&top, &chain).unwrap(), options).unwrap();
     let disk = Arc::new(disk);
-    let queue = AioThreadQueue::for_files(&disk.files(), 8, !disk.is_direct()).unwrap();
+    let queue = AioThreadQueue::for_files(&disk.files().unwrap(), 8, !disk.is_direct()).unwrap();
     let workers = WorkerPool::new(&disk, 1);
     let mut engine = Engine::new(disk, workers, queue, Config::default()).unwrap();
     let (mut pos, mut answers) = (0, 0);

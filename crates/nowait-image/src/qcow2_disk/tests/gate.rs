@@ -7,8 +7,6 @@ use std::collections::HashMap;
 use std::os::fd::AsFd;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock};
 
-use nowait::FileStorage;
-
 #[derive(Default)]
 struct State {
     shut: bool,
@@ -30,7 +28,7 @@ fn gates() -> &'static Gates {
     GATES.get_or_init(Gates::default)
 }
 
-/// Puts an open gate in front of the file behind `fd`.
+/// Puts an open gate in front of the file behind `fd`, if that is opened for requests from now on.
 pub(crate) fn before(fd: impl AsFd) -> Arc<Gate> {
     let stat = rustix::fs::fstat(fd).unwrap();
     let gate = Arc::<Gate>::default();
@@ -38,13 +36,10 @@ pub(crate) fn before(fd: impl AsFd) -> Arc<Gate> {
     gate
 }
 
-/// Called before `bytes` bytes are read from `storage`.
-pub(crate) fn pass(storage: &FileStorage, bytes: usize) {
-    let stat = rustix::fs::fstat(storage.fd()).unwrap();
-    let gate = gates().lock().unwrap().get(&(stat.st_dev, stat.st_ino)).cloned();
-    if let Some(gate) = gate {
-        gate.enter(bytes as u64);
-    }
+/// The gate in front of the file behind `fd`, if it has one.
+pub(crate) fn of(fd: impl AsFd) -> Option<Arc<Gate>> {
+    let stat = rustix::fs::fstat(fd).unwrap();
+    gates().lock().unwrap().get(&(stat.st_dev, stat.st_ino)).cloned()
 }
 
 impl Gate {
@@ -52,13 +47,18 @@ impl Gate {
         self.state.lock().unwrap()
     }
 
-    fn enter(&self, bytes: u64) {
+    /// Waits while the gate is shut.
+    pub(crate) fn enter(&self) {
         let mut state = self.lock();
         state.waiting += 1;
         self.moved.notify_all();
         state = self.moved.wait_while(state, |state| state.shut).unwrap();
         state.waiting -= 1;
-        state.bytes += bytes;
+    }
+
+    /// Counts the bytes of a read.
+    pub(crate) fn passed(&self, bytes: u64) {
+        self.lock().bytes += bytes;
     }
 
     /// Makes later reads wait. Returns the bytes that passed before.

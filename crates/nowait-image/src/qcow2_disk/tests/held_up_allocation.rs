@@ -73,7 +73,8 @@ impl Player {
     fn new(disk: &Arc<nowait::BlockDevice<Qcow2Map>>, gate: &Arc<Gate>, workers: u32) -> Self {
         let config = Config { slots: 32, ..Config::default() };
         let queue =
-            AioThreadQueue::for_files(&disk.files(), config.slots, !disk.is_direct()).unwrap();
+            AioThreadQueue::for_files(&disk.files().unwrap(), config.slots, !disk.is_direct())
+                .unwrap();
         let workers = WorkerPool::new(disk, workers);
         let engine = Engine::new(disk.clone(), workers, queue, config).unwrap();
         Self { gate: gate.clone(), engine, done: Vec::new() }

@@ -7,12 +7,11 @@
 
 use std::collections::HashMap;
 use std::fs;
-use std::io::IoSlice;
 use std::os::fd::AsFd;
 use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock};
 
-use nowait::{ByteRange, FileStorage};
+use nowait::ByteRange;
 
 use crate::qcow2_disk::tests::random::Random;
 
@@ -58,7 +57,7 @@ fn files() -> &'static Files {
     FILES.get_or_init(Files::default)
 }
 
-/// Records all further operations on the files behind `fds`.
+/// Records the operations on the files behind `fds`, if they are opened for requests from now on.
 pub(crate) fn of(fds: impl IntoIterator<Item = impl AsFd>) -> Journal {
     let journal = Journal::default();
     for (fd, number) in fds.into_iter().zip(0..) {
@@ -69,31 +68,10 @@ pub(crate) fn of(fds: impl IntoIterator<Item = impl AsFd>) -> Journal {
     journal
 }
 
-fn note(storage: &FileStorage, event: impl FnOnce(usize) -> Event) -> usize {
-    let stat = rustix::fs::fstat(storage.fd()).unwrap();
-    let found = files().lock().unwrap().get(&(stat.st_dev, stat.st_ino)).cloned();
-    found.map_or(0, |(journal, file)| journal.push(event(file)))
-}
-
-pub(crate) fn write(storage: &FileStorage, pos: u64, bufs: &[IoSlice<'_>]) -> usize {
-    let bytes = || bufs.iter().flat_map(|buf| buf.iter().copied()).collect();
-    note(storage, |file| Event::Write { file, pos, bytes: bytes() })
-}
-
-pub(crate) fn clear(storage: &FileStorage, range: ByteRange) -> usize {
-    note(storage, |file| Event::Clear { file, range })
-}
-
-pub(crate) fn set_len(storage: &FileStorage, bytes: u64) -> usize {
-    note(storage, |file| Event::SetLen { file, bytes })
-}
-
-pub(crate) fn sync(storage: &FileStorage) -> usize {
-    note(storage, |file| Event::Sync { file })
-}
-
-pub(crate) fn ended(storage: &FileStorage, begun: usize) {
-    note(storage, |_| Event::Ended(begun));
+/// The record of the file behind `fd` and the file's number in it, if it has one.
+pub(crate) fn find(fd: impl AsFd) -> Option<(Journal, usize)> {
+    let stat = rustix::fs::fstat(fd).unwrap();
+    files().lock().unwrap().get(&(stat.st_dev, stat.st_ino)).cloned()
 }
 
 impl Journal {

@@ -10,6 +10,7 @@ mod random;
 mod tool;
 pub(crate) mod gate;
 pub(crate) mod journal;
+pub(crate) mod observed_storage;
 mod bounded_lookups;
 mod power_cut;
 mod block_status;

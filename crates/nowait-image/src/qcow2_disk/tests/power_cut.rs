@@ -5,13 +5,12 @@
 //! hold are known.
 
 use std::collections::HashMap;
-use std::io::IoSlice;
 use std::ops::Range as Bounds;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::{fs, thread};
 
-use nowait::{BlockMap, ByteRange, Direct, Flags, ImageFormat};
+use nowait::{BlockMap, ByteRange, Direct, Flags, ImageFormat, WriteCursor};
 
 use crate::offline::check;
 use crate::qcow2_disk::tests::journal;
@@ -163,7 +162,7 @@ impl Player<'_> {
             },
             Change::Bytes => sectors.flat_map(|sector| stamp(sector, number)).collect(),
         };
-        self.image.write(pos, &[IoSlice::new(&bytes)]).unwrap();
+        self.image.write(pos, WriteCursor::from(&bytes[..])).unwrap();
     }
 }
 
@@ -260,10 +259,10 @@ fn make(scene: &Scene, directory: &Path) -> Vec<PathBuf> {
 fn record(scene: &Scene, path: &Path, random: &mut Random) -> Vec<Event> {
     let chain = chain(path, true);
     let options = ServeOptions { writable: true, direct: Direct::Auto, hint: true };
-    let (map, store) = open_map(&chain, options).unwrap();
     let top = chain.top();
     let data = top.header().unwrap().has_data_file().then(|| top.data_file().fd());
     let journal = journal::of(std::iter::once(top.file.fd()).chain(data));
+    let (map, store) = open_map(&chain, options).unwrap();
     let numbers = AtomicU32::new(1);
     let image = map.image().unwrap();
     thread::scope(|scope| {

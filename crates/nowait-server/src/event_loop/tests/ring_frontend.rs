@@ -328,7 +328,7 @@ fn a_ring_without_a_free_slot_goes_on_when_another_frontend_has_released_one() {
 #[test]
 fn a_stopping_thread_completes_what_is_in_flight_on_every_frontend_and_takes_no_more() {
     let queue = |disk: &BlockDevice<AllocationCache>| {
-        AioThreadQueue::for_files(&disk.files(), 64, !disk.is_direct()).unwrap()
+        AioThreadQueue::for_files(&disk.files().unwrap(), 64, !disk.is_direct()).unwrap()
     };
     let mut scene = Scene::new(2, Config::default(), queue);
     // Scattered over the memory: every other block.

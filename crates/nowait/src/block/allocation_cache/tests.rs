@@ -146,11 +146,12 @@ fn a_scan_finds_what_lseek_reports() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(4 * MIB).unwrap();
     std::os::unix::fs::FileExt::write_all_at(file.as_file(), &[7; 65536], MIB).unwrap();
-    let storage = FileStorage::open(file.path(), crate::OpenOptions::default()).unwrap();
+    let storage = crate::FileStorage::open(file.path(), crate::OpenOptions::default()).unwrap();
     let mut extents = Vec::new();
+    let storage: &dyn Storage = &storage;
     storage.extents(ByteRange::new(0, 4 * MIB), 100, &mut extents).unwrap();
     let map = AllocationCache::new(4 * MIB, true);
-    map.scan(&storage);
+    map.scan(storage);
     let mut cached = Vec::new();
     assert!(map.cached_extents(ByteRange::new(0, 4 * MIB), 100, &mut cached));
     assert_eq!(cached, extents);

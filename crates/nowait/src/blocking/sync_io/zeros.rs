@@ -2,23 +2,25 @@
 //!
 //! Invariant: a zeroed range reads as zeros to its last byte; a discard affects no byte outside the
 //! requested range.
-#![allow(unsafe_code)]
 
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::block::image_format::ImageFormat;
 use crate::block::range_lock::LockMode;
-use crate::blocking::sync_io::{bounce, is_aligned, with_range_lock, write, write_dispatch};
-use crate::storage::file::FileStorage;
+use crate::blocking::sync_io::{with_range_lock, write, write_locked};
+use crate::memory::io_buffer::IoBuffer;
+use crate::storage::Storage;
 use crate::types::alignment;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
-use crate::types::iovec::IoSegment;
+use crate::types::io_cursor::WriteCursor;
 use crate::types::request::{Flags, Op, Request};
 
 /// Bytes that are discarded or zeroed in one step. During a step the file system blocks other
 /// requests on the file, and the range lock blocks writes to the range; they run between two steps.
 const ZERO_STEP_BYTES: u64 = 1 << 30;
+/// The greatest number of zeros in memory.
+const ZEROS_BYTES: u64 = 256 << 10;
 
 /// Discards or zeroes, [`ZERO_STEP_BYTES`] at a time.
 pub(crate) fn zero<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
@@ -61,7 +63,7 @@ fn zero_image(image: &dyn ImageFormat, io: Request) -> Result<(), Error> {
 fn zero_file<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
     let Request { op, range, .. } = io;
     disk.map.invalidate(range);
-    let whole = whole_blocks(range, disk.top().zeroing_block());
+    let whole = whole_blocks(range, disk.top().properties().zeroing_block);
     let mut done = Ok(());
     if whole.len > 0 {
         done = zero_whole(disk, Request { range: whole, ..io });
@@ -71,7 +73,9 @@ fn zero_file<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<(), Erro
     if op == Op::Zero && done.is_ok() {
         let head = ByteRange::new(range.pos, whole.pos - range.pos);
         let tail = ByteRange::new(whole.end(), range.end() - whole.end());
-        done = write_part(disk, head).and_then(|()| write_part(disk, tail));
+        // They are locked, and written by a read-modify-write.
+        let put = |part| write_zeros_by(part, |part, zeros| write(disk, part.pos, zeros));
+        done = put(head).and_then(|()| put(tail));
     }
     if done.is_err() {
         // The invalidated range may still be mapped.
@@ -92,11 +96,11 @@ fn whole_blocks(range: ByteRange, block: u32) -> ByteRange {
 
 fn zero_whole<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
     let Request { op, flags, range } = io;
-    let file = disk.top();
+    let storage = disk.top();
     let keep = op == Op::Zero && flags.has(Flags::NO_UNMAP);
-    let mut done = if keep { zero_allocated(file, io) } else { file.punch(range) };
+    let mut done = if keep { zero_allocated(storage, io) } else { storage.punch(range) };
     if op == Op::Zero && !keep && done.is_err_and(|e| e.errno() == libc::EOPNOTSUPP) {
-        done = zero_allocated(file, io);
+        done = zero_allocated(storage, io);
     }
     // A zeroed range that keeps its storage is not marked as a hole: a write to it allocates
     // nothing.
@@ -108,48 +112,33 @@ fn zero_whole<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<(), Err
 
 /// Zeroes and keeps the storage. `EOPNOTSUPP` for a fast zero on a block device, where the kernel
 /// may write zeros.
-fn zero_allocated(file: &FileStorage, io: Request) -> Result<(), Error> {
-    if io.flags.has(Flags::FAST_ZERO) && file.is_device() {
+fn zero_allocated(storage: &dyn Storage, io: Request) -> Result<(), Error> {
+    if io.flags.has(Flags::FAST_ZERO) && storage.properties().device {
         return Err(Error::new(libc::EOPNOTSUPP, Operation::Zero).at(io.range));
     }
-    file.zero(io.range)
+    storage.zero(io.range)
 }
 
-/// Zeroes a locked range that covers no whole block, by a read-modify-write.
-fn write_part<M: BlockMap>(disk: &BlockDevice<M>, part: ByteRange) -> Result<(), Error> {
-    // SAFETY: the segment is of zeros that outlive the write, which only reads them.
-    write_zeros_by(part, |rest, segment| unsafe { write(disk, rest, segment) })
-}
-
-/// Writes zeros, for file systems that cannot zero otherwise.
+/// Writes zeros, for storages that cannot zero otherwise.
 fn write_zeros<M: BlockMap>(disk: &BlockDevice<M>, range: ByteRange) -> Result<(), Error> {
-    write_zeros_by(range, |part, segment| {
-        let mode =
-            if is_aligned(disk, part, segment) { LockMode::Shared } else { LockMode::Exclusive };
-        // SAFETY: the segment is of zeros that outlive the write, which only reads them.
-        with_range_lock(disk, part, mode, || unsafe { write_dispatch(disk, part, segment) })
+    write_zeros_by(range, |part, zeros| {
+        let block = u64::from(disk.alignment().offset);
+        let aligned = (part.pos | part.len) & (block - 1) == 0;
+        write_locked(disk, part, aligned, zeros)
     })
 }
 
-/// Passes each part of `range` to `put`, with as many zeros in memory, until all of it is written.
-/// `put` only reads the memory and returns the bytes that it has written; if it ended early, the
-/// next call returns the reason.
+/// Passes each part of `range` to `put`, with as many zeros, which are page-aligned.
 fn write_zeros_by(
     range: ByteRange,
-    mut put: impl FnMut(ByteRange, &[IoSegment; 1]) -> Result<u64, Error>,
+    mut put: impl FnMut(ByteRange, &mut WriteCursor<'_>) -> Result<(), Error>,
 ) -> Result<(), Error> {
-    if range.len == 0 {
-        return Ok(());
-    }
-    let zeros = bounce(range.len)?;
-    let mut done = 0;
-    while done < range.len {
-        let len = (range.len - done).min(zeros.len() as u64);
-        let part = ByteRange::new(range.pos + done, len);
-        match put(part, &[IoSegment { base: zeros.as_ptr().cast_mut(), len: len as usize }])? {
-            0 => return Err(Error::new(libc::EIO, Operation::Zero).at(part)),
-            more => done += more,
-        }
+    let zeros = IoBuffer::zeroed(range.len.min(ZEROS_BYTES) as usize)?;
+    let mut pos = range.pos;
+    while pos < range.end() {
+        let len = (range.end() - pos).min(zeros.len() as u64);
+        put(ByteRange::new(pos, len), &mut WriteCursor::from(&zeros[..len as usize]))?;
+        pos += len;
     }
     Ok(())
 }

@@ -10,7 +10,8 @@ use crate::block::range_lock::LockMode;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::engine::Engine;
 use crate::sim::{Faults, SimDevice, SimOptions, SimQueue};
-use crate::storage::file::{FileStorage, OpenOptions};
+use crate::storage::file::OpenOptions;
+use crate::storage::sim::SimStorage;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::request::{Flags, Op, Request};
@@ -82,10 +83,16 @@ struct Rig {
 impl Rig {
     fn new(config: Config) -> Self {
         let device = Arc::new(SimDevice::new(SimOptions::able(16 * BLOCK)));
-        let storage = FileStorage::simulated(&device, OpenOptions::default()).unwrap();
-        let map = AllocationCache::new(storage.size(), true);
+        let storage = SimStorage::open(&device, 0, OpenOptions::default());
+        let map = AllocationCache::new(device.bytes(), true);
         let map = RacingMap { map, disk: OnceLock::new(), races: AtomicBool::new(false) };
-        let disk = Arc::new(BlockDevice::mapped(storage, Vec::new(), device.bytes(), false, map));
+        let disk = Arc::new(BlockDevice::mapped(
+            Arc::new(storage),
+            Vec::new(),
+            device.bytes(),
+            false,
+            map,
+        ));
         let _ = disk.map.disk.set(Arc::downgrade(&disk));
         let workers = WorkerPool::simulated(&disk);
         let queue = SimQueue::new(device.clone()).unwrap();

@@ -7,7 +7,8 @@ use std::sync::Arc;
 use crate::block::block_map::WouldBlock;
 use crate::engine::vectored::*;
 use crate::sim::{Random, SimDevice, SimOptions};
-use crate::storage::file::{FileStorage, OpenOptions};
+use crate::storage::file::OpenOptions;
+use crate::storage::sim::SimStorage;
 use crate::types::alignment::Alignment;
 use crate::types::request::Flags;
 
@@ -85,8 +86,8 @@ fn disk() -> BlockDevice<Table> {
     };
     let options = SimOptions { align, ..SimOptions::able(4 * MIB) };
     let device = Arc::new(SimDevice::new(options));
-    let storage = FileStorage::simulated(&device, OpenOptions::default()).unwrap();
-    BlockDevice::mapped(storage, Vec::new(), 4 * MIB, false, table())
+    let storage = SimStorage::open(&device, 0, OpenOptions::default());
+    BlockDevice::mapped(Arc::new(storage), Vec::new(), 4 * MIB, false, table())
 }
 
 fn segment(base: usize, len: u64) -> IoSegment {

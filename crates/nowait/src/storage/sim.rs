@@ -1,0 +1,167 @@
+//! A file of a simulated device.
+//!
+//! Invariant: each call but [`Storage::size`] is an operation of the device, which the simulation
+//! may make fail. Behind direct I/O the page cache is used for the block in which the file ends,
+//! and for nothing else.
+#![allow(unsafe_code)]
+
+use std::io::{IoSlice, IoSliceMut};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+
+use crate::sim::SimDevice;
+use crate::storage::file::{Direct, OpenOptions};
+use crate::storage::{Storage, StorageProperties, Wanted, extents_by_seek};
+use crate::types::alignment::Alignment;
+use crate::types::byte_range::ByteRange;
+use crate::types::error::{Error, Operation};
+use crate::types::request::{ExtentStatus, Flags};
+use crate::types::transfer::Transfer;
+
+/// An open file of a simulated device. It has no descriptor: its queue is [`crate::sim::SimQueue`].
+pub struct SimStorage {
+    device: Arc<SimDevice>,
+    /// The number of the file on the device; 0 is the writable one.
+    file: u16,
+    properties: StorageProperties,
+}
+
+impl SimStorage {
+    /// Opens a file of `device`: 0 is the device itself, all others are read-only.
+    #[must_use]
+    pub fn open(device: &Arc<SimDevice>, file: u16, options: OpenOptions) -> Self {
+        let like = device.options();
+        let properties = StorageProperties {
+            align: if options.direct == Direct::Off { Alignment::NONE } else { like.align },
+            read_only: options.read_only,
+            nowait: like.nowait,
+            punch_hole: !options.read_only && like.punches,
+            device: false,
+            zeroing_block: 1,
+        };
+        Self { device: device.clone(), file, properties }
+    }
+
+    /// One transfer of the slices at `bufs`.
+    ///
+    /// # Safety
+    /// `bufs` points to `count` slices, whose memory is valid for the transfer.
+    unsafe fn transfer(
+        &self,
+        bufs: *const u8,
+        count: usize,
+        range: ByteRange,
+        rw_flags: i32,
+        write: bool,
+    ) -> Result<usize, Error> {
+        let transfer = Transfer {
+            base: bufs.cast_mut(),
+            pos: range.pos,
+            len: range.len as u32,
+            segments: count as u16,
+            file: self.file,
+            rw_flags,
+            write,
+            ..Transfer::NONE
+        };
+        let direct = self.properties.align != Alignment::NONE;
+        loop {
+            // SAFETY: as promised by the caller; a slice is laid out as a segment.
+            let outcome = unsafe { self.device.transfer(&transfer, direct) };
+            let operation = if write { Operation::Write } else { Operation::Read };
+            match usize::try_from(outcome) {
+                Ok(bytes) => return Ok(bytes),
+                Err(_) if outcome == -libc::EINTR => {}
+                Err(_) => return Err(Error::new(-outcome, operation).at(range)),
+            }
+        }
+    }
+
+    /// Calls the device until it is not interrupted.
+    fn call<T>(
+        &self,
+        operation: Operation,
+        call: impl Fn(&SimDevice) -> Result<T, i32>,
+    ) -> Result<T, Error> {
+        loop {
+            match call(&self.device) {
+                Err(libc::EINTR) => {}
+                done => return done.map_err(|errno| Error::new(errno, operation)),
+            }
+        }
+    }
+
+    /// As `call`, for a change, which only the device itself takes.
+    fn change(
+        &self,
+        operation: Operation,
+        call: impl Fn(&SimDevice) -> Result<(), i32>,
+    ) -> Result<(), Error> {
+        match self.file {
+            0 => self.call(operation, call),
+            _ => Err(Error::new(libc::EBADF, operation)),
+        }
+    }
+}
+
+impl Storage for SimStorage {
+    fn properties(&self) -> StorageProperties {
+        self.properties
+    }
+
+    fn size(&self) -> Result<u64, Error> {
+        Ok(self.device.bytes_of(self.file))
+    }
+
+    fn read(&self, bufs: &mut [IoSliceMut<'_>], pos: u64) -> Result<usize, Error> {
+        let len = bufs.iter().map(|buf| buf.len() as u64).sum();
+        let range = ByteRange::new(pos, len);
+        // SAFETY: the slices are borrowed for the call.
+        unsafe { self.transfer(bufs.as_ptr().cast(), bufs.len(), range, 0, false) }
+    }
+
+    fn write(&self, bufs: &[IoSlice<'_>], pos: u64, flags: Flags) -> Result<usize, Error> {
+        let len = bufs.iter().map(|buf| buf.len() as u64).sum();
+        let range = ByteRange::new(pos, len);
+        // SAFETY: as above; a write only reads the memory.
+        unsafe { self.transfer(bufs.as_ptr().cast(), bufs.len(), range, flags.rw_flags(), true) }
+    }
+
+    fn sync(&self) -> Result<(), Error> {
+        self.call(Operation::Flush, SimDevice::sync)
+    }
+
+    fn punch(&self, range: ByteRange) -> Result<(), Error> {
+        self.change(Operation::Discard, |device| device.allocate(range, false))
+            .map_err(|error| error.at(range))
+    }
+
+    fn zero(&self, range: ByteRange) -> Result<(), Error> {
+        self.change(Operation::Zero, |device| device.allocate(range, true))
+            .map_err(|error| error.at(range))
+    }
+
+    fn set_len(&self, bytes: u64) -> Result<(), Error> {
+        self.change(Operation::Write, |device| device.resize(bytes))
+    }
+
+    fn extents(
+        &self,
+        range: ByteRange,
+        limit: usize,
+        extents: &mut Vec<ExtentStatus>,
+    ) -> Result<(), Error> {
+        extents_by_seek(range, limit, extents, |pos, wanted| {
+            let data = wanted == Wanted::Data;
+            let found = self.call(Operation::Status, |device| device.seek(self.file, pos, data));
+            match found {
+                Err(error) if error.errno() == libc::ENXIO => Ok(None),
+                found => found.map(Some),
+            }
+        })
+    }
+
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}

@@ -1,0 +1,239 @@
+//! A storage of the test's own, without a descriptor: requests reach it by the worker threads, and
+//! every transfer is aligned as it requires.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::os::fd::BorrowedFd;
+use std::sync::{Arc, Mutex};
+
+use nowait::{
+    Alignment, BlockDevice, ByteRange, Config, Engine, Error, ExtentStatus, Flags, Null, Op,
+    Operation, ReadCursor, Request, Storage, StorageProperties, WorkerPool, WriteCursor,
+};
+
+const BLOCK: u64 = 4096;
+/// The storage ends inside a block.
+const SIZE: usize = 10 * BLOCK as usize + 100;
+
+/// Bytes in memory, which move at most [`MemoryStorage::most`] at once.
+struct MemoryStorage {
+    bytes: Mutex<Vec<u8>>,
+    /// Bytes of the longest transfer, a multiple of the block.
+    most: usize,
+    /// Transfers from this byte on fail with `EIO`.
+    bad: u64,
+}
+
+impl MemoryStorage {
+    fn new() -> Self {
+        let bytes = (0..SIZE).map(|n| (n % 251) as u8).collect();
+        Self { bytes: Mutex::new(bytes), most: usize::MAX, bad: u64::MAX }
+    }
+
+    fn contents(&self) -> Vec<u8> {
+        self.bytes.lock().unwrap().clone()
+    }
+
+    /// The bytes that a transfer of `total` bytes may move.
+    fn begin(&self, pos: u64, total: usize, aligned: bool, op: Operation) -> Result<usize, Error> {
+        let in_last_block = op == Operation::Write && pos >= 10 * BLOCK;
+        assert!(
+            aligned && pos.is_multiple_of(BLOCK) || in_last_block,
+            "{op:?} of {total} at {pos}"
+        );
+        let moved = total.min(self.most);
+        match pos + moved as u64 > self.bad {
+            true => Err(Error::new(libc::EIO, op)),
+            false => Ok(moved),
+        }
+    }
+}
+
+fn is_aligned(slice: &[u8]) -> bool {
+    (slice.as_ptr() as usize).is_multiple_of(512) && (slice.len() as u64).is_multiple_of(BLOCK)
+}
+
+impl Storage for MemoryStorage {
+    fn properties(&self) -> StorageProperties {
+        StorageProperties {
+            align: Alignment { memory: 512, offset: BLOCK as u32, read_offset: BLOCK as u32 },
+            read_only: false,
+            nowait: false,
+            punch_hole: false,
+            device: false,
+            zeroing_block: 1,
+        }
+    }
+
+    fn size(&self) -> Result<u64, Error> {
+        Ok(self.bytes.lock().unwrap().len() as u64)
+    }
+
+    fn read(&self, bufs: &mut [IoSliceMut<'_>], pos: u64) -> Result<usize, Error> {
+        let total = bufs.iter().map(|buf| buf.len()).sum();
+        let aligned = bufs.iter().all(|buf| is_aligned(buf));
+        let most = self.begin(pos, total, aligned, Operation::Read)?;
+        let bytes = self.bytes.lock().unwrap();
+        let from = bytes.get(pos as usize..).unwrap_or_default();
+        let mut rest = &from[..most.min(from.len())];
+        let found = rest.len();
+        for buf in bufs {
+            let (now, later) = rest.split_at(buf.len().min(rest.len()));
+            buf[..now.len()].copy_from_slice(now);
+            rest = later;
+        }
+        Ok(found)
+    }
+
+    fn write(&self, bufs: &[IoSlice<'_>], pos: u64, _: Flags) -> Result<usize, Error> {
+        let total = bufs.iter().map(|buf| buf.len()).sum();
+        let aligned = bufs.iter().all(|buf| is_aligned(buf));
+        let most = self.begin(pos, total, aligned, Operation::Write)?;
+        let data: Vec<_> = bufs.iter().flat_map(|buf| buf.iter().copied()).take(most).collect();
+        let mut bytes = self.bytes.lock().unwrap();
+        let (pos, end) = (pos as usize, pos as usize + data.len());
+        let len = bytes.len().max(end);
+        bytes.resize(len, 0);
+        bytes[pos..end].copy_from_slice(&data);
+        Ok(data.len())
+    }
+
+    fn sync(&self) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn punch(&self, _: ByteRange) -> Result<(), Error> {
+        Err(Error::new(libc::EOPNOTSUPP, Operation::Discard))
+    }
+
+    fn zero(&self, _: ByteRange) -> Result<(), Error> {
+        Err(Error::new(libc::EOPNOTSUPP, Operation::Zero))
+    }
+
+    fn set_len(&self, _: u64) -> Result<(), Error> {
+        Err(Error::new(libc::EINVAL, Operation::Write))
+    }
+
+    fn extents(&self, _: ByteRange, _: usize, _: &mut Vec<ExtentStatus>) -> Result<(), Error> {
+        Err(Error::new(libc::EINVAL, Operation::Status))
+    }
+
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+}
+
+/// Reads `len` bytes; returns those that were found, and the error.
+fn read(storage: &dyn Storage, pos: u64, len: usize) -> (Vec<u8>, Option<i32>) {
+    let mut memory = vec![0xee; len];
+    let mut cursor = ReadCursor::from(&mut memory[..]);
+    let errno = storage.read_at(pos, &mut cursor).err().map(Error::errno);
+    let found = len - cursor.len() as usize;
+    memory.truncate(found);
+    (memory, errno)
+}
+
+/// Positions and lengths around blocks and the end.
+fn ranges() -> Vec<(u64, usize)> {
+    let around = |pos: u64| [pos.saturating_sub(1), pos, pos + 1, pos + 700];
+    let starts = [0, BLOCK, 9 * BLOCK, 10 * BLOCK].into_iter().flat_map(around);
+    let lens = [1, 99, BLOCK as usize - 1, BLOCK as usize, 3 * BLOCK as usize + 5];
+    starts.flat_map(|pos| lens.map(|len| (pos, len))).collect()
+}
+
+/// The same, cut at the end.
+fn ranges_inside() -> Vec<(u64, usize)> {
+    let inside = ranges().into_iter().filter(|&(pos, _)| pos < SIZE as u64);
+    inside.map(|(pos, len)| (pos, len.min(SIZE - pos as usize))).collect()
+}
+
+#[test]
+fn c12_any_range_is_read_by_whole_blocks_also_by_short_transfers() {
+    for most in [usize::MAX, BLOCK as usize] {
+        let storage = MemoryStorage { most, ..MemoryStorage::new() };
+        let all = storage.contents();
+        for (pos, len) in ranges() {
+            let expected: Vec<_> = all.iter().skip(pos as usize).take(len).copied().collect();
+            assert_eq!(read(&storage, pos, len), (expected, None), "{len} at {pos}");
+        }
+    }
+}
+
+#[test]
+fn c12_any_range_is_written_by_whole_blocks_and_the_storage_keeps_its_size() {
+    for most in [usize::MAX, BLOCK as usize] {
+        let storage = MemoryStorage { most, ..MemoryStorage::new() };
+        let mut expected = storage.contents();
+        for ((pos, len), byte) in ranges_inside().into_iter().zip((0..).cycle()) {
+            let data = vec![byte; len];
+            let mut cursor = WriteCursor::from(&data[..]);
+            let storage: &dyn Storage = &storage;
+            storage.write_at(pos, &mut cursor, Some(SIZE as u64)).unwrap();
+            assert!(cursor.is_empty());
+            expected[pos as usize..][..len].fill(byte);
+        }
+        assert!(storage.contents() == expected);
+    }
+}
+
+#[test]
+fn a_storage_without_a_given_end_grows_to_a_whole_block() {
+    let storage = MemoryStorage::new();
+    let mut expected = storage.contents();
+    let data = [7; 50];
+    let part: &dyn Storage = &storage;
+    part.write_at(SIZE as u64 + 10, &mut WriteCursor::from(&data[..]), None).unwrap();
+    expected.resize(11 * BLOCK as usize, 0);
+    expected[SIZE + 10..][..50].fill(7);
+    assert!(storage.contents() == expected);
+}
+
+#[test]
+fn c19_the_cursor_tells_the_bytes_before_an_error() {
+    let most = BLOCK as usize;
+    let storage = MemoryStorage { most, bad: 3 * BLOCK, ..MemoryStorage::new() };
+    let before = storage.contents();
+    assert_eq!(read(&storage, 4 * BLOCK, 9), (Vec::new(), Some(libc::EIO)));
+    assert_eq!(read(&storage, 5, 2 * BLOCK as usize), (before[5..][..2 * most].to_vec(), None));
+    let data = vec![1; 4 * most];
+    let write = |pos| {
+        let mut cursor = WriteCursor::from(&data[..]);
+        let error = (&storage as &dyn Storage).write_at(pos, &mut cursor, None).unwrap_err();
+        (error.errno(), cursor.len())
+    };
+    // Its last block cannot be read.
+    assert_eq!(write(BLOCK + 9), (libc::EIO, 4 * BLOCK));
+    assert!(storage.contents() == before);
+    assert_eq!(write(BLOCK), (libc::EIO, 2 * BLOCK));
+    assert!(storage.contents()[..3 * most] == [&before[..most], &data[..2 * most]].concat());
+}
+
+#[test]
+fn a_storage_without_a_descriptor_is_served_by_the_workers() {
+    let storage = Arc::new(MemoryStorage::new());
+    let disk = Arc::new(BlockDevice::raw(storage.clone(), false).unwrap());
+    assert_eq!(disk.files().unwrap_err().errno(), libc::EOPNOTSUPP);
+    let config = Config { nowait_first: false, ..Config::default() };
+    let workers = WorkerPool::new(&disk, 2);
+    let mut engine = Engine::new(disk, workers, Null::new().unwrap(), config).unwrap();
+    let mut expected = storage.contents();
+    for ((pos, len), byte) in ranges_inside().into_iter().zip((0..).cycle()) {
+        let range = ByteRange::new(pos, len as u64);
+        for op in [Op::Write, Op::Read] {
+            let mut buf = engine.buffer(range).unwrap();
+            let at = engine.buffer_offset(pos);
+            if op == Op::Write {
+                buf[at..at + len].fill(byte);
+            }
+            let io = Request { op, flags: Flags::NONE, range };
+            engine.submit(io, buf, 1).map_err(|rejected| rejected.error).unwrap();
+            while !engine.has_done() {
+                engine.wait(None, &mut |_, _| {}).unwrap();
+            }
+            let done = engine.next().unwrap();
+            assert_eq!(done.result().unwrap(), len as u64);
+            assert!(op == Op::Write || done.buf.unwrap()[at..at + len].iter().all(|b| *b == byte));
+        }
+        expected[pos as usize..][..len].fill(byte);
+    }
+    assert!(storage.contents() == expected);
+}
