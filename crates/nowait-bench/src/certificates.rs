@@ -6,20 +6,24 @@
 use std::path::Path;
 use std::{fs, io};
 
+use nowait_nbd::client::{CipherSuites, Credentials};
 use rcgen::{
     BasicConstraints, CertificateParams, DnType, ExtendedKeyUsagePurpose, IsCa, Issuer, KeyPair,
     KeyUsagePurpose,
 };
-use rustls::pki_types::CertificateDer;
 use tempfile::TempDir;
 
 /// The subject of the certificate.
-pub(crate) const NAME: &str = "localhost";
+const NAME: &str = "localhost";
+/// The offered cipher suite, as shown in reports: the one that clients with GnuTLS (libnbd, QEMU)
+/// prefer.
+pub(crate) const SUITE: &str = "TLS 1.3 with TLS_AES_256_GCM_SHA384";
 
 /// A directory with `ca-cert.pem`, `server-cert.pem` and `server-key.pem`; removed on drop.
 pub(crate) struct Certificates {
     directory: TempDir,
-    authority: CertificateDer<'static>,
+    /// Those of the client, which trusts the authority.
+    credentials: Credentials,
 }
 
 impl Certificates {
@@ -45,15 +49,19 @@ impl Certificates {
         let server = params.signed_by(&key, &issuer).map_err(io::Error::other)?;
         write("server-cert.pem", server.pem())?;
         write("server-key.pem", key.serialize_pem())?;
-        Ok(Certificates { authority: root.der().clone(), directory })
+        // One cipher suite is offered, so that no server is measured with a cheaper one than another.
+        let suites = CipherSuites::Tls13Aes256;
+        let credentials =
+            Credentials::load(directory.path(), Some(NAME), suites).map_err(io::Error::other)?;
+        Ok(Certificates { directory, credentials })
     }
 
     pub(crate) fn directory(&self) -> &Path {
         self.directory.path()
     }
 
-    /// The certificate of the authority, which the client trusts.
-    pub(crate) fn authority(&self) -> CertificateDer<'static> {
-        self.authority.clone()
+    /// The client's side: the name of the server is verified.
+    pub(crate) fn credentials(&self) -> &Credentials {
+        &self.credentials
     }
 }

@@ -6,22 +6,20 @@
 //! system call, and only the socket copies data, so that the server is the bottleneck and not the
 //! client.
 
-use std::io::{self, Read, Write};
+use std::io;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
 use hdrhistogram::Histogram;
-use nowait_nbd::client::Export;
-use nowait_nbd::{CMD_DISC, CMD_READ, CMD_WRITE, FLAG_READ_ONLY, REQUEST_BYTES, RequestHeader};
+use nowait_nbd::client::{self, ClientError, Export, Outcome, Replies, Wanted};
+use nowait_nbd::{Address, CMD_READ, CMD_WRITE, FLAG_READ_ONLY, REQUEST_BYTES, RequestHeader};
 use rustix::event::{PollFd, PollFlags, poll};
 use rustix::io::retry_on_intr;
 use rustix::time::Timespec;
 
-use crate::address::{Address, SILENCE_MAX, Stream};
+use crate::address::SILENCE_MAX;
 use crate::cancel::CancelFlag;
 use crate::certificates::Certificates;
-use crate::session::Session;
-use crate::wire::{self, ReplyParser};
 use crate::workload::{Direction, Order, Workload};
 
 /// More than a Unix socket buffers by default, so that one receive can take all of it.
@@ -54,15 +52,13 @@ pub(crate) struct ConnectOptions<'a> {
 
 impl ConnectOptions<'_> {
     /// Connects and negotiates; the next bytes are requests.
-    fn open(&self) -> io::Result<(Channel, Export)> {
-        let mut stream = self.address.connect()?;
-        wire::begin(&mut stream, self.certificates.is_some())?;
-        let mut channel = match self.certificates {
-            None => Channel::Plain { stream, received: vec![0; RECEIVE_BYTES] },
-            Some(certificates) => Channel::Tls(Box::new(Session::begin(stream, certificates)?)),
-        };
-        let export = wire::open_export(&mut channel, self.export)?;
-        Ok((channel, export))
+    fn open(&self) -> io::Result<(client::Connection, Export)> {
+        let (wanted, timeout, receive_bytes) = (Wanted::default(), SILENCE_MAX, RECEIVE_BYTES);
+        let credentials = self.certificates.map(Certificates::credentials);
+        let Self { address, export, .. } = *self;
+        let options =
+            client::ConnectOptions { address, credentials, export, wanted, timeout, receive_bytes };
+        Ok(client::Connection::open(&options)?)
     }
 }
 
@@ -94,7 +90,7 @@ impl Client {
         let blocks = (over.end - over.start) / workload.block_bytes as u64;
         let connections = (0..connections)
             .map(|index| {
-                let (channel, offered) = connect_options.open()?;
+                let (nbd, offered) = connect_options.open()?;
                 if offered.size < over.end {
                     return Err(io::Error::other("the export is smaller than the file"));
                 }
@@ -103,7 +99,7 @@ impl Client {
                 }
                 let first = blocks * index as u64 / connections as u64;
                 let positions = Positions::new(workload, over.start, first, blocks);
-                Ok(Connection::new(channel, Batch::new(workload, payload), workload, positions))
+                Ok(Connection::new(nbd, Batch::new(workload, payload), workload, positions))
             })
             .collect::<io::Result<_>>()?;
         Ok(Client { connections })
@@ -148,7 +144,7 @@ impl Client {
             while connection.in_flight() > 0 {
                 connection.receive(&mut unused)?;
             }
-            connection.channel.write_all(&request(CMD_DISC, 0, 0, 0))?;
+            connection.nbd.disconnect();
         }
         Ok(())
     }
@@ -159,11 +155,8 @@ impl Client {
         if self.connections.len() == 1 {
             return Ok(());
         }
-        let mut fds: Vec<PollFd<'_>> = self
-            .connections
-            .iter()
-            .map(|c| PollFd::new(c.channel.stream(), PollFlags::IN))
-            .collect();
+        let mut fds: Vec<PollFd<'_>> =
+            self.connections.iter().map(|c| PollFd::new(&c.nbd, PollFlags::IN)).collect();
         if retry_on_intr(|| poll(&mut fds, Some(&SILENCE_MAX_POLL)))? == 0 {
             return Err(silent());
         }
@@ -186,129 +179,99 @@ pub(crate) fn latency_histogram() -> io::Result<Histogram<u64>> {
     Histogram::new_with_bounds(1, MINUTE_NS, 3).map_err(io::Error::other)
 }
 
-/// The transport of a connection.
-enum Channel {
-    Plain { stream: Stream, received: Vec<u8> },
-    Tls(Box<Session>),
-}
-
-impl Channel {
-    fn stream(&self) -> &Stream {
-        match self {
-            Channel::Plain { stream, .. } => stream,
-            Channel::Tls(session) => session.stream(),
-        }
-    }
-
-    /// Waits for data and passes all of it to `sink`. False at the end of the stream.
-    fn receive(&mut self, mut sink: impl FnMut(&[u8]) -> io::Result<()>) -> io::Result<bool> {
-        match self {
-            Channel::Plain { stream, received } => {
-                let count = stream.read(received)?;
-                sink(&received[..count])?;
-                Ok(count > 0)
-            }
-            Channel::Tls(session) => session.receive(sink),
-        }
-    }
-}
-
-/// For the handshake, in which the server sends only replies.
-impl Read for Channel {
-    fn read(&mut self, buffer: &mut [u8]) -> io::Result<usize> {
-        match self {
-            Channel::Plain { stream, .. } => stream.read(buffer),
-            Channel::Tls(session) => session.read(buffer),
-        }
-    }
-}
-
-impl Write for Channel {
-    fn write(&mut self, bytes: &[u8]) -> io::Result<usize> {
-        match self {
-            Channel::Plain { stream, .. } => stream.write(bytes),
-            Channel::Tls(session) => session.send(bytes).map(|()| bytes.len()),
-        }
-    }
-
-    fn flush(&mut self) -> io::Result<()> {
-        Ok(())
-    }
-}
-
 struct Connection {
-    channel: Channel,
+    nbd: client::Connection,
     batch: Batch,
-    parser: ReplyParser,
-    /// For each slot the time when its request was sent; `None` if the slot is free.
-    sent: Vec<Option<Instant>>,
-    free: Vec<usize>,
+    slots: Slots,
     positions: Positions,
 }
 
 impl Connection {
     fn new(
-        channel: Channel,
+        nbd: client::Connection,
         batch: Batch,
         workload: &Workload,
         positions: Positions,
     ) -> Connection {
-        let data_in_reply = match workload.direction {
-            Direction::Read => workload.block_bytes,
+        let data_bytes = match workload.direction {
+            Direction::Read => workload.block_bytes as u64,
             Direction::Write => 0,
         };
-        Connection {
-            channel,
-            batch,
-            parser: ReplyParser::new(data_in_reply),
-            sent: vec![None; workload.depth],
-            free: (0..workload.depth).rev().collect(),
-            positions,
-        }
+        let (sent, free) = (vec![None; workload.depth], (0..workload.depth).rev().collect());
+        Connection { nbd, batch, slots: Slots { data_bytes, sent, free }, positions }
     }
 
     fn in_flight(&self) -> usize {
-        self.sent.len() - self.free.len()
+        self.slots.sent.len() - self.slots.free.len()
     }
 
     /// Sends a request for every free slot. Latencies start at `now`, because the system call may
     /// take a while.
     fn send(&mut self, now: Instant) -> io::Result<()> {
         let mut count = 0;
-        while let Some(slot) = self.free.pop() {
+        while let Some(slot) = self.slots.free.pop() {
             self.batch.set(count, slot as u64, self.positions.next());
-            self.sent[slot] = Some(now);
+            self.slots.sent[slot] = Some(now);
             count += 1;
         }
-        self.channel.write_all(self.batch.first(count))
+        self.nbd.send_all(self.batch.first(count))
     }
 
     /// Waits for data, receives all of it, and returns the number of requests that it completed.
     fn receive(&mut self, latencies_ns: &mut Histogram<u64>) -> io::Result<u64> {
-        let Connection { channel, parser, sent, free, .. } = self;
-        let mut requests = 0;
-        let outcome = channel.receive(|bytes| {
-            let now = Instant::now();
-            parser.feed(bytes, |cookie| {
-                let slot = usize::try_from(cookie).unwrap_or(usize::MAX);
-                let Some(sent) = sent.get_mut(slot).and_then(Option::take) else {
-                    let problem = "the server answered a request that was never made";
-                    return Err(io::Error::other(problem));
-                };
-                let ns = u64::try_from((now - sent).as_nanos()).unwrap_or(u64::MAX);
-                latencies_ns.saturating_record(ns);
-                free.push(slot);
-                requests += 1;
-                Ok(())
-            })
-        });
-        match outcome {
-            Ok(true) => Ok(requests),
-            Ok(false) => Err(io::Error::new(io::ErrorKind::UnexpectedEof, "the server hung up")),
-            Err(e) if e.kind() == io::ErrorKind::Interrupted => Ok(0),
-            Err(e) if e.kind() == io::ErrorKind::WouldBlock => Err(silent()),
-            Err(e) => Err(e),
+        let free = self.slots.free.len();
+        let mut finished = Finished { slots: &mut self.slots, now: None, latencies_ns };
+        match self.nbd.receive(&mut finished) {
+            Ok(_) => Ok((self.slots.free.len() - free) as u64),
+            Err(ClientError::Lost(e)) if e.kind() == io::ErrorKind::WouldBlock => Err(silent()),
+            Err(e) => Err(e.into()),
         }
+    }
+}
+
+/// The requests that a connection keeps in flight; a cookie is the index of a slot.
+struct Slots {
+    /// The data of each reply.
+    data_bytes: u64,
+    /// For each slot the time when its request was sent; `None` if the slot is free.
+    sent: Vec<Option<Instant>>,
+    free: Vec<usize>,
+}
+
+/// The slots during one receive.
+struct Finished<'a> {
+    slots: &'a mut Slots,
+    /// When the receive returned, once a reply was parsed.
+    now: Option<Instant>,
+    latencies_ns: &'a mut Histogram<u64>,
+}
+
+impl Replies for Finished<'_> {
+    #[inline]
+    fn simple(&mut self, _: u64, error: u32) -> Outcome<Option<(u64, u64)>> {
+        match error {
+            0 => Ok(Some((0, self.slots.data_bytes))),
+            error => Err(format!("the server answered a request with NBD error {error}")),
+        }
+    }
+
+    #[inline]
+    fn done(&mut self, cookie: u64) -> Outcome<()> {
+        let slot = usize::try_from(cookie).unwrap_or(usize::MAX);
+        let Some(sent) = self.slots.sent.get_mut(slot).and_then(Option::take) else {
+            return Err("the server answered a request that was never made".into());
+        };
+        let now = *self.now.get_or_insert_with(Instant::now);
+        let ns = u64::try_from((now - sent).as_nanos()).unwrap_or(u64::MAX);
+        self.latencies_ns.saturating_record(ns);
+        self.slots.free.push(slot);
+        Ok(())
+    }
+
+    /// The data are dropped where they were received.
+    #[inline]
+    fn memory(&mut self, _: u64, _: u64) -> Option<&mut [u8]> {
+        None
     }
 }
 

@@ -10,6 +10,7 @@ use std::{io, thread};
 use rustix::time::{ClockId, clock_gettime};
 use tempfile::TempDir;
 
+use crate::address;
 use crate::cancel::CancelFlag;
 use crate::certificates::Certificates;
 use crate::client::{Client, ConnectOptions, Interval, Payload, latency_histogram};
@@ -129,11 +130,12 @@ impl<'a> Runner<'a> {
         target: &Target,
         workload: &Workload,
     ) -> io::Result<Sample> {
-        let address = server.when_ready(|address| address.connect().map(|_| address.clone()))?;
+        let address =
+            server.when_ready(|address| address::check(address).map(|()| address.clone()))?;
         let before = CpuTime::read(server.pid())?;
         let arguments = [
             "--ioengine=nbd".to_owned(),
-            format!("--uri={}", address.uri(export)),
+            format!("--uri={}", address.uri(export, false)),
             format!("--iodepth={}", workload.depth),
             format!("--size={}", target.bytes),
             format!("--numjobs={}", self.connections),

@@ -6,9 +6,11 @@
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
+use nowait_nbd::Address;
 use serde_json::{Value, json};
 
-use crate::address::Address;
+use crate::address;
+use crate::certificates::SUITE;
 use crate::error::Error;
 use crate::fio;
 use crate::measurement::Runner;
@@ -16,7 +18,6 @@ use crate::page::escaped;
 use crate::report::{Entry, Machine, Report, Reporter, RunOptions};
 use crate::samples::{Sample, cells, json as figures_json, titles};
 use crate::server::{Program, ServerFiles, ServerKind, Servers};
-use crate::session;
 use crate::table::{aligned, html_cells, ratio};
 use crate::test_file::{Access, Format, Target};
 use crate::workload::{Caching, ClientKind, Conditions, Transport, Workload};
@@ -212,7 +213,7 @@ impl Peers<'_> {
             text += &format!("{}\n", command_line(kind, terms, self.target.access));
         }
         if terms.transport == Transport::Tls {
-            text += &format!("negotiated: {} (the client offers nothing else)\n", session::SUITE);
+            text += &format!("negotiated: {} (the client offers nothing else)\n", SUITE);
         }
         if kinds.iter().any(|kind| !kind.can(terms.caching)) {
             text += "* through the page cache, dropping pages after use: it has no direct I/O, and is not \
@@ -240,7 +241,7 @@ impl Peers<'_> {
 fn command_line(kind: ServerKind, terms: Conditions, access: Access) -> String {
     let [file, certificates] = ["FILE", "DIR"].map(Path::new);
     let address = match terms.transport {
-        Transport::Tcp => Address::Loopback(EXAMPLE_PORT),
+        Transport::Tcp => address::loopback(EXAMPLE_PORT),
         Transport::Plain | Transport::Tls => Address::Unix("SOCKET".into()),
     };
     let server_files = ServerFiles { file, format: Format::Raw, address: &address, certificates };

@@ -13,10 +13,11 @@ use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
+use nowait_nbd::Address;
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::{Value, json};
 
-use crate::address::Address;
+use crate::address;
 use crate::certificates::Certificates;
 use crate::cpus::Placement;
 use crate::error::Error;
@@ -122,7 +123,7 @@ fn nowait_arguments(
     arguments.push("--nbd".into());
     arguments.push(match address {
         Address::Unix(socket) => joined("unix:", socket.as_os_str()),
-        Address::Loopback(port) => format!("tcp:127.0.0.1:{port}").into(),
+        Address::Tcp { host, port } => format!("tcp:{host}:{port}").into(),
     });
     arguments.push(file.into());
     arguments
@@ -151,8 +152,8 @@ fn qemu_nbd_arguments(
     }
     match address {
         Address::Unix(socket) => arguments.extend(["-k".into(), socket.into()]),
-        Address::Loopback(port) => {
-            arguments.extend(words(&["-b", "127.0.0.1", "-p", &port.to_string()]));
+        Address::Tcp { host, port } => {
+            arguments.extend(words(&["-b", host, "-p", &port.to_string()]));
         }
     }
     arguments.push(file.into());
@@ -175,8 +176,8 @@ fn storage_daemon_arguments(
     let export = format!("type=nbd,id=e,node-name=f,name=f,writable={writable}");
     let mut address = match address {
         Address::Unix(socket) => joined("addr.type=unix,addr.path=", &commas_doubled(socket)),
-        Address::Loopback(port) => {
-            format!("addr.type=inet,addr.host=127.0.0.1,addr.port={port}").into()
+        Address::Tcp { host, port } => {
+            format!("addr.type=inet,addr.host={host},addr.port={port}").into()
         }
     };
     let mut arguments = Vec::new();
@@ -209,8 +210,8 @@ fn nbdkit_arguments(
     }
     match address {
         Address::Unix(socket) => arguments.extend(["-U".into(), socket.into()]),
-        Address::Loopback(port) => {
-            arguments.extend(words(&["-i", "127.0.0.1", "-p", &port.to_string()]));
+        Address::Tcp { host, port } => {
+            arguments.extend(words(&["-i", host, "-p", &port.to_string()]));
         }
     }
     arguments.push("file".into());
@@ -337,7 +338,7 @@ impl Server {
         directory: &Path,
     ) -> io::Result<Server> {
         let address = match terms.transport {
-            Transport::Tcp => Address::free_port()?,
+            Transport::Tcp => address::free_port()?,
             Transport::Plain | Transport::Tls => Address::Unix(directory.join("socket")),
         };
         let server_files = ServerFiles {
@@ -450,7 +451,7 @@ mod tests {
 
     fn arguments(kind: ServerKind, terms: Conditions, access: Access) -> Vec<OsString> {
         let address = match terms.transport {
-            Transport::Tcp => Address::Loopback(PORT),
+            Transport::Tcp => address::loopback(PORT),
             Transport::Plain | Transport::Tls => Address::Unix("/s".into()),
         };
         let [file, certificates] = ["/f", "/c"].map(Path::new);

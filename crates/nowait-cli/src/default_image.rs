@@ -11,7 +11,9 @@ use std::io::{self, ErrorKind};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use crate::listen_address::ListenAddress;
+use nowait_nbd::Address;
+
+use crate::listen_address;
 use nowait_cli::error::{CliError, os_message};
 
 const IMAGE_NAME: &str = "nowait.img";
@@ -72,7 +74,7 @@ fn private_directory(directory: &Path) -> io::Result<()> {
 /// the user's runtime directory is removed by the listener that bound it.
 pub(crate) struct DefaultSocket {
     /// The address; always a Unix socket.
-    pub(crate) listen: ListenAddress,
+    pub(crate) listen: Address,
     temporary: Option<PathBuf>,
 }
 
@@ -81,7 +83,7 @@ impl DefaultSocket {
     pub(crate) fn remove(&self) {
         if let Some(directory) = &self.temporary {
             // The directory holds no other file. A failure leaves an empty directory at worst.
-            if let ListenAddress::Unix(socket) = &self.listen {
+            if let Address::Unix(socket) = &self.listen {
                 let _ = fs::remove_file(socket);
             }
             let _ = fs::remove_dir(directory);
@@ -111,7 +113,7 @@ pub(crate) fn socket(image: &Path) -> Result<DefaultSocket, CliError> {
         }
     };
     let path = directory.join(name);
-    match ListenAddress::unix(path.clone()) {
+    match listen_address::unix(path.clone()) {
         Ok(listen) => Ok(DefaultSocket { listen, temporary }),
         Err(why) => {
             if let Some(directory) = temporary {
@@ -235,7 +237,7 @@ mod tests {
         assert_eq!((mode(&first), mode(&second)), (0o700, 0o700));
         let path = first.join("disk.sock");
         fs::write(&path, "").unwrap();
-        drop(DefaultSocket { listen: ListenAddress::Unix(path), temporary: Some(first.clone()) });
+        drop(DefaultSocket { listen: Address::Unix(path), temporary: Some(first.clone()) });
         assert!(!first.exists() && second.exists());
     }
 }

@@ -7,11 +7,12 @@
 use std::os::fd::{FromRawFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use nowait_nbd::Address;
 use nowait_server::Listener;
 use sd_notify::NotifyState;
 use tracing::warn;
 
-use crate::listen_address::ListenAddress;
+use crate::listen_address;
 use nowait_cli::error::{CliError, os_message};
 
 /// The longest status in bytes; systemd ignores messages of more than 4096 bytes in all.
@@ -22,7 +23,7 @@ const MAX_STATUS_BYTES: usize = 1024;
 ///
 /// # Errors
 /// The environment is contradictory, or a socket is not one that clients can connect to.
-pub(crate) fn sockets() -> Result<Vec<(Listener, ListenAddress)>, CliError> {
+pub(crate) fn sockets() -> Result<Vec<(Listener, Address)>, CliError> {
     static TAKEN: AtomicBool = AtomicBool::new(false);
     if TAKEN.swap(true, Ordering::Relaxed) {
         return Ok(Vec::new());
@@ -49,11 +50,11 @@ pub(crate) fn sockets() -> Result<Vec<(Listener, ListenAddress)>, CliError> {
     taken.collect()
 }
 
-fn address(listener: &Listener) -> Option<ListenAddress> {
+fn address(listener: &Listener) -> Option<Address> {
     if let Some(address) = listener.tcp_address() {
-        return Some(ListenAddress::Tcp { host: address.ip().to_string(), port: address.port() });
+        return Some(Address::Tcp { host: address.ip().to_string(), port: address.port() });
     }
-    ListenAddress::unix(listener.unix_path()?).ok()
+    listen_address::unix(listener.unix_path()?).ok()
 }
 
 /// Notifies that clients can connect, to `uris`.

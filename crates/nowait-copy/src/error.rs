@@ -63,6 +63,11 @@ impl fmt::Display for Error {
 
 impl std::error::Error for Error {}
 
+/// The message of `error`, without the number that the standard library appends to an errno.
+pub(crate) fn without_number(error: &impl fmt::Display) -> String {
+    os_message(&io::Error::other(error.to_string()))
+}
+
 /// The system's words for an errno, without the number that the standard library appends.
 pub(crate) fn reason(errno: i32) -> String {
     os_message(&io::Error::from_raw_os_error(errno))

@@ -25,7 +25,7 @@ mod copy;
 
 pub use copy::{Options, Phase, Progress, REQUEST_BYTES, Report, copy};
 pub use error::Error;
-pub use location::{Location, NbdUri};
+pub use location::Location;
 pub use lost_ranges::Lost;
 #[cfg(feature = "fuzz")]
 pub use nbd::fuzz;

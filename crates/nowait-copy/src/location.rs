@@ -1,20 +1,12 @@
 //! The location of a disk: a path or an NBD URI.
 //!
-//! Invariant: the address and the export of a `NbdUri` are valid: no NUL in either, no part still
-//! percent-encoded; a `Location` is displayed as it was given.
+//! Invariant: a `Location` is displayed as it was given.
 
 use std::ffi::OsString;
 use std::fmt;
-use std::os::unix::ffi::OsStringExt;
 use std::path::{Path, PathBuf};
-use std::str::FromStr;
 
-use nowait_nbd::MAX_STRING_BYTES;
-
-/// The port that IANA has assigned to NBD.
-const NBD_PORT: u16 = 10809;
-/// The longest path of a Unix socket in bytes: `sun_path` of unix(7) less its final NUL.
-const MAX_SOCKET_PATH_BYTES: usize = 107;
+use nowait_nbd::{NbdUri, TlsParams};
 
 /// One side of a copy.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -23,40 +15,6 @@ pub enum Location {
     File(PathBuf),
     /// An export of an NBD server.
     Nbd(NbdUri),
-}
-
-/// An export of an NBD server, `nbd://HOST:PORT/EXPORT` or `nbd+unix:///EXPORT?socket=PATH`; with
-/// TLS `nbds://` or `nbds+unix://`.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct NbdUri {
-    pub(crate) address: Address,
-    pub(crate) security: TlsParams,
-    /// The export's name; empty for the server's default.
-    pub(crate) export: String,
-    text: String,
-}
-
-/// The address that an NBD server listens on.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum Address {
-    Unix(PathBuf),
-    /// The host is a name or an address, IPv6 without brackets.
-    Tcp {
-        host: String,
-        port: u16,
-    },
-}
-
-/// Whether the connection uses TLS. The parameters are libnbd's (nbd_connect_uri(3)).
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub(crate) enum TlsParams {
-    Plain,
-    Tls {
-        /// `tls-certificates`: a directory.
-        certificates: Option<PathBuf>,
-        /// `tls-hostname`: the name that the server's certificate must be for.
-        name: Option<String>,
-    },
 }
 
 impl Location {
@@ -74,18 +32,7 @@ impl Location {
     pub fn asks_for_tls(&self) -> bool {
         matches!(self, Self::Nbd(NbdUri { security: TlsParams::Tls { .. }, .. }))
     }
-}
 
-impl fmt::Display for Location {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::File(path) => path.display().fmt(f),
-            Self::Nbd(uri) => uri.text.fmt(f),
-        }
-    }
-}
-
-impl Location {
     /// Parses a command-line argument: a URI if it begins with an NBD scheme, else a path.
     ///
     /// # Errors
@@ -102,175 +49,18 @@ impl Location {
     }
 }
 
-impl FromStr for NbdUri {
-    type Err = String;
-
-    fn from_str(text: &str) -> Result<Self, String> {
-        let (scheme, rest) = text.split_once("://").ok_or("a URI has :// in it")?;
-        let rest = rest.split('#').next().unwrap_or_default();
-        let (rest, query) = rest.split_once('?').unwrap_or((rest, ""));
-        let (authority, path) = rest.split_once('/').unwrap_or((rest, ""));
-        let export = String::from_utf8(decoded(path)?)
-            .map_err(|_| "the name of the export is not UTF-8".to_owned())?;
-        if export.len() > MAX_STRING_BYTES || export.contains('\0') {
-            return Err(format!("the name of an export has at most {MAX_STRING_BYTES} bytes"));
+impl fmt::Display for Location {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::File(path) => path.display().fmt(f),
+            Self::Nbd(uri) => uri.fmt(f),
         }
-        let address = match scheme {
-            "nbd" | "nbds" => tcp(authority)?,
-            "nbd+unix" | "nbds+unix" => unix(authority, query)?,
-            _ => return Err(format!("the scheme '{scheme}' is neither nbd(s) nor nbd(s)+unix")),
-        };
-        let security = match scheme {
-            "nbds" | "nbds+unix" => tls(query)?,
-            _ => TlsParams::Plain,
-        };
-        Ok(Self { address, security, export, text: text.to_owned() })
     }
-}
-
-/// The value of the parameter `name`, which ends with =.
-fn parameter<'a>(query: &'a str, name: &str) -> Option<&'a str> {
-    query.split('&').find_map(|parameter| parameter.strip_prefix(name))
-}
-
-fn tls(query: &str) -> Result<TlsParams, String> {
-    if parameter(query, "tls-psk-file=").is_some() {
-        return Err("keys agreed upon beforehand (PSK) are not known, only certificates".into());
-    }
-    let certificates = parameter(query, "tls-certificates=").map(decoded).transpose()?;
-    let name = parameter(query, "tls-hostname=").map(decoded).transpose()?;
-    let name = name.map(String::from_utf8).transpose().map_err(|_| "tls-hostname is not UTF-8")?;
-    let certificates = certificates.map(|path| PathBuf::from(OsString::from_vec(path)));
-    Ok(TlsParams::Tls { certificates, name })
-}
-
-fn unix(authority: &str, query: &str) -> Result<Address, String> {
-    if !authority.is_empty() {
-        return Err("nbd+unix has three slashes: nbd+unix:///EXPORT?socket=PATH".into());
-    }
-    let socket = parameter(query, "socket=");
-    let socket = decoded(socket.ok_or("the socket is missing: nbd+unix:///EXPORT?socket=PATH")?)?;
-    if socket.is_empty() || socket.len() > MAX_SOCKET_PATH_BYTES || socket.contains(&0) {
-        return Err(format!("the path of a socket has 1 to {MAX_SOCKET_PATH_BYTES} bytes"));
-    }
-    Ok(Address::Unix(OsString::from_vec(socket).into()))
-}
-
-fn tcp(authority: &str) -> Result<Address, String> {
-    let (host, port) = match authority.strip_prefix('[') {
-        Some(rest) => {
-            let (host, port) = rest.split_once(']').ok_or("a ] is missing after the address")?;
-            (host, port.strip_prefix(':'))
-        }
-        None => match authority.split_once(':') {
-            Some((host, port)) => (host, Some(port)),
-            None => (authority, None),
-        },
-    };
-    if host.contains('@') {
-        return Err("a user name is not part of an NBD address".into());
-    }
-    let port = match port {
-        Some(text) => text.parse().map_err(|_| format!("'{text}' is no port"))?,
-        None => NBD_PORT,
-    };
-    let host = String::from_utf8(decoded(host)?).map_err(|_| "the host is not UTF-8".to_owned())?;
-    if host.is_empty() || port == 0 {
-        return Err("the host is missing: nbd://HOST:PORT/EXPORT".into());
-    }
-    Ok(Address::Tcp { host, port })
-}
-
-/// `text` with each `%XX` replaced by its byte.
-fn decoded(text: &str) -> Result<Vec<u8>, String> {
-    let mut bytes = Vec::with_capacity(text.len());
-    let mut rest = text.as_bytes();
-    while let Some((&first, behind)) = rest.split_first() {
-        rest = behind;
-        if first != b'%' {
-            bytes.push(first);
-            continue;
-        }
-        let digit = |at: usize| rest.get(at).and_then(|&byte| char::from(byte).to_digit(16));
-        let (Some(high), Some(low)) = (digit(0), digit(1)) else {
-            return Err("two hexadecimal digits follow a % (the % itself is %25)".into());
-        };
-        bytes.push((high * 16 + low) as u8);
-        rest = rest.get(2..).unwrap_or_default();
-    }
-    Ok(bytes)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn uri(text: &str) -> (Address, String) {
-        let uri: NbdUri = text.parse().unwrap();
-        (uri.address, uri.export)
-    }
-
-    fn tcp_at(host: &str, port: u16) -> Address {
-        Address::Tcp { host: host.into(), port }
-    }
-
-    #[test]
-    fn an_address_and_an_export_are_found_in_each_form_of_a_uri() {
-        for (text, address, export) in [
-            ("nbd://h", tcp_at("h", 10809), ""),
-            ("nbd://h:1/", tcp_at("h", 1), ""),
-            ("nbd://[::1]:2/a/b", tcp_at("::1", 2), "a/b"),
-            ("nbd://[fe80::1]", tcp_at("fe80::1", 10809), ""),
-            ("nbd+unix:///?socket=/a", Address::Unix("/a".into()), ""),
-            ("nbd+unix:///e?x=y&socket=/a/b#c", Address::Unix("/a/b".into()), "e"),
-        ] {
-            assert_eq!(uri(text), (address, export.to_owned()), "{text}");
-        }
-    }
-
-    #[test]
-    fn tls_is_in_the_scheme_and_its_files_and_name_in_the_parameters() {
-        let security = |text: &str| text.parse::<NbdUri>().unwrap().security;
-        let tls = |certificates: Option<&str>, name: Option<&str>| TlsParams::Tls {
-            certificates: certificates.map(PathBuf::from),
-            name: name.map(str::to_owned),
-        };
-        assert_eq!(security("nbd://h/?tls-certificates=/a"), TlsParams::Plain);
-        assert_eq!(security("nbds://h/"), tls(None, None));
-        assert_eq!(security("nbds://h/?tls-certificates=/a%20b"), tls(Some("/a b"), None));
-        let both = "nbds+unix:///?socket=/s&tls-hostname=n&tls-certificates=/c";
-        assert_eq!(security(both), tls(Some("/c"), Some("n")));
-        assert_eq!(uri(both), (Address::Unix("/s".into()), String::new()));
-    }
-
-    #[test]
-    fn percent_encoding_is_decoded_once() {
-        let (address, export) = uri("nbd+unix:///a%20b%2525?socket=%2fr%C3%BCn%3F");
-        assert_eq!((address, export.as_str()), (Address::Unix("/rün?".into()), "a b%25"));
-    }
-
-    #[test]
-    fn an_invalid_uri_is_refused_with_the_form_to_use() {
-        for (text, why) in [
-            ("nbd+unix:///e", "socket is missing"),
-            ("nbd+unix://h/e?socket=/a", "three slashes"),
-            ("nbd+unix:///?socket=", "1 to 107 bytes"),
-            ("nbd:///e", "host is missing"),
-            ("nbd://h:x/", "'x' is no port"),
-            ("nbd://u@h/", "user name"),
-            ("nbd://[::1", "] is missing"),
-            ("nbd://h/%4", "hexadecimal"),
-            ("nbd://h/%zz", "hexadecimal"),
-            ("nbd://h/%ff", "not UTF-8"),
-            ("nbd://h/%00", "at most 4096"),
-            ("nbds://h/?tls-psk-file=/k", "only certificates"),
-            ("nbds://h/?tls-hostname=%ff", "not UTF-8"),
-            ("nbd+vsock://1/", "neither nbd(s) nor"),
-        ] {
-            let refused = text.parse::<NbdUri>().unwrap_err();
-            assert!(refused.contains(why), "{text}: {refused}");
-        }
-    }
 
     #[test]
     fn every_text_that_is_not_an_nbd_uri_is_a_path() {

@@ -197,3 +197,5 @@ pub const EXTENDED_REQUEST_BYTES: usize = 32;
 pub const SIMPLE_REPLY_BYTES: usize = 16;
 /// Bytes of the header of a chunk of a structured reply.
 pub const CHUNK_HEAD_BYTES: usize = 20;
+/// Bytes of the header of a chunk after `OPT_EXTENDED_HEADERS` (ext).
+pub const EXTENDED_REPLY_BYTES: usize = 32;

@@ -1,7 +1,8 @@
 //! The NBD protocol as bytes, for servers and clients: no socket, no thread, no I/O.
 //!
-//! Servers read request headers and options; clients write them and read replies. [`client`] has the handshake of a client over any stream that blocks. Nothing here
-//! decides what a request means.
+//! Servers read request headers and options; clients write them and read replies. [`client`] has the
+//! handshake of a client over any stream that blocks and the parser of replies; with the feature
+//! `transport` also a connection, with TLS. Nothing here decides what a request means.
 #![forbid(unsafe_code)]
 
 mod constants;
@@ -10,11 +11,15 @@ mod reply_mode;
 mod request_header;
 mod reply_header;
 mod option;
+mod address;
+mod uri;
 pub mod client;
 
+pub use address::{Address, DEFAULT_PORT, MAX_SOCKET_PATH_BYTES};
 pub use constants::*;
 pub use fields::{Fields, valid_string};
 pub use option::{OptionReplyHeader, context_query, info_request, option};
 pub use reply_header::{ReplyHeader, WrongMagic};
 pub use reply_mode::ReplyMode;
 pub use request_header::RequestHeader;
+pub use uri::{NbdUri, TlsParams};

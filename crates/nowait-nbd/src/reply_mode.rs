@@ -2,7 +2,9 @@
 //!
 //! Invariant: agreed on in the handshake, and the same to the end of the connection.
 
-use crate::constants::{EXTENDED_REQUEST_BYTES, REQUEST_BYTES};
+use crate::constants::{
+    EXTENDED_REPLY_BYTES, EXTENDED_REQUEST_BYTES, REQUEST_BYTES, SIMPLE_REPLY_BYTES,
+};
 
 /// Which messages a connection uses after the handshake (NBD proto.md, "Transmission").
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -24,6 +26,16 @@ impl ReplyMode {
         match self {
             Self::Simple | Self::Structured => REQUEST_BYTES,
             Self::Extended => EXTENDED_REQUEST_BYTES,
+        }
+    }
+
+    /// Bytes of the shortest header of a reply.
+    #[inline]
+    #[must_use]
+    pub const fn reply_bytes(self) -> usize {
+        match self {
+            Self::Simple | Self::Structured => SIMPLE_REPLY_BYTES,
+            Self::Extended => EXTENDED_REPLY_BYTES,
         }
     }
 

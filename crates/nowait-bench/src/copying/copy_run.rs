@@ -10,9 +10,10 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use nowait_nbd::Address;
 use rustix::fs::Advice;
 
-use crate::address::Address;
+use crate::address;
 use crate::client::Random;
 use crate::copying::copy_case::{Content, Copier, End, Route};
 use crate::copying::timed;
@@ -100,7 +101,7 @@ impl CopyRun<'_> {
             }
             _ => None,
         };
-        let uri = Address::Unix(self.scratch.join("socket")).uri("");
+        let uri = Address::Unix(self.scratch.join("socket")).uri("", false);
         let name = |end: End, path: &Path| match end {
             End::Nbd => uri.clone(),
             End::File(_) => path.to_string_lossy().into_owned(),
@@ -134,7 +135,7 @@ impl CopyRun<'_> {
         let address = format!("unix:{}", socket.display());
         command.args(["serve", "--format", "raw", "--nbd", &address]).args(extra).arg(file);
         let mut server = Server::spawn(&mut command, Address::Unix(socket), self.scratch)?;
-        let ready = server.when_ready(|address| address.connect().map(drop));
+        let ready = server.when_ready(address::check);
         ready.map_err(|e| io::Error::other(format!("the server: {e}{}", server.last_message())))?;
         Ok(server)
     }

@@ -6,11 +6,9 @@ use std::ffi::OsString;
 
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
+use nowait_nbd::{Address, DEFAULT_PORT};
 
-use crate::listen_address::ListenAddress;
-
-/// The port that IANA has assigned to NBD.
-const NBD_PORT: u16 = 10809;
+use crate::listen_address;
 
 /// Where to listen.
 #[derive(Debug, Args)]
@@ -26,13 +24,13 @@ pub(crate) struct AddressArgs {
     /// Sockets that a service manager hands over (LISTEN_FDS) are served too. Without them and
     /// without any address: a Unix socket named after IMAGE in $XDG_RUNTIME_DIR/nowait, else in a
     /// new temporary directory; only you can enter either.
-    #[arg(long, value_name = "ADDRESS")]
-    nbd: Vec<ListenAddress>,
+    #[arg(long, value_name = "ADDRESS", value_parser = listen_address::parse)]
+    nbd: Vec<Address>,
 
     /// Another way to write --nbd unix:PATH
     #[arg(short = 'k', long, value_name = "PATH")]
-    #[arg(value_parser = OsStringValueParser::new().try_map(|path: OsString| ListenAddress::unix(path.into())))]
-    socket: Vec<ListenAddress>,
+    #[arg(value_parser = OsStringValueParser::new().try_map(|path: OsString| listen_address::unix(path.into())))]
+    socket: Vec<Address>,
 
     /// With --bind, another way to write --nbd tcp:ADDRESS:PORT
     #[arg(short, long, value_name = "PORT")]
@@ -46,11 +44,11 @@ pub(crate) struct AddressArgs {
 
 impl AddressArgs {
     /// All addresses, in the order of the options above; empty for the default one.
-    pub(crate) fn listens(&self) -> Vec<ListenAddress> {
+    pub(crate) fn listens(&self) -> Vec<Address> {
         let host = self.bind.as_deref().map(without_brackets);
-        let tcp = host.map(|host| ListenAddress::Tcp {
+        let tcp = host.map(|host| Address::Tcp {
             host: host.to_owned(),
-            port: self.port.unwrap_or(NBD_PORT),
+            port: self.port.unwrap_or(DEFAULT_PORT),
         });
         self.nbd.iter().chain(&self.socket).cloned().chain(tcp).collect()
     }

@@ -420,10 +420,10 @@ Exit status:
 mod tests {
     use clap::CommandFactory;
     use clap::error::ErrorKind;
+    use nowait_nbd::Address;
 
     use super::*;
     use crate::export_spec::MAX_NAME_BYTES;
-    use crate::listen_address::ListenAddress;
 
     fn parse(line: &str) -> Result<Command, clap::Error> {
         Cli::try_parse_from(line.split_whitespace()).map(|cli| cli.command)
@@ -460,8 +460,8 @@ mod tests {
         );
         let named = NamedExport { name: "e".into(), image: "disk.img".into() };
         assert_eq!(args.exports().unwrap(), [named]);
-        let tcp = ListenAddress::Tcp { host: "h".into(), port: 1 };
-        assert_eq!(args.addresses.listens(), [ListenAddress::Unix("/a".into()), tcp]);
+        let tcp = Address::Tcp { host: "h".into(), port: 1 };
+        assert_eq!(args.addresses.listens(), [Address::Unix("/a".into()), tcp]);
         assert_eq!((args.queues(), args.max_connections), (3, 7));
         assert_eq!((args.direct, args.queue), (Direct::On, Some(QueueKind::Threads)));
         assert_eq!(args.format, Some(nowait_image::Format::Raw));
@@ -478,8 +478,8 @@ mod tests {
         args.check().unwrap();
         let named = NamedExport { name: "name".into(), image: "disk.img".into() };
         assert_eq!(args.exports().unwrap(), [named]);
-        let tcp = ListenAddress::Tcp { host: "::1".into(), port: 7 };
-        assert_eq!(args.addresses.listens(), [ListenAddress::Unix("/a".into()), tcp]);
+        let tcp = Address::Tcp { host: "::1".into(), port: 7 };
+        assert_eq!(args.addresses.listens(), [Address::Unix("/a".into()), tcp]);
         assert_eq!((args.max_connections, args.description.as_deref()), (4, Some("text")));
         assert_eq!(args.format, Some(nowait_image::Format::Raw));
         assert!(args.read_only && args.verbose);
@@ -492,7 +492,7 @@ mod tests {
         assert_eq!(long.lifetime.pid_file, Some("/p".into()));
         let alone = serve("nowait serve -p 10809 disk.img");
         assert!(alone.check().unwrap_err().contains("--bind HOST"));
-        let default = ListenAddress::Tcp { host: "h".into(), port: 10809 };
+        let default = Address::Tcp { host: "h".into(), port: 10809 };
         assert_eq!(serve("nowait serve -b h").addresses.listens(), [default]);
     }
 

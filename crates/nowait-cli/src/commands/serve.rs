@@ -9,6 +9,7 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use nowait::Uring;
+use nowait_nbd::Address;
 use nowait_server::{ClientAuth, Credentials, Listener, Options, QueueKind, Server, Tls};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::{info, warn};
@@ -17,7 +18,6 @@ use crate::args::ServeArgs;
 use crate::args::tls_args::Encryption;
 use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
-use crate::listen_address::ListenAddress;
 use crate::open_disk::{OpenedDisk, open_all};
 use crate::signals::Ending;
 use crate::{args, default_image, secrets, systemd};
@@ -124,7 +124,7 @@ fn open(args: &ServeArgs, exports: Vec<NamedExport>) -> Result<(Vec<OpenedDisk>,
 }
 
 /// Disconnects the clients that wait at inherited sockets, when no image can be served.
-fn reject(inherited: &[(Listener, ListenAddress)]) {
+fn reject(inherited: &[(Listener, Address)]) {
     Listener::reject(inherited.iter().map(|(listener, _)| listener), REJECTED);
 }
 
@@ -211,19 +211,19 @@ fn raise_nofile_limit(max_connections: u32) {
 
 /// Binds every address. Returns the inherited listeners first, then the new ones in their order.
 fn bind(
-    inherited: Vec<(Listener, ListenAddress)>,
-    listens: &[ListenAddress],
-) -> Result<(Vec<Listener>, Vec<ListenAddress>), CliError> {
+    inherited: Vec<(Listener, Address)>,
+    listens: &[Address],
+) -> Result<(Vec<Listener>, Vec<Address>), CliError> {
     let (mut listeners, mut bound_to): (Vec<_>, Vec<_>) = inherited.into_iter().unzip();
     for listen in listens {
         let bound = match listen {
-            ListenAddress::Unix(path) => Listener::unix(path).map(|listener| vec![listener]),
-            ListenAddress::Tcp { host, port } => Listener::tcp(host, *port),
+            Address::Unix(path) => Listener::unix(path).map(|listener| vec![listener]),
+            Address::Tcp { host, port } => Listener::tcp(host, *port),
         };
         let bound = bound.map_err(|error| bind_failure(listen, &error))?;
         bound_to.push(match (listen, bound.first().and_then(Listener::tcp_address)) {
-            (ListenAddress::Tcp { host, .. }, Some(address)) => {
-                ListenAddress::Tcp { host: host.clone(), port: address.port() }
+            (Address::Tcp { host, .. }, Some(address)) => {
+                Address::Tcp { host: host.clone(), port: address.port() }
             }
             (listen, _) => listen.clone(),
         });
@@ -232,12 +232,12 @@ fn bind(
     Ok((listeners, bound_to))
 }
 
-fn bind_failure(listen: &ListenAddress, error: &io::Error) -> CliError {
+fn bind_failure(listen: &Address, error: &io::Error) -> CliError {
     let (at, hint) = match listen {
-        ListenAddress::Unix(path) => (path.display().to_string(), "another path"),
-        ListenAddress::Tcp { host, port } => (format!("{host}:{port}"), "another port"),
+        Address::Unix(path) => (path.display().to_string(), "another path"),
+        Address::Tcp { host, port } => (format!("{host}:{port}"), "another port"),
     };
-    if let ListenAddress::Unix(path) = listen
+    if let Address::Unix(path) = listen
         && let Ok(there) = std::fs::symlink_metadata(path)
         && !there.file_type().is_socket()
     {
@@ -257,7 +257,7 @@ fn print_ready(
     args: &ServeArgs,
     all: &[OpenedDisk],
     kind: QueueKind,
-    listens: &[ListenAddress],
+    listens: &[Address],
     is_inherited: bool,
 ) {
     let queue = match kind {
@@ -305,12 +305,12 @@ fn print_ready(
 }
 
 /// The URIs of `named`, one for each address.
-fn uris(args: &ServeArgs, listens: &[ListenAddress], named: &NamedExport) -> Vec<String> {
+fn uris(args: &ServeArgs, listens: &[Address], named: &NamedExport) -> Vec<String> {
     let tls = matches!(args.tls.encryption(), Encryption::Required { .. });
     listens.iter().map(|listen| listen.uri(&named.name, tls)).collect()
 }
 
-fn print_hint(args: &ServeArgs, listens: &[ListenAddress], named: &NamedExport) {
+fn print_hint(args: &ServeArgs, listens: &[Address], named: &NamedExport) {
     if let Some(uri) = uris(args, listens, named).first() {
         print(format_args!(
             "try:  nbdinfo '{uri}'\n      qemu-img info '{uri}'\n      nbdcopy '{uri}' copy.img"

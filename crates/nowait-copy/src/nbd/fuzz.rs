@@ -5,13 +5,14 @@
 use std::io::{self, Read, Write};
 
 use nowait::{ByteRange, ExtentStatus};
-use nowait_nbd::client;
+use nowait_nbd as nbd;
+use nowait_nbd::ReplyMode;
+use nowait_nbd::client::{self, HandshakeError, ReplyParser};
 use slab::Slab;
 
 use super::connection::WANTED;
-use super::handshake_error::failure;
-use super::wire;
-use crate::nbd::reply_parser::{Pending, ReplyParser};
+use super::messages::failure;
+use crate::nbd::replies::{Pending, PendingReplies, receive};
 
 /// The metadata context id of block-status replies.
 pub const CONTEXT: u32 = 1;
@@ -19,13 +20,13 @@ pub const CONTEXT: u32 = 1;
 /// First byte and length of each pending request, in bytes, and its command; the index in this list
 /// is its cookie.
 pub const PENDING: [(u64, u64, u16); 7] = [
-    (1 << 33, 8, wire::CMD_READ),
-    (4096, 4096, wire::CMD_READ),
-    (0, 64 << 10, wire::CMD_READ),
-    (512, 512, wire::CMD_WRITE),
-    (0, 1 << 20, wire::CMD_BLOCK_STATUS),
-    (0, 0, wire::CMD_FLUSH),
-    (8192, 1 << 20, wire::CMD_WRITE_ZEROES),
+    (1 << 33, 8, nbd::CMD_READ),
+    (4096, 4096, nbd::CMD_READ),
+    (0, 64 << 10, nbd::CMD_READ),
+    (512, 512, nbd::CMD_WRITE),
+    (0, 1 << 20, nbd::CMD_BLOCK_STATUS),
+    (0, 0, nbd::CMD_FLUSH),
+    (8192, 1 << 20, nbd::CMD_WRITE_ZEROES),
 ];
 
 /// A server that sends `0` and accepts every byte.
@@ -53,7 +54,7 @@ impl Write for Server<'_> {
 /// A message that says what was refused or invalid.
 pub fn negotiate(bytes: &[u8]) -> Result<String, String> {
     let mut server = Server(bytes);
-    let failed = |error| failure(error, "disk");
+    let failed = |error: HandshakeError| failure(&error.into(), "disk");
     client::greet(&mut server).map_err(failed)?;
     let export = client::choose(&mut server, "disk", WANTED).map_err(failed)?;
     Ok(format!("{export:?}"))
@@ -78,12 +79,19 @@ pub fn replies<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> (Vec<Ended>, R
     for (pos, len, command) in PENDING {
         pending.insert(Pending::whole(command, ByteRange::new(pos, len)));
     }
-    let mut receiver = ReplyParser::new(0, Some(CONTEXT));
+    let mut parser = ReplyParser::new(ReplyMode::Structured);
     let mut ended = Vec::new();
     for piece in pieces {
-        let mut indices = Vec::new();
-        let taken = take(&mut receiver, piece, &mut pending, &mut |index| indices.push(index));
-        for cookie in indices {
+        let mut completed = Vec::new();
+        let (pending_now, context) = (&mut pending, Some(CONTEXT));
+        let mut replies = PendingReplies {
+            pending: pending_now,
+            connection: 0,
+            context,
+            completed: &mut completed,
+        };
+        let taken = receive(&mut parser, piece, &mut replies);
+        for cookie in completed {
             let Pending { memory, extents, .. } = pending.remove(cookie);
             let bytes = memory.map_or(Vec::new(), |memory| memory.to_vec());
             ended.push(Ended { cookie, bytes, spans: extents });
@@ -93,25 +101,4 @@ pub fn replies<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> (Vec<Ended>, R
         }
     }
     (ended, Ok(()))
-}
-
-/// Parses one piece in the way that a connection does.
-fn take(
-    receiver: &mut ReplyParser,
-    piece: &[u8],
-    pending: &mut Slab<Pending>,
-    ended: &mut dyn FnMut(usize),
-) -> Result<(), String> {
-    let direct = receiver.data_target(pending).map_or(0, |target| {
-        let count = target.len().min(piece.len());
-        let (to, from) = (target.get_mut(..count), piece.get(..count));
-        to.zip(from).map_or(0, |(to, from)| {
-            to.copy_from_slice(from);
-            count
-        })
-    });
-    if direct > 0 {
-        receiver.data_received(direct, pending, ended)?;
-    }
-    receiver.feed(piece.get(direct..).unwrap_or_default(), pending, ended)
 }

@@ -3,12 +3,8 @@
 //! Invariant: whatever a server sends, the outcome is a result or an error: no panic, no memory
 //! beyond a bound, no byte returned that was not received.
 
-mod wire;
-mod tls_error;
-mod handshake_error;
-mod reply_parser;
-mod credentials;
-mod tls_session;
+mod messages;
+mod replies;
 mod connection;
 mod nbd_endpoint;
 #[cfg(feature = "fuzz")]

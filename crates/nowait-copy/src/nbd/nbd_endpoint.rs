@@ -8,18 +8,17 @@ use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::path::Path;
 
-use nowait_nbd::RequestHeader;
-use nowait_nbd::client::Export;
+use nowait_nbd as nbd;
+use nowait_nbd::client::{CipherSuites, Credentials, Export};
+use nowait_nbd::{Address, NbdUri, RequestHeader, TlsParams};
 use rustix::event::PollFlags;
 use slab::Slab;
 
 use crate::endpoint::{Capabilities, Completed, CopyOperation, CopyRequest, Endpoint};
-use crate::error::Error;
-use crate::location::{Address, NbdUri, TlsParams};
+use crate::error::{Error, without_number};
+use crate::location::Location;
 use crate::nbd::connection::{Connection, Outgoing};
-use crate::nbd::credentials::Credentials;
-use crate::nbd::reply_parser::{Pending, cookie};
-use crate::nbd::wire;
+use crate::nbd::replies::{Pending, cookie};
 use crate::zero_detection::DataRun;
 
 /// The longest read or write on the wire in bytes, where the server allows it; longer requests are
@@ -55,7 +54,7 @@ pub(crate) fn connect(
     connecting: Connecting<'_>,
     writes: bool,
 ) -> Result<Box<dyn Endpoint>, Error> {
-    let location = crate::location::Location::Nbd(uri.clone());
+    let location = Location::Nbd(uri.clone());
     let failed = |what: String| Error::at(&location, what);
     let credentials = credentials(uri, connecting.certificates).map_err(failed)?;
     let connections = connecting.connections;
@@ -63,11 +62,11 @@ pub(crate) fn connect(
         Connection::open(&uri.address, credentials.as_ref(), &uri.export, number).map_err(failed)
     };
     let (first, export) = open(0)?;
-    if writes && export.flags & wire::FLAG_READ_ONLY != 0 {
+    if writes && export.flags & nbd::FLAG_READ_ONLY != 0 {
         return Err(Error::at(&location, "the export is read-only"));
     }
     let mut all = vec![first];
-    let count = if export.flags & wire::FLAG_CAN_MULTI_CONN == 0 { 1 } else { connections };
+    let count = if export.flags & nbd::FLAG_CAN_MULTI_CONN == 0 { 1 } else { connections };
     while all.len() < count {
         let (next, other) = open(all.len())?;
         // The context's id may differ between connections.
@@ -94,7 +93,8 @@ fn credentials(uri: &NbdUri, certificates: Option<&Path>) -> Result<Option<Crede
         Address::Unix(_) => None,
     };
     let name = name.as_ref().or(host).map(String::as_str);
-    Credentials::load(directory, name).map(Some)
+    let loaded = Credentials::load(directory, name, CipherSuites::All);
+    loaded.map(Some).map_err(|error| without_number(&error))
 }
 
 struct NbdEndpoint {
@@ -119,7 +119,7 @@ impl NbdEndpoint {
     }
 
     fn has_write_zeroes(&self) -> bool {
-        self.export.flags & wire::FLAG_SEND_WRITE_ZEROES != 0
+        self.export.flags & nbd::FLAG_SEND_WRITE_ZEROES != 0
     }
 }
 
@@ -154,7 +154,7 @@ impl Endpoint for NbdEndpoint {
             max_bytes: (self.part_bytes() * MAX_PARTS).min(MAX_BYTES),
             max_zero_bytes: if self.has_write_zeroes() { u64::from(MAX_ZERO_BYTES) } else { 0 },
             has_status: self.export.context.is_some(),
-            has_flush: self.export.flags & wire::FLAG_SEND_FLUSH != 0,
+            has_flush: self.export.flags & nbd::FLAG_SEND_FLUSH != 0,
         }
     }
 
@@ -164,19 +164,19 @@ impl Endpoint for NbdEndpoint {
         let has_write_zeroes = self.has_write_zeroes();
         let part_bytes = self.part_bytes();
         let (command, runs) = match operation {
-            CopyOperation::Read => (wire::CMD_READ, parts(whole, part_bytes).collect()),
+            CopyOperation::Read => (nbd::CMD_READ, parts(whole, part_bytes).collect()),
             CopyOperation::Write(runs) => {
                 let cut =
                     |run: DataRun| if run.zero && has_write_zeroes { u64::MAX } else { part_bytes };
                 let runs = runs.into_iter().flat_map(|run| parts(run, cut(run)));
-                (wire::CMD_WRITE, runs.collect())
+                (nbd::CMD_WRITE, runs.collect())
             }
-            CopyOperation::Zero => (wire::CMD_WRITE_ZEROES, vec![whole]),
-            CopyOperation::Flush => (wire::CMD_FLUSH, vec![whole]),
+            CopyOperation::Zero => (nbd::CMD_WRITE_ZEROES, vec![whole]),
+            CopyOperation::Flush => (nbd::CMD_FLUSH, vec![whole]),
             CopyOperation::Status => {
                 range.len = range.len.min(MAX_STATUS_BYTES);
                 let whole = DataRun { len: range.len as usize, ..whole };
-                (wire::CMD_BLOCK_STATUS, vec![whole])
+                (nbd::CMD_BLOCK_STATUS, vec![whole])
             }
         };
         if runs.is_empty() {
@@ -199,14 +199,14 @@ impl Endpoint for NbdEndpoint {
             part_bytes,
             answered: 0,
             may_be_unreadable: self.reports_unreadable
-                && matches!(command, wire::CMD_READ | wire::CMD_BLOCK_STATUS),
+                && matches!(command, nbd::CMD_READ | nbd::CMD_BLOCK_STATUS),
             unreadable: false,
         });
         for (number, run) in runs.into_iter().enumerate() {
             let zero = run.zero && has_write_zeroes;
             let data =
-                (command == wire::CMD_WRITE && !zero).then_some((pending, run.start, run.len));
-            let command = if zero { wire::CMD_WRITE_ZEROES } else { command };
+                (command == nbd::CMD_WRITE && !zero).then_some((pending, run.start, run.len));
+            let command = if zero { nbd::CMD_WRITE_ZEROES } else { command };
             let offset = range.pos + run.start as u64;
             let cookie = cookie(pending, number as u32);
             let length = run.len as u64;
@@ -219,9 +219,8 @@ impl Endpoint for NbdEndpoint {
         let Self { name, connections, pending, done, .. } = self;
         let mut completed = Vec::new();
         for connection in connections {
-            let result = connection
-                .send(pending)
-                .and_then(|()| connection.receive(pending, &mut |index| completed.push(index)));
+            let result =
+                connection.send(pending).and_then(|()| connection.receive(pending, &mut completed));
             result.map_err(|what| Error::at(name, what))?;
             collect(&completed, pending, connection, done);
             completed.clear();

@@ -7,12 +7,13 @@ use std::fmt;
 use std::io::{self, Read, Write};
 
 use crate::constants::{
-    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, INFO_BLOCK_SIZE, INFO_EXPORT, INIT_MAGIC, OPT_GO,
-    OPT_SET_META_CONTEXT, OPT_STARTTLS, OPT_STRUCTURED_REPLY, OPTION_MAGIC, REP_ACK, REP_INFO,
-    REP_META_CONTEXT,
+    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, INFO_BLOCK_SIZE, INFO_EXPORT, INIT_MAGIC,
+    OPT_EXTENDED_HEADERS, OPT_GO, OPT_SET_META_CONTEXT, OPT_STARTTLS, OPT_STRUCTURED_REPLY,
+    OPTION_MAGIC, REP_ACK, REP_INFO, REP_META_CONTEXT,
 };
 use crate::fields::Fields;
 use crate::option::{OptionReplyHeader, context_query, info_request, option};
+use crate::reply_mode::ReplyMode;
 
 /// The longest reply to an option that a server has reason to give, in bytes.
 const MAX_REPLY_BYTES: u32 = 64 << 10;
@@ -27,9 +28,9 @@ const MAX_MIN_BLOCK: u32 = 64 << 10;
 /// What a client asks for beside the export.
 #[derive(Clone, Copy, Debug, Default)]
 pub struct Wanted<'a> {
-    /// Replies in chunks, if the server has them.
-    pub structured: bool,
-    /// The metadata context that block status is asked for in; it needs `structured`.
+    /// The messages to use, if the server has them; else those of the next simpler mode.
+    pub mode: ReplyMode,
+    /// The metadata context that block status is asked for in; it needs replies in chunks.
     pub context: Option<&'a str>,
 }
 
@@ -42,8 +43,8 @@ pub struct Export {
     pub flags: u16,
     /// The id of the context that was asked for, if the server has it.
     pub context: Option<u32>,
-    /// Whether replies may come in chunks.
-    pub structured: bool,
+    /// The messages that were agreed on.
+    pub mode: ReplyMode,
     /// Bytes that positions and lengths are multiples of, a power of two.
     pub min_block: u32,
     /// The longest read or write in bytes, a multiple of `min_block`.
@@ -134,10 +135,9 @@ pub fn choose(
     name: &str,
     wanted: Wanted<'_>,
 ) -> Result<Export, HandshakeError> {
-    let structured =
-        wanted.structured && has(ask(stream, OPT_STRUCTURED_REPLY, &[], &mut |_, _| Ok(())))?;
+    let mode = agree(stream, wanted.mode)?;
     let context = match wanted.context {
-        Some(context) if structured => select(stream, name, context)?,
+        Some(context) if mode.has_chunks() => select(stream, name, context)?,
         _ => None,
     };
     let mut found = None;
@@ -158,7 +158,19 @@ pub fn choose(
         return Err(HandshakeError::Broken(words));
     }
     let (min_block, max_bytes) = blocks;
-    Ok(Export { size, flags, context, structured, min_block, max_bytes })
+    Ok(Export { size, flags, context, mode, min_block, max_bytes })
+}
+
+/// Agrees on `wanted`, or the next simpler mode that the server has.
+fn agree(stream: &mut (impl Read + Write), wanted: ReplyMode) -> Result<ReplyMode, HandshakeError> {
+    let mut has_option = |option| has(ask(stream, option, &[], &mut |_, _| Ok(())));
+    if wanted == ReplyMode::Extended && has_option(OPT_EXTENDED_HEADERS)? {
+        return Ok(ReplyMode::Extended);
+    }
+    Ok(match wanted.has_chunks() && has_option(OPT_STRUCTURED_REPLY)? {
+        true => ReplyMode::Structured,
+        false => ReplyMode::Simple,
+    })
 }
 
 /// Selects `context`; `None` where the server does not have it.

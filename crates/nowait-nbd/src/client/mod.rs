@@ -3,5 +3,23 @@
 //! Invariant: whatever a server sends, the outcome is a value or an error, in bounded memory.
 
 mod handshake;
+mod reply_parser;
+#[cfg(feature = "transport")]
+mod error;
+#[cfg(feature = "transport")]
+mod credentials;
+#[cfg(feature = "transport")]
+mod socket;
+#[cfg(feature = "transport")]
+mod tls_session;
+#[cfg(feature = "transport")]
+mod connection;
 
+#[cfg(feature = "transport")]
+pub use connection::{ConnectOptions, Connection, probe};
+#[cfg(feature = "transport")]
+pub use credentials::{CipherSuites, Credentials, CredentialsError};
+#[cfg(feature = "transport")]
+pub use error::ClientError;
 pub use handshake::{Export, HandshakeError, Wanted, choose, greet, start_tls};
+pub use reply_parser::{Extents, Outcome, Replies, ReplyParser};

@@ -6,17 +6,18 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::{fmt, io};
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::client::{Resumption, WebPkiServerVerifier};
-use rustls::crypto::{CryptoProvider, ring};
+use rustls::client::{Resumption, UnbufferedClientConnection, WebPkiServerVerifier};
+use rustls::crypto::CryptoProvider;
+use rustls::crypto::ring::{self, cipher_suite::TLS13_AES_256_GCM_SHA384};
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{
     CertificateDer, CertificateRevocationListDer, PrivateKeyDer, ServerName, UnixTime,
 };
 use rustls::{
-    CertificateError, ClientConfig, ClientConnection, DigitallySignedStruct, Error, RootCertStore,
-    SignatureScheme,
+    CertificateError, ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
 };
 
 /// The trusted certificate authorities, and their revocation lists, which may be absent.
@@ -28,22 +29,57 @@ const CLIENT_KEY: &str = "client-key.pem";
 /// The server name where none is known.
 const NO_NAME: &str = "localhost";
 
+/// The cipher suites that a client offers.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub enum CipherSuites {
+    /// All that the cryptography has, of TLS 1.2 and 1.3.
+    #[default]
+    All,
+    /// `TLS_AES_256_GCM_SHA384` of TLS 1.3, so that no server has a cheaper one.
+    Tls13Aes256,
+}
+
+/// Which file of the credentials cannot be used, and why.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CredentialsError(String);
+
+impl fmt::Display for CredentialsError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
+
+impl std::error::Error for CredentialsError {}
+
+impl From<String> for CredentialsError {
+    fn from(words: String) -> Self {
+        Self(words)
+    }
+}
+
 /// The configuration of a TLS session and the name of the server.
 #[derive(Clone, Debug)]
-pub(crate) struct Credentials {
+pub struct Credentials {
     config: Arc<ClientConfig>,
     name: ServerName<'static>,
 }
 
 impl Credentials {
     /// Loads the files in `directory`. The server's certificate must be for `name`, if one is
-    /// given.
+    /// given; `suites` are offered.
     ///
     /// # Errors
-    /// A message that says which file is missing or invalid, and why; or that `name` is not a valid
-    /// name.
-    pub(crate) fn load(directory: &Path, name: Option<&str>) -> Result<Self, String> {
-        let provider = Arc::new(ring::default_provider());
+    /// A file is missing or invalid, or `name` is not a valid name.
+    pub fn load(
+        directory: &Path,
+        name: Option<&str>,
+        suites: CipherSuites,
+    ) -> Result<Self, CredentialsError> {
+        let mut provider = ring::default_provider();
+        if suites == CipherSuites::Tls13Aes256 {
+            provider.cipher_suites = vec![TLS13_AES_256_GCM_SHA384];
+        }
+        let provider = Arc::new(provider);
         let web_pki = verifier(directory, &provider)?;
         let verifier: Arc<dyn ServerCertVerifier> = match name {
             Some(_) => web_pki,
@@ -64,7 +100,7 @@ impl Credentials {
                 built.map_err(|error| format!("{}: {}", key.display(), unusable(&error)))?
             }
         };
-        // A copy has one session for each connection; none is resumed.
+        // Connections last; none is resumed.
         config.resumption = Resumption::disabled();
         config.enable_sni = name.is_some();
         let server_name = name.unwrap_or(NO_NAME);
@@ -75,8 +111,8 @@ impl Credentials {
     }
 
     /// A session before its handshake.
-    pub(crate) fn connection(&self) -> Result<ClientConnection, Error> {
-        ClientConnection::new(self.config.clone(), self.name.clone())
+    pub(super) fn connection(&self) -> Result<UnbufferedClientConnection, Error> {
+        UnbufferedClientConnection::new(self.config.clone(), self.name.clone())
     }
 }
 
@@ -120,10 +156,8 @@ fn verifier(
 fn is_there(path: &Path) -> Result<bool, String> {
     match std::fs::symlink_metadata(path) {
         Ok(_) => Ok(true),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(false),
-        Err(error) => {
-            Err(format!("cannot read {}: {}", path.display(), crate::error::os_message(&error)))
-        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
+        Err(error) => Err(format!("cannot read {}: {error}", path.display())),
     }
 }
 
@@ -139,10 +173,10 @@ fn all_of<T: PemObject>(path: &Path) -> Result<Vec<T>, String> {
 fn why(path: &Path, error: &pem::Error) -> String {
     let path = path.display();
     match error {
-        pem::Error::Io(error) if error.kind() == std::io::ErrorKind::NotFound => {
+        pem::Error::Io(error) if error.kind() == io::ErrorKind::NotFound => {
             format!("there is no file {path}")
         }
-        pem::Error::Io(error) => format!("cannot read {path}: {}", crate::error::os_message(error)),
+        pem::Error::Io(error) => format!("cannot read {path}: {error}"),
         pem::Error::NoItemsFound => format!("{path}: it holds nothing of what its name says (PEM)"),
         error => format!("{path}: {error}"),
     }

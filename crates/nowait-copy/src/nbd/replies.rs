@@ -1,0 +1,425 @@
+//! The unanswered requests of an endpoint, and what the replies of the server do to them.
+//!
+//! Invariant: a request is answered once and only while it is pending; a read is complete when as
+//! many bytes arrived as were requested, none of them outside its range.
+
+use nowait::{ByteRange, ExtentStatus, IoBuffer};
+use nowait_nbd as nbd;
+#[cfg(any(test, feature = "fuzz"))]
+use nowait_nbd::client::ReplyParser;
+use nowait_nbd::client::{Extents, Outcome, Replies};
+use slab::Slab;
+
+use crate::nbd::messages::error_words;
+
+const UNASKED: &str = "the server answered a request that was never made";
+const BROKEN: &str = "the server's replies make no sense";
+
+/// A request that was accepted and has not completed.
+pub(crate) struct Pending {
+    pub(crate) tag: u64,
+    pub(crate) range: ByteRange,
+    pub(crate) memory: Option<IoBuffer>,
+    pub(crate) extents: Vec<ExtentStatus>,
+    /// The command, `CMD_*`.
+    pub(crate) command: u16,
+    /// Requests on the wire that are not answered.
+    pub(crate) left: u32,
+    /// The index of its connection.
+    pub(crate) connection: usize,
+    /// Bytes of a read that have arrived.
+    pub(crate) covered: u64,
+    /// A read is requested in parts of this many bytes, at most 64 parts, from its start on.
+    pub(crate) part_bytes: u64,
+    /// The parts of a read that were answered, a bit each.
+    pub(crate) answered: u64,
+    /// Whether EIO completes the request as unreadable instead of failing the connection.
+    pub(crate) may_be_unreadable: bool,
+    /// Whether the server answered EIO to the request or a part of it.
+    pub(crate) unreadable: bool,
+}
+
+impl Pending {
+    /// An unanswered request that was sent in one part.
+    #[cfg(any(test, feature = "fuzz"))]
+    pub(crate) fn whole(command: u16, range: ByteRange) -> Self {
+        let reads = command == nbd::CMD_READ;
+        Self {
+            tag: 0,
+            range,
+            memory: reads.then(|| IoBuffer::zeroed(range.len as usize).ok()).flatten(),
+            extents: Vec::new(),
+            command,
+            left: 1,
+            connection: 0,
+            covered: 0,
+            part_bytes: range.len,
+            answered: 0,
+            may_be_unreadable: false,
+            unreadable: false,
+        }
+    }
+
+    /// The range of the part with this `cookie`.
+    fn part(&self, cookie: u64) -> Outcome<ByteRange> {
+        let start = (cookie >> 32).saturating_mul(self.part_bytes);
+        let left = self.range.len.checked_sub(start).filter(|&left| left > 0).ok_or(UNASKED)?;
+        Ok(ByteRange::new(self.range.pos + start, left.min(self.part_bytes)))
+    }
+}
+
+/// The cookie of a part on the wire: the index of its pending request and its number in it.
+pub(crate) fn cookie(pending: usize, number: u32) -> u64 {
+    u64::from(number) << 32 | pending as u64
+}
+
+fn pending_of(cookie: u64) -> usize {
+    cookie as u32 as usize
+}
+
+/// The pending requests of all connections, as one connection answers them.
+pub(crate) struct PendingReplies<'a> {
+    pub(crate) pending: &'a mut Slab<Pending>,
+    /// The index of the connection.
+    pub(crate) connection: usize,
+    /// The id of its block status context.
+    pub(crate) context: Option<u32>,
+    /// The indices of the requests that have completed.
+    pub(crate) completed: &'a mut Vec<usize>,
+}
+
+impl PendingReplies<'_> {
+    /// The pending request of `cookie`.
+    fn request(&mut self, cookie: u64) -> Outcome<&mut Pending> {
+        let own = self
+            .pending
+            .get_mut(pending_of(cookie))
+            .filter(|request| request.connection == self.connection && request.left > 0);
+        own.ok_or_else(|| UNASKED.into())
+    }
+
+    /// The pending read of `cookie`, `length` bytes of which at `offset` are answered.
+    fn read(&mut self, cookie: u64, offset: u64, length: u64) -> Outcome<&mut Pending> {
+        let request = self.request(cookie)?;
+        if request.command != nbd::CMD_READ {
+            return Err(BROKEN.into());
+        }
+        let part = request.part(cookie)?;
+        let end = offset.checked_add(length);
+        let fits = length > 0 && offset >= part.pos && end.is_some_and(|end| end <= part.end());
+        if !fits {
+            return Err(BROKEN.into());
+        }
+        request.covered += length;
+        Ok(request)
+    }
+}
+
+impl Replies for PendingReplies<'_> {
+    fn simple(&mut self, cookie: u64, error: u32) -> Outcome<Option<(u64, u64)>> {
+        let request = self.request(cookie)?;
+        match request.command {
+            _ if error != 0 => failed(request, error, "").map(|()| None),
+            nbd::CMD_READ => {
+                let part = request.part(cookie)?;
+                request.covered += part.len;
+                Ok(Some((part.pos, part.len)))
+            }
+            nbd::CMD_BLOCK_STATUS => Err(BROKEN.into()),
+            _ => Ok(None),
+        }
+    }
+
+    fn data(&mut self, cookie: u64, offset: u64, length: u64) -> Outcome<()> {
+        self.read(cookie, offset, length).map(drop)
+    }
+
+    fn hole(&mut self, cookie: u64, offset: u64, length: u64) -> Outcome<()> {
+        self.read(cookie, offset, length)?;
+        let memory = self.memory(cookie, offset).and_then(|rest| rest.get_mut(..length as usize));
+        memory.ok_or(BROKEN)?.fill(0);
+        Ok(())
+    }
+
+    /// Takes the extents within the range; the last one is cut at its end.
+    fn status(&mut self, cookie: u64, context: u32, extents: Extents<'_>) -> Outcome<()> {
+        let own = self.context == Some(context);
+        let request = self.request(cookie)?;
+        if request.command != nbd::CMD_BLOCK_STATUS {
+            return Err(BROKEN.into());
+        }
+        if !own {
+            return Ok(());
+        }
+        request.extents.clear();
+        let mut left = request.range.len;
+        for (len, flags) in extents {
+            if len == 0 {
+                return Err(BROKEN.into());
+            }
+            let len = len.min(left);
+            if len > 0 {
+                let zero = flags & u64::from(nbd::STATE_ZERO) != 0;
+                request.extents.push(ExtentStatus::top(len, zero));
+            }
+            left -= len;
+        }
+        Ok(())
+    }
+
+    fn error(&mut self, cookie: u64, error: u32, words: &str) -> Outcome<()> {
+        failed(self.request(cookie)?, error, words)
+    }
+
+    fn done(&mut self, cookie: u64) -> Outcome<()> {
+        let request = self.request(cookie)?;
+        let last = request.left == 1;
+        let complete = match request.command {
+            nbd::CMD_READ => {
+                let bit = 1u64.checked_shl((cookie >> 32) as u32).unwrap_or_default();
+                if request.answered & bit != 0 || bit == 0 {
+                    return Err(UNASKED.into());
+                }
+                request.answered |= bit;
+                !last || request.unreadable || request.covered == request.range.len
+            }
+            nbd::CMD_BLOCK_STATUS => request.unreadable || !request.extents.is_empty(),
+            _ => true,
+        };
+        if !complete {
+            return Err("the server answered a request only in part".into());
+        }
+        request.left -= 1;
+        if request.left == 0 {
+            self.completed.push(pending_of(cookie));
+        }
+        Ok(())
+    }
+
+    fn memory(&mut self, cookie: u64, offset: u64) -> Option<&mut [u8]> {
+        let request = self.pending.get_mut(pending_of(cookie))?;
+        let at = usize::try_from(offset.checked_sub(request.range.pos)?).ok()?;
+        request.memory.as_mut()?.get_mut(at..)
+    }
+}
+
+/// The server answered `request` with `error`: marks the request unreadable if that is allowed,
+/// else fails the connection.
+fn failed(request: &mut Pending, error: u32, words: &str) -> Outcome<()> {
+    if request.may_be_unreadable && error == nbd::EIO {
+        request.unreadable = true;
+        return Ok(());
+    }
+    Err(failure(request, error, words))
+}
+
+fn failure(request: &Pending, error: u32, words: &str) -> String {
+    let doing = match request.command {
+        nbd::CMD_READ => "read",
+        nbd::CMD_WRITE => "write",
+        nbd::CMD_WRITE_ZEROES => "make zero",
+        nbd::CMD_BLOCK_STATUS => "find the holes",
+        _ => return format!("cannot flush: {}", error_words(error)),
+    };
+    let (at, reason) = (request.range.pos, error_words(error));
+    let words = if words.is_empty() { String::new() } else { format!(" ({words})") };
+    format!("cannot {doing} at byte {at}: {reason}{words}")
+}
+
+/// Parses `piece` as a connection does that has received it: data of a read directly into its
+/// memory.
+#[cfg(any(test, feature = "fuzz"))]
+pub(crate) fn receive(
+    parser: &mut ReplyParser,
+    piece: &[u8],
+    replies: &mut PendingReplies<'_>,
+) -> Outcome<()> {
+    let direct = parser.data_target(replies).map_or(0, |target| {
+        let count = target.len().min(piece.len());
+        let (to, from) = (target.get_mut(..count), piece.get(..count));
+        to.zip(from).map_or(0, |(to, from)| {
+            to.copy_from_slice(from);
+            count
+        })
+    });
+    if direct > 0 {
+        parser.data_received(direct, replies)?;
+    }
+    parser.feed(piece.get(direct..).unwrap_or_default(), replies)
+}
+
+#[cfg(test)]
+mod tests {
+    use nowait_nbd::ReplyMode;
+
+    use super::*;
+
+    const CONTEXT: u32 = 7;
+    const AT: u64 = 1 << 33;
+
+    fn pending(command: u16, len: u64) -> Pending {
+        Pending::whole(command, ByteRange::new(AT, len))
+    }
+
+    fn chunk(done: bool, kind: u16, cookie: u64, payload: &[u8]) -> Vec<u8> {
+        let mut bytes = nbd::STRUCTURED_REPLY_MAGIC.to_be_bytes().to_vec();
+        bytes.extend(u16::from(done).to_be_bytes());
+        bytes.extend(kind.to_be_bytes());
+        bytes.extend(cookie.to_be_bytes());
+        bytes.extend((payload.len() as u32).to_be_bytes());
+        bytes.extend(payload);
+        bytes
+    }
+
+    fn simple(error: u32, cookie: u64) -> Vec<u8> {
+        let mut bytes = nbd::SIMPLE_REPLY_MAGIC.to_be_bytes().to_vec();
+        bytes.extend(error.to_be_bytes());
+        bytes.extend(cookie.to_be_bytes());
+        bytes
+    }
+
+    fn data(done: bool, cookie: u64, offset: u64, bytes: &[u8]) -> Vec<u8> {
+        let payload = [&offset.to_be_bytes(), bytes].concat();
+        chunk(done, nbd::REPLY_TYPE_OFFSET_DATA, cookie, &payload)
+    }
+
+    fn hole(done: bool, cookie: u64, offset: u64, len: u32) -> Vec<u8> {
+        let payload = [&offset.to_be_bytes()[..], &len.to_be_bytes()].concat();
+        chunk(done, nbd::REPLY_TYPE_OFFSET_HOLE, cookie, &payload)
+    }
+
+    fn status(cookie: u64, context: u32, extents: &[(u32, u32)]) -> Vec<u8> {
+        let mut payload = context.to_be_bytes().to_vec();
+        for (len, flags) in extents {
+            payload.extend(len.to_be_bytes());
+            payload.extend(flags.to_be_bytes());
+        }
+        chunk(true, nbd::REPLY_TYPE_BLOCK_STATUS, cookie, &payload)
+    }
+
+    /// Receives `pieces`, and returns the requests that they complete.
+    fn received(pieces: &[&[u8]], pending: &mut Slab<Pending>) -> Outcome<Vec<usize>> {
+        let mut parser = ReplyParser::new(ReplyMode::Structured);
+        let mut completed = Vec::new();
+        let (context, all) = (Some(CONTEXT), &mut completed);
+        let mut replies = PendingReplies { pending, connection: 0, context, completed: all };
+        pieces.iter().try_for_each(|piece| receive(&mut parser, piece, &mut replies))?;
+        Ok(completed)
+    }
+
+    #[test]
+    fn replies_are_parsed_wherever_the_stream_is_split() {
+        let stream = [
+            data(false, 0, AT + 6, &[3, 4]),
+            simple(0, 1),
+            hole(false, 0, AT + 2, 4),
+            status(2, CONTEXT, &[(5, 3), (100, 0)]),
+            data(true, 0, AT, &[1, 2]),
+            simple(0, 3),
+            vec![9, 8, 7],
+        ]
+        .concat();
+        for first in 0..=stream.len() {
+            for second in (first..=stream.len()).step_by(7) {
+                let mut table = Slab::new();
+                for (command, len) in [
+                    (nbd::CMD_READ, 8),
+                    (nbd::CMD_WRITE, 8),
+                    (nbd::CMD_BLOCK_STATUS, 20),
+                    (nbd::CMD_READ, 3),
+                ] {
+                    table.insert(pending(command, len));
+                }
+                table[0].memory.as_mut().unwrap().fill(0xee);
+                let pieces = [&stream[..first], &stream[first..second], &stream[second..]];
+                assert_eq!(received(&pieces, &mut table), Ok(vec![1, 2, 0, 3]), "{first} {second}");
+                let bytes = |index: usize| table[index].memory.as_deref().unwrap();
+                assert_eq!(bytes(0), [1, 2, 0, 0, 0, 0, 3, 4]);
+                assert_eq!(bytes(3), [9, 8, 7]);
+                let extents = [ExtentStatus::top(5, true), ExtentStatus::top(15, false)];
+                assert_eq!(table[2].extents, extents);
+            }
+        }
+    }
+
+    #[test]
+    fn the_parts_of_a_read_are_answered_once_each_and_in_any_order() {
+        let two = || {
+            let mut table = Slab::new();
+            table.insert(Pending { left: 2, part_bytes: 6, ..pending(nbd::CMD_READ, 8) });
+            table
+        };
+        let (first, second) = (cookie(0, 0), cookie(0, 1));
+        let simple_reply = |cookie, bytes: &[u8]| [&simple(0, cookie), bytes].concat();
+        for answers in [
+            [simple_reply(second, &[7, 8]), simple_reply(first, &[1, 2, 3, 4, 5, 6])],
+            [data(true, first, AT, &[1, 2, 3, 4, 5, 6]), data(true, second, AT + 6, &[7, 8])],
+        ] {
+            let mut table = two();
+            assert_eq!(received(&[&answers[0]], &mut table), Ok(vec![]));
+            assert_eq!(received(&[&answers[1]], &mut table), Ok(vec![0]));
+            assert_eq!(table[0].memory.as_deref().unwrap(), [1, 2, 3, 4, 5, 6, 7, 8]);
+        }
+        for wrong in [
+            [simple_reply(second, &[7, 8]), simple_reply(second, &[7, 8])].concat(),
+            simple_reply(cookie(0, 2), &[0; 6]),
+            simple_reply(cookie(0, u32::MAX), &[0; 6]),
+            data(true, second, AT, &[1, 2]),
+            data(true, first, AT + 5, &[6, 7]),
+        ] {
+            assert!(received(&[&wrong], &mut two()).is_err(), "{wrong:?}");
+        }
+    }
+
+    #[test]
+    fn an_invalid_reply_is_an_error() {
+        let read = nbd::CMD_READ;
+        for (command, stream) in [
+            (read, vec![0; 16]),
+            (read, simple(0, 1)),
+            (read, data(true, 1, AT, &[0; 8])),
+            (read, data(true, 0, AT - 1, &[0; 8])),
+            (read, data(true, 0, AT + 1, &[0; 8])),
+            (read, data(true, 0, AT, &[])),
+            (read, data(true, 0, AT, &[0; 7])),
+            (read, data(true, 0, u64::MAX, &[0; 8])),
+            (read, hole(true, 0, AT, 9)),
+            (read, hole(true, 0, AT, 0)),
+            (read, chunk(true, nbd::REPLY_TYPE_NONE, 0, &[])),
+            (read, chunk(false, nbd::REPLY_TYPE_NONE, 0, &[])),
+            (read, chunk(true, nbd::REPLY_TYPE_OFFSET_DATA, 0, &[0; 4])),
+            (read, status(0, CONTEXT, &[(8, 0)])),
+            (read, chunk(true, 77, 0, &[0; 8])),
+            (nbd::CMD_WRITE, data(true, 0, AT, &[0; 8])),
+            (nbd::CMD_BLOCK_STATUS, simple(0, 0)),
+            (nbd::CMD_BLOCK_STATUS, status(0, CONTEXT, &[])),
+            (nbd::CMD_BLOCK_STATUS, status(0, CONTEXT, &[(0, 0)])),
+            (nbd::CMD_BLOCK_STATUS, status(0, CONTEXT + 1, &[(8, 0)])),
+            (nbd::CMD_BLOCK_STATUS, chunk(true, nbd::REPLY_TYPE_NONE, 0, &[])),
+            (read, chunk(true, nbd::REPLY_TYPE_ERROR_BIT, 0, &[0, 0, 0, 5])),
+        ] {
+            let mut table = Slab::new();
+            table.insert(pending(command, 8));
+            assert!(received(&[&stream], &mut table).is_err(), "{command}: {stream:?}");
+        }
+    }
+
+    #[test]
+    fn an_answer_on_another_connection_is_an_error() {
+        let mut table = Slab::new();
+        table.insert(Pending { connection: 1, ..pending(nbd::CMD_WRITE, 8) });
+        assert!(received(&[&simple(0, 0)], &mut table).is_err());
+    }
+
+    #[test]
+    fn a_failure_is_reported_with_its_offset_and_the_servers_words() {
+        let mut table = Slab::new();
+        table.insert(pending(nbd::CMD_WRITE, 8));
+        let payload = [&28u32.to_be_bytes()[..], &4u16.to_be_bytes(), b"full"].concat();
+        let reply = chunk(true, nbd::REPLY_TYPE_ERROR_BIT + 1, 0, &payload);
+        let error = received(&[&reply], &mut table).unwrap_err();
+        assert_eq!(error, format!("cannot write at byte {AT}: no space left (full)"));
+        let error = received(&[&simple(1, 0)], &mut table).unwrap_err();
+        assert_eq!(error, format!("cannot write at byte {AT}: operation not permitted"));
+    }
+}
