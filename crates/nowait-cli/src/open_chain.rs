@@ -4,7 +4,7 @@
 
 use std::io::{self, Write};
 
-use nowait_image::{Chain, ChainOptions, ImageError};
+use nowait_image::{Chain, ChainOptions, ImageError, Warning};
 
 use crate::args::image_args::ImageArgs;
 use nowait_cli::error::CliError;
@@ -19,7 +19,8 @@ pub(crate) fn open(args: &ImageArgs, options: ChainOptions) -> Result<Chain, Cli
         ..options
     };
     let chain = Chain::open(&args.image, &options).map_err(|error| failed(&error))?;
-    for path in chain.unlocked() {
+    for warning in chain.warnings() {
+        let Warning::NotLocked(path) = warning else { continue };
         let path = path.display();
         let _ = writeln!(
             io::stderr(),

@@ -13,8 +13,7 @@ use nowait::{
     AnyQueue, BlockDevice, BlockMap, ByteRange, Completion, Config, Engine, ExtentStatus, Flags,
     IoBuffer, IoQueue, IoSegment, Op, QueueKind, Request, WorkerPool,
 };
-use nowait_image::qcow2_disk::OpenImage;
-use nowait_image::{HostFile, Qcow2Builder};
+use nowait_image::{DeviceVisitor, HostFile, Image, Qcow2Builder};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use slab::Slab;
@@ -33,12 +32,34 @@ const GRANULE_BYTES: u64 = 4096;
 
 /// The content of a disk's files.
 pub(crate) enum Content {
-    /// The file holds the disk's bytes themselves.
+    /// A new file that holds the disk's bytes themselves.
     Raw,
-    /// A qcow2 image, which is only read; the handle holds its locks.
-    Image { _open_image: OpenImage },
+    /// An image; the handle holds its locks.
+    Image { _image: Arc<Image> },
     /// A new qcow2 image, which is only written; `file` is the file behind the disk.
-    New { image: Qcow2Builder, file: HostFile },
+    New { image: Box<Qcow2Builder>, file: HostFile },
+}
+
+/// An open image as an endpoint.
+///
+/// # Errors
+/// As [`open`].
+pub(crate) fn of_image(name: String, image: Image) -> Result<Box<dyn Endpoint>, Error> {
+    let image = Arc::new(image);
+    image.visit(ImageEndpoint { name, image: image.clone() })
+}
+
+struct ImageEndpoint {
+    name: String,
+    image: Arc<Image>,
+}
+
+impl DeviceVisitor for ImageEndpoint {
+    type Output = Result<Box<dyn Endpoint>, Error>;
+
+    fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> Self::Output {
+        open(self.name, device, Content::Image { _image: self.image })
+    }
 }
 
 /// An open disk as an endpoint. The queue is io_uring where the system allows it.

@@ -8,16 +8,15 @@ use std::fs::{self, File};
 use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::Arc;
 
-use nowait::{BlockDevice, Direct, FileStorage, OpenOptions};
+use nowait::{BlockDevice, OpenOptions};
 use nowait_image::lock::{self, Access, LockError};
 use nowait_image::lock_holder;
-use nowait_image::qcow2_disk::{self, ServeOptions};
 use nowait_image::{
-    AtomicFile, Chain, ChainOptions, Format, HostFile, ImageError, Locking, NO_MEDIUM,
-    OverwritePolicy, PROBE_BYTES, Qcow2Builder, Signature, in_use, settle_raw,
+    AtomicFile, ChainOptions, Format, HostFile, Locking, OverwritePolicy, PROBE_BYTES,
+    Qcow2Builder, Signature, settle_raw,
 };
 use rustix::io::Errno;
 
@@ -93,49 +92,26 @@ pub(crate) fn source(
         Location::Nbd(uri) => return nbd::connect(uri, connecting, false),
         Location::File(path) => path,
     };
-    match chain_options.format.map_or_else(|| probe_format(location, path), Ok)? {
-        format @ Format::Qcow2 => {
-            image(location, path, &ChainOptions { format: Some(format), ..chain_options })
-        }
-        Format::Raw => {
-            let endpoint = open(path, path, true, Locking::Locked, Content::Raw)?;
-            let changed =
-                chain_options.format.is_none() && probe_format(location, path)? != Format::Raw;
-            if changed {
-                Err(Error::at(location, "it was changed while it was opened"))
-            } else {
-                Ok(endpoint)
-            }
-        }
-    }
+    image(location, path, &chain_options)
 }
 
-fn probe_format(location: &Location, path: &Path) -> Result<Format, Error> {
-    match HostFile::open(path, false) {
-        Ok(file) => Format::probe(&file).map_err(|error| Error::at(location, error.what())),
-        // The error is reported by the open for reading that follows.
-        Err(_) => Ok(Format::Raw),
-    }
-}
-
-/// Opens a qcow2 image and its backing chain for reading. `path` is the current path of `location`.
+/// Opens an image. `path` is the current path of `location`.
 fn image(
     location: &Location,
     path: &Path,
     options: &ChainOptions,
 ) -> Result<Box<dyn Endpoint>, Error> {
-    let failed = |error: ImageError| match Some(error.path()) == location.path() {
-        true => Error::at(location, error.what()),
-        false => Error::at(&error.path().display(), error.what()),
-    };
-    let chain = Chain::open(path, options).map_err(failed)?;
-    let options = ServeOptions { writable: false, direct: Direct::Auto, hint: true };
-    let (disk, open_image) = qcow2_disk::open(chain, options).map_err(failed)?;
-    file_endpoint::open(
-        location.to_string(),
-        Arc::new(disk),
-        Content::Image { _open_image: open_image },
-    )
+    let opened = nowait_image::open(path, options).map_err(|error| {
+        let what = match error.errno() {
+            errno if errno == Errno::ISDIR.raw_os_error() => "it is a directory",
+            _ => error.what(),
+        };
+        match Some(error.path()) == location.path() {
+            true => Error::at(location, what),
+            false => Error::at(&error.path().display(), what),
+        }
+    })?;
+    file_endpoint::of_image(location.to_string(), opened)
 }
 
 /// Which existing targets may be overwritten.
@@ -225,8 +201,13 @@ pub(crate) fn target(
                 let what = "it is a block device (to overwrite what is on it: --force)";
                 return Err(Error::at(location, what));
             }
-            let options = OpenOptions { allow_mounted: overwrite.mounted, ..options(false) };
-            let endpoint = open_with(options, path, path, Locking::Locked, Content::Raw)?;
+            let options = ChainOptions {
+                format: Some(Format::Raw),
+                writable: true,
+                allow_mounted: overwrite.mounted,
+                ..ChainOptions::default()
+            };
+            let endpoint = image(location, path, &options)?;
             check_size(location, &*endpoint, size)?;
             Ok(Target { endpoint, kind: TargetKind::InPlace, is_zero: false })
         }
@@ -284,11 +265,14 @@ fn new_file(
         Some(image) => {
             let written = HostFile::open(file.path(), true);
             let file = written.map_err(|error| Error::at(location, error.what()))?;
-            Content::New { image, file }
+            Content::New { image: Box::new(image), file }
         }
     };
-    let name = PathBuf::from(location.to_string());
-    let endpoint = open(file.path(), &name, false, Locking::Unlocked, content)?;
+    // Each byte is written once, so an allocation cache would not help.
+    let options = OpenOptions { no_hint: true, ..OpenOptions::default() };
+    let disk = BlockDevice::open(file.path(), options)
+        .map_err(|error| failed(format!("cannot open: {}", reason(error.errno()))))?;
+    let endpoint = file_endpoint::open(location.to_string(), Arc::new(disk), content)?;
     let kind = TargetKind::Replaced { file, format, _replaced: replaced };
     Ok(Target { endpoint, kind, is_zero: true })
 }
@@ -306,54 +290,4 @@ fn is_same(a: &fs::Metadata, b: &fs::Metadata) -> bool {
     let same_device =
         a.file_type().is_block_device() && b.file_type().is_block_device() && a.rdev() == b.rdev();
     same_device || (a.dev(), a.ino()) == (b.dev(), b.ino())
-}
-
-/// Opens the file at `path`; error messages call it `name`. It is not locked where another
-/// descriptor of this process holds the lock.
-fn open(
-    path: &Path,
-    name: &Path,
-    read_only: bool,
-    locking: Locking,
-    content: Content,
-) -> Result<Box<dyn Endpoint>, Error> {
-    open_with(options(read_only), path, name, locking, content)
-}
-
-/// Each byte is read or written once, so an extent cache would not help.
-fn options(read_only: bool) -> OpenOptions {
-    OpenOptions { read_only, no_hint: true, ..OpenOptions::default() }
-}
-
-fn open_with(
-    options: OpenOptions,
-    path: &Path,
-    name: &Path,
-    locking: Locking,
-    content: Content,
-) -> Result<Box<dyn Endpoint>, Error> {
-    let shown = name.display();
-    let failed = |error| Error::at(&shown, cannot_open(path, error));
-    let storage = FileStorage::open(path, options).map_err(failed)?;
-    let access = if options.read_only { Access::Read } else { Access::Write };
-    if locking == Locking::Locked {
-        match lock::lock(storage.lock_fd(), access) {
-            Ok(()) | Err(LockError::Unsupported) => {}
-            Err(error) => {
-                return Err(Error::at(&shown, lock_holder::told(storage.lock_fd(), error)));
-            }
-        }
-    }
-    let disk = BlockDevice::raw(Arc::new(storage), options.no_hint).map_err(failed)?;
-    file_endpoint::open(shown.to_string(), Arc::new(disk), content)
-}
-
-fn cannot_open(path: &Path, error: nowait::Error) -> String {
-    match Errno::from_raw_os_error(error.errno()) {
-        Errno::BUSY => in_use(path),
-        Errno::ISDIR => "it is a directory".into(),
-        Errno::NOTBLK => "neither a regular file nor a block device".into(),
-        Errno::NOMEDIUM => NO_MEDIUM.into(),
-        _ => format!("cannot open: {}", reason(error.errno())),
-    }
 }

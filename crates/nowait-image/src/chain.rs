@@ -9,12 +9,15 @@ use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
+use nowait::Direct;
+
 use crate::error::ImageError;
 use crate::host_file::{HostFile, NO_MEDIUM, Opening};
 use crate::lock::{Access, LockError};
 use crate::path_policy::PathPolicy;
 use crate::qcow2::header::Header;
 use crate::signature::Signature;
+use crate::warning::Warning;
 use crate::{lock, lock_holder, signature};
 
 /// Most images in a chain. QEMU has no limit; each takes a descriptor here.
@@ -80,7 +83,7 @@ pub enum Locking {
     Unlocked,
 }
 
-/// How to open a chain.
+/// How to open an image.
 #[derive(Clone, Debug)]
 pub struct ChainOptions {
     /// The format of the first file; `None` guesses with [`Format::probe`].
@@ -100,6 +103,11 @@ pub struct ChainOptions {
     pub backing_dirs: Vec<PathBuf>,
     /// The data files that may be opened; no others are, wherever they are.
     pub data_files: Vec<PathBuf>,
+    /// Whether the page cache is bypassed, for all files alike. Only for a device
+    /// ([`crate::open()`]), as is `no_hint`.
+    pub direct: Direct,
+    /// Whether mappings are not cached; see [`nowait::Config::hint`].
+    pub no_hint: bool,
 }
 
 impl Default for ChainOptions {
@@ -113,6 +121,8 @@ impl Default for ChainOptions {
             locking: Locking::Locked,
             backing_dirs: Vec::new(),
             data_files: Vec::new(),
+            direct: Direct::Auto,
+            no_hint: false,
         }
     }
 }
@@ -196,8 +206,7 @@ impl Layer {
 pub struct Chain {
     /// Each followed by its backing image; never empty.
     layers: Vec<Layer>,
-    unlocked: Vec<PathBuf>,
-    unmarked: Vec<PathBuf>,
+    warnings: Vec<Warning>,
 }
 
 /// The next file of the chain, and its format if that is given.
@@ -246,7 +255,7 @@ impl Chain {
         options: &ChainOptions,
         policy: &PathPolicy,
     ) -> Result<Self, ImageError> {
-        let mut chain = Self { layers: Vec::new(), unlocked: Vec::new(), unmarked: Vec::new() };
+        let mut chain = Self { layers: Vec::new(), warnings: Vec::new() };
         let mut pending = Some(first);
         let mut seen = Vec::new();
         while let Some(PendingLayer { file, format }) = pending.take() {
@@ -276,7 +285,7 @@ impl Chain {
     pub fn simulated(files: Vec<(HostFile, Format)>) -> Result<Self, ImageError> {
         let options =
             ChainOptions { writable: true, locking: Locking::Unlocked, ..ChainOptions::default() };
-        let mut chain = Self { layers: Vec::new(), unlocked: Vec::new(), unmarked: Vec::new() };
+        let mut chain = Self { layers: Vec::new(), warnings: Vec::new() };
         for (file, format) in files {
             let layer = chain.open_layer(file, Some(format), &options, &PathPolicy::default())?;
             chain.layers.push(layer);
@@ -296,16 +305,10 @@ impl Chain {
         &self.layers[0]
     }
 
-    /// The files on a file system without locks, which other processes may therefore open, too.
+    /// What a user should know about its files.
     #[must_use]
-    pub fn unlocked(&self) -> &[PathBuf] {
-        &self.unlocked
-    }
-
-    /// The data files that a guest may write to and that could not be marked as raw.
-    #[must_use]
-    pub fn unmarked(&self) -> &[PathBuf] {
-        &self.unmarked
+    pub fn warnings(&self) -> &[Warning] {
+        &self.warnings
     }
 
     fn open_layer(
@@ -341,6 +344,9 @@ impl Chain {
                 let usable = supported.and(fits);
                 usable.map_err(|why| ImageError::refused(file.path(), why))?;
                 let data = self.open_data_file(&file, &header, writable, options, policy)?;
+                if header.is_corrupt() {
+                    self.warnings.push(Warning::MarkedCorrupt(file.path().to_owned()));
+                }
                 let size = header.size;
                 (LayerFormat::Qcow2 { header: Box::new(header), data }, size)
             }
@@ -372,7 +378,7 @@ impl Chain {
             && !data.is_block_device().unwrap_or(false)
             && signature::mark_raw(data.fd()).is_err()
         {
-            self.unmarked.push(data.path().to_owned());
+            self.warnings.push(Warning::NotMarked(data.path().to_owned()));
         }
         Ok(Some(Arc::new(data)))
     }
@@ -390,7 +396,7 @@ impl Chain {
         match lock::lock(file.fd(), access) {
             Ok(()) => Ok(()),
             Err(LockError::Unsupported) => {
-                self.unlocked.push(file.path().to_owned());
+                self.warnings.push(Warning::NotLocked(file.path().to_owned()));
                 Ok(())
             }
             Err(error) => {

@@ -20,6 +20,11 @@ impl ImageError {
         Self { path: path.to_owned(), what: what.into(), errno: libc::EINVAL }
     }
 
+    /// The same, with another errno.
+    pub(crate) fn with_errno(self, errno: i32) -> Self {
+        Self { errno, ..self }
+    }
+
     /// The system call for `doing` ("open", "read") on `path` failed with `error`.
     pub(crate) fn os(path: &Path, doing: &str, error: &io::Error) -> Self {
         let words = os_message(error);

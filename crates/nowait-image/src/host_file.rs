@@ -29,6 +29,9 @@ const STAT_BLOCK_BYTES: u64 = 512;
 pub const NO_MEDIUM: &str =
     "it is a block device without bytes (is a medium in it, or a file attached to it?)";
 
+/// The refusal of a directory, a pipe, a socket or a character device.
+const NO_DISK: &str = "neither a regular file nor a block device";
+
 /// Most zeros in bytes that are written at once where no hole can be made.
 const ZEROING_BYTES: u64 = 1 << 20;
 
@@ -121,12 +124,17 @@ impl HostFile {
     fn opened(opened: rustix::io::Result<OwnedFd>, path: &Path) -> Result<Self, ImageError> {
         let file = opened.map_err(|error| match error {
             Errno::BUSY => ImageError::refused(path, in_use(path)),
+            Errno::NOMEDIUM => ImageError::refused(path, NO_MEDIUM),
+            Errno::NXIO if path.metadata().is_ok_and(|it| it.file_type().is_socket()) => {
+                ImageError::refused(path, NO_DISK)
+            }
             _ => ImageError::os(path, "open", &error.into()),
         })?;
         let file = File::from(file);
         let kind = file.metadata().map_err(|error| ImageError::os(path, "look at it", &error))?;
         if !kind.is_file() && !kind.file_type().is_block_device() {
-            return Err(ImageError::refused(path, "neither a regular file nor a block device"));
+            let errno = if kind.is_dir() { libc::EISDIR } else { libc::ENOTBLK };
+            return Err(ImageError::refused(path, NO_DISK).with_errno(errno));
         }
         Ok(Self::of(path.to_owned(), file))
     }

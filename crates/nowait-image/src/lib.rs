@@ -1,7 +1,7 @@
 //! Disk images: raw and qcow2, with their chains of backing files, and the operations on them.
 //!
-//! [`Chain::open`] opens an image and its backing chain, and refuses with one line what is not
-//! supported. [`mod@map`] reports the mapping of an image, [`mod@check`] whether its metadata is
+//! [`open()`] opens an image as a block device, and [`Chain::open`] its files for the operations on
+//! them: both refuse with one line what is not supported. [`mod@map`] reports the mapping of an image, [`mod@check`] whether its metadata is
 //! consistent; [`mod@create`], [`mod@resize`] and [`mod@commit`] make and change images that no
 //! other process uses; [`Qcow2Builder`] makes the metadata of an image whose data the caller
 //! writes. [`mod@qcow2_disk`] reads and writes a qcow2 image as a map of the engine. A format is
@@ -24,17 +24,20 @@ mod qcow2;
 mod signature;
 mod atomic_file;
 mod path_policy;
+mod warning;
 mod chain;
 mod imago_adapter;
 mod chain_reader;
 mod offline;
 pub mod qcow2_disk;
+mod image;
 
 pub use atomic_file::{AtomicFile, OverwritePolicy};
 pub use chain::{Chain, ChainOptions, Format, Layer, LayerFormat, Locking, MAX_LAYERS};
 pub use chain_reader::ChainReader;
 pub use error::{ImageError, os_message, plain};
 pub use host_file::{HostFile, NO_MEDIUM};
+pub use image::{DeviceVisitor, Image, open};
 #[cfg(feature = "sim")]
 pub use injected_bug::{ImageBug, inject};
 pub use mounts::in_use;
@@ -44,3 +47,4 @@ pub use qcow2::bitmaps::Bitmap;
 pub use qcow2::builder::Qcow2Builder;
 pub use qcow2::header::{BackingName, Compression, Header, MAGIC};
 pub use signature::{PROBE_BYTES, Signature, mark_raw, settle_raw};
+pub use warning::Warning;

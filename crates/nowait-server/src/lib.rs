@@ -27,8 +27,8 @@ pub use export::Export;
 #[cfg(feature = "fuzz")]
 pub use nbd::fuzz;
 pub use server::{
-    AnyExport, ClientAuth, Credentials, Listener, Options, QueueKind, Server, ShutdownHandle,
-    ShutdownReport, Tls, TlsError,
+    AnyExport, ClientAuth, Credentials, ExportOptions, Listener, Options, QueueKind, Server,
+    ShutdownHandle, ShutdownReport, Tls, TlsError,
 };
 #[cfg(feature = "sim")]
 pub use server::{ServerBug, Simulated, inject};

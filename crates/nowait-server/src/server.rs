@@ -8,7 +8,8 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 pub use nowait::QueueKind;
-use nowait::{AnyQueue, BlockMap, Engine, Error, IoQueue, Operation};
+use nowait::{AnyQueue, BlockDevice, BlockMap, Engine, Error, IoQueue, Operation};
+use nowait_image::{DeviceVisitor, Image};
 
 use crate::event_loop::EventLoop;
 #[cfg(feature = "sim")]
@@ -21,7 +22,7 @@ use crate::nbd::command;
 use crate::nbd::handshake::ExportInfo;
 pub use crate::nbd::tls_config::{ClientAuth, Credentials, Tls, TlsError};
 pub use crate::net::listener::Listener;
-pub use crate::server_options::Options;
+pub use crate::server_options::{ExportOptions, Options};
 
 /// The state in which a server stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -39,6 +40,24 @@ impl AnyExport {
     #[must_use]
     pub fn new<M: BlockMap>(export: Export<M>) -> Self {
         Self(Arc::new(export))
+    }
+
+    /// The export of an open image, which has to stay open until the server has stopped.
+    #[must_use]
+    pub fn of_image(image: &Image, options: ExportOptions) -> Self {
+        image.visit(options)
+    }
+}
+
+impl DeviceVisitor for ExportOptions {
+    type Output = AnyExport;
+
+    fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> AnyExport {
+        let export = Export::new(device, self.workers, self.name, self.description);
+        AnyExport::new(match self.when_a_flush_fails {
+            Some(callback) => export.when_a_flush_fails(callback),
+            None => export,
+        })
     }
 }
 

@@ -1,4 +1,4 @@
-//! The options of a server.
+//! The options of a server and of an export.
 //!
 //! Invariant: plain values; nothing here opens or starts anything.
 
@@ -36,4 +36,42 @@ impl Options {
     /// A good value for [`Options::split_bytes`]: some devices work for a quarter of a millisecond on
     /// so many bytes.
     pub const SPLIT_BYTES: u64 = 256 << 10;
+}
+
+impl Default for Options {
+    /// One queue, without TLS, for at most 1024 connections.
+    fn default() -> Self {
+        Self {
+            queues: 1,
+            kind: QueueKind::Auto,
+            config: Config::default(),
+            tls: Tls::Off,
+            max_connections: 1024,
+            idle: Self::IDLE,
+            split_bytes: Self::SPLIT_BYTES,
+        }
+    }
+}
+
+/// How an image is exported.
+#[derive(Clone, Debug)]
+pub struct ExportOptions {
+    /// The name by which clients choose it; empty for the default export.
+    pub name: String,
+    /// A text for people.
+    pub description: String,
+    /// The most threads for requests that must wait, at least 1.
+    pub workers: u32,
+    /// Called once, when the first flush has failed; every later flush fails too. It runs on a
+    /// serving thread and must not block.
+    pub when_a_flush_fails: Option<fn()>,
+}
+
+impl Default for ExportOptions {
+    /// The default export, without a description.
+    fn default() -> Self {
+        let (name, description) = (String::new(), String::new());
+        let workers = Config::default().workers;
+        Self { name, description, workers, when_a_flush_fails: None }
+    }
 }

@@ -182,7 +182,7 @@ fn queue_kind(args: &ServeArgs, opened: &OpenedDisk) -> Result<QueueKind, CliErr
     if args.queue == Some(args::QueueKind::Threads) {
         return Ok(QueueKind::Threads);
     }
-    let error = match opened.ring() {
+    let error = match opened.image.files().and_then(|files| Uring::for_files(&files)) {
         Ok(ring) => {
             info!("io_uring: {:?}", ring.offered());
             let must = args.queue.is_some();
@@ -268,11 +268,11 @@ fn print_ready(
         serde_json::json!({
             "name": opened.named.name,
             "image": opened.named.image.to_string_lossy(),
-            "format": opened.format().name(),
+            "format": opened.image.format().name(),
             "uris": uris(args, listens, &opened.named),
-            "size_bytes": opened.size(),
-            "read_only": opened.is_read_only(),
-            "direct_io": opened.is_direct(),
+            "size_bytes": opened.image.size(),
+            "read_only": opened.image.is_read_only(),
+            "direct_io": opened.image.is_direct(),
         })
     });
     let lines = if args.json {

@@ -29,11 +29,11 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use nowait::{Alignment, BlockDevice, Direct, Error, FileStorage, OpenOptions, Storage};
-use tracing::warn;
 
 use crate::chain::{Chain, Layer, LayerFormat};
 use crate::error::ImageError;
 use crate::host_file::{HostFile, NO_MEDIUM};
+use crate::mounts::in_use;
 use crate::qcow2::header::Header;
 use crate::qcow2::lookup::read_table;
 
@@ -142,9 +142,6 @@ pub struct Opened {
 
 fn open_all(chain: Chain, options: ServeOptions) -> Result<Opened, ImageError> {
     let image = chain.top();
-    for layer in chain.layers().iter().filter(|it| it.header().is_some_and(Header::is_corrupt)) {
-        warn!("{}: it is marked corrupt: not all of it may be right", layer.file.path().display());
-    }
     let direct = agree_on_direct(&chain, options)?;
     let options = ServeOptions { direct, ..options };
     let ServeOptions { writable, .. } = options;
@@ -220,18 +217,27 @@ fn storage_of(
     read_only: bool,
     direct: Direct,
 ) -> Result<Arc<dyn Storage>, ImageError> {
+    // The chain already holds its block devices exclusively.
+    let options = OpenOptions { read_only, direct, allow_mounted: true, ..OpenOptions::default() };
+    storage_with(file, options)
+}
+
+/// As [`storage_of`], with other options.
+pub(crate) fn storage_with(
+    file: &HostFile,
+    options: OpenOptions,
+) -> Result<Arc<dyn Storage>, ImageError> {
     let path = file.path();
     let os = |error: &std::io::Error| ImageError::os(path, "open", error);
     #[cfg(feature = "sim")]
     if let Some(file) = file.as_simulated() {
-        return Ok(Arc::new(file.open(read_only, direct)));
+        return Ok(Arc::new(file.open(options.read_only, options.direct)));
     }
-    // The chain already holds its block devices exclusively.
-    let options = OpenOptions { read_only, direct, allow_mounted: true, ..OpenOptions::default() };
     let storage = FileStorage::open(path, options).map_err(|error| match error.errno() {
         libc::EOPNOTSUPP => {
             ImageError::refused(path, "its file system does no direct I/O (try --direct auto)")
         }
+        libc::EBUSY => ImageError::refused(path, in_use(path)),
         libc::ENOMEDIUM => ImageError::refused(path, NO_MEDIUM),
         _ => os(&error.into()),
     })?;

@@ -1,0 +1,212 @@
+//! Opens an image as a block device: its format, its chain, its locks, and how its bytes are reached.
+//!
+//! Invariant: an image is not changed before it is locked. A raw image whose format was guessed
+//! refuses the writes that would make it begin like qcow2, so that no client decides its format.
+
+use std::os::fd::BorrowedFd;
+use std::os::unix::fs::FileTypeExt;
+use std::path::Path;
+use std::sync::Arc;
+
+use nowait::{AllocationCache, BlockDevice, BlockMap, BlockingFile, Direct, Error, OpenOptions};
+
+use crate::chain::{Chain, ChainOptions, Format};
+use crate::error::ImageError;
+use crate::host_file::HostFile;
+use crate::qcow2::header::MAGIC;
+use crate::qcow2_disk::{self, OpenImage, Qcow2Map, ServeOptions};
+use crate::signature::{Signature, mark_raw};
+use crate::warning::Warning;
+
+/// An open image: its device, and the locks on its files. To be dropped after the last request.
+pub struct Image {
+    content: Content,
+    warnings: Vec<Warning>,
+}
+
+enum Content {
+    Raw { device: Arc<BlockDevice<AllocationCache>>, _locks: Chain },
+    Qcow2 { device: Arc<BlockDevice<Qcow2Map>>, open_image: OpenImage },
+}
+
+/// A use of a device of any kind, compiled for each kind of map.
+pub trait DeviceVisitor {
+    /// The result of the visit.
+    type Output;
+
+    /// Uses `device`.
+    fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> Self::Output;
+}
+
+/// Opens and locks the image at `path`, in the format of `options` or else in the detected one: a
+/// file's by its first bytes, a block device is raw.
+///
+/// # Errors
+/// One line that names the file and what is wrong with it, and the errno of a failed system call:
+/// `EISDIR` for a directory, `EINVAL` for other refusals. No file was changed.
+pub fn open(path: &Path, options: &ChainOptions) -> Result<Image, ImageError> {
+    let mut files = options.clone();
+    if !options.allow_mounted && is_raw_device(path, options) {
+        // The device is claimed by the descriptor that zeroes it: while another one has the claim,
+        // the kernel refuses that where pages are dirty. Here a device in use is only detected.
+        HostFile::open(path, options.writable)?;
+        files.allow_mounted = true;
+    }
+    let chain = Chain::open(path, &files)?;
+    let mut warnings = chain.warnings().to_vec();
+    let content = match chain.top().format() {
+        Format::Raw => open_raw(chain, options, &mut warnings)?,
+        Format::Qcow2 => {
+            let ChainOptions { writable, direct, no_hint, .. } = *options;
+            let options = ServeOptions { writable, direct, hint: !no_hint };
+            let (device, open_image) = qcow2_disk::open(chain, options)?;
+            Content::Qcow2 { device: Arc::new(device), open_image }
+        }
+    };
+    let mut image = Image { content, warnings };
+    if options.direct == Direct::Auto && !image.is_direct() {
+        image.warnings.push(Warning::PageCache(path.to_owned()));
+    }
+    Ok(image)
+}
+
+fn is_raw_device(path: &Path, options: &ChainOptions) -> bool {
+    let is_device = path.metadata().is_ok_and(|it| it.file_type().is_block_device());
+    is_device && options.format != Some(Format::Qcow2)
+}
+
+fn open_raw(
+    chain: Chain,
+    options: &ChainOptions,
+    warnings: &mut Vec<Warning>,
+) -> Result<Content, ImageError> {
+    let file = &chain.top().file;
+    let ChainOptions { writable, direct, no_hint, allow_mounted, .. } = *options;
+    let read_only = !writable;
+    let options_of_file = OpenOptions { read_only, direct, allow_mounted, no_hint };
+    let storage = qcow2_disk::storage_with(file, options_of_file)?;
+    let is_device = storage.properties().device;
+    let device = BlockDevice::raw(storage, no_hint);
+    let mut device = device.map_err(|e| ImageError::os(file.path(), "open", &e.into()))?;
+    device.scan();
+    if options.format.is_none() && !is_device {
+        device = device.with_forbidden_prefix(&MAGIC);
+    } else {
+        if let Ok(Some(signature)) = Signature::probe(file) {
+            warnings.push(Warning::BeginsLike(file.path().to_owned(), signature));
+        }
+        if writable && !is_device && mark_raw(file.fd()).is_err() {
+            warnings.push(Warning::NotMarked(file.path().to_owned()));
+        }
+    }
+    Ok(Content::Raw { device: Arc::new(device), _locks: chain })
+}
+
+impl Image {
+    /// The format of the image.
+    #[must_use]
+    pub const fn format(&self) -> Format {
+        match self.content {
+            Content::Raw { .. } => Format::Raw,
+            Content::Qcow2 { .. } => Format::Qcow2,
+        }
+    }
+
+    /// What a user should know about the image.
+    #[must_use]
+    pub fn warnings(&self) -> &[Warning] {
+        &self.warnings
+    }
+
+    /// Size of the device in bytes, as of now.
+    #[must_use]
+    pub fn size(&self) -> u64 {
+        self.device().size()
+    }
+
+    /// Whether writes are refused.
+    #[must_use]
+    pub fn is_read_only(&self) -> bool {
+        self.device().is_read_only()
+    }
+
+    /// Whether the page cache is bypassed.
+    #[must_use]
+    pub fn is_direct(&self) -> bool {
+        self.device().is_direct()
+    }
+
+    /// The descriptors for transfers: the argument for a queue's constructor.
+    ///
+    /// # Errors
+    /// `EOPNOTSUPP` if a storage has none.
+    pub fn files(&self) -> Result<Vec<BorrowedFd<'_>>, Error> {
+        self.device().files()
+    }
+
+    /// Calls `visitor` with the device.
+    pub fn visit<V: DeviceVisitor>(&self, visitor: V) -> V::Output {
+        match &self.content {
+            Content::Raw { device, .. } => visitor.visit(device.clone()),
+            Content::Qcow2 { device, .. } => visitor.visit(device.clone()),
+        }
+    }
+
+    /// Makes every write durable that has completed. Requests may be in flight.
+    ///
+    /// # Errors
+    /// The errno of a write of metadata or of fdatasync(2); after a failed flush always `EIO`.
+    pub fn flush(&self) -> Result<(), Error> {
+        if self.is_read_only() { Ok(()) } else { self.device().flush() }
+    }
+
+    /// Flushes, and frees clusters that are no longer used. No request may be in flight.
+    ///
+    /// # Errors
+    /// As [`Image::flush`].
+    pub fn close(self) -> Result<(), Error> {
+        self.flush()?;
+        match self.content {
+            Content::Raw { .. } => Ok(()),
+            Content::Qcow2 { open_image, .. } => open_image.close(),
+        }
+    }
+
+    fn device(&self) -> &dyn AnyDevice {
+        match &self.content {
+            Content::Raw { device, .. } => device,
+            Content::Qcow2 { device, .. } => device,
+        }
+    }
+}
+
+/// The calls that are the same for every map, none of them in the way of a request.
+trait AnyDevice {
+    fn size(&self) -> u64;
+    fn is_read_only(&self) -> bool;
+    fn is_direct(&self) -> bool;
+    fn files(&self) -> Result<Vec<BorrowedFd<'_>>, Error>;
+    fn flush(&self) -> Result<(), Error>;
+}
+
+impl<M: BlockMap> AnyDevice for Arc<BlockDevice<M>> {
+    fn size(&self) -> u64 {
+        BlockDevice::size(self)
+    }
+
+    fn is_read_only(&self) -> bool {
+        BlockDevice::is_read_only(self)
+    }
+
+    fn is_direct(&self) -> bool {
+        BlockDevice::is_direct(self)
+    }
+
+    fn files(&self) -> Result<Vec<BorrowedFd<'_>>, Error> {
+        BlockDevice::files(self)
+    }
+
+    fn flush(&self) -> Result<(), Error> {
+        BlockingFile::new(self.clone()).flush()
+    }
+}

@@ -1,0 +1,56 @@
+//! Warnings: what a user should know about an image that is opened all the same.
+//!
+//! Invariant: the text names one file and is one line for a log; control characters in a name are
+//! escaped where it is printed.
+
+use std::fmt;
+use std::path::PathBuf;
+
+use crate::signature::Signature;
+
+/// A warning about a file of an image.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Warning {
+    /// Its file system has no locks, so that other processes may open it, too.
+    NotLocked(PathBuf),
+    /// A guest may write its first bytes, and it could not be marked as raw.
+    NotMarked(PathBuf),
+    /// Its header says that it is corrupt.
+    MarkedCorrupt(PathBuf),
+    /// It is used as raw, and begins like an image or a packed file.
+    BeginsLike(PathBuf, Signature),
+    /// Its bytes go through the page cache, although direct I/O is preferred.
+    PageCache(PathBuf),
+}
+
+impl fmt::Display for Warning {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::NotLocked(path) => write!(
+                f,
+                "{}: its file system has no locks, so nothing keeps others from it",
+                path.display()
+            ),
+            Self::NotMarked(path) => write!(
+                f,
+                "{}: it cannot be marked as raw here (no extended attributes), so always open it \
+                 with --format raw: a client can make it begin like another format",
+                path.display()
+            ),
+            Self::MarkedCorrupt(path) => {
+                write!(f, "{}: it is marked corrupt: not all of it may be right", path.display())
+            }
+            Self::BeginsLike(path, signature) => {
+                write!(
+                    f,
+                    "{}: it begins like {} but is served raw",
+                    path.display(),
+                    signature.words()
+                )
+            }
+            Self::PageCache(path) => {
+                write!(f, "{}: no direct I/O here, going through the page cache", path.display())
+            }
+        }
+    }
+}
