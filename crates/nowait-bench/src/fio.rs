@@ -25,8 +25,8 @@ pub(crate) struct FioResult {
     /// Requests per second.
     pub(crate) iops: f64,
     pub(crate) mib_per_second: f64,
-    /// 50 %, 10 %, 1 % and 0.1 % of the requests took longer.
-    pub(crate) latency_us: [f64; 4],
+    /// 50 %, 10 %, 1 % and 0.1 % of the requests took longer; `None` where fio reports none.
+    pub(crate) latency_us: Option<[f64; 4]>,
     /// Part of the time that it was not asleep, 0 to 1.
     pub(crate) busy: f64,
 }
@@ -92,14 +92,15 @@ fn parse(answer: &Value, direction: Direction) -> Option<FioResult> {
     let job = answer.get("jobs")?.get(0)?;
     let figures = job.get(direction.name())?;
     let figure = |of: &Value, name: &str| of.get(name)?.as_f64();
-    let percentiles = figures.get("lat_ns")?.get("percentile")?;
-    let us = |name| Some(figure(percentiles, name)? / NS_PER_US);
-    let requests = figure(figures, "total_ios")?;
-    (requests > 0.0).then_some(FioResult {
-        requests,
-        iops: figure(figures, "iops")?,
+    let percentiles = figures.get("lat_ns")?.get("percentile");
+    let us = |name| Some(figure(percentiles?, name)? / NS_PER_US);
+    let latency = || Some([us("50.000000")?, us("90.000000")?, us("99.000000")?, us("99.900000")?]);
+    let iops = figure(figures, "iops")?;
+    (iops > 0.0).then_some(FioResult {
+        requests: figure(figures, "total_ios")?,
+        iops,
         mib_per_second: figure(figures, "bw")? / KIB_PER_MIB,
-        latency_us: [us("50.000000")?, us("90.000000")?, us("99.000000")?, us("99.900000")?],
+        latency_us: latency(),
         busy: (figure(job, "usr_cpu")? + figure(job, "sys_cpu")?) / 100.0,
     })
 }
@@ -148,7 +149,7 @@ mod tests {
             requests: 512.0,
             iops: 256.0,
             mib_per_second: 1.0,
-            latency_us: [1.0, 2.0, 3.0, 4.0],
+            latency_us: Some([1.0, 2.0, 3.0, 4.0]),
             busy: 0.5,
         };
         assert_eq!(parse(&json, Direction::Write), Some(expected));

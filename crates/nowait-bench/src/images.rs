@@ -99,7 +99,7 @@ pub fn run_images(options: &ImagesOptions, out: &mut dyn Write) -> Result<Report
     let test_images = TestImages::make()?;
     let runner = Runner::new(&options.run, ClientKind::Own, 1)?;
     let machine = Machine::this()?;
-    let entries = cases.iter().map(|case| rows(case, &servers).len()).sum();
+    let entries = cases.iter().map(|case| subjects(case, &servers).len()).sum();
     let heading = format!(
         "Linux {}, {}; {}\n{}: 128 MiB of data\ndirect I/O; {} rounds of {} s for each, in turns\n{}",
         machine.kernel,
@@ -114,25 +114,21 @@ pub fn run_images(options: &ImagesOptions, out: &mut dyn Write) -> Result<Report
     let mut tables = Vec::new();
     for case in &cases {
         let workload = case.workload;
-        let mut rows = rows(case, &servers);
         let message = |subject: &Subject| format!("{workload}: {}", name(subject));
-        let complete = reporter.measure(&mut rows, message, |(program, image)| {
+        let measure = |(program, image): &Subject| {
             // The image is created anew or reset to the common initial state.
             let target = test_images.image(*image)?;
             target.prepare(TERMS.caching)?;
             runner.take(program, &target, &workload, TERMS)
-        });
-        if !complete {
-            break;
-        }
-        for (row, problem) in rows.iter().filter_map(|row| Some((row, row.problem.as_ref()?))) {
-            let line = format!("{} failed at {workload}: {problem}", name(&row.key));
-            let workload = workload.to_string();
-            let subject = subject_json(&row.key);
-            let failure = json!({ "subject": subject, "workload": workload, "problem": problem });
-            reporter.failure(line, failure);
-        }
-        rows.retain(|row| row.problem.is_none());
+        };
+        let failure = |subject: &Subject, problem: &str| {
+            let line = format!("{} failed at {workload}: {problem}", name(subject));
+            let (subject, workload) = (subject_json(subject), workload.to_string());
+            let object = json!({ "subject": subject, "workload": workload, "problem": problem });
+            (line, object)
+        };
+        let subjects = subjects(case, &servers);
+        let Some(rows) = reporter.compare(subjects, message, measure, failure) else { break };
         let table = ImageTable { workload, rows };
         reporter.table(&table.text(), table.to_json(), "")?;
         tables.push(table);
@@ -160,12 +156,12 @@ fn subject_json((program, image): &Subject) -> Value {
 }
 
 /// The pairs of server and image of a table.
-fn rows(case: &ImageCase, servers: &Servers) -> Vec<Row> {
+fn subjects(case: &ImageCase, servers: &Servers) -> Vec<Subject> {
     let of = |program: &Program| {
         let is_nowait = program.kind == ServerKind::Nowait;
         let images = case.images.iter().filter(move |image| is_nowait || **image != ImageKind::Raw);
         let program = program.clone();
-        images.map(move |&image| Entry::new((program.clone(), image)))
+        images.map(move |&image| (program.clone(), image))
     };
     servers.programs.iter().flat_map(of).collect()
 }

@@ -141,11 +141,14 @@ impl<'a> Runner<'a> {
             format!("--numjobs={}", self.connections),
         ];
         let figures = fio::run(&arguments, workload, self.duration, self.stop)?;
+        let [p50_us, _, p99_us, _] = figures
+            .latency_us
+            .ok_or_else(|| io::Error::other("fio: its answer holds no latencies"))?;
         let used_ns = CpuTime::read(server.pid())?.since(&before) as f64;
         Ok(Sample {
             iops: figures.iops,
-            p50_us: figures.latency_us[0],
-            p99_us: figures.latency_us[2],
+            p50_us,
+            p99_us,
             server_cpu_us: used_ns / NS_PER_US / figures.requests,
             server_rss_mib: resident_bytes(server.pid())? as f64 / BYTES_PER_MIB,
             client_busy: figures.busy,

@@ -155,28 +155,25 @@ impl Peers<'_> {
             section += &format!("<p>{}</p>\n", escaped(line));
         }
         for &workload in workloads {
-            let mut rows: Vec<_> = working.into_iter().map(Entry::new).collect();
             let name = |program: &Program| format!("{workload}, {terms}: {}", program.kind.name());
-            let complete = reporter.measure(&mut rows, name, |program| {
+            let measure = |program: &Program| {
                 self.target.prepare(terms.caching)?;
                 self.runner.take(program, &self.target, &workload, terms)
-            });
-            if !complete {
-                return Ok(false);
-            }
-            for (row, problem) in rows.iter().filter_map(|row| Some((row, row.problem.as_ref()?))) {
-                let server = row.key.kind.name();
-                let failure = json!({
+            };
+            let failure = |program: &Program, problem: &str| {
+                let server = program.kind.name();
+                let object = json!({
                     "server": server,
                     "workload": workload.to_string(),
                     "caching": terms.caching.name(),
                     "transport": terms.transport.name(),
                     "problem": problem,
                 });
-                let line = format!("{server} failed at {workload}, {terms}: {problem}");
-                reporter.failure(line, failure);
-            }
-            rows.retain(|row| row.problem.is_none());
+                (format!("{server} failed at {workload}, {terms}: {problem}"), object)
+            };
+            let Some(rows) = reporter.compare(working, name, measure, failure) else {
+                return Ok(false);
+            };
             working = rows.iter().map(|row| row.key.clone()).collect();
             if rows.is_empty() {
                 break;

@@ -159,9 +159,28 @@ impl<'a> Reporter<'a> {
         true
     }
 
-    /// Adds a line about something that could not be measured.
-    pub(crate) fn failure(&mut self, line: String, json: Value) {
-        self.failures.push((line, json));
+    /// Measures each of `keys` in each round, and leaves out what fails; `failure` describes it by a
+    /// line and an object. `None` if that was cancelled.
+    pub(crate) fn compare<K, S>(
+        &mut self,
+        keys: impl IntoIterator<Item = K>,
+        name: impl Fn(&K) -> String,
+        measure: impl Fn(&K) -> io::Result<S>,
+        failure: impl Fn(&K, &str) -> (String, Value),
+    ) -> Option<Vec<Entry<K, S>>> {
+        let mut rows: Vec<_> = keys.into_iter().map(Entry::new).collect();
+        if !self.measure(&mut rows, name, measure) {
+            return None;
+        }
+        let failed = rows.iter().filter_map(|row| Some(failure(&row.key, row.problem.as_ref()?)));
+        self.failures.extend(failed);
+        rows.retain(|row| row.problem.is_none());
+        Some(rows)
+    }
+
+    /// Adds a line about something that its table names.
+    pub(crate) fn failure(&mut self, line: String) {
+        self.failures.push((line.clone(), line.into()));
     }
 
     /// One line for each failure so far.

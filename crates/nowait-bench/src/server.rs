@@ -4,7 +4,7 @@
 //! servers get an image of the same format, the conditions of the table, a socket of this machine,
 //! and otherwise their defaults.
 
-use std::ffi::{OsStr, OsString};
+use std::ffi::OsString;
 use std::fs::{self, File};
 use std::os::unix::ffi::{OsStrExt, OsStringExt};
 use std::os::unix::process::CommandExt;
@@ -85,13 +85,94 @@ impl ServerKind {
         access: Access,
         server_files: ServerFiles<'_>,
     ) -> Vec<OsString> {
+        let ServerFiles { file, format, address, certificates } = server_files;
+        let (socket, port) = match address {
+            Address::Unix(path) => (path.as_os_str().as_bytes(), None),
+            Address::Tcp { port, .. } => (&b""[..], Some(port.to_string())),
+        };
+        let (direct, read_only) = (terms.caching == Caching::Direct, access == Access::ReadOnly);
+        let (tls, raw) = (terms.transport == Transport::Tls, format == Format::Raw);
+        let on = |is_on: bool| if is_on { "on" } else { "off" };
+        let conditions = [
+            ("r", read_only),
+            ("t", tls),
+            ("u", port.is_none()),
+            ("p", port.is_some()),
+            ("d", direct),
+            ("c", !direct),
+            ("q", !raw),
+        ];
+        let values = [
+            ("file", file.as_os_str().as_bytes()),
+            ("format", format.name().as_bytes()),
+            ("socket", socket),
+            ("port", port.as_deref().unwrap_or_default().as_bytes()),
+            ("certificates", certificates.as_os_str().as_bytes()),
+            ("direct", on(direct).as_bytes()),
+            ("read_only", on(read_only).as_bytes()),
+            ("writable", on(!read_only).as_bytes()),
+            // The exported node is named f.
+            ("node", if raw { b"f" } else { b"file" }),
+            ("tls", if tls { b",tls-creds=t" } else { b"" }),
+        ];
+        let words = self.command_line().split_ascii_whitespace();
+        let chosen = words.filter_map(|word| match word.split_once('?') {
+            Some((condition, word)) => conditions.contains(&(condition, true)).then_some(word),
+            None => Some(word),
+        });
+        chosen.map(|word| filled_in(word, &values)).collect()
+    }
+
+    /// The arguments as words. One that begins with a letter and `?` is only for tables that are
+    /// read-only (r), over TLS (t), a Unix socket (u) or a port (p), with direct I/O (d) or the page
+    /// cache (c), or of qcow2 images (q). Names in braces are filled in, with commas doubled if the
+    /// name ends with one.
+    fn command_line(self) -> &'static str {
         match self {
-            ServerKind::Nowait => nowait_arguments(terms, access, server_files),
-            ServerKind::QemuNbd => qemu_nbd_arguments(terms, access, server_files),
-            ServerKind::QemuStorageDaemon => storage_daemon_arguments(terms, access, server_files),
-            ServerKind::Nbdkit => nbdkit_arguments(terms, access, server_files),
+            ServerKind::Nowait => {
+                "serve --format {format} --direct {direct} r?--read-only t?--tls-certs \
+                 t?{certificates} --nbd u?unix:{socket} p?tcp:127.0.0.1:{port} {file}"
+            }
+            ServerKind::QemuNbd => {
+                "--aio=io_uring d?--cache=none c?--cache=writeback -f {format} -t -e 64 r?-r \
+                 t?--object t?tls-creds-x509,id=t,endpoint=server,verify-peer=off,dir={certificates,} \
+                 t?--tls-creds t?t u?-k u?{socket} p?-b p?127.0.0.1 p?-p p?{port} {file}"
+            }
+            ServerKind::QemuStorageDaemon => {
+                "t?--object t?tls-creds-x509,id=t,endpoint=server,verify-peer=off,dir={certificates,} \
+                 --blockdev driver=file,node-name={node},aio=io_uring,cache.direct={direct},\
+                 read-only={read_only},filename={file,} \
+                 q?--blockdev q?driver={format},node-name=f,file={node},cache.direct={direct},\
+                 read-only={read_only} --nbd-server u?addr.type=unix,addr.path={socket,}{tls} \
+                 p?addr.type=inet,addr.host=127.0.0.1,addr.port={port}{tls} \
+                 --export type=nbd,id=e,node-name=f,name=f,writable={writable}"
+            }
+            ServerKind::Nbdkit => {
+                "-f r?-r t?--tls=require t?--tls-certificates={certificates} u?-U u?{socket} \
+                 p?-i p?127.0.0.1 p?-p p?{port} file file={file} d?cache=none"
+            }
         }
     }
+}
+
+/// `word` with each name in braces replaced by its value. With a comma behind the name, commas in
+/// the value are doubled, because a single one ends a value in an option list of QEMU.
+fn filled_in(word: &str, values: &[(&str, &[u8])]) -> OsString {
+    let mut bytes = Vec::new();
+    let mut rest = word;
+    while let Some((before, behind)) = rest.split_once('{') {
+        let (name, after) = behind.split_once('}').unwrap_or((behind, ""));
+        bytes.extend(before.as_bytes());
+        let plain = name.trim_end_matches(',');
+        let value = values.iter().find(|(name, _)| *name == plain).map_or(&b""[..], |it| it.1);
+        for &byte in value {
+            let count = if byte == b',' && name.ends_with(',') { 2 } else { 1 };
+            bytes.extend(std::iter::repeat_n(byte, count));
+        }
+        rest = after;
+    }
+    bytes.extend(rest.as_bytes());
+    OsString::from_vec(bytes)
 }
 
 /// The image, the address and the certificates that a server is started with.
@@ -103,141 +184,6 @@ pub(crate) struct ServerFiles<'a> {
     pub(crate) address: &'a Address,
     /// The directory with its certificate and key, for TLS.
     pub(crate) certificates: &'a Path,
-}
-
-fn nowait_arguments(
-    terms: Conditions,
-    access: Access,
-    server_files: ServerFiles<'_>,
-) -> Vec<OsString> {
-    let ServerFiles { file, format, address, certificates } = server_files;
-    let direct = if terms.caching == Caching::Direct { "on" } else { "off" };
-    let mut arguments = words(&["serve", "--format", format.name(), "--direct", direct]);
-    if access == Access::ReadOnly {
-        arguments.push("--read-only".into());
-    }
-    if terms.transport == Transport::Tls {
-        arguments.push("--tls-certs".into());
-        arguments.push(certificates.into());
-    }
-    arguments.push("--nbd".into());
-    arguments.push(match address {
-        Address::Unix(socket) => joined("unix:", socket.as_os_str()),
-        Address::Tcp { host, port } => format!("tcp:{host}:{port}").into(),
-    });
-    arguments.push(file.into());
-    arguments
-}
-
-/// The QEMU object `t` for a server that requires no client certificate.
-fn qemu_credentials(certificates: &Path) -> [OsString; 2] {
-    let start = "tls-creds-x509,id=t,endpoint=server,verify-peer=off,dir=";
-    ["--object".into(), joined(start, &commas_doubled(certificates))]
-}
-
-fn qemu_nbd_arguments(
-    terms: Conditions,
-    access: Access,
-    server_files: ServerFiles<'_>,
-) -> Vec<OsString> {
-    let ServerFiles { file, format, address, certificates } = server_files;
-    let cache = if terms.caching == Caching::Direct { "--cache=none" } else { "--cache=writeback" };
-    let mut arguments = words(&["--aio=io_uring", cache, "-f", format.name(), "-t", "-e", "64"]);
-    if access == Access::ReadOnly {
-        arguments.push("-r".into());
-    }
-    if terms.transport == Transport::Tls {
-        arguments.extend(qemu_credentials(certificates));
-        arguments.extend(words(&["--tls-creds", "t"]));
-    }
-    match address {
-        Address::Unix(socket) => arguments.extend(["-k".into(), socket.into()]),
-        Address::Tcp { host, port } => {
-            arguments.extend(words(&["-b", host, "-p", &port.to_string()]));
-        }
-    }
-    arguments.push(file.into());
-    arguments
-}
-
-fn storage_daemon_arguments(
-    terms: Conditions,
-    access: Access,
-    server_files: ServerFiles<'_>,
-) -> Vec<OsString> {
-    let ServerFiles { file, format, address, certificates } = server_files;
-    let direct = if terms.caching == Caching::Direct { "on" } else { "off" };
-    let (read_only, writable) =
-        if access == Access::ReadOnly { ("on", "off") } else { ("off", "on") };
-    let same = format!("cache.direct={direct},read-only={read_only}");
-    // The exported node is named f.
-    let file_node = if format == Format::Raw { "f" } else { "file" };
-    let node = format!("driver=file,node-name={file_node},aio=io_uring,{same},filename=");
-    let export = format!("type=nbd,id=e,node-name=f,name=f,writable={writable}");
-    let mut address = match address {
-        Address::Unix(socket) => joined("addr.type=unix,addr.path=", &commas_doubled(socket)),
-        Address::Tcp { host, port } => {
-            format!("addr.type=inet,addr.host={host},addr.port={port}").into()
-        }
-    };
-    let mut arguments = Vec::new();
-    if terms.transport == Transport::Tls {
-        arguments.extend(qemu_credentials(certificates));
-        address.push(",tls-creds=t");
-    }
-    arguments.extend(["--blockdev".into(), joined(&node, &commas_doubled(file))]);
-    if format != Format::Raw {
-        let node = format!("driver={},node-name=f,file={file_node},{same}", format.name());
-        arguments.extend(["--blockdev".into(), node.into()]);
-    }
-    arguments.extend(["--nbd-server".into(), address, "--export".into(), export.into()]);
-    arguments
-}
-
-fn nbdkit_arguments(
-    terms: Conditions,
-    access: Access,
-    server_files: ServerFiles<'_>,
-) -> Vec<OsString> {
-    let ServerFiles { file, address, certificates, .. } = server_files;
-    let mut arguments = words(&["-f"]);
-    if access == Access::ReadOnly {
-        arguments.push("-r".into());
-    }
-    if terms.transport == Transport::Tls {
-        arguments.push("--tls=require".into());
-        arguments.push(joined("--tls-certificates=", certificates.as_os_str()));
-    }
-    match address {
-        Address::Unix(socket) => arguments.extend(["-U".into(), socket.into()]),
-        Address::Tcp { host, port } => {
-            arguments.extend(words(&["-i", host, "-p", &port.to_string()]));
-        }
-    }
-    arguments.push("file".into());
-    arguments.push(joined("file=", file.as_os_str()));
-    if terms.caching == Caching::Direct {
-        arguments.push("cache=none".into());
-    }
-    arguments
-}
-
-fn words(words: &[&str]) -> Vec<OsString> {
-    words.iter().map(OsString::from).collect()
-}
-
-fn joined(start: &str, end: &OsStr) -> OsString {
-    let mut whole = OsString::from(start);
-    whole.push(end);
-    whole
-}
-
-/// Doubles commas, because a single comma ends a value in an option list of QEMU.
-fn commas_doubled(path: &Path) -> OsString {
-    let bytes = path.as_os_str().as_bytes();
-    let doubled =
-        bytes.iter().flat_map(|&byte| std::iter::repeat_n(byte, if byte == b',' { 2 } else { 1 }));
-    OsString::from_vec(doubled.collect())
 }
 
 /// An installed server.
@@ -498,7 +444,8 @@ mod tests {
 
     #[test]
     fn a_comma_in_a_path_does_not_end_qemus_option() {
-        assert_eq!(commas_doubled(Path::new("/a,b/c")), OsString::from("/a,,b/c"));
+        let values = [("file", &b"/a,b/c"[..])];
+        assert_eq!(filled_in("x={file,},y={file}", &values), "x=/a,,b/c,y=/a,b/c");
     }
 
     #[test]

@@ -68,6 +68,6 @@ pub(crate) fn run(engine: FioEngine, load: &Workload, fixture: &Fixture<'_>) -> 
     Ok(Sample {
         per_second: figures.iops,
         mib_per_second: figures.mib_per_second,
-        latency: Some(figures.latency_us),
+        latency: figures.latency_us,
     })
 }

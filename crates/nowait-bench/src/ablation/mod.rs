@@ -134,8 +134,7 @@ pub fn run_engine(options: &EngineOptions, out: &mut dyn Write) -> Result<Report
             break;
         }
         for (row, problem) in table.problems() {
-            let line = format!("{}, {row}: {problem}", table.title);
-            reporter.failure(line.clone(), line.into());
+            reporter.failure(format!("{}, {row}: {problem}", table.title));
         }
         glance += &html::card(&table, n);
         reporter.table(&text::text(&table), table.to_json(), &html::section(&table, n))?;

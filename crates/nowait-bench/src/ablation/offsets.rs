@@ -5,37 +5,6 @@
 use crate::client::Random;
 use crate::workload::Order;
 
-/// Random numbers that are generated at once, so that their cost per request is negligible.
-const NUMBERS: usize = 512;
-const NUMBER_BYTES: usize = size_of::<u64>();
-
-/// Random numbers, generated in batches.
-struct Numbers {
-    random: Random,
-    bytes: Box<[u8]>,
-    used: usize,
-}
-
-impl Numbers {
-    fn seeded(seed: u64) -> Numbers {
-        let bytes = vec![0; NUMBERS * NUMBER_BYTES].into_boxed_slice();
-        Numbers { random: Random::seeded(seed), used: bytes.len(), bytes }
-    }
-
-    /// A number below `bound`.
-    #[inline]
-    fn below(&mut self, bound: u64) -> u64 {
-        if self.used == self.bytes.len() {
-            self.random.fill(&mut self.bytes);
-            self.used = 0;
-        }
-        let mut number = [0; NUMBER_BYTES];
-        number.copy_from_slice(&self.bytes[self.used..self.used + NUMBER_BYTES]);
-        self.used += NUMBER_BYTES;
-        ((u128::from(u64::from_ne_bytes(number)) * u128::from(bound)) >> u64::BITS) as u64
-    }
-}
-
 /// Blocks of a device, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Region {
@@ -60,7 +29,7 @@ impl Region {
 }
 
 enum OffsetOrder {
-    Random(Numbers),
+    Random(Random),
     Sequential,
     /// The blocks not used yet, the next one last.
     Once(Vec<u64>),
@@ -77,7 +46,7 @@ impl Offsets {
     /// Offsets without end, which repeat.
     pub(crate) fn endless(order: Order, region: Region, seed: u64) -> Offsets {
         let order = match order {
-            Order::Random => OffsetOrder::Random(Numbers::seeded(seed)),
+            Order::Random => OffsetOrder::Random(Random::seeded(seed)),
             Order::Sequential => OffsetOrder::Sequential,
         };
         Offsets { region, order, next: 0 }
@@ -87,9 +56,9 @@ impl Offsets {
     pub(crate) fn once(order: Order, region: Region, seed: u64) -> Offsets {
         let mut blocks: Vec<u64> = (0..region.blocks()).rev().collect();
         if order == Order::Random {
-            let mut numbers = Numbers::seeded(seed);
+            let mut random = Random::seeded(seed);
             for last in (1..blocks.len()).rev() {
-                blocks.swap(last, numbers.below(last as u64 + 1) as usize);
+                blocks.swap(last, random.below(last as u64 + 1) as usize);
             }
         }
         Offsets { region, order: OffsetOrder::Once(blocks), next: 0 }
@@ -100,7 +69,7 @@ impl Offsets {
     pub(crate) fn next(&mut self) -> Option<u64> {
         let blocks = self.region.blocks();
         let block = match &mut self.order {
-            OffsetOrder::Random(numbers) => numbers.below(blocks),
+            OffsetOrder::Random(random) => random.below(blocks),
             OffsetOrder::Once(left) => left.pop()?,
             OffsetOrder::Sequential => {
                 let block = self.next;

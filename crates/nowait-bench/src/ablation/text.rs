@@ -41,16 +41,8 @@ fn beside(table: &Table<'_>) -> Vec<Vec<String>> {
 }
 
 fn below(table: &Table<'_>) -> Vec<Vec<String>> {
-    let mut lines = vec![strings([
-        "",
-        "",
-        table.unit.name(),
-        "low–high",
-        "p50 µs",
-        "p99 µs",
-        "gain",
-        "source",
-    ])];
+    let unit = table.unit.name();
+    let mut lines = vec![strings(["", "", unit, "low–high", "p50 µs", "p99 µs", "gain", "source"])];
     for row in &table.rows {
         for (n, cell) in row.cells.iter().enumerate() {
             let first = |text: String| if n == 0 { text } else { String::new() };
@@ -85,21 +77,15 @@ fn source(row: &Row<'_>) -> String {
 
 /// Wraps `text` to lines of at most `LINE_CHARS`, unless a word is longer.
 fn wrapped(text: &str) -> String {
-    let mut lines = String::new();
-    let mut used = 0;
+    let (mut lines, mut used) = (String::new(), 0);
     for word in text.split(' ') {
         let chars = word.chars().count();
-        let separator = match used {
-            0 => "",
-            _ if used + 1 + chars > LINE_CHARS => {
-                used = 0;
-                "\n"
-            }
-            _ => " ",
-        };
-        used += chars + usize::from(separator == " ");
-        lines.push_str(separator);
-        lines.push_str(word);
+        let fits = used + 1 + chars <= LINE_CHARS;
+        if used > 0 {
+            lines.push(if fits { ' ' } else { '\n' });
+        }
+        used = if fits && used > 0 { used + 1 + chars } else { chars };
+        lines += word;
     }
     lines + "\n"
 }

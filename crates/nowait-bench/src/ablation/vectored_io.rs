@@ -5,25 +5,14 @@
 #![allow(unsafe_code)]
 
 use std::io;
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
 use nowait::{ByteRange, Engine, Flags, IoQueue, IoSegment, LinearMap, Op, Request};
 
-use crate::ablation::closed_loop::{Interval, StopCondition, op};
+use crate::ablation::blocking_calls::{Block, whole};
+use crate::ablation::closed_loop::{Interval, StopCondition, WAIT_SLICE, op};
 use crate::ablation::offsets::Offsets;
-use crate::client::Random;
-use crate::workload::Direction;
-
-const WAIT_SLICE: Duration = Duration::from_millis(100);
-
-/// A page, the unit in which memory for direct I/O is allocated.
-#[derive(Clone)]
-#[repr(align(4096))]
-struct Page([u8; Page::BYTES]);
-
-impl Page {
-    const BYTES: usize = 4096;
-}
+use crate::workload::{Direction, Order};
 
 /// The shape of one request.
 #[derive(Clone, Copy)]
@@ -38,28 +27,25 @@ impl Shape {
     }
 }
 
-/// How the segments of a request are submitted.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum SubmitMode {
-    /// All segments in one request.
-    Together,
-    /// Each segment as a separate request, after the previous one has completed.
-    OneByOne,
-}
-
-/// The sequence of requests.
-#[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum OperationMix {
-    Only(Direction),
-    /// Reads and writes alternately.
-    Both,
+/// Requests of many segments.
+#[derive(Clone, Copy)]
+pub(crate) struct Load {
+    /// The directions of the requests, in turn.
+    pub(crate) directions: &'static [Direction],
+    pub(crate) order: Order,
+    pub(crate) shape: Shape,
+    /// The flags of writes.
+    pub(crate) flags: Flags,
+    /// Whether all segments are in one request. Otherwise each is a separate one, after the previous
+    /// one has completed.
+    pub(crate) together: bool,
 }
 
 /// An engine and the memory of its only request in flight.
 pub(crate) struct VectoredIo<Q: IoQueue> {
     engine: Engine<Q, LinearMap>,
     segments: Vec<IoSegment>,
-    memory: Vec<Page>,
+    memory: Vec<Block>,
 }
 
 impl<Q: IoQueue> Drop for VectoredIo<Q> {
@@ -75,57 +61,46 @@ impl<Q: IoQueue> VectoredIo<Q> {
     /// Allocates segments that do not touch, so that they cannot be merged into one.
     pub(crate) fn new(engine: Engine<Q, LinearMap>, shape: Shape) -> VectoredIo<Q> {
         let stride = 2 * shape.segment_bytes;
-        let pages = (shape.segments * stride).div_ceil(Page::BYTES);
-        let mut memory = vec![Page([0; Page::BYTES]); pages];
-        let mut random = Random::seeded(1);
-        memory.iter_mut().for_each(|page| random.fill(&mut page.0));
+        let blocks = (shape.segments * stride).div_ceil(Block::BYTES);
+        let mut memory: Vec<Block> = (0..blocks).map(|_| *Block::random()).collect();
         let base = memory.as_mut_ptr().cast::<u8>();
         let segment =
             |n: usize| IoSegment { base: base.wrapping_add(n * stride), len: shape.segment_bytes };
         VectoredIo { engine, segments: (0..shape.segments).map(segment).collect(), memory }
     }
 
-    /// Makes requests until `stop_condition` ends the loop; with [`SubmitMode::OneByOne`] the last
-    /// request may remain incomplete.
+    /// Makes requests until `stop_condition` ends the loop; if they are not `together`, the last one
+    /// may remain incomplete.
     ///
     /// # Errors
     /// The error of the engine or of a request.
     pub(crate) fn run(
         &mut self,
-        mix: OperationMix,
-        flags: Flags,
-        submit_mode: SubmitMode,
+        load: &Load,
         offsets: &mut Offsets,
         stop_condition: StopCondition<'_>,
     ) -> io::Result<Interval> {
         let mut interval = stop_condition.begin();
-        let mut direction = match mix {
-            OperationMix::Only(direction) => direction,
-            OperationMix::Both => Direction::Read,
-        };
         let mut now = interval.begin;
-        while let Some(pos) = offsets.next() {
-            let op = op(direction);
-            let flags = if op == Op::Write { flags } else { Flags::NONE };
-            let together = self.segments.len();
-            let step = if submit_mode == SubmitMode::Together { together } else { 1 };
+        let all = self.segments.len();
+        let step = if load.together { all } else { 1 };
+        for &direction in load.directions.iter().cycle() {
+            let Some(pos) = offsets.next() else { break };
+            let flags = if direction == Direction::Write { load.flags } else { Flags::NONE };
             let (mut n, mut at, begin) = (0, pos, now);
-            while n < together {
-                let bytes = self.one(op, flags, at, n..n + step)?;
+            while n < all {
+                let bytes = self.one(op(direction), flags, at, n..n + step)?;
                 (n, at, now) = (n + step, at + bytes, Instant::now());
                 interval.bytes += bytes;
                 if stop_condition.is_over(&interval, now) {
                     break;
                 }
             }
-            if n == together {
+            if n == all {
                 interval.count(0, now - begin);
             }
             if stop_condition.is_over(&interval, now) {
                 break;
-            }
-            if mix == OperationMix::Both {
-                direction = other(direction);
             }
         }
         interval.end();
@@ -152,20 +127,10 @@ impl<Q: IoQueue> VectoredIo<Q> {
         loop {
             if let Some(completion) = self.engine.next() {
                 let bytes = completion.result()?;
-                return if bytes == len {
-                    Ok(bytes)
-                } else {
-                    Err(io::Error::other("a request was cut short"))
-                };
+                whole(bytes, len)?;
+                return Ok(bytes);
             }
             self.engine.wait(Some(WAIT_SLICE), &mut |_, _| {})?;
         }
-    }
-}
-
-fn other(direction: Direction) -> Direction {
-    match direction {
-        Direction::Read => Direction::Write,
-        Direction::Write => Direction::Read,
     }
 }

@@ -52,10 +52,10 @@ pub fn run_copies(options: &CopyOptions, out: &mut dyn Write) -> Result<Report, 
     let scratch = TempDir::with_prefix("nowait-bench-")
         .map_err(Error::system("making a directory for sockets"))?;
     let missing: Vec<&str> = ["qemu-img", "nbdcopy"].into_iter().filter(|it| !runs(it)).collect();
-    let entries = |route: Route| -> Vec<Row> {
+    let copiers = |route: Route| -> Vec<Copier> {
         let is_there = |copier: &Copier| !missing.iter().any(|it| copier.name.starts_with(it));
         let takes = COPIERS.into_iter().filter(|copier| copier.takes(route) && is_there(copier));
-        takes.map(Entry::new).collect()
+        takes.collect()
     };
     let machine = Machine::this()?;
     let mut heading = format!(
@@ -65,7 +65,7 @@ pub fn run_copies(options: &CopyOptions, out: &mut dyn Write) -> Result<Report, 
         machine.kernel, machine.processor, options.run.rounds
     );
     heading.extend(missing.iter().map(|name| format!("{name}: not installed\n")));
-    let count: usize = ROUTES.into_iter().map(|route| entries(route).len()).sum();
+    let count: usize = ROUTES.into_iter().map(|route| copiers(route).len()).sum();
     reporter.heading(heading, count * CONTENTS.len())?;
     'contents: for content in CONTENTS {
         let bytes = content.factor * options.bytes / MIB * MIB;
@@ -73,16 +73,15 @@ pub fn run_copies(options: &CopyOptions, out: &mut dyn Write) -> Result<Report, 
         let copy_run = CopyRun { directory, scratch, nowait: &options.nowait, bytes };
         copy_run.prepare(content).map_err(Error::system("making the disks to copy"))?;
         for route in ROUTES {
-            let mut rows = entries(route);
             let name = |copier: &Copier| format!("{}: {}", route.name, copier.name);
-            if !reporter.measure(&mut rows, name, |copier| copy_run.run(*copier, route)) {
+            let failure = |copier: &Copier, problem: &str| {
+                let line = format!("{} failed, {}: {problem}", copier.name, route.name);
+                (line.clone(), line.into())
+            };
+            let measure = |copier: &Copier| copy_run.run(*copier, route);
+            let Some(rows) = reporter.compare(copiers(route), name, measure, failure) else {
                 break 'contents;
-            }
-            for (row, problem) in rows.iter().filter_map(|row| Some((row, row.problem.as_ref()?))) {
-                let line = format!("{} failed, {}: {problem}", row.key.name, route.name);
-                reporter.failure(line.clone(), line.into());
-            }
-            rows.retain(|row| row.problem.is_none());
+            };
             let table = CopyTable { content, route, bytes, rows };
             reporter.table(&table.text(), table.to_json(), "")?;
         }

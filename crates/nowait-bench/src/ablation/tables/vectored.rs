@@ -16,7 +16,7 @@ use crate::ablation::fixture::{Fixture, ring_engine};
 use crate::ablation::gain_table::{Metric, Row, Sample, Table, Unit, cell};
 use crate::ablation::offsets::Offsets;
 use crate::ablation::tables::{PAGE_BYTES, source, switched};
-use crate::ablation::vectored_io::{OperationMix, Shape, SubmitMode, VectoredIo};
+use crate::ablation::vectored_io::{Load, Shape, VectoredIo};
 use crate::workload::{Direction, Order};
 
 const SEGMENT_BYTES: [usize; 5] = [1, 16, 128, 512, PAGE_BYTES];
@@ -70,23 +70,25 @@ pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> Vec<Table<'a>> {
 }
 
 fn segments<'a>(fixture: &'a Fixture<'a>) -> Vec<Row<'a>> {
-    let read = OperationMix::Only(Direction::Read);
-    let write = OperationMix::Only(Direction::Write);
+    const READ: &[Direction] = &[Direction::Read];
+    const WRITE: &[Direction] = &[Direction::Write];
+    const BOTH: &[Direction] = &[Direction::Read, Direction::Write];
     let loads = [
-        ("random readv", read, Order::Random, None),
-        ("sequential readv", read, Order::Sequential, None),
-        ("random writev", write, Order::Random, source("8.7×", 8.7)),
-        ("sequential writev", write, Order::Sequential, source("6.6×", 6.6)),
-        ("mixed", OperationMix::Both, Order::Random, source("5×", 5.0)),
+        ("random readv", READ, Order::Random, None),
+        ("sequential readv", READ, Order::Sequential, None),
+        ("random writev", WRITE, Order::Random, source("8.7×", 8.7)),
+        ("sequential writev", WRITE, Order::Sequential, source("6.6×", 6.6)),
+        ("mixed", BOTH, Order::Random, source("5×", 5.0)),
     ];
     let row = |storage: Storage| {
-        let allowed = loads.into_iter().filter(|(_, mix, ..)| fixture.writable || *mix == read);
-        allowed.map(move |(name, mix, order, source)| {
+        let allowed =
+            loads.into_iter().filter(|(_, directions, ..)| fixture.writable || *directions == READ);
+        allowed.map(move |(name, directions, order, source)| {
             let shape = Shape { segments: 8, segment_bytes: PAGE_BYTES };
-            let (flags, submit_mode) = (Flags::NONE, SubmitMode::Together);
-            let load = Load { mix, order, shape, flags, submit_mode };
-            let measure =
-                move |vectored| load.on(storage, fixture, Config { vectored, ..Config::default() });
+            let load = Load { directions, order, shape, flags: Flags::NONE, together: true };
+            let measure = move |vectored| {
+                on(storage, load, fixture, Config { vectored, ..Config::default() })
+            };
             let title = format!("{}, {name}", storage.name());
             Row { title, source, cells: switched(["one by one", "at once"], measure) }
         })
@@ -98,18 +100,18 @@ fn segments<'a>(fixture: &'a Fixture<'a>) -> Vec<Row<'a>> {
 /// Sequential writes of `segments` segments.
 fn writev(segments: usize, segment_bytes: usize, flags: Flags) -> impl Fn(bool) -> Load + Copy {
     move |together| Load {
-        mix: OperationMix::Only(Direction::Write),
+        directions: &[Direction::Write],
         order: Order::Sequential,
         shape: Shape { segments, segment_bytes },
         flags,
-        submit_mode: if together { SubmitMode::Together } else { SubmitMode::OneByOne },
+        together,
     }
 }
 
 fn small<'a>(fixture: &'a Fixture<'a>, segment_bytes: usize) -> Row<'a> {
     let segments = (REQUEST_BYTES / segment_bytes).min(MAX_SEGMENTS);
     let load = writev(segments, segment_bytes, Flags::NONE);
-    let on_file = move |together| load(together).on(Storage::File, fixture, Config::default());
+    let on_file = move |together| on(Storage::File, load(together), fixture, Config::default());
     let mut cells = vec![
         cell("write", move || write(fixture, segment_bytes)),
         cell("buffered write", move || buffered_write(fixture, segment_bytes)),
@@ -124,48 +126,35 @@ fn durable<'a>(fixture: &'a Fixture<'a>) -> Vec<Row<'a>> {
     let load = writev(MAX_SEGMENTS, PAGE_BYTES, Flags::DSYNC);
     let shortest = fixture.latency.iter().min().map(|&latency| Storage::Latency(latency));
     let row = |storage: Storage| {
-        let measure = move |together| load(together).on(storage, fixture, Config::default());
+        let measure = move |together| on(storage, load(together), fixture, Config::default());
         let cells = switched(["segment-wise", "merged"], measure);
         Row { title: storage.name(), source: source("68 s → 0.23 s", 68.0 / 0.23), cells }
     };
     std::iter::once(Storage::File).chain(shortest).map(row).collect()
 }
 
-/// Requests of many segments.
-#[derive(Clone, Copy)]
-struct Load {
-    mix: OperationMix,
-    order: Order,
-    shape: Shape,
-    flags: Flags,
-    submit_mode: SubmitMode,
-}
-
-impl Load {
-    /// Measures the requests on one target.
-    fn on(self, storage: Storage, fixture: &Fixture<'_>, config: Config) -> io::Result<Sample> {
-        let disk = fixture.disk()?;
-        let workers = WorkerPool::new(&disk, config.workers);
-        match storage {
-            Storage::File => self.run(ring_engine(&disk, &workers, config)?, fixture),
-            Storage::Latency(latency) => {
-                self.run(Engine::new(disk, workers, Delayed::new(latency)?, config)?, fixture)
-            }
+/// Measures the requests of `load` on one target.
+fn on(storage: Storage, load: Load, fixture: &Fixture<'_>, config: Config) -> io::Result<Sample> {
+    let disk = fixture.disk()?;
+    let workers = WorkerPool::new(&disk, config.workers);
+    match storage {
+        Storage::File => run(ring_engine(&disk, &workers, config)?, load, fixture),
+        Storage::Latency(latency) => {
+            run(Engine::new(disk, workers, Delayed::new(latency)?, config)?, load, fixture)
         }
     }
+}
 
-    fn run<Q: IoQueue>(
-        self,
-        engine: Engine<Q, nowait::LinearMap>,
-        fixture: &Fixture<'_>,
-    ) -> io::Result<Sample> {
-        let Load { mix, order, shape, flags, submit_mode } = self;
-        let mut vectored_io = VectoredIo::new(engine, shape);
-        let offsets = Offsets::endless(order, fixture.region(shape.bytes() as usize), 1);
-        fixture.measure_at(offsets, true, |offsets, stop_condition| {
-            vectored_io.run(mix, flags, submit_mode, offsets, stop_condition)
-        })
-    }
+fn run<Q: IoQueue>(
+    engine: Engine<Q, nowait::LinearMap>,
+    load: Load,
+    fixture: &Fixture<'_>,
+) -> io::Result<Sample> {
+    let mut vectored_io = VectoredIo::new(engine, load.shape);
+    let offsets = Offsets::endless(load.order, fixture.region(load.shape.bytes() as usize), 1);
+    fixture.measure_at(offsets, true, |offsets, stop_condition| {
+        vectored_io.run(&load, offsets, stop_condition)
+    })
 }
 
 fn write(fixture: &Fixture<'_>, segment_bytes: usize) -> io::Result<Sample> {
