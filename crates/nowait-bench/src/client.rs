@@ -20,7 +20,8 @@ use rustix::time::Timespec;
 use crate::address::SILENCE_MAX;
 use crate::cancel::CancelFlag;
 use crate::certificates::Certificates;
-use crate::workload::{Direction, Order, Workload};
+use crate::offsets::{Offsets, Random, Region};
+use crate::workload::{Direction, Workload};
 
 /// More than a Unix socket buffers by default, so that one receive can take all of it.
 const RECEIVE_BYTES: usize = 256 * 1024;
@@ -87,7 +88,8 @@ impl Client {
         over: Range<u64>,
         payload: Payload,
     ) -> io::Result<Client> {
-        let blocks = (over.end - over.start) / workload.block_bytes as u64;
+        let (start, bytes) = (over.start, over.end - over.start);
+        let region = Region { start, bytes, block: workload.block_bytes as u64 };
         let connections = (0..connections)
             .map(|index| {
                 let (nbd, offered) = connect_options.open()?;
@@ -97,9 +99,9 @@ impl Client {
                 if offered.flags & FLAG_READ_ONLY != 0 && workload.direction == Direction::Write {
                     return Err(io::Error::other("the export is read-only"));
                 }
-                let first = blocks * index as u64 / connections as u64;
-                let positions = Positions::new(workload, over.start, first, blocks);
-                Ok(Connection::new(nbd, Batch::new(workload, payload), workload, positions))
+                let first = region.blocks() * index as u64 / connections as u64;
+                let offsets = Offsets::endless(workload.order, region, first);
+                Ok(Connection::new(nbd, Batch::new(workload, payload), workload, offsets))
             })
             .collect::<io::Result<_>>()?;
         Ok(Client { connections })
@@ -183,7 +185,7 @@ struct Connection {
     nbd: client::Connection,
     batch: Batch,
     slots: Slots,
-    positions: Positions,
+    offsets: Offsets,
 }
 
 impl Connection {
@@ -191,14 +193,14 @@ impl Connection {
         nbd: client::Connection,
         batch: Batch,
         workload: &Workload,
-        positions: Positions,
+        offsets: Offsets,
     ) -> Connection {
         let data_bytes = match workload.direction {
             Direction::Read => workload.block_bytes as u64,
             Direction::Write => 0,
         };
         let (sent, free) = (vec![None; workload.depth], (0..workload.depth).rev().collect());
-        Connection { nbd, batch, slots: Slots { data_bytes, sent, free }, positions }
+        Connection { nbd, batch, slots: Slots { data_bytes, sent, free }, offsets }
     }
 
     fn in_flight(&self) -> usize {
@@ -210,7 +212,9 @@ impl Connection {
     fn send(&mut self, now: Instant) -> io::Result<()> {
         let mut count = 0;
         while let Some(slot) = self.slots.free.pop() {
-            self.batch.set(count, slot as u64, self.positions.next());
+            // The offsets are endless.
+            let Some(position) = self.offsets.next() else { break };
+            self.batch.set(count, slot as u64, position);
             self.slots.sent[slot] = Some(now);
             count += 1;
         }
@@ -316,95 +320,10 @@ impl Batch {
     }
 }
 
-/// The positions of requests.
-struct Positions {
-    order: Order,
-    random: Random,
-    /// The position of the first block.
-    start: u64,
-    next_block: u64,
-    blocks: u64,
-    block_bytes: u64,
-}
-
-impl Positions {
-    /// Positions of `blocks` blocks from `start` on; sequential ones begin with block `first`.
-    fn new(workload: &Workload, start: u64, first: u64, blocks: u64) -> Positions {
-        Positions {
-            order: workload.order,
-            random: Random::seeded(first + 1),
-            start,
-            next_block: first,
-            blocks,
-            block_bytes: workload.block_bytes as u64,
-        }
-    }
-
-    fn next(&mut self) -> u64 {
-        let block = match self.order {
-            Order::Random => self.random.below(self.blocks),
-            Order::Sequential => {
-                let block = self.next_block;
-                self.next_block = if block + 1 < self.blocks { block + 1 } else { 0 };
-                block
-            }
-        };
-        self.start + block * self.block_bytes
-    }
-}
-
-/// Marsaglia's xorshift with Vigna's multiplication (xorshift64*): cheap, and random enough for
-/// positions and incompressible data.
-pub(crate) struct Random(u64);
-
-impl Random {
-    pub(crate) fn seeded(seed: u64) -> Random {
-        // The state must not be zero; the odd constant spreads neighbouring seeds apart.
-        Random((seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5851_f42d_4c95_7f2d).max(1))
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    #[inline]
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
-    }
-
-    pub(crate) fn fill(&mut self, bytes: &mut [u8]) {
-        for piece in bytes.chunks_mut(8) {
-            piece.copy_from_slice(&self.next().to_ne_bytes()[..piece.len()]);
-        }
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    fn workload(order: Order) -> Workload {
-        Workload { direction: Direction::Read, order, block_bytes: 4096, depth: 1, beside: None }
-    }
-
-    #[test]
-    fn random_positions_are_aligned_inside_and_reach_both_ends() {
-        let mut positions = Positions::new(&workload(Order::Random), 0, 0, 8);
-        let seen: Vec<u64> = (0..1000).map(|_| positions.next()).collect();
-        assert!(seen.iter().all(|position| position % 4096 == 0));
-        assert_eq!(seen.iter().min(), Some(&0));
-        assert_eq!(seen.iter().max(), Some(&(7 * 4096)));
-    }
-
-    #[test]
-    fn sequential_positions_start_at_the_given_block_and_wrap() {
-        let mut positions = Positions::new(&workload(Order::Sequential), 4096, 2, 4);
-        let seen: Vec<u64> = (0..5).map(|_| positions.next() / 4096).collect();
-        assert_eq!(seen, [3, 4, 1, 2, 3]);
-    }
+    use crate::workload::Order;
 
     #[test]
     fn a_latency_longer_than_the_histogram_counts_as_its_longest() {
@@ -418,7 +337,8 @@ mod tests {
 
     #[test]
     fn a_batch_contains_consecutive_requests() {
-        let load = Workload { direction: Direction::Write, depth: 2, ..workload(Order::Random) };
+        let (direction, order) = (Direction::Write, Order::Random);
+        let load = Workload { direction, order, block_bytes: 4096, depth: 2, beside: None };
         let mut batch = Batch::new(&load, Payload::Random);
         batch.set(0, 7, 4096);
         batch.set(1, 8, 8192);

@@ -22,6 +22,7 @@ mod process_stats;
 mod cpus;
 mod cancel;
 mod report;
+mod offsets;
 mod client;
 mod test_file;
 mod server;

@@ -15,8 +15,8 @@ use rustix::io::Errno;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
-use crate::client::Random;
 use crate::error::Error;
+use crate::offsets::Random;
 use crate::workload::Caching;
 
 const MIB: u64 = 1 << 20;

@@ -14,7 +14,7 @@ use futures_util::stream::{FuturesUnordered, StreamExt};
 use nowait::{Error, IoBuffer};
 
 use crate::ablation::closed_loop::{Interval, StopCondition};
-use crate::ablation::offsets::Offsets;
+use crate::offsets::Offsets;
 use crate::workload::Workload;
 
 /// The output of a read future: the number of bytes, and its buffer.
@@ -93,8 +93,8 @@ mod tests {
     use std::time::Duration;
 
     use super::*;
-    use crate::ablation::offsets::Region;
     use crate::cancel::CancelFlag;
+    use crate::offsets::Region;
     use crate::workload::{Direction, Order};
 
     /// Completes at the second poll, after another thread has woken it.

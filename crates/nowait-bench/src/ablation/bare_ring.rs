@@ -15,7 +15,7 @@ use io_uring::{IoUring, opcode, squeue, types};
 
 use crate::ablation::blocking_calls::Block;
 use crate::ablation::closed_loop::{Interval, StopCondition};
-use crate::ablation::offsets::Offsets;
+use crate::offsets::Offsets;
 use crate::workload::{Direction, Workload};
 
 /// The index of the only registered file and of the only registered buffer.

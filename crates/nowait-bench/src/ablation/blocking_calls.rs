@@ -14,8 +14,7 @@ use nowait::{BlockMap, Flags};
 use crate::ablation::closed_loop::{Interval, StopCondition};
 use crate::ablation::fixture::Fixture;
 use crate::ablation::gain_table::Sample;
-use crate::ablation::offsets::Offsets;
-use crate::client::Random;
+use crate::offsets::{Offsets, Random};
 use crate::workload::{Direction, Workload};
 
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
@@ -75,7 +74,7 @@ pub(crate) fn run(file: &impl Calls, load: &Workload, fixture: &Fixture<'_>) -> 
     fixture.measure(load, true, |_, stop_condition| {
         in_threads(load.depth, |number, gate| {
             let mut offsets =
-                Offsets::endless(load.order, fixture.region(load.block_bytes), number as u64 + 1);
+                Offsets::endless(load.order, fixture.region(load.block_bytes), number as u64);
             let mut block = Block::random();
             let data = &mut block.0[..load.block_bytes];
             gate.wait();

@@ -9,9 +9,9 @@ use hdrhistogram::Histogram;
 use nowait::{BlockMap, ByteRange, Engine, Flags, IoQueue, Op, PooledBuffer, Request};
 
 use crate::ablation::gain_table::{Sample, latency_of};
-use crate::ablation::offsets::Offsets;
 use crate::cancel::CancelFlag;
-use crate::client::{Random, latency_histogram};
+use crate::client::latency_histogram;
+use crate::offsets::{Offsets, Random};
 use crate::workload::{Direction, Workload};
 
 const MIB: f64 = 1_048_576.0;

@@ -19,9 +19,9 @@ use tempfile::TempDir;
 use crate::ablation::EngineOptions;
 use crate::ablation::closed_loop::{Interval, StopCondition, drive};
 use crate::ablation::gain_table::Sample;
-use crate::ablation::offsets::{Offsets, Region};
 use crate::cancel::CancelFlag;
 use crate::error::Error;
+use crate::offsets::{Offsets, Region};
 use crate::test_file::{Access, Target, temporary_directory};
 use crate::workload::{Caching, Direction, Workload};
 
@@ -158,7 +158,7 @@ impl<'a> Fixture<'a> {
         timed: bool,
         run: impl FnMut(&mut Offsets, StopCondition<'_>) -> io::Result<Interval>,
     ) -> io::Result<Sample> {
-        let offsets = Offsets::endless(load.order, self.region(load.block_bytes), 1);
+        let offsets = Offsets::endless(load.order, self.region(load.block_bytes), 0);
         self.measure_at(offsets, timed, run)
     }
 

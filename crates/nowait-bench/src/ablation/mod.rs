@@ -4,14 +4,13 @@
 //! Invariant: a file of the user is only written to with permission.
 #![deny(unsafe_code)]
 
-mod offsets;
 mod gain_table;
 mod closed_loop;
 mod async_loop;
 mod delayed;
-mod vectored_io;
 mod fixture;
 mod blocking_calls;
+mod vectored_io;
 mod bare_ring;
 mod fio_engine;
 mod loop_device;

@@ -11,7 +11,7 @@ use nowait::{ByteRange, Engine, Flags, IoQueue, IoSegment, LinearMap, Op, Reques
 
 use crate::ablation::blocking_calls::{Block, whole};
 use crate::ablation::closed_loop::{Interval, StopCondition, WAIT_SLICE, op};
-use crate::ablation::offsets::Offsets;
+use crate::offsets::Offsets;
 use crate::workload::{Direction, Order};
 
 /// The shape of one request.

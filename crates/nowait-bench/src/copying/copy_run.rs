@@ -14,9 +14,9 @@ use nowait_nbd::Address;
 use rustix::fs::Advice;
 
 use crate::address;
-use crate::client::Random;
 use crate::copying::copy_case::{Content, Copier, End, Route};
 use crate::copying::timed;
+use crate::offsets::Random;
 use crate::process_stats::CpuTime;
 use crate::server::{Server, remove_if_there};
 

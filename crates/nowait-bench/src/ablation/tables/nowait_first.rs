@@ -14,8 +14,8 @@ use crate::ablation::closed_loop::drive;
 use crate::ablation::fixture::{Fixture, Queue, ring_engine};
 use crate::ablation::gain_table::{Metric, Row, Sample, Source, Table, Unit, cell};
 use crate::ablation::loop_device::LoopDevice;
-use crate::ablation::offsets::{Offsets, Region};
 use crate::ablation::tables::{PAGE_BYTES, RANDOM_READ, source};
+use crate::offsets::{Offsets, Region};
 use crate::workload::{Direction, Order, Workload};
 
 const JOBS: usize = 12;
@@ -84,11 +84,13 @@ fn jobs(
     let disk = fixture.hinted_disk(&path, config.hint)?;
     let workers = WorkerPool::new(&disk, config.workers);
     let all = Region { start: 0, bytes, block: PAGE_BYTES as u64 };
-    let offsets = if is_sparse { Offsets::once } else { Offsets::endless };
     let job = |job: usize, gate: &blocking_calls::Gate| {
         let region = all.part(job as u64, JOBS as u64);
         let engine = ring_engine(&disk, &workers, config);
-        let mut offsets = offsets(load.order, region, region.start);
+        let mut offsets = match is_sparse {
+            true => Offsets::once(load.order, region, region.start),
+            false => Offsets::endless(load.order, region, 0),
+        };
         gate.wait();
         drive(&mut engine?, &load, &mut offsets, fixture.stop_condition(true))
     };

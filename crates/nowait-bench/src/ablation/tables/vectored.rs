@@ -14,9 +14,9 @@ use crate::ablation::blocking_calls::{Block, calls, whole};
 use crate::ablation::delayed::Delayed;
 use crate::ablation::fixture::{Fixture, ring_engine};
 use crate::ablation::gain_table::{Metric, Row, Sample, Table, Unit, cell};
-use crate::ablation::offsets::Offsets;
 use crate::ablation::tables::{PAGE_BYTES, source, switched};
 use crate::ablation::vectored_io::{Load, Shape, VectoredIo};
+use crate::offsets::Offsets;
 use crate::workload::{Direction, Order};
 
 const SEGMENT_BYTES: [usize; 5] = [1, 16, 128, 512, PAGE_BYTES];
@@ -151,7 +151,7 @@ fn run<Q: IoQueue>(
     fixture: &Fixture<'_>,
 ) -> io::Result<Sample> {
     let mut vectored_io = VectoredIo::new(engine, load.shape);
-    let offsets = Offsets::endless(load.order, fixture.region(load.shape.bytes() as usize), 1);
+    let offsets = Offsets::endless(load.order, fixture.region(load.shape.bytes() as usize), 0);
     fixture.measure_at(offsets, true, |offsets, stop_condition| {
         vectored_io.run(&load, offsets, stop_condition)
     })
@@ -181,7 +181,7 @@ fn each(
 ) -> io::Result<Sample> {
     let block = Block::random();
     let segment = &block.0[..segment_bytes];
-    let mut offsets = Offsets::endless(Order::Sequential, fixture.region(segment_bytes), 1);
+    let mut offsets = Offsets::endless(Order::Sequential, fixture.region(segment_bytes), 0);
     let stop_condition = fixture.stop_condition(false);
     let mut interval =
         calls(&mut offsets, stop_condition, segment_bytes, |pos| write(segment, pos))?;

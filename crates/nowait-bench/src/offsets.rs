@@ -2,8 +2,36 @@
 //!
 //! Invariant: every offset is a multiple of the block size and its block lies in the region.
 
-use crate::client::Random;
 use crate::workload::Order;
+
+/// Marsaglia's xorshift with Vigna's multiplication (xorshift64*): cheap, and random enough for
+/// positions and incompressible data.
+pub(crate) struct Random(u64);
+
+impl Random {
+    pub(crate) fn seeded(seed: u64) -> Random {
+        // The state must not be zero; the odd constant spreads neighbouring seeds apart.
+        Random((seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5851_f42d_4c95_7f2d).max(1))
+    }
+
+    fn next(&mut self) -> u64 {
+        self.0 ^= self.0 >> 12;
+        self.0 ^= self.0 << 25;
+        self.0 ^= self.0 >> 27;
+        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
+    }
+
+    #[inline]
+    pub(crate) fn below(&mut self, bound: u64) -> u64 {
+        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
+    }
+
+    pub(crate) fn fill(&mut self, bytes: &mut [u8]) {
+        for piece in bytes.chunks_mut(8) {
+            piece.copy_from_slice(&self.next().to_ne_bytes()[..piece.len()]);
+        }
+    }
+}
 
 /// Blocks of a device, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -17,7 +45,7 @@ pub(crate) struct Region {
 }
 
 impl Region {
-    fn blocks(self) -> u64 {
+    pub(crate) fn blocks(self) -> u64 {
         self.bytes / self.block
     }
 
@@ -43,13 +71,14 @@ pub(crate) struct Offsets {
 }
 
 impl Offsets {
-    /// Offsets without end, which repeat.
-    pub(crate) fn endless(order: Order, region: Region, seed: u64) -> Offsets {
+    /// Offsets without end, which repeat. Sequential ones begin with block number `first`, random
+    /// ones differ for each `first`.
+    pub(crate) fn endless(order: Order, region: Region, first: u64) -> Offsets {
         let order = match order {
-            Order::Random => OffsetOrder::Random(Random::seeded(seed)),
+            Order::Random => OffsetOrder::Random(Random::seeded(first + 1)),
             Order::Sequential => OffsetOrder::Sequential,
         };
-        Offsets { region, order, next: 0 }
+        Offsets { region, order, next: first }
     }
 
     /// Each block once.
@@ -90,9 +119,12 @@ mod tests {
     #[test]
     fn endless_offsets_stay_in_the_region_and_repeat() {
         for order in [Order::Random, Order::Sequential] {
-            let mut offsets = Offsets::endless(order, REGION, 3);
+            let mut offsets = Offsets::endless(order, REGION, 2);
             let mut seen: Vec<u64> = (0..2000).filter_map(|_| offsets.next()).collect();
             assert_eq!(seen.len(), 2000);
+            if order == Order::Sequential {
+                assert_eq!(seen[..4], [16384, 20480, 8192, 12288]);
+            }
             seen.sort_unstable();
             seen.dedup();
             assert_eq!(seen, [8192, 12288, 16384, 20480]);
