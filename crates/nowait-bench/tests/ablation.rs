@@ -1,12 +1,7 @@
 //! End-to-end tests of the tables of the engine, as short as possible: they check the content,
 //! never the speed.
 
-#[path = "../../nowait-cli/tests/suite/common/tool.rs"]
-#[allow(dead_code)]
-mod tool;
-
 use std::fs::{self, File};
-use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
@@ -57,7 +52,7 @@ fn measure_complete(what: TableSelection) -> Vec<(String, usize)> {
             assert!(printed.contains(&title), "{title} is not in {printed}");
             for cell in array(row, "cells") {
                 if cell["variant"] == "loop device" && !cell["problem"].is_null() {
-                    let _ = writeln!(io::stderr(), "skipped: no loop device ({cell})");
+                    nowait_testkit::skip(&format!("no loop device ({cell})"));
                     continue;
                 }
                 let figure = cell["mib_per_second"]["min"].as_f64();
@@ -110,7 +105,7 @@ fn nowait_has_stable_and_sparse_files_three_variants_and_the_loop_device() {
     assert_eq!(rows.iter().filter(|row| row.1 == 3).count(), 4);
     let loops = rows.iter().filter(|row| row.1 == 2).count();
     if loops == 0 {
-        let _ = writeln!(io::stderr(), "skipped: no loop device");
+        nowait_testkit::skip("no loop device");
     }
     assert!(loops == 0 || loops == 2, "{rows:?}");
 }
@@ -121,7 +116,7 @@ fn engines_are_compared_at_three_depths_in_both_directions() {
     assert_eq!(rows.len(), 6);
     let fio = rows.iter().all(|row| row.1 == 7);
     if !fio {
-        tool::skip("no fio");
+        nowait_testkit::skip("no fio");
     }
 }
 

@@ -1,9 +1,5 @@
 //! End-to-end tests of the measurements, as short as possible, with the installed servers.
 
-#[path = "../../nowait-cli/tests/suite/common/tool.rs"]
-#[allow(dead_code)]
-mod tool;
-
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -59,7 +55,7 @@ fn measured(options: &PeersOptions) -> Option<(Report, String)> {
             Some((report, String::from_utf8(printed).expect("UTF-8")))
         }
         Err(Error::NoServer) => {
-            tool::skip("no qemu-nbd, no qemu-storage-daemon, no nbdkit");
+            nowait_testkit::skip("no qemu-nbd, no qemu-storage-daemon, no nbdkit");
             None
         }
         Err(e) => panic!("{e}"),
@@ -129,7 +125,7 @@ fn every_server_is_measured_over_every_transport_and_text_and_page_have_the_figu
 fn fio_measures_the_same_rows_where_it_is_installed() {
     let directory = TempDir::new().expect("a temporary directory");
     if Command::new("fio").arg("--version").output().is_err() {
-        tool::skip("no fio");
+        nowait_testkit::skip("no fio");
         return;
     }
     for transport in [Transport::Plain, Transport::Tcp] {
@@ -207,7 +203,7 @@ fn images_are_measured_with_every_server_that_supports_them_and_removed_afterwar
         Ok(report) => report,
         Err(e) => {
             assert!(matches!(e, Error::NoServer | Error::System { .. }), "{e}");
-            tool::skip(&e.to_string());
+            nowait_testkit::skip(&e.to_string());
             return;
         }
     };

@@ -11,6 +11,7 @@ use std::sync::atomic::AtomicBool;
 
 use nowait_copy::{Error, Location, Lost, Options, Progress, Report, copy};
 use nowait_image::Format;
+use nowait_testkit::Random;
 use server::{BLOCK_STATUS, READ, WRITE, correct_answer, failure, serve};
 
 const MIB: u64 = 1 << 20;
@@ -257,14 +258,6 @@ fn an_invalid_handshake_is_reported() {
     }
 }
 
-/// SplitMix64.
-fn next(state: &mut u64) -> u64 {
-    *state = state.wrapping_add(0x9e37_79b9_7f4a_7c15);
-    let mixed = (*state ^ (*state >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-    let mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-    mixed ^ (mixed >> 31)
-}
-
 #[test]
 fn replies_with_random_bytes_changed_are_an_error_or_the_right_bytes() {
     // Requested in several parts.
@@ -272,18 +265,18 @@ fn replies_with_random_bytes_changed_are_an_error_or_the_right_bytes() {
     let (mut failed, mut whole) = (0, 0);
     for seed in 0..150 {
         let directory = tempfile::tempdir().unwrap();
-        let mut random = seed;
+        let mut random = Random::from_seed(seed);
         let uri = serve(directory.path(), BYTES, move |request| {
             let mut answer = correct_answer(request, 5);
             let head = answer.len().min(32);
-            match next(&mut random) % 4 {
+            match random.below(4) {
                 // Changed data cannot be detected; only the bytes around it are changed.
                 0 => {
-                    let at = next(&mut random) as usize % head.min(28);
-                    answer[at] ^= 1 << (next(&mut random) % 8);
+                    let at = random.below(head.min(28) as u64) as usize;
+                    answer[at] ^= 1 << random.below(8);
                 }
                 1 => {
-                    let shorter = next(&mut random) as usize % answer.len();
+                    let shorter = random.below(answer.len() as u64) as usize;
                     answer.truncate(shorter);
                     answer.extend([0; 64]);
                 }

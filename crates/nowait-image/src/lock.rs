@@ -329,19 +329,6 @@ mod tests {
         assert_eq!(lock(file.as_fd(), Access::Write), Err(LockError::Os(libc::EBADF)));
     }
 
-    /// Whether `tool` can be run. A missing tool is a failure where all tools are promised. Not to
-    /// be called while there is an [`Image`], which holds the mutex.
-    fn tool_exists(tool: &str) -> bool {
-        let guard = ONE_AT_A_TIME.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = Command::new(tool).arg("--version").output().is_ok();
-        drop(guard);
-        if !found {
-            assert!(std::env::var_os("NOWAIT_REQUIRE_TOOLS").is_none_or(|v| v != "1"), "no {tool}");
-            eprintln!("skipped: no {tool}");
-        }
-        found
-    }
-
     fn run(tool: &str, arguments: &[&str], image: &Path) -> Output {
         Command::new(tool).args(arguments).arg(image).output().unwrap()
     }
@@ -401,7 +388,7 @@ mod tests {
 
     #[test]
     fn qemu_neither_copies_nor_writes_an_image_that_we_write_to() {
-        if !tool_exists("qemu-img") || !tool_exists("qemu-io") {
+        if !nowait_testkit::require_tool("qemu-img") || !nowait_testkit::require_tool("qemu-io") {
             return;
         }
         let image = Image::new();
@@ -416,7 +403,7 @@ mod tests {
 
     #[test]
     fn qemu_does_not_even_read_the_header_of_a_qcow2_image_that_we_write_to() {
-        if !tool_exists("qemu-img") {
+        if !nowait_testkit::require_tool("qemu-img") {
             return;
         }
         let image = qcow2();
@@ -428,7 +415,7 @@ mod tests {
 
     #[test]
     fn qemu_copies_but_does_not_write_an_image_that_we_read() {
-        if !tool_exists("qemu-img") || !tool_exists("qemu-io") {
+        if !nowait_testkit::require_tool("qemu-img") || !nowait_testkit::require_tool("qemu-io") {
             return;
         }
         let image = Image::new();
@@ -440,7 +427,7 @@ mod tests {
 
     #[test]
     fn we_open_no_image_that_qemu_writes_to() {
-        if !tool_exists("qemu-io") {
+        if !nowait_testkit::require_tool("qemu-io") {
             return;
         }
         let image = Image::new();
@@ -454,7 +441,7 @@ mod tests {
 
     #[test]
     fn we_read_but_do_not_write_an_image_that_qemu_reads() {
-        if !tool_exists("qemu-img") || !tool_exists("qemu-io") {
+        if !nowait_testkit::require_tool("qemu-img") || !nowait_testkit::require_tool("qemu-io") {
             return;
         }
         let image = qcow2();

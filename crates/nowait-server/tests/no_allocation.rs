@@ -2,19 +2,18 @@
 //!
 //! Invariant: one test function in this program; the client allocates all of its memory before the
 //! count begins, so that all counted allocations are the server's.
-#![allow(unsafe_code)]
 
-use std::alloc::{GlobalAlloc, Layout, System};
 use std::io::{Read, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::time::Duration;
 
 use nowait::{BlockDevice, Config, OpenOptions, Uring};
 use nowait_server::{AnyExport, Export, Listener, Options, QueueKind, Server, Tls};
+use nowait_testkit::allocations::{Counting, allocations};
+use nowait_testkit::nbd::{READ, REQUEST_MAGIC, SIMPLE_REPLY_MAGIC, WRITE, go, greet};
+use nowait_testkit::{BOUND, required};
 
 const BLOCK: u32 = 4096;
 const SIZE: u64 = 4 << 20;
@@ -22,58 +21,12 @@ const DEPTH: u64 = 16;
 /// Requests before the count begins: every list and pool has reached its size by then.
 const WARM_UP: u64 = 4_000;
 const REQUESTS: u64 = 10_000;
-/// How long the server may be silent before the test fails.
-const SILENCE: Duration = Duration::from_secs(30);
-
-/// The system's allocator, counting.
-struct Counting;
-
-static ALLOCATIONS: AtomicU64 = AtomicU64::new(0);
-
-// SAFETY: every call is passed on to the system's allocator.
-unsafe impl GlobalAlloc for Counting {
-    // SAFETY: the caller's promise is passed on.
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: as promised by the caller.
-        unsafe { System.alloc(layout) }
-    }
-
-    // SAFETY: the caller's promise is passed on.
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: as promised by the caller.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    // SAFETY: the caller's promise is passed on.
-    unsafe fn realloc(&self, old: *mut u8, layout: Layout, bytes: usize) -> *mut u8 {
-        ALLOCATIONS.fetch_add(1, Ordering::Relaxed);
-        // SAFETY: as promised by the caller.
-        unsafe { System.realloc(old, layout, bytes) }
-    }
-
-    // SAFETY: the caller's promise is passed on.
-    unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
-        // SAFETY: as promised by the caller.
-        unsafe { System.dealloc(old, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
-
-/// NBD proto.md, "Values".
-const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
-const REQUEST_MAGIC: u32 = 0x2560_9513;
-const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-const OPT_GO: u32 = 7;
-const REP_ACK: u32 = 1;
-const READ: u16 = 0;
-const WRITE: u16 = 1;
 /// Bytes of a request's header, and of the header of a simple reply.
 const REQUEST_BYTES: usize = 28;
 const REPLY_BYTES: usize = 16;
+
+#[global_allocator]
+static COUNTING: Counting = Counting;
 
 /// A client with one buffer for each direction.
 struct Client {
@@ -85,28 +38,8 @@ struct Client {
 impl Client {
     /// Opens the default export at `socket`; replies are simple ones.
     fn connect(socket: &Path) -> Self {
-        let mut stream = UnixStream::connect(socket).unwrap();
-        stream.set_read_timeout(Some(SILENCE)).unwrap();
-        let mut greeting = [0; 18];
-        stream.read_exact(&mut greeting).unwrap();
-        let mut options = Vec::new();
-        options.extend(0b11u32.to_be_bytes());
-        options.extend(OPTION_MAGIC.to_be_bytes());
-        options.extend(OPT_GO.to_be_bytes());
-        options.extend(6u32.to_be_bytes());
-        options.extend([0; 6]);
-        stream.write_all(&options).unwrap();
-        loop {
-            let mut head = [0; 20];
-            stream.read_exact(&mut head).unwrap();
-            let word = |at: usize| u32::from_be_bytes(head[at..at + 4].try_into().unwrap());
-            let mut data = vec![0; word(16) as usize];
-            stream.read_exact(&mut data).unwrap();
-            assert!(word(12) < 1 << 31, "the export was refused");
-            if word(12) == REP_ACK {
-                break;
-            }
-        }
+        let mut stream = greet(socket).unwrap();
+        assert_eq!(go(&mut stream).unwrap(), SIZE);
         let request = vec![0x5a; REQUEST_BYTES + BLOCK as usize];
         Self { stream, request, data: vec![0; BLOCK as usize] }
     }
@@ -169,20 +102,19 @@ fn count(kind: QueueKind, config: Config) -> u64 {
     let stopper = server.shutdown_handle();
     let mut client = Client::connect(&socket);
     client.run(WARM_UP);
-    let before = ALLOCATIONS.load(Ordering::SeqCst);
+    let before = allocations();
     client.run(REQUESTS);
-    let allocations = ALLOCATIONS.load(Ordering::SeqCst) - before;
+    let counted = allocations() - before;
     drop(client);
     stopper.stop();
-    assert_eq!(server.run(SILENCE).unwrap().unfinished, 0);
-    allocations
+    assert_eq!(server.run(BOUND).unwrap().unfinished, 0);
+    counted
 }
 
 #[test]
 fn an_nbd_request_of_4_kib_allocates_nothing() {
     let file = tempfile::tempfile().unwrap();
-    if let Err(error) = Uring::new(file.as_fd()) {
-        println!("skipped: io_uring cannot be used here: {error}");
+    if required("io_uring", Uring::new(file.as_fd())).is_none() {
         return;
     }
     let config = Config::default();

@@ -4,66 +4,47 @@
 
 use std::sync::Arc;
 
-use nowait::{
-    AioThreadQueue, BlockDevice, ByteRange, Config, Engine, Flags, IoQueue, Op, OpenOptions,
-    Request, Uring, WorkerPool,
-};
+use nowait::{BlockDevice, ByteRange, Config, Flags, Op, OpenOptions, Request};
+use nowait_testkit::{BOUND, TestQueueKind};
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-/// Time after which a wake-up counts as lost.
-const TIMEOUT: Timespec = Timespec { tv_sec: 10, tv_nsec: 0 };
 const BLOCK: u64 = 4096;
 const BLOCKS: u64 = 256;
 
 /// Writes each block into a hole, which a worker does, then reads it back, which the queue does;
 /// each completion must wake a thread that sleeps on the descriptor.
-fn is_woken_for_each<Q: IoQueue>(
-    make: impl Fn(&BlockDevice<nowait::AllocationCache>, Config) -> Result<Q, nowait::Error>,
-) {
-    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let path = dir.path().join("disk.img");
-    std::fs::File::create(&path).unwrap().set_len(BLOCKS * BLOCK).unwrap();
-    let disk = Arc::new(BlockDevice::open(&path, OpenOptions::default()).unwrap());
-    disk.scan();
-    let config = Config::default();
-    let queue = match make(&disk, config) {
-        Ok(queue) => queue,
-        Err(error) => return println!("skipped: {error}"),
-    };
-    let workers = WorkerPool::new(&disk, 1);
-    let mut engine = Engine::new(disk, workers, queue, config).unwrap();
-    for op in [Op::Write, Op::Read] {
-        for n in 0..BLOCKS {
-            let io = Request { op, flags: Flags::NONE, range: ByteRange::new(n * BLOCK, BLOCK) };
-            let mut buffer = engine.buffer(io.range).unwrap();
-            buffer.fill(n as u8);
-            assert!(engine.submit(io, buffer, n).is_ok());
-            engine.poll().unwrap();
-            let completion = loop {
-                if let Some(completion) = engine.next() {
-                    break completion;
-                }
-                if !engine.has_completions() {
-                    let mut fds = [PollFd::from_borrowed_fd(engine.fd(), PollFlags::IN)];
-                    assert_eq!(poll(&mut fds, Some(&TIMEOUT)), Ok(1), "{op:?} {n}");
-                }
+#[test]
+fn a_thread_that_sleeps_on_the_descriptor_is_woken_for_each_completion() {
+    let bound = Timespec::try_from(BOUND).unwrap();
+    for kind in TestQueueKind::REAL {
+        let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let path = dir.path().join("disk.img");
+        std::fs::File::create(&path).unwrap().set_len(BLOCKS * BLOCK).unwrap();
+        let disk = Arc::new(BlockDevice::open(&path, OpenOptions::default()).unwrap());
+        disk.scan();
+        let Some(mut engine) = kind.engine(&disk, 1, Config::default()) else { continue };
+        for op in [Op::Write, Op::Read] {
+            for n in 0..BLOCKS {
+                let io =
+                    Request { op, flags: Flags::NONE, range: ByteRange::new(n * BLOCK, BLOCK) };
+                let mut buffer = engine.buffer(io.range).unwrap();
+                buffer.fill(n as u8);
+                assert!(engine.submit(io, buffer, n).is_ok());
                 engine.poll().unwrap();
-            };
-            assert_eq!((completion.tag, completion.result().unwrap()), (n, BLOCK));
-            assert!(completion.buf.unwrap().iter().all(|&byte| byte == n as u8));
+                let completion = loop {
+                    if let Some(completion) = engine.next() {
+                        break completion;
+                    }
+                    if !engine.has_completions() {
+                        let mut fds = [PollFd::from_borrowed_fd(engine.fd(), PollFlags::IN)];
+                        assert_eq!(poll(&mut fds, Some(&bound)), Ok(1), "{op:?} {n}");
+                    }
+                    engine.poll().unwrap();
+                };
+                assert_eq!((completion.tag, completion.result().unwrap()), (n, BLOCK));
+                assert!(completion.buf.unwrap().iter().all(|&byte| byte == n as u8));
+            }
         }
+        assert!(engine.stats().worker > 0 && engine.stats().simple > 0, "{:?}", engine.stats());
     }
-    assert!(engine.stats().worker > 0 && engine.stats().simple > 0, "{:?}", engine.stats());
-}
-
-#[test]
-fn a_thread_that_sleeps_on_the_descriptor_of_an_engine_on_a_ring_is_woken() {
-    is_woken_for_each(|disk, _| Uring::new(disk.fd()?));
-}
-
-#[test]
-fn a_thread_that_sleeps_on_the_descriptor_of_an_engine_on_threads_is_woken() {
-    is_woken_for_each(|disk, config| {
-        AioThreadQueue::new(disk.fd()?, config.slots, !disk.is_direct())
-    });
 }

@@ -11,13 +11,14 @@ use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nowait::{
-    AioThreadQueue, AllocationCache, AsyncFile, BlockDevice, ByteRange, Config, Error, EventSource,
-    Flags, IoBuffer, IoQueue, OpenOptions, Operation, Outcome, QueueFull, Token, Transfer, Uring,
-    WorkerPool,
+    AllocationCache, AsyncFile, BlockDevice, ByteRange, Config, Error, EventSource, Flags,
+    IoBuffer, IoQueue, OpenOptions, Operation, Outcome, QueueFull, Token, Transfer, WorkerPool,
 };
+use nowait_testkit::engines::TestQueue;
+use nowait_testkit::{BOUND, Random, TestQueueKind, required, wait_until};
 
 /// A task's share of the device, in bytes, and the part of it that is never compared.
 const SHARE: u64 = 1 << 20;
@@ -76,26 +77,11 @@ fn block_on<F: Future>(future: F) -> F::Output {
     loop {
         match future.as_mut().poll(&mut Context::from_waker(&waker)) {
             Poll::Ready(output) => return output,
-            Poll::Pending => thread::park(),
-        }
-    }
-}
-
-struct Random(u64);
-
-impl Random {
-    fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % limit
-    }
-
-    fn fill(&mut self, bytes: &mut [u8]) {
-        let mut word = self.below(u64::MAX);
-        for byte in bytes {
-            word = word.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            *byte = (word >> 56) as u8;
+            Poll::Pending => {
+                let begin = Instant::now();
+                thread::park_timeout(BOUND);
+                assert!(begin.elapsed() < BOUND, "a future is not woken");
+            }
         }
     }
 }
@@ -107,9 +93,17 @@ fn image(size: u64) -> (tempfile::TempDir, PathBuf) {
     (dir, path)
 }
 
-/// The device on `make`'s queue, with `SLOTS` slots; `None`, with a message, where the queue cannot
-/// be made.
-fn start<Q: IoQueue>(
+/// The device on a queue of `kind`, with `SLOTS` slots; `None`, with a message, where the queue
+/// cannot be made.
+fn start(
+    path: &std::path::Path,
+    kind: TestQueueKind,
+) -> Option<(AsyncFile, Weak<BlockDevice<AllocationCache>>)> {
+    start_on(path, move |disk| kind.try_queue(disk, SLOTS))
+}
+
+/// As `start`, on the queue that `make` makes.
+fn start_on<Q: IoQueue>(
     path: &std::path::Path,
     make: impl FnOnce(&BlockDevice<AllocationCache>) -> Result<Q, Error> + Send + 'static,
 ) -> Option<(AsyncFile, Weak<BlockDevice<AllocationCache>>)> {
@@ -117,28 +111,19 @@ fn start<Q: IoQueue>(
     let weak = Arc::downgrade(&disk);
     let workers = WorkerPool::new(&disk, 4);
     let config = Config { slots: SLOTS, ..Config::default() };
-    match AsyncFile::with_queue(disk, workers, config, make) {
-        Ok(file) => Some((file, weak)),
-        Err(error) => {
-            println!("skipped: {error}");
-            None
-        }
-    }
+    let file = required("queue", AsyncFile::with_queue(disk, workers, config, make))?;
+    Some((file, weak))
 }
 
-fn uring(disk: &BlockDevice<AllocationCache>) -> Result<Uring, Error> {
-    Uring::new(disk.fd()?)
-}
-
-fn threads(disk: &BlockDevice<AllocationCache>) -> Result<AioThreadQueue, Error> {
-    AioThreadQueue::new(disk.fd()?, SLOTS, !disk.is_direct())
+/// As `start`, on io_uring or, without it, on threads.
+fn start_on_any(path: &std::path::Path) -> (AsyncFile, Weak<BlockDevice<AllocationCache>>) {
+    let [uring, threads] = TestQueueKind::REAL;
+    start(path, uring).or_else(|| start(path, threads)).unwrap()
 }
 
 /// Waits until the driver and its workers have ended and have dropped the device.
 fn wait_for_the_end(disk: &Weak<BlockDevice<AllocationCache>>) {
-    while disk.strong_count() > 0 {
-        thread::yield_now();
-    }
+    wait_until("the end of driver and workers", || disk.strong_count() == 0);
 }
 
 /// One task's view of its share of the device.
@@ -152,7 +137,7 @@ struct Share {
 impl Share {
     fn new(file: AsyncFile, task: u64) -> Self {
         let model = vec![0; (SHARE - SCRATCH) as usize];
-        let random = Random(0x9e37_79b9_7f4a_7c15 ^ (task + 1));
+        let random = Random::from_seed(task);
         Self { file, start: task * SHARE, model, random }
     }
 
@@ -225,11 +210,9 @@ async fn poll_once<F: Future + Unpin>(mut future: F) {
     std::future::poll_fn(poll).await;
 }
 
-fn agrees_on_a_runtime<Q: IoQueue>(
-    make: impl FnOnce(&BlockDevice<AllocationCache>) -> Result<Q, Error> + Send + 'static,
-) {
+fn agrees_on_a_runtime(kind: TestQueueKind) {
     let (_dir, path) = image(SIZE);
-    let Some((file, disk)) = start(&path, make) else { return };
+    let Some((file, disk)) = start(&path, kind) else { return };
     let runtime = tokio::runtime::Builder::new_multi_thread().worker_threads(2).build().unwrap();
     let tasks: Vec<_> =
         (0..TASKS).map(|task| runtime.spawn(Share::new(file.clone(), task).run())).collect();
@@ -243,11 +226,9 @@ fn agrees_on_a_runtime<Q: IoQueue>(
     assert_eq!(std::fs::metadata(&path).unwrap().len(), SIZE);
 }
 
-fn agrees_without_a_runtime<Q: IoQueue>(
-    make: impl FnOnce(&BlockDevice<AllocationCache>) -> Result<Q, Error> + Send + 'static,
-) {
+fn agrees_without_a_runtime(kind: TestQueueKind) {
     let (_dir, path) = image(SIZE);
-    let Some((file, disk)) = start(&path, make) else { return };
+    let Some((file, disk)) = start(&path, kind) else { return };
     thread::scope(|scope| {
         for task in 0..TASKS {
             let share = Share::new(file.clone(), task);
@@ -261,22 +242,22 @@ fn agrees_without_a_runtime<Q: IoQueue>(
 
 #[test]
 fn uring_on_a_runtime_agrees_with_the_model_while_futures_are_dropped() {
-    agrees_on_a_runtime(uring);
+    agrees_on_a_runtime(TestQueueKind::Uring);
 }
 
 #[test]
 fn uring_without_a_runtime_agrees_with_the_model_while_futures_are_dropped() {
-    agrees_without_a_runtime(uring);
+    agrees_without_a_runtime(TestQueueKind::Uring);
 }
 
 #[test]
 fn threads_on_a_runtime_agree_with_the_model_while_futures_are_dropped() {
-    agrees_on_a_runtime(threads);
+    agrees_on_a_runtime(TestQueueKind::Threads);
 }
 
 #[test]
 fn threads_without_a_runtime_agree_with_the_model_while_futures_are_dropped() {
-    agrees_without_a_runtime(threads);
+    agrees_without_a_runtime(TestQueueKind::Threads);
 }
 
 #[test]
@@ -284,8 +265,8 @@ fn c45_thousands_of_dropped_futures_hold_no_more_memory_than_the_bound_and_leave
     const ROUNDS: u64 = 1000;
     const DROPPED: u32 = SLOTS / 2;
     let (_dir, path) = image(SIZE);
-    let Some((file, disk)) = start(&path, threads) else { return };
-    let mut random = Random(99);
+    let Some((file, disk)) = start(&path, TestQueueKind::Threads) else { return };
+    let mut random = Random::from_seed(99);
     let mut peak = 0;
     block_on(async {
         let mut ours = IoBuffer::zeroed(4096).unwrap();
@@ -321,7 +302,7 @@ fn c45_thousands_of_dropped_futures_hold_no_more_memory_than_the_bound_and_leave
 #[test]
 fn c46_requests_in_flight_are_answered_after_the_last_handle_was_dropped_and_the_thread_ends() {
     let (_dir, path) = image(SIZE);
-    let (file, disk) = start(&path, uring).or_else(|| start(&path, threads)).unwrap();
+    let (file, disk) = start_on_any(&path);
     let write = |n: u64| {
         let mut buffer = IoBuffer::zeroed(8192).unwrap();
         buffer.fill(n as u8 + 1);
@@ -352,7 +333,7 @@ fn c46_requests_in_flight_are_answered_after_the_last_handle_was_dropped_and_the
 fn c46_the_thread_ends_when_handle_and_futures_are_dropped_in_flight() {
     for round in 0..50 {
         let (_dir, path) = image(SIZE);
-        let (file, disk) = start(&path, uring).or_else(|| start(&path, threads)).unwrap();
+        let (file, disk) = start_on_any(&path);
         let mut context = Context::from_waker(Waker::noop());
         for n in 0..round {
             let mut read = file.read(n * 5000, IoBuffer::zeroed(10_000).unwrap());
@@ -366,7 +347,7 @@ fn c46_the_thread_ends_when_handle_and_futures_are_dropped_in_flight() {
 #[test]
 fn requests_beyond_the_slots_and_the_length_of_the_channel_all_end() {
     let (_dir, path) = image(SIZE);
-    let (file, disk) = start(&path, uring).or_else(|| start(&path, threads)).unwrap();
+    let (file, disk) = start_on_any(&path);
     let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
     let done: usize = runtime.block_on(async {
         let read = |n| {
@@ -409,7 +390,7 @@ fn errors_come_with_their_errno_and_give_the_buffer_back() {
 #[test]
 fn a_discarded_range_reads_as_zeros_where_holes_can_be_punched() {
     let (_dir, path) = image(SIZE);
-    let (file, disk) = start(&path, threads).unwrap();
+    let (file, disk) = start(&path, TestQueueKind::Threads).unwrap();
     let punches = disk.upgrade().unwrap().supports_punch_hole();
     let mut buffer = IoBuffer::zeroed(8192).unwrap();
     buffer.fill(9);
@@ -427,7 +408,7 @@ fn a_discarded_range_reads_as_zeros_where_holes_can_be_punched() {
 
 /// A queue that drops transfers and fails as soon as `fails` is set.
 struct Failing {
-    queue: AioThreadQueue,
+    queue: TestQueue,
     fails: Arc<AtomicBool>,
 }
 
@@ -483,9 +464,9 @@ fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error
     let fails = Arc::new(AtomicBool::new(false));
     let switch = fails.clone();
     let make = move |disk: &BlockDevice<AllocationCache>| {
-        threads(disk).map(|queue| Failing { queue, fails })
+        TestQueueKind::Threads.try_queue(disk, SLOTS).map(|queue| Failing { queue, fails })
     };
-    let (file, _) = start(&path, make).unwrap();
+    let (file, _) = start_on(&path, make).unwrap();
     let (written, buffer) = block_on(file.write(0, IoBuffer::zeroed(4096).unwrap(), Flags::NONE));
     assert_eq!(written.unwrap(), 4096);
     switch.store(true, Ordering::SeqCst);

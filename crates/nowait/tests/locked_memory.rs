@@ -5,8 +5,8 @@ use std::fs::{self, File};
 use std::path::Path;
 use std::process::Command;
 use std::sync::{Arc, Mutex, PoisonError};
-use std::time::{Duration, Instant};
 
+use nowait_testkit::{WaitForRequests, required, say_skipped, skip, wait_for};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 
@@ -17,9 +17,6 @@ use nowait::{
 
 const BLOCK_BYTES: u64 = 4096;
 const FILE_BYTES: u64 = 64 * BLOCK_BYTES;
-
-/// Far longer than the kernel takes to clean up.
-const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// One test at a time: pinned memory is counted for the process.
 static ALONE: Mutex<()> = Mutex::new(());
@@ -47,12 +44,7 @@ fn use_engine(disk: &Arc<BlockDevice<LinearMap>>) -> Result<u64, Error> {
     let buf = engine.buffer(range).expect("a buffer");
     let io = Request { op: Op::Write, flags: Flags::NONE, range };
     engine.submit(io, buf, 1).map_err(|rejected| rejected.error)?;
-    while engine.in_flight() > 0 {
-        engine.wait(None, &mut |_, _| {})?;
-        while let Some(done) = engine.next() {
-            assert_eq!(done.result()?, BLOCK_BYTES);
-        }
-    }
+    assert_eq!(engine.only().result()?, BLOCK_BYTES);
     Ok(pinned_bytes())
 }
 
@@ -96,7 +88,7 @@ fn where_memory_cannot_be_locked_a_ring_is_smaller_and_registers_nothing_and_ser
     let refused = loop {
         match Uring::for_files(&disk.files().unwrap()) {
             Ok(ring) if ring.offered().full_size => {
-                eprintln!("skipped: this kernel does not count a ring's own memory");
+                say_skipped("this kernel does not count a ring's own memory");
                 return;
             }
             Ok(ring) => rings.push(ring),
@@ -106,27 +98,17 @@ fn where_memory_cannot_be_locked_a_ring_is_smaller_and_registers_nothing_and_ser
     let refusal = Uring::refusal(refused);
     assert!(refusal.contains("ulimit -l"), "{refusal}");
     if rings.pop().is_none() {
-        eprintln!("skipped: other programs of this user lock all that may be locked");
+        say_skipped("other programs of this user lock all that may be locked");
         return;
     }
     // The kernel frees the ring some time after it was closed.
-    let begin = Instant::now();
-    let pinned = loop {
-        match use_engine(&disk) {
-            Err(error) if begin.elapsed() < TIMEOUT => assert_eq!(error.errno(), libc::ENOMEM),
-            used => break used.expect("a ring that serves"),
-        }
-    };
+    let pinned = wait_for("a ring that serves", || use_engine(&disk));
     assert_eq!(pinned, 0);
 }
 
 /// Whether rings can be made here.
 fn has_io_uring(disk: &BlockDevice<LinearMap>) -> bool {
-    let made = Uring::for_files(&disk.files().unwrap());
-    if let Err(error) = &made {
-        eprintln!("skipped: no io_uring: {error}");
-    }
-    made.is_ok()
+    required("io_uring", Uring::for_files(&disk.files().unwrap())).is_some()
 }
 
 #[test]
@@ -142,7 +124,7 @@ fn engines_that_were_dropped_leave_nothing_pinned_while_their_thread_goes_on() {
         let during = use_engine(&disk).unwrap_or_else(|error| panic!("round {round}: {error}"));
         assert_eq!(pinned_bytes(), before, "round {round}, {during} bytes while it was in use");
         if during == before {
-            eprintln!("skipped: the limit on locked memory lets nothing be registered here");
+            say_skipped("the limit on locked memory lets nothing be registered here");
             return;
         }
     }
@@ -173,7 +155,7 @@ impl<'a> Mount<'a> {
         match mount {
             Ok(output) if output.status.success() => Some(Self(Some(at))),
             why => {
-                eprintln!("skipped: nothing can be mounted here: {why:?}");
+                skip(&format!("nothing can be mounted here: {why:?}"));
                 None
             }
         }

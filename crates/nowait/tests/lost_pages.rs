@@ -43,7 +43,7 @@ impl Drop for Small {
 #[test]
 fn c51_a_lost_page_reported_to_a_durable_write_fails_every_later_flush() {
     let Some(small) = Small::new() else {
-        println!("skipped: no loop device and no private mount for this user");
+        nowait_testkit::skip("no loop device and no private mount for this user");
         return;
     };
     let options = nowait::OpenOptions { direct: Direct::Off, ..nowait::OpenOptions::default() };

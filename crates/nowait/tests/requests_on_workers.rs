@@ -1,102 +1,31 @@
 //! Requests that workers serve, on an image under the test's control: their order between clients,
 //! and panics of the image.
 
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 
-use nowait::{
-    AioThreadQueue, BlockDevice, BlockMap, BlockingFile, ByteRange, Config, Engine, Error, Extent,
-    ExtentStatus, FileStorage, Flags, ImageFormat, Intent, Op, OpenOptions, ReadCursor, Request,
-    WorkerPool, WouldBlock, WriteCursor,
-};
+use nowait::{BlockDevice, BlockingFile, ByteRange, Config, Engine, Flags, Op, Request};
+use nowait_testkit::engines::TestQueue;
+use nowait_testkit::sevens::Sevens;
+use nowait_testkit::{Scratch, TestQueueKind, WaitForRequests};
 
 const SIZE: u64 = 1 << 20;
 const BLOCK: u64 = 4096;
 /// The position at which every operation but flush panics.
 const BAD: u64 = 5 * BLOCK;
 
-/// An image full of sevens, of which no mapping is known without waiting.
-#[derive(Default)]
-struct Sevens {
-    /// The positions that were read, in order.
-    read: Arc<Mutex<Vec<u64>>>,
-}
-
-impl BlockMap for Sevens {
-    fn map_extent(&self, _: ByteRange, _: Intent) -> Result<Extent, WouldBlock> {
-        Err(WouldBlock)
-    }
-
-    fn is_mapped(&self, _: ByteRange) -> bool {
-        false
-    }
-
-    fn image(&self) -> Option<&dyn ImageFormat> {
-        Some(self)
-    }
-}
-
-fn panic_at(pos: u64) {
-    assert!(pos != BAD, "on purpose");
-}
-
-impl ImageFormat for Sevens {
-    fn read(&self, pos: u64, mut memory: ReadCursor<'_>) -> Result<(), Error> {
-        self.read.lock().unwrap().push(pos);
-        panic_at(pos);
-        memory.fill(7);
-        Ok(())
-    }
-
-    fn write(&self, pos: u64, _: WriteCursor<'_>) -> Result<(), Error> {
-        panic_at(pos);
-        Ok(())
-    }
-
-    fn discard(&self, range: ByteRange) -> Result<(), Error> {
-        panic_at(range.pos);
-        Ok(())
-    }
-
-    fn zero(&self, range: ByteRange, _: Flags) -> Result<(), Error> {
-        panic_at(range.pos);
-        Ok(())
-    }
-
-    fn flush(&self) -> Result<(), Error> {
-        Ok(())
-    }
-
-    fn status(
-        &self,
-        range: ByteRange,
-        _: usize,
-        extents: &mut Vec<ExtentStatus>,
-    ) -> Result<(), Error> {
-        panic_at(range.pos);
-        extents.push(ExtentStatus { len: range.len, hole: false, depth: 1 });
-        Ok(())
-    }
-}
-
 struct Scene {
-    _file: tempfile::NamedTempFile,
+    _scratch: Scratch,
+    image: Sevens,
     disk: Arc<BlockDevice<Sevens>>,
-    read: Arc<Mutex<Vec<u64>>>,
-    engine: Engine<AioThreadQueue, Sevens>,
+    engine: Engine<TestQueue, Sevens>,
 }
 
 fn scene(workers: u32) -> Scene {
-    let file = tempfile::NamedTempFile::new().unwrap();
-    file.as_file().set_len(SIZE).unwrap();
-    let storage = FileStorage::open(file.path(), OpenOptions::default()).unwrap();
-    let map = Sevens::default();
-    let read = map.read.clone();
-    let disk = Arc::new(BlockDevice::mapped(Arc::new(storage), Vec::new(), SIZE, false, map));
+    let (scratch, image) = (Scratch::new(), Sevens::that_panic_at(BAD));
+    let disk = image.device(&scratch.join("file"), SIZE);
     let config = Config { slots: 64, ..Config::default() };
-    let queue =
-        AioThreadQueue::for_files(&disk.files().unwrap(), config.slots, !disk.is_direct()).unwrap();
-    let engine = Engine::new(disk.clone(), WorkerPool::new(&disk, workers), queue, config).unwrap();
-    Scene { _file: file, disk, read, engine }
+    let engine = TestQueueKind::Threads.engine(&disk, workers, config).unwrap();
+    Scene { _scratch: scratch, image, disk, engine }
 }
 
 impl Scene {
@@ -113,13 +42,9 @@ impl Scene {
 
     /// Waits for all requests. Returns tags and errnos, 0 for success, sorted.
     fn finish(&mut self) -> Vec<(u64, i32)> {
-        let mut ended = Vec::new();
-        while self.engine.in_flight() > 0 {
-            self.engine.wait(None, &mut |_, _| {}).unwrap();
-            while let Some(done) = self.engine.next() {
-                ended.push((done.tag, done.result().map_or_else(|e| e.errno(), |_| 0)));
-            }
-        }
+        let errno = |done: nowait::Completion| done.result().map_or_else(|e| e.errno(), |_| 0);
+        let ended = self.engine.finish().into_iter().map(|done| (done.tag, errno(done)));
+        let mut ended: Vec<_> = ended.collect();
         ended.sort_unstable();
         ended
     }
@@ -157,7 +82,7 @@ fn workers_take_one_request_of_each_client_before_the_next_of_any() {
         (0..count).for_each(|n| scene.submit(Op::Read, pos(client, n), client << 32 | n));
     }
     assert!(scene.finish().iter().all(|(_, errno)| *errno == 0));
-    let read = scene.read.lock().unwrap();
+    let read = scene.image.reads();
     let index = |client, n| read.iter().position(|at| *at == pos(client, n)).unwrap();
     // The worker may have begun with some of the first client's requests before the others came.
     let first = index(2, 0);

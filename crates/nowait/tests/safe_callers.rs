@@ -7,10 +7,11 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use nowait::{
-    AioThreadQueue, BlockDevice, BlockMap, BlockingFile, ByteRange, Config, Engine, Error, Extent,
-    ExtentStatus, FD_TOKEN, FileStorage, Flags, Intent, Interest, IoQueue, LinearMap, Null, Op,
-    OpenOptions, PooledBuffer, Request, Uring, WorkerPool, WouldBlock,
+    BlockDevice, BlockMap, BlockingFile, ByteRange, Config, Engine, Error, Extent, ExtentStatus,
+    FD_TOKEN, FileStorage, Flags, Intent, Interest, IoQueue, Op, OpenOptions, PooledBuffer,
+    Request, WouldBlock,
 };
+use nowait_testkit::{TestQueueKind, WaitForRequests};
 
 const BLOCK: u64 = 4096;
 const SIZE: u64 = 1 << 20;
@@ -19,15 +20,6 @@ fn image() -> tempfile::NamedTempFile {
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     std::fs::write(file.path(), vec![7; SIZE as usize]).unwrap();
     file
-}
-
-fn engine<Q: IoQueue, M: BlockMap>(
-    disk: Arc<BlockDevice<M>>,
-    queue: Result<Q, Error>,
-) -> Option<Engine<Q, M>> {
-    let queue = queue.inspect_err(|error| println!("skipped a queue: {error}")).ok()?;
-    let workers = WorkerPool::new(&disk, 2);
-    Some(Engine::new(disk, workers, queue, Config::default()).unwrap())
 }
 
 /// Runs one request; returns its result and its buffer.
@@ -39,23 +31,16 @@ fn run<Q: IoQueue, M: BlockMap>(
     if let Err(rejected) = engine.submit(io, buf, 1) {
         return (Err(rejected.error.errno()), rejected.buf.unwrap());
     }
-    loop {
-        engine.wait(None, &mut |_, _| {}).unwrap();
-        if let Some(done) = engine.next() {
-            assert!(engine.next().is_none() && engine.in_flight() == 0);
-            return (done.result().map_err(Error::errno), done.buf.unwrap());
-        }
-    }
+    let done = engine.only();
+    (done.result().map_err(Error::errno), done.buf.unwrap())
 }
 
-fn refuses_tokens<Q: IoQueue>(make: impl Fn(&BlockDevice<LinearMap>) -> Result<Q, Error>) {
+fn refuses_tokens(kind: TestQueueKind) {
     let file = image();
     let open = || Arc::new(BlockDevice::open_mapped(file.path(), OpenOptions::default()).unwrap());
     let (socket, mut other) = std::os::unix::net::UnixStream::pair().unwrap();
     std::io::Write::write_all(&mut other, b"readable").unwrap();
-    let disk = open();
-    let queue = make(&disk);
-    let Some(mut engine) = engine(disk, queue) else { return };
+    let Some(mut engine) = kind.engine(&open(), 2, Config::default()) else { return };
     let io = Request { op: Op::Write, flags: Flags::NONE, range: ByteRange::new(0, BLOCK) };
     let buf = engine.buffer(io.range).unwrap();
     assert!(engine.submit(io, buf, 1).is_ok());
@@ -65,33 +50,19 @@ fn refuses_tokens<Q: IoQueue>(make: impl Fn(&BlockDevice<LinearMap>) -> Result<Q
         // This ends neither the request nor the engine's own watches.
         engine.unwatch(socket.as_fd(), token);
     }
-    let mut given_back = 0;
-    while engine.in_flight() > 0 {
-        engine.wait(None, &mut |_, _| {}).unwrap();
-        while let Some(done) = engine.next() {
-            assert_eq!(done.result(), Ok(BLOCK));
-            given_back += 1;
-        }
-    }
-    assert_eq!(given_back, 1);
+    assert_eq!(engine.only().result(), Ok(BLOCK));
     // A slot still returns from a worker to the engine.
     engine.submit_no_data(Request { op: Op::Flush, ..io }, 2).map_err(|it| it.error).unwrap();
-    while engine.in_flight() > 0 {
-        engine.wait(None, &mut |_, _| {}).unwrap();
-        while engine.next().is_some() {}
-    }
+    engine.finish();
     // The queue itself refuses such a token too.
-    let disk = open();
-    let Ok(mut queue) = make(&disk) else { return };
+    let Some(mut queue) = kind.queue(&open(), 4096) else { return };
     let watched = queue.events_mut().watch(socket.as_fd(), 0, Interest::Readable);
     assert_eq!(watched.unwrap_err().errno(), libc::EINVAL);
 }
 
 #[test]
 fn a_descriptor_watched_under_a_transfers_token_is_einval_and_ends_no_transfer() {
-    refuses_tokens(|_| Null::new());
-    refuses_tokens(|disk| AioThreadQueue::new(disk.fd()?, 4096, !disk.is_direct()));
-    refuses_tokens(|disk| Uring::new(disk.fd()?));
+    TestQueueKind::ALL.into_iter().for_each(refuses_tokens);
 }
 
 /// A map that returns impossible extents in turn: too long, empty, in no file, past every end.
@@ -168,33 +139,26 @@ fn a_request_touches_only_its_own_memory_whatever_the_map_returns() {
 fn every_request_of_an_engine_ends_inside_its_buffer_whatever_the_map_returns() {
     let image = image();
     let disk = disk_with_invalid_map(&image);
-    let queue = AioThreadQueue::new(disk.fd().unwrap(), 4096, !disk.is_direct());
-    let mut threads = engine(disk.clone(), queue).unwrap();
-    let queue = Uring::new(disk.fd().unwrap());
-    let mut uring = engine(disk.clone(), queue);
-    for _ in 0..50 {
-        for (pos, len) in RANGES {
-            for op in [Op::Read, Op::Write] {
-                let io = Request { op, flags: Flags::NONE, range: ByteRange::new(pos, len) };
-                let buf = threads.buffer(io.range).unwrap();
-                let _ = run(&mut threads, io, buf);
-                if let Some(uring) = &mut uring {
-                    let buf = uring.buffer(io.range).unwrap();
-                    let _ = run(uring, io, buf);
+    for kind in TestQueueKind::REAL {
+        let Some(mut engine) = kind.engine(&disk, 2, Config::default()) else { continue };
+        for _ in 0..50 {
+            for (pos, len) in RANGES {
+                for op in [Op::Read, Op::Write] {
+                    let io = Request { op, flags: Flags::NONE, range: ByteRange::new(pos, len) };
+                    let buf = engine.buffer(io.range).unwrap();
+                    let _ = run(&mut engine, io, buf);
                 }
             }
         }
+        let range = ByteRange::new(0, SIZE);
+        let status = Request { op: Op::Status, flags: Flags::NONE, range };
+        engine.submit_no_data(status, 9).map_err(|it| it.error).unwrap();
+        engine.finish();
+        let extents = engine.take_extents(9);
+        assert!(extents.iter().all(|extent| extent.len > 0));
+        let sum: u64 = extents.iter().map(|extent| extent.len).sum();
+        assert!(!extents.is_empty() && sum <= SIZE);
     }
-    let range = ByteRange::new(0, SIZE);
-    let status = Request { op: Op::Status, flags: Flags::NONE, range };
-    threads.submit_no_data(status, 9).map_err(|it| it.error).unwrap();
-    while threads.in_flight() > 0 {
-        threads.wait(None, &mut |_, _| {}).unwrap();
-        while threads.next().is_some() {}
-    }
-    let extents = threads.take_extents(9);
-    assert!(extents.iter().all(|extent| extent.len > 0));
-    assert!(!extents.is_empty() && extents.iter().map(|extent| extent.len).sum::<u64>() <= SIZE);
 }
 
 #[test]
@@ -203,7 +167,7 @@ fn positions_and_lengths_up_to_the_greatest_number_are_refused_and_overflow_noth
     let disk = Arc::new(BlockDevice::open(image.path(), OpenOptions::default()).unwrap());
     disk.scan();
     let file = BlockingFile::new(disk.clone());
-    let mut engine = engine(disk.clone(), Null::new()).unwrap();
+    let mut engine = TestQueueKind::Null.engine(&disk, 2, Config::default()).unwrap();
     for pos in [u64::MAX, u64::MAX - 1, u64::MAX - 4095, u64::MAX - 4096, 1 << 63, (1 << 63) - 1] {
         for len in [u64::MAX, u64::MAX - 4095, 1 << 63, SIZE, BLOCK, 1] {
             let range = ByteRange::new(pos, len);
@@ -246,10 +210,8 @@ fn a_buffer_of_another_engine_serves_the_requests_that_fit_it() {
         Arc::new(BlockDevice::open(file.path(), options).unwrap())
     };
     let (plain, direct) = (disk(&one, nowait::Direct::Off), disk(&two, nowait::Direct::Auto));
-    let queue =
-        |disk: &BlockDevice<_>| AioThreadQueue::new(disk.fd().unwrap(), 4096, !disk.is_direct());
-    let (first, second) = (queue(&plain), queue(&direct));
-    let (mut plain, mut direct) = (engine(plain, first).unwrap(), engine(direct, second).unwrap());
+    let engine = |disk| TestQueueKind::Threads.engine(&disk, 2, Config::default()).unwrap();
+    let (mut plain, mut direct) = (engine(plain), engine(direct));
     for (pos, len) in RANGES {
         let range = ByteRange::new(pos, len);
         let Some(buf) = plain.buffer(range) else { panic!("no buffer") };

@@ -1,11 +1,10 @@
 //! Addresses that a server cannot listen on, and the protection of private keys.
 
 use std::fs;
-use std::io::{self, Write};
 use std::os::unix::fs::PermissionsExt;
 
-use crate::common::certificates::{Authority, Flaw, Role};
 use crate::common::{MIB, Scratch, Server, refusal};
+use nowait_testkit::certificates::{Authority, Flaw, Role};
 
 #[test]
 fn an_address_that_is_a_directory_or_a_file_is_refused_and_left_unchanged() {
@@ -25,8 +24,7 @@ fn an_address_that_is_a_directory_or_a_file_is_refused_and_left_unchanged() {
 #[test]
 fn read_only_is_suggested_only_where_the_image_can_be_read() {
     if rustix::process::geteuid().is_root() {
-        // Not counted as a missing tool: the test is effective when an ordinary user runs it.
-        let _ = writeln!(io::stderr(), "skipped: root may open everything");
+        nowait_testkit::say_skipped("root may open everything");
         return;
     }
     let scratch = Scratch::new();

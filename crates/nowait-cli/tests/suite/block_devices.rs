@@ -5,8 +5,8 @@
 use std::fs;
 
 use crate::common::loop_device::{LoopDevice, Mounted};
-use crate::common::nbd::{Client, Command, FLAG_FAST_ZERO, FLAG_NO_HOLE, Mode, RawRequest, ZERO};
 use crate::common::{Finished, MIB, Scratch, Server, accepted, refusal, require_tool, tool};
+use nowait_testkit::nbd::{Client, Command, FAST_ZERO, Mode, NO_HOLE, RawRequest, WRITE_ZEROES};
 
 #[test]
 fn a_device_with_a_mounted_file_system_is_written_to_only_with_allow_mounted() {
@@ -82,13 +82,14 @@ fn c52_a_device_of_any_block_is_zeroed_trimmed_and_written_to_the_byte() {
         for (n, (offset, len)) in UNALIGNED.into_iter().enumerate() {
             let here = offset as usize..(offset + u64::from(len)) as usize;
             // The device may refuse FAST_ZERO; then no byte has changed.
-            for flags in [FLAG_FAST_ZERO, FLAG_NO_HOLE, 0] {
+            for flags in [FAST_ZERO, NO_HOLE, 0] {
                 client.write(offset, &vec![n as u8 + 1; len as usize]).expect("written");
                 expected[here.clone()].fill(n as u8 + 1);
-                let request = RawRequest { kind: ZERO, flags, ..RawRequest::write(offset, len) };
+                let request =
+                    RawRequest { kind: WRITE_ZEROES, flags, ..RawRequest::write(offset, len) };
                 match client.call_raw(&request, &[]) {
                     Ok(_) => expected[here.clone()].fill(0),
-                    Err(_) => assert_eq!(flags, FLAG_FAST_ZERO, "{block} {offset} {len}"),
+                    Err(_) => assert_eq!(flags, FAST_ZERO, "{block} {offset} {len}"),
                 }
                 let got = client.read(0, MIB as u32).expect("bytes");
                 assert!(got == expected, "{block} {direct} {offset} {len} {flags}");
@@ -119,7 +120,7 @@ fn a_resized_device_has_its_new_size_for_new_connections_and_no_old_holes() {
         device.resize();
     };
     let mut first = server.connect();
-    let zero = RawRequest { kind: ZERO, ..RawRequest::write(MIB, MIB as u32) };
+    let zero = RawRequest { kind: WRITE_ZEROES, ..RawRequest::write(MIB, MIB as u32) };
     first.call_raw(&zero, &[]).expect("zeroed, and known to be zeros");
     resized(8 * MIB);
     let mut second = server.connect();

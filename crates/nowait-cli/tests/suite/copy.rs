@@ -6,8 +6,8 @@ use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt, PermissionsExt, symlink};
 use std::path::Path;
 
-use crate::common::random::{Random, seed};
 use crate::common::{KIB, MIB, Scratch, Server, accepted, allocated, refusal, text};
+use nowait_testkit::{Random, seed};
 
 /// A path as an argument.
 /// Copies with `extra` arguments.

@@ -10,11 +10,11 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::random::{Random, seed};
 use crate::common::{
     Finished, MIB, NOWAIT, Scratch, Server, accepted, allocated, refusal_under, require_tool, skip,
     text, tool,
 };
+use nowait_testkit::{Random, output_of, seed, wait_until};
 
 /// Large enough to be interrupted midway.
 const BYTES: u64 = 96 * MIB;
@@ -94,7 +94,7 @@ fn an_interrupted_copy_reports_it_and_leaves_no_file() {
         let copy = start(text(&source), text(&target));
         thread::sleep(takes.mul_f64(f64::from(part) / 8.0));
         kill_process(Pid::from_child(&copy), Signal::INT).expect("a child");
-        let output = copy.wait_with_output().expect("a child");
+        let output = output_of(copy);
         assert!(!scratch.join("target.partial").exists());
         if output.status.success() {
             fs::remove_file(&target).expect("the copy");
@@ -126,7 +126,7 @@ fn a_server_killed_during_a_copy_is_reported_and_leaves_no_file() {
         thread::sleep(takes.mul_f64(f64::from(part) / 6.0));
         // Dropped, it is killed.
         drop(server);
-        let output = copy.wait_with_output().expect("a child");
+        let output = output_of(copy);
         assert!(!scratch.join("target.partial").exists());
         if output.status.success() {
             fs::remove_file(&target).expect("the copy");
@@ -195,13 +195,10 @@ fn cut_amid_export(source: &Path, cut: impl Fn(&Child, &Server)) -> (Option<i32>
         let image = scratch.sparse("target.img", BYTES);
         let server = Server::start(&image, &[]);
         let copy = start(text(source), server.uri());
-        let begin = Instant::now();
-        while allocated(&image) == 0 && begin.elapsed() < Duration::from_secs(30) {
-            thread::yield_now();
-        }
+        wait_until("the first bytes of a copy", || allocated(&image) > 0);
         server.signal(Signal::STOP);
         cut(&copy, &server);
-        let output = copy.wait_with_output().expect("a child");
+        let output = output_of(copy);
         // A copy that was complete before the server was stopped is repeated.
         if !output.status.success() {
             let printed = String::from_utf8_lossy(&output.stderr).into_owned();

@@ -5,32 +5,24 @@
 use std::fs;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::process::{Command, Stdio};
+
+use nowait_testkit::{Running, wait_for};
 
 use crate::common::{KIB, MIB, Scratch, accepted, refusal, require_tool, text};
 
-const BOUND: Duration = Duration::from_secs(30);
-
 /// A server process of another project, killed on drop.
 pub(crate) struct Peer {
-    child: Child,
+    process: Running,
     socket: PathBuf,
 }
 
 impl Peer {
     /// Runs `command`, which creates `socket`.
     fn start(command: &mut Command, socket: PathBuf) -> Self {
-        command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::null());
-        let mut peer = Self { child: command.spawn().expect("a server"), socket };
-        let begin = Instant::now();
-        while UnixStream::connect(&peer.socket).is_err() {
-            let ended = peer.child.try_wait().expect("a child");
-            assert!(ended.is_none() && begin.elapsed() < BOUND, "{command:?} does not listen");
-            thread::sleep(Duration::from_millis(5));
-        }
-        peer
+        let process = Running::start(command.stdout(Stdio::null()));
+        wait_for(format!("{command:?} listens"), || UnixStream::connect(&socket));
+        Self { process, socket }
     }
 
     pub(crate) fn nbdkit(scratch: &Scratch, arguments: &[&str]) -> Self {
@@ -54,8 +46,7 @@ impl Peer {
 
 impl Drop for Peer {
     fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
+        self.process.end();
         let _ = fs::remove_file(&self.socket);
     }
 }

@@ -6,11 +6,12 @@ use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 
-use crate::common::random::{Random, seed};
 use crate::common::{
-    Finished, KIB, MIB, Scratch, Server, accepted, allocated, refusal, require_tool, text, tool,
+    Finished, KIB, MIB, Scratch, Server, accepted, allocated, refusal, require_qemu, require_tool,
+    text, tool,
 };
 use crate::copy::{copy, patchwork};
+use nowait_testkit::{Random, seed};
 
 /// `a` and `b` hold the same disk, except for zeros beyond the end of the shorter one.
 fn assert_same(a: &Path, a_format: &str, b: &Path, b_format: &str) {
@@ -79,7 +80,7 @@ fn random_disks_go_into_images_of_any_clusters_and_out_again() {
 
 #[test]
 fn an_image_is_copied_with_its_backing_chain() {
-    if !require_tool("qemu-img") || !require_tool("qemu-io") {
+    if !require_qemu() {
         return;
     }
     let mut random = Random::from_seed(seed());

@@ -6,11 +6,11 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::common::certificates::{Authority, Flaw, Role};
-use crate::common::random::{Random, seed};
 use crate::common::{MIB, Scratch, Server, refusal, require_tool, text};
 use crate::copy::{copy, patchwork};
 use crate::copy_other_servers::Peer;
+use nowait_testkit::certificates::{Authority, Flaw, Role};
+use nowait_testkit::{Random, seed};
 
 /// An authority, the certificate directories of a server and a client, and a directory for files.
 struct Fixture {
@@ -180,7 +180,7 @@ fn a_server_killed_during_a_copy_by_tls_is_reported_and_leaves_no_file() {
         .expect("nowait");
     std::thread::sleep(std::time::Duration::from_millis(250));
     drop(peer);
-    let output = copy.wait_with_output().expect("a child");
+    let output = nowait_testkit::output_of(copy);
     let printed = String::from_utf8_lossy(&output.stderr).into_owned();
     assert!(!output.status.success() && printed.lines().count() == 1, "{printed}");
     let ended = ["closed the connection", "the connection is lost"];

@@ -10,17 +10,13 @@ use std::time::{Duration, Instant};
 
 use serde_json::{Value, json};
 
-use crate::common::random::{Random, seed};
 use crate::common::{
-    Finished, MIB, NOWAIT, Scratch, Server, accepted, refusal, refusal_under, require_tool, text,
-    tool,
+    Finished, MIB, NOWAIT, Scratch, Server, accepted, refusal, refusal_under, require_qemu,
+    require_tool, text, tool,
 };
+use nowait_testkit::{Random, seed};
 
 const KILLS: u64 = 20;
-
-fn have_qemu() -> bool {
-    require_tool("qemu-img") && require_tool("qemu-io")
-}
 
 /// The bytes of the disk in `image`, by QEMU.
 fn bytes(scratch: &Scratch, image: &Path) -> Vec<u8> {
@@ -53,7 +49,7 @@ fn overlay(scratch: &Scratch) -> (PathBuf, PathBuf) {
 
 #[test]
 fn a_killed_commit_loses_no_data_and_can_be_repeated() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let scratch = Scratch::new();
@@ -90,7 +86,7 @@ fn a_killed_commit_loses_no_data_and_can_be_repeated() {
 
 #[test]
 fn a_commit_without_space_reports_it_and_loses_no_data() {
-    if !have_qemu() || !require_tool("prlimit") {
+    if !require_qemu() || !require_tool("prlimit") {
         return;
     }
     let scratch = Scratch::new();
@@ -111,7 +107,7 @@ fn a_commit_without_space_reports_it_and_loses_no_data() {
 
 #[test]
 fn an_image_in_use_is_neither_resized_nor_committed() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let scratch = Scratch::new();

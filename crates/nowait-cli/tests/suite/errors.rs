@@ -8,10 +8,10 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::Path;
 
-use crate::common::nbd::{Client, Mode};
 use crate::common::{
     Finished, MIB, Scratch, Server, accepted, refusal, refusal_under, require_tool, skip, tool,
 };
+use nowait_testkit::nbd::{Client, Mode};
 
 /// `nowait serve IMAGE` on a socket in the same directory, with `extra` arguments.
 fn serve(image: &Path, extra: &[&str]) -> Vec<String> {

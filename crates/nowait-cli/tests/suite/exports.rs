@@ -9,14 +9,12 @@ use std::path::{Path, PathBuf};
 
 use serde_json::Value;
 
-use crate::common::nbd::{
-    Client, Mode, OPT_GO, RawRequest, export_request, greet, read_size, send_option,
+use crate::common::{Finished, MIB, Scratch, Server, refusal, require_tool, text, tool};
+use nowait_testkit::nbd::{
+    Client, Mode, OPT_EXPORT_NAME, OPT_GO, OPT_INFO, RawRequest, export_request, greet,
+    option_bytes, read_size, send_option,
 };
-use crate::common::{Finished, MIB, Scratch, Server, refusal, require_tool, tool};
 
-/// NBD proto.md, "Option types".
-const OPT_EXPORT_NAME: u32 = 1;
-const OPT_INFO: u32 = 6;
 const BLOCK_BYTES: usize = 4096;
 /// Bytes of the header of a simple reply.
 const REPLY_BYTES: usize = 16;
@@ -101,11 +99,7 @@ fn requests_sent_together_with_the_choice_of_an_export_move_with_the_connection(
     for extra in [&[][..], &["--queue", "threads"]] {
         let pair = Pair::new(extra);
         let mut stream = greet(&pair.server.socket()).expect("a greeting");
-        let mut sent = Vec::from(*b"IHAVEOPT");
-        let request = export_request("data");
-        sent.extend(OPT_GO.to_be_bytes());
-        sent.extend((request.len() as u32).to_be_bytes());
-        sent.extend(request);
+        let mut sent = option_bytes(OPT_GO, &export_request("data"));
         for cookie in 0..READS {
             let offset = cookie * BLOCK_BYTES as u64;
             let write = RawRequest::write(offset, BLOCK_BYTES as u32);
@@ -136,10 +130,7 @@ fn requests_sent_together_with_the_choice_of_an_export_move_with_the_connection(
 fn a_client_that_closes_its_side_together_with_its_choice_is_answered() {
     let pair = Pair::new(&[]);
     let mut stream = greet(&pair.server.socket()).expect("a greeting");
-    let mut sent = Vec::from(*b"IHAVEOPT");
-    sent.extend(OPT_EXPORT_NAME.to_be_bytes());
-    sent.extend(4u32.to_be_bytes());
-    sent.extend(b"data");
+    let mut sent = option_bytes(OPT_EXPORT_NAME, b"data");
     let read = RawRequest::write(0, BLOCK_BYTES as u32);
     sent.extend(RawRequest { kind: 0, ..read }.bytes());
     stream.write_all(&sent).expect("a socket");
@@ -196,18 +187,10 @@ fn the_ready_line_names_every_export_and_has_the_first_at_the_top_level() {
     let scratch = Scratch::new();
     let (one, two) = (scratch.sparse("one.img", MIB), scratch.sparse("two.img", 2 * MIB));
     let socket = scratch.join("socket");
-    let mut child = std::process::Command::new(env!("CARGO_BIN_EXE_nowait"))
-        .args(["serve", "--json", "--nbd", &format!("unix:{}", socket.display())])
-        .args([&one, &two])
-        .stdout(std::process::Stdio::piped())
-        .spawn()
-        .expect("the server");
-    let mut line = String::new();
-    let output = child.stdout.take().expect("a piped output");
-    std::io::BufRead::read_line(&mut std::io::BufReader::new(output), &mut line).expect("a line");
-    child.kill().expect("a server to end");
-    child.wait().expect("its end");
-    let ready: Value = serde_json::from_str(&line).expect("JSON");
+    let listen = format!("unix:{}", socket.display());
+    let arguments = ["serve", "--json", "--nbd", &listen, text(&one), text(&two)];
+    let server = Server::start_by(&[], &arguments);
+    let ready: Value = serde_json::from_str(server.ready_line()).expect("JSON");
     let exports = &ready["exports"];
     assert_eq!((&exports[0]["name"], &exports[1]["name"]), (&"".into(), &"two.img".into()));
     assert_eq!(exports[1]["size_bytes"], 2 * MIB);

@@ -6,8 +6,8 @@
 
 use std::io::{ErrorKind, Read};
 
-use crate::common::nbd::{Client, Command};
 use crate::common::{KIB, MIB, Scratch, Server};
+use nowait_testkit::nbd::{Client, Command};
 
 /// Requests of the greedy client, of 1 MiB each.
 const LARGE: u64 = 64;

@@ -4,8 +4,8 @@
 
 use std::fs::{self, File};
 
-use crate::common::qcow2_image::{self, DISK, Names};
 use crate::common::{Finished, Scratch, Server, accepted, refusal, require_tool, skip, text, tool};
+use nowait_testkit::qcow2_image::{self, DISK, Names};
 
 /// Whether files in `scratch` can be marked as raw by extended attributes.
 fn has_marks(scratch: &Scratch) -> bool {

@@ -9,10 +9,10 @@ use std::fs::{self, Permissions};
 use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
-use crate::common::random::Random;
 use crate::common::{
     Finished, Guest, Kernel, MIB, Scratch, Server, path_of, require_tool, skip, tool,
 };
+use nowait_testkit::Random;
 
 /// Size of the disk in bytes.
 const DISK_BYTES: u64 = 192 * MIB;

@@ -9,12 +9,12 @@ use std::path::Path;
 use std::sync::Arc;
 
 use nowait::{
-    AioThreadQueue, BlockDevice, ByteRange, Config, Engine, Flags, IoQueue, LinearMap, Op,
-    OpenOptions, Request, Stats, Uring, WorkerPool,
+    BlockDevice, ByteRange, Config, Engine, Flags, IoQueue, LinearMap, Op, OpenOptions, Request,
+    Stats,
 };
 
-use crate::common::random::Random;
 use crate::common::{Guest, KIB, Kernel, MIB, Scratch, path_of, skip};
+use nowait_testkit::{Random, TestQueueKind, WaitForRequests};
 
 /// The directories of the devices and files in the guest, named after the expected behaviour.
 const POLLED: &str = "/test/polled";
@@ -75,17 +75,14 @@ fn in_the_guest() {
     for (directory, polled) in [(POLLED, true), (BY_INTERRUPT, false)] {
         for name in ["device", "file"] {
             let path = Path::new(directory).join(name);
-            for simple in [true, false] {
-                let config = Config { simple, slots: 512, ..Config::default() };
-                let disk = open(&path);
-                let queue = Uring::new(disk.fd().unwrap()).expect("a ring");
-                let stats = serves(disk, queue, config);
-                assert_eq!(stats.polled > 0, polled, "{}: {stats:?}", path.display());
+            for kind in TestQueueKind::REAL {
+                for simple in [true, false] {
+                    let config = Config { simple, slots: 512, ..Config::default() };
+                    let stats = serves(kind, &open(&path), config);
+                    let polled = polled && kind == TestQueueKind::Uring;
+                    assert_eq!(stats.polled > 0, polled, "{}: {stats:?}", path.display());
+                }
             }
-            let (disk, config) = (open(&path), Config { slots: 512, ..Config::default() });
-            let queue =
-                AioThreadQueue::new(disk.fd().unwrap(), config.slots, false).expect("threads");
-            assert_eq!(serves(disk, queue, config).polled, 0, "{}", path.display());
             println!("served {}", path.display());
         }
     }
@@ -98,9 +95,8 @@ fn open(path: &Path) -> Arc<BlockDevice<LinearMap>> {
 }
 
 /// Writes and reads back, with all requests in flight together and every second one polled.
-fn serves<Q: IoQueue>(disk: Arc<BlockDevice<LinearMap>>, queue: Q, config: Config) -> Stats {
-    let workers = WorkerPool::new(&disk, 2);
-    let mut engine = Engine::new(disk, workers, queue, config).expect("an engine");
+fn serves(kind: TestQueueKind, disk: &Arc<BlockDevice<LinearMap>>, config: Config) -> Stats {
+    let mut engine = kind.engine(disk, 2, config).expect("a queue");
     let mut random = Random::from_seed(48);
     // More requests than a ring holds; longer than one request of the device; durable; unaligned.
     let small = |count: u64| (0..count).map(|n| (n * 4 * KIB, 4 * KIB)).collect::<Vec<_>>();
@@ -138,15 +134,12 @@ fn all_at_once<Q: IoQueue>(
         let taken = engine.submit(Request { op, flags, range }, buf, tag as u64);
         assert!(taken.is_ok(), "{op:?} {range:?} is refused");
     }
-    while engine.in_flight() > 0 {
-        engine.wait(None, &mut |_, _| {}).expect("a queue that works");
-        while let Some(ended) = engine.next() {
-            let (range, bytes) = (ended.io.range, &data[ended.tag as usize]);
-            let done = ended.result().unwrap_or_else(|error| panic!("{op:?} {range:?}: {error}"));
-            assert_eq!(done, range.len);
-            let start = engine.buffer_offset(range.pos);
-            let buf = ended.buf.expect("the buffer it came with");
-            assert!(buf[start..start + bytes.len()] == bytes[..], "{op:?} {range:?}: other data");
-        }
+    for ended in engine.finish() {
+        let (range, bytes) = (ended.io.range, &data[ended.tag as usize]);
+        let done = ended.result().unwrap_or_else(|error| panic!("{op:?} {range:?}: {error}"));
+        assert_eq!(done, range.len);
+        let start = engine.buffer_offset(range.pos);
+        let buf = ended.buf.expect("the buffer it came with");
+        assert!(buf[start..start + bytes.len()] == bytes[..], "{op:?} {range:?}: other data");
     }
 }

@@ -7,21 +7,18 @@
 use std::fs::{self, File};
 use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
+use std::process::Command;
 
+use nowait_testkit::{Running, wait_for_exit, wait_until};
 use rustix::fs::{Access, access};
 
 use crate::common::{Finished, MIB, PYTHON, Scratch, Server, require_fuse, require_tool, tool};
 
-/// The timeout of a mount.
-const BOUND: Duration = Duration::from_secs(30);
 const BLOCK_BYTES: usize = 4096;
 
 /// A disk as a file, by nbdfuse; unmounted when it is dropped.
 struct Mounted {
-    process: Child,
+    process: Running,
     directory: PathBuf,
 }
 
@@ -30,14 +27,9 @@ impl Mounted {
         let directory = scratch.join("mounted");
         fs::create_dir(&directory).expect("a directory");
         let mut command = Command::new("nbdfuse");
-        command.arg(directory.join("disk")).arg(uri).stdin(Stdio::null());
-        let process = command.spawn().expect("nbdfuse");
+        let process = Running::start(command.arg(directory.join("disk")).arg(uri));
         let mounted = Self { process, directory };
-        let start = Instant::now();
-        while !mounted.file().exists() {
-            assert!(start.elapsed() < BOUND, "nbdfuse does not mount");
-            thread::sleep(Duration::from_millis(5));
-        }
+        wait_until("a mount by nbdfuse", || mounted.file().exists());
         mounted
     }
 
@@ -47,15 +39,13 @@ impl Mounted {
 
     fn unmount(&mut self) -> bool {
         tool("fusermount3").arg("-u").arg(&self.directory).output().is_ok()
-            && self.process.wait().is_ok_and(|status| status.success())
+            && wait_for_exit(&mut self.process.0).success()
     }
 }
 
 impl Drop for Mounted {
     fn drop(&mut self) {
-        // Both fail only if the process has already ended.
-        let _ = self.process.kill();
-        let _ = self.process.wait();
+        self.process.end();
         let _ = Command::new("fusermount3").arg("-uqz").arg(&self.directory).output();
     }
 }

@@ -12,9 +12,9 @@ use std::time::Duration;
 
 use nowait_image::{Chain, ChainOptions, ChainReader, Format};
 
-use crate::common::nbd::{Client, Command};
-use crate::common::random::{Random, seed};
 use crate::common::{Finished, MIB, Scratch, Server, require_tool, tool};
+use nowait_testkit::nbd::{Client, Command};
+use nowait_testkit::{Random, seed};
 
 const DISK_BYTES: u64 = 24 * MIB;
 const SECTOR_BYTES: u64 = 512;

@@ -6,19 +6,10 @@ use std::fs;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
 
-use crate::common::nbd::{Client, Mode};
 use crate::common::{Finished, MIB, NOWAIT, Scratch, Server, refusal, require_tool, text, tool};
-
-fn wait_until(what: &str, is_so: impl Fn() -> bool) {
-    let begin = Instant::now();
-    while !is_so() {
-        assert!(begin.elapsed() < Duration::from_secs(30), "not within 30 s: {what}");
-        thread::sleep(Duration::from_millis(5));
-    }
-}
+use nowait_testkit::nbd::{Client, Mode};
+use nowait_testkit::wait_until;
 
 #[test]
 fn a_server_ends_flushed_with_its_last_client_and_not_with_one_that_only_connected() {

@@ -12,9 +12,9 @@ use std::time::{Duration, Instant};
 
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
-use crate::common::nbd::{Client, Command, Mode, RawRequest, greet, send_option};
-use crate::common::random::Random;
 use crate::common::{KIB, MIB, Scratch, Server, require_tool};
+use nowait_testkit::nbd::{Client, Command, Mode, RawRequest, greet, send_option};
+use nowait_testkit::{BOUND, Random, wait_for};
 
 const IDLE: usize = 1000;
 const IDLE_BYTES: u64 = 64 * MIB;
@@ -26,8 +26,6 @@ const GREEDY_BYTES: u64 = 384 * MIB;
 /// The longest write that NBD clients send without negotiation (NBD proto.md, "Block size
 /// constraints").
 const LONGEST_BYTES: usize = 32 << 20;
-/// The timeout for reactions of the server, far longer than it needs.
-const TIMEOUT: Duration = Duration::from_secs(30);
 
 /// A served image of random bytes, and a well-behaved connection.
 struct Fixture {
@@ -54,16 +52,6 @@ impl Fixture {
             assert!(read == data, "the bystander reads something else than it wrote");
         }
     }
-
-    /// Waits until the server has no more descriptors open than `before`.
-    fn await_descriptors(&self, before: usize) {
-        let start = Instant::now();
-        while self.server.descriptors() > before {
-            let after = self.server.descriptors();
-            assert!(start.elapsed() < TIMEOUT, "{before} descriptors before, {after} after");
-            thread::sleep(Duration::from_millis(10));
-        }
-    }
 }
 
 /// Reads to the end of the connection. Fails the test if it does not end.
@@ -87,10 +75,8 @@ fn a_connection_beyond_max_connections_is_closed_at_once_and_accepted_after_a_di
     let printed = fixture.server.log();
     assert_eq!(printed.matches("a connection was closed: 2 are open").count(), 1, "{printed}");
     drop(second);
-    let start = Instant::now();
-    while Client::connect(&fixture.server.socket(), Mode::Structured).is_err() {
-        assert!(start.elapsed() < TIMEOUT, "the place that was left is not free");
-    }
+    let connect = || Client::connect(&fixture.server.socket(), Mode::Structured);
+    drop(wait_for("a free place", connect));
     fixture.bystander_works(&[4 * KIB]);
     fixture.server.stop();
 }
@@ -107,12 +93,12 @@ fn a_handshake_that_takes_ten_seconds_ends_and_an_idle_server_sleeps_before_and_
     let dripping = thread::spawn(move || {
         let start = Instant::now();
         while send_option(&mut slow, 0x7777, b"drip").is_ok() {
-            assert!(start.elapsed() < TIMEOUT, "it may go on for ever");
+            assert!(start.elapsed() < BOUND, "it may go on for ever");
             thread::sleep(Duration::from_millis(200));
         }
     });
     for stream in [&mut silent, &mut halfway] {
-        stream.set_read_timeout(Some(TIMEOUT)).expect("a socket");
+        stream.set_read_timeout(Some(BOUND)).expect("a socket");
         rest_of(stream);
     }
     dripping.join().expect("the slow client's end");
@@ -165,10 +151,10 @@ fn two_thousand_short_connections_leak_no_descriptor_and_no_memory() {
         }
     };
     (0..CHURN / 4).for_each(connect_and_close);
-    fixture.await_descriptors(before);
+    fixture.server.await_descriptors(before);
     let warm = fixture.server.memory("VmRSS");
     (CHURN / 4..CHURN).for_each(connect_and_close);
-    fixture.await_descriptors(before);
+    fixture.server.await_descriptors(before);
     let more = fixture.server.memory("VmRSS").saturating_sub(warm);
     assert!(more < 2 * MIB, "{more} bytes more after three times as many");
     // A ring that still polls a closed socket keeps the socket and its data.
@@ -207,7 +193,7 @@ fn a_client_that_has_closed_its_receiving_half_is_disconnected() {
     let mut half = fixture.server.connect();
     half.stream().shutdown(Shutdown::Read).expect("a socket");
     half.send(&Command::Read { offset: 0, len: 4096 }).expect("a socket");
-    fixture.await_descriptors(before);
+    fixture.server.await_descriptors(before);
     let mut half = greet(&fixture.server.socket()).expect("a greeting");
     half.shutdown(Shutdown::Write).expect("a socket");
     assert_eq!(rest_of(&mut half), b"");

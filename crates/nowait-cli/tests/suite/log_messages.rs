@@ -2,27 +2,18 @@
 //!
 //! Invariant: each message is one line without control characters.
 
-use std::thread;
-use std::time::{Duration, Instant};
-
-use crate::common::nbd::{Client, EIO, Mode, OPT_GO, RawRequest, export_request, greet};
-use crate::common::nbd::{is_refusal, read_option_reply, send_option};
 use crate::common::{MIB, Scratch, Server, refusal, refusal_under};
-
-const BOUND: Duration = Duration::from_secs(30);
-const STEP: Duration = Duration::from_millis(5);
+use nowait_testkit::nbd::{Client, EIO, Mode, OPT_GO, RawRequest, export_request, greet};
+use nowait_testkit::nbd::{is_refusal, read_option_reply, send_option};
+use nowait_testkit::wait_for;
 
 /// Waits until the log holds `words`; returns the line.
 pub(crate) fn await_line(server: &Server, words: &str) -> String {
-    let begin = Instant::now();
-    loop {
+    wait_for(format!("'{words}' in the log"), || {
         let log = server.log();
-        if let Some(line) = log.lines().find(|line| line.contains(words)) {
-            return line.to_owned();
-        }
-        assert!(begin.elapsed() < BOUND, "no '{words}' in: {log}");
-        thread::sleep(STEP);
-    }
+        let line = log.lines().find(|line| line.contains(words)).map(str::to_owned);
+        line.ok_or(log)
+    })
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 
 use serde_json::Value;
 
-use crate::common::{Finished, Scratch, accepted, refusal, require_tool, tool};
+use crate::common::{Finished, Scratch, accepted, refusal, require_qemu, require_tool, tool};
 
 /// The offset of the only refcount block of a small image made by qemu-img.
 const REFCOUNT_BLOCK: u64 = 2 << 16;
@@ -38,7 +38,7 @@ fn json_of(text: &str) -> Value {
 
 #[test]
 fn map_and_info_of_an_overlay_agree_with_qemu() {
-    if !require_tool("qemu-img") || !require_tool("qemu-io") {
+    if !require_qemu() {
         return;
     }
     let scratch = Scratch::new();
@@ -57,7 +57,7 @@ fn map_and_info_of_an_overlay_agree_with_qemu() {
 
 #[test]
 fn check_exits_as_qemu_does_and_repairs() {
-    if !require_tool("qemu-img") || !require_tool("qemu-io") {
+    if !require_qemu() {
         return;
     }
     let scratch = Scratch::new();
@@ -89,7 +89,7 @@ fn check_exits_as_qemu_does_and_repairs() {
 
 #[test]
 fn a_backing_file_in_another_directory_is_refused_until_it_is_allowed() {
-    if !require_tool("qemu-img") || !require_tool("qemu-io") {
+    if !require_qemu() {
         return;
     }
     let (scratch, elsewhere) = (Scratch::new(), Scratch::new());

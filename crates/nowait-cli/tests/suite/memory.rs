@@ -5,10 +5,10 @@
 
 use std::io::{ErrorKind, Write};
 use std::os::unix::net::UnixStream;
-use std::time::{Duration, Instant};
 
-use crate::common::nbd::{Client, Command, greet, send_option};
 use crate::common::{Finished, GIB, KIB, MIB, Scratch, Server, require_tool, tool};
+use nowait_testkit::nbd::{Client, Command, OPT_LIST, greet, send_option};
+use nowait_testkit::wait_until;
 
 const AT_REST_BYTES: u64 = 16 * MIB;
 const UNDER_LOAD_BYTES: u64 = 128 * MIB;
@@ -129,10 +129,6 @@ const FLOOD_CONNECTIONS: usize = 200;
 const FLOOD_BYTES: u64 = 8 * MIB;
 /// The memory that it may keep after they have disconnected.
 const LEFT_BYTES: u64 = 4 * MIB;
-/// The timeout for freeing the memory.
-const TIMEOUT: Duration = Duration::from_secs(60);
-/// NBD proto.md, "Option types": lists the exports.
-const OPT_LIST: u32 = 3;
 /// An unknown option.
 const OPT_UNKNOWN: u32 = 0x7777;
 
@@ -165,17 +161,10 @@ fn memory_used_by_clients_in_the_handshake_is_freed_after_they_disconnect() {
     for round in 0..3 {
         let clients: Vec<UnixStream> =
             (0..FLOOD_CONNECTIONS).map(|_| flood(&setting.server)).collect();
-        let began = Instant::now();
-        while setting.server.memory("VmRSS") < before + FLOOD_BYTES {
-            assert!(began.elapsed() < TIMEOUT, "round {round}: the server holds almost nothing");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        let resident = || setting.server.memory("VmRSS");
+        wait_until("memory in use", || resident() >= before + FLOOD_BYTES);
         drop(clients);
-        let began = Instant::now();
-        while setting.server.memory("VmRSS") > before + LEFT_BYTES {
-            assert!(began.elapsed() < TIMEOUT, "round {round}: more than {LEFT_BYTES} are left");
-            std::thread::sleep(Duration::from_millis(20));
-        }
+        wait_until(format!("{round}: free memory"), || resident() <= before + LEFT_BYTES);
     }
     setting.server.stop();
 }

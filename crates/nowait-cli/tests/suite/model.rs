@@ -10,9 +10,9 @@ use std::ops::Range;
 use std::path::Path;
 use std::thread;
 
-use crate::common::nbd::{Client, Command, Mode};
-use crate::common::random::{Random, seed};
 use crate::common::{Finished, KIB, MIB, Scratch, Server, VARIANTS, require_tool, tool};
+use nowait_testkit::nbd::{Client, Command, Mode};
+use nowait_testkit::{Random, seed};
 
 /// Not a multiple of a sector, so that the last block is partial.
 const IMAGE_BYTES: u64 = 8 * MIB + 1234;

@@ -8,11 +8,11 @@ use std::fs;
 
 use serde_json::{Value, json};
 
-use crate::common::certificates::{Authority, Flaw, Role};
-use crate::common::nbd::{Client, ENOTSUP, FLAG_FAST_ZERO, FLAG_NO_HOLE, Mode, RawRequest, ZERO};
 use crate::common::{
     Finished, LoopDevice, MIB, PYTHON, Scratch, Server, python_with_nbd, require_tool, tool,
 };
+use nowait_testkit::certificates::{Authority, Flaw, Role};
+use nowait_testkit::nbd::{Client, ENOTSUP, FAST_ZERO, Mode, NO_HOLE, RawRequest, WRITE_ZEROES};
 
 /// The output of nbdinfo for `uri` with `arguments`.
 fn nbdinfo(uri: &str, arguments: &[&str]) -> Value {
@@ -175,14 +175,15 @@ fn nbd_must_fast_zeroing_of_a_device_never_writes_zeros() {
     let server = Server::start(device.path(), &[]);
     let mut client = Client::connect(&server.socket(), Mode::Extended).expect("a connection");
     let mut zero = |offset: u64, flags| {
-        let request = RawRequest { kind: ZERO, flags, ..RawRequest::write(offset, 1 << 20) };
+        let request =
+            RawRequest { kind: WRITE_ZEROES, flags, ..RawRequest::write(offset, 1 << 20) };
         client.call_raw(&request, &[])
     };
-    assert_eq!(zero(0, FLAG_FAST_ZERO | FLAG_NO_HOLE), Err(ENOTSUP));
-    zero(MIB, FLAG_NO_HOLE).expect("zeroes, however long it takes");
+    assert_eq!(zero(0, FAST_ZERO | NO_HOLE), Err(ENOTSUP));
+    zero(MIB, NO_HOLE).expect("zeroes, however long it takes");
     expected[1 << 20..2 << 20].fill(0);
     // Freeing storage is fast where the device supports it.
-    match zero(2 * MIB, FLAG_FAST_ZERO) {
+    match zero(2 * MIB, FAST_ZERO) {
         Ok(_) => expected[2 << 20..3 << 20].fill(0),
         Err(error) => assert_eq!(error, ENOTSUP),
     }

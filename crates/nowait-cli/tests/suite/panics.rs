@@ -2,8 +2,8 @@
 //!
 //! Invariant: the server's message names the location of the panic.
 
-use crate::common::nbd::{Client, Command, Mode};
 use crate::common::{Scratch, Server, accepted};
+use nowait_testkit::nbd::{Client, Command, Mode};
 
 const CLUSTER: u64 = 64 << 10;
 

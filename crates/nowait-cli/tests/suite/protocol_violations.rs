@@ -9,22 +9,18 @@ use std::net::Shutdown;
 use std::os::fd::OwnedFd;
 use std::path::{Path, PathBuf};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
 use rustix::net::{AddressFamily, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with};
 
-use crate::common::nbd::{
-    Client, Command, EINVAL, EPERM, OPT_GO, RawRequest, greet, is_refusal, read_option_reply,
-    send_option,
-};
 use crate::common::{KIB, MIB, Scratch, Server, require_tool};
+use nowait_testkit::nbd::{
+    Client, Command, EINVAL, EPERM, OPT_ABORT, OPT_GO, RawRequest, greet, is_refusal,
+    read_option_reply, send_option,
+};
 
 /// The range of the bystander: the last 64 KiB.
 const BYSTANDER_OFFSET: u64 = 2 * MIB - 64 * KIB;
-/// The time within which the server must notice that clients have died.
-const TIMEOUT: Duration = Duration::from_secs(10);
-/// NBD proto.md, "Option types": the option that ends the handshake.
-const OPT_ABORT: u32 = 2;
 
 /// A served image and a well-behaved connection to it.
 struct Fixture {
@@ -309,11 +305,6 @@ fn the_descriptor_of_a_client_that_disconnects_within_a_request_is_closed() {
             dying.stream().write_all(&bytes).expect("a socket");
         }
     }
-    let start = Instant::now();
-    while fixture.server.descriptors() > before {
-        let after = fixture.server.descriptors();
-        assert!(start.elapsed() < TIMEOUT, "{before} descriptors before, {after} after");
-        thread::sleep(Duration::from_millis(10));
-    }
+    fixture.server.await_descriptors(before);
     fixture.ends_well(4096..4096 + 8192);
 }

@@ -5,8 +5,10 @@
 
 use std::fs;
 
-use crate::common::nbd::{Command, EPERM};
-use crate::common::{Finished, KIB, MIB, Scratch, Server, refusal, require_tool, tool};
+use crate::common::{
+    Finished, KIB, MIB, Scratch, Server, refusal, require_qemu, require_tool, tool,
+};
+use nowait_testkit::nbd::{Command, EPERM};
 
 /// The first bytes of every qcow2 image.
 const MAGIC: &[u8; 4] = b"QFI\xfb";
@@ -26,7 +28,7 @@ fn a_disk_detected_as_raw_never_gets_qcow2s_magic() {
     let image = scratch.sparse("disk.img", MIB);
     let server = Server::start(&image, &[]);
     let mut client = server.connect();
-    let refused = |client: &mut crate::common::nbd::Client, offset, bytes: &[u8]| {
+    let refused = |client: &mut nowait_testkit::nbd::Client, offset, bytes: &[u8]| {
         assert_eq!(client.write(offset, bytes), Err(EPERM), "{bytes:x?} at {offset}");
     };
     let mut block = vec![7; 4096];
@@ -75,7 +77,7 @@ fn a_qcow2_image_is_served_as_its_disk_and_with_format_raw_as_its_bytes() {
 
 #[test]
 fn every_file_of_the_chain_is_locked_while_it_is_served() {
-    if !require_tool("qemu-img") || !require_tool("qemu-io") {
+    if !require_qemu() {
         return;
     }
     let scratch = Scratch::new();

@@ -5,10 +5,10 @@
 
 use std::fs;
 
-use crate::common::qcow2_image::{self, DISK, Names};
 use crate::common::{
     Finished, LoopDevice, Scratch, Server, accepted, refusal, require_tool, text, tool,
 };
+use nowait_testkit::qcow2_image::{self, DISK, Names};
 
 /// Creates the image `name` in `scratch`, whose header has `names`.
 fn image(scratch: &Scratch, name: &str, names: Names<'_>) -> String {

@@ -10,18 +10,16 @@ use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
-use std::time::{Duration, Instant};
 
+use nowait_testkit::{BOUND, output_of, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::nbd::{Client, Mode};
 use crate::common::{
     Finished, MIB, NOWAIT, PYTHON, Scratch, Server, python_with_nbd, refusal_under, require_tool,
     tool,
 };
-
-/// The timeout for a message or a socket.
-const BOUND: Duration = Duration::from_secs(30);
+use crate::log_messages::await_line;
+use nowait_testkit::nbd::{Client, Mode};
 
 /// Opens the sockets of its arguments before `--`, from descriptor 3 on, and executes the command
 /// after it.
@@ -126,15 +124,9 @@ fn an_image_that_cannot_be_opened_sets_the_exit_status_and_waiting_clients_are_d
     let unix = format!("unix:{}", path.display());
     let receive_message = thread::scope(|scope| {
         let client = scope.spawn(|| {
-            let begin = Instant::now();
-            loop {
-                assert!(begin.elapsed() < BOUND, "nothing listens");
-                if let Ok(mut client) = UnixStream::connect(&path) {
-                    client.set_read_timeout(Some(BOUND)).expect("a timeout");
-                    return client.read(&mut [0; 8]).expect("the end of the connection");
-                }
-                thread::sleep(Duration::from_millis(1));
-            }
+            let mut client = wait_for("a listening socket", || UnixStream::connect(&path));
+            client.set_read_timeout(Some(BOUND)).expect("a timeout");
+            client.read(&mut [0; 8]).expect("the end of the connection")
         });
         let refused = refusal_under(&manager(&[&unix]), &["serve", &missing]);
         assert_eq!(refused.code, 66);
@@ -148,24 +140,19 @@ fn standard_output_stays_empty_with_inherited_sockets() {
     let Some(given) = Inherited::new() else { return };
     let (unix, Inherited { image, path, .. }) = (given.unix(), &given);
     let words = manager(&[&unix]);
-    let mut server = Command::new(words[0])
+    let server = Command::new(words[0])
         .args(&words[1..])
         .args([NOWAIT, "serve"])
         .arg(image)
         .stdout(Stdio::piped())
         .spawn()
         .expect("python");
-    let begin = Instant::now();
-    while UnixStream::connect(path).is_err() {
-        assert!(begin.elapsed() < BOUND, "nothing listens");
-        thread::sleep(Duration::from_millis(5));
-    }
+    wait_for("a listening socket", || UnixStream::connect(path));
     writes_and_reads(path);
     kill_process(Pid::from_child(&server), Signal::TERM).expect("a child");
-    let mut printed = String::new();
-    server.stdout.take().expect("a pipe").read_to_string(&mut printed).expect("text");
-    assert!(server.wait().expect("a child").success());
-    assert_eq!(printed, "");
+    let ended = output_of(server);
+    assert!(ended.status.success());
+    assert_eq!(ended.stdout, b"");
 }
 
 #[test]
@@ -261,9 +248,7 @@ fn the_server_works_without_a_reachable_manager() {
     let server = Server::start_under(&["env", "NOTIFY_SOCKET=/nonexistent/notify"], &image, &[]);
     writes_and_reads(&server.socket());
     // The ready line is printed before the manager is notified.
-    while !server.log().contains("warning: NOTIFY_SOCKET") {
-        thread::sleep(Duration::from_millis(5));
-    }
+    await_line(&server, "warning: NOTIFY_SOCKET");
     server.stop();
 }
 
@@ -279,9 +264,7 @@ fn systemd_socket_activate_starts_the_server_with_the_first_client() {
     let server = thread::scope(|scope| {
         scope.spawn(|| {
             // Between bind(2) and listen(2) the socket exists but accepts no connection.
-            while UnixStream::connect(&path).is_err() {
-                thread::sleep(Duration::from_millis(5));
-            }
+            wait_for("a listening socket", || UnixStream::connect(&path));
             writes_and_reads(&path);
         });
         Server::start_by(&wrapper, &["serve", &image, "--json"])

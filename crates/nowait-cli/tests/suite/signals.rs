@@ -4,15 +4,12 @@
 
 use std::path::Path;
 use std::process::{Command, Stdio};
-use std::thread;
-use std::time::{Duration, Instant};
 
+use nowait_testkit::{output_of, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, text};
 
-const BOUND: Duration = Duration::from_secs(30);
-const STEP: Duration = Duration::from_millis(5);
 /// Bytes of a cluster of a qcow2 image.
 const CLUSTER_BYTES: u64 = 64 << 10;
 /// Writes that each need a new cluster.
@@ -122,14 +119,10 @@ fn a_copy_ends_cleanly_on_each_of_the_signals_and_continues_under_nohup() {
             .stderr(Stdio::piped())
             .spawn()
             .expect("sh");
-        let begin = Instant::now();
-        while !partial.exists() && !target.exists() {
-            assert!(begin.elapsed() < BOUND, "no copy begins");
-            thread::sleep(STEP);
-        }
+        wait_until("the begin of a copy", || partial.exists() || target.exists());
         // The process may have ended already.
         let _ = kill_process(Pid::from_child(&copy), signal);
-        let output = copy.wait_with_output().expect("a child");
+        let output = output_of(copy);
         let printed = String::from_utf8_lossy(&output.stderr).into_owned();
         assert!(!partial.exists(), "{signal:?}: an unfinished copy is left");
         match output.status.code() {

@@ -6,30 +6,20 @@ use std::fs;
 use std::ops::Range;
 use std::os::unix::net::UnixDatagram;
 use std::path::PathBuf;
-use std::process::{self, Child, Stdio};
+use std::process;
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::Duration;
 
+use nowait_testkit::{BOUND, Running, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::nbd::{Client, Command};
 use crate::common::{KIB, MIB, Scratch, Server, require_fuse, require_tool, tool};
+use nowait_testkit::nbd::{Client, Command};
 
-/// The timeout for a mount or a log line, far longer than either takes.
-const TIMEOUT: Duration = Duration::from_secs(60);
 const STEP: Duration = Duration::from_millis(20);
 /// The length of a standstill: long enough for errors to show.
 const STANDSTILL: Duration = Duration::from_millis(500);
 const BLOCK_BYTES: u32 = 64 * KIB as u32;
-
-/// Waits until `is_so`.
-fn await_that(what: &str, is_so: impl Fn() -> bool) {
-    let start = Instant::now();
-    while !is_so() {
-        assert!(start.elapsed() < TIMEOUT, "not within {} s: {what}", TIMEOUT.as_secs());
-        thread::sleep(STEP);
-    }
-}
 
 fn block(number: u64) -> Vec<u8> {
     vec![number as u8 + 1; BLOCK_BYTES as usize]
@@ -84,27 +74,6 @@ fn a_server_that_is_stopped_and_resumed_under_load_answers_every_request() {
     }
 }
 
-/// A tool that is killed on drop.
-struct Running(Child);
-
-impl Running {
-    fn start(command: &mut process::Command) -> Self {
-        Self(command.stdin(Stdio::null()).stderr(Stdio::null()).spawn().expect("a tool"))
-    }
-
-    fn end(&mut self) {
-        // Both fail only if the process has already ended.
-        let _ = self.0.kill();
-        let _ = self.0.wait();
-    }
-}
-
-impl Drop for Running {
-    fn drop(&mut self) {
-        self.end();
-    }
-}
-
 /// An image on a file system that is served by a process that can be stopped.
 struct Stoppable {
     storage: Running,
@@ -125,10 +94,10 @@ impl Stoppable {
         let (socket, image) = (scratch.join("storage"), scratch.sparse("disk.img", 0));
         let mut nbdkit = process::Command::new("nbdkit");
         let storage = Running::start(nbdkit.args(["-f", "-U"]).arg(&socket).args(["memory", "4M"]));
-        await_that("nbdkit listens", || socket.exists());
+        wait_until("nbdkit listens", || socket.exists());
         let mut nbdfuse = process::Command::new("nbdfuse");
         let mount = Running::start(nbdfuse.arg(&image).arg("--unix").arg(&socket));
-        await_that("the image is mounted", || {
+        wait_until("the image is mounted", || {
             fs::metadata(&image).is_ok_and(|image| image.len() == 4 * MIB)
         });
         Some(Self { storage, _mount: mount, image, _scratch: scratch })
@@ -140,7 +109,7 @@ impl Stoppable {
         kill_process(storage, Signal::STOP).expect("storage to signal");
         // SIGSTOP takes effect later: until each thread has stopped, a request may still be
         // answered.
-        await_that("the storage stands still", || is_stopped(storage));
+        wait_until("the storage stands still", || is_stopped(storage));
         StoodStill(storage)
     }
 
@@ -212,7 +181,7 @@ fn ends_on_sigterm(extra: &[&str]) {
         "nowait: stopping, flushing",
         "not flushed: its storage did not answer",
     ] {
-        await_that(line, || server.log().contains(line));
+        wait_until(line, || server.log().contains(line));
     }
     // The kernel keeps an exited process until its calls to a FUSE file system have ended.
     storage.storage.end();
@@ -235,7 +204,7 @@ fn a_failed_flush_is_reported_once_in_the_log_and_to_the_service_manager() {
     let scratch = Scratch::new();
     let socket = scratch.join("notify");
     let manager = UnixDatagram::bind(&socket).expect("a socket");
-    manager.set_read_timeout(Some(TIMEOUT)).expect("a timeout");
+    manager.set_read_timeout(Some(BOUND)).expect("a timeout");
     let receive_message = || {
         let mut message = [0; 4096];
         let len = manager.recv(&mut message).expect("a message in time");
@@ -265,10 +234,10 @@ fn a_second_signal_ends_a_waiting_server_at_once_and_it_reports_the_rest() {
     let Some(mut storage) = Stoppable::new() else { return };
     let (mut server, _client, _stood_still) = storage.server_with_unanswered_write(&[]);
     server.signal(Signal::INT);
-    await_that("what the stop waits for", || server.log().contains("stopping, 1 request left"));
+    wait_until("what the stop waits for", || server.log().contains("stopping, 1 request left"));
     server.signal(Signal::INT);
     let printed = "nowait: ended by a second signal: 1 request left, not flushed\n";
-    await_that(printed, || server.log().ends_with(printed));
+    wait_until(printed, || server.log().ends_with(printed));
     // The kernel keeps the process until its FUSE calls have ended.
     storage.storage.end();
     assert_eq!(server.wait().code(), Some(1), "{}", server.log());

@@ -10,9 +10,9 @@ use std::process;
 use std::sync::mpsc;
 use std::thread;
 
-use crate::common::nbd::{Client, Command, EIO, ENOSPC, ESHUTDOWN, greet};
 use crate::common::{MIB, Scratch, Server, require_tool, skip};
 use crate::log_messages::await_line;
+use nowait_testkit::nbd::{Client, Command, EIO, ENOSPC, ESHUTDOWN, greet};
 
 /// The length of one request here, in bytes.
 const PIECE: u32 = 1 << 20;

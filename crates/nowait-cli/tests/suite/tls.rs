@@ -7,26 +7,21 @@ use std::fs;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::sync::Arc;
 
+use rustls::pki_types::CertificateDer;
 use rustls::pki_types::pem::PemObject;
-use rustls::pki_types::{CertificateDer, ServerName};
 use rustls::version::{TLS12, TLS13};
-use rustls::{
-    ClientConfig, ClientConnection, RootCertStore, StreamOwned, SupportedProtocolVersion,
-};
+use rustls::{ClientConnection, StreamOwned, SupportedProtocolVersion};
 
-use crate::common::certificates::{Authority, Flaw, Role};
-use crate::common::nbd::{
-    Client, Command, Mode, OPT_GO, OPT_STRUCTURED_REPLY, REP_ACK, RawRequest, export_request, go,
-    greet, is_refusal, read_option_reply, read_size, send_option,
+use crate::common::{
+    Finished, KIB, MIB, Scratch, Server, accepted, refusal, require_qemu, require_tool, tool,
 };
-use crate::common::{Finished, KIB, MIB, Scratch, Server, accepted, refusal, require_tool, tool};
 use crate::log_messages::await_line;
-
-/// NBD proto.md, "Option types" and "Option reply types".
-const OPT_STARTTLS: u32 = 5;
-const REP_ERR_TLS_REQD: u32 = (1 << 31) + 5;
+use nowait_testkit::certificates::{Authority, Flaw, Role, client_of};
+use nowait_testkit::nbd::{
+    Client, Command, Mode, OPT_GO, OPT_STARTTLS, OPT_STRUCTURED_REPLY, REP_ACK, REP_ERR_TLS_REQD,
+    RawRequest, export_request, go, greet, is_refusal, read_option_reply, read_size, send_option,
+};
 
 /// A server with certificates, and the certificate directory of a client.
 struct Fixture {
@@ -104,18 +99,8 @@ fn secret_by<S: Read + Write>(
     stream: S,
     directory: &Path,
 ) -> Secret<S> {
-    let mut roots = RootCertStore::empty();
     let root = CertificateDer::from_pem_file(directory.join("ca-cert.pem")).expect("a root");
-    roots.add(root).expect("a root");
-    let provider = Arc::new(rustls::crypto::ring::default_provider());
-    let config = ClientConfig::builder_with_provider(provider)
-        .with_protocol_versions(versions)
-        .expect("versions")
-        .with_root_certificates(roots)
-        .with_no_client_auth();
-    let name = ServerName::try_from("localhost").expect("a name");
-    let client = ClientConnection::new(Arc::new(config), name).expect("a client");
-    StreamOwned::new(client, stream)
+    StreamOwned::new(client_of(root, versions), stream)
 }
 
 /// Runs nbdinfo on `uri`: returns the line with the protocol, or the error.
@@ -175,7 +160,7 @@ fn nbdinfo_and_nbdcopy_go_through_tls_over_unix_sockets_and_tcp() {
 
 #[test]
 fn qemu_goes_through_tls() {
-    if !require_tool("qemu-img") || !require_tool("qemu-io") {
+    if !require_qemu() {
         return;
     }
     let fixture = Fixture::new(&["--tls-verify-peer"]);

@@ -1,7 +1,7 @@
 //! The server works without io_uring, and without memory for it.
 
-use crate::common::nbd::Command;
 use crate::common::{KIB, MIB, PYTHON, Scratch, Server, refusal_under, require_tool, skip, tool};
+use nowait_testkit::nbd::Command;
 
 /// Forbids io_uring_setup, as container run-times do, and executes the given command.
 const WITHOUT_IO_URING: &str = r#"

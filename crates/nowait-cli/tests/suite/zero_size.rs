@@ -9,8 +9,8 @@ use std::path::PathBuf;
 use serde_json::{Value, json};
 
 use crate::common::loop_device::LoopDevice;
-use crate::common::nbd::{Client, Command, EINVAL, ENOSPC, Mode};
 use crate::common::{Finished, MIB, Scratch, Server, accepted, refusal, require_tool, tool};
+use nowait_testkit::nbd::{Client, Command, EINVAL, ENOSPC, Mode};
 
 const FORMATS: [&str; 2] = ["raw", "qcow2"];
 

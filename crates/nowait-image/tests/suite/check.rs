@@ -6,9 +6,8 @@ use nowait_image::check::{Report, check};
 use nowait_image::repair::repair;
 use nowait_image::{Chain, ChainOptions, Format};
 
-use crate::images::{Images, have_qemu, output, qemu_img};
-use crate::random::Random;
-use crate::tool::tool;
+use crate::images::{Images, output, qemu_img};
+use nowait_testkit::{Random, require_qemu, tool};
 
 const FIRST_SEED: u64 = 9_000;
 const CHAINS: u64 = 12;
@@ -50,7 +49,7 @@ fn theirs(images: &Images) -> (Option<i32>, Report) {
 
 #[test]
 fn consistent_images_have_the_same_counts_as_in_qemu() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     for seed in FIRST_SEED..FIRST_SEED + CHAINS {
@@ -61,7 +60,7 @@ fn consistent_images_have_the_same_counts_as_in_qemu() {
 
 #[test]
 fn snapshots_and_bitmaps_are_in_use_and_no_leaks() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write -P 1 0 3M"]);
@@ -90,7 +89,7 @@ fn set_refcount(images: &Images, block: u64, cluster: u64, count: u16) {
 
 #[test]
 fn leaks_and_corruptions_are_counted_as_qemu_does() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write -P 1 0 2M"]);
@@ -117,7 +116,7 @@ fn leaks_and_corruptions_are_counted_as_qemu_does() {
 
 #[test]
 fn we_and_qemu_agree_on_which_damaged_images_are_corrupt() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write -P 1 0 2M", "write -z 3M 64k", "write 5M 1M"]);
@@ -148,7 +147,7 @@ fn repaired(images: &Images) -> nowait_image::repair::Repaired {
 
 #[test]
 fn a_repaired_image_passes_qemus_check_and_has_the_same_bytes() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write -P 1 0 2M"]);
@@ -177,7 +176,7 @@ fn a_repaired_image_passes_qemus_check_and_has_the_same_bytes() {
 
 #[test]
 fn an_image_with_clusters_of_unknown_use_is_neither_checked_nor_repaired() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write -P 1 0 64k"]);
@@ -203,7 +202,7 @@ fn an_image_with_clusters_of_unknown_use_is_neither_checked_nor_repaired() {
 
 #[test]
 fn a_repair_frees_no_cluster_while_a_pointer_is_invalid() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write -P 1 0 2M"]);
@@ -221,7 +220,7 @@ fn a_repair_frees_no_cluster_while_a_pointer_is_invalid() {
 
 #[test]
 fn a_repair_writes_to_no_refcount_block_with_another_use() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write -P 1 0 2M"]);

@@ -5,8 +5,8 @@ use std::path::{Path, PathBuf};
 use nowait_image::commit::{Overlay, commit};
 use nowait_image::{Chain, ChainOptions, Format};
 
-use crate::images::{Images, have_qemu, output, qemu_img};
-use crate::tool::{no_child_starts, tool};
+use crate::images::{Images, output, qemu_img};
+use nowait_testkit::{no_child_starts, require_qemu, tool};
 
 const CHAINS: u64 = 40;
 const FIRST_SEED: u64 = 9_000;
@@ -48,7 +48,7 @@ fn files(directory: &Path, without: &[&str]) -> Vec<(String, Vec<u8>)> {
 
 #[test]
 fn a_commit_gives_the_backing_file_the_same_bytes_as_qemus_commit() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let (mut committed, mut alike) = ([0, 0], 0);
@@ -105,7 +105,7 @@ fn a_commit_gives_the_backing_file_the_same_bytes_as_qemus_commit() {
 
 #[test]
 fn a_kept_overlay_is_unchanged_to_the_byte_and_an_emptied_one_takes_no_space() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("4M", "", &[]);
@@ -126,7 +126,7 @@ fn a_kept_overlay_is_unchanged_to_the_byte_and_an_emptied_one_takes_no_space() {
 
 #[test]
 fn a_commit_that_outgrows_the_refcount_table_makes_a_larger_one() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     // With clusters of 512 bytes a table of one cluster counts 8 MiB of file.

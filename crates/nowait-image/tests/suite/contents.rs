@@ -2,7 +2,9 @@
 
 use nowait_image::{Chain, ChainOptions, ChainReader, map};
 
-use crate::images::{Images, have_qemu, qemu_img};
+use nowait_testkit::require_qemu;
+
+use crate::images::{Images, qemu_img};
 
 /// Number of chains; each takes QEMU's tools about a quarter of a second.
 const CHAINS: u64 = 50;
@@ -18,7 +20,7 @@ fn our_map(images: &Images) -> String {
 
 #[test]
 fn fifty_chains_have_the_same_map_and_bytes_as_in_qemu() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     for seed in FIRST_SEED..FIRST_SEED + CHAINS {

@@ -5,7 +5,9 @@ use std::path::Path;
 use nowait_image::create::{CreateOptions, Preallocation, create};
 use nowait_image::{Chain, ChainOptions, Format};
 
-use crate::images::{Images, have_qemu, qemu_img, qemu_io};
+use nowait_testkit::require_qemu;
+
+use crate::images::{Images, qemu_img, qemu_io};
 
 const ODD_SIZE: u64 = 10_000_001;
 
@@ -22,7 +24,7 @@ fn info(directory: &Path, image: &str) -> String {
 
 #[test]
 fn every_kind_of_new_qcow2_image_equals_qemus_own_and_can_be_written_to() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::none("");
@@ -61,7 +63,7 @@ fn every_kind_of_new_qcow2_image_equals_qemus_own_and_can_be_written_to() {
 
 #[test]
 fn an_overlay_has_its_backing_files_bytes_and_size() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write -P 3 1M 64k"]);

@@ -5,13 +5,7 @@
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
-use crate::random::Random;
-use crate::tool::{Finished, require_tool, tool};
-
-/// Whether QEMU's tools are installed.
-pub(crate) fn have_qemu() -> bool {
-    require_tool("qemu-img") && require_tool("qemu-io")
-}
+use nowait_testkit::{Finished, Random, tool};
 
 /// Runs `qemu-img` with `arguments`, which must succeed. Returns its standard output.
 pub(crate) fn qemu_img(directory: &Path, arguments: &[&str]) -> String {
@@ -163,6 +157,6 @@ fn commands(random: &mut Random, size: u64, cluster: u64, format: &str) -> Vec<S
 
 /// Kills the command when it hangs, as [`tool`] does; returns its status and standard output.
 pub(crate) fn output(command: &mut Command) -> (Option<i32>, String) {
-    let output = crate::tool::output(command);
+    let output = nowait_testkit::output(command);
     (output.status.code(), String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -10,7 +10,9 @@ use nowait_image::qcow2_disk::{self, OpenImage, Qcow2Map, ServeOptions};
 use nowait_image::repair::repair;
 use nowait_image::{Chain, ChainOptions, Format};
 
-use crate::images::{Images, have_qemu, qemu_img};
+use nowait_testkit::require_qemu;
+
+use crate::images::{Images, qemu_img};
 
 const CLUSTER: u64 = 65536;
 /// The layout of qemu-img: the header, and one cluster each of the others.
@@ -108,7 +110,7 @@ fn assert_allocation_refused(images: &Images, what: &str) {
 
 #[test]
 fn metadata_with_a_refcount_of_0_is_not_overwritten_and_the_image_is_marked_corrupt() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let all = [(0, "header"), (REFCOUNT_TABLE, "table"), (REFCOUNT_BLOCK, "block")];
@@ -124,7 +126,7 @@ fn metadata_with_a_refcount_of_0_is_not_overwritten_and_the_image_is_marked_corr
 
 #[test]
 fn a_data_entry_that_points_to_metadata_is_neither_read_nor_written() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     for metadata in [REFCOUNT_TABLE, REFCOUNT_BLOCK, L1_TABLE, L2_TABLE] {
@@ -150,7 +152,7 @@ fn a_data_entry_that_points_to_metadata_is_neither_read_nor_written() {
 
 #[test]
 fn a_write_to_data_that_two_entries_claim_gets_a_cluster_of_its_own() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     // Two entries for one cluster, whose refcount is 2; the flag "copied" is wrong.
@@ -169,7 +171,7 @@ fn a_write_to_data_that_two_entries_claim_gets_a_cluster_of_its_own() {
 
 #[test]
 fn an_l2_table_that_two_l1_entries_share_is_read_and_not_written() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("2G", "", &["write -P 1 0 64k"]);
@@ -188,7 +190,7 @@ fn an_l2_table_that_two_l1_entries_share_is_read_and_not_written() {
 
 #[test]
 fn a_refcount_block_with_another_use_is_not_written() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     for other in [REFCOUNT_TABLE, L1_TABLE, L2_TABLE, 1 << 20] {
@@ -208,7 +210,7 @@ fn a_refcount_block_with_another_use_is_not_written() {
 
 #[test]
 fn data_with_a_refcount_of_0_is_not_allocated_again() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = image();
@@ -218,7 +220,7 @@ fn data_with_a_refcount_of_0_is_not_allocated_again() {
 
 #[test]
 fn free_clusters_inside_a_consistent_image_are_allocated_again() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = image();
@@ -236,7 +238,7 @@ fn free_clusters_inside_a_consistent_image_are_allocated_again() {
 
 #[test]
 fn compressed_clusters_with_a_low_refcount_are_not_freed_with_their_neighbour() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     // Two compressed clusters of the disk in one of the file, whose refcount is 1 instead of 2.
@@ -258,7 +260,7 @@ fn compressed_clusters_with_a_low_refcount_are_not_freed_with_their_neighbour() 
 
 #[test]
 fn tables_that_the_header_puts_at_one_position_are_refused() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = image();
@@ -292,7 +294,7 @@ fn open_to_read(path: &std::path::Path) -> (BlockingFile<Qcow2Map>, OpenImage) {
 
 #[test]
 fn an_image_whose_tables_are_cut_off_is_refused_and_not_an_empty_disk() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = image();
@@ -310,7 +312,7 @@ fn an_image_whose_tables_are_cut_off_is_refused_and_not_an_empty_disk() {
 
 #[test]
 fn data_that_was_cut_off_with_the_files_end_is_an_error_in_every_read() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = image();
@@ -340,7 +342,7 @@ fn data_that_was_cut_off_with_the_files_end_is_an_error_in_every_read() {
 
 #[test]
 fn the_last_cluster_may_be_there_in_part_and_ends_with_zeros() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = image();
@@ -356,7 +358,7 @@ fn the_last_cluster_may_be_there_in_part_and_ends_with_zeros() {
 
 #[test]
 fn a_table_of_snapshots_that_is_cut_off_is_counted() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = image();

@@ -4,12 +4,6 @@
 //! Invariant: a test writes only to its own directory. It uses the crate's public API, and QEMU's
 //! tools as programs.
 
-#[path = "../../../nowait-cli/tests/suite/common/random.rs"]
-#[allow(dead_code)]
-mod random;
-#[path = "../../../nowait-cli/tests/suite/common/tool.rs"]
-#[allow(dead_code)]
-mod tool;
 mod images;
 
 mod check;

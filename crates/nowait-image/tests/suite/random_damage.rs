@@ -6,8 +6,8 @@ use std::os::unix::fs::FileExt;
 use nowait_image::check::check;
 use nowait_image::{Chain, ChainOptions, ChainReader, Format, Locking, map};
 
-use crate::images::{Images, have_qemu};
-use crate::random::Random;
+use crate::images::Images;
+use nowait_testkit::{Random, require_qemu};
 
 const DAMAGED: u64 = 10_000;
 const SEED: u64 = 4_242;
@@ -46,7 +46,7 @@ fn exercise(images: &Images, outcomes: &mut [u64; 2]) {
 
 #[test]
 fn ten_thousand_damaged_images_give_an_error_or_a_result() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2(
@@ -67,7 +67,7 @@ fn ten_thousand_damaged_images_give_an_error_or_a_result() {
             let byte = match random.below(3) {
                 0 => before[at as usize] ^ 1 << random.below(8),
                 1 => 0xff,
-                _ => random.next() as u8,
+                _ => random.word() as u8,
             };
             file.write_all_at(&[byte], at).unwrap();
             spots.push(at);

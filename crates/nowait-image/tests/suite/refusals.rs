@@ -5,7 +5,9 @@ use std::path::Path;
 use nowait_image::lock::{self, Access};
 use nowait_image::{Chain, ChainOptions, Format, HostFile, Locking, MAX_LAYERS};
 
-use crate::images::{Images, have_qemu, qemu_img};
+use nowait_testkit::require_qemu;
+
+use crate::images::{Images, qemu_img};
 
 fn refusal(path: &Path, options: &ChainOptions) -> String {
     let before = std::fs::read(path).unwrap();
@@ -27,7 +29,7 @@ fn patched(images: &Images, at: usize, bytes: &[u8]) -> String {
 
 #[test]
 fn features_that_are_not_supported_are_refused_by_name() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write 0 64k"]);
@@ -73,7 +75,7 @@ fn features_that_are_not_supported_are_refused_by_name() {
 
 #[test]
 fn an_image_with_internal_snapshots_is_only_read() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write 0 64k"]);
@@ -93,7 +95,7 @@ fn overlay(images: &Images, name: &str, backing: &str, format: &str) {
 
 #[test]
 fn chains_that_are_circular_missing_or_too_long_are_refused() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::none("a");
@@ -122,7 +124,7 @@ fn chains_that_are_circular_missing_or_too_long_are_refused() {
 
 #[test]
 fn a_backing_format_that_is_not_recorded_is_raw_if_no_signature_is_found() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::none("top");
@@ -142,7 +144,7 @@ fn a_backing_format_that_is_not_recorded_is_raw_if_no_signature_is_found() {
 
 #[test]
 fn every_file_of_a_chain_is_locked_and_an_open_without_locks_is_possible() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::none("top");
@@ -179,7 +181,7 @@ fn a_format_is_guessed_by_qcow2s_first_bytes_only() {
 
 #[test]
 fn an_explicit_raw_format_is_accepted() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &[]);

@@ -3,9 +3,8 @@
 use nowait_image::resize::resize;
 use nowait_image::{Chain, ChainOptions};
 
-use crate::images::{Images, have_qemu, qemu_img};
-use crate::random::Random;
-use crate::tool::no_child_starts;
+use crate::images::{Images, qemu_img};
+use nowait_testkit::{Random, no_child_starts, require_qemu};
 
 const CHAINS: u64 = 24;
 const FIRST_SEED: u64 = 8_000;
@@ -25,7 +24,7 @@ fn bytes(images: &Images) -> Vec<u8> {
 
 #[test]
 fn a_disk_keeps_its_bytes_and_grows_by_zeros_whatever_is_below_it() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let mut resized = 0;
@@ -54,7 +53,7 @@ fn a_disk_keeps_its_bytes_and_grows_by_zeros_whatever_is_below_it() {
 
 #[test]
 fn a_table_that_becomes_too_small_is_replaced_by_a_larger_one() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("1M", "cluster_size=512", &["write -P 5 0 1M"]);
@@ -72,7 +71,7 @@ fn a_table_that_becomes_too_small_is_replaced_by_a_larger_one() {
 
 #[test]
 fn bytes_that_were_cut_off_take_no_space_and_do_not_come_back() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write -P 5 0 8M"]);
@@ -104,7 +103,7 @@ fn a_raw_image_gets_exactly_the_requested_size_and_shrinks_only_on_request() {
 
 #[test]
 fn an_image_with_bitmaps_or_damage_is_left_alone() {
-    if !have_qemu() {
+    if !require_qemu() {
         return;
     }
     let images = Images::qcow2("8M", "", &["write 0 64k"]);

@@ -198,7 +198,7 @@ impl std::error::Error for TlsError {}
 
 #[cfg(test)]
 mod tests {
-    use rcgen::{CertificateParams, KeyPair};
+    use nowait_testkit::certificates::self_signed;
 
     use super::*;
 
@@ -216,12 +216,8 @@ oQ==
     /// A directory with a self-signed certificate for both roles, and its key.
     fn directory() -> tempfile::TempDir {
         let directory = tempfile::tempdir().unwrap();
-        let key = KeyPair::generate().unwrap();
-        let cert = CertificateParams::new(["localhost".into()]).unwrap().self_signed(&key).unwrap();
-        for name in [CA_CERT, SERVER_CERT] {
-            fs::write(directory.path().join(name), cert.pem()).unwrap();
-        }
-        fs::write(directory.path().join(SERVER_KEY), key.serialize_pem()).unwrap();
+        self_signed(directory.path());
+        fs::copy(directory.path().join(SERVER_CERT), directory.path().join(CA_CERT)).unwrap();
         directory
     }
 
@@ -295,7 +291,7 @@ oQ==
     fn a_key_of_another_certificate_is_refused() {
         let directory = directory();
         let key = directory.path().join(SERVER_KEY);
-        fs::write(&key, KeyPair::generate().unwrap().serialize_pem()).unwrap();
+        fs::copy(self::directory().path().join(SERVER_KEY), &key).unwrap();
         let error = refusal(directory.path(), ClientAuth::Any);
         assert_eq!(error, format!("{}: it is not the key of server-cert.pem", key.display()));
     }

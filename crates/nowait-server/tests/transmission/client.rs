@@ -5,80 +5,18 @@
 
 use std::collections::HashMap;
 use std::io::{self, Read, Write};
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
+use nowait_testkit::BOUND;
+use nowait_testkit::nbd::numbers::*;
+use nowait_testkit::nbd::{Mode, export_request, greet, option_bytes};
 use rustls::pki_types::CertificateDer;
 
 use crate::stream::Stream;
 
-/// NBD proto.md, "Values" and the sections named there.
-const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
-const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-const REQUEST_MAGIC: u32 = 0x2560_9513;
-const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
-const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-const STRUCTURED_REPLY_MAGIC: u32 = 0x668e_33ef;
-const EXTENDED_REPLY_MAGIC: u32 = 0x6e8a_278c;
-const FIXED_NEWSTYLE_NO_ZEROES: u32 = 0b11;
-pub(crate) const OPT_STARTTLS: u32 = 5;
-pub(crate) const OPT_GO: u32 = 7;
-const OPT_STRUCTURED_REPLY: u32 = 8;
-const OPT_SET_META_CONTEXT: u32 = 10;
-const OPT_EXTENDED_HEADERS: u32 = 11;
-const REP_ACK: u32 = 1;
-const REP_INFO: u32 = 3;
-const REP_META_CONTEXT: u32 = 4;
-
-pub(crate) const READ: u16 = 0;
-pub(crate) const WRITE: u16 = 1;
-pub(crate) const DISC: u16 = 2;
-pub(crate) const FLUSH: u16 = 3;
-pub(crate) const TRIM: u16 = 4;
-pub(crate) const CACHE: u16 = 5;
-pub(crate) const WRITE_ZEROES: u16 = 6;
-pub(crate) const BLOCK_STATUS: u16 = 7;
-
-pub(crate) const FUA: u16 = 1 << 0;
-pub(crate) const NO_HOLE: u16 = 1 << 1;
-pub(crate) const DF: u16 = 1 << 2;
-pub(crate) const REQ_ONE: u16 = 1 << 3;
-pub(crate) const FAST_ZERO: u16 = 1 << 4;
-pub(crate) const PAYLOAD_LEN: u16 = 1 << 5;
-
-pub(crate) const NONE: u16 = 0;
-pub(crate) const OFFSET_DATA: u16 = 1;
-pub(crate) const OFFSET_HOLE: u16 = 2;
-pub(crate) const BLOCK_STATUS_CHUNK: u16 = 5;
-pub(crate) const BLOCK_STATUS_EXT: u16 = 6;
-pub(crate) const ERROR: u16 = (1 << 15) + 1;
-
-pub(crate) const EPERM: u32 = 1;
-pub(crate) const EIO: u32 = 5;
-pub(crate) const EINVAL: u32 = 22;
-pub(crate) const ENOSPC: u32 = 28;
-pub(crate) const EOVERFLOW: u32 = 75;
-pub(crate) const ENOTSUP: u32 = 95;
-
-/// How long the server may be silent before the test fails.
-const SILENCE: Duration = Duration::from_secs(30);
 /// A server that takes nothing for this long is blocked.
 const STILL: Duration = Duration::from_secs(1);
-
-/// What a connection negotiates in its handshake.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Mode {
-    Simple,
-    Structured,
-    Extended,
-}
-
-impl Mode {
-    pub(crate) const ALL: [Self; 3] = [Self::Simple, Self::Structured, Self::Extended];
-    /// The modes in which reads are answered in chunks.
-    pub(crate) const CHUNKED: [Self; 2] = [Self::Structured, Self::Extended];
-}
 
 /// A request for the wire, without any checks.
 #[derive(Clone, Copy)]
@@ -184,11 +122,9 @@ impl Client {
 
     /// A client that has received the greeting and sent its flags.
     pub(crate) fn greeted(socket: &Path, mode: Mode) -> Self {
-        let stream = UnixStream::connect(socket).unwrap();
-        stream.set_read_timeout(Some(SILENCE)).unwrap();
-        stream.set_write_timeout(Some(SILENCE)).unwrap();
-        let mut client = Self {
-            stream: Stream::Plain(stream),
+        let stream = Stream::Plain(greet(socket).unwrap());
+        Self {
+            stream,
             mode,
             size: 0,
             transmission_flags: 0,
@@ -196,10 +132,7 @@ impl Client {
             context: 0,
             cookie: 0x1122_3344_0000_0000,
             pending: HashMap::new(),
-        };
-        client.bytes::<18>();
-        client.stream.write_all(&FIXED_NEWSTYLE_NO_ZEROES.to_be_bytes()).unwrap();
-        client
+        }
     }
 
     /// Goes on to the transmission phase of the default export.
@@ -224,7 +157,7 @@ impl Client {
             let [(REP_META_CONTEXT, context)] = &replies[..] else { panic!("{replies:?}") };
             client.context = number(&context[..4]) as u32;
         }
-        let go = option_bytes(OPT_GO, &[&named(name)[..], &[0; 2]].concat());
+        let go = option_bytes(OPT_GO, &export_request(name));
         client.stream.write_all(&[&go[..], bytes].concat()).unwrap();
         let infos = client.replies_to(OPT_GO);
         let (kind, export) = infos.iter().find(|(_, data)| data[..2] == [0, 0]).unwrap();
@@ -252,7 +185,7 @@ impl Client {
             let kind = number(&self.bytes::<4>()) as u32;
             let length = number(&self.bytes::<4>());
             let data = self.take(length);
-            assert!(kind < 1 << 31, "option {option} refused: {kind:#x}");
+            assert!(kind & REP_ERROR_BIT == 0, "option {option} refused: {kind:#x}");
             if kind == REP_ACK {
                 return replies;
             }
@@ -307,7 +240,7 @@ impl Client {
     pub(crate) fn send_while_taken(&mut self, bytes: &[u8]) -> bool {
         self.stream.socket().set_write_timeout(Some(STILL)).unwrap();
         let sent = self.stream.write_all(bytes);
-        self.stream.socket().set_write_timeout(Some(SILENCE)).unwrap();
+        self.stream.socket().set_write_timeout(Some(BOUND)).unwrap();
         match sent {
             Ok(()) => true,
             Err(error) => {
@@ -403,8 +336,8 @@ impl Client {
         }
         let wanted = match self.mode {
             Mode::Simple => panic!("{magic:#x} without structured replies"),
-            Mode::Structured => STRUCTURED_REPLY_MAGIC,
-            Mode::Extended => EXTENDED_REPLY_MAGIC,
+            Mode::Structured => CHUNK_MAGIC,
+            Mode::Extended => EXTENDED_CHUNK_MAGIC,
         };
         assert_eq!(magic, wanted, "{magic:#x}");
         let flags = number(&self.bytes::<2>());
@@ -442,12 +375,6 @@ impl Client {
         self.stream.read_exact(&mut bytes).unwrap();
         bytes
     }
-}
-
-/// An option, encoded for the wire.
-pub(crate) fn option_bytes(option: u32, data: &[u8]) -> Vec<u8> {
-    let head = [&OPTION_MAGIC.to_be_bytes()[..], &option.to_be_bytes()].concat();
-    [&head[..], &(data.len() as u32).to_be_bytes(), data].concat()
 }
 
 /// An export's name, encoded for an option.

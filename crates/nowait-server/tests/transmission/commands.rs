@@ -5,15 +5,19 @@
 
 use std::os::unix::fs::{FileExt, MetadataExt};
 
-use crate::client::{
-    BLOCK_STATUS, CACHE, Client, DF, EINVAL, EIO, ENOSPC, ENOTSUP, EPERM, ERROR, FAST_ZERO, FLUSH,
-    FUA, Message, Mode, NO_HOLE, NONE, READ, REQ_ONE, Request, TRIM, WRITE_ZEROES,
+use nowait_testkit::nbd::{
+    BLOCK_STATUS, CACHE, DF, EINVAL, EIO, ENOSPC, ENOTSUP, EPERM, ERROR, FAST_ZERO, FLUSH, FUA,
+    Mode, NO_HOLE, NONE, READ, REQ_ONE, TRIM, WRITE_ZEROES,
 };
+
+use crate::client::{Client, Message, Request};
 use crate::scene::{KIB, MIB, Scene, byte_at};
 
 // Bits of the transmission flags.
 const HAS_FLAGS: u16 = 1 << 0;
 const READ_ONLY: u16 = 1 << 1;
+const SEND_FLUSH: u16 = 1 << 2;
+const SEND_FUA: u16 = 1 << 3;
 const SEND_TRIM: u16 = 1 << 5;
 const SEND_WRITE_ZEROES: u16 = 1 << 6;
 const SEND_DF: u16 = 1 << 7;
@@ -201,7 +205,7 @@ fn nbd_must_every_command_may_carry_fua() {
     let scene = Scene::new(MIB, &[(0, MIB)]);
     for mode in Mode::ALL {
         let mut client = scene.connect(mode);
-        assert_ne!(client.transmission_flags & 1 << 3, 0);
+        assert_ne!(client.transmission_flags & SEND_FUA, 0);
         for request in one_of_each(mode) {
             assert_eq!(client.call(request.with(FUA)).error, 0, "{mode:?} {}", request.command);
         }
@@ -246,6 +250,22 @@ fn nbd_must_the_transmission_flags_are_those_of_what_is_supported() {
         assert_eq!(flags & SEND_DF != 0, mode != Mode::Simple);
         assert_eq!(flags & SEND_WRITE_ZEROES != 0, flags & SEND_FAST_ZERO != 0);
         assert_eq!(flags >> 13, 0, "bits that mean nothing");
+    }
+}
+
+/// No device here is write-through, so each one has a cache that a flush empties, and FUA for single
+/// writes (proto.md, "Transmission flags").
+#[test]
+fn c50_every_export_is_advertised_with_a_volatile_write_cache() {
+    for direct in [nowait::Direct::Auto, nowait::Direct::Off] {
+        let options = nowait::OpenOptions { direct, ..Default::default() };
+        let scene = Scene::with(MIB, &[(0, MIB)], options);
+        for mode in Mode::ALL {
+            let mut client = scene.connect(mode);
+            let flags = client.transmission_flags & (SEND_FLUSH | SEND_FUA);
+            assert_eq!(flags, SEND_FLUSH | SEND_FUA, "{mode:?} {direct:?}");
+            assert_eq!(client.call(Request::of(FLUSH, 0, 0)).error, 0, "{mode:?} {direct:?}");
+        }
     }
 }
 

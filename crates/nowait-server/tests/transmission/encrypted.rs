@@ -8,10 +8,11 @@ use std::os::unix::fs::FileExt;
 
 use rustls::pki_types::CertificateDer;
 
-use crate::client::{
-    BLOCK_STATUS, Client, DISC, FLUSH, Mode, OPT_GO, OPT_STARTTLS, READ, Request, WRITE_ZEROES,
-    option_bytes,
+use nowait_testkit::nbd::{
+    BLOCK_STATUS, DISC, FLUSH, Mode, OPT_GO, OPT_STARTTLS, READ, WRITE_ZEROES, option_bytes,
 };
+
+use crate::client::{Client, Request};
 use crate::scene::{KIB, MIB, Scene, byte_at};
 
 /// A TLS record of an alert, and the level of one that ends the session (RFC 8446, section 6).

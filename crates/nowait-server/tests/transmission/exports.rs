@@ -2,7 +2,9 @@
 //!
 //! Invariant: the exports differ in every byte that is read.
 
-use crate::client::{Client, Mode, READ, Request};
+use nowait_testkit::nbd::{Mode, READ};
+
+use crate::client::{Client, Request};
 use crate::scene::{MIB, OTHER, OTHER_BYTE, Scene, byte_at};
 
 #[test]

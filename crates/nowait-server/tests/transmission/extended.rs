@@ -6,10 +6,12 @@
 
 use std::os::unix::fs::MetadataExt;
 
-use crate::client::{
-    BLOCK_STATUS, CACHE, DISC, EINVAL, ENOSPC, FAST_ZERO, FLUSH, FUA, Message, Mode, NO_HOLE, NONE,
-    PAYLOAD_LEN, READ, REQ_ONE, Request, TRIM, WRITE, WRITE_ZEROES,
+use nowait_testkit::nbd::{
+    BLOCK_STATUS, CACHE, DISC, EINVAL, ENOSPC, FAST_ZERO, FLUSH, FUA, Mode, NO_HOLE, NONE,
+    PAYLOAD_LEN, READ, REQ_ONE, TRIM, WRITE, WRITE_ZEROES,
 };
+
+use crate::client::{Message, Request};
 use crate::scene::{KIB, MIB, Scene, TIB, byte_at};
 
 /// proto.md (ext), "Extended reply chunk message": "all server replies MUST use an extended reply";

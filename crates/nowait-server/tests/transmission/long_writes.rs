@@ -4,7 +4,9 @@
 
 use std::os::unix::fs::FileExt;
 
-use crate::client::{Client, FLUSH, FUA, Mode, READ, Request};
+use nowait_testkit::nbd::{FLUSH, FUA, Mode, READ};
+
+use crate::client::{Client, Request};
 use crate::scene::{KIB, MIB, Scene, byte_at};
 
 const MODES: [Mode; 3] = [Mode::Simple, Mode::Structured, Mode::Extended];

@@ -3,10 +3,9 @@
 //!
 //! Invariant: the bytes are those of the image, however they are cut into chunks.
 
-use crate::client::{
-    Client, DF, EINVAL, EOVERFLOW, Message, Mode, OFFSET_DATA, OFFSET_HOLE, Outcome, READ, Request,
-    TRIM,
-};
+use nowait_testkit::nbd::{DF, EINVAL, EIO, EOVERFLOW, Mode, OFFSET_DATA, OFFSET_HOLE, READ, TRIM};
+
+use crate::client::{Client, Message, Outcome, Request};
 use crate::scene::{KIB, MIB, Scene, byte_at};
 
 /// Data in the second and the fourth 64 KiB of every MiB of the first four.
@@ -47,6 +46,40 @@ fn a_large_read_leaves_the_known_holes_out_and_small_ones_and_simple_replies_do_
         let outcome = read(&mut client, 96 * KIB, 64 * KIB - 1, 0);
         assert!(outcome.data == bytes_of(&data, 96 * KIB, 64 * KIB - 1));
         assert_eq!(outcome.chunks.len(), usize::from(mode != Mode::Simple));
+    }
+}
+
+/// C56: buffers serve one request after another, and unaligned requests share blocks.
+#[test]
+fn c56_no_reply_has_bytes_of_another_request_or_of_the_memory_it_was_made_in() {
+    // Not in the image.
+    let secret = vec![0xff; 300_000];
+    for (mode, no_hint) in Mode::ALL.into_iter().flat_map(|mode| [(mode, false), (mode, true)]) {
+        let options = nowait::OpenOptions { no_hint, ..Default::default() };
+        let data = [(0, MIB)];
+        let scene = Scene::with(5 * MIB, &data, options);
+        let (mut writer, mut reader) = (scene.connect(mode), scene.connect(mode));
+        for n in 0..20 {
+            let len = 1 + n * 14_999;
+            writer.send(Request::write(mode, 3 * MIB + n, &secret[..len as usize]));
+            for pos in [n * 513, MIB - 700, 2 * MIB + n * 777] {
+                let outcome = read(&mut reader, pos, len, 0);
+                assert!(outcome.data == bytes_of(&data, pos, len), "{mode:?}: {len} at {pos}");
+            }
+            assert_eq!(writer.outcome().1.error, 0);
+        }
+        // Data that is missing is not made up for by the bytes in the buffer.
+        scene.writable().set_len(MIB + 4096).unwrap();
+        for (pos, len) in [(MIB, 64 * KIB), (MIB + 5, 5000), (2 * MIB, 4096)] {
+            let outcome = reader.call(Request::of(READ, pos, len));
+            assert!([0, EIO].contains(&outcome.error), "{len} at {pos}");
+            assert!(outcome.data.iter().all(|byte| *byte == 0), "{len} at {pos}");
+        }
+        reader.send(Request::of(READ, 5 * MIB, 1));
+        if let Message::Chunk { payload, .. } = reader.message() {
+            let is_text = |byte: &u8| byte.is_ascii_graphic() || *byte == b' ';
+            assert!(payload[6..].iter().all(is_text), "{payload:?}");
+        }
     }
 }
 

@@ -16,7 +16,9 @@ use nowait_server::{
 use rustls::pki_types::CertificateDer;
 use tempfile::TempDir;
 
-use crate::client::{Client, Mode};
+use nowait_testkit::nbd::Mode;
+
+use crate::client::Client;
 use crate::stream;
 
 pub(crate) const KIB: u64 = 1 << 10;

@@ -3,10 +3,11 @@
 //!
 //! Invariant: the extents of a reply are where the image has its data and holes.
 
-use crate::client::{
-    BLOCK_STATUS, BLOCK_STATUS_CHUNK, BLOCK_STATUS_EXT, Client, EINVAL, Message, Mode, Outcome,
-    PAYLOAD_LEN, READ, REQ_ONE, Request,
+use nowait_testkit::nbd::{
+    BLOCK_STATUS, BLOCK_STATUS_CHUNK, BLOCK_STATUS_EXT, EINVAL, Mode, PAYLOAD_LEN, READ, REQ_ONE,
 };
+
+use crate::client::{Client, Message, Outcome, Request};
 use crate::scene::{KIB, MIB, Scene, TIB};
 
 const HOLE_AND_ZERO: u64 = 3;

@@ -4,24 +4,18 @@
 
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 
 use nowait_server::{ClientAuth, Credentials};
-use rcgen::{CertificateParams, KeyPair};
-use rustls::pki_types::{CertificateDer, ServerName};
-use rustls::{ClientConfig, ClientConnection, RootCertStore, StreamOwned};
-
-const NAME: &str = "localhost";
+use nowait_testkit::Scratch;
+use nowait_testkit::certificates::{client_of, self_signed};
+use rustls::pki_types::CertificateDer;
+use rustls::{ALL_VERSIONS, ClientConnection, StreamOwned};
 
 /// The credentials of a test's server, and its certificate.
 pub(crate) fn credentials() -> (Credentials, CertificateDer<'static>) {
-    let key = KeyPair::generate().unwrap();
-    let cert = CertificateParams::new([NAME.into()]).unwrap().self_signed(&key).unwrap();
-    let directory = tempfile::tempdir().unwrap();
-    std::fs::write(directory.path().join("server-cert.pem"), cert.pem()).unwrap();
-    std::fs::write(directory.path().join("server-key.pem"), key.serialize_pem()).unwrap();
-    let credentials = Credentials::load(directory.path(), ClientAuth::Any).unwrap();
-    (credentials, cert.der().clone())
+    let directory = Scratch::new();
+    let cert = self_signed(directory.path());
+    (Credentials::load(directory.path(), ClientAuth::Any).unwrap(), cert)
 }
 
 /// A client's side of a socket.
@@ -34,16 +28,7 @@ impl Stream {
     /// Switches to TLS with the server whose certificate is `cert`.
     pub(crate) fn encrypted(self, cert: &CertificateDer<'static>) -> Self {
         let Self::Plain(socket) = self else { panic!("it is encrypted already") };
-        let mut roots = RootCertStore::empty();
-        roots.add(cert.clone()).unwrap();
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let config = ClientConfig::builder_with_provider(provider)
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_root_certificates(roots)
-            .with_no_client_auth();
-        let name = ServerName::try_from(NAME).unwrap();
-        let tls = ClientConnection::new(Arc::new(config), name).unwrap();
+        let tls = client_of(cert.clone(), ALL_VERSIONS);
         Self::Tls(Box::new(StreamOwned::new(tls, socket)))
     }
 

@@ -289,7 +289,7 @@ mod tests {
             }
             assert_eq!((ended, memory), (vec![(5, 4096)], vec![7; 4096]));
             if rw_flags != 0 && !matches!(queue.aio.get(), Some(Some(_))) {
-                println!("skipped: no AIO");
+                nowait_testkit::skip("no AIO");
                 continue;
             }
             assert_eq!((in_flight, queue.in_pool, queue.in_aio), (wanted, 0, 0));

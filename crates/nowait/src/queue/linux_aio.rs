@@ -188,6 +188,8 @@ impl Drop for Aio {
 #[cfg(test)]
 #[cfg(not(loom))]
 mod tests {
+    use nowait_testkit::required;
+
     use super::*;
     use std::io::Write;
 
@@ -222,7 +224,7 @@ mod tests {
 
     #[test]
     fn each_submitted_transfer_completes_once_with_its_outcome() {
-        let Some(mut aio) = Aio::new(8) else { return println!("skipped: no AIO") };
+        let Some(mut aio) = required("AIO", Aio::new(8).ok_or("refused")) else { return };
         let file = blocks(4);
         let mut memory = [vec![9; BLOCK], vec![9; BLOCK], vec![9; BLOCK]];
         for (n, memory) in memory.iter_mut().enumerate() {
@@ -251,7 +253,7 @@ mod tests {
 
     #[test]
     fn a_full_context_accepts_transfers_again_after_a_drain() {
-        let Some(mut aio) = Aio::new(1) else { return println!("skipped: no AIO") };
+        let Some(mut aio) = required("AIO", Aio::new(1).ok_or("refused")) else { return };
         let file = blocks(1);
         let mut memory = vec![9; BLOCK];
         for _ in 0..3 {

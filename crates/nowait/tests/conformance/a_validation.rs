@@ -4,8 +4,10 @@
 use nowait::{BlockDevice, ByteRange, Flags, IoSegment, Op, OpenOptions, Rejected};
 use std::sync::Arc;
 
+use nowait_testkit::TestQueueKind;
+
 use crate::rig::{
-    ALL, Api, BLOCK, Content, Image, Kind, MIB, Memory, Rig, cases, io, on_apis, on_engines,
+    ALL, Api, BLOCK, Content, Image, MIB, Memory, Rig, cases, io, on_apis, on_engines,
     on_read_only_apis, pattern, read, write,
 };
 
@@ -128,7 +130,7 @@ fn c06_a_request_moves_at_most_0x7fff_f000_bytes() {
     let one = [IoSegment { base: reserved.0, len: Reserved::BYTES }];
     // Only a queue that does no I/O needs no 2 GiB of memory for it, and only with `nowait_first`
     // do the requests go to the queue.
-    for case in cases(&[Kind::Null]).iter().filter(|case| case.config.nowait_first) {
+    for case in cases(&[TestQueueKind::Null]).iter().filter(|case| case.config.nowait_first) {
         let image = Image::new(8 << 30, Content::Hole);
         let disk = Arc::new(BlockDevice::open(&image.path, OpenOptions::default()).unwrap());
         let Some(mut rig) = Rig::on(case, image, disk) else { continue };

@@ -9,9 +9,11 @@ use nowait::{
 use rustix::fs::{AtFlags, StatxFlags};
 
 use crate::queue::Pushed;
+use nowait_testkit::{TestQueueKind, required, skip};
+
 use crate::rig::{
-    ALL, Api, BLOCK, Case, Content, Image, KIB, Kind, MIB, Memory, REAL, Random, Rig, cases, io,
-    islands, on_apis, on_engines, pattern, read, write,
+    ALL, Api, BLOCK, Case, Content, Image, KIB, MIB, Memory, REAL, Random, Rig, cases, io, islands,
+    on_apis, on_engines, pattern, range_in, read, write,
 };
 
 rules![
@@ -43,10 +45,10 @@ fn meets(align: Alignment, pushed: &Pushed) -> bool {
 
 fn c11_every_transfer_meets_the_alignment() {
     on_engines(&ALL, SIZE, Content::Data, |rig| {
-        let mut random = Random(0x11);
+        let mut random = Random::from_seed(0x11);
         let mut memory = Memory::new(128 * KIB);
         for _ in 0..100 {
-            let range = random.range(SIZE);
+            let range = range_in(SIZE, &mut random);
             let op = if random.below(2) == 0 { Op::Read } else { Op::Write };
             let request = Request { op, flags: Flags::NONE, range };
             // Two segments, or the engine's own buffer.
@@ -189,7 +191,7 @@ fn c13_neighbours_on_two_threads_lose_no_bytes() {
 fn c14_a_hole_is_read_without_io() {
     on_engines(&ALL, MIB, Content::Hole, |rig| {
         let config = rig.case.config;
-        if rig.case.kind == Kind::Null && !config.hint {
+        if rig.case.kind == TestQueueKind::Null && !config.hint {
             // The hole is not known, so data would have to be moved, and this queue moves none.
             return;
         }
@@ -213,18 +215,25 @@ fn c15_the_alignment_is_the_one_that_statx_reports() {
         BlockDevice::open(&image.path, options)
     };
     assert_eq!(open(Direct::Off).unwrap().alignment(), Alignment::NONE);
-    let disk = match open(Direct::On) {
-        Ok(disk) => disk,
-        Err(error) => return println!("skipped: no direct I/O on this file system: {error}"),
-    };
-    let flags = AtFlags::EMPTY_PATH;
-    let stat = rustix::fs::statx(disk.fd().unwrap(), "", flags, StatxFlags::DIOALIGN).unwrap();
+    let Some(disk) = required("direct I/O", open(Direct::On)) else { return };
+    let reads = StatxFlags::from_bits_retain(libc::STATX_DIO_READ_ALIGN);
+    let wanted = StatxFlags::DIOALIGN | reads;
+    let stat = rustix::fs::statx(disk.fd().unwrap(), "", AtFlags::EMPTY_PATH, wanted).unwrap();
     if stat.stx_mask & StatxFlags::DIOALIGN.bits() == 0 {
-        return println!("skipped: statx does not report the alignment on this file system");
+        skip("no STATX_DIOALIGN on this file system");
+        return;
     }
-    let align = disk.alignment();
-    assert_eq!((align.memory, align.offset), (stat.stx_dio_mem_align, stat.stx_dio_offset_align));
-    assert!(align.read_offset <= align.offset && align.read_offset.is_power_of_two());
+    let (memory, offset) = (stat.stx_dio_mem_align, stat.stx_dio_offset_align);
+    let read_offset = match stat.stx_mask & reads.bits() != 0 && stat.stx_dio_read_offset_align > 0
+    {
+        true => stat.stx_dio_read_offset_align,
+        false => offset,
+    };
+    // A read is widened alike in memory and on the device.
+    let read_offset = read_offset.max(memory).min(offset);
+    for disk in [disk, open(Direct::Auto).unwrap()] {
+        assert_eq!(disk.alignment(), Alignment { memory, offset, read_offset });
+    }
 }
 
 fn c16_1024_touching_segments_are_one_transfer() {
@@ -247,7 +256,7 @@ fn c16_1024_touching_segments_are_one_transfer() {
                 (false, _) => assert!(pushed.is_empty(), "{}", rig.case.label),
             }
         }
-        if rig.case.kind != Kind::Null {
+        if rig.case.kind != TestQueueKind::Null {
             assert!(rig.image.bytes(0, ALL_BYTES) == pattern(0, ALL_BYTES), "{}", rig.case.label);
         }
     });

@@ -6,6 +6,7 @@ use std::fs;
 use nowait::{ByteRange, Flags, IoSegment, Op};
 
 use crate::deny::{Deny, denied};
+use crate::queue::Pushed;
 use crate::rig::{
     ALL, BLOCK, Content, KIB, MIB, Memory, REAL, Random, Rig, dirty_pages, io, on_apis, on_engines,
     pattern, write,
@@ -18,6 +19,7 @@ rules![
     c25_a_write_at_the_end_is_enospc_and_one_across_it_is_cut,
     c25_a_disk_of_0_bytes_takes_no_write_and_reads_0_bytes,
     c28_a_dsync_write_leaves_nothing_in_the_cache,
+    c28_a_dsync_write_is_synced_by_its_transfer_or_by_a_call,
     c28_a_dsync_write_whose_sync_fails_is_an_error,
     c29_one_flush_covers_a_dsync_write_in_fragments,
     c31_a_buffered_handle_reads_no_stale_data,
@@ -56,7 +58,7 @@ fn c23_no_write_changes_the_size() {
     for size in [64 * KIB, 64 * KIB + 512, 64 * KIB + 7] {
         for content in [Content::Hole, Content::Data] {
             on_apis(size, content, |api| {
-                let mut random = Random(0x23);
+                let mut random = Random::from_seed(0x23);
                 for _ in 0..10 {
                     let pos = size - 1 - random.below(3 * BLOCK);
                     let len = 1 + random.below(4 * BLOCK);
@@ -148,6 +150,25 @@ fn c28_a_dsync_write_leaves_nothing_in_the_cache() {
             let dirty = dirty_pages(&api.image().path, range);
             assert_eq!(dirty.unwrap_or(0), 0, "{range:?} {}", api.label());
         }
+    });
+}
+
+/// With direct I/O no page of the cache would show that a sync was left out.
+fn c28_a_dsync_write_is_synced_by_its_transfer_or_by_a_call() {
+    denied(Deny::all(libc::SYS_fdatasync, libc::EIO), || {
+        on_engines(&ALL, MIB, Content::Data, |rig| {
+            for len in [BLOCK, 64 * KIB] {
+                let dsync = io(Op::Write, Flags::DSYNC, 0, len);
+                let done = rig.run(dsync, &pattern(1, len));
+                let pushed = rig.script.take_pushed();
+                let synced = |it: &Pushed| it.transfer.rw_flags & libc::RWF_DSYNC != 0;
+                // The call fails here, so that a write without an error was synced otherwise.
+                let by_transfer = pushed.len() == 1 && synced(&pushed[0]);
+                let expected = if by_transfer { Ok(len) } else { Err(libc::EIO) };
+                assert_eq!(done, expected, "{} transfers, {}", pushed.len(), rig.case.label);
+                assert!(by_transfer || !rig.is_plain(), "{}", rig.case.label);
+            }
+        });
     });
 }
 

@@ -5,8 +5,10 @@ use std::thread;
 
 use nowait::{ByteRange, Config, Flags, Op, Request};
 
+use nowait_testkit::TestQueueKind;
+
 use crate::rig::{
-    ALL, Api, BLOCK, Case, Content, ISLAND, Image, KIB, Kind, MIB, REAL, Rig, cases, io, islands,
+    ALL, Api, BLOCK, Case, Content, ISLAND, Image, KIB, MIB, REAL, Rig, cases, io, islands,
     on_engines, pattern, read, write,
 };
 
@@ -49,7 +51,7 @@ fn c32_a_request_that_would_have_to_wait_is_eagain() {
 }
 
 /// Each case with room for `slots` requests only.
-fn on_few_slots(kinds: &[Kind], slots: u32, test: impl Fn(&mut Rig)) {
+fn on_few_slots(kinds: &[TestQueueKind], slots: u32, test: impl Fn(&mut Rig)) {
     for case in cases(kinds) {
         let case = Case { config: Config { slots, ..case.config }, ..case };
         if let Some(mut rig) = Rig::new(&case, Image::new(MIB, Content::Data)) {
@@ -209,7 +211,7 @@ fn c37_of_overwrites_refused_in_a_burst_one_goes_to_a_worker_and_the_others_are_
     // Overwrites refused once are served by the second try; overwrites refused always each go to a
     // worker after it.
     for (refusals, deferred, retried) in [(BURST, BURST - 1, 1), (u64::MAX, BURST - 1, BURST)] {
-        on_engines(&[Kind::Null], MIB, Content::Data, |rig| {
+        on_engines(&[TestQueueKind::Null], MIB, Content::Data, |rig| {
             let Config { nowait_first, hint, simple, .. } = rig.case.config;
             if !(nowait_first && hint && simple) {
                 return;

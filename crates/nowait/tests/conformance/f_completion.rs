@@ -7,9 +7,12 @@ use std::time::Duration;
 use nowait::{ByteRange, Config, Flags, Op};
 use rustix::event::{Timespec, epoll};
 
+use nowait_testkit::{TestQueueKind, WaitForRequests, within};
+
+use crate::queue::Pushed;
 use crate::rig::{
-    ALL, Api, BLOCK, Case, Content, Image, Kind, MIB, Memory, REAL, Random, Rig, cases, io,
-    on_engines, pattern, read, write,
+    ALL, Api, BLOCK, Case, Content, Image, MIB, Memory, REAL, Random, Rig, cases, io, on_engines,
+    pattern, range_in, read, write,
 };
 
 rules![
@@ -23,13 +26,13 @@ rules![
     c45_dropping_an_engine_waits_for_its_transfers,
     c46_an_engine_is_dropped_by_the_only_thread_that_could_reap,
     c47_no_slot_is_lost,
-    c48_hipri_is_a_hint_and_every_device_serves_it,
+    c48_hipri_reaches_the_queue_and_every_device_serves_it,
 ];
 
 fn c41_each_request_completes_once_whatever_its_transfers_come_to() {
     const REQUESTS: usize = 300;
     on_engines(&ALL, MIB + 99, Content::Islands, |rig| {
-        let mut outcomes = Random(0x41);
+        let mut outcomes = Random::from_seed(0x41);
         rig.script.on_reap(move |_, outcome| match outcomes.below(6) {
             0 => -libc::EAGAIN,
             1 => -libc::EIO,
@@ -37,7 +40,7 @@ fn c41_each_request_completes_once_whatever_its_transfers_come_to() {
             3 => 0,
             _ => outcome,
         });
-        let mut random = Random(0x4141);
+        let mut random = Random::from_seed(0x4141);
         let (mut submitted, mut completed) = (HashSet::new(), HashSet::new());
         let mut take = |rig: &mut Rig| {
             while let Some(done) = rig.engine.next() {
@@ -46,13 +49,13 @@ fn c41_each_request_completes_once_whatever_its_transfers_come_to() {
             completed.len()
         };
         while submitted.len() < REQUESTS {
-            let range = random.range(MIB + 99);
+            let range = range_in(MIB + 99, &mut random);
             let op = [Op::Read, Op::Write][random.below(2) as usize];
             let flags = [Flags::NONE, Flags::NOWAIT, Flags::DSYNC][random.below(3) as usize];
             rig.script.full.set(random.below(2) as u32);
             match rig.submit(io(op, flags, range.pos, range.len), &[]) {
                 Ok(tag) => assert!(submitted.insert(tag)),
-                Err(_) => rig.engine.wait(None, &mut |_, _| {}).unwrap(),
+                Err(_) => rig.engine.wait_once(),
             }
             if random.below(4) == 0 {
                 rig.engine.poll().unwrap();
@@ -60,7 +63,7 @@ fn c41_each_request_completes_once_whatever_its_transfers_come_to() {
             }
         }
         while take(rig) < REQUESTS {
-            rig.engine.wait(None, &mut |_, _| {}).unwrap();
+            rig.engine.wait_once();
         }
         assert_eq!(rig.engine.in_flight(), 0, "{}", rig.case.label);
         assert_eq!(rig.script.out.get(), 0, "{}", rig.case.label);
@@ -116,7 +119,7 @@ fn c41_a_thread_that_sleeps_on_the_descriptor_is_woken() {
 }
 
 fn c42_a_read_is_finished_where_it_was_reaped() {
-    on_engines(&[Kind::Null], MIB, Content::Data, |rig| {
+    on_engines(&[TestQueueKind::Null], MIB, Content::Data, |rig| {
         let config = rig.case.config;
         for (pos, len) in [(0, BLOCK), (4096, 3 * BLOCK), (5, 9)] {
             for op in [Op::Read, Op::Write] {
@@ -135,7 +138,7 @@ fn c42_a_read_is_finished_where_it_was_reaped() {
 }
 
 fn c42_a_sync_a_refusal_and_a_short_transfer_pass_to_a_worker() {
-    on_engines(&[Kind::Null], MIB, Content::Data, |rig| {
+    on_engines(&[TestQueueKind::Null], MIB, Content::Data, |rig| {
         // Segments of lengths that no device takes: the write goes by bounced fragments, or by one
         // transfer through the page cache. In either case a sync makes it durable.
         let mut memory = Memory::new(MIB + BLOCK);
@@ -164,17 +167,17 @@ fn c42_a_sync_a_refusal_and_a_short_transfer_pass_to_a_worker() {
 
 fn c43_the_completion_comes_last() {
     on_engines(&REAL, MIB, Content::Islands, |rig| {
-        let mut random = Random(0x43);
+        let mut random = Random::from_seed(0x43);
         let mut memory = Memory::new(MIB);
         for _ in 0..30 {
-            let range = random.range(MIB - BLOCK);
+            let range = range_in(MIB - BLOCK, &mut random);
             let (cut, len) = ((range.len / 2) as usize, range.len as usize);
             let list = [memory.segment(1..1 + cut), memory.segment(9000 + cut..9000 + len)];
             let op = [Op::Read, Op::Write][random.below(2) as usize];
             let request = io(op, Flags::DSYNC, range.pos, range.len);
             assert!(rig.submit_segments(request, &list).is_ok(), "{}", rig.case.label);
             while !rig.engine.has_done() {
-                rig.engine.wait(None, &mut |_, _| {}).unwrap();
+                rig.engine.wait_once();
             }
             // All of its transfers have ended, and its blocks are not locked any more.
             assert_eq!(rig.script.out.get(), 0, "{}", rig.case.label);
@@ -194,7 +197,7 @@ fn c44_a_chain_of_completions_does_not_deepen_the_stack() {
         let mut memory = Memory::new(2 * SEGMENTS as u64 * BLOCK);
         let pages: Vec<_> =
             (0..SEGMENTS).map(|n| memory.segment(2 * n * 4096..(2 * n + 1) * 4096)).collect();
-        on_engines(&[Kind::Null], 4 * MIB, Content::Data, |rig| {
+        on_engines(&[TestQueueKind::Null], 4 * MIB, Content::Data, |rig| {
             // Each transfer ends while it is submitted; with `vectored` off the next one is
             // submitted then.
             let all = read(0, SEGMENTS as u64 * BLOCK);
@@ -241,14 +244,24 @@ fn c45_dropping_an_engine_waits_for_its_transfers() {
 }
 
 fn c46_an_engine_is_dropped_by_the_only_thread_that_could_reap() {
-    on_engines(&REAL, MIB, Content::Data, |rig| {
-        // A read that has ended and is not given back, a write that waits for a worker, and a read
-        // that is not yet submitted to the kernel.
-        assert!(rig.submit(read(0, BLOCK), &[]).is_ok(), "{}", rig.case.label);
-        rig.engine.wait(None, &mut |_, _| {}).unwrap();
-        assert!(rig.submit(write(3, 5), &[1; 5]).is_ok(), "{}", rig.case.label);
-        assert!(rig.submit(read(0, BLOCK), &[]).is_ok(), "{}", rig.case.label);
-    });
+    for case in cases(&REAL) {
+        let label = case.label.clone();
+        within(&format!("the end of an engine: {label}"), move || {
+            let image = Image::new(MIB, Content::Data);
+            let Some(mut rig) = Rig::new(&case, image) else { return };
+            // A read that has ended and is not given back, a write that waits for a worker, and a
+            // read that is not yet submitted to the kernel.
+            assert!(rig.submit(read(0, BLOCK), &[]).is_ok(), "{label}");
+            rig.engine.wait_once();
+            assert!(rig.submit(write(3, 5), &[1; 5]).is_ok(), "{label}");
+            assert!(rig.submit(read(0, BLOCK), &[]).is_ok(), "{label}");
+            let Rig { engine, script, image, .. } = rig;
+            drop(engine);
+            assert_eq!(script.out.get(), 0, "not reaped: {label}");
+            let expected = [pattern(0, 3), vec![1; 5], pattern(8, 100)].concat();
+            assert!(image.bytes(0, 108) == expected, "the write is lost: {label}");
+        });
+    }
 }
 
 fn c47_no_slot_is_lost() {
@@ -294,17 +307,34 @@ fn c47_no_slot_is_lost() {
     }
 }
 
-fn c48_hipri_is_a_hint_and_every_device_serves_it() {
+/// A queue sees the hint, and whether it can poll is its own matter: a guest with such a device is
+/// a test of the command.
+fn c48_hipri_reaches_the_queue_and_every_device_serves_it() {
     on_engines(&REAL, MIB, Content::Data, |rig| {
-        for (pos, len) in [(0, BLOCK), (4096, 64 * BLOCK), (777, 9000)] {
-            let bytes = pattern(pos + 5, len);
-            let hipri = io(Op::Write, Flags::HIPRI, pos, len);
-            assert_eq!(rig.run(hipri, &bytes), Ok(len), "{}", rig.case.label);
-            let back = io(Op::Read, Flags::HIPRI, pos, len);
-            let mut memory = Memory::new(len);
-            let list = [memory.segment(0..len as usize)];
-            assert_eq!(rig.run_segments(back, &list), Ok(len), "{}", rig.case.label);
-            assert!(memory[..] == bytes, "{}", rig.case.label);
+        for hint in [Flags::HIPRI, Flags::NONE] {
+            for (pos, len) in [(0, BLOCK), (4096, 64 * BLOCK), (777, 9000)] {
+                let bytes = pattern(pos + 5, len);
+                assert_eq!(rig.run(io(Op::Write, hint, pos, len), &bytes), Ok(len));
+                // An unaligned write is a worker's.
+                let tried = rig.case.config.nowait_first;
+                assert_hint(rig, hint, tried && pos != 777);
+                let mut memory = Memory::new(len);
+                let list = [memory.segment(0..len as usize)];
+                let back = io(Op::Read, hint, pos, len);
+                assert_eq!(rig.run_segments(back, &list), Ok(len), "{}", rig.case.label);
+                assert!(memory[..] == bytes, "{}", rig.case.label);
+                assert_hint(rig, hint, tried);
+            }
         }
     });
+}
+
+/// Checks that transfers were pushed, if there must be some, and that each has the hint or none.
+fn assert_hint(rig: &Rig, hint: Flags, is_pushed: bool) {
+    let pushed = rig.script.take_pushed();
+    assert!(!is_pushed || !pushed.is_empty(), "{}", rig.case.label);
+    let has_hint = |it: &Pushed| it.transfer.rw_flags & libc::RWF_HIPRI != 0;
+    let hinted = pushed.iter().filter(|it| has_hint(it)).count();
+    let wanted = if hint.has(Flags::HIPRI) { pushed.len() } else { 0 };
+    assert_eq!(hinted, wanted, "of {} transfers: {}", pushed.len(), rig.case.label);
 }

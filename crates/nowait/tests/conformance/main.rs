@@ -34,6 +34,8 @@ mod g_storage;
 mod faults;
 
 use std::collections::BTreeSet;
+use std::fs;
+use std::path::Path;
 
 /// The page itself, so that a rule added there needs a test here.
 const PAGE: &str = include_str!("../../../../docs/contract.md");
@@ -45,10 +47,10 @@ const EXPLAINED: [(u32, &str); 9] = [
     (26, "APPEND is not offered: a device has a fixed size"),
     (27, "ATOMIC is not offered"),
     (30, "SYNC is not offered"),
-    (50, "capabilities are advertised by a frontend; see the tests of the servers"),
+    (50, "capabilities are advertised by a frontend, whose tests have it"),
     (53, "no resize is offered: a device has the size that it was opened with"),
-    (55, "replies to clients are a frontend's; see the tests of the servers"),
-    (56, "the contents of replies are a frontend's; see the tests of the servers"),
+    (55, "replies to clients are a frontend's, whose tests have it"),
+    (56, "the contents of replies are a frontend's, whose tests have it"),
 ];
 
 /// Parts of tested rules without a test here, with the reason.
@@ -67,6 +69,22 @@ const IN_PART: [(u32, &str); 9] = [
 /// The number of the rule in a test's name.
 fn rule_of(name: &str) -> u32 {
     name[1..3].parse().expect("a name that begins with c and two digits")
+}
+
+/// Rules of a frontend, which other programs test, and the directories of those.
+const OF_FRONTENDS: [u32; 3] = [50, 55, 56];
+const FRONTENDS: [&str; 2] = ["../nowait-server/tests/transmission", "../nowait-cli/tests/suite"];
+
+#[test]
+fn every_rule_of_a_frontend_is_in_the_name_of_a_test_there() {
+    let root = Path::new(env!("CARGO_MANIFEST_DIR"));
+    let files = FRONTENDS.iter().flat_map(|it| fs::read_dir(root.join(it)).expect("tests"));
+    let texts = files.filter_map(|file| fs::read_to_string(file.expect("a file").path()).ok());
+    let texts: String = texts.collect();
+    for rule in OF_FRONTENDS {
+        assert!(EXPLAINED.iter().any(|(explained, _)| *explained == rule), "C{rule}");
+        assert!(texts.contains(&format!("#[test]\nfn c{rule}_")), "no test of C{rule}");
+    }
 }
 
 #[test]

@@ -10,27 +10,9 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use nowait::{
-    AioThreadQueue, Error, EventSource, FD_TOKEN, IoQueue, IoSegment, Null, Outcome, QueueFull,
-    Token, Transfer, Uring,
+    Error, EventSource, FD_TOKEN, IoQueue, IoSegment, Outcome, QueueFull, Token, Transfer,
 };
-
-/// Any of the engine's queues.
-#[allow(clippy::large_enum_variant, reason = "there is one of it")]
-pub(crate) enum Any {
-    Uring(Uring),
-    Threads(AioThreadQueue),
-    Null(Null),
-}
-
-macro_rules! each {
-    ($self:ident, $queue:ident => $call:expr) => {
-        match $self {
-            Any::Uring($queue) => $call,
-            Any::Threads($queue) => $call,
-            Any::Null($queue) => $call,
-        }
-    };
-}
+use nowait_testkit::engines::TestQueue;
 
 /// Changes an outcome before the engine sees it.
 pub(crate) type Change = Box<dyn FnMut(&Transfer, Outcome) -> Outcome>;
@@ -101,7 +83,7 @@ impl Script {
 
 /// The queue of every engine here.
 pub(crate) struct Scripted {
-    inner: Any,
+    inner: TestQueue,
     script: Rc<Script>,
     in_flight: HashMap<Token, Transfer>,
     /// Outcomes of prevented transfers, until they are reaped.
@@ -109,7 +91,7 @@ pub(crate) struct Scripted {
 }
 
 impl Scripted {
-    pub(crate) fn new(inner: Any, script: Rc<Script>) -> Self {
+    pub(crate) fn new(inner: TestQueue, script: Rc<Script>) -> Self {
         Self { inner, script, in_flight: HashMap::new(), prevented: Vec::new() }
     }
 }
@@ -128,11 +110,10 @@ unsafe impl IoQueue for Scripted {
             Some(prevent) => prevent(transfer),
             None => None,
         };
-        let inner = &mut self.inner;
         match prevented {
             Some(outcome) => self.prevented.push((token, outcome)),
             // SAFETY: as promised by the caller.
-            None => unsafe { each!(inner, queue => queue.push(transfer, token)) }?,
+            None => unsafe { self.inner.push(transfer, token) }?,
         }
         let before = self.in_flight.insert(token, *transfer);
         assert!(before.is_none(), "a token was pushed twice");
@@ -144,8 +125,7 @@ unsafe impl IoQueue for Scripted {
     }
 
     fn submit(&mut self) -> Result<(), Error> {
-        let inner = &mut self.inner;
-        each!(inner, queue => queue.submit())
+        self.inner.submit()
     }
 
     fn drain_completions(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
@@ -162,34 +142,29 @@ unsafe impl IoQueue for Scripted {
         };
         let count = prevented.len();
         prevented.drain(..).for_each(|(token, outcome)| report(token, outcome));
-        count + each!(inner, queue => queue.drain_completions(&mut report))
+        count + inner.drain_completions(&mut report)
     }
 
     fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
         let timeout = if self.prevented.is_empty() { timeout } else { Some(Duration::ZERO) };
-        let inner = &mut self.inner;
-        each!(inner, queue => queue.wait(timeout))
+        self.inner.wait(timeout)
     }
 
     fn has_completions(&mut self) -> bool {
-        let inner = &mut self.inner;
-        !self.prevented.is_empty() || each!(inner, queue => queue.has_completions())
+        !self.prevented.is_empty() || self.inner.has_completions()
     }
 
     fn events(&self) -> &dyn EventSource {
-        let inner = &self.inner;
-        each!(inner, queue => queue.events())
+        self.inner.events()
     }
 
     fn events_mut(&mut self) -> &mut dyn EventSource {
-        let inner = &mut self.inner;
-        each!(inner, queue => queue.events_mut())
+        self.inner.events_mut()
     }
 
     // SAFETY: the caller's promise is passed on.
     unsafe fn register(&mut self, base: *mut u8, bytes: usize) -> Option<u16> {
-        let inner = &mut self.inner;
         // SAFETY: as promised by the caller.
-        unsafe { each!(inner, queue => queue.register(base, bytes)) }
+        unsafe { self.inner.register(base, bytes) }
     }
 }

@@ -1,7 +1,7 @@
 //! The fixtures of the tests: an image, and each way to reach it with each switch off in turn.
 //!
 //! Invariant: a rule is tested through every queue and both APIs. If this system lacks a queue or
-//! direct I/O, a line on standard output says so.
+//! direct I/O, the test says so.
 #![allow(unsafe_code)]
 
 use std::io::{IoSlice, IoSliceMut};
@@ -12,27 +12,18 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use nowait::{
-    AioThreadQueue, AllocationCache, BlockDevice, BlockingFile, ByteRange, Completion, Config,
-    Direct, Engine, Flags, IoSegment, Null, Op, OpenOptions, Rejected, Request, Stats, Uring,
-    WorkerPool,
+    AllocationCache, BlockDevice, BlockingFile, ByteRange, Completion, Config, Direct, Engine,
+    Flags, IoSegment, Op, OpenOptions, Rejected, Request, Stats, WorkerPool,
 };
+pub(crate) use nowait_testkit::{KIB, MIB, Random};
+use nowait_testkit::{TestQueueKind, WaitForRequests, skip, switches};
 
-use crate::queue::{Any, Script, Scripted};
+use crate::queue::{Script, Scripted};
 
-pub(crate) const KIB: u64 = 1024;
-pub(crate) const MIB: u64 = 1024 * KIB;
 /// A multiple of every dio alignment that these tests meet, in bytes.
 pub(crate) const BLOCK: u64 = 4096;
 /// The byte that fills memory before a test.
 pub(crate) const POISON: u8 = 0xee;
-
-/// The kind of the inner queue.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Kind {
-    Uring,
-    Threads,
-    Null,
-}
 
 /// The contents of a new image.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -51,46 +42,31 @@ pub(crate) const ISLAND: u64 = 16 * KIB;
 /// One way to reach an image.
 #[derive(Clone, Debug)]
 pub(crate) struct Case {
-    pub(crate) kind: Kind,
+    pub(crate) kind: TestQueueKind,
     pub(crate) config: Config,
     pub(crate) direct: Direct,
     pub(crate) read_only: bool,
     pub(crate) label: String,
 }
 
-/// An engine's configuration with all switches on, and with each one off.
-fn switches() -> [(&'static str, Config); 7] {
-    let on = Config { slots: 256, workers: 4, ..Config::default() };
-    [
-        ("all on", on),
-        ("simple off", Config { simple: false, ..on }),
-        ("inline completion off", Config { inline_completion: false, ..on }),
-        ("vectored off", Config { vectored: false, ..on }),
-        ("pool off", Config { pool: false, ..on }),
-        ("nowait first off", Config { nowait_first: false, ..on }),
-        ("hint off", Config { hint: false, ..on }),
-    ]
-}
-
 /// Each of `kinds` with each switch off by direct I/O, and with all on through the page cache.
-pub(crate) fn cases(kinds: &[Kind]) -> Vec<Case> {
+pub(crate) fn cases(kinds: &[TestQueueKind]) -> Vec<Case> {
     let mut cases = Vec::new();
+    let on = Config { slots: 256, workers: 4, ..Config::default() };
     for &kind in kinds {
-        for (switch, config) in switches() {
+        for (switch, config) in switches(on) {
             let label = format!("{kind:?}, {switch}");
             cases.push(Case { kind, config, direct: Direct::Auto, read_only: false, label });
         }
-        let (_, config) = switches()[0];
         let label = format!("{kind:?}, page cache");
-        cases.push(Case { kind, config, direct: Direct::Off, read_only: false, label });
+        cases.push(Case { kind, config: on, direct: Direct::Off, read_only: false, label });
     }
     cases
 }
 
-/// The queues that move data.
-pub(crate) const REAL: [Kind; 2] = [Kind::Uring, Kind::Threads];
-/// Every queue.
-pub(crate) const ALL: [Kind; 3] = [Kind::Uring, Kind::Threads, Kind::Null];
+/// The queues that move data, and every queue.
+pub(crate) const REAL: [TestQueueKind; 2] = TestQueueKind::REAL;
+pub(crate) const ALL: [TestQueueKind; 3] = TestQueueKind::ALL;
 
 /// The byte of `pattern` at `pos`, never 0.
 pub(crate) fn pattern_at(pos: u64) -> u8 {
@@ -108,24 +84,12 @@ pub(crate) fn islands(pos: u64, len: u64) -> Vec<u8> {
     (pos..pos + len).map(at).collect()
 }
 
-/// Pseudo-random numbers from a seed.
-pub(crate) struct Random(pub(crate) u64);
-
-impl Random {
-    pub(crate) fn below(&mut self, limit: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % limit
-    }
-
-    /// A range of a device of `size` bytes, aligned or not, of at most 64 KiB.
-    pub(crate) fn range(&mut self, size: u64) -> ByteRange {
-        let unit = [1, 512, BLOCK][self.below(3) as usize];
-        let pos = self.below(size) / unit * unit;
-        let len = (1 + self.below(64 * KIB / unit)) * unit;
-        ByteRange::new(pos, len.min(size - pos))
-    }
+/// A range of a device of `size` bytes, aligned or not, of at most 64 KiB.
+pub(crate) fn range_in(size: u64, random: &mut Random) -> ByteRange {
+    let unit = [1, 512, BLOCK][random.below(3) as usize];
+    let pos = random.below(size) / unit * unit;
+    let len = (1 + random.below(64 * KIB / unit)) * unit;
+    ByteRange::new(pos, len.min(size - pos))
 }
 
 /// Page-aligned memory, filled with `POISON`.
@@ -222,10 +186,7 @@ impl Image {
         };
         let disk = BlockDevice::open(&self.path, options).unwrap();
         if case.direct == Direct::Auto && !disk.is_direct() {
-            println!(
-                "skipped: no direct I/O on this file system: {} goes through its cache",
-                case.label
-            );
+            skip(&format!("no direct I/O: {} goes through the page cache", case.label));
         }
         disk
     }
@@ -241,7 +202,7 @@ fn make_islands(file: &std::fs::File, size: u64) {
             _ => {
                 let mode = rustix::fs::FallocateFlags::empty();
                 if let Err(error) = rustix::fs::fallocate(file, mode, pos, len) {
-                    println!("skipped: no unwritten extents on this file system: {error}");
+                    skip(&format!("no unwritten extents on this file system: {error}"));
                 }
             }
         }
@@ -286,21 +247,7 @@ impl Rig {
         image: Image,
         disk: Arc<BlockDevice<AllocationCache>>,
     ) -> Option<Self> {
-        let slots = case.config.slots;
-        let queue = match case.kind {
-            Kind::Uring => Uring::new(disk.fd().unwrap()).map(Any::Uring),
-            Kind::Threads => {
-                AioThreadQueue::new(disk.fd().unwrap(), slots, !disk.is_direct()).map(Any::Threads)
-            }
-            Kind::Null => Null::new().map(Any::Null),
-        };
-        let queue = match queue {
-            Ok(queue) => queue,
-            Err(error) => {
-                println!("skipped {}: {error}", case.label);
-                return None;
-            }
-        };
+        let queue = case.kind.queue(&disk, case.config.slots)?;
         let script = Rc::new(Script::default());
         let queue = Scripted::new(queue, script.clone());
         let workers = WorkerPool::new(&disk, case.config.workers);
@@ -334,16 +281,7 @@ impl Rig {
 
     /// Waits until every request was given back.
     pub(crate) fn finish(&mut self) -> Vec<Completion> {
-        let mut completions = Vec::new();
-        loop {
-            while let Some(completion) = self.engine.next() {
-                completions.push(completion);
-            }
-            if self.engine.in_flight() == 0 {
-                return completions;
-            }
-            self.engine.wait(None, &mut |_, _| {}).unwrap();
-        }
+        self.engine.finish()
     }
 
     /// Waits for the only request that was submitted.
@@ -497,7 +435,12 @@ impl Api for Blocking {
 }
 
 /// Runs `test` on an engine for each of `kinds` with each switch off.
-pub(crate) fn on_engines(kinds: &[Kind], size: u64, content: Content, test: impl Fn(&mut Rig)) {
+pub(crate) fn on_engines(
+    kinds: &[TestQueueKind],
+    size: u64,
+    content: Content,
+    test: impl Fn(&mut Rig),
+) {
     for case in cases(kinds) {
         if let Some(mut rig) = Rig::new(&case, Image::new(size, content)) {
             test(&mut rig);
@@ -551,7 +494,7 @@ pub(crate) fn dirty_pages(path: &Path, range: ByteRange) -> Option<u64> {
         libc::syscall(SYS_CACHESTAT, std::os::fd::AsRawFd::as_raw_fd(&file), range, counts, 0)
     };
     if done != 0 {
-        println!("skipped: the system has no cachestat(2)");
+        skip("no cachestat(2)");
         return None;
     }
     let [_, dirty, writeback, ..] = counts;

@@ -5,7 +5,7 @@
 use std::path::Path;
 use std::process::Command;
 
-use super::tool::{require_tool, skip};
+use nowait_testkit::{require_tool, skip};
 
 /// A loop device, detached when it is dropped.
 pub(crate) struct LoopDevice(pub(crate) String);

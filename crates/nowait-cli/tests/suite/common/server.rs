@@ -10,25 +10,23 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::mpsc;
 use std::thread;
-use std::time::{Duration, Instant};
 
 use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
-use super::nbd::{Client, Mode};
+use nowait_testkit::nbd::{Client, Mode};
+use nowait_testkit::{BOUND, wait_for};
+
 use super::{Finished, KIB, Scratch, tool};
 
 /// The binary under test.
 pub(crate) const NOWAIT: &str = env!("CARGO_BIN_EXE_nowait");
-/// The timeout of a start or a stop.
-const BOUND: Duration = Duration::from_secs(30);
-/// The polling interval for a stop.
-const STEP: Duration = Duration::from_millis(5);
 const READY: &str = "serving ";
 
 /// A running server with one Unix socket in a directory of its own.
 pub(crate) struct Server {
     child: Child,
+    ready_line: String,
     uris: Vec<String>,
     own: Scratch,
 }
@@ -65,9 +63,12 @@ impl Server {
             .spawn()
             .unwrap_or_else(|error| panic!("{command:?}: {error}"));
         let lines = lines_of(&mut child);
-        let mut server = Self { child, uris: Vec::new(), own };
+        let mut server = Self { child, ready_line: String::new(), uris: Vec::new(), own };
         match lines.recv_timeout(BOUND) {
-            Ok(line) => server.uris = addresses_in(&line),
+            Ok(line) => {
+                server.uris = addresses_in(&line);
+                server.ready_line = line;
+            }
             Err(_) => panic!("{command:?}: no ready line; it said: {}", server.log()),
         }
         server
@@ -81,6 +82,11 @@ impl Server {
             command.env(variable, home.path());
         }
         Self::run(command, Scratch::new())
+    }
+
+    /// The line in which it says that it is ready.
+    pub(crate) fn ready_line(&self) -> &str {
+        &self.ready_line
     }
 
     /// The URI of its Unix socket, from its ready line.
@@ -129,6 +135,14 @@ impl Server {
     pub(crate) fn descriptors(&self) -> usize {
         let open = fs::read_dir(format!("/proc/{}/fd", self.child.id()));
         open.expect("the descriptors of a child").count()
+    }
+
+    /// Waits until it has no more descriptors open than `before`.
+    pub(crate) fn await_descriptors(&self, before: usize) {
+        wait_for(format!("{before} open descriptors"), || {
+            let open = self.descriptors();
+            if open <= before { Ok(()) } else { Err(open) }
+        });
     }
 
     /// Its memory in bytes: `field` of its status (proc_pid_status(5)), such as `VmRSS`.
@@ -187,16 +201,12 @@ impl Server {
         kill_process(Pid::from_child(&self.child), signal).expect("a server to signal");
     }
 
-    /// Waits for its end, at most `BOUND`.
+    /// Waits for its end.
     pub(crate) fn wait(&mut self) -> ExitStatus {
-        let start = Instant::now();
-        while start.elapsed() < BOUND {
-            if let Some(status) = self.child.try_wait().expect("a child to wait for") {
-                return status;
-            }
-            thread::sleep(STEP);
-        }
-        panic!("the server does not end; it said: {}", self.log());
+        wait_for("the server's end", || {
+            let ended = self.child.try_wait().expect("a child to wait for");
+            ended.ok_or_else(|| self.log())
+        })
     }
 
     /// Stops it as a service manager does, and checks exit status 0 and that no socket is left.

@@ -17,9 +17,12 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use crate::common::nbd::{Client, Mode, go, greet, read_option_reply, send_option};
-use crate::common::random::{Random, seed};
 use crate::common::{KIB, MIB, Scratch, Server};
+use nowait_testkit::nbd::{
+    Client, Mode, OPT_EXTENDED_HEADERS, OPT_SET_META_CONTEXT, OPT_STRUCTURED_REPLY, REP_ACK,
+    REP_META_CONTEXT, go, greet, read_option_reply, send_option,
+};
+use nowait_testkit::{Random, seed};
 
 use reader::Reader;
 use spec::End;
@@ -43,13 +46,6 @@ const MOST_BYTES: u64 = 128 * MIB;
 /// The length and the interval of the reads of a well-behaved client.
 const READ_BYTES: u64 = 64 * KIB;
 const READ_INTERVAL: Duration = Duration::from_millis(1);
-
-/// NBD proto.md, "Option types" and "Option reply types".
-const OPT_STRUCTURED_REPLY: u32 = 8;
-const OPT_SET_META_CONTEXT: u32 = 10;
-const OPT_EXTENDED_HEADERS: u32 = 11;
-const REP_ACK: u32 = 1;
-const REP_META_CONTEXT: u32 = 4;
 
 /// The result of a connection's negotiation.
 #[derive(Clone, Copy, Debug)]
@@ -120,7 +116,7 @@ fn play(socket: &Path, terms: (Mode, bool), random: &mut Random) -> End {
     };
     let end = expected.end;
     let mut reader = Reader::new(terms, expected, BufReader::new(&stream));
-    let pace = Random::from_seed(random.next());
+    let pace = Random::from_seed(random.word());
     thread::scope(|scope| {
         scope.spawn(|| send(&stream, &bytes, pace));
         reader.read_to_end();

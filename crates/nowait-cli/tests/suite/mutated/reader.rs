@@ -7,23 +7,8 @@ use std::collections::HashMap;
 use std::io::{self, Read};
 
 use super::Terms;
-use super::spec::{Asked, BLOCK_STATUS, End, Expected, READ, REQ_ONE, Verdict};
-use crate::common::nbd::{EINVAL, ENOSPC, ENOTSUP, EPERM, Mode};
-
-/// NBD proto.md, "Error values".
-const EOVERFLOW: u32 = 75;
-
-const SIMPLE_REPLY_MAGIC: u64 = 0x6744_6698;
-const CHUNK_MAGIC: u64 = 0x668e_33ef;
-const EXTENDED_CHUNK_MAGIC: u64 = 0x6e8a_278c;
-
-/// NBD proto.md, "Structured reply types".
-const NONE: u64 = 0;
-const OFFSET_DATA: u64 = 1;
-const OFFSET_HOLE: u64 = 2;
-const STATUS: u64 = 5;
-const STATUS_EXT: u64 = 6;
-const ERROR: u64 = (1 << 15) + 1;
+use super::spec::{Asked, End, Expected, Verdict};
+use nowait_testkit::nbd::*;
 
 /// A request, and how much of its answer has arrived.
 struct Open {
@@ -78,7 +63,7 @@ impl<R: Read> Reader<R> {
 
     /// Reads one message. An error of the stream is its end.
     fn message(&mut self) -> io::Result<()> {
-        let magic = self.number(4)?;
+        let magic = self.number(4)? as u32;
         match (magic, self.terms.mode) {
             (SIMPLE_REPLY_MAGIC, Mode::Simple | Mode::Structured) => self.simple(),
             (CHUNK_MAGIC, Mode::Structured) | (EXTENDED_CHUNK_MAGIC, Mode::Extended) => {
@@ -102,7 +87,7 @@ impl<R: Read> Reader<R> {
     }
 
     fn chunk(&mut self) -> io::Result<()> {
-        let (flags, kind) = (self.number(2)?, self.number(2)?);
+        let (flags, kind) = (self.number(2)?, self.number(2)? as u16);
         let cookie = self.number(8)?;
         let Asked { command, flags: asked_flags, offset, length, .. } = self.open(cookie).asked;
         let bytes = if self.terms.mode == Mode::Extended {
@@ -128,10 +113,10 @@ impl<R: Read> Reader<R> {
                     self.skip(len)?;
                 }
             }
-            (STATUS, BLOCK_STATUS) if self.terms.mode == Mode::Structured => {
+            (BLOCK_STATUS_CHUNK, BLOCK_STATUS) if self.terms.mode == Mode::Structured => {
                 self.extents(cookie, (bytes - 4) / 8, asked_flags & REQ_ONE != 0)?;
             }
-            (STATUS_EXT, BLOCK_STATUS) if self.terms.mode == Mode::Extended => {
+            (BLOCK_STATUS_EXT, BLOCK_STATUS) if self.terms.mode == Mode::Extended => {
                 self.extents(cookie, (bytes - 8) / 16, asked_flags & REQ_ONE != 0)?;
             }
             (ERROR, _) => {

@@ -3,29 +3,15 @@
 //!
 //! Invariant: no code of the server is used here.
 
-use super::Terms;
-use crate::common::nbd::Mode;
+use nowait_testkit::nbd::{
+    BLOCK_STATUS, CACHE, DF, DISC, EXTENDED_REQUEST_MAGIC, FAST_ZERO, FLUSH, FUA, Mode, NO_HOLE,
+    PAYLOAD_LEN, READ, REQ_ONE, REQUEST_MAGIC, TRIM, WRITE, WRITE_ZEROES,
+};
 
-const REQUEST_MAGIC: u32 = 0x2560_9513;
-const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
+use super::Terms;
+
 /// The longest payload that the server advertises.
 const MOST_PAYLOAD_BYTES: u64 = 32 << 20;
-
-pub(super) const READ: u16 = 0;
-const WRITE: u16 = 1;
-const DISC: u16 = 2;
-const FLUSH: u16 = 3;
-const TRIM: u16 = 4;
-const CACHE: u16 = 5;
-const WRITE_ZEROES: u16 = 6;
-pub(super) const BLOCK_STATUS: u16 = 7;
-
-const FUA: u16 = 1 << 0;
-const NO_HOLE: u16 = 1 << 1;
-const DF: u16 = 1 << 2;
-pub(super) const REQ_ONE: u16 = 1 << 3;
-const FAST_ZERO: u16 = 1 << 4;
-const PAYLOAD_LEN: u16 = 1 << 5;
 
 /// The allowed answers to a request.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]

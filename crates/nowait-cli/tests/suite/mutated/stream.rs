@@ -2,16 +2,12 @@
 //!
 //! Invariant: the same random numbers give the same stream.
 
-use super::{IMAGE_BYTES, Terms};
-use crate::common::nbd::Mode;
-use crate::common::random::Random;
+use nowait_testkit::Random;
+use nowait_testkit::nbd::{
+    BLOCK_STATUS, DISC, EXTENDED_REQUEST_MAGIC, Mode, PAYLOAD_LEN, REQUEST_MAGIC, WRITE,
+};
 
-const REQUEST_MAGIC: u32 = 0x2560_9513;
-const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
-const WRITE: u16 = 1;
-const DISC: u16 = 2;
-const BLOCK_STATUS: u16 = 7;
-const PAYLOAD_LEN: u16 = 1 << 5;
+use super::{IMAGE_BYTES, Terms};
 
 /// A request header with a random cookie. Payloads of writes contain such headers, too.
 fn header(terms: Terms, command: u16, flags: u16, random: &mut Random, at: [u64; 2]) -> Vec<u8> {
@@ -21,7 +17,7 @@ fn header(terms: Terms, command: u16, flags: u16, random: &mut Random, at: [u64;
     let mut bytes = Vec::from(magic.to_be_bytes());
     bytes.extend(flags.to_be_bytes());
     bytes.extend(command.to_be_bytes());
-    bytes.extend(random.next().to_be_bytes());
+    bytes.extend(random.word().to_be_bytes());
     bytes.extend(offset.to_be_bytes());
     match extended {
         true => bytes.extend(length.to_be_bytes()),
@@ -67,14 +63,14 @@ fn good(terms: Terms, random: &mut Random) -> Vec<u8> {
 /// A request with random fields, in which extreme values are frequent.
 fn any(terms: Terms, random: &mut Random) -> Vec<u8> {
     let mut number = |bound: u64| match random.below(4) {
-        0 => random.next(),
+        0 => random.word(),
         1 => u64::MAX - random.below(3),
         2 => (1 << random.below(63)) - random.below(2),
         _ => random.below(bound),
     };
     let at = [number(2 * IMAGE_BYTES), number(2 * IMAGE_BYTES)];
-    let flags = if random.chance(50) { random.next() as u16 } else { 1 << random.below(16) };
-    let command = if random.chance(90) { random.below(10) } else { random.next() } as u16;
+    let flags = if random.chance(50) { random.word() as u16 } else { 1 << random.below(16) };
+    let command = if random.chance(90) { random.below(10) } else { random.word() } as u16;
     // NBD_CMD_DISC would hide all requests after it.
     let command = if command == DISC && random.chance(80) { WRITE } else { command };
     let mut bytes = header(terms, command, flags, random, at);
@@ -112,7 +108,7 @@ fn damage(bytes: &mut Vec<u8>, random: &mut Random) {
     let until = bytes.len().min(at + 1 + random.below(100) as usize);
     match random.below(6) {
         0 | 1 => bytes[at] ^= 1 << random.below(8),
-        2 => bytes[at] = random.next() as u8,
+        2 => bytes[at] = random.word() as u8,
         3 => drop(bytes.drain(at..until)),
         4 => {
             let again = bytes[at..until].to_vec();

@@ -9,9 +9,9 @@ use nowait::{
     Request, WorkerPool,
 };
 
-use crate::qcow2_disk::tests::tool::{Finished, require_tool, tool};
 use crate::qcow2_disk::{ServeOptions, open};
 use crate::{Chain, ChainOptions, Format};
+use nowait_testkit::{Finished, require_tool, tool};
 
 const SIZE: u64 = 64 << 20;
 /// Number of overlays, with the smallest clusters. All but the lowest are empty.

@@ -14,10 +14,10 @@ use nowait::{
 use crate::offline::create::{CreateOptions, create};
 use crate::qcow2_disk::tests::gate;
 use crate::qcow2_disk::tests::gate::Gate;
-use crate::qcow2_disk::tests::random::Random;
-use crate::qcow2_disk::tests::tool::{Finished, require_tool, tool};
 use crate::qcow2_disk::{OpenImage, Qcow2Map, ServeOptions, open};
 use crate::{Chain, ChainOptions, Format};
+use nowait_testkit::Random;
+use nowait_testkit::{Finished, require_tool, tool};
 
 const CLUSTER: u64 = 65536;
 const CLUSTERS: u64 = 64;

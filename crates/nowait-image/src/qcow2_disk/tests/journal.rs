@@ -13,7 +13,7 @@ use std::sync::{Arc, Mutex, OnceLock};
 
 use nowait::ByteRange;
 
-use crate::qcow2_disk::tests::random::Random;
+use nowait_testkit::Random;
 
 const SECTOR: u64 = 512;
 

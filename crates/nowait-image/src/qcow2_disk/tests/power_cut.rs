@@ -15,10 +15,10 @@ use nowait::{BlockMap, ByteRange, Direct, Flags, ImageFormat, WriteCursor};
 use crate::offline::check;
 use crate::qcow2_disk::tests::journal;
 use crate::qcow2_disk::tests::journal::{Event, FileContents, Journal};
-use crate::qcow2_disk::tests::random::Random;
-use crate::qcow2_disk::tests::tool::{Finished, require_tool, tool};
 use crate::qcow2_disk::{ServeOptions, open_map};
 use crate::{Chain, ChainOptions, ChainReader, Format};
+use nowait_testkit::Random;
+use nowait_testkit::{Finished, require_tool, tool};
 
 const SECTOR: u64 = 512;
 /// A thread owns whole blocks, so that no two threads write to one.
@@ -268,7 +268,7 @@ fn record(scene: &Scene, path: &Path, random: &mut Random) -> Vec<Event> {
     thread::scope(|scope| {
         for thread in 0..THREADS {
             let (journal, numbers) = (&journal, &numbers);
-            let random = Random::from_seed(random.next());
+            let random = Random::from_seed(random.word());
             let mut player = Player { image, journal, numbers, random, scene, thread };
             scope.spawn(move || (0..scene.steps).for_each(|_| player.step()));
         }

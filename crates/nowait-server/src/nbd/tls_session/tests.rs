@@ -4,11 +4,11 @@
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
-use std::sync::Arc;
 
-use rcgen::{CertificateParams, KeyPair};
-use rustls::pki_types::{CertificateDer, ServerName};
-use rustls::{ClientConfig, ClientConnection, RootCertStore};
+use nowait_testkit::Scratch;
+use nowait_testkit::certificates::{client_of, self_signed};
+use rustls::pki_types::CertificateDer;
+use rustls::{ALL_VERSIONS, ClientConnection};
 
 use crate::nbd::reply::header::{EncodedHeader, ReplyEncoder};
 use crate::nbd::reply::send_queue::ReplyBody;
@@ -22,13 +22,9 @@ fn simple(cookie: u64) -> EncodedHeader {
 
 /// Credentials for `localhost`, and their certificate.
 fn credentials() -> (Credentials, CertificateDer<'static>) {
-    let key = KeyPair::generate().unwrap();
-    let cert = CertificateParams::new(["localhost".into()]).unwrap().self_signed(&key).unwrap();
-    let directory = tempfile::tempdir().unwrap();
-    std::fs::write(directory.path().join("server-cert.pem"), cert.pem()).unwrap();
-    std::fs::write(directory.path().join("server-key.pem"), key.serialize_pem()).unwrap();
-    let credentials = Credentials::load(directory.path(), ClientAuth::Any).unwrap();
-    (credentials, cert.der().clone())
+    let directory = Scratch::new();
+    let cert = self_signed(directory.path());
+    (Credentials::load(directory.path(), ClientAuth::Any).unwrap(), cert)
 }
 
 /// Both sides of a connection after STARTTLS; `out` holds the unsent bytes from before.
@@ -42,16 +38,7 @@ pub(crate) struct Pair {
 impl Pair {
     fn new(out: &mut SendQueue) -> Self {
         let (credentials, cert) = credentials();
-        let mut roots = RootCertStore::empty();
-        roots.add(cert).unwrap();
-        let provider = Arc::new(rustls::crypto::ring::default_provider());
-        let config = ClientConfig::builder_with_provider(provider)
-            .with_safe_default_protocol_versions()
-            .unwrap()
-            .with_root_certificates(roots)
-            .with_no_client_auth();
-        let name = ServerName::try_from("localhost").unwrap();
-        let mut client = ClientConnection::new(Arc::new(config), name).unwrap();
+        let mut client = client_of(cert, ALL_VERSIONS);
         client.set_buffer_limit(None);
         let (near, far) = UnixStream::pair().unwrap();
         near.set_nonblocking(true).unwrap();

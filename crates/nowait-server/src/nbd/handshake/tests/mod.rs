@@ -4,6 +4,7 @@
 
 use crate::nbd::handshake::*;
 use crate::nbd::meta_context::Context;
+use nowait_testkit::Random;
 
 mod contexts;
 mod extended;
@@ -498,55 +499,45 @@ fn the_outcome_is_the_same_however_the_bytes_are_cut_and_the_first_request_is_le
     }
 }
 
-struct Xorshift(u64);
+/// Fewer than `below` random bytes.
+fn random_bytes(random: &mut Random, below: u64) -> Vec<u8> {
+    (0..random.below(below)).map(|_| random.below(256) as u8).collect()
+}
 
-impl Xorshift {
-    fn below(&mut self, bound: u64) -> u64 {
-        self.0 ^= self.0 << 13;
-        self.0 ^= self.0 >> 7;
-        self.0 ^= self.0 << 17;
-        self.0 % bound
+/// Client flags and a few options, most of them well-formed, some with a byte replaced.
+fn random_options(random: &mut Random) -> Vec<u8> {
+    let mut stream = (random.below(4) as u32).to_be_bytes().to_vec();
+    for _ in 0..random.below(12) {
+        let kind = random.below(13) as u32;
+        let name = ["", "disk", "other", "nodisk"][random.below(4) as usize];
+        let data = match random.below(5) {
+            0 => vec![],
+            1 => random_bytes(random, 40),
+            2 => info_data(name, &[random.below(5) as u16]),
+            3 => context_data(name, &[["base:", BASE_ALLOCATION][random.below(2) as usize]]),
+            _ => name.as_bytes().to_vec(),
+        };
+        stream.extend(option(kind, &data));
     }
-
-    fn bytes(&mut self, below: u64) -> Vec<u8> {
-        (0..self.below(below)).map(|_| self.below(256) as u8).collect()
+    if random.below(3) == 0 {
+        let at = random.below(stream.len() as u64) as usize;
+        stream[at] = random.below(256) as u8;
     }
-
-    /// Client flags and a few options, most of them well-formed, some with a byte replaced.
-    fn stream(&mut self) -> Vec<u8> {
-        let mut stream = (self.below(4) as u32).to_be_bytes().to_vec();
-        for _ in 0..self.below(12) {
-            let kind = self.below(13) as u32;
-            let name = ["", "disk", "other", "nodisk"][self.below(4) as usize];
-            let data = match self.below(5) {
-                0 => vec![],
-                1 => self.bytes(40),
-                2 => info_data(name, &[self.below(5) as u16]),
-                3 => context_data(name, &[["base:", BASE_ALLOCATION][self.below(2) as usize]]),
-                _ => name.as_bytes().to_vec(),
-            };
-            stream.extend(option(kind, &data));
-        }
-        if self.below(3) == 0 {
-            let at = self.below(stream.len() as u64) as usize;
-            stream[at] = self.below(256) as u8;
-        }
-        stream
-    }
+    stream
 }
 
 #[test]
 fn random_bytes_never_panic_nor_fill_the_output_and_no_cut_changes_the_outcome() {
     const FEEDS: u32 = 200_000;
     const MAX_REPLY_BYTES_OF_AN_OPTION: usize = 256;
-    let mut random = Xorshift(0x9e37_79b9_7f4a_7c15);
+    let mut random = Random::from_seed(1);
     let mut feeds = 0;
     // More, transmission, closed: the streams must reach each often.
     let mut ends = [0; 3];
     while feeds < FEEDS {
         let stream = match random.below(8) {
-            0 => random.bytes(64),
-            _ => random.stream(),
+            0 => random_bytes(&mut random, 64),
+            _ => random_options(&mut random),
         };
         let cut = pieces(&stream, || {
             feeds += 1;

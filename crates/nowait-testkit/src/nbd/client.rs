@@ -6,62 +6,13 @@ use std::collections::HashMap;
 use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
-use std::time::Duration;
 
-/// NBD proto.md, "Values": the errors of a request.
-pub(crate) const EPERM: u32 = 1;
-pub(crate) const EIO: u32 = 5;
-pub(crate) const EINVAL: u32 = 22;
-pub(crate) const ENOSPC: u32 = 28;
-pub(crate) const ENOTSUP: u32 = 95;
-pub(crate) const ESHUTDOWN: u32 = 108;
-
-/// The magic numbers of the protocol.
-const SERVER_MAGIC: u64 = u64::from_be_bytes(*b"NBDMAGIC");
-const OPTION_MAGIC: u64 = u64::from_be_bytes(*b"IHAVEOPT");
-const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-const REQUEST_MAGIC: u32 = 0x2560_9513;
-const SIMPLE_REPLY_MAGIC: u32 = 0x6744_6698;
-const CHUNK_MAGIC: u32 = 0x668e_33ef;
-/// As on the branch extension-ext-header.
-const EXTENDED_REQUEST_MAGIC: u32 = 0x21e4_1c71;
-const EXTENDED_CHUNK_MAGIC: u32 = 0x6e8a_278c;
-
-/// "Handshake phase": fixed newstyle, no zeroes.
-const CLIENT_FLAGS: u32 = 0b11;
-pub(crate) const OPT_GO: u32 = 7;
-pub(crate) const OPT_STRUCTURED_REPLY: u32 = 8;
-const OPT_EXTENDED_HEADERS: u32 = 11;
-pub(crate) const REP_ACK: u32 = 1;
-const REP_INFO: u32 = 3;
-const REP_ERROR_BIT: u32 = 1 << 31;
-const INFO_EXPORT: u16 = 0;
-
-/// "Structured reply types".
-const CHUNK_DONE: u16 = 1;
-const CHUNK_NONE: u16 = 0;
-const CHUNK_DATA: u16 = 1;
-const CHUNK_HOLE: u16 = 2;
-const CHUNK_ERROR_BIT: u16 = 1 << 15;
-
-/// "Request types" and "Command flags".
-const READ: u16 = 0;
-const WRITE: u16 = 1;
-const DISCONNECT: u16 = 2;
-const FLUSH: u16 = 3;
-const TRIM: u16 = 4;
-pub(crate) const ZERO: u16 = 6;
-const FLAG_FUA: u16 = 1;
-pub(crate) const FLAG_NO_HOLE: u16 = 2;
-pub(crate) const FLAG_FAST_ZERO: u16 = 16;
-const FLAG_PAYLOAD_LEN: u16 = 32;
-
-/// The timeout for the server's answers, after which the test fails.
-const SILENCE: Duration = Duration::from_secs(30);
+use crate::nbd::numbers::*;
+use crate::wait::BOUND;
 
 /// The message format that a connection negotiates.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Mode {
+pub enum Mode {
     /// One message for each reply.
     Simple,
     /// Structured replies: reads in chunks.
@@ -70,9 +21,17 @@ pub(crate) enum Mode {
     Extended,
 }
 
+impl Mode {
+    /// Every format.
+    pub const ALL: [Self; 3] = [Self::Simple, Self::Structured, Self::Extended];
+    /// The formats in which reads are answered in chunks.
+    pub const CHUNKED: [Self; 2] = [Self::Structured, Self::Extended];
+}
+
 /// One command, offsets and lengths in bytes.
 #[derive(Debug, Clone)]
-pub(crate) enum Command {
+#[allow(missing_docs, reason = "offsets and lengths, as above")]
+pub enum Command {
     /// Read a range.
     Read { offset: u64, len: u32 },
     /// Write these bytes; with `fua`, durable before the answer.
@@ -86,39 +45,39 @@ pub(crate) enum Command {
 }
 
 /// A request as it is sent, unchecked.
-pub(crate) struct RawRequest {
+pub struct RawRequest {
     /// `REQUEST_MAGIC`, or an invalid value.
-    pub(crate) magic: u32,
+    pub magic: u32,
     /// Command flags.
-    pub(crate) flags: u16,
+    pub flags: u16,
     /// Request type.
-    pub(crate) kind: u16,
+    pub kind: u16,
     /// The cookie, which the reply repeats.
-    pub(crate) cookie: u64,
+    pub cookie: u64,
     /// In bytes.
-    pub(crate) offset: u64,
+    pub offset: u64,
     /// In bytes.
-    pub(crate) len: u32,
+    pub len: u32,
 }
 
 impl RawRequest {
     /// A well-formed write header.
-    pub(crate) fn write(offset: u64, len: u32) -> Self {
+    pub fn write(offset: u64, len: u32) -> Self {
         Self { magic: REQUEST_MAGIC, flags: 0, kind: WRITE, cookie: 0, offset, len }
     }
 
     /// A well-formed read.
-    pub(crate) fn read(offset: u64, len: u32) -> Self {
+    pub fn read(offset: u64, len: u32) -> Self {
         Self { kind: READ, ..Self::write(offset, len) }
     }
 
     /// NBD_CMD_DISC.
-    pub(crate) fn disconnect() -> Self {
-        Self { kind: DISCONNECT, ..Self::write(0, 0) }
+    pub fn disconnect() -> Self {
+        Self { kind: DISC, ..Self::write(0, 0) }
     }
 
     /// The 28 bytes of "Request message".
-    pub(crate) fn bytes(&self) -> Vec<u8> {
+    pub fn bytes(&self) -> Vec<u8> {
         let mut bytes = Vec::with_capacity(28);
         bytes.extend(self.magic.to_be_bytes());
         bytes.extend(self.flags.to_be_bytes());
@@ -131,7 +90,7 @@ impl RawRequest {
 
     /// The 32 bytes of an extended header, valid where `bytes` is.
     fn extended_bytes(&self) -> Vec<u8> {
-        let payload = if self.kind == WRITE { FLAG_PAYLOAD_LEN } else { 0 };
+        let payload = if self.kind == WRITE { PAYLOAD_LEN } else { 0 };
         let compact = Self { magic: EXTENDED_REQUEST_MAGIC, flags: self.flags | payload, ..*self };
         let mut bytes = compact.bytes();
         bytes.splice(24.., u64::from(self.len).to_be_bytes());
@@ -140,7 +99,7 @@ impl RawRequest {
 }
 
 /// The result of a request: the bytes read (empty for other commands), or the NBD error.
-pub(crate) type Answer = Result<Vec<u8>, u32>;
+pub type Answer = Result<Vec<u8>, u32>;
 
 /// A request that was sent and not yet answered.
 struct Pending {
@@ -152,13 +111,13 @@ struct Pending {
 }
 
 /// One connection in transmission phase.
-pub(crate) struct Client<S = UnixStream> {
+pub struct Client<S = UnixStream> {
     stream: S,
     mode: Mode,
     /// Size of the export in bytes.
-    pub(crate) size: u64,
+    pub size: u64,
     /// Bytes of reads that were answered as holes.
-    pub(crate) hole_bytes: u64,
+    pub hole_bytes: u64,
     next_cookie: u64,
     pending: HashMap<u64, Pending>,
 }
@@ -168,7 +127,7 @@ impl Client {
     ///
     /// # Errors
     /// Errors of the socket, or `Unsupported` with the option error.
-    pub(crate) fn connect(socket: &Path, mode: Mode) -> io::Result<Self> {
+    pub fn connect(socket: &Path, mode: Mode) -> io::Result<Self> {
         Self::connect_to(socket, "", mode)
     }
 
@@ -176,7 +135,7 @@ impl Client {
     ///
     /// # Errors
     /// As `connect`.
-    pub(crate) fn connect_to(socket: &Path, name: &str, mode: Mode) -> io::Result<Self> {
+    pub fn connect_to(socket: &Path, name: &str, mode: Mode) -> io::Result<Self> {
         Self::over(greet(socket)?, name, mode)
     }
 }
@@ -186,7 +145,7 @@ impl<S: Read + Write> Client<S> {
     ///
     /// # Errors
     /// As `connect`.
-    pub(crate) fn over(mut stream: S, name: &str, mode: Mode) -> io::Result<Self> {
+    pub fn over(mut stream: S, name: &str, mode: Mode) -> io::Result<Self> {
         let option = match mode {
             Mode::Simple => None,
             Mode::Structured => Some(OPT_STRUCTURED_REPLY),
@@ -203,7 +162,7 @@ impl<S: Read + Write> Client<S> {
     }
 
     /// The stream itself, to send raw bytes.
-    pub(crate) fn stream(&mut self) -> &mut S {
+    pub fn stream(&mut self) -> &mut S {
         &mut self.stream
     }
 
@@ -211,7 +170,7 @@ impl<S: Read + Write> Client<S> {
     ///
     /// # Errors
     /// Errors of the socket.
-    pub(crate) fn send(&mut self, command: &Command) -> io::Result<u64> {
+    pub fn send(&mut self, command: &Command) -> io::Result<u64> {
         let (kind, flags, offset, len, payload) = wire_form(command);
         let cookie = self.next_cookie;
         self.next_cookie += 1;
@@ -228,7 +187,7 @@ impl<S: Read + Write> Client<S> {
     ///
     /// # Errors
     /// Errors of the socket; `UnexpectedEof` when the server closed it.
-    pub(crate) fn receive(&mut self) -> io::Result<(u64, Answer)> {
+    pub fn receive(&mut self) -> io::Result<(u64, Answer)> {
         loop {
             let magic = read_u32(&mut self.stream)?;
             let done = match (magic, self.mode) {
@@ -256,7 +215,7 @@ impl<S: Read + Write> Client<S> {
     ///
     /// # Errors
     /// The NBD error of the answer. A broken connection fails the test.
-    pub(crate) fn call(&mut self, command: &Command) -> Answer {
+    pub fn call(&mut self, command: &Command) -> Answer {
         let cookie = self.send(command).expect("a server that takes requests");
         let (answered, answer) = self.receive().expect("an answer");
         assert_eq!(answered, cookie, "an answer to something else");
@@ -264,7 +223,7 @@ impl<S: Read + Write> Client<S> {
     }
 
     /// Registers `request`, which the caller sends over the stream itself, as pending.
-    pub(crate) fn expect_answer_to(&mut self, request: &RawRequest) {
+    pub fn expect_answer_to(&mut self, request: &RawRequest) {
         self.pending.insert(request.cookie, Pending::of(request.offset, 0));
     }
 
@@ -273,7 +232,7 @@ impl<S: Read + Write> Client<S> {
     ///
     /// # Errors
     /// As `call`.
-    pub(crate) fn call_raw(&mut self, request: &RawRequest, payload: &[u8]) -> Answer {
+    pub fn call_raw(&mut self, request: &RawRequest, payload: &[u8]) -> Answer {
         self.expect_answer_to(request);
         let bytes = self.bytes_of(request);
         self.stream.write_all(&bytes).expect("a server that takes requests");
@@ -287,7 +246,7 @@ impl<S: Read + Write> Client<S> {
     ///
     /// # Errors
     /// As `call`.
-    pub(crate) fn read(&mut self, offset: u64, len: u32) -> Answer {
+    pub fn read(&mut self, offset: u64, len: u32) -> Answer {
         self.call(&Command::Read { offset, len })
     }
 
@@ -295,7 +254,7 @@ impl<S: Read + Write> Client<S> {
     ///
     /// # Errors
     /// As `call`.
-    pub(crate) fn write(&mut self, offset: u64, data: &[u8]) -> Answer {
+    pub fn write(&mut self, offset: u64, data: &[u8]) -> Answer {
         self.call(&Command::Write { offset, data: data.to_vec(), fua: false })
     }
 
@@ -334,9 +293,9 @@ impl<S: Read + Write> Client<S> {
         let mut payload = vec![0; usize::try_from(len).expect("a chunk that fits memory")];
         self.stream.read_exact(&mut payload)?;
         match kind {
-            CHUNK_NONE => assert_eq!((len, flags & CHUNK_DONE), (0, CHUNK_DONE)),
-            CHUNK_DATA => pending.fill(&payload[..8], &payload[8..]),
-            CHUNK_HOLE => {
+            NONE => assert_eq!((len, flags & CHUNK_DONE), (0, CHUNK_DONE)),
+            OFFSET_DATA => pending.fill(&payload[..8], &payload[8..]),
+            OFFSET_HOLE => {
                 let zeros = u32::from_be_bytes(payload[8..12].try_into().expect("4 bytes"));
                 pending.fill(&payload[..8], &vec![0; zeros as usize]);
                 self.hole_bytes += u64::from(zeros);
@@ -369,10 +328,10 @@ impl Pending {
 ///
 /// # Errors
 /// Errors of the socket.
-pub(crate) fn greet(socket: &Path) -> io::Result<UnixStream> {
+pub fn greet(socket: &Path) -> io::Result<UnixStream> {
     let mut stream = UnixStream::connect(socket)?;
-    stream.set_read_timeout(Some(SILENCE))?;
-    stream.set_write_timeout(Some(SILENCE))?;
+    stream.set_read_timeout(Some(BOUND))?;
+    stream.set_write_timeout(Some(BOUND))?;
     assert_eq!(read_u64(&mut stream)?, SERVER_MAGIC);
     assert_eq!(read_u64(&mut stream)?, OPTION_MAGIC);
     assert_eq!(read_u16(&mut stream)? & 1, 1, "fixed newstyle");
@@ -380,25 +339,28 @@ pub(crate) fn greet(socket: &Path) -> io::Result<UnixStream> {
     Ok(stream)
 }
 
+/// An option with its data, encoded for the wire.
+pub fn option_bytes(option: u32, data: &[u8]) -> Vec<u8> {
+    let mut bytes = Vec::from(OPTION_MAGIC.to_be_bytes());
+    bytes.extend(option.to_be_bytes());
+    bytes.extend(u32::try_from(data.len()).expect("a short option").to_be_bytes());
+    bytes.extend(data);
+    bytes
+}
+
 /// Sends one option with its data.
 ///
 /// # Errors
 /// Errors of the socket.
-pub(crate) fn send_option(stream: &mut impl Write, option: u32, data: &[u8]) -> io::Result<()> {
-    let len = u32::try_from(data.len()).expect("a short option");
-    let mut bytes = Vec::new();
-    bytes.extend(OPTION_MAGIC.to_be_bytes());
-    bytes.extend(option.to_be_bytes());
-    bytes.extend(len.to_be_bytes());
-    bytes.extend(data);
-    stream.write_all(&bytes)
+pub fn send_option(stream: &mut impl Write, option: u32, data: &[u8]) -> io::Result<()> {
+    stream.write_all(&option_bytes(option, data))
 }
 
 /// The type and the data of one option reply.
 ///
 /// # Errors
 /// Errors of the socket.
-pub(crate) fn read_option_reply(stream: &mut impl Read) -> io::Result<(u32, Vec<u8>)> {
+pub fn read_option_reply(stream: &mut impl Read) -> io::Result<(u32, Vec<u8>)> {
     assert_eq!(read_u64(stream)?, OPTION_REPLY_MAGIC);
     let _option = read_u32(stream)?;
     let kind = read_u32(stream)?;
@@ -408,12 +370,12 @@ pub(crate) fn read_option_reply(stream: &mut impl Read) -> io::Result<(u32, Vec<
 }
 
 /// True for the reply types that refuse an option.
-pub(crate) fn is_refusal(kind: u32) -> bool {
+pub fn is_refusal(kind: u32) -> bool {
     kind & REP_ERROR_BIT != 0
 }
 
 /// The data of an option that names an export and requests no further information.
-pub(crate) fn export_request(name: &str) -> Vec<u8> {
+pub fn export_request(name: &str) -> Vec<u8> {
     let mut data = Vec::from((name.len() as u32).to_be_bytes());
     data.extend(name.as_bytes());
     data.extend([0; 2]);
@@ -424,7 +386,7 @@ pub(crate) fn export_request(name: &str) -> Vec<u8> {
 ///
 /// # Errors
 /// As `read_size`.
-pub(crate) fn go(stream: &mut (impl Read + Write)) -> io::Result<u64> {
+pub fn go(stream: &mut (impl Read + Write)) -> io::Result<u64> {
     send_option(stream, OPT_GO, &export_request(""))?;
     read_size(stream)
 }
@@ -433,7 +395,7 @@ pub(crate) fn go(stream: &mut (impl Read + Write)) -> io::Result<u64> {
 ///
 /// # Errors
 /// Errors of the socket, or `Unsupported` with the option error.
-pub(crate) fn read_size(stream: &mut impl Read) -> io::Result<u64> {
+pub fn read_size(stream: &mut impl Read) -> io::Result<u64> {
     let mut size = None;
     loop {
         let (kind, data) = read_option_reply(stream)?;
@@ -461,10 +423,10 @@ fn wire_form(command: &Command) -> (u16, u16, u64, u32, &[u8]) {
         Command::Read { offset, len } => (READ, 0, *offset, *len, &[]),
         Command::Write { offset, data, fua } => {
             let len = u32::try_from(data.len()).expect("a payload the protocol can express");
-            (WRITE, if *fua { FLAG_FUA } else { 0 }, *offset, len, data)
+            (WRITE, if *fua { FUA } else { 0 }, *offset, len, data)
         }
         Command::Zero { offset, len, keep } => {
-            (ZERO, if *keep { FLAG_NO_HOLE } else { 0 }, *offset, *len, &[])
+            (WRITE_ZEROES, if *keep { NO_HOLE } else { 0 }, *offset, *len, &[])
         }
         Command::Trim { offset, len } => (TRIM, 0, *offset, *len, &[]),
         Command::Flush => (FLUSH, 0, 0, 0, &[]),

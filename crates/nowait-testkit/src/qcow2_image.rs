@@ -3,23 +3,23 @@
 //! Invariant: the images are valid: QEMU opens them if the files that they name exist.
 
 /// Bytes of a cluster of these images.
-pub(crate) const CLUSTER: usize = 64 << 10;
+pub const CLUSTER: usize = 64 << 10;
 /// Bytes of their disk.
-pub(crate) const DISK: u64 = 1 << 20;
+pub const DISK: u64 = 1 << 20;
 /// The offset of the L1 table.
 const L1: usize = 3 * CLUSTER;
 
 /// The file names in a header.
 #[derive(Clone, Copy, Debug, Default)]
-pub(crate) struct Names<'a> {
+pub struct Names<'a> {
     /// The backing file, and its format.
-    pub(crate) backing: Option<(&'a str, &'a str)>,
+    pub backing: Option<(&'a str, &'a str)>,
     /// The external raw data file.
-    pub(crate) data: Option<&'a str>,
+    pub data: Option<&'a str>,
 }
 
 /// An empty image with these names.
-pub(crate) fn image(names: Names<'_>) -> Vec<u8> {
+pub fn image(names: Names<'_>) -> Vec<u8> {
     let mut bytes = vec![0; 4 * CLUSTER];
     let mut put = |at: usize, what: &[u8]| bytes[at..at + what.len()].copy_from_slice(what);
     put(0, b"QFI\xfb");

@@ -4,27 +4,34 @@
 
 use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 
 use rcgen::{
     BasicConstraints, CertificateParams, CertificateRevocationListParams, DnType,
     ExtendedKeyUsagePurpose, IsCa, Issuer, KeyIdMethod, KeyPair, KeyUsagePurpose,
     RevokedCertParams, SerialNumber, date_time_ymd,
 };
+use rustls::pki_types::{CertificateDer, ServerName};
+use rustls::{ClientConfig, ClientConnection, RootCertStore, SupportedProtocolVersion};
 
+/// The name of every server here.
+const LOCALHOST: &str = "localhost";
 /// The serial number of the certificate that [`Authority::revoke`] revokes.
 const REVOKED: u64 = 666;
 
 /// The role of a certificate's owner.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Role {
+pub enum Role {
     /// A server at `localhost` or 127.0.0.1.
     Server,
+    /// A client, called `client`.
     Client,
 }
 
 /// The defect of a certificate.
 #[derive(Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Flaw {
+pub enum Flaw {
+    /// It is good.
     None,
     /// It ended in 2001.
     Expired,
@@ -33,14 +40,14 @@ pub(crate) enum Flaw {
 }
 
 /// A certificate authority.
-pub(crate) struct Authority {
+pub struct Authority {
     issuer: Issuer<'static, KeyPair>,
     pem: String,
 }
 
 impl Authority {
     /// An authority with a new key.
-    pub(crate) fn new(name: &str) -> Self {
+    pub fn new(name: &str) -> Self {
         let mut params = CertificateParams::default();
         params.distinguished_name.push(DnType::CommonName, name);
         params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
@@ -51,17 +58,17 @@ impl Authority {
     }
 
     /// Writes its own certificate into `directory` as the trusted authority.
-    pub(crate) fn trusted_in(&self, directory: &Path) {
+    pub fn trusted_in(&self, directory: &Path) {
         fs::write(directory.join("ca-cert.pem"), &self.pem).expect("a file");
     }
 
     /// Writes a signed certificate and its key into `directory`.
-    pub(crate) fn certify(&self, directory: &Path, role: Role, flaw: Flaw) {
+    pub fn certify(&self, directory: &Path, role: Role, flaw: Flaw) {
         let (name, usage) = match role {
             Role::Server => ("server", ExtendedKeyUsagePurpose::ServerAuth),
             Role::Client => ("client", ExtendedKeyUsagePurpose::ClientAuth),
         };
-        let names = ["localhost".to_owned(), "127.0.0.1".to_owned()];
+        let names = [LOCALHOST.to_owned(), "127.0.0.1".to_owned()];
         let mut params = CertificateParams::new(names).expect("plain names");
         params.distinguished_name.push(DnType::CommonName, name);
         params.extended_key_usages = vec![usage];
@@ -78,7 +85,7 @@ impl Authority {
     }
 
     /// Writes its revocation list into `directory`.
-    pub(crate) fn revoke(&self, directory: &Path) {
+    pub fn revoke(&self, directory: &Path) {
         let revoked = RevokedCertParams {
             serial_number: SerialNumber::from(REVOKED),
             revocation_time: date_time_ymd(2002, 1, 1),
@@ -96,4 +103,33 @@ impl Authority {
         let list = params.signed_by(&self.issuer).expect("a list").pem().expect("PEM");
         fs::write(directory.join("ca-crl.pem"), list).expect("a file");
     }
+}
+
+/// Writes a certificate of `localhost` that signs itself, and its key, into `directory`, as a
+/// server's.
+pub fn self_signed(directory: &Path) -> CertificateDer<'static> {
+    let key = KeyPair::generate().expect("a key");
+    let params = CertificateParams::new([LOCALHOST.to_owned()]).expect("a plain name");
+    let cert = params.self_signed(&key).expect("a certificate");
+    fs::write(directory.join("server-cert.pem"), cert.pem()).expect("a file");
+    fs::write(directory.join("server-key.pem"), key.serialize_pem()).expect("a file");
+    cert.der().clone()
+}
+
+/// A client without a certificate, for a server at `localhost` that `root` has certified; it speaks
+/// only `versions` of TLS.
+pub fn client_of(
+    root: CertificateDer<'static>,
+    versions: &[&'static SupportedProtocolVersion],
+) -> ClientConnection {
+    let mut roots = RootCertStore::empty();
+    roots.add(root).expect("a root");
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ClientConfig::builder_with_provider(provider)
+        .with_protocol_versions(versions)
+        .expect("versions")
+        .with_root_certificates(roots)
+        .with_no_client_auth();
+    let name = ServerName::try_from(LOCALHOST).expect("a name");
+    ClientConnection::new(Arc::new(config), name).expect("a client")
 }

@@ -6,39 +6,40 @@ use std::fs::{self, File};
 use std::os::unix::fs::{FileExt, MetadataExt};
 use std::path::{Path, PathBuf};
 
-use super::random::Random;
+use crate::random::Random;
 
 /// Bytes in one unit of `st_blocks` (stat(2)).
 const STAT_BLOCK_BYTES: u64 = 512;
 
 /// A private temporary directory.
-pub(crate) struct Scratch(tempfile::TempDir);
+pub struct Scratch(tempfile::TempDir);
 
+#[allow(clippy::new_without_default, reason = "a new one is not a default")]
 impl Scratch {
     /// An empty directory under `$TMPDIR`.
-    pub(crate) fn new() -> Self {
+    pub fn new() -> Self {
         Self(tempfile::tempdir().expect("a temporary directory"))
     }
 
     /// Its path.
-    pub(crate) fn path(&self) -> &Path {
+    pub fn path(&self) -> &Path {
         self.0.path()
     }
 
     /// The path of `name` in it.
-    pub(crate) fn join(&self, name: &str) -> PathBuf {
+    pub fn join(&self, name: &str) -> PathBuf {
         self.path().join(name)
     }
 
     /// A file of `bytes` that is one hole.
-    pub(crate) fn sparse(&self, name: &str, bytes: u64) -> PathBuf {
+    pub fn sparse(&self, name: &str, bytes: u64) -> PathBuf {
         let path = self.join(name);
         File::create_new(&path).expect("a new file").set_len(bytes).expect("a sparse file");
         path
     }
 
     /// A file of `bytes` filled with random data by `seed`.
-    pub(crate) fn random(&self, name: &str, bytes: u64, seed: u64) -> PathBuf {
+    pub fn random(&self, name: &str, bytes: u64, seed: u64) -> PathBuf {
         let path = self.join(name);
         fs::write(
             &path,
@@ -49,7 +50,7 @@ impl Scratch {
     }
 
     /// A file of `bytes` with `piece` random bytes at the start of each `stride`, holes between them.
-    pub(crate) fn dotted(&self, name: &str, bytes: u64, piece: usize, stride: u64) -> PathBuf {
+    pub fn dotted(&self, name: &str, bytes: u64, piece: usize, stride: u64) -> PathBuf {
         let path = self.sparse(name, bytes);
         let file = File::options().write(true).open(&path).expect("the new file");
         let mut random = Random::from_seed(bytes);
@@ -62,6 +63,6 @@ impl Scratch {
 }
 
 /// Bytes of storage that back the file.
-pub(crate) fn allocated(path: &Path) -> u64 {
+pub fn allocated(path: &Path) -> u64 {
     fs::metadata(path).expect("the file's size").blocks() * STAT_BLOCK_BYTES
 }

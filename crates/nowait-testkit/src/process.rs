@@ -1,11 +1,9 @@
-//! Runs external programs with a timeout, and skips tests where they are missing.
+//! External programs with a timeout.
 //!
 //! Invariant: a tool that hangs is killed by coreutils' timeout and fails the test.
 
 use std::ffi::OsStr;
-use std::fs::File;
-use std::io::Write;
-use std::path::{Path, PathBuf};
+use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
@@ -15,18 +13,15 @@ const TOOL_BOUND_SECONDS: &str = "180";
 /// The exit status of timeout(1) when it killed its command.
 const TIMED_OUT: i32 = 124;
 
-/// Debian's interpreter: Debian's libnbd binding is built only for it.
-pub(crate) const PYTHON: &str = "/usr/bin/python3";
-
 /// A tool to run, with a timeout.
-pub(crate) fn tool(name: impl AsRef<OsStr>) -> Command {
+pub fn tool(name: impl AsRef<OsStr>) -> Command {
     let mut command = Command::new("timeout");
     command.args(["--kill-after=5", TOOL_BOUND_SECONDS]).arg(name);
     command
 }
 
 /// Runs a tool and checks its exit status.
-pub(crate) trait Finished {
+pub trait Finished {
     /// Runs it; fails the test with all its output unless it exits with 0. Returns its standard
     /// output.
     fn succeeds(&mut self) -> String;
@@ -51,13 +46,13 @@ impl Finished for Command {
 /// Prevents the start of child processes while the guard is held. Until its exec(2) a child has
 /// copies of all descriptors, and with them the locks on images: a closed image is unlocked only
 /// when no child is between fork(2) and exec(2).
-pub(crate) fn no_child_starts() -> MutexGuard<'static, ()> {
+pub fn no_child_starts() -> MutexGuard<'static, ()> {
     static STARTING: Mutex<()> = Mutex::new(());
     STARTING.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Runs it to its end, without input; returns all its output.
-pub(crate) fn output(command: &mut Command) -> Output {
+pub fn output(command: &mut Command) -> Output {
     command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let guard = no_child_starts();
     let child = command.spawn();
@@ -80,42 +75,40 @@ fn both(output: &Output) -> String {
     )
 }
 
-/// True if `name` (on the path, or a path) can be run. Otherwise false and a message, or, with
-/// `NOWAIT_REQUIRE_TOOLS=1`, a failed test.
-pub(crate) fn require_tool(name: &str) -> bool {
-    path_of(name).is_some() || skip(&format!("no {name}"))
+/// The directory that cargo has built this program in.
+pub(crate) fn target_directory() -> PathBuf {
+    let test = std::env::current_exe().expect("this program");
+    // TARGET/PROFILE/deps/TEST
+    test.ancestors().nth(3).expect("a target directory").to_owned()
 }
 
-/// The path of `name`, which is a path or on `PATH`.
-pub(crate) fn path_of(name: &str) -> Option<PathBuf> {
-    let path = std::env::var_os("PATH").unwrap_or_default();
-    std::env::split_paths(&path).map(|directory| directory.join(name)).find(|file| file.is_file())
+/// The `command` of cargo in the target directory of this program, without a network.
+pub fn cargo(command: &str) -> Command {
+    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
+    cargo.args([command, "--offline", "--locked", "--target-dir"]).arg(target_directory());
+    cargo
 }
 
-/// As `require_tool`, for a Python interpreter with libnbd.
-pub(crate) fn python_with_nbd() -> bool {
-    let there = Path::new(PYTHON).is_file()
-        && Command::new(PYTHON)
-            .args(["-c", "import nbd"])
-            .output()
-            .is_ok_and(|output| output.status.success());
-    there || skip("no python3-libnbd")
+/// A process that is killed when it is dropped.
+pub struct Running(pub Child);
+
+impl Running {
+    /// Starts `command`, without input and without messages.
+    pub fn start(command: &mut Command) -> Self {
+        let started = command.stdin(Stdio::null()).stderr(Stdio::null()).spawn();
+        Self(started.unwrap_or_else(|error| panic!("{command:?}: {error}")))
+    }
+
+    /// Kills it.
+    pub fn end(&mut self) {
+        // Both fail only if the process has already ended.
+        let _ = self.0.kill();
+        let _ = self.0.wait();
+    }
 }
 
-/// As `require_tool`, for /dev/fuse.
-pub(crate) fn require_fuse() -> bool {
-    let opened = File::options().read(true).write(true).open("/dev/fuse");
-    opened.map_or_else(|error| skip(&format!("/dev/fuse cannot be opened: {error}")), |_| true)
-}
-
-/// Prints why a test is skipped; fails it instead with `NOWAIT_REQUIRE_TOOLS=1`. Always false.
-pub(crate) fn skip(why: &str) -> bool {
-    assert_ne!(
-        std::env::var("NOWAIT_REQUIRE_TOOLS").as_deref(),
-        Ok("1"),
-        "{why}, and NOWAIT_REQUIRE_TOOLS=1"
-    );
-    // Not through libtest's capture, which would hide it in a test that passes.
-    let _ = writeln!(std::io::stderr(), "skipped: {why}");
-    false
+impl Drop for Running {
+    fn drop(&mut self) {
+        self.end();
+    }
 }

@@ -1,0 +1,188 @@
+//! Engines on every queue, with each switch of [`Config`] off, and waits for their requests.
+//!
+//! Invariant: no wait for a request is longer than [`BOUND`]; a queue that this system lacks is
+//! skipped by name.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use nowait::{
+    AioThreadQueue, BlockDevice, BlockMap, Completion, Config, Engine, Error, EventSource, IoQueue,
+    Null, Outcome, QueueFull, Token, Transfer, Uring, WorkerPool,
+};
+
+use crate::required::required;
+use crate::wait::BOUND;
+
+/// The queues of the engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum TestQueueKind {
+    /// [`Uring`].
+    Uring,
+    /// [`AioThreadQueue`].
+    Threads,
+    /// [`Null`], which moves no data.
+    Null,
+}
+
+impl TestQueueKind {
+    /// The queues that move data.
+    pub const REAL: [Self; 2] = [Self::Uring, Self::Threads];
+    /// Every queue.
+    pub const ALL: [Self; 3] = [Self::Uring, Self::Threads, Self::Null];
+
+    /// A queue for the files of `disk`, with room for `slots` transfers.
+    ///
+    /// # Errors
+    /// As those of the queue.
+    pub fn try_queue<M: BlockMap>(
+        self,
+        disk: &BlockDevice<M>,
+        slots: u32,
+    ) -> Result<TestQueue, Error> {
+        match self {
+            Self::Uring => Uring::for_files(&disk.files()?).map(TestQueue::Uring),
+            Self::Threads => AioThreadQueue::for_files(&disk.files()?, slots, !disk.is_direct())
+                .map(TestQueue::Threads),
+            Self::Null => Null::new().map(TestQueue::Null),
+        }
+    }
+
+    /// As `try_queue`; `None` where the system does not have it.
+    pub fn queue<M: BlockMap>(self, disk: &BlockDevice<M>, slots: u32) -> Option<TestQueue> {
+        let what = match self {
+            Self::Uring => "io_uring",
+            Self::Threads => "queue of threads",
+            Self::Null => "null queue",
+        };
+        required(what, self.try_queue(disk, slots))
+    }
+
+    /// An engine on such a queue; `None` where the system does not have it.
+    pub fn engine<M: BlockMap>(
+        self,
+        disk: &Arc<BlockDevice<M>>,
+        workers: u32,
+        config: Config,
+    ) -> Option<Engine<TestQueue, M>> {
+        let queue = self.queue(disk, config.slots)?;
+        let workers = WorkerPool::new(disk, workers);
+        Some(Engine::new(disk.clone(), workers, queue, config).expect("an engine"))
+    }
+}
+
+/// `on`, and `on` with each of its switches off, by name.
+pub fn switches(on: Config) -> [(&'static str, Config); 7] {
+    [
+        ("all on", on),
+        ("simple off", Config { simple: false, ..on }),
+        ("inline completion off", Config { inline_completion: false, ..on }),
+        ("vectored off", Config { vectored: false, ..on }),
+        ("pool off", Config { pool: false, ..on }),
+        ("nowait first off", Config { nowait_first: false, ..on }),
+        ("hint off", Config { hint: false, ..on }),
+    ]
+}
+
+/// Bounded waits for the requests of an engine.
+pub trait WaitForRequests {
+    /// Waits for an event once.
+    fn wait_once(&mut self);
+
+    /// Waits until no request is in flight. Returns all completions.
+    fn finish(&mut self) -> Vec<Completion>;
+
+    /// Waits for the only request in flight.
+    fn only(&mut self) -> Completion {
+        let mut all = self.finish();
+        assert_eq!(all.len(), 1, "completions of one request");
+        all.remove(0)
+    }
+}
+
+impl<Q: IoQueue, M: BlockMap> WaitForRequests for Engine<Q, M> {
+    fn wait_once(&mut self) {
+        let begin = std::time::Instant::now();
+        self.wait(Some(BOUND), &mut |_, _| {}).expect("a queue that works");
+        let in_flight = self.in_flight();
+        assert!(begin.elapsed() < BOUND, "not within {BOUND:?}: {in_flight} requests in flight");
+    }
+
+    fn finish(&mut self) -> Vec<Completion> {
+        let mut completions = Vec::new();
+        loop {
+            while let Some(completion) = self.next() {
+                completions.push(completion);
+            }
+            if self.in_flight() == 0 {
+                return completions;
+            }
+            self.wait_once();
+        }
+    }
+}
+
+/// Any of the engine's queues.
+#[allow(clippy::large_enum_variant, reason = "there is one of it")]
+pub enum TestQueue {
+    /// [`Uring`].
+    Uring(Uring),
+    /// [`AioThreadQueue`].
+    Threads(AioThreadQueue),
+    /// [`Null`].
+    Null(Null),
+}
+
+macro_rules! each {
+    ($self:expr, $queue:ident => $call:expr) => {
+        match $self {
+            TestQueue::Uring($queue) => $call,
+            TestQueue::Threads($queue) => $call,
+            TestQueue::Null($queue) => $call,
+        }
+    };
+}
+
+// SAFETY: every call goes to the one queue.
+unsafe impl IoQueue for TestQueue {
+    // SAFETY: the caller's promise is passed on.
+    unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
+        // SAFETY: as promised by the caller.
+        unsafe { each!(self, queue => queue.push(transfer, token)) }
+    }
+
+    fn submit(&mut self) -> Result<(), Error> {
+        each!(self, queue => queue.submit())
+    }
+
+    fn drain_completions(&mut self, sink: impl FnMut(Token, Outcome)) -> usize {
+        each!(self, queue => queue.drain_completions(sink))
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
+        each!(self, queue => queue.wait(timeout))
+    }
+
+    fn has_completions(&mut self) -> bool {
+        each!(self, queue => queue.has_completions())
+    }
+
+    fn events(&self) -> &dyn EventSource {
+        each!(self, queue => queue.events())
+    }
+
+    fn events_mut(&mut self) -> &mut dyn EventSource {
+        each!(self, queue => queue.events_mut())
+    }
+
+    // SAFETY: the caller's promise is passed on.
+    unsafe fn register(&mut self, base: *mut u8, bytes: usize) -> Option<u16> {
+        // SAFETY: as promised by the caller.
+        unsafe { each!(self, queue => queue.register(base, bytes)) }
+    }
+
+    fn polled(&self) -> u64 {
+        each!(self, queue => queue.polled())
+    }
+}

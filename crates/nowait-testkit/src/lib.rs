@@ -1,0 +1,37 @@
+//! What the tests of all crates share. A dev-dependency only, and not published.
+//!
+//! Invariant: the NBD client here judges servers and shares no code with them. A wait is bounded by
+//! [`wait::BOUND`], and a test that cannot run says so by [`required::skip`].
+#![deny(unsafe_code)]
+
+pub mod required;
+pub mod wait;
+pub mod random;
+pub mod process;
+pub mod scratch;
+pub mod instructions;
+pub mod allocations;
+pub mod engines;
+pub mod model;
+pub mod sevens;
+pub mod qcow2_image;
+#[cfg(feature = "tls")]
+pub mod certificates;
+pub mod nbd;
+
+pub use engines::{TestQueueKind, WaitForRequests, switches};
+pub use process::{Finished, Running, cargo, no_child_starts, output, tool};
+pub use random::{Random, seed};
+pub use required::{
+    PYTHON, path_of, python_with_nbd, require_fuse, require_qemu, require_tool, required,
+    say_skipped, skip,
+};
+pub use scratch::{Scratch, allocated};
+pub use wait::{BOUND, output_of, wait_for, wait_for_exit, wait_until, within};
+
+/// Bytes in a KiB.
+pub const KIB: u64 = 1024;
+/// Bytes in a MiB.
+pub const MIB: u64 = 1024 * KIB;
+/// Bytes in a GiB.
+pub const GIB: u64 = 1024 * MIB;
