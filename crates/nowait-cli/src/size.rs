@@ -1,6 +1,6 @@
 //! Parses and formats sizes: `10G` in, `10 GiB` out.
 //!
-//! Invariant: a size is a whole number of bytes up to [`MAX_BYTES`]; all units are powers of
+//! Invariant: a size is a whole number of bytes up to `MAX_BYTES`; all units are powers of
 //! 1024.
 
 /// The greatest size of a file in bytes, 8 EiB - 1: file positions are signed.
@@ -12,7 +12,7 @@ const HOW: &str = "give bytes, or a whole number with K, M, G or T, as in 512M o
 /// (after a unit) `iB`.
 ///
 /// # Errors
-/// A message that says what is wrong: another form, zero, or more than [`MAX_BYTES`].
+/// A message that says what is wrong: another form, zero, or more than 8 EiB - 1.
 pub fn parse(text: &str) -> Result<u64, String> {
     match parse_with_zero(text)? {
         0 => Err("at least one byte is needed".into()),
