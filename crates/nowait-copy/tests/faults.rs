@@ -176,7 +176,7 @@ fn a_rescue_of_an_unreadable_disk_ends_after_three_reads_of_each_byte() {
     let counted = read_bytes.clone();
     let uri = serve(directory.path(), 2 * MIB, move |request| match request.command {
         READ => {
-            let bytes = u64::from(request.len);
+            let bytes = request.length;
             counted.fetch_add(bytes, std::sync::atomic::Ordering::Relaxed);
             Some(failure(request, EIO))
         }

@@ -4,7 +4,8 @@
 
 use std::collections::BTreeMap;
 
-use nowait_nbd::{self as nbd, Fields, ReplyHeader, ReplyMode, RequestHeader};
+use nowait_nbd::client::{Outcome, Replies, ReplyParser};
+use nowait_nbd::{self as nbd, Extents, Fields, ReplyMode, RequestHeader};
 
 /// A request as parsed here.
 #[derive(Clone, Copy, Debug)]
@@ -102,6 +103,7 @@ fn header(mode: ReplyMode, rest: &mut Fields<'_>) -> Result<Option<Request>, ()>
 
 /// The reply to each request: the bytes of a read, or the error.
 pub(crate) struct Answers<'a> {
+    mode: ReplyMode,
     requests: &'a [Request],
     ended: BTreeMap<u64, Result<u64, u32>>,
     /// The bytes received for reads that are not complete.
@@ -123,14 +125,11 @@ impl<'a> Answers<'a> {
         whole: bool,
     ) -> Result<BTreeMap<u64, Result<u64, u32>>, String> {
         let (covered, failed) = (BTreeMap::new(), BTreeMap::new());
-        let mut answers = Self { requests, ended: BTreeMap::new(), covered, failed };
-        let mut rest = Fields(bytes);
-        while !rest.0.is_empty() {
-            match answers.message(mode, &mut rest) {
-                Some(outcome) => outcome?,
-                None if whole => return Err("the last message is cut off".into()),
-                None => break,
-            }
+        let mut answers = Self { mode, requests, ended: BTreeMap::new(), covered, failed };
+        let mut parser = ReplyParser::new(mode);
+        parser.feed(bytes, &mut answers)?;
+        if whole && !parser.is_between_messages() {
+            return Err("the last message is cut off".into());
         }
         if whole && !answers.covered.is_empty() {
             return Err(format!("reads {:?} are answered in part", answers.covered));
@@ -138,100 +137,60 @@ impl<'a> Answers<'a> {
         Ok(answers.ended)
     }
 
-    fn request(&self, cookie: u64) -> Result<Request, String> {
+    fn request(&self, cookie: u64) -> Outcome<Request> {
         let request = usize::try_from(cookie).ok().and_then(|at| self.requests.get(at));
         if self.ended.contains_key(&cookie) {
             return Err(format!("{cookie} is answered twice"));
         }
         request.copied().ok_or(format!("{cookie} was never asked"))
     }
+}
 
-    /// Parses the next message; `None` if it is incomplete.
-    fn message(&mut self, mode: ReplyMode, rest: &mut Fields<'_>) -> Option<Result<(), String>> {
-        match ReplyHeader::parse(mode, rest.0) {
-            Err(magic) => Some(Err(format!("{magic:x?} begins no reply"))),
-            Ok(None) => None,
-            Ok(Some((head, len))) => {
-                rest.take(len)?;
-                match head {
-                    ReplyHeader::Simple { error, cookie } => self.simple(mode, error, cookie, rest),
-                    ReplyHeader::Chunk { .. } => self.chunk(head, rest),
-                }
-            }
-        }
-    }
-
-    fn simple(
-        &mut self,
-        mode: ReplyMode,
-        error: u32,
-        cookie: u64,
-        rest: &mut Fields<'_>,
-    ) -> Option<Result<(), String>> {
-        let request = match self.request(cookie) {
-            Ok(request) => request,
-            Err(wrong) => return Some(Err(wrong)),
-        };
+impl Replies for Answers<'_> {
+    fn simple(&mut self, cookie: u64, error: u32) -> Outcome<Option<(u64, u64)>> {
+        let request = self.request(cookie)?;
         let read = request.command == nbd::CMD_READ;
-        if read && mode == ReplyMode::Structured {
-            return Some(Err(format!("{request:?} has a simple reply")));
+        if read && self.mode == ReplyMode::Structured {
+            return Err(format!("{request:?} has a simple reply"));
         }
-        let bytes = if read && error == 0 { request.len } else { 0 };
-        rest.take(bytes as usize)?;
-        self.ended.insert(cookie, if error == 0 { Ok(bytes) } else { Err(error) });
-        Some(Ok(()))
+        if error != 0 {
+            self.failed.insert(cookie, error);
+        } else if read {
+            self.covered.insert(cookie, request.len);
+            return Ok(Some((request.offset, request.len)));
+        }
+        Ok(None)
     }
 
-    fn chunk(&mut self, head: ReplyHeader, rest: &mut Fields<'_>) -> Option<Result<(), String>> {
-        let ReplyHeader::Chunk { kind, cookie, length, .. } = head else { return None };
-        let payload = rest.take(usize::try_from(length).ok()?)?;
-        let outcome = self.request(cookie).and_then(|request| {
-            self.payload(request, cookie, kind, Fields(payload))?;
-            if head.is_last() { self.done(request, cookie) } else { Ok(()) }
-        });
-        Some(outcome)
-    }
-
-    fn payload(
-        &mut self,
-        request: Request,
-        cookie: u64,
-        kind: u16,
-        mut payload: Fields<'_>,
-    ) -> Result<(), String> {
-        let wrong = || Err(format!("a chunk of type {kind} for {request:?} makes no sense"));
-        let covers = match kind {
-            nbd::REPLY_TYPE_NONE if payload.0.is_empty() => return Ok(()),
-            nbd::REPLY_TYPE_OFFSET_DATA if request.command == nbd::CMD_READ => {
-                payload.u64().map(|at| (at, payload.0.len() as u64))
-            }
-            nbd::REPLY_TYPE_OFFSET_HOLE if request.command == nbd::CMD_READ => {
-                payload.u64().zip(payload.u32().map(u64::from))
-            }
-            nbd::REPLY_TYPE_BLOCK_STATUS | nbd::REPLY_TYPE_BLOCK_STATUS_EXT
-                if request.command == nbd::CMD_BLOCK_STATUS && payload.0.len() > 8 =>
-            {
-                return Ok(());
-            }
-            _ if kind & nbd::REPLY_TYPE_ERROR_BIT != 0 => match payload.u32() {
-                Some(error) if error != 0 => {
-                    self.failed.insert(cookie, error);
-                    return Ok(());
-                }
-                _ => return wrong(),
-            },
-            _ => return wrong(),
-        };
-        let Some((at, len)) = covers else { return wrong() };
+    fn data(&mut self, cookie: u64, at: u64, len: u64) -> Outcome<()> {
+        let request = self.request(cookie)?;
         let end = at.checked_add(len);
-        if len == 0 || at < request.offset || end.is_none_or(|e| e > request.offset + request.len) {
+        let inside = at >= request.offset && end.is_some_and(|e| e <= request.offset + request.len);
+        if request.command != nbd::CMD_READ || len == 0 || !inside {
             return Err(format!("{len} bytes at {at} for {request:?}"));
         }
         *self.covered.entry(cookie).or_default() += len;
         Ok(())
     }
 
-    fn done(&mut self, request: Request, cookie: u64) -> Result<(), String> {
+    fn hole(&mut self, cookie: u64, at: u64, len: u64) -> Outcome<()> {
+        self.data(cookie, at, len)
+    }
+
+    fn status(&mut self, cookie: u64, _: u32, _: Extents<'_>) -> Outcome<()> {
+        let request = self.request(cookie)?;
+        let asked = request.command == nbd::CMD_BLOCK_STATUS;
+        if asked { Ok(()) } else { Err(format!("extents for {request:?}")) }
+    }
+
+    fn error(&mut self, cookie: u64, error: u32, _: &str) -> Outcome<()> {
+        let request = self.request(cookie)?;
+        self.failed.insert(cookie, error);
+        if error == 0 { Err(format!("the error 0 for {request:?}")) } else { Ok(()) }
+    }
+
+    fn done(&mut self, cookie: u64) -> Outcome<()> {
+        let request = self.request(cookie)?;
         let covered = self.covered.remove(&cookie).unwrap_or(0);
         let answer = match self.failed.remove(&cookie) {
             Some(error) => Err(error),
@@ -242,5 +201,9 @@ impl<'a> Answers<'a> {
         };
         self.ended.insert(cookie, answer);
         Ok(())
+    }
+
+    fn memory(&mut self, _: u64, _: u64) -> Option<&mut [u8]> {
+        None
     }
 }

@@ -199,3 +199,6 @@ pub const SIMPLE_REPLY_BYTES: usize = 16;
 pub const CHUNK_HEAD_BYTES: usize = 20;
 /// Bytes of the header of a chunk after `OPT_EXTENDED_HEADERS` (ext).
 pub const EXTENDED_REPLY_BYTES: usize = 32;
+/// Zero bytes after the flags of an export in the answer to `OPT_EXPORT_NAME`, unless
+/// `FLAG_NO_ZEROES` was agreed on.
+pub const EXPORT_NAME_PADDING_BYTES: usize = 124;

@@ -10,16 +10,26 @@ mod fields;
 mod reply_mode;
 mod request_header;
 mod reply_header;
+mod extents;
+mod reply_encoder;
+mod greeting;
 mod option;
+mod info;
 mod address;
 mod uri;
 pub mod client;
 
 pub use address::{Address, DEFAULT_PORT, MAX_SOCKET_PATH_BYTES};
 pub use constants::*;
+pub use extents::{ExtentList, Extents};
 pub use fields::{Fields, valid_string};
-pub use option::{OptionReplyHeader, context_query, info_request, option};
-pub use reply_header::{ReplyHeader, WrongMagic};
+pub use greeting::{GREETING_BYTES, greeting, parse_greeting};
+pub use info::Info;
+pub use option::{
+    InfoOption, MetaContextOption, OptionHeader, OptionReplyHeader, option, option_reply,
+};
+pub use reply_encoder::{ChunkPosition, ReplyEncoder};
+pub use reply_header::{EncodedHeader, ReplyHeader, WrongMagic};
 pub use reply_mode::ReplyMode;
 pub use request_header::RequestHeader;
 pub use uri::{NbdUri, TlsParams};

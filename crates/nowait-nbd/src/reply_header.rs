@@ -1,6 +1,7 @@
-//! The header of a reply, as a client parses it.
+//! The header of a reply.
 //!
-//! Invariant: a header is parsed only when all of its bytes are there.
+//! Invariant: a header is parsed only when all of its bytes are there; an encoded header is parsed as
+//! the same header.
 
 use crate::constants::{
     EXTENDED_REPLY_MAGIC, REPLY_FLAG_DONE, SIMPLE_REPLY_MAGIC, STRUCTURED_REPLY_MAGIC,
@@ -30,6 +31,36 @@ pub enum ReplyHeader {
         /// Bytes of payload behind the head.
         length: u64,
     },
+}
+
+/// A simple reply, or one chunk of a reply up to its payload of variable length.
+#[derive(Clone, Copy)]
+pub struct EncodedHeader {
+    bytes: [u8; Self::MAX_LEN],
+    len: u8,
+}
+
+impl EncodedHeader {
+    /// Bytes of the longest header: a hole with an extended header.
+    const MAX_LEN: usize = 44;
+
+    /// No header, for bytes that are no reply.
+    pub const EMPTY: Self = Self { bytes: [0; Self::MAX_LEN], len: 0 };
+
+    /// The bytes to send.
+    #[inline]
+    pub fn as_slice(&self) -> &[u8] {
+        &self.bytes[..usize::from(self.len)]
+    }
+
+    #[inline]
+    #[must_use]
+    pub(crate) fn with<const N: usize>(mut self, field: [u8; N]) -> Self {
+        let start = usize::from(self.len);
+        self.bytes[start..start + N].copy_from_slice(&field);
+        self.len += N as u8;
+        self
+    }
 }
 
 /// The four bytes that begin no message of the connection's mode, after which the stream has no
@@ -76,6 +107,39 @@ impl ReplyHeader {
         Some(Self::Chunk { flags, kind, cookie, length })
     }
 
+    /// The header as a server in `mode` sends it; `offset` is that of the request. A simple reply is
+    /// none of [`ReplyMode::Extended`], and without extended headers the length of a chunk must fit
+    /// into 32 bits; more is cut off.
+    #[inline]
+    #[must_use]
+    pub fn encode(&self, mode: ReplyMode, offset: u64) -> EncodedHeader {
+        match *self {
+            Self::Simple { error, cookie } => EncodedHeader::EMPTY
+                .with(SIMPLE_REPLY_MAGIC.to_be_bytes())
+                .with(error.to_be_bytes())
+                .with(cookie.to_be_bytes()),
+            Self::Chunk { flags, kind, cookie, length } => {
+                let magic = match mode {
+                    ReplyMode::Extended => EXTENDED_REPLY_MAGIC,
+                    ReplyMode::Simple | ReplyMode::Structured => STRUCTURED_REPLY_MAGIC,
+                };
+                let head = EncodedHeader::EMPTY
+                    .with(magic.to_be_bytes())
+                    .with(flags.to_be_bytes())
+                    .with(kind.to_be_bytes())
+                    .with(cookie.to_be_bytes());
+                match mode {
+                    ReplyMode::Extended => {
+                        head.with(offset.to_be_bytes()).with(length.to_be_bytes())
+                    }
+                    ReplyMode::Simple | ReplyMode::Structured => {
+                        head.with((length as u32).to_be_bytes())
+                    }
+                }
+            }
+        }
+    }
+
     /// The request that is answered.
     #[inline]
     #[must_use]
@@ -111,7 +175,7 @@ mod tests {
     const COOKIE: u64 = 0x0102_0304_0506_0708;
 
     #[test]
-    fn each_head_is_read_field_by_field_in_network_order_and_nothing_from_a_part_of_it() {
+    fn each_head_is_written_and_read_in_network_order_and_nothing_is_read_from_a_part_of_it() {
         let (kind, length) = (REPLY_TYPE_OFFSET_DATA, (1 << 32) + 8);
         let rows: [(ReplyMode, &[u8], ReplyHeader); 3] = [
             (ReplyMode::Simple, &SIMPLE, ReplyHeader::Simple { error: 28, cookie: COOKIE }),
@@ -128,6 +192,7 @@ mod tests {
         ];
         for (mode, bytes, wanted) in rows {
             assert_eq!(ReplyHeader::parse(mode, bytes), Ok(Some((wanted, bytes.len()))));
+            assert_eq!(wanted.encode(mode, 9).as_slice(), bytes);
             assert_eq!(wanted.is_last(), mode != ReplyMode::Extended);
             for count in 0..bytes.len() {
                 assert_eq!(ReplyHeader::parse(mode, &bytes[..count]), Ok(None), "{mode:?} {count}");

@@ -8,7 +8,10 @@ use std::ops::ControlFlow::{Break, Continue};
 
 use nowait::sim::{ClientEnd, Random};
 use nowait::{ByteRange, Flags, Op};
-use nowait_nbd::{self as nbd, Fields, OptionReplyHeader, ReplyHeader, ReplyMode, RequestHeader};
+use nowait_nbd::{
+    self as nbd, Fields, Info, InfoOption, MetaContextOption, OptionReplyHeader, ReplyHeader,
+    ReplyMode, RequestHeader,
+};
 
 use crate::model::{Time, Violation};
 use crate::oracle::{InFlight, Oracle};
@@ -21,10 +24,6 @@ use crate::scenario::{DisconnectKind, RequestSpec};
 const REQUESTS: usize = 24;
 /// The metadata context of block-status requests.
 const CONTEXT: &str = "base:allocation";
-/// Bytes of the greeting.
-const GREETING_BYTES: usize = 18;
-/// Zero bytes after the flags of an export, unless NO_ZEROES was negotiated.
-const PADDING_BYTES: usize = 124;
 
 /// A request whose header was not sent yet.
 struct Queued {
@@ -110,13 +109,16 @@ impl Client {
             ReplyMode::Extended => self.option(nbd::OPT_EXTENDED_HEADERS, &[]),
         }
         if self.mode != ReplyMode::Simple && random.below(4) > 0 {
-            self.option(nbd::OPT_SET_META_CONTEXT, &nbd::context_query("", &[CONTEXT]));
+            self.option(
+                nbd::OPT_SET_META_CONTEXT,
+                &MetaContextOption { export: "", queries: vec![CONTEXT] }.encode(),
+            );
         }
         match self.mode {
             ReplyMode::Simple | ReplyMode::Structured if random.below(4) == 0 => {
                 self.option(nbd::OPT_EXPORT_NAME, &[]);
             }
-            _ => self.option(nbd::OPT_GO, &nbd::info_request("", &[])),
+            _ => self.option(nbd::OPT_GO, &InfoOption::default().encode()),
         }
     }
 
@@ -317,15 +319,12 @@ impl Client {
     /// Parses the next message; false when it has not arrived completely.
     fn parse_next(&mut self, input: &mut &[u8], oracle: &mut Oracle) -> Result<bool, Violation> {
         if !self.greeted {
-            let Some((greeting, rest)) = input.split_at_checked(GREETING_BYTES) else {
-                return Ok(false);
-            };
+            let Some((greeting, rest)) = input.split_first_chunk() else { return Ok(false) };
             *input = rest;
             self.greeted = true;
-            let wanted = [nbd::INIT_MAGIC.to_be_bytes(), nbd::OPTION_MAGIC.to_be_bytes()].concat();
-            return match greeting.starts_with(&wanted) {
-                true => Ok(true),
-                false => Err(Violation::new(format!("no greeting: {greeting:02x?}"))),
+            return match nbd::parse_greeting(greeting) {
+                Some(_) => Ok(true),
+                None => Err(Violation::new(format!("no greeting: {greeting:02x?}"))),
             };
         }
         if let Some(&option) = self.options.front() {
@@ -351,7 +350,7 @@ impl Client {
     fn read_export(&mut self, input: &mut &[u8], oracle: &Oracle) -> Result<(), Option<Violation>> {
         let mut fields = Fields(input);
         let size = fields.u64().ok_or(None)?;
-        let padding = if self.no_zeroes { 0 } else { PADDING_BYTES };
+        let padding = if self.no_zeroes { 0 } else { nbd::EXPORT_NAME_PADDING_BYTES };
         fields.take(2 + padding).ok_or(None)?;
         *input = fields.0;
         self.options.pop_front();
@@ -372,17 +371,17 @@ impl Client {
         };
         let (data, rest) = rest.split_at_checked(head.length as usize).ok_or(None)?;
         *input = rest;
-        let (kind, mut fields) = (head.kind, Fields(data));
+        let kind = head.kind;
         match (kind, option) {
             (nbd::REP_ACK, _) => {
                 self.options.pop_front();
             }
-            (nbd::REP_META_CONTEXT, nbd::OPT_SET_META_CONTEXT) => self.context = fields.u32(),
-            (nbd::REP_INFO, nbd::OPT_GO) => {
-                if fields.u16() == Some(nbd::INFO_EXPORT) {
-                    check_size(fields.u64().unwrap_or_default(), oracle)?;
-                }
-            }
+            (nbd::REP_META_CONTEXT, nbd::OPT_SET_META_CONTEXT) => self.context = Fields(data).u32(),
+            (nbd::REP_INFO, nbd::OPT_GO) => match Info::parse(data) {
+                Some(Info::Export { size, .. }) => check_size(size, oracle)?,
+                Some(_) => {}
+                None => return wrong(format!("answered by information {data:02x?}")),
+            },
             _ => return wrong(format!("answered by type {kind:x}")),
         }
         Ok(())

@@ -6,7 +6,7 @@
 use std::ops::ControlFlow::{self, Break, Continue};
 
 use nowait::{ByteRange, ExtentStatus, Op};
-use nowait_nbd::{self as nbd, Fields, ReplyHeader, ReplyMode};
+use nowait_nbd::{self as nbd, Extents, Fields, ReplyHeader, ReplyMode};
 
 use crate::model::Violation;
 
@@ -108,23 +108,21 @@ impl Answer {
                 self.piece_memory(ByteRange::new(pos, len.into()))?.fill(0);
             }
             (nbd::REPLY_TYPE_BLOCK_STATUS, Op::Status) if mode == ReplyMode::Structured => {
-                (rest.u32()? == self.context).then_some(())?;
-                while !rest.is_empty() {
-                    let (len, flags) = (rest.u32()?, rest.u32()?);
-                    self.extent(len.into(), flags.into())?;
-                }
+                self.take_extents(mode, &mut rest)?;
             }
             (nbd::REPLY_TYPE_BLOCK_STATUS_EXT, Op::Status) if mode == ReplyMode::Extended => {
-                let (context, count) = (rest.u32()?, rest.u32()?);
-                (context == self.context).then_some(())?;
-                for _ in 0..count {
-                    let (len, flags) = (rest.u64()?, rest.u64()?);
-                    self.extent(len, flags)?;
-                }
+                self.take_extents(mode, &mut rest)?;
             }
             _ => return None,
         }
         rest.is_empty().then_some(())
+    }
+
+    fn take_extents(&mut self, mode: ReplyMode, payload: &mut Fields<'_>) -> Option<()> {
+        (payload.u32()? == self.context).then_some(())?;
+        let extents = Extents::parse(mode, *payload)?;
+        *payload = Fields(&[]);
+        { extents }.try_for_each(|(len, flags)| self.extent(len, flags))
     }
 
     /// The memory for a piece of data, if the piece is allowed.

@@ -12,7 +12,7 @@ use slab::Slab;
 
 use super::connection::WANTED;
 use super::messages::failure;
-use crate::nbd::replies::{Pending, PendingReplies, receive};
+use crate::nbd::replies::{Pending, PendingReplies};
 
 /// The metadata context id of block-status replies.
 pub const CONTEXT: u32 = 1;
@@ -72,8 +72,7 @@ pub struct Ended {
 }
 
 /// Parses the replies of a server whose bytes arrive in `pieces`. Returns the completed requests in
-/// the order of completion, and the error that broke the connection, if any. Bytes of a read are
-/// copied directly to the request's memory as far as a piece has them.
+/// the order of completion, and the error that broke the connection, if any.
 pub fn replies<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> (Vec<Ended>, Result<(), String>) {
     let mut pending = Slab::new();
     for (pos, len, command) in PENDING {
@@ -83,14 +82,9 @@ pub fn replies<'a>(pieces: impl IntoIterator<Item = &'a [u8]>) -> (Vec<Ended>, R
     let mut ended = Vec::new();
     for piece in pieces {
         let mut completed = Vec::new();
-        let (pending_now, context) = (&mut pending, Some(CONTEXT));
-        let mut replies = PendingReplies {
-            pending: pending_now,
-            connection: 0,
-            context,
-            completed: &mut completed,
-        };
-        let taken = receive(&mut parser, piece, &mut replies);
+        let (all, context, done) = (&mut pending, Some(CONTEXT), &mut completed);
+        let mut replies = PendingReplies { pending: all, connection: 0, context, completed: done };
+        let taken = parser.feed(piece, &mut replies);
         for cookie in completed {
             let Pending { memory, extents, .. } = pending.remove(cookie);
             let bytes = memory.map_or(Vec::new(), |memory| memory.to_vec());

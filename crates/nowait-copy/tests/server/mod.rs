@@ -7,27 +7,20 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::thread;
 
-const OPTION_REPLY_MAGIC: u64 = 0x0003_e889_0455_65a9;
-pub(crate) const READ: u16 = 0;
-pub(crate) const WRITE: u16 = 1;
-pub(crate) const BLOCK_STATUS: u16 = 7;
-const DISCONNECT: u16 = 2;
-const OPT_GO: u32 = 7;
-const OPT_STRUCTURED_REPLY: u32 = 8;
-const OPT_SET_META_CONTEXT: u32 = 10;
-const REP_ACK: u32 = 1;
-const REP_INFO: u32 = 3;
-const REP_META_CONTEXT: u32 = 4;
-/// Has flags, flush.
-const TRANSMISSION_FLAGS: u16 = 0b101;
+use nowait_nbd::{
+    self as nbd, ChunkPosition, ExtentList, Info, OptionHeader, ReplyEncoder, ReplyHeader,
+    ReplyMode,
+};
 
-/// A received request.
-pub(crate) struct Request {
-    pub(crate) command: u16,
-    pub(crate) cookie: u64,
-    pub(crate) offset: u64,
-    pub(crate) len: u32,
-}
+pub(crate) const READ: u16 = nbd::CMD_READ;
+pub(crate) const WRITE: u16 = nbd::CMD_WRITE;
+pub(crate) const BLOCK_STATUS: u16 = nbd::CMD_BLOCK_STATUS;
+/// The id of the context.
+const CONTEXT: u32 = 7;
+const TRANSMISSION_FLAGS: u16 = nbd::FLAG_HAS_FLAGS | nbd::FLAG_SEND_FLUSH;
+const MODE: ReplyMode = ReplyMode::Structured;
+
+pub(crate) use nowait_nbd::RequestHeader as Request;
 
 /// The bytes of an answer; `None` ends the connection.
 pub(crate) type Answer = Option<Vec<u8>>;
@@ -43,7 +36,7 @@ pub(crate) fn serve(
         negotiate(stream, size)?;
         loop {
             let request = receive(stream)?;
-            if request.command == DISCONNECT {
+            if request.command == nbd::CMD_DISC {
                 return Ok(());
             }
             match answer(&request) {
@@ -71,33 +64,29 @@ pub(crate) fn listen(
 
 /// The first 18 bytes of a fixed newstyle server.
 pub(crate) fn greeting() -> Vec<u8> {
-    [&b"NBDMAGICIHAVEOPT"[..], &3u16.to_be_bytes()].concat()
+    nbd::greeting(nbd::FLAG_FIXED_NEWSTYLE | nbd::FLAG_NO_ZEROES).to_vec()
 }
 
 /// A reply to an option.
 pub(crate) fn option_reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
-    let mut bytes = OPTION_REPLY_MAGIC.to_be_bytes().to_vec();
-    bytes.extend(option.to_be_bytes());
-    bytes.extend(kind.to_be_bytes());
-    bytes.extend((data.len() as u32).to_be_bytes());
-    bytes.extend(data);
+    let mut bytes = Vec::new();
+    nbd::option_reply(&mut bytes, option, kind, &[data]);
     bytes
 }
 
 /// `INFO_EXPORT` in answer to GO.
 pub(crate) fn export_info(size: u64) -> Vec<u8> {
-    let data = [&0u16.to_be_bytes()[..], &size.to_be_bytes(), &TRANSMISSION_FLAGS.to_be_bytes()];
-    option_reply(OPT_GO, REP_INFO, &data.concat())
+    let info = Info::Export { size, flags: TRANSMISSION_FLAGS };
+    option_reply(nbd::OPT_GO, nbd::REP_INFO, &info.encode())
 }
 
 /// Receives an option and returns its number.
 pub(crate) fn receive_option(stream: &mut UnixStream) -> io::Result<u32> {
-    let mut head = [0; 16];
+    let mut head = [0; OptionHeader::BYTES];
     stream.read_exact(&mut head)?;
-    let number = |at: usize| u32::from_be_bytes(head[at..at + 4].try_into().expect("4 bytes"));
-    let mut data = vec![0; number(12) as usize];
-    stream.read_exact(&mut data)?;
-    Ok(number(8))
+    let OptionHeader { option, length } = OptionHeader::parse(&head).expect("an option");
+    stream.read_exact(&mut vec![0; length as usize])?;
+    Ok(option)
 }
 
 fn negotiate(stream: &mut UnixStream, size: u64) -> io::Result<()> {
@@ -106,72 +95,53 @@ fn negotiate(stream: &mut UnixStream, size: u64) -> io::Result<()> {
     loop {
         let option = receive_option(stream)?;
         let more = match option {
-            OPT_STRUCTURED_REPLY => Vec::new(),
-            OPT_SET_META_CONTEXT => {
-                let data = [&7u32.to_be_bytes()[..], b"base:allocation"].concat();
-                option_reply(option, REP_META_CONTEXT, &data)
+            nbd::OPT_STRUCTURED_REPLY => Vec::new(),
+            nbd::OPT_SET_META_CONTEXT => {
+                let data = [&CONTEXT.to_be_bytes()[..], b"base:allocation"].concat();
+                option_reply(option, nbd::REP_META_CONTEXT, &data)
             }
             _ => export_info(size),
         };
-        stream.write_all(&[more, option_reply(option, REP_ACK, &[])].concat())?;
-        if option == OPT_GO {
+        stream.write_all(&[more, option_reply(option, nbd::REP_ACK, &[])].concat())?;
+        if option == nbd::OPT_GO {
             return Ok(());
         }
     }
 }
 
 fn receive(stream: &mut UnixStream) -> io::Result<Request> {
-    let mut head = [0; 28];
+    let mut head = [0; nbd::REQUEST_BYTES];
     stream.read_exact(&mut head)?;
-    let u64_at = |at: usize| u64::from_be_bytes(head[at..at + 8].try_into().expect("8 bytes"));
-    let request = Request {
-        command: u16::from_be_bytes([head[6], head[7]]),
-        cookie: u64_at(8),
-        offset: u64_at(16),
-        len: u64_at(20) as u32,
-    };
+    let request = Request::parse(MODE, &head).expect("a request");
     if request.command == WRITE {
-        io::copy(&mut stream.take(u64::from(request.len)), &mut io::sink())?;
+        io::copy(&mut stream.take(request.length), &mut io::sink())?;
     }
     Ok(request)
 }
 
 /// The correct answer: all of the export is data, the bytes of a read are `fill`.
 pub(crate) fn correct_answer(request: &Request, fill: u8) -> Vec<u8> {
-    let chunk = |kind: u16, payload: &[u8]| {
-        let mut bytes = 0x668e_33ef_u32.to_be_bytes().to_vec();
-        bytes.extend(1u16.to_be_bytes());
-        bytes.extend(kind.to_be_bytes());
-        bytes.extend(request.cookie.to_be_bytes());
-        bytes.extend((payload.len() as u32).to_be_bytes());
-        bytes.extend(payload);
-        bytes
-    };
-    match request.command {
+    let answer = ReplyEncoder::to(MODE, request);
+    let (head, payload) = match request.command {
         READ => {
-            let mut payload = request.offset.to_be_bytes().to_vec();
-            payload.resize(8 + request.len as usize, fill);
-            chunk(1, &payload)
+            let head = answer.data(ChunkPosition::Last, request.offset, request.length as u32);
+            (head, vec![fill; request.length as usize])
         }
         BLOCK_STATUS => {
-            let numbers = [7, request.len, 0];
-            chunk(5, &numbers.map(u32::to_be_bytes).concat())
+            let mut extents = ExtentList::with_capacity(MODE, 1);
+            extents.push(request.length, 0);
+            (answer.status(ChunkPosition::Last, CONTEXT, &extents), extents.into_bytes())
         }
-        _ => chunk(0, &[]),
-    }
+        _ => (answer.none(), Vec::new()),
+    };
+    [head.as_slice(), &payload].concat()
 }
 
 /// Answers a request with `error`: an error chunk that is not the last one, and a last chunk.
 pub(crate) fn failure(request: &Request, error: u32) -> Vec<u8> {
-    let chunk = |flags: u16, kind: u16, payload: &[u8]| {
-        let mut bytes = 0x668e_33ef_u32.to_be_bytes().to_vec();
-        bytes.extend(flags.to_be_bytes());
-        bytes.extend(kind.to_be_bytes());
-        bytes.extend(request.cookie.to_be_bytes());
-        bytes.extend((payload.len() as u32).to_be_bytes());
-        bytes.extend(payload);
-        bytes
-    };
     let payload = [&error.to_be_bytes()[..], &3u16.to_be_bytes(), b"bad"].concat();
-    [chunk(0, (1 << 15) + 1, &payload), chunk(1, 0, &[])].concat()
+    let (kind, cookie, length) = (nbd::REPLY_TYPE_ERROR, request.cookie, payload.len() as u64);
+    let chunk = ReplyHeader::Chunk { flags: 0, kind, cookie, length }.encode(MODE, request.offset);
+    let none = ReplyEncoder::to(MODE, request).none();
+    [chunk.as_slice(), &payload, none.as_slice()].concat()
 }

@@ -4,7 +4,7 @@
 //! on how the bytes are split.
 
 use nowait_copy::fuzz::{CONTEXT, PENDING, negotiate, replies};
-use nowait_nbd as nbd;
+use nowait_nbd::{self as nbd, Info, ReplyHeader, ReplyMode};
 
 use crate::split::cut;
 use crate::target::{Check, Target};
@@ -52,31 +52,24 @@ fn one_line(words: String) -> Result<(), String> {
 }
 
 fn reply(option: u32, kind: u32, data: &[u8]) -> Vec<u8> {
-    let mut bytes = nbd::OPTION_REPLY_MAGIC.to_be_bytes().to_vec();
-    for number in [option, kind, data.len() as u32] {
-        bytes.extend(number.to_be_bytes());
-    }
-    [bytes, data.to_vec()].concat()
+    let mut bytes = Vec::new();
+    nbd::option_reply(&mut bytes, option, kind, &[data]);
+    bytes
 }
 
 /// A server that accepts everything, and one that does not.
 fn negotiations() -> [Vec<u8>; 2] {
-    let greeting = [
-        &[0][..],
-        &nbd::INIT_MAGIC.to_be_bytes(),
-        &nbd::OPTION_MAGIC.to_be_bytes(),
-        &(nbd::FLAG_FIXED_NEWSTYLE | nbd::FLAG_NO_ZEROES).to_be_bytes(),
-    ]
-    .concat();
+    let flags = nbd::FLAG_FIXED_NEWSTYLE | nbd::FLAG_NO_ZEROES;
+    let greeting = [&[0][..], &nbd::greeting(flags)].concat();
     let context = [&CONTEXT.to_be_bytes()[..], b"base:allocation"].concat();
-    let size = [&[0, 0][..], &(1u64 << 30).to_be_bytes(), &[5, 0x6d]].concat();
-    let blocks = [[0, 3, 0, 0], [0, 1, 0, 0], [16, 0, 2, 0], [0, 0, 0, 0]].concat();
+    let size = Info::Export { size: 1 << 30, flags: 0x56d }.encode();
+    let blocks = Info::BlockSize { min: 1, preferred: 4096, max: 32 << 20 }.encode();
     let good = [
         reply(nbd::OPT_STRUCTURED_REPLY, nbd::REP_ACK, &[]),
         reply(nbd::OPT_SET_META_CONTEXT, nbd::REP_META_CONTEXT, &context),
         reply(nbd::OPT_SET_META_CONTEXT, nbd::REP_ACK, &[]),
         reply(nbd::OPT_GO, nbd::REP_INFO, &size),
-        reply(nbd::OPT_GO, nbd::REP_INFO, blocks.get(..14).unwrap_or_default()),
+        reply(nbd::OPT_GO, nbd::REP_INFO, &blocks),
         reply(nbd::OPT_GO, nbd::REP_ACK, &[]),
     ];
     let bad = [
@@ -87,17 +80,12 @@ fn negotiations() -> [Vec<u8>; 2] {
 }
 
 fn simple(error: u32, cookie: u64) -> Vec<u8> {
-    let magic = nbd::SIMPLE_REPLY_MAGIC.to_be_bytes();
-    [&magic[..], &error.to_be_bytes(), &cookie.to_be_bytes()].concat()
+    ReplyHeader::Simple { error, cookie }.encode(ReplyMode::Simple, 0).as_slice().to_vec()
 }
 
 fn chunk(flags: u16, kind: u16, cookie: u64, payload: &[u8]) -> Vec<u8> {
-    let mut bytes = nbd::STRUCTURED_REPLY_MAGIC.to_be_bytes().to_vec();
-    bytes.extend(flags.to_be_bytes());
-    bytes.extend(kind.to_be_bytes());
-    bytes.extend(cookie.to_be_bytes());
-    bytes.extend((payload.len() as u32).to_be_bytes());
-    [bytes, payload.to_vec()].concat()
+    let header = ReplyHeader::Chunk { flags, kind, cookie, length: payload.len() as u64 };
+    [header.encode(ReplyMode::Structured, 0).as_slice(), payload].concat()
 }
 
 fn seeds() -> Vec<Vec<u8>> {
@@ -116,7 +104,7 @@ fn seeds() -> Vec<Vec<u8>> {
         chunk(done, nbd::REPLY_TYPE_NONE, 0, &[]),
         chunk(done, nbd::REPLY_TYPE_BLOCK_STATUS, 4, &status),
         simple(0, 6),
-        chunk(done, nbd::REPLY_TYPE_ERROR_BIT + 1, 2, &error),
+        chunk(done, nbd::REPLY_TYPE_ERROR, 2, &error),
     ];
     let mut seeds = Vec::from(negotiations());
     seeds.push(simple_ones.concat());

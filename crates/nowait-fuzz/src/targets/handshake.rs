@@ -3,7 +3,7 @@
 //! Checked: the outcome does not depend on how the bytes are split; the server sends complete
 //! option replies, and after `OPT_EXPORT_NAME` what the protocol specifies.
 
-use nowait_nbd::{self as nbd, Fields, context_query, info_request, option};
+use nowait_nbd::{self as nbd, Fields, InfoOption, MetaContextOption, OptionReplyHeader, option};
 use nowait_server::fuzz::{Outcome, Tls, handshake};
 
 use crate::split::cut;
@@ -59,17 +59,23 @@ fn answers_make_sense(outcome: &Outcome) -> Result<(), String> {
         if outcome.transmission && EXPORT_NAME_REPLY_BYTES.contains(&rest.0.len()) {
             return Ok(());
         }
-        let (magic, answered) = (rest.u64(), rest.u32());
-        let (kind, len) = (rest.u32(), rest.u32());
-        if magic != Some(nbd::OPTION_REPLY_MAGIC) || answered.is_none() {
-            return Err(format!("{magic:x?} begins no reply"));
-        }
-        let data = len.and_then(|len| rest.take(len as usize));
-        if data.is_none() || kind.is_none() {
+        let Some(head) = rest.array() else { return Err("the last reply is cut off".into()) };
+        let Some(head) = OptionReplyHeader::parse(&head) else {
+            return Err(format!("{head:x?} begins no reply"));
+        };
+        if rest.take(head.length as usize).is_none() {
             return Err("the last reply is cut off".into());
         }
     }
     Ok(())
+}
+
+fn info_request(export: &str, kinds: &[u16]) -> Vec<u8> {
+    InfoOption { export, kinds: kinds.into() }.encode()
+}
+
+fn context_query(export: &str, queries: &[&str]) -> Vec<u8> {
+    MetaContextOption { export, queries: queries.into() }.encode()
 }
 
 fn seeds() -> Vec<Vec<u8>> {

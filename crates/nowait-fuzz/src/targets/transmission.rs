@@ -16,7 +16,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::{BlockDevice, Config, OpenOptions};
-use nowait_nbd::{self as nbd, Fields, ReplyMode, context_query, info_request, option};
+use nowait_nbd::client::{HandshakeError, Wanted, choose, greet};
+use nowait_nbd::{self as nbd, ReplyMode};
 use nowait_server::{AnyExport, Export, Listener, Options, QueueKind, Server, Tls};
 
 use super::image::scratch;
@@ -142,7 +143,7 @@ impl RunningServer {
     ) -> Result<BTreeMap<u64, Result<u64, u32>>, String> {
         let lost = |error: std::io::Error| format!("the connection: {error}");
         let mut stream = UnixStream::connect(&self.socket).map_err(lost)?;
-        negotiate(&mut stream, mode, contexts).map_err(lost)?;
+        negotiate(&mut stream, mode, contexts)?;
         stream.set_nonblocking(true).map_err(lost)?;
         let mut received = Vec::new();
         let mut is_open = true;
@@ -197,37 +198,12 @@ fn is_end(error: &std::io::Error) -> bool {
 }
 
 /// Opens the export in `mode`; with `contexts`, block status requests are negotiated.
-fn negotiate(stream: &mut UnixStream, mode: ReplyMode, contexts: bool) -> std::io::Result<()> {
-    stream.read_exact(&mut [0; 18])?;
-    let flags = u32::from(nbd::FLAG_FIXED_NEWSTYLE | nbd::FLAG_NO_ZEROES);
-    stream.write_all(&flags.to_be_bytes())?;
-    let mut options = Vec::new();
-    match mode {
-        ReplyMode::Simple => {}
-        ReplyMode::Structured => options.push((nbd::OPT_STRUCTURED_REPLY, Vec::new())),
-        ReplyMode::Extended => options.push((nbd::OPT_EXTENDED_HEADERS, Vec::new())),
-    }
-    if mode != ReplyMode::Simple && contexts {
-        let query = context_query("disk", &["base:allocation"]);
-        options.push((nbd::OPT_SET_META_CONTEXT, query));
-    }
-    options.push((nbd::OPT_GO, info_request("disk", &[])));
-    for (kind, data) in options {
-        stream.write_all(&option(kind, &data))?;
-        let mut reply = 0;
-        while reply != nbd::REP_ACK {
-            let mut head = [0; 20];
-            stream.read_exact(&mut head)?;
-            let mut fields = Fields(head.get(12..).unwrap_or_default());
-            reply = fields.u32().unwrap_or_default();
-            let mut data = vec![0; fields.u32().unwrap_or_default() as usize];
-            stream.read_exact(&mut data)?;
-            if reply & nbd::REP_ERR_BIT != 0 {
-                return Err(std::io::Error::other(format!("option {kind} refused: {reply:x}")));
-            }
-        }
-    }
-    Ok(())
+fn negotiate(stream: &mut UnixStream, mode: ReplyMode, contexts: bool) -> Result<(), String> {
+    let failed = |error: HandshakeError| format!("no negotiation: {error}");
+    greet(stream).map_err(failed)?;
+    let wanted = Wanted { mode, context: contexts.then_some("base:allocation") };
+    let export = choose(stream, "disk", wanted).map_err(failed)?;
+    if export.mode == mode { Ok(()) } else { Err(format!("{:?} for {mode:?}", export.mode)) }
 }
 
 /// A request of every kind in every mode.

@@ -7,12 +7,13 @@ use std::fmt;
 use std::io::{self, Read, Write};
 
 use crate::constants::{
-    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, INFO_BLOCK_SIZE, INFO_EXPORT, INIT_MAGIC,
-    OPT_EXTENDED_HEADERS, OPT_GO, OPT_SET_META_CONTEXT, OPT_STARTTLS, OPT_STRUCTURED_REPLY,
-    OPTION_MAGIC, REP_ACK, REP_INFO, REP_META_CONTEXT,
+    FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, INFO_BLOCK_SIZE, OPT_EXTENDED_HEADERS, OPT_GO,
+    OPT_SET_META_CONTEXT, OPT_STARTTLS, OPT_STRUCTURED_REPLY, REP_ACK, REP_INFO, REP_META_CONTEXT,
 };
 use crate::fields::Fields;
-use crate::option::{OptionReplyHeader, context_query, info_request, option};
+use crate::greeting::{GREETING_BYTES, parse_greeting};
+use crate::info::Info;
+use crate::option::{InfoOption, MetaContextOption, OptionReplyHeader, option};
 use crate::reply_mode::ReplyMode;
 
 /// The longest reply to an option that a server has reason to give, in bytes.
@@ -24,6 +25,8 @@ const MAX_REPLIES: usize = 64;
 const DEFAULT_MAX_BYTES: u32 = 32 << 20;
 /// The largest minimum block in bytes that the protocol allows.
 const MAX_MIN_BLOCK: u32 = 64 << 10;
+
+const BROKEN: &str = "the server's answer in the handshake is no answer";
 
 /// What a client asks for beside the export.
 #[derive(Clone, Copy, Debug, Default)]
@@ -105,14 +108,10 @@ impl From<&str> for HandshakeError {
 /// # Errors
 /// The greeting is not that of a server with fixed newstyle negotiation; the stream failed.
 pub fn greet(stream: &mut (impl Read + Write)) -> Result<(), HandshakeError> {
-    let mut greeting = [0; 18];
+    let mut greeting = [0; GREETING_BYTES];
     stream.read_exact(&mut greeting)?;
-    let mut fields = Fields(&greeting);
-    let magics = (fields.u64(), fields.u64());
-    let flags = fields.u16().unwrap_or_default();
-    if magics != (Some(INIT_MAGIC), Some(OPTION_MAGIC)) || flags & FLAG_FIXED_NEWSTYLE == 0 {
-        return Err(HandshakeError::NotNbd);
-    }
+    let fixed = parse_greeting(&greeting).filter(|flags| flags & FLAG_FIXED_NEWSTYLE != 0);
+    let flags = fixed.ok_or(HandshakeError::NotNbd)?;
     let own = FLAG_FIXED_NEWSTYLE | (flags & FLAG_NO_ZEROES);
     Ok(stream.write_all(&u32::from(own).to_be_bytes())?)
 }
@@ -142,13 +141,14 @@ pub fn choose(
     };
     let mut found = None;
     let mut blocks = (1, DEFAULT_MAX_BYTES);
-    let request = info_request(name, &[INFO_BLOCK_SIZE]);
+    let request = InfoOption { export: name, kinds: vec![INFO_BLOCK_SIZE] }.encode();
     ask(stream, OPT_GO, &request, &mut |kind, data| {
-        let mut fields = Fields(data);
-        match (kind, fields.u16()) {
-            (REP_INFO, Some(INFO_EXPORT)) => found = export(fields).or(found),
-            (REP_INFO, Some(INFO_BLOCK_SIZE)) => blocks = block_sizes(fields)?,
-            _ => {}
+        if kind == REP_INFO {
+            match Info::parse(data).ok_or(BROKEN)? {
+                Info::Export { size, flags } => found = Some((size, flags)),
+                Info::BlockSize { min, max, .. } => blocks = block_sizes(min, max)?,
+                Info::Other { .. } => {}
+            }
         }
         Ok(())
     })?;
@@ -180,7 +180,7 @@ fn select(
     context: &str,
 ) -> Result<Option<u32>, HandshakeError> {
     let mut id = None;
-    let query = context_query(name, &[context]);
+    let query = MetaContextOption { export: name, queries: vec![context] }.encode();
     let asked = ask(stream, OPT_SET_META_CONTEXT, &query, &mut |kind, data| {
         let mut fields = Fields(data);
         if kind == REP_META_CONTEXT
@@ -214,7 +214,6 @@ fn ask(
     data: &[u8],
     take: &mut Take<'_>,
 ) -> Result<(), HandshakeError> {
-    const BROKEN: &str = "the server's answer in the handshake is no answer";
     stream.write_all(&option(asked, data))?;
     for _ in 0..MAX_REPLIES {
         let mut head = [0; OptionReplyHeader::BYTES];
@@ -237,16 +236,8 @@ fn ask(
     Err("the server does not come to an end in the handshake".into())
 }
 
-/// Size and flags of `INFO_EXPORT`.
-fn export(mut fields: Fields<'_>) -> Option<(u64, u16)> {
-    let found = (fields.u64()?, fields.u16()?);
-    fields.is_empty().then_some(found)
-}
-
 /// The least and the greatest of `INFO_BLOCK_SIZE`, in bytes.
-fn block_sizes(mut fields: Fields<'_>) -> Result<(u32, u32), HandshakeError> {
-    let mut next = || fields.u32().unwrap_or_default();
-    let (min, _preferred, max) = (next(), next(), next());
+fn block_sizes(min: u32, max: u32) -> Result<(u32, u32), HandshakeError> {
     if !min.is_power_of_two() || min > MAX_MIN_BLOCK || max < min {
         let words = format!("the server's block sizes, {min} to {max} bytes, cannot be");
         return Err(HandshakeError::Broken(words));

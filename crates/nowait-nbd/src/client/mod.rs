@@ -22,4 +22,4 @@ pub use credentials::{CipherSuites, Credentials, CredentialsError};
 #[cfg(feature = "transport")]
 pub use error::ClientError;
 pub use handshake::{Export, HandshakeError, Wanted, choose, greet, start_tls};
-pub use reply_parser::{Extents, Outcome, Replies, ReplyParser};
+pub use reply_parser::{Outcome, Replies, ReplyParser};

@@ -8,6 +8,7 @@ use crate::constants::{
     CHUNK_HEAD_BYTES, EXTENDED_REPLY_BYTES, REPLY_TYPE_BLOCK_STATUS, REPLY_TYPE_BLOCK_STATUS_EXT,
     REPLY_TYPE_ERROR_BIT, REPLY_TYPE_NONE, REPLY_TYPE_OFFSET_DATA, REPLY_TYPE_OFFSET_HOLE,
 };
+use crate::extents::Extents;
 use crate::fields::Fields;
 use crate::reply_header::ReplyHeader;
 use crate::reply_mode::ReplyMode;
@@ -60,26 +61,6 @@ pub trait Replies {
     fn memory(&mut self, cookie: u64, offset: u64) -> Option<&mut [u8]>;
 }
 
-/// The extents of a block status chunk: length in bytes, and flags.
-#[derive(Clone, Copy, Debug)]
-pub struct Extents<'a> {
-    fields: Fields<'a>,
-    is_extended: bool,
-}
-
-impl Iterator for Extents<'_> {
-    type Item = (u64, u64);
-
-    fn next(&mut self) -> Option<(u64, u64)> {
-        let Self { fields, is_extended } = self;
-        let mut number = || match is_extended {
-            true => fields.u64(),
-            false => fields.u32().map(u64::from),
-        };
-        Some((number()?, number()?))
-    }
-}
-
 /// The part of the stream that the next byte belongs to.
 enum State {
     /// A header of this many bytes.
@@ -111,6 +92,12 @@ impl ReplyParser {
     #[must_use]
     pub fn mode(&self) -> ReplyMode {
         self.mode
+    }
+
+    /// Whether the next byte begins a message.
+    #[must_use]
+    pub fn is_between_messages(&self) -> bool {
+        matches!(self.state, State::Head(_)) && self.have == 0
     }
 
     /// The memory for the next bytes of the stream, if they are data with memory. What was received
@@ -260,19 +247,11 @@ impl ReplyParser {
         let State::Collect { cookie, kind, last, .. } = self.state else { return Ok(()) };
         let mut fields = Fields(&self.collected);
         match (kind, self.mode) {
-            (REPLY_TYPE_BLOCK_STATUS, ReplyMode::Structured) => {
+            (REPLY_TYPE_BLOCK_STATUS, ReplyMode::Structured)
+            | (REPLY_TYPE_BLOCK_STATUS_EXT, ReplyMode::Extended) => {
                 let context = fields.u32().ok_or(BROKEN)?;
-                if fields.is_empty() || !fields.0.len().is_multiple_of(8) {
-                    return Err(BROKEN.into());
-                }
-                replies.status(cookie, context, Extents { fields, is_extended: false })?;
-            }
-            (REPLY_TYPE_BLOCK_STATUS_EXT, ReplyMode::Extended) => {
-                let (context, count) = (fields.u32().ok_or(BROKEN)?, fields.u32().ok_or(BROKEN)?);
-                if count == 0 || u64::from(count) * 16 != fields.0.len() as u64 {
-                    return Err(BROKEN.into());
-                }
-                replies.status(cookie, context, Extents { fields, is_extended: true })?;
+                let extents = Extents::parse(self.mode, fields).ok_or(BROKEN)?;
+                replies.status(cookie, context, extents)?;
             }
             _ if kind & REPLY_TYPE_ERROR_BIT != 0 => {
                 let (error, len) = (fields.u32().ok_or(BROKEN)?, fields.u16().ok_or(BROKEN)?);
@@ -297,6 +276,8 @@ fn copy(to: Option<&mut [u8]>, from: &[u8], count: usize) {
 mod tests {
     use super::*;
     use crate::constants::REPLY_TYPE_ERROR;
+    use crate::extents::ExtentList;
+    use crate::reply_encoder::{ChunkPosition, ReplyEncoder};
 
     /// A client that writes down what it is told; its memory begins at byte `AT` of the export.
     #[derive(Debug, Default, PartialEq, Eq)]
@@ -344,25 +325,13 @@ mod tests {
         }
     }
 
-    /// A chunk in `mode`.
+    /// A chunk in `mode` that answers request 1.
     fn chunk(mode: ReplyMode, flags: u16, kind: u16, payload: &[u8]) -> Vec<u8> {
-        let (magic, is_extended) = match mode {
-            ReplyMode::Extended => (0x6e8a_278c_u32, true),
-            _ => (0x668e_33ef, false),
-        };
-        let mut bytes =
-            [&magic.to_be_bytes()[..], &flags.to_be_bytes(), &kind.to_be_bytes()].concat();
-        bytes.extend(1u64.to_be_bytes());
-        if is_extended {
-            bytes.extend(77u64.to_be_bytes());
-            bytes.extend((payload.len() as u64).to_be_bytes());
-        } else {
-            bytes.extend((payload.len() as u32).to_be_bytes());
-        }
-        [bytes, payload.to_vec()].concat()
+        let header = ReplyHeader::Chunk { flags, kind, cookie: 1, length: payload.len() as u64 };
+        [header.encode(mode, AT).as_slice(), payload].concat()
     }
 
-    /// What a client in `mode` is told when `stream` arrives in `pieces`.
+    /// What a client in `mode` is told when its bytes arrive in `pieces`.
     fn told(mode: ReplyMode, pieces: &[&[u8]]) -> Outcome<Notes> {
         let mut parser = ReplyParser::new(mode);
         let mut notes = Notes { memory: vec![0xee; 6], ..Notes::default() };
@@ -373,29 +342,24 @@ mod tests {
     fn every_chunk_is_told_once_wherever_the_stream_is_split() {
         for mode in [ReplyMode::Structured, ReplyMode::Extended] {
             let at = |at: u64| (AT + at).to_be_bytes();
-            let (kind, extents): (_, Vec<u8>) = match mode {
-                ReplyMode::Extended => (REPLY_TYPE_BLOCK_STATUS_EXT, {
-                    let numbers = [1 << 40, 3, 512, 0u64];
-                    let numbers = numbers.into_iter().flat_map(u64::to_be_bytes);
-                    [0, 0, 0, 9, 0, 0, 0, 2].into_iter().chain(numbers).collect()
-                }),
-                _ => (REPLY_TYPE_BLOCK_STATUS, {
-                    [9, 1 << 30, 3, 512, 0u32].into_iter().flat_map(u32::to_be_bytes).collect()
-                }),
-            };
+            let long = if mode == ReplyMode::Extended { 1u64 << 40 } else { 1 << 30 };
+            let mut extents = ExtentList::with_capacity(mode, 2);
+            extents.push(long, 3);
+            extents.push(512, 0);
+            let answer = ReplyEncoder::to_cookie(mode, 1);
+            let status = answer.status(ChunkPosition::NotLast, 9, &extents);
             let stream = [
                 chunk(mode, 0, REPLY_TYPE_OFFSET_DATA, &[&at(2)[..], &[7, 8]].concat()),
                 chunk(mode, 0, REPLY_TYPE_OFFSET_HOLE, &[&at(4)[..], &[0, 0, 2, 0]].concat()),
-                chunk(mode, 0, kind, &extents),
+                [status.as_slice(), &extents.into_bytes()].concat(),
                 chunk(mode, 0, REPLY_TYPE_ERROR, b"\0\0\0\x1c\0\x04full"),
                 chunk(mode, 1, REPLY_TYPE_NONE, &[]),
             ]
             .concat();
-            let length = if mode == ReplyMode::Extended { 1u64 << 40 } else { 1 << 30 };
             let lines = [
                 "1: 2 at 2".to_owned(),
                 "1: no 512 at 4".into(),
-                format!("1: 9 [({length}, 3), (512, 0)]"),
+                format!("1: 9 [({long}, 3), (512, 0)]"),
                 "1: error 28 full".into(),
                 "1: done".into(),
             ];

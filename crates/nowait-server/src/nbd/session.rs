@@ -11,8 +11,8 @@ use crate::export::Export;
 use crate::nbd::command::TransmissionMode;
 use crate::nbd::handshake::{Exports, Handshake, HandshakeProgress, Negotiated};
 use crate::nbd::reply::builder::{self, CompletedRequest, RequestContext};
-use crate::nbd::reply::header::{ChunkPosition, ReplyEncoder};
 use crate::nbd::reply::send_queue::{ReplyBody, SendQueue};
+use crate::nbd::wire::{ChunkPosition, ReplyEncoder};
 use crate::nbd::wire::{ReplyMode, RequestHeader};
 use crate::nbd::write_split::{IncomingSplitWrite, SplitPolicy, SplitWrite};
 

@@ -5,8 +5,8 @@
 use std::io::IoSlice;
 
 use crate::event_loop::tests::*;
-use crate::nbd::reply::header::{ChunkPosition, EncodedHeader, ReplyEncoder};
 use crate::nbd::reply::send_queue::{Chunk, Chunks, MAX_CHUNKS, ReplyBody, SendQueue};
+use crate::nbd::wire::{ChunkPosition, EncodedHeader, ReplyEncoder};
 
 /// Iovecs of the smaller kind of send.
 const PIECES: usize = 36;

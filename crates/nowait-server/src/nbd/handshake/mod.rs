@@ -10,8 +10,11 @@ use std::ops::ControlFlow::{self, Break, Continue};
 
 use crate::nbd::meta_context::Contexts;
 use crate::nbd::tls_config::Tls;
-use crate::nbd::wire::{self, Fields, MAX_STRING_BYTES, ReplyMode};
-use options::{InfoOption, MetaContextOption, OptionError, conclude, reply};
+use crate::nbd::wire::{
+    self, Fields, Info, InfoOption, MAX_STRING_BYTES, MetaContextOption, OptionHeader, ReplyMode,
+    option_reply,
+};
+use options::{OptionError, conclude};
 
 /// The longest data of an option that is parsed, in bytes. Names and queries are at most
 /// [`MAX_STRING_BYTES`] each, so that every sensible option is far below; longer data are skipped
@@ -26,11 +29,7 @@ const MAX_SKIPPED_BYTES: u32 = 32 << 20;
 /// queries; a client that never ends its handshake occupies a connection.
 const MAX_OPTIONS: u32 = 1024;
 
-/// Padding of the reply to `OPT_EXPORT_NAME`, unless the client has set `FLAG_NO_ZEROES`.
-const EXPORT_NAME_PADDING: [u8; 124] = [0; 124];
-
 const CLIENT_FLAGS_BYTES: u32 = 4;
-const OPTION_HEADER_BYTES: u32 = 16;
 
 /// The context id in replies to `OPT_LIST_META_CONTEXT`, where it has no meaning.
 const RESERVED_CONTEXT_ID: u32 = 0;
@@ -166,9 +165,7 @@ impl Handshake {
 
     /// Appends the greeting (NBD proto.md, "Newstyle negotiation"); 18 bytes.
     pub(crate) fn greeting(out: &mut Vec<u8>) {
-        out.extend_from_slice(&wire::INIT_MAGIC.to_be_bytes());
-        out.extend_from_slice(&wire::OPTION_MAGIC.to_be_bytes());
-        out.extend_from_slice(&(wire::FLAG_FIXED_NEWSTYLE | wire::FLAG_NO_ZEROES).to_be_bytes());
+        out.extend_from_slice(&wire::greeting(wire::FLAG_FIXED_NEWSTYLE | wire::FLAG_NO_ZEROES));
     }
 
     /// Consumes the client's next bytes, up to the end of an option that is answered, and appends
@@ -215,7 +212,7 @@ impl Handshake {
                 self.accept_client_flags(&bytes)
             }
             Phase::OptionHeader => {
-                let bytes = self.collect(rest, OPTION_HEADER_BYTES)?;
+                let bytes = self.collect(rest, OptionHeader::BYTES as u32)?;
                 self.accept_header(&bytes)
             }
             Phase::OptionData { option, length } => {
@@ -270,10 +267,7 @@ impl Handshake {
 
     /// Decides by the header of an option whether its data are parsed or skipped.
     fn accept_header(&mut self, bytes: &[u8]) -> ControlFlow<HandshakeProgress> {
-        let mut fields = Fields(bytes);
-        let (Some(wire::OPTION_MAGIC), Some(option), Some(length)) =
-            (fields.u64(), fields.u32(), fields.u32())
-        else {
+        let Some(OptionHeader { option, length }) = OptionHeader::parse(bytes) else {
             return Break(HandshakeProgress::Close);
         };
         self.options += 1;
@@ -338,7 +332,7 @@ impl Handshake {
         match option {
             wire::OPT_EXPORT_NAME => return self.export_name(data, &exports(), out),
             wire::OPT_STARTTLS => {
-                reply(out, option, wire::REP_ACK, &[]);
+                option_reply(out, option, wire::REP_ACK, &[]);
                 self.begin_tls();
                 return Break(HandshakeProgress::StartTls);
             }
@@ -398,7 +392,7 @@ impl Handshake {
         out.extend_from_slice(&export.size.to_be_bytes());
         out.extend_from_slice(&self.transmission_flags(index, export).to_be_bytes());
         if !self.client_set(wire::FLAG_NO_ZEROES) {
-            out.extend_from_slice(&EXPORT_NAME_PADDING);
+            out.extend_from_slice(&[0; wire::EXPORT_NAME_PADDING_BYTES]);
         }
         Break(HandshakeProgress::Transmission(self.negotiated(index)))
     }
@@ -417,24 +411,17 @@ impl Handshake {
             log_unknown(request.export.as_bytes());
             OptionError::NO_SUCH_EXPORT
         })?;
-        let mut info = |data: &[&[u8]]| reply(out, option, wire::REP_INFO, data);
-        info(&[
-            &wire::INFO_EXPORT.to_be_bytes(),
-            &export.size.to_be_bytes(),
-            &self.transmission_flags(index, export).to_be_bytes(),
-        ]);
-        info(&[
-            &wire::INFO_BLOCK_SIZE.to_be_bytes(),
-            &export.min_block.to_be_bytes(),
-            &export.preferred_block.to_be_bytes(),
-            &export.max_payload.to_be_bytes(),
-        ]);
-        if request.kinds.contains(&wire::INFO_NAME) {
-            info(&[&wire::INFO_NAME.to_be_bytes(), export.name.as_bytes()]);
-        }
-        if request.kinds.contains(&wire::INFO_DESCRIPTION) {
-            let description = export.description.as_bytes();
-            info(&[&wire::INFO_DESCRIPTION.to_be_bytes(), description]);
+        let mut info =
+            |info: Info<'_>| option_reply(out, option, wire::REP_INFO, &[&info.encode()]);
+        let flags = self.transmission_flags(index, export);
+        info(Info::Export { size: export.size, flags });
+        let ExportInfo { min_block: min, preferred_block: preferred, max_payload: max, .. } =
+            *export;
+        info(Info::BlockSize { min, preferred, max });
+        let texts =
+            [(wire::INFO_NAME, &export.name), (wire::INFO_DESCRIPTION, &export.description)];
+        for (kind, text) in texts.into_iter().filter(|(kind, _)| request.kinds.contains(kind)) {
+            info(Info::Other { kind, data: text.as_bytes() });
         }
         Ok(index)
     }
@@ -464,7 +451,7 @@ impl Handshake {
         for context in chosen.iter() {
             let id = if select { context.id() } else { RESERVED_CONTEXT_ID };
             let data: [&[u8]; 2] = [&id.to_be_bytes(), context.name().as_bytes()];
-            reply(out, option, wire::REP_META_CONTEXT, &data);
+            option_reply(out, option, wire::REP_META_CONTEXT, &data);
         }
         Ok(())
     }
@@ -507,7 +494,7 @@ fn list(data: &[u8], exports: &[ExportInfo], out: &mut Vec<u8>) -> Result<(), Op
         let name = export.name.as_bytes();
         let name_len = (name.len() as u32).to_be_bytes();
         let data: [&[u8]; 3] = [&name_len, name, export.description.as_bytes()];
-        reply(out, wire::OPT_LIST, wire::REP_SERVER, &data);
+        option_reply(out, wire::OPT_LIST, wire::REP_SERVER, &data);
     }
     Ok(())
 }

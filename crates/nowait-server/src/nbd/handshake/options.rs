@@ -1,21 +1,8 @@
-//! Parses the data of options and builds the replies to them.
+//! The refusals of options, and the final reply to one.
 //!
-//! Invariant: data parse only as a whole. A missing byte, an extra byte, or a string that breaks
-//! the rules for strings makes all of it invalid.
+//! Invariant: a refusal has a text for a human.
 
-use crate::nbd::wire::{self, Fields};
-
-/// Appends one reply of type `kind` to `option`, with the data of all `parts`.
-pub(crate) fn reply(out: &mut Vec<u8>, option: u32, kind: u32, parts: &[&[u8]]) {
-    let length: usize = parts.iter().map(|part| part.len()).sum();
-    out.extend_from_slice(&wire::OPTION_REPLY_MAGIC.to_be_bytes());
-    out.extend_from_slice(&option.to_be_bytes());
-    out.extend_from_slice(&kind.to_be_bytes());
-    out.extend_from_slice(&(length as u32).to_be_bytes());
-    for part in parts {
-        out.extend_from_slice(part);
-    }
-}
+use crate::nbd::wire::{self, option_reply};
 
 /// Why an option is refused.
 #[derive(Clone, Copy)]
@@ -54,41 +41,7 @@ impl OptionError {
 /// Appends the final reply to `option`.
 pub(crate) fn conclude(out: &mut Vec<u8>, option: u32, outcome: Result<(), OptionError>) {
     match outcome {
-        Ok(()) => reply(out, option, wire::REP_ACK, &[]),
-        Err(refusal) => reply(out, option, refusal.kind, &[refusal.text.as_bytes()]),
-    }
-}
-
-/// The data of `OPT_INFO` and `OPT_GO`.
-pub(crate) struct InfoOption<'a> {
-    pub(crate) export: &'a str,
-    pub(crate) kinds: Vec<u16>,
-}
-
-impl<'a> InfoOption<'a> {
-    /// `None` unless the data are exactly one request.
-    pub(crate) fn parse(data: &'a [u8]) -> Option<Self> {
-        let mut fields = Fields(data);
-        let export = fields.string()?;
-        let count = fields.u16()?;
-        let kinds = (0..count).map(|_| fields.u16()).collect::<Option<_>>()?;
-        fields.is_empty().then_some(Self { export, kinds })
-    }
-}
-
-/// The data of `OPT_LIST_META_CONTEXT` and `OPT_SET_META_CONTEXT`.
-pub(crate) struct MetaContextOption<'a> {
-    pub(crate) export: &'a str,
-    pub(crate) queries: Vec<&'a str>,
-}
-
-impl<'a> MetaContextOption<'a> {
-    /// `None` unless the data are exactly one request.
-    pub(crate) fn parse(data: &'a [u8]) -> Option<Self> {
-        let mut fields = Fields(data);
-        let export = fields.string()?;
-        let count = fields.u32()?;
-        let queries = (0..count).map(|_| fields.string()).collect::<Option<_>>()?;
-        fields.is_empty().then_some(Self { export, queries })
+        Ok(()) => option_reply(out, option, wire::REP_ACK, &[]),
+        Err(refusal) => option_reply(out, option, refusal.kind, &[refusal.text.as_bytes()]),
     }
 }

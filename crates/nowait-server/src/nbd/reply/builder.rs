@@ -9,9 +9,9 @@ use crate::export::{Export, result};
 use crate::injected_bug;
 use crate::injected_bug::ServerBug;
 use crate::nbd::meta_context::{Context, Contexts};
-use crate::nbd::reply::header::{ChunkPosition, EncodedHeader, ExtentList, ReplyEncoder};
 use crate::nbd::reply::send_queue::{Chunk, Chunks, MAX_CHUNKS, ReplyBody, SendQueue};
 use crate::nbd::wire;
+use crate::nbd::wire::{ChunkPosition, EncodedHeader, ExtentList, ReplyEncoder};
 use crate::nbd::wire::{ReplyMode, RequestHeader};
 
 /// From this length on, a reply to a read skips the known holes; a chunk header costs the client

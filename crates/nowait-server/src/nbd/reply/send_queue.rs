@@ -9,7 +9,7 @@ use std::io::IoSlice;
 use nowait::PooledBuffer;
 use rustix::io::Errno;
 
-use crate::nbd::reply::header::EncodedHeader;
+use crate::nbd::wire::EncodedHeader;
 
 /// The most iovecs of one send.
 pub(crate) const MAX_IOVECS: usize = 256;
@@ -253,7 +253,7 @@ mod tests {
     use std::os::unix::net::UnixStream;
 
     use super::*;
-    use crate::nbd::reply::header::ReplyEncoder;
+    use crate::nbd::wire::ReplyEncoder;
     use crate::nbd::wire::ReplyMode;
     use crate::net::socket::Socket;
 

@@ -10,11 +10,11 @@ use nowait_testkit::certificates::{client_of, self_signed};
 use rustls::pki_types::CertificateDer;
 use rustls::{ALL_VERSIONS, ClientConnection};
 
-use crate::nbd::reply::header::{EncodedHeader, ReplyEncoder};
 use crate::nbd::reply::send_queue::ReplyBody;
 use crate::nbd::tls_config::ClientAuth;
 use crate::nbd::tls_session::*;
 use crate::nbd::wire::ReplyMode;
+use crate::nbd::wire::{EncodedHeader, ReplyEncoder};
 
 fn simple(cookie: u64) -> EncodedHeader {
     ReplyEncoder::to_cookie(ReplyMode::Simple, cookie).simple(0)

@@ -4,6 +4,7 @@
 
 use crate::nbd::handshake::*;
 use crate::nbd::meta_context::Context;
+use crate::nbd::wire::{OptionReplyHeader, option};
 use nowait_testkit::Random;
 
 mod contexts;
@@ -39,13 +40,10 @@ fn exports() -> Vec<ExportInfo> {
     vec![export("disk", "first of two"), export("other", "")]
 }
 
-fn option(kind: u32, data: &[u8]) -> Vec<u8> {
-    [&header(kind, data.len() as u32)[..], data].concat()
-}
-
 fn header(kind: u32, length: u32) -> Vec<u8> {
-    let fields = [&wire::OPTION_MAGIC.to_be_bytes()[..], &kind.to_be_bytes()];
-    [&fields.concat()[..], &length.to_be_bytes()].concat()
+    let mut bytes = option(kind, &[]);
+    bytes.splice(12.., length.to_be_bytes());
+    bytes
 }
 
 fn text(text: &str) -> Vec<u8> {
@@ -53,17 +51,11 @@ fn text(text: &str) -> Vec<u8> {
 }
 
 fn info_data(name: &str, kinds: &[u16]) -> Vec<u8> {
-    let mut data = text(name);
-    data.extend_from_slice(&(kinds.len() as u16).to_be_bytes());
-    data.extend(kinds.iter().flat_map(|kind| kind.to_be_bytes()));
-    data
+    InfoOption { export: name, kinds: kinds.into() }.encode()
 }
 
 fn context_data(name: &str, queries: &[&str]) -> Vec<u8> {
-    let mut data = text(name);
-    data.extend_from_slice(&(queries.len() as u32).to_be_bytes());
-    data.extend(queries.iter().flat_map(|query| text(query)));
-    data
+    MetaContextOption { export: name, queries: queries.into() }.encode()
 }
 
 fn go(name: &str) -> Vec<u8> {
@@ -78,16 +70,12 @@ fn set(name: &str, queries: &[&str]) -> Vec<u8> {
 type Reply = (u32, u32, Vec<u8>);
 
 fn replies(out: &[u8]) -> Vec<Reply> {
-    let mut fields = Fields(out);
-    let mut seen = Vec::new();
-    while !fields.is_empty() {
-        assert_eq!(fields.u64(), Some(wire::OPTION_REPLY_MAGIC));
-        let (option, kind) = (fields.u32().unwrap(), fields.u32().unwrap());
-        let length = fields.u32().unwrap() as usize;
-        let (data, rest) = fields.0.split_at(length);
-        seen.push((option, kind, data.to_vec()));
-        fields.0 = rest;
+    let (mut fields, mut seen) = (Fields(out), Vec::new());
+    while let Some(head) = fields.array() {
+        let OptionReplyHeader { option, kind, length } = OptionReplyHeader::parse(&head).unwrap();
+        seen.push((option, kind, fields.take(length as usize).unwrap().to_vec()));
     }
+    assert!(fields.is_empty());
     for (_, kind, data) in &mut seen {
         // Every refusal has a text, which is for humans only.
         if *kind & REFUSED != 0 {
@@ -543,7 +531,7 @@ fn random_bytes_never_panic_nor_fill_the_output_and_no_cut_changes_the_outcome()
             feeds += 1;
             1 + random.below(24) as usize
         });
-        let options = stream.len().div_ceil(OPTION_HEADER_BYTES as usize);
+        let options = stream.len().div_ceil(OptionHeader::BYTES);
         assert!(cut.2.len() <= options * MAX_REPLY_BYTES_OF_AN_OPTION);
         assert!(cut == pieces(&stream, || stream.len()), "{stream:?}");
         let end = match cut.1 {
