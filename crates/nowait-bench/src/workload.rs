@@ -163,24 +163,14 @@ impl Workload {
             depth: 1,
             beside: None,
         };
-        let mut all = Vec::new();
-        for direction in [Direction::Read, Direction::Write] {
-            for depth in [1, 16, 64] {
-                all.push(Workload { direction, depth, ..small });
-            }
-        }
-        for direction in [Direction::Read, Direction::Write] {
-            all.push(Workload {
-                direction,
-                order: Order::Sequential,
-                block_bytes: 128 * KIB,
-                depth: 8,
-                beside: None,
-            });
-        }
-        for direction in [Direction::Read, Direction::Write] {
-            all.push(Workload { beside: Some(BackgroundLoad::Flood(direction)), ..small });
-        }
+        let (order, block_bytes) = (Order::Sequential, 128 * KIB);
+        let large = Workload { order, block_bytes, depth: 8, ..small };
+        let both = [Direction::Read, Direction::Write];
+        let depths = |direction| [1, 16, 64].map(|depth| Workload { direction, depth, ..small });
+        let mut all: Vec<Workload> = both.into_iter().flat_map(depths).collect();
+        all.extend(both.map(|direction| Workload { direction, ..large }));
+        let flood = |direction| Some(BackgroundLoad::Flood(direction));
+        all.extend(both.map(|direction| Workload { beside: flood(direction), ..small }));
         all
     }
 }

@@ -138,39 +138,37 @@ pub(crate) fn drive<Q: IoQueue, M: BlockMap>(
                 break;
             }
         }
-        slots.fill(engine, offsets, now)?;
-        if engine.in_flight() == 0 {
+        slots.fill(offsets, now)?;
+        if slots.engine.in_flight() == 0 {
             break;
         }
-        engine.poll()?;
-        if !engine.has_done() {
-            engine.wait(Some(WAIT_SLICE), &mut |_, _| {})?;
+        slots.engine.poll()?;
+        if !slots.engine.has_done() {
+            slots.engine.wait(Some(WAIT_SLICE), &mut |_, _| {})?;
         }
-        slots.take(engine, &mut interval)?;
+        slots.take(&mut interval)?;
     }
     interval.end();
     // Requests that complete from here on are not counted.
     let mut rest = StopCondition { timed: false, ..stop_condition }.begin();
-    while engine.in_flight() > 0 {
-        engine.wait(Some(WAIT_SLICE), &mut |_, _| {})?;
-        slots.take(engine, &mut rest)?;
+    while slots.engine.in_flight() > 0 {
+        slots.engine.wait(Some(WAIT_SLICE), &mut |_, _| {})?;
+        slots.take(&mut rest)?;
     }
     Ok(interval)
 }
 
 /// One slot for each request in flight; the tag of a request is the index of its slot.
-struct Slots {
+struct Slots<'a, Q: IoQueue, M: BlockMap> {
+    engine: &'a mut Engine<Q, M>,
     free: Vec<(u64, PooledBuffer)>,
     started: Vec<Instant>,
     op: Op,
     block: u64,
 }
 
-impl Slots {
-    fn new<Q: IoQueue, M: BlockMap>(
-        engine: &mut Engine<Q, M>,
-        load: &Workload,
-    ) -> io::Result<Slots> {
+impl<'a, Q: IoQueue, M: BlockMap> Slots<'a, Q, M> {
+    fn new(engine: &'a mut Engine<Q, M>, load: &Workload) -> io::Result<Self> {
         let block = load.block_bytes as u64;
         let mut random = Random::seeded(block);
         let mut free = Vec::with_capacity(load.depth);
@@ -183,37 +181,28 @@ impl Slots {
             free.push((slot, buf));
         }
         let started = vec![Instant::now(); load.depth];
-        Ok(Slots { free, started, op: op(load.direction), block })
+        Ok(Slots { engine, free, started, op: op(load.direction), block })
     }
 
     #[inline]
-    fn fill<Q: IoQueue, M: BlockMap>(
-        &mut self,
-        engine: &mut Engine<Q, M>,
-        offsets: &mut Offsets,
-        now: Instant,
-    ) -> io::Result<()> {
+    fn fill(&mut self, offsets: &mut Offsets, now: Instant) -> io::Result<()> {
         while let Some((slot, buf)) = self.free.pop() {
             let Some(pos) = offsets.next() else {
                 self.free.push((slot, buf));
                 break;
             };
             self.started[slot as usize] = now;
-            let io =
-                Request { op: self.op, flags: Flags::NONE, range: ByteRange::new(pos, self.block) };
-            engine.submit(io, buf, slot).map_err(|rejected| rejected.error)?;
+            let range = ByteRange::new(pos, self.block);
+            let io = Request { op: self.op, flags: Flags::NONE, range };
+            self.engine.submit(io, buf, slot).map_err(|rejected| rejected.error)?;
         }
         Ok(())
     }
 
     #[inline]
-    fn take<Q: IoQueue, M: BlockMap>(
-        &mut self,
-        engine: &mut Engine<Q, M>,
-        interval: &mut Interval,
-    ) -> io::Result<()> {
+    fn take(&mut self, interval: &mut Interval) -> io::Result<()> {
         let now = if interval.latencies_ns.is_some() { Instant::now() } else { interval.begin };
-        while let Some(completion) = engine.next() {
+        while let Some(completion) = self.engine.next() {
             let bytes = completion.result()?;
             let (slot, Some(buf)) = (completion.tag, completion.buf) else { continue };
             if bytes != self.block {
