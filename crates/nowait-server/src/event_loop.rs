@@ -20,7 +20,8 @@ use nowait::{
 
 use crate::adaptive_poll::AdaptivePoll;
 use crate::export::{Export, result};
-use crate::export_threads::{Retired, Shared, ThreadContext};
+use crate::export_threads::export_registry::{RegisteredExport, Retired};
+use crate::export_threads::{Shared, ThreadContext};
 use crate::frontend::Frontend;
 use crate::loop_context::{LoopContext, TOKEN_BITS};
 use crate::thread_handle::ThreadHandle;
@@ -42,8 +43,7 @@ pub(crate) struct EventLoop<F, Q: IoQueue, M: BlockMap> {
     pub(crate) context: LoopContext<Q, M>,
     pub(crate) frontend: F,
     shared: Arc<Shared>,
-    /// The export that this thread serves.
-    export_index: usize,
+    registered: Arc<RegisteredExport>,
     thread: Arc<ThreadHandle>,
     /// Events of the queue: a token and its `POLL*` bits.
     events: Vec<(Token, i32)>,
@@ -62,7 +62,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         mut engine: Engine<Q, M>,
         mut frontend: F,
     ) -> Result<Self, Error> {
-        let ThreadContext { shared, export_index, channel, .. } = context;
+        let ThreadContext { shared, registered, channel, .. } = context;
         let (shared, thread) = (shared.clone(), channel.thread().clone());
         engine.watch(thread.as_fd(), WAKE, Interest::Readable)?;
         let memory = (shared.options.config.buffer_bytes, shared.declared.clone());
@@ -73,7 +73,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             context,
             frontend,
             shared,
-            export_index: *export_index,
+            registered: registered.clone(),
             thread,
             events: Vec::with_capacity(64),
             stopping: false,
@@ -110,7 +110,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             return false;
         }
         let export = &self.context.export;
-        let retired = self.shared.retire(self.export_index, &self.thread);
+        let retired = self.registered.retire(&self.thread);
         if retired == Retired::TheLast && !export.disk().is_read_only() {
             let flushed = BlockingFile::new(export.disk().clone()).flush();
             if let Err(error) = flushed {
@@ -201,9 +201,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         for (token, bits) in events.drain(..) {
             if token == WAKE {
                 self.thread.acknowledge();
-                if self.thread.retires_early() {
-                    self.context.idle.hurry();
-                }
+                self.context.hurry_if_asked();
                 self.frontend.on_wake(&mut self.context);
             } else {
                 self.frontend.on_event(&mut self.context, token & !FD_TOKEN, bits);

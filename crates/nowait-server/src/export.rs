@@ -3,11 +3,22 @@
 //! Invariant: a frontend never answers with memory that was not read for the request (C55, C56),
 //! and never does part of a request (C25).
 
+use std::fmt;
 use std::sync::Arc;
 
 use nowait::{BlockDevice, BlockMap, ByteRange, Completion, Op, Request, WorkerPool};
 
 use crate::fault_log::Faults;
+
+/// The id of an export among those of its server; never used again for another one.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub struct ExportId(pub(crate) u64);
+
+impl fmt::Display for ExportId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        self.0.fmt(f)
+    }
+}
 
 /// One image as a block device.
 pub struct Export<M> {

@@ -1,18 +1,21 @@
-//! The exports of a server, the threads of each, and the handoff of a connection from one thread to
-//! another.
+//! The threads of a server: their start and end, and the handoff of a connection from one to another.
 //!
 //! Invariant: only the threads of an export serve its requests; they share the export and their
 //! connection channels, nothing else. A connection is in one channel or on one thread. No thread is
 //! started once the server is stopping.
 
+pub(crate) mod export_registry;
+
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::mpsc::Sender;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nowait::{Budget, Error, Operation, Uring};
 
 use crate::buffer_budget::DeclaredUse;
+use crate::export::ExportId;
+use crate::export_threads::export_registry::{RegisteredExport, Registry, Servable};
 use crate::nbd::connection::HandoffConnection;
 use crate::nbd::connection_channel::ConnectionChannel;
 use crate::nbd::handshake::ExportInfo;
@@ -29,24 +32,6 @@ use crate::thread_handle::ThreadHandle;
 /// thread.
 const MAX_IDLE: usize = 16;
 
-/// An export with any block map.
-pub(crate) trait Servable: Send + Sync {
-    /// The export's current properties, as told to clients.
-    fn info(&self) -> ExportInfo;
-
-    /// The export's name.
-    fn name(&self) -> &str;
-
-    /// Logs the storage failures that were only counted.
-    fn summarize_faults(&self);
-
-    /// Serves as the thread of `context` until the server stops.
-    ///
-    /// # Errors
-    /// The queue has failed. (A queue that could not be made is reported to `context`.)
-    fn serve(self: Arc<Self>, context: ThreadContext) -> Result<(), Error>;
-}
-
 /// An event for [`Server::run`](crate::Server::run).
 pub(crate) enum ThreadEvent {
     StopRequested,
@@ -57,17 +42,11 @@ pub(crate) enum ThreadEvent {
     LastClientLeft,
 }
 
-/// An export and the channels of its threads: none until a client chooses it.
-struct ExportThreads {
-    export: Arc<dyn Servable>,
-    threads: Mutex<Vec<Arc<ConnectionChannel>>>,
-}
-
 /// The context of a thread that starts.
 pub(crate) struct ThreadContext {
     pub(crate) shared: Arc<Shared>,
-    /// Index of the export.
-    pub(crate) export_index: usize,
+    /// The export.
+    pub(crate) registered: Arc<RegisteredExport>,
     /// Index of the thread among the threads of the export.
     pub(crate) queue: u16,
     pub(crate) channel: Arc<ConnectionChannel>,
@@ -84,7 +63,7 @@ impl ThreadContext {
         let split_policy = SplitPolicy { fragment_bytes: split_bytes, strict: config.strict };
         let acceptor = Acceptor::new(listeners, shared.limit.clone());
         let channel = self.channel.clone();
-        NbdFrontend::new(shared, self.export_index, channel, acceptor, tls, split_policy)
+        NbdFrontend::new(shared, self.registered.id, channel, acceptor, tls, split_policy)
     }
 
     /// Reports that the thread has started.
@@ -96,13 +75,11 @@ impl ThreadContext {
 
     /// Reports that the thread cannot start. Closes the connections assigned to it.
     pub(crate) fn fail_start(self, error: Error) {
-        if let Some(group) = self.shared.groups.get(self.export_index) {
-            lock(&group.threads).retain(|channel| !Arc::ptr_eq(channel, &self.channel));
-        }
+        self.registered.withdraw(self.channel.thread());
         drop(self.channel.take_all());
         match self.ready {
             Some(ready) => drop(ready.send(Err(error))),
-            None => tracing::error!("export {}, queue {}: {error}", self.export_index, self.queue),
+            None => tracing::error!("export {}, queue {}: {error}", self.registered.id, self.queue),
         }
     }
 
@@ -126,17 +103,20 @@ impl ThreadContext {
         let (events, _) = std::sync::mpsc::channel();
         let shared = Arc::new(Shared::new([export], options, events));
         let (channel, listeners) = (Arc::new(shared.channel()?), Vec::new());
-        Ok(Self { shared, export_index: 0, queue: 0, channel, listeners, ready: None })
+        let none = Error::new(libc::EINVAL, Operation::SetUp);
+        let registered = shared.registry.default_export().ok_or(none)?;
+        Ok(Self { shared, registered, queue: 0, channel, listeners, ready: None })
     }
 
-    fn run(self, export: Arc<dyn Servable>) {
-        let shared = self.shared.clone();
+    fn run(self) {
+        let (shared, registered) = (self.shared.clone(), self.registered.clone());
+        let export = registered.export.clone();
         let event = match catch_unwind(AssertUnwindSafe(|| export.serve(self))) {
             Ok(Ok(())) => ThreadEvent::ThreadEnded,
             // The panic hook has written a message to standard error.
             Ok(Err(_)) | Err(_) => ThreadEvent::ThreadFailed,
         };
-        shared.running.fetch_sub(1, Ordering::AcqRel);
+        shared.registry.on_thread_ended(&registered);
         // The receiver is gone once the server's shutdown timeout has expired.
         let _ = shared.events.send(event);
     }
@@ -144,7 +124,7 @@ impl ThreadContext {
 
 /// State shared by the threads of a server.
 pub(crate) struct Shared {
-    groups: Vec<ExportThreads>,
+    pub(crate) registry: Registry,
     pub(crate) options: Options,
     pub(crate) limit: Arc<ConnectionLimit>,
     /// Buffer bytes that the connections of all threads hold.
@@ -154,22 +134,9 @@ pub(crate) struct Shared {
     stopping: AtomicBool,
     /// The missing io_uring was logged.
     warned: AtomicBool,
-    /// Threads that were started and have not ended.
-    running: AtomicUsize,
     /// How many times a thread has become idle.
     idle_count: Arc<AtomicU64>,
     events: Sender<ThreadEvent>,
-}
-
-/// Whether a thread without connections retires.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) enum Retired {
-    /// It goes on: a connection was assigned to it.
-    No,
-    /// It ends; other threads of its export go on.
-    OneOfSeveral,
-    /// It ends, and no thread of its export is left.
-    TheLast,
 }
 
 impl Shared {
@@ -178,16 +145,14 @@ impl Shared {
         options: Options,
         events: Sender<ThreadEvent>,
     ) -> Self {
-        let group = |export| ExportThreads { export, threads: Mutex::default() };
         Self {
-            groups: exports.into_iter().map(group).collect(),
+            registry: Registry::new(exports),
             limit: Arc::new(ConnectionLimit::new(options.max_connections)),
             declared: DeclaredUse::default(),
             budget: Budget::new(options.config.buffer_bytes),
             options,
             stopping: AtomicBool::new(false),
             warned: AtomicBool::new(false),
-            running: AtomicUsize::new(0),
             idle_count: Arc::default(),
             events,
         }
@@ -203,13 +168,12 @@ impl Shared {
         mut listeners: Vec<Listener>,
         ready: &Sender<Result<(), Error>>,
     ) -> Result<(), Error> {
-        let Some(group) = self.groups.first() else {
+        let Some(export) = self.registry.default_export() else {
             return Err(Error::new(libc::EINVAL, Operation::SetUp));
         };
-        let mut threads = lock(&group.threads);
         for queue in 0..self.queues() {
             let (listeners, ready) = (std::mem::take(&mut listeners), Some(ready.clone()));
-            threads.push(self.spawn(0, queue, group, listeners, ready)?);
+            export.add_thread(queue, |queue| self.spawn(&export, queue, listeners, ready))?;
         }
         Ok(())
     }
@@ -218,27 +182,15 @@ impl Shared {
     /// idle timeout: clients that visit one export after the other must not use up the process's
     /// descriptors.
     fn retire_longest_idle(&self) {
-        let mut idle = Vec::new();
-        for group in &self.groups {
-            let threads = lock(&group.threads);
-            let handles = threads.iter().map(|channel| channel.thread());
-            idle.extend(handles.filter(|thread| thread.is_idle()).cloned());
-        }
+        let mut idle: Vec<_> = self.threads().filter(|thread| thread.is_idle()).collect();
         let too_many = idle.len().saturating_sub(MAX_IDLE);
         idle.sort_by_key(|thread| thread.idle_sequence());
         idle.iter().take(too_many).for_each(|thread| thread.retire_early());
     }
 
-    /// Removes `thread` from its export's threads, unless a connection was assigned to it. A removed
-    /// thread ends.
-    pub(crate) fn retire(&self, export_index: usize, thread: &Arc<ThreadHandle>) -> Retired {
-        let Some(group) = self.groups.get(export_index) else { return Retired::No };
-        let mut threads = lock(&group.threads);
-        if !thread.is_idle() {
-            return Retired::No;
-        }
-        threads.retain(|channel| !Arc::ptr_eq(channel.thread(), thread));
-        if threads.is_empty() { Retired::TheLast } else { Retired::OneOfSeveral }
+    /// The threads of all exports.
+    fn threads(&self) -> impl Iterator<Item = Arc<ThreadHandle>> {
+        self.registry.all().into_iter().flat_map(|export| export.threads())
     }
 
     fn queues(&self) -> u16 {
@@ -250,44 +202,28 @@ impl Shared {
         Ok(ConnectionChannel::new(Arc::new(ThreadHandle::new(self.idle_count.clone())?)))
     }
 
-    /// Starts a thread of `group`. Returns its channel.
+    /// Starts thread number `queue` of an export. Returns its channel.
     fn spawn(
         self: &Arc<Self>,
-        export_index: usize,
+        registered: &Arc<RegisteredExport>,
         queue: u16,
-        group: &ExportThreads,
         listeners: Vec<Listener>,
         ready: Option<Sender<Result<(), Error>>>,
     ) -> Result<Arc<ConnectionChannel>, Error> {
         let channel = Arc::new(self.channel()?);
-        let (shared, export) = (self.clone(), group.export.clone());
-        let context = ThreadContext {
-            shared,
-            export_index,
-            queue,
-            channel: channel.clone(),
-            listeners,
-            ready,
-        };
-        self.running.fetch_add(1, Ordering::AcqRel);
-        let spawned = std::thread::Builder::new()
-            .name(format!("nowait-nbd-{export_index}.{queue}"))
-            .spawn(move || context.run(export));
-        match spawned {
-            Ok(_) => Ok(channel),
-            Err(error) => {
-                self.running.fetch_sub(1, Ordering::AcqRel);
-                Err(Error::new(error.raw_os_error().unwrap_or(libc::EAGAIN), Operation::SetUp))
-            }
-        }
+        let (shared, registered) = (self.clone(), registered.clone());
+        let name = format!("nowait-nbd-{}.{queue}", registered.id);
+        let context =
+            ThreadContext { shared, registered, queue, channel: channel.clone(), listeners, ready };
+        let spawned = std::thread::Builder::new().name(name).spawn(move || context.run());
+        spawned.map_err(|error| Error::from_io(&error, Operation::SetUp))?;
+        Ok(channel)
     }
 
     /// Stops the server: no more requests are taken.
     pub(crate) fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
-        for group in &self.groups {
-            lock(&group.threads).iter().for_each(|channel| channel.thread().wake());
-        }
+        self.threads().for_each(|thread| thread.wake());
         // The receiver is gone if the server has ended by itself.
         let _ = self.events.send(ThreadEvent::StopRequested);
     }
@@ -303,22 +239,14 @@ impl Shared {
         self.stopping.load(Ordering::Acquire)
     }
 
-    /// Threads that have not ended.
-    pub(crate) fn running(&self) -> usize {
-        self.running.load(Ordering::Acquire)
-    }
-
     /// Requests in flight on all threads.
     pub(crate) fn in_flight(&self) -> usize {
-        let of_group = |group: &ExportThreads| -> usize {
-            lock(&group.threads).iter().map(|channel| channel.thread().in_flight()).sum()
-        };
-        self.groups.iter().map(of_group).sum()
+        self.threads().map(|thread| thread.in_flight()).sum()
     }
 
     /// Logs the storage failures of every export that were only counted.
     pub(crate) fn summarize_faults(&self) {
-        self.groups.iter().for_each(|group| group.export.summarize_faults());
+        self.registry.all().iter().for_each(|export| export.export.summarize_faults());
     }
 
     /// Logs once that there is no io_uring.
@@ -331,55 +259,37 @@ impl Shared {
 
 impl ExportDirectory for Shared {
     fn infos(&self) -> Vec<ExportInfo> {
-        self.groups.iter().map(|group| group.export.info()).collect()
+        self.registry.served().iter().map(|export| export.export.info(export.id)).collect()
     }
 
-    fn name(&self, export: usize) -> String {
-        self.groups.get(export).map_or_else(String::new, |group| group.export.name().to_owned())
+    fn name(&self, export: ExportId) -> String {
+        let export = self.registry.get(export);
+        export.map_or_else(String::new, |export| export.export.name().to_owned())
     }
 
-    /// Assigns a connection to the thread of export `export_index` with the fewest connections. If
-    /// none is idle and there are fewer threads than queues, a new thread is started for it. If
-    /// there is no thread and none can be started, the connection is closed.
-    fn assign(self: Arc<Self>, export_index: usize, arrival: HandoffConnection) {
-        let Some(group) = self.groups.get(export_index) else { return };
-        let mut threads = lock(&group.threads);
-        let wanted = !threads.iter().any(|channel| channel.thread().is_idle())
-            && threads.len() < usize::from(self.queues());
-        let mut started = false;
-        // `stop` waits for the lock, so it cannot miss a thread that is started here.
-        if wanted && !self.is_stopping() {
-            let queue = threads.len() as u16;
-            match self.spawn(export_index, queue, group, Vec::new(), None) {
-                Ok(channel) => {
-                    threads.push(channel);
-                    started = true;
-                }
-                Err(error) => tracing::error!("export {export_index}, queue {queue}: {error}"),
-            }
-        }
-        let least = threads.iter().min_by_key(|channel| channel.thread().connections());
-        if let Some(channel) = least {
-            channel.assign(arrival);
-        }
-        drop(threads);
+    fn assign(self: Arc<Self>, export: ExportId, arrival: HandoffConnection) {
+        let Some(export) = self.registry.get(export) else { return };
+        let started = export.assign(arrival, self.queues(), |queue| {
+            // `stop` wakes up the threads of the list after it, so it cannot miss this one.
+            let starts = !self.is_stopping();
+            let started = starts.then(|| self.spawn(&export, queue, Vec::new(), None))?;
+            let log =
+                |error: &Error| tracing::error!("export {}, queue {queue}: {error}", export.id);
+            started.inspect_err(log).ok()
+        });
         if started {
             self.retire_longest_idle();
         }
     }
 }
 
-/// Locks `mutex`, ignoring poison: no critical section here can panic half-way through a change.
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
-}
-
 #[cfg(test)]
 mod tests {
     use std::io::Read;
     use std::os::unix::net::UnixStream;
-    use std::sync::atomic::AtomicU64;
+    use std::sync::atomic::{AtomicU64, AtomicUsize};
     use std::sync::mpsc::{Receiver, channel};
+    use std::time::Duration;
 
     use super::*;
     use crate::nbd::handshake::{Handshake, TlsState};
@@ -390,19 +300,21 @@ mod tests {
     /// An export whose size changes while it is served, and whose threads can never start.
     #[derive(Default)]
     struct Growing {
+        name: &'static str,
         size: AtomicU64,
         refused: AtomicUsize,
     }
 
     impl Servable for Growing {
         fn name(&self) -> &str {
-            ""
+            self.name
         }
 
         fn summarize_faults(&self) {}
 
-        fn info(&self) -> ExportInfo {
+        fn info(&self, id: ExportId) -> ExportInfo {
             ExportInfo {
+                id,
                 name: "disk".into(),
                 description: String::new(),
                 size: self.size.load(Ordering::Relaxed),
@@ -443,10 +355,15 @@ mod tests {
         for tries in 1..=3 {
             let (near, mut far) = UnixStream::pair().unwrap();
             let permit = shared.limit.take().unwrap();
-            shared.clone().assign(0, HandoffConnection::new(near.into(), TlsState::Off, permit));
+            shared
+                .clone()
+                .assign(ExportId(0), HandoffConnection::new(near.into(), TlsState::Off, permit));
             assert!(matches!(events.recv().unwrap(), ThreadEvent::ThreadEnded));
             assert_eq!(far.read(&mut [0]).unwrap(), 0);
-            assert_eq!((export.refused.load(Ordering::Relaxed), shared.running()), (tries, 0));
+            assert_eq!(
+                (export.refused.load(Ordering::Relaxed), shared.registry.running()),
+                (tries, 0)
+            );
         }
     }
 
@@ -457,9 +374,23 @@ mod tests {
         shared.stop();
         let (near, mut far) = UnixStream::pair().unwrap();
         let permit = shared.limit.take().unwrap();
-        shared.clone().assign(0, HandoffConnection::new(near.into(), TlsState::Off, permit));
+        shared
+            .clone()
+            .assign(ExportId(0), HandoffConnection::new(near.into(), TlsState::Off, permit));
         assert_eq!(far.read(&mut [0]).unwrap(), 0);
         assert_eq!(export.refused.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn a_connection_on_its_way_to_a_removed_export_is_closed() {
+        let (shared, _events) = serving(Arc::default());
+        let id =
+            shared.registry.add(Arc::new(Growing { name: "other", ..Growing::default() })).unwrap();
+        shared.registry.remove(id, Duration::ZERO).unwrap();
+        let (near, mut far) = UnixStream::pair().unwrap();
+        let permit = shared.limit.take().unwrap();
+        shared.clone().assign(id, HandoffConnection::new(near.into(), TlsState::Off, permit));
+        assert_eq!(far.read(&mut [0]).unwrap(), 0);
     }
 
     #[test]

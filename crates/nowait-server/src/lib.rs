@@ -23,12 +23,12 @@ mod export_threads;
 mod event_loop;
 mod server;
 
-pub use export::Export;
+pub use export::{Export, ExportId};
 #[cfg(feature = "fuzz")]
 pub use nbd::fuzz;
 pub use server::{
-    AnyExport, ClientAuth, Credentials, ExportOptions, Listener, Options, QueueKind, Server,
-    ShutdownHandle, ShutdownReport, Tls, TlsError,
+    AnyExport, ClientAuth, Credentials, ExportOptions, Exports, Listener, Options, QueueKind,
+    Server, ShutdownHandle, ShutdownReport, Tls, TlsError,
 };
 #[cfg(feature = "sim")]
 pub use server::{ServerBug, Simulated, inject};

@@ -118,8 +118,16 @@ impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
         if self.members == 0 {
             self.idle.on_idle();
             self.thread.on_idle();
+            self.hurry_if_asked();
         }
         self.thread.remove_connection();
+    }
+
+    /// Retires without waiting for the idle timeout if another thread has asked for it.
+    pub(crate) fn hurry_if_asked(&mut self) {
+        if self.thread.retires_early() {
+            self.idle.hurry();
+        }
     }
 
     /// Adapts the limits to the number of members.

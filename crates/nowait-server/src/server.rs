@@ -14,8 +14,9 @@ use nowait_image::{DeviceVisitor, Image};
 use crate::event_loop::EventLoop;
 #[cfg(feature = "sim")]
 pub use crate::event_loop::Simulated;
-use crate::export::Export;
-use crate::export_threads::{Servable, Shared, ThreadContext, ThreadEvent};
+use crate::export::{Export, ExportId};
+use crate::export_threads::export_registry::Servable;
+use crate::export_threads::{Shared, ThreadContext, ThreadEvent};
 #[cfg(feature = "sim")]
 pub use crate::injected_bug::{ServerBug, inject};
 use crate::nbd::command;
@@ -65,6 +66,37 @@ impl DeviceVisitor for ExportOptions {
 pub struct Server {
     shared: Arc<Shared>,
     events: Receiver<ThreadEvent>,
+}
+
+/// The exports of a server, from any thread.
+#[derive(Clone)]
+pub struct Exports(Arc<Shared>);
+
+impl Exports {
+    /// The ids and the names of the exports that clients can choose; the default export is the first.
+    #[must_use]
+    pub fn list(&self) -> Vec<(ExportId, String)> {
+        let exports = self.0.registry.served();
+        exports.iter().map(|export| (export.id, export.export.name().to_owned())).collect()
+    }
+
+    /// Adds an export. Its threads start when clients choose it.
+    ///
+    /// # Errors
+    /// `EEXIST`: there is one of that name.
+    pub fn add(&self, export: AnyExport) -> Result<ExportId, Error> {
+        self.0.registry.add(export.0)
+    }
+
+    /// Removes an export: no further client can choose it. Those that have are served until they
+    /// leave. Waits at most `timeout` for that, and until all writes are durable.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export any more. `EBUSY`: it is the default export. `ETIMEDOUT`:
+    /// clients are left; the export ends with the last one, and another call goes on waiting.
+    pub fn remove(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
+        self.0.registry.remove(id, timeout)
+    }
 }
 
 /// Stops a server, from any thread.
@@ -120,6 +152,12 @@ impl Server {
         ShutdownHandle(self.shared.clone())
     }
 
+    /// A handle to add and remove exports.
+    #[must_use]
+    pub fn exports(&self) -> Exports {
+        Exports(self.shared.clone())
+    }
+
     /// Makes [`Server::run`] return as if stopped when the last connection is closed, once a client
     /// has chosen an export: clients that only connect or list the exports do not count.
     pub fn stop_after_last_client(&self) {
@@ -148,7 +186,7 @@ impl Server {
             }
         }
         let deadline = Instant::now() + timeout;
-        while self.shared.running() > 0 {
+        while self.shared.registry.running() > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.events.recv_timeout(left) {
                 Ok(_) => {}
@@ -161,8 +199,8 @@ impl Server {
 }
 
 impl<M: BlockMap> Servable for Export<M> {
-    fn info(&self) -> ExportInfo {
-        command::export_info(self)
+    fn info(&self, id: ExportId) -> ExportInfo {
+        command::export_info(id, self)
     }
 
     fn name(&self) -> &str {
@@ -198,7 +236,7 @@ fn serve_on<Q: IoQueue, M: BlockMap>(
     queue: Q,
 ) -> Result<(), Error> {
     let (disk, workers) = (export.disk().clone(), export.workers());
-    let (export_index, queue_index) = (context.export_index, context.queue);
+    let (id, queue_index) = (context.registered.id, context.queue);
     let (config, budget) = (context.shared.options.config, &context.shared.budget);
     let engine = Engine::sharing(disk, workers, queue, config, budget);
     let event_loop = engine.and_then(|engine| {
@@ -209,9 +247,9 @@ fn serve_on<Q: IoQueue, M: BlockMap>(
         Ok(mut event_loop) => {
             context.report_started();
             drop(context);
-            event_loop.run().inspect_err(|error| {
-                tracing::error!("export {export_index}, queue {queue_index}: {error}")
-            })
+            event_loop
+                .run()
+                .inspect_err(|error| tracing::error!("export {id}, queue {queue_index}: {error}"))
         }
         Err(error) => {
             context.fail_start(error);

@@ -20,6 +20,8 @@ pub(crate) struct ThreadHandle {
     idle_sequence: AtomicU64,
     /// The thread must retire as soon as it has no connections.
     retires_early: AtomicBool,
+    /// The same, even if there are connections on their way to it.
+    retires_for_good: AtomicBool,
     /// Requests in flight, as of the end of the thread's last iteration.
     in_flight: AtomicUsize,
 }
@@ -38,6 +40,7 @@ impl ThreadHandle {
             idle_count,
             idle_sequence: AtomicU64::new(0),
             retires_early: AtomicBool::new(false),
+            retires_for_good: AtomicBool::new(false),
             in_flight: AtomicUsize::new(0),
         })
     }
@@ -86,15 +89,21 @@ impl ThreadHandle {
         self.idle_sequence.load(Ordering::Relaxed)
     }
 
-    /// Makes the thread retire as soon as it has no connections.
+    /// Makes the thread retire if it gets no connection before.
     pub(crate) fn retire_early(&self) {
         self.retires_early.store(true, Ordering::Release);
         self.wake();
     }
 
+    /// Makes the thread retire as soon as it has no connections.
+    pub(crate) fn retire_for_good(&self) {
+        self.retires_for_good.store(true, Ordering::Release);
+        self.wake();
+    }
+
     /// Whether the thread must retire as soon as it has no connections.
     pub(crate) fn retires_early(&self) -> bool {
-        self.retires_early.load(Ordering::Acquire)
+        self.retires_early.load(Ordering::Acquire) || self.retires_for_good.load(Ordering::Acquire)
     }
 
     /// Publishes the number of requests in flight on the thread.

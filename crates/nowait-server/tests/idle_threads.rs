@@ -1,11 +1,13 @@
-//! Threads of exports without connections: they retire, and start again.
+//! Threads of exports without connections: they retire, and start again. Exports that are added and
+//! removed.
 
 use std::collections::BTreeSet;
+use std::io::Read;
 use std::path::Path;
 use std::time::Duration;
 use std::{fs, thread};
 
-use nowait_server::{AnyExport, Export, Listener, Options, QueueKind, Server, Tls};
+use nowait_server::{AnyExport, Export, Exports, Listener, Options, QueueKind, Server, Tls};
 use nowait_testkit::nbd::{Client, Mode};
 use nowait_testkit::sevens::{SEVEN, Sevens};
 use nowait_testkit::{BOUND, wait_for, wait_until};
@@ -35,27 +37,37 @@ fn wait_for_event_loops(what: &str, mut are_right: impl FnMut(&BTreeSet<String>)
     });
 }
 
+/// An export called `name` of `image`, whose file is in `directory`.
+fn export(directory: &Path, name: &str, image: &Sevens) -> AnyExport {
+    let disk = image.device(&directory.join(name), SIZE);
+    AnyExport::new(Export::new(disk, 1, name.to_owned(), String::new()))
+}
+
 /// Runs `run` with a server of `exports` exports, named by their indices; its threads are those of
 /// this process. The images are those of the exports.
-fn serving(exports: usize, queues: u16, idle: Duration, run: impl FnOnce(&Path, &[Sevens])) {
+fn serving(
+    exports: usize,
+    queues: u16,
+    idle: Duration,
+    run: impl FnOnce(&Path, &[Sevens], &Exports),
+) {
     let directory = tempfile::tempdir().unwrap();
     let images = vec![(); exports].into_iter().map(|()| Sevens::default()).collect::<Vec<_>>();
-    let export = |(n, image): (usize, &Sevens)| {
-        let disk = image.device(&directory.path().join(n.to_string()), SIZE);
-        AnyExport::new(Export::new(disk, 1, n.to_string(), String::new()))
-    };
-    let exports = images.iter().enumerate().map(export).collect();
+    let numbered = images.iter().enumerate();
+    let exports = numbered.map(|(n, image)| export(directory.path(), &n.to_string(), image));
     let socket = directory.path().join("socket");
     let (kind, config, max_connections) = (QueueKind::Threads, Default::default(), 100);
     let split_bytes = Options::SPLIT_BYTES;
     let options =
         Options { queues, kind, config, tls: Tls::Off, max_connections, idle, split_bytes };
-    let server = Server::start(exports, vec![Listener::unix(&socket).unwrap()], options).unwrap();
-    let stopper = server.shutdown_handle();
+    let listeners = vec![Listener::unix(&socket).unwrap()];
+    let server = Server::start(exports.collect(), listeners, options).unwrap();
+    let (stopper, exports) = (server.shutdown_handle(), server.exports());
     let running = thread::spawn(move || server.run(BOUND));
-    run(&socket, &images);
+    run(&socket, &images, &exports);
     stopper.stop();
     assert_eq!(running.join().unwrap().unwrap().unfinished, 0);
+    wait_for_event_loops("all end", BTreeSet::is_empty);
 }
 
 /// In sequence, because the threads of the process are counted.
@@ -64,10 +76,11 @@ fn threads_without_connections_flush_retire_and_start_again() {
     an_export_that_no_connection_uses_has_no_threads_after_a_while();
     only_a_few_idle_threads_wait_for_their_timeout();
     a_thread_is_started_for_a_second_connection_and_ends_while_the_first_one_goes_on();
+    an_export_is_added_and_removed_while_clients_use_it();
 }
 
 fn an_export_that_no_connection_uses_has_no_threads_after_a_while() {
-    serving(2, 1, Duration::from_millis(50), |socket, images| {
+    serving(2, 1, Duration::from_millis(50), |socket, images, _| {
         for round in 1..=3 {
             let mut stream = client(socket, "1");
             read(&mut stream);
@@ -87,7 +100,7 @@ fn an_export_that_no_connection_uses_has_no_threads_after_a_while() {
 fn only_a_few_idle_threads_wait_for_their_timeout() {
     /// The most idle threads, the acceptor thread, and the thread of the visited export.
     const MAX_THREADS: usize = 18;
-    serving(60, 2, Duration::from_secs(1000), |socket, images| {
+    serving(60, 2, Duration::from_secs(1000), |socket, images, _| {
         for n in 1..60 {
             read(&mut client(socket, &n.to_string()));
         }
@@ -108,7 +121,7 @@ fn only_a_few_idle_threads_wait_for_their_timeout() {
 }
 
 fn a_thread_is_started_for_a_second_connection_and_ends_while_the_first_one_goes_on() {
-    serving(2, 2, Duration::from_millis(50), |socket, images| {
+    serving(2, 2, Duration::from_millis(50), |socket, images, _| {
         let mut first = client(socket, "1");
         read(&mut first);
         assert!(!event_loops().contains("1.1"));
@@ -122,4 +135,49 @@ fn a_thread_is_started_for_a_second_connection_and_ends_while_the_first_one_goes
         read(&mut first);
         assert_eq!(images[1].flushes(), 0, "the export is in use");
     });
+}
+
+/// A removed export refuses new clients, serves the ones it has, and is flushed when they have left.
+fn an_export_is_added_and_removed_while_clients_use_it() {
+    let (directory, image) = (tempfile::tempdir().unwrap(), Sevens::default());
+    let new = || export(directory.path(), "new", &image);
+    let mut left_at_the_end = None;
+    // The idle timeout is too long to matter.
+    serving(1, 2, Duration::from_secs(1000), |socket, _, exports| {
+        let names = || exports.list().into_iter().map(|(_, name)| name).collect::<Vec<_>>();
+        let failure = |id, timeout| exports.remove(id, timeout).unwrap_err().errno();
+        let id = exports.add(new()).unwrap();
+        assert_eq!(exports.add(new()).unwrap_err().errno(), libc::EEXIST);
+        assert_eq!(names(), ["0", "new"]);
+        assert_eq!(failure(exports.list()[0].0, BOUND), libc::EBUSY, "the default export");
+        let (mut stays, mut leaves) = (client(socket, "new"), client(socket, "new"));
+        read(&mut stays);
+        read(&mut leaves);
+        drop(leaves);
+
+        assert_eq!(failure(id, Duration::ZERO), libc::ETIMEDOUT);
+        read(&mut stays);
+        assert_eq!((names(), image.flushes()), (vec!["0".to_owned()], 0));
+        let refused = Client::connect_to(socket, "new", Mode::Simple);
+        assert!(refused.is_err(), "it was chosen after its removal");
+        // The name is free, the id is not.
+        let again = exports.add(new()).unwrap();
+        assert_ne!(again, id);
+        let mut other = client(socket, "new");
+        read(&mut other);
+
+        let waiting = exports.clone();
+        let removed = thread::spawn(move || waiting.remove(id, BOUND));
+        drop(stays);
+        // Without a caller that waits, the export ends by itself.
+        let removed = removed.join().unwrap().map_err(|error| error.errno());
+        assert!(matches!(removed, Ok(()) | Err(libc::ENOENT)), "{removed:?}");
+        assert_eq!(image.flushes(), 1);
+        assert_eq!(failure(id, BOUND), libc::ENOENT);
+        // A server that stops ends the threads of removed exports, too.
+        assert_eq!(failure(again, Duration::ZERO), libc::ETIMEDOUT);
+        read(&mut other);
+        left_at_the_end = Some(other);
+    });
+    assert_eq!(left_at_the_end.unwrap().stream().read(&mut [0]).unwrap(), 0);
 }

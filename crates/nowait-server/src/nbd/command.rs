@@ -4,7 +4,7 @@
 
 use nowait::{BlockMap, ByteRange, Flags, Op, Request};
 
-use crate::export::Export;
+use crate::export::{Export, ExportId};
 use crate::nbd::handshake::{ExportInfo, Negotiated};
 use crate::nbd::meta_context::{Context, Contexts};
 use crate::nbd::wire;
@@ -21,7 +21,7 @@ const PREFERRED_BLOCK_BYTES: u32 = 4096;
 const ANY_FLAGS: u16 = wire::CMD_FLAG_FUA;
 
 /// The properties of `export` as told to clients: read from it now, neither assumed nor remembered.
-pub(crate) fn export_info<M: BlockMap>(export: &Export<M>) -> ExportInfo {
+pub(crate) fn export_info<M: BlockMap>(id: ExportId, export: &Export<M>) -> ExportInfo {
     let disk = export.disk();
     // A flush on one connection covers what was completed on all of them (C49).
     let mut flags = wire::FLAG_HAS_FLAGS
@@ -40,6 +40,7 @@ pub(crate) fn export_info<M: BlockMap>(export: &Export<M>) -> ExportInfo {
         }
     }
     ExportInfo {
+        id,
         name: export.name().to_owned(),
         description: as_string(export.description()),
         // If the refresh fails, the device may be gone: then its requests fail.
@@ -201,14 +202,14 @@ mod tests {
 
     #[test]
     fn both_contexts_are_offered_of_a_raw_image_too() {
-        let contexts = export_info(&export("")).contexts;
+        let contexts = export_info(ExportId(0), &export("")).contexts;
         assert!(contexts.has(Context::BaseAllocation) && contexts.has(Context::AllocationDepth));
     }
 
     /// NBD proto.md, "Conventions": a string MUST NOT contain NUL and MUST be at most 4096 bytes.
     #[test]
     fn nbd_must_the_description_of_an_export_is_a_string_of_the_protocol() {
-        let description = |words: &str| export_info(&export(words)).description;
+        let description = |words: &str| export_info(ExportId(0), &export(words)).description;
         assert_eq!(description("a disk"), "a disk");
         assert_eq!(description("a\0b"), "a");
         assert_eq!(description(&"x".repeat(5000)), "x".repeat(4096));

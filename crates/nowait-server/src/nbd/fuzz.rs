@@ -4,6 +4,7 @@
 
 use super::handshake::{ExportInfo, Handshake, HandshakeProgress, TlsState};
 use super::wire;
+use crate::export::ExportId;
 use crate::nbd::meta_context::{Context, Contexts};
 
 /// The most bytes of unsent replies before the client has read any: the replies to one option.
@@ -84,7 +85,8 @@ fn continues(step: HandshakeProgress) -> bool {
 }
 
 fn exports() -> Vec<ExportInfo> {
-    let export = |name: &str, description: &str, contexts| ExportInfo {
+    let export = |id, name: &str, description: &str, contexts| ExportInfo {
+        id: ExportId(id),
         name: name.into(),
         description: description.into(),
         size: 5 << 30,
@@ -95,5 +97,5 @@ fn exports() -> Vec<ExportInfo> {
         max_payload: 32 << 20,
     };
     let all = Contexts::NONE.with(Context::BaseAllocation);
-    vec![export("disk", "the first of two", all), export("other", "", Contexts::NONE)]
+    vec![export(0, "disk", "the first of two", all), export(1, "other", "", Contexts::NONE)]
 }

@@ -10,7 +10,7 @@ use std::time::Instant;
 use nowait::{BlockMap, Completion, Error, Interest, IoQueue, Op, Token};
 use slab::Slab;
 
-use crate::export::result;
+use crate::export::{ExportId, result};
 use crate::fairness::Member;
 use crate::frontend::Frontend;
 use crate::injected_bug;
@@ -50,10 +50,10 @@ pub(crate) struct NbdFrontend {
 
 impl NbdFrontend {
     /// The frontend of the thread that takes connections from `channel` and from `acceptor`, and
-    /// serves export number `export` of `directory`.
+    /// serves `export` of `directory`.
     pub(crate) fn new(
         directory: Arc<dyn ExportDirectory>,
-        export: usize,
+        export: ExportId,
         channel: Arc<ConnectionChannel>,
         acceptor: Acceptor,
         tls: Tls,

@@ -5,6 +5,7 @@
 
 use std::sync::Arc;
 
+use crate::export::ExportId;
 use crate::nbd::connection::{Connection, HandoffConnection};
 use crate::nbd::handshake::timeout::HandshakeDeadlines;
 use crate::nbd::handshake::{ExportInfo, HandshakeProgress, Negotiated, TlsState};
@@ -18,11 +19,11 @@ pub(crate) trait ExportDirectory: Send + Sync {
     fn infos(&self) -> Vec<ExportInfo>;
 
     /// The name of an export; empty if there is none.
-    fn name(&self, export: usize) -> String;
+    fn name(&self, export: ExportId) -> String;
 
     /// Hands `connection` over to a thread of the export that its client has chosen, or that it is
     /// accepted for.
-    fn assign(self: Arc<Self>, export: usize, connection: HandoffConnection);
+    fn assign(self: Arc<Self>, export: ExportId, connection: HandoffConnection);
 }
 
 /// What the handshakes of a thread have in common.
@@ -30,7 +31,7 @@ pub(crate) struct Handshakes {
     pub(crate) deadlines: HandshakeDeadlines,
     pub(crate) directory: Arc<dyn ExportDirectory>,
     /// The export of this thread.
-    pub(crate) export: usize,
+    pub(crate) export: ExportId,
     pub(crate) tls: Tls,
 }
 

@@ -8,6 +8,7 @@
 
 use std::ops::ControlFlow::{self, Break, Continue};
 
+use crate::export::ExportId;
 use crate::nbd::meta_context::Contexts;
 use crate::nbd::tls_config::Tls;
 use crate::nbd::wire::{
@@ -36,6 +37,7 @@ const RESERVED_CONTEXT_ID: u32 = 0;
 
 /// The properties of one export, as told to clients.
 pub(crate) struct ExportInfo {
+    pub(crate) id: ExportId,
     /// The name; no NUL, at most [`MAX_STRING_BYTES`] bytes.
     pub(crate) name: String,
     /// Text for a human, may be empty; no NUL, at most [`MAX_STRING_BYTES`] bytes.
@@ -55,7 +57,7 @@ pub(crate) struct ExportInfo {
     pub(crate) max_payload: u32,
 }
 
-/// Returns the current properties of all exports. Names and order never change; a size may.
+/// Returns the current properties of all exports, the default one first.
 pub(crate) type Exports<'a> = &'a dyn Fn() -> Vec<ExportInfo>;
 
 /// The state of the connection after [`Handshake::feed`]. The caller first sends the bytes that
@@ -79,8 +81,8 @@ pub(crate) enum HandshakeProgress {
 /// The result of a handshake.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Negotiated {
-    /// The export: an index into the list of [`Exports`].
-    pub(crate) export: usize,
+    /// The export.
+    pub(crate) export: ExportId,
     /// The messages used from here on.
     pub(crate) mode: ReplyMode,
     /// The contexts selected for this export; without any, block status requests are invalid.
@@ -90,7 +92,7 @@ pub(crate) struct Negotiated {
 /// The selection of `OPT_SET_META_CONTEXT`.
 #[derive(Clone, Copy)]
 struct Selected {
-    export: usize,
+    export: ExportId,
     contexts: Contexts,
 }
 
@@ -384,36 +386,34 @@ impl Handshake {
         exports: &[ExportInfo],
         out: &mut Vec<u8>,
     ) -> ControlFlow<HandshakeProgress> {
-        let Some((index, export)) = wire::valid_string(data).and_then(|name| find(exports, name))
-        else {
+        let Some(export) = wire::valid_string(data).and_then(|name| find(exports, name)) else {
             log_unknown(data);
             return Break(HandshakeProgress::Close);
         };
         out.extend_from_slice(&export.size.to_be_bytes());
-        out.extend_from_slice(&self.transmission_flags(index, export).to_be_bytes());
+        out.extend_from_slice(&self.transmission_flags(export).to_be_bytes());
         if !self.client_set(wire::FLAG_NO_ZEROES) {
             out.extend_from_slice(&[0; wire::EXPORT_NAME_PADDING_BYTES]);
         }
-        Break(HandshakeProgress::Transmission(self.negotiated(index)))
+        Break(HandshakeProgress::Transmission(self.negotiated(export.id)))
     }
 
-    /// Describes the export that `OPT_INFO` or `OPT_GO` names and returns its index, or the error
-    /// reply.
+    /// Describes the export that `OPT_INFO` or `OPT_GO` names and returns its id, or the error reply.
     fn information(
         &self,
         option: u32,
         data: &[u8],
         exports: &[ExportInfo],
         out: &mut Vec<u8>,
-    ) -> Result<usize, OptionError> {
+    ) -> Result<ExportId, OptionError> {
         let request = InfoOption::parse(data).ok_or(OptionError::MALFORMED)?;
-        let (index, export) = find(exports, request.export).ok_or_else(|| {
+        let export = find(exports, request.export).ok_or_else(|| {
             log_unknown(request.export.as_bytes());
             OptionError::NO_SUCH_EXPORT
         })?;
         let mut info =
             |info: Info<'_>| option_reply(out, option, wire::REP_INFO, &[&info.encode()]);
-        let flags = self.transmission_flags(index, export);
+        let flags = self.transmission_flags(export);
         info(Info::Export { size: export.size, flags });
         let ExportInfo { min_block: min, preferred_block: preferred, max_payload: max, .. } =
             *export;
@@ -423,7 +423,7 @@ impl Handshake {
         for (kind, text) in texts.into_iter().filter(|(kind, _)| request.kinds.contains(kind)) {
             info(Info::Other { kind, data: text.as_bytes() });
         }
-        Ok(index)
+        Ok(export.id)
     }
 
     /// Lists or selects metadata contexts, or returns the error reply.
@@ -438,7 +438,7 @@ impl Handshake {
             return Err(OptionError::NO_CHUNKS);
         }
         let request = MetaContextOption::parse(data).ok_or(OptionError::MALFORMED)?;
-        let (index, export) = find(exports, request.export).ok_or(OptionError::NO_SUCH_EXPORT)?;
+        let export = find(exports, request.export).ok_or(OptionError::NO_SUCH_EXPORT)?;
         let queries = &request.queries;
         let select = option == wire::OPT_SET_META_CONTEXT;
         let chosen = export.contexts.filter(|context| match select {
@@ -446,7 +446,7 @@ impl Handshake {
             false => queries.is_empty() || queries.iter().any(|query| context.is_listed_by(query)),
         });
         if select {
-            self.selected = Some(Selected { export: index, contexts: chosen });
+            self.selected = Some(Selected { export: export.id, contexts: chosen });
         }
         for context in chosen.iter() {
             let id = if select { context.id() } else { RESERVED_CONTEXT_ID };
@@ -457,21 +457,21 @@ impl Handshake {
     }
 
     /// The contexts that the client has selected for `export` so far.
-    fn contexts_of(&self, export: usize) -> Contexts {
+    fn contexts_of(&self, export: ExportId) -> Contexts {
         let selected = self.selected.filter(|selected| selected.export == export);
         selected.map_or(Contexts::NONE, |selected| selected.contexts)
     }
 
-    fn transmission_flags(&self, index: usize, export: &ExportInfo) -> u16 {
+    fn transmission_flags(&self, export: &ExportInfo) -> u16 {
         // DF ("don't fragment") must not be offered to a client without chunks, and block status
         // payloads not to a client without extended headers or without a selected context.
         let withheld = if self.mode.has_chunks() { 0 } else { wire::FLAG_SEND_DF };
-        let selects = self.mode == ReplyMode::Extended && !self.contexts_of(index).is_empty();
+        let selects = self.mode == ReplyMode::Extended && !self.contexts_of(export.id).is_empty();
         let added = if selects { wire::FLAG_BLOCK_STATUS_PAYLOAD } else { 0 };
         (export.transmission_flags & !withheld) | added | wire::FLAG_HAS_FLAGS
     }
 
-    fn negotiated(&self, export: usize) -> Negotiated {
+    fn negotiated(&self, export: ExportId) -> Negotiated {
         Negotiated { export, mode: self.mode, contexts: self.contexts_of(export) }
     }
 }
@@ -510,9 +510,8 @@ fn log_unknown(name: &[u8]) {
 }
 
 /// Finds the export called `name`; the first one if `name` is empty.
-fn find<'a>(exports: &'a [ExportInfo], name: &str) -> Option<(usize, &'a ExportInfo)> {
-    let mut numbered = exports.iter().enumerate();
-    numbered.find(|(_, export)| name.is_empty() || export.name == name)
+fn find<'a>(exports: &'a [ExportInfo], name: &str) -> Option<&'a ExportInfo> {
+    exports.iter().find(|export| name.is_empty() || export.name == name)
 }
 
 mod options;

@@ -46,7 +46,8 @@ fn extended_headers_need_fixed_newstyle() {
 #[test]
 fn nbd_must_extended_headers_imply_chunks_and_contexts_can_be_selected() {
     let set = set("disk", &[BASE_ALLOCATION]);
-    let wanted = Negotiated { export: 0, mode: ReplyMode::Extended, contexts: ALLOCATION };
+    let wanted =
+        Negotiated { export: ExportId(0), mode: ReplyMode::Extended, contexts: ALLOCATION };
     // Contexts that were selected before extended headers were requested stay selected.
     for options in [&[extended(), set.clone()][..], &[structured(), set, extended()]] {
         let (step, seen) = fixed(&[options, &[go("disk")]].concat());

@@ -2,6 +2,7 @@
 //!
 //! Invariant: a test uses the state machine in bytes only, as a client does.
 
+use crate::export::ExportId;
 use crate::nbd::handshake::*;
 use crate::nbd::meta_context::Context;
 use crate::nbd::wire::{OptionReplyHeader, option};
@@ -27,7 +28,8 @@ const DISK_FLAGS: u16 = wire::FLAG_SEND_FLUSH | wire::FLAG_SEND_DF;
 const DISK_BYTES: u64 = 5 << 30;
 
 fn exports() -> Vec<ExportInfo> {
-    let export = |name: &str, description: &str| ExportInfo {
+    let export = |id, name: &str, description: &str| ExportInfo {
+        id: ExportId(id),
         name: name.into(),
         description: description.into(),
         size: DISK_BYTES,
@@ -37,7 +39,7 @@ fn exports() -> Vec<ExportInfo> {
         preferred_block: 4096,
         max_payload: 32 << 20,
     };
-    vec![export("disk", "first of two"), export("other", "")]
+    vec![export(0, "disk", "first of two"), export(1, "other", "")]
 }
 
 fn header(kind: u32, length: u32) -> Vec<u8> {
@@ -128,7 +130,8 @@ fn extended() -> Vec<u8> {
     option(wire::OPT_EXTENDED_HEADERS, &[])
 }
 
-fn entered(export: usize, mode: ReplyMode) -> HandshakeProgress {
+fn entered(export: u64, mode: ReplyMode) -> HandshakeProgress {
+    let export = ExportId(export);
     HandshakeProgress::Transmission(Negotiated { export, mode, contexts: Contexts::NONE })
 }
 
@@ -213,9 +216,9 @@ fn nbd_the_empty_name_is_the_first_export_for_every_option() {
     let (by_name, _) = talk(FIXED, &[option(wire::OPT_EXPORT_NAME, b"")]);
     assert_eq!(by_name, entered(0, ReplyMode::Simple));
     let selected = negotiated(&[set("", &[BASE_ALLOCATION])], "disk");
-    assert_eq!(selected.export, 0);
+    assert_eq!(selected.export, ExportId(0));
     assert_eq!(selected.contexts, ALLOCATION);
-    assert_eq!(negotiated(&[], "").export, 0);
+    assert_eq!(negotiated(&[], "").export, ExportId(0));
 }
 
 #[test]
@@ -477,7 +480,7 @@ fn the_outcome_is_the_same_however_the_bytes_are_cut_and_the_first_request_is_le
     let input = [&handshake[..], &[0x25; 28]].concat();
     let whole = pieces(&input, || input.len());
     let end = HandshakeProgress::Transmission(Negotiated {
-        export: 0,
+        export: ExportId(0),
         mode: ReplyMode::Structured,
         contexts: ALLOCATION,
     });

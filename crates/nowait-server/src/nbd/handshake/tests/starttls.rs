@@ -129,7 +129,8 @@ fn nbd_must_starttls_resets_the_negotiation_before_it() {
     assert_eq!(replies(&out)[0].1, wire::REP_ERR_INVALID);
     let after = before.concat();
     feed(&mut handshake, &after);
-    let negotiated = Negotiated { export: 0, mode: ReplyMode::Structured, contexts: ALLOCATION };
+    let negotiated =
+        Negotiated { export: ExportId(0), mode: ReplyMode::Structured, contexts: ALLOCATION };
     assert_eq!(feed(&mut handshake, &go("disk")).1, HandshakeProgress::Transmission(negotiated));
 }
 

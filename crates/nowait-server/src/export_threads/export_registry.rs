@@ -1,0 +1,274 @@
+//! The registry of a server's exports, and the threads of each.
+//!
+//! Invariant: an id is never used again. A removed export is chosen by no further client and gets no
+//! further thread; its threads end with their last connections, and it stays registered until then.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
+use std::time::Duration;
+
+use nowait::{Error, Operation};
+
+use crate::export::ExportId;
+use crate::export_threads::ThreadContext;
+use crate::nbd::connection::HandoffConnection;
+use crate::nbd::connection_channel::ConnectionChannel;
+use crate::nbd::handshake::ExportInfo;
+use crate::thread_handle::ThreadHandle;
+
+/// An export with any block map.
+pub(crate) trait Servable: Send + Sync {
+    /// The export's current properties, as told to clients: asked of the device each time.
+    fn info(&self, id: ExportId) -> ExportInfo;
+
+    /// The export's name.
+    fn name(&self) -> &str;
+
+    /// Logs the storage failures that were only counted.
+    fn summarize_faults(&self);
+
+    /// Serves as the thread of `context` until the server stops.
+    ///
+    /// # Errors
+    /// The queue has failed. (A queue that could not be made is reported to `context`.)
+    fn serve(self: Arc<Self>, context: ThreadContext) -> Result<(), Error>;
+}
+
+/// Whether a thread without connections retires.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Retired {
+    /// It goes on: a connection was assigned to it.
+    No,
+    /// It ends; other threads of its export go on.
+    OneOfSeveral,
+    /// It ends, and no thread of its export is left.
+    TheLast,
+}
+
+/// A registered export and its threads: none until a client chooses it.
+pub(crate) struct RegisteredExport {
+    pub(crate) id: ExportId,
+    pub(crate) export: Arc<dyn Servable>,
+    threads: Mutex<Threads>,
+    /// Notified when a thread has ended.
+    ended: Condvar,
+}
+
+#[derive(Default)]
+struct Threads {
+    /// The channels of the threads that take connections.
+    channels: Vec<Arc<ConnectionChannel>>,
+    /// Threads that were started and have not ended.
+    running: usize,
+    /// The export is to be served no more.
+    removed: bool,
+}
+
+impl RegisteredExport {
+    fn new(id: ExportId, export: Arc<dyn Servable>) -> Self {
+        Self { id, export, threads: Mutex::default(), ended: Condvar::new() }
+    }
+
+    /// Adds the thread that `start` starts as number `n` of this export.
+    ///
+    /// # Errors
+    /// The error of `start`.
+    pub(crate) fn add_thread(
+        &self,
+        n: u16,
+        start: impl FnOnce(u16) -> Result<Arc<ConnectionChannel>, Error>,
+    ) -> Result<(), Error> {
+        let mut threads = self.lock();
+        threads.channels.push(start(n)?);
+        threads.running += 1;
+        Ok(())
+    }
+
+    /// Assigns a connection to the thread with the fewest connections. If none is idle and there are
+    /// fewer than `most`, `start` may start another one for it. If there is no thread, or the export
+    /// was removed, the connection is closed. Returns whether a thread was started.
+    pub(crate) fn assign(
+        &self,
+        arrival: HandoffConnection,
+        most: u16,
+        start: impl FnOnce(u16) -> Option<Arc<ConnectionChannel>>,
+    ) -> bool {
+        let mut threads = self.lock();
+        if threads.removed {
+            return false;
+        }
+        let channels = &mut threads.channels;
+        let mut started = false;
+        if channels.len() < usize::from(most)
+            && !channels.iter().any(|channel| channel.thread().is_idle())
+            && let Some(channel) = start(channels.len() as u16)
+        {
+            channels.push(channel);
+            started = true;
+        }
+        let least = channels.iter().min_by_key(|channel| channel.thread().connections());
+        if let Some(channel) = least {
+            channel.assign(arrival);
+        }
+        threads.running += usize::from(started);
+        started
+    }
+
+    /// Takes `thread` off the list, unless a connection was assigned to it. Then it ends.
+    pub(crate) fn retire(&self, thread: &Arc<ThreadHandle>) -> Retired {
+        let mut threads = self.lock();
+        if !thread.is_idle() {
+            return Retired::No;
+        }
+        threads.channels.retain(|channel| !Arc::ptr_eq(channel.thread(), thread));
+        if threads.channels.is_empty() { Retired::TheLast } else { Retired::OneOfSeveral }
+    }
+
+    /// Takes a thread that could not start off the list.
+    pub(crate) fn withdraw(&self, thread: &Arc<ThreadHandle>) {
+        self.lock().channels.retain(|channel| !Arc::ptr_eq(channel.thread(), thread));
+    }
+
+    /// A thread has ended.
+    fn on_thread_ended(&self) {
+        self.lock().running -= 1;
+        self.ended.notify_all();
+    }
+
+    /// The threads that take connections.
+    pub(crate) fn threads(&self) -> Vec<Arc<ThreadHandle>> {
+        self.lock().channels.iter().map(|channel| channel.thread().clone()).collect()
+    }
+
+    /// Takes no more clients. The threads end when they have no connections.
+    fn remove(&self) {
+        let mut threads = self.lock();
+        threads.removed = true;
+        threads.channels.iter().for_each(|channel| channel.thread().retire_for_good());
+    }
+
+    fn is_removed(&self) -> bool {
+        self.lock().removed
+    }
+
+    /// Waits at most `timeout` until all threads have ended. Returns whether they have.
+    fn wait_ended(&self, timeout: Duration) -> bool {
+        let is_served = |threads: &mut Threads| threads.running > 0;
+        let waited = self.ended.wait_timeout_while(self.lock(), timeout, is_served);
+        let (threads, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        threads.running == 0
+    }
+
+    /// Locks the threads, ignoring poison: no critical section can panic half-way through a change.
+    fn lock(&self) -> MutexGuard<'_, Threads> {
+        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// All exports of a server. The first one is the default.
+pub(crate) struct Registry(RwLock<Exports>);
+
+struct Exports {
+    by_id: BTreeMap<ExportId, Arc<RegisteredExport>>,
+    next: u64,
+}
+
+impl Registry {
+    pub(crate) fn new(exports: impl IntoIterator<Item = Arc<dyn Servable>>) -> Self {
+        let mut all = Exports { by_id: BTreeMap::new(), next: 0 };
+        for export in exports {
+            all.add(export);
+        }
+        Self(RwLock::new(all))
+    }
+
+    /// Adds an export. Its threads start when clients choose it.
+    ///
+    /// # Errors
+    /// `EEXIST`: there is one of that name.
+    pub(crate) fn add(&self, export: Arc<dyn Servable>) -> Result<ExportId, Error> {
+        let mut exports = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let mut served = exports.by_id.values().filter(|other| !other.is_removed());
+        if served.any(|other| other.export.name() == export.name()) {
+            return Err(Error::new(libc::EEXIST, Operation::SetUp));
+        }
+        Ok(exports.add(export))
+    }
+
+    /// An export, unless it was removed and has no thread any more.
+    pub(crate) fn get(&self, id: ExportId) -> Option<Arc<RegisteredExport>> {
+        self.read().by_id.get(&id).cloned()
+    }
+
+    /// The export of clients that name none, whose threads accept all connections.
+    pub(crate) fn default_export(&self) -> Option<Arc<RegisteredExport>> {
+        self.get(ExportId(0))
+    }
+
+    /// All exports in the order of their ids, those included that were removed and have threads yet.
+    pub(crate) fn all(&self) -> Vec<Arc<RegisteredExport>> {
+        self.read().by_id.values().cloned().collect()
+    }
+
+    /// The exports that clients can choose, the default first.
+    pub(crate) fn served(&self) -> Vec<Arc<RegisteredExport>> {
+        let mut all = self.all();
+        all.retain(|export| !export.is_removed());
+        all
+    }
+
+    /// Removes an export: no further client can choose it. Waits at most `timeout` until the last
+    /// connection has left and all writes are durable.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export. `EBUSY`: it is the default export. `ETIMEDOUT`: it has
+    /// connections yet, and ends with the last one; another call goes on waiting.
+    pub(crate) fn remove(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
+        let failed = |errno| Error::new(errno, Operation::SetUp);
+        let export = self.get(id).ok_or(failed(libc::ENOENT))?;
+        if id == ExportId(0) {
+            return Err(failed(libc::EBUSY));
+        }
+        export.remove();
+        if !export.wait_ended(timeout) {
+            return Err(failed(libc::ETIMEDOUT));
+        }
+        self.forget_if_over(&export);
+        Ok(())
+    }
+
+    /// A thread of `export` has ended.
+    pub(crate) fn on_thread_ended(&self, export: &RegisteredExport) {
+        export.on_thread_ended();
+        self.forget_if_over(export);
+    }
+
+    /// Threads that were started and have not ended.
+    pub(crate) fn running(&self) -> usize {
+        self.all().iter().map(|export| export.lock().running).sum()
+    }
+
+    fn forget_if_over(&self, export: &RegisteredExport) {
+        let is_over = {
+            let threads = export.lock();
+            threads.removed && threads.running == 0
+        };
+        let mut exports = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        if is_over && exports.by_id.remove(&export.id).is_some() {
+            export.export.summarize_faults();
+        }
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Exports> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Exports {
+    fn add(&mut self, export: Arc<dyn Servable>) -> ExportId {
+        let id = ExportId(self.next);
+        self.next += 1;
+        self.by_id.insert(id, Arc::new(RegisteredExport::new(id, export)));
+        id
+    }
+}
