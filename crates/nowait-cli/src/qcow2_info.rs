@@ -5,7 +5,7 @@
 
 use std::path::Path;
 
-use nowait_image::{Bitmap, Compression, Header, HostFile, ImageError};
+use nowait_image::{Bitmap, Compression, Header, ImageError, ImageFile};
 use serde_json::{Map, Value, json};
 
 use nowait_cli::error::plain;
@@ -24,7 +24,7 @@ impl Qcow2Info {
     ///
     /// # Errors
     /// As [`Header::read`].
-    pub(crate) fn read(file: &HostFile, image: &Path) -> Result<Self, ImageError> {
+    pub(crate) fn read(file: &ImageFile, image: &Path) -> Result<Self, ImageError> {
         let header = Header::read(file)?;
         let bitmaps = Bitmap::all(file, &header).unwrap_or_default();
         let full_backing = header.backing.as_ref().map(|backing| {

@@ -13,7 +13,7 @@ use nowait::{
     AnyQueue, BlockDevice, BlockMap, ByteRange, Completion, Config, Engine, ExtentStatus, Flags,
     IoBuffer, IoQueue, IoSegment, Op, QueueKind, Request, WorkerPool,
 };
-use nowait_image::{DeviceVisitor, HostFile, Image, Qcow2Builder};
+use nowait_image::{DeviceVisitor, Image, ImageFile, Qcow2Builder};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use slab::Slab;
@@ -37,7 +37,7 @@ pub(crate) enum Content {
     /// An image; the handle holds its locks.
     Image { _image: Arc<Image> },
     /// A new qcow2 image, which is only written; `file` is the file behind the disk.
-    New { image: Box<Qcow2Builder>, file: HostFile },
+    New { image: Box<Qcow2Builder>, file: ImageFile },
 }
 
 /// An open image as an endpoint.

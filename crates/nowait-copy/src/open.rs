@@ -15,7 +15,7 @@ use nowait::{BlockDevice, OpenOptions};
 use nowait_image::lock::{self, Access, LockError};
 use nowait_image::lock_holder;
 use nowait_image::{
-    AtomicFile, ChainOptions, Format, HostFile, Locking, OverwritePolicy, PROBE_BYTES,
+    AtomicFile, ChainOptions, Format, ImageFile, Locking, OverwritePolicy, PROBE_BYTES,
     Qcow2Builder, Signature, settle_raw,
 };
 use rustix::io::Errno;
@@ -58,7 +58,8 @@ impl TargetKind {
                 if format.format == Format::Raw {
                     let mut first = [0; PROBE_BYTES];
                     file.file().read_at(0, &mut first).map_err(|error| os_message(&error))?;
-                    settle_raw(file.file().fd(), &first, format.given, "-O raw")?;
+                    let fd = file.file().fd().map_err(|error| os_message(&error))?;
+                    settle_raw(fd, &first, format.given, "-O raw")?;
                 }
                 file.finish()
             }
@@ -263,7 +264,7 @@ fn new_file(
     let content = match image {
         None => Content::Raw,
         Some(image) => {
-            let written = HostFile::open(file.path(), true);
+            let written = ImageFile::open(file.path(), true);
             let file = written.map_err(|error| Error::at(location, error.what()))?;
             Content::New { image: Box::new(image), file }
         }

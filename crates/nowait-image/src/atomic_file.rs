@@ -13,7 +13,7 @@ use rustix::fs::{CWD, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
 use crate::error::os_message;
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::lock;
 use crate::lock::{Access, LockError};
 
@@ -41,7 +41,7 @@ pub enum OverwritePolicy {
 pub struct AtomicFile {
     path: PathBuf,
     /// Holds the lock; its path is the final name.
-    file: HostFile,
+    file: ImageFile,
     replaces: OverwritePolicy,
     finished: bool,
 }
@@ -69,8 +69,8 @@ impl AtomicFile {
         if !file.metadata().map_err(cannot)?.is_file() {
             return Err(format!("{} is in the way (remove it)", path.display()));
         }
-        let file = HostFile::of(to.to_owned(), file);
-        match lock::lock(file.fd(), Access::Write) {
+        let file = ImageFile::of(to.to_owned(), file).map_err(cannot)?;
+        match lock::lock(file.fd().map_err(cannot)?, Access::Write) {
             Ok(()) | Err(LockError::Unsupported) => {}
             Err(LockError::Conflict { .. }) => {
                 return Err(format!("another process is writing {}", path.display()));
@@ -96,7 +96,7 @@ impl AtomicFile {
 
     /// The file to write to; its path is the final name.
     #[must_use]
-    pub const fn file(&self) -> &HostFile {
+    pub const fn file(&self) -> &ImageFile {
         &self.file
     }
 
@@ -113,7 +113,7 @@ impl AtomicFile {
             OverwritePolicy::File { mode } => mode & PERMISSION_BITS,
             OverwritePolicy::Nothing => MODE & !umask(),
         };
-        let synced = self.set_mode(mode).and_then(|()| Ok(rustix::fs::fsync(self.file.fd())?));
+        let synced = self.set_mode(mode).and_then(|()| Ok(rustix::fs::fsync(self.file.fd()?)?));
         synced.map_err(|error| os_message(&error))?;
         match self.rename() {
             Ok(()) => {}
@@ -132,7 +132,7 @@ impl AtomicFile {
     }
 
     fn set_mode(&self, mode: u32) -> io::Result<()> {
-        Ok(rustix::fs::fchmod(self.file.fd(), Mode::from_raw_mode(mode))?)
+        Ok(rustix::fs::fchmod(self.file.fd()?, Mode::from_raw_mode(mode))?)
     }
 
     fn rename(&self) -> io::Result<()> {
@@ -152,7 +152,8 @@ impl AtomicFile {
 
     /// Whether the file under the temporary name is the one that is open.
     fn is_ours(&self) -> bool {
-        let (named, open) = (fs::symlink_metadata(&self.path), rustix::fs::fstat(self.file.fd()));
+        let open = self.file.fd().and_then(|fd| Ok(rustix::fs::fstat(fd)?));
+        let named = fs::symlink_metadata(&self.path);
         matches!((named, open), (Ok(a), Ok(b)) if (a.dev(), a.ino()) == (b.st_dev, b.st_ino))
     }
 }

@@ -12,7 +12,7 @@ use std::sync::Arc;
 use nowait::Direct;
 
 use crate::error::ImageError;
-use crate::host_file::{HostFile, NO_MEDIUM, Opening};
+use crate::image_file::{ImageFile, NO_MEDIUM, Opening};
 use crate::lock::{Access, LockError};
 use crate::path_policy::PathPolicy;
 use crate::qcow2::header::Header;
@@ -52,11 +52,11 @@ impl Format {
     /// # Errors
     /// Those of pread(2). `EINVAL`: the file begins like another format than these two; or it is
     /// marked as raw ([`signature::mark_raw`]) and begins like any format.
-    pub fn probe(file: &HostFile) -> Result<Self, ImageError> {
+    pub fn probe(file: &ImageFile) -> Result<Self, ImageError> {
         let refused = |why| Err(ImageError::refused(file.path(), why));
         match signature_of(file)? {
             None => Ok(Self::Raw),
-            Some(signature) if signature::is_marked_raw(file.fd()) => {
+            Some(signature) if file.fd().is_ok_and(signature::is_marked_raw) => {
                 refused(signature::refusal_of_marked(signature))
             }
             Some(Signature::Qcow2) => Ok(Self::Qcow2),
@@ -66,11 +66,10 @@ impl Format {
 }
 
 /// The signature that `file` begins with; none for a block device.
-fn signature_of(file: &HostFile) -> Result<Option<Signature>, ImageError> {
-    let failed = |e: std::io::Error| ImageError::os(file.path(), "read", &e);
-    match file.is_block_device().map_err(failed)? {
+fn signature_of(file: &ImageFile) -> Result<Option<Signature>, ImageError> {
+    match file.is_block_device() {
         true => Ok(None),
-        false => Signature::probe(file).map_err(failed),
+        false => Signature::probe(file).map_err(|e| ImageError::os(file.path(), "read", &e)),
     }
 }
 
@@ -157,7 +156,7 @@ pub enum LayerFormat {
         /// The parsed header.
         header: Box<Header>,
         /// The external data file.
-        data: Option<Arc<HostFile>>,
+        data: Option<Arc<ImageFile>>,
     },
 }
 
@@ -165,7 +164,7 @@ pub enum LayerFormat {
 #[derive(Debug)]
 pub struct Layer {
     /// The image's file.
-    pub file: Arc<HostFile>,
+    pub file: Arc<ImageFile>,
     /// The image's content.
     pub content: LayerFormat,
     /// Size of the disk in bytes.
@@ -193,7 +192,7 @@ impl Layer {
 
     /// The file with the data.
     #[must_use]
-    pub const fn data_file(&self) -> &Arc<HostFile> {
+    pub const fn data_file(&self) -> &Arc<ImageFile> {
         match &self.content {
             LayerFormat::Qcow2 { data: Some(data), .. } => data,
             _ => &self.file,
@@ -211,7 +210,7 @@ pub struct Chain {
 
 /// The next file of the chain, and its format if that is given.
 struct PendingLayer {
-    file: HostFile,
+    file: ImageFile,
     format: Option<Format>,
 }
 
@@ -221,11 +220,9 @@ impl Chain {
     /// # Errors
     /// One line that names the file and what is wrong with it. No file was changed.
     pub fn open(path: &Path, options: &ChainOptions) -> Result<Self, ImageError> {
-        let file = HostFile::open_as(path, path, options.opening(options.writable))?;
-        let failed = |e: std::io::Error| ImageError::os(path, "look at it", &e);
-        let trust_directory = !file.is_block_device().map_err(failed)?;
+        let file = ImageFile::open_as(path, path, options.opening(options.writable))?;
         let ChainOptions { backing_dirs, data_files, .. } = options;
-        let policy = PathPolicy::new(path, trust_directory, backing_dirs, data_files)?;
+        let policy = PathPolicy::new(path, !file.is_block_device(), backing_dirs, data_files)?;
         Self::from(PendingLayer { file, format: options.format }, options, &policy)
     }
 
@@ -282,7 +279,7 @@ impl Chain {
     /// # Errors
     /// The line for the first image that is refused.
     #[cfg(feature = "sim")]
-    pub fn simulated(files: Vec<(HostFile, Format)>) -> Result<Self, ImageError> {
+    pub fn simulated(files: Vec<(ImageFile, Format)>) -> Result<Self, ImageError> {
         let options =
             ChainOptions { writable: true, locking: Locking::Unlocked, ..ChainOptions::default() };
         let mut chain = Self { layers: Vec::new(), warnings: Vec::new() };
@@ -313,7 +310,7 @@ impl Chain {
 
     fn open_layer(
         &mut self,
-        file: HostFile,
+        file: ImageFile,
         format: Option<Format>,
         options: &ChainOptions,
         policy: &PathPolicy,
@@ -326,7 +323,7 @@ impl Chain {
             Format::Raw => {
                 let size =
                     file.size().map_err(|e| ImageError::os(file.path(), "find its size", &e))?;
-                if size == 0 && file.is_block_device().unwrap_or(false) {
+                if size == 0 && file.is_block_device() {
                     return Err(ImageError::refused(file.path(), NO_MEDIUM));
                 }
                 (LayerFormat::Raw, size)
@@ -356,12 +353,12 @@ impl Chain {
 
     fn open_data_file(
         &mut self,
-        image: &HostFile,
+        image: &ImageFile,
         header: &Header,
         writable: bool,
         options: &ChainOptions,
         policy: &PathPolicy,
-    ) -> Result<Option<Arc<HostFile>>, ImageError> {
+    ) -> Result<Option<Arc<ImageFile>>, ImageError> {
         if !header.has_data_file() {
             return Ok(None);
         }
@@ -374,10 +371,7 @@ impl Chain {
         let data = policy.data_file(image.path(), name, options.opening(writable))?;
         self.lock(&data, writable, options.locking)?;
         // A data file begins with a guest's bytes.
-        if writable
-            && !data.is_block_device().unwrap_or(false)
-            && signature::mark_raw(data.fd()).is_err()
-        {
+        if writable && !data.is_block_device() && data.fd().and_then(signature::mark_raw).is_err() {
             self.warnings.push(Warning::NotMarked(data.path().to_owned()));
         }
         Ok(Some(Arc::new(data)))
@@ -385,7 +379,7 @@ impl Chain {
 
     fn lock(
         &mut self,
-        file: &HostFile,
+        file: &ImageFile,
         writable: bool,
         locking: Locking,
     ) -> Result<(), ImageError> {
@@ -393,15 +387,14 @@ impl Chain {
             return Ok(());
         }
         let access = if writable { Access::Write } else { Access::Read };
-        match lock::lock(file.fd(), access) {
+        let fd = file.fd().map_err(|e| ImageError::os(file.path(), "lock it", &e))?;
+        match lock::lock(fd, access) {
             Ok(()) => Ok(()),
             Err(LockError::Unsupported) => {
                 self.warnings.push(Warning::NotLocked(file.path().to_owned()));
                 Ok(())
             }
-            Err(error) => {
-                Err(ImageError::refused(file.path(), lock_holder::told(file.fd(), error)))
-            }
+            Err(error) => Err(ImageError::refused(file.path(), lock_holder::told(fd, error))),
         }
     }
 }

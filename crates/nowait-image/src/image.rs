@@ -12,7 +12,7 @@ use nowait::{AllocationCache, BlockDevice, BlockMap, BlockingFile, Direct, Error
 
 use crate::chain::{Chain, ChainOptions, Format};
 use crate::error::ImageError;
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::qcow2::header::MAGIC;
 use crate::qcow2_disk::{self, OpenImage, Qcow2Map, ServeOptions};
 use crate::signature::{Signature, mark_raw};
@@ -49,7 +49,7 @@ pub fn open(path: &Path, options: &ChainOptions) -> Result<Image, ImageError> {
     if !options.allow_mounted && is_raw_device(path, options) {
         // The device is claimed by the descriptor that zeroes it: while another one has the claim,
         // the kernel refuses that where pages are dirty. Here a device in use is only detected.
-        HostFile::open(path, options.writable)?;
+        ImageFile::open(path, options.writable)?;
         files.allow_mounted = true;
     }
     let chain = Chain::open(path, &files)?;
@@ -95,7 +95,7 @@ fn open_raw(
         if let Ok(Some(signature)) = Signature::probe(file) {
             warnings.push(Warning::BeginsLike(file.path().to_owned(), signature));
         }
-        if writable && !is_device && mark_raw(file.fd()).is_err() {
+        if writable && !is_device && file.fd().and_then(mark_raw).is_err() {
             warnings.push(Warning::NotMarked(file.path().to_owned()));
         }
     }

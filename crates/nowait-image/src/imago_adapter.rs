@@ -12,14 +12,14 @@ use std::{fmt, io};
 use imago::io_buffers::{IoVector, IoVectorMut};
 use imago::storage::drivers::CommonStorageHelper;
 
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::qcow2::encode::encode;
 use crate::qcow2::header::{Header, INCOMPATIBLE_DATA_FILE};
 
 /// One file, read by imago.
 #[derive(Debug)]
 pub(crate) struct ImagoStorage {
-    file: Arc<HostFile>,
+    file: Arc<ImageFile>,
     /// Bytes that replace the file's at its beginning.
     header_bytes: Vec<u8>,
     /// Bytes of a cluster, for a qcow2 image: the missing part of its last cluster is zeros, and a
@@ -30,13 +30,13 @@ pub(crate) struct ImagoStorage {
 
 impl ImagoStorage {
     /// A file without a header: raw, or with a qcow2 image's data.
-    pub(crate) fn data(file: &Arc<HostFile>) -> Self {
+    pub(crate) fn data(file: &Arc<ImageFile>) -> Self {
         let helper = CommonStorageHelper::default();
         Self { file: Arc::clone(file), header_bytes: Vec::new(), cluster: None, helper }
     }
 
     /// The file of a qcow2 image.
-    pub(crate) fn qcow2(file: &Arc<HostFile>, header: &Header) -> Self {
+    pub(crate) fn qcow2(file: &Arc<ImageFile>, header: &Header) -> Self {
         Self {
             header_bytes: sanitized_header(header),
             cluster: Some(header.cluster_bytes()),

@@ -17,9 +17,7 @@ mod error;
 mod injected_bug;
 #[cfg(test)]
 mod tests;
-#[cfg(feature = "sim")]
-mod sim_file;
-mod host_file;
+mod image_file;
 mod qcow2;
 mod signature;
 mod atomic_file;
@@ -36,8 +34,8 @@ pub use atomic_file::{AtomicFile, OverwritePolicy};
 pub use chain::{Chain, ChainOptions, Format, Layer, LayerFormat, Locking, MAX_LAYERS};
 pub use chain_reader::ChainReader;
 pub use error::{ImageError, os_message, plain};
-pub use host_file::{HostFile, NO_MEDIUM};
 pub use image::{DeviceVisitor, Image, open};
+pub use image_file::{ImageFile, NO_MEDIUM};
 #[cfg(feature = "sim")]
 pub use injected_bug::{ImageBug, inject};
 pub use mounts::in_use;

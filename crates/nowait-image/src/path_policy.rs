@@ -21,7 +21,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{Mode, OFlags};
 
 use crate::error::{ImageError, plain};
-use crate::host_file::{HostFile, Opening};
+use crate::image_file::{ImageFile, Opening};
 
 /// The files that headers may name.
 #[derive(Debug, Default)]
@@ -77,7 +77,7 @@ impl PathPolicy {
         image: &Path,
         name: &OsStr,
         opening: Opening,
-    ) -> Result<HostFile, ImageError> {
+    ) -> Result<ImageFile, ImageError> {
         let shown = shown(name);
         let refused = |what: String| {
             Err(ImageError::refused(image, format!("its backing file '{shown}' {what}")))
@@ -103,9 +103,8 @@ impl PathPolicy {
                 None => format!("is named on a block device, which trusts no directory {leave}"),
             });
         };
-        let file = HostFile::open_in(directory.open.as_fd(), file_name, &path, opening)?;
-        let regular = file.is_regular().map_err(|e| ImageError::os(&path, "look at it", &e))?;
-        if allowed.is_none() && !regular {
+        let file = ImageFile::open_in(directory.open.as_fd(), file_name, &path, opening)?;
+        if allowed.is_none() && file.is_block_device() {
             return refused(format!("is a block device {leave}"));
         }
         Ok(file)
@@ -117,7 +116,7 @@ impl PathPolicy {
         image: &Path,
         name: &OsStr,
         opening: Opening,
-    ) -> Result<HostFile, ImageError> {
+    ) -> Result<ImageFile, ImageError> {
         let (path, real) = find(image, name, "data file")?;
         if !self.data_files.contains(&real) {
             let (name, real) = (shown(name), shown(real.as_os_str()));
@@ -127,7 +126,7 @@ impl PathPolicy {
             );
             return Err(ImageError::refused(image, what));
         }
-        HostFile::open_as(&real, &path, opening)
+        ImageFile::open_as(&real, &path, opening)
     }
 }
 
@@ -242,7 +241,7 @@ mod tests {
         }
     }
 
-    fn content(file: &HostFile) -> String {
+    fn content(file: &ImageFile) -> String {
         let mut bytes = vec![0; file.size().unwrap() as usize];
         file.read_at(0, &mut bytes).unwrap();
         String::from_utf8(bytes).unwrap()

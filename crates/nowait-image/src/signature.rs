@@ -12,7 +12,7 @@ use std::os::fd::AsFd;
 
 use rustix::fs::XattrFlags;
 
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::qcow2::header::MAGIC;
 
 /// The signatures of all formats lie in this many first bytes.
@@ -75,7 +75,7 @@ impl Signature {
     ///
     /// # Errors
     /// Those of pread(2).
-    pub fn probe(file: &HostFile) -> io::Result<Option<Self>> {
+    pub fn probe(file: &ImageFile) -> io::Result<Option<Self>> {
         let mut first = [0; PROBE_BYTES];
         file.read_at(0, &mut first)?;
         Ok(Self::of(&first))

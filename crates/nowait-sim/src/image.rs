@@ -14,7 +14,7 @@ use nowait::{
 use nowait_image::qcow2_disk::{
     OpenImage, Opened, Qcow2Map, ServeOptions, new_simulated, open_simulated,
 };
-use nowait_image::{BackingName, Chain, Format, HostFile, check};
+use nowait_image::{BackingName, Chain, Format, ImageFile, check};
 
 use crate::model::Violation;
 use crate::pattern;
@@ -235,7 +235,7 @@ fn qcow2(
 ) -> Result<(BlockDevice<AnyMap>, u64, OpenImage), Violation> {
     let mut files = Vec::new();
     for number in 0..device.files() {
-        let file = HostFile::simulated(device, number).map_err(wrong)?;
+        let file = ImageFile::simulated(device, number);
         let format = Format::probe(&file).map_err(wrong)?;
         files.push((file, format));
     }

@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-use nowait_image::{Format, HostFile, ImageError, Signature};
+use nowait_image::{Format, ImageError, ImageFile, Signature};
 use rustix::fs::{OFlags, SeekFrom};
 use rustix::io::Errno;
 use serde_json::{Value, json};
@@ -90,7 +90,7 @@ fn gather(image: &Path, format: Option<Format>) -> Result<Facts, CliError> {
     };
     let file = File::open(image).map_err(|error| cannot("open", error))?;
     let failed = |error: ImageError| open_chain::failed(&error);
-    let host = HostFile::open(image, false).map_err(failed)?;
+    let host = ImageFile::open(image, false).map_err(failed)?;
     let signature = Signature::probe(&host).ok().flatten();
     let header = match format.map_or_else(|| Format::probe(&host), Ok).map_err(failed)? {
         Format::Qcow2 => Some(Qcow2Info::read(&host, image).map_err(failed)?),

@@ -9,7 +9,7 @@ use std::os::fd::AsRawFd;
 use std::os::unix::fs::{MetadataExt, symlink};
 use std::path::{Path, PathBuf};
 
-use nowait_image::HostFile;
+use nowait_image::ImageFile;
 use tempfile::TempDir;
 
 use super::image::scratch;
@@ -82,8 +82,8 @@ impl Tree {
     }
 
     /// Returns an error if no image may name `file`, which was opened.
-    pub(crate) fn refuses(&self, file: &HostFile) -> Result<(), String> {
-        let number = file.fd().as_raw_fd();
+    pub(crate) fn refuses(&self, file: &ImageFile) -> Result<(), String> {
+        let number = file.fd().map_err(|error| error.to_string())?.as_raw_fd();
         let real = fs::read_link(format!("/proc/self/fd/{number}")).map_err(|e| e.to_string())?;
         let hidden = |path: &Path| {
             path.file_name().is_none_or(|name| name.as_encoded_bytes().starts_with(b"."))

@@ -9,7 +9,7 @@ use std::io::{self, ErrorKind};
 use crate::chain::{Chain, Format, Layer, LayerFormat};
 use crate::chain_reader::ChainReader;
 use crate::error::ImageError;
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::offline::editor::{Editor, check_editable};
 use crate::offline::make_empty::make_empty;
 use crate::offline::resize;
@@ -91,10 +91,11 @@ pub fn commit(
     }
     let total = done.data_bytes + done.zero_bytes;
     let reader = ChainReader::new(chain)?;
-    if below.format() == Format::Raw && below.file.is_regular().unwrap_or(true) {
+    if below.format() == Format::Raw && !below.file.is_block_device() {
         let mut first = vec![0; reader.size().min(PROBE_BYTES as u64) as usize];
         reader.read_at(0, &mut first)?;
-        settle_raw(below.file.fd(), &first, raw_named, "--backing-format raw")
+        let fd = below.file.fd().map_err(|e| ImageError::os(below.file.path(), "mark it", &e))?;
+        settle_raw(fd, &first, raw_named, "--backing-format raw")
             .map_err(|why| ImageError::refused(below.file.path(), why))?;
     }
     let mut source = Source { chain, tables, reader, done: 0 };
@@ -110,7 +111,7 @@ pub fn commit(
     Ok(done)
 }
 
-fn empty_overlay(file: &HostFile, header: &Header) -> Result<(), ImageError> {
+fn empty_overlay(file: &ImageFile, header: &Header) -> Result<(), ImageError> {
     make_empty(file, header).map_err(|error| ImageError::os(file.path(), "empty it", &error))
 }
 
@@ -226,7 +227,7 @@ impl Source<'_> {
         &mut self,
         mut pos: u64,
         stop: u64,
-        file: &HostFile,
+        file: &ImageFile,
         mut at: u64,
     ) -> Result<(), ImageError> {
         while pos < stop {
@@ -253,7 +254,7 @@ impl Source<'_> {
         kind: Kind,
         pos: u64,
         len: u64,
-        file: &HostFile,
+        file: &ImageFile,
         at: u64,
     ) -> Result<(), ImageError> {
         let written = match kind {
@@ -273,7 +274,7 @@ fn failed(below: &Layer, error: &io::Error) -> ImageError {
     no_room(&below.file, error)
 }
 
-fn no_room(file: &HostFile, error: &io::Error) -> ImageError {
+fn no_room(file: &ImageFile, error: &io::Error) -> ImageError {
     let what = match error.kind() {
         ErrorKind::StorageFull => "no space left on the file system",
         ErrorKind::QuotaExceeded => "your quota on the file system is used up",

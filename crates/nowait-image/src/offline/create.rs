@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use crate::atomic_file::{AtomicFile, OverwritePolicy};
 use crate::chain::{Chain, ChainOptions, Format};
 use crate::error::ImageError;
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::qcow2::encode::encode;
 use crate::qcow2::entries::with_copied;
 use crate::qcow2::header::{BackingName, Header, MAX_NAME_BYTES};
@@ -117,7 +117,7 @@ pub fn create(path: &Path, options: &CreateOptions) -> Result<u64, ImageError> {
 
 /// Writes an empty image with `header` to `file`.
 #[cfg(feature = "sim")]
-pub(crate) fn write(file: &HostFile, header: Header) -> Result<(), ImageError> {
+pub(crate) fn write(file: &ImageFile, header: Header) -> Result<(), ImageError> {
     let layout = ImageLayout::new(header, Preallocation::Off);
     let layout = layout.map_err(|why| ImageError::refused(file.path(), why))?;
     layout.write(file, Preallocation::Off).map_err(|error| explain(file.path(), &error))
@@ -200,7 +200,7 @@ impl ImageLayout {
         Ok(Self { header, blocks, l2_tables, data, clusters })
     }
 
-    fn write(&self, file: &HostFile, preallocation: Preallocation) -> io::Result<()> {
+    fn write(&self, file: &ImageFile, preallocation: Preallocation) -> io::Result<()> {
         let header = &self.header;
         let cluster = header.cluster_bytes();
         let end = self.clusters * cluster;

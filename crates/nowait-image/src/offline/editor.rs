@@ -16,7 +16,7 @@ use std::ops::Range;
 
 use crate::chain::{Layer, LayerFormat};
 use crate::error::ImageError;
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::offline::check;
 use crate::offline::offline_allocator::RefcountAllocator;
 use crate::qcow2::entries::{BadEntry, Cluster, L1Entry, ZERO, with_copied};
@@ -41,7 +41,7 @@ struct Table {
 
 /// A qcow2 image that is being changed.
 pub(crate) struct Editor<'a> {
-    file: &'a HostFile,
+    file: &'a ImageFile,
     header: Header,
     allocator: RefcountAllocator<'a>,
     l1: Vec<u64>,
@@ -269,7 +269,7 @@ impl<'a> Editor<'a> {
             self.commit_batch()?;
         }
         self.file.sync()?;
-        if trim && self.file.is_regular()? {
+        if trim && !self.file.is_block_device() {
             let end = self.allocator.end()?;
             if end < self.file.size()? {
                 self.file.set_len(end)?;
@@ -367,7 +367,7 @@ fn damaged(bad: BadEntry) -> io::Error {
 }
 
 /// Writes the `entries` of a table, one after the other from `pos` on.
-pub(crate) fn write_entries(file: &HostFile, pos: u64, entries: &[u64]) -> io::Result<()> {
+pub(crate) fn write_entries(file: &ImageFile, pos: u64, entries: &[u64]) -> io::Result<()> {
     let bytes: Vec<u8> = entries.iter().flat_map(|entry| entry.to_be_bytes()).collect();
     file.write_at(pos, &bytes)
 }

@@ -7,7 +7,7 @@
 use std::collections::BTreeSet;
 use std::io;
 
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::offline::editor::write_entries;
 use crate::qcow2::entries::refcount_block;
 use crate::qcow2::header::Header;
@@ -16,7 +16,7 @@ use crate::qcow2::lookup::read_table;
 use crate::qcow2::refcounts;
 
 /// Empties the image in `file`, which has neither snapshots nor bitmaps, and frees its space.
-pub(crate) fn make_empty(file: &HostFile, header: &Header) -> io::Result<()> {
+pub(crate) fn make_empty(file: &ImageFile, header: &Header) -> io::Result<()> {
     write_numbers(file, header.l1_pos, u64::from(header.l1_entries), |_| [0; 8])?;
     file.sync()?;
     let mut table = read_table(file, header.refcount_table_pos, header.refcount_table_entries())?;
@@ -72,10 +72,10 @@ fn still_used(header: &Header, table: &[u64]) -> io::Result<(BTreeSet<u64>, BTre
 }
 
 /// Makes holes between the clusters in use, and ends the file behind the last of them.
-fn free_space(file: &HostFile, header: &Header, used: &BTreeSet<u64>) -> io::Result<()> {
+fn free_space(file: &ImageFile, header: &Header, used: &BTreeSet<u64>) -> io::Result<()> {
     let bits = header.cluster_bits;
     let end = used.last().map_or(0, |last| (last + 1) << bits);
-    if file.is_regular()? && file.size()? > end {
+    if !file.is_block_device() && file.size()? > end {
         file.set_len(end)?;
     }
     let mut next = 0;

@@ -8,7 +8,7 @@ use std::io::{self, Write};
 
 use crate::chain::{Chain, Layer, LayerFormat};
 use crate::error::ImageError;
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::qcow2::entries::Cluster;
 use crate::qcow2::header::Header;
 use crate::qcow2::layout::SECTOR_BYTES;
@@ -193,7 +193,7 @@ impl<'a> MapQuery<'a> {
         }
     }
 
-    fn file_status(&self, file: &HostFile, pos: u64, len: u64) -> Result<Status, ImageError> {
+    fn file_status(&self, file: &ImageFile, pos: u64, len: u64) -> Result<Status, ImageError> {
         let run = file.run(pos, len).map_err(|e| ImageError::os(file.path(), "look for holes", &e));
         let status = Status { len, data: false, zero: true, offset: Some(pos) };
         Ok(match run? {
@@ -215,7 +215,7 @@ impl<'a> MapQuery<'a> {
 /// Whether the image has clearly more clusters in use than its file has space: then its data
 /// clusters may be holes. The threshold is QEMU's (block/qcow2-refcount.c,
 /// `qcow2_detect_metadata_preallocation`), so that the maps agree.
-fn is_preallocated(file: &HostFile, header: &Header) -> io::Result<bool> {
+fn is_preallocated(file: &ImageFile, header: &Header) -> io::Result<bool> {
     let allocated = file.allocated()? >> header.cluster_bits;
     let bound = (allocated * 10 / 9).max(allocated + 2);
     let clusters = file.size()?.div_ceil(header.cluster_bytes());

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::io::{self, ErrorKind};
 
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::qcow2::entries::refcount_block;
 use crate::qcow2::header::{Header, MAX_POS, MAX_REFCOUNT_TABLE_BYTES};
 use crate::qcow2::lookup::read_table;
@@ -22,7 +22,7 @@ struct Block {
 
 /// The refcounts of an image that is being changed.
 pub(crate) struct RefcountAllocator<'a> {
-    file: &'a HostFile,
+    file: &'a ImageFile,
     header: Header,
     table: Vec<u64>,
     blocks: BTreeMap<u64, Block>,
@@ -38,7 +38,7 @@ fn damaged(what: &str) -> io::Error {
 
 impl<'a> RefcountAllocator<'a> {
     /// For the image in `file` with `header`.
-    pub(crate) fn read(file: &'a HostFile, header: &Header) -> io::Result<Self> {
+    pub(crate) fn read(file: &'a ImageFile, header: &Header) -> io::Result<Self> {
         let entries = header.refcount_table_entries();
         let table = read_table(file, header.refcount_table_pos, entries)?;
         let (header, blocks, unlisted) = (header.clone(), BTreeMap::new(), Vec::new());

@@ -61,7 +61,7 @@ pub(crate) fn resize_raw(layer: &Layer, size: u64) -> Result<(), ImageError> {
     if size == layer.size {
         return Ok(());
     }
-    if !file.is_regular().map_err(failed)? {
+    if file.is_block_device() {
         let why = format!("a block device of {} bytes cannot get another size", layer.size);
         return Err(ImageError::refused(file.path(), why));
     }

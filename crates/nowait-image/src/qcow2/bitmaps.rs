@@ -7,7 +7,7 @@
 use std::io;
 
 use crate::error::ImageError;
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::qcow2::header::{BitmapDirectory, Header, MAX_POS, be32, be64};
 
 const ENTRY_BYTES: usize = 24;
@@ -41,7 +41,7 @@ impl Bitmap {
     ///
     /// # Errors
     /// `EINVAL`: the directory is damaged. Those of pread(2) and lseek(2).
-    pub fn all(file: &HostFile, header: &Header) -> Result<Vec<Self>, ImageError> {
+    pub fn all(file: &ImageFile, header: &Header) -> Result<Vec<Self>, ImageError> {
         let Some(directory) = header.bitmaps else { return Ok(Vec::new()) };
         let listed = list(file, header, directory);
         let listed = listed.map_err(|e| ImageError::os(file.path(), "read its bitmaps", &e))?;
@@ -51,7 +51,7 @@ impl Bitmap {
 
 /// The bitmaps in `directory`; `None` if it is damaged.
 fn list(
-    file: &HostFile,
+    file: &ImageFile,
     header: &Header,
     directory: BitmapDirectory,
 ) -> io::Result<Option<Vec<Bitmap>>> {
@@ -88,7 +88,7 @@ pub(crate) struct Entry {
 
 impl Entry {
     /// The header of the entry at `at`.
-    pub(crate) fn read(file: &HostFile, at: u64) -> io::Result<Self> {
+    pub(crate) fn read(file: &ImageFile, at: u64) -> io::Result<Self> {
         let mut head = [0; ENTRY_BYTES];
         file.read_at(at, &mut head)?;
         let [kind, granularity_bits, name @ ..] = be32(&head, 16).to_be_bytes();
@@ -134,7 +134,7 @@ impl Entry {
     }
 
     /// The bitmap of this valid entry, which is at `at`.
-    fn bitmap(&self, file: &HostFile, at: u64) -> io::Result<Bitmap> {
+    fn bitmap(&self, file: &ImageFile, at: u64) -> io::Result<Bitmap> {
         let mut name = vec![0; usize::from(self.name_len)];
         file.read_at(at + ENTRY_BYTES as u64 + u64::from(self.extra_len), &mut name)?;
         Ok(Bitmap {
@@ -178,7 +178,7 @@ mod tests {
         let bytes = entries.concat();
         file.set_len(DIRECTORY + bytes.len() as u64).unwrap();
         file.write_all_at(&bytes, DIRECTORY).unwrap();
-        let file = HostFile::open(&path, false).unwrap();
+        let file = ImageFile::open(&path, false).unwrap();
         let found = BitmapDirectory { bitmaps, pos: DIRECTORY, len };
         let header = Header { bitmaps: Some(found), ..Header::empty(1 << 20, 16) };
         Bitmap::all(&file, &header).map_err(|error| error.to_string())
@@ -207,7 +207,7 @@ mod tests {
     #[test]
     fn an_image_without_a_directory_has_no_bitmaps() {
         let file = tempfile::NamedTempFile::new().unwrap();
-        let file = HostFile::open(file.path(), false).unwrap();
+        let file = ImageFile::open(file.path(), false).unwrap();
         assert_eq!(Bitmap::all(&file, &Header::empty(1 << 20, 16)).unwrap(), []);
     }
 

@@ -10,7 +10,7 @@ use std::io;
 
 use nowait::ByteRange;
 
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::qcow2::encode::encode;
 use crate::qcow2::entries::with_copied;
 use crate::qcow2::header::{Header, MAX_POS};
@@ -107,7 +107,7 @@ impl Qcow2Builder {
     ///
     /// # Errors
     /// `EFBIG` if the image is larger than its tables can express; the errno of a failed write.
-    pub fn finish(&mut self, file: &HostFile) -> io::Result<()> {
+    pub fn finish(&mut self, file: &ImageFile) -> io::Result<()> {
         let cluster = self.header.cluster_bytes();
         let l2_pos = self.next * cluster;
         let tables = self.tables.len() as u64;
@@ -173,7 +173,7 @@ mod tests {
         for (cluster, size) in [(512, 3 << 20), (4096, (9 << 20) + 512), (64 << 10, 70 << 20)] {
             let directory = tempfile::tempdir().unwrap();
             let path = directory.path().join("image");
-            let file = HostFile::of(path.clone(), File::create_new(&path).unwrap());
+            let file = ImageFile::of(path.clone(), File::create_new(&path).unwrap()).unwrap();
             let mut image = Qcow2Builder::new(size - 100, Some(cluster)).unwrap();
             assert_eq!(image.size(), size);
             file.set_len(image.max_data_end()).unwrap();

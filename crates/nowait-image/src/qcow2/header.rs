@@ -7,7 +7,7 @@ use std::ffi::OsString;
 use std::os::unix::ffi::OsStringExt;
 
 use crate::error::ImageError;
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 
 /// The first bytes of every qcow2 image.
 pub const MAGIC: [u8; 4] = *b"QFI\xfb";
@@ -163,7 +163,7 @@ impl Header {
     ///
     /// # Errors
     /// Those of pread(2); the reason why the header is invalid.
-    pub fn read(file: &HostFile) -> Result<Self, ImageError> {
+    pub fn read(file: &ImageFile) -> Result<Self, ImageError> {
         let mut first = vec![0; HEADER_BYTES];
         file.read_at(0, &mut first).map_err(|e| ImageError::os(file.path(), "read", &e))?;
         Self::parse(&first).map_err(|why| ImageError::refused(file.path(), why))

@@ -4,7 +4,7 @@
 
 use std::io;
 
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::qcow2::header::{Header, MAX_L1_BYTES, MAX_REFCOUNT_TABLE_BYTES};
 
 /// Default bytes of a cluster, as in QEMU.
@@ -69,7 +69,7 @@ impl RefcountLayout {
 
 /// Writes `count` numbers of `N` bytes, one after the other from `pos` on.
 pub(crate) fn write_numbers<const N: usize>(
-    file: &HostFile,
+    file: &ImageFile,
     pos: u64,
     count: u64,
     number: impl Fn(u64) -> [u8; N],

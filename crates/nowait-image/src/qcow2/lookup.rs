@@ -6,12 +6,12 @@
 use std::io;
 
 use crate::error::ImageError;
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::qcow2::entries::{BadEntry, Cluster, L1Entry};
 use crate::qcow2::header::{Header, be64};
 
 /// A table of eight-byte numbers at `pos`, `entries` long; zeros behind the end of the file.
-pub(crate) fn read_table(file: &HostFile, pos: u64, entries: u64) -> io::Result<Vec<u64>> {
+pub(crate) fn read_table(file: &ImageFile, pos: u64, entries: u64) -> io::Result<Vec<u64>> {
     let mut bytes = vec![0; entries as usize * 8];
     file.read_at(pos, &mut bytes)?;
     Ok(bytes.chunks_exact(8).map(|entry| be64(entry, 0)).collect())
@@ -19,7 +19,7 @@ pub(crate) fn read_table(file: &HostFile, pos: u64, entries: u64) -> io::Result<
 
 /// The tables of an image, for lookups from its beginning to its end.
 pub(crate) struct Tables<'a> {
-    file: &'a HostFile,
+    file: &'a ImageFile,
     header: &'a Header,
     /// The end of the file's last cluster, which may be there only in part.
     end: u64,
@@ -30,7 +30,7 @@ pub(crate) struct Tables<'a> {
 
 impl<'a> Tables<'a> {
     /// For the image in `file`, whose L1 table is read.
-    pub(crate) fn read(file: &'a HostFile, header: &'a Header) -> Result<Self, ImageError> {
+    pub(crate) fn read(file: &'a ImageFile, header: &'a Header) -> Result<Self, ImageError> {
         let l1 = read_table(file, header.l1_pos, u64::from(header.l1_entries))
             .map_err(|e| ImageError::os(file.path(), "read its L1 table", &e))?;
         let bytes = file.size().map_err(|e| ImageError::os(file.path(), "find its size", &e))?;

@@ -4,7 +4,7 @@
 
 use std::io;
 
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::qcow2::entries::refcount_block;
 use crate::qcow2::header::Header;
 use crate::qcow2::lookup::read_table;
@@ -14,7 +14,7 @@ const MAX_CACHED_BLOCKS: usize = 16;
 
 /// The refcounts of an image.
 pub(crate) struct Refcounts<'a> {
-    file: &'a HostFile,
+    file: &'a ImageFile,
     header: &'a Header,
     table: Vec<u64>,
     /// Cached blocks: each one's index in the table, and its bytes; `None` where there is no block.
@@ -25,7 +25,7 @@ pub(crate) struct Refcounts<'a> {
 
 impl<'a> Refcounts<'a> {
     /// For the image in `file`, whose refcount table is read.
-    pub(crate) fn read(file: &'a HostFile, header: &'a Header) -> io::Result<Self> {
+    pub(crate) fn read(file: &'a ImageFile, header: &'a Header) -> io::Result<Self> {
         let entries = header.refcount_table_entries();
         let table = read_table(file, header.refcount_table_pos, entries)?;
         Ok(Self { file, header, table, cached: Vec::new(), oldest: 0 })

@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use nowait::{Error, Operation};
 
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::qcow2::entries::{Cluster, L1Entry};
 use crate::qcow2::header::{Header, be64};
 use crate::qcow2::lookup::is_contiguous;
@@ -33,7 +33,7 @@ struct CachedBlocks {
 /// The tables of an image that is only read.
 pub(crate) struct BackingTables {
     header: Box<Header>,
-    host: Arc<HostFile>,
+    host: Arc<ImageFile>,
     /// The end of the file's last cluster, which may be there only in part.
     end: u64,
     cached: Mutex<CachedBlocks>,
@@ -59,7 +59,7 @@ pub(crate) fn bytes_of(count: u64, pos: u64, len: u64, bits: u32) -> u64 {
 
 impl BackingTables {
     /// For the image in `host`, which has `bytes` bytes.
-    pub(crate) fn new(header: Box<Header>, host: Arc<HostFile>, bytes: u64) -> Self {
+    pub(crate) fn new(header: Box<Header>, host: Arc<ImageFile>, bytes: u64) -> Self {
         let end = bytes.next_multiple_of(header.cluster_bytes());
         Self { header, host, end, cached: Mutex::default() }
     }

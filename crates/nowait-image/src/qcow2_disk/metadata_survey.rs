@@ -7,14 +7,14 @@
 use std::collections::BTreeSet;
 use std::io;
 
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::offline::check::metadata_scan;
 use crate::offline::check::recount::RecountedClusters;
 use crate::qcow2::header::Header;
 use crate::qcow2::refcounts::Refcounts;
 
 /// How many pointers in the file refer to each cluster of the image in `host`.
-pub(crate) fn references(host: &HostFile) -> io::Result<RecountedClusters> {
+pub(crate) fn references(host: &ImageFile) -> io::Result<RecountedClusters> {
     let header = header_of(host)?;
     let mut references = RecountedClusters::new(host.size()?, header.cluster_bits);
     metadata_scan::count(host, &header, &mut references, &mut |_, _| {})?;
@@ -23,7 +23,7 @@ pub(crate) fn references(host: &HostFile) -> io::Result<RecountedClusters> {
 
 /// The clusters that are in use and have a refcount of 0. A pointer reaches the file only after the
 /// refcount of its cluster, so the refcounts are read after all pointers.
-pub(crate) fn uncounted(host: &HostFile) -> io::Result<BTreeSet<u64>> {
+pub(crate) fn uncounted(host: &ImageFile) -> io::Result<BTreeSet<u64>> {
     let references = references(host)?;
     let header = header_of(host)?;
     let mut refcounts = Refcounts::read(host, &header)?;
@@ -36,6 +36,6 @@ pub(crate) fn uncounted(host: &HostFile) -> io::Result<BTreeSet<u64>> {
     Ok(uncounted)
 }
 
-fn header_of(host: &HostFile) -> io::Result<Header> {
+fn header_of(host: &ImageFile) -> io::Result<Header> {
     Header::read(host).map_err(|error| io::Error::from_raw_os_error(error.errno()))
 }

@@ -32,7 +32,7 @@ use nowait::{Alignment, BlockDevice, Direct, Error, FileStorage, OpenOptions, St
 
 use crate::chain::{Chain, Layer, LayerFormat};
 use crate::error::ImageError;
-use crate::host_file::{HostFile, NO_MEDIUM};
+use crate::image_file::{FileId, ImageFile, NO_MEDIUM};
 use crate::mounts::in_use;
 use crate::qcow2::header::Header;
 use crate::qcow2::lookup::read_table;
@@ -213,7 +213,7 @@ fn agree_on_direct(chain: &Chain, options: ServeOptions) -> Result<Direct, Image
 
 /// Opens `file` a second time, for requests.
 fn storage_of(
-    file: &HostFile,
+    file: &ImageFile,
     read_only: bool,
     direct: Direct,
 ) -> Result<Arc<dyn Storage>, ImageError> {
@@ -224,14 +224,14 @@ fn storage_of(
 
 /// As [`storage_of`], with other options.
 pub(crate) fn storage_with(
-    file: &HostFile,
+    file: &ImageFile,
     options: OpenOptions,
 ) -> Result<Arc<dyn Storage>, ImageError> {
     let path = file.path();
     let os = |error: &std::io::Error| ImageError::os(path, "open", error);
     #[cfg(feature = "sim")]
     if let Some(file) = file.as_simulated() {
-        return Ok(Arc::new(file.open(options.read_only, options.direct)));
+        return Ok(Arc::new(file.reopen(options)));
     }
     let storage = FileStorage::open(path, options).map_err(|error| match error.errno() {
         libc::EOPNOTSUPP => {
@@ -241,13 +241,13 @@ pub(crate) fn storage_with(
         libc::ENOMEDIUM => ImageError::refused(path, NO_MEDIUM),
         _ => os(&error.into()),
     })?;
-    let opened = rustix::fs::fstat(storage.lock_fd()).map_err(|error| os(&error.into()))?;
-    let locked = rustix::fs::fstat(file.fd()).map_err(|error| os(&error.into()))?;
-    if (opened.st_dev, opened.st_ino) != (locked.st_dev, locked.st_ino) {
+    let opened = FileId::of(storage.lock_fd()).map_err(|error| os(&error))?;
+    let locked = file.identity().map_err(|error| os(&error))?;
+    if opened != locked {
         return Err(ImageError::refused(path, "another file has taken its place"));
     }
     #[cfg(test)]
-    let storage = tests::observed_storage::observed(storage);
+    let storage = tests::hooks::hooked(storage);
     Ok(Arc::new(storage))
 }
 
@@ -269,7 +269,7 @@ fn open_writeback(
 /// The writeback of the metadata in `file`. I/O goes through `separate`, or through `data` where
 /// the two are one file.
 fn writeback_on(
-    file: &Arc<HostFile>,
+    file: &Arc<ImageFile>,
     header: &Header,
     data: Arc<dyn Storage>,
     separate: Option<Arc<dyn Storage>>,

@@ -3,11 +3,9 @@
 //! Invariant: the image is opened exactly as for serving; the simulation runs the work of the
 //! flusher thread.
 
-use std::fs::File;
-
 use crate::chain::Chain;
 use crate::error::ImageError;
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::offline::create;
 use crate::qcow2::header::{BackingName, Header};
 use crate::qcow2_disk::{OpenImage, Opened, ServeOptions, open_all};
@@ -55,7 +53,7 @@ pub fn new_simulated(
     let failed = |error: std::io::Error| ImageError::os(&name, "create", &error);
     let memory = rustix::fs::memfd_create("image", rustix::fs::MemfdFlags::CLOEXEC);
     let memory = memory.map_err(|error| failed(error.into()))?;
-    let file = HostFile::of(name.clone(), File::from(memory));
+    let file = ImageFile::of(name.clone(), memory).map_err(failed)?;
     create::write(&file, Header { backing, ..Header::empty(size, cluster_bits) })?;
     let mut bytes = vec![0; file.size().map_err(failed)? as usize];
     file.read_at(0, &mut bytes).map_err(failed)?;

@@ -12,7 +12,7 @@ use std::time::Duration;
 use nowait::{Error, IoBuffer, Operation, ReadCursor, Storage, WriteCursor, injected_panic};
 use tracing::error;
 
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::injected_bug;
 use crate::injected_bug::ImageBug;
 use crate::qcow2::entries::Cluster;
@@ -55,7 +55,7 @@ struct FileLength {
 /// The metadata and the files of the top image of a chain.
 pub(crate) struct MetadataWriteback {
     /// The file with the metadata, for the survey of all tables.
-    host: Arc<HostFile>,
+    host: Arc<ImageFile>,
     /// Whether the survey is done; held during it.
     surveyed: Mutex<bool>,
     metadata: Mutex<Metadata>,
@@ -73,7 +73,7 @@ pub(crate) struct MetadataWriteback {
 impl MetadataWriteback {
     /// `len` is the length in bytes of the file with the metadata.
     pub(crate) fn new(
-        host: Arc<HostFile>,
+        host: Arc<ImageFile>,
         metadata: Metadata,
         data: Arc<dyn Storage>,
         separate: Option<Arc<dyn Storage>>,

@@ -1,4 +1,5 @@
 //! Power cuts during offline operations.
 
+pub(crate) mod observed_storage;
 pub(crate) mod write_log;
 pub(crate) mod power_loss;

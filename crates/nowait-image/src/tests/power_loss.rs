@@ -12,7 +12,8 @@ use crate::offline::commit::{Overlay, commit};
 use crate::offline::create::{CreateOptions, create};
 use crate::offline::editor::Editor;
 use crate::offline::resize::resize;
-use crate::tests::write_log::{Step, UnsyncedWrites, cut, record};
+use crate::tests::observed_storage::Change;
+use crate::tests::write_log::{UnsyncedWrites, cut, record};
 
 const CLUSTER: u64 = 4096;
 /// Covered by three L2 tables.
@@ -112,10 +113,10 @@ fn restore(files: &BTreeMap<PathBuf, Vec<u8>>) {
 /// Calls `verify` for each state that a cut in `steps` may leave, with the files in that state.
 fn every_cut(
     before: &BTreeMap<PathBuf, Vec<u8>>,
-    steps: &[(PathBuf, Step)],
+    steps: &[(PathBuf, Change)],
     mut verify: impl FnMut(&str),
 ) {
-    let is_sync = |number: usize| steps.get(number).is_none_or(|(_, s)| matches!(s, Step::Sync));
+    let is_sync = |number: usize| steps.get(number).is_none_or(|(_, s)| matches!(s, Change::Sync));
     for end in 0..=steps.len() {
         let mut kinds =
             vec![UnsyncedWrites::Lost, UnsyncedWrites::There, UnsyncedWrites::Torn(end as u64 + 1)];

@@ -7,33 +7,34 @@ use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
+use nowait::FileStorage;
+
+use crate::tests::observed_storage::{Change, ObservedStorage, Observer};
+
 /// The bytes that a disk writes atomically.
 const SECTOR_BYTES: usize = 512;
 
-/// A change of a file, or a sync.
-#[derive(Clone, Debug)]
-pub(crate) enum Step {
-    Write(u64, Vec<u8>),
-    Hole(u64, u64),
-    Size(u64),
-    Sync,
-}
-
 thread_local! {
-    static STEPS: RefCell<Option<Vec<(PathBuf, Step)>>> = const { RefCell::new(None) };
+    static STEPS: RefCell<Option<Vec<(PathBuf, Change)>>> = const { RefCell::new(None) };
 }
 
-/// Logs `step`, if this thread records.
-pub(crate) fn note(path: &Path, step: Step) {
-    STEPS.with_borrow_mut(|steps| {
-        if let Some(steps) = steps {
-            steps.push((path.to_owned(), step));
-        }
-    });
+/// Logs the changes of the file with this name, if the thread that makes them records.
+pub(crate) struct WriteLog(PathBuf);
+
+impl Observer for WriteLog {
+    fn begin(&self, change: Change) -> usize {
+        STEPS.with_borrow_mut(|steps| steps.as_mut().map(|all| all.push((self.0.clone(), change))));
+        0
+    }
+}
+
+/// `storage`, whose changes are logged under the name `path`.
+pub(crate) fn logged(path: &Path, storage: FileStorage) -> ObservedStorage<WriteLog> {
+    ObservedStorage { inner: storage, observer: WriteLog(path.to_owned()) }
 }
 
 /// The steps of `run` on this thread.
-pub(crate) fn record(run: impl FnOnce()) -> Vec<(PathBuf, Step)> {
+pub(crate) fn record(run: impl FnOnce()) -> Vec<(PathBuf, Change)> {
     STEPS.set(Some(Vec::new()));
     run();
     STEPS.take().unwrap_or_default()
@@ -57,7 +58,7 @@ pub(crate) enum UnsyncedWrites {
 /// The `files` after a power cut behind `steps`.
 pub(crate) fn cut(
     files: &BTreeMap<PathBuf, Vec<u8>>,
-    steps: &[(PathBuf, Step)],
+    steps: &[(PathBuf, Change)],
     unsynced: UnsyncedWrites,
 ) -> BTreeMap<PathBuf, Vec<u8>> {
     let mut chance = match unsynced {
@@ -77,24 +78,26 @@ pub(crate) fn cut(
     let mut after = files.clone();
     for (path, file) in &mut after {
         let own = || steps.iter().enumerate().filter(|(_, (name, _))| name == path);
-        let synced = own().rfind(|(_, (_, step))| matches!(step, Step::Sync));
+        let synced = own().rfind(|(_, (_, step))| matches!(step, Change::Sync));
         let synced = synced.map_or(0, |(number, _)| number);
         for (number, (_, step)) in own() {
             let durable = number < synced;
             match step {
-                Step::Write(pos, bytes) => {
+                Change::Write(pos, bytes) => {
                     for (n, sector) in bytes.chunks(SECTOR_BYTES).enumerate() {
                         if durable || survives(number) {
                             put(file, *pos as usize + n * SECTOR_BYTES, sector);
                         }
                     }
                 }
-                Step::Hole(pos, len) if durable || survives(number) => {
-                    let end = file.len().min((pos + len) as usize);
-                    file[end.min(*pos as usize)..end].fill(0);
+                Change::Clear(range) if durable || survives(number) => {
+                    let end = file.len().min(range.end() as usize);
+                    file[end.min(range.pos as usize)..end].fill(0);
                 }
-                Step::Size(size) if durable || survives(number) => file.resize(*size as usize, 0),
-                Step::Hole(..) | Step::Size(_) | Step::Sync => {}
+                Change::SetLen(size) if durable || survives(number) => {
+                    file.resize(*size as usize, 0);
+                }
+                Change::Clear(_) | Change::SetLen(_) | Change::Sync => {}
             }
         }
     }

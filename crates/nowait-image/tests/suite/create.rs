@@ -106,8 +106,8 @@ fn impossible_options_are_refused_and_leave_no_file() {
         assert!(error.contains(words), "{error}");
         assert_eq!(std::fs::read_dir(scratch.path()).unwrap().count(), 1, "{words}");
     }
-    let holder = nowait_image::HostFile::open(&base, true).unwrap();
-    nowait_image::lock::lock(holder.fd(), nowait_image::lock::Access::Write).unwrap();
+    let holder = nowait_image::ImageFile::open(&base, true).unwrap();
+    nowait_image::lock::lock(holder.fd().unwrap(), nowait_image::lock::Access::Write).unwrap();
     let error = create(&scratch.path().join("disk"), &on_base).unwrap_err().to_string();
     assert!(error.contains("open for writing"), "{error}");
 }

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use nowait_image::lock::{self, Access};
-use nowait_image::{Chain, ChainOptions, Format, HostFile, Locking, MAX_LAYERS};
+use nowait_image::{Chain, ChainOptions, Format, ImageFile, Locking, MAX_LAYERS};
 
 use nowait_testkit::require_qemu;
 
@@ -150,8 +150,8 @@ fn every_file_of_a_chain_is_locked_and_an_open_without_locks_is_possible() {
     let images = Images::none("top");
     std::fs::write(images.directory().join("base"), [7; 4096]).unwrap();
     overlay(&images, "top", "base", "raw");
-    let base = HostFile::open(&images.directory().join("base"), true).unwrap();
-    lock::lock(base.fd(), Access::Write).unwrap();
+    let base = ImageFile::open(&images.directory().join("base"), true).unwrap();
+    lock::lock(base.fd().unwrap(), Access::Write).unwrap();
     let error = Chain::open(&images.path(), &ChainOptions::default()).unwrap_err().to_string();
     // A process is named too, if one that was being started had the descriptor just then.
     let reason = error.split(" (process ").next().unwrap_or_default();
@@ -160,8 +160,8 @@ fn every_file_of_a_chain_is_locked_and_an_open_without_locks_is_possible() {
     Chain::open(&images.path(), &unlocked).unwrap();
     drop(base);
     let _chain = Chain::open(&images.path(), &ChainOptions::default()).unwrap();
-    let base = HostFile::open(&images.directory().join("base"), true).unwrap();
-    assert!(lock::lock(base.fd(), Access::Write).is_err());
+    let base = ImageFile::open(&images.directory().join("base"), true).unwrap();
+    assert!(lock::lock(base.fd().unwrap(), Access::Write).is_err());
 }
 
 #[test]
@@ -175,7 +175,7 @@ fn a_format_is_guessed_by_qcow2s_first_bytes_only() {
         (b"QFI KDMV", Format::Raw),
     ] {
         std::fs::write(&path, bytes).unwrap();
-        assert_eq!(Format::probe(&HostFile::open(&path, false).unwrap()).unwrap(), format);
+        assert_eq!(Format::probe(&ImageFile::open(&path, false).unwrap()).unwrap(), format);
     }
 }
 

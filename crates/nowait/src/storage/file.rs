@@ -8,7 +8,7 @@ use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::path::Path;
 
-use rustix::fs::{FallocateFlags, FileType, Mode, OFlags, SeekFrom};
+use rustix::fs::{FallocateFlags, FileType, Mode, OFlags, SeekFrom, Stat};
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
 use crate::storage::{Storage, StorageProperties, Wanted, extents_by_seek};
@@ -45,7 +45,8 @@ pub struct OpenOptions {
 
 /// An open file or block device.
 pub struct FileStorage {
-    direct: OwnedFd,
+    /// The descriptor for transfers, if it is another one.
+    direct: Option<OwnedFd>,
     /// The same file without `O_DIRECT`, for transfers that direct I/O cannot do: parts of blocks,
     /// and the last block of a file that ends inside it. Syncs use it too; see
     /// [`FileStorage::sync`].
@@ -65,48 +66,60 @@ impl FileStorage {
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
         let os = |e| Error::from_os(e, Operation::Open);
         let stat = rustix::fs::stat(path).map_err(os)?;
-        let kind = FileType::from_raw_mode(stat.st_mode);
-        match kind {
-            FileType::RegularFile | FileType::BlockDevice => {}
-            FileType::Directory => return Err(Error::new(libc::EISDIR, Operation::Open)),
-            _ => return Err(Error::new(libc::ENOTBLK, Operation::Open)),
-        }
+        let device = is_device(&stat)?;
         let access = if options.read_only { OFlags::RDONLY } else { OFlags::RDWR };
         let flags = access | OFlags::CLOEXEC;
-        let device = kind == FileType::BlockDevice;
         // Only one descriptor claims the device: two claims of this process would exclude each
         // other.
         let alone = match device && !options.read_only && !options.allow_mounted {
             true => OFlags::EXCL,
             false => OFlags::empty(),
         };
+        let is_same = |fd: &OwnedFd| {
+            let opened = rustix::fs::fstat(fd).map_err(os)?;
+            match (opened.st_dev, opened.st_ino) == (stat.st_dev, stat.st_ino) {
+                true => Ok(()),
+                false => Err(Error::new(libc::ESTALE, Operation::Open)),
+            }
+        };
         let buffered = rustix::fs::open(path, flags | alone, Mode::empty()).map_err(os)?;
-        let opened = rustix::fs::fstat(&buffered).map_err(os)?;
-        if (opened.st_dev, opened.st_ino) != (stat.st_dev, stat.st_ino) {
-            return Err(Error::new(libc::ESTALE, Operation::Open));
-        }
+        is_same(&buffered)?;
         let size = size_of(&buffered, device)?;
-        if size == 0 && device {
+        if device && size == 0 {
             return Err(Error::new(libc::ENOMEDIUM, Operation::Open));
         }
         let (direct, align) = open_for_transfers(path, flags, options.direct)?;
-        let same = rustix::fs::fstat(&direct).map_err(os)?;
-        if (same.st_dev, same.st_ino) != (stat.st_dev, stat.st_ino) {
-            return Err(Error::new(libc::ESTALE, Operation::Open));
-        }
-        let nowait = probe_nowait(direct.as_fd(), align);
-        let punches = !options.read_only && (device || probe_punch_hole(&buffered, size));
+        is_same(&direct)?;
         let read_only = options.read_only;
-        let zeroing_block = if device { logical_block(&buffered) } else { 1 };
         let properties = StorageProperties {
             align,
             read_only,
-            nowait,
-            punch_hole: punches,
+            nowait: probe_nowait(direct.as_fd(), align),
+            punch_hole: !read_only && (device || probe_punch_hole(&buffered, size)),
             device,
-            zeroing_block,
+            zeroing_block: if device { logical_block(&buffered) } else { 1 },
         };
-        Ok(Self { direct, buffered, properties })
+        Ok(Self { direct: Some(direct), buffered, properties })
+    }
+
+    /// A file or block device that was opened elsewhere, without `O_DIRECT`. Nothing is probed: by
+    /// its properties it supports neither `RWF_NOWAIT` nor holes.
+    ///
+    /// # Errors
+    /// `EISDIR` and `ENOTBLK` as [`FileStorage::open`]; the errno of fstat(2) or fcntl(2).
+    pub fn of(file: OwnedFd) -> Result<Self, Error> {
+        let os = |e| Error::from_os(e, Operation::Open);
+        let device = is_device(&rustix::fs::fstat(&file).map_err(os)?)?;
+        let access = rustix::fs::fcntl_getfl(&file).map_err(os)? & OFlags::ACCMODE;
+        let properties = StorageProperties {
+            align: Alignment::NONE,
+            read_only: access == OFlags::RDONLY,
+            nowait: false,
+            punch_hole: false,
+            device,
+            zeroing_block: if device { logical_block(&file) } else { 1 },
+        };
+        Ok(Self { direct: None, buffered: file, properties })
     }
 
     /// The descriptor for locks. No ring holds its open file description, so a lock ends with the
@@ -127,7 +140,7 @@ impl FileStorage {
         let (memory, offset) = (self.properties.align.memory as usize - 1, offset as usize - 1);
         let aligned = pos as usize & offset == 0
             && segments.all(|(base, len)| base as usize & memory == 0 && len & offset == 0);
-        if aligned { &self.direct } else { &self.buffered }
+        self.direct.as_ref().filter(|_| aligned).unwrap_or(&self.buffered)
     }
 
     fn allocate(
@@ -213,7 +226,7 @@ impl Storage for FileStorage {
     }
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
-        Some(self.direct.as_fd())
+        Some(self.direct.as_ref().unwrap_or(&self.buffered).as_fd())
     }
 }
 
@@ -230,6 +243,17 @@ fn size_of(fd: &OwnedFd, device: bool) -> Result<u64, Error> {
     match unsafe { libc::ioctl(fd.as_raw_fd(), BLKGETSIZE64, &raw mut bytes) } {
         0 => Ok(bytes),
         _ => Err(Error::from_io(&std::io::Error::last_os_error(), Operation::Status)),
+    }
+}
+
+/// Whether a file is a block device. `EISDIR` for a directory, `ENOTBLK` for what is no regular file
+/// either.
+fn is_device(stat: &Stat) -> Result<bool, Error> {
+    match FileType::from_raw_mode(stat.st_mode) {
+        FileType::RegularFile => Ok(false),
+        FileType::BlockDevice => Ok(true),
+        FileType::Directory => Err(Error::new(libc::EISDIR, Operation::Open)),
+        _ => Err(Error::new(libc::ENOTBLK, Operation::Open)),
     }
 }
 

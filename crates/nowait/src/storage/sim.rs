@@ -1,13 +1,14 @@
 //! A file of a simulated device.
 //!
 //! Invariant: each call but [`Storage::size`] is an operation of the device, which the simulation
-//! may make fail. Behind direct I/O the page cache is used for the block in which the file ends,
-//! and for nothing else.
+//! may make fail; a read is none before the file is served. Behind direct I/O the page cache is used
+//! for the block in which the file ends, and for nothing else.
 #![allow(unsafe_code)]
 
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::sim::SimDevice;
 use crate::storage::file::{Direct, OpenOptions};
@@ -24,10 +25,11 @@ pub struct SimStorage {
     /// The number of the file on the device; 0 is the writable one.
     file: u16,
     properties: StorageProperties,
+    served: AtomicBool,
 }
 
 impl SimStorage {
-    /// Opens a file of `device`: 0 is the device itself, all others are read-only.
+    /// Opens a file of `device`: 0 is the device itself, all others are read-only. It is served.
     #[must_use]
     pub fn open(device: &Arc<SimDevice>, file: u16, options: OpenOptions) -> Self {
         let like = device.options();
@@ -39,7 +41,27 @@ impl SimStorage {
             device: false,
             zeroing_block: 1,
         };
-        Self { device: device.clone(), file, properties }
+        Self { device: device.clone(), file, properties, served: AtomicBool::new(true) }
+    }
+
+    /// As [`SimStorage::open`], through the page cache, for an inspection of the file before it is
+    /// served: until then a read is no operation of the device.
+    #[must_use]
+    pub fn inspect(device: &Arc<SimDevice>, file: u16) -> Self {
+        let options =
+            OpenOptions { read_only: true, direct: Direct::Off, ..OpenOptions::default() };
+        Self { served: AtomicBool::new(false), ..Self::open(device, file, options) }
+    }
+
+    /// Makes all further reads operations of the device.
+    pub fn serve(&self) {
+        self.served.store(true, Ordering::Relaxed);
+    }
+
+    /// Opens the file again.
+    #[must_use]
+    pub fn reopen(&self, options: OpenOptions) -> Self {
+        Self::open(&self.device, self.file, options)
     }
 
     /// One transfer of the slices at `bufs`.
@@ -114,7 +136,16 @@ impl Storage for SimStorage {
     }
 
     fn read(&self, bufs: &mut [IoSliceMut<'_>], pos: u64) -> Result<usize, Error> {
-        let len = bufs.iter().map(|buf| buf.len() as u64).sum();
+        let len: u64 = bufs.iter().map(|buf| buf.len() as u64).sum();
+        if !self.served.load(Ordering::Relaxed) {
+            let mut at = pos;
+            for buf in bufs {
+                self.device.peek(self.file, at, buf);
+                at += buf.len() as u64;
+            }
+            let inside = self.device.bytes_of(self.file).saturating_sub(pos);
+            return Ok(len.min(inside) as usize);
+        }
         let range = ByteRange::new(pos, len);
         // SAFETY: the slices are borrowed for the call.
         unsafe { self.transfer(bufs.as_ptr().cast(), bufs.len(), range, 0, false) }

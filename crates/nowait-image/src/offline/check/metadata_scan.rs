@@ -6,7 +6,7 @@
 use std::collections::BTreeSet;
 use std::io;
 
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::offline::check::recount::RecountedClusters;
 use crate::qcow2::bitmaps;
 use crate::qcow2::entries::{Cluster, L1Entry, refcount_block};
@@ -48,7 +48,7 @@ enum TableOwner {
 
 /// Counts every reference in the image into `references`.
 pub(crate) fn count(
-    file: &HostFile,
+    file: &ImageFile,
     header: &Header,
     references: &mut RecountedClusters,
     progress: Progress<'_>,
@@ -64,7 +64,7 @@ pub(crate) fn count(
 }
 
 struct MetadataScan<'a> {
-    file: &'a HostFile,
+    file: &'a ImageFile,
     header: &'a Header,
     references: &'a mut RecountedClusters,
     totals: ScanTotals,

@@ -13,7 +13,7 @@ use std::io;
 
 use crate::chain::{Chain, LayerFormat};
 use crate::error::ImageError;
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::qcow2::entries::{COPIED, Cluster, L1Entry};
 use crate::qcow2::header::Header;
 use crate::qcow2::lookup::read_table;
@@ -84,7 +84,7 @@ pub fn check(chain: &Chain, progress: &mut dyn FnMut(u64, u64)) -> Result<Report
 }
 
 pub(crate) fn find(
-    file: &HostFile,
+    file: &ImageFile,
     header: &Header,
     progress: Progress<'_>,
 ) -> io::Result<(Report, Findings)> {
@@ -193,7 +193,7 @@ impl Compare<'_> {
 
     /// Compares the flag "copied" of each active entry with the refcount of its target: the flag
     /// promises that no other pointer refers to it.
-    fn flags(&mut self, file: &HostFile) -> io::Result<()> {
+    fn flags(&mut self, file: &ImageFile) -> io::Result<()> {
         let l1 = read_table(file, self.header.l1_pos, u64::from(self.header.l1_entries))?;
         for (index, entry) in l1.into_iter().enumerate() {
             let Ok(L1Entry::Table { pos, copied }) = L1Entry::parse(entry, self.header) else {

@@ -9,7 +9,7 @@ use std::io;
 
 use crate::chain::{Chain, LayerFormat};
 use crate::error::ImageError;
-use crate::host_file::HostFile;
+use crate::image_file::ImageFile;
 use crate::offline::check::metadata_scan::Progress;
 use crate::offline::check::{Findings, MAX_FINDINGS, RefcountMismatch, Report, find};
 use crate::qcow2::entries::refcount_block;
@@ -47,7 +47,7 @@ pub fn repair(chain: &Chain, progress: &mut dyn FnMut(u64, u64)) -> Result<Repai
     run(file, header, progress).map_err(|error| ImageError::os(file.path(), "repair", &error))
 }
 
-fn run(file: &HostFile, header: &Header, progress: Progress<'_>) -> io::Result<Repaired> {
+fn run(file: &ImageFile, header: &Header, progress: Progress<'_>) -> io::Result<Repaired> {
     let (first, mut findings) = find(file, header, progress)?;
     let mut report = first;
     for _ in 0..MAX_ROUNDS {
@@ -70,7 +70,7 @@ fn run(file: &HostFile, header: &Header, progress: Progress<'_>) -> io::Result<R
 }
 
 /// One step of the repair. False when no step is possible.
-fn improve(file: &HostFile, header: &Header, findings: &Findings) -> io::Result<bool> {
+fn improve(file: &ImageFile, header: &Header, findings: &Findings) -> io::Result<bool> {
     let changed = if !findings.too_low.is_empty() {
         set_counts(file, header, &findings.too_low, &findings.shared_blocks)?
     } else if !findings.flags.is_empty() {
@@ -90,7 +90,7 @@ fn improve(file: &HostFile, header: &Header, findings: &Findings) -> io::Result<
 /// Sets refcounts to the number of references, except in refcount blocks that have another use,
 /// too. False if no refcount could be set.
 fn set_counts(
-    file: &HostFile,
+    file: &ImageFile,
     header: &Header,
     wrong: &[RefcountMismatch],
     shared: &BTreeSet<u64>,

@@ -52,7 +52,7 @@ fn scene() -> Scene {
     let options =
         ChainOptions { format: Some(Format::Qcow2), writable: true, ..ChainOptions::default() };
     let chain = Chain::open(&scratch.path().join("top"), &options).unwrap();
-    let gate = gate::before(chain.layers()[1].file.fd());
+    let gate = gate::before(chain.layers()[1].file.fd().unwrap());
     let options = ServeOptions { writable: true, direct: Direct::Auto, hint: true };
     let (disk, open_image) = open(chain, options).unwrap();
     let disk = Arc::new(disk);
@@ -172,7 +172,7 @@ fn c54_a_read_of_a_block_in_which_the_backing_file_ends_is_not_torn_by_a_concurr
     let options =
         ChainOptions { format: Some(Format::Qcow2), writable: true, ..ChainOptions::default() };
     let chain = Chain::open(&top, &options).unwrap();
-    let gate = gate::before(chain.layers()[1].file.fd());
+    let gate = gate::before(chain.layers()[1].file.fd().unwrap());
     let options = ServeOptions { writable: true, direct: Direct::Off, hint: true };
     let (disk, open_image) = open(chain, options).unwrap();
     let disk = Arc::new(disk);

@@ -12,38 +12,21 @@ use std::path::Path;
 use std::sync::{Arc, Mutex, OnceLock};
 
 use nowait::ByteRange;
-
 use nowait_testkit::Random;
+
+use crate::tests::observed_storage::Change;
 
 const SECTOR: u64 = 512;
 
 /// An operation or its end, in order. Files are numbered as they were passed to [`of`].
 #[derive(Clone, Debug)]
 pub(crate) enum Event {
-    /// A write was begun.
-    Write { file: usize, pos: u64, bytes: Vec<u8> },
-    /// The making of a hole was begun.
-    Clear { file: usize, range: ByteRange },
-    /// A change of the length was begun.
-    SetLen { file: usize, bytes: u64 },
-    /// A sync was begun.
-    Sync { file: usize },
+    /// A change of this file was begun.
+    Begun(usize, Change),
     /// The operation that began as the event with this number has ended.
     Ended(usize),
     /// A note of the test about its position in the record.
     Mark(crate::qcow2_disk::tests::power_cut::Mark),
-}
-
-impl Event {
-    fn file(&self) -> Option<usize> {
-        match *self {
-            Self::Write { file, .. }
-            | Self::Clear { file, .. }
-            | Self::SetLen { file, .. }
-            | Self::Sync { file } => Some(file),
-            Self::Ended(_) | Self::Mark(_) => None,
-        }
-    }
 }
 
 /// The record of some files.
@@ -136,7 +119,7 @@ fn durable(events: &[Event], files: usize) -> Vec<bool> {
     let mut synced = vec![0; files];
     for event in events {
         if let &Event::Ended(begun) = event
-            && let Event::Sync { file } = events[begun]
+            && let Event::Begun(file, Change::Sync) = events[begun]
         {
             synced[file] = begun.max(synced[file]);
         }
@@ -144,7 +127,7 @@ fn durable(events: &[Event], files: usize) -> Vec<bool> {
     let mut durable = vec![false; events.len()];
     for (event, at) in events.iter().zip(0..) {
         if let &Event::Ended(begun) = event
-            && let Some(file) = events[begun].file()
+            && let Event::Begun(file, _) = events[begun]
         {
             durable[begun] = at < synced[file];
         }
@@ -163,25 +146,27 @@ pub(crate) fn cut(
     let mut files = before.to_vec();
     for (event, is_durable) in events.iter().zip(durable(events, before.len())) {
         let mut survives = || is_durable || random.chance(percent);
-        match *event {
-            Event::Write { file, pos, ref bytes } => {
+        let Event::Begun(file, change) = event else { continue };
+        let file = &mut files[*file];
+        match change {
+            Change::Write(pos, bytes) => {
                 for (sector, at) in
-                    bytes.chunks(SECTOR as usize).zip((pos..).step_by(SECTOR as usize))
+                    bytes.chunks(SECTOR as usize).zip((*pos..).step_by(SECTOR as usize))
                 {
                     if survives() {
-                        files[file].put(at, sector);
+                        file.put(at, sector);
                     }
                 }
             }
-            Event::Clear { file, range } => {
+            Change::Clear(range) => {
                 for pos in (range.pos..range.end()).step_by(SECTOR as usize) {
                     if survives() {
-                        files[file].clear(ByteRange::new(pos, SECTOR.min(range.end() - pos)));
+                        file.clear(ByteRange::new(pos, SECTOR.min(range.end() - pos)));
                     }
                 }
             }
-            Event::SetLen { file, bytes } if survives() => files[file].set_len(bytes),
-            _ => {}
+            Change::SetLen(bytes) if survives() => file.set_len(*bytes),
+            Change::SetLen(_) | Change::Sync => {}
         }
     }
     files

@@ -260,8 +260,8 @@ fn record(scene: &Scene, path: &Path, random: &mut Random) -> Vec<Event> {
     let chain = chain(path, true);
     let options = ServeOptions { writable: true, direct: Direct::Auto, hint: true };
     let top = chain.top();
-    let data = top.header().unwrap().has_data_file().then(|| top.data_file().fd());
-    let journal = journal::of(std::iter::once(top.file.fd()).chain(data));
+    let data = top.header().unwrap().has_data_file().then(|| top.data_file().fd().unwrap());
+    let journal = journal::of(std::iter::once(top.file.fd().unwrap()).chain(data));
     let (map, store) = open_map(&chain, options).unwrap();
     let numbers = AtomicU32::new(1);
     let image = map.image().unwrap();

@@ -4,23 +4,22 @@
 //! every image format in which files may be cut short.
 
 use std::ffi::OsStr;
-use std::fs::File;
-use std::io;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::os::unix::fs::{FileExt, FileTypeExt, MetadataExt};
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::{fmt, io};
 
-use rustix::fs::{FallocateFlags, Mode, OFlags, SeekFrom};
+#[cfg(feature = "sim")]
+use nowait::SimStorage;
+use nowait::{ByteRange, ExtentStatus, FileStorage, ReadCursor, Storage, WriteCursor};
+use rustix::fs::{FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 
 use crate::error::ImageError;
 use crate::mounts::in_use;
-#[cfg(feature = "sim")]
-use crate::sim_file::{SimDevice, SimFile};
 #[cfg(test)]
 use crate::tests::write_log;
-#[cfg(test)]
-use crate::tests::write_log::Step;
 
 /// The unit of `st_blocks`, whatever the file system's own block size (stat(2)).
 const STAT_BLOCK_BYTES: u64 = 512;
@@ -42,6 +41,13 @@ pub(crate) struct FileId {
     inode: u64,
 }
 
+impl FileId {
+    pub(crate) fn of(fd: BorrowedFd<'_>) -> io::Result<Self> {
+        let stat = rustix::fs::fstat(fd)?;
+        Ok(Self { device: stat.st_dev, inode: stat.st_ino })
+    }
+}
+
 /// The mode in which a file is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum Opening {
@@ -52,33 +58,13 @@ pub(crate) enum Opening {
     Shared,
 }
 
-/// A regular file or block device, open at least for reading.
-#[derive(Debug)]
-pub struct HostFile {
+/// A file of an image: its name and its bytes.
+pub struct ImageFile {
     path: PathBuf,
-    file: File,
-    /// The simulated file, if it is one; then `file` is only a placeholder for its descriptor.
+    storage: Arc<dyn Storage>,
+    /// The same storage, if it is simulated.
     #[cfg(feature = "sim")]
-    simulated: Option<Box<SimFile>>,
-}
-
-/// Calls the simulated file, if this is one; else the real file.
-macro_rules! call {
-    ($self:ident, $simulated:ident => $there:expr, $here:expr) => {{
-        #[cfg(feature = "sim")]
-        if let Some($simulated) = &$self.simulated {
-            return $there;
-        }
-        $here
-    }};
-}
-
-/// A run of data or a hole of a file.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct HostRun {
-    /// Bytes; never 0.
-    pub(crate) len: u64,
-    pub(crate) hole: bool,
+    simulated: Option<Arc<SimStorage>>,
 }
 
 /// O_NONBLOCK: the open of a pipe would wait for its other end before it could be refused. O_EXCL
@@ -92,7 +78,7 @@ fn flags(opening: Opening) -> OFlags {
     access | OFlags::NONBLOCK | OFlags::CLOEXEC
 }
 
-impl HostFile {
+impl ImageFile {
     /// Opens `path`, also for writing if `writable`; then a block device is claimed, which excludes
     /// other claims, such as a mounted file system's.
     ///
@@ -104,12 +90,12 @@ impl HostFile {
         Self::open_as(path, path, opening)
     }
 
-    /// As [`HostFile::open`], for the file at `real`, which is called `path` from then on.
+    /// As [`ImageFile::open`], for the file at `real`, which is called `path` from then on.
     pub(crate) fn open_as(real: &Path, path: &Path, opening: Opening) -> Result<Self, ImageError> {
         Self::opened(rustix::fs::open(real, flags(opening), Mode::empty()), path)
     }
 
-    /// As [`HostFile::open`], for the file `name` in `directory`, which is called `path` from then
+    /// As [`ImageFile::open`], for the file `name` in `directory`, which is called `path` from then
     /// on. A link is not followed.
     pub(crate) fn open_in(
         directory: BorrowedFd<'_>,
@@ -130,39 +116,39 @@ impl HostFile {
             }
             _ => ImageError::os(path, "open", &error.into()),
         })?;
-        let file = File::from(file);
-        let kind = file.metadata().map_err(|error| ImageError::os(path, "look at it", &error))?;
-        if !kind.is_file() && !kind.file_type().is_block_device() {
-            let errno = if kind.is_dir() { libc::EISDIR } else { libc::ENOTBLK };
-            return Err(ImageError::refused(path, NO_DISK).with_errno(errno));
-        }
-        Ok(Self::of(path.to_owned(), file))
+        Self::of(path.to_owned(), file).map_err(|error| match error.raw_os_error() {
+            Some(errno @ (libc::EISDIR | libc::ENOTBLK)) => {
+                ImageError::refused(path, NO_DISK).with_errno(errno)
+            }
+            _ => ImageError::os(path, "look at it", &error),
+        })
     }
 
     /// A file that was opened or made elsewhere, and is called `path`.
-    pub(crate) const fn of(path: PathBuf, file: File) -> Self {
-        Self {
+    pub(crate) fn of(path: PathBuf, file: impl Into<OwnedFd>) -> io::Result<Self> {
+        let storage = FileStorage::of(file.into())?;
+        #[cfg(test)]
+        let storage = write_log::logged(&path, storage);
+        Ok(Self {
             path,
-            file,
+            storage: Arc::new(storage),
             #[cfg(feature = "sim")]
             simulated: None,
-        }
+        })
     }
 
     /// The file with this number of a simulated device.
-    ///
-    /// # Errors
-    /// `EMFILE`, `ENFILE`: no descriptor is left for the placeholder.
     #[cfg(feature = "sim")]
-    pub fn simulated(device: &std::sync::Arc<SimDevice>, number: u16) -> io::Result<Self> {
-        let fd = rustix::event::eventfd(0, rustix::event::EventfdFlags::CLOEXEC)?;
-        let simulated = Some(Box::new(SimFile::new(device, number)));
-        Ok(Self { simulated, ..Self::of(format!("file-{number}").into(), File::from(fd)) })
+    #[must_use]
+    pub fn simulated(device: &Arc<nowait::sim::SimDevice>, number: u16) -> Self {
+        let storage = Arc::new(SimStorage::inspect(device, number));
+        let path = format!("file-{number}").into();
+        Self { path, storage: storage.clone(), simulated: Some(storage) }
     }
 
     /// The simulated file, if it is one.
     #[cfg(feature = "sim")]
-    pub(crate) fn as_simulated(&self) -> Option<&SimFile> {
+    pub(crate) fn as_simulated(&self) -> Option<&SimStorage> {
         self.simulated.as_deref()
     }
 
@@ -172,23 +158,24 @@ impl HostFile {
         &self.path
     }
 
-    /// The open descriptor, for the lock.
-    #[must_use]
-    pub fn fd(&self) -> BorrowedFd<'_> {
-        self.file.as_fd()
+    /// The open descriptor, for locks and attributes.
+    ///
+    /// # Errors
+    /// `EOPNOTSUPP` for a storage without a descriptor.
+    pub fn fd(&self) -> io::Result<BorrowedFd<'_>> {
+        self.storage.descriptor().ok_or(Errno::OPNOTSUPP.into())
     }
 
     pub(crate) fn identity(&self) -> io::Result<FileId> {
-        let stat = self.file.metadata()?;
-        Ok(FileId { device: stat.dev(), inode: stat.ino() })
+        FileId::of(self.fd()?)
     }
 
     /// The size in bytes, also of a block device.
     ///
     /// # Errors
-    /// Those of lseek(2).
+    /// As [`Storage::size`].
     pub fn size(&self) -> io::Result<u64> {
-        call!(self, it => Ok(it.size()), Ok(rustix::fs::seek(&self.file, SeekFrom::End(0))?))
+        Ok(self.storage.size()?)
     }
 
     /// Bytes that the file takes on its file system; 0 for a block device.
@@ -196,7 +183,8 @@ impl HostFile {
     /// # Errors
     /// Those of fstat(2).
     pub fn allocated(&self) -> io::Result<u64> {
-        Ok(self.file.metadata()?.blocks().saturating_mul(STAT_BLOCK_BYTES))
+        let stat = rustix::fs::fstat(self.fd()?)?;
+        Ok(stat.st_blocks.cast_unsigned().saturating_mul(STAT_BLOCK_BYTES))
     }
 
     /// Fills `memory` from `pos` on; with zeros behind the end of the file.
@@ -204,21 +192,11 @@ impl HostFile {
     /// # Errors
     /// Those of pread(2).
     pub fn read_at(&self, pos: u64, memory: &mut [u8]) -> io::Result<()> {
-        call!(self, it => it.read_at(pos, memory), ());
-        let mut done = 0;
-        while done < memory.len() {
-            let Some(at) = pos.checked_add(done as u64).filter(|&at| i64::try_from(at).is_ok())
-            else {
-                break;
-            };
-            match self.file.read_at(&mut memory[done..], at) {
-                Ok(0) => break,
-                Ok(got) => done += got,
-                Err(error) if error.kind() == io::ErrorKind::Interrupted => {}
-                Err(error) => return Err(error),
-            }
+        let mut rest = ReadCursor::from(memory);
+        if i64::try_from(pos).is_ok() {
+            self.storage.read_at(pos, &mut rest)?;
         }
-        memory[done..].fill(0);
+        rest.fill(0);
         Ok(())
     }
 
@@ -227,9 +205,7 @@ impl HostFile {
     /// # Errors
     /// Those of pwrite(2).
     pub fn write_at(&self, pos: u64, bytes: &[u8]) -> io::Result<()> {
-        #[cfg(test)]
-        write_log::note(&self.path, Step::Write(pos, bytes.to_vec()));
-        self.file.write_all_at(bytes, pos)
+        Ok(self.storage.write_at(pos, &mut WriteCursor::from(bytes), None)?)
     }
 
     /// Makes all completed writes durable.
@@ -237,9 +213,7 @@ impl HostFile {
     /// # Errors
     /// Those of fdatasync(2).
     pub fn sync(&self) -> io::Result<()> {
-        #[cfg(test)]
-        write_log::note(&self.path, Step::Sync);
-        self.file.sync_data()
+        Ok(self.storage.sync()?)
     }
 
     /// Makes the file `size` bytes long.
@@ -247,9 +221,7 @@ impl HostFile {
     /// # Errors
     /// Those of ftruncate(2).
     pub fn set_len(&self, size: u64) -> io::Result<()> {
-        #[cfg(test)]
-        write_log::note(&self.path, Step::Size(size));
-        self.file.set_len(size)
+        Ok(self.storage.set_len(size)?)
     }
 
     /// Reserves space for all of the first `size` bytes, and makes the file that long.
@@ -258,7 +230,7 @@ impl HostFile {
     /// Those of fallocate(2): `ENOSPC` without enough space, `EOPNOTSUPP` where the file system
     /// reserves none.
     pub(crate) fn reserve(&self, size: u64) -> io::Result<()> {
-        Ok(rustix::fs::fallocate(&self.file, FallocateFlags::empty(), 0, size)?)
+        Ok(rustix::fs::fallocate(self.fd()?, FallocateFlags::empty(), 0, size)?)
     }
 
     /// Makes `len` bytes from `pos` on a hole: zeros that take no space.
@@ -266,10 +238,7 @@ impl HostFile {
     /// # Errors
     /// Those of fallocate(2): `EOPNOTSUPP` where the file system or device has no holes.
     pub(crate) fn punch(&self, pos: u64, len: u64) -> io::Result<()> {
-        #[cfg(test)]
-        write_log::note(&self.path, Step::Hole(pos, len));
-        let flags = FallocateFlags::PUNCH_HOLE | FallocateFlags::KEEP_SIZE;
-        Ok(rustix::fs::fallocate(&self.file, flags, pos, len)?)
+        Ok(self.storage.punch(ByteRange::new(pos, len))?)
     }
 
     /// Makes `len` bytes from `pos` on read as zeros, as a hole where that is possible.
@@ -290,36 +259,29 @@ impl HostFile {
         Ok(())
     }
 
-    /// Whether it is a regular file, whose size can be changed.
-    pub(crate) fn is_regular(&self) -> io::Result<bool> {
-        Ok(self.file.metadata()?.is_file())
-    }
-
-    /// Whether it is a block device.
-    ///
-    /// # Errors
-    /// Those of fstat(2).
-    pub fn is_block_device(&self) -> io::Result<bool> {
-        Ok(self.file.metadata()?.file_type().is_block_device())
+    /// Whether it is a block device, whose size cannot be changed, and not a regular file.
+    #[must_use]
+    pub fn is_block_device(&self) -> bool {
+        self.storage.properties().device
     }
 
     /// The run of data or the hole that begins at `pos`, at most `len` bytes. `None` at or behind
     /// the end of the file. Where the file system reports no holes, all is data.
-    pub(crate) fn run(&self, pos: u64, len: u64) -> io::Result<Option<HostRun>> {
+    pub(crate) fn run(&self, pos: u64, len: u64) -> io::Result<Option<ExtentStatus>> {
         let end = self.size()?;
         if pos >= end {
             return Ok(None);
         }
         let len = len.min(end - pos).max(1);
-        let found = match rustix::fs::seek(&self.file, SeekFrom::Data(pos)) {
-            Ok(data) if data > pos => HostRun { len: len.min(data - pos), hole: true },
-            Ok(_) => match rustix::fs::seek(&self.file, SeekFrom::Hole(pos)) {
-                Ok(hole) if hole > pos => HostRun { len: len.min(hole - pos), hole: false },
-                _ => HostRun { len, hole: false },
-            },
-            Err(Errno::NXIO) => HostRun { len, hole: true },
-            Err(_) => HostRun { len, hole: false },
-        };
-        Ok(Some(found))
+        let mut found = Vec::new();
+        let asked = self.storage.extents(ByteRange::new(pos, len), 1, &mut found);
+        let first = asked.ok().and_then(|()| found.pop());
+        Ok(Some(first.unwrap_or(ExtentStatus { len, hole: false, depth: 1 })))
+    }
+}
+
+impl fmt::Debug for ImageFile {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("ImageFile").field("path", &self.path).finish_non_exhaustive()
     }
 }

@@ -1,0 +1,49 @@
+//! The gate and the journal that a test has made for a file, as the observer of its storage.
+
+use std::sync::Arc;
+
+use nowait::FileStorage;
+
+use crate::qcow2_disk::tests::gate::Gate;
+use crate::qcow2_disk::tests::journal::{Event, Journal};
+use crate::qcow2_disk::tests::{gate, journal};
+use crate::tests::observed_storage::{Change, ObservedStorage, Observer};
+
+/// The hooks of a file.
+pub(crate) struct Hooks {
+    gate: Option<Arc<Gate>>,
+    /// The journal, and the number of the file in it.
+    journal: Option<(Journal, usize)>,
+}
+
+/// `storage` with the hooks that its file has by now.
+pub(crate) fn hooked(storage: FileStorage) -> ObservedStorage<Hooks> {
+    let gate = gate::of(storage.lock_fd());
+    let journal = journal::find(storage.lock_fd());
+    ObservedStorage { inner: storage, observer: Hooks { gate, journal } }
+}
+
+impl Observer for Hooks {
+    fn begin(&self, change: Change) -> usize {
+        let Some((journal, file)) = &self.journal else { return 0 };
+        journal.push(Event::Begun(*file, change))
+    }
+
+    fn ended(&self, begun: usize) {
+        if let Some((journal, _)) = &self.journal {
+            journal.push(Event::Ended(begun));
+        }
+    }
+
+    fn reading(&self) {
+        if let Some(gate) = &self.gate {
+            gate.enter();
+        }
+    }
+
+    fn read(&self, bytes: u64) {
+        if let Some(gate) = &self.gate {
+            gate.passed(bytes);
+        }
+    }
+}
