@@ -53,6 +53,10 @@ impl BlockMap for AnyMap {
         either!(self, map => map.map_extent_blocking(range, intent))
     }
 
+    fn keeps_write_extents(&self) -> bool {
+        either!(self, map => map.keeps_write_extents())
+    }
+
     fn is_mapped(&self, range: ByteRange) -> bool {
         either!(self, map => map.is_mapped(range))
     }

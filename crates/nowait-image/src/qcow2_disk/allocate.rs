@@ -12,6 +12,7 @@ use crate::injected_bug::ImageBug;
 use crate::qcow2::entries::Cluster;
 
 use crate::qcow2_disk::backing_chain::Mapping;
+use crate::qcow2_disk::backing_tables::{bytes_of, clusters_of};
 use crate::qcow2_disk::disk::Qcow2Disk;
 use crate::qcow2_disk::extent_cache::CachedMapping;
 use crate::qcow2_disk::metadata::Metadata;
@@ -57,30 +58,30 @@ impl Qcow2Disk {
         let mut pos = pos;
         while !data.is_empty() {
             self.fill_extent_cache(pos);
-            pos += match self.images.lookup_top_for_write(pos, data.len())? {
-                (Cluster::Data { host, copied: true }, len) => {
-                    let inside = pos & (self.cluster() - 1);
-                    self.write_data(host + inside, data.take(len))?;
-                    len
-                }
-                _ => self.allocate(pos, &mut data)?,
-            };
+            pos += self.write_some(pos, &mut data)?;
         }
         Ok(())
     }
 
-    /// Allocates clusters for `data` at `pos`, or for the first of it, and writes that. Returns the
-    /// bytes written; 0 where another request has allocated the first cluster meanwhile.
-    fn allocate(&self, pos: u64, data: &mut WriteCursor<'_>) -> Result<u64, Error> {
-        let bits = self.bits();
-        let first = pos >> bits;
-        let max_clusters = (RUN_BYTES >> bits).max(1);
-        let last = ((pos + data.len() - 1) >> bits).min(first + max_clusters - 1);
+    /// Writes the first of `data` at `pos`: in place, or to clusters that it allocates. Returns the
+    /// bytes written. The clusters are held before they are looked up, so that one lookup is
+    /// enough; a cluster that is written in place stays where it is, and is not held during the
+    /// write.
+    fn write_some(&self, pos: u64, data: &mut WriteCursor<'_>) -> Result<u64, Error> {
+        let (bits, left) = (self.bits(), data.len());
+        let (first, count) = clusters_of(pos, left, bits);
+        let guard = self.cluster_locks.lock(first..first + count);
         let writeback = self.images.writeback();
+        let (cluster, run) = writeback.update(|metadata| metadata.lookup(first, count))?;
+        if let Cluster::Data { host, copied: true } = cluster {
+            drop(guard);
+            let len = bytes_of(run, pos, left, bits);
+            self.write_data(host + (pos & (self.cluster() - 1)), data.take(len))?;
+            return Ok(len);
+        }
         writeback.throttle_dirty()?;
-        let _guard = self.cluster_locks.lock(first..last + 1);
-        let Some(target) = self.allocate_for(first, last - first + 1)? else { return Ok(0) };
-        let end = ((first + target.count) << bits).min(pos + data.len());
+        let target = self.allocate_for(first, cluster, run, count)?;
+        let end = ((first + target.count) << bits).min(pos + left);
         let len = end - pos;
         let run = ByteRange::new(first << bits, target.count << bits);
         let copied = self.copy_on_write(run, &target, ByteRange::new(pos, len), data.take(len));
@@ -97,19 +98,21 @@ impl Qcow2Disk {
         done.map(|()| len)
     }
 
-    /// The target for `count` clusters of the disk from `first` on, or for fewer. `None` if the
-    /// first can be written in place.
-    fn allocate_for(&self, first: u64, count: u64) -> Result<Option<Allocation>, Error> {
+    /// The target for `count` clusters of the disk from `first` on, or for fewer. The first `run`
+    /// of them are mapped as `cluster` tells, which cannot be written in place.
+    fn allocate_for(
+        &self,
+        first: u64,
+        cluster: Cluster,
+        mut run: u64,
+        count: u64,
+    ) -> Result<Allocation, Error> {
         let (bits, header) = (self.bits(), self.images.header());
         let writeback = self.images.writeback();
-        let (cluster, mut run) = writeback.update(|metadata| metadata.lookup(first, count))?;
-        match cluster {
-            Cluster::Data { copied: true, .. } => return Ok(None),
-            Cluster::Zero { host: Some(pos), copied: true } => {
-                return Ok(Some(Allocation { pos, count: 1, fresh: false, allocated: false }));
-            }
-            _ => {}
+        if let Cluster::Zero { host: Some(pos), copied: true } = cluster {
+            return Ok(Allocation { pos, count: 1, fresh: false, allocated: false });
         }
+        let count = count.min((RUN_BYTES >> bits).max(1));
         while run < count {
             match writeback.with(|metadata| metadata.lookup(first + run, count - run)) {
                 Ok((
@@ -121,10 +124,10 @@ impl Qcow2Disk {
                 Ok((_, more)) => run += more,
             }
         }
-        let count = run;
+        let count = run.min(count);
         if header.has_data_file() {
             let pos = first << bits;
-            return Ok(Some(Allocation { pos, count, fresh: false, allocated: false }));
+            return Ok(Allocation { pos, count, fresh: false, allocated: false });
         }
         let (allocated, fresh) = writeback.update(|metadata| {
             let allocated = metadata.allocate(count)?;
@@ -135,7 +138,7 @@ impl Qcow2Disk {
             writeback.defer_free(allocated);
             return Err(error);
         }
-        Ok(Some(Allocation { pos, count: allocated.count, fresh, allocated: true }))
+        Ok(Allocation { pos, count: allocated.count, fresh, allocated: true })
     }
 
     /// Fills the target of `run`: `data` goes to `range`, the rest is copied from the disk as it is

@@ -37,6 +37,11 @@ impl BlockMap for Qcow2Map {
         self.0.extents.extent(range, intent).ok_or(WouldBlock)
     }
 
+    /// See the invariant of this file.
+    fn keeps_write_extents(&self) -> bool {
+        true
+    }
+
     fn is_mapped(&self, range: ByteRange) -> bool {
         let mut pos = range.pos;
         while pos < range.end() {

@@ -26,6 +26,9 @@ pub(crate) struct Metadata {
     /// Clusters in the file when it was opened.
     file_end: u64,
     damaged: bool,
+    /// Calls of [`Metadata::lookup`].
+    #[cfg(test)]
+    pub(crate) lookups: std::sync::atomic::AtomicU64,
 }
 
 /// Most blocks that a scan looks up ahead.
@@ -46,7 +49,17 @@ impl Metadata {
         file_bytes: u64,
     ) -> Self {
         let file_end = file_bytes.div_ceil(header.cluster_bytes());
-        Self { header, cache, l1, allocator, reserved, file_end, damaged: false }
+        Self {
+            header,
+            cache,
+            l1,
+            allocator,
+            reserved,
+            file_end,
+            damaged: false,
+            #[cfg(test)]
+            lookups: Default::default(),
+        }
     }
 
     /// Forbids all further changes of the metadata, because damage was found. Returns false if that
@@ -97,6 +110,8 @@ impl Metadata {
     /// most `max`. A cluster is reported as exclusive (`copied`) only if its entry, the L2 table's
     /// use and the refcount all say so: any other is never written in place.
     pub(crate) fn lookup(&self, cluster: u64, max: u64) -> Result<(Cluster, u64), MetadataError> {
+        #[cfg(test)]
+        self.lookups.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
         let (first, count, table) = self.run_from(cluster, max, true)?;
         match (first, table) {
             (Cluster::Data { host, .. } | Cluster::Zero { host: Some(host), .. }, Some(table))

@@ -12,7 +12,7 @@ use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
 use crate::blocking::sync_io;
-use crate::engine::simple_path::SimplePath;
+use crate::engine::simple_path::{SimplePath, Verdict};
 use crate::storage::file::OpenOptions;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::Error;
@@ -177,7 +177,9 @@ impl<M: BlockMap> BlockingFile<M> {
     #[inline]
     fn run_simple(&self, io: Request, base: *mut u8) -> Option<usize> {
         let disk = &*self.disk;
-        let extent = self.simple_path.map_for_simple_path(disk, io, base)?;
+        let Verdict::Simple(extent) = self.simple_path.map_for_simple_path(disk, io, base) else {
+            return None;
+        };
         let (storage, len) = (disk.storage(extent.file), io.range.len as usize);
         // SAFETY: the callers borrow the memory until `run` returns; a write only reads it.
         let done = unsafe {

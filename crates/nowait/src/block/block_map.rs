@@ -63,6 +63,13 @@ pub trait BlockMap: Send + Sync + 'static {
         self.map_extent(range, intent).unwrap_or(Extent::identical(range, range.len, false))
     }
 
+    /// Whether an extent for a write stays valid for as long as the device is open. If so, it is
+    /// looked up before its range is locked, and a write that must wait takes the lock only on a
+    /// worker. If not, an extent is valid only while its range is locked.
+    fn keeps_write_extents(&self) -> bool {
+        false
+    }
+
     /// Whether all of `range` is known to be mapped, so that a write to it allocates nothing.
     fn is_mapped(&self, range: ByteRange) -> bool;
 

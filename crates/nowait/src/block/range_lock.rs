@@ -33,6 +33,9 @@ pub(crate) struct RangeLocks {
     /// Sleeping threads: the wake-up, a system call, is skipped if there are none.
     sleepers: Mutex<u32>,
     freed: Condvar,
+    /// Ranges that were locked so far.
+    #[cfg(test)]
+    pub(crate) locked: AtomicU32,
 }
 
 impl RangeLocks {
@@ -41,6 +44,8 @@ impl RangeLocks {
             stripes: (0..STRIPES).map(|_| AtomicU32::new(0)).collect(),
             sleepers: Mutex::new(0),
             freed: Condvar::new(),
+            #[cfg(test)]
+            locked: AtomicU32::new(0),
         }
     }
 
@@ -66,6 +71,7 @@ impl RangeLocks {
                 return false;
             }
         }
+        self.count_lock();
         true
     }
 
@@ -143,6 +149,7 @@ impl RangeLocks {
                 }
                 if self.try_lock_contended(range, mode) {
                     self.wake_all(&guard);
+                    self.count_lock();
                     return;
                 }
                 continue;
@@ -197,6 +204,12 @@ impl RangeLocks {
             }
         }
         true
+    }
+
+    #[inline(always)]
+    fn count_lock(&self) {
+        #[cfg(test)]
+        self.locked.fetch_add(1, Ordering::Relaxed);
     }
 
     /// Unlocks `range`.

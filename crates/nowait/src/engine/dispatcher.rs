@@ -20,7 +20,7 @@ use crate::blocking::worker_pool::{WorkerJob, WorkerPool, WorkerTask};
 use crate::engine::back_off::BackOff;
 use crate::engine::completion::{Completion, Rejected, Stats};
 use crate::engine::pool::SlotPool;
-use crate::engine::simple_path::SimplePath;
+use crate::engine::simple_path::{SimplePath, Verdict};
 use crate::engine::slot::{Role, State};
 use crate::memory::buffer_pool::{Budget, BufferPool, PooledBuffer};
 use crate::queue::{IoQueue, Token};
@@ -125,8 +125,11 @@ impl<M: BlockMap> Dispatcher<M> {
 
     /// As [`SimplePath::map_for_simple_path`], if the simple path is to be tried.
     #[inline]
-    pub(crate) fn simple(&self, io: Request, base: *mut u8) -> Option<Extent> {
-        if self.simple { self.simple_path.map_for_simple_path(&self.disk, io, base) } else { None }
+    pub(crate) fn simple(&self, io: Request, base: *mut u8) -> Verdict {
+        match self.simple {
+            true => self.simple_path.map_for_simple_path(&self.disk, io, base),
+            false => Verdict::General,
+        }
     }
 
     /// Starts a request for which [`Dispatcher::simple`] has found `extent`.
@@ -159,6 +162,25 @@ impl<M: BlockMap> Dispatcher<M> {
             return Err(self.reject_queue_full(slot));
         }
         self.stats.simple += 1;
+        Ok(())
+    }
+
+    /// Starts a request for which [`Dispatcher::simple`] has said that it must wait. `base` is
+    /// valid as for [`Dispatcher::submit_simple`].
+    #[cold]
+    pub(crate) fn submit_to_worker(
+        &mut self,
+        io: Request,
+        base: *mut u8,
+        buf: Option<PooledBuffer>,
+        tag: u64,
+    ) -> Result<(), Rejected> {
+        let Some((slot, request)) = self.pool.alloc() else { return Err(reject_full(io, buf)) };
+        request.begin(Role::Split, State::Submitting, io, buf, tag);
+        request.result = 0;
+        request.segments.set_one(IoSegment { base, len: io.range.len as usize });
+        self.stats.worker += 1;
+        self.offload(slot, WorkerTask::Run);
         Ok(())
     }
 

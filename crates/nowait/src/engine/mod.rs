@@ -34,6 +34,7 @@ use crate::types::request::{ExtentStatus, Flags, Op, Request};
 use crate::types::{alignment, iovec};
 use completion::{Completion, Rejected, Stats};
 use dispatcher::Dispatcher;
+use simple_path::Verdict;
 
 /// The token of the wake-up descriptor for slots that workers return.
 const COMPLETIONS_TOKEN: Token = FD_TOKEN | 1 << 60;
@@ -169,13 +170,17 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
         let base = buf.base().wrapping_add(start);
         // The sum wraps only for a length that no simple request has.
         let fits = io.range.len.wrapping_add(start as u64) <= buf.len() as u64;
-        if fits && let Some(extent) = self.dispatcher.simple(io, base) {
-            let (queue, buf) = (&mut self.queue, Some(buf));
-            // SAFETY: the buffer holds the range and moves into the slot, where it stays until the
-            // request is given back.
-            return unsafe { self.dispatcher.submit_simple(queue, io, extent, base, buf, tag) };
+        let verdict = if fits { self.dispatcher.simple(io, base) } else { Verdict::General };
+        match verdict {
+            Verdict::Simple(extent) => {
+                let (queue, buf) = (&mut self.queue, Some(buf));
+                // SAFETY: the buffer holds the range and moves into the slot, where it stays until
+                // the request is given back.
+                unsafe { self.dispatcher.submit_simple(queue, io, extent, base, buf, tag) }
+            }
+            Verdict::MustWait => self.dispatcher.submit_to_worker(io, base, Some(buf), tag),
+            Verdict::General => self.submit_checked(io, start, buf, tag),
         }
-        self.submit_checked(io, start, buf, tag)
     }
 
     #[inline(never)]
@@ -229,16 +234,18 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
         let &[one] = segments else {
             return self.submit_user_memory_checked(io.op, io.flags, io.range, segments, tag);
         };
-        if io.range.len == one.len as u64
-            && let Some(extent) = self.dispatcher.simple(io, one.base)
-        {
-            let queue = &mut self.queue;
+        let fits = io.range.len == one.len as u64;
+        let verdict = if fits { self.dispatcher.simple(io, one.base) } else { Verdict::General };
+        match verdict {
             // SAFETY: as promised by the caller.
-            return unsafe {
-                self.dispatcher.submit_simple(queue, io, extent, one.base, None, tag)
-            };
+            Verdict::Simple(extent) => unsafe {
+                self.dispatcher.submit_simple(&mut self.queue, io, extent, one.base, None, tag)
+            },
+            Verdict::MustWait => self.dispatcher.submit_to_worker(io, one.base, None, tag),
+            Verdict::General => {
+                self.submit_user_memory_checked(io.op, io.flags, io.range, &[one], tag)
+            }
         }
-        self.submit_user_memory_checked(io.op, io.flags, io.range, &[one], tag)
     }
 
     /// Takes the request's fields one by one and its single segment as a copy, so that a simple

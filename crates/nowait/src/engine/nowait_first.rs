@@ -11,11 +11,14 @@
 #![allow(unsafe_code)]
 
 use crate::block::block_map::BlockMap;
+use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
+use crate::blocking::sync_io::blocks_of;
 use crate::engine::slot::{Role, State};
 use crate::engine::vectored::{self, Path};
 use crate::memory::buffer_pool::PooledBuffer;
 use crate::queue::IoQueue;
+use crate::types::byte_range::ByteRange;
 use crate::types::request::Flags;
 use crate::types::transfer::Outcome;
 
@@ -40,7 +43,7 @@ impl<M: BlockMap> Dispatcher<M> {
         let request = &mut self.pool[slot];
         let range = request.io.range;
         let lock = self.simple_path.needs_range_lock(request.io);
-        if lock && !self.disk.ranges.try_lock(range, LockMode::Shared) {
+        if lock && !lock_whole_blocks(&self.disk, range) {
             return Path::Worker;
         }
         let path = vectored::plan(
@@ -123,4 +126,10 @@ impl<M: BlockMap> Dispatcher<M> {
         }
         self.deferred.is_empty()
     }
+}
+
+/// Locks the range of a write, if it can: a read-modify-write is left to a worker, which locks it.
+#[inline(never)]
+fn lock_whole_blocks<M: BlockMap>(disk: &BlockDevice<M>, range: ByteRange) -> bool {
+    blocks_of(disk, range) == range && disk.ranges.try_lock(range, LockMode::Shared)
 }

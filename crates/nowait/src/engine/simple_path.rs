@@ -6,7 +6,7 @@
 //! Invariant: the decision is made before anything is changed; a request that is not simple goes
 //! to the general path unchanged, and holds no range lock.
 
-use crate::block::block_map::{BlockMap, Extent, Intent};
+use crate::block::block_map::{BlockMap, Extent, Intent, WouldBlock};
 use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
 use crate::types::byte_range::ByteRange;
@@ -27,11 +27,25 @@ pub(crate) struct SimplePath {
     writes_from: u64,
     /// A write takes the range lock of its range ([`BlockDevice::locks`]).
     locks: bool,
+    /// It does so after it is mapped ([`BlockMap::keeps_write_extents`]).
+    maps_before_lock: bool,
     /// A transfer with `DSYNC` is not enough. On an image that allocates by itself it makes the
     /// data durable, but not the metadata. Through the page cache a lost page is reported to only
     /// one of several transfers, which need not be the one that wrote the page (C28); only a flush
     /// remembers the error (C51).
     separate_sync: bool,
+}
+
+/// What the simple path has found out about a request.
+pub(crate) enum Verdict {
+    /// One transfer to or from this extent serves the request. If
+    /// [`SimplePath::needs_range_lock`], its range is locked.
+    Simple(Extent),
+    /// Only a worker can serve the request: the map has no answer without waiting, or another
+    /// request holds the range.
+    MustWait,
+    /// The request needs a plan.
+    General,
 }
 
 impl SimplePath {
@@ -47,26 +61,25 @@ impl SimplePath {
                 false => disk.forbidden_prefix().len() as u64,
             },
             locks: disk.locks(),
+            maps_before_lock: disk.map.keeps_write_extents(),
             separate_sync: disk.map.image().is_some() || !disk.is_direct(),
         }
     }
 
-    /// The extent that serves all of `io`, with its memory at `base`, by one transfer; `None` if
-    /// the request is not simple. A read of a cached hole is not: it needs no transfer. If
-    /// [`SimplePath::needs_range_lock`], the range is locked when this returns an extent: without
-    /// the lock, the cached mapping may change.
+    /// Whether `io`, with its memory at `base`, is simple. A read of a cached hole is not: it needs
+    /// no transfer.
     #[inline]
     pub(crate) fn map_for_simple_path<M: BlockMap>(
         &self,
         disk: &BlockDevice<M>,
         io: Request,
         base: *mut u8,
-    ) -> Option<Extent> {
+    ) -> Verdict {
         let range = io.range;
         let (intent, mask) = match io.op {
             Op::Read => (Intent::Read, self.read_mask),
             Op::Write if range.pos >= self.writes_from => (Intent::Write, self.write_mask),
-            _ => return None,
+            _ => return Verdict::General,
         };
         if (range.pos | range.len) & mask != 0
             || base as usize & self.memory_mask != 0
@@ -74,13 +87,17 @@ impl SimplePath {
             || disk.size().checked_sub(range.len).is_none_or(|last| range.pos > last)
             || self.needs_separate_sync(io)
         {
-            return None;
+            return Verdict::General;
         }
         let extent = match self.needs_range_lock(io) {
-            true => lock_and_map(disk, range)?,
-            false => disk.map.map_extent(range, intent).ok()?,
+            true => self.lock_and_map(disk, range),
+            false => disk.map.map_extent(range, intent),
         };
-        (extent.len == range.len && !extent.hole).then_some(extent)
+        match extent {
+            Ok(extent) if extent.len == range.len && !extent.hole => Verdict::Simple(extent),
+            Ok(_) => Verdict::General,
+            Err(WouldBlock) => Verdict::MustWait,
+        }
     }
 
     /// Whether `io` is a write that takes the range lock.
@@ -124,17 +141,30 @@ impl SimplePath {
     pub(crate) fn rw_flags(&self, flags: Flags) -> i32 {
         self.rw_flags | flags.rw_flags()
     }
+
+    /// Locks `range` and maps it for a write. Unless all of it is in one mapped extent, the range
+    /// is not locked when this returns.
+    fn lock_and_map<M: BlockMap>(
+        &self,
+        disk: &BlockDevice<M>,
+        range: ByteRange,
+    ) -> Result<Extent, WouldBlock> {
+        let lock = || disk.ranges.try_lock(range, LockMode::Shared);
+        let serves = |extent: &Extent| extent.len == range.len && !extent.hole;
+        if self.maps_before_lock {
+            let extent = disk.map.map_extent(range, Intent::Write)?;
+            return if !serves(&extent) || lock() { Ok(extent) } else { Err(WouldBlock) };
+        }
+        if !lock() {
+            return Err(WouldBlock);
+        }
+        let extent = disk.map.map_extent(range, Intent::Write);
+        if !extent.as_ref().is_ok_and(serves) {
+            disk.ranges.unlock(range, LockMode::Shared);
+        }
+        extent
+    }
 }
 
-/// Locks `range` and maps it for a write. `None`, without the lock, if the lock is taken or the
-/// range is not in one mapped extent.
-fn lock_and_map<M: BlockMap>(disk: &BlockDevice<M>, range: ByteRange) -> Option<Extent> {
-    if !disk.ranges.try_lock(range, LockMode::Shared) {
-        return None;
-    }
-    let extent = disk.map.map_extent(range, Intent::Write).ok().filter(|it| it.len == range.len);
-    if extent.is_none() {
-        disk.ranges.unlock(range, LockMode::Shared);
-    }
-    extent
-}
+#[cfg(test)]
+mod tests;

@@ -3,12 +3,15 @@
 use std::fs;
 use std::path::Path;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use nowait::{
     AioThreadQueue, BlockingFile, ByteRange, Config, Direct, Engine, ExtentStatus, Flags, Op,
     Request, WorkerPool,
 };
 
+use crate::offline::create::{CreateOptions, create};
+use crate::qcow2_disk::metadata::Metadata;
 use crate::qcow2_disk::{ServeOptions, open};
 use crate::{Chain, ChainOptions, Format};
 use nowait_testkit::{Finished, require_tool, tool};
@@ -82,4 +85,31 @@ fn a_block_status_request_ends_after_a_bounded_number_of_lookups_and_the_next_on
         answers += 1;
     }
     assert!(pos == SIZE && answers > 1, "{answers} answers");
+}
+
+#[test]
+fn a_write_that_allocates_whole_clusters_is_looked_up_in_the_tables_once() {
+    const CLUSTER: u64 = 64 << 10;
+    let scratch = tempfile::tempdir().unwrap();
+    let image = scratch.path().join("image");
+    let options = CreateOptions::new(Format::Qcow2, Some(SIZE));
+    create(&image, &options).unwrap();
+    let chain =
+        ChainOptions { format: Some(Format::Qcow2), writable: true, ..ChainOptions::default() };
+    let options = ServeOptions { writable: true, direct: Direct::Off, hint: true };
+    let (disk, open_image) = open(Chain::open(&image, &chain).unwrap(), options).unwrap();
+    let file = BlockingFile::new(Arc::new(disk));
+    // The first write reads the tables, which takes lookups of its own.
+    file.write_at(&[7; CLUSTER as usize], 0, Flags::NONE).unwrap();
+    let lookups = || {
+        let count = |metadata: &mut Metadata| Ok(metadata.lookups.load(Ordering::Relaxed));
+        open_image.writeback.with(count).unwrap()
+    };
+    for pos in [4 * CLUSTER, 8 * CLUSTER] {
+        let before = lookups();
+        file.write_at(&[7; CLUSTER as usize], pos, Flags::NONE).unwrap();
+        assert_eq!(lookups() - before, 1);
+    }
+    drop(file);
+    open_image.close().unwrap();
 }
