@@ -100,7 +100,7 @@ impl BackingTables {
         let (first, max_clusters) = clusters_of(pos, len, bits);
         let last = first + max_clusters - 1;
         let (index, inside) = (first / header.l2_entries(), first % header.l2_entries());
-        let block = self.block(header.l1_pos + index * 8, &[], reads)?;
+        let block = self.block(header.l1_pos + index * 8, std::iter::empty(), reads)?;
         let mut tables = entries(&block, header.l1_pos + index * 8)
             .take((last / header.l2_entries() - index + 1) as usize)
             .map(|entry| L1Entry::parse(entry, header));
@@ -118,11 +118,8 @@ impl BackingTables {
             return Err(damaged());
         }
         let max_clusters = max_clusters.min(header.l2_entries() - inside);
-        let ahead: Vec<_> = match for_io {
-            true => Vec::new(),
-            false => tables.filter_map(table_pos).take(MAX_AHEAD).collect(),
-        };
-        let block = self.block(table + inside * 8, &ahead, reads)?;
+        let ahead = tables.filter_map(table_pos).take(if for_io { 0 } else { MAX_AHEAD });
+        let block = self.block(table + inside * 8, ahead, reads)?;
         let clusters = entries(&block, table + inside * 8).take(max_clusters as usize);
         let clusters = clusters.map(|entry| Cluster::parse(entry, header).ok());
         let (cluster, run) = run_of(clusters, bits, for_io).ok_or_else(damaged)?;
@@ -140,13 +137,18 @@ impl BackingTables {
 
     /// The block of the file that contains `pos`. If it has to be read, near blocks behind it that
     /// contain the positions `ahead` are read with it.
-    fn block(&self, pos: u64, ahead: &[u64], reads: &mut usize) -> Result<Arc<[u8]>, Error> {
+    fn block(
+        &self,
+        pos: u64,
+        ahead: impl Iterator<Item = u64>,
+        reads: &mut usize,
+    ) -> Result<Arc<[u8]>, Error> {
         let start = pos & !(BLOCK_BYTES - 1);
         let lock = || self.cached.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(block) = lock().blocks.get(&start) {
             return Ok(block.clone());
         }
-        let mut wanted: Vec<_> = ahead.iter().map(|pos| pos & !(BLOCK_BYTES - 1)).collect();
+        let mut wanted: Vec<_> = ahead.map(|pos| pos & !(BLOCK_BYTES - 1)).collect();
         wanted.push(start);
         wanted.retain(|&pos| pos >= start);
         wanted.sort_unstable();

@@ -31,8 +31,10 @@ pub(crate) struct Metadata {
     pub(crate) lookups: std::sync::atomic::AtomicU64,
 }
 
-/// Most blocks that a scan looks up ahead.
+/// Most blocks that a scan looks up ahead, and of them most that are too far from the missing one:
+/// each lookup costs time, too.
 const MAX_AHEAD: usize = 4096;
+const MAX_FAR: usize = 16;
 
 fn is_copied(cluster: Cluster) -> bool {
     matches!(cluster, Cluster::Data { copied: true, .. } | Cluster::Zero { copied: true, .. })
@@ -146,10 +148,10 @@ impl Metadata {
     /// to be in one read.
     pub(crate) fn ahead(&self, first: u64, max: u64, missing: u64) -> Vec<u64> {
         let (block, entries) = (self.cache.block(), self.header.l2_entries());
-        let mut found = vec![missing];
+        let (mut found, mut far) = (vec![missing], 0);
         let (mut cluster, end) = (first, first.saturating_add(max));
         for _ in 0..MAX_AHEAD {
-            if cluster >= end || found.len() as u64 * block >= AHEAD_BYTES {
+            if cluster >= end || far > MAX_FAR || found.len() as u64 * block >= AHEAD_BYTES {
                 break;
             }
             let Ok(Some(table)) = self.l2_table_for(cluster) else {
@@ -158,8 +160,10 @@ impl Metadata {
             };
             let (start, at) = self.entry_location(table, cluster);
             cluster += (block - at as u64) / 8;
-            if start.abs_diff(missing) < AHEAD_BYTES && self.cache.get(start).is_err() {
-                found.push(start);
+            match start.abs_diff(missing) < AHEAD_BYTES {
+                true if self.cache.get(start).is_err() => found.push(start),
+                true => {}
+                false => far += 1,
             }
         }
         found.sort_unstable();

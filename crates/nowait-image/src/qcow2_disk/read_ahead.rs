@@ -4,9 +4,10 @@
 
 /// Most bytes of the file that one read of a scan covers.
 pub(crate) const AHEAD_BYTES: u64 = 1 << 20;
-/// Largest gap in bytes between two needed blocks of such a read: reading the gap costs less than
-/// another read.
-const MAX_GAP: u64 = 8 << 10;
+/// Largest distance in bytes of two needed blocks of such a read: reading what lies between them
+/// costs less than another read. In an image with clusters of 512 bytes that was filled in order,
+/// the data of 32 KiB lie between two L2 tables.
+const MAX_GAP: u64 = 64 << 10;
 
 /// The positions of `found` that one read is to cover, around `missing`. `found` is sorted and
 /// contains `missing`; blocks have `block` bytes.

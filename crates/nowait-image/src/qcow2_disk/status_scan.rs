@@ -4,7 +4,8 @@
 //! and there is at least one. An image without mappings in a run is looked up once for that run,
 //! however many runs the images below it have there. A hole of a file counts only if the file
 //! system reported it after the lookup in the tables: an older hole may have been filled by a write
-//! that allocated the cluster in between, over bytes of a backing image that were not zero.
+//! that allocated the cluster in between, over bytes of a backing image that were not zero. So the
+//! lookups are made in batches, and the file systems are asked after each batch.
 
 use nowait::{ByteRange, Error, ExtentStatus};
 
@@ -20,14 +21,25 @@ const SEEK_WORK: usize = 4;
 const SEEK_BYTES: u64 = 16 << 20;
 const MAX_HOLES: usize = 512;
 
+/// Most lookups in a batch: as many holes, and the data between them, are in one answer of a file
+/// system.
+const BATCH_LOOKUPS: usize = MAX_HOLES / 2;
+
 /// A run of a file with data or without.
 #[derive(Clone, Copy)]
 struct FileRun {
-    file: u8,
     range: ByteRange,
     hole: bool,
-    /// [`StatusScan::lookups`] at the time of the file system's answer.
-    lookups: u64,
+    /// [`StatusScan::batch`] at the time of the file system's answer.
+    batch: u64,
+}
+
+/// The mapping of a run of the disk.
+struct Found {
+    mapping: Mapping,
+    /// [`ExtentStatus::depth`].
+    depth: u8,
+    len: u64,
 }
 
 /// One scan through a part of a disk.
@@ -37,18 +49,18 @@ pub(crate) struct StatusScan<'a> {
     end: u64,
     /// For each image, the top one first: it has no mapping from the scan's position up to here.
     unmapped_to: Vec<u64>,
-    /// The last answer of a file system.
-    runs: Vec<FileRun>,
-    /// Lookups in tables so far.
-    lookups: u64,
+    /// For each file, the last answer of its file system, in order.
+    runs: Vec<Vec<FileRun>>,
+    /// Number of the batch of lookups.
+    batch: u64,
     work: usize,
 }
 
 impl<'a> StatusScan<'a> {
     /// A scan of the disk up to `end`.
     pub(crate) fn new(images: &'a BackingChain, end: u64) -> Self {
-        let unmapped_to = vec![0; images.count()];
-        Self { images, end, unmapped_to, runs: Vec::new(), lookups: 0, work: 0 }
+        let (unmapped_to, runs) = (vec![0; images.count()], vec![Vec::new(); images.count()]);
+        Self { images, end, unmapped_to, runs, batch: 0, work: 0 }
     }
 
     /// Appends spans of `range`, about `limit` at most, as far as the work limit allows; at least
@@ -63,16 +75,42 @@ impl<'a> StatusScan<'a> {
         spans: &mut Vec<ExtentStatus>,
     ) -> Result<(), Error> {
         let mut pos = range.pos;
+        let mut batch = Vec::new();
         while pos < range.end() && spans.len() < limit && self.work < MAX_WORK {
-            let (found, depth, len) = self.find(pos)?;
-            let len = len.min(range.end() - pos);
-            match found {
-                Mapping::Zeros => push(spans, ExtentStatus { len, hole: true, depth }),
-                Mapping::Compressed { .. } => push(spans, ExtentStatus { len, hole: false, depth }),
-                Mapping::Data { file, pos, .. } => {
-                    self.push_file_status(file, ByteRange::new(pos, len), depth, spans);
+            let rest = ByteRange::new(pos, range.end() - pos);
+            self.look_up(rest, limit - spans.len(), &mut batch)?;
+            for Found { mapping, depth, len } in batch.drain(..) {
+                match mapping {
+                    Mapping::Zeros => push(spans, ExtentStatus { len, hole: true, depth }),
+                    Mapping::Compressed { .. } => {
+                        push(spans, ExtentStatus { len, hole: false, depth });
+                    }
+                    Mapping::Data { file, pos, .. } => {
+                        self.push_file_status(file, ByteRange::new(pos, len), depth, spans);
+                    }
                 }
+                pos += len;
             }
+        }
+        Ok(())
+    }
+
+    /// Looks up a batch of at most `max` mappings from the start of `range` on; at least one.
+    fn look_up(
+        &mut self,
+        range: ByteRange,
+        max: usize,
+        batch: &mut Vec<Found>,
+    ) -> Result<(), Error> {
+        self.batch += 1;
+        let mut pos = range.pos;
+        while pos < range.end()
+            && batch.len() < max.min(BATCH_LOOKUPS)
+            && (batch.is_empty() || self.work < MAX_WORK)
+        {
+            let (mapping, depth, len) = self.find(pos)?;
+            let len = len.min(range.end() - pos);
+            batch.push(Found { mapping, depth, len });
             pos += len;
         }
         Ok(())
@@ -85,7 +123,6 @@ impl<'a> StatusScan<'a> {
             return Ok((Mapping::Zeros, 0, u64::MAX));
         }
         let max = len;
-        self.lookups += 1;
         self.work += 1;
         for (image, unmapped_to) in (0..).zip(&mut self.unmapped_to) {
             if *unmapped_to <= pos {
@@ -122,31 +159,34 @@ impl<'a> StatusScan<'a> {
 
     /// For how many bytes from the beginning of `range` the file has data, or a hole.
     fn run_at(&mut self, file: u8, range: ByteRange) -> (u64, bool) {
-        let pos = range.pos;
-        let contains =
-            |run: &FileRun| run.file == file && run.range.pos <= pos && pos < run.range.end();
-        if !self.runs.iter().any(contains) {
-            self.refill_runs(file, range);
-        }
-        let Some(run) = self.runs.iter().find(|run| contains(run)) else {
-            return (range.len, false);
+        let known = match self.known_run(file, range.pos) {
+            Some(run) => Some(run),
+            None => {
+                self.refill_runs(file, range);
+                self.known_run(file, range.pos)
+            }
         };
-        let len = range.len.min(run.range.end() - pos);
-        if !run.hole || run.lookups == self.lookups {
-            return (len, run.hole);
-        }
-        let current = self.query(file, ByteRange::new(pos, len), 1);
-        current.first().map_or((len, false), |first| (len.min(first.len), first.hole))
+        known.map_or((range.len, false), |run| {
+            (range.len.min(run.range.end() - range.pos), run.hole)
+        })
+    }
+
+    /// The run of a file that contains `pos`, if it is known well enough for this batch.
+    fn known_run(&self, file: u8, pos: u64) -> Option<FileRun> {
+        let runs = self.runs.get(usize::from(file))?;
+        let run = runs.get(runs.partition_point(|run| run.range.end() <= pos)).copied()?;
+        (run.range.pos <= pos && (!run.hole || run.batch == self.batch)).then_some(run)
     }
 
     /// Queries the file system for the runs of a file from the beginning of `range` on.
     fn refill_runs(&mut self, file: u8, range: ByteRange) {
-        self.runs.clear();
+        let queried = ByteRange::new(range.pos, range.len.max(SEEK_BYTES));
+        let (reported, batch) = (self.query(file, queried, MAX_HOLES), self.batch);
+        let Some(runs) = self.runs.get_mut(usize::from(file)) else { return };
+        runs.clear();
         let mut pos = range.pos;
-        let queried = ByteRange::new(pos, range.len.max(SEEK_BYTES));
-        for ExtentStatus { len, hole, .. } in self.query(file, queried, MAX_HOLES) {
-            let range = ByteRange::new(pos, len);
-            self.runs.push(FileRun { file, range, hole, lookups: self.lookups });
+        for ExtentStatus { len, hole, .. } in reported {
+            runs.push(FileRun { range: ByteRange::new(pos, len), hole, batch });
             pos += len;
         }
     }
