@@ -1,13 +1,16 @@
 //! A storage of the test's own, without a descriptor: requests reach it by the worker threads, and
 //! every transfer is aligned as it requires.
+#![allow(unsafe_code)]
 
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::BorrowedFd;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use nowait::{
-    Alignment, BlockDevice, ByteRange, Config, Engine, Error, ExtentStatus, Flags, Null, Op,
-    Operation, ReadCursor, Request, Storage, StorageProperties, WorkerPool, WriteCursor,
+    Alignment, BlockDevice, BlockingFile, ByteRange, Config, Engine, Error, ExtentStatus, Flags,
+    IoBuffer, IoSegment, LinearMap, Null, Op, Operation, ReadCursor, Request, Storage,
+    StorageProperties, WorkerPool, WriteCursor,
 };
 
 const BLOCK: u64 = 4096;
@@ -21,12 +24,19 @@ struct MemoryStorage {
     most: usize,
     /// Transfers from this byte on fail with `EIO`.
     bad: u64,
+    /// Reads and writes so far.
+    transfers: AtomicUsize,
 }
 
 impl MemoryStorage {
     fn new() -> Self {
         let bytes = (0..SIZE).map(|n| (n % 251) as u8).collect();
-        Self { bytes: Mutex::new(bytes), most: usize::MAX, bad: u64::MAX }
+        Self {
+            bytes: Mutex::new(bytes),
+            most: usize::MAX,
+            bad: u64::MAX,
+            transfers: AtomicUsize::new(0),
+        }
     }
 
     fn contents(&self) -> Vec<u8> {
@@ -40,6 +50,7 @@ impl MemoryStorage {
             aligned && pos.is_multiple_of(BLOCK) || in_last_block,
             "{op:?} of {total} at {pos}"
         );
+        self.transfers.fetch_add(1, Ordering::Relaxed);
         let moved = total.min(self.most);
         match pos + moved as u64 > self.bad {
             true => Err(Error::new(libc::EIO, op)),
@@ -236,4 +247,52 @@ fn a_storage_without_a_descriptor_is_served_by_the_workers() {
         expected[pos as usize..][..len].fill(byte);
     }
     assert!(storage.contents() == expected);
+}
+
+/// A list of 1024 aligned segments, none of which touches the next one in memory.
+#[test]
+fn c16_1024_aligned_segments_are_one_transfer_of_the_blocking_api_and_of_a_worker() {
+    const SEGMENTS: usize = 1024;
+    let len = SEGMENTS * BLOCK as usize;
+    let bytes = Mutex::new(vec![7; len]);
+    let storage = Arc::new(MemoryStorage { bytes, ..MemoryStorage::new() });
+    let disk = BlockDevice::mapped(storage.clone(), Vec::new(), len as u64, false, LinearMap);
+    let disk = Arc::new(disk);
+    let transfers = || storage.transfers.swap(0, Ordering::Relaxed);
+    transfers();
+    let mut memory = IoBuffer::zeroed(2 * len).unwrap();
+    let blocks = |memory: &IoBuffer| {
+        let all = memory.chunks_exact(BLOCK as usize).map(<[u8]>::to_vec);
+        all.step_by(2).collect::<Vec<_>>().concat()
+    };
+    let file = BlockingFile::new(disk.clone());
+    let parts = memory.chunks_exact_mut(BLOCK as usize).step_by(2).map(IoSliceMut::new);
+    assert_eq!(file.read_vectored_at(&mut parts.collect::<Vec<_>>(), 0).unwrap(), len);
+    assert_eq!((transfers(), blocks(&memory) == storage.contents()), (1, true));
+    memory.fill(9);
+    let parts = memory.chunks_exact(BLOCK as usize).step_by(2).map(IoSlice::new);
+    let parts: Vec<_> = parts.collect();
+    assert_eq!(file.write_vectored_at(&parts, 0, Flags::NONE).unwrap(), len);
+    assert_eq!((transfers(), storage.contents() == vec![9; len]), (1, true));
+
+    memory.fill(5);
+    let workers = WorkerPool::new(&disk, 1);
+    let config = Config { nowait_first: false, ..Config::default() };
+    let mut engine = Engine::new(disk, workers, Null::new().unwrap(), config).unwrap();
+    let parts = memory.chunks_exact_mut(BLOCK as usize).step_by(2);
+    let segments = parts.map(|part| IoSegment { base: part.as_mut_ptr(), len: part.len() });
+    let segments: Vec<_> = segments.collect();
+    for op in [Op::Write, Op::Read] {
+        let io = Request { op, flags: Flags::NONE, range: ByteRange::new(0, len as u64) };
+        // SAFETY: the memory outlives the engine's use of it: the loop below waits for its end.
+        let sent = unsafe { engine.submit_user_memory(io, &segments, 0) };
+        sent.map_err(|rejected| rejected.error).unwrap();
+        while engine.in_flight() > 0 {
+            engine.wait(None, &mut |_, _| {}).unwrap();
+            while let Some(done) = engine.next() {
+                assert_eq!(done.result(), Ok(len as u64));
+            }
+        }
+        assert_eq!((transfers(), storage.contents() == vec![5; len]), (1, true), "{op:?}");
+    }
 }
