@@ -13,8 +13,8 @@ use std::ops::{Deref, DerefMut};
 use std::ptr::NonNull;
 use std::rc::Rc;
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
+use crate::memory::bounded_counter::BoundedCounter;
 use crate::types::iovec::IoSegment;
 use crate::types::transfer::UNREGISTERED;
 
@@ -92,7 +92,7 @@ struct Free {
 #[derive(Clone, Debug)]
 pub struct Budget {
     limit: usize,
-    used: Arc<AtomicUsize>,
+    used: Arc<BoundedCounter>,
 }
 
 impl Budget {
@@ -105,18 +105,16 @@ impl Budget {
     /// Bytes that are allocated now.
     #[must_use]
     pub fn used(&self) -> usize {
-        self.used.load(Ordering::Relaxed)
+        self.used.used()
     }
 
     /// Takes `bytes`, unless the sum would exceed `limit`.
     fn take(&self, bytes: usize, limit: usize) -> Option<usize> {
-        let more = |used: usize| used.checked_add(bytes).filter(|used| *used <= limit);
-        let taken = self.used.fetch_update(Ordering::Relaxed, Ordering::Relaxed, more);
-        taken.ok().map(|_| bytes)
+        self.used.take(bytes, limit).then_some(bytes)
     }
 
     fn give_back(&self, bytes: usize) {
-        self.used.fetch_sub(bytes, Ordering::Relaxed);
+        self.used.give_back(bytes);
     }
 }
 

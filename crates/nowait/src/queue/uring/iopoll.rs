@@ -8,11 +8,11 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicUsize, Ordering};
 
 use io_uring::{IoUring, opcode};
 use rustix::fs::{AtFlags, FileType, OFlags, StatxFlags};
 
+use crate::memory::bounded_counter::BoundedCounter;
 use crate::queue::Token;
 use crate::queue::uring::{enter_result, sqe};
 use crate::types::error::Error;
@@ -20,7 +20,7 @@ use crate::types::transfer::{Outcome, Transfer, UNREGISTERED};
 
 const ENTRIES: u32 = 128;
 /// Transfers in all polled rings of this process, which may share a queue of the device.
-static POLLED: AtomicUsize = AtomicUsize::new(0);
+static POLLED: BoundedCounter = BoundedCounter::new();
 
 /// The polled ring of a queue.
 pub(crate) struct IopollRing {
@@ -69,8 +69,7 @@ impl IopollRing {
     /// # Safety
     /// As for `IoQueue::push`.
     pub(crate) unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> bool {
-        if POLLED.fetch_add(1, Ordering::Relaxed) >= self.bound {
-            POLLED.fetch_sub(1, Ordering::Relaxed);
+        if !POLLED.take(1, self.bound) {
             return false;
         }
         // Buffers are registered with the other ring.
@@ -81,7 +80,7 @@ impl IopollRing {
         let pushed = unsafe { self.ring.submission().push(&entry) }.is_ok();
         match pushed {
             true => self.busy += 1,
-            false => _ = POLLED.fetch_sub(1, Ordering::Relaxed),
+            false => POLLED.give_back(1),
         }
         pushed
     }
@@ -102,7 +101,7 @@ impl IopollRing {
             count += 1;
         }
         if count > 0 {
-            POLLED.fetch_sub(count, Ordering::Relaxed);
+            POLLED.give_back(count);
         }
         self.busy -= count;
         self.completed += count as u64;
@@ -112,7 +111,7 @@ impl IopollRing {
 
 impl Drop for IopollRing {
     fn drop(&mut self) {
-        POLLED.fetch_sub(self.busy, Ordering::Relaxed);
+        POLLED.give_back(self.busy);
     }
 }
 
