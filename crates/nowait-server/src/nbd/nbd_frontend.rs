@@ -218,6 +218,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
     }
 
     /// Replies to a completed request.
+    #[inline(always)]
     fn complete(
         &mut self,
         context: &mut LoopContext<Q, M>,
