@@ -167,11 +167,12 @@ fn listen(mut signals: Signals, state: &Arc<Mutex<State>>) {
             continue;
         }
         now.is_asked = true;
+        // Before the server stops: its next notification says that it is flushing.
+        systemd::notify_stopping();
         if let Phase::Serving(stopper) = &now.phase {
             stopper.stop();
         }
         drop(now);
-        systemd::notify_stopping();
         let state = state.clone();
         // Without this thread the shutdown is the same, but silent.
         let _ = thread::Builder::new().spawn(move || report(&state));
