@@ -23,8 +23,6 @@ pub(crate) struct Metadata {
     /// `None` for an image that is opened read-only.
     allocator: Option<RefcountAllocator>,
     reserved: MetadataClusters,
-    /// Clusters in the file when it was opened.
-    file_end: u64,
     damaged: bool,
     /// Calls of [`Metadata::lookup`].
     #[cfg(test)]
@@ -41,23 +39,20 @@ fn is_copied(cluster: Cluster) -> bool {
 }
 
 impl Metadata {
-    /// For an image with the L1 table `l1` in a file of `file_bytes`.
+    /// For an image with the L1 table `l1`.
     pub(crate) fn new(
         header: Header,
         cache: MetadataCache,
         l1: Vec<u64>,
         allocator: Option<RefcountAllocator>,
         reserved: MetadataClusters,
-        file_bytes: u64,
     ) -> Self {
-        let file_end = file_bytes.div_ceil(header.cluster_bytes());
         Self {
             header,
             cache,
             l1,
             allocator,
             reserved,
-            file_end,
             damaged: false,
             #[cfg(test)]
             lookups: Default::default(),
@@ -87,7 +82,7 @@ impl Metadata {
 
     /// The first cluster behind all that are in use.
     pub(crate) fn end(&self) -> u64 {
-        self.allocator.as_ref().map_or(self.file_end, RefcountAllocator::end)
+        self.allocator.as_ref().map_or(self.reserved.file_end(), RefcountAllocator::end)
     }
 
     /// The position of the L2 table for `cluster` of the disk, if it has one.
@@ -256,7 +251,7 @@ impl Metadata {
 
     /// Whether `cluster` of the file reads as zeros until it is first written.
     pub(crate) fn is_beyond_eof(&self, cluster: u64) -> bool {
-        self.allocator.as_ref().is_some_and(|allocator| allocator.is_beyond_eof(cluster))
+        cluster >= self.reserved.file_end()
     }
 
     /// Defers the free of clusters that no pointer refers to, or never did.

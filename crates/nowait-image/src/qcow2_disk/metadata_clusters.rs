@@ -96,6 +96,11 @@ impl MetadataClusters {
         }
     }
 
+    /// Clusters in the file when it was opened; those behind read as zeros until they are written.
+    pub(crate) fn file_end(&self) -> u64 {
+        self.file_end
+    }
+
     /// Whether `cluster` was in the file when it was opened, or was allocated since.
     pub(crate) fn is_in_file(&self, cluster: u64) -> bool {
         cluster < self.file_end || {

@@ -285,11 +285,11 @@ fn writeback_on(
     let (pos, entries) = (header.refcount_table_pos, header.refcount_table_entries());
     let table = read_table(file, pos, entries).map_err(failed)?;
     let reserved = MetadataClusters::new(header, &l1, &table, bytes);
-    let allocator = writable.then(|| RefcountAllocator::new(header, table, bytes));
+    let allocator = writable.then(|| RefcountAllocator::new(header, table, reserved.file_end()));
     let align = separate.as_ref().unwrap_or(&data).properties().align;
     let block = BLOCK_BYTES.min(header.cluster_bytes()).max(u64::from(align.offset));
     let metadata =
-        Metadata::new(header.clone(), MetadataCache::new(block), l1, allocator, reserved, bytes);
+        Metadata::new(header.clone(), MetadataCache::new(block), l1, allocator, reserved);
     Ok(MetadataWriteback::new(file.clone(), metadata, data, separate, bytes))
 }
 

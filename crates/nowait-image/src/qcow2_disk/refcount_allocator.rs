@@ -34,17 +34,14 @@ pub(crate) struct RefcountAllocator {
     counted: u64,
     /// No cluster before this one is free.
     cursor: u64,
-    /// Clusters in the file when it was opened.
-    file_end: u64,
     /// The first cluster behind all that were allocated or in the file.
     end: u64,
     deferred_free: Vec<u64>,
 }
 
 impl RefcountAllocator {
-    /// For a file of `file_bytes` with this refcount `table`.
-    pub(crate) fn new(header: &Header, table: Vec<u64>, file_bytes: u64) -> Self {
-        let file_end = file_bytes.div_ceil(header.cluster_bytes());
+    /// For a file of `file_end` clusters with this refcount `table`.
+    pub(crate) fn new(header: &Header, table: Vec<u64>, file_end: u64) -> Self {
         let counted = table.iter().rposition(|&entry| entry != 0).map_or(0, |last| last as u64 + 1);
         Self {
             table,
@@ -52,7 +49,6 @@ impl RefcountAllocator {
             table_pos: header.refcount_table_pos,
             table_clusters: u64::from(header.refcount_table_clusters),
             cursor: 0,
-            file_end,
             end: file_end,
             deferred_free: Vec::new(),
         }
@@ -61,12 +57,6 @@ impl RefcountAllocator {
     /// The first cluster behind all that are in use.
     pub(crate) fn end(&self) -> u64 {
         self.end
-    }
-
-    /// Whether `cluster` was behind the end of the file when it was opened, and so reads as zeros
-    /// until it is first written.
-    pub(crate) fn is_beyond_eof(&self, cluster: u64) -> bool {
-        cluster >= self.file_end
     }
 
     /// The position of refcount block number `index`, if there is one.
@@ -129,8 +119,8 @@ impl RefcountAllocator {
                 continue;
             }
             let Some(block) = self.block(header, reserved, index)? else {
-                if first < self.file_end && (self.counted == 0 || index < self.counted) {
-                    self.cursor = ((index + 1) * per_block).min(self.file_end);
+                if first < reserved.file_end() && (self.counted == 0 || index < self.counted) {
+                    self.cursor = ((index + 1) * per_block).min(reserved.file_end());
                 } else {
                     self.add_block(cache, header, reserved, index)?;
                 }
