@@ -6,24 +6,27 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use crate::common::{NOWAIT, Scratch, accepted, refusal, require_tool, text};
+use crate::common::{Finished, NOWAIT, Scratch, accepted, refusal, require_tool, text, tool};
 
 const BENCH: &str = env!("CARGO_BIN_EXE_nowait-bench");
 
 #[test]
 fn the_program_is_found_beside_nowait_then_on_the_path_and_its_absence_is_one_line() {
-    // A link, because a program that is being written cannot be started.
-    let alone = format!("{}/alone-{}", env!("CARGO_TARGET_TMPDIR"), std::process::id());
-    fs::create_dir_all(&alone).expect("a directory");
-    let nowait = Path::new(&alone).join("nowait");
-    fs::hard_link(NOWAIT, &nowait).expect("a link");
+    let alone = Scratch::new();
+    // By another process: a program that a child of this one may still have open for writing cannot
+    // be started.
+    let copy = |from: &str, name: &str| {
+        tool("cp").arg(from).arg(alone.join(name)).succeeds();
+    };
+    copy(NOWAIT, "nowait");
+    let nowait = alone.join("nowait");
     let run = |path: &str| {
         let mut command = Command::new(&nowait);
         command.args(["bench", "pool", "--file", "no/such/file"]).env("PATH", path);
         let ended = command.output().expect("nowait");
         (ended.status.code(), String::from_utf8_lossy(&ended.stderr).into_owned())
     };
-    let (code, error) = run(&alone);
+    let (code, error) = run(text(alone.path()));
     assert_eq!((code, error.lines().count()), (Some(1), 1), "{error}");
     assert!(error.starts_with("nowait: nowait-bench is neither beside"), "{error}");
     let beside = Path::new(BENCH).parent().expect("a directory");
@@ -31,9 +34,8 @@ fn the_program_is_found_beside_nowait_then_on_the_path_and_its_absence_is_one_li
         let (code, error) = run(path);
         assert_eq!(code, Some(1));
         assert!(error.starts_with("nowait: no/such/file: cannot open"), "{error}");
-        let _ = fs::hard_link(BENCH, Path::new(&alone).join("nowait-bench"));
+        copy(BENCH, "nowait-bench");
     }
-    fs::remove_dir_all(&alone).expect("a directory");
 }
 
 #[test]
