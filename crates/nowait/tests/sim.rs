@@ -78,14 +78,7 @@ impl Rig {
 
     fn on(device: Arc<SimDevice>, how: OpenOptions, config: Config) -> Self {
         let storage = SimStorage::open(&device, 0, how);
-        let map = AllocationCache::new(device.bytes(), true);
-        let disk = Arc::new(BlockDevice::mapped(
-            Arc::new(storage),
-            Vec::new(),
-            device.bytes(),
-            false,
-            map,
-        ));
+        let disk = Arc::new(BlockDevice::raw(Arc::new(storage), false).unwrap());
         let workers = WorkerPool::simulated(&disk);
         let queue = SimQueue::new(device.clone()).unwrap();
         let engine = Engine::new(disk, workers.clone(), queue, config).unwrap();

@@ -79,7 +79,8 @@ impl BlockDevice<LinearMap> {
 }
 
 impl<M: BlockMap> BlockDevice<M> {
-    fn linear(storage: Arc<dyn Storage>, map: M) -> Result<Self, Error> {
+    /// The device whose bytes are those of `storage`, found by `map`.
+    pub(crate) fn linear(storage: Arc<dyn Storage>, map: M) -> Result<Self, Error> {
         let (size, read_only) = (storage.size()?, storage.properties().read_only);
         Ok(Self::mapped(storage, Vec::new(), size, read_only, map))
     }

@@ -86,13 +86,7 @@ impl Rig {
         let storage = SimStorage::open(&device, 0, OpenOptions::default());
         let map = AllocationCache::new(device.bytes(), true);
         let map = RacingMap { map, disk: OnceLock::new(), races: AtomicBool::new(false) };
-        let disk = Arc::new(BlockDevice::mapped(
-            Arc::new(storage),
-            Vec::new(),
-            device.bytes(),
-            false,
-            map,
-        ));
+        let disk = Arc::new(BlockDevice::linear(Arc::new(storage), map).unwrap());
         let _ = disk.map.disk.set(Arc::downgrade(&disk));
         let workers = WorkerPool::simulated(&disk);
         let queue = SimQueue::new(device.clone()).unwrap();
