@@ -31,7 +31,7 @@ mod fio;
 mod samples;
 mod measurement;
 mod peers;
-mod images;
+mod image_formats;
 mod copying;
 mod ablation;
 
@@ -39,7 +39,7 @@ pub use ablation::{EngineOptions, TableSelection, run_engine};
 pub use cancel::CancelFlag;
 pub use copying::{CopyOptions, run_copies};
 pub use error::Error;
-pub use images::{ImagesOptions, run_images};
+pub use image_formats::{ImagesOptions, run_images};
 pub use peers::{PeersOptions, run_peers};
 pub use report::{Output, Report, RunOptions};
 pub use server::ServerKind;

@@ -180,7 +180,7 @@ impl Image {
     }
 }
 
-/// The calls that are the same for every map, none of them in the way of a request.
+/// The calls that are the same for every map; no request makes them.
 trait AnyDevice {
     fn size(&self) -> u64;
     fn is_read_only(&self) -> bool;

@@ -14,17 +14,17 @@ mod extents;
 mod reply_encoder;
 mod greeting;
 mod option;
-mod info;
+mod export_info;
 mod address;
 mod uri;
 pub mod client;
 
 pub use address::{Address, DEFAULT_PORT, MAX_SOCKET_PATH_BYTES};
 pub use constants::*;
+pub use export_info::Info;
 pub use extents::{ExtentList, Extents};
 pub use fields::{Fields, valid_string};
 pub use greeting::{GREETING_BYTES, greeting, parse_greeting};
-pub use info::Info;
 pub use option::{
     InfoOption, MetaContextOption, OptionHeader, OptionReplyHeader, option, option_reply,
 };

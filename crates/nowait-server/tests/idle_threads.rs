@@ -9,7 +9,7 @@ use std::{fs, thread};
 
 use nowait_server::{AnyExport, Export, Exports, Listener, Options, QueueKind, Server, Tls};
 use nowait_testkit::nbd::{Client, Mode};
-use nowait_testkit::sevens::{SEVEN, Sevens};
+use nowait_testkit::worker_only_image::{SEVEN, WorkerOnlyImage};
 use nowait_testkit::{BOUND, wait_for, wait_until};
 
 const SIZE: u64 = 1 << 20;
@@ -38,7 +38,7 @@ fn wait_for_event_loops(what: &str, mut are_right: impl FnMut(&BTreeSet<String>)
 }
 
 /// An export called `name` of `image`, whose file is in `directory`.
-fn export(directory: &Path, name: &str, image: &Sevens) -> AnyExport {
+fn export(directory: &Path, name: &str, image: &WorkerOnlyImage) -> AnyExport {
     let disk = image.device(&directory.join(name), SIZE);
     AnyExport::new(Export::new(disk, 1, name.to_owned(), String::new()))
 }
@@ -49,10 +49,11 @@ fn serving(
     exports: usize,
     queues: u16,
     idle: Duration,
-    run: impl FnOnce(&Path, &[Sevens], &Exports),
+    run: impl FnOnce(&Path, &[WorkerOnlyImage], &Exports),
 ) {
     let directory = tempfile::tempdir().unwrap();
-    let images = vec![(); exports].into_iter().map(|()| Sevens::default()).collect::<Vec<_>>();
+    let images =
+        vec![(); exports].into_iter().map(|()| WorkerOnlyImage::default()).collect::<Vec<_>>();
     let numbered = images.iter().enumerate();
     let exports = numbered.map(|(n, image)| export(directory.path(), &n.to_string(), image));
     let socket = directory.path().join("socket");
@@ -139,7 +140,7 @@ fn a_thread_is_started_for_a_second_connection_and_ends_while_the_first_one_goes
 
 /// A removed export refuses new clients, serves the ones it has, and is flushed when they have left.
 fn an_export_is_added_and_removed_while_clients_use_it() {
-    let (directory, image) = (tempfile::tempdir().unwrap(), Sevens::default());
+    let (directory, image) = (tempfile::tempdir().unwrap(), WorkerOnlyImage::default());
     let new = || export(directory.path(), "new", &image);
     let mut left_at_the_end = None;
     // The idle timeout is too long to matter.

@@ -12,7 +12,7 @@ use nowait::{
     Null, Outcome, QueueFull, Token, Transfer, Uring, WorkerPool,
 };
 
-use crate::required::required;
+use crate::requirements::required;
 use crate::wait::BOUND;
 
 /// The queues of the engine.

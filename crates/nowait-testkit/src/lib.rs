@@ -1,10 +1,10 @@
 //! What the tests of all crates share. A dev-dependency only, and not published.
 //!
-//! Invariant: the NBD client here judges servers and shares no code with them. A wait is bounded by
-//! [`wait::BOUND`], and a test that cannot run says so by [`required::skip`].
+//! Invariant: the NBD client here checks servers and shares no code with them. A wait is bounded by
+//! [`wait::BOUND`], and a test that cannot run says so by [`requirements::skip`].
 #![deny(unsafe_code)]
 
-pub mod required;
+pub mod requirements;
 pub mod wait;
 pub mod random;
 pub mod process;
@@ -13,7 +13,7 @@ pub mod instructions;
 pub mod allocations;
 pub mod engines;
 pub mod model;
-pub mod sevens;
+pub mod worker_only_image;
 pub mod qcow2_image;
 #[cfg(feature = "tls")]
 pub mod certificates;
@@ -22,7 +22,7 @@ pub mod nbd;
 pub use engines::{TestQueueKind, WaitForRequests, switches};
 pub use process::{Finished, Running, cargo, no_child_starts, output, tool};
 pub use random::{Random, seed};
-pub use required::{
+pub use requirements::{
     PYTHON, path_of, python_with_nbd, require_fuse, require_qemu, require_tool, required,
     say_skipped, skip,
 };

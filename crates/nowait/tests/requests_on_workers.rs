@@ -5,7 +5,7 @@ use std::sync::Arc;
 
 use nowait::{BlockDevice, BlockingFile, ByteRange, Config, Engine, Flags, Op, Request};
 use nowait_testkit::engines::TestQueue;
-use nowait_testkit::sevens::Sevens;
+use nowait_testkit::worker_only_image::WorkerOnlyImage;
 use nowait_testkit::{Scratch, TestQueueKind, WaitForRequests};
 
 const SIZE: u64 = 1 << 20;
@@ -15,13 +15,13 @@ const BAD: u64 = 5 * BLOCK;
 
 struct Scene {
     _scratch: Scratch,
-    image: Sevens,
-    disk: Arc<BlockDevice<Sevens>>,
-    engine: Engine<TestQueue, Sevens>,
+    image: WorkerOnlyImage,
+    disk: Arc<BlockDevice<WorkerOnlyImage>>,
+    engine: Engine<TestQueue, WorkerOnlyImage>,
 }
 
 fn scene(workers: u32) -> Scene {
-    let (scratch, image) = (Scratch::new(), Sevens::that_panic_at(BAD));
+    let (scratch, image) = (Scratch::new(), WorkerOnlyImage::that_panic_at(BAD));
     let disk = image.device(&scratch.join("file"), SIZE);
     let config = Config { slots: 64, ..Config::default() };
     let engine = TestQueueKind::Threads.engine(&disk, workers, config).unwrap();

@@ -14,8 +14,8 @@ use rustix::event::PollFlags;
 use rustix::net::sockopt;
 use slab::Slab;
 
-use crate::nbd::messages::failure;
-use crate::nbd::replies::{Pending, PendingReplies};
+use crate::nbd::error_messages::failure;
+use crate::nbd::pending_requests::{Pending, PendingReplies};
 
 /// The timeout for the connection and for each answer of the handshake.
 const REPLY_TIMEOUT: Duration = Duration::from_secs(30);

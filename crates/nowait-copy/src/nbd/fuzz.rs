@@ -11,8 +11,8 @@ use nowait_nbd::client::{self, HandshakeError, ReplyParser};
 use slab::Slab;
 
 use super::connection::WANTED;
-use super::messages::failure;
-use crate::nbd::replies::{Pending, PendingReplies};
+use super::error_messages::failure;
+use crate::nbd::pending_requests::{Pending, PendingReplies};
 
 /// The metadata context id of block-status replies.
 pub const CONTEXT: u32 = 1;

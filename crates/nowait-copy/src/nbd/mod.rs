@@ -3,8 +3,8 @@
 //! Invariant: whatever a server sends, the outcome is a result or an error: no panic, no memory
 //! beyond a bound, no byte returned that was not received.
 
-mod messages;
-mod replies;
+mod error_messages;
+mod pending_requests;
 mod connection;
 mod nbd_endpoint;
 #[cfg(feature = "fuzz")]

@@ -18,7 +18,7 @@ use crate::endpoint::{Capabilities, Completed, CopyOperation, CopyRequest, Endpo
 use crate::error::{Error, without_number};
 use crate::location::Location;
 use crate::nbd::connection::{Connection, Outgoing};
-use crate::nbd::replies::{Pending, cookie};
+use crate::nbd::pending_requests::{Pending, cookie};
 use crate::zero_detection::DataRun;
 
 /// The longest read or write on the wire in bytes, where the server allows it; longer requests are

@@ -247,7 +247,7 @@ pub(crate) fn storage_with(
         return Err(ImageError::refused(path, "another file has taken its place"));
     }
     #[cfg(test)]
-    let storage = tests::hooks::hooked(storage);
+    let storage = tests::file_observer::observed(storage);
     Ok(Arc::new(storage))
 }
 

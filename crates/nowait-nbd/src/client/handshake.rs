@@ -10,9 +10,9 @@ use crate::constants::{
     FLAG_FIXED_NEWSTYLE, FLAG_NO_ZEROES, INFO_BLOCK_SIZE, OPT_EXTENDED_HEADERS, OPT_GO,
     OPT_SET_META_CONTEXT, OPT_STARTTLS, OPT_STRUCTURED_REPLY, REP_ACK, REP_INFO, REP_META_CONTEXT,
 };
+use crate::export_info::Info;
 use crate::fields::Fields;
 use crate::greeting::{GREETING_BYTES, parse_greeting};
-use crate::info::Info;
 use crate::option::{InfoOption, MetaContextOption, OptionReplyHeader, option};
 use crate::reply_mode::ReplyMode;
 

@@ -290,7 +290,7 @@ impl TlsSession {
         let pending = self.received.get_mut(self.pending.clone()).unwrap_or_default();
         let UnbufferedStatus { state, .. } = self.tls.process_tls_records(pending);
         let ConnectionState::WriteTraffic(mut traffic) = state.map_err(io::Error::other)? else {
-            return Err(io::Error::other("TLS has something else to say first"));
+            return Err(io::Error::other("the TLS session cannot send data in this state"));
         };
         self.ciphertext.push(|room| match write(&mut traffic, room) {
             Err(EncryptError::InsufficientSize(size)) => Ok(Err(size.required_size)),

@@ -1,4 +1,4 @@
-//! The way of connections from one thread to another.
+//! The queue of connections that other threads hand over to a thread.
 //!
 //! Invariant: a connection is in one channel or on one thread.
 

@@ -24,7 +24,7 @@ use crate::nbd::handshake::timeout::HandshakeDeadlines;
 use crate::nbd::negotiate::{ExportDirectory, Handshakes};
 use crate::nbd::reply::builder::CompletedRequest;
 use crate::nbd::session::{Phase, ReadState};
-use crate::nbd::socket_read::{ReadBuffers, SharedParts};
+use crate::nbd::socket_read::{ReadBuffers, SharedState};
 use crate::nbd::submit::{InFlight, Requests};
 use crate::nbd::tls_config::Tls;
 use crate::nbd::write_split::SplitPolicy;
@@ -36,7 +36,7 @@ const RDHUP: i32 = (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR) as i32;
 /// The connections of a thread.
 pub(crate) struct NbdFrontend {
     pub(crate) connections: Slab<Connection>,
-    pub(crate) shared: SharedParts,
+    pub(crate) shared: SharedState,
     pub(crate) generation: u64,
     buffers: ReadBuffers,
     pub(crate) channel: Arc<ConnectionChannel>,
@@ -60,7 +60,7 @@ impl NbdFrontend {
         split_policy: SplitPolicy,
     ) -> Self {
         let deadlines = HandshakeDeadlines::default();
-        let shared = SharedParts {
+        let shared = SharedState {
             requests: Requests { in_flight: Slab::new(), split_policy },
             handshakes: Handshakes { deadlines, directory, export, tls },
         };

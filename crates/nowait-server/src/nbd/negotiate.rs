@@ -13,7 +13,7 @@ use crate::nbd::session::{Phase, ReadState};
 use crate::nbd::submit::ParseProgress;
 use crate::nbd::tls_config::Tls;
 
-/// The exports of the server, and the way to their threads.
+/// The exports of the server, and the handover of connections to their threads.
 pub(crate) trait ExportDirectory: Send + Sync {
     /// The current properties of each export, as told to clients.
     fn infos(&self) -> Vec<ExportInfo>;

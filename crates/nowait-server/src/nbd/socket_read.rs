@@ -32,7 +32,7 @@ impl Default for ReadBuffers {
 }
 
 /// What the connections of a thread share.
-pub(crate) struct SharedParts {
+pub(crate) struct SharedState {
     pub(crate) requests: Requests,
     pub(crate) handshakes: Handshakes,
 }
@@ -41,7 +41,7 @@ impl Connection {
     /// Receives once and parses the bytes. Returns whether there were any.
     pub(crate) fn receive<Q: IoQueue, M: BlockMap>(
         &mut self,
-        shared: &mut SharedParts,
+        shared: &mut SharedState,
         buffers: &mut ReadBuffers,
         context: &mut LoopContext<Q, M>,
     ) -> bool {
@@ -64,7 +64,7 @@ impl Connection {
 
     fn receive_plain<Q: IoQueue, M: BlockMap>(
         &mut self,
-        shared: &mut SharedParts,
+        shared: &mut SharedState,
         buffers: &mut ReadBuffers,
         context: &mut LoopContext<Q, M>,
     ) -> Result<usize, Errno> {
@@ -107,7 +107,7 @@ impl Connection {
     /// `receive_plain` for a TLS connection.
     fn receive_encrypted<Q: IoQueue, M: BlockMap>(
         &mut self,
-        shared: &mut SharedParts,
+        shared: &mut SharedState,
         buffers: &mut ReadBuffers,
         context: &mut LoopContext<Q, M>,
     ) -> Result<usize, Errno> {
@@ -129,7 +129,7 @@ impl Connection {
     /// Parses again the input of a blocked connection.
     pub(crate) fn retry_parse<Q: IoQueue, M: BlockMap>(
         &mut self,
-        shared: &mut SharedParts,
+        shared: &mut SharedState,
         context: &mut LoopContext<Q, M>,
     ) {
         if self.session.input == ReadState::Blocked {
@@ -143,7 +143,7 @@ impl Connection {
     /// the rest goes into the unparsed input.
     pub(crate) fn parse<Q: IoQueue, M: BlockMap>(
         &mut self,
-        shared: &mut SharedParts,
+        shared: &mut SharedState,
         context: &mut LoopContext<Q, M>,
         mut input: &[u8],
         bytes: usize,

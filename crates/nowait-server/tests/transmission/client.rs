@@ -9,7 +9,7 @@ use std::path::Path;
 use std::time::Duration;
 
 use nowait_testkit::BOUND;
-use nowait_testkit::nbd::numbers::*;
+use nowait_testkit::nbd::constants::*;
 use nowait_testkit::nbd::{Mode, export_request, greet, option_bytes};
 use rustls::pki_types::CertificateDer;
 

@@ -7,7 +7,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use crate::nbd::numbers::*;
+use crate::nbd::constants::*;
 use crate::wait::BOUND;
 
 /// The message format that a connection negotiates.

@@ -1,7 +1,8 @@
-//! NBD as a judge of servers sees it: bytes, with no code in common with any server or client.
+//! An NBD client that checks servers. It has no code in common with any server or client of the
+//! workspace.
 
-pub mod numbers;
+pub mod constants;
 mod client;
 
 pub use client::*;
-pub use numbers::*;
+pub use constants::*;

@@ -4,7 +4,7 @@
 
 pub(crate) mod gate;
 pub(crate) mod journal;
-pub(crate) mod hooks;
+pub(crate) mod file_observer;
 mod bounded_lookups;
 mod power_cut;
 mod block_status;

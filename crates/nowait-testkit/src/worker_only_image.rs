@@ -1,5 +1,5 @@
-//! An image that stores nothing and reads as sevens, of which no mapping is known without waiting:
-//! every request is a worker's.
+//! An image whose requests are all served by workers: its map has no answer without waiting. It
+//! stores nothing, and every byte reads as [`SEVEN`].
 //!
 //! Invariant: the image behind a device and its clones share their records.
 
@@ -17,13 +17,13 @@ pub const SEVEN: u8 = 7;
 
 /// The image, and the records of its requests.
 #[derive(Clone, Debug, Default)]
-pub struct Sevens {
+pub struct WorkerOnlyImage {
     reads: Arc<Mutex<Vec<u64>>>,
     flushes: Arc<AtomicUsize>,
     bad: Option<u64>,
 }
 
-impl Sevens {
+impl WorkerOnlyImage {
     /// An image whose requests panic if they begin at `pos`, but for flushes.
     pub fn that_panic_at(pos: u64) -> Self {
         Self { bad: Some(pos), ..Self::default() }
@@ -52,7 +52,7 @@ impl Sevens {
     }
 }
 
-impl BlockMap for Sevens {
+impl BlockMap for WorkerOnlyImage {
     fn map_extent(&self, _: ByteRange, _: Intent) -> Result<Extent, WouldBlock> {
         Err(WouldBlock)
     }
@@ -66,7 +66,7 @@ impl BlockMap for Sevens {
     }
 }
 
-impl ImageFormat for Sevens {
+impl ImageFormat for WorkerOnlyImage {
     fn read(&self, pos: u64, mut memory: ReadCursor<'_>) -> Result<(), Error> {
         self.reads.lock().unwrap_or_else(PoisonError::into_inner).push(pos);
         memory.fill(SEVEN);

@@ -9,21 +9,21 @@ use crate::qcow2_disk::tests::journal::{Event, Journal};
 use crate::qcow2_disk::tests::{gate, journal};
 use crate::tests::observed_storage::{Change, ObservedStorage, Observer};
 
-/// The hooks of a file.
-pub(crate) struct Hooks {
+/// The observer of a file.
+pub(crate) struct FileObserver {
     gate: Option<Arc<Gate>>,
     /// The journal, and the number of the file in it.
     journal: Option<(Journal, usize)>,
 }
 
-/// `storage` with the hooks that its file has by now.
-pub(crate) fn hooked(storage: FileStorage) -> ObservedStorage<Hooks> {
+/// `storage` with the gate and the journal that its file has by now.
+pub(crate) fn observed(storage: FileStorage) -> ObservedStorage<FileObserver> {
     let gate = gate::of(storage.lock_fd());
     let journal = journal::find(storage.lock_fd());
-    ObservedStorage { inner: storage, observer: Hooks { gate, journal } }
+    ObservedStorage { inner: storage, observer: FileObserver { gate, journal } }
 }
 
-impl Observer for Hooks {
+impl Observer for FileObserver {
     fn begin(&self, change: Change) -> usize {
         let Some((journal, file)) = &self.journal else { return 0 };
         journal.push(Event::Begun(*file, change))
