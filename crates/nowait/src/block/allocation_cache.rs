@@ -122,11 +122,10 @@ impl AllocationCache {
         if hole { granule.min(to) } else { to }
     }
 
-    /// The end of the run from `from` on whose granules have the state of `from`; at most `to`.
-    fn same_state_run(&self, from: u64, to: u64) -> u64 {
-        let state = self.state(from);
+    /// The end of the run from `from` on whose granules have `state`; at most `to`.
+    fn same_state_run(&self, from: u64, to: u64, state: u64) -> u64 {
         let whole = ALL_MAPPED * state;
-        let mut granule = from + 1;
+        let mut granule = from;
         while granule < to {
             if granule.is_multiple_of(GRANULES_PER_WORD) && self.word(granule) == whole {
                 granule += GRANULES_PER_WORD;
@@ -162,8 +161,9 @@ impl AllocationCache {
     #[inline(never)]
     fn map_long_extent(&self, range: ByteRange, intent: Intent) -> Result<Extent, WouldBlock> {
         let (from, to) = self.covering_granules(range);
+        // Looked at once: another thread may change it at any time.
         let hole = self.state(from) == HOLE;
-        let end = self.run_until(from, to, hole);
+        let end = self.run_until(from + 1, to, hole);
         match intent {
             Intent::Write if hole || end < to => Err(WouldBlock),
             Intent::Write => Ok(Extent::identical(range, range.len, false)),
@@ -285,7 +285,7 @@ impl BlockMap for AllocationCache {
             if state == UNKNOWN {
                 return false;
             }
-            granule = self.same_state_run(granule, to);
+            granule = self.same_state_run(granule + 1, to, state);
             let end_pos = (granule << self.granule_shift).min(range.end());
             extents.push(ExtentStatus::top(end_pos - pos, state == HOLE));
             pos = end_pos;

@@ -158,3 +158,28 @@ fn a_scan_finds_what_lseek_reports() {
     assert_eq!(extents.iter().map(|extent| extent.len).sum::<u64>(), 4 * MIB);
     assert!(!map.map_extent(ByteRange::new(MIB, 4096), Intent::Read).unwrap().hole);
 }
+
+/// The states of the same granules change on another thread between two looks of one query.
+#[test]
+fn a_query_is_answered_within_its_range_while_holes_are_written() {
+    let map = AllocationCache::new(MIB, true);
+    let asked = ByteRange::new(2048, 128 * 1024);
+    std::thread::scope(|scope| {
+        let writer = scope.spawn(|| {
+            for _ in 0..2_000_000 {
+                map.mark_allocated(asked);
+                map.invalidate(asked);
+                map.mark_hole(ByteRange::new(0, MIB));
+            }
+        });
+        let mut extents = Vec::new();
+        while !writer.is_finished() {
+            let extent = map.map_extent(asked, Intent::Read).expect("a read never waits");
+            assert!((1..=asked.len).contains(&extent.len), "{extent:?}");
+            if map.cached_extents(asked, 100, &mut extents) {
+                assert_eq!(extents.iter().map(|extent| extent.len).sum::<u64>(), asked.len);
+            }
+            extents.clear();
+        }
+    });
+}
