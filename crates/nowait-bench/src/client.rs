@@ -10,6 +10,7 @@ use std::io;
 use std::ops::Range;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use hdrhistogram::Histogram;
 use nowait_nbd::client::{self, ClientError, Export, Outcome, Replies, Wanted};
 use nowait_nbd::{Address, CMD_READ, CMD_WRITE, FLAG_READ_ONLY, REQUEST_BYTES, RequestHeader};
@@ -20,7 +21,7 @@ use rustix::time::Timespec;
 use crate::address::SILENCE_MAX;
 use crate::cancel::CancelFlag;
 use crate::certificates::Certificates;
-use crate::offsets::{Offsets, Random, Region};
+use crate::offsets::{Offsets, Region};
 use crate::workload::{Direction, Workload};
 
 /// More than a Unix socket buffers by default, so that one receive can take all of it.
@@ -303,7 +304,7 @@ impl Batch {
         let stride = REQUEST_BYTES + data_bytes;
         let mut bytes = vec![0; stride * workload.depth];
         match payload {
-            Payload::Random => Random::seeded(0).fill(&mut bytes),
+            Payload::Random => Rng::with_seed(0).fill(&mut bytes),
             Payload::Plain => bytes.fill(PLAIN),
         }
         Batch { bytes, command, block_bytes: workload.block_bytes as u32, stride }

@@ -2,36 +2,9 @@
 //!
 //! Invariant: every offset is a multiple of the block size and its block lies in the region.
 
+use fastrand::Rng;
+
 use crate::workload::Order;
-
-/// Marsaglia's xorshift with Vigna's multiplication (xorshift64*): cheap, and random enough for
-/// positions and incompressible data.
-pub(crate) struct Random(u64);
-
-impl Random {
-    pub(crate) fn seeded(seed: u64) -> Random {
-        // The state must not be zero; the odd constant spreads neighbouring seeds apart.
-        Random((seed.wrapping_mul(0x9e37_79b9_7f4a_7c15) ^ 0x5851_f42d_4c95_7f2d).max(1))
-    }
-
-    fn next(&mut self) -> u64 {
-        self.0 ^= self.0 >> 12;
-        self.0 ^= self.0 << 25;
-        self.0 ^= self.0 >> 27;
-        self.0.wrapping_mul(0x2545_f491_4f6c_dd1d)
-    }
-
-    #[inline]
-    pub(crate) fn below(&mut self, bound: u64) -> u64 {
-        ((u128::from(self.next()) * u128::from(bound)) >> 64) as u64
-    }
-
-    pub(crate) fn fill(&mut self, bytes: &mut [u8]) {
-        for piece in bytes.chunks_mut(8) {
-            piece.copy_from_slice(&self.next().to_ne_bytes()[..piece.len()]);
-        }
-    }
-}
 
 /// Blocks of a device, in bytes.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -57,7 +30,7 @@ impl Region {
 }
 
 enum OffsetOrder {
-    Random(Random),
+    Random(Rng),
     Sequential,
     /// The blocks not used yet, the next one last.
     Once(Vec<u64>),
@@ -75,7 +48,7 @@ impl Offsets {
     /// ones differ for each `first`.
     pub(crate) fn endless(order: Order, region: Region, first: u64) -> Offsets {
         let order = match order {
-            Order::Random => OffsetOrder::Random(Random::seeded(first + 1)),
+            Order::Random => OffsetOrder::Random(Rng::with_seed(first)),
             Order::Sequential => OffsetOrder::Sequential,
         };
         Offsets { region, order, next: first }
@@ -85,10 +58,7 @@ impl Offsets {
     pub(crate) fn once(order: Order, region: Region, seed: u64) -> Offsets {
         let mut blocks: Vec<u64> = (0..region.blocks()).rev().collect();
         if order == Order::Random {
-            let mut random = Random::seeded(seed);
-            for last in (1..blocks.len()).rev() {
-                blocks.swap(last, random.below(last as u64 + 1) as usize);
-            }
+            Rng::with_seed(seed).shuffle(&mut blocks);
         }
         Offsets { region, order: OffsetOrder::Once(blocks), next: 0 }
     }
@@ -98,7 +68,7 @@ impl Offsets {
     pub(crate) fn next(&mut self) -> Option<u64> {
         let blocks = self.region.blocks();
         let block = match &mut self.order {
-            OffsetOrder::Random(random) => random.below(blocks),
+            OffsetOrder::Random(random) => random.u64(..blocks),
             OffsetOrder::Once(left) => left.pop()?,
             OffsetOrder::Sequential => {
                 let block = self.next;

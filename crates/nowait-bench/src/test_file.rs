@@ -10,13 +10,13 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
+use fastrand::Rng;
 use rustix::fs::{Advice, FallocateFlags, Mode, OFlags};
 use rustix::io::Errno;
 use serde_json::{Value, json};
 use tempfile::TempDir;
 
 use crate::error::Error;
-use crate::offsets::Random;
 use crate::workload::Caching;
 
 const MIB: u64 = 1 << 20;
@@ -42,7 +42,7 @@ pub(crate) fn temporary_directory(parent: Option<PathBuf>) -> io::Result<TempDir
 
 /// Appends `bytes`, whole megabytes, of random data to `file`.
 pub(crate) fn put_random(file: &mut File, bytes: u64) -> io::Result<()> {
-    let mut random = Random::seeded(1);
+    let mut random = Rng::with_seed(1);
     let mut data = vec![0; COPY_BYTES];
     for _ in 0..bytes / COPY_BYTES as u64 {
         random.fill(&mut data);

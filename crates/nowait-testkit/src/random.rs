@@ -4,27 +4,23 @@
 
 use std::time::{SystemTime, UNIX_EPOCH};
 
-/// A generator good enough to choose operations and fill buffers (SplitMix64).
-pub struct Random(u64);
+/// A generator good enough to choose operations and fill buffers.
+pub struct Random(fastrand::Rng);
 
 impl Random {
     /// A generator with this seed.
     pub fn from_seed(seed: u64) -> Self {
-        Self(seed)
+        Self(fastrand::Rng::with_seed(seed))
     }
 
     /// The next 64 bits.
     pub fn word(&mut self) -> u64 {
-        self.0 = self.0.wrapping_add(0x9e37_79b9_7f4a_7c15);
-        let mut mixed = self.0;
-        mixed = (mixed ^ (mixed >> 30)).wrapping_mul(0xbf58_476d_1ce4_e5b9);
-        mixed = (mixed ^ (mixed >> 27)).wrapping_mul(0x94d0_49bb_1331_11eb);
-        mixed ^ (mixed >> 31)
+        self.0.u64(..)
     }
 
     /// A number in `0..bound`; `bound` is at least 1.
     pub fn below(&mut self, bound: u64) -> u64 {
-        self.word() % bound
+        self.0.u64(..bound)
     }
 
     /// True `percent` times in a hundred.

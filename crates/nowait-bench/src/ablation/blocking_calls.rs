@@ -9,12 +9,13 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
+use fastrand::Rng;
 use nowait::{BlockMap, Flags};
 
 use crate::ablation::closed_loop::{Interval, StopCondition};
 use crate::ablation::fixture::Fixture;
 use crate::ablation::gain_table::Sample;
-use crate::offsets::{Offsets, Random};
+use crate::offsets::Offsets;
 use crate::workload::{Direction, Workload};
 
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
@@ -28,7 +29,7 @@ impl Block {
 
     pub(crate) fn random() -> Box<Block> {
         let mut block = Box::new(Block([0; Block::BYTES]));
-        Random::seeded(1).fill(&mut block.0);
+        Rng::with_seed(1).fill(&mut block.0);
         block
     }
 }

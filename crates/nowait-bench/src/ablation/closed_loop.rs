@@ -5,13 +5,14 @@
 use std::io;
 use std::time::{Duration, Instant};
 
+use fastrand::Rng;
 use hdrhistogram::Histogram;
 use nowait::{BlockMap, ByteRange, Engine, Flags, IoQueue, Op, PooledBuffer, Request};
 
 use crate::ablation::gain_table::{Sample, latency_of};
 use crate::cancel::CancelFlag;
 use crate::client::latency_histogram;
-use crate::offsets::{Offsets, Random};
+use crate::offsets::Offsets;
 use crate::workload::{Direction, Workload};
 
 const MIB: f64 = 1_048_576.0;
@@ -170,7 +171,7 @@ struct Slots<'a, Q: IoQueue, M: BlockMap> {
 impl<'a, Q: IoQueue, M: BlockMap> Slots<'a, Q, M> {
     fn new(engine: &'a mut Engine<Q, M>, load: &Workload) -> io::Result<Self> {
         let block = load.block_bytes as u64;
-        let mut random = Random::seeded(block);
+        let mut random = Rng::with_seed(block);
         let mut free = Vec::with_capacity(load.depth);
         for slot in 0..load.depth as u64 {
             let buf = engine.buffer(ByteRange::new(0, block));

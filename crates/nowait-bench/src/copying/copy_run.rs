@@ -10,13 +10,13 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::time::Duration;
 
+use fastrand::Rng;
 use nowait_nbd::Address;
 use rustix::fs::Advice;
 
 use crate::address;
 use crate::copying::copy_case::{Content, Copier, End, Route};
 use crate::copying::timed;
-use crate::offsets::Random;
 use crate::process_stats::CpuTime;
 use crate::server::{Server, remove_if_there};
 
@@ -69,7 +69,7 @@ impl CopyRun<'_> {
         let raw = self.path("source.raw");
         let file = File::create(&raw)?;
         file.set_len(self.bytes)?;
-        let mut random = Random::seeded(1);
+        let mut random = Rng::with_seed(1);
         let mut data = vec![0; content.data_bytes];
         for pos in (0..self.bytes).step_by(MIB as usize) {
             random.fill(&mut data);

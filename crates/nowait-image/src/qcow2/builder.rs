@@ -145,6 +145,8 @@ mod tests {
     use std::fs::File;
     use std::path::Path;
 
+    use nowait_testkit::Random;
+
     use super::*;
     use crate::chain::{Chain, ChainOptions, Format};
     use crate::chain_reader::ChainReader;
@@ -178,14 +180,10 @@ mod tests {
             assert_eq!(image.size(), size);
             file.set_len(image.max_data_end()).unwrap();
             let mut disk = vec![0; size as usize];
-            let mut state = 1u64;
-            let mut random = |bound: u64| {
-                state = state.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-                (state >> 33) % bound
-            };
+            let mut random = Random::from_seed(1);
             for fill in 1..60 {
-                let pos = random(size);
-                let range = ByteRange::new(pos, (1 + random(200 * KIB)).min(size - pos));
+                let pos = random.below(size);
+                let range = ByteRange::new(pos, (1 + random.below(200 * KIB)).min(size - pos));
                 disk[range.pos as usize..range.end() as usize].fill(fill);
                 for part in image.allocate(range) {
                     file.write_at(part.pos, &vec![fill; part.len as usize]).unwrap();

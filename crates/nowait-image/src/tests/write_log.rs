@@ -8,6 +8,7 @@ use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use nowait::FileStorage;
+use nowait_testkit::Random;
 
 use crate::tests::observed_storage::{Change, ObservedStorage, Observer};
 
@@ -61,19 +62,16 @@ pub(crate) fn cut(
     steps: &[(PathBuf, Change)],
     unsynced: UnsyncedWrites,
 ) -> BTreeMap<PathBuf, Vec<u8>> {
-    let mut chance = match unsynced {
+    let mut random = Random::from_seed(match unsynced {
         UnsyncedWrites::Torn(seed) => seed,
         _ => 0,
-    };
+    });
     let mut survives = |number: usize| match unsynced {
         UnsyncedWrites::Lost => false,
         UnsyncedWrites::There => true,
         UnsyncedWrites::Only(only) => number == only,
         UnsyncedWrites::AllBut(lost) => number != lost,
-        UnsyncedWrites::Torn(_) => {
-            chance = chance.wrapping_mul(6_364_136_223_846_793_005).wrapping_add(1);
-            chance >> 63 == 1
-        }
+        UnsyncedWrites::Torn(_) => random.chance(50),
     };
     let mut after = files.clone();
     for (path, file) in &mut after {
