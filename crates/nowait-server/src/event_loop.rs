@@ -14,11 +14,10 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nowait::{
-    BlockMap, BlockingFile, ByteRange, Engine, Error, FD_TOKEN, Flags, Interest, IoQueue, Op,
-    Request, Token,
+    AdaptivePoll, BlockMap, BlockingFile, ByteRange, Engine, Error, FD_TOKEN, Flags, Interest,
+    IoQueue, Op, Request, Token,
 };
 
-use crate::adaptive_poll::AdaptivePoll;
 use crate::export::{Export, result};
 use crate::export_threads::export_registry::{RegisteredExport, Retired};
 use crate::export_threads::{Shared, ThreadContext};

@@ -11,7 +11,6 @@ mod injected_bug;
 mod net;
 mod buffer_budget;
 mod fairness;
-mod adaptive_poll;
 mod idle_timeout;
 mod delayed_release;
 mod thread_handle;

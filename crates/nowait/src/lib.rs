@@ -1,15 +1,18 @@
 //! A user-space direct-I/O engine for Linux: requests of any position and length on a file, an
 //! image or a block device, without locks or allocation on the request path.
 //!
-//! # Three APIs
+//! # Four APIs
 //!
 //! * [`BlockingFile`]: each call waits for its request.
 //! * [`Engine`]: for servers and event loops. One thread submits many requests, polls for
 //!   completions and waits on an [`IoQueue`] of its own: [`Uring`], or [`AioThreadQueue`] where
 //!   there is no io_uring. Each request gets one [`Completion`].
-//! * [`AsyncFile`]: futures for any executor; a thread of the library owns the queue.
+//! * [`LocalAsyncFile`]: futures for the executor of one thread, on an engine of that thread. A
+//!   request costs what it costs the engine, about; a [`LocalDriver`] or tokio drives the file.
+//! * [`AsyncFile`]: futures for any executor, also of several threads. A thread of the library owns
+//!   the queue: a request costs two hops between threads, and three allocations.
 //!
-//! All three work on a [`BlockDevice`], which may be shared between threads. A [`BlockMap`] tells
+//! All four work on a [`BlockDevice`], which may be shared between threads. A [`BlockMap`] tells
 //! which file holds a range of the device; an [`ImageFormat`] adds images that allocate by
 //! themselves.
 //!
@@ -29,7 +32,7 @@
 //! }
 //! ```
 //!
-//! The README shows the other two; `examples/` has a small program for each.
+//! The README shows the others; `examples/` has a small program for each.
 //!
 //! # Rules and limits
 //!
@@ -39,8 +42,8 @@
 //!
 //! # Features
 //!
-//! Both are off by default and for tests only: `sim` adds a simulated device, `fuzz` entry points
-//! for fuzz targets.
+//! All are off by default: `tokio` adds `LocalAsyncFile::tokio_driver`. For tests only: `sim` adds a
+//! simulated device, `fuzz` entry points for fuzz targets.
 // The modules are listed in the order of their dependencies: a file uses only those before it.
 #![deny(unsafe_code)]
 #![cfg_attr(not(target_os = "linux"), allow(unused))]
@@ -68,6 +71,8 @@ pub mod fuzz;
 
 pub use api::async_file::AsyncFile;
 pub use api::blocking_file::BlockingFile;
+pub use api::local_file::LocalAsyncFile;
+pub use api::local_file::local_driver::LocalDriver;
 pub use block::allocation_cache::AllocationCache;
 pub use block::block_map::{BlockMap, Extent, Intent, LinearMap, WouldBlock};
 pub use block::device::BlockDevice;
@@ -88,6 +93,7 @@ pub use storage::file::{Direct, FileStorage, OpenOptions};
 #[cfg(feature = "sim")]
 pub use storage::sim::SimStorage;
 pub use storage::{Storage, StorageProperties};
+pub use threads::adaptive_poll::AdaptivePoll;
 pub use types::alignment::Alignment;
 pub use types::byte_range::ByteRange;
 pub use types::config::Config;

@@ -2,3 +2,4 @@
 
 pub(crate) mod blocking_file;
 pub(crate) mod async_file;
+pub(crate) mod local_file;

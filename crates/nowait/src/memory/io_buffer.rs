@@ -10,7 +10,8 @@ use std::ops::{Deref, DerefMut};
 use crate::memory::buffer_pool::AlignedBox;
 use crate::types::error::{Error, Operation};
 
-/// Page-aligned memory for the requests of an [`crate::AsyncFile`]: `Send`, initially zeros.
+/// Page-aligned memory for the requests of [`crate::AsyncFile`] and [`crate::LocalAsyncFile`]:
+/// `Send`, initially zeros.
 ///
 /// A request takes the buffer and returns it at its end. Position and length may be anything; a
 /// request that is aligned for direct I/O copies nothing.

@@ -1,5 +1,7 @@
-//! A thread pool, the fair queue of its jobs, and the list that returns their results.
+//! A thread pool, the fair queue of its jobs, the list that returns their results, and adaptive
+//! polling.
 
+pub(crate) mod adaptive_poll;
 pub(crate) mod fair_queue;
 pub(crate) mod thread_pool;
 pub(crate) mod completion_list;

@@ -8,7 +8,7 @@ use nowait_testkit::TestQueueKind;
 
 use crate::rig::{
     ALL, Api, BLOCK, Content, Image, MIB, Memory, Rig, cases, io, on_apis, on_engines,
-    on_read_only_apis, pattern, read, write,
+    on_read_only_apis, on_vectored_apis, pattern, read, write,
 };
 
 rules![
@@ -61,7 +61,7 @@ fn c03_no_segments_succeed_with_0() {
 }
 
 fn c04_1024_segments_are_served_and_1025_are_einval() {
-    on_apis(MIB, Content::Data, |api| {
+    on_vectored_apis(MIB, Content::Data, |api| {
         let mut memory = Memory::new(1025 * 7);
         let mut bufs: Vec<&mut [u8]> = memory.chunks_mut(7).collect();
         assert_eq!(api.read_vectored(3, &mut bufs), Err(libc::EINVAL), "{}", api.label());
@@ -148,7 +148,7 @@ fn c06_a_request_moves_at_most_0x7fff_f000_bytes() {
 
 fn c06_the_sum_of_the_segments_does_not_wrap() {
     let many = Memory::new(64 * MIB);
-    on_apis(MIB, Content::Data, |api| {
+    on_vectored_apis(MIB, Content::Data, |api| {
         // 4 GiB together: 0 as 32 bits.
         assert_eq!(api.write_vectored(0, &[&many[..]; 64]), Ok(MIB), "{}", api.label());
         assert!(api.image().bytes(0, MIB) == many[..MIB as usize], "{}", api.label());

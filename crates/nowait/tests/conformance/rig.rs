@@ -1,6 +1,6 @@
 //! The fixtures of the tests: an image, and each way to reach it with each switch off in turn.
 //!
-//! Invariant: a rule is tested through every queue and both APIs. If this system lacks a queue or
+//! Invariant: a rule is tested through every queue and every API. If this system lacks a queue or
 //! direct I/O, the test says so.
 #![allow(unsafe_code)]
 
@@ -18,6 +18,7 @@ use nowait::{
 pub(crate) use nowait_testkit::{KIB, MIB, Random};
 use nowait_testkit::{TestQueueKind, WaitForRequests, skip, switches};
 
+use crate::futures::Futures;
 use crate::queue::{Script, Scripted};
 
 /// A multiple of every dio alignment that these tests meet, in bytes.
@@ -176,7 +177,7 @@ impl Image {
         std::fs::metadata(&self.path).unwrap().blocks() * 512
     }
 
-    fn open(&self, case: &Case) -> BlockDevice<AllocationCache> {
+    pub(crate) fn open(&self, case: &Case) -> BlockDevice<AllocationCache> {
         let no_hint = !case.config.hint;
         let options = OpenOptions {
             read_only: case.read_only,
@@ -211,7 +212,7 @@ fn make_islands(file: &std::fs::File, size: u64) {
     file.sync_all().unwrap();
 }
 
-/// The requests of both APIs; errors are errnos.
+/// The requests of every API; errors are errnos.
 pub(crate) trait Api {
     fn label(&self) -> &str;
     fn image(&self) -> &Image;
@@ -448,7 +449,7 @@ pub(crate) fn on_engines(
     }
 }
 
-fn on_apis_of(size: u64, content: Content, read_only: bool, test: impl Fn(&mut dyn Api)) {
+fn on_vectored_apis_of(size: u64, content: Content, read_only: bool, test: impl Fn(&mut dyn Api)) {
     for case in cases(&REAL) {
         let case = Case { read_only, ..case };
         if let Some(mut rig) = Rig::new(&case, Image::new(size, content)) {
@@ -466,9 +467,30 @@ fn on_apis_of(size: u64, content: Content, read_only: bool, test: impl Fn(&mut d
     }
 }
 
-/// Runs `test` on both APIs, the engine with each switch off on every queue that moves data.
+fn on_apis_of(size: u64, content: Content, read_only: bool, test: impl Fn(&mut dyn Api)) {
+    on_vectored_apis_of(size, content, read_only, &test);
+    for case in cases(&REAL) {
+        let case = Case { read_only, ..case };
+        // The driver's thread changes nothing about the switches.
+        let all_on = case.label.ends_with("all on") || case.direct == Direct::Off;
+        for several_threads in [Some(false), all_on.then_some(true)].into_iter().flatten() {
+            let image = Image::new(size, content);
+            if let Some(mut futures) = Futures::new(&case, image, several_threads) {
+                test(&mut futures);
+            }
+        }
+    }
+}
+
+/// Runs `test` on every API, those with an engine with each switch off on every queue that moves
+/// data.
 pub(crate) fn on_apis(size: u64, content: Content, test: impl Fn(&mut dyn Api)) {
     on_apis_of(size, content, false, test);
+}
+
+/// As `on_apis`, on those APIs that take lists of segments.
+pub(crate) fn on_vectored_apis(size: u64, content: Content, test: impl Fn(&mut dyn Api)) {
+    on_vectored_apis_of(size, content, false, test);
 }
 
 /// As `on_apis`, with images opened for reading only.

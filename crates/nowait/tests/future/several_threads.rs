@@ -1,67 +1,18 @@
-//! The async API against a model, with futures dropped at random, with and without a runtime.
-//!
-//! Invariant: each task has ranges of its own, so that each request has one right result. A write
-//! that is dropped in flight may be done at any time, so it goes to a range that is never compared.
-#![allow(unsafe_code)]
+//! The async API whose engine is on a thread of its own.
 
-use std::alloc::{GlobalAlloc, Layout, System};
-use std::path::PathBuf;
 use std::pin::pin;
-use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Weak};
 use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
-use std::time::{Duration, Instant};
+use std::time::Instant;
 
-use nowait::{
-    AllocationCache, AsyncFile, BlockDevice, ByteRange, Config, Error, EventSource, Flags,
-    IoBuffer, IoQueue, OpenOptions, Operation, Outcome, QueueFull, Token, Transfer, WorkerPool,
-};
-use nowait_testkit::engines::TestQueue;
-use nowait_testkit::{BOUND, Random, TestQueueKind, required, wait_until};
+use nowait::{AsyncFile, ByteRange, Error, Flags, IoBuffer, IoQueue, OpenOptions};
+use nowait_testkit::{BOUND, Random, TestQueueKind, required};
 
-/// A task's share of the device, in bytes, and the part of it that is never compared.
-const SHARE: u64 = 1 << 20;
-const SCRATCH: u64 = SHARE / 4 - 777;
-const TASKS: u64 = 4;
-/// The device ends inside a block.
-const SIZE: u64 = TASKS * SHARE - 300;
-const STEPS: u32 = 600;
-const LONGEST: u64 = 40_000;
-/// Length of the buffers that are counted; no other allocation of this program has this length.
-const COUNTED: usize = 13 * 4096;
-const SLOTS: u32 = 16;
-
-/// The system's allocator, counting the live buffers of `COUNTED` bytes.
-struct Counting;
-
-static ALIVE: AtomicUsize = AtomicUsize::new(0);
-
-// SAFETY: every call is passed to the system's allocator unchanged.
-unsafe impl GlobalAlloc for Counting {
-    // SAFETY: the caller's promise is passed on.
-    unsafe fn alloc(&self, layout: Layout) -> *mut u8 {
-        // SAFETY: as promised by the caller.
-        unsafe { System.alloc(layout) }
-    }
-
-    // SAFETY: the caller's promise is passed on.
-    unsafe fn alloc_zeroed(&self, layout: Layout) -> *mut u8 {
-        ALIVE.fetch_add(usize::from(layout.size() == COUNTED), Ordering::SeqCst);
-        // SAFETY: as promised by the caller.
-        unsafe { System.alloc_zeroed(layout) }
-    }
-
-    // SAFETY: the caller's promise is passed on.
-    unsafe fn dealloc(&self, old: *mut u8, layout: Layout) {
-        ALIVE.fetch_sub(usize::from(layout.size() == COUNTED), Ordering::SeqCst);
-        // SAFETY: as promised by the caller.
-        unsafe { System.dealloc(old, layout) }
-    }
-}
-
-#[global_allocator]
-static COUNTING: Counting = Counting;
+use crate::failing::Failing;
+use crate::share::{Share, poll_once};
+use crate::{COUNTED, Device, SIZE, SLOTS, TASKS, alive, image, open, wait_for_the_end};
 
 struct Unpark(Thread);
 
@@ -86,128 +37,27 @@ fn block_on<F: Future>(future: F) -> F::Output {
     }
 }
 
-fn image(size: u64) -> (tempfile::TempDir, PathBuf) {
-    let dir = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-    let path = dir.path().join("disk.img");
-    std::fs::File::create(&path).unwrap().set_len(size).unwrap();
-    (dir, path)
-}
-
 /// The device on a queue of `kind`, with `SLOTS` slots; `None`, with a message, where the queue
 /// cannot be made.
-fn start(
-    path: &std::path::Path,
-    kind: TestQueueKind,
-) -> Option<(AsyncFile, Weak<BlockDevice<AllocationCache>>)> {
+fn start(path: &std::path::Path, kind: TestQueueKind) -> Option<(AsyncFile, Weak<Device>)> {
     start_on(path, move |disk| kind.try_queue(disk, SLOTS))
 }
 
 /// As `start`, on the queue that `make` makes.
 fn start_on<Q: IoQueue>(
     path: &std::path::Path,
-    make: impl FnOnce(&BlockDevice<AllocationCache>) -> Result<Q, Error> + Send + 'static,
-) -> Option<(AsyncFile, Weak<BlockDevice<AllocationCache>>)> {
-    let disk = Arc::new(BlockDevice::open(path, OpenOptions::default()).unwrap());
+    make: impl FnOnce(&Device) -> Result<Q, Error> + Send + 'static,
+) -> Option<(AsyncFile, Weak<Device>)> {
+    let (disk, workers, config) = open(path);
     let weak = Arc::downgrade(&disk);
-    let workers = WorkerPool::new(&disk, 4);
-    let config = Config { slots: SLOTS, ..Config::default() };
     let file = required("queue", AsyncFile::with_queue(disk, workers, config, make))?;
     Some((file, weak))
 }
 
 /// As `start`, on io_uring or, without it, on threads.
-fn start_on_any(path: &std::path::Path) -> (AsyncFile, Weak<BlockDevice<AllocationCache>>) {
+fn start_on_any(path: &std::path::Path) -> (AsyncFile, Weak<Device>) {
     let [uring, threads] = TestQueueKind::REAL;
     start(path, uring).or_else(|| start(path, threads)).unwrap()
-}
-
-/// Waits until the driver and its workers have ended and have dropped the device.
-fn wait_for_the_end(disk: &Weak<BlockDevice<AllocationCache>>) {
-    wait_until("the end of driver and workers", || disk.strong_count() == 0);
-}
-
-/// One task's view of its share of the device.
-struct Share {
-    file: AsyncFile,
-    start: u64,
-    model: Vec<u8>,
-    random: Random,
-}
-
-impl Share {
-    fn new(file: AsyncFile, task: u64) -> Self {
-        let model = vec![0; (SHARE - SCRATCH) as usize];
-        let random = Random::from_seed(task);
-        Self { file, start: task * SHARE, model, random }
-    }
-
-    /// A range below `limit`; half of the ranges are whole blocks.
-    fn range(&mut self, limit: u64) -> (u64, u64) {
-        let (mut from, mut len) = (self.random.below(limit), 1 + self.random.below(LONGEST));
-        if self.random.below(2) == 0 {
-            (from, len) = (from & !4095, (len + 4095) & !4095);
-        }
-        (from, len.min(limit - from))
-    }
-
-    async fn run(mut self) {
-        for step in 0..STEPS {
-            for _ in 0..self.random.below(4) {
-                self.begin_and_drop().await.unwrap();
-            }
-            self.step(step).await.unwrap_or_else(|error| panic!("step {step}: {error}"));
-        }
-    }
-
-    async fn step(&mut self, step: u32) -> Result<(), Error> {
-        let (from, len) = self.range(SHARE - SCRATCH);
-        let range = ByteRange::new(self.start + from, len);
-        let mut buffer = IoBuffer::zeroed(len as usize)?;
-        let model = &mut self.model[from as usize..(from + len) as usize];
-        match self.random.below(10) {
-            0..4 => {
-                self.random.fill(&mut buffer);
-                model.copy_from_slice(&buffer);
-                let flags = if step.is_multiple_of(16) { Flags::DSYNC } else { Flags::NONE };
-                let (written, buffer) = self.file.write(range.pos, buffer, flags).await;
-                assert_eq!(written? as u64, len);
-                assert!(*buffer == *model, "step {step}: the memory of {range:?} has changed");
-            }
-            4..8 => {
-                buffer.fill(0xa5);
-                let (read, buffer) = self.file.read(range.pos, buffer).await;
-                assert_eq!(read? as u64, len);
-                assert!(*buffer == *model, "step {step}: {range:?}");
-            }
-            8 => {
-                model.fill(0);
-                self.file.zero(range, Flags::NONE).await?;
-            }
-            _ => self.file.flush().await?,
-        }
-        Ok(())
-    }
-
-    /// Begins a request and drops it: a read, or a write to the part that is never compared.
-    async fn begin_and_drop(&mut self) -> Result<(), Error> {
-        if self.random.below(2) == 0 {
-            let (from, len) = self.range(SHARE);
-            poll_once(self.file.read(self.start + from, IoBuffer::zeroed(len as usize)?)).await;
-        } else {
-            let (from, len) = self.range(SCRATCH - 300);
-            let mut buffer = IoBuffer::zeroed(len as usize)?;
-            self.random.fill(&mut buffer);
-            let pos = self.start + SHARE - SCRATCH + from;
-            poll_once(self.file.write(pos, buffer, Flags::NONE)).await;
-        }
-        Ok(())
-    }
-}
-
-/// Polls a future once and drops it.
-async fn poll_once<F: Future + Unpin>(mut future: F) {
-    let poll = |context: &mut Context<'_>| Poll::Ready(pin!(&mut future).poll(context).is_ready());
-    std::future::poll_fn(poll).await;
 }
 
 fn agrees_on_a_runtime(kind: TestQueueKind) {
@@ -276,14 +126,14 @@ fn c45_thousands_of_dropped_futures_hold_no_more_memory_than_the_bound_and_leave
         let mut back = IoBuffer::zeroed(4096).unwrap();
         for _ in 0..ROUNDS {
             for _ in 0..DROPPED {
-                let pos = 4096 + random.below(SIZE - 4096 - COUNTED as u64);
-                let buffer = IoBuffer::zeroed(COUNTED).unwrap();
+                let pos = 4096 + random.below(SIZE - 4096 - COUNTED[0] as u64);
+                let buffer = IoBuffer::zeroed(COUNTED[0]).unwrap();
                 if random.below(2) == 0 {
                     poll_once(file.read(pos, buffer)).await;
                 } else {
                     poll_once(file.write(pos & !4095, buffer, Flags::NONE)).await;
                 }
-                peak = peak.max(ALIVE.load(Ordering::SeqCst));
+                peak = peak.max(alive(0));
             }
             let read;
             back.fill(0);
@@ -294,7 +144,7 @@ fn c45_thousands_of_dropped_futures_hold_no_more_memory_than_the_bound_and_leave
     });
     drop(file);
     wait_for_the_end(&disk);
-    assert_eq!(ALIVE.load(Ordering::SeqCst), 0);
+    assert_eq!(alive(0), 0);
     // In flight, taken by the driver, and in the channel; each at most as many as there are slots.
     assert!((1..=3 * SLOTS as usize).contains(&peak), "{peak} buffers at once");
 }
@@ -406,64 +256,12 @@ fn a_discarded_range_reads_as_zeros_where_holes_can_be_punched() {
     assert!(buffer[4096..].iter().all(|&byte| byte == 9));
 }
 
-/// A queue that drops transfers and fails as soon as `fails` is set.
-struct Failing {
-    queue: TestQueue,
-    fails: Arc<AtomicBool>,
-}
-
-impl Failing {
-    fn checked(&self) -> Result<(), Error> {
-        match self.fails.load(Ordering::SeqCst) {
-            true => Err(Error::new(libc::ENXIO, Operation::Wait)),
-            false => Ok(()),
-        }
-    }
-}
-
-// SAFETY: tokens are reported as the inner queue reports them; the token of a dropped transfer
-// never is.
-unsafe impl IoQueue for Failing {
-    // SAFETY: a dropped transfer accesses no memory; the others are passed on unchanged.
-    unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
-        if self.checked().is_err() {
-            return Ok(());
-        }
-        // SAFETY: as promised by the caller.
-        unsafe { self.queue.push(transfer, token) }
-    }
-
-    fn submit(&mut self) -> Result<(), Error> {
-        self.checked().and_then(|()| self.queue.submit())
-    }
-
-    fn drain_completions(&mut self, sink: impl FnMut(Token, Outcome)) -> usize {
-        self.queue.drain_completions(sink)
-    }
-
-    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
-        self.checked().and_then(|()| self.queue.wait(timeout))
-    }
-
-    fn has_completions(&mut self) -> bool {
-        self.queue.has_completions()
-    }
-
-    fn events(&self) -> &dyn EventSource {
-        self.queue.events()
-    }
-
-    fn events_mut(&mut self) -> &mut dyn EventSource {
-        self.queue.events_mut()
-    }
-}
-
 #[test]
 fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error() {
     let (_dir, path) = image(SIZE);
     let fails = Arc::new(AtomicBool::new(false));
     let switch = fails.clone();
-    let make = move |disk: &BlockDevice<AllocationCache>| {
+    let make = move |disk: &Device| {
         TestQueueKind::Threads.try_queue(disk, SLOTS).map(|queue| Failing { queue, fails })
     };
     let (file, _) = start_on(&path, make).unwrap();

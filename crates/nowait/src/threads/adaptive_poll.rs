@@ -1,7 +1,7 @@
 //! Adaptive polling: busy-polls before sleeping, but only while events follow each other quickly.
 //!
 //! Invariant: polling starts only after several short gaps in a row, and each poll in vain doubles
-//! how many it takes; so an idle server sleeps at once, and stays asleep.
+//! how many it takes; so an idle thread sleeps at once, and stays asleep.
 
 use std::time::{Duration, Instant};
 
@@ -14,8 +14,8 @@ const SHORT_GAP: Duration = Duration::from_micros(100);
 const STREAK_MIN: u32 = 3;
 const STREAK_MAX: u32 = 192;
 
-/// The history of the last gaps.
-pub(crate) struct AdaptivePoll {
+/// The history of the last gaps between events of one thread: whether to poll before it sleeps.
+pub struct AdaptivePoll {
     streak: u32,
     /// The streak that enables polling.
     needed: u32,
@@ -28,9 +28,9 @@ impl Default for AdaptivePoll {
 }
 
 impl AdaptivePoll {
-    /// Polls `pending` for at most `POLL_TIME` since `began`, the start of the gap, if enough short
+    /// Polls `pending` for at most 50 µs since `began`, the start of the gap, if enough short
     /// gaps came in a row. Returns whether an event is pending.
-    pub(crate) fn wait(&mut self, began: Instant, mut pending: impl FnMut() -> bool) -> bool {
+    pub fn wait(&mut self, began: Instant, mut pending: impl FnMut() -> bool) -> bool {
         if self.streak < self.needed {
             return false;
         }
@@ -51,7 +51,7 @@ impl AdaptivePoll {
     }
 
     /// Records a gap that began at `began` and was slept through.
-    pub(crate) fn slept(&mut self, began: Instant) {
+    pub fn slept(&mut self, began: Instant) {
         self.streak = if began.elapsed() <= SHORT_GAP { self.streak + 1 } else { 0 };
     }
 }

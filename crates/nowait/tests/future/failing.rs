@@ -1,0 +1,61 @@
+//! A queue that fails on demand.
+#![allow(unsafe_code)]
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
+
+use nowait::{Error, EventSource, IoQueue, Operation, Outcome, QueueFull, Token, Transfer};
+use nowait_testkit::engines::TestQueue;
+
+/// A queue that drops transfers and fails as soon as `fails` is set.
+pub(crate) struct Failing {
+    pub(crate) queue: TestQueue,
+    pub(crate) fails: Arc<AtomicBool>,
+}
+
+impl Failing {
+    fn checked(&self) -> Result<(), Error> {
+        match self.fails.load(Ordering::SeqCst) {
+            true => Err(Error::new(libc::ENXIO, Operation::Wait)),
+            false => Ok(()),
+        }
+    }
+}
+
+// SAFETY: tokens are reported as the inner queue reports them; the token of a dropped transfer
+// never is.
+unsafe impl IoQueue for Failing {
+    // SAFETY: a dropped transfer accesses no memory; the others are passed on unchanged.
+    unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
+        if self.checked().is_err() {
+            return Ok(());
+        }
+        // SAFETY: as promised by the caller.
+        unsafe { self.queue.push(transfer, token) }
+    }
+
+    fn submit(&mut self) -> Result<(), Error> {
+        self.checked().and_then(|()| self.queue.submit())
+    }
+
+    fn drain_completions(&mut self, sink: impl FnMut(Token, Outcome)) -> usize {
+        self.queue.drain_completions(sink)
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
+        self.checked().and_then(|()| self.queue.wait(timeout))
+    }
+
+    fn has_completions(&mut self) -> bool {
+        self.queue.has_completions()
+    }
+
+    fn events(&self) -> &dyn EventSource {
+        self.queue.events()
+    }
+
+    fn events_mut(&mut self) -> &mut dyn EventSource {
+        self.queue.events_mut()
+    }
+}
