@@ -76,6 +76,7 @@ pub use api::local_file::local_driver::LocalDriver;
 pub use block::allocation_cache::AllocationCache;
 pub use block::block_map::{BlockMap, Extent, Intent, LinearMap, WouldBlock};
 pub use block::device::BlockDevice;
+pub use block::flush_coalescer::FlushCoalescer;
 pub use block::image_format::ImageFormat;
 #[cfg(feature = "sim")]
 pub use blocking::worker_pool::SimJob;

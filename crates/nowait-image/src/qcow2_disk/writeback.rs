@@ -9,7 +9,9 @@ use std::sync::{Arc, Condvar, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use nowait::{Error, IoBuffer, Operation, ReadCursor, Storage, WriteCursor, injected_panic};
+use nowait::{
+    Error, FlushCoalescer, IoBuffer, Operation, ReadCursor, Storage, WriteCursor, injected_panic,
+};
 use tracing::error;
 
 use crate::image_file::ImageFile;
@@ -22,7 +24,7 @@ use crate::qcow2_disk::metadata::Metadata;
 use crate::qcow2_disk::metadata_cache::{MetadataError, WriteOrder, WritebackBlock};
 use crate::qcow2_disk::metadata_survey;
 use crate::qcow2_disk::refcount_allocator::ClusterRun;
-use crate::qcow2_disk::yielding_lock::{lock, lock_for_io, wait};
+use crate::qcow2_disk::yielding_lock::{lock, lock_for_io};
 
 /// Most dirty metadata in bytes; a change of the metadata beyond that flushes first.
 const MAX_DIRTY_BYTES: u64 = 16 << 20;
@@ -33,16 +35,12 @@ const RUN_BYTES: usize = 1 << 20;
 /// The file grows to multiples of this many bytes, because growing holds up writes to it.
 const GROW_BYTES: u64 = 16 << 20;
 
-/// Group commit: a flush waits for the next round to begin and end. All flushes that arrive while
-/// one round is in progress share the one after it.
+/// What the flusher thread waits for.
 #[derive(Default)]
-struct WritebackRounds {
-    begun: u64,
-    ended: u64,
-    failed: bool,
-    /// Whether metadata has changed since the last round began.
+struct FlusherState {
+    /// Whether metadata has changed since the last writeback began.
     dirty: bool,
-    /// Tells the flusher thread to end.
+    /// Tells the thread to end.
     stopping: bool,
 }
 
@@ -66,7 +64,9 @@ pub(crate) struct MetadataWriteback {
     /// Length of the file with the metadata. Held while the file grows, so that writers behind its
     /// end wait.
     len: Mutex<FileLength>,
-    rounds: Mutex<WritebackRounds>,
+    /// Shares writebacks between the flushes.
+    flushes: FlushCoalescer,
+    flusher: Mutex<FlusherState>,
     changed: Condvar,
 }
 
@@ -86,7 +86,8 @@ impl MetadataWriteback {
             data,
             separate,
             len: Mutex::new(FileLength { bytes: len, step: GROW_BYTES }),
-            rounds: Mutex::default(),
+            flushes: FlushCoalescer::default(),
+            flusher: Mutex::default(),
             changed: Condvar::new(),
         }
     }
@@ -254,32 +255,14 @@ impl MetadataWriteback {
     /// The error of the failed write or sync for the flush that met it, `EIO` for all others from
     /// then on.
     pub(crate) fn flush(&self) -> Result<(), Error> {
-        let mut rounds = lock(&self.rounds);
-        let round = rounds.begun + 1;
-        loop {
-            if rounds.failed {
-                return Err(Error::new(libc::EIO, Operation::Flush));
-            }
-            if rounds.ended >= round {
-                return Ok(());
-            }
-            if rounds.begun > rounds.ended {
-                if injected_bug::injected(ImageBug::FlushBesideAnother) {
-                    return Ok(());
-                }
-                rounds = wait(&self.rounds, &self.changed, rounds);
-                continue;
-            }
-            rounds.begun += 1;
-            rounds.dirty = false;
-            drop(rounds);
-            let written = self.write_back();
-            rounds = lock(&self.rounds);
-            rounds.ended = rounds.begun;
-            rounds.failed |= written.is_err();
-            self.changed.notify_all();
-            written?;
+        if injected_bug::injected(ImageBug::FlushBesideAnother) && self.flushes.is_running() {
+            return Ok(());
         }
+        self.flushes.flush_shared(|| {
+            lock(&self.flusher).dirty = false;
+            self.changed.notify_all();
+            self.write_back()
+        })
     }
 
     /// To be called before metadata is changed: flushes where too much of it is dirty.
@@ -288,12 +271,12 @@ impl MetadataWriteback {
     /// As [`MetadataWriteback::flush`].
     pub(crate) fn throttle_dirty(&self) -> Result<(), Error> {
         let full = lock(&self.metadata).cache.dirty_bytes() >= MAX_DIRTY_BYTES;
-        if full || lock(&self.rounds).failed { self.flush() } else { Ok(()) }
+        if full || self.flushes.has_failed() { self.flush() } else { Ok(()) }
     }
 
     /// To be called when metadata was changed: the flusher thread writes it if no flush does.
     pub(crate) fn mark_dirty(&self) {
-        if !std::mem::replace(&mut lock(&self.rounds).dirty, true) {
+        if !std::mem::replace(&mut lock(&self.flusher).dirty, true) {
             self.changed.notify_all();
         }
     }
@@ -386,15 +369,15 @@ impl MetadataWriteback {
     /// Whether metadata is dirty and may be written.
     #[cfg(feature = "sim")]
     pub(crate) fn is_due(&self) -> bool {
-        let rounds = lock(&self.rounds);
-        rounds.dirty && !rounds.failed
+        lock(&self.flusher).dirty && !self.flushes.has_failed()
     }
 
     /// As [`MetadataWriteback::flush`]. The next flush of a client reports a failure.
     pub(crate) fn background_flush(&self) {
         let flushed = self.flush();
         if flushed.is_err() && injected_bug::injected(ImageBug::ForgetFailure) {
-            lock(&self.rounds).failed = false;
+            #[cfg(feature = "sim")]
+            self.flushes.forget_failure();
         }
     }
 
@@ -403,20 +386,20 @@ impl MetadataWriteback {
         let writeback = self.clone();
         let thread = std::thread::Builder::new().name("nowait-image".into());
         thread.spawn(move || {
-            let wait_for = |rounds, time, done: fn(&mut WritebackRounds) -> bool| {
-                let waited = writeback.changed.wait_timeout_while(rounds, time, |now| !done(now));
+            let wait_while = |state, time, waits: fn(&mut FlusherState) -> bool| {
+                let waited = writeback.changed.wait_timeout_while(state, time, waits);
                 waited.unwrap_or_else(PoisonError::into_inner).0
             };
-            let mut rounds = lock(&writeback.rounds);
-            while !rounds.stopping {
-                rounds =
-                    wait_for(rounds, Duration::MAX, |now| now.stopping || now.dirty && !now.failed);
-                rounds = wait_for(rounds, MAX_DIRTY_TIME, |now| now.stopping || !now.dirty);
-                if rounds.dirty && !rounds.stopping {
-                    drop(rounds);
+            let mut state = lock(&writeback.flusher);
+            // After a failure nothing is written any more.
+            while !state.stopping && !writeback.flushes.has_failed() {
+                state = wait_while(state, Duration::MAX, |now| !now.stopping && !now.dirty);
+                state = wait_while(state, MAX_DIRTY_TIME, |now| !now.stopping && now.dirty);
+                if state.dirty && !state.stopping {
+                    drop(state);
                     injected_panic::panic_at("flusher");
                     writeback.background_flush();
-                    rounds = lock(&writeback.rounds);
+                    state = lock(&writeback.flusher);
                 }
             }
         })
@@ -424,7 +407,7 @@ impl MetadataWriteback {
 
     /// Ends the flusher thread. Does not wait for it.
     pub(crate) fn stop_flusher(&self) {
-        lock(&self.rounds).stopping = true;
+        lock(&self.flusher).stopping = true;
         self.changed.notify_all();
     }
 }

@@ -24,9 +24,9 @@ struct SyncSequence {
     sleepers: usize,
 }
 
-/// Coalesces the flushes of a device.
+/// Coalesces the flushes of a device or of an image's metadata.
 #[derive(Default)]
-pub(crate) struct FlushCoalescer {
+pub struct FlushCoalescer {
     sequence: Mutex<SyncSequence>,
     /// The threads that wait for the running sync, and those that wait for the next one, by the
     /// parity of the sync's number.
@@ -48,10 +48,7 @@ impl FlushCoalescer {
     ///
     /// # Errors
     /// That of `sync`; `EIO` if the sync of another call failed, and after every failure.
-    pub(crate) fn flush_shared(
-        &self,
-        sync: impl FnOnce() -> Result<(), Error>,
-    ) -> Result<(), Error> {
+    pub fn flush_shared(&self, sync: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
         let mut syncs = self.lock();
         let mine = syncs.started + 1;
         loop {
@@ -74,6 +71,25 @@ impl FlushCoalescer {
         let done = sync();
         running.failed = done.is_err();
         done
+    }
+
+    /// Whether a sync has failed, so that every flush fails (C51).
+    #[must_use]
+    pub fn has_failed(&self) -> bool {
+        self.lock().failed
+    }
+
+    /// Whether a sync is running, as of a moment ago.
+    #[must_use]
+    pub fn is_running(&self) -> bool {
+        let syncs = self.lock();
+        syncs.started > syncs.ended
+    }
+
+    /// An injected bug: forgets that a sync has failed.
+    #[cfg(feature = "sim")]
+    pub fn forget_failure(&self) {
+        self.lock().failed = false;
     }
 
     /// The sync with this number has ended.
