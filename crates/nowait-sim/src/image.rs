@@ -8,8 +8,9 @@ use std::sync::Arc;
 
 use nowait::sim::{Random, SimDevice, SimOptions};
 use nowait::{
-    AllocationCache, BlockDevice, BlockMap, BlockingFile, ByteRange, Error, Extent, ExtentStatus,
-    ImageFormat as Inside, Intent, OpenOptions, SimStorage, WorkerPool, WouldBlock,
+    AheadMap, AllocationCache, BlockDevice, BlockMap, BlockingFile, ByteRange, Config, Error,
+    Extent, ExtentStatus, ImageFormat as Inside, Intent, OpenOptions, SimStorage, WorkerPool,
+    WouldBlock,
 };
 use nowait_image::qcow2_disk::{
     OpenImage, Opened, Qcow2Map, ServeOptions, new_simulated, open_simulated,
@@ -84,6 +85,10 @@ impl BlockMap for AnyMap {
         extents: &mut Vec<ExtentStatus>,
     ) -> bool {
         either!(self, map => map.cached_extents(range, limit, extents))
+    }
+
+    fn ahead(&self) -> Option<&dyn AheadMap> {
+        either!(self, map => map.ahead())
     }
 
     fn image(&self) -> Option<&dyn Inside> {
@@ -224,10 +229,11 @@ impl Image {
 }
 
 fn raw(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<BlockDevice<AnyMap>, Error> {
-    let hint = scenario.config.hint;
+    let Config { hint, allocate_ahead, .. } = scenario.config;
     let options = OpenOptions { direct: scenario.direct, no_hint: !hint, ..OpenOptions::default() };
     let data = SimStorage::open(device, 0, options);
     let (size, map) = (device.bytes(), AllocationCache::new(device.bytes(), hint));
+    let map = map.allocating_ahead(allocate_ahead);
     map.scan(&data);
     Ok(BlockDevice::mapped(Arc::new(data), Vec::new(), size, false, AnyMap::Raw(map)))
 }

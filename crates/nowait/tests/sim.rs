@@ -78,7 +78,7 @@ impl Rig {
 
     fn on(device: Arc<SimDevice>, how: OpenOptions, config: Config) -> Self {
         let storage = SimStorage::open(&device, 0, how);
-        let disk = Arc::new(BlockDevice::raw(Arc::new(storage), false).unwrap());
+        let disk = Arc::new(BlockDevice::raw(Arc::new(storage), OpenOptions::default()).unwrap());
         let workers = WorkerPool::simulated(&disk);
         let queue = SimQueue::new(device.clone()).unwrap();
         let engine = Engine::new(disk, workers.clone(), queue, config).unwrap();

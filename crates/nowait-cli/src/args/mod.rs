@@ -270,6 +270,7 @@ impl ServeArgs {
                 Switch::Pool => &mut config.pool,
                 Switch::NowaitFirst => &mut config.nowait_first,
                 Switch::Hint => &mut config.hint,
+                Switch::AllocateAhead => &mut config.allocate_ahead,
             } = false;
         }
         config
@@ -328,6 +329,8 @@ enum Switch {
     NowaitFirst,
     /// Remembering which ranges of the image hold data
     Hint,
+    /// Allocating storage behind sequential writes into holes of a raw image
+    AllocateAhead,
 }
 
 const AFTER_HELP: &str = "\
@@ -517,6 +520,8 @@ mod tests {
             ..all
         };
         assert_eq!(some.config(), expected);
+        let one = serve("nowait serve --off allocate-ahead");
+        assert_eq!(one.config(), nowait::Config { allocate_ahead: false, ..all });
     }
 
     #[test]
