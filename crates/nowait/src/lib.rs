@@ -10,7 +10,7 @@
 //! * [`LocalAsyncFile`]: futures for the executor of one thread, on an engine of that thread. A
 //!   request costs what it costs the engine, about; a [`LocalDriver`] or tokio drives the file.
 //! * [`AsyncFile`]: futures for any executor, also of several threads. A thread of the library owns
-//!   the queue: a request costs two hops between threads, and three allocations.
+//!   the queue: a request costs two hops between threads, and one or two allocations.
 //!
 //! All four work on a [`BlockDevice`], which may be shared between threads. A [`BlockMap`] tells
 //! which file holds a range of the device; an [`ImageFormat`] adds images that allocate by

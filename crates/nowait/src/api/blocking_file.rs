@@ -161,14 +161,20 @@ impl<M: BlockMap> BlockingFile<M> {
         let io = io(iovec::total(segments)?);
         // SAFETY: the callers borrow the memory until this returns.
         let io = unsafe { sync_io::check(&self.disk, io, segments) }?;
-        let mut merged = Vec::new();
-        iovec::merge(segments, io.range.len, &mut merged);
-        if merged.is_empty() {
+        if io.range.len == 0 {
             return Ok(0);
         }
+        let mut merged = Vec::new();
+        let segments = match segments {
+            [one] => &[IoSegment { len: io.range.len as usize, ..*one }],
+            _ => {
+                iovec::merge(segments, io.range.len, &mut merged);
+                merged.as_slice()
+            }
+        };
         // SAFETY: as above.
         let done =
-            unsafe { sync_io::run(&self.disk, io, &merged, &mut Vec::<ExtentStatus>::new()) };
+            unsafe { sync_io::run(&self.disk, io, segments, &mut Vec::<ExtentStatus>::new()) };
         done.map(|bytes| bytes as usize)
     }
 

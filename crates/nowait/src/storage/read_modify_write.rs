@@ -5,7 +5,7 @@
 //! cached page overwrites bytes that bypassed the cache. The only exception is the block in which a
 //! file ends: a direct write of the whole block would grow the file.
 
-use crate::memory::io_buffer::IoBuffer;
+use crate::memory::bounce_buffer::BounceBuffer;
 use crate::storage::Storage;
 use crate::types::alignment::{round_down, round_up};
 use crate::types::byte_range::ByteRange;
@@ -70,7 +70,7 @@ impl dyn Storage + '_ {
         result?;
         if tail < stop {
             // One call, so that a reader sees all of it or nothing (C54).
-            let mut bytes = IoBuffer::zeroed(data.len() as usize)?;
+            let mut bytes = BounceBuffer::new(data.len() as usize)?;
             data.peek(u64::MAX).copy_to(&mut bytes);
             let mut rest = WriteCursor::from(&bytes[..]);
             let result = self.write_blocks(tail, &mut rest);
@@ -143,7 +143,10 @@ impl dyn Storage + '_ {
         let block = self.properties().align.read_offset;
         let mut pos = pos;
         while !memory.is_empty() {
-            let count = self.read(&mut memory.slices(), pos)? as u64;
+            let count = match memory.only_slice() {
+                Some(slice) => self.read(&mut [slice], pos),
+                None => self.read(&mut memory.slices(), pos),
+            }? as u64;
             let whole = whole_blocks(count, memory.len(), block);
             pos += whole;
             memory.advance(whole);
@@ -160,7 +163,10 @@ impl dyn Storage + '_ {
         let block = self.properties().align.offset;
         let mut pos = pos;
         while !data.is_empty() {
-            let count = self.write(&data.slices(), pos, Flags::NONE)? as u64;
+            let count = match data.only_slice() {
+                Some(slice) => self.write(&[slice], pos, Flags::NONE),
+                None => self.write(&data.slices(), pos, Flags::NONE),
+            }? as u64;
             let whole = whole_blocks(count, data.len(), block);
             pos += whole;
             data.advance(whole);
@@ -187,7 +193,7 @@ fn blocks_around(pos: u64, len: u64, block: u32, room: usize) -> (u64, u64) {
     (skip, round_up(skip + len, block).min(room as u64))
 }
 
-fn bounce_for(len: u64, block: u32) -> Result<IoBuffer, Error> {
+fn bounce_for(len: u64, block: u32) -> Result<BounceBuffer, Error> {
     let most = BOUNCE_BYTES.max(u64::from(block));
-    IoBuffer::zeroed(round_up((len + u64::from(block)).min(most), block) as usize)
+    BounceBuffer::new(round_up((len + u64::from(block)).min(most), block) as usize)
 }

@@ -100,6 +100,13 @@ impl<'a, D> IoCursor<'a, D> {
         slice_segments(self.rest, 0, self.len - now as u64, each);
     }
 
+    /// The memory that is left, if it is one part.
+    fn only_part(&self) -> Option<IoSegment> {
+        let first = if self.first.len > 0 { self.first } else { *self.rest.first()? };
+        let is_all = self.len > 0 && self.len <= first.len as u64;
+        is_all.then_some(IoSegment { len: self.len as usize, ..first })
+    }
+
     /// Whether all addresses are multiples of `memory` and all lengths of `offset`, powers of two.
     pub(crate) fn is_aligned(&self, memory: u32, offset: u32) -> bool {
         let mut all = true;
@@ -109,6 +116,14 @@ impl<'a, D> IoCursor<'a, D> {
 }
 
 impl ReadCursor<'_> {
+    /// The memory that is left, if it is one slice. This spares the list of [`Self::slices`].
+    pub(crate) fn only_slice(&mut self) -> Option<IoSliceMut<'_>> {
+        let part = self.only_part()?;
+        // SAFETY: as promised to `new`.
+        let bytes = unsafe { std::slice::from_raw_parts_mut(part.base, part.len) };
+        Some(IoSliceMut::new(bytes))
+    }
+
     /// The memory that is left as slices: at most [`MAX_SEGMENTS`] of them, so that one system call
     /// takes them.
     pub(crate) fn slices(&mut self) -> Vec<IoSliceMut<'_>> {
@@ -143,6 +158,13 @@ impl ReadCursor<'_> {
 }
 
 impl WriteCursor<'_> {
+    /// The memory that is left, if it is one slice. This spares the list of [`Self::slices`].
+    pub(crate) fn only_slice(&self) -> Option<IoSlice<'_>> {
+        let part = self.only_part()?;
+        // SAFETY: as promised to `new`.
+        Some(IoSlice::new(unsafe { std::slice::from_raw_parts(part.base, part.len) }))
+    }
+
     /// The memory that is left as slices: at most [`MAX_SEGMENTS`] of them, so that one system call
     /// takes them.
     pub(crate) fn slices(&self) -> Vec<IoSlice<'_>> {
@@ -197,6 +219,7 @@ mod tests {
         let all = segments(&mut [&mut a, &mut b, &mut c]);
         // SAFETY: the arrays outlive the cursor.
         let mut cursor = unsafe { ReadCursor::new(&all, 1, 6) };
+        assert!(cursor.only_slice().is_none());
         let mut first = cursor.take(3);
         assert_eq!((first.len(), cursor.len()), (3, 3));
         first.copy_from(&[1, 2, 3, 4]);
@@ -204,9 +227,10 @@ mod tests {
         cursor.peek(1).fill(9);
         cursor.advance(1);
         assert_eq!(cursor.slices().iter().map(|slice| slice.len()).collect::<Vec<_>>(), [2]);
+        assert_eq!(cursor.only_slice().map(|slice| slice.len()), Some(2));
         cursor.copy_from(&[5]);
         cursor.take(7).fill(6);
-        assert!(cursor.is_empty() && cursor.slices().is_empty());
+        assert!(cursor.is_empty() && cursor.slices().is_empty() && cursor.only_slice().is_none());
         assert_eq!((a, c), ([0, 1, 2], [3, 9, 5, 6, 0]));
     }
 

@@ -33,7 +33,7 @@ use oneshot::{Receiver, oneshot};
 /// An image with futures: `Clone + Send + Sync`, for every executor. A thread of its own, shared by
 /// all clones, owns an engine and wakes the waiting tasks; no runtime is needed.
 ///
-/// Each request costs two hops between threads and an allocation. Tasks of one thread spare them
+/// Each request costs two hops between threads, and one or two allocations. Tasks of one thread spare them
 /// with [`LocalAsyncFile`](crate::LocalAsyncFile), which is many times faster at low depth.
 ///
 /// A request is sent by the first poll of its future. **Dropping a future is always safe.** If it
