@@ -61,32 +61,22 @@ impl<'a> Tables<'a> {
         let entries = self.l2.as_ref().map_or(&[][..], |(_, entries)| entries);
         let bits = self.header.cluster_bits;
         let cluster_bytes = self.header.cluster_bytes();
-        let mut at = (in_table >> bits) as usize;
-        let parse = |at: usize| {
-            let entry = entries.get(at).copied().unwrap_or_default();
-            Cluster::parse(entry, self.header).map_err(|bad| self.bad(pos, bad))
-        };
-        let first = parse(at)?;
+        let inside = in_table % cluster_bytes;
+        let clusters = entries.iter().skip((in_table >> bits) as usize);
+        let clusters = clusters.take((inside + len).div_ceil(cluster_bytes) as usize);
+        let clusters = clusters.map(|&entry| Cluster::parse(entry, self.header));
         let is_cut = |cluster| match cluster {
             Cluster::Data { host, .. } => !self.header.has_data_file() && !self.has(host),
             Cluster::Compressed { pos, .. } => pos >= self.end,
             _ => false,
         };
-        if is_cut(first) {
-            return Err(self.bad(pos, BadEntry::Outside));
+        let bad = |bad: BadEntry| self.bad(pos, bad);
+        let (first, count) =
+            run_of(clusters, cluster_bytes, |_, next| !is_cut(next)).map_err(bad)?;
+        match is_cut(first) {
+            true => Err(bad(BadEntry::Outside)),
+            false => Ok((first, (count * cluster_bytes - inside).min(len))),
         }
-        let mut found = cluster_bytes - in_table % cluster_bytes;
-        let mut last = first;
-        while found < len {
-            at += 1;
-            let next = parse(at)?;
-            if !is_contiguous(last, next, cluster_bytes) || is_cut(next) {
-                break;
-            }
-            last = next;
-            found += cluster_bytes;
-        }
-        Ok((first, found.min(len)))
     }
 
     /// Whether the cluster at `pos` is in the file, at least in part.
@@ -100,9 +90,31 @@ impl<'a> Tables<'a> {
     }
 }
 
+/// The first of `clusters`, which is unallocated if there is none, and how many are its run: they
+/// continue it in the file, and `goes_on` holds for each and the one before it.
+///
+/// # Errors
+/// What is wrong with the first entry. A run ends before another that is invalid.
+#[inline]
+pub(crate) fn run_of(
+    mut clusters: impl Iterator<Item = Result<Cluster, BadEntry>>,
+    cluster_bytes: u64,
+    goes_on: impl Fn(Cluster, Cluster) -> bool,
+) -> Result<(Cluster, u64), BadEntry> {
+    let first = clusters.next().unwrap_or(Ok(Cluster::Unallocated))?;
+    let (mut last, mut count) = (first, 1);
+    while let Some(Ok(next)) = clusters.next()
+        && is_contiguous(last, next, cluster_bytes)
+        && goes_on(last, next)
+    {
+        (last, count) = (next, count + 1);
+    }
+    Ok((first, count))
+}
+
 /// Whether `next` is of the same kind as the cluster before it and, where both have positions,
 /// follows it in the file.
-pub(crate) fn is_contiguous(last: Cluster, next: Cluster, cluster_bytes: u64) -> bool {
+fn is_contiguous(last: Cluster, next: Cluster, cluster_bytes: u64) -> bool {
     match (last, next) {
         (Cluster::Unallocated, Cluster::Unallocated)
         | (Cluster::Compressed { .. }, Cluster::Compressed { .. })

@@ -11,7 +11,7 @@ use nowait::{Error, Operation};
 use crate::image_file::ImageFile;
 use crate::qcow2::entries::{Cluster, L1Entry};
 use crate::qcow2::header::{Header, be64};
-use crate::qcow2::lookup::is_contiguous;
+use crate::qcow2::lookup::run_of;
 
 use crate::qcow2_disk::read_ahead::near;
 
@@ -121,8 +121,11 @@ impl BackingTables {
         let ahead = tables.filter_map(table_pos).take(if for_io { 0 } else { MAX_AHEAD });
         let block = self.block(table + inside * 8, ahead, reads)?;
         let clusters = entries(&block, table + inside * 8).take(max_clusters as usize);
-        let clusters = clusters.map(|entry| Cluster::parse(entry, header).ok());
-        let (cluster, run) = run_of(clusters, bits, for_io).ok_or_else(damaged)?;
+        let clusters = clusters.map(|entry| Cluster::parse(entry, header));
+        // Compressed clusters are decompressed one by one.
+        let goes_on = |last, _| !for_io || !matches!(last, Cluster::Compressed { .. });
+        let (cluster, run) =
+            run_of(clusters, header.cluster_bytes(), goes_on).map_err(|_| damaged())?;
         match cluster {
             Cluster::Data { host, .. } if !header.has_data_file() => {
                 let inside = self.end.saturating_sub(host) >> bits;
@@ -200,23 +203,4 @@ fn table_pos(entry: Result<L1Entry, crate::qcow2::entries::BadEntry>) -> Option<
 fn entries(block: &[u8], pos: u64) -> impl Iterator<Item = u64> {
     let at = (pos & (BLOCK_BYTES - 1)) as usize;
     block.get(at..).unwrap_or_default().chunks_exact(8).map(|entry| be64(entry, 0))
-}
-
-/// The first of `clusters`, and how many continue it. `None` if the first one is invalid.
-fn run_of(
-    mut clusters: impl Iterator<Item = Option<Cluster>>,
-    bits: u32,
-    for_io: bool,
-) -> Option<(Cluster, u64)> {
-    let first = clusters.next()??;
-    let (mut last, mut run) = (first, 1);
-    // Compressed clusters are decompressed one by one.
-    if !for_io || !matches!(first, Cluster::Compressed { .. }) {
-        while let Some(Some(next)) = clusters.next()
-            && is_contiguous(last, next, 1 << bits)
-        {
-            (last, run) = (next, run + 1);
-        }
-    }
-    Some((first, run))
 }

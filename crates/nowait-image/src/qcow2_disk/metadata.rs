@@ -7,7 +7,7 @@ use std::collections::BTreeSet;
 
 use crate::qcow2::entries::{COPIED, Cluster, L1Entry, ZERO, with_copied};
 use crate::qcow2::header::{Header, be64};
-use crate::qcow2::lookup::is_contiguous;
+use crate::qcow2::lookup::run_of;
 
 use crate::qcow2_disk::damage::{ClusterUse, Damage};
 use crate::qcow2_disk::metadata_cache::{MetadataCache, MetadataError, WriteOrder};
@@ -36,6 +36,10 @@ const MAX_FAR: usize = 16;
 
 fn is_copied(cluster: Cluster) -> bool {
     matches!(cluster, Cluster::Data { copied: true, .. } | Cluster::Zero { copied: true, .. })
+}
+
+fn is_compressed(cluster: Cluster) -> bool {
+    matches!(cluster, Cluster::Compressed { .. })
 }
 
 impl Metadata {
@@ -186,26 +190,14 @@ impl Metadata {
         };
         let (start, at) = self.entry_location(table, cluster);
         let entries = self.cache.get(start)?.get(at..).unwrap_or_default().chunks_exact(8);
-        let mut entries = entries
+        let entries = entries
             .take(max.max(1) as usize)
             .map(|entry| Cluster::parse(be64(entry, 0), &self.header));
-        let first = match entries.next() {
-            Some(Ok(first)) => first,
-            Some(Err(bad)) => return Err(Damage::Entry(bad.words()).into()),
-            None => Cluster::Unallocated,
-        };
-        let (mut last, mut count) = (first, 1);
         // Compressed clusters are decompressed one by one.
-        if !for_io || !matches!(first, Cluster::Compressed { .. }) {
-            for next in entries {
-                let Ok(next) = next else { break };
-                let goes_on = is_contiguous(last, next, self.header.cluster_bytes());
-                if !goes_on || for_io && is_copied(last) != is_copied(next) {
-                    break;
-                }
-                (last, count) = (next, count + 1);
-            }
-        }
+        let is_one = |last, next| is_copied(last) == is_copied(next) && !is_compressed(last);
+        let goes_on = |last, next| !for_io || is_one(last, next);
+        let (first, count) = run_of(entries, self.header.cluster_bytes(), goes_on)
+            .map_err(|bad| Damage::Entry(bad.words()))?;
         Ok((first, count, Some(table)))
     }
 
