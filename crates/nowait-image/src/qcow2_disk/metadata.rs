@@ -13,7 +13,7 @@ use crate::qcow2_disk::damage::{ClusterUse, Damage};
 use crate::qcow2_disk::metadata_cache::{MetadataCache, MetadataError, WriteOrder};
 use crate::qcow2_disk::metadata_clusters::MetadataClusters;
 use crate::qcow2_disk::read_ahead::{AHEAD_BYTES, near};
-use crate::qcow2_disk::refcount_allocator::{ClusterRun, RefcountAllocator, put};
+use crate::qcow2_disk::refcount_allocator::{ClusterRun, DeferredFree, RefcountAllocator, put};
 
 /// The metadata of the top image of a chain.
 pub(crate) struct Metadata {
@@ -246,18 +246,18 @@ impl Metadata {
         cluster >= self.reserved.file_end()
     }
 
-    /// Defers the free of clusters that no pointer refers to, or never did.
-    pub(crate) fn defer_free(&mut self, clusters: ClusterRun) {
+    /// Defers the free of clusters that an entry, `compressed` or not, names no more or never did.
+    pub(crate) fn defer_free(&mut self, clusters: ClusterRun, compressed: bool) {
         if let Some(allocator) = &mut self.allocator {
             let ClusterRun { first, count } = clusters;
             let deferred = (first..first.saturating_add(count))
                 .filter(|&cluster| self.reserved.can_be_data(cluster, 1) == 1);
-            deferred.for_each(|cluster| allocator.defer_free(cluster));
+            deferred.for_each(|cluster| allocator.defer_free(DeferredFree { cluster, compressed }));
         }
     }
 
     /// Takes the clusters whose free was deferred.
-    pub(crate) fn take_deferred(&mut self) -> Vec<u64> {
+    pub(crate) fn take_deferred(&mut self) -> Vec<DeferredFree> {
         self.allocator.as_mut().map(RefcountAllocator::take_deferred).unwrap_or_default()
     }
 
@@ -300,12 +300,12 @@ impl Metadata {
         match Cluster::parse(before, &self.header) {
             Ok(Cluster::Compressed { pos, len }) => {
                 let (first, last) = (pos >> bits, (pos + len - 1) >> bits);
-                self.defer_free(ClusterRun { first, count: last - first + 1 });
+                self.defer_free(ClusterRun { first, count: last - first + 1 }, true);
             }
             Ok(Cluster::Data { host, .. } | Cluster::Zero { host: Some(host), .. })
                 if !self.header.has_data_file() && host != entry & !COPIED =>
             {
-                self.defer_free(ClusterRun { first: host >> bits, count: 1 });
+                self.defer_free(ClusterRun { first: host >> bits, count: 1 }, false);
             }
             _ => {}
         }

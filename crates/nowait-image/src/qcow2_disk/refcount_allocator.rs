@@ -19,6 +19,16 @@ pub(crate) struct ClusterRun {
     pub(crate) count: u64,
 }
 
+/// A cluster whose free is deferred.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct DeferredFree {
+    pub(crate) cluster: u64,
+    /// Whether the entry that named it is a compressed one. Other compressed entries may name it,
+    /// and its refcount is lowered. An uncompressed entry that still names it says that it is not
+    /// the only one, which a refcount of 1 would contradict: then the refcount stays as it is.
+    pub(crate) compressed: bool,
+}
+
 /// Most clusters whose free is deferred; those beyond that leak.
 const MAX_DEFERRED_FREE: usize = 1 << 20;
 
@@ -36,7 +46,7 @@ pub(crate) struct RefcountAllocator {
     cursor: u64,
     /// The first cluster behind all that were allocated or in the file.
     end: u64,
-    deferred_free: Vec<u64>,
+    deferred_free: Vec<DeferredFree>,
 }
 
 impl RefcountAllocator {
@@ -227,7 +237,8 @@ impl RefcountAllocator {
             }
         }
         let old = self.table_pos >> header.cluster_bits;
-        (old..old + self.table_clusters).for_each(|cluster| self.defer_free(cluster));
+        (old..old + self.table_clusters)
+            .for_each(|cluster| self.defer_free(DeferredFree { cluster, compressed: false }));
         let bytes: Vec<u8> = table.iter().flat_map(|entry| entry.to_be_bytes()).collect();
         cache.insert_new(table_pos, &bytes);
         (self.table, self.table_pos, self.table_clusters) = (table, table_pos, clusters);
@@ -237,17 +248,17 @@ impl RefcountAllocator {
         Ok(())
     }
 
-    /// Defers the free of `cluster`, to which no pointer refers any more, or never did. It is freed
-    /// when the image is closed: until then a request may still be reading it, and a power cut
+    /// Defers the free of a cluster, which an entry names no more or never did. It is freed when
+    /// the image is closed: until then a request may still be reading it, and a power cut
     /// could bring back the pointer.
-    pub(crate) fn defer_free(&mut self, cluster: u64) {
+    pub(crate) fn defer_free(&mut self, deferred: DeferredFree) {
         if self.deferred_free.len() < MAX_DEFERRED_FREE {
-            self.deferred_free.push(cluster);
+            self.deferred_free.push(deferred);
         }
     }
 
     /// Takes the clusters whose free was deferred.
-    pub(crate) fn take_deferred(&mut self) -> Vec<u64> {
+    pub(crate) fn take_deferred(&mut self) -> Vec<DeferredFree> {
         std::mem::take(&mut self.deferred_free)
     }
 

@@ -23,7 +23,7 @@ use crate::qcow2_disk::damage::Damage;
 use crate::qcow2_disk::metadata::Metadata;
 use crate::qcow2_disk::metadata_cache::{MetadataError, WriteOrder, WritebackBlock};
 use crate::qcow2_disk::metadata_survey;
-use crate::qcow2_disk::refcount_allocator::ClusterRun;
+use crate::qcow2_disk::refcount_allocator::{ClusterRun, DeferredFree};
 use crate::qcow2_disk::yielding_lock::{lock, lock_for_io};
 
 /// Most dirty metadata in bytes; a change of the metadata beyond that flushes first.
@@ -221,7 +221,7 @@ impl MetadataWriteback {
 
     /// Defers the free of clusters that no pointer ever referred to.
     pub(crate) fn defer_free(&self, clusters: ClusterRun) {
-        lock(&self.metadata).defer_free(clusters);
+        lock(&self.metadata).defer_free(clusters, false);
     }
 
     /// Makes the file with the metadata at least `bytes` long. To be called before a write behind
@@ -347,7 +347,10 @@ impl MetadataWriteback {
             // A cluster that is still in use, whatever its refcount says, is not freed.
             let failed = |error: io::Error| Error::from_io(&error, Operation::Read);
             let references = metadata_survey::references(&self.host).map_err(failed)?;
-            for &cluster in &deferred {
+            for &DeferredFree { cluster, compressed } in &deferred {
+                if references.of(cluster) > 0 && !compressed {
+                    continue;
+                }
                 // An error leaves the refcount as it is: at worst a leak.
                 let _ = self.with(|metadata| metadata.free(cluster, references.of(cluster)));
                 self.throttle_dirty()?;

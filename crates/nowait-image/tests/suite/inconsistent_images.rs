@@ -170,6 +170,29 @@ fn a_write_to_data_that_two_entries_claim_gets_a_cluster_of_its_own() {
 }
 
 #[test]
+fn a_cluster_that_one_of_two_entries_left_keeps_its_refcount_and_the_other_its_flag() {
+    if !require_qemu() {
+        return;
+    }
+    // As a repair leaves a cluster that two entries name: a refcount of 2, and no flag "copied".
+    let images = image();
+    for n in [0, 1] {
+        entry(&images, L2_TABLE * CLUSTER + n * 8, DATA * CLUSTER);
+    }
+    set_count(&images, DATA, 2);
+    set_count(&images, DATA + 1, 0);
+    assert_eq!(report(&images).corruptions, 0);
+    for (first, leaks) in [(0, 1), (1, 1)] {
+        let (file, open_image) = open(&images);
+        write(&file, first, 8).unwrap();
+        drop(file);
+        open_image.close().unwrap();
+        let Report { corruptions, leaks: found, .. } = report(&images);
+        assert_eq!((corruptions, found), (0, leaks), "cluster {first}");
+    }
+}
+
+#[test]
 fn an_l2_table_that_two_l1_entries_share_is_read_and_not_written() {
     if !require_qemu() {
         return;
