@@ -282,9 +282,11 @@ impl Chain {
     /// # Errors
     /// The line for the first image that is refused.
     #[cfg(feature = "sim")]
-    pub fn simulated(files: Vec<(ImageFile, Format)>) -> Result<Self, ImageError> {
-        let options =
-            ChainOptions { writable: true, locking: Locking::Unlocked, ..ChainOptions::default() };
+    pub fn simulated(
+        files: Vec<(ImageFile, Format)>,
+        options: ChainOptions,
+    ) -> Result<Self, ImageError> {
+        let options = ChainOptions { locking: Locking::Unlocked, ..options };
         let mut chain = Self { layers: Vec::new(), warnings: Vec::new() };
         for (file, format) in files {
             let layer = chain.open_layer(file, Some(format), &options, &PathPolicy::default())?;

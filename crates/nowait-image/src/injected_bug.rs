@@ -23,12 +23,14 @@ pub enum ImageBug {
     ForgetFailure,
     /// A flush during a writeback succeeds at once, before its data is durable (C49).
     FlushBesideAnother,
+    /// A cluster with a refcount of 0 is allocated although it is in use.
+    ForgetOverlapCheck,
 }
 
 #[cfg(feature = "sim")]
 impl ImageBug {
     /// All bugs.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 9] = [
         Self::ForgetTail,
         Self::ReadBelowElsewhere,
         Self::ForgetOrder,
@@ -37,6 +39,7 @@ impl ImageBug {
         Self::ForgetToGrow,
         Self::ForgetFailure,
         Self::FlushBesideAnother,
+        Self::ForgetOverlapCheck,
     ];
 }
 

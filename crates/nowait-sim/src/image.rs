@@ -1,8 +1,8 @@
 //! Opens the content of a simulated device: a raw disk, or a qcow2 image on a block device or in a
 //! file, which may have backing images.
 //!
-//! Invariant: a qcow2 image is opened only if its metadata is consistent, except for leaked
-//! clusters, whatever a power cut has lost.
+//! Invariant: a qcow2 image is opened for requests only if its metadata is consistent, except for
+//! leaked clusters, whatever a power cut has lost; or if it was damaged on purpose.
 
 use std::sync::Arc;
 
@@ -12,10 +12,11 @@ use nowait::{
     Extent, ExtentStatus, ImageFormat as Inside, Intent, OpenOptions, SimStorage, WorkerPool,
     WouldBlock,
 };
+use nowait_image::check::Report;
 use nowait_image::qcow2_disk::{
     OpenImage, Opened, Qcow2Map, ServeOptions, new_simulated, open_simulated,
 };
-use nowait_image::{BackingName, Chain, Format, ImageFile, check};
+use nowait_image::{BackingName, Chain, ChainOptions, Format, ImageFile, check, repair};
 
 use crate::model::Violation;
 use crate::pattern;
@@ -96,6 +97,17 @@ impl BlockMap for AnyMap {
     }
 }
 
+/// The purpose and the expected state of an image that is opened.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Opening {
+    /// For requests; its metadata has to be consistent.
+    Consistent,
+    /// For requests; its metadata is damaged.
+    Damaged,
+    /// For reads of an image whose metadata was damaged.
+    ReadOnly,
+}
+
 /// An open device: all state that a power cut ends.
 pub struct Image {
     /// The open disk with its caches.
@@ -106,6 +118,8 @@ pub struct Image {
     pub device: Arc<SimDevice>,
     /// Leaked clusters of a qcow2 image when it was opened.
     pub leaks: u64,
+    /// Corruptions of a qcow2 image when it was opened.
+    pub corruptions: u64,
     /// The handle of a qcow2 image, which writes back its metadata.
     open_image: Option<OpenImage>,
 }
@@ -201,18 +215,23 @@ impl Image {
     /// Opens the content of `device`.
     ///
     /// # Errors
-    /// The image is corrupt, or the open failed.
-    pub fn open(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<Self, Violation> {
-        let (disk, leaks, open_image) = match scenario.qcow2 {
-            None => (raw(scenario, device).map_err(wrong)?, 0, None),
+    /// The image is corrupt and should not be, or the open failed.
+    pub fn open(
+        scenario: &Scenario,
+        device: &Arc<SimDevice>,
+        opening: Opening,
+    ) -> Result<Self, Violation> {
+        let (disk, report, open_image) = match scenario.qcow2 {
+            None => (raw(scenario, device).map_err(wrong)?, Report::default(), None),
             Some(_) => {
-                let (disk, leaks, open_image) = qcow2(scenario, device)?;
-                (disk, leaks, Some(open_image))
+                let (disk, report, open_image) = qcow2(scenario, device, opening)?;
+                (disk, report, Some(open_image))
             }
         };
+        let Report { leaks, corruptions, .. } = report;
         let disk = Arc::new(disk);
         let workers = WorkerPool::simulated(&disk);
-        Ok(Self { disk, workers, device: device.clone(), leaks, open_image })
+        Ok(Self { disk, workers, device: device.clone(), leaks, corruptions, open_image })
     }
 
     /// The next job of the thread that writes back a qcow2 image's metadata, if it has one.
@@ -238,31 +257,46 @@ fn raw(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<BlockDevice<AnyMa
     Ok(BlockDevice::mapped(Arc::new(data), Vec::new(), size, false, AnyMap::Raw(map)))
 }
 
-/// The image on `device`, the number of its leaked clusters, and its handle.
-fn qcow2(
-    scenario: &Scenario,
-    device: &Arc<SimDevice>,
-) -> Result<(BlockDevice<AnyMap>, u64, OpenImage), Violation> {
+fn chain(device: &Arc<SimDevice>, options: ChainOptions) -> Result<Chain, Violation> {
     let mut files = Vec::new();
     for number in 0..device.files() {
         let file = ImageFile::simulated(device, number);
         let format = Format::probe(&file).map_err(wrong)?;
         files.push((file, format));
     }
-    let chain = Chain::simulated(files).map_err(wrong)?;
+    Chain::simulated(files, options).map_err(wrong)
+}
+
+/// Repairs the image on `device`.
+///
+/// # Errors
+/// A corruption is left, or the repair failed.
+pub fn mend(device: &Arc<SimDevice>) -> Result<(), Violation> {
+    let options = ChainOptions { writable: true, damaged: true, ..ChainOptions::default() };
+    let repaired = repair::repair(&chain(device, options)?, &mut |_, _| {}).map_err(wrong)?;
+    match repaired.report {
+        Report { corruptions: 0, leaks: 0, .. } => Ok(()),
+        left => Err(Violation::new(format!("a repair leaves {left:?}"))),
+    }
+}
+
+/// The image on `device`, the result of its check, and its handle.
+fn qcow2(
+    scenario: &Scenario,
+    device: &Arc<SimDevice>,
+    opening: Opening,
+) -> Result<(BlockDevice<AnyMap>, Report, OpenImage), Violation> {
+    let writable = opening != Opening::ReadOnly;
+    let chain = chain(device, ChainOptions { writable, ..ChainOptions::default() })?;
     let report = check::check(&chain, &mut |_, _| {}).map_err(wrong)?;
-    if report.corruptions > 0 {
+    if report.corruptions > 0 && opening == Opening::Consistent {
         return Err(Violation::new(format!("the image is corrupt: {report:?}")));
     }
     let (direct, hint) = (scenario.direct, scenario.config.hint);
-    let options = ServeOptions { writable: true, direct, hint };
+    let options = ServeOptions { writable, direct, hint };
     let Opened { top, below: backing, size, map, open_image } =
         open_simulated(chain, options, GROW_BYTES).map_err(wrong)?;
-    Ok((
-        BlockDevice::mapped(top, backing, size, false, AnyMap::Qcow2(map)),
-        report.leaks,
-        open_image,
-    ))
+    Ok((BlockDevice::mapped(top, backing, size, !writable, AnyMap::Qcow2(map)), report, open_image))
 }
 
 #[cfg(test)]
@@ -290,7 +324,7 @@ mod tests {
             let scenario = scenario(|it| it.device.grows == grows);
             let (device, _) = device(&scenario).unwrap();
             let before = device.bytes();
-            let image = Image::open(&scenario, &device).unwrap();
+            let image = Image::open(&scenario, &device, Opening::Consistent).unwrap();
             let file = BlockingFile::new(image.disk.clone());
             let bytes = vec![7; 4096];
             for pos in (0..scenario.device.bytes).step_by(bytes.len()) {
@@ -300,7 +334,7 @@ mod tests {
             file.flush().unwrap();
             drop((file, image));
             assert_eq!(device.bytes() > before, grows);
-            assert!(Image::open(&scenario, &device).is_ok());
+            assert!(Image::open(&scenario, &device, Opening::Consistent).is_ok());
         }
     }
 
@@ -308,7 +342,7 @@ mod tests {
     fn an_image_whose_storage_runs_out_keeps_all_flushed_data() {
         let scenario = any_scenario(|it| it.device.capacity < u64::MAX && it.device.grows);
         let (device, _) = device(&scenario).unwrap();
-        let image = Image::open(&scenario, &device).unwrap();
+        let image = Image::open(&scenario, &device, Opening::Consistent).unwrap();
         let file = BlockingFile::new(image.disk.clone());
         let write = |pos: u64| {
             let part = 4096.min(scenario.device.bytes - pos) as usize;
@@ -319,7 +353,8 @@ mod tests {
         let (end, error) = ends.find_map(|pos| Some((pos, write(pos).err()?))).unwrap();
         assert_eq!(error.errno(), libc::ENOSPC);
         drop((file, image));
-        let file = BlockingFile::new(Image::open(&scenario, &device).unwrap().disk);
+        let file =
+            BlockingFile::new(Image::open(&scenario, &device, Opening::Consistent).unwrap().disk);
         let mut found = vec![0; end as usize];
         file.read_at(&mut found, 0).unwrap();
         let kept = found.chunks(4096).zip(0..).all(|(part, n)| part.iter().all(|&byte| byte == n));
@@ -334,7 +369,7 @@ mod tests {
             let (device, mut disk) = device(&scenario).unwrap();
             disk.resize(scenario.device.bytes as usize, 0);
             for round in 0..4 {
-                let mut image = Image::open(&scenario, &device).unwrap();
+                let mut image = Image::open(&scenario, &device, Opening::Consistent).unwrap();
                 let file = BlockingFile::new(image.disk.clone());
                 let mut found = vec![1; disk.len()];
                 file.read_at(&mut found, 0).unwrap();
@@ -356,14 +391,18 @@ mod tests {
         let mut failed = 0;
         for nth in 1..20 {
             let (device, _) = device(&scenario).unwrap();
-            let mut image = Image::open(&scenario, &device).unwrap();
+            let mut image = Image::open(&scenario, &device, Opening::Consistent).unwrap();
             let once = Some((device.operations() + nth, Fault::Errno(libc::EIO)));
             device.set_faults(Faults { once, ..Faults::default() });
             let file = BlockingFile::new(image.disk.clone());
             failed += u32::from(file.write_at(&[7; 2048], 1024, Flags::NONE).is_err());
             device.set_faults(Faults::default());
             image.close().unwrap().unwrap();
-            assert_eq!(Image::open(&scenario, &device).unwrap().leaks, 0, "operation {nth}");
+            assert_eq!(
+                Image::open(&scenario, &device, Opening::Consistent).unwrap().leaks,
+                0,
+                "operation {nth}"
+            );
         }
         assert!(failed > 3, "{failed}");
     }

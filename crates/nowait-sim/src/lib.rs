@@ -10,6 +10,7 @@ pub mod coroutines;
 pub mod scenario;
 pub mod oracle;
 pub mod image;
+pub mod count_damage;
 pub mod system_under_test;
 pub mod guarded_memory;
 pub mod engines;

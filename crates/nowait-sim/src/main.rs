@@ -46,7 +46,7 @@ struct Args {
     /// free-slot-twice, reply-from-stale-buffer, forget-range-lock. In the server:
     /// reply-from-old-buffer, reply-twice, lose-at-disconnect, trust-reports. In a qcow2 image:
     /// forget-tail, read-below-elsewhere, forget-order, forget-given-back, cut-too-short,
-    /// forget-to-grow, forget-failure, flush-beside-another.
+    /// forget-to-grow, forget-failure, flush-beside-another, forget-overlap-check.
     #[arg(long, value_name = "MISTAKE")]
     r#break: Option<String>,
     /// Prints a failure as it is, without looking for fewer steps.

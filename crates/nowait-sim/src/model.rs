@@ -125,11 +125,12 @@ impl Model {
         Self { size, grain, block, unit, now: 1, cells: cells.collect(), open: Vec::new() }
     }
 
-    /// Sets the initial content: `bytes`, followed by zeros.
-    pub fn hold(&mut self, bytes: &[u8]) {
-        for n in self.touched(ByteRange::new(0, bytes.len() as u64)) {
+    /// Sets the content of the cells of `range` to their part of `disk`, which is followed by zeros.
+    pub fn hold(&mut self, range: ByteRange, disk: &[u8]) {
+        for n in self.touched(range) {
             let own = self.range_of(n);
-            let mut part = bytes.get(own.pos as usize..).unwrap_or_default().to_vec();
+            let part = disk.get(own.pos as usize..).unwrap_or_default();
+            let mut part = part.get(..own.len as usize).unwrap_or(part).to_vec();
             part.resize(own.len as usize, 0);
             self.pin(n, own, &part);
         }

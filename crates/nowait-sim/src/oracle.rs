@@ -36,6 +36,8 @@ pub struct Oracle {
     leaks: bool,
     /// Storage may run out.
     runs_out: bool,
+    /// The metadata of the image is damaged so that changes of the disk may fail.
+    refuses_changes: bool,
     /// Bytes of the device as its current user opened it.
     size: u64,
     /// Bytes of the device after it has shrunk.
@@ -54,7 +56,7 @@ impl Oracle {
         let block = u64::from(device_options.align.read_offset);
         let unit = u64::from(device_options.unit);
         let mut model = Model::new(device_options.bytes, scenario.grain, block, unit);
-        model.hold(bytes);
+        model.hold(ByteRange::new(0, bytes.len() as u64), bytes);
         Self {
             device: device.clone(),
             model_kind: device_options,
@@ -63,6 +65,7 @@ impl Oracle {
                 || matches!(scenario.faults.once, Some((_, Fault::SubmitError))),
             leaks: scenario.qcow2.is_some(),
             runs_out: device_options.capacity < u64::MAX,
+            refuses_changes: false,
             size: device_options.bytes,
             left: device_options.bytes,
             model,
@@ -155,7 +158,7 @@ impl Oracle {
         if count > expected {
             return fail("more was done than there is");
         }
-        let full = spec.op == Op::Write && self.runs_out;
+        let full = spec.op == Op::Write && (self.runs_out || self.refuses_changes);
         if count < expected && !full && !self.is_disturbed(flight) {
             return fail("cut short for no reason");
         }
@@ -190,7 +193,11 @@ impl Oracle {
         let allowed = match errno {
             libc::EAGAIN => spec.flags.has(Flags::NOWAIT),
             // A server reports a full queue that cannot be submitted as EIO.
-            libc::EIO => behind || self.device.has_failed() || self.submits_fail || self.stops(),
+            libc::EIO => {
+                let damaged = self.refuses_changes && spec.op.changes();
+                let stops = self.submits_fail || self.stops();
+                behind || damaged || self.device.has_failed() || stops
+            }
             libc::ENOSPC => behind || self.is_full(),
             libc::EOPNOTSUPP => {
                 let unable = match spec.op {
@@ -320,6 +327,17 @@ impl Oracle {
         self.latched = None;
         self.size = self.left;
         self.model.shrink(self.size);
+    }
+
+    /// Sets whether the metadata of the image is damaged so that changes of the disk may fail.
+    pub fn set_refuses_changes(&mut self, refuses_changes: bool) {
+        self.refuses_changes = refuses_changes;
+    }
+
+    /// The damage of an image has changed `range` of the disk, whose bytes are `disk` now. No
+    /// request is in flight, and all content is durable.
+    pub fn replaced(&mut self, range: ByteRange, disk: &[u8]) {
+        self.model.hold(range, disk);
     }
 
     /// Checks the close of an image: writes that ended before `began` are durable (C49).

@@ -74,6 +74,8 @@ pub struct Scenario {
     shrinks: u16,
     /// How often in 65536 steps metadata is written back in the background.
     keeps: u16,
+    /// How often in 65536 steps the refcounts of an image are damaged.
+    damages: u16,
 }
 
 /// A request of a client.
@@ -114,6 +116,8 @@ pub enum Action {
     Cut,
     /// All requests end, the image is closed, and the device is reopened.
     Reopen,
+    /// The same, and the refcounts of a qcow2 image are damaged while it is closed.
+    Damage,
     /// The device stops answering.
     FallSilent,
     /// The device resumes answering.
@@ -196,6 +200,7 @@ impl Scenario {
             silences: random.pick(&[0, 0, 0, 100]).unwrap_or(0),
             shrinks: random.pick(&[0, 0, 0, 0, 0, 0, 0, 20]).unwrap_or(0),
             keeps: 0,
+            damages: 0,
         };
         match random.below(8) {
             0 => scenario.in_qcow2(block.ilog2(), &mut random),
@@ -223,7 +228,13 @@ impl Scenario {
             _ => u64::MAX,
         };
         (self.faults.rot, self.shrinks) = (0, 0);
-        self
+        self.damages = random.pick(&[0, 0, 200]).unwrap_or(0);
+        if self.damages > 0 {
+            // A repair needs space.
+            self.device.capacity = u64::MAX;
+        }
+        // Without faults the oracle knows the reason for each error.
+        if self.damages > 0 && random.below(2) == 0 { self.without_faults() } else { self }
     }
 
     /// Removes all faults except power cuts.
@@ -280,6 +291,7 @@ impl Scenario {
         match () {
             () if random.chance(self.cuts.saturating_mul(40)) => Action::Cut,
             () if random.chance(if self.qcow2.is_some() { 8000 } else { 400 }) => Action::Reopen,
+            () if random.chance(self.damages.saturating_mul(40)) => Action::Damage,
             () if random.chance(self.keeps.saturating_mul(40)) => Action::Keep,
             () if random.chance(self.shrinks.saturating_mul(40)) => Action::Shrink,
             () if random.chance(self.silences.saturating_mul(8)) => Action::FallSilent,
@@ -420,6 +432,8 @@ mod tests {
             assert!(images.iter().all(|image| image.device.bytes.is_multiple_of(512)));
             let files = images.iter().filter(|image| image.device.grows).count();
             assert!((5..25).contains(&files), "{mode:?}: {files} in files");
+            let damaged = images.iter().filter(|image| image.damages > 0).count();
+            assert!((2..25).contains(&damaged), "{mode:?}: {damaged} damaged");
         }
     }
 

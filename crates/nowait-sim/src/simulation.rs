@@ -12,8 +12,9 @@ use nowait::sim::{Faults, Random, SimDevice, SimQueue};
 use nowait::{ByteRange, Completion, Engine, Error, Flags, Op, Request};
 
 use crate::coroutines::Coroutines;
+use crate::count_damage;
 use crate::image;
-use crate::image::{AnyMap, Image};
+use crate::image::{AnyMap, Image, Opening};
 use crate::model::Violation;
 use crate::oracle::Oracle;
 use crate::scenario::{Action, MAX_REQUEST_BYTES, Scenario, Step};
@@ -33,6 +34,15 @@ pub struct Counts {
     pub operations: u64,
 }
 
+/// The state of a damaged image.
+#[derive(Clone, Copy, Debug)]
+struct Damaged {
+    /// Corruptions when it was damaged: its use must not add any.
+    corruptions: u64,
+    /// A repair leaves a table that two entries name.
+    lasts: bool,
+}
+
 /// The state of a run.
 pub struct Simulation<S> {
     scenario: Scenario,
@@ -45,6 +55,8 @@ pub struct Simulation<S> {
     /// The power has failed since the image was created: it may have leaked clusters beyond the end
     /// of its file, which the check does not see.
     torn: bool,
+    /// The damage of a qcow2 image that was not repaired since.
+    damaged: Option<Damaged>,
     /// Declared before the image, which it uses, so that it is dropped first.
     system: S,
     /// The engine that reads all of the device, while it does.
@@ -67,7 +79,7 @@ impl<S: SystemUnderTest> Simulation<S> {
     /// The device could not be opened.
     pub fn new(scenario: Scenario) -> Result<Self, Violation> {
         let (device, bytes) = image::device(&scenario)?;
-        let image = Image::open(&scenario, &device)?;
+        let image = Image::open(&scenario, &device, Opening::Consistent)?;
         let system = S::open(&image, &scenario).map_err(broken)?;
         device.set_faults(scenario.faults);
         Ok(Self {
@@ -76,6 +88,7 @@ impl<S: SystemUnderTest> Simulation<S> {
             oracle: Oracle::new(&scenario, &device, &bytes),
             cuts: 0,
             torn: false,
+            damaged: None,
             device,
             system,
             reader: None,
@@ -151,6 +164,7 @@ impl<S: SystemUnderTest> Simulation<S> {
                 self.cut(&mut random)?;
             }
             Action::Reopen => self.reopen(&mut random)?,
+            Action::Damage => self.damage(&mut random)?,
             Action::FallSilent => self.device.fall_silent(),
             Action::Answer => self.device.answer(),
             Action::Shrink => self.shrink(&mut random),
@@ -209,7 +223,7 @@ impl<S: SystemUnderTest> Simulation<S> {
         let flights = self.system.forget();
         self.drain(random)?;
         flights.iter().for_each(|flight| self.oracle.unanswered(flight));
-        self.reopen_device()
+        self.reopen_device(random)
     }
 
     fn cut(&mut self, random: &mut Random) -> Result<(), Violation> {
@@ -220,7 +234,7 @@ impl<S: SystemUnderTest> Simulation<S> {
         self.system.forget();
         self.drain(random)?;
         self.device.power_on();
-        self.reopen_device()?;
+        self.reopen_device(random)?;
         let bytes = self.contents(random)?;
         self.oracle.power_cut(&bytes, &rotten)?;
         self.stack(random)
@@ -248,7 +262,9 @@ impl<S: SystemUnderTest> Simulation<S> {
         };
         image::stack(&self.scenario, &self.device, disk.as_deref(), random)?;
         self.torn = false;
-        self.reopen_device()
+        self.damaged = None;
+        self.oracle.set_refuses_changes(false);
+        self.reopen_device(random)
     }
 
     fn reopen(&mut self, random: &mut Random) -> Result<(), Violation> {
@@ -260,7 +276,7 @@ impl<S: SystemUnderTest> Simulation<S> {
         let before = self.image.leaks;
         let began = self.oracle.now();
         match self.image.close() {
-            None => return self.reopen_device(),
+            None => return self.reopen_device(random),
             Some(Ok(())) => self.oracle.closed(began)?,
             Some(Err(error)) => {
                 self.oracle.not_closed(&error)?;
@@ -268,7 +284,11 @@ impl<S: SystemUnderTest> Simulation<S> {
                 return self.cut(random);
             }
         }
-        self.reopen_device()?;
+        let damaged = self.damaged.is_some();
+        self.reopen_device(random)?;
+        if damaged {
+            self.check_all(random)?;
+        }
         match self.image.leaks {
             leaks if leaks > before && quiet && !self.torn => Err(Violation::new(format!(
                 "clusters are lost at closing: {leaks}, {before} before"
@@ -277,9 +297,66 @@ impl<S: SystemUnderTest> Simulation<S> {
         }
     }
 
-    fn reopen_device(&mut self) -> Result<(), Violation> {
+    /// The image is closed, its refcounts are damaged, and it is opened as if they were not.
+    fn damage(&mut self, random: &mut Random) -> Result<(), Violation> {
+        match random.below(2) {
+            0 => self.cut(random)?,
+            _ => self.reopen(random)?,
+        }
+        if self.damaged.is_some() {
+            return Ok(());
+        }
+        let mut disk = self.contents(random)?;
         self.device.set_faults(Faults::default());
-        let image = Image::open(&self.scenario, &self.device)?;
+        let failed = |error| Violation::new(format!("no damage can be done: {error}"));
+        let damage = count_damage::damage(&self.device, random).map_err(failed)?;
+        for (range, from) in damage.copies {
+            let changed = ByteRange::new(range.start as u64, range.len() as u64);
+            disk.copy_within(from..from + range.len(), range.start);
+            self.oracle.replaced(changed, &disk);
+        }
+        self.oracle.set_refuses_changes(damage.refuses_changes);
+        self.torn = true;
+        self.open_image(Opening::Damaged)?;
+        let corruptions = self.image.corruptions;
+        self.damaged = Some(Damaged { corruptions, lasts: damage.lasts });
+        Ok(())
+    }
+
+    /// Repairs the image on the device if it was damaged, and opens it. Its use has made the damage
+    /// no worse, and the repair changes no byte of the disk.
+    fn reopen_device(&mut self, random: &mut Random) -> Result<(), Violation> {
+        let Some(damaged) = self.damaged.take() else {
+            return self.open_image(Opening::Consistent);
+        };
+        self.device.set_faults(Faults::default());
+        let image = Image::open(&self.scenario, &self.device, Opening::ReadOnly)?;
+        let found = image.corruptions;
+        if found > damaged.corruptions {
+            let before = damaged.corruptions;
+            let what =
+                format!("a damaged image was made worse: {found} corruptions, {before} before");
+            return Err(Violation::new(what));
+        }
+        let closed = std::mem::replace(&mut self.image, image);
+        let before = self.contents(random)?;
+        self.device.set_faults(Faults::default());
+        image::mend(&self.device)?;
+        if damaged.lasts {
+            self.damaged = Some(Damaged { corruptions: 0, ..damaged });
+        }
+        self.oracle.set_refuses_changes(damaged.lasts);
+        self.open_image(Opening::Consistent)?;
+        drop(closed);
+        match before == self.contents(random)? {
+            true => Ok(()),
+            false => Err(Violation::new("a repair has changed bytes of the disk".to_owned())),
+        }
+    }
+
+    fn open_image(&mut self, opening: Opening) -> Result<(), Violation> {
+        self.device.set_faults(Faults::default());
+        let image = Image::open(&self.scenario, &self.device, opening)?;
         self.system.reopen(&image, &self.scenario).map_err(broken)?;
         self.image = image;
         self.oracle.opened();
@@ -359,18 +436,18 @@ impl<S: SystemUnderTest> Simulation<S> {
             true => self.reopen(&mut random)?,
             false => self.settle(&mut random)?,
         }
-        let began = self.oracle.now();
-        self.read_all(&mut random, |simulation, pos, part| {
-            simulation.oracle.found(pos, part, began)
-        })?;
+        self.check_all(&mut random)?;
         if self.scenario.qcow2.is_some() {
             self.reopen(&mut random)?;
-            let began = self.oracle.now();
-            self.read_all(&mut random, |simulation, pos, part| {
-                simulation.oracle.found(pos, part, began)
-            })?;
+            self.check_all(&mut random)?;
         }
         self.violations()
+    }
+
+    /// Reads and checks all content.
+    fn check_all(&mut self, random: &mut Random) -> Result<(), Violation> {
+        let began = self.oracle.now();
+        self.read_all(random, |simulation, pos, part| simulation.oracle.found(pos, part, began))
     }
 
     /// Ends without checks, so that no request is in flight when the simulation is dropped. False

@@ -32,6 +32,7 @@ pub fn name_of(bug: InjectedBug) -> &'static str {
         InjectedBug::Image(ImageBug::ForgetToGrow) => "forget-to-grow",
         InjectedBug::Image(ImageBug::ForgetFailure) => "forget-failure",
         InjectedBug::Image(ImageBug::FlushBesideAnother) => "flush-beside-another",
+        InjectedBug::Image(ImageBug::ForgetOverlapCheck) => "forget-overlap-check",
     }
 }
 

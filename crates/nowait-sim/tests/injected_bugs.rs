@@ -121,6 +121,11 @@ fn a_flush_that_does_not_wait_for_writes_in_flight_is_found() {
 }
 
 #[test]
+fn a_cluster_in_use_that_is_allocated_because_its_refcount_is_0_is_found() {
+    is_found(InjectedBug::Image(ImageBug::ForgetOverlapCheck));
+}
+
+#[test]
 fn a_file_that_is_cut_too_short_at_closing_is_found() {
     is_found(InjectedBug::Image(ImageBug::CutTooShort));
 }

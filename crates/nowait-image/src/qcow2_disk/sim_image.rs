@@ -10,8 +10,7 @@ use crate::offline::create;
 use crate::qcow2::header::{BackingName, Header};
 use crate::qcow2_disk::{OpenImage, Opened, ServeOptions, open_all};
 
-/// Opens the top image of `chain`, which is simulated, for reads and writes. Its file grows to
-/// multiples of `step` bytes.
+/// Opens the top image of `chain`, which is simulated. Its file grows to multiples of `step` bytes.
 ///
 /// # Errors
 /// As [`crate::qcow2_disk::open`].
