@@ -49,8 +49,18 @@ impl Model {
             let overlaps =
                 |flight: &Flight| flight.range.pos < range.end() && range.pos < flight.range.end();
             if !flights.iter().flatten().any(overlaps) {
-                let flight = self.submit(engine, range, tag as u64);
-                flights[tag] = Some(flight.map_err(|rejected| rejected.error).expect("a slot"));
+                flights[tag] = Some(loop {
+                    let random = self.random.clone();
+                    let error = match self.submit(engine, range, tag as u64) {
+                        Ok(flight) => break flight,
+                        Err(rejected) => rejected.error,
+                    };
+                    // Each part of a request to small clusters has a slot, so there may be none.
+                    assert!(error.errno() == libc::EAGAIN && engine.in_flight() > 0, "{error}");
+                    engine.wait_once();
+                    self.drain(engine, &mut flights);
+                    self.random = random;
+                });
             }
         }
         while engine.in_flight() > 0 {

@@ -5,6 +5,7 @@
 use std::time::{SystemTime, UNIX_EPOCH};
 
 /// A generator good enough to choose operations and fill buffers.
+#[derive(Clone)]
 pub struct Random(fastrand::Rng);
 
 impl Random {
