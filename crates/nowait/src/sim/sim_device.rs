@@ -320,8 +320,11 @@ impl SimDevice {
     pub(crate) fn preallocate(&self, range: ByteRange) -> Result<(), i32> {
         self.call(|state| {
             state.check(Call::Other)?;
-            if range.end() > state.media.size() {
+            if range.end() > state.options.bytes {
                 state.violation(format!("{range:?} is preallocated, which reaches behind the end"));
+            }
+            if range.end() > state.media.size() {
+                return Err(libc::ENOSPC);
             }
             if state.media.preallocate(range) { Ok(()) } else { Err(libc::ENOSPC) }
         })
