@@ -381,7 +381,6 @@ fn config(random: &mut Random) -> Config {
         pool: on(),
         nowait_first: on(),
         hint: on(),
-        allocate_ahead: on(),
         ..Config::default()
     };
     Config {

@@ -73,7 +73,7 @@ impl TestQueueKind {
 }
 
 /// `on`, and `on` with each of its switches off, by name.
-pub fn switches(on: Config) -> [(&'static str, Config); 8] {
+pub fn switches(on: Config) -> [(&'static str, Config); 7] {
     [
         ("all on", on),
         ("simple off", Config { simple: false, ..on }),
@@ -82,7 +82,6 @@ pub fn switches(on: Config) -> [(&'static str, Config); 8] {
         ("pool off", Config { pool: false, ..on }),
         ("nowait first off", Config { nowait_first: false, ..on }),
         ("hint off", Config { hint: false, ..on }),
-        ("allocate ahead off", Config { allocate_ahead: false, ..on }),
     ]
 }
 

@@ -270,7 +270,6 @@ impl ServeArgs {
                 Switch::Pool => &mut config.pool,
                 Switch::NowaitFirst => &mut config.nowait_first,
                 Switch::Hint => &mut config.hint,
-                Switch::AllocateAhead => &mut config.allocate_ahead,
             } = false;
         }
         config
@@ -329,8 +328,6 @@ enum Switch {
     NowaitFirst,
     /// Remembering which ranges of the image hold data
     Hint,
-    /// Allocating storage behind sequential writes into holes of a raw image
-    AllocateAhead,
 }
 
 const AFTER_HELP: &str = "\
@@ -520,8 +517,6 @@ mod tests {
             ..all
         };
         assert_eq!(some.config(), expected);
-        let one = serve("nowait serve --off allocate-ahead");
-        assert_eq!(one.config(), nowait::Config { allocate_ahead: false, ..all });
     }
 
     #[test]

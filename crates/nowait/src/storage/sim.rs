@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::sim::SimDevice;
 use crate::storage::file::{Direct, OpenOptions};
-use crate::storage::{Storage, StorageProperties, StorageSpace, Wanted, extents_by_seek};
+use crate::storage::{Storage, StorageProperties, Wanted, extents_by_seek};
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
@@ -170,22 +170,6 @@ impl Storage for SimStorage {
     fn zero(&self, range: ByteRange) -> Result<(), Error> {
         self.change(Operation::Zero, |device| device.allocate(range, true))
             .map_err(|error| error.at(range))
-    }
-
-    fn preallocate(&self, range: ByteRange) -> Result<(), Error> {
-        self.change(Operation::Write, |device| device.preallocate(range))
-            .map_err(|error| error.at(range))
-    }
-
-    fn unwritten(&self, range: ByteRange, ranges: &mut Vec<ByteRange>) -> Result<(), Error> {
-        self.call(Operation::Status, |device| device.unwritten(range))
-            .map(|found| ranges.extend(found))
-    }
-
-    fn space(&self) -> Result<StorageSpace, Error> {
-        // The free space is that of a large file system, so that allocating ahead meets the end of
-        // the device's capacity.
-        Ok(StorageSpace { allocated: self.device.allocated(), free: 1 << 40 })
     }
 
     fn set_len(&self, bytes: u64) -> Result<(), Error> {

@@ -22,10 +22,6 @@ pub struct Config {
     /// The allocation cache records which ranges are mapped and which are holes (C38). Off: nothing
     /// is recorded, and only the attempt tells whether a write needs allocation.
     pub hint: bool,
-    /// A worker that writes sequentially into a hole of a file also allocates storage behind what it
-    /// writes, so that the next writes need no worker. What is not used is given back when the
-    /// device is closed. It needs `hint`. Off: each write into a hole goes to a worker.
-    pub allocate_ahead: bool,
     /// An unaligned request is `EINVAL`, as in the kernel, instead of going through a bounce
     /// buffer (C12). Off by default.
     pub strict: bool,
@@ -48,7 +44,6 @@ impl Default for Config {
             pool: true,
             nowait_first: true,
             hint: true,
-            allocate_ahead: true,
             strict: false,
             slots: 4096,
             workers: 16,
