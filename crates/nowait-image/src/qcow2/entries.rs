@@ -78,6 +78,10 @@ pub(crate) enum Cluster {
 }
 
 impl Cluster {
+    pub(crate) fn is_compressed(self) -> bool {
+        matches!(self, Self::Compressed { .. })
+    }
+
     pub(crate) fn parse(value: u64, header: &Header) -> Result<Self, BadEntry> {
         if value & COMPRESSED != 0 {
             return Self::compressed(value, header);

@@ -123,7 +123,7 @@ impl BackingTables {
         let clusters = entries(&block, table + inside * 8).take(max_clusters as usize);
         let clusters = clusters.map(|entry| Cluster::parse(entry, header));
         // Compressed clusters are decompressed one by one.
-        let goes_on = |last, _| !for_io || !matches!(last, Cluster::Compressed { .. });
+        let goes_on = |last: Cluster, _| !for_io || !last.is_compressed();
         let (cluster, run) =
             run_of(clusters, header.cluster_bytes(), goes_on).map_err(|_| damaged())?;
         match cluster {

@@ -38,10 +38,6 @@ fn is_copied(cluster: Cluster) -> bool {
     matches!(cluster, Cluster::Data { copied: true, .. } | Cluster::Zero { copied: true, .. })
 }
 
-fn is_compressed(cluster: Cluster) -> bool {
-    matches!(cluster, Cluster::Compressed { .. })
-}
-
 impl Metadata {
     /// For an image with the L1 table `l1`.
     pub(crate) fn new(
@@ -194,7 +190,8 @@ impl Metadata {
             .take(max.max(1) as usize)
             .map(|entry| Cluster::parse(be64(entry, 0), &self.header));
         // Compressed clusters are decompressed one by one.
-        let is_one = |last, next| is_copied(last) == is_copied(next) && !is_compressed(last);
+        let is_one =
+            |last: Cluster, next| is_copied(last) == is_copied(next) && !last.is_compressed();
         let goes_on = |last, next| !for_io || is_one(last, next);
         let (first, count) = run_of(entries, self.header.cluster_bytes(), goes_on)
             .map_err(|bad| Damage::Entry(bad.words()))?;

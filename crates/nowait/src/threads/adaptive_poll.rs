@@ -66,7 +66,7 @@ mod tests {
     }
 
     #[test]
-    fn an_idle_server_does_not_poll() {
+    fn an_idle_thread_does_not_poll() {
         let mut poll = AdaptivePoll::default();
         for _ in 0..10 {
             assert!(!poll.wait(Instant::now(), || panic!("polled")));

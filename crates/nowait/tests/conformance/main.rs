@@ -7,7 +7,7 @@
 mod deny;
 mod queue;
 mod rig;
-mod futures;
+mod async_files;
 
 /// Makes functions tests, and keeps their names for the check that no rule is forgotten.
 macro_rules! rules {

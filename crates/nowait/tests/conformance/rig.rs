@@ -18,7 +18,7 @@ use nowait::{
 pub(crate) use nowait_testkit::{KIB, MIB, Random};
 use nowait_testkit::{TestQueueKind, WaitForRequests, skip, switches};
 
-use crate::futures::Futures;
+use crate::async_files::AsyncFiles;
 use crate::queue::{Script, Scripted};
 
 /// A multiple of every dio alignment that these tests meet, in bytes.
@@ -475,8 +475,8 @@ fn on_apis_of(size: u64, content: Content, read_only: bool, test: impl Fn(&mut d
         let all_on = case.label.ends_with("all on") || case.direct == Direct::Off;
         for several_threads in [Some(false), all_on.then_some(true)].into_iter().flatten() {
             let image = Image::new(size, content);
-            if let Some(mut futures) = Futures::new(&case, image, several_threads) {
-                test(&mut futures);
+            if let Some(mut files) = AsyncFiles::new(&case, image, several_threads) {
+                test(&mut files);
             }
         }
     }

@@ -4,8 +4,8 @@
 //! that is dropped in flight may be done at any time, so it goes to a range that is never compared.
 #![allow(unsafe_code)]
 
-mod share;
-mod failing;
+mod device_share;
+mod failing_queue;
 mod several_threads;
 mod one_thread;
 mod one_thread_on_tokio;

@@ -13,8 +13,8 @@ use std::time::Duration;
 use nowait::{ByteRange, Flags, IoBuffer, LocalAsyncFile, LocalDriver, OpenOptions};
 use nowait_testkit::{Random, TestQueueKind, required};
 
-use crate::failing::Failing;
-use crate::share::{Share, poll_once};
+use crate::device_share::{Share, poll_once};
+use crate::failing_queue::FailingQueue;
 use crate::{COUNTED, Device, SIZE, SLOTS, TASKS, alive, image, open, wait_for_the_end};
 
 /// The device on a queue of `kind`, with `SLOTS` slots; `None`, with a message, where the queue
@@ -193,7 +193,7 @@ fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error
     let (disk, workers, config) = open(&path);
     let fails = Arc::new(AtomicBool::new(false));
     let queue = TestQueueKind::Threads.try_queue(&disk, SLOTS).unwrap();
-    let queue = Failing { queue, fails: fails.clone() };
+    let queue = FailingQueue { queue, fails: fails.clone() };
     let file = LocalAsyncFile::with_queue(disk, workers, queue, config).unwrap();
     LocalDriver::new().unwrap().block_on(async {
         let (written, buffer) = file.write(0, filled(4096, 1), Flags::NONE).await;

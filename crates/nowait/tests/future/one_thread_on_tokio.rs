@@ -7,8 +7,8 @@ use nowait_testkit::TestQueueKind;
 use tokio::runtime::Runtime;
 use tokio::task::{LocalSet, spawn_local};
 
+use crate::device_share::Share;
 use crate::one_thread::start;
-use crate::share::Share;
 use crate::{SIZE, TASKS, image, wait_for_the_end};
 
 fn runtime() -> Runtime {

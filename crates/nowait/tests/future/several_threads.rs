@@ -10,8 +10,8 @@ use std::time::Instant;
 use nowait::{AsyncFile, ByteRange, Error, Flags, IoBuffer, IoQueue, OpenOptions};
 use nowait_testkit::{BOUND, Random, TestQueueKind, required};
 
-use crate::failing::Failing;
-use crate::share::{Share, poll_once};
+use crate::device_share::{Share, poll_once};
+use crate::failing_queue::FailingQueue;
 use crate::{COUNTED, Device, SIZE, SLOTS, TASKS, alive, image, open, wait_for_the_end};
 
 struct Unpark(Thread);
@@ -262,7 +262,7 @@ fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error
     let fails = Arc::new(AtomicBool::new(false));
     let switch = fails.clone();
     let make = move |disk: &Device| {
-        TestQueueKind::Threads.try_queue(disk, SLOTS).map(|queue| Failing { queue, fails })
+        TestQueueKind::Threads.try_queue(disk, SLOTS).map(|queue| FailingQueue { queue, fails })
     };
     let (file, _) = start_on(&path, make).unwrap();
     let (written, buffer) = block_on(file.write(0, IoBuffer::zeroed(4096).unwrap(), Flags::NONE));

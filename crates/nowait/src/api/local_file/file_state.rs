@@ -9,11 +9,11 @@ use std::task::Waker;
 use std::time::Duration;
 
 use crate::api::local_file::local_engine::LocalEngine;
-use crate::api::local_file::local_requests::LocalRequests;
+use crate::api::local_file::sent_requests::SentRequests;
 use crate::types::error::{Error, Operation};
 
 pub(crate) struct FileState {
-    pub(crate) requests: RefCell<LocalRequests>,
+    pub(crate) requests: RefCell<SentRequests>,
     pub(crate) size: u64,
     /// The waker of a driver that waits for a request to be sent, or for the file's end.
     driver: Cell<Option<Waker>>,
@@ -24,7 +24,7 @@ pub(crate) struct FileState {
 
 impl FileState {
     pub(crate) fn new(engine: Box<dyn LocalEngine>, size: u64) -> Self {
-        let requests = RefCell::new(LocalRequests::new(engine));
+        let requests = RefCell::new(SentRequests::new(engine));
         Self {
             requests,
             size,

@@ -5,9 +5,9 @@
 
 mod request_slab;
 mod local_engine;
-mod local_requests;
+mod sent_requests;
 mod file_state;
-mod local_request;
+mod request_future;
 mod wake_flag;
 pub(crate) mod local_driver;
 #[cfg(all(feature = "tokio", not(loom)))]
@@ -33,7 +33,7 @@ use crate::types::config::Config;
 use crate::types::error::Error;
 use crate::types::request::{Flags, Op, Request};
 use file_state::FileState;
-use local_request::LocalRequest;
+use request_future::RequestFuture;
 
 /// An image with futures for one thread: `Clone`, but neither `Send` nor `Sync`. Its tasks use an
 /// engine of their own thread, so that a request costs no hop to another thread and no allocation.
@@ -203,8 +203,8 @@ impl LocalAsyncFile {
         async move { request.await.0.map(|_| ()) }
     }
 
-    fn request(&self, op: Op, flags: Flags, range: ByteRange, buffer: IoBuffer) -> LocalRequest {
-        LocalRequest::new(self.0.clone(), Request { op, flags, range }, buffer)
+    fn request(&self, op: Op, flags: Flags, range: ByteRange, buffer: IoBuffer) -> RequestFuture {
+        RequestFuture::new(self.0.clone(), Request { op, flags, range }, buffer)
     }
 }
 

@@ -9,12 +9,12 @@ use nowait::{Error, EventSource, IoQueue, Operation, Outcome, QueueFull, Token, 
 use nowait_testkit::engines::TestQueue;
 
 /// A queue that drops transfers and fails as soon as `fails` is set.
-pub(crate) struct Failing {
+pub(crate) struct FailingQueue {
     pub(crate) queue: TestQueue,
     pub(crate) fails: Arc<AtomicBool>,
 }
 
-impl Failing {
+impl FailingQueue {
     fn checked(&self) -> Result<(), Error> {
         match self.fails.load(Ordering::SeqCst) {
             true => Err(Error::new(libc::ENXIO, Operation::Wait)),
@@ -25,7 +25,7 @@ impl Failing {
 
 // SAFETY: tokens are reported as the inner queue reports them; the token of a dropped transfer
 // never is.
-unsafe impl IoQueue for Failing {
+unsafe impl IoQueue for FailingQueue {
     // SAFETY: a dropped transfer accesses no memory; the others are passed on unchanged.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
         if self.checked().is_err() {

@@ -25,7 +25,7 @@ macro_rules! run {
 }
 
 /// An async API on an image.
-pub(crate) struct Futures {
+pub(crate) struct AsyncFiles {
     file: AnyFile,
     driver: LocalDriver,
     image: Image,
@@ -33,7 +33,7 @@ pub(crate) struct Futures {
     label: String,
 }
 
-impl Futures {
+impl AsyncFiles {
     /// `None` where the system does not have the queue.
     pub(crate) fn new(case: &Case, image: Image, several_threads: bool) -> Option<Self> {
         let (kind, config) = (case.kind, case.config);
@@ -60,7 +60,7 @@ fn bytes((done, _): (Result<usize, Error>, IoBuffer)) -> Result<u64, i32> {
     done.map(|done| done as u64).map_err(|error| error.errno())
 }
 
-impl Api for Futures {
+impl Api for AsyncFiles {
     fn label(&self) -> &str {
         &self.label
     }

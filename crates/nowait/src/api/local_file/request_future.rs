@@ -15,7 +15,7 @@ use crate::types::request::Request;
 
 /// A request; it is sent by the first poll.
 #[must_use = "a request is sent when it is awaited"]
-pub(crate) struct LocalRequest {
+pub(crate) struct RequestFuture {
     file: Rc<FileState>,
     stage: Stage,
 }
@@ -27,7 +27,7 @@ enum Stage {
     Ended,
 }
 
-impl LocalRequest {
+impl RequestFuture {
     pub(crate) fn new(file: Rc<FileState>, io: Request, buffer: IoBuffer) -> Self {
         Self { file, stage: Stage::Unsent(io, buffer) }
     }
@@ -68,7 +68,7 @@ impl LocalRequest {
     }
 }
 
-impl Future for LocalRequest {
+impl Future for RequestFuture {
     type Output = Answer;
 
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Answer> {
@@ -87,7 +87,7 @@ impl Future for LocalRequest {
     }
 }
 
-impl Drop for LocalRequest {
+impl Drop for RequestFuture {
     fn drop(&mut self) {
         if let Stage::Sent(slot) = self.stage {
             let left = self.file.requests.borrow_mut().abandon(slot);

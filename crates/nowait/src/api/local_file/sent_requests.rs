@@ -16,7 +16,7 @@ use crate::types::iovec::IoSegment;
 use crate::types::request::{Flags, Request};
 
 /// The engine of a file, and the requests that its futures have sent.
-pub(crate) struct LocalRequests {
+pub(crate) struct SentRequests {
     pub(crate) engine: Box<dyn LocalEngine>,
     pub(crate) slab: RequestSlab,
     /// Slots of requests for which the engine had no room, in their order.
@@ -25,7 +25,7 @@ pub(crate) struct LocalRequests {
     pub(crate) failure: Option<Error>,
 }
 
-impl LocalRequests {
+impl SentRequests {
     pub(crate) fn new(engine: Box<dyn LocalEngine>) -> Self {
         Self { engine, slab: RequestSlab::new(), waiting: VecDeque::new(), failure: None }
     }
@@ -134,7 +134,7 @@ impl LocalRequests {
     }
 }
 
-impl Drop for LocalRequests {
+impl Drop for SentRequests {
     /// Waits for the requests in flight, whose futures are gone.
     fn drop(&mut self) {
         if self.engine.settle().is_err() {
