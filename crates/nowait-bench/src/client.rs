@@ -339,7 +339,8 @@ mod tests {
     #[test]
     fn a_batch_contains_consecutive_requests() {
         let (direction, order) = (Direction::Write, Order::Random);
-        let load = Workload { direction, order, block_bytes: 4096, depth: 2, beside: None };
+        let (durable, beside) = (false, None);
+        let load = Workload { direction, order, block_bytes: 4096, depth: 2, durable, beside };
         let mut batch = Batch::new(&load, Payload::Random);
         batch.set(0, 7, 4096);
         batch.set(1, 8, 8192);

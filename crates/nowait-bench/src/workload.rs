@@ -121,6 +121,8 @@ pub(crate) struct Workload {
     pub(crate) block_bytes: usize,
     /// Requests kept in flight on each connection: 1 to 1024.
     pub(crate) depth: usize,
+    /// Whether a write is durable when it ends (FUA). Servers are measured without.
+    pub(crate) durable: bool,
     /// The load of another client at the same time, on a separate connection.
     pub(crate) beside: Option<BackgroundLoad>,
 }
@@ -141,7 +143,8 @@ impl BackgroundLoad {
             BackgroundLoad::Flood(direction) => (direction, 1024 * KIB, 256),
             BackgroundLoad::Allocations => (Direction::Write, 64 * KIB, 1),
         };
-        Workload { direction, order: Order::Sequential, block_bytes, depth, beside: None }
+        let order = Order::Sequential;
+        Workload { direction, order, block_bytes, depth, durable: false, beside: None }
     }
 }
 
@@ -161,6 +164,7 @@ impl Workload {
             order: Order::Random,
             block_bytes: 4 * KIB,
             depth: 1,
+            durable: false,
             beside: None,
         };
         let (order, block_bytes) = (Order::Sequential, 128 * KIB);

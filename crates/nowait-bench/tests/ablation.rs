@@ -87,6 +87,11 @@ fn completion_has_four_block_sizes() {
 }
 
 #[test]
+fn durable_has_three_depths() {
+    assert_eq!(measure_complete(TableSelection::Durable).len(), 3);
+}
+
+#[test]
 fn vectored_has_the_file_the_given_latency_small_segments_and_a_durable_write() {
     let rows = measure_complete(TableSelection::Vectored);
     assert_eq!(rows.iter().filter(|row| row.0.starts_with("50µs queue, ")).count(), 5);
@@ -130,7 +135,8 @@ fn a_file_is_only_written_to_with_permission() {
         let (report, printed) = measured(&options);
         assert!(printed.contains("only reads"));
         let is_empty = array(&report.json, "tables").is_empty();
-        assert_eq!(is_empty, what == TableSelection::Completion);
+        let writes_only = [TableSelection::Completion, TableSelection::Durable];
+        assert_eq!(is_empty, writes_only.contains(&what));
     }
     let bytes = fs::read(&path).expect("the file");
     assert!(bytes.len() == FILE_BYTES && bytes.iter().all(|&byte| byte == 0));

@@ -189,6 +189,8 @@ pub enum BenchWhat {
     Pool,
     /// Trying without waiting first, with and without hints; the kernel's loop device
     Nowait,
+    /// Writes made durable one by one, and together, where the file system syncs for each
+    Durable,
     /// The engine, a bare io_uring loop, plain calls, and fio where it is installed
     Engines,
     /// All of the engine's tables: all but peers, copy and images

@@ -171,7 +171,7 @@ impl Scenario {
             bytes += random.below(4096);
         }
         let whole = grain.is_multiple_of(u64::from(block));
-        let scenario = Self {
+        let mut scenario = Self {
             mode,
             seed,
             qcow2: None,
@@ -185,6 +185,7 @@ impl Scenario {
                 punches: random.below(8) > 0,
                 zeroes: random.below(4) > 0,
                 nowait: random.below(8) > 0,
+                shares_syncs: true,
                 latency: 1 << (4 + random.below(12)),
                 pauses: random.pick(&[0, 8000, 40_000]).unwrap_or(0),
             },
@@ -202,10 +203,12 @@ impl Scenario {
             keeps: 0,
             damages: 0,
         };
-        match random.below(8) {
-            0 => scenario.in_qcow2(block.ilog2(), &mut random),
-            _ => scenario,
+        if random.below(8) == 0 {
+            scenario = scenario.in_qcow2(block.ilog2(), &mut random);
         }
+        scenario.device.shares_syncs = random.below(2) == 0;
+        scenario.config.group_syncs = random.below(8) > 0;
+        scenario
     }
 
     /// Makes the disk a qcow2 image. The device neither shrinks nor has garbage: an image does not

@@ -73,7 +73,7 @@ impl TestQueueKind {
 }
 
 /// `on`, and `on` with each of its switches off, by name.
-pub fn switches(on: Config) -> [(&'static str, Config); 7] {
+pub fn switches(on: Config) -> [(&'static str, Config); 8] {
     [
         ("all on", on),
         ("simple off", Config { simple: false, ..on }),
@@ -82,6 +82,7 @@ pub fn switches(on: Config) -> [(&'static str, Config); 7] {
         ("pool off", Config { pool: false, ..on }),
         ("nowait first off", Config { nowait_first: false, ..on }),
         ("hint off", Config { hint: false, ..on }),
+        ("group syncs off", Config { group_syncs: false, ..on }),
     ]
 }
 

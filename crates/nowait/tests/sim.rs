@@ -416,6 +416,75 @@ fn c49_flushes_submitted_while_one_runs_share_the_next_sync_and_hold_no_worker()
     assert_eq!(rig.device.operations() - before, 2);
 }
 
+/// Submits five durable writes of one block each at once, to mapped blocks of a device, and returns
+/// how many of them wait for a sync of their own when their data is there.
+fn durable_writes_at_once(rig: &mut Rig) -> usize {
+    rig.write(ByteRange::new(0, 5 * BLOCK), 0);
+    rig.settle();
+    for tag in 0..5 {
+        let range = ByteRange::new(tag * BLOCK, BLOCK);
+        let mut buf = rig.engine.buffer(range).unwrap();
+        buf.fill(7);
+        let io = Request { op: Op::Write, flags: Flags::DSYNC, range };
+        assert!(rig.engine.submit(io, buf, tag).is_ok());
+    }
+    for _ in 0..1000 {
+        rig.poll();
+    }
+    rig.workers.waiting()
+}
+
+/// Cuts the power, and asserts that the five writes are still there.
+fn assert_durable(rig: &Rig) {
+    assert!(rig.device.cut_power().is_empty());
+    let mut bytes = vec![0; 5 * BLOCK as usize];
+    rig.device.peek(0, 0, &mut bytes);
+    assert!(bytes.iter().all(|&byte| byte == 7));
+}
+
+#[test]
+fn c29_durable_writes_in_flight_at_once_share_a_sync_where_the_storage_shares_none() {
+    let options =
+        SimOptions { shares_syncs: false, pauses: u16::MAX, ..SimOptions::able(16 * BLOCK) };
+    let mut rig = Rig::new(options, Config::default());
+    // The first one was alone when it was submitted, and is durable by its transfer.
+    assert_eq!(durable_writes_at_once(&mut rig), 4);
+    let first = Stepped::begin(&rig.workers);
+    let before = rig.device.operations();
+    while let Some(item) = rig.workers.take_simulated(0) {
+        // The item has ended although the first one has not: it leaves its sync to it.
+        rig.workers.run(item);
+    }
+    first.finish();
+    let mut ended = rig.settle();
+    ended.sort();
+    assert_eq!(ended, [0, 1, 2, 3, 4].map(|tag| (tag, Ok(BLOCK))));
+    assert_eq!(rig.device.operations() - before, 2, "syncs for four writes");
+    assert_durable(&rig);
+    rig.device.power_on();
+    // All of them have ended, so the next one is alone again.
+    let range = ByteRange::new(0, BLOCK);
+    let buf = rig.engine.buffer(range).unwrap();
+    let io = Request { op: Op::Write, flags: Flags::DSYNC, range };
+    let before = rig.device.operations();
+    assert!(rig.engine.submit(io, buf, 5).is_ok());
+    assert_eq!(rig.settle(), [(5, Ok(BLOCK))]);
+    assert_eq!(rig.device.operations() - before, 1, "one transfer and no sync");
+}
+
+#[test]
+fn c29_durable_writes_are_synced_by_their_transfers_where_the_storage_shares_syncs() {
+    for (shares_syncs, group_syncs) in [(true, true), (false, false)] {
+        let options = SimOptions { shares_syncs, ..SimOptions::able(16 * BLOCK) };
+        let mut rig = Rig::new(options, Config { group_syncs, ..Config::default() });
+        assert_eq!(durable_writes_at_once(&mut rig), 0, "no write waits for a worker");
+        let mut ended = rig.settle();
+        ended.sort();
+        assert_eq!(ended, [0, 1, 2, 3, 4].map(|tag| (tag, Ok(BLOCK))));
+        assert_durable(&rig);
+    }
+}
+
 #[test]
 fn flushes_that_wait_for_a_silent_device_end_when_it_answers_or_loses_power() {
     for power_fails in [false, true] {

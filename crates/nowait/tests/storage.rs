@@ -72,6 +72,7 @@ impl Storage for MemoryStorage {
             punch_hole: false,
             device: false,
             zeroing_block: 1,
+            shares_syncs: true,
         }
     }
 

@@ -116,7 +116,8 @@ mod tests {
     fn read_once(bytes: usize, duration: Duration) -> (io::Result<Interval>, usize, usize) {
         let (in_flight, max_in_flight) = (Cell::new(0), Cell::new(0));
         let (direction, order) = (Direction::Read, Order::Sequential);
-        let load = Workload { direction, order, block_bytes: 512, depth: 5, beside: None };
+        let (durable, beside) = (false, None);
+        let load = Workload { direction, order, block_bytes: 512, depth: 5, durable, beside };
         let region = Region { start: 0, bytes: 32 * 512, block: 512 };
         let mut offsets = Offsets::once(load.order, region, 1);
         let stop = CancelFlag::default();

@@ -165,6 +165,7 @@ struct Slots<'a, Q: IoQueue, M: BlockMap> {
     free: Vec<(u64, PooledBuffer)>,
     started: Vec<Instant>,
     op: Op,
+    flags: Flags,
     block: u64,
 }
 
@@ -182,7 +183,8 @@ impl<'a, Q: IoQueue, M: BlockMap> Slots<'a, Q, M> {
             free.push((slot, buf));
         }
         let started = vec![Instant::now(); load.depth];
-        Ok(Slots { engine, free, started, op: op(load.direction), block })
+        let flags = if load.durable { Flags::DSYNC } else { Flags::NONE };
+        Ok(Slots { engine, free, started, op: op(load.direction), flags, block })
     }
 
     #[inline]
@@ -194,7 +196,7 @@ impl<'a, Q: IoQueue, M: BlockMap> Slots<'a, Q, M> {
             };
             self.started[slot as usize] = now;
             let range = ByteRange::new(pos, self.block);
-            let io = Request { op: self.op, flags: Flags::NONE, range };
+            let io = Request { op: self.op, flags: self.flags, range };
             self.engine.submit(io, buf, slot).map_err(|rejected| rejected.error)?;
         }
         Ok(())

@@ -46,6 +46,8 @@ pub enum TableSelection {
     Pool,
     /// Always a worker against a non-blocking attempt first, and the loop device of the kernel.
     Nowait,
+    /// A sync for each durable write against one for all that are in flight.
+    Durable,
     /// This engine compared with a bare ring, plain system calls and fio.
     Engines,
     /// All tables.
@@ -54,12 +56,13 @@ pub enum TableSelection {
 
 impl TableSelection {
     /// Every single table, without `All`.
-    pub const EACH: [TableSelection; 6] = [
+    pub const EACH: [TableSelection; 7] = [
         TableSelection::Simple,
         TableSelection::Completion,
         TableSelection::Vectored,
         TableSelection::Pool,
         TableSelection::Nowait,
+        TableSelection::Durable,
         TableSelection::Engines,
     ];
 
@@ -72,6 +75,7 @@ impl TableSelection {
             TableSelection::Vectored => "vectored",
             TableSelection::Pool => "pool",
             TableSelection::Nowait => "nowait",
+            TableSelection::Durable => "durable",
             TableSelection::Engines => "engines",
             TableSelection::All => "all",
         }

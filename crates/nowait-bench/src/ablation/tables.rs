@@ -8,6 +8,7 @@ mod vectored;
 mod pool;
 mod nowait_first;
 mod engines;
+mod durable_writes;
 
 use std::io;
 
@@ -22,6 +23,7 @@ const RANDOM_READ: Workload = Workload {
     order: Order::Random,
     block_bytes: PAGE_BYTES,
     depth: 1,
+    durable: false,
     beside: None,
 };
 
@@ -33,6 +35,7 @@ pub(crate) fn all<'a>(fixture: &'a Fixture<'a>, what: TableSelection) -> Vec<Tab
         TableSelection::Vectored => vectored::tables(fixture),
         TableSelection::Pool => vec![pool::table(fixture)],
         TableSelection::Nowait => nowait_first::tables(fixture),
+        TableSelection::Durable => durable_writes::table(fixture).into_iter().collect(),
         TableSelection::Engines => engines::tables(fixture),
         TableSelection::All => Vec::new(),
     };

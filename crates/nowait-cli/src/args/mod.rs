@@ -270,6 +270,7 @@ impl ServeArgs {
                 Switch::Pool => &mut config.pool,
                 Switch::NowaitFirst => &mut config.nowait_first,
                 Switch::Hint => &mut config.hint,
+                Switch::GroupSyncs => &mut config.group_syncs,
             } = false;
         }
         config
@@ -328,6 +329,8 @@ enum Switch {
     NowaitFirst,
     /// Remembering which ranges of the image hold data
     Hint,
+    /// Making writes with FUA durable together where the kernel would sync for each
+    GroupSyncs,
 }
 
 const AFTER_HELP: &str = "\
@@ -508,8 +511,10 @@ mod tests {
         let expected = nowait::Config { simple: false, hint: false, ..all };
         assert_eq!(serve("nowait serve --off simple,hint").config(), expected);
         assert_eq!(serve("nowait serve --off hint --off simple").config(), expected);
-        let some = serve("nowait serve --off inline-completion,vectored,pool,nowait-first");
+        let some =
+            serve("nowait serve --off inline-completion,vectored,pool,nowait-first,group-syncs");
         let expected = nowait::Config {
+            group_syncs: false,
             inline_completion: false,
             vectored: false,
             pool: false,

@@ -102,6 +102,7 @@ fn measure(args: &BenchArgs, run: RunOptions) -> Result<Report, CliError> {
         BenchWhat::Vectored => TableSelection::Vectored,
         BenchWhat::Pool => TableSelection::Pool,
         BenchWhat::Nowait => TableSelection::Nowait,
+        BenchWhat::Durable => TableSelection::Durable,
         BenchWhat::Engines => TableSelection::Engines,
         BenchWhat::All => TableSelection::All,
     };

@@ -15,6 +15,7 @@ use crate::blocking::sync_io;
 use crate::engine::simple_path::{SimplePath, Verdict};
 use crate::storage::file::OpenOptions;
 use crate::types::byte_range::ByteRange;
+use crate::types::config::Config;
 use crate::types::error::Error;
 use crate::types::iovec;
 use crate::types::iovec::IoSegment;
@@ -57,7 +58,7 @@ impl BlockingFile<AllocationCache> {
 impl<M: BlockMap> BlockingFile<M> {
     /// The blocking API of `disk`, which engines may serve at the same time.
     pub fn new(disk: Arc<BlockDevice<M>>) -> Self {
-        let simple_path = SimplePath::new(&disk);
+        let simple_path = SimplePath::new(&disk, &Config::default());
         Self { disk, simple_path }
     }
 

@@ -33,6 +33,7 @@ pub struct BlockDevice<M> {
     size: AtomicU64,
     read_only: bool,
     nowait: bool,
+    shares_syncs: bool,
     flushes: FlushCoalescer,
     /// The first bytes of the device must not become these; empty if there is no such rule.
     forbidden: &'static [u8],
@@ -100,11 +101,23 @@ impl<M: BlockMap> BlockDevice<M> {
             properties.align = properties.align.strictest(storage.align);
             properties.nowait &= storage.nowait;
         }
-        let StorageProperties { align, nowait, .. } = properties;
+        let StorageProperties { align, nowait, shares_syncs, .. } = properties;
         let (ranges, flushes) = (RangeLocks::new(), FlushCoalescer::default());
         let size = AtomicU64::new(size);
         let forbidden = &[];
-        Self { primary, backing, map, ranges, align, size, read_only, nowait, flushes, forbidden }
+        Self {
+            primary,
+            backing,
+            map,
+            ranges,
+            align,
+            size,
+            read_only,
+            nowait,
+            shares_syncs,
+            flushes,
+            forbidden,
+        }
     }
 
     /// The same, but refuses (`EPERM`) every write that could make the device begin with `bytes`:
@@ -172,6 +185,11 @@ impl<M: BlockMap> BlockDevice<M> {
     #[must_use]
     pub fn supports_nowait(&self) -> bool {
         self.nowait
+    }
+
+    /// As [`StorageProperties::shares_syncs`] of the storage that is written to.
+    pub(crate) fn shares_syncs(&self) -> bool {
+        self.shares_syncs
     }
 
     /// Whether storage can be deallocated, and zeros made without writing them; probed once at

@@ -59,6 +59,8 @@ pub(crate) struct Dispatcher<M: BlockMap> {
     pub(crate) deferred: VecDeque<u32>,
     /// The slot of the probe request: a refused overwrite that a worker has.
     pub(crate) probe_slot: Option<u32>,
+    /// Durable writes in flight that could share a sync.
+    pub(crate) durable_writes: u32,
     /// Slots that hold fragments; they do not count as requests.
     pub(crate) fragments: usize,
 }
@@ -76,7 +78,7 @@ impl<M: BlockMap> Dispatcher<M> {
         Ok(Self {
             pool,
             extents: Vec::new(),
-            simple_path: SimplePath::new(&disk),
+            simple_path: SimplePath::new(&disk, &config),
             ends_at_once: config.inline_completion.then_some(Role::Read),
             simple: config.simple && config.nowait_first,
             resumable: Vec::with_capacity(64),
@@ -91,6 +93,7 @@ impl<M: BlockMap> Dispatcher<M> {
             stats: Stats::default(),
             deferred: VecDeque::new(),
             probe_slot: None,
+            durable_writes: 0,
             fragments: 0,
         })
     }

@@ -152,6 +152,9 @@ impl<M: BlockMap> Dispatcher<M> {
     #[inline]
     pub(crate) fn push_completion(&mut self, slot: u32, result: i64) {
         self.stats.failed += u64::from(result < 0);
+        if self.durable_writes > 0 && self.simple_path.can_share_sync(self.pool[slot].io) {
+            self.durable_writes -= 1;
+        }
         self.pool.complete(slot, result);
     }
 }

@@ -52,7 +52,7 @@ impl<M: BlockMap> Dispatcher<M> {
             request.segments.as_slice(),
             || request.buf.as_ref().map(PooledBuffer::segment),
             self.config.vectored,
-            self.simple_path.needs_separate_sync(request.io),
+            self.simple_path.needs_separate_sync(request.io, self.durable_writes > 1),
             &mut request.fragments,
         );
         match path {

@@ -10,6 +10,7 @@ use crate::block::block_map::{BlockMap, Extent, Intent, WouldBlock};
 use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
 use crate::types::byte_range::ByteRange;
+use crate::types::config::Config;
 use crate::types::iovec::MAX_TRANSFER_BYTES;
 use crate::types::request::{Flags, Op, Request};
 use crate::types::transfer::Transfer;
@@ -34,6 +35,9 @@ pub(crate) struct SimplePath {
     /// one of several transfers, which need not be the one that wrote the page (C28); only a flush
     /// remembers the error (C51).
     separate_sync: bool,
+    /// A transfer with `DSYNC` costs a sync, so that several of them share one
+    /// ([`crate::Config::group_syncs`]).
+    groups_syncs: bool,
 }
 
 /// What the simple path has found out about a request.
@@ -49,7 +53,7 @@ pub(crate) enum Verdict {
 }
 
 impl SimplePath {
-    pub(crate) fn new<M: BlockMap>(disk: &BlockDevice<M>) -> Self {
+    pub(crate) fn new<M: BlockMap>(disk: &BlockDevice<M>, config: &Config) -> Self {
         let align = disk.alignment();
         Self {
             read_mask: u64::from(align.read_offset) - 1,
@@ -63,6 +67,7 @@ impl SimplePath {
             locks: disk.locks(),
             maps_before_lock: disk.map.keeps_write_extents(),
             separate_sync: disk.map.image().is_some() || !disk.is_direct(),
+            groups_syncs: config.group_syncs && !disk.shares_syncs(),
         }
     }
 
@@ -85,7 +90,7 @@ impl SimplePath {
             || base as usize & self.memory_mask != 0
             || range.len.wrapping_sub(1) >= MAX_TRANSFER_BYTES
             || disk.size().checked_sub(range.len).is_none_or(|last| range.pos > last)
-            || self.needs_separate_sync(io)
+            || self.may_need_sync(io)
         {
             return Verdict::General;
         }
@@ -106,10 +111,23 @@ impl SimplePath {
         self.locks && io.op == Op::Write
     }
 
-    /// Whether `io` needs a sync of its own after its data, to be durable.
+    /// Whether a sync may have to follow the data of `io`, to make them durable.
     #[inline]
-    pub(crate) fn needs_separate_sync(&self, io: Request) -> bool {
-        self.separate_sync && io.flags.has(Flags::DSYNC)
+    fn may_need_sync(&self, io: Request) -> bool {
+        (self.separate_sync || self.groups_syncs) && io.flags.has(Flags::DSYNC)
+    }
+
+    /// Whether a sync follows the data of `io`, to make them durable. `others` says that other
+    /// durable writes are in flight, which can share it.
+    #[inline]
+    pub(crate) fn needs_separate_sync(&self, io: Request, others: bool) -> bool {
+        (self.separate_sync || self.groups_syncs && others) && io.flags.has(Flags::DSYNC)
+    }
+
+    /// Whether `io` is a durable write with which others could share a sync.
+    #[inline]
+    pub(crate) fn can_share_sync(&self, io: Request) -> bool {
+        self.groups_syncs && io.op == Op::Write && io.flags.has(Flags::DSYNC)
     }
 
     /// The one transfer that serves `io` at `extent`. `base` is its memory, or with `segments`

@@ -232,6 +232,7 @@ impl<M: BlockMap> Dispatcher<M> {
         let Some((slot, request)) = self.pool.alloc() else { return Err(reject_full(io, buf)) };
         request.begin(Role::Split, State::Submitting, io, buf, tag);
         request.result = 0;
+        self.durable_writes += u32::from(self.simple_path.can_share_sync(io));
         match segments {
             [one] => {
                 let len = one.len.min(io.range.len as usize);

@@ -40,6 +40,8 @@ pub struct SimOptions {
     pub zeroes: bool,
     /// It supports `RWF_NOWAIT`.
     pub nowait: bool,
+    /// It makes several durable writes durable together.
+    pub shares_syncs: bool,
     /// The greatest duration of an operation, in virtual nanoseconds.
     pub latency: u64,
     /// How many of 65536 calls that may wait yield to other tasks.
@@ -61,6 +63,7 @@ impl SimOptions {
             punches: true,
             zeroes: true,
             nowait: true,
+            shares_syncs: true,
             latency: 1000,
             pauses: 0,
         }

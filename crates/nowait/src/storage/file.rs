@@ -98,6 +98,8 @@ impl FileStorage {
             punch_hole: !read_only && (device || probe_punch_hole(&buffered, size)),
             device,
             zeroing_block: if device { logical_block(&buffered) } else { 1 },
+            // A file system on several devices, or on none, has a number without a major.
+            shares_syncs: device || libc::major(stat.st_dev) != 0,
         };
         Ok(Self { direct: Some(direct), buffered, properties })
     }
@@ -118,6 +120,7 @@ impl FileStorage {
             punch_hole: false,
             device,
             zeroing_block: if device { logical_block(&file) } else { 1 },
+            shares_syncs: false,
         };
         Ok(Self { direct: None, buffered: file, properties })
     }

@@ -107,6 +107,10 @@ pub struct StorageProperties {
     /// Granularity of [`Storage::punch`] and [`Storage::zero`] in bytes, a power of two: the
     /// logical block of a block device, 1 for a file.
     pub zeroing_block: u32,
+    /// Whether the kernel makes several writes with `RWF_DSYNC` durable together: each passes
+    /// through the cache of the one block device below (FUA), or shares a flush of it with others
+    /// (block/blk-flush.c). Other file systems sync the file for each of them.
+    pub shares_syncs: bool,
 }
 
 /// [`Storage::extents`] by lseek(2): `seek` returns the position of the first data from a position

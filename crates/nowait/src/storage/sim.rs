@@ -40,6 +40,7 @@ impl SimStorage {
             punch_hole: !options.read_only && like.punches,
             device: false,
             zeroing_block: 1,
+            shares_syncs: like.shares_syncs,
         };
         Self { device: device.clone(), file, properties, served: AtomicBool::new(true) }
     }

@@ -22,6 +22,10 @@ pub struct Config {
     /// The allocation cache records which ranges are mapped and which are holes (C38). Off: nothing
     /// is recorded, and only the attempt tells whether a write needs allocation.
     pub hint: bool,
+    /// Where the kernel syncs a file for each `DSYNC` write (btrfs, NFS, FUSE), those in flight at
+    /// the same time are written without and share a sync (C29). Off: each transfer carries
+    /// `RWF_DSYNC`.
+    pub group_syncs: bool,
     /// An unaligned request is `EINVAL`, as in the kernel, instead of going through a bounce
     /// buffer (C12). Off by default.
     pub strict: bool,
@@ -44,6 +48,7 @@ impl Default for Config {
             pool: true,
             nowait_first: true,
             hint: true,
+            group_syncs: true,
             strict: false,
             slots: 4096,
             workers: 16,
