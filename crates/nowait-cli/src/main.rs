@@ -20,7 +20,7 @@ mod lifetime;
 mod signals;
 mod commands;
 
-use crate::commands::{bench, check, commit, copy, create, info, map, resize, serve, setup};
+use crate::commands::{bench, check, commit, copy, create, info, map, resize, serve, setup, ublk};
 use std::process::ExitCode;
 
 use args::Command;
@@ -47,6 +47,7 @@ fn main() -> ExitCode {
         Command::Copy(args) => copy::run(&args),
         Command::Resize(args) => resize::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Commit(args) => commit::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Ublk(command) => ublk::run(&command).map(|()| ExitCode::SUCCESS),
         Command::Bench(_) => Err(bench::run()),
         Command::Completions(args) => setup::completions(&args).map(|()| ExitCode::SUCCESS),
         Command::Man(args) => setup::man(&args).map(|()| ExitCode::SUCCESS),

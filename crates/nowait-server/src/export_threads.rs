@@ -27,6 +27,7 @@ use crate::net::connection_limit::ConnectionLimit;
 use crate::net::listener::Listener;
 use crate::server_options::Options;
 use crate::thread_handle::ThreadHandle;
+use crate::ublk::ublk_frontend::UblkFrontend;
 
 /// The most threads without connections that wait for their idle timeout, not counting the acceptor
 /// thread.
@@ -66,6 +67,21 @@ impl ThreadContext {
         NbdFrontend::new(shared, self.registered.id, channel, acceptor, tls, split_policy)
     }
 
+    /// The frontend of the thread's queue of the export's block device, if it has one.
+    pub(crate) fn ublk_frontend(&self) -> Option<UblkFrontend> {
+        let device = self.shared.options.ublk.as_ref()?;
+        if self.registered.id != Registry::DEFAULT {
+            return None;
+        }
+        let shared = Arc::downgrade(&self.shared);
+        let on_removed = move || {
+            if let Some(shared) = shared.upgrade() {
+                shared.on_ublk_removed();
+            }
+        };
+        UblkFrontend::new(device.clone(), self.queue, Box::new(on_removed))
+    }
+
     /// Reports that the thread has started.
     pub(crate) fn report_started(&mut self) {
         if let Some(ready) = self.ready.take() {
@@ -99,6 +115,7 @@ impl ThreadContext {
             max_connections: 64,
             idle: Options::IDLE,
             split_bytes,
+            ublk: None,
         };
         let (events, _) = std::sync::mpsc::channel();
         let shared = Arc::new(Shared::new([export], options, events));
@@ -132,6 +149,8 @@ pub(crate) struct Shared {
     /// The buffer memory of all engines.
     pub(crate) budget: Budget,
     stopping: AtomicBool,
+    /// Clients can connect over NBD.
+    listens: AtomicBool,
     /// The missing io_uring was logged.
     warned: AtomicBool,
     /// How many times a thread has become idle.
@@ -152,6 +171,7 @@ impl Shared {
             budget: Budget::new(options.config.buffer_bytes),
             options,
             stopping: AtomicBool::new(false),
+            listens: AtomicBool::new(false),
             warned: AtomicBool::new(false),
             idle_count: Arc::default(),
             events,
@@ -171,6 +191,7 @@ impl Shared {
         let Some(export) = self.registry.default_export() else {
             return Err(Error::new(libc::EINVAL, Operation::SetUp));
         };
+        self.listens.store(!listeners.is_empty(), Ordering::Relaxed);
         for queue in 0..self.queues() {
             let (listeners, ready) = (std::mem::take(&mut listeners), Some(ready.clone()));
             export.add_thread(queue, |queue| self.spawn(&export, queue, listeners, ready))?;
@@ -194,7 +215,8 @@ impl Shared {
     }
 
     fn queues(&self) -> u16 {
-        self.options.queues.max(1)
+        let ublk = self.options.ublk.as_ref().map_or(1, |device| device.queues());
+        self.options.queues.max(ublk)
     }
 
     /// The channel of a thread that is about to start.
@@ -223,9 +245,25 @@ impl Shared {
     /// Stops the server: no more requests are taken.
     pub(crate) fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
-        self.threads().for_each(|thread| thread.wake());
+        self.wake_threads();
         // The receiver is gone if the server has ended by itself.
         let _ = self.events.send(ThreadEvent::StopRequested);
+    }
+
+    /// Wakes all threads up.
+    pub(crate) fn wake_threads(&self) {
+        self.threads().for_each(|thread| thread.wake());
+    }
+
+    /// Another program has taken the export's block device away. Without clients over NBD there is
+    /// nothing left to serve.
+    fn on_ublk_removed(&self) {
+        if let Some(device) = &self.options.ublk {
+            tracing::warn!("{} was removed by another program", device.node());
+        }
+        if !self.listens.load(Ordering::Relaxed) {
+            self.stop();
+        }
     }
 
     /// From now on, [`ThreadEvent::LastClientLeft`] is reported.
@@ -342,6 +380,7 @@ mod tests {
             max_connections: 1,
             idle: Options::IDLE,
             split_bytes: Options::SPLIT_BYTES,
+            ublk: None,
         };
         let exports: [Arc<dyn Servable>; 1] = [export];
         let (sender, events) = channel();

@@ -17,6 +17,7 @@ mod thread_handle;
 mod loop_context;
 mod frontend;
 mod nbd;
+mod ublk;
 mod server_options;
 mod export_threads;
 mod event_loop;
@@ -31,3 +32,6 @@ pub use server::{
 };
 #[cfg(feature = "sim")]
 pub use server::{ServerBug, Simulated, inject};
+pub use ublk::ublk_device::{UblkDevice, UblkNode, UblkOptions};
+pub use ublk::ublk_error::UblkError;
+pub use ublk::ublk_list::{UblkStatus, ublk_devices, ublk_stop};

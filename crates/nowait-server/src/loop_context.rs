@@ -176,13 +176,19 @@ impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
         token: Token,
         interest: Interest,
     ) -> Result<(), Error> {
-        debug_assert!(token >> TOKEN_BITS == 0);
-        self.engine.watch(fd, FD_TOKEN | self.place.number(token), interest)
+        self.engine.watch(fd, self.engine_token(token), interest)
     }
 
     /// Ends a watch; to be called before the descriptor is closed.
     pub(crate) fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
-        self.engine.unwatch(fd, FD_TOKEN | self.place.number(token));
+        self.engine.unwatch(fd, self.engine_token(token));
+    }
+
+    /// The engine's token for `token`, of [`TOKEN_BITS`] bits: for commands to drivers.
+    #[inline]
+    pub(crate) fn engine_token(&self, token: Token) -> Token {
+        debug_assert!(token >> TOKEN_BITS == 0);
+        FD_TOKEN | self.place.number(token)
     }
 
     /// Calls one of a pair of frontends.

@@ -17,6 +17,7 @@ pub use crate::event_loop::Simulated;
 use crate::export::{Export, ExportId};
 use crate::export_threads::export_registry::Servable;
 use crate::export_threads::{Shared, ThreadContext, ThreadEvent};
+use crate::frontend::Frontend;
 #[cfg(feature = "sim")]
 pub use crate::injected_bug::{ServerBug, inject};
 use crate::nbd::command;
@@ -164,8 +165,9 @@ impl Server {
         self.shared.report_last_client_left();
     }
 
-    /// Serves until stopped, then waits at most `timeout` for the requests in flight. Making writes
-    /// durable is the caller's next step.
+    /// Serves until stopped. Then waits at most `timeout` for the users of a block device of this
+    /// machine, and as long for the requests in flight. Making writes durable is the caller's next
+    /// step.
     ///
     /// # Errors
     /// `EIO`: a thread has ended because its queue failed; it has logged why.
@@ -184,6 +186,9 @@ impl Server {
                     return Err(Error::new(libc::EIO, Operation::Wait));
                 }
             }
+        }
+        if let Some(device) = &self.shared.options.ublk {
+            device.stop(timeout, || self.shared.wake_threads());
         }
         let deadline = Instant::now() + timeout;
         while self.shared.registry.running() > 0 {
@@ -235,14 +240,25 @@ fn serve_on<Q: IoQueue, M: BlockMap>(
     mut context: ThreadContext,
     queue: Q,
 ) -> Result<(), Error> {
+    let nbd = context.nbd_frontend();
+    match context.ublk_frontend() {
+        Some(ublk) => serve_with(export, context, queue, (nbd, ublk)),
+        None => serve_with(export, context, queue, nbd),
+    }
+}
+
+/// The same with a frontend, or a pair of them.
+fn serve_with<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap>(
+    export: Arc<Export<M>>,
+    mut context: ThreadContext,
+    queue: Q,
+    frontend: F,
+) -> Result<(), Error> {
     let (disk, workers) = (export.disk().clone(), export.workers());
     let (id, queue_index) = (context.registered.id, context.queue);
     let (config, budget) = (context.shared.options.config, &context.shared.budget);
     let engine = Engine::sharing(disk, workers, queue, config, budget);
-    let event_loop = engine.and_then(|engine| {
-        let frontend = context.nbd_frontend();
-        EventLoop::new(&context, export, engine, frontend)
-    });
+    let event_loop = engine.and_then(|engine| EventLoop::new(&context, export, engine, frontend));
     match event_loop {
         Ok(mut event_loop) => {
             context.report_started();

@@ -2,11 +2,13 @@
 //!
 //! Invariant: plain values; nothing here opens or starts anything.
 
+use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::{Config, QueueKind};
 
 use crate::nbd::tls_config::Tls;
+use crate::ublk::ublk_device::UblkDevice;
 
 /// The options of a server.
 #[derive(Clone, Debug)]
@@ -28,6 +30,9 @@ pub struct Options {
     /// Bytes of a fragment of a long write beside other connections, a power of two; see
     /// [`Options::SPLIT_BYTES`].
     pub split_bytes: u64,
+    /// The block device of this machine that the default export is, too. Its threads are at least
+    /// as many as the device has queues.
+    pub ublk: Option<Arc<UblkDevice>>,
 }
 
 impl Options {
@@ -49,6 +54,7 @@ impl Default for Options {
             max_connections: 1024,
             idle: Self::IDLE,
             split_bytes: Self::SPLIT_BYTES,
+            ublk: None,
         }
     }
 }

@@ -59,8 +59,16 @@ fn serving(
     let socket = directory.path().join("socket");
     let (kind, config, max_connections) = (QueueKind::Threads, Default::default(), 100);
     let split_bytes = Options::SPLIT_BYTES;
-    let options =
-        Options { queues, kind, config, tls: Tls::Off, max_connections, idle, split_bytes };
+    let options = Options {
+        queues,
+        kind,
+        config,
+        tls: Tls::Off,
+        max_connections,
+        idle,
+        split_bytes,
+        ublk: None,
+    };
     let listeners = vec![Listener::unix(&socket).unwrap()];
     let server = Server::start(exports.collect(), listeners, options).unwrap();
     let (stopper, exports) = (server.shutdown_handle(), server.exports());

@@ -96,8 +96,16 @@ fn count(kind: QueueKind, config: Config) -> u64 {
     let export = Export::new(disk, config.workers, String::new(), String::new());
     let (max_connections, idle) = (2, Options::IDLE);
     let split_bytes = Options::SPLIT_BYTES;
-    let options =
-        Options { queues: 1, kind, config, tls: Tls::Off, max_connections, idle, split_bytes };
+    let options = Options {
+        queues: 1,
+        kind,
+        config,
+        tls: Tls::Off,
+        max_connections,
+        idle,
+        split_bytes,
+        ublk: None,
+    };
     let server = Server::start(vec![AnyExport::new(export)], vec![listener], options).unwrap();
     let stopper = server.shutdown_handle();
     let mut client = Client::connect(&socket);

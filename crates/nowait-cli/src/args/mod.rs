@@ -10,6 +10,7 @@ pub(crate) mod change_args;
 mod address_args;
 mod lifetime_args;
 pub(crate) mod setup_args;
+pub(crate) mod ublk_args;
 
 use std::path::PathBuf;
 use std::thread;
@@ -27,6 +28,7 @@ use lifetime_args::LifetimeArgs;
 use nowait_cli::bench_args::BenchArgs;
 use setup_args::{CompletionsArgs, ManArgs};
 use tls_args::TlsArgs;
+use ublk_args::{UblkArgs, UblkCommand};
 
 /// The exit status for a wrong command line.
 pub(crate) const USAGE_STATUS: u8 = 2;
@@ -54,6 +56,7 @@ pub(crate) enum Command {
     Copy(CopyArgs),
     Resize(ResizeArgs),
     Commit(CommitArgs),
+    Ublk(UblkCommand),
     Bench(BenchArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
@@ -71,6 +74,7 @@ impl Command {
             Self::Copy(_) => "copy",
             Self::Resize(_) => "resize",
             Self::Commit(_) => "commit",
+            Self::Ublk(_) => "ublk",
             Self::Bench(_) => "bench",
             Self::Completions(_) => "completions",
             Self::Man(_) => "man",
@@ -90,7 +94,8 @@ impl Command {
             Self::Resize(args) => args.image.check(),
             Self::Commit(args) => args.image.check(),
             Self::Bench(args) => args.check(),
-            Self::Create(_) | Self::Info(_) | Self::Completions(_) | Self::Man(_) => Ok(()),
+            Self::Create(_) | Self::Info(_) | Self::Ublk(_) => Ok(()),
+            Self::Completions(_) | Self::Man(_) => Ok(()),
         }
     }
 }
@@ -142,6 +147,9 @@ pub(crate) struct ServeArgs {
 
     #[command(flatten)]
     pub(crate) addresses: AddressArgs,
+
+    #[command(flatten)]
+    pub(crate) ublk: UblkArgs,
 
     /// The name of the first IMAGE, at most 4096 bytes; another way to write NAME=
     #[arg(
@@ -243,6 +251,7 @@ impl ServeArgs {
         self.exports()?;
         self.addresses.check()?;
         self.others.check(self.format)?;
+        self.ublk.check(self.queue)?;
         self.tls.check()
     }
 
@@ -363,6 +372,9 @@ Examples:
   Serve a block device to this machine, and have it as /dev/nbd0:
     nowait serve /dev/vdb --nbd tcp:127.0.0.1:10809
     nbd-client 127.0.0.1 10809 /dev/nbd0
+
+  Have an image as a block device, without a network in between (as root):
+    nowait serve disk.img --ublk
 
   Serve a golden image read-only under a name, at two addresses:
     nowait serve golden.img --read-only --export golden \\

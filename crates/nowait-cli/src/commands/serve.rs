@@ -10,12 +10,13 @@ use std::time::Duration;
 
 use nowait::Uring;
 use nowait_nbd::Address;
-use nowait_server::{ClientAuth, Credentials, Listener, Options, QueueKind, Server, Tls};
+use nowait_server::{ClientAuth, Credentials, Listener, Options, QueueKind, Server, Tls, UblkNode};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::{info, warn};
 
 use crate::args::ServeArgs;
 use crate::args::tls_args::Encryption;
+use crate::commands::ublk;
 use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
 use crate::open_disk::{OpenedDisk, open_all};
@@ -58,7 +59,8 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let image = &first.named.image.clone();
     let config = args.config();
     let kind = queue_kind(args, first)?;
-    let default_socket = match given.is_empty() && inherited.is_empty() {
+    let ublk = ublk::open(args, first)?;
+    let default_socket = match given.is_empty() && inherited.is_empty() && ublk.is_none() {
         true => Some(Arc::new(default_image::socket(image)?)),
         false => None,
     };
@@ -79,35 +81,51 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     raise_nofile_limit(max_connections);
     let (queues, idle) = (args.queues(), Options::IDLE);
     let split_bytes = Options::SPLIT_BYTES;
-    let options = Options { queues, kind, config, tls, max_connections, idle, split_bytes };
+    let device = ublk.as_ref().map(UblkNode::device);
+    let options =
+        Options { queues, kind, config, tls, max_connections, idle, split_bytes, ublk: device };
     let server =
         Server::start(devices.collect(), listeners, options).map_err(|e| CliError::at(image, e))?;
     if args.lifetime.exit_with_last_client {
         server.stop_after_last_client();
     }
     ending.serving(server.shutdown_handle());
+    if let Some(node) = &ublk {
+        node.start().map_err(|error| CliError::at(image, error))?;
+    }
     if let Some(error) = pid_file.as_ref().and_then(|file| file.appear().err()) {
         warn!("{error}");
     }
-    print_ready(args, &all, kind, &listens, is_inherited);
+    let node = ublk.as_ref().map(|ublk| ublk.device().node());
+    print_ready(args, &all, kind, &listens, node.as_deref(), is_inherited);
     systemd::notify_ready(&uris(args, &listens, &first.named));
     if is_default {
         print_hint(args, &listens, &first.named);
     }
+    let flushed = serve_and_flush(server, &ending, all, image)?;
+    drop((default_socket, pid_file, ublk));
+    flushed?;
+    info!("stopped, everything is flushed");
+    // A request that never ends would block its worker, and the worker the end of this process.
+    std::process::exit(0);
+}
+
+/// Serves until stopped, and flushes. Returns the result of the flush.
+fn serve_and_flush(
+    server: Server,
+    ending: &Ending,
+    all: Vec<OpenedDisk>,
+    image: &Path,
+) -> Result<Result<(), CliError>, CliError> {
     let stopped = server.run(CLOSE_TIMEOUT).map_err(|e| CliError::at(image, e))?;
     warn_of_unfinished(stopped.unfinished);
     ending.flushing();
     systemd::notify_flushing();
     // Without unfinished requests the flush has no timeout: the cache may hold much data.
-    let flushed = match stopped.unfinished {
+    Ok(match stopped.unfinished {
         0 => close(all, true),
         _ => close_with_timeout(all, image),
-    };
-    drop((default_socket, pid_file));
-    flushed?;
-    info!("stopped, everything is flushed");
-    // A request that never ends would block its worker, and the worker the end of this process.
-    std::process::exit(0);
+    })
 }
 
 fn warn_of_unfinished(requests: usize) {
@@ -185,11 +203,14 @@ fn queue_kind(args: &ServeArgs, opened: &OpenedDisk) -> Result<QueueKind, CliErr
     let error = match opened.image.files().and_then(|files| Uring::for_files(&files)) {
         Ok(ring) => {
             info!("io_uring: {:?}", ring.offered());
-            let must = args.queue.is_some();
+            let must = args.queue.is_some() || args.ublk.ublk.is_some();
             return Ok(if must { QueueKind::Uring } else { QueueKind::Auto });
         }
         Err(error) => Uring::refusal(error),
     };
+    if args.ublk.ublk.is_some() {
+        return Err(CliError::new(format!("{error}: --ublk needs it")));
+    }
     if args.queue.is_some() {
         let what = format!("{error}: try --queue threads");
         return Err(CliError::at(&opened.named.image, what));
@@ -258,6 +279,7 @@ fn print_ready(
     all: &[OpenedDisk],
     kind: QueueKind,
     listens: &[Address],
+    node: Option<&str>,
     is_inherited: bool,
 ) {
     let queue = match kind {
@@ -288,17 +310,21 @@ fn print_ready(
             "queues": args.queues(),
             "pid": std::process::id(),
         });
+        if let Some(node) = node {
+            ready["exports"][0]["node"] = node.into();
+        }
         // The keys of the first export are at the top level, too.
         for key in ["image", "format", "uris", "size_bytes", "read_only", "direct_io"] {
             ready[key] = ready["exports"][0][key].clone();
         }
         format!("{ready}\n")
     } else {
-        let mut uris = all.iter().flat_map(|opened| uris(args, listens, &opened.named));
+        let uris = all.iter().flat_map(|opened| uris(args, listens, &opened.named));
+        let mut places = node.map(str::to_owned).into_iter().chain(uris);
         if is_inherited {
-            return uris.for_each(|uri| info!("serving {uri}"));
+            return places.for_each(|place| info!("serving {place}"));
         }
-        uris.by_ref().map(|uri| format!("serving {uri}\n")).collect()
+        places.by_ref().map(|place| format!("serving {place}\n")).collect()
     };
     // If standard output is closed, no process waits for the line.
     let _ = io::stdout().write_all(lines.as_bytes()).and_then(|()| io::stdout().flush());

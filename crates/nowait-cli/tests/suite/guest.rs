@@ -175,7 +175,7 @@ fn a_stock_kernel_attaches_the_export_by_nbd_client_and_keeps_a_file_system_ther
 }
 
 /// Checks the file system on `disk`, and the `count` files whose checksums the guest printed.
-fn check_written(scratch: &Scratch, disk: &Path, console: &str, count: usize) {
+pub(crate) fn check_written(scratch: &Scratch, disk: &Path, console: &str, count: usize) {
     tool("e2fsck").arg("-fn").arg(disk).succeeds();
     let sums = printed_sums(console);
     assert_eq!(sums.len(), count, "{console}");

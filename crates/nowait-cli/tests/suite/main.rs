@@ -44,5 +44,6 @@ mod signals;
 mod stalled_storage;
 mod storage_faults;
 mod tls;
+mod ublk;
 mod without_io_uring;
 mod zero_size;

@@ -92,6 +92,7 @@ fn prepare() -> Result<Check, String> {
         max_connections: 8,
         idle: Options::IDLE,
         split_bytes: Options::SPLIT_BYTES,
+        ublk: None,
     };
     let server = Server::start(vec![AnyExport::new(device)], vec![listener], options);
     let server = server.map_err(|e| failed(&e))?;

@@ -174,6 +174,9 @@ struct Exports {
 }
 
 impl Registry {
+    /// The id of the default export.
+    pub(crate) const DEFAULT: ExportId = ExportId(0);
+
     pub(crate) fn new(exports: impl IntoIterator<Item = Arc<dyn Servable>>) -> Self {
         let mut all = Exports { by_id: BTreeMap::new(), next: 0 };
         for export in exports {
@@ -202,7 +205,7 @@ impl Registry {
 
     /// The export of clients that name none, whose threads accept all connections.
     pub(crate) fn default_export(&self) -> Option<Arc<RegisteredExport>> {
-        self.get(ExportId(0))
+        self.get(Self::DEFAULT)
     }
 
     /// All exports in the order of their ids, those included that were removed and have threads yet.
@@ -226,7 +229,7 @@ impl Registry {
     pub(crate) fn remove(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
         let failed = |errno| Error::new(errno, Operation::SetUp);
         let export = self.get(id).ok_or(failed(libc::ENOENT))?;
-        if id == ExportId(0) {
+        if id == Self::DEFAULT {
             return Err(failed(libc::EBUSY));
         }
         export.remove();

@@ -123,7 +123,8 @@ impl Scene {
         let kind = QueueKind::Auto;
         let (queues, max_connections, idle) = (1, 16, Options::IDLE);
         let split_bytes = Options::SPLIT_BYTES;
-        let options = Options { queues, kind, config, tls, max_connections, idle, split_bytes };
+        let options =
+            Options { queues, kind, config, tls, max_connections, idle, split_bytes, ublk: None };
         let exports = [AnyExport::new(export)].into_iter().chain(other).collect();
         let server = Server::start(exports, listeners, options).unwrap();
         let stopper = server.shutdown_handle();

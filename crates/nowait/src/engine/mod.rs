@@ -416,6 +416,31 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
         }
     }
 
+    /// Submits a command to the driver behind `fd`; see
+    /// [`EventSource::command`](crate::EventSource::command). Its result is reported under `token`,
+    /// as the events of watched descriptors are.
+    ///
+    /// # Errors
+    /// As for [`EventSource::command`](crate::EventSource::command); `EINVAL` for a token that
+    /// [`Engine::watch`] refuses.
+    ///
+    /// # Safety
+    /// As for [`EventSource::command`](crate::EventSource::command).
+    #[inline]
+    pub unsafe fn command(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        op: u32,
+        arguments: [u8; 16],
+        token: Token,
+    ) -> Result<(), Error> {
+        if !is_caller_token(token) {
+            return Err(Error::new(libc::EINVAL, Operation::SetUp));
+        }
+        // SAFETY: as promised by the caller.
+        unsafe { self.queue.events_mut().command(fd, op, arguments, token) }
+    }
+
     /// Readable when [`Engine::poll`] would find something.
     #[must_use]
     pub fn fd(&self) -> BorrowedFd<'_> {

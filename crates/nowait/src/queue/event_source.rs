@@ -1,13 +1,15 @@
-//! Watched descriptors: the events that reach a thread through its queue, beside its completions.
+//! Watched descriptors and commands to drivers: the events that reach a thread through its queue,
+//! beside its completions.
 //!
 //! Invariant: no event is reported under the token of a transfer.
+#![allow(unsafe_code)]
 
 use std::os::fd::BorrowedFd;
 
 use super::Token;
 use crate::types::error::{Error, Operation};
 
-/// Set in the token of a watched descriptor.
+/// Set in the token of a watched descriptor or of a driver's command.
 pub const FD_TOKEN: Token = 1 << 63;
 
 /// The event that is waited for on a watched descriptor.
@@ -31,6 +33,26 @@ pub trait EventSource {
     /// Ends the watch on `fd` under `token`, of which one last event may be reported.
     fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token);
 
+    /// Submits the command `op` of the driver behind `fd` (`IORING_OP_URING_CMD`) with its 16 bytes
+    /// of arguments. Its result is reported once under `token`: 0 or more, or a negative errno.
+    ///
+    /// # Errors
+    /// `EOPNOTSUPP` where the queue is no ring; `EINVAL` for a token without [`FD_TOKEN`]; the errno
+    /// of io_uring_enter(2).
+    ///
+    /// # Safety
+    /// Memory whose address is in `arguments` stays valid, and is not accessed otherwise, for as long
+    /// as the driver may use it.
+    unsafe fn command(
+        &mut self,
+        _fd: BorrowedFd<'_>,
+        _op: u32,
+        _arguments: [u8; 16],
+        _token: Token,
+    ) -> Result<(), Error> {
+        Err(Error::new(libc::EOPNOTSUPP, Operation::SetUp))
+    }
+
     /// A descriptor for the caller's own event loop, readable when the queue's `submit` or
     /// `drain_completions` has work to do. Spurious events are possible.
     fn fd(&self) -> BorrowedFd<'_>;
@@ -42,5 +64,43 @@ pub(crate) fn check_fd_token(token: Token) -> Result<(), Error> {
     match token & FD_TOKEN {
         0 => Err(Error::new(libc::EINVAL, Operation::SetUp)),
         _ => Ok(()),
+    }
+}
+
+#[cfg(test)]
+#[cfg(not(loom))]
+mod tests {
+    use std::os::fd::AsFd;
+    use std::time::Duration;
+
+    use super::*;
+    use crate::queue::{AioThreadQueue, IoQueue, Uring};
+
+    #[test]
+    fn a_command_is_answered_under_its_token_by_a_ring_and_refused_by_other_queues() {
+        let file = tempfile::tempfile().unwrap();
+        let token = FD_TOKEN | 5;
+        let mut threads = AioThreadQueue::new(file.as_fd(), 8, true).unwrap();
+        // SAFETY: the commands name no memory.
+        let refused = unsafe { threads.events_mut().command(file.as_fd(), 1, [0; 16], token) };
+        assert_eq!(refused.unwrap_err().errno(), libc::EOPNOTSUPP);
+        let Ok(mut ring) = Uring::new(file.as_fd()) else {
+            nowait_testkit::skip("no io_uring");
+            return;
+        };
+        // SAFETY: as above.
+        let refused = unsafe { ring.events_mut().command(file.as_fd(), 1, [0; 16], 5) };
+        assert_eq!(refused.unwrap_err().errno(), libc::EINVAL);
+        // SAFETY: as above.
+        unsafe { ring.events_mut().command(file.as_fd(), 1, [0; 16], token) }.unwrap();
+        let mut answers = Vec::new();
+        while answers.is_empty() {
+            ring.wait(Some(Duration::from_secs(60))).unwrap();
+            ring.drain_completions(|token, outcome| answers.push((token, outcome)));
+        }
+        // A file has no driver with commands (before Linux 5.19 there are none at all).
+        let errno = answers[0].1;
+        assert!([-libc::EOPNOTSUPP, -libc::EINVAL].contains(&errno), "{errno}");
+        assert_eq!((answers.len(), answers[0].0), (1, token));
     }
 }

@@ -32,7 +32,7 @@ const IOWQ_WORKERS: [u32; 2] = [8, 4];
 const MAX_BUFFERS: u32 = 256;
 /// Set in tokens of the ring's own requests, whose completions are discarded.
 const INTERNAL_TOKEN: Token = FD_TOKEN >> 1;
-/// Set in tokens of watches that end with their first event.
+/// Set in tokens of watches that end with their first event, and of commands to drivers.
 const ONESHOT: Token = FD_TOKEN >> 2;
 
 /// The features that the kernel offered when the ring was set up.
@@ -179,7 +179,7 @@ impl Uring {
 
     /// Pushes a request of the ring's own, after a submission if there is no room.
     fn push_sqe(&mut self, entry: &squeue::Entry) -> Result<(), Error> {
-        // SAFETY: polls name no memory.
+        // SAFETY: polls name no memory, and the caller of `command` keeps that of its command.
         while unsafe { self.ring.submission().push(entry) }.is_err() {
             self.submit()?;
         }
@@ -378,6 +378,19 @@ impl EventSource for Uring {
             let _ =
                 self.push_sqe(&opcode::AsyncCancel::new(token).build().user_data(INTERNAL_TOKEN));
         }
+    }
+
+    // SAFETY: the caller promises it for the memory of the command.
+    unsafe fn command(
+        &mut self,
+        fd: BorrowedFd<'_>,
+        op: u32,
+        arguments: [u8; 16],
+        token: Token,
+    ) -> Result<(), Error> {
+        check_fd_token(token)?;
+        let command = opcode::UringCmd16::new(types::Fd(fd.as_raw_fd()), op).cmd(arguments);
+        self.push_sqe(&command.build().user_data(token | ONESHOT))
     }
 
     fn fd(&self) -> BorrowedFd<'_> {

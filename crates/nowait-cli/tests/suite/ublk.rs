@@ -1,0 +1,184 @@
+//! A guest has an image as a block device of its own, through its ublk driver.
+//!
+//! Invariant: the server under test runs in the guest, because only there is a driver. What the
+//! guest has written is checked outside, on the image itself.
+
+use std::path::{Path, PathBuf};
+
+use crate::common::{Guest, Kernel, MIB, Scratch, path_of, require_tool, skip};
+use crate::guest::check_written;
+
+const DISK_BYTES: u64 = 128 * MIB;
+/// QEMU's arguments for two processors, so that the device has two queues.
+const PROCESSORS: [&str; 2] = ["-smp", "2"];
+
+/// What every guest begins with. `serve ARGUMENTS…` starts a server and waits for its node.
+const BEGIN: &str = r#"
+mount -t proc none /proc
+mount -t sysfs none /sys
+mkdir -p /data /disk/new
+mount -t tmpfs none /data
+serve() {
+    /test/nowait serve "$@" >/data/out 2>&1 & server=$!
+    for try in $(seq 300); do grep -q '^serving' /data/out && break; sleep 0.1; done
+    cat /data/out
+}
+end_server() { kill -$1 $server; wait $server; status=$?; }
+"#;
+
+/// The node from its making to its removal, with a server that is killed four times under load.
+const LIFE: &str = r#"
+/test/nowait serve /dev/vda --ublk; echo "guest: without a driver $?"
+insmod /modules/ublk_drv.ko
+serve /dev/vda --ublk=5
+grep -q 'serving /dev/ublkb5' /data/out && [ -b /dev/ublkb5 ] && echo "guest: there is a node"
+cd /sys/block/ublkb5/queue
+echo "guest: queue $(cat write_cache), fua $(cat fua), discard $(cat discard_max_bytes)"
+cd / && /test/mkfs.ext4 -q /dev/ublkb5 && mount -t ext4 /dev/ublkb5 /disk/new
+mkdir /disk/new/written
+dd if=/dev/urandom of=/data/random bs=1M count=12 2>/dev/null
+( cd /disk/new/written && for file in 1 2 3 4 5 6; do
+    dd if=/data/random of=$file bs=128k conv=fsync 2>/dev/null || echo "guest: I/O error"
+done; echo "guest: load ended" ) & load=$!
+for kill in 1 2 3 4; do
+    sleep 0.5
+    end_server KILL
+    /test/nowait ublk list
+    serve /dev/vda --ublk=5
+done
+wait $load
+/test/nowait ublk stop 5; echo "guest: stop while in use $?"
+fstrim /disk/new && echo "guest: trimmed"
+echo 3 >/proc/sys/vm/drop_caches
+for file in /disk/new/written/*; do cmp $file /data/random || echo "guest: $file differs"; done
+cd /disk/new/written && for file in *; do echo "guest: wrote $(sha256sum $file)"; done
+cd / && kill -TERM $server
+for try in $(seq 100); do grep -q 'is in use' /data/out && break; sleep 0.1; done
+umount /disk/new && wait $server; echo "guest: ended $?"
+cat /data/out
+ls /dev/ublkb5 2>/dev/null || echo "guest: no node"
+"#;
+
+/// A server that ends while its node is in use, and nodes that are taken away from servers.
+const LEFT: &str = r#"
+insmod /modules/ublk_drv.ko
+serve /dev/vda --ublk
+/test/mkfs.ext4 -q /dev/ublkb0 && mount -t ext4 /dev/ublkb0 /disk/new
+dd if=/dev/urandom of=/data/random bs=1M count=8 2>/dev/null
+mkdir /disk/new/written && cp /data/random /disk/new/written/1
+end_server TERM; cat /data/out; echo "guest: ended in use $status"
+/test/nowait ublk list --json
+( sync; echo "guest: synced" ) & sync=$!
+dd if=/dev/zero of=/data/other bs=1M count=1 2>/dev/null
+/test/nowait serve /data/other --direct off --ublk=0; echo "guest: another image $?"
+serve /dev/vda --ublk=0; wait $sync
+cmp /disk/new/written/1 /data/random && echo "guest: wrote $(cd /disk/new/written && sha256sum 1)"
+umount /disk/new
+/test/nowait ublk stop 0; echo "guest: stopped $?"
+wait $server; echo "guest: ended without its node $?"
+cat /data/out
+serve /dev/vda --ublk=3 --read-only
+echo "guest: read-only $(cat /sys/block/ublkb3/ro)"
+mount -t ext4 -o ro /dev/ublkb3 /disk/new && cmp /disk/new/written/1 /data/random && umount /disk/new
+end_server TERM; echo "guest: ended $status"
+serve /dev/vda --ublk=3 --nbd unix:/data/socket
+/test/nowait ublk stop 3; sleep 0.5
+[ -d /proc/$server ] && end_server TERM && echo "guest: NBD goes on, then $status"
+cat /data/out
+/test/nowait ublk stop 3; echo "guest: no device $?"
+/test/nowait ublk list | wc -l
+"#;
+
+/// A guest, the programs that it needs, and a disk for it.
+struct Scene {
+    guest: Guest,
+    programs: [PathBuf; 2],
+    scratch: Scratch,
+    disk: PathBuf,
+}
+
+impl Scene {
+    /// `None` if the test cannot run here.
+    fn new() -> Option<Self> {
+        let Some(mkfs) = path_of("mkfs.ext4") else {
+            skip("no mkfs.ext4");
+            return None;
+        };
+        if !["e2fsck", "debugfs"].into_iter().all(require_tool) {
+            return None;
+        }
+        let guest = Guest::with(Kernel::V6_12)?;
+        let scratch = Scratch::new();
+        let disk = scratch.sparse("disk.img", DISK_BYTES);
+        let programs = [PathBuf::from(env!("CARGO_BIN_EXE_nowait")), mkfs];
+        Some(Self { guest, programs, scratch, disk })
+    }
+
+    /// Runs `script` in the guest and returns what it printed. The image is on `/dev/vda`.
+    fn run(&self, script: &str) -> String {
+        let drive =
+            format!("file={},format=raw,if=none,id=disk,discard=unmap", self.disk.display());
+        let disk = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"];
+        let devices = [&PROCESSORS[..], &disk].concat();
+        let programs: Vec<&Path> = self.programs.iter().map(PathBuf::as_path).collect();
+        self.guest.run(&format!("{BEGIN}{script}\npoweroff -f\n"), &programs, &devices)
+    }
+}
+
+fn assert_said(console: &str, lines: &[&str]) {
+    for line in lines {
+        assert!(console.contains(line), "the guest did not say '{line}':\n{console}");
+    }
+}
+
+#[test]
+fn a_node_survives_servers_that_are_killed_under_load_and_is_removed_when_its_users_have_left() {
+    let Some(scene) = Scene::new() else { return };
+    let console = scene.run(LIFE);
+    assert_said(
+        &console,
+        &[
+            "/dev/ublk-control is missing: there is no ublk driver (try 'modprobe ublk_drv'",
+            "guest: without a driver 1",
+            "guest: there is a node",
+            "guest: queue write back, fua 1, discard 1073741824",
+            "/dev/ublkb5    waiting",
+            "guest: load ended",
+            "/dev/ublkb5 is in use: /dev/ublkb5 is mounted on /disk/new (try --force)",
+            "guest: stop while in use 1",
+            "guest: trimmed",
+            "/dev/ublkb5 is in use: /dev/ublkb5 is mounted on /disk/new; waiting for at most 10 s",
+            "guest: ended 0",
+            "guest: no node",
+        ],
+    );
+    assert!(!console.contains("guest: I/O error") && !console.contains("differs"), "{console}");
+    check_written(&scene.scratch, &scene.disk, &console, 6);
+}
+
+#[test]
+fn a_node_in_use_is_left_to_the_next_server_of_the_same_image() {
+    let Some(scene) = Scene::new() else { return };
+    let console = scene.run(LEFT);
+    assert_said(
+        &console,
+        &[
+            "/dev/ublkb0 is left waiting for the next 'nowait serve --ublk=0'",
+            "guest: ended in use 0",
+            r#""state":"waiting""#,
+            "/dev/ublkb0 waits for the server of another image ('nowait ublk stop 0' removes it)",
+            "guest: another image 1",
+            "guest: synced",
+            "guest: stopped 0",
+            "/dev/ublkb0 was removed by another program",
+            "guest: ended without its node 0",
+            "guest: read-only 1",
+            "guest: ended 0",
+            "/dev/ublkb3 was removed by another program",
+            "guest: NBD goes on, then 0",
+            "there is no ublk device 3",
+            "guest: no device 1",
+        ],
+    );
+    check_written(&scene.scratch, &scene.disk, &console, 1);
+}

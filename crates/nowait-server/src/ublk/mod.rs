@@ -1,0 +1,14 @@
+//! An export as a block device of this machine, `/dev/ublkbN`, through the kernel's ublk driver.
+//!
+//! Invariant: control commands run on threads that serve nothing, because the driver may write
+//! through the device before it answers one. Each queue of the device belongs to one serving thread.
+
+mod ublk_cmd;
+pub(crate) mod ublk_error;
+mod control_ring;
+mod parameters;
+mod holders;
+mod descriptors;
+pub(crate) mod ublk_device;
+pub(crate) mod ublk_list;
+pub(crate) mod ublk_frontend;

@@ -1,0 +1,133 @@
+//! The properties of a block device that the driver is told, and an image's as such.
+//!
+//! Invariant: sectors are 512 bytes, as in the kernel; the node never reaches past the image's end.
+
+use std::sync::Arc;
+
+use nowait::{BlockDevice, BlockMap};
+use nowait_image::{DeviceVisitor, Image};
+
+use crate::ublk::ublk_cmd::field;
+
+const SECTOR_SHIFT: u32 = 9;
+/// The kernel's largest block: a page.
+const MAX_BLOCK_BYTES: u32 = 4096;
+const TYPES_BASIC_AND_DISCARD: u32 = 3;
+const READ_ONLY: u32 = 1;
+const VOLATILE_CACHE: u32 = 1 << 2;
+const FUA: u32 = 1 << 3;
+/// The longest discard and the longest zeroing, in bytes. A worker does each as a whole.
+const MAX_DISCARD_BYTES: u32 = 1 << 30;
+const MAX_ZERO_BYTES: u32 = 64 << 20;
+
+/// The properties of a node.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Parameters {
+    /// Size in bytes, a number of whole blocks.
+    pub(crate) size: u64,
+    /// Bytes of a block: the smallest request.
+    pub(crate) block: u32,
+    pub(crate) read_only: bool,
+    /// Storage can be deallocated.
+    pub(crate) discards: bool,
+    /// The longest request, in bytes.
+    pub(crate) max_io_bytes: u32,
+}
+
+/// Asks an image for its [`Parameters`].
+struct Properties {
+    max_io_bytes: u32,
+}
+
+impl DeviceVisitor for Properties {
+    type Output = Parameters;
+
+    fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> Parameters {
+        let block = device.alignment().offset.clamp(1 << SECTOR_SHIFT, MAX_BLOCK_BYTES);
+        let size = device.size();
+        Parameters {
+            size: size - size % u64::from(block),
+            block,
+            read_only: device.is_read_only(),
+            discards: device.supports_punch_hole(),
+            max_io_bytes: self.max_io_bytes,
+        }
+    }
+}
+
+impl Parameters {
+    /// Bytes of `struct ublk_params` up to the end of its discard parameters.
+    pub(crate) const BYTES: usize = 64;
+
+    /// Those of `image`, for requests of at most `max_io_bytes`.
+    pub(crate) fn of(image: &Image, max_io_bytes: u32) -> Self {
+        image.visit(Properties { max_io_bytes })
+    }
+
+    /// `struct ublk_params`, as far as it is used here.
+    pub(crate) fn to_bytes(self) -> [u8; Self::BYTES] {
+        let mut bytes = [0; Self::BYTES];
+        let mut put = |at: usize, field: &[u8]| bytes[at..at + field.len()].copy_from_slice(field);
+        // All of its writes may be in a volatile cache until a flush (C50).
+        let attributes = if self.read_only { READ_ONLY } else { VOLATILE_CACHE | FUA };
+        let page = MAX_BLOCK_BYTES.trailing_zeros() as u8;
+        put(0, &(Self::BYTES as u32).to_ne_bytes());
+        put(4, &TYPES_BASIC_AND_DISCARD.to_ne_bytes());
+        put(8, &attributes.to_ne_bytes());
+        // The logical and the physical block, the optimal and the smallest request.
+        put(12, &[self.block.trailing_zeros() as u8, page, page, page]);
+        put(16, &(self.max_io_bytes >> SECTOR_SHIFT).to_ne_bytes());
+        put(24, &(self.size >> SECTOR_SHIFT).to_ne_bytes());
+        let discard = if self.discards { MAX_DISCARD_BYTES } else { 0 };
+        let zero = if self.read_only { 0 } else { MAX_ZERO_BYTES };
+        // The alignment of discards is 0; their granularity is that of most file systems.
+        put(44, &MAX_BLOCK_BYTES.to_ne_bytes());
+        put(48, &(discard >> SECTOR_SHIFT).to_ne_bytes());
+        put(52, &(zero >> SECTOR_SHIFT).to_ne_bytes());
+        put(56, &1u16.to_ne_bytes());
+        bytes
+    }
+
+    /// Whether a node with the parameters `bytes` looks the same to its users.
+    pub(crate) fn is_as_in(self, bytes: &[u8; Self::BYTES]) -> bool {
+        let read_only = u32::from_ne_bytes(field(bytes, 8)) & READ_ONLY != 0;
+        let sectors = sectors_in(bytes);
+        read_only == self.read_only
+            && sectors == self.size >> SECTOR_SHIFT
+            && u32::from(bytes[12]) == self.block.trailing_zeros()
+    }
+}
+
+/// The size that the parameters `bytes` tell, in sectors.
+pub(crate) fn sectors_in(bytes: &[u8; Parameters::BYTES]) -> u64 {
+    u64::from_ne_bytes(field(bytes, 24))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_node_tells_the_image_and_is_recognised_by_it() {
+        let parameters = Parameters {
+            size: 5 << 20,
+            block: 512,
+            read_only: false,
+            discards: true,
+            max_io_bytes: 1 << 19,
+        };
+        let bytes = parameters.to_bytes();
+        assert_eq!(bytes[12..16], [9, 12, 12, 12]);
+        assert_eq!(sectors_in(&bytes), 10240);
+        assert_eq!(u32::from_ne_bytes(field(&bytes, 16)), 1024);
+        assert_eq!(u32::from_ne_bytes(field(&bytes, 48)), MAX_DISCARD_BYTES / 512);
+        assert!(parameters.is_as_in(&bytes));
+        for other in [
+            Parameters { size: 6 << 20, ..parameters },
+            Parameters { block: 4096, ..parameters },
+            Parameters { read_only: true, ..parameters },
+        ] {
+            assert!(!other.is_as_in(&bytes), "{other:?}");
+        }
+    }
+}
