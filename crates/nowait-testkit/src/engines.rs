@@ -81,6 +81,7 @@ pub fn switches(on: Config) -> [(&'static str, Config); 8] {
         ("vectored off", Config { vectored: false, ..on }),
         ("pool off", Config { pool: false, ..on }),
         ("nowait first off", Config { nowait_first: false, ..on }),
+        ("back-off off", Config { back_off: false, ..on }),
         ("hint off", Config { hint: false, ..on }),
         ("group syncs off", Config { group_syncs: false, ..on }),
     ]

@@ -278,6 +278,7 @@ impl ServeArgs {
                 Switch::Vectored => &mut config.vectored,
                 Switch::Pool => &mut config.pool,
                 Switch::NowaitFirst => &mut config.nowait_first,
+                Switch::BackOff => &mut config.back_off,
                 Switch::Hint => &mut config.hint,
                 Switch::GroupSyncs => &mut config.group_syncs,
             } = false;
@@ -336,6 +337,8 @@ enum Switch {
     Pool,
     /// Trying without waiting before handing a request to a worker thread
     NowaitFirst,
+    /// Handing requests to workers without a try for a while after many refusals
+    BackOff,
     /// Remembering which ranges of the image hold data
     Hint,
     /// Making writes with FUA durable together where the kernel would sync for each
@@ -523,14 +526,15 @@ mod tests {
         let expected = nowait::Config { simple: false, hint: false, ..all };
         assert_eq!(serve("nowait serve --off simple,hint").config(), expected);
         assert_eq!(serve("nowait serve --off hint --off simple").config(), expected);
-        let some =
-            serve("nowait serve --off inline-completion,vectored,pool,nowait-first,group-syncs");
+        let off = "inline-completion,vectored,pool,nowait-first,back-off,group-syncs";
+        let some = serve(&format!("nowait serve --off {off}"));
         let expected = nowait::Config {
             group_syncs: false,
             inline_completion: false,
             vectored: false,
             pool: false,
             nowait_first: false,
+            back_off: false,
             ..all
         };
         assert_eq!(some.config(), expected);

@@ -4,7 +4,8 @@
 //! every request that is tried at that moment. So polls are counted, not refusals.
 //!
 //! Invariant: after a number of polls in a row in which nearly every request was refused, a bounded
-//! number of requests goes to the workers without a try; then requests are tried again.
+//! number of requests goes to the workers without a try; then requests are tried again. The switch
+//! [`crate::Config::back_off`] turns it off.
 
 /// Refused polls in a row that start a back-off.
 const REFUSED_POLLS_LIMIT: u32 = 24;
@@ -12,8 +13,9 @@ const REFUSED_POLLS_LIMIT: u32 = 24;
 const BACK_OFF_REQUESTS: u32 = 2048;
 
 /// The back-off state of one engine.
-#[derive(Default)]
 pub(crate) struct BackOff {
+    /// Whether refusals count.
+    on: bool,
     /// Refusals since the last poll.
     refused: u32,
     /// Polls in a row in which nearly every request was refused.
@@ -23,6 +25,11 @@ pub(crate) struct BackOff {
 }
 
 impl BackOff {
+    /// A state that has seen no refusal; `on` is the switch.
+    pub(crate) fn new(on: bool) -> Self {
+        Self { on, refused: 0, refused_polls: 0, remaining: 0 }
+    }
+
     /// Whether requests go to the workers without a try.
     #[inline]
     pub(crate) fn is_backing_off(&self) -> bool {
@@ -36,7 +43,7 @@ impl BackOff {
 
     /// Counts a transfer that was refused.
     pub(crate) fn refused(&mut self) {
-        self.refused += 1;
+        self.refused += u32::from(self.on);
     }
 
     /// Evaluates a poll that has reaped `reaped` transfers. True when it starts a back-off.
@@ -63,7 +70,7 @@ impl BackOff {
         if self.refused_polls < REFUSED_POLLS_LIMIT {
             return false;
         }
-        *self = Self { remaining: BACK_OFF_REQUESTS, ..Self::default() };
+        *self = Self { remaining: BACK_OFF_REQUESTS, ..Self::new(self.on) };
         true
     }
 }
@@ -80,7 +87,7 @@ mod tests {
     #[test]
     fn c39_a_file_that_always_refuses_is_left_alone_and_tried_again_later() {
         for depth in [1, 128] {
-            let mut back_off = BackOff::default();
+            let mut back_off = BackOff::new(true);
             for n in 1..=REFUSED_POLLS_LIMIT {
                 assert!(!back_off.is_backing_off());
                 assert_eq!(poll(&mut back_off, depth, depth as usize), n == REFUSED_POLLS_LIMIT);
@@ -96,8 +103,16 @@ mod tests {
     }
 
     #[test]
+    fn c39_with_the_switch_off_every_request_is_tried() {
+        let mut back_off = BackOff::new(false);
+        for _ in 0..2 * REFUSED_POLLS_LIMIT {
+            assert!(!poll(&mut back_off, 128, 128) && !back_off.is_backing_off());
+        }
+    }
+
+    #[test]
     fn c39_a_burst_of_refusals_now_and_then_changes_nothing() {
-        let mut back_off = BackOff::default();
+        let mut back_off = BackOff::new(true);
         for _ in 0..10_000 {
             assert!(!poll(&mut back_off, 128, 128));
             assert!(!poll(&mut back_off, 0, 5));

@@ -89,7 +89,7 @@ impl<M: BlockMap> Dispatcher<M> {
             bounce: BufferPool::new(budget),
             merged: Vec::new(),
             config,
-            back_off: BackOff::default(),
+            back_off: BackOff::new(config.back_off),
             stats: Stats::default(),
             deferred: VecDeque::new(),
             probe_slot: None,

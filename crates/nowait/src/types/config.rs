@@ -19,6 +19,9 @@ pub struct Config {
     pub pool: bool,
     /// Requests are first tried without waiting (C37). Off: every request goes to a worker.
     pub nowait_first: bool,
+    /// After many refusals in a row, requests go to the workers for a while without being tried
+    /// (C39). Off: every request is tried, however many are refused.
+    pub back_off: bool,
     /// The allocation cache records which ranges are mapped and which are holes (C38). Off: nothing
     /// is recorded, and only the attempt tells whether a write needs allocation.
     pub hint: bool,
@@ -47,6 +50,7 @@ impl Default for Config {
             vectored: true,
             pool: true,
             nowait_first: true,
+            back_off: true,
             hint: true,
             group_syncs: true,
             strict: false,

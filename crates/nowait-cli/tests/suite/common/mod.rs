@@ -24,13 +24,14 @@ pub(crate) fn text(path: &Path) -> &str {
 
 /// Arguments of `nowait serve` that may only affect speed: each mechanism off, the other queue, the
 /// page cache, more threads.
-pub(crate) const VARIANTS: [&[&str]; 10] = [
+pub(crate) const VARIANTS: [&[&str]; 11] = [
     &[],
     &["--off", "simple"],
     &["--off", "inline-completion"],
     &["--off", "vectored"],
     &["--off", "pool"],
     &["--off", "nowait-first"],
+    &["--off", "back-off"],
     &["--off", "hint"],
     &["--queue", "threads"],
     &["--direct", "off"],
