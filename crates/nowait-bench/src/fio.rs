@@ -4,7 +4,7 @@
 //! directory.
 
 use std::fs::File;
-use std::io::{self, Read, Seek, SeekFrom};
+use std::io::{self, ErrorKind, Read, Seek, SeekFrom};
 use std::process::{Child, Command, Stdio};
 use std::thread;
 use std::time::Duration;
@@ -27,7 +27,7 @@ pub(crate) struct FioResult {
     pub(crate) mib_per_second: f64,
     /// 50 %, 10 %, 1 % and 0.1 % of the requests took longer; `None` where fio reports none.
     pub(crate) latency_us: Option<[f64; 4]>,
-    /// Part of the time that it was not asleep, 0 to 1.
+    /// Part of the time that a job was not asleep, 0 to 1; the mean over the jobs.
     pub(crate) busy: f64,
 }
 
@@ -73,7 +73,11 @@ pub(crate) fn run(
         .stdin(Stdio::null())
         .stdout(answer.try_clone()?)
         .stderr(complaint.try_clone()?)
-        .spawn()?;
+        .spawn()
+        .map_err(|error| match error.kind() {
+            ErrorKind::NotFound => io::Error::new(ErrorKind::Unsupported, "fio is not installed"),
+            _ => error,
+        })?;
     if !wait(&mut child, stop)? {
         let complaint = text(&mut complaint)?;
         let last = complaint.lines().rev().find(|line| !line.trim().is_empty());

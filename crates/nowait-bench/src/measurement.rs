@@ -7,7 +7,7 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
-use rustix::time::{ClockId, clock_gettime};
+use rustix::time::ClockId;
 use tempfile::TempDir;
 
 use crate::address;
@@ -17,7 +17,7 @@ use crate::client::{Client, ConnectOptions, Interval, Payload, latency_histogram
 use crate::cpus::Placement;
 use crate::error::Error;
 use crate::fio;
-use crate::process_stats::{CpuTime, resident_bytes};
+use crate::process_stats::{CpuTime, clock_ns, resident_bytes};
 use crate::report::RunOptions;
 use crate::samples::Sample;
 use crate::server::{Program, Server};
@@ -198,6 +198,5 @@ fn run_until(mut client: Client, enough: &CancelFlag) -> io::Result<Interval> {
 }
 
 fn this_threads_ns() -> u64 {
-    let time = clock_gettime(ClockId::ThreadCPUTime);
-    time.tv_sec.cast_unsigned() * NS_PER_SECOND + time.tv_nsec.cast_unsigned()
+    clock_ns(ClockId::ThreadCPUTime)
 }

@@ -7,6 +7,8 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::{fs, io};
 
+use rustix::time::{ClockId, clock_gettime};
+
 const NS_PER_SECOND: u64 = 1_000_000_000;
 /// The largest error of a tick count: user and system time are each truncated, before and after.
 const TICK_ERROR: u64 = 4;
@@ -68,6 +70,12 @@ fn ticks_of(stat: &str) -> Option<u64> {
     let user: u64 = fields.next()?.parse().ok()?;
     let system: u64 = fields.next()?.parse().ok()?;
     Some(user + system)
+}
+
+/// Nanoseconds of a clock, such as the processor time of this thread or of this process.
+pub(crate) fn clock_ns(clock: ClockId) -> u64 {
+    let time = clock_gettime(clock);
+    time.tv_sec.cast_unsigned() * NS_PER_SECOND + time.tv_nsec.cast_unsigned()
 }
 
 /// Resident memory of process `pid` in bytes.

@@ -74,11 +74,14 @@ pub(crate) struct Entry<K, S> {
     pub(crate) samples: Vec<S>,
     /// The reason why it could not be measured.
     pub(crate) problem: Option<String>,
+    /// Whether the reason is that this machine lacks something: `ErrorKind::Unsupported`. That is
+    /// no failure of the measurement.
+    pub(crate) is_lacking: bool,
 }
 
 impl<K, S> Entry<K, S> {
     pub(crate) fn new(key: K) -> Self {
-        Self { key, samples: Vec::new(), problem: None }
+        Self { key, samples: Vec::new(), problem: None, is_lacking: false }
     }
 
     /// A figure over the rounds; zeros without samples.
@@ -149,6 +152,7 @@ impl<'a> Reporter<'a> {
                         Ok(sample) => entry.samples.push(sample),
                         Err(error) => {
                             entry.problem = Some(error.to_string());
+                            entry.is_lacking = error.kind() == io::ErrorKind::Unsupported;
                             entry.samples.clear();
                         }
                     }

@@ -179,7 +179,7 @@ pub enum BenchWhat {
     /// Image formats: raw, qcow2 and a chain of three, served by nowait and by QEMU's servers, on
     /// images that are made for it in $TMPDIR or /var/tmp
     Images,
-    /// The engine's simple path on and off: 4K random read
+    /// The engine's simple path on and off: 4K random, all of the library's interfaces
     Simple,
     /// Writes finished where they are reaped, and after a detour
     Completion,
@@ -187,11 +187,13 @@ pub enum BenchWhat {
     Vectored,
     /// Request slots from the engine's slab, and from the allocator
     Pool,
-    /// Trying without waiting first, with and without hints; the kernel's loop device
+    /// Trying without waiting first, with and without hints; the engine beside the kernel's loop device,
+    /// which takes root
     Nowait,
     /// Writes made durable one by one, and together, where the file system syncs for each
     Durable,
-    /// The engine, a bare io_uring loop, plain calls, and fio where it is installed
+    /// The engine on io_uring and on Linux AIO, the library's other interfaces, a bare io_uring loop, plain
+    /// calls, and fio where it is installed
     Engines,
     /// All of the engine's tables: all but peers, copy and images
     All,
@@ -241,7 +243,7 @@ Examples:
 
 Exit status:
   0   the tables are complete
-  1   nothing could be measured, or not all of it
+  1   nothing could be measured, or not all of it that this machine has
   2   wrong command line";
 
 #[cfg(test)]

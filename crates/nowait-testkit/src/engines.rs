@@ -73,7 +73,7 @@ impl TestQueueKind {
 }
 
 /// `on`, and `on` with each of its switches off, by name.
-pub fn switches(on: Config) -> [(&'static str, Config); 8] {
+pub fn switches(on: Config) -> [(&'static str, Config); 9] {
     [
         ("all on", on),
         ("simple off", Config { simple: false, ..on }),

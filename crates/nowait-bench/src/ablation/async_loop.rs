@@ -1,7 +1,8 @@
-//! The async interface in a closed loop: one thread, which parks while no future is ready.
+//! The async interfaces in a closed loop: one thread, with a task for each request in flight.
 //!
 //! Invariant: when a loop returns without an error, none of its futures is left.
 
+use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::io;
 use std::pin::pin;
@@ -10,61 +11,121 @@ use std::task::{Context, Poll, Wake, Waker};
 use std::thread::{self, Thread};
 use std::time::Instant;
 
-use futures_util::stream::{FuturesUnordered, StreamExt};
-use nowait::{Error, IoBuffer};
+use fastrand::Rng;
+use futures_util::future::Either;
+use futures_util::stream::{FuturesUnordered, TryStreamExt};
+use nowait::{Config, Error, Flags, IoBuffer, LocalDriver, WorkerPool};
 
 use crate::ablation::closed_loop::{Interval, StopCondition};
+use crate::ablation::fixture::{Fixture, ring_of_this_thread, ring_tasks};
+use crate::ablation::gain_table::Sample;
 use crate::offsets::Offsets;
-use crate::workload::Workload;
+use crate::workload::{Direction, Workload};
 
-/// The output of a read future: the number of bytes, and its buffer.
+/// The output of a future: the number of bytes, and its buffer.
 pub(crate) type Answer = (Result<usize, Error>, IoBuffer);
 
-/// Keeps `load.depth` futures of `read` in flight until `stop_condition` ends the loop or the
+/// One of the async interfaces.
+#[derive(Clone, Copy)]
+pub(crate) enum AsyncApi {
+    /// `AsyncFile`, whose engine is on a thread of its own.
+    AnyThread,
+    /// `LocalAsyncFile`, driven by `LocalDriver`.
+    ThisThread,
+}
+
+impl AsyncApi {
+    pub(crate) fn name(self) -> &'static str {
+        match self {
+            AsyncApi::AnyThread => "AsyncFile",
+            AsyncApi::ThisThread => "LocalAsyncFile",
+        }
+    }
+}
+
+/// Measures `load` on a ring. As in the other interfaces, every byte counts as mapped.
+pub(crate) fn run(
+    api: AsyncApi,
+    fixture: &Fixture<'_>,
+    load: &Workload,
+    config: Config,
+) -> io::Result<Sample> {
+    let disk = fixture.hinted_disk(fixture.path, false)?;
+    let workers = WorkerPool::new(&disk, config.workers);
+    let config = Config { hint: false, ..config };
+    let reads = load.direction == Direction::Read;
+    match api {
+        AsyncApi::AnyThread => {
+            let file = ring_tasks(disk, workers, config)?;
+            let transfer = |pos, buffer| match reads {
+                true => Either::Left(file.read(pos, buffer)),
+                false => Either::Right(file.write(pos, buffer, Flags::NONE)),
+            };
+            fixture.measure(load, true, |offsets, stop_condition| {
+                block_on(drive(load, offsets, stop_condition, transfer))
+            })
+        }
+        AsyncApi::ThisThread => {
+            let driver = LocalDriver::new()?;
+            let file = ring_of_this_thread(disk, workers, config)?;
+            let transfer = |pos, buffer| match reads {
+                true => Either::Left(file.read(pos, buffer)),
+                false => Either::Right(file.write(pos, buffer, Flags::NONE)),
+            };
+            fixture.measure(load, true, |offsets, stop_condition| {
+                driver.block_on(drive(load, offsets, stop_condition, transfer))
+            })
+        }
+    }
+}
+
+/// Keeps `load.depth` futures of `transfer` in flight until `stop_condition` ends the loop or the
 /// offsets run out.
 ///
 /// # Errors
-/// The error of a read, a short read, or that there is no memory.
-pub(crate) fn drive<F: Future<Output = Answer>>(
+/// The error of a transfer, a short one, or that there is no memory.
+async fn drive<F: Future<Output = Answer>>(
     load: &Workload,
     offsets: &mut Offsets,
     stop_condition: StopCondition<'_>,
-    read: impl Fn(u64, IoBuffer) -> F,
+    transfer: impl Fn(u64, IoBuffer) -> F,
 ) -> io::Result<Interval> {
-    let start = |pos, buffer| {
-        let (begin, future) = (Instant::now(), read(pos, buffer));
-        async move {
-            let (bytes, buffer) = future.await;
-            match bytes {
-                Ok(bytes) if bytes == load.block_bytes => Ok((buffer, begin)),
-                Ok(_) => Err(io::Error::other("a read was cut short")),
-                Err(error) => Err(error.into()),
+    let (offsets, is_over) = (RefCell::new(offsets), Cell::new(false));
+    let interval = RefCell::new(stop_condition.begin());
+    let task = async |mut buffer| {
+        while !is_over.get() {
+            let Some(pos) = offsets.borrow_mut().next() else { break };
+            let begin = Instant::now();
+            let (bytes, filled) = transfer(pos, buffer).await;
+            buffer = filled;
+            if bytes? != load.block_bytes {
+                return Err(io::Error::other("a transfer was cut short"));
+            }
+            // Requests that complete after the end are not counted.
+            if !is_over.get() {
+                let (now, mut interval) = (Instant::now(), interval.borrow_mut());
+                interval.count(load.block_bytes as u64, now - begin);
+                if stop_condition.is_over(&interval, now) {
+                    is_over.set(true);
+                    interval.end();
+                }
             }
         }
+        Ok(())
     };
-    let mut in_flight = FuturesUnordered::new();
-    let mut interval = stop_condition.begin();
+    let tasks = FuturesUnordered::new();
+    let mut random = Rng::with_seed(load.block_bytes as u64);
     for _ in 0..load.depth {
-        let buffer = IoBuffer::zeroed(load.block_bytes)?;
-        in_flight.extend(offsets.next().map(|pos| start(pos, buffer)));
+        let mut buffer = IoBuffer::zeroed(load.block_bytes)?;
+        random.fill(&mut buffer);
+        tasks.push(task(buffer));
     }
-    block_on(async {
-        while let Some(done) = in_flight.next().await {
-            let (buffer, begin) = done?;
-            let now = Instant::now();
-            interval.count(load.block_bytes as u64, now - begin);
-            if stop_condition.is_over(&interval, now) {
-                break;
-            }
-            in_flight.extend(offsets.next().map(|pos| start(pos, buffer)));
-        }
+    tasks.try_collect::<()>().await?;
+    let mut interval = interval.into_inner();
+    if !is_over.get() {
         interval.end();
-        // Requests that complete from here on are not counted.
-        while let Some(done) = in_flight.next().await {
-            done?;
-        }
-        Ok(interval)
-    })
+    }
+    Ok(interval)
 }
 
 /// Runs `future` to its end on this thread.
@@ -89,7 +150,6 @@ fn block_on<F: Future>(future: F) -> F::Output {
 
 #[cfg(test)]
 mod tests {
-    use std::cell::Cell;
     use std::time::Duration;
 
     use super::*;
@@ -132,7 +192,7 @@ mod tests {
                 (Ok(bytes), buffer)
             }
         };
-        let interval = drive(&load, &mut offsets, stop_condition, read);
+        let interval = block_on(drive(&load, &mut offsets, stop_condition, read));
         (interval, in_flight.get(), max_in_flight.get())
     }
 
@@ -152,8 +212,8 @@ mod tests {
     }
 
     #[test]
-    fn a_short_read_ends_the_loop() {
+    fn a_short_transfer_ends_the_loop() {
         let (interval, ..) = read_once(511, Duration::MAX);
-        assert_eq!(interval.err().unwrap().to_string(), "a read was cut short");
+        assert_eq!(interval.err().unwrap().to_string(), "a transfer was cut short");
     }
 }

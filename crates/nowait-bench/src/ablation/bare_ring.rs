@@ -61,7 +61,8 @@ impl BareRing {
         Ok(bare)
     }
 
-    /// Keeps `load.depth` requests in flight until `stop_condition` ends the loop.
+    /// Keeps `load.depth` requests in flight until `stop_condition` ends the loop or the offsets run
+    /// out.
     ///
     /// # Errors
     /// The error of io_uring_enter(2) or of a transfer.
@@ -74,6 +75,9 @@ impl BareRing {
         let mut now = interval.begin;
         while !stop_condition.is_over(&interval, now) {
             self.fill(offsets, now)?;
+            if self.in_flight() == 0 {
+                break;
+            }
             self.ring.submit_and_wait(1)?;
             now = Instant::now();
             self.take(&mut interval, now)?;

@@ -18,6 +18,8 @@ use crate::ablation::gain_table::Sample;
 use crate::offsets::Offsets;
 use crate::workload::{Direction, Workload};
 
+/// A loop that measures no latencies reads the clock once in so many calls.
+const CALLS_PER_CLOCK_READ: u64 = 64;
 const POLL_INTERVAL: Duration = Duration::from_micros(100);
 
 /// A buffer of the largest block size, aligned for direct I/O on any device.
@@ -102,7 +104,10 @@ pub(crate) fn calls(
     let mut now = interval.begin;
     while let Some(pos) = offsets.next() {
         call(pos)?;
-        let begin = std::mem::replace(&mut now, Instant::now());
+        let is_read =
+            stop_condition.timed || interval.requests.is_multiple_of(CALLS_PER_CLOCK_READ);
+        let next = if is_read { Instant::now() } else { now };
+        let begin = std::mem::replace(&mut now, next);
         interval.count(block_bytes as u64, now - begin);
         if stop_condition.is_over(&interval, now) {
             break;

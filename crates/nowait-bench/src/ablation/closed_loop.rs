@@ -8,11 +8,13 @@ use std::time::{Duration, Instant};
 use fastrand::Rng;
 use hdrhistogram::Histogram;
 use nowait::{BlockMap, ByteRange, Engine, Flags, IoQueue, Op, PooledBuffer, Request};
+use rustix::time::ClockId;
 
 use crate::ablation::gain_table::{Sample, latency_of};
 use crate::cancel::CancelFlag;
 use crate::client::latency_histogram;
 use crate::offsets::Offsets;
+use crate::process_stats::clock_ns;
 use crate::workload::{Direction, Workload};
 
 const MIB: f64 = 1_048_576.0;
@@ -40,6 +42,7 @@ impl StopCondition<'_> {
         Interval {
             begin: Instant::now(),
             elapsed: Duration::ZERO,
+            cpu_ns: [process_ns(); 2],
             requests: 0,
             bytes: 0,
             latencies_ns: self.timed.then(latency_histogram).and_then(Result::ok),
@@ -58,6 +61,8 @@ impl StopCondition<'_> {
 pub(crate) struct Interval {
     pub(crate) begin: Instant,
     pub(crate) elapsed: Duration,
+    /// Processor time of this process, all of its threads, at the begin and at the end.
+    cpu_ns: [u64; 2],
     pub(crate) requests: u64,
     pub(crate) bytes: u64,
     pub(crate) latencies_ns: Option<Histogram<u64>>,
@@ -75,6 +80,7 @@ impl Interval {
 
     pub(crate) fn end(&mut self) {
         self.elapsed = self.begin.elapsed();
+        self.cpu_ns[1] = process_ns();
     }
 
     /// Adds the figures of another loop that ran at the same time.
@@ -82,6 +88,8 @@ impl Interval {
         let end = (self.begin + self.elapsed).max(other.begin + other.elapsed);
         self.begin = self.begin.min(other.begin);
         self.elapsed = end - self.begin;
+        let ([begin, end], [its_begin, its_end]) = (self.cpu_ns, other.cpu_ns);
+        self.cpu_ns = [begin.min(its_begin), end.max(its_end)];
         self.requests += other.requests;
         self.bytes += other.bytes;
         if let (Some(all), Some(more)) = (&mut self.latencies_ns, &other.latencies_ns) {
@@ -90,22 +98,29 @@ impl Interval {
         }
     }
 
-    /// The figures per second.
+    /// The figures per second, and the processor time for `request_bytes`, which a request of the
+    /// row transfers.
     ///
     /// # Errors
     /// No request was completed.
-    pub(crate) fn sample(&self) -> io::Result<Sample> {
+    pub(crate) fn sample(&self, request_bytes: usize) -> io::Result<Sample> {
         if self.bytes == 0 {
             return Err(io::Error::other("finished no request in time"));
         }
         let seconds = self.elapsed.as_secs_f64();
+        let cpu_ns = (self.cpu_ns[1] - self.cpu_ns[0]) as f64;
         let taken = self.latencies_ns.as_ref().filter(|_| self.requests > 0);
         Ok(Sample {
             per_second: self.requests as f64 / seconds,
             mib_per_second: self.bytes as f64 / MIB / seconds,
+            cpu_ns: cpu_ns * request_bytes as f64 / self.bytes as f64,
             latency: taken.map(latency_of),
         })
     }
+}
+
+fn process_ns() -> u64 {
+    clock_ns(ClockId::ProcessCPUTime)
 }
 
 /// The operation that corresponds to a direction.
@@ -116,7 +131,7 @@ pub(crate) fn op(direction: Direction) -> Op {
     }
 }
 
-/// Keeps `load.depth` requests in flight until `stop_condition` ends the loop or the offsets run
+/// Keeps `load.depth` requests with `flags`, or durable ones, in flight until `stop_condition` ends the loop or the offsets run
 /// out.
 ///
 /// # Errors
@@ -124,10 +139,11 @@ pub(crate) fn op(direction: Direction) -> Op {
 pub(crate) fn drive<Q: IoQueue, M: BlockMap>(
     engine: &mut Engine<Q, M>,
     load: &Workload,
+    flags: Flags,
     offsets: &mut Offsets,
     stop_condition: StopCondition<'_>,
 ) -> io::Result<Interval> {
-    let mut slots = Slots::new(engine, load)?;
+    let mut slots = Slots::new(engine, load, flags)?;
     let mut interval = stop_condition.begin();
     let mut now = interval.begin;
     let mut pass = 0u32;
@@ -170,7 +186,7 @@ struct Slots<'a, Q: IoQueue, M: BlockMap> {
 }
 
 impl<'a, Q: IoQueue, M: BlockMap> Slots<'a, Q, M> {
-    fn new(engine: &'a mut Engine<Q, M>, load: &Workload) -> io::Result<Self> {
+    fn new(engine: &'a mut Engine<Q, M>, load: &Workload, flags: Flags) -> io::Result<Self> {
         let block = load.block_bytes as u64;
         let mut random = Rng::with_seed(block);
         let mut free = Vec::with_capacity(load.depth);
@@ -183,7 +199,7 @@ impl<'a, Q: IoQueue, M: BlockMap> Slots<'a, Q, M> {
             free.push((slot, buf));
         }
         let started = vec![Instant::now(); load.depth];
-        let flags = if load.durable { Flags::DSYNC } else { Flags::NONE };
+        let flags = if load.durable { Flags::DSYNC } else { flags };
         Ok(Slots { engine, free, started, op: op(load.direction), flags, block })
     }
 
@@ -215,5 +231,27 @@ impl<'a, Q: IoQueue, M: BlockMap> Slots<'a, Q, M> {
             self.free.push((slot, buf));
         }
         Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn processor_time_is_that_of_all_loops_for_the_bytes_of_one_request() {
+        let stop = CancelFlag::default();
+        let stop_condition = StopCondition { duration: Duration::ZERO, stop: &stop, timed: false };
+        let interval = |cpu_ns, requests: u64| Interval {
+            elapsed: Duration::from_secs(1),
+            cpu_ns,
+            requests,
+            bytes: requests * 4096,
+            ..stop_condition.begin()
+        };
+        let mut all = interval([1000, 3000], 10);
+        all.add(&interval([2000, 7000], 20));
+        assert_eq!(all.sample(4096).map(|sample| sample.cpu_ns).ok(), Some(200.0));
+        assert_eq!(all.sample(8192).map(|sample| sample.cpu_ns).ok(), Some(400.0));
     }
 }

@@ -12,6 +12,7 @@ use crate::workload::{Direction, Workload};
 
 /// The most requests that are submitted and reaped at once, as an efficient caller would do.
 const BATCH_MAX: usize = 16;
+const NS_PER_SECOND: f64 = 1e9;
 
 /// One of fio's engines.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -50,8 +51,9 @@ pub(crate) fn run(engine: FioEngine, load: &Workload, fixture: &Fixture<'_>) -> 
         "--scramble_buffers=0".to_owned(),
     ];
     let (depth, batch) = (load.depth, load.depth.min(BATCH_MAX));
+    let jobs = if engine.is_synchronous { depth } else { 1 };
     if engine.is_synchronous {
-        arguments.extend(["--iodepth=1".to_owned(), format!("--numjobs={depth}")]);
+        arguments.extend(["--iodepth=1".to_owned(), format!("--numjobs={jobs}")]);
     } else {
         arguments.extend([
             format!("--iodepth={depth}"),
@@ -68,6 +70,7 @@ pub(crate) fn run(engine: FioEngine, load: &Workload, fixture: &Fixture<'_>) -> 
     Ok(Sample {
         per_second: figures.iops,
         mib_per_second: figures.mib_per_second,
+        cpu_ns: figures.busy * jobs as f64 * NS_PER_SECOND / figures.iops,
         latency: figures.latency_us,
     })
 }

@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::{
-    AllocationCache, AsyncFile, BlockDevice, BlockMap, Config, Engine, LinearMap, Null,
-    OpenOptions, Uring, WorkerPool,
+    AioThreadQueue, AllocationCache, AsyncFile, BlockDevice, BlockMap, Config, Engine, Flags,
+    IoQueue, LinearMap, LocalAsyncFile, Null, OpenOptions, Uring, WorkerPool,
 };
 use tempfile::TempDir;
 
@@ -110,9 +110,9 @@ impl<'a> Fixture<'a> {
     }
 
     /// The file as another program would open it.
-    pub(crate) fn plain(&self, path: &Path, direct: bool) -> io::Result<File> {
+    pub(crate) fn plain(path: &Path, writable: bool, direct: bool) -> io::Result<File> {
         let flags = if direct { rustix::fs::OFlags::DIRECT.bits().cast_signed() } else { 0 };
-        fs::OpenOptions::new().read(true).write(self.writable).custom_flags(flags).open(path)
+        fs::OpenOptions::new().read(true).write(writable).custom_flags(flags).open(path)
     }
 
     /// Drops the pages that an access through another descriptor has left in the page cache: direct
@@ -131,24 +131,58 @@ impl<'a> Fixture<'a> {
         Ok(path)
     }
 
-    /// Measures `load` on an engine.
+    /// Measures `load` on an engine for which every byte is mapped.
     pub(crate) fn on(&self, queue: Queue, load: &Workload, config: Config) -> io::Result<Sample> {
-        let disk = self.disk()?;
+        self.on_disk(self.disk()?, queue, load, config)
+    }
+
+    /// Measures `load` on an engine that takes its extents from the allocation cache.
+    pub(crate) fn on_cache(
+        &self,
+        queue: Queue,
+        load: &Workload,
+        config: Config,
+    ) -> io::Result<Sample> {
+        self.on_disk(self.hinted_disk(self.path, true)?, queue, load, config)
+    }
+
+    fn on_disk<M: BlockMap>(
+        &self,
+        disk: Arc<BlockDevice<M>>,
+        queue: Queue,
+        load: &Workload,
+        config: Config,
+    ) -> io::Result<Sample> {
         let workers = WorkerPool::new(&disk, config.workers);
         match queue {
-            Queue::File => {
-                let mut engine = ring_engine(&disk, &workers, config)?;
-                self.measure(load, true, |offsets, stop_condition| {
-                    drive(&mut engine, load, offsets, stop_condition)
-                })
-            }
             Queue::Null => {
-                let mut engine = Engine::new(disk, workers, Null::new()?, config)?;
-                self.measure(load, false, |offsets, stop_condition| {
-                    drive(&mut engine, load, offsets, stop_condition)
-                })
+                self.on_engine(Engine::new(disk, workers, Null::new()?, config)?, queue, load)
+            }
+            Queue::File | Queue::Polled => {
+                self.on_engine(ring_engine(&disk, &workers, config)?, queue, load)
+            }
+            Queue::Aio => {
+                let aio = AioThreadQueue::new(disk.fd()?, config.slots, !disk.is_direct())?;
+                self.on_engine(Engine::new(disk, workers, aio, config)?, queue, load)
             }
         }
+    }
+
+    fn on_engine<Q: IoQueue, M: BlockMap>(
+        &self,
+        mut engine: Engine<Q, M>,
+        queue: Queue,
+        load: &Workload,
+    ) -> io::Result<Sample> {
+        let flags = if queue == Queue::Polled { Flags::HIPRI } else { Flags::NONE };
+        let sample = self.measure(load, queue != Queue::Null, |offsets, stop_condition| {
+            drive(&mut engine, load, flags, offsets, stop_condition)
+        });
+        if queue == Queue::Polled && engine.stats().polled == 0 {
+            let problem = "no transfer was polled: the device has no poll queues";
+            return Err(io::Error::new(io::ErrorKind::Unsupported, problem));
+        }
+        sample
     }
 
     /// Warms up and measures one loop of `load` in the whole file.
@@ -159,29 +193,35 @@ impl<'a> Fixture<'a> {
         run: impl FnMut(&mut Offsets, StopCondition<'_>) -> io::Result<Interval>,
     ) -> io::Result<Sample> {
         let offsets = Offsets::endless(load.order, self.region(load.block_bytes), 0);
-        self.measure_at(offsets, timed, run)
+        self.measure_at(offsets, load.block_bytes, timed, run)
     }
 
-    /// Warms up and measures one loop at `offsets`.
+    /// Warms up and measures one loop at `offsets`, of requests of `request_bytes`.
     pub(crate) fn measure_at(
         &self,
         mut offsets: Offsets,
+        request_bytes: usize,
         timed: bool,
         mut run: impl FnMut(&mut Offsets, StopCondition<'_>) -> io::Result<Interval>,
     ) -> io::Result<Sample> {
         let stop_condition = self.stop_condition(timed);
         run(&mut offsets, stop_condition.warm_up())?;
-        run(&mut offsets, stop_condition)?.sample()
+        run(&mut offsets, stop_condition)?.sample(request_bytes)
     }
 }
 
 /// What an engine transfers on.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Queue {
     /// A queue that does nothing.
     Null,
     /// A ring, on the file.
     File,
+    /// The same, and the ring polls the device for completions. Not measured if the device cannot
+    /// be polled.
+    Polled,
+    /// Linux AIO and threads, on the file.
+    Aio,
 }
 
 impl Queue {
@@ -189,6 +229,8 @@ impl Queue {
         match self {
             Queue::Null => "null queue",
             Queue::File => "file",
+            Queue::Polled => "file, polled",
+            Queue::Aio => "file, Linux AIO",
         }
     }
 }
@@ -206,6 +248,16 @@ pub(crate) fn ring_engine<M: BlockMap>(
 /// The reason why no ring could be set up, with a remedy.
 fn no_ring(error: nowait::Error) -> io::Error {
     io::Error::other(Uring::refusal(error))
+}
+
+/// The async interface of this thread to `disk`, on a ring.
+pub(crate) fn ring_of_this_thread<M: BlockMap + 'static>(
+    disk: Arc<BlockDevice<M>>,
+    workers: WorkerPool,
+    config: Config,
+) -> io::Result<LocalAsyncFile> {
+    let queue = Uring::new(disk.fd()?).map_err(no_ring)?;
+    Ok(LocalAsyncFile::with_queue(disk, workers, queue, config)?)
 }
 
 /// The async interface of `disk` on a ring.

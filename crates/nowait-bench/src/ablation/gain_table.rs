@@ -29,6 +29,9 @@ pub(crate) struct Sample {
     pub(crate) per_second: f64,
     /// Transferred MiB per second.
     pub(crate) mib_per_second: f64,
+    /// Nanoseconds of processor time for a request: of all threads of the process that makes the
+    /// requests, not of kernel threads.
+    pub(crate) cpu_ns: f64,
     /// `None` if reading the clock would cost more than a request.
     pub(crate) latency: Option<Latency>,
 }
@@ -149,25 +152,36 @@ impl Table<'_> {
         (under > 0.0).then_some(over / under)
     }
 
-    /// The reasons why cells have no figures, each with its row and its variant.
-    pub(crate) fn problems(&self) -> Vec<(&str, String)> {
+    /// The cells without figures, each with the title of its row and the reason.
+    pub(crate) fn problems(&self) -> Vec<(&str, &Cell<'_>, &str)> {
         let mut all = Vec::new();
         for row in &self.rows {
-            for cell in &row.cells {
-                let line =
-                    cell.problem.as_ref().map(|problem| format!("{}: {problem}", cell.key.name));
-                all.extend(line.map(|line| (row.title.as_str(), line)));
-            }
+            all.extend(row.cells.iter().filter_map(|cell| {
+                cell.problem.as_deref().map(|problem| (row.title.as_str(), cell, problem))
+            }));
         }
         all
     }
 
-    /// The same reasons, each once.
+    /// The reasons why cells have no figures, each once: of a row that has none at all, of a variant
+    /// that has none in any row, or of a variant in a row.
     pub(crate) fn reasons(&self) -> Vec<String> {
         let mut reasons: Vec<String> = Vec::new();
-        for (_, line) in self.problems() {
-            if !reasons.contains(&line) {
-                reasons.push(line);
+        for row in &self.rows {
+            let is_empty = row.cells.iter().all(|cell| cell.problem.is_some());
+            for cell in &row.cells {
+                let Some(problem) = &cell.problem else { continue };
+                let (row, name) = (&row.title, &cell.key.name);
+                let is_same = |other: &&Cell<'_>| other.key.name == *name;
+                let mut others = self.rows.iter().flat_map(|row| &row.cells).filter(is_same);
+                let line = match others.any(|other| other.problem.is_none()) {
+                    true if is_empty => format!("{row}: {problem}"),
+                    true => format!("{row}, {name}: {problem}"),
+                    false => format!("{name}: {problem}"),
+                };
+                if !reasons.contains(&line) {
+                    reasons.push(line);
+                }
             }
         }
         reasons
@@ -185,6 +199,7 @@ impl Table<'_> {
                 "variant": cell.key.name,
                 "iops": of(|sample| sample.per_second),
                 "mib_per_second": of(|sample| sample.mib_per_second),
+                "cpu_ns_per_request": of(|sample| sample.cpu_ns),
                 "latency_us": latency,
                 "gain": self.gain(row, n),
                 "problem": cell.problem,
@@ -219,6 +234,7 @@ pub(crate) mod examples {
         let sample = |per_second| Sample {
             per_second,
             mib_per_second: per_second / 256.0,
+            cpu_ns: 1e9 / per_second,
             latency: Some([10.0, 20.0, 40.0, 80.0]),
         };
         let cell = |&(name, iops): &(&str, Option<[f64; 3]>)| Entry {
@@ -233,7 +249,7 @@ pub(crate) mod examples {
             gain: Metric::OverFirst,
             note: "a note".into(),
             rows: vec![Row {
-                title: "poll, depth 1".into(),
+                title: "Engine, depth 1".into(),
                 source: Some(Source { words: "+16 %", factor: Some(1.16) }),
                 cells: variants.iter().map(cell).collect(),
             }],

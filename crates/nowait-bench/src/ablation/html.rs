@@ -4,7 +4,7 @@
 
 use crate::ablation::chart::{class_of, gains, latencies};
 use crate::ablation::gain_table::{Metric, Row, Table, latency};
-use crate::ablation::text::{factor, short};
+use crate::ablation::text::{cpu, factor, short};
 use crate::page::escaped;
 use crate::table::{html_cells, strings};
 
@@ -70,7 +70,7 @@ pub(crate) fn section(table: &Table<'_>, n: usize) -> String {
 
 fn figures(table: &Table<'_>) -> String {
     let mut titles = strings(["row", "variant", table.unit.name(), "lowest", "highest", "p50 µs"]);
-    titles.extend(strings(["p90 µs", "p99 µs", "p99.9 µs", "gain", "source"]));
+    titles.extend(strings(["p90 µs", "p99 µs", "p99.9 µs", "CPU ns", "gain", "source"]));
     let mut html = format!(
         "<details><summary>Figures</summary><div class=scroll><table><tr>{}</tr>\n",
         html_cells("th", 2, &titles)
@@ -81,6 +81,7 @@ fn figures(table: &Table<'_>) -> String {
             let figure = table.figure(cell).map(|it| [it.median, it.min, it.max].map(short));
             words.extend(figure.unwrap_or(["–"; 3].map(str::to_owned)));
             words.extend(latency(cell).map_or(["–"; 4].map(str::to_owned), |all| all.map(short)));
+            words.push(cpu(cell));
             words.push(table.gain(row, n).map_or_else(String::new, factor));
             words.push(row.source.map_or("", |source| source.words).to_owned());
             html += &format!("<tr>{}</tr>\n", html_cells("td", 2, &words));

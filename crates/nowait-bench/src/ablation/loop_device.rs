@@ -16,7 +16,7 @@ pub(crate) struct LoopDevice {
 
 impl LoopDevice {
     /// The reason why no loop device can be set up, if there is one.
-    pub(crate) fn obstacle() -> Option<&'static str> {
+    fn obstacle() -> Option<&'static str> {
         if !rustix::process::geteuid().is_root() {
             return Some("only root can set up a loop device");
         }
@@ -24,10 +24,10 @@ impl LoopDevice {
     }
 
     /// # Errors
-    /// The error of losetup, or the reason why it was not started.
+    /// The error of losetup; `ErrorKind::Unsupported` with the reason if it was not started.
     pub(crate) fn over(file: &Path, writable: bool, direct: bool) -> io::Result<LoopDevice> {
         if let Some(obstacle) = Self::obstacle() {
-            return Err(io::Error::other(obstacle));
+            return Err(io::Error::new(io::ErrorKind::Unsupported, obstacle));
         }
         let mut command = Command::new("losetup");
         command.args(["--find", "--show"]);

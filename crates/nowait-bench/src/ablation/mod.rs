@@ -6,9 +6,9 @@
 
 mod gain_table;
 mod closed_loop;
-mod async_loop;
 mod delayed;
 mod fixture;
+mod async_loop;
 mod blocking_calls;
 mod vectored_io;
 mod bare_ring;
@@ -31,6 +31,8 @@ use crate::test_file::Target;
 use fixture::Fixture;
 use gain_table::{Row, Table, Variant};
 
+const CPU_NOTE: &str = "CPU ns: processor time for a request, of all threads of the process that makes it; \
+    that of kernel threads is not in it";
 const LATENCY_MAX: Duration = Duration::from_secs(1);
 
 /// Which tables are made.
@@ -44,11 +46,13 @@ pub enum TableSelection {
     Vectored,
     /// Request slots from the allocator against slots from the pool.
     Pool,
-    /// Always a worker against a non-blocking attempt first, and the loop device of the kernel.
+    /// Always a worker against a non-blocking attempt first; the engine beside the kernel's loop
+    /// device.
     Nowait,
     /// A sync for each durable write against one for all that are in flight.
     Durable,
-    /// This engine compared with a bare ring, plain system calls and fio.
+    /// The engine on both of its queues and its other interfaces, a bare ring, plain system calls
+    /// and fio.
     Engines,
     /// All tables.
     All,
@@ -105,7 +109,8 @@ impl Default for EngineOptions {
 
 /// Measures, writes the result to `out` and returns it.
 ///
-/// A variant that cannot be measured is named in its table with the reason.
+/// A variant that cannot be measured is named in its table with the reason. That is a failure unless
+/// the machine lacks what it takes: fio, a device with poll queues, the right to set up a loop device.
 ///
 /// # Errors
 /// [`Error::Option`] and [`Error::File`] before anything is measured, [`Error::System`] if `out` or
@@ -121,7 +126,7 @@ pub fn run_engine(options: &EngineOptions, out: &mut dyn Write) -> Result<Report
     let machine = Machine::this()?;
     let cache = "no direct I/O on this file system: the figures are the page cache's\n";
     let heading = format!(
-        "Linux {}, {}\n{}{}{} rounds of {} s for each variant, in turns; medians\n",
+        "Linux {}, {}\n{}{}{} rounds of {} s for each variant, in turns; medians\n{CPU_NOTE}\n",
         machine.kernel,
         machine.processor,
         target.lines(fixture.bytes),
@@ -136,8 +141,11 @@ pub fn run_engine(options: &EngineOptions, out: &mut dyn Write) -> Result<Report
         if !measure(&mut table, &mut reporter) {
             break;
         }
-        for (row, problem) in table.problems() {
-            reporter.failure(format!("{}, {row}: {problem}", table.title));
+        for (row, cell, problem) in table.problems() {
+            if cell.is_lacking {
+                continue;
+            }
+            reporter.failure(format!("{}, {row}: {}: {problem}", table.title, cell.key.name));
         }
         glance += &html::card(&table, n);
         reporter.table(&text::text(&table), table.to_json(), &html::section(&table, n))?;

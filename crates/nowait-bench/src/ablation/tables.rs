@@ -12,6 +12,8 @@ mod durable_writes;
 
 use std::io;
 
+use nowait::Config;
+
 use crate::ablation::TableSelection;
 use crate::ablation::fixture::Fixture;
 use crate::ablation::gain_table::{Cell, Sample, Source, Table, cell};
@@ -34,13 +36,19 @@ pub(crate) fn all<'a>(fixture: &'a Fixture<'a>, what: TableSelection) -> Vec<Tab
         TableSelection::Completion => inline_completion::table(fixture).into_iter().collect(),
         TableSelection::Vectored => vectored::tables(fixture),
         TableSelection::Pool => vec![pool::table(fixture)],
-        TableSelection::Nowait => nowait_first::tables(fixture),
+        TableSelection::Nowait => nowait_first::tables(fixture).into(),
         TableSelection::Durable => durable_writes::table(fixture).into_iter().collect(),
         TableSelection::Engines => engines::tables(fixture),
         TableSelection::All => Vec::new(),
     };
     let is_chosen = |one: &TableSelection| what == TableSelection::All || what == *one;
     TableSelection::EACH.into_iter().filter(is_chosen).flat_map(each).collect()
+}
+
+/// The default, but every request is tried, however many are refused: no figure is silently that of
+/// the workers.
+fn every_request_tried() -> Config {
+    Config { back_off: false, ..Config::default() }
 }
 
 /// The cells of a switch: off, then on.

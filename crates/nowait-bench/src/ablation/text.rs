@@ -3,7 +3,7 @@
 //! Invariant: every variant that could not be measured is named with the reason.
 
 use crate::ablation::gain_table::{Cell, Row, Table, latency};
-use crate::table::{aligned, strings};
+use crate::table::{MinMedianMax, aligned, strings};
 
 /// Tables with more variants than this have one line for each variant.
 const COLUMNS_MAX: usize = 2;
@@ -25,6 +25,7 @@ fn beside(table: &Table<'_>) -> Vec<Vec<String>> {
     for variant in table.variants() {
         titles.extend(strings([variant, "low–high"]));
         titles.extend(is_timed.then(|| "p99 µs".to_owned()));
+        titles.push("CPU ns".to_owned());
     }
     titles.extend(strings(["gain", "source"]));
     let mut lines = vec![titles];
@@ -33,6 +34,7 @@ fn beside(table: &Table<'_>) -> Vec<Vec<String>> {
         for cell in &row.cells {
             line.extend(figures(table, cell));
             line.extend(is_timed.then(|| percentile(cell, 2)));
+            line.push(cpu(cell));
         }
         line.extend([gain(table, row, 1), source(row)]);
         lines.push(line);
@@ -42,13 +44,14 @@ fn beside(table: &Table<'_>) -> Vec<Vec<String>> {
 
 fn below(table: &Table<'_>) -> Vec<Vec<String>> {
     let unit = table.unit.name();
-    let mut lines = vec![strings(["", "", unit, "low–high", "p50 µs", "p99 µs", "gain", "source"])];
+    let mut lines = vec![strings(["", "", unit, "low–high", "p50 µs", "p99 µs"])];
+    lines[0].extend(strings(["CPU ns", "gain", "source"]));
     for row in &table.rows {
         for (n, cell) in row.cells.iter().enumerate() {
             let first = |text: String| if n == 0 { text } else { String::new() };
             let mut line = vec![first(row.title.clone()), cell.key.name.clone()];
             line.extend(figures(table, cell));
-            line.extend([percentile(cell, 0), percentile(cell, 2)]);
+            line.extend([percentile(cell, 0), percentile(cell, 2), cpu(cell)]);
             line.extend([gain(table, row, n), first(source(row))]);
             lines.push(line);
         }
@@ -65,6 +68,12 @@ fn figures(table: &Table<'_>, cell: &Cell<'_>) -> Vec<String> {
 
 fn percentile(cell: &Cell<'_>, n: usize) -> String {
     latency(cell).map_or_else(|| "–".to_owned(), |latency| short(latency[n]))
+}
+
+/// The processor time for a request.
+pub(crate) fn cpu(cell: &Cell<'_>) -> String {
+    let figure = MinMedianMax::of(&cell.samples, |sample| sample.cpu_ns);
+    figure.map_or_else(|| "–".to_owned(), |it| short(it.median))
 }
 
 fn gain(table: &Table<'_>, row: &Row<'_>, variant: usize) -> String {
@@ -114,11 +123,13 @@ mod tests {
     #[test]
     fn two_variants_are_shown_side_by_side_with_gain_and_source() {
         let text = text(&table(&[("off", Some([100.0; 3])), ("on", Some([116.0; 3]))]));
-        let line = text.lines().find(|line| line.starts_with("poll, depth 1")).unwrap_or_default();
+        let line =
+            text.lines().find(|line| line.starts_with("Engine, depth 1")).unwrap_or_default();
         let words: Vec<&str> = line.split_whitespace().collect();
-        let expected = ["poll,", "depth", "1", "100", "100–100", "40.0"];
-        assert_eq!(words[..6], expected, "{text}");
-        assert_eq!(words[6..], ["116", "116–116", "40.0", "1.16×", "+16", "%"], "{text}");
+        let expected = ["Engine,", "depth", "1", "100", "100–100", "40.0", "10.0M"];
+        assert_eq!(words[..7], expected, "{text}");
+        let on = ["116", "116–116", "40.0", "8621K", "1.16×", "+16", "%"];
+        assert_eq!(words[7..], on, "{text}");
         assert!(text.contains("\na note\n"), "{text}");
     }
 

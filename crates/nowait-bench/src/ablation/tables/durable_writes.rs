@@ -7,7 +7,7 @@ use nowait::Config;
 use crate::ablation::TableSelection;
 use crate::ablation::fixture::{Fixture, Queue};
 use crate::ablation::gain_table::{Metric, Row, Table, Unit};
-use crate::ablation::tables::{RANDOM_READ, switched};
+use crate::ablation::tables::{RANDOM_READ, every_request_tried, switched};
 use crate::workload::{Direction, Workload};
 
 const NOTE: &str = "4K random writes to the file, each durable when it ends. each: the kernel \
@@ -18,7 +18,7 @@ pub(crate) fn table<'a>(fixture: &'a Fixture<'a>) -> Option<Table<'a>> {
     let row = |depth| {
         let load = Workload { direction: Direction::Write, depth, durable: true, ..RANDOM_READ };
         let measure = move |group_syncs| {
-            fixture.on(Queue::File, &load, Config { group_syncs, ..Config::default() })
+            fixture.on(Queue::File, &load, Config { group_syncs, ..every_request_tried() })
         };
         let cells = switched(["each", "together"], measure);
         Row { title: format!("4K durable write, depth {depth}"), source: None, cells }

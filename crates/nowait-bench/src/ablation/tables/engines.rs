@@ -4,20 +4,23 @@
 
 use std::{io, thread};
 
-use nowait::{BlockingFile, Config};
+use nowait::BlockingFile;
 
+use crate::ablation::async_loop::{self, AsyncApi};
 use crate::ablation::bare_ring::BareRing;
 use crate::ablation::fio_engine::{self, FIO_ENGINES, FioEngine};
 use crate::ablation::fixture::{Fixture, Queue};
 use crate::ablation::gain_table::{Metric, Row, Sample, Table, Unit, cell};
-use crate::ablation::tables::RANDOM_READ;
+use crate::ablation::tables::{RANDOM_READ, every_request_tried};
 use crate::ablation::{TableSelection, blocking_calls};
 use crate::cpus::Placement;
 use crate::fio;
 use crate::workload::{Direction, Workload};
 
-const NOTE: &str = "bare ring: io_uring with registered file and buffers, SINGLE_ISSUER and \
-    DEFER_TASKRUN, and no bookkeeping. blocking: the engine's face for callers that wait, and psync: \
+const NOTE: &str = "nowait: Engine on io_uring, by which the others' figures are divided. Linux AIO: \
+    Engine on its other queue, Linux AIO and threads. LocalAsyncFile: tasks of the engine's thread, \
+    driven by LocalDriver; AsyncFile: tasks, and an engine on another thread. bare ring: io_uring with registered file and buffers, SINGLE_ISSUER and \
+    DEFER_TASKRUN, and no bookkeeping. BlockingFile: the library's calls that wait, and psync: \
     plain system calls, each with a thread for each request in flight. Each is kept, with \
     all its threads, on one processor";
 
@@ -25,6 +28,8 @@ const NOTE: &str = "bare ring: io_uring with registered file and buffers, SINGLE
 #[derive(Clone, Copy)]
 enum Client {
     Nowait,
+    Aio,
+    Tasks(AsyncApi),
     BareRing,
     Blocking,
     Psync,
@@ -35,17 +40,22 @@ impl Client {
     fn name(self) -> String {
         match self {
             Client::Nowait => "nowait".to_owned(),
+            Client::Aio => "nowait, Linux AIO".to_owned(),
+            Client::Tasks(api) => api.name().to_owned(),
             Client::BareRing => "bare ring".to_owned(),
-            Client::Blocking => "blocking".to_owned(),
+            Client::Blocking => "BlockingFile".to_owned(),
             Client::Psync => "psync".to_owned(),
             Client::Fio(engine) => format!("fio {}", engine.name),
         }
     }
 
     fn measure(self, fixture: &Fixture<'_>, load: &Workload) -> io::Result<Sample> {
-        let plain = || fixture.plain(fixture.path, fixture.direct);
+        let plain = || Fixture::plain(fixture.path, fixture.writable, fixture.direct);
+        let config = every_request_tried();
         match self {
-            Client::Nowait => fixture.on(Queue::File, load, Config::default()),
+            Client::Nowait => fixture.on(Queue::File, load, config),
+            Client::Aio => fixture.on(Queue::Aio, load, config),
+            Client::Tasks(api) => async_loop::run(api, fixture, load, config),
             Client::BareRing => {
                 let mut ring = BareRing::new(&plain()?, load)?;
                 fixture.measure(load, true, |offsets, condition| ring.run(offsets, condition))
@@ -73,15 +83,14 @@ impl Client {
 }
 
 pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> Vec<Table<'a>> {
-    let mut clients = vec![Client::Nowait, Client::BareRing, Client::Blocking, Client::Psync];
-    let mut note = NOTE.to_owned();
-    match fio::version() {
-        Some(version) => {
-            clients.extend(FIO_ENGINES.map(Client::Fio));
-            note += &format!(". {version}: io_uring with fixed buffers and registered files");
-        }
-        None => note += ". fio is not installed",
-    }
+    let apis = [AsyncApi::ThisThread, AsyncApi::AnyThread].map(Client::Tasks);
+    let mut clients = vec![Client::Nowait, Client::BareRing, Client::Aio];
+    clients.extend(apis.into_iter().chain([Client::Blocking, Client::Psync]));
+    clients.extend(FIO_ENGINES.map(Client::Fio));
+    let fio = fio::version().map_or_else(String::new, |version| {
+        format!(". {version}: io_uring with fixed buffers and registered files")
+    });
+    let note = NOTE.to_owned() + &fio;
     let row = |direction, depth| {
         let load = Workload { direction, depth, ..RANDOM_READ };
         let measured =

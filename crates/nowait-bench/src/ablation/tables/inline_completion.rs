@@ -7,7 +7,7 @@ use nowait::Config;
 use crate::ablation::TableSelection;
 use crate::ablation::fixture::{Fixture, Queue};
 use crate::ablation::gain_table::{Metric, Row, Table, Unit};
-use crate::ablation::tables::{RANDOM_READ, source, switched};
+use crate::ablation::tables::{RANDOM_READ, every_request_tried, source, switched};
 use crate::workload::{Direction, Workload};
 
 const NOTE: &str = "Random writes to the file, depth 64. deferred: each completion makes a detour \
@@ -19,7 +19,7 @@ pub(crate) fn table<'a>(fixture: &'a Fixture<'a>) -> Option<Table<'a>> {
         let (direction, block_bytes) = (Direction::Write, kib << 10);
         let load = Workload { direction, block_bytes, depth: 64, ..RANDOM_READ };
         let measure = move |inline_completion| {
-            fixture.on(Queue::File, &load, Config { inline_completion, ..Config::default() })
+            fixture.on(Queue::File, &load, Config { inline_completion, ..every_request_tried() })
         };
         let cells = switched(["deferred", "inline"], measure);
         Row { title: format!("{kib}K write"), source, cells }

@@ -4,120 +4,179 @@
 //! Invariant: a sparse file has no allocated blocks when a measurement begins; a loop device is
 //! detached after each measurement.
 
+use std::fmt;
 use std::io;
 
-use nowait::{Config, WorkerPool};
+use nowait::{Config, Flags, WorkerPool};
 
 use crate::ablation::TableSelection;
-use crate::ablation::blocking_calls::{self, in_threads};
-use crate::ablation::closed_loop::drive;
-use crate::ablation::fixture::{Fixture, Queue, ring_engine};
+use crate::ablation::bare_ring::BareRing;
+use crate::ablation::blocking_calls::{Gate, in_threads};
+use crate::ablation::closed_loop::{Interval, StopCondition, drive};
+use crate::ablation::fixture::{Fixture, ring_engine};
 use crate::ablation::gain_table::{Metric, Row, Sample, Source, Table, Unit, cell};
 use crate::ablation::loop_device::LoopDevice;
-use crate::ablation::tables::{PAGE_BYTES, RANDOM_READ, source};
+use crate::ablation::tables::{PAGE_BYTES, RANDOM_READ, every_request_tried, source};
 use crate::offsets::{Offsets, Region};
 use crate::workload::{Direction, Order, Workload};
 
 const JOBS: usize = 12;
-/// The depth of each job.
+/// The depth of each of several jobs.
 const DEPTH: usize = 16;
 const SPARSE_BYTES: u64 = 64 << 20;
-const NOTE: &str = "12 jobs, each a thread with an engine and a part of the file of its own, 4K, \
-    depth 16. always a worker: nowait_first off. The sparse file has no storage when a turn begins, \
-    and each of its blocks is written once. Source: 12 jobs on a stable mapping 5×; random writes to \
-    a sparse file regress without a hint";
-const NOTE_LOOP: &str = "The same file at depth 1: plain system calls on the kernel's loop device \
-    over it, and the engine on it directly";
+const NOTE: &str = "4K. A job is a thread with an engine and a part of the file of its own. always a \
+    worker: nowait_first off. The two after it try every request, however many are refused; as by \
+    default: with the hint, and with back_off, which hands requests to workers for a while after many \
+    refusals. The sparse file has no storage when a turn begins, and each of its blocks is written \
+    once. Source: 12 jobs on a stable mapping 5×; random writes to a sparse file regress without a hint";
+const NOTE_LOOP: &str = "4K on the same file: a bare io_uring loop on the kernel's loop device over it, \
+    and the engine on it directly. A job is a thread with a ring and a part of the file of its own. \
+    The processor time of the loop device's kernel threads is not in CPU ns";
 
-/// The three variants: title, non-blocking attempt first, hint.
-const VARIANTS: [(&str, bool, bool); 3] = [
-    ("always a worker", false, true),
-    ("nowait first, no hint", true, false),
-    ("nowait first, hint", true, true),
+/// The variants: title, non-blocking attempt first, hint, back-off.
+const VARIANTS: [(&str, bool, bool, bool); 4] = [
+    ("always a worker", false, true, false),
+    ("nowait first, no hint", true, false, false),
+    ("nowait first, hint", true, true, false),
+    ("as by default", true, true, true),
 ];
 
-pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> Vec<Table<'a>> {
-    let row = |title: String, is_sparse, direction, order, source| {
-        let load = Workload { direction, order, depth: DEPTH, ..RANDOM_READ };
-        let cells = VARIANTS.map(|(name, nowait_first, hint)| {
-            let config = Config { nowait_first, hint, ..Config::default() };
-            cell(name, move || jobs(fixture, is_sparse, load, config))
-        });
-        Row { title, source, cells: cells.into() }
-    };
-    let mut rows = Vec::new();
-    for &direction in fixture.directions() {
-        let title = format!("stable mapping, sequential {}", direction.name());
-        rows.push(row(title, false, direction, Order::Sequential, source("5×", 5.0)));
+/// What makes the requests.
+#[derive(Clone, Copy)]
+enum Client {
+    Engine(Config),
+    LoopDevice,
+}
+
+/// A row.
+#[derive(Clone, Copy)]
+struct Case {
+    load: Workload,
+    jobs: usize,
+    is_sparse: bool,
+}
+
+impl fmt::Display for Case {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Workload { order, direction, depth, .. } = self.load;
+        let file = if self.is_sparse { "sparse file" } else { "stable mapping" };
+        let jobs = if self.jobs == 1 { "1 job" } else { "12 jobs" };
+        write!(f, "{file}, {} {}, {jobs}, depth {depth}", order.name(), direction.name())
     }
-    let regress = Source { words: "regress without hint", factor: None };
-    for (order, source) in [(Order::Sequential, None), (Order::Random, Some(regress))] {
-        let title = format!("sparse file, {} write", order.name());
-        rows.push(row(title, true, Direction::Write, order, source));
-    }
-    let obstacle = LoopDevice::obstacle();
-    let not_measured = |why| format!("{NOTE}. The kernel's loop device is not measured: {why}");
-    let jobs = Table {
+}
+
+/// Writes to the sparse file, by 1 job and by 12.
+fn sparse() -> impl Iterator<Item = Case> {
+    [Order::Sequential, Order::Random].into_iter().flat_map(|order| {
+        let load = Workload { direction: Direction::Write, order, depth: DEPTH, ..RANDOM_READ };
+        [1, JOBS].map(|jobs| Case { load, jobs, is_sparse: true })
+    })
+}
+
+pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> [Table<'a>; 2] {
+    let table = |title: &str, note: &str, rows| Table {
         what: TableSelection::Nowait,
-        title: "always a worker, and nowait first".to_owned(),
+        title: title.to_owned(),
         unit: Unit::Iops,
         gain: Metric::OverFirst,
-        note: obstacle.map_or_else(|| NOTE.to_owned(), not_measured),
+        note: note.to_owned(),
         rows,
     };
-    let with_loop = obstacle.is_none().then(|| loop_table(fixture));
-    std::iter::once(jobs).chain(with_loop).collect()
-}
-
-/// Measures `load` of each job on its part of the file, for the duration of a measurement; or each
-/// block of a sparse file once.
-fn jobs(
-    fixture: &Fixture<'_>,
-    is_sparse: bool,
-    load: Workload,
-    config: Config,
-) -> io::Result<Sample> {
-    let (path, bytes) = match is_sparse {
-        false => (fixture.path.to_owned(), fixture.bytes),
-        true => (fixture.sparse(SPARSE_BYTES)?, SPARSE_BYTES),
-    };
-    let disk = fixture.hinted_disk(&path, config.hint)?;
-    let workers = WorkerPool::new(&disk, config.workers);
-    let all = Region { start: 0, bytes, block: PAGE_BYTES as u64 };
-    let job = |job: usize, gate: &blocking_calls::Gate| {
-        let region = all.part(job as u64, JOBS as u64);
-        let engine = ring_engine(&disk, &workers, config);
-        let mut offsets = match is_sparse {
-            true => Offsets::once(load.order, region, region.start),
-            false => Offsets::endless(load.order, region, 0),
+    let stable = fixture.directions().iter().map(|&direction| {
+        let load = Workload { direction, order: Order::Sequential, depth: DEPTH, ..RANDOM_READ };
+        Case { load, jobs: JOBS, is_sparse: false }
+    });
+    let attempts = stable.chain(sparse()).map(|case| {
+        let regress = Source { words: "regress without hint", factor: None };
+        let source = match (case.is_sparse, case.load.order) {
+            (false, _) => source("5×", 5.0),
+            (true, Order::Random) => Some(regress),
+            (true, Order::Sequential) => None,
         };
-        gate.wait();
-        drive(&mut engine?, &load, &mut offsets, fixture.stop_condition(true))
-    };
-    in_threads(JOBS, job)?.sample()
-}
-
-fn loop_table<'a>(fixture: &'a Fixture<'a>) -> Table<'a> {
-    let row = |&direction: &Direction| {
-        let load = Workload { direction, ..RANDOM_READ };
-        let engine = move || fixture.on(Queue::File, &load, Config::default());
-        let cells = vec![
-            cell("loop device", move || on_loop_device(fixture, &load)),
-            cell("engine", engine),
+        let cells = VARIANTS.map(|(name, nowait_first, hint, back_off)| {
+            let config = Config { nowait_first, hint, back_off, ..Config::default() };
+            cell(name, move || case.measure(fixture, Client::Engine(config)))
+        });
+        Row { title: case.to_string(), source, cells: cells.into() }
+    });
+    let depths = fixture.directions().iter().flat_map(|&direction| {
+        [(1, 1), (16, 1), (64, 1), (DEPTH, JOBS)].map(|(depth, jobs)| {
+            let load = Workload { direction, depth, ..RANDOM_READ };
+            Case { load, jobs, is_sparse: false }
+        })
+    });
+    let beside_loop = depths.chain(sparse()).map(|case| {
+        let clients = [
+            ("loop device", Client::LoopDevice),
+            ("engine", Client::Engine(every_request_tried())),
         ];
-        Row { title: format!("4K random {}", direction.name()), source: None, cells }
-    };
-    Table {
-        what: TableSelection::Nowait,
-        title: "the kernel's loop device and the engine, depth 1".to_owned(),
-        unit: Unit::Iops,
-        gain: Metric::OverFirst,
-        note: NOTE_LOOP.to_owned(),
-        rows: fixture.directions().iter().map(row).collect(),
-    }
+        let cells = clients.map(|(name, client)| cell(name, move || case.measure(fixture, client)));
+        Row { title: case.to_string(), source: None, cells: cells.into() }
+    });
+    [
+        table("always a worker, and nowait first", NOTE, attempts.collect()),
+        table("the kernel's loop device and the engine", NOTE_LOOP, beside_loop.collect()),
+    ]
 }
 
-fn on_loop_device(fixture: &Fixture<'_>, load: &Workload) -> io::Result<Sample> {
-    let device = LoopDevice::over(fixture.path, fixture.writable, fixture.direct)?;
-    blocking_calls::run(&fixture.plain(&device.path, true)?, load, fixture)
+impl Case {
+    /// Measures the load of each job on its part of the file, for the duration of a measurement; or
+    /// on each block of a sparse file once.
+    fn measure(self, fixture: &Fixture<'_>, client: Client) -> io::Result<Sample> {
+        let (path, bytes, writable) = match self.is_sparse {
+            false => (fixture.path.to_owned(), fixture.bytes, fixture.writable),
+            true => (fixture.sparse(SPARSE_BYTES)?, SPARSE_BYTES, true),
+        };
+        let load = self.load;
+        match client {
+            Client::Engine(config) => {
+                let disk = fixture.hinted_disk(&path, config.hint)?;
+                let workers = WorkerPool::new(&disk, config.workers);
+                self.in_jobs(fixture, bytes, || {
+                    let mut engine = ring_engine(&disk, &workers, config)?;
+                    Ok(move |offsets: &mut Offsets, stop_condition: StopCondition<'_>| {
+                        drive(&mut engine, &load, Flags::NONE, offsets, stop_condition)
+                    })
+                })
+            }
+            Client::LoopDevice => {
+                let device = LoopDevice::over(&path, writable, fixture.direct)?;
+                let file = Fixture::plain(&device.path, writable, true)?;
+                self.in_jobs(fixture, bytes, || {
+                    let mut ring = BareRing::new(&file, &load)?;
+                    Ok(move |offsets: &mut Offsets, stop_condition: StopCondition<'_>| {
+                        ring.run(offsets, stop_condition)
+                    })
+                })
+            }
+        }
+    }
+
+    /// Runs the loops that `set_up` returns, one in each job.
+    fn in_jobs<L>(
+        self,
+        fixture: &Fixture<'_>,
+        bytes: u64,
+        set_up: impl Fn() -> io::Result<L> + Sync,
+    ) -> io::Result<Sample>
+    where
+        L: FnMut(&mut Offsets, StopCondition<'_>) -> io::Result<Interval>,
+    {
+        let all = Region { start: 0, bytes, block: PAGE_BYTES as u64 };
+        let job = |job: usize, gate: &Gate| {
+            let region = all.part(job as u64, self.jobs as u64);
+            let run = set_up();
+            let mut offsets = match self.is_sparse {
+                true => Offsets::once(self.load.order, region, region.start),
+                false => Offsets::endless(self.load.order, region, 0),
+            };
+            gate.wait();
+            let (mut run, stop_condition) = (run?, fixture.stop_condition(true));
+            if !self.is_sparse {
+                run(&mut offsets, stop_condition.warm_up())?;
+            }
+            run(&mut offsets, stop_condition)
+        };
+        in_threads(self.jobs, job)?.sample(PAGE_BYTES)
+    }
 }

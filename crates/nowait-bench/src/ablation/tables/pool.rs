@@ -8,7 +8,7 @@ use nowait::Config;
 use crate::ablation::TableSelection;
 use crate::ablation::fixture::{Fixture, Queue};
 use crate::ablation::gain_table::{Metric, Row, Table, Unit};
-use crate::ablation::tables::{RANDOM_READ, source, switched};
+use crate::ablation::tables::{RANDOM_READ, every_request_tried, source, switched};
 use crate::workload::Workload;
 
 const NOTE: &str = "4K random reads, depth 128. another thread: each completion is handed to a \
@@ -23,7 +23,7 @@ pub(crate) fn table<'a>(fixture: &'a Fixture<'a>) -> Table<'a> {
     ];
     let row = |queue: Queue| {
         frees.map(|(inline_completion, freed, source)| {
-            let config = Config { inline_completion, ..Config::default() };
+            let config = Config { inline_completion, ..every_request_tried() };
             let measure = move |pool| fixture.on(queue, &load, Config { pool, ..config });
             let title = format!("{}, freed on {freed}", queue.name());
             Row { title, source, cells: switched(["allocator", "pool"], measure) }

@@ -3,8 +3,8 @@
 //!
 //! Invariant: all variants of a row transfer the same bytes.
 
-use std::io;
-use std::os::unix::fs::FileExt;
+use std::cell::RefCell;
+use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::time::Duration;
 
 use nowait::{BlockingFile, Config, Engine, Flags, IoQueue, MAX_SEGMENTS, WorkerPool};
@@ -13,8 +13,8 @@ use crate::ablation::TableSelection;
 use crate::ablation::blocking_calls::{Block, calls, whole};
 use crate::ablation::delayed::Delayed;
 use crate::ablation::fixture::{Fixture, ring_engine};
-use crate::ablation::gain_table::{Metric, Row, Sample, Table, Unit, cell};
-use crate::ablation::tables::{PAGE_BYTES, source, switched};
+use crate::ablation::gain_table::{Metric, Row, Sample, Source, Table, Unit, cell};
+use crate::ablation::tables::{PAGE_BYTES, every_request_tried, source, switched};
 use crate::ablation::vectored_io::{Load, Shape, VectoredIo};
 use crate::offsets::Offsets;
 use crate::workload::{Direction, Order};
@@ -23,12 +23,15 @@ const SEGMENT_BYTES: [usize; 5] = [1, 16, 128, 512, PAGE_BYTES];
 /// The bytes of one writev call, unless the limit on the number of segments allows fewer.
 const REQUEST_BYTES: usize = 64 << 10;
 const NOTE: &str = "8 × 4K in memory that does not touch, one request at a time; mixed: a read and a \
-    write in turn, at random. one by one: each segment is waited for. With 8 segments the most that \
-    a queue of pure latency can gain is 8×. Source: random writev 8.7×, sequential 6.6×, mixed 5×";
-const NOTE_SMALL: &str = "The same bytes, one after the other, in segments of 1 byte to 4K. write: File, a \
-    call for each. buffered: a write(2) for each, and an fdatasync(2) at the end that counts. one by \
-    one: Engine, a request for each segment, waited for. merged: Engine, up to 1024 segments in one \
-    request. Source: write 55 s, writev 39 s → 9.2 s";
+    write in turn. one by one: each segment is waited for. With 8 segments the most that a queue of \
+    pure latency can gain is 8×; it waits in a busy loop, which is in CPU ns. Source: random writev \
+    8.7×, sequential 6.6×, mixed 5× (of which order it does not say), readv a fifth of the system time";
+const NOTE_SMALL: &str = "The same bytes, one after the other, in segments of 1 byte to 4K. write: \
+    BlockingFile, a call for each. buffered write: a write(2) for each into the page cache; fwrite: a \
+    write(2) for each 4K that a buffer in the process has gathered; for both an fdatasync(2) at the \
+    end counts. one by one: Engine, a request for each segment, waited for. merged: Engine, up to 1024 \
+    segments in one request. CPU ns is for the bytes of one such request in each variant. Source: \
+    write 55 s, writev 39 s → 9.2 s";
 const NOTE_DURABLE: &str = "1024 × 4K, durable. segment-wise: each segment is made durable before \
     the next is written. Source: 1024-segment O_SYNC writev 68 s → 0.23 s";
 
@@ -73,12 +76,14 @@ fn segments<'a>(fixture: &'a Fixture<'a>) -> Vec<Row<'a>> {
     const READ: &[Direction] = &[Direction::Read];
     const WRITE: &[Direction] = &[Direction::Write];
     const BOTH: &[Direction] = &[Direction::Read, Direction::Write];
+    let system_time = Some(Source { words: "system time 5×", factor: None });
     let loads = [
-        ("random readv", READ, Order::Random, None),
-        ("sequential readv", READ, Order::Sequential, None),
+        ("random readv", READ, Order::Random, system_time),
+        ("sequential readv", READ, Order::Sequential, system_time),
         ("random writev", WRITE, Order::Random, source("8.7×", 8.7)),
         ("sequential writev", WRITE, Order::Sequential, source("6.6×", 6.6)),
-        ("mixed", BOTH, Order::Random, source("5×", 5.0)),
+        ("random mixed", BOTH, Order::Random, source("5×", 5.0)),
+        ("sequential mixed", BOTH, Order::Sequential, source("5×", 5.0)),
     ];
     let row = |storage: Storage| {
         let allowed =
@@ -87,7 +92,7 @@ fn segments<'a>(fixture: &'a Fixture<'a>) -> Vec<Row<'a>> {
             let shape = Shape { segments: 8, segment_bytes: PAGE_BYTES };
             let load = Load { directions, order, shape, flags: Flags::NONE, together: true };
             let measure = move |vectored| {
-                on(storage, load, fixture, Config { vectored, ..Config::default() })
+                on(storage, load, fixture, Config { vectored, ..every_request_tried() })
             };
             let title = format!("{}, {name}", storage.name());
             Row { title, source, cells: switched(["one by one", "at once"], measure) }
@@ -108,13 +113,18 @@ fn writev(segments: usize, segment_bytes: usize, flags: Flags) -> impl Fn(bool) 
     }
 }
 
+/// The segments of one writev call.
+fn segments_of(segment_bytes: usize) -> usize {
+    (REQUEST_BYTES / segment_bytes).min(MAX_SEGMENTS)
+}
+
 fn small<'a>(fixture: &'a Fixture<'a>, segment_bytes: usize) -> Row<'a> {
-    let segments = (REQUEST_BYTES / segment_bytes).min(MAX_SEGMENTS);
-    let load = writev(segments, segment_bytes, Flags::NONE);
-    let on_file = move |together| on(Storage::File, load(together), fixture, Config::default());
+    let load = writev(segments_of(segment_bytes), segment_bytes, Flags::NONE);
+    let on_file = move |together| on(Storage::File, load(together), fixture, every_request_tried());
     let mut cells = vec![
         cell("write", move || write(fixture, segment_bytes)),
-        cell("buffered write", move || buffered_write(fixture, segment_bytes)),
+        cell("buffered write", move || buffered_write(fixture, segment_bytes, 0)),
+        cell("fwrite", move || buffered_write(fixture, segment_bytes, PAGE_BYTES)),
     ];
     cells.extend(switched(["writev, one by one", "writev, merged"], on_file));
     let source = source("55 s, 39 s → 9.2 s", 55.0 / 9.2);
@@ -126,7 +136,7 @@ fn durable<'a>(fixture: &'a Fixture<'a>) -> Vec<Row<'a>> {
     let load = writev(MAX_SEGMENTS, PAGE_BYTES, Flags::DSYNC);
     let shortest = fixture.latency.iter().min().map(|&latency| Storage::Latency(latency));
     let row = |storage: Storage| {
-        let measure = move |together| on(storage, load(together), fixture, Config::default());
+        let measure = move |together| on(storage, load(together), fixture, every_request_tried());
         let cells = switched(["segment-wise", "merged"], measure);
         Row { title: storage.name(), source: source("68 s → 0.23 s", 68.0 / 0.23), cells }
     };
@@ -152,7 +162,7 @@ fn run<Q: IoQueue>(
 ) -> io::Result<Sample> {
     let mut vectored_io = VectoredIo::new(engine, load.shape);
     let offsets = Offsets::endless(load.order, fixture.region(load.shape.bytes() as usize), 0);
-    fixture.measure_at(offsets, true, |offsets, stop_condition| {
+    fixture.measure_at(offsets, load.shape.bytes() as usize, true, |offsets, stop_condition| {
         vectored_io.run(&load, offsets, stop_condition)
     })
 }
@@ -164,15 +174,31 @@ fn write(fixture: &Fixture<'_>, segment_bytes: usize) -> io::Result<Sample> {
     each(fixture, segment_bytes, write, || Ok(()))
 }
 
-fn buffered_write(fixture: &Fixture<'_>, segment_bytes: usize) -> io::Result<Sample> {
-    let file = fixture.plain(fixture.path, false)?;
-    let write = |segment: &[u8], pos| file.write_all_at(segment, pos);
-    let sample = each(fixture, segment_bytes, write, || file.sync_data());
+/// Writes through the page cache, and through a buffer of `buffer_bytes` in this process.
+fn buffered_write(
+    fixture: &Fixture<'_>,
+    segment_bytes: usize,
+    buffer_bytes: usize,
+) -> io::Result<Sample> {
+    let file = Fixture::plain(fixture.path, true, false)?;
+    let writer = RefCell::new(BufWriter::with_capacity(buffer_bytes, &file));
+    let write = |segment: &[u8], pos| {
+        let mut writer = writer.borrow_mut();
+        if pos == 0 {
+            writer.seek(SeekFrom::Start(0))?;
+        }
+        writer.write_all(segment)
+    };
+    let flush = || {
+        writer.borrow_mut().flush()?;
+        file.sync_data()
+    };
+    let sample = each(fixture, segment_bytes, write, flush);
     fixture.drop_cache()?;
     sample
 }
 
-/// Writes the segments one after the other, then flushes.
+/// Writes the segments one after the other, then calls `finish`.
 fn each(
     fixture: &Fixture<'_>,
     segment_bytes: usize,
@@ -187,5 +213,5 @@ fn each(
         calls(&mut offsets, stop_condition, segment_bytes, |pos| write(segment, pos))?;
     finish()?;
     interval.end();
-    interval.sample()
+    interval.sample(segments_of(segment_bytes) * segment_bytes)
 }
