@@ -8,6 +8,8 @@ use crate::page::escaped;
 
 const WIDTH: f64 = 560.0;
 const LABEL_WIDTH: f64 = 200.0;
+/// The longest text that fits into `LABEL_WIDTH`.
+const LABEL_CHARS: usize = 30;
 const VALUE_WIDTH: f64 = 92.0;
 const LINE_HEIGHT: f64 = 19.0;
 const HEAD_HEIGHT: f64 = 20.0;
@@ -81,12 +83,14 @@ struct Layout<'a> {
 }
 
 impl<'a> Layout<'a> {
-    /// One line for each cell that `drawn` accepts. If rows have several such cells, each row has a
-    /// title.
+    /// One line for each cell that `drawn` accepts. If rows have several such cells, or long titles,
+    /// the title of each row is above its lines.
     fn of(table: &'a Table<'a>, drawn: impl Fn(&Row<'_>, usize) -> bool) -> Layout<'a> {
         let drawn =
             |row: &Row<'_>| (0..row.cells.len()).filter(|&n| drawn(row, n)).collect::<Vec<_>>();
-        let grouped = table.rows.iter().any(|row| drawn(row).len() > 1);
+        let is_group =
+            |row: &Row<'_>| drawn(row).len() > 1 || row.title.chars().count() > LABEL_CHARS;
+        let grouped = table.rows.iter().any(is_group);
         let mut layout = Layout { lines: Vec::new(), titles: String::new(), height: HEAD_HEIGHT };
         for row in &table.rows {
             let variants = drawn(row);
@@ -235,6 +239,16 @@ mod tests {
     fn each_measured_variant_has_a_dot_for_each_percentile() {
         let svg = latencies(&table(&[("a", Some([100.0; 3])), ("b", None)])).unwrap_or_default();
         assert_eq!(svg.matches("<circle").count(), 4, "{svg}");
+    }
+
+    #[test]
+    fn a_title_that_is_too_long_for_a_label_stands_above_its_line() {
+        let mut table = table(&[("a", Some([100.0; 3])), ("b", Some([200.0; 3]))]);
+        let titles =
+            |table: &_| gains(table).unwrap_or_default().matches("<text class=title").count();
+        assert_eq!(titles(&table), 0);
+        table.rows[0].title = "r".repeat(LABEL_CHARS + 1);
+        assert_eq!(titles(&table), 1);
     }
 
     #[test]
