@@ -8,6 +8,7 @@
 mod output;
 mod export_spec;
 mod listen_address;
+mod vhost_user_spec;
 mod args;
 mod usage;
 mod default_image;

@@ -61,8 +61,8 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         mut engine: Engine<Q, M>,
         mut frontend: F,
     ) -> Result<Self, Error> {
-        let ThreadContext { shared, registered, channel, .. } = context;
-        let (shared, thread) = (shared.clone(), channel.thread().clone());
+        let ThreadContext { shared, registered, .. } = context;
+        let (shared, thread) = (shared.clone(), context.thread().clone());
         engine.watch(thread.as_fd(), WAKE, Interest::Readable)?;
         let memory = (shared.options.config.buffer_bytes, shared.declared.clone());
         let (limit, idle) = (shared.limit.clone(), shared.options.idle);

@@ -8,14 +8,16 @@ pub(crate) mod export_registry;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
-use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
 
 use nowait::{Budget, Error, Operation, Uring};
 
 use crate::buffer_budget::DeclaredUse;
 use crate::export::ExportId;
-use crate::export_threads::export_registry::{RegisteredExport, Registry, Servable};
+use crate::export_threads::export_registry::{
+    RegisteredExport, Registry, Servable, ThreadChannels,
+};
 use crate::nbd::connection::HandoffConnection;
 use crate::nbd::connection_channel::ConnectionChannel;
 use crate::nbd::handshake::ExportInfo;
@@ -23,11 +25,15 @@ use crate::nbd::nbd_frontend::NbdFrontend;
 use crate::nbd::negotiate::ExportDirectory;
 use crate::nbd::write_split::SplitPolicy;
 use crate::net::acceptor::Acceptor;
-use crate::net::connection_limit::ConnectionLimit;
+use crate::net::connection_limit::{ConnectionLimit, ConnectionPermit};
 use crate::net::listener::Listener;
 use crate::server_options::Options;
 use crate::thread_handle::ThreadHandle;
 use crate::ublk::ublk_frontend::UblkFrontend;
+use crate::vhost_user::control_thread::{self, ControlHandle, ControlServer};
+use crate::vhost_user::queue_channel::{QueueChannel, QueueCommand, QueueStart};
+use crate::vhost_user::vhost_frontend::VhostFrontend;
+use crate::vhost_user::{BlockProperties, QueueThreads};
 
 /// The most threads without connections that wait for their idle timeout, not counting the acceptor
 /// thread.
@@ -50,7 +56,7 @@ pub(crate) struct ThreadContext {
     pub(crate) registered: Arc<RegisteredExport>,
     /// Index of the thread among the threads of the export.
     pub(crate) queue: u16,
-    pub(crate) channel: Arc<ConnectionChannel>,
+    pub(crate) channels: ThreadChannels,
     pub(crate) listeners: Vec<Listener>,
     /// Receives whether the thread has started.
     ready: Option<Sender<Result<(), Error>>>,
@@ -63,7 +69,7 @@ impl ThreadContext {
         let Options { tls, split_bytes, config, .. } = shared.options.clone();
         let split_policy = SplitPolicy { fragment_bytes: split_bytes, strict: config.strict };
         let acceptor = Acceptor::new(listeners, shared.limit.clone());
-        let channel = self.channel.clone();
+        let channel = self.channels.connections.clone();
         NbdFrontend::new(shared, self.registered.id, channel, acceptor, tls, split_policy)
     }
 
@@ -82,6 +88,16 @@ impl ThreadContext {
         UblkFrontend::new(device.clone(), self.queue, Box::new(on_removed))
     }
 
+    /// The vhost-user frontend of the thread.
+    pub(crate) fn vhost_frontend(&self) -> VhostFrontend {
+        VhostFrontend::new(self.channels.queues.clone())
+    }
+
+    /// The thread as the other threads see it.
+    pub(crate) fn thread(&self) -> &Arc<ThreadHandle> {
+        self.channels.connections.thread()
+    }
+
     /// Reports that the thread has started.
     pub(crate) fn report_started(&mut self) {
         if let Some(ready) = self.ready.take() {
@@ -91,8 +107,8 @@ impl ThreadContext {
 
     /// Reports that the thread cannot start. Closes the connections assigned to it.
     pub(crate) fn fail_start(self, error: Error) {
-        self.registered.withdraw(self.channel.thread());
-        drop(self.channel.take_all());
+        self.registered.withdraw(self.thread());
+        drop(self.channels.connections.take_all());
         match self.ready {
             Some(ready) => drop(ready.send(Err(error))),
             None => tracing::error!("export {}, queue {}: {error}", self.registered.id, self.queue),
@@ -118,11 +134,11 @@ impl ThreadContext {
             ublk: None,
         };
         let (events, _) = std::sync::mpsc::channel();
-        let shared = Arc::new(Shared::new([export], options, events));
-        let (channel, listeners) = (Arc::new(shared.channel()?), Vec::new());
+        let shared = Arc::new(Shared::new([(export, false)], options, events));
+        let (channels, listeners) = (shared.channels()?, Vec::new());
         let none = Error::new(libc::EINVAL, Operation::SetUp);
         let registered = shared.registry.default_export().ok_or(none)?;
-        Ok(Self { shared, registered, queue: 0, channel, listeners, ready: None })
+        Ok(Self { shared, registered, queue: 0, channels, listeners, ready: None })
     }
 
     fn run(self) {
@@ -151,6 +167,8 @@ pub(crate) struct Shared {
     stopping: AtomicBool,
     /// Clients can connect over NBD.
     listens: AtomicBool,
+    /// Threads of vhost-user sockets that have not ended.
+    controls: AtomicUsize,
     /// The missing io_uring was logged.
     warned: AtomicBool,
     /// How many times a thread has become idle.
@@ -160,7 +178,7 @@ pub(crate) struct Shared {
 
 impl Shared {
     pub(crate) fn new(
-        exports: impl IntoIterator<Item = Arc<dyn Servable>>,
+        exports: impl IntoIterator<Item = (Arc<dyn Servable>, bool)>,
         options: Options,
         events: Sender<ThreadEvent>,
     ) -> Self {
@@ -172,6 +190,7 @@ impl Shared {
             options,
             stopping: AtomicBool::new(false),
             listens: AtomicBool::new(false),
+            controls: AtomicUsize::new(0),
             warned: AtomicBool::new(false),
             idle_count: Arc::default(),
             events,
@@ -219,33 +238,93 @@ impl Shared {
         self.options.queues.max(ublk)
     }
 
-    /// The channel of a thread that is about to start.
-    fn channel(&self) -> Result<ConnectionChannel, Error> {
-        Ok(ConnectionChannel::new(Arc::new(ThreadHandle::new(self.idle_count.clone())?)))
+    /// The channels of a thread that is about to start.
+    fn channels(&self) -> Result<ThreadChannels, Error> {
+        let thread = Arc::new(ThreadHandle::new(self.idle_count.clone())?);
+        Ok(ThreadChannels {
+            connections: Arc::new(ConnectionChannel::new(thread.clone())),
+            queues: Arc::new(QueueChannel::new(thread)),
+        })
     }
 
-    /// Starts thread number `queue` of an export. Returns its channel.
+    /// Starts thread number `queue` of an export. Returns its channels.
     fn spawn(
         self: &Arc<Self>,
         registered: &Arc<RegisteredExport>,
         queue: u16,
         listeners: Vec<Listener>,
         ready: Option<Sender<Result<(), Error>>>,
-    ) -> Result<Arc<ConnectionChannel>, Error> {
-        let channel = Arc::new(self.channel()?);
+    ) -> Result<ThreadChannels, Error> {
+        let channels = self.channels()?;
         let (shared, registered) = (self.clone(), registered.clone());
         let name = format!("nowait-nbd-{}.{queue}", registered.id);
-        let context =
-            ThreadContext { shared, registered, queue, channel: channel.clone(), listeners, ready };
+        let context = ThreadContext {
+            shared,
+            registered,
+            queue,
+            channels: channels.clone(),
+            listeners,
+            ready,
+        };
         let spawned = std::thread::Builder::new().name(name).spawn(move || context.run());
         spawned.map_err(|error| Error::from_io(&error, Operation::SetUp))?;
-        Ok(channel)
+        Ok(channels)
+    }
+
+    /// Sends something to a thread of `export` by `send`, to a new one if none is idle.
+    fn assign_to(
+        self: &Arc<Self>,
+        export: &Arc<RegisteredExport>,
+        send: impl FnOnce(&ThreadChannels),
+    ) {
+        let start = |queue| {
+            // `stop` wakes up the threads of the list after it, so it cannot miss this one.
+            let starts = !self.is_stopping();
+            let started = starts.then(|| self.spawn(export, queue, Vec::new(), None))?;
+            let log =
+                |error: &Error| tracing::error!("export {}, queue {queue}: {error}", export.id);
+            started.inspect_err(log).ok()
+        };
+        if export.assign(self.queues(), start, send) {
+            self.retire_longest_idle();
+        }
+    }
+
+    /// Starts the thread of a vhost-user socket for `export`, which was registered with devices.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: the thread could not be started.
+    pub(crate) fn serve_devices(
+        self: &Arc<Self>,
+        export: ExportId,
+        listener: Listener,
+    ) -> Result<(), Error> {
+        let missing = Error::new(libc::ENOENT, Operation::SetUp);
+        let registered = self.registry.get(export).ok_or(missing)?;
+        let handle = Arc::new(ControlHandle::new()?);
+        registered.add_control(handle.clone());
+        let name = registered.export.name().to_owned();
+        let server = Arc::new(DeviceExport { shared: self.clone(), registered });
+        let run = move || {
+            control_thread::run(listener, &server, &handle, &name);
+            server.shared.controls.fetch_sub(1, Ordering::AcqRel);
+            // As in `ThreadContext::run`.
+            let _ = server.shared.events.send(ThreadEvent::ThreadEnded);
+        };
+        self.controls.fetch_add(1, Ordering::AcqRel);
+        let thread = std::thread::Builder::new().name(format!("nowait-vhost-{export}"));
+        if let Err(error) = thread.spawn(run) {
+            self.controls.fetch_sub(1, Ordering::AcqRel);
+            return Err(Error::from_io(&error, Operation::SetUp));
+        }
+        Ok(())
     }
 
     /// Stops the server: no more requests are taken.
     pub(crate) fn stop(&self) {
         self.stopping.store(true, Ordering::Release);
         self.wake_threads();
+        self.registry.all().iter().for_each(|export| export.stop_controls());
         // The receiver is gone if the server has ended by itself.
         let _ = self.events.send(ThreadEvent::StopRequested);
     }
@@ -275,6 +354,11 @@ impl Shared {
 
     pub(crate) fn is_stopping(&self) -> bool {
         self.stopping.load(Ordering::Acquire)
+    }
+
+    /// Threads that were started and have not ended, of all exports and sockets.
+    pub(crate) fn running(&self) -> usize {
+        self.registry.running() + self.controls.load(Ordering::Acquire)
     }
 
     /// Requests in flight on all threads.
@@ -307,17 +391,38 @@ impl ExportDirectory for Shared {
 
     fn assign(self: Arc<Self>, export: ExportId, arrival: HandoffConnection) {
         let Some(export) = self.registry.get(export) else { return };
-        let started = export.assign(arrival, self.queues(), |queue| {
-            // `stop` wakes up the threads of the list after it, so it cannot miss this one.
-            let starts = !self.is_stopping();
-            let started = starts.then(|| self.spawn(&export, queue, Vec::new(), None))?;
-            let log =
-                |error: &Error| tracing::error!("export {}, queue {queue}: {error}", export.id);
-            started.inspect_err(log).ok()
+        self.assign_to(&export, |thread| thread.connections.assign(arrival));
+    }
+}
+
+/// An export and the server, for the threads of vhost-user sockets.
+struct DeviceExport {
+    shared: Arc<Shared>,
+    registered: Arc<RegisteredExport>,
+}
+
+impl QueueThreads for DeviceExport {
+    fn properties(&self) -> BlockProperties {
+        self.registered.export.properties()
+    }
+
+    fn start(&self, start: Box<QueueStart>) -> Option<Arc<QueueChannel>> {
+        let mut channel = None;
+        self.shared.assign_to(&self.registered, |thread| {
+            thread.queues.send(QueueCommand::Start(start));
+            channel = Some(thread.queues.clone());
         });
-        if started {
-            self.retire_longest_idle();
-        }
+        channel
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.shared.is_stopping()
+    }
+}
+
+impl ControlServer for DeviceExport {
+    fn permit(&self) -> Option<ConnectionPermit> {
+        self.shared.limit.take()
     }
 }
 
@@ -349,6 +454,10 @@ mod tests {
         }
 
         fn summarize_faults(&self) {}
+
+        fn properties(&self) -> BlockProperties {
+            BlockProperties { size: 0, read_only: true, discards: false, block: 512 }
+        }
 
         fn info(&self, id: ExportId) -> ExportInfo {
             ExportInfo {
@@ -382,7 +491,7 @@ mod tests {
             split_bytes: Options::SPLIT_BYTES,
             ublk: None,
         };
-        let exports: [Arc<dyn Servable>; 1] = [export];
+        let exports: [(Arc<dyn Servable>, bool); 1] = [(export, false)];
         let (sender, events) = channel();
         (Arc::new(Shared::new(exports, options, sender)), events)
     }
@@ -424,7 +533,8 @@ mod tests {
     fn a_connection_on_its_way_to_a_removed_export_is_closed() {
         let (shared, _events) = serving(Arc::default());
         let id =
-            shared.registry.add(Arc::new(Growing { name: "other", ..Growing::default() })).unwrap();
+            shared.registry.add(Arc::new(Growing { name: "other", ..Growing::default() }), false);
+        let id = id.unwrap();
         shared.registry.remove(id, Duration::ZERO).unwrap();
         let (near, mut far) = UnixStream::pair().unwrap();
         let permit = shared.limit.take().unwrap();

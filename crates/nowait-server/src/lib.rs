@@ -18,6 +18,7 @@ mod loop_context;
 mod frontend;
 mod nbd;
 mod ublk;
+mod vhost_user;
 mod server_options;
 mod export_threads;
 mod event_loop;

@@ -25,6 +25,7 @@ use crate::nbd::handshake::ExportInfo;
 pub use crate::nbd::tls_config::{ClientAuth, Credentials, Tls, TlsError};
 pub use crate::net::listener::Listener;
 pub use crate::server_options::{ExportOptions, Options};
+use crate::vhost_user::BlockProperties;
 
 /// The state in which a server stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -35,19 +36,31 @@ pub struct ShutdownReport {
 }
 
 /// An export that clients can choose, with any block map.
-pub struct AnyExport(Arc<dyn Servable>);
+pub struct AnyExport {
+    export: Arc<dyn Servable>,
+    /// The sockets at which it is a disk of virtual machines.
+    vhost_user: Vec<Listener>,
+}
 
 impl AnyExport {
     /// Clients see the name and the description of `export`.
     #[must_use]
     pub fn new<M: BlockMap>(export: Export<M>) -> Self {
-        Self(Arc::new(export))
+        Self { export: Arc::new(export), vhost_user: Vec::new() }
     }
 
     /// The export of an open image, which has to stay open until the server has stopped.
     #[must_use]
     pub fn of_image(image: &Image, options: ExportOptions) -> Self {
         image.visit(options)
+    }
+
+    /// The same, and it is a vhost-user-blk device for the virtual machines that connect to
+    /// `listener`, a Unix socket: for one after the other.
+    #[must_use]
+    pub fn at_vhost_user(mut self, listener: Listener) -> Self {
+        self.vhost_user.push(listener);
+        self
     }
 }
 
@@ -84,9 +97,13 @@ impl Exports {
     /// Adds an export. Its threads start when clients choose it.
     ///
     /// # Errors
-    /// `EEXIST`: there is one of that name.
+    /// `EEXIST`: there is one of that name. `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: the thread of a
+    /// vhost-user socket could not be started.
     pub fn add(&self, export: AnyExport) -> Result<ExportId, Error> {
-        self.0.registry.add(export.0)
+        let AnyExport { export, vhost_user } = export;
+        let id = self.0.registry.add(export, !vhost_user.is_empty())?;
+        vhost_user.into_iter().try_for_each(|listener| self.0.serve_devices(id, listener))?;
+        Ok(id)
     }
 
     /// Removes an export: no further client can choose it. Those that have are served until they
@@ -133,12 +150,21 @@ impl Server {
         options: Options,
     ) -> Result<Self, Error> {
         let (sender, events) = channel();
-        let exports = exports.into_iter().map(|export| export.0);
+        let (exports, sockets): (Vec<_>, Vec<_>) = exports
+            .into_iter()
+            .map(|AnyExport { export, vhost_user }| ((export, !vhost_user.is_empty()), vhost_user))
+            .unzip();
         let shared = Arc::new(Shared::new(exports, options, sender));
         let (ready, begun) = channel();
         let started = shared.start(listeners, &ready);
         drop(ready);
-        match started.and_then(|()| begun.iter().collect()) {
+        let serve_devices = |()| {
+            let ids = (0..).map(ExportId).zip(sockets);
+            let mut all = ids.flat_map(|(id, sockets)| sockets.into_iter().map(move |s| (id, s)));
+            all.try_for_each(|(id, socket)| shared.serve_devices(id, socket))
+        };
+        let started = started.and_then(|()| begun.iter().collect::<Result<(), _>>());
+        match started.and_then(serve_devices) {
             Ok(()) => Ok(Self { shared, events }),
             Err(error) => {
                 shared.stop();
@@ -191,7 +217,7 @@ impl Server {
             device.stop(timeout, || self.shared.wake_threads());
         }
         let deadline = Instant::now() + timeout;
-        while self.shared.registry.running() > 0 {
+        while self.shared.running() > 0 {
             let left = deadline.saturating_duration_since(Instant::now());
             match self.events.recv_timeout(left) {
                 Ok(_) => {}
@@ -206,6 +232,17 @@ impl Server {
 impl<M: BlockMap> Servable for Export<M> {
     fn info(&self, id: ExportId) -> ExportInfo {
         command::export_info(id, self)
+    }
+
+    fn properties(&self) -> BlockProperties {
+        let disk = self.disk();
+        BlockProperties {
+            // If the refresh fails, the device may be gone: then its requests fail.
+            size: disk.refresh().unwrap_or(disk.size()),
+            read_only: disk.is_read_only(),
+            discards: disk.supports_punch_hole(),
+            block: disk.alignment().offset.clamp(4096, 1 << 20),
+        }
     }
 
     fn name(&self) -> &str {
@@ -241,9 +278,13 @@ fn serve_on<Q: IoQueue, M: BlockMap>(
     queue: Q,
 ) -> Result<(), Error> {
     let nbd = context.nbd_frontend();
-    match context.ublk_frontend() {
-        Some(ublk) => serve_with(export, context, queue, (nbd, ublk)),
-        None => serve_with(export, context, queue, nbd),
+    let vhost = context.registered.has_devices.then(|| context.vhost_frontend());
+    // A thread pays only for the frontends that it has.
+    match (context.ublk_frontend(), vhost) {
+        (None, None) => serve_with(export, context, queue, nbd),
+        (Some(ublk), None) => serve_with(export, context, queue, (nbd, ublk)),
+        (None, Some(vhost)) => serve_with(export, context, queue, (nbd, vhost)),
+        (Some(ublk), Some(vhost)) => serve_with(export, context, queue, (nbd, (ublk, vhost))),
     }
 }
 

@@ -11,6 +11,7 @@ mod address_args;
 mod lifetime_args;
 pub(crate) mod setup_args;
 pub(crate) mod ublk_args;
+pub(crate) mod vhost_user_args;
 
 use std::path::PathBuf;
 use std::thread;
@@ -29,6 +30,7 @@ use nowait_cli::bench_args::BenchArgs;
 use setup_args::{CompletionsArgs, ManArgs};
 use tls_args::TlsArgs;
 use ublk_args::{UblkArgs, UblkCommand};
+use vhost_user_args::VhostUserArgs;
 
 /// The exit status for a wrong command line.
 pub(crate) const USAGE_STATUS: u8 = 2;
@@ -151,6 +153,9 @@ pub(crate) struct ServeArgs {
     #[command(flatten)]
     pub(crate) ublk: UblkArgs,
 
+    #[command(flatten)]
+    pub(crate) vhost_user: VhostUserArgs,
+
     /// The name of the first IMAGE, at most 4096 bytes; another way to write NAME=
     #[arg(
         help_heading = "Exports",
@@ -248,7 +253,7 @@ impl ServeArgs {
     /// # Errors
     /// A message for the user.
     fn check(&self) -> Result<(), String> {
-        self.exports()?;
+        self.vhost_user.check(self.exports()?, self.default_name())?;
         self.addresses.check()?;
         self.others.check(self.format)?;
         self.ublk.check(self.queue)?;

@@ -10,7 +10,9 @@ use std::time::Duration;
 
 use nowait::Uring;
 use nowait_nbd::Address;
-use nowait_server::{ClientAuth, Credentials, Listener, Options, QueueKind, Server, Tls, UblkNode};
+use nowait_server::{
+    AnyExport, ClientAuth, Credentials, Listener, Options, QueueKind, Server, Tls, UblkNode,
+};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::{info, warn};
 
@@ -21,6 +23,7 @@ use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
 use crate::open_disk::{OpenedDisk, open_all};
 use crate::signals::Ending;
+use crate::vhost_user_spec::VhostUserArg;
 use crate::{args, default_image, secrets, systemd};
 use nowait_cli::error::{CliError, os_message};
 
@@ -60,14 +63,15 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let config = args.config();
     let kind = queue_kind(args, first)?;
     let ublk = ublk::open(args, first)?;
-    let default_socket = match given.is_empty() && inherited.is_empty() && ublk.is_none() {
+    let is_device = ublk.is_some() || !args.vhost_user.sockets.is_empty();
+    let default_socket = match given.is_empty() && inherited.is_empty() && !is_device {
         true => Some(Arc::new(default_image::socket(image)?)),
         false => None,
     };
     default_socket.iter().for_each(|socket| ending.removes(socket));
     let listens = match &default_socket {
         Some(socket) => std::slice::from_ref(&socket.listen),
-        None => &given,
+        None => &given[..],
     };
     let pid_file = args.lifetime.pid_file.as_deref().map(PidFile::prepare).transpose()?;
     let pid_file = pid_file.map(Arc::new);
@@ -77,6 +81,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     // The description belongs to the first export.
     let mut description = args.description.clone();
     let devices = all.iter().map(|opened| opened.export(config.workers, description.take()));
+    let devices = at_vhost_user(args, &all, devices.collect())?;
     let max_connections = args.max_connections;
     raise_nofile_limit(max_connections);
     let (queues, idle) = (args.queues(), Options::IDLE);
@@ -84,8 +89,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let device = ublk.as_ref().map(UblkNode::device);
     let options =
         Options { queues, kind, config, tls, max_connections, idle, split_bytes, ublk: device };
-    let server =
-        Server::start(devices.collect(), listeners, options).map_err(|e| CliError::at(image, e))?;
+    let server = Server::start(devices, listeners, options).map_err(|e| CliError::at(image, e))?;
     if args.lifetime.exit_with_last_client {
         server.stop_after_last_client();
     }
@@ -253,6 +257,24 @@ fn bind(
     Ok((listeners, bound_to))
 }
 
+/// Binds the vhost-user sockets, each for its export.
+fn at_vhost_user(
+    args: &ServeArgs,
+    all: &[OpenedDisk],
+    mut exports: Vec<AnyExport>,
+) -> Result<Vec<AnyExport>, CliError> {
+    let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
+    for socket in &args.vhost_user.sockets {
+        let index = socket.export_of(&named).map_err(CliError::new)?;
+        let listener = Listener::unix(&socket.path);
+        let listener =
+            listener.map_err(|error| bind_failure(&Address::Unix(socket.path.clone()), &error))?;
+        let export = exports.remove(index).at_vhost_user(listener);
+        exports.insert(index, export);
+    }
+    Ok(exports)
+}
+
 fn bind_failure(listen: &Address, error: &io::Error) -> CliError {
     let (at, hint) = match listen {
         Address::Unix(path) => (path.display().to_string(), "another path"),
@@ -292,6 +314,7 @@ fn print_ready(
             "image": opened.named.image.to_string_lossy(),
             "format": opened.image.format().name(),
             "uris": uris(args, listens, &opened.named),
+            "vhost_user": vhost_user_paths(args, all, opened),
             "size_bytes": opened.image.size(),
             "read_only": opened.image.is_read_only(),
             "direct_io": opened.image.is_direct(),
@@ -320,7 +343,9 @@ fn print_ready(
         format!("{ready}\n")
     } else {
         let uris = all.iter().flat_map(|opened| uris(args, listens, &opened.named));
-        let mut places = node.map(str::to_owned).into_iter().chain(uris);
+        let sockets = args.vhost_user.sockets.iter();
+        let sockets = sockets.map(|socket| format!("vhost-user:{}", socket.path.display()));
+        let mut places = node.map(str::to_owned).into_iter().chain(uris).chain(sockets);
         if is_inherited {
             return places.for_each(|place| info!("serving {place}"));
         }
@@ -334,6 +359,17 @@ fn print_ready(
 fn uris(args: &ServeArgs, listens: &[Address], named: &NamedExport) -> Vec<String> {
     let tls = matches!(args.tls.encryption(), Encryption::Required { .. });
     listens.iter().map(|listen| listen.uri(&named.name, tls)).collect()
+}
+
+/// The vhost-user sockets of `opened`, one of `all`.
+fn vhost_user_paths(args: &ServeArgs, all: &[OpenedDisk], opened: &OpenedDisk) -> Vec<String> {
+    let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
+    let is_its = |socket: &&VhostUserArg| {
+        let index = socket.export_of(&named).ok();
+        index.and_then(|index| named.get(index)) == Some(&opened.named)
+    };
+    let sockets = args.vhost_user.sockets.iter().filter(is_its);
+    sockets.map(|socket| socket.path.to_string_lossy().into_owned()).collect()
 }
 
 fn print_hint(args: &ServeArgs, listens: &[Address], named: &NamedExport) {

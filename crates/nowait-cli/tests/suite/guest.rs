@@ -18,7 +18,7 @@ use nowait_testkit::Random;
 const DISK_BYTES: u64 = 192 * MIB;
 /// Files that come with the image, and files the guest writes.
 const GIVEN_FILES: u64 = 3;
-const WRITTEN_FILES: usize = 4;
+pub(crate) const WRITTEN_FILES: usize = 4;
 
 /// The guest's only process: checks the given files, writes, deletes, trims, and powers off.
 const GUEST_INIT: &str = r#"#!/bin/sh
@@ -39,7 +39,7 @@ poweroff -f
 "#;
 
 /// An ext4 image that holds busybox, the guest's init, and files with their checksums.
-fn make_disk(scratch: &Scratch, busybox: &Path) -> PathBuf {
+pub(crate) fn make_disk(scratch: &Scratch, busybox: &Path) -> PathBuf {
     let root = scratch.join("root");
     for directory in ["bin", "sbin", "dev", "proc", "given"] {
         fs::create_dir_all(root.join(directory)).expect("a directory");
@@ -82,13 +82,18 @@ fn booted_from(guest: &Guest, image: &Path) -> String {
     let drive = format!("file={},format=raw,if=none,id=disk,discard=unmap", server.uri());
     let console = guest.boot(&["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"]);
     server.stop();
-    for line in ["guest: given files are right", "guest: trimmed", "guest: done"] {
-        assert!(console.contains(line), "the guest did not say '{line}':\n{console}");
-    }
+    assert_ran(&console);
     console
 }
 
-fn have_file_system_tools() -> bool {
+/// Checks that the guest of [`make_disk`] has said all that it should.
+pub(crate) fn assert_ran(console: &str) {
+    for line in ["guest: given files are right", "guest: trimmed", "guest: done"] {
+        assert!(console.contains(line), "the guest did not say '{line}':\n{console}");
+    }
+}
+
+pub(crate) fn have_file_system_tools() -> bool {
     ["mkfs.ext4", "e2fsck", "debugfs"].into_iter().all(require_tool)
 }
 

@@ -45,5 +45,6 @@ mod stalled_storage;
 mod storage_faults;
 mod tls;
 mod ublk;
+mod vhost_user;
 mod without_io_uring;
 mod zero_size;

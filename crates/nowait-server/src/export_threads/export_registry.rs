@@ -11,15 +11,20 @@ use nowait::{Error, Operation};
 
 use crate::export::ExportId;
 use crate::export_threads::ThreadContext;
-use crate::nbd::connection::HandoffConnection;
 use crate::nbd::connection_channel::ConnectionChannel;
 use crate::nbd::handshake::ExportInfo;
 use crate::thread_handle::ThreadHandle;
+use crate::vhost_user::BlockProperties;
+use crate::vhost_user::control_thread::ControlHandle;
+use crate::vhost_user::queue_channel::QueueChannel;
 
 /// An export with any block map.
 pub(crate) trait Servable: Send + Sync {
     /// The export's current properties, as told to clients: asked of the device each time.
     fn info(&self, id: ExportId) -> ExportInfo;
+
+    /// The same for virtual machines.
+    fn properties(&self) -> BlockProperties;
 
     /// The export's name.
     fn name(&self) -> &str;
@@ -32,6 +37,19 @@ pub(crate) trait Servable: Send + Sync {
     /// # Errors
     /// The queue has failed. (A queue that could not be made is reported to `context`.)
     fn serve(self: Arc<Self>, context: ThreadContext) -> Result<(), Error>;
+}
+
+/// What other threads send to a thread.
+#[derive(Clone)]
+pub(crate) struct ThreadChannels {
+    pub(crate) connections: Arc<ConnectionChannel>,
+    pub(crate) queues: Arc<QueueChannel>,
+}
+
+impl ThreadChannels {
+    fn thread(&self) -> &Arc<ThreadHandle> {
+        self.connections.thread()
+    }
 }
 
 /// Whether a thread without connections retires.
@@ -49,6 +67,10 @@ pub(crate) enum Retired {
 pub(crate) struct RegisteredExport {
     pub(crate) id: ExportId,
     pub(crate) export: Arc<dyn Servable>,
+    /// It is a disk of virtual machines too: its threads serve queues beside connections.
+    pub(crate) has_devices: bool,
+    /// The threads of its vhost-user sockets.
+    controls: Mutex<Vec<Arc<ControlHandle>>>,
     threads: Mutex<Threads>,
     /// Notified when a thread has ended.
     ended: Condvar,
@@ -57,7 +79,7 @@ pub(crate) struct RegisteredExport {
 #[derive(Default)]
 struct Threads {
     /// The channels of the threads that take connections.
-    channels: Vec<Arc<ConnectionChannel>>,
+    channels: Vec<ThreadChannels>,
     /// Threads that were started and have not ended.
     running: usize,
     /// The export is to be served no more.
@@ -65,8 +87,20 @@ struct Threads {
 }
 
 impl RegisteredExport {
-    fn new(id: ExportId, export: Arc<dyn Servable>) -> Self {
-        Self { id, export, threads: Mutex::default(), ended: Condvar::new() }
+    fn new(id: ExportId, export: Arc<dyn Servable>, has_devices: bool) -> Self {
+        let (controls, threads) = (Mutex::default(), Mutex::default());
+        Self { id, export, has_devices, controls, threads, ended: Condvar::new() }
+    }
+
+    /// Notes the thread of a vhost-user socket, which [`RegisteredExport::stop_controls`] ends.
+    pub(crate) fn add_control(&self, handle: Arc<ControlHandle>) {
+        self.controls.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
+    }
+
+    /// Ends the threads of the vhost-user sockets.
+    pub(crate) fn stop_controls(&self) {
+        let controls = self.controls.lock().unwrap_or_else(PoisonError::into_inner);
+        controls.iter().for_each(|handle| handle.stop());
     }
 
     /// Adds the thread that `start` starts as number `n` of this export.
@@ -76,7 +110,7 @@ impl RegisteredExport {
     pub(crate) fn add_thread(
         &self,
         n: u16,
-        start: impl FnOnce(u16) -> Result<Arc<ConnectionChannel>, Error>,
+        start: impl FnOnce(u16) -> Result<ThreadChannels, Error>,
     ) -> Result<(), Error> {
         let mut threads = self.lock();
         threads.channels.push(start(n)?);
@@ -84,14 +118,14 @@ impl RegisteredExport {
         Ok(())
     }
 
-    /// Assigns a connection to the thread with the fewest connections. If none is idle and there are
-    /// fewer than `most`, `start` may start another one for it. If there is no thread, or the export
-    /// was removed, the connection is closed. Returns whether a thread was started.
+    /// Sends something to the thread with the fewest connections and queues, by `send`. If none is
+    /// idle and there are fewer than `most`, `start` may start another one for it. If there is no
+    /// thread, or the export was removed, `send` is dropped. Returns whether a thread was started.
     pub(crate) fn assign(
         &self,
-        arrival: HandoffConnection,
         most: u16,
-        start: impl FnOnce(u16) -> Option<Arc<ConnectionChannel>>,
+        start: impl FnOnce(u16) -> Option<ThreadChannels>,
+        send: impl FnOnce(&ThreadChannels),
     ) -> bool {
         let mut threads = self.lock();
         if threads.removed {
@@ -100,15 +134,14 @@ impl RegisteredExport {
         let channels = &mut threads.channels;
         let mut started = false;
         if channels.len() < usize::from(most)
-            && !channels.iter().any(|channel| channel.thread().is_idle())
-            && let Some(channel) = start(channels.len() as u16)
+            && !channels.iter().any(|one| one.thread().is_idle())
+            && let Some(new) = start(channels.len() as u16)
         {
-            channels.push(channel);
+            channels.push(new);
             started = true;
         }
-        let least = channels.iter().min_by_key(|channel| channel.thread().connections());
-        if let Some(channel) = least {
-            channel.assign(arrival);
+        if let Some(least) = channels.iter().min_by_key(|one| one.thread().connections()) {
+            send(least);
         }
         threads.running += usize::from(started);
         started
@@ -120,13 +153,13 @@ impl RegisteredExport {
         if !thread.is_idle() {
             return Retired::No;
         }
-        threads.channels.retain(|channel| !Arc::ptr_eq(channel.thread(), thread));
+        threads.channels.retain(|one| !Arc::ptr_eq(one.thread(), thread));
         if threads.channels.is_empty() { Retired::TheLast } else { Retired::OneOfSeveral }
     }
 
     /// Takes a thread that could not start off the list.
     pub(crate) fn withdraw(&self, thread: &Arc<ThreadHandle>) {
-        self.lock().channels.retain(|channel| !Arc::ptr_eq(channel.thread(), thread));
+        self.lock().channels.retain(|one| !Arc::ptr_eq(one.thread(), thread));
     }
 
     /// A thread has ended.
@@ -137,14 +170,15 @@ impl RegisteredExport {
 
     /// The threads that take connections.
     pub(crate) fn threads(&self) -> Vec<Arc<ThreadHandle>> {
-        self.lock().channels.iter().map(|channel| channel.thread().clone()).collect()
+        self.lock().channels.iter().map(|channels| channels.thread().clone()).collect()
     }
 
     /// Takes no more clients. The threads end when they have no connections.
     fn remove(&self) {
+        self.stop_controls();
         let mut threads = self.lock();
         threads.removed = true;
-        threads.channels.iter().for_each(|channel| channel.thread().retire_for_good());
+        threads.channels.iter().for_each(|channels| channels.thread().retire_for_good());
     }
 
     fn is_removed(&self) -> bool {
@@ -177,25 +211,30 @@ impl Registry {
     /// The id of the default export.
     pub(crate) const DEFAULT: ExportId = ExportId(0);
 
-    pub(crate) fn new(exports: impl IntoIterator<Item = Arc<dyn Servable>>) -> Self {
+    /// The exports of `exports`, each with whether it is a disk of virtual machines too.
+    pub(crate) fn new(exports: impl IntoIterator<Item = (Arc<dyn Servable>, bool)>) -> Self {
         let mut all = Exports { by_id: BTreeMap::new(), next: 0 };
-        for export in exports {
-            all.add(export);
+        for (export, has_devices) in exports {
+            all.add(export, has_devices);
         }
         Self(RwLock::new(all))
     }
 
-    /// Adds an export. Its threads start when clients choose it.
+    /// Adds an export. Its threads start when clients choose it, or when a queue starts.
     ///
     /// # Errors
     /// `EEXIST`: there is one of that name.
-    pub(crate) fn add(&self, export: Arc<dyn Servable>) -> Result<ExportId, Error> {
+    pub(crate) fn add(
+        &self,
+        export: Arc<dyn Servable>,
+        has_devices: bool,
+    ) -> Result<ExportId, Error> {
         let mut exports = self.0.write().unwrap_or_else(PoisonError::into_inner);
         let mut served = exports.by_id.values().filter(|other| !other.is_removed());
         if served.any(|other| other.export.name() == export.name()) {
             return Err(Error::new(libc::EEXIST, Operation::SetUp));
         }
-        Ok(exports.add(export))
+        Ok(exports.add(export, has_devices))
     }
 
     /// An export, unless it was removed and has no thread any more.
@@ -268,10 +307,10 @@ impl Registry {
 }
 
 impl Exports {
-    fn add(&mut self, export: Arc<dyn Servable>) -> ExportId {
+    fn add(&mut self, export: Arc<dyn Servable>, has_devices: bool) -> ExportId {
         let id = ExportId(self.next);
         self.next += 1;
-        self.by_id.insert(id, Arc::new(RegisteredExport::new(id, export)));
+        self.by_id.insert(id, Arc::new(RegisteredExport::new(id, export, has_devices)));
         id
     }
 }

@@ -53,6 +53,13 @@ impl Server {
         Self::run(command, Scratch::new())
     }
 
+    /// Serves `image` at the vhost-user socket `path` only, with `extra` arguments.
+    pub(crate) fn start_vhost_user(image: &Path, path: &Path, extra: &[&str]) -> Self {
+        let mut command = under(&[]);
+        command.arg("serve").arg(image).arg("--vhost-user").arg(path).args(extra);
+        Self::run(command, Scratch::new())
+    }
+
     /// Runs a whole `command`; its standard error is kept in `own`.
     fn run(mut command: Command, own: Scratch) -> Self {
         let log = File::create(own.join("log")).expect("a log file");

@@ -1,0 +1,41 @@
+//! The command-line option for vhost-user sockets.
+//!
+//! Invariant: after `check`, each socket has an export and a path of its own.
+
+use std::path::PathBuf;
+
+use clap::Args;
+use clap::builder::{OsStringValueParser, TypedValueParser};
+
+use crate::export_spec::NamedExport;
+use crate::vhost_user_spec;
+use crate::vhost_user_spec::VhostUserArg;
+
+/// Where virtual machines have their disks.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Addresses")]
+pub(crate) struct VhostUserArgs {
+    /// Make IMAGE a vhost-user-blk disk of virtual machines at the Unix socket PATH; can be given
+    /// more than once
+    ///
+    /// EXPORT is the name of one of several IMAGEs; the first without it. The machine's memory has
+    /// to be shared (QEMU: memory-backend-memfd,share=on). With only this no socket for NBD is made.
+    /// A program that connects has the disk, as with --nbd; one at a time, others wait.
+    #[arg(long = "vhost-user", value_name = "[EXPORT=]PATH")]
+    #[arg(value_parser = OsStringValueParser::new().try_map(VhostUserArg::parse))]
+    pub(crate) sockets: Vec<VhostUserArg>,
+}
+
+impl VhostUserArgs {
+    /// Checks that there is an export for each socket among `exports`, of which an empty list is one
+    /// of the name `default`.
+    ///
+    /// # Errors
+    /// A message for the user.
+    pub(crate) fn check(&self, mut exports: Vec<NamedExport>, default: &str) -> Result<(), String> {
+        if exports.is_empty() {
+            exports.push(NamedExport { name: default.to_owned(), image: PathBuf::new() });
+        }
+        vhost_user_spec::check(&self.sockets, &exports)
+    }
+}

@@ -1,0 +1,171 @@
+//! Stock guests have their disks at vhost-user sockets.
+//!
+//! Invariant: what a guest says that it has written is checked outside, without the server.
+
+use std::os::unix::fs::MetadataExt;
+use std::path::Path;
+use std::thread;
+
+use nowait_testkit::wait_for;
+use rustix::process::Signal;
+
+use crate::common::{Finished, Guest, Kernel, MIB, Scratch, Server, require_tool, tool};
+use crate::guest::{WRITTEN_FILES, assert_ran, check_written, have_file_system_tools, make_disk};
+
+/// Size of a disk without a file system, in bytes.
+const DISK_BYTES: u64 = 96 * MIB;
+/// How often a server is killed, and what the guest writes before the first time and between.
+const KILLS: u64 = 5;
+const WRITTEN_FIRST: u64 = 3 * MIB;
+const WRITTEN_BETWEEN: u64 = 7 * MIB;
+/// The parts that a guest writes while servers are killed, of 4 MiB each.
+const PARTS: u64 = 10;
+
+/// The arguments of QEMU for disks at `sockets`, with two queues each.
+fn devices(sockets: &[&Path]) -> Vec<String> {
+    let memory = ["-object", "memory-backend-memfd,id=mem,size=512M,share=on"];
+    let mut arguments: Vec<String> = memory.map(String::from).into();
+    arguments.extend(["-machine", "memory-backend=mem", "-smp", "2"].map(String::from));
+    for (n, socket) in sockets.iter().enumerate() {
+        let socket = socket.display();
+        let chardev = format!("socket,id=disk{n},path={socket},reconnect=1");
+        let device = format!("vhost-user-blk-pci,chardev=disk{n},num-queues=2");
+        arguments.extend(["-chardev".into(), chardev, "-device".into(), device]);
+    }
+    arguments
+}
+
+fn borrowed(arguments: &[String]) -> Vec<&str> {
+    arguments.iter().map(String::as_str).collect()
+}
+
+/// Boots the guest from `image` at a vhost-user socket.
+fn booted_from(guest: &Guest, image: &Path) -> String {
+    let scratch = Scratch::new();
+    let socket = scratch.join("socket");
+    let server = Server::start_vhost_user(image, &socket, &[]);
+    assert_eq!(server.ready_line(), format!("serving vhost-user:{}", socket.display()));
+    let console = guest.boot(&borrowed(&devices(&[&socket])));
+    server.stop_but_leave_socket();
+    assert!(!socket.exists(), "the socket is left behind");
+    assert_ran(&console);
+    console
+}
+
+#[test]
+fn a_stock_kernel_boots_from_a_vhost_user_disk_and_its_files_are_right_on_both_sides() {
+    if !have_file_system_tools() {
+        return;
+    }
+    let Some(guest) = Guest::with(Kernel::V6_1) else { return };
+    let scratch = Scratch::new();
+    let disk = make_disk(&scratch, &guest.busybox());
+    let console = booted_from(&guest, &disk);
+    check_written(&scratch, &disk, &console, WRITTEN_FILES);
+}
+
+#[test]
+fn it_boots_from_a_qcow2_overlay_at_a_vhost_user_socket_too() {
+    if !have_file_system_tools() || !require_tool("qemu-img") {
+        return;
+    }
+    let Some(guest) = Guest::with(Kernel::V6_12) else { return };
+    let scratch = Scratch::new();
+    let disk = make_disk(&scratch, &guest.busybox());
+    let overlay = scratch.join("overlay.qcow2");
+    let create = ["create", "-q", "-f", "qcow2", "-F", "raw", "-b"];
+    tool("qemu-img").args(create).arg(&disk).arg(&overlay).succeeds();
+    let console = booted_from(&guest, &overlay);
+    tool("qemu-img").args(["check", "-q"]).arg(&overlay).succeeds();
+    let all = scratch.join("all.img");
+    tool("qemu-img").args(["convert", "-O", "raw"]).arg(&overlay).arg(&all).succeeds();
+    check_written(&scratch, &all, &console, WRITTEN_FILES);
+}
+
+/// Writes and reads while the server is killed, then tells whether the kernel has seen an error.
+const BUSY_INIT: &str = r#"
+mount -t proc none /proc
+dd if=/dev/urandom of=/tmp/data bs=1M count=4 2>/dev/null
+for n in $(seq 0 9); do
+    dd if=/tmp/data of=/dev/vda bs=4k seek=$((n * 1024)) oflag=direct conv=notrunc 2>/dev/null || echo "guest: write $n failed"
+    dd if=/dev/vda bs=16k skip=$((n * 256)) count=256 iflag=direct 2>/dev/null | cmp - /tmp/data || echo "guest: read $n failed"
+done
+echo "guest: wrote $(sha256sum < /tmp/data)"
+dmesg | grep "I/O error" && echo "guest: failed"
+echo "guest: done"
+poweroff -f
+"#;
+
+#[test]
+fn a_guest_sees_no_error_when_its_server_is_killed_under_load_and_started_again() {
+    let Some(guest) = Guest::with(Kernel::V6_12) else { return };
+    let scratch = Scratch::new();
+    let (disk, socket) = (scratch.sparse("disk.img", DISK_BYTES), scratch.join("socket"));
+    let mut server = Server::start_vhost_user(&disk, &socket, &[]);
+    let arguments = devices(&[&socket]);
+    let console = thread::scope(|scope| {
+        let guest = scope.spawn(|| guest.run(BUSY_INIT, &[], &borrowed(&arguments)));
+        for kill in 0..KILLS {
+            let written = WRITTEN_FIRST + kill * WRITTEN_BETWEEN;
+            wait_for("the guest's writes", || {
+                let blocks = std::fs::metadata(&disk).expect("an image").blocks();
+                if blocks * 512 >= written { Ok(()) } else { Err(blocks) }
+            });
+            server.signal(Signal::KILL);
+            server.wait();
+            server = Server::start_vhost_user(&disk, &socket, &[]);
+        }
+        guest.join().expect("a guest that powers off")
+    });
+    server.stop_but_leave_socket();
+    assert!(console.contains("guest: done"), "{console}");
+    assert!(!console.contains("failed") && !console.contains("differ"), "{console}");
+    let sum = console.lines().find_map(|line| line.trim().strip_prefix("guest: wrote "));
+    let sum = sum.and_then(|line| line.split_whitespace().next()).expect("a sum");
+    for n in 0..PARTS {
+        let script = format!("dd if={} bs=4M skip={n} count=1 | sha256sum", disk.display());
+        let outside = tool("sh").args(["-c", &script]).succeeds();
+        assert_eq!(outside.split_whitespace().next(), Some(sum), "part {n}");
+    }
+}
+
+/// Tells what the kernel finds on two disks, one of them read-only.
+const PROPERTIES_INIT: &str = r#"
+mount -t proc none /proc
+mount -t sysfs none /sys
+for disk in vda vdb; do
+    cd /sys/block/$disk
+    echo "guest: $disk $(cat size ro queue/write_cache queue/physical_block_size serial | tr '\n' ' ')"
+    echo "guest: $disk queues $(ls mq | wc -l)"
+done
+blkdiscard -f /dev/vda && echo "guest: discarded"
+dd if=/dev/zero of=/dev/vdb bs=4k count=1 2>/dev/null || echo "guest: read-only"
+echo "write through" > /sys/block/vda/queue/write_cache
+cat /sys/block/vda/cache_type
+poweroff -f
+"#;
+
+#[test]
+fn a_guest_finds_the_size_the_queues_and_the_rights_of_its_disks() {
+    let Some(guest) = Guest::with(Kernel::V6_12) else { return };
+    let scratch = Scratch::new();
+    let (one, two) = (scratch.sparse("one.img", 8 * MIB), scratch.sparse("two.img", 16 * MIB));
+    std::fs::write(&one, vec![7; 8 << 20]).expect("an image");
+    let sockets = [scratch.join("a"), scratch.join("b")];
+    let writable = Server::start_vhost_user(&one, &sockets[0], &["--export", "golden"]);
+    let read_only = Server::start_vhost_user(&two, &sockets[1], &["--read-only"]);
+    let [a, b] = &sockets;
+    let console = guest.run(PROPERTIES_INIT, &[], &borrowed(&devices(&[a, b])));
+    writable.stop_but_leave_socket();
+    read_only.stop_but_leave_socket();
+    for line in [
+        "guest: vda 16384 0 write back 4096 golden",
+        "guest: vdb 32768 1 write back 4096",
+        "guest: vda queues 2",
+        "guest: discarded",
+        "guest: read-only",
+    ] {
+        assert!(console.contains(line), "the guest did not say '{line}':\n{console}");
+    }
+    assert!(std::fs::read(&one).expect("an image").iter().all(|byte| *byte == 0), "not discarded");
+}

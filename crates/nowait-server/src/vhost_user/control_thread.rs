@@ -1,0 +1,162 @@
+//! The thread of a vhost-user socket, which serves one VMM after the other.
+//!
+//! Invariant: a socket has one connection and one thread, however many programs connect. The thread
+//! ends when the server stops.
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
+
+use nowait::{Error, Operation};
+use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
+use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
+
+use crate::net::connection_limit::ConnectionPermit;
+use crate::net::listener::Listener;
+use crate::vhost_user::device::{Device, QueueThreads};
+use crate::vhost_user::queue_channel::{DeviceState, ID_BYTES};
+
+/// The pause after a connection that has failed, or could not be accepted.
+const BACK_OFF: Duration = Duration::from_millis(100);
+
+/// The end of a control thread, from any thread.
+pub(crate) struct ControlHandle {
+    wake: OwnedFd,
+    state: Mutex<ControlState>,
+}
+
+#[derive(Default)]
+struct ControlState {
+    is_stopped: bool,
+    /// The connection that is served.
+    connection: Option<UnixStream>,
+}
+
+impl ControlHandle {
+    /// The handle of a thread that is about to start.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for it.
+    pub(crate) fn new() -> Result<Self, Error> {
+        let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
+            .map_err(|e| Error::new(e.raw_os_error(), Operation::SetUp))?;
+        Ok(Self { wake, state: Mutex::default() })
+    }
+
+    /// Ends the thread and its connection.
+    pub(crate) fn stop(&self) {
+        let mut state = self.lock();
+        state.is_stopped = true;
+        if let Some(connection) = &state.connection {
+            // The VMM may have gone already.
+            let _ = connection.shutdown(std::net::Shutdown::Both);
+        }
+        let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// Notes the connection that is served. Returns whether the thread goes on.
+    fn serves(&self, connection: Option<UnixStream>) -> bool {
+        let mut state = self.lock();
+        state.connection = connection;
+        !state.is_stopped
+    }
+
+    fn lock(&self) -> MutexGuard<'_, ControlState> {
+        // No critical section here can panic half-way through a change.
+        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// The server, for the thread of a socket.
+pub(crate) trait ControlServer: QueueThreads {
+    /// Counts a connection, unless there are too many.
+    fn permit(&self) -> Option<ConnectionPermit>;
+}
+
+/// Serves the VMMs that connect to `listener`, one after the other, until `handle` is stopped; then its
+/// socket file is removed. /// `name` is what guests are told as the name of the disk.
+pub(crate) fn run<S: ControlServer + 'static>(
+    listener: Listener,
+    server: &Arc<S>,
+    handle: &ControlHandle,
+    name: &str,
+) {
+    let label = match listener.unix_path() {
+        Some(path) => format!("vhost-user socket {}", path.display()),
+        None => "vhost-user socket".to_owned(),
+    };
+    let mut id = [0; ID_BYTES];
+    let printable = name.bytes().filter(u8::is_ascii_graphic);
+    id.iter_mut().zip(printable).for_each(|(to, from)| *to = from);
+    while handle.serves(None) {
+        let stream = match accept(&listener, handle) {
+            Ok(Some(stream)) => stream,
+            Ok(None) => continue,
+            Err(error) => {
+                tracing::warn!("{label}: cannot accept a connection: {error}");
+                std::thread::sleep(BACK_OFF);
+                continue;
+            }
+        };
+        let Some(permit) = server.permit() else {
+            tracing::warn!("{label}: a connection was closed: too many are open");
+            std::thread::sleep(BACK_OFF);
+            continue;
+        };
+        permit.mark_transmission();
+        let Ok(copy) = stream.try_clone() else { continue };
+        if !handle.serves(Some(copy)) {
+            return;
+        }
+        tracing::info!("{label}: a VMM has connected");
+        let state = Arc::new(DeviceState::new(id, label.clone()));
+        match serve(stream, server.clone(), state) {
+            MessageError::Disconnected | MessageError::PartialMessage => {
+                tracing::info!("{label}: the VMM has left");
+            }
+            error => {
+                tracing::warn!("{label}: the VMM was disconnected: {error}");
+                std::thread::sleep(BACK_OFF);
+            }
+        }
+        drop(permit);
+    }
+}
+
+/// Handles the messages of one connection. Returns why it has ended; then its queues have stopped.
+fn serve(
+    stream: UnixStream,
+    threads: Arc<dyn QueueThreads>,
+    state: Arc<DeviceState>,
+) -> MessageError {
+    let device = Arc::new(Mutex::new(Device::new(threads, state)));
+    let mut messages = BackendReqHandler::from_stream(stream, device);
+    loop {
+        if let Err(error) = messages.handle_request() {
+            return error;
+        }
+    }
+}
+
+/// The next connection; `None` if there is none yet or the thread was stopped.
+fn accept(listener: &Listener, handle: &ControlHandle) -> std::io::Result<Option<UnixStream>> {
+    let mut fds = [
+        PollFd::new(listener, PollFlags::IN),
+        PollFd::from_borrowed_fd(handle.wake.as_fd(), PollFlags::IN),
+    ];
+    match poll(&mut fds, None) {
+        Ok(_) => {}
+        Err(rustix::io::Errno::INTR) => return Ok(None),
+        Err(error) => return Err(error.into()),
+    }
+    match listener.accept() {
+        Ok(socket) => {
+            let stream = UnixStream::from(socket);
+            stream.set_nonblocking(false)?;
+            Ok(Some(stream))
+        }
+        Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(None),
+        Err(error) => Err(error),
+    }
+}

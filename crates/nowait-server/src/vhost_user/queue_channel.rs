@@ -1,0 +1,129 @@
+//! What the thread of a socket tells a serving thread: to start, change or stop a queue.
+//!
+//! Invariant: a started queue is in one channel or on one thread, and is stopped by the answer to
+//! its stop, or with the thread.
+
+use std::collections::VecDeque;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::mpsc::SyncSender;
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use crate::thread_handle::ThreadHandle;
+use crate::vhost_user::device_config::Features;
+use crate::vhost_user::virtqueue::Virtqueue;
+
+/// The most lines that one connection of a VMM writes about broken queues.
+const MAX_LINES: u32 = 4;
+/// Bytes of the name of a device that drivers can ask for.
+pub(crate) const ID_BYTES: usize = 20;
+
+/// The id of a queue that was started; never used again.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct QueueId(pub(crate) u64);
+
+/// The state that the queues of a device share with its control thread.
+pub(crate) struct DeviceState {
+    /// What drivers are told as its name.
+    pub(crate) id: [u8; ID_BYTES],
+    /// The socket's path, for messages.
+    label: String,
+    /// The driver has the device cache writes.
+    pub(crate) wce: AtomicBool,
+    broken: AtomicBool,
+    lines: AtomicU32,
+}
+
+impl DeviceState {
+    pub(crate) fn new(id: [u8; ID_BYTES], label: String) -> Self {
+        let (wce, broken) = (AtomicBool::new(true), AtomicBool::new(false));
+        Self { id, label, wce, broken, lines: AtomicU32::new(0) }
+    }
+
+    /// Stops the device because of `reason`. Logs the first of the reasons.
+    #[cold]
+    pub(crate) fn break_down(&self, reason: &str) {
+        let was_broken = self.broken.swap(true, Ordering::AcqRel);
+        if !was_broken && self.lines.fetch_add(1, Ordering::Relaxed) < MAX_LINES {
+            tracing::warn!(
+                "{}: its guest is served no more until it resets the device: {reason}",
+                self.label
+            );
+        }
+    }
+
+    /// Whether the device has stopped.
+    #[inline]
+    pub(crate) fn is_broken(&self) -> bool {
+        self.broken.load(Ordering::Acquire)
+    }
+
+    /// The device is as if new.
+    pub(crate) fn reset(&self) {
+        self.broken.store(false, Ordering::Release);
+    }
+}
+
+/// A queue that starts.
+pub(crate) struct QueueStart {
+    pub(crate) id: QueueId,
+    pub(crate) device: Arc<DeviceState>,
+    pub(crate) features: Features,
+    pub(crate) virtqueue: Virtqueue,
+    /// Readable when the driver has made requests available.
+    pub(crate) kick: OwnedFd,
+    /// Written to when requests have ended.
+    pub(crate) call: Option<OwnedFd>,
+    /// Written to when the queue cannot go on.
+    pub(crate) err: Option<OwnedFd>,
+}
+
+/// What a thread is told.
+pub(crate) enum QueueCommand {
+    Start(Box<QueueStart>),
+    /// The queue's ended requests are told by another descriptor.
+    SetCall(QueueId, Option<OwnedFd>),
+    SetErr(QueueId, Option<OwnedFd>),
+    /// The queue takes no more requests. Answered with the next entry of its available ring once
+    /// those in flight have ended.
+    Stop(QueueId, SyncSender<u16>),
+}
+
+/// The commands for a thread.
+pub(crate) struct QueueChannel {
+    thread: Arc<ThreadHandle>,
+    commands: Mutex<VecDeque<QueueCommand>>,
+}
+
+impl QueueChannel {
+    /// The empty channel of `thread`.
+    pub(crate) fn new(thread: Arc<ThreadHandle>) -> Self {
+        Self { thread, commands: Mutex::default() }
+    }
+
+    /// Sends a command to the thread.
+    pub(crate) fn send(&self, command: QueueCommand) {
+        if matches!(command, QueueCommand::Start(_)) {
+            // The thread must not retire meanwhile.
+            self.thread.add_connection();
+        }
+        self.lock().push_back(command);
+        self.thread.wake();
+    }
+
+    /// Takes the oldest command. [`QueueChannel::counted`] is called for a start once the queue has
+    /// been counted otherwise.
+    pub(crate) fn take(&self) -> Option<QueueCommand> {
+        self.lock().pop_front()
+    }
+
+    /// A queue that was started is counted as a member of the thread.
+    pub(crate) fn counted(&self) {
+        self.thread.remove_connection();
+    }
+
+    fn lock(&self) -> MutexGuard<'_, VecDeque<QueueCommand>> {
+        // No critical section here can panic half-way through a change.
+        self.commands.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}

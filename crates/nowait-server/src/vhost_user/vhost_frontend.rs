@@ -1,0 +1,504 @@
+//! The vhost-user frontend of a thread: queues of devices, each a member of the thread.
+//!
+//! Invariant: a request is answered once, by its status and its entry in the used ring. Memory of
+//! the guest stays mapped while the engine may use it. A queue that breaks down takes no more
+//! requests, and nothing more of its memory is read or written by the thread.
+#![allow(unsafe_code)]
+
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::SyncSender;
+
+use nowait::{
+    BlockMap, ByteRange, Completion, Flags, Interest, IoQueue, Op, Rejected, Request, Token,
+};
+use slab::Slab;
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP};
+use vm_memory::{Bytes, GuestAddress};
+
+use crate::export::result;
+use crate::fairness::Member;
+use crate::frontend::Frontend;
+use crate::loop_context::LoopContext;
+use crate::vhost_user::block_request::{BlockRequest, Kind, Malformed, RequestReader, SectorRange};
+use crate::vhost_user::device_config::SECTOR_BYTES;
+use crate::vhost_user::queue_channel::{QueueChannel, QueueCommand, QueueId, QueueStart};
+
+/// A write that begins before this byte is copied before it is checked: the first bytes of an image
+/// decide what later programs take it for, so the guest must not change them after the check.
+const COPIED_BEFORE: u64 = 4096;
+/// The flag of a write of zeroes that lets storage be deallocated.
+const UNMAP: u32 = 1;
+
+/// A request in the engine.
+struct InFlight {
+    status: GuestAddress,
+    /// Bytes written to the guest's memory beside the status, if it succeeds.
+    written: u32,
+    /// The parts of the memory that it writes to, while the VMM keeps a log.
+    logged: Vec<(u64, u64)>,
+}
+
+/// What becomes of a queue.
+enum Phase {
+    Running,
+    /// It takes no more requests. The answer is awaited, except at the end of the thread.
+    Stopping(Option<SyncSender<u16>>),
+}
+
+/// A queue of a device.
+struct DeviceQueue {
+    start: QueueStart,
+    member: Member,
+    phase: Phase,
+    /// The requests in the engine, by the index of their first descriptor.
+    requests: Vec<Option<InFlight>>,
+    in_flight: u32,
+    /// It is in the list of queues that have something to do at the end of the iteration.
+    is_touched: bool,
+}
+
+/// What a service does next.
+enum Step {
+    Next,
+    /// Nothing more can be done now.
+    Pause,
+}
+
+/// The outcome of a request that is decided without the engine: success with bytes that were
+/// written, or a status.
+type Outcome = Result<u32, u32>;
+
+/// The queues of a thread.
+pub(crate) struct VhostFrontend {
+    queues: Slab<DeviceQueue>,
+    channel: Arc<QueueChannel>,
+    reader: RequestReader,
+    touched: Vec<usize>,
+    stopping: bool,
+}
+
+impl VhostFrontend {
+    /// The frontend of the thread that takes queues from `channel`.
+    pub(crate) fn new(channel: Arc<QueueChannel>) -> Self {
+        Self {
+            queues: Slab::new(),
+            channel,
+            reader: RequestReader::default(),
+            touched: Vec::new(),
+            stopping: false,
+        }
+    }
+
+    fn obey<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        context: &mut LoopContext<Q, M>,
+        command: QueueCommand,
+    ) {
+        match command {
+            QueueCommand::Start(start) => {
+                self.add(context, *start);
+                self.channel.counted();
+            }
+            QueueCommand::SetCall(id, call) => {
+                if let Some((_, queue)) = self.find(id) {
+                    queue.start.call = call;
+                    // What has ended meanwhile may have been told by the old one.
+                    queue.start.call.iter().for_each(signal);
+                }
+            }
+            QueueCommand::SetErr(id, err) => {
+                if let Some((_, queue)) = self.find(id) {
+                    queue.start.err = err;
+                }
+            }
+            QueueCommand::Stop(id, answer) => {
+                if let Some((number, queue)) = self.find(id) {
+                    queue.phase = Phase::Stopping(Some(answer));
+                    context.schedule(number, &mut queue.member);
+                    self.touch(number);
+                }
+            }
+        }
+    }
+
+    fn find(&mut self, id: QueueId) -> Option<(usize, &mut DeviceQueue)> {
+        self.queues.iter_mut().find(|(_, queue)| queue.start.id == id)
+    }
+
+    /// Adds a queue, unless the thread is stopping.
+    fn add<Q: IoQueue, M: BlockMap>(&mut self, context: &mut LoopContext<Q, M>, start: QueueStart) {
+        if self.stopping {
+            return;
+        }
+        let (_, size) = start.virtqueue.table();
+        let requests = (0..size).map(|_| None).collect();
+        let (member, phase) = (Member::default(), Phase::Running);
+        let queue = DeviceQueue { start, member, phase, requests, in_flight: 0, is_touched: false };
+        let number = self.queues.insert(queue);
+        context.add_member();
+        let Some(queue) = self.queues.get_mut(number) else { return };
+        if let Err(error) =
+            context.watch(queue.start.kick.as_fd(), number as Token, Interest::Readable)
+        {
+            queue.start.device.break_down(&format!("cannot watch a queue: {error}"));
+        }
+        // Requests may be available already, and those of an earlier server may be left.
+        context.schedule(number, &mut queue.member);
+    }
+
+    /// Notes that a queue has something to do at the end of the iteration.
+    fn touch(&mut self, number: usize) {
+        if let Some(queue) = self.queues.get_mut(number)
+            && !std::mem::replace(&mut queue.is_touched, true)
+        {
+            self.touched.push(number);
+        }
+    }
+}
+
+impl DeviceQueue {
+    /// Takes the next request and begins it.
+    fn step<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        number: usize,
+        reader: &mut RequestReader,
+        context: &mut LoopContext<Q, M>,
+    ) -> Result<Step, Malformed> {
+        if self.member.quantum.reads_exhausted() {
+            context.schedule(number, &mut self.member);
+            return Ok(Step::Pause);
+        }
+        if !context.engine.has_free_slot() {
+            return Ok(self.wait(number, context));
+        }
+        let taken = match self.phase {
+            Phase::Running => self.start.virtqueue.take()?,
+            Phase::Stopping(_) => self.start.virtqueue.take_again(),
+        };
+        let Some(head) = taken else {
+            let more =
+                matches!(self.phase, Phase::Running) && self.start.virtqueue.ask_for_kick()?;
+            return Ok(if more { Step::Next } else { Step::Pause });
+        };
+        if self.requests.get(usize::from(head)).is_none_or(Option::is_some) {
+            return Err(Malformed("a request was made available again before its end"));
+        }
+        let virtqueue = &self.start.virtqueue;
+        let request = reader.read(virtqueue.memory(), virtqueue.table(), head)?;
+        if virtqueue.has_faulted() {
+            return Err(Malformed("memory that the VMM shares is missing"));
+        }
+        match self.begin(number, head, &request, reader, context)? {
+            Begun::Ended(outcome) => {
+                self.end(head, request.status, outcome)?;
+                Ok(Step::Next)
+            }
+            Begun::InFlight => Ok(Step::Next),
+            Begun::NoMemory => {
+                self.start.virtqueue.put_back(head);
+                Ok(self.wait(number, context))
+            }
+        }
+    }
+
+    /// Goes on when something was released: one of the queue's own requests, or another's.
+    fn wait<Q: IoQueue, M: BlockMap>(
+        &self,
+        number: usize,
+        context: &mut LoopContext<Q, M>,
+    ) -> Step {
+        if self.in_flight == 0 {
+            context.block(number);
+        }
+        Step::Pause
+    }
+
+    /// Begins a request, or answers it.
+    fn begin<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        number: usize,
+        head: u16,
+        request: &BlockRequest,
+        reader: &mut RequestReader,
+        context: &mut LoopContext<Q, M>,
+    ) -> Result<Begun, Malformed> {
+        let ended = |status| Ok(Begun::Ended(Err(status)));
+        if request.has_stray {
+            return ended(VIRTIO_BLK_S_IOERR);
+        }
+        let memory = self.start.virtqueue.memory();
+        let through = || {
+            let wce = self.start.device.wce.load(Ordering::Relaxed);
+            if self.start.features.writes_through(wce) { Flags::DSYNC } else { Flags::NONE }
+        };
+        let (op, flags, sector, len) = match request.kind {
+            Kind::Read => (Op::Read, Flags::ALL_OR_ERROR, request.sector, request.len),
+            Kind::Write => {
+                (Op::Write, Flags::ALL_OR_ERROR.with(through()), request.sector, request.len)
+            }
+            Kind::Flush => (Op::Flush, Flags::NONE, 0, 0),
+            Kind::GetId => {
+                let id = self.start.device.id;
+                reader.fill_data(memory, &id)?;
+                return Ok(Begun::Ended(Ok(request.len.min(id.len() as u64) as u32)));
+            }
+            Kind::Discard | Kind::WriteZeroes => {
+                let Some(SectorRange { sector, sectors, flags }) = reader.range(memory, request)?
+                else {
+                    return ended(VIRTIO_BLK_S_IOERR);
+                };
+                let len = u64::from(sectors) * SECTOR_BYTES;
+                match (request.kind, flags) {
+                    (Kind::Discard, 0) => (Op::Discard, through(), sector, len),
+                    (Kind::WriteZeroes, 0) => {
+                        (Op::Zero, through().with(Flags::NO_UNMAP), sector, len)
+                    }
+                    (Kind::WriteZeroes, UNMAP) => (Op::Zero, through(), sector, len),
+                    _ => return ended(VIRTIO_BLK_S_UNSUPP),
+                }
+            }
+            Kind::Unknown => return ended(VIRTIO_BLK_S_UNSUPP),
+        };
+        let range = if op == Op::Flush {
+            ByteRange::new(0, 0)
+        } else {
+            let pos = sector.checked_mul(SECTOR_BYTES).filter(|_| len % SECTOR_BYTES == 0);
+            match pos.map(|pos| context.export.range(op, pos, len)) {
+                Some(Ok(range)) => range,
+                Some(Err(_)) | None => return ended(VIRTIO_BLK_S_IOERR),
+            }
+        };
+        self.submit(number, head, Request { op, flags, range }, request.status, reader, context)
+    }
+
+    /// Gives a checked request to the engine.
+    fn submit<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        number: usize,
+        head: u16,
+        io: Request,
+        status: GuestAddress,
+        reader: &mut RequestReader,
+        context: &mut LoopContext<Q, M>,
+    ) -> Result<Begun, Malformed> {
+        let memory = self.start.virtqueue.memory();
+        let tag = context.tag(number, u32::from(head));
+        let is_read = io.op == Op::Read;
+        let submitted: Result<(), Rejected> = match io.op {
+            Op::Write if io.range.pos < COPIED_BEFORE => {
+                let Some(mut buf) = context.engine.buffer(io.range) else {
+                    return Ok(Begun::NoMemory);
+                };
+                let start = context.engine.buffer_offset(io.range.pos);
+                let data = buf.get_mut(start..).unwrap_or_default();
+                let data = data.get_mut(..io.range.len as usize).unwrap_or_default();
+                reader.copy_data(memory, data)?;
+                context.engine.submit(io, buf, tag)
+            }
+            Op::Read | Op::Write => {
+                let segments = reader.segments(memory)?;
+                // SAFETY: the segments are in regions that stay mapped while this queue has
+                // requests in flight; if the queue goes before them, its memory is leaked. The
+                // guest may access them meanwhile. The engine only moves their bytes, and decides
+                // nothing by them: the writes that it looks at are copied above.
+                unsafe { context.engine.submit_user_memory(io, segments, tag) }
+            }
+            _ => context.engine.submit_no_data(io, tag),
+        };
+        if let Err(rejected) = submitted {
+            // The slot was checked before: EAGAIN means that the engine's queue is stuck.
+            return Ok(Begun::Ended(Err(status_of(rejected.error.errno()))));
+        }
+        self.member.quantum.read(io.range.len);
+        let logged = match self.start.virtqueue.log() {
+            Some(_) if is_read => {
+                reader.data().iter().map(|part| (part.address.0, part.len.into())).collect()
+            }
+            _ => Vec::new(),
+        };
+        let written = if is_read { io.range.len as u32 } else { 0 };
+        if let Some(entry) = self.requests.get_mut(usize::from(head)) {
+            *entry = Some(InFlight { status, written, logged });
+        }
+        self.in_flight += 1;
+        Ok(Begun::InFlight)
+    }
+
+    /// Tells the driver of the end of a request.
+    fn end(&mut self, head: u16, status: GuestAddress, outcome: Outcome) -> Result<(), Malformed> {
+        let (code, written) = match outcome {
+            Ok(written) => (VIRTIO_BLK_S_OK, written),
+            Err(code) => (code, 0),
+        };
+        let virtqueue = &mut self.start.virtqueue;
+        let stored = virtqueue.memory().bytes().write_obj(code as u8, status);
+        stored.map_err(|_| Malformed("a status is outside of the memory"))?;
+        if let Some(log) = virtqueue.log() {
+            log.log.mark(status.0, 1);
+        }
+        virtqueue.finish(head, written.saturating_add(1))
+    }
+
+    /// A request has left the engine.
+    fn complete(&mut self, head: u16, outcome: Outcome) -> Result<(), Malformed> {
+        let entry = self.requests.get_mut(usize::from(head)).and_then(Option::take);
+        let Some(InFlight { status, written, logged }) = entry else { return Ok(()) };
+        self.in_flight -= 1;
+        if self.start.device.is_broken() {
+            return Ok(());
+        }
+        if self.start.virtqueue.has_faulted() {
+            return Err(Malformed("memory that the VMM shares is missing"));
+        }
+        if let Some(log) = self.start.virtqueue.log() {
+            logged.iter().for_each(|(address, len)| log.log.mark(*address, *len));
+        }
+        self.end(head, status, outcome.map(|_| written))
+    }
+
+    /// Stops the device of the queue.
+    #[cold]
+    fn break_down(&mut self, reason: Malformed) {
+        self.start.device.break_down(reason.0);
+        self.start.err.iter().for_each(signal);
+    }
+
+    /// Calls the driver, if it wants to be called. Returns whether the queue has stopped.
+    fn end_iteration(&mut self) -> bool {
+        self.is_touched = false;
+        let is_broken = self.start.device.is_broken();
+        if !is_broken {
+            match self.start.virtqueue.wants_call() {
+                Ok(true) => self.start.call.iter().for_each(signal),
+                Ok(false) => {}
+                Err(reason) => self.break_down(reason),
+            }
+        }
+        let is_done = is_broken || !self.start.virtqueue.has_again();
+        matches!(self.phase, Phase::Stopping(_)) && self.in_flight == 0 && is_done
+    }
+}
+
+/// What became of a request that was begun.
+enum Begun {
+    /// It is answered with this.
+    Ended(Outcome),
+    InFlight,
+    /// It has to be begun again when memory is free.
+    NoMemory,
+}
+
+/// The status that tells of `errno`.
+fn status_of(errno: i32) -> u32 {
+    if errno == libc::EOPNOTSUPP { VIRTIO_BLK_S_UNSUPP } else { VIRTIO_BLK_S_IOERR }
+}
+
+/// Adds one to the count of an eventfd.
+fn signal(eventfd: &OwnedFd) {
+    // A full counter (EAGAIN) is readable already.
+    let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());
+}
+
+impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
+    fn on_wake(&mut self, context: &mut LoopContext<Q, M>) {
+        while let Some(command) = self.channel.take() {
+            self.obey(context, command);
+        }
+    }
+
+    /// A kick. The eventfd is not read: each write to it is another event, and reading could block
+    /// if the VMM has made it so.
+    #[inline]
+    fn on_event(&mut self, context: &mut LoopContext<Q, M>, token: Token, _: i32) {
+        if let Some(queue) = self.queues.get_mut(token as usize) {
+            context.schedule(token as usize, &mut queue.member);
+        }
+    }
+
+    #[inline]
+    fn member(&mut self, member: usize) -> Option<&mut Member> {
+        self.queues.get_mut(member).map(|queue| &mut queue.member)
+    }
+
+    fn service(&mut self, context: &mut LoopContext<Q, M>, member: usize) -> u64 {
+        let Some(queue) = self.queues.get_mut(member) else { return 0 };
+        // A driver that makes requests available all the time is serviced in turn with the others.
+        let mut left = queue.requests.len();
+        while !queue.start.device.is_broken() {
+            if left == 0 {
+                context.schedule(member, &mut queue.member);
+                break;
+            }
+            left -= 1;
+            match queue.step(member, &mut self.reader, context) {
+                Ok(Step::Next) => {}
+                Ok(Step::Pause) => break,
+                Err(reason) => queue.break_down(reason),
+            }
+        }
+        let moved = queue.member.quantum.bytes_moved();
+        self.touch(member);
+        moved
+    }
+
+    #[inline]
+    fn complete(
+        &mut self,
+        context: &mut LoopContext<Q, M>,
+        member: usize,
+        key: u32,
+        completion: Completion,
+    ) {
+        let Some(queue) = self.queues.get_mut(member) else { return };
+        let outcome = result(&completion).map(|()| 0).map_err(status_of);
+        if let Err(reason) = queue.complete(key as u16, outcome) {
+            queue.break_down(reason);
+        }
+        context.schedule(member, &mut queue.member);
+        self.touch(member);
+    }
+
+    fn end_iteration(&mut self, context: &mut LoopContext<Q, M>) {
+        for number in self.touched.drain(..) {
+            let Some(queue) = self.queues.get_mut(number) else { continue };
+            if !queue.end_iteration() {
+                continue;
+            }
+            let mut queue = self.queues.remove(number);
+            context.unwatch(queue.start.kick.as_fd(), number as Token);
+            context.remove_member(&mut queue.member);
+            if let Phase::Stopping(Some(answer)) = &queue.phase {
+                // The control thread may have gone meanwhile.
+                let _ = answer.try_send(queue.start.virtqueue.base());
+            }
+        }
+    }
+
+    fn begin_shutdown(&mut self, context: &mut LoopContext<Q, M>) {
+        self.stopping = true;
+        self.on_wake(context);
+        let numbers: Vec<usize> = self.queues.iter().map(|(number, _)| number).collect();
+        for number in numbers {
+            if let Some(queue) = self.queues.get_mut(number) {
+                if let Phase::Running = queue.phase {
+                    queue.phase = Phase::Stopping(None);
+                }
+                context.schedule(number, &mut queue.member);
+            }
+            self.touch(number);
+        }
+    }
+}
+
+impl Drop for VhostFrontend {
+    /// Leaks the memory of queues with requests in flight: the engine may not have ended them (C45).
+    fn drop(&mut self) {
+        for (_, queue) in &self.queues {
+            if queue.in_flight > 0 {
+                std::mem::forget(queue.start.virtqueue.memory().clone());
+            }
+        }
+    }
+}
