@@ -88,7 +88,8 @@ pub use memory::buffer_pool::{BUFFER_ALIGN, Budget, PooledBuffer};
 pub use memory::io_buffer::IoBuffer;
 pub use queue::auto::{AnyQueue, QueueKind};
 pub use queue::{
-    AioThreadQueue, EventSource, FD_TOKEN, Interest, IoQueue, Null, QueueFull, Token, Uring,
+    AioThreadQueue, EventSource, FD_TOKEN, Interest, IoQueue, Null, QueueFull, RegisteredMemory,
+    Token, Uring,
 };
 pub use storage::file::{Direct, FileStorage, OpenOptions};
 #[cfg(feature = "sim")]

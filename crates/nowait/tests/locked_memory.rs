@@ -11,8 +11,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 
 use nowait::{
-    BlockDevice, ByteRange, Config, Engine, Error, Flags, LinearMap, Op, OpenOptions, Request,
-    Uring, WorkerPool,
+    BlockDevice, ByteRange, Config, Engine, Error, Flags, LinearMap, Op, OpenOptions,
+    RegisteredMemory, Request, Uring, WorkerPool,
 };
 
 const BLOCK_BYTES: u64 = 4096;
@@ -33,6 +33,21 @@ fn disk_in(directory: &Path) -> Arc<BlockDevice<LinearMap>> {
     let path = directory.join("disk.img");
     File::create(&path).and_then(|file| file.set_len(FILE_BYTES)).expect("a sparse file");
     Arc::new(BlockDevice::open_mapped(&path, OpenOptions::default()).expect("a disk"))
+}
+
+/// Takes 4 MiB of buffers from an engine on a ring, and returns how many bytes that registers.
+fn registered_of_four_mebibytes(disk: &Arc<BlockDevice<LinearMap>>) -> usize {
+    let before = RegisteredMemory::of_this_process().bytes;
+    let queue = Uring::for_files(&disk.files().unwrap()).expect("a ring");
+    let mut engine = Engine::new(disk.clone(), WorkerPool::new(disk, 1), queue, Config::default())
+        .expect("an engine");
+    let buffers: Vec<_> = (0..4)
+        .map(|_| engine.buffer(ByteRange::new(0, 1 << 20)).expect("an arena of its own"))
+        .collect();
+    let registered = RegisteredMemory::of_this_process();
+    assert!(registered.most_bytes >= registered.bytes);
+    drop(buffers);
+    registered.bytes - before
 }
 
 /// Makes an engine on a ring, writes a block with it and drops it. Returns the bytes that were
@@ -62,8 +77,21 @@ impl Limit {
         let mut without = sets;
         without.effective.remove(CapabilitySet::IPC_LOCK);
         set_capabilities(None, without).expect("fewer capabilities");
-        setrlimit(Resource::Memlock, Rlimit { current: Some(bytes), ..before }).expect("a limit");
+        Self::set(bytes);
         Self { before, sets }
+    }
+
+    /// The same, but keeps the capability.
+    fn that_does_not_apply(bytes: u64) -> Self {
+        let sets = capabilities(None).expect("the capabilities");
+        let before = getrlimit(Resource::Memlock);
+        Self::set(bytes);
+        Self { before, sets }
+    }
+
+    fn set(bytes: u64) {
+        let limit = Rlimit { current: Some(bytes), ..getrlimit(Resource::Memlock) };
+        setrlimit(Resource::Memlock, limit).expect("a limit");
     }
 }
 
@@ -104,6 +132,26 @@ fn where_memory_cannot_be_locked_a_ring_is_smaller_and_registers_nothing_and_ser
     // The kernel frees the ring some time after it was closed.
     let pinned = wait_for("a ring that serves", || use_engine(&disk));
     assert_eq!(pinned, 0);
+}
+
+#[test]
+fn an_eighth_of_the_limit_is_registered_and_all_buffers_where_the_limit_does_not_apply() {
+    let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
+    let directory = tempfile::tempdir().expect("a directory");
+    let disk = disk_in(directory.path());
+    if !has_io_uring(&disk) {
+        return;
+    }
+    let limited = Limit::of_bytes(8 << 20);
+    assert_eq!(RegisteredMemory::of_this_process().limit_bytes, Some(1 << 20));
+    assert!(registered_of_four_mebibytes(&disk) <= 1 << 20);
+    drop(limited);
+    let _limit = Limit::that_does_not_apply(8 << 20);
+    if RegisteredMemory::of_this_process().limit_bytes.is_some() {
+        say_skipped("the limit on locked memory applies to this user");
+        return;
+    }
+    assert_eq!(registered_of_four_mebibytes(&disk), 4 << 20);
 }
 
 /// Whether rings can be made here.

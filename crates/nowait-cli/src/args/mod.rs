@@ -430,6 +430,7 @@ JSON keys (null where not known):
   data_extents, data_bytes, hole_bytes, direct_io (true or false), direct_io_reason,
   memory_alignment_bytes, offset_alignment_bytes, read_offset_alignment_bytes,
   queue (\"uring\" or \"threads\"), queue_reason, qcow2_header (true or false),
+  registered_bytes_limit (of buffers; null without io_uring, and where none applies),
   and those of \"qemu-img info --output=json\": filename, format, virtual-size, actual-size,
   cluster-size, dirty-flag, backing-filename, full-backing-filename, backing-filename-format,
   format-specific; and snapshots_count

@@ -10,6 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
+use nowait::RegisteredMemory;
 use nowait_image::{Format, ImageError, ImageFile, Signature};
 use rustix::fs::{OFlags, SeekFrom};
 use rustix::io::Errno;
@@ -45,7 +46,8 @@ enum Direct {
 }
 
 enum Queue {
-    Uring,
+    /// With the buffer memory that it may register; `None` without a limit.
+    Uring(Option<usize>),
     /// With the reason why not `Uring`.
     Threads(String),
 }
@@ -155,10 +157,18 @@ fn direct(file: BorrowedFd<'_>) -> Direct {
     }
 }
 
+/// How much buffer memory rings may register here.
+pub(crate) fn registrable() -> String {
+    match RegisteredMemory::of_this_process().limit_bytes {
+        Some(bytes) => format!("up to {}, an eighth of ulimit -l", human(bytes as u64)),
+        None => "all, for no limit on locked memory applies".into(),
+    }
+}
+
 /// The queue that `serve` would use, found in the same way: by creating a ring.
 fn queue(file: BorrowedFd<'_>) -> Queue {
     let Err(error) = nowait::Uring::new(file) else {
-        return Queue::Uring;
+        return Queue::Uring(RegisteredMemory::of_this_process().limit_bytes);
     };
     Queue::Threads(nowait::Uring::refusal(error))
 }
@@ -198,15 +208,32 @@ impl Direct {
 impl Queue {
     fn name(&self) -> &'static str {
         match self {
-            Self::Uring => "uring",
+            Self::Uring(_) => "uring",
             Self::Threads(_) => "threads",
         }
     }
 
     fn why(&self) -> &str {
         match self {
-            Self::Uring => "io_uring works here",
+            Self::Uring(_) => "io_uring works here",
             Self::Threads(why) => why,
+        }
+    }
+}
+
+impl Queue {
+    /// Bytes of buffers that it may register; `None` without a limit, and without a ring.
+    fn registered_limit(&self) -> Option<usize> {
+        match self {
+            Self::Uring(limit) => *limit,
+            Self::Threads(_) => None,
+        }
+    }
+
+    fn registered(&self) -> Option<String> {
+        match self {
+            Self::Uring(_) => Some(registrable()),
+            Self::Threads(_) => None,
         }
     }
 }
@@ -234,6 +261,7 @@ fn in_json(image: &Path, facts: &Facts) -> Value {
         "read_offset_alignment_bytes": alignment.map(|a| a.read_offset),
         "queue": facts.queue.name(),
         "queue_reason": facts.queue.why(),
+        "registered_bytes_limit": facts.queue.registered_limit(),
         "qcow2_header": facts.signature == Some(Signature::Qcow2),
     });
     if let (Some(header), Value::Object(object)) = (&facts.header, &mut object) {
@@ -278,6 +306,7 @@ fn in_words(image: &Path, facts: &Facts) -> String {
         ("alignment", alignment),
         ("queue", format!("{}, {}", facts.queue.name(), facts.queue.why())),
     ]);
+    lines.extend(facts.queue.registered().map(|words| ("registered", words)));
     lines.extend(facts.header.as_ref().and_then(Qcow2Info::note));
     if let (Some(signature), None) = (facts.signature, &facts.header) {
         lines.push(("note", format!("begins like {}, and is taken for raw", signature.words())));
@@ -336,6 +365,7 @@ mod tests {
             "queue",
             "queue_reason",
             "read_offset_alignment_bytes",
+            "registered_bytes_limit",
             "size_bytes",
             "virtual-size",
         ];

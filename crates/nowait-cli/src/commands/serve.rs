@@ -8,7 +8,7 @@ use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
-use nowait::Uring;
+use nowait::{RegisteredMemory, Uring};
 use nowait_nbd::Address;
 use nowait_server::{
     AnyExport, ClientAuth, Credentials, Listener, Options, QueueKind, Server, Tls, UblkNode,
@@ -18,6 +18,7 @@ use tracing::{info, warn};
 
 use crate::args::ServeArgs;
 use crate::args::tls_args::Encryption;
+use crate::commands::info::registrable;
 use crate::commands::ublk;
 use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
@@ -26,6 +27,7 @@ use crate::signals::Ending;
 use crate::vhost_user_spec::VhostUserArg;
 use crate::{args, default_image, secrets, systemd};
 use nowait_cli::error::{CliError, os_message};
+use nowait_cli::size::human;
 
 /// The timeout for requests in flight after the signal to stop and, if it expires, for the flush
 /// after them.
@@ -109,6 +111,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let flushed = serve_and_flush(server, &ending, all, image)?;
     drop((default_socket, pid_file, ublk));
     flushed?;
+    info!("registered buffers: {} at most", human(registered_at_most()));
     info!("stopped, everything is flushed");
     // A request that never ends would block its worker, and the worker the end of this process.
     std::process::exit(0);
@@ -207,6 +210,7 @@ fn queue_kind(args: &ServeArgs, opened: &OpenedDisk) -> Result<QueueKind, CliErr
     let error = match opened.image.files().and_then(|files| Uring::for_files(&files)) {
         Ok(ring) => {
             info!("io_uring: {:?}", ring.offered());
+            info!("registered buffers: {}", registrable());
             let must = args.queue.is_some() || args.ublk.ublk.is_some();
             return Ok(if must { QueueKind::Uring } else { QueueKind::Auto });
         }
@@ -221,6 +225,10 @@ fn queue_kind(args: &ServeArgs, opened: &OpenedDisk) -> Result<QueueKind, CliErr
     }
     warn!("{error}: serving with threads");
     Ok(QueueKind::Threads)
+}
+
+fn registered_at_most() -> u64 {
+    RegisteredMemory::of_this_process().most_bytes as u64
 }
 
 /// Raises the soft limit of descriptors to the hard limit, if the server needs more. The soft limit

@@ -3,8 +3,15 @@
 //!
 //! Invariant: each stripe of the device has either any number of shared holders or one exclusive
 //! holder. A range is locked as a whole or not at all, so no thread waits while it holds a part.
+//!
+//! Shared holders are counted in shards, so that two threads that write do not take a cache line
+//! from each other. A shared holder counts itself, then looks whether the stripe is taken; an
+//! exclusive holder takes the stripe, then looks whether it is counted in any shard. Each makes its
+//! step before it looks, in one order for all threads (`SeqCst`), so one of the two sees the other.
 
-use std::sync::atomic::{AtomicU32, Ordering};
+use std::cell::Cell;
+use std::sync::atomic::Ordering::SeqCst;
+use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
 use crate::sim_hooks::injected_bug::EngineBug;
@@ -14,6 +21,8 @@ use crate::types::byte_range::ByteRange;
 /// Bytes of the device that share a stripe, as a power of two: 64 KiB.
 const STRIPE_SHIFT: u32 = 16;
 const STRIPES: usize = 4096;
+/// Threads that count their shared locks apart from each other; the next ones share with these.
+const SHARDS: usize = 16;
 const EXCLUSIVE: u32 = 1 << 31;
 /// A thread sleeps until this stripe is free; no new shared holder is admitted.
 const CONTENDED: u32 = 1 << 30;
@@ -27,9 +36,37 @@ pub(crate) enum LockMode {
     Exclusive,
 }
 
+/// Shared locks of a shard's threads on each stripe: locks minus unlocks, modulo 2³². A lock may be
+/// undone in another shard, by the thread that its engine was moved to; the sum over all shards is
+/// the number of holders.
+#[repr(align(128))]
+struct Shard([AtomicU32; STRIPES]);
+
+/// The shard of this thread.
+#[inline]
+fn this_shard() -> usize {
+    thread_local! {
+        static SHARD: Cell<usize> = const { Cell::new(SHARDS) };
+    }
+    SHARD.with(|shard| {
+        if shard.get() == SHARDS {
+            shard.set(next_shard());
+        }
+        shard.get()
+    })
+}
+
+#[cold]
+fn next_shard() -> usize {
+    static THREADS: AtomicUsize = AtomicUsize::new(0);
+    THREADS.fetch_add(1, Ordering::Relaxed) % SHARDS
+}
+
 /// The stripes of one device.
 pub(crate) struct RangeLocks {
+    /// [`EXCLUSIVE`] and [`CONTENDED`] of each stripe.
     stripes: Box<[AtomicU32]>,
+    shards: Box<[Shard]>,
     /// Sleeping threads: the wake-up, a system call, is skipped if there are none.
     sleepers: Mutex<u32>,
     freed: Condvar,
@@ -42,6 +79,7 @@ impl RangeLocks {
     pub(crate) fn new() -> Self {
         Self {
             stripes: (0..STRIPES).map(|_| AtomicU32::new(0)).collect(),
+            shards: (0..SHARDS).map(|_| Shard([const { AtomicU32::new(0) }; STRIPES])).collect(),
             sleepers: Mutex::new(0),
             freed: Condvar::new(),
             #[cfg(test)]
@@ -57,12 +95,31 @@ impl RangeLocks {
         (first..first + count).map(|stripe| stripe as usize % STRIPES)
     }
 
+    /// The stripe of a range that has only one, as most have.
+    #[inline]
+    fn only_stripe(range: ByteRange) -> Option<usize> {
+        let stripe = range.pos >> STRIPE_SHIFT;
+        let only = range.end().saturating_sub(1) >> STRIPE_SHIFT == stripe;
+        only.then_some(stripe as usize % STRIPES)
+    }
+
     /// Locks `range` if that needs no waiting.
     #[inline]
     pub(crate) fn try_lock(&self, range: ByteRange, mode: LockMode) -> bool {
         if injected_bug::injected(EngineBug::ForgetRangeLock) {
             return true;
         }
+        let locked = match Self::only_stripe(range) {
+            Some(stripe) => self.try_lock_stripe(stripe, mode),
+            None => self.try_lock_stripes(range, mode),
+        };
+        if locked {
+            self.count_lock();
+        }
+        locked
+    }
+
+    fn try_lock_stripes(&self, range: ByteRange, mode: LockMode) -> bool {
         for (taken, stripe) in Self::stripes(range).enumerate() {
             if !self.try_lock_stripe(stripe, mode) {
                 for stripe in Self::stripes(range).take(taken) {
@@ -71,41 +128,67 @@ impl RangeLocks {
                 return false;
             }
         }
-        self.count_lock();
         true
     }
 
     #[inline]
     fn try_lock_stripe(&self, stripe: usize, mode: LockMode) -> bool {
-        let word = &self.stripes[stripe];
-        match mode {
+        let locked = match mode {
             LockMode::Shared => {
-                if word.fetch_add(1, Ordering::Acquire) & (EXCLUSIVE | CONTENDED) == 0 {
-                    return true;
-                }
-                self.unlock_stripe(stripe, mode);
-                false
+                self.count(stripe).fetch_add(1, SeqCst);
+                self.stripes[stripe].load(SeqCst) == 0
             }
             // A stripe that a sleeper marked is left to it: locking it here would erase the mark.
             LockMode::Exclusive => {
-                word.compare_exchange(0, EXCLUSIVE, Ordering::Acquire, Ordering::Relaxed).is_ok()
+                let taken = self.stripes[stripe].compare_exchange(0, EXCLUSIVE, SeqCst, SeqCst);
+                if taken.is_err() {
+                    return false;
+                }
+                self.shared_holders(stripe) == 0
             }
+        };
+        if !locked {
+            self.unlock_stripe(stripe, mode);
         }
+        locked
     }
 
     #[inline]
     fn unlock_stripe(&self, stripe: usize, mode: LockMode) {
-        let step = if mode == LockMode::Shared { 1 } else { EXCLUSIVE };
-        let before = self.stripes[stripe].fetch_sub(step, Ordering::Release);
-        if before & CONTENDED != 0 {
+        if self.release(stripe, mode) & CONTENDED != 0 {
             self.wake(stripe);
         }
+    }
+
+    /// Ends a hold without waking sleepers. Returns the stripe's marks.
+    #[inline]
+    fn release(&self, stripe: usize, mode: LockMode) -> u32 {
+        match mode {
+            LockMode::Shared => {
+                self.count(stripe).fetch_sub(1, SeqCst);
+                self.stripes[stripe].load(SeqCst)
+            }
+            LockMode::Exclusive => self.stripes[stripe].fetch_and(!EXCLUSIVE, SeqCst),
+        }
+    }
+
+    /// This thread's count of shared holders.
+    #[inline]
+    fn count(&self, stripe: usize) -> &AtomicU32 {
+        &self.shards[this_shard()].0[stripe]
+    }
+
+    /// At least the number of shared holders that had locked the stripe before it was taken or
+    /// marked; 0 only if all of them have left.
+    fn shared_holders(&self, stripe: usize) -> u32 {
+        let counts = self.shards.iter().map(|shard| shard.0[stripe].load(SeqCst));
+        counts.fold(0, u32::wrapping_add)
     }
 
     #[cold]
     fn wake(&self, stripe: usize) {
         let guard = self.sleep_lock();
-        self.stripes[stripe].fetch_and(!CONTENDED, Ordering::Relaxed);
+        self.stripes[stripe].fetch_and(!CONTENDED, SeqCst);
         self.wake_all(&guard);
     }
 
@@ -140,12 +223,12 @@ impl RangeLocks {
         let mut guard = self.sleep_lock();
         loop {
             for stripe in Self::stripes(range) {
-                self.stripes[stripe].fetch_or(CONTENDED, Ordering::Relaxed);
+                self.stripes[stripe].fetch_or(CONTENDED, SeqCst);
             }
             // A shared lock would be refused by this thread's own marks, so they are cleared first.
             if self.all_free(range, mode) {
                 for stripe in Self::stripes(range) {
-                    self.stripes[stripe].fetch_and(!CONTENDED, Ordering::Relaxed);
+                    self.stripes[stripe].fetch_and(!CONTENDED, SeqCst);
                 }
                 if self.try_lock_contended(range, mode) {
                     self.wake_all(&guard);
@@ -173,32 +256,30 @@ impl RangeLocks {
 
     /// Whether no holder excludes `mode`, as of the moment of the load.
     fn all_free(&self, range: ByteRange, mode: LockMode) -> bool {
-        let excluding = if mode == LockMode::Shared { EXCLUSIVE } else { !CONTENDED };
-        Self::stripes(range)
-            .all(|stripe| self.stripes[stripe].load(Ordering::Acquire) & excluding == 0)
+        Self::stripes(range).all(|stripe| {
+            self.stripes[stripe].load(SeqCst) & EXCLUSIVE == 0
+                && (mode == LockMode::Shared || self.shared_holders(stripe) == 0)
+        })
     }
 
     /// As `try_lock`, with the sleepers' mutex held: a failed attempt unlocks without a wake-up,
-    /// which would lock the mutex again.
+    /// which would lock the mutex again. Marks of sleepers do not hold it up.
     fn try_lock_contended(&self, range: ByteRange, mode: LockMode) -> bool {
         for (taken, stripe) in Self::stripes(range).enumerate() {
-            let word = &self.stripes[stripe];
-            let got = match mode {
-                LockMode::Shared => word
-                    .fetch_update(Ordering::Acquire, Ordering::Relaxed, |now| {
-                        (now & EXCLUSIVE == 0).then_some(now + 1)
-                    })
-                    .is_ok(),
-                LockMode::Exclusive => word
-                    .fetch_update(Ordering::Acquire, Ordering::Relaxed, |now| {
-                        (now & !CONTENDED == 0).then_some(now | EXCLUSIVE)
-                    })
-                    .is_ok(),
+            let before = match mode {
+                LockMode::Shared => {
+                    self.count(stripe).fetch_add(1, SeqCst);
+                    self.stripes[stripe].load(SeqCst)
+                }
+                LockMode::Exclusive => self.stripes[stripe].fetch_or(EXCLUSIVE, SeqCst),
             };
-            if !got {
-                let step = if mode == LockMode::Shared { 1 } else { EXCLUSIVE };
+            let excluded = before & EXCLUSIVE != 0;
+            if excluded || mode == LockMode::Exclusive && self.shared_holders(stripe) != 0 {
+                if !(excluded && mode == LockMode::Exclusive) {
+                    self.release(stripe, mode);
+                }
                 for stripe in Self::stripes(range).take(taken) {
-                    self.stripes[stripe].fetch_sub(step, Ordering::Release);
+                    self.release(stripe, mode);
                 }
                 return false;
             }
@@ -218,8 +299,9 @@ impl RangeLocks {
         if injected_bug::injected(EngineBug::ForgetRangeLock) {
             return;
         }
-        for stripe in Self::stripes(range) {
-            self.unlock_stripe(stripe, mode);
+        match Self::only_stripe(range) {
+            Some(stripe) => self.unlock_stripe(stripe, mode),
+            None => Self::stripes(range).for_each(|stripe| self.unlock_stripe(stripe, mode)),
         }
     }
 }
@@ -273,7 +355,50 @@ mod tests {
         let all = ByteRange::new(0, u64::MAX);
         assert!(locks.try_lock(all, LockMode::Exclusive));
         locks.unlock(all, LockMode::Exclusive);
-        assert!(locks.stripes.iter().all(|word| word.load(Ordering::Relaxed) == 0));
+        assert!(locks.try_lock(all, LockMode::Shared));
+        locks.unlock(all, LockMode::Shared);
+        let mut counts = locks.shards.iter().flat_map(|shard| &shard.0).chain(&locks.stripes);
+        assert!(counts.all(|word| word.load(Ordering::Relaxed) == 0));
+    }
+
+    #[test]
+    fn a_lock_that_another_thread_undoes_leaves_the_range_free() {
+        let locks = RangeLocks::new();
+        assert!(locks.try_lock(HERE, LockMode::Shared));
+        std::thread::scope(|scope| {
+            scope.spawn(|| {
+                assert!(!locks.try_lock(HERE, LockMode::Exclusive));
+                locks.unlock(HERE, LockMode::Shared);
+            });
+        });
+        assert!(locks.try_lock(HERE, LockMode::Exclusive));
+    }
+
+    #[test]
+    fn c13_a_shared_holder_never_sees_an_increment_begin_or_end() {
+        let locks = RangeLocks::new();
+        let [begun, ended] = [const { std::sync::atomic::AtomicU64::new(0) }; 2];
+        std::thread::scope(|scope| {
+            for thread in 0..4 {
+                let (begun, ended, locks) = (&begun, &ended, &locks);
+                scope.spawn(move || {
+                    for n in 0..4000 {
+                        if (n + thread) % 4 > 0 {
+                            locks.lock(HERE, LockMode::Shared);
+                            let seen = ended.load(Ordering::Relaxed);
+                            std::hint::spin_loop();
+                            assert_eq!(begun.load(Ordering::Relaxed), seen);
+                            locks.unlock(HERE, LockMode::Shared);
+                        } else if locks.try_lock(HERE, LockMode::Exclusive) {
+                            begun.fetch_add(1, Ordering::Relaxed);
+                            ended.fetch_add(1, Ordering::Relaxed);
+                            locks.unlock(HERE, LockMode::Exclusive);
+                        }
+                    }
+                });
+            }
+        });
+        assert!(locks.try_lock(HERE, LockMode::Exclusive));
     }
 
     #[test]

@@ -25,6 +25,7 @@ pub(crate) use event_source::check_fd_token;
 pub use event_source::{EventSource, FD_TOKEN, Interest};
 pub use null::Null;
 pub use uring::Uring;
+pub use uring::locked_memory::RegisteredMemory;
 
 /// The caller's name for a transfer or a watched descriptor.
 ///

@@ -5,7 +5,7 @@
 #![allow(unsafe_code)]
 
 mod sqe;
-mod locked_memory;
+pub(crate) mod locked_memory;
 mod enter_result;
 mod iopoll;
 
@@ -60,6 +60,8 @@ pub struct Uring {
     buffers: u16,
     /// Bytes of registered buffers.
     locked: usize,
+    /// The most that all rings of the process may register; `None` if this one is not counted.
+    locked_limit: Option<usize>,
     rearm: Vec<(RawFd, Token)>,
     watched: Vec<(RawFd, Token)>,
     /// The eventfd for the caller's own event loop. Made on first use, because the kernel then
@@ -105,6 +107,7 @@ impl Uring {
             ring_features: features,
             buffers: 0,
             locked: 0,
+            locked_limit: locked_memory::limit(),
             rearm,
             watched,
             wake: OnceCell::new(),
@@ -332,7 +335,7 @@ unsafe impl IoQueue for Uring {
     unsafe fn register(&mut self, base: *mut u8, bytes: usize) -> Option<u16> {
         if !self.ring_features.buffers
             || u32::from(self.buffers) >= MAX_BUFFERS
-            || !locked_memory::take(bytes)
+            || !locked_memory::take(bytes, self.locked_limit)
         {
             return None;
         }
