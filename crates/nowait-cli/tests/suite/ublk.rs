@@ -86,13 +86,24 @@ serve /dev/vda --ublk=3 --nbd unix:/data/socket
 [ -d /proc/$server ] && end_server TERM && echo "guest: NBD goes on, then $status"
 cat /data/out
 /test/nowait ublk stop 3; echo "guest: no device $?"
+chmod 777 /data && chown 1000 /data/other
+user() { /test/setpriv --reuid=1000 --regid=1000 --clear-groups "$@"; }
+user /test/nowait ublk list; echo "guest: no right $?"
+chmod 666 /dev/ublk-control
+# As a rule of udev does.
+( until chown 1000 /dev/ublkc0 2>/dev/null; do sleep 0.05; done
+  until chown 1000 /dev/ublkb0 2>/dev/null; do sleep 0.05; done ) &
+user /test/nowait serve /data/other --direct off --ublk >/data/out 2>&1 & server=$!
+for try in $(seq 300); do grep -q '^serving' /data/out && break; sleep 0.1; done
+user cmp -n 1048576 /dev/ublkb0 /data/other && echo "guest: a user has a node"
+user /test/nowait ublk stop 0 && wait $server && echo "guest: the user's server ended"
 /test/nowait ublk list | wc -l
 "#;
 
 /// A guest, the programs that it needs, and a disk for it.
 struct Scene {
     guest: Guest,
-    programs: [PathBuf; 2],
+    programs: [PathBuf; 3],
     scratch: Scratch,
     disk: PathBuf,
 }
@@ -100,8 +111,9 @@ struct Scene {
 impl Scene {
     /// `None` if the test cannot run here.
     fn new() -> Option<Self> {
-        let Some(mkfs) = path_of("mkfs.ext4") else {
-            skip("no mkfs.ext4");
+        let tools = ["mkfs.ext4", "setpriv"].map(path_of);
+        let [Some(mkfs), Some(setpriv)] = tools else {
+            skip("no mkfs.ext4 or no setpriv");
             return None;
         };
         if !["e2fsck", "debugfs"].into_iter().all(require_tool) {
@@ -110,7 +122,7 @@ impl Scene {
         let guest = Guest::with(Kernel::V6_12)?;
         let scratch = Scratch::new();
         let disk = scratch.sparse("disk.img", DISK_BYTES);
-        let programs = [PathBuf::from(env!("CARGO_BIN_EXE_nowait")), mkfs];
+        let programs = [PathBuf::from(env!("CARGO_BIN_EXE_nowait")), mkfs, setpriv];
         Some(Self { guest, programs, scratch, disk })
     }
 
@@ -178,6 +190,10 @@ fn a_node_in_use_is_left_to_the_next_server_of_the_same_image() {
             "guest: NBD goes on, then 0",
             "there is no ublk device 3",
             "guest: no device 1",
+            "/dev/ublk-control: permission denied (be root, or",
+            "guest: no right 1",
+            "guest: a user has a node",
+            "guest: the user's server ended",
         ],
     );
     check_written(&scene.scratch, &scene.disk, &console, 1);

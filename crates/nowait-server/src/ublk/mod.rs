@@ -3,7 +3,7 @@
 //! Invariant: control commands run on threads that serve nothing, because the driver may write
 //! through the device before it answers one. Each queue of the device belongs to one serving thread.
 
-mod ublk_cmd;
+pub(crate) mod ublk_cmd;
 pub(crate) mod ublk_error;
 mod control_ring;
 mod parameters;

@@ -69,6 +69,9 @@ impl UblkNode {
     /// There is no driver, no right to it, no such number free, or the node to take over had
     /// another image.
     pub fn open(image: &Image, options: UblkOptions) -> Result<Self, UblkError> {
+        // Memory for this thread, and for those that it starts, is not to wait for a write to the
+        // node, which they would have to serve. Without the right to it (CAP_SYS_RESOURCE) it is so.
+        let _ = rustix::process::configure_io_flusher_behavior(true);
         let mut control = ControlRing::open()?;
         let features = control.features()?;
         let found = match options.id {
@@ -198,6 +201,38 @@ impl UblkDevice {
     #[must_use]
     pub fn size(&self) -> u64 {
         self.parameters.size
+    }
+
+    /// A device of one queue without a driver.
+    #[cfg(test)]
+    pub(crate) fn simulated(character_device: OwnedFd, depth: u16, max_io_bytes: u32) -> Self {
+        let info = DeviceInfo {
+            queues: 1,
+            depth,
+            state: DeviceState::Live,
+            max_io_bytes,
+            id: 0,
+            pid: 0,
+            features: 0,
+            server_data: 0,
+        };
+        let parameters =
+            Parameters { size: 0, block: 512, read_only: false, discards: true, max_io_bytes };
+        Self {
+            info,
+            parameters,
+            recovers: false,
+            character_device: Mutex::new(Some(character_device)),
+            live_queues: AtomicU32::new(0),
+            has_node: AtomicBool::new(true),
+            leaving: AtomicBool::new(false),
+        }
+    }
+
+    /// The queues take no more requests.
+    #[cfg(test)]
+    pub(crate) fn leave_for_test(&self) {
+        self.leaving.store(true, Ordering::Release);
     }
 
     fn by_path(&self) -> bool {

@@ -29,7 +29,7 @@ use crate::ublk::ublk_device::UblkDevice;
 const QUEUE: usize = 0;
 
 /// Called when another program has stopped the device.
-pub(crate) type OnRemoved = Box<dyn Fn() + Send>;
+pub(crate) type OnRemoved = Box<dyn Fn()>;
 
 /// The queue of one thread.
 pub(crate) struct UblkFrontend {

@@ -11,6 +11,7 @@ mod replies;
 mod queue_events;
 mod request_cost;
 mod ring_frontend;
+mod ublk_queue;
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;

@@ -1,0 +1,310 @@
+//! A queue of a ublk device on a thread, without the driver: the test takes the commands out of the
+//! thread's queue, and answers them as the driver would.
+//!
+//! Invariant: the event loop and the frontend are the shipped ones; a descriptor is written only
+//! while its tag's command is the driver's.
+#![allow(unsafe_code)]
+
+use std::cell::RefCell;
+use std::os::fd::{BorrowedFd, OwnedFd};
+use std::os::unix::fs::FileExt;
+use std::rc::Rc;
+
+use nowait::{AioThreadQueue, EventSource, Outcome, QueueFull, Transfer};
+
+use crate::event_loop::tests::*;
+use crate::ublk::ublk_cmd::{
+    ABORTED, COMMIT_AND_FETCH_REQ, DESCRIPTOR_BYTES, FETCH_REQ, IO_FUA, OP_DISCARD, OP_FLUSH,
+    OP_READ, OP_WRITE, OP_WRITE_ZEROES,
+};
+use crate::ublk::ublk_device::UblkDevice;
+use crate::ublk::ublk_frontend::UblkFrontend;
+
+const DEPTH: u16 = 8;
+const MAX_IO_BYTES: u32 = 64 << 10;
+
+/// A command of the frontend.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+struct Command {
+    op: u32,
+    tag: u16,
+    result: i32,
+    address: u64,
+}
+
+/// The commands in the ring, with their tokens, and those that have ended.
+#[derive(Default)]
+struct Driver {
+    commands: Vec<(Token, Command)>,
+    ended: Vec<(Token, i32)>,
+}
+
+/// A queue with commands, on files.
+struct CommandQueue {
+    transfers: AioThreadQueue,
+    driver: Rc<RefCell<Driver>>,
+}
+
+// SAFETY: transfers are those of the queue below; tokens of commands have `FD_TOKEN`.
+unsafe impl IoQueue for CommandQueue {
+    // SAFETY: as promised by the caller.
+    unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
+        // SAFETY: as above.
+        unsafe { self.transfers.push(transfer, token) }
+    }
+
+    fn submit(&mut self) -> Result<(), Error> {
+        self.transfers.submit()
+    }
+
+    fn drain_completions(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
+        let ended = std::mem::take(&mut self.driver.borrow_mut().ended);
+        ended.iter().for_each(|&(token, result)| sink(token, result));
+        ended.len() + self.transfers.drain_completions(sink)
+    }
+
+    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
+        match self.has_completions() {
+            true => Ok(()),
+            false => self.transfers.wait(timeout),
+        }
+    }
+
+    fn has_completions(&mut self) -> bool {
+        !self.driver.borrow().ended.is_empty() || self.transfers.has_completions()
+    }
+
+    fn events(&self) -> &dyn EventSource {
+        self
+    }
+
+    fn events_mut(&mut self) -> &mut dyn EventSource {
+        self
+    }
+}
+
+impl EventSource for CommandQueue {
+    fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
+        self.transfers.events_mut().watch(fd, token, interest)
+    }
+
+    fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
+        self.transfers.events_mut().unwatch(fd, token);
+    }
+
+    fn fd(&self) -> BorrowedFd<'_> {
+        self.transfers.events().fd()
+    }
+
+    // SAFETY: as promised by the caller.
+    unsafe fn command(
+        &mut self,
+        _: BorrowedFd<'_>,
+        op: u32,
+        bytes: [u8; 16],
+        token: Token,
+    ) -> Result<(), Error> {
+        assert_eq!(u16::from_ne_bytes([bytes[0], bytes[1]]), 0, "the number of the queue");
+        let command = Command {
+            op,
+            tag: u16::from_ne_bytes([bytes[2], bytes[3]]),
+            result: i32::from_ne_bytes(bytes[4..8].try_into().unwrap()),
+            address: u64::from_ne_bytes(bytes[8..].try_into().unwrap()),
+        };
+        self.driver.borrow_mut().commands.push((token, command));
+        Ok(())
+    }
+}
+
+/// A thread with NBD and one queue of a device.
+struct Scene {
+    thread: EventLoop<(NbdFrontend, UblkFrontend), CommandQueue, AllocationCache>,
+    device: Arc<UblkDevice>,
+    driver: Rc<RefCell<Driver>>,
+    descriptors: std::fs::File,
+    removed: Rc<RefCell<u32>>,
+}
+
+impl Scene {
+    fn new() -> Self {
+        let driver: Rc<RefCell<Driver>> = Rc::default();
+        let (mut context, export, engine) = parts(Config::default(), |disk| {
+            let files = disk.files().unwrap();
+            let transfers = AioThreadQueue::for_files(&files, 64, !disk.is_direct()).unwrap();
+            CommandQueue { transfers, driver: driver.clone() }
+        });
+        let descriptors = tempfile::tempfile().unwrap();
+        descriptors.set_len(64 << 10).unwrap();
+        let character_device = OwnedFd::from(descriptors.try_clone().unwrap());
+        let device = Arc::new(UblkDevice::simulated(character_device, DEPTH, MAX_IO_BYTES));
+        let removed: Rc<RefCell<u32>> = Rc::default();
+        let counted = removed.clone();
+        let on_removed = Box::new(move || *counted.borrow_mut() += 1);
+        let ublk = UblkFrontend::new(device.clone(), 0, on_removed).unwrap();
+        let pair = (context.nbd_frontend(), ublk);
+        let thread = EventLoop::new(&context, export, engine, pair).unwrap();
+        Self { thread, device, driver, descriptors, removed }
+    }
+
+    /// Takes the only command of `tag` out of the ring.
+    fn take(&mut self, tag: u16) -> (Token, Command) {
+        let commands = &mut self.driver.borrow_mut().commands;
+        let all: Vec<_> = commands.extract_if(.., |(_, command)| command.tag == tag).collect();
+        assert_eq!(all.len(), 1, "commands of tag {tag}");
+        all[0]
+    }
+
+    /// The driver has a request for `tag`. Returns the address of its data.
+    fn request(&mut self, tag: u16, op: u32, sectors: u32, start: u64) -> u64 {
+        let (token, command) = self.take(tag);
+        let mut bytes = [0; DESCRIPTOR_BYTES];
+        bytes[..4].copy_from_slice(&op.to_ne_bytes());
+        bytes[4..8].copy_from_slice(&sectors.to_ne_bytes());
+        bytes[8..16].copy_from_slice(&start.to_ne_bytes());
+        self.descriptors.write_all_at(&bytes, u64::from(tag) * 24).unwrap();
+        self.driver.borrow_mut().ended.push((token, 0));
+        command.address
+    }
+
+    /// Runs the thread until `tag` is answered, and returns the result.
+    fn answer(&mut self, tag: u16) -> i32 {
+        loop {
+            self.iterate();
+            let driver = self.driver.borrow();
+            if let Some((_, command)) = driver.commands.iter().find(|(_, other)| other.tag == tag) {
+                assert_eq!(command.op, COMMIT_AND_FETCH_REQ);
+                return command.result;
+            }
+        }
+    }
+
+    fn iterate(&mut self) {
+        self.thread.poll().unwrap();
+        self.thread.run_once().unwrap();
+    }
+
+    /// The driver ends every command: no requests will come.
+    fn abort_all(&mut self) {
+        let mut driver = self.driver.borrow_mut();
+        let Driver { commands, ended } = &mut *driver;
+        ended.extend(commands.drain(..).map(|(token, _)| (token, ABORTED)));
+    }
+}
+
+/// The data at an address that the frontend has given to the driver.
+fn data(address: u64, len: usize) -> &'static mut [u8] {
+    let base = std::ptr::with_exposed_provenance_mut(address as usize);
+    // SAFETY: the buffer of a tag lives until its thread ends, is as long as the longest request, and
+    // is the driver's while the test uses it.
+    unsafe { std::slice::from_raw_parts_mut(base, len) }
+}
+
+#[test]
+fn each_tag_gets_an_aligned_buffer_of_its_own() {
+    let scene = Scene::new();
+    let driver = scene.driver.borrow();
+    let mut fetched: Vec<_> = driver.commands.iter().map(|(_, command)| *command).collect();
+    assert!(fetched.iter().all(|command| command.op == FETCH_REQ && command.result == 0));
+    let tags: Vec<_> = fetched.iter().map(|command| command.tag).collect();
+    assert_eq!(tags, (0..DEPTH).collect::<Vec<_>>());
+    fetched.sort_by_key(|command| command.address);
+    assert!(fetched.iter().all(|command| command.address % 4096 == 0 && command.address > 0));
+    let apart = |pair: &[Command]| pair[1].address - pair[0].address >= u64::from(MAX_IO_BYTES);
+    assert!(fetched.windows(2).all(apart));
+}
+
+#[test]
+fn what_is_written_is_read_and_each_operation_has_its_result() {
+    let mut scene = Scene::new();
+    let address = scene.request(1, u32::from(OP_WRITE) | IO_FUA, 16, 8);
+    data(address, 8192).fill(5);
+    assert_eq!(scene.answer(1), 8192);
+    let address = scene.request(0, u32::from(OP_READ), 32, 0);
+    assert_eq!(scene.answer(0), 16384);
+    let read = data(address, 16384);
+    for (range, byte) in [(0..4096, 7), (4096..12288, 5), (12288..16384, 7)] {
+        assert!(read[range.clone()].iter().all(|&b| b == byte), "{range:?}");
+    }
+    for (op, sectors, result) in [
+        (OP_FLUSH, 0, 0),
+        (OP_WRITE_ZEROES, 16, 0),
+        (OP_READ, 16, 8192),
+        (OP_DISCARD, 16, 0),
+        // Zone operations and others that no parameter allows.
+        (10, 8, -libc::EOPNOTSUPP),
+    ] {
+        let address = scene.request(1, u32::from(op), sectors, 8);
+        assert_eq!(scene.answer(1), result, "operation {op}");
+        if op == OP_READ {
+            assert!(data(address, 8192).iter().all(|&byte| byte == 0), "zeroed");
+        }
+    }
+}
+
+#[test]
+fn a_request_past_the_end_and_a_refused_write_are_answered_with_their_errno() {
+    let mut scene = Scene::new();
+    scene.request(0, u32::from(OP_READ), 8, SIZE >> 9);
+    assert_eq!(scene.answer(0), -libc::EINVAL);
+    scene.request(0, u32::from(OP_WRITE), 16, (SIZE >> 9) - 8);
+    assert_eq!(scene.answer(0), -libc::ENOSPC);
+    let address = scene.request(0, u32::from(OP_WRITE), 8, 0);
+    data(address, 4).copy_from_slice(&FORBIDDEN);
+    assert_eq!(scene.answer(0), -libc::EPERM);
+    // The tag goes on.
+    scene.request(0, u32::from(OP_READ), 8, 0);
+    assert_eq!(scene.answer(0), 4096);
+}
+
+#[test]
+fn all_tags_are_served_at_once_and_each_gets_its_own_data() {
+    let mut scene = Scene::new();
+    let write = |scene: &mut Scene, tag: u16| {
+        let address = scene.request(tag, u32::from(OP_WRITE), 8, u64::from(tag) * 8);
+        data(address, 4096).fill(tag as u8 + 100);
+    };
+    (0..DEPTH).for_each(|tag| write(&mut scene, tag));
+    (0..DEPTH).for_each(|tag| assert_eq!(scene.answer(tag), 4096));
+    let addresses: Vec<_> = (0..DEPTH)
+        .map(|tag| scene.request(tag, u32::from(OP_READ), 8, u64::from(tag) * 8))
+        .collect();
+    for (tag, address) in addresses.into_iter().enumerate() {
+        assert_eq!(scene.answer(tag as u16), 4096);
+        assert!(data(address, 4096).iter().all(|&byte| byte == tag as u8 + 100), "tag {tag}");
+    }
+}
+
+#[test]
+fn a_stopping_thread_serves_until_the_driver_has_ended_every_command() {
+    let mut scene = Scene::new();
+    scene.thread.shared.stop();
+    scene.thread.frontend.begin_shutdown(&mut scene.thread.context);
+    // What the kernel has cached is written while the device is being stopped.
+    scene.request(3, u32::from(OP_WRITE), 8, 64);
+    assert_eq!(scene.answer(3), 4096);
+    assert_eq!(scene.thread.context.members(), 1);
+    scene.abort_all();
+    scene.thread.run().unwrap();
+    assert_eq!(scene.thread.context.members(), 0);
+    assert_eq!(*scene.removed.borrow(), 1, "this server has not stopped the device");
+}
+
+#[test]
+fn a_device_that_is_left_answers_what_is_under_way_and_takes_no_more() {
+    let mut scene = Scene::new();
+    scene.request(2, u32::from(OP_WRITE), 8, 64);
+    scene.thread.poll().unwrap();
+    scene.thread.take_events();
+    scene.thread.service_interactive();
+    assert_eq!(scene.thread.context.engine.in_flight(), 1);
+    scene.device.leave_for_test();
+    scene.thread.frontend.on_wake(&mut scene.thread.context);
+    scene.request(3, u32::from(OP_WRITE), 8, 64);
+    scene.thread.shared.stop();
+    scene.thread.run().unwrap();
+    let (_, answered) = scene.take(2);
+    assert_eq!((answered.op, answered.result), (COMMIT_AND_FETCH_REQ, 4096));
+    let driver = scene.driver.borrow();
+    assert!(driver.commands.iter().all(|(_, command)| command.tag != 3), "tag 3 was answered");
+    assert_eq!((scene.thread.context.members(), *scene.removed.borrow()), (0, 0));
+}
