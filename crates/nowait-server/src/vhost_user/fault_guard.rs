@@ -29,6 +29,8 @@ unsafe impl Send for Entry {}
 unsafe impl Sync for Entry {}
 
 static LIST: AtomicPtr<Entry> = AtomicPtr::new(ptr::null_mut());
+/// Faults of all guarded ranges so far.
+static FAULTS: AtomicUsize = AtomicUsize::new(0);
 static REGISTER: Mutex<()> = Mutex::new(());
 /// The action of SIGBUS before ours.
 static PREVIOUS: OnceLock<libc::sigaction> = OnceLock::new();
@@ -77,6 +79,12 @@ impl FaultGuard {
     #[inline]
     pub(crate) fn has_faulted(&self) -> bool {
         self.0.faulted.load(Ordering::Relaxed)
+    }
+
+    /// Whether memory of any range was missing.
+    #[inline]
+    pub(crate) fn any_has_faulted() -> bool {
+        FAULTS.load(Ordering::Acquire) > 0
     }
 }
 
@@ -147,6 +155,7 @@ extern "C" fn on_fault(signal: i32, info: *mut libc::siginfo_t, context: *mut li
         let begin = entry.begin.load(Ordering::Acquire);
         if begin != 0 && (begin..end).contains(&address) && replace(begin, end) {
             entry.faulted.store(true, Ordering::Relaxed);
+            FAULTS.fetch_add(1, Ordering::Release);
             return;
         }
         at = entry.next;

@@ -146,6 +146,7 @@ impl GuestMemory {
     /// Whether a part of the memory was missing when it was accessed.
     #[inline]
     pub(crate) fn has_faulted(&self) -> bool {
-        self.regions.iter().any(|region| region.guard.has_faulted())
+        FaultGuard::any_has_faulted()
+            && self.regions.iter().any(|region| region.guard.has_faulted())
     }
 }

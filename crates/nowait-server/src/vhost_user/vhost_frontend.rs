@@ -178,6 +178,7 @@ impl DeviceQueue {
             Phase::Stopping(_) => self.start.virtqueue.take_again(),
         };
         let Some(head) = taken else {
+            self.check_memory()?;
             let more =
                 matches!(self.phase, Phase::Running) && self.start.virtqueue.ask_for_kick()?;
             return Ok(if more { Step::Next } else { Step::Pause });
@@ -187,9 +188,7 @@ impl DeviceQueue {
         }
         let virtqueue = &self.start.virtqueue;
         let request = reader.read(virtqueue.memory(), virtqueue.table(), head)?;
-        if virtqueue.has_faulted() {
-            return Err(Malformed("memory that the VMM shares is missing"));
-        }
+        self.check_memory()?;
         match self.begin(number, head, &request, reader, context)? {
             Begun::Ended(outcome) => {
                 self.end(head, request.status, outcome)?;
@@ -200,6 +199,14 @@ impl DeviceQueue {
                 self.start.virtqueue.put_back(head);
                 Ok(self.wait(number, context))
             }
+        }
+    }
+
+    /// Checks that all memory that was accessed was there.
+    fn check_memory(&self) -> Result<(), Malformed> {
+        match self.start.virtqueue.has_faulted() {
+            true => Err(Malformed("memory that the VMM shares is missing")),
+            false => Ok(()),
         }
     }
 
@@ -349,9 +356,7 @@ impl DeviceQueue {
         if self.start.device.is_broken() {
             return Ok(());
         }
-        if self.start.virtqueue.has_faulted() {
-            return Err(Malformed("memory that the VMM shares is missing"));
-        }
+        self.check_memory()?;
         if let Some(log) = self.start.virtqueue.log() {
             logged.iter().for_each(|(address, len)| log.log.mark(*address, *len));
         }

@@ -1,0 +1,8 @@
+//! The vhost-user-blk device at its rings: what a driver asks for, and what a hostile one sends.
+//!
+//! Invariant: beside each hostile driver another one is served by the same thread.
+
+mod driver;
+mod hostile;
+mod requests;
+mod scene;

@@ -1,0 +1,189 @@
+//! What a driver may ask for.
+
+use std::os::unix::fs::FileExt;
+
+use vhost::VhostBackend;
+use vhost::vhost_user::VhostUserFrontend;
+use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserInflight};
+
+use crate::driver::*;
+use crate::scene::{SIZE, Scene};
+
+/// The byte of a sector.
+fn byte_of(sector: u64) -> u8 {
+    (sector % 251) as u8 + 1
+}
+
+#[test]
+fn data_go_to_and_from_the_memory_of_the_guest_also_across_its_regions() {
+    let scene = Scene::new();
+    let mut driver = Driver::connect(&scene.sockets[0]);
+    let across = REGION_BYTES - 512;
+    assert_eq!(driver.request(READ, 5, &[(DATA, 512), (across, 1024)]), (OK, 1537));
+    assert_eq!(driver.read(DATA, 512), [byte_of(5); 512]);
+    assert_eq!(driver.read(across, 1024), [[byte_of(6); 512], [byte_of(7); 512]].concat());
+    for sector in [0, 100] {
+        driver.write(across, &[0x77; 1024]);
+        assert_eq!(driver.request(WRITE, sector, &[(across, 1024)]), (OK, 1));
+        assert_eq!(driver.request(FLUSH, 0, &[]), (OK, 1));
+        let mut bytes = [0; 1536];
+        let file = std::fs::File::open(&scene.image).unwrap();
+        file.read_exact_at(&mut bytes, sector * 512).unwrap();
+        assert_eq!(bytes[..1024], [0x77; 1024]);
+        assert_eq!(bytes[1024..], [byte_of(sector + 2); 512]);
+    }
+}
+
+#[test]
+fn a_request_of_any_layout_is_understood() {
+    let scene = Scene::new();
+    let mut driver = Driver::connect(&scene.sockets[0]);
+    // The header in two parts, and the status behind the data; the chain in a table of its own.
+    let (header, _) = driver.header(0, READ, 9);
+    let table = DATA + 0x8000;
+    driver.describe_at(table, 0, (header, 7), NEXT, 3);
+    driver.describe_at(table, 3, (header + 7, 9), NEXT, 1);
+    driver.describe_at(table, 1, (DATA, 513), WRITABLE, 0);
+    driver.describe(0, (table, 64), INDIRECT, 0);
+    driver.offer(0);
+    driver.kick();
+    assert_eq!(driver.used(), (0, 513));
+    assert_eq!(driver.read(DATA, 513), [[byte_of(9); 512].as_slice(), &[OK]].concat());
+}
+
+#[test]
+fn ranges_are_discarded_and_zeroed_and_the_name_is_told() {
+    let scene = Scene::new();
+    let mut driver = Driver::connect(&scene.sockets[0]);
+    let range = |sector: u64, sectors: u32, flags: u32| {
+        [&sector.to_le_bytes()[..], &sectors.to_le_bytes(), &flags.to_le_bytes()].concat()
+    };
+    driver.write(DATA, &range(16, 8, 0));
+    assert_eq!(driver.request(DISCARD, 0, &[(DATA, 16)]), (OK, 1));
+    driver.write(DATA, &range(32, 8, 1));
+    assert_eq!(driver.request(WRITE_ZEROES, 0, &[(DATA, 16)]), (OK, 1));
+    for sector in [16, 39] {
+        assert_eq!(driver.request(READ, sector, &[(DATA, 512)]), (OK, 513));
+        assert_eq!(driver.read(DATA, 512), [0; 512]);
+    }
+    driver.write(DATA, &range(0, 8, 1));
+    assert_eq!(driver.request(DISCARD, 0, &[(DATA, 16)]), (UNSUPP, 1), "unmap of a discard");
+    assert_eq!(driver.request(GET_ID, 0, &[(DATA, 20)]), (OK, 21));
+    assert_eq!(&driver.read(DATA, 20), b"golden\0\0\0\0\0\0\0\0\0\0\0\0\0\0");
+}
+
+#[test]
+fn a_wrong_request_is_refused_and_the_queue_goes_on() {
+    let scene = Scene::new();
+    let mut driver = Driver::connect(&scene.sockets[0]);
+    let end = SIZE / 512;
+    driver.write(DATA, &[0; 16]);
+    for (kind, sector, data, status) in [
+        (READ, end, &[(DATA, 512)][..], IOERR),
+        (WRITE, end - 1, &[(DATA, 1024)], IOERR),
+        (READ, u64::MAX, &[(DATA, 512)], IOERR),
+        (READ, 1 << 55, &[(DATA, 512)], IOERR),
+        (READ, 0, &[(DATA, 511)], IOERR),
+        (WRITE, 0, &[(DATA, 100)], IOERR),
+        (DISCARD, 0, &[(DATA, 32)], IOERR),
+        (WRITE_ZEROES, 0, &[(DATA, 15)], IOERR),
+        (99, 0, &[], UNSUPP),
+    ] {
+        assert_eq!(driver.request(kind, sector, data).0, status, "{kind} at {sector}");
+    }
+    // A read with nothing but readable memory.
+    driver.describe(0, driver.header(0, READ, 0), NEXT, 1);
+    driver.describe(1, (DATA, 512), NEXT, 2);
+    driver.describe(2, Driver::status_place(0), WRITABLE, 0);
+    driver.offer(0);
+    driver.kick();
+    driver.used();
+    assert_eq!(driver.status(0), IOERR);
+    assert_eq!(driver.request(READ, end - 1, &[(DATA, 512)]), (OK, 513));
+}
+
+#[test]
+fn many_requests_at_once_are_all_answered_once() {
+    let scene = Scene::new();
+    let mut driver = Driver::connect(&scene.sockets[0]);
+    let heads: Vec<u16> = (0..QUEUE_SIZE / 3).map(|n| n * 3).collect();
+    for round in 0..50u64 {
+        for head in &heads {
+            let data = DATA + 512 * u64::from(*head);
+            driver.prepare(*head, READ, round * 64 + u64::from(*head), &[(data, 512)]);
+            driver.offer(*head);
+        }
+        driver.kick();
+        let mut ended: Vec<u16> = heads.iter().map(|_| driver.used().0).collect();
+        ended.sort_unstable();
+        assert_eq!(ended, heads);
+        for head in &heads {
+            assert_eq!(driver.status(*head), OK);
+            let byte = byte_of(round * 64 + u64::from(*head));
+            assert_eq!(driver.read(DATA + 512 * u64::from(*head), 512), [byte; 512]);
+        }
+    }
+    assert!(driver.call.read().unwrap() > 0, "the driver was never called");
+}
+
+#[test]
+fn a_queue_stops_at_the_entry_that_it_takes_next_and_goes_on_there() {
+    let scene = Scene::new();
+    let mut driver = Driver::connect(&scene.sockets[0]);
+    for _ in 0..3 {
+        driver.request(READ, 0, &[(DATA, 512)]);
+    }
+    assert_eq!(driver.stop(), 3);
+    driver.prepare(0, READ, 8, &[(DATA, 512)]);
+    driver.offer(0);
+    driver.kick();
+    driver.start_from(3);
+    assert_eq!(driver.used(), (0, 513));
+    assert_eq!(driver.read(DATA, 512), [byte_of(8); 512]);
+}
+
+#[test]
+fn the_next_server_does_again_what_was_in_flight_and_nothing_else() {
+    let scene = Scene::new();
+    let mut driver = Driver::connect(&scene.sockets[0]);
+    let asked = VhostUserInflight { num_queues: 1, queue_size: QUEUE_SIZE, ..Default::default() };
+    let (layout, file) = driver.vmm.get_inflight_fd(&asked).unwrap();
+    drop(driver);
+    // As a server leaves it that has died with requests 3 and 6 in flight, 6 taken first.
+    let state = |head: u64| 16 + 16 * head;
+    file.write_all_at(&1u16.to_le_bytes(), 8).unwrap();
+    for (head, counter) in [(3, 8u64), (6, 7)] {
+        file.write_all_at(&[1], state(head)).unwrap();
+        file.write_all_at(&counter.to_le_bytes(), state(head) + 8).unwrap();
+    }
+    let mut driver = Driver::connect_with(&scene.sockets[0], None);
+    driver.stop();
+    driver.prepare(3, READ, 3, &[(DATA, 512)]);
+    driver.prepare(6, READ, 6, &[(DATA + 512, 512)]);
+    driver.offer(6);
+    driver.offer(3);
+    driver.vmm.set_inflight_fd(&layout, std::os::fd::AsRawFd::as_raw_fd(&file)).unwrap();
+    driver.start_from(0);
+    let mut ended = [driver.used(), driver.used()];
+    ended.sort_unstable();
+    assert_eq!(ended, [(3, 513), (6, 513)]);
+    assert_eq!((driver.read(DATA, 1), driver.read(DATA + 512, 1)), (vec![4], vec![7]));
+    assert_eq!(driver.request(READ, 9, &[(DATA, 512)]), (OK, 513));
+    assert_eq!((driver.used_index(), driver.stop()), (3, 3));
+}
+
+#[test]
+fn the_configuration_is_told_and_the_cache_can_be_turned_off() {
+    let scene = Scene::new();
+    let mut driver = Driver::connect(&scene.sockets[0]);
+    let flags = VhostUserConfigFlags::WRITABLE;
+    let config = |driver: &mut Driver| driver.vmm.get_config(0, 60, flags, &[0; 60]).unwrap().1;
+    let before = config(&mut driver);
+    assert_eq!(before[..8], (SIZE / 512).to_le_bytes());
+    assert_eq!(before[32], 1);
+    driver.vmm.set_config(32, flags, &[0]).unwrap();
+    assert_eq!(config(&mut driver)[32], 0);
+    driver.write(DATA, &[0x55; 512]);
+    assert_eq!(driver.request(WRITE, 50, &[(DATA, 512)]), (OK, 1));
+    assert!(driver.vmm.set_features(u64::MAX).is_err());
+}
