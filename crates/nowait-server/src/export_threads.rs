@@ -334,13 +334,15 @@ impl Shared {
         self.threads().for_each(|thread| thread.wake());
     }
 
-    /// Another program has taken the export's block device away. Without clients over NBD there is
-    /// nothing left to serve.
+    /// Another program has taken the export's block device away. Without a socket there is nothing
+    /// left to serve.
     fn on_ublk_removed(&self) {
         if let Some(device) = &self.options.ublk {
             tracing::warn!("{} was removed by another program", device.node());
         }
-        if !self.listens.load(Ordering::Relaxed) {
+        let has_sockets =
+            self.listens.load(Ordering::Relaxed) || self.controls.load(Ordering::Relaxed) > 0;
+        if !has_sockets {
             self.stop();
         }
     }

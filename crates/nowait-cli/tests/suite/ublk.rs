@@ -19,6 +19,7 @@ mount -t sysfs none /sys
 mkdir -p /data /disk/new
 mount -t tmpfs none /data
 serve() {
+    rm -f /data/out
     /test/nowait serve "$@" >/data/out 2>&1 & server=$!
     for try in $(seq 300); do grep -q '^serving' /data/out && break; sleep 0.1; done
     cat /data/out

@@ -96,8 +96,10 @@ impl UblkNode {
         if parameters.size == 0 {
             return Err(UblkError::new("the image is too small to be a block device"));
         }
-        let opened = open_character_device(info.id)?;
-        *node.0.character_device.lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
+        if !recovers {
+            let opened = open_character_device(info.id)?;
+            *node.0.character_device.lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
+        }
         Ok(node)
     }
 
@@ -239,15 +241,34 @@ impl UblkDevice {
         self.info.features & F_UNPRIVILEGED_DEV != 0
     }
 
-    /// A descriptor of the character device for a thread.
+    /// A descriptor of the character device for a thread that is ready to fetch requests. The first
+    /// call takes a device over that another server had.
     ///
     /// # Errors
-    /// `EMFILE`, `ENFILE`; `ENODEV` if the device was deleted.
+    /// `EMFILE`, `ENFILE`; `ENODEV` if the device was deleted or cannot be taken over, for which the
+    /// reason is logged.
     pub(crate) fn descriptor(&self) -> Result<OwnedFd, i32> {
-        let device = self.character_device.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut device = self.character_device.lock().unwrap_or_else(PoisonError::into_inner);
+        if device.is_none() && self.recovers {
+            let opened =
+                begin_recovery(&self.info).and_then(|()| open_character_device(self.info.id));
+            let opened = opened.inspect_err(|error| tracing::error!("{error}"));
+            *device = Some(opened.map_err(|_| libc::ENODEV)?);
+        }
         let device = device.as_ref().ok_or(libc::ENODEV)?;
         let clone = device.as_fd().try_clone_to_owned();
         clone.map_err(|error| error.raw_os_error().unwrap_or(libc::EMFILE))
+    }
+
+    /// Says why the queues of a device that is taken over cannot be mapped.
+    pub(crate) fn note_unmappable(&self) {
+        let (node, id) = (self.node(), self.info.id);
+        if self.recovers {
+            tracing::error!(
+                "{node} cannot be taken over: a server was killed while it did that ('nowait ublk stop \
+                 {id} --force' removes it)"
+            );
+        }
     }
 
     /// A queue gets requests from now on.
@@ -463,12 +484,22 @@ fn recovered(
             "{node} waits for the server of another image ('nowait ublk stop {id}' removes it)"
         )));
     }
+    Ok(info)
+}
+
+/// Makes the driver ready for another server of a device. From here until a queue has fetched, a
+/// server must not be killed: the driver of Linux 6.12 then lets no other one take over.
+fn begin_recovery(info: &DeviceInfo) -> Result<(), UblkError> {
+    let (node, by_path) = (node(info.id), info.features & F_UNPRIVILEGED_DEV != 0);
+    let mut control = ControlRing::open()?;
     let deadline = Instant::now() + APPEAR_TIMEOUT;
     loop {
-        match control.command(ControlOp::START_USER_RECOVERY, id, 0, by_path, &mut []) {
-            Ok(_) => return Ok(info),
+        match control.command(ControlOp::START_USER_RECOVERY, info.id, 0, by_path, &mut []) {
+            Ok(_) => return Ok(()),
             // The last server's descriptors are being closed.
             Err(libc::EBUSY) if Instant::now() < deadline => std::thread::sleep(RETRY),
+            // A server was killed after this call, which may have left the device as it is to be.
+            Err(libc::EINVAL) => return Ok(()),
             Err(errno) => {
                 return Err(UblkError::os(format!("{node} cannot be taken over"), errno));
             }

@@ -181,11 +181,14 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
     fn begin(&mut self, context: &mut LoopContext<Q, M>) -> Result<(), Error> {
         let failed = |errno| Error::new(errno, Operation::SetUp);
         let (depth, bytes) = (self.device.info.depth, self.device.info.max_io_bytes);
-        let descriptor = self.device.descriptor().map_err(failed)?;
-        let requests = Descriptors::map(descriptor.as_fd(), self.number, depth).map_err(failed)?;
         let whole = ByteRange::new(0, bytes.into());
         let buffers = (0..depth).map(|_| context.engine.buffer(whole));
         let buffers: Vec<_> = buffers.collect::<Option<_>>().ok_or(failed(libc::ENOMEM))?;
+        // A server that takes over must not be killed from here on until it has fetched: what takes
+        // time is done before.
+        let descriptor = self.device.descriptor().map_err(failed)?;
+        let requests = Descriptors::map(descriptor.as_fd(), self.number, depth);
+        let requests = requests.inspect_err(|_| self.device.note_unmappable()).map_err(failed)?;
         let address = |buffer: &PooledBuffer| buffer.as_ptr().expose_provenance() as u64;
         self.queue = Some(Queue {
             addresses: buffers.iter().map(address).collect(),
