@@ -45,6 +45,11 @@ fn no_wrong_counts_make_a_served_image_lose_data() {
 }
 
 #[test]
+fn no_memory_of_a_guest_breaks_its_virtqueue() {
+    check_target("virtqueue");
+}
+
+#[test]
 fn no_list_of_segments_breaks_the_engine() {
     check_target("segments");
 }

@@ -169,3 +169,28 @@ fn a_guest_finds_the_size_the_queues_and_the_rights_of_its_disks() {
     }
     assert!(std::fs::read(&one).expect("an image").iter().all(|byte| *byte == 0), "not discarded");
 }
+
+#[test]
+fn a_program_by_the_conventions_of_qemu_tells_what_it_can_and_serves() {
+    let contrib = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../contrib");
+    let program = contrib.join("nowait-vhost-user-blk");
+    let told = tool("sh").arg(&program).arg("--print-capabilities").succeeds();
+    let told: serde_json::Value = serde_json::from_str(&told).expect("JSON");
+    assert_eq!(told["type"], "block");
+    assert_eq!(told["features"], serde_json::json!(["read-only", "blk-file"]));
+    let description = contrib.join("50-nowait-vhost-user-blk.json");
+    let description = std::fs::read_to_string(description).expect("a description");
+    let description: serde_json::Value = serde_json::from_str(&description).expect("JSON");
+    assert_eq!(description["type"], told["type"]);
+    let scratch = Scratch::new();
+    let (disk, socket) = (scratch.sparse("a=b.img", MIB), scratch.join("socket"));
+    // The program finds `nowait`, whose path is the argument after its own, on the path.
+    let script = r#"program=$1 PATH=$(dirname "$2"):$PATH; shift 2; exec sh "$program" "$@""#;
+    let options = [format!("--blk-file={}", disk.display()), "--socket-path".into()];
+    let server = Server::start_by(
+        &["sh", "-c", script, "sh", &program.display().to_string()],
+        &[&options[0], &options[1], &socket.display().to_string(), &"--read-only".to_owned()],
+    );
+    assert_eq!(server.ready_line(), format!("serving vhost-user:{}", socket.display()));
+    server.stop_but_leave_socket();
+}

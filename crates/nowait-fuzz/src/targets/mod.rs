@@ -9,11 +9,12 @@ mod refcounts;
 mod transmission;
 mod segments;
 mod client;
+mod virtqueue;
 
 use crate::target::Target;
 
 /// All targets.
-pub const ALL: [&Target; 8] = [
+pub const ALL: [&Target; 9] = [
     &handshake::TARGET,
     &transmission::TARGET,
     &image::TARGET,
@@ -22,6 +23,7 @@ pub const ALL: [&Target; 8] = [
     &refcounts::TARGET,
     &segments::TARGET,
     &client::TARGET,
+    &virtqueue::TARGET,
 ];
 
 /// The target with this name.

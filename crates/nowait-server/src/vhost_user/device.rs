@@ -112,6 +112,12 @@ impl Device {
         (0..self.rings.len()).for_each(|index| self.stop(index));
     }
 
+    /// The driver has the device cache writes, or not; the next server has to know.
+    fn set_cache(&self, is_on: bool) {
+        self.state.wce.store(is_on, Ordering::Relaxed);
+        self.inflight.iter().for_each(|region| region.set_cache(is_on));
+    }
+
     fn ring(&mut self, index: u32) -> Handled<&mut Ring> {
         self.rings.get_mut(index as usize).ok_or(MessageError::InvalidParam)
     }
@@ -258,7 +264,7 @@ impl VhostUserBackendReqHandlerMut for Device {
         self.rings.iter_mut().for_each(|ring| *ring = Ring::default());
         self.features = Features::default();
         self.state.reset();
-        self.state.wce.store(true, Ordering::Relaxed);
+        self.set_cache(true);
         Ok(())
     }
 
@@ -424,7 +430,7 @@ impl VhostUserBackendReqHandlerMut for Device {
         // Drivers may write no other field.
         let at = WCE_OFFSET.checked_sub(offset as usize);
         if let Some(wce) = at.and_then(|at| bytes.get(at)) {
-            self.state.wce.store(*wce != 0, Ordering::Relaxed);
+            self.set_cache(*wce != 0);
         }
         Ok(())
     }
@@ -447,6 +453,10 @@ impl VhostUserBackendReqHandlerMut for Device {
         }
         let region = InflightRegion::map(file, mmap_offset, num_queues, queue_size);
         let region = Arc::new(region.map_err(refused)?);
+        match region.cache() {
+            Some(is_on) => self.state.wce.store(is_on, Ordering::Relaxed),
+            None => region.set_cache(self.state.wce.load(Ordering::Relaxed)),
+        }
         self.change(|device| {
             device.inflight = Some(region);
             Ok(())

@@ -20,6 +20,11 @@ const HEADER_BYTES: usize = 16;
 const STATE_BYTES: usize = 16;
 /// The parts of queues begin at multiples of this.
 const ALIGNMENT_BYTES: usize = 64;
+/// Bytes behind the parts of the queues, which are of no interest to the VMM. The first tells whether
+/// the driver has the device cache writes, which the VMM does not tell the next server.
+const TAIL_BYTES: usize = ALIGNMENT_BYTES;
+const CACHE_OFF: u8 = 1;
+const CACHE_ON: u8 = 2;
 /// The version of the layout.
 const VERSION: u16 = 1;
 // Offsets in the header of a queue.
@@ -43,7 +48,7 @@ pub(crate) struct InflightRegion {
 impl InflightRegion {
     /// The bytes for `queues` queues of `queue_size` descriptors.
     pub(crate) fn bytes_for(queues: u16, queue_size: u16) -> usize {
-        usize::from(queues) * queue_bytes(queue_size)
+        usize::from(queues) * queue_bytes(queue_size) + TAIL_BYTES
     }
 
     /// New memory for `queues` queues of `queue_size` descriptors, all zeros. It cannot be shrunk.
@@ -73,6 +78,24 @@ impl InflightRegion {
         let bytes = Self::bytes_for(queues, queue_size);
         let (guard, mapping) = map_shared(file, offset, bytes as u64)?;
         Ok(Self { guard, mapping, queues, queue_size })
+    }
+
+    /// Whether writes are cached, as an earlier server has noted it.
+    pub(crate) fn cache(&self) -> Option<bool> {
+        match self.load::<u8>(self.tail()) {
+            CACHE_OFF => Some(false),
+            CACHE_ON => Some(true),
+            _ => None,
+        }
+    }
+
+    /// Notes for the next server whether writes are cached.
+    pub(crate) fn set_cache(&self, is_on: bool) {
+        self.store(self.tail(), if is_on { CACHE_ON } else { CACHE_OFF });
+    }
+
+    fn tail(&self) -> usize {
+        Self::bytes_for(self.queues, self.queue_size) - TAIL_BYTES
     }
 
     /// The number at `at`, 0 outside of the memory.
@@ -206,6 +229,17 @@ mod tests {
         drop(first);
         assert_eq!(queue(&file).recover(SIZE, 11), [3]);
         assert_eq!(queue(&file).recover(SIZE, 11), [3]);
+    }
+
+    #[test]
+    fn the_next_server_knows_whether_writes_are_cached() {
+        let file = InflightRegion::create(1, SIZE).unwrap();
+        let map = || InflightRegion::map(file.try_clone().unwrap(), 0, 1, SIZE).unwrap();
+        assert_eq!(map().cache(), None);
+        for is_on in [false, true] {
+            map().set_cache(is_on);
+            assert_eq!(map().cache(), Some(is_on));
+        }
     }
 
     #[test]

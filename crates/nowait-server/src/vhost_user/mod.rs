@@ -14,6 +14,8 @@ mod block_request;
 mod virtqueue;
 pub(crate) mod queue_channel;
 pub(crate) mod vhost_frontend;
+#[cfg(feature = "fuzz")]
+pub(crate) mod queue_fuzz;
 mod device;
 pub(crate) mod control_thread;
 

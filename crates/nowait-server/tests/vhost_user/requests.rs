@@ -187,3 +187,18 @@ fn the_configuration_is_told_and_the_cache_can_be_turned_off() {
     assert_eq!(driver.request(WRITE, 50, &[(DATA, 512)]), (OK, 1));
     assert!(driver.vmm.set_features(u64::MAX).is_err());
 }
+
+#[test]
+fn the_next_server_writes_through_as_the_driver_left_it() {
+    let scene = Scene::new();
+    let mut driver = Driver::connect(&scene.sockets[0]);
+    let asked = VhostUserInflight { num_queues: 1, queue_size: QUEUE_SIZE, ..Default::default() };
+    let (layout, file) = driver.vmm.get_inflight_fd(&asked).unwrap();
+    driver.vmm.set_inflight_fd(&layout, std::os::fd::AsRawFd::as_raw_fd(&file)).unwrap();
+    driver.vmm.set_config(32, VhostUserConfigFlags::WRITABLE, &[0]).unwrap();
+    drop(driver);
+    let mut driver = Driver::connect_with(&scene.sockets[0], Some((layout, file)));
+    let flags = VhostUserConfigFlags::WRITABLE;
+    assert_eq!(driver.vmm.get_config(32, 1, flags, &[0]).unwrap().1, [0]);
+    assert_eq!(driver.request(READ, 9, &[(DATA, 512)]), (OK, 513));
+}
