@@ -27,7 +27,7 @@ serve() {
 end_server() { kill -$1 $server; wait $server; status=$?; }
 "#;
 
-/// The node from its making to its removal, with a server that is killed four times under load.
+/// The node from its making to its removal, with a server that is killed three times under load.
 const LIFE: &str = r#"
 /test/nowait serve /dev/vda --ublk; echo "guest: without a driver $?"
 insmod /modules/ublk_drv.ko
@@ -41,7 +41,7 @@ dd if=/dev/urandom of=/data/random bs=1M count=12 2>/dev/null
 ( cd /disk/new/written && for file in 1 2 3 4 5 6; do
     dd if=/data/random of=$file bs=128k conv=fsync 2>/dev/null || echo "guest: I/O error"
 done; echo "guest: load ended" ) & load=$!
-for kill in 1 2 3 4; do
+for kill in 1 2 3; do
     sleep 0.5
     end_server KILL
     /test/nowait ublk list

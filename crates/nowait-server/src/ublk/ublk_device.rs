@@ -39,6 +39,8 @@ const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 const DELETE_TIMEOUT: Duration = Duration::from_secs(2);
 /// How often a wait looks again.
 const RETRY: Duration = Duration::from_millis(50);
+/// How often the users of a node are looked for, which reads the descriptors of all processes.
+const LOOK_AGAIN: Duration = Duration::from_millis(250);
 
 /// What a node is made from.
 #[derive(Clone, Copy, Debug)]
@@ -317,7 +319,7 @@ impl UblkDevice {
                 );
                 said = users;
             }
-            std::thread::sleep(RETRY);
+            std::thread::sleep(LOOK_AGAIN);
         }
     }
 
