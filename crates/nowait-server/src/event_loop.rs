@@ -143,6 +143,9 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         self.service_interactive();
         self.service_bulk();
         self.frontend.end_iteration(&mut self.context);
+        if self.context.engine.has_stopped_polling() {
+            self.shared.warn_stopped_polling();
+        }
         self.thread.publish_in_flight(self.context.engine.in_flight());
         Ok(())
     }

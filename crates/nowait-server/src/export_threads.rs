@@ -171,6 +171,8 @@ pub(crate) struct Shared {
     controls: AtomicUsize,
     /// The missing io_uring was logged.
     warned: AtomicBool,
+    /// A device that stopped polling was logged.
+    warned_of_polling: AtomicBool,
     /// How many times a thread has become idle.
     idle_count: Arc<AtomicU64>,
     events: Sender<ThreadEvent>,
@@ -192,6 +194,7 @@ impl Shared {
             listens: AtomicBool::new(false),
             controls: AtomicUsize::new(0),
             warned: AtomicBool::new(false),
+            warned_of_polling: AtomicBool::new(false),
             idle_count: Arc::default(),
             events,
         }
@@ -371,6 +374,14 @@ impl Shared {
     /// Logs the storage failures of every export that were only counted.
     pub(crate) fn summarize_faults(&self) {
         self.registry.all().iter().for_each(|export| export.export.summarize_faults());
+    }
+
+    /// Logs once that a device which could be polled refuses it.
+    #[cold]
+    pub(crate) fn warn_stopped_polling(&self) {
+        if !self.warned_of_polling.swap(true, Ordering::AcqRel) {
+            tracing::warn!("a device refuses to be polled: its requests complete by interrupt");
+        }
     }
 
     /// Logs once that there is no io_uring.

@@ -187,4 +187,8 @@ unsafe impl IoQueue for TestQueue {
     fn polled(&self) -> u64 {
         each!(self, queue => queue.polled())
     }
+
+    fn has_stopped_polling(&self) -> bool {
+        each!(self, queue => queue.has_stopped_polling())
+    }
 }

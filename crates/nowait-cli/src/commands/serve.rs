@@ -63,7 +63,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let Some(first) = all.first() else { return Ok(()) };
     let image = &first.named.image.clone();
     let config = args.config();
-    let kind = queue_kind(args, first)?;
+    let kind = if args.poll { polled_queue(&all)? } else { queue_kind(args, first)? };
     let ublk = ublk::open(args, first)?;
     let is_device = ublk.is_some() || !args.vhost_user.sockets.is_empty();
     let default_socket = match given.is_empty() && inherited.is_empty() && !is_device {
@@ -202,6 +202,22 @@ fn tls(args: &ServeArgs) -> Result<Tls, CliError> {
     })
 }
 
+/// A queue that polls, if the devices of all images can be polled.
+fn polled_queue(all: &[OpenedDisk]) -> Result<QueueKind, CliError> {
+    for opened in all {
+        let refusal = match opened.image.files().and_then(|files| Uring::for_files(&files)) {
+            Ok(ring) => ring.polling_refusal().map(String::from),
+            Err(error) => Some(Uring::refusal(error)),
+        };
+        if let Some(refusal) = refusal {
+            let what = format!("it cannot be polled: {refusal} (leave out --poll)");
+            return Err(CliError::at(&opened.named.image, what));
+        }
+    }
+    info!("every request is polled for");
+    Ok(QueueKind::Polled)
+}
+
 /// The requested queue, or one that works on this system.
 fn queue_kind(args: &ServeArgs, opened: &OpenedDisk) -> Result<QueueKind, CliError> {
     if args.queue == Some(args::QueueKind::Threads) {
@@ -313,7 +329,7 @@ fn print_ready(
     is_inherited: bool,
 ) {
     let queue = match kind {
-        QueueKind::Auto | QueueKind::Uring => "uring",
+        QueueKind::Auto | QueueKind::Uring | QueueKind::Polled => "uring",
         QueueKind::Threads => "threads",
     };
     let exports = all.iter().map(|opened| {

@@ -64,6 +64,9 @@ fn c48_hipri_is_polled_where_the_device_can_and_served_by_interrupt_elsewhere() 
     fs::copy(std::env::current_exe().expect("this program"), &suite).expect("a copy");
     let console = guest.run(GUEST_INIT, &[&suite, &ext4, &vfat], &[]);
     assert!(console.contains("guest: done"), "{console}");
+    for way in ["polled/device", "polled/file"] {
+        assert!(console.contains(&format!("served on /test/{way}")), "not on {way}: {console}");
+    }
     for way in ["polled/device", "polled/file", "by-interrupt/device", "by-interrupt/file"] {
         assert!(console.contains(&format!("served /test/{way}")), "not {way}: {console}");
     }
@@ -84,6 +87,10 @@ fn in_the_guest() {
                 }
             }
             println!("served {}", path.display());
+            if polled {
+                serves_when_polling_stops(&open(&path));
+                println!("served on {}", path.display());
+            }
         }
     }
 }
@@ -113,6 +120,26 @@ fn serves(kind: TestQueueKind, disk: &Arc<BlockDevice<LinearMap>>, config: Confi
         all_at_once(&mut engine, Op::Read, Flags::NONE, &ranges, &data);
     }
     engine.stats()
+}
+
+/// The kernel refuses to poll a descriptor that uses the page cache (`EOPNOTSUPP`), as one whose
+/// device has lost its polled queues. What was refused, and what comes later, is served all the
+/// same.
+fn serves_when_polling_stops(disk: &Arc<BlockDevice<LinearMap>>) {
+    let kind = TestQueueKind::Uring;
+    let mut engine = kind.engine(disk, 2, Config::default()).expect("a queue");
+    let ranges: Vec<_> = (0..64).map(|n| ByteRange::new(n * 4 * KIB, 4 * KIB)).collect();
+    let data = |byte| vec![vec![byte; 4 * KIB as usize]; ranges.len()];
+    all_at_once(&mut engine, Op::Write, Flags::NONE, &ranges, &data(1));
+    assert!(!engine.has_stopped_polling() && engine.stats().polled == 32);
+    let fd = disk.fd().expect("a descriptor");
+    let flags = rustix::fs::fcntl_getfl(fd).expect("its flags");
+    rustix::fs::fcntl_setfl(fd, flags - rustix::fs::OFlags::DIRECT).expect("other flags");
+    for byte in [2, 3] {
+        all_at_once(&mut engine, Op::Write, Flags::NONE, &ranges, &data(byte));
+        all_at_once(&mut engine, Op::Read, Flags::NONE, &ranges, &data(byte));
+        assert!(engine.has_stopped_polling() && engine.stats().polled == 32);
+    }
 }
 
 /// Submits a request for each range, writes of `data` or reads that must return it, and waits for

@@ -35,6 +35,7 @@ mod mutated;
 mod nbd_modes;
 mod nbd_tools;
 mod panics;
+mod polling;
 mod protocol_violations;
 mod qcow2;
 mod qemu;

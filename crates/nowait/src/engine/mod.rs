@@ -447,6 +447,13 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
         self.queue.events().fd()
     }
 
+    /// Whether the device has refused to be polled, although it could be when the queue was made.
+    /// Its requests complete by interrupt then (C48).
+    #[must_use]
+    pub fn has_stopped_polling(&self) -> bool {
+        self.queue.has_stopped_polling()
+    }
+
     /// Counts of how requests were served so far.
     #[must_use]
     pub fn stats(&self) -> Stats {

@@ -17,6 +17,8 @@ pub enum QueueKind {
     Auto,
     /// io_uring(7).
     Uring,
+    /// io_uring(7); every transfer is polled for, as with [`crate::Flags::HIPRI`], where the device can.
+    Polled,
     /// Linux AIO for transfers that need not block, and plain system calls on a bounded thread
     /// pool.
     Threads,
@@ -37,7 +39,8 @@ impl QueueKind {
     /// [`AioThreadQueue::for_files`].
     ///
     /// # Errors
-    /// As [`AioThreadQueue::for_files`]; for [`QueueKind::Uring`] as [`Uring::for_files`].
+    /// As [`AioThreadQueue::for_files`]; for [`QueueKind::Uring`] and [`QueueKind::Polled`]
+    /// as [`Uring::for_files`].
     pub fn open(
         self,
         files: &[BorrowedFd<'_>],
@@ -47,6 +50,9 @@ impl QueueKind {
         let refusal = match self {
             Self::Threads => None,
             Self::Uring => return Uring::for_files(files).map(AnyQueue::Uring),
+            Self::Polled => {
+                return Uring::for_files(files).map(|ring| AnyQueue::Uring(ring.polling()));
+            }
             Self::Auto => match Uring::for_files(files) {
                 Ok(ring) => return Ok(AnyQueue::Uring(ring)),
                 Err(error) => Some(error),

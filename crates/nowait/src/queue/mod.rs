@@ -94,4 +94,10 @@ pub unsafe trait IoQueue {
     fn polled(&self) -> u64 {
         0
     }
+
+    /// Whether the device has refused to be polled, although it could be when the queue was made.
+    /// Its transfers complete by interrupt then.
+    fn has_stopped_polling(&self) -> bool {
+        false
+    }
 }

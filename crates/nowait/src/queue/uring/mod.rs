@@ -54,8 +54,10 @@ pub struct RingFeatures {
 /// A queue on a ring.
 pub struct Uring {
     ring: IoUring,
-    /// The ring for `HIPRI` transfers.
-    polled: Option<IopollRing>,
+    /// The ring for `HIPRI` transfers, or why there is none.
+    polled: Result<IopollRing, &'static str>,
+    /// Every transfer is one of these.
+    polls_all: bool,
     ring_features: RingFeatures,
     buffers: u16,
     /// Bytes of registered buffers.
@@ -99,11 +101,12 @@ impl Uring {
         // Missing before Linux 5.15, where the kernel's own bound applies.
         let _ = ring.submitter().register_iowq_max_workers(&mut IOWQ_WORKERS.clone());
         let polled = IopollRing::for_device_of(&files);
-        features.polled = polled.is_some();
+        features.polled = polled.is_ok();
         let (rearm, watched) = (Vec::new(), Vec::new());
         Ok(Self {
             ring,
             polled,
+            polls_all: false,
             ring_features: features,
             buffers: 0,
             locked: 0,
@@ -113,6 +116,21 @@ impl Uring {
             wake: OnceCell::new(),
             files,
         })
+    }
+
+    /// The same ring, which polls for every transfer, as if it had
+    /// [`Flags::HIPRI`](crate::Flags::HIPRI). A thread that waits then polls as long as transfers
+    /// are in flight, and sleeps without.
+    #[must_use]
+    pub fn polling(mut self) -> Self {
+        self.polls_all = true;
+        self
+    }
+
+    /// Why transfers of this ring cannot be polled for; `None` if they can.
+    #[must_use]
+    pub fn polling_refusal(&self) -> Option<&'static str> {
+        self.polled.as_ref().err().copied()
     }
 
     fn build() -> std::io::Result<(IoUring, RingFeatures)> {
@@ -217,14 +235,46 @@ impl Uring {
     #[cold]
     unsafe fn push_polled(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
         let transfer = Transfer { rw_flags: transfer.rw_flags & !libc::RWF_HIPRI, ..*transfer };
-        if let Some(polled) = &mut self.polled {
+        if let Ok(polled) = &mut self.polled {
             // SAFETY: as promised by the caller.
             if unsafe { polled.push(&transfer, token) } {
                 return Ok(());
             }
         }
+        let entry = self.sqe(&transfer).user_data(token);
         // SAFETY: as promised by the caller.
-        unsafe { self.push(&transfer, token) }
+        unsafe { self.ring.submission().push(&entry) }.map_err(|_| QueueFull)
+    }
+
+    /// Submits polled transfers and polls for them; pushes to this ring those that the device
+    /// refused to poll for.
+    #[cold]
+    fn poll_device(&mut self) -> Result<(), Error> {
+        let Ok(polled) = &mut self.polled else { return Ok(()) };
+        polled.submit()?;
+        let next = |polled: &mut Result<IopollRing, _>| polled.as_mut().ok()?.next_refused();
+        while let Some((transfer, token)) = next(&mut self.polled) {
+            let entry = self.sqe(&transfer).user_data(token);
+            // SAFETY: the transfer was pushed and not made, and its token not returned.
+            if unsafe { self.ring.submission().push(&entry) }.is_err() {
+                if let Ok(polled) = &mut self.polled {
+                    polled.keep_refused(transfer, token);
+                }
+                break;
+            }
+        }
+        if self.must_poll()
+            && let Some(Some(wake)) = self.wake.get()
+        {
+            // Only polling completes these, so a thread must not sleep on the descriptor.
+            let _ = rustix::io::write(wake, &1u64.to_ne_bytes());
+        }
+        Ok(())
+    }
+
+    /// Whether transfers make progress only while this queue is polled.
+    fn must_poll(&self) -> bool {
+        self.polled.as_ref().is_ok_and(|polled| polled.is_busy() || polled.has_refused())
     }
 
     fn rearm(&mut self) {
@@ -244,7 +294,7 @@ unsafe impl IoQueue for Uring {
     // drains all of its completions before it drops the ring.
     #[inline]
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
-        if transfer.rw_flags & libc::RWF_HIPRI != 0 {
+        if transfer.rw_flags & libc::RWF_HIPRI != 0 || self.polls_all {
             // SAFETY: as above.
             return unsafe { self.push_polled(transfer, token) };
         }
@@ -261,8 +311,8 @@ unsafe impl IoQueue for Uring {
             // first item of it only. EAGAIN: there was no completion since the last read.
             let _ = rustix::io::read(wake, &mut [0u8; 8]);
         }
-        if let Some(polled) = &mut self.polled {
-            polled.submit()?;
+        if self.polled.is_ok() {
+            self.poll_device()?;
         }
         let submission = self.ring.submission();
         let idle = submission.is_empty() && !submission.taskrun() && !submission.cq_overflow();
@@ -294,14 +344,14 @@ unsafe impl IoQueue for Uring {
             count += 1;
         }
         match &mut self.polled {
-            Some(polled) => count + polled.drain(sink),
-            None => count,
+            Ok(polled) => count + polled.drain(sink),
+            Err(_) => count,
         }
     }
 
     fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
         self.rearm();
-        if self.polled.as_ref().is_some_and(IopollRing::is_busy) {
+        if self.must_poll() {
             // A thread with polled transfers does not sleep: only its polling completes them.
             return self.submit();
         }
@@ -318,9 +368,7 @@ unsafe impl IoQueue for Uring {
 
     #[inline]
     fn has_completions(&mut self) -> bool {
-        !self.ring.completion().is_empty()
-            || self.ring.submission().taskrun()
-            || self.polled.as_ref().is_some_and(IopollRing::is_busy)
+        !self.ring.completion().is_empty() || self.ring.submission().taskrun() || self.must_poll()
     }
 
     fn events(&self) -> &dyn EventSource {
@@ -353,11 +401,23 @@ unsafe impl IoQueue for Uring {
         }
         self.buffers += 1;
         self.locked += bytes;
+        if let Ok(polled) = &mut self.polled
+            && locked_memory::take(bytes, self.locked_limit)
+        {
+            match polled.register(self.buffers - 1, &iov) {
+                true => self.locked += bytes,
+                false => locked_memory::give_back(bytes),
+            }
+        }
         Some(self.buffers - 1)
     }
 
     fn polled(&self) -> u64 {
         self.polled.as_ref().map_or(0, IopollRing::completed)
+    }
+
+    fn has_stopped_polling(&self) -> bool {
+        self.polled.as_ref().is_ok_and(IopollRing::has_stopped)
     }
 }
 
