@@ -151,6 +151,11 @@ fn pool_has_slots_freed_on_the_same_and_on_another_thread() {
 }
 
 #[test]
+fn merge_has_sequential_and_random_requests_in_both_directions() {
+    assert_eq!(measure_complete(TableSelection::Merge).len(), 6);
+}
+
+#[test]
 fn nowait_has_stable_and_sparse_files_with_1_job_and_12_and_the_loop_device() {
     let rows = measure_complete(TableSelection::Nowait);
     let variants = |variants| rows.iter().filter(move |row| row.1 == variants);

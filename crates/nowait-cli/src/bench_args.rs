@@ -187,6 +187,8 @@ pub enum BenchWhat {
     Vectored,
     /// Request slots from the engine's slab, and from the allocator
     Pool,
+    /// Requests that touch in one transfer, and one by one
+    Merge,
     /// Trying without waiting first, with and without hints; the engine beside the kernel's loop device,
     /// which takes root
     Nowait,

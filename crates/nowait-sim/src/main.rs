@@ -43,7 +43,7 @@ struct Args {
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
     /// Makes a mistake on purpose. In the engine: drop-flush, complete-before-data,
-    /// free-slot-twice, reply-from-stale-buffer, forget-range-lock. In the server:
+    /// free-slot-twice, reply-from-stale-buffer, forget-range-lock, answer-unmoved-neighbours. In the server:
     /// reply-from-old-buffer, reply-twice, lose-at-disconnect, trust-reports. In a qcow2 image:
     /// forget-tail, read-below-elsewhere, forget-order, forget-given-back, cut-too-short,
     /// forget-to-grow, forget-failure, flush-beside-another, forget-overlap-check.

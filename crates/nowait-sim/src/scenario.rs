@@ -183,7 +183,7 @@ impl Scenario {
                 capacity: if random.below(4) == 0 { bytes / 4096 * 2 / 3 } else { u64::MAX },
                 grows: false,
                 punches: random.below(8) > 0,
-                zeroes: random.below(4) > 0,
+                zeroes: random.below(8) > 0,
                 nowait: random.below(8) > 0,
                 shares_syncs: true,
                 latency: 1 << (4 + random.below(12)),
@@ -251,6 +251,34 @@ impl Scenario {
     /// Step number `n`.
     #[must_use]
     pub fn step(&self, n: u64) -> Step {
+        let mut step = self.drawn_step(n);
+        if self.continues(n)
+            && let Step { action: Action::Ask(before), part, .. } = self.step(n - 1)
+            && let Some(neighbour) = self.neighbour_of(&before, &mut step.random)
+        {
+            (step.action, step.part) = (Action::Ask(neighbour), part);
+        }
+        step
+    }
+
+    /// Whether step `n` continues a read or write of the step before: in every fourth 64 steps, six
+    /// of eight.
+    fn continues(&self, n: u64) -> bool {
+        n / 64 % 4 == self.seed % 4 && (1..7).contains(&(n % 8))
+    }
+
+    /// A request of the same kind as the read or write `before`, which begins where that one ends:
+    /// the engine merges such requests. `None` behind the end of the device.
+    fn neighbour_of(&self, before: &RequestSpec, random: &mut Random) -> Option<RequestSpec> {
+        let RequestSpec { op, flags, range, .. } = *before;
+        let len = (1 + random.below((self.usual / 4 / self.grain).max(1))) * self.grain;
+        let range = ByteRange::new(range.pos + range.len, len);
+        let fits = range.pos.is_multiple_of(self.grain) && range.pos + len <= self.device.bytes;
+        let data = matches!(op, Op::Read | Op::Write);
+        (data && fits).then_some(RequestSpec { op, flags, range, segments: 0 })
+    }
+
+    fn drawn_step(&self, n: u64) -> Step {
         let mut random = Random::part(self.seed, n);
         let part = random.below(self.parts) as usize;
         let drawn = random.next() & 0xffff;
@@ -382,6 +410,7 @@ fn config(random: &mut Random) -> Config {
         inline_completion: on(),
         vectored: on(),
         pool: on(),
+        merge: on(),
         nowait_first: on(),
         hint: on(),
         ..Config::default()

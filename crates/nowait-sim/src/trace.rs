@@ -20,6 +20,7 @@ pub fn name_of(bug: InjectedBug) -> &'static str {
         InjectedBug::Engine(EngineBug::FreeSlotTwice) => "free-slot-twice",
         InjectedBug::Engine(EngineBug::ReplyFromStaleBuffer) => "reply-from-stale-buffer",
         InjectedBug::Engine(EngineBug::ForgetRangeLock) => "forget-range-lock",
+        InjectedBug::Engine(EngineBug::AnswerUnmovedNeighbours) => "answer-unmoved-neighbours",
         InjectedBug::Server(ServerBug::ReplyFromOldBuffer) => "reply-from-old-buffer",
         InjectedBug::Server(ServerBug::ReplyTwice) => "reply-twice",
         InjectedBug::Server(ServerBug::LoseAtDisconnect) => "lose-at-disconnect",

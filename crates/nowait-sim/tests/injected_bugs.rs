@@ -3,6 +3,7 @@
 use std::os::unix::process::ExitStatusExt;
 use std::process::Command;
 
+use nowait::Config;
 use nowait::sim::EngineBug;
 use nowait_image::ImageBug;
 use nowait_server::ServerBug;
@@ -20,9 +21,22 @@ const IMAGES: usize = 400;
 /// The first seeds in which a bug can be injected.
 fn seeds(bug: InjectedBug) -> impl Iterator<Item = u64> {
     let images = matches!(bug, InjectedBug::Image(_));
-    let fits = move |&seed: &u64| !images || Scenario::of(Mode::Engine, seed).qcow2.is_some();
+    let fits = move |&seed: &u64| {
+        let scenario = Scenario::of(Mode::Engine, seed);
+        match bug {
+            InjectedBug::Image(_) => scenario.qcow2.is_some(),
+            InjectedBug::Engine(EngineBug::AnswerUnmovedNeighbours) => fails_merged(&scenario),
+            _ => true,
+        }
+    };
     let count = if images { IMAGES } else { (STEPS / SEED_STEPS) as usize };
     (0..).filter(fits).take(count)
+}
+
+/// Whether neighbours are merged, and their transfers fail.
+fn fails_merged(scenario: &Scenario) -> bool {
+    let Config { simple, merge, nowait_first, .. } = scenario.config;
+    simple && merge && nowait_first && scenario.qcow2.is_none() && scenario.faults.refusals > 0
 }
 
 /// Whether a seed fails with the bug, in a separate process: some bugs write to freed memory, and
@@ -78,6 +92,11 @@ fn a_reply_from_a_stale_buffer_is_found() {
 #[test]
 fn a_range_lock_that_is_forgotten_is_found() {
     is_found(InjectedBug::Engine(EngineBug::ForgetRangeLock));
+}
+
+#[test]
+fn requests_that_are_answered_although_their_merged_transfer_failed_are_found() {
+    is_found(InjectedBug::Engine(EngineBug::AnswerUnmovedNeighbours));
 }
 
 #[test]

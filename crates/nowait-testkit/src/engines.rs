@@ -73,12 +73,13 @@ impl TestQueueKind {
 }
 
 /// `on`, and `on` with each of its switches off, by name.
-pub fn switches(on: Config) -> [(&'static str, Config); 9] {
+pub fn switches(on: Config) -> [(&'static str, Config); 10] {
     [
         ("all on", on),
         ("simple off", Config { simple: false, ..on }),
         ("inline completion off", Config { inline_completion: false, ..on }),
         ("vectored off", Config { vectored: false, ..on }),
+        ("merge off", Config { merge: false, ..on }),
         ("pool off", Config { pool: false, ..on }),
         ("nowait first off", Config { nowait_first: false, ..on }),
         ("back-off off", Config { back_off: false, ..on }),

@@ -46,6 +46,8 @@ pub enum TableSelection {
     Vectored,
     /// Request slots from the allocator against slots from the pool.
     Pool,
+    /// Requests that touch one by one against all of a burst in one transfer.
+    Merge,
     /// Always a worker against a non-blocking attempt first; the engine beside the kernel's loop
     /// device.
     Nowait,
@@ -60,11 +62,12 @@ pub enum TableSelection {
 
 impl TableSelection {
     /// Every single table, without `All`.
-    pub const EACH: [TableSelection; 7] = [
+    pub const EACH: [TableSelection; 8] = [
         TableSelection::Simple,
         TableSelection::Completion,
         TableSelection::Vectored,
         TableSelection::Pool,
+        TableSelection::Merge,
         TableSelection::Nowait,
         TableSelection::Durable,
         TableSelection::Engines,
@@ -78,6 +81,7 @@ impl TableSelection {
             TableSelection::Completion => "completion",
             TableSelection::Vectored => "vectored",
             TableSelection::Pool => "pool",
+            TableSelection::Merge => "merge",
             TableSelection::Nowait => "nowait",
             TableSelection::Durable => "durable",
             TableSelection::Engines => "engines",

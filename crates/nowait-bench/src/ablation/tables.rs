@@ -6,6 +6,7 @@ mod simple_path;
 mod inline_completion;
 mod vectored;
 mod pool;
+mod merge;
 mod nowait_first;
 mod engines;
 mod durable_writes;
@@ -36,6 +37,7 @@ pub(crate) fn all<'a>(fixture: &'a Fixture<'a>, what: TableSelection) -> Vec<Tab
         TableSelection::Completion => inline_completion::table(fixture).into_iter().collect(),
         TableSelection::Vectored => vectored::tables(fixture),
         TableSelection::Pool => vec![pool::table(fixture)],
+        TableSelection::Merge => vec![merge::table(fixture)],
         TableSelection::Nowait => nowait_first::tables(fixture).into(),
         TableSelection::Durable => durable_writes::table(fixture).into_iter().collect(),
         TableSelection::Engines => engines::tables(fixture),

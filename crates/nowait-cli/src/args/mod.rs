@@ -7,6 +7,7 @@ pub(crate) mod tls_args;
 pub(crate) mod image_args;
 pub(crate) mod copy_args;
 pub(crate) mod change_args;
+mod switch;
 mod address_args;
 mod lifetime_args;
 pub(crate) mod setup_args;
@@ -28,6 +29,7 @@ use image_args::{CheckArgs, MapArgs, OtherFiles, parse_image_format};
 use lifetime_args::LifetimeArgs;
 use nowait_cli::bench_args::BenchArgs;
 use setup_args::{CompletionsArgs, ManArgs};
+use switch::Switch;
 use tls_args::TlsArgs;
 use ublk_args::{UblkArgs, UblkCommand};
 use vhost_user_args::VhostUserArgs;
@@ -291,6 +293,7 @@ impl ServeArgs {
                 Switch::InlineCompletion => &mut config.inline_completion,
                 Switch::Vectored => &mut config.vectored,
                 Switch::Pool => &mut config.pool,
+                Switch::Merge => &mut config.merge,
                 Switch::NowaitFirst => &mut config.nowait_first,
                 Switch::BackOff => &mut config.back_off,
                 Switch::Hint => &mut config.hint,
@@ -337,26 +340,6 @@ pub(crate) enum QueueKind {
     Uring,
     /// Linux AIO, and plain reads and writes by a bounded number of threads; works everywhere
     Threads,
-}
-
-#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
-enum Switch {
-    /// The short way of a request that is one transfer
-    Simple,
-    /// Finishing a request on the thread that learns of its end
-    InlineCompletion,
-    /// Having all transfers of one request under way together
-    Vectored,
-    /// Reusing the memory of finished requests
-    Pool,
-    /// Trying without waiting before handing a request to a worker thread
-    NowaitFirst,
-    /// Handing requests to workers without a try for a while after many refusals
-    BackOff,
-    /// Remembering which ranges of the image hold data
-    Hint,
-    /// Making writes with FUA durable together where the kernel would sync for each
-    GroupSyncs,
 }
 
 const AFTER_HELP: &str = "\
@@ -541,13 +524,14 @@ mod tests {
         let expected = nowait::Config { simple: false, hint: false, ..all };
         assert_eq!(serve("nowait serve --off simple,hint").config(), expected);
         assert_eq!(serve("nowait serve --off hint --off simple").config(), expected);
-        let off = "inline-completion,vectored,pool,nowait-first,back-off,group-syncs";
+        let off = "inline-completion,vectored,pool,merge,nowait-first,back-off,group-syncs";
         let some = serve(&format!("nowait serve --off {off}"));
         let expected = nowait::Config {
             group_syncs: false,
             inline_completion: false,
             vectored: false,
             pool: false,
+            merge: false,
             nowait_first: false,
             back_off: false,
             ..all

@@ -101,6 +101,7 @@ fn measure(args: &BenchArgs, run: RunOptions) -> Result<Report, CliError> {
         BenchWhat::Completion => TableSelection::Completion,
         BenchWhat::Vectored => TableSelection::Vectored,
         BenchWhat::Pool => TableSelection::Pool,
+        BenchWhat::Merge => TableSelection::Merge,
         BenchWhat::Nowait => TableSelection::Nowait,
         BenchWhat::Durable => TableSelection::Durable,
         BenchWhat::Engines => TableSelection::Engines,

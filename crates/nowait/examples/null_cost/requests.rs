@@ -37,7 +37,8 @@ fn transfer<M: BlockMap>(
     while n < requests {
         let count = pages.len().min((requests - n) as usize);
         for page in &mut pages[..count] {
-            let range = ByteRange::new(n * BLOCK % SIZE, BLOCK);
+            // A block apart: neighbours would share transfers.
+            let range = ByteRange::new(2 * n * BLOCK % SIZE, BLOCK);
             let io = Request { op, flags: Flags::NONE, range };
             let segment = IoSegment { base: page.0.as_mut_ptr(), len: page.0.len() };
             // SAFETY: the page is borrowed for longer than this function runs, which returns early

@@ -22,6 +22,8 @@ pub struct Stats {
     pub remote: u64,
     /// Overwrites that were refused in a burst and tried a second time.
     pub deferred: u64,
+    /// Requests that neighbours on storage shared one transfer with.
+    pub merged: u64,
     /// Times that the engine backed off from trying without waiting (C39).
     pub backed_off: u64,
     /// Bytes of holes that were zero-filled without I/O (C14).

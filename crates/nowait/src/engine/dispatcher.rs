@@ -20,6 +20,7 @@ use crate::blocking::worker_pool::{WorkerJob, WorkerPool, WorkerTask};
 use crate::engine::back_off::BackOff;
 use crate::engine::completion::{Completion, Rejected, Stats};
 use crate::engine::pool::SlotPool;
+use crate::engine::run::Merger;
 use crate::engine::simple_path::{SimplePath, Verdict};
 use crate::engine::slot::{Role, State};
 use crate::memory::buffer_pool::{Budget, BufferPool, PooledBuffer};
@@ -40,8 +41,6 @@ pub(crate) struct Dispatcher<M: BlockMap> {
     /// The role of requests that a full transfer ends with no work left: reads, with
     /// `inline_completion` on.
     pub(crate) ends_at_once: Option<Role>,
-    /// Whether the simple path is tried: it is on, and there is no back-off.
-    pub(crate) simple: bool,
     /// Requests whose submitted fragments have all ended.
     pub(crate) resumable: Vec<u32>,
     pub(crate) work_items: Vec<WorkerJob>,
@@ -54,6 +53,7 @@ pub(crate) struct Dispatcher<M: BlockMap> {
     pub(crate) merged: Vec<IoSegment>,
     pub(crate) config: Config,
     pub(crate) back_off: BackOff,
+    pub(crate) merger: Merger,
     pub(crate) stats: Stats,
     /// Overwrites that wait for the probe request.
     pub(crate) deferred: VecDeque<u32>,
@@ -61,6 +61,8 @@ pub(crate) struct Dispatcher<M: BlockMap> {
     pub(crate) probe_slot: Option<u32>,
     /// Durable writes in flight that could share a sync.
     pub(crate) durable_writes: u32,
+    /// Slots handed out so far for anything but simple requests.
+    pub(crate) other_slots: u64,
     /// Slots that hold fragments; they do not count as requests.
     pub(crate) fragments: usize,
 }
@@ -75,12 +77,13 @@ impl<M: BlockMap> Dispatcher<M> {
     ) -> Result<Self, Error> {
         let pool = SlotPool::new(config.slots, config.pool);
         let completions = Arc::new(CompletionList::new(pool.limit())?);
+        let mut simple_path = SimplePath::new(&disk, &config);
+        simple_path.set_on(&disk, config.simple && config.nowait_first);
         Ok(Self {
             pool,
             extents: Vec::new(),
-            simple_path: SimplePath::new(&disk, &config),
+            simple_path,
             ends_at_once: config.inline_completion.then_some(Role::Read),
-            simple: config.simple && config.nowait_first,
             resumable: Vec::with_capacity(64),
             work_items: Vec::with_capacity(64),
             completions,
@@ -90,10 +93,12 @@ impl<M: BlockMap> Dispatcher<M> {
             merged: Vec::new(),
             config,
             back_off: BackOff::new(config.back_off),
+            merger: Merger::new(config.merge),
             stats: Stats::default(),
             deferred: VecDeque::new(),
             probe_slot: None,
             durable_writes: 0,
+            other_slots: 0,
             fragments: 0,
         })
     }
@@ -123,16 +128,20 @@ impl<M: BlockMap> Dispatcher<M> {
     }
 
     pub(crate) fn stats(&self) -> Stats {
-        Stats { pool: self.pool.stats(), ..self.stats }
+        let simple = self.pool.allocs() - self.other_slots;
+        Stats { simple, pool: self.pool.stats(), ..self.stats }
     }
 
-    /// As [`SimplePath::map_for_simple_path`], if the simple path is to be tried.
+    /// As [`SimplePath::map_for_simple_path`].
     #[inline]
     pub(crate) fn simple(&self, io: Request, base: *mut u8) -> Verdict {
-        match self.simple {
-            true => self.simple_path.map_for_simple_path(&self.disk, io, base),
-            false => Verdict::General,
-        }
+        self.simple_path.map_for_simple_path(&self.disk, io, base)
+    }
+
+    /// Tries the simple path from now on, if it is on and there is no back-off, or does not.
+    pub(crate) fn update_simple_path(&mut self) {
+        let on = self.config.simple && self.config.nowait_first && !self.back_off.is_backing_off();
+        self.simple_path.set_on(&self.disk, on);
     }
 
     /// Starts a request for which [`Dispatcher::simple`] has found `extent`.
@@ -159,12 +168,17 @@ impl<M: BlockMap> Dispatcher<M> {
         request.begin(role, State::Queued, io, buf, tag);
         request.locked = locked;
         request.transfer = transfer;
-        // SAFETY: the memory is the buffer now in the slot, or promised by the caller; both last
-        // until the slot is done.
-        if !unsafe { push_transfer(queue, &request.transfer, slot) } {
+        let touches =
+            std::mem::replace(&mut self.merger.end, extent.pos + extent.len) == extent.pos;
+        let started = match touches {
+            true => self.start_neighbour(queue, slot),
+            // SAFETY: the memory is the buffer now in the slot, or promised by the caller; both
+            // last until the slot is done.
+            false => unsafe { push_transfer(queue, &request.transfer, slot) },
+        };
+        if !started {
             return Err(self.reject_queue_full(slot));
         }
-        self.stats.simple += 1;
         Ok(())
     }
 
@@ -179,6 +193,7 @@ impl<M: BlockMap> Dispatcher<M> {
         tag: u64,
     ) -> Result<(), Rejected> {
         let Some((slot, request)) = self.pool.alloc() else { return Err(reject_full(io, buf)) };
+        self.other_slots += 1;
         request.begin(Role::Split, State::Submitting, io, buf, tag);
         request.result = 0;
         request.segments.set_one(IoSegment { base, len: io.range.len as usize });
@@ -200,6 +215,7 @@ impl<M: BlockMap> Dispatcher<M> {
     #[cold]
     fn reject_queue_full(&mut self, slot: u32) -> Rejected {
         self.unlock(slot);
+        self.other_slots += 1;
         let request = &mut self.pool[slot];
         let (io, buf) = (request.io, request.buf.take());
         self.pool.free(slot);
@@ -225,7 +241,7 @@ impl<M: BlockMap> Dispatcher<M> {
 
     pub(crate) fn enqueue_work(&mut self, slot: u32, task: WorkerTask) {
         let request = &mut self.pool[slot];
-        request.state = State::Worker;
+        request.set_state(State::Worker);
         self.work_items.push(WorkerJob {
             task,
             io: request.io,
@@ -298,6 +314,7 @@ impl<M: BlockMap> Dispatcher<M> {
     /// Leaks all memory that the kernel or a worker may still write to.
     pub(crate) fn leak_in_flight(&mut self) {
         std::mem::forget(std::mem::replace(&mut self.pool, SlotPool::new(1, true)));
+        self.merger.leak();
         std::mem::forget(std::mem::replace(&mut self.bounce, BufferPool::new(Budget::new(0))));
     }
 }

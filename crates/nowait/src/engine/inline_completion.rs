@@ -67,8 +67,10 @@ impl<M: BlockMap> Dispatcher<M> {
     #[inline(never)]
     pub(crate) fn on_transfer_done_slow(&mut self, slot: u32, outcome: Outcome) {
         let request = &mut self.pool[slot];
-        if request.role == Role::Fragment {
-            return self.on_fragment_done(slot, outcome);
+        match request.role {
+            Role::Fragment => return self.on_fragment_done(slot, outcome),
+            Role::Merged => return self.on_merged_done(slot, outcome),
+            Role::Read | Role::Write | Role::Split => {}
         }
         if outcome < 0 || outcome as u32 != request.transfer.len {
             if !self.defer_if_overwrite(slot, outcome) {

@@ -11,10 +11,12 @@ pub(crate) mod pool;
 pub(crate) mod completion;
 pub(crate) mod simple_path;
 mod back_off;
+mod run;
 mod dispatcher;
 mod vectored;
 mod nowait_first;
 mod inline_completion;
+mod merge;
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -278,6 +280,7 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
     /// The errno of io_uring_enter(2); requests stay in flight.
     #[inline]
     pub fn poll(&mut self) -> Result<(), Error> {
+        self.dispatcher.close_run(&mut self.queue);
         self.dispatcher.submit_work();
         self.queue.submit()?;
         self.reap(&mut |_, _| {})
@@ -289,6 +292,7 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
     /// As for [`Engine::poll`].
     #[inline]
     pub fn poll_watched(&mut self, watched: &mut impl FnMut(Token, i32)) -> Result<(), Error> {
+        self.dispatcher.close_run(&mut self.queue);
         self.dispatcher.submit_work();
         self.queue.submit()?;
         self.reap(watched)
@@ -304,6 +308,7 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
         timeout: Option<Duration>,
         watched: &mut impl FnMut(Token, i32),
     ) -> Result<(), Error> {
+        self.dispatcher.close_run(&mut self.queue);
         self.dispatcher.submit_work();
         if self.dispatcher.has_done() {
             self.queue.submit()?;
@@ -316,18 +321,18 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
     #[inline]
     fn reap(&mut self, watched: &mut impl FnMut(Token, i32)) -> Result<(), Error> {
         let dispatcher = &mut self.dispatcher;
-        let mut transfers = 0;
-        self.queue.drain_completions(|token, outcome| {
+        let mut events = 0;
+        let drained = self.queue.drain_completions(|token, outcome| {
             if token & FD_TOKEN == 0 {
-                transfers += 1;
-                dispatcher.on_transfer_done(token as u32, outcome);
-            } else if token == COMPLETIONS_TOKEN {
-                dispatcher.ack_wakeup();
-            } else {
-                watched(token, outcome);
+                return dispatcher.on_transfer_done(token as u32, outcome);
+            }
+            events += 1;
+            match token {
+                COMPLETIONS_TOKEN => dispatcher.ack_wakeup(),
+                _ => watched(token, outcome),
             }
         });
-        self.dispatcher.observe_poll(transfers);
+        self.dispatcher.observe_poll(drained - events);
         self.dispatcher.drain_completions();
         while self.dispatcher.resume_split_requests(&mut self.queue) {
             self.queue.submit()?;
@@ -375,7 +380,9 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
     /// allows that.
     #[inline]
     pub fn has_completions(&mut self) -> bool {
-        self.dispatcher.has_done() || self.queue.has_completions()
+        self.dispatcher.has_done()
+            || self.dispatcher.merger.has_run()
+            || self.queue.has_completions()
     }
 
     /// Requests that were accepted and not yet given back.

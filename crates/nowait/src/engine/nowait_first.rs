@@ -37,7 +37,9 @@ impl<M: BlockMap> Dispatcher<M> {
         }
         if self.back_off.is_backing_off() {
             self.back_off.count_down();
-            self.simple = self.config.simple && !self.back_off.is_backing_off();
+            if !self.back_off.is_backing_off() {
+                self.update_simple_path();
+            }
             return Path::Worker;
         }
         let request = &mut self.pool[slot];
@@ -65,9 +67,10 @@ impl<M: BlockMap> Dispatcher<M> {
     /// Counts a poll that has reaped `transfers` transfers for the back-off.
     #[inline]
     pub(crate) fn observe_poll(&mut self, transfers: usize) {
+        let transfers = self.merger.count_unmerged(transfers);
         if self.back_off.observe_poll(transfers) {
             self.stats.backed_off += 1;
-            self.simple = false;
+            self.update_simple_path();
         }
     }
 
@@ -94,7 +97,7 @@ impl<M: BlockMap> Dispatcher<M> {
         self.back_off.refused();
         self.unlock(slot);
         let request = &mut self.pool[slot];
-        request.state = State::Deferred;
+        request.set_state(State::Deferred);
         request.deferred = true;
         self.deferred.push_back(slot);
         self.stats.deferred += 1;
@@ -112,7 +115,7 @@ impl<M: BlockMap> Dispatcher<M> {
             let request = &mut self.pool[slot];
             debug_assert_eq!(request.state, State::Deferred);
             bytes += request.io.range.len;
-            request.state = State::Queued;
+            request.set_state(State::Queued);
             let range = request.io.range;
             let lock = self.simple_path.needs_range_lock(request.io);
             request.locked = lock && self.disk.ranges.try_lock(range, LockMode::Shared);

@@ -74,18 +74,24 @@ impl SlotPool {
     #[inline]
     pub(crate) fn alloc(&mut self) -> Option<(u32, &mut RequestSlot)> {
         let slot = self.free;
-        if slot as usize >= self.slots.len() {
-            return self.alloc_new();
-        }
-        let request = &mut *self.slots[slot as usize];
-        self.free = request.next;
+        let (slot, request) = match (slot as usize) < self.slots.len() {
+            true => {
+                let request = &mut *self.slots[slot as usize];
+                self.free = request.next;
+                (slot, request)
+            }
+            false => {
+                let slot = self.allocate()?;
+                (slot, &mut *self.slots[slot as usize])
+            }
+        };
         self.allocs += 1;
         Some((slot, request))
     }
 
     #[cold]
     #[inline(never)]
-    fn alloc_new(&mut self) -> Option<(u32, &mut RequestSlot)> {
+    fn allocate(&mut self) -> Option<u32> {
         let slot = match self.discarded.pop() {
             Some(slot) => {
                 self.slots[slot as usize] = allocated();
@@ -101,8 +107,7 @@ impl SlotPool {
             }
         };
         self.allocated += 1;
-        self.allocs += 1;
-        Some((slot, &mut self.slots[slot as usize]))
+        Some(slot)
     }
 
     /// Appends a slot to the list of done ones.
@@ -110,7 +115,7 @@ impl SlotPool {
     pub(crate) fn complete(&mut self, slot: u32, result: i64) {
         let request = &mut *self.slots[slot as usize];
         debug_assert!(!matches!(request.state, State::Free | State::Done));
-        request.state = State::Done;
+        request.set_state(State::Done);
         request.result = result;
         request.next = NONE;
         match self.slots.get_mut(self.last_done as usize) {
@@ -146,7 +151,7 @@ impl SlotPool {
         let request = &mut *self.slots[slot as usize];
         debug_assert_ne!(request.state, State::Free);
         debug_assert_eq!(request.pending, 0);
-        request.state = State::Free;
+        request.set_state(State::Free);
         self.frees += 1;
         if self.reuse {
             request.next = self.free;
@@ -164,6 +169,11 @@ impl SlotPool {
     #[inline]
     pub(crate) fn in_use(&self) -> usize {
         (self.allocs - self.frees) as usize
+    }
+
+    /// Slots handed out so far.
+    pub(crate) fn allocs(&self) -> u64 {
+        self.allocs
     }
 
     /// Slots that are free or not yet allocated.

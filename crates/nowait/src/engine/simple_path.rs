@@ -18,6 +18,8 @@ use crate::types::transfer::Transfer;
 /// The constants of one device that decide whether a request is simple.
 #[derive(Clone, Copy)]
 pub(crate) struct SimplePath {
+    /// The bits that are 0 in the position and the length of a simple read and of a simple write;
+    /// all of them while no request is simple, so that only an empty one would pass.
     read_mask: u64,
     write_mask: u64,
     memory_mask: usize,
@@ -69,6 +71,13 @@ impl SimplePath {
             separate_sync: disk.map.image().is_some() || !disk.is_direct(),
             groups_syncs: config.group_syncs && !disk.shares_syncs(),
         }
+    }
+
+    /// Makes requests of `disk` simple from now on, or none.
+    pub(crate) fn set_on<M: BlockMap>(&mut self, disk: &BlockDevice<M>, on: bool) {
+        let align = disk.alignment();
+        let mask = |block: u32| if on { u64::from(block) - 1 } else { u64::MAX };
+        (self.read_mask, self.write_mask) = (mask(align.read_offset), mask(align.offset));
     }
 
     /// Whether `io`, with its memory at `base`, is simple. A read of a cached hole is not: it needs

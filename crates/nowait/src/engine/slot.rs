@@ -41,6 +41,8 @@ pub(crate) enum Role {
     Split,
     /// A fragment of the request in slot `parent`.
     Fragment,
+    /// A read or write whose transfer is also that of the requests in the slots behind it.
+    Merged,
 }
 
 /// Segments that fit into a slot; a longer list spills into a vector that the slot keeps.
@@ -86,7 +88,6 @@ impl SlotSegments {
 /// A slot: one request, or one fragment of a request.
 #[repr(C, align(64))]
 pub(crate) struct RequestSlot {
-    pub(crate) state: State,
     pub(crate) role: Role,
     /// Whether it holds the range lock on its range.
     pub(crate) locked: bool,
@@ -95,11 +96,17 @@ pub(crate) struct RequestSlot {
     pub(crate) again: bool,
     /// It was deferred before.
     pub(crate) deferred: bool,
+    /// Only in debug builds.
+    pub(crate) state: State,
     /// Fragments in flight for it.
     pub(crate) pending: u16,
-    /// The slot of the request that a fragment belongs to.
+    /// The slot of the request that a fragment belongs to; of a merged transfer its list of
+    /// segments.
     pub(crate) parent: u32,
-    /// The slot after this one in the list of free slots or of done ones.
+    /// The number of requests of a merged transfer.
+    pub(crate) merged: u32,
+    /// The slot after this one in the list of free slots, of done ones, or of those of a merged
+    /// transfer.
     pub(crate) next: u32,
     pub(crate) tag: u64,
     pub(crate) io: Request,
@@ -126,6 +133,7 @@ impl RequestSlot {
             deferred: false,
             pending: 0,
             parent: 0,
+            merged: 0,
             next: 0,
             tag: 0,
             io: Request { op: Op::Flush, flags: Flags::NONE, range: ByteRange::new(0, 0) },
@@ -154,13 +162,21 @@ impl RequestSlot {
             // A free slot has no buffer, so there is nothing to drop.
             std::mem::forget(std::mem::replace(&mut self.buf, buf));
         }
-        self.state = state;
+        self.set_state(state);
         self.role = role;
         self.locked = false;
         self.again = false;
         self.deferred = false;
         self.tag = tag;
         self.io = io;
+    }
+
+    /// Records who holds the slot. The state decides nothing, it is only asserted.
+    #[inline(always)]
+    pub(crate) fn set_state(&mut self, state: State) {
+        if cfg!(debug_assertions) {
+            self.state = state;
+        }
     }
 
     /// Takes the buffer out of the slot.

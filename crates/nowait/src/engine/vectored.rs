@@ -230,6 +230,7 @@ impl<M: BlockMap> Dispatcher<M> {
             Err(error) => return Err(Rejected { error, buf }),
         };
         let Some((slot, request)) = self.pool.alloc() else { return Err(reject_full(io, buf)) };
+        self.other_slots += 1;
         request.begin(Role::Split, State::Submitting, io, buf, tag);
         request.result = 0;
         self.durable_writes += u32::from(self.simple_path.can_share_sync(io));
@@ -279,7 +280,7 @@ impl<M: BlockMap> Dispatcher<M> {
         let buffer = request.buf.as_ref().map_or(UNREGISTERED, PooledBuffer::registered);
         request.transfer = self.simple_path.transfer(io, extent, base, segments, buffer);
         request.role = if io.op == Op::Write { Role::Write } else { Role::Read };
-        request.state = State::Queued;
+        request.set_state(State::Queued);
         // SAFETY: the memory is the request's, and the list of segments is the slot's; both last
         // until the slot is done.
         if !unsafe { push_transfer(queue, &request.transfer, slot) } {
@@ -337,7 +338,7 @@ impl<M: BlockMap> Dispatcher<M> {
         if request.pending == 0 {
             self.finish_or_continue(slot);
         } else {
-            request.state = State::Queued;
+            request.set_state(State::Queued);
         }
     }
 
@@ -351,6 +352,7 @@ impl<M: BlockMap> Dispatcher<M> {
     ) -> bool {
         let io = self.pool[parent].io;
         let Some((slot, request)) = self.pool.alloc() else { return false };
+        self.other_slots += 1;
         request.begin(Role::Fragment, State::Submitting, io, None, 0);
         request.parent = parent;
         request.fragment = fragment;
@@ -365,7 +367,7 @@ impl<M: BlockMap> Dispatcher<M> {
             self.free_fragment(slot);
             return false;
         }
-        self.pool[slot].state = State::Queued;
+        self.pool[slot].set_state(State::Queued);
         self.pool[parent].pending += 1;
         true
     }
@@ -479,7 +481,7 @@ impl<M: BlockMap> Dispatcher<M> {
     /// there is no probe request. True when the caller is to submit the queue at once.
     #[inline]
     pub(crate) fn resume_split_requests<Q: IoQueue>(&mut self, queue: &mut Q) -> bool {
-        let mut submitted = false;
+        let mut submitted = self.retry_unmerged(queue);
         while let Some(slot) = self.resumable.pop() {
             submitted |= !self.pool[slot].fragments.is_empty();
             self.submit_fragments(queue, slot);

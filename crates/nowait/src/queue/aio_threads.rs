@@ -222,10 +222,13 @@ unsafe impl IoQueue for AioThreadQueue {
         self.ended.drain(..).for_each(|(token, outcome)| sink(token, outcome));
         if self.watched.is_ready() {
             let completions = &self.completions;
-            count += self.watched.take(|token, bits| match token {
+            self.watched.take(|token, bits| match token {
                 POOL_EVENT => completions.clear_wake(),
                 AIO_EVENT => {}
-                _ => sink(token, bits),
+                _ => {
+                    count += 1;
+                    sink(token, bits);
+                }
             });
         }
         let returned =

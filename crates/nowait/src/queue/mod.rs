@@ -61,7 +61,7 @@ pub unsafe trait IoQueue {
     fn submit(&mut self) -> Result<(), Error>;
 
     /// Passes all completions to `sink`: transfers with their outcome, watched descriptors with the
-    /// `POLL*` bits that are set. Returns their number.
+    /// `POLL*` bits that are set. Returns the number of calls of `sink`.
     fn drain_completions(&mut self, sink: impl FnMut(Token, Outcome)) -> usize;
 
     /// Submits all pushed transfers, and sleeps until there is a completion or `timeout` has

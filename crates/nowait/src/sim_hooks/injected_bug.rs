@@ -17,17 +17,20 @@ pub enum EngineBug {
     ReplyFromStaleBuffer,
     /// A range is written without its range lock.
     ForgetRangeLock,
+    /// The requests of a merged transfer that failed or was short are answered as done.
+    AnswerUnmovedNeighbours,
 }
 
 #[cfg(feature = "sim")]
 impl EngineBug {
     /// Every bug.
-    pub const ALL: [Self; 5] = [
+    pub const ALL: [Self; 6] = [
         Self::DropFlush,
         Self::CompleteBeforeData,
         Self::FreeSlotTwice,
         Self::ReplyFromStaleBuffer,
         Self::ForgetRangeLock,
+        Self::AnswerUnmovedNeighbours,
     ];
 }
 

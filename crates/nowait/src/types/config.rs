@@ -17,6 +17,9 @@ pub struct Config {
     pub vectored: bool,
     /// Request slots come from the engine's slab. Off: each is allocated and freed.
     pub pool: bool,
+    /// Simple requests of one burst that touch on storage are served by one transfer. Off: each
+    /// makes its own.
+    pub merge: bool,
     /// Requests are first tried without waiting (C37). Off: every request goes to a worker.
     pub nowait_first: bool,
     /// After many refusals in a row, requests go to the workers for a while without being tried
@@ -49,6 +52,7 @@ impl Default for Config {
             inline_completion: true,
             vectored: true,
             pool: true,
+            merge: true,
             nowait_first: true,
             back_off: true,
             hint: true,

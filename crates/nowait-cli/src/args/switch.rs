@@ -1,0 +1,28 @@
+//! The mechanisms that `nowait serve --off` turns off.
+//!
+//! Invariant: each is a switch of the engine's configuration.
+
+use clap::ValueEnum;
+
+/// A mechanism of the engine.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum Switch {
+    /// The short way of a request that is one transfer
+    Simple,
+    /// Finishing a request on the thread that learns of its end
+    InlineCompletion,
+    /// Having all transfers of one request under way together
+    Vectored,
+    /// Reusing the memory of finished requests
+    Pool,
+    /// Serving requests that touch by one transfer
+    Merge,
+    /// Trying without waiting before handing a request to a worker thread
+    NowaitFirst,
+    /// Handing requests to workers without a try for a while after many refusals
+    BackOff,
+    /// Remembering which ranges of the image hold data
+    Hint,
+    /// Making writes with FUA durable together where the kernel would sync for each
+    GroupSyncs,
+}

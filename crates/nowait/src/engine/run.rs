@@ -1,0 +1,127 @@
+//! The run of requests that touch on storage: which requests it takes, and their memory as a list.
+//!
+//! Invariant: a run has the bytes of its requests in their order, without a gap, and no more than
+//! one transfer may move.
+
+use crate::types::iovec::{IoSegment, MAX_SEGMENTS};
+use crate::types::transfer::{Transfer, UNREGISTERED};
+
+/// The greatest number of bytes of a merged transfer. Its first request is answered with its last
+/// one, so a longer transfer would cost latency; and a device serves several at once.
+const MAX_BYTES: u32 = 256 << 10;
+/// The greatest number of bytes of a request that is merged: moving more costs so much that the
+/// transfer itself hardly counts.
+const MAX_PART_BYTES: u32 = 64 << 10;
+/// Segments for which a list has room from the start: blocks of 4 KiB.
+const USUAL_SEGMENTS: usize = MAX_BYTES as usize / 4096;
+/// Neighbours that are not merged after a merged transfer that was not done as a whole. A file that
+/// refuses what spans two of its extents would refuse most of them.
+pub(crate) const PAUSE: u32 = 64;
+
+/// The requests that become one transfer.
+pub(crate) struct Run {
+    /// Its first and its last slot; `RequestSlot::next` links them, except after the last.
+    pub(crate) head: u32,
+    pub(crate) tail: u32,
+    pub(crate) requests: u32,
+    /// That of the first request, with the length of all.
+    pub(crate) transfer: Transfer,
+    /// The index of its list of segments; unused for one request.
+    pub(crate) list: u32,
+}
+
+/// The run that is open, and the merged transfers in flight.
+pub(crate) struct Merger {
+    on: bool,
+    /// Where the simple transfer that was started last ends in its file.
+    pub(crate) end: u64,
+    pub(crate) run: Option<Run>,
+    /// The segments of the merged transfers in flight.
+    pub(crate) lists: Vec<Vec<IoSegment>>,
+    pub(crate) free_lists: Vec<u32>,
+    /// Requests of merged transfers that were not done as a whole; each makes its own transfer.
+    pub(crate) again: Vec<u32>,
+    /// Neighbours that are left to be pushed on their own.
+    pub(crate) pause: u32,
+    /// Transfers that the requests reaped since the last poll would have made on their own, less
+    /// those that were reaped.
+    pub(crate) uncounted: isize,
+}
+
+impl Merger {
+    pub(crate) fn new(on: bool) -> Self {
+        Self {
+            on,
+            end: u64::MAX,
+            run: None,
+            lists: Vec::new(),
+            free_lists: Vec::new(),
+            again: Vec::new(),
+            pause: 0,
+            uncounted: 0,
+        }
+    }
+
+    /// Whether requests wait for the submission of the queue.
+    #[inline]
+    pub(crate) fn has_run(&self) -> bool {
+        self.run.is_some()
+    }
+
+    /// The number of transfers that would have been reaped without merging, where `reaped` were.
+    #[inline]
+    pub(crate) fn count_unmerged(&mut self, reaped: usize) -> usize {
+        reaped.saturating_add_signed(std::mem::take(&mut self.uncounted))
+    }
+
+    /// Leaks the lists that the kernel or another thread may still read.
+    pub(crate) fn leak(&mut self) {
+        std::mem::forget(std::mem::replace(self, Self::new(false)));
+    }
+
+    /// Whether a request with this transfer may be merged with others.
+    pub(crate) fn takes(&mut self, transfer: &Transfer) -> bool {
+        if !self.on || transfer.len > MAX_PART_BYTES {
+            return false;
+        }
+        if self.pause > 0 {
+            self.pause -= 1;
+            return false;
+        }
+        // What is durable or polled for, is so as the transfer of one request.
+        transfer.rw_flags & (libc::RWF_DSYNC | libc::RWF_HIPRI) == 0
+    }
+
+    /// Whether the request in `slot` now belongs to the open run.
+    pub(crate) fn joins(&mut self, slot: u32, next: &Transfer) -> Option<u32> {
+        let run = self.run.as_mut()?;
+        let all = &mut run.transfer;
+        let touches = next.pos == all.pos + u64::from(all.len)
+            && (next.file, next.write) == (all.file, all.write)
+            && (next.rw_flags, next.must_not_wait) == (all.rw_flags, all.must_not_wait);
+        if !touches || all.len + next.len > MAX_BYTES || run.requests as usize == MAX_SEGMENTS {
+            return None;
+        }
+        if run.requests == 1 {
+            run.list = self.free_lists.pop().unwrap_or_else(|| {
+                self.lists.push(Vec::with_capacity(USUAL_SEGMENTS));
+                self.lists.len() as u32 - 1
+            });
+            let list = &mut self.lists[run.list as usize];
+            list.clear();
+            list.push(IoSegment { base: all.base, len: all.len as usize });
+        }
+        let list = &mut self.lists[run.list as usize];
+        let len = next.len as usize;
+        match list.last_mut() {
+            Some(last) if last.base.wrapping_add(last.len) == next.base => last.len += len,
+            _ => list.push(IoSegment { base: next.base, len }),
+        }
+        if all.buffer != next.buffer {
+            all.buffer = UNREGISTERED;
+        }
+        all.len += next.len;
+        run.requests += 1;
+        Some(std::mem::replace(&mut run.tail, slot))
+    }
+}
