@@ -216,14 +216,13 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
 
     /// Services every scheduled interactive member. Returns whether there was one.
     fn service_interactive(&mut self) -> bool {
-        let mut scheduled = std::mem::take(&mut self.context.run_queues.interactive);
+        // Members scheduled meanwhile are serviced in the next pass.
+        let mut scheduled = self.context.run_queues.take_interactive();
         let any = !scheduled.is_empty();
         for member in scheduled.drain(..) {
             self.service(member);
         }
-        // Members scheduled meanwhile are serviced in the next pass.
-        scheduled.append(&mut self.context.run_queues.interactive);
-        self.context.run_queues.interactive = scheduled;
+        self.context.run_queues.keep(scheduled);
         any
     }
 

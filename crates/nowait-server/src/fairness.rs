@@ -104,6 +104,8 @@ pub(crate) struct RunQueues {
     pub(crate) interactive: Vec<usize>,
     /// Bulk members; the one that has waited longest comes first.
     pub(crate) bulk: VecDeque<usize>,
+    /// An empty list that keeps its memory.
+    spare: Vec<usize>,
 }
 
 impl RunQueues {
@@ -116,6 +118,19 @@ impl RunQueues {
             true => self.bulk.push_back(number),
             false => self.interactive.push(number),
         }
+    }
+
+    /// Takes the list of interactive members.
+    #[inline]
+    pub(crate) fn take_interactive(&mut self) -> Vec<usize> {
+        std::mem::replace(&mut self.interactive, std::mem::take(&mut self.spare))
+    }
+
+    /// Keeps the memory of a list that was taken, which is empty now.
+    #[inline]
+    pub(crate) fn keep(&mut self, list: Vec<usize>) {
+        debug_assert!(list.is_empty());
+        self.spare = list;
     }
 
     #[inline]

@@ -63,6 +63,7 @@ impl NbdFrontend {
         let shared = SharedState {
             requests: Requests { in_flight: Slab::new(), split_policy },
             handshakes: Handshakes { deadlines, directory, export, tls },
+            parsed_again: Vec::new(),
         };
         Self {
             connections: Slab::new(),

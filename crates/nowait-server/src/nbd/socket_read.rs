@@ -35,6 +35,8 @@ impl Default for ReadBuffers {
 pub(crate) struct SharedState {
     pub(crate) requests: Requests,
     pub(crate) handshakes: Handshakes,
+    /// Keeps its memory for the next input that is parsed again.
+    pub(crate) parsed_again: Vec<u8>,
 }
 
 impl Connection {
@@ -134,8 +136,11 @@ impl Connection {
     ) {
         if self.session.input == ReadState::Blocked {
             self.session.input = ReadState::Open;
-            let unparsed = std::mem::take(&mut self.session.unparsed);
-            self.parse(shared, context, &unparsed, usize::MAX);
+            let mut input = std::mem::take(&mut shared.parsed_again);
+            std::mem::swap(&mut input, &mut self.session.unparsed);
+            self.parse(shared, context, &input, usize::MAX);
+            input.clear();
+            shared.parsed_again = input;
         }
     }
 
