@@ -41,7 +41,8 @@ fn the_program_is_found_beside_nowait_then_on_the_path_and_its_absence_is_one_li
 #[test]
 fn the_bench_its_certificate_maker_and_its_temporary_files_are_in_its_program_only() {
     let [server, bench] = [NOWAIT, BENCH].map(|path| fs::read(path).expect("a program"));
-    for name in [&b"rcgen"[..], b"tempfile", b"hdrhistogram", b"nowait-bench/src"] {
+    // A crate of the server has a module tempfile, too.
+    for name in [&b"rcgen"[..], b"/tempfile-", b"hdrhistogram", b"nowait-bench/src"] {
         let is_in = |program: &[u8]| program.windows(name.len()).any(|bytes| bytes == name);
         assert!(is_in(&bench) && !is_in(&server), "{}", String::from_utf8_lossy(name));
     }
