@@ -9,8 +9,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use nowait::{
-    BlockDevice, ByteRange, Config, Engine, Flags, IoQueue, LinearMap, Op, OpenOptions, Request,
-    Stats,
+    AsyncFile, BlockDevice, BlockingFile, ByteRange, Config, Engine, Flags, IoBuffer, IoQueue,
+    LinearMap, LocalAsyncFile, LocalDriver, Op, OpenOptions, Request, Stats,
 };
 
 use crate::common::{Guest, KIB, Kernel, MIB, Scratch, path_of, skip};
@@ -89,6 +89,7 @@ fn in_the_guest() {
             println!("served {}", path.display());
             if polled {
                 serves_when_polling_stops(&open(&path));
+                serves_files(&path);
                 println!("served on {}", path.display());
             }
         }
@@ -140,6 +141,35 @@ fn serves_when_polling_stops(disk: &Arc<BlockDevice<LinearMap>>) {
         all_at_once(&mut engine, Op::Read, Flags::NONE, &ranges, &data(byte));
         assert!(engine.has_stopped_polling() && engine.stats().polled == 32);
     }
+}
+
+/// Each of the other APIs writes and reads back with `HIPRI`; two files on one thread, so that the
+/// driver sleeps on their descriptors.
+fn serves_files(path: &Path) {
+    let options = OpenOptions { allow_mounted: true, ..OpenOptions::default() };
+    let buffer = |byte| {
+        let mut buffer = IoBuffer::zeroed(64 * KIB as usize).expect("memory");
+        buffer.fill(byte);
+        buffer
+    };
+    let driver = LocalDriver::new().expect("a driver");
+    driver.block_on(async {
+        let open = || LocalAsyncFile::open(path, options).expect("a file");
+        let (file, other) = (open().with_flags(Flags::HIPRI), open());
+        assert_eq!(file.write(MIB, buffer(5), Flags::NONE).await.0, Ok(64 * KIB as usize));
+        let (read, bytes) = file.read(MIB, buffer(0)).await;
+        assert!(read == Ok(64 * KIB as usize) && bytes.iter().all(|&byte| byte == 5));
+        assert_eq!(other.read(MIB, buffer(0)).await.0, Ok(64 * KIB as usize));
+        let file = AsyncFile::open(path, options).expect("a file").with_flags(Flags::HIPRI);
+        assert_eq!(file.write(MIB, buffer(6), Flags::NONE).await.0, Ok(64 * KIB as usize));
+        let (read, bytes) = file.read(MIB, buffer(0)).await;
+        assert!(read == Ok(64 * KIB as usize) && bytes.iter().all(|&byte| byte == 6));
+    });
+    let file = BlockingFile::open(path, options).expect("a file").with_flags(Flags::HIPRI);
+    assert_eq!(file.write_at(&buffer(7), MIB, Flags::NONE), Ok(64 * KIB as usize));
+    let mut back = buffer(0);
+    assert_eq!(file.read_at(&mut back, MIB), Ok(64 * KIB as usize));
+    assert!(back.iter().all(|&byte| byte == 7));
 }
 
 /// Submits a request for each range, writes of `data` or reads that must return it, and waits for

@@ -41,6 +41,8 @@ use crate::types::request::{ExtentStatus, Flags, Op, Request};
 pub struct BlockingFile<M: BlockMap = AllocationCache> {
     disk: Arc<BlockDevice<M>>,
     simple_path: SimplePath,
+    /// Of each read and write, beside its own.
+    flags: Flags,
 }
 
 impl BlockingFile<AllocationCache> {
@@ -59,13 +61,20 @@ impl<M: BlockMap> BlockingFile<M> {
     /// The blocking API of `disk`, which engines may serve at the same time.
     pub fn new(disk: Arc<BlockDevice<M>>) -> Self {
         let simple_path = SimplePath::new(&disk, &Config::default());
-        Self { disk, simple_path }
+        Self { disk, simple_path, flags: Flags::NONE }
     }
 
     /// Bytes of the device.
     #[must_use]
     pub fn size(&self) -> u64 {
         self.disk.size()
+    }
+
+    /// The same file; each of its reads and writes has `flags` beside its own, such as
+    /// [`Flags::HIPRI`]. The kernel ignores `HIPRI` in preadv2(2) from Linux 5.19 on (C48).
+    #[must_use]
+    pub fn with_flags(self, flags: Flags) -> Self {
+        Self { flags: self.flags.with(flags), ..self }
     }
 
     /// Reads into `buf` from byte `pos` on. Returns the bytes read: fewer than `buf.len()` only
@@ -152,6 +161,7 @@ impl<M: BlockMap> BlockingFile<M> {
     }
 
     fn run(&self, op: Op, flags: Flags, pos: u64, segments: &[IoSegment]) -> Result<usize, Error> {
+        let flags = flags.with(self.flags);
         let io = |len| Request { op, flags, range: ByteRange::new(pos, len) };
         if let [one] = segments
             && let Some(done) = self.run_simple(io(one.len as u64), one.base)
@@ -197,7 +207,7 @@ impl<M: BlockMap> BlockingFile<M> {
                 }
                 _ => {
                     let memory = IoSliceMut::new(std::slice::from_raw_parts_mut(base, len));
-                    storage.read(&mut [memory], extent.pos)
+                    storage.read_with(&mut [memory], extent.pos, io.flags)
                 }
             }
         };

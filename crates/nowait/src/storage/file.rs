@@ -168,14 +168,22 @@ impl Storage for FileStorage {
     }
 
     fn read(&self, bufs: &mut [IoSliceMut<'_>], pos: u64) -> Result<usize, Error> {
+        self.read_with(bufs, pos, Flags::NONE)
+    }
+
+    fn read_with(
+        &self,
+        bufs: &mut [IoSliceMut<'_>],
+        pos: u64,
+        flags: Flags,
+    ) -> Result<usize, Error> {
+        let flags = ReadWriteFlags::from_bits_retain((flags.rw_flags() & libc::RWF_HIPRI) as u32);
         let segments = bufs.iter().map(|buf| (buf.as_ptr(), buf.len()));
         let fd = self.descriptor_for(pos, self.properties.align.read_offset, segments);
-        retry_on_intr(|| rustix::io::preadv2(fd, bufs, pos, ReadWriteFlags::empty())).map_err(
-            |error| {
-                let len = bufs.iter().map(|buf| buf.len() as u64).sum();
-                Error::from_os(error, Operation::Read).at(ByteRange::new(pos, len))
-            },
-        )
+        retry_on_intr(|| rustix::io::preadv2(fd, bufs, pos, flags)).map_err(|error| {
+            let len = bufs.iter().map(|buf| buf.len() as u64).sum();
+            Error::from_os(error, Operation::Read).at(ByteRange::new(pos, len))
+        })
     }
 
     fn write(&self, bufs: &[IoSlice<'_>], pos: u64, flags: Flags) -> Result<usize, Error> {

@@ -37,6 +37,19 @@ pub trait Storage: Send + Sync {
     /// The errno of preadv2(2), never `EINTR`.
     fn read(&self, bufs: &mut [IoSliceMut<'_>], pos: u64) -> Result<usize, Error>;
 
+    /// As [`Storage::read`]; [`Flags::HIPRI`] is a hint, and the other flags do not concern reads.
+    ///
+    /// # Errors
+    /// As [`Storage::read`].
+    fn read_with(
+        &self,
+        bufs: &mut [IoSliceMut<'_>],
+        pos: u64,
+        _flags: Flags,
+    ) -> Result<usize, Error> {
+        self.read(bufs, pos)
+    }
+
     /// One write of `bufs` from byte `pos` on, of any alignment. Returns the bytes written, fewer
     /// than asked for where the write was cut short. A write past the end grows a file. With
     /// [`Flags::DSYNC`] the bytes are durable; [`Flags::HIPRI`] is a hint.

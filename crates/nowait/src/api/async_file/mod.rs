@@ -82,7 +82,11 @@ use oneshot::{Receiver, oneshot};
 /// # }
 /// ```
 #[derive(Clone)]
-pub struct AsyncFile(Arc<AsyncFileInner>);
+pub struct AsyncFile {
+    shared: Arc<AsyncFileInner>,
+    /// Of each read and write of this handle, beside its own.
+    flags: Flags,
+}
 
 /// The state that the clones share. The driver holds only the channel, so it ends when this is
 /// dropped.
@@ -186,13 +190,20 @@ impl AsyncFile {
             .spawn(run)
             .map_err(|e| Error::from_io(&e, Operation::SetUp))?;
         made.recv().unwrap_or(Err(Error::new(libc::EIO, Operation::SetUp)))?;
-        Ok(Self(Arc::new(handle)))
+        Ok(Self { shared: Arc::new(handle), flags: Flags::NONE })
     }
 
     /// Bytes of the device.
     #[must_use]
     pub fn size(&self) -> u64 {
-        self.0.size
+        self.shared.size
+    }
+
+    /// The same file; each of its reads and writes has `flags` beside its own, such as
+    /// [`Flags::HIPRI`].
+    #[must_use]
+    pub fn with_flags(self, flags: Flags) -> Self {
+        Self { flags: self.flags.with(flags), ..self }
     }
 
     /// Reads into `buffer` from byte `pos` on. The result is the bytes read: fewer than
@@ -206,7 +217,7 @@ impl AsyncFile {
         pos: u64,
         buffer: IoBuffer,
     ) -> impl Future<Output = (Result<usize, Error>, IoBuffer)> + Send + Unpin + use<> {
-        self.request(Op::Read, Flags::NONE, ByteRange::new(pos, buffer.len() as u64), buffer)
+        self.request(Op::Read, self.flags, ByteRange::new(pos, buffer.len() as u64), buffer)
     }
 
     /// Writes `buffer` from byte `pos` on. The result is the bytes written: fewer than
@@ -223,7 +234,12 @@ impl AsyncFile {
         buffer: IoBuffer,
         flags: Flags,
     ) -> impl Future<Output = (Result<usize, Error>, IoBuffer)> + Send + Unpin + use<> {
-        self.request(Op::Write, flags, ByteRange::new(pos, buffer.len() as u64), buffer)
+        self.request(
+            Op::Write,
+            flags.with(self.flags),
+            ByteRange::new(pos, buffer.len() as u64),
+            buffer,
+        )
     }
 
     /// Makes every write durable that had ended when this is first polled (C49).
@@ -308,7 +324,7 @@ impl Future for RequestFuture {
         let this = &mut *self;
         if let Some(PendingSubmit { request, file }) = this.unsent.take()
             && let Some(request) =
-                file.0.channel.try_send(request, &mut this.waiter_id, context.waker())
+                file.shared.channel.try_send(request, &mut this.waiter_id, context.waker())
         {
             this.unsent = Some(PendingSubmit { request, file });
             return Poll::Pending;
@@ -324,7 +340,7 @@ impl Future for RequestFuture {
 impl Drop for RequestFuture {
     fn drop(&mut self) {
         if let (Some(unsent), Some(waiter_id)) = (&self.unsent, self.waiter_id) {
-            unsent.file.0.channel.cancel_wait(waiter_id);
+            unsent.file.shared.channel.cancel_wait(waiter_id);
         }
     }
 }

@@ -74,7 +74,11 @@ use request_future::RequestFuture;
 /// # }
 /// ```
 #[derive(Clone)]
-pub struct LocalAsyncFile(Rc<FileState>);
+pub struct LocalAsyncFile {
+    state: Rc<FileState>,
+    /// Of each read and write of this handle, beside its own.
+    flags: Flags,
+}
 
 impl LocalAsyncFile {
     /// Opens the image at `path`. No other process may write to it meanwhile: its holes are cached.
@@ -122,13 +126,20 @@ impl LocalAsyncFile {
         let engine = Engine::new(disk, workers, queue, config)?;
         let file = Rc::new(FileState::new(Box::new(engine), size));
         local_driver::register(&file);
-        Ok(Self(file))
+        Ok(Self { state: file, flags: Flags::NONE })
     }
 
     /// Bytes of the device.
     #[must_use]
     pub fn size(&self) -> u64 {
-        self.0.size
+        self.state.size
+    }
+
+    /// The same file; each of its reads and writes has `flags` beside its own, such as
+    /// [`Flags::HIPRI`].
+    #[must_use]
+    pub fn with_flags(self, flags: Flags) -> Self {
+        Self { flags: self.flags.with(flags), ..self }
     }
 
     /// Reads into `buffer` from byte `pos` on. The result is the bytes read: fewer than
@@ -142,7 +153,7 @@ impl LocalAsyncFile {
         pos: u64,
         buffer: IoBuffer,
     ) -> impl Future<Output = (Result<usize, Error>, IoBuffer)> + Unpin + use<> {
-        self.request(Op::Read, Flags::NONE, ByteRange::new(pos, buffer.len() as u64), buffer)
+        self.request(Op::Read, self.flags, ByteRange::new(pos, buffer.len() as u64), buffer)
     }
 
     /// Writes `buffer` from byte `pos` on. The result is the bytes written: fewer than
@@ -159,7 +170,12 @@ impl LocalAsyncFile {
         buffer: IoBuffer,
         flags: Flags,
     ) -> impl Future<Output = (Result<usize, Error>, IoBuffer)> + Unpin + use<> {
-        self.request(Op::Write, flags, ByteRange::new(pos, buffer.len() as u64), buffer)
+        self.request(
+            Op::Write,
+            flags.with(self.flags),
+            ByteRange::new(pos, buffer.len() as u64),
+            buffer,
+        )
     }
 
     /// Makes every write durable that had ended when this is first polled (C49).
@@ -204,7 +220,7 @@ impl LocalAsyncFile {
     }
 
     fn request(&self, op: Op, flags: Flags, range: ByteRange, buffer: IoBuffer) -> RequestFuture {
-        RequestFuture::new(self.0.clone(), Request { op, flags, range }, buffer)
+        RequestFuture::new(self.state.clone(), Request { op, flags, range }, buffer)
     }
 }
 

@@ -46,7 +46,7 @@ impl LocalAsyncFile {
     /// When it is polled outside of a runtime whose I/O is enabled.
     pub fn tokio_driver(&self) -> impl Future<Output = Result<(), Error>> + use<> {
         let mut driver = TokioDriver {
-            file: Rc::downgrade(&self.0),
+            file: Rc::downgrade(&self.state),
             descriptor: None,
             adaptive: AdaptivePoll::default(),
             yielded: false,
