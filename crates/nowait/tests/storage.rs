@@ -26,6 +26,8 @@ struct MemoryStorage {
     bad: u64,
     /// Reads and writes so far.
     transfers: AtomicUsize,
+    /// Those of them that were to be polled.
+    polled: AtomicUsize,
 }
 
 impl MemoryStorage {
@@ -36,6 +38,7 @@ impl MemoryStorage {
             most: usize::MAX,
             bad: u64::MAX,
             transfers: AtomicUsize::new(0),
+            polled: AtomicUsize::new(0),
         }
     }
 
@@ -96,7 +99,18 @@ impl Storage for MemoryStorage {
         Ok(found)
     }
 
-    fn write(&self, bufs: &[IoSlice<'_>], pos: u64, _: Flags) -> Result<usize, Error> {
+    fn read_with(
+        &self,
+        bufs: &mut [IoSliceMut<'_>],
+        pos: u64,
+        flags: Flags,
+    ) -> Result<usize, Error> {
+        self.polled.fetch_add(usize::from(flags.has(Flags::HIPRI)), Ordering::Relaxed);
+        self.read(bufs, pos)
+    }
+
+    fn write(&self, bufs: &[IoSlice<'_>], pos: u64, flags: Flags) -> Result<usize, Error> {
+        self.polled.fetch_add(usize::from(flags.has(Flags::HIPRI)), Ordering::Relaxed);
         let total = bufs.iter().map(|buf| buf.len()).sum();
         let aligned = bufs.iter().all(|buf| is_aligned(buf));
         let most = self.begin(pos, total, aligned, Operation::Write)?;
@@ -295,5 +309,18 @@ fn c16_1024_aligned_segments_are_one_transfer_of_the_blocking_api_and_of_a_worke
             }
         }
         assert_eq!((transfers(), storage.contents() == vec![5; len]), (1, true), "{op:?}");
+    }
+}
+
+#[test]
+fn c48_each_aligned_call_of_a_blocking_file_with_hipri_has_it() {
+    for (flags, polled) in [(Flags::HIPRI, 2), (Flags::NONE, 0)] {
+        let storage = Arc::new(MemoryStorage::new());
+        let disk = BlockDevice::mapped(storage.clone(), Vec::new(), SIZE as u64, false, LinearMap);
+        let file = BlockingFile::new(Arc::new(disk)).with_flags(flags);
+        let mut memory = IoBuffer::zeroed(BLOCK as usize).unwrap();
+        assert_eq!(file.read_at(&mut memory, BLOCK).unwrap(), BLOCK as usize);
+        assert_eq!(file.write_at(&memory, 0, Flags::NONE).unwrap(), BLOCK as usize);
+        assert_eq!(storage.polled.load(Ordering::Relaxed), polled);
     }
 }
