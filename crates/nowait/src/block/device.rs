@@ -7,7 +7,6 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
-use crate::block::allocate_ahead::{AheadTarget, AllocateAhead};
 use crate::block::allocation_cache::AllocationCache;
 use crate::block::block_map::{BlockMap, Extent, Intent, LinearMap, WouldBlock};
 use crate::block::flush_coalescer::FlushCoalescer;
@@ -23,7 +22,7 @@ use crate::types::error::{Error, Operation};
 use crate::types::request::ExtentStatus;
 
 /// An open file, image or block device, with the map `M` of its bytes.
-pub struct BlockDevice<M: BlockMap> {
+pub struct BlockDevice<M> {
     /// The storage that is written to.
     primary: Arc<dyn Storage>,
     /// The other storages that extents may lie in, by [`crate::Extent::file`] from 1 on.
@@ -36,7 +35,6 @@ pub struct BlockDevice<M: BlockMap> {
     nowait: bool,
     shares_syncs: bool,
     flushes: FlushCoalescer,
-    ahead: AllocateAhead,
     /// The first bytes of the device must not become these; empty if there is no such rule.
     forbidden: &'static [u8],
 }
@@ -47,17 +45,16 @@ impl BlockDevice<AllocationCache> {
     /// # Errors
     /// As [`FileStorage::open`].
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
-        Self::raw(Arc::new(FileStorage::open(path, options)?), options)
+        Self::raw(Arc::new(FileStorage::open(path, options)?), options.no_hint)
     }
 
     /// The device whose bytes are those of `storage`, with an empty allocation cache, or with none
-    /// if `options` say so; see [`BlockDevice::scan`]. Of `options` only those of the cache count.
+    /// if `no_hint` is set; see [`BlockDevice::scan`].
     ///
     /// # Errors
     /// As [`Storage::size`].
-    pub fn raw(storage: Arc<dyn Storage>, options: OpenOptions) -> Result<Self, Error> {
-        let map = AllocationCache::new(storage.size()?, !options.no_hint);
-        let mut map = map.allocating_ahead(!options.no_allocate_ahead);
+    pub fn raw(storage: Arc<dyn Storage>, no_hint: bool) -> Result<Self, Error> {
+        let mut map = AllocationCache::new(storage.size()?, !no_hint);
         if storage.properties().device {
             map = map.without_end();
         }
@@ -107,6 +104,7 @@ impl<M: BlockMap> BlockDevice<M> {
         let StorageProperties { align, nowait, shares_syncs, .. } = properties;
         let (ranges, flushes) = (RangeLocks::new(), FlushCoalescer::default());
         let size = AtomicU64::new(size);
+        let forbidden = &[];
         Self {
             primary,
             backing,
@@ -118,17 +116,15 @@ impl<M: BlockMap> BlockDevice<M> {
             nowait,
             shares_syncs,
             flushes,
-            ahead: AllocateAhead::default(),
-            forbidden: &[],
+            forbidden,
         }
     }
 
     /// The same, but refuses (`EPERM`) every write that could make the device begin with `bytes`:
     /// for an image whose format was guessed because it does not. None of `bytes` is 0.
     #[must_use]
-    pub fn with_forbidden_prefix(mut self, bytes: &'static [u8]) -> Self {
-        self.forbidden = bytes;
-        self
+    pub fn with_forbidden_prefix(self, bytes: &'static [u8]) -> Self {
+        Self { forbidden: bytes, ..self }
     }
 
     pub(crate) fn forbidden_prefix(&self) -> &'static [u8] {
@@ -275,25 +271,6 @@ impl<M: BlockMap> BlockDevice<M> {
         &*self.primary
     }
 
-    /// Allocates ahead, if the device does, before a write to `range`, which is locked. On a thread
-    /// that may block.
-    pub(crate) fn allocate_ahead(&self, range: ByteRange) {
-        if let Some(target) = self.ahead_target() {
-            self.ahead.before_write(target, range);
-        }
-    }
-
-    /// Gives back what was allocated ahead, because a write has found no space, and allocates
-    /// nothing ahead from now on. True if the write may find space now.
-    pub(crate) fn give_up_allocate_ahead(&self) -> bool {
-        self.ahead_target().is_some_and(|target| self.ahead.turn_off(target))
-    }
-
-    fn ahead_target(&self) -> Option<AheadTarget<'_>> {
-        let (storage, ranges, size) = (&*self.primary, &self.ranges, self.size());
-        self.map.ahead().map(|map| AheadTarget { map, storage, ranges, size })
-    }
-
     /// Whether requests need range locks: for read-modify-write of blocks (C13), for cached holes,
     /// or for an image that deallocates clusters.
     pub(crate) fn locks(&self) -> bool {
@@ -309,14 +286,5 @@ impl<M: BlockMap> BlockDevice<M> {
         self.flushes.flush_shared(|| {
             self.map.image().map_or_else(|| self.primary.sync(), |image| image.flush())
         })
-    }
-}
-
-impl<M: BlockMap> Drop for BlockDevice<M> {
-    /// Gives back what was allocated ahead and not used.
-    fn drop(&mut self) {
-        if let Some(target) = self.ahead_target() {
-            self.ahead.give_back(target);
-        }
     }
 }
