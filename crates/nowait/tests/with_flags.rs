@@ -1,8 +1,8 @@
 //! C48: the flags of a file's handle are those of each of its transfers.
 #![allow(unsafe_code)]
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
 
 use nowait::{
@@ -62,6 +62,17 @@ unsafe impl IoQueue for Recording {
     }
 }
 
+/// Reads and writes a block of a file of either API.
+macro_rules! read_and_write {
+    ($file:ident) => {
+        LocalDriver::new().unwrap().block_on(async {
+            let (read, buffer) = $file.read(0, IoBuffer::zeroed(BLOCK).unwrap()).await;
+            let (written, _) = $file.write(BLOCK as u64, buffer, Flags::NONE).await;
+            assert_eq!((read.unwrap(), written.unwrap()), (BLOCK, BLOCK));
+        })
+    };
+}
+
 /// A read and a write on the file that `serve` makes and runs them on; returns how many transfers
 /// there were, and how many of them were to be polled.
 fn counted(
@@ -85,11 +96,7 @@ fn c48_each_transfer_of_a_local_file_with_hipri_has_it() {
             let queue = Recording { queue: Null::new().unwrap(), counts };
             let file = LocalAsyncFile::with_queue(disk, workers, queue, Config::default());
             let file = file.unwrap().with_flags(flags);
-            LocalDriver::new().unwrap().block_on(async {
-                let (read, buffer) = file.read(0, IoBuffer::zeroed(BLOCK).unwrap()).await;
-                let (written, _) = file.write(BLOCK as u64, buffer, Flags::NONE).await;
-                assert_eq!((read.unwrap(), written.unwrap()), (BLOCK, BLOCK));
-            });
+            read_and_write!(file);
         });
         assert_eq!(counts, (2, polled));
     }
@@ -99,18 +106,10 @@ fn c48_each_transfer_of_a_local_file_with_hipri_has_it() {
 fn c48_each_transfer_of_an_async_file_with_hipri_has_it() {
     for (flags, polled) in [(Flags::HIPRI, 2), (Flags::NONE, 0)] {
         let counts = counted(|disk, workers, counts| {
-            let counts = Mutex::new(Some(counts));
-            let make = move |_: &BlockDevice<_>| {
-                let counts = counts.lock().unwrap_or_else(PoisonError::into_inner).take();
-                Ok(Recording { queue: Null::new()?, counts: counts.unwrap_or_default() })
-            };
+            let make = move |_: &BlockDevice<_>| Ok(Recording { queue: Null::new()?, counts });
             let file = AsyncFile::with_queue(disk, workers, Config::default(), make);
             let file = file.unwrap().with_flags(flags);
-            LocalDriver::new().unwrap().block_on(async {
-                let (read, buffer) = file.read(0, IoBuffer::zeroed(BLOCK).unwrap()).await;
-                let (written, _) = file.write(BLOCK as u64, buffer, Flags::NONE).await;
-                assert_eq!((read.unwrap(), written.unwrap()), (BLOCK, BLOCK));
-            });
+            read_and_write!(file);
         });
         assert_eq!(counts, (2, polled));
     }

@@ -137,9 +137,7 @@ fn the_same_kernel_boots_from_a_qcow2_overlay_and_does_not_change_the_backing_fi
 const ATTACHING_INIT: &str = r#"
 mount -t proc none /proc
 mount -t sysfs none /sys
-for module in failover net_failover virtio_net nbd; do
-    insmod /modules/$module.ko || echo "guest: insmod $module failed"
-done
+for module in failover net_failover virtio_net nbd; do load $module; done
 ip link set lo up && ip addr add 10.0.2.15/24 dev eth0 && ip link set eth0 up
 /test/nbd-client 10.0.2.2 PORT /dev/nbd0 -N data && echo "guest: attached"
 /test/mkfs.ext4 -q /dev/nbd0 && mkdir /disk/new && mount -t ext4 -o discard /dev/nbd0 /disk/new

@@ -24,10 +24,8 @@ const BY_INTERRUPT: &str = "/test/by-interrupt";
 const GUEST_INIT: &str = r#"
 mount -t proc none /proc
 mount -t sysfs none /sys
-for module in configfs null_blk nls_cp437 nls_iso8859-1 fat vfat; do
-    case $module in null_blk) nr_devices=nr_devices=0 ;; *) nr_devices= ;; esac
-    insmod /modules/$module.ko $nr_devices || echo "guest: insmod $module failed"
-done
+load configfs; load null_blk nr_devices=0
+for module in nls_cp437 nls_iso8859-1 fat vfat; do load $module; done
 mount -t configfs none /sys/kernel/config
 device() {
     cd /sys/kernel/config/nullb && mkdir $1 && cd $1

@@ -15,10 +15,7 @@ const DEVICE_BYTES: u64 = 16 * MIB;
 const GUEST_INIT: &str = r#"
 mount -t proc none /proc
 mount -t sysfs none /sys
-for module in configfs null_blk; do
-    case $module in null_blk) nr_devices=nr_devices=0 ;; *) nr_devices= ;; esac
-    insmod /modules/$module.ko $nr_devices || echo "guest: insmod $module failed"
-done
+load configfs; load null_blk nr_devices=0
 mount -t configfs none /sys/kernel/config
 device() {
     cd /sys/kernel/config/nullb && mkdir $1 && cd $1

@@ -8,6 +8,11 @@ use std::process::Command;
 
 use super::{Finished, Scratch, require_tool, skip, tool};
 
+/// The start of every script: `load MODULE [PARAMETER...]` says so if it fails.
+const LOAD: &str = r#"
+load() { module=$1; shift; insmod /modules/$module.ko "$@" || echo "guest: insmod $module failed"; }
+"#;
+
 /// The kernel to boot, by Debian's series.
 #[derive(Clone, Copy)]
 pub(crate) enum Kernel {
@@ -73,13 +78,13 @@ impl Guest {
     }
 
     /// Boots without a disk to run the shell script `script` as its first process, which ends with
-    /// `poweroff -f`; busybox's commands are available, modules are in `/modules`, and `programs`
-    /// with their libraries in `/test`. Returns its console output.
+    /// `poweroff -f`; busybox's commands are available, modules are in `/modules` for `load`, and
+    /// `programs` with their libraries in `/test`. Returns its console output.
     pub(crate) fn run(&self, script: &str, programs: &[&Path], devices: &[&str]) -> String {
         let scratch = Scratch::new();
         let root = scratch.join("root");
         fs::create_dir_all(root.join("test")).expect("a directory");
-        fs::write(root.join("test/init"), script).expect("a script");
+        fs::write(root.join("test/init"), [LOAD, script].concat()).expect("a script");
         for program in programs {
             let name = program.file_name().expect("a program has a name");
             put(program, &root.join("test").join(name));
