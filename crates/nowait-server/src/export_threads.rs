@@ -124,14 +124,11 @@ impl ThreadContext {
         split_bytes: u64,
     ) -> Result<Self, Error> {
         let options = Options {
-            queues: 1,
             kind: nowait::QueueKind::Threads,
             config,
-            tls: crate::nbd::tls_config::Tls::Off,
             max_connections: 64,
-            idle: Options::IDLE,
             split_bytes,
-            ublk: None,
+            ..Options::default()
         };
         let (events, _) = std::sync::mpsc::channel();
         let shared = Arc::new(Shared::new([(export, false)], options, events));
@@ -450,7 +447,6 @@ mod tests {
     use super::*;
     use crate::nbd::handshake::{Handshake, TlsState};
     use crate::nbd::meta_context::Contexts;
-    use crate::nbd::tls_config::Tls;
     use crate::nbd::wire;
 
     /// An export whose size changes while it is served, and whose threads can never start.
@@ -497,12 +493,8 @@ mod tests {
         let options = Options {
             queues: 2,
             kind: nowait::QueueKind::Threads,
-            config: Default::default(),
-            tls: Tls::Off,
             max_connections: 1,
-            idle: Options::IDLE,
-            split_bytes: Options::SPLIT_BYTES,
-            ublk: None,
+            ..Options::default()
         };
         let exports: [(Arc<dyn Servable>, bool); 1] = [(export, false)];
         let (sender, events) = channel();

@@ -7,7 +7,7 @@ use std::path::Path;
 use std::time::Duration;
 use std::{fs, thread};
 
-use nowait_server::{AnyExport, Export, Exports, Listener, Options, QueueKind, Server, Tls};
+use nowait_server::{AnyExport, Export, Exports, Listener, Options, QueueKind, Server};
 use nowait_testkit::nbd::{Client, Mode};
 use nowait_testkit::worker_only_image::{SEVEN, WorkerOnlyImage};
 use nowait_testkit::{BOUND, wait_for, wait_until};
@@ -57,18 +57,8 @@ fn serving(
     let numbered = images.iter().enumerate();
     let exports = numbered.map(|(n, image)| export(directory.path(), &n.to_string(), image));
     let socket = directory.path().join("socket");
-    let (kind, config, max_connections) = (QueueKind::Threads, Default::default(), 100);
-    let split_bytes = Options::SPLIT_BYTES;
-    let options = Options {
-        queues,
-        kind,
-        config,
-        tls: Tls::Off,
-        max_connections,
-        idle,
-        split_bytes,
-        ublk: None,
-    };
+    let (kind, max_connections) = (QueueKind::Threads, 100);
+    let options = Options { queues, kind, max_connections, idle, ..Options::default() };
     let listeners = vec![Listener::unix(&socket).unwrap()];
     let server = Server::start(exports.collect(), listeners, options).unwrap();
     let (stopper, exports) = (server.shutdown_handle(), server.exports());

@@ -10,7 +10,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use nowait::{BlockDevice, Config, OpenOptions, Uring};
-use nowait_server::{AnyExport, Export, Listener, Options, QueueKind, Server, Tls};
+use nowait_server::{AnyExport, Export, Listener, Options, QueueKind, Server};
 use nowait_testkit::allocations::{Counting, allocations};
 use nowait_testkit::nbd::{READ, REQUEST_MAGIC, SIMPLE_REPLY_MAGIC, WRITE, go, greet};
 use nowait_testkit::{BOUND, required};
@@ -94,18 +94,7 @@ fn count(kind: QueueKind, config: Config) -> u64 {
     let socket = sockets.path().join("nbd");
     let listener = Listener::unix(&socket).unwrap();
     let export = Export::new(disk, config.workers, String::new(), String::new());
-    let (max_connections, idle) = (2, Options::IDLE);
-    let split_bytes = Options::SPLIT_BYTES;
-    let options = Options {
-        queues: 1,
-        kind,
-        config,
-        tls: Tls::Off,
-        max_connections,
-        idle,
-        split_bytes,
-        ublk: None,
-    };
+    let options = Options { kind, config, max_connections: 2, ..Options::default() };
     let server = Server::start(vec![AnyExport::new(export)], vec![listener], options).unwrap();
     let stopper = server.shutdown_handle();
     let mut client = Client::connect(&socket);

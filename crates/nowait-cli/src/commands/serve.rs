@@ -86,11 +86,9 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let devices = at_vhost_user(args, &all, devices.collect())?;
     let max_connections = args.max_connections;
     raise_nofile_limit(max_connections);
-    let (queues, idle) = (args.queues(), Options::IDLE);
-    let split_bytes = Options::SPLIT_BYTES;
-    let device = ublk.as_ref().map(UblkNode::device);
+    let (queues, device) = (args.queues(), ublk.as_ref().map(UblkNode::device));
     let options =
-        Options { queues, kind, config, tls, max_connections, idle, split_bytes, ublk: device };
+        Options { queues, kind, config, tls, max_connections, ublk: device, ..Options::default() };
     let server = Server::start(devices, listeners, options).map_err(|e| CliError::at(image, e))?;
     if args.lifetime.exit_with_last_client {
         server.stop_after_last_client();

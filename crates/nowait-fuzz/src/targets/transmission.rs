@@ -18,7 +18,7 @@ use std::time::Duration;
 use nowait::{BlockDevice, Config, OpenOptions};
 use nowait_nbd::client::{HandshakeError, Wanted, choose, greet};
 use nowait_nbd::{self as nbd, ReplyMode};
-use nowait_server::{AnyExport, Export, Listener, Options, QueueKind, Server, Tls};
+use nowait_server::{AnyExport, Export, Listener, Options, QueueKind, Server};
 
 use super::image::scratch;
 use crate::split::cut;
@@ -84,16 +84,8 @@ fn prepare() -> Result<Check, String> {
     let config = Config::default();
     let device = Export::new(Arc::new(disk), config.workers, "disk".into(), String::new());
     let listener = Listener::unix(&socket).map_err(|e| failed(&e))?;
-    let options = Options {
-        queues: 1,
-        kind: QueueKind::Threads,
-        config,
-        tls: Tls::Off,
-        max_connections: 8,
-        idle: Options::IDLE,
-        split_bytes: Options::SPLIT_BYTES,
-        ublk: None,
-    };
+    let options =
+        Options { kind: QueueKind::Threads, config, max_connections: 8, ..Options::default() };
     let server = Server::start(vec![AnyExport::new(device)], vec![listener], options);
     let server = server.map_err(|e| failed(&e))?;
     let stopper = server.shutdown_handle();

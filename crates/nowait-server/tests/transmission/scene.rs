@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use nowait::{BlockDevice, Config};
 use nowait_server::{
-    AnyExport, Export, Listener, Options, QueueKind, Server, ShutdownHandle, ShutdownReport, Tls,
+    AnyExport, Export, Listener, Options, Server, ShutdownHandle, ShutdownReport, Tls,
 };
 use rustls::pki_types::CertificateDer;
 use tempfile::TempDir;
@@ -120,11 +120,7 @@ impl Scene {
         let paths = [socket.clone(), socket.with_file_name(BESIDE)];
         let listeners = paths.map(|path| Listener::unix(&path).unwrap()).into();
         let export = Export::new(disk, config.workers, String::new(), String::new());
-        let kind = QueueKind::Auto;
-        let (queues, max_connections, idle) = (1, 16, Options::IDLE);
-        let split_bytes = Options::SPLIT_BYTES;
-        let options =
-            Options { queues, kind, config, tls, max_connections, idle, split_bytes, ublk: None };
+        let options = Options { config, tls, max_connections: 16, ..Options::default() };
         let exports = [AnyExport::new(export)].into_iter().chain(other).collect();
         let server = Server::start(exports, listeners, options).unwrap();
         let stopper = server.shutdown_handle();
