@@ -6,9 +6,9 @@
 pub(crate) mod ublk_cmd;
 pub(crate) mod ublk_error;
 mod control_ring;
-mod parameters;
-mod holders;
-mod descriptors;
+mod device_parameters;
+mod node_users;
+mod request_descriptors;
 pub(crate) mod ublk_device;
 pub(crate) mod ublk_list;
 pub(crate) mod ublk_frontend;

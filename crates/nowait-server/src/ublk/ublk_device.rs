@@ -13,8 +13,8 @@ use std::time::{Duration, Instant};
 use nowait_image::Image;
 
 use crate::ublk::control_ring::{ControlRing, character_device, within};
-use crate::ublk::holders;
-use crate::ublk::parameters::Parameters;
+use crate::ublk::device_parameters::Parameters;
+use crate::ublk::node_users;
 use crate::ublk::ublk_cmd::{
     ControlOp, DeviceInfo, DeviceState, F_CMD_IOCTL_ENCODE, F_UNPRIVILEGED_DEV, F_USER_RECOVERY,
     F_USER_RECOVERY_REISSUE,
@@ -303,11 +303,11 @@ impl UblkDevice {
             {
                 return;
             }
-            let users = holders::of(self.info.id);
+            let users = node_users::of(self.info.id);
             if users.is_empty() {
                 return self.remove();
             }
-            let users = holders::in_words(&users);
+            let users = node_users::in_words(&users);
             if Instant::now() >= deadline {
                 return self.leave(&users, wake);
             }

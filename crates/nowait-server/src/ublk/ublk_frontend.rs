@@ -18,7 +18,7 @@ use crate::export::result;
 use crate::fairness::Member;
 use crate::frontend::Frontend;
 use crate::loop_context::LoopContext;
-use crate::ublk::descriptors::Descriptors;
+use crate::ublk::request_descriptors::Descriptors;
 use crate::ublk::ublk_cmd::{
     ABORTED, COMMIT_AND_FETCH_REQ, Descriptor, FETCH_REQ, IO_FUA, IO_NO_UNMAP, OP_DISCARD,
     OP_FLUSH, OP_READ, OP_WRITE, OP_WRITE_ZEROES, io_arguments,

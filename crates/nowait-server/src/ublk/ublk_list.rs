@@ -6,8 +6,8 @@ use std::fs;
 use std::time::Duration;
 
 use crate::ublk::control_ring::{ControlRing, within};
-use crate::ublk::holders;
-use crate::ublk::parameters::{Parameters, sectors_in};
+use crate::ublk::device_parameters::{Parameters, sectors_in};
+use crate::ublk::node_users;
 use crate::ublk::ublk_cmd::{ControlOp, DeviceInfo, DeviceState, F_UNPRIVILEGED_DEV};
 use crate::ublk::ublk_device::{delete_device, node, stop_device};
 use crate::ublk::ublk_error::UblkError;
@@ -60,7 +60,7 @@ impl UblkStatus {
             size: asked.map_or(0, |_| sectors_in(&bytes) << 9),
             queues: info.queues,
             depth: info.depth,
-            users: holders::visible(info.id),
+            users: node_users::visible(info.id),
         }
     }
 }
@@ -98,9 +98,9 @@ fn numbers() -> Vec<u32> {
 pub fn ublk_stop(id: u32, force: bool) -> Result<(), UblkError> {
     let info = ControlRing::open()?.info(id).map_err(|errno| UblkError::os(node(id), errno))?;
     let info = info.ok_or_else(|| UblkError::new(format!("there is no ublk device {id}")))?;
-    let users = holders::of(id);
+    let users = node_users::of(id);
     if !users.is_empty() && !force {
-        let users = holders::in_words(&users);
+        let users = node_users::in_words(&users);
         return Err(UblkError::new(format!("{} is in use: {users} (try --force)", node(id))));
     }
     stop_device(&info)?;

@@ -40,7 +40,7 @@ struct InFlight {
     logged: Vec<(u64, u64)>,
 }
 
-/// What becomes of a queue.
+/// Whether a queue takes requests.
 enum Phase {
     Running,
     /// It takes no more requests. The answer is awaited, except at the end of the thread.
@@ -91,7 +91,7 @@ impl VhostFrontend {
         }
     }
 
-    fn obey<Q: IoQueue, M: BlockMap>(
+    fn handle_command<Q: IoQueue, M: BlockMap>(
         &mut self,
         context: &mut LoopContext<Q, M>,
         command: QueueCommand,
@@ -409,7 +409,7 @@ fn signal(eventfd: &OwnedFd) {
 impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
     fn on_wake(&mut self, context: &mut LoopContext<Q, M>) {
         while let Some(command) = self.channel.take() {
-            self.obey(context, command);
+            self.handle_command(context, command);
         }
     }
 

@@ -33,7 +33,6 @@ pub struct BlockDevice<M> {
     size: AtomicU64,
     read_only: bool,
     nowait: bool,
-    shares_syncs: bool,
     flushes: FlushCoalescer,
     /// The first bytes of the device must not become these; empty if there is no such rule.
     forbidden: &'static [u8],
@@ -101,23 +100,11 @@ impl<M: BlockMap> BlockDevice<M> {
             properties.align = properties.align.strictest(storage.align);
             properties.nowait &= storage.nowait;
         }
-        let StorageProperties { align, nowait, shares_syncs, .. } = properties;
+        let StorageProperties { align, nowait, .. } = properties;
         let (ranges, flushes) = (RangeLocks::new(), FlushCoalescer::default());
         let size = AtomicU64::new(size);
         let forbidden = &[];
-        Self {
-            primary,
-            backing,
-            map,
-            ranges,
-            align,
-            size,
-            read_only,
-            nowait,
-            shares_syncs,
-            flushes,
-            forbidden,
-        }
+        Self { primary, backing, map, ranges, align, size, read_only, nowait, flushes, forbidden }
     }
 
     /// The same, but refuses (`EPERM`) every write that could make the device begin with `bytes`:
@@ -189,7 +176,7 @@ impl<M: BlockMap> BlockDevice<M> {
 
     /// As [`StorageProperties::shares_syncs`] of the storage that is written to.
     pub(crate) fn shares_syncs(&self) -> bool {
-        self.shares_syncs
+        self.primary.properties().shares_syncs
     }
 
     /// Whether storage can be deallocated, and zeros made without writing them; probed once at

@@ -15,7 +15,7 @@
 
 use crate::block::block_map::BlockMap;
 use crate::engine::dispatcher::{Dispatcher, push_transfer};
-use crate::engine::run::{PAUSE, Run};
+use crate::engine::merge_run::{PAUSE, Run};
 use crate::engine::slot::{Role, State};
 use crate::queue::IoQueue;
 use crate::sim_hooks::injected_bug::{self, EngineBug};

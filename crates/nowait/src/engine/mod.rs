@@ -11,7 +11,7 @@ pub(crate) mod pool;
 pub(crate) mod completion;
 pub(crate) mod simple_path;
 mod back_off;
-mod run;
+mod merge_run;
 mod dispatcher;
 mod vectored;
 mod nowait_first;

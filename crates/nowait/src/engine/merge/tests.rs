@@ -7,7 +7,7 @@ use crate::block::allocation_cache::AllocationCache;
 use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::engine::Engine;
-use crate::engine::run::Merger;
+use crate::engine::merge_run::Merger;
 use crate::sim::{Fault, Faults, SimDevice, SimOptions, SimQueue};
 use crate::storage::file::OpenOptions;
 use crate::storage::sim::SimStorage;
