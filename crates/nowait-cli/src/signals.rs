@@ -4,14 +4,15 @@
 //! Invariant: the first signal that ends a server lets it finish and flush; a second one ends the
 //! process at once, and the remaining work is reported, but only after a message has announced it:
 //! timeout(1) and others send a signal twice in a row. No other signal with a handler here ends the
-//! process.
+//! process. A hangup ends only a process that has a terminal to lose: without one it asks for the
+//! reading of what has changed outside, as daemons do (daemon(7)).
 
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
-use nowait_server::ShutdownHandle;
+use nowait_server::{Exports, ShutdownHandle};
 use signal_hook::consts::{
     SIGALRM, SIGHUP, SIGINT, SIGIO, SIGPROF, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGVTALRM,
 };
@@ -69,12 +70,18 @@ fn is_ignored(signal: i32) -> bool {
     mask.is_some_and(|mask| mask & 1 << (signal - 1) != 0)
 }
 
+/// Whether this process has a controlling terminal, which it loses when that is closed.
+fn has_terminal() -> bool {
+    // As tty(4) says: the open fails with ENXIO where there is none.
+    std::fs::File::open("/dev/tty").is_ok()
+}
+
 /// The phase of a server that may be told to stop.
 enum Phase {
     /// Its images are being opened.
     Opening,
     /// Requests may be in flight.
-    Serving(ShutdownHandle),
+    Serving(ShutdownHandle, Exports),
     /// No request is in flight any more, or the timeout for them has expired.
     Flushing,
 }
@@ -138,13 +145,13 @@ impl Ending {
     }
 
     /// The server runs; a signal stops it through `stopper`, at once if a signal has already
-    /// arrived.
-    pub(crate) fn serving(&self, stopper: ShutdownHandle) {
+    /// arrived. A hangup has the sizes of `exports` read again.
+    pub(crate) fn serving(&self, stopper: ShutdownHandle, exports: Exports) {
         let mut state = lock(&self.0);
         if state.is_asked {
             stopper.stop();
         }
-        state.phase = Phase::Serving(stopper);
+        state.phase = Phase::Serving(stopper, exports);
     }
 
     /// Requests have ended, or are no longer waited for.
@@ -158,8 +165,14 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
 }
 
 fn listen(mut signals: Signals, state: &Arc<Mutex<State>>) {
-    for _ in signals.forever() {
+    for signal in signals.forever() {
         let mut now = lock(state);
+        if signal == SIGHUP && !has_terminal() {
+            if let Phase::Serving(_, exports) = &now.phase {
+                exports.refresh_sizes();
+            }
+            continue;
+        }
         if now.is_reported {
             end_at_once(&now);
         }
@@ -169,7 +182,7 @@ fn listen(mut signals: Signals, state: &Arc<Mutex<State>>) {
         now.is_asked = true;
         // Before the server stops: its next notification says that it is flushing.
         systemd::notify_stopping();
-        if let Phase::Serving(stopper) = &now.phase {
+        if let Phase::Serving(stopper, _) = &now.phase {
             stopper.stop();
         }
         drop(now);
@@ -186,7 +199,7 @@ fn report(state: &Mutex<State>) {
         thread::sleep(REPORT_AFTER);
         let line = match &lock(state).phase {
             Phase::Opening => "stopping, as soon as the images are open".to_owned(),
-            Phase::Serving(stopper) => format!("stopping, {}", remaining(stopper)),
+            Phase::Serving(stopper, _) => format!("stopping, {}", remaining(stopper)),
             Phase::Flushing => "stopping, flushing".to_owned(),
         };
         if line != last {
@@ -200,7 +213,7 @@ fn report(state: &Mutex<State>) {
 fn end_at_once(state: &State) -> ! {
     let what = match &state.phase {
         Phase::Opening => "nothing was served".to_owned(),
-        Phase::Serving(stopper) => format!("{}, not flushed", remaining(stopper)),
+        Phase::Serving(stopper, _) => format!("{}, not flushed", remaining(stopper)),
         Phase::Flushing => "the flush has not ended".to_owned(),
     };
     log::write_line(Level::ERROR, format!("ended by a second signal: {what}"));

@@ -334,6 +334,14 @@ impl Shared {
         self.threads().for_each(|thread| thread.wake());
     }
 
+    /// The device of `export` has `size` bytes.
+    pub(crate) fn tell_size(&self, export: &RegisteredExport, size: u64) {
+        if let Some(before) = export.tell_size(size) {
+            let name = export.export.name();
+            tracing::info!("export {name:?} has {size} bytes now, it had {before}");
+        }
+    }
+
     /// Another program has taken the export's block device away. Without a socket there is nothing
     /// left to serve.
     fn on_ublk_removed(&self) {
@@ -460,6 +468,18 @@ mod tests {
     impl Servable for Growing {
         fn name(&self) -> &str {
             self.name
+        }
+
+        fn size(&self) -> u64 {
+            0
+        }
+
+        fn refresh(&self) -> Result<u64, Error> {
+            Ok(0)
+        }
+
+        fn grow(&self, _: u64) -> Result<(), Error> {
+            Ok(())
         }
 
         fn summarize_faults(&self) {}

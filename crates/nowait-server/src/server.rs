@@ -115,6 +115,34 @@ impl Exports {
     pub fn remove(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
         self.0.registry.remove(id, timeout)
     }
+
+    /// Makes an export `size` bytes large, at least as many as it has. Its requests go on. Virtual
+    /// machines and the block device of this machine are told; NBD has no message for it, so a
+    /// client sees the new size when it connects again. Blocks; when it returns, the new size is
+    /// durable.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export. Those of [`BlockDevice::grow`].
+    pub fn grow(&self, id: ExportId, size: u64) -> Result<(), Error> {
+        let missing = Error::new(libc::ENOENT, Operation::SetUp);
+        let export = self.0.registry.get(id).ok_or(missing)?;
+        export.export.grow(size)?;
+        self.0.tell_size(&export, size);
+        Ok(())
+    }
+
+    /// Asks the storage of every export for its size, and tells those who have to know, as
+    /// [`Exports::grow`] does: a block device or a raw image may have been made larger by others.
+    pub fn refresh_sizes(&self) {
+        for export in self.0.registry.served() {
+            match export.export.refresh() {
+                Ok(size) => self.0.tell_size(&export, size),
+                Err(error) => {
+                    tracing::warn!("export {:?}: its size: {error}", export.export.name());
+                }
+            }
+        }
+    }
 }
 
 /// Stops a server, from any thread.
@@ -247,6 +275,18 @@ impl<M: BlockMap> Servable for Export<M> {
 
     fn name(&self) -> &str {
         Export::name(self)
+    }
+
+    fn size(&self) -> u64 {
+        self.disk().size()
+    }
+
+    fn refresh(&self) -> Result<u64, Error> {
+        self.disk().refresh()
+    }
+
+    fn grow(&self, size: u64) -> Result<(), Error> {
+        self.disk().grow(size)
     }
 
     fn summarize_faults(&self) {

@@ -117,9 +117,11 @@ impl Command {
 /// another nowait uses it, and they refuse it while it is served. Any number of servers can serve
 /// one IMAGE with --read-only.
 ///
-/// On SIGINT (Ctrl-C), SIGTERM, SIGQUIT or SIGHUP it takes no more requests, finishes those it has,
-/// flushes IMAGE and exits with status 0; one that comes more than a second later ends it at once, unflushed. Started by
-/// nohup(1) it goes on after SIGHUP.
+/// On SIGINT (Ctrl-C), SIGTERM or SIGQUIT it takes no more requests, finishes those it has, flushes
+/// IMAGE and exits with status 0; one that comes more than a second later ends it at once, unflushed.
+/// SIGHUP does the same where the server has a terminal (not under nohup); without one, as under
+/// systemd, it has the size of each IMAGE read again: a raw file or a block device that has grown is
+/// served with its new size.
 #[derive(Debug, Args)]
 #[command(after_help = SERVE_AFTER_HELP)]
 pub(crate) struct ServeArgs {

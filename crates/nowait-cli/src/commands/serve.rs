@@ -93,7 +93,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     if args.lifetime.exit_with_last_client {
         server.stop_after_last_client();
     }
-    ending.serving(server.shutdown_handle());
+    ending.serving(server.shutdown_handle(), server.exports());
     if let Some(node) = &ublk {
         node.start().map_err(|error| CliError::at(image, error))?;
     }

@@ -44,20 +44,74 @@ fn assert_all_is_in(image: &Path) {
 }
 
 #[test]
-fn hup_int_term_and_quit_each_end_a_server_flushed_and_with_its_socket_removed() {
-    for signal in [Signal::HUP, Signal::INT, Signal::TERM, Signal::QUIT] {
+fn int_term_and_quit_each_end_a_server_flushed_and_with_its_socket_removed() {
+    for signal in [Signal::INT, Signal::TERM, Signal::QUIT] {
         let scratch = Scratch::new();
         let image = qcow2(&scratch);
-        // If the tests were started by nohup, the server would inherit the ignored SIGHUP.
-        let mut server = Server::start_under(&["env", "--default-signal=HUP"], &image, &[]);
+        let mut server = Server::start(&image, &[]);
         write_all(&server);
         server.signal(signal);
-        let status = server.wait();
-        assert!(status.success(), "{signal:?}: {status}; it said: {}", server.log());
-        assert_eq!(server.log(), "", "{signal:?}");
-        assert!(!server.socket().exists(), "{signal:?}: the socket is left behind");
+        assert_ends_flushed(&mut server, signal);
         assert_all_is_in(&image);
     }
+}
+
+fn assert_ends_flushed(server: &mut Server, signal: Signal) {
+    let status = server.wait();
+    assert!(status.success(), "{signal:?}: {status}; it said: {}", server.log());
+    assert_eq!(server.log(), "", "{signal:?}");
+    assert!(!server.socket().exists(), "{signal:?}: the socket is left behind");
+}
+
+#[test]
+fn a_hangup_ends_a_server_with_a_terminal_flushed() {
+    let scratch = Scratch::new();
+    let image = qcow2(&scratch);
+    let pid_file = scratch.join("pid");
+    // script(1) runs the server at a terminal of its own. If the tests were started by nohup, the
+    // server would inherit the ignored SIGHUP.
+    let inside = r#"exec env --default-signal=HUP "$@" 2>&1"#;
+    let command = format!(
+        "set -- {NOWAIT} serve {} --pid-file {} --nbd unix:{}; {inside}",
+        text(&image),
+        text(&pid_file),
+        text(&scratch.join("socket"))
+    );
+    let terminal = Command::new("script")
+        .args(["--quiet", "--return", "--command", &command, "/dev/null"])
+        .stdin(Stdio::null())
+        .stdout(Stdio::piped())
+        .spawn();
+    let terminal = match terminal {
+        Ok(terminal) => terminal,
+        Err(error) => return println!("skipped: no script(1): {error}"),
+    };
+    wait_until("the pid file", || pid_file.exists());
+    let pid = std::fs::read_to_string(&pid_file).expect("the pid file").trim().parse().ok();
+    let pid = pid.and_then(Pid::from_raw).expect("a pid");
+    kill_process(pid, Signal::HUP).expect("the server runs");
+    let output = output_of(terminal);
+    assert!(output.status.success(), "{output:?}");
+    assert!(!scratch.join("socket").exists(), "the socket is left behind");
+}
+
+#[test]
+fn a_hangup_without_a_terminal_has_the_sizes_read_again_and_requests_go_on() {
+    let scratch = Scratch::new();
+    let image = scratch.join("disk.raw");
+    std::fs::File::create(&image).and_then(|file| file.set_len(4 * MIB)).expect("an image");
+    let server = Server::start_under(&["setsid", "env", "--default-signal=HUP"], &image, &["-v"]);
+    let mut before = server.connect();
+    before.write(4 * MIB - 4096, &[1; 4096]).expect("a write");
+    std::fs::File::options().write(true).open(&image).unwrap().set_len(8 * MIB).expect("growth");
+    server.signal(Signal::HUP);
+    wait_until("the new size", || server.log().contains("has 8388608 bytes now, it had 4194304"));
+    before.write(3 * MIB, &[2; 4096]).expect("an old client's write");
+    let mut after = server.connect();
+    after.write(8 * MIB - 4096, &[3; 4096]).expect("a write into what is new");
+    assert_eq!(after.read(8 * MIB - 4096, 4096).expect("bytes"), [3; 4096]);
+    assert_eq!(after.read(4 * MIB - 4096, 4096).expect("bytes"), [1; 4096]);
+    server.stop();
 }
 
 #[test]

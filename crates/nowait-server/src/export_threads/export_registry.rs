@@ -4,6 +4,7 @@
 //! further thread; its threads end with their last connections, and it stays registered until then.
 
 use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::Duration;
 
@@ -28,6 +29,21 @@ pub(crate) trait Servable: Send + Sync {
 
     /// The export's name.
     fn name(&self) -> &str;
+
+    /// Size of its device in bytes.
+    fn size(&self) -> u64;
+
+    /// The same, asked of the storage. As [`nowait::BlockDevice::refresh`].
+    ///
+    /// # Errors
+    /// Those of `refresh`.
+    fn refresh(&self) -> Result<u64, Error>;
+
+    /// Makes the device larger. As [`nowait::BlockDevice::grow`].
+    ///
+    /// # Errors
+    /// Those of `grow`.
+    fn grow(&self, size: u64) -> Result<(), Error>;
 
     /// Logs the storage failures that were only counted.
     fn summarize_faults(&self);
@@ -74,6 +90,8 @@ pub(crate) struct RegisteredExport {
     threads: Mutex<Threads>,
     /// Notified when a thread has ended.
     ended: Condvar,
+    /// The size that the guests and the block device of this machine have been told, in bytes.
+    told_size: AtomicU64,
 }
 
 #[derive(Default)]
@@ -88,8 +106,15 @@ struct Threads {
 
 impl RegisteredExport {
     fn new(id: ExportId, export: Arc<dyn Servable>, has_devices: bool) -> Self {
-        let (controls, threads) = (Mutex::default(), Mutex::default());
-        Self { id, export, has_devices, controls, threads, ended: Condvar::new() }
+        let (controls, threads, ended) = (Mutex::default(), Mutex::default(), Condvar::new());
+        let told_size = AtomicU64::new(export.size());
+        Self { id, export, has_devices, controls, threads, ended, told_size }
+    }
+
+    /// Notes that the device has `size` bytes. Returns the size before, if it was another one.
+    pub(crate) fn tell_size(&self, size: u64) -> Option<u64> {
+        let before = self.told_size.swap(size, Ordering::AcqRel);
+        (before != size).then_some(before)
     }
 
     /// Notes the thread of a vhost-user socket, which [`RegisteredExport::stop_controls`] ends.

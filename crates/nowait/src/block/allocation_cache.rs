@@ -33,9 +33,11 @@ type Leaf = Box<[AtomicU64]>;
 /// Which ranges of a file are mapped, holes or unknown: two bits for each granule of 4 KiB or more,
 /// in leaves that are allocated when one of their granules becomes known.
 pub struct AllocationCache {
+    /// As many as the most granules need, for a device may grow. What is behind them stays unknown.
     leaves: Box<[OnceLock<Leaf>]>,
     granule_shift: u32,
-    size: u64,
+    /// Size of the device in bytes: the granule that its end cuts is a hole if its part of it is.
+    size: AtomicU64,
     enabled: bool,
 }
 
@@ -48,15 +50,15 @@ impl AllocationCache {
         while size >> granule_shift > MAX_GRANULES {
             granule_shift += 1;
         }
-        let leaves = (size >> granule_shift) / GRANULES_PER_LEAF + 1;
+        let leaves = MAX_GRANULES / GRANULES_PER_LEAF + 1;
         let leaves = (0..leaves).map(|_| OnceLock::new()).collect();
-        Self { leaves, granule_shift, size, enabled }
+        Self { leaves, granule_shift, size: AtomicU64::new(size), enabled }
     }
 
-    /// The same for a device whose size may change: a granule that the device's end cuts is never
-    /// marked a hole, and all granules behind the present size stay unknown.
+    /// The same for a device whose size others may change at any time: a granule that the device's
+    /// end cuts is never marked a hole.
     pub(crate) fn without_end(self) -> Self {
-        Self { size: u64::MAX, ..self }
+        Self { size: AtomicU64::new(u64::MAX), ..self }
     }
 
     /// Fills the cache from lseek(2) with `SEEK_DATA` and `SEEK_HOLE`, up to a bounded number of
@@ -66,10 +68,11 @@ impl AllocationCache {
             return;
         }
         let mut pos = 0;
+        let size = self.size.load(Ordering::Relaxed);
         let mut extents = Vec::new();
-        while pos < self.size {
+        while pos < size {
             extents.clear();
-            let range = ByteRange::new(pos, self.size - pos);
+            let range = ByteRange::new(pos, size - pos);
             if storage.extents(range, SCAN_EXTENTS, &mut extents).is_err() {
                 return;
             }
@@ -149,8 +152,9 @@ impl AllocationCache {
     fn contained_granules(&self, range: ByteRange) -> (u64, u64) {
         let granule = 1u64 << self.granule_shift;
         let from = range.pos.div_ceil(granule);
-        let to = if range.end() >= self.size {
-            self.size.div_ceil(granule)
+        let size = self.size.load(Ordering::Relaxed);
+        let to = if range.end() >= size {
+            size.div_ceil(granule)
         } else {
             range.end() >> self.granule_shift
         };
@@ -265,6 +269,13 @@ impl BlockMap for AllocationCache {
                 now | (unknown * HOLE)
             });
         }
+    }
+
+    fn resize(&self, size: u64) {
+        if self.size.load(Ordering::Relaxed) != u64::MAX {
+            self.size.store(size, Ordering::Relaxed);
+        }
+        self.invalidate(ByteRange::new(0, u64::MAX));
     }
 
     fn caches_holes(&self) -> bool {

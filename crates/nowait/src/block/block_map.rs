@@ -84,6 +84,12 @@ pub trait BlockMap: Send + Sync + 'static {
     /// `range` is a hole, found or made, and was not written since it was last invalidated.
     fn mark_hole(&self, _range: ByteRange) {}
 
+    /// The device has `size` bytes from now on, and nothing that was known about it is valid any more:
+    /// a range that was cut off and came back may hold other bytes.
+    fn resize(&self, _size: u64) {
+        self.invalidate(ByteRange::new(0, u64::MAX));
+    }
+
     /// Whether [`BlockMap::mark_hole`] has an effect. If so, the range lock excludes writes while a
     /// hole is being made or marked.
     fn caches_holes(&self) -> bool {

@@ -118,36 +118,70 @@ impl<M: BlockMap> BlockDevice<M> {
         self.forbidden
     }
 
-    /// Size of the device in bytes, not rounded to any block, as of the open or the last
-    /// [`BlockDevice::refresh`].
+    /// Size of the device in bytes, not rounded to any block, as of the open, the last
+    /// [`BlockDevice::refresh`] or [`BlockDevice::grow`].
     #[inline]
     #[must_use]
     pub fn size(&self) -> u64 {
         self.size.load(Ordering::Relaxed)
     }
 
-    /// Queries the size of a raw block device again, without waiting, and returns it. If it has
-    /// changed, later requests are checked against the new size, and the map is invalidated: a
-    /// range that was cut off and came back may hold other bytes. The size of a file or of an image
-    /// never changes.
+    /// Queries the size of a raw device or file again, without waiting, and returns the size of this
+    /// device. If the storage has another size, later requests are checked against that, and the
+    /// map knows nothing any more. A file that has become smaller does not count: it was cut off
+    /// behind this device's back, and what is missing is `EIO` (C55). The size of an image in another
+    /// format changes only by [`BlockDevice::grow`].
     ///
     /// # Errors
-    /// The errno of ioctl(2); `ENODEV` for a device of 0 bytes, such as one that was unplugged. The
-    /// size is unchanged then.
+    /// The errno of fstat(2) or ioctl(2); `ENODEV` for a device of 0 bytes, such as one that was
+    /// unplugged. The size is unchanged then.
     pub fn refresh(&self) -> Result<u64, Error> {
         let before = self.size();
-        if !self.primary.properties().device || self.map.image().is_some() {
+        if self.map.image().is_some() {
             return Ok(before);
         }
-        match self.primary.size()? {
-            0 => Err(Error::new(libc::ENODEV, Operation::Status)),
-            size if size == before => Ok(size),
-            size => {
-                self.size.store(size, Ordering::Relaxed);
-                self.map.invalidate(ByteRange::new(0, u64::MAX));
-                Ok(size)
-            }
+        let now = self.primary.size()?;
+        match self.primary.properties().device {
+            true if now == 0 => return Err(Error::new(libc::ENODEV, Operation::Status)),
+            true if now != before => self.set_size(now),
+            false if now > before => self.set_size(now),
+            _ => {}
         }
+        Ok(self.size())
+    }
+
+    /// Makes the device `size` bytes large, at least as many as it has; the new ones read as zeros.
+    /// A block device has the size that it was given elsewhere. It blocks, and when it returns the
+    /// new size is durable. Requests may be in flight.
+    ///
+    /// # Errors
+    /// `EINVAL`: the device would become smaller, or it is a block device of another size. `EROFS`:
+    /// it is read-only. `EOPNOTSUPP`: it is an image in a format that cannot grow while it is in use.
+    /// The errno of ftruncate(2), such as `EFBIG` and `ENOSPC`, and of fdatasync(2).
+    pub fn grow(&self, size: u64) -> Result<(), Error> {
+        let failed = |errno| Error::new(errno, Operation::Write);
+        let before = self.refresh()?;
+        if size < before {
+            return Err(failed(libc::EINVAL));
+        }
+        if size == before {
+            return Ok(());
+        }
+        if self.read_only {
+            return Err(failed(libc::EROFS));
+        }
+        if self.map.image().is_some() {
+            return Err(failed(libc::EOPNOTSUPP));
+        }
+        self.primary.set_len(size)?;
+        self.primary.sync()?;
+        self.set_size(size);
+        Ok(())
+    }
+
+    fn set_size(&self, size: u64) {
+        self.map.resize(size);
+        self.size.store(size, Ordering::Relaxed);
     }
 
     /// The alignment that direct I/O requires; [`Alignment::NONE`] when the page cache is used.
