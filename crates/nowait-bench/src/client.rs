@@ -1,4 +1,4 @@
-//! The load generator: one thread that keeps a fixed number of requests in flight, and sleeps while
+//! The load generator for NBD: one thread that keeps a fixed number of requests in flight, and sleeps while
 //! it waits for replies.
 //!
 //! Invariant: between two calls of [`Client::run_for`] each slot is either in flight or free, never
@@ -74,6 +74,22 @@ pub(crate) enum Payload {
     Plain,
 }
 
+/// A load on a server.
+pub(crate) trait Load {
+    /// Keeps all slots busy for `duration`, or until `stop`; adds the latency of each completed
+    /// request to `latencies_ns`. Requests in flight at the end stay in flight, so the next
+    /// interval starts under load.
+    fn run_for(
+        &mut self,
+        duration: Duration,
+        latencies_ns: &mut Histogram<u64>,
+        stop: &CancelFlag,
+    ) -> io::Result<Interval>;
+
+    /// Awaits the ends of all requests in flight and disconnects.
+    fn finish(self) -> io::Result<()>;
+}
+
 /// All connections of one workload to one server.
 pub(crate) struct Client {
     connections: Vec<Connection>,
@@ -108,10 +124,26 @@ impl Client {
         Ok(Client { connections })
     }
 
-    /// Keeps all slots busy for `duration`, or until `stop`; adds the latency of each completed
-    /// request to `latencies_ns`. Requests in flight at the end stay in flight, so the next
-    /// interval starts under load.
-    pub(crate) fn run_for(
+    /// Marks the connections that are readable. A single connection is not polled: its receive
+    /// blocks.
+    fn wait(&self, readable: &mut [bool]) -> io::Result<()> {
+        if self.connections.len() == 1 {
+            return Ok(());
+        }
+        let mut fds: Vec<PollFd<'_>> =
+            self.connections.iter().map(|c| PollFd::new(&c.nbd, PollFlags::IN)).collect();
+        if retry_on_intr(|| poll(&mut fds, Some(&SILENCE_MAX_POLL)))? == 0 {
+            return Err(silent());
+        }
+        for (fd, readable) in fds.iter().zip(readable) {
+            *readable = !fd.revents().is_empty();
+        }
+        Ok(())
+    }
+}
+
+impl Load for Client {
+    fn run_for(
         &mut self,
         duration: Duration,
         latencies_ns: &mut Histogram<u64>,
@@ -140,8 +172,7 @@ impl Client {
         }
     }
 
-    /// Receives the replies to all requests in flight and disconnects.
-    pub(crate) fn finish(mut self) -> io::Result<()> {
+    fn finish(mut self) -> io::Result<()> {
         let mut unused = latency_histogram()?;
         for connection in &mut self.connections {
             while connection.in_flight() > 0 {
@@ -151,26 +182,10 @@ impl Client {
         }
         Ok(())
     }
-
-    /// Marks the connections that are readable. A single connection is not polled: its receive
-    /// blocks.
-    fn wait(&self, readable: &mut [bool]) -> io::Result<()> {
-        if self.connections.len() == 1 {
-            return Ok(());
-        }
-        let mut fds: Vec<PollFd<'_>> =
-            self.connections.iter().map(|c| PollFd::new(&c.nbd, PollFlags::IN)).collect();
-        if retry_on_intr(|| poll(&mut fds, Some(&SILENCE_MAX_POLL)))? == 0 {
-            return Err(silent());
-        }
-        for (fd, readable) in fds.iter().zip(readable) {
-            *readable = !fd.revents().is_empty();
-        }
-        Ok(())
-    }
 }
 
-fn silent() -> io::Error {
+/// The error of a server that does not answer.
+pub(crate) fn silent() -> io::Error {
     let seconds = SILENCE_MAX.as_secs();
     io::Error::new(io::ErrorKind::TimedOut, format!("no reply for {seconds} s"))
 }

@@ -97,7 +97,7 @@ pub fn run_images(options: &ImagesOptions, out: &mut dyn Write) -> Result<Report
     kinds.retain(|kind| *kind != ServerKind::Nbdkit);
     let servers = Servers::find(&kinds, options.nowait.as_deref())?;
     let test_images = TestImages::make()?;
-    let runner = Runner::new(&options.run, ClientKind::Own, 1)?;
+    let runner = Runner::new(&options.run, ClientKind::Own)?;
     let machine = Machine::this()?;
     let entries = cases.iter().map(|case| subjects(case, &servers).len()).sum();
     let heading = format!(
@@ -119,7 +119,7 @@ pub fn run_images(options: &ImagesOptions, out: &mut dyn Write) -> Result<Report
             // The image is created anew or reset to the common initial state.
             let target = test_images.image(*image)?;
             target.prepare(TERMS.caching)?;
-            runner.take(program, &target, &workload, TERMS)
+            runner.take(program, &target, &workload, (TERMS, 1))
         };
         let failure = |subject: &Subject, problem: &str| {
             let line = format!("{} failed at {workload}: {problem}", name(subject));

@@ -24,6 +24,8 @@ mod cancel;
 mod report;
 mod offsets;
 mod client;
+mod split_queue;
+mod vhost_client;
 mod test_file;
 mod server;
 mod test_images;

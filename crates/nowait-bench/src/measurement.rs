@@ -7,13 +7,14 @@ use std::ops::Range;
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
+use nowait_nbd::Address;
 use rustix::time::ClockId;
 use tempfile::TempDir;
 
 use crate::address;
 use crate::cancel::CancelFlag;
 use crate::certificates::Certificates;
-use crate::client::{Client, ConnectOptions, Interval, Payload, latency_histogram};
+use crate::client::{Client, ConnectOptions, Interval, Load, Payload, latency_histogram};
 use crate::cpus::Placement;
 use crate::error::Error;
 use crate::fio;
@@ -22,6 +23,7 @@ use crate::report::RunOptions;
 use crate::samples::Sample;
 use crate::server::{Program, Server};
 use crate::test_file::Target;
+use crate::vhost_client::VhostClient;
 use crate::workload::{BackgroundLoad, ClientKind, Conditions, Transport, Workload};
 
 const WARM_UP: Duration = Duration::from_millis(200);
@@ -37,7 +39,6 @@ pub(crate) struct Runner<'a> {
     /// A directory for sockets and messages.
     scratch: TempDir,
     client: ClientKind,
-    connections: usize,
     duration: Duration,
     stop: &'a CancelFlag,
 }
@@ -46,31 +47,33 @@ impl<'a> Runner<'a> {
     pub(crate) fn new(
         run: &'a RunOptions,
         client: ClientKind,
-        connections: usize,
     ) -> Result<Self, Error> {
         let scratch = TempDir::with_prefix("nowait-bench-")
             .map_err(Error::system("making a directory for sockets"))?;
         let certificates = Certificates::make().map_err(Error::system("making certificates"))?;
         let (duration, stop) = (run.duration, &run.stop);
         let placement = Placement::choose()?;
-        Ok(Self { placement, certificates, scratch, client, connections, duration, stop })
+        Ok(Self { placement, certificates, scratch, client, duration, stop })
     }
 
-    /// Measures `program` on `target` once. After a cancellation the sample is meaningless.
+    /// Measures `program` on `target` once, with so many `connections`: of vhost-user they are
+    /// queues of one device. After a cancellation the sample is meaningless.
     pub(crate) fn take(
         &self,
         program: &Program,
         target: &Target,
         workload: &Workload,
-        terms: Conditions,
+        (terms, connections): (Conditions, usize),
     ) -> io::Result<Sample> {
+        let queues = if terms.transport == Transport::VhostUser { connections } else { 1 };
         thread::scope(|scope| {
             let measurement = scope.spawn(|| {
-                self.placement.pin_to_server_cpu()?;
-                let mut server =
-                    Server::start(program, target, terms, &self.certificates, self.scratch.path())?;
+                self.placement.pin_to_server_cpus(queues)?;
+                let places = (&self.certificates, self.scratch.path());
+                let mut server = Server::start(program, target, terms, queues, places)?;
                 self.placement.pin_to_client_cpu()?;
-                let sample = self.measure(&mut server, program, target, workload, terms);
+                let on = (terms, connections);
+                let sample = self.measure(&mut server, program, target, workload, on);
                 let sample = sample
                     .map_err(|e| io::Error::other(format!("{e}{}", server.last_message())))?;
                 server.stop()?;
@@ -86,11 +89,20 @@ impl<'a> Runner<'a> {
         program: &Program,
         target: &Target,
         workload: &Workload,
-        terms: Conditions,
+        (terms, connections): (Conditions, usize),
     ) -> io::Result<Sample> {
         let export = program.kind.export();
+        if terms.transport == Transport::VhostUser {
+            let client = server.when_ready(|address| match address {
+                Address::Unix(path) => {
+                    VhostClient::connect(path, workload, connections, target.bytes)
+                }
+                Address::Tcp { .. } => Err(io::Error::other("a socket of vhost-user is a path")),
+            })?;
+            return self.measure_client(client, server);
+        }
         if self.client == ClientKind::Fio {
-            return self.measure_by_fio(server, export, target, workload);
+            return self.measure_by_fio(server, (export, connections), target, workload);
         }
         let certificates = (terms.transport == Transport::Tls).then_some(&self.certificates);
         let mut connect = |workload: &Workload, connections, over: Range<u64>, payload| {
@@ -99,7 +111,7 @@ impl<'a> Runner<'a> {
                 Client::connect(&connect_options, workload, connections, over.clone(), payload)
             })
         };
-        let client = connect(workload, self.connections, 0..target.bytes, Payload::Random)?;
+        let client = connect(workload, connections, 0..target.bytes, Payload::Random)?;
         let Some(neighbour) = workload.beside else {
             return self.measure_client(client, server);
         };
@@ -126,7 +138,7 @@ impl<'a> Runner<'a> {
     fn measure_by_fio(
         &self,
         server: &mut Server,
-        export: &str,
+        (export, connections): (&str, usize),
         target: &Target,
         workload: &Workload,
     ) -> io::Result<Sample> {
@@ -138,7 +150,7 @@ impl<'a> Runner<'a> {
             format!("--uri={}", address.uri(export, false)),
             format!("--iodepth={}", workload.depth),
             format!("--size={}", target.bytes),
-            format!("--numjobs={}", self.connections),
+            format!("--numjobs={connections}"),
         ];
         let figures = fio::run(&arguments, workload, self.duration, self.stop)?;
         let [p50_us, _, p99_us, _] = figures
@@ -156,7 +168,7 @@ impl<'a> Runner<'a> {
         })
     }
 
-    fn measure_client(&self, mut client: Client, server: &Server) -> io::Result<Sample> {
+    fn measure_client(&self, mut client: impl Load, server: &Server) -> io::Result<Sample> {
         let mut latencies_ns = latency_histogram()?;
         client.run_for(WARM_UP, &mut latencies_ns, self.stop)?;
         latencies_ns.reset();

@@ -1,8 +1,9 @@
-//! The comparison of NBD servers: for each table and workload, each server in turn, round after
-//! round.
+//! The comparison of servers, by NBD or vhost-user: for each table and workload, each server in turn,
+//! round after round.
 //!
 //! Invariant: at most one server runs at a time.
 
+use std::fmt;
 use std::io::Write;
 use std::path::{Path, PathBuf};
 
@@ -20,6 +21,7 @@ use crate::samples::{Sample, cells, json as figures_json, titles};
 use crate::server::{Program, ServerFiles, ServerKind, Servers};
 use crate::table::{aligned, html_cells, ratio};
 use crate::test_file::{Access, Format, Target};
+use crate::test_images::{ImageKind, TestImages};
 use crate::workload::{Caching, ClientKind, Conditions, Transport, Workload};
 
 /// The port that the command lines in a report show.
@@ -27,7 +29,10 @@ const EXAMPLE_PORT: u16 = 10809;
 /// From this busy time on, the client may limit the result.
 const CLIENT_BUSY_LIMIT: f64 = 0.9;
 
-/// The options of a comparison of NBD servers. The default is all servers and workloads, without
+/// The numbers of queues of a virtual machine that are measured.
+const QUEUES: [usize; 2] = [1, 2];
+
+/// The options of a comparison of servers. The default is all NBD servers and workloads, without
 /// TCP, on a temporary file.
 #[derive(Clone, Debug)]
 pub struct PeersOptions {
@@ -42,13 +47,15 @@ pub struct PeersOptions {
     pub file: Option<PathBuf>,
     /// The client that makes the requests. fio makes no requests over TLS or beside others here.
     pub client: ClientKind,
-    /// Concurrent connections, 1 to 64, each with the depth of the workload.
-    pub connections: usize,
+    /// Concurrent connections, or queues of vhost-user, 1 to 64, each with the depth of the workload;
+    /// `None` is one connection, and with vhost-user a table of one queue and one of two.
+    pub connections: Option<usize>,
     /// Only workloads whose title contains this.
     pub only: Option<String>,
     /// Only tables with this caching.
     pub caching: Option<Caching>,
-    /// Only tables with this transport; `None` is all but TCP.
+    /// Only tables with this transport; `None` is all but TCP and vhost-user. Without a file
+    /// vhost-user is also measured on a qcow2 image, if qemu-img is installed.
     pub transport: Option<Transport>,
 }
 
@@ -60,7 +67,7 @@ impl Default for PeersOptions {
             servers: ServerKind::ALL.to_vec(),
             file: None,
             client: ClientKind::Own,
-            connections: 1,
+            connections: None,
             only: None,
             caching: None,
             transport: None,
@@ -69,20 +76,37 @@ impl Default for PeersOptions {
 }
 
 impl PeersOptions {
-    fn tables(&self) -> Vec<Conditions> {
+    /// The tables, on images of `formats`.
+    fn tables(&self, formats: &[Format]) -> Vec<TableTerms> {
         let is_chosen = |terms: &Conditions| {
             let transport = match self.transport {
                 Some(transport) => terms.transport == transport,
-                None => terms.transport != Transport::Tcp,
+                None => !matches!(terms.transport, Transport::Tcp | Transport::VhostUser),
             };
             let by_fio = self.client == ClientKind::Fio && terms.transport == Transport::Tls;
             transport && !by_fio && self.caching.is_none_or(|caching| terms.caching == caching)
         };
-        Conditions::ALL.into_iter().filter(is_chosen).collect()
+        let mut tables = Vec::new();
+        for terms in Conditions::ALL.into_iter().filter(is_chosen) {
+            let of_nbd = &[self.connections.unwrap_or(1)][..];
+            let connections = match (terms.transport, self.connections) {
+                (Transport::VhostUser, None) => &QUEUES,
+                _ => of_nbd,
+            };
+            for &format in formats {
+                let table = |&connections: &usize| TableTerms { terms, connections, format };
+                tables.extend(connections.iter().map(table));
+            }
+        }
+        tables
     }
 
     fn workloads(&self) -> Result<Vec<Workload>, Error> {
-        let mut chosen = only(self.only.as_deref(), Workload::standard(), Workload::to_string)?;
+        let all = match self.transport {
+            Some(Transport::VhostUser) => Workload::of_virtual_machines(),
+            _ => Workload::standard(),
+        };
+        let mut chosen = only(self.only.as_deref(), all, Workload::to_string)?;
         chosen.retain(|workload| self.client == ClientKind::Own || workload.beside.is_none());
         Ok(chosen)
     }
@@ -109,18 +133,33 @@ pub(crate) fn only<T>(
 /// [`Error::NoServer`] if nothing can be, [`Error::System`] if `out` cannot be written or the file
 /// not be prepared.
 pub fn run_peers(options: &PeersOptions, out: &mut dyn Write) -> Result<Report, Error> {
-    let connections = options.connections;
+    let connections = options.connections.unwrap_or(1);
     Error::unless((1..=64).contains(&connections), "connections", "has to be 1 to 64")?;
-    let has_fio = options.client == ClientKind::Own || fio::version().is_some();
-    Error::unless(has_fio, "client", "fio is not installed")?;
-    let (tables, mut workloads) = (options.tables(), options.workloads()?);
+    let of_vhost_user = options.transport == Some(Transport::VhostUser);
+    let by_fio = options.client == ClientKind::Fio;
+    Error::unless(!(by_fio && of_vhost_user), "client", "fio does not speak vhost-user")?;
+    Error::unless(!by_fio || fio::version().is_some(), "client", "fio is not installed")?;
+    let mut workloads = options.workloads()?;
     let mut reporter = Reporter::begin(&options.run, out)?;
-    let servers = Servers::find(&options.servers, options.nowait.as_deref())?;
-    let direct = tables.iter().any(|terms| terms.caching == Caching::Direct);
+    let mut kinds = options.servers.clone();
+    kinds.retain(|kind| options.transport.is_none_or(|transport| kind.has(transport)));
+    let servers = Servers::find(&kinds, options.nowait.as_deref())?;
+    let direct = options.caching != Some(Caching::PageCache);
     let target = Target::open(options.file.as_deref(), options.run.overwrite, direct)?;
     workloads.retain(|workload| target.access == Access::ReadWrite || !workload.writes());
-    let runner = Runner::new(&options.run, options.client, connections)?;
-    let peers = Peers { options, target, servers, machine: Machine::this()?, runner };
+    let mut targets = vec![target];
+    let images = match &options.file {
+        None if of_vhost_user && TestImages::has_tools() => Some(TestImages::make()?),
+        _ => None,
+    };
+    if let Some(images) = &images {
+        let image = images.image(ImageKind::Qcow2);
+        targets.push(image.map_err(Error::system("opening the qcow2 image"))?);
+    }
+    let runner = Runner::new(&options.run, options.client)?;
+    let formats: Vec<Format> = targets.iter().map(|target| target.format).collect();
+    let tables = options.tables(&formats);
+    let peers = Peers { options, targets, servers, machine: Machine::this()?, runner };
     let entries = tables.len() * workloads.len() * peers.servers.programs.len();
     reporter.heading(peers.heading(), entries)?;
     for terms in tables {
@@ -131,10 +170,33 @@ pub fn run_peers(options: &PeersOptions, out: &mut dyn Write) -> Result<Report, 
     peers.end(reporter)
 }
 
+/// What the servers of a table have in common.
+#[derive(Clone, Copy)]
+struct TableTerms {
+    terms: Conditions,
+    /// Connections, or queues of vhost-user.
+    connections: usize,
+    format: Format,
+}
+
+/// As text: `direct, TLS`, or `direct, vhost-user, 2 queue(s), qcow2`.
+impl fmt::Display for TableTerms {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let TableTerms { terms, connections, format } = self;
+        match terms.transport {
+            Transport::VhostUser => {
+                write!(f, "{terms}, {connections} queue(s), {}", format.name())
+            }
+            Transport::Plain | Transport::Tcp | Transport::Tls => terms.fmt(f),
+        }
+    }
+}
+
 /// What all tables have in common.
 struct Peers<'a> {
     options: &'a PeersOptions,
-    target: Target,
+    /// An image of each format that is measured.
+    targets: Vec<Target>,
     servers: Servers,
     machine: Machine,
     runner: Runner<'a>,
@@ -144,21 +206,25 @@ impl Peers<'_> {
     /// Measures one table. False if cancelled.
     fn table(
         &self,
-        terms: Conditions,
+        table: TableTerms,
         workloads: &[Workload],
         reporter: &mut Reporter<'_>,
     ) -> Result<bool, Error> {
+        let TableTerms { terms, connections, format } = table;
+        let Some(target) = self.targets.iter().find(|it| it.format == format) else {
+            return Ok(true);
+        };
         let mut working = self.servers.programs.clone();
-        let mut heading = self.heading_of_table(terms);
-        let mut section = format!("<h2>{}</h2>\n", escaped(&terms.to_string()));
+        let mut heading = self.heading_of_table(table, target.access);
+        let mut section = format!("<h2>{}</h2>\n", escaped(&table.to_string()));
         for line in heading.lines().skip(2) {
             section += &format!("<p>{}</p>\n", escaped(line));
         }
         for &workload in workloads {
-            let name = |program: &Program| format!("{workload}, {terms}: {}", program.kind.name());
+            let name = |program: &Program| format!("{workload}, {table}: {}", program.kind.name());
             let measure = |program: &Program| {
-                self.target.prepare(terms.caching)?;
-                self.runner.take(program, &self.target, &workload, terms)
+                target.prepare(terms.caching)?;
+                self.runner.take(program, target, &workload, (terms, connections))
             };
             let failure = |program: &Program, problem: &str| {
                 let server = program.kind.name();
@@ -167,9 +233,11 @@ impl Peers<'_> {
                     "workload": workload.to_string(),
                     "caching": terms.caching.name(),
                     "transport": terms.transport.name(),
+                    "connections": connections,
+                    "format": format.name(),
                     "problem": problem,
                 });
-                (format!("{server} failed at {workload}, {terms}: {problem}"), object)
+                (format!("{server} failed at {workload}, {table}: {problem}"), object)
             };
             let Some(rows) = reporter.compare(working, name, measure, failure) else {
                 return Ok(false);
@@ -178,7 +246,7 @@ impl Peers<'_> {
             if rows.is_empty() {
                 break;
             }
-            let comparison = Comparison { workload, terms, rows };
+            let comparison = Comparison { workload, table, rows };
             let text = std::mem::take(&mut heading) + &comparison.text();
             let section = std::mem::take(&mut section) + &comparison.section();
             reporter.table(&text, comparison.to_json(), &section)?;
@@ -189,28 +257,36 @@ impl Peers<'_> {
     /// The lines before the first table.
     fn heading(&self) -> String {
         let run = &self.options.run;
+        let of_target = |target: &Target| target.lines(target.bytes);
+        let connections = match self.options.transport {
+            Some(Transport::VhostUser) => String::new(),
+            _ => format!("; {} connection(s)", self.options.connections.unwrap_or(1)),
+        };
         format!(
-            "Linux {}, {}; {}\n{}{} rounds of {} s for each server, in turns; {} connection(s)\n{}",
+            "Linux {}, {}; {}\n{}{} rounds of {} s for each server, in turns{connections}\n{}",
             self.machine.kernel,
             self.machine.processor,
             self.runner.placement,
-            self.target.lines(self.target.bytes),
+            self.targets.iter().map(of_target).collect::<String>(),
             run.rounds,
             run.duration.as_secs_f64(),
-            self.options.connections,
             self.servers.lines()
         )
     }
 
     /// The lines before the first workload of a table: how the servers are started.
-    fn heading_of_table(&self, terms: Conditions) -> String {
-        let mut text = format!("\n== {terms} ==\n");
+    fn heading_of_table(&self, table: TableTerms, access: Access) -> String {
+        let terms = table.terms;
+        let mut text = format!("\n== {table} ==\n");
         let kinds: Vec<ServerKind> = self.servers.programs.iter().map(|it| it.kind).collect();
         for &kind in &kinds {
-            text += &format!("{}\n", command_line(kind, terms, self.target.access));
+            text += &format!("{}\n", command_line(kind, table, access));
         }
         if terms.transport == Transport::Tls {
             text += &format!("negotiated: {} (the client offers nothing else)\n", SUITE);
+        }
+        if terms.transport == Transport::VhostUser && table.connections > 1 {
+            text += &self.runner.placement.of_several_queues();
         }
         if kinds.iter().any(|kind| !kind.can(terms.caching)) {
             text += "* through the page cache, dropping pages after use: it has no direct I/O, and is not \
@@ -227,21 +303,25 @@ impl Peers<'_> {
         let ending: String = failures.iter().map(|line| format!("\n{line}\n")).collect();
         let warn = |line: &String| format!("<p class=warn>{}</p>\n", escaped(line));
         let mut head = self.servers.to_json(&self.machine, self.runner.placement);
-        head["file"] = self.target.to_json(self.target.bytes);
+        let files = self.targets.iter().map(|target| target.to_json(target.bytes));
+        head["files"] = files.collect();
         head["seconds"] = self.options.run.duration.as_secs_f64().into();
-        head["connections"] = self.options.connections.into();
+        head["connections"] = self.options.connections.unwrap_or(1).into();
         let glance: String = failures.iter().map(warn).collect();
         reporter.end(("nowait bench peers", &glance), &ending, head, "comparisons")
     }
 }
 
-fn command_line(kind: ServerKind, terms: Conditions, access: Access) -> String {
+fn command_line(kind: ServerKind, table: TableTerms, access: Access) -> String {
+    let TableTerms { terms, connections: queues, format } = table;
     let [file, certificates] = ["FILE", "DIR"].map(Path::new);
     let address = match terms.transport {
         Transport::Tcp => address::loopback(EXAMPLE_PORT),
-        Transport::Plain | Transport::Tls => Address::Unix("SOCKET".into()),
+        Transport::Plain | Transport::Tls | Transport::VhostUser => {
+            Address::Unix("SOCKET".into())
+        }
     };
-    let server_files = ServerFiles { file, format: Format::Raw, address: &address, certificates };
+    let server_files = ServerFiles { file, format, address: &address, queues, certificates };
     let arguments = kind.arguments(terms, access, server_files).join(" ".as_ref());
     format!("{} {}", kind.name(), arguments.to_string_lossy())
 }
@@ -249,7 +329,7 @@ fn command_line(kind: ServerKind, terms: Conditions, access: Access) -> String {
 /// All servers under one workload, without those that failed.
 struct Comparison {
     workload: Workload,
-    terms: Conditions,
+    table: TableTerms,
     rows: Vec<Entry<Program, Sample>>,
 }
 
@@ -277,7 +357,7 @@ impl Comparison {
         let p99 = |row: &Entry<_, Sample>| row.median(|sample| sample.p99_us);
         let cpu = |row: &Entry<_, Sample>| row.median(|sample| sample.server_cpu_us);
         let is_peer = |row: &&Entry<Program, Sample>| {
-            row.key.kind != ServerKind::Nowait && row.key.kind.can(self.terms.caching)
+            row.key.kind != ServerKind::Nowait && row.key.kind.can(self.table.terms.caching)
         };
         let best = self.rows.iter().filter(is_peer).max_by(|a, b| match self.workload.beside {
             None => iops(a).total_cmp(&iops(b)),
@@ -299,7 +379,7 @@ impl Comparison {
     }
 
     fn cells(&self, row: &Entry<Program, Sample>) -> Vec<String> {
-        let star = if row.key.kind.can(self.terms.caching) { "" } else { " *" };
+        let star = if row.key.kind.can(self.table.terms.caching) { "" } else { " *" };
         let mut all = vec![format!("{}{star}", row.key.kind.name())];
         all.extend(cells(row, &self.workload));
         all.extend(self.nowait().map(|nowait| format!("{:.2}", ratio(iops(nowait), iops(row)))));
@@ -309,7 +389,7 @@ impl Comparison {
     fn text(&self) -> String {
         let lines = std::iter::once(self.titles()).chain(self.rows.iter().map(|r| self.cells(r)));
         let lines = aligned(&lines.collect::<Vec<_>>());
-        let mut text = format!("\n{}, {}\n{lines}", self.workload, self.terms);
+        let mut text = format!("\n{}, {}\n{lines}", self.workload, self.table);
         if let Some(ToBestPeer { peer, iops, p99, cpu }) = self.to_best_peer() {
             text += &format!(
                 "nowait ÷ best peer ({peer}): IOPS {iops:.2}, p99 {p99:.2}, CPU per request {cpu:.2}\n"
@@ -334,13 +414,15 @@ impl Comparison {
         });
         let row = |row: &Entry<Program, Sample>| {
             let mut object = figures_json(row, &self.workload, row.key.kind);
-            object.insert("comparable".to_owned(), row.key.kind.can(self.terms.caching).into());
+            object.insert("comparable".to_owned(), row.key.kind.can(self.table.terms.caching).into());
             object
         };
         json!({
             "workload": self.workload.to_string(),
-            "caching": self.terms.caching.name(),
-            "transport": self.terms.transport.name(),
+            "caching": self.table.terms.caching.name(),
+            "transport": self.table.terms.transport.name(),
+            "connections": self.table.connections,
+            "format": self.table.format.name(),
             "direction": self.workload.direction.name(),
             "order": self.workload.order.name(),
             "block_bytes": self.workload.block_bytes,
@@ -390,7 +472,9 @@ mod tests {
             row(ServerKind::QemuNbd, [1000.0; 3], 10.0),
             row(ServerKind::Nbdkit, [9000.0; 3], 1.0),
         ];
-        Comparison { workload: Workload::standard()[0], terms: Conditions::ALL[0], rows }
+        let terms = Conditions::ALL[0];
+        let table = TableTerms { terms, connections: 1, format: Format::Raw };
+        Comparison { workload: Workload::standard()[0], table, rows }
     }
 
     #[test]
@@ -400,7 +484,7 @@ mod tests {
         assert!(text.contains("\nnbdkit * "), "{text}");
         let best = "nowait ÷ best peer (qemu-nbd): IOPS 2.00, p99 1.00, CPU per request 0.50\n";
         assert!(text.contains(best), "{text}");
-        comparison.terms.caching = Caching::PageCache;
+        comparison.table.terms.caching = Caching::PageCache;
         assert_eq!(comparison.to_best_peer().map(|best| best.peer), Some("nbdkit"));
     }
 
@@ -415,7 +499,7 @@ mod tests {
 
     #[test]
     fn an_option_out_of_range_is_rejected_by_name_before_a_file_is_created() {
-        let many = PeersOptions { connections: 65, ..PeersOptions::default() };
+        let many = PeersOptions { connections: Some(65), ..PeersOptions::default() };
         let none = PeersOptions { only: Some("x".into()), ..PeersOptions::default() };
         let alone = PeersOptions { servers: vec![ServerKind::Nowait], ..PeersOptions::default() };
         for (options, text) in [(many, "connections: "), (none, "--only x: "), (alone, "no server")]
@@ -428,7 +512,8 @@ mod tests {
     #[test]
     fn fio_has_no_tables_over_tls_and_no_rows_beside_others() {
         let options = PeersOptions { client: ClientKind::Fio, ..PeersOptions::default() };
-        assert!(options.tables().iter().all(|terms| terms.transport == Transport::Plain));
+        let mut tables = options.tables(&[Format::Raw]).into_iter();
+        assert!(tables.all(|table| table.terms.transport == Transport::Plain));
         let workloads = options.workloads().expect("rows");
         assert!(workloads.iter().all(|workload| workload.beside.is_none()));
     }

@@ -70,6 +70,12 @@ impl ServerKind {
         (self, caching) != (ServerKind::Nbdkit, Caching::Direct)
     }
 
+    /// Whether it serves over `transport`.
+    pub fn has(self, transport: Transport) -> bool {
+        let vhost_user = [ServerKind::Nowait, ServerKind::QemuStorageDaemon];
+        transport != Transport::VhostUser || vhost_user.contains(&self)
+    }
+
     /// The name of its export.
     pub(crate) fn export(self) -> &'static str {
         match self {
@@ -85,7 +91,9 @@ impl ServerKind {
         access: Access,
         server_files: ServerFiles<'_>,
     ) -> Vec<OsString> {
-        let ServerFiles { file, format, address, certificates } = server_files;
+        let ServerFiles { file, format, address, queues, certificates } = server_files;
+        let vhost_user = terms.transport == Transport::VhostUser;
+        let queues = queues.to_string();
         let (socket, port) = match address {
             Address::Unix(path) => (path.as_os_str().as_bytes(), None),
             Address::Tcp { port, .. } => (&b""[..], Some(port.to_string())),
@@ -96,7 +104,9 @@ impl ServerKind {
         let conditions = [
             ("r", read_only),
             ("t", tls),
-            ("u", port.is_none()),
+            ("n", !vhost_user),
+            ("v", vhost_user),
+            ("u", port.is_none() && !vhost_user),
             ("p", port.is_some()),
             ("d", direct),
             ("c", !direct),
@@ -106,6 +116,7 @@ impl ServerKind {
             ("file", file.as_os_str().as_bytes()),
             ("format", format.name().as_bytes()),
             ("socket", socket),
+            ("queues", queues.as_bytes()),
             ("port", port.as_deref().unwrap_or_default().as_bytes()),
             ("certificates", certificates.as_os_str().as_bytes()),
             ("direct", on(direct).as_bytes()),
@@ -124,14 +135,15 @@ impl ServerKind {
     }
 
     /// The arguments as words. One that begins with a letter and `?` is only for tables that are
-    /// read-only (r), over TLS (t), a Unix socket (u) or a port (p), with direct I/O (d) or the page
+    /// read-only (r), NBD (n) over TLS (t), a Unix socket (u) or a port (p), vhost-user (v), with direct I/O (d) or the page
     /// cache (c), or of qcow2 images (q). Names in braces are filled in, with commas doubled if the
     /// name ends with one.
     fn command_line(self) -> &'static str {
         match self {
             ServerKind::Nowait => {
                 "serve --format {format} --direct {direct} r?--read-only t?--tls-certs \
-                 t?{certificates} --nbd u?unix:{socket} p?tcp:127.0.0.1:{port} {file}"
+                 t?{certificates} n?--nbd u?unix:{socket} p?tcp:127.0.0.1:{port} \
+                 v?--vhost-user v?{socket} {file}"
             }
             ServerKind::QemuNbd => {
                 "--aio=io_uring d?--cache=none c?--cache=writeback -f {format} -t -e 64 r?-r \
@@ -143,9 +155,11 @@ impl ServerKind {
                  --blockdev driver=file,node-name={node},aio=io_uring,cache.direct={direct},\
                  read-only={read_only},filename={file,} \
                  q?--blockdev q?driver={format},node-name=f,file={node},cache.direct={direct},\
-                 read-only={read_only} --nbd-server u?addr.type=unix,addr.path={socket,}{tls} \
+                 read-only={read_only} n?--nbd-server u?addr.type=unix,addr.path={socket,}{tls} \
                  p?addr.type=inet,addr.host=127.0.0.1,addr.port={port}{tls} \
-                 --export type=nbd,id=e,node-name=f,name=f,writable={writable}"
+                 --export n?type=nbd,id=e,node-name=f,name=f,writable={writable} \
+                 v?type=vhost-user-blk,id=e,node-name=f,addr.type=unix,addr.path={socket,},\
+                 num-queues={queues},writable={writable}"
             }
             ServerKind::Nbdkit => {
                 "-f r?-r t?--tls=require t?--tls-certificates={certificates} u?-U u?{socket} \
@@ -182,6 +196,8 @@ pub(crate) struct ServerFiles<'a> {
     pub(crate) format: Format,
     /// The address to listen on.
     pub(crate) address: &'a Address,
+    /// The queues of the device, for vhost-user.
+    pub(crate) queues: usize,
     /// The directory with its certificate and key, for TLS.
     pub(crate) certificates: &'a Path,
 }
@@ -254,7 +270,7 @@ impl Servers {
         let server = |it: &Program| json!({ "name": it.kind.name(), "version": it.version });
         let mut machine = machine.to_json();
         let (client, server_cpu) = match placement {
-            Placement::Apart { client, server } => (Some(client), Some(server)),
+            Placement::Apart { client, server, .. } => (Some(client), Some(server)),
             Placement::Shared => (None, None),
         };
         machine["client_cpu"] = client.into();
@@ -280,17 +296,20 @@ impl Server {
         program: &Program,
         target: &Target,
         terms: Conditions,
-        certificates: &Certificates,
-        directory: &Path,
+        queues: usize,
+        (certificates, directory): (&Certificates, &Path),
     ) -> io::Result<Server> {
         let address = match terms.transport {
             Transport::Tcp => address::free_port()?,
-            Transport::Plain | Transport::Tls => Address::Unix(directory.join("socket")),
+            Transport::Plain | Transport::Tls | Transport::VhostUser => {
+                Address::Unix(directory.join("socket"))
+            }
         };
         let server_files = ServerFiles {
             file: &target.path,
             format: target.format,
             address: &address,
+            queues,
             certificates: certificates.directory(),
         };
         let arguments = program.kind.arguments(terms, target.access, server_files);
@@ -398,18 +417,20 @@ mod tests {
     fn arguments(kind: ServerKind, terms: Conditions, access: Access) -> Vec<OsString> {
         let address = match terms.transport {
             Transport::Tcp => address::loopback(PORT),
-            Transport::Plain | Transport::Tls => Address::Unix("/s".into()),
+            Transport::Plain | Transport::Tls | Transport::VhostUser => {
+                Address::Unix("/s".into())
+            }
         };
         let [file, certificates] = ["/f", "/c"].map(Path::new);
         let server_files =
-            ServerFiles { file, format: Format::Raw, address: &address, certificates };
+            ServerFiles { file, format: Format::Raw, address: &address, queues: 2, certificates };
         kind.arguments(terms, access, server_files)
     }
 
     #[test]
     fn servers_listen_on_a_port_in_tcp_tables_and_on_a_path_in_the_others() {
         for kind in ServerKind::ALL {
-            for terms in Conditions::ALL {
+            for terms in Conditions::ALL.into_iter().filter(|terms| kind.has(terms.transport)) {
                 let given = arguments(kind, terms, Access::ReadOnly).join(" ".as_ref());
                 let given = given.to_string_lossy();
                 let tcp = terms.transport == Transport::Tcp;
@@ -419,11 +440,32 @@ mod tests {
         }
     }
 
+    fn is_nbd(terms: &Conditions) -> bool {
+        terms.transport != Transport::VhostUser
+    }
+
+    #[test]
+    fn the_servers_of_vhost_user_get_the_socket_and_the_number_of_queues() {
+        let terms = Conditions { caching: Caching::Direct, transport: Transport::VhostUser };
+        for (kind, words) in [
+            (ServerKind::Nowait, &["--vhost-user /s /f", "--read-only"][..]),
+            (
+                ServerKind::QemuStorageDaemon,
+                &["type=vhost-user-blk,", "addr.path=/s,num-queues=2,writable=off"][..],
+            ),
+        ] {
+            let given = arguments(kind, terms, Access::ReadOnly).join(" ".as_ref());
+            let given = given.to_string_lossy();
+            assert!(words.iter().all(|word| given.contains(word)), "{given}");
+            assert!(!given.contains("nbd"), "{given}");
+        }
+    }
+
     #[test]
     fn a_read_only_file_is_served_read_only_by_every_server() {
         let flags = ["--read-only", "-r", "type=nbd,id=e,node-name=f,name=f,writable=off", "-r"];
         for (kind, flag) in ServerKind::ALL.into_iter().zip(flags) {
-            for terms in Conditions::ALL {
+            for terms in Conditions::ALL.into_iter().filter(is_nbd) {
                 let given = |access| arguments(kind, terms, access);
                 assert!(given(Access::ReadOnly).contains(&flag.into()), "{}", kind.name());
                 assert!(!given(Access::ReadWrite).contains(&flag.into()), "{}", kind.name());
@@ -434,7 +476,7 @@ mod tests {
     #[test]
     fn only_servers_in_tls_tables_get_certificates() {
         for kind in ServerKind::ALL {
-            for terms in Conditions::ALL {
+            for terms in Conditions::ALL.into_iter().filter(is_nbd) {
                 let given = arguments(kind, terms, Access::ReadOnly);
                 let named = given.iter().any(|argument| argument.to_string_lossy().contains("/c"));
                 assert_eq!(named, terms.transport == Transport::Tls, "{} {terms}", kind.name());

@@ -58,6 +58,14 @@ pub(crate) struct TestImages {
 }
 
 impl TestImages {
+    /// Whether the programs that create them are installed.
+    pub(crate) fn has_tools() -> bool {
+        ["qemu-img", "qemu-io"].iter().all(|program| {
+            let answer = Command::new(program).arg("--version").stdin(Stdio::null()).output();
+            answer.is_ok_and(|answer| answer.status.success())
+        })
+    }
+
     /// Creates all images below `$TMPDIR`, or /var/tmp: about 400 MiB.
     pub(crate) fn make() -> Result<TestImages, Error> {
         let made = || {

@@ -35,6 +35,8 @@ pub enum Transport {
     Tcp,
     /// TLS 1.3 over a Unix socket, all servers with the same certificate and cipher.
     Tls,
+    /// Not NBD: a vhost-user-blk device, whose requests are in shared memory.
+    VhostUser,
 }
 
 /// The client that makes the requests.
@@ -57,25 +59,28 @@ pub(crate) struct Conditions {
 }
 
 impl Transport {
-    /// Its name in reports: `plain`, `TCP` or `TLS`.
+    /// Its name in reports: `plain`, `TCP`, `TLS` or `vhost-user`.
     pub(crate) fn name(self) -> &'static str {
         match self {
             Transport::Plain => "plain",
             Transport::Tcp => "TCP",
             Transport::Tls => "TLS",
+            Transport::VhostUser => "vhost-user",
         }
     }
 }
 
 impl Conditions {
     /// All conditions, in the order of the report.
-    pub(crate) const ALL: [Conditions; 6] = [
+    pub(crate) const ALL: [Conditions; 8] = [
         Conditions { caching: Caching::Direct, transport: Transport::Plain },
         Conditions { caching: Caching::PageCache, transport: Transport::Plain },
         Conditions { caching: Caching::Direct, transport: Transport::Tcp },
         Conditions { caching: Caching::PageCache, transport: Transport::Tcp },
         Conditions { caching: Caching::Direct, transport: Transport::Tls },
         Conditions { caching: Caching::PageCache, transport: Transport::Tls },
+        Conditions { caching: Caching::Direct, transport: Transport::VhostUser },
+        Conditions { caching: Caching::PageCache, transport: Transport::VhostUser },
     ];
 }
 
@@ -85,7 +90,7 @@ impl fmt::Display for Conditions {
         let Conditions { caching, transport } = self;
         match transport {
             Transport::Plain => f.write_str(caching.name()),
-            Transport::Tcp | Transport::Tls => {
+            Transport::Tcp | Transport::Tls | Transport::VhostUser => {
                 write!(f, "{}, {}", caching.name(), transport.name())
             }
         }
@@ -176,6 +181,14 @@ impl Workload {
         let flood = |direction| Some(BackgroundLoad::Flood(direction));
         all.extend(both.map(|direction| Workload { beside: flood(direction), ..small }));
         all
+    }
+
+    /// What is measured over vhost-user: 4K and 64K random at depth 1, 16 and 64.
+    pub(crate) fn of_virtual_machines() -> Vec<Workload> {
+        let small = |load: &Workload| load.beside.is_none() && load.order == Order::Random;
+        let small: Vec<Workload> = Workload::standard().into_iter().filter(small).collect();
+        let large = small.iter().map(|load| Workload { block_bytes: 64 * KIB, ..*load });
+        small.iter().copied().chain(large).collect()
     }
 }
 

@@ -92,7 +92,7 @@ fn every_server_is_measured_over_every_transport_and_text_and_page_have_the_figu
     let directory = TempDir::new().expect("a temporary directory");
     let html = directory.path().join("report.html");
     let mut options =
-        PeersOptions { connections: 2, transport: None, ..overwriting(&file_of_zeros(&directory)) };
+        PeersOptions { connections: Some(2), transport: None, ..overwriting(&file_of_zeros(&directory)) };
     options.run.html = Some(html.clone());
     for (transport, comparisons) in [(None, 4), (Some(Transport::Tcp), 2)] {
         options.transport = transport;
@@ -155,6 +155,29 @@ fn the_throughput_of_a_flood_is_reported_with_that_of_the_small_reader() {
     check_complete(&report, 2);
     for row in array(&report.json, "comparisons").iter().flat_map(|it| array(it, "servers")) {
         assert!(lowest(row, "beside_mib_s") > 0.0, "{row}");
+    }
+}
+
+#[test]
+fn disks_of_virtual_machines_are_measured_with_one_queue_and_with_two_raw_and_qcow2() {
+    let directory = TempDir::new().expect("a temporary directory");
+    let mut options = options(&file_of_zeros(&directory));
+    options.transport = Some(Transport::VhostUser);
+    options.only = Some("64K random".into());
+    options.run.overwrite = true;
+    let Some((report, printed)) = measured(&options) else {
+        return;
+    };
+    // Reads and writes at three depths.
+    check_complete(&report, 2 * 6);
+    assert!(printed.contains("vhost-user, 1 queue(s), raw"), "{printed}");
+    assert!(printed.contains("vhost-user, 2 queue(s), raw"), "{printed}");
+    options.only = Some("4K random read, depth 16".into());
+    (options.connections, options.file, options.run.overwrite) = (Some(3), None, false);
+    if let Some((report, printed)) = measured(&options) {
+        // Of 4K and of 64K, on both formats.
+        check_complete(&report, 4);
+        assert!(printed.contains("vhost-user, 3 queue(s), qcow2"), "{printed}");
     }
 }
 

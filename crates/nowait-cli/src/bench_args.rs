@@ -52,7 +52,8 @@ pub struct BenchArgs {
     #[arg(value_parser = clap::value_parser!(u32).range(1..=100))]
     pub rounds: u32,
 
-    /// peers: connections at once, each with a row's depth; 1 without it
+    /// peers: connections at once, each with a row's depth; 1 without it. With vhost-user: queues; a table of one and a
+    /// table of two without it
     #[arg(long, value_name = "N")]
     #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
     connections: Option<u16>,
@@ -69,8 +70,8 @@ pub struct BenchArgs {
     #[arg(long, value_name = "HOW", value_enum)]
     pub caching: Option<BenchCaching>,
 
-    /// peers: only with bytes as they are (plain), only by TLS 1.3 (tls), or instead of Unix sockets by TCP on the
-    /// loopback interface (tcp), which is left out otherwise
+    /// peers: only with bytes as they are (plain), only by TLS 1.3 (tls), or, which are left out otherwise: instead of
+    /// Unix sockets by TCP on the loopback interface (tcp), or as disks of a virtual machine (vhost-user), raw and qcow2
     #[arg(long, value_name = "HOW", value_enum)]
     pub transport: Option<BenchTransport>,
 
@@ -102,9 +103,9 @@ impl BenchArgs {
         Duration::from_secs_f64(self.seconds.unwrap_or(1.0))
     }
 
-    /// Connections to each of the peers at once.
-    pub fn connections(&self) -> usize {
-        usize::from(self.connections.unwrap_or(1))
+    /// Connections to each of the peers at once, or queues.
+    pub fn connections(&self) -> Option<usize> {
+        self.connections.map(usize::from)
     }
 
     /// Checks that WHAT has the given options.
@@ -158,6 +159,8 @@ pub enum BenchTransport {
     Tls,
     /// TCP against TCP
     Tcp,
+    /// vhost-user-blk against vhost-user-blk
+    VhostUser,
 }
 
 /// The client that makes the requests to the peers.

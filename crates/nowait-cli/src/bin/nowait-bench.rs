@@ -83,6 +83,7 @@ fn measure(args: &BenchArgs, run: RunOptions) -> Result<Report, CliError> {
                     BenchTransport::Plain => Transport::Plain,
                     BenchTransport::Tls => Transport::Tls,
                     BenchTransport::Tcp => Transport::Tcp,
+                    BenchTransport::VhostUser => Transport::VhostUser,
                 }),
             };
             return run_peers(&options, &mut out).map_err(failed);

@@ -74,7 +74,7 @@ impl Client {
         let placement = Placement::choose().map_err(io::Error::other)?;
         thread::scope(|scope| {
             let measurement = scope.spawn(|| {
-                placement.pin_to_server_cpu()?;
+                placement.pin_to_server_cpus(1)?;
                 self.measure(fixture, load)
             });
             measurement.join().unwrap_or_else(|_| Err(io::Error::other("the client panicked")))
