@@ -44,10 +44,7 @@ pub(crate) struct Runner<'a> {
 }
 
 impl<'a> Runner<'a> {
-    pub(crate) fn new(
-        run: &'a RunOptions,
-        client: ClientKind,
-    ) -> Result<Self, Error> {
+    pub(crate) fn new(run: &'a RunOptions, client: ClientKind) -> Result<Self, Error> {
         let scratch = TempDir::with_prefix("nowait-bench-")
             .map_err(Error::system("making a directory for sockets"))?;
         let certificates = Certificates::make().map_err(Error::system("making certificates"))?;
@@ -168,7 +165,7 @@ impl<'a> Runner<'a> {
         })
     }
 
-    fn measure_client(&self, mut client: impl Load, server: &Server) -> io::Result<Sample> {
+    fn measure_client<L: Load>(&self, mut client: L, server: &Server) -> io::Result<Sample> {
         let mut latencies_ns = latency_histogram()?;
         client.run_for(WARM_UP, &mut latencies_ns, self.stop)?;
         latencies_ns.reset();

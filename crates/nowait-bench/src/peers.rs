@@ -317,9 +317,7 @@ fn command_line(kind: ServerKind, table: TableTerms, access: Access) -> String {
     let [file, certificates] = ["FILE", "DIR"].map(Path::new);
     let address = match terms.transport {
         Transport::Tcp => address::loopback(EXAMPLE_PORT),
-        Transport::Plain | Transport::Tls | Transport::VhostUser => {
-            Address::Unix("SOCKET".into())
-        }
+        Transport::Plain | Transport::Tls | Transport::VhostUser => Address::Unix("SOCKET".into()),
     };
     let server_files = ServerFiles { file, format, address: &address, queues, certificates };
     let arguments = kind.arguments(terms, access, server_files).join(" ".as_ref());
@@ -414,7 +412,8 @@ impl Comparison {
         });
         let row = |row: &Entry<Program, Sample>| {
             let mut object = figures_json(row, &self.workload, row.key.kind);
-            object.insert("comparable".to_owned(), row.key.kind.can(self.table.terms.caching).into());
+            object
+                .insert("comparable".to_owned(), row.key.kind.can(self.table.terms.caching).into());
             object
         };
         json!({

@@ -417,9 +417,7 @@ mod tests {
     fn arguments(kind: ServerKind, terms: Conditions, access: Access) -> Vec<OsString> {
         let address = match terms.transport {
             Transport::Tcp => address::loopback(PORT),
-            Transport::Plain | Transport::Tls | Transport::VhostUser => {
-                Address::Unix("/s".into())
-            }
+            Transport::Plain | Transport::Tls | Transport::VhostUser => Address::Unix("/s".into()),
         };
         let [file, certificates] = ["/f", "/c"].map(Path::new);
         let server_files =

@@ -215,9 +215,7 @@ impl Queue {
         let mut count = 0;
         while let Some(slot) = self.ring.take()? {
             let Some(sent) = self.sent.get_mut(slot).and_then(Option::take) else {
-                return Err(io::Error::other(
-                    "the server answered a request that was never made",
-                ));
+                return Err(io::Error::other("the server answered a request that was never made"));
             };
             let ns = u64::try_from((now - sent).as_nanos()).unwrap_or(u64::MAX);
             latencies_ns.saturating_record(ns);

@@ -91,8 +91,11 @@ fn check_complete(report: &Report, comparisons: usize) {
 fn every_server_is_measured_over_every_transport_and_text_and_page_have_the_figures() {
     let directory = TempDir::new().expect("a temporary directory");
     let html = directory.path().join("report.html");
-    let mut options =
-        PeersOptions { connections: Some(2), transport: None, ..overwriting(&file_of_zeros(&directory)) };
+    let mut options = PeersOptions {
+        connections: Some(2),
+        transport: None,
+        ..overwriting(&file_of_zeros(&directory))
+    };
     options.run.html = Some(html.clone());
     for (transport, comparisons) in [(None, 4), (Some(Transport::Tcp), 2)] {
         options.transport = transport;
