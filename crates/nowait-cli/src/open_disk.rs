@@ -77,6 +77,7 @@ fn open(args: &ServeArgs, named: NamedExport) -> Result<OpenedDisk, CliError> {
             args::Direct::Auto => nowait::Direct::Auto,
         },
         no_hint: !args.config().hint,
+        no_allocate_ahead: !args.config().allocate_ahead,
         ..ChainOptions::default()
     };
     let image = nowait_image::open(&named.image, &options);

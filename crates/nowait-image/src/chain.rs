@@ -103,10 +103,12 @@ pub struct ChainOptions {
     /// The data files that may be opened; no others are, wherever they are.
     pub data_files: Vec<PathBuf>,
     /// Whether the page cache is bypassed, for all files alike. Only for a device
-    /// ([`crate::open()`]), as is `no_hint`.
+    /// ([`crate::open()`]), as are `no_hint` and `no_allocate_ahead`.
     pub direct: Direct,
     /// Whether mappings are not cached; see [`nowait::Config::hint`].
     pub no_hint: bool,
+    /// Whether nothing is allocated ahead; see [`nowait::Config::allocate_ahead`].
+    pub no_allocate_ahead: bool,
 }
 
 impl Default for ChainOptions {
@@ -122,6 +124,7 @@ impl Default for ChainOptions {
             data_files: Vec::new(),
             direct: Direct::Auto,
             no_hint: false,
+            no_allocate_ahead: false,
         }
     }
 }

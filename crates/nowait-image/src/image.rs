@@ -81,12 +81,13 @@ fn open_raw(
     warnings: &mut Vec<Warning>,
 ) -> Result<Content, ImageError> {
     let file = &chain.top().file;
-    let ChainOptions { writable, direct, no_hint, allow_mounted, .. } = *options;
+    let ChainOptions { writable, direct, no_hint, no_allocate_ahead, allow_mounted, .. } = *options;
     let read_only = !writable;
-    let options_of_file = OpenOptions { read_only, direct, allow_mounted, no_hint };
+    let options_of_file =
+        OpenOptions { read_only, direct, allow_mounted, no_hint, no_allocate_ahead };
     let storage = qcow2_disk::storage_with(file, options_of_file)?;
     let is_device = storage.properties().device;
-    let device = BlockDevice::raw(storage, no_hint);
+    let device = BlockDevice::raw(storage, options_of_file);
     let mut device = device.map_err(|e| ImageError::os(file.path(), "open", &e.into()))?;
     device.scan();
     if options.format.is_none() && !is_device {

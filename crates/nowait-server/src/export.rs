@@ -21,7 +21,7 @@ impl fmt::Display for ExportId {
 }
 
 /// One image as a block device.
-pub struct Export<M> {
+pub struct Export<M: BlockMap> {
     disk: Arc<BlockDevice<M>>,
     workers: WorkerPool,
     name: String,

@@ -8,8 +8,9 @@ use std::sync::Arc;
 
 use nowait::sim::{Random, SimDevice, SimOptions};
 use nowait::{
-    AllocationCache, BlockDevice, BlockMap, BlockingFile, ByteRange, Error, Extent, ExtentStatus,
-    ImageFormat as Inside, Intent, OpenOptions, SimStorage, WorkerPool, WouldBlock,
+    AheadMap, AllocationCache, BlockDevice, BlockMap, BlockingFile, ByteRange, Config, Error,
+    Extent, ExtentStatus, ImageFormat as Inside, Intent, OpenOptions, SimStorage, WorkerPool,
+    WouldBlock,
 };
 use nowait_image::check::Report;
 use nowait_image::qcow2_disk::{
@@ -85,6 +86,10 @@ impl BlockMap for AnyMap {
         extents: &mut Vec<ExtentStatus>,
     ) -> bool {
         either!(self, map => map.cached_extents(range, limit, extents))
+    }
+
+    fn ahead(&self) -> Option<&dyn AheadMap> {
+        either!(self, map => map.ahead())
     }
 
     fn image(&self) -> Option<&dyn Inside> {
@@ -243,10 +248,11 @@ impl Image {
 }
 
 fn raw(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<BlockDevice<AnyMap>, Error> {
-    let hint = scenario.config.hint;
+    let Config { hint, allocate_ahead, .. } = scenario.config;
     let options = OpenOptions { direct: scenario.direct, no_hint: !hint, ..OpenOptions::default() };
     let data = SimStorage::open(device, 0, options);
     let (size, map) = (device.bytes(), AllocationCache::new(device.bytes(), hint));
+    let map = map.allocating_ahead(allocate_ahead);
     map.scan(&data);
     Ok(BlockDevice::mapped(Arc::new(data), Vec::new(), size, false, AnyMap::Raw(map)))
 }

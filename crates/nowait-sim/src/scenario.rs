@@ -208,6 +208,7 @@ impl Scenario {
         }
         scenario.device.shares_syncs = random.below(2) == 0;
         scenario.config.group_syncs = random.below(8) > 0;
+        scenario.config.allocate_ahead = random.below(8) > 0;
         scenario
     }
 

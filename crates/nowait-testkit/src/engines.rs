@@ -73,7 +73,7 @@ impl TestQueueKind {
 }
 
 /// `on`, and `on` with each of its switches off, by name.
-pub fn switches(on: Config) -> [(&'static str, Config); 10] {
+pub fn switches(on: Config) -> [(&'static str, Config); 11] {
     [
         ("all on", on),
         ("simple off", Config { simple: false, ..on }),
@@ -85,6 +85,7 @@ pub fn switches(on: Config) -> [(&'static str, Config); 10] {
         ("back-off off", Config { back_off: false, ..on }),
         ("hint off", Config { hint: false, ..on }),
         ("group syncs off", Config { group_syncs: false, ..on }),
+        ("allocate ahead off", Config { allocate_ahead: false, ..on }),
     ]
 }
 

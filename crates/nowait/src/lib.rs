@@ -73,6 +73,7 @@ pub use api::async_file::AsyncFile;
 pub use api::blocking_file::BlockingFile;
 pub use api::local_file::LocalAsyncFile;
 pub use api::local_file::local_driver::LocalDriver;
+pub use block::ahead_map::AheadMap;
 pub use block::allocation_cache::AllocationCache;
 pub use block::block_map::{BlockMap, Extent, Intent, LinearMap, WouldBlock};
 pub use block::device::BlockDevice;
@@ -94,7 +95,7 @@ pub use queue::{
 pub use storage::file::{Direct, FileStorage, OpenOptions};
 #[cfg(feature = "sim")]
 pub use storage::sim::SimStorage;
-pub use storage::{Storage, StorageProperties};
+pub use storage::{Storage, StorageProperties, StorageSpace};
 pub use threads::adaptive_poll::AdaptivePoll;
 pub use types::alignment::Alignment;
 pub use types::byte_range::ByteRange;

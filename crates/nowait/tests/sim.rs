@@ -78,7 +78,7 @@ impl Rig {
 
     fn on(device: Arc<SimDevice>, how: OpenOptions, config: Config) -> Self {
         let storage = SimStorage::open(&device, 0, how);
-        let disk = Arc::new(BlockDevice::raw(Arc::new(storage), false).unwrap());
+        let disk = Arc::new(BlockDevice::raw(Arc::new(storage), OpenOptions::default()).unwrap());
         let workers = WorkerPool::simulated(&disk);
         let queue = SimQueue::new(device.clone()).unwrap();
         let engine = Engine::new(disk, workers.clone(), queue, config).unwrap();
@@ -509,4 +509,23 @@ fn flushes_that_wait_for_a_silent_device_end_when_it_answers_or_loses_power() {
         let result = |good| if power_fails { Err(libc::EIO) } else { Ok(good) };
         assert_eq!(ended, [(1, result(0)), (2, result(0)), (3, result(BLOCK))]);
     }
+}
+
+/// A device with room for a few blocks more than the writes need: what is allocated ahead leaves
+/// none for a write elsewhere, until it is given back.
+#[test]
+fn c19_a_write_finds_the_space_that_was_allocated_ahead() {
+    const WRITTEN: u64 = 64;
+    let options = SimOptions { capacity: WRITTEN + 5, ..SimOptions::able(256 * BLOCK) };
+    let mut rig = Rig::new(options, Config::default());
+    rig.engine.disk().scan();
+    let mut failed = Vec::new();
+    for block in (0..WRITTEN).chain(200..205) {
+        rig.write(ByteRange::new(block * BLOCK, BLOCK), block);
+        failed.extend(rig.settle().into_iter().filter(|(_, result)| result.is_err()));
+    }
+    assert_eq!(failed, []);
+    assert!(rig.engine.stats().worker < WRITTEN, "{:?}", rig.engine.stats());
+    rig.write(ByteRange::new(230 * BLOCK, BLOCK), 9);
+    assert_eq!(rig.settle(), [(9, Err(libc::ENOSPC))]);
 }

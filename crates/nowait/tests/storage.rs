@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 
 use nowait::{
     Alignment, BlockDevice, BlockingFile, ByteRange, Config, Engine, Error, ExtentStatus, Flags,
-    IoBuffer, IoSegment, LinearMap, Null, Op, Operation, ReadCursor, Request, Storage,
+    IoBuffer, IoSegment, LinearMap, Null, Op, OpenOptions, Operation, ReadCursor, Request, Storage,
     StorageProperties, WorkerPool, WriteCursor,
 };
 
@@ -236,7 +236,7 @@ fn c19_the_cursor_tells_the_bytes_before_an_error() {
 #[test]
 fn a_storage_without_a_descriptor_is_served_by_the_workers() {
     let storage = Arc::new(MemoryStorage::new());
-    let disk = Arc::new(BlockDevice::raw(storage.clone(), false).unwrap());
+    let disk = Arc::new(BlockDevice::raw(storage.clone(), OpenOptions::default()).unwrap());
     assert_eq!(disk.files().unwrap_err().errno(), libc::EOPNOTSUPP);
     let config = Config { nowait_first: false, ..Config::default() };
     let workers = WorkerPool::new(&disk, 2);

@@ -50,9 +50,9 @@ pub(crate) fn run(
     load: &Workload,
     config: Config,
 ) -> io::Result<Sample> {
-    let disk = fixture.hinted_disk(fixture.path, false)?;
-    let workers = WorkerPool::new(&disk, config.workers);
     let config = Config { hint: false, ..config };
+    let disk = fixture.hinted_disk(fixture.path, config)?;
+    let workers = WorkerPool::new(&disk, config.workers);
     let reads = load.direction == Direction::Read;
     match api {
         AsyncApi::AnyThread => {

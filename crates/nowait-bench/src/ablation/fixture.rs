@@ -96,14 +96,19 @@ impl<'a> Fixture<'a> {
         Ok(Arc::new(BlockDevice::open_mapped(self.path, self.open_options())?))
     }
 
-    /// The file as a disk that knows its holes; with `hint` off it knows none.
+    /// The file as a disk that knows its holes and allocates ahead, as far as `config` says.
     pub(crate) fn hinted_disk(
         &self,
         path: &Path,
-        hint: bool,
+        config: Config,
     ) -> io::Result<Arc<BlockDevice<AllocationCache>>> {
         let read_only = path == self.path && !self.writable;
-        let options = OpenOptions { read_only, no_hint: !hint, ..OpenOptions::default() };
+        let options = OpenOptions {
+            read_only,
+            no_hint: !config.hint,
+            no_allocate_ahead: !config.allocate_ahead,
+            ..OpenOptions::default()
+        };
         let disk = BlockDevice::open(path, options)?;
         disk.scan();
         Ok(Arc::new(disk))
@@ -143,7 +148,7 @@ impl<'a> Fixture<'a> {
         load: &Workload,
         config: Config,
     ) -> io::Result<Sample> {
-        self.on_disk(self.hinted_disk(self.path, true)?, queue, load, config)
+        self.on_disk(self.hinted_disk(self.path, config)?, queue, load, config)
     }
 
     fn on_disk<M: BlockMap>(

@@ -300,6 +300,7 @@ impl ServeArgs {
                 Switch::BackOff => &mut config.back_off,
                 Switch::Hint => &mut config.hint,
                 Switch::GroupSyncs => &mut config.group_syncs,
+                Switch::AllocateAhead => &mut config.allocate_ahead,
             } = false;
         }
         config
@@ -539,6 +540,8 @@ mod tests {
             ..all
         };
         assert_eq!(some.config(), expected);
+        let one = serve("nowait serve --off allocate-ahead");
+        assert_eq!(one.config(), nowait::Config { allocate_ahead: false, ..all });
     }
 
     #[test]

@@ -25,4 +25,6 @@ pub(crate) enum Switch {
     Hint,
     /// Making writes with FUA durable together where the kernel would sync for each
     GroupSyncs,
+    /// Allocating storage behind sequential writes into holes of a raw image
+    AllocateAhead,
 }

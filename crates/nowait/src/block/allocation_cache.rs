@@ -5,9 +5,12 @@
 //! had completed, and the mark is removed before the next write begins. "Mapped" may be wrong and
 //! then costs only speed. So the cache never hides data (C14, C18, C38).
 
+mod ahead;
+
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::block::ahead_map::AheadMap;
 use crate::block::block_map::{BlockMap, Extent, Intent, WouldBlock};
 use crate::storage::Storage;
 use crate::types::byte_range::ByteRange;
@@ -17,6 +20,9 @@ use crate::types::request::ExtentStatus;
 const UNKNOWN: u64 = 0;
 const MAPPED: u64 = 1;
 const HOLE: u64 = 2;
+/// A hole that has storage. The bit of `HOLE` says that it reads as zeros, the bit of `MAPPED` that
+/// a write allocates nothing.
+const AHEAD: u64 = 3;
 const ALL_MAPPED: u64 = 0x5555_5555_5555_5555;
 const ALL_HOLES: u64 = ALL_MAPPED << 1;
 const GRANULES_PER_WORD: u64 = 32;
@@ -39,6 +45,9 @@ pub struct AllocationCache {
     /// Size of the device in bytes: the granule that its end cuts is a hole if its part of it is.
     size: AtomicU64,
     enabled: bool,
+    allocates_ahead: bool,
+    /// Granules in state `AHEAD`.
+    ahead_granules: AtomicU64,
 }
 
 impl AllocationCache {
@@ -52,7 +61,16 @@ impl AllocationCache {
         }
         let leaves = MAX_GRANULES / GRANULES_PER_LEAF + 1;
         let leaves = (0..leaves).map(|_| OnceLock::new()).collect();
-        Self { leaves, granule_shift, size: AtomicU64::new(size), enabled }
+        let ahead_granules = AtomicU64::new(0);
+        let size = AtomicU64::new(size);
+        Self { leaves, granule_shift, size, enabled, allocates_ahead: false, ahead_granules }
+    }
+
+    /// The same for a device that allocates ahead ([`crate::Config::allocate_ahead`]) if `on`, and
+    /// if the cache is enabled.
+    #[must_use]
+    pub fn allocating_ahead(self, on: bool) -> Self {
+        Self { allocates_ahead: on && self.enabled, ..self }
     }
 
     /// The same for a device whose size others may change at any time: a granule that the device's
@@ -105,19 +123,20 @@ impl AllocationCache {
         self.word(granule) >> (granule % GRANULES_PER_WORD * 2) & 3
     }
 
-    /// The end of the run from `from` on whose granules all are holes, or all are not, as `hole`
+    /// The end of the run from `from` on whose granules all read as holes, or all do not, as `hole`
     /// says; at most `to`. Granules behind the device are unknown, so they are not holes.
     #[inline]
     fn run_until(&self, from: u64, to: u64, hole: bool) -> u64 {
-        let whole = if hole { ALL_HOLES } else { ALL_MAPPED };
+        let whole = if hole { ALL_HOLES } else { 0 };
         let end = to.min(self.leaves.len() as u64 * GRANULES_PER_LEAF);
         let mut granule = from;
         while granule < end {
-            if granule.is_multiple_of(GRANULES_PER_WORD) && self.word(granule) == whole {
+            if granule.is_multiple_of(GRANULES_PER_WORD) && self.word(granule) & ALL_HOLES == whole
+            {
                 granule += GRANULES_PER_WORD;
                 continue;
             }
-            if (self.state(granule) == HOLE) != hole {
+            if reads_as_hole(self.state(granule)) != hole {
                 return granule;
             }
             granule += 1;
@@ -125,8 +144,12 @@ impl AllocationCache {
         if hole { granule.min(to) } else { to }
     }
 
-    /// The end of the run from `from` on whose granules have `state`; at most `to`.
+    /// The end of the run from `from` on whose granules have `state`, or are holes like it; at most
+    /// `to`.
     fn same_state_run(&self, from: u64, to: u64, state: u64) -> u64 {
+        if reads_as_hole(state) {
+            return self.run_until(from, to, true);
+        }
         let whole = ALL_MAPPED * state;
         let mut granule = from;
         while granule < to {
@@ -166,10 +189,13 @@ impl AllocationCache {
     fn map_long_extent(&self, range: ByteRange, intent: Intent) -> Result<Extent, WouldBlock> {
         let (from, to) = self.covering_granules(range);
         // Looked at once: another thread may change it at any time.
-        let hole = self.state(from) == HOLE;
+        let hole = reads_as_hole(self.state(from));
         let end = self.run_until(from + 1, to, hole);
         match intent {
-            Intent::Write if hole || end < to => Err(WouldBlock),
+            Intent::Write if (hole || end < to) && (from..to).any(|at| self.state(at) == HOLE) => {
+                Err(WouldBlock)
+            }
+            Intent::Write if hole || end < to => Ok(self.map_ahead(range)),
             Intent::Write => Ok(Extent::identical(range, range.len, false)),
             Intent::Read => {
                 // The end of the last granule may exceed u64::MAX.
@@ -180,6 +206,14 @@ impl AllocationCache {
                 Ok(Extent::identical(range, len, hole))
             }
         }
+    }
+
+    /// The extent of a write to a range that was, at least in part, allocated ahead; its range is
+    /// locked. From now on reads go to the file.
+    #[inline(never)]
+    fn map_ahead(&self, range: ByteRange) -> Extent {
+        self.mark_allocated(range);
+        Extent::identical(range, range.len, false)
     }
 
     /// Applies `change` to each word of the granules `from..to`; its arguments are the word and a
@@ -207,10 +241,16 @@ impl AllocationCache {
                 leaf.get_or_init(|| (0..WORDS_PER_LEAF).map(|_| AtomicU64::new(0)).collect());
             let word = &leaf[(granule / GRANULES_PER_WORD % WORDS_PER_LEAF) as usize];
             // An update without a change writes nothing, so CPU caches keep sharing the word.
-            let _ = word.fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| {
+            let before = word.fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| {
                 let then = change(now, low);
                 (then != now).then_some(then)
             });
+            if self.allocates_ahead
+                && let Ok(before) = before
+            {
+                let grown = ahead_in(change(before, low)).wrapping_sub(ahead_in(before));
+                self.ahead_granules.fetch_add(grown, Ordering::Relaxed);
+            }
             granule = end;
         }
     }
@@ -220,11 +260,13 @@ impl BlockMap for AllocationCache {
     #[inline]
     fn map_extent(&self, range: ByteRange, intent: Intent) -> Result<Extent, WouldBlock> {
         let (from, to) = self.covering_granules(range);
-        let hole = self.state(from) == HOLE;
         if to - from == 1 {
+            let state = self.state(from);
             return match intent {
-                Intent::Write if hole => Err(WouldBlock),
-                _ => Ok(Extent::identical(range, range.len, hole)),
+                Intent::Write if state == HOLE => Err(WouldBlock),
+                Intent::Write if state == AHEAD => Ok(self.map_ahead(range)),
+                Intent::Write => Ok(Extent::identical(range, range.len, false)),
+                Intent::Read => Ok(Extent::identical(range, range.len, reads_as_hole(state))),
             };
         }
         self.map_long_extent(range, intent)
@@ -241,7 +283,7 @@ impl BlockMap for AllocationCache {
 
     fn is_mapped(&self, range: ByteRange) -> bool {
         let (from, to) = self.covering_granules(range);
-        (from..to).all(|granule| self.state(granule) == MAPPED)
+        (from..to).all(|granule| self.state(granule) & MAPPED != 0)
     }
 
     #[inline]
@@ -298,11 +340,26 @@ impl BlockMap for AllocationCache {
             }
             granule = self.same_state_run(granule + 1, to, state);
             let end_pos = (granule << self.granule_shift).min(range.end());
-            extents.push(ExtentStatus::top(end_pos - pos, state == HOLE));
+            extents.push(ExtentStatus::top(end_pos - pos, reads_as_hole(state)));
             pos = end_pos;
         }
         true
     }
+
+    fn ahead(&self) -> Option<&dyn AheadMap> {
+        self.allocates_ahead.then_some(self as &dyn AheadMap)
+    }
+}
+
+/// Whether a granule of this state reads as zeros without I/O.
+#[inline]
+fn reads_as_hole(state: u64) -> bool {
+    state & HOLE != 0
+}
+
+/// The number of granules in state `AHEAD` in a word.
+fn ahead_in(word: u64) -> u64 {
+    (word & (word >> 1) & ALL_MAPPED).count_ones().into()
 }
 
 impl AllocationCache {

@@ -3,6 +3,7 @@
 //! Invariant: an extent is never longer than the requested range, wherever it is used: the device
 //! cuts it, because a map may derive it from an image's untrusted bytes.
 
+use crate::block::ahead_map::AheadMap;
 use crate::block::image_format::ImageFormat;
 use crate::types::byte_range::ByteRange;
 use crate::types::request::ExtentStatus;
@@ -112,6 +113,13 @@ pub trait BlockMap: Send + Sync + 'static {
     /// for a range that is being allocated.
     #[inline]
     fn image(&self) -> Option<&dyn ImageFormat> {
+        None
+    }
+
+    /// The ranges that are allocated ahead, if the device allocates ahead
+    /// ([`crate::Config::allocate_ahead`]).
+    #[inline]
+    fn ahead(&self) -> Option<&dyn AheadMap> {
         None
     }
 }

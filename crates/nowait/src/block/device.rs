@@ -7,6 +7,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
+use crate::block::allocate_ahead::{AheadTarget, AllocateAhead};
 use crate::block::allocation_cache::AllocationCache;
 use crate::block::block_map::{BlockMap, Extent, Intent, LinearMap, WouldBlock};
 use crate::block::flush_coalescer::FlushCoalescer;
@@ -22,7 +23,7 @@ use crate::types::error::{Error, Operation};
 use crate::types::request::ExtentStatus;
 
 /// An open file, image or block device, with the map `M` of its bytes.
-pub struct BlockDevice<M> {
+pub struct BlockDevice<M: BlockMap> {
     /// The storage that is written to.
     primary: Arc<dyn Storage>,
     /// The other storages that extents may lie in, by [`crate::Extent::file`] from 1 on.
@@ -34,6 +35,7 @@ pub struct BlockDevice<M> {
     read_only: bool,
     nowait: bool,
     flushes: FlushCoalescer,
+    ahead: AllocateAhead,
     /// The first bytes of the device must not become these; empty if there is no such rule.
     forbidden: &'static [u8],
 }
@@ -44,16 +46,17 @@ impl BlockDevice<AllocationCache> {
     /// # Errors
     /// As [`FileStorage::open`].
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
-        Self::raw(Arc::new(FileStorage::open(path, options)?), options.no_hint)
+        Self::raw(Arc::new(FileStorage::open(path, options)?), options)
     }
 
     /// The device whose bytes are those of `storage`, with an empty allocation cache, or with none
-    /// if `no_hint` is set; see [`BlockDevice::scan`].
+    /// if `options` say so; see [`BlockDevice::scan`]. Of `options` only those of the cache count.
     ///
     /// # Errors
     /// As [`Storage::size`].
-    pub fn raw(storage: Arc<dyn Storage>, no_hint: bool) -> Result<Self, Error> {
-        let mut map = AllocationCache::new(storage.size()?, !no_hint);
+    pub fn raw(storage: Arc<dyn Storage>, options: OpenOptions) -> Result<Self, Error> {
+        let map = AllocationCache::new(storage.size()?, !options.no_hint);
+        let mut map = map.allocating_ahead(!options.no_allocate_ahead);
         if storage.properties().device {
             map = map.without_end();
         }
@@ -103,15 +106,27 @@ impl<M: BlockMap> BlockDevice<M> {
         let StorageProperties { align, nowait, .. } = properties;
         let (ranges, flushes) = (RangeLocks::new(), FlushCoalescer::default());
         let size = AtomicU64::new(size);
-        let forbidden = &[];
-        Self { primary, backing, map, ranges, align, size, read_only, nowait, flushes, forbidden }
+        Self {
+            primary,
+            backing,
+            map,
+            ranges,
+            align,
+            size,
+            read_only,
+            nowait,
+            flushes,
+            ahead: AllocateAhead::default(),
+            forbidden: &[],
+        }
     }
 
     /// The same, but refuses (`EPERM`) every write that could make the device begin with `bytes`:
     /// for an image whose format was guessed because it does not. None of `bytes` is 0.
     #[must_use]
-    pub fn with_forbidden_prefix(self, bytes: &'static [u8]) -> Self {
-        Self { forbidden: bytes, ..self }
+    pub fn with_forbidden_prefix(mut self, bytes: &'static [u8]) -> Self {
+        self.forbidden = bytes;
+        self
     }
 
     pub(crate) fn forbidden_prefix(&self) -> &'static [u8] {
@@ -172,6 +187,10 @@ impl<M: BlockMap> BlockDevice<M> {
         }
         if self.map.image().is_some() {
             return Err(failed(libc::EOPNOTSUPP));
+        }
+        // The map forgets which storage that is.
+        if let Some(target) = self.ahead_target() {
+            self.ahead.give_back(target);
         }
         self.primary.set_len(size)?;
         self.primary.sync()?;
@@ -292,6 +311,25 @@ impl<M: BlockMap> BlockDevice<M> {
         &*self.primary
     }
 
+    /// Allocates ahead, if the device does, before a write to `range`, which is locked. On a thread
+    /// that may block.
+    pub(crate) fn allocate_ahead(&self, range: ByteRange) {
+        if let Some(target) = self.ahead_target() {
+            self.ahead.before_write(target, range);
+        }
+    }
+
+    /// Gives back what was allocated ahead, because a write has found no space, and allocates
+    /// nothing ahead from now on. True if the write may find space now.
+    pub(crate) fn give_up_allocate_ahead(&self) -> bool {
+        self.ahead_target().is_some_and(|target| self.ahead.turn_off(target))
+    }
+
+    fn ahead_target(&self) -> Option<AheadTarget<'_>> {
+        let (storage, ranges, size) = (&*self.primary, &self.ranges, self.size());
+        self.map.ahead().map(|map| AheadTarget { map, storage, ranges, size })
+    }
+
     /// Whether requests need range locks: for read-modify-write of blocks (C13), for cached holes,
     /// or for an image that deallocates clusters.
     pub(crate) fn locks(&self) -> bool {
@@ -307,5 +345,14 @@ impl<M: BlockMap> BlockDevice<M> {
         self.flushes.flush_shared(|| {
             self.map.image().map_or_else(|| self.primary.sync(), |image| image.flush())
         })
+    }
+}
+
+impl<M: BlockMap> Drop for BlockDevice<M> {
+    /// Gives back what was allocated ahead and not used.
+    fn drop(&mut self) {
+        if let Some(target) = self.ahead_target() {
+            self.ahead.give_back(target);
+        }
     }
 }

@@ -3,6 +3,8 @@
 pub(crate) mod image_format;
 pub(crate) mod range_lock;
 pub(crate) mod flush_coalescer;
+pub(crate) mod ahead_map;
 pub(crate) mod block_map;
 pub(crate) mod allocation_cache;
+pub(crate) mod allocate_ahead;
 pub(crate) mod device;

@@ -232,8 +232,15 @@ fn write<M: BlockMap>(
         return Ok(());
     }
     let range = ByteRange::new(pos, data.len());
+    disk.allocate_ahead(range);
     disk.map.map_extent_blocking(range, Intent::Write);
-    let done = disk.top().write_at(pos, data, Some(disk.size()));
+    let mut done = disk.top().write_at(pos, data, Some(disk.size()));
+    if done.is_err_and(|e| matches!(e.errno(), libc::ENOSPC | libc::EDQUOT))
+        && disk.give_up_allocate_ahead()
+    {
+        let left = range.end() - data.len();
+        done = disk.top().write_at(left, data, Some(disk.size()));
+    }
     disk.map.mark_allocated(range);
     done
 }

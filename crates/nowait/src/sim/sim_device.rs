@@ -151,9 +151,15 @@ impl SimDevice {
     pub fn cut_power(&self) -> Vec<ByteRange> {
         let mut state = self.lock();
         state.power = PowerState::Off;
+        state.power_cuts += 1;
         state.end_all();
         let SimState { media, random, faults, .. } = &mut *state;
         media.cut(random, faults.rot)
+    }
+
+    /// The number of power cuts so far.
+    pub(crate) fn power_cuts(&self) -> u64 {
+        self.lock().power_cuts
     }
 
     /// Ends a power cut.
@@ -314,6 +320,33 @@ impl SimDevice {
             state.media.reported(change);
             Ok(())
         })
+    }
+
+    /// Allocates storage for the holes in `range` of the device itself.
+    pub(crate) fn preallocate(&self, range: ByteRange) -> Result<(), i32> {
+        self.call(|state| {
+            state.check(Call::Other)?;
+            if range.end() > state.options.bytes {
+                state.violation(format!("{range:?} is preallocated, which reaches behind the end"));
+            }
+            if range.end() > state.media.size() {
+                return Err(libc::ENOSPC);
+            }
+            if state.media.preallocate(range) { Ok(()) } else { Err(libc::ENOSPC) }
+        })
+    }
+
+    /// The blocks in `range` of the device itself that have storage and were never written.
+    pub(crate) fn unwritten(&self, range: ByteRange) -> Result<Vec<ByteRange>, i32> {
+        self.call(|state| {
+            state.check(Call::Other)?;
+            Ok(state.media.unwritten(range))
+        })
+    }
+
+    /// The bytes that the device itself takes.
+    pub(crate) fn allocated(&self) -> u64 {
+        self.lock().media.allocated()
     }
 
     /// Sets the size of the device to `bytes`, as ftruncate(2).

@@ -5,6 +5,10 @@
 //! changes. A change that was reported before a flush is in `safe` after it. The bytes between the
 //! device's end and the end of its last block are zero.
 
+mod preallocation;
+#[cfg(test)]
+mod tests;
+
 use crate::sim::random::Random;
 use crate::types::byte_range::ByteRange;
 
@@ -35,6 +39,9 @@ struct AppliedWrite {
     durable: bool,
     /// A failed flush has dropped it.
     lost: bool,
+    /// It deallocates blocks that were never written. A file system only journals that, so a power
+    /// cut makes no garbage of it.
+    metadata_only: bool,
 }
 
 /// A change of the size that a power cut may undo.
@@ -164,10 +171,11 @@ impl SimDisk {
         self.current.get(range.pos as usize..range.end() as usize).unwrap_or_default()
     }
 
-    /// Whether a write to `range` would have to allocate or convert a block.
+    /// Whether a write to `range` would have to allocate a block. XFS and ext4 convert unwritten
+    /// blocks at the end of a write, so that it need not wait for it.
     pub(crate) fn allocates(&self, range: ByteRange) -> bool {
         let blocks = self.blocks.get(Self::blocks_of(range)).unwrap_or_default();
-        blocks.iter().any(|&block| block != Block::Mapped)
+        blocks.contains(&Block::Hole)
     }
 
     /// Allocates the blocks of `range` from its start on, as far as there is room; returns the
@@ -218,6 +226,7 @@ impl SimDisk {
             return None;
         }
         let (pos, len) = (range.pos as usize, range.len as usize);
+        let metadata_only = !keep && self.was_never_written(range);
         self.current.get_mut(pos..pos + len)?.fill(0);
         let whole = range.pos.div_ceil(BLOCK_BYTES)..range.end() / BLOCK_BYTES;
         for n in whole {
@@ -229,7 +238,7 @@ impl SimDisk {
                 self.backed -= 1;
             }
         }
-        Some(self.push(AppliedWrite::zeros(pos, len)))
+        Some(self.push(AppliedWrite { metadata_only, ..AppliedWrite::zeros(pos, len) }))
     }
 
     fn touch(&mut self, range: ByteRange) {
@@ -345,7 +354,7 @@ impl SimDisk {
                     continue;
                 };
                 apply(applied, pos, len, bytes, safe);
-                if durable.is_none() && random.chance(rot) {
+                if durable.is_none() && !applied.metadata_only && random.chance(rot) {
                     if let Some(bytes) = safe.get_mut(pos..pos + len) {
                         bytes.fill_with(|| random.next() as u8);
                     }
@@ -414,7 +423,15 @@ impl SimDisk {
 
 impl AppliedWrite {
     fn zeros(pos: usize, len: usize) -> Self {
-        Self { pos, len, offset: None, reported: false, durable: false, lost: false }
+        Self {
+            pos,
+            len,
+            offset: None,
+            reported: false,
+            durable: false,
+            lost: false,
+            metadata_only: false,
+        }
     }
 }
 
@@ -437,160 +454,5 @@ fn apply(applied: &AppliedWrite, pos: usize, len: usize, bytes: &[u8], to: &mut 
     match applied.offset.map(|at| at + pos - applied.pos).and_then(|at| bytes.get(at..at + len)) {
         Some(from) => to.copy_from_slice(from),
         None => to.fill(0),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn write(media: &mut SimDisk, pos: u64, len: u64, byte: u8, durable: bool) -> u64 {
-        let fill = |bytes: &mut Vec<u8>| bytes.extend(std::iter::repeat_n(byte, len as usize));
-        let (done, n) = media.write(ByteRange::new(pos, len), durable, fill);
-        assert_eq!(done, len);
-        media.reported(n);
-        n
-    }
-
-    /// The first byte of each of the first sectors after each of many power cuts.
-    fn cuts(make: impl Fn(&mut SimDisk), sectors: usize) -> Vec<Vec<u8>> {
-        (0..200)
-            .map(|seed| {
-                let mut media = SimDisk::new(1 << 16, 512, 100);
-                make(&mut media);
-                media.cut(&mut Random::new(seed), 0);
-                (0..sectors).map(|n| media.read(ByteRange::new(n as u64 * 512, 1))[0]).collect()
-            })
-            .collect()
-    }
-
-    #[test]
-    fn a_power_cut_keeps_any_subset_of_unflushed_writes_torn_at_the_unit() {
-        let make = |media: &mut SimDisk| {
-            write(media, 0, 1024, 1, false);
-            write(media, 0, 1024, 2, false);
-        };
-        let mut seen = cuts(make, 2);
-        seen.sort();
-        seen.dedup();
-        assert_eq!(seen.len(), 9, "each of two sectors is old, first or second: {seen:?}");
-    }
-
-    /// The size and the first byte of each block after each of many power cuts, without duplicates.
-    fn sizes(make: impl Fn(&mut SimDisk)) -> Vec<(u64, Vec<u8>)> {
-        let mut seen: Vec<_> = (0..200)
-            .map(|seed| {
-                let mut media = SimDisk::new(8192, 512, 100);
-                make(&mut media);
-                media.cut(&mut Random::new(seed), 0);
-                let first = |at| media.read(ByteRange::new(at * BLOCK_BYTES, 1))[0];
-                (media.size(), (0..media.size() / BLOCK_BYTES).map(first).collect())
-            })
-            .collect();
-        seen.sort();
-        seen.dedup();
-        seen
-    }
-
-    #[test]
-    fn growth_reads_as_zeros_and_is_durable_only_after_a_flush() {
-        let grown = |media: &mut SimDisk| {
-            write(media, 4096, 4096, 1, true);
-            media.resize(4096);
-            media.resize(12288);
-        };
-        let all = [(4096, vec![0]), (8192, vec![0, 1]), (12288, vec![0, 0, 0])];
-        assert_eq!(sizes(grown), all);
-        let flushed = |media: &mut SimDisk| {
-            grown(media);
-            media.flush();
-            media.resize(4096);
-        };
-        assert_eq!(sizes(flushed), [all[0].clone(), all[2].clone()]);
-    }
-
-    #[test]
-    fn c28_a_durable_write_behind_the_old_end_makes_the_new_end_durable_too() {
-        let make = |media: &mut SimDisk| {
-            media.resize(12288);
-            write(media, 8192, 4096, 1, true);
-        };
-        assert_eq!(sizes(make), [(12288, vec![0, 0, 1])]);
-    }
-
-    #[test]
-    fn bytes_behind_a_cut_end_do_not_return_when_the_device_grows_again() {
-        let make = |media: &mut SimDisk| {
-            write(media, 4096, 4096, 1, false);
-            media.resize(4096);
-            media.resize(8192);
-            media.flush();
-        };
-        assert_eq!(sizes(make), [(8192, vec![0, 0])]);
-    }
-
-    #[test]
-    fn c49_a_write_reported_before_a_flush_survives_a_power_cut() {
-        let make = |media: &mut SimDisk| {
-            write(media, 0, 512, 1, false);
-            media.flush();
-            write(media, 512, 512, 2, false);
-        };
-        let seen = cuts(make, 2);
-        assert!(seen.iter().all(|sectors| sectors[0] == 1 && [0, 2].contains(&sectors[1])));
-    }
-
-    #[test]
-    fn c28_a_durable_write_survives_and_no_earlier_write_overwrites_it() {
-        let make = |media: &mut SimDisk| {
-            write(media, 0, 1024, 1, false);
-            write(media, 0, 512, 2, true);
-        };
-        let seen = cuts(make, 2);
-        assert!(seen.iter().all(|sectors| sectors[0] == 2 && [0, 1].contains(&sectors[1])));
-    }
-
-    #[test]
-    fn c51_no_later_flush_restores_writes_that_a_failed_flush_dropped() {
-        let make = |media: &mut SimDisk| {
-            for n in 0..8 {
-                write(media, n * 512, 512, 1, false);
-            }
-            media.lose(&mut Random::new(5));
-            media.flush();
-        };
-        let seen = cuts(make, 8);
-        assert!(seen[0].contains(&0) && seen[0].contains(&1) && seen.iter().all(|s| s == &seen[0]));
-    }
-
-    #[test]
-    fn garbage_is_reported_and_appears_only_where_a_write_was_not_durable() {
-        for seed in 0..50 {
-            let mut media = SimDisk::new(1 << 16, 512, 100);
-            write(&mut media, 0, 4096, 1, true);
-            write(&mut media, 1024, 1024, 2, false);
-            let rotten = media.cut(&mut Random::new(seed), 30_000);
-            assert!(rotten.iter().all(|range| range.pos >= 1024 && range.end() <= 2048));
-            let is_rotten =
-                |pos: u64| rotten.iter().any(|range| range.pos <= pos && pos < range.end());
-            for pos in (0..4096).filter(|&pos| !is_rotten(pos)) {
-                assert!([1, 2].contains(&media.read(ByteRange::new(pos, 1))[0]));
-            }
-        }
-    }
-
-    #[test]
-    fn storage_runs_out_is_deallocated_and_is_found_by_seeking() {
-        let mut media = SimDisk::new(5 * 4096 + 100, 512, 2);
-        write(&mut media, 4096, 512, 1, false);
-        let (done, _) = media.write(ByteRange::new(8192, 8192), false, |to| to.resize(8192 + 4, 7));
-        assert_eq!(done, 4096);
-        assert!(media.zero(ByteRange::new(0, 4096), true).is_none());
-        assert_eq!((media.seek(0, true), media.seek(5000, false)), (Some(4096), Some(12288)));
-        assert_eq!((media.seek(12288, true), media.seek(20490, false)), (None, Some(20490)));
-        media.zero(ByteRange::new(4096, 8192), false).unwrap();
-        assert_eq!(media.seek(0, true), None);
-        assert!(media.zero(ByteRange::new(0, 4096), true).is_some());
-        assert!(media.allocates(ByteRange::new(0, 1)));
     }
 }

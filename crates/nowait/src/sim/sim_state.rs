@@ -152,6 +152,8 @@ pub(crate) struct SimState {
     pub(crate) below: Vec<SimDisk>,
     pub(crate) now: u64,
     pub(crate) power: PowerState,
+    /// Power cuts so far.
+    pub(crate) power_cuts: u64,
     pub(crate) in_flight: BinaryHeap<InFlight>,
     /// The number of transfers that were ever started.
     started: u64,
@@ -175,6 +177,7 @@ impl SimState {
             below: Vec::new(),
             now: 0,
             power: PowerState::On,
+            power_cuts: 0,
             in_flight: BinaryHeap::new(),
             started: 0,
             ended: Vec::new(),

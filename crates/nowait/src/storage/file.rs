@@ -11,7 +11,7 @@ use std::path::Path;
 use rustix::fs::{FallocateFlags, FileType, Mode, OFlags, SeekFrom, Stat};
 use rustix::io::{Errno, ReadWriteFlags, retry_on_intr};
 
-use crate::storage::{Storage, StorageProperties, Wanted, extents_by_seek};
+use crate::storage::{Storage, StorageProperties, StorageSpace, Wanted, extents_by_seek, fiemap};
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
@@ -41,6 +41,8 @@ pub struct OpenOptions {
     pub allow_mounted: bool,
     /// Turns the allocation cache off; see [`crate::Config::hint`].
     pub no_hint: bool,
+    /// Nothing is allocated ahead; see [`crate::Config::allocate_ahead`].
+    pub no_allocate_ahead: bool,
 }
 
 /// An open file or block device.
@@ -210,6 +212,24 @@ impl Storage for FileStorage {
 
     fn zero(&self, range: ByteRange) -> Result<(), Error> {
         self.allocate(FallocateFlags::ZERO_RANGE, range, Operation::Zero)
+    }
+
+    fn preallocate(&self, range: ByteRange) -> Result<(), Error> {
+        self.allocate(FallocateFlags::empty(), range, Operation::Write)
+    }
+
+    fn unwritten(&self, range: ByteRange, ranges: &mut Vec<ByteRange>) -> Result<(), Error> {
+        fiemap::unwritten(self.buffered.as_fd(), range, ranges)
+    }
+
+    fn space(&self) -> Result<StorageSpace, Error> {
+        let os = |error| Error::from_os(error, Operation::Status);
+        let stat = rustix::fs::fstat(&self.buffered).map_err(os)?;
+        let system = rustix::fs::fstatvfs(&self.buffered).map_err(os)?;
+        Ok(StorageSpace {
+            allocated: stat.st_blocks.cast_unsigned() * 512,
+            free: system.f_bavail.saturating_mul(system.f_frsize),
+        })
     }
 
     fn set_len(&self, bytes: u64) -> Result<(), Error> {

@@ -2,6 +2,7 @@
 //!
 //! Invariant: no code outside this folder and the queues assumes that a storage has a descriptor.
 
+mod fiemap;
 pub(crate) mod file;
 #[cfg(feature = "sim")]
 pub(crate) mod sim;
@@ -12,7 +13,7 @@ use std::os::fd::BorrowedFd;
 
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
-use crate::types::error::Error;
+use crate::types::error::{Error, Operation};
 use crate::types::request::{ExtentStatus, Flags};
 
 /// The bytes that a device, or a part of it, is stored in. Every call but [`Storage::descriptor`]
@@ -78,6 +79,32 @@ pub trait Storage: Send + Sync {
     /// As [`Storage::punch`].
     fn zero(&self, range: ByteRange) -> Result<(), Error>;
 
+    /// Allocates storage for the holes in `range`, which still read as zeros and are no data to
+    /// [`Storage::extents`]. Other bytes and the size stay as they are. After an error some of them
+    /// may have storage.
+    ///
+    /// # Errors
+    /// The errno of fallocate(2): `ENOSPC`; `EOPNOTSUPP` where the storage cannot.
+    fn preallocate(&self, range: ByteRange) -> Result<(), Error> {
+        Err(Error::new(libc::EOPNOTSUPP, Operation::Write).at(range))
+    }
+
+    /// Appends the ranges that touch `range` and have storage that was never written.
+    ///
+    /// # Errors
+    /// `EOPNOTSUPP` where the storage cannot tell, `EFBIG` for more ranges than it lists.
+    fn unwritten(&self, range: ByteRange, _ranges: &mut Vec<ByteRange>) -> Result<(), Error> {
+        Err(Error::new(libc::EOPNOTSUPP, Operation::Status).at(range))
+    }
+
+    /// The space that the storage takes, and that is left for it.
+    ///
+    /// # Errors
+    /// The errno of fstat(2) or fstatfs(2); `EOPNOTSUPP` where the storage cannot tell.
+    fn space(&self) -> Result<StorageSpace, Error> {
+        Err(Error::new(libc::EOPNOTSUPP, Operation::Status))
+    }
+
     /// Sets the size to `bytes`.
     ///
     /// # Errors
@@ -124,6 +151,15 @@ pub struct StorageProperties {
     /// through the cache of the one block device below (FUA), or shares a flush of it with others
     /// (block/blk-flush.c). Other file systems sync the file for each of them.
     pub shares_syncs: bool,
+}
+
+/// Space of a file, in bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct StorageSpace {
+    /// Allocated to the file.
+    pub allocated: u64,
+    /// Free in its file system, for any user.
+    pub free: u64,
 }
 
 /// [`Storage::extents`] by lseek(2): `seek` returns the position of the first data from a position

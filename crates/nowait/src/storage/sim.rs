@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::sim::SimDevice;
 use crate::storage::file::{Direct, OpenOptions};
-use crate::storage::{Storage, StorageProperties, Wanted, extents_by_seek};
+use crate::storage::{Storage, StorageProperties, StorageSpace, Wanted, extents_by_seek};
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
@@ -26,6 +26,8 @@ pub struct SimStorage {
     file: u16,
     properties: StorageProperties,
     served: AtomicBool,
+    /// Power cuts before it was opened. After another one its process is gone: every call is `EIO`.
+    power_cuts: u64,
 }
 
 impl SimStorage {
@@ -42,7 +44,13 @@ impl SimStorage {
             zeroing_block: 1,
             shares_syncs: like.shares_syncs,
         };
-        Self { device: device.clone(), file, properties, served: AtomicBool::new(true) }
+        Self {
+            device: device.clone(),
+            file,
+            properties,
+            served: AtomicBool::new(true),
+            power_cuts: device.power_cuts(),
+        }
     }
 
     /// As [`SimStorage::open`], through the page cache, for an inspection of the file before it is
@@ -88,10 +96,13 @@ impl SimStorage {
             ..Transfer::NONE
         };
         let direct = self.properties.align != Alignment::NONE;
+        let operation = if write { Operation::Write } else { Operation::Read };
+        if self.device.power_cuts() != self.power_cuts {
+            return Err(Error::new(libc::EIO, operation).at(range));
+        }
         loop {
             // SAFETY: as promised by the caller; a slice is laid out as a segment.
             let outcome = unsafe { self.device.transfer(&transfer, direct) };
-            let operation = if write { Operation::Write } else { Operation::Read };
             match usize::try_from(outcome) {
                 Ok(bytes) => return Ok(bytes),
                 Err(_) if outcome == -libc::EINTR => {}
@@ -106,6 +117,9 @@ impl SimStorage {
         operation: Operation,
         call: impl Fn(&SimDevice) -> Result<T, i32>,
     ) -> Result<T, Error> {
+        if self.device.power_cuts() != self.power_cuts {
+            return Err(Error::new(libc::EIO, operation));
+        }
         loop {
             match call(&self.device) {
                 Err(libc::EINTR) => {}
@@ -173,6 +187,22 @@ impl Storage for SimStorage {
             .map_err(|error| error.at(range))
     }
 
+    fn preallocate(&self, range: ByteRange) -> Result<(), Error> {
+        self.change(Operation::Write, |device| device.preallocate(range))
+            .map_err(|error| error.at(range))
+    }
+
+    fn unwritten(&self, range: ByteRange, ranges: &mut Vec<ByteRange>) -> Result<(), Error> {
+        self.call(Operation::Status, |device| device.unwritten(range))
+            .map(|found| ranges.extend(found))
+    }
+
+    fn space(&self) -> Result<StorageSpace, Error> {
+        // The free space is that of a large file system, so that allocating ahead meets the end of
+        // the device's capacity.
+        Ok(StorageSpace { allocated: self.device.allocated(), free: 1 << 40 })
+    }
+
     fn set_len(&self, bytes: u64) -> Result<(), Error> {
         self.change(Operation::Write, |device| device.resize(bytes))
     }
@@ -195,5 +225,26 @@ impl Storage for SimStorage {
 
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         None
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::sim::SimOptions;
+
+    #[test]
+    fn a_file_that_was_open_at_a_power_cut_changes_nothing_after_it() {
+        let device = Arc::new(SimDevice::new(SimOptions::able(8192)));
+        let options = OpenOptions::default();
+        let before = SimStorage::open(&device, 0, options);
+        let range = ByteRange::new(0, 4096);
+        before.preallocate(range).unwrap();
+        device.cut_power();
+        device.power_on();
+        let allocated = device.allocated();
+        assert_eq!(before.punch(range).unwrap_err().errno(), libc::EIO);
+        assert_eq!(device.allocated(), allocated);
+        assert!(SimStorage::open(&device, 0, options).punch(range).is_ok());
     }
 }

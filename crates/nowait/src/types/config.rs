@@ -32,6 +32,10 @@ pub struct Config {
     /// the same time are written without and share a sync (C29). Off: each transfer carries
     /// `RWF_DSYNC`.
     pub group_syncs: bool,
+    /// A worker that writes sequentially into a hole of a file also allocates storage behind what it
+    /// writes, so that the next writes need no worker. What is not used is given back when the
+    /// device is closed. It needs `hint`. Off: each write into a hole goes to a worker.
+    pub allocate_ahead: bool,
     /// An unaligned request is `EINVAL`, as in the kernel, instead of going through a bounce
     /// buffer (C12). Off by default.
     pub strict: bool,
@@ -57,6 +61,7 @@ impl Default for Config {
             back_off: true,
             hint: true,
             group_syncs: true,
+            allocate_ahead: true,
             strict: false,
             slots: 4096,
             workers: 16,

@@ -183,6 +183,7 @@ impl Image {
             read_only: case.read_only,
             direct: case.direct,
             no_hint,
+            no_allocate_ahead: !case.config.allocate_ahead,
             ..OpenOptions::default()
         };
         let disk = BlockDevice::open(&self.path, options).unwrap();

@@ -23,23 +23,30 @@ use crate::workload::{Direction, Order, Workload};
 const JOBS: usize = 12;
 /// The depth of each of several jobs.
 const DEPTH: usize = 16;
-const SPARSE_BYTES: u64 = 64 << 20;
+const SPARSE_BYTES: u64 = 4 << 30;
 const NOTE: &str = "4K. A job is a thread with an engine and a part of the file of its own. always a \
-    worker: nowait_first off. The two after it try every request, however many are refused; as by \
-    default: with the hint, and with back_off, which hands requests to workers for a while after many \
-    refusals. The sparse file has no storage when a turn begins, and each of its blocks is written \
-    once. Source: 12 jobs on a stable mapping 5×; random writes to a sparse file regress without a hint";
+    worker: nowait_first off. The three after it try every request, however many are refused; allocate \
+    ahead has the hint too, and the two before it allocate nothing ahead. As by default: with all that, \
+    and with back_off, which hands requests to workers for a while after many refusals. The sparse \
+    file of 4 GiB has no storage when a turn begins, and each of its blocks is written at most once. \
+    Source: 12 jobs on a stable mapping 5×; random writes to a sparse file regress without a hint";
 const NOTE_LOOP: &str = "4K on the same file: a bare io_uring loop on the kernel's loop device over it, \
     and the engine on it directly. A job is a thread with a ring and a part of the file of its own. \
     The processor time of the loop device's kernel threads is not in CPU ns";
 
-/// The variants: title, non-blocking attempt first, hint, back-off.
-const VARIANTS: [(&str, bool, bool, bool); 4] = [
-    ("always a worker", false, true, false),
-    ("nowait first, no hint", true, false, false),
-    ("nowait first, hint", true, true, false),
-    ("as by default", true, true, true),
-];
+/// The variants: title, and the switches of nowait first.
+fn variants() -> [(&'static str, Config); 5] {
+    let none = Config { nowait_first: false, allocate_ahead: false, ..every_request_tried() };
+    let first = Config { nowait_first: true, hint: false, ..none };
+    let hint = Config { hint: true, ..first };
+    [
+        ("always a worker", none),
+        ("nowait first, no hint", first),
+        ("nowait first, hint", hint),
+        ("allocate ahead", Config { allocate_ahead: true, ..hint }),
+        ("as by default", Config::default()),
+    ]
+}
 
 /// What makes the requests.
 #[derive(Clone, Copy)]
@@ -93,8 +100,7 @@ pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> [Table<'a>; 2] {
             (true, Order::Random) => Some(regress),
             (true, Order::Sequential) => None,
         };
-        let cells = VARIANTS.map(|(name, nowait_first, hint, back_off)| {
-            let config = Config { nowait_first, hint, back_off, ..Config::default() };
+        let cells = variants().map(|(name, config)| {
             cell(name, move || case.measure(fixture, Client::Engine(config)))
         });
         Row { title: case.to_string(), source, cells: cells.into() }
@@ -120,8 +126,8 @@ pub(crate) fn tables<'a>(fixture: &'a Fixture<'a>) -> [Table<'a>; 2] {
 }
 
 impl Case {
-    /// Measures the load of each job on its part of the file, for the duration of a measurement; or
-    /// on each block of a sparse file once.
+    /// Measures the load of each job on its part of the file, for the duration of a measurement; in a
+    /// sparse file at most until each block was written once.
     fn measure(self, fixture: &Fixture<'_>, client: Client) -> io::Result<Sample> {
         let (path, bytes, writable) = match self.is_sparse {
             false => (fixture.path.to_owned(), fixture.bytes, fixture.writable),
@@ -130,7 +136,7 @@ impl Case {
         let load = self.load;
         match client {
             Client::Engine(config) => {
-                let disk = fixture.hinted_disk(&path, config.hint)?;
+                let disk = fixture.hinted_disk(&path, config)?;
                 let workers = WorkerPool::new(&disk, config.workers);
                 self.in_jobs(fixture, bytes, || {
                     let mut engine = ring_engine(&disk, &workers, config)?;

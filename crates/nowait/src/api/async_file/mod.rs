@@ -133,7 +133,8 @@ impl AsyncFile {
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
         let disk = BlockDevice::open(path, options)?;
         disk.scan();
-        let config = Config { hint: !options.no_hint, ..Config::default() };
+        let (hint, allocate_ahead) = (!options.no_hint, !options.no_allocate_ahead);
+        let config = Config { hint, allocate_ahead, ..Config::default() };
         let disk = Arc::new(disk);
         let workers = WorkerPool::new(&disk, config.workers);
         Self::new(disk, workers, config)

@@ -183,3 +183,41 @@ fn a_query_is_answered_within_its_range_while_holes_are_written() {
         }
     });
 }
+
+#[test]
+fn what_is_allocated_ahead_reads_as_a_hole_and_takes_writes() {
+    let map = AllocationCache::new(MIB, true).allocating_ahead(true);
+    map.mark_hole(ByteRange::new(0, MIB));
+    map.mark_allocated(ByteRange::new(0, 65536));
+    let ahead = map.ahead().unwrap();
+    assert!(ahead.begins_in_hole(ByteRange::new(65536, 4096)));
+    assert_eq!((ahead.written_before(65536, MIB), ahead.written_before(69632, MIB)), (65536, 0));
+    ahead.mark_ahead(ByteRange::new(32768, 98304));
+    assert_eq!(ahead.ahead_bytes(), 65536, "only holes");
+    let window = ByteRange::new(65536, 65536);
+    assert_eq!(ahead.next_ahead(ByteRange::new(0, MIB)), Some(window));
+    assert_eq!(map.map_extent(ByteRange::new(65536, MIB - 65536), Intent::Write), Err(WouldBlock));
+    assert_eq!(read(&map, 65536, MIB - 65536), (MIB - 65536, true));
+    let mut extents = Vec::new();
+    assert!(map.cached_extents(ByteRange::new(0, MIB), 9, &mut extents));
+    let top = ExtentStatus::top;
+    assert_eq!(extents, [top(65536, false), top(MIB - 65536, true)]);
+
+    let block = ByteRange::new(65536, 4096);
+    assert!(map.map_extent(block, Intent::Write).is_ok() && map.is_mapped(block));
+    assert_eq!(read(&map, 65536, 4096), (4096, false), "a write is on its way");
+    map.invalidate(ByteRange::new(69632, 4096));
+    assert_eq!(ahead.ahead_bytes(), 65536 - 8192);
+    ahead.unmark_ahead(ByteRange::new(0, MIB));
+    assert_eq!((ahead.ahead_bytes(), ahead.next_ahead(ByteRange::new(0, MIB))), (0, None));
+    assert!(ahead.begins_in_hole(ByteRange::new(73728, 4096)));
+    assert!(!ahead.begins_in_hole(ByteRange::new(69632, 4096)), "forgotten");
+    ahead.forget_holes(ByteRange::new(73728, 4096));
+    assert!(map.map_extent(ByteRange::new(73728, 4096), Intent::Write).is_ok());
+}
+
+#[test]
+fn a_map_whose_cache_is_off_allocates_nothing_ahead() {
+    assert!(AllocationCache::new(MIB, false).allocating_ahead(true).ahead().is_none());
+    assert!(AllocationCache::new(MIB, true).allocating_ahead(false).ahead().is_none());
+}

@@ -31,7 +31,8 @@ impl Rig {
         let bytes: Vec<u8> = (0..BLOCKS * BLOCK).map(|at| (at / BLOCK) as u8).collect();
         device.put_on_top(&bytes);
         let storage = SimStorage::open(&device, 0, OpenOptions::default());
-        let disk = Arc::new(BlockDevice::raw(Arc::new(storage), false).unwrap());
+        let disk =
+            Arc::new(BlockDevice::raw(Arc::new(storage), crate::OpenOptions::default()).unwrap());
         let workers = WorkerPool::simulated(&disk);
         let queue = SimQueue::new(device.clone()).unwrap();
         let engine = Engine::new(disk, workers.clone(), queue, config).unwrap();
