@@ -35,6 +35,6 @@ pub use server::{
 pub use server::{ServerBug, Simulated, inject};
 pub use ublk::ublk_device::{UblkDevice, UblkNode, UblkOptions};
 pub use ublk::ublk_error::UblkError;
-pub use ublk::ublk_list::{UblkStatus, ublk_devices, ublk_stop};
+pub use ublk::ublk_list::{UblkStatus, ublk_devices, ublk_features, ublk_stop};
 #[cfg(feature = "fuzz")]
 pub use vhost_user::queue_fuzz::FuzzedQueue;

@@ -54,6 +54,8 @@ pub(crate) enum UblkAction {
         #[arg(long)]
         json: bool,
     },
+    /// Show what the kernel's ublk driver can do, one feature a line
+    Features,
     /// Remove a device; its server ends if it serves nothing else
     ///
     /// What the kernel has cached is written first, if there is a server. Without one the requests

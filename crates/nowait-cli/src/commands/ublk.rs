@@ -6,7 +6,9 @@ use std::fs;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
-use nowait_server::{UblkError, UblkNode, UblkOptions, UblkStatus, ublk_devices, ublk_stop};
+use nowait_server::{
+    UblkError, UblkNode, UblkOptions, UblkStatus, ublk_devices, ublk_features, ublk_stop,
+};
 use serde_json::json;
 use tracing::warn;
 
@@ -26,6 +28,11 @@ pub(crate) fn run(command: &UblkCommand) -> Result<(), CliError> {
             let devices = ublk_devices().map_err(failed)?;
             let text = if json { as_json(&devices) } else { as_table(&devices) };
             output::print(&text)
+        }
+        UblkAction::Features => {
+            let features = ublk_features().map_err(failed)?;
+            let lines: String = features.iter().map(|name| format!("{name}\n")).collect();
+            output::print(&lines)
         }
         UblkAction::Stop { id, force } => ublk_stop(id, force).map_err(failed),
     }

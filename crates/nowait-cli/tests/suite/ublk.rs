@@ -111,7 +111,7 @@ struct Scene {
 
 impl Scene {
     /// `None` if the test cannot run here.
-    fn new() -> Option<Self> {
+    fn new(kernel: Kernel) -> Option<Self> {
         let tools = ["mkfs.ext4", "setpriv"].map(path_of);
         let [Some(mkfs), Some(setpriv)] = tools else {
             skip("no mkfs.ext4 or no setpriv");
@@ -120,7 +120,7 @@ impl Scene {
         if !["e2fsck", "debugfs"].into_iter().all(require_tool) {
             return None;
         }
-        let guest = Guest::with(Kernel::V6_12)?;
+        let guest = Guest::with(kernel)?;
         let scratch = Scratch::new();
         let disk = scratch.sparse("disk.img", DISK_BYTES);
         let programs = [PathBuf::from(env!("CARGO_BIN_EXE_nowait")), mkfs, setpriv];
@@ -144,9 +144,8 @@ fn assert_said(console: &str, lines: &[&str]) {
     }
 }
 
-#[test]
-fn a_node_survives_servers_that_are_killed_under_load_and_is_removed_when_its_users_have_left() {
-    let Some(scene) = Scene::new() else { return };
+fn a_node_survives_killed_servers(kernel: Kernel) {
+    let Some(scene) = Scene::new(kernel) else { return };
     let console = scene.run(LIFE);
     assert_said(
         &console,
@@ -169,9 +168,8 @@ fn a_node_survives_servers_that_are_killed_under_load_and_is_removed_when_its_us
     check_written(&scene.scratch, &scene.disk, &console, 6);
 }
 
-#[test]
-fn a_node_in_use_is_left_to_the_next_server_of_the_same_image() {
-    let Some(scene) = Scene::new() else { return };
+fn a_node_in_use_is_left(kernel: Kernel) {
+    let Some(scene) = Scene::new(kernel) else { return };
     let console = scene.run(LEFT);
     assert_said(
         &console,
@@ -198,4 +196,38 @@ fn a_node_in_use_is_left_to_the_next_server_of_the_same_image() {
         ],
     );
     check_written(&scene.scratch, &scene.disk, &console, 1);
+}
+
+#[test]
+fn a_node_survives_servers_that_are_killed_under_load_and_is_removed_when_its_users_have_left() {
+    a_node_survives_killed_servers(Kernel::V6_12);
+}
+
+#[test]
+fn a_node_of_a_newer_driver_survives_servers_that_are_killed_under_load() {
+    a_node_survives_killed_servers(Kernel::V7_3);
+}
+
+#[test]
+fn a_node_in_use_is_left_to_the_next_server_of_the_same_image() {
+    a_node_in_use_is_left(Kernel::V6_12);
+}
+
+#[test]
+fn a_node_of_a_newer_driver_in_use_is_left_to_the_next_server_of_the_same_image() {
+    a_node_in_use_is_left(Kernel::V7_3);
+}
+
+#[test]
+fn what_a_driver_can_do_is_asked_of_it() {
+    for (kernel, offers) in [(Kernel::V6_12, false), (Kernel::V7_3, true)] {
+        let Some(scene) = Scene::new(kernel) else { return };
+        let console = scene.run("load ublk_drv\n/test/nowait ublk features");
+        for feature in ["USER_RECOVERY\r\n", "USER_COPY\r\n"] {
+            assert!(console.contains(feature), "{feature}: {console}");
+        }
+        for feature in ["AUTO_BUF_REG", "UPDATE_SIZE", "QUIESCE", "SAFE_STOP_DEV", "BATCH_IO"] {
+            assert_eq!(console.contains(&format!("{feature}\r\n")), offers, "{feature}: {console}");
+        }
+    }
 }

@@ -51,6 +51,31 @@ pub(crate) const F_UNPRIVILEGED_DEV: u64 = 1 << 5;
 /// Commands are encoded as for ioctl(2).
 pub(crate) const F_CMD_IOCTL_ENCODE: u64 = 1 << 6;
 
+/// The features by their names in the header, without `UBLK_F_`.
+pub(crate) const FEATURE_NAMES: [&str; 21] = [
+    "SUPPORT_ZERO_COPY",
+    "URING_CMD_COMP_IN_TASK",
+    "NEED_GET_DATA",
+    "USER_RECOVERY",
+    "USER_RECOVERY_REISSUE",
+    "UNPRIVILEGED_DEV",
+    "CMD_IOCTL_ENCODE",
+    "USER_COPY",
+    "ZONED",
+    "USER_RECOVERY_FAIL_IO",
+    "UPDATE_SIZE",
+    "AUTO_BUF_REG",
+    "QUIESCE",
+    "PER_IO_DAEMON",
+    "BUF_REG_OFF_DAEMON",
+    "BATCH_IO",
+    "INTEGRITY",
+    "SAFE_STOP_DEV",
+    "NO_AUTO_PART_SCAN",
+    "SHMEM_ZC",
+    "IO_DESC_SIZE",
+];
+
 /// The most requests of a queue.
 const MAX_QUEUE_DEPTH: usize = 4096;
 /// Bytes between the descriptors of two queues in the character device.

@@ -8,7 +8,9 @@ use std::time::Duration;
 use crate::ublk::control_ring::{ControlRing, within};
 use crate::ublk::device_parameters::{Parameters, sectors_in};
 use crate::ublk::node_users;
-use crate::ublk::ublk_cmd::{ControlOp, DeviceInfo, DeviceState, F_UNPRIVILEGED_DEV};
+use crate::ublk::ublk_cmd::{
+    ControlOp, DeviceInfo, DeviceState, F_UNPRIVILEGED_DEV, FEATURE_NAMES,
+};
 use crate::ublk::ublk_device::{delete_device, node, stop_device};
 use crate::ublk::ublk_error::UblkError;
 
@@ -78,6 +80,19 @@ pub fn ublk_devices() -> Result<Vec<UblkStatus>, UblkError> {
         numbers().into_iter().filter_map(status).collect::<Vec<_>>()
     })?;
     all.ok_or_else(|| UblkError::new("the ublk driver does not answer"))
+}
+
+/// What the ublk driver of this machine can do, by the names of its header (without `UBLK_F_`); a
+/// feature of a newer header is its bit: `bit 30`.
+///
+/// # Errors
+/// There is no driver, no right to it, or it is too old to be asked.
+pub fn ublk_features() -> Result<Vec<String>, UblkError> {
+    let features = within(ASK_TIMEOUT, ControlRing::features)?;
+    let features = features.ok_or_else(|| UblkError::new("the ublk driver does not answer"))??;
+    let name =
+        |bit: usize| FEATURE_NAMES.get(bit).map_or(format!("bit {bit}"), |&name| name.into());
+    Ok((0..64).filter(|bit| features >> bit & 1 == 1).map(name).collect())
 }
 
 /// The numbers of the character devices.

@@ -20,6 +20,8 @@ pub(crate) enum Kernel {
     V6_1,
     /// The newest kernel in Debian 12's backports.
     V6_12,
+    /// One of Debian 13's backports, with all that ublk has learned since.
+    V7_3,
 }
 
 impl Kernel {
@@ -27,6 +29,7 @@ impl Kernel {
         match self {
             Self::V6_1 => "6.1",
             Self::V6_12 => "6.12",
+            Self::V7_3 => "7.3",
         }
     }
 }
