@@ -11,7 +11,7 @@ use std::process::ExitCode;
 
 use nowait::{BlockDevice, Op, OpenOptions};
 
-use requests::{Failure, SIZE, run};
+use requests::{Failure, LOADED, SIZE, run};
 
 fn on_file(case: Case, requests: u64) -> Result<u64, Failure> {
     let dir = tempfile::tempdir()?;
@@ -19,13 +19,13 @@ fn on_file(case: Case, requests: u64) -> Result<u64, Failure> {
     if !case.cache {
         std::fs::File::create(&path)?.set_len(SIZE)?;
         let disk = BlockDevice::open_mapped(&path, OpenOptions::default())?;
-        return run(disk, case.op, case.simple, requests);
+        return run::<_, LOADED>(disk, case.op, case.simple, requests);
     }
     // Written, so that it has no holes.
     std::fs::write(&path, vec![1; SIZE as usize])?;
     let disk = BlockDevice::open(&path, OpenOptions::default())?;
     disk.scan();
-    run(disk, case.op, case.simple, requests)
+    run::<_, LOADED>(disk, case.op, case.simple, requests)
 }
 
 /// What is counted.

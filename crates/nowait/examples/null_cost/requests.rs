@@ -11,8 +11,9 @@ use nowait::{
 
 pub(crate) const SIZE: u64 = 64 << 20;
 const BLOCK: u64 = 4096;
-/// Requests that are submitted before each poll, as a server does under load.
-const BATCH: usize = 32;
+/// Requests that a server under load submits before each poll.
+#[allow(dead_code, reason = "not of the program that submits one at a time")]
+pub(crate) const LOADED: usize = 32;
 
 /// The memory of one request.
 #[repr(align(4096))]
@@ -58,9 +59,9 @@ fn transfer<M: BlockMap>(
 
 pub(crate) type Failure = Box<dyn std::error::Error>;
 
-/// Makes `requests` on the simple path or on the general one. Returns the bytes.
+/// Makes `requests`, `DEPTH` at a time, on the simple path or on the general one. Returns the bytes.
 #[inline(always)]
-pub(crate) fn run<M: BlockMap>(
+pub(crate) fn run<M: BlockMap, const DEPTH: usize>(
     disk: BlockDevice<M>,
     op: Op,
     simple: bool,
@@ -70,7 +71,7 @@ pub(crate) fn run<M: BlockMap>(
     let config = Config { simple, ..Config::default() };
     let workers = WorkerPool::new(&disk, 1);
     // Declared before the engine, so that they are dropped after it.
-    let mut pages: Vec<Page> = (0..BATCH).map(|_| Page([0; BLOCK as usize])).collect();
+    let mut pages: Vec<Page> = (0..DEPTH).map(|_| Page([0; BLOCK as usize])).collect();
     let mut engine = Engine::new(disk, workers, Null::new()?, config)?;
     let done = transfer(&mut engine, &mut pages, op, requests)?;
     let tags = requests * requests.saturating_sub(1) / 2;

@@ -46,13 +46,16 @@ impl BackOff {
         self.refused += u32::from(self.on);
     }
 
+    /// Whether the next poll is to be evaluated.
+    #[inline]
+    pub(crate) fn is_counting(&self) -> bool {
+        self.refused | self.refused_polls != 0
+    }
+
     /// Evaluates a poll that has reaped `reaped` transfers. True when it starts a back-off.
     #[inline]
     pub(crate) fn observe_poll(&mut self, reaped: usize) -> bool {
-        if self.refused | self.refused_polls == 0 {
-            return false;
-        }
-        self.observe_refusals(reaped)
+        self.is_counting() && self.observe_refusals(reaped)
     }
 
     #[cold]

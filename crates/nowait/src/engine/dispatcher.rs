@@ -22,7 +22,7 @@ use crate::engine::completion::{Completion, Rejected, Stats};
 use crate::engine::merge_run::Merger;
 use crate::engine::pool::SlotPool;
 use crate::engine::simple_path::{SimplePath, Verdict};
-use crate::engine::slot::{Role, State};
+use crate::engine::slot::{Place, Role, State};
 use crate::memory::buffer_pool::{Budget, BufferPool, PooledBuffer};
 use crate::queue::{IoQueue, Token};
 use crate::threads::completion_list::CompletionList;
@@ -38,9 +38,6 @@ pub(crate) struct Dispatcher<M: BlockMap> {
     /// Results of status requests that were given back, by tag.
     pub(crate) extents: Vec<(u64, Vec<ExtentStatus>)>,
     pub(crate) simple_path: SimplePath,
-    /// The role of requests that a full transfer ends with no work left: reads, with
-    /// `inline_completion` on.
-    pub(crate) ends_at_once: Option<Role>,
     /// Requests whose submitted fragments have all ended.
     pub(crate) resumable: Vec<u32>,
     pub(crate) work_items: Vec<WorkerJob>,
@@ -54,6 +51,11 @@ pub(crate) struct Dispatcher<M: BlockMap> {
     pub(crate) config: Config,
     pub(crate) back_off: BackOff,
     pub(crate) merger: Merger,
+    /// Something may be left for a poll to do beside ending full reads; see
+    /// [`Dispatcher::attended`].
+    pub(crate) attention: bool,
+    /// Completions of this poll that are no transfers.
+    pub(crate) events: usize,
     pub(crate) stats: Stats,
     /// Overwrites that wait for the probe request.
     pub(crate) deferred: VecDeque<u32>,
@@ -83,7 +85,6 @@ impl<M: BlockMap> Dispatcher<M> {
             pool,
             extents: Vec::new(),
             simple_path,
-            ends_at_once: config.inline_completion.then_some(Role::Read),
             resumable: Vec::with_capacity(64),
             work_items: Vec::with_capacity(64),
             completions,
@@ -94,6 +95,8 @@ impl<M: BlockMap> Dispatcher<M> {
             config,
             back_off: BackOff::new(config.back_off),
             merger: Merger::new(config.merge),
+            attention: false,
+            events: 0,
             stats: Stats::default(),
             deferred: VecDeque::new(),
             probe_slot: None,
@@ -163,20 +166,19 @@ impl<M: BlockMap> Dispatcher<M> {
             return Err(self.reject_no_slot(io, locked, buf));
         };
         let buffer = buf.as_ref().map_or(UNREGISTERED, PooledBuffer::registered);
-        let transfer = self.simple_path.transfer(io, extent, base, 0, buffer);
+        let place = Place { base, pos: extent.pos, segments: 0, buffer, file: extent.file.into() };
         let role = if io.op == Op::Write { Role::Write } else { Role::Read };
         request.begin(role, State::Queued, io, buf, tag);
         request.locked = locked;
-        request.transfer = transfer;
-        let touches =
-            std::mem::replace(&mut self.merger.end, extent.pos + extent.len) == extent.pos;
-        let started = match touches {
-            true => self.start_neighbour(queue, slot),
-            // SAFETY: the memory is the buffer now in the slot, or promised by the caller; both
-            // last until the slot is done.
-            false => unsafe { push_transfer(queue, &request.transfer, slot) },
-        };
-        if !started {
+        request.place = place;
+        let end = std::mem::replace(&mut self.merger.end, extent.pos + extent.len);
+        if end == extent.pos {
+            return self.start_neighbour(queue, slot);
+        }
+        let transfer = self.simple_path.transfer(io, place);
+        // SAFETY: the memory is the buffer now in the slot, or promised by the caller; both last
+        // until the slot is done.
+        if !unsafe { push_transfer(queue, &transfer, slot) } {
             return Err(self.reject_queue_full(slot));
         }
         Ok(())
@@ -195,7 +197,6 @@ impl<M: BlockMap> Dispatcher<M> {
         let Some((slot, request)) = self.pool.alloc() else { return Err(reject_full(io, buf)) };
         self.other_slots += 1;
         request.begin(Role::Split, State::Submitting, io, buf, tag);
-        request.result = 0;
         request.segments.set_one(IoSegment { base, len: io.range.len as usize });
         self.stats.worker += 1;
         self.offload(slot, WorkerTask::Run);
@@ -213,7 +214,7 @@ impl<M: BlockMap> Dispatcher<M> {
 
     /// Rejects a request for which the queue has no room.
     #[cold]
-    fn reject_queue_full(&mut self, slot: u32) -> Rejected {
+    pub(crate) fn reject_queue_full(&mut self, slot: u32) -> Rejected {
         self.unlock(slot);
         self.other_slots += 1;
         let request = &mut self.pool[slot];
@@ -240,6 +241,7 @@ impl<M: BlockMap> Dispatcher<M> {
     }
 
     pub(crate) fn enqueue_work(&mut self, slot: u32, task: WorkerTask) {
+        self.attention = true;
         let request = &mut self.pool[slot];
         request.set_state(State::Worker);
         self.work_items.push(WorkerJob {
@@ -251,6 +253,38 @@ impl<M: BlockMap> Dispatcher<M> {
             client: (request.tag >> 32) as u32,
             completions: self.completions.clone(),
         });
+    }
+
+    /// Starts what was collected since the last poll: the open run and the work items. To be called
+    /// before each submission.
+    #[inline]
+    pub(crate) fn start_collected<Q: IoQueue>(&mut self, queue: &mut Q) {
+        if self.attention {
+            self.close_run(queue);
+            self.submit_work();
+        }
+    }
+
+    /// Whether a poll has more to do than to end full reads.
+    #[inline]
+    pub(crate) fn needs_attention(&self) -> bool {
+        self.attention || self.completions.is_not_empty()
+    }
+
+    /// Counts a completion that is no transfer.
+    pub(crate) fn count_event(&mut self) {
+        self.events += 1;
+        self.attention = true;
+    }
+
+    /// Finds out whether something is left for the next poll. Whatever adds to one of these lists
+    /// or counts outside of a poll, or while completions are drained, sets `attention`.
+    pub(crate) fn attended(&mut self) {
+        self.attention = self.merger.is_busy()
+            || self.back_off.is_counting()
+            || !self.resumable.is_empty()
+            || !self.work_items.is_empty()
+            || !self.deferred.is_empty();
     }
 
     /// Hands the collected work items to the workers.

@@ -12,6 +12,7 @@ use crate::blocking::worker_pool::WorkerTask;
 use crate::engine::dispatcher::Dispatcher;
 use crate::engine::slot::{RequestSlot, Role, State};
 use crate::engine::transfer_result::{TransferResult, classify};
+use crate::queue::Token;
 use crate::types::iovec::IoSegment;
 use crate::types::request::{Flags, Op};
 use crate::types::transfer::Outcome;
@@ -51,34 +52,42 @@ pub(crate) fn next_step(request: &RequestSlot) -> NextStep {
 }
 
 impl<M: BlockMap> Dispatcher<M> {
-    /// Handles the end of the transfer of `slot`.
+    /// Handles the end of the transfer under `token`; false if that is not a transfer's.
     #[inline(always)]
-    pub(crate) fn on_transfer_done(&mut self, slot: u32, outcome: Outcome) {
-        let request = &mut self.pool[slot];
+    pub(crate) fn on_transfer_done(
+        &mut self,
+        token: Token,
+        outcome: Outcome,
+        inline_completion: bool,
+    ) -> bool {
+        let Some(request) = self.pool.of_transfer(token) else { return false };
         debug_assert_eq!(request.state, State::Queued);
-        if Some(request.role) == self.ends_at_once && outcome as u32 == request.transfer.len {
-            self.pool.complete(slot, i64::from(outcome));
+        if inline_completion && i64::from(outcome) == request.result {
+            self.pool.complete_as_is(token as u32);
         } else {
-            self.on_transfer_done_slow(slot, outcome);
+            self.on_transfer_done_slow(token as u32, outcome);
         }
+        true
     }
 
-    /// As `on_transfer_done`, for all cases but a full read by a request's only transfer.
+    /// As `on_transfer_done`, for all cases but a full read by a request's only transfer, which it
+    /// handles only with `inline_completion` off.
     #[inline(never)]
     pub(crate) fn on_transfer_done_slow(&mut self, slot: u32, outcome: Outcome) {
+        self.attention = true;
         let request = &mut self.pool[slot];
         match request.role {
             Role::Fragment => return self.on_fragment_done(slot, outcome),
             Role::Merged => return self.on_merged_done(slot, outcome),
             Role::Read | Role::Write | Role::Split => {}
         }
-        if outcome < 0 || outcome as u32 != request.transfer.len {
+        if i64::from(outcome) != request.io.range.len as i64 {
             if !self.defer_if_overwrite(slot, outcome) {
                 self.fall_back(slot, outcome);
             }
             return;
         }
-        if request.transfer.write {
+        if request.io.op == Op::Write {
             let range = request.io.range;
             self.disk.map.mark_allocated(range);
             if request.locked {
@@ -94,14 +103,12 @@ impl<M: BlockMap> Dispatcher<M> {
     #[cold]
     pub(crate) fn fall_back(&mut self, slot: u32, outcome: Outcome) {
         let request = &mut self.pool[slot];
-        let transfer = &request.transfer;
-        if transfer.segments == 0 {
-            let segment = IoSegment { base: transfer.base, len: transfer.len as usize };
-            request.segments.set_one(segment);
+        let (len, place) = (request.io.range.len, request.place);
+        if place.segments == 0 {
+            request.segments.set_one(IoSegment { base: place.base, len: len as usize });
         }
-        request.role = Role::Split;
-        request.result = 0;
-        self.record_outcome(slot, classify(outcome, u64::from(self.pool[slot].transfer.len)));
+        request.set_role(Role::Split);
+        self.record_outcome(slot, classify(outcome, len));
         self.finish_or_continue(slot);
     }
 

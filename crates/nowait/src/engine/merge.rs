@@ -14,31 +14,39 @@
 #![allow(unsafe_code)]
 
 use crate::block::block_map::BlockMap;
+use crate::engine::completion::Rejected;
 use crate::engine::dispatcher::{Dispatcher, push_transfer};
 use crate::engine::merge_run::{PAUSE, Run};
 use crate::engine::slot::{Role, State};
 use crate::queue::IoQueue;
 use crate::sim_hooks::injected_bug::{self, EngineBug};
+use crate::types::request::Op;
 use crate::types::transfer::{Outcome, UNREGISTERED};
 
 impl<M: BlockMap> Dispatcher<M> {
     /// Starts the simple request in `slot`, whose transfer begins where the one before it ends: it
-    /// joins the open run, or begins one, or is pushed to the queue. False, with nothing started,
-    /// when the queue has no room.
+    /// joins the open run, or begins one, or is pushed to the queue.
     #[inline(never)]
-    pub(crate) fn start_neighbour<Q: IoQueue>(&mut self, queue: &mut Q, slot: u32) -> bool {
-        let transfer = self.pool[slot].transfer;
+    pub(crate) fn start_neighbour<Q: IoQueue>(
+        &mut self,
+        queue: &mut Q,
+        slot: u32,
+    ) -> Result<(), Rejected> {
+        self.attention = true;
+        let request = &self.pool[slot];
+        let transfer = self.simple_path.transfer(request.io, request.place);
         if !self.merger.takes(&transfer) {
             // SAFETY: the memory was promised, or is the slot's, until the request is given back.
-            return unsafe { push_transfer(queue, &transfer, slot) };
+            let pushed = unsafe { push_transfer(queue, &transfer, slot) };
+            return if pushed { Ok(()) } else { Err(self.reject_queue_full(slot)) };
         }
         if let Some(before) = self.merger.joins(slot, &transfer) {
             self.pool[before].next = slot;
-            return true;
+            return Ok(());
         }
         self.close_run(queue);
         self.merger.run = Some(Run { head: slot, tail: slot, requests: 1, transfer, list: 0 });
-        true
+        Ok(())
     }
 
     /// Pushes the open run to the queue as one transfer; to be called before each submission.
@@ -64,7 +72,7 @@ impl<M: BlockMap> Dispatcher<M> {
             }
         }
         let request = &mut self.pool[head];
-        request.role = Role::Merged;
+        request.set_role(Role::Merged);
         request.parent = list;
         request.merged = requests;
         // SAFETY: the memory of each request was promised, or is its slot's, until it is given
@@ -92,7 +100,7 @@ impl<M: BlockMap> Dispatcher<M> {
     fn end_run(&mut self, head: u32, full: bool) {
         let request = &mut self.pool[head];
         let requests = request.merged;
-        request.role = if request.transfer.write { Role::Write } else { Role::Read };
+        request.set_role(if request.io.op == Op::Write { Role::Write } else { Role::Read });
         self.merger.free_lists.push(request.parent);
         if full {
             self.stats.merged += u64::from(requests);
@@ -102,9 +110,12 @@ impl<M: BlockMap> Dispatcher<M> {
         let mut slot = head;
         for _ in 0..requests {
             let request = &self.pool[slot];
-            let (next, len) = (request.next, request.transfer.len);
+            let (next, len) = (request.next, request.io.range.len);
             match full {
-                true => self.on_transfer_done(slot, len as Outcome),
+                true => {
+                    let inline = self.config.inline_completion;
+                    self.on_transfer_done(slot.into(), len as Outcome, inline);
+                }
                 false => self.merger.again.push(slot),
             }
             slot = next;
@@ -131,9 +142,11 @@ impl<M: BlockMap> Dispatcher<M> {
     /// Pushes the transfer of an accepted simple request; without room in the queue a worker does
     /// the request.
     fn push_or_fall_back<Q: IoQueue>(&mut self, queue: &mut Q, slot: u32) {
-        debug_assert_eq!(self.pool[slot].state, State::Queued);
+        let request = &self.pool[slot];
+        debug_assert_eq!(request.state, State::Queued);
+        let transfer = self.simple_path.transfer(request.io, request.place);
         // SAFETY: the memory was promised, or is the slot's, until the request is given back.
-        if !unsafe { push_transfer(queue, &self.pool[slot].transfer, slot) } {
+        if !unsafe { push_transfer(queue, &transfer, slot) } {
             // As after a transfer that has moved nothing.
             self.fall_back(slot, 0);
         }

@@ -68,6 +68,11 @@ impl Merger {
         self.run.is_some()
     }
 
+    /// Whether requests wait to be pushed or to be counted.
+    pub(crate) fn is_busy(&self) -> bool {
+        self.has_run() || !self.again.is_empty() || self.uncounted != 0
+    }
+
     /// The number of transfers that would have been reaped without merging, where `reaped` were.
     #[inline]
     pub(crate) fn count_unmerged(&mut self, reaped: usize) -> usize {

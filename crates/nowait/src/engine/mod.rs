@@ -280,8 +280,7 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
     /// The errno of io_uring_enter(2); requests stay in flight.
     #[inline]
     pub fn poll(&mut self) -> Result<(), Error> {
-        self.dispatcher.close_run(&mut self.queue);
-        self.dispatcher.submit_work();
+        self.dispatcher.start_collected(&mut self.queue);
         self.queue.submit()?;
         self.reap(&mut |_, _| {})
     }
@@ -292,8 +291,7 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
     /// As for [`Engine::poll`].
     #[inline]
     pub fn poll_watched(&mut self, watched: &mut impl FnMut(Token, i32)) -> Result<(), Error> {
-        self.dispatcher.close_run(&mut self.queue);
-        self.dispatcher.submit_work();
+        self.dispatcher.start_collected(&mut self.queue);
         self.queue.submit()?;
         self.reap(watched)
     }
@@ -308,8 +306,7 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
         timeout: Option<Duration>,
         watched: &mut impl FnMut(Token, i32),
     ) -> Result<(), Error> {
-        self.dispatcher.close_run(&mut self.queue);
-        self.dispatcher.submit_work();
+        self.dispatcher.start_collected(&mut self.queue);
         if self.dispatcher.has_done() {
             self.queue.submit()?;
         } else {
@@ -320,24 +317,38 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
 
     #[inline]
     fn reap(&mut self, watched: &mut impl FnMut(Token, i32)) -> Result<(), Error> {
-        let dispatcher = &mut self.dispatcher;
-        let mut events = 0;
-        let drained = self.queue.drain_completions(|token, outcome| {
-            if token & FD_TOKEN == 0 {
-                return dispatcher.on_transfer_done(token as u32, outcome);
-            }
-            events += 1;
-            match token {
-                COMPLETIONS_TOKEN => dispatcher.ack_wakeup(),
-                _ => watched(token, outcome),
-            }
-        });
-        self.dispatcher.observe_poll(drained - events);
+        let drained = match self.dispatcher.config.inline_completion {
+            true => self.drain::<true>(watched),
+            false => self.drain::<false>(watched),
+        };
+        if self.dispatcher.needs_attention() { self.attend(drained) } else { Ok(()) }
+    }
+
+    /// What a poll that has drained as many completions does beside ending full reads.
+    #[inline(never)]
+    fn attend(&mut self, drained: usize) -> Result<(), Error> {
+        self.dispatcher.observe_poll(drained);
         self.dispatcher.drain_completions();
         while self.dispatcher.resume_split_requests(&mut self.queue) {
             self.queue.submit()?;
         }
+        self.dispatcher.attended();
         Ok(())
+    }
+
+    /// Handles what the queue has completed, and counts it. `INLINE_COMPLETION` is the
+    /// switch, so that it is not asked for each of them.
+    #[inline(always)]
+    fn drain<const INLINE_COMPLETION: bool>(
+        &mut self,
+        watched: &mut impl FnMut(Token, i32),
+    ) -> usize {
+        let dispatcher = &mut self.dispatcher;
+        self.queue.drain_completions(|token, outcome| {
+            if !dispatcher.on_transfer_done(token, outcome, INLINE_COMPLETION) {
+                on_event(dispatcher, token, outcome, watched);
+            }
+        })
     }
 
     /// Waits until nothing is in flight and drops the completions. To be called before memory that
@@ -465,6 +476,22 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
     #[must_use]
     pub fn stats(&self) -> Stats {
         Stats { polled: self.queue.polled(), ..self.dispatcher.stats() }
+    }
+}
+
+/// Handles an event of a watched descriptor; apart from the code for transfers, which come more
+/// often.
+#[inline(never)]
+fn on_event<M: BlockMap>(
+    dispatcher: &mut Dispatcher<M>,
+    token: Token,
+    outcome: i32,
+    watched: &mut impl FnMut(Token, i32),
+) {
+    dispatcher.count_event();
+    match token {
+        COMPLETIONS_TOKEN => dispatcher.ack_wakeup(),
+        _ => watched(token, outcome),
     }
 }
 

@@ -19,7 +19,8 @@ use crate::engine::vectored::{self, Path};
 use crate::memory::buffer_pool::PooledBuffer;
 use crate::queue::IoQueue;
 use crate::types::byte_range::ByteRange;
-use crate::types::request::Flags;
+use crate::types::iovec::IoSegment;
+use crate::types::request::{Flags, Request};
 use crate::types::transfer::Outcome;
 
 use crate::engine::dispatcher::{Dispatcher, push_transfer};
@@ -29,9 +30,10 @@ use crate::engine::dispatcher::{Dispatcher, push_transfer};
 const RETRY_BATCH_BYTES: u64 = 1 << 20;
 
 impl<M: BlockMap> Dispatcher<M> {
-    /// Chooses the path of a request and plans its fragments. A write's range is locked before it
-    /// is mapped.
-    pub(crate) fn choose_path(&mut self, slot: u32) -> Path {
+    /// Chooses the path of the request `io` in `slot`, whose memory is `segments`, and plans its
+    /// fragments. A write's range is locked before it is mapped.
+    #[inline]
+    pub(crate) fn choose_path(&mut self, slot: u32, io: Request, segments: &[IoSegment]) -> Path {
         if !self.config.nowait_first {
             return Path::Worker;
         }
@@ -43,30 +45,31 @@ impl<M: BlockMap> Dispatcher<M> {
             return Path::Worker;
         }
         let request = &mut self.pool[slot];
-        let range = request.io.range;
-        let lock = self.simple_path.needs_range_lock(request.io);
+        let range = io.range;
+        let lock = self.simple_path.needs_range_lock(io);
         if lock && !lock_whole_blocks(&self.disk, range) {
             return Path::Worker;
         }
         let path = vectored::plan(
             &self.disk,
-            request.io,
-            request.segments.as_slice(),
+            io,
+            segments,
             || request.buf.as_ref().map(PooledBuffer::segment),
             self.config.vectored,
-            self.simple_path.needs_separate_sync(request.io, self.durable_writes > 1),
+            self.simple_path.needs_separate_sync(io, self.durable_writes > 1),
             &mut request.fragments,
         );
         match path {
             Path::Worker if lock => self.disk.ranges.unlock(range, LockMode::Shared),
-            _ => request.locked = lock,
+            _ if lock => request.locked = true,
+            _ => {}
         }
         path
     }
 
-    /// Counts a poll that has reaped `transfers` transfers for the back-off.
-    #[inline]
-    pub(crate) fn observe_poll(&mut self, transfers: usize) {
+    /// Counts a poll that has drained as many completions for the back-off.
+    pub(crate) fn observe_poll(&mut self, drained: usize) {
+        let transfers = drained - std::mem::take(&mut self.events);
         let transfers = self.merger.count_unmerged(transfers);
         if self.back_off.observe_poll(transfers) {
             self.stats.backed_off += 1;
@@ -121,8 +124,9 @@ impl<M: BlockMap> Dispatcher<M> {
             request.locked = lock && self.disk.ranges.try_lock(range, LockMode::Shared);
             // While the range was not locked, it may have become a hole.
             let mapped = request.locked == lock && self.disk.map.is_mapped(range);
+            let transfer = self.simple_path.transfer(request.io, request.place);
             // SAFETY: the memory was promised, or is the slot's, until the request is given back.
-            let submitted = mapped && unsafe { push_transfer(queue, &request.transfer, slot) };
+            let submitted = mapped && unsafe { push_transfer(queue, &transfer, slot) };
             if !submitted {
                 self.fall_back(slot, -libc::EAGAIN);
             }

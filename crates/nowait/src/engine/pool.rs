@@ -9,6 +9,7 @@
 use std::ops::{Index, IndexMut};
 
 use crate::engine::slot::{RequestSlot, State};
+use crate::queue::{FD_TOKEN, Token};
 use crate::sim_hooks::injected_bug;
 use crate::sim_hooks::injected_bug::EngineBug;
 
@@ -27,10 +28,10 @@ pub struct SlotPoolStats {
 pub(crate) struct SlotPool {
     #[expect(clippy::vec_box, reason = "the kernel and the workers point into slots")]
     slots: Vec<Box<RequestSlot>>,
-    /// The first free slot; `RequestSlot::next` is the following one, `NONE` ends the list.
-    free: u32,
-    /// Free slots whose memory is not used again: all of them with the switch `pool` off.
-    discarded: Vec<u32>,
+    /// The first free slot of each of two lists: `RequestSlot::next` is the following one, `NONE`
+    /// ends a list. The memory of those in the list `DISCARDED` is not used again: with the switch
+    /// `pool` off these are all.
+    free: [u32; 2],
     /// The slot that was done first and the one that was done last, linked by `RequestSlot::next`;
     /// both are `NONE` when the list is empty.
     first_done: u32,
@@ -45,6 +46,9 @@ pub(crate) struct SlotPool {
 
 /// No slot: beyond every limit, so that the bounds check of an index also finds the list's end.
 const NONE: u32 = u32::MAX;
+/// The lists of free slots, by the switch `pool`.
+const DISCARDED: usize = 0;
+const REUSED: usize = 1;
 
 impl SlotPool {
     /// A pool of at most `limit` slots, clamped to 1 to 32768; `reuse` is the switch `pool`.
@@ -52,8 +56,7 @@ impl SlotPool {
         let limit = limit.clamp(1, 1 << 15);
         Self {
             slots: Vec::with_capacity(limit as usize),
-            free: NONE,
-            discarded: Vec::new(),
+            free: [NONE; 2],
             first_done: NONE,
             last_done: NONE,
             limit,
@@ -73,11 +76,11 @@ impl SlotPool {
     /// A free slot, or `None` when all are in use.
     #[inline]
     pub(crate) fn alloc(&mut self) -> Option<(u32, &mut RequestSlot)> {
-        let slot = self.free;
+        let slot = self.free[REUSED];
         let (slot, request) = match (slot as usize) < self.slots.len() {
             true => {
                 let request = &mut *self.slots[slot as usize];
-                self.free = request.next;
+                self.free[REUSED] = request.next;
                 (slot, request)
             }
             false => {
@@ -92,12 +95,15 @@ impl SlotPool {
     #[cold]
     #[inline(never)]
     fn allocate(&mut self) -> Option<u32> {
-        let slot = match self.discarded.pop() {
-            Some(slot) => {
-                self.slots[slot as usize] = allocated();
-                slot
+        let may_grow = self.slots.len() < self.limit as usize;
+        let discarded = self.free[DISCARDED];
+        let slot = match self.slots.get_mut(discarded as usize) {
+            Some(request) => {
+                self.free[DISCARDED] = request.next;
+                *request = allocated();
+                discarded
             }
-            None if self.slots.len() < self.limit as usize => {
+            None if may_grow => {
                 self.slots.push(allocated());
                 self.slots.len() as u32 - 1
             }
@@ -110,14 +116,29 @@ impl SlotPool {
         Some(slot)
     }
 
+    /// The slot that `token` names, if it is a transfer's: that of a watched descriptor, with its
+    /// uppermost bit, is beyond every limit.
+    #[inline(always)]
+    pub(crate) fn of_transfer(&self, token: Token) -> Option<&RequestSlot> {
+        let is_slot = token < self.slots.len() as u64;
+        debug_assert_ne!(is_slot, token & FD_TOKEN != 0);
+        if is_slot { Some(&self.slots[token as usize]) } else { None }
+    }
+
     /// Appends a slot to the list of done ones.
     #[inline]
     pub(crate) fn complete(&mut self, slot: u32, result: i64) {
-        let request = &mut *self.slots[slot as usize];
-        debug_assert!(!matches!(request.state, State::Free | State::Done));
-        request.set_state(State::Done);
-        request.result = result;
-        request.next = NONE;
+        self[slot].result = result;
+        self.complete_as_is(slot);
+    }
+
+    /// Appends a slot whose result is set to the list of done ones.
+    #[inline]
+    pub(crate) fn complete_as_is(&mut self, slot: u32) {
+        if cfg!(debug_assertions) {
+            assert!(!matches!(self[slot].state, State::Free | State::Done));
+            self[slot].set_state(State::Done);
+        }
         match self.slots.get_mut(self.last_done as usize) {
             Some(last) => last.next = slot,
             None => self.first_done = slot,
@@ -132,9 +153,10 @@ impl SlotPool {
         let slot = self.first_done;
         let request = &mut **self.slots.get_mut(slot as usize)?;
         debug_assert_eq!(request.state, State::Done);
-        self.first_done = request.next;
-        if self.first_done == NONE {
-            self.last_done = NONE;
+        if slot == self.last_done {
+            (self.first_done, self.last_done) = (NONE, NONE);
+        } else {
+            self.first_done = request.next;
         }
         Some(self.free(slot))
     }
@@ -153,14 +175,10 @@ impl SlotPool {
         debug_assert_eq!(request.pending, 0);
         request.set_state(State::Free);
         self.frees += 1;
-        if self.reuse {
-            request.next = self.free;
-            self.free = slot;
-            if injected_bug::injected(EngineBug::FreeSlotTwice) {
-                request.next = slot;
-            }
-        } else {
-            self.discarded.push(slot);
+        let first = &mut self.free[usize::from(self.reuse)];
+        request.next = std::mem::replace(first, slot);
+        if injected_bug::injected(EngineBug::FreeSlotTwice) {
+            request.next = slot;
         }
         request
     }

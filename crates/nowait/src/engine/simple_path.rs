@@ -9,17 +9,24 @@
 use crate::block::block_map::{BlockMap, Extent, Intent, WouldBlock};
 use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
+use crate::engine::slot::Place;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::iovec::MAX_TRANSFER_BYTES;
 use crate::types::request::{Flags, Op, Request};
 use crate::types::transfer::Transfer;
 
+/// The bits that are 0 in every multiple of `block` that can be a position or a length.
+const fn bits_below(block: u32) -> u64 {
+    1 << 63 | (block as u64 - 1)
+}
+
 /// The constants of one device that decide whether a request is simple.
 #[derive(Clone, Copy)]
 pub(crate) struct SimplePath {
-    /// The bits that are 0 in the position and the length of a simple read and of a simple write;
-    /// all of them while no request is simple, so that only an empty one would pass.
+    /// The bits that are 0 in the position and the length of a simple read and of a simple write,
+    /// the uppermost among them, so that their sum does not wrap; all of them while no request is
+    /// simple, so that only an empty one would pass.
     read_mask: u64,
     write_mask: u64,
     memory_mask: usize,
@@ -58,8 +65,8 @@ impl SimplePath {
     pub(crate) fn new<M: BlockMap>(disk: &BlockDevice<M>, config: &Config) -> Self {
         let align = disk.alignment();
         Self {
-            read_mask: u64::from(align.read_offset) - 1,
-            write_mask: u64::from(align.offset) - 1,
+            read_mask: bits_below(align.read_offset),
+            write_mask: bits_below(align.offset),
             memory_mask: align.memory as usize - 1,
             rw_flags: if disk.supports_nowait() { libc::RWF_NOWAIT } else { 0 },
             writes_from: match disk.is_read_only() {
@@ -76,7 +83,7 @@ impl SimplePath {
     /// Makes requests of `disk` simple from now on, or none.
     pub(crate) fn set_on<M: BlockMap>(&mut self, disk: &BlockDevice<M>, on: bool) {
         let align = disk.alignment();
-        let mask = |block: u32| if on { u64::from(block) - 1 } else { u64::MAX };
+        let mask = |block| if on { bits_below(block) } else { u64::MAX };
         (self.read_mask, self.write_mask) = (mask(align.read_offset), mask(align.offset));
     }
 
@@ -98,7 +105,7 @@ impl SimplePath {
         if (range.pos | range.len) & mask != 0
             || base as usize & self.memory_mask != 0
             || range.len.wrapping_sub(1) >= MAX_TRANSFER_BYTES
-            || disk.size().checked_sub(range.len).is_none_or(|last| range.pos > last)
+            || range.pos.wrapping_add(range.len) > disk.size()
             || self.may_need_sync(io)
         {
             return Verdict::General;
@@ -139,21 +146,14 @@ impl SimplePath {
         self.groups_syncs && io.op == Op::Write && io.flags.has(Flags::DSYNC)
     }
 
-    /// The one transfer that serves `io` at `extent`. `base` is its memory, or with `segments`
-    /// above 0 the list of that many segments.
+    /// The one transfer that serves `io` at `place`.
     #[inline]
-    pub(crate) fn transfer(
-        &self,
-        io: Request,
-        extent: Extent,
-        base: *mut u8,
-        segments: u16,
-        buffer: u16,
-    ) -> Transfer {
+    pub(crate) fn transfer(&self, io: Request, place: Place) -> Transfer {
+        let Place { base, pos, segments, buffer, file } = place;
         Transfer {
             base,
-            pos: extent.pos,
-            file: extent.file,
+            pos,
+            file: file as u16,
             len: io.range.len as u32,
             rw_flags: self.rw_flags(io.flags),
             segments,

@@ -1,15 +1,15 @@
-//! The slot of one request: whole cache lines, with the transfer embedded.
+//! The slot of one request: whole cache lines, with all that its transfer needs.
 //!
 //! Invariant: while a transfer of the request is in flight (`pending` counts its fragments') or the
-//! state is `Worker`, the fields that the kernel or a worker can see (`transfer`, `segments`,
-//! `buf`, `extents`) are not changed.
+//! state is `Worker`, the fields that the kernel or a worker can see (`place`, `segments`, `buf`,
+//! `extents`) are not changed.
 
 use crate::engine::fragment::Fragment;
 use crate::memory::buffer_pool::PooledBuffer;
 use crate::types::byte_range::ByteRange;
 use crate::types::iovec::IoSegment;
 use crate::types::request::{ExtentStatus, Flags, Op, Request};
-use crate::types::transfer::Transfer;
+use crate::types::transfer::UNREGISTERED;
 
 /// The state of a request (C41).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -85,6 +85,33 @@ impl SlotSegments {
     }
 }
 
+/// Where the only transfer of a request moves its bytes; the request says the rest.
+///
+/// The fields are in an order in which the usual values of the last three are one store.
+#[derive(Clone, Copy)]
+#[repr(C)]
+pub(crate) struct Place {
+    /// As [`crate::Transfer::base`].
+    pub(crate) base: *mut u8,
+    /// First byte in the file.
+    pub(crate) pos: u64,
+    /// As [`crate::Transfer::buffer`].
+    pub(crate) buffer: u16,
+    /// As [`crate::Transfer::segments`].
+    pub(crate) segments: u16,
+    /// As [`crate::Transfer::file`].
+    pub(crate) file: u32,
+}
+
+impl Place {
+    const NONE: Self =
+        Self { base: std::ptr::null_mut(), pos: 0, segments: 0, buffer: UNREGISTERED, file: 0 };
+}
+
+/// The `RequestSlot::result` of a slot whose transfer does not end its request at once: no outcome
+/// is that great.
+const NEVER: i64 = i64::MAX;
+
 /// A slot: one request, or one fragment of a request.
 #[repr(C, align(64))]
 pub(crate) struct RequestSlot {
@@ -110,9 +137,11 @@ pub(crate) struct RequestSlot {
     pub(crate) next: u32,
     pub(crate) tag: u64,
     pub(crate) io: Request,
-    /// Bytes done, or a negative errno.
+    /// Bytes done, or a negative errno; while the slot has a transfer in flight, the outcome with
+    /// which nothing is left to do for the request, or `NEVER`.
     pub(crate) result: i64,
-    pub(crate) transfer: Transfer,
+    /// That of a request with one transfer of its own.
+    pub(crate) place: Place,
     pub(crate) buf: Option<PooledBuffer>,
     pub(crate) segments: SlotSegments,
     /// Fragments not yet submitted, the last one first.
@@ -138,7 +167,7 @@ impl RequestSlot {
             tag: 0,
             io: Request { op: Op::Flush, flags: Flags::NONE, range: ByteRange::new(0, 0) },
             result: 0,
-            transfer: Transfer::NONE,
+            place: Place::NONE,
             buf: None,
             segments: SlotSegments::NONE,
             fragments: Vec::new(),
@@ -163,12 +192,24 @@ impl RequestSlot {
             std::mem::forget(std::mem::replace(&mut self.buf, buf));
         }
         self.set_state(state);
-        self.role = role;
         self.locked = false;
         self.again = false;
         self.deferred = false;
         self.tag = tag;
         self.io = io;
+        self.set_role(role);
+    }
+
+    /// Sets the role and the outcome that ends the request at once: a read is done when all of its
+    /// bytes came.
+    #[inline(always)]
+    pub(crate) fn set_role(&mut self, role: Role) {
+        self.role = role;
+        self.result = match role {
+            Role::Read => self.io.range.len as i64,
+            Role::Write | Role::Fragment | Role::Merged => NEVER,
+            Role::Split => 0,
+        };
     }
 
     /// Records who holds the slot. The state decides nothing, it is only asserted.

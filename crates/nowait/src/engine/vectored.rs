@@ -17,7 +17,7 @@ use crate::blocking::worker_pool::WorkerTask;
 use crate::engine::completion::Rejected;
 use crate::engine::dispatcher::{Dispatcher, push_transfer, reject_full};
 use crate::engine::fragment::{Fragment, FragmentKind};
-use crate::engine::slot::{Role, State};
+use crate::engine::slot::{Place, Role, State};
 use crate::engine::transfer_result::{TransferResult, classify};
 use crate::memory::buffer_pool::PooledBuffer;
 use crate::queue::IoQueue;
@@ -58,43 +58,49 @@ pub(crate) fn plan<M: BlockMap>(
     fragments: &mut Vec<Fragment>,
 ) -> Path {
     fragments.clear();
-    match io.op {
-        Op::Read if plan_read(disk, io.range, segments, &own, fragments) => {}
-        Op::Write if plan_write(disk, io.range, segments, fragments) => {}
-        _ => return Path::Worker,
+    // With `vectored` off, a transfer ends at the end of its segment.
+    let may_be_single = !separate_sync && (vectored || segments.len() == 1);
+    let path = match io.op {
+        Op::Read => plan_read(disk, io.range, segments, &own, may_be_single, fragments),
+        Op::Write => plan_write(disk, io.range, segments, may_be_single, fragments),
+        _ => Path::Worker,
+    };
+    match path {
+        Path::Single(_) => {}
+        Path::Worker => fragments.clear(),
+        Path::Split => {
+            if !vectored {
+                split_per_segment(disk, io.op, segments, fragments);
+            }
+            // Fragments are popped from the end.
+            fragments.reverse();
+        }
     }
-    if !vectored {
-        split_per_segment(disk, io.op, segments, fragments);
-    }
-    if let &[Fragment { kind: FragmentKind::Direct, len, pos, file, .. }] = fragments.as_slice()
-        && !separate_sync
-    {
-        fragments.clear();
-        return Path::Single(Extent { file, pos, len, hole: false });
-    }
-    // Fragments are popped from the end.
-    fragments.reverse();
-    Path::Split
+    path
 }
 
-/// Plans a read. False when only a worker can do it.
+/// Plans a read, as one transfer only if it `may_be_single`.
 fn plan_read<M: BlockMap>(
     disk: &BlockDevice<M>,
     range: ByteRange,
     segments: &[IoSegment],
     own: &impl Fn() -> Option<IoSegment>,
+    may_be_single: bool,
     fragments: &mut Vec<Fragment>,
-) -> bool {
+) -> Path {
     let block = disk.alignment().read_offset;
     let mut start = 0;
     while start < range.len {
         let rest = ByteRange::new(range.pos + start, range.len - start);
         let Ok(extent) = disk.extent(rest, Intent::Read) else {
-            return false;
+            return Path::Worker;
         };
         if extent.hole {
             fragments.push(Fragment::of(extent, start, FragmentKind::Zero));
         } else if is_direct(disk, block, extent, segments, start) {
+            if may_be_single && extent.len == range.len {
+                return Path::Single(extent);
+            }
             fragments.push(Fragment::of(extent, start, FragmentKind::Direct));
         } else if extent.len == range.len
             && let Some(skip) = room_for(extent, block, segments, own())
@@ -105,7 +111,7 @@ fn plan_read<M: BlockMap>(
         }
         start += extent.len;
     }
-    true
+    Path::Split
 }
 
 /// The bytes from the start of the first block to `extent`, which is all of a request, if `own` has
@@ -125,31 +131,35 @@ fn room_for(
         .then_some(skip as u32)
 }
 
-/// Plans a write. False when only a worker can do it.
+/// Plans a write, as one transfer only if it `may_be_single`.
 fn plan_write<M: BlockMap>(
     disk: &BlockDevice<M>,
     range: ByteRange,
     segments: &[IoSegment],
+    may_be_single: bool,
     fragments: &mut Vec<Fragment>,
-) -> bool {
+) -> Path {
     let block = disk.alignment().offset;
     if (range.pos | range.len) & (u64::from(block) - 1) != 0 {
-        return false;
+        return Path::Worker;
     }
     let mut start = 0;
     while start < range.len {
         let rest = ByteRange::new(range.pos + start, range.len - start);
         let Ok(extent) = disk.extent(rest, Intent::Write) else {
-            return false;
+            return Path::Worker;
         };
         if is_direct(disk, block, extent, segments, start) {
+            if may_be_single && extent.len == range.len {
+                return Path::Single(extent);
+            }
             fragments.push(Fragment::of(extent, start, FragmentKind::Direct));
         } else {
             bounce(extent, start, block, fragments);
         }
         start += extent.len;
     }
-    true
+    Path::Split
 }
 
 /// Whether `part`, which begins at byte `start` of the request, and its memory are aligned.
@@ -160,10 +170,16 @@ fn is_direct<M: BlockMap>(
     segments: &[IoSegment],
     start: u64,
 ) -> bool {
+    let memory = disk.alignment().memory;
+    if let &[one] = segments {
+        let base = (one.base as u64).wrapping_add(start);
+        return (part.pos | part.len) & (u64::from(block) - 1) == 0
+            && base & (u64::from(memory) - 1) == 0;
+    }
     // The part's length is the sum of its segments' lengths, so it is checked with them.
     let mut direct = part.pos & (u64::from(block) - 1) == 0;
     iovec::slice_segments(segments, start, part.len, |segment| {
-        direct &= iovec::aligned(&[segment], disk.alignment().memory, block);
+        direct &= iovec::aligned(&[segment], memory, block);
     });
     direct
 }
@@ -232,62 +248,94 @@ impl<M: BlockMap> Dispatcher<M> {
         let Some((slot, request)) = self.pool.alloc() else { return Err(reject_full(io, buf)) };
         self.other_slots += 1;
         request.begin(Role::Split, State::Submitting, io, buf, tag);
-        request.result = 0;
         self.durable_writes += u32::from(self.simple_path.can_share_sync(io));
-        match segments {
-            [one] => {
-                let len = one.len.min(io.range.len as usize);
-                request.segments.set_one(IoSegment { base: one.base, len });
-            }
-            _ => {
-                let (merged, len) = (&mut self.merged, io.range.len);
-                merged.clear();
-                match self.config.vectored {
-                    true => iovec::merge(segments, len, merged),
-                    false => {
-                        iovec::slice_segments(segments, 0, len, |segment| merged.push(segment))
-                    }
-                }
-                request.segments.set(merged);
-            }
-        }
-        if io.range.len == 0 && io.op != Op::Flush {
+        let &[IoSegment { base, .. }] = segments else {
+            self.submit_list(queue, slot, io, segments);
+            return Ok(());
+        };
+        let one = IoSegment { base, len: io.range.len as usize };
+        if one.len == 0 {
             self.complete(slot, 0);
             return Ok(());
         }
-        match self.choose_path(slot) {
-            Path::Single(extent) => self.submit_single(queue, slot, extent),
-            Path::Split => self.submit_fragments(queue, slot),
-            Path::Worker => {
-                self.stats.worker += 1;
-                self.offload(slot, WorkerTask::Run);
-                return Ok(());
+        match self.choose_path(slot, io, &[one]) {
+            Path::Single(extent) => self.submit_single(queue, slot, io, extent, (base, 0)),
+            path => {
+                self.pool[slot].segments.set_one(one);
+                self.submit_planned(queue, slot, path);
             }
         }
-        self.stats.general += 1;
         Ok(())
     }
 
-    /// Submits the only transfer of a request that is a single direct fragment.
+    /// Starts a request without memory, or with several segments.
+    #[inline(never)]
+    fn submit_list<Q: IoQueue>(
+        &mut self,
+        queue: &mut Q,
+        slot: u32,
+        io: Request,
+        segments: &[IoSegment],
+    ) {
+        if io.range.len == 0 && io.op != Op::Flush {
+            return self.complete(slot, 0);
+        }
+        let mut merged = std::mem::take(&mut self.merged);
+        merged.clear();
+        match self.config.vectored {
+            true => iovec::merge(segments, io.range.len, &mut merged),
+            false => iovec::slice_segments(segments, 0, io.range.len, |one| merged.push(one)),
+        }
+        let path = self.choose_path(slot, io, &merged);
+        let kept = &mut self.pool[slot].segments;
+        kept.set(&merged);
+        self.merged = merged;
+        match path {
+            Path::Single(extent) => {
+                let memory = match kept.as_slice() {
+                    [one] => (one.base, 0),
+                    list => (list.as_ptr().cast_mut().cast(), list.len() as u16),
+                };
+                self.submit_single(queue, slot, io, extent, memory);
+            }
+            path => self.submit_planned(queue, slot, path),
+        }
+    }
+
+    /// Starts a request by the fragments of its plan or by a worker.
+    #[inline(never)]
+    fn submit_planned<Q: IoQueue>(&mut self, queue: &mut Q, slot: u32, path: Path) {
+        if path == Path::Worker {
+            self.stats.worker += 1;
+            return self.offload(slot, WorkerTask::Run);
+        }
+        self.stats.general += 1;
+        self.submit_fragments(queue, slot);
+    }
+
+    /// Submits the only transfer of a request that is a single direct fragment. `memory` is its
+    /// only segment's address and 0, or that of the slot's list of segments and their number.
     #[inline]
-    pub(crate) fn submit_single<Q: IoQueue>(&mut self, queue: &mut Q, slot: u32, extent: Extent) {
+    fn submit_single<Q: IoQueue>(
+        &mut self,
+        queue: &mut Q,
+        slot: u32,
+        io: Request,
+        extent: Extent,
+        (base, segments): (*mut u8, u16),
+    ) {
+        self.stats.general += 1;
         let request = &mut self.pool[slot];
-        let io = request.io;
-        let (base, segments) = match request.segments.as_slice() {
-            [one] => (one.base, 0),
-            list => (list.as_ptr().cast_mut().cast(), list.len() as u16),
-        };
         let buffer = request.buf.as_ref().map_or(UNREGISTERED, PooledBuffer::registered);
-        request.transfer = self.simple_path.transfer(io, extent, base, segments, buffer);
-        request.role = if io.op == Op::Write { Role::Write } else { Role::Read };
+        request.place = Place { base, pos: extent.pos, segments, buffer, file: extent.file.into() };
+        let transfer = self.simple_path.transfer(io, request.place);
+        request.set_role(if io.op == Op::Write { Role::Write } else { Role::Read });
         request.set_state(State::Queued);
         // SAFETY: the memory is the request's, and the list of segments is the slot's; both last
         // until the slot is done.
-        if !unsafe { push_transfer(queue, &request.transfer, slot) } {
-            // No room in the queue: a worker does the request.
-            request.role = Role::Split;
-            request.again = true;
-            self.finish_or_continue(slot);
+        if !unsafe { push_transfer(queue, &transfer, slot) } {
+            // As after a transfer that has moved nothing: a worker does the request.
+            self.fall_back(slot, 0);
         }
     }
 
@@ -357,13 +405,13 @@ impl<M: BlockMap> Dispatcher<M> {
         request.parent = parent;
         request.fragment = fragment;
         self.fragments += 1;
-        if !self.prepare_transfer(parent, slot, fragment) {
+        let Some(transfer) = self.prepare_transfer(parent, slot, fragment) else {
             self.free_fragment(slot);
             return false;
-        }
+        };
         // SAFETY: the memory is the parent's, which lasts until all of its fragments have ended, or
         // the bounce buffer in the fragment's own slot.
-        if !unsafe { push_transfer(queue, &self.pool[slot].transfer, slot) } {
+        if !unsafe { push_transfer(queue, &transfer, slot) } {
             self.free_fragment(slot);
             return false;
         }
@@ -378,8 +426,8 @@ impl<M: BlockMap> Dispatcher<M> {
         self.pool.free(slot);
     }
 
-    /// Sets up the transfer of a fragment. False when there is no buffer for it.
-    fn prepare_transfer(&mut self, parent: u32, slot: u32, fragment: Fragment) -> bool {
+    /// The transfer of a fragment; none when there is no buffer for it.
+    fn prepare_transfer(&mut self, parent: u32, slot: u32, fragment: Fragment) -> Option<Transfer> {
         let io = self.pool[parent].io;
         let write = io.op == Op::Write;
         let pos = fragment.pos;
@@ -395,7 +443,7 @@ impl<M: BlockMap> Dispatcher<M> {
         let align = self.disk.alignment();
         let block = if write { align.offset } else { align.read_offset };
         match fragment.kind {
-            FragmentKind::Zero => return false,
+            FragmentKind::Zero => return None,
             FragmentKind::Direct => {
                 let mut parts = std::mem::take(&mut self.merged);
                 parts.clear();
@@ -420,8 +468,7 @@ impl<M: BlockMap> Dispatcher<M> {
             }
             FragmentKind::PaddedRead { skip } => {
                 let request = &self.pool[parent];
-                let Some(buf) = &request.buf else { return false };
-                let Some(one) = request.segments.as_slice().first() else { return false };
+                let (buf, one) = (request.buf.as_ref()?, request.segments.as_slice().first()?);
                 transfer.base = one.base.wrapping_sub(skip as usize);
                 transfer.buffer = buf.registered();
                 transfer.pos = pos - u64::from(skip);
@@ -429,9 +476,7 @@ impl<M: BlockMap> Dispatcher<M> {
             }
             FragmentKind::Bounce { skip } => {
                 let len = alignment::round_up(u64::from(skip) + fragment.len, block);
-                let Some(mut buf) = self.bounce.get(len as usize, |_, _| None) else {
-                    return false;
-                };
+                let mut buf = self.bounce.get(len as usize, |_, _| None)?;
                 if write {
                     let segments = self.pool[parent].segments.as_slice();
                     // SAFETY: the memory was promised by the caller.
@@ -444,8 +489,7 @@ impl<M: BlockMap> Dispatcher<M> {
                 self.pool[slot].buf = Some(buf);
             }
         }
-        self.pool[slot].transfer = transfer;
-        true
+        Some(transfer)
     }
 
     /// Handles the end of the transfer of the fragment in `slot`.
