@@ -339,6 +339,11 @@ impl Shared {
         if let Some(before) = export.tell_size(size) {
             let name = export.export.name();
             tracing::info!("export {name:?} has {size} bytes now, it had {before}");
+            if export.id == Registry::DEFAULT
+                && let Some(device) = &self.options.ublk
+            {
+                device.resize(size);
+            }
         }
     }
 

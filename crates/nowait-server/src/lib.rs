@@ -33,7 +33,8 @@ pub use server::{
 };
 #[cfg(feature = "sim")]
 pub use server::{ServerBug, Simulated, inject};
-pub use ublk::ublk_device::{UblkDevice, UblkNode, UblkOptions};
+pub use ublk::device_set_up::UblkOptions;
+pub use ublk::ublk_device::{UblkDevice, UblkNode};
 pub use ublk::ublk_error::UblkError;
 pub use ublk::ublk_list::{UblkStatus, ublk_devices, ublk_features, ublk_stop};
 #[cfg(feature = "fuzz")]

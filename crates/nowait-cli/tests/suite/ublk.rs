@@ -30,7 +30,7 @@ end_server() { kill -$1 $server; wait $server; status=$?; }
 /// The node from its making to its removal, with a server that is killed three times under load.
 const LIFE: &str = r#"
 /test/nowait serve /dev/vda --ublk; echo "guest: without a driver $?"
-insmod /modules/ublk_drv.ko
+load ublk_drv
 serve /dev/vda --ublk=5
 grep -q 'serving /dev/ublkb5' /data/out && [ -b /dev/ublkb5 ] && echo "guest: there is a node"
 cd /sys/block/ublkb5/queue
@@ -62,13 +62,13 @@ ls /dev/ublkb5 2>/dev/null || echo "guest: no node"
 
 /// A server that ends while its node is in use, and nodes that are taken away from servers.
 const LEFT: &str = r#"
-insmod /modules/ublk_drv.ko
+load ublk_drv
 serve /dev/vda --ublk
 /test/mkfs.ext4 -q /dev/ublkb0 && mount -t ext4 /dev/ublkb0 /disk/new
 dd if=/dev/urandom of=/data/random bs=1M count=8 2>/dev/null
 mkdir /disk/new/written && cp /data/random /disk/new/written/1
 end_server TERM; cat /data/out; echo "guest: ended in use $status"
-/test/nowait ublk list --json
+/test/nowait ublk list --json || { echo w >/proc/sysrq-trigger; dmesg | tail -n 80; }
 ( sync; echo "guest: synced" ) & sync=$!
 dd if=/dev/zero of=/data/other bs=1M count=1 2>/dev/null
 /test/nowait serve /data/other --direct off --ublk=0; echo "guest: another image $?"
@@ -99,6 +99,40 @@ for try in $(seq 300); do grep -q '^serving' /data/out && break; sleep 0.1; done
 user cmp -n 1048576 /dev/ublkb0 /data/other && echo "guest: a user has a node"
 user /test/nowait ublk stop 0 && wait $server && echo "guest: the user's server ended"
 /test/nowait ublk list | wc -l
+"#;
+
+/// What newer drivers can do: a size that changes, a hand-over in which no request is done twice, and
+/// a stop that no opener can be hidden from.
+const NEWER: &str = r#"
+load ublk_drv; load loop
+dd if=/dev/zero of=/data/other bs=1M count=8 2>/dev/null
+sectors() { cat /sys/block/ublkb1/size; }
+serve /data/other --direct off --ublk=1
+truncate -s 12M /data/other && kill -HUP $server
+for try in $(seq 100); do [ $(sectors) = 24576 ] && break; sleep 0.1; done
+echo "guest: grown to $(sectors), $(blockdev --getsz /dev/ublkb1)"
+dd if=/data/other of=/dev/ublkb1 bs=1M count=1 seek=11 conv=fsync 2>/dev/null && echo "guest: its end is written"
+end_server KILL
+truncate -s 16M /data/other
+serve /data/other --direct off --ublk=1
+echo "guest: recovered with $(sectors)"
+losetup /dev/loop0 /dev/ublkb1
+/test/nowait ublk stop 1; echo "guest: stop with a hidden user $?"
+losetup -d /dev/loop0
+/test/nowait ublk stop 1 && wait $server; echo "guest: stopped $?"
+serve /dev/vda --ublk=2 --verbose
+/test/mkfs.ext4 -q /dev/ublkb2 && mount -t ext4 /dev/ublkb2 /disk/new && mkdir /disk/new/written
+dd if=/dev/urandom of=/data/random bs=1M count=4 2>/dev/null
+( while [ ! -e /data/enough ]; do
+    dd if=/data/random of=/disk/new/written/1 bs=128k conv=fsync 2>/dev/null || echo "guest: I/O error"
+done ) & load=$!
+end_server TERM; echo "guest: handed over $status"
+cat /data/out
+serve /dev/vda --ublk=2 --verbose
+touch /data/enough; wait $load
+echo 3 >/proc/sys/vm/drop_caches
+cmp /disk/new/written/1 /data/random && echo "guest: wrote $(cd /disk/new/written && sha256sum 1)"
+umount /disk/new && end_server TERM; echo "guest: ended $status"
 "#;
 
 /// A guest, the programs that it needs, and a disk for it.
@@ -230,4 +264,26 @@ fn what_a_driver_can_do_is_asked_of_it() {
             assert_eq!(console.contains(&format!("{feature}\r\n")), offers, "{feature}: {console}");
         }
     }
+}
+
+#[test]
+fn a_newer_driver_resizes_a_node_hands_it_over_and_stops_it_only_without_hidden_users() {
+    let Some(scene) = Scene::new(Kernel::V7_3) else { return };
+    let console = scene.run(NEWER);
+    assert_said(
+        &console,
+        &[
+            "guest: grown to 24576, 24576",
+            "guest: its end is written",
+            "guest: recovered with 32768",
+            "/dev/ublkb1 is in use: something that is not visible from here (try --force)",
+            "guest: stop with a hidden user 1",
+            "guest: stopped 0",
+            "/dev/ublkb2: the driver keeps its requests for the next server",
+            "guest: handed over 0",
+            "guest: ended 0",
+        ],
+    );
+    assert!(!console.contains("guest: I/O error"), "{console}");
+    check_written(&scene.scratch, &scene.disk, &console, 1);
 }

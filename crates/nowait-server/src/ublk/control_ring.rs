@@ -132,6 +132,11 @@ impl ControlRing {
     }
 }
 
+/// The path of the node of device `id`.
+pub(crate) fn node(id: u32) -> String {
+    format!("/dev/ublkb{id}")
+}
+
 /// The path of the character device through which device `id` is served.
 pub(crate) fn character_device(id: u32) -> String {
     format!("/dev/ublkc{id}")

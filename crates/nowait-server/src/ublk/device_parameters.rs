@@ -88,12 +88,13 @@ impl Parameters {
         bytes
     }
 
-    /// Whether a node with the parameters `bytes` looks the same to its users.
-    pub(crate) fn is_as_in(self, bytes: &[u8; Self::BYTES]) -> bool {
+    /// Whether a node with the parameters `bytes` looks the same to its users, or only smaller if it
+    /// `can_grow`.
+    pub(crate) fn fits(self, bytes: &[u8; Self::BYTES], can_grow: bool) -> bool {
         let read_only = u32::from_ne_bytes(field(bytes, 8)) & READ_ONLY != 0;
-        let sectors = sectors_in(bytes);
+        let (before, now) = (sectors_in(bytes), self.size >> SECTOR_SHIFT);
         read_only == self.read_only
-            && sectors == self.size >> SECTOR_SHIFT
+            && (before == now || can_grow && before < now)
             && u32::from(bytes[12]) == self.block.trailing_zeros()
     }
 }
@@ -121,13 +122,15 @@ mod tests {
         assert_eq!(sectors_in(&bytes), 10240);
         assert_eq!(u32::from_ne_bytes(field(&bytes, 16)), 1024);
         assert_eq!(u32::from_ne_bytes(field(&bytes, 48)), MAX_DISCARD_BYTES / 512);
-        assert!(parameters.is_as_in(&bytes));
+        assert!(parameters.fits(&bytes, false) && parameters.fits(&bytes, true));
+        let larger = Parameters { size: 6 << 20, ..parameters };
+        assert!(larger.fits(&bytes, true) && !larger.fits(&bytes, false));
         for other in [
-            Parameters { size: 6 << 20, ..parameters },
+            Parameters { size: 4 << 20, ..parameters },
             Parameters { block: 4096, ..parameters },
             Parameters { read_only: true, ..parameters },
         ] {
-            assert!(!other.is_as_in(&bytes), "{other:?}");
+            assert!(!other.fits(&bytes, true), "{other:?}");
         }
     }
 }

@@ -9,6 +9,8 @@ use std::path::Path;
 
 /// The most users that are named; the others are counted.
 const MAX_NAMED: usize = 4;
+/// A user of which there is only the driver's word, for example in another mount namespace.
+pub(crate) const INVISIBLE: &str = "something that is not visible from here";
 
 /// What visibly uses the node of device `id`, one text for each user.
 pub(crate) fn visible(id: u32) -> Vec<String> {
@@ -24,10 +26,10 @@ pub(crate) fn visible(id: u32) -> Vec<String> {
 pub(crate) fn of(id: u32) -> Vec<String> {
     let node = format!("/dev/ublkb{id}");
     let mut users = visible(id);
-    // A claim of another program says that it is in use, for example in another mount namespace.
+    // A claim of another program says that it is in use.
     let claims = fs::OpenOptions::new().read(true).custom_flags(libc::O_EXCL).open(&node);
     if users.is_empty() && claims.is_err_and(|error| error.raw_os_error() == Some(libc::EBUSY)) {
-        users.push("something that is not visible from here".into());
+        users.push(INVISIBLE.into());
     }
     users
 }

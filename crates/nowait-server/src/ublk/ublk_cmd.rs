@@ -35,6 +35,9 @@ impl ControlOp {
     pub(crate) const END_USER_RECOVERY: Self = Self(read_write(0x11, CONTROL_BYTES as u32));
     pub(crate) const GET_DEV_INFO2: Self = Self(read(0x12, CONTROL_BYTES as u32));
     pub(crate) const GET_FEATURES: Self = Self(read(0x13, CONTROL_BYTES as u32));
+    pub(crate) const UPDATE_SIZE: Self = Self(read_write(0x15, CONTROL_BYTES as u32));
+    pub(crate) const QUIESCE_DEV: Self = Self(read_write(0x16, CONTROL_BYTES as u32));
+    pub(crate) const TRY_STOP_DEV: Self = Self(read_write(0x17, CONTROL_BYTES as u32));
 }
 
 /// Fetches the first request of a tag.
@@ -50,6 +53,12 @@ pub(crate) const F_USER_RECOVERY_REISSUE: u64 = 1 << 4;
 pub(crate) const F_UNPRIVILEGED_DEV: u64 = 1 << 5;
 /// Commands are encoded as for ioctl(2).
 pub(crate) const F_CMD_IOCTL_ENCODE: u64 = 1 << 6;
+/// The size of a device that is served can be changed.
+pub(crate) const F_UPDATE_SIZE: u64 = 1 << 10;
+/// The server can have its requests queued for the next one before it ends.
+pub(crate) const F_QUIESCE: u64 = 1 << 12;
+/// A device can be stopped on the condition that nothing has it open.
+pub(crate) const F_SAFE_STOP_DEV: u64 = 1 << 17;
 
 /// The features by their names in the header, without `UBLK_F_`.
 pub(crate) const FEATURE_NAMES: [&str; 21] = [

@@ -3,55 +3,31 @@
 //! Invariant: a node that a program may have open is never taken away unasked where the driver keeps
 //! it for the next server. The device is deleted only when it has no node, or never had one.
 
-use std::fs::OpenOptions;
-use std::io;
 use std::os::fd::{AsFd, OwnedFd};
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use nowait_image::Image;
 
-use crate::ublk::control_ring::{ControlRing, character_device, within};
+use crate::ublk::control_commands::{quiesce, stop_device, stop_if_unused, update_size};
+use crate::ublk::control_ring::{ControlRing, node, within};
 use crate::ublk::device_parameters::Parameters;
+use crate::ublk::device_set_up::{
+    APPEAR_TIMEOUT, RETRY, UblkOptions, added, existing, open_character_device, recovered,
+};
 use crate::ublk::node_users;
 use crate::ublk::ublk_cmd::{
-    ControlOp, DeviceInfo, DeviceState, F_CMD_IOCTL_ENCODE, F_UNPRIVILEGED_DEV, F_USER_RECOVERY,
-    F_USER_RECOVERY_REISSUE,
+    ControlOp, DeviceInfo, DeviceState, F_UNPRIVILEGED_DEV, F_UPDATE_SIZE, F_USER_RECOVERY,
 };
 use crate::ublk::ublk_error::UblkError;
 
-/// The most requests of a queue in flight.
-const MAX_DEPTH: u16 = 128;
-const MIN_DEPTH: u16 = 16;
-/// The longest request, in bytes, where there are few queues and where there are many.
-const MAX_IO_BYTES: u32 = 512 << 10;
-const MIN_IO_BYTES: u32 = 64 << 10;
-/// Bytes of the buffers of all queues together: each tag has one of the longest request.
-const MAX_BUFFER_BYTES: u64 = 64 << 20;
-/// How long a device's last server may take to end once it was killed, and a new node to appear.
-const APPEAR_TIMEOUT: Duration = Duration::from_secs(5);
 /// How long the driver may take to start a device, which includes reading its partition table.
 const START_TIMEOUT: Duration = Duration::from_secs(60);
-/// How long the driver may take to stop a device, which includes writing what it has cached.
-const STOP_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long the driver may take to delete a device that has no node any more.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(2);
-/// How often a wait looks again.
-const RETRY: Duration = Duration::from_millis(50);
 /// How often the users of a node are looked for, which reads the descriptors of all processes.
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
-
-/// What a node is made from.
-#[derive(Clone, Copy, Debug)]
-pub struct UblkOptions {
-    /// Its number; any free one without it.
-    pub id: Option<u32>,
-    /// Queues, one for each thread; the kernel has at most one for each processor.
-    pub queues: u16,
-    /// Tells the image from others: a server that takes over a node must have the same one.
-    pub image_id: u64,
-}
 
 /// A node and the device behind it. Dropped, it deletes the device, unless the node was left to the
 /// next server.
@@ -88,10 +64,12 @@ impl UblkNode {
         let device = UblkDevice {
             info,
             parameters,
+            size: AtomicU64::new(parameters.size),
             recovers,
             character_device: Mutex::new(None),
             live_queues: AtomicU32::new(0),
             has_node: AtomicBool::new(recovers),
+            handing_over: AtomicBool::new(false),
             leaving: AtomicBool::new(false),
         };
         let node = Self(Arc::new(device));
@@ -116,7 +94,8 @@ impl UblkNode {
     /// # Errors
     /// The errno of the driver.
     pub fn start(&self) -> Result<(), UblkError> {
-        let UblkDevice { info, parameters, recovers, .. } = *self.0;
+        let UblkDevice { info, recovers, .. } = *self.0;
+        let parameters = Parameters { size: self.0.size(), ..self.0.parameters };
         let (id, by_path) = (info.id, self.0.by_path());
         let pid = u64::from(std::process::id());
         let started = within(START_TIMEOUT, move |control| {
@@ -138,6 +117,10 @@ impl UblkNode {
             }
         }
         self.0.has_node.store(true, Ordering::Release);
+        if recovers && info.features & F_UPDATE_SIZE != 0 {
+            // The image may have been made larger while there was no server.
+            self.0.resize(self.0.size());
+        }
         Ok(())
     }
 }
@@ -163,7 +146,10 @@ impl Drop for UblkNode {
 /// The device as its threads see it.
 pub struct UblkDevice {
     pub(crate) info: DeviceInfo,
+    /// Those that it begins with.
     parameters: Parameters,
+    /// Size of the node in bytes.
+    size: AtomicU64,
     /// A server before this one had it.
     recovers: bool,
     /// The threads have descriptors of their own. One open file is all that the driver allows.
@@ -172,6 +158,8 @@ pub struct UblkDevice {
     live_queues: AtomicU32,
     /// The node is there, or waits for a server.
     has_node: AtomicBool,
+    /// The driver ends the commands of the queues, so that it can keep requests for the next server.
+    handing_over: AtomicBool,
     /// The queues take no more requests: the next server gets them.
     leaving: AtomicBool,
 }
@@ -204,7 +192,25 @@ impl UblkDevice {
     /// Size of the node in bytes: that of the image, in whole blocks.
     #[must_use]
     pub fn size(&self) -> u64 {
-        self.parameters.size
+        self.size.load(Ordering::Acquire)
+    }
+
+    /// The image has `size` bytes now. The node gets as many whole blocks, and its users are told, if
+    /// the driver can do that. To be called on a thread that does not serve.
+    pub(crate) fn resize(&self, size: u64) {
+        let size = size - size % u64::from(self.parameters.block);
+        self.size.store(size, Ordering::Release);
+        if !self.has_node.load(Ordering::Acquire) {
+            return;
+        }
+        match update_size(&self.info, size >> 9) {
+            Ok(true) => {}
+            Ok(false) => tracing::warn!(
+                "{} keeps its size: this kernel's ublk driver cannot change it",
+                self.node()
+            ),
+            Err(error) => tracing::warn!("{error}"),
+        }
     }
 
     /// A device of one queue without a driver.
@@ -225,10 +231,12 @@ impl UblkDevice {
         Self {
             info,
             parameters,
+            size: AtomicU64::new(0),
             recovers: false,
             character_device: Mutex::new(Some(character_device)),
             live_queues: AtomicU32::new(0),
             has_node: AtomicBool::new(true),
+            handing_over: AtomicBool::new(false),
             leaving: AtomicBool::new(false),
         }
     }
@@ -282,7 +290,8 @@ impl UblkDevice {
     /// stopped by this server nor left: another program has stopped it.
     pub(crate) fn queue_ends(&self) -> bool {
         let last = self.live_queues.fetch_sub(1, Ordering::AcqRel) == 1;
-        last && !self.is_leaving() && self.has_node.swap(false, Ordering::AcqRel)
+        let left = self.is_leaving() || self.handing_over.load(Ordering::Acquire);
+        last && !left && self.has_node.swap(false, Ordering::AcqRel)
     }
 
     /// Whether the queues take no more requests.
@@ -303,9 +312,9 @@ impl UblkDevice {
             {
                 return;
             }
-            let users = node_users::of(self.info.id);
+            let users = self.remove_if_unused();
             if users.is_empty() {
-                return self.remove();
+                return;
             }
             let users = node_users::in_words(&users);
             if Instant::now() >= deadline {
@@ -320,6 +329,28 @@ impl UblkDevice {
                 said = users;
             }
             std::thread::sleep(LOOK_AGAIN);
+        }
+    }
+
+    /// Removes the node if nothing uses it; otherwise returns what does.
+    fn remove_if_unused(&self) -> Vec<String> {
+        // The queues may end before the driver has answered.
+        self.has_node.store(false, Ordering::Release);
+        match stop_if_unused(&self.info) {
+            Ok(users) if users.is_empty() => {
+                tracing::info!("{} is removed", self.node());
+                users
+            }
+            Ok(users) => {
+                // Another program may have stopped it meanwhile.
+                let is_there = self.live_queues.load(Ordering::Acquire) > 0;
+                self.has_node.store(is_there, Ordering::Release);
+                users
+            }
+            Err(error) => {
+                tracing::warn!("{error}");
+                Vec::new()
+            }
         }
     }
 
@@ -342,151 +373,17 @@ impl UblkDevice {
             "{node} is left waiting for the next 'nowait serve --ublk={id}', it is in use: {users} \
              ('nowait ublk stop {id} --force' removes it)"
         );
+        self.handing_over.store(true, Ordering::Release);
+        // Without this the requests that the threads do not take any more are done again by the next
+        // server, after the driver has noticed the end of this one.
+        match quiesce(&self.info) {
+            Ok(true) => tracing::info!("{node}: the driver keeps its requests for the next server"),
+            Ok(false) => {}
+            Err(error) => tracing::debug!("{error}"),
+        }
         self.leaving.store(true, Ordering::Release);
         wake();
     }
-}
-
-/// The path of the node of device `id`.
-pub(crate) fn node(id: u32) -> String {
-    format!("/dev/ublkb{id}")
-}
-
-/// Takes the node of a device away. Its server must serve meanwhile, as the kernel writes what it
-/// has cached.
-pub(crate) fn stop_device(info: &DeviceInfo) -> Result<(), UblkError> {
-    let (id, by_path) = (info.id, info.features & F_UNPRIVILEGED_DEV != 0);
-    let stopped = within(STOP_TIMEOUT, move |control| {
-        control.command(ControlOp::STOP_DEV, id, 0, by_path, &mut [])
-    })?;
-    match stopped {
-        Some(Ok(_)) => Ok(()),
-        Some(Err(errno)) => Err(UblkError::os(format!("{}: cannot be stopped", node(id)), errno)),
-        None => {
-            let seconds = STOP_TIMEOUT.as_secs();
-            Err(UblkError::new(format!("{}: not stopped within {seconds} s", node(id))))
-        }
-    }
-}
-
-/// Deletes a device that has no node.
-pub(crate) fn delete_device(info: &DeviceInfo) -> Result<(), UblkError> {
-    let (id, by_path) = (info.id, info.features & F_UNPRIVILEGED_DEV != 0);
-    let deleted = within(STOP_TIMEOUT, move |control| {
-        control.command(ControlOp::DEL_DEV, id, 0, by_path, &mut [])
-    })?;
-    match deleted {
-        // Its server has deleted it.
-        None | Some(Ok(_) | Err(libc::ENODEV)) => Ok(()),
-        Some(Err(errno)) => Err(UblkError::os(format!("{}: cannot be deleted", node(id)), errno)),
-    }
-}
-
-/// The device of number `id` if it waits for a server. One without a node, which a server has left
-/// that ended too early, is deleted.
-fn existing(control: &mut ControlRing, id: u32) -> Result<Option<DeviceInfo>, UblkError> {
-    let deadline = Instant::now() + APPEAR_TIMEOUT;
-    loop {
-        let info = control.info(id).map_err(|errno| UblkError::os(node(id), errno))?;
-        let Some(info) = info else { return Ok(None) };
-        let expired = Instant::now() >= deadline;
-        match info.state {
-            DeviceState::Quiesced | DeviceState::FailIo => return Ok(Some(info)),
-            DeviceState::Dead => match open_once(id) {
-                Ok(opened) => {
-                    drop(opened);
-                    delete_device(&info)?;
-                    return Ok(None);
-                }
-                Err(_) if expired => {
-                    let what = "another server is making or removing it (take another number)";
-                    return Err(UblkError::new(format!("{}: {what}", node(id))));
-                }
-                Err(_) => {}
-            },
-            // A server that was killed needs a moment to end.
-            DeviceState::Live | DeviceState::Other(_) if expired => {
-                let (node, pid) = (node(id), info.pid);
-                return Err(UblkError::new(format!(
-                    "{node}: process {pid} serves it (take another number)"
-                )));
-            }
-            DeviceState::Live | DeviceState::Other(_) => {}
-        }
-        std::thread::sleep(RETRY);
-    }
-}
-
-/// Adds a device.
-fn added(
-    control: &mut ControlRing,
-    features: u64,
-    options: UblkOptions,
-) -> Result<DeviceInfo, UblkError> {
-    let (depth, max_io_bytes) = sizes(options.queues);
-    let wanted = F_CMD_IOCTL_ENCODE | F_USER_RECOVERY | F_USER_RECOVERY_REISSUE;
-    let info = DeviceInfo {
-        queues: options.queues,
-        depth,
-        state: DeviceState::Dead,
-        max_io_bytes,
-        id: options.id.unwrap_or(u32::MAX),
-        pid: 0,
-        features: features & wanted,
-        server_data: options.image_id,
-    };
-    let mut answer = add(control, info);
-    if answer == Err(libc::EPERM) && features & F_UNPRIVILEGED_DEV != 0 {
-        // Recovery is for privileged devices.
-        let features = features & F_CMD_IOCTL_ENCODE | F_UNPRIVILEGED_DEV;
-        answer = add(control, DeviceInfo { features, ..info });
-    }
-    answer.map_err(|errno| match errno {
-        libc::EPERM | libc::EACCES => {
-            UblkError::new("this user may not add a ublk device (be root, CAP_SYS_ADMIN)")
-        }
-        errno => UblkError::os("a ublk device cannot be added", errno),
-    })
-}
-
-fn add(control: &mut ControlRing, info: DeviceInfo) -> Result<DeviceInfo, i32> {
-    let mut bytes = info.to_bytes();
-    control.command(ControlOp::ADD_DEV, info.id, 0, false, &mut bytes)?;
-    Ok(DeviceInfo::from_bytes(&bytes))
-}
-
-/// Tags of a queue and bytes of the longest request, so that the buffers stay within their bound.
-fn sizes(queues: u16) -> (u16, u32) {
-    let (mut depth, mut bytes) = (MAX_DEPTH, MAX_IO_BYTES);
-    let all = |depth: u16, bytes: u32| u64::from(queues) * u64::from(depth) * u64::from(bytes);
-    while all(depth, bytes) > MAX_BUFFER_BYTES && bytes > MIN_IO_BYTES {
-        bytes /= 2;
-    }
-    while all(depth, bytes) > MAX_BUFFER_BYTES && depth > MIN_DEPTH {
-        depth /= 2;
-    }
-    (depth, bytes)
-}
-
-/// Takes over a device whose server has ended.
-fn recovered(
-    control: &mut ControlRing,
-    info: DeviceInfo,
-    image: &Image,
-    options: UblkOptions,
-) -> Result<DeviceInfo, UblkError> {
-    let (node, id) = (node(info.id), info.id);
-    let by_path = info.features & F_UNPRIVILEGED_DEV != 0;
-    let mut bytes = Parameters::of(image, info.max_io_bytes).to_bytes();
-    let asked = control.command(ControlOp::GET_PARAMS, id, 0, by_path, &mut bytes);
-    asked.map_err(|errno| UblkError::os(&node, errno))?;
-    let is_same = Parameters::of(image, info.max_io_bytes).is_as_in(&bytes);
-    if info.server_data != options.image_id || !is_same {
-        return Err(UblkError::new(format!(
-            "{node} waits for the server of another image ('nowait ublk stop {id}' removes it)"
-        )));
-    }
-    Ok(info)
 }
 
 /// Makes the driver ready for another server of a device. From here until a queue has fetched, a
@@ -505,40 +402,6 @@ fn begin_recovery(info: &DeviceInfo) -> Result<(), UblkError> {
             Err(errno) => {
                 return Err(UblkError::os(format!("{node} cannot be taken over"), errno));
             }
-        }
-    }
-}
-
-/// Opens the character device, which udev may have to make first.
-fn open_character_device(id: u32) -> Result<OwnedFd, UblkError> {
-    let deadline = Instant::now() + APPEAR_TIMEOUT;
-    loop {
-        match open_once(id) {
-            Ok(opened) => return Ok(opened),
-            Err(_) if Instant::now() < deadline => std::thread::sleep(RETRY),
-            Err(error) => {
-                let errno = error.raw_os_error().unwrap_or(libc::EIO);
-                return Err(UblkError::os(character_device(id), errno));
-            }
-        }
-    }
-}
-
-fn open_once(id: u32) -> io::Result<OwnedFd> {
-    OpenOptions::new().read(true).write(true).open(character_device(id)).map(OwnedFd::from)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_buffers_of_all_queues_stay_within_their_bound() {
-        assert_eq!(sizes(1), (128, 512 << 10));
-        for queues in [1, 2, 3, 4, 8, 16, 64] {
-            let (depth, bytes) = sizes(queues);
-            let all = u64::from(queues) * u64::from(depth) * u64::from(bytes);
-            assert!(all <= MAX_BUFFER_BYTES, "{queues}");
         }
     }
 }

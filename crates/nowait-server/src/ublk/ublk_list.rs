@@ -5,13 +5,13 @@
 use std::fs;
 use std::time::Duration;
 
-use crate::ublk::control_ring::{ControlRing, within};
+use crate::ublk::control_commands::{delete_device, stop_device, stop_if_unused};
+use crate::ublk::control_ring::{ControlRing, node, within};
 use crate::ublk::device_parameters::{Parameters, sectors_in};
 use crate::ublk::node_users;
 use crate::ublk::ublk_cmd::{
     ControlOp, DeviceInfo, DeviceState, F_UNPRIVILEGED_DEV, FEATURE_NAMES,
 };
-use crate::ublk::ublk_device::{delete_device, node, stop_device};
 use crate::ublk::ublk_error::UblkError;
 
 /// How long the driver may take to answer a question.
@@ -113,11 +113,14 @@ fn numbers() -> Vec<u32> {
 pub fn ublk_stop(id: u32, force: bool) -> Result<(), UblkError> {
     let info = ControlRing::open()?.info(id).map_err(|errno| UblkError::os(node(id), errno))?;
     let info = info.ok_or_else(|| UblkError::new(format!("there is no ublk device {id}")))?;
-    let users = node_users::of(id);
-    if !users.is_empty() && !force {
+    if force {
+        stop_device(&info)?;
+        return delete_device(&info);
+    }
+    let users = stop_if_unused(&info)?;
+    if !users.is_empty() {
         let users = node_users::in_words(&users);
         return Err(UblkError::new(format!("{} is in use: {users} (try --force)", node(id))));
     }
-    stop_device(&info)?;
     delete_device(&info)
 }
