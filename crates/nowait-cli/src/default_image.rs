@@ -132,7 +132,7 @@ fn socket_name(image: &Path) -> OsString {
 
 /// `nowait` in `runtime`, or `None` where it cannot be created or `runtime` belongs to another user
 /// (as after su).
-fn runtime_directory(runtime: Option<OsString>) -> Option<PathBuf> {
+pub(crate) fn runtime_directory(runtime: Option<OsString>) -> Option<PathBuf> {
     let runtime = PathBuf::from(runtime?);
     let owner = fs::metadata(&runtime).ok()?.uid();
     if !runtime.is_absolute() || owner != rustix::process::geteuid().as_raw() {

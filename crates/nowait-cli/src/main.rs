@@ -17,11 +17,15 @@ mod open_chain;
 mod systemd;
 mod secrets;
 mod open_disk;
+mod served_disks;
+mod control_socket;
 mod lifetime;
 mod signals;
 mod commands;
 
-use crate::commands::{bench, check, commit, copy, create, info, map, resize, serve, setup, ublk};
+use crate::commands::{
+    bench, check, commit, control, copy, create, info, map, resize, serve, setup, ublk,
+};
 use std::process::ExitCode;
 
 use args::Command;
@@ -49,6 +53,9 @@ fn main() -> ExitCode {
         Command::Resize(args) => resize::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Commit(args) => commit::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Ublk(command) => ublk::run(&command).map(|()| ExitCode::SUCCESS),
+        Command::Status(args) => control::status(&args).map(|()| ExitCode::SUCCESS),
+        Command::Export(command) => control::export(&command).map(|()| ExitCode::SUCCESS),
+        Command::Connections(args) => control::connections(&args).map(|()| ExitCode::SUCCESS),
         Command::Bench(_) => Err(bench::run()),
         Command::Completions(args) => setup::completions(&args).map(|()| ExitCode::SUCCESS),
         Command::Man(args) => setup::man(&args).map(|()| ExitCode::SUCCESS),

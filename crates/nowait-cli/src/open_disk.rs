@@ -34,6 +34,17 @@ impl OpenedDisk {
         AnyExport::of_image(&self.image, options)
     }
 
+    /// Opens and locks the image of `named`.
+    ///
+    /// # Errors
+    /// One line that names the file and what is wrong with it.
+    pub(crate) fn open(named: NamedExport, options: &ChainOptions) -> Result<Self, CliError> {
+        let image = nowait_image::open(&named.image, options);
+        let image = image.map_err(|error| failed(options, &named.image, &error))?;
+        image.warnings().iter().for_each(|warning| warn!("{warning}"));
+        Ok(Self { named, image })
+    }
+
     /// Flushes the image. With `ended`, which requires that no request is in flight, unused space
     /// is freed, too.
     pub(crate) fn close(self, ended: bool) -> Result<(), CliError> {
@@ -54,18 +65,20 @@ pub(crate) fn open_all(
             let what = "it is given twice (serve it under one name, or try --read-only)";
             return Err(CliError::at(&named.image, what));
         }
-        all.push(open(args, named)?);
+        all.push(OpenedDisk::open(named, &chain_options(args))?);
     }
     Ok(all)
 }
 
-fn is_same_file(one: &Path, other: &Path) -> bool {
+/// Whether both paths lead to one file.
+pub(crate) fn is_same_file(one: &Path, other: &Path) -> bool {
     let id = |path| fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
     id(one).is_some_and(|one| id(other) == Some(one))
 }
 
-fn open(args: &ServeArgs, named: NamedExport) -> Result<OpenedDisk, CliError> {
-    let options = ChainOptions {
+/// How the images of `args` are opened.
+pub(crate) fn chain_options(args: &ServeArgs) -> ChainOptions {
+    ChainOptions {
         format: args.format,
         writable: !args.read_only,
         allow_mounted: args.allow_mounted,
@@ -79,22 +92,18 @@ fn open(args: &ServeArgs, named: NamedExport) -> Result<OpenedDisk, CliError> {
         no_hint: !args.config().hint,
         no_allocate_ahead: !args.config().allocate_ahead,
         ..ChainOptions::default()
-    };
-    let image = nowait_image::open(&named.image, &options);
-    let image = image.map_err(|error| failed(args, &named.image, &error))?;
-    image.warnings().iter().for_each(|warning| warn!("{warning}"));
-    Ok(OpenedDisk { named, image })
+    }
 }
 
 /// The error of an open, with what the user can do about it where `serve` has an answer.
-fn failed(args: &ServeArgs, image: &Path, error: &ImageError) -> CliError {
+fn failed(options: &ChainOptions, image: &Path, error: &ImageError) -> CliError {
     let why = match Errno::from_raw_os_error(error.errno()) {
         _ if error.path() != image => return open_chain::failed(error),
         Errno::ISDIR => "it is a directory (give an image file)".into(),
         Errno::NOENT => "there is no such file (make it with 'nowait create')".into(),
         errno @ (Errno::ACCESS | Errno::PERM | Errno::ROFS)
             // If the image cannot be read either, --read-only does not help.
-            if !args.read_only && fs::File::open(image).is_ok() =>
+            if options.writable && fs::File::open(image).is_ok() =>
         {
             let why = os_message(&io::Error::from(errno));
             format!("cannot open for writing: {why} (try --read-only)")

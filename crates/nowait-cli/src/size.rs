@@ -52,6 +52,14 @@ pub fn parse_with_zero(text: &str) -> Result<u64, String> {
 /// `bytes` as text: in the largest unit of which there is at least one, to one decimal place,
 /// followed by the exact number if the unit is not bytes.
 pub fn human(bytes: u64) -> String {
+    match short(bytes) {
+        about if bytes >= 1 << 10 => format!("{about} ({bytes} bytes)"),
+        exact => exact,
+    }
+}
+
+/// The same without the exact number, for tables.
+pub fn short(bytes: u64) -> String {
     const UNITS: [(&str, u32); 6] =
         [("EiB", 60), ("PiB", 50), ("TiB", 40), ("GiB", 30), ("MiB", 20), ("KiB", 10)];
     for (unit, shift) in UNITS {
@@ -62,7 +70,7 @@ pub fn human(bytes: u64) -> String {
         let rest = bytes & ((1 << shift) - 1);
         let tenth = (u128::from(rest) * 10) >> shift;
         let about = if tenth == 0 { String::new() } else { format!(".{tenth}") };
-        return format!("{whole}{about} {unit} ({bytes} bytes)");
+        return format!("{whole}{about} {unit}");
     }
     if bytes == 1 { "1 byte".into() } else { format!("{bytes} bytes") }
 }

@@ -13,10 +13,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nowait::{
-    AdaptivePoll, BlockMap, BlockingFile, ByteRange, Engine, Error, FD_TOKEN, Flags, Interest,
-    IoQueue, Op, Request, Token,
-};
+use nowait::{AdaptivePoll, BlockMap, Engine, Error, FD_TOKEN, Interest, IoQueue, Token};
 
 use crate::export::{Export, result};
 use crate::export_threads::export_registry::{RegisteredExport, Retired};
@@ -65,8 +62,10 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         let (shared, thread) = (shared.clone(), context.thread().clone());
         engine.watch(thread.as_fd(), WAKE, Interest::Readable)?;
         let memory = (shared.options.config.buffer_bytes, shared.declared.clone());
+        let statistics = registered.statistics.for_thread();
         let (limit, idle) = (shared.limit.clone(), shared.options.idle);
-        let mut context = LoopContext::new(engine, export, thread.clone(), limit, memory, idle);
+        let mut context =
+            LoopContext::new(engine, export, statistics, thread.clone(), limit, memory, idle);
         frontend.begin(&mut context)?;
         Ok(Self {
             context,
@@ -111,12 +110,8 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         let export = &self.context.export;
         let retired = self.registered.retire(&self.thread);
         if retired == Retired::TheLast && !export.disk().is_read_only() {
-            let flushed = BlockingFile::new(export.disk().clone()).flush();
-            if let Err(error) = flushed {
-                let flush =
-                    Request { op: Op::Flush, flags: Flags::NONE, range: ByteRange::new(0, 0) };
-                export.note_fault(flush, error.errno());
-            }
+            // A failure was logged.
+            let _ = export.flush();
         }
         retired != Retired::No
     }
@@ -267,11 +262,16 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             self.wake_blocked();
         }
         while let Some(completion) = self.context.engine.next() {
-            if let Err(errno) = result(&completion) {
-                self.context.export.note_fault(completion.io, errno);
-            }
             let tag = completion.tag;
             let (member, key) = ((tag >> 32) as usize, tag as u32);
+            let (kind, io) = (self.frontend.kind(member), completion.io);
+            match result(&completion) {
+                Ok(()) => self.context.statistics.count(kind, io.op, io.range.len),
+                Err(errno) => {
+                    self.context.export.note_fault(io, errno);
+                    self.context.statistics.count_error(kind, io.op, errno);
+                }
+            }
             self.frontend.complete(&mut self.context, member, key, completion);
         }
     }

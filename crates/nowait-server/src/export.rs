@@ -6,13 +6,24 @@
 use std::fmt;
 use std::sync::Arc;
 
-use nowait::{BlockDevice, BlockMap, ByteRange, Completion, Op, Request, WorkerPool};
+use nowait::{
+    BlockDevice, BlockMap, BlockingFile, ByteRange, Completion, Error, Flags, Op, Request,
+    WorkerPool,
+};
 
 use crate::fault_log::Faults;
 
 /// The id of an export among those of its server; never used again for another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
 pub struct ExportId(pub(crate) u64);
+
+impl ExportId {
+    /// The id as a number.
+    #[must_use]
+    pub fn number(self) -> u64 {
+        self.0
+    }
+}
 
 impl fmt::Display for ExportId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -50,6 +61,17 @@ impl<M: BlockMap> Export<M> {
     #[cold]
     pub(crate) fn note_fault(&self, io: Request, errno: i32) {
         self.faults.note(|| self.label(), io, errno);
+    }
+
+    /// Makes the completed writes durable (C49). Blocks.
+    ///
+    /// # Errors
+    /// The errno of the flush, which is logged.
+    pub(crate) fn flush(&self) -> Result<(), Error> {
+        BlockingFile::new(self.disk.clone()).flush().inspect_err(|error| {
+            let flush = Request { op: Op::Flush, flags: Flags::NONE, range: ByteRange::new(0, 0) };
+            self.note_fault(flush, error.errno());
+        })
     }
 
     /// Logs the failures that were only counted.

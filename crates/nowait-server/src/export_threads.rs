@@ -447,6 +447,10 @@ impl ControlServer for DeviceExport {
     fn permit(&self) -> Option<ConnectionPermit> {
         self.shared.limit.take()
     }
+
+    fn export(&self) -> ExportId {
+        self.registered.id
+    }
 }
 
 #[cfg(test)]
@@ -475,6 +479,14 @@ mod tests {
             self.name
         }
 
+        fn description(&self) -> &str {
+            ""
+        }
+
+        fn is_read_only(&self) -> bool {
+            false
+        }
+
         fn size(&self) -> u64 {
             0
         }
@@ -484,6 +496,10 @@ mod tests {
         }
 
         fn grow(&self, _: u64) -> Result<(), Error> {
+            Ok(())
+        }
+
+        fn flush(&self) -> Result<(), Error> {
             Ok(())
         }
 

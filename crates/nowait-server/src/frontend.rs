@@ -10,6 +10,7 @@ use nowait::{BlockMap, Completion, Error, IoQueue, Token};
 
 use crate::fairness::Member;
 use crate::loop_context::LoopContext;
+use crate::statistics::FrontendKind;
 
 /// A frontend of a thread. Its members are what the thread schedules: the connections of NBD, the
 /// queues of a paravirtual device. They have numbers of the frontend's choice.
@@ -33,6 +34,9 @@ pub(crate) trait Frontend<Q: IoQueue, M: BlockMap> {
 
     /// All events of an iteration have been reported.
     fn after_events(&mut self, _: &mut LoopContext<Q, M>) {}
+
+    /// What the requests of `member` are counted as.
+    fn kind(&self, member: usize) -> FrontendKind;
 
     /// A member, if it is still there.
     fn member(&mut self, member: usize) -> Option<&mut Member>;
@@ -111,6 +115,14 @@ where
     fn after_events(&mut self, context: &mut LoopContext<Q, M>) {
         context.inside(false, |context| self.0.after_events(context));
         context.inside(true, |context| self.1.after_events(context));
+    }
+
+    #[inline]
+    fn kind(&self, member: usize) -> FrontendKind {
+        match member & 1 {
+            0 => self.0.kind(member >> 1),
+            _ => self.1.kind(member >> 1),
+        }
     }
 
     fn member(&mut self, member: usize) -> Option<&mut Member> {

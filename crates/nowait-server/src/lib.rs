@@ -6,6 +6,7 @@
 #![deny(unsafe_code)]
 
 mod fault_log;
+mod statistics;
 mod export;
 mod injected_bug;
 mod net;
@@ -22,17 +23,21 @@ mod vhost_user;
 mod server_options;
 mod export_threads;
 mod event_loop;
+mod exports;
 mod server;
 
 pub use export::{Export, ExportId};
+pub use exports::{AnyExport, ExportStatus, Exports};
 #[cfg(feature = "fuzz")]
 pub use nbd::fuzz;
+pub use net::connection_limit::ConnectionStatus;
 pub use server::{
-    AnyExport, ClientAuth, Credentials, ExportOptions, Exports, Listener, Options, QueueKind,
-    Server, ShutdownHandle, ShutdownReport, Tls, TlsError,
+    ClientAuth, Credentials, ExportOptions, Listener, Options, QueueKind, Server, ShutdownHandle,
+    ShutdownReport, Tls, TlsError,
 };
 #[cfg(feature = "sim")]
 pub use server::{ServerBug, Simulated, inject};
+pub use statistics::{FrontendKind, FrontendTotals, OpTotals};
 pub use ublk::device_set_up::UblkOptions;
 pub use ublk::ublk_device::{UblkDevice, UblkNode};
 pub use ublk::ublk_error::UblkError;

@@ -16,6 +16,7 @@ use crate::export::Export;
 use crate::fairness::{Member, RunQueues, quantum_among};
 use crate::idle_timeout::IdleTimeout;
 use crate::net::connection_limit::ConnectionLimit;
+use crate::statistics::ThreadStatistics;
 use crate::thread_handle::ThreadHandle;
 
 /// Bits of a token that a frontend may choose.
@@ -40,6 +41,8 @@ pub(crate) struct LoopContext<Q: IoQueue, M: BlockMap> {
     pub(crate) blocked: Vec<usize>,
     /// Something was released that a blocked member may wait for.
     pub(crate) has_released: bool,
+    /// The counters that only this thread changes.
+    pub(crate) statistics: Arc<ThreadStatistics>,
     thread: Arc<ThreadHandle>,
     limit: Arc<ConnectionLimit>,
     members: usize,
@@ -72,6 +75,7 @@ impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
     pub(crate) fn new(
         engine: Engine<Q, M>,
         export: Arc<Export<M>>,
+        statistics: Arc<ThreadStatistics>,
         thread: Arc<ThreadHandle>,
         limit: Arc<ConnectionLimit>,
         (buffer_bytes, declared): (usize, DeclaredUse),
@@ -88,11 +92,17 @@ impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
             run_queues: RunQueues::default(),
             blocked: Vec::new(),
             has_released: false,
+            statistics,
             thread,
             limit,
             members: 0,
             place: Place::default(),
         }
+    }
+
+    /// As [`ConnectionLimit::close_count`].
+    pub(crate) fn close_count(&self) -> u64 {
+        self.limit.close_count()
     }
 
     /// Members of all frontends of the thread.

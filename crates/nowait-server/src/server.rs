@@ -8,8 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 pub use nowait::QueueKind;
-use nowait::{AnyQueue, BlockDevice, BlockMap, Engine, Error, IoQueue, Operation};
-use nowait_image::{DeviceVisitor, Image};
+use nowait::{AnyQueue, BlockMap, Engine, Error, IoQueue, Operation};
 
 use crate::event_loop::EventLoop;
 #[cfg(feature = "sim")]
@@ -17,6 +16,7 @@ pub use crate::event_loop::Simulated;
 use crate::export::{Export, ExportId};
 use crate::export_threads::export_registry::Servable;
 use crate::export_threads::{Shared, ThreadContext, ThreadEvent};
+use crate::exports::{AnyExport, Exports};
 use crate::frontend::Frontend;
 #[cfg(feature = "sim")]
 pub use crate::injected_bug::{ServerBug, inject};
@@ -35,114 +35,10 @@ pub struct ShutdownReport {
     pub unfinished: usize,
 }
 
-/// An export that clients can choose, with any block map.
-pub struct AnyExport {
-    export: Arc<dyn Servable>,
-    /// The sockets at which it is a disk of virtual machines.
-    vhost_user: Vec<Listener>,
-}
-
-impl AnyExport {
-    /// Clients see the name and the description of `export`.
-    #[must_use]
-    pub fn new<M: BlockMap>(export: Export<M>) -> Self {
-        Self { export: Arc::new(export), vhost_user: Vec::new() }
-    }
-
-    /// The export of an open image, which has to stay open until the server has stopped.
-    #[must_use]
-    pub fn of_image(image: &Image, options: ExportOptions) -> Self {
-        image.visit(options)
-    }
-
-    /// The same, and it is a vhost-user-blk device for the virtual machines that connect to
-    /// `listener`, a Unix socket: for one after the other.
-    #[must_use]
-    pub fn at_vhost_user(mut self, listener: Listener) -> Self {
-        self.vhost_user.push(listener);
-        self
-    }
-}
-
-impl DeviceVisitor for ExportOptions {
-    type Output = AnyExport;
-
-    fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> AnyExport {
-        let export = Export::new(device, self.workers, self.name, self.description);
-        AnyExport::new(match self.when_a_flush_fails {
-            Some(callback) => export.when_a_flush_fails(callback),
-            None => export,
-        })
-    }
-}
-
 /// A running NBD server.
 pub struct Server {
     shared: Arc<Shared>,
     events: Receiver<ThreadEvent>,
-}
-
-/// The exports of a server, from any thread.
-#[derive(Clone)]
-pub struct Exports(Arc<Shared>);
-
-impl Exports {
-    /// The ids and the names of the exports that clients can choose; the default export is the first.
-    #[must_use]
-    pub fn list(&self) -> Vec<(ExportId, String)> {
-        let exports = self.0.registry.served();
-        exports.iter().map(|export| (export.id, export.export.name().to_owned())).collect()
-    }
-
-    /// Adds an export. Its threads start when clients choose it.
-    ///
-    /// # Errors
-    /// `EEXIST`: there is one of that name. `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: the thread of a
-    /// vhost-user socket could not be started.
-    pub fn add(&self, export: AnyExport) -> Result<ExportId, Error> {
-        let AnyExport { export, vhost_user } = export;
-        let id = self.0.registry.add(export, !vhost_user.is_empty())?;
-        vhost_user.into_iter().try_for_each(|listener| self.0.serve_devices(id, listener))?;
-        Ok(id)
-    }
-
-    /// Removes an export: no further client can choose it. Those that have are served until they
-    /// leave. Waits at most `timeout` for that, and until all writes are durable.
-    ///
-    /// # Errors
-    /// `ENOENT`: there is no such export any more. `EBUSY`: it is the default export. `ETIMEDOUT`:
-    /// clients are left; the export ends with the last one, and another call goes on waiting.
-    pub fn remove(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
-        self.0.registry.remove(id, timeout)
-    }
-
-    /// Makes an export `size` bytes large, at least as many as it has. Its requests go on. Virtual
-    /// machines and the block device of this machine are told; NBD has no message for it, so a
-    /// client sees the new size when it connects again. Blocks; when it returns, the new size is
-    /// durable.
-    ///
-    /// # Errors
-    /// `ENOENT`: there is no such export. Those of [`BlockDevice::grow`].
-    pub fn grow(&self, id: ExportId, size: u64) -> Result<(), Error> {
-        let missing = Error::new(libc::ENOENT, Operation::SetUp);
-        let export = self.0.registry.get(id).ok_or(missing)?;
-        export.export.grow(size)?;
-        self.0.tell_size(&export, size);
-        Ok(())
-    }
-
-    /// Asks the storage of every export for its size, and tells those who have to know, as
-    /// [`Exports::grow`] does: a block device or a raw image may have been made larger by others.
-    pub fn refresh_sizes(&self) {
-        for export in self.0.registry.served() {
-            match export.export.refresh() {
-                Ok(size) => self.0.tell_size(&export, size),
-                Err(error) => {
-                    tracing::warn!("export {:?}: its size: {error}", export.export.name());
-                }
-            }
-        }
-    }
 }
 
 /// Stops a server, from any thread.
@@ -277,6 +173,14 @@ impl<M: BlockMap> Servable for Export<M> {
         Export::name(self)
     }
 
+    fn description(&self) -> &str {
+        Export::description(self)
+    }
+
+    fn is_read_only(&self) -> bool {
+        self.disk().is_read_only()
+    }
+
     fn size(&self) -> u64 {
         self.disk().size()
     }
@@ -287,6 +191,10 @@ impl<M: BlockMap> Servable for Export<M> {
 
     fn grow(&self, size: u64) -> Result<(), Error> {
         self.disk().grow(size)
+    }
+
+    fn flush(&self) -> Result<(), Error> {
+        Export::flush(self)
     }
 
     fn summarize_faults(&self) {

@@ -183,7 +183,7 @@ pub(crate) struct CommitArgs {
     pub(crate) json: bool,
 }
 
-fn parse_change(text: &str) -> Result<Change, String> {
+pub(crate) fn parse_change(text: &str) -> Result<Change, String> {
     match (text.strip_prefix('+'), text.strip_prefix('-')) {
         (Some(more), _) => size::parse(more).map(Change::Plus),
         (_, Some(less)) => size::parse(less).map(Change::Minus),

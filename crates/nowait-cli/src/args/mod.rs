@@ -9,6 +9,7 @@ pub(crate) mod copy_args;
 pub(crate) mod change_args;
 mod switch;
 mod address_args;
+pub(crate) mod control_args;
 mod lifetime_args;
 pub(crate) mod setup_args;
 pub(crate) mod ublk_args;
@@ -24,6 +25,7 @@ use crate::export_spec;
 use crate::export_spec::{ExportArg, NamedExport};
 use address_args::AddressArgs;
 use change_args::{CommitArgs, CreateArgs, ResizeArgs};
+use control_args::{ConnectionsArgs, ExportCommand, ServeControlArgs, StatusArgs};
 use copy_args::CopyArgs;
 use image_args::{CheckArgs, MapArgs, OtherFiles, parse_image_format};
 use lifetime_args::LifetimeArgs;
@@ -61,6 +63,9 @@ pub(crate) enum Command {
     Resize(ResizeArgs),
     Commit(CommitArgs),
     Ublk(UblkCommand),
+    Status(StatusArgs),
+    Export(ExportCommand),
+    Connections(ConnectionsArgs),
     Bench(BenchArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
@@ -79,6 +84,9 @@ impl Command {
             Self::Resize(_) => "resize",
             Self::Commit(_) => "commit",
             Self::Ublk(_) => "ublk",
+            Self::Status(_) => "status",
+            Self::Export(_) => "export",
+            Self::Connections(_) => "connections",
             Self::Bench(_) => "bench",
             Self::Completions(_) => "completions",
             Self::Man(_) => "man",
@@ -99,6 +107,7 @@ impl Command {
             Self::Commit(args) => args.image.check(),
             Self::Bench(args) => args.check(),
             Self::Create(_) | Self::Info(_) | Self::Ublk(_) => Ok(()),
+            Self::Status(_) | Self::Export(_) | Self::Connections(_) => Ok(()),
             Self::Completions(_) | Self::Man(_) => Ok(()),
         }
     }
@@ -177,6 +186,9 @@ pub(crate) struct ServeArgs {
 
     #[command(flatten)]
     pub(crate) tls: TlsArgs,
+
+    #[command(flatten)]
+    pub(crate) control: ServeControlArgs,
 
     #[command(flatten)]
     pub(crate) lifetime: LifetimeArgs,
@@ -354,6 +366,7 @@ Examples:
   nowait check disk.qcow2             look for damage in it
   nowait copy disk.img copy.img       copy it
   nowait resize disk.qcow2 +10G       make it larger
+  nowait status                       what the running servers do
   nowait commit overlay.qcow2         put what an overlay has into its backing file
 
 'nowait COMMAND --help' is the manual of a command.
@@ -397,7 +410,7 @@ Examples:
 
 Environment:
   XDG_STATE_HOME    where the default image is kept
-  XDG_RUNTIME_DIR   where the default socket is made
+  XDG_RUNTIME_DIR   where the default socket and the control socket are made
   LISTEN_FDS        sockets handed over, to serve on (with LISTEN_PID, as by systemd)
   NOTIFY_SOCKET     whom to tell of READY, STATUS and STOPPING
   JOURNAL_STREAM    where messages begin with their priority for the journal

@@ -69,13 +69,18 @@ impl TlsArgs {
         }
     }
 
+    /// Whether clients must use TLS.
+    pub(crate) fn is_required(&self) -> bool {
+        matches!(self.encryption(), Encryption::Required { .. })
+    }
+
     /// Checks rules that the parser does not.
     ///
     /// # Errors
     /// A message for the user: certificates are given but not used, or clients are to be verified
     /// but need not use TLS.
     pub(crate) fn check(&self) -> Result<(), String> {
-        if self.tls_verify_peer && !matches!(self.encryption(), Encryption::Required { .. }) {
+        if self.tls_verify_peer && !self.is_required() {
             let why = "--tls-verify-peer verifies nobody while clients may come without TLS \
                        (give --tls require)";
             return Err(why.into());

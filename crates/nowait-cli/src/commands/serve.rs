@@ -22,10 +22,11 @@ use crate::commands::info::registrable;
 use crate::commands::ublk;
 use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
-use crate::open_disk::{OpenedDisk, open_all};
+use crate::open_disk::{OpenedDisk, chain_options, open_all};
+use crate::served_disks::{Additions, RunningServer, ServedDisk, ServedDisks};
 use crate::signals::Ending;
 use crate::vhost_user_spec::VhostUserArg;
-use crate::{args, default_image, secrets, systemd};
+use crate::{args, control_socket, default_image, secrets, systemd};
 use nowait_cli::error::{CliError, os_message};
 use nowait_cli::size::human;
 
@@ -101,13 +102,19 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
         warn!("{error}");
     }
     let node = ublk.as_ref().map(|ublk| ublk.device().node());
-    print_ready(args, &all, kind, &listens, node.as_deref(), is_inherited);
-    systemd::notify_ready(&uris(args, &listens, &first.named));
+    let lines = ready_lines(args, &all, kind, &listens, node.as_deref());
+    let first = first.named.clone();
+    let disks = ServedDisks::new(served(args, &server, all, &listens, node.as_deref()));
+    let running =
+        RunningServer::new(server.exports(), disks.clone(), additions(args, listens.clone()));
+    let control = control_socket::serve(args.control.control.as_ref(), running)?;
+    print_ready(args, &lines, is_inherited);
+    systemd::notify_ready(&uris(args, &listens, &first));
     if is_default {
-        print_hint(args, &listens, &first.named);
+        print_hint(args, &listens, &first);
     }
-    let flushed = serve_and_flush(server, &ending, all, image)?;
-    drop((default_socket, pid_file, ublk));
+    let flushed = serve_and_flush(server, &ending, &disks, image)?;
+    drop((control, default_socket, pid_file, ublk));
     flushed?;
     info!("registered buffers: {} at most", human(registered_at_most()));
     info!("stopped, everything is flushed");
@@ -115,11 +122,50 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     std::process::exit(0);
 }
 
+/// The images of `all` with the ids of their exports and where these can be reached.
+fn served(
+    args: &ServeArgs,
+    server: &Server,
+    all: Vec<OpenedDisk>,
+    listens: &[Address],
+    node: Option<&str>,
+) -> Vec<ServedDisk> {
+    let places: Vec<Vec<String>> = all
+        .iter()
+        .map(|disk| {
+            let sockets = vhost_user_paths(args, &all, disk);
+            let sockets = sockets.into_iter().map(|path| format!("vhost-user:{path}"));
+            uris(args, listens, &disk.named).into_iter().chain(sockets).collect()
+        })
+        .collect();
+    let ids = server.exports().list().into_iter().map(|(id, _)| id);
+    let mut served: Vec<ServedDisk> = ids
+        .zip(all.into_iter().zip(places))
+        .map(|(id, (disk, places))| ServedDisk { id, disk, places })
+        .collect();
+    if let (Some(first), Some(node)) = (served.first_mut(), node) {
+        first.places.insert(0, node.to_owned());
+    }
+    served
+}
+
+/// What the exports have in common that are added later, at the addresses `listens`.
+fn additions(args: &ServeArgs, listens: Vec<Address>) -> Additions {
+    let tls = args.tls.is_required();
+    Additions {
+        options: chain_options(args),
+        allowed: args.control.allow_dir.clone(),
+        workers: args.config().workers,
+        max_connections: args.max_connections,
+        places: Box::new(move |named| listens.iter().map(|at| at.uri(&named.name, tls)).collect()),
+    }
+}
+
 /// Serves until stopped, and flushes. Returns the result of the flush.
 fn serve_and_flush(
     server: Server,
     ending: &Ending,
-    all: Vec<OpenedDisk>,
+    disks: &ServedDisks,
     image: &Path,
 ) -> Result<Result<(), CliError>, CliError> {
     let stopped = server.run(CLOSE_TIMEOUT).map_err(|e| CliError::at(image, e))?;
@@ -127,6 +173,7 @@ fn serve_and_flush(
     ending.flushing();
     systemd::notify_flushing();
     // Without unfinished requests the flush has no timeout: the cache may hold much data.
+    let all = disks.take();
     Ok(match stopped.unfinished {
         0 => close(all, true),
         _ => close_with_timeout(all, image),
@@ -317,15 +364,23 @@ fn bind_failure(listen: &Address, error: &io::Error) -> CliError {
 
 /// Prints that clients can connect, and where. The parent process knows inherited sockets, and
 /// standard output may be read by another program then, as in `nbdcopy -- [ nowait serve IMAGE ]
-/// -`: the line is printed there only with `--json`.
-fn print_ready(
+/// -`: the lines are printed there only with `--json`.
+fn print_ready(args: &ServeArgs, lines: &str, is_inherited: bool) {
+    if is_inherited && !args.json {
+        return lines.lines().for_each(|line| info!("{line}"));
+    }
+    // If standard output is closed, no process waits for the line.
+    let _ = io::stdout().write_all(lines.as_bytes()).and_then(|()| io::stdout().flush());
+}
+
+/// The lines that say where clients can connect; with `--json` one object.
+fn ready_lines(
     args: &ServeArgs,
     all: &[OpenedDisk],
     kind: QueueKind,
     listens: &[Address],
     node: Option<&str>,
-    is_inherited: bool,
-) {
+) -> String {
     let queue = match kind {
         QueueKind::Auto | QueueKind::Uring | QueueKind::Polled => "uring",
         QueueKind::Threads => "threads",
@@ -342,7 +397,7 @@ fn print_ready(
             "direct_io": opened.image.is_direct(),
         })
     });
-    let lines = if args.json {
+    if args.json {
         let mut ready = serde_json::json!({
             "event": "ready",
             "exports": exports.collect::<Vec<_>>(),
@@ -367,19 +422,14 @@ fn print_ready(
         let uris = all.iter().flat_map(|opened| uris(args, listens, &opened.named));
         let sockets = args.vhost_user.sockets.iter();
         let sockets = sockets.map(|socket| format!("vhost-user:{}", socket.path.display()));
-        let mut places = node.map(str::to_owned).into_iter().chain(uris).chain(sockets);
-        if is_inherited {
-            return places.for_each(|place| info!("serving {place}"));
-        }
-        places.by_ref().map(|place| format!("serving {place}\n")).collect()
-    };
-    // If standard output is closed, no process waits for the line.
-    let _ = io::stdout().write_all(lines.as_bytes()).and_then(|()| io::stdout().flush());
+        let places = node.map(str::to_owned).into_iter().chain(uris).chain(sockets);
+        places.map(|place| format!("serving {place}\n")).collect()
+    }
 }
 
 /// The URIs of `named`, one for each address.
 fn uris(args: &ServeArgs, listens: &[Address], named: &NamedExport) -> Vec<String> {
-    let tls = matches!(args.tls.encryption(), Encryption::Required { .. });
+    let tls = args.tls.is_required();
     listens.iter().map(|listen| listen.uri(&named.name, tls)).collect()
 }
 

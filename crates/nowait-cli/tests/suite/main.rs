@@ -15,6 +15,7 @@ mod copy_other_servers;
 mod copy_qcow2;
 mod copy_rescue;
 mod copy_tls;
+mod control;
 mod create_resize_commit;
 mod errors;
 mod exports;

@@ -14,6 +14,7 @@ use crate::export::ExportId;
 use crate::export_threads::ThreadContext;
 use crate::nbd::connection_channel::ConnectionChannel;
 use crate::nbd::handshake::ExportInfo;
+use crate::statistics::ExportStatistics;
 use crate::thread_handle::ThreadHandle;
 use crate::vhost_user::BlockProperties;
 use crate::vhost_user::control_thread::ControlHandle;
@@ -30,6 +31,12 @@ pub(crate) trait Servable: Send + Sync {
     /// The export's name.
     fn name(&self) -> &str;
 
+    /// The export's text for people.
+    fn description(&self) -> &str;
+
+    /// Whether writes are refused.
+    fn is_read_only(&self) -> bool;
+
     /// Size of its device in bytes.
     fn size(&self) -> u64;
 
@@ -44,6 +51,12 @@ pub(crate) trait Servable: Send + Sync {
     /// # Errors
     /// Those of `grow`.
     fn grow(&self, size: u64) -> Result<(), Error>;
+
+    /// Makes the completed writes durable. Blocks.
+    ///
+    /// # Errors
+    /// The errno of the flush, which was logged.
+    fn flush(&self) -> Result<(), Error>;
 
     /// Logs the storage failures that were only counted.
     fn summarize_faults(&self);
@@ -92,6 +105,8 @@ pub(crate) struct RegisteredExport {
     ended: Condvar,
     /// The size that the guests and the block device of this machine have been told, in bytes.
     told_size: AtomicU64,
+    /// What its threads have done.
+    pub(crate) statistics: ExportStatistics,
 }
 
 #[derive(Default)]
@@ -108,7 +123,8 @@ impl RegisteredExport {
     fn new(id: ExportId, export: Arc<dyn Servable>, has_devices: bool) -> Self {
         let (controls, threads, ended) = (Mutex::default(), Mutex::default(), Condvar::new());
         let told_size = AtomicU64::new(export.size());
-        Self { id, export, has_devices, controls, threads, ended, told_size }
+        let statistics = ExportStatistics::default();
+        Self { id, export, has_devices, controls, threads, ended, told_size, statistics }
     }
 
     /// Notes that the device has `size` bytes. Returns the size before, if it was another one.

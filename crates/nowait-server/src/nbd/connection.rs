@@ -12,6 +12,7 @@ use nowait::{BlockMap, Interest, IoQueue, Token};
 use rustix::io::Errno;
 
 use crate::buffer_budget::BufferBudget;
+use crate::export::ExportId;
 use crate::fairness::Member;
 use crate::injected_bug;
 use crate::injected_bug::ServerBug;
@@ -26,6 +27,7 @@ use crate::nbd::tls_session::{TlsSession, Transport};
 use crate::net::connection_limit::ConnectionPermit;
 use crate::net::peer::Peer;
 use crate::net::socket::Socket;
+use crate::statistics::FrontendKind;
 
 /// The most requests of one connection, from their arrival until their reply has been sent.
 pub(crate) const MAX_REQUESTS: u32 = 1024;
@@ -67,6 +69,7 @@ impl HandoffConnection {
     /// A connection that was just accepted: the client waits for the greeting.
     pub(crate) fn new(socket: Socket, tls: TlsState, permit: ConnectionPermit) -> Self {
         let (peer, mut unsent) = (Peer::of(&socket), Vec::new());
+        permit.describe(FrontendKind::Nbd, peer.address());
         Handshake::greeting(&mut unsent);
         let phase = Phase::Handshake(Handshake::new(tls));
         let due = Instant::now() + HANDSHAKE_TIMEOUT;
@@ -140,9 +143,14 @@ impl Connection {
         WRITABLE | token(self.number, self.generation)
     }
 
-    /// Notes that the client has chosen an export.
-    pub(crate) fn mark_transmission(&self) {
-        self.permit.mark_transmission();
+    /// Notes that the client has chosen `export`.
+    pub(crate) fn mark_transmission(&self, export: ExportId) {
+        self.permit.mark_transmission(export, matches!(self.transport, Transport::Tls(_)));
+    }
+
+    /// Whether an operator wants it closed; true once.
+    pub(crate) fn takes_close_request(&self) -> bool {
+        self.permit.takes_close_request()
     }
 
     /// Packs the connection for a thread of the export that the client has chosen.

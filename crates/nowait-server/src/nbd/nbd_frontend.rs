@@ -29,6 +29,7 @@ use crate::nbd::submit::{InFlight, Requests};
 use crate::nbd::tls_config::Tls;
 use crate::nbd::write_split::SplitPolicy;
 use crate::net::acceptor::Acceptor;
+use crate::statistics::FrontendKind;
 
 /// `POLL*` bits after which the peer sends nothing more.
 const RDHUP: i32 = (libc::POLLRDHUP | libc::POLLHUP | libc::POLLERR) as i32;
@@ -45,6 +46,8 @@ pub(crate) struct NbdFrontend {
     last_reader: usize,
     /// Connections that may have reached their end of file since the last read.
     pub(crate) maybe_eof: Vec<usize>,
+    /// The requests to close connections that were seen.
+    close_count: u64,
     stopping: bool,
 }
 
@@ -74,6 +77,7 @@ impl NbdFrontend {
             acceptor,
             last_reader: 0,
             maybe_eof: Vec::new(),
+            close_count: 0,
             stopping: false,
         }
     }
@@ -140,6 +144,23 @@ impl NbdFrontend {
     }
 }
 
+impl NbdFrontend {
+    /// Takes no more requests of the connections that an operator wants closed.
+    fn close_on_request<Q: IoQueue, M: BlockMap>(&mut self, context: &mut LoopContext<Q, M>) {
+        let count = context.close_count();
+        if std::mem::replace(&mut self.close_count, count) == count {
+            return;
+        }
+        for (number, connection) in &mut self.connections {
+            if connection.takes_close_request() {
+                tracing::info!("{} is disconnected on request", connection.peer);
+                connection.session.abort();
+                context.schedule(number, &mut connection.member);
+            }
+        }
+    }
+}
+
 impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
     fn begin(&mut self, context: &mut LoopContext<Q, M>) -> Result<(), Error> {
         for (n, listener) in self.acceptor.listeners().iter().enumerate() {
@@ -153,6 +174,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
             self.add(context, arrival);
             self.channel.thread().remove_connection();
         }
+        self.close_on_request(context);
     }
 
     fn on_event(&mut self, context: &mut LoopContext<Q, M>, token: Token, bits: i32) {
@@ -181,6 +203,11 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
             let arrival = HandoffConnection::new(socket, tls, permit);
             handshakes.directory.clone().assign(handshakes.export, arrival);
         });
+    }
+
+    #[inline]
+    fn kind(&self, _: usize) -> FrontendKind {
+        FrontendKind::Nbd
     }
 
     #[inline]

@@ -76,7 +76,7 @@ impl Connection {
                 if tracing::enabled!(tracing::Level::INFO) {
                     self.log_opened(&directory.name(negotiated.export));
                 }
-                self.mark_transmission();
+                self.mark_transmission(negotiated.export);
                 self.session.phase = match negotiated.export == handshakes.export {
                     true => Phase::Transmission(negotiated.into()),
                     false => Phase::Handoff(negotiated),

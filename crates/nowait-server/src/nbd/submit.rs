@@ -16,6 +16,7 @@ use crate::nbd::reply::builder::RequestContext;
 use crate::nbd::request_reader::{Parsed, ParsedRequest};
 use crate::nbd::session::{IncomingWrite, Phase, ReadState};
 use crate::nbd::write_split::SplitPolicy;
+use crate::statistics::FrontendKind;
 
 /// A request that the engine has accepted.
 pub(crate) struct InFlight {
@@ -117,6 +118,7 @@ impl Connection {
         }
         if builder::is_hole_reply(&context.export, mode, &request, io) {
             self.session.reply_hole(mode, &request.header, io.range);
+            context.statistics.count(FrontendKind::Nbd, Op::Read, io.range.len);
             return taken;
         }
         let Some(buf) = self.take_buffer(context, &mut request, io) else {

@@ -1,10 +1,15 @@
-//! The connection limit of a server.
+//! The connections of a server: how many there may be, and which there are.
 //!
 //! Invariant: a connection holds one permit from its acceptance until its socket is closed,
 //! whichever thread it is on; at most `limit` permits exist at any time.
 
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
-use std::sync::{Arc, OnceLock};
+use std::collections::BTreeMap;
+use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::SystemTime;
+
+use crate::export::ExportId;
+use crate::statistics::FrontendKind;
 
 /// The permits of a server.
 pub(crate) struct ConnectionLimit {
@@ -14,10 +19,37 @@ pub(crate) struct ConnectionLimit {
     had_client: AtomicBool,
     /// Called when no connection is left after that.
     on_empty: OnceLock<Box<dyn Fn() + Send + Sync>>,
+    /// The connections by their ids.
+    connections: Mutex<BTreeMap<u64, ConnectionStatus>>,
+    next_id: AtomicU64,
+    /// Ids of connections that their threads are asked to close.
+    to_close: Mutex<Vec<u64>>,
+    /// How many times a thread was asked.
+    close_count: AtomicU64,
+}
+
+/// A connection of a client, from its acceptance on.
+#[derive(Clone, Debug)]
+pub struct ConnectionStatus {
+    /// Its number; never used again by this server.
+    pub id: u64,
+    /// How its client speaks.
+    pub frontend: FrontendKind,
+    /// The client: a TCP address, or the user and the process at the other end of a Unix socket.
+    pub peer: String,
+    /// The export that the client has chosen; `None` during the handshake.
+    pub export: Option<ExportId>,
+    /// Whether it is encrypted.
+    pub tls: bool,
+    /// When it was accepted.
+    pub since: SystemTime,
 }
 
 /// The permit of one connection; dropping it frees the permit.
-pub(crate) struct ConnectionPermit(Arc<ConnectionLimit>);
+pub(crate) struct ConnectionPermit {
+    limit: Arc<ConnectionLimit>,
+    id: u64,
+}
 
 impl ConnectionLimit {
     pub(crate) fn new(limit: u32) -> Self {
@@ -26,6 +58,10 @@ impl ConnectionLimit {
             taken: AtomicU32::new(0),
             had_client: AtomicBool::new(false),
             on_empty: OnceLock::new(),
+            connections: Mutex::default(),
+            next_id: AtomicU64::new(1),
+            to_close: Mutex::default(),
+            close_count: AtomicU64::new(0),
         }
     }
 
@@ -43,8 +79,37 @@ impl ConnectionLimit {
     pub(crate) fn take(self: &Arc<Self>) -> Option<ConnectionPermit> {
         let next = |taken| (taken < self.limit).then_some(taken + 1);
         let taken = self.taken.fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
-        taken.is_ok().then(|| ConnectionPermit(self.clone()))
+        taken.ok()?;
+        let id = self.next_id.fetch_add(1, Ordering::Relaxed);
+        Some(ConnectionPermit { limit: self.clone(), id })
     }
+
+    /// The connections that are described, in the order of their acceptance.
+    pub(crate) fn connections(&self) -> Vec<ConnectionStatus> {
+        lock(&self.connections).values().cloned().collect()
+    }
+
+    /// Asks the thread of connection `id` to close it: the threads have to be woken up. Returns
+    /// whether there is such a connection.
+    pub(crate) fn request_close(&self, id: u64) -> bool {
+        let is_there = lock(&self.connections).contains_key(&id);
+        if is_there {
+            lock(&self.to_close).push(id);
+            self.close_count.fetch_add(1, Ordering::Release);
+        }
+        is_there
+    }
+
+    /// How many times [`ConnectionLimit::request_close`] was called: a thread that has seen the
+    /// number looks for its connections only when it has changed.
+    pub(crate) fn close_count(&self) -> u64 {
+        self.close_count.load(Ordering::Acquire)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // No critical section here can panic half-way through a change.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ConnectionLimit {
@@ -67,16 +132,36 @@ impl ConnectionLimit {
 }
 
 impl ConnectionPermit {
+    /// Lists the connection among those of the server.
+    pub(crate) fn describe(&self, frontend: FrontendKind, peer: String) {
+        let (id, since) = (self.id, SystemTime::now());
+        let status = ConnectionStatus { id, frontend, peer, export: None, tls: false, since };
+        lock(&self.limit.connections).insert(id, status);
+    }
+
     /// Notes that the client has chosen an export, so it did more than list them.
-    pub(crate) fn mark_transmission(&self) {
-        self.0.had_client.store(true, Ordering::Release);
+    pub(crate) fn mark_transmission(&self, export: ExportId, tls: bool) {
+        self.limit.had_client.store(true, Ordering::Release);
+        if let Some(status) = lock(&self.limit.connections).get_mut(&self.id) {
+            (status.export, status.tls) = (Some(export), tls);
+        }
+    }
+
+    /// Whether the connection has to be closed. It is asked once for each request.
+    pub(crate) fn takes_close_request(&self) -> bool {
+        let mut to_close = lock(&self.limit.to_close);
+        let before = to_close.len();
+        to_close.retain(|id| *id != self.id);
+        to_close.len() < before
     }
 }
 
 impl Drop for ConnectionPermit {
     fn drop(&mut self) {
-        if self.0.taken.fetch_sub(1, Ordering::AcqRel) == 1 {
-            self.0.notify_empty();
+        lock(&self.limit.connections).remove(&self.id);
+        self.takes_close_request();
+        if self.limit.taken.fetch_sub(1, Ordering::AcqRel) == 1 {
+            self.limit.notify_empty();
         }
     }
 }
@@ -107,7 +192,7 @@ mod tests {
         drop(limit.take().unwrap());
         assert_eq!(counted(), 0, "it has chosen no export");
         let (first, second) = (limit.take().unwrap(), limit.take().unwrap());
-        first.mark_transmission();
+        first.mark_transmission(ExportId(0), false);
         drop(first);
         assert_eq!(counted(), 0, "another is there");
         drop(second);
@@ -117,12 +202,29 @@ mod tests {
     #[test]
     fn a_disconnect_before_the_callback_was_set_is_reported_too() {
         let limit = Arc::new(ConnectionLimit::new(1));
-        limit.take().unwrap().mark_transmission();
+        limit.take().unwrap().mark_transmission(ExportId(0), false);
         let left = Arc::new(AtomicU32::new(0));
         let count = left.clone();
         limit.on_empty(move || {
             count.fetch_add(1, Ordering::Relaxed);
         });
         assert_eq!(left.load(Ordering::Relaxed), 1);
+    }
+
+    #[test]
+    fn a_connection_is_listed_from_its_description_to_its_end() {
+        let limit = Arc::new(ConnectionLimit::new(2));
+        let (first, second) = (limit.take().unwrap(), limit.take().unwrap());
+        first.describe(FrontendKind::Nbd, "one".into());
+        second.describe(FrontendKind::VhostUser, "two".into());
+        second.mark_transmission(ExportId(7), true);
+        let all = limit.connections();
+        let seen: Vec<_> =
+            all.iter().map(|status| (&*status.peer, status.export, status.tls)).collect();
+        assert_eq!(seen, [("one", None, false), ("two", Some(ExportId(7)), true)]);
+        drop(first);
+        assert_eq!(limit.connections().len(), 1);
+        assert!(!limit.request_close(all[0].id) && limit.request_close(all[1].id));
+        assert!(second.takes_close_request() && !second.takes_close_request());
     }
 }

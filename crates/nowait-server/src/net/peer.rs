@@ -1,22 +1,24 @@
 //! The client of a connection, as named in the log.
 //!
-//! Invariant: without an enabled log level, no system call is made and nothing is allocated.
+//! Invariant: it is asked for once, when the connection is accepted.
 
 use std::fmt;
 use std::os::fd::AsFd;
 
 use rustix::net::sockopt::socket_peercred;
 use rustix::net::{AddressFamily, SocketAddrAny, getpeername};
-use tracing::Level;
-
 /// A client: its TCP address, or the user and the process at the other end of a Unix socket.
 pub(crate) struct Peer(Option<Box<str>>);
 
 impl Peer {
     /// The client at `socket`, which was just accepted.
     pub(crate) fn of(socket: impl AsFd) -> Self {
-        let enabled = tracing::enabled!(Level::INFO);
-        Self(enabled.then(|| describe(socket)).flatten().map(String::into_boxed_str))
+        Self(describe(socket).map(String::into_boxed_str))
+    }
+
+    /// The client without the word for it; empty if the kernel does not tell.
+    pub(crate) fn address(&self) -> String {
+        self.0.as_deref().unwrap_or_default().to_owned()
     }
 }
 

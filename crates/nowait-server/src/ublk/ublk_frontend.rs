@@ -18,6 +18,7 @@ use crate::export::result;
 use crate::fairness::Member;
 use crate::frontend::Frontend;
 use crate::loop_context::LoopContext;
+use crate::statistics::FrontendKind;
 use crate::ublk::request_descriptors::Descriptors;
 use crate::ublk::ublk_cmd::{
     ABORTED, COMMIT_AND_FETCH_REQ, Descriptor, FETCH_REQ, IO_FUA, IO_NO_UNMAP, OP_DISCARD,
@@ -237,6 +238,11 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
             queue.ready.push_back(token as u16);
             context.schedule(QUEUE, &mut queue.member);
         }
+    }
+
+    #[inline]
+    fn kind(&self, _: usize) -> FrontendKind {
+        FrontendKind::Ublk
     }
 
     fn member(&mut self, member: usize) -> Option<&mut Member> {

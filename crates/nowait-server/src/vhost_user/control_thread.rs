@@ -12,8 +12,11 @@ use nowait::{Error, Operation};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
+use crate::export::ExportId;
 use crate::net::connection_limit::ConnectionPermit;
 use crate::net::listener::Listener;
+use crate::net::peer::Peer;
+use crate::statistics::FrontendKind;
 use crate::vhost_user::device::{Device, QueueThreads};
 use crate::vhost_user::queue_channel::{DeviceState, ID_BYTES};
 
@@ -72,6 +75,9 @@ impl ControlHandle {
 pub(crate) trait ControlServer: QueueThreads {
     /// Counts a connection, unless there are too many.
     fn permit(&self) -> Option<ConnectionPermit>;
+
+    /// The export that the socket is a disk of.
+    fn export(&self) -> ExportId;
 }
 
 /// Serves the VMMs that connect to `listener`, one after the other, until `handle` is stopped; then its
@@ -104,7 +110,8 @@ pub(crate) fn run<S: ControlServer + 'static>(
             std::thread::sleep(BACK_OFF);
             continue;
         };
-        permit.mark_transmission();
+        permit.describe(FrontendKind::VhostUser, Peer::of(&stream).address());
+        permit.mark_transmission(server.export(), false);
         let Ok(copy) = stream.try_clone() else { continue };
         if !handle.serves(Some(copy)) {
             return;

@@ -21,6 +21,7 @@ use crate::export::result;
 use crate::fairness::Member;
 use crate::frontend::Frontend;
 use crate::loop_context::LoopContext;
+use crate::statistics::FrontendKind;
 use crate::vhost_user::block_request::{BlockRequest, Kind, Malformed, RequestReader, SectorRange};
 use crate::vhost_user::device_config::SECTOR_BYTES;
 use crate::vhost_user::queue_channel::{QueueChannel, QueueCommand, QueueId, QueueStart};
@@ -420,6 +421,11 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
         if let Some(queue) = self.queues.get_mut(token as usize) {
             context.schedule(token as usize, &mut queue.member);
         }
+    }
+
+    #[inline]
+    fn kind(&self, _: usize) -> FrontendKind {
+        FrontendKind::VhostUser
     }
 
     #[inline]

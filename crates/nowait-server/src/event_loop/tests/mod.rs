@@ -16,7 +16,9 @@ mod ublk_queue;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
-use nowait::{AllocationCache, BlockDevice, Config, Null, OpenOptions};
+use nowait::{
+    AllocationCache, BlockDevice, ByteRange, Config, Flags, Null, Op, OpenOptions, Request,
+};
 
 use crate::event_loop::*;
 use crate::nbd::command::TransmissionMode;

@@ -15,6 +15,7 @@ use slab::Slab;
 
 use crate::event_loop::tests::*;
 use crate::fairness::Member;
+use crate::statistics::FrontendKind;
 
 const QUANTUM: usize = 256 << 10;
 /// Bytes of the memory that the data of a ring are in.
@@ -72,6 +73,11 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for RingFrontend {
         let queue = &mut self.queues[token as usize];
         count(&queue.ring.borrow().kick);
         context.schedule(token as usize, &mut queue.member);
+    }
+
+    #[inline]
+    fn kind(&self, _: usize) -> FrontendKind {
+        FrontendKind::Ublk
     }
 
     fn member(&mut self, member: usize) -> Option<&mut Member> {

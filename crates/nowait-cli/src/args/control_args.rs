@@ -1,0 +1,182 @@
+//! The command-line options for the control socket, and the commands that use it.
+
+use std::ffi::OsString;
+use std::path::PathBuf;
+
+use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap::{Args, Subcommand};
+
+use crate::args::change_args::{Change, parse_change};
+use crate::args::image_args::parse_image_format;
+use crate::{export_spec, listen_address};
+
+/// How a server can be asked and changed.
+#[derive(Debug, Args)]
+#[command(next_help_heading = "Control")]
+pub(crate) struct ServeControlArgs {
+    /// The Unix socket for 'nowait status' and other commands, as unix:PATH; or off
+    ///
+    /// It speaks HTTP, only to you and to root: docs/control.md and docs/control.openapi.json say
+    /// what. Without this it is in $XDG_RUNTIME_DIR/nowait, else in /tmp/nowait-UID, where the
+    /// commands find it.
+    #[arg(long, value_name = "ADDRESS", value_parser = OsStringValueParser::new().try_map(parse))]
+    pub(crate) control: Option<ControlAddress>,
+
+    /// A directory from which 'nowait export add' may add images; can be given more than once
+    ///
+    /// Images in directories below it are allowed, too. Without this option no image can be added.
+    #[arg(long, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    pub(crate) allow_dir: Vec<PathBuf>,
+}
+
+/// Where the control socket is.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum ControlAddress {
+    Off,
+    Unix(PathBuf),
+}
+
+fn parse(text: OsString) -> Result<ControlAddress, String> {
+    const FORM: &str = "unix:PATH, or off";
+    let Some(plain) = text.to_str() else { return Err(format!("it is no text, but {FORM}")) };
+    match plain.strip_prefix("unix:") {
+        Some(path) => match listen_address::unix(path.into())? {
+            nowait_nbd::Address::Unix(path) => Ok(ControlAddress::Unix(path)),
+            nowait_nbd::Address::Tcp { .. } => Err(FORM.into()),
+        },
+        None if plain == "off" => Ok(ControlAddress::Off),
+        None => Err(FORM.into()),
+    }
+}
+
+/// The server that a command is for.
+#[derive(Debug, Args)]
+pub(crate) struct ServerArgs {
+    /// The control socket of the server; without it the only server of this user
+    #[arg(long, value_name = "PATH", value_hint = clap::ValueHint::FilePath)]
+    pub(crate) control: Option<PathBuf>,
+
+    /// Print JSON, for scripts
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+/// Show the running servers of this user, their exports and what these do
+///
+/// Each server tells it at its control socket, which is found by itself.
+#[derive(Debug, Args)]
+#[command(after_help = STATUS_AFTER_HELP)]
+pub(crate) struct StatusArgs {
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
+}
+
+/// Show the connections of a running server, or close one
+#[derive(Debug, Args)]
+#[command(after_help = CONNECTIONS_AFTER_HELP)]
+pub(crate) struct ConnectionsArgs {
+    #[command(flatten)]
+    pub(crate) server: ServerArgs,
+
+    /// Close the connection with this number; its client gets no more answers
+    #[arg(long, value_name = "ID")]
+    pub(crate) close: Option<u64>,
+}
+
+/// List, add, change and remove the exports of a running server
+#[derive(Debug, Args)]
+#[command(after_help = EXPORT_AFTER_HELP)]
+pub(crate) struct ExportCommand {
+    #[command(subcommand)]
+    pub(crate) action: ExportAction,
+}
+
+/// What to do with exports.
+#[derive(Debug, Subcommand)]
+pub(crate) enum ExportAction {
+    /// Show the exports
+    List {
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Open an image and serve it beside the others
+    Add {
+        /// The name by which clients choose it
+        #[arg(value_parser = export_spec::parse_name)]
+        name: String,
+        /// The image, in a directory of the server's --allow-dir
+        image: PathBuf,
+        /// What is inside the image: raw or qcow2; without it the image is looked at
+        #[arg(short, long, value_name = "FORMAT", value_parser = parse_image_format)]
+        format: Option<nowait_image::Format>,
+        /// Open it for reading only
+        #[arg(short, long)]
+        read_only: bool,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Remove an export and close its image
+    Remove {
+        /// Its name, or @ID
+        name: String,
+        /// Remove it also while clients use it: they are disconnected
+        #[arg(long)]
+        force: bool,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Make the disk of an export larger while it is in use
+    ///
+    /// Virtual machines and block devices of this machine see the new size at once, clients of NBD
+    /// when they connect again.
+    Resize {
+        /// Its name, or @ID
+        name: String,
+        /// The new size, or +SIZE for so much more
+        #[arg(value_name = "[+]SIZE", value_parser = parse_change)]
+        change: Change,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Make the completed writes of an export durable
+    Flush {
+        /// Its name, or @ID
+        name: String,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+}
+
+const STATUS_AFTER_HELP: &str = "\
+Examples:
+  nowait status
+  nowait status --json | jq '.[].exports[].size_bytes'
+  curl --unix-socket PATH http://localhost/metrics     the same for Prometheus
+
+Exit status:
+  0   a server answered
+  1   no server of this user runs, or it does not answer
+  2   wrong command line";
+
+const CONNECTIONS_AFTER_HELP: &str = "\
+Examples:
+  nowait connections
+  nowait connections --close 12
+
+Exit status:
+  0   done
+  1   there is no such connection; or no server of this user runs
+  2   wrong command line";
+
+const EXPORT_AFTER_HELP: &str = "\
+Examples:
+  nowait serve disk.img --allow-dir /srv/images     a server that takes more images
+  nowait export add data /srv/images/data.qcow2
+  nowait export list
+  nowait export resize data +10G
+  nowait export remove data
+
+Exit status:
+  0   done
+  1   refused by the server, and why; or no server of this user runs
+  2   wrong command line";

@@ -1,0 +1,249 @@
+//! `nowait status`, `nowait export` and `nowait connections`: what a running server tells at its
+//! control socket, and its changes.
+//!
+//! Invariant: a change is made to the server that the user names, or to the only one there is.
+
+use std::path::{Path, PathBuf};
+
+use nowait_cli::error::{CliError, plain};
+use nowait_cli::size::{human, short};
+use nowait_control::{AddExport, Client, ClientError, ConnectionInfo, ExportInfo, PatchExport};
+use serde::Serialize;
+use serde_json::json;
+
+use crate::args::change_args::Change;
+use crate::args::control_args::{
+    ConnectionsArgs, ExportAction, ExportCommand, ServerArgs, StatusArgs,
+};
+use crate::{control_socket, output};
+
+/// Shows the servers.
+///
+/// # Errors
+/// No server runs, or the one that was named does not answer.
+pub(crate) fn status(args: &StatusArgs) -> Result<(), CliError> {
+    let StatusArgs { server: ServerArgs { control, json } } = args;
+    let sockets = match control {
+        Some(socket) => vec![socket.clone()],
+        None => control_socket::all(),
+    };
+    let (mut all, mut text, mut refused) = (Vec::new(), String::new(), None);
+    for socket in &sockets {
+        let client = client(socket)?;
+        let told = client.server().and_then(|server| Ok((server, client.exports()?)));
+        match told {
+            Ok((server, exports)) => {
+                let seconds = server.uptime_seconds as u64;
+                text += &format!(
+                    "server {}, up {}, {} of {} connections, {}\n",
+                    server.pid,
+                    duration(seconds),
+                    server.connections,
+                    server.max_connections,
+                    plain(&socket.to_string_lossy()),
+                );
+                text += &table(&exports);
+                all.push(json!({
+                    "control": socket.to_string_lossy(),
+                    "server": server,
+                    "exports": exports,
+                }));
+            }
+            // One that ends at this moment.
+            Err(error) => refused = Some(failed(socket, &error)),
+        }
+    }
+    match refused {
+        Some(error) if all.is_empty() => Err(error),
+        _ if all.is_empty() => Err(no_server()),
+        _ if *json => print_json(&all),
+        _ => output::print(text),
+    }
+}
+
+/// Lists or changes exports.
+///
+/// # Errors
+/// No server or more than one runs, or it has refused.
+pub(crate) fn export(command: &ExportCommand) -> Result<(), CliError> {
+    match &command.action {
+        ExportAction::List { server } => ask(server, Client::exports, |exports| table(exports)),
+        ExportAction::Add { name, image, format, read_only, server } => {
+            let path = std::path::absolute(image).unwrap_or_else(|_| image.clone());
+            let Some(path) = path.to_str() else {
+                return Err(CliError::at(image, "a path that is no text cannot be sent"));
+            };
+            let export = AddExport {
+                name: name.clone(),
+                path: path.to_owned(),
+                format: format.map(|format| format.name().to_owned()),
+                read_only: *read_only,
+                description: None,
+            };
+            let line = |export: &ExportInfo| {
+                let places = export.places.iter().map(|place| format!("serving {place}\n"));
+                places.collect()
+            };
+            ask(server, |client| client.add(&export), line)
+        }
+        ExportAction::Remove { name, force, server } => {
+            tell(server, |client| client.remove(name, *force))
+        }
+        ExportAction::Resize { name, change, server } => {
+            let resize = |client: &Client| {
+                let size_bytes = new_size(client, name, *change)?;
+                client.change(name, &PatchExport { size_bytes: Some(size_bytes) })
+            };
+            ask(server, resize, |export| format!("{}\n", human(export.size_bytes)))
+        }
+        ExportAction::Flush { name, server } => tell(server, |client| client.flush(name)),
+    }
+}
+
+/// Lists connections, or closes one.
+///
+/// # Errors
+/// As [`export`].
+pub(crate) fn connections(args: &ConnectionsArgs) -> Result<(), CliError> {
+    match args.close {
+        Some(id) => tell(&args.server, |client| client.disconnect(id)),
+        None => ask(&args.server, Client::connections, |all| connection_table(all)),
+    }
+}
+
+fn new_size(client: &Client, name: &str, change: Change) -> Result<u64, ClientError> {
+    let more = match change {
+        Change::To(size) => return Ok(size),
+        Change::Plus(more) => more,
+        Change::Minus(_) => {
+            return Err(ClientError::Refused("a disk in use cannot become smaller".into()));
+        }
+    };
+    let is_it = |export: &ExportInfo| export.name == name || format!("@{}", export.id) == name;
+    let export = client.exports()?.into_iter().find(is_it);
+    let export = export.ok_or(ClientError::Refused("there is no such export".into()))?;
+    let size = export.size_bytes.checked_add(more);
+    size.ok_or(ClientError::Refused("a disk cannot be that large".into()))
+}
+
+/// Prints the answer of the server of `args`: as JSON, or in `words`.
+fn ask<T: Serialize>(
+    args: &ServerArgs,
+    request: impl FnOnce(&Client) -> Result<T, ClientError>,
+    words: impl FnOnce(&T) -> String,
+) -> Result<(), CliError> {
+    let client = the_client(args)?;
+    let answer = request(&client).map_err(|error| failed(client.socket(), &error))?;
+    if args.json { print_json(&answer) } else { output::print(words(&answer)) }
+}
+
+/// Has the server of `args` do something.
+fn tell(
+    args: &ServerArgs,
+    request: impl FnOnce(&Client) -> Result<(), ClientError>,
+) -> Result<(), CliError> {
+    let client = the_client(args)?;
+    request(&client).map_err(|error| failed(client.socket(), &error))
+}
+
+fn the_client(args: &ServerArgs) -> Result<Client, CliError> {
+    if let Some(socket) = &args.control {
+        return client(socket);
+    }
+    let sockets: Vec<PathBuf> = control_socket::all();
+    match sockets.as_slice() {
+        [] => Err(no_server()),
+        [socket] => client(socket),
+        all => {
+            let all: Vec<_> = all.iter().map(|socket| socket.to_string_lossy()).collect();
+            let all = plain(&all.join(", "));
+            Err(CliError::new(format!("several servers run; choose one by --control: {all}")))
+        }
+    }
+}
+
+fn client(socket: &Path) -> Result<Client, CliError> {
+    Client::new(socket).map_err(|error| CliError::at(socket, error))
+}
+
+fn failed(socket: &Path, error: &ClientError) -> CliError {
+    match error {
+        ClientError::Refused(why) => CliError::new(plain(why)),
+        _ => CliError::at(socket, plain(&error.to_string())),
+    }
+}
+
+fn no_server() -> CliError {
+    CliError::new("no server of this user runs (or it was started with --control off)")
+}
+
+fn print_json(value: &impl Serialize) -> Result<(), CliError> {
+    let text = serde_json::to_string(value).map_err(|error| CliError::new(error.to_string()))?;
+    output::print(text + "\n")
+}
+
+fn table(exports: &[ExportInfo]) -> String {
+    let line = |export: &ExportInfo| {
+        let (mut requests, mut bytes, mut errors) = (0, 0, 0);
+        for totals in export.frontends.values().flat_map(|frontend| frontend.operations.values()) {
+            requests += totals.requests;
+            bytes += totals.bytes;
+            errors += totals.errors;
+        }
+        let name =
+            if export.name.is_empty() { format!("@{}", export.id) } else { export.name.clone() };
+        let mode = if export.read_only { "ro" } else { "rw" };
+        format!(
+            "  {:<16} {:>10} {mode} {:>8} {:>9} {requests:>12} {:>10} {errors:>7}  {}\n",
+            plain(&name),
+            short(export.size_bytes),
+            export.members,
+            export.in_flight,
+            short(bytes),
+            plain(&export.image),
+        )
+    };
+    let head = "  export                 size    clients in flight     requests      moved  errors  image\n";
+    std::iter::once(head.to_owned()).chain(exports.iter().map(line)).collect()
+}
+
+fn connection_table(connections: &[ConnectionInfo]) -> String {
+    let line = |connection: &ConnectionInfo| {
+        let export = connection.export.as_deref().map_or("(handshake)".into(), |name| {
+            if name.is_empty() { "(default)".into() } else { plain(name) }
+        });
+        let tls = if connection.tls { "tls" } else { "-" };
+        format!(
+            "{:>6} {:<11} {:<16} {tls:<4} {:>10}  {}\n",
+            connection.id,
+            plain(&connection.frontend),
+            export,
+            duration(connection.age_seconds as u64),
+            plain(&connection.peer),
+        )
+    };
+    let head = "    id frontend    export           tls         for  client\n";
+    std::iter::once(head.to_owned()).chain(connections.iter().map(line)).collect()
+}
+
+/// A time in words, to two units.
+fn duration(seconds: u64) -> String {
+    let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86400);
+    match (days, hours, minutes) {
+        (0, 0, 0) => format!("{seconds} s"),
+        (0, 0, _) => format!("{minutes} min {} s", seconds % 60),
+        (0, ..) => format!("{hours} h {} min", minutes % 60),
+        _ => format!("{days} d {} h", hours % 24),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_time_has_at_most_two_units() {
+        let words: Vec<_> = [0, 59, 60, 3661, 90_000].into_iter().map(duration).collect();
+        assert_eq!(words, ["0 s", "59 s", "1 min 0 s", "1 h 1 min", "1 d 1 h"]);
+    }
+}

@@ -1,0 +1,117 @@
+//! The control socket of a server, and where those of this user's servers are.
+//!
+//! Invariant: a directory that another user could change is not used.
+
+use std::fs::{self, DirBuilder, Permissions};
+use std::io;
+use std::os::fd::AsFd;
+use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::net::UnixListener;
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use nowait_cli::error::{CliError, os_message};
+use nowait_control::HttpServer;
+use nowait_server::Listener;
+use rustix::process::{Pid, geteuid, test_kill_process};
+
+use crate::args::control_args::ControlAddress;
+use crate::default_image;
+use crate::served_disks::RunningServer;
+
+const PREFIX: &str = "control-";
+const SUFFIX: &str = ".sock";
+
+/// The control socket of this process by default; `None` where there is no directory for it.
+pub(crate) fn of_this_process() -> Option<PathBuf> {
+    Some(directory()?.join(format!("{PREFIX}{}{SUFFIX}", std::process::id())))
+}
+
+/// The control sockets of this user's servers, in the order of their processes. Those of processes
+/// that have ended are removed.
+pub(crate) fn all() -> Vec<PathBuf> {
+    let entries = directory().and_then(|directory| fs::read_dir(directory).ok());
+    let paths = entries.into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
+    let mut found: Vec<(Pid, PathBuf)> =
+        paths.filter_map(|path| Some((process_of(&path)?, path))).collect();
+    found.retain(|(process, path)| {
+        let runs = test_kill_process(*process) != Err(rustix::io::Errno::SRCH);
+        if !runs {
+            // Another command may have removed it.
+            let _ = fs::remove_file(path);
+        }
+        runs
+    });
+    found.sort_by_key(|(process, _)| process.as_raw_nonzero());
+    found.into_iter().map(|(_, path)| path).collect()
+}
+
+fn process_of(path: &Path) -> Option<Pid> {
+    let number = path.file_name()?.to_str()?.strip_prefix(PREFIX)?.strip_suffix(SUFFIX)?;
+    Pid::from_raw(number.parse().ok()?)
+}
+
+/// `nowait` in the user's runtime directory, else `nowait-UID` in the directory for temporary files.
+fn directory() -> Option<PathBuf> {
+    if let Some(directory) = default_image::runtime_directory(std::env::var_os("XDG_RUNTIME_DIR")) {
+        return Some(directory);
+    }
+    let user = geteuid().as_raw();
+    let directory = std::env::temp_dir().join(format!("nowait-{user}"));
+    // One that is there already is looked at below.
+    let _ = DirBuilder::new().mode(0o700).create(&directory);
+    let found = fs::symlink_metadata(&directory).ok()?;
+    let is_private = found.is_dir() && found.uid() == user && found.mode() & 0o077 == 0;
+    is_private.then_some(directory)
+}
+
+/// The control interface of this server, until it is dropped.
+pub(crate) struct ControlSocket {
+    _server: HttpServer,
+    /// Removes the socket when it is dropped.
+    _listener: Listener,
+}
+
+/// Serves `running` at `address`, or at the default socket. Without a directory for that, or if it
+/// is in use, there is no control interface, and the log says so.
+///
+/// # Errors
+/// The address that was given cannot be listened on.
+pub(crate) fn serve(
+    address: Option<&ControlAddress>,
+    running: RunningServer,
+) -> Result<Option<ControlSocket>, CliError> {
+    let (path, is_given) = match address {
+        Some(ControlAddress::Off) => return Ok(None),
+        Some(ControlAddress::Unix(path)) => (path.clone(), true),
+        None => match of_this_process() {
+            Some(path) => (path, false),
+            None => {
+                tracing::info!("no control socket: there is no directory for it");
+                return Ok(None);
+            }
+        },
+    };
+    match start(&path, running) {
+        Ok(socket) => {
+            tracing::info!("control socket: {}", path.display());
+            Ok(Some(socket))
+        }
+        Err(error) if is_given => {
+            Err(CliError::at(&path, format_args!("cannot listen: {}", os_message(&error))))
+        }
+        Err(error) => {
+            tracing::info!("no control socket: {}: {error}", path.display());
+            Ok(None)
+        }
+    }
+}
+
+fn start(path: &Path, running: RunningServer) -> io::Result<ControlSocket> {
+    let listener = Listener::unix(path)?;
+    // What others may do with the socket: nothing. The interface also asks who connects.
+    fs::set_permissions(path, Permissions::from_mode(0o600))?;
+    let socket = UnixListener::from(listener.as_fd().try_clone_to_owned()?);
+    let server = HttpServer::start(socket, Arc::new(running))?;
+    Ok(ControlSocket { _server: server, _listener: listener })
+}

@@ -1,0 +1,270 @@
+//! The images of a running server, and what its control interface does with them.
+//!
+//! Invariant: an image is open as long as its export may have requests; what a request names is
+//! opened only in the directories that the user has allowed.
+
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant, SystemTime};
+
+use nowait::RegisteredMemory;
+use nowait_control::{
+    AddExport, ConnectionInfo, ControlError, ControlledServer, ExportInfo, FrontendInfo,
+    PatchExport, ServerInfo,
+};
+use nowait_image::{ChainOptions, Format};
+use nowait_server::{ExportId, ExportStatus, Exports};
+use rustix::io::Errno;
+
+use crate::export_spec::{NamedExport, parse_name};
+use crate::open_disk::{OpenedDisk, is_same_file};
+
+/// How long an export that is removed may take to end its requests.
+const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// An open image and where its export can be reached.
+pub(crate) struct ServedDisk {
+    pub(crate) id: ExportId,
+    pub(crate) disk: OpenedDisk,
+    pub(crate) places: Vec<String>,
+}
+
+/// The images of a server; clones share them.
+#[derive(Clone, Default)]
+pub(crate) struct ServedDisks(Arc<Mutex<Vec<ServedDisk>>>);
+
+impl ServedDisks {
+    /// The images of `all`.
+    pub(crate) fn new(all: Vec<ServedDisk>) -> Self {
+        Self(Arc::new(Mutex::new(all)))
+    }
+
+    /// Takes all images, to be closed.
+    pub(crate) fn take(&self) -> Vec<OpenedDisk> {
+        self.lock().drain(..).map(|served| served.disk).collect()
+    }
+
+    fn lock(&self) -> MutexGuard<'_, Vec<ServedDisk>> {
+        // No critical section here can panic half-way through a change.
+        self.0.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// What the exports that are added later have in common.
+pub(crate) struct Additions {
+    pub(crate) options: ChainOptions,
+    pub(crate) allowed: Vec<PathBuf>,
+    pub(crate) workers: u32,
+    pub(crate) max_connections: u32,
+    pub(crate) places: Places,
+}
+
+/// Where an export of a name can be reached.
+pub(crate) type Places = Box<dyn Fn(&NamedExport) -> Vec<String> + Send + Sync>;
+
+/// A running server, as its control interface sees it.
+pub(crate) struct RunningServer {
+    exports: Exports,
+    disks: ServedDisks,
+    additions: Additions,
+    /// Held while an image is being opened, so that none is opened twice.
+    adding: Mutex<()>,
+    since: Instant,
+}
+
+impl RunningServer {
+    /// The server of `exports`, whose images are `disks`.
+    pub(crate) fn new(exports: Exports, disks: ServedDisks, additions: Additions) -> Self {
+        Self { exports, disks, additions, adding: Mutex::default(), since: Instant::now() }
+    }
+
+    fn id_of(&self, id: u64) -> Result<ExportId, ControlError> {
+        let found = self.exports.list().into_iter().find(|(known, _)| known.number() == id);
+        found
+            .map(|(id, _)| id)
+            .ok_or_else(|| ControlError::NotFound("there is no such export".into()))
+    }
+
+    fn info_of(&self, status: ExportStatus, disks: &[ServedDisk]) -> ExportInfo {
+        let mut info = ExportInfo {
+            id: status.id.number(),
+            size_bytes: status.size,
+            read_only: status.read_only,
+            members: status.members as u64,
+            in_flight: status.in_flight as u64,
+            frontends: FrontendInfo::of_all(&status.totals),
+            name: status.name,
+            description: status.description,
+            ..ExportInfo::default()
+        };
+        if let Some(served) = disks.iter().find(|served| served.id == status.id) {
+            let OpenedDisk { named, image } = &served.disk;
+            let image_path = std::path::absolute(&named.image);
+            let image_path = image_path.unwrap_or_else(|_| named.image.clone());
+            info.image = image_path.to_string_lossy().into_owned();
+            info.format = image.format().name().to_owned();
+            info.direct_io = image.is_direct();
+            info.places.clone_from(&served.places);
+        }
+        info
+    }
+
+    fn export(&self, id: u64) -> Result<ExportInfo, ControlError> {
+        let missing = || ControlError::NotFound("there is no such export".into());
+        self.exports().into_iter().find(|export| export.id == id).ok_or_else(missing)
+    }
+
+    /// The image that a request names, without symbolic links.
+    fn allowed(&self, path: &str) -> Result<PathBuf, ControlError> {
+        let path = Path::new(path);
+        if !path.is_absolute() {
+            return Err(ControlError::Invalid("the path of the image must be absolute".into()));
+        }
+        let allowed = self.additions.allowed.iter().filter_map(|dir| dir.canonicalize().ok());
+        let real = path.canonicalize();
+        // A path elsewhere is refused in the same words whether there is something or not.
+        match real {
+            Ok(real) if allowed.clone().any(|dir| real.starts_with(dir)) => Ok(real),
+            Err(error) if allowed.clone().any(|dir| path.starts_with(dir)) => {
+                Err(ControlError::NotFound(format!("{}: {error}", path.display())))
+            }
+            _ if self.additions.allowed.is_empty() => Err(ControlError::Forbidden(
+                "this server takes no more images (it was started without --allow-dir)".into(),
+            )),
+            _ => Err(ControlError::Forbidden(format!(
+                "{} is not in a directory of --allow-dir",
+                path.display()
+            ))),
+        }
+    }
+}
+
+fn failed(error: impl ToString) -> ControlError {
+    ControlError::Failed(error.to_string())
+}
+
+fn conflict(error: impl ToString) -> ControlError {
+    ControlError::Conflict(error.to_string())
+}
+
+impl ControlledServer for RunningServer {
+    fn info(&self) -> ServerInfo {
+        ServerInfo {
+            version: env!("CARGO_PKG_VERSION").to_owned(),
+            pid: std::process::id(),
+            uptime_seconds: self.since.elapsed().as_secs_f64(),
+            connections: self.exports.connections().len() as u64,
+            max_connections: u64::from(self.additions.max_connections),
+            registered_bytes: RegisteredMemory::of_this_process().bytes as u64,
+        }
+    }
+
+    fn exports(&self) -> Vec<ExportInfo> {
+        let (status, disks) = (self.exports.status(), self.disks.lock());
+        status.into_iter().map(|status| self.info_of(status, &disks)).collect()
+    }
+
+    fn connections(&self) -> Vec<ConnectionInfo> {
+        let names = self.exports.list();
+        let now = SystemTime::now();
+        let info = |status: nowait_server::ConnectionStatus| ConnectionInfo {
+            id: status.id,
+            frontend: status.frontend.name().to_owned(),
+            peer: status.peer,
+            export: status.export.and_then(|id| {
+                names.iter().find(|(known, _)| *known == id).map(|(_, name)| name.clone())
+            }),
+            tls: status.tls,
+            age_seconds: now.duration_since(status.since).unwrap_or_default().as_secs_f64(),
+        };
+        self.exports.connections().into_iter().map(info).collect()
+    }
+
+    fn add(&self, export: AddExport) -> Result<ExportInfo, ControlError> {
+        let AddExport { name, path, format, read_only, description } = export;
+        let name = parse_name(&name).map_err(ControlError::Invalid)?;
+        let image = self.allowed(&path)?;
+        let format = match format.as_deref() {
+            None => None,
+            Some("raw") => Some(Format::Raw),
+            Some("qcow2") => Some(Format::Qcow2),
+            Some(_) => return Err(ControlError::Invalid("the format is raw or qcow2".into())),
+        };
+        let _adding = self.adding.lock().unwrap_or_else(PoisonError::into_inner);
+        let is_it = |other: &ServedDisk| is_same_file(&other.disk.named.image, &image);
+        let same = self.disks.lock().iter().any(is_it);
+        if same && !read_only {
+            return Err(conflict(format!("{}: it is served already", image.display())));
+        }
+        let named = NamedExport { name, image };
+        let mut options = self.additions.options.clone();
+        (options.format, options.writable) = (format, !read_only);
+        options.backing_dirs.extend(self.additions.allowed.iter().cloned());
+        let places = (self.additions.places)(&named);
+        let disk = OpenedDisk::open(named, &options).map_err(conflict)?;
+        let id = self.exports.add(disk.export(self.additions.workers, description));
+        let id = id.map_err(|error| match Errno::from_raw_os_error(error.errno()) {
+            Errno::EXIST => conflict("there is an export of that name"),
+            _ => failed(error),
+        })?;
+        self.disks.lock().push(ServedDisk { id, disk, places });
+        self.export(id.number())
+    }
+
+    fn remove(&self, id: u64, hard: bool) -> Result<(), ControlError> {
+        let id = self.id_of(id)?;
+        let of_it = |status: &nowait_server::ConnectionStatus| status.export == Some(id);
+        let clients: Vec<_> = self.exports.connections().into_iter().filter(of_it).collect();
+        if !clients.is_empty() && !hard {
+            let count = clients.len();
+            return Err(conflict(format!("{count} clients use it (mode=hard disconnects them)")));
+        }
+        for client in clients {
+            // It may have left meanwhile.
+            let _ = self.exports.disconnect(client.id);
+        }
+        self.exports.remove(id, REMOVE_TIMEOUT).map_err(|error| match Errno::from_raw_os_error(
+            error.errno(),
+        ) {
+            Errno::BUSY => conflict("the default export cannot be removed"),
+            Errno::TIMEDOUT => conflict("clients are left; it ends with the last one"),
+            Errno::NOENT => ControlError::NotFound("there is no such export".into()),
+            _ => failed(error),
+        })?;
+        let served = {
+            let mut disks = self.disks.lock();
+            let at = disks.iter().position(|served| served.id == id);
+            at.map(|at| disks.remove(at))
+        };
+        served.map_or(Ok(()), |served| served.disk.close(true)).map_err(failed)
+    }
+
+    fn change(&self, id: u64, change: PatchExport) -> Result<ExportInfo, ControlError> {
+        let id = self.id_of(id)?;
+        if let Some(size) = change.size_bytes {
+            self.exports.grow(id, size).map_err(|error| {
+                match Errno::from_raw_os_error(error.errno()) {
+                    Errno::INVAL => {
+                        conflict("a disk in use only grows, and a block device elsewhere")
+                    }
+                    Errno::ROFS => conflict("it is read-only"),
+                    Errno::OPNOTSUPP => conflict("a qcow2 image in use cannot get another size"),
+                    _ => failed(error),
+                }
+            })?;
+        }
+        self.export(id.number())
+    }
+
+    fn flush(&self, id: u64) -> Result<(), ControlError> {
+        let id = self.id_of(id)?;
+        self.exports.flush(id).map_err(failed)
+    }
+
+    fn disconnect(&self, id: u64) -> Result<(), ControlError> {
+        match self.exports.disconnect(id) {
+            true => Ok(()),
+            false => Err(ControlError::NotFound("there is no such connection".into())),
+        }
+    }
+}

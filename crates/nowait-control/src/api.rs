@@ -1,0 +1,165 @@
+//! What requests and answers of the control interface are made of; `docs/control.openapi.json` is
+//! the same for programs.
+//!
+//! Invariant: a field that a later version adds is optional for a reader; none is ever renamed.
+
+use std::collections::BTreeMap;
+
+use nowait_server::{FrontendKind, FrontendTotals};
+use serde::{Deserialize, Serialize};
+
+/// A server (`GET /v1/server`).
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct ServerInfo {
+    /// The version of the program.
+    pub version: String,
+    /// Its process.
+    pub pid: u32,
+    /// Time since it began to serve, in seconds.
+    pub uptime_seconds: f64,
+    /// Connections of clients.
+    pub connections: u64,
+    /// The most that it takes.
+    pub max_connections: u64,
+    /// Bytes of memory that the kernel has registered for its transfers.
+    pub registered_bytes: u64,
+}
+
+/// An export (`GET /v1/exports`).
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct ExportInfo {
+    /// Its number; never used again by this server. `@ID` names it in a path.
+    pub id: u64,
+    /// The name by which clients choose it; empty for a default export without one.
+    pub name: String,
+    /// A text for people.
+    pub description: String,
+    /// The path of its image.
+    pub image: String,
+    /// The format of its image: `raw` or `qcow2`.
+    pub format: String,
+    /// Size in bytes.
+    pub size_bytes: u64,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// Whether the page cache is bypassed.
+    pub direct_io: bool,
+    /// Where it can be reached: URIs of NBD, `vhost-user:PATH`, the path of a block device.
+    pub places: Vec<String>,
+    /// Connections and queues that are served.
+    pub members: u64,
+    /// Requests in flight, as of a moment ago.
+    pub in_flight: u64,
+    /// What each frontend has done since the export was added; those that did nothing are left out.
+    pub frontends: BTreeMap<String, FrontendInfo>,
+}
+
+/// What a frontend of an export has done.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct FrontendInfo {
+    /// By operation: `read`, `write`, `flush`, `discard`, `zero`, `status`.
+    pub operations: BTreeMap<String, OperationInfo>,
+    /// The errors that requests ended with.
+    pub errors: Vec<ErrnoInfo>,
+}
+
+/// The requests of an operation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct OperationInfo {
+    /// Requests that were answered, those with an error included.
+    pub requests: u64,
+    /// Bytes of those that succeeded.
+    pub bytes: u64,
+    /// Requests that failed.
+    pub errors: u64,
+}
+
+/// An error and how many requests had it.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct ErrnoInfo {
+    /// The number of the error (errno(3)).
+    pub errno: i32,
+    /// The error in words.
+    pub message: String,
+    /// Requests.
+    pub requests: u64,
+}
+
+impl From<&FrontendTotals> for FrontendInfo {
+    fn from(totals: &FrontendTotals) -> Self {
+        let operation = |(name, totals): (&str, nowait_server::OpTotals)| {
+            let nowait_server::OpTotals { requests, bytes, errors } = totals;
+            (name.to_owned(), OperationInfo { requests, bytes, errors })
+        };
+        let errno = |&(errno, requests): &(i32, u64)| ErrnoInfo {
+            errno,
+            message: std::io::Error::from_raw_os_error(errno).to_string(),
+            requests,
+        };
+        Self {
+            operations: totals.ops().map(operation).collect(),
+            errors: totals.errnos.iter().map(errno).collect(),
+        }
+    }
+}
+
+impl FrontendInfo {
+    /// The frontends that have done something, by their names.
+    #[must_use]
+    pub fn of_all(totals: &[(FrontendKind, FrontendTotals)]) -> BTreeMap<String, Self> {
+        let busy = totals.iter().filter(|(_, totals)| totals.requests() > 0);
+        busy.map(|(kind, totals)| (kind.name().to_owned(), totals.into())).collect()
+    }
+}
+
+/// A connection (`GET /v1/connections`).
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct ConnectionInfo {
+    /// Its number; never used again by this server.
+    pub id: u64,
+    /// `nbd` or `vhost-user`.
+    pub frontend: String,
+    /// The client: a TCP address, or the user and the process at the other end of a Unix socket.
+    pub peer: String,
+    /// The name of the export that the client has chosen; absent during the handshake.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub export: Option<String>,
+    /// Whether it is encrypted.
+    pub tls: bool,
+    /// Time since its acceptance, in seconds.
+    pub age_seconds: f64,
+}
+
+/// An export to add (`POST /v1/exports`).
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct AddExport {
+    /// The name by which clients choose it, at most 4096 bytes.
+    pub name: String,
+    /// The absolute path of the image, in a directory that the server allows.
+    pub path: String,
+    /// `raw` or `qcow2`; without it the image is looked at.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub format: Option<String>,
+    /// Whether writes are refused.
+    #[serde(default)]
+    pub read_only: bool,
+    /// A text for people; the name of the file without it.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub description: Option<String>,
+}
+
+/// Changes of an export (`PATCH /v1/exports/NAME`).
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct PatchExport {
+    /// The new size in bytes, at least the present one.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub size_bytes: Option<u64>,
+}
+
+/// The body of an answer that says what is wrong.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct ErrorInfo {
+    pub(crate) error: String,
+}

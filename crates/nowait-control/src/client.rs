@@ -1,0 +1,190 @@
+//! A client of the control interface, which blocks.
+//!
+//! Invariant: a server that does not answer costs at most [`TIMEOUT`]; an answer is at most
+//! [`MAX_ANSWER_BYTES`] long.
+
+use std::fmt;
+use std::io;
+use std::path::{Path, PathBuf};
+use std::time::Duration;
+
+use http_body_util::{BodyExt, Full, Limited};
+use hyper::body::Bytes;
+use hyper::client::conn::http1;
+use hyper::{Method, Request, header};
+use hyper_util::rt::TokioIo;
+use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+use tokio::net::UnixStream;
+use tokio::runtime::{Builder, Runtime};
+
+use crate::api::{AddExport, ConnectionInfo, ErrorInfo, ExportInfo, PatchExport, ServerInfo};
+
+/// How long an answer may take; opening an image, or a flush, may take its time.
+const TIMEOUT: Duration = Duration::from_secs(120);
+/// The longest answer, in bytes.
+const MAX_ANSWER_BYTES: usize = 64 << 20;
+/// What stands for itself in a path (RFC 3986, section 2.3).
+const PLAIN: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
+
+/// A server's control socket.
+pub struct Client {
+    socket: PathBuf,
+    runtime: Runtime,
+}
+
+/// Why a request has failed.
+#[derive(Debug)]
+pub enum ClientError {
+    /// No server listens at the socket, or it is not this user's.
+    Unreachable(io::Error),
+    /// The server has refused the request, and why.
+    Refused(String),
+    /// The answer was none of this interface.
+    Answer(String),
+}
+
+impl fmt::Display for ClientError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Unreachable(error) => write!(f, "no server answers there: {error}"),
+            Self::Refused(why) => f.write_str(why),
+            Self::Answer(why) => write!(f, "its answer is not understood: {why}"),
+        }
+    }
+}
+
+impl std::error::Error for ClientError {}
+
+impl Client {
+    /// A client of the server at `socket`. Nothing is sent yet.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for it.
+    pub fn new(socket: &Path) -> io::Result<Self> {
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        Ok(Self { socket: socket.to_owned(), runtime })
+    }
+
+    /// The path of the socket.
+    #[must_use]
+    pub fn socket(&self) -> &Path {
+        &self.socket
+    }
+
+    /// The server.
+    ///
+    /// # Errors
+    /// Any [`ClientError`], as of all methods here.
+    pub fn server(&self) -> Result<ServerInfo, ClientError> {
+        self.get("/v1/server")
+    }
+
+    /// Its exports, the default first.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn exports(&self) -> Result<Vec<ExportInfo>, ClientError> {
+        self.get("/v1/exports")
+    }
+
+    /// Its connections, the oldest first.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn connections(&self) -> Result<Vec<ConnectionInfo>, ClientError> {
+        self.get("/v1/connections")
+    }
+
+    /// Adds an export.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn add(&self, export: &AddExport) -> Result<ExportInfo, ClientError> {
+        read(&self.send(Method::POST, "/v1/exports", &body(export)?)?)
+    }
+
+    /// Removes the export called `name`, or number N for `@N`; with `hard` also while clients use it.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn remove(&self, name: &str, hard: bool) -> Result<(), ClientError> {
+        let mode = if hard { "hard" } else { "safe" };
+        let path = format!("{}?mode={mode}", export_path(name));
+        self.send(Method::DELETE, &path, "").map(drop)
+    }
+
+    /// Changes an export.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn change(&self, name: &str, change: &PatchExport) -> Result<ExportInfo, ClientError> {
+        read(&self.send(Method::PATCH, &export_path(name), &body(change)?)?)
+    }
+
+    /// Makes the completed writes of an export durable.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn flush(&self, name: &str) -> Result<(), ClientError> {
+        self.send(Method::POST, &format!("{}/flush", export_path(name)), "").map(drop)
+    }
+
+    /// Closes a connection.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn disconnect(&self, id: u64) -> Result<(), ClientError> {
+        self.send(Method::DELETE, &format!("/v1/connections/{id}"), "").map(drop)
+    }
+
+    fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {
+        read(&self.send(Method::GET, path, "")?)
+    }
+
+    /// Sends a request. Returns the body of its answer.
+    fn send(&self, method: Method, path: &str, body: &str) -> Result<Bytes, ClientError> {
+        let request = Request::builder()
+            .method(method)
+            .uri(path)
+            .header(header::HOST, "localhost")
+            .header(header::CONTENT_TYPE, "application/json")
+            .body(Full::new(Bytes::copy_from_slice(body.as_bytes())))
+            .map_err(|error| ClientError::Answer(error.to_string()))?;
+        let late = |_| ClientError::Unreachable(io::ErrorKind::TimedOut.into());
+        self.runtime.block_on(async {
+            tokio::time::timeout(TIMEOUT, self.exchange(request)).await.map_err(late)?
+        })
+    }
+
+    async fn exchange(&self, request: Request<Full<Bytes>>) -> Result<Bytes, ClientError> {
+        let lost = |error: hyper::Error| ClientError::Answer(error.to_string());
+        let stream = UnixStream::connect(&self.socket).await.map_err(ClientError::Unreachable)?;
+        let (mut sender, connection) =
+            http1::handshake(TokioIo::new(stream)).await.map_err(lost)?;
+        let connection = tokio::spawn(connection);
+        let answer = sender.send_request(request).await.map_err(lost)?;
+        let status = answer.status();
+        let body = Limited::new(answer.into_body(), MAX_ANSWER_BYTES).collect().await;
+        let body = body.map_err(|error| ClientError::Answer(error.to_string()))?.to_bytes();
+        connection.abort();
+        if status.is_success() {
+            return Ok(body);
+        }
+        let why = serde_json::from_slice::<ErrorInfo>(&body).map(|info| info.error);
+        Err(ClientError::Refused(why.unwrap_or_else(|_| status.to_string())))
+    }
+}
+
+fn export_path(name: &str) -> String {
+    format!("/v1/exports/{}", utf8_percent_encode(name, PLAIN))
+}
+
+fn body(value: &impl Serialize) -> Result<String, ClientError> {
+    serde_json::to_string(value).map_err(|error| ClientError::Answer(error.to_string()))
+}
+
+fn read<T: DeserializeOwned>(body: &[u8]) -> Result<T, ClientError> {
+    serde_json::from_slice(body).map_err(|error| ClientError::Answer(error.to_string()))
+}

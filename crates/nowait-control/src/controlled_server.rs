@@ -1,0 +1,90 @@
+//! The server as the control interface sees it.
+//!
+//! Invariant: the interface changes nothing but by these methods, which may block.
+
+use std::fmt;
+
+use crate::api::{AddExport, ConnectionInfo, ExportInfo, PatchExport, ServerInfo};
+
+/// A server that can be asked and changed. Methods may be called by several threads at once.
+pub trait ControlledServer: Send + Sync + 'static {
+    /// The server itself.
+    fn info(&self) -> ServerInfo;
+
+    /// The exports that clients can choose, the default first.
+    fn exports(&self) -> Vec<ExportInfo>;
+
+    /// The connections of clients, the oldest first.
+    fn connections(&self) -> Vec<ConnectionInfo>;
+
+    /// Opens an image and adds it as an export.
+    ///
+    /// # Errors
+    /// The image is outside the allowed directories or cannot be opened; the name is taken.
+    fn add(&self, export: AddExport) -> Result<ExportInfo, ControlError>;
+
+    /// Removes export `id`: no further client can choose it. With `hard` its clients are
+    /// disconnected; without, an export with clients is refused.
+    ///
+    /// # Errors
+    /// There is no such export, it is the default one, or clients use it.
+    fn remove(&self, id: u64, hard: bool) -> Result<(), ControlError>;
+
+    /// Changes export `id`.
+    ///
+    /// # Errors
+    /// There is no such export, or the change is not possible.
+    fn change(&self, id: u64, change: PatchExport) -> Result<ExportInfo, ControlError>;
+
+    /// Makes the completed writes of export `id` durable.
+    ///
+    /// # Errors
+    /// There is no such export, or a flush has failed.
+    fn flush(&self, id: u64) -> Result<(), ControlError>;
+
+    /// Closes a connection.
+    ///
+    /// # Errors
+    /// There is no such connection.
+    fn disconnect(&self, id: u64) -> Result<(), ControlError>;
+}
+
+/// Why a request is refused, in one line, and as what.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum ControlError {
+    /// It cannot be understood (HTTP status 400).
+    Invalid(String),
+    /// It is not allowed (403).
+    Forbidden(String),
+    /// There is no such thing (404).
+    NotFound(String),
+    /// It is not possible now (409).
+    Conflict(String),
+    /// The system or the storage has failed (500).
+    Failed(String),
+}
+
+impl ControlError {
+    pub(crate) fn status(&self) -> u16 {
+        match self {
+            Self::Invalid(_) => 400,
+            Self::Forbidden(_) => 403,
+            Self::NotFound(_) => 404,
+            Self::Conflict(_) => 409,
+            Self::Failed(_) => 500,
+        }
+    }
+}
+
+impl fmt::Display for ControlError {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (Self::Invalid(why)
+        | Self::Forbidden(why)
+        | Self::NotFound(why)
+        | Self::Conflict(why)
+        | Self::Failed(why)) = self;
+        f.write_str(why)
+    }
+}
+
+impl std::error::Error for ControlError {}

@@ -1,0 +1,20 @@
+//! Asks and changes a running nowait server: HTTP with JSON on a Unix socket, and a client for it.
+//!
+//! The HTTP server runs on one thread of its own, and reaches the data path only through the
+//! methods of [`ControlledServer`].
+#![forbid(unsafe_code)]
+
+mod api;
+mod controlled_server;
+mod metrics;
+mod routes;
+mod http_server;
+mod client;
+
+pub use api::{
+    AddExport, ConnectionInfo, ErrnoInfo, ExportInfo, FrontendInfo, OperationInfo, PatchExport,
+    ServerInfo,
+};
+pub use client::{Client, ClientError};
+pub use controlled_server::{ControlError, ControlledServer};
+pub use http_server::HttpServer;

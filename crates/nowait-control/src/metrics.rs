@@ -1,0 +1,188 @@
+//! The metrics of a server in the text format of OpenMetrics, which Prometheus reads.
+//!
+//! Invariant: the names are those of node_exporter's disks (`node_disk_`) with another prefix; a
+//! metric of an operation is there from the first request of its frontend on.
+
+use std::fmt;
+
+use prometheus_client::collector::Collector;
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, text};
+use prometheus_client::metrics::MetricType;
+use prometheus_client::metrics::counter::ConstCounter;
+use prometheus_client::metrics::gauge::ConstGauge;
+use prometheus_client::registry::{Registry, Unit};
+
+use crate::api::{ExportInfo, FrontendInfo, ServerInfo};
+
+/// The content type of [`text_of`].
+pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
+
+/// The metrics of a server and its exports.
+///
+/// # Errors
+/// None: writing to a string does not fail.
+pub(crate) fn text_of(server: ServerInfo, exports: Vec<ExportInfo>) -> Result<String, fmt::Error> {
+    let mut registry = Registry::default();
+    registry.register_collector(Box::new(Snapshot { server, exports }));
+    let mut text = String::new();
+    text::encode(&mut text, &registry)?;
+    Ok(text)
+}
+
+#[derive(Debug)]
+struct Snapshot {
+    server: ServerInfo,
+    exports: Vec<ExportInfo>,
+}
+
+/// What one operation is called: its name, the metric of its requests, and of its bytes.
+type OperationNames = (&'static str, &'static str, Option<&'static str>);
+
+const OPERATIONS: [OperationNames; 6] = [
+    ("read", "nowait_export_reads_completed", Some("nowait_export_read")),
+    ("write", "nowait_export_writes_completed", Some("nowait_export_written")),
+    ("discard", "nowait_export_discards_completed", Some("nowait_export_discarded")),
+    ("zero", "nowait_export_zeroings_completed", Some("nowait_export_zeroed")),
+    ("flush", "nowait_export_flush_requests", None),
+    ("status", "nowait_export_status_requests", None),
+];
+
+/// A metric of an export: its name, its help, its unit and its value.
+type OfExport = (&'static str, &'static str, Option<Unit>, fn(&ExportInfo) -> u64);
+
+const OF_EXPORTS: [OfExport; 4] = [
+    ("nowait_export_size", "Size of the disk", Some(Unit::Bytes), |export| export.size_bytes),
+    ("nowait_export_in_flight", "Requests in flight", None, |export| export.in_flight),
+    ("nowait_export_members", "Connections and queues served", None, |export| export.members),
+    ("nowait_export_read_only", "Whether writes are refused", None, |export| {
+        u64::from(export.read_only)
+    }),
+];
+
+impl Collector for Snapshot {
+    fn encode(&self, mut encoder: DescriptorEncoder<'_>) -> Result<(), fmt::Error> {
+        let Self { server, exports } = self;
+        gauge(&mut encoder, "nowait_connections", "Connections of clients", server.connections)?;
+        let most = server.max_connections;
+        gauge(&mut encoder, "nowait_connections_limit", "The most connections at once", most)?;
+        let registered = encoder.encode_descriptor(
+            "nowait_registered",
+            "Memory registered with the kernel",
+            Some(&Unit::Bytes),
+            MetricType::Gauge,
+        )?;
+        ConstGauge::new(server.registered_bytes).encode(registered)?;
+        let uptime = encoder.encode_descriptor(
+            "nowait_uptime",
+            "Time since the server began",
+            Some(&Unit::Seconds),
+            MetricType::Gauge,
+        )?;
+        ConstGauge::new(server.uptime_seconds).encode(uptime)?;
+        for (name, help, unit, value) in OF_EXPORTS {
+            let mut family =
+                encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Gauge)?;
+            for export in exports {
+                let labels = [("export", escaped(&export.name))];
+                ConstGauge::new(value(export)).encode(family.encode_family(&labels)?)?;
+            }
+        }
+        for (operation, requests, bytes) in OPERATIONS {
+            let help = format!("Requests of kind {operation} that were answered");
+            counters(&mut encoder, (requests, &help, None), exports, |info| {
+                info.operations.get(operation).map(|totals| totals.requests)
+            })?;
+            let Some(bytes) = bytes else { continue };
+            let help = format!("Bytes of requests of kind {operation} that succeeded");
+            counters(&mut encoder, (bytes, &help, Some(&Unit::Bytes)), exports, |info| {
+                info.operations.get(operation).map(|totals| totals.bytes)
+            })?;
+        }
+        let help = "Errors that requests ended with";
+        let mut family =
+            encoder.encode_descriptor("nowait_export_errors", help, None, MetricType::Counter)?;
+        for (export, frontend, info) in frontends(exports) {
+            for error in &info.errors {
+                let (errno, export) = (error.errno.to_string(), escaped(export));
+                let labels =
+                    [("export", export), ("frontend", escaped(frontend)), ("errno", errno)];
+                ConstCounter::new(error.requests).encode(family.encode_family(&labels)?)?;
+            }
+        }
+        Ok(())
+    }
+}
+
+/// A counter of each frontend of each export that has a value.
+fn counters(
+    encoder: &mut DescriptorEncoder<'_>,
+    (name, help, unit): (&str, &str, Option<&Unit>),
+    exports: &[ExportInfo],
+    value: impl Fn(&FrontendInfo) -> Option<u64>,
+) -> Result<(), fmt::Error> {
+    let mut family = encoder.encode_descriptor(name, help, unit, MetricType::Counter)?;
+    for (export, frontend, info) in frontends(exports) {
+        if let Some(value) = value(info) {
+            let labels = [("export", escaped(export)), ("frontend", escaped(frontend))];
+            ConstCounter::new(value).encode(family.encode_family(&labels)?)?;
+        }
+    }
+    Ok(())
+}
+
+fn gauge(
+    encoder: &mut DescriptorEncoder<'_>,
+    name: &str,
+    help: &str,
+    value: u64,
+) -> Result<(), fmt::Error> {
+    let metric = encoder.encode_descriptor(name, help, None, MetricType::Gauge)?;
+    ConstGauge::new(value).encode(metric)
+}
+
+/// The value of a label as the format has it (OpenMetrics, "Escaping"): the library writes it as it is.
+fn escaped(value: &str) -> String {
+    value.replace('\\', "\\\\").replace('"', "\\\"").replace('\n', "\\n")
+}
+
+/// All frontends of all exports, with the names of both.
+fn frontends(exports: &[ExportInfo]) -> impl Iterator<Item = (&str, &str, &FrontendInfo)> {
+    exports.iter().flat_map(|export| {
+        let name = export.name.as_str();
+        export.frontends.iter().map(move |(frontend, info)| (name, frontend.as_str(), info))
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::collections::BTreeMap;
+
+    use super::*;
+    use crate::api::{ErrnoInfo, OperationInfo};
+
+    #[test]
+    fn a_name_with_quotes_and_line_ends_stays_in_its_label() {
+        let read = OperationInfo { requests: 3, bytes: 4096, errors: 1 };
+        let frontend = FrontendInfo {
+            operations: BTreeMap::from([("read".to_owned(), read)]),
+            errors: vec![ErrnoInfo { errno: 5, message: "x".into(), requests: 1 }],
+        };
+        let export = ExportInfo {
+            name: "a\"b\n\\c".into(),
+            size_bytes: 512,
+            frontends: BTreeMap::from([("nbd".to_owned(), frontend)]),
+            ..ExportInfo::default()
+        };
+        let text = text_of(ServerInfo::default(), vec![export]).unwrap();
+        let name = r#"export="a\"b\n\\c""#;
+        for line in [
+            format!("nowait_export_size_bytes{{{name}}} 512"),
+            format!("nowait_export_reads_completed_total{{{name},frontend=\"nbd\"}} 3"),
+            format!("nowait_export_read_bytes_total{{{name},frontend=\"nbd\"}} 4096"),
+            format!("nowait_export_errors_total{{{name},frontend=\"nbd\",errno=\"5\"}} 1"),
+        ] {
+            assert!(text.lines().any(|other| other == line), "{line} is not in {text}");
+        }
+        assert!(text.ends_with("# EOF\n"));
+    }
+}

@@ -1,0 +1,155 @@
+//! The paths of the control interface and what they do.
+//!
+//! Invariant: a body has at most [`MAX_BODY_BYTES`]; an answer that is not 2xx is JSON with one line
+//! that says why. What may block runs on a thread for that.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::body::Bytes;
+use axum::extract::{DefaultBodyLimit, Path, RawQuery, State};
+use axum::http::{StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{delete, get, post};
+use serde::Serialize;
+use serde::de::DeserializeOwned;
+
+use crate::api::{AddExport, ErrorInfo, ExportInfo, PatchExport};
+use crate::controlled_server::{ControlError, ControlledServer};
+use crate::metrics;
+
+/// The longest body of a request, in bytes.
+const MAX_BODY_BYTES: usize = 64 << 10;
+
+type Server = Arc<dyn ControlledServer>;
+type Answer = Result<Response, ControlError>;
+
+/// The service for all paths.
+pub(crate) fn router(server: Server) -> Router {
+    Router::new()
+        .route("/healthz", get(|| async { "ok\n" }))
+        .route("/metrics", get(metrics))
+        .route(
+            "/v1/server",
+            get(|State(server): State<Server>| on_thread(move || json(server.info()))),
+        )
+        .route("/v1/exports", get(list).post(add))
+        .route("/v1/exports/{name}", get(show).delete(remove).patch(change))
+        .route("/v1/exports/{name}/flush", post(flush))
+        .route(
+            "/v1/connections",
+            get(|State(server): State<Server>| on_thread(move || json(server.connections()))),
+        )
+        .route("/v1/connections/{id}", delete(disconnect))
+        .fallback(|| async {
+            ControlError::NotFound("there is no such path".into()).into_response()
+        })
+        .method_not_allowed_fallback(|| async {
+            answer(StatusCode::METHOD_NOT_ALLOWED, "this path has no such method")
+        })
+        .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
+        .with_state(server)
+}
+
+impl IntoResponse for ControlError {
+    fn into_response(self) -> Response {
+        let status = StatusCode::from_u16(self.status()).unwrap_or(StatusCode::BAD_REQUEST);
+        answer(status, &self.to_string())
+    }
+}
+
+fn answer(status: StatusCode, error: &str) -> Response {
+    (status, axum::Json(ErrorInfo { error: error.to_owned() })).into_response()
+}
+
+fn json(value: impl Serialize) -> Answer {
+    Ok(axum::Json(value).into_response())
+}
+
+/// Runs what may block.
+async fn on_thread(act: impl FnOnce() -> Answer + Send + 'static) -> Answer {
+    let failed = |_| ControlError::Failed("the request has ended with a panic".into());
+    tokio::task::spawn_blocking(act).await.map_err(failed)?
+}
+
+async fn metrics(State(server): State<Server>) -> Answer {
+    on_thread(move || {
+        let text = metrics::text_of(server.info(), server.exports());
+        let text = text.map_err(|error| ControlError::Failed(error.to_string()))?;
+        Ok(([(header::CONTENT_TYPE, metrics::CONTENT_TYPE)], text).into_response())
+    })
+    .await
+}
+
+async fn list(State(server): State<Server>) -> Answer {
+    on_thread(move || json(server.exports())).await
+}
+
+async fn show(State(server): State<Server>, Path(name): Path<String>) -> Answer {
+    on_thread(move || json(find(&server, &name)?)).await
+}
+
+async fn add(State(server): State<Server>, body: Bytes) -> Answer {
+    let export: AddExport = parse(&body)?;
+    on_thread(move || {
+        let added = server.add(export)?;
+        Ok((StatusCode::CREATED, axum::Json(added)).into_response())
+    })
+    .await
+}
+
+async fn remove(
+    State(server): State<Server>,
+    Path(name): Path<String>,
+    RawQuery(query): RawQuery,
+) -> Answer {
+    let hard = match query.as_deref() {
+        None | Some("" | "mode=safe") => false,
+        Some("mode=hard") => true,
+        Some(_) => return Err(ControlError::Invalid("the mode is 'safe' or 'hard'".into())),
+    };
+    on_thread(move || {
+        server.remove(find(&server, &name)?.id, hard)?;
+        Ok(StatusCode::NO_CONTENT.into_response())
+    })
+    .await
+}
+
+async fn change(State(server): State<Server>, Path(name): Path<String>, body: Bytes) -> Answer {
+    let changes: PatchExport = parse(&body)?;
+    on_thread(move || json(server.change(find(&server, &name)?.id, changes)?)).await
+}
+
+async fn flush(State(server): State<Server>, Path(name): Path<String>) -> Answer {
+    on_thread(move || {
+        server.flush(find(&server, &name)?.id)?;
+        Ok(StatusCode::NO_CONTENT.into_response())
+    })
+    .await
+}
+
+async fn disconnect(State(server): State<Server>, Path(id): Path<String>) -> Answer {
+    let wrong = |_| ControlError::Invalid("the id of a connection is a number".into());
+    let id: u64 = id.parse().map_err(wrong)?;
+    on_thread(move || {
+        server.disconnect(id)?;
+        Ok(StatusCode::NO_CONTENT.into_response())
+    })
+    .await
+}
+
+/// The export called `name`, or, if there is none, the one with the number N of `@N`.
+fn find(server: &Server, name: &str) -> Result<ExportInfo, ControlError> {
+    let mut exports = server.exports();
+    let number = name.strip_prefix('@').and_then(|number| number.parse().ok());
+    let at = exports.iter().position(|export| export.name == name);
+    let at = at.or_else(|| exports.iter().position(|export| Some(export.id) == number));
+    match at {
+        Some(at) => Ok(exports.swap_remove(at)),
+        None => Err(ControlError::NotFound("there is no such export".into())),
+    }
+}
+
+fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ControlError> {
+    serde_json::from_slice(body).map_err(|error| ControlError::Invalid(error.to_string()))
+}

@@ -1,0 +1,167 @@
+//! The paths, methods and fields of `docs/control.openapi.json` are those of the interface.
+
+use std::collections::BTreeSet;
+use std::io::{Read, Write};
+use std::os::unix::net::{UnixListener, UnixStream};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
+
+use nowait_control::{
+    AddExport, Client, ClientError, ConnectionInfo, ControlError, ControlledServer, ErrnoInfo,
+    ExportInfo, FrontendInfo, HttpServer, OperationInfo, PatchExport, ServerInfo,
+};
+use serde::Serialize;
+use serde_json::Value;
+
+/// A server without disks, which notes what it is asked to do.
+#[derive(Default)]
+struct Noting(Mutex<Vec<String>>);
+
+impl Noting {
+    fn note(&self, what: String) {
+        self.0.lock().unwrap().push(what);
+    }
+}
+
+fn export() -> ExportInfo {
+    ExportInfo { id: 3, name: "a/b c".into(), ..ExportInfo::default() }
+}
+
+impl ControlledServer for Noting {
+    fn info(&self) -> ServerInfo {
+        ServerInfo::default()
+    }
+
+    fn exports(&self) -> Vec<ExportInfo> {
+        vec![export()]
+    }
+
+    fn connections(&self) -> Vec<ConnectionInfo> {
+        Vec::new()
+    }
+
+    fn add(&self, export: AddExport) -> Result<ExportInfo, ControlError> {
+        self.note(format!("add {} {}", export.name, export.path));
+        Ok(ExportInfo::default())
+    }
+
+    fn remove(&self, id: u64, hard: bool) -> Result<(), ControlError> {
+        self.note(format!("remove {id} {hard}"));
+        Ok(())
+    }
+
+    fn change(&self, id: u64, change: PatchExport) -> Result<ExportInfo, ControlError> {
+        self.note(format!("change {id} {:?}", change.size_bytes));
+        Err(ControlError::Conflict("no".into()))
+    }
+
+    fn flush(&self, id: u64) -> Result<(), ControlError> {
+        self.note(format!("flush {id}"));
+        Ok(())
+    }
+
+    fn disconnect(&self, id: u64) -> Result<(), ControlError> {
+        self.note(format!("disconnect {id}"));
+        Ok(())
+    }
+}
+
+struct Running {
+    server: Arc<Noting>,
+    socket: PathBuf,
+    _http: HttpServer,
+    _directory: tempfile::TempDir,
+}
+
+fn run() -> Running {
+    let directory = tempfile::tempdir().unwrap();
+    let socket = directory.path().join("control");
+    let server = Arc::new(Noting::default());
+    let http = HttpServer::start(UnixListener::bind(&socket).unwrap(), server.clone()).unwrap();
+    Running { server, socket, _http: http, _directory: directory }
+}
+
+fn document() -> Value {
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../docs/control.openapi.json");
+    serde_json::from_str(&std::fs::read_to_string(path).unwrap()).unwrap()
+}
+
+/// The status of the answer to a request without a body.
+fn status_of(socket: &Path, method: &str, path: &str) -> u16 {
+    let mut stream = UnixStream::connect(socket).unwrap();
+    let head = format!("{method} {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n");
+    stream.write_all(head.as_bytes()).unwrap();
+    let mut answer = String::new();
+    stream.read_to_string(&mut answer).unwrap();
+    answer.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status")
+}
+
+#[test]
+fn each_path_of_the_document_has_exactly_its_methods() {
+    let running = run();
+    let document = document();
+    for (path, methods) in document["paths"].as_object().unwrap() {
+        let path = path.replace("{name}", "a%2Fb%20c").replace("{id}", "1");
+        for method in ["get", "post", "put", "patch", "delete"] {
+            let status = status_of(&running.socket, &method.to_uppercase(), &path);
+            let is_there = methods.get(method).is_some();
+            assert_eq!(status != 405, is_there, "{method} {path}: {status}");
+            assert_ne!(status, 404, "{method} {path}");
+        }
+    }
+    assert_eq!(status_of(&running.socket, "GET", "/v1/nothing"), 404);
+}
+
+#[test]
+fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
+    fn fields(value: &impl Serialize) -> BTreeSet<String> {
+        let value = serde_json::to_value(value).unwrap();
+        value.as_object().unwrap().keys().cloned().collect()
+    }
+    let connection = ConnectionInfo { export: Some(String::new()), ..ConnectionInfo::default() };
+    let text = Some(String::new());
+    let add = AddExport { format: text.clone(), description: text, ..AddExport::default() };
+    let document = document();
+    for (schema, fields) in [
+        ("Server", fields(&ServerInfo::default())),
+        ("Export", fields(&ExportInfo::default())),
+        ("Frontend", fields(&FrontendInfo::default())),
+        ("Operation", fields(&OperationInfo::default())),
+        ("Errno", fields(&ErrnoInfo::default())),
+        ("Connection", fields(&connection)),
+        ("AddExport", fields(&add)),
+        ("PatchExport", fields(&PatchExport { size_bytes: Some(1) })),
+    ] {
+        let known = document["components"]["schemas"][schema]["properties"].as_object().unwrap();
+        assert_eq!(known.keys().cloned().collect::<BTreeSet<_>>(), fields, "{schema}");
+    }
+}
+
+#[test]
+fn the_client_asks_for_what_its_methods_say() {
+    let running = run();
+    let client = Client::new(&running.socket).unwrap();
+    let name = export().name;
+    client.flush(&name).unwrap();
+    client.remove(&name, false).unwrap();
+    client.remove("@3", true).unwrap();
+    client.disconnect(9).unwrap();
+    let add = AddExport { name: "x".into(), path: "/y".into(), ..AddExport::default() };
+    client.add(&add).unwrap();
+    let refused = client.change(&name, &PatchExport { size_bytes: Some(5) }).unwrap_err();
+    assert!(matches!(refused, ClientError::Refused(why) if why == "no"));
+    let missing = client.flush("other").unwrap_err();
+    assert!(matches!(missing, ClientError::Refused(why) if why == "there is no such export"));
+    let asked = running.server.0.lock().unwrap().clone();
+    let expected = [
+        "flush 3",
+        "remove 3 false",
+        "remove 3 true",
+        "disconnect 9",
+        "add x /y",
+        "change 3 Some(5)",
+    ];
+    assert_eq!(asked, expected);
+    drop(running);
+    assert!(matches!(client.server(), Err(ClientError::Unreachable(_))));
+}

@@ -1,0 +1,191 @@
+//! The exports of a server: what they are and do, and their changes while it runs.
+//!
+//! Invariant: nothing here waits for a serving thread, but [`Exports::remove`] with its timeout.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use nowait::{BlockDevice, BlockMap, Error, Operation};
+use nowait_image::{DeviceVisitor, Image};
+
+use crate::export::{Export, ExportId};
+use crate::export_threads::Shared;
+use crate::export_threads::export_registry::{RegisteredExport, Servable};
+use crate::net::connection_limit::ConnectionStatus;
+use crate::net::listener::Listener;
+use crate::server_options::ExportOptions;
+use crate::statistics::{FrontendKind, FrontendTotals};
+
+/// An export that clients can choose, with any block map.
+pub struct AnyExport {
+    pub(crate) export: Arc<dyn Servable>,
+    /// The sockets at which it is a disk of virtual machines.
+    pub(crate) vhost_user: Vec<Listener>,
+}
+
+impl AnyExport {
+    /// Clients see the name and the description of `export`.
+    #[must_use]
+    pub fn new<M: BlockMap>(export: Export<M>) -> Self {
+        Self { export: Arc::new(export), vhost_user: Vec::new() }
+    }
+
+    /// The export of an open image, which has to stay open until the server has stopped.
+    #[must_use]
+    pub fn of_image(image: &Image, options: ExportOptions) -> Self {
+        image.visit(options)
+    }
+
+    /// The same, and it is a vhost-user-blk device for the virtual machines that connect to
+    /// `listener`, a Unix socket: for one after the other.
+    #[must_use]
+    pub fn at_vhost_user(mut self, listener: Listener) -> Self {
+        self.vhost_user.push(listener);
+        self
+    }
+}
+
+impl DeviceVisitor for ExportOptions {
+    type Output = AnyExport;
+
+    fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> AnyExport {
+        let export = Export::new(device, self.workers, self.name, self.description);
+        AnyExport::new(match self.when_a_flush_fails {
+            Some(callback) => export.when_a_flush_fails(callback),
+            None => export,
+        })
+    }
+}
+
+/// What is known of an export at a moment.
+#[derive(Clone, Debug)]
+pub struct ExportStatus {
+    /// Its number; never used again by this server.
+    pub id: ExportId,
+    /// The name by which clients choose it; empty for a default export without one.
+    pub name: String,
+    /// A text for people.
+    pub description: String,
+    /// Size in bytes.
+    pub size: u64,
+    /// Whether writes are refused.
+    pub read_only: bool,
+    /// Connections and queues that its threads serve.
+    pub members: usize,
+    /// Requests in flight, as of a moment ago.
+    pub in_flight: usize,
+    /// What each frontend has done since the export was added.
+    pub totals: Vec<(FrontendKind, FrontendTotals)>,
+}
+
+impl ExportStatus {
+    fn of(registered: &RegisteredExport) -> Self {
+        let (threads, export) = (registered.threads(), &registered.export);
+        let totals = |kind| (kind, registered.statistics.totals(kind));
+        Self {
+            id: registered.id,
+            name: export.name().to_owned(),
+            description: export.description().to_owned(),
+            size: export.size(),
+            read_only: export.is_read_only(),
+            members: threads.iter().map(|thread| thread.connections()).sum(),
+            in_flight: threads.iter().map(|thread| thread.in_flight()).sum(),
+            totals: FrontendKind::ALL.into_iter().map(totals).collect(),
+        }
+    }
+}
+
+/// The exports of a server, from any thread.
+#[derive(Clone)]
+pub struct Exports(pub(crate) Arc<Shared>);
+
+impl Exports {
+    /// The ids and the names of the exports that clients can choose; the default export is the first.
+    #[must_use]
+    pub fn list(&self) -> Vec<(ExportId, String)> {
+        let exports = self.0.registry.served();
+        exports.iter().map(|export| (export.id, export.export.name().to_owned())).collect()
+    }
+
+    /// What is known of the exports that clients can choose.
+    #[must_use]
+    pub fn status(&self) -> Vec<ExportStatus> {
+        self.0.registry.served().iter().map(|export| ExportStatus::of(export)).collect()
+    }
+
+    /// The connections of clients, in the order of their acceptance.
+    #[must_use]
+    pub fn connections(&self) -> Vec<ConnectionStatus> {
+        self.0.limit.connections()
+    }
+
+    /// Closes a connection once its requests in flight have ended, without their answers. Returns
+    /// whether there is a connection of an NBD client with this [`ConnectionStatus::id`].
+    #[must_use]
+    pub fn disconnect(&self, id: u64) -> bool {
+        let is_there = self.0.limit.request_close(id);
+        if is_there {
+            self.0.wake_threads();
+        }
+        is_there
+    }
+
+    /// Adds an export. Its threads start when clients choose it.
+    ///
+    /// # Errors
+    /// `EEXIST`: there is one of that name. `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: the thread of a
+    /// vhost-user socket could not be started.
+    pub fn add(&self, export: AnyExport) -> Result<ExportId, Error> {
+        let AnyExport { export, vhost_user } = export;
+        let id = self.0.registry.add(export, !vhost_user.is_empty())?;
+        vhost_user.into_iter().try_for_each(|listener| self.0.serve_devices(id, listener))?;
+        Ok(id)
+    }
+
+    /// Removes an export: no further client can choose it. Those that have are served until they
+    /// leave. Waits at most `timeout` for that, and until all writes are durable.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export any more. `EBUSY`: it is the default export. `ETIMEDOUT`:
+    /// clients are left; the export ends with the last one, and another call goes on waiting.
+    pub fn remove(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
+        self.0.registry.remove(id, timeout)
+    }
+
+    /// Makes an export `size` bytes large, at least as many as it has. Its requests go on. Virtual
+    /// machines and the block device of this machine are told; NBD has no message for it, so a
+    /// client sees the new size when it connects again. Blocks; when it returns, the new size is
+    /// durable.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export. Those of [`BlockDevice::grow`].
+    pub fn grow(&self, id: ExportId, size: u64) -> Result<(), Error> {
+        let missing = Error::new(libc::ENOENT, Operation::SetUp);
+        let export = self.0.registry.get(id).ok_or(missing)?;
+        export.export.grow(size)?;
+        self.0.tell_size(&export, size);
+        Ok(())
+    }
+
+    /// Makes the completed writes of an export durable (C49). Blocks.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export. The errno of the flush; every later one fails, too (C51).
+    pub fn flush(&self, id: ExportId) -> Result<(), Error> {
+        let missing = Error::new(libc::ENOENT, Operation::SetUp);
+        self.0.registry.get(id).ok_or(missing)?.export.flush()
+    }
+
+    /// Asks the storage of every export for its size, and tells those who have to know, as
+    /// [`Exports::grow`] does: a block device or a raw image may have been made larger by others.
+    pub fn refresh_sizes(&self) {
+        for export in self.0.registry.served() {
+            match export.export.refresh() {
+                Ok(size) => self.0.tell_size(&export, size),
+                Err(error) => {
+                    tracing::warn!("export {:?}: its size: {error}", export.export.name());
+                }
+            }
+        }
+    }
+}

@@ -1,0 +1,228 @@
+//! What a server has done: requests, bytes and errors of each export, by frontend and operation.
+//!
+//! Invariant: counting costs a thread no atomic read-modify-write: each counter has one writer. A
+//! counter never goes back while its export is served, whichever threads have come and gone.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+
+use nowait::Op;
+
+/// The operations that are counted, in the order of the arrays here.
+const OPS: [Op; 6] = [Op::Read, Op::Write, Op::Flush, Op::Discard, Op::Zero, Op::Status];
+/// The most different errnos that are counted apart; others count as `EIO`.
+const MAX_ERRNOS: usize = 32;
+
+/// How requests come to a server.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+pub enum FrontendKind {
+    /// Connections of NBD clients.
+    Nbd,
+    /// Queues of virtual machines.
+    VhostUser,
+    /// A block device of this machine.
+    Ublk,
+}
+
+impl FrontendKind {
+    /// All of them.
+    pub const ALL: [Self; 3] = [Self::Nbd, Self::VhostUser, Self::Ublk];
+
+    /// Its name for programs.
+    #[must_use]
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Nbd => "nbd",
+            Self::VhostUser => "vhost-user",
+            Self::Ublk => "ublk",
+        }
+    }
+}
+
+/// The requests of one operation.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct OpTotals {
+    /// Requests that were answered, those with an error included.
+    pub requests: u64,
+    /// Bytes of those that succeeded.
+    pub bytes: u64,
+    /// Requests that failed.
+    pub errors: u64,
+}
+
+/// What one frontend of an export has done since the export was added.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct FrontendTotals {
+    /// In the order of [`FrontendTotals::ops`].
+    by_op: [OpTotals; OPS.len()],
+    /// Errors and how many requests had them, in the order of the errnos.
+    pub errnos: Vec<(i32, u64)>,
+}
+
+impl FrontendTotals {
+    /// The operations with their names and totals.
+    pub fn ops(&self) -> impl Iterator<Item = (&'static str, OpTotals)> + '_ {
+        OPS.into_iter().map(op_name).zip(self.by_op.iter().copied())
+    }
+
+    /// The requests of all operations.
+    #[must_use]
+    pub fn requests(&self) -> u64 {
+        self.by_op.iter().map(|totals| totals.requests).sum()
+    }
+}
+
+/// The name of an operation for programs.
+fn op_name(op: Op) -> &'static str {
+    match op {
+        Op::Read => "read",
+        Op::Write => "write",
+        Op::Flush => "flush",
+        Op::Discard => "discard",
+        Op::Zero => "zero",
+        Op::Status => "status",
+    }
+}
+
+/// The counters of one thread.
+#[derive(Default)]
+pub(crate) struct ThreadStatistics {
+    by_frontend: [FrontendCounters; FrontendKind::ALL.len()],
+}
+
+#[derive(Default)]
+struct FrontendCounters {
+    by_op: [OpCounters; OPS.len()],
+    errnos: Mutex<Vec<(i32, u64)>>,
+}
+
+#[derive(Default)]
+struct OpCounters {
+    requests: AtomicU64,
+    bytes: AtomicU64,
+    errors: AtomicU64,
+}
+
+/// Adds to a counter that only the calling thread changes.
+#[inline]
+fn add(counter: &AtomicU64, count: u64) {
+    counter.store(counter.load(Ordering::Relaxed).wrapping_add(count), Ordering::Relaxed);
+}
+
+impl ThreadStatistics {
+    /// A request of `bytes` has succeeded. To be called by the thread itself.
+    #[inline]
+    pub(crate) fn count(&self, frontend: FrontendKind, op: Op, bytes: u64) {
+        let counters = &self.by_frontend[frontend as usize].by_op[op as usize];
+        add(&counters.requests, 1);
+        add(&counters.bytes, bytes);
+    }
+
+    /// A request has failed. To be called by the thread itself.
+    #[cold]
+    pub(crate) fn count_error(&self, frontend: FrontendKind, op: Op, errno: i32) {
+        let frontend = &self.by_frontend[frontend as usize];
+        let counters = &frontend.by_op[op as usize];
+        add(&counters.requests, 1);
+        add(&counters.errors, 1);
+        let mut errnos = lock(&frontend.errnos);
+        let is_known = errnos.iter().any(|(known, _)| *known == errno);
+        let errno = if is_known || errnos.len() < MAX_ERRNOS { errno } else { libc::EIO };
+        add_errno(&mut errnos, errno, 1);
+    }
+
+    fn add_to(&self, kind: FrontendKind, totals: &mut FrontendTotals) {
+        let frontend = &self.by_frontend[kind as usize];
+        for (total, counters) in totals.by_op.iter_mut().zip(&frontend.by_op) {
+            total.requests += counters.requests.load(Ordering::Relaxed);
+            total.bytes += counters.bytes.load(Ordering::Relaxed);
+            total.errors += counters.errors.load(Ordering::Relaxed);
+        }
+        for (errno, count) in lock(&frontend.errnos).iter() {
+            add_errno(&mut totals.errnos, *errno, *count);
+        }
+    }
+}
+
+fn add_errno(errnos: &mut Vec<(i32, u64)>, errno: i32, count: u64) {
+    match errnos.binary_search_by_key(&errno, |(errno, _)| *errno) {
+        Ok(at) => errnos[at].1 += count,
+        Err(at) => errnos.insert(at, (errno, count)),
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // No critical section here can panic half-way through a change.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The counters of all threads that an export has had.
+#[derive(Default)]
+pub(crate) struct ExportStatistics {
+    threads: Mutex<Vec<Arc<ThreadStatistics>>>,
+}
+
+impl ExportStatistics {
+    /// The counters for a thread that starts: those of one that has ended, if there are any.
+    pub(crate) fn for_thread(&self) -> Arc<ThreadStatistics> {
+        let mut threads = lock(&self.threads);
+        if let Some(unused) = threads.iter().find(|thread| Arc::strong_count(thread) == 1) {
+            return unused.clone();
+        }
+        let new = Arc::new(ThreadStatistics::default());
+        threads.push(new.clone());
+        new
+    }
+
+    /// The totals of one frontend.
+    pub(crate) fn totals(&self, frontend: FrontendKind) -> FrontendTotals {
+        let mut totals = FrontendTotals::default();
+        lock(&self.threads).iter().for_each(|thread| thread.add_to(frontend, &mut totals));
+        totals
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_operation_has_its_own_counters() {
+        for (at, op) in OPS.into_iter().enumerate() {
+            assert_eq!(op as usize, at, "{op:?}");
+        }
+    }
+
+    #[test]
+    fn totals_are_those_of_all_threads_also_of_ended_ones() {
+        let export = ExportStatistics::default();
+        let first = export.for_thread();
+        let second = export.for_thread();
+        first.count(FrontendKind::Nbd, Op::Read, 4096);
+        second.count(FrontendKind::Nbd, Op::Read, 512);
+        second.count(FrontendKind::Ublk, Op::Read, 1);
+        drop(second);
+        let third = export.for_thread();
+        third.count(FrontendKind::Nbd, Op::Read, 1);
+        third.count_error(FrontendKind::Nbd, Op::Write, libc::ENOSPC);
+        first.count_error(FrontendKind::Nbd, Op::Read, libc::EIO);
+        let totals = export.totals(FrontendKind::Nbd);
+        let reads = OpTotals { requests: 4, bytes: 4609, errors: 1 };
+        let writes = OpTotals { requests: 1, bytes: 0, errors: 1 };
+        let ops: Vec<_> = totals.ops().take(2).collect();
+        assert_eq!(ops, [("read", reads), ("write", writes)]);
+        assert_eq!(totals.errnos, [(libc::EIO, 1), (libc::ENOSPC, 1)]);
+        assert_eq!(totals.requests(), 5);
+        assert_eq!(lock(&export.threads).len(), 2, "the third took the counters of the second");
+    }
+
+    #[test]
+    fn the_errnos_that_are_counted_apart_are_bounded() {
+        let thread = ThreadStatistics::default();
+        (1..1000).for_each(|errno| thread.count_error(FrontendKind::Nbd, Op::Read, errno));
+        let mut totals = FrontendTotals::default();
+        thread.add_to(FrontendKind::Nbd, &mut totals);
+        assert_eq!(totals.errnos.len(), MAX_ERRNOS);
+        assert_eq!(totals.errnos.iter().map(|(_, count)| count).sum::<u64>(), 999);
+    }
+}
