@@ -3,7 +3,6 @@
 //! Invariant: a directory that another user could change is not used.
 
 use std::fs::{self, DirBuilder, Permissions};
-use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
@@ -65,22 +64,24 @@ fn directory() -> Option<PathBuf> {
     is_private.then_some(directory)
 }
 
+/// A control socket that is bound. It is removed when this is dropped.
+pub(crate) struct BoundSocket {
+    listener: Listener,
+    path: PathBuf,
+}
+
 /// The control interface of this server, until it is dropped.
 pub(crate) struct ControlSocket {
     _server: HttpServer,
-    /// Removes the socket when it is dropped.
     _listener: Listener,
 }
 
-/// Serves `running` at `address`, or at the default socket. Without a directory for that, or if it
-/// is in use, there is no control interface, and the log says so.
+/// Binds the control socket at `address`, or the default one. Without a directory for that, or if it
+/// is in use, there is none, and the log says so.
 ///
 /// # Errors
-/// The address that was given cannot be listened on.
-pub(crate) fn serve(
-    address: Option<&ControlAddress>,
-    running: RunningServer,
-) -> Result<Option<ControlSocket>, CliError> {
+/// The address that was given cannot be bound.
+pub(crate) fn bind(address: Option<&ControlAddress>) -> Result<Option<BoundSocket>, CliError> {
     let (path, is_given) = match address {
         Some(ControlAddress::Off) => return Ok(None),
         Some(ControlAddress::Unix(path)) => (path.clone(), true),
@@ -92,11 +93,12 @@ pub(crate) fn serve(
             }
         },
     };
-    match start(&path, running) {
-        Ok(socket) => {
-            tracing::info!("control socket: {}", path.display());
-            Ok(Some(socket))
-        }
+    // What others may do with the socket: nothing. The interface also asks who connects.
+    let bound = Listener::unix(&path).and_then(|listener| {
+        fs::set_permissions(&path, Permissions::from_mode(0o600)).map(|()| listener)
+    });
+    match bound {
+        Ok(listener) => Ok(Some(BoundSocket { listener, path })),
         Err(error) if is_given => {
             Err(CliError::at(&path, format_args!("cannot listen: {}", os_message(&error))))
         }
@@ -107,11 +109,21 @@ pub(crate) fn serve(
     }
 }
 
-fn start(path: &Path, running: RunningServer) -> io::Result<ControlSocket> {
-    let listener = Listener::unix(path)?;
-    // What others may do with the socket: nothing. The interface also asks who connects.
-    fs::set_permissions(path, Permissions::from_mode(0o600))?;
-    let socket = UnixListener::from(listener.as_fd().try_clone_to_owned()?);
-    let server = HttpServer::start(socket, Arc::new(running))?;
-    Ok(ControlSocket { _server: server, _listener: listener })
+impl BoundSocket {
+    /// Answers the clients of the socket for `running`. If no thread can be started for that, the
+    /// log says so, and there is no control interface.
+    pub(crate) fn serve(self, running: RunningServer) -> Option<ControlSocket> {
+        let Self { listener, path } = self;
+        let socket = listener.as_fd().try_clone_to_owned().map(UnixListener::from);
+        match socket.and_then(|socket| HttpServer::start(socket, Arc::new(running))) {
+            Ok(server) => {
+                tracing::info!("control socket: {}", path.display());
+                Some(ControlSocket { _server: server, _listener: listener })
+            }
+            Err(error) => {
+                tracing::warn!("no control socket: {}: {error}", path.display());
+                None
+            }
+        }
+    }
 }

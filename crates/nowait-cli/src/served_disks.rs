@@ -93,6 +93,11 @@ impl RunningServer {
             members: status.members as u64,
             in_flight: status.in_flight as u64,
             frontends: FrontendInfo::of_all(&status.totals),
+            mechanisms: status
+                .mechanisms
+                .into_iter()
+                .map(|(n, count)| (n.to_owned(), count))
+                .collect(),
             name: status.name,
             description: status.description,
             ..ExportInfo::default()

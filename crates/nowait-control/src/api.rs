@@ -5,7 +5,7 @@
 
 use std::collections::BTreeMap;
 
-use nowait_server::{FrontendKind, FrontendTotals};
+use nowait_server::{FrontendKind, FrontendTotals, Latencies, OpTotals};
 use serde::{Deserialize, Serialize};
 
 /// A server (`GET /v1/server`).
@@ -52,10 +52,12 @@ pub struct ExportInfo {
     pub in_flight: u64,
     /// What each frontend has done since the export was added; those that did nothing are left out.
     pub frontends: BTreeMap<String, FrontendInfo>,
+    /// How the engines have served the requests: `simple`, `general`, `worker`, `merged` and others.
+    pub mechanisms: BTreeMap<String, u64>,
 }
 
 /// What a frontend of an export has done.
-#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct FrontendInfo {
     /// By operation: `read`, `write`, `flush`, `discard`, `zero`, `status`.
     pub operations: BTreeMap<String, OperationInfo>,
@@ -64,7 +66,7 @@ pub struct FrontendInfo {
 }
 
 /// The requests of an operation.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct OperationInfo {
     /// Requests that were answered, those with an error included.
     pub requests: u64,
@@ -72,6 +74,52 @@ pub struct OperationInfo {
     pub bytes: u64,
     /// Requests that failed.
     pub errors: u64,
+    /// How long requests took; absent if none was timed.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub latency: Option<LatencyInfo>,
+}
+
+/// How long requests took, from their submission to the engine to their completion. One in sixteen is
+/// timed.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct LatencyInfo {
+    /// Requests that were timed.
+    pub timed: u64,
+    /// The time that they took together, in seconds.
+    pub sum_seconds: f64,
+    /// The time that half of them stayed within, in seconds, too high by at most a factor of two.
+    pub p50_seconds: f64,
+    /// The same for 99 of 100.
+    pub p99_seconds: f64,
+    /// The buckets, which are always the same: an upper bound in seconds (absent for the last) and the
+    /// requests that took less than it, and not less than the bound before.
+    pub buckets: Vec<BucketInfo>,
+}
+
+/// A bucket of a histogram.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct BucketInfo {
+    /// The upper bound in seconds; absent for the last bucket, which has none.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub below_seconds: Option<f64>,
+    /// Requests.
+    pub requests: u64,
+}
+
+impl LatencyInfo {
+    fn of(latencies: &Latencies) -> Option<Self> {
+        let bucket = |(bound, requests): (f64, u64)| BucketInfo {
+            below_seconds: bound.is_finite().then_some(bound),
+            requests,
+        };
+        Some(Self {
+            timed: latencies.count(),
+            sum_seconds: latencies.sum().as_secs_f64(),
+            p50_seconds: latencies.quantile(0.5)?,
+            p99_seconds: latencies.quantile(0.99)?,
+            buckets: latencies.buckets().map(bucket).collect(),
+        })
+    }
 }
 
 /// An error and how many requests had it.
@@ -87,9 +135,10 @@ pub struct ErrnoInfo {
 
 impl From<&FrontendTotals> for FrontendInfo {
     fn from(totals: &FrontendTotals) -> Self {
-        let operation = |(name, totals): (&str, nowait_server::OpTotals)| {
-            let nowait_server::OpTotals { requests, bytes, errors } = totals;
-            (name.to_owned(), OperationInfo { requests, bytes, errors })
+        let operation = |(name, totals): (&str, &OpTotals)| {
+            let &OpTotals { requests, bytes, errors, ref latencies } = totals;
+            let latency = LatencyInfo::of(latencies);
+            (name.to_owned(), OperationInfo { requests, bytes, errors, latency })
         };
         let errno = |&(errno, requests): &(i32, u64)| ErrnoInfo {
             errno,

@@ -12,8 +12,8 @@ mod http_server;
 mod client;
 
 pub use api::{
-    AddExport, ConnectionInfo, ErrnoInfo, ExportInfo, FrontendInfo, OperationInfo, PatchExport,
-    ServerInfo,
+    AddExport, BucketInfo, ConnectionInfo, ErrnoInfo, ExportInfo, FrontendInfo, LatencyInfo,
+    OperationInfo, PatchExport, ServerInfo,
 };
 pub use client::{Client, ClientError};
 pub use controlled_server::{ControlError, ControlledServer};

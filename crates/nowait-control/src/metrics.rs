@@ -6,13 +6,13 @@
 use std::fmt;
 
 use prometheus_client::collector::Collector;
-use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, text};
+use prometheus_client::encoding::{DescriptorEncoder, EncodeMetric, NoLabelSet, text};
 use prometheus_client::metrics::MetricType;
 use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::api::{ExportInfo, FrontendInfo, ServerInfo};
+use crate::api::{BucketInfo, ExportInfo, FrontendInfo, ServerInfo};
 
 /// The content type of [`text_of`].
 pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -98,6 +98,16 @@ impl Collector for Snapshot {
                 info.operations.get(operation).map(|totals| totals.bytes)
             })?;
         }
+        durations(&mut encoder, exports)?;
+        let help = "How the engine has served requests";
+        let name = "nowait_export_mechanism";
+        let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
+        for export in exports {
+            for (mechanism, count) in &export.mechanisms {
+                let labels = [("export", escaped(&export.name)), ("mechanism", mechanism.clone())];
+                ConstCounter::new(*count).encode(family.encode_family(&labels)?)?;
+            }
+        }
         let help = "Errors that requests ended with";
         let mut family =
             encoder.encode_descriptor("nowait_export_errors", help, None, MetricType::Counter)?;
@@ -111,6 +121,34 @@ impl Collector for Snapshot {
         }
         Ok(())
     }
+}
+
+/// The histograms of the durations of requests.
+fn durations(
+    encoder: &mut DescriptorEncoder<'_>,
+    exports: &[ExportInfo],
+) -> Result<(), fmt::Error> {
+    let help = "How long requests took, of which one in sixteen is timed";
+    let (name, unit) = ("nowait_export_request_duration", Some(&Unit::Seconds));
+    let mut family = encoder.encode_descriptor(name, help, unit, MetricType::Histogram)?;
+    for (export, frontend, info) in frontends(exports) {
+        for (operation, totals) in &info.operations {
+            let Some(latency) = &totals.latency else { continue };
+            let (export, frontend) = (escaped(export), escaped(frontend));
+            let labels =
+                [("export", export), ("frontend", frontend), ("operation", operation.clone())];
+            // The library writes this bound as infinite.
+            let bucket = |it: &BucketInfo| (it.below_seconds.unwrap_or(f64::MAX), it.requests);
+            let buckets: Vec<_> = latency.buckets.iter().map(bucket).collect();
+            family.encode_family(&labels)?.encode_histogram::<NoLabelSet>(
+                latency.sum_seconds,
+                latency.timed,
+                &buckets,
+                None,
+            )?;
+        }
+    }
+    Ok(())
 }
 
 /// A counter of each frontend of each export that has a value.
@@ -162,7 +200,7 @@ mod tests {
 
     #[test]
     fn a_name_with_quotes_and_line_ends_stays_in_its_label() {
-        let read = OperationInfo { requests: 3, bytes: 4096, errors: 1 };
+        let read = OperationInfo { requests: 3, bytes: 4096, errors: 1, latency: None };
         let frontend = FrontendInfo {
             operations: BTreeMap::from([("read".to_owned(), read)]),
             errors: vec![ErrnoInfo { errno: 5, message: "x".into(), requests: 1 }],

@@ -7,8 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use nowait_control::{
-    AddExport, Client, ClientError, ConnectionInfo, ControlError, ControlledServer, ErrnoInfo,
-    ExportInfo, FrontendInfo, HttpServer, OperationInfo, PatchExport, ServerInfo,
+    AddExport, BucketInfo, Client, ClientError, ConnectionInfo, ControlError, ControlledServer,
+    ErrnoInfo, ExportInfo, FrontendInfo, HttpServer, LatencyInfo, OperationInfo, PatchExport,
+    ServerInfo,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -121,12 +122,17 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
     let connection = ConnectionInfo { export: Some(String::new()), ..ConnectionInfo::default() };
     let text = Some(String::new());
     let add = AddExport { format: text.clone(), description: text, ..AddExport::default() };
+    let operation =
+        OperationInfo { latency: Some(LatencyInfo::default()), ..OperationInfo::default() };
+    let bucket = BucketInfo { below_seconds: Some(1.0), requests: 1 };
     let document = document();
     for (schema, fields) in [
         ("Server", fields(&ServerInfo::default())),
         ("Export", fields(&ExportInfo::default())),
         ("Frontend", fields(&FrontendInfo::default())),
-        ("Operation", fields(&OperationInfo::default())),
+        ("Operation", fields(&operation)),
+        ("Latency", fields(&LatencyInfo::default())),
+        ("Bucket", fields(&bucket)),
         ("Errno", fields(&ErrnoInfo::default())),
         ("Connection", fields(&connection)),
         ("AddExport", fields(&add)),

@@ -19,7 +19,9 @@ use crate::export::{Export, result};
 use crate::export_threads::export_registry::{RegisteredExport, Retired};
 use crate::export_threads::{Shared, ThreadContext};
 use crate::frontend::Frontend;
+use crate::latency::TIMED;
 use crate::loop_context::{LoopContext, TOKEN_BITS};
+use crate::statistics::MechanismCounts;
 use crate::thread_handle::ThreadHandle;
 
 #[cfg(feature = "sim")]
@@ -28,6 +30,9 @@ pub use crate::event_loop::sim::Simulated;
 /// Retry interval of a member that waits for buffer memory while nothing of its thread is in
 /// flight.
 const RETRY: Duration = Duration::from_millis(10);
+
+/// Iterations of a busy thread after which it publishes its engine's counts.
+const PUBLISH_EVERY: u32 = 1024;
 
 /// The token of the thread's wake-up.
 const WAKE: Token = FD_TOKEN | 1 << 59;
@@ -45,6 +50,10 @@ pub(crate) struct EventLoop<F, Q: IoQueue, M: BlockMap> {
     events: Vec<(Token, i32)>,
     stopping: bool,
     adaptive_poll: AdaptivePoll,
+    /// What the engines of the threads before this one have done.
+    mechanisms_before: MechanismCounts,
+    /// Iterations since the engine's counts were published.
+    since_published: u32,
 }
 
 impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
@@ -63,6 +72,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         engine.watch(thread.as_fd(), WAKE, Interest::Readable)?;
         let memory = (shared.options.config.buffer_bytes, shared.declared.clone());
         let statistics = registered.statistics.for_thread();
+        let mechanisms_before = statistics.mechanisms();
         let (limit, idle) = (shared.limit.clone(), shared.options.idle);
         let mut context =
             LoopContext::new(engine, export, statistics, thread.clone(), limit, memory, idle);
@@ -76,6 +86,8 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             events: Vec::with_capacity(64),
             stopping: false,
             adaptive_poll: AdaptivePoll::default(),
+            mechanisms_before,
+            since_published: 0,
         })
     }
 
@@ -142,6 +154,10 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             self.shared.warn_stopped_polling();
         }
         self.thread.publish_in_flight(self.context.engine.in_flight());
+        self.since_published += 1;
+        if self.since_published == PUBLISH_EVERY {
+            self.publish();
+        }
         Ok(())
     }
 
@@ -173,6 +189,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             // Memory released by another thread's members causes no event here.
             let retry = (!self.context.blocked.is_empty()).then_some(RETRY);
             let release = self.context.delayed_release.release_if_due(began);
+            self.publish();
             let timeouts = [deadline, self.time_until_retirement(), retry, release];
             let timeout = timeouts.into_iter().flatten().min();
             let events = &mut self.events;
@@ -181,6 +198,14 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             self.wake_blocked();
         }
         Ok(())
+    }
+
+    /// Publishes how the engine has served its requests. Called before each sleep, and once in a
+    /// while by a thread that does not sleep.
+    fn publish(&mut self) {
+        self.since_published = 0;
+        let stats = self.context.engine.stats();
+        self.context.statistics.publish(&self.mechanisms_before, &stats);
     }
 
     /// Tells the frontend if its deadline has passed. Without one, the clock is not read.
@@ -263,8 +288,13 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         }
         while let Some(completion) = self.context.engine.next() {
             let tag = completion.tag;
-            let (member, key) = ((tag >> 32) as usize, tag as u32);
+            let (member, key) = ((tag >> 32) as usize, (tag & !TIMED) as u32);
             let (kind, io) = (self.frontend.kind(member), completion.io);
+            if tag & TIMED != 0
+                && let Some(time) = self.context.sampler.end(tag)
+            {
+                self.context.statistics.record(kind, io.op, time);
+            }
             match result(&completion) {
                 Ok(()) => self.context.statistics.count(kind, io.op, io.range.len),
                 Err(errno) => {

@@ -76,6 +76,8 @@ pub struct ExportStatus {
     pub in_flight: usize,
     /// What each frontend has done since the export was added.
     pub totals: Vec<(FrontendKind, FrontendTotals)>,
+    /// How the engines have served the requests: the names and counts of [`nowait::Stats`].
+    pub mechanisms: Vec<(&'static str, u64)>,
 }
 
 impl ExportStatus {
@@ -91,6 +93,7 @@ impl ExportStatus {
             members: threads.iter().map(|thread| thread.connections()).sum(),
             in_flight: threads.iter().map(|thread| thread.in_flight()).sum(),
             totals: FrontendKind::ALL.into_iter().map(totals).collect(),
+            mechanisms: registered.statistics.mechanisms(),
         }
     }
 }

@@ -6,6 +6,7 @@
 #![deny(unsafe_code)]
 
 mod fault_log;
+mod latency;
 mod statistics;
 mod export;
 mod injected_bug;
@@ -28,6 +29,7 @@ mod server;
 
 pub use export::{Export, ExportId};
 pub use exports::{AnyExport, ExportStatus, Exports};
+pub use latency::Latencies;
 #[cfg(feature = "fuzz")]
 pub use nbd::fuzz;
 pub use net::connection_limit::ConnectionStatus;

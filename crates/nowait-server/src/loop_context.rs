@@ -15,6 +15,7 @@ use crate::delayed_release::DelayedRelease;
 use crate::export::Export;
 use crate::fairness::{Member, RunQueues, quantum_among};
 use crate::idle_timeout::IdleTimeout;
+use crate::latency::Sampler;
 use crate::net::connection_limit::ConnectionLimit;
 use crate::statistics::ThreadStatistics;
 use crate::thread_handle::ThreadHandle;
@@ -43,6 +44,7 @@ pub(crate) struct LoopContext<Q: IoQueue, M: BlockMap> {
     pub(crate) has_released: bool,
     /// The counters that only this thread changes.
     pub(crate) statistics: Arc<ThreadStatistics>,
+    pub(crate) sampler: Sampler,
     thread: Arc<ThreadHandle>,
     limit: Arc<ConnectionLimit>,
     members: usize,
@@ -93,6 +95,7 @@ impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
             blocked: Vec::new(),
             has_released: false,
             statistics,
+            sampler: Sampler::default(),
             thread,
             limit,
             members: 0,
@@ -169,11 +172,11 @@ impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
         self.has_released |= bytes > 0;
     }
 
-    /// The tag of a request of member `number`, under a `key` of the frontend's choice. The
-    /// engine's workers serve the members in turn.
+    /// The tag of a request of member `number` that is submitted now, under a `key` of the frontend's
+    /// choice, of 31 bits. The engine's workers serve the members in turn.
     #[inline]
-    pub(crate) fn tag(&self, number: usize, key: u32) -> u64 {
-        self.place.number(number as u64) << 32 | u64::from(key)
+    pub(crate) fn tag(&mut self, number: usize, key: u32) -> u64 {
+        self.sampler.mark(self.place.number(number as u64) << 32 | u64::from(key))
     }
 
     /// Reports `token`, of [`TOKEN_BITS`] bits, whenever `fd` is ready.

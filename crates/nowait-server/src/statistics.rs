@@ -5,13 +5,39 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::Duration;
 
-use nowait::Op;
+use nowait::{Op, Stats};
+
+use crate::latency::{Latencies, LatencyCounters};
 
 /// The operations that are counted, in the order of the arrays here.
 const OPS: [Op; 6] = [Op::Read, Op::Write, Op::Flush, Op::Discard, Op::Zero, Op::Status];
 /// The most different errnos that are counted apart; others count as `EIO`.
 const MAX_ERRNOS: usize = 32;
+
+/// A count of an engine: its name and its place.
+type Mechanism = (&'static str, fn(&Stats) -> u64);
+
+/// The counts of an engine by the names that programs see.
+const MECHANISMS: [Mechanism; 13] = [
+    ("simple", |stats| stats.simple),
+    ("general", |stats| stats.general),
+    ("worker", |stats| stats.worker),
+    ("retried", |stats| stats.retried),
+    ("remote", |stats| stats.remote),
+    ("deferred", |stats| stats.deferred),
+    ("merged", |stats| stats.merged),
+    ("backed_off", |stats| stats.backed_off),
+    ("zero_filled_bytes", |stats| stats.zero_filled),
+    ("polled", |stats| stats.polled),
+    ("pool_hit", |stats| stats.pool.hit),
+    ("pool_allocated", |stats| stats.pool.allocated),
+    ("pool_empty", |stats| stats.pool.empty),
+];
+
+/// The counts of [`MECHANISMS`], in their order.
+pub(crate) type MechanismCounts = [u64; MECHANISMS.len()];
 
 /// How requests come to a server.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -40,7 +66,7 @@ impl FrontendKind {
 }
 
 /// The requests of one operation.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
 pub struct OpTotals {
     /// Requests that were answered, those with an error included.
     pub requests: u64,
@@ -48,6 +74,8 @@ pub struct OpTotals {
     pub bytes: u64,
     /// Requests that failed.
     pub errors: u64,
+    /// How long those took that were timed.
+    pub latencies: Latencies,
 }
 
 /// What one frontend of an export has done since the export was added.
@@ -61,8 +89,8 @@ pub struct FrontendTotals {
 
 impl FrontendTotals {
     /// The operations with their names and totals.
-    pub fn ops(&self) -> impl Iterator<Item = (&'static str, OpTotals)> + '_ {
-        OPS.into_iter().map(op_name).zip(self.by_op.iter().copied())
+    pub fn ops(&self) -> impl Iterator<Item = (&'static str, &OpTotals)> {
+        OPS.into_iter().map(op_name).zip(&self.by_op)
     }
 
     /// The requests of all operations.
@@ -88,6 +116,8 @@ fn op_name(op: Op) -> &'static str {
 #[derive(Default)]
 pub(crate) struct ThreadStatistics {
     by_frontend: [FrontendCounters; FrontendKind::ALL.len()],
+    /// How the engines of this thread and of those before it have served their requests.
+    mechanisms: [AtomicU64; MECHANISMS.len()],
 }
 
 #[derive(Default)]
@@ -101,6 +131,7 @@ struct OpCounters {
     requests: AtomicU64,
     bytes: AtomicU64,
     errors: AtomicU64,
+    latencies: LatencyCounters,
 }
 
 /// Adds to a counter that only the calling thread changes.
@@ -116,6 +147,24 @@ impl ThreadStatistics {
         let counters = &self.by_frontend[frontend as usize].by_op[op as usize];
         add(&counters.requests, 1);
         add(&counters.bytes, bytes);
+    }
+
+    /// A request that was timed took `time`. To be called by the thread itself.
+    pub(crate) fn record(&self, frontend: FrontendKind, op: Op, time: Duration) {
+        self.by_frontend[frontend as usize].by_op[op as usize].latencies.record(time);
+    }
+
+    /// The mechanisms' counts so far, to which those of a new engine are added.
+    pub(crate) fn mechanisms(&self) -> MechanismCounts {
+        self.mechanisms.each_ref().map(|counter| counter.load(Ordering::Relaxed))
+    }
+
+    /// Publishes the counts of the thread's engine, on top of those `before` it. To be called by the
+    /// thread itself.
+    pub(crate) fn publish(&self, before: &MechanismCounts, stats: &Stats) {
+        for ((counter, before), (_, count)) in self.mechanisms.iter().zip(before).zip(MECHANISMS) {
+            counter.store(before + count(stats), Ordering::Relaxed);
+        }
     }
 
     /// A request has failed. To be called by the thread itself.
@@ -137,6 +186,7 @@ impl ThreadStatistics {
             total.requests += counters.requests.load(Ordering::Relaxed);
             total.bytes += counters.bytes.load(Ordering::Relaxed);
             total.errors += counters.errors.load(Ordering::Relaxed);
+            counters.latencies.add_to(&mut total.latencies);
         }
         for (errno, count) in lock(&frontend.errnos).iter() {
             add_errno(&mut totals.errnos, *errno, *count);
@@ -174,6 +224,15 @@ impl ExportStatistics {
         new
     }
 
+    /// How the engines have served the requests ([`Stats`]): names and counts.
+    pub(crate) fn mechanisms(&self) -> Vec<(&'static str, u64)> {
+        let mut sums = [0; MECHANISMS.len()];
+        for thread in lock(&self.threads).iter() {
+            sums.iter_mut().zip(thread.mechanisms()).for_each(|(sum, count)| *sum += count);
+        }
+        MECHANISMS.into_iter().map(|(name, _)| name).zip(sums).collect()
+    }
+
     /// The totals of one frontend.
     pub(crate) fn totals(&self, frontend: FrontendKind) -> FrontendTotals {
         let mut totals = FrontendTotals::default();
@@ -207,13 +266,27 @@ mod tests {
         third.count_error(FrontendKind::Nbd, Op::Write, libc::ENOSPC);
         first.count_error(FrontendKind::Nbd, Op::Read, libc::EIO);
         let totals = export.totals(FrontendKind::Nbd);
-        let reads = OpTotals { requests: 4, bytes: 4609, errors: 1 };
-        let writes = OpTotals { requests: 1, bytes: 0, errors: 1 };
+        let reads = OpTotals { requests: 4, bytes: 4609, errors: 1, ..OpTotals::default() };
+        let writes = OpTotals { requests: 1, bytes: 0, errors: 1, ..OpTotals::default() };
         let ops: Vec<_> = totals.ops().take(2).collect();
-        assert_eq!(ops, [("read", reads), ("write", writes)]);
+        assert_eq!(ops, [("read", &reads), ("write", &writes)]);
         assert_eq!(totals.errnos, [(libc::EIO, 1), (libc::ENOSPC, 1)]);
         assert_eq!(totals.requests(), 5);
         assert_eq!(lock(&export.threads).len(), 2, "the third took the counters of the second");
+    }
+
+    #[test]
+    fn a_new_engine_of_a_thread_counts_on_from_where_the_last_one_was() {
+        let export = ExportStatistics::default();
+        for (simple, merged) in [(5, 1), (2, 0)] {
+            let thread = export.for_thread();
+            let before = thread.mechanisms();
+            thread.publish(&before, &Stats { simple: 1, ..Stats::default() });
+            thread.publish(&before, &Stats { simple, merged, ..Stats::default() });
+        }
+        let counts = export.mechanisms();
+        let of = |wanted| counts.iter().find(|(name, _)| *name == wanted).map(|(_, count)| *count);
+        assert_eq!((of("simple"), of("merged"), of("general")), (Some(7), Some(1), Some(0)));
     }
 
     #[test]

@@ -5,6 +5,7 @@
 
 pub(crate) mod tls_args;
 pub(crate) mod image_args;
+pub(crate) mod info_args;
 pub(crate) mod copy_args;
 pub(crate) mod change_args;
 mod switch;
@@ -15,7 +16,6 @@ pub(crate) mod setup_args;
 pub(crate) mod ublk_args;
 pub(crate) mod vhost_user_args;
 
-use std::path::PathBuf;
 use std::thread;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
@@ -28,6 +28,7 @@ use change_args::{CommitArgs, CreateArgs, ResizeArgs};
 use control_args::{ConnectionsArgs, ExportCommand, ServeControlArgs, StatusArgs};
 use copy_args::CopyArgs;
 use image_args::{CheckArgs, MapArgs, OtherFiles, parse_image_format};
+use info_args::InfoArgs;
 use lifetime_args::LifetimeArgs;
 use nowait_cli::bench_args::BenchArgs;
 use setup_args::{CompletionsArgs, ManArgs};
@@ -319,26 +320,6 @@ impl ServeArgs {
     }
 }
 
-/// Show what an image is and how it would be served
-///
-/// Size and allocated space, data and holes, whether direct I/O is possible and which alignment
-/// it asks for, and which queue would be used; of a qcow2 image also what its header says. IMAGE
-/// is only looked at, and may be in use.
-#[derive(Debug, Args)]
-#[command(after_help = INFO_AFTER_HELP)]
-pub(crate) struct InfoArgs {
-    /// The file or block device to look at
-    pub(crate) image: PathBuf,
-
-    /// What is inside IMAGE: raw or qcow2; without it qcow2 if it begins like that, else raw
-    #[arg(short, long, value_name = "FORMAT", value_parser = parse_image_format)]
-    pub(crate) format: Option<nowait_image::Format>,
-
-    /// Print one JSON object, for scripts
-    #[arg(long)]
-    pub(crate) json: bool,
-}
-
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Direct {
     /// Always; an image whose file system cannot is refused
@@ -428,28 +409,10 @@ Exit status:
   2   wrong command line
   66  an IMAGE cannot be opened or is in use";
 
-const INFO_AFTER_HELP: &str = "\
-Examples:
-  nowait info disk.img
-  nowait info /dev/vdb --json | jq .offset_alignment_bytes
-
-JSON keys (null where not known):
-  image, kind (\"regular_file\" or \"block_device\"), size_bytes, allocated_bytes,
-  data_extents, data_bytes, hole_bytes, direct_io (true or false), direct_io_reason,
-  memory_alignment_bytes, offset_alignment_bytes, read_offset_alignment_bytes,
-  queue (\"uring\" or \"threads\"), queue_reason, qcow2_header (true or false),
-  registered_bytes_limit (of buffers; null without io_uring, and where none applies),
-  and those of \"qemu-img info --output=json\": filename, format, virtual-size, actual-size,
-  cluster-size, dirty-flag, backing-filename, full-backing-filename, backing-filename-format,
-  format-specific; and snapshots_count
-
-Exit status:
-  0   success
-  1   IMAGE cannot be opened or is no disk
-  2   wrong command line";
-
 #[cfg(test)]
 mod tests {
+    use std::path::PathBuf;
+
     use clap::CommandFactory;
     use clap::error::ErrorKind;
     use nowait_nbd::Address;

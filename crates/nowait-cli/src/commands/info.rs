@@ -16,7 +16,7 @@ use rustix::fs::{OFlags, SeekFrom};
 use rustix::io::Errno;
 use serde_json::{Value, json};
 
-use crate::args::InfoArgs;
+use crate::args::info_args::InfoArgs;
 use crate::qcow2_info::Qcow2Info;
 use crate::{open_chain, output};
 use nowait_cli::error::{CliError, os_message, plain};

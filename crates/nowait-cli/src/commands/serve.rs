@@ -81,10 +81,8 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     pid_file.iter().for_each(|file| ending.removes(file));
     let is_inherited = !inherited.is_empty();
     let (listeners, listens) = bind(inherited, listens)?;
-    // The description belongs to the first export.
-    let mut description = args.description.clone();
-    let devices = all.iter().map(|opened| opened.export(config.workers, description.take()));
-    let devices = at_vhost_user(args, &all, devices.collect())?;
+    let control = control_socket::bind(args.control.control.as_ref())?;
+    let devices = exports_of(args, &all)?;
     let max_connections = args.max_connections;
     raise_nofile_limit(max_connections);
     let (queues, device) = (args.queues(), ublk.as_ref().map(UblkNode::device));
@@ -98,16 +96,14 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     if let Some(node) = &ublk {
         node.start().map_err(|error| CliError::at(image, error))?;
     }
-    if let Some(error) = pid_file.as_ref().and_then(|file| file.appear().err()) {
-        warn!("{error}");
-    }
+    pid_file.iter().filter_map(|file| file.appear().err()).for_each(|error| warn!("{error}"));
     let node = ublk.as_ref().map(|ublk| ublk.device().node());
     let lines = ready_lines(args, &all, kind, &listens, node.as_deref());
     let first = first.named.clone();
     let disks = ServedDisks::new(served(args, &server, all, &listens, node.as_deref()));
     let running =
         RunningServer::new(server.exports(), disks.clone(), additions(args, listens.clone()));
-    let control = control_socket::serve(args.control.control.as_ref(), running)?;
+    let control = control.and_then(|socket| socket.serve(running));
     print_ready(args, &lines, is_inherited);
     systemd::notify_ready(&uris(args, &listens, &first));
     if is_default {
@@ -326,12 +322,12 @@ fn bind(
     Ok((listeners, bound_to))
 }
 
-/// Binds the vhost-user sockets, each for its export.
-fn at_vhost_user(
-    args: &ServeArgs,
-    all: &[OpenedDisk],
-    mut exports: Vec<AnyExport>,
-) -> Result<Vec<AnyExport>, CliError> {
+/// The exports of `all`, each with its vhost-user sockets.
+fn exports_of(args: &ServeArgs, all: &[OpenedDisk]) -> Result<Vec<AnyExport>, CliError> {
+    // The description belongs to the first export.
+    let (workers, mut description) = (args.config().workers, args.description.clone());
+    let exports = all.iter().map(|opened| opened.export(workers, description.take()));
+    let mut exports: Vec<AnyExport> = exports.collect();
     let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
     for socket in &args.vhost_user.sockets {
         let index = socket.export_of(&named).map_err(CliError::new)?;

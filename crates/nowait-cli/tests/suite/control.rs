@@ -202,7 +202,11 @@ fn the_metrics_are_what_prometheus_reads() {
     let it = Controlled::start();
     let path = it.image("more.img", "1M");
     it.nowait(&["export", "add", "odd \"name\"\\", &path]).succeeds();
-    it.server.connect().read(0, 4096).expect("bytes");
+    let mut client = it.server.connect();
+    client.read(0, 4096).expect("bytes");
+    for number in 0..64 {
+        client.write(number * 4096, &[1; 4096]).expect("a write");
+    }
     let (status, text) = it.curl("GET", "/metrics", None);
     assert_eq!(status, 200);
     let file = it.scratch.join("metrics");
@@ -218,7 +222,8 @@ for family in parse(open(sys.argv[1]).read()):
     let reads =
         r#"counter nowait_export_reads_completed_total [('export', ''), ('frontend', 'nbd')] 1"#;
     let size = r#"gauge nowait_export_size_bytes [('export', 'odd "name"\\')] 1048576"#;
-    for line in [reads, size] {
+    let timed = r#"histogram nowait_export_request_duration_seconds_bucket [('export', ''), ('frontend', 'nbd'), ('le', '+Inf'), ('operation', 'write')] 4"#;
+    for line in [reads, size, timed] {
         assert!(printed.lines().any(|other| other == line), "{line} is not in\n{printed}");
     }
     it.server.stop();

@@ -1,0 +1,47 @@
+//! The command line of `nowait info`.
+
+use std::path::PathBuf;
+
+use clap::Args;
+
+use crate::args::image_args::parse_image_format;
+
+/// Show what an image is and how it would be served
+///
+/// Size and allocated space, data and holes, whether direct I/O is possible and which alignment
+/// it asks for, and which queue would be used; of a qcow2 image also what its header says. IMAGE
+/// is only looked at, and may be in use.
+#[derive(Debug, Args)]
+#[command(after_help = INFO_AFTER_HELP)]
+pub(crate) struct InfoArgs {
+    /// The file or block device to look at
+    pub(crate) image: PathBuf,
+
+    /// What is inside IMAGE: raw or qcow2; without it qcow2 if it begins like that, else raw
+    #[arg(short, long, value_name = "FORMAT", value_parser = parse_image_format)]
+    pub(crate) format: Option<nowait_image::Format>,
+
+    /// Print one JSON object, for scripts
+    #[arg(long)]
+    pub(crate) json: bool,
+}
+
+const INFO_AFTER_HELP: &str = "\
+Examples:
+  nowait info disk.img
+  nowait info /dev/vdb --json | jq .offset_alignment_bytes
+
+JSON keys (null where not known):
+  image, kind (\"regular_file\" or \"block_device\"), size_bytes, allocated_bytes,
+  data_extents, data_bytes, hole_bytes, direct_io (true or false), direct_io_reason,
+  memory_alignment_bytes, offset_alignment_bytes, read_offset_alignment_bytes,
+  queue (\"uring\" or \"threads\"), queue_reason, qcow2_header (true or false),
+  registered_bytes_limit (of buffers; null without io_uring, and where none applies),
+  and those of \"qemu-img info --output=json\": filename, format, virtual-size, actual-size,
+  cluster-size, dirty-flag, backing-filename, full-backing-filename, backing-filename-format,
+  format-specific; and snapshots_count
+
+Exit status:
+  0   success
+  1   IMAGE cannot be opened or is no disk
+  2   wrong command line";
