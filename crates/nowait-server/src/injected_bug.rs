@@ -17,13 +17,26 @@ pub enum ServerBug {
     LoseAtDisconnect,
     /// A thread sleeps without a final read: an end of file without an event is missed.
     TrustReports,
+    /// A queue of a virtual machine does not do again what the server before it has left.
+    ForgetInFlight,
+    /// It also does again what the server before it had told the driver of when it died.
+    RepeatTold,
+    /// The driver of a queue is told of the end of a read before the data came.
+    TellBeforeData,
 }
 
 #[cfg(feature = "sim")]
 impl ServerBug {
     /// All of them.
-    pub const ALL: [Self; 4] =
-        [Self::ReplyFromOldBuffer, Self::ReplyTwice, Self::LoseAtDisconnect, Self::TrustReports];
+    pub const ALL: [Self; 7] = [
+        Self::ReplyFromOldBuffer,
+        Self::ReplyTwice,
+        Self::LoseAtDisconnect,
+        Self::TrustReports,
+        Self::ForgetInFlight,
+        Self::RepeatTold,
+        Self::TellBeforeData,
+    ];
 }
 
 #[cfg(feature = "sim")]

@@ -10,6 +10,7 @@ mod latency;
 mod statistics;
 mod export;
 mod injected_bug;
+mod injected_death;
 mod net;
 mod buffer_budget;
 mod fairness;
@@ -38,7 +39,7 @@ pub use server::{
     ShutdownReport, Tls, TlsError,
 };
 #[cfg(feature = "sim")]
-pub use server::{ServerBug, Simulated, inject};
+pub use server::{ServerBug, Simulated, SimulatedVhost, die_after, inject};
 pub use statistics::{FrontendKind, FrontendTotals, OpTotals};
 pub use ublk::device_set_up::UblkOptions;
 pub use ublk::ublk_device::{UblkDevice, UblkNode};
@@ -46,3 +47,5 @@ pub use ublk::ublk_error::UblkError;
 pub use ublk::ublk_list::{UblkStatus, ublk_devices, ublk_features, ublk_stop};
 #[cfg(feature = "fuzz")]
 pub use vhost_user::queue_fuzz::FuzzedQueue;
+#[cfg(feature = "sim")]
+pub use vhost_user::sim_guest::{SimGuest, SimRing, SimVhostDevice};

@@ -12,7 +12,7 @@ use nowait::{AnyQueue, BlockMap, Engine, Error, IoQueue, Operation};
 
 use crate::event_loop::EventLoop;
 #[cfg(feature = "sim")]
-pub use crate::event_loop::Simulated;
+pub use crate::event_loop::{Simulated, SimulatedVhost};
 use crate::export::{Export, ExportId};
 use crate::export_threads::export_registry::Servable;
 use crate::export_threads::{Shared, ThreadContext, ThreadEvent};
@@ -20,6 +20,8 @@ use crate::exports::{AnyExport, Exports};
 use crate::frontend::Frontend;
 #[cfg(feature = "sim")]
 pub use crate::injected_bug::{ServerBug, inject};
+#[cfg(feature = "sim")]
+pub use crate::injected_death::die_after;
 use crate::nbd::command;
 use crate::nbd::handshake::ExportInfo;
 pub use crate::nbd::tls_config::{ClientAuth, Credentials, Tls, TlsError};

@@ -17,6 +17,8 @@ pub mod engines;
 pub mod reply;
 pub mod client;
 pub mod server;
+pub mod virtio_driver;
+pub mod vhost_server;
 pub mod simulation;
 pub mod run;
 pub mod fault_matrix;

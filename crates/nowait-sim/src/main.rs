@@ -30,8 +30,9 @@ struct Args {
     /// Steps of each seed.
     #[arg(long, default_value_t = 10_000)]
     steps: u64,
-    /// What is asked: engine, server, or both, one seed in four of which is a server's.
-    #[arg(long, default_value = "both")]
+    /// What is asked: engine, server, vhost-user, or all of them: one seed in four is a server's, one
+    /// in eight a virtual machine's.
+    #[arg(long, default_value = "all")]
     mode: String,
     /// Passes over seeds whose disk is no qcow2 image.
     #[arg(long)]
@@ -44,7 +45,8 @@ struct Args {
     jobs: Option<u16>,
     /// Makes a mistake on purpose. In the engine: drop-flush, complete-before-data,
     /// free-slot-twice, reply-from-stale-buffer, forget-range-lock, answer-unmoved-neighbours. In the server:
-    /// reply-from-old-buffer, reply-twice, lose-at-disconnect, trust-reports. In a qcow2 image:
+    /// reply-from-old-buffer, reply-twice, lose-at-disconnect, trust-reports; with a virtual machine:
+    /// forget-in-flight, repeat-told, tell-before-data. In a qcow2 image:
     /// forget-tail, read-below-elsewhere, forget-order, forget-given-back, cut-too-short,
     /// forget-to-grow, forget-failure, flush-beside-another, forget-overlap-check.
     #[arg(long, value_name = "MISTAKE")]
@@ -104,7 +106,7 @@ fn start(args: &Args) -> Result<bool, String> {
         });
     }
     let only = Mode::ALL.into_iter().find(|mode| mode.name() == args.mode);
-    if only.is_none() && args.mode != "both" {
+    if only.is_none() && args.mode != "all" {
         return Err(format!("{}: no such mode", args.mode));
     }
     let plan = |seed| {

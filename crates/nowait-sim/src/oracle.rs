@@ -116,6 +116,31 @@ impl Oracle {
     /// A request has ended with an unknown result.
     pub fn unanswered(&mut self, flight: &InFlight) {
         self.end_change(flight, Ending::Maybe);
+        self.doubt_flush(flight);
+    }
+
+    /// The server has died with this request in flight; the next server does it again.
+    pub fn interrupted(&mut self, flight: &InFlight) {
+        self.doubt_flush(flight);
+    }
+
+    /// As `check`, for an answer of a server that has died since: a failed flush does not latch the
+    /// device that was opened after it (C51).
+    ///
+    /// # Errors
+    /// As `check`.
+    pub fn of_dead_server(
+        &mut self,
+        check: impl FnOnce(&mut Self) -> Result<(), Violation>,
+    ) -> Result<(), Violation> {
+        let latched = self.latched.take();
+        let checked = check(self);
+        self.latched = latched;
+        checked
+    }
+
+    /// A flush that has failed, or may have, leaves what is durable in doubt.
+    fn doubt_flush(&mut self, flight: &InFlight) {
         let flushes = flight.spec.op == Op::Flush || flight.spec.flags.has(Flags::DSYNC);
         if flushes && self.device.has_failed() {
             self.model.doubt();
@@ -220,6 +245,29 @@ impl Oracle {
         match allowed {
             true => Ok(()),
             false => Err(Violation::new(format!("{spec:?} failed with errno {errno}"))),
+        }
+    }
+
+    /// Checks an answer that says only that the request has failed. `outside`: it reaches beyond the
+    /// end of the device.
+    ///
+    /// # Errors
+    /// The contract does not allow it.
+    pub fn io_error(&mut self, flight: &InFlight, outside: bool) -> Result<(), Violation> {
+        let op = flight.spec.op;
+        let data = matches!(op, Op::Read | Op::Write);
+        match () {
+            () if outside && matches!(op, Op::Write | Op::Zero) => {
+                self.refused(flight, libc::ENOSPC, true)
+            }
+            () if outside => self.refused(flight, libc::EINVAL, true),
+            () if self.strict && data => {
+                // Refused, or begun and failed: the answer does not tell.
+                self.unanswered(flight);
+                Ok(())
+            }
+            () if self.is_full() => self.failed(flight, libc::ENOSPC),
+            () => self.failed(flight, libc::EIO),
         }
     }
 

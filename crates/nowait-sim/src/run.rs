@@ -19,6 +19,7 @@ use crate::scenario::{Mode, Scenario};
 use crate::server::Server;
 use crate::simulation::{Counts, Simulation};
 use crate::system_under_test::SystemUnderTest;
+use crate::vhost_server::VhostServer;
 
 /// An injected bug.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -113,6 +114,7 @@ pub fn run(plan: &Plan) -> Result<Counts, Failure> {
     let result = match plan.mode {
         Mode::Engine => run_in::<Engines>(plan),
         Mode::Server => run_in::<Server>(plan),
+        Mode::VhostUser => run_in::<VhostServer>(plan),
     };
     inject_bug(None);
     nowait_server::inject(None);

@@ -16,11 +16,13 @@ pub enum Mode {
     Engine,
     /// A server, through sockets.
     Server,
+    /// A server, through a virtual machine's memory.
+    VhostUser,
 }
 
 impl Mode {
     /// Every mode.
-    pub const ALL: [Self; 2] = [Self::Engine, Self::Server];
+    pub const ALL: [Self; 3] = [Self::Engine, Self::Server, Self::VhostUser];
 
     /// The command-line name.
     #[must_use]
@@ -28,13 +30,20 @@ impl Mode {
         match self {
             Self::Engine => "engine",
             Self::Server => "server",
+            Self::VhostUser => "vhost-user",
         }
     }
 
-    /// The default mode of `seed`: one seed in four runs the server.
+    /// The default mode of `seed`: one seed in four runs the server, one in eight a virtual
+    /// machine's.
     #[must_use]
     pub fn of(seed: u64) -> Self {
-        if Random::part(seed, u64::MAX - 2).below(4) == 0 { Self::Server } else { Self::Engine }
+        let mut random = Random::part(seed, u64::MAX - 2);
+        match (random.below(4), random.below(6)) {
+            (0, _) => Self::Server,
+            (_, 0) => Self::VhostUser,
+            _ => Self::Engine,
+        }
     }
 }
 
@@ -108,6 +117,8 @@ pub enum Action {
     Receive,
     /// A client disconnects.
     Leave(DisconnectKind),
+    /// The server dies, and another takes its place.
+    Die,
     /// A worker runs until it would block.
     Work,
     /// Metadata is written back in the background.
@@ -208,8 +219,18 @@ impl Scenario {
         }
         scenario.device.shares_syncs = random.below(2) == 0;
         scenario.config.group_syncs = random.below(8) > 0;
+        if mode == Mode::VhostUser {
+            scenario.in_sectors();
+        }
         scenario.config.allocate_ahead = random.below(8) > 0;
         scenario
+    }
+
+    /// Makes the device and the requests whole sectors.
+    fn in_sectors(&mut self) {
+        self.device.bytes &= !511;
+        self.grain = self.grain.next_multiple_of(512);
+        self.hot = self.hot.max(self.grain);
     }
 
     /// Makes the disk a qcow2 image. The device neither shrinks nor has garbage: an image does not
@@ -286,6 +307,7 @@ impl Scenario {
         let usual = match self.mode {
             Mode::Engine => self.engine_action(drawn, &mut random),
             Mode::Server => self.server_action(drawn, &mut random),
+            Mode::VhostUser => self.vhost_action(drawn, &mut random),
         };
         let action = usual.unwrap_or_else(|| self.device_action(&mut random));
         Step { action, part, random }
@@ -315,6 +337,18 @@ impl Scenario {
                     [DisconnectKind::Goodbye, DisconnectKind::HalfClose, DisconnectKind::Abrupt];
                 Action::Leave(random.pick(&all).unwrap_or(DisconnectKind::Abrupt))
             }
+            _ => return None,
+        })
+    }
+
+    fn vhost_action(&self, drawn: u64, random: &mut Random) -> Option<Action> {
+        Some(match drawn {
+            0..24_000 => Action::Ask(self.request(random)),
+            24_000..38_000 => Action::Poll,
+            38_000..41_000 => Action::Wait,
+            41_000..53_000 => Action::Receive,
+            53_000..63_600 => Action::Work,
+            63_600..64_000 => Action::Die,
             _ => return None,
         })
     }

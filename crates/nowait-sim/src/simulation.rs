@@ -168,11 +168,11 @@ impl<S: SystemUnderTest> Simulation<S> {
             Action::FallSilent => self.device.fall_silent(),
             Action::Answer => self.device.answer(),
             Action::Shrink => self.shrink(&mut random),
-            action => {
-                if self.system.act(action, part, &mut self.oracle, &mut random)? == Health::Down {
-                    self.crash(&mut random)?;
-                }
-            }
+            action => match self.system.act(action, part, &mut self.oracle, &mut random)? {
+                Health::Well => {}
+                Health::Down => self.crash(&mut random)?,
+                Health::Dead => self.restart(&mut random)?,
+            },
         }
         self.violations()
     }
@@ -223,6 +223,18 @@ impl<S: SystemUnderTest> Simulation<S> {
         let flights = self.system.forget();
         self.drain(random)?;
         flights.iter().for_each(|flight| self.oracle.unanswered(flight));
+        self.reopen_device(random)
+    }
+
+    /// The system under test has died; its clients and the device have not.
+    fn restart(&mut self, random: &mut Random) -> Result<(), Violation> {
+        if self.scenario.qcow2.is_some() {
+            // The cached metadata of the image is lost, as in a power cut.
+            return self.cut(random);
+        }
+        self.device.answer();
+        self.device.set_faults(Faults::default());
+        self.drain(random)?;
         self.reopen_device(random)
     }
 

@@ -18,6 +18,8 @@ pub enum Health {
     Well,
     /// It has failed as a whole, which the faults allow: it must be reopened.
     Down,
+    /// It has died, and its clients go on when it is reopened.
+    Dead,
 }
 
 /// A system that serves requests on a device.

@@ -44,6 +44,9 @@ fn fails_merged(scenario: &Scenario) -> bool {
 fn fails(bug: InjectedBug, seed: u64) -> bool {
     let mode = match bug {
         InjectedBug::Engine(_) | InjectedBug::Image(_) => Mode::Engine,
+        InjectedBug::Server(
+            ServerBug::ForgetInFlight | ServerBug::RepeatTold | ServerBug::TellBeforeData,
+        ) => Mode::VhostUser,
         InjectedBug::Server(_) => Mode::Server,
     };
     let (seed, steps) = (seed.to_string(), SEED_STEPS.to_string());
@@ -117,6 +120,21 @@ fn a_request_that_is_lost_when_its_client_disconnects_is_found() {
 #[test]
 fn an_end_of_stream_that_is_missed_because_it_was_not_reported_is_found() {
     is_found(InjectedBug::Server(ServerBug::TrustReports));
+}
+
+#[test]
+fn requests_in_flight_that_are_not_done_again_after_the_death_of_a_server_are_found() {
+    is_found(InjectedBug::Server(ServerBug::ForgetInFlight));
+}
+
+#[test]
+fn a_request_that_is_done_again_although_its_driver_was_told_of_its_end_is_found() {
+    is_found(InjectedBug::Server(ServerBug::RepeatTold));
+}
+
+#[test]
+fn an_entry_in_the_used_ring_before_the_data_is_found() {
+    is_found(InjectedBug::Server(ServerBug::TellBeforeData));
 }
 
 #[test]

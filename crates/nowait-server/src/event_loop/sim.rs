@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::sim::{ServerEnd, SimQueue};
-use nowait::{BlockDevice, BlockMap, Config, Engine, Error, WorkerPool};
+use nowait::{BlockDevice, BlockMap, Config, Engine, Error, FD_TOKEN, WorkerPool};
 
 use crate::event_loop::EventLoop;
 use crate::export::Export;
@@ -17,9 +17,44 @@ use crate::nbd::connection::HandoffConnection;
 use crate::nbd::handshake::TlsState;
 use crate::nbd::nbd_frontend::NbdFrontend;
 use crate::net::socket::Socket;
+use crate::vhost_user::queue_channel::QueueCommand;
+use crate::vhost_user::sim_guest::{SimGuest, SimRing, SimVhostDevice};
+use crate::vhost_user::vhost_frontend::VhostFrontend;
 
 /// Bytes of a fragment of a long write: the clients of a simulation write less than a real one.
 const SPLIT_BYTES: u64 = 8192;
+
+/// The event loop of a thread that serves `disk` through `queue`. Workers and disk may be shared.
+fn event_loop<M: BlockMap, F: Frontend<SimQueue, M>>(
+    disk: Arc<BlockDevice<M>>,
+    workers: WorkerPool,
+    queue: SimQueue,
+    config: Config,
+    frontend: impl FnOnce(&mut ThreadContext) -> F,
+) -> Result<EventLoop<F, SimQueue, M>, Error> {
+    let export = Arc::new(Export::with_workers(disk.clone(), workers.clone()));
+    let mut context = ThreadContext::simulated(export.clone(), config, SPLIT_BYTES)?;
+    let engine = Engine::new(disk, workers, queue, config)?;
+    let frontend = frontend(&mut context);
+    EventLoop::new(&context, export, engine, frontend)
+}
+
+impl<M: BlockMap, F: Frontend<SimQueue, M>> EventLoop<F, SimQueue, M> {
+    /// Runs one iteration. With `waits`, and if nothing is pending, first lets time pass until
+    /// something completes.
+    fn simulate_once(&mut self, waits: bool) -> Result<(), Error> {
+        let Self { frontend, context, events, .. } = self;
+        let idle =
+            context.run_queues.is_empty() && events.is_empty() && !context.engine.has_completions();
+        let waits = waits && idle && !frontend.before_sleep(context);
+        let mut watched = |token, bits| events.push((token, bits));
+        match waits {
+            true => context.engine.wait(Some(Duration::ZERO), &mut watched)?,
+            false => context.engine.poll_watched(&mut watched)?,
+        }
+        self.run_once()
+    }
+}
 
 /// A thread of an NBD server on a simulated device.
 pub struct Simulated<M: BlockMap>(EventLoop<NbdFrontend, SimQueue, M>);
@@ -35,11 +70,7 @@ impl<M: BlockMap> Simulated<M> {
         queue: SimQueue,
         config: Config,
     ) -> Result<Self, Error> {
-        let export = Arc::new(Export::with_workers(disk.clone(), workers.clone()));
-        let mut context = ThreadContext::simulated(export.clone(), config, SPLIT_BYTES)?;
-        let engine = Engine::new(disk, workers, queue, config)?;
-        let frontend = context.nbd_frontend();
-        Ok(Self(EventLoop::new(&context, export, engine, frontend)?))
+        event_loop(disk, workers, queue, config, ThreadContext::nbd_frontend).map(Self)
     }
 
     /// Adds a connection of which `near` is the server's end. Returns its name, or `None` at the
@@ -64,19 +95,64 @@ impl<M: BlockMap> Simulated<M> {
     /// # Errors
     /// The queue's error; a real thread would end with it.
     pub fn run_once(&mut self, waits: bool) -> Result<(), Error> {
-        let EventLoop { frontend, context, events, .. } = &mut self.0;
-        let idle =
-            context.run_queues.is_empty() && events.is_empty() && !context.engine.has_completions();
-        let waits = waits && idle && !frontend.before_sleep(context);
-        let mut watched = |token, bits| events.push((token, bits));
-        match waits {
-            true => context.engine.wait(Some(Duration::ZERO), &mut watched)?,
-            false => context.engine.poll_watched(&mut watched)?,
-        }
-        self.0.run_once()
+        self.0.simulate_once(waits)
     }
 
     /// Requests that were taken from clients and are not answered yet.
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.0.context.engine.in_flight()
+    }
+}
+
+/// A thread with queues of virtual machines on a simulated device.
+pub struct SimulatedVhost<M: BlockMap>(EventLoop<VhostFrontend, SimQueue, M>);
+
+impl<M: BlockMap> SimulatedVhost<M> {
+    /// As [`Simulated::new`].
+    ///
+    /// # Errors
+    /// As [`Simulated::new`].
+    pub fn new(
+        disk: Arc<BlockDevice<M>>,
+        workers: WorkerPool,
+        queue: SimQueue,
+        config: Config,
+    ) -> Result<Self, Error> {
+        event_loop(disk, workers, queue, config, |context| context.vhost_frontend()).map(Self)
+    }
+
+    /// Starts queue number `index` of `guest`, the only one of this thread.
+    ///
+    /// # Errors
+    /// `EINVAL`: the addresses cannot be; what the system refused.
+    pub fn start(
+        &mut self,
+        guest: &SimGuest,
+        device: &SimVhostDevice,
+        (index, ring, event_idx): (u16, SimRing, bool),
+    ) -> Result<(), Error> {
+        let start = Box::new(guest.start(device, index, ring, event_idx)?);
+        let EventLoop { frontend, context, .. } = &mut self.0;
+        frontend.channel.send(QueueCommand::Start(start));
+        frontend.on_wake(context);
+        Ok(())
+    }
+
+    /// The driver kicks the queue. A simulation polls no descriptor, so this is the event itself.
+    pub fn kick(&mut self) {
+        self.0.events.push((FD_TOKEN, 1));
+    }
+
+    /// As [`Simulated::run_once`].
+    ///
+    /// # Errors
+    /// As [`Simulated::run_once`].
+    pub fn run_once(&mut self, waits: bool) -> Result<(), Error> {
+        self.0.simulate_once(waits)
+    }
+
+    /// As [`Simulated::in_flight`].
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.0.context.engine.in_flight()

@@ -13,6 +13,7 @@ use nowait::{Error, Operation};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
 use vm_memory::{Bytes, MmapRegion, VolatileMemory};
 
+use crate::injected_bug::{ServerBug, injected};
 use crate::vhost_user::fault_guard::{FaultGuard, map_shared};
 
 /// Bytes of the header of a queue, and of the state of a descriptor.
@@ -139,13 +140,17 @@ impl InflightQueue {
             region.store(at + USED_INDEX_AT, used_index);
             region.store(at + VERSION_AT, VERSION);
         }
-        if region.load::<u16>(at + USED_INDEX_AT) != used_index {
+        let repeats_told = injected(ServerBug::RepeatTold);
+        if region.load::<u16>(at + USED_INDEX_AT) != used_index && !repeats_told {
             // The server died after it had told the driver of this request.
             let told: u16 = region.load(at + LAST_HEAD_AT);
             if told < size {
                 region.store(self.state(told) + IN_FLIGHT_AT, 0u8);
             }
             region.store(at + USED_INDEX_AT, used_index);
+        }
+        if injected(ServerBug::ForgetInFlight) {
+            return Vec::new();
         }
         let is_marked = |head: &u16| region.load::<u8>(self.state(*head) + IN_FLIGHT_AT) != 0;
         let counter = |head: u16| region.load::<u64>(self.state(head) + COUNTER_AT);

@@ -16,6 +16,8 @@ pub(crate) mod queue_channel;
 pub(crate) mod vhost_frontend;
 #[cfg(feature = "fuzz")]
 pub(crate) mod queue_fuzz;
+#[cfg(feature = "sim")]
+pub(crate) mod sim_guest;
 mod device;
 pub(crate) mod control_thread;
 

@@ -12,6 +12,7 @@ use nowait::{Error, Operation};
 use virtio_queue::{Queue, QueueOwnedT, QueueT};
 use vm_memory::GuestAddress;
 
+use crate::injected_death;
 use crate::vhost_user::block_request::Malformed;
 use crate::vhost_user::dirty_log::QueueLog;
 use crate::vhost_user::guest_memory::GuestMemory;
@@ -43,6 +44,12 @@ pub(crate) struct Virtqueue {
     log: Option<QueueLog>,
     /// Requests that are taken again before new ones.
     again: VecDeque<u16>,
+}
+
+/// Where a simulation may have the server die.
+#[inline(always)]
+fn live_on() -> Result<(), Malformed> {
+    if injected_death::dies() { Err(Malformed("the server has died")) } else { Ok(()) }
 }
 
 impl Virtqueue {
@@ -135,18 +142,21 @@ impl Virtqueue {
     /// [`Malformed`]: the ring is not in memory any more.
     #[inline]
     pub(crate) fn finish(&mut self, head: u16, len: u32) -> Result<(), Malformed> {
+        live_on()?;
         if let Some(inflight) = &mut self.inflight {
             inflight.begin_end(head);
         }
+        live_on()?;
         let slot = u64::from(self.queue.next_used() % self.queue.size());
         let added = self.queue.add_used(self.memory.bytes(), head, len);
         added.map_err(|_| Malformed("the used ring is outside of the memory"))?;
         self.log_used(USED_HEADER_BYTES + slot * USED_ELEMENT_BYTES, USED_ELEMENT_BYTES);
         self.log_used(USED_INDEX_AT, 2);
+        live_on()?;
         if let Some(inflight) = &mut self.inflight {
             inflight.end(head, self.queue.next_used());
         }
-        Ok(())
+        live_on()
     }
 
     /// Whether the driver wants to be called for what has ended since this was asked last.

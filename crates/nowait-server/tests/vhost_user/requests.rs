@@ -2,6 +2,7 @@
 
 use std::os::unix::fs::FileExt;
 
+use nowait_testkit::wait_for;
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserInflight};
@@ -140,6 +141,17 @@ fn a_queue_stops_at_the_entry_that_it_takes_next_and_goes_on_there() {
     driver.start_from(3);
     assert_eq!(driver.used(), (0, 513));
     assert_eq!(driver.read(DATA, 512), [byte_of(8); 512]);
+}
+
+#[test]
+fn a_driver_is_called_when_its_queue_starts_for_what_an_earlier_server_may_have_told_it() {
+    let scene = Scene::new();
+    let mut driver = Driver::connect(&scene.sockets[0]);
+    assert_eq!(driver.request(READ, 0, &[(DATA, 512)]).0, OK);
+    let base = driver.stop();
+    while driver.call.read().is_ok() {}
+    driver.start_from(base as u16);
+    wait_for("a call", || driver.call.read());
 }
 
 #[test]
