@@ -24,7 +24,7 @@ fn options(what: TableSelection, file: &Path) -> EngineOptions {
     let duration = Duration::from_millis(2);
     let run = RunOptions { overwrite: true, duration, rounds, ..RunOptions::default() };
     let (file, latency) = (Some(file.to_owned()), vec![Duration::from_micros(50)]);
-    EngineOptions { run, what, file, latency }
+    EngineOptions { run, what, file, latency, only: None }
 }
 
 fn measured(options: &EngineOptions) -> (Report, String) {
@@ -160,7 +160,7 @@ fn merge_has_sequential_and_random_requests_in_both_directions() {
 fn nowait_has_stable_and_sparse_files_with_1_job_and_12_and_the_loop_device() {
     let rows = measure_complete(TableSelection::Nowait);
     let variants = |variants| rows.iter().filter(move |row| row.1 == variants);
-    assert_eq!((variants(5).count(), variants(2).count()), (2 + 4, 2 * 4 + 4));
+    assert_eq!((variants(6).count(), variants(2).count()), (2 + 4, 2 * 4 + 4));
     for jobs in ["1 job", "12 jobs"] {
         let title = format!("sparse file, random write, {jobs}, depth 16");
         assert_eq!(rows.iter().filter(|row| row.0 == title).count(), 2, "{rows:?}");
@@ -169,6 +169,16 @@ fn nowait_has_stable_and_sparse_files_with_1_job_and_12_and_the_loop_device() {
         let title = format!("stable mapping, random read, {depth}");
         assert!(rows.contains(&(title, 2)), "{rows:?}");
     }
+}
+
+#[test]
+fn only_measures_the_rows_with_a_text_in_their_titles() {
+    let directory = TempDir::new().expect("a temporary directory");
+    let mut options = options(TableSelection::Merge, &file_of_zeros(&directory));
+    options.only = Some("random".into());
+    let (report, _) = measured(&options);
+    let tables = array(&report.json, "tables");
+    assert_eq!((tables.len(), array(&tables[0], "rows").len()), (1, 2));
 }
 
 #[test]

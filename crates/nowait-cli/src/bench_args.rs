@@ -62,7 +62,7 @@ pub struct BenchArgs {
     #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = parse_server)]
     pub servers: Vec<&'static str>,
 
-    /// peers, images: only rows whose title contains TEXT, as in "random read" or "depth 64"
+    /// all but copy: only rows whose title contains TEXT, as in "random read" or "depth 64"
     #[arg(long, value_name = "TEXT")]
     pub only: Option<String>,
 
@@ -124,7 +124,7 @@ impl BenchArgs {
             (self.transport.is_some(), is(&[Peers]), "--transport", "peers"),
             (self.client.is_some(), is(&[Peers]), "--client", "peers"),
             (!self.servers.is_empty(), is(&[Peers, Images]), "--servers", "peers and images"),
-            (self.only.is_some(), is(&[Peers, Images]), "--only", "peers and images"),
+            (self.only.is_some(), !is(&[Copy]), "--only", "all but copy"),
             (!self.latency.is_empty(), is(&[Vectored, All]), "--latency", "vectored and all"),
             (self.file.is_some(), !is(&[Copy, Images]), "--file", "all but copy and images"),
             (self.html.is_some(), !is(&[Copy, Images]), "--html", "all but copy and images"),

@@ -324,3 +324,67 @@ fn c48_each_aligned_call_of_a_blocking_file_with_hipri_has_it() {
         assert_eq!(storage.polled.load(Ordering::Relaxed), polled);
     }
 }
+
+/// Writes pages in one burst, each with its number from 1 on, by one worker. Returns the transfers,
+/// and the errno of each write, 0 for success.
+fn written_in_a_burst(
+    storage: &Arc<MemoryStorage>,
+    merge: bool,
+    flags: Flags,
+    pages: &[u64],
+) -> (usize, Vec<i32>) {
+    let disk = Arc::new(BlockDevice::raw(storage.clone(), OpenOptions::default()).unwrap());
+    let config = Config { nowait_first: false, merge, ..Config::default() };
+    let workers = WorkerPool::new(&disk, 1);
+    let mut engine = Engine::new(disk, workers, Null::new().unwrap(), config).unwrap();
+    storage.transfers.store(0, Ordering::Relaxed);
+    for (tag, page) in pages.iter().enumerate() {
+        let range = ByteRange::new(page * BLOCK, BLOCK);
+        let mut buf = engine.buffer(range).unwrap();
+        buf.fill(tag as u8 + 1);
+        let io = Request { op: Op::Write, flags, range };
+        engine.submit(io, buf, tag as u64).map_err(|rejected| rejected.error).unwrap();
+    }
+    let mut results = vec![-1; pages.len()];
+    while engine.in_flight() > 0 {
+        engine.wait(None, &mut |_, _| {}).unwrap();
+        while let Some(done) = engine.next() {
+            results[done.tag as usize] = done.result().map_or_else(|error| error.errno(), |_| 0);
+        }
+    }
+    (storage.transfers.load(Ordering::Relaxed), results)
+}
+
+#[test]
+fn writes_of_a_burst_that_touch_and_wait_for_a_worker_are_one_transfer() {
+    let pages: Vec<u64> = (0..8).collect();
+    for (merge, flags, transfers) in
+        [(true, Flags::NONE, 1), (false, Flags::NONE, 8), (true, Flags::DSYNC, 8)]
+    {
+        let storage = Arc::new(MemoryStorage::new());
+        let done = written_in_a_burst(&storage, merge, flags, &pages);
+        assert_eq!(done, (transfers, vec![0; 8]), "merge {merge}, {flags:?}");
+        let bytes = storage.contents();
+        let mut blocks = bytes.chunks_exact(BLOCK as usize).zip(1..=8);
+        assert!(blocks.all(|(block, n)| block.iter().all(|&byte| byte == n)));
+    }
+    // Pages 2 to 4 touch, in this order only.
+    let storage = Arc::new(MemoryStorage::new());
+    let done = written_in_a_burst(&storage, true, Flags::NONE, &[9, 2, 3, 4, 1, 0, 6]);
+    assert_eq!(done, (5, vec![0; 7]));
+    let first = [9, 2, 3, 4, 1, 0, 6].map(|page: usize| storage.contents()[page * 4096]);
+    assert_eq!(first, [1, 2, 3, 4, 5, 6, 7]);
+}
+
+#[test]
+fn writes_that_fail_as_one_are_made_and_answered_one_by_one() {
+    let storage = Arc::new(MemoryStorage { bad: 5 * BLOCK, ..MemoryStorage::new() });
+    let done = written_in_a_burst(&storage, true, Flags::NONE, &(0..8).collect::<Vec<_>>());
+    let results = [0, 0, 0, 0, 0, libc::EIO, libc::EIO, libc::EIO];
+    assert_eq!(done, (1 + 8, results.to_vec()));
+    // A transfer that moves a part is continued.
+    let most = 2 * BLOCK as usize;
+    let storage = Arc::new(MemoryStorage { most, ..MemoryStorage::new() });
+    let done = written_in_a_burst(&storage, true, Flags::NONE, &(0..8).collect::<Vec<_>>());
+    assert_eq!(done, (4, vec![0; 8]));
+}

@@ -102,12 +102,15 @@ pub struct EngineOptions {
     pub file: Option<PathBuf>,
     /// Latencies of the simulated queue in the table `vectored`, each above 0 and at most 1 s.
     pub latency: Vec<Duration>,
+    /// Only rows whose title contains this.
+    pub only: Option<String>,
 }
 
 impl Default for EngineOptions {
     fn default() -> EngineOptions {
         let latency = vec![Duration::from_micros(100), Duration::from_millis(4)];
-        EngineOptions { run: RunOptions::default(), what: TableSelection::All, file: None, latency }
+        let (run, what) = (RunOptions::default(), TableSelection::All);
+        EngineOptions { run, what, file: None, latency, only: None }
     }
 }
 
@@ -117,8 +120,8 @@ impl Default for EngineOptions {
 /// the machine lacks what it takes: fio, a device with poll queues, the right to set up a loop device.
 ///
 /// # Errors
-/// [`Error::Option`] and [`Error::File`] before anything is measured, [`Error::System`] if `out` or
-/// the page cannot be written.
+/// [`Error::Option`], [`Error::File`] and [`Error::NoRow`] before anything is measured,
+/// [`Error::System`] if `out` or the page cannot be written.
 pub fn run_engine(options: &EngineOptions, out: &mut dyn Write) -> Result<Report, Error> {
     let good = options.latency.iter().all(|it| !it.is_zero() && *it <= LATENCY_MAX);
     Error::unless(good, "latency", "has to be more than 0 and at most 1 second")?;
@@ -126,7 +129,14 @@ pub fn run_engine(options: &EngineOptions, out: &mut dyn Write) -> Result<Report
     let mut reporter = Reporter::begin(run, out)?;
     let target = Target::open(options.file.as_deref(), run.overwrite, false)?;
     let fixture = Fixture::set(&target, options)?;
-    let tables = tables::all(&fixture, options.what);
+    let mut tables = tables::all(&fixture, options.what);
+    if let Some(text) = &options.only {
+        tables.iter_mut().for_each(|table| table.rows.retain(|row| row.title.contains(text)));
+        tables.retain(|table| !table.rows.is_empty());
+        if tables.is_empty() {
+            return Err(Error::NoRow { only: text.clone() });
+        }
+    }
     let machine = Machine::this()?;
     let cache = "no direct I/O on this file system: the figures are the page cache's\n";
     let heading = format!(
@@ -175,6 +185,15 @@ fn measure(table: &mut Table<'_>, reporter: &mut Reporter<'_>) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_text_that_no_row_has_is_rejected() {
+        let only = Some("no such row".to_owned());
+        let options =
+            EngineOptions { only, what: TableSelection::Pool, ..EngineOptions::default() };
+        let error = run_engine(&options, &mut Vec::new()).err().map(|error| error.to_string());
+        assert!(error.is_some_and(|text| text.starts_with("--only no such row: ")));
+    }
 
     #[test]
     fn a_latency_out_of_range_is_rejected_by_name() {

@@ -108,7 +108,8 @@ fn measure(args: &BenchArgs, run: RunOptions) -> Result<Report, CliError> {
         BenchWhat::Engines => TableSelection::Engines,
         BenchWhat::All => TableSelection::All,
     };
-    let mut options = EngineOptions { run, what, file, ..EngineOptions::default() };
+    let only = args.only.clone();
+    let mut options = EngineOptions { run, what, file, only, ..EngineOptions::default() };
     if !args.latency.is_empty() {
         options.latency.clone_from(&args.latency);
     }

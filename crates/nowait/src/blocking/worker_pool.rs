@@ -1,5 +1,5 @@
-//! Requests that must wait: they run on the device's thread pool, and their slots return to the
-//! owner thread through a `CompletionList`.
+//! Requests that must wait: they run on the device's thread pool, writes that touch together, and
+//! their slots return to the owner thread through a `CompletionList`.
 //!
 //! Invariant: from `WorkerPool::push` until the slot has returned, the engine accesses nothing that
 //! the job points to (the request's state is `Worker`).
@@ -10,10 +10,11 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
-use crate::blocking::sync_io;
+use crate::blocking::{joined_writes, sync_io};
 use crate::injected_panic;
 use crate::threads::completion_list::CompletionList;
-use crate::threads::thread_pool::{ThreadPool, WorkItem};
+use crate::threads::thread_pool::ThreadPool;
+use crate::threads::work_item::WorkItem;
 use crate::types::error::{Error, Operation};
 use crate::types::iovec::IoSegment;
 use crate::types::request::{ExtentStatus, Op, Request};
@@ -43,6 +44,8 @@ pub(crate) struct WorkerJob {
     pub(crate) slot: u32,
     /// The number of the client within its engine.
     pub(crate) client: u32,
+    /// It may run together with writes that touch it ([`crate::Config::merge`]).
+    pub(crate) merge: bool,
     pub(crate) completions: Arc<CompletionList>,
 }
 
@@ -51,6 +54,14 @@ impl WorkItem for WorkerJob {
     fn client(&self) -> u64 {
         let engine = Arc::as_ptr(&self.completions) as u64;
         engine.rotate_left(32) ^ u64::from(self.client)
+    }
+
+    fn joins(run: &[Self], next: &Self) -> bool {
+        let (Some(first), Some(last)) = (run.first(), run.last()) else { return false };
+        first.merge
+            && next.merge
+            && Arc::ptr_eq(&last.completions, &next.completions)
+            && joined_writes::joins(first.io, last.io, next.io, run.len())
     }
 }
 
@@ -75,15 +86,30 @@ impl WorkerPool {
 }
 
 /// The function by which a worker of `disk` runs a job.
-fn serve<M: BlockMap>(disk: &Arc<BlockDevice<M>>) -> impl Fn(WorkerJob) + Send + Sync + use<M> {
+fn serve<M: BlockMap>(
+    disk: &Arc<BlockDevice<M>>,
+) -> impl Fn(&mut Vec<WorkerJob>) + Send + Sync + use<M> {
     let (disk, flushing) = (disk.clone(), Mutex::default());
-    move |job: WorkerJob| {
-        if let Some(result) = job.result_if_flushed() {
-            return flush(&disk, &flushing, job, result);
+    move |jobs: &mut Vec<WorkerJob>| {
+        let joined = jobs.len() > 1 && run_joined(&disk, jobs);
+        for job in jobs.drain(..) {
+            if let Some(result) = job.result_if_flushed() {
+                flush(&disk, &flushing, job, result);
+                continue;
+            }
+            let result = if joined { job.io.range.len as i64 } else { run(&disk, &job) };
+            job.completions.push(job.slot, result);
         }
-        let result = run(&disk, &job);
-        job.completions.push(job.slot, result);
     }
+}
+
+/// Runs writes that [`WorkItem::joins`] has put together as one. If it returns false, some of their
+/// bytes may be written, and each has to run on its own.
+fn run_joined<M: BlockMap>(disk: &BlockDevice<M>, jobs: &[WorkerJob]) -> bool {
+    let parts = jobs.iter().map(|job| (job.io, job.segments));
+    // SAFETY: see `WorkerJob`.
+    let done = caught(|| unsafe { joined_writes::run(disk, parts) });
+    done.unwrap_or(false)
 }
 
 /// Flush jobs that wait for the next sync. They share it with any number of workers, and occupy
@@ -158,9 +184,9 @@ fn outcome(done: Result<i64, Error>) -> i64 {
     done.unwrap_or_else(|error| -i64::from(error.errno()))
 }
 
-/// A job that a simulation has taken.
+/// A job that a simulation has taken, with those that run together with it.
 #[cfg(feature = "sim")]
-pub struct SimJob(WorkerJob);
+pub struct SimJob(Vec<WorkerJob>);
 
 #[cfg(feature = "sim")]
 impl WorkerPool {
@@ -175,7 +201,8 @@ impl WorkerPool {
         self.0.queued()
     }
 
-    /// Takes the job at index `n`, counted from the oldest one.
+    /// Takes the job at index `n`, counted from the oldest one, and the following jobs that a worker
+    /// would run together with it.
     #[must_use]
     pub fn take_simulated(&self, n: usize) -> Option<SimJob> {
         self.0.take(n).map(SimJob)

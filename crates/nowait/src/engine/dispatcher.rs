@@ -251,6 +251,7 @@ impl<M: BlockMap> Dispatcher<M> {
             extents: &raw mut request.extents,
             slot,
             client: (request.tag >> 32) as u32,
+            merge: self.config.merge && task == WorkerTask::Run,
             completions: self.completions.clone(),
         });
     }

@@ -3,15 +3,10 @@
 //! Invariant: a run has the bytes of its requests in their order, without a gap, and no more than
 //! one transfer may move.
 
+use crate::blocking::joined_writes::{MAX_BYTES, MAX_PART_BYTES};
 use crate::types::iovec::{IoSegment, MAX_SEGMENTS};
 use crate::types::transfer::{Transfer, UNREGISTERED};
 
-/// The greatest number of bytes of a merged transfer. Its first request is answered with its last
-/// one, so a longer transfer would cost latency; and a device serves several at once.
-const MAX_BYTES: u32 = 256 << 10;
-/// The greatest number of bytes of a request that is merged: moving more costs so much that the
-/// transfer itself hardly counts.
-const MAX_PART_BYTES: u32 = 64 << 10;
 /// Segments for which a list has room from the start: blocks of 4 KiB.
 const USUAL_SEGMENTS: usize = MAX_BYTES as usize / 4096;
 /// Neighbours that are not merged after a merged transfer that was not done as a whole. A file that

@@ -15,7 +15,8 @@ use crate::queue::event_source::{EventSource, FD_TOKEN, Interest};
 use crate::queue::linux_aio::Aio;
 use crate::queue::{IoQueue, QueueFull, Token, preadv2};
 use crate::threads::completion_list::CompletionList;
-use crate::threads::thread_pool::{ThreadPool, WorkItem};
+use crate::threads::thread_pool::ThreadPool;
+use crate::threads::work_item::WorkItem;
 use crate::types::error::{Error, Operation};
 use crate::types::transfer::{Outcome, Transfer};
 
@@ -81,11 +82,13 @@ impl AioThreadQueue {
         let mut watched = Epoll::new()?;
         watched.watch(completions.fd(), POOL_EVENT, Interest::Readable)?;
         let (pool_files, pool_completions) = (files.clone(), completions.clone());
-        let pool = ThreadPool::new(POOL_THREADS, move |QueuedTransfer(transfer, token)| {
+        let run = move |QueuedTransfer(transfer, token)| {
             // SAFETY: see `QueuedTransfer`.
             let outcome = unsafe { call(&pool_files, &transfer) };
             pool_completions.push(token, i64::from(outcome));
-        });
+        };
+        let pool =
+            ThreadPool::new(POOL_THREADS, move |jobs: &mut Vec<_>| jobs.drain(..).for_each(&run));
         let (pushed, ended) = (Vec::with_capacity(64), Vec::with_capacity(64));
         let aio = OnceCell::new();
         Ok(Self {

@@ -165,7 +165,7 @@ impl dyn Storage + '_ {
         while !data.is_empty() {
             let count = match data.only_slice() {
                 Some(slice) => self.write(&[slice], pos, Flags::NONE),
-                None => self.write(&data.slices(), pos, Flags::NONE),
+                None => data.with_slices(|slices| self.write(slices, pos, Flags::NONE)),
             }? as u64;
             let whole = whole_blocks(count, data.len(), block);
             pos += whole;

@@ -2,6 +2,7 @@
 //! polling.
 
 pub(crate) mod adaptive_poll;
+pub(crate) mod work_item;
 pub(crate) mod fair_queue;
 pub(crate) mod thread_pool;
 pub(crate) mod completion_list;

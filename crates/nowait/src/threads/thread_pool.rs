@@ -1,8 +1,8 @@
 //! A bounded pool of threads that may block (C37, C40).
 //!
-//! Invariant: at most `limit` threads run. Jobs of one client start in the order of their push. No
-//! job is lost: dropping the pool runs the queued jobs and joins the threads. A thread survives a
-//! job that panics.
+//! Invariant: at most `limit` threads run. Jobs of one client start in the order of their push,
+//! several of them together if the job says so. No job is lost: dropping the pool runs the queued
+//! jobs and joins the threads. A thread survives a job that panics.
 
 #[cfg(feature = "sim")]
 use std::collections::VecDeque;
@@ -12,15 +12,13 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::threads::fair_queue::FairQueue;
+use crate::threads::work_item::WorkItem;
 
 /// How long a thread waits for a job before it ends.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
-/// A job of the pool.
-pub(crate) trait WorkItem: Send + 'static {
-    /// The number of the client that the job is for; clients take turns.
-    fn client(&self) -> u64;
-}
+/// Runs jobs: one, or several that [`WorkItem::joins`] has put together. It takes them out.
+type RunJobs<J> = dyn Fn(&mut Vec<J>) + Send + Sync;
 
 struct PoolState<J> {
     queue: FairQueue<J>,
@@ -37,7 +35,7 @@ struct PoolState<J> {
 struct Shared<J> {
     jobs: Mutex<PoolState<J>>,
     ready: Condvar,
-    run: Box<dyn Fn(J) + Send + Sync>,
+    run: Box<RunJobs<J>>,
     idle: Duration,
 }
 
@@ -48,11 +46,18 @@ impl<J: WorkItem> Shared<J> {
 
     fn run_worker(&self) {
         let mut jobs = self.lock();
+        let mut run = Vec::new();
         loop {
-            if let Some((client, job)) = jobs.queue.pop() {
+            if let Some(client) = jobs.queue.pop(&mut run) {
+                let more = run.len() > 1 && jobs.idle > 0 && jobs.queue.has_ready();
                 drop(jobs);
+                // `push` has counted all that is behind a job that joins as one.
+                if more {
+                    self.ready.notify_one();
+                }
                 // A job that panics has to answer its own request.
-                let _ = catch_unwind(AssertUnwindSafe(|| (self.run)(job)));
+                let _ = catch_unwind(AssertUnwindSafe(|| (self.run)(&mut run)));
+                run.clear();
                 jobs = self.lock();
                 jobs.queue.ended(client);
             } else if jobs.closed {
@@ -75,19 +80,23 @@ impl<J: WorkItem> Shared<J> {
 }
 
 /// The pool. Threads start when more jobs are queued than threads are idle, and end after
-/// [`IDLE_TIMEOUT`] without a job.
+/// [`IDLE_TIMEOUT`] without a job. A function that runs jobs leaves none in its argument.
 pub(crate) struct ThreadPool<J: WorkItem> {
     shared: Arc<Shared<J>>,
     limit: usize,
 }
 
 impl<J: WorkItem> ThreadPool<J> {
-    pub(crate) fn new(limit: u32, run: impl Fn(J) + Send + Sync + 'static) -> Self {
+    pub(crate) fn new(limit: u32, run: impl Fn(&mut Vec<J>) + Send + Sync + 'static) -> Self {
         Self::ending_after(IDLE_TIMEOUT, limit, run)
     }
 
     /// A pool whose threads end after the time `idle` without a job.
-    fn ending_after(idle: Duration, limit: u32, run: impl Fn(J) + Send + Sync + 'static) -> Self {
+    fn ending_after(
+        idle: Duration,
+        limit: u32,
+        run: impl Fn(&mut Vec<J>) + Send + Sync + 'static,
+    ) -> Self {
         let limit = limit.clamp(1, 1024) as usize;
         let jobs = PoolState {
             // A client with many slow jobs leaves a quarter of the threads to other clients.
@@ -110,20 +119,25 @@ impl<J: WorkItem> ThreadPool<J> {
         if let Some(by_hand) = &mut state.manual {
             return by_hand.extend(jobs);
         }
-        let mut queued = 0;
+        let mut runs = 0;
         for job in jobs {
-            state.queue.push(job.client(), job);
-            queued += 1;
+            let begins = state.queue.push(job.client(), job);
+            runs += usize::from(begins);
         }
         self.start_missing(&mut state);
         if state.alive == 0 {
             let orphans = state.queue.drain();
             drop(state);
-            orphans.into_iter().for_each(|job| (self.shared.run)(job));
+            orphans.into_iter().for_each(|job| (self.shared.run)(&mut vec![job]));
             return;
         }
+        let idle = state.idle;
         drop(state);
-        if queued == 1 { self.shared.ready.notify_one() } else { self.shared.ready.notify_all() }
+        if runs < idle {
+            (0..runs).for_each(|_| self.shared.ready.notify_one());
+        } else {
+            self.shared.ready.notify_all();
+        }
     }
 
     /// Starts a thread for each queued job beyond the idle threads, up to the limit.
@@ -148,7 +162,7 @@ impl<J: WorkItem> ThreadPool<J> {
 #[cfg(feature = "sim")]
 impl<J: WorkItem> ThreadPool<J> {
     /// A pool without threads, whose jobs wait for [`ThreadPool::take`].
-    pub(crate) fn manual(run: impl Fn(J) + Send + Sync + 'static) -> Self {
+    pub(crate) fn manual(run: impl Fn(&mut Vec<J>) + Send + Sync + 'static) -> Self {
         let pool = Self::new(1, run);
         pool.shared.lock().manual = Some(VecDeque::new());
         pool
@@ -159,14 +173,23 @@ impl<J: WorkItem> ThreadPool<J> {
         self.shared.lock().manual.as_ref().map_or(0, VecDeque::len)
     }
 
-    /// Takes the job at index `n`, counted from the oldest one.
-    pub(crate) fn take(&self, n: usize) -> Option<J> {
-        self.shared.lock().manual.as_mut()?.remove(n)
+    /// Takes the job at index `n`, counted from the oldest one, and those that join it.
+    pub(crate) fn take(&self, n: usize) -> Option<Vec<J>> {
+        let mut state = self.shared.lock();
+        let jobs = state.manual.as_mut()?;
+        let mut run = vec![jobs.remove(n)?];
+        while let Some(job) = jobs.get(n)
+            && job.client() == run[0].client()
+            && J::joins(&run, job)
+        {
+            run.extend(jobs.remove(n));
+        }
+        Some(run)
     }
 
-    /// Runs a job as a thread of the pool would.
-    pub(crate) fn run(&self, job: J) {
-        (self.shared.run)(job);
+    /// Runs jobs that were taken as a thread of the pool would.
+    pub(crate) fn run(&self, mut jobs: Vec<J>) {
+        (self.shared.run)(&mut jobs);
     }
 }
 
@@ -194,13 +217,22 @@ mod tests {
         }
     }
 
+    /// Runs jobs one by one.
+    fn each(run: impl Fn(usize) + Send + Sync) -> impl Fn(&mut Vec<usize>) + Send + Sync {
+        move |jobs| jobs.drain(..).for_each(&run)
+    }
+
     #[test]
     fn idle_threads_end_and_start_again_for_new_jobs() {
         let ran = Arc::new(AtomicUsize::new(0));
         let ran2 = ran.clone();
-        let pool = ThreadPool::ending_after(Duration::from_millis(1), 4, move |_: usize| {
-            ran2.fetch_add(1, Ordering::SeqCst);
-        });
+        let pool = ThreadPool::ending_after(
+            Duration::from_millis(1),
+            4,
+            each(move |_| {
+                ran2.fetch_add(1, Ordering::SeqCst);
+            }),
+        );
         for round in 1..=3 {
             pool.push(0..10);
             while pool.shared.lock().alive > 0 || pool.shared.lock().queue.len() > 0 {
@@ -214,10 +246,11 @@ mod tests {
     #[test]
     fn a_thread_survives_a_job_that_panics() {
         let (sender, ran) = std::sync::mpsc::channel();
-        let pool = ThreadPool::new(1, move |job: usize| {
+        let run = each(move |job| {
             assert!(job != 1, "on purpose");
             sender.send((job, std::thread::current().id())).unwrap();
         });
+        let pool = ThreadPool::new(1, run);
         pool.push(0..3);
         let (first, second) = (ran.recv().unwrap(), ran.recv().unwrap());
         assert_eq!((first.0, second.0, first.1), (0, 2, second.1));
@@ -229,12 +262,13 @@ mod tests {
         let blocker = Arc::new(Mutex::new(()));
         let (sender, ran) = std::sync::mpsc::channel();
         let blocker2 = blocker.clone();
-        let pool = ThreadPool::new(4, move |job: usize| {
+        let run = each(move |job| {
             if job.is_multiple_of(5) {
                 drop(blocker2.lock().unwrap());
             }
             sender.send(job).unwrap();
         });
+        let pool = ThreadPool::new(4, run);
         let blocked = blocker.lock().unwrap();
         pool.push((0..20).map(|n| n * 5));
         pool.push([1, 2]);
@@ -254,12 +288,13 @@ mod tests {
             Arc::new(AtomicUsize::new(0)),
         );
         let (ran2, now2, peak2) = (ran.clone(), now.clone(), peak.clone());
-        let pool = ThreadPool::new(3, move |job: usize| {
+        let run = each(move |job| {
             peak2.fetch_max(now2.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
             std::thread::yield_now();
             ran2.fetch_add(job, Ordering::SeqCst);
             now2.fetch_sub(1, Ordering::SeqCst);
         });
+        let pool = ThreadPool::new(3, run);
         for n in 0..100 {
             pool.push([n, n]);
         }

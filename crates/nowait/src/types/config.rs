@@ -17,8 +17,8 @@ pub struct Config {
     pub vectored: bool,
     /// Request slots come from the engine's slab. Off: each is allocated and freed.
     pub pool: bool,
-    /// Simple requests of one burst that touch on storage are served by one transfer. Off: each
-    /// makes its own.
+    /// Simple requests of one burst that touch on storage are served by one transfer, and so are
+    /// small writes that touch and wait for a worker. Off: each makes its own.
     pub merge: bool,
     /// Requests are first tried without waiting (C37). Off: every request goes to a worker.
     pub nowait_first: bool,

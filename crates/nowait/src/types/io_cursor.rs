@@ -8,6 +8,9 @@ use std::marker::PhantomData;
 
 use crate::types::iovec::{IoSegment, MAX_SEGMENTS, aligned, slice_segments};
 
+/// Slices of a write that are listed without an allocation.
+const FEW_SLICES: usize = 64;
+
 /// The memory is filled by a read.
 #[derive(Clone, Copy, Debug)]
 pub enum Filled {}
@@ -158,25 +161,32 @@ impl ReadCursor<'_> {
 }
 
 impl WriteCursor<'_> {
-    /// The memory that is left, if it is one slice. This spares the list of [`Self::slices`].
+    /// The memory that is left, if it is one slice. This spares the list of [`Self::with_slices`].
     pub(crate) fn only_slice(&self) -> Option<IoSlice<'_>> {
         let part = self.only_part()?;
         // SAFETY: as promised to `new`.
         Some(IoSlice::new(unsafe { std::slice::from_raw_parts(part.base, part.len) }))
     }
 
-    /// The memory that is left as slices: at most [`MAX_SEGMENTS`] of them, so that one system call
-    /// takes them.
-    pub(crate) fn slices(&self) -> Vec<IoSlice<'_>> {
-        let mut slices = Vec::with_capacity(1);
+    /// Calls `run` with the memory that is left as slices: at most [`MAX_SEGMENTS`] of them, so that
+    /// one system call takes them. For [`FEW_SLICES`] nothing is allocated.
+    pub(crate) fn with_slices<T>(&self, run: impl FnOnce(&[IoSlice<'_>]) -> T) -> T {
+        let (mut few, mut many, mut count) = ([IoSlice::new(&[]); FEW_SLICES], Vec::new(), 0);
         self.each(|part| {
-            if slices.len() < MAX_SEGMENTS {
-                // SAFETY: as promised to `new`.
-                let bytes = unsafe { std::slice::from_raw_parts(part.base, part.len) };
-                slices.push(IoSlice::new(bytes));
+            // SAFETY: as promised to `new`.
+            let slice = IoSlice::new(unsafe { std::slice::from_raw_parts(part.base, part.len) });
+            match few.get_mut(count) {
+                Some(place) => *place = slice,
+                None if count < MAX_SEGMENTS => many.push(slice),
+                None => return,
             }
+            count += 1;
         });
-        slices
+        if many.is_empty() {
+            return run(&few[..count]);
+        }
+        many.splice(..0, few);
+        run(&many)
     }
 
     /// Copies the next bytes to `to`, as many as both have.
@@ -248,11 +258,17 @@ mod tests {
     }
 
     #[test]
-    fn a_system_call_gets_no_more_slices_than_it_takes() {
-        let mut memory = [0; 1];
-        let many = vec![segments(&mut [&mut memory])[0]; 1100];
-        // SAFETY: the array outlives the cursor, which only reads it.
-        let cursor = unsafe { WriteCursor::new(&many, 0, 1100) };
-        assert_eq!(cursor.slices().len(), 1024);
+    fn a_system_call_gets_all_slices_in_order_and_no_more_than_it_takes() {
+        let mut memory = [0; 7];
+        let base = memory.as_mut_ptr();
+        let many: Vec<_> = (0..1100).map(|n| IoSegment { base, len: 1 + n % 7 }).collect();
+        for (count, taken) in [(2, 2), (64, 64), (65, 65), (1100, 1024)] {
+            let lengths: Vec<_> = many[..count].iter().map(|one| one.len).collect();
+            let len = lengths.iter().sum::<usize>() as u64;
+            // SAFETY: the array outlives the cursor, which only reads it.
+            let cursor = unsafe { WriteCursor::new(&many[..count], 0, len) };
+            let all = |slices: &[IoSlice<'_>]| slices.iter().map(|it| it.len()).collect::<Vec<_>>();
+            assert_eq!(cursor.with_slices(all), lengths[..taken]);
+        }
     }
 }

@@ -25,25 +25,28 @@ const JOBS: usize = 12;
 const DEPTH: usize = 16;
 const SPARSE_BYTES: u64 = 4 << 30;
 const NOTE: &str = "4K. A job is a thread with an engine and a part of the file of its own. always a \
-    worker: nowait_first off. The three after it try every request, however many are refused; allocate \
-    ahead has the hint too, and the two before it allocate nothing ahead. As by default: with all that, \
-    and with back_off, which hands requests to workers for a while after many refusals. The sparse \
-    file of 4 GiB has no storage when a turn begins, and each of its blocks is written at most once. \
-    Source: 12 jobs on a stable mapping 5×; random writes to a sparse file regress without a hint";
+    worker: nowait_first off. The four after it try every request, however many are refused; each has \
+    what the one before it has, and one switch more: the hint, merge, allocate_ahead. As by default: \
+    with all that, and with back_off, which hands requests to workers for a while after many refusals. \
+    The sparse file of 4 GiB has no storage when a turn begins, and each of its blocks is written at \
+    most once. Source: 12 jobs on a stable mapping 5×; random writes to a sparse file regress without a hint";
 const NOTE_LOOP: &str = "4K on the same file: a bare io_uring loop on the kernel's loop device over it, \
     and the engine on it directly. A job is a thread with a ring and a part of the file of its own. \
     The processor time of the loop device's kernel threads is not in CPU ns";
 
 /// The variants: title, and the switches of nowait first.
-fn variants() -> [(&'static str, Config); 5] {
-    let none = Config { nowait_first: false, allocate_ahead: false, ..every_request_tried() };
+fn variants() -> [(&'static str, Config); 6] {
+    let on = every_request_tried();
+    let none = Config { nowait_first: false, merge: false, allocate_ahead: false, ..on };
     let first = Config { nowait_first: true, hint: false, ..none };
     let hint = Config { hint: true, ..first };
+    let merge = Config { merge: true, ..hint };
     [
         ("always a worker", none),
         ("nowait first, no hint", first),
         ("nowait first, hint", hint),
-        ("allocate ahead", Config { allocate_ahead: true, ..hint }),
+        ("neighbours merged", merge),
+        ("allocate ahead", Config { allocate_ahead: true, ..merge }),
         ("as by default", Config::default()),
     ]
 }
