@@ -161,11 +161,15 @@ impl Image {
         if self.is_read_only() { Ok(()) } else { self.device().flush() }
     }
 
-    /// Flushes, and frees clusters that are no longer used. No request may be in flight.
+    /// Flushes, and frees clusters that are no longer used, or of a raw file what was allocated ahead
+    /// ([`nowait::Config::allocate_ahead`]). No request may be in flight.
     ///
     /// # Errors
     /// As [`Image::flush`].
     pub fn close(self) -> Result<(), Error> {
+        if let Content::Raw { device, .. } = &self.content {
+            device.give_back();
+        }
         self.flush()?;
         match self.content {
             Content::Raw { .. } => Ok(()),

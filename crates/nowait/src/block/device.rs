@@ -189,9 +189,7 @@ impl<M: BlockMap> BlockDevice<M> {
             return Err(failed(libc::EOPNOTSUPP));
         }
         // The map forgets which storage that is.
-        if let Some(target) = self.ahead_target() {
-            self.ahead.give_back(target);
-        }
+        self.give_back();
         self.primary.set_len(size)?;
         self.primary.sync()?;
         self.set_size(size);
@@ -325,6 +323,15 @@ impl<M: BlockMap> BlockDevice<M> {
         self.ahead_target().is_some_and(|target| self.ahead.turn_off(target))
     }
 
+    /// Gives back the storage that was allocated ahead and not used, except where a request is in
+    /// flight ([`crate::Config::allocate_ahead`]). The drop does the same, so this is for a process
+    /// that ends without it. It blocks.
+    pub fn give_back(&self) {
+        if let Some(target) = self.ahead_target() {
+            self.ahead.give_back(target);
+        }
+    }
+
     fn ahead_target(&self) -> Option<AheadTarget<'_>> {
         let (storage, ranges, size) = (&*self.primary, &self.ranges, self.size());
         self.map.ahead().map(|map| AheadTarget { map, storage, ranges, size })
@@ -349,10 +356,7 @@ impl<M: BlockMap> BlockDevice<M> {
 }
 
 impl<M: BlockMap> Drop for BlockDevice<M> {
-    /// Gives back what was allocated ahead and not used.
     fn drop(&mut self) {
-        if let Some(target) = self.ahead_target() {
-            self.ahead.give_back(target);
-        }
+        self.give_back();
     }
 }
