@@ -98,6 +98,7 @@ impl RunningServer {
                 .into_iter()
                 .map(|(n, count)| (n.to_owned(), count))
                 .collect(),
+            limits: status.limits.into(),
             name: status.name,
             description: status.description,
             ..ExportInfo::default()
@@ -257,6 +258,13 @@ impl ControlledServer for RunningServer {
                     _ => failed(error),
                 }
             })?;
+        }
+        if let Some(limits) = change.limits {
+            let refused = |_| {
+                let why = "a limit has a size of at least 1 and a refill_time of 1 to 86400000";
+                ControlError::Invalid(why.into())
+            };
+            self.exports.set_limits(id, limits.into()).map_err(refused)?;
         }
         self.export(id.number())
     }

@@ -4,8 +4,9 @@
 //! Invariant: a field that a later version adds is optional for a reader; none is ever renamed.
 
 use std::collections::BTreeMap;
+use std::time::Duration;
 
-use nowait_server::{FrontendKind, FrontendTotals, Latencies, OpTotals};
+use nowait_server::{FrontendKind, FrontendTotals, Latencies, Limits, OpTotals, TokenBucket};
 use serde::{Deserialize, Serialize};
 
 /// A server (`GET /v1/server`).
@@ -54,6 +55,60 @@ pub struct ExportInfo {
     pub frontends: BTreeMap<String, FrontendInfo>,
     /// How the engines have served the requests: `simple`, `general`, `worker`, `merged` and others.
     pub mechanisms: BTreeMap<String, u64>,
+    /// What it may do.
+    pub limits: LimitsInfo,
+}
+
+/// The limits of an export, which all its frontends and clients share; a limit that is absent does
+/// not hold.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct LimitsInfo {
+    /// Of requests.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub ops: Option<BucketLimit>,
+    /// Of the bytes that are read and written.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub bandwidth: Option<BucketLimit>,
+}
+
+/// A token bucket, in the terms of Cloud Hypervisor and Firecracker.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct BucketLimit {
+    /// The most tokens, which are requests or bytes: so much can be done at once after a pause.
+    pub size: u64,
+    /// Tokens beside these that are there once.
+    #[serde(default)]
+    pub one_time_burst: u64,
+    /// The time in which an empty bucket is filled, in milliseconds, 1 to 86400000.
+    pub refill_time: u64,
+}
+
+impl From<TokenBucket> for BucketLimit {
+    fn from(bucket: TokenBucket) -> Self {
+        let TokenBucket { size, one_time_burst, refill_time } = bucket;
+        Self { size, one_time_burst, refill_time: refill_time.as_millis() as u64 }
+    }
+}
+
+impl From<BucketLimit> for TokenBucket {
+    fn from(limit: BucketLimit) -> Self {
+        let BucketLimit { size, one_time_burst, refill_time } = limit;
+        Self { size, one_time_burst, refill_time: Duration::from_millis(refill_time) }
+    }
+}
+
+impl From<Limits> for LimitsInfo {
+    fn from(limits: Limits) -> Self {
+        Self { ops: limits.requests.map(Into::into), bandwidth: limits.bytes.map(Into::into) }
+    }
+}
+
+impl From<LimitsInfo> for Limits {
+    fn from(info: LimitsInfo) -> Self {
+        Self { requests: info.ops.map(Into::into), bytes: info.bandwidth.map(Into::into) }
+    }
 }
 
 /// What a frontend of an export has done.
@@ -205,6 +260,9 @@ pub struct PatchExport {
     /// The new size in bytes, at least the present one.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size_bytes: Option<u64>,
+    /// The new limits in place of all that there are; `{}` for none.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub limits: Option<LimitsInfo>,
 }
 
 /// The body of an answer that says what is wrong.

@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use nowait_control::{
-    AddExport, BucketInfo, Client, ClientError, ConnectionInfo, ControlError, ControlledServer,
-    ErrnoInfo, ExportInfo, FrontendInfo, HttpServer, LatencyInfo, OperationInfo, PatchExport,
-    ServerInfo,
+    AddExport, BucketInfo, BucketLimit, Client, ClientError, ConnectionInfo, ControlError,
+    ControlledServer, ErrnoInfo, ExportInfo, FrontendInfo, HttpServer, LatencyInfo, LimitsInfo,
+    OperationInfo, PatchExport, ServerInfo,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -124,6 +124,8 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
     let add = AddExport { format: text.clone(), description: text, ..AddExport::default() };
     let operation =
         OperationInfo { latency: Some(LatencyInfo::default()), ..OperationInfo::default() };
+    let limit = BucketLimit::default();
+    let limits = LimitsInfo { ops: Some(limit), bandwidth: Some(limit) };
     let bucket = BucketInfo { below_seconds: Some(1.0), requests: 1 };
     let document = document();
     for (schema, fields) in [
@@ -133,10 +135,12 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
         ("Operation", fields(&operation)),
         ("Latency", fields(&LatencyInfo::default())),
         ("Bucket", fields(&bucket)),
+        ("Limits", fields(&limits)),
+        ("BucketLimit", fields(&limit)),
         ("Errno", fields(&ErrnoInfo::default())),
         ("Connection", fields(&connection)),
         ("AddExport", fields(&add)),
-        ("PatchExport", fields(&PatchExport { size_bytes: Some(1) })),
+        ("PatchExport", fields(&PatchExport { size_bytes: Some(1), limits: Some(limits) })),
     ] {
         let known = document["components"]["schemas"][schema]["properties"].as_object().unwrap();
         assert_eq!(known.keys().cloned().collect::<BTreeSet<_>>(), fields, "{schema}");
@@ -154,7 +158,8 @@ fn the_client_asks_for_what_its_methods_say() {
     client.disconnect(9).unwrap();
     let add = AddExport { name: "x".into(), path: "/y".into(), ..AddExport::default() };
     client.add(&add).unwrap();
-    let refused = client.change(&name, &PatchExport { size_bytes: Some(5) }).unwrap_err();
+    let refused =
+        client.change(&name, &PatchExport { size_bytes: Some(5), limits: None }).unwrap_err();
     assert!(matches!(refused, ClientError::Refused(why) if why == "no"));
     let missing = client.flush("other").unwrap_err();
     assert!(matches!(missing, ClientError::Refused(why) if why == "there is no such export"));

@@ -100,6 +100,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         loop {
             if !self.stopping && self.shared.is_stopping() {
                 self.stopping = true;
+                self.context.throttle.lift(&self.registered.limits);
                 self.frontend.begin_shutdown(&mut self.context);
             }
             if self.stopping && self.context.members() == 0 || self.retires() {
@@ -137,6 +138,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
     fn run_once(&mut self) -> Result<(), Error> {
         self.context.update_shares();
         self.take_events();
+        self.release_throttled();
         if !self.service_interactive() {
             self.service_bulk();
         }
@@ -190,7 +192,8 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             let retry = (!self.context.blocked.is_empty()).then_some(RETRY);
             let release = self.context.delayed_release.release_if_due(began);
             self.publish();
-            let timeouts = [deadline, self.time_until_retirement(), retry, release];
+            let throttled = self.context.throttle.wait_time();
+            let timeouts = [deadline, self.time_until_retirement(), retry, release, throttled];
             let timeout = timeouts.into_iter().flatten().min();
             let events = &mut self.events;
             self.context.engine.wait(timeout, &mut |token, bits| events.push((token, bits)))?;
@@ -264,11 +267,27 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         let Some(state) = self.frontend.member(member) else { return 0 };
         state.scheduled = false;
         state.quantum.begin(self.context.quantum);
-        let moved = self.frontend.service(&mut self.context, member);
+        let moved = match self.context.throttle.holds(member, || self.frontend.is_limited(member)) {
+            true => self.frontend.send_answers(&mut self.context, member),
+            false => self.frontend.service(&mut self.context, member),
+        };
         if self.context.has_released {
             self.wake_blocked();
         }
         moved
+    }
+
+    /// Takes over changed limits, and schedules the members that waited for tokens once there are
+    /// some.
+    fn release_throttled(&mut self) {
+        if !self.stopping {
+            self.context.throttle.update(&self.registered.limits);
+        }
+        for member in self.context.throttle.released() {
+            if let Some(state) = self.frontend.member(member) {
+                self.context.run_queues.schedule(member, state);
+            }
+        }
     }
 
     /// Schedules the blocked members after a slot or memory became free.
@@ -295,6 +314,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             {
                 self.context.statistics.record(kind, io.op, time);
             }
+            self.context.throttle.charge(io);
             match result(&completion) {
                 Ok(()) => self.context.statistics.count(kind, io.op, io.range.len),
                 Err(errno) => {

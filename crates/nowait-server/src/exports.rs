@@ -13,6 +13,7 @@ use crate::export_threads::Shared;
 use crate::export_threads::export_registry::{RegisteredExport, Servable};
 use crate::net::connection_limit::ConnectionStatus;
 use crate::net::listener::Listener;
+use crate::rate_limit::{Limits, TokenBucket};
 use crate::server_options::ExportOptions;
 use crate::statistics::{FrontendKind, FrontendTotals};
 
@@ -78,6 +79,8 @@ pub struct ExportStatus {
     pub totals: Vec<(FrontendKind, FrontendTotals)>,
     /// How the engines have served the requests: the names and counts of [`nowait::Stats`].
     pub mechanisms: Vec<(&'static str, u64)>,
+    /// What it may do.
+    pub limits: Limits,
 }
 
 impl ExportStatus {
@@ -94,6 +97,7 @@ impl ExportStatus {
             in_flight: threads.iter().map(|thread| thread.in_flight()).sum(),
             totals: FrontendKind::ALL.into_iter().map(totals).collect(),
             mechanisms: registered.statistics.mechanisms(),
+            limits: registered.limits.get(),
         }
     }
 }
@@ -167,6 +171,23 @@ impl Exports {
         let export = self.0.registry.get(id).ok_or(missing)?;
         export.export.grow(size)?;
         self.0.tell_size(&export, size);
+        Ok(())
+    }
+
+    /// Replaces the limits of an export. They hold for all its frontends and clients together, from
+    /// the next request on.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export. `EINVAL`: a bucket is not [valid](TokenBucket::is_valid).
+    pub fn set_limits(&self, id: ExportId, limits: Limits) -> Result<(), Error> {
+        let failed = |errno| Error::new(errno, Operation::SetUp);
+        let export = self.0.registry.get(id).ok_or(failed(libc::ENOENT))?;
+        let buckets = [limits.requests, limits.bytes];
+        if !buckets.iter().flatten().all(TokenBucket::is_valid) {
+            return Err(failed(libc::EINVAL));
+        }
+        export.limits.set(limits);
+        export.threads().iter().for_each(|thread| thread.wake());
         Ok(())
     }
 

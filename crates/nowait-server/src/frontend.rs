@@ -38,12 +38,22 @@ pub(crate) trait Frontend<Q: IoQueue, M: BlockMap> {
     /// What the requests of `member` are counted as.
     fn kind(&self, member: usize) -> FrontendKind;
 
+    /// Whether the limits of the export hold for `member`.
+    fn is_limited(&self, _member: usize) -> bool {
+        true
+    }
+
     /// A member, if it is still there.
     fn member(&mut self, member: usize) -> Option<&mut Member>;
 
     /// Services a scheduled member, which moves about as many bytes as its quantum allows. Returns
     /// how many.
     fn service(&mut self, context: &mut LoopContext<Q, M>, member: usize) -> u64;
+
+    /// The same for a member that is held up by the limits of the export: only its answers leave.
+    fn send_answers(&mut self, _: &mut LoopContext<Q, M>, _member: usize) -> u64 {
+        0
+    }
 
     /// The request submitted with [`LoopContext::tag`] for `member` and `key` has completed.
     fn complete(
@@ -125,6 +135,13 @@ where
         }
     }
 
+    fn is_limited(&self, member: usize) -> bool {
+        match member & 1 {
+            0 => self.0.is_limited(member >> 1),
+            _ => self.1.is_limited(member >> 1),
+        }
+    }
+
     fn member(&mut self, member: usize) -> Option<&mut Member> {
         match member & 1 {
             0 => self.0.member(member >> 1),
@@ -137,6 +154,14 @@ where
         context.inside(second, |context| match second {
             false => self.0.service(context, member >> 1),
             true => self.1.service(context, member >> 1),
+        })
+    }
+
+    fn send_answers(&mut self, context: &mut LoopContext<Q, M>, member: usize) -> u64 {
+        let second = member & 1 == 1;
+        context.inside(second, |context| match second {
+            false => self.0.send_answers(context, member >> 1),
+            true => self.1.send_answers(context, member >> 1),
         })
     }
 

@@ -7,6 +7,8 @@
 
 mod fault_log;
 mod latency;
+mod rate_limit;
+mod throttle;
 mod statistics;
 mod export;
 mod injected_bug;
@@ -34,6 +36,7 @@ pub use latency::Latencies;
 #[cfg(feature = "fuzz")]
 pub use nbd::fuzz;
 pub use net::connection_limit::ConnectionStatus;
+pub use rate_limit::{Limits, TokenBucket};
 pub use server::{
     ClientAuth, Credentials, ExportOptions, Listener, Options, QueueKind, Server, ShutdownHandle,
     ShutdownReport, Tls, TlsError,

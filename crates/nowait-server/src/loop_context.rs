@@ -8,7 +8,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nowait::{BlockMap, Engine, Error, FD_TOKEN, Interest, IoQueue, Token};
+use nowait::{BlockMap, Engine, Error, FD_TOKEN, Interest, IoQueue, Request, Token};
 
 use crate::buffer_budget::{BufferBudget, DeclaredUse};
 use crate::delayed_release::DelayedRelease;
@@ -17,8 +17,9 @@ use crate::fairness::{Member, RunQueues, quantum_among};
 use crate::idle_timeout::IdleTimeout;
 use crate::latency::Sampler;
 use crate::net::connection_limit::ConnectionLimit;
-use crate::statistics::ThreadStatistics;
+use crate::statistics::{FrontendKind, ThreadStatistics};
 use crate::thread_handle::ThreadHandle;
+use crate::throttle::Throttle;
 
 /// Bits of a token that a frontend may choose.
 pub(crate) const TOKEN_BITS: u32 = 56;
@@ -45,6 +46,7 @@ pub(crate) struct LoopContext<Q: IoQueue, M: BlockMap> {
     /// The counters that only this thread changes.
     pub(crate) statistics: Arc<ThreadStatistics>,
     pub(crate) sampler: Sampler,
+    pub(crate) throttle: Throttle,
     thread: Arc<ThreadHandle>,
     limit: Arc<ConnectionLimit>,
     members: usize,
@@ -96,11 +98,19 @@ impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
             has_released: false,
             statistics,
             sampler: Sampler::default(),
+            throttle: Throttle::default(),
             thread,
             limit,
             members: 0,
             place: Place::default(),
         }
+    }
+
+    /// A read was answered without the engine.
+    #[inline]
+    pub(crate) fn count_hole(&self, frontend: FrontendKind, io: Request) {
+        self.statistics.count(frontend, io.op, io.range.len);
+        self.throttle.charge(io);
     }
 
     /// As [`ConnectionLimit::close_count`].

@@ -6,6 +6,9 @@ use std::path::PathBuf;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, Subcommand};
 
+use nowait_cli::size;
+use nowait_server::{Limits, TokenBucket};
+
 use crate::args::change_args::{Change, parse_change};
 use crate::args::image_args::parse_image_format;
 use crate::{export_spec, listen_address};
@@ -27,6 +30,9 @@ pub(crate) struct ServeControlArgs {
     /// Images in directories below it are allowed, too. Without this option no image can be added.
     #[arg(long, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     pub(crate) allow_dir: Vec<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) limits: LimitArgs,
 }
 
 /// Where the control socket is.
@@ -91,6 +97,26 @@ pub(crate) struct ExportCommand {
     pub(crate) action: ExportAction,
 }
 
+/// How much an export may do.
+#[derive(Clone, Copy, Debug, Args)]
+pub(crate) struct LimitArgs {
+    /// The most requests a second, of all clients of an export together
+    #[arg(help_heading = "Limits", long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) limit_iops: Option<u64>,
+
+    /// The most bytes a second that are read and written, such as 100M
+    #[arg(help_heading = "Limits", long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) limit_bandwidth: Option<u64>,
+}
+
+impl LimitArgs {
+    /// The limits; a tenth of a second's worth is let through at once.
+    pub(crate) fn limits(&self) -> Limits {
+        let bucket = |rate: Option<u64>| rate.map(TokenBucket::per_second);
+        Limits { requests: bucket(self.limit_iops), bytes: bucket(self.limit_bandwidth) }
+    }
+}
+
 /// What to do with exports.
 #[derive(Debug, Subcommand)]
 pub(crate) enum ExportAction {
@@ -138,6 +164,17 @@ pub(crate) enum ExportAction {
         #[command(flatten)]
         server: ServerArgs,
     },
+    /// Limit the requests and bytes a second of an export, all its clients together
+    ///
+    /// What is not given is not limited any more.
+    Limit {
+        /// Its name, or @ID
+        name: String,
+        #[command(flatten)]
+        limits: LimitArgs,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
     /// Make the completed writes of an export durable
     Flush {
         /// Its name, or @ID
@@ -174,6 +211,7 @@ Examples:
   nowait export add data /srv/images/data.qcow2
   nowait export list
   nowait export resize data +10G
+  nowait export limit data --limit-iops 2000 --limit-bandwidth 100M
   nowait export remove data
 
 Exit status:

@@ -92,9 +92,15 @@ pub(crate) fn export(command: &ExportCommand) -> Result<(), CliError> {
         ExportAction::Resize { name, change, server } => {
             let resize = |client: &Client| {
                 let size_bytes = new_size(client, name, *change)?;
-                client.change(name, &PatchExport { size_bytes: Some(size_bytes) })
+                let change = PatchExport { size_bytes: Some(size_bytes), ..PatchExport::default() };
+                client.change(name, &change)
             };
             ask(server, resize, |export| format!("{}\n", human(export.size_bytes)))
+        }
+        ExportAction::Limit { name, limits, server } => {
+            let limits = Some(limits.limits().into());
+            let change = PatchExport { limits, ..PatchExport::default() };
+            tell(server, |client| client.change(name, &change).map(drop))
         }
         ExportAction::Flush { name, server } => tell(server, |client| client.flush(name)),
     }
@@ -185,10 +191,13 @@ fn print_json(value: &impl Serialize) -> Result<(), CliError> {
 fn table(exports: &[ExportInfo]) -> String {
     let line = |export: &ExportInfo| {
         let (mut requests, mut bytes, mut errors) = (0, 0, 0);
-        for totals in export.frontends.values().flat_map(|frontend| frontend.operations.values()) {
+        let operations = export.frontends.values().flat_map(|frontend| &frontend.operations);
+        for (operation, totals) in operations {
             requests += totals.requests;
-            bytes += totals.bytes;
             errors += totals.errors;
+            if matches!(operation.as_str(), "read" | "write") {
+                bytes += totals.bytes;
+            }
         }
         let name =
             if export.name.is_empty() { format!("@{}", export.id) } else { export.name.clone() };

@@ -11,7 +11,8 @@ use std::time::Duration;
 use nowait::{RegisteredMemory, Uring};
 use nowait_nbd::Address;
 use nowait_server::{
-    AnyExport, ClientAuth, Credentials, Listener, Options, QueueKind, Server, Tls, UblkNode,
+    AnyExport, ClientAuth, Credentials, Exports, Listener, Options, QueueKind, Server, Tls,
+    UblkNode,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::{info, warn};
@@ -67,10 +68,9 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let kind = if args.poll { polled_queue(&all)? } else { queue_kind(args, first)? };
     let ublk = ublk::open(args, first)?;
     let is_device = ublk.is_some() || !args.vhost_user.sockets.is_empty();
-    let default_socket = match given.is_empty() && inherited.is_empty() && !is_device {
-        true => Some(Arc::new(default_image::socket(image)?)),
-        false => None,
-    };
+    let needs_socket = given.is_empty() && inherited.is_empty() && !is_device;
+    let default_socket = needs_socket.then(|| default_image::socket(image)).transpose()?;
+    let default_socket = default_socket.map(Arc::new);
     default_socket.iter().for_each(|socket| ending.removes(socket));
     let listens = match &default_socket {
         Some(socket) => std::slice::from_ref(&socket.listen),
@@ -92,6 +92,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     if args.lifetime.exit_with_last_client {
         server.stop_after_last_client();
     }
+    limit(args, &server.exports()).map_err(|error| CliError::at(image, error))?;
     ending.serving(server.shutdown_handle(), server.exports());
     if let Some(node) = &ublk {
         node.start().map_err(|error| CliError::at(image, error))?;
@@ -116,6 +117,12 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     info!("stopped, everything is flushed");
     // A request that never ends would block its worker, and the worker the end of this process.
     std::process::exit(0);
+}
+
+/// Sets the limits of `args` for all exports.
+fn limit(args: &ServeArgs, exports: &Exports) -> Result<(), nowait::Error> {
+    let limits = args.control.limits.limits();
+    exports.list().into_iter().try_for_each(|(id, _)| exports.set_limits(id, limits))
 }
 
 /// The images of `all` with the ids of their exports and where these can be reached.

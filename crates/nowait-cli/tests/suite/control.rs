@@ -7,7 +7,7 @@ use std::os::unix::fs::{PermissionsExt, symlink};
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nowait_testkit::nbd::{Client, Mode};
 use nowait_testkit::{Finished, PYTHON, require_tool, skip, tool, wait_until};
@@ -187,6 +187,52 @@ fn an_export_in_use_is_removed_only_by_force_and_its_image_is_free_then() {
     assert_eq!(again.connect().read(0, 4096).expect("bytes"), [5; 4096]);
     again.stop();
     it.server.stop();
+}
+
+#[test]
+fn a_limit_holds_up_requests_until_it_is_lifted() {
+    if !require_tool("curl") {
+        return;
+    }
+    let it = Controlled::start();
+    it.nowait(&["export", "limit", "@0", "--limit-iops", "10"]).succeeds();
+    let limits = &it.json("GET", "/v1/exports/@0", None, 200)["limits"];
+    assert_eq!(*limits, json!({"ops": {"size": 10, "one_time_burst": 0, "refill_time": 1000}}));
+    let (mut client, begin) = (it.server.connect(), Instant::now());
+    for number in 0..12 {
+        client.write(number * 4096, &[1; 4096]).expect("a write");
+        client.read(MIB, 4096).expect("a hole");
+    }
+    // Ten at once, and then one in each tenth of a second.
+    let passed = begin.elapsed();
+    assert!(passed >= Duration::from_millis(1200), "{passed:?}");
+    let zero = json!({"limits": {"ops": {"size": 0, "refill_time": 1}}});
+    it.refusal("PATCH", "/v1/exports/@0", Some(zero), 400);
+    let hour = json!({"limits": {"bandwidth": {"size": 1, "refill_time": 3_600_000}}});
+    it.json("PATCH", "/v1/exports/@0", Some(hour), 200);
+    client.write(0, &[2; 4096]).expect("a full bucket lets one request through");
+    let waiting = std::thread::spawn(move || client.read(0, 4096).expect("bytes"));
+    // A server with a client that waits for months still takes others, and ends.
+    it.server.connect();
+    std::thread::sleep(Duration::from_millis(100));
+    assert!(!waiting.is_finished(), "the limit does not hold");
+    it.json("PATCH", "/v1/exports/@0", Some(json!({"limits": {}})), 200);
+    assert_eq!(waiting.join().expect("an answer"), [2; 4096]);
+    it.server.stop();
+}
+
+#[test]
+fn a_server_with_limits_from_its_command_line_ends_although_clients_wait_for_tokens() {
+    let scratch = Scratch::new();
+    let image = scratch.join("disk.img");
+    accepted(&["create", text(&image), "8M"]);
+    let server = Server::start(&image, &["--limit-bandwidth", "1"]);
+    let mut client = server.connect();
+    // The answer may come before or after the debt counts.
+    let answered = std::thread::spawn(move || client.write(0, &[3; 1 << 20]).is_ok());
+    wait_until("the write", || std::fs::read(&image).expect("the image")[0] == 3);
+    server.stop();
+    assert!(answered.join().expect("a client"));
 }
 
 #[test]

@@ -14,6 +14,7 @@ use crate::export::ExportId;
 use crate::export_threads::ThreadContext;
 use crate::nbd::connection_channel::ConnectionChannel;
 use crate::nbd::handshake::ExportInfo;
+use crate::rate_limit::SharedLimits;
 use crate::statistics::ExportStatistics;
 use crate::thread_handle::ThreadHandle;
 use crate::vhost_user::BlockProperties;
@@ -107,6 +108,8 @@ pub(crate) struct RegisteredExport {
     told_size: AtomicU64,
     /// What its threads have done.
     pub(crate) statistics: ExportStatistics,
+    /// What it may do.
+    pub(crate) limits: SharedLimits,
 }
 
 #[derive(Default)]
@@ -124,7 +127,8 @@ impl RegisteredExport {
         let (controls, threads, ended) = (Mutex::default(), Mutex::default(), Condvar::new());
         let told_size = AtomicU64::new(export.size());
         let statistics = ExportStatistics::default();
-        Self { id, export, has_devices, controls, threads, ended, told_size, statistics }
+        let limits = SharedLimits::default();
+        Self { id, export, has_devices, controls, threads, ended, told_size, statistics, limits }
     }
 
     /// Notes that the device has `size` bytes. Returns the size before, if it was another one.

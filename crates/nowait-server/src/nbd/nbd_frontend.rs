@@ -210,6 +210,14 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
         FrontendKind::Nbd
     }
 
+    /// Not during the handshake, which has a timeout, nor once the client has left.
+    fn is_limited(&self, member: usize) -> bool {
+        self.connections.get(member).is_some_and(|connection| {
+            matches!(connection.session.phase, Phase::Transmission(_))
+                && connection.session.input != ReadState::Aborted
+        })
+    }
+
     #[inline]
     fn member(&mut self, member: usize) -> Option<&mut Member> {
         self.connections.get_mut(member).map(|connection| &mut connection.member)
@@ -241,6 +249,16 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
             }
         } else if needs_service {
             context.schedule(member, &mut connection.member);
+        }
+        moved
+    }
+
+    fn send_answers(&mut self, context: &mut LoopContext<Q, M>, member: usize) -> u64 {
+        let Some(connection) = self.connections.get_mut(member) else { return 0 };
+        connection.send(context);
+        let moved = connection.member.quantum.bytes_moved();
+        if connection.can_close() {
+            self.close(context, member);
         }
         moved
     }

@@ -118,7 +118,7 @@ impl Connection {
         }
         if builder::is_hole_reply(&context.export, mode, &request, io) {
             self.session.reply_hole(mode, &request.header, io.range);
-            context.statistics.count(FrontendKind::Nbd, Op::Read, io.range.len);
+            context.count_hole(FrontendKind::Nbd, io);
             return taken;
         }
         let Some(buf) = self.take_buffer(context, &mut request, io) else {

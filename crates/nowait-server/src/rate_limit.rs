@@ -1,0 +1,253 @@
+//! Limits on what an export may do: requests and bytes a second, by token buckets.
+//!
+//! Invariant: a completed request takes its tokens even where there are fewer, and no further one is
+//! taken before the debt is paid: so the rate is kept over time, whatever the size of a request. A
+//! request in flight is never held up.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::time::{Duration, Instant};
+
+/// A bucket that holds at most `size` tokens and is filled from empty in `refill_time`: a request
+/// takes one token, or as many as it has bytes.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct TokenBucket {
+    /// The most tokens that it holds, at least 1: so much can be done at once after a pause.
+    pub size: u64,
+    /// Tokens beside these that are there once, in the beginning.
+    pub one_time_burst: u64,
+    /// The time in which an empty bucket is filled, from 1 ms to one day.
+    pub refill_time: Duration,
+}
+
+impl TokenBucket {
+    /// A bucket for `rate` tokens a second that lets through a tenth of a second's tokens at once.
+    #[must_use]
+    pub fn per_second(rate: u64) -> Self {
+        let (size, refill_time) = match rate {
+            0..100 => (rate, Duration::from_secs(1)),
+            _ => (rate / 10, Duration::from_millis(100)),
+        };
+        Self { size, one_time_burst: 0, refill_time }
+    }
+
+    /// The shortest time to refill a bucket.
+    pub const MIN_REFILL_TIME: Duration = Duration::from_millis(1);
+    /// The longest time to refill a bucket.
+    pub const MAX_REFILL_TIME: Duration = Duration::from_secs(86_400);
+
+    /// Whether its values are within their ranges.
+    #[must_use]
+    pub fn is_valid(&self) -> bool {
+        let times = Self::MIN_REFILL_TIME..=Self::MAX_REFILL_TIME;
+        self.size > 0 && times.contains(&self.refill_time)
+    }
+}
+
+/// The limits of an export. All its frontends and clients share them.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct Limits {
+    /// Of requests; `None` for no limit.
+    pub requests: Option<TokenBucket>,
+    /// Of the bytes that are read and written; `None` for no limit.
+    pub bytes: Option<TokenBucket>,
+}
+
+/// The limits of an export as its threads see them.
+#[derive(Default)]
+pub(crate) struct SharedLimits {
+    limiter: Mutex<Option<Arc<Limiter>>>,
+    limits: Mutex<Limits>,
+    /// How many times the limits were changed.
+    changes: AtomicU64,
+}
+
+impl SharedLimits {
+    /// How many times the limits were changed: a thread that has seen the number asks for the
+    /// limiter only when it has changed.
+    #[inline]
+    pub(crate) fn changes(&self) -> u64 {
+        self.changes.load(Ordering::Acquire)
+    }
+
+    /// The limiter; `None` without limits.
+    pub(crate) fn limiter(&self) -> Option<Arc<Limiter>> {
+        lock(&self.limiter).clone()
+    }
+
+    /// The limits.
+    pub(crate) fn get(&self) -> Limits {
+        *lock(&self.limits)
+    }
+
+    /// Replaces the limits; buckets begin full. The threads have to be woken up.
+    pub(crate) fn set(&self, limits: Limits) {
+        let is_limited = limits != Limits::default();
+        *lock(&self.limiter) = is_limited.then(|| Arc::new(Limiter::new(limits, Instant::now())));
+        *lock(&self.limits) = limits;
+        self.changes.fetch_add(1, Ordering::Release);
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    // No critical section here can panic half-way through a change.
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
+}
+
+/// The buckets of an export, shared by its threads.
+pub(crate) struct Limiter {
+    requests: Option<Mutex<Bucket>>,
+    bytes: Option<Mutex<Bucket>>,
+}
+
+impl Limiter {
+    fn new(limits: Limits, now: Instant) -> Self {
+        let bucket =
+            |limit: Option<TokenBucket>| limit.map(|limit| Mutex::new(Bucket::new(limit, now)));
+        Self { requests: bucket(limits.requests), bytes: bucket(limits.bytes) }
+    }
+
+    /// Takes the tokens of a request of `bytes` that has ended.
+    pub(crate) fn charge(&self, bytes: u64) {
+        for (bucket, count) in [(&self.requests, 1), (&self.bytes, bytes)] {
+            if let Some(bucket) = bucket {
+                lock(bucket).take(count);
+            }
+        }
+    }
+
+    /// The time until another request may be taken; `None` if one may be taken now.
+    pub(crate) fn wait_time(&self, now: Instant) -> Option<Duration> {
+        let buckets = [&self.requests, &self.bytes].into_iter().flatten();
+        buckets.filter_map(|bucket| lock(bucket).wait_time(now)).max()
+    }
+}
+
+struct Bucket {
+    limit: TokenBucket,
+    /// Tokens, times the nanoseconds of the refill time, so that nothing is lost by rounding;
+    /// negative while a debt is being paid.
+    level: i128,
+    one_time_burst: u64,
+    updated: Instant,
+}
+
+impl Bucket {
+    fn new(limit: TokenBucket, now: Instant) -> Self {
+        let one_time_burst = limit.one_time_burst;
+        let mut bucket = Self { limit, level: 0, one_time_burst, updated: now };
+        bucket.level = bucket.full();
+        bucket
+    }
+
+    fn unit(&self) -> i128 {
+        self.limit.refill_time.as_nanos().max(1) as i128
+    }
+
+    fn full(&self) -> i128 {
+        i128::from(self.limit.size) * self.unit()
+    }
+
+    fn take(&mut self, count: u64) {
+        let once = count.min(self.one_time_burst);
+        self.one_time_burst -= once;
+        self.level -= i128::from(count - once) * self.unit();
+    }
+
+    fn wait_time(&mut self, now: Instant) -> Option<Duration> {
+        let passed = now.saturating_duration_since(self.updated).as_nanos() as i128;
+        self.updated = self.updated.max(now);
+        // A token more is a unit more, and `size` tokens come in each refill time: in each
+        // nanosecond the level rises by `size`.
+        let size = i128::from(self.limit.size);
+        self.level = self.level.saturating_add(passed.saturating_mul(size)).min(self.full());
+        if self.level > 0 || self.one_time_burst > 0 {
+            return None;
+        }
+        let nanoseconds = (1 - self.level + size - 1) / size;
+        Some(Duration::from_nanos(u64::try_from(nanoseconds).unwrap_or(u64::MAX)))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SECOND: Duration = Duration::from_secs(1);
+
+    /// Requests of `bytes` that a limiter lets through in `time`, taken as soon as they may be.
+    fn requests_in(limits: Limits, bytes: u64, time: Duration) -> u64 {
+        let begin = Instant::now();
+        let limiter = Limiter::new(limits, begin);
+        let (mut now, mut requests) = (begin, 0);
+        while now < begin + time {
+            match limiter.wait_time(now) {
+                Some(wait) => now += wait,
+                None => {
+                    limiter.charge(bytes);
+                    requests += 1;
+                }
+            }
+        }
+        requests
+    }
+
+    fn bucket(size: u64, refill_time: Duration) -> Option<TokenBucket> {
+        Some(TokenBucket { size, one_time_burst: 0, refill_time })
+    }
+
+    #[test]
+    fn the_rate_is_the_size_by_the_refill_time_after_one_full_bucket() {
+        let limits = Limits { requests: bucket(100, SECOND), bytes: None };
+        assert_eq!(requests_in(limits, 4096, 10 * SECOND), 100 + 1000);
+        let limits = Limits { requests: bucket(10, SECOND / 10), bytes: None };
+        assert_eq!(requests_in(limits, 4096, 10 * SECOND), 10 + 1000);
+    }
+
+    #[test]
+    fn a_request_larger_than_the_bucket_is_let_through_and_paid_for_later() {
+        let limits = Limits { requests: None, bytes: bucket(1000, SECOND) };
+        // 64 KiB cost 65.536 s each; the bucket's first 1000 bytes save one second.
+        assert_eq!(requests_in(limits, 65536, 600 * SECOND), 10);
+    }
+
+    #[test]
+    fn the_stricter_of_two_limits_holds() {
+        let limits = Limits { requests: bucket(100, SECOND), bytes: bucket(4096 * 10, SECOND) };
+        assert_eq!(requests_in(limits, 4096, 10 * SECOND), 10 + 100);
+    }
+
+    #[test]
+    fn the_burst_is_there_once() {
+        let limit = TokenBucket { size: 10, one_time_burst: 500, refill_time: SECOND };
+        let limits = Limits { requests: Some(limit), bytes: None };
+        assert_eq!(requests_in(limits, 1, 10 * SECOND), 500 + 10 + 100);
+    }
+
+    #[test]
+    fn extreme_values_neither_overflow_nor_wait_for_ever() {
+        let day = TokenBucket::MAX_REFILL_TIME;
+        let limit = TokenBucket { size: u64::MAX, one_time_burst: u64::MAX, refill_time: day };
+        let limiter =
+            Limiter::new(Limits { requests: Some(limit), bytes: Some(limit) }, Instant::now());
+        (0..1000).for_each(|_| limiter.charge(u64::MAX));
+        let wait = limiter.wait_time(Instant::now()).expect("a debt");
+        assert!(wait <= day * 1000, "{wait:?}");
+        assert!(!TokenBucket { size: 0, ..limit }.is_valid());
+        assert!(!TokenBucket { refill_time: Duration::ZERO, ..limit }.is_valid());
+    }
+
+    #[test]
+    fn changed_limits_are_noticed() {
+        let shared = SharedLimits::default();
+        assert!(shared.limiter().is_none());
+        let limits = Limits { requests: bucket(1, SECOND), bytes: None };
+        shared.set(limits);
+        assert_eq!((shared.changes(), shared.get()), (1, limits));
+        assert!(
+            shared.limiter().is_some_and(|limiter| limiter.wait_time(Instant::now()).is_none())
+        );
+        shared.set(Limits::default());
+        assert!(shared.limiter().is_none() && shared.changes() == 2);
+    }
+}
