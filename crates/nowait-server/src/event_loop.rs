@@ -183,8 +183,9 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             return self.poll();
         }
         let began = Instant::now();
-        let engine = &mut self.context.engine;
-        if self.adaptive_poll.wait(began, || engine.has_completions()) {
+        let (engine, frontend) = (&mut self.context.engine, &self.frontend);
+        let has_event = || engine.has_completions() || frontend.has_arrived();
+        if self.adaptive_poll.wait(began, has_event) {
             self.frontend.poll(&mut self.context);
         } else if !self.frontend.before_sleep(&mut self.context) {
             let deadline = self.frontend.deadline().map(|due| due.saturating_duration_since(began));

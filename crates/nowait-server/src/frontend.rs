@@ -80,6 +80,12 @@ pub(crate) trait Frontend<Q: IoQueue, M: BlockMap> {
     /// The deadline has passed.
     fn expire(&mut self, _: &mut LoopContext<Q, M>, _now: Instant) {}
 
+    /// Whether something has arrived that no event tells of. Asked while the thread polls instead of
+    /// sleeping; [`Frontend::after_events`] finds it then.
+    fn has_arrived(&self) -> bool {
+        false
+    }
+
     /// Polling has succeeded: the member that was active last probably has more to do.
     fn poll(&mut self, _: &mut LoopContext<Q, M>) {}
 
@@ -195,6 +201,10 @@ where
     fn expire(&mut self, context: &mut LoopContext<Q, M>, now: Instant) {
         context.inside(false, |context| self.0.expire(context, now));
         context.inside(true, |context| self.1.expire(context, now));
+    }
+
+    fn has_arrived(&self) -> bool {
+        self.0.has_arrived() || self.1.has_arrived()
     }
 
     fn poll(&mut self, context: &mut LoopContext<Q, M>) {

@@ -197,7 +197,7 @@ impl RequestReader {
                 return Err(Malformed("a descriptor is outside of its table"));
             }
             let at = table.checked_add(u64::from(index) * u64::from(DESCRIPTOR_BYTES));
-            let read = at.and_then(|at| memory.bytes().read_obj::<Descriptor>(at).ok());
+            let read = at.and_then(|at| memory.read::<Descriptor>(at));
             let descriptor = read.ok_or(Malformed("a descriptor is outside of the memory"))?;
             if descriptor.refers_to_indirect_table() {
                 let len = descriptor.len();
@@ -226,6 +226,14 @@ impl RequestReader {
 
     /// Takes the header off the first parts.
     fn take_header(&mut self, memory: &GuestMemory) -> Result<[u32; 4], Malformed> {
+        if let Some(first) = self.parts.first_mut().filter(|first| !first.writable)
+            && first.len >= HEADER_BYTES
+            && let Some(address) = first.address.checked_add(u64::from(HEADER_BYTES))
+            && let Some(bytes) = memory.read(first.address)
+        {
+            (first.address, first.len) = (address, first.len - HEADER_BYTES);
+            return Ok(words(bytes));
+        }
         let mut bytes = [0; HEADER_BYTES as usize];
         let mut filled = 0;
         let readable = self.parts.iter_mut().take_while(|part| !part.writable);

@@ -9,7 +9,8 @@ use std::sync::Arc;
 
 use nowait::{Error, IoSegment, Operation};
 use vm_memory::{
-    GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion, GuestRegionMmap,
+    ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
+    GuestRegionMmap, VolatileMemory,
 };
 
 use crate::vhost_user::fault_guard::{FaultGuard, map_shared};
@@ -109,6 +110,17 @@ impl GuestMemory {
     #[inline]
     pub(crate) fn bytes(&self) -> &GuestMemoryMmap {
         &self.all
+    }
+
+    /// The object at `address`, if its memory exists. Most are in one region, which is looked up once.
+    #[inline]
+    pub(crate) fn read<T: ByteValued>(&self, address: GuestAddress) -> Option<T> {
+        let region = self.all.find_region(address)?;
+        let inside = (address.0 - region.start_addr().0) as usize;
+        match region.get_ref(inside) {
+            Ok(object) => Some(object.load()),
+            Err(_) => self.all.read_obj(address).ok(),
+        }
     }
 
     /// The address in the guest of the byte that the VMM has at `user`.

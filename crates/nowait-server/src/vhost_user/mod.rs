@@ -6,12 +6,12 @@
 //! its device only.
 
 mod fault_guard;
-mod guest_memory;
-mod device_config;
+pub(crate) mod guest_memory;
+pub(crate) mod device_config;
 mod dirty_log;
 mod inflight_region;
 mod block_request;
-mod virtqueue;
+pub(crate) mod virtqueue;
 pub(crate) mod queue_channel;
 pub(crate) mod vhost_frontend;
 #[cfg(feature = "fuzz")]

@@ -59,6 +59,8 @@ struct DeviceQueue {
     in_flight: u32,
     /// It is in the list of queues that have something to do at the end of the iteration.
     is_touched: bool,
+    /// It is in the list of queues without a next request, whose drivers were not asked for a kick.
+    is_idle: bool,
 }
 
 /// What a service does next.
@@ -66,6 +68,8 @@ enum Step {
     Next,
     /// Nothing more can be done now.
     Pause,
+    /// There is no next request.
+    Idle,
 }
 
 /// The outcome of a request that is decided without the engine: success with bytes that were
@@ -78,6 +82,9 @@ pub(crate) struct VhostFrontend {
     pub(crate) channel: Arc<QueueChannel>,
     reader: RequestReader,
     touched: Vec<usize>,
+    /// The queues whose rings are looked at while the thread is awake. Their drivers are asked for a
+    /// kick when it is about to sleep: an eventfd costs more than a look.
+    idle: Vec<usize>,
     stopping: bool,
 }
 
@@ -89,6 +96,7 @@ impl VhostFrontend {
             channel,
             reader: RequestReader::default(),
             touched: Vec::new(),
+            idle: Vec::new(),
             stopping: false,
         }
     }
@@ -137,7 +145,15 @@ impl VhostFrontend {
         let (_, size) = start.virtqueue.table();
         let requests = (0..size).map(|_| None).collect();
         let (member, phase) = (Member::default(), Phase::Running);
-        let queue = DeviceQueue { start, member, phase, requests, in_flight: 0, is_touched: false };
+        let queue = DeviceQueue {
+            start,
+            member,
+            phase,
+            requests,
+            in_flight: 0,
+            is_touched: false,
+            is_idle: false,
+        };
         let number = self.queues.insert(queue);
         context.add_member();
         let Some(queue) = self.queues.get_mut(number) else { return };
@@ -184,9 +200,7 @@ impl DeviceQueue {
         };
         let Some(head) = taken else {
             self.check_memory()?;
-            let more =
-                matches!(self.phase, Phase::Running) && self.start.virtqueue.ask_for_kick()?;
-            return Ok(if more { Step::Next } else { Step::Pause });
+            return Ok(Step::Idle);
         };
         if self.requests.get(usize::from(head)).is_none_or(Option::is_some) {
             return Err(Malformed("a request was made available again before its end"));
@@ -210,6 +224,16 @@ impl DeviceQueue {
                 Ok(self.wait(number, context))
             }
         }
+    }
+
+    fn takes_requests(&self) -> bool {
+        matches!(self.phase, Phase::Running) && !self.start.device.is_broken()
+    }
+
+    /// Whether there is a next request.
+    #[inline]
+    fn has_next(&self) -> bool {
+        self.takes_requests() && self.start.virtqueue.has_next()
     }
 
     /// Checks that all memory that was accessed was there.
@@ -432,6 +456,47 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
         }
     }
 
+    /// Schedules the queues that got a request meanwhile.
+    #[inline]
+    fn after_events(&mut self, context: &mut LoopContext<Q, M>) {
+        let queues = &mut self.queues;
+        self.idle.retain(|&number| {
+            let Some(queue) = queues.get_mut(number) else { return false };
+            if queue.has_next() {
+                queue.is_idle = false;
+                context.schedule(number, &mut queue.member);
+            }
+            queue.is_idle
+        });
+    }
+
+    #[inline]
+    fn has_arrived(&self) -> bool {
+        let has_next = |&number: &usize| self.queues.get(number).is_some_and(DeviceQueue::has_next);
+        self.idle.iter().any(has_next)
+    }
+
+    /// Asks the drivers of idle queues for a kick.
+    fn before_sleep(&mut self, context: &mut LoopContext<Q, M>) -> bool {
+        let mut has_more = false;
+        for number in self.idle.drain(..) {
+            let Some(queue) = self.queues.get_mut(number) else { continue };
+            queue.is_idle = false;
+            if !queue.takes_requests() {
+                continue;
+            }
+            match queue.start.virtqueue.ask_for_kick() {
+                Ok(false) => {}
+                Ok(true) => {
+                    context.schedule(number, &mut queue.member);
+                    has_more = true;
+                }
+                Err(reason) => queue.break_down(reason),
+            }
+        }
+        has_more
+    }
+
     #[inline]
     fn kind(&self, _: usize) -> FrontendKind {
         FrontendKind::VhostUser
@@ -455,6 +520,12 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
             match queue.step(member, &mut self.reader, context) {
                 Ok(Step::Next) => {}
                 Ok(Step::Pause) => break,
+                Ok(Step::Idle) => {
+                    if !std::mem::replace(&mut queue.is_idle, true) {
+                        self.idle.push(member);
+                    }
+                    break;
+                }
                 Err(reason) => queue.break_down(reason),
             }
         }
@@ -487,6 +558,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
                 continue;
             }
             let mut queue = self.queues.remove(number);
+            self.idle.retain(|idle| *idle != number);
             context.unwatch(queue.start.kick.as_fd(), number as Token);
             context.remove_member(&mut queue.member);
             if let Phase::Stopping(Some(answer)) = &queue.phase {

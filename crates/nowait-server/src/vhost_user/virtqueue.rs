@@ -120,6 +120,14 @@ impl Virtqueue {
         Ok(Some(head))
     }
 
+    /// Whether there may be a request to take. Also if the driver's index cannot be: the reason is
+    /// found when a request is taken.
+    #[inline]
+    pub(crate) fn has_next(&self) -> bool {
+        let index = self.queue.avail_idx(self.memory.bytes(), Ordering::Acquire);
+        self.has_again() || index.map_or(true, |index| index.0 != self.queue.next_avail())
+    }
+
     /// Takes the next of the requests that were taken before.
     pub(crate) fn take_again(&mut self) -> Option<u16> {
         self.again.pop_front()

@@ -37,13 +37,20 @@ fn serve(depth: usize, count: usize) {
     }
 }
 
-/// The instructions of a whole run in a process of its own.
-fn collected(depth: usize, count: usize) -> u64 {
-    let test = "event_loop::tests::request_cost::a_read_costs_no_more_instructions_than_the_limit";
+/// Depth and number of requests that this process is to serve, if it is the one that is measured.
+pub(super) fn wanted() -> Option<(usize, usize)> {
+    let wanted = std::env::var(VARIABLE).ok()?;
+    let (depth, count) = wanted.split_once(' ').unwrap();
+    Some((depth.parse().unwrap(), count.parse().unwrap()))
+}
+
+/// The instructions of a whole run of `test` in a process of its own.
+fn collected(test: &str, depth: usize, count: usize) -> u64 {
+    let test = format!("event_loop::tests::{test}");
     let run = Command::new("valgrind")
         .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", test, "--ignored", "--test-threads=1"])
+        .args(["--exact", &test, "--ignored", "--test-threads=1"])
         .env(VARIABLE, format!("{depth} {count}"))
         .output()
         .unwrap();
@@ -53,17 +60,23 @@ fn collected(depth: usize, count: usize) -> u64 {
     collected.split_whitespace().next().unwrap().parse().unwrap()
 }
 
+/// Checks the instructions of one request in the `test` of this name, for each depth with its limit.
+pub(super) fn check_cost(test: &str, limits: [(usize, u64); 2]) {
+    for (depth, limit) in limits {
+        let few = collected(test, depth, FEW);
+        let cost = (collected(test, depth, MANY) - few).div_ceil((MANY - FEW) as u64);
+        println!("depth {depth}: {cost} instructions");
+        assert!(cfg!(debug_assertions) || cost <= limit, "depth {depth}: {cost}");
+    }
+}
+
 #[test]
 #[ignore = "needs valgrind and a release build: cargo test --release -p nowait-server --lib"]
 fn a_read_costs_no_more_instructions_than_the_limit() {
-    if let Ok(wanted) = std::env::var(VARIABLE) {
-        let (depth, count) = wanted.split_once(' ').unwrap();
-        return serve(depth.parse().unwrap(), count.parse().unwrap());
-    }
-    for (depth, limit) in LIMITS {
-        let few = collected(depth, FEW);
-        let cost = (collected(depth, MANY) - few).div_ceil((MANY - FEW) as u64);
-        println!("depth {depth}: {cost} instructions");
-        assert!(cfg!(debug_assertions) || cost <= limit, "depth {depth}: {cost}");
+    match wanted() {
+        Some((depth, count)) => serve(depth, count),
+        None => {
+            check_cost("request_cost::a_read_costs_no_more_instructions_than_the_limit", LIMITS)
+        }
     }
 }

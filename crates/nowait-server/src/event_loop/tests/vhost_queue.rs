@@ -1,0 +1,222 @@
+//! A queue of a virtual machine on an event loop whose iterations the test runs: when its driver is
+//! asked for kicks, and what a request costs.
+//!
+//! Invariant: one thread is driver and server in turn, so that every run does the same.
+
+use std::fs::File;
+use std::os::fd::OwnedFd;
+use std::sync::atomic::Ordering;
+
+use rustix::event::{EventfdFlags, eventfd};
+use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
+use vm_memory::{Bytes, GuestAddress};
+
+use crate::event_loop::tests::request_cost::{check_cost, wanted};
+use crate::event_loop::tests::*;
+use crate::vhost_user::device_config::Features;
+use crate::vhost_user::guest_memory::{GuestMemory, RegionAddress};
+use crate::vhost_user::queue_channel::{
+    DeviceState, ID_BYTES, QueueChannel, QueueCommand, QueueId, QueueStart,
+};
+use crate::vhost_user::vhost_frontend::VhostFrontend;
+use crate::vhost_user::virtqueue::{RingAddresses, Virtqueue};
+
+/// Descriptors of the queue: each is a request, by an indirect table.
+const QUEUE: u16 = 128;
+const AVAILABLE: u64 = 0x1000;
+const USED: u64 = 0x2000;
+const TABLES: u64 = 0x4000;
+const HEADERS: u64 = 0x8000;
+const STATUSES: u64 = 0x9000;
+const DATA: u64 = 0x10000;
+const MEMORY: u64 = DATA + QUEUE as u64 * BLOCK as u64;
+const EVENT_IDX: u64 = 1 << 29;
+const NEXT: u16 = 1;
+const WRITABLE: u16 = 2;
+const INDIRECT: u16 = 4;
+
+/// Instructions of one read at depth 1, and of one of 64 that are made together, at most; the
+/// driver's are among them. Without link-time optimisation.
+const LIMITS: [(usize, u64); 2] = [(1, 3150), (64, 1330)];
+
+/// An event loop with a queue, and its driver.
+struct Machine {
+    thread: EventLoop<VhostFrontend, Null, AllocationCache>,
+    memory: Arc<GuestMemory>,
+    kick: OwnedFd,
+    call: OwnedFd,
+    available: u16,
+    told: u16,
+}
+
+impl Machine {
+    fn new() -> Self {
+        let (context, export, engine) = parts(Config::default(), |_| Null::new().unwrap());
+        let channel = Arc::new(QueueChannel::new(context.thread().clone()));
+        let frontend = VhostFrontend::new(channel.clone());
+        let thread = EventLoop::new(&context, export, engine, frontend).unwrap();
+        let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
+        ftruncate(&file, MEMORY).unwrap();
+        let address = RegionAddress { guest: 0, len: MEMORY, user: 0, offset: 0 };
+        let memory = Arc::new(GuestMemory::map([(address, file)]).unwrap());
+        let [kick, call] = [(); 2].map(|()| eventfd(0, EventfdFlags::NONBLOCK).unwrap());
+        let addresses = RingAddresses {
+            size: QUEUE,
+            descriptors: GuestAddress(0),
+            available: GuestAddress(AVAILABLE),
+            used: GuestAddress(USED),
+        };
+        let start = QueueStart {
+            id: QueueId(0),
+            device: Arc::new(DeviceState::new([0; ID_BYTES], String::new())),
+            features: Features(EVENT_IDX),
+            virtqueue: Virtqueue::new(addresses, (0, true), memory.clone(), None, None).unwrap(),
+            kick: kick.try_clone().unwrap(),
+            call: Some(call.try_clone().unwrap()),
+            err: None,
+        };
+        channel.send(QueueCommand::Start(Box::new(start)));
+        let mut machine = Self { thread, memory, kick, call, available: 0, told: 0 };
+        (0..QUEUE).for_each(|head| machine.prepare(head));
+        machine.iterate();
+        machine.iterate();
+        assert!(machine.is_asleep() && machine.is_called());
+        machine
+    }
+
+    /// Writes the descriptors of a read.
+    fn prepare(&self, head: u16) {
+        let n = u64::from(head);
+        let table = TABLES + 48 * n;
+        self.describe(16 * n, (table, 48), INDIRECT, 0);
+        self.describe(table, (HEADERS + 16 * n, 16), NEXT, 1);
+        self.describe(table + 16, (DATA + BLOCK as u64 * n, BLOCK as u32), NEXT | WRITABLE, 2);
+        self.describe(table + 32, (STATUSES + n, 1), WRITABLE, 0);
+    }
+
+    fn describe(&self, at: u64, (address, len): (u64, u32), flags: u16, next: u16) {
+        self.write(at, address);
+        self.write(at + 8, len);
+        self.write(at + 12, flags);
+        self.write(at + 14, next);
+    }
+
+    fn write<T: vm_memory::ByteValued>(&self, at: u64, value: T) {
+        self.memory.bytes().write_obj(value, GuestAddress(at)).unwrap();
+    }
+
+    fn load(&self, at: u64) -> u16 {
+        self.memory.bytes().load(GuestAddress(at), Ordering::Acquire).unwrap()
+    }
+
+    fn used(&self) -> u16 {
+        self.load(USED + 2)
+    }
+
+    /// Makes `count` reads available, and kicks if the server has asked for that. Returns whether
+    /// it has.
+    fn submit(&mut self, count: u16) -> bool {
+        for _ in 0..count {
+            let slot = self.available % QUEUE;
+            self.write(AVAILABLE + 4 + 2 * u64::from(slot), slot);
+            self.available = self.available.wrapping_add(1);
+        }
+        let index = GuestAddress(AVAILABLE + 2);
+        self.memory.bytes().store(self.available, index, Ordering::Release).unwrap();
+        let asked = self.load(USED + 4 + 8 * u64::from(QUEUE));
+        let old = std::mem::replace(&mut self.told, self.available);
+        let is_kick =
+            self.available.wrapping_sub(asked).wrapping_sub(1) < self.available.wrapping_sub(old);
+        if is_kick {
+            rustix::io::write(&self.kick, &1u64.to_ne_bytes()).unwrap();
+        }
+        is_kick
+    }
+
+    /// Has the server call for the next request that ends.
+    fn await_call(&self) {
+        self.write(AVAILABLE + 4 + 2 * u64::from(QUEUE), self.used());
+    }
+
+    /// Whether there was a call.
+    fn is_called(&self) -> bool {
+        rustix::io::read(&self.call, &mut [0; 8]).is_ok()
+    }
+
+    fn iterate(&mut self) {
+        self.thread.poll().unwrap();
+        self.thread.run_once().unwrap();
+    }
+
+    /// Goes to sleep, unless there is something to do. Returns whether the thread sleeps.
+    fn is_asleep(&mut self) -> bool {
+        !self.thread.has_work() && !self.thread.frontend.before_sleep(&mut self.thread.context)
+    }
+
+    fn has_arrived(&self) -> bool {
+        Frontend::<Null, AllocationCache>::has_arrived(&self.thread.frontend)
+    }
+}
+
+#[test]
+fn a_driver_is_asked_for_a_kick_when_the_thread_goes_to_sleep_and_not_while_it_is_awake() {
+    let mut machine = Machine::new();
+    assert!(machine.submit(1));
+    machine.await_call();
+    machine.iterate();
+    machine.iterate();
+    assert_eq!(machine.used(), 1);
+    assert!(machine.is_called());
+    for n in 2..10 {
+        assert!(!machine.has_arrived());
+        assert!(!machine.submit(1), "{n}");
+        // A thread that polls sees it at once; one that is busy in its next iteration.
+        assert!(machine.has_arrived());
+        machine.iterate();
+        machine.iterate();
+        assert_eq!(machine.used(), n);
+    }
+    assert!(machine.is_asleep());
+    assert!(machine.submit(1));
+}
+
+#[test]
+fn a_request_that_was_made_while_a_thread_goes_to_sleep_keeps_it_awake() {
+    let mut machine = Machine::new();
+    machine.submit(1);
+    machine.iterate();
+    machine.iterate();
+    assert!(!machine.submit(1));
+    assert!(!machine.is_asleep());
+    machine.iterate();
+    machine.iterate();
+    assert_eq!(machine.used(), 2);
+}
+
+/// Serves `count` reads, `depth` of them at a time, with a sleep and a call for each time.
+fn serve(depth: usize, count: usize) {
+    let mut machine = Machine::new();
+    for _ in 0..count / depth {
+        machine.await_call();
+        machine.submit(depth as u16);
+        while machine.used() != machine.available {
+            machine.iterate();
+        }
+        while !machine.is_asleep() {
+            machine.iterate();
+        }
+        assert!(machine.is_called());
+    }
+}
+
+#[test]
+#[ignore = "needs valgrind and a release build: cargo test --release -p nowait-server --lib"]
+fn a_read_of_a_guest_costs_no_more_instructions_than_the_limit() {
+    match wanted() {
+        Some((depth, count)) => serve(depth, count),
+        None => check_cost(
+            "vhost_queue::a_read_of_a_guest_costs_no_more_instructions_than_the_limit",
+            LIMITS,
+        ),
+    }
+}
