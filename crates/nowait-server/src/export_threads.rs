@@ -346,6 +346,7 @@ impl Shared {
             {
                 device.resize(size);
             }
+            export.tell_vmms();
         }
     }
 

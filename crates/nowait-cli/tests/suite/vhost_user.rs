@@ -170,6 +170,46 @@ fn a_guest_finds_the_size_the_queues_and_the_rights_of_its_disks() {
     assert!(std::fs::read(&one).expect("an image").iter().all(|byte| *byte == 0), "not discarded");
 }
 
+/// Writes, waits until its disk is larger, and writes to the end of it.
+const RESIZED_INIT: &str = r#"
+mount -t sysfs none /sys
+before=$(cat /sys/block/vda/size)
+dd if=/dev/urandom of=/dev/vda bs=1M count=2 oflag=direct 2>/dev/null
+for n in $(seq 600); do
+    after=$(cat /sys/block/vda/size)
+    [ $after = $before ] || break
+    sleep 0.1
+done
+echo "guest: $before, then $after"
+printf resized | dd of=/dev/vda bs=512 seek=$((after - 1)) conv=sync,fsync 2>/dev/null && echo "guest: wrote"
+poweroff -f
+"#;
+
+#[test]
+fn a_guest_sees_that_its_disk_has_become_larger_and_writes_to_the_new_part() {
+    let Some(guest) = Guest::with(Kernel::V6_12) else { return };
+    let scratch = Scratch::new();
+    let (disk, socket) = (scratch.sparse("disk.img", 8 * MIB), scratch.join("socket"));
+    let server = Server::start_vhost_user(&disk, &socket, &[]);
+    let arguments = devices(&[&socket]);
+    let console = thread::scope(|scope| {
+        let guest = scope.spawn(|| guest.run(RESIZED_INIT, &[], &borrowed(&arguments)));
+        wait_for("the guest's first write", || {
+            let blocks = std::fs::metadata(&disk).expect("an image").blocks();
+            if blocks * 512 >= MIB { Ok(()) } else { Err(blocks) }
+        });
+        tool("truncate").args(["-s", "24M"]).arg(&disk).succeeds();
+        server.signal(Signal::HUP);
+        guest.join().expect("a guest that powers off")
+    });
+    server.stop_but_leave_socket();
+    assert!(console.contains("guest: 16384, then 49152"), "{console}");
+    assert!(console.contains("guest: wrote"), "{console}");
+    let bytes = std::fs::read(&disk).expect("an image");
+    assert_eq!(bytes.len() as u64, 24 * MIB);
+    assert!(bytes[bytes.len() - 512..].starts_with(b"resized"));
+}
+
 #[test]
 fn a_program_by_the_conventions_of_qemu_tells_what_it_can_and_serves() {
     let contrib = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../contrib");

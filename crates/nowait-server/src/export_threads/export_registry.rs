@@ -142,6 +142,12 @@ impl RegisteredExport {
         self.controls.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
     }
 
+    /// Tells the VMMs at the vhost-user sockets that the device has another size.
+    pub(crate) fn tell_vmms(&self) {
+        let controls = self.controls.lock().unwrap_or_else(PoisonError::into_inner);
+        controls.iter().for_each(|handle| handle.tell_config_change());
+    }
+
     /// Ends the threads of the vhost-user sockets.
     pub(crate) fn stop_controls(&self) {
         let controls = self.controls.lock().unwrap_or_else(PoisonError::into_inner);

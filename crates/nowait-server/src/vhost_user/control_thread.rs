@@ -17,6 +17,7 @@ use crate::net::connection_limit::ConnectionPermit;
 use crate::net::listener::Listener;
 use crate::net::peer::Peer;
 use crate::statistics::FrontendKind;
+use crate::vhost_user::config_change;
 use crate::vhost_user::device::{Device, QueueThreads};
 use crate::vhost_user::queue_channel::{DeviceState, ID_BYTES};
 
@@ -34,6 +35,8 @@ struct ControlState {
     is_stopped: bool,
     /// The connection that is served.
     connection: Option<UnixStream>,
+    /// Where its VMM is told of changes, if it has handed that over.
+    channel: Option<OwnedFd>,
 }
 
 impl ControlHandle {
@@ -58,10 +61,15 @@ impl ControlHandle {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
+    /// Tells the VMM that the configuration of its device has changed.
+    pub(crate) fn tell_config_change(&self) {
+        self.lock().channel.iter().for_each(config_change::tell);
+    }
+
     /// Notes the connection that is served. Returns whether the thread goes on.
     fn serves(&self, connection: Option<UnixStream>) -> bool {
         let mut state = self.lock();
-        state.connection = connection;
+        (state.connection, state.channel) = (connection, None);
         !state.is_stopped
     }
 
@@ -118,7 +126,7 @@ pub(crate) fn run<S: ControlServer + 'static>(
         }
         tracing::info!("{label}: a VMM has connected");
         let state = Arc::new(DeviceState::new(id, label.clone()));
-        match serve(stream, server.clone(), state) {
+        match serve(stream, server.clone(), handle, state) {
             MessageError::Disconnected | MessageError::PartialMessage => {
                 tracing::info!("{label}: the VMM has left");
             }
@@ -135,13 +143,19 @@ pub(crate) fn run<S: ControlServer + 'static>(
 fn serve(
     stream: UnixStream,
     threads: Arc<dyn QueueThreads>,
+    handle: &ControlHandle,
     state: Arc<DeviceState>,
 ) -> MessageError {
+    let Ok(socket) = stream.try_clone() else { return MessageError::Disconnected };
     let device = Arc::new(Mutex::new(Device::new(threads, state)));
     let mut messages = BackendReqHandler::from_stream(stream, device);
     loop {
+        let channel = config_change::peek_channel(&socket);
         if let Err(error) = messages.handle_request() {
             return error;
+        }
+        if channel.is_some() {
+            handle.lock().channel = channel;
         }
     }
 }

@@ -19,6 +19,7 @@ pub(crate) mod queue_fuzz;
 #[cfg(feature = "sim")]
 pub(crate) mod sim_guest;
 mod device;
+mod config_change;
 pub(crate) mod control_thread;
 
 pub(crate) use device::QueueThreads;

@@ -2,6 +2,7 @@
 //!
 //! Invariant: beside each hostile driver another one is served by the same thread.
 
+mod beside_nbd;
 mod driver;
 mod hostile;
 mod requests;

@@ -1,8 +1,11 @@
 //! What a driver may ask for.
 
+use std::fs::File;
+use std::io::{ErrorKind, Read};
 use std::os::unix::fs::FileExt;
+use std::os::unix::net::UnixStream;
 
-use nowait_testkit::wait_for;
+use nowait_testkit::{BOUND, wait_for};
 use vhost::VhostBackend;
 use vhost::vhost_user::VhostUserFrontend;
 use vhost::vhost_user::message::{VhostUserConfigFlags, VhostUserInflight};
@@ -28,7 +31,7 @@ fn data_go_to_and_from_the_memory_of_the_guest_also_across_its_regions() {
         assert_eq!(driver.request(WRITE, sector, &[(across, 1024)]), (OK, 1));
         assert_eq!(driver.request(FLUSH, 0, &[]), (OK, 1));
         let mut bytes = [0; 1536];
-        let file = std::fs::File::open(&scene.image).unwrap();
+        let file = File::open(&scene.image).unwrap();
         file.read_exact_at(&mut bytes, sector * 512).unwrap();
         assert_eq!(bytes[..1024], [0x77; 1024]);
         assert_eq!(bytes[1024..], [byte_of(sector + 2); 512]);
@@ -213,4 +216,31 @@ fn the_next_server_writes_through_as_the_driver_left_it() {
     let flags = VhostUserConfigFlags::WRITABLE;
     assert_eq!(driver.vmm.get_config(32, 1, flags, &[0]).unwrap().1, [0]);
     assert_eq!(driver.request(READ, 9, &[(DATA, 512)]), (OK, 513));
+}
+
+#[test]
+fn a_vmm_is_told_when_its_disk_becomes_larger_and_the_new_part_can_be_used() {
+    let scene = Scene::new();
+    let mut driver = Driver::connect(&scene.sockets[0]);
+    let (mut channel, far) = UnixStream::pair().unwrap();
+    channel.set_read_timeout(Some(BOUND)).unwrap();
+    driver.vmm.set_backend_request_fd(&far).unwrap();
+    let end = SIZE / 512;
+    assert_eq!(driver.request(READ, end, &[(DATA, 512)]), (IOERR, 1));
+    let image = File::options().write(true).open(&scene.image).unwrap();
+    image.set_len(2 * SIZE).unwrap();
+    scene.exports.refresh_sizes();
+    let mut message = [0; 12];
+    channel.read_exact(&mut message).unwrap();
+    assert_eq!(message, [2, 0, 0, 0, 1, 0, 0, 0, 0, 0, 0, 0]);
+    let config = driver.vmm.get_config(0, 8, VhostUserConfigFlags::WRITABLE, &[0; 8]).unwrap().1;
+    assert_eq!(config, (2 * end).to_le_bytes());
+    driver.write(DATA, &[0x77; 512]);
+    assert_eq!(driver.request(WRITE, 2 * end - 1, &[(DATA, 512)]), (OK, 1));
+    assert_eq!(driver.request(READ, 2 * end - 1, &[(DATA + 512, 512)]), (OK, 513));
+    assert_eq!(driver.read(DATA + 512, 512), [0x77; 512]);
+    // Nothing has changed since.
+    scene.exports.refresh_sizes();
+    channel.set_nonblocking(true).unwrap();
+    assert_eq!(channel.read(&mut message).unwrap_err().kind(), ErrorKind::WouldBlock);
 }

@@ -1,4 +1,4 @@
-//! A server of one image at two vhost-user sockets.
+//! A server of one image at two vhost-user sockets, and by NBD.
 //!
 //! Invariant: dropping a scene shuts the server down without unfinished requests.
 
@@ -6,9 +6,10 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use nowait::{BlockDevice, Config, OpenOptions};
+use nowait::{BlockDevice, BlockMap, Config, OpenOptions};
 use nowait_server::{
-    AnyExport, Export, Listener, Options, QueueKind, Server, ShutdownHandle, ShutdownReport,
+    AnyExport, Export, Exports, Listener, Options, QueueKind, Server, ShutdownHandle,
+    ShutdownReport,
 };
 use nowait_testkit::BOUND;
 use tempfile::TempDir;
@@ -20,33 +21,53 @@ pub(crate) const SIZE: u64 = 4 << 20;
 pub(crate) struct Scene {
     pub(crate) image: PathBuf,
     pub(crate) sockets: [PathBuf; 2],
+    /// The socket of NBD.
+    pub(crate) nbd: PathBuf,
+    pub(crate) exports: Exports,
     stopper: ShutdownHandle,
     running: Option<JoinHandle<Result<ShutdownReport, nowait::Error>>>,
-    _directories: [TempDir; 2],
+    _image_directory: Option<TempDir>,
+    _socket_directory: TempDir,
 }
 
 impl Scene {
     /// Serves an image on one thread, whose sector N has the bytes N + 1, modulo 251.
     pub(crate) fn new() -> Self {
-        let image_directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
-        // The path of a socket has a length limit that the path of this directory may exceed.
-        let socket_directory = tempfile::tempdir().unwrap();
-        let image = image_directory.path().join("disk.img");
+        let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
+        let image = directory.path().join("disk.img");
         let bytes: Vec<u8> = (0..SIZE).map(|at| (at / 512 % 251) as u8 + 1).collect();
         std::fs::write(&image, bytes).unwrap();
-        let sockets = ["a", "b"].map(|name| socket_directory.path().join(name));
         let disk = Arc::new(BlockDevice::open(&image, OpenOptions::default()).unwrap());
         let workers = Config::default().workers;
-        let export = Export::new(disk, workers, "golden".into(), String::new());
+        let mut scene = Self::of(Export::new(disk, workers, "golden".into(), String::new()));
+        (scene.image, scene._image_directory) = (image, Some(directory));
+        scene
+    }
+
+    /// Serves `export` on one thread.
+    pub(crate) fn of<M: BlockMap + 'static>(export: Export<M>) -> Self {
+        // The path of a socket has a length limit that the path of images may exceed.
+        let socket_directory = tempfile::tempdir().unwrap();
+        let sockets = ["a", "b"].map(|name| socket_directory.path().join(name));
         let export = sockets.iter().fold(AnyExport::new(export), |export, socket| {
             export.at_vhost_user(Listener::unix(socket).unwrap())
         });
         let options = Options { kind: QueueKind::Auto, ..Options::default() };
-        let server = Server::start(vec![export], Vec::new(), options).unwrap();
-        let stopper = server.shutdown_handle();
+        let nbd = socket_directory.path().join("nbd");
+        let listener = Listener::unix(&nbd).unwrap();
+        let server = Server::start(vec![export], vec![listener], options).unwrap();
+        let (stopper, exports) = (server.shutdown_handle(), server.exports());
         let running = Some(std::thread::spawn(move || server.run(BOUND)));
-        let _directories = [image_directory, socket_directory];
-        Self { image, sockets, stopper, running, _directories }
+        Self {
+            image: PathBuf::new(),
+            sockets,
+            nbd,
+            exports,
+            stopper,
+            running,
+            _image_directory: None,
+            _socket_directory: socket_directory,
+        }
     }
 }
 
