@@ -25,7 +25,7 @@ use crate::statistics::MechanismCounts;
 use crate::thread_handle::ThreadHandle;
 
 #[cfg(feature = "sim")]
-pub use crate::event_loop::sim::{Simulated, SimulatedVhost};
+pub use crate::event_loop::sim::{Simulated, SimulatedUblk, SimulatedVhost};
 
 /// Retry interval of a member that waits for buffer memory while nothing of its thread is in
 /// flight.

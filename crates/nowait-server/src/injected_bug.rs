@@ -23,12 +23,14 @@ pub enum ServerBug {
     RepeatTold,
     /// The driver of a queue is told of the end of a read before the data came.
     TellBeforeData,
+    /// A read of a ublk device is answered before the data came.
+    CommitBeforeData,
 }
 
 #[cfg(feature = "sim")]
 impl ServerBug {
     /// All of them.
-    pub const ALL: [Self; 7] = [
+    pub const ALL: [Self; 8] = [
         Self::ReplyFromOldBuffer,
         Self::ReplyTwice,
         Self::LoseAtDisconnect,
@@ -36,6 +38,7 @@ impl ServerBug {
         Self::ForgetInFlight,
         Self::RepeatTold,
         Self::TellBeforeData,
+        Self::CommitBeforeData,
     ];
 }
 

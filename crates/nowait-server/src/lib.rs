@@ -42,9 +42,11 @@ pub use server::{
     ShutdownReport, Tls, TlsError,
 };
 #[cfg(feature = "sim")]
-pub use server::{ServerBug, Simulated, SimulatedVhost, die_after, inject};
+pub use server::{ServerBug, Simulated, SimulatedUblk, SimulatedVhost, die_after, inject};
 pub use statistics::{FrontendKind, FrontendTotals, OpTotals};
 pub use ublk::device_set_up::UblkOptions;
+#[cfg(feature = "sim")]
+pub use ublk::sim_ublk::SimUblkRequest;
 pub use ublk::ublk_device::{UblkDevice, UblkNode};
 pub use ublk::ublk_error::UblkError;
 pub use ublk::ublk_list::{UblkStatus, ublk_devices, ublk_features, ublk_stop};

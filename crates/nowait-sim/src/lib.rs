@@ -19,6 +19,7 @@ pub mod client;
 pub mod server;
 pub mod virtio_driver;
 pub mod vhost_server;
+pub mod ublk_server;
 pub mod simulation;
 pub mod run;
 pub mod fault_matrix;

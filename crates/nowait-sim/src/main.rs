@@ -30,8 +30,8 @@ struct Args {
     /// Steps of each seed.
     #[arg(long, default_value_t = 10_000)]
     steps: u64,
-    /// What is asked: engine, server, vhost-user, or all of them: one seed in four is a server's, one
-    /// in eight a virtual machine's.
+    /// What is asked: engine, server, vhost-user, ublk, or all of them: one seed in four is a server's,
+    /// one in eight a virtual machine's, one in eight a block device's.
     #[arg(long, default_value = "all")]
     mode: String,
     /// Passes over seeds whose disk is no qcow2 image.
@@ -46,7 +46,7 @@ struct Args {
     /// Makes a mistake on purpose. In the engine: drop-flush, complete-before-data,
     /// free-slot-twice, reply-from-stale-buffer, forget-range-lock, answer-unmoved-neighbours. In the server:
     /// reply-from-old-buffer, reply-twice, lose-at-disconnect, trust-reports; with a virtual machine:
-    /// forget-in-flight, repeat-told, tell-before-data. In a qcow2 image:
+    /// forget-in-flight, repeat-told, tell-before-data; with a block device: commit-before-data. In a qcow2 image:
     /// forget-tail, read-below-elsewhere, forget-order, forget-given-back, cut-too-short,
     /// forget-to-grow, forget-failure, flush-beside-another, forget-overlap-check.
     #[arg(long, value_name = "MISTAKE")]

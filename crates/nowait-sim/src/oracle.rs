@@ -147,8 +147,9 @@ impl Oracle {
         }
     }
 
-    /// Whether the request reaches into the part that the device lost while it was open.
-    fn is_behind_the_end(&self, flight: &InFlight) -> bool {
+    /// Whether the request reaches into a part that the device has lost since it began.
+    #[must_use]
+    pub fn is_behind_the_end(&self, flight: &InFlight) -> bool {
         flight.inside.end() > self.left
     }
 

@@ -19,6 +19,7 @@ use crate::scenario::{Mode, Scenario};
 use crate::server::Server;
 use crate::simulation::{Counts, Simulation};
 use crate::system_under_test::SystemUnderTest;
+use crate::ublk_server::UblkServer;
 use crate::vhost_server::VhostServer;
 
 /// An injected bug.
@@ -115,6 +116,7 @@ pub fn run(plan: &Plan) -> Result<Counts, Failure> {
         Mode::Engine => run_in::<Engines>(plan),
         Mode::Server => run_in::<Server>(plan),
         Mode::VhostUser => run_in::<VhostServer>(plan),
+        Mode::Ublk => run_in::<UblkServer>(plan),
     };
     inject_bug(None);
     nowait_server::inject(None);

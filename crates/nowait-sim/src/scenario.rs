@@ -18,11 +18,13 @@ pub enum Mode {
     Server,
     /// A server, through a virtual machine's memory.
     VhostUser,
+    /// A server, through a block device of this machine.
+    Ublk,
 }
 
 impl Mode {
     /// Every mode.
-    pub const ALL: [Self; 3] = [Self::Engine, Self::Server, Self::VhostUser];
+    pub const ALL: [Self; 4] = [Self::Engine, Self::Server, Self::VhostUser, Self::Ublk];
 
     /// The command-line name.
     #[must_use]
@@ -31,17 +33,19 @@ impl Mode {
             Self::Engine => "engine",
             Self::Server => "server",
             Self::VhostUser => "vhost-user",
+            Self::Ublk => "ublk",
         }
     }
 
     /// The default mode of `seed`: one seed in four runs the server, one in eight a virtual
-    /// machine's.
+    /// machine's, and one in eight a block device's.
     #[must_use]
     pub fn of(seed: u64) -> Self {
         let mut random = Random::part(seed, u64::MAX - 2);
         match (random.below(4), random.below(6)) {
             (0, _) => Self::Server,
             (_, 0) => Self::VhostUser,
+            (_, 1) => Self::Ublk,
             _ => Self::Engine,
         }
     }
@@ -219,17 +223,19 @@ impl Scenario {
         }
         scenario.device.shares_syncs = random.below(2) == 0;
         scenario.config.group_syncs = random.below(8) > 0;
-        if mode == Mode::VhostUser {
-            scenario.in_sectors();
+        match mode {
+            Mode::VhostUser => scenario.in_blocks(512),
+            Mode::Ublk => scenario.in_blocks(u64::from(scenario.device.align.offset).max(512)),
+            Mode::Engine | Mode::Server => {}
         }
         scenario.config.allocate_ahead = random.below(8) > 0;
         scenario
     }
 
-    /// Makes the device and the requests whole sectors.
-    fn in_sectors(&mut self) {
-        self.device.bytes &= !511;
-        self.grain = self.grain.next_multiple_of(512);
+    /// Makes the device and the requests whole blocks.
+    fn in_blocks(&mut self, block: u64) {
+        self.device.bytes -= self.device.bytes % block;
+        self.grain = self.grain.next_multiple_of(block);
         self.hot = self.hot.max(self.grain);
     }
 
@@ -307,7 +313,7 @@ impl Scenario {
         let usual = match self.mode {
             Mode::Engine => self.engine_action(drawn, &mut random),
             Mode::Server => self.server_action(drawn, &mut random),
-            Mode::VhostUser => self.vhost_action(drawn, &mut random),
+            Mode::VhostUser | Mode::Ublk => self.machine_action(drawn, &mut random),
         };
         let action = usual.unwrap_or_else(|| self.device_action(&mut random));
         Step { action, part, random }
@@ -341,7 +347,7 @@ impl Scenario {
         })
     }
 
-    fn vhost_action(&self, drawn: u64, random: &mut Random) -> Option<Action> {
+    fn machine_action(&self, drawn: u64, random: &mut Random) -> Option<Action> {
         Some(match drawn {
             0..24_000 => Action::Ask(self.request(random)),
             24_000..38_000 => Action::Poll,

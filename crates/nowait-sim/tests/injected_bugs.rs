@@ -47,6 +47,7 @@ fn fails(bug: InjectedBug, seed: u64) -> bool {
         InjectedBug::Server(
             ServerBug::ForgetInFlight | ServerBug::RepeatTold | ServerBug::TellBeforeData,
         ) => Mode::VhostUser,
+        InjectedBug::Server(ServerBug::CommitBeforeData) => Mode::Ublk,
         InjectedBug::Server(_) => Mode::Server,
     };
     let (seed, steps) = (seed.to_string(), SEED_STEPS.to_string());
@@ -135,6 +136,11 @@ fn a_request_that_is_done_again_although_its_driver_was_told_of_its_end_is_found
 #[test]
 fn an_entry_in_the_used_ring_before_the_data_is_found() {
     is_found(InjectedBug::Server(ServerBug::TellBeforeData));
+}
+
+#[test]
+fn an_answer_of_a_block_device_before_the_data_is_found() {
+    is_found(InjectedBug::Server(ServerBug::CommitBeforeData));
 }
 
 #[test]

@@ -7,7 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::sim::{ServerEnd, SimQueue};
-use nowait::{BlockDevice, BlockMap, Config, Engine, Error, FD_TOKEN, WorkerPool};
+use nowait::{BlockDevice, BlockMap, Config, Engine, Error, FD_TOKEN, Operation, WorkerPool};
 
 use crate::event_loop::EventLoop;
 use crate::export::Export;
@@ -17,6 +17,8 @@ use crate::nbd::connection::HandoffConnection;
 use crate::nbd::handshake::TlsState;
 use crate::nbd::nbd_frontend::NbdFrontend;
 use crate::net::socket::Socket;
+use crate::ublk::sim_ublk::{SimUblkQueue, SimUblkRequest};
+use crate::ublk::ublk_frontend::UblkFrontend;
 use crate::vhost_user::queue_channel::QueueCommand;
 use crate::vhost_user::sim_guest::{SimGuest, SimRing, SimVhostDevice};
 use crate::vhost_user::vhost_frontend::VhostFrontend;
@@ -156,5 +158,75 @@ impl<M: BlockMap> SimulatedVhost<M> {
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.0.context.engine.in_flight()
+    }
+}
+
+/// A thread with a queue of a ublk device on a simulated device, and the driver's side of the queue.
+pub struct SimulatedUblk<M: BlockMap> {
+    /// Before the thread, whose buffers it accesses.
+    queue: SimUblkQueue,
+    thread: EventLoop<UblkFrontend, SimQueue, M>,
+}
+
+impl<M: BlockMap> SimulatedUblk<M> {
+    /// As [`Simulated::new`], with `depth` tags and requests of at most `max_io_bytes` bytes.
+    ///
+    /// # Errors
+    /// As [`Simulated::new`].
+    pub fn new(
+        disk: Arc<BlockDevice<M>>,
+        workers: WorkerPool,
+        queue: SimQueue,
+        config: Config,
+        (depth, max_io_bytes): (u16, u32),
+    ) -> Result<Self, Error> {
+        let (driver, device) = SimUblkQueue::new(queue.commands(), depth, max_io_bytes)?;
+        let none = Error::new(libc::EINVAL, Operation::SetUp);
+        let frontend = UblkFrontend::new(Arc::new(device), 0, Box::new(|| {})).ok_or(none)?;
+        let thread = event_loop(disk, workers, queue, config, |_| frontend)?;
+        Ok(Self { queue: driver, thread })
+    }
+
+    /// Takes the commands of the server. Returns the tags whose requests were answered, with the
+    /// results.
+    pub fn take(&mut self) -> Vec<(u16, i32)> {
+        self.queue.take()
+    }
+
+    /// Whether `tag` waits for a request.
+    #[must_use]
+    pub fn is_free(&self, tag: u16) -> bool {
+        self.queue.is_free(tag)
+    }
+
+    /// Gives a request to the server, with the data of a write.
+    pub fn give(&mut self, tag: u16, request: SimUblkRequest, data: &[u8]) {
+        self.queue.give(tag, request, data);
+    }
+
+    /// The first `len` bytes of what the server has read for `tag`, until its next request.
+    #[must_use]
+    pub fn data(&self, tag: u16, len: usize) -> Vec<u8> {
+        self.queue.data(tag, len)
+    }
+
+    /// The server has died, and only the first `reach` of the commands that it has not submitted
+    /// reach the driver.
+    pub fn die(&mut self, reach: usize) {
+        self.queue.die(reach);
+    }
+
+    /// As [`Simulated::run_once`].
+    ///
+    /// # Errors
+    /// As [`Simulated::run_once`].
+    pub fn run_once(&mut self, waits: bool) -> Result<(), Error> {
+        self.thread.simulate_once(waits)
+    }
+
+    /// As [`Simulated::in_flight`].
+    #[must_use]
+    pub fn in_flight(&self) -> usize {
+        self.thread.context.engine.in_flight()
     }
 }

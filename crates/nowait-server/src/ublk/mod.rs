@@ -14,3 +14,5 @@ pub(crate) mod device_set_up;
 pub(crate) mod ublk_device;
 pub(crate) mod ublk_list;
 pub(crate) mod ublk_frontend;
+#[cfg(feature = "sim")]
+pub(crate) mod sim_ublk;

@@ -214,7 +214,7 @@ impl UblkDevice {
     }
 
     /// A device of one queue without a driver.
-    #[cfg(test)]
+    #[cfg(any(test, feature = "sim"))]
     pub(crate) fn simulated(character_device: OwnedFd, depth: u16, max_io_bytes: u32) -> Self {
         let info = DeviceInfo {
             queues: 1,

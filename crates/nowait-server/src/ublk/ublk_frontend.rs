@@ -17,6 +17,7 @@ use nowait::{
 use crate::export::result;
 use crate::fairness::Member;
 use crate::frontend::Frontend;
+use crate::injected_bug::{ServerBug, injected};
 use crate::loop_context::LoopContext;
 use crate::statistics::FrontendKind;
 use crate::ublk::request_descriptors::Descriptors;
@@ -119,12 +120,23 @@ impl UblkFrontend {
             None => context.engine.submit_no_data(io, engine_tag),
         };
         match submitted {
-            Ok(()) => queue.in_engine += 1,
+            Ok(()) => {
+                queue.in_engine += 1;
+                if injected(ServerBug::CommitBeforeData) && io.op == Op::Read {
+                    self.answer(context, tag, io.range.len as i32);
+                }
+            }
             Err(rejected) => {
                 if has_data {
                     queue.buffers[usize::from(tag)] = rejected.buf;
                 }
-                self.answer(context, tag, -rejected.error.errno());
+                // The slot was checked before: EAGAIN means that the engine's queue is stuck, and would
+                // reach programs that did not ask for it.
+                let errno = match rejected.error.errno() {
+                    libc::EAGAIN => libc::EIO,
+                    errno => errno,
+                };
+                self.answer(context, tag, -errno);
             }
         }
     }
@@ -295,6 +307,9 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
         }
         if !queue.ready.is_empty() {
             context.schedule(QUEUE, &mut queue.member);
+        }
+        if injected(ServerBug::CommitBeforeData) && completion.io.op == Op::Read {
+            return;
         }
         self.answer(context, key as u16, answer);
     }

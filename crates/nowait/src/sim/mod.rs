@@ -13,6 +13,7 @@ mod sim_disk;
 mod sim_state;
 mod sim_device;
 mod net;
+mod sim_commands;
 mod sim_queue;
 
 pub use crate::sim_hooks::injected_bug::{EngineBug, set as inject_bug};
@@ -20,6 +21,7 @@ pub use crate::sim_hooks::yield_point::{is_simulated, set as set_yield, yield_no
 pub use fault::{ERRNOS, Fault, Faults, SUBMIT_ERRNO};
 pub use net::{ClientEnd, ServerEnd, connection};
 pub use random::Random;
+pub use sim_commands::{SimCommand, SimCommands};
 pub use sim_device::SimDevice;
 pub use sim_queue::SimQueue;
 pub use sim_state::SimOptions;

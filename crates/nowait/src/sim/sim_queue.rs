@@ -11,6 +11,7 @@ use std::time::Duration;
 use crate::queue::{Epoll, EventSource, Interest, IoQueue, QueueFull, Token, check_fd_token};
 use crate::sim::fault::SUBMIT_ERRNO;
 use crate::sim::net::Watched;
+use crate::sim::sim_commands::{SimCommand, SimCommands};
 use crate::sim::sim_device::SimDevice;
 use crate::sim_hooks::yield_point;
 use crate::types::error::{Error, Operation};
@@ -25,6 +26,7 @@ pub struct SimQueue {
     watched: Epoll,
     sockets: Watched,
     ready: Vec<(Token, Outcome)>,
+    commands: SimCommands,
     /// [`yield_point::wake_count`] at the last look.
     wakes_seen: u64,
 }
@@ -38,8 +40,15 @@ impl SimQueue {
         let watched = Epoll::new()?;
         let number = device.add_queue();
         let (pushed, reports) = (Vec::with_capacity(64), Vec::with_capacity(64));
-        let (sockets, ready) = (Watched::default(), Vec::new());
-        Ok(Self { device, number, pushed, reports, watched, sockets, ready, wakes_seen: 0 })
+        let (sockets, ready, commands) = (Watched::default(), Vec::new(), SimCommands::default());
+        let wakes_seen = 0;
+        Ok(Self { device, number, pushed, reports, watched, sockets, ready, commands, wakes_seen })
+    }
+
+    /// The commands of this queue, for their driver.
+    #[must_use]
+    pub fn commands(&self) -> SimCommands {
+        self.commands.clone()
     }
 
     /// Whether a watched descriptor is ready, or a slot has returned. In a simulation no descriptor
@@ -88,13 +97,16 @@ unsafe impl IoQueue for SimQueue {
             // SAFETY: as promised by the caller of `push`.
             unsafe { self.device.start(self.number, &mut self.pushed) };
         }
+        self.commands.submit();
         Ok(())
     }
 
     fn drain_completions(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
         self.device.drain(self.number, &mut self.reports);
-        let count = self.reports.len();
+        let ended = self.commands.take_ended();
+        let count = self.reports.len() + ended.len();
         self.reports.drain(..).for_each(|(token, outcome, _)| sink(token, outcome));
+        ended.into_iter().for_each(|(token, outcome)| sink(token, outcome));
         // `wait` returns errors.
         if !self.has_events().unwrap_or(false) {
             return count;
@@ -107,7 +119,7 @@ unsafe impl IoQueue for SimQueue {
     /// Advances the time until there is a completion; returns at once if none is possible.
     fn wait(&mut self, _: Option<Duration>) -> Result<(), Error> {
         self.submit()?;
-        if !self.has_events()? {
+        if !self.has_events()? && !self.commands.has_work() {
             self.device.wait(self.number);
         }
         Ok(())
@@ -115,6 +127,7 @@ unsafe impl IoQueue for SimQueue {
 
     fn has_completions(&mut self) -> bool {
         !self.pushed.is_empty()
+            || self.commands.has_work()
             || self.device.has_ended(self.number)
             || self.has_events().unwrap_or(false)
     }
@@ -141,6 +154,19 @@ impl EventSource for SimQueue {
         if !self.sockets.unwatch(fd, token) {
             self.watched.unwatch(fd, token);
         }
+    }
+
+    // SAFETY: the caller promises what the driver of a simulation needs.
+    unsafe fn command(
+        &mut self,
+        _: BorrowedFd<'_>,
+        op: u32,
+        arguments: [u8; 16],
+        token: Token,
+    ) -> Result<(), Error> {
+        check_fd_token(token)?;
+        self.commands.push(SimCommand { op, arguments, token });
+        Ok(())
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
