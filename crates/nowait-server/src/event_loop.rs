@@ -31,7 +31,7 @@ pub use crate::event_loop::sim::{Simulated, SimulatedUblk, SimulatedVhost};
 /// flight.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// Iterations of a busy thread after which it publishes its engine's counts.
+/// Iterations after which a thread publishes its engine's counts.
 const PUBLISH_EVERY: u32 = 1024;
 
 /// The token of the thread's wake-up.
@@ -192,7 +192,6 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             // Memory released by another thread's members causes no event here.
             let retry = (!self.context.blocked.is_empty()).then_some(RETRY);
             let release = self.context.delayed_release.release_if_due(began);
-            self.publish();
             let throttled = self.context.throttle.wait_time();
             let timeouts = [deadline, self.time_until_retirement(), retry, release, throttled];
             let timeout = timeouts.into_iter().flatten().min();
@@ -204,8 +203,8 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         Ok(())
     }
 
-    /// Publishes how the engine has served its requests. Called before each sleep, and once in a
-    /// while by a thread that does not sleep.
+    /// Publishes how the engine has served its requests. Called when the thread is woken up, as a
+    /// reader of the counts does, and once in a while.
     fn publish(&mut self) {
         self.since_published = 0;
         let stats = self.context.engine.stats();
@@ -227,6 +226,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         for (token, bits) in events.drain(..) {
             if token == WAKE {
                 self.thread.acknowledge();
+                self.publish();
                 self.context.hurry_if_asked();
                 self.frontend.on_wake(&mut self.context);
             } else {

@@ -1,6 +1,7 @@
 //! The exports of a server: what they are and do, and their changes while it runs.
 //!
-//! Invariant: nothing here waits for a serving thread, but [`Exports::remove`] with its timeout.
+//! Invariant: nothing here waits for a serving thread for long, but [`Exports::remove`] with its
+//! timeout.
 
 use std::sync::Arc;
 use std::time::Duration;
@@ -58,6 +59,9 @@ impl DeviceVisitor for ExportOptions {
     }
 }
 
+/// The time in which a thread that was woken up has published its counts.
+const PUBLISH_TIME: Duration = Duration::from_millis(2);
+
 /// What is known of an export at a moment.
 #[derive(Clone, Debug)]
 pub struct ExportStatus {
@@ -114,9 +118,12 @@ impl Exports {
         exports.iter().map(|export| (export.id, export.export.name().to_owned())).collect()
     }
 
-    /// What is known of the exports that clients can choose.
+    /// What is known of the exports that clients can choose. Waits for some milliseconds, in which the
+    /// threads publish what they have counted.
     #[must_use]
     pub fn status(&self) -> Vec<ExportStatus> {
+        self.0.wake_threads();
+        std::thread::sleep(PUBLISH_TIME);
         self.0.registry.served().iter().map(|export| ExportStatus::of(export)).collect()
     }
 
