@@ -168,6 +168,12 @@ pub struct SimulatedUblk<M: BlockMap> {
     thread: EventLoop<UblkFrontend, SimQueue, M>,
 }
 
+impl<M: BlockMap> Drop for SimulatedUblk<M> {
+    fn drop(&mut self) {
+        self.thread.frontend.end_driver();
+    }
+}
+
 impl<M: BlockMap> SimulatedUblk<M> {
     /// As [`Simulated::new`], with `depth` tags and requests of at most `max_io_bytes` bytes.
     ///

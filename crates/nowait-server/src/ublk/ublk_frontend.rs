@@ -189,6 +189,16 @@ fn translate<Q: IoQueue, M: BlockMap>(
     Ok(Request { op, flags, range: context.export.range(op, pos, len)? })
 }
 
+#[cfg(feature = "sim")]
+impl UblkFrontend {
+    /// The simulated driver ends with this frontend: it accesses no buffer any more.
+    pub(crate) fn end_driver(&mut self) {
+        if let Some(queue) = &mut self.queue {
+            queue.in_ring = 0;
+        }
+    }
+}
+
 impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
     /// Gives the driver a buffer for each tag.
     fn begin(&mut self, context: &mut LoopContext<Q, M>) -> Result<(), Error> {
