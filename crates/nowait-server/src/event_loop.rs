@@ -13,7 +13,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nowait::{AdaptivePoll, BlockMap, Engine, Error, FD_TOKEN, Interest, IoQueue, Token};
+use nowait::{AdaptivePoll, BlockMap, Engine, Error, FD_TOKEN, Flags, Interest, IoQueue, Token};
 
 use crate::export::{Export, result};
 use crate::export_threads::export_registry::{RegisteredExport, Retired};
@@ -315,10 +315,15 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             {
                 self.context.statistics.record(kind, io.op, time);
             }
-            self.context.throttle.charge(io);
             match result(&completion) {
-                Ok(()) => self.context.statistics.count(kind, io.op, io.range.len),
+                Ok(()) => {
+                    self.context.throttle.charge(io);
+                    self.context.statistics.count(kind, io.op, io.range.len);
+                }
+                // One that may not wait is done again if it has failed.
+                Err(_) if io.flags.has(Flags::NOWAIT) => {}
                 Err(errno) => {
+                    self.context.throttle.charge(io);
                     self.context.export.note_fault(io, errno);
                     self.context.statistics.count_error(kind, io.op, errno);
                 }

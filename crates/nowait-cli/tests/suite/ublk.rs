@@ -135,6 +135,32 @@ cmp /disk/new/written/1 /data/random && echo "guest: wrote $(cd /disk/new/writte
 umount /disk/new && end_server TERM; echo "guest: ended $status"
 "#;
 
+/// Data between the image and their users without a copy, and requests that need one: holes, and writes
+/// that allocate.
+const ZERO_COPY: &str = r#"
+load ublk_drv
+dd if=/dev/urandom of=/data/random bs=1M count=8 2>/dev/null
+run() {
+    serve $1 --ublk=4 --verbose
+    dd if=/data/random of=/dev/ublkb4 bs=256k oflag=direct conv=fsync 2>/dev/null
+    dd if=/data/random of=/dev/ublkb4 bs=256k oflag=direct conv=fsync 2>/dev/null
+    dd if=/dev/ublkb4 of=/data/read bs=64k count=128 iflag=direct 2>/dev/null
+    cmp /data/read /data/random && echo "guest: read what was written"
+    dd if=/dev/ublkb4 bs=64k skip=256 count=16 iflag=direct 2>/dev/null | cmp -n 1048576 - /dev/zero && echo "guest: read zeros"
+    dd if=/data/random of=/dev/ublkb4 bs=4k count=1 seek=5000 conv=fsync 2>/dev/null
+    [ "$2" ] && { end_server $2; serve $1 --ublk=4 --verbose; }
+    dd if=/dev/ublkb4 bs=4k skip=5000 count=1 2>/dev/null | cmp -n 4096 - /data/random && echo "guest: read the end"
+    end_server TERM; echo "guest: $1 ended $status"
+    grep 'a copy' /data/out
+}
+run /dev/vda KILL
+/test/mkfs.ext4 -q /dev/vda && mount -t ext4 /dev/vda /disk/new
+truncate -s 64M /disk/new/sparse
+run /disk/new/sparse
+cmp -n 8388608 /disk/new/sparse /data/random && echo "guest: the image has it"
+umount /disk/new
+"#;
+
 /// A guest, the programs that it needs, and a disk for it.
 struct Scene {
     guest: Guest,
@@ -286,4 +312,22 @@ fn a_newer_driver_resizes_a_node_hands_it_over_and_stops_it_only_without_hidden_
     );
     assert!(!console.contains("guest: I/O error"), "{console}");
     check_written(&scene.scratch, &scene.disk, &console, 1);
+}
+
+#[test]
+fn data_go_between_an_image_and_the_users_of_a_node_without_a_copy_where_no_request_must_wait() {
+    let Some(scene) = Scene::new(Kernel::V7_3) else { return };
+    let console = scene.run(ZERO_COPY);
+    assert_said(&console, &["guest: /dev/vda ended 0", "guest: /disk/new/sparse ended 0"]);
+    assert_said(&console, &["guest: the image has it"]);
+    for line in ["guest: read what was written", "guest: read zeros", "guest: read the end"] {
+        assert_eq!(console.matches(line).count(), 2, "{line}: {console}");
+    }
+    let counts = console.lines().filter_map(|line| line.split_once(" requests without a copy, "));
+    let last = |line: &str| line.rsplit(' ').next().and_then(|word| word.parse::<u64>().ok());
+    let first = |line: &str| line.split(' ').next().and_then(|word| word.parse::<u64>().ok());
+    let counts: Vec<_> = counts.map(|(without, with)| (last(without), first(with))).collect();
+    let without: u64 = counts.iter().filter_map(|count| count.0).sum();
+    let with: u64 = counts.iter().filter_map(|count| count.1).sum();
+    assert!(without > 64 && with > 0, "{without} without a copy, {with} with one: {console}");
 }

@@ -55,6 +55,24 @@ impl DeviceVisitor for Properties {
     }
 }
 
+/// Asks an image whether its storage takes the memory of the kernel's requests.
+struct CanRegister;
+
+impl DeviceVisitor for CanRegister {
+    type Output = bool;
+
+    fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> bool {
+        let sector = 1 << SECTOR_SHIFT;
+        device.supports_nowait() && device.alignment().memory <= sector
+    }
+}
+
+/// Whether requests can move data between storage and the memory of their users, which is aligned to
+/// sectors only.
+pub(crate) fn can_register(image: &Image) -> bool {
+    image.visit(CanRegister)
+}
+
 impl Parameters {
     /// Bytes of `struct ublk_params` up to the end of its discard parameters.
     pub(crate) const BYTES: usize = 64;

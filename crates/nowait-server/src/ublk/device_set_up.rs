@@ -15,7 +15,7 @@ use crate::ublk::control_ring::{ControlRing, character_device, node};
 use crate::ublk::device_parameters::Parameters;
 use crate::ublk::ublk_cmd::{
     ControlOp, DeviceInfo, DeviceState, F_CMD_IOCTL_ENCODE, F_QUIESCE, F_UNPRIVILEGED_DEV,
-    F_UPDATE_SIZE, F_USER_RECOVERY, F_USER_RECOVERY_REISSUE,
+    F_UPDATE_SIZE, F_USER_RECOVERY, F_USER_RECOVERY_REISSUE, F_ZERO_COPY,
 };
 use crate::ublk::ublk_error::UblkError;
 
@@ -90,6 +90,7 @@ pub(crate) fn added(
     let (depth, max_io_bytes) = sizes(options.queues);
     let wanted =
         F_CMD_IOCTL_ENCODE | F_USER_RECOVERY | F_USER_RECOVERY_REISSUE | F_UPDATE_SIZE | F_QUIESCE;
+    let zero_copy = if features & F_ZERO_COPY == F_ZERO_COPY { F_ZERO_COPY } else { 0 };
     let info = DeviceInfo {
         queues: options.queues,
         depth,
@@ -97,7 +98,7 @@ pub(crate) fn added(
         max_io_bytes,
         id: options.id.unwrap_or(u32::MAX),
         pid: 0,
-        features: features & wanted,
+        features: features & wanted | zero_copy,
         server_data: options.image_id,
     };
     let mut answer = add(control, info);

@@ -10,6 +10,7 @@ mod device_parameters;
 mod node_users;
 mod control_commands;
 mod request_descriptors;
+mod request_data;
 pub(crate) mod device_set_up;
 pub(crate) mod ublk_device;
 pub(crate) mod ublk_list;

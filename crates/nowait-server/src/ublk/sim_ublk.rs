@@ -55,7 +55,7 @@ impl SimUblkQueue {
         let other = rustix::io::fcntl_dupfd_cloexec(&file, 0).map_err(failed)?;
         let fetched = (0..depth).map(|_| None).collect();
         let queue = Self { commands, descriptors: file.into(), fetched, max_io_bytes };
-        Ok((queue, UblkDevice::simulated(other, depth, max_io_bytes)))
+        Ok((queue, UblkDevice::simulated(other, (depth, max_io_bytes), 0)))
     }
 
     /// Takes the commands of the frontend. Returns the tags whose requests were answered, with the

@@ -53,6 +53,12 @@ pub(crate) const F_USER_RECOVERY_REISSUE: u64 = 1 << 4;
 pub(crate) const F_UNPRIVILEGED_DEV: u64 = 1 << 5;
 /// Commands are encoded as for ioctl(2).
 pub(crate) const F_CMD_IOCTL_ENCODE: u64 = 1 << 6;
+/// The server copies data itself, by read and write calls on the character device.
+pub(crate) const F_USER_COPY: u64 = 1 << 7;
+/// The driver registers the memory of each request with the ring of its fetch command.
+pub(crate) const F_AUTO_BUF_REG: u64 = 1 << 11;
+/// Both: data need no copy, and can be copied where that does not work.
+pub(crate) const F_ZERO_COPY: u64 = F_AUTO_BUF_REG | F_USER_COPY;
 /// The size of a device that is served can be changed.
 pub(crate) const F_UPDATE_SIZE: u64 = 1 << 10;
 /// The server can have its requests queued for the next one before it ends.
@@ -226,6 +232,26 @@ pub(crate) const OP_WRITE_ZEROES: u8 = 5;
 pub(crate) const IO_FUA: u32 = 1 << 13;
 /// The zeroed range keeps its storage.
 pub(crate) const IO_NO_UNMAP: u32 = 1 << 15;
+/// The memory of the request could not be registered.
+pub(crate) const IO_NEED_REG_BUF: u32 = 1 << 17;
+
+/// The address of a fetch command's entry (`struct ublk_auto_buf_reg`): the number under which the
+/// memory of the request is registered. A request whose memory cannot be is marked with
+/// [`IO_NEED_REG_BUF`].
+#[inline]
+pub(crate) fn register_as(number: u16) -> u64 {
+    const FALLBACK: u64 = 1 << 16;
+    u64::from(number) | FALLBACK
+}
+
+/// The position in the character device at which the data of a request are.
+#[inline]
+pub(crate) fn data_position(queue: u16, tag: u16) -> u64 {
+    const DATA: u64 = 1 << 31;
+    const TAG_SHIFT: u32 = 25;
+    const QUEUE_SHIFT: u32 = TAG_SHIFT + 16;
+    DATA + (u64::from(queue) << QUEUE_SHIFT | u64::from(tag) << TAG_SHIFT)
+}
 
 /// A request (`struct ublksrv_io_desc`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -267,5 +293,7 @@ mod tests {
         assert_eq!([bytes[16], bytes[24]], [4, 5]);
         let bytes = io_arguments(1, 2, -3, 4);
         assert_eq!(bytes, [1, 0, 2, 0, 0xfd, 0xff, 0xff, 0xff, 4, 0, 0, 0, 0, 0, 0, 0]);
+        assert_eq!(register_as(256), 0x1_0100);
+        assert_eq!((data_position(0, 0), data_position(1, 2)), (0x8000_0000, 0x200_8400_0000));
     }
 }

@@ -12,13 +12,14 @@ use nowait_image::Image;
 
 use crate::ublk::control_commands::{quiesce, stop_device, stop_if_unused, update_size};
 use crate::ublk::control_ring::{ControlRing, node, within};
-use crate::ublk::device_parameters::Parameters;
+use crate::ublk::device_parameters::{Parameters, can_register};
 use crate::ublk::device_set_up::{
     APPEAR_TIMEOUT, RETRY, UblkOptions, added, existing, open_character_device, recovered,
 };
 use crate::ublk::node_users;
 use crate::ublk::ublk_cmd::{
-    ControlOp, DeviceInfo, DeviceState, F_UNPRIVILEGED_DEV, F_UPDATE_SIZE, F_USER_RECOVERY,
+    ControlOp, DeviceInfo, DeviceState, F_AUTO_BUF_REG, F_UNPRIVILEGED_DEV, F_UPDATE_SIZE,
+    F_USER_RECOVERY, F_ZERO_COPY,
 };
 use crate::ublk::ublk_error::UblkError;
 
@@ -58,7 +59,10 @@ impl UblkNode {
         };
         let (info, recovers) = match found {
             Some(info) => (recovered(&mut control, info, image, options)?, true),
-            None => (added(&mut control, features, options)?, false),
+            None => {
+                let features = if can_register(image) { features } else { features & !F_ZERO_COPY };
+                (added(&mut control, features, options)?, false)
+            }
         };
         let parameters = Parameters::of(image, info.max_io_bytes);
         let device = UblkDevice {
@@ -215,7 +219,11 @@ impl UblkDevice {
 
     /// A device of one queue without a driver.
     #[cfg(any(test, feature = "sim"))]
-    pub(crate) fn simulated(character_device: OwnedFd, depth: u16, max_io_bytes: u32) -> Self {
+    pub(crate) fn simulated(
+        character_device: OwnedFd,
+        (depth, max_io_bytes): (u16, u32),
+        features: u64,
+    ) -> Self {
         let info = DeviceInfo {
             queues: 1,
             depth,
@@ -223,7 +231,7 @@ impl UblkDevice {
             max_io_bytes,
             id: 0,
             pid: 0,
-            features: 0,
+            features,
             server_data: 0,
         };
         let parameters =
@@ -245,6 +253,11 @@ impl UblkDevice {
     #[cfg(test)]
     pub(crate) fn leave_for_test(&self) {
         self.leaving.store(true, Ordering::Release);
+    }
+
+    /// Whether the driver registers the data of requests instead of copying them.
+    pub(crate) fn registers_data(&self) -> bool {
+        self.info.features & F_AUTO_BUF_REG != 0
     }
 
     fn by_path(&self) -> bool {

@@ -1,8 +1,8 @@
 //! One queue of a ublk device on a serving thread: its tags' commands are in the thread's own ring.
 //!
-//! Invariant: a tag's buffer is the driver's while its fetch command is in the ring, and the
-//! engine's while its request is there. A queue that ends with commands in the ring leaks its
-//! buffers, because the driver may still write to them (C45).
+//! Invariant: a request is answered once, after its data are where its user expects them. A queue
+//! that ends with commands in the ring leaks its buffers, because the driver may still write to them
+//! (C45).
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
@@ -10,8 +10,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use nowait::{
-    BlockMap, ByteRange, Completion, Error, Flags, IoQueue, Op, Operation, PooledBuffer, Request,
-    Token,
+    BlockMap, ByteRange, Completion, Error, Flags, IoQueue, Op, Operation, Rejected, Request, Token,
 };
 
 use crate::export::result;
@@ -20,10 +19,11 @@ use crate::frontend::Frontend;
 use crate::injected_bug::{ServerBug, injected};
 use crate::loop_context::LoopContext;
 use crate::statistics::FrontendKind;
+use crate::ublk::request_data::{RequestData, copy_in, copy_out};
 use crate::ublk::request_descriptors::Descriptors;
 use crate::ublk::ublk_cmd::{
-    ABORTED, COMMIT_AND_FETCH_REQ, Descriptor, FETCH_REQ, IO_FUA, IO_NO_UNMAP, OP_DISCARD,
-    OP_FLUSH, OP_READ, OP_WRITE, OP_WRITE_ZEROES, io_arguments,
+    ABORTED, COMMIT_AND_FETCH_REQ, Descriptor, FETCH_REQ, IO_FUA, IO_NEED_REG_BUF, IO_NO_UNMAP,
+    OP_DISCARD, OP_FLUSH, OP_READ, OP_WRITE, OP_WRITE_ZEROES, io_arguments,
 };
 use crate::ublk::ublk_device::UblkDevice;
 
@@ -46,10 +46,7 @@ struct Queue {
     descriptor: OwnedFd,
     requests: Descriptors,
     member: Member,
-    /// The buffers of the tags; taken while their request is in the engine.
-    buffers: Vec<Option<PooledBuffer>>,
-    /// The addresses of the buffers, which are those of the fetch commands.
-    addresses: Vec<u64>,
+    data: RequestData,
     /// Tags whose requests are not submitted yet.
     ready: VecDeque<u16>,
     /// Tags that get requests, or have one.
@@ -58,6 +55,9 @@ struct Queue {
     in_ring: u16,
     /// Requests in the engine.
     in_engine: u16,
+    /// Reads and writes so far that were done without a copy, and those that were not.
+    without_copy: u64,
+    with_copy: u64,
     /// Answers were pushed in this iteration.
     has_pushed: bool,
     /// No more requests are taken: the next server gets them.
@@ -79,12 +79,14 @@ impl UblkFrontend {
         result: i32,
     ) -> Result<(), Error> {
         let Some(queue) = &mut self.queue else { return Ok(()) };
-        let address = queue.addresses.get(usize::from(tag)).copied().unwrap_or_default();
+        let (of_entry, address) = queue.data.addresses(tag);
         let arguments = io_arguments(self.number, tag, result, address);
         let token = context.engine_token(tag.into());
-        // SAFETY: the buffer at the address is in `buffers`, untouched until the command's result
-        // has come; see the invariant above for a queue that ends before.
-        unsafe { context.engine.command(queue.descriptor.as_fd(), op, arguments, token)? };
+        // SAFETY: the buffer at the address is in `data`, untouched until the command's result has
+        // come; see the invariant above for a queue that ends before.
+        unsafe {
+            context.engine.command(queue.descriptor.as_fd(), op, of_entry, arguments, token)?
+        };
         queue.in_ring += 1;
         queue.has_pushed = true;
         Ok(())
@@ -103,23 +105,43 @@ impl UblkFrontend {
         }
     }
 
-    /// Submits the request of `tag`, or answers it.
-    fn submit<Q: IoQueue, M: BlockMap>(&mut self, context: &mut LoopContext<Q, M>, tag: u16) {
-        let Some(queue) = &mut self.queue else { return };
-        let Some(descriptor) = queue.requests.get(tag) else { return };
+    /// Submits the request of `tag`, or answers it. False, with nothing done, if there is no memory
+    /// for it.
+    fn submit<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        context: &mut LoopContext<Q, M>,
+        tag: u16,
+    ) -> bool {
+        let Some(queue) = &mut self.queue else { return true };
+        let Some(descriptor) = queue.requests.get(tag) else { return true };
         let io = match translate(context, descriptor) {
             Ok(io) => io,
-            Err(errno) => return self.answer(context, tag, -errno),
+            Err(errno) => {
+                self.answer(context, tag, -errno);
+                return true;
+            }
         };
-        let engine_tag = context.tag(QUEUE, tag.into());
         queue.member.quantum.read(io.range.len);
-        let has_data = matches!(io.op, Op::Read | Op::Write);
-        let buffer = if has_data { queue.buffers[usize::from(tag)].take() } else { None };
-        let submitted = match buffer {
-            Some(buffer) => context.engine.submit(io, buffer, engine_tag),
-            None => context.engine.submit_no_data(io, engine_tag),
-        };
-        match submitted {
+        let engine_tag = context.tag(QUEUE, tag.into());
+        if !matches!(io.op, Op::Read | Op::Write) {
+            match context.engine.submit_no_data(io, engine_tag) {
+                Ok(()) => queue.in_engine += 1,
+                Err(rejected) => self.answer(context, tag, -errno_of(&rejected)),
+            }
+            return true;
+        }
+        if let RequestData::Registered { .. } = queue.data {
+            if descriptor.op_flags & IO_NEED_REG_BUF == 0
+                && let Some(number) = queue.data.number(tag)
+                && context.engine.submit_registered(io, number, engine_tag).is_ok()
+            {
+                queue.in_engine += 1;
+                return true;
+            }
+            return self.submit_copied(context, tag, io);
+        }
+        let Some(buffer) = queue.data.take_buffer(tag) else { return true };
+        match context.engine.submit(io, buffer, engine_tag) {
             Ok(()) => {
                 queue.in_engine += 1;
                 if injected(ServerBug::CommitBeforeData) && io.op == Op::Read {
@@ -127,18 +149,69 @@ impl UblkFrontend {
                 }
             }
             Err(rejected) => {
-                if has_data {
-                    queue.buffers[usize::from(tag)] = rejected.buf;
+                let errno = errno_of(&rejected);
+                if let Some(buffer) = rejected.buf {
+                    queue.data.put_buffer(tag, buffer);
                 }
-                // The slot was checked before: EAGAIN means that the engine's queue is stuck, and would
-                // reach programs that did not ask for it.
-                let errno = match rejected.error.errno() {
-                    libc::EAGAIN => libc::EIO,
-                    errno => errno,
-                };
                 self.answer(context, tag, -errno);
             }
         }
+        true
+    }
+
+    /// Submits a request whose data are not moved from or to the registered memory, or answers it.
+    /// False, with nothing done, if there is no buffer for it.
+    #[inline(never)]
+    fn submit_copied<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        context: &mut LoopContext<Q, M>,
+        tag: u16,
+        io: Request,
+    ) -> bool {
+        let Some(queue) = &mut self.queue else { return true };
+        let Some(mut buffer) = context.engine.buffer(io.range) else { return false };
+        let start = context.engine.buffer_offset(io.range.pos);
+        let data = &mut buffer[start..start + io.range.len as usize];
+        let copied = match io.op {
+            Op::Write => copy_in(queue.descriptor.as_fd(), self.number, tag, data),
+            _ => Ok(()),
+        };
+        let engine_tag = context.tag(QUEUE, tag.into());
+        let submitted = copied.and_then(|()| {
+            context.engine.submit(io, buffer, engine_tag).map_err(|rejected| errno_of(&rejected))
+        });
+        match submitted {
+            Ok(()) => queue.in_engine += 1,
+            Err(errno) => self.answer(context, tag, -errno),
+        }
+        true
+    }
+
+    /// Handles the end of a request whose memory is registered, or whose data were to be copied.
+    /// Returns its result, or `None` if it is to be tried again with a copy.
+    fn finish_data(&mut self, tag: u16, start: usize, completion: &Completion) -> Option<i32> {
+        let queue = self.queue.as_mut()?;
+        let len = completion.io.range.len;
+        let result = result(completion);
+        if completion.buf.is_none() && result.is_err() {
+            queue.data.set_must_copy(tag, true);
+            queue.ready.push_front(tag);
+            return None;
+        }
+        queue.data.set_must_copy(tag, false);
+        match completion.buf {
+            Some(_) => queue.with_copy += 1,
+            None => queue.without_copy += 1,
+        }
+        let copied = match &completion.buf {
+            Some(buffer) if result.is_ok() && completion.io.op == Op::Read => {
+                let data = &buffer[start..start + len as usize];
+                copy_out(queue.descriptor.as_fd(), self.number, tag, data)
+            }
+            _ => Ok(()),
+        };
+        // The driver expects the bytes of a transfer, which its longest request bounds.
+        Some(result.and(copied).map_or_else(|errno| -errno, |()| len as i32))
     }
 
     /// A tag gets no more requests.
@@ -153,6 +226,13 @@ impl UblkFrontend {
     /// The queue leaves the thread.
     fn end<Q: IoQueue, M: BlockMap>(&mut self, context: &mut LoopContext<Q, M>) {
         let Some(mut queue) = self.queue.take() else { return };
+        if self.device.registers_data() {
+            let (node, number) = (self.device.node(), self.number);
+            let Queue { without_copy, with_copy, .. } = queue;
+            tracing::debug!(
+                "{node}: queue {number}: {without_copy} requests without a copy, {with_copy} with one"
+            );
+        }
         context.remove_member(&mut queue.member);
         if self.device.queue_ends() {
             (self.on_removed)();
@@ -204,18 +284,18 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
     fn begin(&mut self, context: &mut LoopContext<Q, M>) -> Result<(), Error> {
         let failed = |errno| Error::new(errno, Operation::SetUp);
         let (depth, bytes) = (self.device.info.depth, self.device.info.max_io_bytes);
-        let whole = ByteRange::new(0, bytes.into());
-        let buffers = (0..depth).map(|_| context.engine.buffer(whole));
-        let buffers: Vec<_> = buffers.collect::<Option<_>>().ok_or(failed(libc::ENOMEM))?;
+        let data = match self.device.registers_data() {
+            true => Some(RequestData::registered(&mut context.engine, depth)),
+            false => RequestData::copied(&mut context.engine, depth, bytes),
+        };
+        let data = data.ok_or(failed(libc::ENOMEM))?;
         // A server that takes over must not be killed from here on until it has fetched: what takes
         // time is done before.
         let descriptor = self.device.descriptor().map_err(failed)?;
         let requests = Descriptors::map(descriptor.as_fd(), self.number, depth);
         let requests = requests.inspect_err(|_| self.device.note_unmappable()).map_err(failed)?;
-        let address = |buffer: &PooledBuffer| buffer.as_ptr().expose_provenance() as u64;
         self.queue = Some(Queue {
-            addresses: buffers.iter().map(address).collect(),
-            buffers: buffers.into_iter().map(Some).collect(),
+            data,
             descriptor,
             requests,
             member: Member::default(),
@@ -223,6 +303,8 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
             live_tags: depth,
             in_ring: 0,
             in_engine: 0,
+            without_copy: 0,
+            with_copy: 0,
             has_pushed: false,
             leaving: false,
         });
@@ -287,7 +369,15 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
                 break;
             }
             queue.ready.pop_front();
-            self.submit(context, tag);
+            if !self.submit(context, tag)
+                && let Some(queue) = &mut self.queue
+            {
+                queue.ready.push_front(tag);
+                if queue.in_engine == 0 {
+                    context.block(QUEUE);
+                }
+                break;
+            }
         }
         self.queue.as_ref().map_or(0, |queue| queue.member.quantum.bytes_moved())
     }
@@ -300,28 +390,35 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
         key: u32,
         completion: Completion,
     ) {
-        let answer = match result(&completion) {
-            Err(errno) => -errno,
-            // The driver expects the bytes of a transfer, which its longest request bounds.
-            Ok(()) if matches!(completion.io.op, Op::Read | Op::Write) => {
-                completion.io.range.len as i32
-            }
-            Ok(()) => 0,
-        };
         let Some(queue) = &mut self.queue else { return };
         queue.in_engine -= 1;
-        if let Some(buffer) = completion.buf
-            && let Some(place) = queue.buffers.get_mut(key as usize)
+        let tag = key as u16;
+        let completed_op = completion.io.op;
+        let has_data = matches!(completed_op, Op::Read | Op::Write);
+        let registers = matches!(queue.data, RequestData::Registered { .. });
+        let answer = if registers && has_data {
+            let start = context.engine.buffer_offset(completion.io.range.pos);
+            self.finish_data(tag, start, &completion)
+        } else {
+            // The driver expects the bytes of a transfer, which its longest request bounds.
+            let bytes = if has_data { completion.io.range.len as i32 } else { 0 };
+            let answer = result(&completion).map_or_else(|errno| -errno, |()| bytes);
+            if let Some(buffer) = completion.buf {
+                queue.data.put_buffer(tag, buffer);
+            }
+            Some(answer)
+        };
+        if let Some(queue) = &mut self.queue
+            && !queue.ready.is_empty()
         {
-            *place = Some(buffer);
-        }
-        if !queue.ready.is_empty() {
             context.schedule(QUEUE, &mut queue.member);
         }
-        if injected(ServerBug::CommitBeforeData) && completion.io.op == Op::Read {
+        if injected(ServerBug::CommitBeforeData) && completed_op == Op::Read {
             return;
         }
-        self.answer(context, key as u16, answer);
+        if let Some(answer) = answer {
+            self.answer(context, tag, answer);
+        }
     }
 
     /// A queue that is left ends when its last answers have reached the driver.
@@ -345,10 +442,19 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
     }
 }
 
+/// The errno of a request that the engine has not taken. The slot was checked before: `EAGAIN` means
+/// that the engine's queue is stuck, and would reach programs that did not ask for it.
+fn errno_of(rejected: &Rejected) -> i32 {
+    match rejected.error.errno() {
+        libc::EAGAIN => libc::EIO,
+        errno => errno,
+    }
+}
+
 impl Drop for Queue {
     fn drop(&mut self) {
         if self.in_ring > 0 {
-            std::mem::forget(std::mem::take(&mut self.buffers));
+            self.data.leak();
         }
     }
 }

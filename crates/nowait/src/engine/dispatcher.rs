@@ -205,7 +205,12 @@ impl<M: BlockMap> Dispatcher<M> {
 
     /// Rejects a request for which there is no slot.
     #[cold]
-    fn reject_no_slot(&mut self, io: Request, locked: bool, buf: Option<PooledBuffer>) -> Rejected {
+    pub(crate) fn reject_no_slot(
+        &mut self,
+        io: Request,
+        locked: bool,
+        buf: Option<PooledBuffer>,
+    ) -> Rejected {
         if locked {
             self.disk.ranges.unlock(io.range, LockMode::Shared);
         }

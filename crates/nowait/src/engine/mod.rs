@@ -17,6 +17,7 @@ mod vectored;
 mod nowait_first;
 mod inline_completion;
 mod merge;
+mod registered;
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -449,6 +450,7 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
         &mut self,
         fd: BorrowedFd<'_>,
         op: u32,
+        address: u64,
         arguments: [u8; 16],
         token: Token,
     ) -> Result<(), Error> {
@@ -456,7 +458,7 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
             return Err(Error::new(libc::EINVAL, Operation::SetUp));
         }
         // SAFETY: as promised by the caller.
-        unsafe { self.queue.events_mut().command(fd, op, arguments, token) }
+        unsafe { self.queue.events_mut().command(fd, op, address, arguments, token) }
     }
 
     /// Readable when [`Engine::poll`] would find something.

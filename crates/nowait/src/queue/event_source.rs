@@ -34,19 +34,21 @@ pub trait EventSource {
     fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token);
 
     /// Submits the command `op` of the driver behind `fd` (`IORING_OP_URING_CMD`) with its 16 bytes
-    /// of arguments. Its result is reported once under `token`: 0 or more, or a negative errno.
+    /// of arguments and the entry's `address`, whose meaning is the driver's. Its result is reported
+    /// once under `token`: 0 or more, or a negative errno.
     ///
     /// # Errors
     /// `EOPNOTSUPP` where the queue is no ring; `EINVAL` for a token without [`FD_TOKEN`]; the errno
     /// of io_uring_enter(2).
     ///
     /// # Safety
-    /// Memory whose address is in `arguments` stays valid, and is not accessed otherwise, for as long
-    /// as the driver may use it.
+    /// Memory whose address is in `arguments` or is `address` stays valid, and is not accessed
+    /// otherwise, for as long as the driver may use it.
     unsafe fn command(
         &mut self,
         _fd: BorrowedFd<'_>,
         _op: u32,
+        _address: u64,
         _arguments: [u8; 16],
         _token: Token,
     ) -> Result<(), Error> {
@@ -82,17 +84,17 @@ mod tests {
         let token = FD_TOKEN | 5;
         let mut threads = AioThreadQueue::new(file.as_fd(), 8, true).unwrap();
         // SAFETY: the commands name no memory.
-        let refused = unsafe { threads.events_mut().command(file.as_fd(), 1, [0; 16], token) };
+        let refused = unsafe { threads.events_mut().command(file.as_fd(), 1, 0, [0; 16], token) };
         assert_eq!(refused.unwrap_err().errno(), libc::EOPNOTSUPP);
         let Ok(mut ring) = Uring::new(file.as_fd()) else {
             nowait_testkit::skip("no io_uring");
             return;
         };
         // SAFETY: as above.
-        let refused = unsafe { ring.events_mut().command(file.as_fd(), 1, [0; 16], 5) };
+        let refused = unsafe { ring.events_mut().command(file.as_fd(), 1, 0, [0; 16], 5) };
         assert_eq!(refused.unwrap_err().errno(), libc::EINVAL);
         // SAFETY: as above.
-        unsafe { ring.events_mut().command(file.as_fd(), 1, [0; 16], token) }.unwrap();
+        unsafe { ring.events_mut().command(file.as_fd(), 1, 0, [0; 16], token) }.unwrap();
         let mut answers = Vec::new();
         while answers.is_empty() {
             ring.wait(Some(Duration::from_secs(60))).unwrap();

@@ -90,6 +90,14 @@ pub unsafe trait IoQueue {
         None
     }
 
+    /// Reserves `count` successive numbers of registered buffers for a driver that registers the
+    /// memory of its requests with this queue by itself, and returns the first of them. They are
+    /// for [`crate::Engine::submit_registered`]. `None` where that is not possible, as in most
+    /// queues, and for a second caller.
+    fn reserve_buffers(&mut self, _count: u16) -> Option<u16> {
+        None
+    }
+
     /// Completions that were polled for so far (C48).
     fn polled(&self) -> u64 {
         0

@@ -161,6 +161,7 @@ impl EventSource for SimQueue {
         &mut self,
         _: BorrowedFd<'_>,
         op: u32,
+        _: u64,
         arguments: [u8; 16],
         token: Token,
     ) -> Result<(), Error> {

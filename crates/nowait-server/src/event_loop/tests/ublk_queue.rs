@@ -10,12 +10,12 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::rc::Rc;
 
-use nowait::{AioThreadQueue, EventSource, Outcome, QueueFull, Transfer};
+use nowait::{AioThreadQueue, EventSource, IoBuffer, Outcome, QueueFull, Transfer};
 
 use crate::event_loop::tests::*;
 use crate::ublk::ublk_cmd::{
-    ABORTED, COMMIT_AND_FETCH_REQ, DESCRIPTOR_BYTES, FETCH_REQ, IO_FUA, OP_DISCARD, OP_FLUSH,
-    OP_READ, OP_WRITE, OP_WRITE_ZEROES,
+    ABORTED, COMMIT_AND_FETCH_REQ, DESCRIPTOR_BYTES, F_ZERO_COPY, FETCH_REQ, IO_FUA,
+    IO_NEED_REG_BUF, OP_DISCARD, OP_FLUSH, OP_READ, OP_WRITE, OP_WRITE_ZEROES, data_position,
 };
 use crate::ublk::ublk_device::UblkDevice;
 use crate::ublk::ublk_frontend::UblkFrontend;
@@ -37,20 +37,50 @@ struct Command {
 struct Driver {
     commands: Vec<(Token, Command)>,
     ended: Vec<(Token, i32)>,
+    /// The memory of the requests of each tag, which the driver registers.
+    memory: Vec<IoBuffer>,
+    /// Storage refuses every transfer of it.
+    refuses: bool,
+    /// Transfers of it that were made.
+    direct: u32,
 }
 
 /// A queue with commands, on files.
 struct CommandQueue {
     transfers: AioThreadQueue,
     driver: Rc<RefCell<Driver>>,
+    /// Transfers of registered memory that the storage refuses.
+    refused: Vec<Token>,
 }
+
+/// The number of the registered memory of tag 0.
+const FIRST_NUMBER: u16 = 300;
 
 // SAFETY: transfers are those of the queue below; tokens of commands have `FD_TOKEN`.
 unsafe impl IoQueue for CommandQueue {
     // SAFETY: as promised by the caller.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
-        // SAFETY: as above.
-        unsafe { self.transfers.push(transfer, token) }
+        if transfer.buffer < FIRST_NUMBER || transfer.buffer == u16::MAX {
+            // SAFETY: as above.
+            return unsafe { self.transfers.push(transfer, token) };
+        }
+        assert!(transfer.base.is_null() && transfer.must_not_wait);
+        let mut driver = self.driver.borrow_mut();
+        if driver.refuses {
+            self.refused.push(token);
+            return Ok(());
+        }
+        driver.direct += 1;
+        let base = driver.memory[usize::from(transfer.buffer - FIRST_NUMBER)].as_mut_ptr();
+        // SAFETY: the memory stays where it is until the test ends, and is not read before the
+        // answer.
+        unsafe { self.transfers.push(&Transfer { base, buffer: u16::MAX, ..*transfer }, token) }
+    }
+
+    fn reserve_buffers(&mut self, count: u16) -> Option<u16> {
+        let memory = || IoBuffer::zeroed(MAX_IO_BYTES as usize).unwrap();
+        self.driver.borrow_mut().memory = (0..count).map(|_| memory()).collect();
+        Some(FIRST_NUMBER)
     }
 
     fn submit(&mut self) -> Result<(), Error> {
@@ -60,7 +90,9 @@ unsafe impl IoQueue for CommandQueue {
     fn drain_completions(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
         let ended = std::mem::take(&mut self.driver.borrow_mut().ended);
         ended.iter().for_each(|&(token, result)| sink(token, result));
-        ended.len() + self.transfers.drain_completions(sink)
+        let refused = std::mem::take(&mut self.refused);
+        refused.iter().for_each(|&token| sink(token, -libc::EAGAIN));
+        ended.len() + refused.len() + self.transfers.drain_completions(sink)
     }
 
     fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
@@ -71,7 +103,9 @@ unsafe impl IoQueue for CommandQueue {
     }
 
     fn has_completions(&mut self) -> bool {
-        !self.driver.borrow().ended.is_empty() || self.transfers.has_completions()
+        !self.driver.borrow().ended.is_empty()
+            || !self.refused.is_empty()
+            || self.transfers.has_completions()
     }
 
     fn events(&self) -> &dyn EventSource {
@@ -101,6 +135,7 @@ impl EventSource for CommandQueue {
         &mut self,
         _: BorrowedFd<'_>,
         op: u32,
+        _: u64,
         bytes: [u8; 16],
         token: Token,
     ) -> Result<(), Error> {
@@ -127,16 +162,22 @@ struct Scene {
 
 impl Scene {
     fn new() -> Self {
+        Self::with_features(0)
+    }
+
+    /// With a driver that has `features`.
+    fn with_features(features: u64) -> Self {
         let driver: Rc<RefCell<Driver>> = Rc::default();
         let (mut context, export, engine) = parts(Config::default(), |disk| {
             let files = disk.files().unwrap();
             let transfers = AioThreadQueue::for_files(&files, 64, !disk.is_direct()).unwrap();
-            CommandQueue { transfers, driver: driver.clone() }
+            CommandQueue { transfers, driver: driver.clone(), refused: Vec::new() }
         });
         let descriptors = tempfile::tempfile().unwrap();
         descriptors.set_len(64 << 10).unwrap();
         let character_device = OwnedFd::from(descriptors.try_clone().unwrap());
-        let device = Arc::new(UblkDevice::simulated(character_device, DEPTH, MAX_IO_BYTES));
+        let device =
+            Arc::new(UblkDevice::simulated(character_device, (DEPTH, MAX_IO_BYTES), features));
         let removed: Rc<RefCell<u32>> = Rc::default();
         let counted = removed.clone();
         let on_removed = Box::new(move || *counted.borrow_mut() += 1);
@@ -186,7 +227,7 @@ impl Scene {
     /// The driver ends every command: no requests will come.
     fn abort_all(&mut self) {
         let mut driver = self.driver.borrow_mut();
-        let Driver { commands, ended } = &mut *driver;
+        let Driver { commands, ended, .. } = &mut *driver;
         ended.extend(commands.drain(..).map(|(token, _)| (token, ABORTED)));
     }
 }
@@ -307,4 +348,38 @@ fn a_device_that_is_left_answers_what_is_under_way_and_takes_no_more() {
     let driver = scene.driver.borrow();
     assert!(driver.commands.iter().all(|(_, command)| command.tag != 3), "tag 3 was answered");
     assert_eq!((scene.thread.context.members(), *scene.removed.borrow()), (0, 0));
+}
+
+#[test]
+fn registered_data_are_not_copied_and_a_request_that_must_wait_is_done_with_a_copy() {
+    let mut scene = Scene::with_features(F_ZERO_COPY);
+    assert!(scene.driver.borrow().commands.iter().all(|(_, command)| command.address == 0));
+    for refuses in [false, true] {
+        scene.driver.borrow_mut().refuses = refuses;
+        let byte = 20 + u8::from(refuses);
+        let start = 16 + 16 * u64::from(refuses);
+        // The same data in the memory and behind the character device, as the driver has it.
+        scene.driver.borrow_mut().memory[2][..8192].fill(byte);
+        scene.descriptors.write_all_at(&[byte; 8192], data_position(0, 2)).unwrap();
+        scene.request(2, u32::from(OP_WRITE), 16, start);
+        assert_eq!(scene.answer(2), 8192);
+        scene.request(3, u32::from(OP_READ), 16, start);
+        assert_eq!(scene.answer(3), 8192);
+        let mut read = scene.driver.borrow().memory[3][..8192].to_vec();
+        if refuses {
+            scene.descriptors.read_exact_at(&mut read, data_position(0, 3)).unwrap();
+        }
+        assert!(read.iter().all(|&read| read == byte), "refused: {refuses}");
+    }
+    assert_eq!(scene.driver.borrow().direct, 2);
+    // The next request of the tag is tried without a copy again, and one that cannot be is not.
+    scene.driver.borrow_mut().refuses = false;
+    scene.request(3, u32::from(OP_READ), 16, 0);
+    assert_eq!(scene.answer(3), 8192);
+    assert_eq!(scene.driver.borrow().direct, 3);
+    scene.request(3, u32::from(OP_READ) | IO_NEED_REG_BUF, 16, 0);
+    assert_eq!(scene.answer(3), 8192);
+    scene.request(3, u32::from(OP_WRITE), 8, (2 * SIZE) >> 9);
+    assert_eq!(scene.answer(3), -libc::ENOSPC);
+    assert_eq!(scene.driver.borrow().direct, 3);
 }

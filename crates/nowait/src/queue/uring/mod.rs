@@ -30,6 +30,8 @@ const ENTRIES: [(u32, u32); 2] = [(256, 4096), (64, 256)];
 /// The greatest numbers of kernel threads for this ring's bounded and unbounded work.
 const IOWQ_WORKERS: [u32; 2] = [8, 4];
 const MAX_BUFFERS: u32 = 256;
+/// Numbers of buffers beyond those, for drivers.
+const RESERVED_BUFFERS: u32 = 128;
 /// Set in tokens of the ring's own requests, whose completions are discarded.
 const INTERNAL_TOKEN: Token = FD_TOKEN >> 1;
 /// Set in tokens of watches that end with their first event, and of commands to drivers.
@@ -60,6 +62,8 @@ pub struct Uring {
     polls_all: bool,
     ring_features: RingFeatures,
     buffers: u16,
+    /// A driver registers buffers by itself.
+    has_reserved: bool,
     /// Bytes of registered buffers.
     locked: usize,
     /// The most that all rings of the process may register; `None` if this one is not counted.
@@ -97,7 +101,8 @@ impl Uring {
         let (ring, mut features) = Self::build().map_err(set_up)?;
         let numbers: Vec<RawFd> = files.iter().map(AsRawFd::as_raw_fd).collect();
         features.file = ring.submitter().register_files(&numbers).is_ok();
-        features.buffers = ring.submitter().register_buffers_sparse(MAX_BUFFERS).is_ok();
+        let buffers = MAX_BUFFERS + RESERVED_BUFFERS;
+        features.buffers = ring.submitter().register_buffers_sparse(buffers).is_ok();
         // Missing before Linux 5.15, where the kernel's own bound applies.
         let _ = ring.submitter().register_iowq_max_workers(&mut IOWQ_WORKERS.clone());
         let polled = IopollRing::for_device_of(&files);
@@ -109,6 +114,7 @@ impl Uring {
             polls_all: false,
             ring_features: features,
             buffers: 0,
+            has_reserved: false,
             locked: 0,
             locked_limit: locked_memory::limit(),
             rearm,
@@ -412,6 +418,13 @@ unsafe impl IoQueue for Uring {
         Some(self.buffers - 1)
     }
 
+    /// Not for a ring that polls, because transfers then go to another ring.
+    fn reserve_buffers(&mut self, count: u16) -> Option<u16> {
+        let can = self.ring_features.buffers && self.polled.is_err() && !self.has_reserved;
+        self.has_reserved |= can;
+        (can && u32::from(count) <= RESERVED_BUFFERS).then_some(MAX_BUFFERS as u16)
+    }
+
     fn polled(&self) -> u64 {
         self.polled.as_ref().map_or(0, IopollRing::completed)
     }
@@ -448,12 +461,13 @@ impl EventSource for Uring {
         &mut self,
         fd: BorrowedFd<'_>,
         op: u32,
+        address: u64,
         arguments: [u8; 16],
         token: Token,
     ) -> Result<(), Error> {
         check_fd_token(token)?;
         let command = opcode::UringCmd16::new(types::Fd(fd.as_raw_fd()), op).cmd(arguments);
-        self.push_sqe(&command.build().user_data(token | ONESHOT))
+        self.push_sqe(&command.addr(Some(address)).build().user_data(token | ONESHOT))
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
