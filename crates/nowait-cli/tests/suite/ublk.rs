@@ -68,7 +68,11 @@ serve /dev/vda --ublk
 dd if=/dev/urandom of=/data/random bs=1M count=8 2>/dev/null
 mkdir /disk/new/written && cp /data/random /disk/new/written/1
 end_server TERM; cat /data/out; echo "guest: ended in use $status"
-/test/nowait ublk list --json || { echo w >/proc/sysrq-trigger; dmesg | tail -n 80; }
+( /test/nowait ublk list --json; : >/data/listed ) &
+for try in $(seq 150); do [ -e /data/listed ] && break; sleep 0.1; done
+[ -e /data/listed ] || {
+    echo "guest: the driver hangs"; echo w >/proc/sysrq-trigger; dmesg | tail -n 80; poweroff -f
+}
 ( sync; echo "guest: synced" ) & sync=$!
 dd if=/dev/zero of=/data/other bs=1M count=1 2>/dev/null
 /test/nowait serve /data/other --direct off --ublk=0; echo "guest: another image $?"
@@ -196,6 +200,17 @@ impl Scene {
         let programs: Vec<&Path> = self.programs.iter().map(PathBuf::as_path).collect();
         self.guest.run(&format!("{BEGIN}{script}\npoweroff -f\n"), &programs, &devices)
     }
+
+    /// The same once more if the driver hangs. That of Linux 6.12 does sometimes on a busy machine,
+    /// when a server ends while its node is in use: no program gets an answer from it then, nor ends.
+    fn run_past_hangs(&self, script: &str) -> String {
+        let console = self.run(script);
+        if !console.contains("guest: the driver hangs") {
+            return console;
+        }
+        nowait_testkit::say_skipped(&format!("a run in which the driver hung:\n{console}"));
+        self.run(script)
+    }
 }
 
 fn assert_said(console: &str, lines: &[&str]) {
@@ -230,7 +245,7 @@ fn a_node_survives_killed_servers(kernel: Kernel) {
 
 fn a_node_in_use_is_left(kernel: Kernel) {
     let Some(scene) = Scene::new(kernel) else { return };
-    let console = scene.run(LEFT);
+    let console = scene.run_past_hangs(LEFT);
     assert_said(
         &console,
         &[
