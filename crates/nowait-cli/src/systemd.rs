@@ -4,11 +4,13 @@
 //! one line and short enough for the manager to read.
 #![allow(unsafe_code)]
 
-use std::os::fd::{FromRawFd, OwnedFd};
+use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use nowait_nbd::Address;
 use nowait_server::Listener;
+use rustix::io::FdFlags;
 use sd_notify::NotifyState;
 use tracing::warn;
 
@@ -48,6 +50,25 @@ pub(crate) fn sockets() -> Result<Vec<(Listener, Address)>, CliError> {
         Ok((listener, listen))
     });
     taken.collect()
+}
+
+/// The socket that the parent process has connected and handed over as descriptor `number`, above 2.
+/// To be called before this process opens any descriptor, and once for each number.
+///
+/// # Errors
+/// The descriptor is not open, or is no connected Unix socket.
+pub(crate) fn connection(number: i32) -> Result<UnixStream, CliError> {
+    let refused = |why: &str| CliError::new(format!("--vhost-user fd:{number}: {why}"));
+    // SAFETY: the call only asks whether the number is that of an open descriptor.
+    let inherited = unsafe { BorrowedFd::borrow_raw(number) };
+    rustix::io::fcntl_setfd(inherited, FdFlags::CLOEXEC)
+        .map_err(|_| refused("this process was not given such a descriptor"))?;
+    // SAFETY: the descriptor is open, as its flags were set; this process inherited it and no other
+    // code owns it, as this runs first.
+    let socket = UnixStream::from(unsafe { OwnedFd::from_raw_fd(number) });
+    socket.peer_addr().map_err(|_| refused("it is no connected Unix socket"))?;
+    socket.set_nonblocking(false).map_err(|error| refused(&os_message(&error)))?;
+    Ok(socket)
 }
 
 fn address(listener: &Listener) -> Option<Address> {

@@ -1,8 +1,9 @@
-//! Parses the vhost-user sockets of the command line: `[EXPORT=]PATH`.
+//! Parses the vhost-user sockets of the command line: `[EXPORT=]PATH` or `[EXPORT=]fd:N`.
 //!
 //! Invariant: each socket belongs to one of the exports, and no two have the same path.
 
 use std::ffi::{OsStr, OsString};
+use std::fmt;
 use std::os::unix::ffi::OsStrExt;
 use std::path::PathBuf;
 
@@ -11,12 +12,29 @@ use nowait_nbd::Address;
 use crate::export_spec::NamedExport;
 use crate::listen_address;
 
-/// `[EXPORT=]PATH`.
+/// `[EXPORT=]PATH` or `[EXPORT=]fd:N`.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) struct VhostUserArg {
     export: Option<String>,
-    /// The path of the socket.
-    pub(crate) path: PathBuf,
+    pub(crate) socket: DevicePlace,
+}
+
+/// Where virtual machines connect.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(crate) enum DevicePlace {
+    /// At this path.
+    Path(PathBuf),
+    /// One has connected already, by this descriptor that the process has inherited.
+    Descriptor(i32),
+}
+
+impl fmt::Display for DevicePlace {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Path(path) => path.display().fmt(f),
+            Self::Descriptor(number) => write!(f, "fd:{number}"),
+        }
+    }
 }
 
 impl VhostUserArg {
@@ -38,8 +56,15 @@ impl VhostUserArg {
             }
             None => (None, bytes),
         };
+        if let Some(number) = path.strip_prefix(b"fd:") {
+            let number = std::str::from_utf8(number).ok().and_then(|number| number.parse().ok());
+            let number = number.filter(|number| *number > 2);
+            let number =
+                number.ok_or("fd: needs the number of a descriptor above 2, as in fd:3")?;
+            return Ok(Self { export, socket: DevicePlace::Descriptor(number) });
+        }
         match listen_address::unix(OsStr::from_bytes(path).into())? {
-            Address::Unix(path) => Ok(Self { export, path }),
+            Address::Unix(path) => Ok(Self { export, socket: DevicePlace::Path(path) }),
             Address::Tcp { .. } => Err(format!("it is no path ({FORM})")),
         }
     }
@@ -51,8 +76,8 @@ impl VhostUserArg {
     pub(crate) fn export_of(&self, exports: &[NamedExport]) -> Result<usize, String> {
         let Some(name) = &self.export else { return Ok(0) };
         exports.iter().position(|export| export.name == *name).ok_or_else(|| {
-            let path = self.path.display();
-            format!("--vhost-user {name}={path}: no image has the name '{name}' (give it NAME=)")
+            let socket = &self.socket;
+            format!("--vhost-user {name}={socket}: no image has the name '{name}' (give it NAME=)")
         })
     }
 }
@@ -64,8 +89,8 @@ impl VhostUserArg {
 pub(crate) fn check(sockets: &[VhostUserArg], exports: &[NamedExport]) -> Result<(), String> {
     for (n, socket) in sockets.iter().enumerate() {
         socket.export_of(exports)?;
-        if sockets[..n].iter().any(|other| other.path == socket.path) {
-            return Err(format!("--vhost-user {}: it is given twice", socket.path.display()));
+        if sockets[..n].iter().any(|other| other.socket == socket.socket) {
+            return Err(format!("--vhost-user {}: it is given twice", socket.socket));
         }
     }
     Ok(())
@@ -90,15 +115,24 @@ mod tests {
             ("other=a.sock", Err(()), "a.sock"),
         ] {
             let socket = VhostUserArg::parse(text.into()).unwrap();
-            assert_eq!(socket.path, PathBuf::from(path), "{text}");
+            assert_eq!(socket.socket, DevicePlace::Path(path.into()), "{text}");
             assert_eq!(socket.export_of(&exports).map_err(drop), export, "{text}");
         }
     }
 
     #[test]
+    fn a_descriptor_is_a_number_above_those_of_the_standard_streams() {
+        let socket = VhostUserArg::parse("data=fd:3".into()).unwrap();
+        assert_eq!(socket.socket, DevicePlace::Descriptor(3));
+        assert_eq!(socket.export_of(&[named(""), named("data")]), Ok(1));
+        let path = VhostUserArg::parse("./fd:3".into()).unwrap();
+        assert_eq!(path.socket, DevicePlace::Path("./fd:3".into()));
+    }
+
+    #[test]
     fn a_path_that_is_missing_too_long_or_given_twice_is_refused() {
         let long = "x".repeat(200);
-        for text in ["", "data=", &long] {
+        for text in ["", "data=", &long, "fd:", "fd:2", "fd:-1", "data=fd:x"] {
             assert!(VhostUserArg::parse(text.into()).is_err(), "{text}");
         }
         let socket = |text: &str| VhostUserArg::parse(text.into()).unwrap();

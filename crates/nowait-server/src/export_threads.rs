@@ -32,7 +32,7 @@ use crate::net::listener::Listener;
 use crate::server_options::Options;
 use crate::thread_handle::ThreadHandle;
 use crate::ublk::ublk_frontend::UblkFrontend;
-use crate::vhost_user::control_thread::{self, ControlHandle, ControlServer};
+use crate::vhost_user::control_thread::{self, ControlHandle, ControlServer, DeviceSocket};
 use crate::vhost_user::queue_channel::{QueueChannel, QueueCommand, QueueStart};
 use crate::vhost_user::vhost_frontend::VhostFrontend;
 use crate::vhost_user::{BlockProperties, QueueThreads};
@@ -299,7 +299,7 @@ impl Shared {
     pub(crate) fn serve_devices(
         self: &Arc<Self>,
         export: ExportId,
-        listener: Listener,
+        socket: DeviceSocket,
     ) -> Result<(), Error> {
         let missing = Error::new(libc::ENOENT, Operation::SetUp);
         let registered = self.registry.get(export).ok_or(missing)?;
@@ -308,8 +308,9 @@ impl Shared {
         let name = registered.export.name().to_owned();
         let server = Arc::new(DeviceExport { shared: self.clone(), registered });
         let run = move || {
-            control_thread::run(listener, &server, &handle, &name);
+            control_thread::run(socket, &server, &handle, &name);
             server.shared.controls.fetch_sub(1, Ordering::AcqRel);
+            server.shared.stop_without_sockets();
             // As in `ThreadContext::run`.
             let _ = server.shared.events.send(ThreadEvent::ThreadEnded);
         };
@@ -356,9 +357,15 @@ impl Shared {
         if let Some(device) = &self.options.ublk {
             tracing::warn!("{} was removed by another program", device.node());
         }
+        self.stop_without_sockets();
+    }
+
+    /// Stops the server if no client can reach it any more.
+    fn stop_without_sockets(&self) {
         let has_sockets =
             self.listens.load(Ordering::Relaxed) || self.controls.load(Ordering::Relaxed) > 0;
-        if !has_sockets {
+        let has_node = self.options.ublk.as_ref().is_some_and(|device| device.has_node());
+        if !has_sockets && !has_node {
             self.stop();
         }
     }

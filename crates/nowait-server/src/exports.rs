@@ -3,6 +3,7 @@
 //! Invariant: nothing here waits for a serving thread for long, but [`Exports::remove`] with its
 //! timeout.
 
+use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,12 +18,13 @@ use crate::net::listener::Listener;
 use crate::rate_limit::{Limits, TokenBucket};
 use crate::server_options::ExportOptions;
 use crate::statistics::{FrontendKind, FrontendTotals};
+use crate::vhost_user::control_thread::DeviceSocket;
 
 /// An export that clients can choose, with any block map.
 pub struct AnyExport {
     pub(crate) export: Arc<dyn Servable>,
     /// The sockets at which it is a disk of virtual machines.
-    pub(crate) vhost_user: Vec<Listener>,
+    pub(crate) vhost_user: Vec<DeviceSocket>,
 }
 
 impl AnyExport {
@@ -42,7 +44,15 @@ impl AnyExport {
     /// `listener`, a Unix socket: for one after the other.
     #[must_use]
     pub fn at_vhost_user(mut self, listener: Listener) -> Self {
-        self.vhost_user.push(listener);
+        self.vhost_user.push(DeviceSocket::Listener(listener));
+        self
+    }
+
+    /// The same for the only virtual machine at the other end of `connection`. A server that clients
+    /// can reach by nothing else stops when the machine has left.
+    #[must_use]
+    pub fn at_vhost_user_connection(mut self, connection: UnixStream) -> Self {
+        self.vhost_user.push(DeviceSocket::Connected(connection));
         self
     }
 }
@@ -152,7 +162,7 @@ impl Exports {
     pub fn add(&self, export: AnyExport) -> Result<ExportId, Error> {
         let AnyExport { export, vhost_user } = export;
         let id = self.0.registry.add(export, !vhost_user.is_empty())?;
-        vhost_user.into_iter().try_for_each(|listener| self.0.serve_devices(id, listener))?;
+        vhost_user.into_iter().try_for_each(|socket| self.0.serve_devices(id, socket))?;
         Ok(id)
     }
 

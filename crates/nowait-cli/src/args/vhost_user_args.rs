@@ -20,7 +20,9 @@ pub(crate) struct VhostUserArgs {
     ///
     /// EXPORT is the name of one of several IMAGEs; the first without it. The machine's memory has
     /// to be shared (QEMU: memory-backend-memfd,share=on). With only this no socket for NBD is made.
-    /// A program that connects has the disk, as with --nbd; one at a time, others wait.
+    /// A program that connects has the disk, as with --nbd; one at a time, others wait. In place of
+    /// PATH, fd:N is a socket that was handed over as descriptor N and is connected already: the
+    /// server ends with that connection, unless there is another way to reach it.
     #[arg(long = "vhost-user", value_name = "[EXPORT=]PATH")]
     #[arg(value_parser = OsStringValueParser::new().try_map(VhostUserArg::parse))]
     pub(crate) sockets: Vec<VhostUserArg>,

@@ -2,8 +2,10 @@
 //!
 //! Invariant: the ready line is printed when clients can connect, and the exit status is 0 only if the last flush succeeded.
 
+use std::collections::HashMap;
 use std::io::{self, Write};
 use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -26,7 +28,7 @@ use crate::lifetime::{Parent, PidFile};
 use crate::open_disk::{OpenedDisk, chain_options, open_all};
 use crate::served_disks::{Additions, RunningServer, ServedDisk, ServedDisks};
 use crate::signals::Ending;
-use crate::vhost_user_spec::VhostUserArg;
+use crate::vhost_user_spec::{DevicePlace, VhostUserArg};
 use crate::{args, control_socket, default_image, secrets, systemd};
 use nowait_cli::error::{CliError, os_message};
 use nowait_cli::size::human;
@@ -52,6 +54,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let parent = Parent::now();
     let exports = args.exports().map_err(CliError::new)?;
     let given = args.addresses.listens();
+    let mut connections = connections(args)?;
     let inherited = systemd::sockets()?;
     let ending = Ending::on_signal()
         .map_err(|e| CliError::new(format!("cannot handle signals: {}", os_message(&e))))?;
@@ -60,8 +63,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     }
     let is_default = exports.is_empty();
     let exports = if is_default { vec![default_export(args)?] } else { exports };
-    let opened = open(args, exports);
-    let (all, tls) = opened.inspect_err(|_| reject(&inherited))?;
+    let (all, tls) = open(args, exports).inspect_err(|_| reject(&inherited))?;
     let Some(first) = all.first() else { return Ok(()) };
     let image = &first.named.image.clone();
     let config = args.config();
@@ -82,7 +84,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let is_inherited = !inherited.is_empty();
     let (listeners, listens) = bind(inherited, listens)?;
     let control = control_socket::bind(args.control.control.as_ref())?;
-    let devices = exports_of(args, &all)?;
+    let devices = exports_of(args, &all, &mut connections)?;
     let max_connections = args.max_connections;
     raise_nofile_limit(max_connections);
     let (queues, device) = (args.queues(), ublk.as_ref().map(UblkNode::device));
@@ -194,6 +196,16 @@ fn warn_of_unfinished(requests: usize) {
 fn open(args: &ServeArgs, exports: Vec<NamedExport>) -> Result<(Vec<OpenedDisk>, Tls), CliError> {
     let all = open_all(args, exports).map_err(|error| error.with_status(CANNOT_OPEN))?;
     Ok((all, tls(args)?))
+}
+
+/// The connections of virtual machines that were handed over, by their descriptors. To be called
+/// before this process opens any descriptor.
+fn connections(args: &ServeArgs) -> Result<HashMap<i32, UnixStream>, CliError> {
+    let numbers = args.vhost_user.sockets.iter().filter_map(|socket| match socket.socket {
+        DevicePlace::Descriptor(number) => Some(number),
+        DevicePlace::Path(_) => None,
+    });
+    numbers.map(|number| Ok((number, systemd::connection(number)?))).collect()
 }
 
 /// Disconnects the clients that wait at inherited sockets, when no image can be served.
@@ -330,7 +342,11 @@ fn bind(
 }
 
 /// The exports of `all`, each with its vhost-user sockets.
-fn exports_of(args: &ServeArgs, all: &[OpenedDisk]) -> Result<Vec<AnyExport>, CliError> {
+fn exports_of(
+    args: &ServeArgs,
+    all: &[OpenedDisk],
+    connections: &mut HashMap<i32, UnixStream>,
+) -> Result<Vec<AnyExport>, CliError> {
     // The description belongs to the first export.
     let (workers, mut description) = (args.config().workers, args.description.clone());
     let exports = all.iter().map(|opened| opened.export(workers, description.take()));
@@ -338,10 +354,18 @@ fn exports_of(args: &ServeArgs, all: &[OpenedDisk]) -> Result<Vec<AnyExport>, Cl
     let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
     for socket in &args.vhost_user.sockets {
         let index = socket.export_of(&named).map_err(CliError::new)?;
-        let listener = Listener::unix(&socket.path);
-        let listener =
-            listener.map_err(|error| bind_failure(&Address::Unix(socket.path.clone()), &error))?;
-        let export = exports.remove(index).at_vhost_user(listener);
+        let export = exports.remove(index);
+        let export = match &socket.socket {
+            DevicePlace::Path(path) => {
+                let listener = Listener::unix(path);
+                let failed = |error| bind_failure(&Address::Unix(path.clone()), &error);
+                export.at_vhost_user(listener.map_err(failed)?)
+            }
+            DevicePlace::Descriptor(number) => match connections.remove(number) {
+                Some(connection) => export.at_vhost_user_connection(connection),
+                None => export,
+            },
+        };
         exports.insert(index, export);
     }
     Ok(exports)
@@ -424,7 +448,7 @@ fn ready_lines(
     } else {
         let uris = all.iter().flat_map(|opened| uris(args, listens, &opened.named));
         let sockets = args.vhost_user.sockets.iter();
-        let sockets = sockets.map(|socket| format!("vhost-user:{}", socket.path.display()));
+        let sockets = sockets.map(|socket| format!("vhost-user:{}", socket.socket));
         let places = node.map(str::to_owned).into_iter().chain(uris).chain(sockets);
         places.map(|place| format!("serving {place}\n")).collect()
     }
@@ -444,7 +468,7 @@ fn vhost_user_paths(args: &ServeArgs, all: &[OpenedDisk], opened: &OpenedDisk) -
         index.and_then(|index| named.get(index)) == Some(&opened.named)
     };
     let sockets = args.vhost_user.sockets.iter().filter(is_its);
-    sockets.map(|socket| socket.path.to_string_lossy().into_owned()).collect()
+    sockets.map(|socket| socket.socket.to_string()).collect()
 }
 
 fn print_hint(args: &ServeArgs, listens: &[Address], named: &NamedExport) {

@@ -6,10 +6,10 @@ use std::os::unix::fs::MetadataExt;
 use std::path::Path;
 use std::thread;
 
-use nowait_testkit::wait_for;
+use nowait_testkit::{PYTHON, skip, wait_for};
 use rustix::process::Signal;
 
-use crate::common::{Finished, Guest, Kernel, MIB, Scratch, Server, require_tool, tool};
+use crate::common::{Finished, Guest, Kernel, MIB, NOWAIT, Scratch, Server, require_tool, tool};
 use crate::guest::{WRITTEN_FILES, assert_ran, check_written, have_file_system_tools, make_disk};
 
 /// Size of a disk without a file system, in bytes.
@@ -233,4 +233,56 @@ fn a_program_by_the_conventions_of_qemu_tells_what_it_can_and_serves() {
     );
     assert_eq!(server.ready_line(), format!("serving vhost-user:{}", socket.display()));
     server.stop_but_leave_socket();
+}
+
+/// Hands one end of a pair of sockets over as descriptor N (in place of `FD` in the arguments), asks
+/// for the features of the device, and closes its end. Prints what it got, and the exit status.
+const HAND_OVER: &str = r#"
+import os, socket, struct, subprocess, sys
+mine, theirs = socket.socketpair()
+number = theirs.fileno()
+words = [word.replace("FD", str(number)) for word in sys.argv[1:]]
+server = subprocess.Popen(words, pass_fds=[number], stdout=subprocess.PIPE)
+theirs.close()
+print(server.stdout.readline().decode().strip().replace(str(number), "N"))
+mine.sendall(struct.pack("<III", 1, 1, 0))
+request, flags, size = struct.unpack("<III", mine.recv(12, socket.MSG_WAITALL))
+features, = struct.unpack("<Q", mine.recv(8, socket.MSG_WAITALL))
+print("features", request, size, features >> 32 & 1)
+mine.close()
+print("ended", server.wait(20))
+"#;
+
+#[test]
+fn a_connection_that_was_handed_over_is_served_and_the_server_ends_with_it() {
+    if !Path::new(PYTHON).is_file() {
+        skip("no python3");
+        return;
+    }
+    let scratch = Scratch::new();
+    let disk = scratch.sparse("disk.img", MIB).display().to_string();
+    let hand_over = |words: &[&str]| tool(PYTHON).args(["-c", HAND_OVER]).args(words).succeeds();
+    let printed = hand_over(&[NOWAIT, "serve", &disk, "--vhost-user", "fd:FD"]);
+    assert_eq!(printed, "serving vhost-user:fd:N\nfeatures 1 8 1\nended 0\n");
+    let contrib = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../contrib");
+    let program = contrib.join("nowait-vhost-user-blk").display().to_string();
+    let script = r#"program=$1 PATH=$(dirname "$2"):$PATH; shift 2; exec sh "$program" "$@""#;
+    let file = format!("--blk-file={disk}");
+    let words = ["sh", "-c", script, "sh", &program, NOWAIT, &file, "--fd=FD"];
+    assert_eq!(hand_over(&words), printed);
+}
+
+#[test]
+fn a_descriptor_that_is_no_connection_is_refused_in_one_line() {
+    let scratch = Scratch::new();
+    let disk = scratch.sparse("disk.img", MIB).display().to_string();
+    for (script, why) in [
+        (r#"exec "$@" 9>&-"#, "nowait: --vhost-user fd:9: this process was not given such"),
+        (r#"exec "$@" 9</dev/null"#, "nowait: --vhost-user fd:9: it is no connected Unix socket"),
+    ] {
+        let mut server = tool("sh");
+        server.args(["-c", script, "sh", NOWAIT, "serve", &disk, "--vhost-user", "fd:9"]);
+        let said = server.fails();
+        assert!(said.starts_with(why) && said.lines().count() == 1, "{said}");
+    }
 }

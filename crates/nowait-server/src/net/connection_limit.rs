@@ -89,10 +89,12 @@ impl ConnectionLimit {
         lock(&self.connections).values().cloned().collect()
     }
 
-    /// Asks the thread of connection `id` to close it: the threads have to be woken up. Returns
-    /// whether there is such a connection.
+    /// Asks the thread of connection `id` of an NBD client to close it: the threads have to be woken
+    /// up. Returns whether there is such a connection.
     pub(crate) fn request_close(&self, id: u64) -> bool {
-        let is_there = lock(&self.connections).contains_key(&id);
+        let connections = lock(&self.connections);
+        let is_there = connections.get(&id).is_some_and(|it| it.frontend == FrontendKind::Nbd);
+        drop(connections);
         if is_there {
             lock(&self.to_close).push(id);
             self.close_count.fetch_add(1, Ordering::Release);
@@ -215,13 +217,14 @@ mod tests {
     fn a_connection_is_listed_from_its_description_to_its_end() {
         let limit = Arc::new(ConnectionLimit::new(2));
         let (first, second) = (limit.take().unwrap(), limit.take().unwrap());
-        first.describe(FrontendKind::Nbd, "one".into());
-        second.describe(FrontendKind::VhostUser, "two".into());
+        first.describe(FrontendKind::VhostUser, "one".into());
+        second.describe(FrontendKind::Nbd, "two".into());
         second.mark_transmission(ExportId(7), true);
         let all = limit.connections();
         let seen: Vec<_> =
             all.iter().map(|status| (&*status.peer, status.export, status.tls)).collect();
         assert_eq!(seen, [("one", None, false), ("two", Some(ExportId(7)), true)]);
+        assert!(!limit.request_close(all[0].id), "its thread cannot be asked");
         drop(first);
         assert_eq!(limit.connections().len(), 1);
         assert!(!limit.request_close(all[0].id) && limit.request_close(all[1].id));

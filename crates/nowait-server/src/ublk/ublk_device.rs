@@ -187,6 +187,11 @@ impl UblkDevice {
         self.info.queues
     }
 
+    /// Whether the node is there, or waits for a server.
+    pub(crate) fn has_node(&self) -> bool {
+        self.has_node.load(Ordering::Acquire)
+    }
+
     /// Whether this server has taken the node over from another one.
     #[must_use]
     pub fn is_recovered(&self) -> bool {

@@ -88,23 +88,51 @@ pub(crate) trait ControlServer: QueueThreads {
     fn export(&self) -> ExportId;
 }
 
-/// Serves the VMMs that connect to `listener`, one after the other, until `handle` is stopped; then its
-/// socket file is removed. /// `name` is what guests are told as the name of the disk.
+/// Where the VMMs of a device come from.
+pub(crate) enum DeviceSocket {
+    /// One after the other connects.
+    Listener(Listener),
+    /// The only one has connected already.
+    Connected(UnixStream),
+}
+
+impl DeviceSocket {
+    /// The socket, in messages.
+    fn label(&self) -> String {
+        match self {
+            Self::Listener(listener) => match listener.unix_path() {
+                Some(path) => format!("vhost-user socket {}", path.display()),
+                None => "vhost-user socket".to_owned(),
+            },
+            Self::Connected(_) => "vhost-user connection".to_owned(),
+        }
+    }
+}
+
+/// Serves the VMMs of `socket`, one after the other, until `handle` is stopped; then a socket file is
+/// removed. The only VMM of a connection that was handed over is served until it has left. `name` is
+/// what guests are told as the name of the disk.
 pub(crate) fn run<S: ControlServer + 'static>(
-    listener: Listener,
+    socket: DeviceSocket,
     server: &Arc<S>,
     handle: &ControlHandle,
     name: &str,
 ) {
-    let label = match listener.unix_path() {
-        Some(path) => format!("vhost-user socket {}", path.display()),
-        None => "vhost-user socket".to_owned(),
-    };
+    let label = socket.label();
     let mut id = [0; ID_BYTES];
     let printable = name.bytes().filter(u8::is_ascii_graphic);
     id.iter_mut().zip(printable).for_each(|(to, from)| *to = from);
+    let (mut connected, listener) = match socket {
+        DeviceSocket::Listener(listener) => (None, Some(listener)),
+        DeviceSocket::Connected(stream) => (Some(stream), None),
+    };
     while handle.serves(None) {
-        let stream = match accept(&listener, handle) {
+        let next = match (connected.take(), &listener) {
+            (Some(stream), _) => Ok(Some(stream)),
+            (None, Some(listener)) => accept(listener, handle),
+            (None, None) => return,
+        };
+        let stream = match next {
             Ok(Some(stream)) => stream,
             Ok(None) => continue,
             Err(error) => {
