@@ -5,10 +5,12 @@
 //! first failure is logged, because all later ones fail too (C51).
 
 use std::io;
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use nowait::{Op, Request};
+
+use crate::locking::lock;
 
 /// How long a logged cause is only counted.
 const REPEAT_INTERVAL: Duration = Duration::from_secs(30);
@@ -98,7 +100,7 @@ impl Faults {
     }
 
     fn lock(&self) -> MutexGuard<'_, Vec<Cause>> {
-        self.causes.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.causes)
     }
 }
 

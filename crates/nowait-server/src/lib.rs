@@ -5,6 +5,7 @@
 //! modules are listed in dependency order: each uses only those above it.
 #![deny(unsafe_code)]
 
+mod locking;
 mod fault_log;
 mod latency;
 mod rate_limit;

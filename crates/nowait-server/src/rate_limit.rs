@@ -5,8 +5,10 @@
 //! request in flight is never held up.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
+
+use crate::locking::lock;
 
 /// A bucket that holds at most `size` tokens and is filled from empty in `refill_time`: a request
 /// takes one token, or as many as it has bytes.
@@ -87,11 +89,6 @@ impl SharedLimits {
         *lock(&self.limits) = limits;
         self.changes.fetch_add(1, Ordering::Release);
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // No critical section here can panic half-way through a change.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The buckets of an export, shared by its threads.

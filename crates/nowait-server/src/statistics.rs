@@ -4,12 +4,13 @@
 //! counter never goes back while its export is served, whichever threads have come and gone.
 
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
 use nowait::{Op, Stats};
 
 use crate::latency::{Latencies, LatencyCounters};
+use crate::locking::lock;
 
 /// The operations that are counted, in the order of the arrays here.
 const OPS: [Op; 6] = [Op::Read, Op::Write, Op::Flush, Op::Discard, Op::Zero, Op::Status];
@@ -199,11 +200,6 @@ fn add_errno(errnos: &mut Vec<(i32, u64)>, errno: i32, count: u64) {
         Ok(at) => errnos[at].1 += count,
         Err(at) => errnos.insert(at, (errno, count)),
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // No critical section here can panic half-way through a change.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// The counters of all threads that an export has had.

@@ -12,6 +12,7 @@ use nowait::{Error, Operation};
 
 use crate::export::ExportId;
 use crate::export_threads::ThreadContext;
+use crate::locking::lock;
 use crate::nbd::connection_channel::ConnectionChannel;
 use crate::nbd::handshake::ExportInfo;
 use crate::rate_limit::SharedLimits;
@@ -139,18 +140,18 @@ impl RegisteredExport {
 
     /// Notes the thread of a vhost-user socket, which [`RegisteredExport::stop_controls`] ends.
     pub(crate) fn add_control(&self, handle: Arc<ControlHandle>) {
-        self.controls.lock().unwrap_or_else(PoisonError::into_inner).push(handle);
+        lock(&self.controls).push(handle);
     }
 
     /// Tells the VMMs at the vhost-user sockets that the device has another size.
     pub(crate) fn tell_vmms(&self) {
-        let controls = self.controls.lock().unwrap_or_else(PoisonError::into_inner);
+        let controls = lock(&self.controls);
         controls.iter().for_each(|handle| handle.tell_config_change());
     }
 
     /// Ends the threads of the vhost-user sockets.
     pub(crate) fn stop_controls(&self) {
-        let controls = self.controls.lock().unwrap_or_else(PoisonError::into_inner);
+        let controls = lock(&self.controls);
         controls.iter().for_each(|handle| handle.stop());
     }
 
@@ -246,7 +247,7 @@ impl RegisteredExport {
 
     /// Locks the threads, ignoring poison: no critical section can panic half-way through a change.
     fn lock(&self) -> MutexGuard<'_, Threads> {
-        self.threads.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.threads)
     }
 }
 

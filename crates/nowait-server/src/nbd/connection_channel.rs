@@ -3,8 +3,9 @@
 //! Invariant: a connection is in one channel or on one thread.
 
 use std::collections::VecDeque;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
+use crate::locking::lock;
 use crate::nbd::connection::HandoffConnection;
 use crate::thread_handle::ThreadHandle;
 
@@ -54,7 +55,6 @@ impl ConnectionChannel {
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<HandoffConnection>> {
-        // No critical section here can panic half-way through a change.
-        self.arrivals.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.arrivals)
     }
 }

@@ -5,10 +5,11 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock};
 use std::time::SystemTime;
 
 use crate::export::ExportId;
+use crate::locking::lock;
 use crate::statistics::FrontendKind;
 
 /// The permits of a server.
@@ -107,11 +108,6 @@ impl ConnectionLimit {
     pub(crate) fn close_count(&self) -> u64 {
         self.close_count.load(Ordering::Acquire)
     }
-}
-
-fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
-    // No critical section here can panic half-way through a change.
-    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 impl ConnectionLimit {

@@ -5,11 +5,12 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex};
 use std::time::{Duration, Instant};
 
 use nowait_image::Image;
 
+use crate::locking::lock;
 use crate::ublk::control_commands::{quiesce, stop_device, stop_if_unused, update_size};
 use crate::ublk::control_ring::{ControlRing, node, within};
 use crate::ublk::device_parameters::{Parameters, can_register};
@@ -82,7 +83,7 @@ impl UblkNode {
         }
         if !recovers {
             let opened = open_character_device(info.id)?;
-            *node.0.character_device.lock().unwrap_or_else(PoisonError::into_inner) = Some(opened);
+            *lock(&node.0.character_device) = Some(opened);
         }
         Ok(node)
     }
@@ -131,7 +132,7 @@ impl UblkNode {
 
 impl Drop for UblkNode {
     fn drop(&mut self) {
-        let opened = self.0.character_device.lock().unwrap_or_else(PoisonError::into_inner).take();
+        let opened = lock(&self.0.character_device).take();
         drop(opened);
         if self.0.has_node.load(Ordering::Acquire) {
             return;
@@ -276,7 +277,7 @@ impl UblkDevice {
     /// `EMFILE`, `ENFILE`; `ENODEV` if the device was deleted or cannot be taken over, for which the
     /// reason is logged.
     pub(crate) fn descriptor(&self) -> Result<OwnedFd, i32> {
-        let mut device = self.character_device.lock().unwrap_or_else(PoisonError::into_inner);
+        let mut device = lock(&self.character_device);
         if device.is_none() && self.recovers {
             let opened =
                 begin_recovery(&self.info).and_then(|()| open_character_device(self.info.id));

@@ -5,7 +5,7 @@
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::Duration;
 
 use nowait::{Error, Operation};
@@ -13,6 +13,7 @@ use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
 use vhost::vhost_user::{BackendReqHandler, Error as MessageError};
 
 use crate::export::ExportId;
+use crate::locking::lock;
 use crate::net::connection_limit::ConnectionPermit;
 use crate::net::listener::Listener;
 use crate::net::peer::Peer;
@@ -74,8 +75,7 @@ impl ControlHandle {
     }
 
     fn lock(&self) -> MutexGuard<'_, ControlState> {
-        // No critical section here can panic half-way through a change.
-        self.state.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.state)
     }
 }
 

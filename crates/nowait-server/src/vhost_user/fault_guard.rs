@@ -9,10 +9,12 @@
 use std::fs::File;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
-use std::sync::{Mutex, OnceLock, PoisonError};
+use std::sync::{Mutex, OnceLock};
 
 use nowait::{Error, Operation};
 use vm_memory::{FileOffset, MmapRegion};
+
+use crate::locking::lock;
 
 /// An entry of the list that the handler reads. Entries are used again, and never freed.
 struct Entry {
@@ -67,7 +69,7 @@ impl FaultGuard {
     /// The errno of sigaction(2).
     fn new(begin: *const u8, len: usize) -> Result<Self, Error> {
         install_handler()?;
-        let _registering = REGISTER.lock().unwrap_or_else(PoisonError::into_inner);
+        let _registering = lock(&REGISTER);
         let entry = free_entry();
         entry.faulted.store(false, Ordering::Relaxed);
         entry.begin.store(begin as usize, Ordering::Relaxed);
@@ -119,7 +121,7 @@ fn free_entry() -> &'static Entry {
 /// Installs the handler, once in the life of the process.
 fn install_handler() -> Result<(), Error> {
     static INSTALLED: Mutex<bool> = Mutex::new(false);
-    let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
+    let mut installed = lock(&INSTALLED);
     if *installed {
         return Ok(());
     }

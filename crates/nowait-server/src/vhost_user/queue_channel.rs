@@ -7,8 +7,9 @@ use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
 use std::sync::mpsc::SyncSender;
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard};
 
+use crate::locking::lock;
 use crate::thread_handle::ThreadHandle;
 use crate::vhost_user::device_config::Features;
 use crate::vhost_user::virtqueue::Virtqueue;
@@ -123,7 +124,6 @@ impl QueueChannel {
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<QueueCommand>> {
-        // No critical section here can panic half-way through a change.
-        self.commands.lock().unwrap_or_else(PoisonError::into_inner)
+        lock(&self.commands)
     }
 }
