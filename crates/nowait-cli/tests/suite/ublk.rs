@@ -165,10 +165,25 @@ cmp -n 8388608 /disk/new/sparse /data/random && echo "guest: the image has it"
 umount /disk/new
 "#;
 
+/// XFS on a node, and a file on it that fio writes and verifies, with a server that is killed meanwhile.
+const XFS: &str = r#"
+load ublk_drv; load xfs
+truncate -s 320M /data/xfs.img
+serve /data/xfs.img --direct off --ublk=6
+/test/mkfs.xfs -q /dev/ublkb6 && mount -t xfs /dev/ublkb6 /disk/new && echo "guest: mounted"
+( /test/fio --name=verify --directory=/disk/new --ioengine=psync --thread --numjobs=2 --direct=1 --size=32M \
+    --rw=randrw --bsrange=4k-64k --verify=crc32c --verify_fatal=1 --fsync=16 --output=/data/fio
+echo "guest: fio $?" ) & load=$!
+sleep 0.5; end_server KILL; serve /data/xfs.img --direct off --ublk=6
+wait $load; head -n 20 /data/fio
+umount /disk/new && mount -t xfs /dev/ublkb6 /disk/new && echo "guest: mounted again" && umount /disk/new
+end_server TERM; echo "guest: ended $status"
+"#;
+
 /// A guest, the programs that it needs, and a disk for it.
 struct Scene {
     guest: Guest,
-    programs: [PathBuf; 3],
+    programs: Vec<PathBuf>,
     scratch: Scratch,
     disk: PathBuf,
 }
@@ -187,7 +202,7 @@ impl Scene {
         let guest = Guest::with(kernel)?;
         let scratch = Scratch::new();
         let disk = scratch.sparse("disk.img", DISK_BYTES);
-        let programs = [PathBuf::from(env!("CARGO_BIN_EXE_nowait")), mkfs, setpriv];
+        let programs = vec![PathBuf::from(env!("CARGO_BIN_EXE_nowait")), mkfs, setpriv];
         Some(Self { guest, programs, scratch, disk })
     }
 
@@ -291,6 +306,23 @@ fn a_node_in_use_is_left_to_the_next_server_of_the_same_image() {
 #[test]
 fn a_node_of_a_newer_driver_in_use_is_left_to_the_next_server_of_the_same_image() {
     a_node_in_use_is_left(Kernel::V7_3);
+}
+
+#[test]
+fn what_fio_writes_to_xfs_on_a_node_is_verified_also_when_a_server_is_killed_meanwhile() {
+    let (Some(xfs), Some(fio)) = (path_of("mkfs.xfs"), path_of("fio")) else {
+        skip("no mkfs.xfs or no fio");
+        return;
+    };
+    let Some(mut scene) = Scene::new(Kernel::V7_3) else { return };
+    scene.programs.extend([xfs, fio]);
+    let console = scene.run(XFS);
+    let lines =
+        ["mounted\r", "fio 0", "mounted again", "ended 0"].map(|line| format!("guest: {line}"));
+    assert_said(&console, &lines.each_ref().map(String::as_str));
+    assert!(!console.contains("I/O error"), "{console}");
+    let places = ["serving /dev/ublkb6", "guest: fio 0"].map(|line| console.rfind(line));
+    assert!(places[0] < places[1], "fio had ended before the server was killed: {console}");
 }
 
 #[test]
