@@ -16,7 +16,7 @@ use rustix::process::{Pid, geteuid, test_kill_process};
 
 use crate::args::control_args::ControlAddress;
 use crate::default_image;
-use crate::served_disks::RunningServer;
+use crate::running_server::RunningServer;
 
 const PREFIX: &str = "control-";
 const SUFFIX: &str = ".sock";

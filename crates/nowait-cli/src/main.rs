@@ -17,7 +17,7 @@ mod open_chain;
 mod systemd;
 mod secrets;
 mod open_disk;
-mod served_disks;
+mod running_server;
 mod control_socket;
 mod lifetime;
 mod signals;

@@ -301,8 +301,7 @@ impl Shared {
         export: ExportId,
         socket: DeviceSocket,
     ) -> Result<(), Error> {
-        let missing = Error::new(libc::ENOENT, Operation::SetUp);
-        let registered = self.registry.get(export).ok_or(missing)?;
+        let registered = self.registered(export)?;
         let handle = Arc::new(ControlHandle::new()?);
         registered.add_control(handle.clone());
         let name = registered.export.name().to_owned();
@@ -321,6 +320,14 @@ impl Shared {
             return Err(Error::from_io(&error, Operation::SetUp));
         }
         Ok(())
+    }
+
+    /// An export.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export.
+    pub(crate) fn registered(&self, export: ExportId) -> Result<Arc<RegisteredExport>, Error> {
+        self.registry.get(export).ok_or(Error::new(libc::ENOENT, Operation::SetUp))
     }
 
     /// Stops the server: no more requests are taken.

@@ -184,8 +184,7 @@ impl Exports {
     /// # Errors
     /// `ENOENT`: there is no such export. Those of [`BlockDevice::grow`].
     pub fn grow(&self, id: ExportId, size: u64) -> Result<(), Error> {
-        let missing = Error::new(libc::ENOENT, Operation::SetUp);
-        let export = self.0.registry.get(id).ok_or(missing)?;
+        let export = self.0.registered(id)?;
         export.export.grow(size)?;
         self.0.tell_size(&export, size);
         Ok(())
@@ -197,11 +196,10 @@ impl Exports {
     /// # Errors
     /// `ENOENT`: there is no such export. `EINVAL`: a bucket is not [valid](TokenBucket::is_valid).
     pub fn set_limits(&self, id: ExportId, limits: Limits) -> Result<(), Error> {
-        let failed = |errno| Error::new(errno, Operation::SetUp);
-        let export = self.0.registry.get(id).ok_or(failed(libc::ENOENT))?;
+        let export = self.0.registered(id)?;
         let buckets = [limits.requests, limits.bytes];
         if !buckets.iter().flatten().all(TokenBucket::is_valid) {
-            return Err(failed(libc::EINVAL));
+            return Err(Error::new(libc::EINVAL, Operation::SetUp));
         }
         export.limits.set(limits);
         export.threads().iter().for_each(|thread| thread.wake());
@@ -213,12 +211,12 @@ impl Exports {
     /// # Errors
     /// `ENOENT`: there is no such export. The errno of the flush; every later one fails, too (C51).
     pub fn flush(&self, id: ExportId) -> Result<(), Error> {
-        let missing = Error::new(libc::ENOENT, Operation::SetUp);
-        self.0.registry.get(id).ok_or(missing)?.export.flush()
+        self.0.registered(id)?.export.flush()
     }
 
-    /// Asks the storage of every export for its size, and tells those who have to know, as
-    /// [`Exports::grow`] does: a block device or a raw image may have been made larger by others.
+    /// Asks the storage of every export for its size, and tells virtual machines and the block device
+    /// of this machine, as [`Exports::grow`] does: other programs may have made a block device or a
+    /// raw image larger.
     pub fn refresh_sizes(&self) {
         for export in self.0.registry.served() {
             match export.export.refresh() {

@@ -59,7 +59,6 @@ pub struct Limits {
 #[derive(Default)]
 pub(crate) struct SharedLimits {
     limiter: Mutex<Option<Arc<Limiter>>>,
-    limits: Mutex<Limits>,
     /// How many times the limits were changed.
     changes: AtomicU64,
 }
@@ -79,20 +78,20 @@ impl SharedLimits {
 
     /// The limits.
     pub(crate) fn get(&self) -> Limits {
-        *lock(&self.limits)
+        self.limiter().map(|limiter| limiter.limits).unwrap_or_default()
     }
 
     /// Replaces the limits; buckets begin full. The threads have to be woken up.
     pub(crate) fn set(&self, limits: Limits) {
         let is_limited = limits != Limits::default();
         *lock(&self.limiter) = is_limited.then(|| Arc::new(Limiter::new(limits, Instant::now())));
-        *lock(&self.limits) = limits;
         self.changes.fetch_add(1, Ordering::Release);
     }
 }
 
 /// The buckets of an export, shared by its threads.
 pub(crate) struct Limiter {
+    limits: Limits,
     requests: Option<Mutex<Bucket>>,
     bytes: Option<Mutex<Bucket>>,
 }
@@ -101,7 +100,7 @@ impl Limiter {
     fn new(limits: Limits, now: Instant) -> Self {
         let bucket =
             |limit: Option<TokenBucket>| limit.map(|limit| Mutex::new(Bucket::new(limit, now)));
-        Self { requests: bucket(limits.requests), bytes: bucket(limits.bytes) }
+        Self { limits, requests: bucket(limits.requests), bytes: bucket(limits.bytes) }
     }
 
     /// Takes the tokens of a request of `bytes` that has ended.

@@ -134,11 +134,8 @@ impl Server {
         oracle: &mut Oracle,
     ) -> Result<Health, Violation> {
         let Some(thread) = self.threads.get_mut(part) else { return Ok(Health::Well) };
-        match thread.run_once(waits) {
-            // A server thread ends when its queue fails, and the server ends with the thread.
-            Err(error) if oracle.expects(&error) => return Ok(Health::Down),
-            Err(error) => return Err(Violation::new(format!("a thread has failed: {error}"))),
-            Ok(()) => {}
+        if Health::after_iteration(thread.run_once(waits), oracle)? == Health::Down {
+            return Ok(Health::Down);
         }
         let threads = &self.threads;
         self.orphans.retain(|((part, id), flight)| {

@@ -22,6 +22,24 @@ pub enum Health {
     Dead,
 }
 
+impl Health {
+    /// The state of a server after an iteration of a thread, which ends when its queue fails; the
+    /// server ends with the thread.
+    ///
+    /// # Errors
+    /// A violation of the contract: no fault allows the error.
+    pub fn after_iteration(
+        result: Result<(), Error>,
+        oracle: &mut Oracle,
+    ) -> Result<Self, Violation> {
+        match result {
+            Ok(()) => Ok(Self::Well),
+            Err(error) if oracle.expects(&error) => Ok(Self::Down),
+            Err(error) => Err(Violation::new(format!("a thread has failed: {error}"))),
+        }
+    }
+}
+
 /// A system that serves requests on a device.
 pub trait SystemUnderTest: Sized {
     /// Opens a system on `image`.

@@ -188,12 +188,7 @@ impl UblkServer {
         oracle: &mut Oracle,
     ) -> Result<Health, Violation> {
         let Some(thread) = self.threads.get_mut(part) else { return Ok(Health::Well) };
-        match thread.run_once(waits) {
-            // A server thread ends when its queue fails, and the server ends with the thread.
-            Err(error) if oracle.expects(&error) => Ok(Health::Down),
-            Err(error) => Err(Violation::new(format!("a thread has failed: {error}"))),
-            Ok(()) => Ok(Health::Well),
-        }
+        Health::after_iteration(thread.run_once(waits), oracle)
     }
 
     /// The server dies after an iteration of a thread; what it has submitted is answered.

@@ -26,7 +26,7 @@ use crate::commands::ublk;
 use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
 use crate::open_disk::{OpenedDisk, chain_options, open_all};
-use crate::served_disks::{Additions, RunningServer, ServedDisk, ServedDisks};
+use crate::running_server::{Additions, RunningServer, ServedDisk, ServedDisks};
 use crate::signals::Ending;
 use crate::vhost_user_spec::{DevicePlace, VhostUserArg};
 use crate::{args, control_socket, default_image, secrets, systemd};

@@ -5,7 +5,7 @@
 //! had completed, and the mark is removed before the next write begins. "Mapped" may be wrong and
 //! then costs only speed. So the cache never hides data (C14, C18, C38).
 
-mod ahead;
+mod ahead_granules;
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU64, Ordering};

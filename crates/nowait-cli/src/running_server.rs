@@ -80,9 +80,7 @@ impl RunningServer {
 
     fn id_of(&self, id: u64) -> Result<ExportId, ControlError> {
         let found = self.exports.list().into_iter().find(|(known, _)| known.number() == id);
-        found
-            .map(|(id, _)| id)
-            .ok_or_else(|| ControlError::NotFound("there is no such export".into()))
+        found.map(|(id, _)| id).ok_or_else(no_such_export)
     }
 
     fn info_of(&self, status: ExportStatus, disks: &[ServedDisk]) -> ExportInfo {
@@ -116,8 +114,7 @@ impl RunningServer {
     }
 
     fn export(&self, id: u64) -> Result<ExportInfo, ControlError> {
-        let missing = || ControlError::NotFound("there is no such export".into());
-        self.exports().into_iter().find(|export| export.id == id).ok_or_else(missing)
+        self.exports().into_iter().find(|export| export.id == id).ok_or_else(no_such_export)
     }
 
     /// The image that a request names, without symbolic links.
@@ -143,6 +140,10 @@ impl RunningServer {
             ))),
         }
     }
+}
+
+fn no_such_export() -> ControlError {
+    ControlError::NotFound("there is no such export".into())
 }
 
 fn failed(error: impl ToString) -> ControlError {
@@ -234,7 +235,7 @@ impl ControlledServer for RunningServer {
         ) {
             Errno::BUSY => conflict("the default export cannot be removed"),
             Errno::TIMEDOUT => conflict("clients are left; it ends with the last one"),
-            Errno::NOENT => ControlError::NotFound("there is no such export".into()),
+            Errno::NOENT => no_such_export(),
             _ => failed(error),
         })?;
         let served = {
