@@ -6,12 +6,14 @@
 //! for a block device.
 
 use std::ffi::OsStr;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use nowait::Direct;
 
 use crate::error::ImageError;
+use crate::handed_over::HandedOver;
 use crate::image_file::{ImageFile, NO_MEDIUM, Opening};
 use crate::lock::{Access, LockError};
 use crate::path_policy::PathPolicy;
@@ -109,6 +111,9 @@ pub struct ChainOptions {
     pub no_hint: bool,
     /// Whether nothing is allocated ahead; see [`nowait::Config::allocate_ahead`].
     pub no_allocate_ahead: bool,
+    /// The files of the image that another process has open. Then the image has to consist of
+    /// exactly these, and their locks and claims are taken over instead of made.
+    pub handed_over: HandedOver,
 }
 
 impl Default for ChainOptions {
@@ -125,6 +130,7 @@ impl Default for ChainOptions {
             direct: Direct::Auto,
             no_hint: false,
             no_allocate_ahead: false,
+            handed_over: HandedOver::default(),
         }
     }
 }
@@ -140,8 +146,8 @@ impl ChainOptions {
     }
 
     /// The mode in which a file is opened that will be written to if `writable`.
-    const fn opening(&self, writable: bool) -> Opening {
-        match (writable, self.allow_mounted) {
+    fn opening(&self, writable: bool) -> Opening {
+        match (writable, self.allow_mounted || self.handed_over.is_some()) {
             (false, _) => Opening::ReadOnly,
             (true, false) => Opening::Exclusive,
             (true, true) => Opening::Shared,
@@ -209,6 +215,9 @@ pub struct Chain {
     /// Each followed by its backing image; never empty.
     layers: Vec<Layer>,
     warnings: Vec<Warning>,
+    /// The descriptions with the locks, where they were handed over: else the layers' files have
+    /// them.
+    handed_over: Vec<OwnedFd>,
 }
 
 /// The next file of the chain, and its format if that is given.
@@ -255,7 +264,7 @@ impl Chain {
         options: &ChainOptions,
         policy: &PathPolicy,
     ) -> Result<Self, ImageError> {
-        let mut chain = Self { layers: Vec::new(), warnings: Vec::new() };
+        let mut chain = Self { layers: Vec::new(), warnings: Vec::new(), handed_over: Vec::new() };
         let mut pending = Some(first);
         let mut seen = Vec::new();
         while let Some(PendingLayer { file, format }) = pending.take() {
@@ -287,7 +296,7 @@ impl Chain {
         options: ChainOptions,
     ) -> Result<Self, ImageError> {
         let options = ChainOptions { locking: Locking::Unlocked, ..options };
-        let mut chain = Self { layers: Vec::new(), warnings: Vec::new() };
+        let mut chain = Self { layers: Vec::new(), warnings: Vec::new(), handed_over: Vec::new() };
         for (file, format) in files {
             let layer = chain.open_layer(file, Some(format), &options, &PathPolicy::default())?;
             chain.layers.push(layer);
@@ -313,6 +322,20 @@ impl Chain {
         &self.warnings
     }
 
+    /// The descriptors that hold the locks, and of block devices the claims.
+    pub(crate) fn held_files(&self) -> Vec<BorrowedFd<'_>> {
+        if !self.handed_over.is_empty() {
+            return self.handed_over.iter().map(AsFd::as_fd).collect();
+        }
+        let files = self.layers.iter().flat_map(|layer| {
+            std::iter::once(&layer.file).chain(match &layer.content {
+                LayerFormat::Qcow2 { data, .. } => data.as_ref(),
+                LayerFormat::Raw => None,
+            })
+        });
+        files.filter_map(|file| file.fd().ok()).collect()
+    }
+
     fn open_layer(
         &mut self,
         file: ImageFile,
@@ -322,7 +345,7 @@ impl Chain {
     ) -> Result<Layer, ImageError> {
         let top = self.layers.is_empty();
         let writable = options.writes(self.layers.len());
-        self.lock(&file, writable, options.locking)?;
+        self.lock(&file, writable, options)?;
         let format = format.map_or_else(|| Format::probe(&file), Ok)?;
         let (content, size) = match format {
             Format::Raw => {
@@ -374,7 +397,7 @@ impl Chain {
             ));
         };
         let data = policy.data_file(image.path(), name, options.opening(writable))?;
-        self.lock(&data, writable, options.locking)?;
+        self.lock(&data, writable, options)?;
         // A data file begins with a guest's bytes.
         if writable && !data.is_block_device() && data.fd().and_then(signature::mark_raw).is_err() {
             self.warnings.push(Warning::NotMarked(data.path().to_owned()));
@@ -386,13 +409,21 @@ impl Chain {
         &mut self,
         file: &ImageFile,
         writable: bool,
-        locking: Locking,
+        options: &ChainOptions,
     ) -> Result<(), ImageError> {
-        if locking == Locking::Unlocked {
+        if options.locking == Locking::Unlocked {
             return Ok(());
         }
+        let first = self.handed_over.len();
+        if options.handed_over.is_some() {
+            let taken = options.handed_over.take(file);
+            let replaced = "another file has taken its place";
+            self.handed_over
+                .extend(taken.ok_or_else(|| ImageError::refused(file.path(), replaced))?);
+        }
         let access = if writable { Access::Write } else { Access::Read };
-        let fd = file.fd().map_err(|e| ImageError::os(file.path(), "lock it", &e))?;
+        let own = file.fd().map_err(|e| ImageError::os(file.path(), "lock it", &e))?;
+        let fd = self.handed_over.get(first).map_or(own, AsFd::as_fd);
         match lock::lock(fd, access) {
             Ok(()) => Ok(()),
             Err(LockError::Unsupported) => {

@@ -25,7 +25,7 @@ pub struct Image {
 }
 
 enum Content {
-    Raw { device: Arc<BlockDevice<AllocationCache>>, _locks: Chain },
+    Raw { device: Arc<BlockDevice<AllocationCache>>, chain: Chain },
     Qcow2 { device: Arc<BlockDevice<Qcow2Map>>, open_image: OpenImage },
 }
 
@@ -45,6 +45,9 @@ pub trait DeviceVisitor {
 /// One line that names the file and what is wrong with it, and the errno of a failed system call:
 /// `EISDIR` for a directory, `EINVAL` for other refusals. No file was changed.
 pub fn open(path: &Path, options: &ChainOptions) -> Result<Image, ImageError> {
+    // The claims of devices are handed over, too.
+    let allow_mounted = options.allow_mounted || options.handed_over.is_some();
+    let options = &ChainOptions { allow_mounted, ..options.clone() };
     let mut files = options.clone();
     if !options.allow_mounted && is_raw_device(path, options) {
         // The device is claimed by the descriptor that zeroes it: while another one has the claim,
@@ -100,7 +103,7 @@ fn open_raw(
             warnings.push(Warning::NotMarked(file.path().to_owned()));
         }
     }
-    Ok(Content::Raw { device: Arc::new(device), _locks: chain })
+    Ok(Content::Raw { device: Arc::new(device), chain })
 }
 
 impl Image {
@@ -143,6 +146,20 @@ impl Image {
     /// `EOPNOTSUPP` if a storage has none.
     pub fn files(&self) -> Result<Vec<BorrowedFd<'_>>, Error> {
         self.device().files()
+    }
+
+    /// The descriptors whose open file descriptions hold the image's locks and claims: what
+    /// [`crate::HandedOver`] takes in another process. First come those with locks.
+    #[must_use]
+    pub fn held_files(&self) -> Vec<BorrowedFd<'_>> {
+        match &self.content {
+            Content::Raw { device, chain } => {
+                let mut files = chain.held_files();
+                files.extend(device.claims());
+                files
+            }
+            Content::Qcow2 { open_image, .. } => open_image.held_files(),
+        }
     }
 
     /// Calls `visitor` with the device.

@@ -23,6 +23,7 @@ mod signature;
 mod atomic_file;
 mod path_policy;
 mod warning;
+mod handed_over;
 mod chain;
 mod imago_adapter;
 mod chain_reader;
@@ -34,6 +35,7 @@ pub use atomic_file::{AtomicFile, OverwritePolicy};
 pub use chain::{Chain, ChainOptions, Format, Layer, LayerFormat, Locking, MAX_LAYERS};
 pub use chain_reader::ChainReader;
 pub use error::{ImageError, os_message, plain};
+pub use handed_over::HandedOver;
 pub use image::{DeviceVisitor, Image, open};
 pub use image_file::{ImageFile, NO_MEDIUM};
 #[cfg(feature = "sim")]

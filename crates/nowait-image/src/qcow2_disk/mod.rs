@@ -25,6 +25,7 @@ mod sim_image;
 #[cfg(test)]
 mod tests;
 
+use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
@@ -91,6 +92,11 @@ impl OpenImage {
             self.writeback.free_deferred(self.cluster_bytes)?;
         }
         Ok(())
+    }
+
+    /// The descriptors that hold the locks and claims of its files.
+    pub(crate) fn held_files(&self) -> Vec<BorrowedFd<'_>> {
+        self.chain.held_files()
     }
 
     fn end_thread(&mut self) {

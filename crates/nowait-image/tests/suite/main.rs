@@ -10,6 +10,7 @@ mod check;
 mod commit;
 mod contents;
 mod create;
+mod handed_over;
 mod inconsistent_images;
 mod random_damage;
 mod refusals;

@@ -280,6 +280,13 @@ impl<M: BlockMap> BlockDevice<M> {
         all.ok_or(Error::new(libc::EOPNOTSUPP, Operation::SetUp))
     }
 
+    /// The descriptors that claim block devices for this process alone.
+    #[must_use]
+    pub fn claims(&self) -> Vec<BorrowedFd<'_>> {
+        let storages = std::iter::once(&self.primary).chain(&self.backing);
+        storages.filter_map(|storage| storage.claim()).collect()
+    }
+
     /// A queue of the kernel on this device's storages, for an engine of `slots` slots on the
     /// calling thread.
     ///

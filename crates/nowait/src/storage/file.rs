@@ -256,6 +256,10 @@ impl Storage for FileStorage {
         })
     }
 
+    fn claim(&self) -> Option<BorrowedFd<'_>> {
+        (self.properties.device && !self.properties.read_only).then_some(self.buffered.as_fd())
+    }
+
     fn descriptor(&self) -> Option<BorrowedFd<'_>> {
         Some(self.direct.as_ref().unwrap_or(&self.buffered).as_fd())
     }

@@ -126,6 +126,12 @@ pub trait Storage: Send + Sync {
     /// take a queue that was made for the storage, or the worker threads
     /// ([`crate::Config::nowait_first`] off).
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
+
+    /// The descriptor that claims a block device for this process alone (open(2), `O_EXCL`), if
+    /// there is one.
+    fn claim(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
 }
 
 /// The properties of a storage.
