@@ -79,6 +79,11 @@ pub(crate) struct DefaultSocket {
 }
 
 impl DefaultSocket {
+    /// The temporary directory that was made for it.
+    pub(crate) fn temporary(&self) -> Option<&Path> {
+        self.temporary.as_deref()
+    }
+
     /// Removes the temporary directory and its socket. Can be called again.
     pub(crate) fn remove(&self) {
         if let Some(directory) = &self.temporary {

@@ -4,5 +4,6 @@
 pub mod process;
 pub mod error;
 pub mod log;
+pub mod sandbox;
 pub mod size;
 pub mod bench_args;

@@ -19,8 +19,11 @@ mod secrets;
 mod open_disk;
 mod running_server;
 mod control_socket;
+mod confinement;
 mod lifetime;
 mod signals;
+mod endpoints;
+mod ready_lines;
 mod commands;
 
 use crate::commands::{

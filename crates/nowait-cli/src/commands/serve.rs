@@ -2,10 +2,6 @@
 //!
 //! Invariant: the ready line is printed when clients can connect, and the exit status is 0 only if the last flush succeeded.
 
-use std::collections::HashMap;
-use std::io::{self, Write};
-use std::os::unix::fs::FileTypeExt;
-use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
@@ -13,8 +9,7 @@ use std::time::Duration;
 use nowait::{RegisteredMemory, Uring};
 use nowait_nbd::Address;
 use nowait_server::{
-    AnyExport, ClientAuth, Credentials, Exports, Listener, Options, QueueKind, Server, Tls,
-    UblkNode,
+    ClientAuth, Credentials, Exports, Listener, Options, QueueKind, Server, Tls, UblkNode,
 };
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::{info, warn};
@@ -23,13 +18,15 @@ use crate::args::ServeArgs;
 use crate::args::tls_args::Encryption;
 use crate::commands::info::registrable;
 use crate::commands::ublk;
+use crate::confinement::needed_files;
+use crate::endpoints::{Endpoints, exports_of};
 use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
 use crate::open_disk::{OpenedDisk, chain_options, open_all};
+use crate::ready_lines::{print, print_hint, print_ready, ready_lines, uris, vhost_user_paths};
 use crate::running_server::{Additions, RunningServer, ServedDisk, ServedDisks};
 use crate::signals::Ending;
-use crate::vhost_user_spec::{DevicePlace, VhostUserArg};
-use crate::{args, control_socket, default_image, secrets, systemd};
+use crate::{args, confinement, control_socket, default_image, endpoints, secrets, systemd};
 use nowait_cli::error::{CliError, os_message};
 use nowait_cli::size::human;
 
@@ -53,8 +50,7 @@ const OTHER_DESCRIPTORS: u64 = 1024;
 pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let parent = Parent::now();
     let exports = args.exports().map_err(CliError::new)?;
-    let given = args.addresses.listens();
-    let mut connections = connections(args)?;
+    let mut connections = endpoints::connections(args)?;
     let inherited = systemd::sockets()?;
     let ending = Ending::on_signal()
         .map_err(|e| CliError::new(format!("cannot handle signals: {}", os_message(&e))))?;
@@ -70,21 +66,17 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let kind = if args.poll { polled_queue(&all)? } else { queue_kind(args, first)? };
     let ublk = ublk::open(args, first)?;
     let is_device = ublk.is_some() || !args.vhost_user.sockets.is_empty();
-    let needs_socket = given.is_empty() && inherited.is_empty() && !is_device;
-    let default_socket = needs_socket.then(|| default_image::socket(image)).transpose()?;
-    let default_socket = default_socket.map(Arc::new);
-    default_socket.iter().for_each(|socket| ending.removes(socket));
-    let listens = match &default_socket {
-        Some(socket) => std::slice::from_ref(&socket.listen),
-        None => &given[..],
-    };
+    let Endpoints { listeners, listens, inherited, default_socket } =
+        Endpoints::bind(args, image, is_device, inherited, &ending)?;
     let pid_file = args.lifetime.pid_file.as_deref().map(PidFile::prepare).transpose()?;
     let pid_file = pid_file.map(Arc::new);
     pid_file.iter().for_each(|file| ending.removes(file));
-    let is_inherited = !inherited.is_empty();
-    let (listeners, listens) = bind(inherited, listens)?;
     let control = control_socket::bind(args.control.control.as_ref())?;
     let devices = exports_of(args, &all, &mut connections)?;
+    let files = needed_files(args, &all, &listens[inherited..], default_socket.as_deref());
+    if ublk.is_none() {
+        confinement::enter(args, files.clone(), None)?;
+    }
     let max_connections = args.max_connections;
     raise_nofile_limit(max_connections);
     let (queues, device) = (args.queues(), ublk.as_ref().map(UblkNode::device));
@@ -98,6 +90,8 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     ending.serving(server.shutdown_handle(), server.exports());
     if let Some(node) = &ublk {
         node.start().map_err(|error| CliError::at(image, error))?;
+        // Before this the node cannot be named.
+        confinement::enter(args, files, Some(node))?;
     }
     pid_file.iter().filter_map(|file| file.appear().err()).for_each(|error| warn!("{error}"));
     let node = ublk.as_ref().map(|ublk| ublk.device().node());
@@ -107,7 +101,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let running =
         RunningServer::new(server.exports(), disks.clone(), additions(args, listens.clone()));
     let control = control.and_then(|socket| socket.serve(running));
-    print_ready(args, &lines, is_inherited);
+    print_ready(args, &lines, inherited > 0);
     systemd::notify_ready(&uris(args, &listens, &first));
     if is_default {
         print_hint(args, &listens, &first);
@@ -196,16 +190,6 @@ fn warn_of_unfinished(requests: usize) {
 fn open(args: &ServeArgs, exports: Vec<NamedExport>) -> Result<(Vec<OpenedDisk>, Tls), CliError> {
     let all = open_all(args, exports).map_err(|error| error.with_status(CANNOT_OPEN))?;
     Ok((all, tls(args)?))
-}
-
-/// The connections of virtual machines that were handed over, by their descriptors. To be called
-/// before this process opens any descriptor.
-fn connections(args: &ServeArgs) -> Result<HashMap<i32, UnixStream>, CliError> {
-    let numbers = args.vhost_user.sockets.iter().filter_map(|socket| match socket.socket {
-        DevicePlace::Descriptor(number) => Some(number),
-        DevicePlace::Path(_) => None,
-    });
-    numbers.map(|number| Ok((number, systemd::connection(number)?))).collect()
 }
 
 /// Disconnects the clients that wait at inherited sockets, when no image can be served.
@@ -316,169 +300,4 @@ fn raise_nofile_limit(max_connections: u32) {
         // A limit that remains too low is reported when a connection cannot be accepted.
         let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
     }
-}
-
-/// Binds every address. Returns the inherited listeners first, then the new ones in their order.
-fn bind(
-    inherited: Vec<(Listener, Address)>,
-    listens: &[Address],
-) -> Result<(Vec<Listener>, Vec<Address>), CliError> {
-    let (mut listeners, mut bound_to): (Vec<_>, Vec<_>) = inherited.into_iter().unzip();
-    for listen in listens {
-        let bound = match listen {
-            Address::Unix(path) => Listener::unix(path).map(|listener| vec![listener]),
-            Address::Tcp { host, port } => Listener::tcp(host, *port),
-        };
-        let bound = bound.map_err(|error| bind_failure(listen, &error))?;
-        bound_to.push(match (listen, bound.first().and_then(Listener::tcp_address)) {
-            (Address::Tcp { host, .. }, Some(address)) => {
-                Address::Tcp { host: host.clone(), port: address.port() }
-            }
-            (listen, _) => listen.clone(),
-        });
-        listeners.extend(bound);
-    }
-    Ok((listeners, bound_to))
-}
-
-/// The exports of `all`, each with its vhost-user sockets.
-fn exports_of(
-    args: &ServeArgs,
-    all: &[OpenedDisk],
-    connections: &mut HashMap<i32, UnixStream>,
-) -> Result<Vec<AnyExport>, CliError> {
-    // The description belongs to the first export.
-    let (workers, mut description) = (args.config().workers, args.description.clone());
-    let exports = all.iter().map(|opened| opened.export(workers, description.take()));
-    let mut exports: Vec<AnyExport> = exports.collect();
-    let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
-    for socket in &args.vhost_user.sockets {
-        let index = socket.export_of(&named).map_err(CliError::new)?;
-        let export = exports.remove(index);
-        let export = match &socket.socket {
-            DevicePlace::Path(path) => {
-                let listener = Listener::unix(path);
-                let failed = |error| bind_failure(&Address::Unix(path.clone()), &error);
-                export.at_vhost_user(listener.map_err(failed)?)
-            }
-            DevicePlace::Descriptor(number) => match connections.remove(number) {
-                Some(connection) => export.at_vhost_user_connection(connection),
-                None => export,
-            },
-        };
-        exports.insert(index, export);
-    }
-    Ok(exports)
-}
-
-fn bind_failure(listen: &Address, error: &io::Error) -> CliError {
-    let (at, hint) = match listen {
-        Address::Unix(path) => (path.display().to_string(), "another path"),
-        Address::Tcp { host, port } => (format!("{host}:{port}"), "another port"),
-    };
-    if let Address::Unix(path) = listen
-        && let Ok(there) = std::fs::symlink_metadata(path)
-        && !there.file_type().is_socket()
-    {
-        let what = if there.is_dir() { "a directory" } else { "a file and no socket" };
-        return CliError::new(format!("{at}: it is {what} (give {hint})"));
-    }
-    if error.kind() == io::ErrorKind::AddrInUse {
-        return CliError::new(format!("{at}: the address is in use (give {hint})"));
-    }
-    CliError::new(format!("{at}: cannot listen: {}", os_message(error)))
-}
-
-/// Prints that clients can connect, and where. The parent process knows inherited sockets, and
-/// standard output may be read by another program then, as in `nbdcopy -- [ nowait serve IMAGE ]
-/// -`: the lines are printed there only with `--json`.
-fn print_ready(args: &ServeArgs, lines: &str, is_inherited: bool) {
-    if is_inherited && !args.json {
-        return lines.lines().for_each(|line| info!("{line}"));
-    }
-    // If standard output is closed, no process waits for the line.
-    let _ = io::stdout().write_all(lines.as_bytes()).and_then(|()| io::stdout().flush());
-}
-
-/// The lines that say where clients can connect; with `--json` one object.
-fn ready_lines(
-    args: &ServeArgs,
-    all: &[OpenedDisk],
-    kind: QueueKind,
-    listens: &[Address],
-    node: Option<&str>,
-) -> String {
-    let queue = match kind {
-        QueueKind::Auto | QueueKind::Uring | QueueKind::Polled => "uring",
-        QueueKind::Threads => "threads",
-    };
-    let exports = all.iter().map(|opened| {
-        serde_json::json!({
-            "name": opened.named.name,
-            "image": opened.named.image.to_string_lossy(),
-            "format": opened.image.format().name(),
-            "uris": uris(args, listens, &opened.named),
-            "vhost_user": vhost_user_paths(args, all, opened),
-            "size_bytes": opened.image.size(),
-            "read_only": opened.image.is_read_only(),
-            "direct_io": opened.image.is_direct(),
-        })
-    });
-    if args.json {
-        let mut ready = serde_json::json!({
-            "event": "ready",
-            "exports": exports.collect::<Vec<_>>(),
-            "tls": match args.tls.encryption() {
-                Encryption::Off => "off",
-                Encryption::Offered(_) => "on",
-                Encryption::Required { .. } => "require",
-            },
-            "queue": queue,
-            "queues": args.queues(),
-            "pid": std::process::id(),
-        });
-        if let Some(node) = node {
-            ready["exports"][0]["node"] = node.into();
-        }
-        // The keys of the first export are at the top level, too.
-        for key in ["image", "format", "uris", "size_bytes", "read_only", "direct_io"] {
-            ready[key] = ready["exports"][0][key].clone();
-        }
-        format!("{ready}\n")
-    } else {
-        let uris = all.iter().flat_map(|opened| uris(args, listens, &opened.named));
-        let sockets = args.vhost_user.sockets.iter();
-        let sockets = sockets.map(|socket| format!("vhost-user:{}", socket.socket));
-        let places = node.map(str::to_owned).into_iter().chain(uris).chain(sockets);
-        places.map(|place| format!("serving {place}\n")).collect()
-    }
-}
-
-/// The URIs of `named`, one for each address.
-fn uris(args: &ServeArgs, listens: &[Address], named: &NamedExport) -> Vec<String> {
-    let tls = args.tls.is_required();
-    listens.iter().map(|listen| listen.uri(&named.name, tls)).collect()
-}
-
-/// The vhost-user sockets of `opened`, one of `all`.
-fn vhost_user_paths(args: &ServeArgs, all: &[OpenedDisk], opened: &OpenedDisk) -> Vec<String> {
-    let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
-    let is_its = |socket: &&VhostUserArg| {
-        let index = socket.export_of(&named).ok();
-        index.and_then(|index| named.get(index)) == Some(&opened.named)
-    };
-    let sockets = args.vhost_user.sockets.iter().filter(is_its);
-    sockets.map(|socket| socket.socket.to_string()).collect()
-}
-
-fn print_hint(args: &ServeArgs, listens: &[Address], named: &NamedExport) {
-    if let Some(uri) = uris(args, listens, named).first() {
-        print(format_args!(
-            "try:  nbdinfo '{uri}'\n      qemu-img info '{uri}'\n      nbdcopy '{uri}' copy.img"
-        ));
-    }
-}
-
-fn print(line: std::fmt::Arguments<'_>) {
-    let _ = writeln!(io::stderr(), "{line}");
 }

@@ -41,6 +41,7 @@ mod protocol_violations;
 mod qcow2;
 mod qemu;
 mod reachable_files;
+mod sandbox;
 mod service;
 mod signals;
 mod stalled_storage;

@@ -3,18 +3,19 @@
 use crate::common::{KIB, MIB, PYTHON, Scratch, Server, refusal_under, require_tool, skip, tool};
 use nowait_testkit::nbd::Command;
 
-/// Forbids io_uring_setup, as container run-times do, and executes the given command.
-const WITHOUT_IO_URING: &str = r#"
+/// Forbids the system call of the number that comes first, as container run-times forbid
+/// io_uring_setup, and executes the command after it.
+const WITHOUT_CALL: &str = r#"
 import ctypes, os, struct, sys
 
-IO_URING_SETUP = 425
+FORBIDDEN = int(sys.argv[1])
 LOAD_NUMBER, JUMP_IF_EQUAL, RETURN = 0x20, 0x15, 0x06
 ALLOW, FAIL_WITH_EPERM = 0x7fff0000, 0x00050001
 PR_SET_SECCOMP, SECCOMP_MODE_FILTER, PR_SET_NO_NEW_PRIVS = 22, 2, 38
 
 program = b"".join(struct.pack("HBBI", *step) for step in (
     (LOAD_NUMBER, 0, 0, 0),
-    (JUMP_IF_EQUAL, 0, 1, IO_URING_SETUP),
+    (JUMP_IF_EQUAL, 0, 1, FORBIDDEN),
     (RETURN, 0, 0, FAIL_WITH_EPERM),
     (RETURN, 0, 0, ALLOW),
 ))
@@ -25,8 +26,15 @@ zero = ctypes.c_ulong(0)
 for call in ((PR_SET_NO_NEW_PRIVS, ctypes.c_ulong(1), zero), (PR_SET_SECCOMP, ctypes.c_ulong(SECCOMP_MODE_FILTER), header)):
     if libc.prctl(*call, zero, zero) != 0:
         sys.exit("prctl: " + os.strerror(ctypes.get_errno()))
-os.execvp(sys.argv[1], sys.argv[1:])
+os.execvp(sys.argv[2], sys.argv[2:])
 "#;
+
+const IO_URING_SETUP: &str = "425";
+
+/// The prefix of a command that cannot make the system call `number`.
+pub(crate) fn without_call(number: &str) -> [&str; 4] {
+    [PYTHON, "-c", WITHOUT_CALL, number]
+}
 
 #[test]
 fn without_io_uring_threads_serve_and_one_line_reports_it() {
@@ -35,7 +43,7 @@ fn without_io_uring_threads_serve_and_one_line_reports_it() {
     }
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", 4 * MIB);
-    let server = Server::start_under(&[PYTHON, "-c", WITHOUT_IO_URING], &image, &[]);
+    let server = Server::start_under(&without_call(IO_URING_SETUP), &image, &[]);
     assert_eq!(warnings(&server).len(), 1, "{}", server.log());
     writes_and_reads(&server);
     server.stop();
@@ -137,7 +145,7 @@ fn an_incomplete_bench_exits_with_1_and_reports_what_is_missing_and_why() {
     let file = file.to_str().expect("a path in UTF-8");
     let short = ["bench", "completion", "--rounds", "1", "--seconds", "0.05", "--overwrite"];
     let bench = [&short[..], &["--file", file]].concat();
-    let refused = refusal_under(&[PYTHON, "-c", WITHOUT_IO_URING], &bench);
+    let refused = refusal_under(&without_call(IO_URING_SETUP), &bench);
     refused.says(&[
         "not everything could be measured",
         "4K write: deferred",

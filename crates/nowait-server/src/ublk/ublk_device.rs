@@ -12,15 +12,15 @@ use nowait_image::Image;
 
 use crate::locking::lock;
 use crate::ublk::control_commands::{quiesce, stop_device, stop_if_unused, update_size};
-use crate::ublk::control_ring::{ControlRing, node, within};
+use crate::ublk::control_ring::{ControlRing, character_device, node, within};
 use crate::ublk::device_parameters::{Parameters, can_register};
 use crate::ublk::device_set_up::{
     APPEAR_TIMEOUT, RETRY, UblkOptions, added, existing, open_character_device, recovered,
 };
 use crate::ublk::node_users;
 use crate::ublk::ublk_cmd::{
-    ControlOp, DeviceInfo, DeviceState, F_AUTO_BUF_REG, F_UNPRIVILEGED_DEV, F_UPDATE_SIZE,
-    F_USER_RECOVERY, F_ZERO_COPY,
+    CONTROL_DEVICE, ControlOp, DeviceInfo, DeviceState, F_AUTO_BUF_REG, F_UNPRIVILEGED_DEV,
+    F_UPDATE_SIZE, F_USER_RECOVERY, F_ZERO_COPY,
 };
 use crate::ublk::ublk_error::UblkError;
 
@@ -180,6 +180,12 @@ impl UblkDevice {
     #[must_use]
     pub fn node(&self) -> String {
         node(self.info.id)
+    }
+
+    /// The paths that its server opens while it serves and when it stops.
+    #[must_use]
+    pub fn paths(&self) -> [String; 3] {
+        [CONTROL_DEVICE.to_owned(), character_device(self.info.id), self.node()]
     }
 
     /// Queues of the device: the threads that have to serve it.

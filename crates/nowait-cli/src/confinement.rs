@@ -1,0 +1,129 @@
+//! What a server that serves may still open, as its sandbox is told.
+//!
+//! Invariant: everything that a running server opens, makes or removes by path is listed here; what a
+//! client or a control request names is listed only if the user has given its directory.
+
+use std::fs;
+use std::os::unix::fs::FileTypeExt;
+use std::path::{Path, PathBuf};
+
+use nowait_cli::error::CliError;
+use nowait_cli::sandbox::{self, FileAccess};
+use nowait_nbd::Address;
+use nowait_server::UblkNode;
+use tracing::info;
+
+use crate::args::ServeArgs;
+use crate::args::control_args::ControlAddress;
+use crate::args::tls_args::Encryption;
+use crate::control_socket;
+use crate::default_image::DefaultSocket;
+use crate::open_disk::OpenedDisk;
+use crate::vhost_user_spec::DevicePlace;
+
+/// What the kernel says of devices, of mounts and of this process.
+const KERNEL_FILES: [&str; 6] =
+    ["/proc/self", "/proc/swaps", "/sys/block", "/sys/class", "/sys/dev", "/sys/devices"];
+const TERMINAL_FILES: [&str; 2] = ["/dev/null", "/dev/tty"];
+
+/// Confines this process to `files`, and to those of the block device `ublk`.
+///
+/// # Errors
+/// As [`sandbox::enter`].
+pub(crate) fn enter(
+    args: &ServeArgs,
+    mut files: FileAccess,
+    ublk: Option<&UblkNode>,
+) -> Result<(), CliError> {
+    let Some(mode) = args.sandbox.mode() else { return Ok(()) };
+    ublk.iter().flat_map(|node| node.device().paths()).for_each(|path| files.write(path));
+    let in_force = sandbox::enter(mode, &files)?;
+    info!("sandbox: {in_force}");
+    Ok(())
+}
+
+/// What the server of `args` opens, makes and removes while it serves `all`. It removes its sockets:
+/// `listens`, of which it has bound all, and `default_socket`.
+pub(crate) fn needed_files(
+    args: &ServeArgs,
+    all: &[OpenedDisk],
+    listens: &[Address],
+    default_socket: Option<&DefaultSocket>,
+) -> FileAccess {
+    let mut files = FileAccess::default();
+    KERNEL_FILES.iter().for_each(|path| files.read(path));
+    TERMINAL_FILES.iter().for_each(|path| files.write(path));
+    images(args, all, &mut files);
+    sockets(args, listens, default_socket, &mut files);
+    if let Encryption::Offered(directory) | Encryption::Required { directory, .. } =
+        args.tls.encryption()
+    {
+        files.read(directory);
+        links_in(directory).iter().for_each(|directory| files.read(directory));
+    }
+    if let Some(path) = &args.lifetime.pid_file {
+        files.change(directory_with(path));
+    }
+    files
+}
+
+fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
+    for opened in all {
+        let image = &opened.named.image;
+        let is_device = fs::metadata(image).is_ok_and(|meta| meta.file_type().is_block_device());
+        let place = if is_device { image.clone() } else { directory_of(image) };
+        match opened.image.is_read_only() {
+            true => files.read(place),
+            false => files.write(place),
+        }
+    }
+    args.others.backing_dir.iter().for_each(|directory| files.read(directory));
+    args.others.data_file.iter().for_each(|file| files.write(file));
+    args.control.allow_dir.iter().for_each(|directory| files.change(directory));
+}
+
+/// Sockets are bound already; they are removed at the end.
+fn sockets(
+    args: &ServeArgs,
+    listens: &[Address],
+    default_socket: Option<&DefaultSocket>,
+    files: &mut FileAccess,
+) {
+    let nbd = listens.iter().filter_map(|listen| match listen {
+        Address::Unix(path) => Some(path.clone()),
+        Address::Tcp { .. } => None,
+    });
+    let vhost_user = args.vhost_user.sockets.iter().filter_map(|socket| match &socket.socket {
+        DevicePlace::Path(path) => Some(path.clone()),
+        DevicePlace::Descriptor(_) => None,
+    });
+    let control = match &args.control.control {
+        Some(ControlAddress::Off) => None,
+        Some(ControlAddress::Unix(path)) => Some(path.clone()),
+        None => control_socket::of_this_process(),
+    };
+    for path in nbd.chain(vhost_user).chain(control) {
+        files.remove(directory_with(&path));
+    }
+    if let Some(directory) = default_socket.and_then(DefaultSocket::temporary) {
+        files.remove_directories(directory_with(directory));
+    }
+}
+
+/// The directory of the file that `path` leads to.
+fn directory_of(path: &Path) -> PathBuf {
+    path.canonicalize().map_or_else(|_| directory_with(path), |real| directory_with(&real))
+}
+
+/// The directory with the entry `path`.
+fn directory_with(path: &Path) -> PathBuf {
+    let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    path.parent().map_or_else(|| path.clone(), Path::to_owned)
+}
+
+/// The directories that links in `directory` lead to.
+fn links_in(directory: &Path) -> Vec<PathBuf> {
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    let links = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_symlink()));
+    links.map(|link| directory_of(&link.path())).collect()
+}

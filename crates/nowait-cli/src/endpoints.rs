@@ -1,0 +1,143 @@
+//! Where clients of a server connect: sockets that are bound for it, and those handed over.
+//!
+//! Invariant: a socket that is bound here and has a path is removed at the end; one that was handed
+//! over is not.
+
+use std::collections::HashMap;
+use std::io;
+use std::os::unix::fs::FileTypeExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
+use std::sync::Arc;
+
+use nowait_nbd::Address;
+use nowait_server::{AnyExport, Listener};
+
+use crate::args::ServeArgs;
+use crate::default_image::{self, DefaultSocket};
+use crate::export_spec::NamedExport;
+use crate::open_disk::OpenedDisk;
+use crate::signals::Ending;
+use crate::systemd;
+use crate::vhost_user_spec::DevicePlace;
+use nowait_cli::error::{CliError, os_message};
+
+/// The bound sockets of a server, and what is removed with them.
+pub(crate) struct Endpoints {
+    pub(crate) listeners: Vec<Listener>,
+    /// The addresses of all, those that were handed over first.
+    pub(crate) listens: Vec<Address>,
+    /// How many were handed over.
+    pub(crate) inherited: usize,
+    /// The socket of a server without an address.
+    pub(crate) default_socket: Option<Arc<DefaultSocket>>,
+}
+
+impl Endpoints {
+    /// Binds the addresses of `args` beside the `inherited` ones; the default one for `image` if
+    /// there are none and clients have no other way (`is_device`).
+    ///
+    /// # Errors
+    /// An address is in use or cannot be bound.
+    pub(crate) fn bind(
+        args: &ServeArgs,
+        image: &Path,
+        is_device: bool,
+        inherited: Vec<(Listener, Address)>,
+        ending: &Ending,
+    ) -> Result<Self, CliError> {
+        let given = args.addresses.listens();
+        let needs_socket = given.is_empty() && inherited.is_empty() && !is_device;
+        let default_socket = needs_socket.then(|| default_image::socket(image)).transpose()?;
+        let default_socket = default_socket.map(Arc::new);
+        default_socket.iter().for_each(|socket| ending.removes(socket));
+        let listens = match &default_socket {
+            Some(socket) => std::slice::from_ref(&socket.listen),
+            None => &given[..],
+        };
+        let count = inherited.len();
+        let (listeners, listens) = bind(inherited, listens)?;
+        Ok(Self { listeners, listens, inherited: count, default_socket })
+    }
+}
+
+/// The connections of virtual machines that were handed over, by their descriptors. To be called
+/// before this process opens any descriptor.
+pub(crate) fn connections(args: &ServeArgs) -> Result<HashMap<i32, UnixStream>, CliError> {
+    let numbers = args.vhost_user.sockets.iter().filter_map(|socket| match socket.socket {
+        DevicePlace::Descriptor(number) => Some(number),
+        DevicePlace::Path(_) => None,
+    });
+    numbers.map(|number| Ok((number, systemd::connection(number)?))).collect()
+}
+
+/// Binds every address. Returns the inherited listeners first, then the new ones in their order.
+fn bind(
+    inherited: Vec<(Listener, Address)>,
+    listens: &[Address],
+) -> Result<(Vec<Listener>, Vec<Address>), CliError> {
+    let (mut listeners, mut bound_to): (Vec<_>, Vec<_>) = inherited.into_iter().unzip();
+    for listen in listens {
+        let bound = match listen {
+            Address::Unix(path) => Listener::unix(path).map(|listener| vec![listener]),
+            Address::Tcp { host, port } => Listener::tcp(host, *port),
+        };
+        let bound = bound.map_err(|error| bind_failure(listen, &error))?;
+        bound_to.push(match (listen, bound.first().and_then(Listener::tcp_address)) {
+            (Address::Tcp { host, .. }, Some(address)) => {
+                Address::Tcp { host: host.clone(), port: address.port() }
+            }
+            (listen, _) => listen.clone(),
+        });
+        listeners.extend(bound);
+    }
+    Ok((listeners, bound_to))
+}
+
+/// The exports of `all`, each with its vhost-user sockets.
+pub(crate) fn exports_of(
+    args: &ServeArgs,
+    all: &[OpenedDisk],
+    connections: &mut HashMap<i32, UnixStream>,
+) -> Result<Vec<AnyExport>, CliError> {
+    // The description belongs to the first export.
+    let (workers, mut description) = (args.config().workers, args.description.clone());
+    let exports = all.iter().map(|opened| opened.export(workers, description.take()));
+    let mut exports: Vec<AnyExport> = exports.collect();
+    let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
+    for socket in &args.vhost_user.sockets {
+        let index = socket.export_of(&named).map_err(CliError::new)?;
+        let export = exports.remove(index);
+        let export = match &socket.socket {
+            DevicePlace::Path(path) => {
+                let listener = Listener::unix(path);
+                let failed = |error| bind_failure(&Address::Unix(path.clone()), &error);
+                export.at_vhost_user(listener.map_err(failed)?)
+            }
+            DevicePlace::Descriptor(number) => match connections.remove(number) {
+                Some(connection) => export.at_vhost_user_connection(connection),
+                None => export,
+            },
+        };
+        exports.insert(index, export);
+    }
+    Ok(exports)
+}
+
+fn bind_failure(listen: &Address, error: &io::Error) -> CliError {
+    let (at, hint) = match listen {
+        Address::Unix(path) => (path.display().to_string(), "another path"),
+        Address::Tcp { host, port } => (format!("{host}:{port}"), "another port"),
+    };
+    if let Address::Unix(path) = listen
+        && let Ok(there) = std::fs::symlink_metadata(path)
+        && !there.file_type().is_socket()
+    {
+        let what = if there.is_dir() { "a directory" } else { "a file and no socket" };
+        return CliError::new(format!("{at}: it is {what} (give {hint})"));
+    }
+    if error.kind() == io::ErrorKind::AddrInUse {
+        return CliError::new(format!("{at}: the address is in use (give {hint})"));
+    }
+    CliError::new(format!("{at}: cannot listen: {}", os_message(error)))
+}

@@ -1,0 +1,114 @@
+//! The lines in which a server says that clients can connect, and where.
+//!
+//! Invariant: with `--json` there is one line, an object; where the parent process handed the sockets
+//! over, standard output stays empty without it.
+
+use std::io::{self, Write};
+
+use nowait_nbd::Address;
+use nowait_server::QueueKind;
+use tracing::info;
+
+use crate::args::ServeArgs;
+use crate::args::tls_args::Encryption;
+use crate::export_spec::NamedExport;
+use crate::open_disk::OpenedDisk;
+use crate::vhost_user_spec::VhostUserArg;
+
+/// Prints that clients can connect, and where. The parent process knows inherited sockets, and
+/// standard output may be read by another program then, as in `nbdcopy -- [ nowait serve IMAGE ]
+/// -`: the lines are printed there only with `--json`.
+pub(crate) fn print_ready(args: &ServeArgs, lines: &str, is_inherited: bool) {
+    if is_inherited && !args.json {
+        return lines.lines().for_each(|line| info!("{line}"));
+    }
+    // If standard output is closed, no process waits for the line.
+    let _ = io::stdout().write_all(lines.as_bytes()).and_then(|()| io::stdout().flush());
+}
+
+/// The lines that say where clients can connect; with `--json` one object.
+pub(crate) fn ready_lines(
+    args: &ServeArgs,
+    all: &[OpenedDisk],
+    kind: QueueKind,
+    listens: &[Address],
+    node: Option<&str>,
+) -> String {
+    let queue = match kind {
+        QueueKind::Auto | QueueKind::Uring | QueueKind::Polled => "uring",
+        QueueKind::Threads => "threads",
+    };
+    let exports = all.iter().map(|opened| {
+        serde_json::json!({
+            "name": opened.named.name,
+            "image": opened.named.image.to_string_lossy(),
+            "format": opened.image.format().name(),
+            "uris": uris(args, listens, &opened.named),
+            "vhost_user": vhost_user_paths(args, all, opened),
+            "size_bytes": opened.image.size(),
+            "read_only": opened.image.is_read_only(),
+            "direct_io": opened.image.is_direct(),
+        })
+    });
+    if args.json {
+        let mut ready = serde_json::json!({
+            "event": "ready",
+            "exports": exports.collect::<Vec<_>>(),
+            "tls": match args.tls.encryption() {
+                Encryption::Off => "off",
+                Encryption::Offered(_) => "on",
+                Encryption::Required { .. } => "require",
+            },
+            "queue": queue,
+            "queues": args.queues(),
+            "pid": std::process::id(),
+        });
+        if let Some(node) = node {
+            ready["exports"][0]["node"] = node.into();
+        }
+        // The keys of the first export are at the top level, too.
+        for key in ["image", "format", "uris", "size_bytes", "read_only", "direct_io"] {
+            ready[key] = ready["exports"][0][key].clone();
+        }
+        format!("{ready}\n")
+    } else {
+        let uris = all.iter().flat_map(|opened| uris(args, listens, &opened.named));
+        let sockets = args.vhost_user.sockets.iter();
+        let sockets = sockets.map(|socket| format!("vhost-user:{}", socket.socket));
+        let places = node.map(str::to_owned).into_iter().chain(uris).chain(sockets);
+        places.map(|place| format!("serving {place}\n")).collect()
+    }
+}
+
+/// The URIs of `named`, one for each address.
+pub(crate) fn uris(args: &ServeArgs, listens: &[Address], named: &NamedExport) -> Vec<String> {
+    let tls = args.tls.is_required();
+    listens.iter().map(|listen| listen.uri(&named.name, tls)).collect()
+}
+
+/// The vhost-user sockets of `opened`, one of `all`.
+pub(crate) fn vhost_user_paths(
+    args: &ServeArgs,
+    all: &[OpenedDisk],
+    opened: &OpenedDisk,
+) -> Vec<String> {
+    let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
+    let is_its = |socket: &&VhostUserArg| {
+        let index = socket.export_of(&named).ok();
+        index.and_then(|index| named.get(index)) == Some(&opened.named)
+    };
+    let sockets = args.vhost_user.sockets.iter().filter(is_its);
+    sockets.map(|socket| socket.socket.to_string()).collect()
+}
+
+pub(crate) fn print_hint(args: &ServeArgs, listens: &[Address], named: &NamedExport) {
+    if let Some(uri) = uris(args, listens, named).first() {
+        print(format_args!(
+            "try:  nbdinfo '{uri}'\n      qemu-img info '{uri}'\n      nbdcopy '{uri}' copy.img"
+        ));
+    }
+}
+
+pub(crate) fn print(line: std::fmt::Arguments<'_>) {
+    let _ = writeln!(io::stderr(), "{line}");
+}

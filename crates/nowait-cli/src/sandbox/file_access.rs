@@ -1,0 +1,101 @@
+//! The files that a confined process may open, by landlock.
+//!
+//! Invariant: what is not listed cannot be opened, made, renamed or removed by path, and no program
+//! can be executed; descriptors that are open keep what they can do. A path that does not exist when
+//! the sandbox is entered gives no rights.
+
+use std::os::fd::{AsFd, IntoRawFd, OwnedFd};
+use std::path::{Path, PathBuf};
+
+use landlock::{
+    ABI, Access, AccessFs, AccessNet, BitFlags, PathBeneath, PathFd, Ruleset, RulesetAttr,
+    RulesetCreatedAttr, RulesetError, make_bitflags,
+};
+
+use crate::error::CliError;
+use crate::sandbox::all_threads;
+use crate::sandbox::failed;
+
+/// The kinds of access that are forbidden unless listed. Of a kernel that does not know them all,
+/// those that it knows.
+const HANDLED: ABI = ABI::V8;
+
+/// Paths, and what may be done with them and with what is below them.
+#[derive(Clone, Debug, Default)]
+pub struct FileAccess(Vec<(PathBuf, BitFlags<AccessFs>)>);
+
+impl FileAccess {
+    /// `path` and what is below it may be read.
+    pub fn read(&mut self, path: impl AsRef<Path>) {
+        self.add(path, make_bitflags!(AccessFs::{ReadFile | ReadDir}));
+    }
+
+    /// `path` and what is below it may be read and written; no entry of a directory changes.
+    pub fn write(&mut self, path: impl AsRef<Path>) {
+        let access =
+            make_bitflags!(AccessFs::{ReadFile | ReadDir | WriteFile | Truncate | IoctlDev});
+        self.add(path, access);
+    }
+
+    /// Regular files below `directory` may be read, written, made, renamed and removed.
+    pub fn change(&mut self, directory: impl AsRef<Path>) {
+        self.write(&directory);
+        self.add(directory, make_bitflags!(AccessFs::{MakeReg | RemoveFile}));
+    }
+
+    /// Files below `directory` may be removed.
+    pub fn remove(&mut self, directory: impl AsRef<Path>) {
+        self.add(directory, AccessFs::RemoveFile.into());
+    }
+
+    /// Empty directories below `directory` may be removed.
+    pub fn remove_directories(&mut self, directory: impl AsRef<Path>) {
+        self.add(directory, AccessFs::RemoveDir.into());
+    }
+
+    fn add(&mut self, path: impl AsRef<Path>, access: BitFlags<AccessFs>) {
+        self.0.push((path.as_ref().to_owned(), access));
+    }
+}
+
+/// Restricts all threads of this process to `files`. The inner error says why the kernel cannot do
+/// it.
+///
+/// # Errors
+/// Some threads may be restricted, and others are not.
+pub(super) fn enter(files: &FileAccess) -> Result<Result<(), String>, CliError> {
+    let ruleset = match ruleset(files) {
+        Ok(Some(ruleset)) => ruleset,
+        Ok(None) => return Ok(Err("this kernel does not have it, or not in use".into())),
+        Err(error) => return Ok(Err(error.to_string())),
+    };
+    all_threads::restrict(ruleset.as_fd()).map(Ok).map_err(failed)
+}
+
+/// The ruleset of `files`; `None` where the kernel has no landlock.
+fn ruleset(files: &FileAccess) -> Result<Option<OwnedFd>, RulesetError> {
+    let mut ruleset = Ruleset::default()
+        .handle_access(AccessFs::from_all(HANDLED))?
+        .handle_access(AccessNet::from_all(HANDLED))?
+        .create()?;
+    for (path, access) in &files.0 {
+        // What is not there needs no access.
+        let Ok(found) = PathFd::new(path) else { continue };
+        if path.starts_with("/proc") {
+            keep_open(&found);
+        }
+        let access = if path.is_dir() { *access } else { *access & AccessFs::from_file(HANDLED) };
+        if !access.is_empty() {
+            ruleset = ruleset.add_rule(PathBeneath::new(found, access))?;
+        }
+    }
+    Ok(ruleset.into())
+}
+
+/// Keeps `file` open as long as this process runs: an entry of /proc that nothing has open may become
+/// another file, which has no rule.
+fn keep_open(file: &PathFd) {
+    if let Ok(kept) = file.as_fd().try_clone_to_owned() {
+        let _ = kept.into_raw_fd();
+    }
+}

@@ -1,0 +1,200 @@
+//! The sandbox of a server: which threads it holds for, and what it forbids.
+//!
+//! Invariant: what is forbidden is tried, by a process that the server's own code has confined.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, ErrorKind, Write};
+use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::mpsc::channel;
+use std::thread;
+
+use nowait_cli::sandbox::{self, FileAccess, Mode};
+use rustix::io::Errno;
+
+use crate::common::{
+    Finished, MIB, NOWAIT, PYTHON, Scratch, Server, refusal_under, require_tool, text,
+};
+use crate::without_io_uring::without_call;
+
+/// The test that is the confined process, and what tells it so: its directory.
+const CONFINED: &str = "sandbox::confined";
+const DIRECTORY: &str = "NOWAIT_TEST_CONFINED";
+const LANDLOCK_CREATE_RULESET: &str = "444";
+
+/// Whether this kernel has landlock in use.
+fn has_landlock() -> bool {
+    match fs::read_to_string("/sys/kernel/security/lsm") {
+        Ok(modules) => modules.contains("landlock"),
+        // Where the list cannot be read, the server is asked.
+        Err(_) => {
+            let scratch = Scratch::new();
+            let server = Server::start(&scratch.sparse("disk.img", MIB), &["--verbose"]);
+            let log = server.log();
+            server.stop();
+            log.contains("landlock") && !log.contains("no landlock")
+        }
+    }
+}
+
+/// The lines `key` of the status of each thread of `server`.
+fn thread_status(server: &Server, key: &str) -> Vec<String> {
+    let threads = fs::read_dir(format!("/proc/{}/task", server.pid())).expect("a child");
+    let status = threads.flatten().filter_map(|thread| {
+        let status = fs::read_to_string(thread.path().join("status")).ok()?;
+        let line = status.lines().find_map(|line| line.strip_prefix(key));
+        Some(line.expect("the line").trim().to_owned())
+    });
+    status.collect()
+}
+
+#[test]
+fn every_thread_of_a_server_is_confined_whenever_it_was_started() {
+    let scratch = Scratch::new();
+    // A qcow2 image has a thread from when it is opened.
+    let image = scratch.join("disk.qcow2");
+    Command::new(NOWAIT).arg("create").arg(&image).arg("64M").succeeds();
+    let server = Server::start(&image, &["--queues", "2"]);
+    let mut client = server.connect();
+    client.write(1001, b"a worker allocates for this").expect("a write");
+    let (filters, privileges) =
+        (thread_status(&server, "Seccomp:"), thread_status(&server, "NoNewPrivs:"));
+    assert!(filters.len() >= 5, "{filters:?}");
+    assert!(filters.iter().all(|mode| mode == "2"), "{filters:?}");
+    assert!(privileges.iter().all(|flag| flag == "1"), "{privileges:?}");
+    drop(client);
+    server.stop();
+}
+
+#[test]
+fn without_the_sandbox_no_thread_is_confined() {
+    let scratch = Scratch::new();
+    let server = Server::start(&scratch.sparse("disk.img", MIB), &["--sandbox", "off"]);
+    let filters = thread_status(&server, "Seccomp:");
+    let own = fs::read_to_string("/proc/self/status").expect("own status");
+    let own = own.lines().find_map(|line| line.strip_prefix("Seccomp:")).expect("the line");
+    assert!(filters.iter().all(|mode| mode == own.trim()), "{filters:?}");
+    server.stop();
+}
+
+#[test]
+fn where_landlock_is_forbidden_a_server_says_so_and_a_required_sandbox_is_refused() {
+    if !require_tool(PYTHON) {
+        return;
+    }
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", MIB);
+    let wrapper = without_call(LANDLOCK_CREATE_RULESET);
+    let refusal = refusal_under(&wrapper, &["serve", text(&image), "--sandbox", "on"]);
+    refusal.says(&["--sandbox", "landlock", "--sandbox off"]);
+    let server = Server::start_under(&wrapper, &image, &["--verbose"]);
+    assert!(server.log().contains("sandbox: no_new_privs, no landlock ("), "{}", server.log());
+    assert!(thread_status(&server, "Seccomp:").iter().all(|mode| mode == "2"));
+    server.stop();
+}
+
+#[test]
+fn a_confined_process_has_its_files_and_nothing_else() {
+    if !has_landlock() {
+        crate::common::skip("this kernel has no landlock in use");
+        return;
+    }
+    let scratch = Scratch::new();
+    for directory in ["image", "backing", "allowed", "socket", "forbidden"] {
+        fs::create_dir(scratch.join(directory)).expect("a directory");
+        fs::write(scratch.join(directory).join("file"), "content").expect("a file");
+    }
+    let program = std::env::current_exe().expect("this test program");
+    let output = Command::new(program)
+        .args([CONFINED, "--exact", "--ignored", "--nocapture"])
+        .env(DIRECTORY, scratch.path())
+        .succeeds();
+    assert!(output.contains("1 passed"), "{output}");
+}
+
+/// Not a test of its own: [`a_confined_process_has_its_files_and_nothing_else`] runs it, in a process
+/// that may be confined.
+#[test]
+#[ignore = "confines its process; another test runs it in one of its own"]
+fn confined() {
+    let Some(scratch) = std::env::var_os(DIRECTORY).map(PathBuf::from) else { return };
+    let manager = UnixDatagram::bind(scratch.join("notify")).expect("a socket");
+    let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
+    let address = listener.local_addr().expect("its address");
+    let (go, waits) = channel();
+    let before = {
+        let scratch = scratch.clone();
+        thread::spawn(move || {
+            waits.recv().expect("the sandbox");
+            tries_files(&scratch);
+        })
+    };
+    let mut files = FileAccess::default();
+    files.read("/proc/self");
+    files.write(scratch.join("image"));
+    files.read(scratch.join("backing"));
+    files.change(scratch.join("allowed"));
+    files.remove(scratch.join("socket"));
+    sandbox::enter(Mode::On, &files).expect("a sandbox");
+
+    tries_files(&scratch);
+    go.send(()).expect("the thread");
+    before.join().expect("a thread that was started before is confined, too");
+    thread::spawn(move || tries_files(&scratch)).join().expect("a new thread is confined, too");
+    tries_programs_and_sockets(&manager, address);
+}
+
+/// The process has not the system call that was made.
+fn has_not(error: io::Error) {
+    assert_eq!(error.raw_os_error(), Some(Errno::NOSYS.raw_os_error()), "{error}");
+}
+
+fn tries_files(scratch: &Path) {
+    let file = |directory| scratch.join(directory).join("file");
+    let refused = |error: io::Error| assert_eq!(error.kind(), ErrorKind::PermissionDenied);
+    let write = |path: PathBuf| OpenOptions::new().read(true).write(true).open(path);
+
+    let mut image = write(file("image")).expect("the image is written");
+    image.write_all(b"CONTENT").expect("a write");
+    refused(File::create(scratch.join("image/new")).expect_err("no file is made beside the image"));
+    refused(fs::remove_file(file("image")).expect_err("the image is not removed"));
+
+    File::open(file("backing")).expect("a backing file is read");
+    refused(write(file("backing")).expect_err("a backing file is not written"));
+
+    let name = format!("allowed/{:?}", thread::current().id());
+    fs::write(scratch.join(&name), "new").expect("an image is made where that is allowed");
+    fs::rename(scratch.join(&name), scratch.join("allowed/renamed")).expect("and renamed");
+    refused(
+        fs::rename(scratch.join("allowed/renamed"), scratch.join("image/moved"))
+            .expect_err("but not moved elsewhere"),
+    );
+    fs::remove_file(scratch.join("allowed/renamed")).expect("and removed");
+
+    refused(File::open(file("socket")).expect_err("what is beside a socket is not read"));
+    refused(File::open(file("forbidden")).expect_err("no other file is read"));
+    refused(File::open("/etc/passwd").expect_err("no file of the system is read"));
+    refused(fs::read_dir("/").expect_err("no other directory is read"));
+    refused(fs::remove_file(file("forbidden")).expect_err("no other file is removed"));
+    let directory = fs::create_dir(scratch.join("allowed/directory"));
+    has_not(directory.expect_err("no directory is made"));
+    let link = std::os::unix::fs::symlink("/etc", scratch.join("allowed/link"));
+    has_not(link.expect_err("no link is made"));
+    File::open("/proc/self/status").expect("the process's own status is read");
+    let parent = format!("/proc/{}/status", std::os::unix::process::parent_id());
+    refused(File::open(parent).expect_err("that of another process is not read"));
+}
+
+fn tries_programs_and_sockets(manager: &UnixDatagram, address: std::net::SocketAddr) {
+    has_not(Command::new("/bin/true").spawn().expect_err("no program is executed"));
+    has_not(TcpStream::connect(address).expect_err("no connection by TCP"));
+    has_not(TcpListener::bind("127.0.0.1:0").expect_err("no listener"));
+    has_not(UdpSocket::bind("127.0.0.1:0").expect_err("no datagram"));
+    let path = manager.local_addr().expect("an address");
+    let path = path.as_pathname().expect("a path");
+    let notify = UnixDatagram::unbound().expect("a socket for the service manager");
+    notify.send_to(b"READY=1", path).expect("a notification");
+    UnixStream::pair().expect("a pair of sockets");
+}
