@@ -64,6 +64,10 @@ pub(crate) fn needed_files(
     if let Some(path) = &args.lifetime.pid_file {
         files.change(directory_with(path));
     }
+    // The file that has its name after a rotation is another one.
+    if let Some(path) = &args.lifetime.log_file {
+        files.append(directory_of(path));
+    }
     files
 }
 

@@ -2,14 +2,16 @@
 //!
 //! Invariant: each message is one line that begins with `nowait:`, whatever names are in it, and
 //! has no control characters; without `--verbose` only warnings and errors are printed. Where the
-//! journal reads standard error, each line begins with its priority.
+//! journal reads standard error, each line begins with its priority; in a log file, with the time.
 
 use std::fmt;
 use std::io::{self, Write};
 use std::sync::OnceLock;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::fmt::format::Writer;
+use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
 use tracing_subscriber::registry::LookupSpan;
 
@@ -27,6 +29,14 @@ pub fn start(verbose: bool) {
         .init();
 }
 
+/// Whether lines begin with the time.
+static HAS_TIME: AtomicBool = AtomicBool::new(false);
+
+/// From now on each line begins with the time (RFC 3339, UTC).
+pub fn with_time() {
+    HAS_TIME.store(true, Ordering::Relaxed);
+}
+
 /// Prints a line that is not an event of `tracing`.
 pub fn write_line(level: Level, line: impl fmt::Display) {
     // Not eprintln!, which panics where standard error is closed.
@@ -35,13 +45,24 @@ pub fn write_line(level: Level, line: impl fmt::Display) {
 
 /// The line for `message`, with a line break.
 fn one_line(level: Level, message: &str) -> String {
-    format!("{}nowait: {}\n", priority(level), plain(message))
+    format!("{}{}nowait: {}\n", priority(level), time(), plain(message))
+}
+
+/// The time and a blank, where lines begin with it.
+fn time() -> String {
+    let mut time = String::new();
+    if HAS_TIME.load(Ordering::Relaxed)
+        && SystemTime.format_time(&mut Writer::new(&mut time)).is_ok()
+    {
+        time.push(' ');
+    }
+    time
 }
 
 /// The priority prefix of a line for the journal (sd-daemon(3)); empty for any other reader.
 fn priority(level: Level) -> &'static str {
     static JOURNAL: OnceLock<bool> = OnceLock::new();
-    if !JOURNAL.get_or_init(is_read_by_the_journal) {
+    if HAS_TIME.load(Ordering::Relaxed) || !JOURNAL.get_or_init(is_read_by_the_journal) {
         return "";
     }
     match level {

@@ -12,7 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 use std::{io, thread};
 
-use nowait_server::{Exports, ShutdownHandle};
+use nowait_server::ShutdownHandle;
 use signal_hook::consts::{
     SIGALRM, SIGHUP, SIGINT, SIGIO, SIGPROF, SIGQUIT, SIGTERM, SIGUSR1, SIGUSR2, SIGVTALRM,
 };
@@ -21,6 +21,7 @@ use tracing::Level;
 
 use crate::default_image::DefaultSocket;
 use crate::lifetime::PidFile;
+use crate::reload::Reload;
 use crate::systemd;
 use nowait_cli::log;
 
@@ -81,7 +82,7 @@ enum Phase {
     /// Its images are being opened.
     Opening,
     /// Requests may be in flight.
-    Serving(ShutdownHandle, Exports),
+    Serving(ShutdownHandle, Reload),
     /// No request is in flight any more, or the timeout for them has expired.
     Flushing,
 }
@@ -145,13 +146,13 @@ impl Ending {
     }
 
     /// The server runs; a signal stops it through `stopper`, at once if a signal has already
-    /// arrived. A hangup has the sizes of `exports` read again.
-    pub(crate) fn serving(&self, stopper: ShutdownHandle, exports: Exports) {
+    /// arrived. A hangup starts `reload`.
+    pub(crate) fn serving(&self, stopper: ShutdownHandle, reload: Reload) {
         let mut state = lock(&self.0);
         if state.is_asked {
             stopper.stop();
         }
-        state.phase = Phase::Serving(stopper, exports);
+        state.phase = Phase::Serving(stopper, reload);
     }
 
     /// Requests have ended, or are no longer waited for.
@@ -168,8 +169,8 @@ fn listen(mut signals: Signals, state: &Arc<Mutex<State>>) {
     for signal in signals.forever() {
         let mut now = lock(state);
         if signal == SIGHUP && !has_terminal() {
-            if let Phase::Serving(_, exports) = &now.phase {
-                exports.refresh_sizes();
+            if let Phase::Serving(_, reload) = &now.phase {
+                reload.start();
             }
             continue;
         }

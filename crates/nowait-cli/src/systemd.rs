@@ -89,6 +89,24 @@ pub(crate) fn notify_ready(uris: &[String]) {
     notify(&[NotifyState::Ready, NotifyState::Status(bounded(&status))]);
 }
 
+/// Notifies that files are being read again (`Type=notify-reload`).
+pub(crate) fn notify_reloading() {
+    match NotifyState::monotonic_usec_now() {
+        Ok(now) => notify(&[NotifyState::Reloading, now]),
+        Err(error) => warn!("NOTIFY_SOCKET: no time of the reload: {}", os_message(&error)),
+    }
+}
+
+/// Notifies that a reload has ended.
+pub(crate) fn notify_reloaded() {
+    notify(&[NotifyState::Ready]);
+}
+
+/// Notifies that this process works.
+pub(crate) fn notify_watchdog() {
+    notify(&[NotifyState::Watchdog]);
+}
+
 /// Notifies that a flush has failed, and that all later ones fail too.
 pub(crate) fn notify_failed_flush() {
     let status = "a flush has failed: what was written since the last one may be lost, and every flush \

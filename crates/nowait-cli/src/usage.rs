@@ -21,12 +21,7 @@ const MAX_TYPOS: usize = 2;
 const LETTERS_PER_TYPO: usize = 4;
 /// Options of similar programs that nowait has under another name, or not at all: the command (""
 /// for any), their names there, and the alternative.
-const ELSEWHERE: [(&str, &[&str], &str); 20] = [
-    (
-        "serve",
-        &["--fork"],
-        "a server stays in the foreground: end the line with &, or let systemd start it",
-    ),
+const ELSEWHERE: [(&str, &[&str], &str); 19] = [
     ("serve", &["-c", "--connect"], "serve it on a socket, then: nbd-client -unix SOCKET DEVICE"),
     ("serve", &["-d", "--disconnect"], "nbd-client -d DEVICE"),
     ("serve", &["-L", "--list"], "nbdinfo --list URI"),
@@ -271,7 +266,6 @@ mod tests {
     #[test]
     fn an_option_of_another_program_is_answered_with_the_alternative() {
         for (line, way_out) in [
-            ("nowait serve --fork", "foreground"),
             ("nowait serve -c /dev/nbd0", "nbd-client -unix"),
             ("nowait serve -d /dev/nbd0", "nbd-client -d"),
             ("nowait info a --output=json", "--json"),

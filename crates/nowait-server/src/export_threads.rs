@@ -231,7 +231,7 @@ impl Shared {
     }
 
     /// The threads of all exports.
-    fn threads(&self) -> impl Iterator<Item = Arc<ThreadHandle>> {
+    pub(crate) fn threads(&self) -> impl Iterator<Item = Arc<ThreadHandle>> {
         self.registry.all().into_iter().flat_map(|export| export.threads())
     }
 

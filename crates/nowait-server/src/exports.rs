@@ -5,7 +5,7 @@
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nowait::{BlockDevice, BlockMap, Error, Operation};
 use nowait_image::{DeviceVisitor, Image};
@@ -71,6 +71,9 @@ impl DeviceVisitor for ExportOptions {
 
 /// The time in which a thread that was woken up has published its counts.
 const PUBLISH_TIME: Duration = Duration::from_millis(2);
+
+/// How often threads that were woken up are asked whether they have answered.
+const ANSWER_INTERVAL: Duration = Duration::from_millis(5);
 
 /// What is known of an export at a moment.
 #[derive(Clone, Debug)]
@@ -212,6 +215,35 @@ impl Exports {
     /// `ENOENT`: there is no such export. The errno of the flush; every later one fails, too (C51).
     pub fn flush(&self, id: ExportId) -> Result<(), Error> {
         self.0.registered(id)?.export.flush()
+    }
+
+    /// Whether every serving thread answers within `timeout`. Threads without a client are woken up
+    /// for that. Blocks until all have answered, for `timeout` at most.
+    #[must_use]
+    pub fn is_responsive(&self, timeout: Duration) -> bool {
+        let deadline = Instant::now() + timeout;
+        let mut waiting: Vec<_> = self
+            .0
+            .threads()
+            .map(|thread| {
+                let before = thread.answers();
+                (thread, before)
+            })
+            .collect();
+        self.0.wake_threads();
+        loop {
+            waiting.retain(|(thread, before)| thread.answers() == *before);
+            // A thread that has retired meanwhile answers no more.
+            let known: Vec<_> = self.0.threads().collect();
+            waiting.retain(|(thread, _)| known.iter().any(|known| Arc::ptr_eq(known, thread)));
+            if waiting.is_empty() {
+                return true;
+            }
+            if Instant::now() >= deadline {
+                return false;
+            }
+            std::thread::sleep(ANSWER_INTERVAL);
+        }
     }
 
     /// Asks the storage of every export for its size, and tells virtual machines and the block device

@@ -24,6 +24,8 @@ pub(crate) struct ThreadHandle {
     retires_for_good: AtomicBool,
     /// Requests in flight, as of the end of the thread's last iteration.
     in_flight: AtomicUsize,
+    /// How many times the thread has answered a wake-up.
+    answers: AtomicU64,
 }
 
 impl ThreadHandle {
@@ -42,6 +44,7 @@ impl ThreadHandle {
             retires_early: AtomicBool::new(false),
             retires_for_good: AtomicBool::new(false),
             in_flight: AtomicUsize::new(0),
+            answers: AtomicU64::new(0),
         })
     }
 
@@ -51,8 +54,15 @@ impl ThreadHandle {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Ends the readable state until the next wake-up.
+    /// How many times the thread has answered a wake-up: a thread that is woken up and does not
+    /// answer hangs.
+    pub(crate) fn answers(&self) -> u64 {
+        self.answers.load(Ordering::Acquire)
+    }
+
+    /// Ends the readable state until the next wake-up. To be called by the thread itself.
     pub(crate) fn acknowledge(&self) {
+        self.answers.fetch_add(1, Ordering::AcqRel);
         // EAGAIN: the thread was not woken up since.
         let _ = rustix::io::read(&self.wake, &mut [0; 8]);
     }

@@ -1,10 +1,10 @@
-//! The command-line options for a server's end and its PID file.
+//! The command-line options for a server's beginning and end: background, PID file, log file.
 
 use std::path::PathBuf;
 
 use clap::Args;
 
-/// When a server ends, and its PID file.
+/// When a server begins and ends, its PID file and its log file.
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Lifetime")]
 pub(crate) struct LifetimeArgs {
@@ -21,11 +21,27 @@ pub(crate) struct LifetimeArgs {
     #[arg(long)]
     pub(crate) exit_with_parent: bool,
 
+    /// Go to the background when clients can connect: this process ends then, with status 0
+    ///
+    /// If the server cannot start, this process ends with its status, after its error line. In the
+    /// background the server has no terminal, and /dev/null for standard input, output and error: see
+    /// --log-file. The directory that it is in stays the same.
+    #[arg(long, conflicts_with = "exit_with_parent")]
+    pub(crate) fork: bool,
+
     /// Write the process's number to PATH when clients can connect
     ///
     /// The file appears whole, in place of an older one, and is removed at the end.
     #[arg(long, visible_alias = "pidfile", value_name = "PATH")]
     pub(crate) pid_file: Option<PathBuf>,
+
+    /// Write messages to the end of PATH, each with its time, in place of standard error
+    ///
+    /// It begins when clients can connect: what keeps a server from starting is on standard error. At
+    /// SIGHUP the file is opened again by its name (where the server has no terminal), so that
+    /// logrotate(8) can move it away.
+    #[arg(long, value_name = "PATH", value_hint = clap::ValueHint::FilePath)]
+    pub(crate) log_file: Option<PathBuf>,
 
     /// What a server does anyway, for qemu-nbd's sake: it goes on when clients have left
     #[arg(short = 't', long, hide = true, conflicts_with = "exit_with_last_client")]

@@ -132,8 +132,9 @@ impl Command {
 /// On SIGINT (Ctrl-C), SIGTERM or SIGQUIT it takes no more requests, finishes those it has, flushes
 /// IMAGE and exits with status 0; one that comes more than a second later ends it at once, unflushed.
 /// SIGHUP does the same where the server has a terminal (not under nohup); without one, as under
-/// systemd, it has the size of each IMAGE read again: a raw file or a block device that has grown is
-/// served with its new size.
+/// systemd or with --fork, it has files read again: the log file is opened anew, new connections get
+/// the TLS files as they are now, and a raw file or a block device that has grown is served with its
+/// new size.
 #[derive(Debug, Args)]
 #[command(after_help = SERVE_AFTER_HELP)]
 pub(crate) struct ServeArgs {
@@ -398,14 +399,15 @@ Environment:
   XDG_STATE_HOME    where the default image is kept
   XDG_RUNTIME_DIR   where the default socket and the control socket are made
   LISTEN_FDS        sockets handed over, to serve on (with LISTEN_PID, as by systemd)
-  NOTIFY_SOCKET     whom to tell of READY, STATUS and STOPPING
+  NOTIFY_SOCKET     whom to tell of READY, STATUS, RELOADING and STOPPING
+  WATCHDOG_USEC     how often to tell it that all threads work (with WATCHDOG_PID)
   JOURNAL_STREAM    where messages begin with their priority for the journal
 
 Options of qemu-nbd:
   -k -p -b -r -e -x -D -f -v and their long names mean what they mean there, but
   a port needs an address. -t and -A change nothing: a server goes on when clients
-  have left, and tells which image of a chain has what. --fork, -c and -d are
-  refused, with what to do instead.
+  have left, and tells which image of a chain has what. -c and -d are refused, with
+  what to do instead.
 
 Exit status:
   0   stopped by a signal, by its last client or with its parent, everything flushed

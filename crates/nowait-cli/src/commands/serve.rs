@@ -8,25 +8,29 @@ use std::time::Duration;
 
 use nowait::{RegisteredMemory, Uring};
 use nowait_nbd::Address;
-use nowait_server::{
-    ClientAuth, Credentials, Exports, Listener, Options, QueueKind, Server, Tls, UblkNode,
-};
+use nowait_server::{Listener, Options, QueueKind, Server, UblkNode};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::{info, warn};
 
 use crate::args::ServeArgs;
-use crate::args::tls_args::Encryption;
+use crate::background::Background;
 use crate::commands::info::registrable;
 use crate::commands::ublk;
 use crate::confinement::needed_files;
 use crate::endpoints::{Endpoints, exports_of};
 use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
+use crate::log_file::LogFile;
 use crate::open_disk::{OpenedDisk, chain_options, open_all};
 use crate::ready_lines::{print, print_hint, print_ready, ready_lines, uris, vhost_user_paths};
+use crate::reload::Reload;
 use crate::running_server::{Additions, RunningServer, ServedDisk, ServedDisks};
 use crate::signals::Ending;
-use crate::{args, confinement, control_socket, default_image, endpoints, secrets, systemd};
+use crate::tls_files::Keys;
+use crate::{
+    args, background, confinement, control_socket, default_image, endpoints, systemd, tls_files,
+    watchdog,
+};
 use nowait_cli::error::{CliError, os_message};
 use nowait_cli::size::human;
 
@@ -52,6 +56,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let exports = args.exports().map_err(CliError::new)?;
     let mut connections = endpoints::connections(args)?;
     let inherited = systemd::sockets()?;
+    let background = args.lifetime.fork.then(background::fork).transpose()?;
     let ending = Ending::on_signal()
         .map_err(|e| CliError::new(format!("cannot handle signals: {}", os_message(&e))))?;
     if args.lifetime.exit_with_parent {
@@ -59,7 +64,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     }
     let is_default = exports.is_empty();
     let exports = if is_default { vec![default_export(args)?] } else { exports };
-    let (all, tls) = open(args, exports).inspect_err(|_| reject(&inherited))?;
+    let (all, (tls, tls_files)) = open(args, exports).inspect_err(|_| reject(&inherited))?;
     let Some(first) = all.first() else { return Ok(()) };
     let image = &first.named.image.clone();
     let config = args.config();
@@ -68,9 +73,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let is_device = ublk.is_some() || !args.vhost_user.sockets.is_empty();
     let Endpoints { listeners, listens, inherited, default_socket } =
         Endpoints::bind(args, image, is_device, inherited, &ending)?;
-    let pid_file = args.lifetime.pid_file.as_deref().map(PidFile::prepare).transpose()?;
-    let pid_file = pid_file.map(Arc::new);
-    pid_file.iter().for_each(|file| ending.removes(file));
+    let (pid_file, log_file) = process_files(args, &ending)?;
     let control = control_socket::bind(args.control.control.as_ref())?;
     let devices = exports_of(args, &all, &mut connections)?;
     let files = needed_files(args, &all, &listens[inherited..], default_socket.as_deref());
@@ -83,11 +86,9 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let options =
         Options { queues, kind, config, tls, max_connections, ublk: device, ..Options::default() };
     let server = Server::start(devices, listeners, options).map_err(|e| CliError::at(image, e))?;
-    if args.lifetime.exit_with_last_client {
-        server.stop_after_last_client();
-    }
-    limit(args, &server.exports()).map_err(|error| CliError::at(image, error))?;
-    ending.serving(server.shutdown_handle(), server.exports());
+    set_up(args, &server).map_err(|error| CliError::at(image, error))?;
+    let reload = Reload::new(server.exports(), tls_files, log_file.clone());
+    ending.serving(server.shutdown_handle(), reload);
     if let Some(node) = &ublk {
         node.start().map_err(|error| CliError::at(image, error))?;
         // Before this the node cannot be named.
@@ -106,6 +107,8 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     if is_default {
         print_hint(args, &listens, &first);
     }
+    watchdog::start(server.exports());
+    leave_caller(background, log_file.as_ref());
     let flushed = serve_and_flush(server, &ending, &disks, image)?;
     drop((control, default_socket, pid_file, ublk));
     flushed?;
@@ -115,10 +118,41 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     std::process::exit(0);
 }
 
-/// Sets the limits of `args` for all exports.
-fn limit(args: &ServeArgs, exports: &Exports) -> Result<(), nowait::Error> {
-    let limits = args.control.limits.limits();
+/// The PID file, which appears later, and the log file, which is used later.
+fn process_files(
+    args: &ServeArgs,
+    ending: &Ending,
+) -> Result<(Option<Arc<PidFile>>, Option<LogFile>), CliError> {
+    let log_file = args.lifetime.log_file.as_deref().map(LogFile::prepare).transpose()?;
+    let pid_file = args.lifetime.pid_file.as_deref().map(PidFile::prepare).transpose()?;
+    let pid_file = pid_file.map(Arc::new);
+    pid_file.iter().for_each(|file| ending.removes(file));
+    Ok((pid_file, log_file))
+}
+
+/// Sets the limits of `args` for all exports, and when the server ends by itself.
+fn set_up(args: &ServeArgs, server: &Server) -> Result<(), nowait::Error> {
+    if args.lifetime.exit_with_last_client {
+        server.stop_after_last_client();
+    }
+    let (exports, limits) = (server.exports(), args.control.limits.limits());
     exports.list().into_iter().try_for_each(|(id, _)| exports.set_limits(id, limits))
+}
+
+/// Messages go to the log file from now on; a process in the background lets its caller go.
+fn leave_caller(background: Option<Background>, log_file: Option<&LogFile>) {
+    if let Some(Err(error)) = log_file.map(LogFile::begin) {
+        warn!("{error}");
+    }
+    if let Some(Err(error)) = background.map(|background| background.ready(log_file.is_some())) {
+        warn!("--fork: {}", os_message(&error));
+    }
+}
+
+/// Opens the images and reads the TLS files.
+fn open(args: &ServeArgs, exports: Vec<NamedExport>) -> Result<(Vec<OpenedDisk>, Keys), CliError> {
+    let all = open_all(args, exports).map_err(|error| error.with_status(CANNOT_OPEN))?;
+    Ok((all, tls_files::read(&args.tls)?))
 }
 
 /// The images of `all` with the ids of their exports and where these can be reached.
@@ -186,12 +220,6 @@ fn warn_of_unfinished(requests: usize) {
     }
 }
 
-/// Opens the images and reads the TLS files.
-fn open(args: &ServeArgs, exports: Vec<NamedExport>) -> Result<(Vec<OpenedDisk>, Tls), CliError> {
-    let all = open_all(args, exports).map_err(|error| error.with_status(CANNOT_OPEN))?;
-    Ok((all, tls(args)?))
-}
-
 /// Disconnects the clients that wait at inherited sockets, when no image can be served.
 fn reject(inherited: &[(Listener, Address)]) {
     Listener::reject(inherited.iter().map(|(listener, _)| listener), REJECTED);
@@ -228,22 +256,6 @@ fn close_with_timeout(all: Vec<OpenedDisk>, image: &Path) -> Result<(), CliError
         Err(CliError::at(image, format!("not flushed: its storage did not answer for {time} s")))
     };
     closed.recv_timeout(CLOSE_TIMEOUT).unwrap_or_else(unanswered)
-}
-
-/// The TLS configuration of the server.
-fn tls(args: &ServeArgs) -> Result<Tls, CliError> {
-    let load = |directory, clients| {
-        secrets::keep_in_memory();
-        Credentials::load(directory, clients).map_err(|error| CliError::new(error.to_string()))
-    };
-    Ok(match args.tls.encryption() {
-        Encryption::Off => Tls::Off,
-        Encryption::Offered(directory) => Tls::Offered(load(directory, ClientAuth::Any)?),
-        Encryption::Required { directory, verify } => {
-            let clients = if verify { ClientAuth::Verified } else { ClientAuth::Any };
-            Tls::Required(load(directory, clients)?)
-        }
-    })
 }
 
 /// A queue that polls, if the devices of all images can be polled.

@@ -43,6 +43,11 @@ impl FileAccess {
         self.add(directory, make_bitflags!(AccessFs::{MakeReg | RemoveFile}));
     }
 
+    /// Regular files below `directory` may be written and made, but not read.
+    pub fn append(&mut self, directory: impl AsRef<Path>) {
+        self.add(directory, make_bitflags!(AccessFs::{WriteFile | MakeReg}));
+    }
+
     /// Files below `directory` may be removed.
     pub fn remove(&mut self, directory: impl AsRef<Path>) {
         self.add(directory, AccessFs::RemoveFile.into());

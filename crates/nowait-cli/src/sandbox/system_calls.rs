@@ -118,6 +118,7 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_sigaltstack,
     // What the process asks about itself.
     libc::SYS_getpid,
+    libc::SYS_setsid,
     libc::SYS_getppid,
     libc::SYS_getuid,
     libc::SYS_geteuid,

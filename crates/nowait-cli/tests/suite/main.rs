@@ -17,6 +17,7 @@ mod copy_rescue;
 mod copy_tls;
 mod control;
 mod create_resize_commit;
+mod daemon;
 mod errors;
 mod exports;
 mod fairness;

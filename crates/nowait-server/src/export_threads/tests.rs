@@ -2,7 +2,7 @@
 
 use std::io::Read;
 use std::os::unix::net::UnixStream;
-use std::sync::atomic::{AtomicU64, AtomicUsize};
+use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize};
 use std::sync::mpsc::{Receiver, channel};
 use std::time::Duration;
 
@@ -145,4 +145,27 @@ fn each_option_reports_the_current_size() {
         assert_eq!(out[22..30], size.to_be_bytes());
         input.clear();
     }
+}
+
+#[test]
+fn a_thread_that_does_not_answer_a_wake_up_is_noticed() {
+    let (shared, _events) = serving(Arc::default());
+    let exports = crate::exports::Exports(shared.clone());
+    let short = Duration::from_millis(20);
+    assert!(exports.is_responsive(short), "without a thread there is none that hangs");
+    let channels = shared.channels().unwrap();
+    let thread = channels.connections.thread().clone();
+    let registered = shared.registry.default_export().unwrap();
+    registered.add_thread(0, |_| Ok(channels)).unwrap();
+    assert!(!exports.is_responsive(short));
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                thread.acknowledge();
+            }
+        });
+        assert!(exports.is_responsive(Duration::from_secs(60)));
+        stop.store(true, Ordering::Relaxed);
+    });
 }

@@ -5,7 +5,7 @@
 
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
+use std::sync::{Arc, Mutex};
 use std::{fmt, fs, io};
 
 use rustls::crypto::{CryptoProvider, ring};
@@ -14,6 +14,8 @@ use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKey
 use rustls::server::danger::ClientCertVerifier;
 use rustls::server::{NoServerSessionStorage, VerifierBuilderError, WebPkiClientVerifier};
 use rustls::{InconsistentKeys, RootCertStore, ServerConfig};
+
+use crate::locking::lock;
 
 /// The root certificates of client certificates, if clients are verified.
 const CA_CERT: &str = "ca-cert.pem";
@@ -59,9 +61,10 @@ pub enum ClientAuth {
     Verified,
 }
 
-/// The server's certificate and key, and the rule by which it verifies its clients.
+/// The server's certificate and key, and the rule by which it verifies its clients. Clones share
+/// them, also when they are replaced.
 #[derive(Clone, Debug)]
-pub struct Credentials(Arc<ServerConfig>);
+pub struct Credentials(Arc<Mutex<Arc<ServerConfig>>>);
 
 impl Credentials {
     /// Reads `server-cert.pem` and `server-key.pem` in `directory`; for [`ClientAuth::Verified`]
@@ -104,11 +107,19 @@ impl Credentials {
         // Connections last for hours: sessions are never resumed.
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
-        Ok(Self(Arc::new(config)))
+        Ok(Self(Arc::new(Mutex::new(Arc::new(config)))))
     }
 
-    pub(crate) fn config(&self) -> &Arc<ServerConfig> {
-        &self.0
+    /// From now on TLS sessions begin with what `new` has. Those that have begun go on with what
+    /// they had.
+    pub fn replace(&self, new: &Self) {
+        let config = new.config();
+        *lock(&self.0) = config;
+    }
+
+    /// What a session begins with now.
+    pub(crate) fn config(&self) -> Arc<ServerConfig> {
+        lock(&self.0).clone()
     }
 }
 

@@ -53,7 +53,7 @@ impl TlsSession {
         credentials: &Credentials,
         out: &mut SendQueue,
     ) -> Result<Self, rustls::Error> {
-        let mut tls = ServerConnection::new(credentials.config().clone())?;
+        let mut tls = ServerConnection::new(credentials.config())?;
         tls.set_buffer_limit(Some(CIPHERTEXT_BUFFER_BYTES));
         Ok(Self { tls, plaintext_pending: out.take_unsent(), budget: 0, peer_closed: false })
     }
