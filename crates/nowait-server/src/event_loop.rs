@@ -49,6 +49,8 @@ pub(crate) struct EventLoop<F, Q: IoQueue, M: BlockMap> {
     /// Events of the queue: a token and its `POLL*` bits.
     events: Vec<(Token, i32)>,
     stopping: bool,
+    /// The members leave for other threads.
+    parking: bool,
     adaptive_poll: AdaptivePoll,
     /// What the engines of the threads before this one have done.
     mechanisms_before: MechanismCounts,
@@ -85,6 +87,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             thread,
             events: Vec::with_capacity(64),
             stopping: false,
+            parking: false,
             adaptive_poll: AdaptivePoll::default(),
             mechanisms_before,
             since_published: 0,
@@ -103,13 +106,37 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
                 self.context.throttle.lift(&self.registered.limits);
                 self.frontend.begin_shutdown(&mut self.context);
             }
-            if self.stopping && self.context.members() == 0 || self.retires() {
+            if self.thread.is_parking() != self.parking {
+                self.change_parking();
+            }
+            if self.stopping && self.context.members() == 0 || self.is_parked() || self.retires() {
                 return Ok(());
             }
             self.wait()?;
             self.expire();
             self.run_once()?;
         }
+    }
+
+    /// Has the members leave for other threads, or those that are left go on.
+    #[cold]
+    fn change_parking(&mut self) {
+        self.parking = !self.parking;
+        if self.parking {
+            self.context.throttle.lift(&self.registered.limits);
+            self.frontend.begin_parking(&mut self.context);
+        } else {
+            self.context.throttle.restore(&self.registered.limits);
+            self.frontend.end_parking(&mut self.context);
+        }
+    }
+
+    /// Whether this thread ends because all of its members have left for others.
+    fn is_parked(&self) -> bool {
+        self.parking
+            && self.context.members() == 0
+            && self.context.engine.in_flight() == 0
+            && self.registered.leave_parking(&self.thread)
     }
 
     /// Whether this thread ends because of the idle timeout. The last thread of a writable export
@@ -281,7 +308,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
     /// Takes over changed limits, and schedules the members that waited for tokens once there are
     /// some.
     fn release_throttled(&mut self) {
-        if !self.stopping {
+        if !self.stopping && !self.parking {
             self.context.throttle.update(&self.registered.limits);
         }
         for member in self.context.throttle.released() {

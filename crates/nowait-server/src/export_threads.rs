@@ -5,6 +5,7 @@
 //! started once the server is stopping.
 
 pub(crate) mod export_registry;
+pub(crate) mod parking;
 #[cfg(test)]
 mod tests;
 
@@ -18,7 +19,7 @@ use nowait::{Budget, Error, Operation, Uring};
 use crate::buffer_budget::DeclaredUse;
 use crate::export::ExportId;
 use crate::export_threads::export_registry::{
-    RegisteredExport, Registry, Servable, ThreadChannels,
+    Destination, RegisteredExport, Registry, Servable, ThreadChannels,
 };
 use crate::nbd::connection::HandoffConnection;
 use crate::nbd::connection_channel::ConnectionChannel;
@@ -45,6 +46,8 @@ const MAX_IDLE: usize = 16;
 pub(crate) enum ThreadEvent {
     StopRequested,
     ThreadEnded,
+    /// Another process serves.
+    HandedOver,
     /// A thread's queue has failed; the thread has logged why.
     ThreadFailed,
     /// No connection is left, and at least one client had chosen an export.
@@ -277,7 +280,7 @@ impl Shared {
     fn assign_to(
         self: &Arc<Self>,
         export: &Arc<RegisteredExport>,
-        send: impl FnOnce(&ThreadChannels),
+        send: impl FnOnce(Destination<'_>),
     ) {
         let start = |queue| {
             // `stop` wakes up the threads of the list after it, so it cannot miss this one.
@@ -431,7 +434,15 @@ impl ExportDirectory for Shared {
 
     fn assign(self: Arc<Self>, export: ExportId, arrival: HandoffConnection) {
         let Some(export) = self.registry.get(export) else { return };
-        self.assign_to(&export, |thread| thread.connections.assign(arrival));
+        self.assign_to(&export, |destination| match destination {
+            Destination::Thread(thread) => thread.connections.assign(arrival),
+            Destination::Parking(parking) => parking.connections.push(arrival),
+        });
+    }
+
+    fn park_listeners(&self, export: ExportId, listeners: Vec<Listener>) {
+        let Some(export) = self.registry.get(export) else { return };
+        export.with_parking(|parking| parking.listeners.extend(listeners));
     }
 }
 
@@ -448,7 +459,8 @@ impl QueueThreads for DeviceExport {
 
     fn start(&self, start: Box<QueueStart>) -> Option<Arc<QueueChannel>> {
         let mut channel = None;
-        self.shared.assign_to(&self.registered, |thread| {
+        self.shared.assign_to(&self.registered, |destination| {
+            let Destination::Thread(thread) = destination else { return };
             thread.queues.send(QueueCommand::Start(start));
             channel = Some(thread.queues.clone());
         });

@@ -13,6 +13,8 @@ use nowait_image::{DeviceVisitor, Image};
 use crate::export::{Export, ExportId};
 use crate::export_threads::Shared;
 use crate::export_threads::export_registry::{RegisteredExport, Servable};
+use crate::export_threads::parking::ParkedServer;
+use crate::nbd::connection_state::ConnectionState;
 use crate::net::connection_limit::ConnectionStatus;
 use crate::net::listener::Listener;
 use crate::rate_limit::{Limits, TokenBucket};
@@ -244,6 +246,28 @@ impl Exports {
             }
             std::thread::sleep(ANSWER_INTERVAL);
         }
+    }
+
+    /// Stops serving: takes no more requests, waits at most `timeout` for those in flight, and keeps
+    /// the connections with all that was received and not sent. The server goes on when the result
+    /// is dropped.
+    ///
+    /// # Errors
+    /// `ETIMEDOUT`: requests are in flight yet. `EALREADY`: it is parked. `ECANCELED`: it stops.
+    /// `EOPNOTSUPP`: an export is a disk of virtual machines or a block device of this machine. In
+    /// each case it goes on.
+    pub fn park(&self, timeout: Duration) -> Result<ParkedServer, Error> {
+        self.0.park(timeout)
+    }
+
+    /// Accepts the connections of more listeners, as the default export.
+    pub fn listen(&self, listeners: Vec<Listener>) {
+        self.0.listen(listeners);
+    }
+
+    /// Serves a connection of another process, whose client has chosen export `id`.
+    pub fn adopt(&self, id: ExportId, connection: ConnectionState) {
+        self.0.adopt(id, connection);
     }
 
     /// Asks the storage of every export for its size, and tells virtual machines and the block device

@@ -97,6 +97,13 @@ pub(crate) trait Frontend<Q: IoQueue, M: BlockMap> {
     /// Takes no more requests. Each member leaves once its requests in flight are answered.
     fn begin_shutdown(&mut self, context: &mut LoopContext<Q, M>);
 
+    /// Takes no more requests. Each member leaves with what it holds, for another thread, once its
+    /// requests in flight are answered. Until then [`Frontend::end_parking`] may call it off.
+    fn begin_parking(&mut self, _: &mut LoopContext<Q, M>) {}
+
+    /// The members that are left go on.
+    fn end_parking(&mut self, _: &mut LoopContext<Q, M>) {}
+
     /// Whether the thread goes on without members.
     fn keeps_thread(&self) -> bool {
         false
@@ -221,6 +228,16 @@ where
     fn begin_shutdown(&mut self, context: &mut LoopContext<Q, M>) {
         context.inside(false, |context| self.0.begin_shutdown(context));
         context.inside(true, |context| self.1.begin_shutdown(context));
+    }
+
+    fn begin_parking(&mut self, context: &mut LoopContext<Q, M>) {
+        context.inside(false, |context| self.0.begin_parking(context));
+        context.inside(true, |context| self.1.begin_parking(context));
+    }
+
+    fn end_parking(&mut self, context: &mut LoopContext<Q, M>) {
+        context.inside(false, |context| self.0.end_parking(context));
+        context.inside(true, |context| self.1.end_parking(context));
     }
 
     fn keeps_thread(&self) -> bool {

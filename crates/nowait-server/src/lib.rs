@@ -32,8 +32,10 @@ mod exports;
 mod server;
 
 pub use export::{Export, ExportId};
+pub use export_threads::parking::ParkedServer;
 pub use exports::{AnyExport, ExportStatus, Exports};
 pub use latency::Latencies;
+pub use nbd::connection_state::{ConnectionState, SplitState};
 #[cfg(feature = "fuzz")]
 pub use nbd::fuzz;
 pub use net::connection_limit::ConnectionStatus;

@@ -35,6 +35,8 @@ use crate::vhost_user::BlockProperties;
 pub struct ShutdownReport {
     /// Requests that had not completed in time.
     pub unfinished: usize,
+    /// Another process serves the images now: this one must not touch them any more.
+    pub handed_over: bool,
 }
 
 /// A running NBD server.
@@ -129,6 +131,9 @@ impl Server {
                 Ok(ThreadEvent::StopRequested) | Err(_) => break,
                 // The thread could not start, or it stops and `StopRequested` follows.
                 Ok(ThreadEvent::ThreadEnded) => {}
+                Ok(ThreadEvent::HandedOver) => {
+                    return Ok(ShutdownReport { unfinished: 0, handed_over: true });
+                }
                 Ok(ThreadEvent::LastClientLeft) => {
                     self.shared.stop();
                     break;
@@ -151,7 +156,7 @@ impl Server {
             }
         }
         self.shared.summarize_faults();
-        Ok(ShutdownReport { unfinished: self.shared.in_flight() })
+        Ok(ShutdownReport { unfinished: self.shared.in_flight(), handed_over: false })
     }
 }
 

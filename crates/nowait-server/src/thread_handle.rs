@@ -22,6 +22,8 @@ pub(crate) struct ThreadHandle {
     retires_early: AtomicBool,
     /// The same, even if there are connections on their way to it.
     retires_for_good: AtomicBool,
+    /// The thread must hand over its members and end.
+    parks: AtomicBool,
     /// Requests in flight, as of the end of the thread's last iteration.
     in_flight: AtomicUsize,
     /// How many times the thread has answered a wake-up.
@@ -43,6 +45,7 @@ impl ThreadHandle {
             idle_sequence: AtomicU64::new(0),
             retires_early: AtomicBool::new(false),
             retires_for_good: AtomicBool::new(false),
+            parks: AtomicBool::new(false),
             in_flight: AtomicUsize::new(0),
             answers: AtomicU64::new(0),
         })
@@ -114,6 +117,18 @@ impl ThreadHandle {
     /// Whether the thread must retire as soon as it has no connections.
     pub(crate) fn retires_early(&self) -> bool {
         self.retires_early.load(Ordering::Acquire) || self.retires_for_good.load(Ordering::Acquire)
+    }
+
+    /// Makes the thread hand over its members and end, or no more.
+    pub(crate) fn set_parking(&self, parks: bool) {
+        self.parks.store(parks, Ordering::Release);
+        self.wake();
+    }
+
+    /// Whether the thread must hand over its members and end.
+    #[inline]
+    pub(crate) fn is_parking(&self) -> bool {
+        self.parks.load(Ordering::Acquire)
     }
 
     /// Publishes the number of requests in flight on the thread.

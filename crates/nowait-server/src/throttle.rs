@@ -31,6 +31,11 @@ impl Throttle {
         }
     }
 
+    /// Has the limits of `shared` again.
+    pub(crate) fn restore(&mut self, shared: &SharedLimits) {
+        (self.changes, self.limiter) = (shared.changes(), shared.limiter());
+    }
+
     /// Has no limits from now on, so that the thread can end.
     pub(crate) fn lift(&mut self, shared: &SharedLimits) {
         (self.changes, self.limiter) = (shared.changes(), None);

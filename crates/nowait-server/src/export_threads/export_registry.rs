@@ -13,8 +13,10 @@ use nowait::{Error, Operation};
 use crate::export::ExportId;
 use crate::export_threads::ThreadContext;
 use crate::locking::lock;
+use crate::nbd::connection::HandoffConnection;
 use crate::nbd::connection_channel::ConnectionChannel;
 use crate::nbd::handshake::ExportInfo;
+use crate::net::listener::Listener;
 use crate::rate_limit::SharedLimits;
 use crate::statistics::ExportStatistics;
 use crate::thread_handle::ThreadHandle;
@@ -113,10 +115,28 @@ pub(crate) struct RegisteredExport {
     pub(crate) limits: SharedLimits,
 }
 
+/// Where something for an export goes.
+pub(crate) enum Destination<'a> {
+    Thread(&'a ThreadChannels),
+    /// The threads of the export have ended for a while.
+    Parking(&'a mut Parking),
+}
+
+/// What the threads of an export have left for the next ones.
+#[derive(Default)]
+pub(crate) struct Parking {
+    pub(crate) connections: Vec<HandoffConnection>,
+    pub(crate) listeners: Vec<Listener>,
+    /// Threads that have members left.
+    leaving: Vec<ThreadChannels>,
+}
+
 #[derive(Default)]
 struct Threads {
     /// The channels of the threads that take connections.
     channels: Vec<ThreadChannels>,
+    /// Instead of threads.
+    parking: Option<Parking>,
     /// Threads that were started and have not ended.
     running: usize,
     /// The export is to be served no more.
@@ -172,15 +192,19 @@ impl RegisteredExport {
 
     /// Sends something to the thread with the fewest connections and queues, by `send`. If none is
     /// idle and there are fewer than `most`, `start` may start another one for it. If there is no
-    /// thread, or the export was removed, `send` is dropped. Returns whether a thread was started.
+    /// thread, or the export was removed, `send` is dropped; if it is parked, `send` is told so. Returns whether a thread was started.
     pub(crate) fn assign(
         &self,
         most: u16,
         start: impl FnOnce(u16) -> Option<ThreadChannels>,
-        send: impl FnOnce(&ThreadChannels),
+        send: impl FnOnce(Destination<'_>),
     ) -> bool {
         let mut threads = self.lock();
         if threads.removed {
+            return false;
+        }
+        if let Some(parking) = &mut threads.parking {
+            send(Destination::Parking(parking));
             return false;
         }
         let channels = &mut threads.channels;
@@ -193,7 +217,7 @@ impl RegisteredExport {
             started = true;
         }
         if let Some(least) = channels.iter().min_by_key(|one| one.thread().connections()) {
-            send(least);
+            send(Destination::Thread(least));
         }
         threads.running += usize::from(started);
         started
@@ -207,6 +231,43 @@ impl RegisteredExport {
         }
         threads.channels.retain(|one| !Arc::ptr_eq(one.thread(), thread));
         if threads.channels.is_empty() { Retired::TheLast } else { Retired::OneOfSeveral }
+    }
+
+    /// Has the threads leave what they have, and end. Until [`RegisteredExport::end_parking`] no
+    /// other is started. Returns false if they do so already.
+    pub(crate) fn begin_parking(&self) -> bool {
+        let mut threads = self.lock();
+        if threads.parking.is_some() {
+            return false;
+        }
+        let leaving = std::mem::take(&mut threads.channels);
+        leaving.iter().for_each(|channels| channels.thread().set_parking(true));
+        threads.parking = Some(Parking { leaving, ..Parking::default() });
+        true
+    }
+
+    /// What the threads have left, while the export is parked.
+    pub(crate) fn with_parking<T>(&self, act: impl FnOnce(&mut Parking) -> T) -> Option<T> {
+        self.lock().parking.as_mut().map(act)
+    }
+
+    /// Takes `thread`, which has left everything, off those that leave. Then it ends; false if it is
+    /// to go on.
+    pub(crate) fn leave_parking(&self, thread: &Arc<ThreadHandle>) -> bool {
+        let mut threads = self.lock();
+        let Some(parking) = &mut threads.parking else { return false };
+        let before = parking.leaving.len();
+        parking.leaving.retain(|one| !Arc::ptr_eq(one.thread(), thread));
+        parking.leaving.len() < before
+    }
+
+    /// Threads that have not ended go on, and others can be started. Returns what is for them.
+    pub(crate) fn end_parking(&self) -> Parking {
+        let mut threads = self.lock();
+        let Some(mut parking) = threads.parking.take() else { return Parking::default() };
+        parking.leaving.iter().for_each(|channels| channels.thread().set_parking(false));
+        threads.channels.append(&mut parking.leaving);
+        parking
     }
 
     /// Takes a thread that could not start off the list.
@@ -238,7 +299,7 @@ impl RegisteredExport {
     }
 
     /// Waits at most `timeout` until all threads have ended. Returns whether they have.
-    fn wait_ended(&self, timeout: Duration) -> bool {
+    pub(crate) fn wait_ended(&self, timeout: Duration) -> bool {
         let is_served = |threads: &mut Threads| threads.running > 0;
         let waited = self.ended.wait_timeout_while(self.lock(), timeout, is_served);
         let (threads, _) = waited.unwrap_or_else(PoisonError::into_inner);

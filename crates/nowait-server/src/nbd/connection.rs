@@ -17,13 +17,13 @@ use crate::fairness::Member;
 use crate::injected_bug;
 use crate::injected_bug::ServerBug;
 use crate::loop_context::{LoopContext, TOKEN_BITS};
-use crate::nbd::command::TransmissionMode;
 use crate::nbd::handshake::timeout::HANDSHAKE_TIMEOUT;
 use crate::nbd::handshake::{Handshake, TlsState};
 use crate::nbd::reply::send_queue::{SendQueue, SendResult};
 use crate::nbd::session::{Phase, ReadState, Session};
 use crate::nbd::tls_config::Credentials;
 use crate::nbd::tls_session::{TlsSession, Transport};
+use crate::nbd::write_split::{SplitPolicy, SplitRest};
 use crate::net::connection_limit::ConnectionPermit;
 use crate::net::peer::Peer;
 use crate::net::socket::Socket;
@@ -52,17 +52,21 @@ pub(crate) fn connection_of(token: Token) -> (usize, u64) {
 
 /// A connection between two threads.
 pub(crate) struct HandoffConnection {
-    socket: Socket,
-    transport: Transport,
-    phase: Phase,
+    pub(crate) socket: Socket,
+    pub(crate) transport: Transport,
+    pub(crate) phase: Phase,
     /// Received bytes that are not parsed.
-    unparsed: Vec<u8>,
-    /// Unsent bytes of the handshake.
-    unsent: Vec<u8>,
+    pub(crate) unparsed: Vec<u8>,
+    /// Bytes of a refused request's payload that are still to be received and discarded.
+    pub(crate) discard: u64,
+    /// The write that is being received, if it is split and some of it was written.
+    pub(crate) split: Option<SplitRest>,
+    /// Bytes of the handshake or of replies that were not sent.
+    pub(crate) unsent: Vec<u8>,
     /// Handshake deadline.
-    due: Instant,
-    peer: Peer,
-    permit: ConnectionPermit,
+    pub(crate) due: Instant,
+    pub(crate) peer: Peer,
+    pub(crate) permit: ConnectionPermit,
 }
 
 impl HandoffConnection {
@@ -78,6 +82,8 @@ impl HandoffConnection {
             transport: Transport::Plain,
             phase,
             unparsed: Vec::new(),
+            discard: 0,
+            split: None,
             unsent,
             due,
             peer,
@@ -113,14 +119,23 @@ pub(crate) struct Connection {
 }
 
 impl Connection {
-    pub(crate) fn new(arrival: HandoffConnection, number: usize, generation: u64) -> Self {
-        let HandoffConnection { socket, transport, phase, unparsed, unsent, due, peer, permit } =
-            arrival;
+    pub(crate) fn new(
+        arrival: HandoffConnection,
+        number: usize,
+        generation: u64,
+        policy: SplitPolicy,
+    ) -> Self {
+        let HandoffConnection { socket, transport, phase, unparsed, unsent, due, .. } = arrival;
+        let HandoffConnection { discard, split, peer, permit, .. } = arrival;
+        let mut session = Session::new(phase, unparsed, discard, unsent);
+        if let Some(rest) = split {
+            session.resume_split(rest, policy.fragment_bytes);
+        }
         Self {
             number,
             socket,
             transport,
-            session: Session::new(phase, unparsed, unsent),
+            session,
             member: Member::default(),
             generation,
             due,
@@ -153,13 +168,27 @@ impl Connection {
         self.permit.takes_close_request()
     }
 
-    /// Packs the connection for a thread of the export that the client has chosen.
-    pub(crate) fn into_handoff(self, transmission: TransmissionMode) -> HandoffConnection {
-        let Self { socket, transport, session, due, peer, permit, .. } = self;
-        let Session { unparsed, mut send_queue, .. } = session;
-        let phase = Phase::Transmission(transmission);
+    /// Packs the connection for another thread. No request of it may be in the engine.
+    pub(crate) fn into_handoff(self) -> HandoffConnection {
+        let Self { socket, mut transport, session, due, peer, permit, .. } = self;
+        let Session { phase, unparsed, mut send_queue, discard_bytes: discard, .. } = session;
         let unsent = send_queue.take_unsent();
-        HandoffConnection { socket, transport, phase, unparsed, unsent, due, peer, permit }
+        if let Transport::Tls(session) = &mut transport {
+            session.forget_budget();
+        }
+        let split = None;
+        HandoffConnection {
+            socket,
+            transport,
+            phase,
+            unparsed,
+            discard,
+            split,
+            unsent,
+            due,
+            peer,
+            permit,
+        }
     }
 
     /// Whether a request with `bytes` of payload is within the limits of the connection and

@@ -7,6 +7,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::locking::lock;
 use crate::nbd::connection::HandoffConnection;
+use crate::net::listener::Listener;
 use crate::thread_handle::ThreadHandle;
 
 /// Connections that a thread takes from its channel in one iteration of its event loop.
@@ -16,12 +17,13 @@ pub(crate) const ARRIVAL_BATCH: usize = 32;
 pub(crate) struct ConnectionChannel {
     thread: Arc<ThreadHandle>,
     arrivals: Mutex<VecDeque<HandoffConnection>>,
+    listeners: Mutex<Vec<Listener>>,
 }
 
 impl ConnectionChannel {
     /// The empty channel of `thread`.
     pub(crate) fn new(thread: Arc<ThreadHandle>) -> Self {
-        Self { thread, arrivals: Mutex::default() }
+        Self { thread, arrivals: Mutex::default(), listeners: Mutex::default() }
     }
 
     /// The thread that takes the connections.
@@ -52,6 +54,17 @@ impl ConnectionChannel {
     /// Takes all waiting connections; otherwise as [`ConnectionChannel::take`].
     pub(crate) fn take_all(&self) -> VecDeque<HandoffConnection> {
         std::mem::take(&mut *self.lock())
+    }
+
+    /// Has the thread accept the connections of `listeners`.
+    pub(crate) fn give_listeners(&self, listeners: Vec<Listener>) {
+        lock(&self.listeners).extend(listeners);
+        self.thread.wake();
+    }
+
+    /// Takes what [`ConnectionChannel::give_listeners`] has given.
+    pub(crate) fn take_listeners(&self) -> Vec<Listener> {
+        std::mem::take(&mut *lock(&self.listeners))
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<HandoffConnection>> {

@@ -68,6 +68,17 @@ impl Contexts {
         self.0 & 1 << context as u8 != 0
     }
 
+    /// The set as a number, a bit for each context.
+    pub(crate) const fn bits(self) -> u8 {
+        self.0
+    }
+
+    /// The set whose number is `bits`; bits without a context are left out.
+    pub(crate) fn of_bits(bits: u8) -> Self {
+        let all = Context::ALL.into_iter().fold(Self::NONE, Self::with);
+        Self(bits & all.0)
+    }
+
     /// Whether the set is empty.
     #[inline]
     pub(crate) const fn is_empty(self) -> bool {

@@ -12,6 +12,8 @@ pub(crate) mod session;
 mod request_reader;
 pub(crate) mod tls_session;
 pub(crate) mod connection;
+mod parked_connection;
+pub(crate) mod connection_state;
 pub(crate) mod connection_channel;
 pub(crate) mod submit;
 pub(crate) mod negotiate;

@@ -49,6 +49,8 @@ pub(crate) struct NbdFrontend {
     /// The requests to close connections that were seen.
     close_count: u64,
     stopping: bool,
+    /// The connections leave for other threads.
+    parking: bool,
 }
 
 impl NbdFrontend {
@@ -79,6 +81,7 @@ impl NbdFrontend {
             maybe_eof: Vec::new(),
             close_count: 0,
             stopping: false,
+            parking: false,
         }
     }
 
@@ -94,7 +97,12 @@ impl NbdFrontend {
         self.generation = (self.generation + 1) % GENERATIONS;
         let entry = self.connections.vacant_entry();
         let number = entry.key();
-        let connection = entry.insert(Connection::new(arrival, number, self.generation));
+        let connection = entry.insert(Connection::new(
+            arrival,
+            number,
+            self.generation,
+            self.shared.requests.split_policy,
+        ));
         context.add_member();
         if let Phase::Handshake(_) = connection.session.phase {
             self.shared.handshakes.deadlines.begin(connection.due);
@@ -161,6 +169,41 @@ impl NbdFrontend {
     }
 }
 
+impl NbdFrontend {
+    /// Accepts the connections of the listeners that were given to this thread.
+    fn take_listeners<Q: IoQueue, M: BlockMap>(&mut self, context: &mut LoopContext<Q, M>) {
+        for listener in self.channel.take_listeners() {
+            let n = self.acceptor.add(listener);
+            let watched = self.acceptor.listeners().get(n).map_or(Ok(()), |listener| {
+                context.watch(listener.as_fd(), LISTENER | n as u64, Interest::Readable)
+            });
+            if let Err(error) = watched {
+                tracing::error!("cannot watch a listening socket: {error}");
+            }
+        }
+    }
+
+    /// Sends the answers of a connection, which leaves this thread once nothing of it is in flight.
+    fn park<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        context: &mut LoopContext<Q, M>,
+        member: usize,
+    ) -> u64 {
+        let Some(connection) = self.connections.get_mut(member) else { return 0 };
+        connection.send(context);
+        let moved = connection.member.quantum.bytes_moved();
+        if connection.can_close() {
+            self.close(context, member);
+        } else if connection.session.can_be_parked()
+            && let Some(connection) = self.remove(context, member)
+        {
+            let handshakes = &self.shared.handshakes;
+            handshakes.directory.clone().assign(handshakes.export, connection.into_parked());
+        }
+        moved
+    }
+}
+
 impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
     fn begin(&mut self, context: &mut LoopContext<Q, M>) -> Result<(), Error> {
         for (n, listener) in self.acceptor.listeners().iter().enumerate() {
@@ -170,6 +213,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
     }
 
     fn on_wake(&mut self, context: &mut LoopContext<Q, M>) {
+        self.take_listeners(context);
         for arrival in self.channel.take() {
             self.add(context, arrival);
             self.channel.thread().remove_connection();
@@ -225,6 +269,9 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
 
     /// Receives from a connection and sends to it.
     fn service(&mut self, context: &mut LoopContext<Q, M>, member: usize) -> u64 {
+        if self.parking {
+            return self.park(context, member);
+        }
         let Some(connection) = self.connections.get_mut(member) else { return 0 };
         connection.send(context);
         connection.retry_parse(&mut self.shared, context);
@@ -362,6 +409,30 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
             if matches!(session.phase, Phase::Handshake(_)) {
                 session.abort();
             }
+            context.schedule(number, &mut connection.member);
+        }
+    }
+
+    fn begin_parking(&mut self, context: &mut LoopContext<Q, M>) {
+        self.parking = true;
+        let listeners = self.acceptor.close();
+        for (n, listener) in listeners.iter().enumerate() {
+            context.unwatch(listener.as_fd(), LISTENER | n as u64);
+        }
+        let handshakes = &self.shared.handshakes;
+        handshakes.directory.park_listeners(handshakes.export, listeners);
+        for arrival in self.channel.take_all() {
+            handshakes.directory.clone().assign(handshakes.export, arrival);
+            self.channel.thread().remove_connection();
+        }
+        for (number, connection) in &mut self.connections {
+            context.schedule(number, &mut connection.member);
+        }
+    }
+
+    fn end_parking(&mut self, context: &mut LoopContext<Q, M>) {
+        self.parking = false;
+        for (number, connection) in &mut self.connections {
             context.schedule(number, &mut connection.member);
         }
     }

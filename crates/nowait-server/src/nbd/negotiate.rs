@@ -12,6 +12,7 @@ use crate::nbd::handshake::{ExportInfo, HandshakeProgress, Negotiated, TlsState}
 use crate::nbd::session::{Phase, ReadState};
 use crate::nbd::submit::ParseProgress;
 use crate::nbd::tls_config::Tls;
+use crate::net::listener::Listener;
 
 /// The exports of the server, and the handover of connections to their threads.
 pub(crate) trait ExportDirectory: Send + Sync {
@@ -24,6 +25,9 @@ pub(crate) trait ExportDirectory: Send + Sync {
     /// Hands `connection` over to a thread of the export that its client has chosen, or that it is
     /// accepted for.
     fn assign(self: Arc<Self>, export: ExportId, connection: HandoffConnection);
+
+    /// Keeps the listeners of a thread of `export` that ends, for the next one.
+    fn park_listeners(&self, export: ExportId, listeners: Vec<Listener>);
 }
 
 /// What the handshakes of a thread have in common.
@@ -42,9 +46,9 @@ impl Handshakes {
     }
 
     /// Hands over a connection whose client has chosen another export.
-    pub(crate) fn migrate(&self, connection: Connection, negotiated: Negotiated) {
-        let connection = connection.into_handoff(negotiated.into());
-        self.directory.clone().assign(negotiated.export, connection);
+    pub(crate) fn migrate(&self, mut connection: Connection, negotiated: Negotiated) {
+        connection.session.phase = Phase::Transmission(negotiated.into());
+        self.directory.clone().assign(negotiated.export, connection.into_handoff());
     }
 }
 

@@ -14,7 +14,7 @@ use crate::nbd::reply::builder::{self, CompletedRequest, RequestContext};
 use crate::nbd::reply::send_queue::{ReplyBody, SendQueue};
 use crate::nbd::wire::{ChunkPosition, ReplyEncoder};
 use crate::nbd::wire::{ReplyMode, RequestHeader};
-use crate::nbd::write_split::{IncomingSplitWrite, SplitPolicy, SplitWrite};
+use crate::nbd::write_split::{IncomingSplitWrite, SplitWrite};
 
 /// The phase of a session.
 pub(crate) enum Phase {
@@ -84,8 +84,14 @@ pub(crate) struct Session {
 }
 
 impl Session {
-    /// A session with input that was received and not parsed, and bytes that were not sent.
-    pub(crate) fn new(phase: Phase, unparsed: Vec<u8>, unsent: Vec<u8>) -> Self {
+    /// A session with input that was received and not parsed, bytes of payload that are to be
+    /// discarded, and bytes that were not sent.
+    pub(crate) fn new(
+        phase: Phase,
+        unparsed: Vec<u8>,
+        discard_bytes: u64,
+        unsent: Vec<u8>,
+    ) -> Self {
         let mut send_queue = SendQueue::default();
         if !unsent.is_empty() {
             send_queue.push_bytes(unsent);
@@ -98,7 +104,7 @@ impl Session {
             payload: None,
             incoming_split: None,
             splits: Slab::new(),
-            discard_bytes: 0,
+            discard_bytes,
             send_queue,
             in_flight: 0,
         }
@@ -173,10 +179,9 @@ impl Session {
         &mut self,
         request: RequestContext,
         io: Request,
-        policy: SplitPolicy,
+        fragment_bytes: u64,
     ) {
         let split = self.splits.insert(SplitWrite::new(request, io));
-        let fragment_bytes = policy.fragment_bytes;
         self.incoming_split = Some(IncomingSplitWrite { split, rest: io, fragment_bytes });
     }
 

@@ -94,7 +94,7 @@ impl Connection {
             }
         };
         if requests.split_policy.applies(io, context.members() == 1) {
-            self.session.begin_split(request, io, requests.split_policy);
+            self.session.begin_split(request, io, requests.split_policy.fragment_bytes);
             return taken;
         }
         request.budget_used = builder::budget_needed(mode, io, request.contexts);

@@ -129,6 +129,11 @@ impl TlsSession {
         }
     }
 
+    /// The budget of what is encrypted and unsent is released elsewhere.
+    pub(crate) fn forget_budget(&mut self) {
+        self.budget = 0;
+    }
+
     /// Sends close_notify, if the socket has room for it now.
     pub(crate) fn send_close_notify(&mut self, socket: &Socket) {
         self.tls.send_close_notify();

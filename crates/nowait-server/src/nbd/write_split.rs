@@ -12,6 +12,7 @@
 use nowait::{ByteRange, Flags, Op, Request};
 
 use crate::nbd::reply::builder::RequestContext;
+use crate::nbd::wire::RequestHeader;
 
 /// Which writes are split.
 #[derive(Clone, Copy)]
@@ -72,6 +73,15 @@ impl SplitWrite {
     }
 }
 
+/// A split write of which some fragments have been written.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct SplitRest {
+    /// The header of the whole write.
+    pub(crate) header: RequestHeader,
+    /// The rest; its payload follows as input.
+    pub(crate) range: ByteRange,
+}
+
 /// A split write that is still being received.
 pub(crate) struct IncomingSplitWrite {
     /// Its key.
@@ -111,7 +121,6 @@ impl IncomingSplitWrite {
 mod tests {
     use super::*;
     use crate::nbd::meta_context::Contexts;
-    use crate::nbd::wire::RequestHeader;
 
     const FRAGMENT_BYTES: u64 = 8192;
 

@@ -46,6 +46,12 @@ impl Acceptor {
         &self.listeners
     }
 
+    /// Takes another listener. Returns its number.
+    pub(crate) fn add(&mut self, listener: Listener) -> usize {
+        self.listeners.push(listener);
+        self.listeners.len() - 1
+    }
+
     /// Notes that a connection may be waiting at listener `n`.
     pub(crate) fn mark_ready(&mut self, n: usize) {
         if n < self.listeners.len() && !self.ready.contains(&n) {

@@ -144,6 +144,35 @@ impl Listener {
         Ok(Self(kind))
     }
 
+    /// Takes over a listening socket from another server, which touches it no more. If `is_own`, a
+    /// socket file is removed when this is dropped, as if it was bound here.
+    ///
+    /// # Errors
+    /// As [`Listener::inherited`]; those of lstat(2) on the socket file.
+    pub fn handed_over(socket: OwnedFd, is_own: bool) -> io::Result<Self> {
+        let mut listener = Self::inherited(socket)?;
+        if let (Some(path), Kind::Unix { own, .. }) = (listener.unix_path(), &mut listener.0)
+            && is_own
+        {
+            let inode = std::fs::symlink_metadata(&path)?.ino();
+            *own = Some(OwnedSocketFile { path, inode });
+        }
+        Ok(listener)
+    }
+
+    /// Closes the socket here; a socket file stays, for the process that it was handed over to.
+    pub fn abandon(mut self) {
+        if let Kind::Unix { own, .. } = &mut self.0 {
+            *own = None;
+        }
+    }
+
+    /// Whether a socket file is removed when this is dropped.
+    #[must_use]
+    pub fn is_own(&self) -> bool {
+        matches!(self.0, Kind::Unix { own: Some(_), .. })
+    }
+
     /// Closes the connections that wait at `listeners` and those that come within `time`, when
     /// nothing can be served. Left waiting, a client would see a server that hangs, and a service
     /// manager would start the next server at once. Returns at once if there is no listener.

@@ -11,5 +11,6 @@ mod encrypted;
 mod exports;
 mod extended;
 mod long_writes;
+mod parking;
 mod reads;
 mod status;

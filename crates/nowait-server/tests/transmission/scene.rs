@@ -11,7 +11,7 @@ use std::time::Duration;
 
 use nowait::{BlockDevice, Config};
 use nowait_server::{
-    AnyExport, Export, Listener, Options, Server, ShutdownHandle, ShutdownReport, Tls,
+    AnyExport, Export, Exports, Listener, Options, Server, ShutdownHandle, ShutdownReport, Tls,
 };
 use rustls::pki_types::CertificateDer;
 use tempfile::TempDir;
@@ -44,6 +44,7 @@ pub(crate) struct Scene {
     image: PathBuf,
     socket: PathBuf,
     stopper: ShutdownHandle,
+    exports: Exports,
     running: Option<JoinHandle<Result<ShutdownReport, nowait::Error>>>,
     _directories: [TempDir; 2],
 }
@@ -123,13 +124,17 @@ impl Scene {
         let options = Options { config, tls, max_connections: 16, ..Options::default() };
         let exports = [AnyExport::new(export)].into_iter().chain(other).collect();
         let server = Server::start(exports, listeners, options).unwrap();
-        let stopper = server.shutdown_handle();
+        let (stopper, exports) = (server.shutdown_handle(), server.exports());
         let running = Some(std::thread::spawn(move || server.run(SHUTDOWN_TIMEOUT)));
-        Self { image, socket, stopper, running, _directories: [directory, sockets] }
+        Self { image, socket, stopper, exports, running, _directories: [directory, sockets] }
     }
 
     pub(crate) fn connect(&self, mode: Mode) -> Client {
         Client::connect(&self.socket, mode)
+    }
+
+    pub(crate) fn exports(&self) -> &Exports {
+        &self.exports
     }
 
     pub(crate) fn socket(&self) -> &Path {

@@ -19,7 +19,7 @@ impl Bench {
     fn begin_split(&mut self) {
         let policy = self.thread.frontend.shared.requests.split_policy;
         let io = io(Op::Write, Flags::ALL_OR_ERROR, 0, LONG);
-        self.connection(0).session.begin_split(request_context(), io, policy);
+        self.connection(0).session.begin_split(request_context(), io, policy.fragment_bytes);
     }
 
     fn begin_fragment(&mut self) -> ParseProgress {

@@ -1,0 +1,134 @@
+//! The server stops serving for a while: its threads end, and what they had waits for others, of this
+//! process or of another one.
+//!
+//! Invariant: no request is in flight while a server is parked, and no connection is lost: either
+//! other threads serve it, or it was handed over.
+
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+use std::time::{Duration, Instant};
+
+use nowait::{Error, Operation};
+
+use crate::export::ExportId;
+use crate::export_threads::export_registry::{Destination, Parking, RegisteredExport};
+use crate::export_threads::{Shared, ThreadEvent};
+use crate::nbd::connection_state::ConnectionState;
+use crate::nbd::negotiate::ExportDirectory;
+use crate::net::listener::Listener;
+
+/// A server that has stopped serving. It goes on when this is dropped.
+pub struct ParkedServer {
+    shared: Arc<Shared>,
+    exports: Vec<Arc<RegisteredExport>>,
+}
+
+impl Shared {
+    /// As [`crate::Exports::park`].
+    pub(crate) fn park(self: &Arc<Self>, timeout: Duration) -> Result<ParkedServer, Error> {
+        let failed = |errno| Err(Error::new(errno, Operation::Wait));
+        let deadline = Instant::now() + timeout;
+        let mut parked = ParkedServer { shared: self.clone(), exports: Vec::new() };
+        if self.is_stopping() {
+            return failed(libc::ECANCELED);
+        }
+        for export in self.registry.all() {
+            if export.has_devices || self.options.ublk.is_some() {
+                return failed(libc::EOPNOTSUPP);
+            }
+            if !export.begin_parking() {
+                return failed(libc::EALREADY);
+            }
+            parked.exports.push(export);
+        }
+        let left = || deadline.saturating_duration_since(Instant::now());
+        match parked.exports.iter().all(|export| export.wait_ended(left())) {
+            true => Ok(parked),
+            false => failed(libc::ETIMEDOUT),
+        }
+    }
+
+    /// Has threads of the default export accept the connections of `listeners`.
+    pub(crate) fn listen(self: &Arc<Self>, listeners: Vec<Listener>) {
+        let Some(export) = self.registry.default_export() else { return };
+        if listeners.is_empty() {
+            return;
+        }
+        self.listens.store(true, Ordering::Relaxed);
+        self.assign_to(&export, |destination| match destination {
+            Destination::Thread(thread) => thread.connections.give_listeners(listeners),
+            Destination::Parking(parking) => parking.listeners.extend(listeners),
+        });
+    }
+
+    /// Serves the connection of another process, whose client has chosen `export`. It is closed if
+    /// there are too many.
+    pub(crate) fn adopt(self: &Arc<Self>, export: ExportId, state: ConnectionState) {
+        match self.limit.take() {
+            Some(permit) => {
+                self.clone().assign(export, state.into_handoff(export, permit));
+            }
+            None => {
+                tracing::warn!("a connection was closed that was handed over: too many are open")
+            }
+        }
+    }
+}
+
+impl ParkedServer {
+    /// The connections that another process can serve, as far as they have chosen an export and are
+    /// not encrypted, each with the number of its export.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`: there is no descriptor for a copy of each socket.
+    pub fn connections(&self) -> Result<Vec<(ExportId, ConnectionState)>, Error> {
+        let failed = |error: std::io::Error| Error::from_io(&error, Operation::SetUp);
+        let mut all = Vec::new();
+        for export in &self.exports {
+            let states = export.with_parking(|parking| {
+                let states = parking.connections.iter().filter_map(ConnectionState::of);
+                states.map(|state| Ok((export.id, state.map_err(failed)?))).collect()
+            });
+            all.extend(states.transpose()?.unwrap_or_else(Vec::new));
+        }
+        Ok(all)
+    }
+
+    /// All connections, those included that another process cannot serve.
+    #[must_use]
+    pub fn connection_count(&self) -> usize {
+        let count = |export: &Arc<RegisteredExport>| {
+            export.with_parking(|parking| parking.connections.len()).unwrap_or_default()
+        };
+        self.exports.iter().map(count).sum()
+    }
+
+    /// Another process serves from now on: this one never does again, and leaves socket files where
+    /// they are. [`crate::Server::run`] returns.
+    pub fn release(mut self) {
+        for export in std::mem::take(&mut self.exports) {
+            let left = export.with_parking(|parking| {
+                let Parking { connections, listeners, .. } = std::mem::take(parking);
+                (connections, listeners)
+            });
+            if let Some((connections, listeners)) = left {
+                drop(connections);
+                listeners.into_iter().for_each(Listener::abandon);
+            }
+        }
+        // The receiver is gone if the server has ended meanwhile.
+        let _ = self.shared.events.send(ThreadEvent::HandedOver);
+    }
+}
+
+impl Drop for ParkedServer {
+    fn drop(&mut self) {
+        for export in std::mem::take(&mut self.exports) {
+            let Parking { connections, listeners, .. } = export.end_parking();
+            self.shared.listen(listeners);
+            for connection in connections {
+                self.shared.clone().assign(export.id, connection);
+            }
+        }
+    }
+}
