@@ -83,7 +83,14 @@ fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
     }
     args.others.backing_dir.iter().for_each(|directory| files.read(directory));
     args.others.data_file.iter().for_each(|file| files.write(file));
-    args.control.allow_dir.iter().for_each(|directory| files.change(directory));
+    args.control.allow_dir.iter().for_each(|directory| {
+        files.change(directory);
+        files.make_sockets(directory);
+    });
+    // An export that is added may have sockets.
+    if !args.control.allow_dir.is_empty() {
+        control_socket::directory().iter().for_each(|directory| files.make_sockets(directory));
+    }
 }
 
 /// Sockets are bound already; they are removed at the end.

@@ -51,7 +51,7 @@ fn process_of(path: &Path) -> Option<Pid> {
 }
 
 /// `nowait` in the user's runtime directory, else `nowait-UID` in the directory for temporary files.
-fn directory() -> Option<PathBuf> {
+pub(crate) fn directory() -> Option<PathBuf> {
     if let Some(directory) = default_image::runtime_directory(std::env::var_os("XDG_RUNTIME_DIR")) {
         return Some(directory);
     }

@@ -9,18 +9,21 @@ use std::time::{Duration, Instant, SystemTime};
 
 use nowait::RegisteredMemory;
 use nowait_control::{
-    AddExport, ConnectionInfo, ControlError, ControlledServer, ExportInfo, FrontendInfo,
-    PatchExport, ServerInfo,
+    AddExport, AddFrontend, ConnectionInfo, ControlError, ControlledServer, ExportInfo,
+    FrontendInfo, PatchExport, ServerInfo,
 };
 use nowait_image::{ChainOptions, Format};
-use nowait_server::{ExportId, ExportStatus, Exports};
+use nowait_server::{AnyExport, ExportId, ExportStatus, Exports, Limits, Listener};
 use rustix::io::Errno;
 
 use crate::export_spec::{NamedExport, parse_name};
 use crate::open_disk::{OpenedDisk, is_same_file};
+use crate::{control_socket, listen_address};
 
 /// How long an export that is removed may take to end its requests.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
+/// The most places where an export that is added can be reached beside the server's addresses.
+const MAX_FRONTENDS: usize = 16;
 
 /// An open image and where its export can be reached.
 pub(crate) struct ServedDisk {
@@ -97,6 +100,7 @@ impl RunningServer {
                 .map(|(n, count)| (n.to_owned(), count))
                 .collect(),
             limits: status.limits.into(),
+            connection_limits: status.client_limits.into(),
             name: status.name,
             description: status.description,
             ..ExportInfo::default()
@@ -119,26 +123,86 @@ impl RunningServer {
 
     /// The image that a request names, without symbolic links.
     fn allowed(&self, path: &str) -> Result<PathBuf, ControlError> {
-        let path = Path::new(path);
-        if !path.is_absolute() {
-            return Err(ControlError::Invalid("the path of the image must be absolute".into()));
-        }
-        let allowed = self.additions.allowed.iter().filter_map(|dir| dir.canonicalize().ok());
-        let real = path.canonicalize();
-        // A path elsewhere is refused in the same words whether there is something or not.
-        match real {
-            Ok(real) if allowed.clone().any(|dir| real.starts_with(dir)) => Ok(real),
-            Err(error) if allowed.clone().any(|dir| path.starts_with(dir)) => {
-                Err(ControlError::NotFound(format!("{}: {error}", path.display())))
-            }
-            _ if self.additions.allowed.is_empty() => Err(ControlError::Forbidden(
+        let Additions { allowed, .. } = &self.additions;
+        if allowed.is_empty() {
+            absolute(path)?;
+            return Err(ControlError::Forbidden(
                 "this server takes no more images (it was started without --allow-dir)".into(),
-            )),
-            _ => Err(ControlError::Forbidden(format!(
-                "{} is not in a directory of --allow-dir",
-                path.display()
-            ))),
+            ));
         }
+        inside(allowed, absolute(path)?)
+    }
+
+    /// Refuses what can be told to be impossible before anything is changed.
+    fn check_change(&self, id: ExportId, change: &PatchExport) -> Result<(), ControlError> {
+        let limits = [change.limits, change.connection_limits];
+        if !limits.into_iter().flatten().all(|limits| Limits::from(limits).is_valid()) {
+            let why = "a limit has a size of at least 1 and a refill_time of 1 to 86400000";
+            return Err(ControlError::Invalid(why.into()));
+        }
+        let disks = self.disks.lock();
+        let image = disks.iter().find(|served| served.id == id).map(|served| &served.disk.image);
+        match (change.read_only, image) {
+            (Some(false), Some(image)) if image.is_read_only() => {
+                Err(conflict("its image was opened for reading only"))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// The path of a socket that a request names: its directory is without symbolic links.
+    fn allowed_socket(&self, path: &str) -> Result<PathBuf, ControlError> {
+        let path = absolute(path)?;
+        let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
+            return Err(ControlError::Invalid("the path of the socket names no file".into()));
+        };
+        let allowed = self.additions.allowed.iter().cloned();
+        let allowed: Vec<PathBuf> = allowed.chain(control_socket::directory()).collect();
+        Ok(inside(&allowed, directory)?.join(name))
+    }
+
+    /// Listens at the sockets of `frontends`. Returns them and where they are.
+    fn listen(
+        &self,
+        frontends: Vec<AddFrontend>,
+    ) -> Result<(Vec<Listener>, Vec<String>), ControlError> {
+        if frontends.len() > MAX_FRONTENDS {
+            let why = format!("an export has at most {MAX_FRONTENDS} frontends");
+            return Err(ControlError::Invalid(why));
+        }
+        let listen = |AddFrontend::VhostUser(path): AddFrontend| {
+            let path = self.allowed_socket(&path)?;
+            let shown = path.display();
+            listen_address::unix(path.clone()).map_err(ControlError::Invalid)?;
+            let listener =
+                Listener::unix(&path).map_err(|error| conflict(format!("{shown}: {error}")))?;
+            Ok((listener, format!("vhost-user:{shown}")))
+        };
+        frontends.into_iter().map(listen).collect()
+    }
+}
+
+fn absolute(path: &str) -> Result<&Path, ControlError> {
+    let path = Path::new(path);
+    match path.is_absolute() {
+        true => Ok(path),
+        false => Err(ControlError::Invalid("a path must be absolute".into())),
+    }
+}
+
+/// What is at `path`, without symbolic links, if that is in one of the directories `allowed`.
+fn inside(allowed: &[PathBuf], path: &Path) -> Result<PathBuf, ControlError> {
+    let allowed = allowed.iter().filter_map(|dir| dir.canonicalize().ok());
+    // A path elsewhere is refused in the same words whether there is something or not.
+    match path.canonicalize() {
+        Ok(real) if allowed.clone().any(|dir| real.starts_with(dir)) => Ok(real),
+        Err(error) if allowed.clone().any(|dir| path.starts_with(dir)) => {
+            Err(ControlError::NotFound(format!("{}: {error}", path.display())))
+        }
+        _ => Err(ControlError::Forbidden(format!(
+            "{} is not in a directory of --allow-dir",
+            path.display()
+        ))),
     }
 }
 
@@ -188,7 +252,7 @@ impl ControlledServer for RunningServer {
     }
 
     fn add(&self, export: AddExport) -> Result<ExportInfo, ControlError> {
-        let AddExport { name, path, format, read_only, description } = export;
+        let AddExport { name, path, format, read_only, description, frontends } = export;
         let name = parse_name(&name).map_err(ControlError::Invalid)?;
         let image = self.allowed(&path)?;
         let format = match format.as_deref() {
@@ -207,9 +271,12 @@ impl ControlledServer for RunningServer {
         let mut options = self.additions.options.clone();
         (options.format, options.writable) = (format, !read_only);
         options.backing_dirs.extend(self.additions.allowed.iter().cloned());
-        let places = (self.additions.places)(&named);
+        let mut places = (self.additions.places)(&named);
         let disk = OpenedDisk::open(named, &options).map_err(conflict)?;
-        let id = self.exports.add(disk.export(self.additions.workers, description));
+        let (listeners, sockets) = self.listen(frontends)?;
+        places.extend(sockets);
+        let export = disk.export(self.additions.workers, description);
+        let id = self.exports.add(listeners.into_iter().fold(export, AnyExport::at_vhost_user));
         let id = id.map_err(|error| match Errno::from_raw_os_error(error.errno()) {
             Errno::EXIST => conflict("there is an export of that name"),
             _ => failed(error),
@@ -220,19 +287,16 @@ impl ControlledServer for RunningServer {
 
     fn remove(&self, id: u64, hard: bool) -> Result<(), ControlError> {
         let id = self.id_of(id)?;
-        let of_it = |status: &nowait_server::ConnectionStatus| status.export == Some(id);
-        let clients: Vec<_> = self.exports.connections().into_iter().filter(of_it).collect();
-        if !clients.is_empty() && !hard {
-            let count = clients.len();
-            return Err(conflict(format!("{count} clients use it (mode=hard disconnects them)")));
-        }
-        for client in clients {
-            // It may have left meanwhile.
-            let _ = self.exports.disconnect(client.id);
-        }
-        self.exports.remove(id, REMOVE_TIMEOUT).map_err(|error| match Errno::from_raw_os_error(
-            error.errno(),
-        ) {
+        let removed = match hard {
+            true => self.exports.remove_by_force(id, REMOVE_TIMEOUT),
+            false => self.exports.remove_unused(id, REMOVE_TIMEOUT),
+        };
+        removed.map_err(|error| match Errno::from_raw_os_error(error.errno()) {
+            Errno::USERS => {
+                let all = self.exports.connections();
+                let count = all.iter().filter(|client| client.export == Some(id)).count();
+                conflict(format!("{count} clients use it (mode=hard disconnects them)"))
+            }
             Errno::BUSY => conflict("the default export cannot be removed"),
             Errno::TIMEDOUT => conflict("clients are left; it ends with the last one"),
             Errno::NOENT => no_such_export(),
@@ -248,6 +312,7 @@ impl ControlledServer for RunningServer {
 
     fn change(&self, id: u64, change: PatchExport) -> Result<ExportInfo, ControlError> {
         let id = self.id_of(id)?;
+        self.check_change(id, &change)?;
         if let Some(size) = change.size_bytes {
             self.exports.grow(id, size).map_err(|error| {
                 match Errno::from_raw_os_error(error.errno()) {
@@ -261,11 +326,13 @@ impl ControlledServer for RunningServer {
             })?;
         }
         if let Some(limits) = change.limits {
-            let refused = |_| {
-                let why = "a limit has a size of at least 1 and a refill_time of 1 to 86400000";
-                ControlError::Invalid(why.into())
-            };
-            self.exports.set_limits(id, limits.into()).map_err(refused)?;
+            self.exports.set_limits(id, limits.into()).map_err(failed)?;
+        }
+        if let Some(limits) = change.connection_limits {
+            self.exports.set_client_limits(id, limits.into()).map_err(failed)?;
+        }
+        if let Some(read_only) = change.read_only {
+            self.exports.set_read_only(id, read_only).map_err(failed)?;
         }
         self.export(id.number())
     }

@@ -55,12 +55,14 @@ pub struct ExportInfo {
     pub frontends: BTreeMap<String, FrontendInfo>,
     /// How the engines have served the requests: `simple`, `general`, `worker`, `merged` and others.
     pub mechanisms: BTreeMap<String, u64>,
-    /// What it may do.
+    /// What it may do, all its frontends and clients together.
     pub limits: LimitsInfo,
+    /// What each of its clients may do beside that.
+    #[serde(default)]
+    pub connection_limits: LimitsInfo,
 }
 
-/// The limits of an export, which all its frontends and clients share; a limit that is absent does
-/// not hold.
+/// Limits of an export, or of each of its clients; a limit that is absent does not hold.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct LimitsInfo {
@@ -251,6 +253,18 @@ pub struct AddExport {
     /// A text for people; the name of the file without it.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub description: Option<String>,
+    /// Where it can be reached beside the addresses of the server, at most 16 places.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub frontends: Vec<AddFrontend>,
+}
+
+/// A place where an export that is added can be reached, too.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case", deny_unknown_fields)]
+pub enum AddFrontend {
+    /// The absolute path of a socket for virtual machines, in a directory that the server allows or
+    /// in that of its control sockets.
+    VhostUser(String),
 }
 
 /// Changes of an export (`PATCH /v1/exports/NAME`).
@@ -263,6 +277,13 @@ pub struct PatchExport {
     /// The new limits in place of all that there are; `{}` for none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsInfo>,
+    /// The same for each client.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub connection_limits: Option<LimitsInfo>,
+    /// Whether changes are refused from the next request on. An image that was opened for reading only
+    /// stays read-only.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub read_only: Option<bool>,
 }
 
 /// The body of an answer that says what is wrong.

@@ -12,8 +12,8 @@ mod http_server;
 mod client;
 
 pub use api::{
-    AddExport, BucketInfo, BucketLimit, ConnectionInfo, ErrnoInfo, ExportInfo, FrontendInfo,
-    LatencyInfo, LimitsInfo, OperationInfo, PatchExport, ServerInfo,
+    AddExport, AddFrontend, BucketInfo, BucketLimit, ConnectionInfo, ErrnoInfo, ExportInfo,
+    FrontendInfo, LatencyInfo, LimitsInfo, OperationInfo, PatchExport, ServerInfo,
 };
 pub use client::{Client, ClientError};
 pub use controlled_server::{ControlError, ControlledServer};

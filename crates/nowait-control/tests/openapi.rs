@@ -7,9 +7,9 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
 use nowait_control::{
-    AddExport, BucketInfo, BucketLimit, Client, ClientError, ConnectionInfo, ControlError,
-    ControlledServer, ErrnoInfo, ExportInfo, FrontendInfo, HttpServer, LatencyInfo, LimitsInfo,
-    OperationInfo, PatchExport, ServerInfo,
+    AddExport, AddFrontend, BucketInfo, BucketLimit, Client, ClientError, ConnectionInfo,
+    ControlError, ControlledServer, ErrnoInfo, ExportInfo, FrontendInfo, HttpServer, LatencyInfo,
+    LimitsInfo, OperationInfo, PatchExport, ServerInfo,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -121,11 +121,20 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
     }
     let connection = ConnectionInfo { export: Some(String::new()), ..ConnectionInfo::default() };
     let text = Some(String::new());
-    let add = AddExport { format: text.clone(), description: text, ..AddExport::default() };
+    let socket = AddFrontend::VhostUser(String::new());
+    let frontends = vec![socket.clone()];
+    let add =
+        AddExport { format: text.clone(), description: text, frontends, ..AddExport::default() };
     let operation =
         OperationInfo { latency: Some(LatencyInfo::default()), ..OperationInfo::default() };
     let limit = BucketLimit::default();
     let limits = LimitsInfo { ops: Some(limit), bandwidth: Some(limit) };
+    let patch = PatchExport {
+        size_bytes: Some(1),
+        limits: Some(limits),
+        connection_limits: Some(limits),
+        read_only: Some(true),
+    };
     let bucket = BucketInfo { below_seconds: Some(1.0), requests: 1 };
     let document = document();
     for (schema, fields) in [
@@ -140,7 +149,8 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
         ("Errno", fields(&ErrnoInfo::default())),
         ("Connection", fields(&connection)),
         ("AddExport", fields(&add)),
-        ("PatchExport", fields(&PatchExport { size_bytes: Some(1), limits: Some(limits) })),
+        ("AddFrontend", fields(&socket)),
+        ("PatchExport", fields(&patch)),
     ] {
         let known = document["components"]["schemas"][schema]["properties"].as_object().unwrap();
         assert_eq!(known.keys().cloned().collect::<BTreeSet<_>>(), fields, "{schema}");
@@ -158,8 +168,8 @@ fn the_client_asks_for_what_its_methods_say() {
     client.disconnect(9).unwrap();
     let add = AddExport { name: "x".into(), path: "/y".into(), ..AddExport::default() };
     client.add(&add).unwrap();
-    let refused =
-        client.change(&name, &PatchExport { size_bytes: Some(5), limits: None }).unwrap_err();
+    let patch = PatchExport { size_bytes: Some(5), ..PatchExport::default() };
+    let refused = client.change(&name, &patch).unwrap_err();
     assert!(matches!(refused, ClientError::Refused(why) if why == "no"));
     let missing = client.flush("other").unwrap_err();
     assert!(matches!(missing, ClientError::Refused(why) if why == "there is no such export"));

@@ -13,7 +13,9 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nowait::{AdaptivePoll, BlockMap, Engine, Error, FD_TOKEN, Flags, Interest, IoQueue, Token};
+use nowait::{
+    AdaptivePoll, BlockMap, Engine, Error, FD_TOKEN, Flags, Interest, IoQueue, Request, Token,
+};
 
 use crate::export::{Export, result};
 use crate::export_threads::export_registry::{RegisteredExport, Retired};
@@ -292,10 +294,12 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
 
     /// Services a member. Returns the number of bytes moved.
     fn service(&mut self, member: usize) -> u64 {
+        let is_limited = self.context.throttle.is_on() && self.frontend.is_limited(member);
         let Some(state) = self.frontend.member(member) else { return 0 };
         state.scheduled = false;
         state.quantum.begin(self.context.quantum);
-        let moved = match self.context.throttle.holds(member, || self.frontend.is_limited(member)) {
+        let throttle = &mut self.context.throttle;
+        let moved = match is_limited && throttle.holds(member, state, Instant::now()) {
             true => self.frontend.send_answers(&mut self.context, member),
             false => self.frontend.service(&mut self.context, member),
         };
@@ -311,10 +315,21 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         if !self.stopping && !self.parking {
             self.context.throttle.update(&self.registered.limits);
         }
-        for member in self.context.throttle.released() {
+        while let Some(member) = self.context.throttle.released() {
             if let Some(state) = self.frontend.member(member) {
+                state.is_held = false;
                 self.context.run_queues.schedule(member, state);
             }
+        }
+    }
+
+    /// Takes the tokens of a request of `member` that has ended, if there are limits.
+    #[inline]
+    fn charge(&mut self, member: usize, io: Request) {
+        if self.context.throttle.is_on()
+            && let Some(state) = self.frontend.member(member)
+        {
+            self.context.throttle.charge(state, io);
         }
     }
 
@@ -344,13 +359,13 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             }
             match result(&completion) {
                 Ok(()) => {
-                    self.context.throttle.charge(io);
+                    self.charge(member, io);
                     self.context.statistics.count(kind, io.op, io.range.len);
                 }
                 // One that may not wait is done again if it has failed.
                 Err(_) if io.flags.has(Flags::NOWAIT) => {}
                 Err(errno) => {
-                    self.context.throttle.charge(io);
+                    self.charge(member, io);
                     self.context.export.note_fault(io, errno);
                     self.context.statistics.count_error(kind, io.op, errno);
                 }

@@ -5,10 +5,11 @@
 
 use std::fmt;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nowait::{
-    BlockDevice, BlockMap, BlockingFile, ByteRange, Completion, Error, Flags, Op, Request,
-    WorkerPool,
+    BlockDevice, BlockMap, BlockingFile, ByteRange, Completion, Error, Flags, Op, Operation,
+    Request, WorkerPool,
 };
 
 use crate::fault_log::Faults;
@@ -38,6 +39,8 @@ pub struct Export<M: BlockMap> {
     name: String,
     description: String,
     faults: Faults,
+    /// Changes are refused although the image could be written to.
+    write_protected: AtomicBool,
 }
 
 impl<M: BlockMap> Export<M> {
@@ -46,8 +49,8 @@ impl<M: BlockMap> Export<M> {
     #[must_use]
     pub fn new(disk: Arc<BlockDevice<M>>, workers: u32, name: String, description: String) -> Self {
         let workers = WorkerPool::new(&disk, workers);
-        let faults = Faults::default();
-        Self { disk, workers, name, description, faults }
+        let (faults, write_protected) = (Faults::default(), AtomicBool::new(false));
+        Self { disk, workers, name, description, faults, write_protected }
     }
 
     /// The same, but calls `callback` when the first flush has failed; every later flush fails too.
@@ -88,8 +91,8 @@ impl<M: BlockMap> Export<M> {
     #[cfg(feature = "sim")]
     pub(crate) fn with_workers(disk: Arc<BlockDevice<M>>, workers: WorkerPool) -> Self {
         let (name, description) = (String::new(), String::new());
-        let faults = Faults::default();
-        Self { disk, workers, name, description, faults }
+        let (faults, write_protected) = (Faults::default(), AtomicBool::new(false));
+        Self { disk, workers, name, description, faults, write_protected }
     }
 
     /// The image.
@@ -100,6 +103,24 @@ impl<M: BlockMap> Export<M> {
 
     pub(crate) fn workers(&self) -> WorkerPool {
         self.workers.clone()
+    }
+
+    /// Whether changes are refused.
+    #[inline]
+    pub(crate) fn is_read_only(&self) -> bool {
+        self.disk.is_read_only() || self.write_protected.load(Ordering::Acquire)
+    }
+
+    /// Refuses changes from now on, or no more.
+    ///
+    /// # Errors
+    /// `EROFS`: the image was opened for reading only.
+    pub(crate) fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
+        if !read_only && self.disk.is_read_only() {
+            return Err(Error::new(libc::EROFS, Operation::SetUp));
+        }
+        self.write_protected.store(read_only, Ordering::Release);
+        Ok(())
     }
 
     pub(crate) fn name(&self) -> &str {
@@ -116,7 +137,7 @@ impl<M: BlockMap> Export<M> {
     #[inline]
     pub(crate) fn range(&self, op: Op, pos: u64, len: u64) -> Result<ByteRange, i32> {
         let changes = op.changes();
-        if changes && self.disk.is_read_only() {
+        if changes && self.is_read_only() {
             return Err(libc::EPERM);
         }
         match pos.checked_add(len) {

@@ -17,7 +17,7 @@ use crate::export_threads::parking::ParkedServer;
 use crate::nbd::connection_state::ConnectionState;
 use crate::net::connection_limit::ConnectionStatus;
 use crate::net::listener::Listener;
-use crate::rate_limit::{Limits, TokenBucket};
+use crate::rate_limit::{Limits, SharedLimits};
 use crate::server_options::ExportOptions;
 use crate::statistics::{FrontendKind, FrontendTotals};
 use crate::vhost_user::control_thread::DeviceSocket;
@@ -77,6 +77,9 @@ const PUBLISH_TIME: Duration = Duration::from_millis(2);
 /// How often threads that were woken up are asked whether they have answered.
 const ANSWER_INTERVAL: Duration = Duration::from_millis(5);
 
+/// How long the clients of an export that is removed by force may take before they are looked for again.
+const DISCONNECT_AGAIN: Duration = Duration::from_millis(50);
+
 /// What is known of an export at a moment.
 #[derive(Clone, Debug)]
 pub struct ExportStatus {
@@ -100,6 +103,8 @@ pub struct ExportStatus {
     pub mechanisms: Vec<(&'static str, u64)>,
     /// What it may do.
     pub limits: Limits,
+    /// What each of its clients may do.
+    pub client_limits: Limits,
 }
 
 impl ExportStatus {
@@ -117,6 +122,7 @@ impl ExportStatus {
             totals: FrontendKind::ALL.into_iter().map(totals).collect(),
             mechanisms: registered.statistics.mechanisms(),
             limits: registered.limits.get(),
+            client_limits: registered.limits.of_clients(),
         }
     }
 }
@@ -148,8 +154,10 @@ impl Exports {
         self.0.limit.connections()
     }
 
-    /// Closes a connection once its requests in flight have ended, without their answers. Returns
-    /// whether there is a connection of an NBD client with this [`ConnectionStatus::id`].
+    /// Closes a connection once its requests in flight have ended, without their answers. A virtual
+    /// machine finds what was not answered in its rings, and has it done again by the server that its
+    /// VMM connects to next, which may be this one. Returns whether there is a connection with this
+    /// [`ConnectionStatus::id`].
     #[must_use]
     pub fn disconnect(&self, id: u64) -> bool {
         let is_there = self.0.limit.request_close(id);
@@ -163,11 +171,15 @@ impl Exports {
     ///
     /// # Errors
     /// `EEXIST`: there is one of that name. `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: the thread of a
-    /// vhost-user socket could not be started.
+    /// vhost-user socket could not be started; then there is no such export.
     pub fn add(&self, export: AnyExport) -> Result<ExportId, Error> {
         let AnyExport { export, vhost_user } = export;
         let id = self.0.registry.add(export, !vhost_user.is_empty())?;
-        vhost_user.into_iter().try_for_each(|socket| self.0.serve_devices(id, socket))?;
+        let serve = |socket| self.0.serve_devices(id, socket);
+        vhost_user.into_iter().try_for_each(serve).inspect_err(|_| {
+            // It has no client; one that came this moment ends it later.
+            let _ = self.0.registry.remove(id, Duration::ZERO);
+        })?;
         Ok(id)
     }
 
@@ -179,6 +191,53 @@ impl Exports {
     /// clients are left; the export ends with the last one, and another call goes on waiting.
     pub fn remove(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
         self.0.registry.remove(id, timeout)
+    }
+
+    /// The same, but refuses it if there are clients.
+    ///
+    /// # Errors
+    /// As [`Exports::remove`]. `EUSERS`: clients use it.
+    pub fn remove_unused(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
+        self.0.registry.remove_unused(id, || self.connections_of(id).next().is_some())?;
+        self.remove(id, timeout)
+    }
+
+    /// Removes an export and disconnects its clients: their requests in flight end, without their
+    /// answers. Waits at most `timeout` for that, and until all writes are durable.
+    ///
+    /// # Errors
+    /// As [`Exports::remove`].
+    pub fn remove_by_force(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            // First no more clients, then those that there are. One that has just chosen the export
+            // may be listed a moment later.
+            let left = deadline.saturating_duration_since(Instant::now());
+            let removed = self.0.registry.remove(id, left.min(DISCONNECT_AGAIN));
+            match removed {
+                Err(error) if error.errno() == libc::ETIMEDOUT && left > Duration::ZERO => {
+                    for client in self.connections_of(id) {
+                        // It may have left meanwhile.
+                        let _ = self.disconnect(client.id);
+                    }
+                }
+                removed => return removed,
+            }
+        }
+    }
+
+    /// The connections of clients that have chosen an export.
+    fn connections_of(&self, id: ExportId) -> impl Iterator<Item = ConnectionStatus> {
+        self.connections().into_iter().filter(move |status| status.export == Some(id))
+    }
+
+    /// Refuses changes of an export from the next request on, with `EPERM`; or no more. Requests in
+    /// flight end. What clients are told of the export they learn when they connect again.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export. `EROFS`: its image was opened for reading only.
+    pub fn set_read_only(&self, id: ExportId, read_only: bool) -> Result<(), Error> {
+        self.0.registered(id)?.export.set_read_only(read_only)
     }
 
     /// Makes an export `size` bytes large, at least as many as it has. Its requests go on. Virtual
@@ -199,14 +258,32 @@ impl Exports {
     /// the next request on.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export. `EINVAL`: a bucket is not [valid](TokenBucket::is_valid).
+    /// `ENOENT`: there is no such export. `EINVAL`: they are not [valid](Limits::is_valid).
     pub fn set_limits(&self, id: ExportId, limits: Limits) -> Result<(), Error> {
+        self.limit(id, limits, SharedLimits::set)
+    }
+
+    /// Replaces the limits of each client of an export: of each connection of NBD, of each virtual
+    /// machine with all its queues, of the block device of this machine. They hold beside those of
+    /// the export.
+    ///
+    /// # Errors
+    /// As [`Exports::set_limits`].
+    pub fn set_client_limits(&self, id: ExportId, limits: Limits) -> Result<(), Error> {
+        self.limit(id, limits, SharedLimits::set_of_clients)
+    }
+
+    fn limit(
+        &self,
+        id: ExportId,
+        limits: Limits,
+        set: impl FnOnce(&SharedLimits, Limits),
+    ) -> Result<(), Error> {
         let export = self.0.registered(id)?;
-        let buckets = [limits.requests, limits.bytes];
-        if !buckets.iter().flatten().all(TokenBucket::is_valid) {
+        if !limits.is_valid() {
             return Err(Error::new(libc::EINVAL, Operation::SetUp));
         }
-        export.limits.set(limits);
+        set(&export.limits, limits);
         export.threads().iter().for_each(|thread| thread.wake());
         Ok(())
     }

@@ -5,6 +5,9 @@
 //! connections are served round robin.
 
 use std::collections::VecDeque;
+use std::sync::Arc;
+
+use crate::rate_limit::ClientBuckets;
 
 /// Quantum in bytes with several connections: what one service may send, and as much may be read
 /// from the device. A processor copies it in some 50 µs. A request is not split, so the last one
@@ -95,6 +98,17 @@ pub(crate) struct Member {
     pub(crate) quantum: Quantum,
     /// Bytes of the buffer budget that it holds.
     pub(crate) budget_used: u64,
+    /// The limits of the client that it belongs to.
+    pub(crate) client: Arc<ClientBuckets>,
+    /// It waits until it may go on under the limits.
+    pub(crate) is_held: bool,
+}
+
+impl Member {
+    /// One of several members of a client.
+    pub(crate) fn of(client: Arc<ClientBuckets>) -> Self {
+        Self { client, ..Self::default() }
+    }
 }
 
 /// The scheduled members, by number.

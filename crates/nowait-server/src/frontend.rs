@@ -38,7 +38,7 @@ pub(crate) trait Frontend<Q: IoQueue, M: BlockMap> {
     /// What the requests of `member` are counted as.
     fn kind(&self, member: usize) -> FrontendKind;
 
-    /// Whether the limits of the export hold for `member`.
+    /// Whether the limits of the export and of its clients hold for `member`.
     fn is_limited(&self, _member: usize) -> bool {
         true
     }
@@ -50,7 +50,7 @@ pub(crate) trait Frontend<Q: IoQueue, M: BlockMap> {
     /// how many.
     fn service(&mut self, context: &mut LoopContext<Q, M>, member: usize) -> u64;
 
-    /// The same for a member that is held up by the limits of the export: only its answers leave.
+    /// The same for a member that is held up by limits: only its answers leave.
     fn send_answers(&mut self, _: &mut LoopContext<Q, M>, _member: usize) -> u64 {
         0
     }

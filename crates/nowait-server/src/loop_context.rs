@@ -106,11 +106,11 @@ impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
         }
     }
 
-    /// A read was answered without the engine.
+    /// A read of `member` was answered without the engine.
     #[inline]
-    pub(crate) fn count_hole(&self, frontend: FrontendKind, io: Request) {
+    pub(crate) fn count_hole(&self, frontend: FrontendKind, member: &Member, io: Request) {
         self.statistics.count(frontend, io.op, io.range.len);
-        self.throttle.charge(io);
+        self.throttle.charge(member, io);
     }
 
     /// As [`ConnectionLimit::close_count`].

@@ -1,4 +1,5 @@
-//! Limits on what an export may do: requests and bytes a second, by token buckets.
+//! Limits on what an export, and what each of its clients may do: requests and bytes a second, by token
+//! buckets.
 //!
 //! Invariant: a completed request takes its tokens even where there are fewer, and no further one is
 //! taken before the debt is paid: so the rate is kept over time, whatever the size of a request. A
@@ -46,7 +47,7 @@ impl TokenBucket {
     }
 }
 
-/// The limits of an export. All its frontends and clients share them.
+/// The limits of an export, which all its frontends and clients share; or those of each client.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct Limits {
     /// Of requests; `None` for no limit.
@@ -55,41 +56,102 @@ pub struct Limits {
     pub bytes: Option<TokenBucket>,
 }
 
-/// The limits of an export as its threads see them.
+impl Limits {
+    /// Whether all buckets are within their ranges.
+    #[must_use]
+    pub fn is_valid(&self) -> bool {
+        [self.requests, self.bytes].iter().flatten().all(TokenBucket::is_valid)
+    }
+
+    /// Whether there is any limit.
+    fn is_some(&self) -> bool {
+        *self != Self::default()
+    }
+}
+
+/// The limits of an export and of its clients as its threads see them.
 #[derive(Default)]
 pub(crate) struct SharedLimits {
-    limiter: Mutex<Option<Arc<Limiter>>>,
+    current: Mutex<CurrentLimits>,
     /// How many times the limits were changed.
     changes: AtomicU64,
 }
 
+/// The limits at a moment.
+#[derive(Clone, Default)]
+pub(crate) struct CurrentLimits {
+    /// The limiter of the export; `None` without limits.
+    pub(crate) export: Option<Arc<Limiter>>,
+    /// The limits of each client; `None` without.
+    pub(crate) of_clients: Option<ClientLimits>,
+}
+
+/// The limits of each client, and which ones these are: later ones have a greater number.
+#[derive(Clone, Copy)]
+pub(crate) struct ClientLimits {
+    limits: Limits,
+    number: u64,
+}
+
 impl SharedLimits {
-    /// How many times the limits were changed: a thread that has seen the number asks for the
-    /// limiter only when it has changed.
+    /// How many times the limits were changed: a thread that has seen the number asks for them only
+    /// when it has changed.
     #[inline]
     pub(crate) fn changes(&self) -> u64 {
         self.changes.load(Ordering::Acquire)
     }
 
-    /// The limiter; `None` without limits.
-    pub(crate) fn limiter(&self) -> Option<Arc<Limiter>> {
-        lock(&self.limiter).clone()
+    pub(crate) fn current(&self) -> CurrentLimits {
+        lock(&self.current).clone()
     }
 
-    /// The limits.
+    /// The limits of the export.
     pub(crate) fn get(&self) -> Limits {
-        self.limiter().map(|limiter| limiter.limits).unwrap_or_default()
+        lock(&self.current).export.as_ref().map(|limiter| limiter.limits).unwrap_or_default()
     }
 
-    /// Replaces the limits; buckets begin full. The threads have to be woken up.
+    /// The limits of each client.
+    pub(crate) fn of_clients(&self) -> Limits {
+        lock(&self.current).of_clients.map(|of_clients| of_clients.limits).unwrap_or_default()
+    }
+
+    /// Replaces the limits of the export; buckets begin full. The threads have to be woken up.
     pub(crate) fn set(&self, limits: Limits) {
-        let is_limited = limits != Limits::default();
-        *lock(&self.limiter) = is_limited.then(|| Arc::new(Limiter::new(limits, Instant::now())));
+        let limiter = || Arc::new(Limiter::new(limits, Instant::now()));
+        lock(&self.current).export = limits.is_some().then(limiter);
         self.changes.fetch_add(1, Ordering::Release);
+    }
+
+    /// The same for those of each client.
+    pub(crate) fn set_of_clients(&self, limits: Limits) {
+        let mut current = lock(&self.current);
+        let number = self.changes.fetch_add(1, Ordering::Release) + 1;
+        current.of_clients = limits.is_some().then_some(ClientLimits { limits, number });
     }
 }
 
-/// The buckets of an export, shared by its threads.
+/// The buckets of one client: a connection, a machine's device with all its queues, a block device of
+/// this machine. Threads may share them.
+#[derive(Default)]
+pub(crate) struct ClientBuckets(Mutex<Option<(u64, Arc<Limiter>)>>);
+
+impl ClientBuckets {
+    /// The limiter of the client, whose buckets begin full with each change of the limits. A thread
+    /// that has not seen the last change yet gets the limiter of that, too.
+    pub(crate) fn limiter(&self, under: ClientLimits) -> Arc<Limiter> {
+        let mut known = lock(&self.0);
+        match &*known {
+            Some((number, limiter)) if *number >= under.number => limiter.clone(),
+            _ => {
+                let limiter = Arc::new(Limiter::new(under.limits, Instant::now()));
+                *known = Some((under.number, limiter.clone()));
+                limiter
+            }
+        }
+    }
+}
+
+/// The buckets of an export or a client, shared by threads.
 pub(crate) struct Limiter {
     limits: Limits,
     requests: Option<Mutex<Bucket>>,
@@ -236,14 +298,37 @@ mod tests {
     #[test]
     fn changed_limits_are_noticed() {
         let shared = SharedLimits::default();
-        assert!(shared.limiter().is_none());
+        assert!(shared.current().export.is_none());
         let limits = Limits { requests: bucket(1, SECOND), bytes: None };
         shared.set(limits);
         assert_eq!((shared.changes(), shared.get()), (1, limits));
-        assert!(
-            shared.limiter().is_some_and(|limiter| limiter.wait_time(Instant::now()).is_none())
-        );
+        let limiter = shared.current().export;
+        assert!(limiter.is_some_and(|limiter| limiter.wait_time(Instant::now()).is_none()));
         shared.set(Limits::default());
-        assert!(shared.limiter().is_none() && shared.changes() == 2);
+        assert!(shared.current().export.is_none() && shared.changes() == 2);
+        shared.set_of_clients(limits);
+        assert_eq!(
+            (shared.changes(), shared.get(), shared.of_clients()),
+            (3, Limits::default(), limits)
+        );
+    }
+
+    #[test]
+    fn each_client_has_buckets_of_its_own_which_its_threads_share_and_only_a_change_replaces() {
+        let shared = SharedLimits::default();
+        let limits = |size| Limits { requests: bucket(size, SECOND), bytes: None };
+        shared.set_of_clients(limits(1));
+        let (one, other) = (ClientBuckets::default(), ClientBuckets::default());
+        let old = shared.current().of_clients.expect("limits");
+        (0..2).for_each(|_| one.limiter(old).charge(0));
+        let waits = |client: &ClientBuckets, under| client.limiter(under).wait_time(Instant::now());
+        assert!(waits(&one, old).is_some() && waits(&other, old).is_none());
+        shared.set(limits(1));
+        let same = shared.current().of_clients.expect("limits");
+        assert!(waits(&one, same).is_some(), "the limits of the export are others");
+        shared.set_of_clients(limits(2));
+        let new = shared.current().of_clients.expect("limits");
+        assert!(waits(&one, new).is_none());
+        assert!(Arc::ptr_eq(&one.limiter(old), &one.limiter(new)), "a thread is late");
     }
 }

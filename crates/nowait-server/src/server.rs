@@ -170,7 +170,7 @@ impl<M: BlockMap> Servable for Export<M> {
         BlockProperties {
             // If the refresh fails, the device may be gone: then its requests fail.
             size: disk.refresh().unwrap_or(disk.size()),
-            read_only: disk.is_read_only(),
+            read_only: self.is_read_only(),
             discards: disk.supports_punch_hole(),
             block: disk.alignment().offset.clamp(4096, 1 << 20),
         }
@@ -185,7 +185,11 @@ impl<M: BlockMap> Servable for Export<M> {
     }
 
     fn is_read_only(&self) -> bool {
-        self.disk().is_read_only()
+        Export::is_read_only(self)
+    }
+
+    fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
+        Export::set_read_only(self, read_only)
     }
 
     fn size(&self) -> u64 {

@@ -1,23 +1,30 @@
-//! The members of a thread that wait because their export has reached its limits.
+//! The members of a thread that wait because their export or their client has reached its limits.
 //!
 //! Invariant: a member that waits takes no request, but its answers leave; without limits nothing
-//! waits.
+//! waits. A member that waits costs the others nothing until it may go on.
 
+use std::cmp::Reverse;
+use std::collections::BinaryHeap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use nowait::{Op, Request};
 
-use crate::rate_limit::{Limiter, SharedLimits};
+use crate::fairness::Member;
+use crate::rate_limit::{CurrentLimits, Limiter, SharedLimits, TokenBucket};
 
 /// The state of a thread's limits.
 #[derive(Default)]
 pub(crate) struct Throttle {
-    limiter: Option<Arc<Limiter>>,
+    limits: CurrentLimits,
+    /// There is a limit.
+    is_on: bool,
     /// The changes of the limits that were seen.
     changes: u64,
-    /// Members that wait for tokens, in the order of their arrival.
-    waiting: Vec<usize>,
+    /// When members may go on, and their numbers.
+    waiting: BinaryHeap<Reverse<(Instant, usize)>>,
+    /// The limits have changed: all that wait are looked at again.
+    has_changed: bool,
 }
 
 impl Throttle {
@@ -26,8 +33,7 @@ impl Throttle {
     pub(crate) fn update(&mut self, shared: &SharedLimits) {
         let changes = shared.changes();
         if changes != self.changes {
-            self.changes = changes;
-            self.limiter = shared.limiter();
+            self.change(changes, shared.current());
         }
     }
 
@@ -38,44 +44,164 @@ impl Throttle {
 
     /// Has no limits from now on, so that the thread can end.
     pub(crate) fn lift(&mut self, shared: &SharedLimits) {
-        (self.changes, self.limiter) = (shared.changes(), None);
+        self.change(shared.changes(), CurrentLimits::default());
     }
 
-    /// Whether `member` has to wait; then it is kept here.
+    #[cold]
+    fn change(&mut self, changes: u64, limits: CurrentLimits) {
+        self.is_on = limits.export.is_some() || limits.of_clients.is_some();
+        (self.changes, self.limits, self.has_changed) = (changes, limits, true);
+    }
+
+    /// Whether there is a limit.
     #[inline]
-    pub(crate) fn holds(&mut self, member: usize, is_limited: impl FnOnce() -> bool) -> bool {
-        let Some(limiter) = &self.limiter else { return false };
-        let waits = is_limited() && limiter.wait_time(Instant::now()).is_some();
-        if waits && !self.waiting.contains(&member) {
-            self.waiting.push(member);
-        }
-        waits
+    pub(crate) fn is_on(&self) -> bool {
+        self.is_on
     }
 
-    /// Takes the tokens of a request that has ended.
+    /// Whether `member`, which has this `number`, has to wait; then its number is kept here.
+    pub(crate) fn holds(&mut self, number: usize, member: &mut Member, now: Instant) -> bool {
+        let waits = self.limiters(member).into_iter().flatten();
+        let Some(wait) = waits.filter_map(|limiter| limiter.wait_time(now)).max() else {
+            return false;
+        };
+        if !std::mem::replace(&mut member.is_held, true) {
+            self.waiting.push(Reverse((now + wait.min(TokenBucket::MAX_REFILL_TIME), number)));
+        }
+        true
+    }
+
+    /// The limiters that hold for `member`.
+    fn limiters(&self, member: &Member) -> [Option<Arc<Limiter>>; 2] {
+        let of_client = self.limits.of_clients.map(|under| member.client.limiter(under));
+        [self.limits.export.clone(), of_client]
+    }
+
+    /// Takes the tokens of a request of `member` that has ended.
     #[inline]
-    pub(crate) fn charge(&self, io: Request) {
-        if let Some(limiter) = &self.limiter {
-            let moves = matches!(io.op, Op::Read | Op::Write);
-            limiter.charge(if moves { io.range.len } else { 0 });
+    pub(crate) fn charge(&self, member: &Member, io: Request) {
+        if self.is_on {
+            self.charge_limited(member, io);
         }
     }
 
-    /// The time until members that wait can go on.
+    #[cold]
+    fn charge_limited(&self, member: &Member, io: Request) {
+        let moves = matches!(io.op, Op::Read | Op::Write);
+        let bytes = if moves { io.range.len } else { 0 };
+        self.limiters(member).into_iter().flatten().for_each(|limiter| limiter.charge(bytes));
+    }
+
+    /// The time until a member that waits may go on.
     #[inline]
     pub(crate) fn wait_time(&self) -> Option<Duration> {
-        if self.waiting.is_empty() {
-            return None;
-        }
-        let limiter = self.limiter.as_ref();
-        Some(limiter.and_then(|limiter| limiter.wait_time(Instant::now())).unwrap_or_default())
+        let Reverse((due, _)) = self.waiting.peek()?;
+        Some(match self.has_changed {
+            true => Duration::ZERO,
+            false => due.saturating_duration_since(Instant::now()),
+        })
     }
 
-    /// The members that can go on.
-    pub(crate) fn released(&mut self) -> Vec<usize> {
+    /// The next member that may go on, if there is one. It is looked at again by
+    /// [`Throttle::holds`].
+    #[inline]
+    pub(crate) fn released(&mut self) -> Option<usize> {
         match self.wait_time() {
-            Some(Duration::ZERO) => std::mem::take(&mut self.waiting),
-            _ => Vec::new(),
+            Some(Duration::ZERO) => self.waiting.pop().map(|Reverse((_, number))| number),
+            Some(_) => None,
+            None => {
+                self.has_changed = false;
+                None
+            }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::rate_limit::Limits;
+    use nowait::{ByteRange, Flags};
+
+    const READ: Request =
+        Request { op: Op::Read, flags: Flags::NONE, range: ByteRange::new(0, 4096) };
+
+    fn throttle(shared: &SharedLimits) -> Throttle {
+        let mut throttle = Throttle::default();
+        throttle.update(shared);
+        throttle
+    }
+
+    /// Requests that each member gets in `time`, if all ask for as many as they may.
+    fn requests<const N: usize>(
+        shared: &SharedLimits,
+        members: &mut [Member; N],
+        time: Duration,
+    ) -> [u64; N] {
+        let (mut throttle, mut counts) = (throttle(shared), [0; N]);
+        // The buckets begin at the moment of their making.
+        let begin = Instant::now();
+        let mut now = begin;
+        while now < begin + time {
+            for (number, member) in members.iter_mut().enumerate() {
+                if !throttle.holds(number, member, now) {
+                    throttle.charge(member, READ);
+                    counts[number] += 1;
+                }
+            }
+            now += Duration::from_millis(1);
+        }
+        counts
+    }
+
+    #[test]
+    fn each_client_has_its_rate_whatever_the_others_ask_for() {
+        let shared = SharedLimits::default();
+        let limit = |rate| Limits { requests: Some(TokenBucket::per_second(rate)), bytes: None };
+        shared.set_of_clients(limit(200));
+        let mut members = [Member::default(), Member::default()];
+        let counts = requests(&shared, &mut members, Duration::from_secs(10));
+        for count in counts {
+            assert!((1990..=2030).contains(&count), "{counts:?}");
+        }
+    }
+
+    #[test]
+    fn the_members_of_one_client_share_its_rate_and_the_limit_of_the_export_holds_beside_it() {
+        let shared = SharedLimits::default();
+        let limit = |rate| Limits { requests: Some(TokenBucket::per_second(rate)), bytes: None };
+        shared.set_of_clients(limit(100));
+        let first = Member::default();
+        let same = Member::of(first.client.clone());
+        let [one, two, other] =
+            requests(&shared, &mut [first, same, Member::default()], Duration::from_secs(10));
+        assert!((990..=1110).contains(&(one + two)), "{one} and {two}");
+        assert!((990..=1110).contains(&other), "{other}");
+        shared.set(limit(150));
+        let mut members = [Member::default(), Member::default()];
+        let counts = requests(&shared, &mut members, Duration::from_secs(10));
+        assert!((1490..=1530).contains(&counts.iter().sum::<u64>()), "{counts:?}");
+    }
+
+    #[test]
+    fn a_member_waits_once_and_a_change_of_the_limits_lets_it_go_on() {
+        let shared = SharedLimits::default();
+        let day = Some(TokenBucket {
+            size: 1,
+            one_time_burst: 0,
+            refill_time: TokenBucket::MAX_REFILL_TIME,
+        });
+        shared.set_of_clients(Limits { requests: day, bytes: None });
+        let mut throttle = throttle(&shared);
+        assert_eq!(throttle.released(), None);
+        let mut member = Member::default();
+        (0..2).for_each(|_| throttle.charge(&member, READ));
+        let now = Instant::now();
+        assert!(throttle.holds(3, &mut member, now) && throttle.holds(3, &mut member, now));
+        assert_eq!((throttle.waiting.len(), throttle.released()), (1, None));
+        shared.set_of_clients(Limits::default());
+        throttle.update(&shared);
+        assert_eq!((throttle.wait_time(), throttle.released()), (Some(Duration::ZERO), Some(3)));
+        assert_eq!((throttle.released(), throttle.is_on()), (None, false));
     }
 }

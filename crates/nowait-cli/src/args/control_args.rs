@@ -4,7 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 
 use clap::builder::{OsStringValueParser, TypedValueParser};
-use clap::{Args, Subcommand};
+use clap::{ArgAction, Args, Subcommand};
 
 use nowait_cli::size;
 use nowait_server::{Limits, TokenBucket};
@@ -107,14 +107,31 @@ pub(crate) struct LimitArgs {
     /// The most bytes a second that are read and written, such as 100M
     #[arg(help_heading = "Limits", long, value_name = "SIZE", value_parser = size::parse)]
     pub(crate) limit_bandwidth: Option<u64>,
+
+    /// The most requests a second of each client: an NBD connection, a virtual machine, a ublk node
+    #[arg(help_heading = "Limits", long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..))]
+    pub(crate) limit_iops_per_client: Option<u64>,
+
+    /// The most bytes a second of each client, such as 10M
+    #[arg(help_heading = "Limits", long, value_name = "SIZE", value_parser = size::parse)]
+    pub(crate) limit_bandwidth_per_client: Option<u64>,
 }
 
 impl LimitArgs {
-    /// The limits; a tenth of a second's worth is let through at once.
+    /// The limits of all clients together; a tenth of a second's worth is let through at once.
     pub(crate) fn limits(&self) -> Limits {
-        let bucket = |rate: Option<u64>| rate.map(TokenBucket::per_second);
-        Limits { requests: bucket(self.limit_iops), bytes: bucket(self.limit_bandwidth) }
+        limits(self.limit_iops, self.limit_bandwidth)
     }
+
+    /// The same of each client.
+    pub(crate) fn limits_per_client(&self) -> Limits {
+        limits(self.limit_iops_per_client, self.limit_bandwidth_per_client)
+    }
+}
+
+fn limits(requests: Option<u64>, bytes: Option<u64>) -> Limits {
+    let bucket = |rate: Option<u64>| rate.map(TokenBucket::per_second);
+    Limits { requests: bucket(requests), bytes: bucket(bytes) }
 }
 
 /// What to do with exports.
@@ -138,6 +155,11 @@ pub(crate) enum ExportAction {
         /// Open it for reading only
         #[arg(short, long)]
         read_only: bool,
+        /// Serve it to virtual machines, too, at this socket; can be given more than once
+        ///
+        /// It must be in a directory of the server's --allow-dir, or in that of its control sockets.
+        #[arg(long, value_name = "PATH", value_hint = clap::ValueHint::FilePath)]
+        vhost_user: Vec<PathBuf>,
         #[command(flatten)]
         server: ServerArgs,
     },
@@ -164,7 +186,7 @@ pub(crate) enum ExportAction {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Limit the requests and bytes a second of an export, all its clients together
+    /// Limit the requests and bytes a second of an export, all its clients together or each of them
     ///
     /// What is not given is not limited any more.
     Limit {
@@ -175,6 +197,19 @@ pub(crate) enum ExportAction {
         #[command(flatten)]
         server: ServerArgs,
     },
+    /// Refuse changes of an export from the next request on, or no more
+    ///
+    /// Writes fail with EPERM, those of virtual machines with an I/O error. Clients are told that the
+    /// disk is read-only when they connect again.
+    ReadOnly {
+        /// Its name, or @ID
+        name: String,
+        /// Refuse changes, or take them again if the image was opened for writing
+        #[arg(value_name = "on|off", value_parser = parse_switch, action = ArgAction::Set)]
+        read_only: bool,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
     /// Make the completed writes of an export durable
     Flush {
         /// Its name, or @ID
@@ -182,6 +217,14 @@ pub(crate) enum ExportAction {
         #[command(flatten)]
         server: ServerArgs,
     },
+}
+
+fn parse_switch(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("on or off".into()),
+    }
 }
 
 const STATUS_AFTER_HELP: &str = "\
@@ -211,7 +254,8 @@ Examples:
   nowait export add data /srv/images/data.qcow2
   nowait export list
   nowait export resize data +10G
-  nowait export limit data --limit-iops 2000 --limit-bandwidth 100M
+  nowait export limit data --limit-iops 2000 --limit-bandwidth-per-client 100M
+  nowait export read-only data on
   nowait export remove data
 
 Exit status:

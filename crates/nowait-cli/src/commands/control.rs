@@ -7,7 +7,9 @@ use std::path::{Path, PathBuf};
 
 use nowait_cli::error::{CliError, plain};
 use nowait_cli::size::{human, short};
-use nowait_control::{AddExport, Client, ClientError, ConnectionInfo, ExportInfo, PatchExport};
+use nowait_control::{
+    AddExport, AddFrontend, Client, ClientError, ConnectionInfo, ExportInfo, PatchExport,
+};
 use serde::Serialize;
 use serde_json::json;
 
@@ -68,14 +70,13 @@ pub(crate) fn status(args: &StatusArgs) -> Result<(), CliError> {
 pub(crate) fn export(command: &ExportCommand) -> Result<(), CliError> {
     match &command.action {
         ExportAction::List { server } => ask(server, Client::exports, |exports| table(exports)),
-        ExportAction::Add { name, image, format, read_only, server } => {
-            let path = std::path::absolute(image).unwrap_or_else(|_| image.clone());
-            let Some(path) = path.to_str() else {
-                return Err(CliError::at(image, "a path that is no text cannot be sent"));
-            };
+        ExportAction::Add { name, image, format, read_only, vhost_user, server } => {
+            let frontends =
+                vhost_user.iter().map(|socket| absolute(socket).map(AddFrontend::VhostUser));
             let export = AddExport {
                 name: name.clone(),
-                path: path.to_owned(),
+                path: absolute(image)?,
+                frontends: frontends.collect::<Result<_, _>>()?,
                 format: format.map(|format| format.name().to_owned()),
                 read_only: *read_only,
                 description: None,
@@ -98,12 +99,24 @@ pub(crate) fn export(command: &ExportCommand) -> Result<(), CliError> {
             ask(server, resize, |export| format!("{}\n", human(export.size_bytes)))
         }
         ExportAction::Limit { name, limits, server } => {
+            let connection_limits = Some(limits.limits_per_client().into());
             let limits = Some(limits.limits().into());
-            let change = PatchExport { limits, ..PatchExport::default() };
+            let change = PatchExport { limits, connection_limits, ..PatchExport::default() };
+            tell(server, |client| client.change(name, &change).map(drop))
+        }
+        ExportAction::ReadOnly { name, read_only, server } => {
+            let change = PatchExport { read_only: Some(*read_only), ..PatchExport::default() };
             tell(server, |client| client.change(name, &change).map(drop))
         }
         ExportAction::Flush { name, server } => tell(server, |client| client.flush(name)),
     }
+}
+
+/// A path as it is sent to a server.
+fn absolute(path: &Path) -> Result<String, CliError> {
+    let absolute = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+    let text = absolute.into_os_string().into_string();
+    text.map_err(|_| CliError::at(path, "a path that is no text cannot be sent"))
 }
 
 /// Lists connections, or closes one.

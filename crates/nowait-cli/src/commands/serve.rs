@@ -135,8 +135,11 @@ fn set_up(args: &ServeArgs, server: &Server) -> Result<(), nowait::Error> {
     if args.lifetime.exit_with_last_client {
         server.stop_after_last_client();
     }
-    let (exports, limits) = (server.exports(), args.control.limits.limits());
-    exports.list().into_iter().try_for_each(|(id, _)| exports.set_limits(id, limits))
+    let (exports, limits) = (server.exports(), args.control.limits);
+    exports.list().into_iter().try_for_each(|(id, _)| {
+        exports.set_limits(id, limits.limits())?;
+        exports.set_client_limits(id, limits.limits_per_client())
+    })
 }
 
 /// Messages go to the log file from now on; a process in the background lets its caller go.

@@ -43,6 +43,11 @@ impl FileAccess {
         self.add(directory, make_bitflags!(AccessFs::{MakeReg | RemoveFile}));
     }
 
+    /// Unix sockets below `directory` may be made and removed.
+    pub fn make_sockets(&mut self, directory: impl AsRef<Path>) {
+        self.add(directory, make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile}));
+    }
+
     /// Regular files below `directory` may be written and made, but not read.
     pub fn append(&mut self, directory: impl AsRef<Path>) {
         self.add(directory, make_bitflags!(AccessFs::{WriteFile | MakeReg}));

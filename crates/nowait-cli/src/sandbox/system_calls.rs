@@ -84,6 +84,9 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_sched_yield,
     // Connections that clients make.
     libc::SYS_accept4,
+    // By path, where landlock allows it.
+    libc::SYS_bind,
+    libc::SYS_listen,
     libc::SYS_connect,
     libc::SYS_sendmsg,
     libc::SYS_recvmsg,

@@ -17,14 +17,14 @@ use serde_json::{Value, json};
 use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, text};
 
 /// A server of a raw image that takes more images from a directory, and its control socket.
-struct Controlled {
-    server: Server,
-    socket: PathBuf,
-    scratch: Scratch,
+pub(crate) struct Controlled {
+    pub(crate) server: Server,
+    pub(crate) socket: PathBuf,
+    pub(crate) scratch: Scratch,
 }
 
 impl Controlled {
-    fn start() -> Self {
+    pub(crate) fn start() -> Self {
         let scratch = Scratch::new();
         let (image, socket) = (scratch.join("disk.img"), scratch.join("control"));
         accepted(&["create", text(&image), "8M"]);
@@ -37,14 +37,14 @@ impl Controlled {
     }
 
     /// A new image in the directory that images may be added from.
-    fn image(&self, name: &str, size: &str) -> String {
+    pub(crate) fn image(&self, name: &str, size: &str) -> String {
         let image = self.scratch.join("images").join(name);
         accepted(&["create", text(&image), size]);
         text(&image).to_owned()
     }
 
     /// The status and the body of the answer to a request, by curl.
-    fn curl(&self, method: &str, path: &str, body: Option<Value>) -> (u16, String) {
+    pub(crate) fn curl(&self, method: &str, path: &str, body: Option<Value>) -> (u16, String) {
         let mut curl = tool("curl");
         curl.args(["--silent", "--write-out", "\n%{http_code}", "--request", method]);
         curl.arg("--unix-socket").arg(&self.socket).arg(format!("http://localhost{path}"));
@@ -57,14 +57,20 @@ impl Controlled {
     }
 
     /// The JSON of the answer to a request that is to succeed with `status`.
-    fn json(&self, method: &str, path: &str, body: Option<Value>, status: u16) -> Value {
+    pub(crate) fn json(&self, method: &str, path: &str, body: Option<Value>, status: u16) -> Value {
         let (got, text) = self.curl(method, path, body);
         assert_eq!(got, status, "{method} {path}: {text}");
         if text.is_empty() { Value::Null } else { serde_json::from_str(&text).expect("JSON") }
     }
 
     /// The one line that refuses a request with `status`.
-    fn refusal(&self, method: &str, path: &str, body: Option<Value>, status: u16) -> String {
+    pub(crate) fn refusal(
+        &self,
+        method: &str,
+        path: &str,
+        body: Option<Value>,
+        status: u16,
+    ) -> String {
         let answer = self.json(method, path, body, status);
         let why = answer["error"].as_str().expect("why").to_owned();
         assert!(!why.is_empty() && !why.contains('\n'), "{why:?}");
@@ -72,7 +78,7 @@ impl Controlled {
     }
 
     /// `nowait` with `arguments`, for this server.
-    fn nowait(&self, arguments: &[&str]) -> Command {
+    pub(crate) fn nowait(&self, arguments: &[&str]) -> Command {
         let mut command = tool(NOWAIT);
         command.args(arguments).arg("--control").arg(&self.socket);
         command

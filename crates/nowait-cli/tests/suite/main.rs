@@ -16,6 +16,7 @@ mod copy_qcow2;
 mod copy_rescue;
 mod copy_tls;
 mod control;
+mod control_changes;
 mod create_resize_commit;
 mod daemon;
 mod errors;

@@ -41,6 +41,12 @@ pub(crate) trait Servable: Send + Sync {
     /// Whether writes are refused.
     fn is_read_only(&self) -> bool;
 
+    /// Refuses changes, or no more. As [`crate::Exports::set_read_only`].
+    ///
+    /// # Errors
+    /// `EROFS`: the image was opened for reading only.
+    fn set_read_only(&self, read_only: bool) -> Result<(), Error>;
+
     /// Size of its device in bytes.
     fn size(&self) -> u64;
 
@@ -294,6 +300,18 @@ impl RegisteredExport {
         threads.channels.iter().for_each(|channels| channels.thread().retire_for_good());
     }
 
+    /// Takes no more clients, unless there are some, or `connected`. Returns whether it takes none.
+    fn remove_unused(&self, connected: impl FnOnce() -> bool) -> bool {
+        let mut threads = self.lock();
+        let busy = threads.channels.iter().any(|channels| !channels.thread().is_idle());
+        // A connection is listed before it is assigned, which takes the lock.
+        if !threads.removed && (busy || connected()) {
+            return false;
+        }
+        threads.removed = true;
+        true
+    }
+
     fn is_removed(&self) -> bool {
         self.lock().removed
     }
@@ -372,6 +390,32 @@ impl Registry {
         all
     }
 
+    /// An export that can be removed.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export. `EBUSY`: it is the default export.
+    fn removable(&self, id: ExportId) -> Result<Arc<RegisteredExport>, Error> {
+        let failed = |errno| Error::new(errno, Operation::SetUp);
+        let export = self.get(id).ok_or(failed(libc::ENOENT))?;
+        if id == Self::DEFAULT { Err(failed(libc::EBUSY)) } else { Ok(export) }
+    }
+
+    /// Lets no further client choose an export without clients; [`Registry::remove`] does the rest.
+    /// `connected` says whether a client is connected whose requests no thread serves yet.
+    ///
+    /// # Errors
+    /// `ENOENT`, `EBUSY` as there. `EUSERS`: it has clients.
+    pub(crate) fn remove_unused(
+        &self,
+        id: ExportId,
+        connected: impl FnOnce() -> bool,
+    ) -> Result<(), Error> {
+        match self.removable(id)?.remove_unused(connected) {
+            true => Ok(()),
+            false => Err(Error::new(libc::EUSERS, Operation::SetUp)),
+        }
+    }
+
     /// Removes an export: no further client can choose it. Waits at most `timeout` until the last
     /// connection has left and all writes are durable.
     ///
@@ -379,14 +423,10 @@ impl Registry {
     /// `ENOENT`: there is no such export. `EBUSY`: it is the default export. `ETIMEDOUT`: it has
     /// connections yet, and ends with the last one; another call goes on waiting.
     pub(crate) fn remove(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
-        let failed = |errno| Error::new(errno, Operation::SetUp);
-        let export = self.get(id).ok_or(failed(libc::ENOENT))?;
-        if id == Self::DEFAULT {
-            return Err(failed(libc::EBUSY));
-        }
+        let export = self.removable(id)?;
         export.remove();
         if !export.wait_ended(timeout) {
-            return Err(failed(libc::ETIMEDOUT));
+            return Err(Error::new(libc::ETIMEDOUT, Operation::SetUp));
         }
         self.forget_if_over(&export);
         Ok(())

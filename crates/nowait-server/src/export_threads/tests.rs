@@ -32,6 +32,10 @@ impl Servable for Growing {
         false
     }
 
+    fn set_read_only(&self, _: bool) -> Result<(), Error> {
+        Ok(())
+    }
+
     fn size(&self) -> u64 {
         0
     }

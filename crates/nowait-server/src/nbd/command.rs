@@ -30,7 +30,7 @@ pub(crate) fn export_info<M: BlockMap>(id: ExportId, export: &Export<M>) -> Expo
         | wire::FLAG_SEND_DF
         | wire::FLAG_SEND_CACHE
         | wire::FLAG_CAN_MULTI_CONN;
-    if disk.is_read_only() {
+    if export.is_read_only() {
         flags |= wire::FLAG_READ_ONLY;
     } else {
         // Where zeroing is never fast, an immediate error is what FAST_ZERO promises.

@@ -118,7 +118,7 @@ impl Connection {
         }
         if builder::is_hole_reply(&context.export, mode, &request, io) {
             self.session.reply_hole(mode, &request.header, io.range);
-            context.count_hole(FrontendKind::Nbd, io);
+            context.count_hole(FrontendKind::Nbd, &self.member, io);
             return taken;
         }
         let Some(buf) = self.take_buffer(context, &mut request, io) else {

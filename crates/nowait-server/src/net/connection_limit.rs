@@ -4,6 +4,8 @@
 //! whichever thread it is on; at most `limit` permits exist at any time.
 
 use std::collections::BTreeMap;
+use std::net::Shutdown;
+use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, AtomicU32, AtomicU64, Ordering};
 use std::sync::{Arc, Mutex, OnceLock};
 use std::time::SystemTime;
@@ -21,12 +23,20 @@ pub(crate) struct ConnectionLimit {
     /// Called when no connection is left after that.
     on_empty: OnceLock<Box<dyn Fn() + Send + Sync>>,
     /// The connections by their ids.
-    connections: Mutex<BTreeMap<u64, ConnectionStatus>>,
+    connections: Mutex<BTreeMap<u64, Described>>,
     next_id: AtomicU64,
     /// Ids of connections that their threads are asked to close.
     to_close: Mutex<Vec<u64>>,
     /// How many times a thread was asked.
     close_count: AtomicU64,
+}
+
+/// A connection that is listed.
+struct Described {
+    status: ConnectionStatus,
+    /// The socket of one whose thread is in a call that ends when the socket is shut down; the threads
+    /// of the others are asked.
+    socket: Option<UnixStream>,
 }
 
 /// A connection of a client, from its acceptance on.
@@ -87,20 +97,24 @@ impl ConnectionLimit {
 
     /// The connections that are described, in the order of their acceptance.
     pub(crate) fn connections(&self) -> Vec<ConnectionStatus> {
-        lock(&self.connections).values().cloned().collect()
+        lock(&self.connections).values().map(|one| one.status.clone()).collect()
     }
 
-    /// Asks the thread of connection `id` of an NBD client to close it: the threads have to be woken
-    /// up. Returns whether there is such a connection.
+    /// Shuts connection `id` down, or asks its thread to close it: the threads have to be woken up.
+    /// Returns whether there is such a connection.
     pub(crate) fn request_close(&self, id: u64) -> bool {
         let connections = lock(&self.connections);
-        let is_there = connections.get(&id).is_some_and(|it| it.frontend == FrontendKind::Nbd);
-        drop(connections);
-        if is_there {
-            lock(&self.to_close).push(id);
-            self.close_count.fetch_add(1, Ordering::Release);
+        let Some(described) = connections.get(&id) else { return false };
+        if let Some(socket) = &described.socket {
+            tracing::info!("{} is disconnected on request", described.status.peer);
+            // The client may have gone already.
+            let _ = socket.shutdown(Shutdown::Both);
+            return true;
         }
-        is_there
+        drop(connections);
+        lock(&self.to_close).push(id);
+        self.close_count.fetch_add(1, Ordering::Release);
+        true
     }
 
     /// How many times [`ConnectionLimit::request_close`] was called: a thread that has seen the
@@ -130,18 +144,27 @@ impl ConnectionLimit {
 }
 
 impl ConnectionPermit {
-    /// Lists the connection among those of the server.
+    /// Lists the connection among those of the server. Its thread closes it on request.
     pub(crate) fn describe(&self, frontend: FrontendKind, peer: String) {
+        self.list(frontend, peer, None);
+    }
+
+    /// The same for one whose thread is in a call that ends when `socket` is shut down.
+    pub(crate) fn describe_socket(&self, frontend: FrontendKind, peer: String, socket: UnixStream) {
+        self.list(frontend, peer, Some(socket));
+    }
+
+    fn list(&self, frontend: FrontendKind, peer: String, socket: Option<UnixStream>) {
         let (id, since) = (self.id, SystemTime::now());
         let status = ConnectionStatus { id, frontend, peer, export: None, tls: false, since };
-        lock(&self.limit.connections).insert(id, status);
+        lock(&self.limit.connections).insert(id, Described { status, socket });
     }
 
     /// Notes that the client has chosen an export, so it did more than list them.
     pub(crate) fn mark_transmission(&self, export: ExportId, tls: bool) {
         self.limit.had_client.store(true, Ordering::Release);
-        if let Some(status) = lock(&self.limit.connections).get_mut(&self.id) {
-            (status.export, status.tls) = (Some(export), tls);
+        if let Some(described) = lock(&self.limit.connections).get_mut(&self.id) {
+            (described.status.export, described.status.tls) = (Some(export), tls);
         }
     }
 
@@ -166,6 +189,8 @@ impl Drop for ConnectionPermit {
 
 #[cfg(test)]
 mod tests {
+    use std::io::Read;
+
     use super::*;
 
     #[test]
@@ -213,14 +238,16 @@ mod tests {
     fn a_connection_is_listed_from_its_description_to_its_end() {
         let limit = Arc::new(ConnectionLimit::new(2));
         let (first, second) = (limit.take().unwrap(), limit.take().unwrap());
-        first.describe(FrontendKind::VhostUser, "one".into());
+        let (socket, mut machine) = UnixStream::pair().unwrap();
+        first.describe_socket(FrontendKind::VhostUser, "one".into(), socket);
         second.describe(FrontendKind::Nbd, "two".into());
         second.mark_transmission(ExportId(7), true);
         let all = limit.connections();
         let seen: Vec<_> =
             all.iter().map(|status| (&*status.peer, status.export, status.tls)).collect();
         assert_eq!(seen, [("one", None, false), ("two", Some(ExportId(7)), true)]);
-        assert!(!limit.request_close(all[0].id), "its thread cannot be asked");
+        assert!(limit.request_close(all[0].id) && limit.close_count() == 0, "a thread is asked");
+        assert_eq!(machine.read(&mut [0; 1]).unwrap(), 0, "it is not shut down");
         drop(first);
         assert_eq!(limit.connections().len(), 1);
         assert!(!limit.request_close(all[0].id) && limit.request_close(all[1].id));

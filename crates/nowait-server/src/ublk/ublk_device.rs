@@ -11,6 +11,7 @@ use std::time::{Duration, Instant};
 use nowait_image::Image;
 
 use crate::locking::lock;
+use crate::rate_limit::ClientBuckets;
 use crate::ublk::control_commands::{quiesce, stop_device, stop_if_unused, update_size};
 use crate::ublk::control_ring::{ControlRing, character_device, node, within};
 use crate::ublk::device_parameters::{Parameters, can_register};
@@ -76,6 +77,7 @@ impl UblkNode {
             has_node: AtomicBool::new(recovers),
             handing_over: AtomicBool::new(false),
             leaving: AtomicBool::new(false),
+            client: Arc::default(),
         };
         let node = Self(Arc::new(device));
         if parameters.size == 0 {
@@ -167,6 +169,8 @@ pub struct UblkDevice {
     handing_over: AtomicBool,
     /// The queues take no more requests: the next server gets them.
     leaving: AtomicBool,
+    /// The limits of its queues together.
+    pub(crate) client: Arc<ClientBuckets>,
 }
 
 impl std::fmt::Debug for UblkDevice {
@@ -258,6 +262,7 @@ impl UblkDevice {
             has_node: AtomicBool::new(true),
             handing_over: AtomicBool::new(false),
             leaving: AtomicBool::new(false),
+            client: Arc::default(),
         }
     }
 

@@ -298,7 +298,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
             data,
             descriptor,
             requests,
-            member: Member::default(),
+            member: Member::of(self.device.client.clone()),
             ready: VecDeque::with_capacity(depth.into()),
             live_tags: depth,
             in_ring: 0,

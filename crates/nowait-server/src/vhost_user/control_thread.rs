@@ -146,9 +146,10 @@ pub(crate) fn run<S: ControlServer + 'static>(
             std::thread::sleep(BACK_OFF);
             continue;
         };
-        permit.describe(FrontendKind::VhostUser, Peer::of(&stream).address());
+        let (Ok(copy), Ok(to_close)) = (stream.try_clone(), stream.try_clone()) else { continue };
+        let peer = Peer::of(&stream).address();
+        permit.describe_socket(FrontendKind::VhostUser, peer, to_close);
         permit.mark_transmission(server.export(), false);
-        let Ok(copy) = stream.try_clone() else { continue };
         if !handle.serves(Some(copy)) {
             return;
         }

@@ -10,6 +10,7 @@ use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::locking::lock;
+use crate::rate_limit::ClientBuckets;
 use crate::thread_handle::ThreadHandle;
 use crate::vhost_user::device_config::Features;
 use crate::vhost_user::virtqueue::Virtqueue;
@@ -31,6 +32,8 @@ pub(crate) struct DeviceState {
     label: String,
     /// The driver has the device cache writes.
     pub(crate) wce: AtomicBool,
+    /// The limits of its queues together.
+    pub(crate) client: Arc<ClientBuckets>,
     broken: AtomicBool,
     lines: AtomicU32,
 }
@@ -38,7 +41,8 @@ pub(crate) struct DeviceState {
 impl DeviceState {
     pub(crate) fn new(id: [u8; ID_BYTES], label: String) -> Self {
         let (wce, broken) = (AtomicBool::new(true), AtomicBool::new(false));
-        Self { id, label, wce, broken, lines: AtomicU32::new(0) }
+        let client = Arc::default();
+        Self { id, label, wce, client, broken, lines: AtomicU32::new(0) }
     }
 
     /// Stops the device because of `reason`. Logs the first of the reasons.

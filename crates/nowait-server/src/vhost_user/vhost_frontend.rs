@@ -144,7 +144,7 @@ impl VhostFrontend {
         }
         let (_, size) = start.virtqueue.table();
         let requests = (0..size).map(|_| None).collect();
-        let (member, phase) = (Member::default(), Phase::Running);
+        let (member, phase) = (Member::of(start.device.client.clone()), Phase::Running);
         let queue = DeviceQueue {
             start,
             member,

@@ -97,6 +97,11 @@ impl Driver {
         driver
     }
 
+    /// The features that the device offers.
+    pub(crate) fn vmm_features(&mut self) -> u64 {
+        self.vmm.get_features().unwrap()
+    }
+
     fn negotiate(&mut self) {
         let vmm = &mut self.vmm;
         vmm.set_owner().unwrap();
