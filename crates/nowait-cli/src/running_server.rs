@@ -17,8 +17,8 @@ use nowait_server::{AnyExport, ExportId, ExportStatus, Exports, Limits, Listener
 use rustix::io::Errno;
 
 use crate::export_spec::{NamedExport, parse_name};
+use crate::listen_address;
 use crate::open_disk::{OpenedDisk, is_same_file};
-use crate::{control_socket, listen_address};
 
 /// How long an export that is removed may take to end its requests.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -56,7 +56,9 @@ impl ServedDisks {
 /// What the exports that are added later have in common.
 pub(crate) struct Additions {
     pub(crate) options: ChainOptions,
+    /// The directories of their images, and those of their sockets.
     pub(crate) allowed: Vec<PathBuf>,
+    pub(crate) allowed_for_sockets: Vec<PathBuf>,
     pub(crate) workers: u32,
     pub(crate) max_connections: u32,
     pub(crate) places: Places,
@@ -156,9 +158,7 @@ impl RunningServer {
         let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
             return Err(ControlError::Invalid("the path of the socket names no file".into()));
         };
-        let allowed = self.additions.allowed.iter().cloned();
-        let allowed: Vec<PathBuf> = allowed.chain(control_socket::directory()).collect();
-        Ok(inside(&allowed, directory)?.join(name))
+        Ok(inside(&self.additions.allowed_for_sockets, directory)?.join(name))
     }
 
     /// Listens at the sockets of `frontends`. Returns them and where they are.

@@ -39,7 +39,7 @@ impl Throttle {
 
     /// Has the limits of `shared` again.
     pub(crate) fn restore(&mut self, shared: &SharedLimits) {
-        (self.changes, self.limiter) = (shared.changes(), shared.limiter());
+        self.change(shared.changes(), shared.current());
     }
 
     /// Has no limits from now on, so that the thread can end.

@@ -188,9 +188,11 @@ fn served(
 /// What the exports have in common that are added later, at the addresses `listens`.
 fn additions(args: &ServeArgs, listens: Vec<Address>) -> Additions {
     let tls = args.tls.is_required();
+    let sockets = args.control.allow_dir.iter().cloned().chain(control_socket::directory());
     Additions {
         options: chain_options(args),
         allowed: args.control.allow_dir.clone(),
+        allowed_for_sockets: sockets.collect(),
         workers: args.config().workers,
         max_connections: args.max_connections,
         places: Box::new(move |named| listens.iter().map(|at| at.uri(&named.name, tls)).collect()),

@@ -136,7 +136,7 @@ impl Connection {
             socket,
             transport,
             session,
-            member: Member::default(),
+            member: Member::of(permit.client.clone()),
             generation,
             due,
             peer,

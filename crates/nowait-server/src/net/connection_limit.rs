@@ -12,6 +12,7 @@ use std::time::SystemTime;
 
 use crate::export::ExportId;
 use crate::locking::lock;
+use crate::rate_limit::ClientBuckets;
 use crate::statistics::FrontendKind;
 
 /// The permits of a server.
@@ -60,6 +61,8 @@ pub struct ConnectionStatus {
 pub(crate) struct ConnectionPermit {
     limit: Arc<ConnectionLimit>,
     id: u64,
+    /// The limits of the client, on whichever thread it is.
+    pub(crate) client: Arc<ClientBuckets>,
 }
 
 impl ConnectionLimit {
@@ -92,7 +95,7 @@ impl ConnectionLimit {
         let taken = self.taken.fetch_update(Ordering::AcqRel, Ordering::Acquire, next);
         taken.ok()?;
         let id = self.next_id.fetch_add(1, Ordering::Relaxed);
-        Some(ConnectionPermit { limit: self.clone(), id })
+        Some(ConnectionPermit { limit: self.clone(), id, client: Arc::default() })
     }
 
     /// The connections that are described, in the order of their acceptance.
