@@ -134,6 +134,9 @@ pub struct OperationInfo {
     /// How long requests took; absent if none was timed.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub latency: Option<LatencyInfo>,
+    /// How long of that the storage took.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub device_latency: Option<LatencyInfo>,
 }
 
 /// How long requests took, from their submission to the engine to their completion. One in sixteen is
@@ -193,9 +196,11 @@ pub struct ErrnoInfo {
 impl From<&FrontendTotals> for FrontendInfo {
     fn from(totals: &FrontendTotals) -> Self {
         let operation = |(name, totals): (&str, &OpTotals)| {
-            let &OpTotals { requests, bytes, errors, ref latencies } = totals;
-            let latency = LatencyInfo::of(latencies);
-            (name.to_owned(), OperationInfo { requests, bytes, errors, latency })
+            let &OpTotals { requests, bytes, errors, .. } = totals;
+            let latency = LatencyInfo::of(&totals.latencies);
+            let device_latency = LatencyInfo::of(&totals.device_latencies);
+            let info = OperationInfo { requests, bytes, errors, latency, device_latency };
+            (name.to_owned(), info)
         };
         let errno = |&(errno, requests): &(i32, u64)| ErrnoInfo {
             errno,

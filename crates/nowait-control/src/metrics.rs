@@ -12,7 +12,7 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::api::{BucketInfo, ExportInfo, FrontendInfo, ServerInfo};
+use crate::api::{BucketInfo, ExportInfo, FrontendInfo, LatencyInfo, OperationInfo, ServerInfo};
 
 /// The content type of [`text_of`].
 pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -98,7 +98,9 @@ impl Collector for Snapshot {
                 info.operations.get(operation).map(|totals| totals.bytes)
             })?;
         }
-        durations(&mut encoder, exports)?;
+        for (name, help, latency) in DURATIONS {
+            durations(&mut encoder, exports, (name, help), latency)?;
+        }
         let help = "How the engine has served requests";
         let name = "nowait_export_mechanism";
         let mut family = encoder.encode_descriptor(name, help, None, MetricType::Counter)?;
@@ -123,17 +125,32 @@ impl Collector for Snapshot {
     }
 }
 
+/// A histogram of durations: its name, its help and its value.
+type Durations = (&'static str, &'static str, fn(&OperationInfo) -> Option<&LatencyInfo>);
+
+const DURATIONS: [Durations; 2] = [
+    (
+        "nowait_export_request_duration",
+        "How long requests took, of which one in sixteen is timed",
+        |totals| totals.latency.as_ref(),
+    ),
+    ("nowait_export_device_duration", "How long of that the storage took", |totals| {
+        totals.device_latency.as_ref()
+    }),
+];
+
 /// The histograms of the durations of requests.
 fn durations(
     encoder: &mut DescriptorEncoder<'_>,
     exports: &[ExportInfo],
+    (name, help): (&str, &str),
+    latency: impl Fn(&OperationInfo) -> Option<&LatencyInfo>,
 ) -> Result<(), fmt::Error> {
-    let help = "How long requests took, of which one in sixteen is timed";
-    let (name, unit) = ("nowait_export_request_duration", Some(&Unit::Seconds));
+    let unit = Some(&Unit::Seconds);
     let mut family = encoder.encode_descriptor(name, help, unit, MetricType::Histogram)?;
     for (export, frontend, info) in frontends(exports) {
         for (operation, totals) in &info.operations {
-            let Some(latency) = &totals.latency else { continue };
+            let Some(latency) = latency(totals) else { continue };
             let (export, frontend) = (escaped(export), escaped(frontend));
             let labels =
                 [("export", export), ("frontend", frontend), ("operation", operation.clone())];
@@ -196,11 +213,12 @@ mod tests {
     use std::collections::BTreeMap;
 
     use super::*;
-    use crate::api::{ErrnoInfo, OperationInfo};
+    use crate::api::ErrnoInfo;
 
     #[test]
     fn a_name_with_quotes_and_line_ends_stays_in_its_label() {
-        let read = OperationInfo { requests: 3, bytes: 4096, errors: 1, latency: None };
+        let read =
+            OperationInfo { requests: 3, bytes: 4096, errors: 1, ..OperationInfo::default() };
         let frontend = FrontendInfo {
             operations: BTreeMap::from([("read".to_owned(), read)]),
             errors: vec![ErrnoInfo { errno: 5, message: "x".into(), requests: 1 }],

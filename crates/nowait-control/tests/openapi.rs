@@ -125,8 +125,12 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
     let frontends = vec![socket.clone()];
     let add =
         AddExport { format: text.clone(), description: text, frontends, ..AddExport::default() };
-    let operation =
-        OperationInfo { latency: Some(LatencyInfo::default()), ..OperationInfo::default() };
+    let latency = Some(LatencyInfo::default());
+    let operation = OperationInfo {
+        latency: latency.clone(),
+        device_latency: latency,
+        ..OperationInfo::default()
+    };
     let limit = BucketLimit::default();
     let limits = LimitsInfo { ops: Some(limit), bandwidth: Some(limit) };
     let patch = PatchExport {

@@ -195,7 +195,18 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
     /// Submits, and takes completions and events without waiting.
     fn poll(&mut self) -> Result<(), Error> {
         let events = &mut self.events;
-        self.context.engine.poll_watched(&mut |token, bits| events.push((token, bits)))
+        self.context.sampler.begin_device();
+        self.context.engine.poll_watched(&mut |token, bits| events.push((token, bits)))?;
+        self.taken();
+        Ok(())
+    }
+
+    /// Requests may have ended.
+    #[inline]
+    fn taken(&mut self) {
+        if self.context.engine.has_done() {
+            self.context.sampler.end_device();
+        }
     }
 
     /// Whether there is something to do without an event.
@@ -225,7 +236,9 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             let timeouts = [deadline, self.time_until_retirement(), retry, release, throttled];
             let timeout = timeouts.into_iter().flatten().min();
             let events = &mut self.events;
+            self.context.sampler.begin_device();
             self.context.engine.wait(timeout, &mut |token, bits| events.push((token, bits)))?;
+            self.taken();
             self.adaptive_poll.slept(began);
             self.wake_blocked();
         }
@@ -353,9 +366,9 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             let (member, key) = ((tag >> 32) as usize, (tag & !TIMED) as u32);
             let (kind, io) = (self.frontend.kind(member), completion.io);
             if tag & TIMED != 0
-                && let Some(time) = self.context.sampler.end(tag)
+                && let Some(times) = self.context.sampler.end(tag)
             {
-                self.context.statistics.record(kind, io.op, time);
+                self.context.statistics.record(kind, io.op, times);
             }
             match result(&completion) {
                 Ok(()) => {

@@ -99,7 +99,8 @@ pub struct ExportStatus {
     pub in_flight: usize,
     /// What each frontend has done since the export was added.
     pub totals: Vec<(FrontendKind, FrontendTotals)>,
-    /// How the engines have served the requests: the names and counts of [`nowait::Stats`].
+    /// How the engines have served the requests: the names and counts of [`nowait::Stats`], and the
+    /// bytes that were allocated ahead of writes.
     pub mechanisms: Vec<(&'static str, u64)>,
     /// What it may do.
     pub limits: Limits,
@@ -120,7 +121,10 @@ impl ExportStatus {
             members: threads.iter().map(|thread| thread.connections()).sum(),
             in_flight: threads.iter().map(|thread| thread.in_flight()).sum(),
             totals: FrontendKind::ALL.into_iter().map(totals).collect(),
-            mechanisms: registered.statistics.mechanisms(),
+            mechanisms: {
+                let ahead = ("allocated_ahead_bytes", export.allocated_ahead());
+                registered.statistics.mechanisms().into_iter().chain([ahead]).collect()
+            },
             limits: registered.limits.get(),
             client_limits: registered.limits.of_clients(),
         }

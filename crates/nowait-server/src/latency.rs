@@ -1,5 +1,5 @@
 //! How long requests take: one in [`SAMPLE_EVERY`] is timed, from its submission to the engine to its
-//! completion.
+//! completion, and what the storage takes of that.
 //!
 //! Invariant: a request that is not timed costs a count and a bit of its tag; no clock is read for
 //! it. Samples are taken by number, not by time, so that slow requests are as likely as fast ones.
@@ -19,13 +19,36 @@ const BUCKETS: usize = 26;
 /// Decides which requests of a thread are timed.
 pub(crate) struct Sampler {
     until_next: u32,
-    /// The tags of timed requests in flight and when they were submitted, the oldest first.
-    timed: Vec<(u64, Instant)>,
+    /// The timed requests in flight, the oldest first.
+    timed: Vec<Timed>,
+    /// Some of them have not gone to the storage.
+    has_new: bool,
+    /// When the engine was asked last for what the storage has done.
+    drained: Option<Instant>,
+}
+
+/// A timed request in flight.
+struct Timed {
+    tag: u64,
+    submitted: Instant,
+    /// When it went to the storage.
+    at_device: Option<Instant>,
+}
+
+/// How long a request took.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Times {
+    /// From its submission to its completion.
+    pub(crate) whole: Duration,
+    /// From the submission to the storage, with all that waits for it, to the moment at which the
+    /// thread has taken the result. Of a request that needs no storage about none.
+    pub(crate) device: Duration,
 }
 
 impl Default for Sampler {
     fn default() -> Self {
-        Self { until_next: SAMPLE_EVERY, timed: Vec::with_capacity(MAX_TIMED) }
+        let timed = Vec::with_capacity(MAX_TIMED);
+        Self { until_next: SAMPLE_EVERY, timed, has_new: false, drained: None }
     }
 }
 
@@ -42,19 +65,50 @@ impl Sampler {
     fn begin(&mut self, tag: u64) -> u64 {
         self.until_next = SAMPLE_EVERY;
         // A request that was rejected has left its tag here.
-        self.timed.retain(|(timed, _)| *timed != tag);
+        self.timed.retain(|timed| timed.tag != tag);
         if self.timed.len() == MAX_TIMED {
             self.timed.remove(0);
         }
-        self.timed.push((tag, Instant::now()));
+        self.timed.push(Timed { tag, submitted: Instant::now(), at_device: None });
+        self.has_new = true;
         tag
     }
 
-    /// The time that the request of a marked `tag` took, if it was not given up.
+    /// The requests that were collected go to the storage now.
+    #[inline]
+    pub(crate) fn begin_device(&mut self) {
+        if self.has_new {
+            self.begin_at_device();
+        }
+    }
+
     #[cold]
-    pub(crate) fn end(&mut self, tag: u64) -> Option<Duration> {
-        let at = self.timed.iter().position(|(timed, _)| *timed == tag)?;
-        Some(self.timed.remove(at).1.elapsed())
+    fn begin_at_device(&mut self) {
+        self.has_new = false;
+        let now = Instant::now();
+        let new = self.timed.iter_mut().rev().take_while(|timed| timed.at_device.is_none());
+        new.for_each(|timed| timed.at_device = Some(now));
+    }
+
+    /// The thread has taken results; the completions are looked at later.
+    #[inline]
+    pub(crate) fn end_device(&mut self) {
+        if !self.timed.is_empty() {
+            self.drained = Some(Instant::now());
+        }
+    }
+
+    /// The times of the request of a marked `tag`, if it was not given up.
+    #[cold]
+    pub(crate) fn end(&mut self, tag: u64) -> Option<Times> {
+        let at = self.timed.iter().position(|timed| timed.tag == tag)?;
+        let Timed { submitted, at_device, .. } = self.timed.remove(at);
+        let whole = submitted.elapsed();
+        let device = match (at_device, self.drained) {
+            (Some(from), Some(to)) => to.saturating_duration_since(from),
+            _ => Duration::ZERO,
+        };
+        Some(Times { whole, device: device.min(whole) })
     }
 }
 
@@ -171,6 +225,28 @@ mod tests {
         let timed: Vec<u64> = tags.into_iter().filter(|tag| tag & TIMED != 0).collect();
         assert_eq!(timed, [15, 31, 47, 63].map(|tag| tag | TIMED));
         assert!(sampler.end(31 | TIMED).is_some() && sampler.end(31 | TIMED).is_none());
+    }
+
+    #[test]
+    fn the_time_of_the_storage_is_a_part_of_the_whole_and_begins_with_the_submission_to_it() {
+        let pause = || std::thread::sleep(Duration::from_millis(2));
+        let mut sampler = Sampler::default();
+        let tag = (0..16).map(|tag| sampler.mark(tag)).last().unwrap();
+        pause();
+        sampler.begin_device();
+        // A later one does not change when the first one went to the storage.
+        let later = (16..32).map(|tag| sampler.mark(tag)).last().unwrap();
+        pause();
+        sampler.begin_device();
+        sampler.end_device();
+        pause();
+        let times = sampler.end(tag).unwrap();
+        assert!(times.device >= Duration::from_millis(2), "{times:?}");
+        assert!(times.whole >= times.device + Duration::from_millis(4), "{times:?}");
+        assert!(sampler.end(later).unwrap().device < times.device);
+        // One that never went to the storage.
+        let none = (32..48).map(|tag| sampler.mark(tag)).last().unwrap();
+        assert_eq!(sampler.end(none).unwrap().device, Duration::ZERO);
     }
 
     #[test]

@@ -192,6 +192,10 @@ impl<M: BlockMap> Servable for Export<M> {
         Export::set_read_only(self, read_only)
     }
 
+    fn allocated_ahead(&self) -> u64 {
+        self.disk().allocated_ahead()
+    }
+
     fn size(&self) -> u64 {
         self.disk().size()
     }

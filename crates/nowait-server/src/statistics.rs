@@ -5,11 +5,10 @@
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 
 use nowait::{Op, Stats};
 
-use crate::latency::{Latencies, LatencyCounters};
+use crate::latency::{Latencies, LatencyCounters, Times};
 use crate::locking::lock;
 
 /// The operations that are counted, in the order of the arrays here.
@@ -21,10 +20,11 @@ const MAX_ERRNOS: usize = 32;
 type Mechanism = (&'static str, fn(&Stats) -> u64);
 
 /// The counts of an engine by the names that programs see.
-const MECHANISMS: [Mechanism; 13] = [
+const MECHANISMS: [Mechanism; 14] = [
     ("simple", |stats| stats.simple),
     ("general", |stats| stats.general),
     ("worker", |stats| stats.worker),
+    ("refused", |stats| stats.refused),
     ("retried", |stats| stats.retried),
     ("remote", |stats| stats.remote),
     ("deferred", |stats| stats.deferred),
@@ -77,6 +77,9 @@ pub struct OpTotals {
     pub errors: u64,
     /// How long those took that were timed.
     pub latencies: Latencies,
+    /// How long of that storage took: from their submission to it, with all that it waits for, to
+    /// the moment at which the thread has taken the result.
+    pub device_latencies: Latencies,
 }
 
 /// What one frontend of an export has done since the export was added.
@@ -133,6 +136,7 @@ struct OpCounters {
     bytes: AtomicU64,
     errors: AtomicU64,
     latencies: LatencyCounters,
+    device_latencies: LatencyCounters,
 }
 
 /// Adds to a counter that only the calling thread changes.
@@ -150,9 +154,11 @@ impl ThreadStatistics {
         add(&counters.bytes, bytes);
     }
 
-    /// A request that was timed took `time`. To be called by the thread itself.
-    pub(crate) fn record(&self, frontend: FrontendKind, op: Op, time: Duration) {
-        self.by_frontend[frontend as usize].by_op[op as usize].latencies.record(time);
+    /// A request was timed. To be called by the thread itself.
+    pub(crate) fn record(&self, frontend: FrontendKind, op: Op, times: Times) {
+        let counters = &self.by_frontend[frontend as usize].by_op[op as usize];
+        counters.latencies.record(times.whole);
+        counters.device_latencies.record(times.device);
     }
 
     /// The mechanisms' counts so far, to which those of a new engine are added.
@@ -188,6 +194,7 @@ impl ThreadStatistics {
             total.bytes += counters.bytes.load(Ordering::Relaxed);
             total.errors += counters.errors.load(Ordering::Relaxed);
             counters.latencies.add_to(&mut total.latencies);
+            counters.device_latencies.add_to(&mut total.device_latencies);
         }
         for (errno, count) in lock(&frontend.errnos).iter() {
             add_errno(&mut totals.errnos, *errno, *count);

@@ -47,6 +47,9 @@ pub(crate) trait Servable: Send + Sync {
     /// `EROFS`: the image was opened for reading only.
     fn set_read_only(&self, read_only: bool) -> Result<(), Error>;
 
+    /// As [`nowait::BlockDevice::allocated_ahead`].
+    fn allocated_ahead(&self) -> u64;
+
     /// Size of its device in bytes.
     fn size(&self) -> u64;
 

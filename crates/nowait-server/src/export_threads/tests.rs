@@ -36,6 +36,10 @@ impl Servable for Growing {
         Ok(())
     }
 
+    fn allocated_ahead(&self) -> u64 {
+        0
+    }
+
     fn size(&self) -> u64 {
         0
     }

@@ -14,7 +14,7 @@
 //! the answer's use: no lock excludes other openers.
 
 use std::collections::VecDeque;
-use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::atomic::{AtomicBool, AtomicU64, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError, TryLockError};
 
 use crate::block::ahead_map::AheadMap;
@@ -46,6 +46,8 @@ pub(crate) struct AllocateAhead {
     windows: Mutex<VecDeque<ByteRange>>,
     /// The storage cannot, or is full.
     off: AtomicBool,
+    /// Bytes that were allocated ahead so far.
+    total: AtomicU64,
 }
 
 /// The parts of a device that are needed here.
@@ -78,7 +80,7 @@ impl AllocateAhead {
             return;
         }
         let allocated = !target.has_room(&mut windows, before)
-            || target.allocate(&mut windows, window, range.len);
+            || target.allocate(&mut windows, window, range.len, &self.total);
         target.ranges.unlock(window, LockMode::Shared);
         if !allocated {
             self.off.store(true, Ordering::Relaxed);
@@ -99,6 +101,11 @@ impl AllocateAhead {
     pub(crate) fn turn_off(&self, target: AheadTarget<'_>) -> bool {
         self.off.store(true, Ordering::Relaxed);
         self.give_back(target)
+    }
+
+    /// Bytes that were allocated ahead so far, those that were given back included.
+    pub(crate) fn total(&self) -> u64 {
+        self.total.load(Ordering::Relaxed)
     }
 
     /// Waits until no other thread has the windows; in a simulation, where the task that has them
@@ -134,8 +141,15 @@ impl AheadTarget<'_> {
     }
 
     /// Allocates `window` as far as the file's share allows, for a write to its first `write`
-    /// bytes; its range is locked. False if the storage cannot, or is full.
-    fn allocate(self, windows: &mut VecDeque<ByteRange>, window: ByteRange, write: u64) -> bool {
+    /// bytes, and adds the rest to `total`; its range is locked. False if the storage cannot, or is
+    /// full.
+    fn allocate(
+        self,
+        windows: &mut VecDeque<ByteRange>,
+        window: ByteRange,
+        write: u64,
+        total: &AtomicU64,
+    ) -> bool {
         let properties = self.storage.properties();
         if properties.device || !properties.punch_hole || properties.align == Alignment::NONE {
             return false;
@@ -166,6 +180,7 @@ impl AheadTarget<'_> {
         // storage, which is given back.
         self.map.mark_ahead(ByteRange::new(window.pos + write, window.len - write));
         windows.push_back(window);
+        total.fetch_add(window.len - write, Ordering::Relaxed);
         done.is_ok()
     }
 

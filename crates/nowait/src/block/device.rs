@@ -339,6 +339,13 @@ impl<M: BlockMap> BlockDevice<M> {
         }
     }
 
+    /// Bytes that were allocated ahead of writes so far ([`crate::Config::allocate_ahead`]), those that
+    /// were given back included.
+    #[must_use]
+    pub fn allocated_ahead(&self) -> u64 {
+        self.ahead.total()
+    }
+
     fn ahead_target(&self) -> Option<AheadTarget<'_>> {
         let (storage, ranges, size) = (&*self.primary, &self.ranges, self.size());
         self.map.ahead().map(|map| AheadTarget { map, storage, ranges, size })

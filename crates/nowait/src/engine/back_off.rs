@@ -16,6 +16,8 @@ const BACK_OFF_REQUESTS: u32 = 2048;
 pub(crate) struct BackOff {
     /// Whether refusals count.
     on: bool,
+    /// Refusals since the engine was made.
+    total: u64,
     /// Refusals since the last poll.
     refused: u32,
     /// Polls in a row in which nearly every request was refused.
@@ -27,7 +29,7 @@ pub(crate) struct BackOff {
 impl BackOff {
     /// A state that has seen no refusal; `on` is the switch.
     pub(crate) fn new(on: bool) -> Self {
-        Self { on, refused: 0, refused_polls: 0, remaining: 0 }
+        Self { on, total: 0, refused: 0, refused_polls: 0, remaining: 0 }
     }
 
     /// Whether requests go to the workers without a try.
@@ -43,7 +45,13 @@ impl BackOff {
 
     /// Counts a transfer that was refused.
     pub(crate) fn refused(&mut self) {
+        self.total += 1;
         self.refused += u32::from(self.on);
+    }
+
+    /// Transfers that were refused since the engine was made.
+    pub(crate) fn total(&self) -> u64 {
+        self.total
     }
 
     /// Whether the next poll is to be evaluated.

@@ -16,6 +16,8 @@ pub struct Stats {
     pub general: u64,
     /// Requests that went to a worker at once.
     pub worker: u64,
+    /// Transfers that were tried without waiting and refused (C34).
+    pub refused: u64,
     /// Requests that were tried without waiting, refused or cut short, and went to a worker.
     pub retried: u64,
     /// Slots that another thread has ended and returned to their owner (C47).

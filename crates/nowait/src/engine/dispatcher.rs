@@ -132,7 +132,7 @@ impl<M: BlockMap> Dispatcher<M> {
 
     pub(crate) fn stats(&self) -> Stats {
         let simple = self.pool.allocs() - self.other_slots;
-        Stats { simple, pool: self.pool.stats(), ..self.stats }
+        Stats { simple, refused: self.back_off.total(), pool: self.pool.stats(), ..self.stats }
     }
 
     /// As [`SimplePath::map_for_simple_path`].
