@@ -3,6 +3,7 @@
 
 pub mod process;
 pub mod error;
+mod journal;
 pub mod log;
 pub mod sandbox;
 pub mod size;

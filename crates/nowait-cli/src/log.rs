@@ -1,57 +1,68 @@
-//! Messages on standard error while the server runs.
+//! Messages while the server runs: on standard error, in a log file, or in the journal.
 //!
 //! Invariant: each message is one line that begins with `nowait:`, whatever names are in it, and
-//! has no control characters; without `--verbose` only warnings and errors are printed. Where the
-//! journal reads standard error, each line begins with its priority; in a log file, with the time.
+//! has no control characters; without `--verbose` only warnings and errors are printed. In a log file
+//! each line begins with the time. Where the journal reads standard error, it gets each message with
+//! its priority and its fields; if it cannot be reached, as a line that begins with the priority.
 
 use std::fmt;
 use std::io::{self, Write};
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 
+use tracing::field::{Field, Visit};
+use tracing::level_filters::LevelFilter;
 use tracing::{Event, Level, Subscriber};
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
-use tracing_subscriber::fmt::{FmtContext, FormatEvent, FormatFields};
-use tracing_subscriber::registry::LookupSpan;
+use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
 use crate::error::plain;
+use crate::journal::{self, Journal};
 
-/// Writes events of `tracing` to standard error from now on. To be called once.
+/// Prints events of `tracing` from now on. To be called once.
 pub fn start(verbose: bool) {
-    tracing_subscriber::fmt()
-        .with_max_level(if verbose { Level::DEBUG } else { Level::WARN })
-        .with_writer(io::stderr)
-        .with_ansi(false)
-        // If standard error is closed, an error about that cannot be printed either.
-        .log_internal_errors(false)
-        .event_format(OneLine)
-        .init();
+    let level = if verbose { LevelFilter::DEBUG } else { LevelFilter::WARN };
+    // It fails only if it was called before.
+    let _ = tracing::subscriber::set_global_default(
+        tracing_subscriber::registry().with(level).with(Messages),
+    );
 }
 
-/// Whether lines begin with the time.
-static HAS_TIME: AtomicBool = AtomicBool::new(false);
+/// Whether messages go to a log file.
+static IN_LOG_FILE: AtomicBool = AtomicBool::new(false);
 
-/// From now on each line begins with the time (RFC 3339, UTC).
-pub fn with_time() {
-    HAS_TIME.store(true, Ordering::Relaxed);
+/// From now on standard error is a log file: each line begins with the time (RFC 3339, UTC).
+pub fn in_log_file() {
+    IN_LOG_FILE.store(true, Ordering::Relaxed);
 }
 
 /// Prints a line that is not an event of `tracing`.
 pub fn write_line(level: Level, line: impl fmt::Display) {
+    print(level, &line.to_string(), &[]);
+}
+
+fn print(level: Level, message: &str, fields: &[(&str, String)]) {
+    let destination = match IN_LOG_FILE.load(Ordering::Relaxed) {
+        true => &Destination::Lines,
+        false => Destination::of_standard_error(),
+    };
+    let prefix = match destination {
+        Destination::Journal(journal) if journal.send(level, message, fields).is_ok() => return,
+        Destination::Journal(_) | Destination::PrefixedLines => {
+            format!("<{}>", journal::priority(level))
+        }
+        Destination::Lines => time(),
+    };
+    let line = format!("{prefix}nowait: {}\n", plain(message));
     // Not eprintln!, which panics where standard error is closed.
-    let _ = io::stderr().write_all(one_line(level, &line.to_string()).as_bytes());
+    let _ = io::stderr().write_all(line.as_bytes());
 }
 
-/// The line for `message`, with a line break.
-fn one_line(level: Level, message: &str) -> String {
-    format!("{}{}nowait: {}\n", priority(level), time(), plain(message))
-}
-
-/// The time and a blank, where lines begin with it.
+/// The time and a blank, in a log file.
 fn time() -> String {
     let mut time = String::new();
-    if HAS_TIME.load(Ordering::Relaxed)
+    if IN_LOG_FILE.load(Ordering::Relaxed)
         && SystemTime.format_time(&mut Writer::new(&mut time)).is_ok()
     {
         time.push(' ');
@@ -59,17 +70,22 @@ fn time() -> String {
     time
 }
 
-/// The priority prefix of a line for the journal (sd-daemon(3)); empty for any other reader.
-fn priority(level: Level) -> &'static str {
-    static JOURNAL: OnceLock<bool> = OnceLock::new();
-    if HAS_TIME.load(Ordering::Relaxed) || !JOURNAL.get_or_init(is_read_by_the_journal) {
-        return "";
-    }
-    match level {
-        Level::ERROR => "<3>",
-        Level::WARN => "<4>",
-        Level::INFO => "<6>",
-        _ => "<7>",
+/// The reader of standard error.
+enum Destination {
+    Journal(Journal),
+    /// The journal, which takes lines only: each with its priority (sd-daemon(3)).
+    PrefixedLines,
+    /// Any other.
+    Lines,
+}
+
+impl Destination {
+    fn of_standard_error() -> &'static Self {
+        static FOUND: OnceLock<Destination> = OnceLock::new();
+        FOUND.get_or_init(|| match is_read_by_the_journal() {
+            true => Journal::connect(journal::SOCKET).map_or(Self::PrefixedLines, Self::Journal),
+            false => Self::Lines,
+        })
     }
 }
 
@@ -81,26 +97,51 @@ fn is_read_by_the_journal() -> bool {
         .is_ok_and(|stat| stream == format!("{}:{}", stat.st_dev, stat.st_ino))
 }
 
-struct OneLine;
+/// Prints each event.
+struct Messages;
 
-impl<S, N> FormatEvent<S, N> for OneLine
-where
-    S: Subscriber + for<'a> LookupSpan<'a>,
-    N: for<'a> FormatFields<'a> + 'static,
-{
-    fn format_event(
-        &self,
-        context: &FmtContext<'_, S, N>,
-        mut writer: Writer<'_>,
-        event: &Event<'_>,
-    ) -> fmt::Result {
+impl<S: Subscriber> Layer<S> for Messages {
+    fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
         let level = *event.metadata().level();
-        let mut message = String::from(match level {
+        let mut parts = Parts::default();
+        event.record(&mut parts);
+        // The messages of this project have in words what is in their fields.
+        if !event.metadata().target().starts_with("nowait") {
+            for (name, value) in &parts.fields {
+                parts.message.push_str(&format!(" {name}={value}"));
+            }
+        }
+        let mark = match level {
             Level::ERROR => "error: ",
             Level::WARN => "warning: ",
             _ => "",
-        });
-        context.format_fields(Writer::new(&mut message), event)?;
-        writer.write_str(&one_line(level, &message))
+        };
+        print(level, &format!("{mark}{}", parts.message), &parts.fields);
+    }
+}
+
+/// The parts of an event.
+#[derive(Default)]
+struct Parts {
+    message: String,
+    fields: Vec<(&'static str, String)>,
+}
+
+impl Parts {
+    fn add(&mut self, field: &Field, value: String) {
+        match field.name() {
+            "message" => self.message = value,
+            name => self.fields.push((name, value)),
+        }
+    }
+}
+
+impl Visit for Parts {
+    fn record_str(&mut self, field: &Field, value: &str) {
+        self.add(field, value.to_owned());
+    }
+
+    fn record_debug(&mut self, field: &Field, value: &dyn fmt::Debug) {
+        self.add(field, format!("{value:?}"));
     }
 }

@@ -39,7 +39,7 @@ impl LogFile {
     /// It cannot be written; then they go where they went before.
     pub(crate) fn begin(&self) -> Result<(), CliError> {
         dup2_stderr(self.open()?.as_fd()).map_err(|errno| self.cannot(&errno.into()))?;
-        log::with_time();
+        log::in_log_file();
         Ok(())
     }
 

@@ -29,6 +29,7 @@ mod watchdog;
 mod signals;
 mod endpoints;
 mod ready_lines;
+mod summary;
 mod commands;
 
 use crate::commands::{

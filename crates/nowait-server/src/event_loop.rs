@@ -23,6 +23,7 @@ use crate::export_threads::{Shared, ThreadContext};
 use crate::frontend::Frontend;
 use crate::latency::TIMED;
 use crate::loop_context::{LoopContext, TOKEN_BITS};
+use crate::slow_requests::KEY_MASK;
 use crate::statistics::MechanismCounts;
 use crate::thread_handle::ThreadHandle;
 
@@ -77,9 +78,10 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         let memory = (shared.options.config.buffer_bytes, shared.declared.clone());
         let statistics = registered.statistics.for_thread();
         let mechanisms_before = statistics.mechanisms();
-        let (limit, idle) = (shared.limit.clone(), shared.options.idle);
+        let limit = shared.limit.clone();
+        let times = (shared.options.idle, shared.options.slow_requests);
         let mut context =
-            LoopContext::new(engine, export, statistics, thread.clone(), limit, memory, idle);
+            LoopContext::new(engine, export, statistics, thread.clone(), limit, memory, times);
         frontend.begin(&mut context)?;
         Ok(Self {
             context,
@@ -112,6 +114,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
                 self.change_parking();
             }
             if self.stopping && self.context.members() == 0 || self.is_parked() || self.retires() {
+                self.publish();
                 return Ok(());
             }
             self.wait()?;
@@ -181,6 +184,10 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         self.service_interactive();
         self.service_bulk();
         self.frontend.end_iteration(&mut self.context);
+        debug_assert!(
+            self.context.engine.in_flight() > 0 || self.context.slow.in_flight() == 0,
+            "a tag of a request that was not submitted was not given back"
+        );
         if self.context.engine.has_stopped_polling() {
             self.shared.warn_stopped_polling();
         }
@@ -223,6 +230,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             return self.poll();
         }
         let began = Instant::now();
+        self.note_overdue(began);
         let (engine, frontend) = (&mut self.context.engine, &self.frontend);
         let has_event = || engine.has_completions() || frontend.has_arrived();
         if self.adaptive_poll.wait(began, has_event) {
@@ -233,7 +241,10 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             let retry = (!self.context.blocked.is_empty()).then_some(RETRY);
             let release = self.context.delayed_release.release_if_due(began);
             let throttled = self.context.throttle.wait_time();
-            let timeouts = [deadline, self.time_until_retirement(), retry, release, throttled];
+            let waits = self.context.engine.in_flight() > 0;
+            let slow = if waits { self.context.slow.time_until_due(began) } else { None };
+            let idle = self.time_until_retirement();
+            let timeouts = [deadline, idle, retry, release, throttled, slow];
             let timeout = timeouts.into_iter().flatten().min();
             let events = &mut self.events;
             self.context.sampler.begin_device();
@@ -245,10 +256,21 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         Ok(())
     }
 
+    /// Logs the requests that have been found to be in flight for long. To be called once in a while
+    /// with the time.
+    #[inline]
+    fn note_overdue(&mut self, now: Instant) {
+        if let Some((count, time)) = self.context.slow.advance(now) {
+            self.context.export.note_overdue(count, time);
+        }
+    }
+
     /// Publishes how the engine has served its requests. Called when the thread is woken up, as a
     /// reader of the counts does, and once in a while.
     fn publish(&mut self) {
         self.since_published = 0;
+        // A thread that never sleeps has no other time to look at the clock.
+        self.note_overdue(Instant::now());
         let stats = self.context.engine.stats();
         self.context.statistics.publish(&self.mechanisms_before, &stats);
     }
@@ -363,12 +385,15 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         }
         while let Some(completion) = self.context.engine.next() {
             let tag = completion.tag;
-            let (member, key) = ((tag >> 32) as usize, (tag & !TIMED) as u32);
+            let (member, key) = ((tag >> 32) as usize, (tag & KEY_MASK) as u32);
             let (kind, io) = (self.frontend.kind(member), completion.io);
             if tag & TIMED != 0
                 && let Some(times) = self.context.sampler.end(tag)
             {
                 self.context.statistics.record(kind, io.op, times);
+            }
+            if let Some(time) = self.context.slow.end(tag) {
+                self.context.export.note_slow(io, time);
             }
             match result(&completion) {
                 Ok(()) => {

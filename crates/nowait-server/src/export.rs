@@ -6,13 +6,14 @@
 use std::fmt;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use nowait::{
     BlockDevice, BlockMap, BlockingFile, ByteRange, Completion, Error, Flags, Op, Operation,
     Request, WorkerPool,
 };
 
-use crate::fault_log::Faults;
+use crate::fault_log::{ExportLabel, Faults};
 
 /// The id of an export among those of its server; never used again for another one.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
@@ -66,6 +67,18 @@ impl<M: BlockMap> Export<M> {
         self.faults.note(|| self.label(), io, errno);
     }
 
+    /// Logs that `io` has ended after `time`, or a little more.
+    #[cold]
+    pub(crate) fn note_slow(&self, io: Request, time: Duration) {
+        self.faults.note_slow(|| self.label(), io, time);
+    }
+
+    /// Logs that `count` requests have not ended for `time`.
+    #[cold]
+    pub(crate) fn note_overdue(&self, count: u32, time: Duration) {
+        self.faults.note_overdue(|| self.label(), count, time);
+    }
+
     /// Makes the completed writes durable (C49). Blocks.
     ///
     /// # Errors
@@ -83,8 +96,8 @@ impl<M: BlockMap> Export<M> {
     }
 
     /// The export's name in the log.
-    fn label(&self) -> String {
-        format!("export {:?} ({})", self.name, self.description)
+    fn label(&self) -> ExportLabel {
+        ExportLabel { name: self.name.clone(), description: self.description.clone() }
     }
 
     /// As [`Export::new`], with an existing worker pool.

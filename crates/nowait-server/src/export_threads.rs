@@ -30,6 +30,7 @@ use crate::nbd::write_split::SplitPolicy;
 use crate::net::acceptor::Acceptor;
 use crate::net::connection_limit::{ConnectionLimit, ConnectionPermit};
 use crate::net::listener::Listener;
+use crate::refusal_log;
 use crate::server_options::Options;
 use crate::thread_handle::ThreadHandle;
 use crate::ublk::ublk_frontend::UblkFrontend;
@@ -404,6 +405,7 @@ impl Shared {
     /// Logs the storage failures of every export that were only counted.
     pub(crate) fn summarize_faults(&self) {
         self.registry.all().iter().for_each(|export| export.export.summarize_faults());
+        refusal_log::summarize();
     }
 
     /// Logs once that a device which could be polled refuses it.

@@ -1,106 +1,166 @@
-//! The log of the storage failures of an export.
+//! The log of what the storage of an export does wrong: requests that fail, and those that take long.
 //!
-//! Invariant: each cause (an operation and an errno) is logged when it first occurs, and then at
-//! most once in [`REPEAT_INTERVAL`], with the number of requests left out; of flushes only the
-//! first failure is logged, because all later ones fail too (C51).
+//! Invariant: each cause (an operation and an errno; an operation that is slow) is logged when it
+//! first occurs, and then as [`LogLimit`] allows, with the number of requests left out; of flushes
+//! only the first failure is logged, because all later ones fail too (C51).
 
+use std::fmt;
 use std::io;
-use std::sync::{Mutex, MutexGuard};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use nowait::{Op, Request};
 
-use crate::locking::lock;
-
-/// How long a logged cause is only counted.
-const REPEAT_INTERVAL: Duration = Duration::from_secs(30);
+use crate::log_limit::{LogLimit, left_out_note};
 
 /// Called when a flush has failed.
 pub(crate) type OnFailedFlush = Box<dyn Fn() + Send + Sync>;
 
-/// An operation and the errno it fails with.
-struct Cause {
-    op: Op,
-    errno: i32,
-    reported_at: Instant,
-    suppressed: u64,
+/// An export in the log.
+pub(crate) struct ExportLabel {
+    pub(crate) name: String,
+    pub(crate) description: String,
+}
+
+impl fmt::Display for ExportLabel {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "export {:?} ({})", self.name, self.description)
+    }
+}
+
+/// What is logged, once in a while each.
+#[derive(Clone, Copy, Debug, PartialEq)]
+enum Cause {
+    /// An operation fails with an errno.
+    Failed(Op, i32),
+    /// An operation has taken long.
+    Slow(Op),
+    /// Requests have not ended for long.
+    Overdue,
 }
 
 /// The failures of an export.
 #[derive(Default)]
 pub(crate) struct Faults {
-    causes: Mutex<Vec<Cause>>,
+    causes: LogLimit<Cause>,
+    flush_failed: AtomicBool,
     on_failed_flush: Option<OnFailedFlush>,
 }
 
 impl Faults {
     /// Calls `callback` when the first flush fails.
     pub(crate) fn with_callback(callback: OnFailedFlush) -> Self {
-        Self { causes: Mutex::default(), on_failed_flush: Some(callback) }
+        Self { on_failed_flush: Some(callback), ..Self::default() }
     }
 
     /// Notes that `io` of `export` has failed with `errno`; `export` is called for a failure that is
-    /// logged. Ignores `EOPNOTSUPP`: zeroing cannot be
-    /// fast there, which is no failure.
+    /// logged. Ignores `EOPNOTSUPP`: zeroing cannot be fast there, which is no failure.
     #[cold]
-    pub(crate) fn note(&self, export: impl Fn() -> String, io: Request, errno: i32) {
+    pub(crate) fn note(&self, export: impl Fn() -> ExportLabel, io: Request, errno: i32) {
         if errno == libc::EOPNOTSUPP {
             return;
         }
-        let Some((left_out, first)) = self.is_due(io.op, errno, Instant::now()) else {
-            return;
-        };
-        let why = io::Error::from_raw_os_error(errno);
         if io.op == Op::Flush {
-            if first {
-                let export = export();
-                tracing::error!(
-                    "{export}: a flush has failed: {why}; writes that were answered since the last \
-                     one may be lost, and every flush fails until the server is started anew: mend \
-                     the storage, have clients check what they wrote, and restart"
-                );
-                if let Some(callback) = &self.on_failed_flush {
-                    callback();
-                }
-            }
+            return self.note_failed_flush(export, errno);
+        }
+        let Some(left_out) = self.causes.due(Cause::Failed(io.op, errno), Instant::now()) else {
+            return;
+        };
+        let (export, why) = (export(), io::Error::from_raw_os_error(errno));
+        let (operation, position, length) = (name(io.op), io.range.pos, io.range.len);
+        tracing::error!(
+            export = export.name,
+            operation,
+            position,
+            length,
+            errno,
+            "{export}: {} failed: {why}{}",
+            describe(io),
+            left_out_note(left_out)
+        );
+    }
+
+    fn note_failed_flush(&self, export: impl Fn() -> ExportLabel, errno: i32) {
+        // The first one has its own errno; later ones fail because it has failed.
+        if self.flush_failed.swap(true, Ordering::Relaxed) {
             return;
         }
-        let (export, left_out) = (export(), suppressed_note(left_out));
-        tracing::error!("{export}: {} failed: {why}{left_out}", describe(io));
+        let (export, why) = (export(), io::Error::from_raw_os_error(errno));
+        tracing::error!(
+            export = export.name,
+            operation = name(Op::Flush),
+            errno,
+            "{export}: a flush has failed: {why}; writes that were answered since the last \
+             one may be lost, and every flush fails until the server is started anew: mend \
+             the storage, have clients check what they wrote, and restart"
+        );
+        if let Some(callback) = &self.on_failed_flush {
+            callback();
+        }
     }
 
-    /// Logs the failures that were only counted until now.
-    pub(crate) fn summarize(&self, export: &str) {
-        for cause in self.lock().iter_mut().filter(|cause| cause.op != Op::Flush) {
-            let left_out = std::mem::take(&mut cause.suppressed);
-            if left_out > 0 {
-                let (why, name) = (io::Error::from_raw_os_error(cause.errno), name(cause.op));
-                tracing::error!("{export}: {left_out} more of {name} failed: {why}");
+    /// Notes that `io` of `export` has ended after `time`, or a little more.
+    #[cold]
+    pub(crate) fn note_slow(&self, export: impl Fn() -> ExportLabel, io: Request, time: Duration) {
+        let Some(left_out) = self.causes.due(Cause::Slow(io.op), Instant::now()) else { return };
+        let (export, seconds) = (export(), time.as_secs_f64());
+        let (operation, position, length) = (name(io.op), io.range.pos, io.range.len);
+        tracing::warn!(
+            export = export.name,
+            operation,
+            position,
+            length,
+            seconds,
+            "{export}: {} took {seconds:.1} s{}",
+            describe(io),
+            left_out_note(left_out)
+        );
+    }
+
+    /// Notes that `count` requests of `export` have not ended for `time`.
+    #[cold]
+    pub(crate) fn note_overdue(
+        &self,
+        export: impl Fn() -> ExportLabel,
+        count: u32,
+        time: Duration,
+    ) {
+        let Some(left_out) = self.causes.due(Cause::Overdue, Instant::now()) else { return };
+        let (export, seconds) = (export(), time.as_secs_f64());
+        tracing::warn!(
+            export = export.name,
+            count,
+            seconds,
+            "{export}: {count} requests have waited for its storage for {seconds:.1} s and go on \
+             waiting{}",
+            left_out_note(left_out)
+        );
+    }
+
+    /// Logs what was only counted until now.
+    pub(crate) fn summarize(&self, export: &ExportLabel) {
+        for (cause, left_out) in self.causes.take_left_out() {
+            match cause {
+                Cause::Failed(op, errno) => {
+                    let (why, operation) = (io::Error::from_raw_os_error(errno), name(op));
+                    tracing::error!(
+                        export = export.name,
+                        operation,
+                        errno,
+                        "{export}: {left_out} more of {operation} failed: {why}"
+                    );
+                }
+                Cause::Slow(op) => {
+                    let operation = name(op);
+                    tracing::warn!(
+                        export = export.name,
+                        operation,
+                        "{export}: {left_out} more of {operation} took long"
+                    );
+                }
+                Cause::Overdue => {}
             }
         }
-    }
-
-    /// Whether to log a failure at `now`: the number left out since the last line, and whether it
-    /// is the first of its cause.
-    fn is_due(&self, op: Op, errno: i32, now: Instant) -> Option<(u64, bool)> {
-        let mut causes = self.lock();
-        // The first failed flush has its own errno; later ones fail because it has failed.
-        let is_same =
-            |cause: &&mut Cause| cause.op == op && (cause.errno == errno || op == Op::Flush);
-        let Some(cause) = causes.iter_mut().find(is_same) else {
-            causes.push(Cause { op, errno, reported_at: now, suppressed: 0 });
-            return Some((0, true));
-        };
-        if now.saturating_duration_since(cause.reported_at) < REPEAT_INTERVAL {
-            cause.suppressed += 1;
-            return None;
-        }
-        cause.reported_at = now;
-        Some((std::mem::take(&mut cause.suppressed), false))
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<Cause>> {
-        lock(&self.causes)
     }
 }
 
@@ -116,35 +176,15 @@ fn name(op: Op) -> &'static str {
 }
 
 fn describe(io: Request) -> String {
-    format!("{} of {} bytes at byte {}", name(io.op), io.range.len, io.range.pos)
-}
-
-fn suppressed_note(left_out: u64) -> String {
-    match left_out {
-        0 => String::new(),
-        count => format!(" ({count} more since the last line)"),
+    match io.op {
+        Op::Flush => name(io.op).to_owned(),
+        _ => format!("{} of {} bytes at byte {}", name(io.op), io.range.len, io.range.pos),
     }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
-
-    #[test]
-    fn each_cause_is_logged_at_once_and_then_counted_for_a_while() {
-        let (faults, begin) = (Faults::default(), Instant::now());
-        let log =
-            |op, errno, seconds| faults.is_due(op, errno, begin + Duration::from_secs(seconds));
-        assert_eq!(log(Op::Write, libc::ENOSPC, 0), Some((0, true)));
-        assert_eq!(log(Op::Read, libc::EIO, 0), Some((0, true)));
-        assert_eq!(log(Op::Write, libc::EIO, 1), Some((0, true)));
-        for _ in 0..7 {
-            assert_eq!(log(Op::Write, libc::ENOSPC, 29), None);
-        }
-        assert_eq!(log(Op::Write, libc::ENOSPC, 30), Some((7, false)));
-        assert_eq!(log(Op::Write, libc::ENOSPC, 31), None);
-        assert_eq!(log(Op::Read, libc::EIO, 60), Some((0, false)));
-    }
 
     #[test]
     fn a_failed_flush_is_reported_once_whatever_the_errno_of_later_ones() {
@@ -159,7 +199,8 @@ mod tests {
             range: nowait::ByteRange::new(0, 0),
         };
         for errno in [libc::ENOSPC, libc::EIO, libc::EIO] {
-            faults.note(|| "disk".into(), flush, errno);
+            let disk = || ExportLabel { name: "disk".into(), description: String::new() };
+            faults.note(disk, flush, errno);
         }
         assert_eq!(count.load(std::sync::atomic::Ordering::Relaxed), 1);
     }

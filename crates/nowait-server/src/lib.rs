@@ -6,8 +6,11 @@
 #![deny(unsafe_code)]
 
 mod locking;
+mod log_limit;
 mod fault_log;
+mod refusal_log;
 mod latency;
+mod slow_requests;
 mod rate_limit;
 mod fairness;
 mod throttle;

@@ -17,6 +17,7 @@ use crate::fairness::{Member, RunQueues, quantum_among};
 use crate::idle_timeout::IdleTimeout;
 use crate::latency::Sampler;
 use crate::net::connection_limit::ConnectionLimit;
+use crate::slow_requests::{KEY_MASK, SlowRequests};
 use crate::statistics::{FrontendKind, ThreadStatistics};
 use crate::thread_handle::ThreadHandle;
 use crate::throttle::Throttle;
@@ -46,6 +47,7 @@ pub(crate) struct LoopContext<Q: IoQueue, M: BlockMap> {
     /// The counters that only this thread changes.
     pub(crate) statistics: Arc<ThreadStatistics>,
     pub(crate) sampler: Sampler,
+    pub(crate) slow: SlowRequests,
     pub(crate) throttle: Throttle,
     thread: Arc<ThreadHandle>,
     limit: Arc<ConnectionLimit>,
@@ -75,7 +77,8 @@ impl Place {
 
 impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
     /// The context of `thread`, which has `buffer_bytes` for all members of the server, of which
-    /// `declared` are in use, and retires when it has been idle for `idle`.
+    /// `declared` are in use, and retires when it has been idle for `idle`. Requests that take longer
+    /// than `slow_requests` are found.
     pub(crate) fn new(
         engine: Engine<Q, M>,
         export: Arc<Export<M>>,
@@ -83,7 +86,7 @@ impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
         thread: Arc<ThreadHandle>,
         limit: Arc<ConnectionLimit>,
         (buffer_bytes, declared): (usize, DeclaredUse),
-        idle: Duration,
+        (idle, slow_requests): (Duration, Option<Duration>),
     ) -> Self {
         Self {
             engine,
@@ -98,6 +101,7 @@ impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
             has_released: false,
             statistics,
             sampler: Sampler::default(),
+            slow: SlowRequests::new(slow_requests),
             throttle: Throttle::default(),
             thread,
             limit,
@@ -183,10 +187,18 @@ impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
     }
 
     /// The tag of a request of member `number` that is submitted now, under a `key` of the frontend's
-    /// choice, of 31 bits. The engine's workers serve the members in turn.
+    /// choice, of 27 bits. The engine's workers serve the members in turn.
     #[inline]
     pub(crate) fn tag(&mut self, number: usize, key: u32) -> u64 {
-        self.sampler.mark(self.place.number(number as u64) << 32 | u64::from(key))
+        debug_assert_eq!(u64::from(key) & !KEY_MASK, 0);
+        let epoch = self.slow.begin();
+        self.sampler.mark(self.place.number(number as u64) << 32 | epoch | u64::from(key))
+    }
+
+    /// The request of the last tag was not submitted.
+    #[cold]
+    pub(crate) fn untag(&mut self) {
+        self.slow.undo();
     }
 
     /// Reports `token`, of [`TOKEN_BITS`] bits, whenever `fd` is ready.

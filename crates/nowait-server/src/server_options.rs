@@ -30,6 +30,8 @@ pub struct Options {
     /// Bytes of a fragment of a long write beside other connections, a power of two; see
     /// [`Options::SPLIT_BYTES`].
     pub split_bytes: u64,
+    /// Requests that take longer are logged; `None`: none is.
+    pub slow_requests: Option<Duration>,
     /// The block device of this machine that the default export is, too. Its threads are at least
     /// as many as the device has queues.
     pub ublk: Option<Arc<UblkDevice>>,
@@ -54,6 +56,7 @@ impl Default for Options {
             max_connections: 1024,
             idle: Self::IDLE,
             split_bytes: Self::SPLIT_BYTES,
+            slow_requests: None,
             ublk: None,
         }
     }

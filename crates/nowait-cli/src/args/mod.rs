@@ -12,6 +12,7 @@ mod switch;
 mod address_args;
 pub(crate) mod control_args;
 mod lifetime_args;
+mod message_args;
 mod sandbox_args;
 pub(crate) mod setup_args;
 pub(crate) mod ublk_args;
@@ -31,6 +32,7 @@ use copy_args::CopyArgs;
 use image_args::{CheckArgs, MapArgs, OtherFiles, parse_image_format};
 use info_args::InfoArgs;
 use lifetime_args::LifetimeArgs;
+use message_args::MessageArgs;
 use nowait_cli::bench_args::BenchArgs;
 use sandbox_args::SandboxArgs;
 use setup_args::{CompletionsArgs, ManArgs};
@@ -199,6 +201,9 @@ pub(crate) struct ServeArgs {
 
     #[command(flatten)]
     pub(crate) sandbox: SandboxArgs,
+
+    #[command(flatten)]
+    pub(crate) messages: MessageArgs,
 
     /// Open IMAGE for reading only and refuse every write
     #[arg(help_heading = "Exports", short, long)]

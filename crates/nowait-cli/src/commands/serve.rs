@@ -28,8 +28,8 @@ use crate::running_server::{Additions, RunningServer, ServedDisk, ServedDisks};
 use crate::signals::Ending;
 use crate::tls_files::Keys;
 use crate::{
-    args, background, confinement, control_socket, default_image, endpoints, systemd, tls_files,
-    watchdog,
+    args, background, confinement, control_socket, default_image, endpoints, summary, systemd,
+    tls_files, watchdog,
 };
 use nowait_cli::error::{CliError, os_message};
 use nowait_cli::size::human;
@@ -83,8 +83,9 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     let max_connections = args.max_connections;
     raise_nofile_limit(max_connections);
     let (queues, device) = (args.queues(), ublk.as_ref().map(UblkNode::device));
-    let options =
-        Options { queues, kind, config, tls, max_connections, ublk: device, ..Options::default() };
+    let slow_requests = args.messages.slow_requests();
+    let options = Options { queues, kind, config, tls, max_connections, ..Options::default() };
+    let options = Options { ublk: device, slow_requests, ..options };
     let server = Server::start(devices, listeners, options).map_err(|e| CliError::at(image, e))?;
     set_up(args, &server).map_err(|error| CliError::at(image, error))?;
     let reload = Reload::new(server.exports(), tls_files, log_file.clone());
@@ -206,8 +207,10 @@ fn serve_and_flush(
     disks: &ServedDisks,
     image: &Path,
 ) -> Result<Result<(), CliError>, CliError> {
+    let exports = server.exports();
     let stopped = server.run(CLOSE_TIMEOUT).map_err(|e| CliError::at(image, e))?;
     warn_of_unfinished(stopped.unfinished);
+    summary::log(&exports);
     ending.flushing();
     systemd::notify_flushing();
     // Without unfinished requests the flush has no timeout: the cache may hold much data.

@@ -2,8 +2,12 @@
 //!
 //! Invariant: each message is one line without control characters.
 
-use crate::common::{MIB, Scratch, Server, refusal, refusal_under};
-use nowait_testkit::nbd::{Client, EIO, Mode, OPT_GO, RawRequest, export_request, greet};
+use std::os::unix::net::UnixDatagram;
+use std::path::Path;
+
+use crate::common::{MIB, Scratch, Server, refusal, refusal_under, skip, text, tool};
+use nowait_testkit::BOUND;
+use nowait_testkit::nbd::{Client, Command, EIO, Mode, OPT_GO, RawRequest, export_request, greet};
 use nowait_testkit::nbd::{is_refusal, read_option_reply, send_option};
 use nowait_testkit::wait_for;
 
@@ -92,7 +96,99 @@ fn failed_reads_are_logged_once_in_full_and_then_counted() {
 }
 
 #[test]
+fn clients_that_are_refused_are_told_once_in_full_and_then_counted() {
+    let scratch = Scratch::new();
+    let mut server = Server::start(&scratch.sparse("disk.img", MIB), &[]);
+    for name in ["one\n\u{1b}[2J", "two", "three"] {
+        let mut stream = greet(&server.socket()).expect("a greeting");
+        send_option(&mut stream, OPT_GO, &export_request(name)).expect("a socket");
+        assert!(is_refusal(read_option_reply(&mut stream).expect("a reply").0));
+    }
+    server.terminate();
+    server.wait();
+    let expected = "nowait: warning: a client asked for an unknown export, \"one\\n\\u{1b}[2J\"\n\
+                    nowait: warning: 2 more clients were refused: unknown export\n";
+    assert_eq!(server.log(), expected);
+}
+
+#[test]
+fn at_its_end_a_verbose_server_says_what_it_has_done() {
+    let scratch = Scratch::new();
+    let image = scratch.random("disk.img", 4 * MIB, 1);
+    let mut server = Server::start(&image, &["--export", "vm", "--verbose"]);
+    let mut client = server.connect();
+    client.write(0, &[1; 4096]).expect("a write");
+    (0..3).for_each(|_| assert_eq!(client.read(0, 4096).expect("bytes"), [1; 4096]));
+    client.call(&Command::Flush).expect("a flush");
+    let file = std::fs::File::options().write(true).open(&image).expect("the image");
+    file.set_len(MIB).expect("a shorter image");
+    assert_eq!(client.read(2 * MIB, 512).err(), Some(EIO));
+    drop(client);
+    server.terminate();
+    server.wait();
+    let line = await_line(&server, "nbd: ");
+    assert_eq!(
+        line,
+        "nowait: export \"vm\" (disk.img): nbd: 4 read (12 KiB), 1 write (4 KiB), 1 flush; errors: 1 x \
+         Input/output error (os error 5)"
+    );
+    let line = await_line(&server, "mechanisms: ");
+    assert!(line.starts_with("nowait: export \"vm\" (disk.img): mechanisms: simple "), "{line}");
+}
+
+/// Binds the socket of the first argument as that of the journal, with the descriptor of standard
+/// error as its stream, and executes the command after it.
+const WITH_JOURNAL: &str = r#"
+socket=$1 && shift && mount -t tmpfs none /run && mkdir -p /run/systemd/journal &&
+touch /run/systemd/journal/socket && mount --bind "$socket" /run/systemd/journal/socket || exit 77
+JOURNAL_STREAM=$(stat -Lc %d:%i /proc/self/fd/2) exec "$@""#;
+
+#[test]
+fn the_journal_gets_each_message_with_its_priority_and_its_fields() {
+    let scratch = Scratch::new();
+    let socket = scratch.join("journal");
+    let journal = UnixDatagram::bind(&socket).expect("a socket");
+    journal.set_read_timeout(Some(BOUND)).expect("a timeout");
+    let wrapper =
+        ["unshare", "--map-root-user", "--mount", "sh", "-c", WITH_JOURNAL, "sh", text(&socket)];
+    if !tool(wrapper[0]).args(&wrapper[1..]).arg("true").status().is_ok_and(|it| it.success()) {
+        skip("no mount namespace can be made here");
+        return;
+    }
+    let image = scratch.random("disk.img", 8 * MIB, 1);
+    let server = Server::start_under(&wrapper, &image, &["--export", "a\n\u{1b}b"]);
+    let mut client = Client::connect(&server.socket(), Mode::Structured).expect("a connection");
+    let file = std::fs::File::options().write(true).open(&image).expect("the image");
+    file.set_len(MIB).expect("a shorter image");
+    fail_reads(&mut client, 1);
+    let mut datagram = [0; 8192];
+    let len = journal.recv(&mut datagram).expect("a message");
+    let message = String::from_utf8_lossy(&datagram[..len]).into_owned();
+    for field in [
+        "PRIORITY=3",
+        "SYSLOG_IDENTIFIER=nowait",
+        r"NOWAIT_EXPORT=a\n\u{1b}b",
+        "NOWAIT_OPERATION=read",
+        "NOWAIT_POSITION=4194304",
+        "NOWAIT_LENGTH=512",
+        "ERRNO=5",
+    ] {
+        assert!(message.lines().any(|line| line == field), "no {field} in {message}");
+    }
+    let text = message.lines().find(|line| line.starts_with("MESSAGE=")).expect("a text");
+    assert!(
+        text.ends_with("read of 512 bytes at byte 4194304 failed: Input/output error (os error 5)")
+    );
+    assert_eq!(server.log(), "", "it is on standard error, too");
+    server.stop();
+}
+
+#[test]
 fn lines_have_priorities_only_where_the_journal_reads_them() {
+    if Path::new("/run/systemd/journal/socket").exists() {
+        skip("the journal of this machine takes messages itself");
+        return;
+    }
     let scratch = Scratch::new();
     let image = scratch.random("disk.img", 8 * MIB, 1);
     let script = r#"JOURNAL_STREAM=$(stat -Lc %d:%i /proc/self/fd/2) exec "$@""#;

@@ -14,6 +14,7 @@ use nowait_testkit::{BOUND, Running, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::{KIB, MIB, Scratch, Server, require_fuse, require_tool, tool};
+use crate::log_messages::await_line;
 use nowait_testkit::nbd::{Client, Command};
 
 const STEP: Duration = Duration::from_millis(20);
@@ -165,6 +166,30 @@ fn stopped_storage_delays_only_the_requests_that_need_it() {
         drop(stood_still);
         client.receive().expect("an answer").1.expect("a write");
         assert!(other.read(0, BLOCK_BYTES).expect("bytes") == block(1));
+        server.stop();
+    }
+}
+
+#[test]
+fn a_request_that_waits_for_long_is_told_while_it_waits_and_when_it_ends() {
+    let Some(storage) = Stoppable::new() else { return };
+    for extra in [&[][..], &["--queue", "threads"]] {
+        let extra = [extra, &["--slow-requests", "100ms"]].concat();
+        let (server, mut client, stood_still) = storage.server_with_unanswered_write(&extra);
+        let waits = await_line(&server, "go on waiting");
+        assert!(
+            waits.starts_with("nowait: warning: export \"\" (")
+                && waits.contains("): 1 requests have waited for its storage for 0.1 s"),
+            "{waits}"
+        );
+        drop(stood_still);
+        client.receive().expect("an answer").1.expect("a write");
+        let took = await_line(&server, " took ");
+        let expected = format!(": write of {BLOCK_BYTES} bytes at byte 0 took ");
+        assert!(took.starts_with("nowait: warning: ") && took.contains(&expected), "{took}");
+        // What is quick is not told.
+        client.read(0, BLOCK_BYTES).expect("bytes");
+        assert_eq!(server.log().matches(" took ").count(), 1, "{}", server.log());
         server.stop();
     }
 }

@@ -27,6 +27,7 @@ use crate::nbd::write_split::{SplitPolicy, SplitRest};
 use crate::net::connection_limit::ConnectionPermit;
 use crate::net::peer::Peer;
 use crate::net::socket::Socket;
+use crate::refusal_log::{self, Refusal};
 use crate::statistics::FrontendKind;
 
 /// The most requests of one connection, from their arrival until their reply has been sent.
@@ -285,7 +286,8 @@ impl Connection {
             plaintext.extend_from_slice(piece.get(count..).unwrap_or_default());
         });
         if let Err(error) = result {
-            tracing::info!("{}: TLS has failed: {error}", self.peer);
+            let message = format_args!("{}: TLS has failed: {error}", self.peer);
+            refusal_log::note(Refusal::Tls, message);
             // Sends the TLS alert, if the socket has room for it.
             session.send(&mut SendQueue::default(), &self.socket, &mut 0, &mut 0);
             self.session.abort();

@@ -29,6 +29,7 @@ use crate::nbd::submit::{InFlight, Requests};
 use crate::nbd::tls_config::Tls;
 use crate::nbd::write_split::SplitPolicy;
 use crate::net::acceptor::Acceptor;
+use crate::refusal_log::{self, Refusal};
 use crate::statistics::FrontendKind;
 
 /// `POLL*` bits after which the peer sends nothing more.
@@ -353,7 +354,10 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
         let late = self.connections.iter().filter(|(_, c)| negotiates(c) && c.due <= now);
         for number in late.map(|(number, _)| number).collect::<Vec<_>>() {
             if let Some(connection) = self.connections.get(number) {
-                tracing::info!("{} has not ended its handshake in time", connection.peer);
+                refusal_log::note(
+                    Refusal::Handshake,
+                    format_args!("{} has not ended its handshake in time", connection.peer),
+                );
             }
             self.close(context, number);
         }

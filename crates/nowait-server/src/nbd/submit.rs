@@ -16,6 +16,7 @@ use crate::nbd::reply::builder::RequestContext;
 use crate::nbd::request_reader::{Parsed, ParsedRequest};
 use crate::nbd::session::{IncomingWrite, Phase, ReadState};
 use crate::nbd::write_split::SplitPolicy;
+use crate::refusal_log::{self, Refusal};
 use crate::statistics::FrontendKind;
 
 /// A request that the engine has accepted.
@@ -57,7 +58,10 @@ impl Connection {
             Parsed::Fragment => self.begin_fragment(context),
             Parsed::NeedMore => ParseProgress::NeedMore,
             Parsed::Malformed => {
-                tracing::info!("{} sent what is no request, or no end of one", self.peer);
+                refusal_log::note(
+                    Refusal::Protocol,
+                    format_args!("{} sent what is no request, or no end of one", self.peer),
+                );
                 self.session.abort();
                 ParseProgress::NeedMore
             }
@@ -206,6 +210,7 @@ impl Connection {
         match submit(context, tag) {
             Ok(()) => self.session.in_flight += 1,
             Err(rejected) => {
+                context.untag();
                 if let Some(in_flight) = requests.in_flight.try_remove(key) {
                     self.on_rejected(context, &in_flight, io, rejected.error.errno());
                 }

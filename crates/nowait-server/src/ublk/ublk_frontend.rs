@@ -126,7 +126,10 @@ impl UblkFrontend {
         if !matches!(io.op, Op::Read | Op::Write) {
             match context.engine.submit_no_data(io, engine_tag) {
                 Ok(()) => queue.in_engine += 1,
-                Err(rejected) => self.answer(context, tag, -errno_of(&rejected)),
+                Err(rejected) => {
+                    context.untag();
+                    self.answer(context, tag, -errno_of(&rejected));
+                }
             }
             return true;
         }
@@ -138,9 +141,13 @@ impl UblkFrontend {
                 queue.in_engine += 1;
                 return true;
             }
+            context.untag();
             return self.submit_copied(context, tag, io);
         }
-        let Some(buffer) = queue.data.take_buffer(tag) else { return true };
+        let Some(buffer) = queue.data.take_buffer(tag) else {
+            context.untag();
+            return true;
+        };
         match context.engine.submit(io, buffer, engine_tag) {
             Ok(()) => {
                 queue.in_engine += 1;
@@ -149,6 +156,7 @@ impl UblkFrontend {
                 }
             }
             Err(rejected) => {
+                context.untag();
                 let errno = errno_of(&rejected);
                 if let Some(buffer) = rejected.buf {
                     queue.data.put_buffer(tag, buffer);
@@ -182,7 +190,10 @@ impl UblkFrontend {
         });
         match submitted {
             Ok(()) => queue.in_engine += 1,
-            Err(errno) => self.answer(context, tag, -errno),
+            Err(errno) => {
+                context.untag();
+                self.answer(context, tag, -errno);
+            }
         }
         true
     }

@@ -325,8 +325,7 @@ impl DeviceQueue {
         context: &mut LoopContext<Q, M>,
     ) -> Result<Begun, Malformed> {
         let memory = self.start.virtqueue.memory();
-        let tag = context.tag(number, u32::from(head));
-        let is_read = io.op == Op::Read;
+        let (key, is_read) = (u32::from(head), io.op == Op::Read);
         let submitted: Result<(), Rejected> = match io.op {
             Op::Write if io.range.pos < COPIED_BEFORE => {
                 let Some(mut buf) = context.engine.buffer(io.range) else {
@@ -336,19 +335,24 @@ impl DeviceQueue {
                 let data = buf.get_mut(start..).unwrap_or_default();
                 let data = data.get_mut(..io.range.len as usize).unwrap_or_default();
                 reader.copy_data(memory, data)?;
+                let tag = context.tag(number, key);
                 context.engine.submit(io, buf, tag)
             }
             Op::Read | Op::Write => {
-                let segments = reader.segments(memory)?;
+                let (segments, tag) = (reader.segments(memory)?, context.tag(number, key));
                 // SAFETY: the segments are in regions that stay mapped while this queue has
                 // requests in flight; if the queue goes before them, its memory is leaked. The
                 // guest may access them meanwhile. The engine only moves their bytes, and decides
                 // nothing by them: the writes that it looks at are copied above.
                 unsafe { context.engine.submit_user_memory(io, segments, tag) }
             }
-            _ => context.engine.submit_no_data(io, tag),
+            _ => {
+                let tag = context.tag(number, key);
+                context.engine.submit_no_data(io, tag)
+            }
         };
         if let Err(rejected) = submitted {
+            context.untag();
             // The slot was checked before: EAGAIN means that the engine's queue is stuck.
             return Ok(Begun::Ended(Err(status_of(rejected.error.errno()))));
         }

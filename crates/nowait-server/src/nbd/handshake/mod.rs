@@ -15,6 +15,7 @@ use crate::nbd::wire::{
     self, Fields, Info, InfoOption, MAX_STRING_BYTES, MetaContextOption, OptionHeader, ReplyMode,
     option_reply,
 };
+use crate::refusal_log::{self, Refusal};
 use options::{OptionError, conclude};
 
 /// The longest data of an option that is parsed, in bytes. Names and queries are at most
@@ -506,7 +507,11 @@ fn no_data(data: &[u8]) -> Result<(), OptionError> {
 
 /// Logs that a client has asked for an unknown export, `name`.
 fn log_unknown(name: &[u8]) {
-    tracing::info!("a client asked for an unknown export, {:?}", String::from_utf8_lossy(name));
+    let name = String::from_utf8_lossy(name);
+    refusal_log::note(
+        Refusal::UnknownExport,
+        format_args!("a client asked for an unknown export, {name:?}"),
+    );
 }
 
 /// Finds the export called `name`; the first one if `name` is empty.

@@ -1,0 +1,49 @@
+//! The log of clients that are refused, or send what no client sends.
+//!
+//! Invariant: a reason is logged when it first occurs, and then as [`LogLimit`] allows, so that
+//! clients cannot fill a log; with `--verbose` each one is.
+
+use std::fmt;
+use std::time::Instant;
+
+use crate::log_limit::{LogLimit, left_out_note};
+
+/// Why a client is refused.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub(crate) enum Refusal {
+    UnknownExport,
+    Tls,
+    Handshake,
+    Protocol,
+}
+
+static REFUSALS: LogLimit<Refusal> = LogLimit::new();
+
+/// Logs that a client is refused: `message` says which and why.
+#[cold]
+pub(crate) fn note(refusal: Refusal, message: fmt::Arguments<'_>) {
+    let reason = refusal.name();
+    match REFUSALS.due(refusal, Instant::now()) {
+        Some(left_out) => tracing::warn!(reason, "{message}{}", left_out_note(left_out)),
+        None => tracing::info!(reason, "{message}"),
+    }
+}
+
+/// Logs how many were only counted.
+pub(crate) fn summarize() {
+    for (refusal, count) in REFUSALS.take_left_out() {
+        let reason = refusal.name();
+        tracing::warn!(reason, "{count} more clients were refused: {reason}");
+    }
+}
+
+impl Refusal {
+    fn name(self) -> &'static str {
+        match self {
+            Self::UnknownExport => "unknown export",
+            Self::Tls => "TLS has failed",
+            Self::Handshake => "no end of the handshake",
+            Self::Protocol => "no request",
+        }
+    }
+}
