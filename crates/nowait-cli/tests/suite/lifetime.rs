@@ -91,8 +91,7 @@ fn a_command_line_of_qemu_nbd_serves_the_same() {
     }
     server.stop();
     for (arguments, way_out) in [
-        (&["serve", "--fork", text(&image)][..], "foreground"),
-        (&["serve", "-c", "/dev/nbd0", text(&image)], "nbd-client -unix"),
+        (&["serve", "-c", "/dev/nbd0", text(&image)][..], "nbd-client -unix"),
         (&["serve", "-d", "/dev/nbd0"], "nbd-client -d"),
         (&["serve", "-p", "10809", text(&image)], "--bind HOST"),
     ] {
