@@ -5,6 +5,8 @@
 //! workers and other threads together. Nothing here depends on what a frontend speaks.
 
 #[cfg(feature = "sim")]
+mod sim_change;
+#[cfg(feature = "sim")]
 mod sim;
 #[cfg(test)]
 mod tests;
@@ -21,6 +23,7 @@ use crate::export::{Export, result};
 use crate::export_threads::export_registry::{RegisteredExport, Retired};
 use crate::export_threads::{Shared, ThreadContext};
 use crate::frontend::Frontend;
+use crate::injected_bug::{ServerBug, injected};
 use crate::latency::TIMED;
 use crate::loop_context::{LoopContext, TOKEN_BITS};
 use crate::slow_requests::KEY_MASK;
@@ -29,6 +32,8 @@ use crate::thread_handle::ThreadHandle;
 
 #[cfg(feature = "sim")]
 pub use crate::event_loop::sim::{Simulated, SimulatedUblk, SimulatedVhost};
+#[cfg(feature = "sim")]
+pub use crate::event_loop::sim_change::SimChange;
 
 /// Retry interval of a member that waits for buffer memory while nothing of its thread is in
 /// flight.
@@ -351,6 +356,9 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             self.context.throttle.update(&self.registered.limits);
         }
         while let Some(member) = self.context.throttle.released() {
+            if injected(ServerBug::ForgetHeld) {
+                continue;
+            }
             if let Some(state) = self.frontend.member(member) {
                 state.is_held = false;
                 self.context.run_queues.schedule(member, state);

@@ -25,12 +25,16 @@ pub enum ServerBug {
     TellBeforeData,
     /// A read of a ublk device is answered before the data came.
     CommitBeforeData,
+    /// A client that waited under a limit is never looked at again.
+    ForgetHeld,
+    /// Changes of a read-only export are done.
+    IgnoreProtection,
 }
 
 #[cfg(feature = "sim")]
 impl ServerBug {
     /// All of them.
-    pub const ALL: [Self; 8] = [
+    pub const ALL: [Self; 10] = [
         Self::ReplyFromOldBuffer,
         Self::ReplyTwice,
         Self::LoseAtDisconnect,
@@ -39,6 +43,8 @@ impl ServerBug {
         Self::RepeatTold,
         Self::TellBeforeData,
         Self::CommitBeforeData,
+        Self::ForgetHeld,
+        Self::IgnoreProtection,
     ];
 }
 

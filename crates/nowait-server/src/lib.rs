@@ -7,6 +7,7 @@
 
 mod locking;
 mod log_limit;
+mod injected_bug;
 mod fault_log;
 mod refusal_log;
 mod latency;
@@ -16,7 +17,6 @@ mod fairness;
 mod throttle;
 mod statistics;
 mod export;
-mod injected_bug;
 mod injected_death;
 mod net;
 mod buffer_budget;
@@ -48,7 +48,9 @@ pub use server::{
     ShutdownReport, Tls, TlsError,
 };
 #[cfg(feature = "sim")]
-pub use server::{ServerBug, Simulated, SimulatedUblk, SimulatedVhost, die_after, inject};
+pub use server::{
+    ServerBug, SimChange, Simulated, SimulatedUblk, SimulatedVhost, die_after, inject,
+};
 pub use statistics::{FrontendKind, FrontendTotals, OpTotals};
 pub use ublk::device_set_up::UblkOptions;
 #[cfg(feature = "sim")]

@@ -433,6 +433,7 @@ fn check_answer(flight: &InFlight, answer: Answer, oracle: &mut Oracle) -> Resul
     match answer.errno {
         Some(errno) if outside => oracle.refused(flight, errno, true),
         Some(libc::EINVAL) => oracle.invalid(flight),
+        Some(libc::EPERM) => oracle.not_permitted(flight, false),
         Some(errno) => oracle.failed(flight, errno),
         None => {
             oracle.done(flight, if op == Op::Flush { 0 } else { range.len })?;

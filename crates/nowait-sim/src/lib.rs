@@ -8,6 +8,7 @@ pub mod pattern;
 pub mod model;
 pub mod coroutines;
 pub mod scenario;
+pub mod protection;
 pub mod oracle;
 pub mod image;
 pub mod count_damage;

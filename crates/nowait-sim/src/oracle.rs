@@ -9,9 +9,11 @@ use std::sync::Arc;
 
 use nowait::sim::{Fault, SUBMIT_ERRNO, SimDevice, SimOptions};
 use nowait::{ByteRange, Error, ExtentStatus, Flags, Op};
+use nowait_server::SimChange;
 
 use crate::model::{Ending, Model, Time, Violation};
 use crate::pattern::{Value, ZERO};
+use crate::protection::Protection;
 use crate::scenario::{RequestSpec, Scenario};
 
 /// A request that has begun.
@@ -38,6 +40,7 @@ pub struct Oracle {
     runs_out: bool,
     /// The metadata of the image is damaged so that changes of the disk may fail.
     refuses_changes: bool,
+    protection: Protection,
     /// Bytes of the device as its current user opened it.
     size: u64,
     /// Bytes of the device after it has shrunk.
@@ -66,6 +69,7 @@ impl Oracle {
             leaks: scenario.qcow2.is_some(),
             runs_out: device_options.capacity < u64::MAX,
             refuses_changes: false,
+            protection: Protection::default(),
             size: device_options.bytes,
             left: device_options.bytes,
             model,
@@ -180,6 +184,9 @@ impl Oracle {
     pub fn done(&mut self, flight: &InFlight, count: u64) -> Result<(), Violation> {
         let InFlight { spec, inside, began } = *flight;
         let fail = |what: &str| Err(Violation::new(format!("{spec:?}: {what}: {count}")));
+        if spec.op.changes() && self.protection.refuses(began) {
+            return fail("a change of a read-only export");
+        }
         let expected = if spec.op == Op::Flush { 0 } else { inside.len };
         if count > expected {
             return fail("more was done than there is");
@@ -267,6 +274,11 @@ impl Oracle {
                 self.unanswered(flight);
                 Ok(())
             }
+            () if op.changes() && self.protection.may_refuse(flight.began) => {
+                // The same.
+                self.unanswered(flight);
+                Ok(())
+            }
             () if self.is_full() => self.failed(flight, libc::ENOSPC),
             () => self.failed(flight, libc::EIO),
         }
@@ -288,6 +300,29 @@ impl Oracle {
         }
     }
 
+    /// Checks the answer `EPERM` of a server: the export is read-only. `again`: a server that has died
+    /// since may have done the request before.
+    ///
+    /// # Errors
+    /// The contract does not allow it.
+    pub fn not_permitted(&mut self, flight: &InFlight, again: bool) -> Result<(), Violation> {
+        let may_refuse = flight.spec.op.changes() && self.protection.may_refuse(flight.began);
+        match self.device.has_injected(libc::EPERM) {
+            true => self.failed(flight, libc::EPERM),
+            false if again && may_refuse => {
+                self.unanswered(flight);
+                Ok(())
+            }
+            false => self.refused(flight, libc::EPERM, true),
+        }
+    }
+
+    /// The export is changed.
+    pub fn changed(&mut self, change: SimChange) {
+        let now = self.model.begin();
+        self.protection.change(change, now);
+    }
+
     /// Checks the refusal of a request with `errno`; it had no effect. `whole`: the refusal is a
     /// server's, which executes no part of a request that reaches beyond the end (C25).
     ///
@@ -305,6 +340,7 @@ impl Oracle {
             libc::EINVAL if self.strict && data => true,
             libc::EINVAL => whole && outside && !matches!(spec.op, Op::Write | Op::Zero),
             libc::ENOSPC => outside && (!whole || matches!(spec.op, Op::Write | Op::Zero)),
+            libc::EPERM => spec.op.changes() && self.protection.may_refuse(flight.began),
             _ => false,
         };
         match allowed {
@@ -373,6 +409,8 @@ impl Oracle {
 
     /// The device was reopened, with no request in flight.
     pub fn opened(&mut self) {
+        let now = self.model.begin();
+        self.protection.lift(now);
         self.latched = None;
         self.size = self.left;
         self.model.shrink(self.size);

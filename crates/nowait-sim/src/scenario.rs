@@ -5,6 +5,7 @@
 
 use nowait::sim::{Faults, Random, SimOptions};
 use nowait::{Alignment, ByteRange, Config, Direct, Flags, Op};
+use nowait_server::SimChange;
 
 /// The longest request, in bytes.
 pub const MAX_REQUEST_BYTES: u64 = 64 << 10;
@@ -89,6 +90,8 @@ pub struct Scenario {
     keeps: u16,
     /// How often in 65536 steps the refcounts of an image are damaged.
     damages: u16,
+    /// How often in 65536 steps the export of a server is changed.
+    changes: u16,
 }
 
 /// A request of a client.
@@ -133,6 +136,8 @@ pub enum Action {
     Reopen,
     /// The same, and the refcounts of a qcow2 image are damaged while it is closed.
     Damage,
+    /// The export of a server is changed.
+    Change(SimChange),
     /// The device stops answering.
     FallSilent,
     /// The device resumes answering.
@@ -217,6 +222,7 @@ impl Scenario {
             shrinks: random.pick(&[0, 0, 0, 0, 0, 0, 0, 20]).unwrap_or(0),
             keeps: 0,
             damages: 0,
+            changes: 0,
         };
         if random.below(8) == 0 {
             scenario = scenario.in_qcow2(block.ilog2(), &mut random);
@@ -229,6 +235,9 @@ impl Scenario {
             Mode::Engine | Mode::Server => {}
         }
         scenario.config.allocate_ahead = random.below(8) > 0;
+        if mode != Mode::Engine {
+            scenario.changes = random.pick(&[0, 0, 0, 800]).unwrap_or(0);
+        }
         scenario
     }
 
@@ -274,6 +283,12 @@ impl Scenario {
         self.faults = Faults { rot: self.faults.rot, ..Faults::default() };
         (self.silences, self.shrinks) = (0, 0);
         self
+    }
+
+    /// Whether an operator changes the export of the server.
+    #[must_use]
+    pub fn has_operator(&self) -> bool {
+        self.changes > 0
     }
 
     /// Step number `n`.
@@ -367,6 +382,9 @@ impl Scenario {
             () if random.chance(self.keeps.saturating_mul(40)) => Action::Keep,
             () if random.chance(self.shrinks.saturating_mul(40)) => Action::Shrink,
             () if random.chance(self.silences.saturating_mul(8)) => Action::FallSilent,
+            () if self.changes > 0 && random.chance(self.changes.saturating_mul(40)) => {
+                Action::Change(change(random))
+            }
             () if self.silences > 0 => Action::Answer,
             () => Action::Work,
         }
@@ -421,6 +439,17 @@ impl Scenario {
             len = bytes - pos;
         }
         ByteRange::new(pos, len)
+    }
+}
+
+/// A change of an export. Limits, which hold clients up, hold for two fifths of the time.
+fn change(random: &mut Random) -> SimChange {
+    match random.below(8) {
+        0 => SimChange::LimitExport,
+        1 => SimChange::LimitClients,
+        2..5 => SimChange::LiftLimits,
+        5..7 => SimChange::Protect,
+        _ => SimChange::Unprotect,
     }
 }
 

@@ -5,7 +5,7 @@
 
 use nowait::Error;
 use nowait::sim::{Random, SimQueue, connection};
-use nowait_server::Simulated;
+use nowait_server::{SimChange, Simulated};
 
 use crate::client::Client;
 use crate::image::{AnyMap, Image};
@@ -79,6 +79,10 @@ impl SystemUnderTest for Server {
                 self.receive(client_index, limit, oracle)?;
             }
             Action::Leave(how) => self.disconnect(client_index, how),
+            Action::Change(change) => {
+                self.threads.iter_mut().for_each(|thread| thread.change(change));
+                oracle.changed(change);
+            }
             Action::Wait => return self.run_iteration(part, true, oracle),
             _ => return self.run_iteration(part, false, oracle),
         }
@@ -86,6 +90,7 @@ impl SystemUnderTest for Server {
     }
 
     fn settle(&mut self, oracle: &mut Oracle) -> Result<Health, Violation> {
+        self.threads.iter_mut().for_each(|thread| thread.change(SimChange::LiftLimits));
         for client_index in (0..self.clients.len()).rev() {
             self.send(client_index, usize::MAX, oracle);
             self.receive(client_index, RECEIVE_BYTES, oracle)?;
@@ -114,6 +119,7 @@ impl SystemUnderTest for Server {
     }
 
     fn drain(&mut self) -> Result<(), Error> {
+        self.threads.iter_mut().for_each(|thread| thread.change(SimChange::LiftLimits));
         self.threads.iter_mut().try_for_each(|thread| thread.run_once(true))
     }
 

@@ -29,6 +29,8 @@ pub fn name_of(bug: InjectedBug) -> &'static str {
         InjectedBug::Server(ServerBug::RepeatTold) => "repeat-told",
         InjectedBug::Server(ServerBug::TellBeforeData) => "tell-before-data",
         InjectedBug::Server(ServerBug::CommitBeforeData) => "commit-before-data",
+        InjectedBug::Server(ServerBug::ForgetHeld) => "forget-held",
+        InjectedBug::Server(ServerBug::IgnoreProtection) => "ignore-protection",
         InjectedBug::Image(ImageBug::ForgetTail) => "forget-tail",
         InjectedBug::Image(ImageBug::ReadBelowElsewhere) => "read-below-elsewhere",
         InjectedBug::Image(ImageBug::ForgetOrder) => "forget-order",

@@ -8,7 +8,7 @@ use std::collections::VecDeque;
 
 use nowait::sim::{Random, SimQueue};
 use nowait::{Error, Flags, Op};
-use nowait_server::{SimUblkRequest, SimulatedUblk};
+use nowait_server::{SimChange, SimUblkRequest, SimulatedUblk};
 
 use crate::image::{AnyMap, Image};
 use crate::model::{Time, Violation};
@@ -105,6 +105,7 @@ fn check(
         // The next server has opened a device that has shrunk.
         libc::EINVAL if oracle.is_behind_the_end(flight) => oracle.failed(flight, libc::EIO),
         libc::EINVAL => oracle.invalid(flight),
+        libc::EPERM => oracle.not_permitted(flight, true),
         errno if errno > 0 => oracle.failed(flight, errno),
         _ if result != moved || outside => {
             Err(Violation::new(format!("{:?} has the result {result}", flight.spec)))
@@ -233,6 +234,10 @@ impl SystemUnderTest for UblkServer {
             Action::Ask(spec) => self.ask(part, spec, oracle)?,
             Action::Receive => self.exchange(part, oracle)?,
             Action::Die => return self.die(part, oracle, random),
+            Action::Change(change) => {
+                self.threads.iter_mut().for_each(|thread| thread.change(change));
+                oracle.changed(change);
+            }
             Action::Wait => return self.run_iteration(part, true, oracle),
             _ => return self.run_iteration(part, false, oracle),
         }
@@ -240,6 +245,7 @@ impl SystemUnderTest for UblkServer {
     }
 
     fn settle(&mut self, oracle: &mut Oracle) -> Result<Health, Violation> {
+        self.threads.iter_mut().for_each(|thread| thread.change(SimChange::LiftLimits));
         for part in 0..self.threads.len() {
             self.exchange(part, oracle)?;
             if self.run_iteration(part, true, oracle)? == Health::Down {
@@ -263,6 +269,7 @@ impl SystemUnderTest for UblkServer {
     }
 
     fn drain(&mut self) -> Result<(), Error> {
+        self.threads.iter_mut().for_each(|thread| thread.change(SimChange::LiftLimits));
         self.threads.iter_mut().try_for_each(|thread| thread.run_once(true))
     }
 

@@ -5,7 +5,7 @@
 
 use nowait::Error;
 use nowait::sim::{Random, SimQueue};
-use nowait_server::{SimVhostDevice, SimulatedVhost, die_after};
+use nowait_server::{SimChange, SimVhostDevice, SimulatedVhost, die_after};
 
 use crate::image::{AnyMap, Image};
 use crate::model::{Time, Violation};
@@ -138,6 +138,10 @@ impl SystemUnderTest for VhostServer {
             },
             Action::Receive => self.driver.receive(part, oracle)?,
             Action::Die => return self.die(part, oracle, random),
+            Action::Change(change) => {
+                self.threads.iter_mut().for_each(|thread| thread.change(change));
+                oracle.changed(change);
+            }
             Action::Wait => return self.serve(part, true, oracle),
             _ => return self.serve(part, false, oracle),
         }
@@ -145,6 +149,7 @@ impl SystemUnderTest for VhostServer {
     }
 
     fn settle(&mut self, oracle: &mut Oracle) -> Result<Health, Violation> {
+        self.threads.iter_mut().for_each(|thread| thread.change(SimChange::LiftLimits));
         for part in 0..self.threads.len() {
             self.driver.receive(part, oracle)?;
             if self.serve(part, true, oracle)? == Health::Down {
@@ -166,6 +171,7 @@ impl SystemUnderTest for VhostServer {
     }
 
     fn drain(&mut self) -> Result<(), Error> {
+        self.threads.iter_mut().for_each(|thread| thread.change(SimChange::LiftLimits));
         self.threads.iter_mut().try_for_each(|thread| thread.run_once(true))
     }
 

@@ -26,6 +26,9 @@ fn seeds(bug: InjectedBug) -> impl Iterator<Item = u64> {
         match bug {
             InjectedBug::Image(_) => scenario.qcow2.is_some(),
             InjectedBug::Engine(EngineBug::AnswerUnmovedNeighbours) => fails_merged(&scenario),
+            InjectedBug::Server(ServerBug::ForgetHeld | ServerBug::IgnoreProtection) => {
+                Scenario::of(Mode::Server, seed).has_operator()
+            }
             _ => true,
         }
     };
@@ -186,4 +189,14 @@ fn a_backing_image_that_is_read_at_another_offset_is_found() {
 #[test]
 fn a_failed_write_of_metadata_that_is_not_reported_is_found() {
     is_found(InjectedBug::Image(ImageBug::ForgetFailure));
+}
+
+#[test]
+fn a_client_that_is_forgotten_under_a_limit_is_found() {
+    is_found(InjectedBug::Server(ServerBug::ForgetHeld));
+}
+
+#[test]
+fn a_change_of_a_read_only_export_is_found() {
+    is_found(InjectedBug::Server(ServerBug::IgnoreProtection));
 }

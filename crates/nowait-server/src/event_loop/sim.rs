@@ -10,6 +10,7 @@ use nowait::sim::{ServerEnd, SimQueue};
 use nowait::{BlockDevice, BlockMap, Config, Engine, Error, FD_TOKEN, Operation, WorkerPool};
 
 use crate::event_loop::EventLoop;
+use crate::event_loop::sim_change::SimChange;
 use crate::export::Export;
 use crate::export_threads::ThreadContext;
 use crate::frontend::Frontend;
@@ -100,6 +101,11 @@ impl<M: BlockMap> Simulated<M> {
         self.0.simulate_once(waits)
     }
 
+    /// An operator changes the export of this thread.
+    pub fn change(&mut self, change: SimChange) {
+        self.0.change(change);
+    }
+
     /// Requests that were taken from clients and are not answered yet.
     #[must_use]
     pub fn in_flight(&self) -> usize {
@@ -152,6 +158,11 @@ impl<M: BlockMap> SimulatedVhost<M> {
     /// As [`Simulated::run_once`].
     pub fn run_once(&mut self, waits: bool) -> Result<(), Error> {
         self.0.simulate_once(waits)
+    }
+
+    /// As [`Simulated::change`].
+    pub fn change(&mut self, change: SimChange) {
+        self.0.change(change);
     }
 
     /// As [`Simulated::in_flight`].
@@ -228,6 +239,11 @@ impl<M: BlockMap> SimulatedUblk<M> {
     /// As [`Simulated::run_once`].
     pub fn run_once(&mut self, waits: bool) -> Result<(), Error> {
         self.thread.simulate_once(waits)
+    }
+
+    /// As [`Simulated::change`].
+    pub fn change(&mut self, change: SimChange) {
+        self.thread.change(change);
     }
 
     /// As [`Simulated::in_flight`].
