@@ -3,7 +3,7 @@
 //! Invariant: a directory that another user could change is not used.
 
 use std::fs::{self, DirBuilder, Permissions};
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
@@ -11,12 +11,15 @@ use std::sync::Arc;
 
 use nowait_cli::error::{CliError, os_message};
 use nowait_control::HttpServer;
+use nowait_nbd::Address;
 use nowait_server::Listener;
 use rustix::process::{Pid, geteuid, test_kill_process};
 
 use crate::args::control_args::ControlAddress;
 use crate::default_image;
 use crate::running_server::RunningServer;
+use crate::upgrade::messages::ListenerState;
+use crate::upgrade::take_over::HandedListener;
 
 const PREFIX: &str = "control-";
 const SUFFIX: &str = ".sock";
@@ -68,12 +71,23 @@ pub(crate) fn directory() -> Option<PathBuf> {
 pub(crate) struct BoundSocket {
     listener: Listener,
     path: PathBuf,
+    is_given: bool,
 }
 
 /// The control interface of this server, until it is dropped.
 pub(crate) struct ControlSocket {
-    _server: HttpServer,
-    _listener: Listener,
+    server: HttpServer,
+    listener: Listener,
+}
+
+impl ControlSocket {
+    /// Another process serves: answers the last requests, and leaves a socket that it has.
+    pub(crate) fn leave(self, is_handed_over: bool) {
+        self.server.finish();
+        if is_handed_over {
+            self.listener.abandon();
+        }
+    }
 }
 
 /// Binds the control socket at `address`, or the default one. Without a directory for that, or if it
@@ -81,7 +95,13 @@ pub(crate) struct ControlSocket {
 ///
 /// # Errors
 /// The address that was given cannot be bound.
-pub(crate) fn bind(address: Option<&ControlAddress>) -> Result<Option<BoundSocket>, CliError> {
+pub(crate) fn bind(
+    address: Option<&ControlAddress>,
+    handed: Option<HandedListener>,
+) -> Result<Option<BoundSocket>, CliError> {
+    if let Some(HandedListener { listener, address: Address::Unix(path), .. }) = handed {
+        return Ok(Some(BoundSocket { listener, path, is_given: true }));
+    }
     let (path, is_given) = match address {
         Some(ControlAddress::Off) => return Ok(None),
         Some(ControlAddress::Unix(path)) => (path.clone(), true),
@@ -98,7 +118,7 @@ pub(crate) fn bind(address: Option<&ControlAddress>) -> Result<Option<BoundSocke
         fs::set_permissions(&path, Permissions::from_mode(0o600)).map(|()| listener)
     });
     match bound {
-        Ok(listener) => Ok(Some(BoundSocket { listener, path })),
+        Ok(listener) => Ok(Some(BoundSocket { listener, path, is_given })),
         Err(error) if is_given => {
             Err(CliError::at(&path, format_args!("cannot listen: {}", os_message(&error))))
         }
@@ -110,15 +130,26 @@ pub(crate) fn bind(address: Option<&ControlAddress>) -> Result<Option<BoundSocke
 }
 
 impl BoundSocket {
+    /// The socket for a program that takes over; `None` for the default one, which has the number of
+    /// its process in its name.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`.
+    pub(crate) fn state(&self) -> Result<Option<(ListenerState, OwnedFd)>, CliError> {
+        let address = Address::Unix(self.path.clone());
+        let state = self.is_given.then(|| ListenerState::of(&self.listener, &address, None));
+        state.transpose().map_err(|error| CliError::at(&self.path, os_message(&error)))
+    }
+
     /// Answers the clients of the socket for `running`. If no thread can be started for that, the
     /// log says so, and there is no control interface.
     pub(crate) fn serve(self, running: RunningServer) -> Option<ControlSocket> {
-        let Self { listener, path } = self;
+        let Self { listener, path, .. } = self;
         let socket = listener.as_fd().try_clone_to_owned().map(UnixListener::from);
         match socket.and_then(|socket| HttpServer::start(socket, Arc::new(running))) {
             Ok(server) => {
                 tracing::info!("control socket: {}", path.display());
-                Some(ControlSocket { _server: server, _listener: listener })
+                Some(ControlSocket { server, listener })
             }
             Err(error) => {
                 tracing::warn!("no control socket: {}: {error}", path.display());

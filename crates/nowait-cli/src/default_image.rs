@@ -79,6 +79,11 @@ pub(crate) struct DefaultSocket {
 }
 
 impl DefaultSocket {
+    /// The socket at `listen` that another process has made, with its `temporary` directory.
+    pub(crate) fn handed_over(listen: Address, temporary: PathBuf) -> Self {
+        Self { listen, temporary: Some(temporary) }
+    }
+
     /// The temporary directory that was made for it.
     pub(crate) fn temporary(&self) -> Option<&Path> {
         self.temporary.as_deref()

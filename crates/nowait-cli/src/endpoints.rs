@@ -5,6 +5,7 @@
 
 use std::collections::HashMap;
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileTypeExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
@@ -19,6 +20,8 @@ use crate::export_spec::NamedExport;
 use crate::open_disk::OpenedDisk;
 use crate::signals::Ending;
 use crate::systemd;
+use crate::upgrade::messages::ListenerState;
+use crate::upgrade::take_over::HandedListener;
 use crate::vhost_user_spec::DevicePlace;
 use nowait_cli::error::{CliError, os_message};
 
@@ -31,6 +34,8 @@ pub(crate) struct Endpoints {
     pub(crate) inherited: usize,
     /// The socket of a server without an address.
     pub(crate) default_socket: Option<Arc<DefaultSocket>>,
+    /// All sockets, for a program that takes over.
+    pub(crate) states: Vec<(ListenerState, OwnedFd)>,
 }
 
 impl Endpoints {
@@ -57,7 +62,43 @@ impl Endpoints {
         };
         let count = inherited.len();
         let (listeners, listens) = bind(inherited, listens)?;
-        Ok(Self { listeners, listens, inherited: count, default_socket })
+        Self::of(listeners, listens, count, default_socket)
+    }
+
+    /// The sockets that another process has handed over: nothing is bound.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`: there are not enough descriptors.
+    pub(crate) fn taken_over(
+        mut handed: Vec<HandedListener>,
+        ending: &Ending,
+    ) -> Result<Self, CliError> {
+        handed.sort_by_key(|handed| handed.listener.is_own());
+        let inherited = handed.iter().filter(|handed| !handed.listener.is_own()).count();
+        let default_socket = handed.iter().find_map(|handed| {
+            let temporary = handed.temporary.clone()?;
+            Some(Arc::new(DefaultSocket::handed_over(handed.address.clone(), temporary)))
+        });
+        default_socket.iter().for_each(|socket| ending.removes(socket));
+        let (listeners, listens) =
+            handed.into_iter().map(|handed| (handed.listener, handed.address)).unzip();
+        Self::of(listeners, listens, inherited, default_socket)
+    }
+
+    fn of(
+        listeners: Vec<Listener>,
+        listens: Vec<Address>,
+        inherited: usize,
+        default_socket: Option<Arc<DefaultSocket>>,
+    ) -> Result<Self, CliError> {
+        let directory = default_socket.as_ref().and_then(|socket| socket.temporary());
+        let state = |(listener, address): (&Listener, &Address)| {
+            let temporary = directory.filter(|_| listener.is_own());
+            ListenerState::of(listener, address, temporary)
+        };
+        let states = listeners.iter().zip(&listens).map(state).collect::<io::Result<_>>();
+        let states = states.map_err(|error| CliError::new(os_message(&error)))?;
+        Ok(Self { listeners, listens, inherited, default_socket, states })
     }
 }
 
@@ -100,10 +141,8 @@ pub(crate) fn exports_of(
     all: &[OpenedDisk],
     connections: &mut HashMap<i32, UnixStream>,
 ) -> Result<Vec<AnyExport>, CliError> {
-    // The description belongs to the first export.
-    let (workers, mut description) = (args.config().workers, args.description.clone());
-    let exports = all.iter().map(|opened| opened.export(workers, description.take()));
-    let mut exports: Vec<AnyExport> = exports.collect();
+    let workers = args.config().workers;
+    let mut exports: Vec<AnyExport> = all.iter().map(|opened| opened.export(workers)).collect();
     let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
     for socket in &args.vhost_user.sockets {
         let index = socket.export_of(&named).map_err(CliError::new)?;

@@ -17,6 +17,8 @@ mod open_chain;
 mod systemd;
 mod secrets;
 mod open_disk;
+mod served_disks;
+mod upgrade;
 mod running_server;
 mod control_socket;
 mod confinement;
@@ -42,6 +44,9 @@ use nowait_cli::{log, process};
 
 fn main() -> ExitCode {
     process::set_up();
+    if let Some(status) = upgrade::launcher::run_if_asked() {
+        return status;
+    }
     let command = match usage::parse() {
         Ok(cli) => cli.command,
         Err(status) => return status,
@@ -65,6 +70,7 @@ fn main() -> ExitCode {
         Command::Status(args) => control::status(&args).map(|()| ExitCode::SUCCESS),
         Command::Export(command) => control::export(&command).map(|()| ExitCode::SUCCESS),
         Command::Connections(args) => control::connections(&args).map(|()| ExitCode::SUCCESS),
+        Command::Upgrade(args) => control::upgrade(&args).map(|()| ExitCode::SUCCESS),
         Command::Bench(_) => Err(bench::run()),
         Command::Completions(args) => setup::completions(&args).map(|()| ExitCode::SUCCESS),
         Command::Man(args) => setup::man(&args).map(|()| ExitCode::SUCCESS),

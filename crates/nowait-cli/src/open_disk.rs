@@ -20,15 +20,18 @@ use crate::{args, open_chain, systemd};
 pub(crate) struct OpenedDisk {
     pub(crate) named: NamedExport,
     pub(crate) image: Image,
+    /// How it was opened.
+    pub(crate) options: ChainOptions,
+    /// What clients are told; the name of the file, not its directory, if there is nothing.
+    pub(crate) description: Option<String>,
 }
 
 impl OpenedDisk {
-    /// The export, with at most `workers` threads that may block. Without a `description` clients
-    /// see the name of the file, not its directory.
-    pub(crate) fn export(&self, workers: u32, description: Option<String>) -> AnyExport {
+    /// The export, with at most `workers` threads that may block.
+    pub(crate) fn export(&self, workers: u32) -> AnyExport {
         let NamedExport { name, image } = self.named.clone();
         let file = || image.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let description = description.unwrap_or_else(file);
+        let description = self.description.clone().unwrap_or_else(file);
         let when_a_flush_fails = Some(systemd::notify_failed_flush as fn());
         let options = ExportOptions { name, description, workers, when_a_flush_fails };
         AnyExport::of_image(&self.image, options)
@@ -38,11 +41,15 @@ impl OpenedDisk {
     ///
     /// # Errors
     /// One line that names the file and what is wrong with it.
-    pub(crate) fn open(named: NamedExport, options: &ChainOptions) -> Result<Self, CliError> {
-        let image = nowait_image::open(&named.image, options);
-        let image = image.map_err(|error| failed(options, &named.image, &error))?;
+    pub(crate) fn open(
+        named: NamedExport,
+        options: ChainOptions,
+        description: Option<String>,
+    ) -> Result<Self, CliError> {
+        let image = nowait_image::open(&named.image, &options);
+        let image = image.map_err(|error| failed(&options, &named.image, &error))?;
         image.warnings().iter().for_each(|warning| warn!("{warning}"));
-        Ok(Self { named, image })
+        Ok(Self { named, image, options, description })
     }
 
     /// Flushes the image. With `ended`, which requires that no request is in flight, unused space
@@ -65,7 +72,9 @@ pub(crate) fn open_all(
             let what = "it is given twice (serve it under one name, or try --read-only)";
             return Err(CliError::at(&named.image, what));
         }
-        all.push(OpenedDisk::open(named, &chain_options(args))?);
+        // It belongs to the first export.
+        let description = args.description.clone().filter(|_| all.is_empty());
+        all.push(OpenedDisk::open(named, chain_options(args), description)?);
     }
     Ok(all)
 }

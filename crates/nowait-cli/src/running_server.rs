@@ -1,16 +1,15 @@
-//! The images of a running server, and what its control interface does with them.
+//! What the control interface of a running server does with its exports and their images.
 //!
-//! Invariant: an image is open as long as its export may have requests; what a request names is
-//! opened only in the directories that the user has allowed.
+//! Invariant: what a request names is opened only in the directories that the user has allowed.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use nowait::RegisteredMemory;
 use nowait_control::{
     AddExport, AddFrontend, ConnectionInfo, ControlError, ControlledServer, ExportInfo,
-    FrontendInfo, PatchExport, ServerInfo,
+    FrontendInfo, PatchExport, ServerInfo, UpgradeReport, UpgradeRequest,
 };
 use nowait_image::{ChainOptions, Format};
 use nowait_server::{AnyExport, ExportId, ExportStatus, Exports, Limits, Listener};
@@ -19,39 +18,15 @@ use rustix::io::Errno;
 use crate::export_spec::{NamedExport, parse_name};
 use crate::listen_address;
 use crate::open_disk::{OpenedDisk, is_same_file};
+use crate::served_disks::{ServedDisk, ServedDisks};
+use crate::upgrade::hand_over::{Upgrades, hand_over};
+use crate::upgrade::messages::ExportState;
+use crate::upgrade::parked_disks::ParkedDisks;
 
 /// How long an export that is removed may take to end its requests.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The most places where an export that is added can be reached beside the server's addresses.
 const MAX_FRONTENDS: usize = 16;
-
-/// An open image and where its export can be reached.
-pub(crate) struct ServedDisk {
-    pub(crate) id: ExportId,
-    pub(crate) disk: OpenedDisk,
-    pub(crate) places: Vec<String>,
-}
-
-/// The images of a server; clones share them.
-#[derive(Clone, Default)]
-pub(crate) struct ServedDisks(Arc<Mutex<Vec<ServedDisk>>>);
-
-impl ServedDisks {
-    /// The images of `all`.
-    pub(crate) fn new(all: Vec<ServedDisk>) -> Self {
-        Self(Arc::new(Mutex::new(all)))
-    }
-
-    /// Takes all images, to be closed.
-    pub(crate) fn take(&self) -> Vec<OpenedDisk> {
-        self.lock().drain(..).map(|served| served.disk).collect()
-    }
-
-    fn lock(&self) -> MutexGuard<'_, Vec<ServedDisk>> {
-        // No critical section here can panic half-way through a change.
-        self.0.lock().unwrap_or_else(PoisonError::into_inner)
-    }
-}
 
 /// What the exports that are added later have in common.
 pub(crate) struct Additions {
@@ -74,13 +49,20 @@ pub(crate) struct RunningServer {
     additions: Additions,
     /// Held while an image is being opened, so that none is opened twice.
     adding: Mutex<()>,
+    upgrades: Upgrades,
     since: Instant,
 }
 
 impl RunningServer {
     /// The server of `exports`, whose images are `disks`.
-    pub(crate) fn new(exports: Exports, disks: ServedDisks, additions: Additions) -> Self {
-        Self { exports, disks, additions, adding: Mutex::default(), since: Instant::now() }
+    pub(crate) fn new(
+        exports: Exports,
+        disks: ServedDisks,
+        additions: Additions,
+        upgrades: Upgrades,
+    ) -> Self {
+        let (adding, since) = (Mutex::default(), Instant::now());
+        Self { exports, disks, additions, adding, upgrades, since }
     }
 
     fn id_of(&self, id: u64) -> Result<ExportId, ControlError> {
@@ -108,7 +90,7 @@ impl RunningServer {
             ..ExportInfo::default()
         };
         if let Some(served) = disks.iter().find(|served| served.id == status.id) {
-            let OpenedDisk { named, image } = &served.disk;
+            let OpenedDisk { named, image, .. } = &served.disk;
             let image_path = std::path::absolute(&named.image);
             let image_path = image_path.unwrap_or_else(|_| named.image.clone());
             info.image = image_path.to_string_lossy().into_owned();
@@ -117,6 +99,32 @@ impl RunningServer {
             info.places.clone_from(&served.places);
         }
         info
+    }
+
+    /// The exports, for a program that takes over.
+    fn states(&self) -> Vec<ExportState> {
+        let all = self.exports.status();
+        let state = |served: &ServedDisk| {
+            let OpenedDisk { named, options, description, .. } = &served.disk;
+            let status = all.iter().find(|status| status.id == served.id);
+            let image = std::path::absolute(&named.image).unwrap_or_else(|_| named.image.clone());
+            let changes = status.map_or_else(PatchExport::default, |status| PatchExport {
+                limits: Some(status.limits.into()),
+                connection_limits: Some(status.client_limits.into()),
+                read_only: Some(status.read_only).filter(|read_only| *read_only),
+                ..PatchExport::default()
+            });
+            ExportState {
+                name: named.name.clone(),
+                description: description.clone(),
+                image: image.into(),
+                format: options.format.map(|format| format.name().to_owned()),
+                read_only: !options.writable,
+                backing_dirs: options.backing_dirs.iter().map(|dir| dir.clone().into()).collect(),
+                changes,
+            }
+        };
+        self.disks.lock().iter().map(state).collect()
     }
 
     fn export(&self, id: u64) -> Result<ExportInfo, ControlError> {
@@ -272,10 +280,10 @@ impl ControlledServer for RunningServer {
         (options.format, options.writable) = (format, !read_only);
         options.backing_dirs.extend(self.additions.allowed.iter().cloned());
         let mut places = (self.additions.places)(&named);
-        let disk = OpenedDisk::open(named, &options).map_err(conflict)?;
+        let disk = OpenedDisk::open(named, options, description).map_err(conflict)?;
         let (listeners, sockets) = self.listen(frontends)?;
         places.extend(sockets);
-        let export = disk.export(self.additions.workers, description);
+        let export = disk.export(self.additions.workers);
         let id = self.exports.add(listeners.into_iter().fold(export, AnyExport::at_vhost_user));
         let id = id.map_err(|error| match Errno::from_raw_os_error(error.errno()) {
             Errno::EXIST => conflict("there is an export of that name"),
@@ -340,6 +348,13 @@ impl ControlledServer for RunningServer {
     fn flush(&self, id: u64) -> Result<(), ControlError> {
         let id = self.id_of(id)?;
         self.exports.flush(id).map_err(failed)
+    }
+
+    fn upgrade(&self, upgrade: UpgradeRequest) -> Result<UpgradeReport, ControlError> {
+        let binary = upgrade.binary.as_deref().map(absolute).transpose()?;
+        let _adding = self.adding.lock().unwrap_or_else(PoisonError::into_inner);
+        let park = || ParkedDisks::new(&self.exports, self.disks.lock());
+        hand_over(&self.upgrades, binary, self.states(), park)
     }
 
     fn disconnect(&self, id: u64) -> Result<(), ControlError> {

@@ -114,6 +114,11 @@ pub(crate) fn notify_failed_flush() {
     notify(&[NotifyState::Status(status)]);
 }
 
+/// Notifies that process `number` serves instead of this one.
+pub(crate) fn notify_successor(number: u32) {
+    notify(&[NotifyState::MainPid(number)]);
+}
+
 /// Notifies that no more requests are accepted.
 pub(crate) fn notify_stopping() {
     notify(&[NotifyState::Stopping, NotifyState::Status("finishing requests")]);

@@ -26,6 +26,31 @@ pub struct ServerInfo {
     pub registered_bytes: u64,
 }
 
+/// The exchange of the server's program (`POST /v1/upgrade`).
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct UpgradeRequest {
+    /// The absolute path of the new program; without it the path from which the server was started.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub binary: Option<String>,
+}
+
+/// An upgrade that has succeeded.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct UpgradeReport {
+    /// The process that serves now.
+    pub pid: u32,
+    /// The version of its program.
+    pub version: String,
+    /// How long no request was served, in milliseconds.
+    pub pause_ms: f64,
+    /// Connections that were handed over.
+    pub connections: u64,
+    /// Connections that were closed, because they cannot be: those with TLS, and those that had not
+    /// chosen an export.
+    pub closed: u64,
+}
+
 /// An export (`GET /v1/exports`).
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct ExportInfo {

@@ -19,7 +19,10 @@ use serde::de::DeserializeOwned;
 use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 
-use crate::api::{AddExport, ConnectionInfo, ErrorInfo, ExportInfo, PatchExport, ServerInfo};
+use crate::api::{
+    AddExport, ConnectionInfo, ErrorInfo, ExportInfo, PatchExport, ServerInfo, UpgradeReport,
+    UpgradeRequest,
+};
 
 /// How long an answer may take; opening an image, or a flush, may take its time.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -137,6 +140,14 @@ impl Client {
     /// As [`Client::server`].
     pub fn disconnect(&self, id: u64) -> Result<(), ClientError> {
         self.send(Method::DELETE, &format!("/v1/connections/{id}"), "").map(drop)
+    }
+
+    /// Has a new program take over.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn upgrade(&self, upgrade: &UpgradeRequest) -> Result<UpgradeReport, ClientError> {
+        read(&self.send(Method::POST, "/v1/upgrade", &body(upgrade)?)?)
     }
 
     fn get<T: DeserializeOwned>(&self, path: &str) -> Result<T, ClientError> {

@@ -4,7 +4,9 @@
 
 use std::fmt;
 
-use crate::api::{AddExport, ConnectionInfo, ExportInfo, PatchExport, ServerInfo};
+use crate::api::{
+    AddExport, ConnectionInfo, ExportInfo, PatchExport, ServerInfo, UpgradeReport, UpgradeRequest,
+};
 
 /// A server that can be asked and changed. Methods may be called by several threads at once.
 pub trait ControlledServer: Send + Sync + 'static {
@@ -47,6 +49,13 @@ pub trait ControlledServer: Send + Sync + 'static {
     /// # Errors
     /// There is no such connection.
     fn disconnect(&self, id: u64) -> Result<(), ControlError>;
+
+    /// Hands everything over to a new program, which serves from then on. This one ends when the
+    /// answer has been sent.
+    ///
+    /// # Errors
+    /// The new program cannot be started or is not ready in time: then this one goes on.
+    fn upgrade(&self, upgrade: UpgradeRequest) -> Result<UpgradeReport, ControlError>;
 }
 
 /// Why a request is refused, in one line, and as what.

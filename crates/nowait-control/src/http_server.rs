@@ -28,12 +28,14 @@ const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest head of a request, in bytes: the name of an export may have 4096, which are three
 /// times as many when they are percent-encoded.
 const MAX_HEAD_BYTES: usize = 32 << 10;
+/// How long clients may take to leave a server that ends.
+const FINISH_TIMEOUT: Duration = Duration::from_secs(1);
 /// The pause after a connection that could not be accepted.
 const BACK_OFF: Duration = Duration::from_millis(100);
 
 /// The running control interface of a server. It ends when this is dropped.
 pub struct HttpServer {
-    stop: Option<oneshot::Sender<()>>,
+    stop: Option<oneshot::Sender<Duration>>,
     thread: Option<JoinHandle<()>>,
 }
 
@@ -60,6 +62,17 @@ impl HttpServer {
     }
 }
 
+impl HttpServer {
+    /// Accepts no more connections, and waits a moment until the clients that are connected have
+    /// their answers and leave.
+    pub fn finish(mut self) {
+        if let Some(stop) = self.stop.take() {
+            // The thread may have ended with a panic, which was reported.
+            let _ = stop.send(FINISH_TIMEOUT);
+        }
+    }
+}
+
 impl Drop for HttpServer {
     fn drop(&mut self) {
         drop(self.stop.take());
@@ -74,18 +87,28 @@ fn run(
     runtime: Runtime,
     listener: UnixListener,
     server: Arc<dyn ControlledServer>,
-    stopped: oneshot::Receiver<()>,
+    stopped: oneshot::Receiver<Duration>,
 ) {
-    runtime.spawn(accept_all(listener, server));
-    // It ends with the sender, which sends nothing.
-    let _ = runtime.block_on(stopped);
+    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+    let accepting = runtime.spawn(accept_all(listener, server, permits.clone()));
+    runtime.block_on(async {
+        if let Ok(timeout) = stopped.await {
+            accepting.abort();
+            let all_left = permits.acquire_many(MAX_CONNECTIONS as u32);
+            // Those that stay have no request that is answered.
+            let _ = tokio::time::timeout(timeout, all_left).await;
+        }
+    });
     // What blocks on another thread may block for good.
     runtime.shutdown_background();
 }
 
-async fn accept_all(listener: UnixListener, server: Arc<dyn ControlledServer>) {
+async fn accept_all(
+    listener: UnixListener,
+    server: Arc<dyn ControlledServer>,
+    permits: Arc<Semaphore>,
+) {
     let router = routes::router(server);
-    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
     loop {
         let Ok(permit) = permits.clone().acquire_owned().await else { return };
         let stream = match listener.accept().await {

@@ -13,7 +13,8 @@ mod client;
 
 pub use api::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, ConnectionInfo, ErrnoInfo, ExportInfo,
-    FrontendInfo, LatencyInfo, LimitsInfo, OperationInfo, PatchExport, ServerInfo,
+    FrontendInfo, LatencyInfo, LimitsInfo, OperationInfo, PatchExport, ServerInfo, UpgradeReport,
+    UpgradeRequest,
 };
 pub use client::{Client, ClientError};
 pub use controlled_server::{ControlError, ControlledServer};

@@ -14,7 +14,7 @@ use axum::routing::{delete, get, post};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::api::{AddExport, ErrorInfo, ExportInfo, PatchExport};
+use crate::api::{AddExport, ErrorInfo, ExportInfo, PatchExport, UpgradeRequest};
 use crate::controlled_server::{ControlError, ControlledServer};
 use crate::metrics;
 
@@ -41,6 +41,7 @@ pub(crate) fn router(server: Server) -> Router {
             get(|State(server): State<Server>| on_thread(move || json(server.connections()))),
         )
         .route("/v1/connections/{id}", delete(disconnect))
+        .route("/v1/upgrade", post(upgrade))
         .fallback(|| async {
             ControlError::NotFound("there is no such path".into()).into_response()
         })
@@ -136,6 +137,14 @@ async fn disconnect(State(server): State<Server>, Path(id): Path<String>) -> Ans
         Ok(StatusCode::NO_CONTENT.into_response())
     })
     .await
+}
+
+async fn upgrade(State(server): State<Server>, body: Bytes) -> Answer {
+    let request: UpgradeRequest = match body.is_empty() {
+        true => UpgradeRequest::default(),
+        false => parse(&body)?,
+    };
+    on_thread(move || json(server.upgrade(request)?)).await
 }
 
 /// The export called `name`, or, if there is none, the one with the number N of `@N`.

@@ -9,7 +9,7 @@ use std::sync::{Arc, Mutex};
 use nowait_control::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, Client, ClientError, ConnectionInfo,
     ControlError, ControlledServer, ErrnoInfo, ExportInfo, FrontendInfo, HttpServer, LatencyInfo,
-    LimitsInfo, OperationInfo, PatchExport, ServerInfo,
+    LimitsInfo, OperationInfo, PatchExport, ServerInfo, UpgradeReport, UpgradeRequest,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -64,6 +64,11 @@ impl ControlledServer for Noting {
     fn disconnect(&self, id: u64) -> Result<(), ControlError> {
         self.note(format!("disconnect {id}"));
         Ok(())
+    }
+
+    fn upgrade(&self, upgrade: UpgradeRequest) -> Result<UpgradeReport, ControlError> {
+        self.note(format!("upgrade {:?}", upgrade.binary));
+        Ok(UpgradeReport::default())
     }
 }
 
@@ -152,6 +157,8 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
         ("BucketLimit", fields(&limit)),
         ("Errno", fields(&ErrnoInfo::default())),
         ("Connection", fields(&connection)),
+        ("UpgradeRequest", fields(&UpgradeRequest { binary: Some(String::new()) })),
+        ("UpgradeReport", fields(&UpgradeReport::default())),
         ("AddExport", fields(&add)),
         ("AddFrontend", fields(&socket)),
         ("PatchExport", fields(&patch)),

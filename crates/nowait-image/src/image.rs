@@ -178,6 +178,22 @@ impl Image {
         if self.is_read_only() { Ok(()) } else { self.device().flush() }
     }
 
+    /// As [`Image::close`], but the image stays open: another process opens it
+    /// ([`crate::HandedOver`]), or requests follow if that fails. No request may be in flight.
+    ///
+    /// # Errors
+    /// As [`Image::flush`].
+    pub fn settle(&self) -> Result<(), Error> {
+        if let Content::Raw { device, .. } = &self.content {
+            device.give_back();
+        }
+        self.flush()?;
+        match &self.content {
+            Content::Raw { .. } => Ok(()),
+            Content::Qcow2 { open_image, .. } => open_image.settle(),
+        }
+    }
+
     /// Flushes, and frees clusters that are no longer used, or of a raw file what was allocated ahead
     /// ([`nowait::Config::allocate_ahead`]). No request may be in flight.
     ///

@@ -16,6 +16,7 @@ mod message_args;
 mod sandbox_args;
 pub(crate) mod setup_args;
 pub(crate) mod ublk_args;
+pub(crate) mod upgrade_args;
 pub(crate) mod vhost_user_args;
 
 use std::thread;
@@ -39,6 +40,7 @@ use setup_args::{CompletionsArgs, ManArgs};
 use switch::Switch;
 use tls_args::TlsArgs;
 use ublk_args::{UblkArgs, UblkCommand};
+use upgrade_args::UpgradeArgs;
 use vhost_user_args::VhostUserArgs;
 
 /// The exit status for a wrong command line.
@@ -71,6 +73,7 @@ pub(crate) enum Command {
     Status(StatusArgs),
     Export(ExportCommand),
     Connections(ConnectionsArgs),
+    Upgrade(UpgradeArgs),
     Bench(BenchArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
@@ -92,6 +95,7 @@ impl Command {
             Self::Status(_) => "status",
             Self::Export(_) => "export",
             Self::Connections(_) => "connections",
+            Self::Upgrade(_) => "upgrade",
             Self::Bench(_) => "bench",
             Self::Completions(_) => "completions",
             Self::Man(_) => "man",
@@ -112,7 +116,7 @@ impl Command {
             Self::Commit(args) => args.image.check(),
             Self::Bench(args) => args.check(),
             Self::Create(_) | Self::Info(_) | Self::Ublk(_) => Ok(()),
-            Self::Status(_) | Self::Export(_) | Self::Connections(_) => Ok(()),
+            Self::Status(_) | Self::Export(_) | Self::Connections(_) | Self::Upgrade(_) => Ok(()),
             Self::Completions(_) | Self::Man(_) => Ok(()),
         }
     }

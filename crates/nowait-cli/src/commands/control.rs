@@ -9,6 +9,7 @@ use nowait_cli::error::{CliError, plain};
 use nowait_cli::size::{human, short};
 use nowait_control::{
     AddExport, AddFrontend, Client, ClientError, ConnectionInfo, ExportInfo, PatchExport,
+    UpgradeReport, UpgradeRequest,
 };
 use serde::Serialize;
 use serde_json::json;
@@ -17,6 +18,7 @@ use crate::args::change_args::Change;
 use crate::args::control_args::{
     ConnectionsArgs, ExportAction, ExportCommand, ServerArgs, StatusArgs,
 };
+use crate::args::upgrade_args::UpgradeArgs;
 use crate::{control_socket, output};
 
 /// Shows the servers.
@@ -128,6 +130,31 @@ pub(crate) fn connections(args: &ConnectionsArgs) -> Result<(), CliError> {
         Some(id) => tell(&args.server, |client| client.disconnect(id)),
         None => ask(&args.server, Client::connections, |all| connection_table(all)),
     }
+}
+
+/// Exchanges the program of a server.
+///
+/// # Errors
+/// As [`export`].
+pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<(), CliError> {
+    let binary = args.binary.as_deref().map(|path| {
+        let path = std::path::absolute(path).unwrap_or_else(|_| path.to_owned());
+        let text = path.to_str().map(str::to_owned);
+        text.ok_or_else(|| CliError::at(&path, "a path that is no text cannot be sent"))
+    });
+    let request = UpgradeRequest { binary: binary.transpose()? };
+    let words = |report: &UpgradeReport| {
+        let UpgradeReport { pid, version, pause_ms, connections, closed } = report;
+        let left = match closed {
+            0 => String::new(),
+            count => format!(", {count} closed"),
+        };
+        format!(
+            "nowait {} serves as process {pid}: {connections} connections handed over{left}, a pause of {pause_ms:.1} ms\n",
+            plain(version)
+        )
+    };
+    ask(&args.server, |client| client.upgrade(&request), words)
 }
 
 fn new_size(client: &Client, name: &str, change: Change) -> Result<u64, ClientError> {

@@ -2,21 +2,27 @@
 //!
 //! Invariant: the ready line is printed when clients can connect, and the exit status is 0 only if the last flush succeeded.
 
+use std::os::fd::OwnedFd;
 use std::path::Path;
 use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use nowait::{RegisteredMemory, Uring};
+use nowait_control::ControlledServer;
 use nowait_nbd::Address;
-use nowait_server::{Listener, Options, QueueKind, Server, UblkNode};
+use nowait_server::{
+    ConnectionState, ExportId, Listener, Options, QueueKind, Server, Tls, UblkNode,
+};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::{info, warn};
 
 use crate::args::ServeArgs;
+use crate::args::control_args::ControlAddress;
 use crate::background::Background;
 use crate::commands::info::registrable;
 use crate::commands::ublk;
 use crate::confinement::needed_files;
+use crate::control_socket::BoundSocket;
 use crate::endpoints::{Endpoints, exports_of};
 use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
@@ -24,9 +30,13 @@ use crate::log_file::LogFile;
 use crate::open_disk::{OpenedDisk, chain_options, open_all};
 use crate::ready_lines::{print, print_hint, print_ready, ready_lines, uris, vhost_user_paths};
 use crate::reload::Reload;
-use crate::running_server::{Additions, RunningServer, ServedDisk, ServedDisks};
+use crate::running_server::{Additions, RunningServer};
+use crate::served_disks::{ServedDisk, ServedDisks};
 use crate::signals::Ending;
-use crate::tls_files::Keys;
+use crate::upgrade::hand_over::Upgrades;
+use crate::upgrade::launcher::Launcher;
+use crate::upgrade::messages::ListenerState;
+use crate::upgrade::take_over::{Parked, TakeOver};
 use crate::{
     args, background, confinement, control_socket, default_image, endpoints, summary, systemd,
     tls_files, watchdog,
@@ -52,40 +62,46 @@ const OTHER_DESCRIPTORS: u64 = 1024;
 /// An image cannot be opened or is in use, an address is in use, the queues cannot be created or
 /// fail, or the last flush failed.
 pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
+    let mut take_over = TakeOver::of_this_process()?;
+    let ended = serve(args, take_over.as_mut());
+    if let (Err(error), Some(take_over)) = (&ended, &take_over) {
+        take_over.fail(error);
+    }
+    ended
+}
+
+/// The same for a program that may `take_over` from another one.
+fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), CliError> {
     let parent = Parent::now();
-    let exports = args.exports().map_err(CliError::new)?;
     let mut connections = endpoints::connections(args)?;
     let inherited = systemd::sockets()?;
-    let background = args.lifetime.fork.then(background::fork).transpose()?;
-    let ending = Ending::on_signal()
-        .map_err(|e| CliError::new(format!("cannot handle signals: {}", os_message(&e))))?;
-    if args.lifetime.exit_with_parent {
-        parent.end_with_it()?;
-    }
-    let is_default = exports.is_empty();
-    let exports = if is_default { vec![default_export(args)?] } else { exports };
-    let (all, (tls, tls_files)) = open(args, exports).inspect_err(|_| reject(&inherited))?;
+    let forks = args.lifetime.fork && take_over.is_none();
+    let background = forks.then(background::fork).transpose()?;
+    let ending = ending(args, &parent)?;
+    let (tls, tls_files) = tls_files::read(&args.tls)?;
+    let Opened { all, is_default, adopted } =
+        open(args, take_over.as_deref()).inspect_err(|_| reject(&inherited))?;
     let Some(first) = all.first() else { return Ok(()) };
     let image = &first.named.image.clone();
-    let config = args.config();
     let kind = if args.poll { polled_queue(&all)? } else { queue_kind(args, first)? };
     let ublk = ublk::open(args, first)?;
     let is_device = ublk.is_some() || !args.vhost_user.sockets.is_empty();
-    let Endpoints { listeners, listens, inherited, default_socket } =
-        Endpoints::bind(args, image, is_device, inherited, &ending)?;
+    let handed = take_over.as_deref_mut().map(TakeOver::listeners).transpose()?;
+    let Endpoints { mut listeners, listens, inherited, default_socket, states } = match handed {
+        Some(handed) => Endpoints::taken_over(handed, &ending)?,
+        None => Endpoints::bind(args, image, is_device, inherited, &ending)?,
+    };
     let (pid_file, log_file) = process_files(args, &ending)?;
-    let control = control_socket::bind(args.control.control.as_ref())?;
+    let (control, upgrades) = bind_control(args, take_over.as_deref_mut(), states)?;
     let devices = exports_of(args, &all, &mut connections)?;
     let files = needed_files(args, &all, &listens[inherited..], default_socket.as_deref());
     if ublk.is_none() {
         confinement::enter(args, files.clone(), None)?;
     }
-    let max_connections = args.max_connections;
-    raise_nofile_limit(max_connections);
-    let (queues, device) = (args.queues(), ublk.as_ref().map(UblkNode::device));
-    let slow_requests = args.messages.slow_requests();
-    let options = Options { queues, kind, config, tls, max_connections, ..Options::default() };
-    let options = Options { ublk: device, slow_requests, ..options };
+    raise_nofile_limit(args.max_connections);
+    let options = options(args, kind, tls, ublk.as_ref());
+    // A program that takes over accepts connections when the other one does no more.
+    let later = take_over.as_ref().map(|_| std::mem::take(&mut listeners)).unwrap_or_default();
     let server = Server::start(devices, listeners, options).map_err(|e| CliError::at(image, e))?;
     set_up(args, &server).map_err(|error| CliError::at(image, error))?;
     let reload = Reload::new(server.exports(), tls_files, log_file.clone());
@@ -95,28 +111,76 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
         // Before this the node cannot be named.
         confinement::enter(args, files, Some(node))?;
     }
-    pid_file.iter().filter_map(|file| file.appear().err()).for_each(|error| warn!("{error}"));
     let node = ublk.as_ref().map(|ublk| ublk.device().node());
     let lines = ready_lines(args, &all, kind, &listens, node.as_deref());
     let first = first.named.clone();
     let disks = ServedDisks::new(served(args, &server, all, &listens, node.as_deref()));
-    let running =
-        RunningServer::new(server.exports(), disks.clone(), additions(args, listens.clone()));
-    let control = control.and_then(|socket| socket.serve(running));
-    print_ready(args, &lines, inherited > 0);
-    systemd::notify_ready(&uris(args, &listens, &first));
-    if is_default {
-        print_hint(args, &listens, &first);
+    let additions = additions(args, listens.clone());
+    let running = RunningServer::new(server.exports(), disks.clone(), additions, upgrades);
+    if let Some(take_over) = &take_over {
+        let change = |id: ExportId, change| running.change(id.number(), change).map(drop);
+        take_over.serve(&server.exports(), change, later, adopted)?;
     }
+    pid_file.iter().filter_map(|file| file.appear().err()).for_each(|error| warn!("{error}"));
+    let control = control.and_then(|socket| socket.serve(running));
+    print_ready(args, &lines, inherited > 0 || take_over.is_some());
+    systemd::notify_ready(&uris(args, &listens, &first));
+    is_default.then(|| print_hint(args, &listens, &first));
     watchdog::start(server.exports());
     leave_caller(background, log_file.as_ref());
-    let flushed = serve_and_flush(server, &ending, &disks, image)?;
-    drop((control, default_socket, pid_file, ublk));
-    flushed?;
-    info!("registered buffers: {} at most", human(registered_at_most()));
-    info!("stopped, everything is flushed");
-    // A request that never ends would block its worker, and the worker the end of this process.
+    match serve_and_flush(server, &ending, &disks, image)? {
+        None => control.into_iter().for_each(|control| control.leave(is_control_given(args))),
+        Some(flushed) => {
+            drop((control, default_socket, pid_file, ublk));
+            flushed.inspect(|()| log_stop())?;
+        }
+    }
+    // Without destructors: a request that never ends would block its worker, and the worker the end
+    // of this process; and what another process has taken over stays.
     std::process::exit(0);
+}
+
+/// Binds the control socket, or takes it over. Also returns what a program needs to take over from
+/// this one, with the sockets of clients in `listeners`.
+fn bind_control(
+    args: &ServeArgs,
+    take_over: Option<&mut TakeOver>,
+    listeners: Vec<(ListenerState, OwnedFd)>,
+) -> Result<(Option<BoundSocket>, Upgrades), CliError> {
+    let handed = take_over.map(TakeOver::control).transpose()?.flatten();
+    let socket = control_socket::bind(args.control.control.as_ref(), handed)?;
+    let control = socket.as_ref().map(BoundSocket::state).transpose()?.flatten();
+    Ok((socket, Upgrades { launcher: launcher(args), listeners, control }))
+}
+
+/// What ends the server of `args`: signals, and the end of its `parent` if it is asked to.
+fn ending(args: &ServeArgs, parent: &Parent) -> Result<Ending, CliError> {
+    let failed = |e| CliError::new(format!("cannot handle signals: {}", os_message(&e)));
+    let ending = Ending::on_signal().map_err(failed)?;
+    if args.lifetime.exit_with_parent {
+        parent.end_with_it()?;
+    }
+    Ok(ending)
+}
+
+fn log_stop() {
+    let most = RegisteredMemory::of_this_process().most_bytes as u64;
+    info!("registered buffers: {} at most", human(most));
+    info!("stopped, everything is flushed");
+}
+
+/// How the server of `args` serves.
+fn options(args: &ServeArgs, kind: QueueKind, tls: Tls, ublk: Option<&UblkNode>) -> Options {
+    Options {
+        queues: args.queues(),
+        kind,
+        config: args.config(),
+        tls,
+        max_connections: args.max_connections,
+        ublk: ublk.map(UblkNode::device),
+        slow_requests: args.messages.slow_requests(),
+        ..Options::default()
+    }
 }
 
 /// The PID file, which appears later, and the log file, which is used later.
@@ -153,10 +217,47 @@ fn leave_caller(background: Option<Background>, log_file: Option<&LogFile>) {
     }
 }
 
-/// Opens the images and reads the TLS files.
-fn open(args: &ServeArgs, exports: Vec<NamedExport>) -> Result<(Vec<OpenedDisk>, Keys), CliError> {
+/// The images that are served.
+struct Opened {
+    all: Vec<OpenedDisk>,
+    /// None was given.
+    is_default: bool,
+    /// Connections of another process, each with the index of its export.
+    adopted: Vec<(usize, ConnectionState)>,
+}
+
+/// Opens the images of `args`, or those that another program hands over.
+fn open(args: &ServeArgs, take_over: Option<&TakeOver>) -> Result<Opened, CliError> {
+    let exports = args.exports().map_err(CliError::new)?;
+    let is_default = exports.is_empty();
+    if let Some(take_over) = take_over {
+        let Parked { images, connections } = take_over.wait()?;
+        let all = take_over.open(images, &chain_options(args))?;
+        return Ok(Opened { all, is_default: false, adopted: connections });
+    }
+    let exports = if is_default { vec![default_export(args)?] } else { exports };
     let all = open_all(args, exports).map_err(|error| error.with_status(CANNOT_OPEN))?;
-    Ok((all, tls_files::read(&args.tls)?))
+    Ok(Opened { all, is_default, adopted: Vec::new() })
+}
+
+/// The process that starts the next program, or why there is none.
+fn launcher(args: &ServeArgs) -> Result<Arc<Launcher>, String> {
+    if args.lifetime.exit_with_parent {
+        return Err("the process that started this server would not know the new one".into());
+    }
+    if std::process::id() == 1 {
+        return Err("this server is process 1, with which its container ends".into());
+    }
+    if args.control.control == Some(ControlAddress::Off) {
+        return Err("there is no control socket".into());
+    }
+    let any = args.sandbox.mode().is_none();
+    Launcher::start(any, args.lifetime.fork).map(Arc::new)
+}
+
+/// Whether the control socket is at a path that was given, and stays there.
+fn is_control_given(args: &ServeArgs) -> bool {
+    matches!(args.control.control, Some(ControlAddress::Unix(_)))
 }
 
 /// The images of `all` with the ids of their exports and where these can be reached.
@@ -200,25 +301,30 @@ fn additions(args: &ServeArgs, listens: Vec<Address>) -> Additions {
     }
 }
 
-/// Serves until stopped, and flushes. Returns the result of the flush.
+/// Serves until stopped, and flushes. Returns the result of the flush; `None` if another process
+/// serves.
 fn serve_and_flush(
     server: Server,
     ending: &Ending,
     disks: &ServedDisks,
     image: &Path,
-) -> Result<Result<(), CliError>, CliError> {
+) -> Result<Option<Result<(), CliError>>, CliError> {
     let exports = server.exports();
     let stopped = server.run(CLOSE_TIMEOUT).map_err(|e| CliError::at(image, e))?;
-    warn_of_unfinished(stopped.unfinished);
     summary::log(&exports);
+    if stopped.handed_over {
+        info!("another process serves now");
+        return Ok(None);
+    }
+    warn_of_unfinished(stopped.unfinished);
     ending.flushing();
     systemd::notify_flushing();
     // Without unfinished requests the flush has no timeout: the cache may hold much data.
     let all = disks.take();
-    Ok(match stopped.unfinished {
+    Ok(Some(match stopped.unfinished {
         0 => close(all, true),
         _ => close_with_timeout(all, image),
-    })
+    }))
 }
 
 fn warn_of_unfinished(requests: usize) {
@@ -305,10 +411,6 @@ fn queue_kind(args: &ServeArgs, opened: &OpenedDisk) -> Result<QueueKind, CliErr
     }
     warn!("{error}: serving with threads");
     Ok(QueueKind::Threads)
-}
-
-fn registered_at_most() -> u64 {
-    RegisteredMemory::of_this_process().most_bytes as u64
 }
 
 /// Raises the soft limit of descriptors to the hard limit, if the server needs more. The soft limit

@@ -50,6 +50,7 @@ mod stalled_storage;
 mod storage_faults;
 mod tls;
 mod ublk;
+mod upgrade;
 mod vhost_user;
 mod without_io_uring;
 mod zero_size;

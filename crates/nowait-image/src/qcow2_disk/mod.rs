@@ -87,6 +87,11 @@ impl OpenImage {
     /// The error of the write or the sync.
     pub fn close(mut self) -> Result<(), Error> {
         self.end_thread();
+        self.settle()
+    }
+
+    /// The same, but the image stays open, and requests may follow.
+    pub(crate) fn settle(&self) -> Result<(), Error> {
         if self.writable {
             self.writeback.flush()?;
             self.writeback.free_deferred(self.cluster_bytes)?;

@@ -1,0 +1,152 @@
+//! The old program's side of an upgrade: it hands over what it has.
+//!
+//! Invariant: this program goes on unless the new one has said that it is ready; from the word to
+//! serve on it touches nothing any more.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::path::Path;
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nowait_cli::error::os_message;
+use nowait_control::{ControlError, UpgradeReport};
+use nowait_server::ConnectionState;
+
+use crate::upgrade::channel::Channel;
+use crate::upgrade::launcher::Launcher;
+use crate::upgrade::messages::{
+    Answer, Begin, ConnectionMessage, Drained, ExportState, Go, ListenerState, PROTOCOL,
+    SplitMessage,
+};
+
+/// How long the new program may take until it waits for the images.
+const PREPARE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long it may take to open them, while nothing is served.
+const READY_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long requests in flight may take to end.
+pub(crate) const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// What a server needs to be handed over, from its start on.
+pub(crate) struct Upgrades {
+    /// Or why there is none.
+    pub(crate) launcher: Result<Arc<Launcher>, String>,
+    pub(crate) listeners: Vec<(ListenerState, OwnedFd)>,
+    /// The control socket, if it is at a path that was given.
+    pub(crate) control: Option<(ListenerState, OwnedFd)>,
+}
+
+/// A server that has stopped serving, and goes on when this is dropped.
+pub(crate) trait Parked {
+    /// The descriptors that hold the locks of each export's image.
+    fn images(&self) -> Vec<Vec<BorrowedFd<'_>>>;
+
+    /// The connections that can be handed over, each with the index of its export.
+    ///
+    /// # Errors
+    /// There are not enough descriptors for copies of their sockets.
+    fn connections(&self) -> Result<Vec<(usize, ConnectionState)>, ControlError>;
+
+    /// How many connections there are beside `count` of these.
+    fn left_over(&self, count: usize) -> usize;
+
+    /// Process `successor` serves: nothing is touched any more.
+    fn release(self, successor: u32);
+}
+
+/// Hands over to `binary`, or else to the program from which this process was started. When this
+/// returns `Ok`, another process serves.
+///
+/// # Errors
+/// Why the new program does not serve; this one goes on.
+pub(crate) fn hand_over<P: Parked>(
+    upgrades: &Upgrades,
+    binary: Option<&Path>,
+    exports: Vec<ExportState>,
+    park: impl FnOnce() -> Result<P, ControlError>,
+) -> Result<UpgradeReport, ControlError> {
+    let launcher = upgrades.launcher.as_ref();
+    let launcher = launcher.map_err(|why| ControlError::Conflict(why.clone()))?;
+    let (channel, process) = launcher.launch(binary)?;
+    let version = announce(&channel, upgrades, exports)?;
+    let begin = Instant::now();
+    let parked = park()?;
+    let connections = parked.connections()?;
+    let (count, closed) = (connections.len() as u64, parked.left_over(connections.len()) as u64);
+    send_drained(&channel, &parked.images(), &connections)?;
+    drop(connections);
+    receive(&channel, READY_TIMEOUT)?;
+    channel.send(&Go, &[], &[], READY_TIMEOUT).map_err(|error| lost(&error))?;
+    let pause_ms = begin.elapsed().as_secs_f64() * 1e3;
+    let pid = process.serves();
+    parked.release(pid);
+    Ok(UpgradeReport { pid, version, pause_ms, connections: count, closed })
+}
+
+/// Tells the new program what comes. Returns its version.
+fn announce(
+    channel: &Channel,
+    upgrades: &Upgrades,
+    exports: Vec<ExportState>,
+) -> Result<String, ControlError> {
+    let Upgrades { listeners, control, .. } = upgrades;
+    let sockets: Vec<_> = listeners.iter().chain(control).map(|(_, file)| file.as_fd()).collect();
+    let begin = Begin {
+        protocol: PROTOCOL,
+        exports,
+        listeners: listeners.iter().map(|(state, _)| state.clone()).collect(),
+        control: control.as_ref().map(|(state, _)| state.clone()),
+    };
+    channel.send(&begin, &[], &sockets, PREPARE_TIMEOUT).map_err(|error| lost(&error))?;
+    receive(channel, PREPARE_TIMEOUT)
+}
+
+/// The new program's answer: its version.
+fn receive(channel: &Channel, timeout: Duration) -> Result<String, ControlError> {
+    match channel.receive(timeout).map_err(|error| lost(&error))?.body {
+        Answer::Yes { version } => Ok(version),
+        Answer::No { why } => {
+            Err(ControlError::Failed(format!("the new program cannot serve: {why}")))
+        }
+    }
+}
+
+fn send_drained(
+    channel: &Channel,
+    images: &[Vec<BorrowedFd<'_>>],
+    connections: &[(usize, ConnectionState)],
+) -> Result<(), ControlError> {
+    let mut files: Vec<BorrowedFd<'_>> = images.iter().flatten().copied().collect();
+    let mut bytes: Vec<&[u8]> = Vec::new();
+    let mut messages = Vec::new();
+    for (export, state) in connections {
+        files.push(state.socket.as_fd());
+        bytes.extend([&state.unparsed[..], &state.unsent[..]]);
+        messages.push(ConnectionMessage {
+            export: *export,
+            reply_mode: state.reply_mode,
+            contexts: state.contexts,
+            discard: state.discard,
+            split: state.split.map(SplitMessage::from),
+            unparsed: state.unparsed.len(),
+            unsent: state.unsent.len(),
+        });
+    }
+    let files_of = images.iter().map(Vec::len).collect();
+    let drained = Drained { files: files_of, connections: messages };
+    channel.send(&drained, &bytes, &files, READY_TIMEOUT).map_err(|error| lost(&error))
+}
+
+/// The new program has ended or is silent.
+fn lost(error: &io::Error) -> ControlError {
+    let why = match error.kind() {
+        io::ErrorKind::UnexpectedEof
+        | io::ErrorKind::ConnectionReset
+        | io::ErrorKind::BrokenPipe => {
+            "it has ended, see what it has written to standard error".to_owned()
+        }
+        io::ErrorKind::WouldBlock => "it is not ready in time".to_owned(),
+        _ => os_message(error),
+    };
+    ControlError::Failed(format!("the new program does not serve: {why}"))
+}

@@ -1,0 +1,140 @@
+//! What the program that hands over and the one that takes over tell each other, in this order:
+//! [`Begin`], [`Answer`], [`Drained`], [`Answer`], [`Go`].
+//!
+//! Invariant: a field that a later version adds is optional; a change that an earlier version would
+//! misunderstand has another [`PROTOCOL`].
+
+use std::ffi::OsString;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
+
+use nowait_control::PatchExport;
+use nowait_nbd::Address;
+use nowait_server::{Listener, SplitState};
+use serde::{Deserialize, Serialize};
+
+/// The version of these messages.
+pub(crate) const PROTOCOL: u32 = 1;
+
+/// Old to new: what will be handed over. The listeners' files come with it, then the control socket's.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Begin {
+    pub(crate) protocol: u32,
+    /// The default export first.
+    pub(crate) exports: Vec<ExportState>,
+    pub(crate) listeners: Vec<ListenerState>,
+    /// The control socket, if there is one at a path that was given.
+    pub(crate) control: Option<ListenerState>,
+}
+
+/// An export and its image.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct ExportState {
+    pub(crate) name: String,
+    pub(crate) description: Option<String>,
+    /// Absolute.
+    pub(crate) image: OsString,
+    /// The format that was asked for; without it the image is looked at, as it was.
+    pub(crate) format: Option<String>,
+    pub(crate) read_only: bool,
+    pub(crate) backing_dirs: Vec<OsString>,
+    /// What was changed while it was served.
+    pub(crate) changes: PatchExport,
+}
+
+/// A socket that listens.
+#[derive(Clone, Debug, Serialize, Deserialize)]
+pub(crate) struct ListenerState {
+    /// The path of a Unix socket; `None` for TCP.
+    pub(crate) path: Option<OsString>,
+    /// Host and port of TCP, as given.
+    pub(crate) host: String,
+    pub(crate) port: u16,
+    /// Whether the server removes the socket when it ends.
+    pub(crate) is_own: bool,
+    /// The directory that it removes with it.
+    pub(crate) temporary: Option<OsString>,
+}
+
+impl ListenerState {
+    /// The state of `listener`, whose address was given as `address`, and a copy of its socket.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`.
+    pub(crate) fn of(
+        listener: &Listener,
+        address: &Address,
+        temporary: Option<&Path>,
+    ) -> io::Result<(Self, OwnedFd)> {
+        let (path, host, port) = match address {
+            Address::Unix(path) => (Some(path.clone().into()), String::new(), 0),
+            Address::Tcp { host, port } => (None, host.clone(), *port),
+        };
+        let is_own = listener.is_own();
+        let temporary = temporary.map(|path| path.as_os_str().to_owned());
+        let socket = listener.as_fd().try_clone_to_owned()?;
+        Ok((Self { path, host, port, is_own, temporary }, socket))
+    }
+}
+
+/// Old to new: no request is in flight, and everything is on storage. The files of the images come
+/// with it, then the connections' sockets. The bytes are what was received and not sent yet.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Drained {
+    /// Files of each export's image.
+    pub(crate) files: Vec<usize>,
+    pub(crate) connections: Vec<ConnectionMessage>,
+}
+
+/// A connection in transmission.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct ConnectionMessage {
+    /// Index of the export.
+    pub(crate) export: usize,
+    /// As in [`nowait_server::ConnectionState`].
+    pub(crate) reply_mode: u8,
+    pub(crate) contexts: u8,
+    pub(crate) discard: u64,
+    pub(crate) split: Option<SplitMessage>,
+    /// Bytes that were received and not parsed, and bytes that were not sent.
+    pub(crate) unparsed: usize,
+    pub(crate) unsent: usize,
+}
+
+/// As [`SplitState`].
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct SplitMessage {
+    flags: u16,
+    cookie: u64,
+    offset: u64,
+    length: u64,
+    rest_offset: u64,
+    rest_length: u64,
+}
+
+impl From<SplitState> for SplitMessage {
+    fn from(split: SplitState) -> Self {
+        let SplitState { flags, cookie, offset, length, rest_offset, rest_length } = split;
+        Self { flags, cookie, offset, length, rest_offset, rest_length }
+    }
+}
+
+impl From<SplitMessage> for SplitState {
+    fn from(split: SplitMessage) -> Self {
+        let SplitMessage { flags, cookie, offset, length, rest_offset, rest_length } = split;
+        Self { flags, cookie, offset, length, rest_offset, rest_length }
+    }
+}
+
+/// New to old. First: it has understood, and waits for the images. Then: they are open and the
+/// threads run, but nothing is served yet.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) enum Answer {
+    Yes { version: String },
+    No { why: String },
+}
+
+/// Old to new: serve. The old program touches nothing any more.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct Go;

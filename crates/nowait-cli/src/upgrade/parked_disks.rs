@@ -1,0 +1,72 @@
+//! The images and connections of a server that has stopped serving, for a program that takes over.
+//!
+//! Invariant: everything that was written is on storage; the server goes on when this is dropped, with
+//! the images as they are.
+
+use std::os::fd::BorrowedFd;
+use std::sync::MutexGuard;
+
+use nowait_control::ControlError;
+use nowait_server::{ConnectionState, Exports, ParkedServer};
+use rustix::io::Errno;
+
+use crate::served_disks::ServedDisk;
+use crate::systemd;
+use crate::upgrade::hand_over::{DRAIN_TIMEOUT, Parked};
+
+/// What is handed over.
+pub(crate) struct ParkedDisks<'a> {
+    disks: MutexGuard<'a, Vec<ServedDisk>>,
+    server: ParkedServer,
+}
+
+impl<'a> ParkedDisks<'a> {
+    /// Stops the server of `exports`, whose images are `disks`.
+    ///
+    /// # Errors
+    /// Requests do not end in time, or a flush fails: then it goes on.
+    pub(crate) fn new(
+        exports: &Exports,
+        disks: MutexGuard<'a, Vec<ServedDisk>>,
+    ) -> Result<Self, ControlError> {
+        let failed = |error: nowait::Error| ControlError::Failed(error.to_string());
+        // The flush of the pause has little left to do.
+        disks.iter().try_for_each(|served| served.disk.image.flush()).map_err(failed)?;
+        let server = exports.park(DRAIN_TIMEOUT).map_err(|error| {
+            let why = match Errno::from_raw_os_error(error.errno()) {
+                Errno::OPNOTSUPP => {
+                    "disks of virtual machines and block devices of this machine cannot be handed over"
+                }
+                Errno::TIMEDOUT => "requests in flight do not end",
+                _ => "it ends",
+            };
+            ControlError::Conflict(why.into())
+        })?;
+        disks.iter().try_for_each(|served| served.disk.image.settle()).map_err(failed)?;
+        Ok(Self { disks, server })
+    }
+}
+
+impl Parked for ParkedDisks<'_> {
+    fn images(&self) -> Vec<Vec<BorrowedFd<'_>>> {
+        self.disks.iter().map(|served| served.disk.image.held_files()).collect()
+    }
+
+    fn connections(&self) -> Result<Vec<(usize, ConnectionState)>, ControlError> {
+        let states = self.server.connections();
+        let states = states.map_err(|error| ControlError::Failed(error.to_string()))?;
+        let index = |id| self.disks.iter().position(|served| served.id == id);
+        Ok(states.into_iter().filter_map(|(id, state)| Some((index(id)?, state))).collect())
+    }
+
+    fn left_over(&self, count: usize) -> usize {
+        self.server.connection_count().saturating_sub(count)
+    }
+
+    fn release(mut self, successor: u32) {
+        systemd::notify_successor(successor);
+        // Nothing is written any more, as closing an image does.
+        self.disks.drain(..).for_each(std::mem::forget);
+        self.server.release();
+    }
+}

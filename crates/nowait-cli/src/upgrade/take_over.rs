@@ -1,0 +1,228 @@
+//! The new program's side of an upgrade: it takes over what the old one has.
+//!
+//! Invariant: nothing is served and nothing is changed on disk before the old program has said that
+//! it touches nothing any more. If it ends before, this one ends, too.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::OwnedFd;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use nowait_cli::error::{CliError, os_message};
+use nowait_control::{ControlError, PatchExport};
+use nowait_image::{ChainOptions, Format, HandedOver};
+use nowait_nbd::Address;
+use nowait_server::{ConnectionState, ExportId, Exports, Listener, SplitState};
+use tracing::warn;
+
+use crate::export_spec::NamedExport;
+use crate::open_disk::OpenedDisk;
+use crate::upgrade::channel::{Channel, Message};
+use crate::upgrade::messages::{Answer, Begin, Drained, ExportState, Go, ListenerState, PROTOCOL};
+use crate::upgrade::{ENVIRONMENT, SUCCESSOR};
+
+/// How long the old program may take for one message: it ends requests and flushes meanwhile.
+const TIMEOUT: Duration = Duration::from_secs(60);
+
+/// What an old program hands over to this one.
+pub(crate) struct TakeOver {
+    channel: Channel,
+    /// The default export first.
+    pub(crate) exports: Vec<ExportState>,
+    listeners: Vec<(ListenerState, OwnedFd)>,
+    control: Option<(ListenerState, OwnedFd)>,
+}
+
+/// The state of the old program at the moment from which it changes nothing.
+pub(crate) struct Parked {
+    /// The files of each export's image.
+    pub(crate) images: Vec<HandedOver>,
+    /// The connections, each with the index of its export.
+    pub(crate) connections: Vec<(usize, ConnectionState)>,
+}
+
+impl TakeOver {
+    /// What an old program hands over; `None` if this process was not started for that.
+    ///
+    /// # Errors
+    /// The old program has ended, or does not speak as this one.
+    pub(crate) fn of_this_process() -> Result<Option<Self>, CliError> {
+        if std::env::var_os(ENVIRONMENT).is_none_or(|purpose| purpose != SUCCESSOR) {
+            return Ok(None);
+        }
+        let channel = Channel::of_standard_input().map_err(|error| lost(&error))?;
+        let Message { body, files, .. } =
+            channel.receive::<Begin>(TIMEOUT).map_err(|error| lost(&error))?;
+        let Begin { protocol, exports, listeners, control } = body;
+        if protocol != PROTOCOL {
+            return Err(CliError::new(format!(
+                "the running program hands over by version {protocol}, this one takes over by {PROTOCOL} (restart \
+                 it instead)"
+            )));
+        }
+        let mut files = VecDeque::from(files);
+        let mut with_file = |state| {
+            let file = files.pop_front();
+            file.map(|file| (state, file)).ok_or_else(|| CliError::new("a socket is missing"))
+        };
+        let listeners = listeners.into_iter().map(&mut with_file).collect::<Result<_, _>>()?;
+        let control = control.map(&mut with_file).transpose()?;
+        Ok(Some(Self { channel, exports, listeners, control }))
+    }
+
+    /// The sockets that listen, with their addresses, and the directories to be removed with them.
+    ///
+    /// # Errors
+    /// One is no socket that listens.
+    pub(crate) fn listeners(&mut self) -> Result<Vec<HandedListener>, CliError> {
+        std::mem::take(&mut self.listeners).into_iter().map(HandedListener::of).collect()
+    }
+
+    /// The control socket at the path that was given.
+    ///
+    /// # Errors
+    /// It is no socket that listens.
+    pub(crate) fn control(&mut self) -> Result<Option<HandedListener>, CliError> {
+        self.control.take().map(HandedListener::of).transpose()
+    }
+
+    /// Tells that this program waits for the images, and waits until no request is in flight.
+    ///
+    /// # Errors
+    /// The old program has ended, or has called it off.
+    pub(crate) fn wait(&self) -> Result<Parked, CliError> {
+        self.agree()?;
+        let message = self.channel.receive::<Drained>(TIMEOUT).map_err(|error| lost(&error))?;
+        let Message { body: Drained { files, connections }, bytes, files: all } = message;
+        let mut all = all.into_iter();
+        let images = files
+            .iter()
+            .map(|&count| HandedOver::new(all.by_ref().take(count).collect()))
+            .collect();
+        let mut bytes = bytes.into_iter();
+        let mut take = |count| bytes.by_ref().take(count).collect::<Vec<u8>>();
+        let connections = connections.into_iter().zip(all).map(|(it, socket)| {
+            let (unparsed, unsent) = (take(it.unparsed), take(it.unsent));
+            let (reply_mode, contexts, discard) = (it.reply_mode, it.contexts, it.discard);
+            let split = it.split.map(SplitState::from);
+            let state =
+                ConnectionState { socket, reply_mode, contexts, discard, split, unparsed, unsent };
+            (it.export, state)
+        });
+        Ok(Parked { images, connections: connections.collect() })
+    }
+
+    /// Tells that this program is ready, and waits for the word to serve.
+    ///
+    /// # Errors
+    /// The old program has ended, or has called it off.
+    fn ready(&self) -> Result<(), CliError> {
+        self.agree()?;
+        self.channel.receive::<Go>(TIMEOUT).map_err(|error| lost(&error)).map(drop)
+    }
+
+    /// Opens the images, as `common` to all and as each was opened.
+    ///
+    /// # Errors
+    /// One line that names the file and what is wrong with it.
+    pub(crate) fn open(
+        &self,
+        images: Vec<HandedOver>,
+        common: &ChainOptions,
+    ) -> Result<Vec<OpenedDisk>, CliError> {
+        let open = |(state, handed_over): (&ExportState, HandedOver)| {
+            let options = ChainOptions { handed_over, ..state.options(common)? };
+            OpenedDisk::open(state.named(), options, state.description.clone())
+        };
+        self.exports.iter().zip(images).map(open).collect()
+    }
+
+    /// Tells that this program is ready and, at the old one's word, serves what it has left: the clients of `listeners`, the `connections`, and the
+    /// exports as they were changed, by `change`.
+    ///
+    /// # Errors
+    /// The old program has ended, or has called it off.
+    pub(crate) fn serve(
+        &self,
+        server: &Exports,
+        change: impl Fn(ExportId, PatchExport) -> Result<(), ControlError>,
+        listeners: Vec<Listener>,
+        connections: Vec<(usize, ConnectionState)>,
+    ) -> Result<(), CliError> {
+        let ids: Vec<_> = server.list().into_iter().map(|(id, _)| id).collect();
+        for (id, state) in ids.iter().zip(&self.exports) {
+            if let Err(error) = change(*id, state.changes.clone()) {
+                warn!("export {:?} is not as it was changed: {error}", state.name);
+            }
+        }
+        self.ready()?;
+        for (export, connection) in connections {
+            if let Some(id) = ids.get(export) {
+                server.adopt(*id, connection);
+            }
+        }
+        server.listen(listeners);
+        Ok(())
+    }
+
+    /// Tells why this program cannot serve.
+    pub(crate) fn fail(&self, why: &CliError) {
+        // The old program may have ended.
+        let _ = self.send(&Answer::No { why: why.to_string() });
+    }
+
+    fn agree(&self) -> Result<(), CliError> {
+        self.send(&Answer::Yes { version: env!("CARGO_PKG_VERSION").to_owned() })
+    }
+
+    fn send(&self, body: &Answer) -> Result<(), CliError> {
+        self.channel.send(body, &[], &[], TIMEOUT).map_err(|error| lost(&error))
+    }
+}
+
+fn lost(error: &io::Error) -> CliError {
+    CliError::new(format!("the program that hands over to this one: {}", os_message(error)))
+}
+
+impl ExportState {
+    /// Its name and its image.
+    pub(crate) fn named(&self) -> NamedExport {
+        NamedExport { name: self.name.clone(), image: PathBuf::from(&self.image) }
+    }
+
+    /// How its image is opened, `common` to all exports of the server apart.
+    ///
+    /// # Errors
+    /// The format is unknown to this program.
+    pub(crate) fn options(&self, common: &ChainOptions) -> Result<ChainOptions, CliError> {
+        let format = match self.format.as_deref() {
+            None => None,
+            Some("raw") => Some(Format::Raw),
+            Some("qcow2") => Some(Format::Qcow2),
+            Some(other) => return Err(CliError::new(format!("the format {other} is not known"))),
+        };
+        let backing_dirs = self.backing_dirs.iter().map(PathBuf::from).collect();
+        Ok(ChainOptions { format, writable: !self.read_only, backing_dirs, ..common.clone() })
+    }
+}
+
+/// A socket that another program has bound, and that is this one's now.
+pub(crate) struct HandedListener {
+    pub(crate) listener: Listener,
+    pub(crate) address: Address,
+    /// The directory that is removed with it.
+    pub(crate) temporary: Option<PathBuf>,
+}
+
+impl HandedListener {
+    fn of((state, socket): (ListenerState, OwnedFd)) -> Result<Self, CliError> {
+        let ListenerState { path, host, port, is_own, temporary } = state;
+        let listener = Listener::handed_over(socket, is_own).map_err(|error| lost(&error))?;
+        let address = match path {
+            Some(path) => Address::Unix(path.into()),
+            None => Address::Tcp { host, port },
+        };
+        Ok(Self { listener, address, temporary: temporary.map(PathBuf::from) })
+    }
+}

@@ -1,0 +1,245 @@
+//! The program of a running server is exchanged while clients use it.
+//!
+//! Invariant: a client whose connection is handed over sees a pause and nothing else; an upgrade that
+//! fails leaves the old program as it was.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use nowait_testkit::nbd::{Client, Mode};
+use nowait_testkit::{Finished, no_child_starts, require_tool, tool, wait_until};
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
+use serde_json::Value;
+
+use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, text};
+
+/// A server that is upgraded, and the process that serves now.
+struct Upgraded {
+    /// The first process.
+    server: Server,
+    control: PathBuf,
+    serving: Option<Pid>,
+    scratch: Scratch,
+}
+
+impl Upgraded {
+    fn start(format: &str, extra: &[&str]) -> Self {
+        let scratch = Scratch::new();
+        let (image, control) = (scratch.join("disk"), scratch.join("control"));
+        accepted(&["create", text(&image), "64M", "--format", format]);
+        let address = format!("unix:{}", control.display());
+        let arguments = [&["--control", &address, "--format", format, "--verbose"], extra].concat();
+        let server = Server::start(&image, &arguments);
+        Self { server, control, serving: None, scratch }
+    }
+
+    fn image(&self) -> PathBuf {
+        self.scratch.join("disk")
+    }
+
+    fn command(&self, arguments: &[&str]) -> Command {
+        let mut command = tool(NOWAIT);
+        command.args(arguments).arg("--control").arg(&self.control);
+        command
+    }
+
+    /// Upgrades; returns what the command says.
+    fn upgrade(&mut self) -> Value {
+        let report = self.command(&["upgrade", "--json"]).succeeds();
+        let report: Value = serde_json::from_str(&report).expect("JSON");
+        let before = self.process();
+        self.serving = report["pid"].as_i64().and_then(|pid| Pid::from_raw(pid as i32));
+        assert_ne!(self.process(), before);
+        report
+    }
+
+    fn process(&self) -> Pid {
+        self.serving.unwrap_or_else(|| Pid::from_raw(self.server.pid() as i32).expect("a number"))
+    }
+
+    /// Ends the server as a service manager does; everything it made is removed.
+    fn stop(mut self) -> (Scratch, PathBuf) {
+        assert!(self.server.wait().success(), "{}", self.server.log());
+        let process = self.serving.take().expect("it was upgraded");
+        kill_process(process, Signal::TERM).expect("a server to end");
+        wait_until("the new server's end", || !runs(process));
+        let log = self.server.log();
+        assert!(log.contains("stopped, everything is flushed"), "{log}");
+        assert!(!self.server.socket().exists() && !self.control.exists(), "a socket is left");
+        let image = self.image();
+        (std::mem::replace(&mut self.scratch, Scratch::new()), image)
+    }
+}
+
+impl Drop for Upgraded {
+    fn drop(&mut self) {
+        if let Some(process) = self.serving {
+            // It may have ended.
+            let _ = kill_process(process, Signal::KILL);
+        }
+    }
+}
+
+/// Whether `process` has not ended. It is no child of this one, so nothing is left to wait for.
+fn runs(process: Pid) -> bool {
+    let state = fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero()));
+    test_kill_process(process).is_ok() && !state.is_ok_and(|state| state.contains(") Z "))
+}
+
+fn bytes(seed: u64, len: usize) -> Vec<u8> {
+    (0..len as u64).map(|at| ((at / 7 + at * seed) % 253) as u8).collect()
+}
+
+/// Writes and reads until `over`, and checks every answer. Returns how many rounds there were.
+fn load(client: &mut Client, region: u64, over: &AtomicBool) -> u64 {
+    let mut rounds = 0;
+    while !over.load(Ordering::Relaxed) {
+        rounds += 1;
+        let (data, at) = (bytes(rounds, 20_000), region + rounds % 64 * 32_768);
+        client.write(at, &data).expect("a write");
+        assert!(client.read(at, 20_000).expect("bytes") == data, "round {rounds}");
+    }
+    rounds
+}
+
+#[test]
+fn clients_under_load_go_on_through_upgrades_of_their_server() {
+    for format in ["raw", "qcow2"] {
+        let mut it = Upgraded::start(format, &[]);
+        let mut idle = it.server.connect();
+        idle.write(60 * MIB, &bytes(5, 4096)).expect("a write");
+        let mut clients =
+            Mode::ALL.map(|mode| Client::connect(&it.server.socket(), mode).expect("a connection"));
+        let over = &AtomicBool::new(false);
+        std::thread::scope(|scope| {
+            let regions = clients.iter_mut().zip([0, 16 * MIB, 32 * MIB]);
+            let loads: Vec<_> = regions
+                .map(|(client, region)| scope.spawn(move || load(client, region, over)))
+                .collect();
+            for _ in 0..3 {
+                let report = it.upgrade();
+                assert_eq!((&report["connections"], &report["closed"]), (&4.into(), &0.into()));
+                it.server.connect().read(0, 512).expect("a new client is served");
+            }
+            over.store(true, Ordering::Relaxed);
+            loads.into_iter().for_each(|load| assert!(load.join().expect("no error") > 0));
+        });
+        assert!(idle.read(60 * MIB, 4096).expect("bytes") == bytes(5, 4096));
+        // No other process gets in, as at no moment of the upgrades.
+        let refused = tool(NOWAIT).args(["serve", text(&it.image())]).fails();
+        assert!(refused.contains("open for writing"), "{refused}");
+        drop((idle, clients));
+        let (_scratch, image) = it.stop();
+        if format == "qcow2" {
+            accepted(&["check", text(&image)]);
+        }
+    }
+}
+
+#[test]
+fn what_fio_verifies_is_whole_through_three_upgrades() {
+    if !require_tool("fio") {
+        return;
+    }
+    let mut it = Upgraded::start("qcow2", &[]);
+    let uri = format!("--uri={}", it.server.uri());
+    let mut fio = tool("fio");
+    fio.current_dir(it.scratch.path()).args(["--name=verified", "--ioengine=nbd", &uri]);
+    fio.args(["--rw=randrw", "--bs=4k", "--iodepth=16"]);
+    fio.args([
+        "--size=8M",
+        "--time_based",
+        "--runtime=3",
+        "--verify=crc32c",
+        "--verify_backlog=64",
+    ]);
+    fio.args(["--verify_fatal=1", "--fsync=50"]);
+    std::thread::scope(|scope| {
+        let load = scope.spawn(|| fio.succeeds());
+        for _ in 0..3 {
+            it.upgrade();
+            std::thread::sleep(std::time::Duration::from_millis(200));
+        }
+        load.join().expect("fio finds no difference");
+    });
+    let (_scratch, image) = it.stop();
+    accepted(&["check", text(&image)]);
+}
+
+#[test]
+fn an_upgrade_that_fails_leaves_the_server_and_its_clients_as_they_were() {
+    // Another program than its own is started only by a server that is not confined.
+    let it = Upgraded::start("raw", &["--sandbox", "off"]);
+    let mut client = it.server.connect();
+    client.write(0, &bytes(1, 4096)).expect("a write");
+    let works = |client: &mut Client| {
+        assert!(client.read(0, 4096).expect("bytes") == bytes(1, 4096));
+        it.server.connect().read(0, 512).expect("a new client is served");
+    };
+    let refused = |binary: &Path, why: &str| {
+        let said = it.command(&["upgrade", text(binary)]).fails();
+        assert!(said.contains(why) && said.trim().lines().count() == 1, "{said}");
+    };
+    refused(&it.scratch.join("missing"), "No such file or directory");
+    refused(Path::new("/bin/true"), "it has ended");
+    works(&mut client);
+    // A file that is not the one that is served has its name.
+    let (image, moved) = (it.image(), it.scratch.join("moved"));
+    fs::rename(&image, &moved).expect("a new name");
+    accepted(&["create", text(&image), "64M"]);
+    let said = it.command(&["upgrade"]).fails();
+    assert!(said.contains("another file has taken its place"), "{said}");
+    works(&mut client);
+    let alone = no_child_starts();
+    fs::rename(&moved, &image).expect("its name again");
+    drop(alone);
+    let said = tool(NOWAIT).args(["serve", text(&image)]).fails();
+    assert!(said.contains("open for writing"), "it is not locked any more: {said}");
+    works(&mut client);
+    drop(client);
+    it.server.terminate();
+    wait_until("its end", || !runs(it.process()));
+}
+
+#[test]
+fn a_confined_server_starts_only_its_own_program() {
+    let it = Upgraded::start("raw", &[]);
+    let said = it.command(&["upgrade", "/bin/true"]).fails();
+    assert!(said.contains("takes its new program only at"), "{said}");
+    it.server.connect().read(0, 512).expect("it goes on");
+}
+
+#[test]
+fn what_was_changed_and_added_stays_and_the_pid_file_names_the_new_process() {
+    let scratch = Scratch::new();
+    let pid_file = scratch.join("pid");
+    let (more, allowed) = (scratch.join("more.qcow2"), text(scratch.path()));
+    accepted(&["create", text(&more), "4M"]);
+    let options = ["--allow-dir", allowed, "--pid-file", text(&pid_file), "--description", "first"];
+    let mut it = Upgraded::start("raw", &options);
+    it.command(&["export", "add", "more", text(&more), "--read-only"]).succeeds();
+    it.command(&["export", "limit", "more", "--limit-iops", "5000"]).succeeds();
+    let list = |it: &Upgraded| {
+        let told = it.command(&["export", "list", "--json"]).succeeds();
+        let mut all: Value = serde_json::from_str(&told).expect("JSON");
+        for export in all.as_array_mut().expect("a list") {
+            let export = export.as_object_mut().expect("an export");
+            export.retain(|field, _| {
+                !["frontends", "mechanisms", "members", "in_flight"].contains(&&**field)
+            });
+        }
+        all
+    };
+    let before = list(&it);
+    it.upgrade();
+    assert_eq!(list(&it), before);
+    let written = fs::read_to_string(&pid_file).expect("a PID file");
+    assert_eq!(written.trim(), it.process().as_raw_nonzero().to_string());
+    let mut client = Client::connect_to(&it.server.socket(), "more", Mode::Simple).expect("served");
+    client.read(0, 4096).expect("zeros");
+    drop(client);
+    it.stop();
+    assert!(!pid_file.exists(), "the PID file is left");
+}
