@@ -76,6 +76,7 @@ fn threads_without_connections_flush_retire_and_start_again() {
     only_a_few_idle_threads_wait_for_their_timeout();
     a_thread_is_started_for_a_second_connection_and_ends_while_the_first_one_goes_on();
     an_export_is_added_and_removed_while_clients_use_it();
+    an_export_with_clients_is_removed_only_by_force();
 }
 
 fn an_export_that_no_connection_uses_has_no_threads_after_a_while() {
@@ -179,4 +180,30 @@ fn an_export_is_added_and_removed_while_clients_use_it() {
         left_at_the_end = Some(other);
     });
     assert_eq!(left_at_the_end.unwrap().stream().read(&mut [0]).unwrap(), 0);
+}
+
+/// A refused removal leaves the export to its clients and to new ones; by force they are disconnected.
+fn an_export_with_clients_is_removed_only_by_force() {
+    let (directory, image) = (tempfile::tempdir().unwrap(), WorkerOnlyImage::default());
+    serving(1, 2, Duration::from_secs(1000), |socket, _, exports| {
+        let unused = exports.add(export(directory.path(), "unused", &image)).unwrap();
+        exports.remove_unused(unused, BOUND).unwrap();
+        let default = exports.list()[0].0;
+        let errno = |removed: Result<(), nowait::Error>| removed.map_err(|error| error.errno());
+        assert_eq!(errno(exports.remove_unused(default, BOUND)), Err(libc::EBUSY));
+        assert_eq!(errno(exports.remove_unused(unused, BOUND)), Err(libc::ENOENT));
+
+        let id = exports.add(export(directory.path(), "new", &image)).unwrap();
+        let mut clients = vec![client(socket, "new")];
+        assert_eq!(errno(exports.remove_unused(id, BOUND)), Err(libc::EUSERS));
+        clients.push(client(socket, "new"));
+        clients.iter_mut().for_each(read);
+        let mut other = client(socket, "");
+        exports.remove_by_force(id, BOUND).unwrap();
+        for client in &mut clients {
+            assert_eq!(client.stream().read(&mut [0]).unwrap(), 0, "it is connected still");
+        }
+        assert_eq!(exports.list().len(), 1);
+        read(&mut other);
+    });
 }

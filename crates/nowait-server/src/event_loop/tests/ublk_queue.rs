@@ -13,6 +13,7 @@ use std::rc::Rc;
 use nowait::{AioThreadQueue, EventSource, IoBuffer, Outcome, QueueFull, Transfer};
 
 use crate::event_loop::tests::*;
+use crate::rate_limit::{Limits, TokenBucket};
 use crate::ublk::ublk_cmd::{
     ABORTED, COMMIT_AND_FETCH_REQ, DESCRIPTOR_BYTES, F_ZERO_COPY, FETCH_REQ, IO_FUA,
     IO_NEED_REG_BUF, OP_DISCARD, OP_FLUSH, OP_READ, OP_WRITE, OP_WRITE_ZEROES, data_position,
@@ -382,4 +383,28 @@ fn registered_data_are_not_copied_and_a_request_that_must_wait_is_done_with_a_co
     scene.request(3, u32::from(OP_WRITE), 8, (2 * SIZE) >> 9);
     assert_eq!(scene.answer(3), -libc::ENOSPC);
     assert_eq!(scene.driver.borrow().direct, 3);
+}
+
+#[test]
+fn a_queue_over_the_limit_of_its_device_waits_and_its_changes_can_be_refused() {
+    let mut scene = Scene::new();
+    let day = TokenBucket::MAX_REFILL_TIME;
+    let bucket = TokenBucket { size: 1, one_time_burst: 0, refill_time: day };
+    let limits = Limits { requests: None, bytes: Some(bucket) };
+    scene.thread.registered.limits.set_of_clients(limits);
+    scene.request(0, u32::from(OP_READ), 8, 0);
+    assert_eq!(scene.answer(0), 4096);
+    scene.request(1, u32::from(OP_READ), 8, 0);
+    (0..5).for_each(|_| scene.iterate());
+    let is_answered = scene.driver.borrow().commands.iter().any(|(_, command)| command.tag == 1);
+    assert!(!is_answered, "the limit does not hold");
+    scene.thread.registered.limits.set_of_clients(Limits::default());
+    assert_eq!(scene.answer(1), 4096);
+    for (read_only, result) in [(true, -libc::EPERM), (false, 4096)] {
+        scene.thread.context.export.set_read_only(read_only).unwrap();
+        scene.request(2, u32::from(OP_WRITE), 8, 64);
+        assert_eq!(scene.answer(2), result);
+        scene.request(2, u32::from(OP_READ), 8, 64);
+        assert_eq!(scene.answer(2), 4096);
+    }
 }
