@@ -12,8 +12,10 @@ use std::os::fd::AsFd;
 
 use rustix::process::{Pid, WaitOptions, setsid, waitpid};
 use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
+use tracing::Level;
 
 use nowait_cli::error::{CliError, os_message};
+use nowait_cli::log;
 
 /// What the server sends when clients can connect.
 const READY: u8 = b'R';
@@ -57,11 +59,14 @@ fn wait(mut reader: io::PipeReader, server: Pid) -> ! {
     let status = loop {
         match waitpid(Some(server), WaitOptions::empty()) {
             Err(rustix::io::Errno::INTR) => {}
-            Ok(Some((_, status))) => break status.exit_status().unwrap_or(ENDED_BY_SIGNAL),
-            Ok(None) | Err(_) => break ENDED_BY_SIGNAL,
+            Ok(Some((_, status))) => break status.exit_status(),
+            Ok(None) | Err(_) => break None,
         }
     };
-    std::process::exit(status);
+    if status.is_none() {
+        log::write_line(Level::ERROR, "--fork: the server was ended by a signal");
+    }
+    std::process::exit(status.unwrap_or(ENDED_BY_SIGNAL));
 }
 
 impl Background {

@@ -8,6 +8,8 @@ use std::io::{self, Write};
 use std::panic::PanicHookInfo;
 use std::sync::Arc;
 
+use nowait_image::plain;
+
 /// The exit status of a process in which a thread has panicked: `EX_SOFTWARE` of sysexits.h.
 const STATUS: i32 = 70;
 
@@ -29,7 +31,7 @@ fn line(info: &PanicHookInfo<'_>, thread: &str) -> String {
     let payload = info.payload();
     let text = payload.downcast_ref::<&str>().copied();
     let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
-    let text = text.unwrap_or("no reason given").replace('\n', " ");
+    let text = plain(text.unwrap_or("no reason given"));
     let location = info.location().map(|at| format!("{}:{}", at.file(), at.line()));
     let location = location.unwrap_or_default();
     format!("nowait: a mistake in this program: {text} (thread {thread}, {location})\n")

@@ -420,10 +420,11 @@ Options of qemu-nbd:
 
 Exit status:
   0   stopped by a signal, by its last client or with its parent, everything flushed
-  1   the address is taken, TLS is not possible with the files given, or storage has
-      failed; or a second signal ended it unflushed
+  1   the address is taken, TLS is not possible with the files given, there is no sandbox
+      for --sandbox on, or storage has failed; or a second signal ended it unflushed
   2   wrong command line
-  66  an IMAGE cannot be opened or is in use";
+  66  an IMAGE cannot be opened or is in use
+  70  a mistake of this program: one line says where";
 
 #[cfg(test)]
 mod tests {

@@ -21,7 +21,7 @@ pub(crate) struct SandboxArgs {
 enum When {
     /// As far as the kernel can do it
     Auto,
-    /// In full; where the kernel cannot do it nothing is served
+    /// Or nothing is served: the kernel has to have landlock and seccomp
     On,
     /// Not at all, for debuggers and profilers
     Off,

@@ -16,7 +16,7 @@ use crate::error::{CliError, os_message};
 pub enum Mode {
     /// As far as the kernel can do it.
     Auto,
-    /// In full; a kernel that cannot do it is an error.
+    /// The same, but a kernel without landlock or seccomp is an error.
     On,
 }
 

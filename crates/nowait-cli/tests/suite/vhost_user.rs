@@ -23,7 +23,7 @@ const PARTS: u64 = 10;
 
 /// The arguments of QEMU for disks at `sockets`, with two queues each.
 fn devices(sockets: &[&Path]) -> Vec<String> {
-    let memory = ["-object", "memory-backend-memfd,id=mem,size=512M,share=on"];
+    let memory = ["-object", "memory-backend-memfd,id=mem,size=1G,share=on"];
     let mut arguments: Vec<String> = memory.map(String::from).into();
     arguments.extend(["-machine", "memory-backend=mem", "-smp", "2"].map(String::from));
     for (n, socket) in sockets.iter().enumerate() {

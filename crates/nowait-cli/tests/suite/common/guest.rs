@@ -13,6 +13,10 @@ const LOAD: &str = r#"
 load() { module=$1; shift; insmod /modules/$module.ko "$@" || echo "guest: insmod $module failed"; }
 "#;
 
+/// The memory of a machine, MiB. The root file system takes at most half of it, and while it is unpacked
+/// its archive is there as well: fio comes with 80 MiB of libraries.
+const MEMORY: &str = "1024";
+
 /// The kernel to boot, by Debian's series.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Kernel {
@@ -110,7 +114,7 @@ impl Guest {
         // Linux 7.3 patches its code while the second processor runs it, which QEMU 7.2 with a thread
         // for each processor sometimes answers with a trap at boot ("Oops: int3").
         let emulation = if self.kernel == Kernel::V7_3 { "tcg,thread=single" } else { "tcg" };
-        machine.args(["-accel", emulation, "-m", "512", "-nodefaults", "-no-reboot"]);
+        machine.args(["-accel", emulation, "-m", MEMORY, "-nodefaults", "-no-reboot"]);
         machine.args(["-display", "none", "-serial", "stdio"]);
         machine.arg("-kernel").arg(self.file("vmlinuz")).arg("-initrd").arg(initramfs);
         machine.args(["-append", "console=ttyS0 quiet panic=-1"]).args(devices);
@@ -118,9 +122,13 @@ impl Guest {
     }
 }
 
-/// Copies a file into the root file system of the guest.
+/// Copies a file into the root file system of the guest, a program without what only debuggers read.
 fn put(file: &Path, to: &Path) {
     fs::create_dir_all(to.parent().expect("a place in a directory")).expect("a directory");
+    let stripped = Command::new("strip").arg("--strip-debug").arg("-o").args([to, file]).output();
+    if stripped.is_ok_and(|output| output.status.success()) {
+        return;
+    }
     fs::copy(file, to).unwrap_or_else(|error| panic!("{}: {error}", file.display()));
 }
 
