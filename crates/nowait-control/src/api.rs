@@ -24,6 +24,27 @@ pub struct ServerInfo {
     pub max_connections: u64,
     /// Bytes of memory that the kernel has registered for its transfers.
     pub registered_bytes: u64,
+    /// Clients that follow its events.
+    #[serde(default)]
+    pub event_subscribers: u64,
+}
+
+/// What a server tells each second (the event `statistics` of `GET /v1/events`).
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct Statistics {
+    /// The server.
+    pub server: ServerInfo,
+    /// Its exports.
+    pub exports: Vec<ExportInfo>,
+}
+
+/// An export that is there no more (the event `export_removed`).
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct RemovedExport {
+    /// Its number.
+    pub id: u64,
+    /// The name that it had.
+    pub name: String,
 }
 
 /// The exchange of the server's program (`POST /v1/upgrade`).
@@ -52,7 +73,7 @@ pub struct UpgradeReport {
 }
 
 /// An export (`GET /v1/exports`).
-#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct ExportInfo {
     /// Its number; never used again by this server. `@ID` names it in a path.
     pub id: u64,

@@ -1,7 +1,7 @@
 //! The thread that serves the control interface.
 //!
 //! Invariant: only the user of the server, and root, are answered. Connections, the time of a
-//! request's head and the threads for what may block are bounded.
+//! request's head and of an answer that is not read, and the threads for what may block are bounded.
 
 use std::io;
 use std::os::unix::net::UnixListener as StdListener;
@@ -9,14 +9,17 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use axum::Router;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{UnixListener, UnixStream};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Semaphore, oneshot};
+use tokio_io_timeout::TimeoutStream;
 
 use crate::controlled_server::ControlledServer;
+use crate::events::Events;
 use crate::routes;
 
 /// The most connections at once; further ones wait.
@@ -25,6 +28,8 @@ const MAX_CONNECTIONS: usize = 64;
 const MAX_BLOCKING_THREADS: usize = 4;
 /// How long a client may take to send the head of a request.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a client may leave an answer unread.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest head of a request, in bytes: the name of an export may have 4096, which are three
 /// times as many when they are percent-encoded.
 const MAX_HEAD_BYTES: usize = 32 << 10;
@@ -90,7 +95,10 @@ fn run(
     stopped: oneshot::Receiver<Duration>,
 ) {
     let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    let accepting = runtime.spawn(accept_all(listener, server, permits.clone()));
+    let events = Events::new();
+    runtime.spawn(events.clone().run(server.clone()));
+    let router = routes::router(server, events);
+    let accepting = runtime.spawn(accept_all(listener, router, permits.clone()));
     runtime.block_on(async {
         if let Ok(timeout) = stopped.await {
             accepting.abort();
@@ -103,12 +111,7 @@ fn run(
     runtime.shutdown_background();
 }
 
-async fn accept_all(
-    listener: UnixListener,
-    server: Arc<dyn ControlledServer>,
-    permits: Arc<Semaphore>,
-) {
-    let router = routes::router(server);
+async fn accept_all(listener: UnixListener, router: Router, permits: Arc<Semaphore>) {
     loop {
         let Ok(permit) = permits.clone().acquire_owned().await else { return };
         let stream = match listener.accept().await {
@@ -124,12 +127,15 @@ async fn accept_all(
             continue;
         }
         let service = TowerToHyperService::new(router.clone());
+        let mut stream = TimeoutStream::new(stream);
+        stream.set_write_timeout(Some(WRITE_TIMEOUT));
+        let stream = TokioIo::new(Box::pin(stream));
         tokio::spawn(async move {
             let connection = http1::Builder::new()
                 .timer(TokioTimer::new())
                 .header_read_timeout(HEAD_TIMEOUT)
                 .max_buf_size(MAX_HEAD_BYTES)
-                .serve_connection(TokioIo::new(stream), service);
+                .serve_connection(stream, service);
             // A client that breaks the protocol or leaves ends its own connection only.
             let _ = connection.await;
             drop(permit);

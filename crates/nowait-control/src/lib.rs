@@ -7,14 +7,16 @@
 mod api;
 mod controlled_server;
 mod metrics;
+mod events;
+mod bounds;
 mod routes;
 mod http_server;
 mod client;
 
 pub use api::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, ConnectionInfo, ErrnoInfo, ExportInfo,
-    FrontendInfo, LatencyInfo, LimitsInfo, OperationInfo, PatchExport, ServerInfo, UpgradeReport,
-    UpgradeRequest,
+    FrontendInfo, LatencyInfo, LimitsInfo, OperationInfo, PatchExport, RemovedExport, ServerInfo,
+    Statistics, UpgradeReport, UpgradeRequest,
 };
 pub use client::{Client, ClientError};
 pub use controlled_server::{ControlError, ControlledServer};

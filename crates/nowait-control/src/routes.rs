@@ -1,38 +1,35 @@
 //! The paths of the control interface and what they do.
 //!
-//! Invariant: a body has at most [`MAX_BODY_BYTES`]; an answer that is not 2xx is JSON with one line
+//! Invariant: bodies are bounded ([`bounds`]); an answer that is not 2xx is JSON with one line
 //! that says why. What may block runs on a thread for that.
 
 use std::sync::Arc;
 
 use axum::Router;
-use axum::body::Bytes;
-use axum::extract::{DefaultBodyLimit, Path, RawQuery, State};
+use axum::body::{Body, Bytes};
+use axum::extract::{Extension, Path, RawQuery, State};
 use axum::http::{StatusCode, header};
+use axum::middleware;
 use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::api::{AddExport, ErrorInfo, ExportInfo, PatchExport, UpgradeRequest};
+use crate::api::{AddExport, ErrorInfo, ExportInfo, PatchExport, ServerInfo, UpgradeRequest};
 use crate::controlled_server::{ControlError, ControlledServer};
-use crate::metrics;
-
-/// The longest body of a request, in bytes.
-const MAX_BODY_BYTES: usize = 64 << 10;
+use crate::events::Events;
+use crate::{bounds, metrics};
 
 type Server = Arc<dyn ControlledServer>;
 type Answer = Result<Response, ControlError>;
 
 /// The service for all paths.
-pub(crate) fn router(server: Server) -> Router {
+pub(crate) fn router(server: Server, events: Events) -> Router {
     Router::new()
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/metrics", get(metrics))
-        .route(
-            "/v1/server",
-            get(|State(server): State<Server>| on_thread(move || json(server.info()))),
-        )
+        .route("/v1/server", get(info))
+        .route("/v1/events", get(follow))
         .route("/v1/exports", get(list).post(add))
         .route("/v1/exports/{name}", get(show).delete(remove).patch(change))
         .route("/v1/exports/{name}/flush", post(flush))
@@ -48,7 +45,8 @@ pub(crate) fn router(server: Server) -> Router {
         .method_not_allowed_fallback(|| async {
             answer(StatusCode::METHOD_NOT_ALLOWED, "this path has no such method")
         })
-        .layer(DefaultBodyLimit::max(MAX_BODY_BYTES))
+        .layer(middleware::from_fn(bounds::body_first))
+        .layer(Extension(events))
         .with_state(server)
 }
 
@@ -59,7 +57,7 @@ impl IntoResponse for ControlError {
     }
 }
 
-fn answer(status: StatusCode, error: &str) -> Response {
+pub(crate) fn answer(status: StatusCode, error: &str) -> Response {
     (status, axum::Json(ErrorInfo { error: error.to_owned() })).into_response()
 }
 
@@ -71,6 +69,21 @@ fn json(value: impl Serialize) -> Answer {
 async fn on_thread(act: impl FnOnce() -> Answer + Send + 'static) -> Answer {
     let failed = |_| ControlError::Failed("the request has ended with a panic".into());
     tokio::task::spawn_blocking(act).await.map_err(failed)?
+}
+
+async fn info(State(server): State<Server>, Extension(events): Extension<Events>) -> Answer {
+    on_thread(move || json(ServerInfo { event_subscribers: events.subscribers(), ..server.info() }))
+        .await
+}
+
+/// The events from now on, until the client leaves or does not read.
+async fn follow(Extension(events): Extension<Events>) -> Response {
+    let headers =
+        [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-store")];
+    match events.subscribe() {
+        Some(stream) => (headers, Body::from_stream(stream)).into_response(),
+        None => answer(StatusCode::SERVICE_UNAVAILABLE, "too many clients follow the events"),
+    }
 }
 
 async fn metrics(State(server): State<Server>) -> Answer {

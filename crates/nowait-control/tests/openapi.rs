@@ -1,7 +1,7 @@
 //! The paths, methods and fields of `docs/control.openapi.json` are those of the interface.
 
 use std::collections::BTreeSet;
-use std::io::{Read, Write};
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
@@ -9,7 +9,8 @@ use std::sync::{Arc, Mutex};
 use nowait_control::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, Client, ClientError, ConnectionInfo,
     ControlError, ControlledServer, ErrnoInfo, ExportInfo, FrontendInfo, HttpServer, LatencyInfo,
-    LimitsInfo, OperationInfo, PatchExport, ServerInfo, UpgradeReport, UpgradeRequest,
+    LimitsInfo, OperationInfo, PatchExport, RemovedExport, ServerInfo, Statistics, UpgradeReport,
+    UpgradeRequest,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -97,8 +98,9 @@ fn status_of(socket: &Path, method: &str, path: &str) -> u16 {
     let mut stream = UnixStream::connect(socket).unwrap();
     let head = format!("{method} {path} HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n");
     stream.write_all(head.as_bytes()).unwrap();
+    // The stream of events has no end.
     let mut answer = String::new();
-    stream.read_to_string(&mut answer).unwrap();
+    BufReader::new(stream).read_line(&mut answer).unwrap();
     answer.split(' ').nth(1).and_then(|status| status.parse().ok()).expect("a status")
 }
 
@@ -148,6 +150,8 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
     let document = document();
     for (schema, fields) in [
         ("Server", fields(&ServerInfo::default())),
+        ("Statistics", fields(&Statistics::default())),
+        ("RemovedExport", fields(&RemovedExport::default())),
         ("Export", fields(&ExportInfo::default())),
         ("Frontend", fields(&FrontendInfo::default())),
         ("Operation", fields(&operation)),
