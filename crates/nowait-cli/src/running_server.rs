@@ -235,6 +235,8 @@ impl ControlledServer for RunningServer {
             connections: self.exports.connections().len() as u64,
             max_connections: u64::from(self.additions.max_connections),
             registered_bytes: RegisteredMemory::of_this_process().bytes as u64,
+            // The interface knows who follows it.
+            ..ServerInfo::default()
         }
     }
 

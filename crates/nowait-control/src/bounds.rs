@@ -10,7 +10,7 @@ use axum::http::StatusCode;
 use axum::middleware::Next;
 use axum::response::Response;
 
-use crate::routes::answer;
+use crate::refusal::refuse;
 
 /// The longest body of a request, in bytes.
 const MAX_BODY_BYTES: usize = 64 << 10;
@@ -22,10 +22,10 @@ pub(crate) async fn body_first(request: Request, next: Next) -> Response {
     let (head, body) = request.into_parts();
     match tokio::time::timeout(BODY_TIMEOUT, body::to_bytes(body, MAX_BODY_BYTES)).await {
         Ok(Ok(bytes)) => next.run(Request::from_parts(head, Body::from(bytes))).await,
-        Ok(Err(_)) => answer(
+        Ok(Err(_)) => refuse(
             StatusCode::PAYLOAD_TOO_LARGE,
             "the body is longer than 64 KiB, or is not there in full",
         ),
-        Err(_) => answer(StatusCode::REQUEST_TIMEOUT, "the body takes too long"),
+        Err(_) => refuse(StatusCode::REQUEST_TIMEOUT, "the body takes too long"),
     }
 }

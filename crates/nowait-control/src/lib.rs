@@ -8,6 +8,7 @@ mod api;
 mod controlled_server;
 mod metrics;
 mod events;
+mod refusal;
 mod bounds;
 mod routes;
 mod http_server;

@@ -15,9 +15,10 @@ use axum::routing::{delete, get, post};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::api::{AddExport, ErrorInfo, ExportInfo, PatchExport, ServerInfo, UpgradeRequest};
+use crate::api::{AddExport, ExportInfo, PatchExport, ServerInfo, UpgradeRequest};
 use crate::controlled_server::{ControlError, ControlledServer};
 use crate::events::Events;
+use crate::refusal::refuse;
 use crate::{bounds, metrics};
 
 type Server = Arc<dyn ControlledServer>;
@@ -43,22 +44,11 @@ pub(crate) fn router(server: Server, events: Events) -> Router {
             ControlError::NotFound("there is no such path".into()).into_response()
         })
         .method_not_allowed_fallback(|| async {
-            answer(StatusCode::METHOD_NOT_ALLOWED, "this path has no such method")
+            refuse(StatusCode::METHOD_NOT_ALLOWED, "this path has no such method")
         })
         .layer(middleware::from_fn(bounds::body_first))
         .layer(Extension(events))
         .with_state(server)
-}
-
-impl IntoResponse for ControlError {
-    fn into_response(self) -> Response {
-        let status = StatusCode::from_u16(self.status()).unwrap_or(StatusCode::BAD_REQUEST);
-        answer(status, &self.to_string())
-    }
-}
-
-pub(crate) fn answer(status: StatusCode, error: &str) -> Response {
-    (status, axum::Json(ErrorInfo { error: error.to_owned() })).into_response()
 }
 
 fn json(value: impl Serialize) -> Answer {
@@ -82,7 +72,7 @@ async fn follow(Extension(events): Extension<Events>) -> Response {
         [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-store")];
     match events.subscribe() {
         Some(stream) => (headers, Body::from_stream(stream)).into_response(),
-        None => answer(StatusCode::SERVICE_UNAVAILABLE, "too many clients follow the events"),
+        None => refuse(StatusCode::SERVICE_UNAVAILABLE, "too many clients follow the events"),
     }
 }
 

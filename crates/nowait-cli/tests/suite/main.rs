@@ -17,6 +17,7 @@ mod copy_rescue;
 mod copy_tls;
 mod control;
 mod control_changes;
+mod control_events;
 mod create_resize_commit;
 mod daemon;
 mod errors;
