@@ -80,6 +80,8 @@ fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
             true => files.read(place),
             false => files.write(place),
         }
+        // A snapshot or a new size opens the image anew.
+        opened.options.backing_dirs.iter().for_each(|directory| files.read(directory));
     }
     args.others.backing_dir.iter().for_each(|directory| files.read(directory));
     args.others.data_file.iter().for_each(|file| files.write(file));

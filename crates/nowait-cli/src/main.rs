@@ -18,6 +18,7 @@ mod systemd;
 mod secrets;
 mod open_disk;
 mod served_disks;
+mod image_exchange;
 mod upgrade;
 mod running_server;
 mod control_socket;

@@ -31,7 +31,7 @@ fn line(info: &PanicHookInfo<'_>, thread: &str) -> String {
     let payload = info.payload();
     let text = payload.downcast_ref::<&str>().copied();
     let text = text.or_else(|| payload.downcast_ref::<String>().map(String::as_str));
-    let text = plain(text.unwrap_or("no reason given"));
+    let text = plain(&text.unwrap_or("no reason given").replace('\n', " "));
     let location = info.location().map(|at| format!("{}:{}", at.file(), at.line()));
     let location = location.unwrap_or_default();
     format!("nowait: a mistake in this program: {text} (thread {thread}, {location})\n")

@@ -3,19 +3,21 @@
 //! Invariant: what a request names is opened only in the directories that the user has allowed.
 
 use std::path::{Path, PathBuf};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
 use nowait::RegisteredMemory;
 use nowait_control::{
     AddExport, AddFrontend, ConnectionInfo, ControlError, ControlledServer, ExportInfo,
-    FrontendInfo, PatchExport, ServerInfo, UpgradeReport, UpgradeRequest,
+    FrontendInfo, PatchExport, ServerInfo, SnapshotReport, SnapshotRequest, UpgradeReport,
+    UpgradeRequest,
 };
 use nowait_image::{ChainOptions, Format};
 use nowait_server::{AnyExport, ExportId, ExportStatus, Exports, Limits, Listener};
 use rustix::io::Errno;
 
 use crate::export_spec::{NamedExport, parse_name};
+use crate::image_exchange::ImageExchange;
 use crate::listen_address;
 use crate::open_disk::{OpenedDisk, is_same_file};
 use crate::served_disks::{ServedDisk, ServedDisks};
@@ -47,8 +49,8 @@ pub(crate) struct RunningServer {
     exports: Exports,
     disks: ServedDisks,
     additions: Additions,
-    /// Held while an image is being opened, so that none is opened twice.
-    adding: Mutex<()>,
+    /// Held while an image is being opened, so that none is opened twice, and while one is exchanged.
+    changing: Mutex<()>,
     upgrades: Upgrades,
     since: Instant,
 }
@@ -61,8 +63,17 @@ impl RunningServer {
         additions: Additions,
         upgrades: Upgrades,
     ) -> Self {
-        let (adding, since) = (Mutex::default(), Instant::now());
-        Self { exports, disks, additions, adding, upgrades, since }
+        let (changing, since) = (Mutex::default(), Instant::now());
+        Self { exports, disks, additions, changing, upgrades, since }
+    }
+
+    fn begin_change(&self) -> MutexGuard<'_, ()> {
+        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+
+    fn image_exchange(&self, id: ExportId) -> ImageExchange<'_> {
+        let Self { exports, disks, additions, .. } = self;
+        ImageExchange { exports, disks, workers: additions.workers, id }
     }
 
     fn id_of(&self, id: u64) -> Result<ExportId, ControlError> {
@@ -136,9 +147,7 @@ impl RunningServer {
         let Additions { allowed, .. } = &self.additions;
         if allowed.is_empty() {
             absolute(path)?;
-            return Err(ControlError::Forbidden(
-                "this server takes no more images (it was started without --allow-dir)".into(),
-            ));
+            return Err(no_directory());
         }
         inside(allowed, absolute(path)?)
     }
@@ -162,11 +171,7 @@ impl RunningServer {
 
     /// The path of a socket that a request names: its directory is without symbolic links.
     fn allowed_socket(&self, path: &str) -> Result<PathBuf, ControlError> {
-        let path = absolute(path)?;
-        let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
-            return Err(ControlError::Invalid("the path of the socket names no file".into()));
-        };
-        Ok(inside(&self.additions.allowed_for_sockets, directory)?.join(name))
+        new_file(&self.additions.allowed_for_sockets, absolute(path)?)
     }
 
     /// Listens at the sockets of `frontends`. Returns them and where they are.
@@ -212,6 +217,20 @@ fn inside(allowed: &[PathBuf], path: &Path) -> Result<PathBuf, ControlError> {
             path.display()
         ))),
     }
+}
+
+/// The path of a file that is to be made at `path`, in one of the directories `allowed` or below.
+fn new_file(allowed: &[PathBuf], path: &Path) -> Result<PathBuf, ControlError> {
+    let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
+        return Err(ControlError::Invalid("the path names no file".into()));
+    };
+    Ok(inside(allowed, directory)?.join(name))
+}
+
+fn no_directory() -> ControlError {
+    ControlError::Forbidden(
+        "this server takes no more images (it was started without --allow-dir)".into(),
+    )
 }
 
 fn no_such_export() -> ControlError {
@@ -271,7 +290,7 @@ impl ControlledServer for RunningServer {
             Some("qcow2") => Some(Format::Qcow2),
             Some(_) => return Err(ControlError::Invalid("the format is raw or qcow2".into())),
         };
-        let _adding = self.adding.lock().unwrap_or_else(PoisonError::into_inner);
+        let _changing = self.begin_change();
         let is_it = |other: &ServedDisk| is_same_file(&other.disk.named.image, &image);
         let same = self.disks.lock().iter().any(is_it);
         if same && !read_only {
@@ -324,16 +343,8 @@ impl ControlledServer for RunningServer {
         let id = self.id_of(id)?;
         self.check_change(id, &change)?;
         if let Some(size) = change.size_bytes {
-            self.exports.grow(id, size).map_err(|error| {
-                match Errno::from_raw_os_error(error.errno()) {
-                    Errno::INVAL => {
-                        conflict("a disk in use only grows, and a block device elsewhere")
-                    }
-                    Errno::ROFS => conflict("it is read-only"),
-                    Errno::OPNOTSUPP => conflict("a qcow2 image in use cannot get another size"),
-                    _ => failed(error),
-                }
-            })?;
+            let _changing = self.begin_change();
+            self.image_exchange(id).resize(size, change.shrink)?;
         }
         if let Some(limits) = change.limits {
             self.exports.set_limits(id, limits.into()).map_err(failed)?;
@@ -352,9 +363,19 @@ impl ControlledServer for RunningServer {
         self.exports.flush(id).map_err(failed)
     }
 
+    fn snapshot(&self, id: u64, request: SnapshotRequest) -> Result<SnapshotReport, ControlError> {
+        let id = self.id_of(id)?;
+        if self.additions.allowed.is_empty() {
+            return Err(no_directory());
+        }
+        let overlay = new_file(&self.additions.allowed, absolute(&request.overlay)?)?;
+        let _changing = self.begin_change();
+        self.image_exchange(id).snapshot(&overlay)
+    }
+
     fn upgrade(&self, upgrade: UpgradeRequest) -> Result<UpgradeReport, ControlError> {
         let binary = upgrade.binary.as_deref().map(absolute).transpose()?;
-        let _adding = self.adding.lock().unwrap_or_else(PoisonError::into_inner);
+        let _changing = self.begin_change();
         let park = || ParkedDisks::new(&self.exports, self.disks.lock());
         hand_over(&self.upgrades, binary, self.states(), park)
     }

@@ -322,9 +322,12 @@ pub enum AddFrontend {
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 #[serde(deny_unknown_fields)]
 pub struct PatchExport {
-    /// The new size in bytes, at least the present one.
+    /// The new size in bytes; of a qcow2 image rounded up to a multiple of 512.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub size_bytes: Option<u64>,
+    /// Whether it may be smaller than the present one: what is behind the new end is lost.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub shrink: bool,
     /// The new limits in place of all that there are; `{}` for none.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub limits: Option<LimitsInfo>,
@@ -335,6 +338,25 @@ pub struct PatchExport {
     /// stays read-only.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub read_only: Option<bool>,
+}
+
+/// A snapshot to take (`POST /v1/exports/NAME/snapshot`).
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct SnapshotRequest {
+    /// The absolute path of the qcow2 image that is made, in a directory that the server allows.
+    pub overlay: String,
+}
+
+/// A snapshot that was taken.
+#[derive(Clone, Debug, Default, Serialize, Deserialize)]
+pub struct SnapshotReport {
+    /// The path of the image that is written to from now on.
+    pub image: String,
+    /// The path of the image that is unchanged from now on: its backing image.
+    pub backing: String,
+    /// How long no request of the export was served, in milliseconds.
+    pub pause_ms: f64,
 }
 
 /// The body of an answer that says what is wrong.

@@ -20,8 +20,8 @@ use tokio::net::UnixStream;
 use tokio::runtime::{Builder, Runtime};
 
 use crate::api::{
-    AddExport, ConnectionInfo, ErrorInfo, ExportInfo, PatchExport, ServerInfo, UpgradeReport,
-    UpgradeRequest,
+    AddExport, ConnectionInfo, ErrorInfo, ExportInfo, PatchExport, ServerInfo, SnapshotReport,
+    SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
 
 /// How long an answer may take; opening an image, or a flush, may take its time.
@@ -132,6 +132,19 @@ impl Client {
     /// As [`Client::server`].
     pub fn flush(&self, name: &str) -> Result<(), ClientError> {
         self.send(Method::POST, &format!("{}/flush", export_path(name)), "").map(drop)
+    }
+
+    /// Makes an overlay for what is written to an export from then on.
+    ///
+    /// # Errors
+    /// As [`Client::server`].
+    pub fn snapshot(
+        &self,
+        name: &str,
+        snapshot: &SnapshotRequest,
+    ) -> Result<SnapshotReport, ClientError> {
+        let path = format!("{}/snapshot", export_path(name));
+        read(&self.send(Method::POST, &path, &body(snapshot)?)?)
     }
 
     /// Closes a connection.

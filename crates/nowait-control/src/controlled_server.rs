@@ -5,7 +5,8 @@
 use std::fmt;
 
 use crate::api::{
-    AddExport, ConnectionInfo, ExportInfo, PatchExport, ServerInfo, UpgradeReport, UpgradeRequest,
+    AddExport, ConnectionInfo, ExportInfo, PatchExport, ServerInfo, SnapshotReport,
+    SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
 
 /// A server that can be asked and changed. Methods may be called by several threads at once.
@@ -43,6 +44,13 @@ pub trait ControlledServer: Send + Sync + 'static {
     /// # Errors
     /// There is no such export, or a flush has failed.
     fn flush(&self, id: u64) -> Result<(), ControlError>;
+
+    /// Makes an overlay, which has what is written to export `id` from then on; its image is
+    /// unchanged.
+    ///
+    /// # Errors
+    /// There is no such export, or it is not possible: then it goes on as it was, without an overlay.
+    fn snapshot(&self, id: u64, snapshot: SnapshotRequest) -> Result<SnapshotReport, ControlError>;
 
     /// Closes a connection.
     ///

@@ -17,7 +17,7 @@ mod client;
 pub use api::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, ConnectionInfo, ErrnoInfo, ExportInfo,
     FrontendInfo, LatencyInfo, LimitsInfo, OperationInfo, PatchExport, RemovedExport, ServerInfo,
-    Statistics, UpgradeReport, UpgradeRequest,
+    SnapshotReport, SnapshotRequest, Statistics, UpgradeReport, UpgradeRequest,
 };
 pub use client::{Client, ClientError};
 pub use controlled_server::{ControlError, ControlledServer};

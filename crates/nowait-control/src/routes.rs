@@ -15,7 +15,7 @@ use axum::routing::{delete, get, post};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use crate::api::{AddExport, ExportInfo, PatchExport, ServerInfo, UpgradeRequest};
+use crate::api::{AddExport, ExportInfo, PatchExport, ServerInfo, SnapshotRequest, UpgradeRequest};
 use crate::controlled_server::{ControlError, ControlledServer};
 use crate::events::Events;
 use crate::refusal::refuse;
@@ -34,6 +34,7 @@ pub(crate) fn router(server: Server, events: Events) -> Router {
         .route("/v1/exports", get(list).post(add))
         .route("/v1/exports/{name}", get(show).delete(remove).patch(change))
         .route("/v1/exports/{name}/flush", post(flush))
+        .route("/v1/exports/{name}/snapshot", post(snapshot))
         .route(
             "/v1/connections",
             get(|State(server): State<Server>| on_thread(move || json(server.connections()))),
@@ -130,6 +131,11 @@ async fn flush(State(server): State<Server>, Path(name): Path<String>) -> Answer
         Ok(StatusCode::NO_CONTENT.into_response())
     })
     .await
+}
+
+async fn snapshot(State(server): State<Server>, Path(name): Path<String>, body: Bytes) -> Answer {
+    let request: SnapshotRequest = parse(&body)?;
+    on_thread(move || json(server.snapshot(find(&server, &name)?.id, request)?)).await
 }
 
 async fn disconnect(State(server): State<Server>, Path(id): Path<String>) -> Answer {

@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 use nowait_control::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, Client, ClientError, ConnectionInfo,
     ControlError, ControlledServer, ErrnoInfo, ExportInfo, FrontendInfo, HttpServer, LatencyInfo,
-    LimitsInfo, OperationInfo, PatchExport, RemovedExport, ServerInfo, Statistics, UpgradeReport,
-    UpgradeRequest,
+    LimitsInfo, OperationInfo, PatchExport, RemovedExport, ServerInfo, SnapshotReport,
+    SnapshotRequest, Statistics, UpgradeReport, UpgradeRequest,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -60,6 +60,11 @@ impl ControlledServer for Noting {
     fn flush(&self, id: u64) -> Result<(), ControlError> {
         self.note(format!("flush {id}"));
         Ok(())
+    }
+
+    fn snapshot(&self, id: u64, request: SnapshotRequest) -> Result<SnapshotReport, ControlError> {
+        self.note(format!("snapshot {id} {}", request.overlay));
+        Ok(SnapshotReport::default())
     }
 
     fn disconnect(&self, id: u64) -> Result<(), ControlError> {
@@ -141,6 +146,7 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
     let limit = BucketLimit::default();
     let limits = LimitsInfo { ops: Some(limit), bandwidth: Some(limit) };
     let patch = PatchExport {
+        shrink: true,
         size_bytes: Some(1),
         limits: Some(limits),
         connection_limits: Some(limits),
@@ -166,6 +172,8 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
         ("AddExport", fields(&add)),
         ("AddFrontend", fields(&socket)),
         ("PatchExport", fields(&patch)),
+        ("SnapshotRequest", fields(&SnapshotRequest::default())),
+        ("SnapshotReport", fields(&SnapshotReport::default())),
     ] {
         let known = document["components"]["schemas"][schema]["properties"].as_object().unwrap();
         assert_eq!(known.keys().cloned().collect::<BTreeSet<_>>(), fields, "{schema}");
@@ -178,6 +186,7 @@ fn the_client_asks_for_what_its_methods_say() {
     let client = Client::new(&running.socket).unwrap();
     let name = export().name;
     client.flush(&name).unwrap();
+    client.snapshot(&name, &SnapshotRequest { overlay: "/o".into() }).unwrap();
     client.remove(&name, false).unwrap();
     client.remove("@3", true).unwrap();
     client.disconnect(9).unwrap();
@@ -191,6 +200,7 @@ fn the_client_asks_for_what_its_methods_say() {
     let asked = running.server.0.lock().unwrap().clone();
     let expected = [
         "flush 3",
+        "snapshot 3 /o",
         "remove 3 false",
         "remove 3 true",
         "disconnect 9",

@@ -14,7 +14,7 @@ use nowait::Direct;
 
 use crate::error::ImageError;
 use crate::handed_over::HandedOver;
-use crate::image_file::{ImageFile, NO_MEDIUM, Opening};
+use crate::image_file::{FileId, ImageFile, NO_MEDIUM, Opening};
 use crate::lock::{Access, LockError};
 use crate::path_policy::PathPolicy;
 use crate::qcow2::header::Header;
@@ -111,8 +111,8 @@ pub struct ChainOptions {
     pub no_hint: bool,
     /// Whether nothing is allocated ahead; see [`nowait::Config::allocate_ahead`].
     pub no_allocate_ahead: bool,
-    /// The files of the image that another process has open. Then the image has to consist of
-    /// exactly these, and their locks and claims are taken over instead of made.
+    /// The files of the image that are open elsewhere: their locks and claims are taken over instead
+    /// of made.
     pub handed_over: HandedOver,
 }
 
@@ -197,6 +197,14 @@ impl Layer {
             LayerFormat::Raw => None,
             LayerFormat::Qcow2 { header, .. } => Some(header),
         }
+    }
+
+    /// Its file and its data file.
+    fn files(&self) -> impl Iterator<Item = &Arc<ImageFile>> {
+        std::iter::once(&self.file).chain(match &self.content {
+            LayerFormat::Qcow2 { data, .. } => data.as_ref(),
+            LayerFormat::Raw => None,
+        })
     }
 
     /// The file with the data.
@@ -324,16 +332,26 @@ impl Chain {
 
     /// The descriptors that hold the locks, and of block devices the claims.
     pub(crate) fn held_files(&self) -> Vec<BorrowedFd<'_>> {
-        if !self.handed_over.is_empty() {
-            return self.handed_over.iter().map(AsFd::as_fd).collect();
-        }
-        let files = self.layers.iter().flat_map(|layer| {
-            std::iter::once(&layer.file).chain(match &layer.content {
-                LayerFormat::Qcow2 { data, .. } => data.as_ref(),
-                LayerFormat::Raw => None,
-            })
-        });
-        files.filter_map(|file| file.fd().ok()).collect()
+        let handed_over: Vec<_> =
+            self.handed_over.iter().filter_map(|fd| FileId::of(fd.as_fd()).ok()).collect();
+        let own = |file: &&Arc<ImageFile>| {
+            file.identity().is_ok_and(|identity| !handed_over.contains(&identity))
+        };
+        let own = self.layers.iter().flat_map(Layer::files).filter(own);
+        let own = own.filter_map(|file| file.fd().ok());
+        self.handed_over.iter().map(AsFd::as_fd).chain(own).collect()
+    }
+
+    /// Lets the images below the first one be read by others, whose locks were handed over by a
+    /// process or a chain that wrote to one of them.
+    ///
+    /// # Errors
+    /// As [`lock::lower`].
+    pub(crate) fn lower_locks_below(&self) -> Result<(), LockError> {
+        let written: Vec<_> = self.top().files().filter_map(|file| file.identity().ok()).collect();
+        let is_below =
+            |fd: &&OwnedFd| FileId::of(fd.as_fd()).is_ok_and(|id| !written.contains(&id));
+        self.handed_over.iter().filter(is_below).try_for_each(|fd| lock::lower(fd.as_fd()))
     }
 
     fn open_layer(
@@ -416,10 +434,16 @@ impl Chain {
         }
         let first = self.handed_over.len();
         if options.handed_over.is_some() {
-            let taken = options.handed_over.take(file);
-            let replaced = "another file has taken its place";
-            self.handed_over
-                .extend(taken.ok_or_else(|| ImageError::refused(file.path(), replaced))?);
+            match options.handed_over.take(file) {
+                Some(taken) => self.handed_over.extend(taken),
+                None if options.handed_over.allows_others() => {}
+                None => {
+                    return Err(ImageError::refused(
+                        file.path(),
+                        "another file has taken its place",
+                    ));
+                }
+            }
         }
         let access = if writable { Access::Write } else { Access::Read };
         let own = file.fd().map_err(|e| ImageError::os(file.path(), "lock it", &e))?;

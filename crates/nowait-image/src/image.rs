@@ -13,6 +13,7 @@ use nowait::{AllocationCache, BlockDevice, BlockMap, BlockingFile, Direct, Error
 use crate::chain::{Chain, ChainOptions, Format};
 use crate::error::ImageError;
 use crate::image_file::ImageFile;
+use crate::lock::LockError;
 use crate::qcow2::header::MAGIC;
 use crate::qcow2_disk::{self, OpenImage, Qcow2Map, ServeOptions};
 use crate::signature::{Signature, mark_raw};
@@ -159,6 +160,18 @@ impl Image {
                 files
             }
             Content::Qcow2 { open_image, .. } => open_image.held_files(),
+        }
+    }
+
+    /// Lets other programs read the images below, one of which this process wrote to before it opened
+    /// this image above it ([`crate::HandedOver::below`]).
+    ///
+    /// # Errors
+    /// As [`crate::lock::lower`].
+    pub fn lower_locks_below(&self) -> Result<(), LockError> {
+        match &self.content {
+            Content::Raw { .. } => Ok(()),
+            Content::Qcow2 { open_image, .. } => open_image.lower_locks_below(),
         }
     }
 

@@ -130,6 +130,20 @@ pub fn lock(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError> {
     lock_once(fd, access)
 }
 
+/// Makes a lock for [`Access::Write`] one for [`Access::Read`].
+///
+/// # Errors
+/// [`LockError::Os`]: it is as it was.
+pub fn lower(fd: BorrowedFd<'_>) -> Result<(), LockError> {
+    for byte in WRITER_STATES {
+        match fcntl(fd, libc::F_OFD_SETLK, byte, libc::F_UNLCK) {
+            Ok(_) | Err(LockError::Unsupported) => {}
+            Err(error) => return Err(error),
+        }
+    }
+    Ok(())
+}
+
 fn lock_once(fd: BorrowedFd<'_>, access: Access) -> Result<(), LockError> {
     let locked = state(fd, access).and_then(|()| find_conflict(fd, access));
     if locked.is_err() {
@@ -298,6 +312,18 @@ mod tests {
         assert_eq!(lock(refused.as_fd(), Access::Write), OPEN_FOR_WRITING);
         drop(writer);
         assert_eq!(lock(next.as_fd(), Access::Write), Ok(()));
+    }
+
+    #[test]
+    fn a_lowered_lock_admits_readers_and_no_writer() {
+        let image = Image::new();
+        let (writer, reader, other) = (image.open(), image.open(), image.open());
+        assert_eq!(lock(writer.as_fd(), Access::Write), Ok(()));
+        assert_eq!(lower(writer.as_fd()), Ok(()));
+        assert_eq!(lock(reader.as_fd(), Access::Read), Ok(()));
+        drop(reader);
+        let refused = lock(other.as_fd(), Access::Write);
+        assert!(reader_is_in_the_way(refused), "{refused:?}");
     }
 
     #[test]

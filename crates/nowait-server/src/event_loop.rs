@@ -145,6 +145,8 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
     fn is_parked(&self) -> bool {
         self.parking
             && self.context.members() == 0
+            // A queue may be on its way.
+            && self.thread.is_idle()
             && self.context.engine.in_flight() == 0
             && self.registered.leave_parking(&self.thread)
     }

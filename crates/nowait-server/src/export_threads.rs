@@ -5,6 +5,7 @@
 //! started once the server is stopping.
 
 pub(crate) mod export_registry;
+pub(crate) mod any_export;
 pub(crate) mod parking;
 #[cfg(test)]
 mod tests;
@@ -146,7 +147,7 @@ impl ThreadContext {
 
     fn run(self) {
         let (shared, registered) = (self.shared.clone(), self.registered.clone());
-        let export = registered.export.clone();
+        let export = registered.export();
         let event = match catch_unwind(AssertUnwindSafe(|| export.serve(self))) {
             Ok(Ok(())) => ThreadEvent::ThreadEnded,
             // The panic hook has written a message to standard error.
@@ -308,7 +309,7 @@ impl Shared {
         let registered = self.registered(export)?;
         let handle = Arc::new(ControlHandle::new()?);
         registered.add_control(handle.clone());
-        let name = registered.export.name().to_owned();
+        let name = registered.export().name().to_owned();
         let server = Arc::new(DeviceExport { shared: self.clone(), registered });
         let run = move || {
             control_thread::run(socket, &server, &handle, &name);
@@ -351,7 +352,8 @@ impl Shared {
     /// The device of `export` has `size` bytes.
     pub(crate) fn tell_size(&self, export: &RegisteredExport, size: u64) {
         if let Some(before) = export.tell_size(size) {
-            let name = export.export.name();
+            let served = export.export();
+            let name = served.name();
             tracing::info!("export {name:?} has {size} bytes now, it had {before}");
             if export.id == Registry::DEFAULT
                 && let Some(device) = &self.options.ublk
@@ -404,7 +406,7 @@ impl Shared {
 
     /// Logs the storage failures of every export that were only counted.
     pub(crate) fn summarize_faults(&self) {
-        self.registry.all().iter().for_each(|export| export.export.summarize_faults());
+        self.registry.all().iter().for_each(|export| export.export().summarize_faults());
         refusal_log::summarize();
     }
 
@@ -426,12 +428,12 @@ impl Shared {
 
 impl ExportDirectory for Shared {
     fn infos(&self) -> Vec<ExportInfo> {
-        self.registry.served().iter().map(|export| export.export.info(export.id)).collect()
+        self.registry.served().iter().map(|export| export.export().info(export.id)).collect()
     }
 
     fn name(&self, export: ExportId) -> String {
         let export = self.registry.get(export);
-        export.map_or_else(String::new, |export| export.export.name().to_owned())
+        export.map_or_else(String::new, |export| export.export().name().to_owned())
     }
 
     fn assign(self: Arc<Self>, export: ExportId, arrival: HandoffConnection) {
@@ -456,7 +458,7 @@ struct DeviceExport {
 
 impl QueueThreads for DeviceExport {
     fn properties(&self) -> BlockProperties {
-        self.registered.export.properties()
+        self.registered.export().properties()
     }
 
     fn start(&self, start: Box<QueueStart>) -> Option<Arc<QueueChannel>> {

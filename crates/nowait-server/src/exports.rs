@@ -3,73 +3,21 @@
 //! Invariant: nothing here waits for a serving thread for long, but [`Exports::remove`] with its
 //! timeout.
 
-use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nowait::{BlockDevice, BlockMap, Error, Operation};
-use nowait_image::{DeviceVisitor, Image};
+use nowait::{Error, Operation};
 
-use crate::export::{Export, ExportId};
+use crate::export::ExportId;
 use crate::export_threads::Shared;
-use crate::export_threads::export_registry::{RegisteredExport, Servable};
-use crate::export_threads::parking::ParkedServer;
+use crate::export_threads::any_export::AnyExport;
+use crate::export_threads::export_registry::RegisteredExport;
+use crate::export_threads::parking::{ParkedExport, ParkedServer};
 use crate::nbd::connection_state::ConnectionState;
 use crate::net::connection_limit::ConnectionStatus;
 use crate::net::listener::Listener;
 use crate::rate_limit::{Limits, SharedLimits};
-use crate::server_options::ExportOptions;
 use crate::statistics::{FrontendKind, FrontendTotals};
-use crate::vhost_user::control_thread::DeviceSocket;
-
-/// An export that clients can choose, with any block map.
-pub struct AnyExport {
-    pub(crate) export: Arc<dyn Servable>,
-    /// The sockets at which it is a disk of virtual machines.
-    pub(crate) vhost_user: Vec<DeviceSocket>,
-}
-
-impl AnyExport {
-    /// Clients see the name and the description of `export`.
-    #[must_use]
-    pub fn new<M: BlockMap>(export: Export<M>) -> Self {
-        Self { export: Arc::new(export), vhost_user: Vec::new() }
-    }
-
-    /// The export of an open image, which has to stay open until the server has stopped.
-    #[must_use]
-    pub fn of_image(image: &Image, options: ExportOptions) -> Self {
-        image.visit(options)
-    }
-
-    /// The same, and it is a vhost-user-blk device for the virtual machines that connect to
-    /// `listener`, a Unix socket: for one after the other.
-    #[must_use]
-    pub fn at_vhost_user(mut self, listener: Listener) -> Self {
-        self.vhost_user.push(DeviceSocket::Listener(listener));
-        self
-    }
-
-    /// The same for the only virtual machine at the other end of `connection`. A server that clients
-    /// can reach by nothing else stops when the machine has left.
-    #[must_use]
-    pub fn at_vhost_user_connection(mut self, connection: UnixStream) -> Self {
-        self.vhost_user.push(DeviceSocket::Connected(connection));
-        self
-    }
-}
-
-impl DeviceVisitor for ExportOptions {
-    type Output = AnyExport;
-
-    fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> AnyExport {
-        let export = Export::new(device, self.workers, self.name, self.description);
-        AnyExport::new(match self.when_a_flush_fails {
-            Some(callback) => export.when_a_flush_fails(callback),
-            None => export,
-        })
-    }
-}
 
 /// The time in which a thread that was woken up has published its counts.
 const PUBLISH_TIME: Duration = Duration::from_millis(2);
@@ -110,7 +58,7 @@ pub struct ExportStatus {
 
 impl ExportStatus {
     fn of(registered: &RegisteredExport) -> Self {
-        let (threads, export) = (registered.threads(), &registered.export);
+        let (threads, export) = (registered.threads(), registered.export());
         let totals = |kind| (kind, registered.statistics.totals(kind));
         Self {
             id: registered.id,
@@ -140,7 +88,7 @@ impl Exports {
     #[must_use]
     pub fn list(&self) -> Vec<(ExportId, String)> {
         let exports = self.0.registry.served();
-        exports.iter().map(|export| (export.id, export.export.name().to_owned())).collect()
+        exports.iter().map(|export| (export.id, export.export().name().to_owned())).collect()
     }
 
     /// What is known of the exports that clients can choose. Waits for some milliseconds, in which the
@@ -241,7 +189,7 @@ impl Exports {
     /// # Errors
     /// `ENOENT`: there is no such export. `EROFS`: its image was opened for reading only.
     pub fn set_read_only(&self, id: ExportId, read_only: bool) -> Result<(), Error> {
-        self.0.registered(id)?.export.set_read_only(read_only)
+        self.0.registered(id)?.export().set_read_only(read_only)
     }
 
     /// Makes an export `size` bytes large, at least as many as it has. Its requests go on. Virtual
@@ -253,7 +201,7 @@ impl Exports {
     /// `ENOENT`: there is no such export. Those of [`BlockDevice::grow`].
     pub fn grow(&self, id: ExportId, size: u64) -> Result<(), Error> {
         let export = self.0.registered(id)?;
-        export.export.grow(size)?;
+        export.export().grow(size)?;
         self.0.tell_size(&export, size);
         Ok(())
     }
@@ -297,7 +245,7 @@ impl Exports {
     /// # Errors
     /// `ENOENT`: there is no such export. The errno of the flush; every later one fails, too (C51).
     pub fn flush(&self, id: ExportId) -> Result<(), Error> {
-        self.0.registered(id)?.export.flush()
+        self.0.registered(id)?.export().flush()
     }
 
     /// Whether every serving thread answers within `timeout`. Threads without a client are woken up
@@ -341,6 +289,15 @@ impl Exports {
         self.0.park(timeout)
     }
 
+    /// Stops serving one export, as [`Exports::park`]; also to virtual machines. The others go on.
+    ///
+    /// # Errors
+    /// As there, but `EOPNOTSUPP` is for a block device of this machine only. `ENOENT`: there is no
+    /// such export.
+    pub fn park_export(&self, id: ExportId, timeout: Duration) -> Result<ParkedExport, Error> {
+        self.0.park_export(id, timeout)
+    }
+
     /// Accepts the connections of more listeners, as the default export.
     pub fn listen(&self, listeners: Vec<Listener>) {
         self.0.listen(listeners);
@@ -356,10 +313,10 @@ impl Exports {
     /// raw image larger.
     pub fn refresh_sizes(&self) {
         for export in self.0.registry.served() {
-            match export.export.refresh() {
+            match export.export().refresh() {
                 Ok(size) => self.0.tell_size(&export, size),
                 Err(error) => {
-                    tracing::warn!("export {:?}: its size: {error}", export.export.name());
+                    tracing::warn!("export {:?}: its size: {error}", export.export().name());
                 }
             }
         }

@@ -35,8 +35,9 @@ mod exports;
 mod server;
 
 pub use export::{Export, ExportId};
-pub use export_threads::parking::ParkedServer;
-pub use exports::{AnyExport, ExportStatus, Exports};
+pub use export_threads::any_export::AnyExport;
+pub use export_threads::parking::{ParkedExport, ParkedServer};
+pub use exports::{ExportStatus, Exports};
 pub use latency::Latencies;
 pub use nbd::connection_state::{ConnectionState, SplitState};
 #[cfg(feature = "fuzz")]

@@ -14,9 +14,10 @@ use crate::event_loop::EventLoop;
 #[cfg(feature = "sim")]
 pub use crate::event_loop::{SimChange, Simulated, SimulatedUblk, SimulatedVhost};
 use crate::export::{Export, ExportId};
+use crate::export_threads::any_export::AnyExport;
 use crate::export_threads::export_registry::Servable;
 use crate::export_threads::{Shared, ThreadContext, ThreadEvent};
-use crate::exports::{AnyExport, Exports};
+use crate::exports::Exports;
 use crate::frontend::Frontend;
 #[cfg(feature = "sim")]
 pub use crate::injected_bug::{ServerBug, inject};

@@ -5,7 +5,7 @@
 
 use std::path::Path;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
 use nowait::{
     BlockDevice, BlockMap, ByteRange, Error, Extent, ExtentStatus, FileStorage, Flags, ImageFormat,
@@ -21,12 +21,18 @@ pub struct WorkerOnlyImage {
     reads: Arc<Mutex<Vec<u64>>>,
     flushes: Arc<AtomicUsize>,
     bad: Option<u64>,
+    held: Arc<Mutex<()>>,
 }
 
 impl WorkerOnlyImage {
     /// An image whose requests panic if they begin at `pos`, but for flushes.
     pub fn that_panic_at(pos: u64) -> Self {
         Self { bad: Some(pos), ..Self::default() }
+    }
+
+    /// Requests do not end while the result exists.
+    pub fn hold(&self) -> MutexGuard<'_, ()> {
+        self.held.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     /// A device of `size` bytes with this image, on a new file at `path`.
@@ -48,6 +54,7 @@ impl WorkerOnlyImage {
 
     fn check(&self, pos: u64) -> Result<(), Error> {
         assert_ne!(Some(pos), self.bad, "on purpose");
+        drop(self.hold());
         Ok(())
     }
 }

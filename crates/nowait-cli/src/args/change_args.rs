@@ -106,8 +106,7 @@ impl Preallocate {
 /// Make a disk larger or smaller
 ///
 /// What it grows by reads as zeros, whatever a backing file has there. IMAGE is locked meanwhile,
-/// and refused while it is in use. A disk that is being served gets its new size when the server
-/// is started anew.
+/// and refused while it is in use. For a disk that is being served there is 'nowait export resize'.
 #[derive(Debug, Args)]
 #[command(after_help = RESIZE_AFTER_HELP)]
 pub(crate) struct ResizeArgs {
@@ -143,6 +142,17 @@ pub(crate) enum Change {
     To(u64),
     Plus(u64),
     Minus(u64),
+}
+
+impl Change {
+    /// The new size of a disk of `old` bytes; `None` for one that no disk can have.
+    pub(crate) const fn of(self, old: u64) -> Option<u64> {
+        match self {
+            Self::To(size) => Some(size),
+            Self::Plus(more) => old.checked_add(more),
+            Self::Minus(less) => old.checked_sub(less),
+        }
+    }
 }
 
 /// Put what an overlay has into its backing file

@@ -173,16 +173,33 @@ pub(crate) enum ExportAction {
         #[command(flatten)]
         server: ServerArgs,
     },
-    /// Make the disk of an export larger while it is in use
+    /// Make the disk of an export larger or smaller while it is in use
     ///
     /// Virtual machines and block devices of this machine see the new size at once, clients of NBD
-    /// when they connect again.
+    /// when they connect again. A raw image grows beside its requests; for anything else the export
+    /// pauses for some milliseconds.
     Resize {
         /// Its name, or @ID
         name: String,
-        /// The new size, or +SIZE for so much more
-        #[arg(value_name = "[+]SIZE", value_parser = parse_change)]
+        /// The new size, or by how much it changes: as in 20G, +10G or -512M
+        #[arg(value_name = "[+|-]SIZE", value_parser = parse_change, allow_hyphen_values = true)]
         change: Change,
+        /// Allow the disk to become smaller: what is behind its new end is lost
+        #[arg(long)]
+        shrink: bool,
+        #[command(flatten)]
+        server: ServerArgs,
+    },
+    /// Keep the image of an export as it is, and have a new overlay for what is written from now on
+    ///
+    /// The overlay is a qcow2 image that stands on the present one. The export pauses for some
+    /// milliseconds; its clients see the same disk, and all that was acknowledged is below the
+    /// overlay. Serve the overlay the next time: a change of the image below makes it worthless.
+    Snapshot {
+        /// Its name, or @ID
+        name: String,
+        /// The image that is made, in a directory of the server's --allow-dir
+        overlay: PathBuf,
         #[command(flatten)]
         server: ServerArgs,
     },
@@ -254,6 +271,7 @@ Examples:
   nowait export add data /srv/images/data.qcow2
   nowait export list
   nowait export resize data +10G
+  nowait export snapshot data /srv/images/data-tuesday.qcow2
   nowait export limit data --limit-iops 2000 --limit-bandwidth-per-client 100M
   nowait export read-only data on
   nowait export remove data

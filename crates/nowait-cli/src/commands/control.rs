@@ -9,7 +9,7 @@ use nowait_cli::error::{CliError, plain};
 use nowait_cli::size::{human, short};
 use nowait_control::{
     AddExport, AddFrontend, Client, ClientError, ConnectionInfo, ExportInfo, PatchExport,
-    UpgradeReport, UpgradeRequest,
+    SnapshotReport, SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
 use serde::Serialize;
 use serde_json::json;
@@ -92,13 +92,17 @@ pub(crate) fn export(command: &ExportCommand) -> Result<(), CliError> {
         ExportAction::Remove { name, force, server } => {
             tell(server, |client| client.remove(name, *force))
         }
-        ExportAction::Resize { name, change, server } => {
+        ExportAction::Resize { name, change, shrink, server } => {
             let resize = |client: &Client| {
-                let size_bytes = new_size(client, name, *change)?;
-                let change = PatchExport { size_bytes: Some(size_bytes), ..PatchExport::default() };
-                client.change(name, &change)
+                let size_bytes = Some(new_size(client, name, *change)?);
+                let shrink = *shrink;
+                client.change(name, &PatchExport { size_bytes, shrink, ..PatchExport::default() })
             };
             ask(server, resize, |export| format!("{}\n", human(export.size_bytes)))
+        }
+        ExportAction::Snapshot { name, overlay, server } => {
+            let request = SnapshotRequest { overlay: absolute(overlay)? };
+            ask(server, |client| client.snapshot(name, &request), snapshot_line)
         }
         ExportAction::Limit { name, limits, server } => {
             let connection_limits = Some(limits.limits_per_client().into());
@@ -157,19 +161,24 @@ pub(crate) fn upgrade(args: &UpgradeArgs) -> Result<(), CliError> {
     ask(&args.server, |client| client.upgrade(&request), words)
 }
 
+fn snapshot_line(report: &SnapshotReport) -> String {
+    let SnapshotReport { image, backing, pause_ms } = report;
+    format!(
+        "{} is unchanged from now on, {} is written to (a pause of {pause_ms:.1} ms)\n",
+        plain(backing),
+        plain(image)
+    )
+}
+
 fn new_size(client: &Client, name: &str, change: Change) -> Result<u64, ClientError> {
-    let more = match change {
-        Change::To(size) => return Ok(size),
-        Change::Plus(more) => more,
-        Change::Minus(_) => {
-            return Err(ClientError::Refused("a disk in use cannot become smaller".into()));
-        }
-    };
+    if let Change::To(size) = change {
+        return Ok(size);
+    }
     let is_it = |export: &ExportInfo| export.name == name || format!("@{}", export.id) == name;
     let export = client.exports()?.into_iter().find(is_it);
     let export = export.ok_or(ClientError::Refused("there is no such export".into()))?;
-    let size = export.size_bytes.checked_add(more);
-    size.ok_or(ClientError::Refused("a disk cannot be that large".into()))
+    let refused = || ClientError::Refused("a disk cannot have that size".into());
+    change.of(export.size_bytes).ok_or_else(refused)
 }
 
 /// Prints the answer of the server of `args`: as JSON, or in `words`.

@@ -12,14 +12,13 @@ use nowait_cli::size::human;
 
 pub(crate) fn run(args: &CreateArgs) -> Result<(), CliError> {
     let options = CreateOptions {
-        size: args.size,
-        format: args.format(),
         backing: args.backing.clone(),
         backing_format: args.backing_format,
         backing_dirs: args.backing_dir.clone(),
         data_files: args.data_file.clone(),
         cluster_bytes: args.cluster_size,
         preallocation: args.preallocation.what(),
+        ..CreateOptions::new(args.format(), args.size)
     };
     let size = create(&args.image, &options).map_err(|error| open_chain::failed(&error))?;
     let text = if args.json { in_json(args, size) } else { in_words(args, size) };

@@ -6,7 +6,7 @@ use nowait_image::ChainOptions;
 use nowait_image::resize::resize;
 use serde_json::json;
 
-use crate::args::change_args::{Change, ResizeArgs};
+use crate::args::change_args::ResizeArgs;
 use crate::{open_chain, output};
 use nowait_cli::error::{CliError, plain};
 use nowait_cli::size::human;
@@ -20,12 +20,7 @@ pub(crate) fn run(args: &ResizeArgs) -> Result<(), CliError> {
     let chain = open_chain::open(&args.image, options)?;
     let path = &args.image.image;
     let old = chain.top().size;
-    let wanted = match args.change {
-        Change::To(size) => Some(size),
-        Change::Plus(more) => old.checked_add(more),
-        Change::Minus(less) => old.checked_sub(less),
-    };
-    let Some(wanted) = wanted else {
+    let Some(wanted) = args.change.of(old) else {
         return Err(CliError::at(
             path,
             format_args!("a disk of {old} bytes cannot change by that"),

@@ -123,6 +123,12 @@ fn every_path_answers() {
     it.refusal("GET", path, None, 404);
     let grown = it.json("PATCH", "/v1/exports/@0", Some(json!({"size_bytes": 16 * MIB})), 200);
     assert_eq!(grown["size_bytes"], 16 * MIB);
+    let overlay = it.scratch.join("images/overlay");
+    let snapshot = Some(json!({"overlay": overlay}));
+    let report = it.json("POST", "/v1/exports/@0/snapshot", snapshot, 200);
+    assert_eq!(report["backing"], text(&it.scratch.join("disk.img")));
+    assert!(report["pause_ms"].as_f64().is_some_and(|pause| pause > 0.0), "{report}");
+    assert_eq!(it.json("GET", "/v1/exports/@0", None, 200)["image"], text(&overlay));
     client.read(0, 4096).expect("an old connection goes on");
     it.server.connect().write(16 * MIB - 4096, &data).expect("a write into what is new");
     let id = connections[0]["id"].as_u64().expect("a number");
@@ -160,7 +166,12 @@ fn what_is_refused_is_refused_in_one_line_and_changes_nothing() {
     let other = it.image("other.qcow2", "1M");
     it.refusal("POST", "/v1/exports", add("x", &other), 409);
     it.json("POST", "/v1/exports", add("other", &other), 201);
-    it.refusal("PATCH", "/v1/exports/other", Some(json!({"size_bytes": 2 * MIB})), 409);
+    it.refusal("PATCH", "/v1/exports/other", Some(json!({"size_bytes": 4096})), 409);
+    let outside = json!({"overlay": outside});
+    it.refusal("POST", "/v1/exports/x/snapshot", Some(outside), 403);
+    it.refusal("POST", "/v1/exports/x/snapshot", Some(json!({"overlay": other})), 409);
+    it.refusal("POST", "/v1/exports/x/snapshot", Some(json!({"overlay": "relative"})), 400);
+    it.refusal("POST", "/v1/exports/x/snapshot", Some(json!({})), 400);
     it.refusal("PATCH", "/v1/exports/x", Some(json!({"size_bytes": 1})), 409);
     it.refusal("DELETE", "/v1/exports/@0", None, 409);
     it.refusal("DELETE", "/v1/exports/x?mode=gentle", None, 400);

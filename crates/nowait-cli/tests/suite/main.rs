@@ -47,6 +47,7 @@ mod reachable_files;
 mod sandbox;
 mod service;
 mod signals;
+mod snapshot;
 mod stalled_storage;
 mod storage_faults;
 mod tls;

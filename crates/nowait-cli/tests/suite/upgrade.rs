@@ -13,6 +13,7 @@ use nowait_testkit::{Finished, no_child_starts, require_tool, tool, wait_until};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::Value;
 
+use crate::common::load::{bytes, load, verified_by_fio};
 use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, text};
 
 /// A server that is upgraded, and the process that serves now.
@@ -88,22 +89,6 @@ fn runs(process: Pid) -> bool {
     test_kill_process(process).is_ok() && !state.is_ok_and(|state| state.contains(") Z "))
 }
 
-fn bytes(seed: u64, len: usize) -> Vec<u8> {
-    (0..len as u64).map(|at| ((at / 7 + at * seed) % 253) as u8).collect()
-}
-
-/// Writes and reads until `over`, and checks every answer. Returns how many rounds there were.
-fn load(client: &mut Client, region: u64, over: &AtomicBool) -> u64 {
-    let mut rounds = 0;
-    while !over.load(Ordering::Relaxed) {
-        rounds += 1;
-        let (data, at) = (bytes(rounds, 20_000), region + rounds % 64 * 32_768);
-        client.write(at, &data).expect("a write");
-        assert!(client.read(at, 20_000).expect("bytes") == data, "round {rounds}");
-    }
-    rounds
-}
-
 #[test]
 fn clients_under_load_go_on_through_upgrades_of_their_server() {
     for format in ["raw", "qcow2"] {
@@ -144,18 +129,7 @@ fn what_fio_verifies_is_whole_through_three_upgrades() {
         return;
     }
     let mut it = Upgraded::start("qcow2", &[]);
-    let uri = format!("--uri={}", it.server.uri());
-    let mut fio = tool("fio");
-    fio.current_dir(it.scratch.path()).args(["--name=verified", "--ioengine=nbd", &uri]);
-    fio.args(["--rw=randrw", "--bs=4k", "--iodepth=16"]);
-    fio.args([
-        "--size=8M",
-        "--time_based",
-        "--runtime=3",
-        "--verify=crc32c",
-        "--verify_backlog=64",
-    ]);
-    fio.args(["--verify_fatal=1", "--fsync=50"]);
+    let mut fio = verified_by_fio(it.scratch.path(), &it.server);
     std::thread::scope(|scope| {
         let load = scope.spawn(|| fio.succeeds());
         for _ in 0..3 {

@@ -9,7 +9,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use crate::atomic_file::{AtomicFile, OverwritePolicy};
-use crate::chain::{Chain, ChainOptions, Format};
+use crate::chain::{Chain, ChainOptions, Format, Locking};
 use crate::error::ImageError;
 use crate::image_file::ImageFile;
 use crate::qcow2::encode::encode;
@@ -47,6 +47,8 @@ pub struct CreateOptions {
     pub backing_dirs: Vec<PathBuf>,
     /// The data files of backing files that may be opened.
     pub data_files: Vec<PathBuf>,
+    /// Whether the backing files are locked meanwhile; not where this process has locked them.
+    pub backing_locking: Locking,
     /// Bytes of a cluster, a power of two in [`CLUSTER_BYTES`]; `None` is
     /// [`DEFAULT_CLUSTER_BYTES`].
     pub cluster_bytes: Option<u64>,
@@ -66,6 +68,7 @@ impl CreateOptions {
             backing_format: None,
             backing_dirs: Vec::new(),
             data_files: Vec::new(),
+            backing_locking: Locking::Locked,
             cluster_bytes: None,
             preallocation: Preallocation::Off,
         }
@@ -157,6 +160,7 @@ fn check_backing(
         format: options.backing_format,
         backing_dirs: options.backing_dirs.clone(),
         data_files: options.data_files.clone(),
+        locking: options.backing_locking,
         ..ChainOptions::default()
     };
     let chain = Chain::open_backing(path, name.as_os_str(), &chain)?;

@@ -34,6 +34,7 @@ use nowait::{Alignment, BlockDevice, Direct, Error, FileStorage, OpenOptions, St
 use crate::chain::{Chain, Layer, LayerFormat};
 use crate::error::ImageError;
 use crate::image_file::{FileId, ImageFile, NO_MEDIUM};
+use crate::lock::LockError;
 use crate::mounts::in_use;
 use crate::qcow2::header::Header;
 use crate::qcow2::lookup::read_table;
@@ -102,6 +103,11 @@ impl OpenImage {
     /// The descriptors that hold the locks and claims of its files.
     pub(crate) fn held_files(&self) -> Vec<BorrowedFd<'_>> {
         self.chain.held_files()
+    }
+
+    /// As [`Chain::lower_locks_below`].
+    pub(crate) fn lower_locks_below(&self) -> Result<(), LockError> {
+        self.chain.lower_locks_below()
     }
 
     fn end_thread(&mut self) {

@@ -6,7 +6,7 @@
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nowait::{Error, Operation};
 
@@ -108,7 +108,8 @@ pub(crate) enum Retired {
 /// A registered export and its threads: none until a client chooses it.
 pub(crate) struct RegisteredExport {
     pub(crate) id: ExportId,
-    pub(crate) export: Arc<dyn Servable>,
+    /// Another one only while the threads are parked.
+    export: RwLock<Arc<dyn Servable>>,
     /// It is a disk of virtual machines too: its threads serve queues beside connections.
     pub(crate) has_devices: bool,
     /// The threads of its vhost-user sockets.
@@ -158,7 +159,24 @@ impl RegisteredExport {
         let told_size = AtomicU64::new(export.size());
         let statistics = ExportStatistics::default();
         let limits = SharedLimits::default();
+        let export = RwLock::new(export);
         Self { id, export, has_devices, controls, threads, ended, told_size, statistics, limits }
+    }
+
+    /// What it serves.
+    pub(crate) fn export(&self) -> Arc<dyn Servable> {
+        self.export.read().unwrap_or_else(PoisonError::into_inner).clone()
+    }
+
+    /// Serves `export` from now on; no thread serves meanwhile. Changes are refused as before.
+    pub(crate) fn replace(&self, export: Arc<dyn Servable>) {
+        let mut current = self.export.write().unwrap_or_else(PoisonError::into_inner);
+        current.summarize_faults();
+        if current.is_read_only() {
+            // It cannot fail: nothing is allowed by it.
+            let _ = export.set_read_only(true);
+        }
+        *current = export;
     }
 
     /// Notes that the device has `size` bytes. Returns the size before, if it was another one.
@@ -176,6 +194,20 @@ impl RegisteredExport {
     pub(crate) fn tell_vmms(&self) {
         let controls = lock(&self.controls);
         controls.iter().for_each(|handle| handle.tell_config_change());
+    }
+
+    /// Stops the queues of the virtual machines, and those that are set up later, until
+    /// [`RegisteredExport::resume_devices`]. Waits until `deadline` for their requests in flight.
+    /// Returns whether they have stopped.
+    pub(crate) fn suspend_devices(&self, deadline: Instant) -> bool {
+        let controls = lock(&self.controls).clone();
+        controls.iter().all(|handle| handle.suspend(deadline))
+    }
+
+    /// Starts the queues of the virtual machines again.
+    pub(crate) fn resume_devices(&self) {
+        let controls = lock(&self.controls).clone();
+        controls.iter().for_each(|handle| handle.resume());
     }
 
     /// Ends the threads of the vhost-user sockets.
@@ -365,7 +397,7 @@ impl Registry {
     ) -> Result<ExportId, Error> {
         let mut exports = self.0.write().unwrap_or_else(PoisonError::into_inner);
         let mut served = exports.by_id.values().filter(|other| !other.is_removed());
-        if served.any(|other| other.export.name() == export.name()) {
+        if served.any(|other| other.export().name() == export.name()) {
             return Err(Error::new(libc::EEXIST, Operation::SetUp));
         }
         Ok(exports.add(export, has_devices))
@@ -453,7 +485,7 @@ impl Registry {
         };
         let mut exports = self.0.write().unwrap_or_else(PoisonError::into_inner);
         if is_over && exports.by_id.remove(&export.id).is_some() {
-            export.export.summarize_faults();
+            export.export().summarize_faults();
         }
     }
 

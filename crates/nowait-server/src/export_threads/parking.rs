@@ -1,8 +1,8 @@
-//! The server stops serving for a while: its threads end, and what they had waits for others, of this
+//! Exports are not served for a while: their threads end, and what they had waits for others, of this
 //! process or of another one.
 //!
-//! Invariant: no request is in flight while a server is parked, and no connection is lost: either
-//! other threads serve it, or it was handed over.
+//! Invariant: no request of an export is in flight while it is parked, and no connection is lost:
+//! either other threads serve it, or it was handed over.
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -11,29 +11,54 @@ use std::time::{Duration, Instant};
 use nowait::{Error, Operation};
 
 use crate::export::ExportId;
-use crate::export_threads::export_registry::{Destination, Parking, RegisteredExport};
+use crate::export_threads::any_export::AnyExport;
+use crate::export_threads::export_registry::{Destination, Parking, RegisteredExport, Registry};
 use crate::export_threads::{Shared, ThreadEvent};
 use crate::nbd::connection_state::ConnectionState;
 use crate::nbd::negotiate::ExportDirectory;
 use crate::net::listener::Listener;
 
-/// A server that has stopped serving. It goes on when this is dropped.
+/// A server that has stopped serving, all of its exports or one. It goes on when this is dropped.
 pub struct ParkedServer {
     shared: Arc<Shared>,
     exports: Vec<Arc<RegisteredExport>>,
 }
 
+/// An export that is not served. It is again when this is dropped.
+pub struct ParkedExport(ParkedServer);
+
 impl Shared {
     /// As [`crate::Exports::park`].
     pub(crate) fn park(self: &Arc<Self>, timeout: Duration) -> Result<ParkedServer, Error> {
+        let exports = self.registry.all();
+        if exports.iter().any(|export| export.has_devices) {
+            return Err(Error::new(libc::EOPNOTSUPP, Operation::Wait));
+        }
+        self.park_all(exports, timeout)
+    }
+
+    /// As [`crate::Exports::park_export`].
+    pub(crate) fn park_export(
+        self: &Arc<Self>,
+        id: ExportId,
+        timeout: Duration,
+    ) -> Result<ParkedExport, Error> {
+        self.park_all(vec![self.registered(id)?], timeout).map(ParkedExport)
+    }
+
+    fn park_all(
+        self: &Arc<Self>,
+        exports: Vec<Arc<RegisteredExport>>,
+        timeout: Duration,
+    ) -> Result<ParkedServer, Error> {
         let failed = |errno| Err(Error::new(errno, Operation::Wait));
         let deadline = Instant::now() + timeout;
         let mut parked = ParkedServer { shared: self.clone(), exports: Vec::new() };
         if self.is_stopping() {
             return failed(libc::ECANCELED);
         }
-        for export in self.registry.all() {
-            if export.has_devices || self.options.ublk.is_some() {
+        for export in exports {
+            if export.id == Registry::DEFAULT && self.options.ublk.is_some() {
                 return failed(libc::EOPNOTSUPP);
             }
             if !export.begin_parking() {
@@ -42,7 +67,10 @@ impl Shared {
             parked.exports.push(export);
         }
         let left = || deadline.saturating_duration_since(Instant::now());
-        match parked.exports.iter().all(|export| export.wait_ended(left())) {
+        let ended = |export: &Arc<RegisteredExport>| {
+            export.suspend_devices(deadline) && export.wait_ended(left())
+        };
+        match parked.exports.iter().all(ended) {
             true => Ok(parked),
             false => failed(libc::ETIMEDOUT),
         }
@@ -121,6 +149,35 @@ impl ParkedServer {
     }
 }
 
+impl ParkedExport {
+    /// Serves `export` instead, as soon as this is dropped: to the same clients, by the same name, with
+    /// the same limits and counts. Changes are refused if they were. Its vhost-user sockets are those
+    /// that there are.
+    ///
+    /// # Errors
+    /// `EINVAL`: it has another name.
+    pub fn replace(&self, export: AnyExport) -> Result<(), Error> {
+        let AnyExport { export, .. } = export;
+        match self.0.exports.first() {
+            Some(parked) if parked.export().name() == export.name() => {
+                parked.replace(export);
+                Ok(())
+            }
+            _ => Err(Error::new(libc::EINVAL, Operation::SetUp)),
+        }
+    }
+
+    /// It cannot be served any more: its clients are disconnected, and [`crate::Server::run`] fails.
+    pub fn give_up(mut self) {
+        for export in std::mem::take(&mut self.0.exports) {
+            let left = export.with_parking(std::mem::take);
+            drop(left);
+        }
+        // The receiver is gone if the server has ended meanwhile.
+        let _ = self.0.shared.events.send(ThreadEvent::ThreadFailed);
+    }
+}
+
 impl Drop for ParkedServer {
     fn drop(&mut self) {
         for export in std::mem::take(&mut self.exports) {
@@ -129,6 +186,8 @@ impl Drop for ParkedServer {
             for connection in connections {
                 self.shared.clone().assign(export.id, connection);
             }
+            export.resume_devices();
+            self.shared.tell_size(&export, export.export().size());
         }
     }
 }

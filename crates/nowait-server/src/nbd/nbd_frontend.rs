@@ -419,10 +419,11 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
 
     fn begin_parking(&mut self, context: &mut LoopContext<Q, M>) {
         self.parking = true;
-        let listeners = self.acceptor.close();
+        let mut listeners = self.acceptor.close();
         for (n, listener) in listeners.iter().enumerate() {
             context.unwatch(listener.as_fd(), LISTENER | n as u64);
         }
+        listeners.extend(self.channel.take_listeners());
         let handshakes = &self.shared.handshakes;
         handshakes.directory.park_listeners(handshakes.export, listeners);
         for arrival in self.channel.take_all() {

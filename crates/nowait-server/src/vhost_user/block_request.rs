@@ -6,8 +6,8 @@
 
 use nowait::IoSegment;
 use virtio_bindings::virtio_blk::{
-    VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH, VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN,
-    VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
+    VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_UNSUPP, VIRTIO_BLK_T_DISCARD, VIRTIO_BLK_T_FLUSH,
+    VIRTIO_BLK_T_GET_ID, VIRTIO_BLK_T_IN, VIRTIO_BLK_T_OUT, VIRTIO_BLK_T_WRITE_ZEROES,
 };
 use virtio_queue::desc::split::Descriptor;
 use vm_memory::{Address, Bytes, GuestAddress};
@@ -36,6 +36,11 @@ pub(crate) enum Kind {
     Discard,
     WriteZeroes,
     Unknown,
+}
+
+/// The status that tells of `errno`.
+pub(crate) fn status_of(errno: i32) -> u32 {
+    if errno == libc::EOPNOTSUPP { VIRTIO_BLK_S_UNSUPP } else { VIRTIO_BLK_S_IOERR }
 }
 
 /// A request whose data are [`RequestReader::data`].

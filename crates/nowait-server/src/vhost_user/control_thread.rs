@@ -6,7 +6,7 @@
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nowait::{Error, Operation};
 use rustix::event::{EventfdFlags, PollFd, PollFlags, eventfd, poll};
@@ -38,6 +38,10 @@ struct ControlState {
     connection: Option<UnixStream>,
     /// Where its VMM is told of changes, if it has handed that over.
     channel: Option<OwnedFd>,
+    /// What its VMM has set up.
+    device: Option<Arc<Mutex<Device>>>,
+    /// No device runs for a while.
+    suspended: bool,
 }
 
 impl ControlHandle {
@@ -65,6 +69,44 @@ impl ControlHandle {
     /// Tells the VMM that the configuration of its device has changed.
     pub(crate) fn tell_config_change(&self) {
         self.lock().channel.iter().for_each(config_change::tell);
+    }
+
+    /// Stops the queues of its device until [`ControlHandle::resume`]; those of a VMM that connects
+    /// meanwhile do not start. As [`Device::suspend`].
+    pub(crate) fn suspend(&self, deadline: Instant) -> bool {
+        let device = {
+            let mut state = self.lock();
+            state.suspended = true;
+            state.device.clone()
+        };
+        device.is_none_or(|device| lock(&device).suspend(deadline))
+    }
+
+    /// Starts them again.
+    pub(crate) fn resume(&self) {
+        let device = {
+            let mut state = self.lock();
+            state.suspended = false;
+            state.device.clone()
+        };
+        device.iter().for_each(|device| lock(device).resume());
+    }
+
+    /// Notes the device of the connection that is served.
+    fn has_device(&self, device: &Arc<Mutex<Device>>) {
+        let mut state = self.lock();
+        if state.suspended {
+            // It has no queue yet.
+            lock(device).suspend(Instant::now());
+        }
+        state.device = Some(device.clone());
+    }
+
+    /// Its device ends with the last use.
+    fn has_no_device(&self) {
+        let device = self.lock().device.take();
+        // Its queues stop, while others may ask for the lock.
+        drop(device);
     }
 
     /// Notes the connection that is served. Returns whether the thread goes on.
@@ -177,10 +219,12 @@ fn serve(
 ) -> MessageError {
     let Ok(socket) = stream.try_clone() else { return MessageError::Disconnected };
     let device = Arc::new(Mutex::new(Device::new(threads, state)));
+    handle.has_device(&device);
     let mut messages = BackendReqHandler::from_stream(stream, device);
     loop {
         let channel = config_change::peek_channel(&socket);
         if let Err(error) = messages.handle_request() {
+            handle.has_no_device();
             return error;
         }
         if channel.is_some() {

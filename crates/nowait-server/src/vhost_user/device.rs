@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::mpsc::{RecvTimeoutError, sync_channel};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nowait::Error;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
@@ -89,6 +89,8 @@ pub(crate) struct Device {
     rings: Vec<Ring>,
     inflight: Option<Arc<InflightRegion>>,
     log: Option<Arc<DirtyLog>>,
+    /// No queue is started for a while.
+    suspended: bool,
 }
 
 impl Device {
@@ -96,6 +98,7 @@ impl Device {
     pub(crate) fn new(threads: Arc<dyn QueueThreads>, state: Arc<DeviceState>) -> Self {
         let properties = threads.properties();
         Self {
+            suspended: false,
             threads,
             properties,
             state,
@@ -110,6 +113,49 @@ impl Device {
     /// Stops all queues, and waits until their requests in flight have ended.
     pub(crate) fn stop_all(&mut self) {
         (0..self.rings.len()).for_each(|index| self.stop(index));
+    }
+
+    /// Stops all queues and starts none until [`Device::resume`]. Waits until `deadline` for their
+    /// requests in flight; returns whether all have ended.
+    pub(crate) fn suspend(&mut self, deadline: Instant) -> bool {
+        self.suspended = true;
+        let ask = |ring: &mut Ring| {
+            let (sender, answer) = sync_channel(1);
+            if let Some(Running { id, channel }) = &ring.running {
+                channel.send(QueueCommand::Stop(*id, sender));
+            }
+            answer
+        };
+        let answers: Vec<_> = self.rings.iter_mut().map(ask).collect();
+        let mut all = true;
+        for (ring, answer) in self.rings.iter_mut().zip(answers) {
+            let Some(Running { id, channel }) = ring.running.take() else { continue };
+            let left = deadline.saturating_duration_since(Instant::now());
+            match answer.recv_timeout(left) {
+                Ok(base) => ring.base = base,
+                // The server is stopping.
+                Err(RecvTimeoutError::Disconnected) => {}
+                Err(RecvTimeoutError::Timeout) => {
+                    channel.send(QueueCommand::Resume(id));
+                    // It may have stopped before it was told to go on.
+                    match answer.recv() {
+                        Ok(base) => ring.base = base,
+                        Err(_) => (ring.running, all) = (Some(Running { id, channel }), false),
+                    }
+                }
+            }
+        }
+        all
+    }
+
+    /// Starts the queues that can run, after [`Device::suspend`].
+    pub(crate) fn resume(&mut self) {
+        self.suspended = false;
+        for index in 0..self.rings.len() {
+            if let Err(error) = self.start(index) {
+                self.state.break_down(&format!("a queue cannot go on: {error}"));
+            }
+        }
     }
 
     /// The driver has the device cache writes, or not; the next server has to know.
@@ -151,7 +197,7 @@ impl Device {
         else {
             return Ok(());
         };
-        if !enabled || ring.size == 0 {
+        if !enabled || ring.size == 0 || self.suspended {
             return Ok(());
         }
         let address = |user| self.memory.guest_address(user).ok_or(MessageError::InvalidParam);

@@ -83,6 +83,12 @@ pub(crate) struct QueueStart {
     pub(crate) err: Option<OwnedFd>,
 }
 
+/// Adds one to the count of an eventfd.
+pub(crate) fn signal(eventfd: &OwnedFd) {
+    // A full counter (EAGAIN) is readable already.
+    let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());
+}
+
 /// What a thread is told.
 pub(crate) enum QueueCommand {
     Start(Box<QueueStart>),
@@ -92,6 +98,8 @@ pub(crate) enum QueueCommand {
     /// The queue takes no more requests. Answered with the next entry of its available ring once
     /// those in flight have ended.
     Stop(QueueId, SyncSender<u16>),
+    /// A queue that has not stopped yet goes on, and its stop is not answered.
+    Resume(QueueId),
 }
 
 /// The commands for a thread.

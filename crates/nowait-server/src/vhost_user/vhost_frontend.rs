@@ -5,7 +5,7 @@
 //! requests, and nothing more of its memory is read or written by the thread.
 #![allow(unsafe_code)]
 
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
@@ -23,9 +23,11 @@ use crate::frontend::Frontend;
 use crate::injected_bug::{ServerBug, injected};
 use crate::loop_context::LoopContext;
 use crate::statistics::FrontendKind;
-use crate::vhost_user::block_request::{BlockRequest, Kind, Malformed, RequestReader, SectorRange};
+use crate::vhost_user::block_request::{
+    BlockRequest, Kind, Malformed, RequestReader, SectorRange, status_of,
+};
 use crate::vhost_user::device_config::SECTOR_BYTES;
-use crate::vhost_user::queue_channel::{QueueChannel, QueueCommand, QueueId, QueueStart};
+use crate::vhost_user::queue_channel::{QueueChannel, QueueCommand, QueueId, QueueStart, signal};
 
 /// A write that begins before this byte is copied before it is checked: the first bytes of an image
 /// decide what later programs take it for, so the guest must not change them after the check.
@@ -128,6 +130,12 @@ impl VhostFrontend {
                     queue.phase = Phase::Stopping(Some(answer));
                     context.schedule(number, &mut queue.member);
                     self.touch(number);
+                }
+            }
+            QueueCommand::Resume(id) => {
+                if let Some((number, queue)) = self.find(id) {
+                    queue.phase = Phase::Running;
+                    context.schedule(number, &mut queue.member);
                 }
             }
         }
@@ -431,17 +439,6 @@ enum Begun {
     InFlight,
     /// It has to be begun again when memory is free.
     NoMemory,
-}
-
-/// The status that tells of `errno`.
-fn status_of(errno: i32) -> u32 {
-    if errno == libc::EOPNOTSUPP { VIRTIO_BLK_S_UNSUPP } else { VIRTIO_BLK_S_IOERR }
-}
-
-/// Adds one to the count of an eventfd.
-fn signal(eventfd: &OwnedFd) {
-    // A full counter (EAGAIN) is readable already.
-    let _ = rustix::io::write(eventfd, &1u64.to_ne_bytes());
 }
 
 impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {

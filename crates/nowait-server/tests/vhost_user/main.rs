@@ -6,5 +6,6 @@ mod beside_nbd;
 mod changes;
 mod driver;
 mod hostile;
+mod pauses;
 mod requests;
 mod scene;

@@ -4,6 +4,7 @@
 //! written.
 
 mod guest;
+pub(crate) mod load;
 mod server;
 pub(crate) mod loop_device;
 

@@ -1,0 +1,62 @@
+//! An export whose block map is not known to the type system, and the sockets that it comes with.
+
+use std::os::unix::net::UnixStream;
+use std::sync::Arc;
+
+use nowait::{BlockDevice, BlockMap};
+use nowait_image::{DeviceVisitor, Image};
+
+use crate::export::Export;
+use crate::export_threads::export_registry::Servable;
+use crate::net::listener::Listener;
+use crate::server_options::ExportOptions;
+use crate::vhost_user::control_thread::DeviceSocket;
+
+/// An export that clients can choose, with any block map.
+pub struct AnyExport {
+    pub(crate) export: Arc<dyn Servable>,
+    /// The sockets at which it is a disk of virtual machines.
+    pub(crate) vhost_user: Vec<DeviceSocket>,
+}
+
+impl AnyExport {
+    /// Clients see the name and the description of `export`.
+    #[must_use]
+    pub fn new<M: BlockMap>(export: Export<M>) -> Self {
+        Self { export: Arc::new(export), vhost_user: Vec::new() }
+    }
+
+    /// The export of an open image, which has to stay open until the server has stopped.
+    #[must_use]
+    pub fn of_image(image: &Image, options: ExportOptions) -> Self {
+        image.visit(options)
+    }
+
+    /// The same, and it is a vhost-user-blk device for the virtual machines that connect to
+    /// `listener`, a Unix socket: for one after the other.
+    #[must_use]
+    pub fn at_vhost_user(mut self, listener: Listener) -> Self {
+        self.vhost_user.push(DeviceSocket::Listener(listener));
+        self
+    }
+
+    /// The same for the only virtual machine at the other end of `connection`. A server that clients
+    /// can reach by nothing else stops when the machine has left.
+    #[must_use]
+    pub fn at_vhost_user_connection(mut self, connection: UnixStream) -> Self {
+        self.vhost_user.push(DeviceSocket::Connected(connection));
+        self
+    }
+}
+
+impl DeviceVisitor for ExportOptions {
+    type Output = AnyExport;
+
+    fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> AnyExport {
+        let export = Export::new(device, self.workers, self.name, self.description);
+        AnyExport::new(match self.when_a_flush_fails {
+            Some(callback) => export.when_a_flush_fails(callback),
+            None => export,
+        })
+    }
+}
