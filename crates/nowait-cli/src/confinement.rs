@@ -61,6 +61,14 @@ pub(crate) fn needed_files(
         files.read(directory);
         links_in(directory).iter().for_each(|directory| files.read(directory));
     }
+    if let Some(directory) = &args.control.control_tls_certs {
+        files.read(directory);
+        links_in(directory).iter().for_each(|directory| files.read(directory));
+    }
+    // The token, which is removed at the end.
+    if args.control.makes_token() {
+        control_socket::directory().iter().for_each(|directory| files.remove(directory));
+    }
     if let Some(path) = &args.lifetime.pid_file {
         files.change(directory_with(path));
     }
@@ -110,8 +118,8 @@ fn sockets(
         DevicePlace::Path(path) => Some(path.clone()),
         DevicePlace::Descriptor(_) => None,
     });
-    let control = match &args.control.control {
-        Some(ControlAddress::Off) => None,
+    let control = match args.control.unix() {
+        Some(ControlAddress::Off | ControlAddress::Tcp { .. }) => None,
         Some(ControlAddress::Unix(path)) => Some(path.clone()),
         None => control_socket::of_this_process(),
     };

@@ -3,21 +3,17 @@
 //! Invariant: a directory that another user could change is not used.
 
 use std::fs::{self, DirBuilder, Permissions};
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
-use std::os::unix::net::UnixListener;
 use std::path::{Path, PathBuf};
-use std::sync::Arc;
 
 use nowait_cli::error::{CliError, os_message};
-use nowait_control::HttpServer;
 use nowait_nbd::Address;
 use nowait_server::Listener;
 use rustix::process::{Pid, geteuid, test_kill_process};
 
 use crate::args::control_args::ControlAddress;
 use crate::default_image;
-use crate::running_server::RunningServer;
 use crate::upgrade::messages::ListenerState;
 use crate::upgrade::take_over::HandedListener;
 
@@ -69,25 +65,9 @@ pub(crate) fn directory() -> Option<PathBuf> {
 
 /// A control socket that is bound. It is removed when this is dropped.
 pub(crate) struct BoundSocket {
-    listener: Listener,
-    path: PathBuf,
+    pub(crate) listener: Listener,
+    pub(crate) path: PathBuf,
     is_given: bool,
-}
-
-/// The control interface of this server, until it is dropped.
-pub(crate) struct ControlSocket {
-    server: HttpServer,
-    listener: Listener,
-}
-
-impl ControlSocket {
-    /// Another process serves: answers the last requests, and leaves a socket that it has.
-    pub(crate) fn leave(self, is_handed_over: bool) {
-        self.server.finish();
-        if is_handed_over {
-            self.listener.abandon();
-        }
-    }
 }
 
 /// Binds the control socket at `address`, or the default one. Without a directory for that, or if it
@@ -103,7 +83,7 @@ pub(crate) fn bind(
         return Ok(Some(BoundSocket { listener, path, is_given: true }));
     }
     let (path, is_given) = match address {
-        Some(ControlAddress::Off) => return Ok(None),
+        Some(ControlAddress::Off | ControlAddress::Tcp { .. }) => return Ok(None),
         Some(ControlAddress::Unix(path)) => (path.clone(), true),
         None => match of_this_process() {
             Some(path) => (path, false),
@@ -139,22 +119,5 @@ impl BoundSocket {
         let address = Address::Unix(self.path.clone());
         let state = self.is_given.then(|| ListenerState::of(&self.listener, &address, None));
         state.transpose().map_err(|error| CliError::at(&self.path, os_message(&error)))
-    }
-
-    /// Answers the clients of the socket for `running`. If no thread can be started for that, the
-    /// log says so, and there is no control interface.
-    pub(crate) fn serve(self, running: RunningServer) -> Option<ControlSocket> {
-        let Self { listener, path, .. } = self;
-        let socket = listener.as_fd().try_clone_to_owned().map(UnixListener::from);
-        match socket.and_then(|socket| HttpServer::start(socket, Arc::new(running))) {
-            Ok(server) => {
-                tracing::info!("control socket: {}", path.display());
-                Some(ControlSocket { server, listener })
-            }
-            Err(error) => {
-                tracing::warn!("no control socket: {}: {error}", path.display());
-                None
-            }
-        }
     }
 }

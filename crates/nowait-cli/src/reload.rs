@@ -20,7 +20,7 @@ pub(crate) struct Reload(Arc<Parts>);
 
 struct Parts {
     exports: Exports,
-    tls: Option<(TlsFiles, Credentials)>,
+    tls: Vec<(TlsFiles, Credentials)>,
     log_file: Option<LogFile>,
     /// Reloads that were asked for and have not begun.
     asked: AtomicU32,
@@ -31,7 +31,7 @@ impl Reload {
     /// The parts of a server; `tls` are its certificates and where they are read from.
     pub(crate) fn new(
         exports: Exports,
-        tls: Option<(TlsFiles, Credentials)>,
+        tls: Vec<(TlsFiles, Credentials)>,
         log_file: Option<LogFile>,
     ) -> Self {
         let (asked, running) = (AtomicU32::new(0), Mutex::new(()));
@@ -58,7 +58,7 @@ impl Parts {
         if let Some(Err(error)) = self.log_file.as_ref().map(LogFile::begin) {
             error!("{error}");
         }
-        if let Some((files, credentials)) = &self.tls {
+        for (files, credentials) in &self.tls {
             match files.load() {
                 Ok(new) => credentials.replace(&new),
                 Err(error) => error!("{error}; the TLS files that were read before stay in use"),
@@ -71,7 +71,7 @@ impl Parts {
 
     fn what(&self) -> String {
         let log = self.log_file.as_ref().map(|_| "the log file");
-        let tls = self.tls.as_ref().map(|_| "the TLS files");
+        let tls = self.tls.first().map(|_| "the TLS files");
         let all: Vec<_> = log.into_iter().chain(tls).chain(["the sizes of images"]).collect();
         all.join(", ")
     }

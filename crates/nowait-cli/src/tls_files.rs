@@ -22,6 +22,11 @@ impl TlsFiles {
         Self { directory: directory.to_owned(), clients }
     }
 
+    /// The files in `directory`; clients need a certificate that they vouch for.
+    pub(crate) fn verified(directory: &Path) -> Self {
+        Self::new(directory, ClientAuth::Verified)
+    }
+
     /// Reads the files.
     ///
     /// # Errors

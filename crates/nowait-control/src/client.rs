@@ -6,6 +6,7 @@
 use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
+use std::pin::Pin;
 use std::time::Duration;
 
 use http_body_util::{BodyExt, Full, Limited};
@@ -13,16 +14,20 @@ use hyper::body::Bytes;
 use hyper::client::conn::http1;
 use hyper::{Method, Request, header};
 use hyper_util::rt::TokioIo;
+use nowait_nbd::client::Credentials;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
-use tokio::net::UnixStream;
+use tokio::net::{TcpStream, UnixStream};
 use tokio::runtime::{Builder, Runtime};
+use tokio_rustls::TlsConnector;
 
 use crate::api::{
     AddExport, ConnectionInfo, ErrorInfo, ExportInfo, PatchExport, ServerInfo, SnapshotReport,
     SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
+use crate::door::Stream;
+use crate::token::Token;
 
 /// How long an answer may take; opening an image, or a flush, may take its time.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -31,10 +36,25 @@ const MAX_ANSWER_BYTES: usize = 64 << 20;
 /// What stands for itself in a path (RFC 3986, section 2.3).
 const PLAIN: &AsciiSet = &NON_ALPHANUMERIC.remove(b'-').remove(b'.').remove(b'_').remove(b'~');
 
+/// How a client on TCP shows that it may.
+#[derive(Clone)]
+pub enum Proof {
+    /// By a token, which is sent in the clear.
+    Token(Token),
+    /// By a certificate.
+    Certificate(Credentials),
+}
+
 /// A server's control socket.
 pub struct Client {
-    socket: PathBuf,
+    place: Place,
     runtime: Runtime,
+}
+
+enum Place {
+    Unix(PathBuf),
+    /// Host and port, the same as in a URI, and the proof.
+    Tcp(String, u16, PathBuf, Proof),
 }
 
 /// Why a request has failed.
@@ -66,14 +86,32 @@ impl Client {
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for it.
     pub fn new(socket: &Path) -> io::Result<Self> {
-        let runtime = Builder::new_current_thread().enable_all().build()?;
-        Ok(Self { socket: socket.to_owned(), runtime })
+        Self::of(Place::Unix(socket.to_owned()))
     }
 
-    /// The path of the socket.
+    /// A client of the server at `port` of `host`. Nothing is sent yet.
+    ///
+    /// # Errors
+    /// As [`Client::new`].
+    pub fn tcp(host: &str, port: u16, proof: Proof) -> io::Result<Self> {
+        let authority = match host.contains(':') {
+            true => format!("[{host}]:{port}"),
+            false => format!("{host}:{port}"),
+        };
+        Self::of(Place::Tcp(host.to_owned(), port, authority.into(), proof))
+    }
+
+    fn of(place: Place) -> io::Result<Self> {
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        Ok(Self { place, runtime })
+    }
+
+    /// The path of the socket, or host and port.
     #[must_use]
-    pub fn socket(&self) -> &Path {
-        &self.socket
+    pub fn place(&self) -> &Path {
+        match &self.place {
+            Place::Unix(path) | Place::Tcp(_, _, path, _) => path,
+        }
     }
 
     /// The server.
@@ -169,11 +207,22 @@ impl Client {
 
     /// Sends a request. Returns the body of its answer.
     fn send(&self, method: Method, path: &str, body: &str) -> Result<Bytes, ClientError> {
-        let request = Request::builder()
+        let (host, token) = match &self.place {
+            Place::Unix(_) => ("localhost".into(), None),
+            Place::Tcp(_, _, authority, Proof::Token(token)) => {
+                (authority.to_string_lossy(), Some(token.header()))
+            }
+            Place::Tcp(_, _, authority, _) => (authority.to_string_lossy(), None),
+        };
+        let mut request = Request::builder()
             .method(method)
             .uri(path)
-            .header(header::HOST, "localhost")
-            .header(header::CONTENT_TYPE, "application/json")
+            .header(header::HOST, &*host)
+            .header(header::CONTENT_TYPE, "application/json");
+        if let Some(token) = token {
+            request = request.header(header::AUTHORIZATION, token);
+        }
+        let request = request
             .body(Full::new(Bytes::copy_from_slice(body.as_bytes())))
             .map_err(|error| ClientError::Answer(error.to_string()))?;
         let late = |_| ClientError::Unreachable(io::ErrorKind::TimedOut.into());
@@ -182,9 +231,21 @@ impl Client {
         })
     }
 
+    async fn connect(&self) -> io::Result<Pin<Box<dyn Stream>>> {
+        match &self.place {
+            Place::Unix(path) => Ok(Box::pin(UnixStream::connect(path).await?)),
+            Place::Tcp(host, port, _, proof) => {
+                let stream = TcpStream::connect((&**host, *port)).await?;
+                let Proof::Certificate(credentials) = proof else { return Ok(Box::pin(stream)) };
+                let (config, name) = credentials.config();
+                Ok(Box::pin(TlsConnector::from(config).connect(name, stream).await?))
+            }
+        }
+    }
+
     async fn exchange(&self, request: Request<Full<Bytes>>) -> Result<Bytes, ClientError> {
         let lost = |error: hyper::Error| ClientError::Answer(error.to_string());
-        let stream = UnixStream::connect(&self.socket).await.map_err(ClientError::Unreachable)?;
+        let stream = self.connect().await.map_err(ClientError::Unreachable)?;
         let (mut sender, connection) =
             http1::handshake(TokioIo::new(stream)).await.map_err(lost)?;
         let connection = tokio::spawn(connection);

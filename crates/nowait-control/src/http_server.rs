@@ -1,10 +1,9 @@
 //! The thread that serves the control interface.
 //!
-//! Invariant: only the user of the server, and root, are answered. Connections, the time of a
-//! request's head and of an answer that is not read, and the threads for what may block are bounded.
+//! Invariant: connections, the time of a request's head and of an answer that is not read, and the
+//! threads for what may block are bounded. Clients of one socket keep none out at another one.
 
 use std::io;
-use std::os::unix::net::UnixListener as StdListener;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
@@ -13,23 +12,20 @@ use axum::Router;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
-use tokio::net::{UnixListener, UnixStream};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Semaphore, oneshot};
-use tokio_io_timeout::TimeoutStream;
 
 use crate::controlled_server::ControlledServer;
+use crate::door::{Door, OpenDoor, Visitor};
 use crate::events::Events;
 use crate::routes;
 
-/// The most connections at once; further ones wait.
+/// The most connections of a socket at once; further ones wait.
 const MAX_CONNECTIONS: usize = 64;
 /// The most threads for requests that may block.
 const MAX_BLOCKING_THREADS: usize = 4;
 /// How long a client may take to send the head of a request.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// How long a client may leave an answer unread.
-const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The longest head of a request, in bytes: the name of an export may have 4096, which are three
 /// times as many when they are percent-encoded.
 const MAX_HEAD_BYTES: usize = 32 << 10;
@@ -44,25 +40,38 @@ pub struct HttpServer {
     thread: Option<JoinHandle<()>>,
 }
 
+/// An open door with what its clients are answered by, and its places.
+struct Entrance {
+    door: OpenDoor,
+    router: Router,
+    permits: Arc<Semaphore>,
+}
+
 impl HttpServer {
-    /// Answers the clients of `listener` on a new thread.
+    /// Answers the clients of `doors` on a new thread.
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: the thread or its descriptors could not be made.
-    pub fn start(listener: StdListener, server: Arc<dyn ControlledServer>) -> io::Result<Self> {
-        listener.set_nonblocking(true)?;
+    pub fn start(doors: Vec<Door>, server: Arc<dyn ControlledServer>) -> io::Result<Self> {
         let runtime = Builder::new_current_thread()
             .enable_all()
             .max_blocking_threads(MAX_BLOCKING_THREADS)
             .thread_name("nowait-control")
             .build()?;
-        let listener = {
+        let entrances = {
             let _inside = runtime.enter();
-            UnixListener::from_std(listener)?
+            let events = Events::new();
+            runtime.spawn(events.clone().run(server.clone()));
+            let router = routes::router(server, events);
+            let entrance = |door: Door| {
+                let (door, router) = door.open(&router)?;
+                Ok(Entrance { door, router, permits: Arc::new(Semaphore::new(MAX_CONNECTIONS)) })
+            };
+            doors.into_iter().map(entrance).collect::<io::Result<Vec<_>>>()?
         };
         let (stop, stopped) = oneshot::channel();
         let thread = std::thread::Builder::new().name("nowait-control".into());
-        let thread = thread.spawn(move || run(runtime, listener, server, stopped))?;
+        let thread = thread.spawn(move || run(runtime, entrances, stopped))?;
         Ok(Self { stop: Some(stop), thread: Some(thread) })
     }
 }
@@ -88,21 +97,19 @@ impl Drop for HttpServer {
     }
 }
 
-fn run(
-    runtime: Runtime,
-    listener: UnixListener,
-    server: Arc<dyn ControlledServer>,
-    stopped: oneshot::Receiver<Duration>,
-) {
-    let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-    let events = Events::new();
-    runtime.spawn(events.clone().run(server.clone()));
-    let router = routes::router(server, events);
-    let accepting = runtime.spawn(accept_all(listener, router, permits.clone()));
+fn run(runtime: Runtime, entrances: Vec<Entrance>, stopped: oneshot::Receiver<Duration>) {
+    let all: Vec<_> = entrances.iter().map(|entrance| entrance.permits.clone()).collect();
+    let spawn = |entrance| runtime.spawn(accept_all(entrance));
+    let accepting: Vec<_> = entrances.into_iter().map(spawn).collect();
     runtime.block_on(async {
         if let Ok(timeout) = stopped.await {
-            accepting.abort();
-            let all_left = permits.acquire_many(MAX_CONNECTIONS as u32);
+            accepting.iter().for_each(tokio::task::JoinHandle::abort);
+            let all_left = async {
+                for permits in &all {
+                    // It is never closed.
+                    let _ = permits.acquire_many(MAX_CONNECTIONS as u32).await;
+                }
+            };
             // Those that stay have no request that is answered.
             let _ = tokio::time::timeout(timeout, all_left).await;
         }
@@ -111,40 +118,38 @@ fn run(
     runtime.shutdown_background();
 }
 
-async fn accept_all(listener: UnixListener, router: Router, permits: Arc<Semaphore>) {
+async fn accept_all(entrance: Entrance) {
+    let Entrance { door, router, permits } = entrance;
     loop {
         let Ok(permit) = permits.clone().acquire_owned().await else { return };
-        let stream = match listener.accept().await {
-            Ok((stream, _)) => stream,
+        let visitor = match door.accept().await {
+            Ok(visitor) => visitor,
+            Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
+                tracing::warn!("control socket: another user's connection was closed");
+                continue;
+            }
             Err(error) => {
                 tracing::warn!("control socket: cannot accept a connection: {error}");
                 tokio::time::sleep(BACK_OFF).await;
                 continue;
             }
         };
-        if !is_allowed(&stream) {
-            tracing::warn!("control socket: another user's connection was closed");
-            continue;
-        }
-        let service = TowerToHyperService::new(router.clone());
-        let mut stream = TimeoutStream::new(stream);
-        stream.set_write_timeout(Some(WRITE_TIMEOUT));
-        let stream = TokioIo::new(Box::pin(stream));
+        let router = router.clone();
         tokio::spawn(async move {
-            let connection = http1::Builder::new()
-                .timer(TokioTimer::new())
-                .header_read_timeout(HEAD_TIMEOUT)
-                .max_buf_size(MAX_HEAD_BYTES)
-                .serve_connection(stream, service);
-            // A client that breaks the protocol or leaves ends its own connection only.
-            let _ = connection.await;
+            talk(visitor, router).await;
             drop(permit);
         });
     }
 }
 
-/// Whether the client is the user of this process, or root.
-fn is_allowed(stream: &UnixStream) -> bool {
-    let own = rustix::process::geteuid().as_raw();
-    stream.peer_cred().is_ok_and(|peer| peer.uid() == own || peer.uid() == 0)
+/// Answers the requests of one client.
+async fn talk(visitor: Visitor, router: Router) {
+    let Some(stream) = visitor.stream().await else { return };
+    let connection = http1::Builder::new()
+        .timer(TokioTimer::new())
+        .header_read_timeout(HEAD_TIMEOUT)
+        .max_buf_size(MAX_HEAD_BYTES)
+        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+    // A client that breaks the protocol or leaves ends its own connection only.
+    let _ = connection.await;
 }

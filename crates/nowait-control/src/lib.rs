@@ -1,4 +1,4 @@
-//! Asks and changes a running nowait server: HTTP with JSON on a Unix socket, and a client for it.
+//! Asks and changes a running nowait server: HTTP with JSON, and a client for it.
 //!
 //! The HTTP server runs on one thread of its own, and reaches the data path only through the
 //! methods of [`ControlledServer`].
@@ -10,7 +10,10 @@ mod metrics;
 mod events;
 mod refusal;
 mod bounds;
+mod origin;
+mod token;
 mod routes;
+mod door;
 mod http_server;
 mod client;
 
@@ -19,6 +22,8 @@ pub use api::{
     FrontendInfo, LatencyInfo, LimitsInfo, OperationInfo, PatchExport, RemovedExport, ServerInfo,
     SnapshotReport, SnapshotRequest, Statistics, UpgradeReport, UpgradeRequest,
 };
-pub use client::{Client, ClientError};
+pub use client::{Client, ClientError, Proof};
 pub use controlled_server::{ControlError, ControlledServer};
+pub use door::Door;
 pub use http_server::HttpServer;
+pub use token::Token;

@@ -18,6 +18,7 @@ use serde::de::DeserializeOwned;
 use crate::api::{AddExport, ExportInfo, PatchExport, ServerInfo, SnapshotRequest, UpgradeRequest};
 use crate::controlled_server::{ControlError, ControlledServer};
 use crate::events::Events;
+use crate::origin::own_origin_first;
 use crate::refusal::refuse;
 use crate::{bounds, metrics};
 
@@ -48,6 +49,7 @@ pub(crate) fn router(server: Server, events: Events) -> Router {
             refuse(StatusCode::METHOD_NOT_ALLOWED, "this path has no such method")
         })
         .layer(middleware::from_fn(bounds::body_first))
+        .layer(middleware::from_fn(own_origin_first))
         .layer(Extension(events))
         .with_state(server)
 }

@@ -8,8 +8,8 @@ use std::sync::{Arc, Mutex};
 
 use nowait_control::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, Client, ClientError, ConnectionInfo,
-    ControlError, ControlledServer, ErrnoInfo, ExportInfo, FrontendInfo, HttpServer, LatencyInfo,
-    LimitsInfo, OperationInfo, PatchExport, RemovedExport, ServerInfo, SnapshotReport,
+    ControlError, ControlledServer, Door, ErrnoInfo, ExportInfo, FrontendInfo, HttpServer,
+    LatencyInfo, LimitsInfo, OperationInfo, PatchExport, RemovedExport, ServerInfo, SnapshotReport,
     SnapshotRequest, Statistics, UpgradeReport, UpgradeRequest,
 };
 use serde::Serialize;
@@ -89,7 +89,8 @@ fn run() -> Running {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("control");
     let server = Arc::new(Noting::default());
-    let http = HttpServer::start(UnixListener::bind(&socket).unwrap(), server.clone()).unwrap();
+    let door = Door::Unix(UnixListener::bind(&socket).unwrap());
+    let http = HttpServer::start(vec![door], server.clone()).unwrap();
     Running { server, socket, _http: http, _directory: directory }
 }
 

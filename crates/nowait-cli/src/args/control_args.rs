@@ -7,6 +7,7 @@ use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{ArgAction, Args, Subcommand};
 
 use nowait_cli::size;
+use nowait_nbd::Address;
 use nowait_server::{Limits, TokenBucket};
 
 use crate::args::change_args::{Change, parse_change};
@@ -17,13 +18,28 @@ use crate::{export_spec, listen_address};
 #[derive(Debug, Args)]
 #[command(next_help_heading = "Control")]
 pub(crate) struct ServeControlArgs {
-    /// The Unix socket for 'nowait status' and other commands, as unix:PATH; or off
+    /// Where 'nowait status' and other commands reach it: unix:PATH, or off; and tcp:HOST:PORT
     ///
-    /// It speaks HTTP, only to you and to root: docs/control.md and docs/control.openapi.json say
-    /// what. Without this it is in $XDG_RUNTIME_DIR/nowait, else in /tmp/nowait-UID, where the
-    /// commands find it.
+    /// It speaks HTTP: docs/control.md and docs/control.openapi.json say what. The Unix socket is for
+    /// you and for root only. Without this it is in $XDG_RUNTIME_DIR/nowait, else in /tmp/nowait-UID,
+    /// where the commands find it. tcp: is beside it, on a loopback address with a token, or on any
+    /// with --control-tls-certs.
     #[arg(long, value_name = "ADDRESS", value_parser = OsStringValueParser::new().try_map(parse))]
-    pub(crate) control: Option<ControlAddress>,
+    control: Vec<ControlAddress>,
+
+    /// The file with the token for --control tcp:HOST:PORT, which only you can read
+    ///
+    /// Without it the server makes one, control-PORT.token beside the default Unix sockets, where the
+    /// commands of its user find it.
+    #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath, conflicts_with = "control_tls_certs")]
+    pub(crate) control_token: Option<PathBuf>,
+
+    /// Encrypt --control tcp:HOST:PORT, for clients with a certificate only; no token then
+    ///
+    /// The files are named as for --tls-certs, with ca-cert.pem. Take another authority than for
+    /// clients of the disks, unless these may do everything.
+    #[arg(long, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
+    pub(crate) control_tls_certs: Option<PathBuf>,
 
     /// A directory from which 'nowait export add' may add images; can be given more than once
     ///
@@ -35,32 +51,105 @@ pub(crate) struct ServeControlArgs {
     pub(crate) limits: LimitArgs,
 }
 
-/// Where the control socket is.
+impl ServeControlArgs {
+    /// Where the Unix socket is, if that was said.
+    pub(crate) fn unix(&self) -> Option<&ControlAddress> {
+        self.control.iter().find(|address| !address.is_tcp())
+    }
+
+    /// Host and port of TCP.
+    pub(crate) fn tcp(&self) -> Option<(&str, u16)> {
+        self.control.iter().find_map(|address| match address {
+            ControlAddress::Tcp { host, port } => Some((&**host, *port)),
+            _ => None,
+        })
+    }
+
+    /// Whether there is no interface at all.
+    pub(crate) fn is_off(&self) -> bool {
+        self.unix() == Some(&ControlAddress::Off) && self.tcp().is_none()
+    }
+
+    /// Whether the server makes a token.
+    pub(crate) fn makes_token(&self) -> bool {
+        self.tcp().is_some() && self.control_token.is_none() && self.control_tls_certs.is_none()
+    }
+
+    /// Checks rules that the parser does not.
+    ///
+    /// # Errors
+    /// A message for the user: one kind of address is given twice, or a token or certificates for none.
+    pub(crate) fn check(&self) -> Result<(), String> {
+        let tcp = self.control.iter().filter(|address| address.is_tcp()).count();
+        if tcp > 1 || self.control.len() > tcp + 1 {
+            return Err("--control takes one of unix:PATH and off, and one tcp:HOST:PORT".into());
+        }
+        let has_proof = self.control_token.is_some() || self.control_tls_certs.is_some();
+        if has_proof && tcp == 0 {
+            let why = "--control-token and --control-tls-certs are for --control tcp:HOST:PORT";
+            return Err(why.into());
+        }
+        Ok(())
+    }
+}
+
+/// Where the control interface is.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(crate) enum ControlAddress {
     Off,
     Unix(PathBuf),
+    Tcp { host: String, port: u16 },
+}
+
+impl ControlAddress {
+    fn is_tcp(&self) -> bool {
+        matches!(self, Self::Tcp { .. })
+    }
 }
 
 fn parse(text: OsString) -> Result<ControlAddress, String> {
-    const FORM: &str = "unix:PATH, or off";
+    const FORM: &str = "unix:PATH, tcp:HOST:PORT, or off";
     let Some(plain) = text.to_str() else { return Err(format!("it is no text, but {FORM}")) };
-    match plain.strip_prefix("unix:") {
-        Some(path) => match listen_address::unix(path.into())? {
-            nowait_nbd::Address::Unix(path) => Ok(ControlAddress::Unix(path)),
-            nowait_nbd::Address::Tcp { .. } => Err(FORM.into()),
-        },
-        None if plain == "off" => Ok(ControlAddress::Off),
-        None => Err(FORM.into()),
+    match plain {
+        "off" => Ok(ControlAddress::Off),
+        _ if plain.starts_with("unix:") || plain.starts_with("tcp:") => {
+            Ok(match listen_address::parse(plain)? {
+                Address::Unix(path) => ControlAddress::Unix(path),
+                Address::Tcp { host, port } => ControlAddress::Tcp { host, port },
+            })
+        }
+        _ => Err(FORM.into()),
+    }
+}
+
+/// The address of a server's control interface: a path may stand alone.
+fn parse_place(text: OsString) -> Result<Address, String> {
+    match text.to_str() {
+        Some(plain) if plain.starts_with("unix:") || plain.starts_with("tcp:") => {
+            listen_address::parse(plain)
+        }
+        _ => Ok(Address::Unix(text.into())),
     }
 }
 
 /// The server that a command is for.
 #[derive(Debug, Args)]
 pub(crate) struct ServerArgs {
-    /// The control socket of the server; without it the only server of this user
+    /// The control socket of the server, or tcp:HOST:PORT; without it the only server of this user
     #[arg(long, value_name = "PATH", value_hint = clap::ValueHint::FilePath)]
-    pub(crate) control: Option<PathBuf>,
+    #[arg(value_parser = OsStringValueParser::new().try_map(parse_place))]
+    pub(crate) control: Option<Address>,
+
+    /// The file with the token for tcp:HOST:PORT
+    ///
+    /// Without it NOWAIT_CONTROL_TOKEN is the token, else the file that a server of this user has made.
+    #[arg(long, value_name = "FILE", value_hint = clap::ValueHint::FilePath)]
+    #[arg(requires = "control", conflicts_with = "control_tls_certs")]
+    pub(crate) control_token: Option<PathBuf>,
+
+    /// The directory with ca-cert.pem, client-cert.pem and client-key.pem for tcp:HOST:PORT
+    #[arg(long, value_name = "DIR", value_hint = clap::ValueHint::DirPath, requires = "control")]
+    pub(crate) control_tls_certs: Option<PathBuf>,
 
     /// Print JSON, for scripts
     #[arg(long)]
@@ -248,6 +337,7 @@ const STATUS_AFTER_HELP: &str = "\
 Examples:
   nowait status
   nowait status --json | jq '.[].exports[].size_bytes'
+  nowait status --control tcp:127.0.0.1:9000
   curl --unix-socket PATH http://localhost/metrics     the same for Prometheus
 
 Exit status:

@@ -298,6 +298,7 @@ impl ServeArgs {
         self.addresses.check()?;
         self.others.check(self.format)?;
         self.ublk.check(self.queue)?;
+        self.control.check()?;
         self.tls.check()
     }
 

@@ -3,7 +3,7 @@
 //!
 //! Invariant: a change is made to the server that the user names, or to the only one there is.
 
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use nowait_cli::error::{CliError, plain};
 use nowait_cli::size::{human, short};
@@ -19,6 +19,7 @@ use crate::args::control_args::{
     ConnectionsArgs, ExportAction, ExportCommand, ServerArgs, StatusArgs,
 };
 use crate::args::upgrade_args::UpgradeArgs;
+use crate::control_client::{at, no_server, the_client};
 use crate::{control_socket, output};
 
 /// Shows the servers.
@@ -26,14 +27,14 @@ use crate::{control_socket, output};
 /// # Errors
 /// No server runs, or the one that was named does not answer.
 pub(crate) fn status(args: &StatusArgs) -> Result<(), CliError> {
-    let StatusArgs { server: ServerArgs { control, json } } = args;
-    let sockets = match control {
-        Some(socket) => vec![socket.clone()],
-        None => control_socket::all(),
+    let ServerArgs { control, json, .. } = &args.server;
+    let clients = match control {
+        Some(_) => vec![the_client(&args.server)?],
+        None => control_socket::all().iter().map(|path| at(path)).collect::<Result<_, _>>()?,
     };
     let (mut all, mut text, mut refused) = (Vec::new(), String::new(), None);
-    for socket in &sockets {
-        let client = client(socket)?;
+    for client in &clients {
+        let place = client.place();
         let told = client.server().and_then(|server| Ok((server, client.exports()?)));
         match told {
             Ok((server, exports)) => {
@@ -44,17 +45,17 @@ pub(crate) fn status(args: &StatusArgs) -> Result<(), CliError> {
                     duration(seconds),
                     server.connections,
                     server.max_connections,
-                    plain(&socket.to_string_lossy()),
+                    plain(&place.to_string_lossy()),
                 );
                 text += &table(&exports);
                 all.push(json!({
-                    "control": socket.to_string_lossy(),
+                    "control": place.to_string_lossy(),
                     "server": server,
                     "exports": exports,
                 }));
             }
             // One that ends at this moment.
-            Err(error) => refused = Some(failed(socket, &error)),
+            Err(error) => refused = Some(failed(place, &error)),
         }
     }
     match refused {
@@ -188,7 +189,7 @@ fn ask<T: Serialize>(
     words: impl FnOnce(&T) -> String,
 ) -> Result<(), CliError> {
     let client = the_client(args)?;
-    let answer = request(&client).map_err(|error| failed(client.socket(), &error))?;
+    let answer = request(&client).map_err(|error| failed(client.place(), &error))?;
     if args.json { print_json(&answer) } else { output::print(words(&answer)) }
 }
 
@@ -198,27 +199,7 @@ fn tell(
     request: impl FnOnce(&Client) -> Result<(), ClientError>,
 ) -> Result<(), CliError> {
     let client = the_client(args)?;
-    request(&client).map_err(|error| failed(client.socket(), &error))
-}
-
-fn the_client(args: &ServerArgs) -> Result<Client, CliError> {
-    if let Some(socket) = &args.control {
-        return client(socket);
-    }
-    let sockets: Vec<PathBuf> = control_socket::all();
-    match sockets.as_slice() {
-        [] => Err(no_server()),
-        [socket] => client(socket),
-        all => {
-            let all: Vec<_> = all.iter().map(|socket| socket.to_string_lossy()).collect();
-            let all = plain(&all.join(", "));
-            Err(CliError::new(format!("several servers run; choose one by --control: {all}")))
-        }
-    }
-}
-
-fn client(socket: &Path) -> Result<Client, CliError> {
-    Client::new(socket).map_err(|error| CliError::at(socket, error))
+    request(&client).map_err(|error| failed(client.place(), &error))
 }
 
 fn failed(socket: &Path, error: &ClientError) -> CliError {
@@ -226,10 +207,6 @@ fn failed(socket: &Path, error: &ClientError) -> CliError {
         ClientError::Refused(why) => CliError::new(plain(why)),
         _ => CliError::at(socket, plain(&error.to_string())),
     }
-}
-
-fn no_server() -> CliError {
-    CliError::new("no server of this user runs (or it was started with --control off)")
 }
 
 fn print_json(value: &impl Serialize) -> Result<(), CliError> {

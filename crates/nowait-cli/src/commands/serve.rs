@@ -22,7 +22,7 @@ use crate::background::Background;
 use crate::commands::info::registrable;
 use crate::commands::ublk;
 use crate::confinement::needed_files;
-use crate::control_socket::BoundSocket;
+use crate::control_interface::BoundControl;
 use crate::endpoints::{Endpoints, exports_of};
 use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
@@ -104,6 +104,7 @@ fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), C
     let later = take_over.as_ref().map(|_| std::mem::take(&mut listeners)).unwrap_or_default();
     let server = Server::start(devices, listeners, options).map_err(|e| CliError::at(image, e))?;
     set_up(args, &server).map_err(|error| CliError::at(image, error))?;
+    let tls_files = tls_files.into_iter().chain(control.tls()).collect();
     let reload = Reload::new(server.exports(), tls_files, log_file.clone());
     ending.serving(server.shutdown_handle(), reload);
     if let Some(node) = &ublk {
@@ -122,7 +123,7 @@ fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), C
         take_over.serve(&server.exports(), change, later, adopted)?;
     }
     pid_file.iter().filter_map(|file| file.appear().err()).for_each(|error| warn!("{error}"));
-    let control = control.and_then(|socket| socket.serve(running));
+    let control = control.serve(running);
     print_ready(args, &lines, inherited > 0 || take_over.is_some());
     systemd::notify_ready(&uris(args, &listens, &first));
     is_default.then(|| print_hint(args, &listens, &first));
@@ -140,17 +141,16 @@ fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), C
     std::process::exit(0);
 }
 
-/// Binds the control socket, or takes it over. Also returns what a program needs to take over from
+/// Binds the sockets of the control interface, or takes them over. Also returns what a program needs to take over from
 /// this one, with the sockets of clients in `listeners`.
 fn bind_control(
     args: &ServeArgs,
     take_over: Option<&mut TakeOver>,
     listeners: Vec<(ListenerState, OwnedFd)>,
-) -> Result<(Option<BoundSocket>, Upgrades), CliError> {
-    let handed = take_over.map(TakeOver::control).transpose()?.flatten();
-    let socket = control_socket::bind(args.control.control.as_ref(), handed)?;
-    let control = socket.as_ref().map(BoundSocket::state).transpose()?.flatten();
-    Ok((socket, Upgrades { launcher: launcher(args), listeners, control }))
+) -> Result<(BoundControl, Upgrades), CliError> {
+    let bound = BoundControl::bind(&args.control, take_over)?;
+    let control = bound.states()?;
+    Ok((bound, Upgrades { launcher: launcher(args), listeners, control }))
 }
 
 /// What ends the server of `args`: signals, and the end of its `parent` if it is asked to.
@@ -248,7 +248,7 @@ fn launcher(args: &ServeArgs) -> Result<Arc<Launcher>, String> {
     if std::process::id() == 1 {
         return Err("this server is process 1, with which its container ends".into());
     }
-    if args.control.control == Some(ControlAddress::Off) {
+    if args.control.is_off() {
         return Err("there is no control socket".into());
     }
     let any = args.sandbox.mode().is_none();
@@ -257,7 +257,7 @@ fn launcher(args: &ServeArgs) -> Result<Arc<Launcher>, String> {
 
 /// Whether the control socket is at a path that was given, and stays there.
 fn is_control_given(args: &ServeArgs) -> bool {
-    matches!(args.control.control, Some(ControlAddress::Unix(_)))
+    matches!(args.control.unix(), Some(ControlAddress::Unix(_)))
 }
 
 /// The images of `all` with the ids of their exports and where these can be reached.

@@ -16,8 +16,8 @@ use nowait_server::ConnectionState;
 use crate::upgrade::channel::Channel;
 use crate::upgrade::launcher::Launcher;
 use crate::upgrade::messages::{
-    Answer, Begin, ConnectionMessage, Drained, ExportState, Go, ListenerState, PROTOCOL,
-    SplitMessage,
+    Answer, Begin, ConnectionMessage, ControlStates, Drained, ExportState, Go, ListenerState,
+    PROTOCOL, SplitMessage,
 };
 
 /// How long the new program may take until it waits for the images.
@@ -32,8 +32,7 @@ pub(crate) struct Upgrades {
     /// Or why there is none.
     pub(crate) launcher: Result<Arc<Launcher>, String>,
     pub(crate) listeners: Vec<(ListenerState, OwnedFd)>,
-    /// The control socket, if it is at a path that was given.
-    pub(crate) control: Option<(ListenerState, OwnedFd)>,
+    pub(crate) control: ControlStates,
 }
 
 /// A server that has stopped serving, and goes on when this is dropped.
@@ -90,12 +89,14 @@ fn announce(
     exports: Vec<ExportState>,
 ) -> Result<String, ControlError> {
     let Upgrades { listeners, control, .. } = upgrades;
-    let sockets: Vec<_> = listeners.iter().chain(control).map(|(_, file)| file.as_fd()).collect();
+    let sockets = listeners.iter().chain(&control.unix).chain(&control.tcp);
+    let sockets: Vec<_> = sockets.map(|(_, file)| file.as_fd()).collect();
     let begin = Begin {
         protocol: PROTOCOL,
         exports,
         listeners: listeners.iter().map(|(state, _)| state.clone()).collect(),
-        control: control.as_ref().map(|(state, _)| state.clone()),
+        control: control.unix.as_ref().map(|(state, _)| state.clone()),
+        control_tcp: control.tcp.iter().map(|(state, _)| state.clone()).collect(),
     };
     channel.send(&begin, &[], &sockets, PREPARE_TIMEOUT).map_err(|error| lost(&error))?;
     receive(channel, PREPARE_TIMEOUT)

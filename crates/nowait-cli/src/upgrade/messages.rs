@@ -26,6 +26,9 @@ pub(crate) struct Begin {
     pub(crate) listeners: Vec<ListenerState>,
     /// The control socket, if there is one at a path that was given.
     pub(crate) control: Option<ListenerState>,
+    /// Those of the control interface on TCP; their files come last.
+    #[serde(default)]
+    pub(crate) control_tcp: Vec<ListenerState>,
 }
 
 /// An export and its image.
@@ -76,6 +79,14 @@ impl ListenerState {
         let socket = listener.as_fd().try_clone_to_owned()?;
         Ok((Self { path, host, port, is_own, temporary }, socket))
     }
+}
+
+/// The sockets of the interface for a program that takes over: the Unix socket if it is at a path that
+/// was given, and those of TCP.
+#[derive(Default)]
+pub(crate) struct ControlStates {
+    pub(crate) unix: Option<(ListenerState, OwnedFd)>,
+    pub(crate) tcp: Vec<(ListenerState, OwnedFd)>,
 }
 
 /// Old to new: no request is in flight, and everything is on storage. The files of the images come

@@ -32,6 +32,7 @@ pub(crate) struct TakeOver {
     pub(crate) exports: Vec<ExportState>,
     listeners: Vec<(ListenerState, OwnedFd)>,
     control: Option<(ListenerState, OwnedFd)>,
+    control_tcp: Vec<(ListenerState, OwnedFd)>,
 }
 
 /// The state of the old program at the moment from which it changes nothing.
@@ -54,7 +55,7 @@ impl TakeOver {
         let channel = Channel::of_standard_input().map_err(|error| lost(&error))?;
         let Message { body, files, .. } =
             channel.receive::<Begin>(TIMEOUT).map_err(|error| lost(&error))?;
-        let Begin { protocol, exports, listeners, control } = body;
+        let Begin { protocol, exports, listeners, control, control_tcp } = body;
         if protocol != PROTOCOL {
             return Err(CliError::new(format!(
                 "the running program hands over by version {protocol}, this one takes over by {PROTOCOL} (restart \
@@ -68,7 +69,8 @@ impl TakeOver {
         };
         let listeners = listeners.into_iter().map(&mut with_file).collect::<Result<_, _>>()?;
         let control = control.map(&mut with_file).transpose()?;
-        Ok(Some(Self { channel, exports, listeners, control }))
+        let control_tcp = control_tcp.into_iter().map(&mut with_file).collect::<Result<_, _>>()?;
+        Ok(Some(Self { channel, exports, listeners, control, control_tcp }))
     }
 
     /// The sockets that listen, with their addresses, and the directories to be removed with them.
@@ -85,6 +87,14 @@ impl TakeOver {
     /// It is no socket that listens.
     pub(crate) fn control(&mut self) -> Result<Option<HandedListener>, CliError> {
         self.control.take().map(HandedListener::of).transpose()
+    }
+
+    /// The sockets of the control interface on TCP.
+    ///
+    /// # Errors
+    /// One is no socket that listens.
+    pub(crate) fn control_tcp(&mut self) -> Result<Vec<HandedListener>, CliError> {
+        std::mem::take(&mut self.control_tcp).into_iter().map(HandedListener::of).collect()
     }
 
     /// Tells that this program waits for the images, and waits until no request is in flight.

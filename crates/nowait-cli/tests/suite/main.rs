@@ -18,6 +18,7 @@ mod copy_tls;
 mod control;
 mod control_changes;
 mod control_events;
+mod control_tcp;
 mod create_resize_commit;
 mod daemon;
 mod errors;

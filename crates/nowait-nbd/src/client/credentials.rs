@@ -110,6 +110,12 @@ impl Credentials {
         Ok(Self { config: Arc::new(config), name })
     }
 
+    /// What a session begins with, and the name that the server's certificate is for.
+    #[must_use]
+    pub fn config(&self) -> (Arc<ClientConfig>, ServerName<'static>) {
+        (self.config.clone(), self.name.clone())
+    }
+
     /// A session before its handshake.
     pub(super) fn connection(&self) -> Result<UnbufferedClientConnection, Error> {
         UnbufferedClientConnection::new(self.config.clone(), self.name.clone())

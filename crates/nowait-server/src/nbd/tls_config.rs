@@ -118,7 +118,8 @@ impl Credentials {
     }
 
     /// What a session begins with now.
-    pub(crate) fn config(&self) -> Arc<ServerConfig> {
+    #[must_use]
+    pub fn config(&self) -> Arc<ServerConfig> {
         lock(&self.0).clone()
     }
 }

@@ -1,0 +1,93 @@
+//! The running server that a command is for.
+//!
+//! Invariant: a command never chooses between several servers; a token goes over no network.
+
+use std::net::ToSocketAddrs;
+use std::path::{Path, PathBuf};
+
+use nowait_cli::error::{CliError, os_message, plain};
+use nowait_control::{Client, Proof, Token};
+use nowait_nbd::Address;
+use nowait_nbd::client::{CipherSuites, Credentials};
+
+use crate::args::control_args::ServerArgs;
+use crate::{control_socket, token_file};
+
+/// The variable of the environment with the token of a server on TCP.
+const TOKEN: &str = "NOWAIT_CONTROL_TOKEN";
+
+/// The server that `args` name, or the only one of this user.
+///
+/// # Errors
+/// There is none, or more than one; or there is no token, or no certificate, for the one named.
+pub(crate) fn the_client(args: &ServerArgs) -> Result<Client, CliError> {
+    match &args.control {
+        Some(Address::Unix(path)) => return at(path),
+        Some(Address::Tcp { host, port }) => return on_tcp(args, host, *port),
+        None => {}
+    }
+    let sockets: Vec<PathBuf> = control_socket::all();
+    match sockets.as_slice() {
+        [] => Err(no_server()),
+        [socket] => at(socket),
+        all => {
+            let all: Vec<_> = all.iter().map(|socket| socket.to_string_lossy()).collect();
+            let all = plain(&all.join(", "));
+            Err(CliError::new(format!("several servers run; choose one by --control: {all}")))
+        }
+    }
+}
+
+/// The server at `socket`.
+///
+/// # Errors
+/// As [`Client::new`].
+pub(crate) fn at(socket: &Path) -> Result<Client, CliError> {
+    Client::new(socket).map_err(|error| CliError::at(socket, error))
+}
+
+/// There is no server to ask.
+pub(crate) fn no_server() -> CliError {
+    CliError::new("no server of this user runs (or it was started with --control off)")
+}
+
+fn on_tcp(args: &ServerArgs, host: &str, port: u16) -> Result<Client, CliError> {
+    let proof = match &args.control_tls_certs {
+        Some(directory) => {
+            let credentials = Credentials::load(directory, Some(host), CipherSuites::All);
+            Proof::Certificate(credentials.map_err(|error| CliError::new(error.to_string()))?)
+        }
+        None => {
+            check_loopback(host, port)?;
+            Proof::Token(token(args, port)?)
+        }
+    };
+    let client = Client::tcp(host, port, proof);
+    client.map_err(|error| CliError::new(format!("tcp:{host}:{port}: {}", os_message(&error))))
+}
+
+fn check_loopback(host: &str, port: u16) -> Result<(), CliError> {
+    let failed = |why: &str| CliError::new(format!("tcp:{}:{port}: {why}", plain(host)));
+    let mut all = (host, port).to_socket_addrs().map_err(|error| failed(&os_message(&error)))?;
+    match all.all(|address| address.ip().is_loopback()) {
+        true => Ok(()),
+        false => Err(failed("a token is sent to this machine only (give --control-tls-certs)")),
+    }
+}
+
+/// The token from the file of `args`, the environment, or a server of this user at `port`.
+fn token(args: &ServerArgs, port: u16) -> Result<Token, CliError> {
+    if let Some(path) = &args.control_token {
+        return token_file::read(path);
+    }
+    if let Some(text) = std::env::var_os(TOKEN) {
+        let text = text.into_string().unwrap_or_default();
+        return Token::parse(&text).map_err(|why| CliError::new(format!("{TOKEN}: {why}")));
+    }
+    match token_file::of_port(port).filter(|path| path.exists()) {
+        Some(path) => token_file::read(&path),
+        None => Err(CliError::new(format!(
+            "there is no token for port {port} (give --control-token FILE, or set {TOKEN})"
+        ))),
+    }
+}

@@ -1,0 +1,91 @@
+//! The files with the tokens for control interfaces on TCP.
+//!
+//! Invariant: a token is taken only from a file that no other user can read; one that is made here
+//! is new, has mode 0600 from its beginning, and 256 random bits.
+
+use std::fs::{self, File, OpenOptions};
+use std::io::{self, Read, Write};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use nowait_cli::error::{CliError, os_message};
+use nowait_control::Token;
+
+use crate::control_socket;
+
+/// The permission bits of others than the owner.
+const OTHERS: u32 = 0o077;
+/// A file with more than this is no token.
+const MAX_BYTES: u64 = 4096;
+
+/// A file that was made here. It is removed when this is dropped.
+pub(crate) struct OwnTokenFile(PathBuf);
+
+impl OwnTokenFile {
+    /// Another process uses it from now on.
+    pub(crate) fn leave(self) {
+        std::mem::forget(self);
+    }
+}
+
+impl Drop for OwnTokenFile {
+    fn drop(&mut self) {
+        // The user may have removed it.
+        let _ = fs::remove_file(&self.0);
+    }
+}
+
+/// The file for the server at `port` of this machine where none was given; `None` where there is no
+/// directory for it.
+pub(crate) fn of_port(port: u16) -> Option<PathBuf> {
+    Some(control_socket::directory()?.join(format!("control-{port}.token")))
+}
+
+/// Reads the token in `path`.
+///
+/// # Errors
+/// The file cannot be read, others can read it, or it has no token.
+pub(crate) fn read(path: &Path) -> Result<Token, CliError> {
+    let failed = |error: io::Error| CliError::at(path, os_message(&error));
+    let file = File::open(path).map_err(failed)?;
+    let found = file.metadata().map_err(failed)?;
+    if !found.is_file() {
+        return Err(CliError::at(path, "it is no regular file"));
+    }
+    if found.mode() & OTHERS != 0 {
+        return Err(CliError::at(path, "other users may read this token (chmod 600 it)"));
+    }
+    let mut text = String::new();
+    file.take(MAX_BYTES).read_to_string(&mut text).map_err(failed)?;
+    Token::parse(&text).map_err(|why| CliError::at(path, why))
+}
+
+/// Makes a token for the server at `port`, or, if it `is_taken_over`, reads the one that it has.
+///
+/// # Errors
+/// There is no directory for it, or it cannot be written.
+pub(crate) fn make(port: u16, is_taken_over: bool) -> Result<(Token, OwnTokenFile), CliError> {
+    let no_directory =
+        || CliError::new("there is no directory for a token (give a file by --control-token)");
+    let path = of_port(port).ok_or_else(no_directory)?;
+    if is_taken_over && let Ok(token) = read(&path) {
+        return Ok((token, OwnTokenFile(path)));
+    }
+    let text = write_new(&path).map_err(|error| CliError::at(&path, os_message(&error)))?;
+    let token = Token::parse(&text).map_err(|why| CliError::at(&path, why))?;
+    Ok((token, OwnTokenFile(path)))
+}
+
+fn write_new(path: &Path) -> io::Result<String> {
+    let mut bytes = [0; 32];
+    File::open("/dev/urandom")?.read_exact(&mut bytes)?;
+    let text: String = bytes.iter().map(|byte| format!("{byte:02x}")).collect();
+    // That of a server which was killed: the port is this one's.
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => return Err(error),
+        _ => {}
+    }
+    let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
+    writeln!(file, "{text}")?;
+    Ok(text)
+}

@@ -1,0 +1,138 @@
+//! The sockets that clients of the interface come in by, and how each shows that it may.
+//!
+//! Invariant: there is no connection without a proof: on a Unix socket the user is this process's or
+//! root, on TCP each request has the token, or the client has a certificate.
+
+use std::io;
+use std::net::TcpListener as StdTcpListener;
+use std::os::unix::net::UnixListener as StdUnixListener;
+use std::pin::Pin;
+use std::time::Duration;
+
+use axum::Router;
+use axum::middleware;
+use nowait_server::Credentials;
+use rustix::net::sockopt::set_tcp_user_timeout;
+use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
+use tokio_io_timeout::TimeoutStream;
+use tokio_rustls::TlsAcceptor;
+
+use crate::token::{Token, token_first};
+
+/// How long a TLS handshake may take.
+const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a client may leave an answer unread.
+const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
+/// How long a machine may leave what was sent without an acknowledgement, in milliseconds.
+const ACKNOWLEDGE_TIMEOUT: u32 = 30_000;
+
+/// A bound socket, and who is let in.
+pub enum Door {
+    /// The user of this process, and root.
+    Unix(StdUnixListener),
+    /// Clients whose requests have the token. It is sent in the clear: the address must be a
+    /// loopback one.
+    Token(StdTcpListener, Token),
+    /// Clients with a certificate: the credentials must verify them.
+    Certificate(StdTcpListener, Credentials),
+}
+
+/// A door that the runtime watches.
+pub(crate) enum OpenDoor {
+    Unix(UnixListener),
+    Tcp(TcpListener, Option<Credentials>),
+}
+
+/// A client that is let in, before its TLS handshake if it needs one.
+pub(crate) enum Visitor {
+    Unix(UnixStream),
+    Tcp(TcpStream, Option<Credentials>),
+}
+
+/// The bytes of a client.
+pub(crate) trait Stream: AsyncRead + AsyncWrite + Send {}
+
+impl<S: AsyncRead + AsyncWrite + Send> Stream for S {}
+
+impl Door {
+    /// Opens it. To be called inside of the runtime. Also returns what its clients are answered by.
+    pub(crate) fn open(self, router: &Router) -> io::Result<(OpenDoor, Router)> {
+        match self {
+            Self::Unix(listener) => {
+                listener.set_nonblocking(true)?;
+                Ok((OpenDoor::Unix(UnixListener::from_std(listener)?), router.clone()))
+            }
+            Self::Token(listener, token) => {
+                let checked = middleware::from_fn_with_state(token, token_first);
+                Ok((OpenDoor::tcp(listener, None)?, router.clone().layer(checked)))
+            }
+            Self::Certificate(listener, credentials) => {
+                Ok((OpenDoor::tcp(listener, Some(credentials))?, router.clone()))
+            }
+        }
+    }
+}
+
+impl OpenDoor {
+    fn tcp(listener: StdTcpListener, credentials: Option<Credentials>) -> io::Result<Self> {
+        listener.set_nonblocking(true)?;
+        Ok(Self::Tcp(TcpListener::from_std(listener)?, credentials))
+    }
+
+    /// The next client.
+    ///
+    /// # Errors
+    /// Those of accept(2); `PermissionDenied`: it was another user's, and is closed.
+    pub(crate) async fn accept(&self) -> io::Result<Visitor> {
+        match self {
+            Self::Unix(listener) => {
+                let (stream, _) = listener.accept().await?;
+                match is_allowed(&stream) {
+                    true => Ok(Visitor::Unix(stream)),
+                    false => Err(io::ErrorKind::PermissionDenied.into()),
+                }
+            }
+            Self::Tcp(listener, credentials) => {
+                let (stream, _) = listener.accept().await?;
+                // Without it a machine that is gone is noticed later.
+                let _ = set_tcp_user_timeout(&stream, ACKNOWLEDGE_TIMEOUT);
+                Ok(Visitor::Tcp(stream, credentials.clone()))
+            }
+        }
+    }
+}
+
+impl Visitor {
+    /// Its bytes; `None` if it has no certificate, or takes too long to show it.
+    pub(crate) async fn stream(self) -> Option<Pin<Box<dyn Stream>>> {
+        match self {
+            Self::Unix(stream) => Some(Box::pin(bounded(stream))),
+            Self::Tcp(stream, None) => Some(Box::pin(bounded(stream))),
+            Self::Tcp(stream, Some(credentials)) => {
+                let handshake =
+                    TlsAcceptor::from(credentials.config()).accept(Box::pin(bounded(stream)));
+                match tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake).await {
+                    Ok(Ok(stream)) => Some(Box::pin(stream)),
+                    Ok(Err(error)) => {
+                        tracing::debug!("control: a client without TLS, or a certificate: {error}");
+                        None
+                    }
+                    Err(_) => None,
+                }
+            }
+        }
+    }
+}
+
+fn bounded<S: AsyncRead + AsyncWrite>(stream: S) -> TimeoutStream<S> {
+    let mut stream = TimeoutStream::new(stream);
+    stream.set_write_timeout(Some(WRITE_TIMEOUT));
+    stream
+}
+
+/// Whether the client is the user of this process, or root.
+fn is_allowed(stream: &UnixStream) -> bool {
+    let own = rustix::process::geteuid().as_raw();
+    stream.peer_cred().is_ok_and(|peer| peer.uid() == own || peer.uid() == 0)
+}
