@@ -78,6 +78,9 @@ pub(crate) fn open<M: BlockMap>(
         AnyQueue::Threads(threads, _) => {
             Box::new(FileEndpoint::new(name, disk, content, threads, config)?)
         }
+        AnyQueue::Remote(remote, _) => {
+            Box::new(FileEndpoint::new(name, disk, content, remote, config)?)
+        }
     })
 }
 

@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use nowait::Direct;
+use nowait::{Direct, Storage};
 
 use crate::error::ImageError;
 use crate::handed_over::HandedOver;
@@ -246,6 +246,22 @@ impl Chain {
         Self::from(PendingLayer { file, format: options.format }, options, &policy)
     }
 
+    /// Opens the image in `storage`, which is called `name`, and all images below it: files in the
+    /// given directories only. The storage is not locked, and without a format it is raw.
+    ///
+    /// # Errors
+    /// As [`Chain::open`].
+    pub fn open_storage(
+        name: &Path,
+        storage: Arc<dyn Storage>,
+        options: &ChainOptions,
+    ) -> Result<Self, ImageError> {
+        let ChainOptions { backing_dirs, data_files, .. } = options;
+        let policy = PathPolicy::new(name, false, backing_dirs, data_files)?;
+        let file = ImageFile::on_storage(name.to_owned(), storage);
+        Self::from(PendingLayer { file, format: options.format }, options, &policy)
+    }
+
     /// Opens the backing file `name` of an image that is to be made at `path`, with all images
     /// below it, read-only: under the same rules as a later open of that image.
     ///
@@ -280,11 +296,16 @@ impl Chain {
             if chain.layers.len() == MAX_LAYERS {
                 return refused(format!("more than {MAX_LAYERS} images stand on each other"));
             }
-            let identity = file.identity().map_err(|e| ImageError::os(file.path(), "stat", &e))?;
-            if seen.contains(&identity) {
-                return refused("it is its own backing file, directly or through others".into());
+            if file.remote().is_none() {
+                let identity = file.identity();
+                let identity = identity.map_err(|e| ImageError::os(file.path(), "stat", &e))?;
+                if seen.contains(&identity) {
+                    return refused(
+                        "it is its own backing file, directly or through others".into(),
+                    );
+                }
+                seen.push(identity);
             }
-            seen.push(identity);
             let layer = chain.open_layer(file, format, options, policy)?;
             let opening = options.opening(options.writes(chain.layers.len() + 1));
             pending = backing_of(&layer, opening, policy)?;
@@ -429,7 +450,7 @@ impl Chain {
         writable: bool,
         options: &ChainOptions,
     ) -> Result<(), ImageError> {
-        if options.locking == Locking::Unlocked {
+        if options.locking == Locking::Unlocked || file.remote().is_some() {
             return Ok(());
         }
         let first = self.handed_over.len();

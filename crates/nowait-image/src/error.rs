@@ -16,7 +16,8 @@ pub struct ImageError {
 
 impl ImageError {
     /// `path` is refused; `what` says why, without naming it. The errno is `EINVAL`.
-    pub(crate) fn refused(path: &Path, what: impl Into<String>) -> Self {
+    #[must_use]
+    pub fn refused(path: &Path, what: impl Into<String>) -> Self {
         Self { path: path.to_owned(), what: what.into(), errno: libc::EINVAL }
     }
 

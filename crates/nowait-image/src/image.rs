@@ -8,7 +8,9 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::Path;
 use std::sync::Arc;
 
-use nowait::{AllocationCache, BlockDevice, BlockMap, BlockingFile, Direct, Error, OpenOptions};
+use nowait::{
+    AllocationCache, BlockDevice, BlockMap, BlockingFile, Direct, Error, OpenOptions, Storage,
+};
 
 use crate::chain::{Chain, ChainOptions, Format};
 use crate::error::ImageError;
@@ -56,7 +58,24 @@ pub fn open(path: &Path, options: &ChainOptions) -> Result<Image, ImageError> {
         ImageFile::open(path, options.writable)?;
         files.allow_mounted = true;
     }
-    let chain = Chain::open(path, &files)?;
+    of_chain(Chain::open(path, &files)?, options)
+}
+
+/// Opens the image in `storage`, which is called `name`; raw unless the options say otherwise. Nothing
+/// locks it here.
+///
+/// # Errors
+/// As [`open`].
+pub fn open_storage(
+    name: &Path,
+    storage: Arc<dyn Storage>,
+    options: &ChainOptions,
+) -> Result<Image, ImageError> {
+    of_chain(Chain::open_storage(name, storage, options)?, options)
+}
+
+fn of_chain(chain: Chain, options: &ChainOptions) -> Result<Image, ImageError> {
+    let path = chain.top().file.path().to_owned();
     let mut warnings = chain.warnings().to_vec();
     let content = match chain.top().format() {
         Format::Raw => open_raw(chain, options, &mut warnings)?,
@@ -68,8 +87,8 @@ pub fn open(path: &Path, options: &ChainOptions) -> Result<Image, ImageError> {
         }
     };
     let mut image = Image { content, warnings };
-    if options.direct == Direct::Auto && !image.is_direct() {
-        image.warnings.push(Warning::PageCache(path.to_owned()));
+    if options.direct == Direct::Auto && !image.is_direct() && !image.is_remote() {
+        image.warnings.push(Warning::PageCache(path));
     }
     Ok(image)
 }
@@ -87,6 +106,8 @@ fn open_raw(
     let file = &chain.top().file;
     let ChainOptions { writable, direct, no_hint, no_allocate_ahead, allow_mounted, .. } = *options;
     let read_only = !writable;
+    // Others may write to a remote disk, so what is learned about it does not stay true.
+    let no_hint = no_hint || file.remote().is_some();
     let options_of_file =
         OpenOptions { read_only, direct, allow_mounted, no_hint, no_allocate_ahead };
     let storage = qcow2_disk::storage_with(file, options_of_file)?;
@@ -139,6 +160,12 @@ impl Image {
     #[must_use]
     pub fn is_direct(&self) -> bool {
         self.device().is_direct()
+    }
+
+    /// Whether it is in a storage without a descriptor, as one behind a network is.
+    #[must_use]
+    pub fn is_remote(&self) -> bool {
+        self.device().is_remote()
     }
 
     /// The descriptors for transfers: the argument for a queue's constructor.
@@ -236,6 +263,7 @@ trait AnyDevice {
     fn size(&self) -> u64;
     fn is_read_only(&self) -> bool;
     fn is_direct(&self) -> bool;
+    fn is_remote(&self) -> bool;
     fn files(&self) -> Result<Vec<BorrowedFd<'_>>, Error>;
     fn flush(&self) -> Result<(), Error>;
 }
@@ -251,6 +279,10 @@ impl<M: BlockMap> AnyDevice for Arc<BlockDevice<M>> {
 
     fn is_direct(&self) -> bool {
         BlockDevice::is_direct(self)
+    }
+
+    fn is_remote(&self) -> bool {
+        BlockDevice::is_remote(self)
     }
 
     fn files(&self) -> Result<Vec<BorrowedFd<'_>>, Error> {

@@ -137,6 +137,22 @@ impl ImageFile {
         })
     }
 
+    /// A storage that is reached without a descriptor and is called `name`.
+    pub(crate) fn on_storage(name: PathBuf, storage: Arc<dyn Storage>) -> Self {
+        Self {
+            path: name,
+            storage,
+            #[cfg(feature = "sim")]
+            simulated: None,
+        }
+    }
+
+    /// The storage itself, if it is reached without a descriptor and so cannot be opened by its name a
+    /// second time.
+    pub(crate) fn remote(&self) -> Option<&Arc<dyn Storage>> {
+        Some(&self.storage).filter(|storage| storage.transfers().is_some())
+    }
+
     /// The file with this number of a simulated device.
     #[cfg(feature = "sim")]
     #[must_use]

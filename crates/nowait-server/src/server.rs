@@ -227,6 +227,12 @@ impl<M: BlockMap> Servable for Export<M> {
                 }
                 serve_on(self, context, threads)
             }
+            Ok(AnyQueue::Remote(remote, refusal)) => {
+                if let Some(error) = refusal {
+                    context.shared.warn_no_io_uring(error);
+                }
+                serve_on(self, context, remote)
+            }
             Err(error) => {
                 context.fail_start(error);
                 Ok(())

@@ -107,6 +107,7 @@ fn sum(path: &Path) -> Result<u64, Box<dyn Error>> {
     match disk.queue(QueueKind::Auto, config.slots)? {
         AnyQueue::Uring(ring) => sum_with(disk, ring, config),
         AnyQueue::Threads(threads, _) => sum_with(disk, threads, config),
+        AnyQueue::Remote(remote, _) => sum_with(disk, remote, config),
     }
 }
 

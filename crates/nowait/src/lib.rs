@@ -88,6 +88,8 @@ pub use engine::pool::SlotPoolStats;
 pub use memory::buffer_pool::{BUFFER_ALIGN, Budget, PooledBuffer};
 pub use memory::io_buffer::IoBuffer;
 pub use queue::auto::{AnyQueue, QueueKind};
+pub use queue::pending_transfer::{AsyncTransfers, PendingTransfer};
+pub use queue::remote::RemoteQueue;
 pub use queue::{
     AioThreadQueue, EventSource, FD_TOKEN, Interest, IoQueue, Null, QueueFull, RegisteredMemory,
     Token, Uring,

@@ -250,6 +250,9 @@ pub(crate) fn storage_with(
     if let Some(file) = file.as_simulated() {
         return Ok(Arc::new(file.reopen(options)));
     }
+    if let Some(storage) = file.remote() {
+        return Ok(storage.clone());
+    }
     let storage = FileStorage::open(path, options).map_err(|error| match error.errno() {
         libc::EOPNOTSUPP => {
             ImageError::refused(path, "its file system does no direct I/O (try --direct auto)")

@@ -13,6 +13,7 @@ use crate::block::block_map::{BlockMap, Extent, Intent, LinearMap, WouldBlock};
 use crate::block::flush_coalescer::FlushCoalescer;
 use crate::block::range_lock::RangeLocks;
 use crate::queue::auto::{AnyQueue, QueueKind};
+use crate::queue::remote::Reach;
 use crate::sim_hooks::injected_bug;
 use crate::sim_hooks::injected_bug::EngineBug;
 use crate::storage::file::{FileStorage, OpenOptions};
@@ -287,13 +288,36 @@ impl<M: BlockMap> BlockDevice<M> {
         storages.filter_map(|storage| storage.claim()).collect()
     }
 
-    /// A queue of the kernel on this device's storages, for an engine of `slots` slots on the
-    /// calling thread.
+    /// A queue on this device's storages, for an engine of `slots` slots on the calling thread.
     ///
     /// # Errors
-    /// As [`BlockDevice::files`] and [`QueueKind::open`].
+    /// `EOPNOTSUPP`: a storage has neither a descriptor nor transfers; as [`QueueKind::open`].
     pub fn queue(&self, kind: QueueKind, slots: u32) -> Result<AnyQueue, Error> {
-        kind.open(&self.files()?, slots, !self.is_direct())
+        if !self.is_remote() {
+            return kind.open(&self.files()?, slots, !self.is_direct());
+        }
+        let unreachable = Error::new(libc::EOPNOTSUPP, Operation::SetUp);
+        let all = std::iter::once(&self.primary).chain(&self.backing);
+        let reached = all.map(|storage| match storage.transfers() {
+            Some(transfers) => Ok(Reach::Transfers(transfers)),
+            None => storage.descriptor().map(Reach::Descriptor).ok_or(unreachable),
+        });
+        kind.open_reaching(reached.collect::<Result<_, _>>()?, slots, !self.is_direct())
+    }
+
+    /// Whether a storage makes transfers itself ([`Storage::transfers`]).
+    #[must_use]
+    pub fn is_remote(&self) -> bool {
+        let mut all = std::iter::once(&self.primary).chain(&self.backing);
+        all.any(|storage| storage.transfers().is_some())
+    }
+
+    /// Whether a durable write needs a sync after its transfers: one with `DSYNC` makes the data
+    /// durable, but not an image's metadata; and through the page cache a lost page is reported to
+    /// only one of several transfers (C28), while a flush remembers the error (C51).
+    pub(crate) fn syncs_separately(&self) -> bool {
+        let cached = !self.is_direct() && self.primary.transfers().is_none();
+        cached || self.map.image().is_some()
     }
 
     /// The descriptor for transfers to the storage that is written to.

@@ -39,10 +39,7 @@ pub(crate) struct SimplePath {
     locks: bool,
     /// It does so after it is mapped ([`BlockMap::keeps_write_extents`]).
     maps_before_lock: bool,
-    /// A transfer with `DSYNC` is not enough. On an image that allocates by itself it makes the
-    /// data durable, but not the metadata. Through the page cache a lost page is reported to only
-    /// one of several transfers, which need not be the one that wrote the page (C28); only a flush
-    /// remembers the error (C51).
+    /// A transfer with `DSYNC` is not enough ([`BlockDevice::syncs_separately`]).
     separate_sync: bool,
     /// A transfer with `DSYNC` costs a sync, so that several of them share one
     /// ([`crate::Config::group_syncs`]).
@@ -75,7 +72,7 @@ impl SimplePath {
             },
             locks: disk.locks(),
             maps_before_lock: disk.map.keeps_write_extents(),
-            separate_sync: disk.map.image().is_some() || !disk.is_direct(),
+            separate_sync: disk.syncs_separately(),
             groups_syncs: config.group_syncs && !disk.shares_syncs(),
         }
     }

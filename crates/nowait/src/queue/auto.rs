@@ -6,6 +6,7 @@
 use std::os::fd::BorrowedFd;
 
 use crate::queue::aio_threads::AioThreadQueue;
+use crate::queue::remote::{KernelQueue, Reach, RemoteQueue};
 use crate::queue::uring::Uring;
 use crate::types::error::Error;
 
@@ -26,12 +27,14 @@ pub enum QueueKind {
 
 /// A queue of the kind that [`QueueKind::open`] has chosen. An engine is generic over its queue, so
 /// that a request does not pay for the choice.
-#[expect(clippy::large_enum_variant, reason = "it is matched at once, never kept")]
 pub enum AnyQueue {
     /// A ring.
     Uring(Uring),
     /// Linux AIO and threads, with the error of [`Uring::for_files`] if a ring was tried.
     Threads(AioThreadQueue, Option<Error>),
+    /// One of these, and storages that make transfers themselves, with the error of
+    /// [`Uring::for_files`] if a ring was tried.
+    Remote(RemoteQueue, Option<Error>),
 }
 
 impl QueueKind {
@@ -60,5 +63,32 @@ impl QueueKind {
         };
         let threads = AioThreadQueue::for_files(files, slots, cached)?;
         Ok(AnyQueue::Threads(threads, refusal))
+    }
+
+    /// As [`QueueKind::open`], for storages that are reached as `reached` says. Their transfers are
+    /// not polled for.
+    ///
+    /// # Errors
+    /// As [`QueueKind::open`].
+    pub(crate) fn open_reaching(
+        self,
+        reached: Vec<Reach<'_>>,
+        slots: u32,
+        cached: bool,
+    ) -> Result<AnyQueue, Error> {
+        let files: Vec<_> = reached
+            .iter()
+            .filter_map(|reach| match reach {
+                Reach::Descriptor(file) => Some(*file),
+                Reach::Transfers(_) => None,
+            })
+            .collect();
+        let (below, refusal) = match self.open(&files, slots, cached)? {
+            AnyQueue::Uring(ring) => (KernelQueue::Uring(ring), None),
+            AnyQueue::Threads(threads, refusal) => (KernelQueue::Threads(threads), refusal),
+            remote @ AnyQueue::Remote(..) => return Ok(remote),
+        };
+        let queue = RemoteQueue::new(below, reached, slots)?;
+        Ok(AnyQueue::Remote(queue, refusal))
     }
 }

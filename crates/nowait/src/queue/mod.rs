@@ -10,6 +10,8 @@ mod preadv2;
 mod linux_aio;
 mod aio_threads;
 mod uring;
+pub(crate) mod pending_transfer;
+pub(crate) mod remote;
 pub(crate) mod auto;
 
 use std::time::Duration;

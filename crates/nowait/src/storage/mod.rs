@@ -10,7 +10,9 @@ mod read_modify_write;
 
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 
+use crate::queue::pending_transfer::AsyncTransfers;
 use crate::types::alignment::Alignment;
 use crate::types::byte_range::ByteRange;
 use crate::types::error::{Error, Operation};
@@ -122,10 +124,16 @@ pub trait Storage: Send + Sync {
         extents: &mut Vec<ExtentStatus>,
     ) -> Result<(), Error>;
 
-    /// The descriptor by which a queue of the kernel reaches the storage. Without one, transfers
-    /// take a queue that was made for the storage, or the worker threads
+    /// The descriptor by which a queue of the kernel reaches the storage. Without one, transfers go
+    /// to [`Storage::transfers`], to a queue that was made for the storage, or to the worker threads
     /// ([`crate::Config::nowait_first`] off).
     fn descriptor(&self) -> Option<BorrowedFd<'_>>;
+
+    /// The storage as one that makes transfers itself, on threads of its own, as one behind a network
+    /// does; then it has no descriptor. A durable write needs no sync after it.
+    fn transfers(&self) -> Option<Arc<dyn AsyncTransfers>> {
+        None
+    }
 
     /// The descriptor that claims a block device for this process alone (open(2), `O_EXCL`), if
     /// there is one.

@@ -154,6 +154,7 @@ impl AsyncFile {
             match start.disk.queue(QueueKind::Auto, config.slots)? {
                 AnyQueue::Uring(ring) => start.serve(ring),
                 AnyQueue::Threads(threads, _) => start.serve(threads),
+                AnyQueue::Remote(remote, _) => start.serve(remote),
             }
         })
     }

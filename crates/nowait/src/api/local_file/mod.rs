@@ -109,6 +109,7 @@ impl LocalAsyncFile {
         match disk.queue(QueueKind::Auto, config.slots)? {
             AnyQueue::Uring(ring) => Self::with_queue(disk, workers, ring, config),
             AnyQueue::Threads(threads, _) => Self::with_queue(disk, workers, threads, config),
+            AnyQueue::Remote(remote, _) => Self::with_queue(disk, workers, remote, config),
         }
     }
 
