@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use nowait_cli::error::CliError;
 use nowait_cli::sandbox::{self, FileAccess};
 use nowait_nbd::Address;
+use nowait_remote::Location;
 use nowait_server::UblkNode;
 use tracing::info;
 
@@ -82,6 +83,13 @@ pub(crate) fn needed_files(
 fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
     for opened in all {
         let image = &opened.named.image;
+        // A connection that is lost is made again, to an address that is known.
+        if let Ok(Location::Nbd(uri)) = Location::parse(&image.into()) {
+            if let Address::Tcp { port, .. } = uri.address {
+                files.connect(port);
+            }
+            continue;
+        }
         let is_device = fs::metadata(image).is_ok_and(|meta| meta.file_type().is_block_device());
         let place = if is_device { image.clone() } else { directory_of(image) };
         match opened.image.is_read_only() {

@@ -6,6 +6,8 @@ use std::ffi::{OsStr, OsString};
 use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
+use nowait_remote::Location;
+
 /// The longest name in bytes that the NBD protocol allows (NBD proto.md, "Values", string limit).
 pub(crate) const MAX_NAME_BYTES: usize = 4096;
 
@@ -17,8 +19,8 @@ pub(crate) struct ExportArg {
 }
 
 impl ExportArg {
-    /// The part before the first `=` is the name, unless the text begins with `/`, `./` or `../`:
-    /// then all of it is a path.
+    /// The part before the first `=` is the name, unless the text begins with `/`, `./` or `../`,
+    /// or like a URI: then all of it is the image.
     ///
     /// # Errors
     /// A message that says what is missing.
@@ -26,7 +28,8 @@ impl ExportArg {
         const FORM: &str = "as in NAME=IMAGE; before a path with '=' in it write ./";
         let bytes = text.as_bytes();
         let is_path = [&b"/"[..], b"./", b"../"].iter().any(|start| bytes.starts_with(start));
-        let Some(at) = bytes.iter().position(|&byte| byte == b'=').filter(|_| !is_path) else {
+        let is_image = is_path || is_remote(&text)?;
+        let Some(at) = bytes.iter().position(|&byte| byte == b'=').filter(|_| !is_image) else {
             return Ok(Self { name: None, image: text.into() });
         };
         let (name, image) = (&bytes[..at], &bytes[at + 1..]);
@@ -38,8 +41,24 @@ impl ExportArg {
         }
         let name =
             std::str::from_utf8(name).map_err(|_| format!("its name is no text ({FORM})"))?;
-        Ok(Self { name: Some(parse_name(name)?), image: OsStr::from_bytes(image).into() })
+        let image = OsStr::from_bytes(image);
+        is_remote(image)?;
+        Ok(Self { name: Some(parse_name(name)?), image: image.into() })
     }
+}
+
+impl ExportArg {
+    /// Whether the image is a URI.
+    pub(crate) fn is_remote(&self) -> bool {
+        is_remote(self.image.as_os_str()) == Ok(true)
+    }
+}
+
+/// Whether `image` is a URI.
+fn is_remote(image: &OsStr) -> Result<bool, String> {
+    // What is missing before or behind an equals sign is told with the form.
+    let location = Location::parse(&image.to_owned());
+    Ok(!image.is_empty() && location?.path().is_none())
 }
 
 /// The name of an export.
@@ -89,7 +108,8 @@ pub(crate) fn named(given: &[ExportArg], first: Option<&str>) -> Result<Vec<Name
 }
 
 fn file_name(image: &Path) -> Result<String, String> {
-    let name = image.file_name().and_then(OsStr::to_str);
+    let is_path = Location::parse(&image.into()).is_ok_and(|location| location.path().is_some());
+    let name = image.file_name().and_then(OsStr::to_str).filter(|_| is_path);
     let name = name.ok_or_else(|| format!("{} needs a name: NAME=IMAGE", image.display()))?;
     parse_name(name)
 }
@@ -122,6 +142,16 @@ mod tests {
         }
         let latin1 = OsString::from(OsStr::from_bytes(b"/d/\xe9=.img"));
         assert_eq!(ExportArg::parse(latin1.clone()).unwrap().image, PathBuf::from(latin1));
+    }
+
+    #[test]
+    fn a_uri_is_an_image_and_may_have_a_name_before_it() {
+        let uri = "nbd+unix:///disk?socket=/run/a=b.sock";
+        assert_eq!(given(uri), ExportArg { name: None, image: uri.into() });
+        let named = ExportArg { name: Some("a".into()), image: uri.into() };
+        assert_eq!(given(&format!("a={uri}")), named);
+        assert!(names(&["a.img", "nbd://h/disk"], None).unwrap_err().contains("needs a name"));
+        assert!(ExportArg::parse("a=nbd+unix:///disk".into()).unwrap_err().contains("socket"));
     }
 
     #[test]

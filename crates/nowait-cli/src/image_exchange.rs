@@ -163,7 +163,12 @@ impl ImageExchange<'_> {
 
     /// The image, and how it was opened.
     fn current(&self) -> Result<(NamedExport, ChainOptions), ControlError> {
-        self.with(|served| (served.disk.named.clone(), served.disk.options.clone()))
+        self.with(|served| match served.disk.image.is_remote() {
+            true => {
+                Err(conflict("it is on another server, and not opened anew while it is served"))
+            }
+            false => Ok((served.disk.named.clone(), served.disk.options.clone())),
+        })?
     }
 
     fn with<T>(&self, act: impl FnOnce(&mut ServedDisk) -> T) -> Result<T, ControlError> {

@@ -3,8 +3,10 @@
 //! Invariant: an image on a file system without locks is used with a warning.
 
 use std::io::{self, Write};
+use std::sync::Arc;
 
 use nowait_image::{Chain, ChainOptions, ImageError, Warning};
+use nowait_remote::{Location, NbdOptions, NbdStorage};
 
 use crate::args::image_args::ImageArgs;
 use nowait_cli::error::CliError;
@@ -18,7 +20,17 @@ pub(crate) fn open(args: &ImageArgs, options: ChainOptions) -> Result<Chain, Cli
         data_files: args.others.data_file.clone(),
         ..options
     };
-    let chain = Chain::open(&args.image, &options).map_err(|error| failed(&error))?;
+    let location = Location::parse(&args.image.clone().into());
+    let chain = match location.map_err(|error| CliError::at(&args.image, error))? {
+        // The offline tools change files only.
+        Location::Nbd(uri) if !options.writable => {
+            let storage = NbdStorage::open(&uri, &NbdOptions::default());
+            let storage = storage.map_err(|error| CliError::at(&args.image, error))?;
+            Chain::open_storage(&args.image, Arc::new(storage), &options)
+        }
+        _ => Chain::open(&args.image, &options),
+    };
+    let chain = chain.map_err(|error| failed(&error))?;
     for warning in chain.warnings() {
         let Warning::NotLocked(path) = warning else { continue };
         let path = path.display();

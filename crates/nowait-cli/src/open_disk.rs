@@ -8,6 +8,7 @@ use std::{fs, io};
 
 use nowait_cli::error::{CliError, os_message};
 use nowait_image::{ChainOptions, Image, ImageError};
+use nowait_remote::{Location, RemoteOptions};
 use nowait_server::{AnyExport, ExportOptions};
 use rustix::io::Errno;
 use tracing::warn;
@@ -37,7 +38,7 @@ impl OpenedDisk {
         AnyExport::of_image(&self.image, options)
     }
 
-    /// Opens and locks the image of `named`.
+    /// Opens and locks the image of `named`, which is a file or a block device.
     ///
     /// # Errors
     /// One line that names the file and what is wrong with it.
@@ -47,6 +48,28 @@ impl OpenedDisk {
         description: Option<String>,
     ) -> Result<Self, CliError> {
         let image = nowait_image::open(&named.image, &options);
+        Self::of(named, image, options, description)
+    }
+
+    /// As [`OpenedDisk::open`], but the image may also be a URI.
+    fn open_anywhere(
+        named: NamedExport,
+        options: ChainOptions,
+        description: Option<String>,
+        remote: &RemoteOptions,
+    ) -> Result<Self, CliError> {
+        let location = Location::parse(&named.image.clone().into());
+        let location = location.map_err(|error| CliError::at(&named.image, error))?;
+        let image = nowait_remote::open(&location, &options, remote);
+        Self::of(named, image, options, description)
+    }
+
+    fn of(
+        named: NamedExport,
+        image: Result<Image, ImageError>,
+        options: ChainOptions,
+        description: Option<String>,
+    ) -> Result<Self, CliError> {
         let image = image.map_err(|error| failed(&options, &named.image, &error))?;
         image.warnings().iter().for_each(|warning| warn!("{warning}"));
         Ok(Self { named, image, options, description })
@@ -74,7 +97,8 @@ pub(crate) fn open_all(
         }
         // It belongs to the first export.
         let description = args.description.clone().filter(|_| all.is_empty());
-        all.push(OpenedDisk::open(named, chain_options(args), description)?);
+        let (options, remote) = (chain_options(args), args.remote.options());
+        all.push(OpenedDisk::open_anywhere(named, options, description, &remote)?);
     }
     Ok(all)
 }

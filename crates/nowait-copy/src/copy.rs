@@ -14,13 +14,13 @@ pub use crate::copy_loop::{Phase, Progress};
 use crate::endpoint::Endpoint;
 use crate::error::Error;
 use crate::first_bytes::first_bytes;
-use crate::location::Location;
 use crate::lost_ranges::Lost;
 use crate::nbd::Connecting;
 use crate::open::{OverwriteOptions, Target, TargetFormat, TargetKind};
 use crate::rescue::Rescue;
 use crate::transfer::Zeros;
 use crate::{open, transfer, verify};
+use nowait_remote::Location;
 
 /// The longest read or write in bytes: long enough that the fixed cost of a request is negligible.
 pub const REQUEST_BYTES: u64 = 1 << 20;

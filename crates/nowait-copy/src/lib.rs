@@ -7,7 +7,6 @@
 #![deny(unsafe_code)]
 
 mod error;
-mod location;
 mod zero_detection;
 mod lost_ranges;
 mod buffer_pool;
@@ -25,7 +24,7 @@ mod copy;
 
 pub use copy::{Options, Phase, Progress, REQUEST_BYTES, Report, copy};
 pub use error::Error;
-pub use location::Location;
 pub use lost_ranges::Lost;
 #[cfg(feature = "fuzz")]
 pub use nbd::fuzz;
+pub use nowait_remote::Location;

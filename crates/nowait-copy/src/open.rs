@@ -23,9 +23,9 @@ use rustix::io::Errno;
 use crate::endpoint::Endpoint;
 use crate::error::{Error, os_message, reason};
 use crate::file_endpoint::Content;
-use crate::location::Location;
 use crate::nbd::Connecting;
 use crate::{file_endpoint, nbd};
+use nowait_remote::Location;
 
 /// The target, ready to be written to.
 pub(crate) struct Target {

@@ -13,6 +13,7 @@ mod address_args;
 pub(crate) mod control_args;
 mod lifetime_args;
 mod message_args;
+mod remote_args;
 mod sandbox_args;
 pub(crate) mod setup_args;
 pub(crate) mod ublk_args;
@@ -35,6 +36,7 @@ use info_args::InfoArgs;
 use lifetime_args::LifetimeArgs;
 use message_args::MessageArgs;
 use nowait_cli::bench_args::BenchArgs;
+use remote_args::RemoteArgs;
 use sandbox_args::SandboxArgs;
 use setup_args::{CompletionsArgs, ManArgs};
 use switch::Switch;
@@ -146,6 +148,10 @@ impl Command {
 pub(crate) struct ServeArgs {
     /// The files or block devices to serve, each with the name that clients ask for
     ///
+    /// An IMAGE may also be an export of another NBD server: nbd://HOST/EXPORT,
+    /// nbd+unix:///EXPORT?socket=PATH, and nbds for TLS with ?tls-certificates=DIR. It is raw unless
+    /// --format says otherwise.
+    ///
     /// Without NAME the first has the empty name, which is what clients ask for when they are told
     /// none, and each other one the name of its file. The first is always what they get that ask
     /// for no name. What begins with /, ./ or ../ is a path as a whole, also with a '=' in it. All
@@ -208,6 +214,9 @@ pub(crate) struct ServeArgs {
 
     #[command(flatten)]
     pub(crate) messages: MessageArgs,
+
+    #[command(flatten)]
+    pub(crate) remote: RemoteArgs,
 
     /// Open IMAGE for reading only and refuse every write
     #[arg(help_heading = "Exports", short, long)]
@@ -287,6 +296,11 @@ impl ServeArgs {
     /// A message for the user: a name is given twice, or cannot be derived from the file.
     pub(crate) fn exports(&self) -> Result<Vec<NamedExport>, String> {
         export_spec::named(&self.images, self.export.as_deref())
+    }
+
+    /// Whether an image is a URI.
+    pub(crate) fn has_remote(&self) -> bool {
+        self.images.iter().any(ExportArg::is_remote)
     }
 
     /// Checks rules that the parser does not.

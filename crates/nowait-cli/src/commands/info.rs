@@ -12,11 +12,13 @@ use std::path::Path;
 
 use nowait::RegisteredMemory;
 use nowait_image::{Format, ImageError, ImageFile, Signature};
+use nowait_remote::Location;
 use rustix::fs::{OFlags, SeekFrom};
 use rustix::io::Errno;
 use serde_json::{Value, json};
 
 use crate::args::info_args::InfoArgs;
+use crate::commands::info_remote;
 use crate::qcow2_info::Qcow2Info;
 use crate::{open_chain, output};
 use nowait_cli::error::{CliError, os_message, plain};
@@ -68,6 +70,10 @@ struct Facts {
 }
 
 pub(crate) fn run(args: &InfoArgs) -> Result<(), CliError> {
+    let location = Location::parse(&args.image.clone().into());
+    if let Location::Nbd(uri) = location.map_err(|error| CliError::at(&args.image, error))? {
+        return info_remote::run(args, &uri);
+    }
     let facts = gather(&args.image, args.format)?;
     let text = if args.json {
         format!("{}\n", in_json(&args.image, &facts))

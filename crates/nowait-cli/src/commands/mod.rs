@@ -1,5 +1,6 @@
 //! The implementation of each command.
 
+pub(crate) mod info_remote;
 pub(crate) mod info;
 pub(crate) mod map;
 pub(crate) mod check;

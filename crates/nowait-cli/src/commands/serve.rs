@@ -242,6 +242,9 @@ fn open(args: &ServeArgs, take_over: Option<&TakeOver>) -> Result<Opened, CliErr
 
 /// The process that starts the next program, or why there is none.
 fn launcher(args: &ServeArgs) -> Result<Arc<Launcher>, String> {
+    if args.has_remote() {
+        return Err("an image is on another server, whose connection cannot be handed over".into());
+    }
     if args.lifetime.exit_with_parent {
         return Err("the process that started this server would not know the new one".into());
     }
@@ -372,10 +375,18 @@ fn close_with_timeout(all: Vec<OpenedDisk>, image: &Path) -> Result<(), CliError
     closed.recv_timeout(CLOSE_TIMEOUT).unwrap_or_else(unanswered)
 }
 
+/// A ring for the files of `opened`; for none of a remote image, whose transfers take no ring.
+fn ring_for(opened: &OpenedDisk) -> Result<Uring, nowait::Error> {
+    match opened.image.is_remote() {
+        true => Uring::for_files(&[]),
+        false => opened.image.files().and_then(|files| Uring::for_files(&files)),
+    }
+}
+
 /// A queue that polls, if the devices of all images can be polled.
 fn polled_queue(all: &[OpenedDisk]) -> Result<QueueKind, CliError> {
     for opened in all {
-        let refusal = match opened.image.files().and_then(|files| Uring::for_files(&files)) {
+        let refusal = match ring_for(opened) {
             Ok(ring) => ring.polling_refusal().map(String::from),
             Err(error) => Some(Uring::refusal(error)),
         };
@@ -393,7 +404,7 @@ fn queue_kind(args: &ServeArgs, opened: &OpenedDisk) -> Result<QueueKind, CliErr
     if args.queue == Some(args::QueueKind::Threads) {
         return Ok(QueueKind::Threads);
     }
-    let error = match opened.image.files().and_then(|files| Uring::for_files(&files)) {
+    let error = match ring_for(opened) {
         Ok(ring) => {
             info!("io_uring: {:?}", ring.offered());
             info!("registered buffers: {}", registrable());

@@ -8,7 +8,7 @@ use std::os::fd::{AsFd, IntoRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
 use landlock::{
-    ABI, Access, AccessFs, AccessNet, BitFlags, PathBeneath, PathFd, Ruleset, RulesetAttr,
+    ABI, Access, AccessFs, AccessNet, BitFlags, NetPort, PathBeneath, PathFd, Ruleset, RulesetAttr,
     RulesetCreatedAttr, RulesetError, make_bitflags,
 };
 
@@ -20,9 +20,13 @@ use crate::sandbox::failed;
 /// those that it knows.
 const HANDLED: ABI = ABI::V8;
 
-/// Paths, and what may be done with them and with what is below them.
+/// Paths, and what may be done with them and with what is below them; and the TCP ports that may be
+/// connected to.
 #[derive(Clone, Debug, Default)]
-pub struct FileAccess(Vec<(PathBuf, BitFlags<AccessFs>)>);
+pub struct FileAccess {
+    paths: Vec<(PathBuf, BitFlags<AccessFs>)>,
+    ports: Vec<u16>,
+}
 
 impl FileAccess {
     /// `path` and what is below it may be read.
@@ -63,8 +67,18 @@ impl FileAccess {
         self.add(directory, AccessFs::RemoveDir.into());
     }
 
+    /// Connections to this TCP port of any host may be made.
+    pub fn connect(&mut self, port: u16) {
+        self.ports.push(port);
+    }
+
+    /// Whether connections by TCP may be made.
+    pub(super) fn connects(&self) -> bool {
+        !self.ports.is_empty()
+    }
+
     fn add(&mut self, path: impl AsRef<Path>, access: BitFlags<AccessFs>) {
-        self.0.push((path.as_ref().to_owned(), access));
+        self.paths.push((path.as_ref().to_owned(), access));
     }
 }
 
@@ -88,7 +102,10 @@ fn ruleset(files: &FileAccess) -> Result<Option<OwnedFd>, RulesetError> {
         .handle_access(AccessFs::from_all(HANDLED))?
         .handle_access(AccessNet::from_all(HANDLED))?
         .create()?;
-    for (path, access) in &files.0 {
+    for port in &files.ports {
+        ruleset = ruleset.add_rule(NetPort::new(*port, AccessNet::ConnectTcp))?;
+    }
+    for (path, access) in &files.paths {
         // What is not there needs no access.
         let Ok(found) = PathFd::new(path) else { continue };
         if path.starts_with("/proc") {

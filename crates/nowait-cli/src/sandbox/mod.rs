@@ -20,7 +20,7 @@ pub enum Mode {
     On,
 }
 
-/// Confines this process: no new privileges, no files but those of `files`, no TCP connection, no
+/// Confines this process: no new privileges, no files and no TCP connections but those of `files`, no
 /// system calls but those that a server makes. Returns what is in force, for the log.
 ///
 /// # Errors
@@ -32,7 +32,7 @@ pub fn enter(mode: Mode, files: &FileAccess) -> Result<String, CliError> {
     let mut parts = vec!["no_new_privs".to_owned()];
     // The filter of system calls comes last: it has no calls of landlock.
     parts.push(required(mode, "landlock", file_access::enter(files)?)?);
-    parts.push(required(mode, "seccomp", system_calls::enter())?);
+    parts.push(required(mode, "seccomp", system_calls::enter(files.connects()))?);
     Ok(parts.join(", "))
 }
 

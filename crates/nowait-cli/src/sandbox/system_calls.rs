@@ -158,18 +158,19 @@ const ALLOWED_HERE: &[c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const ALLOWED_HERE: &[c_long] = &[];
 
-/// Puts the filter in force for all threads of this process.
+/// Puts the filter in force for all threads of this process. It may make TCP sockets if it `connects`.
 ///
 /// # Errors
 /// A message: the kernel or this architecture has no seccomp filter, or it is forbidden.
-pub(super) fn enter() -> Result<(), String> {
-    apply_filter_all_threads(&program()?).map_err(|error| error.to_string())
+pub(super) fn enter(connects: bool) -> Result<(), String> {
+    apply_filter_all_threads(&program(connects)?).map_err(|error| error.to_string())
 }
 
-fn program() -> Result<BpfProgram, String> {
+fn program(connects: bool) -> Result<BpfProgram, String> {
     let mut rules: BTreeMap<c_long, Vec<SeccompRule>> =
         ALLOWED.iter().chain(ALLOWED_HERE).map(|call| (*call, Vec::new())).collect();
-    for (call, conditions) in conditional() {
+    let tcp = connects.then(tcp_sockets).into_iter().flatten();
+    for (call, conditions) in conditional().into_iter().chain(tcp) {
         let conditions: Result<Vec<_>, _> = conditions
             .into_iter()
             .map(|(arg, op, value)| SeccompCondition::new(arg, SeccompCmpArgLen::Dword, op, value))
@@ -213,4 +214,10 @@ fn conditional() -> Vec<(c_long, Vec<Condition>)> {
         (libc::SYS_prlimit64, vec![(0, Eq, 0)]),
         (libc::SYS_tgkill, vec![(0, Eq, own)]),
     ]
+}
+
+/// Sockets for connections to the servers of images.
+fn tcp_sockets() -> Vec<(c_long, Vec<Condition>)> {
+    let of = |family: i32| (libc::SYS_socket, vec![(0, SeccompCmpOp::Eq, family as u64)]);
+    vec![of(libc::AF_INET), of(libc::AF_INET6)]
 }

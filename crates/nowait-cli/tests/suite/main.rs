@@ -46,6 +46,7 @@ mod qcow2;
 mod qemu;
 mod reachable_files;
 mod sandbox;
+mod remote_nbd;
 mod service;
 mod signals;
 mod snapshot;

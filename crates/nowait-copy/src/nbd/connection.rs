@@ -8,13 +8,12 @@ use std::io::{self, ErrorKind, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::time::Duration;
 
-use nowait_nbd::client::{self, ClientError, ConnectOptions, Credentials, Export, Wanted};
+use nowait_nbd::client::{self, ClientError, ConnectOptions, Credentials, Export, Wanted, failure};
 use nowait_nbd::{Address, REQUEST_BYTES, ReplyMode};
 use rustix::event::PollFlags;
 use rustix::net::sockopt;
 use slab::Slab;
 
-use crate::nbd::error_messages::failure;
 use crate::nbd::pending_requests::{Pending, PendingReplies};
 
 /// The timeout for the connection and for each answer of the handshake.

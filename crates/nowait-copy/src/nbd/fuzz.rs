@@ -11,8 +11,8 @@ use nowait_nbd::client::{self, HandshakeError, ReplyParser};
 use slab::Slab;
 
 use super::connection::WANTED;
-use super::error_messages::failure;
 use crate::nbd::pending_requests::{Pending, PendingReplies};
+use nowait_nbd::client::failure;
 
 /// The metadata context id of block-status replies.
 pub const CONTEXT: u32 = 1;

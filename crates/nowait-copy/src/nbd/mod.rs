@@ -3,7 +3,6 @@
 //! Invariant: whatever a server sends, the outcome is a result or an error: no panic, no memory
 //! beyond a bound, no byte returned that was not received.
 
-mod error_messages;
 mod pending_requests;
 mod connection;
 mod nbd_endpoint;

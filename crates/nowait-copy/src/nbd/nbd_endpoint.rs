@@ -9,17 +9,17 @@ use std::os::fd::BorrowedFd;
 use std::path::Path;
 
 use nowait_nbd as nbd;
-use nowait_nbd::client::{CipherSuites, Credentials, Export};
-use nowait_nbd::{Address, NbdUri, RequestHeader, TlsParams};
+use nowait_nbd::client::{Credentials, Export};
+use nowait_nbd::{NbdUri, RequestHeader};
 use rustix::event::PollFlags;
 use slab::Slab;
 
 use crate::endpoint::{Capabilities, Completed, CopyOperation, CopyRequest, Endpoint};
 use crate::error::{Error, without_number};
-use crate::location::Location;
 use crate::nbd::connection::{Connection, Outgoing};
 use crate::nbd::pending_requests::{Pending, cookie};
 use crate::zero_detection::DataRun;
+use nowait_remote::Location;
 
 /// The longest read or write on the wire in bytes, where the server allows it; longer requests are
 /// sent in parts. A server can process one part while the next is in transit, and needs little
@@ -56,7 +56,8 @@ pub(crate) fn connect(
 ) -> Result<Box<dyn Endpoint>, Error> {
     let location = Location::Nbd(uri.clone());
     let failed = |what: String| Error::at(&location, what);
-    let credentials = credentials(uri, connecting.certificates).map_err(failed)?;
+    let credentials = Credentials::for_uri(uri, connecting.certificates);
+    let credentials = credentials.map_err(|error| failed(without_number(&error)))?;
     let connections = connecting.connections;
     let open = |number| {
         Connection::open(&uri.address, credentials.as_ref(), &uri.export, number).map_err(failed)
@@ -80,21 +81,6 @@ pub(crate) fn connect(
     let name = location.to_string();
     let reports_unreadable = false;
     Ok(Box::new(NbdEndpoint { name, export, connections: all, pending, done, reports_unreadable }))
-}
-
-/// The TLS credentials, where the URI asks for TLS.
-fn credentials(uri: &NbdUri, certificates: Option<&Path>) -> Result<Option<Credentials>, String> {
-    let TlsParams::Tls { certificates: own, name } = &uri.security else { return Ok(None) };
-    let directory = own.as_deref().or(certificates).ok_or(
-        "TLS needs certificates (give their directory with --tls-certs, or ?tls-certificates=DIR)",
-    )?;
-    let host = match &uri.address {
-        Address::Tcp { host, .. } => Some(host),
-        Address::Unix(_) => None,
-    };
-    let name = name.as_ref().or(host).map(String::as_str);
-    let loaded = Credentials::load(directory, name, CipherSuites::All);
-    loaded.map(Some).map_err(|error| without_number(&error))
 }
 
 struct NbdEndpoint {

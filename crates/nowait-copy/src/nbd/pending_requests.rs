@@ -9,7 +9,7 @@ use nowait_nbd::Extents;
 use nowait_nbd::client::{Outcome, Replies};
 use slab::Slab;
 
-use crate::nbd::error_messages::error_words;
+use nowait_nbd::client::error_words;
 
 const UNASKED: &str = "the server answered a request that was never made";
 const BROKEN: &str = "the server's replies make no sense";

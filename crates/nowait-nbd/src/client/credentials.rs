@@ -20,12 +20,18 @@ use rustls::{
     CertificateError, ClientConfig, DigitallySignedStruct, Error, RootCertStore, SignatureScheme,
 };
 
+use crate::address::Address;
+use crate::uri::{NbdUri, TlsParams};
+
 /// The trusted certificate authorities, and their revocation lists, which may be absent.
 const CA_CERT: &str = "ca-cert.pem";
 const CA_CRL: &str = "ca-crl.pem";
 /// The client's certificate and key, for servers that ask for them; both may be absent.
 const CLIENT_CERT: &str = "client-cert.pem";
 const CLIENT_KEY: &str = "client-key.pem";
+/// The refusal of a URI with TLS where no directory is known.
+const NO_DIRECTORY: &str =
+    "TLS needs certificates (give their directory with --tls-certs, or ?tls-certificates=DIR)";
 /// The server name where none is known.
 const NO_NAME: &str = "localhost";
 
@@ -114,6 +120,29 @@ impl Credentials {
     #[must_use]
     pub fn config(&self) -> (Arc<ClientConfig>, ServerName<'static>) {
         (self.config.clone(), self.name.clone())
+    }
+
+    /// The credentials for the export at `uri`, if that asks for TLS. `directory` has the files where
+    /// the URI names no directory. Over TCP the server's certificate must be for the URI's host, or
+    /// for the name that the URI gives.
+    ///
+    /// # Errors
+    /// As [`Credentials::load`]; no directory is known.
+    pub fn for_uri(
+        uri: &NbdUri,
+        directory: Option<&Path>,
+    ) -> Result<Option<Self>, CredentialsError> {
+        let TlsParams::Tls { certificates: own, name } = &uri.security else { return Ok(None) };
+        let directory = own
+            .as_deref()
+            .or(directory)
+            .ok_or_else(|| CredentialsError::from(NO_DIRECTORY.to_owned()))?;
+        let host = match &uri.address {
+            Address::Tcp { host, .. } => Some(host),
+            Address::Unix(_) => None,
+        };
+        let name = name.as_ref().or(host).map(String::as_str);
+        Self::load(directory, name, CipherSuites::All).map(Some)
     }
 
     /// A session before its handshake.

@@ -7,6 +7,8 @@ mod reply_parser;
 #[cfg(feature = "transport")]
 mod error;
 #[cfg(feature = "transport")]
+mod error_messages;
+#[cfg(feature = "transport")]
 mod credentials;
 #[cfg(feature = "transport")]
 mod socket;
@@ -21,5 +23,7 @@ pub use connection::{ConnectOptions, Connection, probe};
 pub use credentials::{CipherSuites, Credentials, CredentialsError};
 #[cfg(feature = "transport")]
 pub use error::ClientError;
+#[cfg(feature = "transport")]
+pub use error_messages::{error_words, failure};
 pub use handshake::{Export, HandshakeError, Wanted, choose, greet, start_tls};
 pub use reply_parser::{Outcome, Replies, ReplyParser};

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 
 use nowait_nbd::{NbdUri, TlsParams};
 
-/// One side of a copy.
+/// The place of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Location {
     /// A file or a block device.

@@ -2,13 +2,15 @@
 //!
 //! Invariant: every failure has a message of one line, with a remedy where there is one.
 
-use nowait_nbd as nbd;
-use nowait_nbd::client::{ClientError, HandshakeError};
+use std::fmt;
 
-use crate::error::without_number;
+use crate as nbd;
+use crate::client::error::ClientError;
+use crate::client::handshake::HandshakeError;
 
 /// The message for the failure of a connection to the export called `name`.
-pub(crate) fn failure(error: &ClientError, name: &str) -> String {
+#[must_use]
+pub fn failure(error: &ClientError, name: &str) -> String {
     match error {
         ClientError::Connect(_) => without_number(error) + " (is the server running?)",
         ClientError::Handshake(HandshakeError::Refused { option: nbd::OPT_STARTTLS, .. }) => {
@@ -39,7 +41,8 @@ fn refusal(kind: u32, export: &str) -> String {
 }
 
 /// The message for an NBD error value (NBD proto.md, "Error values").
-pub(crate) fn error_words(error: u32) -> String {
+#[must_use]
+pub fn error_words(error: u32) -> String {
     let words = match error {
         nbd::EPERM => "operation not permitted",
         nbd::EIO => "input/output error",
@@ -52,4 +55,13 @@ pub(crate) fn error_words(error: u32) -> String {
         other => return format!("error {other}"),
     };
     words.to_owned()
+}
+
+/// The message of `error`, without the number that the standard library appends to an errno.
+fn without_number(error: &impl fmt::Display) -> String {
+    let mut words = error.to_string();
+    if let Some(end) = words.find(" (os error ") {
+        words.truncate(end);
+    }
+    words
 }

@@ -1,0 +1,294 @@
+//! Images that are exports of other NBD servers: a server in front of a server.
+//!
+//! Invariant: what a client has written is in the image of the server behind, whatever happens to the
+//! connection in between.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command as Process;
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::thread;
+use std::time::Duration;
+
+use nowait_testkit::nbd::{Client, Command, Mode};
+use nowait_testkit::{Random, Running, seed, wait_until};
+use serde_json::Value;
+
+use crate::common::{
+    Finished, MIB, Scratch, Server, accepted, refusal, require_qemu, require_tool, tool,
+};
+
+const DISK_BYTES: u64 = 16 * MIB;
+
+/// A server of the image at `uri`.
+fn in_front_of(uri: &str, extra: &[&str]) -> Server {
+    Server::start(Path::new(uri), extra)
+}
+
+fn unix_uri(socket: &Path) -> String {
+    format!("nbd+unix:///?socket={}", socket.display())
+}
+
+/// Every command through `proxy`; returns what the disk has then.
+fn use_all_commands(proxy: &Server, model: &mut [u8]) {
+    let mut client = proxy.connect();
+    let mut random = Random::from_seed(seed());
+    for round in 0..200 {
+        let pos = random.below(DISK_BYTES - MIB);
+        let len = 1 + random.below(if round % 20 == 0 { MIB } else { 9000 });
+        let range = pos as usize..(pos + len) as usize;
+        let (offset, length) = (pos, len as u32);
+        match random.below(6) {
+            0 => {
+                client.call(&Command::Zero { offset, len: length, keep: round % 2 == 0 }).unwrap();
+                model[range].fill(0);
+            }
+            1 => drop(client.call(&Command::Flush).unwrap()),
+            2 => assert!(client.read(pos, length).unwrap() == model[range], "read at {pos}"),
+            choice => {
+                let data = random.bytes(len as usize);
+                model[range].copy_from_slice(&data);
+                client.call(&Command::Write { offset, data, fua: choice == 3 }).unwrap();
+            }
+        }
+    }
+    client.call(&Command::Flush).unwrap();
+    assert!(client.read(0, DISK_BYTES as u32).unwrap() == model, "the whole disk");
+}
+
+#[test]
+fn a_server_in_front_of_nowait_serves_and_changes_its_disk() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", DISK_BYTES);
+    let behind = Server::start(&image, &["-f", "raw"]);
+    let mut model = vec![0; DISK_BYTES as usize];
+    // With a ring and without one.
+    for extra in [&[][..], &["--queue", "threads"], &["--off", "simple,vectored,merge"]] {
+        let proxy = in_front_of(&unix_uri(&behind.socket()), extra);
+        use_all_commands(&proxy, &mut model);
+        proxy.stop();
+    }
+    behind.stop();
+    assert!(fs::read(&image).unwrap() == model, "the image of the server behind");
+}
+
+#[test]
+fn a_server_in_front_of_qemu_nbd_and_nbdkit_serves_and_changes_their_disks() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", DISK_BYTES);
+    let text = |path: &PathBuf| path.to_str().unwrap().to_owned();
+    let sockets = [scratch.join("qemu.sock"), scratch.join("nbdkit.sock")];
+    let servers = [
+        (
+            "qemu-nbd",
+            vec![
+                "-t".into(),
+                "-f".into(),
+                "raw".into(),
+                "-k".into(),
+                text(&sockets[0]),
+                text(&image),
+            ],
+        ),
+        ("nbdkit", vec!["-f".into(), "-U".into(), text(&sockets[1]), "file".into(), text(&image)]),
+    ];
+    for ((program, arguments), socket) in servers.into_iter().zip(sockets) {
+        if !require_tool(program) {
+            continue;
+        }
+        fs::write(&image, vec![0; DISK_BYTES as usize]).unwrap();
+        let _behind = Running::start(Process::new(program).args(arguments));
+        wait_until("the server's socket", || socket.exists());
+        let mut model = vec![0; DISK_BYTES as usize];
+        let proxy = in_front_of(&unix_uri(&socket), &[]);
+        use_all_commands(&proxy, &mut model);
+        proxy.stop();
+        assert!(fs::read(&image).unwrap() == model, "the image of {program}");
+    }
+}
+
+/// Writes and reads in its own part of the disk until it is `done`; returns the part.
+fn load(proxy: &Server, part: u64, seed: u64, done: &dyn Fn() -> bool) -> Vec<u8> {
+    const PART: u64 = DISK_BYTES / 4;
+    let mut client = Client::connect(&proxy.socket(), Mode::Structured).unwrap();
+    let mut random = Random::from_seed(seed + part);
+    let mut model = vec![0; PART as usize];
+    while !done() {
+        let at = random.below(PART - 65536);
+        let len = 512 * (1 + random.below(128));
+        let range = at as usize..(at + len) as usize;
+        let offset = part * PART + at;
+        match random.below(8) {
+            0 => drop(client.call(&Command::Flush).expect("a flush")),
+            1..3 => assert!(client.read(offset, len as u32).expect("a read") == model[range]),
+            choice => {
+                let data = random.bytes(len as usize);
+                model[range].copy_from_slice(&data);
+                let fua = choice == 3;
+                client.call(&Command::Write { offset, data, fua }).expect("a write");
+            }
+        }
+    }
+    model
+}
+
+#[test]
+fn a_server_that_is_killed_and_started_again_under_load_costs_no_error_and_no_byte() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", DISK_BYTES);
+    let start = |port: &str| {
+        let address = format!("tcp:127.0.0.1:{port}");
+        let image = image.to_str().unwrap();
+        Server::start_by(&[], &["serve", image, "-f", "raw", "--nbd", &address])
+    };
+    let mut behind = start("0");
+    let port = behind.port().to_owned();
+    // Over TCP, and out of the sandbox that a server has by default.
+    let proxy = in_front_of(&format!("nbd://127.0.0.1:{port}/"), &[]);
+    let seed = seed();
+    let killing = AtomicBool::new(true);
+    let done = || !killing.load(Ordering::Relaxed);
+    let parts: Vec<Vec<u8>> = thread::scope(|scope| {
+        let (proxy, done) = (&proxy, &done);
+        let clients: Vec<_> =
+            (0..4).map(|part| scope.spawn(move || load(proxy, part, seed, done))).collect();
+        for _ in 0..5 {
+            thread::sleep(Duration::from_millis(100));
+            behind.signal(rustix::process::Signal::KILL);
+            behind.wait();
+            behind = start(&port);
+        }
+        thread::sleep(Duration::from_millis(100));
+        killing.store(false, Ordering::Relaxed);
+        clients.into_iter().map(|client| client.join().unwrap()).collect()
+    });
+    assert!(proxy.log().contains("connecting again"), "{}", proxy.log());
+    proxy.stop();
+    behind.stop_but_leave_socket();
+    assert!(fs::read(&image).unwrap() == parts.concat(), "the image");
+}
+
+#[test]
+fn a_server_that_stays_away_is_an_error_in_time_and_none_when_it_is_back() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", DISK_BYTES);
+    let socket = scratch.join("behind.sock");
+    let listen = format!("unix:{}", socket.display());
+    let behind = || {
+        let image = image.to_str().unwrap();
+        Server::start_by(&[], &["serve", image, "-f", "raw", "--nbd", &listen])
+    };
+    let first = behind();
+    let proxy = in_front_of(&unix_uri(&socket), &["--reconnect", "1"]);
+    let mut client = proxy.connect();
+    client.write(0, &[7; 4096]).unwrap();
+    client.call(&Command::Flush).unwrap();
+    first.stop_but_leave_socket();
+    assert_eq!(client.read(0, 4096).unwrap_err(), 5, "EIO");
+    assert!(proxy.log().contains("the server is not there for 1 s"), "{}", proxy.log());
+    let second = behind();
+    wait_until("the server", || client.read(0, 4096).is_ok_and(|data| data == [7; 4096]));
+    proxy.stop();
+    second.stop_but_leave_socket();
+}
+
+#[test]
+fn a_qcow2_image_in_an_export_is_served_where_its_format_is_given() {
+    if !require_qemu() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let image = scratch.join("disk.qcow2");
+    tool("qemu-img").args(["create", "-q", "-f", "qcow2"]).arg(&image).arg("16M").succeeds();
+    // The file as it is, with room for what is allocated later.
+    fs::File::options().write(true).open(&image).unwrap().set_len(64 * MIB).unwrap();
+    let behind = Server::start(&image, &["-f", "raw"]);
+    let uri = unix_uri(&behind.socket());
+    let mut model = vec![0; DISK_BYTES as usize];
+    let proxy = in_front_of(&uri, &["-f", "qcow2"]);
+    use_all_commands(&proxy, &mut model);
+    proxy.stop();
+    let info: Value =
+        serde_json::from_str(&accepted(&["info", "--json", "-f", "qcow2", &uri])).unwrap();
+    assert_eq!((&info["format"], &info["virtual-size"]), (&"qcow2".into(), &DISK_BYTES.into()));
+    accepted(&["check", "-f", "qcow2", &uri]);
+    behind.stop();
+    let raw = scratch.join("flat.raw");
+    tool("qemu-img").args(["convert", "-f", "qcow2", "-O", "raw"]).arg(&image).arg(&raw).succeeds();
+    assert!(fs::read(raw).unwrap() == model, "what QEMU finds in it");
+}
+
+#[test]
+fn a_uri_in_the_header_of_an_image_is_never_opened() {
+    if !require_qemu() {
+        return;
+    }
+    let scratch = Scratch::new();
+    let behind = Server::start(&scratch.sparse("base.img", MIB), &["-f", "raw"]);
+    let uri = unix_uri(&behind.socket());
+    let image = scratch.join("overlay.qcow2");
+    let create = ["create", "-q", "-u", "-f", "qcow2", "-F", "raw", "-b", &uri];
+    tool("qemu-img").args(create).arg(&image).arg("1M").succeeds();
+    let image = image.to_str().unwrap();
+    refusal(&["serve", image]).says(&["overlay.qcow2", "backing file"]);
+    refusal(&["map", image]).says(&["overlay.qcow2", "backing file"]);
+    behind.stop();
+}
+
+#[test]
+fn info_and_map_tell_what_a_server_says_of_its_export() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", DISK_BYTES);
+    let behind = Server::start(&image, &["-f", "raw"]);
+    behind.connect().write(MIB, &[1; MIB as usize]).unwrap();
+    let uri = unix_uri(&behind.socket());
+    let words = accepted(&["info", &uri]);
+    assert!(
+        words.contains("NBD export") && words.contains("1 MiB (1048576 bytes) in 1"),
+        "{words}"
+    );
+    let info: Value = serde_json::from_str(&accepted(&["info", "--json", &uri])).unwrap();
+    assert_eq!((&info["kind"], &info["data_bytes"]), (&"nbd_export".into(), &MIB.into()));
+    let map: Value = serde_json::from_str(&accepted(&["map", &uri])).unwrap();
+    let data: Vec<_> = map.as_array().unwrap().iter().map(|run| &run["data"]).collect();
+    assert_eq!(data, [false, true, false]);
+    behind.stop();
+}
+
+#[test]
+fn a_remote_image_that_cannot_be_served_is_refused_with_the_reason() {
+    let scratch = Scratch::new();
+    let behind = Server::start(&scratch.sparse("disk.img", MIB), &["--read-only", "-x", "disk"]);
+    let socket = behind.socket();
+    let uri = format!("nbd+unix:///disk?socket={}", socket.display());
+    refusal(&["serve", &uri]).says(&["the export is read-only", "--read-only"]);
+    refusal(&["serve", &uri.replace("nbd+", "nbds+")]).says(&["TLS needs certificates"]);
+    refusal(&["serve", &uri.replace("/disk?", "/other?")]).says(&["no export 'other'"]);
+    refusal(&["serve", "nbd+unix:///?socket=/nonexistent"]).says(&["is the server running?"]);
+    refusal(&["info", &uri.replace("/disk?", "/other?")]).says(&["no export 'other'"]);
+    refusal(&["serve", "--poll", "--read-only", &uri]).says(&["cannot be polled"]);
+    behind.stop();
+}
+
+#[test]
+fn what_needs_an_image_of_this_machine_is_refused_for_a_remote_one() {
+    let scratch = Scratch::new();
+    let behind = Server::start(&scratch.sparse("disk.img", MIB), &["-f", "raw"]);
+    let socket = scratch.join("control.sock");
+    let control = format!("unix:{}", socket.display());
+    let directory = scratch.path().to_str().unwrap();
+    let options = ["--control", &control, "--allow-dir", directory];
+    let proxy = in_front_of(&unix_uri(&behind.socket()), &options);
+    let at = ["--control", socket.to_str().unwrap()];
+    let refused = |words: &[&str]| refusal(&[words, &at].concat());
+    refused(&["export", "resize", "@0", "2M"]).says(&["it is on another server"]);
+    let overlay = scratch.join("overlay.qcow2");
+    let snapshot = ["export", "snapshot", "@0", overlay.to_str().unwrap()];
+    refused(&snapshot).says(&["it is on another server"]);
+    refused(&["upgrade"]).says(&["an image is on another server"]);
+    refused(&["export", "add", "b", &unix_uri(&behind.socket())]).says(&["nbd+unix"]);
+    assert!(!overlay.exists());
+    proxy.connect().write(0, &[1; 512]).unwrap();
+    proxy.stop();
+    behind.stop();
+}

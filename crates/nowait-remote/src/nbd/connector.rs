@@ -1,0 +1,147 @@
+//! Connects to an export, the first time and each time that the connection was lost.
+//!
+//! Invariant: a host's name is resolved once, so that a server that is confined later needs no
+//! resolver; an export that has become another one is never used.
+
+use std::net::ToSocketAddrs;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use nowait_nbd as nbd;
+use nowait_nbd::client::{
+    ClientError, ConnectOptions, Connection, Credentials, Export, Wanted, failure,
+};
+use nowait_nbd::{Address, NbdUri, ReplyMode};
+use rustix::net::sockopt;
+
+/// What is asked for in the handshake: the context says which ranges read as zeros.
+const WANTED: Wanted<'static> =
+    Wanted { mode: ReplyMode::Structured, context: Some("base:allocation") };
+/// The receive buffer in bytes, for what follows the data of a read.
+const RECEIVE_BYTES: usize = 16 << 10;
+/// The requested size of the socket's send and receive buffers in bytes. The kernel may grant less.
+const SOCKET_BYTES: usize = 2 << 20;
+/// A peer that does not answer is asked whether it is alive after this time, and as often again.
+const KEEPALIVE: Duration = Duration::from_secs(5);
+const KEEPALIVE_PROBES: u32 = 3;
+/// The abilities of an export that it must not lose.
+const ABILITIES: u16 = nbd::FLAG_SEND_FLUSH | nbd::FLAG_SEND_FUA | nbd::FLAG_SEND_WRITE_ZEROES;
+
+/// How an export of an NBD server is used.
+#[derive(Clone, Debug)]
+pub struct NbdOptions {
+    /// How long requests wait for the server when the connection is lost, before they fail.
+    pub reconnect: Duration,
+    /// The directory with certificates for TLS, where the URI names none.
+    pub certificates: Option<PathBuf>,
+    /// Whether it is not written to.
+    pub read_only: bool,
+}
+
+impl Default for NbdOptions {
+    fn default() -> Self {
+        Self { reconnect: Duration::from_secs(30), certificates: None, read_only: true }
+    }
+}
+
+/// Why there is no connection.
+pub(super) enum Refusal {
+    /// It may be there later.
+    Unreachable(String),
+    /// The export is another one now.
+    Changed(String),
+}
+
+/// Connects to one export.
+pub(super) struct Connector {
+    addresses: Vec<Address>,
+    credentials: Option<Credentials>,
+    name: String,
+}
+
+impl Connector {
+    /// # Errors
+    /// A message of one line: a file of the credentials cannot be used, the name has no address.
+    pub(super) fn new(uri: &NbdUri, options: &NbdOptions) -> Result<Self, String> {
+        let credentials = Credentials::for_uri(uri, options.certificates.as_deref());
+        let credentials = credentials.map_err(|error| error.to_string())?;
+        let addresses = match &uri.address {
+            Address::Unix(path) => {
+                let path = std::path::absolute(path).unwrap_or_else(|_| path.clone());
+                vec![Address::Unix(path)]
+            }
+            Address::Tcp { host, port } => {
+                let found = (host.as_str(), *port).to_socket_addrs();
+                let found = found.map_err(|e| failure(&ClientError::Connect(e), ""))?;
+                let found = found.map(|at| (at.ip().to_string(), at.port()));
+                found.map(|(host, port)| Address::Tcp { host, port }).collect()
+            }
+        };
+        Ok(Self { addresses, credentials, name: uri.export.clone() })
+    }
+
+    /// Connects; each step takes at most `timeout`.
+    pub(super) fn connect(&self, timeout: Duration) -> Result<(Connection, Export), String> {
+        let mut last = "the name has no address".to_owned();
+        for address in &self.addresses {
+            let options = ConnectOptions {
+                address,
+                credentials: self.credentials.as_ref(),
+                export: &self.name,
+                wanted: WANTED,
+                timeout,
+                receive_bytes: RECEIVE_BYTES,
+            };
+            match Connection::open(&options) {
+                Ok((connection, export)) => {
+                    prepare(&connection, address).map_err(|error| failure(&error, ""))?;
+                    return Ok((connection, export));
+                }
+                Err(error) => last = failure(&error, &self.name),
+            }
+        }
+        Err(last)
+    }
+
+    /// Connects to what has to be the export `before`.
+    pub(super) fn connect_again(
+        &self,
+        before: &Export,
+        writes: bool,
+        timeout: Duration,
+    ) -> Result<(Connection, Export), Refusal> {
+        let (connection, export) = self.connect(timeout).map_err(Refusal::Unreachable)?;
+        let changed = |what: String| Err(Refusal::Changed(what));
+        if export.size != before.size {
+            let (now, before) = (export.size, before.size);
+            return changed(format!("the export has {now} bytes now, it had {before}"));
+        }
+        if export.min_block > before.min_block {
+            let now = export.min_block;
+            return changed(format!("the export has blocks of {now} bytes now"));
+        }
+        if writes && export.flags & nbd::FLAG_READ_ONLY != 0 {
+            return changed("the export is read-only now".into());
+        }
+        if before.flags & ABILITIES & !export.flags != 0 {
+            return changed("the server can do less with the export than before".into());
+        }
+        Ok((connection, export))
+    }
+}
+
+/// Sets the options of the socket. Those that cannot be set are not needed.
+fn prepare(connection: &Connection, address: &Address) -> Result<(), ClientError> {
+    let _ = sockopt::set_socket_send_buffer_size(connection, SOCKET_BYTES);
+    let _ = sockopt::set_socket_recv_buffer_size(connection, SOCKET_BYTES);
+    if matches!(address, Address::Tcp { .. }) {
+        // A host that is gone is noticed although nothing is to be sent.
+        let _ = sockopt::set_socket_keepalive(connection, true);
+        let _ = sockopt::set_tcp_keepidle(connection, KEEPALIVE);
+        let _ = sockopt::set_tcp_keepintvl(connection, KEEPALIVE);
+        let _ = sockopt::set_tcp_keepcnt(connection, KEEPALIVE_PROBES);
+        let timeout = KEEPALIVE * (KEEPALIVE_PROBES + 1);
+        let _ = sockopt::set_tcp_user_timeout(connection, timeout.as_millis() as u32);
+    }
+    connection.set_nonblocking().map_err(ClientError::from)
+}
