@@ -10,12 +10,13 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
+use nowait_testkit::certificates::{Authority, Flaw, Role};
 use nowait_testkit::nbd::{Client, Command, Mode};
 use nowait_testkit::{Random, Running, seed, wait_until};
 use serde_json::Value;
 
 use crate::common::{
-    Finished, MIB, Scratch, Server, accepted, refusal, require_qemu, require_tool, tool,
+    Finished, MIB, Scratch, Server, accepted, refusal, require_qemu, require_tool, text, tool,
 };
 
 const DISK_BYTES: u64 = 16 * MIB;
@@ -76,7 +77,7 @@ fn a_server_in_front_of_nowait_serves_and_changes_its_disk() {
 fn a_server_in_front_of_qemu_nbd_and_nbdkit_serves_and_changes_their_disks() {
     let scratch = Scratch::new();
     let image = scratch.sparse("disk.img", DISK_BYTES);
-    let text = |path: &PathBuf| path.to_str().unwrap().to_owned();
+    let owned = |path: &PathBuf| text(path).to_owned();
     let sockets = [scratch.join("qemu.sock"), scratch.join("nbdkit.sock")];
     let servers = [
         (
@@ -86,11 +87,14 @@ fn a_server_in_front_of_qemu_nbd_and_nbdkit_serves_and_changes_their_disks() {
                 "-f".into(),
                 "raw".into(),
                 "-k".into(),
-                text(&sockets[0]),
-                text(&image),
+                owned(&sockets[0]),
+                owned(&image),
             ],
         ),
-        ("nbdkit", vec!["-f".into(), "-U".into(), text(&sockets[1]), "file".into(), text(&image)]),
+        (
+            "nbdkit",
+            vec!["-f".into(), "-U".into(), owned(&sockets[1]), "file".into(), owned(&image)],
+        ),
     ];
     for ((program, arguments), socket) in servers.into_iter().zip(sockets) {
         if !require_tool(program) {
@@ -188,6 +192,7 @@ fn a_server_that_stays_away_is_an_error_in_time_and_none_when_it_is_back() {
     assert!(proxy.log().contains("the server is not there for 1 s"), "{}", proxy.log());
     let second = behind();
     wait_until("the server", || client.read(0, 4096).is_ok_and(|data| data == [7; 4096]));
+    assert!(proxy.log().contains("the server answers again"), "{}", proxy.log());
     proxy.stop();
     second.stop_but_leave_socket();
 }
@@ -291,4 +296,30 @@ fn what_needs_an_image_of_this_machine_is_refused_for_a_remote_one() {
     proxy.connect().write(0, &[1; 512]).unwrap();
     proxy.stop();
     behind.stop();
+}
+
+#[test]
+fn a_disk_behind_tls_is_served_and_one_with_another_authority_is_refused() {
+    let scratch = Scratch::new();
+    let [server, client, stranger] = [(); 3].map(|()| Scratch::new());
+    let authority = Authority::new("the authority");
+    authority.trusted_in(server.path());
+    authority.trusted_in(client.path());
+    authority.certify(server.path(), Role::Server, Flaw::None);
+    authority.certify(client.path(), Role::Client, Flaw::None);
+    Authority::new("another authority").trusted_in(stranger.path());
+    let image = scratch.sparse("disk.img", DISK_BYTES);
+    let serve = ["serve", text(&image), "-f", "raw", "--nbd", "tcp:localhost:0", "--tls-certs"];
+    let behind = Server::start_by(&[], &[&serve[..], &[text(server.path())]].concat());
+    let uri = |certificates: &Scratch| {
+        format!("{}?tls-certificates={}", behind.uri(), text(certificates.path()))
+    };
+    refusal(&["serve", &uri(&stranger)]).says(&["certificate is not good"]);
+    refusal(&["serve", &behind.uri().replace("nbds:", "nbd:")]).says(&["the server wants TLS"]);
+    let mut model = vec![0; DISK_BYTES as usize];
+    let proxy = in_front_of(&uri(&client), &[]);
+    use_all_commands(&proxy, &mut model);
+    proxy.stop();
+    behind.stop_but_leave_socket();
+    assert!(fs::read(&image).unwrap() == model, "the image of the server behind");
 }

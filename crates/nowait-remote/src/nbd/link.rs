@@ -242,7 +242,10 @@ impl Link {
 
     /// Ends a job that the server has answered, and keeps a change that no flush covers.
     fn finish(&mut self, asked: Asked) {
-        self.outage = None;
+        if let Some(outage) = self.outage.take() {
+            let lost = outage.since.elapsed().as_millis();
+            tracing::warn!("{}: the server answers again, after {lost} ms", self.place);
+        }
         let Asked { mut job, covers, errno, extents, .. } = asked;
         let replay = matches!(job.origin, Origin::Replay);
         self.replays -= usize::from(replay);
