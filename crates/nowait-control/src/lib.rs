@@ -12,6 +12,7 @@ mod refusal;
 mod bounds;
 mod origin;
 mod token;
+mod page;
 mod routes;
 mod door;
 mod http_server;

@@ -20,7 +20,7 @@ use crate::controlled_server::{ControlError, ControlledServer};
 use crate::events::Events;
 use crate::origin::own_origin_first;
 use crate::refusal::refuse;
-use crate::{bounds, metrics};
+use crate::{bounds, metrics, page};
 
 type Server = Arc<dyn ControlledServer>;
 type Answer = Result<Response, ControlError>;
@@ -28,6 +28,7 @@ type Answer = Result<Response, ControlError>;
 /// The service for all paths.
 pub(crate) fn router(server: Server, events: Events) -> Router {
     Router::new()
+        .route("/", get(page::page))
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/metrics", get(metrics))
         .route("/v1/server", get(info))

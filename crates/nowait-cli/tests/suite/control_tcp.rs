@@ -82,6 +82,9 @@ fn a_request_with_the_token_that_the_server_made_is_answered_and_no_other_one() 
         assert_eq!(status, 401, "{path}: {body}");
         assert!(body.contains("the token is missing"), "{body}");
     }
+    let (status, page) = it.curl(&["--include"], "http", "/");
+    assert!(page.contains("content-security-policy: default-src 'none'"), "{page}");
+    assert_eq!((status, page.contains("<title>nowait</title>")), (200, true));
     let mut wrong = bearer.clone();
     wrong.pop();
     assert_eq!(it.curl(&["--header", &wrong], "http", "/v1/server").0, 401);
