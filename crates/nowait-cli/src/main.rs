@@ -25,6 +25,7 @@ mod tls_files;
 mod control_socket;
 mod token_file;
 mod control_client;
+mod load;
 mod control_tcp;
 mod control_interface;
 mod confinement;
@@ -40,7 +41,7 @@ mod summary;
 mod commands;
 
 use crate::commands::{
-    bench, check, commit, control, copy, create, info, map, resize, serve, setup, ublk,
+    bench, check, commit, control, copy, create, info, map, resize, serve, setup, top, ublk,
 };
 use std::process::ExitCode;
 
@@ -75,6 +76,7 @@ fn main() -> ExitCode {
         Command::Status(args) => control::status(&args).map(|()| ExitCode::SUCCESS),
         Command::Export(command) => control::export(&command).map(|()| ExitCode::SUCCESS),
         Command::Connections(args) => control::connections(&args).map(|()| ExitCode::SUCCESS),
+        Command::Top(args) => top::run(&args).map(|()| ExitCode::SUCCESS),
         Command::Upgrade(args) => control::upgrade(&args).map(|()| ExitCode::SUCCESS),
         Command::Bench(_) => Err(bench::run()),
         Command::Completions(args) => setup::completions(&args).map(|()| ExitCode::SUCCESS),

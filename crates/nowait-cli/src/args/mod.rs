@@ -3,6 +3,7 @@
 //! Invariant: parsed values are in range; the methods here return the defaults that the help
 //! states.
 
+mod help_texts;
 pub(crate) mod tls_args;
 pub(crate) mod image_args;
 pub(crate) mod info_args;
@@ -18,6 +19,7 @@ mod sandbox_args;
 pub(crate) mod setup_args;
 pub(crate) mod ublk_args;
 pub(crate) mod upgrade_args;
+pub(crate) mod top_args;
 pub(crate) mod vhost_user_args;
 
 use std::thread;
@@ -31,6 +33,7 @@ use address_args::AddressArgs;
 use change_args::{CommitArgs, CreateArgs, ResizeArgs};
 use control_args::{ConnectionsArgs, ExportCommand, ServeControlArgs, StatusArgs};
 use copy_args::CopyArgs;
+use help_texts::{AFTER_HELP, SERVE_AFTER_HELP};
 use image_args::{CheckArgs, MapArgs, OtherFiles, parse_image_format};
 use info_args::InfoArgs;
 use lifetime_args::LifetimeArgs;
@@ -41,6 +44,7 @@ use sandbox_args::SandboxArgs;
 use setup_args::{CompletionsArgs, ManArgs};
 use switch::Switch;
 use tls_args::TlsArgs;
+use top_args::TopArgs;
 use ublk_args::{UblkArgs, UblkCommand};
 use upgrade_args::UpgradeArgs;
 use vhost_user_args::VhostUserArgs;
@@ -76,6 +80,7 @@ pub(crate) enum Command {
     Export(ExportCommand),
     Connections(ConnectionsArgs),
     Upgrade(UpgradeArgs),
+    Top(TopArgs),
     Bench(BenchArgs),
     Completions(CompletionsArgs),
     Man(ManArgs),
@@ -98,6 +103,7 @@ impl Command {
             Self::Export(_) => "export",
             Self::Connections(_) => "connections",
             Self::Upgrade(_) => "upgrade",
+            Self::Top(_) => "top",
             Self::Bench(_) => "bench",
             Self::Completions(_) => "completions",
             Self::Man(_) => "man",
@@ -118,7 +124,11 @@ impl Command {
             Self::Commit(args) => args.image.check(),
             Self::Bench(args) => args.check(),
             Self::Create(_) | Self::Info(_) | Self::Ublk(_) => Ok(()),
-            Self::Status(_) | Self::Export(_) | Self::Connections(_) | Self::Upgrade(_) => Ok(()),
+            Self::Status(_)
+            | Self::Export(_)
+            | Self::Connections(_)
+            | Self::Upgrade(_)
+            | Self::Top(_) => Ok(()),
             Self::Completions(_) | Self::Man(_) => Ok(()),
         }
     }
@@ -367,79 +377,6 @@ pub(crate) enum QueueKind {
     /// Linux AIO, and plain reads and writes by a bounded number of threads; works everywhere
     Threads,
 }
-
-const AFTER_HELP: &str = "\
-Examples:
-  nowait serve                        try it out: a 1 GiB disk on a private socket
-  nowait create disk.img 10G          make an image
-  nowait serve disk.img               serve it
-  nowait info disk.img                look at it
-  nowait check disk.qcow2             look for damage in it
-  nowait copy disk.img copy.img       copy it
-  nowait resize disk.qcow2 +10G       make it larger
-  nowait status                       what the running servers do
-  nowait commit overlay.qcow2         put what an overlay has into its backing file
-
-'nowait COMMAND --help' is the manual of a command.
-
-Exit status:
-  0   success
-  1   failure; one line on standard error says of what, and what to do
-  2   wrong command line ('check' has 64 for it, and 2 and 3 for what it finds)";
-
-const SERVE_AFTER_HELP: &str = "\
-Examples:
-  Serve an image on a socket of its own, and start a virtual machine on it:
-    nowait serve disk.img --nbd unix:/run/disk.sock
-    qemu-system-x86_64 -drive 'file=nbd+unix:///?socket=/run/disk.sock,format=raw,if=virtio'
-
-  Serve what is in a qcow2 image, with its backing file in another directory:
-    nowait serve overlay.qcow2 --backing-dir /srv/golden
-
-  Serve a block device to this machine, and have it as /dev/nbd0:
-    nowait serve /dev/vdb --nbd tcp:127.0.0.1:10809
-    nbd-client 127.0.0.1 10809 /dev/nbd0
-
-  Have an image as a block device, without a network in between (as root):
-    nowait serve disk.img --ublk
-
-  Serve a golden image read-only under a name, at two addresses:
-    nowait serve golden.img --read-only --export golden \\
-        --nbd unix:/run/golden.sock --nbd 'tcp:[::1]:10809'
-    qemu-img convert -O qcow2 'nbd://[::1]:10809/golden' copy.qcow2
-
-  Serve two disks at one address; the first is what a client gets that names none:
-    nowait serve root=root.img data=/dev/vdc --nbd unix:/run/disks.sock
-    qemu-img info 'nbd+unix:///data?socket=/run/disks.sock'
-
-  Serve it to other machines, encrypted, to clients with a certificate only:
-    nowait serve disk.img --nbd tcp:0.0.0.0:10809 --tls-certs /etc/pki/nbd --tls-verify-peer
-    nbdinfo 'nbds://server.example/?tls-certificates=/etc/pki/client'
-
-  Measure what two of the mechanisms are worth:
-    nowait serve disk.img --off simple,pool
-
-Environment:
-  XDG_STATE_HOME    where the default image is kept
-  XDG_RUNTIME_DIR   where the default socket and the control socket are made
-  LISTEN_FDS        sockets handed over, to serve on (with LISTEN_PID, as by systemd)
-  NOTIFY_SOCKET     whom to tell of READY, STATUS, RELOADING and STOPPING
-  WATCHDOG_USEC     how often to tell it that all threads work (with WATCHDOG_PID)
-  JOURNAL_STREAM    where messages begin with their priority for the journal
-
-Options of qemu-nbd:
-  -k -p -b -r -e -x -D -f -v and their long names mean what they mean there, but
-  a port needs an address. -t and -A change nothing: a server goes on when clients
-  have left, and tells which image of a chain has what. -c and -d are refused, with
-  what to do instead.
-
-Exit status:
-  0   stopped by a signal, by its last client or with its parent, everything flushed
-  1   the address is taken, TLS is not possible with the files given, there is no sandbox
-      for --sandbox on, or storage has failed; or a second signal ended it unflushed
-  2   wrong command line
-  66  an IMAGE cannot be opened or is in use
-  70  a mistake of this program: one line says where";
 
 #[cfg(test)]
 mod tests {

@@ -202,7 +202,7 @@ fn tell(
     request(&client).map_err(|error| failed(client.place(), &error))
 }
 
-fn failed(socket: &Path, error: &ClientError) -> CliError {
+pub(crate) fn failed(socket: &Path, error: &ClientError) -> CliError {
     match error {
         ClientError::Refused(why) => CliError::new(plain(why)),
         _ => CliError::at(socket, plain(&error.to_string())),
@@ -262,7 +262,7 @@ fn connection_table(connections: &[ConnectionInfo]) -> String {
 }
 
 /// A time in words, to two units.
-fn duration(seconds: u64) -> String {
+pub(crate) fn duration(seconds: u64) -> String {
     let (minutes, hours, days) = (seconds / 60, seconds / 3600, seconds / 86400);
     match (days, hours, minutes) {
         (0, 0, 0) => format!("{seconds} s"),

@@ -19,6 +19,7 @@ mod control;
 mod control_changes;
 mod control_events;
 mod control_tcp;
+mod control_top;
 mod create_resize_commit;
 mod daemon;
 mod errors;

@@ -1,0 +1,78 @@
+//! `nowait top` shows what a server does: once, and on a terminal until a key ends it.
+//!
+//! Invariant: the load is one that the test makes.
+
+use std::io::{Read, Write};
+use std::process::Stdio;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use nowait_testkit::{Finished, require_tool, tool};
+use serde_json::Value;
+
+use crate::common::{NOWAIT, text};
+use crate::control::Controlled;
+
+/// Does `act` while a client of `it` writes.
+fn under_load<T>(it: &Controlled, act: impl FnOnce() -> T) -> T {
+    let (mut client, is_done) = (it.server.connect(), AtomicBool::new(false));
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !is_done.load(Ordering::Relaxed) {
+                client.write(0, &[1; 4096]).expect("a write");
+            }
+        });
+        let result = act();
+        is_done.store(true, Ordering::Relaxed);
+        result
+    })
+}
+
+#[test]
+fn top_prints_one_second_where_there_is_no_terminal() {
+    let it = Controlled::start();
+    let (printed, value) = under_load(&it, || {
+        (it.nowait(&["top"]).succeeds(), it.nowait(&["top", "--json"]).succeeds())
+    });
+    assert!(printed.contains(&format!("process {}, up ", it.server.pid())), "{printed}");
+    assert!(!printed.contains('\x1b'), "{printed}");
+    let row = printed.lines().find(|line| line.starts_with("@0 ")).expect("a row of the export");
+    assert!(row.contains("8 MiB") && row.ends_with("disk.img"), "{row}");
+    assert!(printed.contains("served by: simple"), "{printed}");
+    let value: Value = serde_json::from_str(&value).expect("JSON");
+    let load = &value["exports"][0];
+    assert!(load["requests_per_second"].as_f64() > Some(0.0), "{load}");
+    assert!(load["written_bytes_per_second"].as_f64() > Some(0.0), "{load}");
+    assert!(load["p99_seconds"].as_f64() > Some(0.0), "{load}");
+    it.server.stop();
+    let why = tool(NOWAIT).args(["top", "--once", "--control", text(&it.socket)]).fails();
+    assert!(why.contains("no server answers there"), "{why}");
+}
+
+#[test]
+fn top_is_drawn_on_a_terminal_and_ends_by_a_key() {
+    if !require_tool("script") {
+        return;
+    }
+    let it = Controlled::start();
+    let command = format!("stty rows 40 cols 140; {NOWAIT} top --control {}", it.socket.display());
+    let mut script = tool("script");
+    script.args(["--quiet", "--return", "--command", &command, "/dev/null"]);
+    let mut child =
+        script.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a terminal");
+    let (mut keys, mut screen) =
+        (child.stdin.take().expect("keys"), child.stdout.take().expect("a screen"));
+    let (mut shown, mut bytes) = (String::new(), [0; 4096]);
+    while !shown.contains("CONNECTION") {
+        let count = screen.read(&mut bytes).expect("the screen");
+        assert_ne!(count, 0, "it has ended: {shown}");
+        shown += &String::from_utf8_lossy(&bytes[..count]);
+    }
+    keys.write_all(b"q").expect("a key");
+    screen.read_to_string(&mut shown).expect("the rest");
+    assert!(child.wait().expect("its end").success(), "{shown}");
+    // The other screen of the terminal, and back; and the cursor again.
+    for sequence in ["\x1b[?1049h", "\x1b[?1049l", "\x1b[?25h"] {
+        assert!(shown.contains(sequence), "{shown:?}");
+    }
+    it.server.stop();
+}
