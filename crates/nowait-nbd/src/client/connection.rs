@@ -5,7 +5,7 @@
 
 use std::io::{self, IoSlice, IoSliceMut};
 use std::os::fd::{AsFd, BorrowedFd};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use crate::address::Address;
 use crate::client::credentials::Credentials;
@@ -28,7 +28,8 @@ pub struct ConnectOptions<'a> {
     pub export: &'a str,
     /// What is asked for in the handshake.
     pub wanted: Wanted<'a>,
-    /// The limit of the connection and of each read and write without progress.
+    /// The limit of the connection, of all of its handshake, and then of each read and write without
+    /// progress.
     pub timeout: Duration,
     /// The receive buffer in bytes, at least 1, for what is not received into a request's memory.
     pub receive_bytes: usize,
@@ -53,6 +54,7 @@ impl Connection {
         let ConnectOptions { address, credentials, export, wanted, timeout, receive_bytes } =
             *options;
         let socket = Socket::connect(address, timeout).map_err(ClientError::Connect)?;
+        socket.set_deadline(Some(Instant::now() + timeout));
         handshake::greet(&mut &socket)?;
         let (session, export) = match credentials {
             None => (None, handshake::choose(&mut &socket, export, wanted)?),
@@ -64,6 +66,7 @@ impl Connection {
                 (Some(session), export)
             }
         };
+        socket.set_deadline(None);
         let (parser, received) = (ReplyParser::new(export.mode), vec![0; receive_bytes.max(1)]);
         Ok((Self { socket, session, parser, received }, export))
     }

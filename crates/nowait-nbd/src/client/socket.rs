@@ -2,11 +2,12 @@
 //!
 //! Invariant: a call that a signal interrupts is made again.
 
+use std::cell::Cell;
 use std::io::{self, IoSlice, IoSliceMut, Read, Write};
 use std::net::{TcpStream, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use rustix::io::retry_on_intr;
 
@@ -24,7 +25,17 @@ pub(super) enum Received {
 }
 
 /// A connected socket.
-pub(super) struct Socket(OwnedFd);
+pub(super) struct Socket {
+    fd: OwnedFd,
+    /// Until then the handshake has to end, however often the server sends a byte.
+    deadline: Cell<Option<Instant>>,
+}
+
+impl From<OwnedFd> for Socket {
+    fn from(fd: OwnedFd) -> Self {
+        Self { fd, deadline: Cell::new(None) }
+    }
+}
 
 impl Socket {
     /// Connects to `address`. The connection, each read and each write fail after `timeout` without
@@ -38,7 +49,7 @@ impl Socket {
                 let stream = UnixStream::connect(path)?;
                 stream.set_read_timeout(Some(timeout))?;
                 stream.set_write_timeout(Some(timeout))?;
-                Ok(Self(stream.into()))
+                Ok(OwnedFd::from(stream).into())
             }
             Address::Tcp { host, port } => {
                 let mut refused = io::Error::other("the name has no address");
@@ -48,7 +59,7 @@ impl Socket {
                             stream.set_nodelay(true)?;
                             stream.set_read_timeout(Some(timeout))?;
                             stream.set_write_timeout(Some(timeout))?;
-                            return Ok(Self(stream.into()));
+                            return Ok(OwnedFd::from(stream).into());
                         }
                         Err(error) => refused = error,
                     }
@@ -58,26 +69,41 @@ impl Socket {
         }
     }
 
+    /// Sends and receives nothing after `deadline`; `None` takes that back. A call that waits then ends
+    /// by its timeout.
+    pub(super) fn set_deadline(&self, deadline: Option<Instant>) {
+        self.deadline.set(deadline);
+    }
+
+    fn check_deadline(&self) -> io::Result<()> {
+        match self.deadline.get().is_some_and(|deadline| Instant::now() >= deadline) {
+            true => Err(io::ErrorKind::TimedOut.into()),
+            false => Ok(()),
+        }
+    }
+
     /// Sends some of `slices`.
     ///
     /// # Errors
-    /// Those of writev(2).
+    /// Those of writev(2); `TimedOut` after the deadline.
     pub(super) fn send(&self, slices: &[IoSlice<'_>]) -> io::Result<usize> {
-        Ok(retry_on_intr(|| rustix::io::writev(&self.0, slices))?)
+        self.check_deadline()?;
+        Ok(retry_on_intr(|| rustix::io::writev(&self.fd, slices))?)
     }
 
     /// Receives into `slices`, one after the other; 0 bytes at the end of the stream.
     ///
     /// # Errors
-    /// Those of readv(2).
+    /// Those of readv(2); `TimedOut` after the deadline.
     pub(super) fn receive(&self, slices: &mut [IoSliceMut<'_>]) -> io::Result<usize> {
-        Ok(retry_on_intr(|| rustix::io::readv(&self.0, &mut *slices))?)
+        self.check_deadline()?;
+        Ok(retry_on_intr(|| rustix::io::readv(&self.fd, &mut *slices))?)
     }
 }
 
 impl AsFd for Socket {
     fn as_fd(&self) -> BorrowedFd<'_> {
-        self.0.as_fd()
+        self.fd.as_fd()
     }
 }
 

@@ -80,7 +80,7 @@ impl Connector {
         Ok(Self { addresses, credentials, name: uri.export.clone() })
     }
 
-    /// Connects; each step takes at most `timeout`.
+    /// Connects; the connection and its handshake take at most `timeout` each.
     pub(super) fn connect(&self, timeout: Duration) -> Result<(Connection, Export), String> {
         let mut last = "the name has no address".to_owned();
         for address in &self.addresses {

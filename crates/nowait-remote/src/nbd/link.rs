@@ -24,10 +24,10 @@ use crate::nbd::job::{Command, Job, Origin};
 use crate::nbd::replay_log::ReplayLog;
 use crate::nbd::requests::{Answers, Asked};
 
-/// The limit of each step of the first connection.
+/// The limits of the first connection and of its handshake.
 pub(super) const OPEN_TIMEOUT: Duration = Duration::from_secs(10);
-/// The limit of each step of a later one.
-const AGAIN_TIMEOUT: Duration = Duration::from_secs(5);
+/// The limits of a later one: that for the reconnect, but not less or more than these.
+const AGAIN_TIMEOUTS: [Duration; 2] = [Duration::from_secs(1), Duration::from_secs(5)];
 /// Between two attempts to connect: the first pause, and the longest one.
 const PAUSES: [Duration; 2] = [Duration::from_millis(20), Duration::from_secs(1)];
 /// The most jobs that are with the server, and their bytes unless it is one job.
@@ -440,7 +440,8 @@ impl Link {
         let Some(outage) = &mut self.outage else { return };
         let first = outage.attempts == 0;
         outage.attempts = outage.attempts.saturating_add(1);
-        match self.connector.connect_again(&self.export, self.writes, AGAIN_TIMEOUT) {
+        let timeout = self.reconnect.clamp(AGAIN_TIMEOUTS[0], AGAIN_TIMEOUTS[1]);
+        match self.connector.connect_again(&self.export, self.writes, timeout) {
             Ok((connection, export)) => {
                 let lost = outage.since.elapsed().as_millis();
                 let (place, again) = (&self.place, self.replays);

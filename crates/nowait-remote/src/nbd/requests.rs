@@ -14,6 +14,10 @@ use crate::nbd::job::{Command, Job};
 const UNASKED: &str = "the server answered a request that was never made";
 const BROKEN: &str = "the server's replies make no sense";
 
+/// The most messages about one request: a server that sends holes and data by turns has a reason for
+/// many, but not without end.
+const MAX_MESSAGES: u32 = 1 << 20;
+
 /// A job that is with the server.
 pub(super) struct Asked {
     pub(super) job: Job,
@@ -28,6 +32,8 @@ pub(super) struct Asked {
     left: usize,
     /// Bytes of a read that have come.
     received: u64,
+    /// Messages of the server about it so far.
+    messages: u32,
     /// The errno that the server answered, or 0.
     pub(super) errno: i32,
     pub(super) extents: Vec<ExtentStatus>,
@@ -46,8 +52,18 @@ impl Asked {
             job.data = vec![0; len as usize];
         }
         let (answered, extents) = (vec![false; parts], Vec::new());
-        let (left, received, errno) = (parts, 0, 0);
-        Self { job, number, covers, part_bytes, answered, left, received, errno, extents }
+        Self {
+            job,
+            number,
+            covers,
+            part_bytes,
+            answered,
+            left: parts,
+            received: 0,
+            messages: 0,
+            errno: 0,
+            extents,
+        }
     }
 
     /// The headers of all parts for the request with this `index`, each with the range of its data in
@@ -122,7 +138,13 @@ impl Answers<'_> {
     fn request(&mut self, cookie: u64) -> Outcome<&mut Asked> {
         let (index, part) = index_of(cookie);
         let asked = self.asked.get_mut(index);
-        asked.filter(|asked| asked.answered.get(part) == Some(&false)).ok_or(UNASKED.into())
+        let asked =
+            asked.filter(|asked| asked.answered.get(part) == Some(&false)).ok_or(UNASKED)?;
+        asked.messages += 1;
+        if asked.messages > MAX_MESSAGES || asked.received > asked.job.range.len {
+            return Err(BROKEN.into());
+        }
+        Ok(asked)
     }
 
     /// The read of whose part `length` bytes at `offset` come.
@@ -241,5 +263,68 @@ fn errno_of(error: u32) -> i32 {
         nbd::EOVERFLOW => libc::EOVERFLOW,
         nbd::ENOTSUP => libc::EOPNOTSUPP,
         _ => libc::EIO,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::nbd::job::Origin;
+
+    fn table(command: Command, len: u64) -> Slab<Asked> {
+        let (range, origin) = (ByteRange::new(4096, len), Origin::Replay);
+        let job = Job { command, range, durable: false, data: Vec::new(), origin };
+        let mut asked = Slab::new();
+        asked.insert(Asked::new(job, 0, 0, 1024));
+        asked
+    }
+
+    fn answers<'a>(asked: &'a mut Slab<Asked>, ended: &'a mut Vec<usize>) -> Answers<'a> {
+        Answers { asked, context: Some(1), ended }
+    }
+
+    #[test]
+    fn a_read_ends_when_each_part_was_answered_with_its_bytes() {
+        let (mut asked, mut ended) = (table(Command::Read, 2000), Vec::new());
+        let mut it = answers(&mut asked, &mut ended);
+        let second = 1 << 32;
+        assert_eq!(it.simple(second, 0), Ok(Some((4096 + 1024, 976))));
+        it.done(second).unwrap();
+        it.hole(0, 4096, 1000).unwrap();
+        it.data(0, 4096 + 1000, 24).unwrap();
+        it.done(0).unwrap();
+        assert_eq!(ended, [0]);
+    }
+
+    #[test]
+    fn data_outside_of_a_part_or_without_end_are_refused() {
+        for (cookie, offset, length) in [
+            (0, 4095, 1),
+            (0, 4096 + 1024, 1),
+            (1 << 32, 4096, 1),
+            (2 << 32, 4096, 1),
+            (0, 4096, 0),
+        ] {
+            let (mut asked, mut ended) = (table(Command::Read, 2000), Vec::new());
+            let refused = answers(&mut asked, &mut ended).data(cookie, offset, length);
+            assert!(refused.is_err(), "{cookie:x} {offset} {length}");
+        }
+        let (mut asked, mut ended) = (table(Command::Read, 2000), Vec::new());
+        let mut it = answers(&mut asked, &mut ended);
+        let again = (0..10).try_for_each(|_| it.data(0, 4096, 1024));
+        assert!(again.is_err(), "the same bytes again and again");
+        let (mut asked, mut ended) = (table(Command::Write, 10), Vec::new());
+        let mut it = answers(&mut asked, &mut ended);
+        assert!((0..=MAX_MESSAGES).try_for_each(|_| it.error(0, nbd::EIO, "")).is_err());
+    }
+
+    #[test]
+    fn a_part_is_answered_once_and_an_incomplete_answer_is_refused() {
+        let (mut asked, mut ended) = (table(Command::Read, 1000), Vec::new());
+        let mut it = answers(&mut asked, &mut ended);
+        it.data(0, 4096, 999).unwrap();
+        assert!(it.done(0).is_err());
+        assert!(it.done(0).is_err());
+        assert!(ended.is_empty());
     }
 }

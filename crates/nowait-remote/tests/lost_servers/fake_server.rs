@@ -24,6 +24,8 @@ pub(crate) struct Behaviour {
     pub(crate) lie: Option<Vec<u8>>,
     /// Connections are closed at once.
     pub(crate) absent: bool,
+    /// The handshake comes byte by byte, and never ends.
+    pub(crate) drips: bool,
 }
 
 struct State {
@@ -54,6 +56,7 @@ impl FakeServer {
             write_error: 0,
             lie: None,
             absent: false,
+            drips: false,
         };
         let bytes = vec![0; size as usize];
         let state = State { behaviour, durable: bytes.clone(), cached: bytes, connections: 0 };
@@ -98,9 +101,25 @@ fn serve(mut stream: UnixStream, state: &Mutex<State>) {
             return;
         }
         state.connections += 1;
+        if state.behaviour.drips {
+            drop(state);
+            return drip(stream);
+        }
     }
     // Any error is the end of the connection.
     let _ = negotiate(&mut stream, state).and_then(|()| while_alive(&mut stream, state));
+}
+
+/// A greeting, and option replies that have no end.
+fn drip(mut stream: UnixStream) {
+    let mut bytes = nbd::INIT_MAGIC.to_be_bytes().to_vec();
+    bytes.extend(nbd::OPTION_MAGIC.to_be_bytes());
+    for byte in bytes.into_iter().chain(std::iter::repeat(3)) {
+        std::thread::sleep(std::time::Duration::from_millis(100));
+        if stream.write_all(&[byte]).is_err() {
+            return;
+        }
+    }
 }
 
 fn read<const N: usize>(stream: &mut UnixStream) -> io::Result<[u8; N]> {

@@ -210,6 +210,19 @@ fn a_server_that_is_there_and_never_answers_a_request_right_fails_it_in_time() {
 }
 
 #[test]
+fn a_handshake_that_never_ends_fails_requests_in_time() {
+    let server = FakeServer::start(BYTES);
+    let disk = NbdStorage::open(&server.uri(), &options(1)).unwrap();
+    server.change(|it| {
+        it.answers = 0;
+        it.drips = true;
+    });
+    assert_eq!(read(&disk, 0, 1).unwrap_err().errno(), libc::EIO);
+    server.change(|it| it.drips = false);
+    wait_for("the server", || read(&disk, 0, 1).map_err(|error| error.to_string()));
+}
+
+#[test]
 fn an_error_of_the_server_is_the_error_of_the_request() {
     let server = FakeServer::start(BYTES);
     let disk = open(&server);
