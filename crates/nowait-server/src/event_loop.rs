@@ -31,7 +31,7 @@ use crate::statistics::MechanismCounts;
 use crate::thread_handle::ThreadHandle;
 
 #[cfg(feature = "sim")]
-pub use crate::event_loop::sim::{Simulated, SimulatedUblk, SimulatedVhost};
+pub use crate::event_loop::sim::{SimParked, Simulated, SimulatedUblk, SimulatedVhost};
 #[cfg(feature = "sim")]
 pub use crate::event_loop::sim_change::SimChange;
 

@@ -29,12 +29,14 @@ pub enum ServerBug {
     ForgetHeld,
     /// Changes of a read-only export are done.
     IgnoreProtection,
+    /// What a connection has received and not parsed is lost when it leaves its thread.
+    LoseParkedInput,
 }
 
 #[cfg(feature = "sim")]
 impl ServerBug {
     /// All of them.
-    pub const ALL: [Self; 10] = [
+    pub const ALL: [Self; 11] = [
         Self::ReplyFromOldBuffer,
         Self::ReplyTwice,
         Self::LoseAtDisconnect,
@@ -45,6 +47,7 @@ impl ServerBug {
         Self::CommitBeforeData,
         Self::ForgetHeld,
         Self::IgnoreProtection,
+        Self::LoseParkedInput,
     ];
 }
 

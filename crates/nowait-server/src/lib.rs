@@ -50,7 +50,7 @@ pub use server::{
 };
 #[cfg(feature = "sim")]
 pub use server::{
-    ServerBug, SimChange, Simulated, SimulatedUblk, SimulatedVhost, die_after, inject,
+    ServerBug, SimChange, SimParked, Simulated, SimulatedUblk, SimulatedVhost, die_after, inject,
 };
 pub use statistics::{FrontendKind, FrontendTotals, OpTotals};
 pub use ublk::device_set_up::UblkOptions;

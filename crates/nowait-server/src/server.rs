@@ -12,7 +12,7 @@ use nowait::{AnyQueue, BlockMap, Engine, Error, IoQueue, Operation};
 
 use crate::event_loop::EventLoop;
 #[cfg(feature = "sim")]
-pub use crate::event_loop::{SimChange, Simulated, SimulatedUblk, SimulatedVhost};
+pub use crate::event_loop::{SimChange, SimParked, Simulated, SimulatedUblk, SimulatedVhost};
 use crate::export::{Export, ExportId};
 use crate::export_threads::any_export::AnyExport;
 use crate::export_threads::export_registry::Servable;

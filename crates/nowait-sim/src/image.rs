@@ -239,10 +239,18 @@ impl Image {
         self.open_image.as_ref().and_then(OpenImage::due)
     }
 
+    /// Makes all that has completed durable; no request may be in flight.
+    ///
+    /// # Errors
+    /// The error of the write or the sync.
+    pub fn flush(&self) -> Result<(), Error> {
+        BlockingFile::new(self.disk.clone()).flush()
+    }
+
     /// Closes the image as a server does; no request may be in flight. `None` for a raw disk.
     pub fn close(&mut self) -> Option<Result<(), Error>> {
         let open_image = self.open_image.take()?;
-        let flushed = BlockingFile::new(self.disk.clone()).flush();
+        let flushed = self.flush();
         Some(flushed.and_then(|()| open_image.close()))
     }
 }

@@ -46,7 +46,7 @@ struct Args {
     /// Makes a mistake on purpose. In the engine: drop-flush, complete-before-data,
     /// free-slot-twice, reply-from-stale-buffer, forget-range-lock, answer-unmoved-neighbours. In the server:
     /// reply-from-old-buffer, reply-twice, lose-at-disconnect, trust-reports, forget-held,
-    /// ignore-protection; with a virtual machine:
+    /// ignore-protection, lose-parked-input; with a virtual machine:
     /// forget-in-flight, repeat-told, tell-before-data; with a block device: commit-before-data. In a qcow2 image:
     /// forget-tail, read-below-elsewhere, forget-order, forget-given-back, cut-too-short,
     /// forget-to-grow, forget-failure, flush-beside-another, forget-overlap-check.

@@ -92,6 +92,8 @@ pub struct Scenario {
     damages: u16,
     /// How often in 65536 steps the export of a server is changed.
     changes: u16,
+    /// How often in 65536 steps a server pauses.
+    pauses: u16,
 }
 
 /// A request of a client.
@@ -138,6 +140,8 @@ pub enum Action {
     Damage,
     /// The export of a server is changed.
     Change(SimChange),
+    /// The server pauses; others go on with its clients, on the image that is opened anew.
+    Pause,
     /// The device stops answering.
     FallSilent,
     /// The device resumes answering.
@@ -223,6 +227,7 @@ impl Scenario {
             keeps: 0,
             damages: 0,
             changes: 0,
+            pauses: 0,
         };
         if random.below(8) == 0 {
             scenario = scenario.in_qcow2(block.ilog2(), &mut random);
@@ -237,6 +242,9 @@ impl Scenario {
         scenario.config.allocate_ahead = random.below(8) > 0;
         if mode != Mode::Engine {
             scenario.changes = random.pick(&[0, 0, 0, 800]).unwrap_or(0);
+        }
+        if mode == Mode::Server {
+            scenario.pauses = random.pick(&[0, 0, 0, 400]).unwrap_or(0);
         }
         scenario
     }
@@ -289,6 +297,12 @@ impl Scenario {
     #[must_use]
     pub fn has_operator(&self) -> bool {
         self.changes > 0
+    }
+
+    /// Whether the server is paused.
+    #[must_use]
+    pub fn has_pauses(&self) -> bool {
+        self.pauses > 0
     }
 
     /// Step number `n`.
@@ -385,6 +399,7 @@ impl Scenario {
             () if self.changes > 0 && random.chance(self.changes.saturating_mul(40)) => {
                 Action::Change(change(random))
             }
+            () if self.pauses > 0 && random.chance(self.pauses.saturating_mul(40)) => Action::Pause,
             () if self.silences > 0 => Action::Answer,
             () => Action::Work,
         }

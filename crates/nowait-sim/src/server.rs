@@ -3,6 +3,8 @@
 //! Invariant: a request of a disconnected client may still be executed until the server has closed
 //! its connection.
 
+use std::collections::BTreeMap;
+
 use nowait::Error;
 use nowait::sim::{Random, SimQueue, connection};
 use nowait_server::{SimChange, Simulated};
@@ -29,6 +31,8 @@ pub struct Server {
     clients: Vec<Client>,
     /// Requests of disconnected clients, with the thread and the id of their connection.
     orphans: Vec<((usize, u64), InFlight)>,
+    /// Connections are between two threads.
+    pauses: bool,
     requests: u64,
     scratch: Vec<u8>,
 }
@@ -51,6 +55,7 @@ impl SystemUnderTest for Server {
             threads: threads(image, scenario)?,
             clients: Vec::new(),
             orphans: Vec::new(),
+            pauses: false,
             requests: 0,
             scratch: vec![0; RECEIVE_BYTES],
         })
@@ -58,7 +63,38 @@ impl SystemUnderTest for Server {
 
     fn reopen(&mut self, image: &Image, scenario: &Scenario) -> Result<(), Error> {
         self.clients.clear();
+        self.pauses = false;
         self.threads = threads(image, scenario)?;
+        Ok(())
+    }
+
+    fn begin_pause(&mut self) -> bool {
+        self.threads.iter_mut().for_each(Simulated::begin_pause);
+        self.pauses = true;
+        true
+    }
+
+    fn has_paused(&self) -> bool {
+        self.threads.iter().all(Simulated::has_paused)
+    }
+
+    fn resume(&mut self, image: &Image, scenario: &Scenario) -> Result<(), Error> {
+        let mut next = threads(image, scenario)?;
+        let mut owners = BTreeMap::new();
+        for (part, thread) in self.threads.iter_mut().enumerate() {
+            for parked in thread.take_parked() {
+                let before = (part, parked.name());
+                let to = owners.len() % next.len();
+                if let Some(name) = next.get_mut(to).and_then(|thread| thread.adopt(parked)) {
+                    owners.insert(before, (to, name));
+                }
+            }
+        }
+        // A connection that was closed is on no thread.
+        let owner = |before: (usize, u64)| owners.get(&before).copied().unwrap_or((usize::MAX, 0));
+        self.clients.iter_mut().for_each(|client| client.owner = owner(client.owner));
+        self.orphans.iter_mut().for_each(|(before, _)| *before = owner(*before));
+        (self.threads, self.pauses) = (next, false);
         Ok(())
     }
 
@@ -142,6 +178,9 @@ impl Server {
         let Some(thread) = self.threads.get_mut(part) else { return Ok(Health::Well) };
         if Health::after_iteration(thread.run_once(waits), oracle)? == Health::Down {
             return Ok(Health::Down);
+        }
+        if self.pauses {
+            return Ok(Health::Well);
         }
         let threads = &self.threads;
         self.orphans.retain(|((part, id), flight)| {

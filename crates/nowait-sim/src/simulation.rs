@@ -10,6 +10,7 @@ use std::time::Duration;
 
 use nowait::sim::{Faults, Random, SimDevice, SimQueue};
 use nowait::{ByteRange, Completion, Engine, Error, Flags, Op, Request};
+use nowait_server::SimChange;
 
 use crate::coroutines::Coroutines;
 use crate::count_damage;
@@ -168,6 +169,7 @@ impl<S: SystemUnderTest> Simulation<S> {
             Action::FallSilent => self.device.fall_silent(),
             Action::Answer => self.device.answer(),
             Action::Shrink => self.shrink(&mut random),
+            Action::Pause => self.pause(&mut random)?,
             action => match self.system.act(action, part, &mut self.oracle, &mut random)? {
                 Health::Well => {}
                 Health::Down => self.crash(&mut random)?,
@@ -307,6 +309,66 @@ impl<S: SystemUnderTest> Simulation<S> {
             ))),
             _ => self.stack(random),
         }
+    }
+
+    /// The server leaves its clients, in whatever they are sending and receiving. The image is closed
+    /// and opened anew, sometimes below a new overlay; other threads go on with the clients.
+    fn pause(&mut self, random: &mut Random) -> Result<(), Violation> {
+        if self.damaged.is_some() || self.oracle.has_shrunk() || !self.system.begin_pause() {
+            return Ok(());
+        }
+        self.device.answer();
+        if !self.await_pause(random)? {
+            return self.crash(random);
+        }
+        self.device.set_faults(Faults::default());
+        let began = self.oracle.now();
+        if let Err(error) = self.image.flush() {
+            // It goes on as it is.
+            self.oracle.not_closed(&error)?;
+            return self.resume();
+        }
+        self.oracle.closed(began)?;
+        if let Some(Err(error)) = self.image.close() {
+            self.oracle.not_closed(&error)?;
+            // The cached metadata of the image is lost.
+            return self.cut(random);
+        }
+        if self.scenario.qcow2.is_some() && self.device.files() < 4 && random.below(2) == 0 {
+            image::stack(&self.scenario, &self.device, None, random)?;
+            self.torn = false;
+        }
+        self.image.disk.give_back();
+        let image = Image::open(&self.scenario, &self.device, Opening::Consistent)?;
+        let closed = std::mem::replace(&mut self.image, image);
+        let resumed = self.resume();
+        drop(closed);
+        resumed
+    }
+
+    /// Runs until all clients were left. False if the system has failed meanwhile.
+    fn await_pause(&mut self, random: &mut Random) -> Result<bool, Violation> {
+        for _ in 0..MAX_ITERATIONS {
+            if self.system.has_paused() && !self.is_writing_back.get() {
+                return Ok(true);
+            }
+            for part in 0..self.scenario.parts as usize {
+                let acted = self.system.act(Action::Wait, part, &mut self.oracle, random)?;
+                if acted != Health::Well {
+                    return Ok(false);
+                }
+            }
+            self.work(random)?;
+        }
+        Err(Violation::new("a pause never begins".to_owned()))
+    }
+
+    /// Other parts of the system go on with the clients that were left.
+    fn resume(&mut self) -> Result<(), Violation> {
+        self.system.resume(&self.image, &self.scenario).map_err(broken)?;
+        self.oracle.changed(SimChange::Unprotect);
+        self.device.set_faults(self.scenario.faults);
+        Ok(())
     }
 
     /// The image is closed, its refcounts are damaged, and it is opened as if they were not.

@@ -54,6 +54,25 @@ pub trait SystemUnderTest: Sized {
     /// As for [`SystemUnderTest::open`].
     fn reopen(&mut self, image: &Image, scenario: &Scenario) -> Result<(), Error>;
 
+    /// Has all parts take no more requests and leave their clients, which go on after
+    /// [`SystemUnderTest::resume`]. Returns whether the system can do that.
+    fn begin_pause(&mut self) -> bool {
+        false
+    }
+
+    /// Whether all parts have left their clients.
+    fn has_paused(&self) -> bool {
+        true
+    }
+
+    /// Other parts serve the clients that were left, on `image`.
+    ///
+    /// # Errors
+    /// As for [`SystemUnderTest::open`].
+    fn resume(&mut self, image: &Image, scenario: &Scenario) -> Result<(), Error> {
+        self.reopen(image, scenario)
+    }
+
     /// Executes one action of part `part` of the system, or of a client.
     ///
     /// # Errors

@@ -31,6 +31,7 @@ pub fn name_of(bug: InjectedBug) -> &'static str {
         InjectedBug::Server(ServerBug::CommitBeforeData) => "commit-before-data",
         InjectedBug::Server(ServerBug::ForgetHeld) => "forget-held",
         InjectedBug::Server(ServerBug::IgnoreProtection) => "ignore-protection",
+        InjectedBug::Server(ServerBug::LoseParkedInput) => "lose-parked-input",
         InjectedBug::Image(ImageBug::ForgetTail) => "forget-tail",
         InjectedBug::Image(ImageBug::ReadBelowElsewhere) => "read-below-elsewhere",
         InjectedBug::Image(ImageBug::ForgetOrder) => "forget-order",

@@ -29,6 +29,9 @@ fn seeds(bug: InjectedBug) -> impl Iterator<Item = u64> {
             InjectedBug::Server(ServerBug::ForgetHeld | ServerBug::IgnoreProtection) => {
                 Scenario::of(Mode::Server, seed).has_operator()
             }
+            InjectedBug::Server(ServerBug::LoseParkedInput) => {
+                Scenario::of(Mode::Server, seed).has_pauses()
+            }
             _ => true,
         }
     };
@@ -199,4 +202,9 @@ fn a_client_that_is_forgotten_under_a_limit_is_found() {
 #[test]
 fn a_change_of_a_read_only_export_is_found() {
     is_found(InjectedBug::Server(ServerBug::IgnoreProtection));
+}
+
+#[test]
+fn input_that_is_lost_when_connections_leave_their_threads_is_found() {
+    is_found(InjectedBug::Server(ServerBug::LoseParkedInput));
 }

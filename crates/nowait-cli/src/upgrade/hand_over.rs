@@ -131,6 +131,7 @@ fn send_drained(
             split: state.split.map(SplitMessage::from),
             unparsed: state.unparsed.len(),
             unsent: state.unsent.len(),
+            ended: state.ended,
         });
     }
     let files_of = images.iter().map(Vec::len).collect();

@@ -111,6 +111,8 @@ pub(crate) struct ConnectionMessage {
     /// Bytes that were received and not parsed, and bytes that were not sent.
     pub(crate) unparsed: usize,
     pub(crate) unsent: usize,
+    /// The client has disconnected.
+    pub(crate) ended: bool,
 }
 
 /// As [`SplitState`].

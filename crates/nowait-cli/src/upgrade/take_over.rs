@@ -116,8 +116,17 @@ impl TakeOver {
             let (unparsed, unsent) = (take(it.unparsed), take(it.unsent));
             let (reply_mode, contexts, discard) = (it.reply_mode, it.contexts, it.discard);
             let split = it.split.map(SplitState::from);
-            let state =
-                ConnectionState { socket, reply_mode, contexts, discard, split, unparsed, unsent };
+            let ended = it.ended;
+            let state = ConnectionState {
+                socket,
+                reply_mode,
+                contexts,
+                discard,
+                split,
+                unparsed,
+                unsent,
+                ended,
+            };
             (it.export, state)
         });
         Ok(Parked { images, connections: connections.collect() })

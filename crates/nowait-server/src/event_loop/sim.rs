@@ -80,16 +80,44 @@ impl<M: BlockMap> Simulated<M> {
     /// connection limit.
     pub fn connect(&mut self, near: ServerEnd) -> Option<u64> {
         let permit = self.0.shared.limit.take()?;
-        let connection = HandoffConnection::new(Socket::Simulated(near), TlsState::Off, permit);
+        Some(self.add(HandoffConnection::new(Socket::Simulated(near), TlsState::Off, permit)))
+    }
+
+    fn add(&mut self, connection: HandoffConnection) -> u64 {
+        let name = connection.permit.id();
         let EventLoop { frontend, context, .. } = &mut self.0;
         frontend.add(context, connection);
-        Some(frontend.generation)
+        name
     }
 
     /// Whether the connection of that name is still open.
     #[must_use]
     pub fn serves(&self, name: u64) -> bool {
-        self.0.frontend.connections.iter().any(|(_, connection)| connection.generation == name)
+        self.0.frontend.connections.iter().any(|(_, connection)| connection.permit.id() == name)
+    }
+
+    /// Has the thread take no more requests and leave its connections.
+    pub fn begin_pause(&mut self) {
+        self.0.registered.begin_parking();
+        self.0.change_parking();
+    }
+
+    /// Whether it has left all of them.
+    #[must_use]
+    pub fn has_paused(&self) -> bool {
+        self.0.context.members() == 0 && self.in_flight() == 0
+    }
+
+    /// What it has left.
+    pub fn take_parked(&mut self) -> Vec<SimParked> {
+        self.0.registered.end_parking().connections.into_iter().map(SimParked).collect()
+    }
+
+    /// Serves a connection that another thread has left. Returns its name, or `None` as
+    /// [`Simulated::connect`].
+    pub fn adopt(&mut self, parked: SimParked) -> Option<u64> {
+        let permit = self.0.shared.limit.take()?;
+        Some(self.add(HandoffConnection { permit, ..parked.0 }))
     }
 
     /// Runs one iteration. With `waits`, and if nothing is pending, first lets time pass until
@@ -110,6 +138,17 @@ impl<M: BlockMap> Simulated<M> {
     #[must_use]
     pub fn in_flight(&self) -> usize {
         self.0.context.engine.in_flight()
+    }
+}
+
+/// A connection between two threads.
+pub struct SimParked(HandoffConnection);
+
+impl SimParked {
+    /// Its name on the thread that has left it.
+    #[must_use]
+    pub fn name(&self) -> u64 {
+        self.0.permit.id()
     }
 }
 

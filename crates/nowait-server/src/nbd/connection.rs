@@ -64,6 +64,8 @@ pub(crate) struct HandoffConnection {
     pub(crate) split: Option<SplitRest>,
     /// Bytes of the handshake or of replies that were not sent.
     pub(crate) unsent: Vec<u8>,
+    /// The client has disconnected: it is sent these bytes, and nothing of it is read.
+    pub(crate) ended: bool,
     /// Handshake deadline.
     pub(crate) due: Instant,
     pub(crate) peer: Peer,
@@ -86,6 +88,7 @@ impl HandoffConnection {
             discard: 0,
             split: None,
             unsent,
+            ended: false,
             due,
             peer,
             permit,
@@ -116,7 +119,7 @@ pub(crate) struct Connection {
     pub(crate) rdhup: bool,
     /// The socket was drained, and whether the end of file followed is unknown.
     pub(crate) eof_unchecked: bool,
-    permit: ConnectionPermit,
+    pub(crate) permit: ConnectionPermit,
 }
 
 impl Connection {
@@ -127,10 +130,13 @@ impl Connection {
         policy: SplitPolicy,
     ) -> Self {
         let HandoffConnection { socket, transport, phase, unparsed, unsent, due, .. } = arrival;
-        let HandoffConnection { discard, split, peer, permit, .. } = arrival;
+        let HandoffConnection { discard, split, ended, peer, permit, .. } = arrival;
         let mut session = Session::new(phase, unparsed, discard, unsent);
         if let Some(rest) = split {
             session.resume_split(rest, policy.fragment_bytes);
+        }
+        if ended {
+            session.end_input();
         }
         Self {
             number,
@@ -172,12 +178,13 @@ impl Connection {
     /// Packs the connection for another thread. No request of it may be in the engine.
     pub(crate) fn into_handoff(self) -> HandoffConnection {
         let Self { socket, mut transport, session, due, peer, permit, .. } = self;
-        let Session { phase, unparsed, mut send_queue, discard_bytes: discard, .. } = session;
+        let Session { phase, input, unparsed, mut send_queue, discard_bytes: discard, .. } =
+            session;
         let unsent = send_queue.take_unsent();
         if let Transport::Tls(session) = &mut transport {
             session.forget_budget();
         }
-        let split = None;
+        let (split, ended) = (None, input == ReadState::Eof);
         HandoffConnection {
             socket,
             transport,
@@ -186,6 +193,7 @@ impl Connection {
             discard,
             split,
             unsent,
+            ended,
             due,
             peer,
             permit,

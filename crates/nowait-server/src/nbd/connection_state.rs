@@ -39,6 +39,8 @@ pub struct ConnectionState {
     pub unparsed: Vec<u8>,
     /// Bytes that were not sent yet.
     pub unsent: Vec<u8>,
+    /// The client has disconnected: it is sent these bytes, and nothing of it is read.
+    pub ended: bool,
 }
 
 /// A long write of which a part was written.
@@ -93,6 +95,7 @@ impl ConnectionState {
             split: connection.split.as_ref().map(SplitState::of),
             unparsed: connection.unparsed.clone(),
             unsent: connection.unsent.clone(),
+            ended: connection.ended,
         }))
     }
 
@@ -102,7 +105,7 @@ impl ConnectionState {
         export: ExportId,
         permit: ConnectionPermit,
     ) -> HandoffConnection {
-        let Self { socket, reply_mode, contexts, discard, split, unparsed, unsent } = self;
+        let Self { socket, reply_mode, contexts, discard, split, unparsed, unsent, ended } = self;
         let mode = match reply_mode {
             0 => ReplyMode::Simple,
             1 => ReplyMode::Structured,
@@ -120,6 +123,7 @@ impl ConnectionState {
             discard,
             split: split.map(SplitState::into_rest),
             unsent,
+            ended,
             due: Instant::now(),
             peer,
             permit,

@@ -5,12 +5,13 @@
 
 use nowait::{ByteRange, Flags, Op, Request};
 
+use crate::injected_bug::{ServerBug, injected};
 use crate::nbd::connection::{Connection, HandoffConnection};
 use crate::nbd::meta_context::Contexts;
 use crate::nbd::reply::builder::RequestContext;
 use crate::nbd::session::{Phase, ReadState, Session};
 use crate::nbd::wire::ReplyMode;
-use crate::nbd::write_split::SplitRest;
+use crate::nbd::write_split::{SplitRest, SplitWrite};
 
 impl Session {
     /// Whether the session can leave its thread: nothing of it is in the engine.
@@ -18,9 +19,24 @@ impl Session {
         self.in_flight == 0 && !matches!(self.phase, Phase::Handoff(_))
     }
 
+    /// Answers a split write of which a fragment has failed while another one is being received: what
+    /// its client still sends of it is thrown away.
+    fn answer_failed_split(&mut self, mode: ReplyMode) {
+        if let Some(incoming) = &self.incoming_split
+            && let Some(errno) = self.splits.get(incoming.split).and_then(SplitWrite::failure)
+        {
+            let SplitWrite { request, .. } = self.splits.remove(incoming.split);
+            let missing = self.payload.take().map_or(0, |mut fragment| fragment.missing().len());
+            self.discard_bytes += missing as u64;
+            self.incoming_split = None;
+            self.refuse(mode, &request.header, errno);
+        }
+    }
+
     /// Takes what has led to no request in the engine: the input, and the rest of a split write.
     /// What was received of a write is input, behind its header if the write is not split.
     fn take_rest(&mut self, mode: ReplyMode) -> (Vec<u8>, Option<SplitRest>) {
+        self.answer_failed_split(mode);
         let (payload, incoming) = (self.payload.take(), self.incoming_split.take());
         let mut unparsed = std::mem::take(&mut self.unparsed);
         let (mut input, mut split) = (Vec::new(), None);
@@ -42,7 +58,9 @@ impl Session {
             let received = write.buf.get(write.start..write.start + write.filled);
             input.extend_from_slice(received.unwrap_or_default());
         }
-        input.append(&mut unparsed);
+        if !injected(ServerBug::LoseParkedInput) {
+            input.append(&mut unparsed);
+        }
         (input, split)
     }
 

@@ -67,6 +67,11 @@ impl SplitWrite {
         self.remaining -= bytes;
     }
 
+    /// The errno of the first failed fragment, if one has failed.
+    pub(crate) fn failure(&self) -> Option<i32> {
+        (self.errno != 0).then_some(self.errno)
+    }
+
     /// The errno of the write (0: success), once no bytes remain.
     pub(crate) fn result(&self) -> Option<i32> {
         (self.remaining == 0).then_some(self.errno)

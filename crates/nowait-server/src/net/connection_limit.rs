@@ -147,6 +147,12 @@ impl ConnectionLimit {
 }
 
 impl ConnectionPermit {
+    /// The number of the connection.
+    #[cfg(feature = "sim")]
+    pub(crate) fn id(&self) -> u64 {
+        self.id
+    }
+
     /// Lists the connection among those of the server. Its thread closes it on request.
     pub(crate) fn describe(&self, frontend: FrontendKind, peer: String) {
         self.list(frontend, peer, None);

@@ -7,7 +7,7 @@ use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use nowait_testkit::nbd::{BLOCK_STATUS, FLUSH, Mode, READ};
+use nowait_testkit::nbd::{BLOCK_STATUS, DISC, FLUSH, Mode, READ};
 
 use crate::client::{Client, Request};
 use crate::scene::{KIB, MIB, OTHER, OTHER_BYTE, Scene, byte_at};
@@ -78,6 +78,29 @@ fn answers_that_a_client_has_not_read_are_whole_after_a_pause() {
             answered += 1;
         }
         assert_eq!(answered, READS);
+    }
+}
+
+/// As libnbd shuts a connection down: it waits until the server has closed it.
+#[test]
+fn a_client_that_has_disconnected_gets_its_answers_and_the_end_after_a_pause() {
+    const READS: u64 = 24;
+    for mode in Mode::ALL {
+        let scene = Scene::new(32 * MIB, &[(0, 8 * MIB)]);
+        let mut client = scene.connect(mode);
+        for n in 0..READS {
+            client.send(Request::of(READ, n * 997, MIB));
+        }
+        client.send(Request::of(DISC, 0, 0));
+        // All requests have been received when those of another client are answered, or soon after.
+        assert_eq!(scene.connect(mode).call(Request::of(READ, 0, 512)).error, 0);
+        for _ in 0..3 {
+            park(&scene);
+        }
+        for _ in 0..READS {
+            assert_eq!(client.outcome().1.data.len() as u64, MIB);
+        }
+        assert!(client.is_closed(), "{mode:?}");
     }
 }
 
