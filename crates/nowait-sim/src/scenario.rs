@@ -240,13 +240,18 @@ impl Scenario {
             Mode::Engine | Mode::Server => {}
         }
         scenario.config.allocate_ahead = random.below(8) > 0;
-        if mode != Mode::Engine {
-            scenario.changes = random.pick(&[0, 0, 0, 800]).unwrap_or(0);
-        }
-        if mode == Mode::Server {
-            scenario.pauses = random.pick(&[0, 0, 0, 400]).unwrap_or(0);
-        }
+        scenario.draw_operator(&mut random);
         scenario
+    }
+
+    /// What an operator does to a server.
+    fn draw_operator(&mut self, random: &mut Random) {
+        if self.mode != Mode::Engine {
+            self.changes = random.pick(&[0, 0, 0, 800]).unwrap_or(0);
+        }
+        if self.mode == Mode::Server {
+            self.pauses = random.pick(&[0, 0, 0, 400]).unwrap_or(0);
+        }
     }
 
     /// Makes the device and the requests whole blocks.

@@ -4,10 +4,10 @@
 //! [`wait::BOUND`], and a test that cannot run says so by [`requirements::skip`].
 #![deny(unsafe_code)]
 
-pub mod requirements;
 pub mod wait;
 pub mod random;
 pub mod process;
+pub mod requirements;
 pub mod scratch;
 pub mod instructions;
 pub mod allocations;

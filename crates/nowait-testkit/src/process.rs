@@ -95,7 +95,9 @@ pub struct Running(pub Child);
 impl Running {
     /// Starts `command`, without input and without messages.
     pub fn start(command: &mut Command) -> Self {
+        let alone = no_child_starts();
         let started = command.stdin(Stdio::null()).stderr(Stdio::null()).spawn();
+        drop(alone);
         Self(started.unwrap_or_else(|error| panic!("{command:?}: {error}")))
     }
 

@@ -8,6 +8,8 @@ use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use crate::process::output;
+
 /// Debian's interpreter: Debian's libnbd binding is built only for it.
 pub const PYTHON: &str = "/usr/bin/python3";
 
@@ -52,10 +54,7 @@ pub fn require_qemu() -> bool {
 /// As [`require_tool`], for a Python interpreter with libnbd.
 pub fn python_with_nbd() -> bool {
     let there = Path::new(PYTHON).is_file()
-        && Command::new(PYTHON)
-            .args(["-c", "import nbd"])
-            .output()
-            .is_ok_and(|output| output.status.success());
+        && output(Command::new(PYTHON).args(["-c", "import nbd"])).status.success();
     there || skip("no python3-libnbd")
 }
 
