@@ -12,6 +12,7 @@ use axum::Router;
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{Semaphore, oneshot};
 
@@ -144,7 +145,16 @@ async fn accept_all(entrance: Entrance) {
 
 /// Answers the requests of one client.
 async fn talk(visitor: Visitor, router: Router) {
-    let Some(stream) = visitor.stream().await else { return };
+    if let Some(stream) = visitor.stream().await {
+        answer_all(stream, router).await;
+    }
+}
+
+/// Answers the requests on `stream`.
+pub(crate) async fn answer_all(
+    stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
+    router: Router,
+) {
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIMEOUT)

@@ -17,6 +17,8 @@ mod routes;
 mod door;
 mod http_server;
 mod client;
+#[cfg(feature = "fuzz")]
+pub mod fuzz;
 
 pub use api::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, ConnectionInfo, ErrnoInfo, ExportInfo,

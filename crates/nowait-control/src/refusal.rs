@@ -17,5 +17,27 @@ impl IntoResponse for ControlError {
 
 /// The answer with `status` that says why.
 pub(crate) fn refuse(status: StatusCode, why: &str) -> Response {
-    (status, axum::Json(ErrorInfo { error: why.to_owned() })).into_response()
+    (status, axum::Json(ErrorInfo { error: one_line(why) })).into_response()
+}
+
+/// The text with its control characters escaped: it may quote what a client has sent.
+fn one_line(text: &str) -> String {
+    let mut line = String::with_capacity(text.len());
+    for char in text.chars() {
+        match char.is_control() {
+            true => line.extend(char.escape_default()),
+            false => line.push(char),
+        }
+    }
+    line
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reason_that_quotes_a_client_stays_one_line() {
+        assert_eq!(one_line("unknown field `a\nb\u{1b}é`"), "unknown field `a\\nb\\u{1b}é`");
+    }
 }

@@ -58,3 +58,8 @@ fn no_list_of_segments_breaks_the_engine() {
 fn no_bytes_of_a_server_break_the_copying_client() {
     check_target("client");
 }
+
+#[test]
+fn no_bytes_break_the_control_interface() {
+    check_target("control");
+}

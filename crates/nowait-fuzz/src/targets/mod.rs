@@ -10,11 +10,12 @@ mod transmission;
 mod segments;
 mod client;
 mod virtqueue;
+mod control;
 
 use crate::target::Target;
 
 /// All targets.
-pub const ALL: [&Target; 9] = [
+pub const ALL: [&Target; 10] = [
     &handshake::TARGET,
     &transmission::TARGET,
     &image::TARGET,
@@ -24,6 +25,7 @@ pub const ALL: [&Target; 9] = [
     &segments::TARGET,
     &client::TARGET,
     &virtqueue::TARGET,
+    &control::TARGET,
 ];
 
 /// The target with this name.
