@@ -18,6 +18,7 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio_io_timeout::TimeoutStream;
 use tokio_rustls::TlsAcceptor;
 
+use crate::origin::local_host_first;
 use crate::token::{Token, token_first};
 
 /// How long a TLS handshake may take.
@@ -61,7 +62,9 @@ impl Door {
         match self {
             Self::Unix(listener) => {
                 listener.set_nonblocking(true)?;
-                Ok((OpenDoor::Unix(UnixListener::from_std(listener)?), router.clone()))
+                let checked = middleware::from_fn(local_host_first);
+                let router = router.clone().layer(checked);
+                Ok((OpenDoor::Unix(UnixListener::from_std(listener)?), router))
             }
             Self::Token(listener, token) => {
                 let checked = middleware::from_fn_with_state(token, token_first);

@@ -93,6 +93,9 @@ fn every_path_answers() {
     let it = Controlled::start();
     assert_eq!(it.curl("GET", "/healthz", None), (200, "ok\n".into()));
     assert_eq!(it.curl("GET", "/", None).0, 200);
+    let mut other = tool("curl");
+    other.args(["--silent", "--fail", "--unix-socket"]).arg(&it.socket);
+    other.arg("http://other.example/v1/server").fails();
     let server = it.json("GET", "/v1/server", None, 200);
     assert_eq!(server["pid"], it.server.pid());
     let (mut client, data) = (it.server.connect(), vec![7; 4096]);
