@@ -198,7 +198,7 @@ impl Exports {
     /// durable.
     ///
     /// # Errors
-    /// `ENOENT`: there is no such export. Those of [`BlockDevice::grow`].
+    /// `ENOENT`: there is no such export. Those of [`nowait::BlockDevice::grow`].
     pub fn grow(&self, id: ExportId, size: u64) -> Result<(), Error> {
         let export = self.0.registered(id)?;
         export.export().grow(size)?;
