@@ -74,18 +74,20 @@ impl Inbox {
         state.closed
     }
 
-    /// Prepares for a sleep on [`Inbox::fd`]; false if there is a job or the storage was closed.
+    /// Prepares for a sleep on [`Inbox::fd`]; false if there is a job. When the storage is closed, the
+    /// descriptor is readable once.
     pub(super) fn prepare_sleep(&self) -> bool {
         let mut state = self.lock();
-        state.sleeps = state.jobs.is_empty() && !state.closed;
+        state.sleeps = state.jobs.is_empty();
         state.sleeps
     }
 
-    /// The sleep has ended.
-    pub(super) fn awake(&self) {
+    /// The sleep has ended, by [`Inbox::fd`] if that has `woken` the thread.
+    pub(super) fn awake(&self, woken: bool) {
         self.lock().sleeps = false;
-        // EAGAIN: something else has ended it.
-        let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+        if woken {
+            let _ = rustix::io::read(&self.wake, &mut [0; 8]);
+        }
     }
 
     /// Readable when the thread is to wake up.

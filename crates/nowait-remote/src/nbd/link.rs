@@ -90,6 +90,8 @@ pub(super) struct Link {
     outgoing: VecDeque<Outgoing>,
     /// Bytes of the first outgoing request that the socket has taken.
     sent: usize,
+    /// Bytes may have come that were not received yet.
+    readable: bool,
     ended: Vec<usize>,
     log: ReplayLog,
     /// Changes of the log that are asked again, and are first among the waiting and asked jobs.
@@ -121,6 +123,7 @@ impl Link {
             next_number: 0,
             outgoing: VecDeque::new(),
             sent: 0,
+            readable: true,
             ended: Vec::new(),
             log: ReplayLog::new(),
             replays: 0,
@@ -321,27 +324,32 @@ impl Link {
 
     /// Receives what has come.
     fn receive(&mut self) -> Result<(), String> {
-        let Self { state: State::Connected(connection, export), asked, ended, .. } = self else {
+        let Self { state: State::Connected(connection, export), asked, ended, readable, .. } = self
+        else {
             return Ok(());
         };
+        if !*readable {
+            return Ok(());
+        }
         let mut answers = Answers { asked, context: export.context, ended };
         loop {
             match connection.receive(&mut answers) {
                 // Jobs that have ended are told of first.
                 Ok(true) if answers.ended.is_empty() => {}
-                Ok(_) => return Ok(()),
-                Err(ClientError::Lost(error)) if error.kind() == ErrorKind::WouldBlock => {
-                    return Ok(());
-                }
+                Ok(true) => return Ok(()),
+                Ok(false) => break,
+                Err(ClientError::Lost(error)) if error.kind() == ErrorKind::WouldBlock => break,
                 Err(error) => return Err(failure(&error, "")),
             }
         }
+        *readable = false;
+        Ok(())
     }
 
     /// Sleeps until there is a job, the socket is ready, or the time has come.
-    fn sleep(&self, until: Option<Instant>) {
+    fn sleep(&mut self, until: Option<Instant>) {
         if !self.inbox.prepare_sleep() {
-            return self.inbox.awake();
+            return;
         }
         let mut fds = vec![PollFd::from_borrowed_fd(self.inbox.fd(), PollFlags::IN)];
         if let Some((socket, events)) = self.socket() {
@@ -351,7 +359,10 @@ impl Link {
         let left = left.and_then(|left| Timespec::try_from(left).ok());
         // EINTR: the caller looks again at what is to be done.
         let _ = poll(&mut fds, left.as_ref());
-        self.inbox.awake();
+        let [woken, ready] =
+            [0, 1].map(|at| fds.get(at).is_some_and(|fd| !fd.revents().is_empty()));
+        self.inbox.awake(woken);
+        self.readable |= ready;
     }
 
     fn socket(&self) -> Option<(BorrowedFd<'_>, PollFlags)> {
@@ -448,6 +459,7 @@ impl Link {
                 let what = "unflushed writes are made again";
                 tracing::info!("{place}: connected after {lost} ms, {again} {what}");
                 self.state = State::Connected(connection, export);
+                self.readable = true;
             }
             Err(Refusal::Unreachable(why)) => {
                 tracing::trace!("{}: {why}", self.place);

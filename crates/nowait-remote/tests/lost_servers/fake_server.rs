@@ -18,6 +18,8 @@ pub(crate) struct Behaviour {
     pub(crate) flags: u16,
     /// The server dies instead of answering when it has answered as many requests.
     pub(crate) answers: u64,
+    /// It dies whenever something is asked.
+    pub(crate) never_answers: bool,
     /// Writes fail with this error, unless it is 0.
     pub(crate) write_error: u32,
     /// The bytes of the next answer, whatever was asked.
@@ -53,6 +55,7 @@ impl FakeServer {
             size,
             flags: ALL_FLAGS,
             answers: u64::MAX,
+            never_answers: false,
             write_error: 0,
             lie: None,
             absent: false,
@@ -174,7 +177,7 @@ fn while_alive(stream: &mut UnixStream, state: &Mutex<State>) -> io::Result<()> 
         let mut payload = vec![0; header.payload(ReplyMode::Simple) as usize];
         stream.read_exact(&mut payload)?;
         let mut state = state.lock().unwrap();
-        if state.behaviour.answers == 0 {
+        if state.behaviour.answers == 0 || state.behaviour.never_answers {
             state.behaviour.answers = u64::MAX;
             state.cached = state.durable.clone();
             return Err(io::ErrorKind::ConnectionReset.into());
