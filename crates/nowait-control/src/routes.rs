@@ -7,7 +7,8 @@ use std::sync::Arc;
 
 use axum::Router;
 use axum::body::{Body, Bytes};
-use axum::extract::{Extension, Path, RawQuery, State};
+use axum::extract::{Extension, FromRequestParts, Path, RawQuery, State};
+use axum::http::request::Parts;
 use axum::http::{StatusCode, header};
 use axum::middleware;
 use axum::response::{IntoResponse, Response};
@@ -59,6 +60,19 @@ fn json(value: impl Serialize) -> Answer {
     Ok(axum::Json(value).into_response())
 }
 
+/// The part of the path that names what a request is for.
+struct Part(String);
+
+impl<S: Send + Sync> FromRequestParts<S> for Part {
+    type Rejection = ControlError;
+
+    async fn from_request_parts(parts: &mut Parts, state: &S) -> Result<Self, ControlError> {
+        let part = Path::<String>::from_request_parts(parts, state).await;
+        let part = part.map_err(|rejection| ControlError::Invalid(rejection.body_text()))?;
+        Ok(Self(part.0))
+    }
+}
+
 /// Runs what may block.
 async fn on_thread(act: impl FnOnce() -> Answer + Send + 'static) -> Answer {
     let failed = |_| ControlError::Failed("the request has ended with a panic".into());
@@ -93,7 +107,7 @@ async fn list(State(server): State<Server>) -> Answer {
     on_thread(move || json(server.exports())).await
 }
 
-async fn show(State(server): State<Server>, Path(name): Path<String>) -> Answer {
+async fn show(State(server): State<Server>, Part(name): Part) -> Answer {
     on_thread(move || json(find(&server, &name)?)).await
 }
 
@@ -108,7 +122,7 @@ async fn add(State(server): State<Server>, body: Bytes) -> Answer {
 
 async fn remove(
     State(server): State<Server>,
-    Path(name): Path<String>,
+    Part(name): Part,
     RawQuery(query): RawQuery,
 ) -> Answer {
     let hard = match query.as_deref() {
@@ -123,12 +137,12 @@ async fn remove(
     .await
 }
 
-async fn change(State(server): State<Server>, Path(name): Path<String>, body: Bytes) -> Answer {
+async fn change(State(server): State<Server>, Part(name): Part, body: Bytes) -> Answer {
     let changes: PatchExport = parse(&body)?;
     on_thread(move || json(server.change(find(&server, &name)?.id, changes)?)).await
 }
 
-async fn flush(State(server): State<Server>, Path(name): Path<String>) -> Answer {
+async fn flush(State(server): State<Server>, Part(name): Part) -> Answer {
     on_thread(move || {
         server.flush(find(&server, &name)?.id)?;
         Ok(StatusCode::NO_CONTENT.into_response())
@@ -136,12 +150,12 @@ async fn flush(State(server): State<Server>, Path(name): Path<String>) -> Answer
     .await
 }
 
-async fn snapshot(State(server): State<Server>, Path(name): Path<String>, body: Bytes) -> Answer {
+async fn snapshot(State(server): State<Server>, Part(name): Part, body: Bytes) -> Answer {
     let request: SnapshotRequest = parse(&body)?;
     on_thread(move || json(server.snapshot(find(&server, &name)?.id, request)?)).await
 }
 
-async fn disconnect(State(server): State<Server>, Path(id): Path<String>) -> Answer {
+async fn disconnect(State(server): State<Server>, Part(id): Part) -> Answer {
     let wrong = |_| ControlError::Invalid("the id of a connection is a number".into());
     let id: u64 = id.parse().map_err(wrong)?;
     on_thread(move || {

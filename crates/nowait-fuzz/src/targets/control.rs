@@ -216,6 +216,7 @@ fn seeds() -> Vec<Vec<u8>> {
         request("POST /v1/upgrade", r#"{"binary": "/bin/true"}"#),
         request("PATCH /v1/exports/@3", "{\"a\\nb\": 1}"),
         request("HEAD /healthz", ""),
+        request("GET /v1/exports/%ff", ""),
     ];
     let open = requests.iter().map(|request| [&[0][..], request].concat());
     let pipelined = [&[0][..], &requests.concat()].concat();
