@@ -61,14 +61,20 @@ pub(crate) async fn token_first(
     request: Request,
     next: Next,
 ) -> Response {
-    // The page is the same for all; what it asks for is not.
-    if token.is_in(&request) || request.uri().path() == "/" {
+    if token.is_in(&request) {
         return next.run(request).await;
     }
-    let mut answer = refuse(StatusCode::UNAUTHORIZED, "the token is missing, or another one");
+    // The page is the same for all; what it asks for is not.
+    let is_page = request.uri().path() == "/";
+    let mut answer = match is_page {
+        true => next.run(request).await,
+        false => refuse(StatusCode::UNAUTHORIZED, "the token is missing, or another one"),
+    };
     let headers = answer.headers_mut();
-    headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
     headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+    if !is_page {
+        headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+    }
     answer
 }
 

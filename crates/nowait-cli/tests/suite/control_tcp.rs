@@ -84,6 +84,7 @@ fn a_request_with_the_token_that_the_server_made_is_answered_and_no_other_one() 
     }
     let (status, page) = it.curl(&["--include"], "http", "/");
     assert!(page.contains("content-security-policy: default-src 'none'"), "{page}");
+    assert!(page.contains("connection: close"), "{page}");
     assert_eq!((status, page.contains("<title>nowait</title>")), (200, true));
     let mut wrong = bearer.clone();
     wrong.pop();
