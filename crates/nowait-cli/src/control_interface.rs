@@ -85,7 +85,7 @@ impl BoundControl {
         if let Some(tcp) = self.tcp {
             let (more, file) = tcp.doors()?;
             doors.extend(more);
-            token_file = file;
+            token_file = file.map(OwnTokenFile::own);
         }
         if doors.is_empty() {
             return Ok(None);

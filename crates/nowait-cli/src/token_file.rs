@@ -18,10 +18,21 @@ const OTHERS: u32 = 0o077;
 /// A file with more than this is no token.
 const MAX_BYTES: u64 = 4096;
 
-/// A file that was made here. It is removed when this is dropped.
-pub(crate) struct OwnTokenFile(PathBuf);
+/// A file that is removed when this is dropped: one that was made here or, once this process serves,
+/// one that was taken over.
+pub(crate) struct OwnTokenFile {
+    path: PathBuf,
+    is_own: bool,
+}
 
 impl OwnTokenFile {
+    /// This process serves: the program before it needs the file no more.
+    pub(crate) fn own(self) -> Self {
+        let mut owned = self;
+        owned.is_own = true;
+        owned
+    }
+
     /// Another process uses it from now on.
     pub(crate) fn leave(self) {
         std::mem::forget(self);
@@ -30,8 +41,10 @@ impl OwnTokenFile {
 
 impl Drop for OwnTokenFile {
     fn drop(&mut self) {
-        // The user may have removed it.
-        let _ = fs::remove_file(&self.0);
+        if self.is_own {
+            // The user may have removed it.
+            let _ = fs::remove_file(&self.path);
+        }
     }
 }
 
@@ -69,11 +82,11 @@ pub(crate) fn make(port: u16, is_taken_over: bool) -> Result<(Token, OwnTokenFil
         || CliError::new("there is no directory for a token (give a file by --control-token)");
     let path = of_port(port).ok_or_else(no_directory)?;
     if is_taken_over && let Ok(token) = read(&path) {
-        return Ok((token, OwnTokenFile(path)));
+        return Ok((token, OwnTokenFile { path, is_own: false }));
     }
     let text = write_new(&path).map_err(|error| CliError::at(&path, os_message(&error)))?;
     let token = Token::parse(&text).map_err(|why| CliError::at(&path, why))?;
-    Ok((token, OwnTokenFile(path)))
+    Ok((token, OwnTokenFile { path, is_own: true }))
 }
 
 fn write_new(path: &Path) -> io::Result<String> {
@@ -88,4 +101,19 @@ fn write_new(path: &Path) -> io::Result<String> {
     let mut file = OpenOptions::new().write(true).create_new(true).mode(0o600).open(path)?;
     writeln!(file, "{text}")?;
     Ok(text)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_file_of_another_program_stays_until_this_one_serves() {
+        let path = std::env::temp_dir().join(format!("nowait-token-{}", std::process::id()));
+        fs::write(&path, "0123456789abcdef").unwrap();
+        drop(OwnTokenFile { path: path.clone(), is_own: false });
+        assert!(path.exists());
+        drop(OwnTokenFile { path: path.clone(), is_own: false }.own());
+        assert!(!path.exists());
+    }
 }
