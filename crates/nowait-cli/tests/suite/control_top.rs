@@ -6,7 +6,7 @@ use std::io::{Read, Write};
 use std::process::Stdio;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use nowait_testkit::{Finished, require_tool, tool};
+use nowait_testkit::{Finished, no_child_starts, require_tool, tool};
 use serde_json::Value;
 
 use crate::common::{NOWAIT, text};
@@ -57,8 +57,10 @@ fn top_is_drawn_on_a_terminal_and_ends_by_a_key() {
     let command = format!("stty rows 40 cols 140; {NOWAIT} top --control {}", it.socket.display());
     let mut script = tool("script");
     script.args(["--quiet", "--return", "--command", &command, "/dev/null"]);
-    let mut child =
-        script.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn().expect("a terminal");
+    let alone = no_child_starts();
+    let child = script.stdin(Stdio::piped()).stdout(Stdio::piped()).spawn();
+    drop(alone);
+    let mut child = child.expect("a terminal");
     let (mut keys, mut screen) =
         (child.stdin.take().expect("keys"), child.stdout.take().expect("a screen"));
     let (mut shown, mut bytes) = (String::new(), [0; 4096]);
