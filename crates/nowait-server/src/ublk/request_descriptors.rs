@@ -24,8 +24,8 @@ impl Descriptors {
     /// # Errors
     /// The errno of mmap(2).
     pub(crate) fn map(device: BorrowedFd<'_>, queue: u16, depth: u16) -> Result<Self, i32> {
-        let page = rustix::param::page_size();
-        let bytes = (usize::from(depth) * DESCRIPTOR_BYTES).next_multiple_of(page);
+        // The kernel rounds it up to whole pages, here and in munmap(2).
+        let bytes = usize::from(depth) * DESCRIPTOR_BYTES;
         let (flags, offset) =
             (MapFlags::SHARED.union(MapFlags::POPULATE), QUEUE_STRIDE * u64::from(queue));
         // SAFETY: a new mapping at an address of the kernel's choice.

@@ -12,6 +12,7 @@ mod queue_events;
 mod request_cost;
 mod ring_frontend;
 mod ublk_queue;
+mod ublk_cost;
 mod vhost_queue;
 
 use std::io::{Read, Write};

@@ -15,7 +15,7 @@ const LIMITS: [(usize, u64); 2] = [(1, 3150), (64, 1330)];
 const FEW: usize = 6_400;
 const MANY: usize = 70_400;
 /// Depth and number of requests, for the process that is measured.
-const VARIABLE: &str = "NOWAIT_REQUEST_COST";
+pub(super) const VARIABLE: &str = "NOWAIT_REQUEST_COST";
 
 /// Serves `count` reads, `depth` of them at a time.
 fn serve(depth: usize, count: usize) {
