@@ -7,7 +7,7 @@ use std::os::unix::net::UnixListener;
 use std::sync::Arc;
 
 use nowait_cli::error::CliError;
-use nowait_control::{Door, HttpServer};
+use nowait_control::{HttpListener, HttpServer};
 use nowait_server::{Credentials, Listener};
 
 use crate::args::control_args::ServeControlArgs;
@@ -76,21 +76,23 @@ impl BoundControl {
     }
 
     fn start(self, running: RunningServer) -> std::io::Result<Option<ControlInterface>> {
-        let (mut doors, mut socket, mut token_file) = (Vec::new(), None, None);
+        let (mut listeners, mut socket, mut token_file) = (Vec::new(), None, None);
         if let Some(BoundSocket { listener, path, .. }) = self.socket {
-            doors.push(Door::Unix(UnixListener::from(listener.as_fd().try_clone_to_owned()?)));
+            listeners.push(HttpListener::Unix(UnixListener::from(
+                listener.as_fd().try_clone_to_owned()?,
+            )));
             tracing::info!("control socket: {}", path.display());
             socket = Some(listener);
         }
         if let Some(tcp) = self.tcp {
-            let (more, file) = tcp.doors()?;
-            doors.extend(more);
+            let (more, file) = tcp.listeners()?;
+            listeners.extend(more);
             token_file = file.map(OwnTokenFile::own);
         }
-        if doors.is_empty() {
+        if listeners.is_empty() {
             return Ok(None);
         }
-        let server = HttpServer::start(doors, Arc::new(running))?;
+        let server = HttpServer::start(listeners, Arc::new(running))?;
         Ok(Some(ControlInterface { server, socket, token_file }))
     }
 }

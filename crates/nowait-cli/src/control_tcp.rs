@@ -7,7 +7,7 @@ use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
 
 use nowait_cli::error::{CliError, os_message};
-use nowait_control::{Door, Token};
+use nowait_control::{HttpListener, Token};
 use nowait_nbd::Address;
 use nowait_server::{Credentials, Listener};
 
@@ -94,18 +94,18 @@ impl ControlTcp {
         }
     }
 
-    /// Its doors, and the file that is removed at the end.
+    /// Its listeners, and the file that is removed at the end.
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`.
-    pub(crate) fn doors(self) -> std::io::Result<(Vec<Door>, Option<OwnTokenFile>)> {
-        let mut doors = Vec::new();
+    pub(crate) fn listeners(self) -> std::io::Result<(Vec<HttpListener>, Option<OwnTokenFile>)> {
+        let mut listeners = Vec::new();
         for listener in &self.listeners {
             let socket = TcpListener::from(listener.as_fd().try_clone_to_owned()?);
-            doors.push(match &self.proof {
-                Proof::Token(token, _) => Door::Token(socket, token.clone()),
+            listeners.push(match &self.proof {
+                Proof::Token(token, _) => HttpListener::Token(socket, token.clone()),
                 Proof::Certificate(_, credentials) => {
-                    Door::Certificate(socket, credentials.clone())
+                    HttpListener::Certificate(socket, credentials.clone())
                 }
             });
         }
@@ -113,8 +113,8 @@ impl ControlTcp {
             tracing::info!("control: tcp:{host}:{port}");
         }
         match self.proof {
-            Proof::Token(_, file) => Ok((doors, file)),
-            Proof::Certificate(..) => Ok((doors, None)),
+            Proof::Token(_, file) => Ok((listeners, file)),
+            Proof::Certificate(..) => Ok((listeners, None)),
         }
     }
 }

@@ -15,7 +15,7 @@ use nowait_image::resize::resize;
 use nowait_image::{Chain, ChainOptions, Format, HandedOver, Image, Locking};
 use nowait_server::{ExportId, Exports, ParkedExport};
 use rustix::io::Errno;
-use tracing::{info, warn};
+use tracing::{error, info, warn};
 
 use crate::export_spec::NamedExport;
 use crate::open_disk::OpenedDisk;
@@ -132,8 +132,10 @@ impl ImageExchange<'_> {
             match reopened {
                 Ok(disk) => served.disk = disk,
                 Err(error) => {
+                    let why = format!("it cannot be served with its new size: {error}");
+                    error!("{}: {why}", named.image.display());
                     parked.give_up();
-                    return Err(ControlError::Failed(format!("the server ends: {error}")));
+                    return Err(ControlError::Failed(why));
                 }
             }
             drop(parked);

@@ -26,7 +26,7 @@ use crate::api::{
     AddExport, ConnectionInfo, ErrorInfo, ExportInfo, PatchExport, ServerInfo, SnapshotReport,
     SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
-use crate::door::Stream;
+use crate::http_listener::Stream;
 use crate::token::Token;
 
 /// How long an answer may take; opening an image, or a flush, may take its time.

@@ -13,7 +13,7 @@ use tokio::runtime::Builder;
 use crate::controlled_server::ControlledServer;
 use crate::events::Events;
 use crate::http_server::answer_all;
-use crate::routes;
+use crate::routes::{self, Accepting};
 use crate::token::{Token, token_first};
 
 /// The bytes on their way in one direction.
@@ -30,7 +30,7 @@ pub fn converse<'a>(
 ) -> Vec<u8> {
     let runtime = Builder::new_current_thread().enable_time().start_paused(true).build();
     let Ok(runtime) = runtime else { return Vec::new() };
-    let mut router = routes::router(server, Events::new());
+    let mut router = routes::router(server, Events::new(), Accepting::default());
     if let Some(token) = token {
         router = router.layer(middleware::from_fn_with_state(token, token_first));
     }

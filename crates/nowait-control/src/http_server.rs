@@ -4,22 +4,24 @@
 //! threads for what may block are bounded. Clients of one socket keep none out at another one.
 
 use std::io;
+use std::pin::pin;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
 use axum::Router;
+use futures_util::future::{Either, select};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::{Builder, Runtime};
-use tokio::sync::{Semaphore, oneshot};
+use tokio::sync::{Semaphore, oneshot, watch};
 
 use crate::controlled_server::ControlledServer;
-use crate::door::{Door, OpenDoor, Visitor};
 use crate::events::Events;
-use crate::routes;
+use crate::http_listener::{Accepted, Acceptor, HttpListener};
+use crate::routes::{self, Accepting};
 
 /// The most connections of a socket at once; further ones wait.
 const MAX_CONNECTIONS: usize = 64;
@@ -41,38 +43,45 @@ pub struct HttpServer {
     thread: Option<JoinHandle<()>>,
 }
 
-/// An open door with what its clients are answered by, and its places.
-struct Entrance {
-    door: OpenDoor,
+/// A socket with what its clients are answered by, and its places.
+struct Endpoint {
+    acceptor: Acceptor,
     router: Router,
     permits: Arc<Semaphore>,
+    /// Whether connections are accepted at the moment.
+    accepts: watch::Receiver<bool>,
 }
 
 impl HttpServer {
-    /// Answers the clients of `doors` on a new thread.
+    /// Answers the clients of `listeners` on a new thread.
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: the thread or its descriptors could not be made.
-    pub fn start(doors: Vec<Door>, server: Arc<dyn ControlledServer>) -> io::Result<Self> {
+    pub fn start(
+        listeners: Vec<HttpListener>,
+        server: Arc<dyn ControlledServer>,
+    ) -> io::Result<Self> {
         let runtime = Builder::new_current_thread()
             .enable_all()
             .max_blocking_threads(MAX_BLOCKING_THREADS)
             .thread_name("nowait-control")
             .build()?;
-        let entrances = {
+        let accepting = Accepting::new(watch::Sender::new(true));
+        let endpoints = {
             let _inside = runtime.enter();
             let events = Events::new();
             runtime.spawn(events.clone().run(server.clone()));
-            let router = routes::router(server, events);
-            let entrance = |door: Door| {
-                let (door, router) = door.open(&router)?;
-                Ok(Entrance { door, router, permits: Arc::new(Semaphore::new(MAX_CONNECTIONS)) })
+            let router = routes::router(server, events, accepting.clone());
+            let endpoint = |listener: HttpListener| {
+                let (acceptor, router) = listener.accept_by(&router)?;
+                let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
+                Ok(Endpoint { acceptor, router, permits, accepts: accepting.subscribe() })
             };
-            doors.into_iter().map(entrance).collect::<io::Result<Vec<_>>>()?
+            listeners.into_iter().map(endpoint).collect::<io::Result<Vec<_>>>()?
         };
         let (stop, stopped) = oneshot::channel();
         let thread = std::thread::Builder::new().name("nowait-control".into());
-        let thread = thread.spawn(move || run(runtime, entrances, stopped))?;
+        let thread = thread.spawn(move || run(runtime, endpoints, stopped))?;
         Ok(Self { stop: Some(stop), thread: Some(thread) })
     }
 }
@@ -98,10 +107,10 @@ impl Drop for HttpServer {
     }
 }
 
-fn run(runtime: Runtime, entrances: Vec<Entrance>, stopped: oneshot::Receiver<Duration>) {
-    let all: Vec<_> = entrances.iter().map(|entrance| entrance.permits.clone()).collect();
-    let spawn = |entrance| runtime.spawn(accept_all(entrance));
-    let accepting: Vec<_> = entrances.into_iter().map(spawn).collect();
+fn run(runtime: Runtime, endpoints: Vec<Endpoint>, stopped: oneshot::Receiver<Duration>) {
+    let all: Vec<_> = endpoints.iter().map(|endpoint| endpoint.permits.clone()).collect();
+    let spawn = |endpoint| runtime.spawn(accept_all(endpoint));
+    let accepting: Vec<_> = endpoints.into_iter().map(spawn).collect();
     runtime.block_on(async {
         if let Ok(timeout) = stopped.await {
             accepting.iter().for_each(tokio::task::JoinHandle::abort);
@@ -119,12 +128,13 @@ fn run(runtime: Runtime, entrances: Vec<Entrance>, stopped: oneshot::Receiver<Du
     runtime.shutdown_background();
 }
 
-async fn accept_all(entrance: Entrance) {
-    let Entrance { door, router, permits } = entrance;
+async fn accept_all(endpoint: Endpoint) {
+    let Endpoint { acceptor, router, permits, mut accepts } = endpoint;
     loop {
         let Ok(permit) = permits.clone().acquire_owned().await else { return };
-        let visitor = match door.accept().await {
-            Ok(visitor) => visitor,
+        let Some(accepted) = accept(&acceptor, &mut accepts).await else { return };
+        let accepted = match accepted {
+            Ok(accepted) => accepted,
             Err(error) if error.kind() == io::ErrorKind::PermissionDenied => {
                 tracing::warn!("control socket: another user's connection was closed");
                 continue;
@@ -137,15 +147,31 @@ async fn accept_all(entrance: Entrance) {
         };
         let router = router.clone();
         tokio::spawn(async move {
-            talk(visitor, router).await;
+            talk(accepted, router).await;
             drop(permit);
         });
     }
 }
 
+/// The next connection, at a moment at which connections are accepted; `None` if there will be none
+/// any more.
+async fn accept(
+    acceptor: &Acceptor,
+    accepts: &mut watch::Receiver<bool>,
+) -> Option<io::Result<Accepted>> {
+    loop {
+        accepts.wait_for(|accepts| *accepts).await.ok()?;
+        let stops = accepts.wait_for(|accepts| !accepts);
+        match select(pin!(acceptor.accept()), pin!(stops)).await {
+            Either::Left((accepted, _)) => return Some(accepted),
+            Either::Right((stopped, _)) => drop(stopped.ok()?),
+        }
+    }
+}
+
 /// Answers the requests of one client.
-async fn talk(visitor: Visitor, router: Router) {
-    if let Some(stream) = visitor.stream().await {
+async fn talk(accepted: Accepted, router: Router) {
+    if let Some(stream) = accepted.stream().await {
         answer_all(stream, router).await;
     }
 }

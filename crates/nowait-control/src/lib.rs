@@ -14,7 +14,7 @@ mod origin;
 mod token;
 mod page;
 mod routes;
-mod door;
+mod http_listener;
 mod http_server;
 mod client;
 #[cfg(feature = "fuzz")]
@@ -27,6 +27,6 @@ pub use api::{
 };
 pub use client::{Client, ClientError, Proof};
 pub use controlled_server::{ControlError, ControlledServer};
-pub use door::Door;
+pub use http_listener::HttpListener;
 pub use http_server::HttpServer;
 pub use token::Token;

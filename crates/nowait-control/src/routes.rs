@@ -15,6 +15,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{delete, get, post};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tokio::sync::watch;
 
 use crate::api::{AddExport, ExportInfo, PatchExport, ServerInfo, SnapshotRequest, UpgradeRequest};
 use crate::controlled_server::{ControlError, ControlledServer};
@@ -25,9 +26,11 @@ use crate::{bounds, metrics, page};
 
 type Server = Arc<dyn ControlledServer>;
 type Answer = Result<Response, ControlError>;
+/// Whether the interface accepts connections.
+pub(crate) type Accepting = Arc<watch::Sender<bool>>;
 
 /// The service for all paths.
-pub(crate) fn router(server: Server, events: Events) -> Router {
+pub(crate) fn router(server: Server, events: Events, accepting: Accepting) -> Router {
     Router::new()
         .route("/", get(page::page))
         .route("/healthz", get(|| async { "ok\n" }))
@@ -53,6 +56,7 @@ pub(crate) fn router(server: Server, events: Events) -> Router {
         .layer(middleware::from_fn(bounds::body_first))
         .layer(middleware::from_fn(own_origin_first))
         .layer(Extension(events))
+        .layer(Extension(accepting))
         .with_state(server)
 }
 
@@ -165,12 +169,23 @@ async fn disconnect(State(server): State<Server>, Part(id): Part) -> Answer {
     .await
 }
 
-async fn upgrade(State(server): State<Server>, body: Bytes) -> Answer {
+/// The sockets of the interface are the new program's, too: connections that come meanwhile are for
+/// it, or for this one if it goes on.
+async fn upgrade(
+    State(server): State<Server>,
+    Extension(accepting): Extension<Accepting>,
+    body: Bytes,
+) -> Answer {
     let request: UpgradeRequest = match body.is_empty() {
         true => UpgradeRequest::default(),
         false => parse(&body)?,
     };
-    on_thread(move || json(server.upgrade(request)?)).await
+    accepting.send_replace(false);
+    let upgraded = on_thread(move || json(server.upgrade(request)?)).await;
+    if upgraded.is_err() {
+        accepting.send_replace(true);
+    }
+    upgraded
 }
 
 /// The export called `name`, or, if there is none, the one with the number N of `@N`.

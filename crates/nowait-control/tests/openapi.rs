@@ -8,7 +8,7 @@ use std::sync::{Arc, Mutex};
 
 use nowait_control::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, Client, ClientError, ConnectionInfo,
-    ControlError, ControlledServer, Door, ErrnoInfo, ExportInfo, FrontendInfo, HttpServer,
+    ControlError, ControlledServer, ErrnoInfo, ExportInfo, FrontendInfo, HttpListener, HttpServer,
     LatencyInfo, LimitsInfo, OperationInfo, PatchExport, RemovedExport, ServerInfo, SnapshotReport,
     SnapshotRequest, Statistics, UpgradeReport, UpgradeRequest,
 };
@@ -74,7 +74,8 @@ impl ControlledServer for Noting {
 
     fn upgrade(&self, upgrade: UpgradeRequest) -> Result<UpgradeReport, ControlError> {
         self.note(format!("upgrade {:?}", upgrade.binary));
-        Ok(UpgradeReport::default())
+        // After a success the interface is another program's.
+        Err(ControlError::Conflict("no".into()))
     }
 }
 
@@ -89,8 +90,8 @@ fn run() -> Running {
     let directory = tempfile::tempdir().unwrap();
     let socket = directory.path().join("control");
     let server = Arc::new(Noting::default());
-    let door = Door::Unix(UnixListener::bind(&socket).unwrap());
-    let http = HttpServer::start(vec![door], server.clone()).unwrap();
+    let listener = HttpListener::Unix(UnixListener::bind(&socket).unwrap());
+    let http = HttpServer::start(vec![listener], server.clone()).unwrap();
     Running { server, socket, _http: http, _directory: directory }
 }
 

@@ -1,4 +1,4 @@
-//! The sockets that clients of the interface come in by, and how each shows that it may.
+//! The sockets at which the interface listens, and how clients prove who they are.
 //!
 //! Invariant: there is no connection without a proof: on a Unix socket the user is this process's or
 //! root, on TCP each request has the token, or the client has a certificate.
@@ -28,8 +28,8 @@ const WRITE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a machine may leave what was sent without an acknowledgement, in milliseconds.
 const ACKNOWLEDGE_TIMEOUT: u32 = 30_000;
 
-/// A bound socket, and who is let in.
-pub enum Door {
+/// A bound socket, and which clients are served.
+pub enum HttpListener {
     /// The user of this process, and root.
     Unix(StdUnixListener),
     /// Clients whose requests have the token. It is sent in the clear: the address must be a
@@ -39,14 +39,14 @@ pub enum Door {
     Certificate(StdTcpListener, Credentials),
 }
 
-/// A door that the runtime watches.
-pub(crate) enum OpenDoor {
+/// A socket that the runtime watches.
+pub(crate) enum Acceptor {
     Unix(UnixListener),
     Tcp(TcpListener, Option<Credentials>),
 }
 
-/// A client that is let in, before its TLS handshake if it needs one.
-pub(crate) enum Visitor {
+/// An accepted connection, before its TLS handshake if it needs one.
+pub(crate) enum Accepted {
     Unix(UnixStream),
     Tcp(TcpStream, Option<Credentials>),
 }
@@ -56,43 +56,44 @@ pub(crate) trait Stream: AsyncRead + AsyncWrite + Send {}
 
 impl<S: AsyncRead + AsyncWrite + Send> Stream for S {}
 
-impl Door {
-    /// Opens it. To be called inside of the runtime. Also returns what its clients are answered by.
-    pub(crate) fn open(self, router: &Router) -> io::Result<(OpenDoor, Router)> {
+impl HttpListener {
+    /// Has the runtime watch it, inside of which this is called. Also returns what its clients are
+    /// answered by.
+    pub(crate) fn accept_by(self, router: &Router) -> io::Result<(Acceptor, Router)> {
         match self {
             Self::Unix(listener) => {
                 listener.set_nonblocking(true)?;
                 let checked = middleware::from_fn(local_host_first);
                 let router = router.clone().layer(checked);
-                Ok((OpenDoor::Unix(UnixListener::from_std(listener)?), router))
+                Ok((Acceptor::Unix(UnixListener::from_std(listener)?), router))
             }
             Self::Token(listener, token) => {
                 let checked = middleware::from_fn_with_state(token, token_first);
-                Ok((OpenDoor::tcp(listener, None)?, router.clone().layer(checked)))
+                Ok((Acceptor::tcp(listener, None)?, router.clone().layer(checked)))
             }
             Self::Certificate(listener, credentials) => {
-                Ok((OpenDoor::tcp(listener, Some(credentials))?, router.clone()))
+                Ok((Acceptor::tcp(listener, Some(credentials))?, router.clone()))
             }
         }
     }
 }
 
-impl OpenDoor {
+impl Acceptor {
     fn tcp(listener: StdTcpListener, credentials: Option<Credentials>) -> io::Result<Self> {
         listener.set_nonblocking(true)?;
         Ok(Self::Tcp(TcpListener::from_std(listener)?, credentials))
     }
 
-    /// The next client.
+    /// The next connection.
     ///
     /// # Errors
     /// Those of accept(2); `PermissionDenied`: it was another user's, and is closed.
-    pub(crate) async fn accept(&self) -> io::Result<Visitor> {
+    pub(crate) async fn accept(&self) -> io::Result<Accepted> {
         match self {
             Self::Unix(listener) => {
                 let (stream, _) = listener.accept().await?;
                 match is_allowed(&stream) {
-                    true => Ok(Visitor::Unix(stream)),
+                    true => Ok(Accepted::Unix(stream)),
                     false => Err(io::ErrorKind::PermissionDenied.into()),
                 }
             }
@@ -100,13 +101,13 @@ impl OpenDoor {
                 let (stream, _) = listener.accept().await?;
                 // Without it a machine that is gone is noticed later.
                 let _ = set_tcp_user_timeout(&stream, ACKNOWLEDGE_TIMEOUT);
-                Ok(Visitor::Tcp(stream, credentials.clone()))
+                Ok(Accepted::Tcp(stream, credentials.clone()))
             }
         }
     }
 }
 
-impl Visitor {
+impl Accepted {
     /// Its bytes; `None` if it has no certificate, or takes too long to show it.
     pub(crate) async fn stream(self) -> Option<Pin<Box<dyn Stream>>> {
         match self {
