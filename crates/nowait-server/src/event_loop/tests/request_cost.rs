@@ -15,7 +15,7 @@ const LIMITS: [(usize, u64); 2] = [(1, 3300), (64, 1330)];
 const FEW: usize = 6_400;
 const MANY: usize = 70_400;
 /// Depth and number of requests, for the process that is measured.
-pub(super) const VARIABLE: &str = "NOWAIT_REQUEST_COST";
+const VARIABLE: &str = "NOWAIT_REQUEST_COST";
 
 /// Serves `count` reads, `depth` of them at a time.
 fn serve(depth: usize, count: usize) {
@@ -44,20 +44,27 @@ pub(super) fn wanted() -> Option<(usize, usize)> {
     Some((depth.parse().unwrap(), count.parse().unwrap()))
 }
 
-/// The instructions of a whole run of `test` in a process of its own.
-fn collected(test: &str, depth: usize, count: usize) -> u64 {
+/// The number that valgrind with the options `tool` prints behind `label` for a whole run of `test` in
+/// a process of its own.
+pub(super) fn counted(tool: &[&str], label: &str, test: &str, depth: usize, count: usize) -> u64 {
     let test = format!("event_loop::tests::{test}");
     let run = Command::new("valgrind")
-        .args(["--tool=callgrind", "--callgrind-out-file=/dev/null"])
+        .args(tool)
         .arg(std::env::current_exe().unwrap())
-        .args(["--exact", &test, "--ignored", "--test-threads=1"])
+        .args(["--exact", &test, "--include-ignored", "--test-threads=1"])
         .env(VARIABLE, format!("{depth} {count}"))
         .output()
         .unwrap();
     let report = String::from_utf8_lossy(&run.stderr);
     assert!(run.status.success(), "{report}");
-    let (_, collected) = report.split_once("Collected : ").expect("callgrind prints its count");
-    collected.split_whitespace().next().unwrap().parse().unwrap()
+    let (_, number) = report.split_once(label).expect("valgrind prints its count");
+    number.split_whitespace().next().unwrap().replace(',', "").parse().unwrap()
+}
+
+/// The instructions of a whole run of `test`.
+fn collected(test: &str, depth: usize, count: usize) -> u64 {
+    let tool = ["--tool=callgrind", "--callgrind-out-file=/dev/null"];
+    counted(&tool, "Collected : ", test, depth, count)
 }
 
 /// Checks the instructions of one request in the `test` of this name, for each depth with its limit.

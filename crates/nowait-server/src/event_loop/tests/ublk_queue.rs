@@ -26,7 +26,7 @@ const MAX_IO_BYTES: u32 = 64 << 10;
 
 /// A command of the frontend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-struct Command {
+pub(super) struct Command {
     op: u32,
     tag: u16,
     result: i32,
@@ -35,9 +35,9 @@ struct Command {
 
 /// The commands in the ring, with their tokens, and those that have ended.
 #[derive(Default)]
-struct Driver {
-    commands: Vec<(Token, Command)>,
-    ended: Vec<(Token, i32)>,
+pub(super) struct Driver {
+    pub(super) commands: Vec<(Token, Command)>,
+    pub(super) ended: Vec<(Token, i32)>,
     /// The memory of the requests of each tag, which the driver registers.
     memory: Vec<IoBuffer>,
     /// Storage refuses every transfer of it.
@@ -46,19 +46,25 @@ struct Driver {
     direct: u32,
 }
 
-/// A queue with commands, on files.
-struct CommandQueue {
-    transfers: AioThreadQueue,
+/// A queue with commands, whose transfers are those of `T`.
+pub(super) struct CommandQueue<T> {
+    transfers: T,
     driver: Rc<RefCell<Driver>>,
     /// Transfers of registered memory that the storage refuses.
     refused: Vec<Token>,
+}
+
+impl<T> CommandQueue<T> {
+    pub(super) fn new(transfers: T, driver: &Rc<RefCell<Driver>>) -> Self {
+        Self { transfers, driver: driver.clone(), refused: Vec::new() }
+    }
 }
 
 /// The number of the registered memory of tag 0.
 const FIRST_NUMBER: u16 = 300;
 
 // SAFETY: transfers are those of the queue below; tokens of commands have `FD_TOKEN`.
-unsafe impl IoQueue for CommandQueue {
+unsafe impl<T: IoQueue> IoQueue for CommandQueue<T> {
     // SAFETY: as promised by the caller.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
         if transfer.buffer < FIRST_NUMBER || transfer.buffer == u16::MAX {
@@ -89,11 +95,11 @@ unsafe impl IoQueue for CommandQueue {
     }
 
     fn drain_completions(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
-        let ended = std::mem::take(&mut self.driver.borrow_mut().ended);
-        ended.iter().for_each(|&(token, result)| sink(token, result));
-        let refused = std::mem::take(&mut self.refused);
-        refused.iter().for_each(|&token| sink(token, -libc::EAGAIN));
-        ended.len() + refused.len() + self.transfers.drain_completions(sink)
+        let mut driver = self.driver.borrow_mut();
+        let count = driver.ended.len() + self.refused.len();
+        driver.ended.drain(..).for_each(|(token, result)| sink(token, result));
+        self.refused.drain(..).for_each(|token| sink(token, -libc::EAGAIN));
+        count + self.transfers.drain_completions(sink)
     }
 
     fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
@@ -118,7 +124,7 @@ unsafe impl IoQueue for CommandQueue {
     }
 }
 
-impl EventSource for CommandQueue {
+impl<T: IoQueue> EventSource for CommandQueue<T> {
     fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
         self.transfers.events_mut().watch(fd, token, interest)
     }
@@ -154,7 +160,7 @@ impl EventSource for CommandQueue {
 
 /// A thread with NBD and one queue of a device.
 struct Scene {
-    thread: EventLoop<(NbdFrontend, UblkFrontend), CommandQueue, AllocationCache>,
+    thread: EventLoop<(NbdFrontend, UblkFrontend), CommandQueue<AioThreadQueue>, AllocationCache>,
     device: Arc<UblkDevice>,
     driver: Rc<RefCell<Driver>>,
     descriptors: std::fs::File,
@@ -172,7 +178,7 @@ impl Scene {
         let (mut context, export, engine) = parts(Config::default(), |disk| {
             let files = disk.files().unwrap();
             let transfers = AioThreadQueue::for_files(&files, 64, !disk.is_direct()).unwrap();
-            CommandQueue { transfers, driver: driver.clone(), refused: Vec::new() }
+            CommandQueue::new(transfers, &driver)
         });
         let descriptors = tempfile::tempfile().unwrap();
         descriptors.set_len(64 << 10).unwrap();
