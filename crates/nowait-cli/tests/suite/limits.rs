@@ -129,7 +129,7 @@ fn a_thousand_idle_connections_need_less_than_64_mib_with_a_low_descriptor_limit
         for client in &mut idle {
             client.read(0, 4096).expect("a read");
         }
-        let resident = server.memory("VmRSS");
+        let resident = server.memory("RssAnon");
         assert!(resident < IDLE_BYTES, "{queue}: {resident} bytes");
         assert!(server.descriptors() > IDLE, "they are not all there");
         drop(idle);
@@ -152,10 +152,10 @@ fn two_thousand_short_connections_leak_no_descriptor_and_no_memory() {
     };
     (0..CHURN / 4).for_each(connect_and_close);
     fixture.server.await_descriptors(before);
-    let warm = fixture.server.memory("VmRSS");
+    let warm = fixture.server.memory("RssAnon");
     (CHURN / 4..CHURN).for_each(connect_and_close);
     fixture.server.await_descriptors(before);
-    let more = fixture.server.memory("VmRSS").saturating_sub(warm);
+    let more = fixture.server.memory("RssAnon").saturating_sub(warm);
     assert!(more < 2 * MIB, "{more} bytes more after three times as many");
     // A ring that still polls a closed socket keeps the socket and its data.
     let polls = fixture.server.polls();

@@ -158,11 +158,11 @@ fn flood(server: &Server) -> UnixStream {
 #[test]
 fn memory_used_by_clients_in_the_handshake_is_freed_after_they_disconnect() {
     let setting = Setting::new();
-    let before = setting.server.memory("VmRSS");
+    let before = setting.server.memory("RssAnon");
     for round in 0..3 {
         let clients: Vec<UnixStream> =
             (0..FLOOD_CONNECTIONS).map(|_| flood(&setting.server)).collect();
-        let resident = || setting.server.memory("VmRSS");
+        let resident = || setting.server.memory("RssAnon");
         wait_until("memory in use", || resident() >= before + FLOOD_BYTES);
         drop(clients);
         wait_until(format!("{round}: free memory"), || resident() <= before + LEFT_BYTES);
