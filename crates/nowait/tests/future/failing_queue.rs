@@ -8,15 +8,17 @@ use std::time::Duration;
 use nowait::{Error, EventSource, IoQueue, Operation, Outcome, QueueFull, Token, Transfer};
 use nowait_testkit::engines::TestQueue;
 
-/// A queue that drops transfers and fails as soon as `fails` is set.
+/// A queue that drops transfers and fails from the first one on that comes when `fails` is set.
 pub(crate) struct FailingQueue {
     pub(crate) queue: TestQueue,
     pub(crate) fails: Arc<AtomicBool>,
+    /// Such a transfer has come.
+    pub(crate) has_dropped: bool,
 }
 
 impl FailingQueue {
     fn checked(&self) -> Result<(), Error> {
-        match self.fails.load(Ordering::SeqCst) {
+        match self.has_dropped {
             true => Err(Error::new(libc::ENXIO, Operation::Wait)),
             false => Ok(()),
         }
@@ -28,7 +30,8 @@ impl FailingQueue {
 unsafe impl IoQueue for FailingQueue {
     // SAFETY: a dropped transfer accesses no memory; the others are passed on unchanged.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
-        if self.checked().is_err() {
+        self.has_dropped |= self.fails.load(Ordering::SeqCst);
+        if self.has_dropped {
             return Ok(());
         }
         // SAFETY: as promised by the caller.

@@ -193,7 +193,7 @@ fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error
     let (disk, workers, config) = open(&path);
     let fails = Arc::new(AtomicBool::new(false));
     let queue = TestQueueKind::Threads.try_queue(&disk, SLOTS).unwrap();
-    let queue = FailingQueue { queue, fails: fails.clone() };
+    let queue = FailingQueue { queue, fails: fails.clone(), has_dropped: false };
     let file = LocalAsyncFile::with_queue(disk, workers, queue, config).unwrap();
     LocalDriver::new().unwrap().block_on(async {
         let (written, buffer) = file.write(0, filled(4096, 1), Flags::NONE).await;

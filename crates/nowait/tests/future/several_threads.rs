@@ -262,7 +262,11 @@ fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error
     let fails = Arc::new(AtomicBool::new(false));
     let switch = fails.clone();
     let make = move |disk: &Device| {
-        TestQueueKind::Threads.try_queue(disk, SLOTS).map(|queue| FailingQueue { queue, fails })
+        TestQueueKind::Threads.try_queue(disk, SLOTS).map(|queue| FailingQueue {
+            queue,
+            fails,
+            has_dropped: false,
+        })
     };
     let (file, _) = start_on(&path, make).unwrap();
     let (written, buffer) = block_on(file.write(0, IoBuffer::zeroed(4096).unwrap(), Flags::NONE));
