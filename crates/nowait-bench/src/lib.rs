@@ -37,7 +37,7 @@ mod image_formats;
 mod copying;
 mod ablation;
 
-pub use ablation::{EngineOptions, TableSelection, run_engine};
+pub use ablation::{DevicesOptions, EngineOptions, TableSelection, run_devices, run_engine};
 pub use cancel::CancelFlag;
 pub use copying::{CopyOptions, run_copies};
 pub use error::Error;

@@ -21,7 +21,7 @@ use crate::workload::Caching;
 
 const MIB: u64 = 1 << 20;
 /// Smaller files fit into the cache of a processor, and random positions collide too often.
-const BYTES_MIN: u64 = 64 * MIB;
+pub(crate) const BYTES_MIN: u64 = 64 * MIB;
 const MADE_BYTES: u64 = 256 * MIB;
 const COPY_BYTES: usize = MIB as usize;
 

@@ -11,6 +11,9 @@ use crate::size;
 
 /// A shorter copy ends too soon to be timed.
 const COPIED_BYTES_MIN: u64 = 16 << 20;
+/// The shortest and the longest request to a device.
+const BLOCK_BYTES_MIN: u64 = 4 << 10;
+const BLOCK_BYTES_MAX: u64 = 1 << 20;
 /// The default number of bytes to copy.
 const COPIED_BYTES: u64 = 512 << 20;
 
@@ -27,12 +30,36 @@ pub struct BenchArgs {
     pub what: BenchWhat,
 
     /// The file or block device to serve, at least 64M; without it a temporary one
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", group = "place")]
     pub file: Option<PathBuf>,
 
-    /// Write over FILE; without this only reads are measured on it
-    #[arg(long, requires = "file")]
+    /// nowait: a block device of this machine, as /dev/ublkb0; several side by side, the first compared to the others.
+    /// At least 64M, of which the first GiB is used
+    #[arg(long, value_name = "DEVICE", group = "place")]
+    pub device: Vec<PathBuf>,
+
+    /// Write over FILE or DEVICE: what is in it is lost. Without this only reads are measured on it. A device that is
+    /// mounted or claimed is refused; what else has a loop device's file open is not known
+    #[arg(long, requires = "place")]
     pub overwrite: bool,
+
+    /// nowait --device: measure on devices whose storage was given back, too: reads of holes, writes that allocate
+    #[arg(long, requires = "overwrite")]
+    pub discard: bool,
+
+    /// nowait --device: threads that make requests, 1 to 64; 12 without it
+    #[arg(long, value_name = "N", requires = "device")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=64))]
+    jobs: Option<u16>,
+
+    /// nowait --device: requests of each thread in flight, 1 to 1024; 16 without it
+    #[arg(long, value_name = "N", requires = "device")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=1024))]
+    depth: Option<u16>,
+
+    /// nowait --device: bytes of a request, multiples of 4K up to 1M, with rows for each; 4K without it
+    #[arg(long, value_name = "SIZE", value_delimiter = ',', value_parser = parse_block, requires = "device")]
+    block_size: Vec<u64>,
 
     /// copy: a directory on the file system to measure, with four times --size of room; without it $TMPDIR, or
     /// /var/tmp
@@ -108,16 +135,33 @@ impl BenchArgs {
         self.connections.map(usize::from)
     }
 
+    /// Threads that make requests to a device.
+    pub fn jobs(&self) -> u16 {
+        self.jobs.unwrap_or(12)
+    }
+
+    /// Requests of each of these in flight.
+    pub fn depth(&self) -> u16 {
+        self.depth.unwrap_or(16)
+    }
+
+    /// Bytes of the requests to a device.
+    pub fn block_bytes(&self) -> Vec<u64> {
+        if self.block_size.is_empty() { vec![BLOCK_BYTES_MIN] } else { self.block_size.clone() }
+    }
+
     /// Checks that WHAT has the given options.
     ///
     /// # Errors
     /// A message for the user.
     pub fn check(&self) -> Result<(), String> {
-        use BenchWhat::{All, Copy, Images, Peers, Vectored};
+        use BenchWhat::{All, Copy, Images, Nowait, Peers, Vectored};
         let what = self.what;
         let is = |allowed: &[BenchWhat]| allowed.contains(&what);
         let options = [
             (self.directory.is_some(), is(&[Copy]), "--directory", "copy"),
+            (!self.device.is_empty(), is(&[Nowait]), "--device", "nowait"),
+            (self.discard && self.device.is_empty(), false, "--discard", "nowait --device"),
             (self.size.is_some(), is(&[Copy]), "--size", "copy"),
             (self.connections.is_some(), is(&[Peers]), "--connections", "peers"),
             (self.caching.is_some(), is(&[Peers]), "--caching", "peers"),
@@ -193,7 +237,7 @@ pub enum BenchWhat {
     /// Requests that touch in one transfer, and one by one
     Merge,
     /// Trying without waiting first, with and without hints; the engine beside the kernel's loop device,
-    /// which takes root
+    /// which takes root. With --device: block devices side by side
     Nowait,
     /// Writes made durable one by one, and together, where the file system syncs for each
     Durable,
@@ -231,6 +275,13 @@ fn parse_copied(text: &str) -> Result<u64, String> {
     }
 }
 
+fn parse_block(text: &str) -> Result<u64, String> {
+    match size::parse(text)? {
+        bytes if bytes.is_multiple_of(BLOCK_BYTES_MIN) && bytes <= BLOCK_BYTES_MAX => Ok(bytes),
+        _ => Err("a multiple of 4K up to 1M".into()),
+    }
+}
+
 fn parse_seconds(text: &str) -> Result<f64, &'static str> {
     match text.parse() {
         Ok(seconds) if (0.05..=3600.0).contains(&seconds) => Ok(seconds),
@@ -245,6 +296,10 @@ Examples:
   nowait bench images                       raw, qcow2 and a chain, past the page cache
   nowait bench all --html report.html       each of the engine's mechanisms, on against off
   nowait bench peers --file /mnt/fast/scratch.img --overwrite --seconds 3
+  nowait bench nowait --device /dev/ublkb0 --device /dev/loop0
+                                            two devices, 4K reads by 12 jobs of depth 16
+  nowait bench nowait --device /dev/ublkb0 --overwrite --discard
+                                            writes, too, also to a device without storage
 
 Exit status:
   0   the tables are complete

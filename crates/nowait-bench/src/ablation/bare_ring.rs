@@ -21,7 +21,7 @@ use crate::workload::{Direction, Workload};
 /// The index of the only registered file and of the only registered buffer.
 const ONLY: u32 = 0;
 
-/// A ring with its registered file and one block of memory for each request in flight.
+/// A ring with its registered file and memory for each request in flight.
 pub(crate) struct BareRing {
     ring: IoUring,
     memory: ManuallyDrop<Vec<Block>>,
@@ -35,15 +35,13 @@ impl BareRing {
     /// The error of io_uring_setup(2) or io_uring_register(2); for `ENOMEM` with the note that the
     /// limit on locked memory may be the cause.
     pub(crate) fn new(file: &File, load: &Workload) -> io::Result<BareRing> {
-        if load.block_bytes > Block::BYTES {
-            return Err(io::Error::other("blocks of this size are not measured"));
-        }
         let ring = IoUring::builder()
             .setup_single_issuer()
             .setup_defer_taskrun()
             .build(load.depth as u32)
             .map_err(named)?;
-        let memory: Vec<Block> = (0..load.depth).map(|_| *Block::random()).collect();
+        let blocks = (load.depth * load.block_bytes).div_ceil(Block::BYTES);
+        let memory: Vec<Block> = (0..blocks).map(|_| *Block::random()).collect();
         ring.submitter().register_files(&[file.as_raw_fd()])?;
         let all = libc::iovec {
             iov_base: memory.as_ptr().cast_mut().cast(),
@@ -102,7 +100,8 @@ impl BareRing {
                 break;
             };
             let (file, len) = (types::Fixed(ONLY), self.load.block_bytes as u32);
-            let base = self.memory.as_mut_ptr().wrapping_add(slot as usize).cast::<u8>();
+            let at = slot as usize * self.load.block_bytes;
+            let base = self.memory.as_mut_ptr().cast::<u8>().wrapping_add(at);
             let buffer = ONLY as u16;
             let entry: squeue::Entry = match self.load.direction {
                 Direction::Read => {
@@ -113,8 +112,8 @@ impl BareRing {
                 }
             };
             self.started[slot as usize] = now;
-            // SAFETY: only this transfer uses the block of the slot until the slot is free again,
-            // and the block lives until no request is in flight.
+            // SAFETY: only this transfer uses the memory of the slot until the slot is free again,
+            // and it lives until no request is in flight.
             if unsafe { self.ring.submission().push(&entry.user_data(slot)) }.is_err() {
                 self.free.push(slot);
                 return Err(io::Error::other("the ring has no room"));

@@ -26,7 +26,7 @@ use crate::test_file::{Access, Target, temporary_directory};
 use crate::workload::{Caching, Direction, Workload};
 
 /// The largest part of a file that is used: a larger one would not change the results.
-const BYTES_MAX: u64 = 1 << 30;
+pub(crate) const BYTES_MAX: u64 = 1 << 30;
 
 /// The environment of all measurements.
 pub(crate) struct Fixture<'a> {

@@ -58,7 +58,7 @@ impl Unit {
 pub(crate) enum Metric {
     /// Each variant divided by the first, which is the one without the mechanism.
     OverFirst,
-    /// The first variant, which is this engine, divided by each of the others.
+    /// The first variant, this engine or the first device, divided by each of the others.
     FirstOver,
 }
 

@@ -46,8 +46,11 @@ pub(crate) fn section(table: &Table<'_>, n: usize) -> String {
         let variants = table.variants();
         let name = match (variants.as_slice(), table.gain) {
             ([first, second], Metric::OverFirst) => format!("{second} ÷ {first}"),
-            (_, Metric::FirstOver) => "this engine ÷ each other".to_owned(),
-            (all, _) => format!("each ÷ {}", all.first().unwrap_or(&"")),
+            ([first, other], Metric::FirstOver) => format!("{first} ÷ {other}"),
+            (all, Metric::FirstOver) => {
+                format!("{} ÷ each other", all.first().unwrap_or(&""))
+            }
+            (all, Metric::OverFirst) => format!("each ÷ {}", all.first().unwrap_or(&"")),
         };
         let source = table.rows.iter().any(|row| row.source.is_some_and(|it| it.factor.is_some()));
         let mark = if source { "; dashed: the source's gain" } else { "" };

@@ -14,16 +14,20 @@ mod vectored_io;
 mod bare_ring;
 mod fio_engine;
 mod loop_device;
+mod claimed_device;
 mod tables;
 mod text;
 mod chart;
 mod html;
+mod devices;
+
+pub use devices::{DevicesOptions, run_devices};
 
 use std::io::Write;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use serde_json::json;
+use serde_json::{Value, json};
 
 use crate::error::Error;
 use crate::report::{Machine, Report, Reporter, RunOptions};
@@ -126,28 +130,56 @@ pub fn run_engine(options: &EngineOptions, out: &mut dyn Write) -> Result<Report
     let good = options.latency.iter().all(|it| !it.is_zero() && *it <= LATENCY_MAX);
     Error::unless(good, "latency", "has to be more than 0 and at most 1 second")?;
     let run = &options.run;
-    let mut reporter = Reporter::begin(run, out)?;
+    let reporter = Reporter::begin(run, out)?;
     let target = Target::open(options.file.as_deref(), run.overwrite, false)?;
     let fixture = Fixture::set(&target, options)?;
     let mut tables = tables::all(&fixture, options.what);
-    if let Some(text) = &options.only {
-        tables.iter_mut().for_each(|table| table.rows.retain(|row| row.title.contains(text)));
-        tables.retain(|table| !table.rows.is_empty());
-        if tables.is_empty() {
-            return Err(Error::NoRow { only: text.clone() });
-        }
-    }
+    keep_rows(&mut tables, options.only.as_deref())?;
     let machine = Machine::this()?;
     let cache = "no direct I/O on this file system: the figures are the page cache's\n";
-    let heading = format!(
-        "Linux {}, {}\n{}{}{} rounds of {} s for each variant, in turns; medians\n{CPU_NOTE}\n",
+    let lines = target.lines(fixture.bytes) + if fixture.direct { "" } else { cache };
+    let heading = heading(&machine, &lines, run);
+    let mut head = json!({
+        "machine": machine.to_json(),
+        "file": target.to_json(fixture.bytes),
+        "seconds": run.duration.as_secs_f64(),
+    });
+    head["file"]["direct"] = fixture.direct.into();
+    report(tables, heading, head, reporter)
+}
+
+/// Keeps the rows whose title contains `only`.
+///
+/// # Errors
+/// [`Error::NoRow`]: there is none.
+fn keep_rows(tables: &mut Vec<Table<'_>>, only: Option<&str>) -> Result<(), Error> {
+    let Some(text) = only else { return Ok(()) };
+    tables.iter_mut().for_each(|table| table.rows.retain(|row| row.title.contains(text)));
+    tables.retain(|table| !table.rows.is_empty());
+    match tables.is_empty() {
+        true => Err(Error::NoRow { only: text.to_owned() }),
+        false => Ok(()),
+    }
+}
+
+/// The lines before the first table; `lines` are those about what is measured on.
+fn heading(machine: &Machine, lines: &str, run: &RunOptions) -> String {
+    format!(
+        "Linux {}, {}\n{lines}{} rounds of {} s for each variant, in turns; medians\n{CPU_NOTE}\n",
         machine.kernel,
         machine.processor,
-        target.lines(fixture.bytes),
-        if fixture.direct { "" } else { cache },
         run.rounds,
         run.duration.as_secs_f64(),
-    );
+    )
+}
+
+/// Measures `tables` and reports them below `heading`; `head` is the JSON object without tables.
+fn report(
+    tables: Vec<Table<'_>>,
+    heading: String,
+    head: Value,
+    mut reporter: Reporter<'_>,
+) -> Result<Report, Error> {
     let rows = tables.iter().flat_map(|table| &table.rows);
     reporter.heading(heading, rows.map(|row| row.cells.len()).sum())?;
     let mut glance = "<nav class=glance>\n".to_owned();
@@ -164,12 +196,6 @@ pub fn run_engine(options: &EngineOptions, out: &mut dyn Write) -> Result<Report
         glance += &html::card(&table, n);
         reporter.table(&text::text(&table), table.to_json(), &html::section(&table, n))?;
     }
-    let mut head = json!({
-        "machine": machine.to_json(),
-        "file": target.to_json(fixture.bytes),
-        "seconds": run.duration.as_secs_f64(),
-    });
-    head["file"]["direct"] = fixture.direct.into();
     reporter.end(("nowait bench", &(glance + "</nav>\n")), "", head, "tables")
 }
 

@@ -1,7 +1,7 @@
 //! The program `nowait-bench`, which `nowait bench` runs: runs the measurements of the bench crate
 //! and prints their tables.
 //!
-//! Invariant: a file that exists is only written to with `--overwrite`.
+//! Invariant: a file that exists, or a device, is only written to with `--overwrite`.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -10,9 +10,9 @@ use std::{env, io};
 use clap::error::ErrorKind;
 use clap::{Args, Command, FromArgMatches};
 use nowait_bench::{
-    Caching, CancelFlag, ClientKind, CopyOptions, EngineOptions, Error, ImagesOptions, Output,
-    PeersOptions, Report, RunOptions, ServerKind, TableSelection, Transport, run_copies,
-    run_engine, run_images, run_peers,
+    Caching, CancelFlag, ClientKind, CopyOptions, DevicesOptions, EngineOptions, Error,
+    ImagesOptions, Output, PeersOptions, Report, RunOptions, ServerKind, TableSelection, Transport,
+    run_copies, run_devices, run_engine, run_images, run_peers,
 };
 use nowait_cli::bench_args::{BenchArgs, BenchCaching, BenchClient, BenchTransport, BenchWhat};
 use nowait_cli::error::{CliError, os_message};
@@ -97,6 +97,18 @@ fn measure(args: &BenchArgs, run: RunOptions) -> Result<Report, CliError> {
             let (servers, only) = (servers(args), args.only.clone());
             let options = ImagesOptions { run, nowait: Some(nowait()?), servers, only };
             return run_images(&options, &mut out).map_err(failed);
+        }
+        BenchWhat::Nowait if !args.device.is_empty() => {
+            let options = DevicesOptions {
+                run,
+                devices: args.device.clone(),
+                discard: args.discard,
+                jobs: args.jobs(),
+                depth: args.depth(),
+                block_bytes: args.block_bytes(),
+                only: args.only.clone(),
+            };
+            return run_devices(&options, &mut out).map_err(failed);
         }
         BenchWhat::Simple => TableSelection::Simple,
         BenchWhat::Completion => TableSelection::Completion,

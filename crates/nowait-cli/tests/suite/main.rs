@@ -7,6 +7,7 @@ mod common;
 
 mod addresses_and_keys;
 mod bench_copy;
+mod bench_devices;
 mod block_devices;
 mod completions_and_man;
 mod copy;

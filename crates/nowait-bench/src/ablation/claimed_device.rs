@@ -1,0 +1,102 @@
+//! A block device of this machine, opened for direct I/O, and what is done to it between measurements.
+//!
+//! Invariant: a device is opened for writing only if that is asked for, and only if nothing has
+//! mounted or claimed it; it stays claimed as long as the value lives.
+
+use std::fs::{File, OpenOptions};
+use std::io::{self, Seek, SeekFrom};
+use std::os::unix::fs::{FileTypeExt, OpenOptionsExt};
+use std::path::{Path, PathBuf};
+
+use rustix::fs::{FallocateFlags, OFlags, fallocate};
+
+use crate::ablation::bare_ring::BareRing;
+use crate::ablation::closed_loop::StopCondition;
+use crate::error::Error;
+use crate::offsets::{Offsets, Region};
+use crate::test_file::BYTES_MIN;
+use crate::workload::{Direction, Order, Workload};
+
+const MIB: u64 = 1 << 20;
+/// How a device is filled.
+const FILL: Workload = Workload {
+    direction: Direction::Write,
+    order: Order::Sequential,
+    block_bytes: MIB as usize,
+    depth: 4,
+    durable: false,
+    beside: None,
+};
+
+/// A block device to measure on.
+pub(crate) struct ClaimedDevice {
+    /// As it was given.
+    pub(crate) path: PathBuf,
+    pub(crate) file: File,
+    /// Whole megabytes; the rest is not used.
+    pub(crate) bytes: u64,
+}
+
+impl ClaimedDevice {
+    /// Opens `path`; with `overwrite` for writing, and for this program alone.
+    ///
+    /// # Errors
+    /// [`Error::File`]: it is no block device, too small, in use, or this user may not open it.
+    pub(crate) fn open(path: &Path, overwrite: bool) -> Result<ClaimedDevice, Error> {
+        let opened = Self::check(path, overwrite);
+        opened.map_err(|problem| Error::File { path: path.to_owned(), problem })
+    }
+
+    fn check(path: &Path, overwrite: bool) -> Result<ClaimedDevice, String> {
+        let cannot_open = |e: io::Error| format!("cannot open: {e}");
+        let kind = path.metadata().map_err(cannot_open)?.file_type();
+        if !kind.is_block_device() {
+            return Err("no block device (--file measures on a file)".to_owned());
+        }
+        let claim = if overwrite { OFlags::EXCL } else { OFlags::empty() };
+        let flags = OFlags::DIRECT.union(claim).bits().cast_signed();
+        let opened = OpenOptions::new().read(true).write(overwrite).custom_flags(flags).open(path);
+        let mut file = opened.map_err(|e| match e.raw_os_error() {
+            Some(libc::EBUSY) => {
+                "cannot be overwritten: it is mounted, or another program has claimed it".to_owned()
+            }
+            _ if overwrite => format!("cannot be overwritten: {e}"),
+            _ => cannot_open(e),
+        })?;
+        let bytes =
+            file.seek(SeekFrom::End(0)).map_err(|e| format!("cannot tell its size: {e}"))?;
+        if bytes < BYTES_MIN {
+            return Err(format!(
+                "only {bytes} bytes (64 MiB is the least that can be measured on)"
+            ));
+        }
+        Ok(ClaimedDevice { path: path.to_owned(), file, bytes: bytes / MIB * MIB })
+    }
+
+    /// Writes the first `bytes` once, so that each of them has storage.
+    ///
+    /// # Errors
+    /// The error of a write.
+    pub(crate) fn fill(&self, bytes: u64, stop_condition: StopCondition<'_>) -> io::Result<()> {
+        let region = Region { start: 0, bytes, block: MIB };
+        let mut offsets = Offsets::once(Order::Sequential, region, 0);
+        BareRing::new(&self.file, &FILL)?.run(&mut offsets, stop_condition)?;
+        self.file.sync_all()
+    }
+
+    /// Gives back the storage of the first `bytes`, which are zeros then.
+    ///
+    /// # Errors
+    /// `ErrorKind::Unsupported` if the device cannot do that.
+    pub(crate) fn discard(&self, bytes: u64) -> io::Result<()> {
+        let flags = FallocateFlags::PUNCH_HOLE.union(FallocateFlags::KEEP_SIZE);
+        fallocate(&self.file, flags, 0, bytes).map_err(|errno| match errno {
+            rustix::io::Errno::OPNOTSUPP => {
+                let problem = "the device gives no storage back";
+                io::Error::new(io::ErrorKind::Unsupported, problem)
+            }
+            errno => errno.into(),
+        })?;
+        self.file.sync_all()
+    }
+}
