@@ -21,7 +21,7 @@ use crate::open_disk::OpenedDisk;
 use crate::signals::Ending;
 use crate::systemd;
 use crate::upgrade::messages::ListenerState;
-use crate::upgrade::take_over::HandedListener;
+use crate::upgrade::take_over::{HandedListener, ParkedClients};
 use crate::vhost_user_spec::DevicePlace;
 use nowait_cli::error::{CliError, os_message};
 
@@ -102,9 +102,15 @@ impl Endpoints {
     }
 }
 
-/// The connections of virtual machines that were handed over, by their descriptors. To be called
-/// before this process opens any descriptor.
-pub(crate) fn connections(args: &ServeArgs) -> Result<HashMap<i32, UnixStream>, CliError> {
+/// The connections of virtual machines that were handed over, by their descriptors; none if this
+/// program takes over those of another one. To be called before this process opens any descriptor.
+pub(crate) fn connections(
+    args: &ServeArgs,
+    takes_over: bool,
+) -> Result<HashMap<i32, UnixStream>, CliError> {
+    if takes_over {
+        return Ok(HashMap::new());
+    }
     let numbers = args.vhost_user.sockets.iter().filter_map(|socket| match socket.socket {
         DevicePlace::Descriptor(number) => Some(number),
         DevicePlace::Path(_) => None,
@@ -135,14 +141,23 @@ fn bind(
     Ok((listeners, bound_to))
 }
 
-/// The exports of `all`, each with its vhost-user sockets.
+/// The exports of `all`, each with its vhost-user sockets, which come later if they are those of
+/// another program.
 pub(crate) fn exports_of(
     args: &ServeArgs,
     all: &[OpenedDisk],
-    connections: &mut HashMap<i32, UnixStream>,
+    mut connections: HashMap<i32, UnixStream>,
+    taken_over: Option<&ParkedClients>,
 ) -> Result<Vec<AnyExport>, CliError> {
     let workers = args.config().workers;
     let mut exports: Vec<AnyExport> = all.iter().map(|opened| opened.export(workers)).collect();
+    if let Some(ParkedClients { devices, .. }) = taken_over {
+        let has_devices = |index| devices.iter().any(|(export, _)| *export == index);
+        let exports = exports.into_iter().enumerate();
+        return Ok(exports
+            .map(|(index, export)| if has_devices(index) { export.with_devices() } else { export })
+            .collect());
+    }
     let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
     for socket in &args.vhost_user.sockets {
         let index = socket.export_of(&named).map_err(CliError::new)?;

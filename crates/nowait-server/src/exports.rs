@@ -18,6 +18,7 @@ use crate::net::connection_limit::ConnectionStatus;
 use crate::net::listener::Listener;
 use crate::rate_limit::{Limits, SharedLimits};
 use crate::statistics::{FrontendKind, FrontendTotals};
+use crate::vhost_user::control_thread::{DeviceSocket, ParkedDevice};
 
 /// The time in which a thread that was woken up has published its counts.
 const PUBLISH_TIME: Duration = Duration::from_millis(2);
@@ -125,8 +126,8 @@ impl Exports {
     /// `EEXIST`: there is one of that name. `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: the thread of a
     /// vhost-user socket could not be started; then there is no such export.
     pub fn add(&self, export: AnyExport) -> Result<ExportId, Error> {
-        let AnyExport { export, vhost_user } = export;
-        let id = self.0.registry.add(export, !vhost_user.is_empty())?;
+        let AnyExport { export, has_devices, vhost_user } = export;
+        let id = self.0.registry.add(export, has_devices)?;
         let serve = |socket| self.0.serve_devices(id, socket);
         vhost_user.into_iter().try_for_each(serve).inspect_err(|_| {
             // It has no client; one that came this moment ends it later.
@@ -283,8 +284,7 @@ impl Exports {
     ///
     /// # Errors
     /// `ETIMEDOUT`: requests are in flight yet. `EALREADY`: it is parked. `ECANCELED`: it stops.
-    /// `EOPNOTSUPP`: an export is a disk of virtual machines or a block device of this machine. In
-    /// each case it goes on.
+    /// `EOPNOTSUPP`: an export is a block device of this machine. In each case it goes on.
     pub fn park(&self, timeout: Duration) -> Result<ParkedServer, Error> {
         self.0.park(timeout)
     }
@@ -292,8 +292,7 @@ impl Exports {
     /// Stops serving one export, as [`Exports::park`]; also to virtual machines. The others go on.
     ///
     /// # Errors
-    /// As there, but `EOPNOTSUPP` is for a block device of this machine only. `ENOENT`: there is no
-    /// such export.
+    /// As there. `ENOENT`: there is no such export.
     pub fn park_export(&self, id: ExportId, timeout: Duration) -> Result<ParkedExport, Error> {
         self.0.park_export(id, timeout)
     }
@@ -306,6 +305,16 @@ impl Exports {
     /// Serves a connection of another process, whose client has chosen export `id`.
     pub fn adopt(&self, id: ExportId, connection: ConnectionState) {
         self.0.adopt(id, connection);
+    }
+
+    /// Serves the virtual machines of a device of another process, as export `id`, which is
+    /// [`AnyExport::with_devices`].
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export. `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: its thread could not
+    /// be started.
+    pub fn adopt_device(&self, id: ExportId, device: ParkedDevice) -> Result<(), Error> {
+        self.0.serve_devices(id, DeviceSocket::Parked(device))
     }
 
     /// Asks the storage of every export for its size, and tells virtual machines and the block device

@@ -59,6 +59,8 @@ pub use ublk::sim_ublk::SimUblkRequest;
 pub use ublk::ublk_device::{UblkDevice, UblkNode};
 pub use ublk::ublk_error::UblkError;
 pub use ublk::ublk_list::{UblkStatus, ublk_devices, ublk_features, ublk_stop};
+pub use vhost_user::control_thread::ParkedDevice;
+pub use vhost_user::device::vmm_state::{VmmSetup, VmmState};
 #[cfg(feature = "fuzz")]
 pub use vhost_user::queue_fuzz::FuzzedQueue;
 #[cfg(feature = "sim")]

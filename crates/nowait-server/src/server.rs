@@ -81,7 +81,9 @@ impl Server {
         let (sender, events) = channel();
         let (exports, sockets): (Vec<_>, Vec<_>) = exports
             .into_iter()
-            .map(|AnyExport { export, vhost_user }| ((export, !vhost_user.is_empty()), vhost_user))
+            .map(|AnyExport { export, has_devices, vhost_user }| {
+                ((export, has_devices), vhost_user)
+            })
             .unzip();
         let shared = Arc::new(Shared::new(exports, options, sender));
         let (ready, begun) = channel();

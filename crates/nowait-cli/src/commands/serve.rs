@@ -8,11 +8,8 @@ use std::sync::{Arc, mpsc};
 use std::time::Duration;
 
 use nowait::{RegisteredMemory, Uring};
-use nowait_control::ControlledServer;
 use nowait_nbd::Address;
-use nowait_server::{
-    ConnectionState, ExportId, Listener, Options, QueueKind, Server, Tls, UblkNode,
-};
+use nowait_server::{Listener, Options, QueueKind, Server, Tls, UblkNode};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::{info, warn};
 
@@ -36,7 +33,7 @@ use crate::signals::Ending;
 use crate::upgrade::hand_over::Upgrades;
 use crate::upgrade::launcher::Launcher;
 use crate::upgrade::messages::ListenerState;
-use crate::upgrade::take_over::{Parked, TakeOver};
+use crate::upgrade::take_over::{Parked, ParkedClients, TakeOver};
 use crate::{
     args, background, confinement, control_socket, default_image, endpoints, summary, systemd,
     tls_files, watchdog,
@@ -73,7 +70,7 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
 /// The same for a program that may `take_over` from another one.
 fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), CliError> {
     let parent = Parent::now();
-    let mut connections = endpoints::connections(args)?;
+    let connections = endpoints::connections(args, take_over.is_some())?;
     let inherited = systemd::sockets()?;
     let forks = args.lifetime.fork && take_over.is_none();
     let background = forks.then(background::fork).transpose()?;
@@ -93,7 +90,7 @@ fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), C
     };
     let (pid_file, log_file) = process_files(args, &ending)?;
     let (control, upgrades) = bind_control(args, take_over.as_deref_mut(), states)?;
-    let devices = exports_of(args, &all, &mut connections)?;
+    let devices = exports_of(args, &all, connections, adopted.as_ref())?;
     let files = needed_files(args, &all, &listens[inherited..], default_socket.as_deref());
     if ublk.is_none() {
         confinement::enter(args, files.clone(), None)?;
@@ -119,8 +116,9 @@ fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), C
     let additions = additions(args, listens.clone());
     let running = RunningServer::new(server.exports(), disks.clone(), additions, upgrades);
     if let Some(take_over) = &take_over {
-        let change = |id: ExportId, change| running.change(id.number(), change).map(drop);
-        take_over.serve(&server.exports(), change, later, adopted)?;
+        let clients = adopted.unwrap_or_default();
+        add_places(&mut disks.lock(), &clients);
+        take_over.serve(&server.exports(), &running, later, clients)?;
     }
     pid_file.iter().filter_map(|file| file.appear().err()).for_each(|error| warn!("{error}"));
     let control = control.serve(running);
@@ -222,8 +220,8 @@ struct Opened {
     all: Vec<OpenedDisk>,
     /// None was given.
     is_default: bool,
-    /// Connections of another process, each with the index of its export.
-    adopted: Vec<(usize, ConnectionState)>,
+    /// The clients of another program, if this one takes over.
+    adopted: Option<ParkedClients>,
 }
 
 /// Opens the images of `args`, or those that another program hands over.
@@ -231,13 +229,13 @@ fn open(args: &ServeArgs, take_over: Option<&TakeOver>) -> Result<Opened, CliErr
     let exports = args.exports().map_err(CliError::new)?;
     let is_default = exports.is_empty();
     if let Some(take_over) = take_over {
-        let Parked { images, connections } = take_over.wait()?;
+        let Parked { images, clients } = take_over.wait()?;
         let all = take_over.open(images, &chain_options(args))?;
-        return Ok(Opened { all, is_default: false, adopted: connections });
+        return Ok(Opened { all, is_default: false, adopted: Some(clients) });
     }
     let exports = if is_default { vec![default_export(args)?] } else { exports };
     let all = open_all(args, exports).map_err(|error| error.with_status(CANNOT_OPEN))?;
-    Ok(Opened { all, is_default, adopted: Vec::new() })
+    Ok(Opened { all, is_default, adopted: None })
 }
 
 /// The process that starts the next program, or why there is none.
@@ -288,6 +286,19 @@ fn served(
         first.places.insert(0, node.to_owned());
     }
     served
+}
+
+/// Adds the vhost-user sockets of `clients` that are none of the arguments.
+fn add_places(served: &mut [ServedDisk], clients: &ParkedClients) {
+    for (export, device) in &clients.devices {
+        let path = device.listener.as_ref().and_then(|listener| listener.unix_path());
+        let place = path.map(|path| format!("vhost-user:{}", path.display()));
+        if let (Some(disk), Some(place)) = (served.get_mut(*export), place)
+            && !disk.places.contains(&place)
+        {
+            disk.places.push(place);
+        }
+    }
 }
 
 /// What the exports have in common that are added later, at the addresses `listens`.

@@ -11,13 +11,14 @@ use std::time::{Duration, Instant};
 
 use nowait_cli::error::os_message;
 use nowait_control::{ControlError, UpgradeReport};
-use nowait_server::ConnectionState;
+use nowait_nbd::Address;
+use nowait_server::{ConnectionState, Listener, ParkedDevice};
 
 use crate::upgrade::channel::Channel;
 use crate::upgrade::launcher::Launcher;
 use crate::upgrade::messages::{
-    Answer, Begin, ConnectionMessage, ControlStates, Drained, ExportState, Go, ListenerState,
-    PROTOCOL, SplitMessage,
+    Answer, Begin, ConnectionMessage, ControlStates, DeviceMessage, Drained, ExportState, Go,
+    ListenerState, PROTOCOL, SplitMessage, VmmMessage,
 };
 
 /// How long the new program may take until it waits for the images.
@@ -46,6 +47,12 @@ pub(crate) trait Parked {
     /// There are not enough descriptors for copies of their sockets.
     fn connections(&self) -> Result<Vec<(usize, ConnectionState)>, ControlError>;
 
+    /// The disks of virtual machines, each with the index of its export.
+    ///
+    /// # Errors
+    /// A VMM has sent a part of a message only; there are not enough descriptors for copies.
+    fn devices(&self) -> Result<Vec<(usize, ParkedDevice)>, ControlError>;
+
     /// How many connections there are beside `count` of these.
     fn left_over(&self, count: usize) -> usize;
 
@@ -71,9 +78,12 @@ pub(crate) fn hand_over<P: Parked>(
     let begin = Instant::now();
     let parked = park()?;
     let connections = parked.connections()?;
-    let (count, closed) = (connections.len() as u64, parked.left_over(connections.len()) as u64);
-    send_drained(&channel, &parked.images(), &connections)?;
-    drop(connections);
+    let devices = parked.devices()?;
+    let machines = devices.iter().filter(|(_, device)| device.vmm.is_some()).count();
+    let count = (connections.len() + machines) as u64;
+    let closed = parked.left_over(connections.len()) as u64;
+    send_drained(&channel, &parked.images(), &connections, &devices)?;
+    drop((connections, devices));
     receive(&channel, READY_TIMEOUT)?;
     channel.send(&Go, &[], &[], READY_TIMEOUT).map_err(|error| lost(&error))?;
     let pause_ms = begin.elapsed().as_secs_f64() * 1e3;
@@ -116,6 +126,7 @@ fn send_drained(
     channel: &Channel,
     images: &[Vec<BorrowedFd<'_>>],
     connections: &[(usize, ConnectionState)],
+    devices: &[(usize, ParkedDevice)],
 ) -> Result<(), ControlError> {
     let mut files: Vec<BorrowedFd<'_>> = images.iter().flatten().copied().collect();
     let mut bytes: Vec<&[u8]> = Vec::new();
@@ -134,9 +145,33 @@ fn send_drained(
             ended: state.ended,
         });
     }
+    let devices =
+        devices.iter().map(|(export, device)| device_message(*export, device, &mut files));
+    let devices = devices.collect::<io::Result<_>>().map_err(|error| lost(&error))?;
     let files_of = images.iter().map(Vec::len).collect();
-    let drained = Drained { files: files_of, connections: messages };
+    let drained = Drained { files: files_of, connections: messages, devices };
     channel.send(&drained, &bytes, &files, READY_TIMEOUT).map_err(|error| lost(&error))
+}
+
+/// What tells of `device`, whose files are appended to `files`.
+fn device_message<'a>(
+    export: usize,
+    device: &'a ParkedDevice,
+    files: &mut Vec<BorrowedFd<'a>>,
+) -> io::Result<DeviceMessage> {
+    let state = |listener: &'a Arc<Listener>| {
+        files.push(listener.as_fd());
+        let path = listener.unix_path().ok_or(io::ErrorKind::Unsupported)?;
+        Ok::<_, io::Error>(ListenerState::at(&Address::Unix(path), listener.is_own(), None))
+    };
+    let listener = device.listener.as_ref().map(state).transpose()?;
+    let vmm = device.vmm.as_ref().map(|vmm| {
+        files.push(vmm.socket.as_fd());
+        files.extend(vmm.channel.iter().chain(&vmm.files).map(AsFd::as_fd));
+        let (setup, has_channel) = (vmm.setup.clone(), vmm.channel.is_some());
+        VmmMessage { setup, has_channel, files: vmm.files.len() }
+    });
+    Ok(DeviceMessage { export, listener, vmm })
 }
 
 /// The new program has ended or is silent.

@@ -11,11 +11,11 @@ use std::path::Path;
 
 use nowait_control::PatchExport;
 use nowait_nbd::Address;
-use nowait_server::{Listener, SplitState};
+use nowait_server::{Listener, SplitState, VmmSetup};
 use serde::{Deserialize, Serialize};
 
 /// The version of these messages.
-pub(crate) const PROTOCOL: u32 = 1;
+pub(crate) const PROTOCOL: u32 = 2;
 
 /// Old to new: what will be handed over. The listeners' files come with it, then the control socket's.
 #[derive(Debug, Serialize, Deserialize)]
@@ -70,14 +70,18 @@ impl ListenerState {
         address: &Address,
         temporary: Option<&Path>,
     ) -> io::Result<(Self, OwnedFd)> {
+        let socket = listener.as_fd().try_clone_to_owned()?;
+        Ok((Self::at(address, listener.is_own(), temporary), socket))
+    }
+
+    /// The state of a socket at `address`.
+    pub(crate) fn at(address: &Address, is_own: bool, temporary: Option<&Path>) -> Self {
         let (path, host, port) = match address {
             Address::Unix(path) => (Some(path.clone().into()), String::new(), 0),
             Address::Tcp { host, port } => (None, host.clone(), *port),
         };
-        let is_own = listener.is_own();
         let temporary = temporary.map(|path| path.as_os_str().to_owned());
-        let socket = listener.as_fd().try_clone_to_owned()?;
-        Ok((Self { path, host, port, is_own, temporary }, socket))
+        Self { path, host, port, is_own, temporary }
     }
 }
 
@@ -90,12 +94,33 @@ pub(crate) struct ControlStates {
 }
 
 /// Old to new: no request is in flight, and everything is on storage. The files of the images come
-/// with it, then the connections' sockets. The bytes are what was received and not sent yet.
+/// with it, then the connections' sockets, then those of the devices. The bytes are what was received
+/// and not sent yet.
 #[derive(Debug, Serialize, Deserialize)]
 pub(crate) struct Drained {
     /// Files of each export's image.
     pub(crate) files: Vec<usize>,
     pub(crate) connections: Vec<ConnectionMessage>,
+    pub(crate) devices: Vec<DeviceMessage>,
+}
+
+/// A disk of virtual machines. Its files are that of the listener, and those of the VMM: the socket,
+/// the channel, and what belongs to its setup.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct DeviceMessage {
+    /// Index of the export.
+    pub(crate) export: usize,
+    pub(crate) listener: Option<ListenerState>,
+    pub(crate) vmm: Option<VmmMessage>,
+}
+
+/// A VMM that has connected.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct VmmMessage {
+    pub(crate) setup: VmmSetup,
+    pub(crate) has_channel: bool,
+    /// Files that belong to the setup.
+    pub(crate) files: usize,
 }
 
 /// A connection in transmission.

@@ -7,7 +7,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::MutexGuard;
 
 use nowait_control::ControlError;
-use nowait_server::{ConnectionState, Exports, ParkedServer};
+use nowait_server::{ConnectionState, Exports, ParkedDevice, ParkedServer};
 use rustix::io::Errno;
 
 use crate::served_disks::ServedDisk;
@@ -34,9 +34,7 @@ impl<'a> ParkedDisks<'a> {
         disks.iter().try_for_each(|served| served.disk.image.flush()).map_err(failed)?;
         let server = exports.park(DRAIN_TIMEOUT).map_err(|error| {
             let why = match Errno::from_raw_os_error(error.errno()) {
-                Errno::OPNOTSUPP => {
-                    "disks of virtual machines and block devices of this machine cannot be handed over"
-                }
+                Errno::OPNOTSUPP => "a block device of this machine cannot be handed over",
                 Errno::TIMEDOUT => "requests in flight do not end",
                 _ => "it ends",
             };
@@ -57,6 +55,13 @@ impl Parked for ParkedDisks<'_> {
         let states = states.map_err(|error| ControlError::Failed(error.to_string()))?;
         let index = |id| self.disks.iter().position(|served| served.id == id);
         Ok(states.into_iter().filter_map(|(id, state)| Some((index(id)?, state))).collect())
+    }
+
+    fn devices(&self) -> Result<Vec<(usize, ParkedDevice)>, ControlError> {
+        let devices = self.server.devices(DRAIN_TIMEOUT);
+        let devices = devices.map_err(|error| ControlError::Failed(error.to_string()))?;
+        let index = |id| self.disks.iter().position(|served| served.id == id);
+        Ok(devices.into_iter().filter_map(|(id, device)| Some((index(id)?, device))).collect())
     }
 
     fn left_over(&self, count: usize) -> usize {

@@ -7,19 +7,22 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
+use std::sync::Arc;
 use std::time::Duration;
 
 use nowait_cli::error::{CliError, os_message};
-use nowait_control::{ControlError, PatchExport};
+use nowait_control::ControlledServer;
 use nowait_image::{ChainOptions, Format, HandedOver};
 use nowait_nbd::Address;
-use nowait_server::{ConnectionState, ExportId, Exports, Listener, SplitState};
+use nowait_server::{ConnectionState, Exports, Listener, ParkedDevice, SplitState, VmmState};
 use tracing::warn;
 
 use crate::export_spec::NamedExport;
 use crate::open_disk::OpenedDisk;
 use crate::upgrade::channel::{Channel, Message};
-use crate::upgrade::messages::{Answer, Begin, Drained, ExportState, Go, ListenerState, PROTOCOL};
+use crate::upgrade::messages::{
+    Answer, Begin, DeviceMessage, Drained, ExportState, Go, ListenerState, PROTOCOL, VmmMessage,
+};
 use crate::upgrade::{ENVIRONMENT, SUCCESSOR};
 
 /// How long the old program may take for one message: it ends requests and flushes meanwhile.
@@ -39,8 +42,14 @@ pub(crate) struct TakeOver {
 pub(crate) struct Parked {
     /// The files of each export's image.
     pub(crate) images: Vec<HandedOver>,
-    /// The connections, each with the index of its export.
+    pub(crate) clients: ParkedClients,
+}
+
+/// The clients of the old program, each with the index of its export.
+#[derive(Default)]
+pub(crate) struct ParkedClients {
     pub(crate) connections: Vec<(usize, ConnectionState)>,
+    pub(crate) devices: Vec<(usize, ParkedDevice)>,
 }
 
 impl TakeOver {
@@ -104,7 +113,7 @@ impl TakeOver {
     pub(crate) fn wait(&self) -> Result<Parked, CliError> {
         self.agree()?;
         let message = self.channel.receive::<Drained>(TIMEOUT).map_err(|error| lost(&error))?;
-        let Message { body: Drained { files, connections }, bytes, files: all } = message;
+        let Message { body: Drained { files, connections, devices }, bytes, files: all } = message;
         let mut all = all.into_iter();
         let images = files
             .iter()
@@ -112,7 +121,7 @@ impl TakeOver {
             .collect();
         let mut bytes = bytes.into_iter();
         let mut take = |count| bytes.by_ref().take(count).collect::<Vec<u8>>();
-        let connections = connections.into_iter().zip(all).map(|(it, socket)| {
+        let connections = connections.into_iter().zip(all.by_ref()).map(|(it, socket)| {
             let (unparsed, unsent) = (take(it.unparsed), take(it.unsent));
             let (reply_mode, contexts, discard) = (it.reply_mode, it.contexts, it.discard);
             let split = it.split.map(SplitState::from);
@@ -129,7 +138,10 @@ impl TakeOver {
             };
             (it.export, state)
         });
-        Ok(Parked { images, connections: connections.collect() })
+        let connections = connections.collect();
+        let devices = devices.into_iter().map(|it| Ok((it.export, parked_device(it, &mut all)?)));
+        let devices = devices.collect::<Result<_, CliError>>()?;
+        Ok(Parked { images, clients: ParkedClients { connections, devices } })
     }
 
     /// Tells that this program is ready, and waits for the word to serve.
@@ -157,26 +169,31 @@ impl TakeOver {
         self.exports.iter().zip(images).map(open).collect()
     }
 
-    /// Tells that this program is ready and, at the old one's word, serves what it has left: the clients of `listeners`, the `connections`, and the
-    /// exports as they were changed, by `change`.
+    /// Tells that this program is ready and, at the old one's word, serves what it has left: the clients
+    /// of `listeners`, `clients`, and the exports as they were changed, in `running`.
     ///
     /// # Errors
     /// The old program has ended, or has called it off.
     pub(crate) fn serve(
         &self,
         server: &Exports,
-        change: impl Fn(ExportId, PatchExport) -> Result<(), ControlError>,
+        running: &impl ControlledServer,
         listeners: Vec<Listener>,
-        connections: Vec<(usize, ConnectionState)>,
+        clients: ParkedClients,
     ) -> Result<(), CliError> {
         let ids: Vec<_> = server.list().into_iter().map(|(id, _)| id).collect();
         for (id, state) in ids.iter().zip(&self.exports) {
-            if let Err(error) = change(*id, state.changes.clone()) {
+            if let Err(error) = running.change(id.number(), state.changes.clone()) {
                 warn!("export {:?} is not as it was changed: {error}", state.name);
             }
         }
         self.ready()?;
-        for (export, connection) in connections {
+        for (export, device) in clients.devices {
+            if let Some(Err(error)) = ids.get(export).map(|id| server.adopt_device(*id, device)) {
+                warn!("a disk of virtual machines is not served: {error}");
+            }
+        }
+        for (export, connection) in clients.connections {
             if let Some(id) = ids.get(export) {
                 server.adopt(*id, connection);
             }
@@ -198,6 +215,24 @@ impl TakeOver {
     fn send(&self, body: &Answer) -> Result<(), CliError> {
         self.channel.send(body, &[], &[], TIMEOUT).map_err(|error| lost(&error))
     }
+}
+
+/// The device of `message`, whose files are the next of `files`.
+fn parked_device(
+    message: DeviceMessage,
+    files: &mut impl Iterator<Item = OwnedFd>,
+) -> Result<ParkedDevice, CliError> {
+    let mut file = || files.next().ok_or_else(|| CliError::new("a socket is missing"));
+    let DeviceMessage { listener, vmm, .. } = message;
+    let listener = listener.map(|state| HandedListener::of((state, file()?))).transpose()?;
+    let listener = listener.map(|handed| Arc::new(handed.listener));
+    let state = |VmmMessage { setup, has_channel, files }: VmmMessage| {
+        let socket = file()?;
+        let channel = has_channel.then(&mut file).transpose()?;
+        let files = (0..files).map(|_| file()).collect::<Result<_, _>>()?;
+        Ok::<_, CliError>(VmmState { socket, channel, setup, files })
+    };
+    Ok(ParkedDevice { listener, vmm: vmm.map(state).transpose()? })
 }
 
 fn lost(error: &io::Error) -> CliError {

@@ -17,7 +17,7 @@ use crate::common::load::{bytes, load, verified_by_fio};
 use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, text};
 
 /// A server that is upgraded, and the process that serves now.
-struct Upgraded {
+pub(crate) struct Upgraded {
     /// The first process.
     server: Server,
     control: PathBuf,
@@ -26,7 +26,7 @@ struct Upgraded {
 }
 
 impl Upgraded {
-    fn start(format: &str, extra: &[&str]) -> Self {
+    pub(crate) fn start(format: &str, extra: &[&str]) -> Self {
         let scratch = Scratch::new();
         let (image, control) = (scratch.join("disk"), scratch.join("control"));
         accepted(&["create", text(&image), "64M", "--format", format]);
@@ -36,7 +36,7 @@ impl Upgraded {
         Self { server, control, serving: None, scratch }
     }
 
-    fn image(&self) -> PathBuf {
+    pub(crate) fn image(&self) -> PathBuf {
         self.scratch.join("disk")
     }
 
@@ -47,7 +47,7 @@ impl Upgraded {
     }
 
     /// Upgrades; returns what the command says.
-    fn upgrade(&mut self) -> Value {
+    pub(crate) fn upgrade(&mut self) -> Value {
         let report = self.command(&["upgrade", "--json"]).succeeds();
         let report: Value = serde_json::from_str(&report).expect("JSON");
         let before = self.process();
@@ -61,7 +61,7 @@ impl Upgraded {
     }
 
     /// Ends the server as a service manager does; everything it made is removed.
-    fn stop(mut self) -> (Scratch, PathBuf) {
+    pub(crate) fn stop(mut self) -> (Scratch, PathBuf) {
         assert!(self.server.wait().success(), "{}", self.server.log());
         let process = self.serving.take().expect("it was upgraded");
         kill_process(process, Signal::TERM).expect("a server to end");

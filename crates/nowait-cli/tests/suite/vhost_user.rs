@@ -9,16 +9,19 @@ use std::thread;
 use nowait_testkit::{PYTHON, skip, wait_for};
 use rustix::process::Signal;
 
-use crate::common::{Finished, Guest, Kernel, MIB, NOWAIT, Scratch, Server, require_tool, tool};
+use crate::common::{
+    Finished, Guest, Kernel, MIB, NOWAIT, Scratch, Server, require_tool, text, tool,
+};
 use crate::guest::{WRITTEN_FILES, assert_ran, check_written, have_file_system_tools, make_disk};
+use crate::upgrade::Upgraded;
 
 /// Size of a disk without a file system, in bytes.
 const DISK_BYTES: u64 = 96 * MIB;
-/// How often a server is killed, and what the guest writes before the first time and between.
-const KILLS: u64 = 5;
+/// How often a server is exchanged, and what the guest writes before the first time and between.
+const EXCHANGES: u64 = 5;
 const WRITTEN_FIRST: u64 = 3 * MIB;
 const WRITTEN_BETWEEN: u64 = 7 * MIB;
-/// The parts that a guest writes while servers are killed, of 4 MiB each.
+/// The parts that a guest writes while servers are exchanged, of 4 MiB each.
 const PARTS: u64 = 10;
 
 /// The arguments of QEMU for disks at `sockets`, with two queues each.
@@ -82,7 +85,7 @@ fn it_boots_from_a_qcow2_overlay_at_a_vhost_user_socket_too() {
     check_written(&scratch, &all, &console, WRITTEN_FILES);
 }
 
-/// Writes and reads while the server is killed, then tells whether the kernel has seen an error.
+/// Writes and reads while the server is exchanged, then tells whether the kernel has seen an error.
 const BUSY_INIT: &str = r#"
 mount -t proc none /proc
 dd if=/dev/urandom of=/tmp/data bs=1M count=4 2>/dev/null
@@ -96,28 +99,26 @@ echo "guest: done"
 poweroff -f
 "#;
 
-#[test]
-fn a_guest_sees_no_error_when_its_server_is_killed_under_load_and_started_again() {
-    let Some(guest) = Guest::with(Kernel::V6_12) else { return };
-    let scratch = Scratch::new();
-    let (disk, socket) = (scratch.sparse("disk.img", DISK_BYTES), scratch.join("socket"));
-    let mut server = Server::start_vhost_user(&disk, &socket, &[]);
-    let arguments = devices(&[&socket]);
-    let console = thread::scope(|scope| {
+/// Runs a busy guest with its disk at `socket`, whose image is `disk`, and `exchange` several times
+/// meanwhile.
+fn run_busy_guest(guest: &Guest, disk: &Path, socket: &Path, mut exchange: impl FnMut()) -> String {
+    let arguments = devices(&[socket]);
+    thread::scope(|scope| {
         let guest = scope.spawn(|| guest.run(BUSY_INIT, &[], &borrowed(&arguments)));
-        for kill in 0..KILLS {
-            let written = WRITTEN_FIRST + kill * WRITTEN_BETWEEN;
+        for n in 0..EXCHANGES {
+            let written = WRITTEN_FIRST + n * WRITTEN_BETWEEN;
             wait_for("the guest's writes", || {
-                let blocks = std::fs::metadata(&disk).expect("an image").blocks();
+                let blocks = std::fs::metadata(disk).expect("an image").blocks();
                 if blocks * 512 >= written { Ok(()) } else { Err(blocks) }
             });
-            server.signal(Signal::KILL);
-            server.wait();
-            server = Server::start_vhost_user(&disk, &socket, &[]);
+            exchange();
         }
         guest.join().expect("a guest that powers off")
-    });
-    server.stop_but_leave_socket();
+    })
+}
+
+/// Checks what a busy guest has said, and `disk`.
+fn check_busy_guest(console: &str, disk: &Path) {
     assert!(console.contains("guest: done"), "{console}");
     assert!(!console.contains("failed") && !console.contains("differ"), "{console}");
     let sum = console.lines().find_map(|line| line.trim().strip_prefix("guest: wrote "));
@@ -127,6 +128,38 @@ fn a_guest_sees_no_error_when_its_server_is_killed_under_load_and_started_again(
         let outside = tool("sh").args(["-c", &script]).succeeds();
         assert_eq!(outside.split_whitespace().next(), Some(sum), "part {n}");
     }
+}
+
+#[test]
+fn a_guest_sees_no_error_when_its_server_is_killed_under_load_and_started_again() {
+    let Some(guest) = Guest::with(Kernel::V6_12) else { return };
+    let scratch = Scratch::new();
+    let (disk, socket) = (scratch.sparse("disk.img", DISK_BYTES), scratch.join("socket"));
+    let mut server = Some(Server::start_vhost_user(&disk, &socket, &[]));
+    let console = run_busy_guest(&guest, &disk, &socket, || {
+        let mut killed = server.take().expect("a server");
+        killed.signal(Signal::KILL);
+        killed.wait();
+        server = Some(Server::start_vhost_user(&disk, &socket, &[]));
+    });
+    server.take().expect("a server").stop_but_leave_socket();
+    check_busy_guest(&console, &disk);
+}
+
+#[test]
+fn a_guest_sees_no_error_through_upgrades_of_its_server_under_load() {
+    let Some(guest) = Guest::with(Kernel::V6_12) else { return };
+    let scratch = Scratch::new();
+    let socket = scratch.join("socket");
+    let mut it = Upgraded::start("raw", &["--vhost-user", text(&socket)]);
+    let image = it.image();
+    let console = run_busy_guest(&guest, &image, &socket, || {
+        let report = it.upgrade();
+        assert_eq!((&report["connections"], &report["closed"]), (&1.into(), &0.into()));
+    });
+    let (_scratch, image) = it.stop();
+    check_busy_guest(&console, &image);
+    assert!(!socket.exists(), "the socket is left behind");
 }
 
 /// Tells what the kernel finds on two disks, one of them read-only.

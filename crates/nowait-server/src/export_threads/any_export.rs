@@ -15,7 +15,9 @@ use crate::vhost_user::control_thread::DeviceSocket;
 /// An export that clients can choose, with any block map.
 pub struct AnyExport {
     pub(crate) export: Arc<dyn Servable>,
-    /// The sockets at which it is a disk of virtual machines.
+    /// It is a disk of virtual machines.
+    pub(crate) has_devices: bool,
+    /// The sockets at which it is.
     pub(crate) vhost_user: Vec<DeviceSocket>,
 }
 
@@ -23,7 +25,13 @@ impl AnyExport {
     /// Clients see the name and the description of `export`.
     #[must_use]
     pub fn new<M: BlockMap>(export: Export<M>) -> Self {
-        Self { export: Arc::new(export), vhost_user: Vec::new() }
+        Self { export: Arc::new(export), has_devices: false, vhost_user: Vec::new() }
+    }
+
+    /// The same, and [`crate::Exports::adopt_device`] may make it a disk of virtual machines later.
+    #[must_use]
+    pub fn with_devices(self) -> Self {
+        Self { has_devices: true, ..self }
     }
 
     /// The export of an open image, which has to stay open until the server has stopped.
@@ -37,7 +45,7 @@ impl AnyExport {
     #[must_use]
     pub fn at_vhost_user(mut self, listener: Listener) -> Self {
         self.vhost_user.push(DeviceSocket::Listener(listener));
-        self
+        self.with_devices()
     }
 
     /// The same for the only virtual machine at the other end of `connection`. A server that clients
@@ -45,7 +53,7 @@ impl AnyExport {
     #[must_use]
     pub fn at_vhost_user_connection(mut self, connection: UnixStream) -> Self {
         self.vhost_user.push(DeviceSocket::Connected(connection));
-        self
+        self.with_devices()
     }
 }
 

@@ -21,7 +21,7 @@ use crate::rate_limit::SharedLimits;
 use crate::statistics::ExportStatistics;
 use crate::thread_handle::ThreadHandle;
 use crate::vhost_user::BlockProperties;
-use crate::vhost_user::control_thread::ControlHandle;
+use crate::vhost_user::control_thread::{ControlHandle, ParkedDevice};
 use crate::vhost_user::queue_channel::QueueChannel;
 
 /// An export with any block map.
@@ -202,6 +202,18 @@ impl RegisteredExport {
     pub(crate) fn suspend_devices(&self, deadline: Instant) -> bool {
         let controls = lock(&self.controls).clone();
         controls.iter().all(|handle| handle.suspend(deadline))
+    }
+
+    /// The devices of virtual machines, which are suspended, for another process. As
+    /// [`ControlHandle::freeze`].
+    pub(crate) fn freeze_devices(&self, deadline: Instant) -> Result<Vec<ParkedDevice>, Error> {
+        let controls = lock(&self.controls).clone();
+        controls.iter().map(|handle| handle.freeze(deadline)).collect()
+    }
+
+    /// Another process serves the frozen devices.
+    pub(crate) fn release_devices(&self) {
+        lock(&self.controls).iter().for_each(|handle| handle.release());
     }
 
     /// Starts the queues of the virtual machines again.

@@ -17,6 +17,7 @@ use crate::export_threads::{Shared, ThreadEvent};
 use crate::nbd::connection_state::ConnectionState;
 use crate::nbd::negotiate::ExportDirectory;
 use crate::net::listener::Listener;
+use crate::vhost_user::control_thread::ParkedDevice;
 
 /// A server that has stopped serving, all of its exports or one. It goes on when this is dropped.
 pub struct ParkedServer {
@@ -30,11 +31,7 @@ pub struct ParkedExport(ParkedServer);
 impl Shared {
     /// As [`crate::Exports::park`].
     pub(crate) fn park(self: &Arc<Self>, timeout: Duration) -> Result<ParkedServer, Error> {
-        let exports = self.registry.all();
-        if exports.iter().any(|export| export.has_devices) {
-            return Err(Error::new(libc::EOPNOTSUPP, Operation::Wait));
-        }
-        self.park_all(exports, timeout)
+        self.park_all(self.registry.all(), timeout)
     }
 
     /// As [`crate::Exports::park_export`].
@@ -122,7 +119,22 @@ impl ParkedServer {
         Ok(all)
     }
 
-    /// All connections, those included that another process cannot serve.
+    /// The devices of virtual machines, each with the number of its export. Waits at most `timeout` for
+    /// messages of their VMMs that have come in part.
+    ///
+    /// # Errors
+    /// `ETIMEDOUT`: one did not come whole. `EMFILE`, `ENFILE`: there are no descriptors for copies.
+    pub fn devices(&self, timeout: Duration) -> Result<Vec<(ExportId, ParkedDevice)>, Error> {
+        let deadline = Instant::now() + timeout;
+        let mut all = Vec::new();
+        for export in &self.exports {
+            let devices = export.freeze_devices(deadline)?;
+            all.extend(devices.into_iter().map(|device| (export.id, device)));
+        }
+        Ok(all)
+    }
+
+    /// All connections of NBD, those included that another process cannot serve.
     #[must_use]
     pub fn connection_count(&self) -> usize {
         let count = |export: &Arc<RegisteredExport>| {
@@ -135,6 +147,7 @@ impl ParkedServer {
     /// they are. [`crate::Server::run`] returns.
     pub fn release(mut self) {
         for export in std::mem::take(&mut self.exports) {
+            export.release_devices();
             let left = export.with_parking(|parking| {
                 let Parking { connections, listeners, .. } = std::mem::take(parking);
                 (connections, listeners)

@@ -1,11 +1,12 @@
 //! The thread of a vhost-user socket, which serves one VMM after the other.
 //!
 //! Invariant: a socket has one connection and one thread, however many programs connect. The thread
-//! ends when the server stops.
+//! ends when the server stops. While it is frozen it takes nothing from its sockets, so that another
+//! process can go on with them.
 
 use std::os::fd::{AsFd, OwnedFd};
 use std::os::unix::net::UnixStream;
-use std::sync::{Arc, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, Weak};
 use std::time::{Duration, Instant};
 
 use nowait::{Error, Operation};
@@ -19,21 +20,32 @@ use crate::net::listener::Listener;
 use crate::net::peer::Peer;
 use crate::statistics::FrontendKind;
 use crate::vhost_user::config_change;
+use crate::vhost_user::device::vmm_state::VmmState;
 use crate::vhost_user::device::{Device, QueueThreads};
+use crate::vhost_user::message_replay::replayed;
 use crate::vhost_user::queue_channel::{DeviceState, ID_BYTES};
 
 /// The pause after a connection that has failed, or could not be accepted.
 const BACK_OFF: Duration = Duration::from_millis(100);
 
-/// The end of a control thread, from any thread.
+/// A control thread, from any thread.
 pub(crate) struct ControlHandle {
     wake: OwnedFd,
     state: Mutex<ControlState>,
+    /// Notified when the thread may go on, and when it is not busy any more.
+    changed: Condvar,
 }
 
 #[derive(Default)]
 struct ControlState {
     is_stopped: bool,
+    /// The thread takes nothing from its sockets.
+    is_frozen: bool,
+    /// Another process has the sockets.
+    is_released: bool,
+    /// The thread takes a connection or a message, or handles it.
+    is_busy: bool,
+    listener: Weak<Listener>,
     /// The connection that is served.
     connection: Option<UnixStream>,
     /// Where its VMM is told of changes, if it has handed that over.
@@ -52,7 +64,7 @@ impl ControlHandle {
     pub(crate) fn new() -> Result<Self, Error> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::new(e.raw_os_error(), Operation::SetUp))?;
-        Ok(Self { wake, state: Mutex::default() })
+        Ok(Self { wake, state: Mutex::default(), changed: Condvar::new() })
     }
 
     /// Ends the thread and its connection.
@@ -63,7 +75,75 @@ impl ControlHandle {
             // The VMM may have gone already.
             let _ = connection.shutdown(std::net::Shutdown::Both);
         }
+        self.wake(&state);
+    }
+
+    /// The thread looks at its state, which is as it is to be.
+    fn wake(&self, _: &ControlState) {
+        self.changed.notify_all();
+        // It cannot block: nothing else adds to the count but these few calls.
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
+    }
+
+    /// The device, its VMM and its listener for another process, once the thread is between two
+    /// messages, for which this waits until `deadline`. The thread takes nothing from its sockets from
+    /// then on until [`ControlHandle::resume`]. The device has to be suspended.
+    ///
+    /// # Errors
+    /// `ETIMEDOUT`: a VMM has sent a part of a message only. `EMFILE`, `ENFILE`: there are no
+    /// descriptors for copies.
+    pub(crate) fn freeze(&self, deadline: Instant) -> Result<ParkedDevice, Error> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let mut state = self.lock();
+        state.is_frozen = true;
+        let is_busy = |state: &mut ControlState| state.is_busy;
+        let waited = self.changed.wait_timeout_while(state, left, is_busy);
+        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if state.is_busy {
+            return Err(Error::new(libc::ETIMEDOUT, Operation::Wait));
+        }
+        let failed = |error: std::io::Error| Error::from_io(&error, Operation::SetUp);
+        let vmm = match (&state.device, &state.connection) {
+            (Some(device), Some(connection)) => {
+                Some(lock(device).vmm_state(connection, state.channel.as_ref()).map_err(failed)?)
+            }
+            _ => None,
+        };
+        Ok(ParkedDevice { listener: state.listener.upgrade(), vmm })
+    }
+
+    /// Another process has the sockets of a frozen thread, which ends.
+    pub(crate) fn release(&self) {
+        let mut state = self.lock();
+        (state.is_released, state.connection) = (true, None);
+        self.wake(&state);
+    }
+
+    /// The thread is about to take something from a socket, once it is not frozen. `None` if it is to
+    /// end.
+    fn take(&self) -> Option<Taking<'_>> {
+        let is_frozen =
+            |state: &mut ControlState| state.is_frozen && !state.is_stopped && !state.is_released;
+        let state = self.changed.wait_while(self.lock(), is_frozen);
+        let mut state = state.unwrap_or_else(PoisonError::into_inner);
+        if state.is_stopped || state.is_released {
+            return None;
+        }
+        state.is_busy = true;
+        Some(Taking(self))
+    }
+
+    /// Waits until `socket` is readable, and then for [`ControlHandle::take`].
+    fn wait(&self, socket: &impl AsFd) -> Result<Option<Taking<'_>>, rustix::io::Errno> {
+        loop {
+            let mut fds =
+                [PollFd::new(socket, PollFlags::IN), PollFd::new(&self.wake, PollFlags::IN)];
+            match poll(&mut fds, None) {
+                Ok(_) => return Ok(self.take()),
+                Err(rustix::io::Errno::INTR) => {}
+                Err(error) => return Err(error),
+            }
+        }
     }
 
     /// Tells the VMM that the configuration of its device has changed.
@@ -86,7 +166,8 @@ impl ControlHandle {
     pub(crate) fn resume(&self) {
         let device = {
             let mut state = self.lock();
-            state.suspended = false;
+            (state.suspended, state.is_frozen) = (false, false);
+            self.changed.notify_all();
             state.device.clone()
         };
         device.iter().for_each(|device| lock(device).resume());
@@ -113,12 +194,30 @@ impl ControlHandle {
     fn serves(&self, connection: Option<UnixStream>) -> bool {
         let mut state = self.lock();
         (state.connection, state.channel) = (connection, None);
-        !state.is_stopped
+        !state.is_stopped && !state.is_released
     }
 
     fn lock(&self) -> MutexGuard<'_, ControlState> {
         lock(&self.state)
     }
+}
+
+/// A thread takes something from a socket, until this is dropped.
+struct Taking<'a>(&'a ControlHandle);
+
+impl Drop for Taking<'_> {
+    fn drop(&mut self) {
+        self.0.lock().is_busy = false;
+        self.0.changed.notify_all();
+    }
+}
+
+/// A device of virtual machines that is not served, for another process.
+pub struct ParkedDevice {
+    /// Where its VMMs connect, unless the only one has connected already.
+    pub listener: Option<Arc<Listener>>,
+    /// Its VMM and what this has set up, if one has connected.
+    pub vmm: Option<VmmState>,
 }
 
 /// The server, for the thread of a socket.
@@ -136,19 +235,8 @@ pub(crate) enum DeviceSocket {
     Listener(Listener),
     /// The only one has connected already.
     Connected(UnixStream),
-}
-
-impl DeviceSocket {
-    /// The socket, in messages.
-    fn label(&self) -> String {
-        match self {
-            Self::Listener(listener) => match listener.unix_path() {
-                Some(path) => format!("vhost-user socket {}", path.display()),
-                None => "vhost-user socket".to_owned(),
-            },
-            Self::Connected(_) => "vhost-user connection".to_owned(),
-        }
-    }
+    /// What another process has handed over.
+    Parked(ParkedDevice),
 }
 
 /// Serves the VMMs of `socket`, one after the other, until `handle` is stopped; then a socket file is
@@ -160,71 +248,132 @@ pub(crate) fn run<S: ControlServer + 'static>(
     handle: &ControlHandle,
     name: &str,
 ) {
-    let label = socket.label();
     let mut id = [0; ID_BYTES];
     let printable = name.bytes().filter(u8::is_ascii_graphic);
     id.iter_mut().zip(printable).for_each(|(to, from)| *to = from);
-    let (mut connected, listener) = match socket {
-        DeviceSocket::Listener(listener) => (None, Some(listener)),
-        DeviceSocket::Connected(stream) => (Some(stream), None),
+    let (mut first, listener) = match socket {
+        DeviceSocket::Listener(listener) => (None, Some(Arc::new(listener))),
+        DeviceSocket::Connected(stream) => (Some(Vmm::Connected(stream)), None),
+        DeviceSocket::Parked(ParkedDevice { listener, vmm }) => (vmm.map(Vmm::Parked), listener),
     };
+    let label = match &listener {
+        Some(listener) => match listener.unix_path() {
+            Some(path) => format!("vhost-user socket {}", path.display()),
+            None => "vhost-user socket".to_owned(),
+        },
+        None => "vhost-user connection".to_owned(),
+    };
+    handle.lock().listener = listener.as_ref().map(Arc::downgrade).unwrap_or_default();
     while handle.serves(None) {
-        let next = match (connected.take(), &listener) {
-            (Some(stream), _) => Ok(Some(stream)),
+        let next = match (first.take(), &listener) {
+            (Some(vmm), _) => Ok(handle.take().map(|taking| (vmm, taking))),
             (None, Some(listener)) => accept(listener, handle),
             (None, None) => return,
         };
-        let stream = match next {
-            Ok(Some(stream)) => stream,
-            Ok(None) => continue,
+        match next {
+            Ok(Some((vmm, taking))) => serve_vmm((vmm, taking), server, handle, (id, &label)),
+            Ok(None) => {}
             Err(error) => {
                 tracing::warn!("{label}: cannot accept a connection: {error}");
                 std::thread::sleep(BACK_OFF);
-                continue;
-            }
-        };
-        let Some(permit) = server.permit() else {
-            tracing::warn!("{label}: a connection was closed: too many are open");
-            std::thread::sleep(BACK_OFF);
-            continue;
-        };
-        let (Ok(copy), Ok(to_close)) = (stream.try_clone(), stream.try_clone()) else { continue };
-        let peer = Peer::of(&stream).address();
-        permit.describe_socket(FrontendKind::VhostUser, peer, to_close);
-        permit.mark_transmission(server.export(), false);
-        if !handle.serves(Some(copy)) {
-            return;
-        }
-        tracing::info!("{label}: a VMM has connected");
-        let state = Arc::new(DeviceState::new(id, label.clone()));
-        match serve(stream, server.clone(), handle, state) {
-            MessageError::Disconnected | MessageError::PartialMessage => {
-                tracing::info!("{label}: the VMM has left");
-            }
-            error => {
-                tracing::warn!("{label}: the VMM was disconnected: {error}");
-                std::thread::sleep(BACK_OFF);
             }
         }
-        drop(permit);
+    }
+    if handle.lock().is_released {
+        // The socket file is another process's now.
+        std::mem::forget(listener);
     }
 }
 
-/// Handles the messages of one connection. Returns why it has ended; then its queues have stopped.
-fn serve(
-    stream: UnixStream,
-    threads: Arc<dyn QueueThreads>,
+/// A VMM that has connected.
+enum Vmm {
+    Connected(UnixStream),
+    /// To another process.
+    Parked(VmmState),
+}
+
+/// Serves one VMM until it has left.
+fn serve_vmm<S: ControlServer + 'static>(
+    (vmm, taking): (Vmm, Taking<'_>),
+    server: &Arc<S>,
     handle: &ControlHandle,
-    state: Arc<DeviceState>,
+    (id, label): ([u8; ID_BYTES], &str),
+) {
+    let Some(permit) = server.permit() else {
+        tracing::warn!("{label}: a connection was closed: too many are open");
+        std::thread::sleep(BACK_OFF);
+        return;
+    };
+    let socket = match &vmm {
+        Vmm::Connected(stream) => stream.try_clone(),
+        Vmm::Parked(state) => state.socket.try_clone().map(UnixStream::from),
+    };
+    let Ok(socket) = socket else { return };
+    let (Ok(copy), Ok(to_close)) = (socket.try_clone(), socket.try_clone()) else { return };
+    let peer = Peer::of(&socket).address();
+    permit.describe_socket(FrontendKind::VhostUser, peer, to_close);
+    permit.mark_transmission(server.export(), false);
+    if !handle.serves(Some(copy)) {
+        return;
+    }
+    tracing::info!("{label}: a VMM has connected");
+    let state = Arc::new(DeviceState::new(id, label.to_owned()));
+    let device = Arc::new(Mutex::new(Device::new(server.clone(), state)));
+    let messages = match vmm {
+        Vmm::Connected(stream) => Ok(BackendReqHandler::from_stream(stream, device.clone())),
+        Vmm::Parked(state) => take_over(state, &device, handle),
+    };
+    let ended = messages.map_or_else(
+        |error| error,
+        |mut messages| {
+            handle.has_device(&device);
+            drop((device, taking));
+            serve(&mut messages, &socket, handle)
+        },
+    );
+    handle.has_no_device();
+    if handle.lock().is_released {
+        return;
+    }
+    match ended {
+        MessageError::Disconnected | MessageError::PartialMessage => {
+            tracing::info!("{label}: the VMM has left");
+        }
+        error => {
+            tracing::warn!("{label}: the VMM was disconnected: {error}");
+            std::thread::sleep(BACK_OFF);
+        }
+    }
+    drop(permit);
+}
+
+/// Sets `device` up as it was in another process, and goes on with the messages of its VMM.
+fn take_over(
+    mut state: VmmState,
+    device: &Arc<Mutex<Device>>,
+    handle: &ControlHandle,
+) -> Result<BackendReqHandler<Mutex<Device>>, MessageError> {
+    let socket = UnixStream::from(state.socket.try_clone().map_err(MessageError::SocketError)?);
+    handle.lock().channel = state.channel.take();
+    let messages = replayed(socket, device.clone(), &state)?;
+    lock(device).set_up(state)?;
+    Ok(messages)
+}
+
+/// Handles the messages of one connection. Returns why it has ended.
+fn serve(
+    messages: &mut BackendReqHandler<Mutex<Device>>,
+    socket: &UnixStream,
+    handle: &ControlHandle,
 ) -> MessageError {
-    let Ok(socket) = stream.try_clone() else { return MessageError::Disconnected };
-    let device = Arc::new(Mutex::new(Device::new(threads, state)));
-    handle.has_device(&device);
-    let mut messages = BackendReqHandler::from_stream(stream, device);
     loop {
-        let channel = config_change::peek_channel(&socket);
+        let _taking = match handle.wait(socket) {
+            Ok(Some(taking)) => taking,
+            Ok(None) => return MessageError::Disconnected,
+            Err(errno) => return MessageError::SocketError(errno.into()),
+        };
+        let channel = config_change::peek_channel(socket);
         if let Err(error) = messages.handle_request() {
-            handle.has_no_device();
             return error;
         }
         if channel.is_some() {
@@ -233,22 +382,17 @@ fn serve(
     }
 }
 
-/// The next connection; `None` if there is none yet or the thread was stopped.
-fn accept(listener: &Listener, handle: &ControlHandle) -> std::io::Result<Option<UnixStream>> {
-    let mut fds = [
-        PollFd::new(listener, PollFlags::IN),
-        PollFd::from_borrowed_fd(handle.wake.as_fd(), PollFlags::IN),
-    ];
-    match poll(&mut fds, None) {
-        Ok(_) => {}
-        Err(rustix::io::Errno::INTR) => return Ok(None),
-        Err(error) => return Err(error.into()),
-    }
+/// The next connection; `None` if there is none yet or the thread is to end.
+fn accept<'a>(
+    listener: &Listener,
+    handle: &'a ControlHandle,
+) -> std::io::Result<Option<(Vmm, Taking<'a>)>> {
+    let Some(taking) = handle.wait(listener)? else { return Ok(None) };
     match listener.accept() {
         Ok(socket) => {
             let stream = UnixStream::from(socket);
             stream.set_nonblocking(false)?;
-            Ok(Some(stream))
+            Ok(Some((Vmm::Connected(stream), taking)))
         }
         Err(error) if error.kind() == std::io::ErrorKind::WouldBlock => Ok(None),
         Err(error) => Err(error),

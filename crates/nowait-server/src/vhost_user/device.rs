@@ -4,6 +4,8 @@
 //! memory, features or addresses stops it first, and its requests in flight end before. Everything
 //! is checked here, on the thread of the socket.
 
+pub(crate) mod vmm_state;
+
 use std::fs::File;
 use std::io;
 use std::os::fd::{AsFd, OwnedFd};
@@ -14,6 +16,7 @@ use std::time::{Duration, Instant};
 
 use nowait::Error;
 use rustix::fs::{OFlags, fcntl_getfl, fcntl_setfl};
+use serde::{Deserialize, Serialize};
 use vhost::VhostUserMemoryRegionBase;
 use vhost::vhost_user::message::{
     VhostTransferStateDirection, VhostTransferStatePhase, VhostUserConfigFlags, VhostUserInflight,
@@ -58,7 +61,7 @@ struct Running {
 }
 
 /// Where the VMM has the parts of a queue, and where its used ring is logged.
-#[derive(Clone, Copy)]
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
 struct UserAddresses {
     descriptors: u64,
     used: u64,
@@ -87,6 +90,8 @@ pub(crate) struct Device {
     features: Features,
     memory: Arc<GuestMemory>,
     rings: Vec<Ring>,
+    /// As the VMM has acknowledged them.
+    protocol_features: u64,
     inflight: Option<Arc<InflightRegion>>,
     log: Option<Arc<DirtyLog>>,
     /// No queue is started for a while.
@@ -103,6 +108,7 @@ impl Device {
             properties,
             state,
             features: Features::default(),
+            protocol_features: 0,
             memory: Arc::default(),
             rings: (0..MAX_QUEUES).map(|_| Ring::default()).collect(),
             inflight: None,
@@ -239,8 +245,13 @@ impl Device {
     fn change<T>(&mut self, change: impl FnOnce(&mut Self) -> Handled<T>) -> Handled<T> {
         self.stop_all();
         let result = change(self)?;
-        (0..self.rings.len()).try_for_each(|index| self.start(index))?;
+        self.start_all()?;
         Ok(result)
+    }
+
+    /// Starts the queues that can run.
+    fn start_all(&mut self) -> Handled<()> {
+        (0..self.rings.len()).try_for_each(|index| self.start(index))
     }
 
     /// Stops a queue, changes it, and starts it if it can run now.
@@ -455,7 +466,8 @@ impl VhostUserBackendReqHandlerMut for Device {
             | VhostUserProtocolFeatures::RESET_DEVICE)
     }
 
-    fn set_protocol_features(&mut self, _: u64) -> Handled<()> {
+    fn set_protocol_features(&mut self, features: u64) -> Handled<()> {
+        self.protocol_features = features;
         Ok(())
     }
 

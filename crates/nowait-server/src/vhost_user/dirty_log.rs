@@ -3,16 +3,26 @@
 //! Invariant: a page is logged after it was written and before the driver is told of the request.
 
 use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU8, Ordering};
 
 use nowait::Error;
-use vm_memory::{MmapRegion, VolatileMemory};
+use serde::{Deserialize, Serialize};
+use vm_memory::{FileOffset, MmapRegion, VolatileMemory};
 
-use crate::vhost_user::fault_guard::{FaultGuard, map_shared};
+use crate::vhost_user::fault_guard::{FaultGuard, file_of, map_shared};
 
 /// Bytes of a page of the log, which has a bit for each.
 const PAGE_BYTES: u64 = 4096;
+
+/// Where the log is in its file.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct LogPlace {
+    pub(crate) bytes: u64,
+    pub(crate) offset: u64,
+}
 
 /// A log shared with the VMM. The guard is dropped first.
 pub(crate) struct DirtyLog {
@@ -28,6 +38,17 @@ impl DirtyLog {
     pub(crate) fn map(file: File, offset: u64, bytes: u64) -> Result<Self, Error> {
         let (guard, mapping) = map_shared(file, offset, bytes)?;
         Ok(Self { guard, mapping })
+    }
+
+    /// Where it is, and a copy of its file.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`.
+    pub(crate) fn place(&self) -> io::Result<(LogPlace, OwnedFd)> {
+        let file = self.mapping.file_offset();
+        let offset = file.map_or(0, FileOffset::start);
+        let bytes = self.mapping.size() as u64;
+        Ok((LogPlace { bytes, offset }, file_of(file)?))
     }
 
     /// Logs `len` bytes at `address` of the guest. Pages that the log has no bit for are left out.

@@ -7,6 +7,8 @@
 #![allow(unsafe_code)]
 
 use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::ptr;
 use std::sync::atomic::{AtomicBool, AtomicPtr, AtomicUsize, Ordering};
 use std::sync::{Mutex, OnceLock};
@@ -56,6 +58,15 @@ pub(crate) fn map_shared(
     let mapping = MmapRegion::from_file(FileOffset::new(file, offset), bytes);
     let mapping = mapping.map_err(|_| failed)?;
     Ok((FaultGuard::new(mapping.as_ptr(), bytes)?, mapping))
+}
+
+/// A copy of the file that a mapping is of.
+///
+/// # Errors
+/// `EMFILE`, `ENFILE`; `InvalidData`: it is of none.
+pub(crate) fn file_of(place: Option<&FileOffset>) -> io::Result<OwnedFd> {
+    let file = place.ok_or(io::ErrorKind::InvalidData)?.file();
+    Ok(file.try_clone()?.into())
 }
 
 /// A guarded range of mapped memory.

@@ -5,21 +5,24 @@
 //! is told by [`GuestMemory::has_faulted`].
 
 use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use nowait::{Error, IoSegment, Operation};
+use serde::{Deserialize, Serialize};
 use vm_memory::{
     ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
     GuestRegionMmap, VolatileMemory,
 };
 
-use crate::vhost_user::fault_guard::{FaultGuard, map_shared};
+use crate::vhost_user::fault_guard::{FaultGuard, file_of, map_shared};
 
 /// The most regions of a device.
 pub(crate) const MAX_REGIONS: usize = 509;
 
 /// Where a region is, as the VMM tells it. All sums fit 64 bits.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, Serialize, Deserialize)]
 pub(crate) struct RegionAddress {
     /// Address in the guest.
     pub(crate) guest: u64,
@@ -104,6 +107,19 @@ impl GuestMemory {
         let all = GuestMemoryMmap::from_arc_regions(mappings)
             .map_err(|_| Error::new(libc::EINVAL, Operation::SetUp))?;
         Ok(Self { all, regions })
+    }
+
+    /// Where its regions are.
+    pub(crate) fn addresses(&self) -> Vec<RegionAddress> {
+        self.regions.iter().map(|region| region.address).collect()
+    }
+
+    /// Copies of the files of its regions, in the same order.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`.
+    pub(crate) fn files(&self) -> io::Result<Vec<OwnedFd>> {
+        self.regions.iter().map(|region| region.mapping.file_offset()).map(file_of).collect()
     }
 
     /// The memory for copies to and from it.

@@ -6,15 +6,18 @@
 //! was told is recognised by the index of the used ring.
 
 use std::fs::File;
+use std::io;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use nowait::{Error, Operation};
 use rustix::fs::{MemfdFlags, SealFlags, fcntl_add_seals, ftruncate, memfd_create};
-use vm_memory::{Bytes, MmapRegion, VolatileMemory};
+use serde::{Deserialize, Serialize};
+use vm_memory::{Bytes, FileOffset, MmapRegion, VolatileMemory};
 
 use crate::injected_bug::{ServerBug, injected};
-use crate::vhost_user::fault_guard::{FaultGuard, map_shared};
+use crate::vhost_user::fault_guard::{FaultGuard, file_of, map_shared};
 
 /// Bytes of the header of a queue, and of the state of a descriptor.
 const HEADER_BYTES: usize = 16;
@@ -37,6 +40,15 @@ const USED_INDEX_AT: usize = 14;
 const IN_FLIGHT_AT: usize = 0;
 const NEXT_AT: usize = 6;
 const COUNTER_AT: usize = 8;
+
+/// Where the memory of all queues of a device is in its file.
+#[derive(Clone, Copy, Debug, Serialize, Deserialize)]
+pub(crate) struct InflightPlace {
+    pub(crate) bytes: u64,
+    pub(crate) offset: u64,
+    pub(crate) queues: u16,
+    pub(crate) queue_size: u16,
+}
 
 /// The memory of all queues of a device. The guard is dropped first.
 pub(crate) struct InflightRegion {
@@ -79,6 +91,18 @@ impl InflightRegion {
         let bytes = Self::bytes_for(queues, queue_size);
         let (guard, mapping) = map_shared(file, offset, bytes as u64)?;
         Ok(Self { guard, mapping, queues, queue_size })
+    }
+
+    /// Where it is, and a copy of its file.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`.
+    pub(crate) fn place(&self) -> io::Result<(InflightPlace, OwnedFd)> {
+        let Self { queues, queue_size, .. } = *self;
+        let file = self.mapping.file_offset();
+        let offset = file.map_or(0, FileOffset::start);
+        let bytes = self.mapping.size() as u64;
+        Ok((InflightPlace { bytes, offset, queues, queue_size }, file_of(file)?))
     }
 
     /// Whether writes are cached, as an earlier server has noted it.

@@ -18,7 +18,8 @@ pub(crate) mod vhost_frontend;
 pub(crate) mod queue_fuzz;
 #[cfg(feature = "sim")]
 pub(crate) mod sim_guest;
-mod device;
+pub(crate) mod device;
+mod message_replay;
 mod config_change;
 pub(crate) mod control_thread;
 

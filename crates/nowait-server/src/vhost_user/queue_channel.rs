@@ -63,6 +63,11 @@ impl DeviceState {
         self.broken.load(Ordering::Acquire)
     }
 
+    /// The device was stopped before, by another process, which has logged why.
+    pub(crate) fn stay_broken(&self) {
+        self.broken.store(true, Ordering::Release);
+    }
+
     /// The device is as if new.
     pub(crate) fn reset(&self) {
         self.broken.store(false, Ordering::Release);

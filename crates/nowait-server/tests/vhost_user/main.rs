@@ -5,6 +5,7 @@
 mod beside_nbd;
 mod changes;
 mod driver;
+mod handed_over;
 mod hostile;
 mod pauses;
 mod requests;

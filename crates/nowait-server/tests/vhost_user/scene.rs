@@ -2,13 +2,14 @@
 //!
 //! Invariant: dropping a scene shuts the server down without unfinished requests.
 
+use std::os::fd::AsFd;
 use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
 use nowait::{BlockDevice, BlockMap, Config, OpenOptions};
 use nowait_server::{
-    AnyExport, Export, Exports, Listener, Options, QueueKind, Server, ShutdownHandle,
+    AnyExport, Export, Exports, Listener, Options, ParkedServer, QueueKind, Server, ShutdownHandle,
     ShutdownReport,
 };
 use nowait_testkit::BOUND;
@@ -26,8 +27,7 @@ pub(crate) struct Scene {
     pub(crate) exports: Exports,
     stopper: ShutdownHandle,
     running: Option<JoinHandle<Result<ShutdownReport, nowait::Error>>>,
-    _image_directory: Option<TempDir>,
-    _socket_directory: TempDir,
+    directories: Vec<TempDir>,
 }
 
 impl Scene {
@@ -40,7 +40,8 @@ impl Scene {
         let disk = Arc::new(BlockDevice::open(&image, OpenOptions::default()).unwrap());
         let workers = Config::default().workers;
         let mut scene = Self::of(Export::new(disk, workers, "golden".into(), String::new()));
-        (scene.image, scene._image_directory) = (image, Some(directory));
+        scene.image = image;
+        scene.directories.push(directory);
         scene
     }
 
@@ -52,6 +53,32 @@ impl Scene {
         let export = sockets.iter().fold(AnyExport::new(export), |export, socket| {
             export.at_vhost_user(Listener::unix(socket).unwrap())
         });
+        Self::start(export, sockets, socket_directory)
+    }
+
+    /// Another server takes over the devices of this one, which is parked, as another process does.
+    pub(crate) fn succeed(&mut self, parked: ParkedServer) {
+        let disk = Arc::new(BlockDevice::open(&self.image, OpenOptions::default()).unwrap());
+        let export = Export::new(disk, 1, "golden".into(), String::new());
+        let directory = tempfile::tempdir().unwrap();
+        let export = AnyExport::new(export).with_devices();
+        let mut next = Self::start(export, self.sockets.clone(), directory);
+        next.directories.append(&mut self.directories);
+        next.image = self.image.clone();
+        let devices = parked.devices(BOUND).unwrap();
+        assert_eq!(devices.len(), self.sockets.len());
+        parked.release();
+        let id = next.exports.list()[0].0;
+        for (_, mut device) in devices {
+            let listener = device.listener.take().unwrap();
+            let socket = listener.as_fd().try_clone_to_owned().unwrap();
+            device.listener = Some(Arc::new(Listener::handed_over(socket, true).unwrap()));
+            next.exports.adopt_device(id, device).unwrap();
+        }
+        *self = next;
+    }
+
+    fn start(export: AnyExport, sockets: [PathBuf; 2], socket_directory: TempDir) -> Self {
         let options = Options { kind: QueueKind::Auto, ..Options::default() };
         let nbd = socket_directory.path().join("nbd");
         let listener = Listener::unix(&nbd).unwrap();
@@ -65,8 +92,7 @@ impl Scene {
             exports,
             stopper,
             running,
-            _image_directory: None,
-            _socket_directory: socket_directory,
+            directories: vec![socket_directory],
         }
     }
 }
@@ -76,8 +102,12 @@ impl Drop for Scene {
         self.stopper.stop();
         let report = self.running.take().unwrap().join().unwrap();
         if !std::thread::panicking() {
-            assert_eq!(report.unwrap().unfinished, 0);
-            assert!(self.sockets.iter().all(|socket| !socket.exists()), "a socket is left behind");
+            let report = report.unwrap();
+            assert_eq!(report.unfinished, 0);
+            assert!(
+                report.handed_over || self.sockets.iter().all(|socket| !socket.exists()),
+                "a socket is left behind"
+            );
         }
     }
 }
