@@ -4,6 +4,7 @@
 //! of an engine hand requests to it and learn of their ends by a descriptor. No request has a thread.
 #![forbid(unsafe_code)]
 
+mod policy;
 mod location;
 mod nbd;
 mod open;
@@ -11,3 +12,4 @@ mod open;
 pub use location::Location;
 pub use nbd::{NbdOptions, NbdStorage};
 pub use open::{RemoteOptions, open};
+pub use policy::{BackOff, PrefetchCursor, PrefetchOrder, block_runs};

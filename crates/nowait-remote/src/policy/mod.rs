@@ -1,0 +1,13 @@
+//! What a client of a store decides without I/O: when it asks again, which blocks it asks for at
+//! once, and which ones ahead.
+//!
+//! Invariant: a decision depends on its arguments only, so that the simulation of many hosts
+//! (`nowait-sim --mode hosts`) makes those that are shipped.
+
+mod back_off;
+mod block_runs;
+mod prefetch_order;
+
+pub use back_off::BackOff;
+pub use block_runs::block_runs;
+pub use prefetch_order::{PrefetchCursor, PrefetchOrder};
