@@ -56,6 +56,7 @@ mod stalled_storage;
 mod storage_faults;
 mod tls;
 mod ublk;
+mod ublk_takeover;
 mod upgrade;
 mod vhost_user;
 mod without_io_uring;

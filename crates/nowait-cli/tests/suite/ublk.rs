@@ -182,16 +182,16 @@ end_server TERM; echo "guest: ended $status"
 "#;
 
 /// A guest, the programs that it needs, and a disk for it.
-struct Scene {
+pub(crate) struct Scene {
     guest: Guest,
-    programs: Vec<PathBuf>,
+    pub(crate) programs: Vec<PathBuf>,
     scratch: Scratch,
     disk: PathBuf,
 }
 
 impl Scene {
     /// `None` if the test cannot run here.
-    fn new(kernel: Kernel) -> Option<Self> {
+    pub(crate) fn new(kernel: Kernel) -> Option<Self> {
         let tools = ["mkfs.ext4", "setpriv"].map(path_of);
         let [Some(mkfs), Some(setpriv)] = tools else {
             skip("no mkfs.ext4 or no setpriv");
@@ -208,7 +208,7 @@ impl Scene {
     }
 
     /// Runs `script` in the guest and returns what it printed. The image is on `/dev/vda`.
-    fn run(&self, script: &str) -> String {
+    pub(crate) fn run(&self, script: &str) -> String {
         let drive =
             format!("file={},format=raw,if=none,id=disk,discard=unmap", self.disk.display());
         let disk = ["-drive", &drive, "-device", "virtio-blk-pci,drive=disk"];
@@ -229,7 +229,7 @@ impl Scene {
     }
 }
 
-fn assert_said(console: &str, lines: &[&str]) {
+pub(crate) fn assert_said(console: &str, lines: &[&str]) {
     for line in lines {
         assert!(console.contains(line), "the guest did not say '{line}':\n{console}");
     }

@@ -12,6 +12,7 @@ mod control_commands;
 mod request_descriptors;
 mod request_data;
 pub(crate) mod device_set_up;
+mod abandoned_queues;
 pub(crate) mod ublk_device;
 pub(crate) mod ublk_list;
 pub(crate) mod ublk_frontend;

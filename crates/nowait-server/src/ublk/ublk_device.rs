@@ -12,6 +12,7 @@ use nowait_image::Image;
 
 use crate::locking::lock;
 use crate::rate_limit::ClientBuckets;
+use crate::ublk::abandoned_queues::complete_queues;
 use crate::ublk::control_commands::{quiesce, stop_device, stop_if_unused, update_size};
 use crate::ublk::control_ring::{ControlRing, character_device, node, within};
 use crate::ublk::device_parameters::{Parameters, can_register};
@@ -300,17 +301,6 @@ impl UblkDevice {
         clone.map_err(|error| error.raw_os_error().unwrap_or(libc::EMFILE))
     }
 
-    /// Says why the queues of a device that is taken over cannot be mapped.
-    pub(crate) fn note_unmappable(&self) {
-        let (node, id) = (self.node(), self.info.id);
-        if self.recovers {
-            tracing::error!(
-                "{node} cannot be taken over: a server was killed while it did that ('nowait ublk stop \
-                 {id} --force' removes it)"
-            );
-        }
-    }
-
     /// A queue gets requests from now on.
     pub(crate) fn queue_begins(&self) {
         self.live_queues.fetch_add(1, Ordering::AcqRel);
@@ -416,10 +406,10 @@ impl UblkDevice {
     }
 }
 
-/// Makes the driver ready for another server of a device. From here until a queue has fetched, a
-/// server must not be killed: the driver of Linux 6.12 then lets no other one take over.
+/// Makes the driver ready for another server of a device.
 fn begin_recovery(info: &DeviceInfo) -> Result<(), UblkError> {
     let (node, by_path) = (node(info.id), info.features & F_UNPRIVILEGED_DEV != 0);
+    complete_queues(info)?;
     let mut control = ControlRing::open()?;
     let deadline = Instant::now() + APPEAR_TIMEOUT;
     loop {
@@ -427,7 +417,7 @@ fn begin_recovery(info: &DeviceInfo) -> Result<(), UblkError> {
             Ok(_) => return Ok(()),
             // The last server's descriptors are being closed.
             Err(libc::EBUSY) if Instant::now() < deadline => std::thread::sleep(RETRY),
-            // A server was killed after this call, which may have left the device as it is to be.
+            // The driver is ready: the last server was killed after this call.
             Err(libc::EINVAL) => return Ok(()),
             Err(errno) => {
                 return Err(UblkError::os(format!("{node} cannot be taken over"), errno));

@@ -300,11 +300,9 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
             false => RequestData::copied(&mut context.engine, depth, bytes),
         };
         let data = data.ok_or(failed(libc::ENOMEM))?;
-        // A server that takes over must not be killed from here on until it has fetched: what takes
-        // time is done before.
+        // What takes time is done before a device is taken over: its users wait.
         let descriptor = self.device.descriptor().map_err(failed)?;
-        let requests = Descriptors::map(descriptor.as_fd(), self.number, depth);
-        let requests = requests.inspect_err(|_| self.device.note_unmappable()).map_err(failed)?;
+        let requests = Descriptors::map(descriptor.as_fd(), self.number, depth).map_err(failed)?;
         self.queue = Some(Queue {
             data,
             descriptor,
