@@ -39,12 +39,30 @@ pub(crate) struct Endpoints {
 }
 
 impl Endpoints {
+    /// The sockets `handed` over by another process, or else those of [`Endpoints::bind`].
+    ///
+    /// # Errors
+    /// An address is in use or cannot be bound; there are not enough descriptors.
+    pub(crate) fn open(
+        args: &ServeArgs,
+        image: &Path,
+        is_device: bool,
+        inherited: Vec<(Listener, Address)>,
+        handed: Option<Vec<HandedListener>>,
+        ending: &Ending,
+    ) -> Result<Self, CliError> {
+        match handed {
+            Some(handed) => Self::taken_over(handed, ending),
+            None => Self::bind(args, image, is_device, inherited, ending),
+        }
+    }
+
     /// Binds the addresses of `args` beside the `inherited` ones; the default one for `image` if
     /// there are none and clients have no other way (`is_device`).
     ///
     /// # Errors
     /// An address is in use or cannot be bound.
-    pub(crate) fn bind(
+    fn bind(
         args: &ServeArgs,
         image: &Path,
         is_device: bool,
@@ -69,10 +87,7 @@ impl Endpoints {
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`: there are not enough descriptors.
-    pub(crate) fn taken_over(
-        mut handed: Vec<HandedListener>,
-        ending: &Ending,
-    ) -> Result<Self, CliError> {
+    fn taken_over(mut handed: Vec<HandedListener>, ending: &Ending) -> Result<Self, CliError> {
         handed.sort_by_key(|handed| handed.listener.is_own());
         let inherited = handed.iter().filter(|handed| !handed.listener.is_own()).count();
         let default_socket = handed.iter().find_map(|handed| {

@@ -156,7 +156,9 @@ impl ImageExchange<'_> {
     fn park(&self) -> Result<ParkedExport, ControlError> {
         self.exports.park_export(self.id, DRAIN_TIMEOUT).map_err(|error| {
             conflict(match Errno::from_raw_os_error(error.errno()) {
-                Errno::OPNOTSUPP => "a block device of this machine cannot pause",
+                Errno::OPNOTSUPP => {
+                    "the ublk driver of this kernel cannot keep requests back (Linux 6.16 can)"
+                }
                 Errno::TIMEDOUT => "requests in flight do not end",
                 _ => "it ends",
             })

@@ -81,19 +81,19 @@ fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), C
     let Some(first) = all.first() else { return Ok(()) };
     let image = &first.named.image.clone();
     let kind = if args.poll { polled_queue(&all)? } else { queue_kind(args, first)? };
-    let ublk = ublk::open(args, first)?;
+    let handed_over = take_over.as_ref().and_then(|take_over| take_over.ublk);
+    let ublk = ublk::open(args, first, handed_over)?;
     let is_device = ublk.is_some() || !args.vhost_user.sockets.is_empty();
     let handed = take_over.as_deref_mut().map(TakeOver::listeners).transpose()?;
-    let Endpoints { mut listeners, listens, inherited, default_socket, states } = match handed {
-        Some(handed) => Endpoints::taken_over(handed, &ending)?,
-        None => Endpoints::bind(args, image, is_device, inherited, &ending)?,
-    };
+    let Endpoints { mut listeners, listens, inherited, default_socket, states } =
+        Endpoints::open(args, image, is_device, inherited, handed, &ending)?;
     let (pid_file, log_file) = process_files(args, &ending)?;
-    let (control, upgrades) = bind_control(args, take_over.as_deref_mut(), states)?;
+    let (control, upgrades) = bind_control(args, take_over.as_deref_mut(), states, ublk.as_ref())?;
     let devices = exports_of(args, &all, connections, adopted.as_ref())?;
     let files = needed_files(args, &all, &listens[inherited..], default_socket.as_deref());
-    if ublk.is_none() {
-        confinement::enter(args, files.clone(), None)?;
+    let new_node = ublk.as_ref().filter(|_| handed_over.is_none());
+    if new_node.is_none() {
+        confinement::enter(args, files.clone(), ublk.as_ref())?;
     }
     raise_nofile_limit(args.max_connections);
     let options = options(args, kind, tls, ublk.as_ref());
@@ -104,10 +104,9 @@ fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), C
     let tls_files = tls_files.into_iter().chain(control.tls()).collect();
     let reload = Reload::new(server.exports(), tls_files, log_file.clone());
     ending.serving(server.shutdown_handle(), reload);
-    if let Some(node) = &ublk {
-        node.start().map_err(|error| CliError::at(image, error))?;
-        // Before this the node cannot be named.
-        confinement::enter(args, files, Some(node))?;
+    if let Some(node) = new_node {
+        start_node(node, image)?;
+        confinement::enter(args, files, new_node)?;
     }
     let node = ublk.as_ref().map(|ublk| ublk.device().node());
     let lines = ready_lines(args, &all, kind, &listens, node.as_deref());
@@ -119,6 +118,7 @@ fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), C
         let clients = adopted.unwrap_or_default();
         add_places(&mut disks.lock(), &clients);
         take_over.serve(&server.exports(), &running, later, clients)?;
+        ublk.iter().try_for_each(|node| start_node(node, image))?;
     }
     pid_file.iter().filter_map(|file| file.appear().err()).for_each(|error| warn!("{error}"));
     let control = control.serve(running);
@@ -139,16 +139,23 @@ fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), C
     std::process::exit(0);
 }
 
+/// Has `node` appear, which cannot be named before, or go on.
+fn start_node(node: &UblkNode, image: &Path) -> Result<(), CliError> {
+    node.start().map_err(|error| CliError::at(image, error))
+}
+
 /// Binds the sockets of the control interface, or takes them over. Also returns what a program needs to take over from
 /// this one, with the sockets of clients in `listeners`.
 fn bind_control(
     args: &ServeArgs,
     take_over: Option<&mut TakeOver>,
     listeners: Vec<(ListenerState, OwnedFd)>,
+    ublk: Option<&UblkNode>,
 ) -> Result<(BoundControl, Upgrades), CliError> {
     let bound = BoundControl::bind(&args.control, take_over)?;
     let control = bound.states()?;
-    Ok((bound, Upgrades { launcher: launcher(args), listeners, control }))
+    let ublk = ublk.map(|node| node.device().id());
+    Ok((bound, Upgrades { launcher: launcher(args), listeners, control, ublk }))
 }
 
 /// What ends the server of `args`: signals, and the end of its `parent` if it is asked to.

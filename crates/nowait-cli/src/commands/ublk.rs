@@ -2,7 +2,8 @@
 //!
 //! Invariant: a device in use is removed only if the user says so.
 
-use std::fs;
+use std::fs::{self, File, Metadata};
+use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 
@@ -75,14 +76,20 @@ fn as_table(devices: &[UblkStatus]) -> String {
     }
 }
 
-/// The device of `serve --ublk`, for the first image; `None` without that option.
+/// The device of `serve --ublk`, for the first image; `None` without that option. That of another
+/// program, which has given it back, if it has handed over its number.
 ///
 /// # Errors
 /// There is no driver, no right to it, or the number is taken.
-pub(crate) fn open(args: &ServeArgs, first: &OpenedDisk) -> Result<Option<UblkNode>, CliError> {
+pub(crate) fn open(
+    args: &ServeArgs,
+    first: &OpenedDisk,
+    handed_over: Option<u32>,
+) -> Result<Option<UblkNode>, CliError> {
     let Some(id) = args.ublk.ublk else { return Ok(None) };
     let image = &first.named.image;
-    let options = UblkOptions { id, queues: args.queues(), image_id: image_id(image)? };
+    let image_ids = if handed_over.is_some() { Vec::new() } else { image_ids(first)? };
+    let options = UblkOptions { id: handed_over.or(id), queues: args.queues(), image_ids };
     let node = UblkNode::open(&first.image, options).map_err(|error| CliError::at(image, error))?;
     let (node_bytes, image_bytes) = (node.device().size(), first.image.size());
     if node_bytes < image_bytes {
@@ -92,12 +99,22 @@ pub(crate) fn open(args: &ServeArgs, first: &OpenedDisk) -> Result<Option<UblkNo
     Ok(Some(node))
 }
 
-/// Tells the image from other files and devices of this machine; never 0.
-fn image_id(image: &Path) -> Result<u64, CliError> {
-    let meta = fs::metadata(image).map_err(|error| CliError::at(image, error))?;
+/// Tell the image and those below it from other files and devices of this machine; never 0.
+fn image_ids(opened: &OpenedDisk) -> Result<Vec<u64>, CliError> {
+    let image = &opened.named.image;
+    let failed = |error: io::Error| CliError::at(image, error);
+    let mut ids = vec![image_id(&fs::metadata(image).map_err(failed)?)];
+    for file in opened.image.held_files() {
+        let file = file.try_clone_to_owned().map(File::from).map_err(failed)?;
+        ids.push(image_id(&file.metadata().map_err(failed)?));
+    }
+    Ok(ids)
+}
+
+fn image_id(meta: &Metadata) -> u64 {
     let (device, file) = match meta.file_type().is_block_device() {
         true => (meta.rdev(), 0),
         false => (meta.dev(), meta.ino()),
     };
-    Ok((device.rotate_left(40) ^ file) | 1 << 63)
+    (device.rotate_left(40) ^ file) | 1 << 63
 }

@@ -34,6 +34,8 @@ pub(crate) struct Upgrades {
     pub(crate) launcher: Result<Arc<Launcher>, String>,
     pub(crate) listeners: Vec<(ListenerState, OwnedFd)>,
     pub(crate) control: ControlStates,
+    /// The number of the block device of this machine.
+    pub(crate) ublk: Option<u32>,
 }
 
 /// A server that has stopped serving, and goes on when this is dropped.
@@ -98,7 +100,7 @@ fn announce(
     upgrades: &Upgrades,
     exports: Vec<ExportState>,
 ) -> Result<String, ControlError> {
-    let Upgrades { listeners, control, .. } = upgrades;
+    let Upgrades { listeners, control, ublk, .. } = upgrades;
     let sockets = listeners.iter().chain(&control.unix).chain(&control.tcp);
     let sockets: Vec<_> = sockets.map(|(_, file)| file.as_fd()).collect();
     let begin = Begin {
@@ -107,6 +109,7 @@ fn announce(
         listeners: listeners.iter().map(|(state, _)| state.clone()).collect(),
         control: control.unix.as_ref().map(|(state, _)| state.clone()),
         control_tcp: control.tcp.iter().map(|(state, _)| state.clone()).collect(),
+        ublk: *ublk,
     };
     channel.send(&begin, &[], &sockets, PREPARE_TIMEOUT).map_err(|error| lost(&error))?;
     receive(channel, PREPARE_TIMEOUT)

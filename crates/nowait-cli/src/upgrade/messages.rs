@@ -29,6 +29,8 @@ pub(crate) struct Begin {
     /// Those of the control interface on TCP; their files come last.
     #[serde(default)]
     pub(crate) control_tcp: Vec<ListenerState>,
+    /// The number of the block device of this machine that the first export is.
+    pub(crate) ublk: Option<u32>,
 }
 
 /// An export and its image.

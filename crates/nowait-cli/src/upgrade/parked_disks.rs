@@ -34,7 +34,7 @@ impl<'a> ParkedDisks<'a> {
         disks.iter().try_for_each(|served| served.disk.image.flush()).map_err(failed)?;
         let server = exports.park(DRAIN_TIMEOUT).map_err(|error| {
             let why = match Errno::from_raw_os_error(error.errno()) {
-                Errno::OPNOTSUPP => "a block device of this machine cannot be handed over",
+                Errno::OPNOTSUPP => "the ublk driver of this kernel cannot keep requests back (Linux 6.16 can): restart it",
                 Errno::TIMEDOUT => "requests in flight do not end",
                 _ => "it ends",
             };

@@ -36,6 +36,8 @@ pub(crate) struct TakeOver {
     listeners: Vec<(ListenerState, OwnedFd)>,
     control: Option<(ListenerState, OwnedFd)>,
     control_tcp: Vec<(ListenerState, OwnedFd)>,
+    /// The number of the block device of this machine that the first export is.
+    pub(crate) ublk: Option<u32>,
 }
 
 /// The state of the old program at the moment from which it changes nothing.
@@ -64,7 +66,7 @@ impl TakeOver {
         let channel = Channel::of_standard_input().map_err(|error| lost(&error))?;
         let Message { body, files, .. } =
             channel.receive::<Begin>(TIMEOUT).map_err(|error| lost(&error))?;
-        let Begin { protocol, exports, listeners, control, control_tcp } = body;
+        let Begin { protocol, exports, listeners, control, control_tcp, ublk } = body;
         if protocol != PROTOCOL {
             return Err(CliError::new(format!(
                 "the running program hands over by version {protocol}, this one takes over by {PROTOCOL} (restart \
@@ -79,7 +81,7 @@ impl TakeOver {
         let listeners = listeners.into_iter().map(&mut with_file).collect::<Result<_, _>>()?;
         let control = control.map(&mut with_file).transpose()?;
         let control_tcp = control_tcp.into_iter().map(&mut with_file).collect::<Result<_, _>>()?;
-        Ok(Some(Self { channel, exports, listeners, control, control_tcp }))
+        Ok(Some(Self { channel, exports, listeners, control, control_tcp, ublk }))
     }
 
     /// The sockets that listen, with their addresses, and the directories to be removed with them.

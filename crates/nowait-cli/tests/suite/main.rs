@@ -56,6 +56,7 @@ mod stalled_storage;
 mod storage_faults;
 mod tls;
 mod ublk;
+mod ublk_pauses;
 mod ublk_takeover;
 mod upgrade;
 mod vhost_user;

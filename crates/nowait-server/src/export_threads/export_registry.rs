@@ -141,6 +141,13 @@ pub(crate) struct Parking {
     leaving: Vec<ThreadChannels>,
 }
 
+impl Parking {
+    /// Wakes the threads that have members left.
+    pub(crate) fn wake(&self) {
+        self.leaving.iter().for_each(|channels| channels.thread().wake());
+    }
+}
+
 #[derive(Default)]
 struct Threads {
     /// The channels of the threads that take connections.

@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+use std::sync::mpsc::channel;
 use std::time::{Duration, Instant};
 
 use nowait::{Error, Operation};
@@ -17,7 +18,13 @@ use crate::export_threads::{Shared, ThreadEvent};
 use crate::nbd::connection_state::ConnectionState;
 use crate::nbd::negotiate::ExportDirectory;
 use crate::net::listener::Listener;
+use crate::ublk::ublk_device::UblkDevice;
 use crate::vhost_user::control_thread::ParkedDevice;
+
+/// How long the driver of a block device may take to notice that it was given back.
+const RESUME_TIMEOUT: Duration = Duration::from_secs(5);
+/// How often a wait for requests in flight looks whether the server is stopping.
+const STOP_INTERVAL: Duration = Duration::from_millis(100);
 
 /// A server that has stopped serving, all of its exports or one. It goes on when this is dropped.
 pub struct ParkedServer {
@@ -55,7 +62,7 @@ impl Shared {
             return failed(libc::ECANCELED);
         }
         for export in exports {
-            if export.id == Registry::DEFAULT && self.options.ublk.is_some() {
+            if self.ublk_of(&export).is_some_and(|device| !device.can_pause()) {
                 return failed(libc::EOPNOTSUPP);
             }
             if !export.begin_parking() {
@@ -65,12 +72,63 @@ impl Shared {
         }
         let left = || deadline.saturating_duration_since(Instant::now());
         let ended = |export: &Arc<RegisteredExport>| {
-            export.suspend_devices(deadline) && export.wait_ended(left())
+            let ublk = self.ublk_of(export);
+            ublk.iter().for_each(|device| device.pause(|| self.wake_parking(export)));
+            export.suspend_devices(deadline)
+                && export.wait_ended(left())
+                && ublk.is_none_or(|device| device.give_back(deadline))
         };
         match parked.exports.iter().all(ended) {
             true => Ok(parked),
             false => failed(libc::ETIMEDOUT),
         }
+    }
+
+    /// The block device of this machine that `export` is.
+    fn ublk_of(&self, export: &RegisteredExport) -> Option<&Arc<UblkDevice>> {
+        let device = self.options.ublk.as_ref().filter(|device| !device.is_lost());
+        device.filter(|_| export.id == Registry::DEFAULT)
+    }
+
+    /// Wakes the threads of `export`, which have not ended.
+    fn wake_parking(&self, export: &RegisteredExport) {
+        export.with_parking(|parking| parking.wake());
+    }
+
+    /// Serves `export` again: what other threads have left, and devices.
+    fn unpark(self: &Arc<Self>, export: &Arc<RegisteredExport>) {
+        // First, so that each queue has the thread of its number.
+        if let Some(device) = self.ublk_of(export)
+            && let Err(error) = self.serve_again(export, device)
+        {
+            device.lose(&error);
+        }
+        let Parking { connections, listeners, .. } = export.end_parking();
+        self.listen(listeners);
+        for connection in connections {
+            self.clone().assign(export.id, connection);
+        }
+        export.resume_devices();
+        self.tell_size(export, export.export().size());
+    }
+
+    /// Serves a device again that was given back to its driver.
+    fn serve_again(
+        self: &Arc<Self>,
+        export: &Arc<RegisteredExport>,
+        device: &UblkDevice,
+    ) -> Result<(), String> {
+        let failed = |error: Error| error.to_string();
+        device.begin_again();
+        let (ready, begun) = channel();
+        for queue in 0..device.queues() {
+            let ready = Some(ready.clone());
+            let spawn = |queue| self.spawn(export, queue, Vec::new(), ready);
+            export.add_thread(queue, spawn).map_err(failed)?;
+        }
+        drop(ready);
+        begun.iter().collect::<Result<(), _>>().map_err(failed)?;
+        device.start().map_err(|error| error.to_string())
     }
 
     /// Has threads of the default export accept the connections of `listeners`.
@@ -194,13 +252,22 @@ impl ParkedExport {
 impl Drop for ParkedServer {
     fn drop(&mut self) {
         for export in std::mem::take(&mut self.exports) {
-            let Parking { connections, listeners, .. } = export.end_parking();
-            self.shared.listen(listeners);
-            for connection in connections {
-                self.shared.clone().assign(export.id, connection);
+            let shared = self.shared.clone();
+            if shared.ublk_of(&export).is_none() || export.wait_ended(Duration::ZERO) {
+                shared.unpark(&export);
+                continue;
             }
-            export.resume_devices();
-            self.shared.tell_size(&export, export.export().size());
+            // Its queues have to end before they can begin again.
+            let unpark = move || {
+                while !export.wait_ended(STOP_INTERVAL) && !shared.is_stopping() {}
+                if let Some(device) = shared.ublk_of(&export) {
+                    device.give_back(Instant::now() + RESUME_TIMEOUT);
+                }
+                shared.unpark(&export);
+            };
+            if let Err(error) = std::thread::Builder::new().spawn(unpark) {
+                tracing::error!("an export is not served any more: {error}");
+            }
         }
     }
 }

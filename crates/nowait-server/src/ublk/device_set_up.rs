@@ -33,14 +33,16 @@ pub(crate) const APPEAR_TIMEOUT: Duration = Duration::from_secs(5);
 pub(crate) const RETRY: Duration = Duration::from_millis(50);
 
 /// What a node is made from.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Debug)]
 pub struct UblkOptions {
     /// Its number; any free one without it.
     pub id: Option<u32>,
     /// Queues, one for each thread; the kernel has at most one for each processor.
     pub queues: u16,
-    /// Tells the image from others: a server that takes over a node must have the same one.
-    pub image_id: u64,
+    /// Tell the image from others, and those below it: a server that takes over a node must have the
+    /// one with which it was made, or one above it, as after a snapshot. None if the server before this
+    /// one has told of the node.
+    pub image_ids: Vec<u64>,
 }
 
 /// The device of number `id` if it waits for a server. One without a node, which a server has left
@@ -85,7 +87,7 @@ pub(crate) fn existing(
 pub(crate) fn added(
     control: &mut ControlRing,
     features: u64,
-    options: UblkOptions,
+    options: &UblkOptions,
 ) -> Result<DeviceInfo, UblkError> {
     let (depth, max_io_bytes) = sizes(options.queues);
     let wanted =
@@ -99,7 +101,7 @@ pub(crate) fn added(
         id: options.id.unwrap_or(u32::MAX),
         pid: 0,
         features: features & wanted | zero_copy,
-        server_data: options.image_id,
+        server_data: options.image_ids.first().copied().unwrap_or_default(),
     };
     let mut answer = add(control, info);
     if answer == Err(libc::EPERM) && features & F_UNPRIVILEGED_DEV != 0 {
@@ -139,7 +141,7 @@ pub(crate) fn recovered(
     control: &mut ControlRing,
     info: DeviceInfo,
     image: &Image,
-    options: UblkOptions,
+    options: &UblkOptions,
 ) -> Result<DeviceInfo, UblkError> {
     let (node, id) = (node(info.id), info.id);
     let by_path = info.features & F_UNPRIVILEGED_DEV != 0;
@@ -148,7 +150,8 @@ pub(crate) fn recovered(
     asked.map_err(|errno| UblkError::os(&node, errno))?;
     let can_grow = info.features & F_UPDATE_SIZE != 0;
     let fits = Parameters::of(image, info.max_io_bytes).fits(&bytes, can_grow);
-    if info.server_data != options.image_id || !fits {
+    let UblkOptions { image_ids, .. } = options;
+    if !(image_ids.is_empty() || image_ids.contains(&info.server_data)) || !fits {
         return Err(UblkError::new(format!(
             "{node} waits for the server of another image ('nowait ublk stop {id}' removes it)"
         )));

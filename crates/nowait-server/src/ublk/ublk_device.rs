@@ -21,8 +21,8 @@ use crate::ublk::device_set_up::{
 };
 use crate::ublk::node_users;
 use crate::ublk::ublk_cmd::{
-    CONTROL_DEVICE, ControlOp, DeviceInfo, DeviceState, F_AUTO_BUF_REG, F_UNPRIVILEGED_DEV,
-    F_UPDATE_SIZE, F_USER_RECOVERY, F_ZERO_COPY,
+    CONTROL_DEVICE, ControlOp, DeviceInfo, DeviceState, F_AUTO_BUF_REG, F_QUIESCE,
+    F_UNPRIVILEGED_DEV, F_UPDATE_SIZE, F_USER_RECOVERY, F_ZERO_COPY,
 };
 use crate::ublk::ublk_error::UblkError;
 
@@ -30,6 +30,8 @@ use crate::ublk::ublk_error::UblkError;
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the driver may take to delete a device that has no node any more.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(2);
+/// How often the driver is asked whether it has noticed that the device was given back.
+const RELEASE_INTERVAL: Duration = Duration::from_millis(1);
 /// How often the users of a node are looked for, which reads the descriptors of all processes.
 const LOOK_AGAIN: Duration = Duration::from_millis(250);
 
@@ -61,10 +63,10 @@ impl UblkNode {
             None => None,
         };
         let (info, recovers) = match found {
-            Some(info) => (recovered(&mut control, info, image, options)?, true),
+            Some(info) => (recovered(&mut control, info, image, &options)?, true),
             None => {
                 let features = if can_register(image) { features } else { features & !F_ZERO_COPY };
-                (added(&mut control, features, options)?, false)
+                (added(&mut control, features, &options)?, false)
             }
         };
         let parameters = Parameters::of(image, info.max_io_bytes);
@@ -72,12 +74,13 @@ impl UblkNode {
             info,
             parameters,
             size: AtomicU64::new(parameters.size),
-            recovers,
+            recovers: AtomicBool::new(recovers),
             character_device: Mutex::new(None),
             live_queues: AtomicU32::new(0),
             has_node: AtomicBool::new(recovers),
             handing_over: AtomicBool::new(false),
             leaving: AtomicBool::new(false),
+            lost: AtomicBool::new(false),
             client: Arc::default(),
         };
         let node = Self(Arc::new(device));
@@ -102,34 +105,7 @@ impl UblkNode {
     /// # Errors
     /// The errno of the driver.
     pub fn start(&self) -> Result<(), UblkError> {
-        let UblkDevice { info, recovers, .. } = *self.0;
-        let parameters = Parameters { size: self.0.size(), ..self.0.parameters };
-        let (id, by_path) = (info.id, self.0.by_path());
-        let pid = u64::from(std::process::id());
-        let started = within(START_TIMEOUT, move |control| {
-            if recovers {
-                return control.command(ControlOp::END_USER_RECOVERY, id, pid, by_path, &mut []);
-            }
-            let mut bytes = parameters.to_bytes();
-            control.command(ControlOp::SET_PARAMS, id, 0, by_path, &mut bytes)?;
-            control.command(ControlOp::START_DEV, id, pid, by_path, &mut [])
-        });
-        match started? {
-            Some(Ok(_)) => {}
-            Some(Err(errno)) => return Err(UblkError::os(self.0.node(), errno)),
-            None => {
-                return Err(UblkError::new(format!(
-                    "{}: the driver does not start it",
-                    self.0.node()
-                )));
-            }
-        }
-        self.0.has_node.store(true, Ordering::Release);
-        if recovers && info.features & F_UPDATE_SIZE != 0 {
-            // The image may have been made larger while there was no server.
-            self.0.resize(self.0.size());
-        }
-        Ok(())
+        self.0.start()
     }
 }
 
@@ -158,8 +134,8 @@ pub struct UblkDevice {
     parameters: Parameters,
     /// Size of the node in bytes.
     size: AtomicU64,
-    /// A server before this one had it.
-    recovers: bool,
+    /// A server before this one had it, or this one before a pause.
+    recovers: AtomicBool,
     /// The threads have descriptors of their own. One open file is all that the driver allows.
     character_device: Mutex<Option<OwnedFd>>,
     /// Queues that get requests.
@@ -170,6 +146,8 @@ pub struct UblkDevice {
     handing_over: AtomicBool,
     /// The queues take no more requests: the next server gets them.
     leaving: AtomicBool,
+    /// It has not come back after a pause, and waits for another server.
+    lost: AtomicBool,
     /// The limits of its queues together.
     pub(crate) client: Arc<ClientBuckets>,
 }
@@ -207,7 +185,97 @@ impl UblkDevice {
     /// Whether this server has taken the node over from another one.
     #[must_use]
     pub fn is_recovered(&self) -> bool {
-        self.recovers
+        self.recovers.load(Ordering::Acquire)
+    }
+
+    /// Its number.
+    #[must_use]
+    pub fn id(&self) -> u32 {
+        self.info.id
+    }
+
+    /// Whether the node waits for another server.
+    pub(crate) fn is_lost(&self) -> bool {
+        self.lost.load(Ordering::Acquire)
+    }
+
+    /// As [`UblkNode::start`].
+    pub(crate) fn start(&self) -> Result<(), UblkError> {
+        let (info, recovers) = (self.info, self.is_recovered());
+        let parameters = Parameters { size: self.size(), ..self.parameters };
+        let (id, by_path) = (info.id, self.by_path());
+        let pid = u64::from(std::process::id());
+        let started = within(START_TIMEOUT, move |control| {
+            if recovers {
+                return control.command(ControlOp::END_USER_RECOVERY, id, pid, by_path, &mut []);
+            }
+            let mut bytes = parameters.to_bytes();
+            control.command(ControlOp::SET_PARAMS, id, 0, by_path, &mut bytes)?;
+            control.command(ControlOp::START_DEV, id, pid, by_path, &mut [])
+        });
+        match started? {
+            Some(Ok(_)) => {}
+            Some(Err(errno)) => return Err(UblkError::os(self.node(), errno)),
+            None => {
+                let what = format!("{}: the driver does not start it", self.node());
+                return Err(UblkError::new(what));
+            }
+        }
+        self.has_node.store(true, Ordering::Release);
+        if recovers && info.features & F_UPDATE_SIZE != 0 {
+            // The image may have been made larger while there was no server.
+            self.resize(self.size());
+        }
+        Ok(())
+    }
+
+    /// Whether it can pause: the driver keeps requests back meanwhile.
+    pub(crate) fn can_pause(&self) -> bool {
+        let needed = F_QUIESCE | F_USER_RECOVERY;
+        self.info.features & needed == needed && !self.is_lost()
+    }
+
+    /// Has the driver keep requests back. The queues answer what they have, get no more, and end;
+    /// `wake` wakes their threads. If the driver cannot do that now, what they have not taken is done
+    /// again after the pause.
+    pub(crate) fn pause(&self, wake: impl Fn()) {
+        self.handing_over.store(true, Ordering::Release);
+        if let Err(error) = quiesce(&self.info) {
+            tracing::debug!("{error}");
+            self.leaving.store(true, Ordering::Release);
+            wake();
+        }
+    }
+
+    /// Gives the device back to the driver, when no queue is left: this server or another one can take
+    /// it over. Waits until `deadline` for the driver; returns whether it is ready for that.
+    pub(crate) fn give_back(&self, deadline: Instant) -> bool {
+        drop(lock(&self.character_device).take());
+        let id = self.info.id;
+        loop {
+            let info = ControlRing::open().ok().and_then(|mut control| control.info(id).ok()?);
+            match info.map(|info| info.state) {
+                Some(DeviceState::Quiesced | DeviceState::FailIo) => return true,
+                Some(DeviceState::Live | DeviceState::Other(_)) if Instant::now() < deadline => {
+                    std::thread::sleep(RELEASE_INTERVAL);
+                }
+                _ => return false,
+            }
+        }
+    }
+
+    /// New threads are about to serve it after a pause, and then [`UblkDevice::start`] is called.
+    pub(crate) fn begin_again(&self) {
+        self.recovers.store(true, Ordering::Release);
+        self.leaving.store(false, Ordering::Release);
+        self.handing_over.store(false, Ordering::Release);
+    }
+
+    /// It cannot be served again.
+    pub(crate) fn lose(&self, why: &dyn std::fmt::Display) {
+        self.lost.store(true, Ordering::Release);
+        let (node, id) = (self.node(), self.info.id);
+        tracing::error!("{node} waits for the next 'nowait serve --ublk={id}': {why}");
     }
 
     /// Size of the node in bytes: that of the image, in whole blocks.
@@ -257,12 +325,13 @@ impl UblkDevice {
             info,
             parameters,
             size: AtomicU64::new(0),
-            recovers: false,
+            recovers: AtomicBool::new(false),
             character_device: Mutex::new(Some(character_device)),
             live_queues: AtomicU32::new(0),
             has_node: AtomicBool::new(true),
             handing_over: AtomicBool::new(false),
             leaving: AtomicBool::new(false),
+            lost: AtomicBool::new(false),
             client: Arc::default(),
         }
     }
@@ -290,7 +359,7 @@ impl UblkDevice {
     /// reason is logged.
     pub(crate) fn descriptor(&self) -> Result<OwnedFd, i32> {
         let mut device = lock(&self.character_device);
-        if device.is_none() && self.recovers {
+        if device.is_none() && self.is_recovered() {
             let opened =
                 begin_recovery(&self.info).and_then(|()| open_character_device(self.info.id));
             let opened = opened.inspect_err(|error| tracing::error!("{error}"));

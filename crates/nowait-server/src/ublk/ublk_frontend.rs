@@ -67,7 +67,12 @@ struct Queue {
 impl UblkFrontend {
     /// The frontend for queue `number` of `device`; none if the device has fewer.
     pub(crate) fn new(device: Arc<UblkDevice>, number: u16, on_removed: OnRemoved) -> Option<Self> {
-        (number < device.queues()).then_some(Self { device, number, on_removed, queue: None })
+        (number < device.queues() && !device.is_lost()).then_some(Self {
+            device,
+            number,
+            on_removed,
+            queue: None,
+        })
     }
 
     /// Pushes a command of `tag` into the thread's ring.
