@@ -5,7 +5,6 @@
 use std::fs::{self, File, Metadata};
 use std::io;
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
-use std::path::Path;
 
 use nowait_server::{
     UblkError, UblkNode, UblkOptions, UblkStatus, ublk_devices, ublk_features, ublk_stop,
