@@ -31,12 +31,14 @@ pub enum ServerBug {
     IgnoreProtection,
     /// What a connection has received and not parsed is lost when it leaves its thread.
     LoseParkedInput,
+    /// A queue of a virtual machine that stops says that it has taken one request more.
+    SkipAtStop,
 }
 
 #[cfg(feature = "sim")]
 impl ServerBug {
     /// All of them.
-    pub const ALL: [Self; 11] = [
+    pub const ALL: [Self; 12] = [
         Self::ReplyFromOldBuffer,
         Self::ReplyTwice,
         Self::LoseAtDisconnect,
@@ -48,6 +50,7 @@ impl ServerBug {
         Self::ForgetHeld,
         Self::IgnoreProtection,
         Self::LoseParkedInput,
+        Self::SkipAtStop,
     ];
 }
 

@@ -16,7 +16,7 @@ use nowait_image::check::Report;
 use nowait_image::qcow2_disk::{
     OpenImage, Opened, Qcow2Map, ServeOptions, new_simulated, open_simulated,
 };
-use nowait_image::{BackingName, Chain, ChainOptions, Format, ImageFile, check, repair};
+use nowait_image::{BackingName, Chain, ChainOptions, Format, ImageFile, check, repair, resize};
 
 use crate::model::Violation;
 use crate::pattern;
@@ -144,7 +144,7 @@ pub fn device(scenario: &Scenario) -> Result<(Arc<SimDevice>, Vec<u8>), Violatio
         disk = vec![0; scenario.device.bytes as usize];
         fill_parts(&mut disk, &mut random);
     }
-    stack(scenario, &device, Some(&disk), &mut random)?;
+    stack(scenario, &device, Some(&disk), scenario.device.bytes, &mut random)?;
     Ok((device, disk))
 }
 
@@ -163,8 +163,8 @@ fn fill_parts(disk: &mut [u8], random: &mut Random) {
     }
 }
 
-/// Puts a new image on `device`, backed by a raw image that holds `disk`, or by the existing
-/// images.
+/// Puts a new image of a disk of `size` bytes on `device`, backed by a raw image that holds `disk`, or
+/// by the existing images.
 ///
 /// # Errors
 /// The image could not be created.
@@ -172,6 +172,7 @@ pub fn stack(
     scenario: &Scenario,
     device: &SimDevice,
     disk: Option<&[u8]>,
+    size: u64,
     random: &mut Random,
 ) -> Result<(), Violation> {
     let format = match disk {
@@ -183,7 +184,7 @@ pub fn stack(
         format: Some(format.name().to_owned()),
     });
     let bits = scenario.qcow2.unwrap_or_default() + random.below(3) as u32;
-    let image = new_simulated(scenario.device.bytes, bits, backing).map_err(wrong)?;
+    let image = new_simulated(size, bits, backing).map_err(wrong)?;
     match disk {
         None => device.put_on_top(&image),
         Some([]) => device.put_on(None, &image),
@@ -288,6 +289,18 @@ pub fn mend(device: &Arc<SimDevice>) -> Result<(), Violation> {
     }
 }
 
+/// Gives the qcow2 disk on `device`, which is not open, `size` bytes.
+///
+/// # Errors
+/// It has not changed its size.
+pub fn resize(device: &Arc<SimDevice>, size: u64) -> Result<(), Violation> {
+    let chain = chain(device, ChainOptions { writable: true, ..ChainOptions::default() })?;
+    match resize::resize(&chain, size, true).map_err(wrong)? {
+        after if after == size => Ok(()),
+        after => Err(Violation::new(format!("a disk has {after} bytes instead of {size}"))),
+    }
+}
+
 /// The image on `device`, the result of its check, and its handle.
 fn qcow2(
     scenario: &Scenario,
@@ -387,7 +400,7 @@ mod tests {
                 file.write_at(&disk[pos..pos + 700], pos as u64, Flags::NONE).unwrap();
                 image.close().unwrap().unwrap();
                 let raw = (round == 2).then_some(disk.as_slice());
-                stack(&scenario, &device, raw, &mut random).unwrap();
+                stack(&scenario, &device, raw, scenario.device.bytes, &mut random).unwrap();
                 assert!(raw.is_none() || device.files() == 2);
             }
         }

@@ -327,6 +327,14 @@ impl Model {
         self.cells.truncate(self.size.div_ceil(self.grain) as usize);
     }
 
+    /// The device has `size` bytes, whole cells, and was reopened: what is new reads as zeros.
+    pub fn grow(&mut self, size: u64) {
+        self.size = self.size.max(size);
+        let zero = Held::pinned(Bytes::Value(ZERO), 0);
+        let count = self.size.div_ceil(self.grain) as usize;
+        self.cells.resize_with(count, || Cell { held: vec![zero.clone()], listed: false });
+    }
+
     /// Whether a write in the blocks of `range` is not durable: then the blocks were being written
     /// and may be garbage.
     fn is_at_risk(&self, range: ByteRange) -> bool {

@@ -407,6 +407,13 @@ impl Oracle {
         self.model.end_write(lost, began, Ending::Maybe);
     }
 
+    /// The disk has `size` bytes, whole cells. No request is in flight, and all content is durable.
+    pub fn resized(&mut self, size: u64) {
+        (self.size, self.left) = (size, size);
+        self.model.shrink(size);
+        self.model.grow(size);
+    }
+
     /// The device was reopened, with no request in flight.
     pub fn opened(&mut self) {
         let now = self.model.begin();

@@ -92,8 +92,10 @@ pub struct Scenario {
     damages: u16,
     /// How often in 65536 steps the export of a server is changed.
     changes: u16,
-    /// How often in 65536 steps a server pauses.
+    /// How often in 65536 steps a server pauses, and how often its export is removed.
     pauses: u16,
+    /// How often in 65536 steps a server pauses for another size of its disk.
+    resizes: u16,
 }
 
 /// A request of a client.
@@ -142,6 +144,10 @@ pub enum Action {
     Change(SimChange),
     /// The server pauses; others go on with its clients, on the image that is opened anew.
     Pause,
+    /// The same, with no request in flight, and the disk has another size then.
+    Resize,
+    /// The export is removed with its clients connected, and added again.
+    Remove,
     /// The device stops answering.
     FallSilent,
     /// The device resumes answering.
@@ -228,6 +234,7 @@ impl Scenario {
             damages: 0,
             changes: 0,
             pauses: 0,
+            resizes: 0,
         };
         if random.below(8) == 0 {
             scenario = scenario.in_qcow2(block.ilog2(), &mut random);
@@ -248,9 +255,11 @@ impl Scenario {
     fn draw_operator(&mut self, random: &mut Random) {
         if self.mode != Mode::Engine {
             self.changes = random.pick(&[0, 0, 0, 800]).unwrap_or(0);
-        }
-        if self.mode == Mode::Server {
             self.pauses = random.pick(&[0, 0, 0, 400]).unwrap_or(0);
+            let often = random.pick(&[0, 400]).unwrap_or(0);
+            // A device of a fixed size has no space for more tables.
+            let resizes = self.qcow2.is_some() && self.device.grows;
+            self.resizes = if resizes { often } else { 0 };
         }
     }
 
@@ -404,7 +413,12 @@ impl Scenario {
             () if self.changes > 0 && random.chance(self.changes.saturating_mul(40)) => {
                 Action::Change(change(random))
             }
-            () if self.pauses > 0 && random.chance(self.pauses.saturating_mul(40)) => Action::Pause,
+            () if self.pauses > 0 && random.chance(self.pauses.saturating_mul(40)) => {
+                if random.below(4) == 0 { Action::Remove } else { Action::Pause }
+            }
+            () if self.resizes > 0 && random.chance(self.resizes.saturating_mul(40)) => {
+                Action::Resize
+            }
             () if self.silences > 0 => Action::Answer,
             () => Action::Work,
         }

@@ -74,7 +74,7 @@ impl SystemUnderTest for Server {
         true
     }
 
-    fn has_paused(&self) -> bool {
+    fn has_paused(&mut self) -> bool {
         self.threads.iter().all(Simulated::has_paused)
     }
 

@@ -169,7 +169,9 @@ impl<S: SystemUnderTest> Simulation<S> {
             Action::FallSilent => self.device.fall_silent(),
             Action::Answer => self.device.answer(),
             Action::Shrink => self.shrink(&mut random),
-            Action::Pause => self.pause(&mut random)?,
+            Action::Pause => self.pause(None, &mut random)?,
+            Action::Resize => self.resize(&mut random)?,
+            Action::Remove => self.remove(&mut random)?,
             action => match self.system.act(action, part, &mut self.oracle, &mut random)? {
                 Health::Well => {}
                 Health::Down => self.crash(&mut random)?,
@@ -274,7 +276,8 @@ impl<S: SystemUnderTest> Simulation<S> {
             true => Some(self.contents(random)?),
             false => None,
         };
-        image::stack(&self.scenario, &self.device, disk.as_deref(), random)?;
+        let size = self.oracle.size();
+        image::stack(&self.scenario, &self.device, disk.as_deref(), size, random)?;
         self.torn = false;
         self.damaged = None;
         self.oracle.set_refuses_changes(false);
@@ -311,9 +314,50 @@ impl<S: SystemUnderTest> Simulation<S> {
         }
     }
 
+    /// The disk of a qcow2 image has another size, of whole cells, after a pause.
+    fn resize(&mut self, random: &mut Random) -> Result<(), Violation> {
+        let unit = whole_cells(self.scenario.grain);
+        let most = self.scenario.device.bytes / unit;
+        // A larger disk needs space for its tables.
+        if most == 0 || self.scenario.device.capacity < u64::MAX {
+            return Ok(());
+        }
+        let least = random.below(most);
+        self.settle(random)?;
+        self.pause(Some((1 + least + random.below(most - least)) * unit), random)
+    }
+
+    /// The export is removed by force, and added again: its clients are disconnected, and the image is
+    /// closed.
+    fn remove(&mut self, random: &mut Random) -> Result<(), Violation> {
+        if self.damaged.is_some() || self.oracle.has_shrunk() {
+            return Ok(());
+        }
+        self.device.answer();
+        let flights = self.system.forget();
+        self.drain(random)?;
+        flights.iter().for_each(|flight| self.oracle.unanswered(flight));
+        self.device.set_faults(Faults::default());
+        let began = self.oracle.now();
+        let closed = match self.image.flush() {
+            Ok(()) => self.image.close().unwrap_or(Ok(())),
+            failed => failed,
+        };
+        match closed {
+            Ok(()) => self.oracle.closed(began)?,
+            Err(error) => {
+                self.oracle.not_closed(&error)?;
+                // The cached metadata of the image is lost.
+                return self.cut(random);
+            }
+        }
+        self.reopen_device(random)
+    }
+
     /// The server leaves its clients, in whatever they are sending and receiving. The image is closed
-    /// and opened anew, sometimes below a new overlay; other threads go on with the clients.
-    fn pause(&mut self, random: &mut Random) -> Result<(), Violation> {
+    /// and opened anew, with `size` bytes or sometimes below a new overlay; other threads go on with
+    /// the clients.
+    fn pause(&mut self, size: Option<u64>, random: &mut Random) -> Result<(), Violation> {
         if self.damaged.is_some() || self.oracle.has_shrunk() || !self.system.begin_pause() {
             return Ok(());
         }
@@ -334,8 +378,15 @@ impl<S: SystemUnderTest> Simulation<S> {
             // The cached metadata of the image is lost.
             return self.cut(random);
         }
-        if self.scenario.qcow2.is_some() && self.device.files() < 4 && random.below(2) == 0 {
-            image::stack(&self.scenario, &self.device, None, random)?;
+        if let Some(size) = size {
+            image::resize(&self.device, size)?;
+            self.oracle.resized(size);
+            if random.below(4) == 0 {
+                return self.cut(random);
+            }
+        } else if self.scenario.qcow2.is_some() && self.device.files() < 4 && random.below(2) == 0 {
+            let size = self.oracle.size();
+            image::stack(&self.scenario, &self.device, None, size, random)?;
             self.torn = false;
         }
         self.image.disk.give_back();
@@ -532,4 +583,11 @@ impl<S: SystemUnderTest> Simulation<S> {
         self.system.forget();
         self.reader.is_none() && self.drain(&mut Random::new(0)).is_ok()
     }
+}
+
+/// The least common multiple of `grain` and a sector, in bytes: a size that a qcow2 disk can have, and
+/// that cuts no cell.
+fn whole_cells(grain: u64) -> u64 {
+    let odd = grain >> grain.trailing_zeros();
+    odd << grain.trailing_zeros().max(9)
 }

@@ -61,7 +61,7 @@ pub trait SystemUnderTest: Sized {
     }
 
     /// Whether all parts have left their clients.
-    fn has_paused(&self) -> bool {
+    fn has_paused(&mut self) -> bool {
         true
     }
 

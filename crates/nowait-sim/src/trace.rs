@@ -32,6 +32,7 @@ pub fn name_of(bug: InjectedBug) -> &'static str {
         InjectedBug::Server(ServerBug::ForgetHeld) => "forget-held",
         InjectedBug::Server(ServerBug::IgnoreProtection) => "ignore-protection",
         InjectedBug::Server(ServerBug::LoseParkedInput) => "lose-parked-input",
+        InjectedBug::Server(ServerBug::SkipAtStop) => "skip-at-stop",
         InjectedBug::Image(ImageBug::ForgetTail) => "forget-tail",
         InjectedBug::Image(ImageBug::ReadBelowElsewhere) => "read-below-elsewhere",
         InjectedBug::Image(ImageBug::ForgetOrder) => "forget-order",

@@ -124,6 +124,8 @@ pub struct UblkServer {
     queues: Vec<BlockQueue>,
     /// The server has died.
     is_dead: bool,
+    /// The driver keeps requests back.
+    pauses: bool,
     requests: u64,
 }
 
@@ -178,7 +180,11 @@ impl UblkServer {
         let parts = self.queues.get_mut(part).zip(self.threads.get_mut(part));
         let Some((queue, thread)) = parts else { return Ok(()) };
         queue.receive(thread, oracle)?;
-        queue.dispatch(thread);
+        if self.pauses {
+            thread.abort_idle();
+        } else {
+            queue.dispatch(thread);
+        }
         Ok(())
     }
 
@@ -214,13 +220,29 @@ impl UblkServer {
 impl SystemUnderTest for UblkServer {
     fn open(image: &Image, scenario: &Scenario) -> Result<Self, Error> {
         let queues = (0..scenario.parts).map(|_| BlockQueue::default()).collect();
-        Ok(Self { threads: threads(image, scenario)?, queues, is_dead: false, requests: 0 })
+        Ok(Self {
+            threads: threads(image, scenario)?,
+            queues,
+            is_dead: false,
+            pauses: false,
+            requests: 0,
+        })
     }
 
     fn reopen(&mut self, image: &Image, scenario: &Scenario) -> Result<(), Error> {
         self.threads = threads(image, scenario)?;
-        self.is_dead = false;
+        (self.is_dead, self.pauses) = (false, false);
         Ok(())
+    }
+
+    fn begin_pause(&mut self) -> bool {
+        self.threads.iter_mut().for_each(SimulatedUblk::begin_pause);
+        self.pauses = true;
+        true
+    }
+
+    fn has_paused(&mut self) -> bool {
+        self.threads.iter().all(SimulatedUblk::has_paused)
     }
 
     fn act(
@@ -238,7 +260,12 @@ impl SystemUnderTest for UblkServer {
                 self.threads.iter_mut().for_each(|thread| thread.change(change));
                 oracle.changed(change);
             }
-            Action::Wait => return self.run_iteration(part, true, oracle),
+            Action::Wait => {
+                if self.pauses {
+                    self.exchange(part, oracle)?;
+                }
+                return self.run_iteration(part, true, oracle);
+            }
             _ => return self.run_iteration(part, false, oracle),
         }
         Ok(Health::Well)

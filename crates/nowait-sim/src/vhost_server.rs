@@ -25,6 +25,8 @@ pub struct VhostServer {
     driver: Driver,
     /// The server has died.
     is_dead: bool,
+    /// The queues stop, or have stopped.
+    pauses: bool,
     /// The guest has ended, too.
     ends_guest: bool,
     requests: u64,
@@ -44,16 +46,27 @@ impl VhostServer {
     fn start(&mut self, image: &Image, scenario: &Scenario) -> Result<(), Error> {
         self.device = SimVhostDevice::new(writes_through(scenario));
         self.threads.clear();
+        self.start_queues(image, scenario, &[])
+    }
+
+    /// The same from the entries `bases` of the queues on, which have stopped there.
+    fn start_queues(
+        &mut self,
+        image: &Image,
+        scenario: &Scenario,
+        bases: &[Option<u16>],
+    ) -> Result<(), Error> {
         for part in 0..scenario.parts as usize {
             let queue = SimQueue::new(image.device.clone())?;
             let (disk, workers) = (image.disk.clone(), image.workers.clone());
             let mut thread = SimulatedVhost::new(disk, workers, queue, scenario.config)?;
             if let Some(queue) = self.driver.ring(part) {
-                thread.start(self.driver.guest(), &self.device, queue)?;
+                let base = bases.get(part).copied().flatten();
+                thread.start(self.driver.guest(), &self.device, queue, base)?;
             }
             self.threads.push(thread);
         }
-        self.is_dead = false;
+        (self.is_dead, self.pauses) = (false, false);
         Ok(())
     }
 
@@ -106,6 +119,7 @@ impl SystemUnderTest for VhostServer {
             device: SimVhostDevice::new(false),
             driver: driver(scenario)?,
             is_dead: false,
+            pauses: false,
             ends_guest: false,
             requests: 0,
         };
@@ -119,6 +133,22 @@ impl SystemUnderTest for VhostServer {
             self.driver = driver(scenario)?;
         }
         self.start(image, scenario)
+    }
+
+    fn begin_pause(&mut self) -> bool {
+        self.threads.iter_mut().for_each(SimulatedVhost::begin_pause);
+        self.pauses = true;
+        true
+    }
+
+    fn has_paused(&mut self) -> bool {
+        self.threads.iter_mut().all(SimulatedVhost::has_paused)
+    }
+
+    fn resume(&mut self, image: &Image, scenario: &Scenario) -> Result<(), Error> {
+        let threads = std::mem::take(&mut self.threads);
+        let bases: Vec<_> = threads.iter().map(SimulatedVhost::stopped_at).collect();
+        self.start_queues(image, scenario, &bases)
     }
 
     fn act(

@@ -32,6 +32,9 @@ fn seeds(bug: InjectedBug) -> impl Iterator<Item = u64> {
             InjectedBug::Server(ServerBug::LoseParkedInput) => {
                 Scenario::of(Mode::Server, seed).has_pauses()
             }
+            InjectedBug::Server(ServerBug::SkipAtStop) => {
+                Scenario::of(Mode::VhostUser, seed).has_pauses()
+            }
             _ => true,
         }
     };
@@ -51,7 +54,10 @@ fn fails(bug: InjectedBug, seed: u64) -> bool {
     let mode = match bug {
         InjectedBug::Engine(_) | InjectedBug::Image(_) => Mode::Engine,
         InjectedBug::Server(
-            ServerBug::ForgetInFlight | ServerBug::RepeatTold | ServerBug::TellBeforeData,
+            ServerBug::ForgetInFlight
+            | ServerBug::RepeatTold
+            | ServerBug::TellBeforeData
+            | ServerBug::SkipAtStop,
         ) => Mode::VhostUser,
         InjectedBug::Server(ServerBug::CommitBeforeData) => Mode::Ublk,
         InjectedBug::Server(_) => Mode::Server,

@@ -4,6 +4,7 @@
 //! accept, sleep, poll adaptively or read the clock, so no handshake ever times out.
 
 use std::sync::Arc;
+use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::Duration;
 
 use nowait::sim::{ServerEnd, SimQueue};
@@ -20,7 +21,7 @@ use crate::nbd::nbd_frontend::NbdFrontend;
 use crate::net::socket::Socket;
 use crate::ublk::sim_ublk::{SimUblkQueue, SimUblkRequest};
 use crate::ublk::ublk_frontend::UblkFrontend;
-use crate::vhost_user::queue_channel::QueueCommand;
+use crate::vhost_user::queue_channel::{QueueCommand, QueueId};
 use crate::vhost_user::sim_guest::{SimGuest, SimRing, SimVhostDevice};
 use crate::vhost_user::vhost_frontend::VhostFrontend;
 
@@ -152,8 +153,15 @@ impl SimParked {
     }
 }
 
-/// A thread with queues of virtual machines on a simulated device.
-pub struct SimulatedVhost<M: BlockMap>(EventLoop<VhostFrontend, SimQueue, M>);
+/// A thread with a queue of a virtual machine on a simulated device.
+pub struct SimulatedVhost<M: BlockMap> {
+    thread: EventLoop<VhostFrontend, SimQueue, M>,
+    /// The queue, and the answer to its stop.
+    queue: Option<QueueId>,
+    stop: Option<Receiver<u16>>,
+    /// The entry of the available ring at which the queue has stopped.
+    stopped_at: Option<u16>,
+}
 
 impl<M: BlockMap> SimulatedVhost<M> {
     /// As [`Simulated::new`].
@@ -166,10 +174,12 @@ impl<M: BlockMap> SimulatedVhost<M> {
         queue: SimQueue,
         config: Config,
     ) -> Result<Self, Error> {
-        event_loop(disk, workers, queue, config, |context| context.vhost_frontend()).map(Self)
+        let thread = event_loop(disk, workers, queue, config, |context| context.vhost_frontend())?;
+        Ok(Self { thread, queue: None, stop: None, stopped_at: None })
     }
 
-    /// Starts queue number `index` of `guest`, the only one of this thread.
+    /// Starts queue number `index` of `guest`, the only one of this thread, at the entry `base` of its
+    /// available ring; without it at the first one that the driver was not told of.
     ///
     /// # Errors
     /// `EINVAL`: the addresses cannot be; what the system refused.
@@ -177,10 +187,12 @@ impl<M: BlockMap> SimulatedVhost<M> {
         &mut self,
         guest: &SimGuest,
         device: &SimVhostDevice,
-        (index, ring, event_idx): (u16, SimRing, bool),
+        ring: (u16, SimRing, bool),
+        base: Option<u16>,
     ) -> Result<(), Error> {
-        let start = Box::new(guest.start(device, index, ring, event_idx)?);
-        let EventLoop { frontend, context, .. } = &mut self.0;
+        let start = Box::new(guest.start(device, ring, base)?);
+        self.queue = Some(start.id);
+        let EventLoop { frontend, context, .. } = &mut self.thread;
         frontend.channel.send(QueueCommand::Start(start));
         frontend.on_wake(context);
         Ok(())
@@ -188,7 +200,35 @@ impl<M: BlockMap> SimulatedVhost<M> {
 
     /// The driver kicks the queue. A simulation polls no descriptor, so this is the event itself.
     pub fn kick(&mut self) {
-        self.0.events.push((FD_TOKEN, 1));
+        self.thread.events.push((FD_TOKEN, 1));
+    }
+
+    /// Has the queue take no more requests.
+    pub fn begin_pause(&mut self) {
+        self.thread.registered.begin_parking();
+        self.thread.change_parking();
+        let (sender, stop) = sync_channel(1);
+        if let Some(id) = self.queue.take() {
+            let EventLoop { frontend, context, .. } = &mut self.thread;
+            frontend.channel.send(QueueCommand::Stop(id, sender));
+            frontend.on_wake(context);
+            self.stop = Some(stop);
+        }
+    }
+
+    /// Looks whether it has stopped.
+    #[must_use]
+    pub fn has_paused(&mut self) -> bool {
+        if let Some(Ok(base)) = self.stop.as_ref().map(Receiver::try_recv) {
+            (self.stop, self.stopped_at) = (None, Some(base));
+        }
+        self.stop.is_none() && self.in_flight() == 0
+    }
+
+    /// Where it has stopped.
+    #[must_use]
+    pub fn stopped_at(&self) -> Option<u16> {
+        self.stopped_at
     }
 
     /// As [`Simulated::run_once`].
@@ -196,18 +236,18 @@ impl<M: BlockMap> SimulatedVhost<M> {
     /// # Errors
     /// As [`Simulated::run_once`].
     pub fn run_once(&mut self, waits: bool) -> Result<(), Error> {
-        self.0.simulate_once(waits)
+        self.thread.simulate_once(waits)
     }
 
     /// As [`Simulated::change`].
     pub fn change(&mut self, change: SimChange) {
-        self.0.change(change);
+        self.thread.change(change);
     }
 
     /// As [`Simulated::in_flight`].
     #[must_use]
     pub fn in_flight(&self) -> usize {
-        self.0.context.engine.in_flight()
+        self.thread.context.engine.in_flight()
     }
 }
 
@@ -264,6 +304,24 @@ impl<M: BlockMap> SimulatedUblk<M> {
     #[must_use]
     pub fn data(&self, tag: u16, len: usize) -> Vec<u8> {
         self.queue.data(tag, len)
+    }
+
+    /// The driver keeps requests back from now on.
+    pub fn begin_pause(&mut self) {
+        self.thread.registered.begin_parking();
+        self.thread.change_parking();
+        self.thread.frontend.begin_pause();
+    }
+
+    /// The driver ends the commands of tags that have no request.
+    pub fn abort_idle(&mut self) {
+        self.queue.abort_idle();
+    }
+
+    /// Whether the queue has ended.
+    #[must_use]
+    pub fn has_paused(&self) -> bool {
+        self.thread.context.members() == 0 && self.in_flight() == 0
     }
 
     /// The server has died, and only the first `reach` of the commands that it has not submitted

@@ -13,8 +13,8 @@ use nowait::{Error, Op, Operation, Token};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 
 use crate::ublk::ublk_cmd::{
-    COMMIT_AND_FETCH_REQ, DESCRIPTOR_BYTES, IO_FUA, IO_NO_UNMAP, OP_DISCARD, OP_FLUSH, OP_READ,
-    OP_WRITE, OP_WRITE_ZEROES, field,
+    ABORTED, COMMIT_AND_FETCH_REQ, DESCRIPTOR_BYTES, IO_FUA, IO_NO_UNMAP, OP_DISCARD, OP_FLUSH,
+    OP_READ, OP_WRITE, OP_WRITE_ZEROES, field,
 };
 use crate::ublk::ublk_device::UblkDevice;
 
@@ -118,6 +118,13 @@ impl SimUblkQueue {
         let base = std::ptr::with_exposed_provenance::<u8>(address as usize);
         // SAFETY: as above, and its bytes are initialised.
         unsafe { std::slice::from_raw_parts(base, len.min(self.max_io_bytes as usize)) }.to_vec()
+    }
+
+    /// Ends the commands of tags that have no request, as a driver does that keeps requests back.
+    pub(crate) fn abort_idle(&mut self) {
+        for (token, _) in self.fetched.iter_mut().filter_map(Option::take) {
+            self.commands.end(token, ABORTED);
+        }
     }
 
     /// The server has died, and only the first `reach` of the commands that it has not submitted

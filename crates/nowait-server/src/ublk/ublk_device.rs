@@ -239,12 +239,17 @@ impl UblkDevice {
     /// `wake` wakes their threads. If the driver cannot do that now, what they have not taken is done
     /// again after the pause.
     pub(crate) fn pause(&self, wake: impl Fn()) {
-        self.handing_over.store(true, Ordering::Release);
+        self.keep_back();
         if let Err(error) = quiesce(&self.info) {
             tracing::debug!("{error}");
             self.leaving.store(true, Ordering::Release);
             wake();
         }
+    }
+
+    /// The driver ends the commands of the queues.
+    pub(crate) fn keep_back(&self) {
+        self.handing_over.store(true, Ordering::Release);
     }
 
     /// Gives the device back to the driver, when no queue is left: this server or another one can take
@@ -462,7 +467,7 @@ impl UblkDevice {
             "{node} is left waiting for the next 'nowait serve --ublk={id}', it is in use: {users} \
              ('nowait ublk stop {id} --force' removes it)"
         );
-        self.handing_over.store(true, Ordering::Release);
+        self.keep_back();
         // Without this the requests that the threads do not take any more are done again by the next
         // server, after the driver has noticed the end of this one.
         match quiesce(&self.info) {

@@ -287,6 +287,11 @@ fn translate<Q: IoQueue, M: BlockMap>(
 
 #[cfg(feature = "sim")]
 impl UblkFrontend {
+    /// The driver keeps requests back from now on.
+    pub(crate) fn begin_pause(&self) {
+        self.device.keep_back();
+    }
+
     /// The simulated driver ends with this frontend: it accesses no buffer any more.
     pub(crate) fn end_driver(&mut self) {
         if let Some(queue) = &mut self.queue {

@@ -107,14 +107,13 @@ impl SimGuest {
         self.signals.get(index).is_some_and(|it| rustix::io::read(&it.call, &mut count).is_ok())
     }
 
-    /// Queue number `index`, as a VMM starts it on a new server: from the first entry on that the
-    /// driver was not told of.
+    /// Queue number `index`, as a VMM starts it on a new server: from `base` on, or from the first entry
+    /// on that the driver was not told of.
     pub(crate) fn start(
         &self,
         device: &SimVhostDevice,
-        index: u16,
-        ring: SimRing,
-        event_idx: bool,
+        (index, ring, event_idx): (u16, SimRing, bool),
+        base: Option<u16>,
     ) -> Result<QueueStart, Error> {
         static NEXT_ID: AtomicU64 = AtomicU64::new(0);
         let failed = |error: std::io::Error| Error::from_io(&error, Operation::SetUp);
@@ -132,7 +131,7 @@ impl SimGuest {
         let queues = self.signals.len() as u16;
         let region = Arc::new(InflightRegion::map(file, 0, queues, self.queue_size)?);
         let inflight = InflightQueue::new(region, index, self.queue_size);
-        let start = (u16::from_le_bytes(told), event_idx);
+        let start = (base.unwrap_or(u16::from_le_bytes(told)), event_idx);
         let properties = BlockProperties { size: 0, read_only: false, discards: true, block: 512 };
         Ok(QueueStart {
             id: QueueId(NEXT_ID.fetch_add(1, Ordering::Relaxed)),

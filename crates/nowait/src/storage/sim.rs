@@ -169,6 +169,10 @@ impl Storage for SimStorage {
     fn write(&self, bufs: &[IoSlice<'_>], pos: u64, flags: Flags) -> Result<usize, Error> {
         let len = bufs.iter().map(|buf| buf.len() as u64).sum();
         let range = ByteRange::new(pos, len);
+        if !self.served.load(Ordering::Relaxed) && range.end() > self.size()? {
+            // As pwrite(2) on a file, where it can.
+            self.set_len(range.end())?;
+        }
         // SAFETY: as above; a write only reads the memory.
         unsafe { self.transfer(bufs.as_ptr().cast(), bufs.len(), range, flags.rw_flags(), true) }
     }
