@@ -339,6 +339,11 @@ impl ServeArgs {
         })
     }
 
+    /// Whether a node's data may go without a copy.
+    pub(crate) fn zero_copy(&self) -> bool {
+        !self.off.contains(&Switch::ZeroCopy)
+    }
+
     /// The engine's configuration: all mechanisms on except those that `--off` names.
     pub(crate) fn config(&self) -> nowait::Config {
         let mut config = nowait::Config::default();
@@ -354,6 +359,7 @@ impl ServeArgs {
                 Switch::Hint => &mut config.hint,
                 Switch::GroupSyncs => &mut config.group_syncs,
                 Switch::AllocateAhead => &mut config.allocate_ahead,
+                Switch::ZeroCopy => continue,
             } = false;
         }
         config

@@ -1,10 +1,10 @@
 //! The mechanisms that `nowait serve --off` turns off.
 //!
-//! Invariant: each is a switch of the engine's configuration.
+//! Invariant: each but the last is a switch of the engine's configuration.
 
 use clap::ValueEnum;
 
-/// A mechanism of the engine.
+/// A mechanism of the engine, or of a frontend.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
 pub(crate) enum Switch {
     /// The short way of a request that is one transfer
@@ -27,4 +27,6 @@ pub(crate) enum Switch {
     GroupSyncs,
     /// Allocating storage behind sequential writes into holes of a raw image
     AllocateAhead,
+    /// Moving data between storage and the users of a --ublk node without a copy
+    ZeroCopy,
 }

@@ -43,6 +43,9 @@ pub struct UblkOptions {
     /// one with which it was made, or one above it, as after a snapshot. None if the server before this
     /// one has told of the node.
     pub image_ids: Vec<u64>,
+    /// Whether data may go without a copy, where the driver and the image can. A node that is taken
+    /// over stays as it was made.
+    pub zero_copy: bool,
 }
 
 /// The device of number `id` if it waits for a server. One without a node, which a server has left

@@ -65,7 +65,8 @@ impl UblkNode {
         let (info, recovers) = match found {
             Some(info) => (recovered(&mut control, info, image, &options)?, true),
             None => {
-                let features = if can_register(image) { features } else { features & !F_ZERO_COPY };
+                let copies = !options.zero_copy || !can_register(image);
+                let features = if copies { features & !F_ZERO_COPY } else { features };
                 (added(&mut control, features, &options)?, false)
             }
         };
