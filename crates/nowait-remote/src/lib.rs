@@ -12,4 +12,4 @@ mod open;
 pub use location::Location;
 pub use nbd::{NbdOptions, NbdStorage};
 pub use open::{RemoteOptions, open};
-pub use policy::{BackOff, PrefetchCursor, PrefetchOrder, block_runs};
+pub use policy::{BackOff, Pace, PrefetchCursor, PrefetchOrder, block_runs};

@@ -25,3 +25,4 @@ pub mod simulation;
 pub mod run;
 pub mod fault_matrix;
 pub mod trace;
+pub mod hosts;

@@ -1,5 +1,7 @@
 //! `nowait-sim`: runs seeds until the time is up or a seed fails; a failure is shrunk and printed.
 
+mod hosts_args;
+
 use std::num::NonZero;
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -8,6 +10,7 @@ use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
 use clap::{Parser, Subcommand};
+use hosts_args::HostsArgs;
 use indicatif::{ProgressBar, ProgressStyle};
 use nowait_sim::fault_matrix::Matrix;
 use nowait_sim::run::{self, Failure, Plan};
@@ -31,7 +34,8 @@ struct Args {
     #[arg(long, default_value_t = 10_000)]
     steps: u64,
     /// What is asked: engine, server, vhost-user, ublk, or all of them: one seed in four is a server's,
-    /// one in eight a virtual machine's, one in eight a block device's.
+    /// one in eight a virtual machine's, one in eight a block device's. With `hosts`, many hosts boot
+    /// from one image in a store, in virtual time.
     #[arg(long, default_value = "all")]
     mode: String,
     /// Passes over seeds whose disk is no qcow2 image.
@@ -58,6 +62,8 @@ struct Args {
     /// Runs what a failure has printed.
     #[arg(long, value_name = "FILE")]
     replay: Option<PathBuf>,
+    #[command(flatten)]
+    hosts: HostsArgs,
 }
 
 #[derive(Subcommand)]
@@ -105,6 +111,9 @@ fn start(args: &Args) -> Result<bool, String> {
                 false
             }
         });
+    }
+    if args.mode == "hosts" {
+        return hosts_args::run(&args.hosts, args.seed.unwrap_or(1)).map(|()| true);
     }
     let only = Mode::ALL.into_iter().find(|mode| mode.name() == args.mode);
     if only.is_none() && args.mode != "all" {

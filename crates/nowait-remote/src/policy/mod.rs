@@ -5,9 +5,11 @@
 //! (`nowait-sim --mode hosts`) makes those that are shipped.
 
 mod back_off;
+mod pace;
 mod block_runs;
 mod prefetch_order;
 
 pub use back_off::BackOff;
 pub use block_runs::block_runs;
+pub use pace::Pace;
 pub use prefetch_order::{PrefetchCursor, PrefetchOrder};
