@@ -7,9 +7,7 @@ use std::time::Duration;
 use clap::Args;
 use nowait_remote::BackOff;
 use nowait_sim::hosts::outcome::table;
-use nowait_sim::hosts::parameters::{
-    BootParameters, GiveUp, Parameters, Plan, StoreParameters,
-};
+use nowait_sim::hosts::parameters::{BootParameters, GiveUp, Parameters, Plan, StoreParameters};
 use nowait_sim::hosts::simulate;
 
 /// With `--mode hosts`: many hosts boot from one image in a store. See docs/many-hosts.md.

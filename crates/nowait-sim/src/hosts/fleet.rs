@@ -222,9 +222,8 @@ impl Fleet {
     fn outcome(mut self, parameters: &Parameters) -> Outcome {
         self.boots.sort_unstable();
         let last = self.boots.len().saturating_sub(1);
-        let boot = |percent: usize| {
-            self.boots.get(last * percent / 100).map(|&time| time as f64 / 1e9)
-        };
+        let boot =
+            |percent: usize| self.boots.get(last * percent / 100).map(|&time| time as f64 / 1e9);
         let load = self.transfers.store().map(|store| store.load).unwrap_or_default();
         Outcome {
             plan: parameters.plan.name(),

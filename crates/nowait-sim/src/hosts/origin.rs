@@ -110,9 +110,12 @@ impl Origin {
         match random.below(4) {
             0 => Answer::Error(at, Fate::Failed),
             1 => Answer::Silence,
-            2 => {
-                Answer::Body { at, bytes: random.below(len.max(1)), slower: 1.0, fate: Fate::Failed }
-            }
+            2 => Answer::Body {
+                at,
+                bytes: random.below(len.max(1)),
+                slower: 1.0,
+                fate: Fate::Failed,
+            },
             _ => Answer::Body { at, bytes: len, slower: SLOW, fate: Fate::Answered },
         }
     }

@@ -46,8 +46,19 @@ pub struct Outcome {
 impl Outcome {
     /// The titles of [`Self::row`].
     pub const TITLES: [&str; 13] = [
-        "plan", "hosts", "requests", "refused", "GiB", "peak/s", "Gbit/s", "boot p50", "p95",
-        "p99", "longest read", "retries", "failed",
+        "plan",
+        "hosts",
+        "requests",
+        "refused",
+        "GiB",
+        "peak/s",
+        "Gbit/s",
+        "boot p50",
+        "p95",
+        "p99",
+        "longest read",
+        "retries",
+        "failed",
     ];
 
     /// The figures as texts.

@@ -48,11 +48,7 @@ pub(super) struct Transfers {
 
 impl Transfers {
     /// Without requests.
-    pub(super) fn new(
-        parameters: &Parameters,
-        mut sites: Vec<Site>,
-        origins: Vec<Origin>,
-    ) -> Self {
+    pub(super) fn new(parameters: &Parameters, mut sites: Vec<Site>, origins: Vec<Origin>) -> Self {
         for site in sites.iter_mut().filter(|site| parameters.paced && site.origin == STORE) {
             site.pace = Some(Pace::default());
         }
@@ -300,9 +296,7 @@ impl Transfers {
         };
         let gives_up = match request.purpose {
             Purpose::Download => false,
-            Purpose::Prefetch if request.waiters.is_empty() => {
-                request.failed >= PREFETCH_ATTEMPTS
-            }
+            Purpose::Prefetch if request.waiters.is_empty() => request.failed >= PREFETCH_ATTEMPTS,
             _ => now - since >= self.reconnect,
         };
         if gives_up {
