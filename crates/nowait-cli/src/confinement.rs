@@ -25,6 +25,16 @@ use crate::vhost_user_spec::DevicePlace;
 /// What the kernel says of devices, of mounts and of this process.
 const KERNEL_FILES: [&str; 6] =
     ["/proc/self", "/proc/swaps", "/sys/block", "/sys/class", "/sys/dev", "/sys/devices"];
+/// What the C library reads to find the address of a name.
+const RESOLVER_FILES: [&str; 7] = [
+    "/etc/hosts",
+    "/etc/resolv.conf",
+    "/etc/nsswitch.conf",
+    "/etc/host.conf",
+    "/etc/gai.conf",
+    "/etc/services",
+    "/etc/protocols",
+];
 const TERMINAL_FILES: [&str; 2] = ["/dev/null", "/dev/tty"];
 
 /// Confines this process to `files`, and to those of the block device `ublk`.
@@ -81,13 +91,13 @@ pub(crate) fn needed_files(
 }
 
 fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
+    let named = args.others.backing.iter().cloned();
+    let given =
+        all.iter().filter_map(|opened| Location::parse(&opened.named.image.clone().into()).ok());
+    named.chain(given).for_each(|location| remote(&location, files));
     for opened in all {
         let image = &opened.named.image;
-        // A connection that is lost is made again, to an address that is known.
-        if let Ok(Location::Nbd(uri)) = Location::parse(&image.into()) {
-            if let Address::Tcp { port, .. } = uri.address {
-                files.connect(port);
-            }
+        if Location::parse(&image.into()).is_ok_and(|location| location.path().is_none()) {
             continue;
         }
         let is_device = fs::metadata(image).is_ok_and(|meta| meta.file_type().is_block_device());
@@ -108,6 +118,26 @@ fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
     // An export that is added may have sockets.
     if !args.control.allow_dir.is_empty() {
         control_socket::directory().iter().for_each(|directory| files.make_sockets(directory));
+    }
+}
+
+/// What the connections to `location` need.
+fn remote(location: &Location, files: &mut FileAccess) {
+    match location {
+        Location::File(_) => {}
+        // A connection that is lost is made again, to an address that is known.
+        Location::Nbd(uri) => {
+            if let Address::Tcp { port, .. } = uri.address {
+                files.connect(port);
+            }
+        }
+        // A store's names have other addresses every minute.
+        Location::Object(url) => {
+            RESOLVER_FILES.iter().for_each(|path| files.read(path));
+            let (ports, credentials) = url.needs();
+            ports.into_iter().for_each(|port| files.connect(port));
+            credentials.into_iter().for_each(|path| files.read(path));
+        }
     }
 }
 

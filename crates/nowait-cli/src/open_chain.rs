@@ -3,10 +3,9 @@
 //! Invariant: an image on a file system without locks is used with a warning.
 
 use std::io::{self, Write};
-use std::sync::Arc;
 
 use nowait_image::{Chain, ChainOptions, ImageError, Warning};
-use nowait_remote::{Location, NbdOptions, NbdStorage};
+use nowait_remote::{Location, RemoteOptions};
 
 use crate::args::image_args::ImageArgs;
 use nowait_cli::error::CliError;
@@ -14,7 +13,10 @@ use nowait_cli::error::CliError;
 /// Opens the chain, locked as `options` require; the format and the allowed directories are from
 /// `args`.
 pub(crate) fn open(args: &ImageArgs, options: ChainOptions) -> Result<Chain, CliError> {
+    let remote = RemoteOptions::default();
+    let backings = nowait_remote::open_backings(&args.others.backing, &remote);
     let options = ChainOptions {
+        backing_storages: backings.map_err(|error| failed(&error))?,
         format: args.format,
         backing_dirs: args.others.backing_dir.clone(),
         data_files: args.others.data_file.clone(),
@@ -22,13 +24,16 @@ pub(crate) fn open(args: &ImageArgs, options: ChainOptions) -> Result<Chain, Cli
     };
     let location = Location::parse(&args.image.clone().into());
     let chain = match location.map_err(|error| CliError::at(&args.image, error))? {
+        Location::File(_) => Chain::open(&args.image, &options),
         // The offline tools change files only.
-        Location::Nbd(uri) if !options.writable => {
-            let storage = NbdStorage::open(&uri, &NbdOptions::default());
-            let storage = storage.map_err(|error| CliError::at(&args.image, error))?;
-            Chain::open_storage(&args.image, Arc::new(storage), &options)
+        _ if options.writable => {
+            return Err(CliError::at(&args.image, "only files and block devices are changed"));
         }
-        _ => Chain::open(&args.image, &options),
+        location => {
+            let storage = nowait_remote::open_storage(&location, true, &remote);
+            let storage = storage.map_err(|error| failed(&error))?;
+            Chain::open_storage(&args.image, storage, &options)
+        }
     };
     let chain = chain.map_err(|error| failed(&error))?;
     for warning in chain.warnings() {

@@ -89,6 +89,9 @@ pub(crate) fn open_all(
     exports: Vec<NamedExport>,
 ) -> Result<Vec<OpenedDisk>, CliError> {
     let mut all: Vec<OpenedDisk> = Vec::new();
+    let remote = args.remote.options();
+    let backings = nowait_remote::open_backings(&args.others.backing, &remote);
+    let backing_storages = backings.map_err(|error| open_chain::failed(&error))?;
     for named in exports {
         let same = all.iter().any(|other| is_same_file(&other.named.image, &named.image));
         if same && !args.read_only {
@@ -97,7 +100,8 @@ pub(crate) fn open_all(
         }
         // It belongs to the first export.
         let description = args.description.clone().filter(|_| all.is_empty());
-        let (options, remote) = (chain_options(args), args.remote.options());
+        let options =
+            ChainOptions { backing_storages: backing_storages.clone(), ..chain_options(args) };
         all.push(OpenedDisk::open_anywhere(named, options, description, &remote)?);
     }
     Ok(all)

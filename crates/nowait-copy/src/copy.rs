@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
-use nowait_image::{ChainOptions, Format};
+use nowait_image::{ChainOptions, Format, ImageError};
 
 use crate::copy_loop::Endpoints;
 pub use crate::copy_loop::{Phase, Progress};
@@ -20,7 +20,7 @@ use crate::open::{OverwriteOptions, Target, TargetFormat, TargetKind};
 use crate::rescue::Rescue;
 use crate::transfer::Zeros;
 use crate::{open, transfer, verify};
-use nowait_remote::Location;
+use nowait_remote::{Location, RemoteOptions};
 
 /// The longest read or write in bytes: long enough that the fixed cost of a request is negligible.
 pub const REQUEST_BYTES: u64 = 1 << 20;
@@ -37,6 +37,8 @@ pub struct Options {
     /// Directories that may contain backing files of the source, in addition to the directory of
     /// the image; subdirectories are not included.
     pub backing_dirs: Vec<PathBuf>,
+    /// The URLs that may be below the source, exactly as it names them.
+    pub backings: Vec<Location>,
     /// The data files of a source that may be opened.
     pub data_files: Vec<PathBuf>,
     /// The target's format; only a new file can be qcow2.
@@ -72,13 +74,16 @@ pub struct Options {
 
 impl Options {
     /// How a source file is opened.
-    fn chain_options(&self) -> ChainOptions {
-        ChainOptions {
+    fn chain_options(&self) -> Result<ChainOptions, Error> {
+        let backings = nowait_remote::open_backings(&self.backings, &RemoteOptions::default());
+        let failed = |error: ImageError| Error::at(&error.path().display(), error.what());
+        Ok(ChainOptions {
+            backing_storages: backings.map_err(failed)?,
             format: self.from_format,
             backing_dirs: self.backing_dirs.clone(),
             data_files: self.data_files.clone(),
             ..ChainOptions::default()
-        }
+        })
     }
 
     /// The target's format as requested.
@@ -114,7 +119,7 @@ fn source(options: &Options, connecting: Connecting<'_>) -> Result<Box<dyn Endpo
     if options.rescue && options.verify {
         return Err(Error::at(&options.from, "what is rescued is not read again to be compared"));
     }
-    let source = open::source(&options.from, options.chain_options(), connecting)?;
+    let source = open::source(&options.from, options.chain_options()?, connecting)?;
     Ok(if options.rescue { Box::new(Rescue::new(source)) } else { source })
 }
 

@@ -25,7 +25,7 @@ use crate::error::{Error, os_message, reason};
 use crate::file_endpoint::Content;
 use crate::nbd::Connecting;
 use crate::{file_endpoint, nbd};
-use nowait_remote::Location;
+use nowait_remote::{Location, RemoteOptions};
 
 /// The target, ready to be written to.
 pub(crate) struct Target {
@@ -92,6 +92,11 @@ pub(crate) fn source(
     let path = match location {
         Location::Nbd(uri) => return nbd::connect(uri, connecting, false),
         Location::File(path) => path,
+        Location::Object(_) => {
+            let opened = nowait_remote::open(location, &chain_options, &RemoteOptions::default());
+            let opened = opened.map_err(|error| Error::at(location, error.what()))?;
+            return file_endpoint::of_image(location.to_string(), opened);
+        }
     };
     image(location, path, &chain_options)
 }
@@ -178,6 +183,7 @@ pub(crate) fn target(
     }
     let path = match location {
         Location::File(path) => path,
+        Location::Object(_) => return Err(Error::at(location, "an object is only read")),
         Location::Nbd(uri) => {
             format.check_in_place(location)?;
             let endpoint = nbd::connect(uri, connecting, true)?;

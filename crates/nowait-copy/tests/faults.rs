@@ -26,6 +26,7 @@ fn options(from: &str, to: &str) -> Options {
         to: location(to),
         from_format: None,
         backing_dirs: Vec::new(),
+        backings: Vec::new(),
         data_files: Vec::new(),
         to_format: Format::Raw,
         to_format_given: false,

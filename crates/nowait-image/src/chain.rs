@@ -6,6 +6,7 @@
 //! for a block device.
 
 use std::ffi::OsStr;
+use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
@@ -84,6 +85,28 @@ pub enum Locking {
     Unlocked,
 }
 
+/// Storages that images may stand on, by the names that headers have for them.
+#[derive(Clone, Default)]
+pub struct NamedStorages(Vec<(String, Arc<dyn Storage>)>);
+
+impl NamedStorages {
+    /// Adds `storage`, which headers call `name`.
+    pub fn add(&mut self, name: String, storage: Arc<dyn Storage>) {
+        self.0.push((name, storage));
+    }
+
+    /// The storage that is called `name`, exactly.
+    pub(crate) fn get(&self, name: &OsStr) -> Option<&Arc<dyn Storage>> {
+        self.0.iter().find(|(known, _)| OsStr::new(known) == name).map(|(_, storage)| storage)
+    }
+}
+
+impl fmt::Debug for NamedStorages {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_list().entries(self.0.iter().map(|(name, _)| name)).finish()
+    }
+}
+
 /// How to open an image.
 #[derive(Clone, Debug)]
 pub struct ChainOptions {
@@ -102,6 +125,8 @@ pub struct ChainOptions {
     pub locking: Locking,
     /// Directories that backing files may be in, beside the first file's own; not those below them.
     pub backing_dirs: Vec<PathBuf>,
+    /// The storages that a header may name as the image below it, beside files.
+    pub backing_storages: NamedStorages,
     /// The data files that may be opened; no others are, wherever they are.
     pub data_files: Vec<PathBuf>,
     /// Whether the page cache is bypassed, for all files alike. Only for a device
@@ -126,6 +151,7 @@ impl Default for ChainOptions {
             allow_mounted: false,
             locking: Locking::Locked,
             backing_dirs: Vec::new(),
+            backing_storages: NamedStorages::default(),
             data_files: Vec::new(),
             direct: Direct::Auto,
             no_hint: false,
@@ -273,8 +299,13 @@ impl Chain {
         options: &ChainOptions,
     ) -> Result<Self, ImageError> {
         let policy = PathPolicy::new(path, true, &options.backing_dirs, &options.data_files)?;
-        let file = policy.backing_file(path, name, Opening::ReadOnly)?;
-        if options.format.is_none() && signature_of(&file)?.is_some() {
+        let storage = options.backing_storages.get(name);
+        let file = match storage {
+            Some(storage) => ImageFile::on_storage(PathBuf::from(name), storage.clone()),
+            None => policy.backing_file(path, name, Opening::ReadOnly)?,
+        };
+        let is_unknown = storage.is_some() || signature_of(&file)?.is_some();
+        if options.format.is_none() && is_unknown {
             let why = "the format of its backing file is not guessed, because a guest may have made a raw \
                        disk begin like an image (give --backing-format)";
             return Err(ImageError::refused(path, why));
@@ -308,7 +339,7 @@ impl Chain {
             }
             let layer = chain.open_layer(file, format, options, policy)?;
             let opening = options.opening(options.writes(chain.layers.len() + 1));
-            pending = backing_of(&layer, opening, policy)?;
+            pending = backing_of(&layer, opening, policy, &options.backing_storages)?;
             chain.layers.push(layer);
         }
         Ok(chain)
@@ -485,12 +516,17 @@ fn backing_of(
     layer: &Layer,
     opening: Opening,
     policy: &PathPolicy,
+    storages: &NamedStorages,
 ) -> Result<Option<PendingLayer>, ImageError> {
     let Some(backing) = layer.header().and_then(|header| header.backing.as_ref()) else {
         return Ok(None);
     };
     let image = layer.file.path();
-    let file = policy.backing_file(image, &backing.name, opening)?;
+    let storage = storages.get(&backing.name).filter(|_| opening == Opening::ReadOnly);
+    let file = match storage {
+        Some(storage) => ImageFile::on_storage(PathBuf::from(&backing.name), storage.clone()),
+        None => policy.backing_file(image, &backing.name, opening)?,
+    };
     let format = match backing.format.as_deref() {
         Some("raw" | "file" | "host_device") => Format::Raw,
         Some("qcow2") => Format::Qcow2,
@@ -502,7 +538,7 @@ fn backing_of(
         }
         // A guest with a raw disk can make it begin like qcow2 and name any file of the host as the
         // backing file. A file without a known signature can only be raw.
-        None if signature_of(&file)?.is_some() => {
+        None if storage.is_some() || signature_of(&file)?.is_some() => {
             return Err(ImageError::refused(
                 image,
                 "the format of its backing file is not recorded, and not guessed \

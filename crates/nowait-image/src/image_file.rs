@@ -138,7 +138,8 @@ impl ImageFile {
     }
 
     /// A storage that is reached without a descriptor and is called `name`.
-    pub(crate) fn on_storage(name: PathBuf, storage: Arc<dyn Storage>) -> Self {
+    #[must_use]
+    pub fn on_storage(name: PathBuf, storage: Arc<dyn Storage>) -> Self {
         Self {
             path: name,
             storage,
@@ -194,12 +195,14 @@ impl ImageFile {
         Ok(self.storage.size()?)
     }
 
-    /// Bytes that the file takes on its file system; 0 for a block device.
+    /// Bytes that the file takes on its file system; 0 for a block device, and for a storage without a
+    /// descriptor.
     ///
     /// # Errors
     /// Those of fstat(2).
     pub fn allocated(&self) -> io::Result<u64> {
-        let stat = rustix::fs::fstat(self.fd()?)?;
+        let Ok(fd) = self.fd() else { return Ok(0) };
+        let stat = rustix::fs::fstat(fd)?;
         Ok(stat.st_blocks.cast_unsigned().saturating_mul(STAT_BLOCK_BYTES))
     }
 

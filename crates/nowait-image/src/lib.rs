@@ -32,7 +32,9 @@ pub mod qcow2_disk;
 mod image;
 
 pub use atomic_file::{AtomicFile, OverwritePolicy};
-pub use chain::{Chain, ChainOptions, Format, Layer, LayerFormat, Locking, MAX_LAYERS};
+pub use chain::{
+    Chain, ChainOptions, Format, Layer, LayerFormat, Locking, MAX_LAYERS, NamedStorages,
+};
 pub use chain_reader::ChainReader;
 pub use error::{ImageError, os_message, plain};
 pub use handed_over::HandedOver;

@@ -135,7 +135,10 @@ impl PathPolicy {
 fn find(image: &Path, name: &OsStr, what: &str) -> Result<(PathBuf, PathBuf), ImageError> {
     let shown = shown(name);
     let Some(plain) = plain_name(name) else {
-        let why = format!("its {what} '{shown}' is no file name, which is all that is supported");
+        let why = format!(
+            "its {what} '{shown}' is no file name (a URL of a backing file is opened only by \
+             leave: --backing {shown})"
+        );
         return Err(ImageError::refused(image, why));
     };
     let path = directory_of(image).join(plain);

@@ -1,15 +1,18 @@
-//! Storages behind a network, for images anywhere: exports of NBD servers.
+//! Storages behind a network, for images anywhere: exports of NBD servers, objects of object stores
+//! and files of web servers.
 //!
 //! A remote storage makes its transfers on a thread of its own, which has its connection; the threads
 //! of an engine hand requests to it and learn of their ends by a descriptor. No request has a thread.
 #![forbid(unsafe_code)]
 
 mod policy;
+mod object;
 mod location;
 mod nbd;
 mod open;
 
 pub use location::Location;
 pub use nbd::{NbdOptions, NbdStorage};
-pub use open::{RemoteOptions, open};
+pub use object::{ObjectOptions, ObjectStorage, ObjectUrl, StoreCounters, StoreCounts};
+pub use open::{RemoteOptions, open, open_backings, open_storage};
 pub use policy::{BackOff, Pace, PrefetchCursor, PrefetchOrder, block_runs};

@@ -1,4 +1,4 @@
-//! The location of a disk: a path or an NBD URI.
+//! The location of a disk: a path, an NBD URI or the URL of an object.
 //!
 //! Invariant: a `Location` is displayed as it was given.
 
@@ -8,6 +8,8 @@ use std::path::{Path, PathBuf};
 
 use nowait_nbd::{NbdUri, TlsParams};
 
+use crate::object::ObjectUrl;
+
 /// The place of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Location {
@@ -15,6 +17,8 @@ pub enum Location {
     File(PathBuf),
     /// An export of an NBD server.
     Nbd(NbdUri),
+    /// An object of an object store, or a file of a web server.
+    Object(ObjectUrl),
 }
 
 impl Location {
@@ -23,7 +27,7 @@ impl Location {
     pub fn path(&self) -> Option<&Path> {
         match self {
             Self::File(path) => Some(path),
-            Self::Nbd(_) => None,
+            Self::Nbd(_) | Self::Object(_) => None,
         }
     }
 
@@ -33,11 +37,14 @@ impl Location {
         matches!(self, Self::Nbd(NbdUri { security: TlsParams::Tls { .. }, .. }))
     }
 
-    /// Parses a command-line argument: a URI if it begins with an NBD scheme, else a path.
+    /// Parses a command-line argument: a URI if it begins with the scheme of one, else a path.
     ///
     /// # Errors
     /// A message that says what is wrong with a URI, or with an empty path.
     pub fn parse(text: &OsString) -> Result<Self, String> {
+        if let Some(url) = text.to_str().filter(|text| ObjectUrl::is_like(text)) {
+            return url.parse().map(Self::Object);
+        }
         let uri = text.to_str().filter(|text| text.starts_with("nbd"));
         match uri.and_then(|text| text.split_once("://")) {
             Some((scheme, _)) if scheme.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'+') => {
@@ -54,6 +61,7 @@ impl fmt::Display for Location {
         match self {
             Self::File(path) => path.display().fmt(f),
             Self::Nbd(uri) => uri.fmt(f),
+            Self::Object(url) => url.fmt(f),
         }
     }
 }
@@ -63,12 +71,13 @@ mod tests {
     use super::*;
 
     #[test]
-    fn every_text_that_is_not_an_nbd_uri_is_a_path() {
-        for text in ["disk.img", "/a/nbd://", "http://h/", "nbd", "nbd.img", "nbd-disks://a"] {
+    fn every_text_that_does_not_begin_like_a_uri_is_a_path() {
+        for text in ["disk.img", "/a/nbd://", "ftp://h/", "s3", "nbd", "nbd.img", "nbd-disks://a"] {
             let location = Location::parse(&text.into()).unwrap();
             assert_eq!(location, Location::File(text.into()));
         }
         assert!(matches!(Location::parse(&"nbd://h/".into()), Ok(Location::Nbd(_))));
+        assert!(matches!(Location::parse(&"s3://b/key".into()), Ok(Location::Object(_))));
         assert!(Location::parse(&"".into()).is_err());
     }
 }

@@ -6,10 +6,12 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use nowait_image::{ChainOptions, Image, ImageError};
+use nowait::Storage;
+use nowait_image::{ChainOptions, Image, ImageError, NamedStorages};
 
 use crate::location::Location;
 use crate::nbd::{NbdOptions, NbdStorage};
+use crate::object::{ObjectOptions, ObjectStorage};
 
 /// How remote storages are used.
 #[derive(Clone, Debug)]
@@ -27,7 +29,13 @@ impl Default for RemoteOptions {
     }
 }
 
-/// Opens the image at `location`: a file as [`nowait_image::open`] does; an export as
+impl RemoteOptions {
+    fn object(&self) -> ObjectOptions {
+        ObjectOptions { reconnect: self.reconnect, ..ObjectOptions::default() }
+    }
+}
+
+/// Opens the image at `location`: a file as [`nowait_image::open`] does; an export or an object as
 /// [`nowait_image::open_storage`] does, so it is raw unless the options say otherwise.
 ///
 /// # Errors
@@ -39,15 +47,52 @@ pub fn open(
 ) -> Result<Image, ImageError> {
     match location {
         Location::File(path) => nowait_image::open(path, options),
-        Location::Nbd(uri) => {
-            let RemoteOptions { reconnect, certificates } = remote.clone();
-            let nbd = NbdOptions { reconnect, certificates, read_only: !options.writable };
+        _ => {
             let name = PathBuf::from(location.to_string());
-            let storage = NbdStorage::open(uri, &nbd);
-            let storage = storage.map_err(|what| refused(&name, &what))?;
-            nowait_image::open_storage(&name, Arc::new(storage), options)
+            let storage = open_storage(location, !options.writable, remote)?;
+            nowait_image::open_storage(&name, storage, options)
         }
     }
+}
+
+/// Opens the storage at `location`, which is no file.
+///
+/// # Errors
+/// One line that names the location and what is wrong with it.
+pub fn open_storage(
+    location: &Location,
+    read_only: bool,
+    remote: &RemoteOptions,
+) -> Result<Arc<dyn Storage>, ImageError> {
+    let name = PathBuf::from(location.to_string());
+    let storage: Result<Arc<dyn Storage>, _> = match location {
+        Location::File(_) => Err("it is no URI".into()),
+        Location::Nbd(uri) => {
+            let RemoteOptions { reconnect, certificates } = remote.clone();
+            let nbd = NbdOptions { reconnect, certificates, read_only };
+            NbdStorage::open(uri, &nbd).map(|storage| Arc::new(storage) as _)
+        }
+        Location::Object(_) if !read_only => Err("an object is only read (try --read-only)".into()),
+        Location::Object(url) => {
+            ObjectStorage::open(url, &remote.object()).map(|storage| Arc::new(storage) as _)
+        }
+    };
+    storage.map_err(|what| refused(&name, &what))
+}
+
+/// Opens the storages that headers may name as the images below, each by its location as it was given.
+///
+/// # Errors
+/// As [`open_storage`].
+pub fn open_backings(
+    locations: &[Location],
+    remote: &RemoteOptions,
+) -> Result<NamedStorages, ImageError> {
+    let mut storages = NamedStorages::default();
+    for location in locations {
+        storages.add(location.to_string(), open_storage(location, true, remote)?);
+    }
+    Ok(storages)
 }
 
 fn refused(name: &Path, what: &str) -> ImageError {

@@ -18,6 +18,8 @@ pub mod qcow2_image;
 #[cfg(feature = "tls")]
 pub mod certificates;
 pub mod nbd;
+#[cfg(feature = "web")]
+pub mod web_server;
 
 pub use engines::{TestQueueKind, WaitForRequests, switches};
 pub use process::{Finished, Running, cargo, no_child_starts, output, tool};

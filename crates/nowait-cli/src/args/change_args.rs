@@ -37,7 +37,8 @@ pub(crate) struct CreateArgs {
     /// What is read where IMAGE has nothing of its own (qcow2 only)
     ///
     /// FILE stands in IMAGE as it is given here: a relative path is relative to IMAGE's directory,
-    /// not to the current one. It must not change as long as IMAGE stands on it.
+    /// not to the current one. It must not change as long as IMAGE stands on it. A URL of an object
+    /// or of an export is opened later only with "--backing URL".
     #[arg(short, long, value_name = "FILE")]
     pub(crate) backing: Option<PathBuf>,
 

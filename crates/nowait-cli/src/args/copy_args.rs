@@ -20,6 +20,7 @@ const CONNECTIONS: u16 = 4;
 
 /// Copy a disk: between files, qcow2 images, block devices and NBD exports
 ///
+/// FROM may also be an object of a store or a web server (s3://BUCKET/KEY, https://HOST/PATH).
 /// FROM and TO are each a file, a block device or the URI of an NBD export:
 /// nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH, with %XX for special characters; with
 /// nbds in place of nbd for TLS.
@@ -178,22 +179,26 @@ impl CopyArgs {
                     .into(),
             );
         }
-        let (from_uri, to_uri) = (self.from.path().is_none(), self.to.path().is_none());
-        let has_others = !self.others.backing_dir.is_empty() || !self.others.data_file.is_empty();
+        let is_export = |location: &Location| matches!(location, Location::Nbd(_));
+        let (from_export, to_export) = (is_export(&self.from), is_export(&self.to));
+        let has_others = self.others.given().is_some();
         let has_tls = self.from.asks_for_tls() || self.to.asks_for_tls();
         let is_raw = self.to_format() == Format::Raw;
         for (is_wrong, why) in [
             (
-                from_uri && self.from_format == Some(Format::Qcow2),
-                "--from-format qcow2 does not go with a URI: a server exports a disk's bytes",
+                from_export && self.from_format == Some(Format::Qcow2),
+                "--from-format qcow2 does not go with an NBD URI: a server exports a disk's bytes",
             ),
-            (from_uri && has_others, "a URI names no other files: --backing-dir and --data-file"),
+            (
+                from_export && has_others,
+                "an NBD URI names no other files: --backing-dir, --backing and --data-file",
+            ),
             (
                 self.tls_certs.is_some() && !has_tls,
                 "--tls-certs is for nbds:// and nbds+unix://, and neither FROM nor TO is one",
             ),
             (
-                self.connections.is_some() && !from_uri && !to_uri,
+                self.connections.is_some() && !from_export && !to_export,
                 "--connections is for servers, and neither FROM nor TO is a URI",
             ),
             (

@@ -3,11 +3,13 @@
 //!
 //! Invariant: parsed values are in range.
 
-use std::ffi::OsStr;
+use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
 use clap::Args;
+use clap::builder::{OsStringValueParser, TypedValueParser};
 use nowait_image::create::CLUSTER_BYTES;
+use nowait_remote::Location;
 
 use nowait_cli::size;
 
@@ -41,6 +43,14 @@ pub(crate) struct OtherFiles {
     #[arg(long, value_name = "DIR")]
     pub(crate) backing_dir: Vec<PathBuf>,
 
+    /// The URL of an object or of an export that a qcow2 image stands on, exactly as the image names
+    /// it; can be given more than once
+    ///
+    /// No URL that an image names is opened unless it is given.
+    #[arg(long, value_name = "URL")]
+    #[arg(value_parser = OsStringValueParser::new().try_map(|text| backing_url(&text)))]
+    pub(crate) backing: Vec<Location>,
+
     /// The file that has the data of a qcow2 image, where the image says that it is in another file;
     /// can be given more than once
     ///
@@ -60,22 +70,36 @@ impl ImageArgs {
 }
 
 impl OtherFiles {
+    /// One of the options that was given.
+    pub(crate) fn given(&self) -> Option<&'static str> {
+        match (self.backing_dir.is_empty(), self.backing.is_empty(), self.data_file.is_empty()) {
+            (true, true, true) => None,
+            (false, _, _) => Some("--backing-dir"),
+            (true, false, _) => Some("--backing"),
+            (true, true, false) => Some("--data-file"),
+        }
+    }
+
     /// Refuses options for other files with format raw.
     ///
     /// # Errors
     /// A message for the user.
     pub(crate) fn check(&self, format: Option<nowait_image::Format>) -> Result<(), String> {
-        let given = match (self.backing_dir.is_empty(), self.data_file.is_empty()) {
-            (true, true) => return Ok(()),
-            (false, _) => "--backing-dir",
-            (true, false) => "--data-file",
-        };
+        let Some(given) = self.given() else { return Ok(()) };
         match format {
             Some(nowait_image::Format::Raw) => {
                 Err(format!("{given} does not go with format raw: a raw image names no other file"))
             }
             _ => Ok(()),
         }
+    }
+}
+
+/// Parses the URL of an image below another one.
+fn backing_url(text: &OsString) -> Result<Location, String> {
+    match Location::parse(text)? {
+        Location::File(_) => Err("it is no URL (for files: --backing-dir)".into()),
+        location => Ok(location),
     }
 }
 

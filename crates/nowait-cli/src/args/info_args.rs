@@ -14,7 +14,7 @@ use crate::args::image_args::parse_image_format;
 #[derive(Debug, Args)]
 #[command(after_help = INFO_AFTER_HELP)]
 pub(crate) struct InfoArgs {
-    /// The file or block device to look at, or the URI of an NBD export
+    /// The file or block device to look at, or the URI of an NBD export or of an object
     pub(crate) image: PathBuf,
 
     /// What is inside IMAGE: raw or qcow2; without it qcow2 if it begins like that, else raw
@@ -32,8 +32,9 @@ Examples:
   nowait info /dev/vdb --json | jq .offset_alignment_bytes
 
 JSON keys (null where not known):
-  image, kind (\"regular_file\", \"block_device\" or \"nbd_export\"; then also read_only and
-  abilities), size_bytes, allocated_bytes,
+  image, kind (\"regular_file\", \"block_device\", \"nbd_export\" or \"object\"; of the latter two
+  also read_only and abilities, of an object store, object_version, store_requests, store_seconds
+  and store_retries), size_bytes, allocated_bytes,
   data_extents, data_bytes, hole_bytes, direct_io (true or false), direct_io_reason,
   memory_alignment_bytes, offset_alignment_bytes, read_offset_alignment_bytes,
   queue (\"uring\" or \"threads\"), queue_reason, qcow2_header (true or false),

@@ -159,8 +159,9 @@ pub(crate) struct ServeArgs {
     /// The files or block devices to serve, each with the name that clients ask for
     ///
     /// An IMAGE may also be an export of another NBD server: nbd://HOST/EXPORT,
-    /// nbd+unix:///EXPORT?socket=PATH, and nbds for TLS with ?tls-certificates=DIR. It is raw unless
-    /// --format says otherwise.
+    /// nbd+unix:///EXPORT?socket=PATH, and nbds for TLS with ?tls-certificates=DIR; or with --read-only
+    /// an object: s3://BUCKET/KEY, gs://BUCKET/KEY, az://CONTAINER/KEY, https://HOST/PATH. It is raw
+    /// unless --format says otherwise.
     ///
     /// Without NAME the first has the empty name, which is what clients ask for when they are told
     /// none, and each other one the name of its file. The first is always what they get that ask
@@ -308,9 +309,9 @@ impl ServeArgs {
         export_spec::named(&self.images, self.export.as_deref())
     }
 
-    /// Whether an image is a URI.
+    /// Whether an image is a URI, or stands on one.
     pub(crate) fn has_remote(&self) -> bool {
-        self.images.iter().any(ExportArg::is_remote)
+        !self.others.backing.is_empty() || self.images.iter().any(ExportArg::is_remote)
     }
 
     /// Checks rules that the parser does not.

@@ -39,6 +39,7 @@ pub(crate) fn run(args: &CopyArgs) -> Result<ExitCode, CliError> {
         to: args.to.clone(),
         from_format: args.from_format,
         backing_dirs: args.others.backing_dir.clone(),
+        backings: args.others.backing.clone(),
         data_files: args.others.data_file.clone(),
         to_format: args.to_format(),
         to_format_given: args.to_format.is_some(),

@@ -3,6 +3,7 @@
 //! Invariant: as in nowait_image::create.
 
 use nowait_image::create::{CreateOptions, create};
+use nowait_remote::{Location, RemoteOptions};
 use serde_json::json;
 
 use crate::args::change_args::{CreateArgs, Preallocate};
@@ -11,7 +12,12 @@ use nowait_cli::error::{CliError, plain};
 use nowait_cli::size::human;
 
 pub(crate) fn run(args: &CreateArgs) -> Result<(), CliError> {
+    let location = args.backing.as_ref().map(|name| Location::parse(&name.clone().into()));
+    let location = location.transpose().map_err(|error| CliError::at(&args.image, error))?;
+    let urls: Vec<_> = location.into_iter().filter(|it| it.path().is_none()).collect();
+    let storages = nowait_remote::open_backings(&urls, &RemoteOptions::default());
     let options = CreateOptions {
+        backing_storages: storages.map_err(|error| open_chain::failed(&error))?,
         backing: args.backing.clone(),
         backing_format: args.backing_format,
         backing_dirs: args.backing_dir.clone(),

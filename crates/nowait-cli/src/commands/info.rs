@@ -71,8 +71,9 @@ struct Facts {
 
 pub(crate) fn run(args: &InfoArgs) -> Result<(), CliError> {
     let location = Location::parse(&args.image.clone().into());
-    if let Location::Nbd(uri) = location.map_err(|error| CliError::at(&args.image, error))? {
-        return info_remote::run(args, &uri);
+    let location = location.map_err(|error| CliError::at(&args.image, error))?;
+    if location.path().is_none() {
+        return info_remote::run(args, &location);
     }
     let facts = gather(&args.image, args.format)?;
     let text = if args.json {

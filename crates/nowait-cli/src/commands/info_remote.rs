@@ -1,7 +1,7 @@
-//! `nowait info` of an export of an NBD server: what the server says of it.
+//! `nowait info` of an export of an NBD server, or of an object: what the server says of it.
 //!
-//! Invariant: the export is opened for reading only; the keys of the JSON object are those of a file,
-//! null where they say nothing of an export.
+//! Invariant: it is opened for reading only; the keys of the JSON object are those of a file,
+//! null where they say nothing of it.
 
 use std::fmt::Write as _;
 use std::io;
@@ -11,9 +11,8 @@ use std::sync::Arc;
 use nowait::{ByteRange, ExtentStatus, Storage};
 use nowait_cli::error::{CliError, os_message, plain};
 use nowait_cli::size::human;
-use nowait_image::{Chain, ChainOptions, Format};
-use nowait_nbd::NbdUri;
-use nowait_remote::{NbdOptions, NbdStorage};
+use nowait_image::{Format, ImageFile};
+use nowait_remote::{Location, NbdOptions, NbdStorage, ObjectOptions, ObjectStorage, StoreCounts};
 use serde_json::{Value, json};
 
 use crate::args::info_args::InfoArgs;
@@ -23,36 +22,52 @@ use crate::{open_chain, output};
 /// Extents that are counted at most; what follows is not told.
 const MAX_EXTENTS: usize = 1 << 20;
 
+enum Kind {
+    NbdExport,
+    /// With its store, its version, and how the store has answered.
+    Object {
+        store: &'static str,
+        version: String,
+        counts: Box<StoreCounts>,
+    },
+}
+
 struct Facts {
+    kind: Kind,
     size: u64,
     block: u32,
     read_only: bool,
+    /// Of an export.
     abilities: Vec<&'static str>,
     /// Empty where the server does not tell.
     extents: Vec<ExtentStatus>,
     header: Option<Qcow2Info>,
 }
 
-pub(crate) fn run(args: &InfoArgs, uri: &NbdUri) -> Result<(), CliError> {
+pub(crate) fn run(args: &InfoArgs, location: &Location) -> Result<(), CliError> {
     let image = &args.image;
-    let failed = |error: nowait::Error| CliError::at(image, os_message(&io::Error::from(error)));
-    let storage = NbdStorage::open(uri, &NbdOptions::default());
-    let storage = Arc::new(storage.map_err(|error| CliError::at(image, error))?);
-    let size = storage.size().map_err(failed)?;
-    let mut extents = Vec::new();
-    if storage.tells_extents() && size > 0 {
-        let all = ByteRange::new(0, size);
-        storage.extents(all, MAX_EXTENTS, &mut extents).map_err(failed)?;
-    }
-    let header =
-        (args.format == Some(Format::Qcow2)).then(|| header(image, &storage)).transpose()?;
-    let facts = Facts {
-        size,
-        block: storage.properties().zeroing_block,
-        read_only: storage.is_export_read_only(),
-        abilities: storage.abilities(),
-        extents,
-        header,
+    let refused = |error: String| CliError::at(image, error);
+    let facts = match location {
+        Location::Object(url) => {
+            let storage = ObjectStorage::open(url, &ObjectOptions::default()).map_err(refused)?;
+            let (version, counters) = (storage.identity(), storage.counters().clone());
+            let mut facts = gather(args, Arc::new(storage))?;
+            let counts = Box::new(counters.counts());
+            facts.kind = Kind::Object { store: url.kind(), version, counts };
+            facts
+        }
+        Location::Nbd(uri) => {
+            let storage = NbdStorage::open(uri, &NbdOptions::default());
+            let storage = Arc::new(storage.map_err(refused)?);
+            let mut facts = gather(args, storage.clone())?;
+            facts.abilities = storage.abilities();
+            facts.read_only = storage.is_export_read_only();
+            if !storage.tells_extents() {
+                facts.extents.clear();
+            }
+            facts
+        }
+        Location::File(_) => return Err(CliError::at(image, "it is no URI")),
     };
     output::print(match args.json {
         true => format!("{}\n", in_json(image, &facts)),
@@ -60,12 +75,34 @@ pub(crate) fn run(args: &InfoArgs, uri: &NbdUri) -> Result<(), CliError> {
     })
 }
 
-fn header(image: &Path, storage: &Arc<NbdStorage>) -> Result<Qcow2Info, CliError> {
-    let options =
-        ChainOptions { format: Some(Format::Qcow2), damaged: true, ..ChainOptions::default() };
-    let chain = Chain::open_storage(image, storage.clone(), &options);
-    let header = chain.and_then(|chain| Qcow2Info::read(&chain.top().file, image));
-    header.map_err(|error| open_chain::failed(&error))
+/// What every storage says of itself.
+fn gather(args: &InfoArgs, storage: Arc<dyn Storage>) -> Result<Facts, CliError> {
+    let image = &args.image;
+    let failed = |error: nowait::Error| CliError::at(image, os_message(&io::Error::from(error)));
+    let size = storage.size().map_err(failed)?;
+    let properties = storage.properties();
+    let mut extents = Vec::new();
+    if size > 0 {
+        let all = ByteRange::new(0, size);
+        storage.extents(all, MAX_EXTENTS, &mut extents).map_err(failed)?;
+    }
+    let header =
+        (args.format == Some(Format::Qcow2)).then(|| header(image, storage)).transpose()?;
+    Ok(Facts {
+        kind: Kind::NbdExport,
+        size,
+        block: properties.zeroing_block,
+        read_only: properties.read_only,
+        abilities: Vec::new(),
+        extents,
+        header,
+    })
+}
+
+/// The header of the image in `storage`. Images below it are not opened.
+fn header(image: &Path, storage: Arc<dyn Storage>) -> Result<Qcow2Info, CliError> {
+    let file = ImageFile::on_storage(image.to_owned(), storage);
+    Qcow2Info::read(&file, image).map_err(|error| open_chain::failed(&error))
 }
 
 impl Facts {
@@ -88,7 +125,10 @@ fn in_json(image: &Path, facts: &Facts) -> Value {
         "actual-size": 0,
         "dirty-flag": false,
         "image": image.to_string_lossy(),
-        "kind": "nbd_export",
+        "kind": match facts.kind {
+            Kind::NbdExport => "nbd_export",
+            Kind::Object { .. } => "object",
+        },
         "size_bytes": facts.size,
         "allocated_bytes": null,
         "data_extents": layout.map(|(count, _, _)| count),
@@ -106,8 +146,16 @@ fn in_json(image: &Path, facts: &Facts) -> Value {
         "read_only": facts.read_only,
         "abilities": facts.abilities,
     });
-    if let (Some(header), Value::Object(object)) = (&facts.header, &mut object) {
-        object.extend(header.in_json());
+    let Value::Object(keys) = &mut object else { return object };
+    if let Kind::Object { store, version, counts } = &facts.kind {
+        keys.insert("store".into(), json!(store));
+        keys.insert("object_version".into(), json!(version));
+        keys.insert("store_requests".into(), json!(counts.requests()));
+        keys.insert("store_seconds".into(), json!(counts.latency_sum.as_secs_f64()));
+        keys.insert("store_retries".into(), json!(counts.retries));
+    }
+    if let Some(header) = &facts.header {
+        keys.extend(header.in_json());
     }
     object
 }
@@ -120,18 +168,29 @@ fn in_words(image: &Path, facts: &Facts) -> String {
         }
         None => ("not told".into(), "not told".into()),
     };
-    let kind = if facts.read_only { "NBD export, read-only" } else { "NBD export" };
-    let mut lines = vec![("image", plain(&image.display().to_string())), ("kind", kind.to_owned())];
+    let kind = match &facts.kind {
+        Kind::NbdExport if facts.read_only => "NBD export, read-only".to_owned(),
+        Kind::NbdExport => "NBD export".to_owned(),
+        Kind::Object { store, .. } => format!("object of {store}, read-only"),
+    };
+    let mut lines = vec![("image", plain(&image.display().to_string())), ("kind", kind)];
     match &facts.header {
         Some(header) => lines.extend(header.in_words(facts.size, "not told".into())),
         None => lines.extend([("format", "raw".into()), ("virtual size", human(facts.size))]),
     }
-    lines.extend([
-        ("data", data),
-        ("holes", holes),
-        ("block", format!("{} bytes", facts.block)),
-        ("abilities", facts.abilities.join(", ")),
-    ]);
+    lines.extend([("data", data), ("holes", holes)]);
+    match &facts.kind {
+        Kind::NbdExport => lines.extend([
+            ("block", format!("{} bytes", facts.block)),
+            ("abilities", facts.abilities.join(", ")),
+        ]),
+        Kind::Object { version, counts, .. } => {
+            let StoreCounts { retries, latency_sum, .. } = &**counts;
+            let (requests, ms) = (counts.requests(), latency_sum.as_millis());
+            let asked = format!("{requests} requests in {ms} ms, {retries} retries");
+            lines.extend([("version", plain(version)), ("store", asked)]);
+        }
+    }
     let mut text = String::new();
     for (name, value) in lines {
         // Writing to a String cannot fail.

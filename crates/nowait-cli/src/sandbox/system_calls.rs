@@ -170,6 +170,10 @@ fn program(connects: bool) -> Result<BpfProgram, String> {
     let mut rules: BTreeMap<c_long, Vec<SeccompRule>> =
         ALLOWED.iter().chain(ALLOWED_HERE).map(|call| (*call, Vec::new())).collect();
     let tcp = connects.then(tcp_sockets).into_iter().flatten();
+    if connects {
+        // The C library asks for both kinds of addresses of a name at once.
+        rules.insert(libc::SYS_sendmmsg, Vec::new());
+    }
     for (call, conditions) in conditional().into_iter().chain(tcp) {
         let conditions: Result<Vec<_>, _> = conditions
             .into_iter()

@@ -49,6 +49,7 @@ mod qemu;
 mod reachable_files;
 mod sandbox;
 mod remote_nbd;
+mod remote_objects;
 mod service;
 mod signals;
 mod snapshot;

@@ -9,7 +9,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use crate::atomic_file::{AtomicFile, OverwritePolicy};
-use crate::chain::{Chain, ChainOptions, Format, Locking};
+use crate::chain::{Chain, ChainOptions, Format, Locking, NamedStorages};
 use crate::error::ImageError;
 use crate::image_file::ImageFile;
 use crate::qcow2::encode::encode;
@@ -45,6 +45,8 @@ pub struct CreateOptions {
     pub backing_format: Option<Format>,
     /// Directories that backing files may be in, beside the image's own; not those below them.
     pub backing_dirs: Vec<PathBuf>,
+    /// The storages that a backing file may be in instead, by their names.
+    pub backing_storages: NamedStorages,
     /// The data files of backing files that may be opened.
     pub data_files: Vec<PathBuf>,
     /// Whether the backing files are locked meanwhile; not where this process has locked them.
@@ -67,6 +69,7 @@ impl CreateOptions {
             backing: None,
             backing_format: None,
             backing_dirs: Vec::new(),
+            backing_storages: NamedStorages::default(),
             data_files: Vec::new(),
             backing_locking: Locking::Locked,
             cluster_bytes: None,
@@ -159,6 +162,7 @@ fn check_backing(
     let chain = ChainOptions {
         format: options.backing_format,
         backing_dirs: options.backing_dirs.clone(),
+        backing_storages: options.backing_storages.clone(),
         data_files: options.data_files.clone(),
         locking: options.backing_locking,
         ..ChainOptions::default()

@@ -1,0 +1,127 @@
+//! Images that are objects of an S3 server or files of a web server.
+//!
+//! Invariant: the S3 server of these tests answers only what is signed as it has to be.
+
+use std::fs;
+
+use nowait_testkit::web_server::WebServer;
+use nowait_testkit::{Random, seed};
+use serde_json::Value;
+
+use crate::common::{MIB, Scratch, Server, accepted, refusal, refusal_under};
+
+const KEY: &str = "AKIDEXAMPLE";
+const SECRET: &str = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY";
+
+fn bytes(len: u64) -> Vec<u8> {
+    Random::from_seed(seed()).bytes(len as usize)
+}
+
+/// An S3 server, and the command prefix with what the environment has to say of it.
+fn s3(object: Vec<u8>, secret: &str) -> (WebServer, Vec<String>) {
+    let server = WebServer::start(object, "/bucket/a%20dir/base.img");
+    server.script().key = Some((KEY.into(), SECRET.into()));
+    let environment = [
+        format!("AWS_ENDPOINT_URL={}", server.root()),
+        format!("AWS_ACCESS_KEY_ID={KEY}"),
+        format!("AWS_SECRET_ACCESS_KEY={secret}"),
+        "AWS_REGION=us-east-1".into(),
+    ];
+    (server, ["env".into()].into_iter().chain(environment).collect())
+}
+
+const URL: &str = "s3://bucket/a dir/base.img";
+
+#[test]
+fn an_object_of_an_s3_server_is_served_by_a_confined_server_and_only_read() {
+    let object = bytes(3 * MIB);
+    let (store, environment) = s3(object.clone(), SECRET);
+    let environment: Vec<_> = environment.iter().map(String::as_str).collect();
+    let server = Server::start_under(&environment, URL.as_ref(), &["--read-only"]);
+    let mut client = server.connect();
+    assert!(client.read(0, 3 * MIB as u32).unwrap() == object);
+    server.stop();
+    assert_eq!(store.script().unsigned, 0);
+    let refused = refusal_under(&environment, &["serve", URL]);
+    assert!(refused.error.contains("--read-only"), "{}", refused.error);
+}
+
+#[test]
+fn an_overlay_on_an_object_is_written_to_and_the_url_opened_only_by_leave() {
+    let object = bytes(4 * MIB);
+    let store = WebServer::start(object.clone(), "/base.img");
+    let scratch = Scratch::new();
+    let overlay = scratch.join("overlay.qcow2");
+    let url = store.url();
+    let path = overlay.to_str().unwrap();
+    accepted(&["create", path, "--backing", &url, "--backing-format", "raw"]);
+    let refused = refusal(&["serve", path]);
+    assert!(refused.error.contains(&format!("--backing {url}")), "{}", refused.error);
+    let server = Server::start(&overlay, &["--backing", &url]);
+    let mut client = server.connect();
+    let mut model = object.clone();
+    let mut random = Random::from_seed(seed());
+    for _ in 0..30 {
+        let pos = random.below(4 * MIB - 70_000);
+        let len = 1 + random.below(70_000) as usize;
+        let data = random.bytes(len);
+        model[pos as usize..pos as usize + data.len()].copy_from_slice(&data);
+        client.write(pos, &data).unwrap();
+    }
+    assert!(client.read(0, 4 * MIB as u32).unwrap() == model);
+    server.stop();
+    let server = Server::start(&overlay, &["--backing", &url]);
+    assert!(server.connect().read(0, 4 * MIB as u32).unwrap() == model);
+    server.stop();
+    assert!(store.script().object == object, "the object is only read");
+    let copy = scratch.join("copy.img");
+    let paths = [&overlay, &copy].map(|path| path.to_str().unwrap());
+    accepted(&["copy", "--backing", &url, paths[0], paths[1]]);
+    assert!(fs::read(&copy).unwrap() == model);
+}
+
+#[test]
+fn a_qcow2_image_of_a_web_server_is_shown_checked_and_copied() {
+    let scratch = Scratch::new();
+    let (raw, image) = (scratch.join("disk.img"), scratch.join("disk.qcow2"));
+    let disk = bytes(2 * MIB);
+    fs::write(&raw, &disk).unwrap();
+    let [from, to] = [&raw, &image].map(|path| path.to_str().unwrap());
+    accepted(&["copy", "-O", "qcow2", from, to]);
+    let store = WebServer::start(fs::read(&image).unwrap(), "/disk.qcow2");
+    let url = store.url();
+    let info: Value =
+        serde_json::from_str(&accepted(&["info", "--json", "-f", "qcow2", &url])).unwrap();
+    assert_eq!(info["kind"], "object");
+    assert_eq!(info["virtual-size"], 2 * MIB);
+    assert!(accepted(&["info", &url]).contains("web server"));
+    accepted(&["check", "-f", "qcow2", &url]);
+    let map = accepted(&["map", "-f", "qcow2", &url]);
+    assert_eq!(
+        serde_json::from_str::<Value>(&map).unwrap(),
+        serde_json::from_str::<Value>(&accepted(&["map", to])).unwrap()
+    );
+    fs::remove_file(&raw).unwrap();
+    accepted(&["copy", "-f", "qcow2", &url, from]);
+    assert!(fs::read(&raw).unwrap() == disk);
+}
+
+#[test]
+fn what_is_wrong_with_a_store_is_one_line_without_a_secret() {
+    let (store, environment) = s3(bytes(1000), "another secret");
+    let environment: Vec<_> = environment.iter().map(String::as_str).collect();
+    let refused = refusal_under(&environment, &["info", URL]);
+    assert!(refused.error.contains("(403 SignatureDoesNotMatch)"), "{}", refused.error);
+    assert!(!refused.error.contains("another secret") && !refused.error.contains(KEY));
+    assert_eq!(refused.error.trim_end().lines().count(), 1, "{}", refused.error);
+    drop(store);
+    for (url, why) in [
+        ("https://u:p@host/a", "would be in logs"),
+        ("https://host/a?sig=1", "would be in logs"),
+        ("https://host/../a", "'..'"),
+        ("s3://bucket", "names no file"),
+    ] {
+        let refused = refusal(&["info", url]);
+        assert!(refused.error.contains(why), "{}", refused.error);
+    }
+}

@@ -1,0 +1,126 @@
+//! What is wrong with an answer of a store, or with there being none.
+//!
+//! Invariant: the text of a fault is one line without a secret: no URL and no header is in it.
+
+use std::error::Error as _;
+use std::fmt;
+
+use hyper::StatusCode;
+
+/// Why a request to a store has failed.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Fault {
+    /// It may succeed later.
+    Transient(String),
+    /// The object is not what it was when it was opened.
+    Changed(String),
+    /// The store refuses it, and would again.
+    Refused(String),
+}
+
+impl Fault {
+    pub(super) fn text(&self) -> &str {
+        match self {
+            Self::Transient(text) | Self::Changed(text) | Self::Refused(text) => text,
+        }
+    }
+
+    /// The fault behind an error of the library.
+    pub(super) fn of(error: &object_store::Error) -> Self {
+        let mut innermost = error.to_string();
+        let mut source = error.source();
+        while let Some(cause) = source {
+            if let Some(answer) = cause.downcast_ref::<BadAnswer>() {
+                return answer.fault();
+            }
+            innermost = cause.to_string();
+            source = cause.source();
+        }
+        let text = nowait_image::plain(&innermost);
+        match error {
+            object_store::Error::Generic { .. } => Self::Transient(text),
+            _ => Self::Refused(text),
+        }
+    }
+}
+
+/// An answer that is not the one that was asked for.
+#[derive(Clone, Debug)]
+pub(super) enum BadAnswer {
+    /// With the store's own code of the error, and the region that it says the bucket is in.
+    Status { status: StatusCode, code: Option<String>, region: Option<String> },
+    /// All of the object in answer to a request for a part of it.
+    IgnoresRanges,
+    /// It leads to a place that is not gone to.
+    Redirect(&'static str),
+}
+
+impl BadAnswer {
+    fn fault(&self) -> Fault {
+        let text = self.to_string();
+        match self {
+            Self::Status { status, .. } => match status.as_u16() {
+                412 | 416 => Fault::Changed(text),
+                408 | 425 | 429 | 500..=599 => Fault::Transient(text),
+                _ => Fault::Refused(text),
+            },
+            Self::IgnoresRanges | Self::Redirect(_) => Fault::Refused(text),
+        }
+    }
+}
+
+impl fmt::Display for BadAnswer {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let Self::Status { status, code, region } = self else {
+            return f.write_str(match self {
+                Self::Redirect(why) => why,
+                _ => {
+                    "the server sends the whole object in answer to a request for a part of it, \
+                      so it cannot be read from there (a proxy or a server without byte ranges)"
+                }
+            });
+        };
+        let what = match status.as_u16() {
+            301 | 307 | 308 | 400 if region.is_some() => "the bucket is in another region",
+            401 => "the store does not accept the credentials",
+            403 => "the store refuses access",
+            404 => "there is no such object",
+            412 => "the object has changed since it was opened",
+            416 => "the store has no bytes in the range that was asked for",
+            429 | 503 => "the store asks to come back later",
+            500..=599 => "the store has an error",
+            300..=399 => "the store redirects (is the region right?)",
+            _ => "the store refuses the request",
+        };
+        write!(f, "{what} ({}", status.as_u16())?;
+        code.iter().try_for_each(|code| write!(f, " {code}"))?;
+        region.iter().try_for_each(|region| write!(f, "; AWS_REGION={region}"))?;
+        f.write_str(")")
+    }
+}
+
+impl std::error::Error for BadAnswer {}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn answer(status: u16, region: Option<&str>) -> BadAnswer {
+        let status = StatusCode::from_u16(status).unwrap();
+        BadAnswer::Status { status, code: Some("Code".into()), region: region.map(Into::into) }
+    }
+
+    #[test]
+    fn only_what_may_pass_is_tried_again() {
+        let is_transient = |status| matches!(answer(status, None).fault(), Fault::Transient(_));
+        let transient: Vec<_> = (300..600).filter(|&status| is_transient(status)).collect();
+        let wanted: Vec<_> = [408, 425, 429].into_iter().chain(500..600).collect();
+        assert_eq!(transient, wanted);
+    }
+
+    #[test]
+    fn the_region_of_a_bucket_is_told() {
+        let text = answer(301, Some("eu-west-1")).to_string();
+        assert_eq!(text, "the bucket is in another region (301 Code; AWS_REGION=eu-west-1)");
+    }
+}

@@ -1,0 +1,198 @@
+//! HTTP requests: hyper and rustls behind the interface of the object-store library.
+//!
+//! Invariant: an answer that is no success is an error that says its status and the store's code, and
+//! no more; no request that was to be encrypted is sent in the clear.
+
+use std::sync::Arc;
+use std::time::Duration;
+
+use async_trait::async_trait;
+use http_body_util::{BodyExt, Limited};
+use hyper::header::{HeaderMap, LOCATION, RANGE};
+use hyper::{Method, Response, StatusCode, Uri};
+use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_util::client::legacy::connect::HttpConnector as TcpConnector;
+use hyper_util::client::legacy::{Client, Error as ClientError};
+use hyper_util::rt::{TokioExecutor, TokioTimer};
+use object_store::ClientOptions;
+use object_store::client::{
+    HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody,
+    HttpResponse, HttpResponseBody, HttpService,
+};
+use rustls::RootCertStore;
+use rustls::crypto::ring;
+use url::Url;
+
+use crate::object::fault::BadAnswer;
+use crate::object::resolver::Resolver;
+
+/// The most bytes of an error's body that are looked at, and the most of its code that is told.
+const ERROR_BYTES: usize = 16 << 10;
+const CODE_BYTES: usize = 64;
+/// The most places that one request is led to.
+const MAX_REDIRECTS: usize = 5;
+/// A connection that nothing uses is closed after this time.
+const IDLE: Duration = Duration::from_secs(60);
+const KEEPALIVE: Duration = Duration::from_secs(15);
+
+/// Makes requests, on the runtime of its caller.
+#[derive(Clone, Debug)]
+pub(super) struct Connector {
+    client: Client<HttpsConnector<TcpConnector<Resolver>>, HttpRequestBody>,
+    /// Whether answers that lead elsewhere are followed, as with a web server.
+    follows: bool,
+    /// The longest time until the headers of an answer have come.
+    timeout: Duration,
+}
+
+impl Connector {
+    /// # Errors
+    /// A message of one line: there are no certificates to check servers with.
+    pub(super) fn new(follows: bool, timeout: Duration) -> Result<Self, String> {
+        let mut roots = RootCertStore::empty();
+        let found = rustls_native_certs::load_native_certs();
+        roots.add_parsable_certificates(found.certs);
+        if let Some(error) = found.errors.first().filter(|_| roots.is_empty()) {
+            tracing::warn!("no certificates of authorities: {error}");
+        }
+        let tls = rustls::ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+            .with_safe_default_protocol_versions()
+            .map_err(|error| error.to_string())?
+            .with_root_certificates(roots)
+            .with_no_client_auth();
+        let mut tcp = TcpConnector::new_with_resolver(Resolver::default());
+        tcp.enforce_http(false);
+        tcp.set_nodelay(true);
+        tcp.set_connect_timeout(Some(timeout / 2));
+        tcp.set_keepalive(Some(KEEPALIVE));
+        let https = HttpsConnectorBuilder::new()
+            .with_tls_config(tls)
+            .https_or_http()
+            .enable_http1()
+            .wrap_connector(tcp);
+        let client = Client::builder(TokioExecutor::new())
+            .pool_idle_timeout(IDLE)
+            .pool_timer(TokioTimer::new())
+            .build(https);
+        Ok(Self { client, follows, timeout })
+    }
+
+    async fn follow(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let (mut parts, body) = request.into_parts();
+        let is_get = parts.method == Method::GET;
+        for _ in 0..=MAX_REDIRECTS {
+            let again = HttpRequest::from_parts(parts.clone(), body.clone());
+            let response = self.client.request(again).await.map_err(|error| failed(&error))?;
+            let follows = self.follows && is_get && response.status().is_redirection();
+            let Some(target) = response.headers().get(LOCATION).filter(|_| follows) else {
+                let ranged = is_get && parts.headers.contains_key(RANGE);
+                let (parts, body) = response.into_parts();
+                let body = body.map_err(|e| HttpError::new(HttpErrorKind::Interrupted, e));
+                let response = Response::from_parts(parts, HttpResponseBody::new(body));
+                return checked(response, ranged).await;
+            };
+            parts.uri = redirected(&parts.uri, target.to_str().unwrap_or_default())?;
+        }
+        Err(refused(BadAnswer::Redirect("the server redirects again and again")))
+    }
+}
+
+fn refused(answer: BadAnswer) -> HttpError {
+    HttpError::new(HttpErrorKind::Unknown, answer)
+}
+
+fn redirected(from: &Uri, target: &str) -> Result<Uri, HttpError> {
+    let wrong = || refused(BadAnswer::Redirect("the server redirects to what is no web address"));
+    let from = Url::parse(&from.to_string()).map_err(|_| wrong())?;
+    let target = from.join(target).map_err(|_| wrong())?;
+    match (from.scheme(), target.scheme()) {
+        (_, "https") | ("http", "http") => target.as_str().parse().map_err(|_| wrong()),
+        ("https", "http") => {
+            let why = "the server redirects from https to http, which is not followed";
+            Err(refused(BadAnswer::Redirect(why)))
+        }
+        _ => Err(wrong()),
+    }
+}
+
+/// The answer, if it is one to a request for a part of an object (`ranged`), or to another one.
+async fn checked(response: HttpResponse, ranged: bool) -> Result<HttpResponse, HttpError> {
+    let status = response.status();
+    if status == StatusCode::OK && ranged {
+        return Err(refused(BadAnswer::IgnoresRanges));
+    }
+    if status.is_success() {
+        return Ok(response);
+    }
+    let header = |headers: &HeaderMap, name| {
+        let value =
+            headers.get(name).and_then(|value: &hyper::header::HeaderValue| value.to_str().ok());
+        value.and_then(word)
+    };
+    let region = header(response.headers(), "x-amz-bucket-region");
+    let named = header(response.headers(), "x-ms-error-code");
+    let body = Limited::new(response.into_body(), ERROR_BYTES).collect().await;
+    let body = body.map(|body| body.to_bytes()).unwrap_or_default();
+    let body = String::from_utf8_lossy(&body);
+    let element = |name: &str| {
+        let (_, rest) = body.split_once(&format!("<{name}>"))?;
+        rest.split_once('<').and_then(|(value, _)| word(value))
+    };
+    let code = named.or_else(|| element("Code"));
+    let region = region.or_else(|| element("Region")).filter(|_| {
+        status.is_redirection() || code.as_deref() == Some("AuthorizationHeaderMalformed")
+    });
+    Err(refused(BadAnswer::Status { status, code, region }))
+}
+
+/// `text`, if it is a short word.
+fn word(text: &str) -> Option<String> {
+    let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
+    let is_word = !text.is_empty() && text.len() <= CODE_BYTES && text.bytes().all(plain);
+    is_word.then(|| text.to_owned())
+}
+
+/// Without the URL, and with the innermost reason: that of the socket or of TLS.
+fn failed(error: &ClientError) -> HttpError {
+    let mut reason: &dyn std::error::Error = error;
+    while let Some(source) = reason.source() {
+        reason = source;
+    }
+    let what = if error.is_connect() { "cannot connect: " } else { "" };
+    let kind = if error.is_connect() { HttpErrorKind::Connect } else { HttpErrorKind::Interrupted };
+    HttpError::new(kind, std::io::Error::other(format!("{what}{reason}")))
+}
+
+impl HttpConnector for Connector {
+    fn connect(&self, _: &ClientOptions) -> object_store::Result<HttpClient> {
+        Ok(HttpClient::new(self.clone()))
+    }
+}
+
+#[async_trait]
+impl HttpService for Connector {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let late = |_| {
+            let seconds = self.timeout.as_secs_f32();
+            let what = format!("the server has not answered for {seconds} s");
+            HttpError::new(HttpErrorKind::Timeout, std::io::Error::other(what))
+        };
+        tokio::time::timeout(self.timeout, self.follow(request)).await.map_err(late)?
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_redirection_leads_to_web_servers_only_and_never_from_https_to_http() {
+        let to = |from: &'static str, to| redirected(&Uri::from_static(from), to);
+        assert_eq!(to("http://a/b/c", "d?e=f").unwrap().to_string(), "http://a/b/d?e=f");
+        assert_eq!(to("http://a/b", "https://c/d").unwrap().to_string(), "https://c/d");
+        for (from, target) in [("https://a/b", "http://a/b"), ("http://a/b", "file:///etc/passwd")]
+        {
+            assert!(to(from, target).is_err(), "{target}");
+        }
+    }
+}

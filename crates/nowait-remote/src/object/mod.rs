@@ -1,0 +1,20 @@
+//! An object of an object store, or a file of a web server, as a storage that is only read.
+//!
+//! Invariant: every byte that a read returns is of the object as it was when it was opened. An object
+//! that changes meanwhile makes every read fail, whatever the server sends.
+
+mod object_url;
+mod fault;
+mod resolver;
+mod http_client;
+mod store;
+mod store_counters;
+mod read_job;
+mod block_memory;
+mod read_ahead;
+mod block_fetcher;
+mod object_storage;
+
+pub use object_storage::{ObjectOptions, ObjectStorage};
+pub use object_url::ObjectUrl;
+pub use store_counters::{StoreCounters, StoreCounts};

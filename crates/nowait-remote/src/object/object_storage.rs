@@ -1,0 +1,238 @@
+//! An object of a store as a storage: what an engine asks of it.
+//!
+//! Invariant: a call waits for its own read only; size and version are those of the first answer.
+
+use std::io::{IoSlice, IoSliceMut};
+use std::os::fd::BorrowedFd;
+use std::sync::Arc;
+use std::sync::mpsc;
+use std::time::{Duration, Instant};
+
+use nowait::{
+    Alignment, AsyncTransfers, ByteRange, Error, ExtentStatus, Flags, Operation, PendingTransfer,
+    Storage, StorageProperties,
+};
+use tokio::runtime::Builder;
+use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
+
+use crate::object::block_fetcher::BlockFetcher;
+use crate::object::fault::Fault;
+use crate::object::object_url::ObjectUrl;
+use crate::object::read_job::{Origin, ReadJob};
+use crate::object::store::{Object, Timeouts, Version};
+use crate::object::store_counters::StoreCounters;
+use crate::policy::BackOff;
+
+/// The longest read of one call in bytes.
+const CALL_BYTES: u64 = 4 << 20;
+/// The most threads that wait for what cannot be waited for otherwise: names of hosts.
+const BLOCKING_THREADS: usize = 4;
+/// How long the first answer is waited for, with all attempts, if `reconnect` is not less.
+const OPEN_TIME: Duration = Duration::from_secs(10);
+
+/// How an object is read.
+#[derive(Clone, Debug)]
+pub struct ObjectOptions {
+    /// How long a read waits for a store that does not answer, or answers that it cannot now.
+    pub reconnect: Duration,
+    /// How long a server may send nothing in the middle of a request.
+    pub silence: Duration,
+    /// How long one request may take.
+    pub request: Duration,
+}
+
+impl Default for ObjectOptions {
+    fn default() -> Self {
+        Self {
+            reconnect: Duration::from_secs(30),
+            silence: Duration::from_secs(20),
+            request: Duration::from_secs(120),
+        }
+    }
+}
+
+/// An object of a store.
+pub struct ObjectStorage {
+    jobs: UnboundedSender<ReadJob>,
+    version: Version,
+    counters: Arc<StoreCounters>,
+}
+
+impl ObjectStorage {
+    /// Asks for the object at `url`, and starts the thread that reads it. Credentials are those of
+    /// the environment.
+    ///
+    /// # Errors
+    /// A message of one line: the store cannot be reached, refuses, has no such object, or cannot be
+    /// read from in parts.
+    pub fn open(url: &ObjectUrl, options: &ObjectOptions) -> Result<Self, String> {
+        let (jobs, inbox) = unbounded_channel();
+        let (opened, version) = mpsc::channel();
+        let counters = Arc::new(StoreCounters::default());
+        let (url, options, counted) = (url.clone(), options.clone(), counters.clone());
+        let thread = std::thread::Builder::new().name("nowait-store".into());
+        let serve = move || serve(&url, &options, inbox, counted, &opened);
+        thread.spawn(serve).map_err(|error| format!("cannot start a thread: {error}"))?;
+        let version = version.recv().map_err(|_| "its thread has ended")??;
+        Ok(Self { jobs, version, counters })
+    }
+
+    /// What was asked of the store so far.
+    #[must_use]
+    pub const fn counters(&self) -> &Arc<StoreCounters> {
+        &self.counters
+    }
+
+    /// What names this version of the object: its size, and its ETag or date.
+    #[must_use]
+    pub fn identity(&self) -> String {
+        self.version.identity()
+    }
+}
+
+/// The thread of a storage: tells by `opened` what the object is, and reads it.
+fn serve(
+    url: &ObjectUrl,
+    options: &ObjectOptions,
+    inbox: UnboundedReceiver<ReadJob>,
+    counters: Arc<StoreCounters>,
+    opened: &mpsc::Sender<Result<Version, String>>,
+) {
+    let runtime = Builder::new_current_thread()
+        .enable_all()
+        .max_blocking_threads(BLOCKING_THREADS)
+        .thread_name("nowait-resolve")
+        .build();
+    let runtime = match runtime {
+        Ok(runtime) => runtime,
+        Err(error) => return drop(opened.send(Err(error.to_string()))),
+    };
+    runtime.block_on(async {
+        match open(url, options).await {
+            Err(why) => drop(opened.send(Err(why))),
+            Ok((object, version)) => {
+                let fetcher = (object, version.clone());
+                let fetcher = BlockFetcher::new(inbox, fetcher, options.reconnect, counters);
+                if opened.send(Ok(version)).is_ok() {
+                    fetcher.run().await;
+                }
+            }
+        }
+    });
+    // A thread that waits for a resolver is not waited for.
+    runtime.shutdown_background();
+}
+
+async fn open(url: &ObjectUrl, options: &ObjectOptions) -> Result<(Object, Version), String> {
+    let timeouts = Timeouts { silence: options.silence, all: options.request };
+    let object = Object::new(url, timeouts)?;
+    let time = options.reconnect.min(OPEN_TIME);
+    let begun = Instant::now();
+    for failed in 1.. {
+        match object.probe().await {
+            Ok(version) => return Ok((object, version)),
+            Err(Fault::Transient(_)) if begun.elapsed() < time => {
+                tokio::time::sleep(BackOff::STORE.pause(failed, fastrand::u64(..))).await;
+            }
+            Err(fault) => return Err(format!("{}{}", fault.text(), url.hint())),
+        }
+    }
+    Err("too many attempts".into())
+}
+
+fn read_only(operation: Operation) -> Error {
+    Error::new(libc::EROFS, operation)
+}
+
+impl Storage for ObjectStorage {
+    fn properties(&self) -> StorageProperties {
+        StorageProperties {
+            align: Alignment::NONE,
+            read_only: true,
+            nowait: false,
+            punch_hole: false,
+            // Its bytes may be a guest's, and its size is not ours to change.
+            device: true,
+            zeroing_block: 1,
+            shares_syncs: false,
+        }
+    }
+
+    fn size(&self) -> Result<u64, Error> {
+        Ok(self.version.size())
+    }
+
+    fn read(&self, bufs: &mut [IoSliceMut<'_>], pos: u64) -> Result<usize, Error> {
+        let len: u64 = bufs.iter().map(|buf| buf.len() as u64).sum();
+        let len = len.min(CALL_BYTES).min(self.version.size().saturating_sub(pos));
+        if len == 0 {
+            return Ok(0);
+        }
+        let range = ByteRange::new(pos, len);
+        let (sender, answer) = mpsc::channel();
+        // A thread that has ended drops it: then there is no answer.
+        let _ = self.jobs.send(ReadJob::new(range, Origin::Call(sender)));
+        let data = answer.recv().unwrap_or(Err(libc::EIO));
+        let data = data.map_err(|errno| Error::new(errno, Operation::Read).at(range))?;
+        let mut rest = data.as_slice();
+        for buf in bufs {
+            let (now, after) = rest.split_at(buf.len().min(rest.len()));
+            if let Some(part) = buf.get_mut(..now.len()) {
+                part.copy_from_slice(now);
+            }
+            rest = after;
+        }
+        Ok(len as usize)
+    }
+
+    fn write(&self, _: &[IoSlice<'_>], _: u64, _: Flags) -> Result<usize, Error> {
+        Err(read_only(Operation::Write))
+    }
+
+    fn sync(&self) -> Result<(), Error> {
+        Ok(())
+    }
+
+    fn punch(&self, range: ByteRange) -> Result<(), Error> {
+        Err(read_only(Operation::Discard).at(range))
+    }
+
+    fn zero(&self, range: ByteRange) -> Result<(), Error> {
+        Err(read_only(Operation::Zero).at(range))
+    }
+
+    fn set_len(&self, _: u64) -> Result<(), Error> {
+        Err(read_only(Operation::Write))
+    }
+
+    /// All of it is data: a store knows no holes.
+    fn extents(
+        &self,
+        range: ByteRange,
+        _: usize,
+        extents: &mut Vec<ExtentStatus>,
+    ) -> Result<(), Error> {
+        extents.push(ExtentStatus::top(range.len, false));
+        Ok(())
+    }
+
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        None
+    }
+
+    fn transfers(&self) -> Option<Arc<dyn AsyncTransfers>> {
+        Some(Arc::new(Transfers(self.jobs.clone())))
+    }
+}
+
+/// Hands transfers to the thread.
+struct Transfers(UnboundedSender<ReadJob>);
+
+impl AsyncTransfers for Transfers {
+    fn begin(&self, transfers: &mut Vec<PendingTransfer>) {
+        for transfer in transfers.drain(..) {
+            // A transfer that is not taken ends with EIO.
+            let _ = self.0.send(ReadJob::of_transfer(transfer));
+        }
+    }
+}

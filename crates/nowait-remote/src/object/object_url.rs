@@ -1,0 +1,219 @@
+//! The URL of an object: `https://HOST/PATH`, `s3://BUCKET/KEY`, `gs://BUCKET/KEY` or
+//! `az://CONTAINER/KEY`.
+//!
+//! Invariant: a URL has no secret in it, so that it may be in logs; no part of its path is
+//! `.` or `..`.
+
+use std::fmt;
+use std::path::PathBuf;
+use std::str::FromStr;
+
+use object_store::path::Path;
+use url::Url;
+
+const HTTPS_PORT: u16 = 443;
+/// Also that of the service that gives a virtual machine in a cloud its credentials.
+const HTTP_PORT: u16 = 80;
+/// The variables that one of is set where there are credentials, or none are needed.
+const S3_CREDENTIALS: [&str; 5] = [
+    "AWS_ACCESS_KEY_ID",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_CONTAINER_CREDENTIALS_RELATIVE_URI",
+    "AWS_CONTAINER_CREDENTIALS_FULL_URI",
+    "AWS_SKIP_SIGNATURE",
+];
+const GCS_CREDENTIALS: [&str; 3] =
+    ["GOOGLE_APPLICATION_CREDENTIALS", "GOOGLE_SERVICE_ACCOUNT", "GOOGLE_SKIP_SIGNATURE"];
+
+/// The kind of a store.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub(super) enum Place {
+    /// A web server: its URL without a path.
+    Web(Url),
+    /// The name of a bucket.
+    S3(String),
+    Gcs(String),
+    /// The name of a container.
+    Azure(String),
+}
+
+/// A URL of an object.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct ObjectUrl {
+    text: String,
+    pub(super) place: Place,
+    pub(super) path: Path,
+}
+
+impl ObjectUrl {
+    /// Whether `text` begins with a scheme of such a URL.
+    #[must_use]
+    pub fn is_like(text: &str) -> bool {
+        const SCHEMES: [&str; 5] = ["https://", "http://", "s3://", "gs://", "az://"];
+        SCHEMES.iter().any(|scheme| text.starts_with(scheme))
+    }
+
+    /// The store in words.
+    #[must_use]
+    pub const fn kind(&self) -> &'static str {
+        match self.place {
+            Place::Web(_) => "web server",
+            Place::S3(_) => "S3",
+            Place::Gcs(_) => "Google Cloud Storage",
+            Place::Azure(_) => "Azure Blob Storage",
+        }
+    }
+
+    /// What a user may have to set, if the environment has no credentials.
+    pub(super) fn hint(&self) -> &'static str {
+        let has = |names: &[&str]| names.iter().any(|name| std::env::var_os(name).is_some());
+        match self.place {
+            Place::S3(_) if !has(&S3_CREDENTIALS) => {
+                "; the environment has no AWS_ACCESS_KEY_ID (for a public bucket: \
+                 AWS_SKIP_SIGNATURE=true)"
+            }
+            Place::Gcs(_) if !has(&GCS_CREDENTIALS) => {
+                "; the environment has no GOOGLE_APPLICATION_CREDENTIALS (for a public bucket: \
+                 GOOGLE_SKIP_SIGNATURE=true)"
+            }
+            Place::Azure(_) if !has(&["AZURE_STORAGE_ACCOUNT_NAME"]) => {
+                "; the environment has no AZURE_STORAGE_ACCOUNT_NAME"
+            }
+            _ => "",
+        }
+    }
+
+    /// The TCP ports that requests may go to, and the files with credentials that are read anew, as
+    /// the environment has them.
+    #[must_use]
+    pub fn needs(&self) -> (Vec<u16>, Vec<PathBuf>) {
+        let mut ports = vec![HTTPS_PORT, HTTP_PORT];
+        let prefix = match &self.place {
+            Place::Web(server) => {
+                ports.extend(server.port());
+                // A server that cannot encrypt is led to by none that does.
+                ports.retain(|&port| port != HTTP_PORT || server.scheme() == "http");
+                return (ports, Vec::new());
+            }
+            Place::S3(_) => "AWS_",
+            Place::Gcs(_) => "GOOGLE_",
+            Place::Azure(_) => "AZURE_",
+        };
+        let mut files = Vec::new();
+        for (name, value) in std::env::vars_os() {
+            let Some(name) = name.to_str().filter(|name| name.starts_with(prefix)) else {
+                continue;
+            };
+            if name.ends_with("_FILE") || name.ends_with("_CREDENTIALS") {
+                files.push(PathBuf::from(&value));
+            }
+            let url = value.to_str().filter(|value| value.starts_with("http"));
+            ports.extend(url.and_then(|url| Url::parse(url).ok()?.port()));
+        }
+        (ports, files)
+    }
+}
+
+impl fmt::Display for ObjectUrl {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(&self.text)
+    }
+}
+
+impl FromStr for ObjectUrl {
+    type Err = String;
+
+    fn from_str(text: &str) -> Result<Self, String> {
+        let (scheme, rest) = text.split_once("://").ok_or("it is no URL")?;
+        let (host, path) = rest.split_once('/').unwrap_or((rest, ""));
+        if host.is_empty() || path.is_empty() || path.ends_with('/') {
+            return Err(format!("the URL names no file (as in {scheme}://{})", form(scheme)));
+        }
+        let bucket = || match host.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._".contains(&b))
+        {
+            true => Ok(host.to_owned()),
+            false => {
+                Err("the name of the bucket has other characters than letters, digits and -._")
+            }
+        };
+        let (place, path) = match scheme {
+            "http" | "https" => web(text, path)?,
+            "s3" => (Place::S3(bucket()?), of_key(path)?),
+            "gs" => (Place::Gcs(bucket()?), of_key(path)?),
+            "az" => (Place::Azure(bucket()?), of_key(path)?),
+            _ => return Err("its scheme is none of https, http, s3, gs and az".into()),
+        };
+        Ok(Self { text: text.to_owned(), place, path })
+    }
+}
+
+fn form(scheme: &str) -> &'static str {
+    match scheme {
+        "http" | "https" => "HOST/PATH",
+        "az" => "CONTAINER/KEY",
+        _ => "BUCKET/KEY",
+    }
+}
+
+/// The server of a web URL, and the path in it.
+fn web(text: &str, path: &str) -> Result<(Place, Path), String> {
+    if path.contains(['?', '#']) {
+        return Err("a URL with '?' or '#' is not opened: what follows may be a signature, and \
+                    would be in logs (encode the characters of a name as %3F and %23)"
+            .into());
+    }
+    let mut url = Url::parse(text).map_err(|error| format!("the URL is wrong: {error}"))?;
+    if !url.username().is_empty() || url.password().is_some() {
+        return Err("a URL with a user or a password is not opened: it would be in logs".into());
+    }
+    let decoded = percent_encoding::percent_decode_str(path).decode_utf8();
+    let path = of_key(&decoded.map_err(|_| "the path of the URL is not UTF-8")?)?;
+    url.set_path("");
+    Ok((Place::Web(url), path))
+}
+
+fn of_key(key: &str) -> Result<Path, String> {
+    if key.split('/').any(|part| part.is_empty() || part == "." || part == "..") {
+        return Err("a part of its path is empty, '.' or '..', which is not supported".into());
+    }
+    let wrong = |_| "a part of its path has a character that is not supported".to_owned();
+    Path::parse(key).map_err(wrong)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn path(text: &str) -> Result<String, String> {
+        text.parse::<ObjectUrl>().map(|url| url.path.to_string())
+    }
+
+    #[test]
+    fn a_key_is_taken_as_it_is_and_a_web_path_is_decoded() {
+        assert_eq!(path("s3://bucket/a b%20/c+d").unwrap(), "a b%20/c+d");
+        assert_eq!(path("https://host:81/a%20b/c d.img").unwrap(), "a b/c d.img");
+        assert_eq!(path("az://box/k").unwrap(), "k");
+        assert_eq!(path("gs://box/k").unwrap(), "k");
+    }
+
+    #[test]
+    fn what_is_no_name_of_an_object_is_refused() {
+        for text in ["s3://", "s3://b", "s3://b/", "https://h/", "s3://b/dir/", "https:///a"] {
+            assert!(path(text).is_err(), "{text}");
+        }
+        for text in ["s3://b/../a", "https://h/a/../b", "https://h/a/%2e%2E/b", "s3://b/a//b"] {
+            assert!(path(text).unwrap_err().contains("'..'"), "{text}");
+        }
+        assert!(path("s3://b@c/key").unwrap_err().contains("bucket"));
+        assert!(path("s3://b/a\nb").unwrap_err().contains("character"));
+    }
+
+    #[test]
+    fn no_url_with_a_secret_is_accepted() {
+        for text in
+            ["https://u:p@h/a", "https://u@h/a", "https://h/a?X-Amz-Signature=1", "https://h/a#b"]
+        {
+            assert!(path(text).unwrap_err().contains("in logs"), "{text}");
+        }
+    }
+}

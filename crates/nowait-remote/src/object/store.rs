@@ -1,0 +1,180 @@
+//! One object of a store: what it is when it is opened, and parts of it.
+//!
+//! Invariant: bytes are returned only if the answer says that they are those of the object that was
+//! opened: its entity tag, or its date and size, and the range that was asked for.
+
+use std::time::Duration;
+
+use futures_util::StreamExt;
+use object_store::aws::AmazonS3Builder;
+use object_store::azure::MicrosoftAzureBuilder;
+use object_store::gcp::GoogleCloudStorageBuilder;
+use object_store::http::HttpBuilder;
+use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, RetryConfig};
+
+use crate::object::fault::Fault;
+use crate::object::http_client::Connector;
+use crate::object::object_url::{ObjectUrl, Place};
+
+/// How long an answer may take.
+#[derive(Clone, Copy, Debug)]
+pub(super) struct Timeouts {
+    /// Until its headers have come, and between parts of its body.
+    pub(super) silence: Duration,
+    /// Until all of it has come.
+    pub(super) all: Duration,
+}
+
+/// What tells an object from another one that has its name later.
+#[derive(Clone, Debug)]
+pub(super) struct Version(ObjectMeta);
+
+impl Version {
+    /// # Errors
+    /// A message: the store does not tell enough to notice that the object changes.
+    fn of(meta: ObjectMeta) -> Result<Self, String> {
+        let version = Self(meta);
+        if version.strong_tag().is_none() && version.date() == 0 {
+            return Err(
+                "the server tells neither an ETag nor a date of it, so that a change while \
+                        it is in use would not be noticed"
+                    .into(),
+            );
+        }
+        Ok(version)
+    }
+
+    /// Bytes of the object.
+    pub(super) const fn size(&self) -> u64 {
+        self.0.size
+    }
+
+    /// The tag, if If-Match may be used with it (RFC 9110, 13.1.1).
+    fn strong_tag(&self) -> Option<&String> {
+        self.0.e_tag.as_ref().filter(|tag| !tag.starts_with("W/"))
+    }
+
+    /// Seconds since 1970; 0 where the server tells no date.
+    fn date(&self) -> i64 {
+        self.0.last_modified.timestamp()
+    }
+
+    /// What names this version of the object, and no other one of the same place.
+    pub(super) fn identity(&self) -> String {
+        let (size, tag) = (self.size(), self.0.e_tag.as_deref().unwrap_or_default());
+        match self.strong_tag() {
+            Some(tag) => format!("{size} {tag}"),
+            None => format!("{size} {tag} {}", self.date()),
+        }
+    }
+}
+
+/// An object of a store.
+pub(super) struct Object {
+    store: Box<dyn ObjectStore>,
+    url: ObjectUrl,
+    timeouts: Timeouts,
+}
+
+/// A client that asks once; who asks again is the caller.
+fn no_retries() -> RetryConfig {
+    RetryConfig { max_retries: 0, ..RetryConfig::default() }
+}
+
+impl Object {
+    /// The object at `url`, with the credentials of the environment. Asks for nothing yet.
+    ///
+    /// # Errors
+    /// A message of one line: the environment does not say what is needed.
+    pub(super) fn new(url: &ObjectUrl, timeouts: Timeouts) -> Result<Self, String> {
+        let web = matches!(url.place, Place::Web(_));
+        let connector = Connector::new(web, timeouts.silence)?;
+        let retry = no_retries();
+        let store: Result<Box<dyn ObjectStore>, _> = match &url.place {
+            Place::Web(server) => {
+                let builder = HttpBuilder::new().with_url(server.as_str()).with_retry(retry);
+                builder.with_http_connector(connector).build().map(|store| Box::new(store) as _)
+            }
+            Place::S3(bucket) => {
+                let builder = AmazonS3Builder::from_env().with_bucket_name(bucket);
+                let builder = builder.with_retry(retry).with_http_connector(connector);
+                builder.build().map(|store| Box::new(store) as _)
+            }
+            Place::Gcs(bucket) => {
+                let builder = GoogleCloudStorageBuilder::from_env().with_bucket_name(bucket);
+                let builder = builder.with_retry(retry).with_http_connector(connector);
+                builder.build().map(|store| Box::new(store) as _)
+            }
+            Place::Azure(container) => {
+                let builder = MicrosoftAzureBuilder::from_env().with_container_name(container);
+                let builder = builder.with_retry(retry).with_http_connector(connector);
+                builder.build().map(|store| Box::new(store) as _)
+            }
+        };
+        let store = store.map_err(|error| Fault::of(&error).text().to_owned())?;
+        Ok(Self { store, url: url.clone(), timeouts })
+    }
+
+    /// Asks what the object is, by its first byte: a server that cannot send a part of it is noticed.
+    pub(super) async fn probe(&self) -> Result<Version, Fault> {
+        let options = GetOptions { range: Some(GetRange::Bounded(0..1)), ..GetOptions::default() };
+        let answer = self.store.get_opts(&self.url.path, options).await;
+        let answer = answer.map_err(|error| match Fault::of(&error) {
+            // There is none to compare it with yet.
+            Fault::Changed(text) => Fault::Refused(text),
+            fault => fault,
+        })?;
+        Version::of(answer.meta).map_err(Fault::Refused)
+    }
+
+    /// Reads `len` bytes, at least 1, from byte `pos` on. All of them are in the object.
+    pub(super) async fn read(
+        &self,
+        version: &Version,
+        pos: u64,
+        len: u64,
+    ) -> Result<Vec<u8>, Fault> {
+        let late = |_| {
+            let seconds = self.timeouts.all.as_secs_f32();
+            Fault::Transient(format!("the answer has not come within {seconds} s"))
+        };
+        let read = self.read_in_time(version, pos, len);
+        tokio::time::timeout(self.timeouts.all, read).await.map_err(late)?
+    }
+
+    async fn read_in_time(&self, version: &Version, pos: u64, len: u64) -> Result<Vec<u8>, Fault> {
+        let tag = version.strong_tag();
+        let options = GetOptions {
+            range: Some(GetRange::Bounded(pos..pos + len)),
+            if_match: tag.cloned(),
+            if_unmodified_since: tag.is_none().then_some(version.0.last_modified),
+            ..GetOptions::default()
+        };
+        let answer = self.store.get_opts(&self.url.path, options).await;
+        let answer = answer.map_err(|error| Fault::of(&error))?;
+        if Version(answer.meta.clone()).identity() != version.identity() {
+            let what = "the object has changed since it was opened (another ETag, date or size)";
+            return Err(Fault::Changed(what.into()));
+        }
+        let mut data = Vec::new();
+        let mut body = answer.into_stream();
+        loop {
+            let part = tokio::time::timeout(self.timeouts.silence, body.next()).await;
+            let late = |_| Fault::Transient("the server stopped in the middle of an answer".into());
+            let Some(part) = part.map_err(late)? else { break };
+            let part = part.map_err(|error| Fault::of(&error))?;
+            if data.len() + part.len() > len as usize {
+                return Err(Fault::Transient("the answer is longer than the server says".into()));
+            }
+            data.extend_from_slice(&part);
+        }
+        match data.len() as u64 == len {
+            true => Ok(data),
+            false => Err(Fault::Transient(format!("{} bytes of {len} came", data.len()))),
+        }
+    }
+
+    pub(super) const fn url(&self) -> &ObjectUrl {
+        &self.url
+    }
+}

@@ -1,0 +1,108 @@
+//! What was asked of a store, and how it answered.
+//!
+//! Invariant: only the storage's own thread counts; every thread may read.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::time::Duration;
+
+/// Buckets of the histogram: bucket n is for less than 2^n ms, the last one for the rest.
+const STORE_LATENCY_BUCKETS: usize = 18;
+
+/// The counters of one storage.
+#[derive(Debug, Default)]
+pub struct StoreCounters {
+    /// Blocks that were at hand when they were read: in memory or in the cache.
+    pub(super) hits: AtomicU64,
+    /// Blocks that a read had to wait for.
+    pub(super) misses: AtomicU64,
+    /// Blocks of the cache that were not what was written there.
+    pub(super) corrupt: AtomicU64,
+    pub(super) fetched_bytes: AtomicU64,
+    pub(super) retries: AtomicU64,
+    latencies: [AtomicU64; STORE_LATENCY_BUCKETS],
+    latency_nanoseconds: AtomicU64,
+}
+
+impl StoreCounters {
+    /// Counts a request that took `time`, with an answer of `bytes` or with none.
+    pub(super) fn request(&self, time: Duration, bytes: u64) {
+        let ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
+        let bucket = (u64::BITS - ms.leading_zeros()) as usize;
+        add(&self.latencies[bucket.min(STORE_LATENCY_BUCKETS - 1)], 1);
+        add(&self.latency_nanoseconds, u64::try_from(time.as_nanos()).unwrap_or(u64::MAX));
+        add(&self.fetched_bytes, bytes);
+    }
+
+    /// The counts as of now.
+    #[must_use]
+    pub fn counts(&self) -> StoreCounts {
+        let get = |counter: &AtomicU64| counter.load(Ordering::Relaxed);
+        StoreCounts {
+            hits: get(&self.hits),
+            misses: get(&self.misses),
+            corrupt: get(&self.corrupt),
+            fetched_bytes: get(&self.fetched_bytes),
+            retries: get(&self.retries),
+            latencies: std::array::from_fn(|bucket| get(&self.latencies[bucket])),
+            latency_sum: Duration::from_nanos(get(&self.latency_nanoseconds)),
+        }
+    }
+}
+
+pub(super) fn add(counter: &AtomicU64, count: u64) {
+    counter.fetch_add(count, Ordering::Relaxed);
+}
+
+/// The counts of one storage, since it was opened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoreCounts {
+    /// Blocks that were at hand when they were read: in memory or in the cache.
+    pub hits: u64,
+    /// Blocks that a read had to wait for.
+    pub misses: u64,
+    /// Blocks of the cache that were not what was written there, and were fetched again.
+    pub corrupt: u64,
+    /// Bytes that came from the store.
+    pub fetched_bytes: u64,
+    /// Requests that were made again.
+    pub retries: u64,
+    latencies: [u64; STORE_LATENCY_BUCKETS],
+    /// How long the requests took together.
+    pub latency_sum: Duration,
+}
+
+impl StoreCounts {
+    /// Requests to the store.
+    #[must_use]
+    pub fn requests(&self) -> u64 {
+        self.latencies.iter().sum()
+    }
+
+    /// The histogram of how long requests took: an upper bound in seconds, infinite for the last, and
+    /// how many requests took less than that and not less than the bound before.
+    pub fn latencies(&self) -> impl Iterator<Item = (f64, u64)> + '_ {
+        let bound = |bucket| match bucket + 1 == STORE_LATENCY_BUCKETS {
+            true => f64::INFINITY,
+            false => (1u64 << bucket) as f64 / 1e3,
+        };
+        self.latencies.iter().enumerate().map(move |(bucket, count)| (bound(bucket), *count))
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_is_in_the_bucket_of_its_time() {
+        let counters = StoreCounters::default();
+        for ms in [0, 1, 3, 4, 100_000_000] {
+            counters.request(Duration::from_millis(ms), 10);
+        }
+        let counts = counters.counts();
+        let filled: Vec<_> = counts.latencies().filter(|(_, count)| *count > 0).collect();
+        let infinite = f64::INFINITY;
+        assert_eq!(filled, [(0.001, 1), (0.002, 1), (0.004, 1), (0.008, 1), (infinite, 1)]);
+        assert_eq!((counts.requests(), counts.fetched_bytes), (5, 50));
+    }
+}
