@@ -95,6 +95,7 @@ fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
     let given =
         all.iter().filter_map(|opened| Location::parse(&opened.named.image.clone().into()).ok());
     named.chain(given).for_each(|location| remote(&location, files));
+    args.remote.cache.iter().for_each(|cache| files.change(&cache.directory));
     for opened in all {
         let image = &opened.named.image;
         if Location::parse(&image.into()).is_ok_and(|location| location.path().is_none()) {

@@ -89,7 +89,7 @@ pub(crate) fn open_all(
     exports: Vec<NamedExport>,
 ) -> Result<Vec<OpenedDisk>, CliError> {
     let mut all: Vec<OpenedDisk> = Vec::new();
-    let remote = args.remote.options();
+    let remote = args.remote.options()?;
     let backings = nowait_remote::open_backings(&args.others.backing, &remote);
     let backing_storages = backings.map_err(|error| open_chain::failed(&error))?;
     for named in exports {

@@ -13,6 +13,9 @@ mod open;
 
 pub use location::Location;
 pub use nbd::{NbdOptions, NbdStorage};
-pub use object::{ObjectOptions, ObjectStorage, ObjectUrl, StoreCounters, StoreCounts};
+pub use object::{
+    BootRecord, CacheOptions, MIN_CACHE_BYTES, ObjectOptions, ObjectStorage, ObjectUrl,
+    StoreCounters, StoreCounts,
+};
 pub use open::{RemoteOptions, open, open_backings, open_storage};
 pub use policy::{BackOff, Pace, PrefetchCursor, PrefetchOrder, block_runs};

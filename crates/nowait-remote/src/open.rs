@@ -11,7 +11,7 @@ use nowait_image::{ChainOptions, Image, ImageError, NamedStorages};
 
 use crate::location::Location;
 use crate::nbd::{NbdOptions, NbdStorage};
-use crate::object::{ObjectOptions, ObjectStorage};
+use crate::object::{BootRecord, CacheOptions, ObjectOptions, ObjectStorage};
 
 /// How remote storages are used.
 #[derive(Clone, Debug)]
@@ -20,18 +20,25 @@ pub struct RemoteOptions {
     pub reconnect: Duration,
     /// The directory with certificates for TLS, where the URI names none.
     pub certificates: Option<PathBuf>,
+    /// Where what was read of objects stays.
+    pub cache: Option<CacheOptions>,
+    /// Where the order in which blocks of objects are read is written.
+    pub record: Option<BootRecord>,
+    /// The record whose blocks are fetched into the cache.
+    pub prefetch: Option<PathBuf>,
 }
 
 impl Default for RemoteOptions {
     fn default() -> Self {
         let NbdOptions { reconnect, certificates, .. } = NbdOptions::default();
-        Self { reconnect, certificates }
+        Self { reconnect, certificates, cache: None, record: None, prefetch: None }
     }
 }
 
 impl RemoteOptions {
     fn object(&self) -> ObjectOptions {
-        ObjectOptions { reconnect: self.reconnect, ..ObjectOptions::default() }
+        let Self { reconnect, cache, record, prefetch, .. } = self.clone();
+        ObjectOptions { reconnect, cache, record, prefetch, ..ObjectOptions::default() }
     }
 }
 
@@ -68,7 +75,7 @@ pub fn open_storage(
     let storage: Result<Arc<dyn Storage>, _> = match location {
         Location::File(_) => Err("it is no URI".into()),
         Location::Nbd(uri) => {
-            let RemoteOptions { reconnect, certificates } = remote.clone();
+            let RemoteOptions { reconnect, certificates, .. } = remote.clone();
             let nbd = NbdOptions { reconnect, certificates, read_only };
             NbdStorage::open(uri, &nbd).map(|storage| Arc::new(storage) as _)
         }

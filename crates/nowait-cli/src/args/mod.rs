@@ -67,7 +67,7 @@ pub(crate) struct Cli {
 
 #[derive(Debug, Subcommand)]
 pub(crate) enum Command {
-    Serve(ServeArgs),
+    Serve(Box<ServeArgs>),
     Create(CreateArgs),
     Info(InfoArgs),
     Map(MapArgs),
@@ -402,7 +402,7 @@ mod tests {
 
     fn serve(line: &str) -> ServeArgs {
         match parse(line).unwrap() {
-            Command::Serve(args) => args,
+            Command::Serve(args) => *args,
             other => panic!("{other:?}"),
         }
     }

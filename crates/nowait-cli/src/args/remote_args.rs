@@ -1,12 +1,19 @@
-//! The command-line option for images that are behind a network.
+//! The command-line options for images that are behind a network.
 
+use std::ffi::OsString;
+use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use nowait_remote::RemoteOptions;
+use clap::builder::{OsStringValueParser, TypedValueParser};
+use nowait_cli::error::CliError;
+use nowait_cli::size;
+use nowait_remote::{BootRecord, CacheOptions, MIN_CACHE_BYTES, RemoteOptions};
 
 /// The most seconds that requests wait: a day.
 const MAX_SECONDS: u64 = 24 * 60 * 60;
+/// The size of a cache, unless it is given.
+const CACHE_BYTES: u64 = 10 << 30;
 
 /// What is done when a server is not there.
 #[derive(Debug, Args)]
@@ -20,11 +27,71 @@ pub(crate) struct RemoteArgs {
     #[arg(long, value_name = "SECONDS", default_value_t = 30)]
     #[arg(value_parser = clap::value_parser!(u64).range(0..=MAX_SECONDS))]
     reconnect: u64,
+
+    /// Where blocks of objects (s3://, https:// and others) stay when they were read, for this server
+    /// and for others of this user on this machine; made if it is not there
+    ///
+    /// At most SIZE bytes, 10G unless given: what was used longest ago goes. Each block has a
+    /// checksum, so a crash or a foreign file costs a second fetch and nothing else.
+    #[arg(long, value_name = "DIR[,size=SIZE]")]
+    #[arg(value_parser = OsStringValueParser::new().try_map(|text| parse_cache(&text)))]
+    pub(crate) cache: Option<CacheOptions>,
+
+    /// Write the order in which blocks of objects are read first to FILE
+    #[arg(long, value_name = "FILE")]
+    pub(crate) record: Option<PathBuf>,
+
+    /// Fetch the blocks of objects that FILE, written by --record, names into the cache, in its order,
+    /// beside what clients read
+    #[arg(long, value_name = "FILE", requires = "cache")]
+    pub(crate) prefetch: Option<PathBuf>,
 }
 
 impl RemoteArgs {
-    /// How remote storages are used.
-    pub(crate) fn options(&self) -> RemoteOptions {
-        RemoteOptions { reconnect: Duration::from_secs(self.reconnect), ..RemoteOptions::default() }
+    /// How remote storages are used. Makes the file of `--record`.
+    ///
+    /// # Errors
+    /// The file cannot be made.
+    pub(crate) fn options(&self) -> Result<RemoteOptions, CliError> {
+        let record = self.record.as_deref().map(BootRecord::create).transpose();
+        Ok(RemoteOptions {
+            reconnect: Duration::from_secs(self.reconnect),
+            cache: self.cache.clone(),
+            record: record.map_err(CliError::new)?,
+            prefetch: self.prefetch.clone(),
+            ..RemoteOptions::default()
+        })
+    }
+}
+
+/// Parses `DIR[,size=SIZE]`.
+fn parse_cache(text: &OsString) -> Result<CacheOptions, String> {
+    let (directory, size) = match text.to_str().and_then(|text| text.rsplit_once(",size=")) {
+        Some((directory, size)) => (OsString::from(directory), Some(size)),
+        None => (text.clone(), None),
+    };
+    let bytes = size.map_or(Ok(CACHE_BYTES), size::parse)?;
+    if directory.is_empty() {
+        return Err("the directory is missing".into());
+    }
+    if bytes < MIN_CACHE_BYTES {
+        return Err(format!("a cache has at least {} MiB", MIN_CACHE_BYTES >> 20));
+    }
+    Ok(CacheOptions { directory: directory.into(), bytes })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_cache_is_a_directory_and_a_size_that_is_large_enough() {
+        let parse = |text: &str| parse_cache(&text.into());
+        let cache = |directory: &str, bytes| CacheOptions { directory: directory.into(), bytes };
+        assert_eq!(parse("/a,b"), Ok(cache("/a,b", 10 << 30)));
+        assert_eq!(parse("/a,size=1G"), Ok(cache("/a", 1 << 30)));
+        for wrong in ["", ",size=1G", "/a,size=1M", "/a,size=x"] {
+            assert!(parse(wrong).is_err(), "{wrong}");
+        }
     }
 }

@@ -3,6 +3,7 @@
 //! Invariant: the S3 server of these tests answers only what is signed as it has to be.
 
 use std::fs;
+use std::os::unix::fs::PermissionsExt;
 
 use nowait_testkit::web_server::WebServer;
 use nowait_testkit::{Random, seed};
@@ -124,4 +125,33 @@ fn what_is_wrong_with_a_store_is_one_line_without_a_secret() {
         let refused = refusal(&["info", url]);
         assert!(refused.error.contains(why), "{}", refused.error);
     }
+}
+
+#[test]
+fn a_confined_server_fills_a_cache_that_the_next_one_reads_instead_of_the_store() {
+    let object = bytes(3 * MIB);
+    let store = WebServer::start(object.clone(), "/base.img");
+    let scratch = Scratch::new();
+    let [cache, record] = ["cache", "boot"].map(|name| scratch.join(name));
+    let cache_size = format!("{},size=64M", cache.display());
+    let url = store.url();
+    let serve = |more: &[&str]| {
+        let options = [&["--read-only", "--cache", &cache_size][..], more].concat();
+        Server::start(url.as_ref(), &options)
+    };
+    let server = serve(&["--record", record.to_str().unwrap()]);
+    assert!(server.connect().read(0, 3 * MIB as u32).unwrap() == object);
+    server.stop();
+    let lines = fs::read_to_string(&record).unwrap();
+    assert_eq!(lines.lines().count(), 48);
+    let asked = store.asked_bytes();
+    let server = serve(&["--prefetch", record.to_str().unwrap()]);
+    assert!(server.connect().read(0, 3 * MIB as u32).unwrap() == object);
+    server.stop();
+    assert_eq!(store.asked_bytes(), asked + 1);
+    fs::set_permissions(&cache, fs::Permissions::from_mode(0o755)).unwrap();
+    let refused = refusal(&["serve", &url, "--read-only", "--cache", cache.to_str().unwrap()]);
+    assert!(refused.error.contains("chmod 700"), "{}", refused.error);
+    let refused = refusal(&["serve", &url, "--read-only", "--prefetch", record.to_str().unwrap()]);
+    assert!(refused.error.contains("--cache"), "{}", refused.error);
 }

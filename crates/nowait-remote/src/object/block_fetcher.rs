@@ -1,13 +1,14 @@
-//! The thread of an object's storage: it takes reads, fetches the blocks that they want, and gives
-//! them to all reads that wait for them.
+//! The thread of an object's storage: it takes reads, gets the blocks that they want from memory, the
+//! cache or the store, and gives them to all reads that wait for them.
 //!
 //! Invariant: a block is fetched once at a time however many reads want it. What reads wait for comes
-//! before what is read ahead. When the object has changed, every read fails from then on, those of
-//! blocks that are at hand too.
+//! before what is read ahead, and that before what a record names. When the object has changed, every
+//! read fails from then on, those of blocks that are at hand too.
 
-use std::cell::RefCell;
-use std::collections::{BTreeSet, HashMap, VecDeque};
+use std::collections::{HashMap, HashSet, VecDeque};
+use std::future::Future;
 use std::ops::Range;
+use std::pin::Pin;
 use std::rc::Rc;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
@@ -17,120 +18,80 @@ use futures_util::stream::FuturesUnordered;
 use slab::Slab;
 use tokio::sync::mpsc::UnboundedReceiver;
 
+use crate::object::asking::Asking;
+use crate::object::block_cache::{BlockCache, Cached};
 use crate::object::block_memory::{BLOCK_BYTES, BlockMemory};
+use crate::object::block_queue::BlockQueue;
+use crate::object::boot_record::ObjectRecord;
 use crate::object::fault::Fault;
 use crate::object::read_ahead::ReadAhead;
 use crate::object::read_job::ReadJob;
-use crate::object::store::{Object, Version};
-use crate::object::store_counters::{StoreCounters, add};
-use crate::policy::{BackOff, block_runs};
+use crate::object::store_counters::add;
+use crate::policy::PrefetchCursor;
 
 /// The most blocks of one request: 4 MiB.
 const RUN_BLOCKS: u64 = 64;
 /// The most requests with the store at once, and of these for what no read waits for.
 const MAX_REQUESTS: usize = 16;
 const MAX_AHEAD: usize = 4;
+/// The most reads and writes of the cache at once, and the blocks of one read.
+const MAX_LOOKS: usize = 4;
+const MAX_STORES: usize = 4;
+const LOOK_BLOCKS: u64 = 16;
 /// The most bytes of reads that have begun, unless it is one read.
 const MAX_JOB_BYTES: u64 = 64 << 20;
 /// The blocks in memory: 32 MiB.
 const MEMORY_BLOCKS: usize = 512;
 
-/// Since when the store has not answered.
+/// What blocks are fetched for, the most urgent first.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Purpose {
+    Read,
+    Ahead,
+    Record,
+}
+
+const PURPOSES: [Purpose; 3] = [Purpose::Read, Purpose::Ahead, Purpose::Record];
+
+/// A step that has ended.
+enum Done {
+    Looked(Range<u64>, Purpose, Vec<Cached>),
+    Fetched(Range<u64>, Purpose, Result<Vec<u8>, Fault>),
+    Stored,
+}
+
+type Step = Pin<Box<dyn Future<Output = Done>>>;
+
+/// The helpers of a storage that it may have.
 #[derive(Default)]
-struct Outage {
-    since: Option<Instant>,
-    /// Its end was told of: requests fail until the store answers again.
-    gave_up: bool,
-}
-
-/// What a request needs to be made again.
-struct Asking {
-    object: Object,
-    version: Version,
-    place: String,
-    reconnect: Duration,
-    outage: RefCell<Outage>,
-    counters: Arc<StoreCounters>,
-}
-
-impl Asking {
-    /// Reads the blocks of `run`, again and again until `reconnect` is over.
-    async fn fetch(&self, run: Range<u64>) -> (Range<u64>, Result<Vec<u8>, Fault>) {
-        let pos = run.start * BLOCK_BYTES;
-        let len = (run.end * BLOCK_BYTES).min(self.version.size()) - pos;
-        let mut first_failure = None;
-        for failed in 1.. {
-            let begun = Instant::now();
-            let result = self.object.read(&self.version, pos, len).await;
-            let bytes = result.as_ref().map_or(0, |data| data.len() as u64);
-            self.counters.request(begun.elapsed(), bytes);
-            match result {
-                Err(Fault::Transient(why)) => {
-                    let since = *first_failure.get_or_insert_with(Instant::now);
-                    if !self.tries_again(&why, since) {
-                        return (run, Err(Fault::Transient(why)));
-                    }
-                    tokio::time::sleep(BackOff::STORE.pause(failed, fastrand::u64(..))).await;
-                    add(&self.counters.retries, 1);
-                }
-                Ok(data) => {
-                    self.answered();
-                    return (run, Ok(data));
-                }
-                Err(fault) => return (run, Err(fault)),
-            }
-        }
-        (run, Err(Fault::Transient("too many attempts".into())))
-    }
-
-    /// Whether a request that has failed since `since` is made again.
-    fn tries_again(&self, why: &str, since: Instant) -> bool {
-        let mut outage = self.outage.borrow_mut();
-        let begun = *outage.since.get_or_insert_with(|| {
-            tracing::warn!("{}: {why}; asking again", self.place);
-            Instant::now()
-        });
-        if begun.min(since).elapsed() < self.reconnect {
-            return true;
-        }
-        if !std::mem::replace(&mut outage.gave_up, true) {
-            tracing::error!("{}: {why}; reads fail until it answers again", self.place);
-        }
-        false
-    }
-
-    fn answered(&self) {
-        let outage = std::mem::take(&mut *self.outage.borrow_mut());
-        if let Some(since) = outage.since {
-            let lost = since.elapsed().as_millis();
-            tracing::warn!("{}: it answers again, after {lost} ms", self.place);
-        }
-    }
-}
-
-/// A block that is not at hand.
-#[derive(Default)]
-struct Pending {
-    /// The reads that wait for it.
-    waiters: Vec<usize>,
-    asked: bool,
+pub(super) struct Helpers {
+    pub(super) cache: Option<Arc<BlockCache>>,
+    pub(super) record: Option<ObjectRecord>,
+    /// What is fetched into the cache without being asked for.
+    pub(super) prefetch: Option<PrefetchCursor>,
 }
 
 /// The thread's data.
 pub(super) struct BlockFetcher {
     inbox: UnboundedReceiver<ReadJob>,
     asking: Rc<Asking>,
+    helpers: Helpers,
     waiting: VecDeque<ReadJob>,
     jobs: Slab<ReadJob>,
     job_bytes: u64,
-    pending: HashMap<u64, Pending>,
-    /// Blocks that reads wait for and that are not asked yet, and the order in which they came.
-    wanted: BTreeSet<u64>,
-    order: VecDeque<u64>,
-    /// Blocks that are to be read ahead.
-    ahead: BTreeSet<u64>,
-    /// Requests for what no read waited for when they were made.
-    asked_ahead: BTreeSet<u64>,
+    /// The blocks that are on their way, and the reads that wait for them.
+    pending: HashMap<u64, Vec<usize>>,
+    /// Blocks that are to be looked for in the cache, and those that are to be asked for, by purpose.
+    look: [BlockQueue; 3],
+    fetch: [BlockQueue; 3],
+    steps: FuturesUnordered<Step>,
+    looks: usize,
+    requests: usize,
+    /// Of the requests those for what no read waited for.
+    ahead: usize,
+    stores: usize,
+    /// Blocks of the record that the cache has, or cannot get.
+    known: HashSet<u64>,
     streams: ReadAhead,
     memory: BlockMemory,
     /// The object has changed; nothing is read any more.
@@ -139,26 +100,23 @@ pub(super) struct BlockFetcher {
 }
 
 impl BlockFetcher {
-    pub(super) fn new(
-        inbox: UnboundedReceiver<ReadJob>,
-        (object, version): (Object, Version),
-        reconnect: Duration,
-        counters: Arc<StoreCounters>,
-    ) -> Self {
-        let place = object.url().to_string();
-        let outage = RefCell::default();
-        let asking = Asking { object, version, place, reconnect, outage, counters };
+    pub(super) fn new(inbox: UnboundedReceiver<ReadJob>, asking: Asking, helpers: Helpers) -> Self {
         Self {
             inbox,
             asking: Rc::new(asking),
+            helpers,
             waiting: VecDeque::new(),
             jobs: Slab::new(),
             job_bytes: 0,
             pending: HashMap::new(),
-            wanted: BTreeSet::new(),
-            order: VecDeque::new(),
-            ahead: BTreeSet::new(),
-            asked_ahead: BTreeSet::new(),
+            look: <[BlockQueue; 3]>::default(),
+            fetch: <[BlockQueue; 3]>::default(),
+            steps: FuturesUnordered::new(),
+            looks: 0,
+            requests: 0,
+            ahead: 0,
+            stores: 0,
+            known: HashSet::new(),
             streams: ReadAhead::default(),
             memory: BlockMemory::new(MEMORY_BLOCKS),
             changed: false,
@@ -168,15 +126,16 @@ impl BlockFetcher {
 
     /// Serves until the storage is closed and its last read has ended.
     pub(super) async fn run(mut self) {
-        let mut requests = FuturesUnordered::new();
         let mut open = true;
         loop {
             self.begin_waiting();
-            while let Some(run) = self.next_run(requests.len()) {
-                let asking = self.asking.clone();
-                requests.push(async move { asking.fetch(run).await });
+            if let Some(record) = &mut self.helpers.record {
+                record.write();
             }
-            if !open && self.jobs.is_empty() && self.waiting.is_empty() {
+            self.begin_looks();
+            self.begin_requests();
+            let idle = self.jobs.is_empty() && self.waiting.is_empty() && self.stores == 0;
+            if !open && idle {
                 return;
             }
             tokio::select! {
@@ -188,7 +147,7 @@ impl BlockFetcher {
                         self.waiting.push_back(job);
                     }
                 }
-                Some((run, result)) = requests.next() => self.finish(&run, result),
+                Some(done) = self.steps.next() => self.finish(done),
             }
         }
     }
@@ -214,37 +173,48 @@ impl BlockFetcher {
     }
 
     fn begin(&mut self, mut job: ReadJob) {
-        let blocks = job.range.pos / BLOCK_BYTES..job.range.end().div_ceil(BLOCK_BYTES);
-        let end = self.asking.version.size().div_ceil(BLOCK_BYTES);
-        let counters = self.asking.counters.clone();
-        job.begin((blocks.end - blocks.start) as usize);
-        self.job_bytes += job.range.len;
         let range = job.range;
-        let entry = self.jobs.vacant_entry();
-        let index = entry.key();
-        let job = entry.insert(job);
+        let blocks = range.pos / BLOCK_BYTES..range.end().div_ceil(BLOCK_BYTES);
+        job.begin((blocks.end - blocks.start) as usize);
+        self.job_bytes += range.len;
+        let index = self.jobs.insert(job);
+        let counters = self.asking.counters.clone();
         let mut ended = false;
         for block in blocks {
+            if let Some(record) = &mut self.helpers.record {
+                record.note(block);
+            }
             if let Some(data) = self.memory.get(block) {
                 add(&counters.hits, 1);
-                ended = job.give(block * BLOCK_BYTES, Some(&data));
+                let job = self.jobs.get_mut(index);
+                ended = job.is_some_and(|job| job.give(block * BLOCK_BYTES, Some(&data)));
                 continue;
             }
-            add(&counters.misses, 1);
-            let pending = self.pending.entry(block).or_default();
-            pending.waiters.push(index);
-            if !pending.asked && self.wanted.insert(block) {
-                self.order.push_back(block);
-            }
-            self.ahead.remove(&block);
+            self.want(block, Purpose::Read);
+            self.pending.entry(block).or_default().push(index);
         }
         if ended {
             self.end(index);
         }
+        let end = self.asking.version.size().div_ceil(BLOCK_BYTES);
         for block in self.streams.after(range, end) {
-            if !self.memory.has(block) && !self.pending.contains_key(&block) {
-                self.ahead.insert(block);
+            if !self.memory.has(block) {
+                self.want(block, Purpose::Ahead);
             }
+        }
+    }
+
+    /// Begins to get a block, or gets it sooner.
+    fn want(&mut self, block: u64, purpose: Purpose) {
+        let is_new = !self.pending.contains_key(&block);
+        self.pending.entry(block).or_default();
+        if is_new {
+            let has_cache = self.helpers.cache.is_some();
+            let queues = if has_cache { &mut self.look } else { &mut self.fetch };
+            queues[purpose as usize].push(block);
+        } else if purpose == Purpose::Read {
+            sooner(&mut self.look, block);
+            sooner(&mut self.fetch, block);
         }
     }
 
@@ -254,38 +224,108 @@ impl BlockFetcher {
         job.end();
     }
 
-    /// The blocks of the next request, while `requests` are with the store.
-    fn next_run(&mut self, requests: usize) -> Option<Range<u64>> {
-        if requests >= MAX_REQUESTS {
-            return None;
-        }
-        while let Some(first) = self.order.pop_front() {
-            let run = block_runs(self.wanted.range(first..).copied(), RUN_BLOCKS).next();
-            // It was in the request for another one.
-            let Some(run) = run.filter(|run| run.start == first) else { continue };
-            self.ask(&run);
-            return Some(run);
-        }
-        if self.asked_ahead.len() >= MAX_AHEAD {
-            return None;
-        }
-        let run = block_runs(self.ahead.iter().copied(), RUN_BLOCKS).next()?;
-        self.asked_ahead.insert(run.start);
-        self.ask(&run);
-        Some(run)
-    }
-
-    fn ask(&mut self, run: &Range<u64>) {
-        for block in run.clone() {
-            self.wanted.remove(&block);
-            self.ahead.remove(&block);
-            self.pending.entry(block).or_default().asked = true;
+    fn begin_looks(&mut self) {
+        let Some(cache) = self.helpers.cache.clone() else { return };
+        while self.looks < MAX_LOOKS {
+            let next = PURPOSES.into_iter().find_map(|purpose| {
+                let run = self.look[purpose as usize].next_run(LOOK_BLOCKS);
+                run.map(|run| (purpose, run))
+            });
+            let Some((purpose, run)) = next else { return };
+            self.looks += 1;
+            let (cache, blocks) = (cache.clone(), run.clone());
+            let look = move || blocks.map(|block| cache.read(block)).collect::<Vec<_>>();
+            let look = tokio::task::spawn_blocking(look);
+            self.steps.push(Box::pin(async move {
+                Done::Looked(run, purpose, look.await.unwrap_or_default())
+            }));
         }
     }
 
-    /// Gives what has come to the reads that wait for it.
-    fn finish(&mut self, run: &Range<u64>, result: Result<Vec<u8>, Fault>) {
-        self.asked_ahead.remove(&run.start);
+    fn begin_requests(&mut self) {
+        while self.requests < MAX_REQUESTS && self.stores < MAX_STORES {
+            let Some((purpose, run)) = self.next_run() else { break };
+            self.requests += 1;
+            self.ahead += usize::from(purpose != Purpose::Read);
+            let asking = self.asking.clone();
+            self.steps.push(Box::pin(async move {
+                let result = asking.fetch(&run).await;
+                Done::Fetched(run, purpose, result)
+            }));
+        }
+        self.follow_record();
+    }
+
+    fn next_run(&mut self) -> Option<(Purpose, Range<u64>)> {
+        PURPOSES.into_iter().find_map(|purpose| {
+            if purpose != Purpose::Read && self.ahead >= MAX_AHEAD {
+                return None;
+            }
+            let run = self.fetch[purpose as usize].next_run(RUN_BLOCKS);
+            run.map(|run| (purpose, run))
+        })
+    }
+
+    /// Wants the next blocks of the record, while little else is under way.
+    fn follow_record(&mut self) {
+        while !self.changed && self.looks == 0 && self.ahead < MAX_AHEAD && self.stores == 0 {
+            let Self { helpers, pending, known, .. } = self;
+            let Some(cursor) = &mut helpers.prefetch else { return };
+            let wanted = |block| !pending.contains_key(&block) && !known.contains(&block);
+            let Some(run) = cursor.next_run(wanted, RUN_BLOCKS) else {
+                helpers.prefetch = None;
+                tracing::info!("{}: all of the record is in the cache", self.asking.place);
+                return;
+            };
+            for block in run {
+                self.known.insert(block);
+                self.want(block, Purpose::Record);
+            }
+            self.begin_looks();
+        }
+    }
+
+    fn finish(&mut self, done: Done) {
+        match done {
+            Done::Stored => self.stores -= 1,
+            Done::Looked(run, purpose, found) => {
+                self.looks -= 1;
+                self.looked(run, purpose, found);
+            }
+            Done::Fetched(run, purpose, result) => {
+                self.requests -= 1;
+                self.ahead -= usize::from(purpose != Purpose::Read);
+                self.fetched(run, purpose, result);
+            }
+        }
+    }
+
+    /// Gives what the cache has to the reads that wait for it, and asks the store for the rest.
+    fn looked(&mut self, run: Range<u64>, purpose: Purpose, found: Vec<Cached>) {
+        let counters = self.asking.counters.clone();
+        let mut found = found.into_iter();
+        for block in run {
+            let waiters = self.waiters(block);
+            let cached = found.next().unwrap_or(Cached::Absent);
+            if cached == Cached::Corrupt {
+                add(&counters.corrupt, 1);
+            }
+            if let Cached::Block(data) = cached {
+                add(&counters.hits, waiters);
+                let keeps = waiters > 0 || purpose != Purpose::Record;
+                self.deliver(block, Some(Rc::from(data)).filter(|_| !self.changed), keeps);
+            } else if self.changed {
+                self.deliver(block, None, false);
+            } else {
+                // A read may wait by now for what was looked for ahead.
+                let purpose = if waiters > 0 { Purpose::Read } else { purpose };
+                self.fetch[purpose as usize].push(block);
+            }
+        }
+    }
+
+    /// Gives what the store has sent to the reads that wait for it, and to the cache.
+    fn fetched(&mut self, run: Range<u64>, purpose: Purpose, result: Result<Vec<u8>, Fault>) {
         let data = match result {
             Ok(data) if !self.changed => Some(data),
             Ok(_) => None,
@@ -296,26 +336,39 @@ impl BlockFetcher {
         };
         for block in run.clone() {
             let from = ((block - run.start) * BLOCK_BYTES) as usize;
-            let data = data
-                .as_ref()
-                .and_then(|data| data.get(from..))
-                .map(|rest| Rc::from(rest.get(..BLOCK_BYTES as usize).unwrap_or(rest)));
-            self.deliver(block, data);
+            let data = data.as_ref().and_then(|data| data.get(from..));
+            let data = data.map(|rest| Rc::from(rest.get(..BLOCK_BYTES as usize).unwrap_or(rest)));
+            let waiters = self.waiters(block);
+            add(&self.asking.counters.misses, waiters);
+            self.deliver(block, data, waiters > 0 || purpose != Purpose::Record);
+        }
+        if let (Some(data), Some(cache)) = (data, self.helpers.cache.clone()) {
+            self.stores += 1;
+            let store = tokio::task::spawn_blocking(move || cache.write(run.start, &data));
+            self.steps.push(Box::pin(async move {
+                // What could not be written is fetched another time.
+                let _ = store.await;
+                Done::Stored
+            }));
         }
         if self.changed {
             self.fail_all();
         }
     }
 
-    fn deliver(&mut self, block: u64, data: Option<Rc<[u8]>>) {
-        let pending = self.pending.remove(&block).unwrap_or_default();
-        for index in pending.waiters {
+    /// Reads that wait for `block`.
+    fn waiters(&self, block: u64) -> u64 {
+        self.pending.get(&block).map_or(0, |jobs| jobs.len() as u64)
+    }
+
+    fn deliver(&mut self, block: u64, data: Option<Rc<[u8]>>, keeps: bool) {
+        for index in self.pending.remove(&block).unwrap_or_default() {
             let job = self.jobs.get_mut(index);
             if job.is_some_and(|job| job.give(block * BLOCK_BYTES, data.as_deref())) {
                 self.end(index);
             }
         }
-        if let Some(data) = data {
+        if let Some(data) = data.filter(|_| keeps) {
             self.memory.put(block, data);
         }
     }
@@ -325,7 +378,7 @@ impl BlockFetcher {
         const PAUSE: Duration = Duration::from_secs(10);
         let place = &self.asking.place;
         match fault {
-            Fault::Transient(_) => {}
+            Fault::Transient(_) | Fault::Busy(_) => {}
             Fault::Changed(why) => {
                 if !std::mem::replace(&mut self.changed, true) {
                     tracing::error!("{place}: {why}; every read fails from now on");
@@ -340,12 +393,18 @@ impl BlockFetcher {
         }
     }
 
-    /// Fails the reads that wait for what is not asked yet. Those with a request end with it.
+    /// Fails the reads that wait for what is not under way. The others end with their step.
     fn fail_all(&mut self) {
-        self.order.clear();
-        self.ahead.clear();
-        for block in std::mem::take(&mut self.wanted) {
-            self.deliver(block, None);
-        }
+        let queues = self.look.iter_mut().chain(&mut self.fetch);
+        let blocks: Vec<_> = queues.flat_map(BlockQueue::drain).collect();
+        blocks.into_iter().for_each(|block| self.deliver(block, None, false));
+    }
+}
+
+/// Moves `block` to the most urgent of `queues`, if it is in another one.
+fn sooner(queues: &mut [BlockQueue; 3], block: u64) {
+    let [first, rest @ ..] = queues;
+    if rest.iter_mut().any(|queue| queue.remove(block)) {
+        first.push(block);
     }
 }

@@ -12,6 +12,8 @@ use hyper::StatusCode;
 pub(super) enum Fault {
     /// It may succeed later.
     Transient(String),
+    /// It may succeed later, if fewer requests are made.
+    Busy(String),
     /// The object is not what it was when it was opened.
     Changed(String),
     /// The store refuses it, and would again.
@@ -21,7 +23,10 @@ pub(super) enum Fault {
 impl Fault {
     pub(super) fn text(&self) -> &str {
         match self {
-            Self::Transient(text) | Self::Changed(text) | Self::Refused(text) => text,
+            Self::Transient(text)
+            | Self::Busy(text)
+            | Self::Changed(text)
+            | Self::Refused(text) => text,
         }
     }
 
@@ -61,7 +66,8 @@ impl BadAnswer {
         match self {
             Self::Status { status, .. } => match status.as_u16() {
                 412 | 416 => Fault::Changed(text),
-                408 | 425 | 429 | 500..=599 => Fault::Transient(text),
+                429 | 503 => Fault::Busy(text),
+                408 | 425 | 500..=599 => Fault::Transient(text),
                 _ => Fault::Refused(text),
             },
             Self::IgnoresRanges | Self::Redirect(_) => Fault::Refused(text),
@@ -112,7 +118,8 @@ mod tests {
 
     #[test]
     fn only_what_may_pass_is_tried_again() {
-        let is_transient = |status| matches!(answer(status, None).fault(), Fault::Transient(_));
+        let is_transient =
+            |status| matches!(answer(status, None).fault(), Fault::Transient(_) | Fault::Busy(_));
         let transient: Vec<_> = (300..600).filter(|&status| is_transient(status)).collect();
         let wanted: Vec<_> = [408, 425, 429].into_iter().chain(500..600).collect();
         assert_eq!(transient, wanted);

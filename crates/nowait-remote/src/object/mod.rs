@@ -11,10 +11,17 @@ mod store;
 mod store_counters;
 mod read_job;
 mod block_memory;
+mod block_queue;
 mod read_ahead;
+mod cache_directory;
+mod block_cache;
+mod boot_record;
+mod asking;
 mod block_fetcher;
 mod object_storage;
 
+pub use boot_record::BootRecord;
+pub use cache_directory::{CacheOptions, MIN_CACHE_BYTES};
 pub use object_storage::{ObjectOptions, ObjectStorage};
 pub use object_url::ObjectUrl;
 pub use store_counters::{StoreCounters, StoreCounts};

@@ -4,6 +4,7 @@
 
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::BorrowedFd;
+use std::path::PathBuf;
 use std::sync::Arc;
 use std::sync::mpsc;
 use std::time::{Duration, Instant};
@@ -15,18 +16,24 @@ use nowait::{
 use tokio::runtime::Builder;
 use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 
-use crate::object::block_fetcher::BlockFetcher;
+use crate::object::asking::Asking;
+use crate::object::block_cache::BlockCache;
+use crate::object::block_fetcher::{BlockFetcher, Helpers};
+use crate::object::block_memory::BLOCK_BYTES;
+use crate::object::boot_record::{self, BootRecord, ObjectRecord};
+use crate::object::cache_directory::CacheOptions;
 use crate::object::fault::Fault;
 use crate::object::object_url::ObjectUrl;
 use crate::object::read_job::{Origin, ReadJob};
 use crate::object::store::{Object, Timeouts, Version};
 use crate::object::store_counters::StoreCounters;
-use crate::policy::BackOff;
+use crate::policy::{BackOff, PrefetchCursor};
 
 /// The longest read of one call in bytes.
 const CALL_BYTES: u64 = 4 << 20;
-/// The most threads that wait for what cannot be waited for otherwise: names of hosts.
-const BLOCKING_THREADS: usize = 4;
+/// The most threads that wait for what cannot be waited for otherwise: names of hosts, and files of
+/// the cache.
+const BLOCKING_THREADS: usize = 10;
 /// How long the first answer is waited for, with all attempts, if `reconnect` is not less.
 const OPEN_TIME: Duration = Duration::from_secs(10);
 
@@ -39,6 +46,12 @@ pub struct ObjectOptions {
     pub silence: Duration,
     /// How long one request may take.
     pub request: Duration,
+    /// Where what was read stays.
+    pub cache: Option<CacheOptions>,
+    /// Where the order of the blocks that are read is written.
+    pub record: Option<BootRecord>,
+    /// The record whose blocks are fetched into the cache.
+    pub prefetch: Option<PathBuf>,
 }
 
 impl Default for ObjectOptions {
@@ -47,6 +60,9 @@ impl Default for ObjectOptions {
             reconnect: Duration::from_secs(30),
             silence: Duration::from_secs(20),
             request: Duration::from_secs(120),
+            cache: None,
+            record: None,
+            prefetch: None,
         }
     }
 }
@@ -108,11 +124,16 @@ fn serve(
         Err(error) => return drop(opened.send(Err(error.to_string()))),
     };
     runtime.block_on(async {
-        match open(url, options).await {
+        let object = open(url, options).await;
+        let helped = object.and_then(|(object, version)| {
+            let helpers = helpers(url, options, &version)?;
+            Ok((object, version, helpers))
+        });
+        match helped {
             Err(why) => drop(opened.send(Err(why))),
-            Ok((object, version)) => {
-                let fetcher = (object, version.clone());
-                let fetcher = BlockFetcher::new(inbox, fetcher, options.reconnect, counters);
+            Ok((object, version, helpers)) => {
+                let asking = Asking::new((object, version.clone()), options.reconnect, counters);
+                let fetcher = BlockFetcher::new(inbox, asking, helpers);
                 if opened.send(Ok(version)).is_ok() {
                     fetcher.run().await;
                 }
@@ -131,13 +152,26 @@ async fn open(url: &ObjectUrl, options: &ObjectOptions) -> Result<(Object, Versi
     for failed in 1.. {
         match object.probe().await {
             Ok(version) => return Ok((object, version)),
-            Err(Fault::Transient(_)) if begun.elapsed() < time => {
+            Err(Fault::Transient(_) | Fault::Busy(_)) if begun.elapsed() < time => {
                 tokio::time::sleep(BackOff::STORE.pause(failed, fastrand::u64(..))).await;
             }
             Err(fault) => return Err(format!("{}{}", fault.text(), url.hint())),
         }
     }
     Err("too many attempts".into())
+}
+
+/// The cache and the records of the object at `url`.
+fn helpers(url: &ObjectUrl, options: &ObjectOptions, version: &Version) -> Result<Helpers, String> {
+    let (place, size) = (url.to_string(), version.size());
+    let open = |cache| BlockCache::open(cache, &place, &version.identity(), size);
+    let cache = options.cache.as_ref().map(open).transpose()?;
+    let record = options.record.clone().map(|record| ObjectRecord::new(record, &place));
+    let order = |path: &PathBuf| boot_record::order_of(path, &place, size.div_ceil(BLOCK_BYTES));
+    // Without a cache there is no place for what is fetched.
+    let prefetch = options.prefetch.as_ref().filter(|_| cache.is_some()).map(order).transpose()?;
+    let prefetch = prefetch.map(|order| PrefetchCursor::new(Arc::new(order)));
+    Ok(Helpers { cache: cache.map(Arc::new), record, prefetch })
 }
 
 fn read_only(operation: Operation) -> Error {

@@ -11,9 +11,9 @@ const STORE_LATENCY_BUCKETS: usize = 18;
 /// The counters of one storage.
 #[derive(Debug, Default)]
 pub struct StoreCounters {
-    /// Blocks that were at hand when they were read: in memory or in the cache.
+    /// Blocks that reads had from memory or from the cache.
     pub(super) hits: AtomicU64,
-    /// Blocks that a read had to wait for.
+    /// Blocks that reads had from the store.
     pub(super) misses: AtomicU64,
     /// Blocks of the cache that were not what was written there.
     pub(super) corrupt: AtomicU64,
@@ -56,9 +56,9 @@ pub(super) fn add(counter: &AtomicU64, count: u64) {
 /// The counts of one storage, since it was opened.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct StoreCounts {
-    /// Blocks that were at hand when they were read: in memory or in the cache.
+    /// Blocks that reads had from memory or from the cache.
     pub hits: u64,
-    /// Blocks that a read had to wait for.
+    /// Blocks that reads had from the store.
     pub misses: u64,
     /// Blocks of the cache that were not what was written there, and were fetched again.
     pub corrupt: u64,
