@@ -139,6 +139,8 @@ fn remote(location: &Location, files: &mut FileAccess) {
             ports.into_iter().for_each(|port| files.connect(port));
             credentials.into_iter().for_each(|path| files.read(path));
         }
+        // Its library's threads have begun, and take none of the signals by which threads are restricted.
+        Location::Rbd(_) => files.allow_all("the threads of Ceph's library cannot be restricted"),
     }
 }
 

@@ -92,7 +92,7 @@ pub(crate) fn source(
     let path = match location {
         Location::Nbd(uri) => return nbd::connect(uri, connecting, false),
         Location::File(path) => path,
-        Location::Object(_) => {
+        Location::Object(_) | Location::Rbd(_) => {
             let opened = nowait_remote::open(location, &chain_options, &RemoteOptions::default());
             let opened = opened.map_err(|error| Error::at(location, error.what()))?;
             return file_endpoint::of_image(location.to_string(), opened);
@@ -184,6 +184,16 @@ pub(crate) fn target(
     let path = match location {
         Location::File(path) => path,
         Location::Object(_) => return Err(Error::at(location, "an object is only read")),
+        Location::Rbd(_) => {
+            format.check_in_place(location)?;
+            let raw = Some(Format::Raw);
+            let options = ChainOptions { writable: true, format: raw, ..ChainOptions::default() };
+            let opened = nowait_remote::open(location, &options, &RemoteOptions::default());
+            let opened = opened.map_err(|error| Error::at(location, error.what()))?;
+            let endpoint = file_endpoint::of_image(location.to_string(), opened)?;
+            check_size(location, &*endpoint, size)?;
+            return Ok(Target { endpoint, kind: TargetKind::InPlace, is_zero: false });
+        }
         Location::Nbd(uri) => {
             format.check_in_place(location)?;
             let endpoint = nbd::connect(uri, connecting, true)?;

@@ -1,14 +1,15 @@
-//! Storages behind a network, for images anywhere: exports of NBD servers, objects of object stores
-//! and files of web servers.
+//! Storages behind a network, for images anywhere: exports of NBD servers, objects of object stores,
+//! files of web servers, and images of Ceph clusters.
 //!
 //! A remote storage makes its transfers on a thread of its own, which has its connection; the threads
 //! of an engine hand requests to it and learn of their ends by a descriptor. No request has a thread.
-#![forbid(unsafe_code)]
+#![deny(unsafe_code)]
 
 mod policy;
 mod object;
-mod location;
 mod nbd;
+mod rbd;
+mod location;
 mod open;
 
 pub use location::Location;
@@ -19,3 +20,4 @@ pub use object::{
 };
 pub use open::{RemoteOptions, open, open_backings, open_storage};
 pub use policy::{BackOff, Pace, PrefetchCursor, PrefetchOrder, block_runs};
+pub use rbd::{RbdLocation, RbdOptions, RbdStorage};

@@ -1,4 +1,4 @@
-//! The location of a disk: a path, an NBD URI or the URL of an object.
+//! The location of a disk: a path, an NBD URI, the URL of an object or an image of a Ceph cluster.
 //!
 //! Invariant: a `Location` is displayed as it was given.
 
@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 use nowait_nbd::{NbdUri, TlsParams};
 
 use crate::object::ObjectUrl;
+use crate::rbd::RbdLocation;
 
 /// The place of a disk.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -19,6 +20,8 @@ pub enum Location {
     Nbd(NbdUri),
     /// An object of an object store, or a file of a web server.
     Object(ObjectUrl),
+    /// An image of a Ceph cluster.
+    Rbd(Box<RbdLocation>),
 }
 
 impl Location {
@@ -27,7 +30,7 @@ impl Location {
     pub fn path(&self) -> Option<&Path> {
         match self {
             Self::File(path) => Some(path),
-            Self::Nbd(_) | Self::Object(_) => None,
+            Self::Nbd(_) | Self::Object(_) | Self::Rbd(_) => None,
         }
     }
 
@@ -44,6 +47,9 @@ impl Location {
     pub fn parse(text: &OsString) -> Result<Self, String> {
         if let Some(url) = text.to_str().filter(|text| ObjectUrl::is_like(text)) {
             return url.parse().map(Self::Object);
+        }
+        if let Some(name) = text.to_str().filter(|text| RbdLocation::is_like(text)) {
+            return name.parse().map(|location| Self::Rbd(Box::new(location)));
         }
         let uri = text.to_str().filter(|text| text.starts_with("nbd"));
         match uri.and_then(|text| text.split_once("://")) {
@@ -62,6 +68,7 @@ impl fmt::Display for Location {
             Self::File(path) => path.display().fmt(f),
             Self::Nbd(uri) => uri.fmt(f),
             Self::Object(url) => url.fmt(f),
+            Self::Rbd(location) => location.fmt(f),
         }
     }
 }
@@ -78,6 +85,7 @@ mod tests {
         }
         assert!(matches!(Location::parse(&"nbd://h/".into()), Ok(Location::Nbd(_))));
         assert!(matches!(Location::parse(&"s3://b/key".into()), Ok(Location::Object(_))));
+        assert!(matches!(Location::parse(&"rbd:pool/a".into()), Ok(Location::Rbd(_))));
         assert!(Location::parse(&"".into()).is_err());
     }
 }

@@ -12,6 +12,7 @@ use nowait_image::{ChainOptions, Image, ImageError, NamedStorages};
 use crate::location::Location;
 use crate::nbd::{NbdOptions, NbdStorage};
 use crate::object::{BootRecord, CacheOptions, ObjectOptions, ObjectStorage};
+use crate::rbd::{RbdOptions, RbdStorage};
 
 /// How remote storages are used.
 #[derive(Clone, Debug)]
@@ -82,6 +83,10 @@ pub fn open_storage(
         Location::Object(_) if !read_only => Err("an object is only read (try --read-only)".into()),
         Location::Object(url) => {
             ObjectStorage::open(url, &remote.object()).map(|storage| Arc::new(storage) as _)
+        }
+        Location::Rbd(location) => {
+            let options = RbdOptions { timeout: remote.reconnect, read_only };
+            RbdStorage::open(location, options).map(|storage| Arc::new(storage) as _)
         }
     };
     storage.map_err(|what| refused(&name, &what))

@@ -20,7 +20,8 @@ const CONNECTIONS: u16 = 4;
 
 /// Copy a disk: between files, qcow2 images, block devices and NBD exports
 ///
-/// FROM may also be an object of a store or a web server (s3://BUCKET/KEY, https://HOST/PATH).
+/// FROM may also be an object of a store or a web server (s3://BUCKET/KEY, https://HOST/PATH), and both
+/// an image of a Ceph cluster (rbd:POOL/IMAGE).
 /// FROM and TO are each a file, a block device or the URI of an NBD export:
 /// nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH, with %XX for special characters; with
 /// nbds in place of nbd for TLS.

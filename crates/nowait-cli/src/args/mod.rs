@@ -160,7 +160,8 @@ pub(crate) struct ServeArgs {
     ///
     /// An IMAGE may also be an export of another NBD server: nbd://HOST/EXPORT,
     /// nbd+unix:///EXPORT?socket=PATH, and nbds for TLS with ?tls-certificates=DIR; or with --read-only
-    /// an object: s3://BUCKET/KEY, gs://BUCKET/KEY, az://CONTAINER/KEY, https://HOST/PATH. It is raw
+    /// an object: s3://BUCKET/KEY, gs://BUCKET/KEY, az://CONTAINER/KEY, https://HOST/PATH; or an image
+    /// of a Ceph cluster: rbd:POOL/IMAGE. It is raw
     /// unless --format says otherwise.
     ///
     /// Without NAME the first has the empty name, which is what clients ask for when they are told

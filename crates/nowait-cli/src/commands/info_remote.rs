@@ -1,4 +1,5 @@
-//! `nowait info` of an export of an NBD server, or of an object: what the server says of it.
+//! `nowait info` of an export of an NBD server, an object or an image of a Ceph cluster: what the server
+//! says of it.
 //!
 //! Invariant: it is opened for reading only; the keys of the JSON object are those of a file,
 //! null where they say nothing of it.
@@ -12,7 +13,10 @@ use nowait::{ByteRange, ExtentStatus, Storage};
 use nowait_cli::error::{CliError, os_message, plain};
 use nowait_cli::size::human;
 use nowait_image::{Format, ImageFile};
-use nowait_remote::{Location, NbdOptions, NbdStorage, ObjectOptions, ObjectStorage, StoreCounts};
+use nowait_remote::{
+    Location, NbdOptions, NbdStorage, ObjectOptions, ObjectStorage, RbdOptions, RbdStorage,
+    StoreCounts,
+};
 use serde_json::{Value, json};
 
 use crate::args::info_args::InfoArgs;
@@ -24,6 +28,7 @@ const MAX_EXTENTS: usize = 1 << 20;
 
 enum Kind {
     NbdExport,
+    CephImage,
     /// With its store, its version, and how the store has answered.
     Object {
         store: &'static str,
@@ -65,6 +70,12 @@ pub(crate) fn run(args: &InfoArgs, location: &Location) -> Result<(), CliError> 
             if !storage.tells_extents() {
                 facts.extents.clear();
             }
+            facts
+        }
+        Location::Rbd(location) => {
+            let storage = RbdStorage::open(location, RbdOptions::default()).map_err(refused)?;
+            let mut facts = gather(args, Arc::new(storage))?;
+            (facts.kind, facts.read_only) = (Kind::CephImage, location.is_snapshot());
             facts
         }
         Location::File(_) => return Err(CliError::at(image, "it is no URI")),
@@ -127,6 +138,7 @@ fn in_json(image: &Path, facts: &Facts) -> Value {
         "image": image.to_string_lossy(),
         "kind": match facts.kind {
             Kind::NbdExport => "nbd_export",
+            Kind::CephImage => "ceph_image",
             Kind::Object { .. } => "object",
         },
         "size_bytes": facts.size,
@@ -171,6 +183,8 @@ fn in_words(image: &Path, facts: &Facts) -> String {
     let kind = match &facts.kind {
         Kind::NbdExport if facts.read_only => "NBD export, read-only".to_owned(),
         Kind::NbdExport => "NBD export".to_owned(),
+        Kind::CephImage if facts.read_only => "snapshot of a Ceph image, read-only".to_owned(),
+        Kind::CephImage => "Ceph image".to_owned(),
         Kind::Object { store, .. } => format!("object of {store}, read-only"),
     };
     let mut lines = vec![("image", plain(&image.display().to_string())), ("kind", kind)];
@@ -180,6 +194,7 @@ fn in_words(image: &Path, facts: &Facts) -> String {
     }
     lines.extend([("data", data), ("holes", holes)]);
     match &facts.kind {
+        Kind::CephImage => {}
         Kind::NbdExport => lines.extend([
             ("block", format!("{} bytes", facts.block)),
             ("abilities", facts.abilities.join(", ")),

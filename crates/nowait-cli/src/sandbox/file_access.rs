@@ -26,6 +26,8 @@ const HANDLED: ABI = ABI::V8;
 pub struct FileAccess {
     paths: Vec<(PathBuf, BitFlags<AccessFs>)>,
     ports: Vec<u16>,
+    /// Why there is no such restriction.
+    unrestricted: Option<&'static str>,
 }
 
 impl FileAccess {
@@ -72,9 +74,14 @@ impl FileAccess {
         self.ports.push(port);
     }
 
+    /// There is no restriction, because of `why`.
+    pub fn allow_all(&mut self, why: &'static str) {
+        self.unrestricted = Some(why);
+    }
+
     /// Whether connections by TCP may be made.
     pub(super) fn connects(&self) -> bool {
-        !self.ports.is_empty()
+        self.unrestricted.is_some() || !self.ports.is_empty()
     }
 
     fn add(&mut self, path: impl AsRef<Path>, access: BitFlags<AccessFs>) {
@@ -88,6 +95,9 @@ impl FileAccess {
 /// # Errors
 /// Some threads may be restricted, and others are not.
 pub(super) fn enter(files: &FileAccess) -> Result<Result<(), String>, CliError> {
+    if let Some(why) = files.unrestricted {
+        return Ok(Err(why.into()));
+    }
     let ruleset = match ruleset(files) {
         Ok(Some(ruleset)) => ruleset,
         Ok(None) => return Ok(Err("this kernel does not have it, or not in use".into())),
