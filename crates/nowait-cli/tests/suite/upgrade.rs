@@ -4,6 +4,8 @@
 //! fails leaves the old program as it was.
 
 use std::fs;
+use std::io::{Read, Write};
+use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -185,6 +187,16 @@ fn a_confined_server_starts_only_its_own_program() {
     it.server.connect().read(0, 512).expect("it goes on");
 }
 
+/// Whether the vhost-user device at `socket` offers VIRTIO_BLK_F_RO.
+fn offers_read_only(socket: &Path) -> bool {
+    let mut vmm = UnixStream::connect(socket).expect("a socket");
+    let get_features = [1u32, 1, 0].map(u32::to_ne_bytes).concat();
+    vmm.write_all(&get_features).expect("a question");
+    let mut answer = [0; 20];
+    vmm.read_exact(&mut answer).expect("an answer");
+    answer[12] & 1 << 5 != 0
+}
+
 #[test]
 fn what_was_changed_and_added_stays_and_the_pid_file_names_the_new_process() {
     let scratch = Scratch::new();
@@ -193,7 +205,9 @@ fn what_was_changed_and_added_stays_and_the_pid_file_names_the_new_process() {
     accepted(&["create", text(&more), "4M"]);
     let options = ["--allow-dir", allowed, "--pid-file", text(&pid_file), "--description", "first"];
     let mut it = Upgraded::start("raw", &options);
-    it.command(&["export", "add", "more", text(&more), "--read-only"]).succeeds();
+    let socket = scratch.join("machines");
+    let add = ["export", "add", "more", text(&more), "--read-only", "--vhost-user", text(&socket)];
+    it.command(&add).succeeds();
     it.command(&["export", "limit", "more", "--limit-iops", "5000"]).succeeds();
     let list = |it: &Upgraded| {
         let told = it.command(&["export", "list", "--json"]).succeeds();
@@ -214,6 +228,8 @@ fn what_was_changed_and_added_stays_and_the_pid_file_names_the_new_process() {
     let mut client = Client::connect_to(&it.server.socket(), "more", Mode::Simple).expect("served");
     client.read(0, 4096).expect("zeros");
     drop(client);
+    assert!(offers_read_only(&socket), "virtual machines");
     it.stop();
+    assert!(!socket.exists(), "the socket is left");
     assert!(!pid_file.exists(), "the PID file is left");
 }
