@@ -8,12 +8,13 @@ use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
+use std::sync::atomic::Ordering;
 
 use nowait::{Error, IoSegment, Operation};
 use serde::{Deserialize, Serialize};
 use vm_memory::{
-    ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap, GuestMemoryRegion,
-    GuestRegionMmap, VolatileMemory,
+    AtomicAccess, ByteValued, Bytes, GuestAddress, GuestMemoryBackend, GuestMemoryMmap,
+    GuestMemoryRegion, GuestRegionMmap, MemoryRegionAddress, VolatileMemory,
 };
 
 use crate::vhost_user::fault_guard::{FaultGuard, file_of, map_shared};
@@ -128,15 +129,61 @@ impl GuestMemory {
         &self.all
     }
 
+    /// The region of `address`, and where in it that is.
+    #[inline]
+    fn place(&self, address: GuestAddress) -> Option<(&GuestRegionMmap, u64)> {
+        let region = self.all.find_region(address)?;
+        Some((region, address.0 - region.start_addr().0))
+    }
+
     /// The object at `address`, if its memory exists. Most are in one region, which is looked up once.
     #[inline]
     pub(crate) fn read<T: ByteValued>(&self, address: GuestAddress) -> Option<T> {
-        let region = self.all.find_region(address)?;
-        let inside = (address.0 - region.start_addr().0) as usize;
-        match region.get_ref(inside) {
+        let (region, inside) = self.place(address)?;
+        match region.get_ref(inside as usize) {
             Ok(object) => Some(object.load()),
             Err(_) => self.all.read_obj(address).ok(),
         }
+    }
+
+    /// Puts `object` at `address`. Returns whether its memory exists.
+    #[inline]
+    pub(crate) fn write<T: ByteValued>(&self, object: T, address: GuestAddress) -> bool {
+        let Some((region, inside)) = self.place(address) else { return false };
+        match region.get_ref(inside as usize) {
+            Ok(place) => {
+                place.store(object);
+                true
+            }
+            Err(_) => self.all.write_obj(object, address).is_ok(),
+        }
+    }
+
+    /// Loads a number that the guest may change meanwhile; `None` where it is in no region as a whole,
+    /// or not aligned.
+    #[inline]
+    pub(crate) fn load<T: AtomicAccess>(
+        &self,
+        address: GuestAddress,
+        order: Ordering,
+    ) -> Option<T> {
+        let (region, inside) = self.place(address)?;
+        region.load(MemoryRegionAddress(inside), order).ok()
+    }
+
+    /// Stores a number that the guest may look at meanwhile. Returns whether it is in one region, and
+    /// aligned.
+    #[inline]
+    pub(crate) fn store<T: AtomicAccess>(
+        &self,
+        number: T,
+        address: GuestAddress,
+        order: Ordering,
+    ) -> bool {
+        let place = self.place(address);
+        place.is_some_and(|(region, inside)| {
+            region.store(number, MemoryRegionAddress(inside), order).is_ok()
+        })
     }
 
     /// The address in the guest of the byte that the VMM has at `user`.

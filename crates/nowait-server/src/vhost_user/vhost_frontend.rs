@@ -15,7 +15,7 @@ use nowait::{
 };
 use slab::Slab;
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP};
-use vm_memory::{Bytes, GuestAddress};
+use vm_memory::GuestAddress;
 
 use crate::export::result;
 use crate::fairness::Member;
@@ -386,8 +386,9 @@ impl DeviceQueue {
             Err(code) => (code, 0),
         };
         let virtqueue = &mut self.start.virtqueue;
-        let stored = virtqueue.memory().bytes().write_obj(code as u8, status);
-        stored.map_err(|_| Malformed("a status is outside of the memory"))?;
+        if !virtqueue.memory().write(code as u8, status) {
+            return Err(Malformed("a status is outside of the memory"));
+        }
         if let Some(log) = virtqueue.log() {
             log.log.mark(status.0, 1);
         }

@@ -2,15 +2,16 @@
 //! of.
 //!
 //! Invariant: each request that is taken is marked as in flight until the driver is told of its
-//! end. The driver's indices are checked where they are read.
+//! end. The driver's indices are checked where they are read. What each request takes is done here,
+//! with one look-up of a region for each access; `virtio_queue` checks the addresses and does the rest.
 
 use std::collections::VecDeque;
 use std::sync::Arc;
-use std::sync::atomic::Ordering;
+use std::sync::atomic::{Ordering, fence};
 
 use nowait::{Error, Operation};
-use virtio_queue::{Queue, QueueOwnedT, QueueT};
-use vm_memory::GuestAddress;
+use virtio_queue::{Queue, QueueT};
+use vm_memory::{Address, GuestAddress};
 
 use crate::injected_death;
 use crate::vhost_user::block_request::Malformed;
@@ -20,6 +21,11 @@ use crate::vhost_user::inflight_region::InflightQueue;
 
 /// The most descriptors of a queue.
 pub(crate) const MAX_QUEUE_SIZE: u16 = 32768;
+/// Bytes before the entries of an available ring, and of one of them.
+const AVAILABLE_HEADER_BYTES: u64 = 4;
+const AVAILABLE_ENTRY_BYTES: u64 = 2;
+/// Where the index is in the header.
+const AVAILABLE_INDEX_AT: u64 = 2;
 /// Bytes before the elements of a used ring, and of one of them.
 const USED_HEADER_BYTES: u64 = 4;
 const USED_ELEMENT_BYTES: u64 = 8;
@@ -44,6 +50,8 @@ pub(crate) struct Virtqueue {
     log: Option<QueueLog>,
     /// Requests that are taken again before new ones.
     again: VecDeque<u16>,
+    /// Requests that have ended since it was asked whether the driver wants to be called.
+    ended: u16,
 }
 
 /// Where a simulation may have the server die.
@@ -83,7 +91,7 @@ impl Virtqueue {
         let left = again.len() as u16;
         queue.set_next_avail(if left > 0 { used_index.wrapping_add(left) } else { base });
         queue.set_next_used(used_index);
-        Ok(Self { queue, memory, inflight, log, again })
+        Ok(Self { queue, memory, inflight, log, again, ended: 0 })
     }
 
     /// The guest's memory.
@@ -107,13 +115,22 @@ impl Virtqueue {
         if let Some(head) = self.again.pop_front() {
             return Ok(Some(head));
         }
-        let iter = self.queue.iter(self.memory.bytes());
-        let mut iter = iter.map_err(|_| Malformed("more requests than the queue has room for"))?;
-        let Some(chain) = iter.next() else { return Ok(None) };
-        let head = chain.head_index();
-        if head >= self.queue.size() {
+        let outside = Malformed("the available ring is outside of the memory");
+        let (size, next) = (self.queue.size(), self.queue.next_avail());
+        let waiting = self.available_index().ok_or(outside)?.wrapping_sub(next);
+        if waiting > size {
+            return Err(Malformed("more requests than the queue has room for"));
+        }
+        if waiting == 0 {
+            return Ok(None);
+        }
+        let entry = AVAILABLE_HEADER_BYTES + u64::from(next % size) * AVAILABLE_ENTRY_BYTES;
+        let entry = GuestAddress(self.queue.avail_ring()).checked_add(entry).ok_or(outside)?;
+        let head = self.memory.load(entry, Ordering::Acquire).map(u16::from_le).ok_or(outside)?;
+        if head >= size {
             return Err(Malformed("a request begins outside of the descriptor table"));
         }
+        self.queue.set_next_avail(next.wrapping_add(1));
         if let Some(inflight) = &mut self.inflight {
             inflight.mark(head);
         }
@@ -124,8 +141,14 @@ impl Virtqueue {
     /// found when a request is taken.
     #[inline]
     pub(crate) fn has_next(&self) -> bool {
-        let index = self.queue.avail_idx(self.memory.bytes(), Ordering::Acquire);
-        self.has_again() || index.map_or(true, |index| index.0 != self.queue.next_avail())
+        self.has_again() || self.available_index() != Some(self.queue.next_avail())
+    }
+
+    /// The index behind the last entry that the driver has made available.
+    #[inline]
+    fn available_index(&self) -> Option<u16> {
+        let at = GuestAddress(self.queue.avail_ring()).checked_add(AVAILABLE_INDEX_AT)?;
+        self.memory.load(at, Ordering::Acquire).map(u16::from_le)
     }
 
     /// Takes the next of the requests that were taken before.
@@ -155,9 +178,21 @@ impl Virtqueue {
             inflight.begin_end(head);
         }
         live_on()?;
-        let slot = u64::from(self.queue.next_used() % self.queue.size());
-        let added = self.queue.add_used(self.memory.bytes(), head, len);
-        added.map_err(|_| Malformed("the used ring is outside of the memory"))?;
+        let outside = Malformed("the used ring is outside of the memory");
+        let (ring, next) = (GuestAddress(self.queue.used_ring()), self.queue.next_used());
+        let slot = u64::from(next % self.queue.size());
+        let element = ring.checked_add(USED_HEADER_BYTES + slot * USED_ELEMENT_BYTES);
+        let ended = (u64::from(head) | u64::from(len) << 32).to_le();
+        let index = ring.checked_add(USED_INDEX_AT).ok_or(outside)?;
+        let next = next.wrapping_add(1);
+        // The element is there before the index tells of it.
+        let added = element.is_some_and(|element| self.memory.write(ended, element))
+            && self.memory.store(next.to_le(), index, Ordering::Release);
+        if !added {
+            return Err(outside);
+        }
+        self.queue.set_next_used(next);
+        self.ended = self.ended.wrapping_add(1);
         self.log_used(USED_HEADER_BYTES + slot * USED_ELEMENT_BYTES, USED_ELEMENT_BYTES);
         self.log_used(USED_INDEX_AT, 2);
         live_on()?;
@@ -173,8 +208,18 @@ impl Virtqueue {
     /// As [`Virtqueue::finish`].
     #[inline]
     pub(crate) fn wants_call(&mut self) -> Result<bool, Malformed> {
-        let asked = self.queue.needs_notification(self.memory.bytes());
-        asked.map_err(|_| Malformed("the available ring is outside of the memory"))
+        if !self.queue.event_idx_enabled() {
+            return Ok(true);
+        }
+        // The driver sees the used index, or this thread the driver's newest wish.
+        fence(Ordering::SeqCst);
+        let size = u64::from(self.queue.size());
+        let wish = AVAILABLE_HEADER_BYTES + size * AVAILABLE_ENTRY_BYTES;
+        let wish = GuestAddress(self.queue.avail_ring()).checked_add(wish);
+        let wish = wish.and_then(|at| self.memory.load(at, Ordering::Relaxed)).map(u16::from_le);
+        let wish = wish.ok_or(Malformed("the available ring is outside of the memory"))?;
+        let ended = std::mem::take(&mut self.ended);
+        Ok(self.queue.next_used().wrapping_sub(wish).wrapping_sub(1) < ended)
     }
 
     /// Has the driver kick for its next request. Returns whether there is one already.
