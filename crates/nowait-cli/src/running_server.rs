@@ -8,11 +8,12 @@ use std::time::{Duration, Instant, SystemTime};
 
 use nowait::RegisteredMemory;
 use nowait_control::{
-    AddExport, AddFrontend, ConnectionInfo, ControlError, ControlledServer, ExportInfo,
-    FrontendInfo, PatchExport, ServerInfo, SnapshotReport, SnapshotRequest, UpgradeReport,
-    UpgradeRequest,
+    AddExport, AddFrontend, BucketInfo, ConnectionInfo, ControlError, ControlledServer, ExportInfo,
+    FrontendInfo, PatchExport, ServerInfo, SnapshotReport, SnapshotRequest, StoreInfo,
+    UpgradeReport, UpgradeRequest,
 };
 use nowait_image::{ChainOptions, Format};
+use nowait_remote::StoreCounts;
 use nowait_server::{AnyExport, ExportId, ExportStatus, Exports, Limits, Listener};
 use rustix::io::Errno;
 
@@ -245,6 +246,29 @@ fn conflict(error: impl ToString) -> ControlError {
     ControlError::Conflict(error.to_string())
 }
 
+/// The objects that images are read from.
+fn stores() -> Vec<StoreInfo> {
+    let info = |(url, counts): (String, StoreCounts)| StoreInfo {
+        url,
+        hits: counts.hits,
+        misses: counts.misses,
+        corrupt: counts.corrupt,
+        stored: counts.stored,
+        fetched_bytes: counts.fetched_bytes,
+        requests: counts.requests(),
+        retries: counts.retries,
+        sum_seconds: counts.latency_sum.as_secs_f64(),
+        buckets: counts
+            .latencies()
+            .map(|(bound, requests)| BucketInfo {
+                below_seconds: bound.is_finite().then_some(bound),
+                requests,
+            })
+            .collect(),
+    };
+    nowait_remote::open_stores().into_iter().map(info).collect()
+}
+
 impl ControlledServer for RunningServer {
     fn info(&self) -> ServerInfo {
         ServerInfo {
@@ -254,6 +278,7 @@ impl ControlledServer for RunningServer {
             connections: self.exports.connections().len() as u64,
             max_connections: u64::from(self.additions.max_connections),
             registered_bytes: RegisteredMemory::of_this_process().bytes as u64,
+            stores: stores(),
             // The interface knows who follows it.
             ..ServerInfo::default()
         }

@@ -27,6 +27,34 @@ pub struct ServerInfo {
     /// Clients that follow its events.
     #[serde(default)]
     pub event_subscribers: u64,
+    /// The objects that images are read from.
+    #[serde(default)]
+    pub stores: Vec<StoreInfo>,
+}
+
+/// An object of an object store or a web server, and how the store has answered since it was opened.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct StoreInfo {
+    /// Where it is.
+    pub url: String,
+    /// Blocks that reads had from memory or from the cache.
+    pub hits: u64,
+    /// Blocks that reads had from the store.
+    pub misses: u64,
+    /// Blocks of the cache that were not what was written there, and were fetched again.
+    pub corrupt: u64,
+    /// Blocks that were written to the cache.
+    pub stored: u64,
+    /// Bytes that came from the store.
+    pub fetched_bytes: u64,
+    /// Requests to the store.
+    pub requests: u64,
+    /// Requests that were made again.
+    pub retries: u64,
+    /// How long the requests took together, in seconds.
+    pub sum_seconds: f64,
+    /// The buckets of how long they took, as those of a [`LatencyInfo`].
+    pub buckets: Vec<BucketInfo>,
 }
 
 /// What a server tells each second (the event `statistics` of `GET /v1/events`).

@@ -23,7 +23,7 @@ pub mod fuzz;
 pub use api::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, ConnectionInfo, ErrnoInfo, ExportInfo,
     FrontendInfo, LatencyInfo, LimitsInfo, OperationInfo, PatchExport, RemovedExport, ServerInfo,
-    SnapshotReport, SnapshotRequest, Statistics, UpgradeReport, UpgradeRequest,
+    SnapshotReport, SnapshotRequest, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
 };
 pub use client::{Client, ClientError, Proof};
 pub use controlled_server::{ControlError, ControlledServer};

@@ -12,7 +12,9 @@ use prometheus_client::metrics::counter::ConstCounter;
 use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
 
-use crate::api::{BucketInfo, ExportInfo, FrontendInfo, LatencyInfo, OperationInfo, ServerInfo};
+use crate::api::{
+    BucketInfo, ExportInfo, FrontendInfo, LatencyInfo, OperationInfo, ServerInfo, StoreInfo,
+};
 
 /// The content type of [`text_of`].
 pub(crate) const CONTENT_TYPE: &str = "application/openmetrics-text; version=1.0.0; charset=utf-8";
@@ -110,6 +112,7 @@ impl Collector for Snapshot {
                 ConstCounter::new(*count).encode(family.encode_family(&labels)?)?;
             }
         }
+        stores(&mut encoder, &server.stores)?;
         let help = "Errors that requests ended with";
         let mut family =
             encoder.encode_descriptor("nowait_export_errors", help, None, MetricType::Counter)?;
@@ -164,6 +167,50 @@ fn durations(
                 None,
             )?;
         }
+    }
+    Ok(())
+}
+
+/// A counter of a store: its name, its help, its unit and its value.
+type OfStore = (&'static str, &'static str, Option<Unit>, fn(&StoreInfo) -> u64);
+
+const OF_STORES: [OfStore; 6] = [
+    ("nowait_store_hits", "Blocks that reads had from memory or the cache", None, |it| it.hits),
+    ("nowait_store_misses", "Blocks that reads had from the store", None, |it| it.misses),
+    ("nowait_store_corrupt", "Blocks of the cache that were corrupt", None, |it| it.corrupt),
+    ("nowait_store_stored", "Blocks that were written to the cache", None, |it| it.stored),
+    ("nowait_store_fetched", "Bytes that came from the store", Some(Unit::Bytes), |it| {
+        it.fetched_bytes
+    }),
+    ("nowait_store_retries", "Requests to the store that were made again", None, |it| it.retries),
+];
+
+/// The counters of the objects that images are read from, and how long requests to them took.
+fn stores(encoder: &mut DescriptorEncoder<'_>, stores: &[StoreInfo]) -> Result<(), fmt::Error> {
+    if stores.is_empty() {
+        return Ok(());
+    }
+    for (name, help, unit, value) in OF_STORES {
+        let mut family =
+            encoder.encode_descriptor(name, help, unit.as_ref(), MetricType::Counter)?;
+        for store in stores {
+            let labels = [("url", escaped(&store.url))];
+            ConstCounter::new(value(store)).encode(family.encode_family(&labels)?)?;
+        }
+    }
+    let (name, unit) = ("nowait_store_request_duration", Some(&Unit::Seconds));
+    let help = "How long requests to the store took";
+    let mut family = encoder.encode_descriptor(name, help, unit, MetricType::Histogram)?;
+    for store in stores {
+        let labels = [("url", escaped(&store.url))];
+        let bucket = |it: &BucketInfo| (it.below_seconds.unwrap_or(f64::MAX), it.requests);
+        let buckets: Vec<_> = store.buckets.iter().map(bucket).collect();
+        family.encode_family(&labels)?.encode_histogram::<NoLabelSet>(
+            store.sum_seconds,
+            store.requests,
+            &buckets,
+            None,
+        )?;
     }
     Ok(())
 }
@@ -239,6 +286,29 @@ mod tests {
         ] {
             assert!(text.lines().any(|other| other == line), "{line} is not in {text}");
         }
-        assert!(text.ends_with("# EOF\n"));
+        assert!(text.ends_with("# EOF\n") && !text.contains("nowait_store"));
+    }
+
+    #[test]
+    fn a_store_has_its_counters_and_a_histogram() {
+        let bucket = |below_seconds, requests| BucketInfo { below_seconds, requests };
+        let store = StoreInfo {
+            url: "s3://b/k".into(),
+            fetched_bytes: 65536,
+            requests: 3,
+            sum_seconds: 0.5,
+            buckets: vec![bucket(Some(0.25), 2), bucket(None, 1)],
+            ..StoreInfo::default()
+        };
+        let server = ServerInfo { stores: vec![store], ..ServerInfo::default() };
+        let text = text_of(server, Vec::new()).unwrap();
+        for line in [
+            "nowait_store_fetched_bytes_total{url=\"s3://b/k\"} 65536",
+            "nowait_store_request_duration_seconds_bucket{le=\"0.25\",url=\"s3://b/k\"} 2",
+            "nowait_store_request_duration_seconds_bucket{le=\"+Inf\",url=\"s3://b/k\"} 3",
+            "nowait_store_request_duration_seconds_sum{url=\"s3://b/k\"} 0.5",
+        ] {
+            assert!(text.lines().any(|other| other == line), "{line} is not in {text}");
+        }
     }
 }

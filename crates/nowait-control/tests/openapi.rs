@@ -10,7 +10,7 @@ use nowait_control::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, Client, ClientError, ConnectionInfo,
     ControlError, ControlledServer, ErrnoInfo, ExportInfo, FrontendInfo, HttpListener, HttpServer,
     LatencyInfo, LimitsInfo, OperationInfo, PatchExport, RemovedExport, ServerInfo, SnapshotReport,
-    SnapshotRequest, Statistics, UpgradeReport, UpgradeRequest,
+    SnapshotRequest, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -165,6 +165,7 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
         ("Operation", fields(&operation)),
         ("Latency", fields(&LatencyInfo::default())),
         ("Bucket", fields(&bucket)),
+        ("Store", fields(&StoreInfo::default())),
         ("Limits", fields(&limits)),
         ("BucketLimit", fields(&limit)),
         ("Errno", fields(&ErrnoInfo::default())),

@@ -16,7 +16,7 @@ pub use location::Location;
 pub use nbd::{NbdOptions, NbdStorage};
 pub use object::{
     BootRecord, CacheOptions, MIN_CACHE_BYTES, ObjectOptions, ObjectStorage, ObjectUrl,
-    StoreCounters, StoreCounts,
+    StoreCounters, StoreCounts, open_stores,
 };
 pub use open::{RemoteOptions, open, open_backings, open_storage};
 pub use policy::{BackOff, Pace, PrefetchCursor, PrefetchOrder, block_runs};

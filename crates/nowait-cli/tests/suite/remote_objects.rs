@@ -3,10 +3,13 @@
 //! Invariant: the S3 server of these tests answers only what is signed as it has to be.
 
 use std::fs;
+use std::io::{Read, Write};
 use std::os::unix::fs::PermissionsExt;
+use std::os::unix::net::UnixStream;
+use std::path::Path;
 
 use nowait_testkit::web_server::WebServer;
-use nowait_testkit::{Random, seed};
+use nowait_testkit::{Random, seed, wait_until};
 use serde_json::Value;
 
 use crate::common::{MIB, Scratch, Server, accepted, refusal, refusal_under};
@@ -127,6 +130,14 @@ fn what_is_wrong_with_a_store_is_one_line_without_a_secret() {
     }
 }
 
+fn metrics(socket: &Path) -> String {
+    let mut stream = UnixStream::connect(socket).unwrap();
+    stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n").unwrap();
+    let mut metrics = String::new();
+    stream.read_to_string(&mut metrics).unwrap();
+    metrics
+}
+
 #[test]
 fn a_confined_server_fills_a_cache_that_the_next_one_reads_instead_of_the_store() {
     let object = bytes(3 * MIB);
@@ -135,18 +146,28 @@ fn a_confined_server_fills_a_cache_that_the_next_one_reads_instead_of_the_store(
     let [cache, record] = ["cache", "boot"].map(|name| scratch.join(name));
     let cache_size = format!("{},size=64M", cache.display());
     let url = store.url();
+    let socket = scratch.join("control");
+    let control = format!("unix:{}", socket.display());
     let serve = |more: &[&str]| {
-        let options = [&["--read-only", "--cache", &cache_size][..], more].concat();
-        Server::start(url.as_ref(), &options)
+        let common = ["--read-only", "--cache", &cache_size, "--control", &control];
+        Server::start(url.as_ref(), &[&common[..], more].concat())
+    };
+    let has = |name: &str, count: u64| {
+        let line = format!("nowait_store_{name}{{url=\"{url}\"}} {count}");
+        metrics(&socket).lines().any(|other| other == line)
     };
     let server = serve(&["--record", record.to_str().unwrap()]);
     assert!(server.connect().read(0, 3 * MIB as u32).unwrap() == object);
+    wait_until("the cache", || has("stored_total", 48));
     server.stop();
     let lines = fs::read_to_string(&record).unwrap();
     assert_eq!(lines.lines().count(), 48);
     let asked = store.asked_bytes();
     let server = serve(&["--prefetch", record.to_str().unwrap()]);
     assert!(server.connect().read(0, 3 * MIB as u32).unwrap() == object);
+    for (name, count) in [("misses_total", 0), ("corrupt_total", 0), ("fetched_bytes_total", 0)] {
+        assert!(has(name, count), "{name}: {}", metrics(&socket));
+    }
     server.stop();
     assert_eq!(store.asked_bytes(), asked + 1);
     fs::set_permissions(&cache, fs::Permissions::from_mode(0o755)).unwrap();

@@ -121,15 +121,18 @@ impl BlockCache {
         }
     }
 
-    /// Writes the blocks from `first` on, whose bytes are `data`. It waits for the disk. A block that
-    /// cannot be written is not in the cache; that is logged once.
-    pub(super) fn write(&self, first: u64, data: &[u8]) {
+    /// Writes the blocks from `first` on, whose bytes are `data`, and returns how many it has written.
+    /// It waits for the disk. A block that cannot be written is not in the cache; that is logged once.
+    pub(super) fn write(&self, first: u64, data: &[u8]) -> u64 {
         let paused = || *self.failed.lock().unwrap_or_else(PoisonError::into_inner);
         if paused().is_some_and(|since| since.elapsed() < PAUSE) {
-            return;
+            return 0;
         }
+        let mut count = 0;
         let blocks = (first..).zip(data.chunks(BLOCK_BYTES as usize));
-        let result = blocks.into_iter().try_for_each(|(block, data)| self.write_block(block, data));
+        let result = blocks
+            .into_iter()
+            .try_for_each(|(block, data)| self.write_block(block, data).inspect(|()| count += 1));
         let now = result.as_ref().err().map(|_| Instant::now());
         let mut failed = self.failed.lock().unwrap_or_else(PoisonError::into_inner);
         let before = std::mem::replace(&mut *failed, now);
@@ -142,6 +145,7 @@ impl BlockCache {
             self.written.store(0, Ordering::Relaxed);
             self.directory.trim();
         }
+        count
     }
 
     fn write_block(&self, block: u64, data: &[u8]) -> io::Result<()> {

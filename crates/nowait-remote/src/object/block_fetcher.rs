@@ -57,7 +57,8 @@ const PURPOSES: [Purpose; 3] = [Purpose::Read, Purpose::Ahead, Purpose::Record];
 enum Done {
     Looked(Range<u64>, Purpose, Vec<Cached>),
     Fetched(Range<u64>, Purpose, Result<Vec<u8>, Fault>),
-    Stored,
+    /// So many blocks are in the cache now.
+    Stored(u64),
 }
 
 type Step = Pin<Box<dyn Future<Output = Done>>>;
@@ -287,7 +288,10 @@ impl BlockFetcher {
 
     fn finish(&mut self, done: Done) {
         match done {
-            Done::Stored => self.stores -= 1,
+            Done::Stored(blocks) => {
+                self.stores -= 1;
+                add(&self.asking.counters.stored, blocks);
+            }
             Done::Looked(run, purpose, found) => {
                 self.looks -= 1;
                 self.looked(run, purpose, found);
@@ -347,8 +351,7 @@ impl BlockFetcher {
             let store = tokio::task::spawn_blocking(move || cache.write(run.start, &data));
             self.steps.push(Box::pin(async move {
                 // What could not be written is fetched another time.
-                let _ = store.await;
-                Done::Stored
+                Done::Stored(store.await.unwrap_or(0))
             }));
         }
         if self.changed {

@@ -24,4 +24,4 @@ pub use boot_record::BootRecord;
 pub use cache_directory::{CacheOptions, MIN_CACHE_BYTES};
 pub use object_storage::{ObjectOptions, ObjectStorage};
 pub use object_url::ObjectUrl;
-pub use store_counters::{StoreCounters, StoreCounts};
+pub use store_counters::{StoreCounters, StoreCounts, open_stores};

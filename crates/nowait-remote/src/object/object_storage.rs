@@ -84,7 +84,7 @@ impl ObjectStorage {
     pub fn open(url: &ObjectUrl, options: &ObjectOptions) -> Result<Self, String> {
         let (jobs, inbox) = unbounded_channel();
         let (opened, version) = mpsc::channel();
-        let counters = Arc::new(StoreCounters::default());
+        let counters = StoreCounters::listed(url.to_string());
         let (url, options, counted) = (url.clone(), options.clone(), counters.clone());
         let thread = std::thread::Builder::new().name("nowait-store".into());
         let serve = move || serve(&url, &options, inbox, counted, &opened);

@@ -3,10 +3,30 @@
 //! Invariant: only the storage's own thread counts; every thread may read.
 
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
 
 /// Buckets of the histogram: bucket n is for less than 2^n ms, the last one for the rest.
 const STORE_LATENCY_BUCKETS: usize = 18;
+
+/// The storages of this process that are open, by their URLs.
+static OPEN: Mutex<Vec<(String, Weak<StoreCounters>)>> = Mutex::new(Vec::new());
+
+/// The counts of all storages of this process that are open, by their URLs; those of one URL
+/// together.
+#[must_use]
+pub fn open_stores() -> Vec<(String, StoreCounts)> {
+    let mut all: Vec<(String, StoreCounts)> = Vec::new();
+    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+    for (url, counters) in open.iter() {
+        let Some(counts) = counters.upgrade().map(|counters| counters.counts()) else { continue };
+        match all.iter_mut().find(|(known, _)| known == url) {
+            Some((_, sum)) => sum.add(&counts),
+            None => all.push((url.clone(), counts)),
+        }
+    }
+    all
+}
 
 /// The counters of one storage.
 #[derive(Debug, Default)]
@@ -17,6 +37,8 @@ pub struct StoreCounters {
     pub(super) misses: AtomicU64,
     /// Blocks of the cache that were not what was written there.
     pub(super) corrupt: AtomicU64,
+    /// Blocks that were written to the cache.
+    pub(super) stored: AtomicU64,
     pub(super) fetched_bytes: AtomicU64,
     pub(super) retries: AtomicU64,
     latencies: [AtomicU64; STORE_LATENCY_BUCKETS],
@@ -24,6 +46,15 @@ pub struct StoreCounters {
 }
 
 impl StoreCounters {
+    /// Those of the storage at `url`, which are listed as long as they are used.
+    pub(super) fn listed(url: String) -> Arc<Self> {
+        let counters = Arc::new(Self::default());
+        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
+        open.retain(|(_, counters)| counters.strong_count() > 0);
+        open.push((url, Arc::downgrade(&counters)));
+        counters
+    }
+
     /// Counts a request that took `time`, with an answer of `bytes` or with none.
     pub(super) fn request(&self, time: Duration, bytes: u64) {
         let ms = u64::try_from(time.as_millis()).unwrap_or(u64::MAX);
@@ -41,6 +72,7 @@ impl StoreCounters {
             hits: get(&self.hits),
             misses: get(&self.misses),
             corrupt: get(&self.corrupt),
+            stored: get(&self.stored),
             fetched_bytes: get(&self.fetched_bytes),
             retries: get(&self.retries),
             latencies: std::array::from_fn(|bucket| get(&self.latencies[bucket])),
@@ -62,6 +94,8 @@ pub struct StoreCounts {
     pub misses: u64,
     /// Blocks of the cache that were not what was written there, and were fetched again.
     pub corrupt: u64,
+    /// Blocks that were written to the cache.
+    pub stored: u64,
     /// Bytes that came from the store.
     pub fetched_bytes: u64,
     /// Requests that were made again.
@@ -72,6 +106,18 @@ pub struct StoreCounts {
 }
 
 impl StoreCounts {
+    fn add(&mut self, other: &Self) {
+        self.hits += other.hits;
+        self.misses += other.misses;
+        self.corrupt += other.corrupt;
+        self.stored += other.stored;
+        self.fetched_bytes += other.fetched_bytes;
+        self.retries += other.retries;
+        self.latency_sum += other.latency_sum;
+        let buckets = self.latencies.iter_mut().zip(&other.latencies);
+        buckets.for_each(|(sum, count)| *sum += count);
+    }
+
     /// Requests to the store.
     #[must_use]
     pub fn requests(&self) -> u64 {
@@ -92,6 +138,19 @@ impl StoreCounts {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_storages_that_are_open_are_listed_and_those_of_one_url_together() {
+        let [one, two] = ["test:a", "test:a"].map(|url| StoreCounters::listed(url.into()));
+        let listed = || open_stores().into_iter().find(|(url, _)| url == "test:a");
+        one.request(Duration::ZERO, 3);
+        two.request(Duration::ZERO, 4);
+        assert_eq!(listed().unwrap().1.fetched_bytes, 7);
+        drop(one);
+        assert_eq!(listed().unwrap().1.fetched_bytes, 4);
+        drop(two);
+        assert!(listed().is_none());
+    }
 
     #[test]
     fn a_request_is_in_the_bucket_of_its_time() {

@@ -5,7 +5,6 @@
 
 use std::fs;
 use std::io::IoSliceMut;
-use std::os::unix::fs::MetadataExt;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -260,13 +259,12 @@ fn read_all(disk: &ObjectStorage, object: &[u8]) {
     }
 }
 
-/// Waits until `disk` has written what it has read, by waiting for its thread.
-fn in_cache(scratch: &tempfile::TempDir, bytes: u64) {
-    wait_until("the cache", || {
-        let len = |path: PathBuf| path.metadata().map_or(0, |found| found.blocks() * 512);
-        cache_files(scratch).into_iter().map(len).sum::<u64>() >= bytes
-    });
+/// Waits until `disk` has written so many blocks to its cache.
+fn in_cache(disk: &ObjectStorage, blocks: u64) {
+    wait_until("the cache", || disk.counters().counts().stored >= blocks);
 }
+
+const BLOCKS: u64 = BYTES.div_ceil(64 * KIB);
 
 #[test]
 fn what_was_read_is_not_fetched_again_by_any_server_until_the_object_changes() {
@@ -274,7 +272,7 @@ fn what_was_read_is_not_fetched_again_by_any_server_until_the_object_changes() {
     let scratch = tempfile::tempdir().unwrap();
     let disk = open(&server, &cached(&scratch)).unwrap();
     read_all(&disk, &object);
-    in_cache(&scratch, BYTES);
+    in_cache(&disk, BLOCKS);
     let asked = server.asked_bytes();
     // Beside the first server, and after it.
     for _ in 0..2 {
@@ -296,8 +294,9 @@ fn what_was_read_is_not_fetched_again_by_any_server_until_the_object_changes() {
 fn a_corrupt_cache_is_fetched_again_counted_and_put_right() {
     let (server, object) = (server(), object());
     let scratch = tempfile::tempdir().unwrap();
-    read_all(&open(&server, &cached(&scratch)).unwrap(), &object);
-    in_cache(&scratch, BYTES);
+    let disk = open(&server, &cached(&scratch)).unwrap();
+    read_all(&disk, &object);
+    in_cache(&disk, BLOCKS);
     let mut random = Random::from_seed(seed());
     for path in cache_files(&scratch) {
         let mut bytes = fs::read(&path).unwrap();
@@ -310,12 +309,11 @@ fn a_corrupt_cache_is_fetched_again_counted_and_put_right() {
     }
     let disk = open(&server, &cached(&scratch)).unwrap();
     read_all(&disk, &object);
-    assert_eq!(disk.counters().counts().corrupt, BYTES.div_ceil(64 * KIB));
-    wait_until("the cache is right again", || {
-        let again = open(&server, &cached(&scratch)).unwrap();
-        read_all(&again, &object);
-        again.counters().counts().fetched_bytes == 0
-    });
+    assert_eq!(disk.counters().counts().corrupt, BLOCKS);
+    in_cache(&disk, BLOCKS);
+    let again = open(&server, &cached(&scratch)).unwrap();
+    read_all(&again, &object);
+    assert_eq!(again.counters().counts().fetched_bytes, 0);
 }
 
 #[test]
@@ -336,8 +334,7 @@ fn what_a_record_names_is_fetched_ahead_and_a_read_waits_for_no_request() {
     wait_until("the record", || fs::read_to_string(&path).unwrap().lines().count() == 9);
     let options = ObjectOptions { prefetch: Some(path), ..cached(&scratch) };
     let disk = open(&server, &options).unwrap();
-    in_cache(&scratch, 9 * 64 * KIB);
-    wait_until("all of the record", || disk.counters().counts().requests() >= 4);
+    in_cache(&disk, 9);
     let requests = server.script().ranges.len();
     server.script().always = Some(Lie::Status(500, "", ""));
     reads(&open_cached(&server, &scratch));
