@@ -19,5 +19,7 @@ pub use object::{
     StoreCounters, StoreCounts, open_stores,
 };
 pub use open::{RemoteOptions, open, open_backings, open_storage};
-pub use policy::{BackOff, Pace, PrefetchCursor, PrefetchOrder, block_runs};
+pub use policy::{
+    BLOCK_BYTES, BackOff, Pace, PrefetchCursor, PrefetchOrder, ReadAhead, block_runs,
+};
 pub use rbd::{RbdLocation, RbdOptions, RbdStorage};

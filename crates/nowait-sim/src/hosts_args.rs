@@ -72,6 +72,9 @@ pub(crate) struct HostsArgs {
     /// A read fails when its own request has failed for that time, though others are answered.
     #[arg(long)]
     give_up_each: bool,
+    /// Reads one after the other do not make a server read ahead.
+    #[arg(long)]
+    no_read_ahead: bool,
     /// A host that is refused does not ask less often.
     #[arg(long)]
     unpaced: bool,
@@ -110,6 +113,7 @@ impl HostsArgs {
             rack_bandwidth: self.rack_gbit * 1e9,
             reconnect: self.reconnect,
             give_up: if self.give_up_each { GiveUp::Request } else { GiveUp::Store },
+            read_ahead: !self.no_read_ahead,
             paced: !self.unpaced,
             back_off: if self.retry_at_once {
                 BackOff { first: at_once, longest: at_once }

@@ -8,11 +8,10 @@ use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use crate::object::block_memory::BLOCK_BYTES;
 use crate::object::fault::Fault;
 use crate::object::store::{Object, Version};
 use crate::object::store_counters::{StoreCounters, add};
-use crate::policy::{BackOff, Pace};
+use crate::policy::{BLOCK_BYTES, BackOff, Pace};
 
 /// Since when the store has not answered.
 #[derive(Default)]
@@ -58,7 +57,10 @@ impl Asking {
             let bytes = result.as_ref().map_or(0, |data| data.len() as u64);
             self.counters.request(begun.elapsed(), bytes);
             let why = match result {
-                Err(Fault::Transient(why)) => why,
+                Err(Fault::Transient(why)) => {
+                    first_failure.get_or_insert_with(Instant::now);
+                    why
+                }
                 Err(Fault::Busy(why)) => {
                     self.pace.borrow_mut().refused(self.begun.elapsed());
                     why
@@ -69,8 +71,7 @@ impl Asking {
                 }
                 fault => return fault,
             };
-            let since = *first_failure.get_or_insert_with(Instant::now);
-            if !self.tries_again(&why, since) {
+            if !self.tries_again(&why, first_failure) {
                 return Err(Fault::Transient(why));
             }
             failed += 1;
@@ -87,14 +88,15 @@ impl Asking {
         }
     }
 
-    /// Whether a request that has failed since `since` is made again.
-    fn tries_again(&self, why: &str, since: Instant) -> bool {
+    /// Whether a request is made again that has failed since `first_failure`, apart from refusals: a
+    /// store that is busy and answers other requests will answer this one.
+    fn tries_again(&self, why: &str, first_failure: Option<Instant>) -> bool {
         let mut outage = self.outage.borrow_mut();
         let begun = *outage.since.get_or_insert_with(|| {
             tracing::warn!("{}: {why}; asking again", self.place);
             Instant::now()
         });
-        if begun.min(since).elapsed() < self.reconnect {
+        if !is_over(self.reconnect, Instant::now(), begun, first_failure) {
             return true;
         }
         if !std::mem::replace(&mut outage.gave_up, true) {
@@ -110,5 +112,33 @@ impl Asking {
             let lost = since.elapsed().as_millis();
             tracing::warn!("{}: it answers again, after {lost} ms", self.place);
         }
+    }
+}
+
+/// Whether the time for the reconnect is over at `now`, in an outage that has begun with the last
+/// answer, for a request that has failed since `first_failure`, refusals not counted.
+fn is_over(
+    reconnect: Duration,
+    now: Instant,
+    outage: Instant,
+    first_failure: Option<Instant>,
+) -> bool {
+    let since = first_failure.map_or(outage, |first| first.min(outage));
+    now.duration_since(since) >= reconnect
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_request_that_is_only_refused_is_not_given_up_while_others_are_answered() {
+        let (reconnect, begin) = (Duration::from_secs(30), Instant::now());
+        let at = |seconds| begin + Duration::from_secs(seconds);
+        // The last answer to another request came after 99 s.
+        assert!(!is_over(reconnect, at(100), at(99), None));
+        assert!(is_over(reconnect, at(129), at(99), None));
+        assert!(!is_over(reconnect, at(100), at(99), Some(at(71))));
+        assert!(is_over(reconnect, at(100), at(99), Some(at(70))));
     }
 }

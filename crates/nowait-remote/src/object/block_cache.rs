@@ -16,8 +16,8 @@ use std::time::{Duration, Instant, SystemTime};
 
 use crc_fast::{CrcAlgorithm, Digest};
 
-use crate::object::block_memory::BLOCK_BYTES;
 use crate::object::cache_directory::{CacheDirectory, CacheOptions};
+use crate::policy::BLOCK_BYTES;
 
 /// Blocks of one file, and the bytes before them.
 const FILE_BLOCKS: u64 = 16;

@@ -20,14 +20,13 @@ use tokio::sync::mpsc::UnboundedReceiver;
 
 use crate::object::asking::Asking;
 use crate::object::block_cache::{BlockCache, Cached};
-use crate::object::block_memory::{BLOCK_BYTES, BlockMemory};
+use crate::object::block_memory::BlockMemory;
 use crate::object::block_queue::BlockQueue;
 use crate::object::boot_record::ObjectRecord;
 use crate::object::fault::Fault;
-use crate::object::read_ahead::ReadAhead;
 use crate::object::read_job::ReadJob;
 use crate::object::store_counters::add;
-use crate::policy::PrefetchCursor;
+use crate::policy::{BLOCK_BYTES, PrefetchCursor, ReadAhead};
 
 /// The most blocks of one request: 4 MiB.
 const RUN_BLOCKS: u64 = 64;

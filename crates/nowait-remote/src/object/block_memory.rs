@@ -6,9 +6,6 @@
 use std::collections::{BTreeMap, HashMap};
 use std::rc::Rc;
 
-/// Bytes of a block.
-pub(super) const BLOCK_BYTES: u64 = 64 << 10;
-
 /// Blocks by their number.
 pub(super) struct BlockMemory {
     limit: usize,

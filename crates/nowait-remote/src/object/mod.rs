@@ -12,7 +12,6 @@ mod store_counters;
 mod read_job;
 mod block_memory;
 mod block_queue;
-mod read_ahead;
 mod cache_directory;
 mod block_cache;
 mod boot_record;

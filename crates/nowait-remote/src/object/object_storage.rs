@@ -19,7 +19,6 @@ use tokio::sync::mpsc::{UnboundedReceiver, UnboundedSender, unbounded_channel};
 use crate::object::asking::Asking;
 use crate::object::block_cache::BlockCache;
 use crate::object::block_fetcher::{BlockFetcher, Helpers};
-use crate::object::block_memory::BLOCK_BYTES;
 use crate::object::boot_record::{self, BootRecord, ObjectRecord};
 use crate::object::cache_directory::CacheOptions;
 use crate::object::fault::Fault;
@@ -27,7 +26,7 @@ use crate::object::object_url::ObjectUrl;
 use crate::object::read_job::{Origin, ReadJob};
 use crate::object::store::{Object, Timeouts, Version};
 use crate::object::store_counters::StoreCounters;
-use crate::policy::{BackOff, PrefetchCursor};
+use crate::policy::{BLOCK_BYTES, BackOff, PrefetchCursor};
 
 /// The longest read of one call in bytes.
 const CALL_BYTES: u64 = 4 << 20;

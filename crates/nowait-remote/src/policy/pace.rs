@@ -6,6 +6,8 @@ use std::time::Duration;
 
 /// The lowest rate in requests a second, and the one above which there is no limit any more.
 const LOWEST: f64 = 0.5;
+/// The least rate after the first refusal: one that comes alone costs little.
+const FIRST: f64 = 8.0;
 const HIGHEST: f64 = 500.0;
 /// The rate grows by this part of itself in the first second without a refusal, by twice as much in
 /// the next one, and so on, but not more than by the second part.
@@ -54,7 +56,7 @@ impl Pace {
     pub fn refused(&mut self, now: Duration) {
         let rate = match self.rate {
             // Half of what was too much.
-            None => (f64::from(self.counted.max(self.counted_before)) / 2.0).max(LOWEST),
+            None => (f64::from(self.counted.max(self.counted_before)) / 2.0).max(FIRST),
             Some(rate) if now >= self.changed + SECOND => (rate / 2.0).max(LOWEST),
             Some(_) => return,
         };
@@ -103,9 +105,9 @@ mod tests {
     #[test]
     fn a_store_that_has_room_again_is_soon_asked_without_a_limit() {
         let mut pace = Pace::default();
-        (0..60).for_each(|n| pace.refused(at(n * 1000)));
+        (0..100).for_each(|n| pace.refused(at(n * 1000)));
         assert_eq!(pace.rate, Some(LOWEST));
-        (60..120).for_each(|n| pace.answered(at(n * 1000)));
+        (100..160).for_each(|n| pace.answered(at(n * 1000)));
         assert_eq!(pace.rate, None);
     }
 }

@@ -4,9 +4,9 @@
 //! boots find it instead, so that the record of one boot is not quite that of the next.
 
 use nowait::sim::Random;
-use nowait_remote::PrefetchOrder;
+use nowait_remote::{BLOCK_BYTES, PrefetchOrder};
 
-use super::parameters::{BLOCK_BYTES, BootParameters};
+use super::parameters::BootParameters;
 use super::timeline::{Time, seconds};
 
 /// Parts of a boot: one begins when all reads of the one before have ended.

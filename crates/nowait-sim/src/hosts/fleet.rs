@@ -77,8 +77,8 @@ fn network(parameters: &Parameters, trace: &BootTrace) -> (Vec<Site>, Vec<Origin
     if plan.has_racks() {
         let racks = hosts.div_ceil(parameters.rack_hosts);
         let rack_of = |host| 1 + host / parameters.rack_hosts;
-        let host = |host| Site::new(rack_of(host), Contents::Nothing, host_bandwidth);
-        let server = |_| fill(Site::new(STORE, empty(), rack_bandwidth));
+        let host = |host| Site::new(rack_of(host), Contents::Nothing, blocks, host_bandwidth);
+        let server = |_| fill(Site::new(STORE, empty(), blocks, rack_bandwidth));
         origins.extend((0..racks).map(|rack| Origin::rack(parameters, hosts + rack)));
         return ((0..hosts).map(host).chain((0..racks).map(server)).collect(), origins);
     }
@@ -88,7 +88,7 @@ fn network(parameters: &Parameters, trace: &BootTrace) -> (Vec<Site>, Vec<Origin
             Plan::WarmCache => Contents::Everything,
             _ => empty(),
         };
-        fill(Site::new(STORE, contents, host_bandwidth))
+        fill(Site::new(STORE, contents, blocks, host_bandwidth))
     };
     ((0..hosts).map(host).collect(), origins)
 }

@@ -2,10 +2,8 @@
 
 use std::time::Duration;
 
-use nowait_remote::BackOff;
+use nowait_remote::{BLOCK_BYTES, BackOff};
 
-/// Bytes of a block, which is in a cache as a whole.
-pub const BLOCK_BYTES: u64 = 64 << 10;
 /// The most blocks of one request.
 pub const RUN_BLOCKS: u64 = (4 << 20) / BLOCK_BYTES;
 /// Blocks that a server without a cache has in memory.
@@ -74,9 +72,11 @@ impl Plan {
 /// When a read fails whose requests fail.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum GiveUp {
-    /// When its own request has failed again and again for [`Parameters::reconnect`].
+    /// When its own request has failed again and again for [`Parameters::reconnect`], whatever the
+    /// reason.
     Request,
-    /// When the store has answered none of the host's requests for that time.
+    /// When it has failed for other reasons than too many requests for that time, or the store has
+    /// answered none of the host's requests for that time.
     Store,
 }
 
@@ -137,6 +137,8 @@ pub struct Parameters {
     pub reconnect: f64,
     /// What has to be without an answer.
     pub give_up: GiveUp,
+    /// Whether reads one after the other make a server read ahead.
+    pub read_ahead: bool,
     /// Whether a host that is refused asks less often.
     pub paced: bool,
     /// The pauses between attempts.
@@ -155,7 +157,7 @@ impl Default for Parameters {
                 image_bytes: 2 << 30,
                 read_bytes: 200 << 20,
                 think_seconds: 10.0,
-                variation: 2000,
+                variation: 655,
             },
             store: StoreParameters {
                 latency: 0.02,
@@ -169,6 +171,7 @@ impl Default for Parameters {
             rack_bandwidth: 25e9,
             reconnect: 30.0,
             give_up: GiveUp::Store,
+            read_ahead: true,
             paced: true,
             back_off: BackOff::STORE,
         }

@@ -80,9 +80,9 @@ pub(super) struct Request {
     pub(super) pos: u64,
     pub(super) len: u64,
     pub(super) waiters: Vec<Waiter>,
-    /// Attempts that have failed, and when the first one has.
+    /// Attempts that have failed, and when the first one has, if refusals do not count without those.
     pub(super) failed: u32,
-    pub(super) first_failure: Time,
+    pub(super) first_failure: Option<Time>,
     /// The number of the attempt that runs or is to come.
     pub(super) attempt: u32,
     /// Requests of the rack's server that the running attempt waits for.

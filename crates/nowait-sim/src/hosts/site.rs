@@ -3,16 +3,15 @@
 //! Invariant: a block is in the cache, in one request in flight, or in neither, and never asked for
 //! twice at the same time.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::{BTreeSet, HashMap, VecDeque};
 
-use nowait_remote::{Pace, PrefetchCursor, block_runs};
+use nowait::ByteRange;
+use nowait_remote::{BLOCK_BYTES, Pace, PrefetchCursor, ReadAhead, block_runs};
 
 use super::block_set::BlockSet;
 use super::boot_trace::blocks_of;
 use super::origin::nanoseconds_a_byte;
-use super::parameters::{
-    BLOCK_BYTES, DOWNLOAD_REQUESTS, MEMORY_BLOCKS, PREFETCH_REQUESTS, RUN_BLOCKS,
-};
+use super::parameters::{DOWNLOAD_REQUESTS, MEMORY_BLOCKS, PREFETCH_REQUESTS, RUN_BLOCKS};
 use super::request::Purpose;
 use super::timeline::Time;
 
@@ -45,6 +44,10 @@ pub(super) struct Site {
     pub(super) origin: u32,
     contents: Contents,
     in_flight: HashMap<u64, u32>,
+    /// Blocks of the image; if it reads ahead, sequences of reads, and the blocks that are read ahead because of them.
+    blocks: u64,
+    pub(super) streams: Option<ReadAhead>,
+    behind_reads: BTreeSet<u64>,
     /// What it fetches ahead, and whether that is all that it does until it has it.
     cursor: Option<PrefetchCursor>,
     downloads: bool,
@@ -61,10 +64,13 @@ pub(super) struct Site {
 }
 
 impl Site {
-    /// A site with `contents` whose requests go to `origin` over a network of `bandwidth` bits a
-    /// second.
-    pub(super) fn new(origin: u32, contents: Contents, bandwidth: f64) -> Self {
+    /// A site with `contents` of an image of `blocks` blocks, whose requests go to `origin` over a
+    /// network of `bandwidth` bits a second.
+    pub(super) fn new(origin: u32, contents: Contents, blocks: u64, bandwidth: f64) -> Self {
         Self {
+            blocks,
+            streams: None,
+            behind_reads: BTreeSet::new(),
             origin,
             contents,
             in_flight: HashMap::new(),
@@ -116,11 +122,25 @@ impl Site {
         Missing { in_flight, ranges: ranges.collect() }
     }
 
+    /// A read of `len` bytes at `pos` begins: what follows it may be read ahead.
+    pub(super) fn begin_read(&mut self, pos: u64, len: u64) {
+        let Some(streams) = &mut self.streams else { return };
+        for block in streams.after(ByteRange::new(pos, len), self.blocks) {
+            if !self.has(block) && !self.in_flight.contains_key(&block) {
+                self.behind_reads.insert(block);
+            }
+        }
+    }
+
     /// The next range to fetch ahead and why, if there is one and not enough are in flight.
     pub(super) fn next_ahead(&mut self) -> Option<(Purpose, u64, u64)> {
         let limit = if self.downloads { DOWNLOAD_REQUESTS } else { PREFETCH_REQUESTS };
         if self.ahead >= limit {
             return None;
+        }
+        if let Some(run) = block_runs(self.behind_reads.iter().copied(), RUN_BLOCKS).next() {
+            let len = (run.end - run.start) * BLOCK_BYTES;
+            return Some((Purpose::Prefetch, run.start * BLOCK_BYTES, len));
         }
         let mut cursor = self.cursor.take()?;
         let wanted = |block| !self.has(block) && !self.in_flight.contains_key(&block);
@@ -134,7 +154,10 @@ impl Site {
     pub(super) fn begin(&mut self, number: u32, purpose: Purpose, pos: u64, len: u64) {
         self.ahead += u32::from(purpose.is_ahead());
         if !matches!(self.contents, Contents::Nothing) && len > 0 {
-            self.in_flight.extend(blocks_of(pos, len).map(|block| (block, number)));
+            for block in blocks_of(pos, len) {
+                self.in_flight.insert(block, number);
+                self.behind_reads.remove(&block);
+            }
         }
     }
 
@@ -190,7 +213,7 @@ mod tests {
 
     #[test]
     fn a_block_in_flight_or_in_the_cache_is_not_asked_for_again() {
-        let mut site = Site::new(0, Contents::Blocks(BlockSet::new(100)), 1e9);
+        let mut site = Site::new(0, Contents::Blocks(BlockSet::new(100)), 100, 1e9);
         let block = |n| n * BLOCK_BYTES;
         site.begin(7, Purpose::Guest, block(3), 2 * BLOCK_BYTES);
         let missing = site.missing(block(1) + 5, 5 * BLOCK_BYTES);
@@ -202,14 +225,14 @@ mod tests {
 
     #[test]
     fn a_client_of_a_racks_server_asks_for_exactly_the_bytes_read() {
-        let site = Site::new(0, Contents::Nothing, 1e9);
+        let site = Site::new(0, Contents::Nothing, 100, 1e9);
         assert_eq!(site.missing(4096, 512).ranges, [(4096, 512)]);
     }
 
     #[test]
     fn memory_has_the_blocks_that_came_last() {
         let blocks = BlockSet::new(2 * MEMORY_BLOCKS as u64);
-        let mut site = Site::new(0, Contents::Recent(blocks, VecDeque::new()), 1e9);
+        let mut site = Site::new(0, Contents::Recent(blocks, VecDeque::new()), 2000, 1e9);
         (0..=MEMORY_BLOCKS as u64).for_each(|block| site.keep(block));
         assert!(!site.has(0) && site.has(1) && site.has(MEMORY_BLOCKS as u64));
     }

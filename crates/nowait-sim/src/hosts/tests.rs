@@ -2,14 +2,14 @@
 
 use std::time::Duration;
 
-use nowait_remote::BackOff;
+use nowait_remote::{BLOCK_BYTES, BackOff};
 
 use super::boot_trace::BootTrace;
 use super::outcome::Outcome;
-use super::parameters::{BLOCK_BYTES, GiveUp, Parameters, Plan, StoreParameters};
+use super::parameters::{GiveUp, Parameters, Plan, StoreParameters};
 use super::{simulate, transfers};
 
-/// A few hosts with a small boot, a store that has room for them, and no faults.
+/// A few hosts with a small boot, a store that has room for them, no faults, and no reading ahead.
 fn small(plan: Plan) -> Parameters {
     let mut parameters = Parameters { hosts: 12, window: 1.0, plan, ..Parameters::default() };
     parameters.boot.image_bytes = 256 << 20;
@@ -18,6 +18,7 @@ fn small(plan: Plan) -> Parameters {
     parameters.store.request_rate = 1e5;
     parameters.store.faults = 0;
     parameters.rack_hosts = 5;
+    parameters.read_ahead = false;
     parameters
 }
 
@@ -70,6 +71,18 @@ fn a_prefetch_fetches_each_block_of_record_and_boot_once_in_fewer_requests_and_b
     assert_eq!(prefetch.store_bytes, hosts.map(with_record).sum::<u64>());
     assert!(prefetch.store_requests < cache.store_requests, "{prefetch:?} {cache:?}");
     assert!(prefetch.boot_p50 < cache.boot_p50, "{prefetch:?} {cache:?}");
+}
+
+#[test]
+fn reading_ahead_costs_bytes_but_never_more_than_the_image_and_boots_are_not_later() {
+    for plan in [Plan::NoCache, Plan::Cache, Plan::Prefetch, Plan::RackCache] {
+        let alone = simulate(&small(plan));
+        let ahead = simulate(&Parameters { read_ahead: true, ..small(plan) });
+        assert!(is_whole(&ahead));
+        assert!(ahead.store_bytes > alone.store_bytes, "{ahead:?} {alone:?}");
+        assert!(ahead.boot_p50 <= alone.boot_p50, "{ahead:?} {alone:?}");
+        assert!(plan == Plan::NoCache || ahead.store_bytes <= 12 * (256 << 20), "{ahead:?}");
+    }
 }
 
 #[test]

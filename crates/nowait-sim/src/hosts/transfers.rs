@@ -6,7 +6,7 @@
 use std::time::Duration;
 
 use nowait::sim::Random;
-use nowait_remote::{BackOff, Pace};
+use nowait_remote::{BackOff, Pace, ReadAhead};
 use slab::Slab;
 
 use super::origin::{Answer, Origin};
@@ -49,8 +49,9 @@ pub(super) struct Transfers {
 impl Transfers {
     /// Without requests.
     pub(super) fn new(parameters: &Parameters, mut sites: Vec<Site>, origins: Vec<Origin>) -> Self {
-        for site in sites.iter_mut().filter(|site| parameters.paced && site.origin == STORE) {
-            site.pace = Some(Pace::default());
+        for site in sites.iter_mut().filter(|site| site.origin == STORE) {
+            site.pace = parameters.paced.then(Pace::default);
+            site.streams = parameters.read_ahead.then(ReadAhead::default);
         }
         Self {
             timeline: Timeline::new(IDLE),
@@ -79,8 +80,9 @@ impl Transfers {
 
     /// `waiter` needs `len` bytes at `pos`. Returns the number of requests that it waits for.
     pub(super) fn read(&mut self, site: u32, pos: u64, len: u64, waiter: Waiter) -> u32 {
-        let Some(at) = self.sites.get(site as usize) else { return 0 };
+        let Some(at) = self.sites.get_mut(site as usize) else { return 0 };
         let missing = at.missing(pos, len);
+        at.begin_read(pos, len);
         let count = missing.in_flight.len() + missing.ranges.len();
         for number in missing.in_flight {
             if let Some(request) = self.requests.get_mut(number as usize) {
@@ -109,7 +111,7 @@ impl Transfers {
             len,
             waiters,
             failed: 0,
-            first_failure: 0,
+            first_failure: None,
             attempt: 0,
             waits: 0,
             left: 0,
@@ -196,15 +198,7 @@ impl Transfers {
             Event::Ended(attempt) if self.runs(attempt) => {
                 self.ended(attempt.request);
             }
-            Event::Idle(attempt) if self.runs(attempt) => {
-                let request = self.requests.get(attempt.request as usize);
-                let limit = request.map_or(0, |request| request.last_byte + IDLE);
-                if limit > self.timeline.now() {
-                    self.timeline.at(limit, event);
-                } else {
-                    self.retry(attempt.request);
-                }
-            }
+            Event::Idle(attempt) if self.runs(attempt) => self.idle(attempt),
             Event::Again(_) | Event::Ended(_) | Event::Idle(_) => {}
         }
     }
@@ -224,6 +218,17 @@ impl Transfers {
             Fate::SlowDown | Fate::Failed => self.retry(number),
             Fate::Answered | Fate::Refused => self.finish(number, fate == Fate::Answered),
         }
+    }
+
+    /// An attempt fails if it has been without a byte for long.
+    fn idle(&mut self, attempt: Attempt) {
+        let Some(request) = self.requests.get_mut(attempt.request as usize) else { return };
+        let limit = request.last_byte + IDLE;
+        if limit > self.timeline.now() {
+            return self.timeline.at(limit, Event::Idle(attempt));
+        }
+        request.fate = Fate::Failed;
+        self.retry(attempt.request);
     }
 
     fn runs(&self, attempt: Attempt) -> bool {
@@ -286,14 +291,12 @@ impl Transfers {
         let now = self.timeline.now();
         let Some(request) = self.requests.get_mut(number as usize) else { return };
         let Some(site) = self.sites.get_mut(request.site as usize) else { return };
-        if request.failed == 0 {
-            request.first_failure = now;
-        }
         request.failed += 1;
-        let since = match self.give_up {
-            GiveUp::Request => request.first_failure.min(site.outage(now)),
-            GiveUp::Store => site.outage(now),
-        };
+        if request.fate != Fate::SlowDown || self.give_up == GiveUp::Request {
+            request.first_failure.get_or_insert(now);
+        }
+        let outage = site.outage(now);
+        let since = request.first_failure.map_or(outage, |first| first.min(outage));
         let gives_up = match request.purpose {
             Purpose::Download => false,
             Purpose::Prefetch if request.waiters.is_empty() => request.failed >= PREFETCH_ATTEMPTS,

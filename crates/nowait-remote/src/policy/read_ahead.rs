@@ -6,7 +6,7 @@ use std::ops::Range;
 
 use nowait::ByteRange;
 
-use crate::object::block_memory::BLOCK_BYTES;
+use super::BLOCK_BYTES;
 
 /// The sequences of reads that are remembered; the oldest one goes first.
 const MAX_STREAMS: usize = 8;
@@ -16,6 +16,7 @@ const MAX_GAP: u64 = 128 << 10;
 const FIRST_BLOCKS: u64 = 4;
 const MAX_BLOCKS: u64 = 64;
 
+#[derive(Debug)]
 struct Stream {
     /// The byte behind the last read.
     next: u64,
@@ -25,14 +26,14 @@ struct Stream {
 }
 
 /// The sequences of reads of one object.
-#[derive(Default)]
-pub(super) struct ReadAhead {
+#[derive(Debug, Default)]
+pub struct ReadAhead {
     streams: Vec<Stream>,
 }
 
 impl ReadAhead {
     /// The blocks to read ahead after a read of the bytes of `range`, of an object with `end` blocks.
-    pub(super) fn after(&mut self, range: ByteRange, end: u64) -> Range<u64> {
+    pub fn after(&mut self, range: ByteRange, end: u64) -> Range<u64> {
         let next = range.end().div_ceil(BLOCK_BYTES);
         let follows = |s: &Stream| (s.next..=s.next + MAX_GAP).contains(&range.pos);
         let Some(at) = self.streams.iter().position(follows) else {
