@@ -48,6 +48,13 @@ impl ExportArg {
 }
 
 impl ExportArg {
+    /// Where the image is.
+    pub(crate) fn location(&self) -> Result<Location, String> {
+        Location::parse(&self.image.clone().into())
+    }
+}
+
+impl NamedExport {
     /// Whether the image is a URI.
     pub(crate) fn is_remote(&self) -> bool {
         is_remote(self.image.as_os_str()) == Ok(true)

@@ -52,7 +52,7 @@ impl OpenedDisk {
     }
 
     /// As [`OpenedDisk::open`], but the image may also be a URI.
-    fn open_anywhere(
+    pub(crate) fn open_anywhere(
         named: NamedExport,
         options: ChainOptions,
         description: Option<String>,
@@ -89,9 +89,7 @@ pub(crate) fn open_all(
     exports: Vec<NamedExport>,
 ) -> Result<Vec<OpenedDisk>, CliError> {
     let mut all: Vec<OpenedDisk> = Vec::new();
-    let remote = args.remote.options()?;
-    let backings = nowait_remote::open_backings(&args.others.backing, &remote);
-    let backing_storages = backings.map_err(|error| open_chain::failed(&error))?;
+    let common = common(args)?;
     for named in exports {
         let same = all.iter().any(|other| is_same_file(&other.named.image, &named.image));
         if same && !args.read_only {
@@ -100,11 +98,27 @@ pub(crate) fn open_all(
         }
         // It belongs to the first export.
         let description = args.description.clone().filter(|_| all.is_empty());
-        let options =
-            ChainOptions { backing_storages: backing_storages.clone(), ..chain_options(args) };
-        all.push(OpenedDisk::open_anywhere(named, options, description, &remote)?);
+        let options = common.options.clone();
+        all.push(OpenedDisk::open_anywhere(named, options, description, &common.remote)?);
     }
     Ok(all)
+}
+
+/// What the images of a server have in common.
+pub(crate) struct Common {
+    pub(crate) options: ChainOptions,
+    pub(crate) remote: RemoteOptions,
+}
+
+/// How the images of `args` are opened, with the storages that they may stand on.
+///
+/// # Errors
+/// One line that names such a storage and what is wrong with it.
+pub(crate) fn common(args: &ServeArgs) -> Result<Common, CliError> {
+    let remote = args.remote.options()?;
+    let backings = nowait_remote::open_backings(&args.others.backing, &remote);
+    let backing_storages = backings.map_err(|error| open_chain::failed(&error))?;
+    Ok(Common { options: ChainOptions { backing_storages, ..chain_options(args) }, remote })
 }
 
 /// Whether both paths lead to one file.

@@ -119,7 +119,11 @@ impl RunningServer {
         let state = |served: &ServedDisk| {
             let OpenedDisk { named, options, description, .. } = &served.disk;
             let status = all.iter().find(|status| status.id == served.id);
-            let image = std::path::absolute(&named.image).unwrap_or_else(|_| named.image.clone());
+            let as_given = || named.image.clone();
+            let image = match named.is_remote() {
+                true => as_given(),
+                false => std::path::absolute(&named.image).unwrap_or_else(|_| as_given()),
+            };
             let changes = status.map_or_else(PatchExport::default, |status| PatchExport {
                 limits: Some(status.limits.into()),
                 connection_limits: Some(status.client_limits.into()),

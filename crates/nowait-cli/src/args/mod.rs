@@ -39,6 +39,7 @@ use info_args::InfoArgs;
 use lifetime_args::LifetimeArgs;
 use message_args::MessageArgs;
 use nowait_cli::bench_args::BenchArgs;
+use nowait_remote::Location;
 use remote_args::RemoteArgs;
 use sandbox_args::SandboxArgs;
 use setup_args::{CompletionsArgs, ManArgs};
@@ -310,9 +311,13 @@ impl ServeArgs {
         export_spec::named(&self.images, self.export.as_deref())
     }
 
-    /// Whether an image is a URI, or stands on one.
-    pub(crate) fn has_remote(&self) -> bool {
-        !self.others.backing.is_empty() || self.images.iter().any(ExportArg::is_remote)
+    /// Why another program cannot open the images as long as this one has them, if it cannot.
+    pub(crate) fn cannot_open_twice(&self) -> Option<&'static str> {
+        let is_ceph = |image: &ExportArg| matches!(image.location(), Ok(Location::Rbd(_)));
+        if self.images.iter().any(is_ceph) && !self.read_only {
+            return Some("an image of a Ceph cluster is locked by this process");
+        }
+        self.remote.record.as_ref().map(|_| "the record of the reads is this process's")
     }
 
     /// Checks rules that the parser does not.

@@ -24,7 +24,7 @@ use crate::endpoints::{Endpoints, exports_of};
 use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
 use crate::log_file::LogFile;
-use crate::open_disk::{OpenedDisk, chain_options, open_all};
+use crate::open_disk::{self, OpenedDisk, chain_options, open_all};
 use crate::ready_lines::{print, print_hint, print_ready, ready_lines, uris, vhost_user_paths};
 use crate::reload::Reload;
 use crate::running_server::{Additions, RunningServer};
@@ -237,7 +237,7 @@ fn open(args: &ServeArgs, take_over: Option<&TakeOver>) -> Result<Opened, CliErr
     let is_default = exports.is_empty();
     if let Some(take_over) = take_over {
         let Parked { images, clients } = take_over.wait()?;
-        let all = take_over.open(images, &chain_options(args))?;
+        let all = take_over.open(images, &open_disk::common(args)?)?;
         return Ok(Opened { all, is_default: false, adopted: Some(clients) });
     }
     let exports = if is_default { vec![default_export(args)?] } else { exports };
@@ -247,8 +247,8 @@ fn open(args: &ServeArgs, take_over: Option<&TakeOver>) -> Result<Opened, CliErr
 
 /// The process that starts the next program, or why there is none.
 fn launcher(args: &ServeArgs) -> Result<Arc<Launcher>, String> {
-    if args.has_remote() {
-        return Err("an image is on another server, whose connection cannot be handed over".into());
+    if let Some(why) = args.cannot_open_twice() {
+        return Err(why.into());
     }
     if args.lifetime.exit_with_parent {
         return Err("the process that started this server would not know the new one".into());

@@ -18,7 +18,7 @@ use nowait_server::{ConnectionState, Exports, Listener, ParkedDevice, SplitState
 use tracing::warn;
 
 use crate::export_spec::NamedExport;
-use crate::open_disk::OpenedDisk;
+use crate::open_disk::{Common, OpenedDisk};
 use crate::upgrade::channel::{Channel, Message};
 use crate::upgrade::messages::{
     Answer, Begin, DeviceMessage, Drained, ExportState, Go, ListenerState, PROTOCOL, VmmMessage,
@@ -162,11 +162,12 @@ impl TakeOver {
     pub(crate) fn open(
         &self,
         images: Vec<HandedOver>,
-        common: &ChainOptions,
+        common: &Common,
     ) -> Result<Vec<OpenedDisk>, CliError> {
         let open = |(state, handed_over): (&ExportState, HandedOver)| {
-            let options = ChainOptions { handed_over, ..state.options(common)? };
-            OpenedDisk::open(state.named(), options, state.description.clone())
+            let options = ChainOptions { handed_over, ..state.options(&common.options)? };
+            let (named, description) = (state.named(), state.description.clone());
+            OpenedDisk::open_anywhere(named, options, description, &common.remote)
         };
         self.exports.iter().zip(images).map(open).collect()
     }

@@ -15,9 +15,11 @@ use nowait_testkit::nbd::{Client, Command, Mode};
 use nowait_testkit::{Random, Running, seed, wait_until};
 use serde_json::Value;
 
+use crate::common::load::{self, bytes};
 use crate::common::{
     Finished, MIB, Scratch, Server, accepted, refusal, require_qemu, require_tool, text, tool,
 };
+use crate::upgrade::Upgraded;
 
 const DISK_BYTES: u64 = 16 * MIB;
 
@@ -28,6 +30,29 @@ fn in_front_of(uri: &str, extra: &[&str]) -> Server {
 
 fn unix_uri(socket: &Path) -> String {
     format!("nbd+unix:///?socket={}", socket.display())
+}
+
+#[test]
+fn a_proxy_is_upgraded_under_load_and_what_it_was_given_is_in_the_image_behind() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", DISK_BYTES);
+    let behind = Server::start(&image, &["-f", "raw"]);
+    let mut proxy = Upgraded::in_front_of(&unix_uri(&behind.socket()));
+    let (mut client, over) = (proxy.connect(), &AtomicBool::new(false));
+    thread::scope(|scope| {
+        let load = scope.spawn(|| load::load(&mut client, 0, over));
+        for _ in 0..3 {
+            assert_eq!(proxy.upgrade()["connections"], 1);
+            proxy.connect().read(0, 512).expect("a new client is served");
+        }
+        over.store(true, Ordering::Relaxed);
+        assert!(load.join().expect("no error") > 0);
+    });
+    client.write(DISK_BYTES - 4096, &bytes(9, 4096)).expect("a write");
+    drop(client);
+    proxy.stop();
+    behind.stop();
+    assert!(fs::read(&image).expect("an image").ends_with(&bytes(9, 4096)));
 }
 
 /// Every command through `proxy`; returns what the disk has then.
@@ -290,7 +315,6 @@ fn what_needs_an_image_of_this_machine_is_refused_for_a_remote_one() {
     let overlay = scratch.join("overlay.qcow2");
     let snapshot = ["export", "snapshot", "@0", overlay.to_str().unwrap()];
     refused(&snapshot).says(&["it is on another server"]);
-    refused(&["upgrade"]).says(&["an image is on another server"]);
     refused(&["export", "add", "b", &unix_uri(&behind.socket())]).says(&["nbd+unix"]);
     assert!(!overlay.exists());
     proxy.connect().write(0, &[1; 512]).unwrap();

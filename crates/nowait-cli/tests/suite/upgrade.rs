@@ -38,6 +38,20 @@ impl Upgraded {
         Self { server, control, serving: None, scratch }
     }
 
+    /// A server in front of the one at `uri`.
+    pub(crate) fn in_front_of(uri: &str) -> Self {
+        let scratch = Scratch::new();
+        let control = scratch.join("control");
+        let address = format!("unix:{}", control.display());
+        let server = Server::start(Path::new(uri), &["--control", &address, "--verbose"]);
+        Self { server, control, serving: None, scratch }
+    }
+
+    /// A new client.
+    pub(crate) fn connect(&self) -> Client {
+        self.server.connect()
+    }
+
     pub(crate) fn image(&self) -> PathBuf {
         self.scratch.join("disk")
     }
