@@ -160,7 +160,10 @@ fn failed(error: &ClientError) -> HttpError {
     }
     let what = if error.is_connect() { "cannot connect: " } else { "" };
     let kind = if error.is_connect() { HttpErrorKind::Connect } else { HttpErrorKind::Interrupted };
-    HttpError::new(kind, std::io::Error::other(format!("{what}{reason}")))
+    let reason = reason.to_string();
+    // As everywhere here: the words without the number.
+    let words = reason.split_once(" (os error").map_or(reason.as_str(), |(words, _)| words);
+    HttpError::new(kind, std::io::Error::other(format!("{what}{words}")))
 }
 
 impl HttpConnector for Connector {

@@ -25,7 +25,7 @@ use crate::object::fault::Fault;
 use crate::object::object_url::ObjectUrl;
 use crate::object::read_job::{Origin, ReadJob};
 use crate::object::store::{Object, Timeouts, Version};
-use crate::object::store_counters::StoreCounters;
+use crate::object::store_counters::{StoreCounters, add};
 use crate::policy::{BLOCK_BYTES, BackOff, PrefetchCursor};
 
 /// The longest read of one call in bytes.
@@ -123,7 +123,7 @@ fn serve(
         Err(error) => return drop(opened.send(Err(error.to_string()))),
     };
     runtime.block_on(async {
-        let object = open(url, options).await;
+        let object = open(url, options, &counters).await;
         let helped = object.and_then(|(object, version)| {
             let helpers = helpers(url, options, &version)?;
             Ok((object, version, helpers))
@@ -143,16 +143,24 @@ fn serve(
     runtime.shutdown_background();
 }
 
-async fn open(url: &ObjectUrl, options: &ObjectOptions) -> Result<(Object, Version), String> {
+async fn open(
+    url: &ObjectUrl,
+    options: &ObjectOptions,
+    counters: &StoreCounters,
+) -> Result<(Object, Version), String> {
     let timeouts = Timeouts { silence: options.silence, all: options.request };
     let object = Object::new(url, timeouts)?;
     let time = options.reconnect.min(OPEN_TIME);
     let begun = Instant::now();
     for failed in 1.. {
-        match object.probe().await {
+        let asked = Instant::now();
+        let answer = object.probe().await;
+        counters.request(asked.elapsed(), 0);
+        match answer {
             Ok(version) => return Ok((object, version)),
             Err(Fault::Transient(_) | Fault::Busy(_)) if begun.elapsed() < time => {
                 tokio::time::sleep(BackOff::STORE.pause(failed, fastrand::u64(..))).await;
+                add(&counters.retries, 1);
             }
             Err(fault) => return Err(format!("{}{}", fault.text(), url.hint())),
         }

@@ -33,6 +33,9 @@ impl Version {
     /// # Errors
     /// A message: the store does not tell enough to notice that the object changes.
     fn of(meta: ObjectMeta) -> Result<Self, String> {
+        if i64::try_from(meta.size).is_err() {
+            return Err(format!("the server says that it has {} bytes", meta.size));
+        }
         let version = Self(meta);
         if version.strong_tag().is_none() && version.date() == 0 {
             return Err(
