@@ -196,6 +196,10 @@ impl BlockFetcher {
         if ended {
             self.end(index);
         }
+        // A record knows better where a sequence ends.
+        if self.helpers.prefetch.is_some() {
+            return;
+        }
         let end = self.asking.version.size().div_ceil(BLOCK_BYTES);
         for block in self.streams.after(range, end) {
             if !self.memory.has(block) {

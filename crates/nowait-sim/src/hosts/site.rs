@@ -122,8 +122,12 @@ impl Site {
         Missing { in_flight, ranges: ranges.collect() }
     }
 
-    /// A read of `len` bytes at `pos` begins: what follows it may be read ahead.
+    /// A read of `len` bytes at `pos` begins: what follows it may be read ahead, unless a record is
+    /// followed.
     pub(super) fn begin_read(&mut self, pos: u64, len: u64) {
+        if self.cursor.is_some() {
+            return;
+        }
         let Some(streams) = &mut self.streams else { return };
         for block in streams.after(ByteRange::new(pos, len), self.blocks) {
             if !self.has(block) && !self.in_flight.contains_key(&block) {

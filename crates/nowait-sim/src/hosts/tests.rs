@@ -86,6 +86,15 @@ fn reading_ahead_costs_bytes_but_never_more_than_the_image_and_boots_are_not_lat
 }
 
 #[test]
+fn while_a_record_is_followed_nothing_else_is_read_ahead() {
+    // The store is so slow that the record is followed for most of the boot.
+    let parameters = overloaded(Plan::Prefetch);
+    let alone = simulate(&parameters);
+    let ahead = simulate(&Parameters { read_ahead: true, ..parameters });
+    assert!(ahead.store_bytes < alone.store_bytes * 3 / 2, "{ahead:?} {alone:?}");
+}
+
+#[test]
 fn faults_cost_bytes_and_retries_but_no_boot() {
     let mut parameters = small(Plan::Cache);
     let well = simulate(&parameters);
