@@ -9,6 +9,7 @@ mod addresses_and_keys;
 mod bench_copy;
 mod bench_devices;
 mod block_devices;
+mod ceph;
 mod completions_and_man;
 mod copy;
 mod copy_interrupted;
