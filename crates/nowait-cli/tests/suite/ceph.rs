@@ -181,3 +181,35 @@ fn an_osd_that_is_killed_is_a_pause_and_then_an_error_and_loses_nothing() {
     hasty.stop();
     server.stop();
 }
+
+#[test]
+fn a_lock_that_another_client_breaks_is_an_error_of_every_request_after_it() {
+    let Some(cluster) = cluster() else { return };
+    let _shared = OSD.read().unwrap_or_else(PoisonError::into_inner);
+    let mut server = serve(&cluster.image("broken"), &[]);
+    let mut client = server.connect();
+    client.write(0, &[1; 4096]).expect("a write");
+    client.call(&Command::Flush).expect("a flush");
+    let locks = cluster.rbd(&["lock", "ls", "broken"]);
+    let last: Vec<&str> = locks.lines().last().expect("a lock").split_whitespace().collect();
+    // The locker, the two words of the lock's name, and its address.
+    cluster.rbd(&["lock", "rm", "broken", &last[1..3].join(" "), last[0]]);
+    assert!(client.write(0, &[2; 4096]).is_err() && client.call(&Command::Flush).is_err());
+    assert!(client.read(0, 4096).is_err(), "a client that was shut out");
+    assert!(cluster.export("broken")[..4096] == [1; 4096], "what was flushed");
+    server.terminate();
+    assert!(!server.wait().success(), "its last flush has failed");
+}
+
+#[test]
+fn another_size_is_seen_after_a_reload() {
+    let Some(cluster) = cluster() else { return };
+    let _shared = OSD.read().unwrap_or_else(PoisonError::into_inner);
+    let server = serve(&cluster.image("grown"), &[]);
+    cluster.rbd(&["resize", "--no-progress", "--size", "24M", "grown"]);
+    server.signal(Signal::HUP);
+    wait_until("the other size", || {
+        server.connect().read(DISK_BYTES, 4096).is_ok_and(|data| data == [0; 4096])
+    });
+    server.stop();
+}
