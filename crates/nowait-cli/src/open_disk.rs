@@ -31,8 +31,8 @@ impl OpenedDisk {
     /// The export, with at most `workers` threads that may block.
     pub(crate) fn export(&self, workers: u32) -> AnyExport {
         let NamedExport { name, image } = self.named.clone();
-        let file = || image.file_name().unwrap_or_default().to_string_lossy().into_owned();
-        let description = self.description.clone().unwrap_or_else(file);
+        let place = Location::parse(&image.into()).map(|location| location.short_name());
+        let description = self.description.clone().or(place.ok()).unwrap_or_default();
         let when_a_flush_fails = Some(systemd::notify_failed_flush as fn());
         let options = ExportOptions { name, description, workers, when_a_flush_fails };
         AnyExport::of_image(&self.image, options)

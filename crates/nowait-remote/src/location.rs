@@ -34,6 +34,18 @@ impl Location {
         }
     }
 
+    /// Its last part: the name of a file, an export, an object or an image, which clients may learn.
+    #[must_use]
+    pub fn short_name(&self) -> String {
+        match self {
+            Self::File(path) => path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
+            Self::Nbd(uri) if uri.export.is_empty() => "nbd".into(),
+            Self::Nbd(uri) => uri.export.clone(),
+            Self::Object(url) => url.path.filename().unwrap_or("object").to_owned(),
+            Self::Rbd(location) => location.short_name(),
+        }
+    }
+
     /// Whether it is an NBD URI with TLS.
     #[must_use]
     pub fn asks_for_tls(&self) -> bool {
@@ -86,6 +98,15 @@ mod tests {
         assert!(matches!(Location::parse(&"nbd://h/".into()), Ok(Location::Nbd(_))));
         assert!(matches!(Location::parse(&"s3://b/key".into()), Ok(Location::Object(_))));
         assert!(matches!(Location::parse(&"rbd:pool/a".into()), Ok(Location::Rbd(_))));
+        for (text, name) in [
+            ("/dir/disk.img", "disk.img"),
+            ("nbd://h/export", "export"),
+            ("nbd+unix:///?socket=/dir/s", "nbd"),
+            ("s3://bucket/dir/key.img", "key.img"),
+            ("rbd:pool/space/image@then:conf=/dir/ceph.conf", "image@then"),
+        ] {
+            assert_eq!(Location::parse(&text.into()).unwrap().short_name(), name);
+        }
         assert!(Location::parse(&"".into()).is_err());
     }
 }

@@ -199,6 +199,34 @@ fn a_lock_that_another_client_breaks_is_an_error_of_every_request_after_it() {
     assert!(cluster.export("broken")[..4096] == [1; 4096], "what was flushed");
     server.terminate();
     assert!(!server.wait().success(), "its last flush has failed");
+    let log = server.log();
+    assert!(log.contains("another client has broken the lock"), "{log}");
+}
+
+#[test]
+fn a_qcow2_image_in_a_cluster_is_served_and_copies_go_both_ways() {
+    let Some(cluster) = cluster() else { return };
+    let _shared = OSD.read().unwrap_or_else(PoisonError::into_inner);
+    let scratch = Scratch::new();
+    let (file, raw, back) =
+        (scratch.join("a.qcow2"), scratch.join("raw.img"), scratch.join("back.img"));
+    accepted(&["create", text(&file), "8M"]);
+    cluster.rbd(&["import", "--no-progress", text(&file), "inside"]);
+    // Its clusters need space behind its tables.
+    cluster.rbd(&["resize", "--no-progress", "--size", "16M", "inside"]);
+    let inside = cluster.location("inside");
+    let server = serve(&inside, &["--format", "qcow2"]);
+    server.connect().write(5 * MIB, &[3; 70_000]).expect("a write");
+    server.stop();
+    let server = serve(&inside, &["--format", "qcow2"]);
+    assert!(server.connect().read(5 * MIB, 70_000).expect("a read") == [3; 70_000]);
+    server.stop();
+    accepted(&["check", &inside, "--format", "qcow2"]);
+    fs::write(&raw, Random::from_seed(seed()).bytes(DISK_BYTES as usize)).expect("a file");
+    let copied = cluster.image("copied");
+    accepted(&["copy", text(&raw), &copied, "--force"]);
+    accepted(&["copy", &copied, text(&back)]);
+    assert!(fs::read(&raw).expect("a file") == fs::read(&back).expect("a file"));
 }
 
 #[test]

@@ -42,7 +42,7 @@ pub(super) enum Place {
 pub struct ObjectUrl {
     text: String,
     pub(super) place: Place,
-    pub(super) path: Path,
+    pub(crate) path: Path,
 }
 
 impl ObjectUrl {

@@ -6,6 +6,7 @@
 
 use std::ffi::{CString, c_char, c_int, c_void};
 use std::ptr;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
@@ -354,6 +355,8 @@ fn open_pool(
 struct InFlight {
     count: Mutex<usize>,
     none: Condvar,
+    /// The cluster has refused this client for good, which was logged.
+    shut_out: AtomicBool,
 }
 
 impl InFlight {
@@ -363,6 +366,17 @@ impl InFlight {
 
     fn add(&self) {
         *self.lock() += 1;
+    }
+
+    /// Logs the first failure that is that of all later requests, too.
+    #[cold]
+    fn note_failure(&self, errno: i32) {
+        if errno == libc::ESHUTDOWN && !self.shut_out.swap(true, Ordering::Relaxed) {
+            tracing::error!(
+                "the cluster takes nothing more from this server: another client has broken the lock of its image \
+                 (start it again when that client is done)"
+            );
+        }
     }
 
     fn remove(&self) {
@@ -444,7 +458,10 @@ impl Flight {
     /// The step has ended.
     fn end(mut self: Box<Self>, result: Result<usize, i32>) {
         let transfer = match (self.transfer.take(), &result) {
-            (Some(transfer), Err(errno)) => return transfer.fail(*errno),
+            (Some(transfer), Err(errno)) => {
+                self.in_flight.note_failure(*errno);
+                return transfer.fail(*errno);
+            }
             (Some(transfer), Ok(_)) => transfer,
             (None, _) => return,
         };

@@ -36,6 +36,12 @@ impl RbdLocation {
         self.snapshot.is_some()
     }
 
+    /// The image, and the snapshot.
+    pub(crate) fn short_name(&self) -> String {
+        let snapshot = self.snapshot.iter().flat_map(|snapshot| ["@", snapshot]);
+        std::iter::once(&*self.image).chain(snapshot).collect()
+    }
+
     /// The path of the cluster's ceph.conf, if it names one.
     #[must_use]
     pub fn conf(&self) -> Option<&str> {
