@@ -30,6 +30,8 @@ use crate::ublk::ublk_error::UblkError;
 const START_TIMEOUT: Duration = Duration::from_secs(60);
 /// How long the driver may take to delete a device that has no node any more.
 const DELETE_TIMEOUT: Duration = Duration::from_secs(2);
+/// How long the commands of the queues may take to end when the driver keeps requests back.
+const ABORT_TIMEOUT: Duration = Duration::from_millis(100);
 /// How often the driver is asked whether it has noticed that the device was given back.
 const RELEASE_INTERVAL: Duration = Duration::from_millis(1);
 /// How often the users of a node are looked for, which reads the descriptors of all processes.
@@ -243,6 +245,14 @@ impl UblkDevice {
         self.keep_back();
         if let Err(error) = quiesce(&self.info) {
             tracing::debug!("{error}");
+        } else {
+            let deadline = Instant::now() + ABORT_TIMEOUT;
+            while self.live_queues.load(Ordering::Acquire) > 0 && Instant::now() < deadline {
+                std::thread::sleep(RELEASE_INTERVAL);
+            }
+        }
+        // The driver does not end the command of a tag that was answered while it ended the others.
+        if self.live_queues.load(Ordering::Acquire) > 0 {
             self.leaving.store(true, Ordering::Release);
             wake();
         }
