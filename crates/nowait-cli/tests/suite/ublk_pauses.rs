@@ -17,7 +17,7 @@ dd if=/dev/urandom of=/data/random bs=1M count=4 2>/dev/null
     n=$((n + 1))
     dd if=/data/random of=/disk/new/file bs=64k oflag=direct conv=fsync 2>/dev/null || echo "guest: I/O error"
     dd if=/disk/new/file bs=64k iflag=direct 2>/dev/null | cmp - /data/random || echo "guest: differs"
-done; [ $n -gt 5 ] && echo "guest: load ended" ) & load=$!
+done; [ $n -gt 1 ] && echo "guest: load ended" ) & load=$!
 for n in 1 2 3; do
     sleep 0.3
     command export snapshot @0 /data/overlay$n && echo "guest: snapshot $n"
@@ -30,6 +30,7 @@ done
 wait $server; echo "guest: the first server ended $?"
 sleep 0.3; touch /data/enough; wait $load
 for pid in $(pidof nowait); do kill -KILL $pid; done
+for try in $(seq 100); do /test/nowait ublk list | grep -q waiting && break; sleep 0.1; done
 /test/nowait ublk list
 serve /data/overlay3 --direct off --ublk=7 --control unix:/data/control
 echo 3 >/proc/sys/vm/drop_caches
