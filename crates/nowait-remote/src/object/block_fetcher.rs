@@ -180,6 +180,7 @@ impl BlockFetcher {
         let index = self.jobs.insert(job);
         let counters = self.asking.counters.clone();
         let mut ended = false;
+        let mut asked_end = None;
         for block in blocks {
             if let Some(record) = &mut self.helpers.record {
                 record.note(block);
@@ -190,7 +191,7 @@ impl BlockFetcher {
                 ended = job.is_some_and(|job| job.give(block * BLOCK_BYTES, Some(&data)));
                 continue;
             }
-            self.want(block, Purpose::Read);
+            asked_end = self.want(block, Purpose::Read).then_some(block + 1);
             self.pending.entry(block).or_default().push(index);
         }
         if ended {
@@ -201,15 +202,18 @@ impl BlockFetcher {
             return;
         }
         let end = self.asking.version.size().div_ceil(BLOCK_BYTES);
-        for block in self.streams.after(range, end) {
+        let proposed = self.streams.after(range, end);
+        let joins = ReadAhead::joins(asked_end, &proposed);
+        let purpose = if joins { Purpose::Read } else { Purpose::Ahead };
+        for block in proposed {
             if !self.memory.has(block) {
-                self.want(block, Purpose::Ahead);
+                self.want(block, purpose);
             }
         }
     }
 
-    /// Begins to get a block, or gets it sooner.
-    fn want(&mut self, block: u64, purpose: Purpose) {
+    /// Begins to get a block, or gets it sooner. Returns whether it begins.
+    fn want(&mut self, block: u64, purpose: Purpose) -> bool {
         let is_new = !self.pending.contains_key(&block);
         self.pending.entry(block).or_default();
         if is_new {
@@ -220,6 +224,7 @@ impl BlockFetcher {
             sooner(&mut self.look, block);
             sooner(&mut self.fetch, block);
         }
+        is_new
     }
 
     fn end(&mut self, index: usize) {

@@ -1,6 +1,7 @@
 //! Recognises reads one after the other, and says what is read next.
 //!
-//! Invariant: nothing is proposed twice for one sequence of reads, and never more than a run.
+//! Invariant: nothing is proposed twice for one sequence of reads, never more than a run, and at most
+//! twice what a short sequence has read, or one block, so that small files cost little.
 
 use std::ops::Range;
 
@@ -12,17 +13,24 @@ use super::BLOCK_BYTES;
 const MAX_STREAMS: usize = 8;
 /// Bytes that a read may be ahead of the one before it: several are under way at once.
 const MAX_GAP: u64 = 128 << 10;
-/// Blocks ahead: after the second read of a sequence, doubled with each request, and the most.
-const FIRST_BLOCKS: u64 = 4;
+/// Bytes ahead for each byte that was read, at first and of a sequence that has read so many bytes.
+const GROWTH: u64 = 2;
+const LONG: u64 = 1 << 20;
+const LONG_GROWTH: u64 = 4;
+/// The most blocks ahead.
 const MAX_BLOCKS: u64 = 64;
+/// The most blocks ahead that a read waits for.
+const JOINED_BLOCKS: u64 = 16;
 
 #[derive(Debug)]
 struct Stream {
-    /// The byte behind the last read.
+    /// The byte where its first read began, and the one behind its last.
+    begin: u64,
     next: u64,
-    /// The end of what was proposed.
+    /// The end of the blocks that were read or proposed.
     ahead: u64,
-    blocks: u64,
+    /// Blocks of the last proposal; 0: none yet.
+    proposed: u64,
 }
 
 /// The sequences of reads of one object.
@@ -33,6 +41,8 @@ pub struct ReadAhead {
 
 impl ReadAhead {
     /// The blocks to read ahead after a read of the bytes of `range`, of an object with `end` blocks.
+    /// A sequence has some when it needs a block that it has not brought, and then when half of them
+    /// are read.
     pub fn after(&mut self, range: ByteRange, end: u64) -> Range<u64> {
         let next = range.end().div_ceil(BLOCK_BYTES);
         let follows = |s: &Stream| (s.next..=s.next + MAX_GAP).contains(&range.pos);
@@ -40,21 +50,34 @@ impl ReadAhead {
             if self.streams.len() == MAX_STREAMS {
                 self.streams.remove(0);
             }
-            self.streams.push(Stream { next: range.end(), ahead: next, blocks: FIRST_BLOCKS });
+            let (begin, next_byte) = (range.pos, range.end());
+            self.streams.push(Stream { begin, next: next_byte, ahead: next, proposed: 0 });
             return 0..0;
         };
         let mut stream = self.streams.remove(at);
         stream.next = range.end();
+        let needs = next > stream.ahead;
         let start = stream.ahead.max(next);
+        stream.ahead = start;
         let mut proposed = 0..0;
         // Large requests instead of one for each block.
-        if start < end && start - next <= stream.blocks / 2 {
-            proposed = start..(next + stream.blocks).max(start + 1).min(end);
-            stream.ahead = proposed.end;
-            stream.blocks = (stream.blocks * 2).min(MAX_BLOCKS);
+        let is_half_read = stream.proposed > 0 && start - next <= stream.proposed / 2;
+        if (needs || is_half_read) && start < end {
+            let read = stream.next - stream.begin;
+            let growth = if read < LONG { GROWTH } else { LONG_GROWTH };
+            let blocks = (read.saturating_mul(growth) / BLOCK_BYTES).clamp(1, MAX_BLOCKS);
+            proposed = start..(next + blocks).max(start + 1).min(end);
+            (stream.ahead, stream.proposed) = (proposed.end, blocks);
         }
         self.streams.push(stream);
         proposed
+    }
+
+    /// Whether the blocks of `proposed` are asked for in one request with those of the read, whose
+    /// last blocks are asked for now and end at block `asked_end`: a few that follow these directly.
+    #[must_use]
+    pub fn joins(asked_end: Option<u64>, proposed: &Range<u64>) -> bool {
+        asked_end == Some(proposed.start) && proposed.end - proposed.start <= JOINED_BLOCKS
     }
 }
 
@@ -70,6 +93,37 @@ mod tests {
             assert!(ahead.after(range, 1000).is_empty(), "{block}");
         }
         assert_eq!(ahead.streams.len(), MAX_STREAMS);
+    }
+
+    #[test]
+    fn reads_within_a_block_propose_nothing_and_the_first_one_behind_it_a_little() {
+        let mut ahead = ReadAhead::default();
+        let mut after = |pos, len| ahead.after(ByteRange::new(pos, len), 1000);
+        assert!(after(4096, 16 << 10).is_empty());
+        assert!(after(20 << 10, 32 << 10).is_empty());
+        assert_eq!(after(52 << 10, 60 << 10), 2..5);
+    }
+
+    #[test]
+    fn a_short_sequence_has_never_more_ahead_than_twice_what_was_read() {
+        let mut ahead = ReadAhead::default();
+        let mut most = 0;
+        for pos in (0..LONG).step_by(16 << 10) {
+            let range = ByteRange::new(pos, 16 << 10);
+            let proposed = ahead.after(range, 10_000);
+            most = most.max(proposed.end * BLOCK_BYTES);
+            let limit = (2 * range.end()).max(BLOCK_BYTES);
+            let end = range.end().next_multiple_of(BLOCK_BYTES);
+            assert!(most <= end + limit, "{pos}: {most}");
+        }
+    }
+
+    #[test]
+    fn a_few_blocks_behind_what_a_read_asks_for_join_its_request() {
+        assert!(ReadAhead::joins(Some(5), &(5..5 + JOINED_BLOCKS)));
+        assert!(!ReadAhead::joins(Some(5), &(5..6 + JOINED_BLOCKS)));
+        assert!(!ReadAhead::joins(Some(5), &(6..7)));
+        assert!(!ReadAhead::joins(None, &(5..6)));
     }
 
     #[test]

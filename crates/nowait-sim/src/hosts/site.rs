@@ -122,16 +122,29 @@ impl Site {
         Missing { in_flight, ranges: ranges.collect() }
     }
 
-    /// A read of `len` bytes at `pos` begins: what follows it may be read ahead, unless a record is
-    /// followed.
-    pub(super) fn begin_read(&mut self, pos: u64, len: u64) {
+    /// A read of `len` bytes at `pos` begins, for which `missing` is asked: what follows it may be read
+    /// ahead, with it or behind it, unless a record is followed.
+    pub(super) fn begin_read(&mut self, pos: u64, len: u64, missing: &mut Missing) {
         if self.cursor.is_some() {
             return;
         }
         let Some(streams) = &mut self.streams else { return };
-        for block in streams.after(ByteRange::new(pos, len), self.blocks) {
-            if !self.has(block) && !self.in_flight.contains_key(&block) {
-                self.behind_reads.insert(block);
+        let proposed = streams.after(ByteRange::new(pos, len), self.blocks);
+        let last = missing
+            .ranges
+            .last_mut()
+            .map(|(start, bytes)| ((*start + *bytes) / BLOCK_BYTES, bytes));
+        let mut joined = last.filter(|(end, _)| ReadAhead::joins(Some(*end), &proposed));
+        for block in proposed {
+            if self.has(block) || self.in_flight.contains_key(&block) {
+                continue;
+            }
+            match &mut joined {
+                Some((end, bytes)) if *end == block => {
+                    *end += 1;
+                    **bytes += BLOCK_BYTES;
+                }
+                _ => _ = self.behind_reads.insert(block),
             }
         }
     }

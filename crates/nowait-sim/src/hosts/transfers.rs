@@ -81,8 +81,8 @@ impl Transfers {
     /// `waiter` needs `len` bytes at `pos`. Returns the number of requests that it waits for.
     pub(super) fn read(&mut self, site: u32, pos: u64, len: u64, waiter: Waiter) -> u32 {
         let Some(at) = self.sites.get_mut(site as usize) else { return 0 };
-        let missing = at.missing(pos, len);
-        at.begin_read(pos, len);
+        let mut missing = at.missing(pos, len);
+        at.begin_read(pos, len, &mut missing);
         let count = missing.in_flight.len() + missing.ranges.len();
         for number in missing.in_flight {
             if let Some(request) = self.requests.get_mut(number as usize) {
