@@ -11,8 +11,11 @@ use rcgen::{
     ExtendedKeyUsagePurpose, IsCa, Issuer, KeyIdMethod, KeyPair, KeyUsagePurpose,
     RevokedCertParams, SerialNumber, date_time_ymd,
 };
-use rustls::pki_types::{CertificateDer, ServerName};
-use rustls::{ClientConfig, ClientConnection, RootCertStore, SupportedProtocolVersion};
+use rustls::pki_types::pem::PemObject;
+use rustls::pki_types::{CertificateDer, PrivateKeyDer, ServerName};
+use rustls::{
+    ClientConfig, ClientConnection, RootCertStore, ServerConfig, SupportedProtocolVersion,
+};
 
 /// The name of every server here.
 const LOCALHOST: &str = "localhost";
@@ -37,6 +40,8 @@ pub enum Flaw {
     Expired,
     /// It has the number that the authority revokes.
     Revoked,
+    /// It is that of another host.
+    Elsewhere,
 }
 
 /// A certificate authority.
@@ -68,13 +73,16 @@ impl Authority {
             Role::Server => ("server", ExtendedKeyUsagePurpose::ServerAuth),
             Role::Client => ("client", ExtendedKeyUsagePurpose::ClientAuth),
         };
-        let names = [LOCALHOST.to_owned(), "127.0.0.1".to_owned()];
+        let names = match flaw {
+            Flaw::Elsewhere => vec!["elsewhere.example".to_owned()],
+            _ => vec![LOCALHOST.to_owned(), "127.0.0.1".to_owned()],
+        };
         let mut params = CertificateParams::new(names).expect("plain names");
         params.distinguished_name.push(DnType::CommonName, name);
         params.extended_key_usages = vec![usage];
         params.key_usages = vec![KeyUsagePurpose::DigitalSignature];
         match flaw {
-            Flaw::None => {}
+            Flaw::None | Flaw::Elsewhere => {}
             Flaw::Expired => params.not_after = date_time_ymd(2001, 1, 1),
             Flaw::Revoked => params.serial_number = Some(SerialNumber::from(REVOKED)),
         }
@@ -103,6 +111,21 @@ impl Authority {
         let list = params.signed_by(&self.issuer).expect("a list").pem().expect("PEM");
         fs::write(directory.join("ca-crl.pem"), list).expect("a file");
     }
+}
+
+/// A server that shows the certificate in `directory`, and asks for none.
+pub fn server_of(directory: &Path) -> Arc<ServerConfig> {
+    let pem = |name: &str| directory.join(name);
+    let chain = CertificateDer::pem_file_iter(pem("server-cert.pem")).expect("a certificate");
+    let chain = chain.collect::<Result<_, _>>().expect("PEM");
+    let key = PrivateKeyDer::from_pem_file(pem("server-key.pem")).expect("a key");
+    let provider = Arc::new(rustls::crypto::ring::default_provider());
+    let config = ServerConfig::builder_with_provider(provider)
+        .with_safe_default_protocol_versions()
+        .expect("versions")
+        .with_no_client_auth()
+        .with_single_cert(chain, key);
+    Arc::new(config.expect("a pair"))
 }
 
 /// Writes a certificate of `localhost` that signs itself, and its key, into `directory`, as a

@@ -5,8 +5,10 @@
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
-use std::io::{BufRead, BufReader, Write};
-use std::net::{TcpListener, TcpStream};
+use std::io::{BufRead, BufReader, Read, Write};
+use std::net::TcpListener;
+#[cfg(feature = "tls")]
+use std::net::TcpStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -58,6 +60,9 @@ pub struct Script {
     pub unsigned: usize,
     /// The time before each answer.
     pub delay: Duration,
+    /// What new connections are encrypted with.
+    #[cfg(feature = "tls")]
+    pub tls: Option<Arc<rustls::ServerConfig>>,
 }
 
 /// A running server. Its thread ends with the process.
@@ -83,7 +88,11 @@ impl WebServer {
         std::thread::spawn(move || {
             for stream in listener.incoming().flatten() {
                 let script = script.clone();
-                std::thread::spawn(move || serve(&stream, &script));
+                std::thread::spawn(move || {
+                    #[cfg(feature = "tls")]
+                    let Some(stream) = encrypted(stream, &script) else { return };
+                    serve(stream, &script);
+                });
             }
         });
         server
@@ -185,11 +194,22 @@ fn hex(bytes: &[u8]) -> String {
     })
 }
 
+/// A connection, in TLS if the script says so.
+#[cfg(feature = "tls")]
+fn encrypted(stream: TcpStream, script: &Mutex<Script>) -> Option<Box<dyn ReadWrite>> {
+    let config = script.lock().unwrap_or_else(PoisonError::into_inner).tls.clone();
+    let Some(config) = config else { return Some(Box::new(stream)) };
+    let session = rustls::ServerConnection::new(config).ok()?;
+    Some(Box::new(rustls::StreamOwned::new(session, stream)))
+}
+
+/// What a connection is read from and written to.
+trait ReadWrite: Read + Write {}
+impl<S: Read + Write> ReadWrite for S {}
+
 /// Answers the requests of one connection.
-fn serve(stream: &TcpStream, script: &Mutex<Script>) {
-    let Ok(reader) = stream.try_clone() else { return };
-    let mut reader = BufReader::new(reader);
-    let mut stream = stream;
+fn serve(stream: impl ReadWrite, script: &Mutex<Script>) {
+    let mut reader = BufReader::new(stream);
     while let Some(request) = Request::read(&mut reader) {
         let (answer, lie, delay) = {
             let mut script = script.lock().unwrap_or_else(PoisonError::into_inner);
@@ -198,6 +218,7 @@ fn serve(stream: &TcpStream, script: &Mutex<Script>) {
             (answer(&request, &mut script, lie.as_ref()), lie, script.delay)
         };
         std::thread::sleep(delay);
+        let stream = reader.get_mut();
         let sent = match lie {
             Some(Lie::HangUp) => return,
             Some(Lie::Cut(bytes)) => {

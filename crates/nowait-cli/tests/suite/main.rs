@@ -50,6 +50,7 @@ mod qemu;
 mod reachable_files;
 mod sandbox;
 mod remote_nbd;
+mod remote_certificates;
 mod remote_objects;
 mod service;
 mod signals;

@@ -6,6 +6,7 @@ use std::error::Error as _;
 use std::fmt;
 
 use hyper::StatusCode;
+use rustls::CertificateError;
 
 /// Why a request to a store has failed.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -30,14 +31,25 @@ impl Fault {
         }
     }
 
+    /// The fault behind an error of the library in answer to the first request: there is no object yet
+    /// that could have changed, and no server that was trusted before.
+    pub(super) fn at_open(error: &object_store::Error) -> Self {
+        match (Self::of(error), bad_answer(error)) {
+            (Self::Changed(text), _) | (Self::Transient(text), Some(BadAnswer::Certificate(_))) => {
+                Self::Refused(text)
+            }
+            (fault, _) => fault,
+        }
+    }
+
     /// The fault behind an error of the library.
     pub(super) fn of(error: &object_store::Error) -> Self {
+        if let Some(answer) = bad_answer(error) {
+            return answer.fault();
+        }
         let mut innermost = error.to_string();
         let mut source = error.source();
         while let Some(cause) = source {
-            if let Some(answer) = cause.downcast_ref::<BadAnswer>() {
-                return answer.fault();
-            }
             innermost = cause.to_string();
             source = cause.source();
         }
@@ -49,6 +61,18 @@ impl Fault {
     }
 }
 
+/// The answer that an error of the library is about.
+fn bad_answer(error: &object_store::Error) -> Option<&BadAnswer> {
+    let mut source = error.source();
+    while let Some(cause) = source {
+        if let Some(answer) = cause.downcast_ref() {
+            return Some(answer);
+        }
+        source = cause.source();
+    }
+    None
+}
+
 /// An answer that is not the one that was asked for.
 #[derive(Clone, Debug)]
 pub(super) enum BadAnswer {
@@ -58,6 +82,8 @@ pub(super) enum BadAnswer {
     IgnoresRanges,
     /// It leads to a place that is not gone to.
     Redirect(&'static str),
+    /// The certificate of the server is not accepted. It may have a better one later.
+    Certificate(CertificateError),
 }
 
 impl BadAnswer {
@@ -71,25 +97,29 @@ impl BadAnswer {
                 _ => Fault::Refused(text),
             },
             Self::IgnoresRanges | Self::Redirect(_) => Fault::Refused(text),
+            Self::Certificate(_) => Fault::Transient(text),
         }
     }
 }
 
 impl fmt::Display for BadAnswer {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        let Self::Status { status, code, region } = self else {
-            return f.write_str(match self {
-                Self::Redirect(why) => why,
-                _ => {
+        let (status, code, region) = match self {
+            Self::Status { status, code, region } => (status, code, region),
+            Self::Redirect(why) => return f.write_str(why),
+            Self::IgnoresRanges => {
+                return f.write_str(
                     "the server sends the whole object in answer to a request for a part of it, \
-                      so it cannot be read from there (a proxy or a server without byte ranges)"
-                }
-            });
+                     so it cannot be read from there (a proxy or a server without byte ranges)",
+                );
+            }
+            Self::Certificate(error) => return write_certificate_error(f, error),
         };
         let what = match status.as_u16() {
             301 | 307 | 308 | 400 if region.is_some() => "the bucket is in another region",
             401 => "the store does not accept the credentials",
             403 => "the store refuses access",
+            404 if code.as_deref() == Some("NoSuchBucket") => "there is no such bucket",
             404 => "there is no such object",
             412 => "the object has changed since it was opened",
             416 => "the store has no bytes in the range that was asked for",
@@ -102,6 +132,24 @@ impl fmt::Display for BadAnswer {
         code.iter().try_for_each(|code| write!(f, " {code}"))?;
         region.iter().try_for_each(|region| write!(f, "; AWS_REGION={region}"))?;
         f.write_str(")")
+    }
+}
+
+fn write_certificate_error(f: &mut fmt::Formatter<'_>, error: &CertificateError) -> fmt::Result {
+    use CertificateError as E;
+    f.write_str("cannot connect: the certificate of the server ")?;
+    match error {
+        E::Expired | E::ExpiredContext { .. } => f.write_str("has expired"),
+        E::NotValidYet | E::NotValidYetContext { .. } => {
+            f.write_str("is not valid yet (is the clock of this machine right?)")
+        }
+        E::NotValidForName | E::NotValidForNameContext { .. } => {
+            f.write_str("is that of another host than the URL names")
+        }
+        E::UnknownIssuer => f.write_str(
+            "is signed by no authority that this machine trusts (SSL_CERT_FILE names another one)",
+        ),
+        other => write!(f, "is not accepted: {other}"),
     }
 }
 

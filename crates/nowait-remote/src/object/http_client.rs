@@ -19,8 +19,8 @@ use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody,
     HttpResponse, HttpResponseBody, HttpService,
 };
-use rustls::RootCertStore;
 use rustls::crypto::ring;
+use rustls::{CertificateError, RootCertStore};
 use url::Url;
 
 use crate::object::fault::BadAnswer;
@@ -154,16 +154,39 @@ fn word(text: &str) -> Option<String> {
 
 /// Without the URL, and with the innermost reason: that of the socket or of TLS.
 fn failed(error: &ClientError) -> HttpError {
-    let mut reason: &dyn std::error::Error = error;
+    let mut reason: &(dyn std::error::Error + 'static) = error;
     while let Some(source) = reason.source() {
         reason = source;
     }
+    if let Some(error) = certificate_error(reason) {
+        return HttpError::new(HttpErrorKind::Connect, BadAnswer::Certificate(error.clone()));
+    }
     let what = if error.is_connect() { "cannot connect: " } else { "" };
     let kind = if error.is_connect() { HttpErrorKind::Connect } else { HttpErrorKind::Interrupted };
-    let reason = reason.to_string();
+    let ended = |io: &std::io::Error| io.kind() == std::io::ErrorKind::UnexpectedEof;
+    let reason = match reason.downcast_ref().is_some_and(ended) {
+        // That of TLS has the address of a manual.
+        true => "the server has closed the connection".to_owned(),
+        false => reason.to_string(),
+    };
     // As everywhere here: the words without the number.
     let words = reason.split_once(" (os error").map_or(reason.as_str(), |(words, _)| words);
     HttpError::new(kind, std::io::Error::other(format!("{what}{words}")))
+}
+
+/// What `reason`, the innermost of an error, says about a certificate.
+fn certificate_error<'a>(
+    reason: &'a (dyn std::error::Error + 'static),
+) -> Option<&'a CertificateError> {
+    let mut reason = reason;
+    // What an error of a socket wraps is not its source.
+    while let Some(inner) = reason.downcast_ref::<std::io::Error>().and_then(|io| io.get_ref()) {
+        reason = inner;
+    }
+    match reason.downcast_ref()? {
+        rustls::Error::InvalidCertificate(error) => Some(error),
+        _ => None,
+    }
 }
 
 impl HttpConnector for Connector {

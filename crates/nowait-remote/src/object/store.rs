@@ -122,11 +122,7 @@ impl Object {
     pub(super) async fn probe(&self) -> Result<Version, Fault> {
         let options = GetOptions { range: Some(GetRange::Bounded(0..1)), ..GetOptions::default() };
         let answer = self.store.get_opts(&self.url.path, options).await;
-        let answer = answer.map_err(|error| match Fault::of(&error) {
-            // There is none to compare it with yet.
-            Fault::Changed(text) => Fault::Refused(text),
-            fault => fault,
-        })?;
+        let answer = answer.map_err(|error| Fault::at_open(&error))?;
         Version::of(answer.meta).map_err(Fault::Refused)
     }
 
