@@ -17,15 +17,15 @@ const DISK_BYTES: u64 = 16 * MIB;
 const EIO: u32 = 5;
 
 /// Written to by a test that takes the OSD away.
-static OSD: RwLock<()> = RwLock::new(());
+pub(crate) static OSD: RwLock<()> = RwLock::new(());
 
-struct Cluster {
-    directory: PathBuf,
+pub(crate) struct Cluster {
+    pub(crate) directory: PathBuf,
     conf: PathBuf,
 }
 
 /// The cluster, which the first test starts; `None` where a test is skipped.
-fn cluster() -> Option<&'static Cluster> {
+pub(crate) fn cluster() -> Option<&'static Cluster> {
     static CLUSTER: OnceLock<Cluster> = OnceLock::new();
     if !["ceph", "ceph-mon", "ceph-osd", "rbd"].into_iter().all(require_tool) {
         return None;
@@ -42,7 +42,7 @@ fn cluster() -> Option<&'static Cluster> {
     }))
 }
 
-fn script() -> PathBuf {
+pub(crate) fn script() -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("../../scripts/ceph-node")
 }
 

@@ -10,6 +10,7 @@ mod bench_copy;
 mod bench_devices;
 mod block_devices;
 mod ceph;
+mod ceph_s3;
 mod completions_and_man;
 mod copy;
 mod copy_interrupted;

@@ -14,8 +14,8 @@ use serde_json::Value;
 
 use crate::common::{MIB, Scratch, Server, accepted, refusal, refusal_under};
 
-const KEY: &str = "AKIDEXAMPLE";
-const SECRET: &str = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY";
+pub(crate) const KEY: &str = "AKIDEXAMPLE";
+pub(crate) const SECRET: &str = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY";
 
 fn bytes(len: u64) -> Vec<u8> {
     Random::from_seed(seed()).bytes(len as usize)
