@@ -63,3 +63,8 @@ fn no_bytes_of_a_server_break_the_copying_client() {
 fn no_bytes_break_the_control_interface() {
     check_target("control");
 }
+
+#[test]
+fn no_answer_of_a_store_and_no_file_of_its_cache_is_believed_wrongly() {
+    check_target("remote");
+}

@@ -14,6 +14,8 @@ mod open;
 
 pub use location::Location;
 pub use nbd::{NbdOptions, NbdStorage};
+#[cfg(feature = "fuzz")]
+pub use object::fuzz;
 pub use object::{
     BootRecord, CacheOptions, MIN_CACHE_BYTES, ObjectOptions, ObjectStorage, ObjectUrl,
     StoreCounters, StoreCounts, open_stores,

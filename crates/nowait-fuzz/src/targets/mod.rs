@@ -11,11 +11,12 @@ mod segments;
 mod client;
 mod virtqueue;
 mod control;
+mod remote;
 
 use crate::target::Target;
 
 /// All targets.
-pub const ALL: [&Target; 10] = [
+pub const ALL: [&Target; 11] = [
     &handshake::TARGET,
     &transmission::TARGET,
     &image::TARGET,
@@ -26,6 +27,7 @@ pub const ALL: [&Target; 10] = [
     &client::TARGET,
     &virtqueue::TARGET,
     &control::TARGET,
+    &remote::TARGET,
 ];
 
 /// The target with this name.

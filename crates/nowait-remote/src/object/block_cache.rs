@@ -80,7 +80,7 @@ impl BlockCache {
         (self.size - (block * BLOCK_BYTES).min(self.size)).min(BLOCK_BYTES) as usize
     }
 
-    fn path(&self, file: u64) -> PathBuf {
+    pub(super) fn path(&self, file: u64) -> PathBuf {
         self.directory.path.join(format!("{file:x}"))
     }
 

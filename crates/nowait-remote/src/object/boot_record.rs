@@ -81,11 +81,15 @@ pub(super) fn order_of(path: &Path, place: &str, end: u64) -> Result<PrefetchOrd
     if text.len() as u64 > MAX_BYTES {
         return Err(format!("the record {} is longer than {MAX_BYTES} bytes", path.display()));
     }
-    let blocks = text.lines().filter_map(|line| {
+    Ok(order_in(&text, place, end))
+}
+
+/// As [`order_of`], for the text of a record.
+pub(super) fn order_in(text: &str, place: &str, end: u64) -> PrefetchOrder {
+    PrefetchOrder::new(text.lines().filter_map(|line| {
         let (block, of) = line.split_once(' ')?;
         block.parse().ok().filter(|&block| of == place && block < end)
-    });
-    Ok(PrefetchOrder::new(blocks))
+    }))
 }
 
 fn cannot(what: &str, path: &Path, error: &std::io::Error) -> String {

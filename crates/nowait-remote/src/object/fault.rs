@@ -80,6 +80,8 @@ pub(super) enum BadAnswer {
     Status { status: StatusCode, code: Option<String>, region: Option<String> },
     /// All of the object in answer to a request for a part of it.
     IgnoresRanges,
+    /// A range that no object has.
+    NoRange,
     /// It leads to a place that is not gone to.
     Redirect(&'static str),
     /// The certificate of the server is not accepted. It may have a better one later.
@@ -96,7 +98,7 @@ impl BadAnswer {
                 408 | 425 | 500..=599 => Fault::Transient(text),
                 _ => Fault::Refused(text),
             },
-            Self::IgnoresRanges | Self::Redirect(_) => Fault::Refused(text),
+            Self::IgnoresRanges | Self::NoRange | Self::Redirect(_) => Fault::Refused(text),
             Self::Certificate(_) => Fault::Transient(text),
         }
     }
@@ -107,6 +109,7 @@ impl fmt::Display for BadAnswer {
         let (status, code, region) = match self {
             Self::Status { status, code, region } => (status, code, region),
             Self::Redirect(why) => return f.write_str(why),
+            Self::NoRange => return f.write_str("the server sends a range that no object has"),
             Self::IgnoresRanges => {
                 return f.write_str(
                     "the server sends the whole object in answer to a request for a part of it, \

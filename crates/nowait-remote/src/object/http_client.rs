@@ -3,15 +3,16 @@
 //! Invariant: an answer that is no success is an error that says its status and the store's code, and
 //! no more; no request that was to be encrypted is sent in the clear.
 
+use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
 use async_trait::async_trait;
 use http_body_util::{BodyExt, Limited};
-use hyper::header::{HeaderMap, LOCATION, RANGE};
+use hyper::header::{CONTENT_RANGE, HeaderMap, LOCATION, RANGE};
 use hyper::{Method, Response, StatusCode, Uri};
 use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
-use hyper_util::client::legacy::connect::HttpConnector as TcpConnector;
+use hyper_util::client::legacy::connect::{Connect, HttpConnector as TcpConnector};
 use hyper_util::client::legacy::{Client, Error as ClientError};
 use hyper_util::rt::{TokioExecutor, TokioTimer};
 use object_store::ClientOptions;
@@ -29,6 +30,8 @@ use crate::object::resolver::Resolver;
 /// The most bytes of an error's body that are looked at, and the most of its code that is told.
 const ERROR_BYTES: usize = 16 << 10;
 const CODE_BYTES: usize = 64;
+/// The most digits of a number in a range: what follows is less than `i64::MAX`.
+const MAX_DIGITS: usize = 18;
 /// The most places that one request is led to.
 const MAX_REDIRECTS: usize = 5;
 /// A connection that nothing uses is closed after this time.
@@ -37,8 +40,8 @@ const KEEPALIVE: Duration = Duration::from_secs(15);
 
 /// Makes requests, on the runtime of its caller.
 #[derive(Clone, Debug)]
-pub(super) struct Connector {
-    client: Client<HttpsConnector<TcpConnector<Resolver>>, HttpRequestBody>,
+pub(super) struct Connector<C = HttpsConnector<TcpConnector<Resolver>>> {
+    client: Client<C, HttpRequestBody>,
     /// Whether answers that lead elsewhere are followed, as with a web server.
     follows: bool,
     /// The longest time until the headers of an answer have come.
@@ -70,11 +73,18 @@ impl Connector {
             .https_or_http()
             .enable_http1()
             .wrap_connector(tcp);
+        Ok(Self::over(https, follows, timeout))
+    }
+}
+
+impl<C: Connections> Connector<C> {
+    /// Makes requests on connections of `connections`.
+    pub(super) fn over(connections: C, follows: bool, timeout: Duration) -> Self {
         let client = Client::builder(TokioExecutor::new())
             .pool_idle_timeout(IDLE)
             .pool_timer(TokioTimer::new())
-            .build(https);
-        Ok(Self { client, follows, timeout })
+            .build(connections);
+        Self { client, follows, timeout }
     }
 
     async fn follow(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
@@ -122,7 +132,10 @@ async fn checked(response: HttpResponse, ranged: bool) -> Result<HttpResponse, H
         return Err(refused(BadAnswer::IgnoresRanges));
     }
     if status.is_success() {
-        return Ok(response);
+        // The library counts on with the end of the range.
+        let range = response.headers().get(CONTENT_RANGE).map_or(&[][..], |range| range.as_bytes());
+        let is_long = range.split(|b| !b.is_ascii_digit()).any(|digits| digits.len() > MAX_DIGITS);
+        return if is_long { Err(refused(BadAnswer::NoRange)) } else { Ok(response) };
     }
     let header = |headers: &HeaderMap, name| {
         let value =
@@ -189,14 +202,18 @@ fn certificate_error<'a>(
     }
 }
 
-impl HttpConnector for Connector {
+/// What a connection is made by.
+pub(super) trait Connections: Connect + Clone + fmt::Debug + Send + Sync + 'static {}
+impl<C: Connect + Clone + fmt::Debug + Send + Sync + 'static> Connections for C {}
+
+impl<C: Connections> HttpConnector for Connector<C> {
     fn connect(&self, _: &ClientOptions) -> object_store::Result<HttpClient> {
         Ok(HttpClient::new(self.clone()))
     }
 }
 
 #[async_trait]
-impl HttpService for Connector {
+impl<C: Connections> HttpService for Connector<C> {
     async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let late = |_| {
             let seconds = self.timeout.as_secs_f32();

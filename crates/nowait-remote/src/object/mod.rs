@@ -18,6 +18,8 @@ mod boot_record;
 mod asking;
 mod block_fetcher;
 mod object_storage;
+#[cfg(feature = "fuzz")]
+pub mod fuzz;
 
 pub use boot_record::BootRecord;
 pub use cache_directory::{CacheOptions, MIN_CACHE_BYTES};

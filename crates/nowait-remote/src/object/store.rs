@@ -8,6 +8,7 @@ use std::time::Duration;
 use futures_util::StreamExt;
 use object_store::aws::AmazonS3Builder;
 use object_store::azure::MicrosoftAzureBuilder;
+use object_store::client::HttpConnector;
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::http::HttpBuilder;
 use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, RetryConfig};
@@ -91,7 +92,15 @@ impl Object {
     /// A message of one line: the environment does not say what is needed.
     pub(super) fn new(url: &ObjectUrl, timeouts: Timeouts) -> Result<Self, String> {
         let web = matches!(url.place, Place::Web(_));
-        let connector = Connector::new(web, timeouts.silence)?;
+        Self::over(url, timeouts, Connector::new(web, timeouts.silence)?)
+    }
+
+    /// As [`Object::new`], with requests by `connector`.
+    pub(super) fn over(
+        url: &ObjectUrl,
+        timeouts: Timeouts,
+        connector: impl HttpConnector,
+    ) -> Result<Self, String> {
         let retry = no_retries();
         let store: Result<Box<dyn ObjectStore>, _> = match &url.place {
             Place::Web(server) => {

@@ -108,6 +108,15 @@ fn reads_of_one_block_at_the_same_time_are_one_request() {
 }
 
 #[test]
+fn a_range_that_no_object_has_is_refused() {
+    let server = server();
+    let header = "content-range: bytes 0-18446744073709551615/18446744073709551615\r\n";
+    server.script().always = Some(Lie::Status(206, header, "x"));
+    let error = open(&server, &patient()).err().unwrap();
+    assert!(error.contains("a range that no object has"), "{error}");
+}
+
+#[test]
 fn what_may_pass_is_asked_again_until_the_whole_answer_has_come() {
     let (server, object) = (server(), object());
     let disk = open(&server, &patient()).unwrap();
