@@ -51,6 +51,8 @@ pub(crate) struct Editor<'a> {
     deferred_free: Vec<u64>,
     /// Those of the previous batch, whose entries become durable with the next sync.
     deferred_free_before: Vec<u64>,
+    /// Clusters that several entries named: how many do so no more.
+    shared: BTreeMap<u64, u64>,
     batch_bytes: u64,
 }
 
@@ -92,6 +94,14 @@ impl<'a> Editor<'a> {
         let (file, header) = (&*layer.file, check_editable(layer)?.clone());
         let failed = |error: io::Error| ImageError::os(file.path(), "read", &error);
         let l1 = read_table(file, header.l1_pos, u64::from(header.l1_entries)).map_err(failed)?;
+        for entry in &l1 {
+            // There are no snapshots, so the other user is another part of this disk.
+            if let Ok(L1Entry::Table { copied: false, .. }) = L1Entry::parse(*entry, &header) {
+                let why = "two parts of its disk share a table of clusters, and it is only read \
+                           here (nowait copy -O qcow2 makes an image without that)";
+                return Err(ImageError::refused(file.path(), why));
+            }
+        }
         let allocator = RefcountAllocator::read(file, &header).map_err(failed)?;
         let tables = BTreeMap::new();
         Ok(Self {
@@ -102,6 +112,7 @@ impl<'a> Editor<'a> {
             tables,
             deferred_free: Vec::new(),
             deferred_free_before: Vec::new(),
+            shared: BTreeMap::new(),
             batch_bytes: 0,
         })
     }
@@ -265,7 +276,9 @@ impl<'a> Editor<'a> {
     /// file ends at the end of its last cluster.
     pub(crate) fn finish(mut self, trim: bool) -> io::Result<()> {
         // The first round writes the pointers, the second lowers refcounts, the third writes those.
-        for _ in 0..3 {
+        self.commit_batch()?;
+        self.free_shared()?;
+        for _ in 0..2 {
             self.commit_batch()?;
         }
         self.file.sync()?;
@@ -276,6 +289,19 @@ impl<'a> Editor<'a> {
             }
         }
         self.file.sync()
+    }
+
+    /// Defers the free of the shared clusters that no entry names any more. While one does, the
+    /// refcount stays as it is: at 1, an entry without [`COPIED`](crate::qcow2::entries::COPIED)
+    /// would be a corruption.
+    fn free_shared(&mut self) -> io::Result<()> {
+        for (cluster, pointers) in std::mem::take(&mut self.shared) {
+            if self.allocator.count(cluster)? == Some(pointers) {
+                let each = std::iter::repeat_n(cluster, pointers as usize);
+                self.deferred_free_before.extend(each);
+            }
+        }
+        Ok(())
     }
 
     fn commit_if_full(&mut self) -> io::Result<()> {
@@ -306,10 +332,13 @@ impl<'a> Editor<'a> {
         let is_kept = |host: u64| entry & !ZERO == with_copied(host);
         let bits = self.header.cluster_bits;
         match old {
-            Cluster::Data { host, .. } | Cluster::Zero { host: Some(host), .. }
+            Cluster::Data { host, copied } | Cluster::Zero { host: Some(host), copied }
                 if !is_kept(host) =>
             {
-                self.deferred_free.push(host >> bits);
+                match copied {
+                    true => self.deferred_free.push(host >> bits),
+                    false => *self.shared.entry(host >> bits).or_default() += 1,
+                }
             }
             Cluster::Compressed { pos, len } => {
                 self.deferred_free.extend(pos >> bits..=(pos + len - 1) >> bits);

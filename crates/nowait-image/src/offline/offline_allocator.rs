@@ -137,7 +137,7 @@ impl<'a> RefcountAllocator<'a> {
     }
 
     /// The refcount of `cluster`; `None` where it has no refcount block.
-    fn count(&mut self, cluster: u64) -> io::Result<Option<u64>> {
+    pub(crate) fn count(&mut self, cluster: u64) -> io::Result<Option<u64>> {
         let (entries, order) = (self.header.block_entries(), self.header.refcount_order);
         let block = self.block(cluster / entries)?;
         Ok(block.map(|block| refcounts::get(&block.bytes, cluster % entries, order)))

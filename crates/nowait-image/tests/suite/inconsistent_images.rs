@@ -8,6 +8,7 @@ use nowait::{BlockingFile, ByteRange, Direct, Error, Flags};
 use nowait_image::check::{Report, check};
 use nowait_image::qcow2_disk::{self, OpenImage, Qcow2Map, ServeOptions};
 use nowait_image::repair::repair;
+use nowait_image::resize::resize;
 use nowait_image::{Chain, ChainOptions, Format};
 
 use nowait_testkit::require_qemu;
@@ -209,6 +210,57 @@ fn an_l2_table_that_two_l1_entries_share_is_read_and_not_written() {
     assert!(is_marked(&images));
     drop(file);
     open_image.close().unwrap();
+}
+
+#[test]
+fn a_disk_of_which_two_parts_share_a_table_gets_no_other_size() {
+    if !require_qemu() {
+        return;
+    }
+    let images = Images::qcow2("2G", "", &["write -P 1 0 64k"]);
+    for index in 0..2 {
+        entry(&images, L1_TABLE * CLUSTER + 8 * index, L2_TABLE * CLUSTER);
+    }
+    set_count(&images, L2_TABLE, 2);
+    assert_eq!(report(&images).corruptions, 0);
+    let before = fs::read(images.path()).unwrap();
+    let chain = Chain::open(&images.path(), &ChainOptions { writable: true, ..damaged() }).unwrap();
+    for size in [1 << 20, 4 << 30] {
+        let error = resize(&chain, size, true).unwrap_err().to_string();
+        assert!(error.contains("two parts of its disk share a table"), "{error}");
+    }
+    drop(chain);
+    assert!(fs::read(images.path()).unwrap() == before);
+}
+
+#[test]
+fn a_shared_cluster_is_freed_when_no_entry_is_left_that_names_it() {
+    if !require_qemu() {
+        return;
+    }
+    // Clusters 1 and 2 of the disk are the same one; the new end cuts off one of them, or both.
+    for (clusters, leaks) in [(2, 1), (1, 0)] {
+        let images = image();
+        for index in [1, 2] {
+            entry(&images, L2_TABLE * CLUSTER + 8 * index, (DATA + 1) * CLUSTER);
+        }
+        set_count(&images, DATA + 1, 2);
+        set_count(&images, DATA + 2, 0);
+        let Report { corruptions, leaks: found, .. } = report(&images);
+        assert_eq!((corruptions, found), (0, 0));
+        for size in [clusters * CLUSTER, 64 << 20] {
+            let options = ChainOptions { writable: true, ..damaged() };
+            let chain = Chain::open(&images.path(), &options).unwrap();
+            resize(&chain, size, true).unwrap();
+        }
+        let Report { corruptions, leaks: found, .. } = report(&images);
+        assert_eq!((corruptions, found), (0, leaks), "{clusters} clusters");
+        let (file, open_image) = open(&images);
+        assert!(reads(&file, 0, 1) && reads(&file, 1, if clusters == 2 { 2 } else { 0 }));
+        assert!(reads(&file, 2, 0));
+        drop(file);
+        open_image.close().unwrap();
+    }
 }
 
 #[test]
