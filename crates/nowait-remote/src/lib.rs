@@ -5,6 +5,7 @@
 //! of an engine hand requests to it and learn of their ends by a descriptor. No request has a thread.
 #![deny(unsafe_code)]
 
+mod open_list;
 mod policy;
 mod object;
 mod nbd;
@@ -13,7 +14,9 @@ mod location;
 mod open;
 
 pub use location::Location;
-pub use nbd::{NbdOptions, NbdStorage};
+pub use nbd::{LinkCounts, NbdOptions, NbdStorage, open_links};
+#[cfg(feature = "sim")]
+pub use nbd::{RemoteBug, SimLimits, SimNbdEnd, SimNbdRequest, SimNext, SimulatedNbd, inject};
 #[cfg(feature = "fuzz")]
 pub use object::fuzz;
 pub use object::{

@@ -7,7 +7,9 @@ use std::time::Duration;
 use clap::Args;
 use nowait_remote::BackOff;
 use nowait_sim::hosts::outcome::table;
-use nowait_sim::hosts::parameters::{BootParameters, GiveUp, Parameters, Plan, StoreParameters};
+use nowait_sim::hosts::parameters::{
+    BootParameters, BootReads, GiveUp, Parameters, Plan, StoreParameters,
+};
 use nowait_sim::hosts::simulate;
 
 /// With `--mode hosts`: many hosts boot from one image in a store. See docs/many-hosts.md.
@@ -29,14 +31,13 @@ pub(crate) struct HostsArgs {
     /// [default: all of them].
     #[arg(long, value_name = "NAME", value_delimiter = ',', value_parser = plan)]
     plan: Vec<Plan>,
-    /// The size of the image.
-    #[arg(long, value_name = "MIB", default_value_t = 2048,
+    /// A boot that reads so much of files of random sizes, instead of one of Debian that was recorded.
+    #[arg(long, value_name = "MIB", value_parser = clap::value_parser!(u64).range(1..=4096))]
+    boot_mib: Option<u64>,
+    /// The size of the image of such a boot.
+    #[arg(long, value_name = "MIB", default_value_t = 2048, requires = "boot_mib",
         value_parser = clap::value_parser!(u64).range(64..=65_536))]
     image_mib: u64,
-    /// What a boot reads of it.
-    #[arg(long, value_name = "MIB", default_value_t = 200,
-        value_parser = clap::value_parser!(u64).range(1..=4096))]
-    boot_mib: u64,
     /// The time of a boot whose reads take none.
     #[arg(long, value_name = "SECONDS", default_value_t = 10.0, value_parser = positive_or_zero)]
     boot_seconds: f64,
@@ -96,8 +97,10 @@ impl HostsArgs {
             window: self.window,
             plan: Plan::NoCache,
             boot: BootParameters {
-                image_bytes: self.image_mib << 20,
-                read_bytes: self.boot_mib << 20,
+                reads: self.boot_mib.map_or(BootReads::Recorded, |mib| BootReads::Synthetic {
+                    image_bytes: self.image_mib << 20,
+                    read_bytes: mib << 20,
+                }),
                 think_seconds: self.boot_seconds,
                 ..Parameters::default().boot
             },

@@ -22,6 +22,7 @@ pub mod virtio_driver;
 pub mod vhost_server;
 pub mod ublk_server;
 pub mod simulation;
+pub mod remote;
 pub mod run;
 pub mod fault_matrix;
 pub mod trace;

@@ -13,6 +13,7 @@ use clap::{Parser, Subcommand};
 use hosts_args::HostsArgs;
 use indicatif::{ProgressBar, ProgressStyle};
 use nowait_sim::fault_matrix::Matrix;
+use nowait_sim::remote::remote_scenario::RemoteScenario;
 use nowait_sim::run::{self, Failure, Plan};
 use nowait_sim::scenario::Mode;
 use nowait_sim::simulation::Counts;
@@ -33,9 +34,10 @@ struct Args {
     /// Steps of each seed.
     #[arg(long, default_value_t = 10_000)]
     steps: u64,
-    /// What is asked: engine, server, vhost-user, ublk, or all of them: one seed in four is a server's,
-    /// one in eight a virtual machine's, one in eight a block device's. With `hosts`, many hosts boot
-    /// from one image in a store, in virtual time.
+    /// What is asked: engine, server, vhost-user, ublk, remote (the storage of an export, with a server
+    /// that dies behind a network), or all of them: one seed in four is a server's, one in eight a
+    /// virtual machine's, one in eight a block device's, one in eight a remote storage's. With `hosts`,
+    /// many hosts boot from one image in a store, in virtual time.
     #[arg(long, default_value = "all")]
     mode: String,
     /// Passes over seeds whose disk is no qcow2 image.
@@ -53,7 +55,9 @@ struct Args {
     /// ignore-protection, lose-parked-input; with a virtual machine:
     /// forget-in-flight, repeat-told, tell-before-data; with a block device: commit-before-data. In a qcow2 image:
     /// forget-tail, read-below-elsewhere, forget-order, forget-given-back, cut-too-short,
-    /// forget-to-grow, forget-failure, flush-beside-another, forget-overlap-check.
+    /// forget-to-grow, forget-failure, flush-beside-another, forget-overlap-check. In a remote storage:
+    /// forget-replay, trim-when-asked, trim-too-much, replay-out-of-order, replay-overwritten,
+    /// forget-durable, answer-unanswered, forget-overlap, read-beside-repeated, forget-failed-flush.
     #[arg(long, value_name = "MISTAKE")]
     r#break: Option<String>,
     /// Prints a failure as it is, without looking for fewer steps.
@@ -122,7 +126,8 @@ fn start(args: &Args) -> Result<bool, String> {
     let plan = |seed| {
         let mode = only.unwrap_or_else(|| Mode::of(seed));
         let plan = Plan { bug, ..Plan::new(mode, seed, args.steps) };
-        (!args.images || plan.scenario().qcow2.is_some()).then_some(plan)
+        let is_image = || mode != Mode::Remote && plan.scenario().qcow2.is_some();
+        (!args.images || is_image()).then_some(plan)
     };
     let first = args.seed.unwrap_or_else(fresh_seed);
     let first = (first..).find(|&seed| plan(seed).is_some()).unwrap_or(first);
@@ -213,7 +218,10 @@ fn rates(seeds: u64, all: Counts, time: Duration) -> String {
 
 fn report(plan: &Plan, failure: &Failure) {
     let when = failure.step.map_or("the end".to_owned(), |step| format!("step {step}"));
-    println!("{:#?}", plan.scenario());
+    match plan.mode {
+        Mode::Remote => println!("{:#?}", RemoteScenario::of(plan.seed)),
+        _ => println!("{:#?}", plan.scenario()),
+    }
     print!("{}{}", trace::describe(plan), trace::write(plan));
     println!("# wrong at {when}: {}", failure.what);
 }

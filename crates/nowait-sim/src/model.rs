@@ -43,6 +43,8 @@ struct Held {
     doubtful: bool,
     /// A power cut cannot restore it.
     gone: bool,
+    /// It has failed, and may be there and not be there by turns until a later write succeeds.
+    wavers: bool,
 }
 
 #[derive(Clone, PartialEq, Eq)]
@@ -79,6 +81,8 @@ pub enum Ending {
     },
     /// It failed, or was advisory: its data may be present or not.
     Maybe,
+    /// It failed behind a network: its data may come and go.
+    Wavers,
     /// It was never begun.
     Never,
 }
@@ -169,6 +173,7 @@ impl Model {
                 durable: false,
                 doubtful: false,
                 gone: false,
+                wavers: false,
             });
             if !std::mem::replace(&mut cell.listed, true) {
                 self.open.push(n as u32);
@@ -384,6 +389,7 @@ impl Held {
             durable: true,
             doubtful: false,
             gone: false,
+            wavers: false,
         }
     }
 
@@ -419,6 +425,13 @@ impl Cell {
             held.ended = now;
             held.durable |= durable;
             sure |= !held.doubtful;
+            held.wavers = ending == Ending::Wavers;
+            held.doubtful |= held.wavers;
+        }
+        if ending == Ending::Wavers {
+            // What was there before may be there again.
+            self.held.iter_mut().filter(|held| !held.gone).for_each(|held| held.covered = NEVER);
+            return;
         }
         if ending == Ending::Maybe {
             return;
@@ -467,9 +480,9 @@ impl Cell {
     /// A request begun at `began` has seen the write `which`, as `bytes` at `pos`: it has replaced
     /// all writes that had ended by then. `sure` if no part of `bytes` can come from another write.
     fn seen(&mut self, which: usize, sure: bool, pos: u64, bytes: &[u8], began: Time, now: Time) {
-        let Some(found) = self.held.get(which).cloned() else { return };
+        let Some(found) = self.held.get(which).filter(|held| !held.wavers).cloned() else { return };
         for held in self.held.iter_mut().filter(|held| held.ended < began) {
-            if held.is(pos, bytes) {
+            if held.wavers || held.is(pos, bytes) {
                 continue;
             }
             held.covered = held.covered.min(now);

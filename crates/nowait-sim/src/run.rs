@@ -12,9 +12,13 @@ use std::time::{Duration, Instant};
 
 use nowait::sim::{EngineBug, Fault, inject_bug};
 use nowait_image::ImageBug;
+use nowait_remote::RemoteBug;
 use nowait_server::ServerBug;
 
 use crate::engines::Engines;
+use crate::model::Violation;
+use crate::remote::remote_scenario::RemoteScenario;
+use crate::remote::remote_simulation::RemoteSimulation;
 use crate::scenario::{Mode, Scenario};
 use crate::server::Server;
 use crate::simulation::{Counts, Simulation};
@@ -31,6 +35,8 @@ pub enum InjectedBug {
     Server(ServerBug),
     /// A bug of the qcow2 code.
     Image(ImageBug),
+    /// A bug of the storage of an export.
+    Remote(RemoteBug),
 }
 
 impl InjectedBug {
@@ -39,7 +45,9 @@ impl InjectedBug {
     pub fn all() -> Vec<Self> {
         let engine = EngineBug::ALL.into_iter().map(Self::Engine);
         let server = ServerBug::ALL.into_iter().map(Self::Server);
-        engine.chain(server).chain(ImageBug::ALL.into_iter().map(Self::Image)).collect()
+        let image = ImageBug::ALL.into_iter().map(Self::Image);
+        let remote = RemoteBug::ALL.into_iter().map(Self::Remote);
+        engine.chain(server).chain(image).chain(remote).collect()
     }
 }
 
@@ -110,6 +118,7 @@ pub fn run(plan: &Plan) -> Result<Counts, Failure> {
         Some(InjectedBug::Engine(bug)) => inject_bug(Some(bug)),
         Some(InjectedBug::Server(bug)) => nowait_server::inject(Some(bug)),
         Some(InjectedBug::Image(bug)) => nowait_image::inject(Some(bug)),
+        Some(InjectedBug::Remote(bug)) => nowait_remote::inject(Some(bug)),
         None => {}
     }
     let result = match plan.mode {
@@ -117,10 +126,12 @@ pub fn run(plan: &Plan) -> Result<Counts, Failure> {
         Mode::Server => run_in::<Server>(plan),
         Mode::VhostUser => run_in::<VhostServer>(plan),
         Mode::Ublk => run_in::<UblkServer>(plan),
+        Mode::Remote => run_remote(plan),
     };
     inject_bug(None);
     nowait_server::inject(None);
     nowait_image::inject(None);
+    nowait_remote::inject(None);
     result
 }
 
@@ -154,6 +165,28 @@ fn run_in<S: SystemUnderTest>(plan: &Plan) -> Result<Counts, Failure> {
             std::mem::forget(simulation);
             PANIC.take().unwrap_or_else(|| "a panic".to_owned())
         }
+    };
+    Err(Failure { step: now, what })
+}
+
+fn run_remote(plan: &Plan) -> Result<Counts, Failure> {
+    let scenario = RemoteScenario::of(plan.seed);
+    let mut now = None;
+    let ran = catch_unwind(AssertUnwindSafe(|| {
+        let mut simulation = RemoteSimulation::new(scenario.clone());
+        for &step in &plan.steps {
+            now = Some(step);
+            let (action, random) = scenario.step(step);
+            simulation.step(action, random)?;
+        }
+        now = None;
+        simulation.end()?;
+        Ok::<_, Violation>(simulation.counts())
+    }));
+    let what = match ran {
+        Ok(Ok(counts)) => return Ok(counts),
+        Ok(Err(wrong)) => wrong.to_string(),
+        Err(_) => PANIC.take().unwrap_or_else(|| "a panic".to_owned()),
     };
     Err(Failure { step: now, what })
 }

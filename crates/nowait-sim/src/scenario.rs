@@ -21,11 +21,16 @@ pub enum Mode {
     VhostUser,
     /// A server, through a block device of this machine.
     Ublk,
+    /// A storage behind a network; see [`crate::remote`].
+    Remote,
 }
 
 impl Mode {
     /// Every mode.
-    pub const ALL: [Self; 4] = [Self::Engine, Self::Server, Self::VhostUser, Self::Ublk];
+    pub const ALL: [Self; 5] =
+        [Self::Engine, Self::Server, Self::VhostUser, Self::Ublk, Self::Remote];
+    /// The modes with a simulated device, whose scenario is a [`Scenario`].
+    pub const ON_DEVICES: [Self; 4] = [Self::Engine, Self::Server, Self::VhostUser, Self::Ublk];
 
     /// The command-line name.
     #[must_use]
@@ -35,18 +40,20 @@ impl Mode {
             Self::Server => "server",
             Self::VhostUser => "vhost-user",
             Self::Ublk => "ublk",
+            Self::Remote => "remote",
         }
     }
 
     /// The default mode of `seed`: one seed in four runs the server, one in eight a virtual
-    /// machine's, and one in eight a block device's.
+    /// machine's, one in eight a block device's, and one in eight a storage behind a network.
     #[must_use]
     pub fn of(seed: u64) -> Self {
         let mut random = Random::part(seed, u64::MAX - 2);
-        match (random.below(4), random.below(6)) {
-            (0, _) => Self::Server,
-            (_, 0) => Self::VhostUser,
-            (_, 1) => Self::Ublk,
+        match (random.below(4), random.below(6), random.below(4)) {
+            (0, ..) => Self::Server,
+            (_, 0, _) => Self::VhostUser,
+            (_, 1, _) => Self::Ublk,
+            (.., 0) => Self::Remote,
             _ => Self::Engine,
         }
     }
@@ -244,7 +251,7 @@ impl Scenario {
         match mode {
             Mode::VhostUser => scenario.in_blocks(512),
             Mode::Ublk => scenario.in_blocks(u64::from(scenario.device.align.offset).max(512)),
-            Mode::Engine | Mode::Server => {}
+            Mode::Engine | Mode::Server | Mode::Remote => {}
         }
         scenario.config.allocate_ahead = random.below(8) > 0;
         scenario.draw_operator(&mut random);
@@ -354,7 +361,7 @@ impl Scenario {
         let part = random.below(self.parts) as usize;
         let drawn = random.next() & 0xffff;
         let usual = match self.mode {
-            Mode::Engine => self.engine_action(drawn, &mut random),
+            Mode::Engine | Mode::Remote => self.engine_action(drawn, &mut random),
             Mode::Server => self.server_action(drawn, &mut random),
             Mode::VhostUser | Mode::Ublk => self.machine_action(drawn, &mut random),
         };
@@ -545,7 +552,7 @@ mod tests {
 
     #[test]
     fn each_kind_of_fault_occurs_in_some_seeds_of_each_mode_and_in_others_none() {
-        for mode in Mode::ALL {
+        for mode in Mode::ON_DEVICES {
             let all = (0..200).map(|seed| Scenario::of(mode, seed).faults);
             let kinds = all.map(|it| {
                 let Faults { errors, flush_errors, shorts, refusals, interrupts, .. } = it;
@@ -560,7 +567,7 @@ mod tests {
 
     #[test]
     fn some_disks_of_each_mode_are_qcow2_images_of_whole_sectors() {
-        for mode in Mode::ALL {
+        for mode in Mode::ON_DEVICES {
             let all = (0..200).map(|seed| Scenario::of(mode, seed));
             let images: Vec<_> = all.filter(|scenario| scenario.qcow2.is_some()).collect();
             assert!((10..50).contains(&images.len()), "{mode:?}: {}", images.len());

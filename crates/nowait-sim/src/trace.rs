@@ -6,8 +6,10 @@ use std::fmt::Write;
 
 use nowait::sim::{EngineBug, Fault};
 use nowait_image::ImageBug;
+use nowait_remote::RemoteBug;
 use nowait_server::ServerBug;
 
+use crate::remote::remote_scenario::RemoteScenario;
 use crate::run::{InjectedBug, Plan};
 use crate::scenario::Mode;
 
@@ -42,6 +44,16 @@ pub fn name_of(bug: InjectedBug) -> &'static str {
         InjectedBug::Image(ImageBug::ForgetFailure) => "forget-failure",
         InjectedBug::Image(ImageBug::FlushBesideAnother) => "flush-beside-another",
         InjectedBug::Image(ImageBug::ForgetOverlapCheck) => "forget-overlap-check",
+        InjectedBug::Remote(RemoteBug::ForgetReplay) => "forget-replay",
+        InjectedBug::Remote(RemoteBug::TrimWhenAsked) => "trim-when-asked",
+        InjectedBug::Remote(RemoteBug::TrimTooMuch) => "trim-too-much",
+        InjectedBug::Remote(RemoteBug::ReplayOutOfOrder) => "replay-out-of-order",
+        InjectedBug::Remote(RemoteBug::ReplayOverwritten) => "replay-overwritten",
+        InjectedBug::Remote(RemoteBug::ForgetDurable) => "forget-durable",
+        InjectedBug::Remote(RemoteBug::AnswerUnanswered) => "answer-unanswered",
+        InjectedBug::Remote(RemoteBug::ForgetOverlap) => "forget-overlap",
+        InjectedBug::Remote(RemoteBug::ReadBesideRepeated) => "read-beside-repeated",
+        InjectedBug::Remote(RemoteBug::ForgetFailedFlush) => "forget-failed-flush",
     }
 }
 
@@ -111,8 +123,15 @@ pub fn read(text: &str) -> Option<Plan> {
 /// The actions of `plan`, a line for each step.
 #[must_use]
 pub fn describe(plan: &Plan) -> String {
-    let scenario = plan.scenario();
     let mut text = String::new();
+    if plan.mode == Mode::Remote {
+        let scenario = RemoteScenario::of(plan.seed);
+        for &n in &plan.steps {
+            let _ = writeln!(text, "# {n}: {:?}", scenario.step(n).0);
+        }
+        return text;
+    }
+    let scenario = plan.scenario();
     for &n in &plan.steps {
         let step = scenario.step(n);
         let _ = writeln!(text, "# {n}: part {}: {:?}", step.part, step.action);

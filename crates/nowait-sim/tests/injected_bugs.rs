@@ -6,7 +6,9 @@ use std::process::Command;
 use nowait::Config;
 use nowait::sim::EngineBug;
 use nowait_image::ImageBug;
+use nowait_remote::RemoteBug;
 use nowait_server::ServerBug;
+use nowait_sim::remote::remote_scenario::RemoteScenario;
 use nowait_sim::run::{InjectedBug, Plan, run};
 use nowait_sim::scenario::{Mode, Scenario};
 use nowait_sim::trace::name_of;
@@ -17,6 +19,10 @@ const SEED_STEPS: u64 = 1000;
 /// Seeds within which a bug of the qcow2 code is found: some need a power cut between two
 /// particular calls.
 const IMAGES: usize = 400;
+/// Seeds within which a bug of the storage of an export is found, and their steps: most need a loss
+/// between two particular steps.
+const REMOTE_SEEDS: usize = 1000;
+const REMOTE_STEPS: u64 = 3000;
 
 /// The first seeds in which a bug can be injected.
 fn seeds(bug: InjectedBug) -> impl Iterator<Item = u64> {
@@ -61,6 +67,7 @@ fn fails(bug: InjectedBug, seed: u64) -> bool {
         ) => Mode::VhostUser,
         InjectedBug::Server(ServerBug::CommitBeforeData) => Mode::Ublk,
         InjectedBug::Server(_) => Mode::Server,
+        InjectedBug::Remote(_) => Mode::Remote,
     };
     let (seed, steps) = (seed.to_string(), SEED_STEPS.to_string());
     let run = Command::new(env!("CARGO_BIN_EXE_nowait-sim"))
@@ -213,4 +220,66 @@ fn a_change_of_a_read_only_export_is_found() {
 #[test]
 fn input_that_is_lost_when_connections_leave_their_threads_is_found() {
     is_found(InjectedBug::Server(ServerBug::LoseParkedInput));
+}
+
+/// Whether a bug of the storage of an export is found, in this process: it touches no memory that is
+/// not its own.
+fn is_found_behind_a_network(bug: RemoteBug) {
+    let seeds = (0..).filter(|&seed| RemoteScenario::of(seed).is_crowded());
+    let plan = |seed| Plan {
+        bug: Some(InjectedBug::Remote(bug)),
+        ..Plan::new(Mode::Remote, seed, REMOTE_STEPS)
+    };
+    let found = seeds.take(REMOTE_SEEDS).any(|seed| run(&plan(seed)).is_err());
+    assert!(found, "{bug:?} was not found");
+}
+
+#[test]
+fn unflushed_changes_that_are_not_made_again_are_found() {
+    is_found_behind_a_network(RemoteBug::ForgetReplay);
+}
+
+#[test]
+fn a_log_that_is_shortened_before_the_flush_has_ended_is_found() {
+    is_found_behind_a_network(RemoteBug::TrimWhenAsked);
+}
+
+#[test]
+fn a_flush_that_ends_changes_after_it_is_found() {
+    is_found_behind_a_network(RemoteBug::TrimTooMuch);
+}
+
+#[test]
+fn changes_that_are_made_again_in_another_order_are_found() {
+    is_found_behind_a_network(RemoteBug::ReplayOutOfOrder);
+}
+
+#[test]
+fn a_durable_write_that_an_earlier_one_undoes_when_it_is_made_again_is_found() {
+    is_found_behind_a_network(RemoteBug::ReplayOverwritten);
+}
+
+#[test]
+fn a_durable_write_that_is_not_in_the_log_behind_others_is_found() {
+    is_found_behind_a_network(RemoteBug::ForgetDurable);
+}
+
+#[test]
+fn requests_that_are_answered_because_their_connection_is_lost_are_found() {
+    is_found_behind_a_network(RemoteBug::AnswerUnanswered);
+}
+
+#[test]
+fn changes_that_overlap_and_are_with_the_server_together_are_found() {
+    is_found_behind_a_network(RemoteBug::ForgetOverlap);
+}
+
+#[test]
+fn a_read_that_overtakes_a_change_that_is_asked_again_is_found() {
+    is_found_behind_a_network(RemoteBug::ReadBesideRepeated);
+}
+
+#[test]
+fn a_flush_that_succeeds_after_a_failed_one_is_found() {
+    is_found_behind_a_network(RemoteBug::ForgetFailedFlush);
 }

@@ -1,6 +1,7 @@
 //! A plan determines its run.
 
 use nowait::sim::EngineBug;
+use nowait_remote::RemoteBug;
 use nowait_sim::run::{InjectedBug, Plan, keep_panics, run, shrink};
 use nowait_sim::scenario::Mode;
 use nowait_sim::trace;
@@ -11,6 +12,20 @@ fn the_same_plan_gives_the_same_run() {
         let plan = Plan::new(Mode::ALL[(seed % 2) as usize], seed, 500);
         assert_eq!(run(&plan).unwrap(), run(&plan).unwrap(), "seed {seed}");
     }
+}
+
+#[test]
+fn the_same_plan_gives_the_same_run_behind_a_network_and_the_same_failure() {
+    keep_panics();
+    for seed in 0..20 {
+        let plan = Plan::new(Mode::Remote, seed, 1000);
+        assert_eq!(run(&plan).unwrap(), run(&plan).unwrap(), "seed {seed}");
+    }
+    let bug = Some(InjectedBug::Remote(RemoteBug::ForgetReplay));
+    let plan = (0..).map(|seed| Plan { bug, ..Plan::new(Mode::Remote, seed, 1000) });
+    let plan = plan.take(100).find(|plan| run(plan).is_err()).unwrap();
+    let replayed = trace::read(&trace::write(&plan)).unwrap();
+    assert_eq!(run(&replayed).unwrap_err().what, run(&plan).unwrap_err().what);
 }
 
 #[test]

@@ -1,13 +1,12 @@
 //! Connects to an export, the first time and each time that the connection was lost.
 //!
 //! Invariant: a host's name is resolved once, so that a server that is confined later needs no
-//! resolver; an export that has become another one is never used.
+//! resolver.
 
 use std::net::ToSocketAddrs;
 use std::path::PathBuf;
 use std::time::Duration;
 
-use nowait_nbd as nbd;
 use nowait_nbd::client::{
     ClientError, ConnectOptions, Connection, Credentials, Export, Wanted, failure,
 };
@@ -24,9 +23,6 @@ const SOCKET_BYTES: usize = 2 << 20;
 /// A peer that does not answer is asked whether it is alive after this time, and as often again.
 const KEEPALIVE: Duration = Duration::from_secs(5);
 const KEEPALIVE_PROBES: u32 = 3;
-/// The abilities of an export that it must not lose.
-const ABILITIES: u16 = nbd::FLAG_SEND_FLUSH | nbd::FLAG_SEND_FUA | nbd::FLAG_SEND_WRITE_ZEROES;
-
 /// How an export of an NBD server is used.
 #[derive(Clone, Debug)]
 pub struct NbdOptions {
@@ -42,14 +38,6 @@ impl Default for NbdOptions {
     fn default() -> Self {
         Self { reconnect: Duration::from_secs(30), certificates: None, read_only: true }
     }
-}
-
-/// Why there is no connection.
-pub(super) enum Refusal {
-    /// It may be there later.
-    Unreachable(String),
-    /// The export is another one now.
-    Changed(String),
 }
 
 /// Connects to one export.
@@ -101,32 +89,6 @@ impl Connector {
             }
         }
         Err(last)
-    }
-
-    /// Connects to what has to be the export `before`.
-    pub(super) fn connect_again(
-        &self,
-        before: &Export,
-        writes: bool,
-        timeout: Duration,
-    ) -> Result<(Connection, Export), Refusal> {
-        let (connection, export) = self.connect(timeout).map_err(Refusal::Unreachable)?;
-        let changed = |what: String| Err(Refusal::Changed(what));
-        if export.size != before.size {
-            let (now, before) = (export.size, before.size);
-            return changed(format!("the export has {now} bytes now, it had {before}"));
-        }
-        if export.min_block > before.min_block {
-            let now = export.min_block;
-            return changed(format!("the export has blocks of {now} bytes now"));
-        }
-        if writes && export.flags & nbd::FLAG_READ_ONLY != 0 {
-            return changed("the export is read-only now".into());
-        }
-        if before.flags & ABILITIES & !export.flags != 0 {
-            return changed("the server can do less with the export than before".into());
-        }
-        Ok((connection, export))
     }
 }
 

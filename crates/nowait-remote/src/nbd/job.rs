@@ -34,6 +34,8 @@ pub(super) struct Job {
     pub(super) durable: bool,
     /// The data of a write, once [`Job::load`] was called; the memory of a read, once it is asked.
     pub(super) data: Vec<u8>,
+    /// It was with the server on an earlier connection.
+    pub(super) was_asked: bool,
     pub(super) origin: Origin,
 }
 
@@ -54,8 +56,21 @@ impl Job {
             range: transfer.range(),
             durable: transfer.is_durable(),
             data: Vec::new(),
+            was_asked: false,
             origin: Origin::Transfer(transfer),
         }
+    }
+
+    /// A job of a call, and what that waits for.
+    pub(super) fn of_call(
+        command: Command,
+        range: ByteRange,
+        durable: bool,
+        data: Vec<u8>,
+    ) -> (Self, Arc<Call>) {
+        let call = Arc::new(Call::default());
+        let origin = Origin::Call(Caller(call.clone()));
+        (Self { command, range, durable, data, was_asked: false, origin }, call)
     }
 
     /// A flush by the replay log itself.
@@ -65,8 +80,14 @@ impl Job {
             range: ByteRange::new(0, 0),
             durable: false,
             data: Vec::new(),
+            was_asked: false,
             origin: Origin::Trim,
         }
+    }
+
+    /// Whether it is a change that is asked again.
+    pub(super) const fn is_repeat(&self) -> bool {
+        self.was_asked && self.command.changes()
     }
 
     /// Copies the data of a write, so that it can be sent more than once.
@@ -123,6 +144,12 @@ impl Call {
         self.answered.notify_all();
     }
 
+    /// The answer, if it is there.
+    #[cfg(feature = "sim")]
+    pub(super) fn take(&self) -> Option<Answer> {
+        self.lock().take()
+    }
+
     /// Waits for the answer.
     pub(super) fn wait(&self) -> Answer {
         let mut answer = self.lock();
@@ -136,7 +163,7 @@ impl Call {
 }
 
 /// The end of a call that answers it.
-pub(super) struct Caller(pub(super) Arc<Call>);
+pub(super) struct Caller(Arc<Call>);
 
 impl Drop for Caller {
     fn drop(&mut self) {

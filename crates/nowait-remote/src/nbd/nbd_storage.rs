@@ -17,7 +17,7 @@ use nowait_nbd::client::Export;
 
 use crate::nbd::connector::{Connector, NbdOptions};
 use crate::nbd::inbox::Inbox;
-use crate::nbd::job::{Answer, Call, Caller, Command, Job, Origin};
+use crate::nbd::job::{Answer, Command, Job};
 use crate::nbd::link::{Link, OPEN_TIMEOUT};
 
 /// The longest read or write of one call in bytes, a multiple of every block.
@@ -109,9 +109,8 @@ impl NbdStorage {
         data: Vec<u8>,
         operation: Operation,
     ) -> Result<Answer, Error> {
-        let call = Arc::new(Call::default());
-        let origin = Origin::Call(Caller(call.clone()));
-        self.inbox.push(std::iter::once(Job { command, range, durable, data, origin }));
+        let (job, call) = Job::of_call(command, range, durable, data);
+        self.inbox.push(std::iter::once(job));
         let answer = call.wait();
         match answer.result {
             Ok(()) => Ok(answer),

@@ -5,24 +5,29 @@
 //! two changes that overlap are in the order in which the server made them. Its memory is bounded: the
 //! log asks for a flush in time, and takes no change beyond its bound.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, VecDeque};
 
 use nowait::ByteRange;
 
+use crate::nbd::injected_bug::{RemoteBug, injected};
 use crate::nbd::job::{Command, Job, Origin};
-
-/// The bytes, and the number of changes, from which on the log asks for a flush.
-const TRIM_BYTES: u64 = 32 << 20;
-const TRIM_CHANGES: usize = 4096;
-/// The bytes, and the number of changes, from which on no change is begun.
-const MAX_BYTES: u64 = 64 << 20;
-const MAX_CHANGES: usize = 16384;
+use crate::nbd::limits::Limits;
 
 struct Change {
     number: u64,
     command: Command,
     range: ByteRange,
     data: Vec<u8>,
+}
+
+impl Change {
+    /// A job that asks again for the part `range` of it.
+    fn part(&self, range: ByteRange) -> Job {
+        let start = (range.pos - self.range.pos) as usize;
+        let data = self.data.get(start..start + range.len as usize).unwrap_or_default().to_vec();
+        let (command, origin) = (self.command, Origin::Replay);
+        Job { command, range, durable: false, data, was_asked: false, origin }
+    }
 }
 
 /// The changes since the last flush.
@@ -32,11 +37,12 @@ pub(super) struct ReplayLog {
     next: u64,
     /// A change was lost that had ended: no flush may succeed.
     lost: bool,
+    limits: Limits,
 }
 
 impl ReplayLog {
-    pub(super) const fn new() -> Self {
-        Self { changes: VecDeque::new(), bytes: 0, next: 0, lost: false }
+    pub(super) const fn new(limits: Limits) -> Self {
+        Self { changes: VecDeque::new(), bytes: 0, next: 0, lost: false, limits }
     }
 
     /// Adds a change that has ended.
@@ -77,29 +83,75 @@ impl ReplayLog {
         self.changes.is_empty()
     }
 
+    /// The number of its changes.
+    pub(super) fn len(&self) -> usize {
+        self.changes.len()
+    }
+
+    /// The bytes of its changes.
+    pub(super) const fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
     pub(super) fn wants_flush(&self) -> bool {
-        self.bytes >= TRIM_BYTES || self.changes.len() >= TRIM_CHANGES
+        let (changes, bytes) = self.limits.trim;
+        self.bytes >= bytes || self.changes.len() >= changes
     }
 
     pub(super) fn is_full(&self) -> bool {
-        self.bytes >= MAX_BYTES || self.changes.len() >= MAX_CHANGES
+        let (changes, bytes) = self.limits.most;
+        self.bytes >= bytes || self.changes.len() >= changes
     }
 
-    /// Takes all changes out, as jobs that ask for them again.
-    pub(super) fn take_jobs(&mut self) -> impl Iterator<Item = Job> + use<> {
+    /// Takes all changes out, as jobs that ask for them again: no two of the same byte, each of which
+    /// is made again by its last change alone. An earlier change, made again, could overwrite a durable
+    /// one, and be there when the server and this program die before the durable one is made again.
+    pub(super) fn take_jobs(&mut self) -> VecDeque<Job> {
         self.bytes = 0;
-        std::mem::take(&mut self.changes).into_iter().map(|change| Job {
-            command: change.command,
-            range: change.range,
-            durable: false,
-            data: change.data,
-            origin: Origin::Replay,
-        })
+        let mut changes = std::mem::take(&mut self.changes);
+        if injected(RemoteBug::ReplayOutOfOrder) {
+            changes.make_contiguous().reverse();
+        }
+        let (mut jobs, mut covered) = (VecDeque::new(), BTreeMap::new());
+        for change in changes.into_iter().rev() {
+            let left = match injected(RemoteBug::ReplayOverwritten) {
+                true => vec![change.range],
+                false => cover(&mut covered, change.range),
+            };
+            left.into_iter().rev().for_each(|range| jobs.push_front(change.part(range)));
+        }
+        jobs
     }
+}
+
+/// Adds `range` to the ranges in `covered`, each a start with its end, and returns the parts of it that
+/// were not covered, in order.
+fn cover(covered: &mut BTreeMap<u64, u64>, range: ByteRange) -> Vec<ByteRange> {
+    let (mut start, mut end) = (range.pos, range.end());
+    let (mut left, mut pos) = (Vec::new(), start);
+    // The first range that touches it may begin before it.
+    let before = covered.range(..=start).next_back().map(|(&from, &to)| (from, to));
+    let mut touched: Vec<_> = before.into_iter().filter(|&(_, to)| to >= start).collect();
+    touched.extend(covered.range(start.saturating_add(1)..=end).map(|(&from, &to)| (from, to)));
+    for (from, to) in touched {
+        if pos < from {
+            left.push(ByteRange::new(pos, from.min(end) - pos));
+        }
+        pos = pos.max(to);
+        (start, end) = (start.min(from), end.max(to));
+        covered.remove(&from);
+    }
+    if pos < range.end() {
+        left.push(ByteRange::new(pos, range.end() - pos));
+    }
+    covered.insert(start, end);
+    left
 }
 
 #[cfg(test)]
 mod tests {
+    use nowait_testkit::Random;
+
     use super::*;
 
     fn write(log: &mut ReplayLog, pos: u64, len: usize) {
@@ -108,19 +160,19 @@ mod tests {
 
     #[test]
     fn a_flush_ends_the_changes_before_it_and_no_others() {
-        let mut log = ReplayLog::new();
+        let mut log = ReplayLog::new(Limits::DEFAULT);
         write(&mut log, 0, 10);
         write(&mut log, 10, 10);
         let asked = log.next();
         write(&mut log, 20, 10);
         log.forget(asked);
-        let left: Vec<_> = log.take_jobs().map(|job| job.range.pos).collect();
+        let left: Vec<_> = log.take_jobs().into_iter().map(|job| job.range.pos).collect();
         assert_eq!((left, log.is_empty(), log.bytes), (vec![20], true, 0));
     }
 
     #[test]
     fn the_log_asks_for_a_flush_before_it_is_full() {
-        let mut log = ReplayLog::new();
+        let mut log = ReplayLog::new(Limits::DEFAULT);
         while !log.wants_flush() {
             write(&mut log, 0, 1 << 20);
         }
@@ -128,14 +180,35 @@ mod tests {
         while !log.is_full() {
             write(&mut log, 0, 1 << 20);
         }
-        assert_eq!(log.bytes, MAX_BYTES);
+        assert_eq!(log.bytes, Limits::DEFAULT.most.1);
         log.forget(log.next());
         assert!(!log.wants_flush() && log.is_empty());
     }
 
     #[test]
+    fn each_byte_is_made_again_by_its_last_change_alone() {
+        let mut random = Random::from_seed(5);
+        for _ in 0..200 {
+            let (mut log, mut expected) = (ReplayLog::new(Limits::DEFAULT), vec![0u8; 64]);
+            for value in 1..20 {
+                let (pos, len) = (random.below(56), 1 + random.below(8));
+                let data = vec![value; len as usize];
+                expected[pos as usize..(pos + len) as usize].copy_from_slice(&data);
+                log.push(Command::Write, ByteRange::new(pos, len), data);
+            }
+            let mut found = vec![0u8; 64];
+            for job in log.take_jobs() {
+                let range = job.range.pos as usize..job.range.end() as usize;
+                assert!(found[range.clone()].iter().all(|&byte| byte == 0), "made again twice");
+                found[range].copy_from_slice(&job.data);
+            }
+            assert_eq!(found, expected);
+        }
+    }
+
+    #[test]
     fn after_a_loss_nothing_is_kept() {
-        let mut log = ReplayLog::new();
+        let mut log = ReplayLog::new(Limits::DEFAULT);
         write(&mut log, 0, 10);
         log.lose();
         write(&mut log, 0, 10);

@@ -273,7 +273,8 @@ mod tests {
 
     fn table(command: Command, len: u64) -> Slab<Asked> {
         let (range, origin) = (ByteRange::new(4096, len), Origin::Replay);
-        let job = Job { command, range, durable: false, data: Vec::new(), origin };
+        let job =
+            Job { command, range, durable: false, data: Vec::new(), was_asked: false, origin };
         let mut asked = Slab::new();
         asked.insert(Asked::new(job, 0, 0, 1024));
         asked

@@ -265,6 +265,14 @@ mod tests {
         assert_eq!(refusal(&options), "");
         fs::set_permissions(&options.directory, fs::Permissions::from_mode(0o755)).unwrap();
         assert!(refusal(&options).contains("chmod 700"));
+        let mut of_another = PathBuf::from("/");
+        if rustix::process::geteuid().is_root() {
+            const NOBODY: u32 = 65534;
+            of_another.clone_from(&options.directory);
+            std::os::unix::fs::chown(&of_another, Some(NOBODY), None).unwrap();
+        }
+        let refused = refusal(&CacheOptions { directory: of_another, ..options.clone() });
+        assert!(refused.contains("is another user's"), "{refused}");
         let file = scratch.path().join("file");
         fs::write(&file, "").unwrap();
         let no_directory = CacheOptions { directory: file, ..options };

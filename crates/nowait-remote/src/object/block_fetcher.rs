@@ -52,6 +52,13 @@ enum Purpose {
 
 const PURPOSES: [Purpose; 3] = [Purpose::Read, Purpose::Ahead, Purpose::Record];
 
+/// Where a block comes from.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Origin {
+    Cache,
+    Store,
+}
+
 /// A step that has ended.
 enum Done {
     Looked(Range<u64>, Purpose, Vec<Cached>),
@@ -316,6 +323,8 @@ impl BlockFetcher {
     fn looked(&mut self, run: Range<u64>, purpose: Purpose, found: Vec<Cached>) {
         let counters = self.asking.counters.clone();
         let mut found = found.into_iter();
+        let before = run.start.wrapping_sub(1);
+        let mut at_hand = !self.pending.contains_key(&before) && !self.memory.has_fetched(before);
         for block in run {
             let waiters = self.waiters(block);
             let cached = found.next().unwrap_or(Cached::Absent);
@@ -324,11 +333,19 @@ impl BlockFetcher {
             }
             if let Cached::Block(data) = cached {
                 add(&counters.hits, waiters);
+                at_hand = true;
                 let keeps = waiters > 0 || purpose != Purpose::Record;
-                self.deliver(block, Some(Rc::from(data)).filter(|_| !self.changed), keeps);
-            } else if self.changed {
-                self.deliver(block, None, false);
+                let data = Some(Rc::from(data)).filter(|_| !self.changed);
+                self.deliver(block, data, keeps.then_some(Origin::Cache));
+            } else if self.changed
+                || at_hand
+                    && waiters == 0
+                    && purpose != Purpose::Record
+                    && self.streams.leaves_out(block)
+            {
+                self.deliver(block, None, None);
             } else {
+                at_hand = false;
                 // A read may wait by now for what was looked for ahead.
                 let purpose = if waiters > 0 { Purpose::Read } else { purpose };
                 self.fetch[purpose as usize].push(block);
@@ -352,7 +369,8 @@ impl BlockFetcher {
             let data = data.map(|rest| Rc::from(rest.get(..BLOCK_BYTES as usize).unwrap_or(rest)));
             let waiters = self.waiters(block);
             add(&self.asking.counters.misses, waiters);
-            self.deliver(block, data, waiters > 0 || purpose != Purpose::Record);
+            let keeps = waiters > 0 || purpose != Purpose::Record;
+            self.deliver(block, data, keeps.then_some(Origin::Store));
         }
         if let (Some(data), Some(cache)) = (data, self.helpers.cache.clone()) {
             self.stores += 1;
@@ -372,15 +390,17 @@ impl BlockFetcher {
         self.pending.get(&block).map_or(0, |jobs| jobs.len() as u64)
     }
 
-    fn deliver(&mut self, block: u64, data: Option<Rc<[u8]>>, keeps: bool) {
+    /// Gives `data`, or that there are none, to the reads that wait for `block`, and to memory if it is
+    /// to be kept there.
+    fn deliver(&mut self, block: u64, data: Option<Rc<[u8]>>, keeps: Option<Origin>) {
         for index in self.pending.remove(&block).unwrap_or_default() {
             let job = self.jobs.get_mut(index);
             if job.is_some_and(|job| job.give(block * BLOCK_BYTES, data.as_deref())) {
                 self.end(index);
             }
         }
-        if let Some(data) = data.filter(|_| keeps) {
-            self.memory.put(block, data);
+        if let (Some(data), Some(origin)) = (data, keeps) {
+            self.memory.put(block, data, origin == Origin::Store);
         }
     }
 
@@ -408,7 +428,7 @@ impl BlockFetcher {
     fn fail_all(&mut self) {
         let queues = self.look.iter_mut().chain(&mut self.fetch);
         let blocks: Vec<_> = queues.flat_map(BlockQueue::drain).collect();
-        blocks.into_iter().for_each(|block| self.deliver(block, None, false));
+        blocks.into_iter().for_each(|block| self.deliver(block, None, None));
     }
 }
 

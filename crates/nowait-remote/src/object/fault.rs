@@ -123,6 +123,7 @@ impl fmt::Display for BadAnswer {
             401 => "the store does not accept the credentials",
             403 => "the store refuses access",
             404 if code.as_deref() == Some("NoSuchBucket") => "there is no such bucket",
+            404 if code.as_deref() == Some("ContainerNotFound") => "there is no such container",
             404 => "there is no such object",
             412 => "the object has changed since it was opened",
             416 => "the store has no bytes in the range that was asked for",

@@ -149,7 +149,8 @@ async fn open(
     counters: &StoreCounters,
 ) -> Result<(Object, Version), String> {
     let timeouts = Timeouts { silence: options.silence, all: options.request };
-    let object = Object::new(url, timeouts)?;
+    let hinted = |why: &str| format!("{why}{}", url.hint());
+    let object = Object::new(url, timeouts).map_err(|why| hinted(&why))?;
     let time = options.reconnect.min(OPEN_TIME);
     let begun = Instant::now();
     for failed in 1.. {
@@ -162,7 +163,7 @@ async fn open(
                 tokio::time::sleep(BackOff::STORE.pause(failed, fastrand::u64(..))).await;
                 add(&counters.retries, 1);
             }
-            Err(fault) => return Err(format!("{}{}", fault.text(), url.hint())),
+            Err(fault) => return Err(hinted(fault.text())),
         }
     }
     Err("too many attempts".into())

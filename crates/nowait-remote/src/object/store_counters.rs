@@ -2,27 +2,26 @@
 //!
 //! Invariant: only the storage's own thread counts; every thread may read.
 
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, Weak};
 use std::time::Duration;
+
+use crate::open_list::OpenList;
 
 /// Buckets of the histogram: bucket n is for less than 2^n ms, the last one for the rest.
 const STORE_LATENCY_BUCKETS: usize = 18;
 
-/// The storages of this process that are open, by their URLs.
-static OPEN: Mutex<Vec<(String, Weak<StoreCounters>)>> = Mutex::new(Vec::new());
+static OPEN: OpenList<StoreCounters> = OpenList::new();
 
 /// The counts of all storages of this process that are open, by their URLs; those of one URL
 /// together.
 #[must_use]
 pub fn open_stores() -> Vec<(String, StoreCounts)> {
     let mut all: Vec<(String, StoreCounts)> = Vec::new();
-    let open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-    for (url, counters) in open.iter() {
-        let Some(counts) = counters.upgrade().map(|counters| counters.counts()) else { continue };
-        match all.iter_mut().find(|(known, _)| known == url) {
-            Some((_, sum)) => sum.add(&counts),
-            None => all.push((url.clone(), counts)),
+    for (url, counters) in OPEN.all() {
+        match all.iter_mut().find(|(known, _)| *known == url) {
+            Some((_, sum)) => sum.add(&counters.counts()),
+            None => all.push((url, counters.counts())),
         }
     }
     all
@@ -48,11 +47,7 @@ pub struct StoreCounters {
 impl StoreCounters {
     /// Those of the storage at `url`, which are listed as long as they are used.
     pub(super) fn listed(url: String) -> Arc<Self> {
-        let counters = Arc::new(Self::default());
-        let mut open = OPEN.lock().unwrap_or_else(PoisonError::into_inner);
-        open.retain(|(_, counters)| counters.strong_count() > 0);
-        open.push((url, Arc::downgrade(&counters)));
-        counters
+        OPEN.add(url)
     }
 
     /// Counts a request that took `time`, with an answer of `bytes` or with none.

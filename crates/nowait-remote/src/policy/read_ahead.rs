@@ -73,6 +73,19 @@ impl ReadAhead {
         proposed
     }
 
+    /// Whether `block`, which was proposed, is left out, because what was read before it was at hand: a
+    /// short sequence that the cache has may end where the cache has it end. It has some proposed
+    /// again when it needs that block; a long one is not held up.
+    pub fn leaves_out(&mut self, block: u64) -> bool {
+        let wants = |s: &&mut Stream| (s.next.div_ceil(BLOCK_BYTES)..s.ahead).contains(&block);
+        let Some(stream) = self.streams.iter_mut().find(wants) else { return true };
+        let is_short = stream.next - stream.begin < LONG;
+        if is_short {
+            (stream.ahead, stream.proposed) = (block, 0);
+        }
+        is_short
+    }
+
     /// Whether the blocks of `proposed` are asked for in one request with those of the read, whose
     /// last blocks are asked for now and end at block `asked_end`: a few that follow these directly.
     #[must_use]
@@ -116,6 +129,25 @@ mod tests {
             let end = range.end().next_multiple_of(BLOCK_BYTES);
             assert!(most <= end + limit, "{pos}: {most}");
         }
+    }
+
+    #[test]
+    fn what_was_left_out_is_proposed_again_behind_the_read_that_needs_it() {
+        let mut ahead = ReadAhead::default();
+        ahead.after(ByteRange::new(0, BLOCK_BYTES), 1000);
+        assert_eq!(ahead.after(ByteRange::new(BLOCK_BYTES, BLOCK_BYTES), 1000), 2..6);
+        assert!(ahead.leaves_out(3) && ahead.leaves_out(4));
+        assert!(ahead.after(ByteRange::new(2 * BLOCK_BYTES, BLOCK_BYTES), 1000).is_empty());
+        let proposed = ahead.after(ByteRange::new(3 * BLOCK_BYTES, BLOCK_BYTES), 1000);
+        assert_eq!(proposed, 4..12);
+    }
+
+    #[test]
+    fn of_a_long_sequence_nothing_is_left_out() {
+        let mut ahead = ReadAhead::default();
+        ahead.after(ByteRange::new(0, LONG), 1000);
+        let proposed = ahead.after(ByteRange::new(LONG, BLOCK_BYTES), 1000);
+        assert!(!proposed.is_empty() && !proposed.into_iter().any(|block| ahead.leaves_out(block)));
     }
 
     #[test]

@@ -1,6 +1,6 @@
 //! The functions of librbd and librados that are used here (librbd.h, librados.h), and an open image.
 //!
-//! Invariant: the memory of a transfer lives until the library has called back. An image is closed when no
+//! Invariant: the memory of a transfer, which is the engine's, is valid until the library has called back. An image is closed when no
 //! transfer is in flight.
 #![allow(unsafe_code)]
 
@@ -11,7 +11,7 @@ use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 
 use libloading::Library;
-use nowait::{AsyncTransfers, ByteRange, PendingTransfer};
+use nowait::{AsyncTransfers, ByteRange, IoSegment, PendingTransfer};
 
 use crate::rbd::rbd_location::RbdLocation;
 
@@ -24,6 +24,7 @@ const THICK_PROVISION: c_int = 1;
 
 /// An object of the library.
 type Handle = *mut c_void;
+type Open = unsafe extern "C" fn(Handle, *const c_char, *mut Handle, *const c_char) -> c_int;
 type Callback = unsafe extern "C" fn(Handle, *mut c_void);
 type ExtentCallback = unsafe extern "C" fn(u64, usize, c_int, *mut c_void) -> c_int;
 
@@ -63,6 +64,7 @@ functions! {
     rados_shutdown(Handle) -> ();
     rados_ioctx_create(Handle, *const c_char, *mut Handle) -> c_int;
     rados_ioctx_set_namespace(Handle, *const c_char) -> ();
+    rados_set_pool_full_try(Handle) -> ();
     rados_ioctx_destroy(Handle) -> ();
     rbd_open(Handle, *const c_char, *mut Handle, *const c_char) -> c_int;
     rbd_open_read_only(Handle, *const c_char, *mut Handle, *const c_char) -> c_int;
@@ -77,9 +79,17 @@ functions! {
     rbd_aio_create_completion(*mut c_void, Callback, *mut Handle) -> c_int;
     rbd_aio_get_return_value(Handle) -> isize;
     rbd_aio_release(Handle) -> ();
-    rbd_aio_read(Handle, u64, usize, *mut c_char, Handle) -> c_int;
-    rbd_aio_write(Handle, u64, usize, *const c_char, Handle) -> c_int;
+    rbd_aio_readv(Handle, *const libc::iovec, c_int, u64, Handle) -> c_int;
+    rbd_aio_writev(Handle, *const libc::iovec, c_int, u64, Handle) -> c_int;
     rbd_aio_flush(Handle, Handle) -> c_int;
+}
+
+/// Loads the library.
+///
+/// # Errors
+/// One line: why it cannot be loaded, and what to install.
+pub(super) fn load() -> Result<(), String> {
+    functions().map(drop)
 }
 
 fn functions() -> Result<&'static Functions, String> {
@@ -157,10 +167,18 @@ impl RbdImage {
         let (name, mut handle) = (c_string(&location.image), ptr::null_mut());
         let snapshot = location.snapshot.as_deref().map(c_string);
         let snapshot_name = snapshot.as_ref().map_or(ptr::null(), |name| name.as_ptr());
-        let open = if read_only { functions.rbd_open_read_only } else { functions.rbd_open };
-        // SAFETY: the pool is open, the names are strings of C, and `handle` is written to.
-        let opened = unsafe { open(pool.handle, name.as_ptr(), &mut handle, snapshot_name) };
-        done(opened).map_err(|errno| match (errno, &location.snapshot) {
+        let mut open = |open: Open| {
+            // SAFETY: the pool is open, the names are strings of C, and `handle` is written to.
+            done(unsafe { open(pool.handle, name.as_ptr(), &mut handle, snapshot_name) })
+        };
+        // With a watch, if this user may, it cannot be removed, and another size is seen.
+        let opened = match open(functions.rbd_open) {
+            Err(libc::EPERM | libc::EACCES | libc::EROFS) if read_only => {
+                open(functions.rbd_open_read_only)
+            }
+            opened => opened,
+        };
+        opened.map_err(|errno| match (errno, &location.snapshot) {
             (libc::ENOENT, Some(_)) => "there is no such image, or no such snapshot of it".into(),
             (libc::ENOENT, None) => format!("there is no such image in pool {}", location.pool),
             (errno, _) => message("it cannot be opened", errno),
@@ -273,16 +291,13 @@ impl AsyncTransfers for RbdImage {
     fn begin(&self, transfers: &mut Vec<PendingTransfer>) {
         for transfer in transfers.drain(..) {
             self.in_flight.add();
-            let mut data = Vec::new();
-            match transfer.is_write() {
-                true => transfer.copy_data(&mut data),
-                false => data.resize(transfer.range().len as usize, 0),
-            }
+            let mut segments = Vec::with_capacity(1);
+            transfer.segments(&mut segments);
             let step = if transfer.is_write() { Step::Write } else { Step::Read };
             let in_flight = self.in_flight.clone();
             self.begin_flight(Box::new(Flight {
                 transfer: Some(transfer),
-                data,
+                segments,
                 step,
                 functions: self.functions,
                 image: self.handle,
@@ -314,18 +329,25 @@ fn open_pool(
     // SAFETY: the handle is open; the path is a string of C, or null.
     let read = unsafe { (functions.rados_conf_read_file)(handle, path) };
     done(read).map_err(|errno| match conf {
+        Some(conf) if errno == libc::EINVAL => format!("{conf} is not in the form of a ceph.conf"),
         Some(conf) => message(conf, errno),
         None => message("no ceph.conf can be read (name one: ':conf=FILE')", errno),
     })?;
     // SAFETY: as above; CEPH_ARGS is read without a name.
     let parsed = unsafe { (functions.rados_conf_parse_env)(handle, ptr::null()) };
     done(parsed).map_err(|errno| message("CEPH_ARGS", errno))?;
-    let seconds = c_string(&timeout.as_secs().max(1).to_string());
-    for name in ["client_mount_timeout", "rados_mon_op_timeout", "rados_osd_op_timeout"] {
-        let name = c_string(name);
+    let seconds = timeout.as_secs().max(1).to_string();
+    for (name, value) in [
+        ("client_mount_timeout", &*seconds),
+        ("rados_mon_op_timeout", &seconds),
+        ("rados_osd_op_timeout", &seconds),
+        // A write that fails is an error of its own then, not of a later flush.
+        ("rbd_cache", "false"),
+    ] {
+        let (option, value) = (c_string(name), c_string(value));
         // SAFETY: as above.
-        let set = unsafe { (functions.rados_conf_set)(handle, name.as_ptr(), seconds.as_ptr()) };
-        done(set).map_err(|errno| message("a time-out cannot be set", errno))?;
+        let set = unsafe { (functions.rados_conf_set)(handle, option.as_ptr(), value.as_ptr()) };
+        done(set).map_err(|errno| message(&format!("the option {name} cannot be set"), errno))?;
     }
     // SAFETY: as above.
     let connected = unsafe { (functions.rados_connect)(handle) };
@@ -342,6 +364,10 @@ fn open_pool(
         errno => message(pool, errno),
     })?;
     let opened = Pool { handle, cluster };
+    // In a full pool a write that needs space fails with ENOSPC then, and others are made. Without this all
+    // of them would wait, discards too.
+    // SAFETY: as above.
+    unsafe { (functions.rados_set_pool_full_try)(handle) };
     if !namespace.is_empty() {
         let namespace = c_string(namespace);
         // SAFETY: as above.
@@ -404,9 +430,10 @@ enum Step {
 
 /// A transfer that the library makes.
 struct Flight {
-    /// Taken at its end.
+    /// Taken at its end: until then the memory of the segments is valid.
     transfer: Option<PendingTransfer>,
-    data: Vec<u8>,
+    /// The library keeps the list's address, too.
+    segments: Vec<IoSegment>,
     step: Step,
     functions: &'static Functions,
     image: Handle,
@@ -416,7 +443,7 @@ struct Flight {
 impl Flight {
     /// Has the library begin the step.
     fn begin(self: Box<Self>, functions: &'static Functions, image: Handle) {
-        let (step, len) = (self.step, self.data.len());
+        let (step, count) = (self.step, self.segments.len() as c_int);
         let pos = self.transfer.as_ref().map_or(0, |transfer| transfer.range().pos);
         let flight = Box::into_raw(self);
         let mut completion = ptr::null_mut();
@@ -428,14 +455,15 @@ impl Flight {
             // SAFETY: the library has not taken it.
             return unsafe { Box::from_raw(flight) }.fail(errno);
         }
-        // SAFETY: the flight is not accessed otherwise before `on_end`; its data stay where they are.
-        let data = unsafe { (*flight).data.as_mut_ptr() };
-        // SAFETY: the image is open as long as a transfer is in flight, and the data live until
-        // `on_end`.
+        // SAFETY: the flight is not accessed otherwise before `on_end`. A segment is laid out as an iovec.
+        let segments = unsafe { (*flight).segments.as_ptr() }.cast();
+        // SAFETY: the image is open as long as a transfer is in flight. The segments and their memory are valid
+        // until the transfer ends, which is after `on_end`: then the library has filled the memory of a read, and
+        // does not use that of a write any more.
         let begun = unsafe {
             match step {
-                Step::Read => (functions.rbd_aio_read)(image, pos, len, data.cast(), completion),
-                Step::Write => (functions.rbd_aio_write)(image, pos, len, data.cast(), completion),
+                Step::Read => (functions.rbd_aio_readv)(image, segments, count, pos, completion),
+                Step::Write => (functions.rbd_aio_writev)(image, segments, count, pos, completion),
                 Step::Flush => (functions.rbd_aio_flush)(image, completion),
             }
         };
@@ -466,10 +494,7 @@ impl Flight {
             (None, _) => return,
         };
         match self.step {
-            Step::Read => {
-                let count = result.unwrap_or_default();
-                transfer.complete(self.data.get(..count).unwrap_or(&self.data));
-            }
+            Step::Read => transfer.complete_filled(result.unwrap_or_default() as u64),
             Step::Write if transfer.is_durable() => {
                 let (functions, image) = (self.functions, self.image);
                 (self.transfer, self.step) = (Some(transfer), Step::Flush);

@@ -14,7 +14,7 @@ use nowait::{
 };
 
 use crate::nbd::NbdOptions;
-use crate::rbd::librbd::RbdImage;
+use crate::rbd::librbd::{RbdImage, load};
 use crate::rbd::rbd_location::RbdLocation;
 
 /// The longest read or write of one call in bytes.
@@ -44,6 +44,14 @@ pub struct RbdStorage {
 }
 
 impl RbdStorage {
+    /// Loads Ceph's library, which a process that is confined later cannot load any more.
+    ///
+    /// # Errors
+    /// One line: why it cannot be loaded, and what to install.
+    pub fn load_library() -> Result<(), String> {
+        load()
+    }
+
     /// Opens the image at `location`. One that is written to is locked, as far as it has the feature
     /// exclusive-lock.
     ///

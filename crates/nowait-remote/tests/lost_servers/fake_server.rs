@@ -22,6 +22,8 @@ pub(crate) struct Behaviour {
     pub(crate) never_answers: bool,
     /// Writes fail with this error, unless it is 0.
     pub(crate) write_error: u32,
+    /// The next flush fails with this error, unless it is 0.
+    pub(crate) flush_error: u32,
     /// The bytes of the next answer, whatever was asked.
     pub(crate) lie: Option<Vec<u8>>,
     /// Connections are closed at once.
@@ -57,6 +59,7 @@ impl FakeServer {
             answers: u64::MAX,
             never_answers: false,
             write_error: 0,
+            flush_error: 0,
             lie: None,
             absent: false,
             drips: false,
@@ -208,6 +211,9 @@ impl State {
             nbd::CMD_READ => return (0, self.cached[range].to_vec()),
             nbd::CMD_WRITE => self.cached[range.clone()].copy_from_slice(payload),
             nbd::CMD_WRITE_ZEROES => self.cached[range.clone()].fill(0),
+            nbd::CMD_FLUSH if self.behaviour.flush_error != 0 => {
+                return (std::mem::take(&mut self.behaviour.flush_error), Vec::new());
+            }
             nbd::CMD_FLUSH => self.durable = self.cached.clone(),
             other => panic!("command {other}"),
         }

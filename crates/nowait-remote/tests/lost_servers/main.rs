@@ -113,6 +113,20 @@ fn a_write_that_cannot_be_made_again_fails_every_later_flush() {
 }
 
 #[test]
+fn after_a_failed_flush_nothing_is_said_to_be_durable_by_a_flush() {
+    let server = FakeServer::start(BYTES);
+    // A durable write is a write and a flush.
+    server.change(|it| it.flags = ALL_FLAGS & !nbd::FLAG_SEND_FUA);
+    let disk = open(&server);
+    write(&disk, 0, &[1; 4096], Flags::NONE).unwrap();
+    server.change(|it| it.flush_error = nbd::ENOSPC);
+    assert_eq!(disk.sync().unwrap_err().errno(), libc::ENOSPC);
+    assert_eq!(disk.sync().unwrap_err().errno(), libc::EIO);
+    assert_eq!(write(&disk, 0, &[2; 4096], Flags::DSYNC).unwrap_err().errno(), libc::EIO);
+    assert_eq!(read(&disk, 0, 4096).unwrap(), [2; 4096]);
+}
+
+#[test]
 fn the_log_of_unflushed_writes_is_bounded_by_flushes_of_its_own() {
     let server = FakeServer::start(BYTES);
     let disk = open(&server);

@@ -154,6 +154,27 @@ fn a_store_that_does_not_answer_in_time_is_an_error_and_later_none() {
     assert!(read(&disk, 0, 4096).unwrap() == object[..4096]);
 }
 
+#[test]
+fn what_a_store_refuses_while_it_is_read_is_an_error_at_once_and_later_none() {
+    let (server, object) = (server(), object());
+    let disk = open(&server, &patient()).unwrap();
+    let refusals = [
+        Lie::Status(401, "", ""),
+        Lie::Status(403, "", "<Code>ExpiredToken</Code>"),
+        Lie::Status(404, "", ""),
+        Lie::Status(301, "", ""),
+        Lie::Whole,
+    ];
+    for (n, lie) in (0..).zip(refusals) {
+        let pos = n * MIB;
+        server.script().always = Some(lie.clone());
+        assert_eq!(read(&disk, pos, 4096).unwrap_err().errno(), libc_eio(), "{lie:?}");
+        server.script().always = None;
+        assert!(read(&disk, pos, 4096).unwrap() == object[pos as usize..][..4096], "{lie:?}");
+    }
+    assert_eq!(disk.counters().counts().retries, 0);
+}
+
 const fn libc_eio() -> i32 {
     5
 }
@@ -349,6 +370,33 @@ fn what_a_record_names_is_fetched_ahead_and_a_read_waits_for_no_request() {
     server.script().always = Some(Lie::Status(500, "", ""));
     reads(&open_cached(&server, &scratch));
     assert!(server.script().ranges.len() >= requests);
+}
+
+#[test]
+fn behind_what_the_cache_has_nothing_is_read_ahead_before_it_is_needed() {
+    let (server, object) = (server(), object());
+    let scratch = tempfile::tempdir().unwrap();
+    let path = scratch.path().join("boot");
+    let lines: String = (0..16).map(|block| format!("{block} {}\n", server.url())).collect();
+    fs::write(&path, lines).unwrap();
+    let options = ObjectOptions { prefetch: Some(path), ..cached(&scratch) };
+    let disk = open(&server, &options).unwrap();
+    in_cache(&disk, 16);
+    let read_all = |range: std::ops::Range<u64>| {
+        for pos in range.step_by(16 << 10) {
+            let end = (pos + 16 * KIB).min(BYTES);
+            assert!(read(&disk, pos, end - pos).unwrap() == object[pos as usize..end as usize]);
+        }
+    };
+    // The sequence stays a short one until its blocks ahead have been looked for.
+    let short = MIB - 128 * KIB;
+    read_all(0..short);
+    assert_eq!(disk.counters().counts().fetched_bytes, MIB);
+    let requests = server.script().ranges.len();
+    read_all(short..BYTES);
+    assert_eq!(disk.counters().counts().fetched_bytes, BYTES);
+    let requests = server.script().ranges.len() - requests;
+    assert!(requests < 20, "{requests}");
 }
 
 /// Opens the object although the server has nothing but errors for reads.

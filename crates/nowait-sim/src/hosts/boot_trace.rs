@@ -1,4 +1,5 @@
-//! The reads of a boot: files, most of them small, that a few processes read one after the other.
+//! The reads of a boot: parts that follow each other, in each of them processes whose reads follow each
+//! other.
 //!
 //! Invariant: the parameters and the seed decide the reads. Each read has a second place, where some
 //! boots find it instead, so that the record of one boot is not quite that of the next.
@@ -6,25 +7,12 @@
 use nowait::sim::Random;
 use nowait_remote::{BLOCK_BYTES, PrefetchOrder};
 
-use super::parameters::BootParameters;
-use super::timeline::{Time, seconds};
+use super::boot_read::Read;
+use super::parameters::{BootParameters, BootReads};
+use super::{recorded_boot, synthetic_boot};
 
-/// Parts of a boot: one begins when all reads of the one before have ended.
-const PHASES: usize = 12;
 /// The most processes of a phase that read at the same time.
-pub(super) const MAX_LANES: usize = 6;
-const PAGE: u64 = 4096;
-
-/// A read.
-#[derive(Clone, Copy, Debug)]
-pub(super) struct Read {
-    /// Where it is in most boots, and in some others, in bytes.
-    places: [u64; 2],
-    /// Bytes.
-    pub(super) len: u64,
-    /// The time between the end of the read before it and this one.
-    pub(super) think: Time,
-}
+pub(super) const MAX_LANES: usize = 10;
 
 /// The blocks that hold `len` bytes at `pos`.
 pub(super) fn blocks_of(pos: u64, len: u64) -> std::ops::Range<u64> {
@@ -34,6 +22,7 @@ pub(super) fn blocks_of(pos: u64, len: u64) -> std::ops::Range<u64> {
 /// The reads of a boot: those of each process in each phase.
 #[derive(Debug)]
 pub(super) struct BootTrace {
+    /// The reads of each process in each phase: one begins when all reads of the one before have ended.
     phases: Vec<Vec<Vec<Read>>>,
     blocks: u64,
     seed: u64,
@@ -46,15 +35,14 @@ impl BootTrace {
 
     /// The boot of `seed`.
     pub(super) fn new(boot: &BootParameters, seed: u64) -> Self {
-        let mut random = Random::part(seed, 1);
-        let mut phases = Vec::new();
-        for _ in 0..PHASES {
-            let lanes = 1 + random.below(MAX_LANES as u64) as usize;
-            let bytes = boot.read_bytes / (PHASES * lanes) as u64;
-            let lane = |_| lane_of(boot, bytes, &mut random);
-            phases.push((0..lanes).map(lane).collect());
-        }
-        let blocks = boot.image_bytes.div_ceil(BLOCK_BYTES);
+        let think = boot.think_seconds;
+        let (phases, image_bytes) = match boot.reads {
+            BootReads::Recorded => (recorded_boot::phases(think, seed), recorded_boot::IMAGE_BYTES),
+            BootReads::Synthetic { image_bytes, read_bytes } => {
+                (synthetic_boot::phases([image_bytes, read_bytes], think, seed), image_bytes)
+            }
+        };
+        let blocks = image_bytes.div_ceil(BLOCK_BYTES);
         Self { phases, blocks, seed, variation: boot.variation }
     }
 
@@ -98,67 +86,48 @@ impl BootTrace {
     }
 }
 
-/// What one process reads: `bytes` in files, each from its beginning to its end.
-fn lane_of(boot: &BootParameters, bytes: u64, random: &mut Random) -> Vec<Read> {
-    let mut reads = Vec::new();
-    let mut left = bytes;
-    while left > 0 {
-        // From 4 KiB to 8 MiB, most of them small.
-        let doubling = random.below(11).min(random.below(11));
-        let file = (PAGE << doubling) + PAGE * random.below(1 << doubling);
-        let file = file.min(left.next_multiple_of(PAGE)).min(boot.image_bytes);
-        let places = [0; 2].map(|_| {
-            let pages = (boot.image_bytes - file) / PAGE;
-            PAGE * random.below(pages + 1)
-        });
-        let mut done = 0;
-        // The guest reads ahead: 16 KiB, then twice as much, up to 256 KiB.
-        let mut len = 4 * PAGE;
-        while done < file {
-            let now = len.min(file - done);
-            reads.push(Read { places: places.map(|pos| pos + done), len: now, think: 0 });
-            done += now;
-            len = (len * 2).min(256 << 10);
-        }
-        left = left.saturating_sub(file);
-    }
-    let mut weights: Vec<_> = reads.iter().map(|_| 1 + random.below(1000)).collect();
-    let all: u64 = weights.iter().sum();
-    let time = boot.think_seconds / PHASES as f64;
-    for (read, weight) in reads.iter_mut().zip(&mut weights) {
-        read.think = seconds(time * *weight as f64 / all.max(1) as f64);
-    }
-    reads
-}
-
 #[cfg(test)]
 mod tests {
     use std::collections::HashSet;
 
+    use super::super::boot_read::PAGE;
     use super::super::parameters::Parameters;
+    use super::super::timeline::Time;
     use super::*;
+
+    fn boots() -> [BootParameters; 2] {
+        let recorded = Parameters::default().boot;
+        let reads = BootReads::Synthetic { image_bytes: 2 << 30, read_bytes: 200 << 20 };
+        [recorded, BootParameters { reads, ..recorded }]
+    }
+
+    /// The time of a boot whose reads take none.
+    fn time(trace: &BootTrace) -> Time {
+        let lane = |lane: &Vec<Read>| lane.iter().map(|read| read.think).sum::<Time>();
+        trace.phases.iter().filter_map(|lanes| lanes.iter().map(lane).max()).sum()
+    }
 
     #[test]
     fn a_boot_reads_what_it_is_told_to_within_the_image_and_takes_the_time_given() {
-        let boot = Parameters::default().boot;
-        let trace = BootTrace::new(&boot, 3);
-        let lanes = || trace.phases.iter().flatten();
-        let bytes: u64 = lanes().flatten().map(|read| read.len).sum();
-        assert!((boot.read_bytes..boot.read_bytes * 11 / 10).contains(&bytes), "{bytes}");
-        assert!(trace.blocks_read(0).iter().all(|&block| block < trace.blocks()));
-        assert!(lanes().flatten().all(|read| (PAGE..=256 << 10).contains(&read.len)));
-        for lane in lanes() {
-            let think: Time = lane.iter().map(|read| read.think).sum();
-            assert!(think.abs_diff(seconds(10.0 / PHASES as f64)) < 1_000_000, "{think}");
+        let [recorded, synthetic] = boots().map(|boot| BootTrace::new(&boot, 3));
+        for (trace, read_bytes) in [(recorded, 46 << 20), (synthetic, 200 << 20)] {
+            let reads = || trace.phases.iter().flatten().flatten();
+            let bytes: u64 = reads().map(|read| read.len).sum();
+            assert!((read_bytes..read_bytes * 11 / 10).contains(&bytes), "{bytes}");
+            assert!(trace.blocks_read(0).iter().all(|&block| block < trace.blocks()));
+            assert!(reads().all(|read| (PAGE..=2 << 20).contains(&read.len)));
+            assert!(trace.phases.iter().all(|lanes| (1..=MAX_LANES).contains(&lanes.len())));
+            assert!(time(&trace).abs_diff(10_000_000_000) < 10_000_000, "{}", time(&trace));
         }
     }
 
     #[test]
     fn boots_of_two_machines_read_mostly_but_not_only_the_same_blocks() {
-        let trace = BootTrace::new(&Parameters::default().boot, 3);
-        let one: HashSet<_> = trace.blocks_read(7).into_iter().collect();
-        let record: HashSet<_> = trace.record().blocks().iter().copied().collect();
-        let both = one.intersection(&record).count();
-        assert!(both < one.len() && both > one.len() * 8 / 10, "{both} of {}", one.len());
+        for trace in boots().map(|boot| BootTrace::new(&boot, 3)) {
+            let one: HashSet<_> = trace.blocks_read(7).into_iter().collect();
+            let record: HashSet<_> = trace.record().blocks().iter().copied().collect();
+            let both = one.intersection(&record).count();
+            assert!(both < one.len() && both > one.len() * 8 / 10, "{both} of {}", one.len());
+        }
     }
 }

@@ -6,6 +6,9 @@
 
 pub mod parameters;
 mod timeline;
+mod boot_read;
+mod recorded_boot;
+mod synthetic_boot;
 mod boot_trace;
 mod block_set;
 mod rates;

@@ -80,13 +80,25 @@ pub enum GiveUp {
     Store,
 }
 
+/// What a boot reads.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum BootReads {
+    /// What a machine with Debian has read.
+    Recorded,
+    /// Files of random sizes at random places.
+    Synthetic {
+        /// Bytes of the image.
+        image_bytes: u64,
+        /// Bytes that a boot reads.
+        read_bytes: u64,
+    },
+}
+
 /// The image and its boot.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct BootParameters {
-    /// Bytes of the image.
-    pub image_bytes: u64,
-    /// Bytes that a boot reads.
-    pub read_bytes: u64,
+    /// What it reads.
+    pub reads: BootReads,
     /// The time of a boot whose reads take no time, in seconds.
     pub think_seconds: f64,
     /// Of 65,536 reads, those that are elsewhere in each boot.
@@ -154,8 +166,7 @@ impl Default for Parameters {
             window: 0.0,
             plan: Plan::Cache,
             boot: BootParameters {
-                image_bytes: 2 << 30,
-                read_bytes: 200 << 20,
+                reads: BootReads::Recorded,
                 think_seconds: 10.0,
                 variation: 655,
             },

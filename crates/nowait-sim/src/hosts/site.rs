@@ -48,6 +48,8 @@ pub(super) struct Site {
     blocks: u64,
     pub(super) streams: Option<ReadAhead>,
     behind_reads: BTreeSet<u64>,
+    /// Blocks that were fetched because a record has them.
+    from_record: BlockSet,
     /// What it fetches ahead, and whether that is all that it does until it has it.
     cursor: Option<PrefetchCursor>,
     downloads: bool,
@@ -71,6 +73,7 @@ impl Site {
             blocks,
             streams: None,
             behind_reads: BTreeSet::new(),
+            from_record: BlockSet::new(blocks),
             origin,
             contents,
             in_flight: HashMap::new(),
@@ -128,25 +131,28 @@ impl Site {
         if self.cursor.is_some() {
             return;
         }
-        let Some(streams) = &mut self.streams else { return };
+        let Some(mut streams) = self.streams.take() else { return };
         let proposed = streams.after(ByteRange::new(pos, len), self.blocks);
-        let last = missing
-            .ranges
-            .last_mut()
-            .map(|(start, bytes)| ((*start + *bytes) / BLOCK_BYTES, bytes));
+        let last = missing.ranges.last_mut();
+        let last = last.map(|(start, bytes)| ((*start + *bytes) / BLOCK_BYTES, bytes));
         let mut joined = last.filter(|(end, _)| ReadAhead::joins(Some(*end), &proposed));
+        // Behind what a record has brought nothing is read ahead before a read needs it.
+        let mut at_hand = proposed.start > 0 && self.from_record.has(proposed.start - 1);
         for block in proposed {
             if self.has(block) || self.in_flight.contains_key(&block) {
-                continue;
-            }
-            match &mut joined {
-                Some((end, bytes)) if *end == block => {
-                    *end += 1;
-                    **bytes += BLOCK_BYTES;
-                }
-                _ => _ = self.behind_reads.insert(block),
+                at_hand = self.from_record.has(block);
+            } else if at_hand && streams.leaves_out(block) {
+                // Asked for when a read needs it.
+            } else if let Some((end, bytes)) = &mut joined
+                && *end == block
+            {
+                *end += 1;
+                **bytes += BLOCK_BYTES;
+            } else {
+                self.behind_reads.insert(block);
             }
         }
+        self.streams = Some(streams);
     }
 
     /// The next range to fetch ahead and why, if there is one and not enough are in flight.
@@ -174,6 +180,9 @@ impl Site {
             for block in blocks_of(pos, len) {
                 self.in_flight.insert(block, number);
                 self.behind_reads.remove(&block);
+                if purpose.is_ahead() && self.cursor.is_some() {
+                    self.from_record.add(block);
+                }
             }
         }
     }

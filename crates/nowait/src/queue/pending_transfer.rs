@@ -72,6 +72,18 @@ impl PendingTransfer {
         slice_segments(all, 0, u64::from(len), visit);
     }
 
+    /// Appends the memory to `segments`, in the order of the bytes, without empty parts.
+    ///
+    /// Until the transfer ends it is valid and initialised; nothing else accesses it, or for a write
+    /// nothing else changes it.
+    pub fn segments(&self, segments: &mut Vec<IoSegment>) {
+        self.for_each_segment(|segment| {
+            if segment.len > 0 {
+                segments.push(segment);
+            }
+        });
+    }
+
     /// Appends the data of a write to `data`. Of a read nothing is appended.
     pub fn copy_data(&self, data: &mut Vec<u8>) {
         if self.transfer.write {
@@ -98,6 +110,12 @@ impl PendingTransfer {
             rest = after;
         });
         self.end(done as Outcome);
+    }
+
+    /// Ends a read whose first `bytes` bytes, at most all of the range, were put into the memory of
+    /// [`PendingTransfer::segments`].
+    pub fn complete_filled(mut self, bytes: u64) {
+        self.end(bytes.min(u64::from(self.transfer.len)) as Outcome);
     }
 
     /// Ends a write of all bytes.
