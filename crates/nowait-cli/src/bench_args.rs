@@ -5,7 +5,9 @@
 use std::path::PathBuf;
 use std::time::Duration;
 
-use clap::{Args, ValueEnum};
+use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap::{Args, ValueEnum, ValueHint};
+use nowait_remote::Location;
 
 use crate::size;
 
@@ -33,13 +35,15 @@ pub struct BenchArgs {
     #[arg(long, value_name = "FILE", group = "place")]
     pub file: Option<PathBuf>,
 
-    /// nowait: a block device of this machine, as /dev/ublkb0; several side by side, the first compared to the others.
-    /// At least 64M, of which the first GiB is used
-    #[arg(long, value_name = "DEVICE", group = "place")]
-    pub device: Vec<PathBuf>,
+    /// nowait: a block device of this machine, as /dev/ublkb0, or an image behind a network, as rbd:POOL/IMAGE or
+    /// nbd://HOST/EXPORT; several side by side, the first compared to the others. At least 64M, of which the first GiB is used
+    #[arg(long, value_name = "DEVICE", group = "place", value_hint = ValueHint::FilePath)]
+    #[arg(value_parser = OsStringValueParser::new().try_map(|text| Location::parse(&text)))]
+    pub device: Vec<Location>,
 
     /// Write over FILE or DEVICE: what is in it is lost. Without this only reads are measured on it. A device that is
-    /// mounted or claimed is refused; what else has a loop device's file open is not known
+    /// mounted or claimed is refused, and so is an image of a Ceph cluster that another client has locked; what else has a
+    /// loop device's file or an export open is not known
     #[arg(long, requires = "place")]
     pub overwrite: bool,
 
@@ -298,6 +302,8 @@ Examples:
   nowait bench peers --file /mnt/fast/scratch.img --overwrite --seconds 3
   nowait bench nowait --device /dev/ublkb0 --device /dev/loop0
                                             two devices, 4K reads by 12 jobs of depth 16
+  nowait bench nowait --device rbd:rbd/vm1 --jobs 1 --depth 64
+                                            an image of a Ceph cluster, only reads
   nowait bench nowait --device /dev/ublkb0 --overwrite --discard
                                             writes, too, also to a device without storage
 

@@ -10,24 +10,10 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{FallocateFlags, OFlags, fallocate};
 
-use crate::ablation::bare_ring::BareRing;
-use crate::ablation::closed_loop::StopCondition;
 use crate::error::Error;
-use crate::offsets::{Offsets, Region};
 use crate::test_file::BYTES_MIN;
-use crate::workload::{Direction, Order, Workload};
 
 const MIB: u64 = 1 << 20;
-/// How a device is filled.
-const FILL: Workload = Workload {
-    direction: Direction::Write,
-    order: Order::Sequential,
-    block_bytes: MIB as usize,
-    depth: 4,
-    durable: false,
-    beside: None,
-};
-
 /// A block device to measure on.
 pub(crate) struct ClaimedDevice {
     /// As it was given.
@@ -71,17 +57,6 @@ impl ClaimedDevice {
             ));
         }
         Ok(ClaimedDevice { path: path.to_owned(), file, bytes: bytes / MIB * MIB })
-    }
-
-    /// Writes the first `bytes` once, so that each of them has storage.
-    ///
-    /// # Errors
-    /// The error of a write.
-    pub(crate) fn fill(&self, bytes: u64, stop_condition: StopCondition<'_>) -> io::Result<()> {
-        let region = Region { start: 0, bytes, block: MIB };
-        let mut offsets = Offsets::once(Order::Sequential, region, 0);
-        BareRing::new(&self.file, &FILL)?.run(&mut offsets, stop_condition)?;
-        self.file.sync_all()
     }
 
     /// Gives back the storage of the first `bytes`, which are zeros then.

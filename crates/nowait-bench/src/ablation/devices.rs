@@ -1,20 +1,20 @@
-//! Block devices of this machine side by side, as fio measures them: reads and writes by several jobs.
+//! Block devices of this machine, and images behind a network, side by side, as fio measures them: reads and
+//! writes by several jobs.
 //!
 //! Invariant: nothing is written to a device without permission. All devices of a table get the same
 //! load at the same positions, in turns.
 
 use std::io::{self, Write};
-use std::path::PathBuf;
 use std::time::Duration;
 
+use nowait_remote::Location;
 use serde_json::json;
 
-use crate::ablation::bare_ring::BareRing;
 use crate::ablation::blocking_calls::in_threads;
-use crate::ablation::claimed_device::ClaimedDevice;
 use crate::ablation::closed_loop::StopCondition;
 use crate::ablation::fixture::BYTES_MAX;
 use crate::ablation::gain_table::{Metric, Row, Sample, Table, Unit, cell};
+use crate::ablation::measured_device::MeasuredDevice;
 use crate::ablation::{TableSelection, heading, keep_rows, report};
 use crate::error::Error;
 use crate::offsets::{Offsets, Region};
@@ -25,7 +25,8 @@ const MEMORY_MAX: u64 = 1 << 30;
 /// Long enough to fill the part of a device that is used.
 const FILL_TIME: Duration = Duration::from_secs(3600);
 const NOTE: &str = "A job is a thread with an io_uring of its own, registered buffers and a part of the \
-    device of its own; direct I/O. The processor time of what serves the device is not in CPU ns";
+    device of its own; direct I/O. An image behind a network has an engine in place of the ring. The processor time of \
+    what serves the device is not in CPU ns";
 const NOTE_FILLED: &str = "Every block was written before. ";
 const NOTE_DISCARDED: &str = "The storage of the device is given back before each turn, and each block is \
     written at most once. ";
@@ -36,8 +37,9 @@ pub struct DevicesOptions {
     /// The options of every measurement; with `overwrite` the first GiB of each device is written
     /// over.
     pub run: RunOptions,
-    /// The devices, at least one, each of at least 64 MiB; the first is compared to the others.
-    pub devices: Vec<PathBuf>,
+    /// Block devices and images behind a network, at least one, each of at least 64 MiB; the first is
+    /// compared to the others.
+    pub devices: Vec<Location>,
     /// Whether there is a table of devices whose storage was given back.
     pub discard: bool,
     /// Threads that make requests, 1 to 64.
@@ -68,17 +70,17 @@ pub fn run_devices(options: &DevicesOptions, out: &mut dyn Write) -> Result<Repo
     let run = &options.run;
     check(options)?;
     let reporter = Reporter::begin(run, out)?;
-    let open = |path: &PathBuf| ClaimedDevice::open(path, run.overwrite);
+    let open = |location: &Location| MeasuredDevice::open(location, run.overwrite);
     let devices = options.devices.iter().map(open).collect::<Result<Vec<_>, _>>()?;
-    let bytes = devices.iter().map(|device| device.bytes).min().unwrap_or(0).min(BYTES_MAX);
+    let bytes = devices.iter().map(MeasuredDevice::bytes).min().unwrap_or(0).min(BYTES_MAX);
     let mut tables = tables(options, &devices, bytes);
     keep_rows(&mut tables, options.only.as_deref())?;
-    let names = options.devices.iter().map(|path| path.display().to_string());
-    let names = names.collect::<Vec<_>>().join(", ");
+    let names: Vec<_> = devices.iter().map(MeasuredDevice::name).collect();
     let mib = bytes >> 20;
+    let all = names.join(", ");
     let lines = match run.overwrite {
-        true => format!("OVERWRITTEN: what was in the first {mib} MiB of {names} is lost\n"),
-        false => format!("{names}: the first {mib} MiB, only reads (--overwrite allows writes)\n"),
+        true => format!("OVERWRITTEN: what was in the first {mib} MiB of {all} is lost\n"),
+        false => format!("{all}: the first {mib} MiB, only reads (--overwrite allows writes)\n"),
     };
     if run.overwrite && run.output == Output::Json {
         eprint!("{lines}");
@@ -88,7 +90,7 @@ pub fn run_devices(options: &DevicesOptions, out: &mut dyn Write) -> Result<Repo
         for device in &devices {
             let filled = device.fill(bytes, stop_condition);
             filled.map_err(|error| Error::File {
-                path: device.path.clone(),
+                path: device.name().into(),
                 problem: format!("cannot be filled: {error}"),
             })?;
         }
@@ -96,7 +98,7 @@ pub fn run_devices(options: &DevicesOptions, out: &mut dyn Write) -> Result<Repo
     let machine = Machine::this()?;
     let head = json!({
         "machine": machine.to_json(),
-        "devices": options.devices.iter().map(|path| path.to_string_lossy()).collect::<Vec<_>>(),
+        "devices": names,
         "bytes": bytes,
         "written": run.overwrite,
         "seconds": run.duration.as_secs_f64(),
@@ -122,7 +124,7 @@ fn check(options: &DevicesOptions) -> Result<(), Error> {
 /// The table of what is on the devices, and that of devices without storage.
 fn tables<'a>(
     options: &'a DevicesOptions,
-    devices: &'a [ClaimedDevice],
+    devices: &'a [MeasuredDevice],
     bytes: u64,
 ) -> Vec<Table<'a>> {
     let overwrite = options.run.overwrite;
@@ -161,24 +163,23 @@ fn tables<'a>(
 }
 
 impl Case {
-    fn row<'a>(self, options: &'a DevicesOptions, devices: &'a [ClaimedDevice]) -> Row<'a> {
+    fn row<'a>(self, options: &'a DevicesOptions, devices: &'a [MeasuredDevice]) -> Row<'a> {
         let Workload { direction, order, block_bytes, depth, .. } = self.load;
         let (order, direction) = (order.name(), direction.name());
         let (kib, jobs) = (block_bytes >> 10, self.jobs);
         let plural = if jobs == 1 { "" } else { "s" };
         let title = format!("{kib}K {order} {direction}, {jobs} job{plural}, depth {depth}");
-        let cells = devices.iter().map(|device| {
-            let name = device.path.display().to_string();
-            cell(name, move || self.measure(device, &options.run))
-        });
+        let cells = devices
+            .iter()
+            .map(|device| cell(device.name(), move || self.measure(device, &options.run)));
         Row { title, source: None, cells: cells.collect() }
     }
 
     /// Measures the load of each job on its part of the device, after all that was written before is
     /// on storage; on a device without storage at most until each block was written once.
-    fn measure(self, device: &ClaimedDevice, run: &RunOptions) -> io::Result<Sample> {
+    fn measure(self, device: &MeasuredDevice, run: &RunOptions) -> io::Result<Sample> {
         if run.overwrite {
-            device.file.sync_all()?;
+            device.sync()?;
         }
         if self.discards {
             device.discard(self.bytes)?;
@@ -189,17 +190,17 @@ impl Case {
         let stop_condition = StopCondition { duration: run.duration, stop: &run.stop, timed: true };
         let samples = in_threads(self.jobs.into(), |job, gate| {
             let region = all.part(job as u64, self.jobs.into());
-            let ring = BareRing::new(&device.file, &self.load);
+            let made = device.job(&self.load);
             let mut offsets = match once {
                 true => Offsets::once(self.load.order, region, region.start),
                 false => Offsets::endless(self.load.order, region, 0),
             };
             gate.wait();
-            let mut ring = ring?;
+            let mut made = made?;
             if !once {
-                ring.run(&mut offsets, stop_condition.warm_up())?;
+                made.run(&mut offsets, stop_condition.warm_up())?;
             }
-            ring.run(&mut offsets, stop_condition)
+            made.run(&mut offsets, stop_condition)
         });
         samples?.sample(self.load.block_bytes)
     }
@@ -212,7 +213,7 @@ mod tests {
     fn refused(change: impl Fn(&mut DevicesOptions)) -> String {
         let mut options = DevicesOptions {
             run: RunOptions::default(),
-            devices: vec![PathBuf::from("/dev/null")],
+            devices: vec![Location::File("/dev/null".into())],
             discard: false,
             jobs: 12,
             depth: 16,

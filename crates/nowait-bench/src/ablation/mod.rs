@@ -15,6 +15,8 @@ mod bare_ring;
 mod fio_engine;
 mod loop_device;
 mod claimed_device;
+mod remote_device;
+mod measured_device;
 mod tables;
 mod text;
 mod chart;

@@ -1,4 +1,4 @@
-//! `nowait bench nowait --device`: block devices side by side, and what is not to be written to.
+//! `nowait bench nowait --device`: block devices and exports side by side, and what is not to be written to.
 //!
 //! Invariant: the tests use only their own loop devices, and do not check how good the figures are.
 
@@ -7,7 +7,7 @@ use std::fs;
 use serde_json::Value;
 
 use crate::common::loop_device::{LoopDevice, Mounted};
-use crate::common::{Finished, MIB, Scratch, accepted, refusal, require_tool, text, tool};
+use crate::common::{Finished, MIB, Scratch, Server, accepted, refusal, require_tool, text, tool};
 
 const BYTES: u64 = 64 * MIB;
 const SHORT: [&str; 7] = ["bench", "nowait", "--rounds", "1", "--seconds", "0.05", "--json"];
@@ -95,4 +95,32 @@ fn a_mounted_device_and_a_file_are_refused_and_stay_as_they_are() {
     assert!(at.join("lost+found").is_dir());
     drop(mounted);
     assert!(Mounted::at(&disk, &at).is_some(), "not a byte was written");
+}
+
+#[test]
+fn an_export_is_measured_as_a_device_is_and_written_to_with_overwrite_only() {
+    let scratch = Scratch::new();
+    let file = scratch.random("disk", BYTES, 1);
+    let before = fs::read(&file).expect("the bytes");
+    let behind = Server::start(&file, &["-f", "raw"]);
+    let load = ["--jobs", "2", "--depth", "4", "--device", behind.uri()];
+    let printed = measured(&load);
+    assert_eq!(rows(&printed["tables"][0]).len(), 2);
+    assert_eq!(
+        (&printed["written"], &printed["devices"][0]),
+        (&false.into(), &behind.uri().into())
+    );
+    assert!(before == fs::read(&file).expect("the bytes"));
+    let printed = measured(&[&load[..], &["--overwrite", "--discard"]].concat());
+    for table in printed["tables"].as_array().expect("tables") {
+        assert_eq!(rows(table).len(), 4);
+        for row in table["rows"].as_array().expect("rows") {
+            let iops = row["cells"][0]["iops"]["median"].as_f64();
+            assert!(iops.expect("a figure") > 0.0, "{row}");
+        }
+    }
+    behind.stop();
+    assert!(before != fs::read(&file).expect("the bytes"));
+    let object = ["--overwrite", "--device", "https://127.0.0.1:1/disk"];
+    refusal(&[&SHORT[..], &object].concat()).says(&["an object is only read"]);
 }

@@ -1,0 +1,122 @@
+//! An image behind a network, opened through the storage that a server would use, and what is done to
+//! it between measurements.
+//!
+//! Invariant: an image is opened for writing only if that is asked for, and then it stays locked as
+//! long as the value lives, where its cluster has such locks.
+
+use std::io;
+use std::path::PathBuf;
+use std::sync::Arc;
+
+use nowait::{
+    AnyQueue, BlockDevice, ByteRange, Config, Engine, Flags, LinearMap, QueueKind, RemoteQueue,
+    Storage, WorkerPool,
+};
+use nowait_remote::{Location, RemoteOptions};
+
+use crate::ablation::closed_loop::{Interval, StopCondition, drive};
+use crate::error::Error;
+use crate::offsets::Offsets;
+use crate::test_file::BYTES_MIN;
+use crate::workload::Workload;
+
+const MIB: u64 = 1 << 20;
+
+/// An image to measure on.
+pub(crate) struct RemoteDevice {
+    pub(crate) location: Location,
+    /// Whole megabytes; the rest is not used.
+    pub(crate) bytes: u64,
+    storage: Arc<dyn Storage>,
+    disk: Arc<BlockDevice<LinearMap>>,
+    workers: WorkerPool,
+}
+
+impl RemoteDevice {
+    /// Opens the image at `location`, which is no file; with `overwrite` for writing.
+    ///
+    /// # Errors
+    /// [`Error::File`]: it is not there, too small, in use by another client, or only read.
+    pub(crate) fn open(location: &Location, overwrite: bool) -> Result<Self, Error> {
+        let failed = |problem| Error::File { path: PathBuf::from(location.to_string()), problem };
+        if overwrite && matches!(location, Location::Object(_)) {
+            return Err(failed("an object is only read: --overwrite is not for it".into()));
+        }
+        let opened = nowait_remote::open_storage(location, !overwrite, &RemoteOptions::default());
+        let storage = opened.map_err(|error| failed(error.what().to_owned()))?;
+        let size = storage.size().map_err(|error| failed(error.to_string()))?;
+        if size < BYTES_MIN {
+            let problem =
+                format!("only {size} bytes (64 MiB is the least that can be measured on)");
+            return Err(failed(problem));
+        }
+        let disk = BlockDevice::mapped(storage.clone(), Vec::new(), size, !overwrite, LinearMap);
+        let disk = Arc::new(disk);
+        let workers = WorkerPool::new(&disk, Config::default().workers);
+        let location = location.clone();
+        Ok(Self { location, bytes: size / MIB * MIB, storage, disk, workers })
+    }
+
+    /// Makes all that was written durable.
+    ///
+    /// # Errors
+    /// That of the storage.
+    pub(crate) fn sync(&self) -> io::Result<()> {
+        Ok(self.storage.sync()?)
+    }
+
+    /// Gives back the storage of the first `bytes`, which are zeros then.
+    ///
+    /// # Errors
+    /// `ErrorKind::Unsupported` if the server cannot do that.
+    pub(crate) fn discard(&self, bytes: u64) -> io::Result<()> {
+        if !self.storage.properties().punch_hole {
+            let problem = "the server gives no storage back";
+            return Err(io::Error::new(io::ErrorKind::Unsupported, problem));
+        }
+        self.storage.punch(ByteRange::new(0, bytes))?;
+        self.sync()
+    }
+
+    /// A loop of `load` on an engine of its own, for the calling thread.
+    ///
+    /// # Errors
+    /// There are no descriptors or no memory left.
+    pub(crate) fn engine(&self, load: &Workload) -> io::Result<RemoteLoop> {
+        let config = Config::default();
+        let config = Config {
+            slots: config.slots.max(load.depth as u32),
+            buffer_bytes: config.buffer_bytes.max(load.depth * load.block_bytes),
+            ..config
+        };
+        let queue = match self.disk.queue(QueueKind::Auto, config.slots)? {
+            AnyQueue::Remote(queue, _) => queue,
+            // A storage without a descriptor has no other.
+            AnyQueue::Uring(_) | AnyQueue::Threads(..) => {
+                return Err(io::Error::other("the image is not behind a network"));
+            }
+        };
+        let (disk, workers) = (self.disk.clone(), self.workers.clone());
+        Ok(RemoteLoop { engine: Engine::new(disk, workers, queue, config)?, load: *load })
+    }
+}
+
+/// A closed loop on such an image.
+pub(crate) struct RemoteLoop {
+    engine: Engine<RemoteQueue, LinearMap>,
+    load: Workload,
+}
+
+impl RemoteLoop {
+    /// Keeps the load's requests in flight until `stop_condition` ends the loop or the offsets run out.
+    ///
+    /// # Errors
+    /// That of the engine or of a request.
+    pub(crate) fn run(
+        &mut self,
+        offsets: &mut Offsets,
+        stop_condition: StopCondition<'_>,
+    ) -> io::Result<Interval> {
+        drive(&mut self.engine, &self.load, Flags::NONE, offsets, stop_condition)
+    }
+}
