@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 
 use nowait_cli::error::CliError;
 use nowait_cli::sandbox::{self, FileAccess};
-use nowait_nbd::Address;
+use nowait_nbd::{Address, TlsParams};
 use nowait_remote::Location;
 use nowait_server::UblkNode;
 use tracing::info;
@@ -35,6 +35,16 @@ const RESOLVER_FILES: [&str; 7] = [
     "/etc/services",
     "/etc/protocols",
 ];
+/// Where the certificates of authorities are, in Debian, Fedora and others.
+const AUTHORITY_DIRECTORIES: [&str; 5] = [
+    "/etc/ssl",
+    "/etc/pki",
+    "/etc/ca-certificates",
+    "/usr/share/ca-certificates",
+    "/usr/local/share/ca-certificates",
+];
+/// The variables that say where they are instead.
+const AUTHORITY_VARIABLES: [&str; 2] = ["SSL_CERT_FILE", "SSL_CERT_DIR"];
 const TERMINAL_FILES: [&str; 2] = ["/dev/null", "/dev/tty"];
 
 /// Confines this process to `files`, and to those of the block device `ublk`.
@@ -116,8 +126,13 @@ fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
         files.change(directory);
         files.make_sockets(directory);
     });
+    // The storages of URIs that are named later, whose names have to be resolved then.
+    args.control.allow_uri.iter().filter_map(|uri| uri.location().ok()).for_each(|location| {
+        remote(&location, files);
+        named_later(&location, files);
+    });
     // An export that is added may have sockets.
-    if !args.control.allow_dir.is_empty() {
+    if !(args.control.allow_dir.is_empty() && args.control.allow_uri.is_empty()) {
         control_socket::directory().iter().for_each(|directory| files.make_sockets(directory));
     }
 }
@@ -141,6 +156,25 @@ fn remote(location: &Location, files: &mut FileAccess) {
         }
         // Its library's threads have begun, and take none of the signals by which threads are restricted.
         Location::Rbd(_) => files.allow_all("the threads of Ceph's library cannot be restricted"),
+    }
+}
+
+/// What opening `location` needs beside its connections.
+fn named_later(location: &Location, files: &mut FileAccess) {
+    match location {
+        Location::Nbd(uri) => {
+            RESOLVER_FILES.iter().for_each(|path| files.read(path));
+            if let TlsParams::Tls { certificates: Some(directory), .. } = &uri.security {
+                files.read(directory);
+                links_in(directory).iter().for_each(|directory| files.read(directory));
+            }
+        }
+        Location::Object(_) => {
+            AUTHORITY_DIRECTORIES.iter().for_each(|path| files.read(path));
+            let named = AUTHORITY_VARIABLES.into_iter().filter_map(std::env::var_os);
+            named.for_each(|path| files.read(path));
+        }
+        Location::File(_) | Location::Rbd(_) => {}
     }
 }
 

@@ -41,16 +41,23 @@ impl ImageExchange<'_> {
     pub(crate) fn snapshot(&self, overlay: &Path) -> Result<SnapshotReport, ControlError> {
         let (named, options) = self.current()?;
         let (base, backing_dirs) = check_base(&named, &options)?;
+        let mut backing_storages = options.backing_storages.clone();
+        let storage = self.with(|served| served.disk.image.top_storage())?;
+        storage
+            .into_iter()
+            .for_each(|it| backing_storages.add(named.image.display().to_string(), it));
         let create_options = CreateOptions {
             backing: Some(base.clone()),
             backing_format: Some(self.with(|served| served.disk.image.format())?),
             backing_dirs: backing_dirs.clone(),
+            backing_storages: backing_storages.clone(),
             data_files: options.data_files.clone(),
             backing_locking: Locking::Unlocked,
             ..CreateOptions::new(Format::Qcow2, Some(self.with(|served| served.disk.image.size())?))
         };
         create(overlay, &create_options).map_err(conflict)?;
-        let options = ChainOptions { format: Some(Format::Qcow2), backing_dirs, ..options };
+        let format = Some(Format::Qcow2);
+        let options = ChainOptions { format, backing_dirs, backing_storages, ..options };
         let named = NamedExport { image: overlay.to_owned(), ..named };
         let pause = self.serve_overlay(named, options).inspect_err(|_| {
             if let Err(error) = fs::remove_file(overlay) {
@@ -110,6 +117,9 @@ impl ImageExchange<'_> {
         if !options.writable {
             return Err(conflict("it is read-only"));
         }
+        if named.is_remote() {
+            return Err(conflict("it has the size that its server gives it"));
+        }
         let is_device = fs::metadata(&named.image).is_ok_and(|meta| !meta.is_file());
         if is_device || (format == Format::Raw && size > current) {
             return self.grow_in_place(size);
@@ -167,12 +177,7 @@ impl ImageExchange<'_> {
 
     /// The image, and how it was opened.
     fn current(&self) -> Result<(NamedExport, ChainOptions), ControlError> {
-        self.with(|served| match served.disk.image.is_remote() {
-            true => {
-                Err(conflict("it is on another server, and not opened anew while it is served"))
-            }
-            false => Ok((served.disk.named.clone(), served.disk.options.clone())),
-        })?
+        self.with(|served| (served.disk.named.clone(), served.disk.options.clone()))
     }
 
     fn with<T>(&self, act: impl FnOnce(&mut ServedDisk) -> T) -> Result<T, ControlError> {
@@ -183,13 +188,16 @@ impl ImageExchange<'_> {
 }
 
 /// Whether there can be an overlay above the image. Returns the path of the image without symbolic
-/// links, and where the images below the overlay may be.
+/// links, or its URI, and where the images below the overlay may be.
 fn check_base(
     named: &NamedExport,
     options: &ChainOptions,
 ) -> Result<(PathBuf, Vec<PathBuf>), ControlError> {
     if !options.writable {
         return Err(conflict("it is read-only, so it does not change anyway"));
+    }
+    if named.is_remote() {
+        return Ok((named.image.clone(), options.backing_dirs.clone()));
     }
     let told = |error: io::Error| failed(CliError::at(&named.image, os_message(&error)));
     let base = named.image.canonicalize().map_err(told)?;

@@ -8,7 +8,7 @@ use std::{fs, io};
 
 use nowait_cli::error::{CliError, os_message};
 use nowait_image::{ChainOptions, Image, ImageError};
-use nowait_remote::{Location, RemoteOptions};
+use nowait_remote::{Location, RbdStorage, RemoteOptions};
 use nowait_server::{AnyExport, ExportOptions};
 use rustix::io::Errno;
 use tracing::warn;
@@ -87,11 +87,11 @@ impl OpenedDisk {
 pub(crate) fn open_all(
     args: &ServeArgs,
     exports: Vec<NamedExport>,
+    common: &Common,
 ) -> Result<Vec<OpenedDisk>, CliError> {
     let mut all: Vec<OpenedDisk> = Vec::new();
-    let common = common(args)?;
     for named in exports {
-        let same = all.iter().any(|other| is_same_file(&other.named.image, &named.image));
+        let same = all.iter().any(|other| is_same_image(&other.named.image, &named.image));
         if same && !args.read_only {
             let what = "it is given twice (serve it under one name, or try --read-only)";
             return Err(CliError::at(&named.image, what));
@@ -118,13 +118,18 @@ pub(crate) fn common(args: &ServeArgs) -> Result<Common, CliError> {
     let remote = args.remote.options()?;
     let backings = nowait_remote::open_backings(&args.others.backing, &remote);
     let backing_storages = backings.map_err(|error| open_chain::failed(&error))?;
+    for uri in &args.control.allow_uri {
+        if let Ok(Location::Rbd(_)) = uri.location() {
+            RbdStorage::load_library().map_err(CliError::new)?;
+        }
+    }
     Ok(Common { options: ChainOptions { backing_storages, ..chain_options(args) }, remote })
 }
 
-/// Whether both paths lead to one file.
-pub(crate) fn is_same_file(one: &Path, other: &Path) -> bool {
+/// Whether both are one file, or the same URI.
+pub(crate) fn is_same_image(one: &Path, other: &Path) -> bool {
     let id = |path| fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
-    id(one).is_some_and(|one| id(other) == Some(one))
+    one == other || id(one).is_some_and(|one| id(other) == Some(one))
 }
 
 /// How the images of `args` are opened.

@@ -1,6 +1,6 @@
 //! What the control interface of a running server does with its exports and their images.
 //!
-//! Invariant: what a request names is opened only in the directories that the user has allowed.
+//! Invariant: what a request names is opened only where the user has allowed it.
 
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
@@ -9,18 +9,19 @@ use std::time::{Duration, Instant, SystemTime};
 use nowait::RegisteredMemory;
 use nowait_control::{
     AddExport, AddFrontend, BucketInfo, ConnectionInfo, ControlError, ControlledServer, ExportInfo,
-    FrontendInfo, PatchExport, ServerInfo, SnapshotReport, SnapshotRequest, StoreInfo,
-    UpgradeReport, UpgradeRequest,
+    FrontendInfo, NbdServerInfo, PatchExport, ServerInfo, SnapshotReport, SnapshotRequest,
+    StoreInfo, UpgradeReport, UpgradeRequest,
 };
-use nowait_image::{ChainOptions, Format};
-use nowait_remote::StoreCounts;
+use nowait_image::{Format, NamedStorages};
+use nowait_remote::{LinkCounts, StoreCounts};
 use nowait_server::{AnyExport, ExportId, ExportStatus, Exports, Limits, Listener};
 use rustix::io::Errno;
 
+use crate::allowed_places::{AllowedPlaces, absolute};
 use crate::export_spec::{NamedExport, parse_name};
 use crate::image_exchange::ImageExchange;
 use crate::listen_address;
-use crate::open_disk::{OpenedDisk, is_same_file};
+use crate::open_disk::{Common, OpenedDisk, is_same_image};
 use crate::served_disks::{ServedDisk, ServedDisks};
 use crate::upgrade::hand_over::{Upgrades, hand_over};
 use crate::upgrade::messages::ExportState;
@@ -30,13 +31,13 @@ use crate::upgrade::parked_disks::ParkedDisks;
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
 /// The most places where an export that is added can be reached beside the server's addresses.
 const MAX_FRONTENDS: usize = 16;
+/// The most images below it that a request for an export names.
+const MAX_BACKINGS: usize = 16;
 
 /// What the exports that are added later have in common.
 pub(crate) struct Additions {
-    pub(crate) options: ChainOptions,
-    /// The directories of their images, and those of their sockets.
-    pub(crate) allowed: Vec<PathBuf>,
-    pub(crate) allowed_for_sockets: Vec<PathBuf>,
+    pub(crate) common: Common,
+    pub(crate) allowed: AllowedPlaces,
     pub(crate) workers: u32,
     pub(crate) max_connections: u32,
     pub(crate) places: Places,
@@ -103,9 +104,7 @@ impl RunningServer {
         };
         if let Some(served) = disks.iter().find(|served| served.id == status.id) {
             let OpenedDisk { named, image, .. } = &served.disk;
-            let image_path = std::path::absolute(&named.image);
-            let image_path = image_path.unwrap_or_else(|_| named.image.clone());
-            info.image = image_path.to_string_lossy().into_owned();
+            info.image = full_name(named).to_string_lossy().into_owned();
             info.format = image.format().name().to_owned();
             info.direct_io = image.is_direct();
             info.places.clone_from(&served.places);
@@ -119,11 +118,6 @@ impl RunningServer {
         let state = |served: &ServedDisk| {
             let OpenedDisk { named, options, description, .. } = &served.disk;
             let status = all.iter().find(|status| status.id == served.id);
-            let as_given = || named.image.clone();
-            let image = match named.is_remote() {
-                true => as_given(),
-                false => std::path::absolute(&named.image).unwrap_or_else(|_| as_given()),
-            };
             let changes = status.map_or_else(PatchExport::default, |status| PatchExport {
                 limits: Some(status.limits.into()),
                 connection_limits: Some(status.client_limits.into()),
@@ -133,10 +127,11 @@ impl RunningServer {
             ExportState {
                 name: named.name.clone(),
                 description: description.clone(),
-                image: image.into(),
+                image: full_name(named).into(),
                 format: options.format.map(|format| format.name().to_owned()),
                 read_only: !options.writable,
                 backing_dirs: options.backing_dirs.iter().map(|dir| dir.clone().into()).collect(),
+                backing: options.backing_storages.names().map(str::to_owned).collect(),
                 changes,
             }
         };
@@ -147,14 +142,28 @@ impl RunningServer {
         self.exports().into_iter().find(|export| export.id == id).ok_or_else(no_such_export)
     }
 
-    /// The image that a request names, without symbolic links.
-    fn allowed(&self, path: &str) -> Result<PathBuf, ControlError> {
-        let Additions { allowed, .. } = &self.additions;
-        if allowed.is_empty() {
-            absolute(path)?;
-            return Err(no_directory());
+    /// The storages that all exports may stand on, and those of `backing`, which are opened unless
+    /// another export stands on them.
+    fn storages_below(&self, backing: &[String]) -> Result<NamedStorages, ControlError> {
+        let Additions { common, allowed, .. } = &self.additions;
+        if backing.len() > MAX_BACKINGS {
+            let why = format!("an export names at most {MAX_BACKINGS} images below it");
+            return Err(ControlError::Invalid(why));
         }
-        inside(allowed, absolute(path)?)
+        let mut storages = common.options.backing_storages.clone();
+        for name in backing {
+            if storages.get(name).is_some() {
+                continue;
+            }
+            let location = allowed.backing(name)?;
+            let of_another =
+                |served: &ServedDisk| served.disk.options.backing_storages.get(name).cloned();
+            let open = || nowait_remote::open_storage(&location, true, &common.remote);
+            let shared = self.disks.lock().iter().find_map(of_another);
+            let storage = shared.map_or_else(open, Ok).map_err(conflict)?;
+            storages.add(name.clone(), storage);
+        }
+        Ok(storages)
     }
 
     /// Refuses what can be told to be impossible before anything is changed.
@@ -174,11 +183,6 @@ impl RunningServer {
         }
     }
 
-    /// The path of a socket that a request names: its directory is without symbolic links.
-    fn allowed_socket(&self, path: &str) -> Result<PathBuf, ControlError> {
-        new_file(&self.additions.allowed_for_sockets, absolute(path)?)
-    }
-
     /// Listens at the sockets of `frontends`. Returns them and where they are.
     fn listen(
         &self,
@@ -189,7 +193,7 @@ impl RunningServer {
             return Err(ControlError::Invalid(why));
         }
         let listen = |AddFrontend::VhostUser(path): AddFrontend| {
-            let path = self.allowed_socket(&path)?;
+            let path = self.additions.allowed.socket(&path)?;
             let shown = path.display();
             listen_address::unix(path.clone()).map_err(ControlError::Invalid)?;
             let listener =
@@ -200,42 +204,13 @@ impl RunningServer {
     }
 }
 
-fn absolute(path: &str) -> Result<&Path, ControlError> {
-    let path = Path::new(path);
-    match path.is_absolute() {
-        true => Ok(path),
-        false => Err(ControlError::Invalid("a path must be absolute".into())),
+/// The absolute path of the image, or its URI.
+fn full_name(named: &NamedExport) -> PathBuf {
+    let as_given = || named.image.clone();
+    match named.is_remote() {
+        true => as_given(),
+        false => std::path::absolute(&named.image).unwrap_or_else(|_| as_given()),
     }
-}
-
-/// What is at `path`, without symbolic links, if that is in one of the directories `allowed`.
-fn inside(allowed: &[PathBuf], path: &Path) -> Result<PathBuf, ControlError> {
-    let allowed = allowed.iter().filter_map(|dir| dir.canonicalize().ok());
-    // A path elsewhere is refused in the same words whether there is something or not.
-    match path.canonicalize() {
-        Ok(real) if allowed.clone().any(|dir| real.starts_with(dir)) => Ok(real),
-        Err(error) if allowed.clone().any(|dir| path.starts_with(dir)) => {
-            Err(ControlError::NotFound(format!("{}: {error}", path.display())))
-        }
-        _ => Err(ControlError::Forbidden(format!(
-            "{} is not in a directory of --allow-dir",
-            path.display()
-        ))),
-    }
-}
-
-/// The path of a file that is to be made at `path`, in one of the directories `allowed` or below.
-fn new_file(allowed: &[PathBuf], path: &Path) -> Result<PathBuf, ControlError> {
-    let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else {
-        return Err(ControlError::Invalid("the path names no file".into()));
-    };
-    Ok(inside(allowed, directory)?.join(name))
-}
-
-fn no_directory() -> ControlError {
-    ControlError::Forbidden(
-        "this server takes no more images (it was started without --allow-dir)".into(),
-    )
 }
 
 fn no_such_export() -> ControlError {
@@ -273,6 +248,18 @@ fn stores() -> Vec<StoreInfo> {
     nowait_remote::open_stores().into_iter().map(info).collect()
 }
 
+/// The exports of other NBD servers that images are in.
+fn nbd_servers() -> Vec<NbdServerInfo> {
+    let info = |(uri, counts): (String, LinkCounts)| NbdServerInfo {
+        uri,
+        connected: counts.connected,
+        reconnects: counts.reconnects,
+        asked_again: counts.asked_again,
+        unflushed_bytes: counts.unflushed_bytes,
+    };
+    nowait_remote::open_links().into_iter().map(info).collect()
+}
+
 impl ControlledServer for RunningServer {
     fn info(&self) -> ServerInfo {
         ServerInfo {
@@ -283,6 +270,7 @@ impl ControlledServer for RunningServer {
             max_connections: u64::from(self.additions.max_connections),
             registered_bytes: RegisteredMemory::of_this_process().bytes as u64,
             stores: stores(),
+            nbd_servers: nbd_servers(),
             // The interface knows who follows it.
             ..ServerInfo::default()
         }
@@ -310,9 +298,9 @@ impl ControlledServer for RunningServer {
     }
 
     fn add(&self, export: AddExport) -> Result<ExportInfo, ControlError> {
-        let AddExport { name, path, format, read_only, description, frontends } = export;
+        let AddExport { name, path, backing, format, read_only, description, frontends } = export;
         let name = parse_name(&name).map_err(ControlError::Invalid)?;
-        let image = self.allowed(&path)?;
+        let image = self.additions.allowed.image(&path)?;
         let format = match format.as_deref() {
             None => None,
             Some("raw") => Some(Format::Raw),
@@ -320,17 +308,20 @@ impl ControlledServer for RunningServer {
             Some(_) => return Err(ControlError::Invalid("the format is raw or qcow2".into())),
         };
         let _changing = self.begin_change();
-        let is_it = |other: &ServedDisk| is_same_file(&other.disk.named.image, &image);
+        let is_it = |other: &ServedDisk| is_same_image(&other.disk.named.image, &image);
         let same = self.disks.lock().iter().any(is_it);
         if same && !read_only {
             return Err(conflict(format!("{}: it is served already", image.display())));
         }
         let named = NamedExport { name, image };
-        let mut options = self.additions.options.clone();
+        let Additions { common, allowed, .. } = &self.additions;
+        let mut options = common.options.clone();
         (options.format, options.writable) = (format, !read_only);
-        options.backing_dirs.extend(self.additions.allowed.iter().cloned());
+        options.backing_dirs.extend(allowed.directories.iter().cloned());
+        options.backing_storages = self.storages_below(&backing)?;
         let mut places = (self.additions.places)(&named);
-        let disk = OpenedDisk::open(named, options, description).map_err(conflict)?;
+        let disk = OpenedDisk::open_anywhere(named, options, description, &common.remote)
+            .map_err(conflict)?;
         let (listeners, sockets) = self.listen(frontends)?;
         places.extend(sockets);
         let export = disk.export(self.additions.workers);
@@ -394,16 +385,13 @@ impl ControlledServer for RunningServer {
 
     fn snapshot(&self, id: u64, request: SnapshotRequest) -> Result<SnapshotReport, ControlError> {
         let id = self.id_of(id)?;
-        if self.additions.allowed.is_empty() {
-            return Err(no_directory());
-        }
-        let overlay = new_file(&self.additions.allowed, absolute(&request.overlay)?)?;
+        let overlay = self.additions.allowed.new_image(&request.overlay)?;
         let _changing = self.begin_change();
         self.image_exchange(id).snapshot(&overlay)
     }
 
     fn upgrade(&self, upgrade: UpgradeRequest) -> Result<UpgradeReport, ControlError> {
-        let binary = upgrade.binary.as_deref().map(absolute).transpose()?;
+        let binary = upgrade.binary.as_deref().map(|path| absolute(Path::new(path))).transpose()?;
         let _changing = self.begin_change();
         let park = || ParkedDisks::new(&self.exports, self.disks.lock());
         hand_over(&self.upgrades, binary, self.states(), park)

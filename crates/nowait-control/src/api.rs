@@ -30,6 +30,24 @@ pub struct ServerInfo {
     /// The objects that images are read from.
     #[serde(default)]
     pub stores: Vec<StoreInfo>,
+    /// The exports of other NBD servers that images are in.
+    #[serde(default)]
+    pub nbd_servers: Vec<NbdServerInfo>,
+}
+
+/// An export of another NBD server, and the connection to it since it was opened.
+#[derive(Clone, Debug, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct NbdServerInfo {
+    /// Where it is.
+    pub uri: String,
+    /// Whether there is a connection now.
+    pub connected: bool,
+    /// Connections that were made in place of one that was lost.
+    pub reconnects: u64,
+    /// Requests that were asked again because a connection was lost.
+    pub asked_again: u64,
+    /// Bytes that were written and are covered by no flush: they are kept, to be written again.
+    pub unflushed_bytes: u64,
 }
 
 /// An object of an object store or a web server, and how the store has answered since it was opened.
@@ -321,8 +339,11 @@ pub struct ConnectionInfo {
 pub struct AddExport {
     /// The name by which clients choose it, at most 4096 bytes.
     pub name: String,
-    /// The absolute path of the image, in a directory that the server allows.
+    /// The absolute path of the image, in a directory that the server allows, or a URI that it allows.
     pub path: String,
+    /// The URLs that a qcow2 image may name as that below it, at most 16, which the server allows.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub backing: Vec<String>,
     /// `raw` or `qcow2`; without it the image is looked at.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub format: Option<String>,

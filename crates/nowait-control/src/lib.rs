@@ -22,8 +22,9 @@ pub mod fuzz;
 
 pub use api::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, ConnectionInfo, ErrnoInfo, ExportInfo,
-    FrontendInfo, LatencyInfo, LimitsInfo, OperationInfo, PatchExport, RemovedExport, ServerInfo,
-    SnapshotReport, SnapshotRequest, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
+    FrontendInfo, LatencyInfo, LimitsInfo, NbdServerInfo, OperationInfo, PatchExport,
+    RemovedExport, ServerInfo, SnapshotReport, SnapshotRequest, Statistics, StoreInfo,
+    UpgradeReport, UpgradeRequest,
 };
 pub use client::{Client, ClientError, Proof};
 pub use controlled_server::{ControlError, ControlledServer};

@@ -13,7 +13,8 @@ use prometheus_client::metrics::gauge::ConstGauge;
 use prometheus_client::registry::{Registry, Unit};
 
 use crate::api::{
-    BucketInfo, ExportInfo, FrontendInfo, LatencyInfo, OperationInfo, ServerInfo, StoreInfo,
+    BucketInfo, ExportInfo, FrontendInfo, LatencyInfo, NbdServerInfo, OperationInfo, ServerInfo,
+    StoreInfo,
 };
 
 /// The content type of [`text_of`].
@@ -113,6 +114,7 @@ impl Collector for Snapshot {
             }
         }
         stores(&mut encoder, &server.stores)?;
+        nbd_servers(&mut encoder, &server.nbd_servers)?;
         let help = "Errors that requests ended with";
         let mut family =
             encoder.encode_descriptor("nowait_export_errors", help, None, MetricType::Counter)?;
@@ -215,6 +217,58 @@ fn stores(encoder: &mut DescriptorEncoder<'_>, stores: &[StoreInfo]) -> Result<(
     Ok(())
 }
 
+/// A value of another NBD server: its name, its help, its unit, its kind and the value.
+type OfServer = (&'static str, &'static str, Option<Unit>, MetricType, fn(&NbdServerInfo) -> u64);
+
+const OF_SERVERS: [OfServer; 4] = [
+    ("nowait_nbd_server_connected", "1 if there is a connection", None, MetricType::Gauge, |it| {
+        u64::from(it.connected)
+    }),
+    (
+        "nowait_nbd_server_reconnects",
+        "Connections that were made in place of one that was lost",
+        None,
+        MetricType::Counter,
+        |it| it.reconnects,
+    ),
+    (
+        "nowait_nbd_server_requests_again",
+        "Requests that were asked again because a connection was lost",
+        None,
+        MetricType::Counter,
+        |it| it.asked_again,
+    ),
+    (
+        "nowait_nbd_server_unflushed",
+        "Bytes that were written and are covered by no flush",
+        Some(Unit::Bytes),
+        MetricType::Gauge,
+        |it| it.unflushed_bytes,
+    ),
+];
+
+/// The connections to other NBD servers.
+fn nbd_servers(
+    encoder: &mut DescriptorEncoder<'_>,
+    servers: &[NbdServerInfo],
+) -> Result<(), fmt::Error> {
+    if servers.is_empty() {
+        return Ok(());
+    }
+    for (name, help, unit, kind, value) in OF_SERVERS {
+        let mut family = encoder.encode_descriptor(name, help, unit.as_ref(), kind)?;
+        for server in servers {
+            let labels = [("uri", escaped(&server.uri))];
+            let encoder = family.encode_family(&labels)?;
+            match kind {
+                MetricType::Gauge => ConstGauge::new(value(server)).encode(encoder)?,
+                _ => ConstCounter::new(value(server)).encode(encoder)?,
+            }
+        }
+    }
+    Ok(())
+}
+
 /// A counter of each frontend of each export that has a value.
 fn counters(
     encoder: &mut DescriptorEncoder<'_>,
@@ -287,6 +341,26 @@ mod tests {
             assert!(text.lines().any(|other| other == line), "{line} is not in {text}");
         }
         assert!(text.ends_with("# EOF\n") && !text.contains("nowait_store"));
+    }
+
+    #[test]
+    fn another_nbd_server_has_its_connection() {
+        let behind = NbdServerInfo {
+            uri: "nbd://h/a".into(),
+            connected: true,
+            reconnects: 2,
+            unflushed_bytes: 4096,
+            ..NbdServerInfo::default()
+        };
+        let server = ServerInfo { nbd_servers: vec![behind], ..ServerInfo::default() };
+        let text = text_of(server, Vec::new()).unwrap();
+        for line in [
+            "nowait_nbd_server_connected{uri=\"nbd://h/a\"} 1",
+            "nowait_nbd_server_reconnects_total{uri=\"nbd://h/a\"} 2",
+            "nowait_nbd_server_unflushed_bytes{uri=\"nbd://h/a\"} 4096",
+        ] {
+            assert!(text.lines().any(|other| other == line), "{line} is not in {text}");
+        }
     }
 
     #[test]

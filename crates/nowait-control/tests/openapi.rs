@@ -9,8 +9,8 @@ use std::sync::{Arc, Mutex};
 use nowait_control::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, Client, ClientError, ConnectionInfo,
     ControlError, ControlledServer, ErrnoInfo, ExportInfo, FrontendInfo, HttpListener, HttpServer,
-    LatencyInfo, LimitsInfo, OperationInfo, PatchExport, RemovedExport, ServerInfo, SnapshotReport,
-    SnapshotRequest, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
+    LatencyInfo, LimitsInfo, NbdServerInfo, OperationInfo, PatchExport, RemovedExport, ServerInfo,
+    SnapshotReport, SnapshotRequest, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -137,8 +137,13 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
     let text = Some(String::new());
     let socket = AddFrontend::VhostUser(String::new());
     let frontends = vec![socket.clone()];
-    let add =
-        AddExport { format: text.clone(), description: text, frontends, ..AddExport::default() };
+    let add = AddExport {
+        format: text.clone(),
+        description: text,
+        backing: vec![String::new()],
+        frontends,
+        ..AddExport::default()
+    };
     let latency = Some(LatencyInfo::default());
     let operation = OperationInfo {
         latency: latency.clone(),
@@ -166,6 +171,7 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
         ("Latency", fields(&LatencyInfo::default())),
         ("Bucket", fields(&bucket)),
         ("Store", fields(&StoreInfo::default())),
+        ("NbdServer", fields(&NbdServerInfo::default())),
         ("Limits", fields(&limits)),
         ("BucketLimit", fields(&limit)),
         ("Errno", fields(&ErrnoInfo::default())),

@@ -96,8 +96,14 @@ impl NamedStorages {
     }
 
     /// The storage that is called `name`, exactly.
-    pub(crate) fn get(&self, name: &OsStr) -> Option<&Arc<dyn Storage>> {
+    pub fn get(&self, name: impl AsRef<OsStr>) -> Option<&Arc<dyn Storage>> {
+        let name = name.as_ref();
         self.0.iter().find(|(known, _)| OsStr::new(known) == name).map(|(_, storage)| storage)
+    }
+
+    /// The names of all.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(|(name, _)| &**name)
     }
 }
 

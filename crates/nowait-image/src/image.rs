@@ -168,6 +168,16 @@ impl Image {
         self.device().is_remote()
     }
 
+    /// The storage of the top image, if that is one without a descriptor.
+    #[must_use]
+    pub fn top_storage(&self) -> Option<Arc<dyn Storage>> {
+        let chain = match &self.content {
+            Content::Raw { chain, .. } => chain,
+            Content::Qcow2 { open_image, .. } => open_image.chain(),
+        };
+        chain.top().file.remote().cloned()
+    }
+
     /// The descriptors for transfers: the argument for a queue's constructor.
     ///
     /// # Errors

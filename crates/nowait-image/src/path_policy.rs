@@ -82,6 +82,12 @@ impl PathPolicy {
         let refused = |what: String| {
             Err(ImageError::refused(image, format!("its backing file '{shown}' {what}")))
         };
+        if !matches!(opening, Opening::ReadOnly) && plain_name(name).is_none() {
+            return refused(format!(
+                "is no file name, and nothing else is written to (nowait copy --backing {shown} \
+                 makes one image of both)"
+            ));
+        }
         let (path, real) = find(image, name, "backing file")?;
         let (Some(parent), Some(file_name)) = (real.parent(), real.file_name()) else {
             return refused("is no file".into());

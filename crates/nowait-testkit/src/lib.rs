@@ -19,6 +19,10 @@ pub mod qcow2_image;
 pub mod certificates;
 pub mod nbd;
 #[cfg(feature = "web")]
+mod web_request;
+#[cfg(feature = "web")]
+pub mod signer;
+#[cfg(feature = "web")]
 pub mod web_server;
 
 pub use engines::{TestQueueKind, WaitForRequests, switches};

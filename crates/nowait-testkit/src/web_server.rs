@@ -1,18 +1,19 @@
 //! A server of one object: as web servers and S3 serve it, and with lies on demand.
 //!
 //! Invariant: it shares no code with the client; each connection has a thread, which ends with it. A
-//! server with a key answers only requests whose AWS signature (version 4) it has computed itself.
+//! server with a signer answers only requests that are signed as this one says.
 
 use std::collections::VecDeque;
 use std::fmt::Write as _;
-use std::io::{BufRead, BufReader, Read, Write};
+use std::io::{BufReader, Read, Write};
 use std::net::TcpListener;
 #[cfg(feature = "tls")]
 use std::net::TcpStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use ring::{digest, hmac};
+use crate::signer::Signer;
+use crate::web_request::Request;
 
 /// What the server does with a request instead of answering it.
 #[derive(Clone, Debug)]
@@ -52,8 +53,8 @@ pub struct Script {
     pub lies: VecDeque<Lie>,
     /// What is done with all requests once `lies` is empty.
     pub always: Option<Lie>,
-    /// The access key and the secret that requests have to be signed with.
-    pub key: Option<(String, String)>,
+    /// How requests have to be signed.
+    pub signer: Option<Signer>,
     /// The ranges that were asked for, with `None` for a request without one.
     pub ranges: Vec<Option<(u64, u64)>>,
     /// Requests that were not signed as they had to be.
@@ -122,78 +123,6 @@ impl WebServer {
     }
 }
 
-struct Request {
-    method: String,
-    path: String,
-    headers: Vec<(String, String)>,
-}
-
-impl Request {
-    fn read(reader: &mut impl BufRead) -> Option<Self> {
-        let mut line = String::new();
-        reader.read_line(&mut line).ok().filter(|&len| len > 0)?;
-        let mut words = line.split_whitespace().map(str::to_owned);
-        let (method, path) = (words.next()?, words.next()?);
-        let mut headers = Vec::new();
-        loop {
-            let mut line = String::new();
-            reader.read_line(&mut line).ok()?;
-            let Some((name, value)) = line.trim_end().split_once(':') else { break };
-            headers.push((name.to_ascii_lowercase(), value.trim().to_owned()));
-        }
-        Some(Self { method, path, headers })
-    }
-
-    fn header(&self, name: &str) -> Option<&str> {
-        self.headers.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
-    }
-
-    /// The range of bytes that is asked for.
-    fn range(&self) -> Option<(u64, u64)> {
-        let (start, last) = self.header("range")?.strip_prefix("bytes=")?.split_once('-')?;
-        Some((start.parse().ok()?, last.parse::<u64>().ok()? + 1))
-    }
-
-    /// Whether the signature is that of `secret` (AWS Signature Version 4).
-    fn is_signed(&self, key: &str, secret: &str) -> bool {
-        self.signature(secret).is_some_and(|(credential, given, wanted)| {
-            credential.starts_with(&format!("{key}/")) && given == wanted
-        })
-    }
-
-    /// The credential, the signature that was given, and the one that `secret` makes.
-    fn signature(&self, secret: &str) -> Option<(String, String, String)> {
-        let text = self.header("authorization")?.strip_prefix("AWS4-HMAC-SHA256 ")?;
-        let part = |name: &str| text.split(',').find_map(|it| it.trim().strip_prefix(name));
-        let (credential, names) = (part("Credential=")?, part("SignedHeaders=")?);
-        let given = part("Signature=")?;
-        let (path, query) = self.path.split_once('?').unwrap_or((&self.path, ""));
-        let mut canonical = format!("{}\n{path}\n{query}\n", self.method);
-        for name in names.split(';') {
-            let _ = writeln!(canonical, "{name}:{}", self.header(name)?);
-        }
-        let _ = write!(canonical, "\n{names}\n{}", self.header("x-amz-content-sha256")?);
-        let scope = credential.split_once('/')?.1;
-        let hashed = hex(digest::digest(&digest::SHA256, canonical.as_bytes()).as_ref());
-        let date = self.header("x-amz-date")?;
-        let to_sign = format!("AWS4-HMAC-SHA256\n{date}\n{scope}\n{hashed}");
-        let sign = |key: &[u8], text: &str| {
-            let key = hmac::Key::new(hmac::HMAC_SHA256, key);
-            hmac::sign(&key, text.as_bytes()).as_ref().to_vec()
-        };
-        let first = format!("AWS4{secret}").into_bytes();
-        let key = scope.split('/').fold(first, |key, part| sign(&key, part));
-        Some((credential.to_owned(), given.to_owned(), hex(&sign(&key, &to_sign))))
-    }
-}
-
-fn hex(bytes: &[u8]) -> String {
-    bytes.iter().fold(String::new(), |mut text, byte| {
-        let _ = write!(text, "{byte:02x}");
-        text
-    })
-}
-
 /// A connection, in TLS if the script says so.
 #[cfg(feature = "tls")]
 fn encrypted(stream: TcpStream, script: &Mutex<Script>) -> Option<Box<dyn ReadWrite>> {
@@ -257,11 +186,9 @@ fn answer(request: &Request, script: &mut Script, lie: Option<&Lie>) -> Vec<u8> 
     if let Some(Lie::Status(number, more, body)) = lie {
         return status(*number, more, body);
     }
-    if let Some((key, secret)) = &script.key
-        && !request.is_signed(key, secret)
-    {
+    if let Some((number, more, body)) = script.signer.as_ref().and_then(|it| it.refusal(request)) {
         script.unsigned += 1;
-        return status(403, "", "<Error><Code>SignatureDoesNotMatch</Code></Error>");
+        return status(number, more, &body);
     }
     if request.path != script.path {
         return status(404, "", "<Error><Code>NoSuchKey</Code></Error>");

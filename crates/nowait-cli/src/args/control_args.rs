@@ -10,6 +10,7 @@ use nowait_cli::size;
 use nowait_nbd::Address;
 use nowait_server::{Limits, TokenBucket};
 
+use crate::allowed_uri::AllowedUri;
 use crate::args::change_args::{Change, parse_change};
 use crate::args::image_args::parse_image_format;
 use crate::{export_spec, listen_address};
@@ -46,6 +47,15 @@ pub(crate) struct ServeControlArgs {
     /// Images in directories below it are allowed, too. Without this option no image can be added.
     #[arg(long, value_name = "DIR", value_hint = clap::ValueHint::DirPath)]
     pub(crate) allow_dir: Vec<PathBuf>,
+
+    /// A URI that 'nowait export add' may name as an image, or with a slash at its end all plain names
+    /// behind it, such as s3://bucket/; can be given more than once
+    ///
+    /// A plain name has none of the characters ?#%:;&= and no part "..". A URI with options, as of a
+    /// socket or of certificates, is allowed only by itself, as a whole.
+    #[arg(long, value_name = "URI")]
+    #[arg(value_parser = OsStringValueParser::new().try_map(|text| AllowedUri::parse(&text)))]
+    pub(crate) allow_uri: Vec<AllowedUri>,
 
     #[command(flatten)]
     pub(crate) limits: LimitArgs,
@@ -236,7 +246,7 @@ pub(crate) enum ExportAction {
         /// The name by which clients choose it
         #[arg(value_parser = export_spec::parse_name)]
         name: String,
-        /// The image, in a directory of the server's --allow-dir
+        /// The image: a file in a directory of the server's --allow-dir, or a URI of its --allow-uri
         image: PathBuf,
         /// What is inside the image: raw or qcow2; without it the image is looked at
         #[arg(short, long, value_name = "FORMAT", value_parser = parse_image_format)]
@@ -244,6 +254,13 @@ pub(crate) enum ExportAction {
         /// Open it for reading only
         #[arg(short, long)]
         read_only: bool,
+        /// The URL that a qcow2 image stands on, exactly as the image names it; can be given more than
+        /// once
+        ///
+        /// It must be one of the server's --backing or --allow-uri. Exports that stand on the same one
+        /// share what was read of it.
+        #[arg(long, value_name = "URL")]
+        backing: Vec<String>,
         /// Serve it to virtual machines, too, at this socket; can be given more than once
         ///
         /// It must be in a directory of the server's --allow-dir, or in that of its control sockets.
@@ -358,7 +375,9 @@ Exit status:
 const EXPORT_AFTER_HELP: &str = "\
 Examples:
   nowait serve disk.img --allow-dir /srv/images     a server that takes more images
+  nowait serve disk.img --allow-uri s3://bucket/    and those of a bucket
   nowait export add data /srv/images/data.qcow2
+  nowait export add vm7 /srv/images/vm7.qcow2 --backing s3://bucket/debian.qcow2
   nowait export list
   nowait export resize data +10G
   nowait export snapshot data /srv/images/data-tuesday.qcow2

@@ -18,13 +18,12 @@ const MAX_SPARSE_BYTES: u64 = 1 << 20;
 /// The default number of connections to a server.
 const CONNECTIONS: u16 = 4;
 
-/// Copy a disk: between files, qcow2 images, block devices and NBD exports
+/// Copy a disk: between files, qcow2 images, block devices, NBD exports and images of Ceph clusters
 ///
-/// FROM may also be an object of a store or a web server (s3://BUCKET/KEY, https://HOST/PATH), and both
-/// an image of a Ceph cluster (rbd:POOL/IMAGE).
-/// FROM and TO are each a file, a block device or the URI of an NBD export:
-/// nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH, with %XX for special characters; with
-/// nbds in place of nbd for TLS.
+/// FROM and TO are each a file, a block device, an image of a Ceph cluster (rbd:POOL/IMAGE) or the URI
+/// of an NBD export: nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH, with %XX for special
+/// characters; with nbds in place of nbd for TLS. FROM may also be an object of a store or a file of
+/// a web server (s3://BUCKET/KEY, https://HOST/PATH).
 /// Of a qcow2 image the disk that is in it is copied, with all that it stands on. A new one stands
 /// on nothing.
 ///

@@ -58,7 +58,7 @@ pub(crate) const CHECK_USAGE_STATUS: u8 = 64;
 const MAX_QUEUES: u16 = 256;
 const MAX_CONNECTIONS: u32 = 1 << 20;
 
-/// Serve disk images and block devices over the network, by direct I/O
+/// Serve disk images and block devices to other programs and machines, by direct I/O
 #[derive(Debug, Parser)]
 #[command(name = "nowait", version, arg_required_else_help = true, after_help = AFTER_HELP)]
 pub(crate) struct Cli {
@@ -135,7 +135,7 @@ impl Command {
     }
 }
 
-/// Serve disk images and block devices over NBD until told to stop
+/// Serve disk images: over NBD, to virtual machines, or as a block device of this machine
 ///
 /// Clients (a virtual machine, nbd-client, qemu-img, nbdcopy, …) see IMAGE as a disk. The line
 /// "serving URI" appears on standard output as soon as they can connect (but not for sockets that

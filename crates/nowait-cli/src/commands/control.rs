@@ -11,6 +11,7 @@ use nowait_control::{
     AddExport, AddFrontend, Client, ClientError, ConnectionInfo, ExportInfo, PatchExport,
     SnapshotReport, SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
+use nowait_remote::Location;
 use serde::Serialize;
 use serde_json::json;
 
@@ -73,12 +74,13 @@ pub(crate) fn status(args: &StatusArgs) -> Result<(), CliError> {
 pub(crate) fn export(command: &ExportCommand) -> Result<(), CliError> {
     match &command.action {
         ExportAction::List { server } => ask(server, Client::exports, |exports| table(exports)),
-        ExportAction::Add { name, image, format, read_only, vhost_user, server } => {
+        ExportAction::Add { name, image, format, read_only, backing, vhost_user, server } => {
             let frontends =
                 vhost_user.iter().map(|socket| absolute(socket).map(AddFrontend::VhostUser));
             let export = AddExport {
                 name: name.clone(),
-                path: absolute(image)?,
+                path: image_name(image)?,
+                backing: backing.clone(),
                 frontends: frontends.collect::<Result<_, _>>()?,
                 format: format.map(|format| format.name().to_owned()),
                 read_only: *read_only,
@@ -116,6 +118,14 @@ pub(crate) fn export(command: &ExportCommand) -> Result<(), CliError> {
             tell(server, |client| client.change(name, &change).map(drop))
         }
         ExportAction::Flush { name, server } => tell(server, |client| client.flush(name)),
+    }
+}
+
+/// An image as it is sent to a server: a URI as it is.
+fn image_name(image: &Path) -> Result<String, CliError> {
+    match Location::parse(&image.into()).map_err(|error| CliError::at(image, error))? {
+        Location::File(path) => absolute(&path),
+        location => Ok(location.to_string()),
     }
 }
 

@@ -13,6 +13,7 @@ use nowait_server::{Listener, Options, QueueKind, Server, Tls, UblkNode};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use tracing::{info, warn};
 
+use crate::allowed_places::AllowedPlaces;
 use crate::args::ServeArgs;
 use crate::args::control_args::ControlAddress;
 use crate::background::Background;
@@ -24,7 +25,7 @@ use crate::endpoints::{Endpoints, exports_of};
 use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
 use crate::log_file::LogFile;
-use crate::open_disk::{self, OpenedDisk, chain_options, open_all};
+use crate::open_disk::{self, Common, OpenedDisk, open_all};
 use crate::ready_lines::{print, print_hint, print_ready, ready_lines, uris, vhost_user_paths};
 use crate::reload::Reload;
 use crate::running_server::{Additions, RunningServer};
@@ -76,7 +77,7 @@ fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), C
     let background = forks.then(background::fork).transpose()?;
     let ending = ending(args, &parent)?;
     let (tls, tls_files) = tls_files::read(&args.tls)?;
-    let Opened { all, is_default, adopted } =
+    let Opened { all, is_default, adopted, common } =
         open(args, take_over.as_deref()).inspect_err(|_| reject(&inherited))?;
     let Some(first) = all.first() else { return Ok(()) };
     let image = &first.named.image.clone();
@@ -112,7 +113,7 @@ fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), C
     let lines = ready_lines(args, &all, kind, &listens, node.as_deref());
     let first = first.named.clone();
     let disks = ServedDisks::new(served(args, &server, all, &listens, node.as_deref()));
-    let additions = additions(args, listens.clone());
+    let additions = additions(args, listens.clone(), common);
     let running = RunningServer::new(server.exports(), disks.clone(), additions, upgrades);
     if let Some(take_over) = &take_over {
         let clients = adopted.unwrap_or_default();
@@ -229,6 +230,7 @@ struct Opened {
     is_default: bool,
     /// The clients of another program, if this one takes over.
     adopted: Option<ParkedClients>,
+    common: Common,
 }
 
 /// Opens the images of `args`, or those that another program hands over.
@@ -237,12 +239,15 @@ fn open(args: &ServeArgs, take_over: Option<&TakeOver>) -> Result<Opened, CliErr
     let is_default = exports.is_empty();
     if let Some(take_over) = take_over {
         let Parked { images, clients } = take_over.wait()?;
-        let all = take_over.open(images, &open_disk::common(args)?)?;
-        return Ok(Opened { all, is_default: false, adopted: Some(clients) });
+        let common = open_disk::common(args)?;
+        let all = take_over.open(images, &common)?;
+        return Ok(Opened { all, is_default: false, adopted: Some(clients), common });
     }
     let exports = if is_default { vec![default_export(args)?] } else { exports };
-    let all = open_all(args, exports).map_err(|error| error.with_status(CANNOT_OPEN))?;
-    Ok(Opened { all, is_default, adopted: None })
+    let opened = open_disk::common(args)
+        .and_then(|common| open_all(args, exports, &common).map(|all| (all, common)));
+    let (all, common) = opened.map_err(|error| error.with_status(CANNOT_OPEN))?;
+    Ok(Opened { all, is_default, adopted: None, common })
 }
 
 /// The process that starts the next program, or why there is none.
@@ -309,13 +314,16 @@ fn add_places(served: &mut [ServedDisk], clients: &ParkedClients) {
 }
 
 /// What the exports have in common that are added later, at the addresses `listens`.
-fn additions(args: &ServeArgs, listens: Vec<Address>) -> Additions {
+fn additions(args: &ServeArgs, listens: Vec<Address>, common: Common) -> Additions {
     let tls = args.tls.is_required();
     let sockets = args.control.allow_dir.iter().cloned().chain(control_socket::directory());
     Additions {
-        options: chain_options(args),
-        allowed: args.control.allow_dir.clone(),
-        allowed_for_sockets: sockets.collect(),
+        common,
+        allowed: AllowedPlaces {
+            directories: args.control.allow_dir.clone(),
+            directories_of_sockets: sockets.collect(),
+            uris: args.control.allow_uri.clone(),
+        },
         workers: args.config().workers,
         max_connections: args.max_connections,
         places: Box::new(move |named| listens.iter().map(|at| at.uri(&named.name, tls)).collect()),

@@ -44,6 +44,9 @@ pub(crate) struct ExportState {
     pub(crate) format: Option<String>,
     pub(crate) read_only: bool,
     pub(crate) backing_dirs: Vec<OsString>,
+    /// The URLs that images may name as those below them.
+    #[serde(default)]
+    pub(crate) backing: Vec<String>,
     /// What was changed while it was served.
     pub(crate) changes: PatchExport,
 }

@@ -12,12 +12,14 @@ use std::time::Duration;
 
 use nowait_cli::error::{CliError, os_message};
 use nowait_control::ControlledServer;
-use nowait_image::{ChainOptions, Format, HandedOver};
+use nowait_image::{ChainOptions, Format, HandedOver, NamedStorages};
 use nowait_nbd::Address;
+use nowait_remote::Location;
 use nowait_server::{ConnectionState, Exports, Listener, ParkedDevice, SplitState, VmmState};
 use tracing::warn;
 
 use crate::export_spec::NamedExport;
+use crate::open_chain;
 use crate::open_disk::{Common, OpenedDisk};
 use crate::upgrade::channel::{Channel, Message};
 use crate::upgrade::messages::{
@@ -164,8 +166,11 @@ impl TakeOver {
         images: Vec<HandedOver>,
         common: &Common,
     ) -> Result<Vec<OpenedDisk>, CliError> {
+        let mut opened = common.options.backing_storages.clone();
         let open = |(state, handed_over): (&ExportState, HandedOver)| {
-            let options = ChainOptions { handed_over, ..state.options(&common.options)? };
+            let backing_storages = state.storages_below(common, &mut opened)?;
+            let options = state.options(&common.options)?;
+            let options = ChainOptions { handed_over, backing_storages, ..options };
             let (named, description) = (state.named(), state.description.clone());
             OpenedDisk::open_anywhere(named, options, description, &common.remote)
         };
@@ -246,6 +251,30 @@ impl ExportState {
     /// Its name and its image.
     pub(crate) fn named(&self) -> NamedExport {
         NamedExport { name: self.name.clone(), image: PathBuf::from(&self.image) }
+    }
+
+    /// The storages that its image may stand on, out of those that are `opened` if they are there.
+    ///
+    /// # Errors
+    /// One line that names a storage and what is wrong with it.
+    fn storages_below(
+        &self,
+        common: &Common,
+        opened: &mut NamedStorages,
+    ) -> Result<NamedStorages, CliError> {
+        let mut storages = common.options.backing_storages.clone();
+        for name in &self.backing {
+            if storages.get(name).is_some() {
+                continue;
+            }
+            if opened.get(name).is_none() {
+                let location = Location::parse(&name.into()).map_err(CliError::new)?;
+                let storage = nowait_remote::open_storage(&location, true, &common.remote);
+                opened.add(name.clone(), storage.map_err(|error| open_chain::failed(&error))?);
+            }
+            opened.get(name).into_iter().for_each(|it| storages.add(name.clone(), it.clone()));
+        }
+        Ok(storages)
     }
 
     /// How its image is opened, `common` to all exports of the server apart.

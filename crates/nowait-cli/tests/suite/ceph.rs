@@ -10,18 +10,20 @@ use nowait_testkit::nbd::Command;
 use nowait_testkit::{Random, Scratch, seed, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 
-use crate::common::{Finished, MIB, Server, accepted, refusal, require_tool, text, tool};
+use crate::common::load::verified_by_fio;
+use crate::common::{
+    Finished, Guest, Kernel, MIB, Server, accepted, refusal, require_tool, text, tool,
+};
+use crate::guest::{WRITTEN_FILES, check_written, have_file_system_tools, make_disk};
+use crate::vhost_user::booted_from;
 
-const DISK_BYTES: u64 = 16 * MIB;
-/// NBD's EIO.
-const EIO: u32 = 5;
-
-/// Written to by a test that takes the OSD away.
+pub(crate) const DISK_BYTES: u64 = 16 * MIB;
+/// Written to by a test that takes the OSD away, or the space.
 pub(crate) static OSD: RwLock<()> = RwLock::new(());
 
 pub(crate) struct Cluster {
     pub(crate) directory: PathBuf,
-    conf: PathBuf,
+    pub(crate) conf: PathBuf,
 }
 
 /// The cluster, which the first test starts; `None` where a test is skipped.
@@ -47,37 +49,47 @@ pub(crate) fn script() -> PathBuf {
 }
 
 impl Cluster {
-    /// Runs Ceph's `rbd`.
-    fn rbd(&self, arguments: &[&str]) -> String {
-        tool("rbd").arg("-c").arg(&self.conf).args(arguments).succeeds()
+    /// Runs Ceph's `program`, as `rbd`.
+    pub(crate) fn run(&self, program: &str, arguments: &[&str]) -> String {
+        tool(program).arg("-c").arg(&self.conf).args(arguments).succeeds()
+    }
+
+    pub(crate) fn rbd(&self, arguments: &[&str]) -> String {
+        self.run("rbd", arguments)
     }
 
     /// The location of a new image of [`DISK_BYTES`].
-    fn image(&self, name: &str) -> String {
+    pub(crate) fn image(&self, name: &str) -> String {
         self.rbd(&["create", "--size", "16M", name]);
         self.location(name)
     }
 
-    fn location(&self, name: &str) -> String {
+    pub(crate) fn location(&self, name: &str) -> String {
         format!("rbd:rbd/{name}:conf={}", text(&self.conf))
     }
 
     /// What is in the image, as Ceph's own program reads it.
-    fn export(&self, name: &str) -> Vec<u8> {
+    pub(crate) fn export(&self, name: &str) -> Vec<u8> {
         let file = Scratch::new();
         let path = file.join("exported");
         self.rbd(&["export", "--no-progress", name, text(&path)]);
         fs::read(path).expect("an exported image")
     }
 
-    fn kill_osd(&self) {
-        let pid = fs::read_to_string(self.directory.join("osd.0.pid")).expect("an OSD");
-        let pid = Pid::from_raw(pid.trim().parse().expect("a number")).expect("a process ID");
+    /// The process of `daemon`.
+    pub(crate) fn process(&self, daemon: &str) -> Pid {
+        let pid = fs::read_to_string(self.directory.join(format!("{daemon}.pid")));
+        let pid = pid.expect("a daemon").trim().parse().expect("a number");
+        Pid::from_raw(pid).expect("a process ID")
+    }
+
+    pub(crate) fn kill_osd(&self) {
+        let pid = self.process("osd.0");
         kill_process(pid, Signal::KILL).expect("an OSD");
         wait_until("the OSD's end", || rustix::process::test_kill_process(pid).is_err());
     }
 
-    fn start_osd(&self) {
+    pub(crate) fn start_osd(&self) {
         tool(script())
             .env("NOWAIT_CEPH_STORE", "bluestore")
             .arg("osd")
@@ -86,7 +98,7 @@ impl Cluster {
     }
 }
 
-fn serve(location: &str, extra: &[&str]) -> Server {
+pub(crate) fn serve(location: &str, extra: &[&str]) -> Server {
     Server::start(Path::new(location), extra)
 }
 
@@ -160,50 +172,6 @@ fn an_image_that_another_client_writes_to_or_that_is_not_there_is_refused() {
 }
 
 #[test]
-fn an_osd_that_is_killed_is_a_pause_and_then_an_error_and_loses_nothing() {
-    let Some(cluster) = cluster() else { return };
-    let _alone = OSD.write().unwrap_or_else(PoisonError::into_inner);
-    let server = serve(&cluster.image("killed"), &[]);
-    let hasty = serve(&cluster.image("hasty"), &["--reconnect", "2"]);
-    let mut client = server.connect();
-    client.write(0, &[1; 65536]).expect("a write");
-    client.call(&Command::Flush).expect("a flush");
-    hasty.connect().write(0, &[1; 4096]).expect("a write");
-    cluster.kill_osd();
-    let waiting = client.send(&Command::Write { offset: 65536, data: vec![2; 65536], fua: true });
-    assert_eq!(hasty.connect().read(0, 4096).expect_err("no OSD"), EIO);
-    cluster.start_osd();
-    let (answered, answer) = client.receive().expect("an answer");
-    assert_eq!((Some(answered), answer.map(drop)), (waiting.ok(), Ok(())));
-    let data = client.read(0, 131_072).expect("a read");
-    assert!(data[..65536] == [1; 65536] && data[65536..] == [2; 65536]);
-    wait_until("an answer again", || hasty.connect().read(0, 4096).is_ok());
-    hasty.stop();
-    server.stop();
-}
-
-#[test]
-fn a_lock_that_another_client_breaks_is_an_error_of_every_request_after_it() {
-    let Some(cluster) = cluster() else { return };
-    let _shared = OSD.read().unwrap_or_else(PoisonError::into_inner);
-    let mut server = serve(&cluster.image("broken"), &[]);
-    let mut client = server.connect();
-    client.write(0, &[1; 4096]).expect("a write");
-    client.call(&Command::Flush).expect("a flush");
-    let locks = cluster.rbd(&["lock", "ls", "broken"]);
-    let last: Vec<&str> = locks.lines().last().expect("a lock").split_whitespace().collect();
-    // The locker, the two words of the lock's name, and its address.
-    cluster.rbd(&["lock", "rm", "broken", &last[1..3].join(" "), last[0]]);
-    assert!(client.write(0, &[2; 4096]).is_err() && client.call(&Command::Flush).is_err());
-    assert!(client.read(0, 4096).is_err(), "a client that was shut out");
-    assert!(cluster.export("broken")[..4096] == [1; 4096], "what was flushed");
-    server.terminate();
-    assert!(!server.wait().success(), "its last flush has failed");
-    let log = server.log();
-    assert!(log.contains("another client has broken the lock"), "{log}");
-}
-
-#[test]
 fn a_qcow2_image_in_a_cluster_is_served_and_copies_go_both_ways() {
     let Some(cluster) = cluster() else { return };
     let _shared = OSD.read().unwrap_or_else(PoisonError::into_inner);
@@ -240,4 +208,73 @@ fn another_size_is_seen_after_a_reload() {
         server.connect().read(DISK_BYTES, 4096).is_ok_and(|data| data == [0; 4096])
     });
     server.stop();
+}
+
+#[test]
+fn what_fio_writes_is_verified_and_what_is_trimmed_reads_as_zeros_and_has_no_objects() {
+    let Some(cluster) = cluster().filter(|_| require_tool("fio") && require_tool("rados")) else {
+        return;
+    };
+    let _shared = OSD.read().unwrap_or_else(PoisonError::into_inner);
+    let server = serve(&cluster.image("verified"), &[]);
+    let objects = || {
+        let info = cluster.rbd(&["info", "--format", "json", "verified"]);
+        let info: serde_json::Value = serde_json::from_str(&info).expect("JSON");
+        let prefix = info["block_name_prefix"].as_str().expect("a prefix");
+        cluster
+            .run("rados", &["-p", "rbd", "ls"])
+            .lines()
+            .filter(|name| name.starts_with(prefix))
+            .count()
+    };
+    let scratch = Scratch::new();
+    verified_by_fio(scratch.path(), &server).succeeds();
+    // It has used the first 8 MiB, two objects.
+    assert_eq!(objects(), 2);
+    let mut client = server.connect();
+    client.call(&Command::Trim { offset: 0, len: 4 << 20 }).expect("a trim of an object");
+    client.call(&Command::Trim { offset: 5 * MIB, len: 70_000 }).expect("a trim of a part");
+    assert_eq!(objects(), 1);
+    assert!(client.read(0, 4 << 20).expect("a read") == vec![0; 4 << 20]);
+    assert!(client.read(5 * MIB, 70_000).expect("a read") == vec![0; 70_000]);
+    server.stop();
+}
+
+#[test]
+fn a_stock_kernel_boots_from_an_image_of_a_cluster_and_its_files_are_right_outside() {
+    let Some(cluster) = cluster().filter(|_| have_file_system_tools()) else { return };
+    let Some(guest) = Guest::with(Kernel::V6_1) else { return };
+    let _shared = OSD.read().unwrap_or_else(PoisonError::into_inner);
+    let scratch = Scratch::new();
+    let disk = make_disk(&scratch, &guest.busybox());
+    cluster.rbd(&["import", "--no-progress", text(&disk), "guest"]);
+    let location = cluster.location("guest");
+    let console = booted_from(&guest, Path::new(&location));
+    fs::remove_file(&disk).expect("own file");
+    cluster.rbd(&["export", "--no-progress", "guest", text(&disk)]);
+    check_written(&scratch, &disk, &console, WRITTEN_FILES);
+    cluster.rbd(&["rm", "--no-progress", "guest"]);
+}
+
+#[test]
+fn an_image_is_measured_and_one_that_another_client_writes_to_is_not_overwritten() {
+    let Some(cluster) = cluster() else { return };
+    let _shared = OSD.read().unwrap_or_else(PoisonError::into_inner);
+    cluster.rbd(&["create", "--size", "64M", "measured"]);
+    let location = cluster.location("measured");
+    let load = ["bench", "nowait", "--rounds", "1", "--seconds", "0.05", "--json", "--jobs", "1"];
+    let bench = [&load[..], &["--device", &location]].concat();
+    let server = serve(&location, &[]);
+    server.connect().write(0, &[1; 4096]).expect("a write");
+    accepted(&bench);
+    let overwriting = [&bench[..], &["--overwrite"]].concat();
+    refusal(&overwriting).says(&[&location, "another client holds its lock"]);
+    assert!(server.connect().read(0, 4096).expect("a read") == [1; 4096]);
+    server.stop();
+    let printed = accepted(&overwriting);
+    let printed: serde_json::Value = serde_json::from_str(&printed).expect("JSON");
+    assert_eq!(printed["written"], true);
+    let rows = printed["tables"][0]["rows"].as_array().expect("rows");
+    assert_eq!(rows.len(), 4, "{printed}");
+    cluster.rbd(&["rm", "--no-progress", "measured"]);
 }

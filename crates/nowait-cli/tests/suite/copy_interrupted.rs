@@ -11,9 +11,10 @@ use std::time::{Duration, Instant};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::{
-    Finished, MIB, NOWAIT, Scratch, Server, accepted, allocated, refusal_under, require_tool, skip,
-    text, tool,
+    Finished, MIB, NOWAIT, Scratch, Server, accepted, allocated, refusal_under, require_tool, text,
+    tool,
 };
+use crate::storage_faults::private_mounts;
 use nowait_testkit::{Random, output_of, seed, wait_until};
 
 /// Large enough to be interrupted midway.
@@ -145,19 +146,7 @@ fn a_server_killed_during_a_copy_is_reported_and_leaves_no_file() {
 
 #[test]
 fn a_full_file_system_is_reported_and_no_file_is_left() {
-    if !require_tool("unshare") {
-        return;
-    }
-    let is_root = rustix::process::geteuid().is_root();
-    let flags: &[&str] = if is_root { &["--mount"] } else { &["--mount", "--map-root-user"] };
-    let tried = Command::new("unshare")
-        .args(flags)
-        .args(["--", "mount", "-t", "tmpfs", "none", "/tmp"])
-        .output();
-    if !tried.is_ok_and(|output| output.status.success()) {
-        skip("no private mounts for this user");
-        return;
-    }
+    let Some(flags) = private_mounts() else { return };
     let scratch = Scratch::new();
     let source = scratch.random("source", 16 * MIB, 2);
     let small = scratch.join("small");

@@ -5,11 +5,13 @@
 
 mod common;
 
+mod added_uris;
 mod addresses_and_keys;
 mod bench_copy;
 mod bench_devices;
 mod block_devices;
 mod ceph;
+mod ceph_faults;
 mod ceph_s3;
 mod completions_and_man;
 mod copy;
@@ -52,6 +54,7 @@ mod reachable_files;
 mod sandbox;
 mod remote_nbd;
 mod remote_certificates;
+mod remote_clouds;
 mod remote_objects;
 mod service;
 mod signals;

@@ -208,16 +208,32 @@ fn a_server_that_stays_away_is_an_error_in_time_and_none_when_it_is_back() {
         Server::start_by(&[], &["serve", image, "-f", "raw", "--nbd", &listen])
     };
     let first = behind();
-    let proxy = in_front_of(&unix_uri(&socket), &["--reconnect", "1"]);
+    let control = scratch.join("control.sock");
+    let address = format!("unix:{}", control.display());
+    let arguments = ["--reconnect", "1", "--control", &address];
+    let proxy = in_front_of(&unix_uri(&socket), &arguments);
+    let told = || {
+        let status = accepted(&["status", "--json", "--control", text(&control)]);
+        let status: Value = serde_json::from_str(&status).expect("JSON");
+        status[0]["server"]["nbd_servers"][0].clone()
+    };
     let mut client = proxy.connect();
     client.write(0, &[7; 4096]).unwrap();
+    assert_eq!(told()["unflushed_bytes"], 4096);
     client.call(&Command::Flush).unwrap();
+    let (now, lost) = (told(), "reconnects");
+    assert_eq!(
+        (&now["connected"], &now["unflushed_bytes"], &now[lost]),
+        (&true.into(), &0.into(), &0.into())
+    );
     first.stop_but_leave_socket();
     assert_eq!(client.read(0, 4096).unwrap_err(), 5, "EIO");
     assert!(proxy.log().contains("the server is not there for 1 s"), "{}", proxy.log());
+    assert_eq!(told()["connected"], false);
     let second = behind();
     wait_until("the server", || client.read(0, 4096).is_ok_and(|data| data == [7; 4096]));
     assert!(proxy.log().contains("the server answers again"), "{}", proxy.log());
+    assert_eq!((&told()["connected"], &told()[lost]), (&true.into(), &1.into()));
     proxy.stop();
     second.stop_but_leave_socket();
 }
@@ -301,7 +317,7 @@ fn a_remote_image_that_cannot_be_served_is_refused_with_the_reason() {
 }
 
 #[test]
-fn what_needs_an_image_of_this_machine_is_refused_for_a_remote_one() {
+fn a_remote_image_gets_no_other_size_and_none_is_added_without_leave() {
     let scratch = Scratch::new();
     let behind = Server::start(&scratch.sparse("disk.img", MIB), &["-f", "raw"]);
     let socket = scratch.join("control.sock");
@@ -311,12 +327,8 @@ fn what_needs_an_image_of_this_machine_is_refused_for_a_remote_one() {
     let proxy = in_front_of(&unix_uri(&behind.socket()), &options);
     let at = ["--control", socket.to_str().unwrap()];
     let refused = |words: &[&str]| refusal(&[words, &at].concat());
-    refused(&["export", "resize", "@0", "2M"]).says(&["it is on another server"]);
-    let overlay = scratch.join("overlay.qcow2");
-    let snapshot = ["export", "snapshot", "@0", overlay.to_str().unwrap()];
-    refused(&snapshot).says(&["it is on another server"]);
-    refused(&["export", "add", "b", &unix_uri(&behind.socket())]).says(&["nbd+unix"]);
-    assert!(!overlay.exists());
+    refused(&["export", "resize", "@0", "2M"]).says(&["the size that its server gives it"]);
+    refused(&["export", "add", "b", &unix_uri(&behind.socket())]).says(&["--allow-uri"]);
     proxy.connect().write(0, &[1; 512]).unwrap();
     proxy.stop();
     behind.stop();

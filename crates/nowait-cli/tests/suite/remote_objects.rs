@@ -8,11 +8,16 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
-use nowait_testkit::web_server::WebServer;
+use nowait_testkit::signer::Signer;
+use nowait_testkit::web_server::{Lie, WebServer};
 use nowait_testkit::{Random, seed, wait_until};
 use serde_json::Value;
 
-use crate::common::{MIB, Scratch, Server, accepted, refusal, refusal_under};
+use crate::common::{
+    Finished, MIB, NOWAIT, Scratch, Server, accepted, refusal, refusal_under, text, tool,
+};
+use crate::log_messages::await_line;
+use crate::storage_faults::private_mounts;
 
 pub(crate) const KEY: &str = "AKIDEXAMPLE";
 pub(crate) const SECRET: &str = "wJalrXUtnFEMI/K7MDENG+bPxRfiCYEXAMPLEKEY";
@@ -21,10 +26,14 @@ fn bytes(len: u64) -> Vec<u8> {
     Random::from_seed(seed()).bytes(len as usize)
 }
 
+fn signer(region: &str) -> Signer {
+    Signer::Aws { key: KEY.into(), secret: SECRET.into(), region: region.into() }
+}
+
 /// An S3 server, and the command prefix with what the environment has to say of it.
 fn s3(object: Vec<u8>, secret: &str) -> (WebServer, Vec<String>) {
     let server = WebServer::start(object, "/bucket/a%20dir/base.img");
-    server.script().key = Some((KEY.into(), SECRET.into()));
+    server.script().signer = Some(signer(""));
     let environment = [
         format!("AWS_ENDPOINT_URL={}", server.root()),
         format!("AWS_ACCESS_KEY_ID={KEY}"),
@@ -130,6 +139,23 @@ fn what_is_wrong_with_a_store_is_one_line_without_a_secret() {
     }
 }
 
+#[test]
+fn a_bucket_of_another_region_is_refused_with_the_region_that_opens_it() {
+    let (store, environment) = s3(bytes(1000), SECRET);
+    let mut environment: Vec<_> = environment.iter().map(String::as_str).collect();
+    store.script().signer = Some(signer("eu-west-1"));
+    let refused = refusal_under(&environment, &["info", URL]);
+    refused.says(&["another region (400 AuthorizationHeaderMalformed; AWS_REGION=eu-west-1)"]);
+    // As a server of another region of S3 answers.
+    let header = "x-amz-bucket-region: eu-west-1\r\n";
+    let body = "<Error><Code>PermanentRedirect</Code></Error>";
+    store.script().lies.push_back(Lie::Status(301, header, body));
+    let refused = refusal_under(&environment, &["info", URL]);
+    refused.says(&["another region (301 PermanentRedirect; AWS_REGION=eu-west-1)"]);
+    environment.push("AWS_REGION=eu-west-1");
+    tool("env").args(&environment[1..]).args([NOWAIT, "info", URL]).succeeds();
+}
+
 fn metrics(socket: &Path) -> String {
     let mut stream = UnixStream::connect(socket).unwrap();
     stream.write_all(b"GET /metrics HTTP/1.1\r\nhost: a\r\nconnection: close\r\n\r\n").unwrap();
@@ -175,4 +201,31 @@ fn a_confined_server_fills_a_cache_that_the_next_one_reads_instead_of_the_store(
     assert!(refused.error.contains("chmod 700"), "{}", refused.error);
     let refused = refusal(&["serve", &url, "--read-only", "--prefetch", record.to_str().unwrap()]);
     assert!(refused.error.contains("--cache"), "{}", refused.error);
+}
+
+#[test]
+fn a_full_cache_is_logged_once_and_the_server_goes_on_without_it() {
+    let Some(flags) = private_mounts() else { return };
+    let object = bytes(3 * MIB);
+    let store = WebServer::start(object.clone(), "/base.img");
+    let scratch = Scratch::new();
+    let cache = scratch.join("cache");
+    fs::create_dir(&cache).unwrap();
+    const SMALL: &str = r#"mount -t tmpfs -o size=1m,mode=700 none "$0" && exec "$@""#;
+    let wrapper = [&["unshare"], flags, &["--", "sh", "-c", SMALL, text(&cache)]].concat();
+    let url = store.url();
+    let extra = ["--read-only", "--cache", text(&cache)];
+    let server = Server::start_under(&wrapper, url.as_ref(), &extra);
+    let mut client = server.connect();
+    for _ in 0..2 {
+        for part in 0..12 {
+            let at = part * (256 << 10);
+            let data = client.read(at as u64, 256 << 10).unwrap();
+            assert!(data == object[at..at + (256 << 10)], "{at}");
+        }
+    }
+    let line = await_line(&server, "the cache cannot be written");
+    assert!(line.contains("No space left on device"), "{line}");
+    assert_eq!(server.log().matches("the cache cannot be written").count(), 1);
+    server.stop();
 }

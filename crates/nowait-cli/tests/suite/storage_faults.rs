@@ -51,11 +51,17 @@ const ON_TMPFS: &str =
 const ON_EXT4: &str = r#"truncate -s 32M "$0.fs" && mkfs.ext4 -q "$0.fs" && mount -o loop "$0.fs" "$0" &&
 truncate -s 64M "$0/disk.img" && exec "$@""#;
 
-/// True if a private mount can be made here with `flags` of unshare(1).
-fn can_mount(flags: &[&str]) -> bool {
+/// The flags of unshare(1) with which a private mount can be made here, if one can.
+pub(crate) fn private_mounts() -> Option<&'static [&'static str]> {
+    if !require_tool("unshare") {
+        return None;
+    }
+    let is_root = rustix::process::geteuid().is_root();
+    let flags: &[&str] = if is_root { &["--mount"] } else { &["--mount", "--map-root-user"] };
     let mount = ["--", "mount", "-t", "tmpfs", "none", "/tmp"];
     let tried = process::Command::new("unshare").args(flags).args(mount).output();
-    tried.is_ok_and(|output| output.status.success()) || skip("no private mounts for this user")
+    let can = tried.is_ok_and(|output| output.status.success());
+    (can || skip("no private mounts for this user")).then_some(flags)
 }
 
 /// Serves a 64 MiB image on the small file system that `script` makes, fills it, and checks the
@@ -107,14 +113,8 @@ fn fill_the_file_system(flags: &[&str], script: &str, extra: &[&str]) {
 
 #[test]
 fn a_full_file_system_gives_enospc_and_trim_frees_space() {
-    if !require_tool("unshare") {
-        return;
-    }
+    let Some(flags) = private_mounts() else { return };
     let is_root = rustix::process::geteuid().is_root();
-    let flags: &[&str] = if is_root { &["--mount"] } else { &["--mount", "--map-root-user"] };
-    if !can_mount(flags) {
-        return;
-    }
     let loop_mounts =
         is_root && require_tool("mkfs.ext4") && Path::new("/dev/loop-control").exists();
     for extra in [&[][..], &["--queue", "threads"], &["--direct", "off"]] {

@@ -56,7 +56,11 @@ impl Upgraded {
         self.scratch.join("disk")
     }
 
-    fn command(&self, arguments: &[&str]) -> Command {
+    pub(crate) fn socket(&self) -> PathBuf {
+        self.server.socket()
+    }
+
+    pub(crate) fn command(&self, arguments: &[&str]) -> Command {
         let mut command = tool(NOWAIT);
         command.args(arguments).arg("--control").arg(&self.control);
         command

@@ -43,7 +43,7 @@ fn borrowed(arguments: &[String]) -> Vec<&str> {
 }
 
 /// Boots the guest from `image` at a vhost-user socket.
-fn booted_from(guest: &Guest, image: &Path) -> String {
+pub(crate) fn booted_from(guest: &Guest, image: &Path) -> String {
     let scratch = Scratch::new();
     let socket = scratch.join("socket");
     let server = Server::start_vhost_user(image, &socket, &[]);

@@ -100,6 +100,10 @@ impl OpenImage {
         Ok(())
     }
 
+    pub(crate) fn chain(&self) -> &Chain {
+        &self.chain
+    }
+
     /// The descriptors that hold the locks and claims of its files.
     pub(crate) fn held_files(&self) -> Vec<BorrowedFd<'_>> {
         self.chain.held_files()

@@ -111,7 +111,10 @@ fn chains_that_are_circular_missing_or_too_long_are_refused() {
     assert!(error.contains("b: its backing file's format 'vmdk' is not supported"), "{error}");
     overlay(&images, "b", "nbd:unix:/nowhere", "raw");
     let error = Chain::open(&images.path(), &options).unwrap_err().to_string();
-    assert!(error.contains("is no file name"), "{error}");
+    assert!(error.contains("is no file name (a URL"), "{error}");
+    let to_commit = ChainOptions { backing_writable: true, ..ChainOptions::default() };
+    let error = Chain::open(&images.directory().join("b"), &to_commit).unwrap_err().to_string();
+    assert!(error.contains("nothing else is written to (nowait copy --backing"), "{error}");
     for level in 1..=MAX_LAYERS {
         let format = if level == 1 { "raw" } else { "qcow2" };
         overlay(&images, &level.to_string(), &(level - 1).to_string(), format);
