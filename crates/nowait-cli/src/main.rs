@@ -45,13 +45,16 @@ mod commands;
 use crate::commands::{
     bench, check, commit, control, copy, create, info, map, resize, serve, setup, top, ublk,
 };
-use std::process::ExitCode;
-
 use args::Command;
 use nowait_cli::{log, process};
 
-fn main() -> ExitCode {
+fn main() {
     process::set_up();
+    process::end(run());
+}
+
+/// Runs the command. Returns the exit status.
+fn run() -> u8 {
     if let Some(status) = upgrade::launcher::run_if_asked() {
         return status;
     }
@@ -65,30 +68,30 @@ fn main() -> ExitCode {
     let result = match command {
         Command::Serve(args) => {
             log::start(args.verbose);
-            serve::run(&args).map(|()| ExitCode::SUCCESS)
+            serve::run(&args).map(|()| 0)
         }
-        Command::Create(args) => create::run(&args).map(|()| ExitCode::SUCCESS),
-        Command::Info(args) => info::run(&args).map(|()| ExitCode::SUCCESS),
-        Command::Map(args) => map::run(&args).map(|()| ExitCode::SUCCESS),
+        Command::Create(args) => create::run(&args).map(|()| 0),
+        Command::Info(args) => info::run(&args).map(|()| 0),
+        Command::Map(args) => map::run(&args).map(|()| 0),
         Command::Check(args) => check::run(&args),
         Command::Copy(args) => copy::run(&args),
-        Command::Resize(args) => resize::run(&args).map(|()| ExitCode::SUCCESS),
-        Command::Commit(args) => commit::run(&args).map(|()| ExitCode::SUCCESS),
-        Command::Ublk(command) => ublk::run(&command).map(|()| ExitCode::SUCCESS),
-        Command::Status(args) => control::status(&args).map(|()| ExitCode::SUCCESS),
-        Command::Export(command) => control::export(&command).map(|()| ExitCode::SUCCESS),
-        Command::Connections(args) => control::connections(&args).map(|()| ExitCode::SUCCESS),
-        Command::Top(args) => top::run(&args).map(|()| ExitCode::SUCCESS),
-        Command::Upgrade(args) => control::upgrade(&args).map(|()| ExitCode::SUCCESS),
+        Command::Resize(args) => resize::run(&args).map(|()| 0),
+        Command::Commit(args) => commit::run(&args).map(|()| 0),
+        Command::Ublk(command) => ublk::run(&command).map(|()| 0),
+        Command::Status(args) => control::status(&args).map(|()| 0),
+        Command::Export(command) => control::export(&command).map(|()| 0),
+        Command::Connections(args) => control::connections(&args).map(|()| 0),
+        Command::Top(args) => top::run(&args).map(|()| 0),
+        Command::Upgrade(args) => control::upgrade(&args).map(|()| 0),
         Command::Bench(_) => Err(bench::run()),
-        Command::Completions(args) => setup::completions(&args).map(|()| ExitCode::SUCCESS),
-        Command::Man(args) => setup::man(&args).map(|()| ExitCode::SUCCESS),
+        Command::Completions(args) => setup::completions(&args).map(|()| 0),
+        Command::Man(args) => setup::man(&args).map(|()| 0),
     };
     match result {
-        Ok(code) => code,
+        Ok(status) => status,
         Err(error) => {
             log::write_line(tracing::Level::ERROR, &error);
-            ExitCode::from(error.status())
+            error.status()
         }
     }
 }

@@ -1,5 +1,5 @@
-//! What each program of this package sets up first: a panic ends the process, and a write beyond the
-//! file size limit is an error.
+//! What each program of this package sets up first, and how it ends: a panic ends the process, and a write
+//! beyond the file size limit is an error.
 //!
 //! Invariant: no thread continues after another has panicked, so that no client waits for an answer
 //! that never comes, and no service manager regards the process as working.
@@ -25,6 +25,14 @@ pub fn set_up() {
         // No handlers and no destructors: they might wait for the thread that has panicked.
         signal_hook::low_level::exit(STATUS);
     }));
+}
+
+/// Ends the process with `status`, after what was printed, without the destructors of libraries: where
+/// an image of a Ceph cluster is open, or being opened, threads of Ceph's library still use what those
+/// would destroy.
+pub fn end(status: u8) -> ! {
+    let _ = io::stdout().flush();
+    signal_hook::low_level::exit(status.into())
 }
 
 fn line(info: &PanicHookInfo<'_>, thread: &str) -> String {

@@ -23,14 +23,14 @@ use crate::default_image::DefaultSocket;
 use crate::lifetime::PidFile;
 use crate::reload::Reload;
 use crate::systemd;
-use nowait_cli::log;
+use nowait_cli::{log, process};
 
 /// The time that a stop may take before its progress is reported, and the interval of the reports.
 const REPORT_AFTER: Duration = Duration::from_secs(1);
 /// Signals that would end the process unflushed by default, and are ignored.
 const IGNORED: [i32; 6] = [SIGUSR1, SIGUSR2, SIGALRM, SIGVTALRM, SIGPROF, SIGIO];
 /// The exit status after a second signal.
-const ENDED_AT_ONCE: i32 = 1;
+const ENDED_AT_ONCE: u8 = 1;
 
 /// The signals that ask a command to end: those that a terminal, a shell or a service manager
 /// sends. `SIGHUP` is not among them for a process that was started with it ignored, as by
@@ -55,7 +55,7 @@ pub(crate) fn flag() -> io::Result<Arc<AtomicBool>> {
         for _ in signals.forever() {
             set.store(true, Ordering::Relaxed);
             if first.get_or_insert_with(Instant::now).elapsed() > REPORT_AFTER {
-                std::process::exit(ENDED_AT_ONCE);
+                process::end(ENDED_AT_ONCE);
             }
         }
     };
@@ -219,7 +219,7 @@ fn end_at_once(state: &State) -> ! {
     };
     log::write_line(Level::ERROR, format!("ended by a second signal: {what}"));
     state.leftovers.iter().filter_map(Weak::upgrade).for_each(|leftover| leftover.remove());
-    std::process::exit(ENDED_AT_ONCE)
+    process::end(ENDED_AT_ONCE)
 }
 
 fn remaining(stopper: &ShutdownHandle) -> String {

@@ -5,7 +5,6 @@
 
 use std::error::Error as _;
 use std::ffi::OsStr;
-use std::process::ExitCode;
 
 use clap::error::{ContextKind, ContextValue, ErrorKind};
 use clap::{CommandFactory, Parser};
@@ -59,16 +58,16 @@ const OTHER_COMMANDS: [(&[&str], &str); 3] = [
 
 /// Parses the command line. The error is the exit status: help was requested and printed, or the
 /// command line was wrong and the message was printed.
-pub(crate) fn parse() -> Result<Cli, ExitCode> {
+pub(crate) fn parse() -> Result<Cli, u8> {
     let first = std::env::args_os().nth(1);
     Cli::try_parse().map_err(|error| end(&error, command_named(first.as_deref())))
 }
 
 /// Reports that the command line of `command` is wrong in a way that parsing does not detect.
-pub(crate) fn refuse(command: &Command, why: &str) -> ExitCode {
+pub(crate) fn refuse(command: &Command, why: &str) -> u8 {
     let name = command.name();
     print(why, name);
-    ExitCode::from(status(name))
+    status(name)
 }
 
 fn status(command: &str) -> u8 {
@@ -82,26 +81,26 @@ fn command_named(first: Option<&OsStr>) -> String {
     known.find_subcommand(first).map_or(String::new(), |command| command.get_name().to_owned())
 }
 
-fn end(error: &clap::Error, command: String) -> ExitCode {
+fn end(error: &clap::Error, command: String) -> u8 {
     match error.kind() {
         ErrorKind::DisplayHelp | ErrorKind::DisplayVersion => match error.print() {
-            Ok(()) => ExitCode::SUCCESS,
+            Ok(()) => 0,
             Err(error) => {
                 log::write_line(
                     Level::ERROR,
                     format_args!("standard output: {}", os_message(&error)),
                 );
-                ExitCode::FAILURE
+                1
             }
         },
         // Without any argument, the help is printed.
         ErrorKind::DisplayHelpOnMissingArgumentOrSubcommand => {
             let _ = error.print();
-            ExitCode::from(USAGE_STATUS)
+            USAGE_STATUS
         }
         _ => {
             print(&words(error, &command), &command);
-            ExitCode::from(status(&command))
+            status(&command)
         }
     }
 }

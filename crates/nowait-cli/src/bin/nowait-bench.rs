@@ -4,7 +4,6 @@
 //! Invariant: a file that exists, or a device, is only written to with `--overwrite`.
 
 use std::path::PathBuf;
-use std::process::ExitCode;
 use std::{env, io};
 
 use clap::error::ErrorKind;
@@ -18,7 +17,7 @@ use nowait_cli::bench_args::{BenchArgs, BenchCaching, BenchClient, BenchTranspor
 use nowait_cli::error::{CliError, os_message};
 use nowait_cli::{log, process};
 
-fn main() -> ExitCode {
+fn main() {
     process::set_up();
     // `nowait bench` passes on what it has parsed itself, so that clap's messages are good enough.
     let program = Command::new("nowait-bench").bin_name("nowait bench");
@@ -28,13 +27,13 @@ fn main() -> ExitCode {
     if let Err(why) = args.check() {
         program.error(ErrorKind::ArgumentConflict, why).exit();
     }
-    match run(&args) {
-        Ok(()) => ExitCode::SUCCESS,
+    process::end(match run(&args) {
+        Ok(()) => 0,
         Err(error) => {
             log::write_line(tracing::Level::ERROR, &error);
-            ExitCode::from(error.status())
+            error.status()
         }
-    }
+    });
 }
 
 /// Measures and prints.

@@ -5,7 +5,6 @@
 
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
-use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::AtomicBool;
 
@@ -32,7 +31,7 @@ const LISTED_RANGES: usize = 20;
 ///
 /// # Errors
 /// A failure on either side, or an interruption.
-pub(crate) fn run(args: &CopyArgs) -> Result<ExitCode, CliError> {
+pub(crate) fn run(args: &CopyArgs) -> Result<u8, CliError> {
     let cancel = cancel_on_signal()?;
     let options = Options {
         from: args.from.clone(),
@@ -65,11 +64,11 @@ pub(crate) fn run(args: &CopyArgs) -> Result<ExitCode, CliError> {
         if args.json { format!("{}\n", in_json(args, &report)) } else { in_words(args, &report) };
     output::print(text)?;
     if report.lost.bytes == 0 {
-        return Ok(ExitCode::SUCCESS);
+        return Ok(0);
     }
     // The exit status says it, too, where standard error is closed.
     let _ = io::stderr().write_all(lost_in_words(args, &report.lost).as_bytes());
-    Ok(ExitCode::from(UNREADABLE))
+    Ok(UNREADABLE)
 }
 
 /// The unreadable ranges: a line with their sum, and one for each of the first ranges.

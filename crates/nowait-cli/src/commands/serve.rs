@@ -40,6 +40,7 @@ use crate::{
     tls_files, watchdog,
 };
 use nowait_cli::error::{CliError, os_message};
+use nowait_cli::process;
 use nowait_cli::size::human;
 
 /// The timeout for requests in flight after the signal to stop and, if it expires, for the flush
@@ -137,7 +138,7 @@ fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), C
     }
     // Without destructors: a request that never ends would block its worker, and the worker the end
     // of this process; and what another process has taken over stays.
-    std::process::exit(0);
+    process::end(0);
 }
 
 /// Has `node` appear, which cannot be named before, or go on.

@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command, ExitCode, Stdio};
+use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
@@ -129,7 +129,7 @@ impl Drop for Launched {
 }
 
 /// If this process was started as a launcher, does its work and returns how it ends.
-pub(crate) fn run_if_asked() -> Option<ExitCode> {
+pub(crate) fn run_if_asked() -> Option<u8> {
     let purpose = std::env::var_os(ENVIRONMENT)?;
     // At once: later the file at this path may be another one, and this one has none.
     let own = std::env::current_exe();
@@ -142,7 +142,7 @@ pub(crate) fn run_if_asked() -> Option<ExitCode> {
     for signal in [SIGINT, SIGTERM, SIGQUIT, SIGHUP] {
         let _ = signal_hook::flag::register(signal, Arc::default());
     }
-    let Ok(channel) = Channel::of_standard_input() else { return Some(ExitCode::FAILURE) };
+    let Ok(channel) = Channel::of_standard_input() else { return Some(1) };
     let mut started = None;
     while let Ok(Message { body, mut files, .. }) = channel.receive::<Request>(None) {
         end(started.take_if(|_| matches!(body, Request::End)));
@@ -163,7 +163,7 @@ pub(crate) fn run_if_asked() -> Option<ExitCode> {
             break;
         }
     }
-    Some(ExitCode::SUCCESS)
+    Some(0)
 }
 
 fn spawn(path: Result<&PathBuf, &io::Error>, input: Stdio) -> Result<Option<Child>, String> {
