@@ -3,18 +3,20 @@
 //! Invariant: a test that takes the cluster's OSD or its space away runs alone among those of the cluster.
 
 use std::fs;
+use std::os::unix::process::ExitStatusExt;
+use std::process::{Command, Stdio};
 use std::sync::PoisonError;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::Duration;
 
-use nowait_testkit::nbd::{Client, Command};
+use nowait_testkit::nbd::{Client, Command as NbdCommand};
 use nowait_testkit::{Scratch, wait_until};
-use rustix::process::{Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process};
 
 use crate::ceph::{OSD, cluster, serve};
 use crate::common::load::load;
-use crate::common::{Finished, MIB, refusal, text, tool};
+use crate::common::{Finished, MIB, NOWAIT, refusal, text, tool};
 
 /// Errors of NBD.
 const EIO: u32 = 5;
@@ -28,10 +30,11 @@ fn an_osd_that_is_killed_is_a_pause_and_then_an_error_and_loses_nothing() {
     let hasty = serve(&cluster.image("hasty"), &["--reconnect", "2"]);
     let mut client = server.connect();
     client.write(0, &[1; 65536]).expect("a write");
-    client.call(&Command::Flush).expect("a flush");
+    client.call(&NbdCommand::Flush).expect("a flush");
     hasty.connect().write(0, &[1; 4096]).expect("a write");
     cluster.kill_osd();
-    let waiting = client.send(&Command::Write { offset: 65536, data: vec![2; 65536], fua: true });
+    let waiting =
+        client.send(&NbdCommand::Write { offset: 65536, data: vec![2; 65536], fua: true });
     assert_eq!(hasty.connect().read(0, 4096).expect_err("no OSD"), EIO);
     cluster.start_osd();
     let (answered, answer) = client.receive().expect("an answer");
@@ -50,12 +53,12 @@ fn a_lock_that_another_client_breaks_is_an_error_of_every_request_after_it() {
     let mut server = serve(&cluster.image("broken"), &[]);
     let mut client = server.connect();
     client.write(0, &[1; 4096]).expect("a write");
-    client.call(&Command::Flush).expect("a flush");
+    client.call(&NbdCommand::Flush).expect("a flush");
     let locks = cluster.rbd(&["lock", "ls", "broken"]);
     let last: Vec<&str> = locks.lines().last().expect("a lock").split_whitespace().collect();
     // The locker, the two words of the lock's name, and its address.
     cluster.rbd(&["lock", "rm", "broken", &last[1..3].join(" "), last[0]]);
-    assert!(client.write(0, &[2; 4096]).is_err() && client.call(&Command::Flush).is_err());
+    assert!(client.write(0, &[2; 4096]).is_err() && client.call(&NbdCommand::Flush).is_err());
     assert!(client.read(0, 4096).is_err(), "a client that was shut out");
     assert!(cluster.export("broken")[..4096] == [1; 4096], "what was flushed");
     server.terminate();
@@ -103,6 +106,25 @@ fn a_user_who_may_only_read_serves_read_only() {
     assert!(server.connect().read(0, 4096).expect("a read") == [0; 4096]);
     server.stop();
     refusal(&["serve", &location]).says(&["Operation not permitted"]);
+}
+
+#[test]
+fn a_server_that_is_stopped_while_it_opens_an_image_does_not_crash() {
+    let Some(cluster) = cluster() else { return };
+    let _shared = OSD.read().unwrap_or_else(PoisonError::into_inner);
+    let scratch = Scratch::new();
+    let (location, socket) = (cluster.image("opening"), scratch.join("socket"));
+    for n in 0..40 {
+        let mut serve = Command::new(NOWAIT);
+        serve.args(["serve", &location, "--read-only", "--nbd"]);
+        serve.arg(format!("unix:{}", socket.display())).stdin(Stdio::null());
+        let mut server = serve.stdout(Stdio::null()).spawn().expect("nowait");
+        thread::sleep(Duration::from_millis(3 * n));
+        kill_process(Pid::from_child(&server), Signal::TERM).expect("a server");
+        let status = server.wait().expect("a server");
+        let ended = status.success() || status.signal() == Some(Signal::TERM.as_raw());
+        assert!(ended, "after {} ms: {status}", 3 * n);
+    }
 }
 
 #[test]
@@ -169,13 +191,13 @@ fn a_full_cluster_is_no_space_for_what_needs_some_and_no_error_for_anything_else
     let space = |client: &mut Client| client.write(8 * MIB, &[2; 4096]);
     assert_eq!(space(&mut client).expect_err("no space"), ENOSPC);
     client.write(0, &[3; 4096]).expect("a write where there is space already");
-    client.call(&Command::Trim { offset: 4096, len: 4096 }).expect("a trim");
-    client.call(&Command::Flush).expect("a flush");
+    client.call(&NbdCommand::Trim { offset: 4096, len: 4096 }).expect("a trim");
+    client.call(&NbdCommand::Flush).expect("a flush");
     // Its lock needs no space.
     serve(&cluster.location("filled"), &["--read-only"]).stop();
     set("0.95", false);
     space(&mut client).expect("space again");
-    client.call(&Command::Flush).expect("a flush");
+    client.call(&NbdCommand::Flush).expect("a flush");
     server.stop();
     let data = cluster.export("filled");
     assert!(data[..4096] == [3; 4096] && data[4096..8192] == [0; 4096]);
