@@ -4,7 +4,7 @@
 //! transfer is in flight.
 #![allow(unsafe_code)]
 
-use std::ffi::{CString, c_char, c_int, c_void};
+use std::ffi::{CStr, CString, c_char, c_int, c_void};
 use std::ptr;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, OnceLock, PoisonError};
@@ -21,6 +21,13 @@ const LIBRARY: &str = "librbd.so.1";
 const LOCK_EXCLUSIVE: c_int = 0;
 /// RBD_WRITE_ZEROES_FLAG_THICK_PROVISION: the zeros are stored.
 const THICK_PROVISION: c_int = 1;
+
+/// The option with the number of threads on which librbd ends requests, and its default.
+///
+/// One thread instead takes many answers each time it wakes up; two wake each other, for a third more
+/// processor time a read.
+const THREADS: &str = "librados_thread_count";
+const DEFAULT_THREADS: &str = "2";
 
 /// An object of the library.
 type Handle = *mut c_void;
@@ -60,6 +67,7 @@ functions! {
     rados_conf_read_file(Handle, *const c_char) -> c_int;
     rados_conf_parse_env(Handle, *const c_char) -> c_int;
     rados_conf_set(Handle, *const c_char, *const c_char) -> c_int;
+    rados_conf_get(Handle, *const c_char, *mut c_char, usize) -> c_int;
     rados_connect(Handle) -> c_int;
     rados_shutdown(Handle) -> ();
     rados_ioctx_create(Handle, *const c_char, *mut Handle) -> c_int;
@@ -337,13 +345,17 @@ fn open_pool(
     let parsed = unsafe { (functions.rados_conf_parse_env)(handle, ptr::null()) };
     done(parsed).map_err(|errno| message("CEPH_ARGS", errno))?;
     let seconds = timeout.as_secs().max(1).to_string();
-    for (name, value) in [
+    let mut settings = vec![
         ("client_mount_timeout", &*seconds),
         ("rados_mon_op_timeout", &seconds),
         ("rados_osd_op_timeout", &seconds),
         // A write that fails is an error of its own then, not of a later flush.
         ("rbd_cache", "false"),
-    ] {
+    ];
+    if option(functions, handle, THREADS).as_deref() == Some(DEFAULT_THREADS) {
+        settings.push((THREADS, "1"));
+    }
+    for (name, value) in settings {
         let (option, value) = (c_string(name), c_string(value));
         // SAFETY: as above.
         let set = unsafe { (functions.rados_conf_set)(handle, option.as_ptr(), value.as_ptr()) };
@@ -374,6 +386,17 @@ fn open_pool(
         unsafe { (functions.rados_ioctx_set_namespace)(handle, namespace.as_ptr()) };
     }
     Ok(opened)
+}
+
+/// The value of an option of the cluster whose `handle` is open, if it is short.
+fn option(functions: &Functions, handle: Handle, name: &str) -> Option<String> {
+    let (name, mut value) = (c_string(name), [0u8; 16]);
+    // SAFETY: the handle is open, the name is a string of C, and `value` is written to as far as it goes.
+    let got = unsafe {
+        (functions.rados_conf_get)(handle, name.as_ptr(), value.as_mut_ptr().cast(), value.len())
+    };
+    done(got).ok()?;
+    Some(CStr::from_bytes_until_nul(&value).ok()?.to_str().ok()?.to_owned())
 }
 
 /// Counts transfers in flight.
