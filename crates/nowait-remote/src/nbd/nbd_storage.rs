@@ -3,7 +3,7 @@
 //! Invariant: a call waits for its own request only; the properties are those of the first connection,
 //! and the thread uses no connection to an export that lacks them.
 
-use std::io::{IoSlice, IoSliceMut};
+use std::io::{IoSlice, IoSliceMut, Read};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
@@ -165,15 +165,8 @@ impl Storage for NbdStorage {
         }
         let range = ByteRange::new(pos, len);
         let answer = self.call(Command::Read, range, false, Vec::new(), Operation::Read)?;
-        let mut rest = answer.data.as_slice();
-        for buf in bufs {
-            let (now, after) = rest.split_at(buf.len().min(rest.len()));
-            if let Some(part) = buf.get_mut(..now.len()) {
-                part.copy_from_slice(now);
-            }
-            rest = after;
-        }
-        Ok(len as usize)
+        let copied = answer.data.as_slice().read_vectored(bufs);
+        copied.map_err(|error| Error::from_io(&error, Operation::Read))
     }
 
     fn write(&self, bufs: &[IoSlice<'_>], pos: u64, flags: Flags) -> Result<usize, Error> {

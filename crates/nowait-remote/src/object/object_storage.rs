@@ -2,7 +2,7 @@
 //!
 //! Invariant: a call waits for its own read only; size and version are those of the first answer.
 
-use std::io::{IoSlice, IoSliceMut};
+use std::io::{IoSlice, IoSliceMut, Read};
 use std::os::fd::BorrowedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
@@ -216,15 +216,8 @@ impl Storage for ObjectStorage {
         let _ = self.jobs.send(ReadJob::new(range, Origin::Call(sender)));
         let data = answer.recv().unwrap_or(Err(libc::EIO));
         let data = data.map_err(|errno| Error::new(errno, Operation::Read).at(range))?;
-        let mut rest = data.as_slice();
-        for buf in bufs {
-            let (now, after) = rest.split_at(buf.len().min(rest.len()));
-            if let Some(part) = buf.get_mut(..now.len()) {
-                part.copy_from_slice(now);
-            }
-            rest = after;
-        }
-        Ok(len as usize)
+        let copied = data.as_slice().read_vectored(bufs);
+        copied.map_err(|error| Error::from_io(&error, Operation::Read))
     }
 
     fn write(&self, _: &[IoSlice<'_>], _: u64, _: Flags) -> Result<usize, Error> {
