@@ -27,11 +27,16 @@ pub fn set_up() {
     }));
 }
 
-/// Ends the process with `status`, after what was printed, without the destructors of libraries: where
-/// an image of a Ceph cluster is open, or being opened, threads of Ceph's library still use what those
-/// would destroy.
+/// Ends the process with `status` when what was printed is written.
 pub fn end(status: u8) -> ! {
     let _ = io::stdout().flush();
+    end_at_once(status)
+}
+
+/// Ends the process with `status`, without waiting for a thread that prints, and without the destructors
+/// of libraries: where an image of a Ceph cluster is open, or being opened, threads of Ceph's library
+/// still use what those would destroy.
+pub fn end_at_once(status: u8) -> ! {
     signal_hook::low_level::exit(status.into())
 }
 

@@ -55,7 +55,7 @@ pub(crate) fn flag() -> io::Result<Arc<AtomicBool>> {
         for _ in signals.forever() {
             set.store(true, Ordering::Relaxed);
             if first.get_or_insert_with(Instant::now).elapsed() > REPORT_AFTER {
-                process::end(ENDED_AT_ONCE);
+                process::end_at_once(ENDED_AT_ONCE);
             }
         }
     };
@@ -219,7 +219,7 @@ fn end_at_once(state: &State) -> ! {
     };
     log::write_line(Level::ERROR, format!("ended by a second signal: {what}"));
     state.leftovers.iter().filter_map(Weak::upgrade).for_each(|leftover| leftover.remove());
-    process::end(ENDED_AT_ONCE)
+    process::end_at_once(ENDED_AT_ONCE)
 }
 
 fn remaining(stopper: &ShutdownHandle) -> String {
