@@ -51,7 +51,7 @@ pub(crate) struct Editor<'a> {
     deferred_free: Vec<u64>,
     /// Those of the previous batch, whose entries become durable with the next sync.
     deferred_free_before: Vec<u64>,
-    /// Clusters that several entries named: how many do so no more.
+    /// Clusters that several entries named, each with the number of those that were removed.
     shared: BTreeMap<u64, u64>,
     batch_bytes: u64,
 }
