@@ -2,8 +2,9 @@
 //!
 //! Invariant: no image is opened twice for writing; every warning is in the log.
 
+use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::{fs, io};
 
 use nowait_cli::error::{CliError, os_message};
@@ -25,6 +26,29 @@ pub(crate) struct OpenedDisk {
     pub(crate) options: ChainOptions,
     /// What clients are told; the name of the file, not its directory, if there is nothing.
     pub(crate) description: Option<String>,
+    pub(crate) identity: ImageIdentity,
+}
+
+/// By which it can be told whether two images are one.
+#[derive(Clone, Debug)]
+pub(crate) struct ImageIdentity {
+    /// The path or URI.
+    name: PathBuf,
+    /// The device and inode of a file.
+    file: Option<(u64, u64)>,
+}
+
+impl ImageIdentity {
+    /// The identity of the image called `name`, as of now.
+    pub(crate) fn of(name: &Path) -> Self {
+        let file = fs::metadata(name).map(|meta| (meta.dev(), meta.ino())).ok();
+        Self { name: name.to_owned(), file }
+    }
+
+    /// Whether both are one file, or the same URI.
+    pub(crate) fn is_same(&self, other: &Self) -> bool {
+        self.name == other.name || self.file.is_some() && self.file == other.file
+    }
 }
 
 impl OpenedDisk {
@@ -72,7 +96,8 @@ impl OpenedDisk {
     ) -> Result<Self, CliError> {
         let image = image.map_err(|error| failed(&options, &named.image, &error))?;
         image.warnings().iter().for_each(|warning| warn!("{warning}"));
-        Ok(Self { named, image, options, description })
+        let identity = ImageIdentity::of(&named.image);
+        Ok(Self { named, image, options, description, identity })
     }
 
     /// Flushes the image. With `ended`, which requires that no request is in flight, unused space
@@ -90,8 +115,10 @@ pub(crate) fn open_all(
     common: &Common,
 ) -> Result<Vec<OpenedDisk>, CliError> {
     let mut all: Vec<OpenedDisk> = Vec::new();
+    let (mut names, mut files) = (HashSet::new(), HashSet::new());
     for named in exports {
-        let same = all.iter().any(|other| is_same_image(&other.named.image, &named.image));
+        let ImageIdentity { name, file } = ImageIdentity::of(&named.image);
+        let same = !names.insert(name) | file.is_some_and(|file| !files.insert(file));
         if same && !args.read_only {
             let what = "it is given twice (serve it under one name, or try --read-only)";
             return Err(CliError::at(&named.image, what));
@@ -124,12 +151,6 @@ pub(crate) fn common(args: &ServeArgs) -> Result<Common, CliError> {
         }
     }
     Ok(Common { options: ChainOptions { backing_storages, ..chain_options(args) }, remote })
-}
-
-/// Whether both are one file, or the same URI.
-pub(crate) fn is_same_image(one: &Path, other: &Path) -> bool {
-    let id = |path| fs::metadata(path).map(|meta| (meta.dev(), meta.ino())).ok();
-    one == other || id(one).is_some_and(|one| id(other) == Some(one))
 }
 
 /// How the images of `args` are opened.

@@ -13,7 +13,6 @@ use crate::args::ServeArgs;
 use crate::args::tls_args::Encryption;
 use crate::export_spec::NamedExport;
 use crate::open_disk::OpenedDisk;
-use crate::vhost_user_spec::VhostUserArg;
 
 /// Prints that clients can connect, and where. The parent process knows inherited sockets, and
 /// standard output may be read by another program then, as in `nbdcopy -- [ nowait serve IMAGE ]
@@ -38,13 +37,14 @@ pub(crate) fn ready_lines(
         QueueKind::Auto | QueueKind::Uring | QueueKind::Polled => "uring",
         QueueKind::Threads => "threads",
     };
-    let exports = all.iter().map(|opened| {
+    let sockets = vhost_user_paths(args, all);
+    let exports = all.iter().zip(sockets).map(|(opened, sockets)| {
         serde_json::json!({
             "name": opened.named.name,
             "image": opened.named.image.to_string_lossy(),
             "format": opened.image.format().name(),
             "uris": uris(args, listens, &opened.named),
-            "vhost_user": vhost_user_paths(args, all, opened),
+            "vhost_user": sockets,
             "size_bytes": opened.image.size(),
             "read_only": opened.image.is_read_only(),
             "direct_io": opened.image.is_direct(),
@@ -86,19 +86,17 @@ pub(crate) fn uris(args: &ServeArgs, listens: &[Address], named: &NamedExport) -
     listens.iter().map(|listen| listen.uri(&named.name, tls)).collect()
 }
 
-/// The vhost-user sockets of `opened`, one of `all`.
-pub(crate) fn vhost_user_paths(
-    args: &ServeArgs,
-    all: &[OpenedDisk],
-    opened: &OpenedDisk,
-) -> Vec<String> {
+/// The vhost-user sockets of each of `all`.
+pub(crate) fn vhost_user_paths(args: &ServeArgs, all: &[OpenedDisk]) -> Vec<Vec<String>> {
     let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
-    let is_its = |socket: &&VhostUserArg| {
+    let mut paths = vec![Vec::new(); all.len()];
+    for socket in &args.vhost_user.sockets {
         let index = socket.export_of(&named).ok();
-        index.and_then(|index| named.get(index)) == Some(&opened.named)
-    };
-    let sockets = args.vhost_user.sockets.iter().filter(is_its);
-    sockets.map(|socket| socket.socket.to_string()).collect()
+        if let Some(its) = index.and_then(|index| paths.get_mut(index)) {
+            its.push(socket.socket.to_string());
+        }
+    }
+    paths
 }
 
 pub(crate) fn print_hint(args: &ServeArgs, listens: &[Address], named: &NamedExport) {

@@ -2,6 +2,7 @@
 //!
 //! Invariant: what a request names is opened only where the user has allowed it.
 
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
@@ -21,8 +22,8 @@ use crate::allowed_places::{AllowedPlaces, absolute};
 use crate::export_spec::{NamedExport, parse_name};
 use crate::image_exchange::ImageExchange;
 use crate::listen_address;
-use crate::open_disk::{Common, OpenedDisk, is_same_image};
-use crate::served_disks::{ServedDisk, ServedDisks};
+use crate::open_disk::{Common, ImageIdentity, OpenedDisk};
+use crate::served_disks::{ServedDisk, ServedDisks, change_settings};
 use crate::upgrade::hand_over::{Upgrades, hand_over};
 use crate::upgrade::messages::ExportState;
 use crate::upgrade::parked_disks::ParkedDisks;
@@ -79,11 +80,11 @@ impl RunningServer {
     }
 
     fn id_of(&self, id: u64) -> Result<ExportId, ControlError> {
-        let found = self.exports.list().into_iter().find(|(known, _)| known.number() == id);
-        found.map(|(id, _)| id).ok_or_else(no_such_export)
+        self.exports.with_number(id).ok_or_else(no_such_export)
     }
 
-    fn info_of(&self, status: ExportStatus, disks: &[ServedDisk]) -> ExportInfo {
+    /// An export as of `status`, whose image is `served`, unless it was removed meanwhile.
+    fn info_of(status: ExportStatus, served: Option<&ServedDisk>) -> ExportInfo {
         let mut info = ExportInfo {
             id: status.id.number(),
             size_bytes: status.size,
@@ -102,7 +103,7 @@ impl RunningServer {
             description: status.description,
             ..ExportInfo::default()
         };
-        if let Some(served) = disks.iter().find(|served| served.id == status.id) {
+        if let Some(served) = served {
             let OpenedDisk { named, image, .. } = &served.disk;
             info.image = full_name(named).to_string_lossy().into_owned();
             info.format = image.format().name().to_owned();
@@ -114,14 +115,13 @@ impl RunningServer {
 
     /// The exports, for a program that takes over.
     fn states(&self) -> Vec<ExportState> {
-        let all = self.exports.status();
         let state = |served: &ServedDisk| {
             let OpenedDisk { named, options, description, .. } = &served.disk;
-            let status = all.iter().find(|status| status.id == served.id);
-            let changes = status.map_or_else(PatchExport::default, |status| PatchExport {
-                limits: Some(status.limits.into()),
-                connection_limits: Some(status.client_limits.into()),
-                read_only: Some(status.read_only).filter(|read_only| *read_only),
+            let changes = self.exports.changes_of(served.id);
+            let changes = changes.map(|(limits, client_limits, read_only)| PatchExport {
+                limits: Some(limits.into()),
+                connection_limits: Some(client_limits.into()),
+                read_only: Some(read_only).filter(|read_only| *read_only),
                 ..PatchExport::default()
             });
             ExportState {
@@ -132,14 +132,10 @@ impl RunningServer {
                 read_only: !options.writable,
                 backing_dirs: options.backing_dirs.iter().map(|dir| dir.clone().into()).collect(),
                 backing: options.backing_storages.names().map(str::to_owned).collect(),
-                changes,
+                changes: changes.unwrap_or_default(),
             }
         };
         self.disks.lock().iter().map(state).collect()
-    }
-
-    fn export(&self, id: u64) -> Result<ExportInfo, ControlError> {
-        self.exports().into_iter().find(|export| export.id == id).ok_or_else(no_such_export)
     }
 
     /// The storages that all exports may stand on, and those of `backing`, which are opened unless
@@ -278,19 +274,33 @@ impl ControlledServer for RunningServer {
 
     fn exports(&self) -> Vec<ExportInfo> {
         let (status, disks) = (self.exports.status(), self.disks.lock());
-        status.into_iter().map(|status| self.info_of(status, &disks)).collect()
+        let served: BTreeMap<_, _> = disks.iter().map(|served| (served.id, served)).collect();
+        let info = |status: ExportStatus| {
+            let served = served.get(&status.id).copied();
+            Self::info_of(status, served)
+        };
+        status.into_iter().map(info).collect()
+    }
+
+    fn find(&self, name: &str) -> Option<u64> {
+        self.exports.find(name).map(ExportId::number)
+    }
+
+    fn export(&self, id: u64) -> Result<ExportInfo, ControlError> {
+        let status = self.exports.status_of(self.id_of(id)?).ok_or_else(no_such_export)?;
+        let disks = self.disks.lock();
+        let served = disks.iter().find(|served| served.id == status.id);
+        Ok(Self::info_of(status, served))
     }
 
     fn connections(&self) -> Vec<ConnectionInfo> {
-        let names = self.exports.list();
+        let names: BTreeMap<_, _> = self.exports.list().into_iter().collect();
         let now = SystemTime::now();
         let info = |status: nowait_server::ConnectionStatus| ConnectionInfo {
             id: status.id,
             frontend: status.frontend.name().to_owned(),
             peer: status.peer,
-            export: status.export.and_then(|id| {
-                names.iter().find(|(known, _)| *known == id).map(|(_, name)| name.clone())
-            }),
+            export: status.export.and_then(|id| names.get(&id).cloned()),
             tls: status.tls,
             age_seconds: now.duration_since(status.since).unwrap_or_default().as_secs_f64(),
         };
@@ -308,7 +318,8 @@ impl ControlledServer for RunningServer {
             Some(_) => return Err(ControlError::Invalid("the format is raw or qcow2".into())),
         };
         let _changing = self.begin_change();
-        let is_it = |other: &ServedDisk| is_same_image(&other.disk.named.image, &image);
+        let identity = ImageIdentity::of(&image);
+        let is_it = |other: &ServedDisk| other.disk.identity.is_same(&identity);
         let same = self.disks.lock().iter().any(is_it);
         if same && !read_only {
             return Err(conflict(format!("{}: it is served already", image.display())));
@@ -366,15 +377,7 @@ impl ControlledServer for RunningServer {
             let _changing = self.begin_change();
             self.image_exchange(id).resize(size, change.shrink)?;
         }
-        if let Some(limits) = change.limits {
-            self.exports.set_limits(id, limits.into()).map_err(failed)?;
-        }
-        if let Some(limits) = change.connection_limits {
-            self.exports.set_client_limits(id, limits.into()).map_err(failed)?;
-        }
-        if let Some(read_only) = change.read_only {
-            self.exports.set_read_only(id, read_only).map_err(failed)?;
-        }
+        change_settings(&self.exports, id, &change).map_err(failed)?;
         self.export(id.number())
     }
 

@@ -4,7 +4,8 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use nowait_server::ExportId;
+use nowait_control::PatchExport;
+use nowait_server::{ExportId, Exports};
 
 use crate::open_disk::OpenedDisk;
 
@@ -13,6 +14,25 @@ pub(crate) struct ServedDisk {
     pub(crate) id: ExportId,
     pub(crate) disk: OpenedDisk,
     pub(crate) places: Vec<String>,
+}
+
+/// Makes those changes of export `id` for which no image is opened: its limits, and whether changes are
+/// refused.
+///
+/// # Errors
+/// There is no such export; its image was opened for reading only; a limit is not valid.
+pub(crate) fn change_settings(
+    exports: &Exports,
+    id: ExportId,
+    change: &PatchExport,
+) -> Result<(), nowait::Error> {
+    if let Some(limits) = change.limits {
+        exports.set_limits(id, limits.into())?;
+    }
+    if let Some(limits) = change.connection_limits {
+        exports.set_client_limits(id, limits.into())?;
+    }
+    change.read_only.map_or(Ok(()), |read_only| exports.set_read_only(id, read_only))
 }
 
 /// The images of a server; clones share them.

@@ -17,6 +17,15 @@ pub trait ControlledServer: Send + Sync + 'static {
     /// The exports that clients can choose, the default first.
     fn exports(&self) -> Vec<ExportInfo>;
 
+    /// The number of the export that clients choose by `name`.
+    fn find(&self, name: &str) -> Option<u64>;
+
+    /// Export `id` alone.
+    ///
+    /// # Errors
+    /// There is no such export.
+    fn export(&self, id: u64) -> Result<ExportInfo, ControlError>;
+
     /// The connections of clients, the oldest first.
     fn connections(&self) -> Vec<ConnectionInfo>;
 

@@ -17,7 +17,7 @@ use serde::Serialize;
 use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 
-use crate::api::{AddExport, ExportInfo, PatchExport, ServerInfo, SnapshotRequest, UpgradeRequest};
+use crate::api::{AddExport, PatchExport, ServerInfo, SnapshotRequest, UpgradeRequest};
 use crate::controlled_server::{ControlError, ControlledServer};
 use crate::events::Events;
 use crate::origin::own_origin_first;
@@ -112,7 +112,7 @@ async fn list(State(server): State<Server>) -> Answer {
 }
 
 async fn show(State(server): State<Server>, Part(name): Part) -> Answer {
-    on_thread(move || json(find(&server, &name)?)).await
+    on_thread(move || json(server.export(find(&server, &name)?)?)).await
 }
 
 async fn add(State(server): State<Server>, body: Bytes) -> Answer {
@@ -135,7 +135,7 @@ async fn remove(
         Some(_) => return Err(ControlError::Invalid("the mode is 'safe' or 'hard'".into())),
     };
     on_thread(move || {
-        server.remove(find(&server, &name)?.id, hard)?;
+        server.remove(find(&server, &name)?, hard)?;
         Ok(StatusCode::NO_CONTENT.into_response())
     })
     .await
@@ -143,12 +143,12 @@ async fn remove(
 
 async fn change(State(server): State<Server>, Part(name): Part, body: Bytes) -> Answer {
     let changes: PatchExport = parse(&body)?;
-    on_thread(move || json(server.change(find(&server, &name)?.id, changes)?)).await
+    on_thread(move || json(server.change(find(&server, &name)?, changes)?)).await
 }
 
 async fn flush(State(server): State<Server>, Part(name): Part) -> Answer {
     on_thread(move || {
-        server.flush(find(&server, &name)?.id)?;
+        server.flush(find(&server, &name)?)?;
         Ok(StatusCode::NO_CONTENT.into_response())
     })
     .await
@@ -156,7 +156,7 @@ async fn flush(State(server): State<Server>, Part(name): Part) -> Answer {
 
 async fn snapshot(State(server): State<Server>, Part(name): Part, body: Bytes) -> Answer {
     let request: SnapshotRequest = parse(&body)?;
-    on_thread(move || json(server.snapshot(find(&server, &name)?.id, request)?)).await
+    on_thread(move || json(server.snapshot(find(&server, &name)?, request)?)).await
 }
 
 async fn disconnect(State(server): State<Server>, Part(id): Part) -> Answer {
@@ -188,16 +188,11 @@ async fn upgrade(
     upgraded
 }
 
-/// The export called `name`, or, if there is none, the one with the number N of `@N`.
-fn find(server: &Server, name: &str) -> Result<ExportInfo, ControlError> {
-    let mut exports = server.exports();
-    let number = name.strip_prefix('@').and_then(|number| number.parse().ok());
-    let at = exports.iter().position(|export| export.name == name);
-    let at = at.or_else(|| exports.iter().position(|export| Some(export.id) == number));
-    match at {
-        Some(at) => Ok(exports.swap_remove(at)),
-        None => Err(ControlError::NotFound("there is no such export".into())),
-    }
+/// The number of the export called `name`, or, if there is none, the number N of `@N`.
+fn find(server: &Server, name: &str) -> Result<u64, ControlError> {
+    let number = || name.strip_prefix('@').and_then(|number| number.parse().ok());
+    let none = || ControlError::NotFound("there is no such export".into());
+    server.find(name).or_else(number).ok_or_else(none)
 }
 
 fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ControlError> {

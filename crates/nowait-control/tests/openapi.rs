@@ -35,7 +35,19 @@ impl ControlledServer for Noting {
     }
 
     fn exports(&self) -> Vec<ExportInfo> {
+        self.note("exports".into());
         vec![export()]
+    }
+
+    fn find(&self, name: &str) -> Option<u64> {
+        (name == "a/b c").then_some(3)
+    }
+
+    fn export(&self, id: u64) -> Result<ExportInfo, ControlError> {
+        match id {
+            3 => Ok(export()),
+            _ => Err(ControlError::NotFound("there is no such export".into())),
+        }
     }
 
     fn connections(&self) -> Vec<ConnectionInfo> {

@@ -284,6 +284,18 @@ impl Shared {
         export: &Arc<RegisteredExport>,
         send: impl FnOnce(Destination<'_>),
     ) {
+        if self.send_to(export, send) {
+            self.retire_longest_idle();
+        }
+    }
+
+    /// The same, and leaves idle threads of all exports as they are. Returns whether a thread was
+    /// started.
+    fn send_to(
+        self: &Arc<Self>,
+        export: &Arc<RegisteredExport>,
+        send: impl FnOnce(Destination<'_>),
+    ) -> bool {
         let start = |queue| {
             // `stop` wakes up the threads of the list after it, so it cannot miss this one.
             let starts = !self.is_stopping();
@@ -292,9 +304,13 @@ impl Shared {
                 |error: &Error| tracing::error!("export {}, queue {queue}: {error}", export.id);
             started.inspect_err(log).ok()
         };
-        if export.assign(self.queues(), start, send) {
-            self.retire_longest_idle();
-        }
+        export.assign(self.queues(), start, send)
+    }
+
+    /// Sends a connection to a thread of `export`, as [`Shared::send_to`]: one of many that come back
+    /// together.
+    fn bring_back(self: &Arc<Self>, export: &Arc<RegisteredExport>, arrival: HandoffConnection) {
+        self.send_to(export, |destination| destination.take_connection(arrival));
     }
 
     /// Starts the thread of a vhost-user socket for `export`, which was registered with devices.
@@ -438,10 +454,7 @@ impl ExportDirectory for Shared {
 
     fn assign(self: Arc<Self>, export: ExportId, arrival: HandoffConnection) {
         let Some(export) = self.registry.get(export) else { return };
-        self.assign_to(&export, |destination| match destination {
-            Destination::Thread(thread) => thread.connections.assign(arrival),
-            Destination::Parking(parking) => parking.connections.push(arrival),
-        });
+        self.assign_to(&export, |destination| destination.take_connection(arrival));
     }
 
     fn park_listeners(&self, export: ExportId, listeners: Vec<Listener>) {

@@ -101,6 +101,36 @@ impl Exports {
         self.0.registry.served().iter().map(|export| ExportStatus::of(export)).collect()
     }
 
+    /// The same of one export, whose threads alone are asked; `None` if clients cannot choose it.
+    #[must_use]
+    pub fn status_of(&self, id: ExportId) -> Option<ExportStatus> {
+        let export = self.0.registry.served_export(id)?;
+        export.threads().iter().for_each(|thread| thread.wake());
+        std::thread::sleep(PUBLISH_TIME);
+        Some(ExportStatus::of(&export))
+    }
+
+    /// The export that clients choose by `name`.
+    #[must_use]
+    pub fn find(&self, name: &str) -> Option<ExportId> {
+        self.0.registry.find(name).map(|export| export.id)
+    }
+
+    /// The export with this [`ExportId::number`], if clients can choose it.
+    #[must_use]
+    pub fn with_number(&self, number: u64) -> Option<ExportId> {
+        self.0.registry.served_export(ExportId(number)).map(|export| export.id)
+    }
+
+    /// What was changed of an export, without a wait: its limits, those of each client, and whether
+    /// changes are refused. `None` if clients cannot choose it.
+    #[must_use]
+    pub fn changes_of(&self, id: ExportId) -> Option<(Limits, Limits, bool)> {
+        let export = self.0.registry.served_export(id)?;
+        let limits = &export.limits;
+        Some((limits.get(), limits.of_clients(), export.export().is_read_only()))
+    }
+
     /// The connections of clients, in the order of their acceptance.
     #[must_use]
     pub fn connections(&self) -> Vec<ConnectionStatus> {

@@ -119,7 +119,7 @@ fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), C
     if let Some(take_over) = &take_over {
         let clients = adopted.unwrap_or_default();
         add_places(&mut disks.lock(), &clients);
-        take_over.serve(&server.exports(), &running, later, clients)?;
+        take_over.serve(&server.exports(), later, clients)?;
         ublk.iter().try_for_each(|node| start_node(node, image))?;
     }
     pid_file.iter().filter_map(|file| file.appear().err()).for_each(|error| warn!("{error}"));
@@ -282,14 +282,11 @@ fn served(
     listens: &[Address],
     node: Option<&str>,
 ) -> Vec<ServedDisk> {
-    let places: Vec<Vec<String>> = all
-        .iter()
-        .map(|disk| {
-            let sockets = vhost_user_paths(args, &all, disk);
-            let sockets = sockets.into_iter().map(|path| format!("vhost-user:{path}"));
-            uris(args, listens, &disk.named).into_iter().chain(sockets).collect()
-        })
-        .collect();
+    let places = |(disk, sockets): (&OpenedDisk, Vec<String>)| -> Vec<String> {
+        let sockets = sockets.into_iter().map(|path| format!("vhost-user:{path}"));
+        uris(args, listens, &disk.named).into_iter().chain(sockets).collect()
+    };
+    let places: Vec<_> = all.iter().zip(vhost_user_paths(args, &all)).map(places).collect();
     let ids = server.exports().list().into_iter().map(|(id, _)| id);
     let mut served: Vec<ServedDisk> = ids
         .zip(all.into_iter().zip(places))

@@ -4,6 +4,7 @@
 //! can be executed; descriptors that are open keep what they can do. A path that does not exist when
 //! the sandbox is entered gives no rights.
 
+use std::collections::BTreeMap;
 use std::os::fd::{AsFd, IntoRawFd, OwnedFd};
 use std::path::{Path, PathBuf};
 
@@ -24,7 +25,7 @@ const HANDLED: ABI = ABI::V8;
 /// connected to.
 #[derive(Clone, Debug, Default)]
 pub struct FileAccess {
-    paths: Vec<(PathBuf, BitFlags<AccessFs>)>,
+    paths: BTreeMap<PathBuf, BitFlags<AccessFs>>,
     ports: Vec<u16>,
     /// Why there is no such restriction.
     unrestricted: Option<&'static str>,
@@ -85,7 +86,7 @@ impl FileAccess {
     }
 
     fn add(&mut self, path: impl AsRef<Path>, access: BitFlags<AccessFs>) {
-        self.paths.push((path.as_ref().to_owned(), access));
+        *self.paths.entry(path.as_ref().to_owned()).or_default() |= access;
     }
 }
 

@@ -40,6 +40,9 @@ pub(crate) struct Upgrades {
 
 /// A server that has stopped serving, and goes on when this is dropped.
 pub(crate) trait Parked {
+    /// When it stopped to serve.
+    fn begun(&self) -> Instant;
+
     /// The descriptors that hold the locks of each export's image.
     fn images(&self) -> Vec<Vec<BorrowedFd<'_>>>;
 
@@ -77,7 +80,6 @@ pub(crate) fn hand_over<P: Parked>(
     let launcher = launcher.map_err(|why| ControlError::Conflict(why.clone()))?;
     let (channel, process) = launcher.launch(binary)?;
     let version = announce(&channel, upgrades, exports)?;
-    let begin = Instant::now();
     let parked = park()?;
     let connections = parked.connections()?;
     let devices = parked.devices()?;
@@ -88,7 +90,7 @@ pub(crate) fn hand_over<P: Parked>(
     drop((connections, devices));
     receive(&channel, READY_TIMEOUT)?;
     channel.send(&Go, &[], &[], READY_TIMEOUT).map_err(|error| lost(&error))?;
-    let pause_ms = begin.elapsed().as_secs_f64() * 1e3;
+    let pause_ms = parked.begun().elapsed().as_secs_f64() * 1e3;
     let pid = process.serves();
     parked.release(pid);
     Ok(UpgradeReport { pid, version, pause_ms, connections: count, closed })

@@ -3,11 +3,13 @@
 //! Invariant: everything that was written is on storage; the server goes on when this is dropped, with
 //! the images as they are.
 
+use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
 use std::sync::MutexGuard;
+use std::time::Instant;
 
 use nowait_control::ControlError;
-use nowait_server::{ConnectionState, Exports, ParkedDevice, ParkedServer};
+use nowait_server::{ConnectionState, ExportId, Exports, ParkedDevice, ParkedServer};
 use rustix::io::Errno;
 
 use crate::served_disks::ServedDisk;
@@ -18,6 +20,7 @@ use crate::upgrade::hand_over::{DRAIN_TIMEOUT, Parked};
 pub(crate) struct ParkedDisks<'a> {
     disks: MutexGuard<'a, Vec<ServedDisk>>,
     server: ParkedServer,
+    begun: Instant,
 }
 
 impl<'a> ParkedDisks<'a> {
@@ -30,8 +33,9 @@ impl<'a> ParkedDisks<'a> {
         disks: MutexGuard<'a, Vec<ServedDisk>>,
     ) -> Result<Self, ControlError> {
         let failed = |error: nowait::Error| ControlError::Failed(error.to_string());
-        // The flush of the pause has little left to do.
+        // Clients are served meanwhile, and the flush of the pause has little left to do.
         disks.iter().try_for_each(|served| served.disk.image.flush()).map_err(failed)?;
+        let begun = Instant::now();
         let server = exports.park(DRAIN_TIMEOUT).map_err(|error| {
             let why = match Errno::from_raw_os_error(error.errno()) {
                 Errno::OPNOTSUPP => "the ublk driver of this kernel cannot keep requests back (Linux 6.16 can): restart it",
@@ -41,11 +45,23 @@ impl<'a> ParkedDisks<'a> {
             ControlError::Conflict(why.into())
         })?;
         disks.iter().try_for_each(|served| served.disk.image.settle()).map_err(failed)?;
-        Ok(Self { disks, server })
+        Ok(Self { disks, server, begun })
+    }
+
+    /// Each of `all` with the index of its export.
+    fn with_indices<T>(&self, all: Vec<(ExportId, T)>) -> Vec<(usize, T)> {
+        let disks = self.disks.iter().enumerate();
+        let indices: BTreeMap<_, _> = disks.map(|(index, served)| (served.id, index)).collect();
+        let index = |id| indices.get(&id).copied();
+        all.into_iter().filter_map(|(id, it)| Some((index(id)?, it))).collect()
     }
 }
 
 impl Parked for ParkedDisks<'_> {
+    fn begun(&self) -> Instant {
+        self.begun
+    }
+
     fn images(&self) -> Vec<Vec<BorrowedFd<'_>>> {
         self.disks.iter().map(|served| served.disk.image.held_files()).collect()
     }
@@ -53,15 +69,13 @@ impl Parked for ParkedDisks<'_> {
     fn connections(&self) -> Result<Vec<(usize, ConnectionState)>, ControlError> {
         let states = self.server.connections();
         let states = states.map_err(|error| ControlError::Failed(error.to_string()))?;
-        let index = |id| self.disks.iter().position(|served| served.id == id);
-        Ok(states.into_iter().filter_map(|(id, state)| Some((index(id)?, state))).collect())
+        Ok(self.with_indices(states))
     }
 
     fn devices(&self) -> Result<Vec<(usize, ParkedDevice)>, ControlError> {
         let devices = self.server.devices(DRAIN_TIMEOUT);
         let devices = devices.map_err(|error| ControlError::Failed(error.to_string()))?;
-        let index = |id| self.disks.iter().position(|served| served.id == id);
-        Ok(devices.into_iter().filter_map(|(id, device)| Some((index(id)?, device))).collect())
+        Ok(self.with_indices(devices))
     }
 
     fn left_over(&self, count: usize) -> usize {

@@ -11,7 +11,6 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nowait_cli::error::{CliError, os_message};
-use nowait_control::ControlledServer;
 use nowait_image::{ChainOptions, Format, HandedOver, NamedStorages};
 use nowait_nbd::Address;
 use nowait_remote::Location;
@@ -21,6 +20,7 @@ use tracing::warn;
 use crate::export_spec::NamedExport;
 use crate::open_chain;
 use crate::open_disk::{Common, OpenedDisk};
+use crate::served_disks::change_settings;
 use crate::upgrade::channel::{Channel, Message};
 use crate::upgrade::messages::{
     Answer, Begin, DeviceMessage, Drained, ExportState, Go, ListenerState, PROTOCOL, VmmMessage,
@@ -178,20 +178,19 @@ impl TakeOver {
     }
 
     /// Tells that this program is ready and, at the old one's word, serves what it has left: the clients
-    /// of `listeners`, `clients`, and the exports as they were changed, in `running`.
+    /// of `listeners`, `clients`, and the exports as they were changed.
     ///
     /// # Errors
     /// The old program has ended, or has called it off.
     pub(crate) fn serve(
         &self,
         server: &Exports,
-        running: &impl ControlledServer,
         listeners: Vec<Listener>,
         clients: ParkedClients,
     ) -> Result<(), CliError> {
         let ids: Vec<_> = server.list().into_iter().map(|(id, _)| id).collect();
         for (id, state) in ids.iter().zip(&self.exports) {
-            if let Err(error) = running.change(id.number(), state.changes.clone()) {
+            if let Err(error) = change_settings(server, *id, &state.changes) {
                 warn!("export {:?} is not as it was changed: {error}", state.name);
             }
         }

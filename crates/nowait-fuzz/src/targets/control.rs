@@ -71,6 +71,17 @@ impl ControlledServer for Noting {
         vec![ExportInfo { id: 3, name: "a/b c".into(), ..ExportInfo::default() }]
     }
 
+    fn find(&self, name: &str) -> Option<u64> {
+        (name == "a/b c").then_some(3)
+    }
+
+    fn export(&self, id: u64) -> Result<ExportInfo, ControlError> {
+        match id {
+            3 => Ok(ExportInfo { id: 3, name: "a/b c".into(), ..ExportInfo::default() }),
+            _ => Err(ControlError::NotFound("there is no such export".into())),
+        }
+    }
+
     fn connections(&self) -> Vec<ConnectionInfo> {
         vec![ConnectionInfo::default()]
     }

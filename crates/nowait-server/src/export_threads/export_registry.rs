@@ -3,7 +3,7 @@
 //! Invariant: an id is never used again. A removed export is chosen by no further client and gets no
 //! further thread; its threads end with their last connections, and it stays registered until then.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, HashMap};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError, RwLock, RwLockReadGuard};
 use std::time::{Duration, Instant};
@@ -132,6 +132,16 @@ pub(crate) enum Destination<'a> {
     Parking(&'a mut Parking),
 }
 
+impl Destination<'_> {
+    /// The connection of a client that has chosen the export.
+    pub(crate) fn take_connection(self, connection: HandoffConnection) {
+        match self {
+            Self::Thread(thread) => thread.connections.assign(connection),
+            Self::Parking(parking) => parking.connections.push(connection),
+        }
+    }
+}
+
 /// What the threads of an export have left for the next ones.
 #[derive(Default)]
 pub(crate) struct Parking {
@@ -203,12 +213,9 @@ impl RegisteredExport {
         controls.iter().for_each(|handle| handle.tell_config_change());
     }
 
-    /// Stops the queues of the virtual machines, and those that are set up later, until
-    /// [`RegisteredExport::resume_devices`]. Waits until `deadline` for their requests in flight.
-    /// Returns whether they have stopped.
-    pub(crate) fn suspend_devices(&self, deadline: Instant) -> bool {
-        let controls = lock(&self.controls).clone();
-        controls.iter().all(|handle| handle.suspend(deadline))
+    /// The threads of its vhost-user sockets.
+    pub(crate) fn controls(&self) -> Vec<Arc<ControlHandle>> {
+        lock(&self.controls).clone()
     }
 
     /// The devices of virtual machines, which are suspended, for another process. As
@@ -389,6 +396,8 @@ pub(crate) struct Registry(RwLock<Exports>);
 
 struct Exports {
     by_id: BTreeMap<ExportId, Arc<RegisteredExport>>,
+    /// The first of each name; it may be removed already.
+    by_name: HashMap<String, ExportId>,
     next: u64,
 }
 
@@ -398,7 +407,7 @@ impl Registry {
 
     /// The exports of `exports`, each with whether it is a disk of virtual machines too.
     pub(crate) fn new(exports: impl IntoIterator<Item = (Arc<dyn Servable>, bool)>) -> Self {
-        let mut all = Exports { by_id: BTreeMap::new(), next: 0 };
+        let mut all = Exports { by_id: BTreeMap::new(), by_name: HashMap::new(), next: 0 };
         for (export, has_devices) in exports {
             all.add(export, has_devices);
         }
@@ -415,8 +424,7 @@ impl Registry {
         has_devices: bool,
     ) -> Result<ExportId, Error> {
         let mut exports = self.0.write().unwrap_or_else(PoisonError::into_inner);
-        let mut served = exports.by_id.values().filter(|other| !other.is_removed());
-        if served.any(|other| other.export().name() == export.name()) {
+        if exports.find(export.name()).is_some() {
             return Err(Error::new(libc::EEXIST, Operation::SetUp));
         }
         Ok(exports.add(export, has_devices))
@@ -425,6 +433,16 @@ impl Registry {
     /// An export, unless it was removed and has no thread any more.
     pub(crate) fn get(&self, id: ExportId) -> Option<Arc<RegisteredExport>> {
         self.read().by_id.get(&id).cloned()
+    }
+
+    /// The export that clients choose by `name`.
+    pub(crate) fn find(&self, name: &str) -> Option<Arc<RegisteredExport>> {
+        self.read().find(name).cloned()
+    }
+
+    /// An export that clients can choose.
+    pub(crate) fn served_export(&self, id: ExportId) -> Option<Arc<RegisteredExport>> {
+        self.get(id).filter(|export| !export.is_removed())
     }
 
     /// The export of clients that name none, whose threads accept all connections.
@@ -504,6 +522,7 @@ impl Registry {
         };
         let mut exports = self.0.write().unwrap_or_else(PoisonError::into_inner);
         if is_over && exports.by_id.remove(&export.id).is_some() {
+            exports.forget_name(export);
             export.export().summarize_faults();
         }
     }
@@ -517,7 +536,33 @@ impl Exports {
     fn add(&mut self, export: Arc<dyn Servable>, has_devices: bool) -> ExportId {
         let id = ExportId(self.next);
         self.next += 1;
+        if self.find(export.name()).is_none() {
+            self.by_name.insert(export.name().to_owned(), id);
+        }
         self.by_id.insert(id, Arc::new(RegisteredExport::new(id, export, has_devices)));
         id
+    }
+
+    /// The first export called `name` that clients can choose.
+    fn find(&self, name: &str) -> Option<&Arc<RegisteredExport>> {
+        let first = self.by_id.get(self.by_name.get(name)?)?;
+        if !first.is_removed() {
+            return Some(first);
+        }
+        // Only exports that were there from the start can have one name.
+        self.by_id.values().find(|other| !other.is_removed() && other.export().name() == name)
+    }
+
+    /// Another export that has the name of `removed` is the first one of that name now.
+    fn forget_name(&mut self, removed: &RegisteredExport) {
+        let export = removed.export();
+        if self.by_name.get(export.name()) != Some(&removed.id) {
+            return;
+        }
+        let is_next = |other: &&Arc<RegisteredExport>| other.export().name() == export.name();
+        match self.by_id.values().find(is_next).map(|next| next.id) {
+            Some(next) => drop(self.by_name.insert(export.name().to_owned(), next)),
+            None => drop(self.by_name.remove(export.name())),
+        }
     }
 }

@@ -16,10 +16,9 @@ use crate::export_threads::any_export::AnyExport;
 use crate::export_threads::export_registry::{Destination, Parking, RegisteredExport, Registry};
 use crate::export_threads::{Shared, ThreadEvent};
 use crate::nbd::connection_state::ConnectionState;
-use crate::nbd::negotiate::ExportDirectory;
 use crate::net::listener::Listener;
 use crate::ublk::ublk_device::UblkDevice;
-use crate::vhost_user::control_thread::ParkedDevice;
+use crate::vhost_user::control_thread::{ParkedDevice, suspend_all};
 
 /// How long the driver of a block device may take to notice that it was given back.
 const RESUME_TIMEOUT: Duration = Duration::from_secs(5);
@@ -70,18 +69,22 @@ impl Shared {
             }
             parked.exports.push(export);
         }
-        let left = || deadline.saturating_duration_since(Instant::now());
-        let ended = |export: &Arc<RegisteredExport>| {
-            let ublk = self.ublk_of(export);
-            ublk.iter().for_each(|device| device.pause(|| self.wake_parking(export)));
-            export.suspend_devices(deadline)
-                && export.wait_ended(left())
-                && ublk.is_none_or(|device| device.give_back(deadline))
-        };
-        match parked.exports.iter().all(ended) {
+        match self.wait_parked(&parked.exports, deadline) {
             true => Ok(parked),
             false => failed(libc::ETIMEDOUT),
         }
+    }
+
+    /// Waits until nothing of `exports`, which leave what they have, is in flight any more. All were
+    /// asked before the first one is waited for.
+    fn wait_parked(&self, exports: &[Arc<RegisteredExport>], deadline: Instant) -> bool {
+        let with_node = || exports.iter().filter_map(|it| Some((it, self.ublk_of(it)?)));
+        with_node().for_each(|(export, device)| device.pause(|| self.wake_parking(export)));
+        let controls: Vec<_> = exports.iter().flat_map(|export| export.controls()).collect();
+        let left = || deadline.saturating_duration_since(Instant::now());
+        suspend_all(&controls, deadline)
+            && exports.iter().all(|export| export.wait_ended(left()))
+            && with_node().all(|(_, device)| device.give_back(deadline))
     }
 
     /// The block device of this machine that `export` is.
@@ -106,7 +109,7 @@ impl Shared {
         let Parking { connections, listeners, .. } = export.end_parking();
         self.listen(listeners);
         for connection in connections {
-            self.clone().assign(export.id, connection);
+            self.bring_back(export, connection);
         }
         export.resume_devices();
         self.tell_size(export, export.export().size());
@@ -147,11 +150,12 @@ impl Shared {
     /// Serves the connection of another process, whose client has chosen `export`. It is closed if
     /// there are too many.
     pub(crate) fn adopt(self: &Arc<Self>, export: ExportId, state: ConnectionState) {
-        match self.limit.take() {
-            Some(permit) => {
-                self.clone().assign(export, state.into_handoff(export, permit));
+        match (self.limit.take(), self.registry.get(export)) {
+            (Some(permit), Some(registered)) => {
+                self.bring_back(&registered, state.into_handoff(export, permit));
             }
-            None => {
+            (Some(_), None) => {}
+            (None, _) => {
                 tracing::warn!("a connection was closed that was handed over: too many are open")
             }
         }

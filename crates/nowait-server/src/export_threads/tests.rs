@@ -17,6 +17,8 @@ struct Growing {
     name: &'static str,
     size: AtomicU64,
     refused: AtomicUsize,
+    /// How often it was asked for its status.
+    asked: AtomicUsize,
 }
 
 impl Servable for Growing {
@@ -37,6 +39,7 @@ impl Servable for Growing {
     }
 
     fn allocated_ahead(&self) -> u64 {
+        self.asked.fetch_add(1, Ordering::Relaxed);
         0
     }
 
@@ -133,6 +136,41 @@ fn a_connection_on_its_way_to_a_removed_export_is_closed() {
     let permit = shared.limit.take().unwrap();
     shared.clone().assign(id, HandoffConnection::new(near.into(), TlsState::Off, permit));
     assert_eq!(far.read(&mut [0]).unwrap(), 0);
+}
+
+#[test]
+fn the_status_of_one_export_asks_none_of_the_others() {
+    let first = Arc::new(Growing::default());
+    let (shared, _events) = serving(first.clone());
+    let other = Arc::new(Growing { name: "other", ..Growing::default() });
+    let id = shared.registry.add(other.clone(), false).unwrap();
+    let exports = crate::exports::Exports(shared.clone());
+    let asked = || [&first, &other].map(|export| export.asked.load(Ordering::Relaxed));
+    assert_eq!(exports.status_of(id).unwrap().name, "other");
+    assert_eq!(asked(), [0, 1]);
+    assert_eq!(exports.status().len(), 2);
+    assert_eq!(asked(), [1, 2]);
+    assert_eq!(exports.find("other"), Some(id));
+    shared.registry.remove(id, Duration::ZERO).unwrap();
+    assert!(exports.status_of(id).is_none() && exports.with_number(id.number()).is_none());
+}
+
+#[test]
+fn a_name_leads_to_the_first_export_that_has_it_and_is_free_once_that_is_removed() {
+    let named = || -> (Arc<dyn Servable>, bool) {
+        (Arc::new(Growing { name: "twice", ..Growing::default() }), false)
+    };
+    let unnamed: (Arc<dyn Servable>, bool) = (Arc::new(Growing::default()), false);
+    let registry = Registry::new([unnamed, named(), named()]);
+    let found = || registry.find("twice").map(|export| export.id);
+    for id in [ExportId(1), ExportId(2)] {
+        assert_eq!(found(), Some(id));
+        assert_eq!(registry.add(named().0, false).unwrap_err().errno(), libc::EEXIST);
+        registry.remove(id, Duration::ZERO).unwrap();
+    }
+    assert_eq!(found(), None);
+    let again = registry.add(named().0, false).unwrap();
+    assert_eq!(found(), Some(again));
 }
 
 #[test]

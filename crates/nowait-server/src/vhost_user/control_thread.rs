@@ -151,15 +151,12 @@ impl ControlHandle {
         self.lock().channel.iter().for_each(config_change::tell);
     }
 
-    /// Stops the queues of its device until [`ControlHandle::resume`]; those of a VMM that connects
-    /// meanwhile do not start. As [`Device::suspend`].
-    pub(crate) fn suspend(&self, deadline: Instant) -> bool {
-        let device = {
-            let mut state = self.lock();
-            state.suspended = true;
-            state.device.clone()
-        };
-        device.is_none_or(|device| lock(&device).suspend(deadline))
+    /// No queue of a VMM that connects starts until [`ControlHandle::resume`]. Returns the device of
+    /// the one that has connected.
+    fn begin_suspending(&self) -> Option<Arc<Mutex<Device>>> {
+        let mut state = self.lock();
+        state.suspended = true;
+        state.device.clone()
     }
 
     /// Starts them again.
@@ -200,6 +197,18 @@ impl ControlHandle {
     fn lock(&self) -> MutexGuard<'_, ControlState> {
         lock(&self.state)
     }
+}
+
+/// Stops the queues of the devices of all `handles`, until [`ControlHandle::resume`]; those of VMMs
+/// that connect meanwhile do not start. All are asked before the first one is waited for, as by
+/// [`Device::suspend`] until `deadline`. Returns whether all have stopped.
+pub(crate) fn suspend_all(handles: &[Arc<ControlHandle>], deadline: Instant) -> bool {
+    let devices: Vec<_> = handles.iter().filter_map(|handle| handle.begin_suspending()).collect();
+    // Locked until they have stopped: a message between question and answer would stop them twice.
+    let mut locked: Vec<_> = devices.iter().map(|device| lock(device)).collect();
+    let asked: Vec<_> = locked.iter_mut().map(|device| device.begin_suspending()).collect();
+    let waited = locked.iter_mut().zip(asked);
+    waited.fold(true, |all, (device, asked)| device.wait_suspended(asked, deadline) && all)
 }
 
 /// A thread takes something from a socket, until this is dropped.

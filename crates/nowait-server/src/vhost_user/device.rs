@@ -11,7 +11,7 @@ use std::io;
 use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::mpsc::{RecvTimeoutError, sync_channel};
+use std::sync::mpsc::{Receiver, RecvTimeoutError, sync_channel};
 use std::time::{Duration, Instant};
 
 use nowait::Error;
@@ -124,6 +124,13 @@ impl Device {
     /// Stops all queues and starts none until [`Device::resume`]. Waits until `deadline` for their
     /// requests in flight; returns whether all have ended.
     pub(crate) fn suspend(&mut self, deadline: Instant) -> bool {
+        let answers = self.begin_suspending();
+        self.wait_suspended(answers, deadline)
+    }
+
+    /// Asks all queues to stop, and starts none until [`Device::resume`]. Returns what
+    /// [`Device::wait_suspended`] waits for; the device handles no message until then.
+    pub(crate) fn begin_suspending(&mut self) -> Vec<Receiver<u16>> {
         self.suspended = true;
         let ask = |ring: &mut Ring| {
             let (sender, answer) = sync_channel(1);
@@ -132,7 +139,16 @@ impl Device {
             }
             answer
         };
-        let answers: Vec<_> = self.rings.iter_mut().map(ask).collect();
+        self.rings.iter_mut().map(ask).collect()
+    }
+
+    /// Waits until `deadline` for the requests in flight of queues that were asked to stop. Returns
+    /// whether all have ended.
+    pub(crate) fn wait_suspended(
+        &mut self,
+        answers: Vec<Receiver<u16>>,
+        deadline: Instant,
+    ) -> bool {
         let mut all = true;
         for (ring, answer) in self.rings.iter_mut().zip(answers) {
             let Some(Running { id, channel }) = ring.running.take() else { continue };
