@@ -10,6 +10,7 @@ mod export_spec;
 mod listen_address;
 mod vhost_user_spec;
 mod allowed_uri;
+mod habits;
 mod args;
 mod usage;
 mod default_image;

@@ -11,6 +11,7 @@ use clap::{CommandFactory, Parser};
 use tracing::Level;
 
 use crate::args::{CHECK_USAGE_STATUS, Cli, Command, USAGE_STATUS};
+use crate::habits;
 use nowait_cli::error::os_message;
 use nowait_cli::log;
 
@@ -18,44 +19,6 @@ use nowait_cli::log;
 /// option must have for each.
 const MAX_TYPOS: usize = 2;
 const LETTERS_PER_TYPO: usize = 4;
-/// Options of similar programs that nowait has under another name, or not at all: the command (""
-/// for any), their names there, and the alternative.
-const ELSEWHERE: [(&str, &[&str], &str); 19] = [
-    ("serve", &["-c", "--connect"], "serve it on a socket, then: nbd-client -unix SOCKET DEVICE"),
-    ("serve", &["-d", "--disconnect"], "nbd-client -d DEVICE"),
-    ("serve", &["-L", "--list"], "nbdinfo --list URI"),
-    (
-        "serve",
-        &["-n", "--nocache", "--cache"],
-        "--direct on is past the page cache, --direct off through it",
-    ),
-    ("serve", &["--aio"], "take --queue uring or threads"),
-    ("serve", &["--tls-creds", "--object"], "take --tls-certs DIR"),
-    ("serve", &["--tls-authz"], "take --tls-verify-peer"),
-    ("serve", &["-s", "--snapshot"], "make an overlay and serve that: nowait create --backing"),
-    ("serve", &["-l", "--load-snapshot"], "snapshots inside an image are not served"),
-    ("serve", &["-P", "--partition", "-o", "--offset"], "a disk is served whole"),
-    ("serve", &["-B", "--bitmap"], "dirty bitmaps are not known"),
-    (
-        "serve",
-        &["--discard", "--detect-zeroes"],
-        "a discard always gives space back, and zeros are written as they come",
-    ),
-    ("serve", &["-U", "--unix"], "take --socket PATH, or --nbd unix:PATH"),
-    ("serve", &["-i", "--ipaddr"], "take --bind HOST, or --nbd tcp:HOST:PORT"),
-    ("check", &["-r"], "take --repair"),
-    ("create", &["-o"], "take --backing, --backing-format, --cluster-size, --preallocation"),
-    ("copy", &["-p"], "progress is shown on a terminal, unless there is --no-progress"),
-    ("copy", &["-c"], "compressed clusters are not written"),
-    ("", &["--output"], "take --json"),
-];
-/// The same for whole commands.
-const OTHER_COMMANDS: [(&[&str], &str); 3] = [
-    (&["convert", "cp", "dd"], "nowait copy"),
-    (&["export", "server"], "nowait serve"),
-    (&["amend", "bitmap", "compare", "measure", "rebase", "snapshot"], "qemu-img has it"),
-];
-
 /// Parses the command line. The error is the exit status: help was requested and printed, or the
 /// command line was wrong and the message was printed.
 pub(crate) fn parse() -> Result<Cli, u8> {
@@ -123,7 +86,7 @@ fn words(error: &clap::Error, command: &str) -> String {
         }
         ErrorKind::ValueValidation if !argument.is_empty() => {
             let why = error.source().map_or("it is not valid".into(), ToString::to_string);
-            format!("'{value}' is no value for {argument}: {why}")
+            format!("'{value}' is no value for {argument}: {}", number_words(&why))
         }
         ErrorKind::UnknownArgument => unknown_argument(error, command, &argument),
         ErrorKind::InvalidSubcommand => unknown_command(error),
@@ -147,13 +110,32 @@ fn words(error: &clap::Error, command: &str) -> String {
     }
 }
 
+/// Why a number is refused. The parsers of numbers in clap and Rust name types and ranges of Rust.
+fn number_words(why: &str) -> String {
+    let outside = why.split_once(" is not in ").and_then(|(_, range)| range.split_once(".."));
+    if let Some((first, last)) = outside {
+        let last = last.trim_start_matches('=');
+        return match last.parse::<u64>() {
+            Ok(bound) if bound >= i64::MAX as u64 => format!("the least is {first}"),
+            _ => format!("it goes from {first} to {last}"),
+        };
+    }
+    match why {
+        "invalid digit found in string" => "it is not a whole number".into(),
+        "number too large to fit in target type" => "it is too large".into(),
+        "number too small to fit in target type" => "it is too small".into(),
+        "cannot parse integer from empty string" => "a number is missing".into(),
+        _ => why.to_owned(),
+    }
+}
+
 fn unknown_argument(error: &clap::Error, command: &str, argument: &str) -> String {
     let unknown = format!("there is no option {argument}");
     if !argument.starts_with('-') {
         return format!("'{argument}' is one argument too many");
     }
-    let elsewhere = ELSEWHERE
-        .into_iter()
+    let elsewhere = habits::OPTIONS
+        .iter()
         .find(|(of, names, _)| (of.is_empty() || *of == command) && names.contains(&argument));
     if let Some((_, _, way_out)) = elsewhere {
         return format!("{unknown}: {way_out}");
@@ -168,7 +150,7 @@ fn unknown_command(error: &clap::Error) -> String {
     let name = text_of(error, ContextKind::InvalidSubcommand);
     let unknown = format!("there is no command '{name}'");
     if let Some((_, way_out)) =
-        OTHER_COMMANDS.into_iter().find(|(names, _)| names.contains(&name.as_str()))
+        habits::COMMANDS.iter().find(|(names, _)| names.contains(&name.as_str()))
     {
         return format!("{unknown}: {way_out}");
     }
@@ -267,12 +249,90 @@ mod tests {
         for (line, way_out) in [
             ("nowait serve -c /dev/nbd0", "nbd-client -unix"),
             ("nowait serve -d /dev/nbd0", "nbd-client -d"),
-            ("nowait info a --output=json", "--json"),
+            ("nowait info a --output=json", "'--json'"),
+            ("nowait stop", "'nowait status'"),
+            ("nowait serve a --listen :1", "'--nbd tcp:HOST:PORT'"),
+            ("nowait copy a b -S 4k", "'--sparse 4K'"),
+            ("nowait info a --backing-chain", "names what it stands on"),
+            ("nowait create a --size 1G", "'nowait create IMAGE 10G'"),
+            ("nowait -v", "'nowait --version'"),
             ("nowait check a -r all", "--repair"),
             ("nowait convert a b", "nowait copy"),
             ("nowait snapshot a", "qemu-img"),
         ] {
             assert!(message(line).contains(way_out), "{line}: {}", message(line));
+        }
+    }
+
+    /// The command lines of nowait that stand in quotes in `advice`; an option goes to `command`.
+    fn quoted(advice: &str, command: &str) -> Vec<String> {
+        let arguments = match command {
+            "copy" => "a b",
+            "create" | "resize" => "a 1G",
+            _ => "a",
+        };
+        let command = if command.is_empty() { "info" } else { command };
+        let lines =
+            advice.split('\'').skip(1).step_by(2).map(|line| match line.strip_prefix("nowait ") {
+                Some(_) => line.to_owned(),
+                None => format!("nowait {command} {arguments} {line}").replace("1G +1G", "+1G"),
+            });
+        lines.map(|line| line.replace("PORT", "10809")).collect()
+    }
+
+    fn assert_that_it_works(advice: &str, command: &str) {
+        let outside: String = advice.split('\'').step_by(2).collect();
+        let other = ["nbd-client", "nbdinfo"].iter().any(|program| advice.contains(program));
+        assert!(other || !outside.contains("--"), "an option that is not tried: {advice}");
+        for line in quoted(advice, command) {
+            match Cli::try_parse_from(line.split(' ')) {
+                Ok(cli) => assert_eq!(cli.command.check(), Ok(()), "{line}"),
+                Err(error) => assert_eq!(error.kind(), ErrorKind::DisplayVersion, "{line}"),
+            }
+        }
+    }
+
+    #[test]
+    fn each_advice_is_given_and_works() {
+        for (of, names, advice) in habits::OPTIONS {
+            for name in *names {
+                let command = if of.is_empty() { "ublk" } else { of };
+                let line = format!("nowait {command} {name}");
+                // Another command has the option, and is where the advice is not given.
+                assert!(message(&line).ends_with(advice), "{line}: {}", message(&line));
+            }
+            assert_that_it_works(advice, of);
+        }
+        for (names, advice) in habits::COMMANDS {
+            for name in *names {
+                assert!(message(&format!("nowait {name}")).ends_with(advice), "{name}");
+            }
+            assert_that_it_works(advice, "");
+        }
+    }
+
+    #[test]
+    fn a_cache_mode_of_qemu_is_answered_with_what_does_it_here() {
+        for word in ["none", "writeback", "writethrough", "directsync", "unsafe"] {
+            let answer = message(&format!("nowait serve a --cache={word}"));
+            assert!(answer.contains("'--direct o"), "{answer}");
+            assert_that_it_works(answer.split_once("objects; ").unwrap().1, "serve");
+            let directory = format!("nowait serve a --cache=./{word}");
+            assert!(Cli::try_parse_from(directory.split(' ')).is_ok(), "{directory}");
+        }
+    }
+
+    #[test]
+    fn a_number_out_of_range_is_answered_in_words() {
+        for (line, why) in [
+            ("nowait serve a --limit-iops 0", "'0' is no value for --limit-iops: the least is 1"),
+            (
+                "nowait serve a --queues 300",
+                "'300' is no value for --queues: it goes from 1 to 256",
+            ),
+            ("nowait serve a --queues x", "'x' is no value for --queues: it is not a whole number"),
+        ] {
+            assert!(message(line).contains(why), "{line}: {}", message(line));
         }
     }
 

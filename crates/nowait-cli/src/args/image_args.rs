@@ -6,8 +6,8 @@
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 
-use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
+use clap::{Args, ValueEnum};
 use nowait_image::create::CLUSTER_BYTES;
 use nowait_remote::Location;
 
@@ -103,20 +103,42 @@ fn backing_url(text: &OsString) -> Result<Location, String> {
     }
 }
 
-/// Print which parts of a disk are data, zeros or nothing, and where, as JSON
+/// Print which parts of a disk are data, zeros or nothing, and where
 ///
-/// The output is that of "qemu-img map --output=json" (QEMU 7.2). For each run: "depth", in which
-/// image of the chain it is found (0 is IMAGE); "present", whether that image says anything of it;
-/// "zero" and "data"; "offset", where it is in that image's file, if it is there as it is.
+/// The output is that of "qemu-img map" (QEMU 7.2): a line for each run of data, with its place on
+/// the disk, its length, and where it is in which file ("-" where it is not there as it is, as when
+/// it is compressed). As JSON, "depth" says in which image of the chain each run is found (0 is
+/// IMAGE); "present", whether that image says anything of it; then "zero" and "data"; and "offset",
+/// where it is in that image's file, if it is there as it is.
 #[derive(Debug, Args)]
 #[command(after_help = MAP_AFTER_HELP)]
 pub(crate) struct MapArgs {
     #[command(flatten)]
     pub(crate) image: ImageArgs,
 
-    /// Print JSON, which is what it prints anyway
-    #[arg(long, hide = true)]
+    /// The form of the output
+    #[arg(long, value_name = "FORM", value_enum, default_value_t = MapOutput::Human)]
+    output: MapOutput,
+
+    /// Print JSON, for scripts; another way to write --output=json
+    #[arg(long, conflicts_with = "output")]
     json: bool,
+}
+
+impl MapArgs {
+    /// The form of the output.
+    pub(crate) fn output(&self) -> MapOutput {
+        if self.json { MapOutput::Json } else { self.output }
+    }
+}
+
+/// The forms of a map.
+#[derive(Clone, Copy, Debug, PartialEq, Eq, ValueEnum)]
+pub(crate) enum MapOutput {
+    /// A table of what is data
+    Human,
+    /// An array of all runs
+    Json,
 }
 
 /// Check whether the metadata of a qcow2 image holds together
@@ -179,7 +201,7 @@ pub(crate) fn parse_cluster_size(text: &str) -> Result<u64, String> {
 const MAP_AFTER_HELP: &str = "\
 Examples:
   nowait map disk.qcow2
-  nowait map disk.qcow2 | jq '[.[] | select(.depth == 0 and .data) | .length] | add'
+  nowait map disk.qcow2 --json | jq '[.[] | select(.depth == 0 and .data) | .length] | add'
 
 Exit status:
   0   success

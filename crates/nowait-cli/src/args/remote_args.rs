@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::habits;
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use nowait_cli::error::CliError;
@@ -32,7 +33,8 @@ pub(crate) struct RemoteArgs {
     /// and for others of this user on this machine; made if it is not there
     ///
     /// At most SIZE bytes, 10G unless given: what was used longest ago goes. Each block has a
-    /// checksum, so a crash or a foreign file costs a second fetch and nothing else.
+    /// checksum, so a crash or a foreign file costs a second fetch and nothing else. QEMU's cache
+    /// modes (none, writeback, …) are --direct here.
     #[arg(long, value_name = "DIR[,size=SIZE]")]
     #[arg(value_parser = OsStringValueParser::new().try_map(|text| parse_cache(&text)))]
     pub(crate) cache: Option<CacheOptions>,
@@ -66,6 +68,9 @@ impl RemoteArgs {
 
 /// Parses `DIR[,size=SIZE]`.
 fn parse_cache(text: &OsString) -> Result<CacheOptions, String> {
+    if let Some(advice) = text.to_str().and_then(habits::cache_word) {
+        return Err(advice);
+    }
     let (directory, size) = match text.to_str().and_then(|text| text.rsplit_once(",size=")) {
         Some((directory, size)) => (OsString::from(directory), Some(size)),
         None => (text.clone(), None),

@@ -18,8 +18,9 @@ pub(crate) struct CompletionsArgs {
 
 /// Write the manual pages
 ///
-/// They are nowait.1 and nowait-COMMAND.1 for each command, and say what --help says. Older ones in
-/// DIR are written over.
+/// They are nowait.1, nowait-COMMAND.1 for each command and nowait-export-add.1 and others for the
+/// commands of a command, and say what --help says. Older ones in DIR are written over. The path of
+/// each is printed.
 #[derive(Debug, Args)]
 #[command(after_help = MAN_AFTER_HELP)]
 pub(crate) struct ManArgs {

@@ -46,9 +46,15 @@ fn manual_pages_of_every_command_are_shown_by_man_without_a_warning() {
     let directory = scratch.join("man/man1");
     let directory = directory.to_str().expect("a name in UTF-8");
     accepted(&["man", directory]);
-    accepted(&["man", directory]);
+    let printed = accepted(&["man", directory]);
+    let written: Vec<&str> =
+        printed.lines().filter_map(|line| line.strip_prefix("wrote ")).collect();
+    assert_eq!(written.len(), fs::read_dir(directory).expect("pages").count());
+    assert!(written.iter().all(|path| fs::exists(path).expect("a path")), "{written:?}");
     let names: Vec<String> = commands().iter().map(|name| format!("nowait-{name}")).collect();
-    assert_eq!(fs::read_dir(directory).expect("pages").count(), names.len() + 1);
+    for page in names.iter().map(String::as_str).chain(["nowait", "nowait-export-add"]) {
+        assert!(written.contains(&format!("{directory}/{page}.1").as_str()), "{page}");
+    }
     if !require_tool("man") {
         return;
     }
@@ -61,7 +67,7 @@ fn manual_pages_of_every_command_are_shown_by_man_without_a_warning() {
         let (text, warnings) =
             (String::from_utf8_lossy(&output.stdout), String::from_utf8_lossy(&output.stderr));
         assert!(output.status.success() && warnings.is_empty(), "{name}: {warnings}");
-        for section in ["NAME", "SYNOPSIS", "EXAMPLES", "EXIT STATUS"] {
+        for section in ["NAME", "SYNOPSIS", "EXAMPLES", "EXIT STATUS", "SEE ALSO"] {
             assert!(text.lines().any(|line| line == section), "{name}: no {section} in\n{text}");
         }
     }

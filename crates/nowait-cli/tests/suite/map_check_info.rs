@@ -44,7 +44,13 @@ fn map_and_info_of_an_overlay_agree_with_qemu() {
     let scratch = Scratch::new();
     let top = overlay(&scratch);
     let theirs = tool("qemu-img").args(["map", "--output=json", &top]).succeeds();
-    assert_eq!(accepted(&["map", &top]), theirs);
+    for json in [&["map", &top, "--json"][..], &["map", "--output=json", &top]] {
+        assert_eq!(accepted(json), theirs);
+    }
+    let theirs = tool("qemu-img").args(["map", &top]).succeeds();
+    for human in [&["map", &top][..], &["map", "--output=human", &top]] {
+        assert_eq!(accepted(human), theirs);
+    }
     let theirs = json_of(&tool("qemu-img").args(["info", "--output=json", &top]).succeeds());
     let ours = json_of(&accepted(&["info", &top, "--json"]));
     for key in KEYS {

@@ -295,7 +295,7 @@ fn info_and_map_tell_what_a_server_says_of_its_export() {
     );
     let info: Value = serde_json::from_str(&accepted(&["info", "--json", &uri])).unwrap();
     assert_eq!((&info["kind"], &info["data_bytes"]), (&"nbd_export".into(), &MIB.into()));
-    let map: Value = serde_json::from_str(&accepted(&["map", &uri])).unwrap();
+    let map: Value = serde_json::from_str(&accepted(&["map", "--json", &uri])).unwrap();
     let data: Vec<_> = map.as_array().unwrap().iter().map(|run| &run["data"]).collect();
     assert_eq!(data, [false, true, false]);
     behind.stop();

@@ -109,10 +109,10 @@ fn a_qcow2_image_of_a_web_server_is_shown_checked_and_copied() {
     assert_eq!(info["virtual-size"], 2 * MIB);
     assert!(accepted(&["info", &url]).contains("web server"));
     accepted(&["check", "-f", "qcow2", &url]);
-    let map = accepted(&["map", "-f", "qcow2", &url]);
+    let map = accepted(&["map", "--json", "-f", "qcow2", &url]);
     assert_eq!(
         serde_json::from_str::<Value>(&map).unwrap(),
-        serde_json::from_str::<Value>(&accepted(&["map", to])).unwrap()
+        serde_json::from_str::<Value>(&accepted(&["map", "--json", to])).unwrap()
     );
     fs::remove_file(&raw).unwrap();
     accepted(&["copy", "-f", "qcow2", &url, from]);

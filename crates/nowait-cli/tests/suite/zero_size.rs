@@ -106,7 +106,7 @@ fn map_info_and_check_of_a_disk_of_no_bytes_agree_with_qemu() {
         let info = json_of(&accepted(&["info", &image, "--json"]));
         assert_eq!((&info["virtual-size"], &info["format"]), (&json!(0), &json!(format)));
         assert!(accepted(&["info", &image]).contains("virtual size: 0 bytes"));
-        let map = accepted(&["map", &image]);
+        let map = accepted(&["map", "--json", &image]);
         if require_tool("qemu-img") {
             let theirs = ["map", "--output=json", "-f", format, image.as_str()];
             assert_eq!(map, tool("qemu-img").args(theirs).succeeds());

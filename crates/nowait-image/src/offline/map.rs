@@ -7,7 +7,7 @@
 use std::io::{self, Write};
 
 use crate::chain::{Chain, Layer, LayerFormat};
-use crate::error::ImageError;
+use crate::error::{ImageError, plain};
 use crate::image_file::ImageFile;
 use crate::qcow2::entries::Cluster;
 use crate::qcow2::header::Header;
@@ -124,6 +124,29 @@ pub fn write_json(chain: &Chain, out: &mut impl Write) -> Result<(), ImageError>
         out.write_all(NO_BYTES).map_err(failed)?;
     }
     out.write_all(b"]\n").map_err(failed)
+}
+
+/// Prints the data of `chain` as `qemu-img map` (7.2) does: a line for each run. Where QEMU ends with
+/// an error, because the data is not in the file as it is, the place is "-".
+///
+/// # Errors
+/// As [`map`]; the error of `out`.
+pub fn write_table(chain: &Chain, out: &mut impl Write) -> Result<(), ImageError> {
+    let path = chain.top().file.path();
+    let failed = |error: io::Error| ImageError::os(path, "print its map", &error);
+    writeln!(out, "{:<16}{:<16}{:<16}File", "Offset", "Length", "Mapped to").map_err(failed)?;
+    map(chain, |entry| {
+        if !entry.data || entry.zero {
+            return Ok(());
+        }
+        // As printf's %#x, which writes 0 without a prefix.
+        let number = |n: u64| if n == 0 { "0".to_owned() } else { format!("{n:#x}") };
+        let place = entry.offset.map_or("-".to_owned(), number);
+        let file = chain.layers().get(entry.depth).map_or(path, |layer| layer.data_file().path());
+        let (start, length) = (number(entry.start), number(entry.length));
+        let file = plain(&file.display().to_string());
+        writeln!(out, "{start:<16}{length:<16}{place:<16}{file}").map_err(failed)
+    })
 }
 
 fn entry_at(layers: &mut [MapQuery<'_>], start: u64, mut len: u64) -> Result<MapEntry, ImageError> {
