@@ -4,9 +4,11 @@
 
 use std::fs::{self, File};
 use std::io::{self, ErrorKind, Write};
+use std::os::unix::ffi::OsStrExt;
 use std::path::{Path, PathBuf};
 
-use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal};
+use rustix::io::Errno;
+use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal, test_kill_process};
 
 use nowait_cli::error::{CliError, os_message};
 
@@ -58,6 +60,7 @@ impl PidFile {
         if path.is_dir() {
             return Err(CliError::at(&path, "it is a directory (give a file for --pid-file)"));
         }
+        remove_leftovers(&path);
         let content = format!("{number}\n");
         let mut name = path.clone().into_os_string();
         name.push(format!(".{number}"));
@@ -94,6 +97,26 @@ impl Drop for PidFile {
     }
 }
 
+/// Removes what processes have left that were killed before the PID file at `path` was to appear.
+fn remove_leftovers(path: &Path) {
+    let (Some(directory), Some(name)) = (path.parent(), path.file_name()) else { return };
+    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
+    for entry in entries {
+        let other = entry.file_name();
+        let number = other.as_bytes().strip_prefix(name.as_bytes());
+        let number = number.and_then(|rest| rest.strip_prefix(b"."));
+        let number = number.and_then(|number| str::from_utf8(number).ok()?.parse().ok());
+        let Some(process) = number.and_then(Pid::from_raw) else { continue };
+        let content = format!("{}\n", process.as_raw_nonzero());
+        let is_left = test_kill_process(process) == Err(Errno::SRCH)
+            // A process may have ended while it wrote.
+            && fs::read_to_string(entry.path()).is_ok_and(|found| content.starts_with(&found));
+        if is_left {
+            let _ = fs::remove_file(entry.path());
+        }
+    }
+}
+
 fn write_new(path: &Path, content: &str) -> io::Result<()> {
     let file = match File::create_new(path) {
         // An earlier process with the same PID has left it.
@@ -127,6 +150,39 @@ mod tests {
         fs::write(&path, "1\n").unwrap();
         drop(file);
         assert_eq!(fs::read_to_string(&path).unwrap(), "1\n");
+    }
+
+    #[test]
+    fn what_processes_left_that_were_killed_is_removed_and_nothing_else() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("pid");
+        let mut ended = std::process::Command::new("true").spawn().unwrap();
+        let ended_number = ended.id();
+        ended.wait().unwrap();
+        let own = std::process::id();
+        let parent = std::os::unix::process::parent_id();
+        let with = |name: String, content: String| {
+            fs::write(directory.path().join(&name), content).unwrap();
+            name
+        };
+        with(format!("pid.{ended_number}"), format!("{ended_number}\n"));
+        let mut kept = vec![
+            with(format!("pid.{parent}"), format!("{parent}\n")),
+            with(format!("pid.{ended_number}.log"), String::new()),
+            with(format!("other.{ended_number}"), format!("{ended_number}\n")),
+            with("pid.0".into(), "0\n".into()),
+            format!("pid.{own}"),
+        ];
+        let file = PidFile::prepare(&path).unwrap();
+        let names = fs::read_dir(directory.path()).unwrap().flatten();
+        let mut names: Vec<_> = names.map(|it| it.file_name().into_string().unwrap()).collect();
+        names.sort();
+        kept.sort();
+        assert_eq!(names, kept);
+        drop(file);
+        with(format!("pid.{ended_number}"), "not a number".into());
+        drop(PidFile::prepare(&path).unwrap());
+        assert!(directory.path().join(format!("pid.{ended_number}")).exists(), "another's file");
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::panic::PanicHookInfo;
 use std::sync::Arc;
 
 use nowait_image::plain;
+use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 /// The exit status of a process in which a thread has panicked: `EX_SOFTWARE` of sysexits.h.
 const STATUS: i32 = 70;
@@ -25,6 +26,15 @@ pub fn set_up() {
         // No handlers and no destructors: they might wait for the thread that has panicked.
         signal_hook::low_level::exit(STATUS);
     }));
+}
+
+/// Raises the soft limit of descriptors of this process to the hard limit: by default it is low, for
+/// programs that use select(2). Returns the limit as it was, which is that of programs started by this
+/// one. A limit that remains too low is reported where a descriptor is missing.
+pub fn raise_descriptor_limit() -> Rlimit {
+    let limit = getrlimit(Resource::Nofile);
+    let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
+    limit
 }
 
 /// Ends the process with `status` when what was printed is written.

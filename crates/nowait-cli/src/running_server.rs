@@ -265,6 +265,7 @@ impl ControlledServer for RunningServer {
             connections: self.exports.connections().len() as u64,
             max_connections: u64::from(self.additions.max_connections),
             registered_bytes: RegisteredMemory::of_this_process().bytes as u64,
+            warnings: self.upgrades.warning().map(str::to_owned).into_iter().collect(),
             stores: stores(),
             nbd_servers: nbd_servers(),
             // The interface knows who follows it.

@@ -27,6 +27,9 @@ pub struct ServerInfo {
     /// Clients that follow its events.
     #[serde(default)]
     pub event_subscribers: u64,
+    /// What is wrong with the server, each in one line.
+    #[serde(default)]
+    pub warnings: Vec<String>,
     /// The objects that images are read from.
     #[serde(default)]
     pub stores: Vec<StoreInfo>,

@@ -48,6 +48,8 @@ pub(crate) fn status(args: &StatusArgs) -> Result<(), CliError> {
                     server.max_connections,
                     plain(&place.to_string_lossy()),
                 );
+                let warning = |why: &String| format!("warning: {}\n", plain(why));
+                text.extend(server.warnings.iter().map(warning));
                 text += &table(&exports);
                 all.push(json!({
                     "control": place.to_string_lossy(),

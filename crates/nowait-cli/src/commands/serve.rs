@@ -10,7 +10,7 @@ use std::time::Duration;
 use nowait::{RegisteredMemory, Uring};
 use nowait_nbd::Address;
 use nowait_server::{Listener, Options, QueueKind, Server, Tls, UblkNode};
-use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
+use rustix::process::Rlimit;
 use tracing::{info, warn};
 
 use crate::allowed_places::AllowedPlaces;
@@ -20,7 +20,7 @@ use crate::background::Background;
 use crate::commands::info::registrable;
 use crate::commands::ublk;
 use crate::confinement::needed_files;
-use crate::control_interface::BoundControl;
+use crate::control_interface::{BoundControl, ControlInterface};
 use crate::endpoints::{Endpoints, exports_of};
 use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
@@ -52,8 +52,6 @@ const CANNOT_OPEN: u8 = 66;
 /// How long clients at inherited sockets are disconnected when no image can be served. It is also
 /// the shortest interval at which a service manager restarts the server for them.
 const REJECTED: Duration = Duration::from_secs(1);
-/// An estimate of the descriptors that are not connections: images, queues, listeners.
-const OTHER_DESCRIPTORS: u64 = 1024;
 
 /// Serves the images of `args`, or the default image, until a signal stops the server.
 ///
@@ -61,22 +59,30 @@ const OTHER_DESCRIPTORS: u64 = 1024;
 /// An image cannot be opened or is in use, an address is in use, the queues cannot be created or
 /// fail, or the last flush failed.
 pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
+    // First of all: what another program hands over, and the images, may be more than the soft limit.
+    let descriptors = process::raise_descriptor_limit();
     let mut take_over = TakeOver::of_this_process()?;
-    let ended = serve(args, take_over.as_mut());
+    let ended = serve(args, take_over.as_mut(), descriptors);
     if let (Err(error), Some(take_over)) = (&ended, &take_over) {
         take_over.fail(error);
     }
     ended
 }
 
-/// The same for a program that may `take_over` from another one.
-fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), CliError> {
+/// The same for a program that may `take_over` from another one, and was started with the limit
+/// `descriptors`.
+fn serve(
+    args: &ServeArgs,
+    mut take_over: Option<&mut TakeOver>,
+    descriptors: Rlimit,
+) -> Result<(), CliError> {
     let parent = Parent::now();
     let connections = endpoints::connections(args, take_over.is_some())?;
     let inherited = systemd::sockets()?;
     let forks = args.lifetime.fork && take_over.is_none();
     let background = forks.then(background::fork).transpose()?;
     let ending = ending(args, &parent)?;
+    let launcher = launcher(args, descriptors);
     let (tls, tls_files) = tls_files::read(&args.tls)?;
     let Opened { all, is_default, adopted, common } =
         open(args, take_over.as_deref()).inspect_err(|_| reject(&inherited))?;
@@ -90,14 +96,14 @@ fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), C
     let Endpoints { mut listeners, listens, inherited, default_socket, states } =
         Endpoints::open(args, image, is_device, inherited, handed, &ending)?;
     let (pid_file, log_file) = process_files(args, &ending)?;
-    let (control, upgrades) = bind_control(args, take_over.as_deref_mut(), states, ublk.as_ref())?;
+    let (control, upgrades) =
+        bind_control(args, take_over.as_deref_mut(), launcher, states, ublk.as_ref())?;
     let devices = exports_of(args, &all, connections, adopted.as_ref())?;
     let files = needed_files(args, &all, &listens[inherited..], default_socket.as_deref());
     let new_node = ublk.as_ref().filter(|_| handed_over.is_none());
     if new_node.is_none() {
         confinement::enter(args, files.clone(), ublk.as_ref())?;
     }
-    raise_nofile_limit(args.max_connections);
     let options = options(args, kind, tls, ublk.as_ref());
     // A program that takes over accepts connections when the other one does no more.
     let later = take_over.as_ref().map(|_| std::mem::take(&mut listeners)).unwrap_or_default();
@@ -129,13 +135,8 @@ fn serve(args: &ServeArgs, mut take_over: Option<&mut TakeOver>) -> Result<(), C
     is_default.then(|| print_hint(args, &listens, &first));
     watchdog::start(server.exports());
     leave_caller(background, log_file.as_ref());
-    match serve_and_flush(server, &ending, &disks, image)? {
-        None => control.into_iter().for_each(|control| control.leave(is_control_given(args))),
-        Some(flushed) => {
-            drop((control, default_socket, pid_file, ublk));
-            flushed.inspect(|()| log_stop())?;
-        }
-    }
+    let ended = serve_and_flush(server, &ending, &disks, image)?;
+    end(args, ended, control, (default_socket, pid_file, ublk))?;
     // Without destructors: a request that never ends would block its worker, and the worker the end
     // of this process; and what another process has taken over stays.
     process::end(0);
@@ -151,13 +152,14 @@ fn start_node(node: &UblkNode, image: &Path) -> Result<(), CliError> {
 fn bind_control(
     args: &ServeArgs,
     take_over: Option<&mut TakeOver>,
+    launcher: Result<Arc<Launcher>, String>,
     listeners: Vec<(ListenerState, OwnedFd)>,
     ublk: Option<&UblkNode>,
 ) -> Result<(BoundControl, Upgrades), CliError> {
     let bound = BoundControl::bind(&args.control, take_over)?;
     let control = bound.states()?;
     let ublk = ublk.map(|node| node.device().id());
-    Ok((bound, Upgrades { launcher: launcher(args), listeners, control, ublk }))
+    Ok((bound, Upgrades { launcher, listeners, control, ublk }))
 }
 
 /// What ends the server of `args`: signals, and the end of its `parent` if it is asked to.
@@ -252,7 +254,7 @@ fn open(args: &ServeArgs, take_over: Option<&TakeOver>) -> Result<Opened, CliErr
 }
 
 /// The process that starts the next program, or why there is none.
-fn launcher(args: &ServeArgs) -> Result<Arc<Launcher>, String> {
+fn launcher(args: &ServeArgs, descriptors: Rlimit) -> Result<Arc<Launcher>, String> {
     if let Some(why) = args.cannot_open_twice() {
         return Err(why.into());
     }
@@ -266,7 +268,7 @@ fn launcher(args: &ServeArgs) -> Result<Arc<Launcher>, String> {
         return Err("there is no control socket".into());
     }
     let any = args.sandbox.mode().is_none();
-    Launcher::start(any, args.lifetime.fork).map(Arc::new)
+    Launcher::start(any, args.lifetime.fork, descriptors)
 }
 
 /// Whether the control socket is at a path that was given, and stays there.
@@ -352,6 +354,30 @@ fn serve_and_flush(
         0 => close(all, true),
         _ => close_with_timeout(all, image),
     }))
+}
+
+/// Ends a server that was `flushed`: the `leftovers` are dropped, which removes them. `None`: another
+/// process serves, and has taken over all of them.
+///
+/// # Errors
+/// Those of the flush.
+fn end(
+    args: &ServeArgs,
+    flushed: Option<Result<(), CliError>>,
+    control: Option<ControlInterface>,
+    leftovers: impl Sized,
+) -> Result<(), CliError> {
+    match flushed {
+        None => {
+            control.into_iter().for_each(|control| control.leave(is_control_given(args)));
+            std::mem::forget(leftovers);
+            Ok(())
+        }
+        Some(flushed) => {
+            drop((control, leftovers));
+            flushed.inspect(|()| log_stop())
+        }
+    }
 }
 
 fn warn_of_unfinished(requests: usize) {
@@ -446,15 +472,4 @@ fn queue_kind(args: &ServeArgs, opened: &OpenedDisk) -> Result<QueueKind, CliErr
     }
     warn!("{error}: serving with threads");
     Ok(QueueKind::Threads)
-}
-
-/// Raises the soft limit of descriptors to the hard limit, if the server needs more. The soft limit
-/// is low by default for programs that use select(2).
-fn raise_nofile_limit(max_connections: u32) {
-    let limit = getrlimit(Resource::Nofile);
-    let needed = u64::from(max_connections) + OTHER_DESCRIPTORS;
-    if limit.current.is_some_and(|current| current < needed) {
-        // A limit that remains too low is reported when a connection cannot be accepted.
-        let _ = setrlimit(Resource::Nofile, Rlimit { current: limit.maximum, ..limit });
-    }
 }

@@ -18,8 +18,9 @@ use std::time::{Duration, Instant};
 
 use rustix::thread::gettid;
 
-/// How long a thread may take to answer the signal.
-const ANSWER_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a thread may sleep with the signal blocked: libraries block all signals for a moment. A
+/// thread that waits for a processor, or for a device, may take as long as it likes.
+const BLOCKED_TIMEOUT: Duration = Duration::from_secs(60);
 const RETRY: Duration = Duration::from_millis(1);
 /// The flag of io_uring's threads (include/linux/sched.h).
 const PF_IO_WORKER: u32 = 0x10;
@@ -37,7 +38,7 @@ static RUNNING: Mutex<()> = Mutex::new(());
 /// no_new_privs; the others get it here.
 ///
 /// # Errors
-/// A message: a thread could not be restricted, or did not answer. Others may be restricted then.
+/// A message: a thread could not be restricted, or takes no signal. Others may be restricted then.
 pub(super) fn restrict(ruleset: BorrowedFd<'_>) -> Result<(), String> {
     let _running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
     let failed = |error: io::Error| format!("a thread cannot be confined: {error}");
@@ -98,14 +99,28 @@ fn ask(thread: i32, signal: i32) -> Result<(), String> {
             NO_ANSWER => {}
             errno => return Err(io::Error::from_raw_os_error(errno).to_string()),
         }
-        if !fs::exists(format!("/proc/self/task/{thread}")).unwrap_or(true) {
-            return Ok(());
+        match fs::read_to_string(format!("/proc/self/task/{thread}/status")) {
+            Err(error) if has_ended(&error) => return Ok(()),
+            Ok(status) if begin.elapsed() > BLOCKED_TIMEOUT && ignores(&status, signal) => {
+                return Err(format!("thread {thread} blocks the signal for it"));
+            }
+            _ => thread::sleep(RETRY),
         }
-        if begin.elapsed() > ANSWER_TIMEOUT {
-            return Err(format!("thread {thread} does not answer"));
-        }
-        thread::sleep(RETRY);
     }
+}
+
+fn has_ended(error: &io::Error) -> bool {
+    matches!(error.raw_os_error(), Some(libc::ENOENT | libc::ESRCH))
+}
+
+/// Whether a thread with this `status` (proc_pid_status(5)) does not take `signal` however long it runs:
+/// it blocks it, and waits neither for a processor nor for a device.
+fn ignores(status: &str, signal: i32) -> bool {
+    let field = |name| {
+        status.lines().find_map(|line: &str| line.strip_prefix(name)?.split_whitespace().next())
+    };
+    let blocked = field("SigBlk:").and_then(|mask| u64::from_str_radix(mask, 16).ok());
+    field("State:") == Some("S") && blocked.is_some_and(|mask| mask & 1 << (signal - 1) != 0)
 }
 
 fn handle(signal: i32) -> io::Result<libc::sigaction> {
@@ -144,4 +159,60 @@ fn restrict_calling_thread() -> i32 {
     };
     // SAFETY: the location of errno is this thread's own.
     if result == 0 { 0 } else { unsafe { *libc::__errno_location() } }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn only_a_thread_that_sleeps_with_the_signal_blocked_is_given_up() {
+        let with = |state, blocked| format!("Name:\ta\nState:\t{state}\nSigBlk:\t{blocked}\n");
+        let (all, none) = ("ffffffffffffffff", "0000000000000000");
+        for signal in [1, 34, 64] {
+            assert!(ignores(&with("S (sleeping)", all), signal));
+            // However long it takes: it waits for a processor, for a device, or takes the signal then.
+            assert!(!ignores(&with("R (running)", all), signal));
+            assert!(!ignores(&with("D (disk sleep)", all), signal));
+            assert!(!ignores(&with("S (sleeping)", none), signal));
+        }
+        assert!(!ignores("", 64));
+    }
+
+    #[test]
+    fn a_thread_is_waited_for_until_it_takes_the_signal() {
+        let _running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
+        let signal = libc::SIGRTMAX();
+        let previous = handle(signal).unwrap();
+        let (tell, number) = std::sync::mpsc::channel();
+        let blocking = thread::spawn(move || {
+            change_mask(libc::SIG_BLOCK, signal);
+            tell.send(gettid().as_raw_nonzero().get()).unwrap();
+            let pending = || {
+                let status = fs::read_to_string("/proc/thread-self/status").unwrap();
+                let line = status.lines().find_map(|line| line.strip_prefix("SigPnd:"));
+                u64::from_str_radix(line.unwrap().trim(), 16).unwrap() != 0
+            };
+            while !pending() {
+                thread::sleep(RETRY);
+            }
+            change_mask(libc::SIG_UNBLOCK, signal);
+        });
+        // It takes the signal and cannot restrict itself: there is no ruleset.
+        let answer = ask(number.recv().unwrap(), signal);
+        blocking.join().unwrap();
+        assert!(answer.is_err_and(|why| why.contains("Bad file descriptor")));
+        // SAFETY: the action is the one that was in force before.
+        unsafe { libc::sigaction(signal, &previous, std::ptr::null_mut()) };
+    }
+
+    fn change_mask(how: i32, signal: i32) {
+        // SAFETY: all zeros are a valid value of this plain structure.
+        let mut mask: libc::sigset_t = unsafe { std::mem::zeroed() };
+        // SAFETY: the set is valid, and the mask is this thread's own.
+        unsafe {
+            libc::sigaddset(&mut mask, signal);
+            libc::pthread_sigmask(how, &mask, std::ptr::null_mut());
+        }
+    }
 }

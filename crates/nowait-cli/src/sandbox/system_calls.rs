@@ -109,6 +109,8 @@ const ALLOWED: &[c_long] = &[
     // Threads and signals.
     libc::SYS_exit,
     libc::SYS_exit_group,
+    // The end of the process that starts new programs.
+    libc::SYS_wait4,
     libc::SYS_set_robust_list,
     libc::SYS_rseq,
     libc::SYS_gettid,

@@ -14,7 +14,7 @@ use nowait_control::{ControlError, UpgradeReport};
 use nowait_nbd::Address;
 use nowait_server::{ConnectionState, Listener, ParkedDevice};
 
-use crate::upgrade::channel::Channel;
+use crate::upgrade::channel::{Bounds, Channel};
 use crate::upgrade::launcher::Launcher;
 use crate::upgrade::messages::{
     Answer, Begin, ConnectionMessage, ControlStates, DeviceMessage, Drained, ExportState, Go,
@@ -36,6 +36,13 @@ pub(crate) struct Upgrades {
     pub(crate) control: ControlStates,
     /// The number of the block device of this machine.
     pub(crate) ublk: Option<u32>,
+}
+
+impl Upgrades {
+    /// Why no upgrade is possible any more, if that is so.
+    pub(crate) fn warning(&self) -> Option<&'static str> {
+        self.launcher.as_ref().ok().and_then(|launcher| launcher.warning())
+    }
 }
 
 /// A server that has stopped serving, and goes on when this is dropped.
@@ -79,17 +86,18 @@ pub(crate) fn hand_over<P: Parked>(
     let launcher = upgrades.launcher.as_ref();
     let launcher = launcher.map_err(|why| ControlError::Conflict(why.clone()))?;
     let (channel, process) = launcher.launch(binary)?;
-    let version = announce(&channel, upgrades, exports)?;
+    let version = announce(&channel, upgrades, exports, Instant::now() + PREPARE_TIMEOUT)?;
     let parked = park()?;
     let connections = parked.connections()?;
     let devices = parked.devices()?;
     let machines = devices.iter().filter(|(_, device)| device.vmm.is_some()).count();
     let count = (connections.len() + machines) as u64;
     let closed = parked.left_over(connections.len()) as u64;
-    send_drained(&channel, &parked.images(), &connections, &devices)?;
+    let deadline = Instant::now() + READY_TIMEOUT;
+    send_drained(&channel, &parked.images(), &connections, &devices, deadline)?;
     drop((connections, devices));
-    receive(&channel, READY_TIMEOUT)?;
-    channel.send(&Go, &[], &[], READY_TIMEOUT).map_err(|error| lost(&error))?;
+    receive(&channel, deadline)?;
+    channel.send(&Go, &[], &[], deadline).map_err(|error| lost(&error))?;
     let pause_ms = parked.begun().elapsed().as_secs_f64() * 1e3;
     let pid = process.serves();
     parked.release(pid);
@@ -101,6 +109,7 @@ fn announce(
     channel: &Channel,
     upgrades: &Upgrades,
     exports: Vec<ExportState>,
+    deadline: Instant,
 ) -> Result<String, ControlError> {
     let Upgrades { listeners, control, ublk, .. } = upgrades;
     let sockets = listeners.iter().chain(&control.unix).chain(&control.tcp);
@@ -113,13 +122,13 @@ fn announce(
         control_tcp: control.tcp.iter().map(|(state, _)| state.clone()).collect(),
         ublk: *ublk,
     };
-    channel.send(&begin, &[], &sockets, PREPARE_TIMEOUT).map_err(|error| lost(&error))?;
-    receive(channel, PREPARE_TIMEOUT)
+    channel.send(&begin, &[], &sockets, deadline).map_err(|error| lost(&error))?;
+    receive(channel, deadline)
 }
 
 /// The new program's answer: its version.
-fn receive(channel: &Channel, timeout: Duration) -> Result<String, ControlError> {
-    match channel.receive(timeout).map_err(|error| lost(&error))?.body {
+fn receive(channel: &Channel, deadline: Instant) -> Result<String, ControlError> {
+    match channel.receive(deadline, Bounds::ANSWER).map_err(|error| lost(&error))?.body {
         Answer::Yes { version } => Ok(version),
         Answer::No { why } => {
             Err(ControlError::Failed(format!("the new program cannot serve: {why}")))
@@ -132,6 +141,7 @@ fn send_drained(
     images: &[Vec<BorrowedFd<'_>>],
     connections: &[(usize, ConnectionState)],
     devices: &[(usize, ParkedDevice)],
+    deadline: Instant,
 ) -> Result<(), ControlError> {
     let mut files: Vec<BorrowedFd<'_>> = images.iter().flatten().copied().collect();
     let mut bytes: Vec<&[u8]> = Vec::new();
@@ -155,7 +165,7 @@ fn send_drained(
     let devices = devices.collect::<io::Result<_>>().map_err(|error| lost(&error))?;
     let files_of = images.iter().map(Vec::len).collect();
     let drained = Drained { files: files_of, connections: messages, devices };
-    channel.send(&drained, &bytes, &files, READY_TIMEOUT).map_err(|error| lost(&error))
+    channel.send(&drained, &bytes, &files, deadline).map_err(|error| lost(&error))
 }
 
 /// What tells of `device`, whose files are appended to `files`.

@@ -5,19 +5,22 @@
 
 use std::ffi::OsString;
 use std::io;
-use std::os::fd::AsFd;
+use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::time::Duration;
+use std::thread;
+use std::time::{Duration, Instant};
 
 use nowait_cli::error::os_message;
 use nowait_control::ControlError;
+use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use serde::{Deserialize, Serialize};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use tracing::warn;
 
-use crate::upgrade::channel::{Channel, Message};
+use crate::upgrade::channel::{Bounds, Channel, Message};
 use crate::upgrade::{ENVIRONMENT, SUCCESSOR};
 
 /// To start new programs: only the server's own, or any.
@@ -25,8 +28,12 @@ const LAUNCHER: &str = "launcher";
 const LAUNCHER_OF_ANY: &str = "launcher-of-any";
 /// The name of the process in lists.
 const NAME: &str = "nowait-launcher";
-/// How long the launcher may take for an answer.
+/// How long the launcher may take for a request and its answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
+
+/// Why there is no upgrade of a confined server any more.
+pub(crate) const ENDED: &str = "the process that starts the new program of an upgrade has ended (restart the server \
+                                instead)";
 
 /// What the server asks for.
 #[derive(Debug, Serialize, Deserialize)]
@@ -42,34 +49,80 @@ type Answer = Result<u32, String>;
 
 /// The launcher of this server.
 pub(crate) struct Launcher {
-    channel: Mutex<Channel>,
+    /// `None` once it has ended.
+    process: Mutex<Option<Process>>,
     path: PathBuf,
     any: bool,
+    quiet: bool,
+    /// The limit of descriptors with which this server was started: that of each program it starts.
+    descriptors: Rlimit,
+}
+
+/// The process, and this end of the connection to it.
+struct Process {
+    channel: Arc<Channel>,
+    child: Child,
 }
 
 impl Launcher {
     /// Starts the process. To be called before this process is confined. It may start `any` program,
-    /// and is `quiet` if it may not hold the caller's output open.
+    /// with the limit `descriptors`, and is `quiet` if it may not hold the caller's output open.
     ///
     /// # Errors
     /// A line that says what is missing.
-    pub(crate) fn start(any: bool, quiet: bool) -> Result<Self, String> {
-        let cannot =
-            |error: io::Error| format!("no process can be started: {}", os_message(&error));
-        let path = std::env::current_exe().map_err(cannot)?;
-        let (channel, far) = Channel::pair().map_err(cannot)?;
-        let mut command = Command::new(&path);
+    pub(crate) fn start(any: bool, quiet: bool, descriptors: Rlimit) -> Result<Arc<Self>, String> {
+        let path = std::env::current_exe().map_err(cannot_start)?;
+        let process = Mutex::new(None);
+        let launcher = Arc::new(Self { process, path, any, quiet, descriptors });
+        *launcher.lock() = Some(launcher.spawn()?);
+        Ok(launcher)
+    }
+
+    fn spawn(self: &Arc<Self>) -> Result<Process, String> {
+        let (channel, far) = Channel::pair().map_err(cannot_start)?;
+        let mut command = Command::new(&self.path);
         command.arg0(NAME).args(std::env::args_os().skip(1)).stdin(far);
-        command.env(ENVIRONMENT, if any { LAUNCHER_OF_ANY } else { LAUNCHER });
-        if quiet {
+        command.env(ENVIRONMENT, if self.any { LAUNCHER_OF_ANY } else { LAUNCHER });
+        if self.quiet {
             command.stdout(Stdio::null()).stderr(Stdio::null());
         }
-        command.spawn().map_err(cannot)?;
-        Ok(Self { channel: Mutex::new(channel), path, any })
+        let child = command.spawn().map_err(cannot_start)?;
+        // It starts nothing before it is asked to. Lowering a limit is always allowed.
+        let pid = Pid::from_raw(child.id() as i32);
+        let _ = prlimit(pid, Resource::Nofile, self.descriptors);
+        let (channel, launcher) = (Arc::new(channel), Arc::downgrade(self));
+        let watched = channel.clone();
+        let watch = move || {
+            let _ = watched.wait_ended();
+            if let Some(launcher) = launcher.upgrade() {
+                launcher.on_ended(&watched);
+            }
+        };
+        let watcher = thread::Builder::new().name("launcher".into()).spawn(watch);
+        watcher.map_err(cannot_start)?;
+        Ok(Process { channel, child })
+    }
+
+    /// The process at the other end of `channel` has ended, or this one has closed the connection.
+    fn on_ended(&self, channel: &Arc<Channel>) {
+        let ended = self.lock().take_if(|process| Arc::ptr_eq(&process.channel, channel));
+        if let Some(Process { mut child, .. }) = ended {
+            warn!("{ENDED}");
+            // Without the lock: it may take long to end.
+            let _ = child.wait();
+        }
+    }
+
+    /// Why no upgrade is possible any more, if that is so. Does not wait.
+    pub(crate) fn warning(&self) -> Option<&'static str> {
+        // While it is locked it is being asked.
+        let has_ended = self.process.try_lock().is_ok_and(|process| process.is_none());
+        (has_ended && !self.any).then_some(ENDED)
     }
 
     /// Starts `binary`, or the program at the path from which this one was started, at the other
-    /// end of the channel that is returned.
+    /// end of the channel that is returned. Where any program may be started, that includes another
+    /// launcher in place of one that has ended.
     ///
     /// # Errors
     /// It may not or cannot be started.
@@ -84,23 +137,62 @@ impl Launcher {
                 self.path.display()
             )));
         }
-        let failed = |error: io::Error| {
-            ControlError::Failed(format!("no program can be started: {}", os_message(&error)))
-        };
         let (channel, far) = Channel::pair().map_err(failed)?;
         let binary = binary.map(|path| path.as_os_str().to_owned());
-        let launcher = self.lock();
-        let start = Request::Start { binary };
-        launcher.send(&start, &[], &[far.as_fd()], TIMEOUT).map_err(failed)?;
-        let Message { body, .. } = launcher.receive::<Answer>(TIMEOUT).map_err(failed)?;
-        let process = body.map_err(ControlError::Failed)?;
-        drop(launcher);
+        let answer = self.ask(&Request::Start { binary }, far.as_fd())?;
+        let process = answer.map_err(ControlError::Failed)?;
         Ok((channel, Launched { launcher: Some(self.clone()), process }))
     }
 
-    fn lock(&self) -> MutexGuard<'_, Channel> {
-        self.channel.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Asks the launcher, or another one in place of one that has ended, where there may be another.
+    fn ask(
+        self: &Arc<Self>,
+        request: &Request,
+        file: BorrowedFd<'_>,
+    ) -> Result<Answer, ControlError> {
+        let mut process = self.lock();
+        if let Some(Process { channel, .. }) = &*process {
+            match exchange(channel, request, &[file]) {
+                Err(error) if has_ended(&error) => {}
+                answer => return answer.map_err(failed),
+            }
+        }
+        if !self.any {
+            return Err(ControlError::Conflict(ENDED.into()));
+        }
+        let next = self.spawn().map_err(ControlError::Failed)?;
+        let channel = next.channel.clone();
+        if let Some(Process { mut child, .. }) = process.replace(next) {
+            let _ = child.wait();
+        }
+        exchange(&channel, request, &[file]).map_err(failed)
     }
+
+    fn lock(&self) -> MutexGuard<'_, Option<Process>> {
+        self.process.lock().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+/// Asks the launcher at the other end of `channel`, which is asked nothing more if that fails: a later
+/// answer would be taken for that to another request.
+fn exchange(channel: &Channel, request: &Request, files: &[BorrowedFd<'_>]) -> io::Result<Answer> {
+    let deadline = Instant::now() + TIMEOUT;
+    let answer = channel.send(request, &[], files, deadline);
+    let answer = answer.and_then(|()| channel.receive(deadline, Bounds::ANSWER));
+    answer.map(|message| message.body).inspect_err(|_| channel.close())
+}
+
+fn has_ended(error: &io::Error) -> bool {
+    use io::ErrorKind::{BrokenPipe, ConnectionReset, UnexpectedEof};
+    matches!(error.kind(), BrokenPipe | ConnectionReset | UnexpectedEof)
+}
+
+fn failed(error: io::Error) -> ControlError {
+    ControlError::Failed(format!("no program can be started: {}", os_message(&error)))
+}
+
+fn cannot_start(error: io::Error) -> String {
+    format!("no process can be started: {}", os_message(&error))
 }
 
 /// A process that was started, and is ended when this is dropped.
@@ -120,10 +212,10 @@ impl Launched {
 impl Drop for Launched {
     fn drop(&mut self) {
         if let Some(launcher) = self.launcher.take() {
-            let launcher = launcher.lock();
             // A launcher that has ended has no process to end: a new program without an old one ends.
-            let ended = launcher.send(&Request::End, &[], &[], TIMEOUT);
-            let _ = ended.and_then(|()| launcher.receive::<Answer>(TIMEOUT));
+            if let Some(Process { channel, .. }) = &*launcher.lock() {
+                let _ = exchange(channel, &Request::End, &[]);
+            }
         }
     }
 }
@@ -144,7 +236,9 @@ pub(crate) fn run_if_asked() -> Option<u8> {
     }
     let Ok(channel) = Channel::of_standard_input() else { return Some(1) };
     let mut started = None;
-    while let Ok(Message { body, mut files, .. }) = channel.receive::<Request>(None) {
+    while let Ok(Message { body, mut files, .. }) =
+        channel.receive::<Request>(None, Bounds::ANSWER_WITH_FILE)
+    {
         end(started.take_if(|_| matches!(body, Request::End)));
         let answer = match body {
             Request::End => Ok(None),
@@ -159,7 +253,7 @@ pub(crate) fn run_if_asked() -> Option<u8> {
             started = child;
             process
         });
-        if channel.send(&answer, &[], &[], TIMEOUT).is_err() {
+        if channel.send(&answer, &[], &[], Instant::now() + TIMEOUT).is_err() {
             break;
         }
     }

@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::OwnedFd;
 use std::path::PathBuf;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use nowait_cli::error::{CliError, os_message};
 use nowait_image::{ChainOptions, Format, HandedOver, NamedStorages};
@@ -21,7 +21,7 @@ use crate::export_spec::NamedExport;
 use crate::open_chain;
 use crate::open_disk::{Common, OpenedDisk};
 use crate::served_disks::change_settings;
-use crate::upgrade::channel::{Channel, Message};
+use crate::upgrade::channel::{Bounds, Channel, Message};
 use crate::upgrade::messages::{
     Answer, Begin, DeviceMessage, Drained, ExportState, Go, ListenerState, PROTOCOL, VmmMessage,
 };
@@ -67,7 +67,7 @@ impl TakeOver {
         }
         let channel = Channel::of_standard_input().map_err(|error| lost(&error))?;
         let Message { body, files, .. } =
-            channel.receive::<Begin>(TIMEOUT).map_err(|error| lost(&error))?;
+            channel.receive::<Begin>(in_time(), Bounds::STATE).map_err(|error| lost(&error))?;
         let Begin { protocol, exports, listeners, control, control_tcp, ublk } = body;
         if protocol != PROTOCOL {
             return Err(CliError::new(format!(
@@ -116,7 +116,8 @@ impl TakeOver {
     /// The old program has ended, or has called it off.
     pub(crate) fn wait(&self) -> Result<Parked, CliError> {
         self.agree()?;
-        let message = self.channel.receive::<Drained>(TIMEOUT).map_err(|error| lost(&error))?;
+        let message = self.channel.receive::<Drained>(in_time(), Bounds::STATE);
+        let message = message.map_err(|error| lost(&error))?;
         let Message { body: Drained { files, connections, devices }, bytes, files: all } = message;
         let mut all = all.into_iter();
         let images = files
@@ -154,7 +155,8 @@ impl TakeOver {
     /// The old program has ended, or has called it off.
     fn ready(&self) -> Result<(), CliError> {
         self.agree()?;
-        self.channel.receive::<Go>(TIMEOUT).map_err(|error| lost(&error)).map(drop)
+        let go = self.channel.receive::<Go>(in_time(), Bounds::ANSWER);
+        go.map_err(|error| lost(&error)).map(drop)
     }
 
     /// Opens the images, as `common` to all and as each was opened.
@@ -220,7 +222,7 @@ impl TakeOver {
     }
 
     fn send(&self, body: &Answer) -> Result<(), CliError> {
-        self.channel.send(body, &[], &[], TIMEOUT).map_err(|error| lost(&error))
+        self.channel.send(body, &[], &[], in_time()).map_err(|error| lost(&error))
     }
 }
 
@@ -240,6 +242,10 @@ fn parked_device(
         Ok::<_, CliError>(VmmState { socket, channel, setup, files })
     };
     Ok(ParkedDevice { listener, vmm: vmm.map(state).transpose()? })
+}
+
+fn in_time() -> Instant {
+    Instant::now() + TIMEOUT
 }
 
 fn lost(error: &io::Error) -> CliError {

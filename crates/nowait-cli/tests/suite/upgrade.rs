@@ -4,7 +4,9 @@
 //! fails leaves the old program as it was.
 
 use std::fs;
+use std::fs::Permissions;
 use std::io::{Read, Write};
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -29,12 +31,17 @@ pub(crate) struct Upgraded {
 
 impl Upgraded {
     pub(crate) fn start(format: &str, extra: &[&str]) -> Self {
+        Self::start_under(&[], format, extra)
+    }
+
+    /// The same with the command prefix `wrapper`, which must end in exec.
+    fn start_under(wrapper: &[&str], format: &str, extra: &[&str]) -> Self {
         let scratch = Scratch::new();
         let (image, control) = (scratch.join("disk"), scratch.join("control"));
         accepted(&["create", text(&image), "64M", "--format", format]);
         let address = format!("unix:{}", control.display());
         let arguments = [&["--control", &address, "--format", format, "--verbose"], extra].concat();
-        let server = Server::start(&image, &arguments);
+        let server = Server::start_under(wrapper, &image, &arguments);
         Self { server, control, serving: None, scratch }
     }
 
@@ -74,6 +81,21 @@ impl Upgraded {
         self.serving = report["pid"].as_i64().and_then(|pid| Pid::from_raw(pid as i32));
         assert_ne!(self.process(), before);
         report
+    }
+
+    /// The process that starts the new program.
+    fn launcher(&self) -> Pid {
+        let own = format!(" {} ", self.process().as_raw_nonzero());
+        let all = fs::read_dir("/proc").expect("processes").flatten();
+        let is_child = |stat: &String| {
+            let after_name = stat.rsplit_once(") ").map_or("", |(_, rest)| rest);
+            after_name.get(1..).is_some_and(|rest| rest.starts_with(&own))
+        };
+        let mut children = all.filter_map(|process| {
+            let stat = fs::read_to_string(process.path().join("stat")).ok().filter(is_child)?;
+            stat.split(' ').next()?.parse().ok().and_then(Pid::from_raw)
+        });
+        children.next().expect("a child of the server")
     }
 
     fn process(&self) -> Pid {
@@ -250,4 +272,74 @@ fn what_was_changed_and_added_stays_and_the_pid_file_names_the_new_process() {
     it.stop();
     assert!(!socket.exists(), "the socket is left");
     assert!(!pid_file.exists(), "the PID file is left");
+}
+
+/// Few descriptors at first, and many on demand.
+const LOW_LIMIT: [&str; 2] = ["prlimit", "--nofile=64:4096"];
+
+#[test]
+fn more_images_and_connections_than_the_soft_limit_of_descriptors_are_opened_and_handed_over() {
+    const IMAGES: usize = 40;
+    const CLIENTS: usize = 100;
+    if !require_tool("prlimit") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let images: Vec<String> = (0..IMAGES)
+        .map(|n| format!("e{n}={}", text(&scratch.sparse(&format!("disk{n}"), MIB))))
+        .collect();
+    let images: Vec<&str> = images.iter().map(String::as_str).collect();
+    let mut it = Upgraded::start_under(&LOW_LIMIT, "raw", &images);
+    assert!(it.server.descriptors() > 64, "the images alone are more than the limit");
+    let mut clients: Vec<Client> = (0..CLIENTS).map(|_| it.connect()).collect();
+    for _ in 0..2 {
+        let report = it.upgrade();
+        assert_eq!((&report["connections"], &report["closed"]), (&CLIENTS.into(), &0.into()));
+        clients.iter_mut().for_each(|client| drop(client.read(0, 512).expect("a read")));
+    }
+    drop(clients);
+    it.stop();
+}
+
+#[test]
+fn a_program_that_is_started_has_the_limit_of_descriptors_that_the_server_was_started_with() {
+    if !require_tool("prlimit") {
+        return;
+    }
+    let it = Upgraded::start_under(&LOW_LIMIT, "raw", &["--sandbox", "off"]);
+    let (program, told) = (it.scratch.join("program"), it.scratch.join("told"));
+    let alone = no_child_starts();
+    let script = format!("#!/bin/sh\nulimit -Sn > {0}; ulimit -Hn >> {0}\n", text(&told));
+    fs::write(&program, script).expect("a program");
+    fs::set_permissions(&program, Permissions::from_mode(0o755)).expect("a program");
+    drop(alone);
+    it.command(&["upgrade", text(&program)]).fails();
+    assert_eq!(fs::read_to_string(&told).expect("what it has"), "64\n4096\n");
+    it.connect().read(0, 512).expect("it goes on");
+}
+
+#[test]
+fn a_launcher_that_has_ended_leaves_no_zombie_and_is_told_of_or_replaced() {
+    for sandbox in ["auto", "off"] {
+        let mut it = Upgraded::start("raw", &["--sandbox", sandbox]);
+        let mut client = it.connect();
+        let launcher = it.launcher();
+        kill_process(launcher, Signal::KILL).expect("a launcher");
+        let left = PathBuf::from(format!("/proc/{}", launcher.as_raw_nonzero()));
+        wait_until("the end of the launcher", || !left.exists());
+        let status = it.command(&["status"]).succeeds();
+        match sandbox {
+            "off" => {
+                assert!(!status.contains("warning"), "{status}");
+                it.upgrade();
+            }
+            _ => {
+                assert!(status.contains("warning: the process that starts the new"), "{status}");
+                let said = it.command(&["upgrade"]).fails();
+                assert!(said.contains("has ended (restart the server instead)"), "{said}");
+                assert_eq!(said.trim().lines().count(), 1, "{said}");
+            }
+        }
+        client.read(0, 512).expect("the server serves");
+    }
 }
