@@ -15,6 +15,7 @@ use hyper::client::conn::http1;
 use hyper::{Method, Request, header};
 use hyper_util::rt::TokioIo;
 use nowait_nbd::client::Credentials;
+use nowait_nbd::tls_words::tls_message;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -71,7 +72,11 @@ pub enum ClientError {
 impl fmt::Display for ClientError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self {
-            Self::Unreachable(error) => write!(f, "no server answers there: {error}"),
+            Self::Unreachable(error) => {
+                let tls = error.get_ref().and_then(|inner| inner.downcast_ref());
+                let why = tls.map_or_else(|| error.to_string(), |e| tls_message(e, "the server"));
+                write!(f, "no server answers there: {why}")
+            }
             Self::Refused(why) => f.write_str(why),
             Self::Answer(why) => write!(f, "its answer is not understood: {why}"),
         }

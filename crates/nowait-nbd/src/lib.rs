@@ -17,6 +17,8 @@ mod option;
 mod export_info;
 mod address;
 mod uri;
+#[cfg(feature = "transport")]
+pub mod tls_words;
 pub mod client;
 
 pub use address::{Address, DEFAULT_PORT, MAX_SOCKET_PATH_BYTES};

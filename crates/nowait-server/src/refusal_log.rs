@@ -13,6 +13,7 @@ use crate::log_limit::{LogLimit, left_out_note};
 pub(crate) enum Refusal {
     UnknownExport,
     Tls,
+    NoTls,
     Handshake,
     Protocol,
 }
@@ -42,6 +43,7 @@ impl Refusal {
         match self {
             Self::UnknownExport => "unknown export",
             Self::Tls => "TLS has failed",
+            Self::NoTls => "no TLS",
             Self::Handshake => "no end of the handshake",
             Self::Protocol => "no request",
         }

@@ -456,7 +456,7 @@ fn queue_kind(args: &ServeArgs, opened: &OpenedDisk) -> Result<QueueKind, CliErr
     }
     let error = match ring_for(opened) {
         Ok(ring) => {
-            info!("io_uring: {:?}", ring.offered());
+            info!("io_uring: {}", ring.offered());
             info!("registered buffers: {}", registrable());
             let must = args.queue.is_some() || args.ublk.ublk.is_some();
             return Ok(if must { QueueKind::Uring } else { QueueKind::Auto });

@@ -107,9 +107,13 @@ fn a_server_with_an_unverified_certificate_or_another_name_is_rejected() {
     let stranger = Authority::new("a stranger");
     let certs = ["--tls-certs", text(fixture.client.path())];
     for (signer, flaw, words) in [
-        (&stranger, Flaw::None, "certificate is not good"),
-        (&fixture.authority, Flaw::Expired, "certificate is not good"),
-        (&fixture.authority, Flaw::Revoked, "certificate is not good"),
+        (
+            &stranger,
+            Flaw::None,
+            "certificate is not good: it is signed by an authority that is not",
+        ),
+        (&fixture.authority, Flaw::Expired, "certificate is not good: it has expired"),
+        (&fixture.authority, Flaw::Revoked, "certificate is not good: it is revoked"),
     ] {
         signer.certify(fixture.server.path(), Role::Server, flaw);
         let server = fixture.serve(&image, &[]);

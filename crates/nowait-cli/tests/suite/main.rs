@@ -62,6 +62,7 @@ mod snapshot;
 mod stalled_storage;
 mod storage_faults;
 mod tls;
+mod tls_words;
 mod ublk;
 mod ublk_pauses;
 mod ublk_takeover;

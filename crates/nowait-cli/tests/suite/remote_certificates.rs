@@ -87,7 +87,7 @@ fn an_expired_certificate_is_refused_in_words() {
 fn a_certificate_of_another_host_is_refused_in_words() {
     let site = Site::new(Flaw::Elsewhere);
     let error = site.refusal(&site.url);
-    assert!(error.contains("is that of another host than the URL names"), "{error}");
+    assert!(error.contains("is for elsewhere.example, not for"), "{error}");
 }
 
 #[test]

@@ -9,7 +9,9 @@ use std::sync::Arc;
 use std::{fmt, io};
 
 use rustls::client::danger::{HandshakeSignatureValid, ServerCertVerified, ServerCertVerifier};
-use rustls::client::{Resumption, UnbufferedClientConnection, WebPkiServerVerifier};
+use rustls::client::{
+    Resumption, UnbufferedClientConnection, VerifierBuilderError, WebPkiServerVerifier,
+};
 use rustls::crypto::CryptoProvider;
 use rustls::crypto::ring::{self, cipher_suite::TLS13_AES_256_GCM_SHA384};
 use rustls::pki_types::pem::{self, PemObject};
@@ -21,6 +23,7 @@ use rustls::{
 };
 
 use crate::address::Address;
+use crate::tls_words::{certificate_fault, pem_fault, spaced, tls_message};
 use crate::uri::{NbdUri, TlsParams};
 
 /// The trusted certificate authorities, and their revocation lists, which may be absent.
@@ -103,7 +106,7 @@ impl Credentials {
                 let chain = all_of::<CertificateDer<'_>>(&cert)?;
                 let private = PrivateKeyDer::from_pem_file(&key).map_err(|e| why(&key, &e))?;
                 let built = builder.with_client_auth_cert(chain, private);
-                built.map_err(|error| format!("{}: {}", key.display(), unusable(&error)))?
+                built.map_err(|error| unusable(&error, &cert, &key))?
             }
         };
         // Connections last; none is resumed.
@@ -151,16 +154,18 @@ impl Credentials {
     }
 }
 
-/// Why the client's key cannot be used.
-fn unusable(error: &Error) -> String {
+/// Which of the client's files cannot be used, and why.
+fn unusable(error: &Error, cert: &Path, key: &Path) -> String {
+    let (cert, key) = (cert.display(), key.display());
     match error {
-        Error::InconsistentKeys(_) => format!("it is not the key of {CLIENT_CERT}"),
-        Error::InvalidCertificate(error) => format!("the certificate cannot be used: {error}"),
-        _ => {
-            "it is no key that can be used: RSA keys need 2048, 3072 or 4096 bits, ECDSA keys the \
-              curve P-256 or P-384; Ed25519 keys are taken too"
-                .into()
+        Error::InconsistentKeys(_) => format!("{key}: it is not the key of {CLIENT_CERT}"),
+        Error::InvalidCertificate(error) => {
+            format!("{cert}: the certificate {}", certificate_fault(error))
         }
+        _ => format!(
+            "{key}: it is no key that can be used: RSA keys need 2048, 3072 or 4096 bits, ECDSA \
+             keys the curve P-256 or P-384; Ed25519 keys are taken too"
+        ),
     }
 }
 
@@ -169,10 +174,11 @@ fn verifier(
     provider: &Arc<CryptoProvider>,
 ) -> Result<Arc<WebPkiServerVerifier>, String> {
     let (ca, revoked) = (directory.join(CA_CERT), directory.join(CA_CRL));
-    let with_path = |error: &dyn std::fmt::Display| format!("{}: {error}", ca.display());
     let mut roots = RootCertStore::empty();
     for root in all_of(&ca)? {
-        roots.add(root).map_err(|error| with_path(&error))?;
+        roots.add(root).map_err(|error| {
+            format!("{}: {}", ca.display(), tls_message(&error, "the authority"))
+        })?;
     }
     let mut builder =
         WebPkiServerVerifier::builder_with_provider(Arc::new(roots), provider.clone());
@@ -184,7 +190,12 @@ fn verifier(
             .allow_unknown_revocation_status()
             .enforce_revocation_expiration();
     }
-    builder.build().map_err(|error| with_path(&error))
+    builder.build().map_err(|error| match error {
+        VerifierBuilderError::InvalidCrl(why) => {
+            format!("{}: the list cannot be used ({})", revoked.display(), spaced(&why))
+        }
+        error => format!("{}: it cannot be used ({})", ca.display(), spaced(&error)),
+    })
 }
 
 /// Whether `path` exists; a dangling symbolic link counts.
@@ -212,8 +223,7 @@ fn why(path: &Path, error: &pem::Error) -> String {
             format!("there is no file {path}")
         }
         pem::Error::Io(error) => format!("cannot read {path}: {error}"),
-        pem::Error::NoItemsFound => format!("{path}: it holds nothing of what its name says (PEM)"),
-        error => format!("{path}: {error}"),
+        error => format!("{path}: {}", pem_fault(error)),
     }
 }
 

@@ -5,6 +5,7 @@
 use std::{fmt, io};
 
 use crate::client::handshake::HandshakeError;
+use crate::tls_words::{certificate_fault, tls_message};
 
 /// Why a client has no connection, or no longer.
 #[derive(Debug)]
@@ -46,12 +47,9 @@ impl fmt::Display for ClientError {
             Self::Handshake(error) => error.fmt(f),
             Self::Closed => f.write_str("the server closed the connection"),
             Self::Tls(rustls::Error::InvalidCertificate(why)) => {
-                write!(f, "the server's certificate is not good: {why}")
+                write!(f, "the server's certificate is not good: it {}", certificate_fault(why))
             }
-            Self::Tls(rustls::Error::AlertReceived(alert)) => {
-                write!(f, "the server ended TLS ({alert:?}; it may want a client's certificate)")
-            }
-            Self::Tls(error) => write!(f, "TLS failed: {error}"),
+            Self::Tls(error) => write!(f, "TLS failed: {}", tls_message(error, "the server")),
             Self::Lost(error) => write!(f, "the connection is lost: {error}"),
             Self::Reply(words) => f.write_str(words),
         }

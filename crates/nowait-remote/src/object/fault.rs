@@ -6,6 +6,7 @@ use std::error::Error as _;
 use std::fmt;
 
 use hyper::StatusCode;
+use nowait_nbd::tls_words::certificate_fault;
 use rustls::CertificateError;
 
 /// Why a request to a store has failed.
@@ -140,20 +141,12 @@ impl fmt::Display for BadAnswer {
 }
 
 fn write_certificate_error(f: &mut fmt::Formatter<'_>, error: &CertificateError) -> fmt::Result {
-    use CertificateError as E;
     f.write_str("cannot connect: the certificate of the server ")?;
     match error {
-        E::Expired | E::ExpiredContext { .. } => f.write_str("has expired"),
-        E::NotValidYet | E::NotValidYetContext { .. } => {
-            f.write_str("is not valid yet (is the clock of this machine right?)")
-        }
-        E::NotValidForName | E::NotValidForNameContext { .. } => {
-            f.write_str("is that of another host than the URL names")
-        }
-        E::UnknownIssuer => f.write_str(
+        CertificateError::UnknownIssuer => f.write_str(
             "is signed by no authority that this machine trusts (SSL_CERT_FILE names another one)",
         ),
-        other => write!(f, "is not accepted: {other}"),
+        other => f.write_str(&certificate_fault(other)),
     }
 }
 

@@ -15,13 +15,14 @@ use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
 use hyper_util::client::legacy::connect::{Connect, HttpConnector as TcpConnector};
 use hyper_util::client::legacy::{Client, Error as ClientError};
 use hyper_util::rt::{TokioExecutor, TokioTimer};
+use nowait_nbd::tls_words::tls_message;
 use object_store::ClientOptions;
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody,
     HttpResponse, HttpResponseBody, HttpService,
 };
+use rustls::RootCertStore;
 use rustls::crypto::ring;
-use rustls::{CertificateError, RootCertStore};
 use url::Url;
 
 use crate::object::fault::BadAnswer;
@@ -171,7 +172,8 @@ fn failed(error: &ClientError) -> HttpError {
     while let Some(source) = reason.source() {
         reason = source;
     }
-    if let Some(error) = certificate_error(reason) {
+    let tls = tls_error(reason);
+    if let Some(rustls::Error::InvalidCertificate(error)) = tls {
         return HttpError::new(HttpErrorKind::Connect, BadAnswer::Certificate(error.clone()));
     }
     let what = if error.is_connect() { "cannot connect: " } else { "" };
@@ -180,26 +182,21 @@ fn failed(error: &ClientError) -> HttpError {
     let reason = match reason.downcast_ref().is_some_and(ended) {
         // That of TLS has the address of a manual.
         true => "the server has closed the connection".to_owned(),
-        false => reason.to_string(),
+        false => tls.map_or_else(|| reason.to_string(), |error| tls_message(error, "the server")),
     };
     // As everywhere here: the words without the number.
     let words = reason.split_once(" (os error").map_or(reason.as_str(), |(words, _)| words);
     HttpError::new(kind, std::io::Error::other(format!("{what}{words}")))
 }
 
-/// What `reason`, the innermost of an error, says about a certificate.
-fn certificate_error<'a>(
-    reason: &'a (dyn std::error::Error + 'static),
-) -> Option<&'a CertificateError> {
+/// The error of TLS in `reason`, the innermost of an error.
+fn tls_error<'a>(reason: &'a (dyn std::error::Error + 'static)) -> Option<&'a rustls::Error> {
     let mut reason = reason;
     // What an error of a socket wraps is not its source.
     while let Some(inner) = reason.downcast_ref::<std::io::Error>().and_then(|io| io.get_ref()) {
         reason = inner;
     }
-    match reason.downcast_ref()? {
-        rustls::Error::InvalidCertificate(error) => Some(error),
-        _ => None,
-    }
+    reason.downcast_ref()
 }
 
 /// What a connection is made by.

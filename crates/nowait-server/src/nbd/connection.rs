@@ -9,6 +9,7 @@ use std::os::fd::AsFd;
 use std::time::Instant;
 
 use nowait::{BlockMap, Interest, IoQueue, Token};
+use nowait_nbd::tls_words::tls_message;
 use rustix::io::Errno;
 
 use crate::buffer_budget::BufferBudget;
@@ -278,7 +279,7 @@ impl Connection {
                 self.decrypt(input, &mut Vec::new());
             }
             Err(error) => {
-                tracing::warn!("no TLS for {}: {error}", self.peer);
+                tracing::warn!("no TLS for {}: {}", self.peer, tls_message(&error, "the client"));
                 self.session.abort();
             }
         }
@@ -294,7 +295,8 @@ impl Connection {
             plaintext.extend_from_slice(piece.get(count..).unwrap_or_default());
         });
         if let Err(error) = result {
-            let message = format_args!("{}: TLS has failed: {error}", self.peer);
+            let why = tls_message(&error, "the client");
+            let message = format_args!("{}: TLS has failed: {why}", self.peer);
             refusal_log::note(Refusal::Tls, message);
             // Sends the TLS alert, if the socket has room for it.
             session.send(&mut SendQueue::default(), &self.socket, &mut 0, &mut 0);

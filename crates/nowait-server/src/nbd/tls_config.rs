@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::{fmt, fs, io};
 
+use nowait_nbd::tls_words::{certificate_fault, pem_fault, spaced, tls_message};
 use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::pem::{self, PemObject};
 use rustls::pki_types::{CertificateDer, CertificateRevocationListDer, PrivateKeyDer};
@@ -82,11 +83,11 @@ impl Credentials {
             Err(pem::Error::NoItemsFound) => {
                 return Err(TlsError::at(key, "there is no unencrypted private key (PEM) in it"));
             }
-            Err(error) => return Err(TlsError::at(key, error)),
+            Err(error) => return Err(TlsError::at(key, pem_fault(&error))),
         };
         let builder = ServerConfig::builder_with_provider(provider.clone())
             .with_safe_default_protocol_versions()
-            .map_err(|error| TlsError::at(directory.into(), error))?;
+            .map_err(|error| TlsError::at(directory.into(), tls_message(&error, "a client")))?;
         let builder = match clients {
             ClientAuth::Any => builder.with_no_client_auth(),
             ClientAuth::Verified => {
@@ -98,7 +99,7 @@ impl Credentials {
                 TlsError::at(key, format!("it is not the key of {SERVER_CERT}"))
             }
             rustls::Error::InvalidCertificate(error) => {
-                TlsError::at(cert, format!("the certificate cannot be used: {error}"))
+                TlsError::at(cert, format!("the certificate {}", certificate_fault(&error)))
             }
             _ => TlsError::at(key, KEYS),
         })?;
@@ -133,7 +134,8 @@ fn verifier(
     let (ca, revoked) = (directory.join(CA_CERT), directory.join(CA_CRL));
     let mut roots = RootCertStore::empty();
     for root in all_of(&ca, "certificate")? {
-        roots.add(root).map_err(|error| TlsError::at(ca.clone(), error))?;
+        let added = roots.add(root);
+        added.map_err(|why| TlsError::at(ca.clone(), tls_message(&why, "the authority")))?;
     }
     let mut builder =
         WebPkiClientVerifier::builder_with_provider(Arc::new(roots), provider.clone());
@@ -143,9 +145,11 @@ fn verifier(
             .allow_unknown_revocation_status()
             .enforce_revocation_expiration();
     }
-    builder.build().map_err(|error| match &error {
-        VerifierBuilderError::InvalidCrl(_) => TlsError::at(revoked, error),
-        _ => TlsError::at(ca, error),
+    builder.build().map_err(|error| match error {
+        VerifierBuilderError::InvalidCrl(why) => {
+            TlsError::at(revoked, format!("the list cannot be used ({})", spaced(&why)))
+        }
+        error => TlsError::at(ca, format!("it cannot be used ({})", spaced(&error))),
     })
 }
 
@@ -170,7 +174,7 @@ fn warn_if_open(key: &Path) {
 fn all_of<T: PemObject>(path: &Path, what: &str) -> Result<Vec<T>, TlsError> {
     let items: Vec<T> = T::pem_slice_iter(&bytes_of(path)?)
         .collect::<Result<_, _>>()
-        .map_err(|error| TlsError::at(path.into(), error))?;
+        .map_err(|error| TlsError::at(path.into(), pem_fault(&error)))?;
     if items.is_empty() {
         return Err(TlsError::at(path.into(), format!("there is no {what} (PEM) in it")));
     }

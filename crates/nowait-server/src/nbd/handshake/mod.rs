@@ -6,6 +6,7 @@
 //! `MAX_OPTION_BYTES` and the replies to one option. Every option has one final reply or ends the
 //! connection.
 
+use std::mem;
 use std::ops::ControlFlow::{self, Break, Continue};
 
 use crate::export::ExportId;
@@ -148,6 +149,8 @@ pub(crate) struct Handshake {
     partial: Vec<u8>,
     client_flags: u32,
     options: u32,
+    /// The log has that this client uses no TLS.
+    is_told: bool,
     mode: ReplyMode,
     selected: Option<Selected>,
 }
@@ -161,6 +164,7 @@ impl Handshake {
             partial: Vec::new(),
             client_flags: 0,
             options: 0,
+            is_told: false,
             mode: ReplyMode::Simple,
             selected: None,
         }
@@ -249,7 +253,7 @@ impl Handshake {
         if taken.len() < missing {
             return Break(HandshakeProgress::More);
         }
-        Continue(std::mem::take(&mut self.partial))
+        Continue(mem::take(&mut self.partial))
     }
 
     fn accept_client_flags(&mut self, bytes: &[u8]) -> ControlFlow<HandshakeProgress> {
@@ -266,6 +270,16 @@ impl Handshake {
 
     fn client_set(&self, flag: u16) -> bool {
         self.client_flags & u32::from(flag) != 0
+    }
+
+    /// Logs, once for a connection, that its client uses no TLS where TLS is required.
+    fn log_no_tls(&mut self) {
+        if !mem::replace(&mut self.is_told, true) {
+            refusal_log::note(
+                Refusal::NoTls,
+                format_args!("a client without TLS was refused: this server requires TLS (--tls)"),
+            );
+        }
     }
 
     /// Decides by the header of an option whether its data are parsed or skipped.
@@ -287,6 +301,9 @@ impl Handshake {
         self.phase = match option {
             // This option has no error reply: a name that cannot exist ends the connection.
             wire::OPT_EXPORT_NAME if bare || length as usize > MAX_STRING_BYTES => {
+                if bare {
+                    self.log_no_tls();
+                }
                 return Break(HandshakeProgress::Close);
             }
             // "Once extended headers are successfully requested, a client MUST NOT use" it.
@@ -305,7 +322,10 @@ impl Handshake {
                 (TlsState::Begun, _) => refused(OptionError::TLS_HAS_BEGUN),
                 _ => refused(OptionError::HAS_DATA),
             },
-            _ if bare => refused(OptionError::TLS_REQUIRED),
+            _ if bare => {
+                self.log_no_tls();
+                refused(OptionError::TLS_REQUIRED)
+            }
             wire::OPT_LIST
             | wire::OPT_INFO
             | wire::OPT_GO

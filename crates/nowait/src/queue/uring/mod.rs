@@ -10,6 +10,7 @@ mod enter_result;
 mod iopoll;
 
 use std::cell::OnceCell;
+use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::time::Duration;
@@ -51,6 +52,28 @@ pub struct RingFeatures {
     pub buffers: bool,
     /// The device has polled queues, so `HIPRI` has an effect (C48).
     pub polled: bool,
+}
+
+impl fmt::Display for RingFeatures {
+    /// What the ring has, and after "without" what it has not.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let all = [
+            (self.full_size, "its full size"),
+            (self.deferred, "deferred completions"),
+            (self.file, "registered files"),
+            (self.buffers, "registered buffers"),
+            (self.polled, "polled queues"),
+        ];
+        let list = |wanted| {
+            let listed = all.into_iter().filter(move |(has, _)| *has == wanted);
+            listed.map(|(_, name)| name).collect::<Vec<_>>().join(", ")
+        };
+        match (list(true), list(false)) {
+            (with, without) if without.is_empty() => write!(f, "with {with}"),
+            (with, without) if with.is_empty() => write!(f, "without {without}"),
+            (with, without) => write!(f, "with {with}; without {without}"),
+        }
+    }
 }
 
 /// A queue on a ring.
