@@ -5,6 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
+use nowait_cli::error::open_message;
 use nowait_control::ControlError;
 use nowait_remote::Location;
 
@@ -86,7 +87,8 @@ fn inside(allowed: &[PathBuf], path: &Path) -> Result<PathBuf, ControlError> {
     match path.canonicalize() {
         Ok(real) if allowed.clone().any(|dir| real.starts_with(dir)) => Ok(real),
         Err(error) if allowed.clone().any(|dir| path.starts_with(dir)) => {
-            Err(ControlError::NotFound(format!("{}: {error}", path.display())))
+            let why = open_message(path, "find it", &error);
+            Err(ControlError::NotFound(format!("{}: {why}", path.display())))
         }
         _ => Err(ControlError::Forbidden(format!(
             "{} is not in a directory of --allow-dir",

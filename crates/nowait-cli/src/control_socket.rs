@@ -7,7 +7,7 @@ use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use nowait_cli::error::{CliError, os_message};
+use nowait_cli::error::{CliError, create_message, os_message};
 use nowait_nbd::Address;
 use nowait_server::Listener;
 use rustix::process::{Pid, geteuid, test_kill_process};
@@ -99,9 +99,7 @@ pub(crate) fn bind(
     });
     match bound {
         Ok(listener) => Ok(Some(BoundSocket { listener, path, is_given })),
-        Err(error) if is_given => {
-            Err(CliError::at(&path, format_args!("cannot listen: {}", os_message(&error))))
-        }
+        Err(error) if is_given => Err(CliError::at(&path, create_message("listen", &error))),
         Err(error) => {
             tracing::info!("no control socket: {}: {error}", path.display());
             Ok(None)

@@ -23,7 +23,7 @@ use crate::systemd;
 use crate::upgrade::messages::ListenerState;
 use crate::upgrade::take_over::{HandedListener, ParkedClients};
 use crate::vhost_user_spec::DevicePlace;
-use nowait_cli::error::{CliError, os_message};
+use nowait_cli::error::{CliError, create_message, os_message};
 
 /// The bound sockets of a server, and what is removed with them.
 pub(crate) struct Endpoints {
@@ -208,5 +208,5 @@ fn bind_failure(listen: &Address, error: &io::Error) -> CliError {
     if error.kind() == io::ErrorKind::AddrInUse {
         return CliError::new(format!("{at}: the address is in use (give {hint})"));
     }
-    CliError::new(format!("{at}: cannot listen: {}", os_message(error)))
+    CliError::new(format!("{at}: {}", create_message("listen", error)))
 }

@@ -7,7 +7,7 @@
 use std::fmt;
 use std::path::Path;
 
-pub use nowait_image::{os_message, plain};
+pub use nowait_image::{create_message, open_message, os_message, plain};
 
 /// The exit status of most failures. (A wrong command line, which is detected before any work, has
 /// another one.)

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal, test_kill_process};
 
-use nowait_cli::error::{CliError, os_message};
+use nowait_cli::error::{CliError, create_message, os_message};
 
 /// The parent of this process at its start.
 pub(crate) struct Parent(Option<Pid>);
@@ -65,9 +65,8 @@ impl PidFile {
         let mut name = path.clone().into_os_string();
         name.push(format!(".{number}"));
         let temporary = PathBuf::from(name);
-        write_new(&temporary, &content).map_err(|error| {
-            CliError::at(&path, format_args!("cannot write the file: {}", os_message(&error)))
-        })?;
+        write_new(&temporary, &content)
+            .map_err(|error| CliError::at(&path, create_message("write the file", &error)))?;
         Ok(Self { path, temporary, content })
     }
 
@@ -76,9 +75,8 @@ impl PidFile {
     /// # Errors
     /// rename(2) failed.
     pub(crate) fn appear(&self) -> Result<(), CliError> {
-        fs::rename(&self.temporary, &self.path).map_err(|error| {
-            CliError::at(&self.path, format_args!("cannot write the file: {}", os_message(&error)))
-        })
+        fs::rename(&self.temporary, &self.path)
+            .map_err(|error| CliError::at(&self.path, create_message("write the file", &error)))
     }
 
     /// Removes the file, if it still has the PID of this process.

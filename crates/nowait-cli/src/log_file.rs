@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 
 use rustix::stdio::dup2_stderr;
 
-use nowait_cli::error::{CliError, os_message};
+use nowait_cli::error::{CliError, create_message};
 use nowait_cli::log;
 
 /// Who may read a new file: its user and group.
@@ -49,6 +49,6 @@ impl LogFile {
     }
 
     fn cannot(&self, error: &std::io::Error) -> CliError {
-        CliError::at(&self.0, format_args!("cannot write the log: {}", os_message(error)))
+        CliError::at(&self.0, create_message("write the log", error))
     }
 }

@@ -15,6 +15,7 @@ mod args;
 mod usage;
 mod default_image;
 mod qcow2_info;
+mod waiting;
 mod open_chain;
 mod systemd;
 mod secrets;

@@ -8,13 +8,15 @@ use nowait_image::{Chain, ChainOptions, ImageError, Warning};
 use nowait_remote::{Location, RemoteOptions};
 
 use crate::args::image_args::ImageArgs;
+use crate::waiting;
 use nowait_cli::error::CliError;
 
 /// Opens the chain, locked as `options` require; the format and the allowed directories are from
 /// `args`.
 pub(crate) fn open(args: &ImageArgs, options: ChainOptions) -> Result<Chain, CliError> {
     let remote = RemoteOptions::default();
-    let backings = nowait_remote::open_backings(&args.others.backing, &remote);
+    let given = &args.others.backing;
+    let backings = waiting::on(given, || nowait_remote::open_backings(given, &remote));
     let options = ChainOptions {
         backing_storages: backings.map_err(|error| failed(&error))?,
         format: args.format,
@@ -30,7 +32,8 @@ pub(crate) fn open(args: &ImageArgs, options: ChainOptions) -> Result<Chain, Cli
             return Err(CliError::at(&args.image, "only files and block devices are changed"));
         }
         location => {
-            let storage = nowait_remote::open_storage(&location, true, &remote);
+            let open = || nowait_remote::open_storage(&location, true, &remote);
+            let storage = waiting::on([&location], open);
             let storage = storage.map_err(|error| failed(&error))?;
             Chain::open_storage(&args.image, storage, &options)
         }

@@ -16,7 +16,7 @@ use tracing::warn;
 
 use crate::args::ServeArgs;
 use crate::export_spec::NamedExport;
-use crate::{args, open_chain, systemd};
+use crate::{args, open_chain, systemd, waiting};
 
 /// An open and locked image, and the name of its export.
 pub(crate) struct OpenedDisk {
@@ -84,7 +84,8 @@ impl OpenedDisk {
     ) -> Result<Self, CliError> {
         let location = Location::parse(&named.image.clone().into());
         let location = location.map_err(|error| CliError::at(&named.image, error))?;
-        let image = nowait_remote::open(&location, &options, remote);
+        let open = || nowait_remote::open(&location, &options, remote);
+        let image = waiting::on([&location], open);
         Self::of(named, image, options, description)
     }
 
@@ -143,7 +144,8 @@ pub(crate) struct Common {
 /// One line that names such a storage and what is wrong with it.
 pub(crate) fn common(args: &ServeArgs) -> Result<Common, CliError> {
     let remote = args.remote.options()?;
-    let backings = nowait_remote::open_backings(&args.others.backing, &remote);
+    let given = &args.others.backing;
+    let backings = waiting::on(given, || nowait_remote::open_backings(given, &remote));
     let backing_storages = backings.map_err(|error| open_chain::failed(&error))?;
     for uri in &args.control.allow_uri {
         if let Ok(Location::Rbd(_)) = uri.location() {
@@ -177,7 +179,7 @@ fn failed(options: &ChainOptions, image: &Path, error: &ImageError) -> CliError 
     let why = match Errno::from_raw_os_error(error.errno()) {
         _ if error.path() != image => return open_chain::failed(error),
         Errno::ISDIR => "it is a directory (give an image file)".into(),
-        Errno::NOENT => "there is no such file (make it with 'nowait create')".into(),
+        Errno::NOENT => format!("{} (make it with 'nowait create')", error.what()),
         errno @ (Errno::ACCESS | Errno::PERM | Errno::ROFS)
             // If the image cannot be read either, --read-only does not help.
             if options.writable && fs::File::open(image).is_ok() =>

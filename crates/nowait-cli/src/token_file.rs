@@ -8,7 +8,7 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use nowait_cli::error::{CliError, os_message};
+use nowait_cli::error::{CliError, create_message, open_message};
 use nowait_control::Token;
 
 use crate::control_socket;
@@ -59,7 +59,7 @@ pub(crate) fn of_port(port: u16) -> Option<PathBuf> {
 /// # Errors
 /// The file cannot be read, others can read it, or it has no token.
 pub(crate) fn read(path: &Path) -> Result<Token, CliError> {
-    let failed = |error: io::Error| CliError::at(path, os_message(&error));
+    let failed = |error: io::Error| CliError::at(path, open_message(path, "read", &error));
     let file = File::open(path).map_err(failed)?;
     let found = file.metadata().map_err(failed)?;
     if !found.is_file() {
@@ -84,7 +84,8 @@ pub(crate) fn make(port: u16, is_taken_over: bool) -> Result<(Token, OwnTokenFil
     if is_taken_over && let Ok(token) = read(&path) {
         return Ok((token, OwnTokenFile { path, is_own: false }));
     }
-    let text = write_new(&path).map_err(|error| CliError::at(&path, os_message(&error)))?;
+    let text =
+        write_new(&path).map_err(|error| CliError::at(&path, create_message("write", &error)))?;
     let token = Token::parse(&text).map_err(|why| CliError::at(&path, why))?;
     Ok((token, OwnTokenFile { path, is_own: true }))
 }

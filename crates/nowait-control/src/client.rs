@@ -74,12 +74,21 @@ impl fmt::Display for ClientError {
         match self {
             Self::Unreachable(error) => {
                 let tls = error.get_ref().and_then(|inner| inner.downcast_ref());
-                let why = tls.map_or_else(|| error.to_string(), |e| tls_message(e, "the server"));
+                let why = tls.map_or_else(|| plain_words(error), |e| tls_message(e, "the server"));
                 write!(f, "no server answers there: {why}")
             }
             Self::Refused(why) => f.write_str(why),
             Self::Answer(why) => write!(f, "its answer is not understood: {why}"),
         }
+    }
+}
+
+/// An error of the socket in words, without its number.
+fn plain_words(error: &io::Error) -> String {
+    let words = error.to_string();
+    match error.kind() {
+        io::ErrorKind::NotFound => "there is no such socket".into(),
+        _ => words.split_once(" (os error").map_or(words.as_str(), |(words, _)| words).into(),
     }
 }
 

@@ -12,7 +12,7 @@ use std::path::{Path, PathBuf};
 use rustix::fs::{CWD, Mode, OFlags, RenameFlags};
 use rustix::io::Errno;
 
-use crate::error::os_message;
+use crate::error::{create_message, os_message};
 use crate::image_file::ImageFile;
 use crate::lock;
 use crate::lock::{Access, LockError};
@@ -178,11 +178,10 @@ fn umask() -> u32 {
 fn explain(path: &Path, error: &io::Error) -> String {
     let name = path.display();
     match error.kind() {
-        ErrorKind::NotFound => "its directory does not exist (make it first, with mkdir -p)".into(),
         ErrorKind::FileTooLarge => {
             format!("cannot make {name}: no file may be as large here (see ulimit -f)")
         }
-        _ => format!("cannot make {name}: {}", os_message(error)),
+        _ => create_message(&format!("make {name}"), error),
     }
 }
 

@@ -28,9 +28,8 @@ impl ImageError {
 
     /// The system call for `doing` ("open", "read") on `path` failed with `error`.
     pub(crate) fn os(path: &Path, doing: &str, error: &io::Error) -> Self {
-        let words = os_message(error);
         let errno = error.raw_os_error().unwrap_or(libc::EIO);
-        Self { path: path.to_owned(), what: format!("cannot {doing}: {words}"), errno }
+        Self { path: path.to_owned(), what: open_message(path, doing, error), errno }
     }
 
     /// The file that the error is about.
@@ -80,6 +79,31 @@ pub fn os_message(error: &io::Error) -> String {
         words.truncate(end);
     }
     words
+}
+
+/// Why the existing file at `path` could not be used: the system call for `doing` ("open", "read")
+/// failed with `error`.
+#[must_use]
+pub fn open_message(path: &Path, doing: &str, error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::NotFound if path.is_symlink() => {
+            "it is a link to a file that is not there".into()
+        }
+        io::ErrorKind::NotFound => "there is no such file".into(),
+        _ => format!("cannot {doing}: {}", os_message(error)),
+    }
+}
+
+/// Why nothing could be made at a path: the system call for `doing` ("write", "listen") failed with
+/// `error`.
+#[must_use]
+pub fn create_message(doing: &str, error: &io::Error) -> String {
+    match error.kind() {
+        io::ErrorKind::NotFound => {
+            "its directory does not exist (make it first, with mkdir -p)".into()
+        }
+        _ => format!("cannot {doing}: {}", os_message(error)),
+    }
 }
 
 impl fmt::Display for ImageError {

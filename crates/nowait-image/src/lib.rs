@@ -36,7 +36,7 @@ pub use chain::{
     Chain, ChainOptions, Format, Layer, LayerFormat, Locking, MAX_LAYERS, NamedStorages,
 };
 pub use chain_reader::ChainReader;
-pub use error::{ImageError, os_message, plain};
+pub use error::{ImageError, create_message, open_message, os_message, plain};
 pub use handed_over::HandedOver;
 pub use image::{DeviceVisitor, Image, open, open_storage};
 pub use image_file::{ImageFile, NO_MEDIUM};

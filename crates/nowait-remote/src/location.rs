@@ -6,7 +6,7 @@ use std::ffi::OsString;
 use std::fmt;
 use std::path::{Path, PathBuf};
 
-use nowait_nbd::{NbdUri, TlsParams};
+use nowait_nbd::{Address, NbdUri, TlsParams};
 
 use crate::object::ObjectUrl;
 use crate::rbd::RbdLocation;
@@ -43,6 +43,23 @@ impl Location {
             Self::Nbd(uri) => uri.export.clone(),
             Self::Object(url) => url.path.filename().unwrap_or("object").to_owned(),
             Self::Rbd(location) => location.short_name(),
+        }
+    }
+
+    /// The server that has it, as a user knows it; `None` for a file.
+    #[must_use]
+    pub fn server(&self) -> Option<String> {
+        match self {
+            Self::File(_) => None,
+            Self::Nbd(NbdUri { address: Address::Tcp { host, port }, .. }) => {
+                let host = if host.contains(':') { format!("[{host}]") } else { host.clone() };
+                Some(format!("{host}:{port}"))
+            }
+            Self::Nbd(NbdUri { address: Address::Unix(path), .. }) => {
+                Some(path.display().to_string())
+            }
+            Self::Object(url) => Some(url.server()),
+            Self::Rbd(location) => Some(format!("the Ceph cluster of {location}")),
         }
     }
 
@@ -108,5 +125,15 @@ mod tests {
             assert_eq!(Location::parse(&text.into()).unwrap().short_name(), name);
         }
         assert!(Location::parse(&"".into()).is_err());
+        for (text, server) in [
+            ("disk.img", None),
+            ("nbd://[::1]/export", Some("[::1]:10809")),
+            ("nbd+unix:///?socket=/dir/s", Some("/dir/s")),
+            ("https://host/disk.img", Some("host:443")),
+            ("https://127.0.0.1:8443/disk.img", Some("127.0.0.1:8443")),
+            ("s3://bucket/key", Some("S3 (s3://bucket/key)")),
+        ] {
+            assert_eq!(Location::parse(&text.into()).unwrap().server().as_deref(), server);
+        }
     }
 }

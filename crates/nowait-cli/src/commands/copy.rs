@@ -14,6 +14,7 @@ use nowait_image::Format;
 use serde_json::{Value, json};
 
 use crate::args::copy_args::CopyArgs;
+use crate::waiting::Waiting;
 use crate::{output, secrets, signals};
 use nowait_cli::error::{CliError, os_message, plain};
 use nowait_cli::size::human;
@@ -57,7 +58,14 @@ pub(crate) fn run(args: &CopyArgs) -> Result<u8, CliError> {
     }
     let shown = !args.no_progress && io::stderr().is_terminal();
     let mut bar = Bar::new(shown);
-    let copied = nowait_copy::copy(&options, &cancel, &mut |progress| bar.show(progress));
+    // Until the first data moves.
+    let mut waiting =
+        Some(Waiting::start([&args.from, &args.to].into_iter().chain(&options.backings)));
+    let copied = nowait_copy::copy(&options, &cancel, &mut |progress| {
+        waiting = None;
+        bar.show(progress);
+    });
+    drop(waiting);
     bar.0.finish_and_clear();
     let report = copied.map_err(|error| failed(&error))?;
     let text =

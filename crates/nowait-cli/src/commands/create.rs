@@ -7,7 +7,7 @@ use nowait_remote::{Location, RemoteOptions};
 use serde_json::json;
 
 use crate::args::change_args::{CreateArgs, Preallocate};
-use crate::{open_chain, output};
+use crate::{open_chain, output, waiting};
 use nowait_cli::error::{CliError, plain};
 use nowait_cli::size::human;
 
@@ -15,7 +15,8 @@ pub(crate) fn run(args: &CreateArgs) -> Result<(), CliError> {
     let location = args.backing.as_ref().map(|name| Location::parse(&name.clone().into()));
     let location = location.transpose().map_err(|error| CliError::at(&args.image, error))?;
     let urls: Vec<_> = location.into_iter().filter(|it| it.path().is_none()).collect();
-    let storages = nowait_remote::open_backings(&urls, &RemoteOptions::default());
+    let open = || nowait_remote::open_backings(&urls, &RemoteOptions::default());
+    let storages = waiting::on(&urls, open);
     let options = CreateOptions {
         backing_storages: storages.map_err(|error| open_chain::failed(&error))?,
         backing: args.backing.clone(),

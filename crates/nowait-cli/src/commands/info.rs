@@ -21,7 +21,7 @@ use crate::args::info_args::InfoArgs;
 use crate::commands::info_remote;
 use crate::qcow2_info::Qcow2Info;
 use crate::{open_chain, output};
-use nowait_cli::error::{CliError, os_message, plain};
+use nowait_cli::error::{CliError, open_message, os_message, plain};
 use nowait_cli::size::human;
 
 /// The unit of `st_blocks`, whatever the file system's own block size (stat(2)).
@@ -85,9 +85,8 @@ pub(crate) fn run(args: &InfoArgs) -> Result<(), CliError> {
 }
 
 fn gather(image: &Path, format: Option<Format>) -> Result<Facts, CliError> {
-    let cannot = |doing: &str, error: io::Error| {
-        CliError::at(image, format_args!("cannot {doing}: {}", os_message(&error)))
-    };
+    let cannot =
+        |doing: &str, error: io::Error| CliError::at(image, open_message(image, doing, &error));
     // stat(2) comes before the open: opening a pipe would block, opening a tape would rewind it.
     let stat = fs::metadata(image).map_err(|error| cannot("open", error))?;
     let kind = match stat.file_type() {
@@ -449,6 +448,6 @@ mod tests {
         assert!(refusal(directory.path()).contains("neither a regular file nor a block device"));
         assert!(refusal(Path::new("/dev/null")).contains("neither a regular file"));
         let missing = refusal(&directory.path().join("missing.img"));
-        assert!(missing.ends_with("missing.img: cannot open: No such file or directory"));
+        assert!(missing.ends_with("missing.img: there is no such file"));
     }
 }

@@ -21,7 +21,7 @@ use serde_json::{Value, json};
 
 use crate::args::info_args::InfoArgs;
 use crate::qcow2_info::Qcow2Info;
-use crate::{open_chain, output};
+use crate::{open_chain, output, waiting};
 
 /// Extents that are counted at most; what follows is not told.
 const MAX_EXTENTS: usize = 1 << 20;
@@ -54,7 +54,9 @@ pub(crate) fn run(args: &InfoArgs, location: &Location) -> Result<(), CliError> 
     let refused = |error: String| CliError::at(image, error);
     let facts = match location {
         Location::Object(url) => {
-            let storage = ObjectStorage::open(url, &ObjectOptions::default()).map_err(refused)?;
+            let storage =
+                waiting::on([location], || ObjectStorage::open(url, &ObjectOptions::default()));
+            let storage = storage.map_err(refused)?;
             let (version, counters) = (storage.identity(), storage.counters().clone());
             let mut facts = gather(args, Arc::new(storage))?;
             let counts = Box::new(counters.counts());
@@ -62,7 +64,8 @@ pub(crate) fn run(args: &InfoArgs, location: &Location) -> Result<(), CliError> 
             facts
         }
         Location::Nbd(uri) => {
-            let storage = NbdStorage::open(uri, &NbdOptions::default());
+            let open = || NbdStorage::open(uri, &NbdOptions::default());
+            let storage = waiting::on([location], open);
             let storage = Arc::new(storage.map_err(refused)?);
             let mut facts = gather(args, storage.clone())?;
             facts.abilities = storage.abilities();
@@ -72,10 +75,11 @@ pub(crate) fn run(args: &InfoArgs, location: &Location) -> Result<(), CliError> 
             }
             facts
         }
-        Location::Rbd(location) => {
-            let storage = RbdStorage::open(location, RbdOptions::default()).map_err(refused)?;
+        Location::Rbd(image) => {
+            let open = || RbdStorage::open(image, RbdOptions::default());
+            let storage = waiting::on([location], open).map_err(refused)?;
             let mut facts = gather(args, Arc::new(storage))?;
-            (facts.kind, facts.read_only) = (Kind::CephImage, location.is_snapshot());
+            (facts.kind, facts.read_only) = (Kind::CephImage, image.is_snapshot());
             facts
         }
         Location::File(_) => return Err(CliError::at(image, "it is no URI")),

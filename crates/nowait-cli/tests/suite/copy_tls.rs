@@ -149,7 +149,7 @@ fn missing_tls_files_are_reported_in_one_line() {
     };
     refused(&uri, None, &["TLS needs certificates", "--tls-certs"]);
     refused(&plain, None, &["the server wants TLS", "nbds://"]);
-    refused(&uri, Some(known.path()), &["there is no file", "ca-cert.pem"]);
+    refused(&uri, Some(known.path()), &["ca-cert.pem: there is no such file"]);
     fs::write(known.join("ca-cert.pem"), "nothing").expect("a file");
     refused(&uri, Some(known.path()), &["ca-cert.pem: it holds nothing"]);
     fixture.authority.trusted_in(known.path());
@@ -157,7 +157,7 @@ fn missing_tls_files_are_reported_in_one_line() {
     refused(&uri, Some(known.path()), &["it may want a client's certificate"]);
     fixture.authority.certify(known.path(), Role::Client, Flaw::None);
     fs::remove_file(known.join("client-key.pem")).expect("the key");
-    refused(&uri, Some(known.path()), &["there is no file", "client-key.pem"]);
+    refused(&uri, Some(known.path()), &["client-key.pem: there is no such file"]);
     server.stop();
     let server = Server::start(&image, &[]);
     let secret = server.uri().replace("nbd+", "nbds+");

@@ -109,7 +109,7 @@ fn a_server_that_cannot_start_in_the_background_gives_its_status_and_its_line_to
     let image = scratch.sparse("disk.img", MIB);
     for (image, log_file, status, word) in [
         (&missing, scratch.join("log"), 66, "missing.img: there is no such file"),
-        (&image, scratch.join("none/log"), 1, "none/log: cannot write the log"),
+        (&image, scratch.join("none/log"), 1, "none/log: its directory does not exist"),
     ] {
         let called = Command::new(NOWAIT)
             .args(["serve", text(image), "--fork", "--pid-file", text(&pid_file)])

@@ -34,6 +34,50 @@ fn an_image_that_is_missing_is_refused_by_name() {
 }
 
 #[test]
+fn a_missing_image_is_told_in_one_sentence_by_each_command() {
+    let scratch = Scratch::new();
+    let image = scratch.join("missing.img");
+    let image = image.to_str().expect("a name in UTF-8");
+    let sentence = format!("nowait: {image}: there is no such file");
+    for arguments in [
+        &["serve", image][..],
+        &["info", image],
+        &["map", image],
+        &["check", image],
+        &["copy", image, "copy.img"],
+        &["resize", image, "1G"],
+        &["commit", image],
+    ] {
+        let error = refusal(arguments).error;
+        // Then what to do, in brackets.
+        let rest =
+            error.strip_prefix(&sentence).unwrap_or_else(|| panic!("{arguments:?}: {error}"));
+        assert!(rest == "\n" || rest.starts_with(" ("), "{arguments:?}: {error}");
+    }
+}
+
+#[test]
+fn a_file_in_a_missing_directory_is_refused_in_one_sentence_by_each_option() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", MIB);
+    let image = image.to_str().expect("a name in UTF-8");
+    let missing = scratch.join("missing/file");
+    let missing = missing.to_str().expect("a name in UTF-8");
+    let listen = format!("unix:{missing}");
+    for arguments in [
+        &["create", missing, "1M"][..],
+        &["copy", image, missing],
+        &["serve", image, "--log-file", missing],
+        &["serve", image, "--pid-file", missing],
+        &["serve", image, "--record", missing],
+        &["serve", image, "--nbd", &listen],
+        &["serve", image, "--control", &listen],
+    ] {
+        refusal(arguments).says(&["missing/file: its directory does not exist (make it first"]);
+    }
+}
+
+#[test]
 fn a_directory_is_refused_as_one() {
     let scratch = Scratch::new();
     let directory = scratch.join("folder");

@@ -27,6 +27,7 @@ mod control_tcp;
 mod control_top;
 mod create_resize_commit;
 mod daemon;
+mod waiting;
 mod errors;
 mod exports;
 mod fairness;

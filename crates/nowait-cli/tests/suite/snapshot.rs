@@ -159,7 +159,7 @@ fn a_snapshot_that_is_refused_leaves_the_export_as_it_was_and_no_file() {
     for (overlay, why) in [
         (it.path("taken"), "there is such a file already"),
         (elsewhere.join("new"), "is not in a directory of --allow-dir"),
-        (it.path("missing/new"), "No such file or directory"),
+        (it.path("missing/new"), "missing: there is no such file"),
         (it.path(".."), "names no file"),
     ] {
         let said = it.export(&["snapshot", "@0", text(&overlay)]).fails();

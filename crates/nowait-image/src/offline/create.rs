@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use crate::atomic_file::{AtomicFile, OverwritePolicy};
 use crate::chain::{Chain, ChainOptions, Format, Locking, NamedStorages};
-use crate::error::ImageError;
+use crate::error::{ImageError, create_message};
 use crate::image_file::ImageFile;
 use crate::qcow2::encode::encode;
 use crate::qcow2::entries::with_copied;
@@ -238,7 +238,7 @@ impl ImageLayout {
 fn explain(path: &Path, error: &io::Error) -> ImageError {
     let what = match error.kind() {
         ErrorKind::AlreadyExists => "there is such a file already (remove it first, with rm)",
-        ErrorKind::NotFound => "its directory does not exist (make it first, with mkdir -p)",
+        ErrorKind::NotFound => &create_message("create", error),
         ErrorKind::FileTooLarge | ErrorKind::InvalidInput => {
             "the file system holds no file of this size (choose a smaller size)"
         }

@@ -220,9 +220,9 @@ fn why(path: &Path, error: &pem::Error) -> String {
     let path = path.display();
     match error {
         pem::Error::Io(error) if error.kind() == io::ErrorKind::NotFound => {
-            format!("there is no file {path}")
+            format!("{path}: there is no such file")
         }
-        pem::Error::Io(error) => format!("cannot read {path}: {error}"),
+        pem::Error::Io(error) => format!("{path}: cannot read: {error}"),
         error => format!("{path}: {}", pem_fault(error)),
     }
 }

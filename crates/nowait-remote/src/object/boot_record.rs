@@ -11,6 +11,8 @@ use std::io::{Read, Write};
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
 
+use nowait_image::{create_message, open_message};
+
 use crate::policy::PrefetchOrder;
 
 /// The most bytes of a record that are read.
@@ -93,7 +95,12 @@ pub(super) fn order_in(text: &str, place: &str, end: u64) -> PrefetchOrder {
 }
 
 fn cannot(what: &str, path: &Path, error: &std::io::Error) -> String {
-    format!("cannot {what} the record {}: {error}", path.display())
+    let doing = format!("{what} the record");
+    let why = match what {
+        "write" => create_message(&doing, error),
+        _ => open_message(path, &doing, error),
+    };
+    format!("{}: {why}", path.display())
 }
 
 #[cfg(test)]

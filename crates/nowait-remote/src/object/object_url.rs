@@ -58,6 +58,17 @@ impl ObjectUrl {
         SCHEMES.iter().any(|scheme| text.starts_with(scheme))
     }
 
+    /// The server as a user knows it.
+    pub(crate) fn server(&self) -> String {
+        match &self.place {
+            Place::Web(url) => {
+                let port = url.port_or_known_default().unwrap_or(HTTPS_PORT);
+                format!("{}:{port}", url.host_str().unwrap_or_default())
+            }
+            _ => format!("{} ({self})", self.kind()),
+        }
+    }
+
     /// The store in words.
     #[must_use]
     pub const fn kind(&self) -> &'static str {

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 use std::{fmt, fs, io};
 
+use nowait_image::open_message;
 use nowait_nbd::tls_words::{certificate_fault, pem_fault, spaced, tls_message};
 use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::pem::{self, PemObject};
@@ -159,7 +160,7 @@ fn is_there(path: &Path) -> Result<bool, TlsError> {
     match fs::symlink_metadata(path) {
         Ok(_) => Ok(true),
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(false),
-        Err(error) => Err(TlsError::at(path.into(), format!("cannot read: {}", error.kind()))),
+        Err(error) => Err(TlsError::at(path.into(), open_message(path, "read", &error))),
     }
 }
 
@@ -182,13 +183,7 @@ fn all_of<T: PemObject>(path: &Path, what: &str) -> Result<Vec<T>, TlsError> {
 }
 
 fn bytes_of(path: &Path) -> Result<Vec<u8>, TlsError> {
-    fs::read(path).map_err(|error| match error.kind() {
-        io::ErrorKind::NotFound if path.is_symlink() => {
-            TlsError::at(path.into(), "it is a link to a file that is not there")
-        }
-        io::ErrorKind::NotFound => TlsError::at(path.into(), "there is no such file"),
-        kind => TlsError::at(path.into(), format!("cannot read: {kind}")),
-    })
+    fs::read(path).map_err(|error| TlsError::at(path.into(), open_message(path, "read", &error)))
 }
 
 /// Why TLS is not possible with the given files.
