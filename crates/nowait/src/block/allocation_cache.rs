@@ -28,6 +28,8 @@ const ALL_HOLES: u64 = ALL_MAPPED << 1;
 const GRANULES_PER_WORD: u64 = 32;
 const WORDS_PER_LEAF: u64 = 512;
 const GRANULES_PER_LEAF: u64 = GRANULES_PER_WORD * WORDS_PER_LEAF;
+/// As many as the most granules need.
+const MOST_LEAVES: u64 = MAX_GRANULES / GRANULES_PER_LEAF + 1;
 const MIN_GRANULE_SHIFT: u32 = 12;
 /// The greatest number of granules: with two bits each, 16 MiB for the largest device.
 const MAX_GRANULES: u64 = 1 << 26;
@@ -36,11 +38,18 @@ const SCAN_EXTENTS: usize = 1 << 14;
 
 type Leaf = Box<[AtomicU64]>;
 
+fn new_leaves(count: u64) -> Box<[OnceLock<Leaf>]> {
+    (0..count).map(|_| OnceLock::new()).collect()
+}
+
 /// Which ranges of a file are mapped, holes or unknown: two bits for each granule of 4 KiB or more,
 /// in leaves that are allocated when one of their granules becomes known.
 pub struct AllocationCache {
-    /// As many as the most granules need, for a device may grow. What is behind them stays unknown.
+    /// As many as the granules of the device needed at first.
     leaves: Box<[OnceLock<Leaf>]>,
+    /// Those behind them, up to [`MOST_LEAVES`], once a device has grown. What is behind all stays
+    /// unknown.
+    later_leaves: OnceLock<Box<[OnceLock<Leaf>]>>,
     granule_shift: u32,
     /// Size of the device in bytes: the granule that its end cuts is a hole if its part of it is.
     size: AtomicU64,
@@ -59,11 +68,12 @@ impl AllocationCache {
         while size >> granule_shift > MAX_GRANULES {
             granule_shift += 1;
         }
-        let leaves = MAX_GRANULES / GRANULES_PER_LEAF + 1;
-        let leaves = (0..leaves).map(|_| OnceLock::new()).collect();
+        let leaves = new_leaves((size >> granule_shift) / GRANULES_PER_LEAF + 1);
+        let later_leaves = OnceLock::new();
         let ahead_granules = AtomicU64::new(0);
         let size = AtomicU64::new(size);
-        Self { leaves, granule_shift, size, enabled, allocates_ahead: false, ahead_granules }
+        let allocates_ahead = false;
+        Self { leaves, later_leaves, granule_shift, size, enabled, allocates_ahead, ahead_granules }
     }
 
     /// The same for a device that allocates ahead ([`crate::Config::allocate_ahead`]) if `on`, and
@@ -109,9 +119,24 @@ impl AllocationCache {
         }
     }
 
+    /// A leaf that is not among the first ones.
+    #[cold]
+    fn later_leaf(&self, index: usize) -> Option<&OnceLock<Leaf>> {
+        self.later_leaves.get()?.get(index - self.leaves.len())
+    }
+
+    /// The same, for the first one that is used.
+    #[cold]
+    fn first_later_leaf(&self, index: usize) -> Option<&OnceLock<Leaf>> {
+        let count = || MOST_LEAVES.saturating_sub(self.leaves.len() as u64);
+        self.later_leaves.get_or_init(|| new_leaves(count())).get(index - self.leaves.len())
+    }
+
     #[inline]
     fn word(&self, granule: u64) -> u64 {
-        let leaf = self.leaves.get((granule / GRANULES_PER_LEAF) as usize).and_then(OnceLock::get);
+        let index = (granule / GRANULES_PER_LEAF) as usize;
+        let leaf = self.leaves.get(index).or_else(|| self.later_leaf(index));
+        let leaf = leaf.and_then(OnceLock::get);
         leaf.map_or(UNKNOWN, |leaf| {
             let word = granule / GRANULES_PER_WORD % WORDS_PER_LEAF;
             leaf[word as usize].load(Ordering::Acquire)
@@ -128,7 +153,7 @@ impl AllocationCache {
     #[inline]
     fn run_until(&self, from: u64, to: u64, hole: bool) -> u64 {
         let whole = if hole { ALL_HOLES } else { 0 };
-        let end = to.min(self.leaves.len() as u64 * GRANULES_PER_LEAF);
+        let end = to.min(MOST_LEAVES * GRANULES_PER_LEAF);
         let mut granule = from;
         while granule < end {
             if granule.is_multiple_of(GRANULES_PER_WORD) && self.word(granule) & ALL_HOLES == whole
@@ -229,14 +254,17 @@ impl AllocationCache {
             } else {
                 (ALL_MAPPED & ((1 << (count * 2)) - 1)) << (granule % GRANULES_PER_WORD * 2)
             };
-            let Some(leaf) = self.leaves.get((granule / GRANULES_PER_LEAF) as usize) else {
+            let index = (granule / GRANULES_PER_LEAF) as usize;
+            if index as u64 >= MOST_LEAVES {
                 return;
-            };
-            if leaf.get().is_none() && change(0, low) == 0 {
+            }
+            let leaf = self.leaves.get(index).or_else(|| self.later_leaf(index));
+            if leaf.and_then(OnceLock::get).is_none() && change(0, low) == 0 {
                 // All of it is unknown, and stays so.
                 granule = (granule / GRANULES_PER_LEAF + 1) * GRANULES_PER_LEAF;
                 continue;
             }
+            let Some(leaf) = leaf.or_else(|| self.first_later_leaf(index)) else { return };
             let leaf =
                 leaf.get_or_init(|| (0..WORDS_PER_LEAF).map(|_| AtomicU64::new(0)).collect());
             let word = &leaf[(granule / GRANULES_PER_WORD % WORDS_PER_LEAF) as usize];

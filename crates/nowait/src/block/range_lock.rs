@@ -14,6 +14,7 @@ use std::sync::atomic::Ordering::SeqCst;
 use std::sync::atomic::{AtomicU32, AtomicUsize, Ordering};
 use std::sync::{Condvar, Mutex, MutexGuard, PoisonError};
 
+use crate::memory::zeroed::zeroed_atomics;
 use crate::sim_hooks::injected_bug::EngineBug;
 use crate::sim_hooks::{injected_bug, yield_point};
 use crate::types::byte_range::ByteRange;
@@ -23,6 +24,8 @@ const STRIPE_SHIFT: u32 = 16;
 const STRIPES: usize = 4096;
 /// Threads that count their shared locks apart from each other; the next ones share with these.
 const SHARDS: usize = 16;
+/// The alignment of the numbers of a shard in bytes: two cache lines.
+const ALIGNMENT: usize = 128;
 const EXCLUSIVE: u32 = 1 << 31;
 /// A thread sleeps until this stripe is free; no new shared holder is admitted.
 const CONTENDED: u32 = 1 << 30;
@@ -36,11 +39,34 @@ pub(crate) enum LockMode {
     Exclusive,
 }
 
-/// Shared locks of a shard's threads on each stripe: locks minus unlocks, modulo 2³². A lock may be
-/// undone in another shard, by the thread that its engine was moved to; the sum over all shards is
-/// the number of holders.
-#[repr(align(128))]
-struct Shard([AtomicU32; STRIPES]);
+/// The numbers of all stripes. Of a device that is not written to they take no memory.
+struct Table {
+    numbers: Box<[AtomicU32]>,
+    /// The first that is used: so that shards share no cache lines.
+    first: usize,
+}
+
+impl Table {
+    fn new() -> Self {
+        let numbers = zeroed_atomics((1 + SHARDS) * STRIPES + ALIGNMENT / size_of::<AtomicU32>());
+        let first = numbers.as_ptr().align_offset(ALIGNMENT);
+        Self { numbers, first }
+    }
+
+    /// [`EXCLUSIVE`] and [`CONTENDED`] of a stripe.
+    #[inline]
+    fn state(&self, stripe: usize) -> &AtomicU32 {
+        &self.numbers[self.first + stripe]
+    }
+
+    /// Shared locks of a shard's threads on a stripe: locks minus unlocks, modulo 2³². A lock may be
+    /// undone in another shard, by the thread that its engine was moved to; the sum over all shards is
+    /// the number of holders.
+    #[inline]
+    fn holders(&self, shard: usize, stripe: usize) -> &AtomicU32 {
+        &self.numbers[self.first + (1 + shard) * STRIPES + stripe]
+    }
+}
 
 /// The shard of this thread.
 #[inline]
@@ -64,9 +90,7 @@ fn next_shard() -> usize {
 
 /// The stripes of one device.
 pub(crate) struct RangeLocks {
-    /// [`EXCLUSIVE`] and [`CONTENDED`] of each stripe.
-    stripes: Box<[AtomicU32]>,
-    shards: Box<[Shard]>,
+    table: Table,
     /// Sleeping threads: the wake-up, a system call, is skipped if there are none.
     sleepers: Mutex<u32>,
     freed: Condvar,
@@ -78,8 +102,7 @@ pub(crate) struct RangeLocks {
 impl RangeLocks {
     pub(crate) fn new() -> Self {
         Self {
-            stripes: (0..STRIPES).map(|_| AtomicU32::new(0)).collect(),
-            shards: (0..SHARDS).map(|_| Shard([const { AtomicU32::new(0) }; STRIPES])).collect(),
+            table: Table::new(),
             sleepers: Mutex::new(0),
             freed: Condvar::new(),
             #[cfg(test)]
@@ -136,11 +159,11 @@ impl RangeLocks {
         let locked = match mode {
             LockMode::Shared => {
                 self.count(stripe).fetch_add(1, SeqCst);
-                self.stripes[stripe].load(SeqCst) == 0
+                self.table.state(stripe).load(SeqCst) == 0
             }
             // A stripe that a sleeper marked is left to it: locking it here would erase the mark.
             LockMode::Exclusive => {
-                let taken = self.stripes[stripe].compare_exchange(0, EXCLUSIVE, SeqCst, SeqCst);
+                let taken = self.table.state(stripe).compare_exchange(0, EXCLUSIVE, SeqCst, SeqCst);
                 if taken.is_err() {
                     return false;
                 }
@@ -166,29 +189,29 @@ impl RangeLocks {
         match mode {
             LockMode::Shared => {
                 self.count(stripe).fetch_sub(1, SeqCst);
-                self.stripes[stripe].load(SeqCst)
+                self.table.state(stripe).load(SeqCst)
             }
-            LockMode::Exclusive => self.stripes[stripe].fetch_and(!EXCLUSIVE, SeqCst),
+            LockMode::Exclusive => self.table.state(stripe).fetch_and(!EXCLUSIVE, SeqCst),
         }
     }
 
     /// This thread's count of shared holders.
     #[inline]
     fn count(&self, stripe: usize) -> &AtomicU32 {
-        &self.shards[this_shard()].0[stripe]
+        self.table.holders(this_shard(), stripe)
     }
 
     /// At least the number of shared holders that had locked the stripe before it was taken or
     /// marked; 0 only if all of them have left.
     fn shared_holders(&self, stripe: usize) -> u32 {
-        let counts = self.shards.iter().map(|shard| shard.0[stripe].load(SeqCst));
+        let counts = (0..SHARDS).map(|shard| self.table.holders(shard, stripe).load(SeqCst));
         counts.fold(0, u32::wrapping_add)
     }
 
     #[cold]
     fn wake(&self, stripe: usize) {
         let guard = self.sleep_lock();
-        self.stripes[stripe].fetch_and(!CONTENDED, SeqCst);
+        self.table.state(stripe).fetch_and(!CONTENDED, SeqCst);
         self.wake_all(&guard);
     }
 
@@ -223,12 +246,12 @@ impl RangeLocks {
         let mut guard = self.sleep_lock();
         loop {
             for stripe in Self::stripes(range) {
-                self.stripes[stripe].fetch_or(CONTENDED, SeqCst);
+                self.table.state(stripe).fetch_or(CONTENDED, SeqCst);
             }
             // A shared lock would be refused by this thread's own marks, so they are cleared first.
             if self.all_free(range, mode) {
                 for stripe in Self::stripes(range) {
-                    self.stripes[stripe].fetch_and(!CONTENDED, SeqCst);
+                    self.table.state(stripe).fetch_and(!CONTENDED, SeqCst);
                 }
                 if self.try_lock_contended(range, mode) {
                     self.wake_all(&guard);
@@ -257,7 +280,7 @@ impl RangeLocks {
     /// Whether no holder excludes `mode`, as of the moment of the load.
     fn all_free(&self, range: ByteRange, mode: LockMode) -> bool {
         Self::stripes(range).all(|stripe| {
-            self.stripes[stripe].load(SeqCst) & EXCLUSIVE == 0
+            self.table.state(stripe).load(SeqCst) & EXCLUSIVE == 0
                 && (mode == LockMode::Shared || self.shared_holders(stripe) == 0)
         })
     }
@@ -269,9 +292,9 @@ impl RangeLocks {
             let before = match mode {
                 LockMode::Shared => {
                     self.count(stripe).fetch_add(1, SeqCst);
-                    self.stripes[stripe].load(SeqCst)
+                    self.table.state(stripe).load(SeqCst)
                 }
-                LockMode::Exclusive => self.stripes[stripe].fetch_or(EXCLUSIVE, SeqCst),
+                LockMode::Exclusive => self.table.state(stripe).fetch_or(EXCLUSIVE, SeqCst),
             };
             let excluded = before & EXCLUSIVE != 0;
             if excluded || mode == LockMode::Exclusive && self.shared_holders(stripe) != 0 {
@@ -357,7 +380,7 @@ mod tests {
         locks.unlock(all, LockMode::Exclusive);
         assert!(locks.try_lock(all, LockMode::Shared));
         locks.unlock(all, LockMode::Shared);
-        let mut counts = locks.shards.iter().flat_map(|shard| &shard.0).chain(&locks.stripes);
+        let mut counts = locks.table.numbers.iter();
         assert!(counts.all(|word| word.load(Ordering::Relaxed) == 0));
     }
 

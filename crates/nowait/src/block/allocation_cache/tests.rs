@@ -142,6 +142,21 @@ fn a_cache_for_16_tib_allocates_only_the_leaves_in_use() {
 }
 
 #[test]
+fn a_small_device_has_few_leaves_and_more_once_it_has_grown() {
+    let map = AllocationCache::new(MIB, true);
+    let far = 1 << 37;
+    map.invalidate(ByteRange::new(0, u64::MAX));
+    assert_eq!((map.leaves.len(), map.later_leaves.get().is_some()), (1, false));
+    assert_eq!(read(&map, far, MIB), (MIB, false));
+    map.size.store(1 << 38, Ordering::Relaxed);
+    map.mark_hole(ByteRange::new(far, MIB));
+    assert_eq!(read(&map, far, MIB), (MIB, true));
+    assert_eq!(read(&map, far + MIB, MIB), (MIB, false));
+    map.mark_hole(ByteRange::new(0, u64::MAX / 2));
+    assert_eq!(read(&map, far + MIB, MIB), (MIB, true));
+}
+
+#[test]
 fn a_scan_finds_what_lseek_reports() {
     let file = tempfile::NamedTempFile::new().unwrap();
     file.as_file().set_len(4 * MIB).unwrap();
