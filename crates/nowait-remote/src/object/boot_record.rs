@@ -124,7 +124,9 @@ mod tests {
         std::fs::write(&path, "no record\n-1 s3://b/a\n99999999999999999999 s3://b/a\n").unwrap();
         assert!(order_of(&path, "s3://b/a", 100).unwrap().blocks().is_empty());
         assert!(
-            order_of(&scratch.path().join("none"), "a", 1).unwrap_err().contains("cannot read")
+            order_of(&scratch.path().join("none"), "a", 1)
+                .unwrap_err()
+                .contains("there is no such file")
         );
     }
 }
