@@ -14,6 +14,9 @@ use nowait_nbd::{Address, MAX_SOCKET_PATH_BYTES};
 pub(crate) fn parse(text: &str) -> Result<Address, String> {
     match text.split_once(':') {
         Some(("unix", path)) => unix(Path::new(path).to_owned()),
+        Some(("tcp", address)) if address.starts_with("//") => {
+            Err("an address is not a URI: tcp:HOST:PORT, without //".into())
+        }
         Some(("tcp", address)) => tcp(address),
         _ => Err("an address begins with unix: or tcp:".into()),
     }
@@ -86,6 +89,7 @@ mod tests {
             ("/run/a.sock", "begins with unix: or tcp:"),
             ("udp:localhost:1", "begins with unix: or tcp:"),
             ("unix:", "path of the socket is missing"),
+            ("tcp://localhost:1", "without //"),
             ("tcp:localhost", "port is missing"),
             ("tcp:localhost:", "'' is not a port"),
             ("tcp:localhost:nbd", "'nbd' is not a port"),

@@ -89,7 +89,7 @@ fn words(error: &clap::Error, command: &str) -> String {
             format!("'{value}' is no value for {argument}: {}", number_words(&why))
         }
         ErrorKind::UnknownArgument => unknown_argument(error, command, &argument),
-        ErrorKind::InvalidSubcommand => unknown_command(error),
+        ErrorKind::InvalidSubcommand => unknown_command(error, command),
         ErrorKind::ArgumentConflict => match names_of(error, ContextKind::PriorArg) {
             prior if prior == argument => format!("{argument} is given twice"),
             prior if prior.is_empty() => format!("{argument} does not go with the others"),
@@ -146,11 +146,13 @@ fn unknown_argument(error: &clap::Error, command: &str, argument: &str) -> Strin
     }
 }
 
-fn unknown_command(error: &clap::Error) -> String {
+fn unknown_command(error: &clap::Error, of: &str) -> String {
     let name = text_of(error, ContextKind::InvalidSubcommand);
     let unknown = format!("there is no command '{name}'");
-    if let Some((_, way_out)) =
-        habits::COMMANDS.iter().find(|(names, _)| names.contains(&name.as_str()))
+    // The commands of a command are others.
+    if of.is_empty()
+        && let Some((_, way_out)) =
+            habits::COMMANDS.iter().find(|(names, _)| names.contains(&name.as_str()))
     {
         return format!("{unknown}: {way_out}");
     }
@@ -290,6 +292,11 @@ mod tests {
                 Err(error) => assert_eq!(error.kind(), ErrorKind::DisplayVersion, "{line}"),
             }
         }
+    }
+
+    #[test]
+    fn the_commands_of_a_command_are_not_those_of_nowait() {
+        assert_eq!(message("nowait ublk remove"), "there is no command 'remove'");
     }
 
     #[test]
