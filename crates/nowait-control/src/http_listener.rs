@@ -11,6 +11,7 @@ use std::time::Duration;
 
 use axum::Router;
 use axum::middleware;
+use nowait_nbd::tls_words::tls_message;
 use nowait_server::Credentials;
 use rustix::net::sockopt::set_tcp_user_timeout;
 use tokio::io::{AsyncRead, AsyncWrite};
@@ -119,7 +120,10 @@ impl Accepted {
                 match tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake).await {
                     Ok(Ok(stream)) => Some(Box::pin(stream)),
                     Ok(Err(error)) => {
-                        tracing::debug!("control: a client without TLS, or a certificate: {error}");
+                        let tls = error.get_ref().and_then(|inner| inner.downcast_ref());
+                        let words = |tls| tls_message(tls, "the client");
+                        let why = tls.map_or_else(|| error.to_string(), words);
+                        tracing::debug!("control: a client is refused: {why}");
                         None
                     }
                     Err(_) => None,
