@@ -188,7 +188,10 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let refused = |path: &Path| PidFile::prepare(path).err().unwrap().to_string();
         assert!(refused(directory.path()).contains("it is a directory"));
-        assert!(refused(&directory.path().join("missing/pid")).contains("missing/pid: cannot"));
+        assert!(
+            refused(&directory.path().join("missing/pid"))
+                .contains("missing/pid: its directory does not exist")
+        );
         assert_eq!(fs::read_dir(directory.path()).unwrap().count(), 0);
     }
 }

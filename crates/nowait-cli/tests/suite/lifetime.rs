@@ -72,7 +72,7 @@ fn a_pid_file_holds_the_servers_number_while_it_serves_and_is_removed_at_the_end
     assert_eq!(fs::read_dir(scratch.path()).expect("a directory").count(), 1);
     let missing = scratch.join("missing/pid");
     refusal(&["serve", text(&image), "-k", text(&scratch.join("s")), "--pid-file", text(&missing)])
-        .says(&["missing/pid", "cannot write the file"]);
+        .says(&["missing/pid", "its directory does not exist"]);
 }
 
 #[test]
