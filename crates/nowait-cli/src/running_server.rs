@@ -47,13 +47,23 @@ pub(crate) struct Additions {
 /// Where an export of a name can be reached.
 pub(crate) type Places = Box<dyn Fn(&NamedExport) -> Vec<String> + Send + Sync>;
 
+/// Which process serves.
+#[derive(Clone, Copy, Default, PartialEq, Eq)]
+enum Serving {
+    #[default]
+    Here,
+    /// Another one, since an upgrade.
+    Elsewhere,
+}
+
 /// A running server, as its control interface sees it.
 pub(crate) struct RunningServer {
     exports: Exports,
     disks: ServedDisks,
     additions: Additions,
-    /// Held while an image is being opened, so that none is opened twice, and while one is exchanged.
-    changing: Mutex<()>,
+    /// Held by each change, from its look at the exports to its end: no image is opened twice, and no change comes
+    /// between the state that an upgrade passes on and the moment from which another process serves.
+    changing: Mutex<Serving>,
     upgrades: Upgrades,
     since: Instant,
 }
@@ -70,8 +80,15 @@ impl RunningServer {
         Self { exports, disks, additions, changing, upgrades, since }
     }
 
-    fn begin_change(&self) -> MutexGuard<'_, ()> {
-        self.changing.lock().unwrap_or_else(PoisonError::into_inner)
+    /// Waits for the change that is being made, if there is one: an upgrade takes 30 s at most, a removal 10.
+    fn begin_change(&self) -> Result<MutexGuard<'_, Serving>, ControlError> {
+        let serving = self.changing.lock().unwrap_or_else(PoisonError::into_inner);
+        match *serving {
+            Serving::Here => Ok(serving),
+            Serving::Elsewhere => Err(ControlError::Unavailable(
+                "another process serves since an upgrade: ask it again".into(),
+            )),
+        }
     }
 
     fn image_exchange(&self, id: ExportId) -> ImageExchange<'_> {
@@ -318,7 +335,7 @@ impl ControlledServer for RunningServer {
             Some("qcow2") => Some(Format::Qcow2),
             Some(_) => return Err(ControlError::Invalid("the format is raw or qcow2".into())),
         };
-        let _changing = self.begin_change();
+        let _changing = self.begin_change()?;
         let identity = ImageIdentity::of(&image);
         let is_it = |other: &ServedDisk| other.disk.identity.is_same(&identity);
         let same = self.disks.lock().iter().any(is_it);
@@ -347,6 +364,7 @@ impl ControlledServer for RunningServer {
     }
 
     fn remove(&self, id: u64, hard: bool) -> Result<(), ControlError> {
+        let _changing = self.begin_change()?;
         let id = self.id_of(id)?;
         let removed = match hard {
             true => self.exports.remove_by_force(id, REMOVE_TIMEOUT),
@@ -372,10 +390,10 @@ impl ControlledServer for RunningServer {
     }
 
     fn change(&self, id: u64, change: PatchExport) -> Result<ExportInfo, ControlError> {
+        let _changing = self.begin_change()?;
         let id = self.id_of(id)?;
         self.check_change(id, &change)?;
         if let Some(size) = change.size_bytes {
-            let _changing = self.begin_change();
             self.image_exchange(id).resize(size, change.shrink)?;
         }
         change_settings(&self.exports, id, &change).map_err(failed)?;
@@ -383,25 +401,33 @@ impl ControlledServer for RunningServer {
     }
 
     fn flush(&self, id: u64) -> Result<(), ControlError> {
+        // Without the lock, because a flush waits for the storage as long as that takes. One that ran beside an
+        // upgrade may have found nothing to flush.
+        drop(self.begin_change()?);
         let id = self.id_of(id)?;
-        self.exports.flush(id).map_err(failed)
+        let flushed = self.exports.flush(id);
+        drop(self.begin_change()?);
+        flushed.map_err(failed)
     }
 
     fn snapshot(&self, id: u64, request: SnapshotRequest) -> Result<SnapshotReport, ControlError> {
+        let _changing = self.begin_change()?;
         let id = self.id_of(id)?;
         let overlay = self.additions.allowed.new_image(&request.overlay)?;
-        let _changing = self.begin_change();
         self.image_exchange(id).snapshot(&overlay)
     }
 
     fn upgrade(&self, upgrade: UpgradeRequest) -> Result<UpgradeReport, ControlError> {
         let binary = upgrade.binary.as_deref().map(|path| absolute(Path::new(path))).transpose()?;
-        let _changing = self.begin_change();
+        let mut serving = self.begin_change()?;
         let park = || ParkedDisks::new(&self.exports, self.disks.lock());
-        hand_over(&self.upgrades, binary, self.states(), park)
+        let report = hand_over(&self.upgrades, binary, self.states(), park)?;
+        *serving = Serving::Elsewhere;
+        Ok(report)
     }
 
     fn disconnect(&self, id: u64) -> Result<(), ControlError> {
+        let _changing = self.begin_change()?;
         match self.exports.disconnect(id) {
             true => Ok(()),
             false => Err(ControlError::NotFound("there is no such connection".into())),

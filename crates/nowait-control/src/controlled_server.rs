@@ -88,6 +88,8 @@ pub enum ControlError {
     Conflict(String),
     /// The system or the storage has failed (500).
     Failed(String),
+    /// Another process serves since an upgrade (503).
+    Unavailable(String),
 }
 
 impl ControlError {
@@ -98,6 +100,7 @@ impl ControlError {
             Self::NotFound(_) => 404,
             Self::Conflict(_) => 409,
             Self::Failed(_) => 500,
+            Self::Unavailable(_) => 503,
         }
     }
 }
@@ -108,6 +111,7 @@ impl fmt::Display for ControlError {
         | Self::Forbidden(why)
         | Self::NotFound(why)
         | Self::Conflict(why)
+        | Self::Unavailable(why)
         | Self::Failed(why)) = self;
         f.write_str(why)
     }

@@ -182,7 +182,7 @@ impl Exports {
     /// As [`Exports::remove`]. `EUSERS`: clients use it.
     pub fn remove_unused(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
         self.0.registry.remove_unused(id, || self.connections_of(id).next().is_some())?;
-        self.remove(id, timeout)
+        unless_forgotten(self.remove(id, timeout))
     }
 
     /// Removes an export and disconnects its clients: their requests in flight end, without their
@@ -192,6 +192,7 @@ impl Exports {
     /// As [`Exports::remove`].
     pub fn remove_by_force(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
         let deadline = Instant::now() + timeout;
+        let mut is_removed = false;
         loop {
             // First no more clients, then those that there are. One that has just chosen the export
             // may be listed a moment later.
@@ -199,11 +200,13 @@ impl Exports {
             let removed = self.0.registry.remove(id, left.min(DISCONNECT_AGAIN));
             match removed {
                 Err(error) if error.errno() == libc::ETIMEDOUT && left > Duration::ZERO => {
+                    is_removed = true;
                     for client in self.connections_of(id) {
                         // It may have left meanwhile.
                         let _ = self.disconnect(client.id);
                     }
                 }
+                removed if is_removed => return unless_forgotten(removed),
                 removed => return removed,
             }
         }
@@ -360,4 +363,10 @@ impl Exports {
             }
         }
     }
+}
+
+/// The result of waiting for the end of an export that takes no more clients: where its last thread has ended in the
+/// meantime, there is no such export any more.
+fn unless_forgotten(removed: Result<(), Error>) -> Result<(), Error> {
+    removed.or_else(|error| if error.errno() == libc::ENOENT { Ok(()) } else { Err(error) })
 }

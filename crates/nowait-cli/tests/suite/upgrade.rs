@@ -67,6 +67,10 @@ impl Upgraded {
         self.server.socket()
     }
 
+    pub(crate) fn control(&self) -> &Path {
+        &self.control
+    }
+
     pub(crate) fn command(&self, arguments: &[&str]) -> Command {
         let mut command = tool(NOWAIT);
         command.args(arguments).arg("--control").arg(&self.control);
