@@ -45,7 +45,6 @@ const AUTHORITY_DIRECTORIES: [&str; 5] = [
 ];
 /// The variables that say where they are instead.
 const AUTHORITY_VARIABLES: [&str; 2] = ["SSL_CERT_FILE", "SSL_CERT_DIR"];
-const TERMINAL_FILES: [&str; 2] = ["/dev/null", "/dev/tty"];
 
 /// Confines this process to `files`, and to those of the block device `ublk`.
 ///
@@ -73,7 +72,7 @@ pub(crate) fn needed_files(
 ) -> FileAccess {
     let mut files = FileAccess::default();
     KERNEL_FILES.iter().for_each(|path| files.read(path));
-    TERMINAL_FILES.iter().for_each(|path| files.write(path));
+    files.write("/dev/null");
     images(args, all, &mut files);
     sockets(args, listens, default_socket, &mut files);
     if let Encryption::Offered(directory) | Encryption::Required { directory, .. } =

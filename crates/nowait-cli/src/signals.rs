@@ -4,7 +4,7 @@
 //! Invariant: the first signal that ends a server lets it finish and flush; a second one ends the
 //! process at once, and the remaining work is reported, but only after a message has announced it:
 //! timeout(1) and others send a signal twice in a row. No other signal with a handler here ends the
-//! process. A hangup ends only a process that has a terminal to lose: without one it asks for the
+//! process. A hangup ends only a process that was started with a terminal to lose: without one it asks for the
 //! reading of what has changed outside, as daemons do (daemon(7)).
 
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -135,7 +135,10 @@ impl Ending {
         };
         let state = Arc::new(Mutex::new(state));
         let shared = state.clone();
-        thread::Builder::new().name("signals".into()).spawn(move || listen(signals, &shared))?;
+        // Now: a terminal that has closed is not there to be opened when its signal comes.
+        let has_terminal = has_terminal();
+        let listen = move || listen(signals, has_terminal, &shared);
+        thread::Builder::new().name("signals".into()).spawn(listen)?;
         Ok(Self(state))
     }
 
@@ -165,10 +168,10 @@ fn lock(state: &Mutex<State>) -> MutexGuard<'_, State> {
     state.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-fn listen(mut signals: Signals, state: &Arc<Mutex<State>>) {
+fn listen(mut signals: Signals, has_terminal: bool, state: &Arc<Mutex<State>>) {
     for signal in signals.forever() {
         let mut now = lock(state);
-        if signal == SIGHUP && !has_terminal() {
+        if signal == SIGHUP && !has_terminal {
             if let Phase::Serving(_, reload) = &now.phase {
                 reload.start();
             }

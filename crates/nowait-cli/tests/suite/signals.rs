@@ -2,11 +2,13 @@
 //!
 //! Invariant: every answered write is in the image after every signal but SIGKILL.
 
+use std::io::Read;
 use std::path::Path;
 use std::process::{Command, Stdio};
 
+use nowait_testkit::nbd::{Client, Mode};
 use nowait_testkit::{output_of, wait_until};
-use rustix::process::{Pid, Signal, kill_process};
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, text};
 
@@ -64,7 +66,7 @@ fn assert_ends_flushed(server: &mut Server, signal: Signal) {
 }
 
 #[test]
-fn a_hangup_ends_a_server_with_a_terminal_flushed() {
+fn a_terminal_that_closes_ends_its_server_flushed() {
     let scratch = Scratch::new();
     let image = qcow2(&scratch);
     let pid_file = scratch.join("pid");
@@ -82,17 +84,27 @@ fn a_hangup_ends_a_server_with_a_terminal_flushed() {
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn();
-    let terminal = match terminal {
+    let mut terminal = match terminal {
         Ok(terminal) => terminal,
         Err(error) => return println!("skipped: no script(1): {error}"),
     };
     wait_until("the pid file", || pid_file.exists());
     let pid = std::fs::read_to_string(&pid_file).expect("the pid file").trim().parse().ok();
     let pid = pid.and_then(Pid::from_raw).expect("a pid");
-    kill_process(pid, Signal::HUP).expect("the server runs");
-    let output = output_of(terminal);
-    assert!(output.status.success(), "{output:?}");
+    let mut client = Client::connect(&scratch.join("socket"), Mode::Simple).expect("a connection");
+    client.write(0, &[1; 4096]).expect("a write");
+    // The kernel hangs up the server, whose terminal is gone.
+    terminal.kill().expect("script(1) runs");
+    terminal.wait().expect("its end");
+    wait_until("the server's end", || test_kill_process(pid).is_err());
     assert!(!scratch.join("socket").exists(), "the socket is left behind");
+    assert!(!pid_file.exists(), "the PID file is left behind");
+    accepted(&["check", text(&image)]);
+    let back = scratch.join("back");
+    accepted(&["copy", text(&image), text(&back)]);
+    let mut first = [0; 4096];
+    std::fs::File::open(&back).and_then(|mut file| file.read_exact(&mut first)).expect("bytes");
+    assert_eq!(first, [1; 4096]);
 }
 
 #[test]
