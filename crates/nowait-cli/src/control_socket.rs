@@ -2,21 +2,25 @@
 //!
 //! Invariant: a directory that another user could change is not used.
 
+use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, Permissions};
 use std::os::fd::OwnedFd;
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use nowait_cli::error::{CliError, create_message, os_message};
 use nowait_nbd::Address;
 use nowait_server::Listener;
-use rustix::process::{Pid, geteuid, test_kill_process};
+use rustix::process::geteuid;
 
 use crate::args::control_args::ControlAddress;
 use crate::default_image;
 use crate::upgrade::messages::ListenerState;
 use crate::upgrade::take_over::HandedListener;
 
+/// Where the system's units have their runtime directories.
+const SYSTEM_UNITS: &str = "/run/nowait";
 const PREFIX: &str = "control-";
 const SUFFIX: &str = ".sock";
 
@@ -25,32 +29,52 @@ pub(crate) fn of_this_process() -> Option<PathBuf> {
     Some(directory()?.join(format!("{PREFIX}{}{SUFFIX}", std::process::id())))
 }
 
-/// The control sockets of this user's servers, in the order of their processes. Those of processes
-/// that have ended are removed.
+/// The control sockets of this user's servers, in the order of their processes; root's include those of the system's
+/// units. Those that refuse connections are removed: a process that is not seen from here may run in another PID
+/// namespace.
 pub(crate) fn all() -> Vec<PathBuf> {
-    let entries = directory().and_then(|directory| fs::read_dir(directory).ok());
-    let paths = entries.into_iter().flatten().filter_map(|entry| Some(entry.ok()?.path()));
-    let mut found: Vec<(Pid, PathBuf)> =
+    let own = directory_of_user();
+    let of_units = own.iter().cloned().chain(geteuid().is_root().then(|| SYSTEM_UNITS.into()));
+    // Each unit has a directory of its own.
+    let of_units = of_units.flat_map(|directory| entries(&directory)).filter(|path| path.is_dir());
+    let directories = own.iter().cloned().chain(of_units);
+    let paths = directories.flat_map(|directory| entries(&directory));
+    let mut found: Vec<(u32, PathBuf)> =
         paths.filter_map(|path| Some((process_of(&path)?, path))).collect();
-    found.retain(|(process, path)| {
-        let runs = test_kill_process(*process) != Err(rustix::io::Errno::SRCH);
-        if !runs {
+    found.retain(|(_, path)| {
+        let refused = Listener::is_refused(path);
+        if refused {
             // Another command may have removed it.
             let _ = fs::remove_file(path);
         }
-        runs
+        !refused
     });
-    found.sort_by_key(|(process, _)| process.as_raw_nonzero());
+    found.sort_by_key(|(process, _)| *process);
     found.into_iter().map(|(_, path)| path).collect()
 }
 
-fn process_of(path: &Path) -> Option<Pid> {
-    let number = path.file_name()?.to_str()?.strip_prefix(PREFIX)?.strip_suffix(SUFFIX)?;
-    Pid::from_raw(number.parse().ok()?)
+fn entries(directory: &Path) -> impl Iterator<Item = PathBuf> + use<> {
+    let entries = fs::read_dir(directory).into_iter().flatten();
+    entries.filter_map(|entry| Some(entry.ok()?.path()))
+}
+
+fn process_of(path: &Path) -> Option<u32> {
+    path.file_name()?.to_str()?.strip_prefix(PREFIX)?.strip_suffix(SUFFIX)?.parse().ok()
+}
+
+/// The runtime directory that systemd has made for the unit of this process, else that of all servers of this user.
+pub(crate) fn directory() -> Option<PathBuf> {
+    let of_unit = std::env::var_os("RUNTIME_DIRECTORY").and_then(|all| {
+        // A unit may have several (systemd.exec(5)).
+        let first =
+            PathBuf::from(OsStr::from_bytes(all.as_bytes().split(|byte| *byte == b':').next()?));
+        (first.is_absolute() && is_private(&first)).then_some(first)
+    });
+    of_unit.or_else(directory_of_user)
 }
 
 /// `nowait` in the user's runtime directory, else `nowait-UID` in the directory for temporary files.
-pub(crate) fn directory() -> Option<PathBuf> {
+fn directory_of_user() -> Option<PathBuf> {
     if let Some(directory) = default_image::runtime_directory(std::env::var_os("XDG_RUNTIME_DIR")) {
         return Some(directory);
     }
@@ -58,9 +82,14 @@ pub(crate) fn directory() -> Option<PathBuf> {
     let directory = std::env::temp_dir().join(format!("nowait-{user}"));
     // One that is there already is looked at below.
     let _ = DirBuilder::new().mode(0o700).create(&directory);
-    let found = fs::symlink_metadata(&directory).ok()?;
-    let is_private = found.is_dir() && found.uid() == user && found.mode() & 0o077 == 0;
-    is_private.then_some(directory)
+    (!directory.is_symlink() && is_private(&directory)).then_some(directory)
+}
+
+/// Whether `directory` is one that only this user can enter.
+fn is_private(directory: &Path) -> bool {
+    let user = geteuid().as_raw();
+    fs::metadata(directory)
+        .is_ok_and(|found| found.is_dir() && found.uid() == user && found.mode() & 0o077 == 0)
 }
 
 /// A control socket that is bound. It is removed when this is dropped.

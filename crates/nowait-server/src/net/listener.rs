@@ -5,7 +5,7 @@
 //! inherited socket stays.
 
 use std::fs::File;
-use std::io::{self, Read};
+use std::io;
 use std::net::{SocketAddr, TcpListener, ToSocketAddrs};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
@@ -13,8 +13,15 @@ use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
+use rustix::event::PollFlags;
 use rustix::fs::{FlockOperation, flock};
-use rustix::net::{AddressFamily, SocketType, sockopt};
+use rustix::io::Errno;
+use rustix::net::{
+    AddressFamily, RecvFlags, SocketAddrUnix, SocketFlags, SocketType, connect, socket_with,
+    sockopt,
+};
+
+use crate::net::deadline::call_until;
 
 /// Send buffer of a client's socket in bytes; the system's limit may be lower.
 const SEND_BUFFER_BYTES: usize = 4 << 20;
@@ -167,10 +174,31 @@ impl Listener {
         }
     }
 
+    /// Another descriptor of the same socket, with which no socket file is removed.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`.
+    pub fn try_clone(&self) -> io::Result<Self> {
+        Ok(Self(match &self.0 {
+            Kind::Unix { socket, .. } => Kind::Unix { socket: socket.try_clone()?, own: None },
+            Kind::Tcp(socket) => Kind::Tcp(socket.try_clone()?),
+        }))
+    }
+
     /// Whether a socket file is removed when this is dropped.
     #[must_use]
     pub fn is_own(&self) -> bool {
         matches!(self.0, Kind::Unix { own: Some(_), .. })
+    }
+
+    /// Whether `path` is a socket that refuses connections, because the process that bound it has ended. One that is
+    /// not accepted from is not refused: its queue may be full.
+    #[must_use]
+    pub fn is_refused(path: &Path) -> bool {
+        let flags = SocketFlags::CLOEXEC | SocketFlags::NONBLOCK;
+        let connected = socket_with(AddressFamily::UNIX, SocketType::STREAM, flags, None)
+            .and_then(|socket| connect(&socket, &SocketAddrUnix::new(path)?));
+        connected == Err(Errno::CONNREFUSED)
     }
 
     /// Closes the connections that wait at `listeners` and those that come within `time`, when
@@ -286,8 +314,9 @@ fn is_stale(path: &Path) -> bool {
     let begin = Instant::now();
     let mut refusals = 0;
     while begin.elapsed() < BIND_RETRY {
-        let mut peer = match UnixStream::connect(path) {
+        let peer = match UnixStream::connect(path) {
             Ok(peer) => peer,
+            Err(error) if error.kind() == io::ErrorKind::Interrupted => continue,
             Err(error) if error.kind() == io::ErrorKind::ConnectionRefused && refusals == 0 => {
                 // Another program may have bound it and be about to listen.
                 refusals += 1;
@@ -296,8 +325,10 @@ fn is_stale(path: &Path) -> bool {
             }
             Err(error) => return error.kind() == io::ErrorKind::ConnectionRefused,
         };
-        let greeting =
-            peer.set_read_timeout(Some(BIND_RETRY)).and_then(|()| peer.read(&mut [0; 8]));
+        let deadline = Some(Instant::now() + BIND_RETRY);
+        let greeting = call_until(deadline, &peer, PollFlags::IN, |peer| {
+            rustix::net::recv(peer, &mut [0; 8], RecvFlags::DONTWAIT).map(|(bytes, _)| bytes)
+        });
         match greeting {
             Ok(0) => {}
             Err(error) if error.kind() == io::ErrorKind::ConnectionReset => {}
@@ -342,6 +373,18 @@ mod tests {
         assert_eq!(refused.kind(), io::ErrorKind::AddrInUse);
         drop(listener);
         assert!(!path.exists());
+    }
+
+    #[test]
+    fn a_socket_is_refused_only_when_nothing_listens_there() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("s");
+        assert!(!Listener::is_refused(&path), "there is none");
+        let socket = UnixListener::bind(&path).unwrap();
+        // More connections than its queue has room for.
+        assert!((0..200).all(|_| !Listener::is_refused(&path)));
+        drop(socket);
+        assert!(Listener::is_refused(&path));
     }
 
     #[test]
