@@ -62,9 +62,13 @@ fn run() -> u8 {
     }
     let command = match usage::parse() {
         Ok(cli) => cli.command,
-        Err(status) => return status,
+        Err(status) => {
+            systemd::reject_clients();
+            return status;
+        }
     };
     if let Err(why) = command.check() {
+        systemd::reject_clients();
         return usage::refuse(&command, &why);
     }
     let result = match command {

@@ -7,6 +7,7 @@
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Duration;
 
 use nowait_nbd::Address;
 use nowait_server::Listener;
@@ -17,6 +18,9 @@ use tracing::warn;
 use crate::listen_address;
 use nowait_cli::error::{CliError, os_message};
 
+/// How long the clients of sockets that were handed over are disconnected when they cannot be served. It is also the
+/// shortest interval at which a service manager starts the server for them.
+pub(crate) const REJECTED: Duration = Duration::from_secs(1);
 /// The longest status in bytes; systemd ignores messages of more than 4096 bytes in all.
 const MAX_STATUS_BYTES: usize = 1024;
 
@@ -50,6 +54,12 @@ pub(crate) fn sockets() -> Result<Vec<(Listener, Address)>, CliError> {
         Ok((listener, listen))
     });
     taken.collect()
+}
+
+/// Disconnects the clients of the sockets that were handed over, in a process that ends without serving them.
+pub(crate) fn reject_clients() {
+    let inherited = sockets().unwrap_or_default();
+    Listener::reject(inherited.iter().map(|(listener, _)| listener), REJECTED);
 }
 
 /// The socket that the parent process has connected and handed over as descriptor `number`, above 2.
@@ -89,7 +99,7 @@ pub(crate) fn notify_ready(uris: &[String]) {
     notify(&[NotifyState::Ready, NotifyState::Status(bounded(&status))]);
 }
 
-/// Notifies that files are being read again (`Type=notify-reload`).
+/// Notifies that files are being read again.
 pub(crate) fn notify_reloading() {
     match NotifyState::monotonic_usec_now() {
         Ok(now) => notify(&[NotifyState::Reloading, now]),

@@ -46,12 +46,10 @@ use nowait_cli::size::human;
 /// The timeout for requests in flight after the signal to stop and, if it expires, for the flush
 /// after them.
 const CLOSE_TIMEOUT: Duration = Duration::from_secs(10);
-/// The exit status where an image cannot be opened or is in use (`EX_NOINPUT` of sysexits.h), so
-/// that a service manager can recognise a failure that a restart does not fix.
+/// The exit status where an image cannot be opened or is in use (`EX_NOINPUT` of sysexits.h), and of a server that was
+/// handed sockets and cannot serve them for any reason, so that a service manager can recognise a failure that a
+/// restart does not fix.
 const CANNOT_OPEN: u8 = 66;
-/// How long clients at inherited sockets are disconnected when no image can be served. It is also
-/// the shortest interval at which a service manager restarts the server for them.
-const REJECTED: Duration = Duration::from_secs(1);
 
 /// Serves the images of `args`, or the default image, until a signal stops the server.
 ///
@@ -62,30 +60,37 @@ pub(crate) fn run(args: &ServeArgs) -> Result<(), CliError> {
     // First of all: what another program hands over, and the images, may be more than the soft limit.
     let descriptors = process::raise_descriptor_limit();
     let mut take_over = TakeOver::of_this_process()?;
-    let ended = serve(args, take_over.as_mut(), descriptors);
+    let mut waiting = Vec::new();
+    let ended = serve(args, take_over.as_mut(), descriptors, &mut waiting);
     if let (Err(error), Some(take_over)) = (&ended, &take_over) {
         take_over.fail(error);
     }
-    ended
+    if waiting.is_empty() {
+        return ended;
+    }
+    // The sockets stay with the service manager, which starts a server for the next client.
+    Listener::reject(&waiting, systemd::REJECTED);
+    ended.map_err(|error| error.with_status(CANNOT_OPEN))
 }
 
-/// The same for a program that may `take_over` from another one, and was started with the limit
-/// `descriptors`.
+/// Serves, in a process that may `take_over` from another one and was started with the limit `descriptors`. Until
+/// clients can connect, `waiting` has the sockets that were handed over.
 fn serve(
     args: &ServeArgs,
     mut take_over: Option<&mut TakeOver>,
     descriptors: Rlimit,
+    waiting: &mut Vec<Listener>,
 ) -> Result<(), CliError> {
     let parent = Parent::now();
     let connections = endpoints::connections(args, take_over.is_some())?;
     let inherited = systemd::sockets()?;
+    *waiting = inherited.iter().filter_map(|(listener, _)| listener.try_clone().ok()).collect();
     let forks = args.lifetime.fork && take_over.is_none();
     let background = forks.then(background::fork).transpose()?;
     let ending = ending(args, &parent)?;
     let launcher = launcher(args, descriptors);
     let (tls, tls_files) = tls_files::read(&args.tls)?;
-    let Opened { all, is_default, adopted, common } =
-        open(args, take_over.as_deref()).inspect_err(|_| reject(&inherited))?;
+    let Opened { all, is_default, adopted, common } = open(args, take_over.as_deref())?;
     let Some(first) = all.first() else { return Ok(()) };
     let image = &first.named.image.clone();
     let kind = if args.poll { polled_queue(&all)? } else { queue_kind(args, first)? };
@@ -130,6 +135,7 @@ fn serve(
     }
     pid_file.iter().filter_map(|file| file.appear().err()).for_each(|error| warn!("{error}"));
     let control = control.serve(running);
+    waiting.clear();
     print_ready(args, &lines, inherited > 0 || take_over.is_some());
     systemd::notify_ready(&uris(args, &listens, &first));
     is_default.then(|| print_hint(args, &listens, &first));
@@ -385,11 +391,6 @@ fn warn_of_unfinished(requests: usize) {
         let time = CLOSE_TIMEOUT.as_secs();
         warn!("{requests} requests did not end within {time} s and were left");
     }
-}
-
-/// Disconnects the clients that wait at inherited sockets, when no image can be served.
-fn reject(inherited: &[(Listener, Address)]) {
-    Listener::reject(inherited.iter().map(|(listener, _)| listener), REJECTED);
 }
 
 fn default_export(args: &ServeArgs) -> Result<NamedExport, CliError> {

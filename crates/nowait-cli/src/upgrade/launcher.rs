@@ -3,7 +3,7 @@
 //! Invariant: it starts the program at the path from which the server was started, with the server's
 //! own arguments, and another one only for a server that is not confined. It ends with the server.
 
-use std::ffi::OsString;
+use std::ffi::{CStr, OsString};
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::os::unix::process::CommandExt;
@@ -28,6 +28,8 @@ const LAUNCHER: &str = "launcher";
 const LAUNCHER_OF_ANY: &str = "launcher-of-any";
 /// The name of the process in lists.
 const NAME: &str = "nowait-launcher";
+/// The same for pidof(1) and killall(1), which would find it as the server; the kernel's limit is 15 bytes.
+const SHORT_NAME: &CStr = c"nowait-launcher";
 /// How long the launcher may take for a request and its answer.
 const TIMEOUT: Duration = Duration::from_secs(10);
 
@@ -229,6 +231,8 @@ pub(crate) fn run_if_asked() -> Option<u8> {
     if !any && purpose != LAUNCHER {
         return None;
     }
+    // It fails for no such name.
+    let _ = rustix::thread::set_name(SHORT_NAME);
     // What a terminal sends to all its processes is for the server, with which this one ends. New
     // programs have the signals' defaults.
     for signal in [SIGINT, SIGTERM, SIGQUIT, SIGHUP] {
