@@ -7,7 +7,15 @@ build:
 
 # All tests; an interoperability test whose tool is missing reports that
 test *args:
-    cargo test {{ args }}
+    cargo test --workspace {{ args }}
+
+# What to run between two edits: the unit tests of the engine, the images, the protocol and the server
+test-fast:
+    cargo test --lib -p nowait -p nowait-image -p nowait-nbd -p nowait-server -p nowait-control
+
+# Fresh seeds for the simulator and the fuzz targets
+hunt minutes="60":
+    .ci/hunt {{ minutes }}
 
 # The checks of CI that run no program
 lint:

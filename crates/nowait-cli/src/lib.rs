@@ -1,5 +1,4 @@
-//! What the two programs of this package share: `nowait`, and `nowait-bench`, which `nowait bench`
-//! runs.
+//! Parts of the command that the program `nowait-bench`, which `nowait bench` runs, has too.
 
 pub mod process;
 pub mod error;

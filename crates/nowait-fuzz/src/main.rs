@@ -24,6 +24,9 @@ struct Args {
     /// How long.
     #[arg(long, default_value_t = 60)]
     seconds: u64,
+    /// How many inputs, whatever time they take.
+    #[arg(long, value_name = "N", conflicts_with = "seconds")]
+    inputs: Option<u64>,
     /// Where the inputs come from; without it, from a number that was never used before.
     #[arg(long)]
     seed: Option<u64>,
@@ -73,7 +76,10 @@ fn fuzz(target: &'static Target, args: &Args) -> Result<bool, String> {
     let report = run(&Plan {
         target,
         seed,
-        limit: Limit::Time(Duration::from_secs(args.seconds)),
+        limit: match args.inputs {
+            Some(inputs) => Limit::Inputs(inputs),
+            None => Limit::Time(Duration::from_secs(args.seconds)),
+        },
         corpus: Some(&Path::new(CORPUS).join(target.name)),
         findings: &args.findings,
         keep: args.keep.as_deref(),

@@ -3,9 +3,8 @@
 mod hosts_args;
 
 use std::num::NonZero;
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
-use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime, UNIX_EPOCH};
 
@@ -43,9 +42,15 @@ struct Args {
     /// Passes over seeds whose disk is no qcow2 image.
     #[arg(long)]
     images: bool,
-    /// How long seed after seed is run; without it, one seed.
+    /// How long seed after seed is run; without it and --runs, one seed.
     #[arg(long)]
     seconds: Option<u64>,
+    /// How many seeds are run, whatever time they take.
+    #[arg(long, value_name = "N", conflicts_with = "seconds")]
+    runs: Option<u64>,
+    /// Runs the seeds of this file, one a line; what follows a # is a comment.
+    #[arg(long, value_name = "FILE", conflicts_with_all = ["seed", "seconds", "runs"])]
+    seeds: Option<PathBuf>,
     /// Seeds that are run at the same time, each on a thread of its own [default: one for each CPU].
     #[arg(long, value_name = "N", value_parser = clap::value_parser!(u16).range(1..=1024))]
     jobs: Option<u16>,
@@ -63,7 +68,10 @@ struct Args {
     /// Prints a failure as it is, without looking for fewer steps.
     #[arg(long)]
     whole: bool,
-    /// Runs what a failure has printed.
+    /// Writes the trace of a failure to this file, for --replay.
+    #[arg(long, value_name = "FILE")]
+    trace: Option<PathBuf>,
+    /// Runs the trace of a failure.
     #[arg(long, value_name = "FILE")]
     replay: Option<PathBuf>,
     #[command(flatten)]
@@ -129,9 +137,26 @@ fn start(args: &Args) -> Result<bool, String> {
         let is_image = || mode != Mode::Remote && plan.scenario().qcow2.is_some();
         (!args.images || is_image()).then_some(plan)
     };
+    if let Some(path) = &args.seeds {
+        let seeds = listed_seeds(path)?;
+        println!("{} seeds of {}, {} steps each", seeds.len(), path.display(), args.steps);
+        let plans = seeds.into_iter().filter_map(plan);
+        return Ok(run_plans(args, None, plans));
+    }
     let first = args.seed.unwrap_or_else(fresh_seed);
-    let first = (first..).find(|&seed| plan(seed).is_some()).unwrap_or(first);
-    Ok(run_seeds(first, args, plan))
+    println!("seed {first}, {} steps each", args.steps);
+    let limit = args.seconds.map(Duration::from_secs);
+    let runs = args.runs.or(limit.is_none().then_some(1)).unwrap_or(u64::MAX);
+    let plans = (first..).filter_map(plan).take(usize::try_from(runs).unwrap_or(usize::MAX));
+    Ok(run_plans(args, limit, plans))
+}
+
+/// The seeds of the file at `path`.
+fn listed_seeds(path: &Path) -> Result<Vec<u64>, String> {
+    let text = std::fs::read_to_string(path).map_err(|e| format!("{}: {e}", path.display()))?;
+    let lines = text.lines().map(|line| line.split('#').next().unwrap_or_default().trim());
+    let seed = |line: &str| line.parse().map_err(|_| format!("{line}: not a seed"));
+    lines.filter(|line| !line.is_empty()).map(seed).collect()
 }
 
 fn fresh_seed() -> u64 {
@@ -154,26 +179,22 @@ fn run_matrix(matrix: Matrix) -> bool {
     failed.is_none()
 }
 
-fn run_seeds(first: u64, args: &Args, plan: impl Fn(u64) -> Option<Plan> + Sync) -> bool {
-    println!("seed {first}, {} steps each", args.steps);
+/// Runs `plans` until one fails or the time is up. True if none failed.
+fn run_plans(
+    args: &Args,
+    limit: Option<Duration>,
+    plans: impl Iterator<Item = Plan> + Send,
+) -> bool {
     let bar = ProgressBar::new(args.seconds.unwrap_or(1));
     if let Ok(style) = ProgressStyle::with_template("{bar:40} {elapsed} {msg}") {
         bar.set_style(style);
     }
-    let (began, limit) = (Instant::now(), args.seconds.map(Duration::from_secs));
-    let started = AtomicU64::new(0);
-    // The next seed that is not skipped, while there is time; without a time limit, one seed.
+    let began = Instant::now();
+    let plans = Mutex::new(plans);
     let next = || {
-        loop {
-            let number = started.fetch_add(1, Ordering::Relaxed);
-            if number > 0 && limit.is_none_or(|limit| began.elapsed() >= limit) {
-                return None;
-            }
-            let plan = plan(first.wrapping_add(number));
-            if plan.is_some() {
-                return plan;
-            }
-        }
+        let is_over = limit.is_some_and(|limit| began.elapsed() >= limit);
+        let mut plans = plans.lock().unwrap_or_else(PoisonError::into_inner);
+        if is_over { None } else { plans.next() }
     };
     let totals = Mutex::new((0, Counts::default()));
     let on_success = |counts: Counts| {
@@ -197,12 +218,23 @@ fn run_seeds(first: u64, args: &Args, plan: impl Fn(u64) -> Option<Plan> + Sync)
     };
     if args.whole {
         println!("seed {} fails: {}", plan.seed, failure.what);
+        write_trace(args, &plan);
     } else {
         println!("seed {} fails; it is made smaller now: {}", plan.seed, failure.what);
         let (plan, failure) = run::shrink(&plan, &failure, SHRINK_TIME);
         report(&plan, &failure);
+        write_trace(args, &plan);
     }
     false
+}
+
+/// Writes `plan` to the file of `--trace`, if there is one.
+fn write_trace(args: &Args, plan: &Plan) {
+    let Some(path) = &args.trace else { return };
+    match std::fs::write(path, trace::write(plan)) {
+        Ok(()) => println!("again: nowait-sim --replay {}", path.display()),
+        Err(error) => eprintln!("nowait-sim: {}: {error}", path.display()),
+    }
 }
 
 fn rates(seeds: u64, all: Counts, time: Duration) -> String {

@@ -1,29 +1,35 @@
 //! Counts instructions of an example program with callgrind: a figure that holds on a busy machine.
 //!
-//! Invariant: the example is a release build of the code as it is now.
+//! Invariant: the example is built from the code as it is now, by the profile that the caller names.
 
 use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::process::Command;
+use std::time::SystemTime;
 
-use crate::process::{cargo, target_directory};
+use crate::process::target_directory;
+use crate::requirements::skip;
 
 /// The numbers of requests of the two runs.
 const FEW: u64 = 10_000;
 const MANY: u64 = 110_000;
 
-/// An example in a release build.
+/// An example that cargo has built before.
 pub struct Example(PathBuf);
 
 impl Example {
-    /// Builds the example `name` of the crate in `directory`, by cargo.
-    pub fn build(directory: &str, name: &str) -> Self {
-        let built = cargo("build")
-            .args(["--quiet", "--release", "--example", name, "--manifest-path"])
-            .arg(Path::new(directory).join("Cargo.toml"))
-            .status();
-        assert!(built.expect("cargo").success(), "the example {name} is not built");
-        Self(target_directory().join("release/examples").join(name))
+    /// The example `name` of the package `package` in `directory`, as built by `profile`; without one that is newer
+    /// than the source, the test is skipped.
+    pub fn of(profile: &str, package: &str, directory: &str, name: &str) -> Option<Self> {
+        let built = target_directory().join(profile).join("examples").join(name);
+        let source = ["src", "examples"].map(|part| newest(&Path::new(directory).join(part)));
+        if modified(&built) > source.into_iter().max().flatten() {
+            return Some(Self(built));
+        }
+        skip(&format!(
+            "no new build of the example {name}: cargo build --profile {profile} -p {package} --examples"
+        ));
+        None
     }
 
     /// The instructions of one request. The example gets the number of requests as its argument
@@ -50,4 +56,19 @@ impl Example {
         let (_, count) = report.split_once("Collected : ").expect("callgrind prints its count");
         count.split_whitespace().next().and_then(|count| count.parse().ok()).expect("a count")
     }
+}
+
+/// When the file was written, if there is one.
+fn modified(path: &Path) -> Option<SystemTime> {
+    path.metadata().and_then(|found| found.modified()).ok()
+}
+
+/// When the newest file below `directory` was written.
+fn newest(directory: &Path) -> Option<SystemTime> {
+    let below = std::fs::read_dir(directory).into_iter().flatten().flatten();
+    let times = below.map(|entry| match entry.path() {
+        path if path.is_dir() => newest(&path),
+        path => modified(&path),
+    });
+    times.max().flatten()
 }

@@ -82,13 +82,6 @@ pub(crate) fn target_directory() -> PathBuf {
     test.ancestors().nth(3).expect("a target directory").to_owned()
 }
 
-/// The `command` of cargo in the target directory of this program, without a network.
-pub fn cargo(command: &str) -> Command {
-    let mut cargo = Command::new(std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into()));
-    cargo.args([command, "--offline", "--locked", "--target-dir"]).arg(target_directory());
-    cargo
-}
-
 /// A process that is killed when it is dropped.
 pub struct Running(pub Child);
 

@@ -32,7 +32,13 @@
 //! }
 //! ```
 //!
-//! The README shows the others; `examples/` has a small program for each.
+//! `examples/` has a small program for each API: `blocking`, `polling` (the engine), `one_thread` ([`LocalAsyncFile`])
+//! and `asynchronous` ([`AsyncFile`]). Nothing is published yet; in Cargo.toml:
+//! `nowait = { git = "URL of the repository" }`.
+//!
+//! A file is made by the caller, with its size ([`std::fs::File::set_len`], or fallocate(2)): like a disk it does not
+//! grow. A write that begins at its end fails with `ENOSPC`, one that crosses it is cut short (C25), so a log gets its
+//! room before it is written.
 //!
 //! # Rules and limits
 //!

@@ -25,7 +25,7 @@ pub(crate) fn run() -> CliError {
     match error.kind() {
         io::ErrorKind::NotFound => CliError::new(format!(
             "{PROGRAM} is neither beside {} nor on PATH: 'cargo build --release' makes both, and \
-             'cargo install --path crates/nowait-cli' installs both",
+             'cargo install --path crates/nowait-bench' installs it",
             this.display()
         )),
         _ => CliError::at(program, format_args!("cannot be run: {}", os_message(&error))),

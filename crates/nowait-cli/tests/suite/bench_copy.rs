@@ -6,12 +6,13 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
-use crate::common::{Finished, NOWAIT, Scratch, accepted, refusal, require_tool, text, tool};
-
-const BENCH: &str = env!("CARGO_BIN_EXE_nowait-bench");
+use crate::common::{
+    Finished, NOWAIT, Scratch, accepted, bench_program, refusal, require_tool, text, tool,
+};
 
 #[test]
 fn the_program_is_found_beside_nowait_then_on_the_path_and_its_absence_is_one_line() {
+    let Some(bench) = bench_program() else { return };
     let alone = Scratch::new();
     // By another process: a program that a child of this one may still have open for writing cannot
     // be started.
@@ -29,18 +30,20 @@ fn the_program_is_found_beside_nowait_then_on_the_path_and_its_absence_is_one_li
     let (code, error) = run(text(alone.path()));
     assert_eq!((code, error.lines().count()), (Some(1), 1), "{error}");
     assert!(error.starts_with("nowait: nowait-bench is neither beside"), "{error}");
-    let beside = Path::new(BENCH).parent().expect("a directory");
+    let beside = bench.parent().expect("a directory");
     for path in [text(beside), ""] {
         let (code, error) = run(path);
         assert_eq!(code, Some(1));
         assert!(error.starts_with("nowait: no/such/file: cannot open"), "{error}");
-        copy(BENCH, "nowait-bench");
+        copy(text(&bench), "nowait-bench");
     }
 }
 
 #[test]
 fn the_bench_its_certificate_maker_and_its_temporary_files_are_in_its_program_only() {
-    let [server, bench] = [NOWAIT, BENCH].map(|path| fs::read(path).expect("a program"));
+    let Some(bench) = bench_program() else { return };
+    let [server, bench] =
+        [Path::new(NOWAIT), &bench].map(|path| fs::read(path).expect("a program"));
     // A crate of the server has a module tempfile, too.
     for name in [&b"rcgen"[..], b"/tempfile-", b"hdrhistogram", b"nowait-bench/src"] {
         let is_in = |program: &[u8]| program.windows(name.len()).any(|bytes| bytes == name);
@@ -50,7 +53,8 @@ fn the_bench_its_certificate_maker_and_its_temporary_files_are_in_its_program_on
 
 #[test]
 fn the_program_by_itself_refuses_what_nowait_bench_refuses() {
-    let ended = |arguments: &[&str]| Command::new(BENCH).args(arguments).output().expect("a run");
+    let Some(bench) = bench_program() else { return };
+    let ended = |arguments: &[&str]| Command::new(&bench).args(arguments).output().expect("a run");
     let refused = ended(&["copy", "--seconds", "2"]);
     assert_eq!(refused.status.code(), Some(2));
     assert!(String::from_utf8_lossy(&refused.stderr).contains("all but copy"));
@@ -60,7 +64,7 @@ fn the_program_by_itself_refuses_what_nowait_bench_refuses() {
 
 #[test]
 fn every_route_is_measured_with_all_installed_programs_and_no_file_is_left() {
-    if !require_tool("qemu-img") || !require_tool("nbdcopy") {
+    if !require_tool("qemu-img") || !require_tool("nbdcopy") || bench_program().is_none() {
         return;
     }
     let scratch = Scratch::new();

@@ -7,7 +7,9 @@ use std::fs;
 use serde_json::Value;
 
 use crate::common::loop_device::{LoopDevice, Mounted};
-use crate::common::{Finished, MIB, Scratch, Server, accepted, refusal, require_tool, text, tool};
+use crate::common::{
+    Finished, MIB, Scratch, Server, accepted, bench_program, refusal, require_tool, text, tool,
+};
 
 const BYTES: u64 = 64 * MIB;
 const SHORT: [&str; 7] = ["bench", "nowait", "--rounds", "1", "--seconds", "0.05", "--json"];
@@ -23,6 +25,7 @@ fn rows(table: &Value) -> Vec<&str> {
 
 #[test]
 fn two_devices_are_read_side_by_side_and_keep_every_byte() {
+    let Some(_) = bench_program() else { return };
     let scratch = Scratch::new();
     let files = [1, 2].map(|seed| scratch.random(&format!("disk-{seed}"), BYTES, seed));
     let Some(first) = LoopDevice::on(&files[0]) else { return };
@@ -52,6 +55,7 @@ fn two_devices_are_read_side_by_side_and_keep_every_byte() {
 
 #[test]
 fn writes_are_measured_with_overwrite_only_also_to_a_device_without_storage() {
+    let Some(_) = bench_program() else { return };
     let scratch = Scratch::new();
     let file = scratch.random("disk", BYTES, 1);
     let Some(device) = LoopDevice::on(&file) else { return };
@@ -76,6 +80,7 @@ fn writes_are_measured_with_overwrite_only_also_to_a_device_without_storage() {
 
 #[test]
 fn a_mounted_device_and_a_file_are_refused_and_stay_as_they_are() {
+    let Some(_) = bench_program() else { return };
     let scratch = Scratch::new();
     let (file, at) = (scratch.sparse("fs", BYTES), scratch.join("at"));
     fs::create_dir(&at).expect("a directory");
@@ -99,6 +104,7 @@ fn a_mounted_device_and_a_file_are_refused_and_stay_as_they_are() {
 
 #[test]
 fn an_export_is_measured_as_a_device_is_and_written_to_with_overwrite_only() {
+    let Some(_) = bench_program() else { return };
     let scratch = Scratch::new();
     let file = scratch.random("disk", BYTES, 1);
     let before = fs::read(&file).expect("the bytes");

@@ -12,7 +12,8 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::load::verified_by_fio;
 use crate::common::{
-    Finished, Guest, Kernel, MIB, Server, accepted, refusal, require_tool, text, tool,
+    Finished, Guest, Kernel, MIB, Server, accepted, bench_program, refusal, require_tool, text,
+    tool,
 };
 use crate::guest::{WRITTEN_FILES, check_written, have_file_system_tools, make_disk};
 use crate::vhost_user::booted_from;
@@ -260,6 +261,7 @@ fn a_stock_kernel_boots_from_an_image_of_a_cluster_and_its_files_are_right_outsi
 fn an_image_is_measured_and_one_that_another_client_writes_to_is_not_overwritten() {
     let Some(cluster) = cluster() else { return };
     let _shared = OSD.read().unwrap_or_else(PoisonError::into_inner);
+    let Some(_) = bench_program() else { return };
     cluster.rbd(&["create", "--size", "64M", "measured"]);
     let location = cluster.location("measured");
     let load = ["bench", "nowait", "--rounds", "1", "--seconds", "0.05", "--json", "--jobs", "1"];

@@ -48,6 +48,28 @@ fn a_server_at_rest_keeps_less_than_6_mib_of_its_own() {
     setting.server.stop();
 }
 
+/// Exports at rest, and the memory of each.
+const EXPORTS: u64 = 100;
+const EXPORT_AT_REST_BYTES: u64 = 32 * KIB;
+
+#[test]
+fn an_export_at_rest_keeps_less_than_32_kib() {
+    let scratch = Scratch::new();
+    let first = scratch.sparse("first.img", MIB);
+    let image = |n| format!("e{n}={}", scratch.sparse(&format!("{n}.img"), MIB).display());
+    let more: Vec<String> = (0..EXPORTS).map(image).collect();
+    let resident = |more: &[String]| {
+        let more: Vec<&str> = more.iter().map(String::as_str).collect();
+        let server = Server::start(&first, &more);
+        let resident = server.memory("RssAnon");
+        server.stop();
+        resident
+    };
+    let (one, all) = (resident(&[]), resident(&more));
+    let each = all.saturating_sub(one) / EXPORTS;
+    assert!(each < EXPORT_AT_REST_BYTES, "{each} bytes");
+}
+
 #[test]
 fn sixty_four_connections_at_depth_64_need_less_than_128_mib() {
     let mut setting = Setting::new();

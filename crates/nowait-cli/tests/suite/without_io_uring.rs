@@ -1,6 +1,8 @@
 //! The server works without io_uring, and without memory for it.
 
-use crate::common::{KIB, MIB, PYTHON, Scratch, Server, refusal_under, require_tool, skip, tool};
+use crate::common::{
+    KIB, MIB, PYTHON, Scratch, Server, bench_program, refusal_under, require_tool, skip, tool,
+};
 use nowait_testkit::nbd::Command;
 
 /// Forbids the system call of the number that comes first, as container run-times forbid
@@ -137,7 +139,7 @@ fn four_busy_servers_of_one_user_have_rings_and_leave_half_of_the_limit_on_locke
 
 #[test]
 fn an_incomplete_bench_exits_with_1_and_reports_what_is_missing_and_why() {
-    if !require_tool(PYTHON) {
+    if !require_tool(PYTHON) || bench_program().is_none() {
         return;
     }
     let scratch = Scratch::new();

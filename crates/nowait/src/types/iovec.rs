@@ -29,6 +29,7 @@ pub const MAX_TRANSFER_BYTES: u64 = 0x7fff_f000;
 ///
 /// # Errors
 /// `EINVAL` for more than [`MAX_SEGMENTS`] (C04) or a length that is negative as `ssize_t` (C05).
+#[inline]
 pub(crate) fn total(segments: &[IoSegment]) -> Result<u64, Error> {
     if segments.len() > MAX_SEGMENTS {
         return Err(Error::new(libc::EINVAL, Operation::Validate));

@@ -8,7 +8,7 @@ pub(crate) mod load;
 mod server;
 pub(crate) mod loop_device;
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 pub(crate) use guest::{Guest, Kernel};
 pub(crate) use loop_device::LoopDevice;
@@ -21,6 +21,13 @@ pub(crate) use server::{NOWAIT, Server, accepted, refusal, refusal_under};
 /// A path of a test, as an argument.
 pub(crate) fn text(path: &Path) -> &str {
     path.to_str().expect("a path in UTF-8")
+}
+
+/// The program `nowait-bench`, which is built beside `nowait` unless a single package is selected; else [`skip`].
+pub(crate) fn bench_program() -> Option<PathBuf> {
+    let beside = Path::new(NOWAIT).with_file_name("nowait-bench");
+    let there = beside.is_file() || skip("no nowait-bench: cargo build -p nowait-bench");
+    there.then_some(beside)
 }
 
 /// Arguments of `nowait serve` that may only affect speed: each mechanism off, the other queue, the
