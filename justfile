@@ -25,8 +25,8 @@ lint:
 
 # Benchmarks of this server and the other servers of this machine
 bench *args:
-    cargo build --release
-    target/release/nowait bench peers {{ args }}
+    cargo build --profile dist
+    target/dist/nowait bench peers {{ args }}
 
 # The kernel and initramfs of the guest test, then the test
 guest:
