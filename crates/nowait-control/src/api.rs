@@ -196,6 +196,23 @@ impl From<BucketLimit> for TokenBucket {
     }
 }
 
+impl BucketLimit {
+    /// The rate that is kept over time, a second.
+    #[must_use]
+    pub fn per_second(&self) -> u64 {
+        let rate = u128::from(self.size) * 1000 / u128::from(self.refill_time.max(1));
+        u64::try_from(rate).unwrap_or(u64::MAX)
+    }
+}
+
+impl LimitsInfo {
+    /// These, and those of `others` of which there are none here.
+    #[must_use]
+    pub fn or(self, others: Self) -> Self {
+        Self { ops: self.ops.or(others.ops), bandwidth: self.bandwidth.or(others.bandwidth) }
+    }
+}
+
 impl From<Limits> for LimitsInfo {
     fn from(limits: Limits) -> Self {
         Self { ops: limits.requests.map(Into::into), bandwidth: limits.bytes.map(Into::into) }

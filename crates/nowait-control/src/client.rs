@@ -276,8 +276,12 @@ impl Client {
     }
 }
 
+/// The path of export `name`; without a name that of the default export, as for clients of NBD.
 fn export_path(name: &str) -> String {
-    format!("/v1/exports/{}", utf8_percent_encode(name, PLAIN))
+    match name {
+        "" => "/v1/exports/@0".into(),
+        name => format!("/v1/exports/{}", utf8_percent_encode(name, PLAIN)),
+    }
 }
 
 fn body(value: &impl Serialize) -> Result<String, ClientError> {

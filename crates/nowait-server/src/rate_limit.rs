@@ -24,14 +24,17 @@ pub struct TokenBucket {
 }
 
 impl TokenBucket {
-    /// A bucket for `rate` tokens a second that lets through a tenth of a second's tokens at once.
+    /// A bucket for `rate` tokens a second that lets through a tenth of a second's tokens at once, or as few more as the
+    /// exact rate takes.
     #[must_use]
     pub fn per_second(rate: u64) -> Self {
-        let (size, refill_time) = match rate {
-            0..100 => (rate, Duration::from_secs(1)),
-            _ => (rate / 10, Duration::from_millis(100)),
-        };
-        Self { size, one_time_burst: 0, refill_time }
+        // Of times of whole milliseconds, the shortest one that gives a whole number of tokens.
+        let is_whole = |time: &u64| (rate % 1000 * time).is_multiple_of(1000);
+        let times = (100..1000).filter(|time| rate >= 100 && is_whole(time));
+        let time = times.min().unwrap_or(1000);
+        let size = u128::from(rate) * u128::from(time) / 1000;
+        let size = u64::try_from(size).unwrap_or(u64::MAX);
+        Self { size, one_time_burst: 0, refill_time: Duration::from_millis(time) }
     }
 
     /// The shortest time to refill a bucket.
@@ -115,10 +118,13 @@ impl SharedLimits {
         lock(&self.current).of_clients.map(|of_clients| of_clients.limits).unwrap_or_default()
     }
 
-    /// Replaces the limits of the export; buckets begin full. The threads have to be woken up.
+    /// Replaces the limits of the export. New buckets begin full, those that were there keep their tokens. The threads
+    /// have to be woken up.
     pub(crate) fn set(&self, limits: Limits) {
-        let limiter = || Arc::new(Limiter::new(limits, Instant::now()));
-        lock(&self.current).export = limits.is_some().then(limiter);
+        let mut current = lock(&self.current);
+        let before = current.export.take();
+        let limiter = || Arc::new(Limiter::after(before.as_deref(), limits, Instant::now()));
+        current.export = limits.is_some().then(limiter);
         self.changes.fetch_add(1, Ordering::Release);
     }
 
@@ -136,14 +142,15 @@ impl SharedLimits {
 pub(crate) struct ClientBuckets(Mutex<Option<(u64, Arc<Limiter>)>>);
 
 impl ClientBuckets {
-    /// The limiter of the client, whose buckets begin full with each change of the limits. A thread
+    /// The limiter of the client, whose buckets begin full, and keep their tokens when the limits change. A thread
     /// that has not seen the last change yet gets the limiter of that, too.
     pub(crate) fn limiter(&self, under: ClientLimits) -> Arc<Limiter> {
         let mut known = lock(&self.0);
         match &*known {
             Some((number, limiter)) if *number >= under.number => limiter.clone(),
-            _ => {
-                let limiter = Arc::new(Limiter::new(under.limits, Instant::now()));
+            before => {
+                let before = before.as_ref().map(|(_, limiter)| &**limiter);
+                let limiter = Arc::new(Limiter::after(before, under.limits, Instant::now()));
                 *known = Some((under.number, limiter.clone()));
                 limiter
             }
@@ -159,10 +166,19 @@ pub(crate) struct Limiter {
 }
 
 impl Limiter {
-    fn new(limits: Limits, now: Instant) -> Self {
-        let bucket =
-            |limit: Option<TokenBucket>| limit.map(|limit| Mutex::new(Bucket::new(limit, now)));
-        Self { limits, requests: bucket(limits.requests), bytes: bucket(limits.bytes) }
+    /// The limiter of `limits`, in the place of another one whose buckets pass on their tokens.
+    fn after(before: Option<&Self>, limits: Limits, now: Instant) -> Self {
+        let bucket = |limit: Option<TokenBucket>, before: Option<&Mutex<Bucket>>| {
+            limit.map(|limit| {
+                Mutex::new(match before {
+                    Some(before) => lock(before).with_limit(limit, now),
+                    None => Bucket::new(limit, now),
+                })
+            })
+        };
+        let requests = bucket(limits.requests, before.and_then(|before| before.requests.as_ref()));
+        let bytes = bucket(limits.bytes, before.and_then(|before| before.bytes.as_ref()));
+        Self { limits, requests, bytes }
     }
 
     /// Takes the tokens of a request of `bytes` that has ended.
@@ -195,6 +211,22 @@ impl Bucket {
         let one_time_burst = limit.one_time_burst;
         let mut bucket = Self { limit, level: 0, one_time_burst, updated: now };
         bucket.level = bucket.full();
+        bucket
+    }
+
+    /// A bucket of another limit with the tokens, or the debt, of this one; at most as many as it holds.
+    fn with_limit(&mut self, limit: TokenBucket, now: Instant) -> Self {
+        // Fills it up to now.
+        self.wait_time(now);
+        let mut bucket = Self::new(limit, now);
+        if limit.one_time_burst == self.limit.one_time_burst {
+            bucket.one_time_burst = self.one_time_burst;
+        }
+        // In two steps, so that nothing is lost where the refill time stays.
+        let (tokens, rest) = (self.level / self.unit(), self.level % self.unit());
+        let level =
+            tokens.saturating_mul(bucket.unit()).saturating_add(rest * bucket.unit() / self.unit());
+        bucket.level = bucket.level.min(level);
         bucket
     }
 
@@ -236,7 +268,7 @@ mod tests {
     /// Requests of `bytes` that a limiter lets through in `time`, taken as soon as they may be.
     fn requests_in(limits: Limits, bytes: u64, time: Duration) -> u64 {
         let begin = Instant::now();
-        let limiter = Limiter::new(limits, begin);
+        let limiter = Limiter::after(None, limits, begin);
         let (mut now, mut requests) = (begin, 0);
         while now < begin + time {
             match limiter.wait_time(now) {
@@ -286,13 +318,56 @@ mod tests {
     fn extreme_values_neither_overflow_nor_wait_for_ever() {
         let day = TokenBucket::MAX_REFILL_TIME;
         let limit = TokenBucket { size: u64::MAX, one_time_burst: u64::MAX, refill_time: day };
-        let limiter =
-            Limiter::new(Limits { requests: Some(limit), bytes: Some(limit) }, Instant::now());
+        let limiter = Limiter::after(
+            None,
+            Limits { requests: Some(limit), bytes: Some(limit) },
+            Instant::now(),
+        );
         (0..1000).for_each(|_| limiter.charge(u64::MAX));
         let wait = limiter.wait_time(Instant::now()).expect("a debt");
         assert!(wait <= day * 1000, "{wait:?}");
         assert!(!TokenBucket { size: 0, ..limit }.is_valid());
         assert!(!TokenBucket { refill_time: Duration::ZERO, ..limit }.is_valid());
+    }
+
+    #[test]
+    fn a_rate_in_requests_a_second_is_kept_exactly() {
+        for rate in [1, 99, 100, 109, 111, 250, 1000, 1001, 2500, 100 << 20] {
+            let TokenBucket { size, refill_time, .. } = TokenBucket::per_second(rate);
+            assert_eq!(
+                u128::from(size) * 1000,
+                u128::from(rate) * refill_time.as_millis(),
+                "{rate}"
+            );
+        }
+        assert!(TokenBucket::per_second(u64::MAX).is_valid());
+    }
+
+    #[test]
+    fn limits_that_are_set_again_let_no_more_through() {
+        let limits =
+            |size| Limits { requests: bucket(size, SECOND), bytes: bucket(1 << 30, SECOND) };
+        let begin = Instant::now();
+        let mut limiter = Limiter::after(None, limits(1000), begin);
+        let mut requests = 0;
+        // Fifty times a second, each time with as many requests as are let through.
+        for step in 1..=50 {
+            let now = begin + SECOND * step / 50;
+            while limiter.wait_time(now).is_none() {
+                limiter.charge(1);
+                requests += 1;
+            }
+            limiter = Limiter::after(Some(&limiter), limits(1000), now);
+        }
+        assert!((1980..=2000).contains(&requests), "{requests}");
+        // A smaller bucket holds no more than its size, and a debt has to be paid.
+        let now = begin + SECOND * 10;
+        limiter = Limiter::after(Some(&limiter), limits(10), now);
+        (0..30).for_each(|_| limiter.charge(1));
+        assert!(limiter.wait_time(now).is_some());
+        limiter = Limiter::after(Some(&limiter), limits(1000), now);
+        assert!(limiter.wait_time(now).is_some(), "the debt is there");
+        assert!(limiter.wait_time(now + SECOND / 10).is_none());
     }
 
     #[test]
@@ -328,7 +403,7 @@ mod tests {
         assert!(waits(&one, same).is_some(), "the limits of the export are others");
         shared.set_of_clients(limits(2));
         let new = shared.current().of_clients.expect("limits");
-        assert!(waits(&one, new).is_none());
+        assert!(waits(&one, new).is_some() && waits(&other, new).is_none(), "a debt stays");
         assert!(Arc::ptr_eq(&one.limiter(old), &one.limiter(new)), "a thread is late");
     }
 }

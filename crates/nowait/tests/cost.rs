@@ -5,11 +5,14 @@
 use nowait_testkit::instructions::Example;
 use nowait_testkit::require_tool;
 
+/// An example, its arguments, and the limits of its paths: as a package is built, and as a release.
+type Case = (&'static str, &'static [&'static str], [u64; 2], [u64; 2]);
+
 /// Instructions of one request on the simple and on the general path, at most: of a caller that only
 /// reads mapped bytes, with many requests for each poll or with one, and for each map and direction of
 /// one that reads and writes. First as a package is built, then as `cargo build --release` builds, which optimises
 /// one crate at a time.
-const LIMITS: [(&str, &[&str], [u64; 2], [u64; 2]); 5] = [
+const LIMITS: [Case; 5] = [
     ("null_cost", &[], [110, 200], [120, 320]),
     ("null_cost_one", &[], [155, 250], [160, 370]),
     ("null_cost_cases", &["mapped", "write"], [280, 430], [290, 530]),

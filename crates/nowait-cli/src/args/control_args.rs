@@ -311,10 +311,13 @@ pub(crate) enum ExportAction {
     },
     /// Limit the requests and bytes a second of an export, all its clients together or each of them
     ///
-    /// What is not given is not limited any more.
+    /// What is not given stays as it is. Prints the limits that hold then.
     Limit {
         /// Its name, or @ID
         name: String,
+        /// Remove the limits that are not given
+        #[arg(long)]
+        clear: bool,
         #[command(flatten)]
         limits: LimitArgs,
         #[command(flatten)]

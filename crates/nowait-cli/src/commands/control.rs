@@ -8,8 +8,8 @@ use std::path::Path;
 use nowait_cli::error::{CliError, plain};
 use nowait_cli::size::{human, short};
 use nowait_control::{
-    AddExport, AddFrontend, Client, ClientError, ConnectionInfo, ExportInfo, PatchExport,
-    SnapshotReport, SnapshotRequest, UpgradeReport, UpgradeRequest,
+    AddExport, AddFrontend, Client, ClientError, ConnectionInfo, ExportInfo, LimitsInfo,
+    PatchExport, SnapshotReport, SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
 use nowait_remote::Location;
 use serde::Serialize;
@@ -109,11 +109,23 @@ pub(crate) fn export(command: &ExportCommand) -> Result<(), CliError> {
             let request = SnapshotRequest { overlay: absolute(overlay)? };
             ask(server, |client| client.snapshot(name, &request), snapshot_line)
         }
-        ExportAction::Limit { name, limits, server } => {
-            let connection_limits = Some(limits.limits_per_client().into());
-            let limits = Some(limits.limits().into());
-            let change = PatchExport { limits, connection_limits, ..PatchExport::default() };
-            tell(server, |client| client.change(name, &change).map(drop))
+        ExportAction::Limit { name, clear, limits, server } => {
+            let limit = |client: &Client| {
+                let before = if *clear { ExportInfo::default() } else { find(client, name)? };
+                let given = [limits.limits(), limits.limits_per_client()].map(LimitsInfo::from);
+                let [all, each] = [before.limits, before.connection_limits];
+                let change = PatchExport {
+                    limits: Some(given[0].or(all)),
+                    connection_limits: Some(given[1].or(each)),
+                    ..PatchExport::default()
+                };
+                client.change(name, &change)
+            };
+            let line = |export: &ExportInfo| match limits_of(export) {
+                limits if limits.is_empty() => "no limits\n".to_owned(),
+                limits => format!("{limits}\n"),
+            };
+            ask(server, limit, line)
         }
         ExportAction::ReadOnly { name, read_only, server } => {
             let change = PatchExport { read_only: Some(*read_only), ..PatchExport::default() };
@@ -183,13 +195,34 @@ fn snapshot_line(report: &SnapshotReport) -> String {
     )
 }
 
+/// The export `name`, or `@ID`; the default export without a name.
+fn find(client: &Client, name: &str) -> Result<ExportInfo, ClientError> {
+    let is_it = |export: &ExportInfo| match name {
+        "" => export.id == 0,
+        name => export.name == name || format!("@{}", export.id) == name,
+    };
+    let export = client.exports()?.into_iter().find(is_it);
+    export.ok_or(ClientError::Refused("there is no such export".into()))
+}
+
+/// The limits of `export` in words; empty without any.
+fn limits_of(export: &ExportInfo) -> String {
+    let words = |limits: &LimitsInfo, whose: &str| {
+        let requests = limits.ops.map(|limit| format!("{} requests/s", limit.per_second()));
+        let bytes = limits.bandwidth.map(|limit| format!("{}/s", short(limit.per_second())));
+        let both: Vec<_> = requests.into_iter().chain(bytes).collect();
+        (!both.is_empty()).then(|| format!("{whose}{}", both.join(" and ")))
+    };
+    let all = words(&export.limits, "");
+    let each = words(&export.connection_limits, "each client ");
+    all.into_iter().chain(each).collect::<Vec<_>>().join(", ")
+}
+
 fn new_size(client: &Client, name: &str, change: Change) -> Result<u64, ClientError> {
     if let Change::To(size) = change {
         return Ok(size);
     }
-    let is_it = |export: &ExportInfo| export.name == name || format!("@{}", export.id) == name;
-    let export = client.exports()?.into_iter().find(is_it);
-    let export = export.ok_or(ClientError::Refused("there is no such export".into()))?;
+    let export = find(client, name)?;
     let refused = || ClientError::Refused("a disk cannot have that size".into());
     change.of(export.size_bytes).ok_or_else(refused)
 }
@@ -240,8 +273,12 @@ fn table(exports: &[ExportInfo]) -> String {
         let name =
             if export.name.is_empty() { format!("@{}", export.id) } else { export.name.clone() };
         let mode = if export.read_only { "ro" } else { "rw" };
+        let limits = match limits_of(export) {
+            limits if limits.is_empty() => limits,
+            limits => format!("  {:<16} limited to {limits}\n", ""),
+        };
         format!(
-            "  {:<16} {:>10} {mode} {:>8} {:>9} {requests:>12} {:>10} {errors:>7}  {}\n",
+            "  {:<16} {:>10} {mode} {:>8} {:>9} {requests:>12} {:>10} {errors:>7}  {}\n{limits}",
             plain(&name),
             short(export.size_bytes),
             export.members,

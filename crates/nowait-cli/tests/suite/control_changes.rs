@@ -37,11 +37,37 @@ fn a_client_over_its_limit_waits_and_another_one_does_not() {
     it.server.connect().read(0, 4096).expect("a new client has one, too");
     std::thread::sleep(SOON);
     assert!(!waiting.is_finished(), "the limit does not hold");
-    it.nowait(&["export", "limit", "@0", "--limit-iops-per-client", "5000"]).succeeds();
+    it.nowait(&["export", "limit", "@0", "--clear", "--limit-iops-per-client", "5000"]).succeeds();
     assert_eq!(waiting.join().expect("an answer"), [1; 4096]);
     let limits = &it.json("GET", "/v1/exports/@0", None, 200)["connection_limits"];
     assert_eq!(*limits, json!({"ops": {"size": 500, "one_time_burst": 0, "refill_time": 100}}));
     it.server.stop();
+}
+
+#[test]
+fn a_limit_that_is_not_named_stays_and_the_limits_are_shown_where_exports_are() {
+    if !require_tool("curl") {
+        return;
+    }
+    let it = Controlled::start();
+    let limit = |arguments: &[&str]| {
+        let said = it.nowait(&[&["export", "limit", ""], arguments].concat()).succeeds();
+        said.trim().to_owned()
+    };
+    assert_eq!(limit(&["--limit-iops", "109"]), "109 requests/s");
+    assert_eq!(limit(&["--limit-bandwidth", "10M"]), "109 requests/s and 10 MiB/s");
+    let all = "109 requests/s and 10 MiB/s, each client 5 requests/s";
+    assert_eq!(limit(&["--limit-iops-per-client", "5"]), all);
+    assert_eq!(limit(&[]), all);
+    for command in [&["status"][..], &["export", "list"]] {
+        let said = it.nowait(command).succeeds();
+        assert!(said.contains(&format!("limited to {all}")), "{said}");
+    }
+    assert_eq!(limit(&["--clear", "--limit-iops", "7"]), "7 requests/s");
+    assert_eq!(limit(&["--clear"]), "no limits");
+    // The export without a name, as for clients of NBD.
+    it.nowait(&["export", "resize", "", "+8M"]).succeeds();
+    assert_eq!(it.json("GET", "/v1/exports/@0", None, 200)["size_bytes"], 16 * MIB);
 }
 
 #[test]

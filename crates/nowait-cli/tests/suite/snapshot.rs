@@ -258,7 +258,7 @@ fn what_fio_verifies_is_whole_through_three_snapshots_resizes_and_limits() {
             it.export(&["limit", "@0", "--limit-iops", &format!("{}", 3000 + n * 2000)]).succeeds();
             std::thread::sleep(std::time::Duration::from_millis(200));
             it.export(&["resize", "@0", size, "--shrink"]).succeeds();
-            it.export(&["limit", "@0"]).succeeds();
+            it.export(&["limit", "@0", "--clear"]).succeeds();
         }
         load.join().expect("fio finds no difference");
     });
