@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use nowait::{RegisteredMemory, Uring};
 use nowait_nbd::Address;
-use nowait_server::{Listener, Options, QueueKind, Server, Tls, UblkNode};
+use nowait_server::{Exports, Listener, Options, QueueKind, Server, Tls, UblkNode};
 use rustix::process::Rlimit;
 use tracing::{info, warn};
 
@@ -135,12 +135,10 @@ fn serve(
     }
     pid_file.iter().filter_map(|file| file.appear().err()).for_each(|error| warn!("{error}"));
     let control = control.serve(running);
-    waiting.clear();
     print_ready(args, &lines, inherited > 0 || take_over.is_some());
     systemd::notify_ready(&uris(args, &listens, &first));
     is_default.then(|| print_hint(args, &listens, &first));
-    watchdog::start(server.exports());
-    leave_caller(background, log_file.as_ref());
+    start_long_run(server.exports(), background, log_file.as_ref(), waiting);
     let ended = serve_and_flush(server, &ending, &disks, image)?;
     end(args, ended, control, (default_socket, pid_file, ublk))?;
     // Without destructors: a request that never ends would block its worker, and the worker the end
@@ -222,8 +220,16 @@ fn set_up(args: &ServeArgs, server: &Server) -> Result<(), nowait::Error> {
     })
 }
 
-/// Messages go to the log file from now on; a process in the background lets its caller go.
-fn leave_caller(background: Option<Background>, log_file: Option<&LogFile>) {
+/// Clients can connect: none of those `waiting` is disconnected any more, the watchdog watches the threads of `exports`,
+/// messages go to the log file, and a process in the background lets its caller go.
+fn start_long_run(
+    exports: Exports,
+    background: Option<Background>,
+    log_file: Option<&LogFile>,
+    waiting: &mut Vec<Listener>,
+) {
+    waiting.clear();
+    watchdog::start(exports);
     if let Some(Err(error)) = log_file.map(LogFile::begin) {
         warn!("{error}");
     }
