@@ -29,7 +29,6 @@ mod tls_files;
 mod control_socket;
 mod token_file;
 mod control_client;
-mod load;
 mod control_tcp;
 mod control_interface;
 mod confinement;

@@ -87,6 +87,73 @@ pub struct Statistics {
     pub exports: Vec<ExportInfo>,
 }
 
+/// The last hour (`GET /v1/history`): samples of all that was done between them.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct HistoryInfo {
+    /// The time between two samples, in seconds; of a server that was busy it may be longer.
+    pub period_seconds: u64,
+    /// How long ago each sample was taken, in seconds, the oldest first.
+    pub seconds_ago: Vec<f64>,
+    /// All exports together.
+    pub total: SeriesInfo,
+    /// Each export.
+    pub exports: Vec<ExportHistory>,
+    /// Exports that have no history of their own, because there are too many.
+    pub exports_left_out: u64,
+    /// The last errors that requests ended with, the oldest first.
+    pub errors: Vec<PastErrors>,
+}
+
+/// The last hour of an export.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct ExportHistory {
+    /// Its number.
+    pub id: u64,
+    /// Its name.
+    pub name: String,
+    /// What it has done: an export that was added later has fewer samples, the last ones.
+    pub series: SeriesInfo,
+}
+
+/// What was done up to each sample since the one before, the oldest first.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct SeriesInfo {
+    /// Reads.
+    pub reads_per_second: Vec<f64>,
+    /// Writes.
+    pub writes_per_second: Vec<f64>,
+    /// Bytes that were read.
+    pub read_bytes_per_second: Vec<f64>,
+    /// Bytes that were written.
+    pub written_bytes_per_second: Vec<f64>,
+    /// The time that half of the requests stayed within, in seconds, too high by at most a factor of
+    /// two; null where no request was timed.
+    pub p50_seconds: Vec<Option<f64>>,
+    /// The same for 99 of 100.
+    pub p99_seconds: Vec<Option<f64>>,
+    /// Requests that failed.
+    pub errors: Vec<u64>,
+}
+
+/// Requests that failed between two samples, with one error.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct PastErrors {
+    /// How long ago the sample was taken that saw them first, in seconds.
+    pub seconds_ago: f64,
+    /// The number of the export.
+    pub export: u64,
+    /// Its name.
+    pub name: String,
+    /// The frontend that the requests came by.
+    pub frontend: String,
+    /// The number of the error (errno(3)).
+    pub errno: i32,
+    /// The error in words.
+    pub message: String,
+    /// Requests.
+    pub requests: u64,
+}
+
 /// An export that is there no more (the event `export_removed`).
 #[derive(Clone, Debug, Default, Serialize, Deserialize)]
 pub struct RemovedExport {

@@ -12,6 +12,7 @@ use tokio::runtime::Builder;
 
 use crate::controlled_server::ControlledServer;
 use crate::events::Events;
+use crate::history::History;
 use crate::http_server::answer_all;
 use crate::routes::{self, Accepting};
 use crate::token::{Token, token_first};
@@ -30,7 +31,8 @@ pub fn converse<'a>(
 ) -> Vec<u8> {
     let runtime = Builder::new_current_thread().enable_time().start_paused(true).build();
     let Ok(runtime) = runtime else { return Vec::new() };
-    let mut router = routes::router(server, Events::new(), Accepting::default());
+    let mut router =
+        routes::router(server, Events::new(), History::default(), Accepting::default());
     if let Some(token) = token {
         router = router.layer(middleware::from_fn_with_state(token, token_first));
     }

@@ -20,6 +20,7 @@ use tokio::sync::{Semaphore, oneshot, watch};
 
 use crate::controlled_server::ControlledServer;
 use crate::events::Events;
+use crate::history::History;
 use crate::http_listener::{Accepted, Acceptor, HttpListener};
 use crate::routes::{self, Accepting};
 
@@ -71,7 +72,9 @@ impl HttpServer {
             let _inside = runtime.enter();
             let events = Events::new();
             runtime.spawn(events.clone().run(server.clone()));
-            let router = routes::router(server, events, accepting.clone());
+            let history = History::default();
+            runtime.spawn(history.clone().run(server.clone()));
+            let router = routes::router(server, events, history, accepting.clone());
             let endpoint = |listener: HttpListener| {
                 let (acceptor, router) = listener.accept_by(&router)?;
                 let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));

@@ -5,9 +5,11 @@
 #![forbid(unsafe_code)]
 
 mod api;
+mod load;
 mod controlled_server;
 mod metrics;
 mod events;
+mod history;
 mod refusal;
 mod bounds;
 mod origin;
@@ -21,13 +23,14 @@ mod client;
 pub mod fuzz;
 
 pub use api::{
-    AddExport, AddFrontend, BucketInfo, BucketLimit, ConnectionInfo, ErrnoInfo, ExportInfo,
-    FrontendInfo, LatencyInfo, LimitsInfo, NbdServerInfo, OperationInfo, PatchExport,
-    RemovedExport, ServerInfo, SnapshotReport, SnapshotRequest, Statistics, StoreInfo,
-    UpgradeReport, UpgradeRequest,
+    AddExport, AddFrontend, BucketInfo, BucketLimit, ConnectionInfo, ErrnoInfo, ExportHistory,
+    ExportInfo, FrontendInfo, HistoryInfo, LatencyInfo, LimitsInfo, NbdServerInfo, OperationInfo,
+    PastErrors, PatchExport, RemovedExport, SeriesInfo, ServerInfo, SnapshotReport,
+    SnapshotRequest, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
 };
 pub use client::{Client, ClientError, Proof};
 pub use controlled_server::{ControlError, ControlledServer};
 pub use http_listener::HttpListener;
 pub use http_server::HttpServer;
+pub use load::{Load, paths};
 pub use token::Token;

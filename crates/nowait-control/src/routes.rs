@@ -20,6 +20,7 @@ use tokio::sync::watch;
 use crate::api::{AddExport, PatchExport, ServerInfo, SnapshotRequest, UpgradeRequest};
 use crate::controlled_server::{ControlError, ControlledServer};
 use crate::events::Events;
+use crate::history::History;
 use crate::origin::own_origin_first;
 use crate::refusal::refuse;
 use crate::{bounds, metrics, page};
@@ -30,13 +31,19 @@ type Answer = Result<Response, ControlError>;
 pub(crate) type Accepting = Arc<watch::Sender<bool>>;
 
 /// The service for all paths.
-pub(crate) fn router(server: Server, events: Events, accepting: Accepting) -> Router {
+pub(crate) fn router(
+    server: Server,
+    events: Events,
+    history: History,
+    accepting: Accepting,
+) -> Router {
     Router::new()
         .route("/", get(page::page))
         .route("/healthz", get(|| async { "ok\n" }))
         .route("/metrics", get(metrics))
         .route("/v1/server", get(info))
         .route("/v1/events", get(follow))
+        .route("/v1/history", get(past))
         .route("/v1/exports", get(list).post(add))
         .route("/v1/exports/{name}", get(show).delete(remove).patch(change))
         .route("/v1/exports/{name}/flush", post(flush))
@@ -56,6 +63,7 @@ pub(crate) fn router(server: Server, events: Events, accepting: Accepting) -> Ro
         .layer(middleware::from_fn(bounds::body_first))
         .layer(middleware::from_fn(own_origin_first))
         .layer(Extension(events))
+        .layer(Extension(history))
         .layer(Extension(accepting))
         .with_state(server)
 }
@@ -96,6 +104,10 @@ async fn follow(Extension(events): Extension<Events>) -> Response {
         Some(stream) => (headers, Body::from_stream(stream)).into_response(),
         None => refuse(StatusCode::SERVICE_UNAVAILABLE, "too many clients follow the events"),
     }
+}
+
+async fn past(Extension(history): Extension<History>) -> Answer {
+    on_thread(move || json(history.info())).await
 }
 
 async fn metrics(State(server): State<Server>) -> Answer {

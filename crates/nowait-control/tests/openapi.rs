@@ -8,9 +8,10 @@ use std::sync::{Arc, Mutex};
 
 use nowait_control::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, Client, ClientError, ConnectionInfo,
-    ControlError, ControlledServer, ErrnoInfo, ExportInfo, FrontendInfo, HttpListener, HttpServer,
-    LatencyInfo, LimitsInfo, NbdServerInfo, OperationInfo, PatchExport, RemovedExport, ServerInfo,
-    SnapshotReport, SnapshotRequest, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
+    ControlError, ControlledServer, ErrnoInfo, ExportHistory, ExportInfo, FrontendInfo,
+    HistoryInfo, HttpListener, HttpServer, LatencyInfo, LimitsInfo, NbdServerInfo, OperationInfo,
+    PastErrors, PatchExport, RemovedExport, SeriesInfo, ServerInfo, SnapshotReport,
+    SnapshotRequest, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
 };
 use serde::Serialize;
 use serde_json::Value;
@@ -35,7 +36,6 @@ impl ControlledServer for Noting {
     }
 
     fn exports(&self) -> Vec<ExportInfo> {
-        self.note("exports".into());
         vec![export()]
     }
 
@@ -176,6 +176,10 @@ fn the_fields_of_the_document_are_those_that_are_sent_and_taken() {
     for (schema, fields) in [
         ("Server", fields(&ServerInfo::default())),
         ("Statistics", fields(&Statistics::default())),
+        ("History", fields(&HistoryInfo::default())),
+        ("ExportHistory", fields(&ExportHistory::default())),
+        ("Series", fields(&SeriesInfo::default())),
+        ("PastErrors", fields(&PastErrors::default())),
         ("RemovedExport", fields(&RemovedExport::default())),
         ("Export", fields(&ExportInfo::default())),
         ("Frontend", fields(&FrontendInfo::default())),

@@ -22,6 +22,10 @@ pub(crate) struct TopArgs {
 const AFTER_HELP: &str = "\
 Keys:
   q, Esc, Ctrl-C   end
+  ?                help: the columns
+
+Columns that a narrow terminal has no place for are left out: the image first,
+the latencies before the errors.
 
 Examples:
   nowait top

@@ -9,6 +9,7 @@ pub(crate) mod resize;
 pub(crate) mod commit;
 pub(crate) mod ublk;
 pub(crate) mod control;
+pub(crate) mod top_layout;
 pub(crate) mod top;
 pub(crate) mod serve;
 pub(crate) mod copy;

@@ -1,4 +1,5 @@
-//! A client that follows the events of a running server sees what others do, each second.
+//! A client that follows the events of a running server sees what others do, each second, and one
+//! that comes later what they have done.
 //!
 //! Invariant: every event is one line of JSON; statistics end each second.
 
@@ -7,7 +8,7 @@ use std::os::unix::net::UnixStream;
 use std::path::Path;
 use std::time::Duration;
 
-use nowait_testkit::require_tool;
+use nowait_testkit::{require_tool, wait_until};
 use serde_json::{Value, json};
 
 use crate::control::Controlled;
@@ -84,5 +85,44 @@ fn the_seventeenth_client_that_follows_is_refused_and_the_first_goes_on() {
     let why = it.refusal("GET", "/v1/events", None, 503);
     assert_eq!(why, "too many clients follow the events");
     all[0].next("statistics", |_| true);
+    it.server.stop();
+}
+
+#[test]
+fn who_asks_later_is_told_what_was_done_before_and_which_requests_failed() {
+    if !require_tool("curl") {
+        return;
+    }
+    let it = Controlled::start();
+    let sum = |series: &Value, name: &str| -> f64 {
+        let samples = series[name].as_array().expect("samples");
+        samples.iter().filter_map(Value::as_f64).sum()
+    };
+    let asked = || it.json("GET", "/v1/history", None, 200);
+    // Statistics come each second.
+    let (mut client, mut events) = (it.server.connect(), Followed::at(&it.socket));
+    wait_until("the first sample", || {
+        events.next("statistics", |_| true);
+        client.write(0, &[1; 4096]).expect("a write");
+        sum(&asked()["total"], "writes_per_second") > 0.0
+    });
+    // Another program cuts off what was written.
+    let image = std::fs::File::options().write(true).open(it.scratch.join("disk.img"));
+    image.and_then(|image| image.set_len(0)).expect("an image");
+    client.read(0, 4096).expect_err("the image is shorter");
+    wait_until("the sample after the error", || {
+        events.next("statistics", |_| true);
+        asked()["errors"][0].is_object()
+    });
+    let history = asked();
+    assert_eq!(history["period_seconds"], 10);
+    let error = &history["errors"][0];
+    assert_eq!((&error["errno"], &error["requests"]), (&5.into(), &1.into()), "{error}");
+    assert_eq!((&error["export"], &error["frontend"]), (&0.into(), &"nbd".into()), "{error}");
+    let (total, export) = (&history["total"], &history["exports"][0]);
+    assert_eq!((&export["id"], &export["series"]), (&0.into(), total));
+    let samples = history["seconds_ago"].as_array().expect("samples").len();
+    assert_eq!(total["errors"].as_array().map(Vec::len), Some(samples));
+    assert_eq!(sum(total, "errors"), 1.0);
     it.server.stop();
 }

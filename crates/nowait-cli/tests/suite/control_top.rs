@@ -1,4 +1,5 @@
-//! `nowait top` shows what a server does: once, and on a terminal until a key ends it.
+//! `nowait top` shows what a server does: once, and on a terminal until a key ends it,
+//! with the columns that its width has place for.
 //!
 //! Invariant: the load is one that the test makes.
 
@@ -54,7 +55,7 @@ fn top_is_drawn_on_a_terminal_and_ends_by_a_key() {
         return;
     }
     let it = Controlled::start();
-    let command = format!("stty rows 40 cols 140; {NOWAIT} top --control {}", it.socket.display());
+    let command = format!("stty rows 40 cols 80; {NOWAIT} top --control {}", it.socket.display());
     let mut script = tool("script");
     script.args(["--quiet", "--return", "--command", &command, "/dev/null"]);
     let alone = no_child_starts();
@@ -69,7 +70,16 @@ fn top_is_drawn_on_a_terminal_and_ends_by_a_key() {
         assert_ne!(count, 0, "it has ended: {shown}");
         shown += &String::from_utf8_lossy(&bytes[..count]);
     }
-    keys.write_all(b"q").expect("a key");
+    let title = shown.lines().find(|line| line.contains("EXPORT ")).expect("titles");
+    assert!(title.contains("ERRORS") && !title.contains("IMAGE"), "{title:?}");
+    assert!(shown.contains("q quit   ? help"), "{shown:?}");
+    keys.write_all(b"?").expect("a key");
+    while !shown.contains("CLIENTS     connections and queues") {
+        let count = screen.read(&mut bytes).expect("the screen");
+        assert_ne!(count, 0, "it has ended: {shown}");
+        shown += &String::from_utf8_lossy(&bytes[..count]);
+    }
+    keys.write_all(b"?q").expect("keys");
     screen.read_to_string(&mut shown).expect("the rest");
     assert!(child.wait().expect("its end").success(), "{shown}");
     // The other screen of the terminal, and back; and the cursor again.

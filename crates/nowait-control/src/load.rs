@@ -4,32 +4,50 @@
 
 use std::collections::BTreeMap;
 
-use nowait_control::{ExportInfo, LatencyInfo};
 use serde::Serialize;
+
+use crate::api::{ExportInfo, LatencyInfo};
 
 /// The load of an export, or of all.
 #[derive(Clone, Debug, Default, PartialEq, Serialize)]
-pub(crate) struct Load {
-    pub(crate) id: u64,
-    pub(crate) name: String,
-    pub(crate) requests_per_second: f64,
-    pub(crate) read_bytes_per_second: f64,
-    pub(crate) written_bytes_per_second: f64,
-    /// `None` if no request was timed.
-    pub(crate) p50_seconds: Option<f64>,
-    pub(crate) p99_seconds: Option<f64>,
-    pub(crate) in_flight: u64,
-    pub(crate) members: u64,
+pub struct Load {
+    /// The number of the export.
+    pub id: u64,
+    /// Its name.
+    pub name: String,
+    /// Requests of all kinds a second.
+    pub requests_per_second: f64,
+    /// Reads among them.
+    pub reads_per_second: f64,
+    /// Writes among them.
+    pub writes_per_second: f64,
+    /// Bytes read a second.
+    pub read_bytes_per_second: f64,
+    /// Bytes written a second.
+    pub written_bytes_per_second: f64,
+    /// The time that half of the requests stayed within, in seconds, too high by at most a factor of
+    /// two; `None` if no request was timed.
+    pub p50_seconds: Option<f64>,
+    /// The same for 99 of 100.
+    pub p99_seconds: Option<f64>,
+    /// Requests in flight now.
+    pub in_flight: u64,
+    /// Connections and queues that are served now.
+    pub members: u64,
     /// Requests that failed since the export was added.
-    pub(crate) errors: u64,
+    pub errors: u64,
+    /// Those among them that failed since the moment before.
+    #[serde(skip)]
+    pub new_errors: u64,
     /// Requests that were timed, by the upper bound of their bucket.
     #[serde(skip)]
-    latencies: Vec<(Option<f64>, u64)>,
+    pub latencies: Vec<(Option<f64>, u64)>,
 }
 
 impl Load {
     /// What `now` has done since `before`, `seconds` ago; of a new export everything.
-    pub(crate) fn between(before: Option<&ExportInfo>, now: &ExportInfo, seconds: f64) -> Self {
+    #[must_use]
+    pub fn between(before: Option<&ExportInfo>, now: &ExportInfo, seconds: f64) -> Self {
         let (old, new) = (before.map(Totals::of).unwrap_or_default(), Totals::of(now));
         let rate = |new: u64, old: u64| new.saturating_sub(old) as f64 / seconds;
         let done = |(at, &(bound, requests)): (usize, &(Option<f64>, u64))| {
@@ -40,11 +58,14 @@ impl Load {
             id: now.id,
             name: now.name.clone(),
             requests_per_second: rate(new.requests, old.requests),
+            reads_per_second: rate(new.reads, old.reads),
+            writes_per_second: rate(new.writes, old.writes),
             read_bytes_per_second: rate(new.read, old.read),
             written_bytes_per_second: rate(new.written, old.written),
             in_flight: now.in_flight,
             members: now.members,
             errors: new.errors,
+            new_errors: new.errors.saturating_sub(old.errors),
             latencies: new.latencies.iter().enumerate().map(done).collect(),
             ..Self::default()
         }
@@ -52,15 +73,19 @@ impl Load {
     }
 
     /// All of them together.
-    pub(crate) fn sum(all: &[Self]) -> Self {
+    #[must_use]
+    pub fn sum(all: &[Self]) -> Self {
         let mut sum = Self::default();
         for load in all {
             sum.requests_per_second += load.requests_per_second;
+            sum.reads_per_second += load.reads_per_second;
+            sum.writes_per_second += load.writes_per_second;
             sum.read_bytes_per_second += load.read_bytes_per_second;
             sum.written_bytes_per_second += load.written_bytes_per_second;
             sum.in_flight += load.in_flight;
             sum.members += load.members;
             sum.errors += load.errors;
+            sum.new_errors += load.new_errors;
             add(&mut sum.latencies, load.latencies.iter().copied());
         }
         sum.with_quantiles()
@@ -76,6 +101,8 @@ impl Load {
 #[derive(Default)]
 struct Totals {
     requests: u64,
+    reads: u64,
+    writes: u64,
     read: u64,
     written: u64,
     errors: u64,
@@ -89,8 +116,14 @@ impl Totals {
             sum.requests += totals.requests;
             sum.errors += totals.errors;
             match name.as_str() {
-                "read" => sum.read += totals.bytes,
-                "write" => sum.written += totals.bytes,
+                "read" => {
+                    sum.reads += totals.requests;
+                    sum.read += totals.bytes;
+                }
+                "write" => {
+                    sum.writes += totals.requests;
+                    sum.written += totals.bytes;
+                }
                 _ => {}
             }
             let buckets = totals.latency.iter().flat_map(|it: &LatencyInfo| &it.buckets);
@@ -126,7 +159,8 @@ fn quantile(buckets: &[(Option<f64>, u64)], percent: u64) -> Option<f64> {
 
 /// The parts of the requests between `before` and `now` that took each path of the engine, in
 /// percent; empty if there were none.
-pub(crate) fn paths(before: &[ExportInfo], now: &[ExportInfo]) -> Vec<(&'static str, f64)> {
+#[must_use]
+pub fn paths(before: &[ExportInfo], now: &[ExportInfo]) -> Vec<(&'static str, f64)> {
     const PATHS: [&str; 3] = ["simple", "general", "worker"];
     let old: BTreeMap<u64, &ExportInfo> = before.iter().map(|it| (it.id, it)).collect();
     let of = |export: &ExportInfo, name| export.mechanisms.get(name).copied().unwrap_or_default();
@@ -145,7 +179,7 @@ pub(crate) fn paths(before: &[ExportInfo], now: &[ExportInfo]) -> Vec<(&'static 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nowait_control::{BucketInfo, FrontendInfo, OperationInfo};
+    use crate::api::{BucketInfo, FrontendInfo, OperationInfo};
 
     fn export(reads: u64, buckets: [u64; 3]) -> ExportInfo {
         let bounds = [Some(0.001), Some(0.002), None];
@@ -170,6 +204,7 @@ mod tests {
         let (before, now) = (export(100, [1000, 0, 0]), export(300, [1000, 90, 10]));
         let load = Load::between(Some(&before), &now, 2.0);
         assert_eq!((load.requests_per_second, load.read_bytes_per_second), (100.0, 409_600.0));
+        assert_eq!((load.reads_per_second, load.writes_per_second), (100.0, 0.0));
         assert_eq!((load.p50_seconds, load.p99_seconds), (Some(0.002), Some(0.002)));
         let idle = Load::between(Some(&now), &now, 1.0);
         assert_eq!((idle.requests_per_second, idle.p50_seconds), (0.0, None));
