@@ -256,7 +256,7 @@ mod tests {
         let row = &lines(&export, 80)[3];
         let end = "4205       0.0       0.0       3    128 us    512 us";
         assert!(row.starts_with("a-name-that-is-longe ") && row.ends_with(end), "{row}");
-        assert!(lines(&export, 120)[3].ends_with("8 MiB  /srv/images/di"));
+        assert!(lines(&export, 120)[3].ends_with("8 MiB  /srv/images/d"));
     }
 
     #[test]
@@ -265,8 +265,8 @@ mod tests {
         let bandwidth = Some(BucketLimit { size: 5_000_000, one_time_burst: 0, refill_time: 1000 });
         let mut export = export(LimitsInfo { ops, bandwidth: None });
         export.connection_limits = LimitsInfo { ops: None, bandwidth };
-        assert!(titles(&export, 120).ends_with("P99 FLIGHT LIMIT"));
-        assert!(lines(&export, 120)[3].ends_with(" 2000/s, 5.0 MB/s each"));
+        assert!(titles(&export, 120).ends_with("P99 FLIGHT LIMIT CLIENTS"));
+        assert!(lines(&export, 120)[3].ends_with(" 2000/s, 5.0 MB/s each       0"));
     }
 
     #[test]
