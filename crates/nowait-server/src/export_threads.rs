@@ -11,9 +11,9 @@ pub(crate) mod parking;
 mod tests;
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
+use std::sync::{Arc, Mutex};
 
 use nowait::{Budget, Error, Operation, Uring};
 
@@ -22,6 +22,7 @@ use crate::export::ExportId;
 use crate::export_threads::export_registry::{
     Destination, RegisteredExport, Registry, Servable, ThreadChannels,
 };
+use crate::locking::lock;
 use crate::nbd::connection::HandoffConnection;
 use crate::nbd::connection_channel::ConnectionChannel;
 use crate::nbd::handshake::ExportInfo;
@@ -160,6 +161,19 @@ impl ThreadContext {
 }
 
 /// State shared by the threads of a server.
+/// How the server ends: the first reason wins.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    Open,
+    Stopping,
+    /// Another process is told to serve. If it cannot be told, the server stops if that was asked for meanwhile.
+    HandingOver {
+        is_stop_asked: bool,
+    },
+    /// Another process serves.
+    HandedOver,
+}
+
 pub(crate) struct Shared {
     pub(crate) registry: Registry,
     pub(crate) options: Options,
@@ -169,6 +183,7 @@ pub(crate) struct Shared {
     /// The buffer memory of all engines.
     pub(crate) budget: Budget,
     stopping: AtomicBool,
+    end: Mutex<End>,
     /// Clients can connect over NBD.
     listens: AtomicBool,
     /// Threads of vhost-user sockets that have not ended.
@@ -195,6 +210,7 @@ impl Shared {
             budget: Budget::new(options.config.buffer_bytes),
             options,
             stopping: AtomicBool::new(false),
+            end: Mutex::new(End::Open),
             listens: AtomicBool::new(false),
             controls: AtomicUsize::new(0),
             warned: AtomicBool::new(false),
@@ -351,13 +367,39 @@ impl Shared {
         self.registry.get(export).ok_or(Error::new(libc::ENOENT, Operation::SetUp))
     }
 
-    /// Stops the server: no more requests are taken.
+    /// Stops the server: no more requests are taken. Without effect while another process takes over, and after that.
     pub(crate) fn stop(&self) {
+        match &mut *lock(&self.end) {
+            End::HandingOver { is_stop_asked } => return *is_stop_asked = true,
+            End::HandedOver => return,
+            end => *end = End::Stopping,
+        }
         self.stopping.store(true, Ordering::Release);
         self.wake_threads();
         self.registry.all().iter().for_each(|export| export.stop_controls());
         // The receiver is gone if the server has ended by itself.
         let _ = self.events.send(ThreadEvent::StopRequested);
+    }
+
+    /// From now on nothing stops the server, because another process is told to serve. False if it stops already.
+    fn begin_handing_over(&self) -> bool {
+        let mut end = lock(&self.end);
+        let begins = *end == End::Open;
+        if begins {
+            *end = End::HandingOver { is_stop_asked: false };
+        }
+        begins
+    }
+
+    /// The other process serves, if it `could` be told; if not, the server goes on, or stops if that was asked for.
+    fn end_handing_over(&self, could: bool) {
+        let before = std::mem::replace(
+            &mut *lock(&self.end),
+            if could { End::HandedOver } else { End::Open },
+        );
+        if !could && before == (End::HandingOver { is_stop_asked: true }) {
+            self.stop();
+        }
     }
 
     /// Wakes all threads up.

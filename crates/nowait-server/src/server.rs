@@ -139,7 +139,10 @@ impl Server {
                 }
                 Ok(ThreadEvent::LastClientLeft) => {
                     self.shared.stop();
-                    break;
+                    // Not while another process takes over: it has the clients.
+                    if self.shared.is_stopping() {
+                        break;
+                    }
                 }
                 Ok(ThreadEvent::ThreadFailed) => {
                     self.shared.stop();

@@ -68,6 +68,12 @@ pub(crate) trait Parked {
     /// How many connections there are beside `count` of these.
     fn left_over(&self, count: usize) -> usize;
 
+    /// The other process is told to serve next: nothing stops this one meanwhile.
+    ///
+    /// # Errors
+    /// It stops already.
+    fn begin_handing_over(&mut self) -> Result<(), ControlError>;
+
     /// Process `successor` serves: nothing is touched any more.
     fn release(self, successor: u32);
 }
@@ -87,7 +93,7 @@ pub(crate) fn hand_over<P: Parked>(
     let launcher = launcher.map_err(|why| ControlError::Conflict(why.clone()))?;
     let (channel, process) = launcher.launch(binary)?;
     let version = announce(&channel, upgrades, exports, Instant::now() + PREPARE_TIMEOUT)?;
-    let parked = park()?;
+    let mut parked = park()?;
     let connections = parked.connections()?;
     let devices = parked.devices()?;
     let machines = devices.iter().filter(|(_, device)| device.vmm.is_some()).count();
@@ -97,6 +103,7 @@ pub(crate) fn hand_over<P: Parked>(
     send_drained(&channel, &parked.images(), &connections, &devices, deadline)?;
     drop((connections, devices));
     receive(&channel, deadline)?;
+    parked.begin_handing_over()?;
     channel.send(&Go, &[], &[], deadline).map_err(|error| lost(&error))?;
     let pause_ms = parked.begun().elapsed().as_secs_f64() * 1e3;
     let pid = process.serves();

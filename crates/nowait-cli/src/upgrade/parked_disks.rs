@@ -82,6 +82,10 @@ impl Parked for ParkedDisks<'_> {
         self.server.connection_count().saturating_sub(count)
     }
 
+    fn begin_handing_over(&mut self) -> Result<(), ControlError> {
+        self.server.begin_handing_over().map_err(|_| ControlError::Conflict("it ends".into()))
+    }
+
     fn release(mut self, successor: u32) {
         systemd::notify_successor(successor);
         // Nothing is written any more, as closing an image does.

@@ -347,3 +347,20 @@ fn a_launcher_that_has_ended_leaves_no_zombie_and_is_told_of_or_replaced() {
         client.read(0, 512).expect("the server serves");
     }
 }
+
+#[test]
+fn an_upgraded_server_that_ends_with_its_last_client_leaves_the_sockets_to_the_one_that_serves() {
+    let mut it = Upgraded::start("raw", &["--exit-with-last-client"]);
+    let mut client = it.connect();
+    client.write(0, &bytes(3, 4096)).expect("a write");
+    for _ in 0..3 {
+        it.upgrade();
+        // The old process has ended, and its only connection with it.
+        it.command(&["status"]).succeeds();
+        assert!(client.read(0, 4096).expect("bytes") == bytes(3, 4096));
+    }
+    let (process, control) = (it.process(), it.control().to_owned());
+    drop(client);
+    wait_until("the end with the last client", || !runs(process));
+    assert!(!control.exists() && !it.socket().exists(), "a socket is left");
+}

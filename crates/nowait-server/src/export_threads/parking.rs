@@ -29,6 +29,8 @@ const STOP_INTERVAL: Duration = Duration::from_millis(100);
 pub struct ParkedServer {
     shared: Arc<Shared>,
     exports: Vec<Arc<RegisteredExport>>,
+    /// Nothing stops the server meanwhile.
+    hands_over: bool,
 }
 
 /// An export that is not served. It is again when this is dropped.
@@ -56,7 +58,8 @@ impl Shared {
     ) -> Result<ParkedServer, Error> {
         let failed = |errno| Err(Error::new(errno, Operation::Wait));
         let deadline = Instant::now() + timeout;
-        let mut parked = ParkedServer { shared: self.clone(), exports: Vec::new() };
+        let mut parked =
+            ParkedServer { shared: self.clone(), exports: Vec::new(), hands_over: false };
         if self.is_stopping() {
             return failed(libc::ECANCELED);
         }
@@ -205,9 +208,25 @@ impl ParkedServer {
         self.exports.iter().map(count).sum()
     }
 
+    /// Another process is told to serve next: until [`ParkedServer::release`], or until this is dropped, a signal, the end
+    /// of the last connection or the like does not stop the server.
+    ///
+    /// # Errors
+    /// `ECANCELED`: it stops already.
+    pub fn begin_handing_over(&mut self) -> Result<(), Error> {
+        self.hands_over = self.shared.begin_handing_over();
+        match self.hands_over {
+            true => Ok(()),
+            false => Err(Error::new(libc::ECANCELED, Operation::Wait)),
+        }
+    }
+
     /// Another process serves from now on: this one never does again, and leaves socket files where
     /// they are. [`crate::Server::run`] returns.
     pub fn release(mut self) {
+        // First: the last connection is closed here.
+        self.shared.end_handing_over(true);
+        self.hands_over = false;
         for export in std::mem::take(&mut self.exports) {
             export.release_devices();
             let left = export.with_parking(|parking| {
@@ -255,6 +274,9 @@ impl ParkedExport {
 
 impl Drop for ParkedServer {
     fn drop(&mut self) {
+        if self.hands_over {
+            self.shared.end_handing_over(false);
+        }
         for export in std::mem::take(&mut self.exports) {
             let shared = self.shared.clone();
             if shared.ublk_of(&export).is_none() || export.wait_ended(Duration::ZERO) {
