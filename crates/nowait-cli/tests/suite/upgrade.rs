@@ -364,3 +364,20 @@ fn an_upgraded_server_that_ends_with_its_last_client_leaves_the_sockets_to_the_o
     wait_until("the end with the last client", || !runs(process));
     assert!(!control.exists() && !it.socket().exists(), "a socket is left");
 }
+
+#[test]
+fn a_part_of_a_message_of_a_vmm_holds_up_no_upgrade() {
+    let scratch = Scratch::new();
+    let socket = scratch.join("machines");
+    let mut it =
+        Upgraded::start("raw", &["--vhost-user", text(&socket), "--nbd", "tcp:127.0.0.1:0"]);
+    for _ in 0..2 {
+        let mut vmm = UnixStream::connect(&socket).expect("a socket");
+        // Five bytes of the twelve of a header.
+        vmm.write_all(&[1, 0, 0, 0, 1]).expect("a part of a message");
+        it.upgrade();
+        assert_eq!(vmm.read(&mut [0; 20]).unwrap_or(0), 0, "an answer to a part of a message");
+        assert!(!offers_read_only(&socket), "virtual machines are served");
+    }
+    it.command(&["status"]).succeeds();
+}

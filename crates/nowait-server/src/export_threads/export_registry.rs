@@ -220,9 +220,13 @@ impl RegisteredExport {
 
     /// The devices of virtual machines, which are suspended, for another process. As
     /// [`ControlHandle::freeze`].
-    pub(crate) fn freeze_devices(&self, deadline: Instant) -> Result<Vec<ParkedDevice>, Error> {
+    pub(crate) fn freeze_devices(
+        &self,
+        soon: Instant,
+        deadline: Instant,
+    ) -> Result<Vec<ParkedDevice>, Error> {
         let controls = lock(&self.controls).clone();
-        controls.iter().map(|handle| handle.freeze(deadline)).collect()
+        controls.iter().map(|handle| handle.freeze(soon, deadline)).collect()
     }
 
     /// Another process serves the frozen devices.

@@ -22,6 +22,8 @@ use crate::vhost_user::control_thread::{ParkedDevice, suspend_all};
 
 /// How long the driver of a block device may take to notice that it was given back.
 const RESUME_TIMEOUT: Duration = Duration::from_secs(5);
+/// How long a message of a VMM may be on its way in a pause. VMMs send each by one call.
+const PARTIAL_MESSAGE_TIMEOUT: Duration = Duration::from_millis(500);
 /// How often a wait for requests in flight looks whether the server is stopping.
 const STOP_INTERVAL: Duration = Duration::from_millis(100);
 
@@ -184,16 +186,17 @@ impl ParkedServer {
         Ok(all)
     }
 
-    /// The devices of virtual machines, each with the number of its export. Waits at most `timeout` for
-    /// messages of their VMMs that have come in part.
+    /// The devices of virtual machines, each with the number of its export. Waits at most `timeout` for messages that
+    /// are being handled, and half a second for those that have come in part: then their connections are closed.
     ///
     /// # Errors
-    /// `ETIMEDOUT`: one did not come whole. `EMFILE`, `ENFILE`: there are no descriptors for copies.
+    /// `ETIMEDOUT`: one was not handled. `EMFILE`, `ENFILE`: there are no descriptors for copies.
     pub fn devices(&self, timeout: Duration) -> Result<Vec<(ExportId, ParkedDevice)>, Error> {
-        let deadline = Instant::now() + timeout;
+        let now = Instant::now();
+        let (soon, deadline) = (now + timeout.min(PARTIAL_MESSAGE_TIMEOUT), now + timeout);
         let mut all = Vec::new();
         for export in &self.exports {
-            let devices = export.freeze_devices(deadline)?;
+            let devices = export.freeze_devices(soon, deadline)?;
             all.extend(devices.into_iter().map(|device| (export.id, device)));
         }
         Ok(all)

@@ -85,22 +85,31 @@ impl ControlHandle {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// The device, its VMM and its listener for another process, once the thread is between two
-    /// messages, for which this waits until `deadline`. The thread takes nothing from its sockets from
-    /// then on until [`ControlHandle::resume`]. The device has to be suspended.
+    /// The device, its VMM and its listener for another process, once the thread is between two messages. The rest of
+    /// a message that has come in part is waited for until `soon`; then its connection is closed. The thread takes
+    /// nothing from its sockets from then on until [`ControlHandle::resume`]. The device has to be suspended.
     ///
     /// # Errors
-    /// `ETIMEDOUT`: a VMM has sent a part of a message only. `EMFILE`, `ENFILE`: there are no
-    /// descriptors for copies.
-    pub(crate) fn freeze(&self, deadline: Instant) -> Result<ParkedDevice, Error> {
-        let left = deadline.saturating_duration_since(Instant::now());
+    /// `ETIMEDOUT`: a message was not handled before `deadline`. `EMFILE`, `ENFILE`: there are no descriptors for
+    /// copies.
+    pub(crate) fn freeze(&self, soon: Instant, deadline: Instant) -> Result<ParkedDevice, Error> {
         let mut state = self.lock();
         state.is_frozen = true;
-        let is_busy = |state: &mut ControlState| state.is_busy;
-        let waited = self.changed.wait_timeout_while(state, left, is_busy);
-        let (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        let mut state = self.wait_until(soon, state, |state| state.is_busy);
         if state.is_busy {
-            return Err(Error::new(libc::ETIMEDOUT, Operation::Wait));
+            if let Some(connection) = &state.connection {
+                tracing::warn!(
+                    "a vhost-user message of {} that came in part was not waited for any longer: its connection is closed",
+                    Peer::of(connection).address()
+                );
+                // The VMM may have gone already.
+                let _ = connection.shutdown(std::net::Shutdown::Both);
+            }
+            let is_there = |state: &ControlState| state.is_busy || state.connection.is_some();
+            state = self.wait_until(deadline, state, is_there);
+            if is_there(&state) {
+                return Err(Error::new(libc::ETIMEDOUT, Operation::Wait));
+            }
         }
         let failed = |error: std::io::Error| Error::from_io(&error, Operation::SetUp);
         let vmm = match (&state.device, &state.connection) {
@@ -110,6 +119,18 @@ impl ControlHandle {
             _ => None,
         };
         Ok(ParkedDevice { listener: state.listener.upgrade(), vmm })
+    }
+
+    /// Waits while `is_so`, until `deadline` at most.
+    fn wait_until<'a>(
+        &self,
+        deadline: Instant,
+        state: MutexGuard<'a, ControlState>,
+        is_so: impl Fn(&ControlState) -> bool,
+    ) -> MutexGuard<'a, ControlState> {
+        let left = deadline.saturating_duration_since(Instant::now());
+        let waited = self.changed.wait_timeout_while(state, left, |state| is_so(state));
+        waited.unwrap_or_else(PoisonError::into_inner).0
     }
 
     /// Another process has the sockets of a frozen thread, which ends.
@@ -191,6 +212,7 @@ impl ControlHandle {
     fn serves(&self, connection: Option<UnixStream>) -> bool {
         let mut state = self.lock();
         (state.connection, state.channel) = (connection, None);
+        self.changed.notify_all();
         !state.is_stopped && !state.is_released
     }
 
