@@ -274,6 +274,9 @@ impl DeviceQueue {
         context: &mut LoopContext<Q, M>,
     ) -> Result<Begun, Malformed> {
         let ended = |status| Ok(Begun::Ended(Err(status)));
+        if request.kind == Kind::Unknown {
+            return ended(VIRTIO_BLK_S_UNSUPP);
+        }
         if request.has_stray {
             return ended(VIRTIO_BLK_S_IOERR);
         }
@@ -291,6 +294,10 @@ impl DeviceQueue {
             Kind::GetId => {
                 let id = self.start.device.id;
                 reader.fill_data(memory, &id)?;
+                if let Some(log) = self.start.virtqueue.log() {
+                    let parts = reader.data().iter();
+                    parts.for_each(|part| log.log.mark(part.address.0, part.len.into()));
+                }
                 return Ok(Begun::Ended(Ok(request.len.min(id.len() as u64) as u32)));
             }
             Kind::Discard | Kind::WriteZeroes => {

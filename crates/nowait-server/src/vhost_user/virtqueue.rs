@@ -10,6 +10,7 @@ use std::sync::Arc;
 use std::sync::atomic::{Ordering, fence};
 
 use nowait::{Error, Operation};
+use virtio_bindings::virtio_ring::VRING_AVAIL_F_NO_INTERRUPT;
 use virtio_queue::{Queue, QueueT};
 use vm_memory::{Address, GuestAddress};
 
@@ -208,11 +209,14 @@ impl Virtqueue {
     /// As [`Virtqueue::finish`].
     #[inline]
     pub(crate) fn wants_call(&mut self) -> Result<bool, Malformed> {
-        if !self.queue.event_idx_enabled() {
-            return Ok(true);
-        }
         // The driver sees the used index, or this thread the driver's newest wish.
         fence(Ordering::SeqCst);
+        if !self.queue.event_idx_enabled() {
+            let flags = self.memory.load(GuestAddress(self.queue.avail_ring()), Ordering::Relaxed);
+            let flags = flags.map(u16::from_le);
+            let flags = flags.ok_or(Malformed("the available ring is outside of the memory"))?;
+            return Ok(flags & VRING_AVAIL_F_NO_INTERRUPT as u16 == 0);
+        }
         let size = u64::from(self.queue.size());
         let wish = AVAILABLE_HEADER_BYTES + size * AVAILABLE_ENTRY_BYTES;
         let wish = GuestAddress(self.queue.avail_ring()).checked_add(wish);

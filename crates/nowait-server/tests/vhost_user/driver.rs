@@ -73,8 +73,17 @@ impl Driver {
         Self::connect_with(socket, None)
     }
 
+    /// The same without the features of the bits `refused`.
+    pub(crate) fn connect_without(socket: &Path, refused: u64) -> Self {
+        Self::with(socket, None, refused)
+    }
+
     /// The same, with memory for requests in flight that an earlier server has left.
     pub(crate) fn connect_with(socket: &Path, inflight: Option<(VhostUserInflight, File)>) -> Self {
+        Self::with(socket, inflight, 0)
+    }
+
+    fn with(socket: &Path, inflight: Option<(VhostUserInflight, File)>, refused: u64) -> Self {
         let files = [(); 2].map(|()| {
             let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
             ftruncate(&file, REGION_BYTES).unwrap();
@@ -89,7 +98,7 @@ impl Driver {
         let vmm = Frontend::connect(socket, 8).unwrap();
         let [kick, call, err] = [(); 3].map(|()| eventfd());
         let mut driver = Self { vmm, memory, files, kick, call, err, available: 0, seen: 0 };
-        driver.negotiate();
+        driver.negotiate(refused);
         if let Some((layout, file)) = inflight {
             driver.vmm.set_inflight_fd(&layout, file.as_raw_fd()).unwrap();
         }
@@ -102,11 +111,11 @@ impl Driver {
         self.vmm.get_features().unwrap()
     }
 
-    fn negotiate(&mut self) {
+    fn negotiate(&mut self, refused: u64) {
         let vmm = &mut self.vmm;
         vmm.set_owner().unwrap();
         let features = vmm.get_features().unwrap();
-        vmm.set_features(features & !(1 << 26)).unwrap();
+        vmm.set_features(features & !(1 << 26) & !refused).unwrap();
         let offered = vmm.get_protocol_features().unwrap();
         assert!(offered.contains(VhostUserProtocolFeatures::INFLIGHT_SHMFD));
         vmm.set_protocol_features(offered).unwrap();
@@ -220,6 +229,11 @@ impl Driver {
         self.write(AVAILABLE + 4 + 2 * slot, &head.to_le_bytes());
         self.available = self.available.wrapping_add(1);
         self.set_available(self.available);
+    }
+
+    /// Stores the flags of the available ring.
+    pub(crate) fn set_flags(&self, flags: u16) {
+        self.memory.store(flags, GuestAddress(AVAILABLE), Ordering::Release).unwrap();
     }
 
     /// Stores the index of the available ring.

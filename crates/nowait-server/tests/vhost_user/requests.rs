@@ -244,3 +244,37 @@ fn a_vmm_is_told_when_its_disk_becomes_larger_and_the_new_part_can_be_used() {
     channel.set_nonblocking(true).unwrap();
     assert_eq!(channel.read(&mut message).unwrap_err().kind(), ErrorKind::WouldBlock);
 }
+
+/// VIRTIO_F_EVENT_IDX.
+const EVENT_IDX: u64 = 1 << 29;
+
+#[test]
+fn a_driver_without_event_indices_is_called_unless_it_asks_not_to_be() {
+    let scene = Scene::new();
+    let mut driver = Driver::connect_without(&scene.sockets[0], EVENT_IDX);
+    assert_eq!(driver.request(READ, 0, &[(DATA, 512)]), (OK, 513));
+    wait_for("a call", || driver.call.read());
+    // VRING_AVAIL_F_NO_INTERRUPT.
+    driver.set_flags(1);
+    for _ in 0..3 {
+        assert_eq!(driver.request(READ, 0, &[(DATA, 512)]), (OK, 513));
+    }
+    // A call for the first ones would have come before the end of the last one.
+    assert_eq!(driver.call.read().unwrap_err().kind(), ErrorKind::WouldBlock);
+    driver.set_flags(0);
+    assert_eq!(driver.request(READ, 0, &[(DATA, 512)]), (OK, 513));
+    wait_for("a call", || driver.call.read());
+}
+
+#[test]
+fn a_request_of_an_unknown_type_is_unsupported_whatever_memory_it_has() {
+    let scene = Scene::new();
+    let mut driver = Driver::connect(&scene.sockets[0]);
+    let header = driver.header(0, 99, 0);
+    driver.describe(0, header, NEXT, 1);
+    driver.describe(1, (DATA, 512), NEXT | WRITABLE, 2);
+    driver.describe(2, Driver::status_place(0), WRITABLE, 0);
+    driver.offer(0);
+    driver.kick();
+    assert_eq!((driver.used(), driver.status(0)), ((0, 1), UNSUPP));
+}
