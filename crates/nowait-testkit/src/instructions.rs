@@ -27,7 +27,7 @@ impl Example {
             return Some(Self(built));
         }
         skip(&format!(
-            "no new build of the example {name}: cargo build --profile {profile} -p {package} --examples"
+            "no new build of the example {name}: cargo build --profile {profile} -p {package} --example {name}"
         ));
         None
     }
