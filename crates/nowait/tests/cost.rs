@@ -15,9 +15,9 @@ type Case = (&'static str, &'static [&'static str], [u64; 2], [u64; 2]);
 const LIMITS: [Case; 5] = [
     ("null_cost", &[], [110, 200], [120, 320]),
     ("null_cost_one", &[], [155, 250], [160, 370]),
-    ("null_cost_cases", &["mapped", "write"], [280, 430], [290, 530]),
-    ("null_cost_cases", &["cache", "read"], [200, 340], [200, 430]),
-    ("null_cost_cases", &["cache", "write"], [450, 600], [480, 700]),
+    ("null_cost_cases", &["mapped", "write"], [280, 430], [310, 530]),
+    ("null_cost_cases", &["cache", "read"], [200, 340], [220, 430]),
+    ("null_cost_cases", &["cache", "write"], [460, 600], [520, 700]),
 ];
 
 fn check(profile: &str, limits: impl Fn([[u64; 2]; 2]) -> [u64; 2]) {

@@ -238,7 +238,7 @@ fn an_impossible_copy_is_refused_in_one_line_and_leaves_no_file() {
     let target = scratch.join("target");
     let nowhere = format!("nbd+unix:///?socket={}", text(&scratch.join("no-server")));
     for (from, to, words) in [
-        (text(&scratch.join("missing")), text(&target), &["missing: cannot open", "No such"][..]),
+        (text(&scratch.join("missing")), text(&target), &["missing: there is no such file"][..]),
         (text(scratch.path()), text(&target), &["it is a directory"]),
         ("/dev/null", text(&target), &["neither a regular file nor a block device"]),
         (nowhere.as_str(), text(&target), &["cannot connect", "is the server running?"]),
