@@ -13,6 +13,7 @@ mod inflight_region;
 mod block_request;
 pub(crate) mod virtqueue;
 pub(crate) mod queue_channel;
+mod device_queue;
 pub(crate) mod vhost_frontend;
 #[cfg(feature = "fuzz")]
 pub(crate) mod queue_fuzz;

@@ -1,0 +1,346 @@
+//! A queue of a device: its requests are taken, given to the engine, and answered.
+//!
+//! Invariant: a request is answered once, by its status and its entry in the used ring. A queue that
+//! breaks down takes no more requests, and nothing more of its memory is read or written.
+#![allow(unsafe_code)]
+
+use std::sync::atomic::Ordering;
+use std::sync::mpsc::SyncSender;
+
+use nowait::{BlockMap, ByteRange, Flags, IoQueue, Op, Rejected, Request};
+use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP};
+use vm_memory::GuestAddress;
+
+use crate::fairness::Member;
+use crate::injected_bug::{ServerBug, injected};
+use crate::loop_context::LoopContext;
+use crate::vhost_user::block_request::{
+    BlockRequest, Kind, Malformed, RequestReader, SectorRange, status_of,
+};
+use crate::vhost_user::device_config::SECTOR_BYTES;
+use crate::vhost_user::queue_channel::{QueueStart, signal};
+
+/// A write that begins before this byte is copied before it is checked: the first bytes of an image
+/// decide what later programs take it for, so the guest must not change them after the check.
+const COPIED_BEFORE: u64 = 4096;
+/// The flag of a write of zeroes that lets storage be deallocated.
+const UNMAP: u32 = 1;
+
+/// A request in the engine.
+pub(super) struct InFlight {
+    status: GuestAddress,
+    /// Bytes written to the guest's memory beside the status, if it succeeds.
+    written: u32,
+    /// The parts of the memory that it writes to, while the VMM keeps a log.
+    logged: Vec<(u64, u64)>,
+}
+
+/// Whether a queue takes requests.
+pub(super) enum Phase {
+    Running,
+    /// It takes no more requests. The answer is awaited, except at the end of the thread.
+    Stopping(Option<SyncSender<u16>>),
+}
+
+/// A queue of a device.
+pub(super) struct DeviceQueue {
+    pub(super) start: QueueStart,
+    pub(super) member: Member,
+    pub(super) phase: Phase,
+    /// The requests in the engine, by the index of their first descriptor.
+    pub(super) requests: Vec<Option<InFlight>>,
+    pub(super) in_flight: u32,
+    /// It is in the list of queues that have something to do at the end of the iteration.
+    pub(super) is_touched: bool,
+    /// It is in the list of queues without a next request, whose drivers were not asked for a kick.
+    pub(super) is_idle: bool,
+}
+
+/// What a service does next.
+pub(super) enum Step {
+    Next,
+    /// Nothing more can be done now.
+    Pause,
+    /// There is no next request.
+    Idle,
+}
+
+/// The outcome of a request that is decided without the engine: success with bytes that were
+/// written, or a status.
+pub(super) type Outcome = Result<u32, u32>;
+
+impl DeviceQueue {
+    /// A queue that takes requests.
+    pub(super) fn new(start: QueueStart) -> Self {
+        let (_, size) = start.virtqueue.table();
+        Self {
+            requests: (0..size).map(|_| None).collect(),
+            member: Member::of(start.device.client.clone()),
+            phase: Phase::Running,
+            in_flight: 0,
+            is_touched: false,
+            is_idle: false,
+            start,
+        }
+    }
+
+    /// Takes the next request and begins it.
+    pub(super) fn step<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        number: usize,
+        reader: &mut RequestReader,
+        context: &mut LoopContext<Q, M>,
+    ) -> Result<Step, Malformed> {
+        if self.member.quantum.reads_exhausted() {
+            context.schedule(number, &mut self.member);
+            return Ok(Step::Pause);
+        }
+        if !context.engine.has_free_slot() {
+            return Ok(self.wait(number, context));
+        }
+        let taken = match self.phase {
+            Phase::Running => self.start.virtqueue.take()?,
+            Phase::Stopping(_) => self.start.virtqueue.take_again(),
+        };
+        let Some(head) = taken else {
+            self.check_memory()?;
+            return Ok(Step::Idle);
+        };
+        if self.requests.get(usize::from(head)).is_none_or(Option::is_some) {
+            return Err(Malformed("a request was made available again before its end"));
+        }
+        let virtqueue = &self.start.virtqueue;
+        let request = reader.read(virtqueue.memory(), virtqueue.table(), head)?;
+        self.check_memory()?;
+        match self.begin(number, head, &request, reader, context)? {
+            Begun::Ended(outcome) => {
+                self.end(head, request.status, outcome)?;
+                Ok(Step::Next)
+            }
+            Begun::InFlight => {
+                if injected(ServerBug::TellBeforeData) && request.kind == Kind::Read {
+                    self.complete(head, Ok(0))?;
+                }
+                Ok(Step::Next)
+            }
+            Begun::NoMemory => {
+                self.start.virtqueue.put_back(head);
+                Ok(self.wait(number, context))
+            }
+        }
+    }
+
+    pub(super) fn takes_requests(&self) -> bool {
+        matches!(self.phase, Phase::Running) && !self.start.device.is_broken()
+    }
+
+    /// Whether there is a next request.
+    #[inline]
+    pub(super) fn has_next(&self) -> bool {
+        self.takes_requests() && self.start.virtqueue.has_next()
+    }
+
+    /// Checks that all memory that was accessed was there.
+    fn check_memory(&self) -> Result<(), Malformed> {
+        match self.start.virtqueue.has_faulted() {
+            true => Err(Malformed("memory that the VMM shares is missing")),
+            false => Ok(()),
+        }
+    }
+
+    /// Goes on when something was released: one of the queue's own requests, or another's.
+    fn wait<Q: IoQueue, M: BlockMap>(
+        &self,
+        number: usize,
+        context: &mut LoopContext<Q, M>,
+    ) -> Step {
+        if self.in_flight == 0 {
+            context.block(number);
+        }
+        Step::Pause
+    }
+
+    /// Begins a request, or answers it.
+    fn begin<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        number: usize,
+        head: u16,
+        request: &BlockRequest,
+        reader: &mut RequestReader,
+        context: &mut LoopContext<Q, M>,
+    ) -> Result<Begun, Malformed> {
+        let ended = |status| Ok(Begun::Ended(Err(status)));
+        if request.kind == Kind::Unknown {
+            return ended(VIRTIO_BLK_S_UNSUPP);
+        }
+        if request.has_stray {
+            return ended(VIRTIO_BLK_S_IOERR);
+        }
+        let memory = self.start.virtqueue.memory();
+        let through = || {
+            let wce = self.start.device.wce.load(Ordering::Relaxed);
+            if self.start.features.writes_through(wce) { Flags::DSYNC } else { Flags::NONE }
+        };
+        let (op, flags, sector, len) = match request.kind {
+            Kind::Read => (Op::Read, Flags::ALL_OR_ERROR, request.sector, request.len),
+            Kind::Write => {
+                (Op::Write, Flags::ALL_OR_ERROR.with(through()), request.sector, request.len)
+            }
+            Kind::Flush => (Op::Flush, Flags::NONE, 0, 0),
+            Kind::GetId => {
+                let id = self.start.device.id;
+                reader.fill_data(memory, &id)?;
+                if let Some(log) = self.start.virtqueue.log() {
+                    let parts = reader.data().iter();
+                    parts.for_each(|part| log.log.mark(part.address.0, part.len.into()));
+                }
+                return Ok(Begun::Ended(Ok(request.len.min(id.len() as u64) as u32)));
+            }
+            Kind::Discard | Kind::WriteZeroes => {
+                let Some(SectorRange { sector, sectors, flags }) = reader.range(memory, request)?
+                else {
+                    return ended(VIRTIO_BLK_S_IOERR);
+                };
+                let len = u64::from(sectors) * SECTOR_BYTES;
+                match (request.kind, flags) {
+                    (Kind::Discard, 0) => (Op::Discard, through(), sector, len),
+                    (Kind::WriteZeroes, 0) => {
+                        (Op::Zero, through().with(Flags::NO_UNMAP), sector, len)
+                    }
+                    (Kind::WriteZeroes, UNMAP) => (Op::Zero, through(), sector, len),
+                    _ => return ended(VIRTIO_BLK_S_UNSUPP),
+                }
+            }
+            Kind::Unknown => return ended(VIRTIO_BLK_S_UNSUPP),
+        };
+        let range = if op == Op::Flush {
+            ByteRange::new(0, 0)
+        } else {
+            let pos = sector.checked_mul(SECTOR_BYTES).filter(|_| len % SECTOR_BYTES == 0);
+            match pos.map(|pos| context.export.range(op, pos, len)) {
+                Some(Ok(range)) => range,
+                Some(Err(_)) | None => return ended(VIRTIO_BLK_S_IOERR),
+            }
+        };
+        self.submit(number, head, Request { op, flags, range }, request.status, reader, context)
+    }
+
+    /// Gives a checked request to the engine.
+    fn submit<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        number: usize,
+        head: u16,
+        io: Request,
+        status: GuestAddress,
+        reader: &mut RequestReader,
+        context: &mut LoopContext<Q, M>,
+    ) -> Result<Begun, Malformed> {
+        let memory = self.start.virtqueue.memory();
+        let (key, is_read) = (u32::from(head), io.op == Op::Read);
+        let submitted: Result<(), Rejected> = match io.op {
+            Op::Write if io.range.pos < COPIED_BEFORE => {
+                let Some(mut buf) = context.engine.buffer(io.range) else {
+                    return Ok(Begun::NoMemory);
+                };
+                let start = context.engine.buffer_offset(io.range.pos);
+                let data = buf.get_mut(start..).unwrap_or_default();
+                let data = data.get_mut(..io.range.len as usize).unwrap_or_default();
+                reader.copy_data(memory, data)?;
+                let tag = context.tag(number, key);
+                context.engine.submit(io, buf, tag)
+            }
+            Op::Read | Op::Write => {
+                let (segments, tag) = (reader.segments(memory)?, context.tag(number, key));
+                // SAFETY: the segments are in regions that stay mapped while this queue has
+                // requests in flight; if the queue goes before them, its memory is leaked. The
+                // guest may access them meanwhile. The engine only moves their bytes, and decides
+                // nothing by them: the writes that it looks at are copied above.
+                unsafe { context.engine.submit_user_memory(io, segments, tag) }
+            }
+            _ => {
+                let tag = context.tag(number, key);
+                context.engine.submit_no_data(io, tag)
+            }
+        };
+        if let Err(rejected) = submitted {
+            context.untag();
+            // The slot was checked before: EAGAIN means that the engine's queue is stuck.
+            return Ok(Begun::Ended(Err(status_of(rejected.error.errno()))));
+        }
+        self.member.quantum.read(io.range.len);
+        let logged = match self.start.virtqueue.log() {
+            Some(_) if is_read => {
+                reader.data().iter().map(|part| (part.address.0, part.len.into())).collect()
+            }
+            _ => Vec::new(),
+        };
+        let written = if is_read { io.range.len as u32 } else { 0 };
+        if let Some(entry) = self.requests.get_mut(usize::from(head)) {
+            *entry = Some(InFlight { status, written, logged });
+        }
+        self.in_flight += 1;
+        Ok(Begun::InFlight)
+    }
+
+    /// Tells the driver of the end of a request.
+    fn end(&mut self, head: u16, status: GuestAddress, outcome: Outcome) -> Result<(), Malformed> {
+        let (code, written) = match outcome {
+            Ok(written) => (VIRTIO_BLK_S_OK, written),
+            Err(code) => (code, 0),
+        };
+        let virtqueue = &mut self.start.virtqueue;
+        if !virtqueue.memory().write(code as u8, status) {
+            return Err(Malformed("a status is outside of the memory"));
+        }
+        if let Some(log) = virtqueue.log() {
+            log.log.mark(status.0, 1);
+        }
+        virtqueue.finish(head, written.saturating_add(1))
+    }
+
+    /// A request has left the engine.
+    pub(super) fn complete(&mut self, head: u16, outcome: Outcome) -> Result<(), Malformed> {
+        let entry = self.requests.get_mut(usize::from(head)).and_then(Option::take);
+        let Some(InFlight { status, written, logged }) = entry else { return Ok(()) };
+        self.in_flight -= 1;
+        if self.start.device.is_broken() {
+            return Ok(());
+        }
+        self.check_memory()?;
+        if let Some(log) = self.start.virtqueue.log() {
+            logged.iter().for_each(|(address, len)| log.log.mark(*address, *len));
+        }
+        self.end(head, status, outcome.map(|_| written))
+    }
+
+    /// Stops the device of the queue.
+    #[cold]
+    pub(super) fn break_down(&mut self, reason: Malformed) {
+        self.start.device.break_down(reason.0);
+        self.start.err.iter().for_each(signal);
+    }
+
+    /// Calls the driver, if it wants to be called. Returns whether the queue has stopped.
+    pub(super) fn end_iteration(&mut self) -> bool {
+        self.is_touched = false;
+        let is_broken = self.start.device.is_broken();
+        if !is_broken {
+            match self.start.virtqueue.wants_call() {
+                Ok(true) => self.start.call.iter().for_each(signal),
+                Ok(false) => {}
+                Err(reason) => self.break_down(reason),
+            }
+        }
+        let is_done = is_broken || !self.start.virtqueue.has_again();
+        matches!(self.phase, Phase::Stopping(_)) && self.in_flight == 0 && is_done
+    }
+}
+
+/// What became of a request that was begun.
+enum Begun {
+    /// It is answered with this.
+    Ended(Outcome),
+    InFlight,
+    /// It has to be begun again when memory is free.
+    NoMemory,
+}
