@@ -27,7 +27,7 @@ const COPIED_BEFORE: u64 = 4096;
 const UNMAP: u32 = 1;
 
 /// A request in the engine.
-pub(super) struct InFlight {
+struct InFlight {
     status: GuestAddress,
     /// Bytes written to the guest's memory beside the status, if it succeeds.
     written: u32,
@@ -48,7 +48,7 @@ pub(super) struct DeviceQueue {
     pub(super) member: Member,
     pub(super) phase: Phase,
     /// The requests in the engine, by the index of their first descriptor.
-    pub(super) requests: Vec<Option<InFlight>>,
+    requests: Vec<Option<InFlight>>,
     pub(super) in_flight: u32,
     /// It is in the list of queues that have something to do at the end of the iteration.
     pub(super) is_touched: bool,
@@ -56,7 +56,7 @@ pub(super) struct DeviceQueue {
     pub(super) is_idle: bool,
 }
 
-/// What a service does next.
+/// The next step of a service.
 pub(super) enum Step {
     Next,
     /// Nothing more can be done now.
@@ -67,7 +67,7 @@ pub(super) enum Step {
 
 /// The outcome of a request that is decided without the engine: success with bytes that were
 /// written, or a status.
-pub(super) type Outcome = Result<u32, u32>;
+type Outcome = Result<u32, u32>;
 
 impl DeviceQueue {
     /// A queue that takes requests.
@@ -128,6 +128,11 @@ impl DeviceQueue {
                 Ok(self.wait(number, context))
             }
         }
+    }
+
+    /// The number of entries of the virtqueue, 1 to [`MAX_QUEUE_SIZE`](super::virtqueue::MAX_QUEUE_SIZE).
+    pub(super) fn size(&self) -> usize {
+        self.requests.len()
     }
 
     pub(super) fn takes_requests(&self) -> bool {
@@ -336,7 +341,7 @@ impl DeviceQueue {
     }
 }
 
-/// What became of a request that was begun.
+/// The result of beginning a request.
 enum Begun {
     /// It is answered with this.
     Ended(Outcome),

@@ -1,8 +1,8 @@
 //! The vhost-user frontend of a thread: queues of devices, each a member of the thread.
 //!
-//! Invariant: a request is answered once, by its status and its entry in the used ring. Memory of
-//! the guest stays mapped while the engine may use it. A queue that breaks down takes no more
-//! requests, and nothing more of its memory is read or written by the thread.
+//! Invariant: memory of the guest stays mapped while the engine may use it. A stopped queue is
+//! removed when none of its requests is in the engine; the memory of queues that still have some
+//! when the frontend is dropped is leaked.
 
 use std::os::fd::AsFd;
 use std::sync::Arc;
@@ -187,7 +187,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
     fn service(&mut self, context: &mut LoopContext<Q, M>, member: usize) -> u64 {
         let Some(queue) = self.queues.get_mut(member) else { return 0 };
         // A driver that makes requests available all the time is serviced in turn with the others.
-        let mut left = queue.requests.len();
+        let mut left = queue.size();
         while !queue.start.device.is_broken() {
             if left == 0 {
                 context.schedule(member, &mut queue.member);
