@@ -1,11 +1,17 @@
 //! External programs with a timeout.
 //!
-//! Invariant: a tool that hangs is killed by coreutils' timeout and fails the test.
+//! Invariant: a tool that hangs is killed by coreutils' timeout and fails the test. No process
+//! outlives the test that started it, also when a signal ends the test program.
+#![allow(unsafe_code)]
 
 use std::ffi::OsStr;
+use std::io;
+use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
 use std::process::{Child, Command, Output, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
+
+use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_signal};
 
 /// The timeout of a tool in seconds: far more than any step takes on two cores, an emulated guest
 /// included.
@@ -17,7 +23,22 @@ const TIMED_OUT: i32 = 124;
 pub fn tool(name: impl AsRef<OsStr>) -> Command {
     let mut command = Command::new("timeout");
     command.args(["--kill-after=5", TOOL_BOUND_SECONDS]).arg(name);
+    ends_with_test(&mut command);
     command
+}
+
+/// Lets the process that `command` starts get SIGTERM when the thread that starts it has ended, as
+/// each test has a thread of its own, or the whole test program was killed.
+pub fn ends_with_test(command: &mut Command) -> &mut Command {
+    let test = getpid();
+    // SAFETY: both calls are system calls without memory, allowed between fork(2) and exec(2).
+    unsafe { command.pre_exec(move || end_with(test)) }
+}
+
+fn end_with(test: Pid) -> io::Result<()> {
+    set_parent_process_death_signal(Some(Signal::TERM))?;
+    // The test program may have ended before the call.
+    if getppid() == Some(test) { Ok(()) } else { Err(io::ErrorKind::BrokenPipe.into()) }
 }
 
 /// Runs a tool and checks its exit status.
@@ -53,7 +74,7 @@ pub fn no_child_starts() -> MutexGuard<'static, ()> {
 
 /// Runs it to its end, without input; returns all its output.
 pub fn output(command: &mut Command) -> Output {
-    command.stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    ends_with_test(command).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
     let guard = no_child_starts();
     let child = command.spawn();
     drop(guard);
@@ -89,7 +110,7 @@ impl Running {
     /// Starts `command`, without input and without messages.
     pub fn start(command: &mut Command) -> Self {
         let alone = no_child_starts();
-        let started = command.stdin(Stdio::null()).stderr(Stdio::null()).spawn();
+        let started = ends_with_test(command).stdin(Stdio::null()).stderr(Stdio::null()).spawn();
         drop(alone);
         Self(started.unwrap_or_else(|error| panic!("{command:?}: {error}")))
     }

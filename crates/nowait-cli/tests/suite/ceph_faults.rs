@@ -11,12 +11,12 @@ use std::thread;
 use std::time::Duration;
 
 use nowait_testkit::nbd::{Client, Command as NbdCommand};
-use nowait_testkit::{Scratch, wait_until};
-use rustix::process::{Pid, Signal, kill_process};
+use nowait_testkit::{Running, Scratch, wait_until};
+use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
-use crate::ceph::{OSD, cluster, serve};
+use crate::ceph::{OSD, cluster, script, serve};
 use crate::common::load::load;
-use crate::common::{Finished, MIB, NOWAIT, refusal, text, tool};
+use crate::common::{Finished, MIB, NOWAIT, refusal, require_tool, text, tool};
 
 /// Errors of NBD.
 const EIO: u32 = 5;
@@ -202,4 +202,24 @@ fn a_full_cluster_is_no_space_for_what_needs_some_and_no_error_for_anything_else
     let data = cluster.export("filled");
     assert!(data[..4096] == [3; 4096] && data[4096..8192] == [0; 4096]);
     assert!(data[8192..65536] == [1; 57344] && data[8 << 20..][..4096] == [2; 4096]);
+}
+
+#[test]
+fn a_cluster_whose_start_is_interrupted_with_its_test_leaves_no_process() {
+    if !["ceph", "ceph-mon", "ceph-osd", "rbd"].into_iter().all(require_tool) {
+        return;
+    }
+    let scratch = Scratch::new();
+    let directory = scratch.join("interrupted");
+    let mut test = Running::start(Command::new("sleep").arg("600"));
+    let mut start = Command::new(script());
+    start.arg("start").arg(&directory).arg(test.0.id().to_string()).stdout(Stdio::null());
+    let mut start = Running::start(&mut start);
+    let number = || fs::read_to_string(directory.join("mon.a.pid")).ok()?.trim().parse().ok();
+    wait_until("a monitor", || number().is_some());
+    let monitor = number().and_then(Pid::from_raw).expect("a process ID");
+    test.end();
+    start.end();
+    wait_until("the monitor's end", || test_kill_process(monitor).is_err());
+    wait_until("an empty place", || !directory.exists());
 }

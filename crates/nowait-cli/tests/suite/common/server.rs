@@ -15,7 +15,7 @@ use rustix::process::{Pid, Signal, kill_process};
 use serde_json::Value;
 
 use nowait_testkit::nbd::{Client, Mode};
-use nowait_testkit::{BOUND, wait_for};
+use nowait_testkit::{BOUND, ends_with_test, wait_for};
 
 use super::{Finished, KIB, Scratch, tool};
 
@@ -63,7 +63,7 @@ impl Server {
     /// Runs a whole `command`; its standard error is kept in `own`.
     fn run(mut command: Command, own: Scratch) -> Self {
         let log = File::create(own.join("log")).expect("a log file");
-        let mut child = command
+        let mut child = ends_with_test(&mut command)
             .stdin(Stdio::null())
             .stdout(Stdio::piped())
             .stderr(log)
