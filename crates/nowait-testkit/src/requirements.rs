@@ -28,6 +28,19 @@ pub fn skip(why: &str) -> bool {
 pub fn say_skipped(why: &str) {
     // Not through libtest's capture, which would hide it in a test that passes.
     let _ = writeln!(std::io::stderr(), "skipped: {why}");
+    list_skipped();
+}
+
+/// Appends the name of the test, which is the name of its thread, to the file that
+/// `NOWAIT_SKIPPED` names, so that another user can run what was skipped.
+fn list_skipped() {
+    let Some(list) = std::env::var_os("NOWAIT_SKIPPED") else { return };
+    let thread = std::thread::current();
+    let name = thread.name().expect("a test skips in its own thread");
+    let file = File::options().append(true).create(true).open(&list);
+    // One write for a line: other tests append, too.
+    let written = file.and_then(|mut file| file.write_all(format!("{name}\n").as_bytes()));
+    written.unwrap_or_else(|error| panic!("{}: {error}", list.display()));
 }
 
 /// The value of `result`; without one, skips the test because there is no `what`.

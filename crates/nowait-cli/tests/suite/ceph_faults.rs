@@ -11,7 +11,7 @@ use std::thread;
 use std::time::Duration;
 
 use nowait_testkit::nbd::{Client, Command as NbdCommand};
-use nowait_testkit::{Running, Scratch, wait_until};
+use nowait_testkit::{Running, Scratch, ends_with_test, wait_until};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
 use crate::ceph::{OSD, cluster, script, serve};
@@ -118,7 +118,7 @@ fn a_server_that_is_stopped_while_it_opens_an_image_does_not_crash() {
         let mut serve = Command::new(NOWAIT);
         serve.args(["serve", &location, "--read-only", "--nbd"]);
         serve.arg(format!("unix:{}", socket.display())).stdin(Stdio::null());
-        let mut server = serve.stdout(Stdio::null()).spawn().expect("nowait");
+        let mut server = ends_with_test(serve.stdout(Stdio::null())).spawn().expect("nowait");
         thread::sleep(Duration::from_millis(3 * n));
         kill_process(Pid::from_child(&server), Signal::TERM).expect("a server");
         let status = server.wait().expect("a server");

@@ -15,7 +15,7 @@ use crate::common::{
     tool,
 };
 use crate::storage_faults::private_mounts;
-use nowait_testkit::{Random, output_of, seed, wait_until};
+use nowait_testkit::{Random, ends_with_test, output_of, seed, wait_until};
 
 /// Large enough to be interrupted midway.
 const BYTES: u64 = 96 * MIB;
@@ -23,7 +23,7 @@ const BYTES: u64 = 96 * MIB;
 fn start(from: &str, to: &str) -> Child {
     let command = &mut Command::new(NOWAIT);
     let silent = command.args(["copy", from, to]).stdout(Stdio::null()).stderr(Stdio::piped());
-    silent.spawn().expect("nowait")
+    ends_with_test(silent).spawn().expect("nowait")
 }
 
 /// A source without holes, and the time that a copy of it takes here.

@@ -10,7 +10,7 @@ use crate::common::{MIB, Scratch, Server, refusal, require_tool, text};
 use crate::copy::{copy, patchwork};
 use crate::copy_other_servers::Peer;
 use nowait_testkit::certificates::{Authority, Flaw, Role};
-use nowait_testkit::{Random, seed};
+use nowait_testkit::{Random, ends_with_test, seed};
 
 /// An authority, the certificate directories of a server and a client, and a directory for files.
 struct Fixture {
@@ -177,7 +177,7 @@ fn a_server_killed_during_a_copy_by_tls_is_reported_and_leaves_no_file() {
     let peer = Peer::nbdkit(&fixture.scratch, &arguments);
     let uri = peer.uri().replace("nbd+", "nbds+");
     let target = fixture.scratch.join("target");
-    let copy = Command::new(crate::common::NOWAIT)
+    let copy = ends_with_test(&mut Command::new(crate::common::NOWAIT))
         .args(["copy", &uri, text(&target), "--tls-certs", text(fixture.client.path())])
         .stderr(std::process::Stdio::piped())
         .spawn()

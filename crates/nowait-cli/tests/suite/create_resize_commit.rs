@@ -14,7 +14,7 @@ use crate::common::{
     Finished, MIB, NOWAIT, Scratch, Server, accepted, refusal, refusal_under, require_qemu,
     require_tool, text, tool,
 };
-use nowait_testkit::{Random, seed};
+use nowait_testkit::{Random, ends_with_test, seed};
 
 const KILLS: u64 = 20;
 
@@ -69,7 +69,7 @@ fn a_killed_commit_loses_no_data_and_can_be_repeated() {
         put_back();
         let mut commit = Command::new(NOWAIT);
         let commit = commit.arg("commit").arg(&top).stdout(Stdio::null()).stderr(Stdio::null());
-        let mut child = commit.spawn().expect("the commit");
+        let mut child = ends_with_test(commit).spawn().expect("the commit");
         let micros = u64::try_from(whole.as_micros()).expect("a short time");
         thread::sleep(Duration::from_micros(random.below(micros)));
         child.kill().expect("a child of one's own");

@@ -11,7 +11,7 @@ use nowait_testkit::certificates::{Authority, Flaw, Role, client_of};
 use nowait_testkit::nbd::{
     Client, Mode, OPT_STARTTLS, REP_ACK, go, greet, read_option_reply, send_option,
 };
-use nowait_testkit::{BOUND, output_of, wait_for, wait_until};
+use nowait_testkit::{BOUND, ends_with_test, output_of, wait_for, wait_until};
 use rustix::process::{Pid, Signal, kill_process};
 use rustls::StreamOwned;
 use rustls::pki_types::CertificateDer;
@@ -247,7 +247,7 @@ fn the_watchdog_is_fed_while_all_threads_answer_and_not_while_one_hangs() {
         // Of the messages READY=1 is one.
         wait_until("food for the watchdog", || receive(&manager) == "WATCHDOG=1\n");
     }
-    let mut stopper = Command::new(PYTHON)
+    let mut stopper = ends_with_test(&mut Command::new(PYTHON))
         .args(["-c", STOP_THREAD, &server.pid().to_string(), "nowait-nbd-0.0"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())

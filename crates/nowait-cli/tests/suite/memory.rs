@@ -10,7 +10,6 @@ use crate::common::{Finished, GIB, KIB, MIB, Scratch, Server, require_tool, tool
 use nowait_testkit::nbd::{Client, Command, OPT_LIST, greet, send_option};
 use nowait_testkit::wait_until;
 
-/// Memory of its own, without the pages of the program, of which a debug build has more.
 const AT_REST_BYTES: u64 = 6 * MIB;
 const UNDER_LOAD_BYTES: u64 = 128 * MIB;
 /// The longest write that NBD clients send without negotiation (NBD proto.md, "Block size
@@ -93,7 +92,7 @@ fn sixty_four_connections_at_depth_64_need_less_than_128_mib() {
             }
         }
     }
-    let highest = setting.server.memory("VmHWM");
+    let highest = setting.server.peak();
     assert!(highest < UNDER_LOAD_BYTES, "{highest} bytes");
     assert_eq!(setting.client.read(0, BLOCK_BYTES).expect("what was written"), data);
     setting.server.stop();
@@ -102,10 +101,10 @@ fn sixty_four_connections_at_depth_64_need_less_than_128_mib() {
 #[test]
 fn a_write_of_32_mib_needs_at_most_64_mib() {
     let mut setting = Setting::new();
-    let before = setting.server.memory("VmHWM");
+    let before = setting.server.peak();
     let data = vec![0x5a; LONGEST_BYTES as usize];
     setting.client.write(0, &data).expect("a write of the longest length");
-    let more = setting.server.memory("VmHWM") - before;
+    let more = setting.server.peak() - before;
     assert!((1..=FOR_ONE_WRITE_BYTES).contains(&more), "{more} bytes more");
     setting.server.stop();
 }
@@ -133,13 +132,13 @@ fn an_image_of_16_tib_needs_less_than_32_mib_when_opened_and_a_bounded_amount_wh
     let mut client = server.connect();
     assert_eq!(client.size, 16 * MAPPED_BYTES);
     client.write(0, &[1; 4096]).expect("a write");
-    let resident = server.memory("VmHWM");
+    let resident = server.peak();
     assert!(resident < OPEN_BYTES, "{resident} bytes");
     // More metadata than the cache holds, so that entries are evicted.
     for at in 0..MAPPED_BYTES / METADATA_BLOCK_BYTES {
         client.read(at * METADATA_BLOCK_BYTES, 4096).expect("a read");
     }
-    let resident = server.memory("VmHWM");
+    let resident = server.peak();
     assert!(resident < CACHE_LIMIT_BYTES, "{resident} bytes");
     assert_eq!(client.read(0, 4096).as_deref(), Ok(&[1; 4096][..]));
     drop(client);

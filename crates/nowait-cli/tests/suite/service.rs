@@ -11,7 +11,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::thread;
 
-use nowait_testkit::{BOUND, output_of, wait_for};
+use nowait_testkit::{BOUND, ends_with_test, output_of, wait_for};
 use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::{
@@ -161,7 +161,7 @@ fn standard_output_stays_empty_with_inherited_sockets() {
     let Some(given) = Inherited::new() else { return };
     let (unix, Inherited { image, path, .. }) = (given.unix(), &given);
     let words = manager(&[&unix]);
-    let server = Command::new(words[0])
+    let server = ends_with_test(&mut Command::new(words[0]))
         .args(&words[1..])
         .args([NOWAIT, "serve"])
         .arg(image)

@@ -7,10 +7,10 @@ use std::path::Path;
 use std::process::{Command, Stdio};
 
 use nowait_testkit::nbd::{Client, Mode};
-use nowait_testkit::{output_of, wait_until};
+use nowait_testkit::{ends_with_test, output_of, wait_until};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 
-use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, text};
+use crate::common::{MIB, NOWAIT, Scratch, Server, accepted, skip, text};
 
 /// Bytes of a cluster of a qcow2 image.
 const CLUSTER_BYTES: u64 = 64 << 10;
@@ -79,14 +79,17 @@ fn a_terminal_that_closes_ends_its_server_flushed() {
         text(&pid_file),
         text(&scratch.join("socket"))
     );
-    let terminal = Command::new("script")
+    let terminal = ends_with_test(&mut Command::new("script"))
         .args(["--quiet", "--return", "--command", &command, "/dev/null"])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .spawn();
     let mut terminal = match terminal {
         Ok(terminal) => terminal,
-        Err(error) => return println!("skipped: no script(1): {error}"),
+        Err(error) => {
+            skip(&format!("no script(1): {error}"));
+            return;
+        }
     };
     wait_until("the pid file", || pid_file.exists());
     let pid = std::fs::read_to_string(&pid_file).expect("the pid file").trim().parse().ok();
@@ -178,7 +181,7 @@ fn a_copy_ends_cleanly_on_each_of_the_signals_and_continues_under_nohup() {
         ("", Signal::TERM),
         (r#"trap "" HUP; "#, Signal::HUP),
     ] {
-        let copy = Command::new("sh")
+        let copy = ends_with_test(&mut Command::new("sh"))
             .args(["-c", &format!(r#"{trap}exec "$@""#), "sh", NOWAIT, "copy"])
             .args([&source, &target])
             .stdout(Stdio::null())

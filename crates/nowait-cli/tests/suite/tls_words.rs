@@ -79,7 +79,7 @@ fn a_certificate_of_version_1_is_told_as_such_and_the_right_file_is_named() {
     let directory = text(certs.path());
     let server = Server::start(&image, &["--tls-certs", directory, "--tls-verify-peer"]);
     if !make_version_1(&certs, "client") || !make_version_1(&certs, "server") {
-        println!("skipped: this openssl makes no certificates of version 1");
+        nowait_testkit::say_skipped("this openssl makes no certificates of version 1");
         return server.stop();
     }
     let uri = format!("{}&tls-certificates={directory}", server.uri());

@@ -7,13 +7,14 @@ use std::net::TcpListener;
 use std::process::{Command, Stdio};
 
 use crate::common::{MIB, NOWAIT, Scratch, skip, text};
+use nowait_testkit::ends_with_test;
 
 /// The first line on standard error of `nowait` with `arguments`, which is ended then.
 fn first_line(arguments: &[&str], scratch: &Scratch) -> String {
     let mut command = Command::new(NOWAIT);
     command.args(arguments).current_dir(scratch.path());
     command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(Stdio::piped());
-    let mut child = command.spawn().expect("nowait");
+    let mut child = ends_with_test(&mut command).spawn().expect("nowait");
     let mut line = String::new();
     let stderr = child.stderr.take().expect("a pipe");
     BufReader::new(stderr).read_line(&mut line).expect("a line");

@@ -161,6 +161,12 @@ impl Server {
         kib.parse::<u64>().expect("a number of KiB") * KIB
     }
 
+    /// The most memory of its own that it has used so far, in bytes: without the pages of the
+    /// program, of which a debug build has more.
+    pub(crate) fn peak(&self) -> u64 {
+        self.memory("VmHWM").saturating_sub(self.memory("RssFile"))
+    }
+
     /// The number of descriptors that its rings poll, including closed ones (`PollList` of a ring
     /// in fdinfo; 6 is the operation that adds a poll).
     pub(crate) fn polls(&self) -> usize {

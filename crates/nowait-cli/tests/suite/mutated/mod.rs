@@ -172,7 +172,7 @@ fn nbd_must_mutated_requests_are_answered_once_each_or_end_the_connection() {
             assert!(reader_thread.join().expect("a good client is served") > 0);
             assert!(fair, "a player objects");
         });
-        let highest = server.memory("VmHWM");
+        let highest = server.peak();
         assert!(highest < MOST_BYTES, "{highest} bytes");
         assert!(!server.log().contains("panic"), "{}", server.log());
         server.stop();
