@@ -1,4 +1,4 @@
-//! The log of clients that are refused, or send what no client sends.
+//! The log of clients that are refused, or send what no client sends. Virtual machines are among them.
 //!
 //! Invariant: a reason is logged when it first occurs, and then as [`LogLimit`] allows, so that
 //! clients cannot fill a log; with `--verbose` each one is.
@@ -16,18 +16,28 @@ pub(crate) enum Refusal {
     NoTls,
     Handshake,
     Protocol,
+    /// A VMM does not share the memory of its virtual machine.
+    Memory,
+    /// A VMM sends a message that is not valid.
+    Message,
+    /// A driver breaks a rule of its queue.
+    Queue,
+    /// Too many connections are open.
+    Connections,
 }
 
 static REFUSALS: LogLimit<Refusal> = LogLimit::new();
 
-/// Logs that a client is refused: `message` says which and why.
+/// Logs that a client is refused: `message` says which and why. Returns whether that is a warning.
 #[cold]
-pub(crate) fn note(refusal: Refusal, message: fmt::Arguments<'_>) {
+pub(crate) fn note(refusal: Refusal, message: fmt::Arguments<'_>) -> bool {
     let reason = refusal.name();
-    match REFUSALS.due(refusal, Instant::now()) {
+    let due = REFUSALS.due(refusal, Instant::now());
+    match due {
         Some(left_out) => tracing::warn!(reason, "{message}{}", left_out_note(left_out)),
         None => tracing::info!(reason, "{message}"),
     }
+    due.is_some()
 }
 
 /// Logs how many were only counted.
@@ -46,6 +56,10 @@ impl Refusal {
             Self::NoTls => "no TLS",
             Self::Handshake => "no end of the handshake",
             Self::Protocol => "no request",
+            Self::Memory => "memory is not shared",
+            Self::Message => "no valid vhost-user message",
+            Self::Queue => "a queue breaks a rule",
+            Self::Connections => "too many connections",
         }
     }
 }

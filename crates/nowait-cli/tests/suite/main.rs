@@ -71,5 +71,6 @@ mod ublk_takeover;
 mod upgrade;
 mod upgrade_changes;
 mod vhost_user;
+mod vmm_faults;
 mod without_io_uring;
 mod zero_size;

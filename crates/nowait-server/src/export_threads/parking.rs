@@ -17,6 +17,7 @@ use crate::export_threads::export_registry::{Destination, Parking, RegisteredExp
 use crate::export_threads::{Shared, ThreadEvent};
 use crate::nbd::connection_state::ConnectionState;
 use crate::net::listener::Listener;
+use crate::refusal_log::{self, Refusal};
 use crate::ublk::ublk_device::UblkDevice;
 use crate::vhost_user::control_thread::{ParkedDevice, suspend_all};
 
@@ -161,7 +162,9 @@ impl Shared {
             }
             (Some(_), None) => {}
             (None, _) => {
-                tracing::warn!("a connection was closed that was handed over: too many are open")
+                let message =
+                    format_args!("a connection was closed that was handed over: too many are open");
+                refusal_log::note(Refusal::Connections, message);
             }
         }
     }

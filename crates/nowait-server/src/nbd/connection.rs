@@ -279,7 +279,8 @@ impl Connection {
                 self.decrypt(input, &mut Vec::new());
             }
             Err(error) => {
-                tracing::warn!("no TLS for {}: {}", self.peer, tls_message(&error, "the client"));
+                let why = tls_message(&error, "the client");
+                refusal_log::note(Refusal::Tls, format_args!("no TLS for {}: {why}", self.peer));
                 self.session.abort();
             }
         }

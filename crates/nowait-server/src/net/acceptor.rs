@@ -14,6 +14,7 @@ use nowait::injected_panic;
 use crate::net::connection_limit::{ConnectionLimit, ConnectionPermit};
 use crate::net::listener::Listener;
 use crate::net::socket::Socket;
+use crate::refusal_log::{self, Refusal};
 
 /// The most connections that one iteration of the event loop accepts or rejects.
 pub(crate) const ACCEPT_BATCH: usize = 32;
@@ -31,14 +32,12 @@ pub(crate) struct Acceptor {
     retry_at: Option<Instant>,
     /// The last accept(2) has failed, and the failure was logged.
     has_failed: bool,
-    /// The last connection was rejected at the limit, and the rejection was logged.
-    limit_logged: bool,
 }
 
 impl Acceptor {
     pub(crate) fn new(listeners: Vec<Listener>, limit: Arc<ConnectionLimit>) -> Self {
         let ready = VecDeque::with_capacity(listeners.len());
-        Self { listeners, limit, ready, retry_at: None, has_failed: false, limit_logged: false }
+        Self { listeners, limit, ready, retry_at: None, has_failed: false }
     }
 
     /// The listeners.
@@ -73,10 +72,7 @@ impl Acceptor {
                 Ok(socket) => {
                     self.has_failed = false;
                     match self.limit.take() {
-                        Some(permit) => {
-                            self.limit_logged = false;
-                            hand_over(socket.into(), permit);
-                        }
+                        Some(permit) => hand_over(socket.into(), permit),
                         None => self.log_rejection(),
                     }
                 }
@@ -95,12 +91,14 @@ impl Acceptor {
         }
     }
 
-    /// Logs the limit, once for all rejections in a row.
-    fn log_rejection(&mut self) {
-        if !std::mem::replace(&mut self.limit_logged, true) {
-            let limit = self.limit.limit();
-            tracing::warn!("a connection was closed: {limit} are open, the most that are allowed");
-        }
+    /// Logs that a connection was rejected at the limit.
+    #[cold]
+    fn log_rejection(&self) {
+        let limit = self.limit.limit();
+        refusal_log::note(
+            Refusal::Connections,
+            format_args!("a connection was closed: {limit} are open, the most that are allowed"),
+        );
     }
 
     /// Whether [`Acceptor::accept`] must be called again now.

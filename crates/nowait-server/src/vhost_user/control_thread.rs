@@ -24,6 +24,7 @@ use crate::vhost_user::device::vmm_state::VmmState;
 use crate::vhost_user::device::{Device, QueueThreads};
 use crate::vhost_user::message_replay::replayed;
 use crate::vhost_user::queue_channel::{DeviceState, ID_BYTES};
+use crate::vhost_user::vmm_log::VmmLog;
 
 /// The pause after a connection that has failed, or could not be accepted.
 const BACK_OFF: Duration = Duration::from_millis(100);
@@ -201,11 +202,11 @@ impl ControlHandle {
         state.device = Some(device.clone());
     }
 
-    /// Its device ends with the last use.
-    fn has_no_device(&self) {
+    /// Its device ends with the last use. Returns whether it had memory.
+    fn has_no_device(&self) -> bool {
         let device = self.lock().device.take();
         // Its queues stop, while others may ask for the lock.
-        drop(device);
+        device.is_some_and(|device| lock(&device).has_memory())
     }
 
     /// Notes the connection that is served. Returns whether the thread goes on.
@@ -295,6 +296,7 @@ pub(crate) fn run<S: ControlServer + 'static>(
         None => "vhost-user connection".to_owned(),
     };
     handle.lock().listener = listener.as_ref().map(Arc::downgrade).unwrap_or_default();
+    let mut log = VmmLog::new(label);
     while handle.serves(None) {
         let next = match (first.take(), &listener) {
             (Some(vmm), _) => Ok(handle.take().map(|taking| (vmm, taking))),
@@ -302,10 +304,10 @@ pub(crate) fn run<S: ControlServer + 'static>(
             (None, None) => return,
         };
         match next {
-            Ok(Some((vmm, taking))) => serve_vmm((vmm, taking), server, handle, (id, &label)),
+            Ok(Some((vmm, taking))) => serve_vmm((vmm, taking), server, handle, (id, &mut log)),
             Ok(None) => {}
             Err(error) => {
-                tracing::warn!("{label}: cannot accept a connection: {error}");
+                log.cannot_accept(&error);
                 std::thread::sleep(BACK_OFF);
             }
         }
@@ -328,10 +330,10 @@ fn serve_vmm<S: ControlServer + 'static>(
     (vmm, taking): (Vmm, Taking<'_>),
     server: &Arc<S>,
     handle: &ControlHandle,
-    (id, label): ([u8; ID_BYTES], &str),
+    (id, log): ([u8; ID_BYTES], &mut VmmLog),
 ) {
     let Some(permit) = server.permit() else {
-        tracing::warn!("{label}: a connection was closed: too many are open");
+        log.too_many();
         std::thread::sleep(BACK_OFF);
         return;
     };
@@ -347,8 +349,8 @@ fn serve_vmm<S: ControlServer + 'static>(
     if !handle.serves(Some(copy)) {
         return;
     }
-    tracing::info!("{label}: a VMM has connected");
-    let state = Arc::new(DeviceState::new(id, label.to_owned()));
+    log.connected();
+    let state = Arc::new(DeviceState::new(id, log.label().to_owned()));
     let device = Arc::new(Mutex::new(Device::new(server.clone(), state)));
     let messages = match vmm {
         Vmm::Connected(stream) => Ok(BackendReqHandler::from_stream(stream, device.clone())),
@@ -362,18 +364,12 @@ fn serve_vmm<S: ControlServer + 'static>(
             serve(&mut messages, &socket, handle)
         },
     );
-    handle.has_no_device();
+    let had_memory = handle.has_no_device();
     if handle.lock().is_released {
         return;
     }
-    match ended {
-        MessageError::Disconnected | MessageError::PartialMessage => {
-            tracing::info!("{label}: the VMM has left");
-        }
-        error => {
-            tracing::warn!("{label}: the VMM was disconnected: {error}");
-            std::thread::sleep(BACK_OFF);
-        }
+    if log.ended(&ended, had_memory) {
+        std::thread::sleep(BACK_OFF);
     }
     drop(permit);
 }

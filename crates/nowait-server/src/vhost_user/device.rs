@@ -41,6 +41,9 @@ use crate::vhost_user::virtqueue::{MAX_QUEUE_SIZE, RingAddresses, Virtqueue};
 /// The interval in which a wait for a queue looks whether the server is stopping.
 const STOP_INTERVAL: Duration = Duration::from_millis(100);
 
+/// Why a queue does not start whose VMM shares no memory.
+pub(crate) const NO_MEMORY: &str = "the virtual machine's memory is not shared with the server";
+
 /// The serving threads of an export, for the devices on it.
 pub(crate) trait QueueThreads: Send + Sync {
     /// The export's properties as of now.
@@ -114,6 +117,11 @@ impl Device {
             inflight: None,
             log: None,
         }
+    }
+
+    /// Whether the VMM shares memory of its virtual machine.
+    pub(crate) fn has_memory(&self) -> bool {
+        !self.memory.is_empty()
     }
 
     /// Stops all queues, and waits until their requests in flight have ended.
@@ -221,6 +229,9 @@ impl Device {
         };
         if !enabled || ring.size == 0 || self.suspended {
             return Ok(());
+        }
+        if !self.has_memory() {
+            return Err(MessageError::InvalidOperation(NO_MEMORY));
         }
         let address = |user| self.memory.guest_address(user).ok_or(MessageError::InvalidParam);
         let addresses_in_guest = RingAddresses {

@@ -110,6 +110,11 @@ impl GuestMemory {
         Ok(Self { all, regions })
     }
 
+    /// Whether it has no region.
+    pub(crate) fn is_empty(&self) -> bool {
+        self.regions.is_empty()
+    }
+
     /// Where its regions are.
     pub(crate) fn addresses(&self) -> Vec<RegionAddress> {
         self.regions.iter().map(|region| region.address).collect()

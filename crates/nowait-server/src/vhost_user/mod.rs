@@ -22,6 +22,7 @@ pub(crate) mod sim_guest;
 pub(crate) mod device;
 mod message_replay;
 mod config_change;
+mod vmm_log;
 pub(crate) mod control_thread;
 
 pub(crate) use device::QueueThreads;

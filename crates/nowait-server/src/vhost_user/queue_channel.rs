@@ -5,18 +5,17 @@
 
 use std::collections::VecDeque;
 use std::os::fd::OwnedFd;
-use std::sync::atomic::{AtomicBool, AtomicU32, Ordering};
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::mpsc::SyncSender;
 use std::sync::{Arc, Mutex, MutexGuard};
 
 use crate::locking::lock;
 use crate::rate_limit::ClientBuckets;
+use crate::refusal_log::{self, Refusal};
 use crate::thread_handle::ThreadHandle;
 use crate::vhost_user::device_config::Features;
 use crate::vhost_user::virtqueue::Virtqueue;
 
-/// The most lines that one connection of a VMM writes about broken queues.
-const MAX_LINES: u32 = 4;
 /// Bytes of the name of a device that drivers can ask for.
 pub(crate) const ID_BYTES: usize = 20;
 
@@ -35,24 +34,26 @@ pub(crate) struct DeviceState {
     /// The limits of its queues together.
     pub(crate) client: Arc<ClientBuckets>,
     broken: AtomicBool,
-    lines: AtomicU32,
 }
 
 impl DeviceState {
     pub(crate) fn new(id: [u8; ID_BYTES], label: String) -> Self {
         let (wce, broken) = (AtomicBool::new(true), AtomicBool::new(false));
         let client = Arc::default();
-        Self { id, label, wce, client, broken, lines: AtomicU32::new(0) }
+        Self { id, label, wce, client, broken }
     }
 
-    /// Stops the device because of `reason`. Logs the first of the reasons.
+    /// Stops the device because of `reason`. Logs the first of the reasons, as often as the log takes it.
     #[cold]
     pub(crate) fn break_down(&self, reason: &str) {
         let was_broken = self.broken.swap(true, Ordering::AcqRel);
-        if !was_broken && self.lines.fetch_add(1, Ordering::Relaxed) < MAX_LINES {
-            tracing::warn!(
-                "{}: its guest is served no more until it resets the device: {reason}",
-                self.label
+        if !was_broken {
+            let label = &self.label;
+            refusal_log::note(
+                Refusal::Queue,
+                format_args!(
+                    "{label}: its guest is served no more until it resets the device: {reason}"
+                ),
             );
         }
     }
