@@ -19,6 +19,8 @@ pub(crate) const SECTOR_BYTES: u64 = 512;
 const SEGMENTS: u32 = 126;
 /// The most bytes of a segment that drivers are told.
 const SEGMENT_BYTES: u32 = 256 << 10;
+/// The most bytes of a read or a write: what the segments that drivers are told have together.
+pub(crate) const MAX_REQUEST_BYTES: u64 = SEGMENTS as u64 * SEGMENT_BYTES as u64;
 /// The most sectors of one discard or one write of zeroes: 2 TiB.
 const ZEROED_SECTORS: u32 = u32::MAX;
 /// Bytes of the configuration, up to and with the fields of DISCARD and WRITE_ZEROES.

@@ -17,7 +17,7 @@ use crate::loop_context::LoopContext;
 use crate::vhost_user::block_request::{
     BlockRequest, Kind, Malformed, RequestReader, SectorRange, status_of,
 };
-use crate::vhost_user::device_config::SECTOR_BYTES;
+use crate::vhost_user::device_config::{MAX_REQUEST_BYTES, SECTOR_BYTES};
 use crate::vhost_user::queue_channel::{QueueStart, signal};
 
 /// A write that begins before this byte is copied before it is checked: the first bytes of an image
@@ -178,7 +178,8 @@ impl DeviceQueue {
         if request.kind == Kind::Unknown {
             return ended(VIRTIO_BLK_S_UNSUPP);
         }
-        if request.has_stray {
+        let has_data = matches!(request.kind, Kind::Read | Kind::Write);
+        if request.has_stray || has_data && request.len > MAX_REQUEST_BYTES {
             return ended(VIRTIO_BLK_S_IOERR);
         }
         let memory = self.start.virtqueue.memory();

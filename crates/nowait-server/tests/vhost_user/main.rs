@@ -7,6 +7,7 @@ mod changes;
 mod driver;
 mod handed_over;
 mod hostile;
+mod limits;
 mod pauses;
 mod requests;
 mod scene;
