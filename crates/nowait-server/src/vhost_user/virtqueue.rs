@@ -211,18 +211,19 @@ impl Virtqueue {
     pub(crate) fn wants_call(&mut self) -> Result<bool, Malformed> {
         // The driver sees the used index, or this thread the driver's newest wish.
         fence(Ordering::SeqCst);
+        let ended = std::mem::take(&mut self.ended);
         if !self.queue.event_idx_enabled() {
             let flags = self.memory.load(GuestAddress(self.queue.avail_ring()), Ordering::Relaxed);
             let flags = flags.map(u16::from_le);
             let flags = flags.ok_or(Malformed("the available ring is outside of the memory"))?;
-            return Ok(flags & VRING_AVAIL_F_NO_INTERRUPT as u16 == 0);
+            // A call for nothing would be a kick, if the driver has one eventfd for both.
+            return Ok(ended > 0 && flags & VRING_AVAIL_F_NO_INTERRUPT as u16 == 0);
         }
         let size = u64::from(self.queue.size());
         let wish = AVAILABLE_HEADER_BYTES + size * AVAILABLE_ENTRY_BYTES;
         let wish = GuestAddress(self.queue.avail_ring()).checked_add(wish);
         let wish = wish.and_then(|at| self.memory.load(at, Ordering::Relaxed)).map(u16::from_le);
         let wish = wish.ok_or(Malformed("the available ring is outside of the memory"))?;
-        let ended = std::mem::take(&mut self.ended);
         Ok(self.queue.next_used().wrapping_sub(wish).wrapping_sub(1) < ended)
     }
 

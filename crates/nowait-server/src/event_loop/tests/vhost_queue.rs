@@ -31,6 +31,8 @@ const STATUSES: u64 = 0x9000;
 const DATA: u64 = 0x10000;
 const MEMORY: u64 = DATA + QUEUE as u64 * BLOCK as u64;
 const EVENT_IDX: u64 = 1 << 29;
+/// The flag of the available ring for no calls.
+const NO_INTERRUPT: u16 = 1;
 const NEXT: u16 = 1;
 const WRITABLE: u16 = 2;
 const INDIRECT: u16 = 4;
@@ -51,6 +53,16 @@ struct Machine {
 
 impl Machine {
     fn new() -> Self {
+        let [kick, call] = [(); 2].map(|()| eventfd(0, EventfdFlags::NONBLOCK).unwrap());
+        let mut machine = Self::with((kick, call), true);
+        machine.iterate();
+        machine.iterate();
+        assert!(machine.is_asleep() && machine.is_called());
+        machine
+    }
+
+    /// A queue that has started, with event indices or without.
+    fn with((kick, call): (OwnedFd, OwnedFd), event_idx: bool) -> Self {
         let (context, export, engine) = parts(Config::default(), |_| Null::new().unwrap());
         let channel = Arc::new(QueueChannel::new(context.thread().clone()));
         let frontend = VhostFrontend::new(channel.clone());
@@ -59,7 +71,6 @@ impl Machine {
         ftruncate(&file, MEMORY).unwrap();
         let address = RegionAddress { guest: 0, len: MEMORY, user: 0, offset: 0 };
         let memory = Arc::new(GuestMemory::map([(address, file)]).unwrap());
-        let [kick, call] = [(); 2].map(|()| eventfd(0, EventfdFlags::NONBLOCK).unwrap());
         let addresses = RingAddresses {
             size: QUEUE,
             descriptors: GuestAddress(0),
@@ -69,18 +80,16 @@ impl Machine {
         let start = QueueStart {
             id: QueueId(0),
             device: Arc::new(DeviceState::new([0; ID_BYTES], String::new())),
-            features: Features(EVENT_IDX),
-            virtqueue: Virtqueue::new(addresses, (0, true), memory.clone(), None, None).unwrap(),
+            features: Features(if event_idx { EVENT_IDX } else { 0 }),
+            virtqueue: Virtqueue::new(addresses, (0, event_idx), memory.clone(), None, None)
+                .unwrap(),
             kick: kick.try_clone().unwrap(),
             call: Some(call.try_clone().unwrap()),
             err: None,
         };
         channel.send(QueueCommand::Start(Box::new(start)));
-        let mut machine = Self { thread, memory, kick, call, available: 0, told: 0 };
+        let machine = Self { thread, memory, kick, call, available: 0, told: 0 };
         (0..QUEUE).for_each(|head| machine.prepare(head));
-        machine.iterate();
-        machine.iterate();
-        assert!(machine.is_asleep() && machine.is_called());
         machine
     }
 
@@ -113,9 +122,8 @@ impl Machine {
         self.load(USED + 2)
     }
 
-    /// Makes `count` reads available, and kicks if the server has asked for that. Returns whether
-    /// it has.
-    fn submit(&mut self, count: u16) -> bool {
+    /// Makes `count` reads available.
+    fn offer(&mut self, count: u16) {
         for _ in 0..count {
             let slot = self.available % QUEUE;
             self.write(AVAILABLE + 4 + 2 * u64::from(slot), slot);
@@ -123,14 +131,24 @@ impl Machine {
         }
         let index = GuestAddress(AVAILABLE + 2);
         self.memory.bytes().store(self.available, index, Ordering::Release).unwrap();
+    }
+
+    /// Makes `count` reads available, and kicks if the server has asked for that. Returns whether
+    /// it has.
+    fn submit(&mut self, count: u16) -> bool {
+        self.offer(count);
         let asked = self.load(USED + 4 + 8 * u64::from(QUEUE));
         let old = std::mem::replace(&mut self.told, self.available);
         let is_kick =
             self.available.wrapping_sub(asked).wrapping_sub(1) < self.available.wrapping_sub(old);
         if is_kick {
-            rustix::io::write(&self.kick, &1u64.to_ne_bytes()).unwrap();
+            self.kick();
         }
         is_kick
+    }
+
+    fn kick(&self) {
+        rustix::io::write(&self.kick, &1u64.to_ne_bytes()).unwrap();
     }
 
     /// Has the server call for the next request that ends.
@@ -141,6 +159,12 @@ impl Machine {
     /// Whether there was a call.
     fn is_called(&self) -> bool {
         rustix::io::read(&self.call, &mut [0; 8]).is_ok()
+    }
+
+    /// How many kicks and calls there were, if one eventfd has both.
+    fn take_signals(&self) -> u64 {
+        let mut count = [0; 8];
+        rustix::io::read(&self.call, &mut count).map_or(0, |_| u64::from_ne_bytes(count))
     }
 
     fn iterate(&mut self) {
@@ -191,6 +215,28 @@ fn a_request_that_was_made_while_a_thread_goes_to_sleep_keeps_it_awake() {
     machine.iterate();
     machine.iterate();
     assert_eq!(machine.used(), 2);
+}
+
+/// A driver without event indices that has one eventfd for kicks and calls: each call is a kick.
+#[test]
+fn a_queue_whose_kicks_and_calls_are_one_eventfd_comes_to_rest() {
+    for is_call_wanted in [true, false] {
+        let kick = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+        let call = kick.try_clone().unwrap();
+        let mut machine = Machine::with((kick, call), false);
+        machine.write(AVAILABLE, if is_call_wanted { 0 } else { NO_INTERRUPT });
+        (0..10).for_each(|_| machine.iterate());
+        // The call at the start of a queue.
+        assert_eq!(machine.take_signals(), 1);
+        for n in 1..4 {
+            machine.offer(1);
+            machine.kick();
+            (0..20).for_each(|_| machine.iterate());
+            assert_eq!(machine.used(), n);
+            assert!(machine.is_asleep());
+            assert_eq!(machine.take_signals(), 1 + u64::from(is_call_wanted), "request {n}");
+        }
+    }
 }
 
 /// Serves `count` reads, `depth` of them at a time, with a sleep and a call for each time.
