@@ -70,6 +70,7 @@ mod ublk_pauses;
 mod ublk_takeover;
 mod upgrade;
 mod upgrade_changes;
+mod upgrade_ends;
 mod vhost_user;
 mod vmm_faults;
 mod without_io_uring;

@@ -35,7 +35,7 @@ impl Upgraded {
     }
 
     /// The same with the command prefix `wrapper`, which must end in exec.
-    fn start_under(wrapper: &[&str], format: &str, extra: &[&str]) -> Self {
+    pub(crate) fn start_under(wrapper: &[&str], format: &str, extra: &[&str]) -> Self {
         let scratch = Scratch::new();
         let (image, control) = (scratch.join("disk"), scratch.join("control"));
         accepted(&["create", text(&image), "64M", "--format", format]);
@@ -43,6 +43,11 @@ impl Upgraded {
         let arguments = [&["--control", &address, "--format", format, "--verbose"], extra].concat();
         let server = Server::start_under(wrapper, &image, &arguments);
         Self { server, control, serving: None, scratch }
+    }
+
+    /// `server`, with its control socket at `control` and its files in `scratch`.
+    pub(crate) fn of(server: Server, control: &Path, scratch: Scratch) -> Self {
+        Self { server, control: control.to_owned(), serving: None, scratch }
     }
 
     /// A server in front of the one at `uri`.
@@ -102,7 +107,8 @@ impl Upgraded {
         children.next().expect("a child of the server")
     }
 
-    fn process(&self) -> Pid {
+    /// The process that serves.
+    pub(crate) fn process(&self) -> Pid {
         self.serving.unwrap_or_else(|| Pid::from_raw(self.server.pid() as i32).expect("a number"))
     }
 
@@ -130,7 +136,7 @@ impl Drop for Upgraded {
 }
 
 /// Whether `process` has not ended. It is no child of this one, so nothing is left to wait for.
-fn runs(process: Pid) -> bool {
+pub(crate) fn runs(process: Pid) -> bool {
     let state = fs::read_to_string(format!("/proc/{}/stat", process.as_raw_nonzero()));
     test_kill_process(process).is_ok() && !state.is_ok_and(|state| state.contains(") Z "))
 }

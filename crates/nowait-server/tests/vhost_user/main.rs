@@ -6,6 +6,7 @@ mod beside_nbd;
 mod changes;
 mod driver;
 mod handed_over;
+mod handed_over_ends;
 mod hostile;
 mod limits;
 mod pauses;
