@@ -35,7 +35,7 @@ impl Upgraded {
     }
 
     /// The same with the command prefix `wrapper`, which must end in exec.
-    pub(crate) fn start_under(wrapper: &[&str], format: &str, extra: &[&str]) -> Self {
+    fn start_under(wrapper: &[&str], format: &str, extra: &[&str]) -> Self {
         let scratch = Scratch::new();
         let (image, control) = (scratch.join("disk"), scratch.join("control"));
         accepted(&["create", text(&image), "64M", "--format", format]);

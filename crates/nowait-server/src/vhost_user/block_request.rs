@@ -122,6 +122,20 @@ impl RequestReader {
         &self.parts
     }
 
+    /// Keeps of the data `len` bytes from byte `from` on.
+    #[cold]
+    pub(crate) fn keep(&mut self, mut from: u64, mut len: u64) {
+        for part in &mut self.parts {
+            let skipped = from.min(part.len.into()) as u32;
+            from -= u64::from(skipped);
+            // Only a part of no bytes has an address that overflows.
+            part.address = part.address.checked_add(skipped.into()).unwrap_or(part.address);
+            part.len = len.min(u64::from(part.len - skipped)) as u32;
+            len -= u64::from(part.len);
+        }
+        self.parts.retain(|part| part.len > 0);
+    }
+
     /// The same in the memory of this process.
     ///
     /// # Errors

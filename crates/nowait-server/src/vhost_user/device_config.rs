@@ -21,6 +21,9 @@ const SEGMENTS: u32 = 126;
 const SEGMENT_BYTES: u32 = 256 << 10;
 /// The most bytes of a read or a write: what the segments that drivers are told have together.
 pub(crate) const MAX_REQUEST_BYTES: u64 = SEGMENTS as u64 * SEGMENT_BYTES as u64;
+/// The same for drivers that do not ask for the bound, such as those of firmware, which read a whole
+/// kernel at a time.
+pub(crate) const MAX_UNTOLD_BYTES: u64 = 256 << 20;
 /// The most sectors of one discard or one write of zeroes: 2 TiB.
 const ZEROED_SECTORS: u32 = u32::MAX;
 /// Bytes of the configuration, up to and with the fields of DISCARD and WRITE_ZEROES.
@@ -81,6 +84,12 @@ impl Features {
     /// The driver suppresses notifications by ring indices.
     pub(crate) fn event_idx(self) -> bool {
         self.has(VIRTIO_RING_F_EVENT_IDX)
+    }
+
+    /// The most bytes of a read or a write.
+    pub(crate) fn max_request_bytes(self) -> u64 {
+        let is_told = self.has(VIRTIO_BLK_F_SIZE_MAX) || self.has(VIRTIO_BLK_F_SEG_MAX);
+        if is_told { MAX_REQUEST_BYTES } else { MAX_UNTOLD_BYTES }
     }
 
     /// The memory that the device writes to is logged.

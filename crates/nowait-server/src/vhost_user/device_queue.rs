@@ -33,6 +33,16 @@ struct InFlight {
     written: u32,
     /// The parts of the memory that it writes to, while the VMM keeps a log.
     logged: Vec<(u64, u64)>,
+    /// What comes after it.
+    rest: Option<Box<Rest>>,
+}
+
+/// What is left of a long request, which the engine gets piece by piece.
+struct Rest {
+    request: BlockRequest,
+    io: Request,
+    /// Bytes of the pieces so far.
+    done: u64,
 }
 
 /// Whether a queue takes requests.
@@ -119,7 +129,7 @@ impl DeviceQueue {
             }
             Begun::InFlight => {
                 if injected(ServerBug::TellBeforeData) && request.kind == Kind::Read {
-                    self.complete(head, Ok(0))?;
+                    self.finish(head, Ok(0))?;
                 }
                 Ok(Step::Next)
             }
@@ -179,7 +189,7 @@ impl DeviceQueue {
             return ended(VIRTIO_BLK_S_UNSUPP);
         }
         let has_data = matches!(request.kind, Kind::Read | Kind::Write);
-        if request.has_stray || has_data && request.len > MAX_REQUEST_BYTES {
+        if request.has_stray || has_data && request.len > self.start.features.max_request_bytes() {
             return ended(VIRTIO_BLK_S_IOERR);
         }
         let memory = self.start.virtqueue.memory();
@@ -228,16 +238,69 @@ impl DeviceQueue {
                 Some(Err(_)) | None => return ended(VIRTIO_BLK_S_IOERR),
             }
         };
-        self.submit(number, head, Request { op, flags, range }, request.status, reader, context)
+        self.begin_io(number, head, request, Request { op, flags, range }, reader, context)
     }
 
-    /// Gives a checked request to the engine.
+    /// Begins a checked request; of a long one its first piece.
+    fn begin_io<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        number: usize,
+        head: u16,
+        request: &BlockRequest,
+        mut io: Request,
+        reader: &mut RequestReader,
+        context: &mut LoopContext<Q, M>,
+    ) -> Result<Begun, Malformed> {
+        let written = if io.op == Op::Read { io.range.len as u32 } else { 0 };
+        let is_long = matches!(io.op, Op::Read | Op::Write) && io.range.len > MAX_REQUEST_BYTES;
+        let rest = is_long.then(|| {
+            let rest = Rest { request: *request, io, done: MAX_REQUEST_BYTES };
+            io.range.len = MAX_REQUEST_BYTES;
+            reader.keep(0, MAX_REQUEST_BYTES);
+            Box::new(rest)
+        });
+        let answer = InFlight { status: request.status, written, logged: Vec::new(), rest };
+        self.submit(number, head, io, answer, reader, context)
+    }
+
+    /// Gives the next piece of a long request to the engine. Its descriptors are read again: the
+    /// guest must not have changed them.
+    #[cold]
+    fn go_on<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        number: usize,
+        head: u16,
+        mut rest: Box<Rest>,
+        reader: &mut RequestReader,
+        context: &mut LoopContext<Q, M>,
+    ) -> Result<(), Malformed> {
+        let virtqueue = &self.start.virtqueue;
+        let request = reader.read(virtqueue.memory(), virtqueue.table(), head)?;
+        if request != rest.request {
+            return Err(Malformed("a request was changed before its end"));
+        }
+        let (mut io, status) = (rest.io, request.status);
+        let written = if io.op == Op::Read { io.range.len as u32 } else { 0 };
+        io.range.pos += rest.done;
+        io.range.len = MAX_REQUEST_BYTES.min(rest.io.range.len - rest.done);
+        reader.keep(rest.done, io.range.len);
+        rest.done += io.range.len;
+        let rest = (rest.done < rest.io.range.len).then_some(rest);
+        let answer = InFlight { status, written, logged: Vec::new(), rest };
+        match self.submit(number, head, io, answer, reader, context)? {
+            Begun::InFlight => Ok(()),
+            Begun::Ended(outcome) => self.end(head, status, outcome),
+            Begun::NoMemory => self.end(head, status, Err(VIRTIO_BLK_S_IOERR)),
+        }
+    }
+
+    /// Gives a checked request to the engine, of which there may be a rest.
     fn submit<Q: IoQueue, M: BlockMap>(
         &mut self,
         number: usize,
         head: u16,
         io: Request,
-        status: GuestAddress,
+        mut answer: InFlight,
         reader: &mut RequestReader,
         context: &mut LoopContext<Q, M>,
     ) -> Result<Begun, Malformed> {
@@ -274,15 +337,12 @@ impl DeviceQueue {
             return Ok(Begun::Ended(Err(status_of(rejected.error.errno()))));
         }
         self.member.quantum.read(io.range.len);
-        let logged = match self.start.virtqueue.log() {
-            Some(_) if is_read => {
-                reader.data().iter().map(|part| (part.address.0, part.len.into())).collect()
-            }
-            _ => Vec::new(),
-        };
-        let written = if is_read { io.range.len as u32 } else { 0 };
+        if is_read && self.start.virtqueue.log().is_some() {
+            let parts = reader.data().iter();
+            answer.logged = parts.map(|part| (part.address.0, part.len.into())).collect();
+        }
         if let Some(entry) = self.requests.get_mut(usize::from(head)) {
-            *entry = Some(InFlight { status, written, logged });
+            *entry = Some(answer);
         }
         self.in_flight += 1;
         Ok(Begun::InFlight)
@@ -304,19 +364,39 @@ impl DeviceQueue {
         virtqueue.finish(head, written.saturating_add(1))
     }
 
-    /// A request has left the engine.
-    pub(super) fn complete(&mut self, head: u16, outcome: Outcome) -> Result<(), Malformed> {
+    /// A request, or a piece of one, has left the engine.
+    #[inline]
+    pub(super) fn complete<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        number: usize,
+        head: u16,
+        outcome: Outcome,
+        reader: &mut RequestReader,
+        context: &mut LoopContext<Q, M>,
+    ) -> Result<(), Malformed> {
+        match self.finish(head, outcome)? {
+            Some(rest) => self.go_on(number, head, rest, reader, context),
+            None => Ok(()),
+        }
+    }
+
+    /// Ends a request, unless there is a rest of it and all has gone well so far.
+    fn finish(&mut self, head: u16, outcome: Outcome) -> Result<Option<Box<Rest>>, Malformed> {
         let entry = self.requests.get_mut(usize::from(head)).and_then(Option::take);
-        let Some(InFlight { status, written, logged }) = entry else { return Ok(()) };
+        let Some(InFlight { status, written, logged, rest }) = entry else { return Ok(None) };
         self.in_flight -= 1;
         if self.start.device.is_broken() {
-            return Ok(());
+            return Ok(None);
         }
         self.check_memory()?;
         if let Some(log) = self.start.virtqueue.log() {
             logged.iter().for_each(|(address, len)| log.log.mark(*address, *len));
         }
-        self.end(head, status, outcome.map(|_| written))
+        if rest.is_some() && outcome.is_ok() {
+            return Ok(rest);
+        }
+        self.end(head, status, outcome.map(|_| written))?;
+        Ok(None)
     }
 
     /// Stops the device of the queue.

@@ -221,7 +221,8 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
     ) {
         let Some(queue) = self.queues.get_mut(member) else { return };
         let outcome = result(&completion).map(|()| 0).map_err(status_of);
-        if let Err(reason) = queue.complete(key as u16, outcome) {
+        if let Err(reason) = queue.complete(member, key as u16, outcome, &mut self.reader, context)
+        {
             queue.break_down(reason);
         }
         context.schedule(member, &mut queue.member);

@@ -32,7 +32,7 @@ impl Serving {
     }
 
     /// Waits for its end, for which nothing is done here. Returns whether another server serves.
-    fn is_handed_over(self) -> bool {
+    fn ends_handed_over(self) -> bool {
         let Self { exports, stopper, running } = self;
         let report = within("the end of a server", move || running.join().unwrap()).unwrap();
         drop((exports, stopper));
@@ -76,8 +76,8 @@ fn a_server_whose_vmm_leaves_when_the_next_one_is_told_to_serve_ends_by_that_onl
         parked.begin_handing_over().unwrap();
         drop(vmm);
         let next = server.succeed(parked, export_of(&image).with_devices());
-        assert!(server.is_handed_over());
-        assert!(!next.is_handed_over(), "it ends with its VMM");
+        assert!(server.ends_handed_over());
+        assert!(!next.ends_handed_over(), "it ends with its VMM");
     }
 }
 
@@ -89,7 +89,7 @@ fn a_server_whose_vmm_leaves_ends_with_it_where_the_next_one_cannot_be_told() {
     drop(parked.devices(BOUND).unwrap());
     drop(vmm);
     drop(parked);
-    assert!(!server.is_handed_over());
+    assert!(!server.ends_handed_over());
 }
 
 #[test]
@@ -101,10 +101,10 @@ fn a_server_that_is_asked_to_stop_when_the_next_one_is_told_to_serve_hands_its_v
         server.stopper.stop();
         let next = server.succeed(parked, export_of(&image).with_devices());
         server.stopper.stop();
-        assert!(server.is_handed_over());
+        assert!(server.ends_handed_over());
         vmm.get_features().unwrap();
         drop(vmm);
-        assert!(!next.is_handed_over());
+        assert!(!next.ends_handed_over());
     }
 }
 
@@ -115,7 +115,7 @@ fn a_stop_is_carried_out_where_the_next_server_cannot_be_told() {
     parked.begin_handing_over().unwrap();
     server.stopper.stop();
     drop(parked);
-    assert!(!server.is_handed_over());
+    assert!(!server.ends_handed_over());
     assert!(vmm.get_features().is_err(), "it is served");
     // One that stops already is not handed over.
     let (_image, server, _vmm) = serve();
@@ -123,5 +123,5 @@ fn a_stop_is_carried_out_where_the_next_server_cannot_be_told() {
     server.stopper.stop();
     assert!(parked.begin_handing_over().is_err());
     drop(parked);
-    assert!(!server.is_handed_over());
+    assert!(!server.ends_handed_over());
 }

@@ -12,7 +12,11 @@ use crate::driver::*;
 use crate::scene::Scene;
 
 /// Size of the image in bytes.
-const IMAGE_BYTES: u64 = 64 << 20;
+const IMAGE_BYTES: u64 = 320 << 20;
+/// The longest request of a driver that does not ask for the limits.
+const UNTOLD_BYTES: u64 = 256 << 20;
+/// The bits of these limits among the features.
+const SIZE_MAX_AND_SEG_MAX: u64 = 1 << 1 | 1 << 2;
 /// Where the table of the chain is, and the memory that all of its segments have.
 const TABLE: u64 = DATA;
 const SEGMENT: u64 = 0x20000;
@@ -43,12 +47,48 @@ fn request(driver: &mut Driver, kind: u32, sector: u64, lens: &[u32]) -> (u8, u3
     (driver.status(0), written)
 }
 
-#[test]
-fn a_request_of_all_segments_that_drivers_are_told_is_served_and_a_longer_one_is_an_error() {
+fn scene() -> (Scene, tempfile::NamedTempFile) {
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     File::options().write(true).open(file.path()).unwrap().set_len(IMAGE_BYTES).unwrap();
     let disk = Arc::new(BlockDevice::open(file.path(), OpenOptions::default()).unwrap());
-    let scene = Scene::of(Export::new(disk, 2, "large".into(), String::new()));
+    (Scene::of(Export::new(disk, 2, "large".into(), String::new())), file)
+}
+
+/// Firmware reads a whole kernel by one request.
+#[test]
+fn a_driver_that_does_not_ask_for_the_limits_has_long_requests_and_a_longer_one_is_an_error() {
+    let (scene, _file) = scene();
+    let mut driver = Driver::connect_without(&scene.sockets[0], SIZE_MAX_AND_SEG_MAX);
+    const LEN: u32 = 256 << 10;
+    let all = (UNTOLD_BYTES / u64::from(LEN)) as usize;
+    for (sector, count) in [(64, 127), (0, 200), (8, all)] {
+        let part = |n: usize| sector + n as u64 * u64::from(LEN) / 512;
+        let byte = count as u8;
+        driver.write(SEGMENT, &[byte; 512]);
+        assert_eq!(request(&mut driver, WRITE, part(count - 1), &[512]), (OK, 1));
+        driver.write(SEGMENT, &[!byte; 512]);
+        assert_eq!(request(&mut driver, WRITE, part(count), &[512]), (OK, 1));
+        let lens = vec![LEN; count];
+        let bytes = count as u32 * LEN;
+        assert_eq!(request(&mut driver, READ, sector, &lens), (OK, bytes + 1), "{count}");
+        assert_eq!(driver.read(SEGMENT, 512), [byte; 512], "the last part is another");
+        driver.write(SEGMENT, &[byte + 1; 512]);
+        assert_eq!(request(&mut driver, WRITE, sector, &lens), (OK, 1));
+        for n in 0..=count {
+            assert_eq!(request(&mut driver, READ, part(n), &[512]), (OK, 513));
+            // What is behind it was not written.
+            let expected = if n < count { byte + 1 } else { !byte };
+            assert_eq!(driver.read(SEGMENT, 512), [expected; 512], "part {n} of {count}");
+        }
+    }
+    let longer = [&vec![LEN; all - 1][..], &[LEN + 512]].concat();
+    assert_eq!(request(&mut driver, READ, 0, &longer), (IOERR, 1));
+    assert_eq!(request(&mut driver, WRITE, 0, &longer), (IOERR, 1));
+}
+
+#[test]
+fn a_request_of_all_segments_that_drivers_are_told_is_served_and_a_longer_one_is_an_error() {
+    let (scene, _file) = scene();
     let mut driver = Driver::connect(&scene.sockets[0]);
     let (segment, segments) = told(&mut driver);
     let limit = vec![segment; segments.into()];
