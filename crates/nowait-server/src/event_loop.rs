@@ -15,9 +15,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nowait::{
-    AdaptivePoll, BlockMap, Engine, Error, FD_TOKEN, Flags, Interest, IoQueue, Request, Token,
-};
+use nowait::{AdaptivePoll, BlockMap, Engine, Error, FD_TOKEN, Flags, Interest, IoQueue, Token};
 
 use crate::export::{Export, result};
 use crate::export_threads::export_registry::{RegisteredExport, Retired};
@@ -339,12 +337,19 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         let is_limited = self.context.throttle.is_on() && self.frontend.is_limited(member);
         let Some(state) = self.frontend.member(member) else { return 0 };
         state.scheduled = false;
+        if is_limited {
+            // Those of requests that were submitted between its services.
+            self.context.throttle.charge(state);
+        }
         state.quantum.begin(self.context.quantum);
         let throttle = &mut self.context.throttle;
         let moved = match is_limited && throttle.holds(member, state, Instant::now()) {
             true => self.frontend.send_answers(&mut self.context, member),
             false => self.frontend.service(&mut self.context, member),
         };
+        if is_limited && let Some(state) = self.frontend.member(member) {
+            self.context.throttle.charge(state);
+        }
         if self.context.has_released {
             self.wake_blocked();
         }
@@ -357,6 +362,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         if !self.stopping && !self.parking {
             self.context.throttle.update(&self.registered.limits);
         }
+        self.context.throttle.begin_release();
         while let Some(member) = self.context.throttle.released() {
             if injected(ServerBug::ForgetHeld) {
                 continue;
@@ -365,16 +371,6 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
                 state.is_held = false;
                 self.context.run_queues.schedule(member, state);
             }
-        }
-    }
-
-    /// Takes the tokens of a request of `member` that has ended, if there are limits.
-    #[inline]
-    fn charge(&mut self, member: usize, io: Request) {
-        if self.context.throttle.is_on()
-            && let Some(state) = self.frontend.member(member)
-        {
-            self.context.throttle.charge(state, io);
         }
     }
 
@@ -407,13 +403,11 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
             }
             match result(&completion) {
                 Ok(()) => {
-                    self.charge(member, io);
                     self.context.statistics.count(kind, io.op, io.range.len);
                 }
                 // One that may not wait is done again if it has failed.
                 Err(_) if io.flags.has(Flags::NOWAIT) => {}
                 Err(errno) => {
-                    self.charge(member, io);
                     self.context.export.note_fault(io, errno);
                     self.context.statistics.count_error(kind, io.op, errno);
                 }

@@ -7,7 +7,9 @@
 use std::collections::VecDeque;
 use std::sync::Arc;
 
-use crate::rate_limit::ClientBuckets;
+use nowait::{Op, Request};
+
+use crate::rate_limit::{ClientBuckets, Tokens};
 
 /// Quantum in bytes with several connections: what one service may send, and as much may be read
 /// from the device. A processor copies it in some 50 µs. A request is not split, so the last one
@@ -24,7 +26,6 @@ pub(crate) fn quantum_among(connections: usize) -> u64 {
 }
 
 /// What a connection may still move in this service.
-#[derive(Default)]
 pub(crate) struct Quantum {
     /// Bytes that may still be sent.
     pub(crate) send: u64,
@@ -37,6 +38,23 @@ pub(crate) struct Quantum {
     /// Bytes moved in earlier services: half of the last one's, a quarter of the one before, and so
     /// on.
     recent_bytes: u64,
+    /// What the limits allow in this service, and what was taken.
+    allowed: Tokens,
+    taken: Tokens,
+}
+
+impl Default for Quantum {
+    fn default() -> Self {
+        Self {
+            send: 0,
+            read: 0,
+            halved: false,
+            moved: 0,
+            recent_bytes: 0,
+            allowed: Tokens::ALL,
+            taken: Tokens::NONE,
+        }
+    }
 }
 
 impl Quantum {
@@ -44,7 +62,38 @@ impl Quantum {
     #[inline]
     pub(crate) fn begin(&mut self, bytes: u64) {
         let recent_bytes = (self.recent_bytes + self.moved) / 2;
-        *self = Self { send: bytes, read: bytes, halved: false, moved: 0, recent_bytes };
+        *self = Self { send: bytes, read: bytes, recent_bytes, ..Self::default() };
+    }
+
+    /// Allows no more than `tokens` in this service, beside one request that may exceed it.
+    pub(crate) fn limit(&mut self, tokens: Tokens) {
+        self.allowed = tokens;
+    }
+
+    /// Counts a request that is submitted, or answered without the device, for the limits.
+    #[inline]
+    pub(crate) fn count(&mut self, io: Request) {
+        self.taken.requests += 1;
+        if matches!(io.op, Op::Read | Op::Write) {
+            self.taken.bytes += io.range.len;
+        }
+    }
+
+    /// Whether the limits allow no further request in this service.
+    #[inline]
+    pub(crate) fn is_spent(&self) -> bool {
+        self.taken.requests >= self.allowed.requests || self.taken.bytes >= self.allowed.bytes
+    }
+
+    /// Whether a request of `op` is left to another service. Only reads have a quantum.
+    #[inline]
+    pub(crate) fn holds_back(&self, op: Op) -> bool {
+        self.is_spent() || op == Op::Read && self.reads_exhausted()
+    }
+
+    /// Takes what the requests since the last call have to pay.
+    pub(crate) fn take_debt(&mut self) -> Tokens {
+        std::mem::replace(&mut self.taken, Tokens::NONE)
     }
 
     /// Counts `bytes` moved in either direction.
@@ -74,7 +123,7 @@ impl Quantum {
     /// Whether a blocked connection goes on in the next service without waiting for an event.
     #[inline]
     pub(crate) fn needs_requeue(&self) -> bool {
-        self.reads_exhausted() || self.halved
+        self.reads_exhausted() || self.halved || self.is_spent()
     }
 
     /// Bytes moved in this service, in both directions.

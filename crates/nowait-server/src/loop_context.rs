@@ -112,9 +112,9 @@ impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
 
     /// A read of `member` was answered without the engine.
     #[inline]
-    pub(crate) fn count_hole(&self, frontend: FrontendKind, member: &Member, io: Request) {
+    pub(crate) fn count_hole(&self, frontend: FrontendKind, member: &mut Member, io: Request) {
         self.statistics.count(frontend, io.op, io.range.len);
-        self.throttle.charge(member, io);
+        member.quantum.count(io);
     }
 
     /// As [`ConnectionLimit::close_count`].

@@ -1,9 +1,9 @@
 //! Limits on what an export, and what each of its clients may do: requests and bytes a second, by token
 //! buckets.
 //!
-//! Invariant: a completed request takes its tokens even where there are fewer, and no further one is
-//! taken before the debt is paid: so the rate is kept over time, whatever the size of a request. A
-//! request in flight is never held up.
+//! Invariant: a request takes its tokens when it is submitted, even where there are fewer, and no
+//! further one is taken before the debt is paid: so the rate is kept over time, whatever the size of a
+//! request. A request in flight is never held up.
 
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, Mutex};
@@ -158,6 +158,31 @@ impl ClientBuckets {
     }
 }
 
+/// Tokens of both kinds of buckets.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Tokens {
+    pub(crate) requests: u64,
+    pub(crate) bytes: u64,
+}
+
+impl Tokens {
+    /// As many as there can be.
+    pub(crate) const ALL: Self = Self { requests: u64::MAX, bytes: u64::MAX };
+    pub(crate) const NONE: Self = Self { requests: 0, bytes: 0 };
+
+    /// The fewer of both, for each kind.
+    pub(crate) fn min(self, other: Self) -> Self {
+        let (requests, bytes) = (self.requests.min(other.requests), self.bytes.min(other.bytes));
+        Self { requests, bytes }
+    }
+
+    /// An equal share of one among `count`, at least one of each kind.
+    pub(crate) fn share(self, count: u64) -> Self {
+        let share = |all: u64| all.div_ceil(count.max(1)).max(1);
+        Self { requests: share(self.requests), bytes: share(self.bytes) }
+    }
+}
+
 /// The buckets of an export or a client, shared by threads.
 pub(crate) struct Limiter {
     limits: Limits,
@@ -181,9 +206,9 @@ impl Limiter {
         Self { limits, requests, bytes }
     }
 
-    /// Takes the tokens of a request of `bytes` that has ended.
-    pub(crate) fn charge(&self, bytes: u64) {
-        for (bucket, count) in [(&self.requests, 1), (&self.bytes, bytes)] {
+    /// Takes the tokens of `tokens.requests` requests of `tokens.bytes` together.
+    pub(crate) fn charge(&self, tokens: Tokens) {
+        for (bucket, count) in [(&self.requests, tokens.requests), (&self.bytes, tokens.bytes)] {
             if let Some(bucket) = bucket {
                 lock(bucket).take(count);
             }
@@ -194,6 +219,14 @@ impl Limiter {
     pub(crate) fn wait_time(&self, now: Instant) -> Option<Duration> {
         let buckets = [&self.requests, &self.bytes].into_iter().flatten();
         buckets.filter_map(|bucket| lock(bucket).wait_time(now)).max()
+    }
+
+    /// What the buckets have, as of the last [`Limiter::wait_time`]: [`Tokens::ALL`] without a limit.
+    pub(crate) fn tokens(&self) -> Tokens {
+        let of = |bucket: &Option<Mutex<Bucket>>| {
+            bucket.as_ref().map_or(u64::MAX, |bucket| lock(bucket).tokens())
+        };
+        Tokens { requests: of(&self.requests), bytes: of(&self.bytes) }
     }
 }
 
@@ -244,6 +277,11 @@ impl Bucket {
         self.level -= i128::from(count - once) * self.unit();
     }
 
+    fn tokens(&self) -> u64 {
+        let level = u64::try_from(self.level.max(0) / self.unit()).unwrap_or(u64::MAX);
+        level.saturating_add(self.one_time_burst)
+    }
+
     fn wait_time(&mut self, now: Instant) -> Option<Duration> {
         let passed = now.saturating_duration_since(self.updated).as_nanos() as i128;
         self.updated = self.updated.max(now);
@@ -265,6 +303,10 @@ mod tests {
 
     const SECOND: Duration = Duration::from_secs(1);
 
+    fn request_of(bytes: u64) -> Tokens {
+        Tokens { requests: 1, bytes }
+    }
+
     /// Requests of `bytes` that a limiter lets through in `time`, taken as soon as they may be.
     fn requests_in(limits: Limits, bytes: u64, time: Duration) -> u64 {
         let begin = Instant::now();
@@ -274,7 +316,7 @@ mod tests {
             match limiter.wait_time(now) {
                 Some(wait) => now += wait,
                 None => {
-                    limiter.charge(bytes);
+                    limiter.charge(request_of(bytes));
                     requests += 1;
                 }
             }
@@ -323,7 +365,7 @@ mod tests {
             Limits { requests: Some(limit), bytes: Some(limit) },
             Instant::now(),
         );
-        (0..1000).for_each(|_| limiter.charge(u64::MAX));
+        (0..1000).for_each(|_| limiter.charge(request_of(u64::MAX)));
         let wait = limiter.wait_time(Instant::now()).expect("a debt");
         assert!(wait <= day * 1000, "{wait:?}");
         assert!(!TokenBucket { size: 0, ..limit }.is_valid());
@@ -354,7 +396,7 @@ mod tests {
         for step in 1..=50 {
             let now = begin + SECOND * step / 50;
             while limiter.wait_time(now).is_none() {
-                limiter.charge(1);
+                limiter.charge(request_of(1));
                 requests += 1;
             }
             limiter = Limiter::after(Some(&limiter), limits(1000), now);
@@ -363,7 +405,7 @@ mod tests {
         // A smaller bucket holds no more than its size, and a debt has to be paid.
         let now = begin + SECOND * 10;
         limiter = Limiter::after(Some(&limiter), limits(10), now);
-        (0..30).for_each(|_| limiter.charge(1));
+        (0..30).for_each(|_| limiter.charge(request_of(1)));
         assert!(limiter.wait_time(now).is_some());
         limiter = Limiter::after(Some(&limiter), limits(1000), now);
         assert!(limiter.wait_time(now).is_some(), "the debt is there");
@@ -395,7 +437,7 @@ mod tests {
         shared.set_of_clients(limits(1));
         let (one, other) = (ClientBuckets::default(), ClientBuckets::default());
         let old = shared.current().of_clients.expect("limits");
-        (0..2).for_each(|_| one.limiter(old).charge(0));
+        (0..2).for_each(|_| one.limiter(old).charge(request_of(0)));
         let waits = |client: &ClientBuckets, under| client.limiter(under).wait_time(Instant::now());
         assert!(waits(&one, old).is_some() && waits(&other, old).is_none());
         shared.set(limits(1));

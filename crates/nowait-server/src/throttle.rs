@@ -8,10 +8,12 @@ use std::collections::BinaryHeap;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nowait::{Op, Request};
-
 use crate::fairness::Member;
-use crate::rate_limit::{CurrentLimits, Limiter, SharedLimits, TokenBucket};
+use crate::rate_limit::{CurrentLimits, Limiter, SharedLimits, TokenBucket, Tokens};
+
+/// The shortest time that a member waits: at a high rate one wakeup is for many tokens. Less than
+/// [`TokenBucket::MIN_REFILL_TIME`], so that no bucket runs over meanwhile.
+const SHORTEST_WAIT: Duration = Duration::from_micros(500);
 
 /// The state of a thread's limits.
 #[derive(Default)]
@@ -25,6 +27,8 @@ pub(crate) struct Throttle {
     waiting: BinaryHeap<Reverse<(Instant, usize)>>,
     /// The limits have changed: all that wait are looked at again.
     has_changed: bool,
+    /// How many members have waited together: each gets an equal share of what has come meanwhile.
+    contenders: u64,
 }
 
 impl Throttle {
@@ -59,14 +63,19 @@ impl Throttle {
         self.is_on
     }
 
-    /// Whether `member`, which has this `number`, has to wait; then its number is kept here.
+    /// Whether `member`, which has this `number`, has to wait; then its number is kept here. If
+    /// not, its quantum allows as much as it may take in this service.
     pub(crate) fn holds(&mut self, number: usize, member: &mut Member, now: Instant) -> bool {
-        let waits = self.limiters(member).into_iter().flatten();
-        let Some(wait) = waits.filter_map(|limiter| limiter.wait_time(now)).max() else {
+        let limiters = self.limiters(member);
+        let waits = limiters.iter().flatten().filter_map(|limiter| limiter.wait_time(now));
+        let Some(wait) = waits.max() else {
+            let tokens = limiters.iter().flatten().map(|limiter| limiter.tokens());
+            member.quantum.limit(tokens.fold(Tokens::ALL, Tokens::min).share(self.contenders));
             return false;
         };
         if !std::mem::replace(&mut member.is_held, true) {
-            self.waiting.push(Reverse((now + wait.min(TokenBucket::MAX_REFILL_TIME), number)));
+            let wait = wait.clamp(SHORTEST_WAIT, TokenBucket::MAX_REFILL_TIME);
+            self.waiting.push(Reverse((now + wait, number)));
         }
         true
     }
@@ -77,19 +86,12 @@ impl Throttle {
         [self.limits.export.clone(), of_client]
     }
 
-    /// Takes the tokens of a request of `member` that has ended.
-    #[inline]
-    pub(crate) fn charge(&self, member: &Member, io: Request) {
-        if self.is_on {
-            self.charge_limited(member, io);
+    /// Takes the tokens of the requests that `member` has submitted.
+    pub(crate) fn charge(&self, member: &mut Member) {
+        let taken = member.quantum.take_debt();
+        if taken != Tokens::NONE {
+            self.limiters(member).into_iter().flatten().for_each(|limiter| limiter.charge(taken));
         }
-    }
-
-    #[cold]
-    fn charge_limited(&self, member: &Member, io: Request) {
-        let moves = matches!(io.op, Op::Read | Op::Write);
-        let bytes = if moves { io.range.len } else { 0 };
-        self.limiters(member).into_iter().flatten().for_each(|limiter| limiter.charge(bytes));
     }
 
     /// The time until a member that waits may go on.
@@ -100,6 +102,14 @@ impl Throttle {
             true => Duration::ZERO,
             false => due.saturating_duration_since(Instant::now()),
         })
+    }
+
+    /// Begins to release the members that may go on.
+    #[inline]
+    pub(crate) fn begin_release(&mut self) {
+        if self.wait_time() == Some(Duration::ZERO) {
+            self.contenders = self.waiting.len() as u64;
+        }
     }
 
     /// The next member that may go on, if there is one. It is looked at again by
@@ -121,7 +131,7 @@ impl Throttle {
 mod tests {
     use super::*;
     use crate::rate_limit::Limits;
-    use nowait::{ByteRange, Flags};
+    use nowait::{ByteRange, Flags, Op, Request};
 
     const READ: Request =
         Request { op: Op::Read, flags: Flags::NONE, range: ByteRange::new(0, 4096) };
@@ -145,7 +155,8 @@ mod tests {
         while now < begin + time {
             for (number, member) in members.iter_mut().enumerate() {
                 if !throttle.holds(number, member, now) {
-                    throttle.charge(member, READ);
+                    member.quantum.count(READ);
+                    throttle.charge(member);
                     counts[number] += 1;
                 }
             }
@@ -184,6 +195,38 @@ mod tests {
     }
 
     #[test]
+    fn a_client_with_one_request_gets_half_of_a_rate_beside_one_with_many() {
+        let shared = SharedLimits::default();
+        shared.set(Limits { requests: Some(TokenBucket::per_second(10_000)), bytes: None });
+        let (mut throttle, mut counts) = (throttle(&shared), [0; 2]);
+        let mut members = [Member::default(), Member::default()];
+        let begin = Instant::now();
+        // Every 10 ms the tokens of 100 requests have come. One client has as many as it may do,
+        // the other one has 20.
+        for round in 1..=1000 {
+            let now = begin + Duration::from_millis(10) * round;
+            throttle.contenders = 2;
+            let wanted = [1_000_000, 20];
+            let mut left = wanted;
+            for number in [0, 1, 0, 1] {
+                let member = &mut members[number];
+                member.quantum.begin(u64::MAX);
+                if throttle.holds(number, member, now) {
+                    continue;
+                }
+                while left[number] > 0 && !member.quantum.is_spent() {
+                    member.quantum.count(READ);
+                    left[number] -= 1;
+                    counts[number] += 1;
+                }
+                throttle.charge(member);
+            }
+        }
+        assert_eq!(counts[1], 20_000, "{counts:?}");
+        assert!((79_000..=81_100).contains(&counts[0]), "{counts:?}");
+    }
+
+    #[test]
     fn a_member_waits_once_and_a_change_of_the_limits_lets_it_go_on() {
         let shared = SharedLimits::default();
         let day = Some(TokenBucket {
@@ -195,7 +238,8 @@ mod tests {
         let mut throttle = throttle(&shared);
         assert_eq!(throttle.released(), None);
         let mut member = Member::default();
-        (0..2).for_each(|_| throttle.charge(&member, READ));
+        (0..2).for_each(|_| member.quantum.count(READ));
+        throttle.charge(&mut member);
         let now = Instant::now();
         assert!(throttle.holds(3, &mut member, now) && throttle.holds(3, &mut member, now));
         assert_eq!((throttle.waiting.len(), throttle.released()), (1, None));

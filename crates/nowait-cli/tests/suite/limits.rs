@@ -7,6 +7,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
@@ -258,6 +259,50 @@ fn forty_clients_that_never_read_their_replies_get_bounded_memory_and_block_no_o
         }
         drop(greedy);
         fixture.bystander_works(&[MIB]);
+        fixture.server.stop();
+    }
+}
+
+/// Requests of a client that has one at a time.
+const SINGLE: u64 = 200;
+/// Requests that the other client has at a time.
+const DEPTH: u64 = 256;
+
+#[test]
+fn a_client_with_one_request_at_a_time_gets_its_part_of_a_limited_rate() {
+    for limit in [["--limit-iops", "800"], ["--limit-bandwidth", "3200K"]] {
+        let fixture = Fixture::new(MIB, &[&["--queues", "1"], &limit[..]].concat());
+        let read = |n| Command::Read { offset: n % DEPTH * 4 * KIB, len: 4096 };
+        let mut deep = fixture.server.connect();
+        for n in 0..DEPTH {
+            deep.send(&read(n)).expect("a server");
+        }
+        // The bucket that was full is empty then.
+        for n in 0..DEPTH {
+            deep.receive().expect("a reply").1.expect("bytes");
+            deep.send(&read(n)).expect("a server");
+        }
+        let single = fixture.bystander;
+        let over = AtomicBool::new(false);
+        let replies = thread::scope(|scope| {
+            let deep = scope.spawn(|| {
+                let mut replies = 0;
+                while !over.load(Ordering::Relaxed) {
+                    deep.receive().expect("a reply").1.expect("bytes");
+                    deep.send(&read(replies)).expect("a server");
+                    replies += 1;
+                }
+                replies
+            });
+            let mut single = single;
+            for _ in 0..SINGLE {
+                single.read(0, 4096).expect("bytes");
+            }
+            over.store(true, Ordering::Relaxed);
+            deep.join().expect("a client")
+        });
+        // Half of the rate, or a little less.
+        assert!(replies < 3 * SINGLE + DEPTH, "{limit:?}: {replies} beside {SINGLE}");
         fixture.server.stop();
     }
 }

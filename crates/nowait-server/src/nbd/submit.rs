@@ -104,7 +104,7 @@ impl Connection {
         request.budget_used = builder::budget_needed(mode, io, request.contexts);
         if !self.has_budget(&context.budget, u64::from(request.budget_used))
             || !context.engine.has_free_slot()
-            || io.op == Op::Read && self.member.quantum.reads_exhausted()
+            || self.member.quantum.holds_back(io.op)
         {
             return ParseProgress::Blocked;
         }
@@ -122,7 +122,7 @@ impl Connection {
         }
         if builder::is_hole_reply(&context.export, mode, &request, io) {
             self.session.reply_hole(mode, &request.header, io.range);
-            context.count_hole(FrontendKind::Nbd, &self.member, io);
+            context.count_hole(FrontendKind::Nbd, &mut self.member, io);
             return taken;
         }
         let Some(buf) = self.take_buffer(context, &mut request, io) else {
@@ -208,7 +208,10 @@ impl Connection {
         let key = requests.in_flight.insert(in_flight);
         let tag = context.tag(self.number, key as u32);
         match submit(context, tag) {
-            Ok(()) => self.session.in_flight += 1,
+            Ok(()) => {
+                self.session.in_flight += 1;
+                self.member.quantum.count(io);
+            }
             Err(rejected) => {
                 context.untag();
                 if let Some(in_flight) = requests.in_flight.try_remove(key) {

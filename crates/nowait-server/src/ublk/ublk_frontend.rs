@@ -127,6 +127,7 @@ impl UblkFrontend {
             }
         };
         queue.member.quantum.read(io.range.len);
+        queue.member.quantum.count(io);
         let engine_tag = context.tag(QUEUE, tag.into());
         if !matches!(io.op, Op::Read | Op::Write) {
             match context.engine.submit_no_data(io, engine_tag) {
@@ -377,7 +378,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
         while let Some(queue) = &mut self.queue
             && let Some(&tag) = queue.ready.front()
         {
-            if queue.member.quantum.reads_exhausted() {
+            if queue.member.quantum.reads_exhausted() || queue.member.quantum.is_spent() {
                 context.schedule(QUEUE, &mut queue.member);
                 break;
             }

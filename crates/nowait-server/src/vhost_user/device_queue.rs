@@ -101,7 +101,7 @@ impl DeviceQueue {
         reader: &mut RequestReader,
         context: &mut LoopContext<Q, M>,
     ) -> Result<Step, Malformed> {
-        if self.member.quantum.reads_exhausted() {
+        if self.member.quantum.reads_exhausted() || self.member.quantum.is_spent() {
             context.schedule(number, &mut self.member);
             return Ok(Step::Pause);
         }
@@ -337,6 +337,7 @@ impl DeviceQueue {
             return Ok(Begun::Ended(Err(status_of(rejected.error.errno()))));
         }
         self.member.quantum.read(io.range.len);
+        self.member.quantum.count(io);
         if is_read && self.start.virtqueue.log().is_some() {
             let parts = reader.data().iter();
             answer.logged = parts.map(|part| (part.address.0, part.len.into())).collect();
