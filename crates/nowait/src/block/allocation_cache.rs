@@ -36,20 +36,48 @@ const MAX_GRANULES: u64 = 1 << 26;
 /// The greatest number of extents that a scan reads; status requests add later ones.
 const SCAN_EXTENTS: usize = 1 << 14;
 
-type Leaf = Box<[AtomicU64]>;
+/// The states of [`GRANULES_PER_LEAF`] granules.
+#[derive(Default)]
+struct Leaf {
+    /// `None` as long as all words are `all`.
+    words: OnceLock<Box<[AtomicU64]>>,
+    /// Only [`AllocationCache::scan`] sets it: a change by others could be lost to a thread that
+    /// makes `words` of it.
+    all: AtomicU64,
+}
 
-fn new_leaves(count: u64) -> Box<[OnceLock<Leaf>]> {
-    (0..count).map(|_| OnceLock::new()).collect()
+impl Leaf {
+    #[inline]
+    fn word(&self, granule: u64) -> u64 {
+        match self.words.get() {
+            Some(words) => {
+                let word = granule / GRANULES_PER_WORD % WORDS_PER_LEAF;
+                words[word as usize].load(Ordering::Acquire)
+            }
+            None => self.all.load(Ordering::Acquire),
+        }
+    }
+
+    fn words(&self) -> &[AtomicU64] {
+        self.words.get_or_init(|| {
+            let all = self.all.load(Ordering::Acquire);
+            (0..WORDS_PER_LEAF).map(|_| AtomicU64::new(all)).collect()
+        })
+    }
+}
+
+fn new_leaves(count: u64) -> Box<[Leaf]> {
+    (0..count).map(|_| Leaf::default()).collect()
 }
 
 /// Which ranges of a file are mapped, holes or unknown: two bits for each granule of 4 KiB or more,
-/// in leaves that are allocated when one of their granules becomes known.
+/// in leaves that are allocated when their granules differ.
 pub struct AllocationCache {
     /// As many as the granules of the device needed at first.
-    leaves: Box<[OnceLock<Leaf>]>,
+    leaves: Box<[Leaf]>,
     /// Those behind them, up to [`MOST_LEAVES`], once a device has grown. What is behind all stays
     /// unknown.
-    later_leaves: OnceLock<Box<[OnceLock<Leaf>]>>,
+    later_leaves: OnceLock<Box<[Leaf]>>,
     granule_shift: u32,
     /// Size of the device in bytes: the granule that its end cuts is a hole if its part of it is.
     size: AtomicU64,
@@ -105,12 +133,7 @@ impl AllocationCache {
                 return;
             }
             for extent in &extents {
-                let range = ByteRange::new(pos, extent.len);
-                if extent.hole {
-                    self.mark_hole(range)
-                } else {
-                    self.mark_allocated(range)
-                }
+                self.note(ByteRange::new(pos, extent.len), extent.hole);
                 pos += extent.len;
             }
             if extents.len() >= SCAN_EXTENTS {
@@ -119,15 +142,45 @@ impl AllocationCache {
         }
     }
 
+    /// Notes what a scan has found. Leaves that are all of one kind need no memory.
+    fn note(&self, range: ByteRange, hole: bool) {
+        let mark = |from: u64, to: u64| {
+            let pos = (from << self.granule_shift).max(range.pos);
+            let end = to.saturating_mul(1 << self.granule_shift).min(range.end());
+            match ByteRange::new(pos, end.saturating_sub(pos)) {
+                part if part.len == 0 => {}
+                part if hole => self.mark_hole(part),
+                part => self.mark_allocated(part),
+            }
+        };
+        let (first, end) = self.contained_granules(range);
+        let (begin, last) = self.covering_granules(range);
+        let leaves = first.div_ceil(GRANULES_PER_LEAF)..end / GRANULES_PER_LEAF;
+        let unused = |index: u64| {
+            let leaf = self.leaves.get(index as usize)?;
+            let is_unknown = leaf.words.get().is_none() && leaf.all.load(Ordering::Acquire) == 0;
+            is_unknown.then_some(leaf)
+        };
+        let mut from = begin;
+        for index in leaves {
+            if let Some(leaf) = unused(index) {
+                mark(from, index * GRANULES_PER_LEAF);
+                leaf.all.store(if hole { ALL_HOLES } else { ALL_MAPPED }, Ordering::Release);
+                from = (index + 1) * GRANULES_PER_LEAF;
+            }
+        }
+        mark(from, last);
+    }
+
     /// A leaf that is not among the first ones.
     #[cold]
-    fn later_leaf(&self, index: usize) -> Option<&OnceLock<Leaf>> {
+    fn later_leaf(&self, index: usize) -> Option<&Leaf> {
         self.later_leaves.get()?.get(index - self.leaves.len())
     }
 
     /// The same, for the first one that is used.
     #[cold]
-    fn first_later_leaf(&self, index: usize) -> Option<&OnceLock<Leaf>> {
+    fn first_later_leaf(&self, index: usize) -> Option<&Leaf> {
         let count = || MOST_LEAVES.saturating_sub(self.leaves.len() as u64);
         self.later_leaves.get_or_init(|| new_leaves(count())).get(index - self.leaves.len())
     }
@@ -136,11 +189,7 @@ impl AllocationCache {
     fn word(&self, granule: u64) -> u64 {
         let index = (granule / GRANULES_PER_LEAF) as usize;
         let leaf = self.leaves.get(index).or_else(|| self.later_leaf(index));
-        let leaf = leaf.and_then(OnceLock::get);
-        leaf.map_or(UNKNOWN, |leaf| {
-            let word = granule / GRANULES_PER_WORD % WORDS_PER_LEAF;
-            leaf[word as usize].load(Ordering::Acquire)
-        })
+        leaf.map_or(UNKNOWN, |leaf| leaf.word(granule))
     }
 
     #[inline]
@@ -259,15 +308,14 @@ impl AllocationCache {
                 return;
             }
             let leaf = self.leaves.get(index).or_else(|| self.later_leaf(index));
-            if leaf.and_then(OnceLock::get).is_none() && change(0, low) == 0 {
-                // All of it is unknown, and stays so.
+            let all = leaf.map_or(0, |leaf| leaf.all.load(Ordering::Acquire));
+            if leaf.is_none_or(|leaf| leaf.words.get().is_none()) && change(all, low) == all {
+                // All of it is the same, and stays so.
                 granule = (granule / GRANULES_PER_LEAF + 1) * GRANULES_PER_LEAF;
                 continue;
             }
             let Some(leaf) = leaf.or_else(|| self.first_later_leaf(index)) else { return };
-            let leaf =
-                leaf.get_or_init(|| (0..WORDS_PER_LEAF).map(|_| AtomicU64::new(0)).collect());
-            let word = &leaf[(granule / GRANULES_PER_WORD % WORDS_PER_LEAF) as usize];
+            let word = &leaf.words()[(granule / GRANULES_PER_WORD % WORDS_PER_LEAF) as usize];
             // An update without a change writes nothing, so CPU caches keep sharing the word.
             let before = word.fetch_update(Ordering::AcqRel, Ordering::Acquire, |now| {
                 let then = change(now, low);

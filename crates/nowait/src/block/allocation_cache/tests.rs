@@ -10,6 +10,10 @@ fn read(map: &AllocationCache, pos: u64, len: u64) -> (u64, bool) {
     (extent.len, extent.hole)
 }
 
+fn used_leaves(map: &AllocationCache) -> usize {
+    map.leaves.iter().filter(|leaf| leaf.words.get().is_some()).count()
+}
+
 #[test]
 fn c38_a_hole_goes_to_the_workers_until_it_is_written() {
     let map = AllocationCache::new(MIB, true);
@@ -48,7 +52,7 @@ fn invalidating_unknown_granules_allocates_no_memory() {
     let map = AllocationCache::new(1 << 40, true);
     map.mark_hole(ByteRange::new(0, MIB));
     map.invalidate(ByteRange::new(0, u64::MAX));
-    assert_eq!(map.leaves.iter().filter(|leaf| leaf.get().is_some()).count(), 1);
+    assert_eq!(used_leaves(&map), 1);
 }
 
 #[test]
@@ -138,7 +142,7 @@ fn a_cache_for_16_tib_allocates_only_the_leaves_in_use() {
     assert!(map.leaves.len() <= 4097);
     map.mark_hole(ByteRange::new(8 << 40, 1 << 30));
     assert_eq!(read(&map, 8 << 40, 4096), (4096, true));
-    assert_eq!(map.leaves.iter().filter(|leaf| leaf.get().is_some()).count(), 1);
+    assert_eq!(used_leaves(&map), 1);
 }
 
 #[test]
@@ -235,4 +239,47 @@ fn what_is_allocated_ahead_reads_as_a_hole_and_takes_writes() {
 fn a_map_whose_cache_is_off_allocates_nothing_ahead() {
     assert!(AllocationCache::new(MIB, false).allocating_ahead(true).ahead().is_none());
     assert!(AllocationCache::new(MIB, true).allocating_ahead(false).ahead().is_none());
+}
+
+#[test]
+fn what_a_scan_finds_needs_memory_only_where_it_differs_within_a_leaf() {
+    let leaf = GRANULES_PER_LEAF << MIN_GRANULE_SHIFT;
+    let map = AllocationCache::new(8 * leaf, true).allocating_ahead(true);
+    map.note(ByteRange::new(0, 2 * leaf + 4096), true);
+    map.note(ByteRange::new(2 * leaf + 4096, 3 * leaf), false);
+    map.note(ByteRange::new(5 * leaf + 4096, 3 * leaf - 4096), true);
+    assert_eq!(used_leaves(&map), 2);
+    assert_eq!(read(&map, 0, 8 * leaf), (2 * leaf + 4096, true));
+    assert_eq!(read(&map, 2 * leaf + 4096, 8 * leaf), (3 * leaf, false));
+    assert_eq!(read(&map, 5 * leaf + 4096, 8 * leaf), (3 * leaf - 4096, true));
+    assert!(map.is_mapped(ByteRange::new(2 * leaf + 4096, 3 * leaf)));
+    // A write removes the mark of its granules only, and the others of its leaf stay what they were.
+    let range = ByteRange::new(leaf + 8192, 4096);
+    assert_eq!(map.map_extent(range, Intent::Write), Err(WouldBlock));
+    map.map_extent_blocking(range, Intent::Write);
+    assert_eq!(used_leaves(&map), 3);
+    assert_eq!(read(&map, 0, 8 * leaf), (leaf + 8192, true));
+    assert_eq!(read(&map, range.pos, 4096), (4096, false));
+    assert_eq!(read(&map, range.end(), 8 * leaf), (leaf - 8192, true));
+    // A part of mapped storage is freed, and the rest stays mapped.
+    let freed = ByteRange::new(3 * leaf + 4096, 4096);
+    map.invalidate(freed);
+    map.mark_hole(freed);
+    assert_eq!(read(&map, 3 * leaf + 4096, leaf), (4096, true));
+    assert!(map.is_mapped(ByteRange::new(2 * leaf + 4096, leaf)));
+    map.resize(8 * leaf);
+    assert_eq!(read(&map, 0, 8 * leaf), (8 * leaf, false));
+    assert!(!map.cached_extents(ByteRange::new(7 * leaf, 1), 9, &mut Vec::new()));
+}
+
+#[test]
+fn a_scan_never_marks_more_than_the_device_or_what_is_known_already() {
+    let leaf = GRANULES_PER_LEAF << MIN_GRANULE_SHIFT;
+    let map = AllocationCache::new(2 * leaf - 512, true);
+    map.mark_allocated(ByteRange::new(4096, 4096));
+    map.note(ByteRange::new(0, 2 * leaf - 512), true);
+    assert_eq!(read(&map, 0, 2 * leaf), (4096, true));
+    assert_eq!(read(&map, 4096, 4096), (4096, false));
+    assert_eq!(read(&map, 8192, 2 * leaf), (2 * leaf - 8192, true));
+    assert_eq!(read(&map, 2 * leaf, 4096), (4096, false));
 }
