@@ -8,6 +8,7 @@ use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use nowait_cli::error::CliError;
+use nowait_cli::log;
 use nowait_cli::sandbox::{self, FileAccess};
 use nowait_nbd::{Address, TlsParams};
 use nowait_remote::Location;
@@ -20,6 +21,7 @@ use crate::args::tls_args::Encryption;
 use crate::control_socket;
 use crate::default_image::DefaultSocket;
 use crate::open_disk::OpenedDisk;
+use crate::systemd;
 use crate::vhost_user_spec::DevicePlace;
 
 /// What the kernel says of devices, of mounts and of this process.
@@ -56,6 +58,8 @@ pub(crate) fn enter(
     ublk: Option<&UblkNode>,
 ) -> Result<(), CliError> {
     let Some(mode) = args.sandbox.mode() else { return Ok(()) };
+    systemd::connect();
+    log::connect();
     ublk.iter().flat_map(|node| node.device().paths()).for_each(|path| files.write(path));
     let in_force = sandbox::enter(mode, &files)?;
     info!("sandbox: {in_force}");
@@ -141,11 +145,10 @@ fn remote(location: &Location, files: &mut FileAccess) {
     match location {
         Location::File(_) => {}
         // A connection that is lost is made again, to an address that is known.
-        Location::Nbd(uri) => {
-            if let Address::Tcp { port, .. } = uri.address {
-                files.connect(port);
-            }
-        }
+        Location::Nbd(uri) => match uri.address {
+            Address::Tcp { port, .. } => files.connect(port),
+            Address::Unix(_) => files.connect_sockets(),
+        },
         // A store's names have other addresses every minute.
         Location::Object(url) => {
             RESOLVER_FILES.iter().for_each(|path| files.read(path));

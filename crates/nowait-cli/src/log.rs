@@ -89,6 +89,11 @@ impl Destination {
     }
 }
 
+/// Connects to the journal, if standard error is read by it: a confined process cannot any more.
+pub fn connect() {
+    Destination::of_standard_error();
+}
+
 /// Whether standard error is connected to the journal: `JOURNAL_STREAM` has the stream's device and
 /// inode (systemd.exec(5)).
 fn is_read_by_the_journal() -> bool {

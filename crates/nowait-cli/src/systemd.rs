@@ -4,8 +4,13 @@
 //! one line and short enough for the manager to read.
 #![allow(unsafe_code)]
 
+use std::ffi::OsStr;
+use std::io;
 use std::os::fd::{BorrowedFd, FromRawFd, OwnedFd};
-use std::os::unix::net::UnixStream;
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::ffi::OsStrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixStream};
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
@@ -23,6 +28,9 @@ use nowait_cli::error::{CliError, os_message};
 pub(crate) const REJECTED: Duration = Duration::from_secs(1);
 /// The longest status in bytes; systemd ignores messages of more than 4096 bytes in all.
 const MAX_STATUS_BYTES: usize = 1024;
+
+/// The connection to the service manager.
+static MANAGER: OnceLock<Option<UnixDatagram>> = OnceLock::new();
 
 /// The sockets that the parent process has opened for this process, in its order, each with its
 /// address. To be called before this process opens any descriptor.
@@ -144,9 +152,34 @@ fn bounded(status: &str) -> &str {
     status.get(..MAX_STATUS_BYTES).unwrap_or(status)
 }
 
+/// Connects to the service manager, if there is one: a confined process cannot any more.
+pub(crate) fn connect() {
+    MANAGER.get_or_init(|| {
+        let path = std::env::var_os("NOTIFY_SOCKET").filter(|path| !path.is_empty())?;
+        let connected = connected(&path);
+        let told = connected.inspect_err(|error| {
+            warn!("NOTIFY_SOCKET: the service manager cannot be told: {}", os_message(error));
+        });
+        told.ok()
+    });
+}
+
+/// A socket that sends to `path`, or to an abstract address if that begins with '@' (sd_notify(3)).
+fn connected(path: &OsStr) -> io::Result<UnixDatagram> {
+    let socket = UnixDatagram::unbound()?;
+    match path.as_bytes().strip_prefix(b"@") {
+        Some(name) => socket.connect_addr(&SocketAddr::from_abstract_name(name)?)?,
+        None => socket.connect(path)?,
+    }
+    Ok(socket)
+}
+
 /// Sends a notification; no effect without a service manager.
 fn notify(state: &[NotifyState<'_>]) {
-    if let Err(error) = sd_notify::notify(state) {
+    connect();
+    let Some(manager) = MANAGER.get().and_then(Option::as_ref) else { return };
+    let lines: String = state.iter().map(|line| format!("{line}\n")).collect();
+    if let Err(error) = manager.send(lines.as_bytes()) {
         warn!("NOTIFY_SOCKET: the service manager cannot be told: {}", os_message(&error));
     }
 }

@@ -10,7 +10,7 @@ use std::path::{Path, PathBuf};
 
 use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, NetPort, PathBeneath, PathFd, Ruleset, RulesetAttr,
-    RulesetCreatedAttr, RulesetError, make_bitflags,
+    RulesetCreatedAttr, RulesetError, Scope, make_bitflags,
 };
 
 use crate::error::CliError;
@@ -27,6 +27,8 @@ const HANDLED: ABI = ABI::V8;
 pub struct FileAccess {
     paths: BTreeMap<PathBuf, BitFlags<AccessFs>>,
     ports: Vec<u16>,
+    /// Connections to Unix sockets may be made.
+    sockets: bool,
     /// Why there is no such restriction.
     unrestricted: Option<&'static str>,
 }
@@ -75,13 +77,23 @@ impl FileAccess {
         self.ports.push(port);
     }
 
+    /// Connections to Unix sockets may be made: to any, for landlock does not tell them apart.
+    pub fn connect_sockets(&mut self) {
+        self.sockets = true;
+    }
+
     /// There is no restriction, because of `why`.
     pub fn allow_all(&mut self, why: &'static str) {
         self.unrestricted = Some(why);
     }
 
-    /// Whether connections by TCP may be made.
+    /// Whether connections may be made.
     pub(super) fn connects(&self) -> bool {
+        self.sockets || self.connects_by_tcp()
+    }
+
+    /// Whether connections by TCP may be made.
+    pub(super) fn connects_by_tcp(&self) -> bool {
         self.unrestricted.is_some() || !self.ports.is_empty()
     }
 
@@ -112,6 +124,8 @@ fn ruleset(files: &FileAccess) -> Result<Option<OwnedFd>, RulesetError> {
     let mut ruleset = Ruleset::default()
         .handle_access(AccessFs::from_all(HANDLED))?
         .handle_access(AccessNet::from_all(HANDLED))?
+        // No signal to, and no abstract socket of, a process that is not confined with this one.
+        .scope(Scope::from_all(HANDLED))?
         .create()?;
     for port in &files.ports {
         ruleset = ruleset.add_rule(NetPort::new(*port, AccessNet::ConnectTcp))?;

@@ -3,9 +3,9 @@
 //! Invariant: what is given up holds for all threads of the process, also for those that were
 //! started before, and never comes back.
 
-mod system_calls;
 mod all_threads;
 mod file_access;
+mod system_calls;
 
 pub use file_access::FileAccess;
 
@@ -32,7 +32,7 @@ pub fn enter(mode: Mode, files: &FileAccess) -> Result<String, CliError> {
     let mut parts = vec!["no_new_privs".to_owned()];
     // The filter of system calls comes last: it has no calls of landlock.
     parts.push(required(mode, "landlock", file_access::enter(files)?)?);
-    parts.push(required(mode, "seccomp", system_calls::enter(files.connects()))?);
+    parts.push(required(mode, "seccomp", system_calls::enter(files))?);
     Ok(parts.join(", "))
 }
 

@@ -13,12 +13,13 @@ use seccompiler::{
     SeccompRule, apply_filter_all_threads,
 };
 
+use crate::sandbox::file_access::FileAccess;
+
 /// Allowed with any arguments.
 const ALLOWED: &[c_long] = &[
     // Transfers.
     libc::SYS_io_uring_setup,
     libc::SYS_io_uring_enter,
-    libc::SYS_io_uring_register,
     libc::SYS_io_setup,
     libc::SYS_io_submit,
     libc::SYS_io_getevents,
@@ -62,7 +63,6 @@ const ALLOWED: &[c_long] = &[
     libc::SYS_renameat,
     libc::SYS_renameat2,
     libc::SYS_fchmod,
-    libc::SYS_fcntl,
     libc::SYS_flock,
     libc::SYS_dup,
     libc::SYS_dup3,
@@ -87,10 +87,9 @@ const ALLOWED: &[c_long] = &[
     // By path, where landlock allows it.
     libc::SYS_bind,
     libc::SYS_listen,
-    libc::SYS_connect,
+    // The address in its argument is of no effect for the sockets that can be made.
     libc::SYS_sendmsg,
     libc::SYS_recvmsg,
-    libc::SYS_sendto,
     libc::SYS_recvfrom,
     libc::SYS_shutdown,
     libc::SYS_getsockname,
@@ -162,28 +161,69 @@ const ALLOWED_HERE: &[c_long] = &[
 #[cfg(not(target_arch = "x86_64"))]
 const ALLOWED_HERE: &[c_long] = &[];
 
-/// Puts the filter in force for all threads of this process. It may make TCP sockets if it `connects`.
+/// The commands of fcntl(2): no other process gets a signal by any of them.
+const FCNTL: &[i32] = &[
+    libc::F_DUPFD,
+    libc::F_DUPFD_CLOEXEC,
+    libc::F_GETFD,
+    libc::F_SETFD,
+    libc::F_GETFL,
+    libc::F_GETLK,
+    libc::F_SETLK,
+    libc::F_OFD_GETLK,
+    libc::F_OFD_SETLK,
+    libc::F_ADD_SEALS,
+    libc::F_GET_SEALS,
+];
+/// The requests of ioctl(2): what is asked of terminals, sockets, files and block devices.
+const IOCTL: &[u64] = &[
+    libc::TCGETS,
+    libc::TIOCGWINSZ,
+    libc::FIONREAD,
+    libc::FIONBIO,
+    libc::FIOCLEX,
+    // BLKROGET, BLKGETSIZE, BLKSSZGET, BLKGETSIZE64 and BLKPBSZGET (linux/fs.h)
+    0x125e,
+    0x1260,
+    0x1268,
+    0x8008_1272,
+    0x127b,
+    // FS_IOC_FIEMAP
+    0xc020_660b,
+];
+/// The operations of io_uring_register(2) by their numbers (linux/io_uring.h): buffers, files, an
+/// eventfd, what the kernel has, the start of a ring and the most workers.
+const REGISTER: &[u64] = &[0, 1, 2, 3, 4, 5, 6, 8, 12, 13, 14, 15, 16, 19];
+
+/// Puts the filter in force for all threads of this process, which makes the connections that `files` allow.
 ///
 /// # Errors
 /// A message: the kernel or this architecture has no seccomp filter, or it is forbidden.
-pub(super) fn enter(connects: bool) -> Result<(), String> {
-    apply_filter_all_threads(&program(connects)?).map_err(|error| error.to_string())
+pub(super) fn enter(files: &FileAccess) -> Result<(), String> {
+    apply_filter_all_threads(&program(files)?).map_err(|error| error.to_string())
 }
 
-fn program(connects: bool) -> Result<BpfProgram, String> {
+fn program(files: &FileAccess) -> Result<BpfProgram, String> {
     let mut rules: BTreeMap<c_long, Vec<SeccompRule>> =
         ALLOWED.iter().chain(ALLOWED_HERE).map(|call| (*call, Vec::new())).collect();
-    let tcp = connects.then(tcp_sockets).into_iter().flatten();
-    if connects {
+    let tcp = files.connects_by_tcp().then(tcp_sockets).into_iter().flatten();
+    if files.connects() {
+        rules.insert(libc::SYS_connect, Vec::new());
+    }
+    if files.connects_by_tcp() {
+        rules.insert(libc::SYS_sendto, Vec::new());
         // The C library asks for both kinds of addresses of a name at once.
         rules.insert(libc::SYS_sendmmsg, Vec::new());
         // The last use of a file of a cache.
         rules.insert(libc::SYS_utimensat, Vec::new());
     }
-    for (call, conditions) in conditional().into_iter().chain(tcp) {
+    for (call, conditions) in conditional().into_iter().chain(commands()).chain(tcp) {
+        if rules.get(&call).is_some_and(Vec::is_empty) {
+            continue;
+        }
         let conditions: Result<Vec<_>, _> = conditions
             .into_iter()
-            .map(|(arg, op, value)| SeccompCondition::new(arg, SeccompCmpArgLen::Dword, op, value))
+            .map(|(arg, op, value)| SeccompCondition::new(arg, length(call), op, value))
             .collect();
         let rule = conditions.and_then(SeccompRule::new).map_err(|error| error.to_string())?;
         rules.entry(call).or_default().push(rule);
@@ -196,27 +236,35 @@ fn program(connects: bool) -> Result<BpfProgram, String> {
         .map_err(|error| error.to_string())
 }
 
+/// The bits of a socket's type that are its kind; the others are flags (linux/net.h).
+const SOCKET_KIND: u64 = 0xf;
+
 /// An argument's index, and what it is compared with.
 type Condition = (u8, SeccompCmpOp, u64);
 
 /// Allowed where all conditions hold; of several lines for one call one is enough.
 fn conditional() -> Vec<(c_long, Vec<Condition>)> {
-    use SeccompCmpOp::{Eq, MaskedEq, Ne};
+    use SeccompCmpOp::{Eq, MaskedEq};
     let number = |number: i32| number as u64;
     let thread = number(libc::CLONE_THREAD);
     let executable = number(libc::PROT_EXEC);
     let own = u64::from(std::process::id());
+    let asynchronous = number(libc::O_ASYNC);
+    let kind = |kind: i32| (1, MaskedEq(SOCKET_KIND), number(kind));
+    let unix = |of: i32| vec![(0, Eq, number(libc::AF_UNIX)), kind(of)];
     vec![
         // A thread, and no process. clone3 has its flags where no filter can look.
         (libc::SYS_clone, vec![(0, MaskedEq(thread), thread)]),
         // No memory that can be executed.
         (libc::SYS_mmap, vec![(2, MaskedEq(executable), 0)]),
         (libc::SYS_mprotect, vec![(2, MaskedEq(executable), 0)]),
-        // The service manager's socket, and a pair for a thread.
-        (libc::SYS_socket, vec![(0, Eq, number(libc::AF_UNIX))]),
-        (libc::SYS_socketpair, vec![(0, Eq, number(libc::AF_UNIX))]),
-        // No input into a terminal.
-        (libc::SYS_ioctl, vec![(1, Ne, libc::TIOCSTI), (1, Ne, libc::TIOCLINUX)]),
+        // For listeners, and pairs for threads and new programs: none that sends to an address.
+        (libc::SYS_socket, unix(libc::SOCK_STREAM)),
+        (libc::SYS_socketpair, unix(libc::SOCK_STREAM)),
+        (libc::SYS_socketpair, unix(libc::SOCK_SEQPACKET)),
+        (libc::SYS_sendto, vec![(4, Eq, 0)]),
+        // A change of flags without O_ASYNC, by which a descriptor sends signals.
+        (libc::SYS_fcntl, vec![(1, Eq, number(libc::F_SETFL)), (2, MaskedEq(asynchronous), 0)]),
         // A thread's name; no core dump of private keys.
         (libc::SYS_prctl, vec![(0, Eq, number(libc::PR_SET_NAME))]),
         (libc::SYS_prctl, vec![(0, Eq, number(libc::PR_SET_DUMPABLE)), (1, Eq, 0)]),
@@ -224,6 +272,21 @@ fn conditional() -> Vec<(c_long, Vec<Condition>)> {
         (libc::SYS_prlimit64, vec![(0, Eq, 0)]),
         (libc::SYS_tgkill, vec![(0, Eq, own)]),
     ]
+}
+
+/// The calls whose first or second argument says what they do.
+fn commands() -> impl Iterator<Item = (c_long, Vec<Condition>)> {
+    let one = |call, value| (call, vec![(1, SeccompCmpOp::Eq, value)]);
+    let fcntl = FCNTL.iter().map(move |&command| one(libc::SYS_fcntl, command as u64));
+    let ioctl = IOCTL.iter().map(move |&request| one(libc::SYS_ioctl, request));
+    let register = REGISTER.iter().map(move |&what| one(libc::SYS_io_uring_register, what));
+    fcntl.chain(ioctl).chain(register)
+}
+
+/// How much of the arguments of `call` is compared: of addresses all, of others 32 bits, as the
+/// kernel takes no more.
+fn length(call: c_long) -> SeccompCmpArgLen {
+    if call == libc::SYS_sendto { SeccompCmpArgLen::Qword } else { SeccompCmpArgLen::Dword }
 }
 
 /// Sockets for connections to the servers of images.

@@ -1,10 +1,12 @@
 //! The sandbox of a server: which threads it holds for, and what it forbids.
 //!
 //! Invariant: what is forbidden is tried, by a process that the server's own code has confined.
+#![allow(unsafe_code)]
 
 use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::net::{TcpListener, TcpStream, UdpSocket};
+use std::os::fd::AsRawFd;
 use std::os::unix::net::{UnixDatagram, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
@@ -123,6 +125,8 @@ fn confined() {
     let manager = UnixDatagram::bind(scratch.join("notify")).expect("a socket");
     let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
     let address = listener.local_addr().expect("its address");
+    let notify = UnixDatagram::unbound().expect("a socket for the service manager");
+    notify.connect(scratch.join("notify")).expect("the service manager");
     let (go, waits) = channel();
     let before = {
         let scratch = scratch.clone();
@@ -142,8 +146,10 @@ fn confined() {
     tries_files(&scratch);
     go.send(()).expect("the thread");
     before.join().expect("a thread that was started before is confined, too");
-    thread::spawn(move || tries_files(&scratch)).join().expect("a new thread is confined, too");
-    tries_programs_and_sockets(&manager, address);
+    let other = scratch.clone();
+    thread::spawn(move || tries_files(&other)).join().expect("a new thread is confined, too");
+    tries_programs_and_sockets(&manager, &notify, address);
+    tries_commands(&scratch, &notify);
 }
 
 /// The process has not the system call that was made.
@@ -187,14 +193,72 @@ fn tries_files(scratch: &Path) {
     refused(File::open(parent).expect_err("that of another process is not read"));
 }
 
-fn tries_programs_and_sockets(manager: &UnixDatagram, address: std::net::SocketAddr) {
+fn tries_programs_and_sockets(
+    manager: &UnixDatagram,
+    notify: &UnixDatagram,
+    address: std::net::SocketAddr,
+) {
     has_not(Command::new("/bin/true").spawn().expect_err("no program is executed"));
     has_not(TcpStream::connect(address).expect_err("no connection by TCP"));
     has_not(TcpListener::bind("127.0.0.1:0").expect_err("no listener"));
     has_not(UdpSocket::bind("127.0.0.1:0").expect_err("no datagram"));
     let path = manager.local_addr().expect("an address");
     let path = path.as_pathname().expect("a path");
-    let notify = UnixDatagram::unbound().expect("a socket for the service manager");
-    notify.send_to(b"READY=1", path).expect("a notification");
+    notify.send(b"READY=1").expect("a notification by a connection that was there before");
+    has_not(notify.send_to(b"READY=1", path).expect_err("no message to an address"));
+    has_not(UnixDatagram::unbound().expect_err("no socket that sends to addresses"));
+    has_not(UnixDatagram::pair().expect_err("and no pair of such"));
+    has_not(UnixStream::connect(path).expect_err("no connection to a socket of another process"));
     UnixStream::pair().expect("a pair of sockets");
+}
+
+/// Calls that do many things by a command, of which some would reach other processes.
+fn tries_commands(scratch: &Path, socket: &UnixDatagram) {
+    let file = File::open(scratch.join("image/file")).expect("the image");
+    let (own, parent) = (std::process::id(), std::os::unix::process::parent_id());
+    let fcntl = |command: i32, argument: u64| {
+        // SAFETY: the commands take numbers only.
+        match unsafe { libc::syscall(libc::SYS_fcntl, file.as_raw_fd(), command, argument) } {
+            -1 => Err(io::Error::last_os_error()),
+            value => Ok(value),
+        }
+    };
+    let flags = fcntl(libc::F_GETFL, 0).expect("its flags") as u64;
+    fcntl(libc::F_SETFL, flags | libc::O_NONBLOCK as u64).expect("other flags");
+    has_not(fcntl(libc::F_SETFL, flags | libc::O_ASYNC as u64).expect_err("no signals of a file"));
+    for (command, argument) in [
+        (libc::F_SETOWN, u64::from(parent)),
+        (libc::F_SETOWN, u64::from(own)),
+        // F_SETOWN_EX and F_SETSIG (asm-generic/fcntl.h).
+        (15, 0),
+        (10, libc::SIGKILL as u64),
+        (libc::F_NOTIFY, 0),
+        (libc::F_SETLEASE, libc::F_RDLCK as u64),
+    ] {
+        has_not(fcntl(command, argument).expect_err("no signals to a process"));
+    }
+    let ioctl = |request: libc::c_ulong| {
+        let argument: i32 = 1;
+        // SAFETY: the requests read a number at the address.
+        match unsafe { libc::ioctl(socket.as_raw_fd(), request, &raw const argument) } {
+            -1 => Err(io::Error::last_os_error()),
+            _ => Ok(()),
+        }
+    };
+    socket.set_nonblocking(true).expect("a request that is needed");
+    // FIOSETOWN and SIOCSPGRP (asm-generic/sockios.h) set the receiver of signals, too.
+    for request in [libc::FIOASYNC, 0x8901, 0x8902, libc::TIOCSTI, libc::TIOCLINUX] {
+        has_not(ioctl(request).expect_err("no such request"));
+    }
+    // IORING_REGISTER_PERSONALITY, and the registration of another ring's buffers.
+    for operation in [9, 30] {
+        // SAFETY: it fails for a descriptor that is no ring, whatever its other arguments.
+        let done = unsafe { libc::syscall(libc::SYS_io_uring_register, -1, operation, 0, 0) };
+        assert_eq!(done, -1);
+        has_not(io::Error::last_os_error());
+    }
+    // SAFETY: as above; the file is no ring.
+    let done = unsafe { libc::syscall(libc::SYS_io_uring_register, file.as_raw_fd(), 1, 0, 0) };
+    assert_eq!(done, -1);
+    assert_ne!(io::Error::last_os_error().raw_os_error(), Some(libc::ENOSYS));
 }
