@@ -399,12 +399,12 @@ fn serve(
             Ok(None) => return MessageError::Disconnected,
             Err(errno) => return MessageError::SocketError(errno.into()),
         };
-        let channel = config_change::peek_channel(socket);
+        // Before the answer: from then on the VMM counts on being told.
+        if let Some(channel) = config_change::peek_channel(socket) {
+            handle.lock().channel = Some(channel);
+        }
         if let Err(error) = messages.handle_request() {
             return error;
-        }
-        if channel.is_some() {
-            handle.lock().channel = channel;
         }
     }
 }

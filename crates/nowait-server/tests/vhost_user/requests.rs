@@ -245,6 +245,21 @@ fn a_vmm_is_told_when_its_disk_becomes_larger_and_the_new_part_can_be_used() {
     assert_eq!(channel.read(&mut message).unwrap_err().kind(), ErrorKind::WouldBlock);
 }
 
+#[test]
+fn a_vmm_is_told_from_the_moment_that_its_channel_is_acknowledged() {
+    let scene = Scene::new();
+    let mut driver = Driver::connect(&scene.sockets[0]);
+    let image = File::options().write(true).open(&scene.image).unwrap();
+    for n in 1..=200 {
+        let (mut channel, far) = UnixStream::pair().unwrap();
+        channel.set_read_timeout(Some(BOUND)).unwrap();
+        driver.vmm.set_backend_request_fd(&far).unwrap();
+        image.set_len(SIZE + n * 512).unwrap();
+        scene.exports.refresh_sizes();
+        channel.read_exact(&mut [0; 12]).unwrap();
+    }
+}
+
 /// VIRTIO_F_EVENT_IDX.
 const EVENT_IDX: u64 = 1 << 29;
 
