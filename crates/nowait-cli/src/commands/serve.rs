@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use nowait::{RegisteredMemory, Uring};
 use nowait_nbd::Address;
+use nowait_remote::RbdStorage;
 use nowait_server::{Exports, Listener, Options, QueueKind, Server, Tls, UblkNode};
 use rustix::process::Rlimit;
 use tracing::{info, warn};
@@ -387,7 +388,11 @@ fn end(
         }
         Some(flushed) => {
             drop((control, leftovers));
-            flushed.inspect(|()| log_stop())
+            flushed?;
+            // The last thread of its export may be closing an image.
+            RbdStorage::wait_until_closed(CLOSE_TIMEOUT);
+            log_stop();
+            Ok(())
         }
     }
 }

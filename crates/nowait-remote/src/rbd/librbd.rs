@@ -145,6 +145,15 @@ impl Drop for Pool {
     }
 }
 
+/// The images of this process that are open.
+static OPEN: Count = Count::new();
+
+/// Waits until no image of this process is open, at most `timeout`. The cluster counts one that a process
+/// left open as used for half a minute.
+pub(super) fn wait_until_closed(timeout: Duration) {
+    drop(OPEN.none.wait_timeout_while(OPEN.lock(), timeout, |count| *count > 0));
+}
+
 /// An open image.
 pub(super) struct RbdImage {
     functions: &'static Functions,
@@ -192,6 +201,7 @@ impl RbdImage {
             (errno, _) => message("it cannot be opened", errno),
         })?;
         let image = Self { functions, handle, in_flight: Arc::default(), _pool: pool };
+        OPEN.add();
         if !read_only {
             image.lock()?;
         }
@@ -286,19 +296,20 @@ impl RbdImage {
 
 impl Drop for RbdImage {
     fn drop(&mut self) {
-        self.in_flight.wait_for_none();
+        self.in_flight.transfers.wait_for_none();
         // SAFETY: the image is open, and nothing is in flight.
         let closed = done(unsafe { (self.functions.rbd_close)(self.handle) });
         if let Err(errno) = closed {
             tracing::warn!("{}", message("an image of a Ceph cluster was not closed well", errno));
         }
+        OPEN.remove();
     }
 }
 
 impl AsyncTransfers for RbdImage {
     fn begin(&self, transfers: &mut Vec<PendingTransfer>) {
         for transfer in transfers.drain(..) {
-            self.in_flight.add();
+            self.in_flight.transfers.add();
             let mut segments = Vec::with_capacity(1);
             transfer.segments(&mut segments);
             let step = if transfer.is_write() { Step::Write } else { Step::Read };
@@ -399,33 +410,24 @@ fn option(functions: &Functions, handle: Handle, name: &str) -> Option<String> {
     Some(CStr::from_bytes_until_nul(&value).ok()?.to_str().ok()?.to_owned())
 }
 
-/// Counts transfers in flight.
+/// Counts what is in use.
 #[derive(Default)]
-struct InFlight {
+struct Count {
     count: Mutex<usize>,
     none: Condvar,
-    /// The cluster has refused this client for good, which was logged.
-    shut_out: AtomicBool,
 }
 
-impl InFlight {
+impl Count {
+    const fn new() -> Self {
+        Self { count: Mutex::new(0), none: Condvar::new() }
+    }
+
     fn lock(&self) -> MutexGuard<'_, usize> {
         self.count.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn add(&self) {
         *self.lock() += 1;
-    }
-
-    /// Logs the first failure that is that of all later requests, too.
-    #[cold]
-    fn note_failure(&self, errno: i32) {
-        if errno == libc::ESHUTDOWN && !self.shut_out.swap(true, Ordering::Relaxed) {
-            tracing::error!(
-                "the cluster takes nothing more from this server: another client has broken the lock of its image \
-                 (start it again when that client is done)"
-            );
-        }
     }
 
     fn remove(&self) {
@@ -439,6 +441,27 @@ impl InFlight {
     fn wait_for_none(&self) {
         let waited = self.none.wait_while(self.lock(), |count| *count > 0);
         drop(waited.unwrap_or_else(PoisonError::into_inner));
+    }
+}
+
+/// The transfers in flight.
+#[derive(Default)]
+struct InFlight {
+    transfers: Count,
+    /// The cluster has refused this client for good, which was logged.
+    shut_out: AtomicBool,
+}
+
+impl InFlight {
+    /// Logs the first failure that is that of all later requests, too.
+    #[cold]
+    fn note_failure(&self, errno: i32) {
+        if errno == libc::ESHUTDOWN && !self.shut_out.swap(true, Ordering::Relaxed) {
+            tracing::error!(
+                "the cluster takes nothing more from this server: another client has broken the lock of its image \
+                 (start it again when that client is done)"
+            );
+        }
     }
 }
 
@@ -530,7 +553,7 @@ impl Flight {
 
 impl Drop for Flight {
     fn drop(&mut self) {
-        self.in_flight.remove();
+        self.in_flight.transfers.remove();
     }
 }
 

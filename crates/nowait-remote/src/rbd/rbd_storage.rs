@@ -14,7 +14,7 @@ use nowait::{
 };
 
 use crate::nbd::NbdOptions;
-use crate::rbd::librbd::{RbdImage, load};
+use crate::rbd::librbd::{RbdImage, load, wait_until_closed};
 use crate::rbd::rbd_location::RbdLocation;
 
 /// The longest read or write of one call in bytes.
@@ -50,6 +50,12 @@ impl RbdStorage {
     /// One line: why it cannot be loaded, and what to install.
     pub fn load_library() -> Result<(), String> {
         load()
+    }
+
+    /// Waits until all images of this process are closed, at most `timeout`: its end would leave them in use for
+    /// the cluster, which removes no such image for 30 s.
+    pub fn wait_until_closed(timeout: Duration) {
+        wait_until_closed(timeout);
     }
 
     /// Opens the image at `location`. One that is written to is locked, as far as it has the feature
