@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use nowait_cli::error::open_message;
+use nowait_cli::error::{open_message, without_secrets};
 use nowait_control::ControlError;
 use nowait_remote::Location;
 
@@ -32,7 +32,10 @@ impl AllowedPlaces {
             _ if self.uris.is_empty() => Err(ControlError::Forbidden(
                 "this server takes no URIs (it was started without --allow-uri)".into(),
             )),
-            _ => Err(ControlError::Forbidden(format!("--allow-uri does not allow {name}"))),
+            _ => Err(ControlError::Forbidden(format!(
+                "--allow-uri does not allow {}",
+                without_secrets(name)
+            ))),
         }
     }
 

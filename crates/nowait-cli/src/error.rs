@@ -48,9 +48,53 @@ impl fmt::Display for CliError {
     }
 }
 
+/// `text` without what may be a secret in the URLs in it: users and passwords, and what follows `?` or
+/// `#`, such as a signature. The options of NBD URIs, which are paths, stay.
+pub fn without_secrets(text: &str) -> String {
+    let mut shown = String::with_capacity(text.len());
+    let mut rest = text;
+    while let Some((before, after)) = rest.split_once("://") {
+        let scheme = before.rfind(|c: char| !c.is_ascii_alphanumeric() && c != '+');
+        let scheme = before.get(scheme.map_or(0, |at| at + 1)..).unwrap_or_default();
+        let ends = |c: char| c.is_whitespace() || "'\"<>".contains(c);
+        let (url, later) = after.split_at(after.find(ends).unwrap_or(after.len()));
+        shown.extend([before, "://"]);
+        let (authority, path) = url.split_at(url.find(['/', '?', '#']).unwrap_or(url.len()));
+        match authority.rsplit_once('@') {
+            Some((_, host)) => shown.extend(["…@", host]),
+            None => shown.push_str(authority),
+        }
+        match path.find(['?', '#']).filter(|_| !scheme.starts_with("nbd")) {
+            Some(at) => {
+                shown.extend([path.get(..=at).unwrap_or_default(), "…"]);
+                shown.extend(path.ends_with(':').then_some(':'));
+            }
+            None => shown.push_str(path),
+        }
+        rest = later;
+    }
+    shown + rest
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn no_message_has_a_password_or_a_signature_of_a_url() {
+        for (text, shown) in [
+            ("'https://u:p@h/a' is wrong", "'https://…@h/a' is wrong"),
+            ("a=https://h/a?X-Amz-Signature=1&b#c: no", "a=https://h/a?…: no"),
+            ("s3://b/k#part 's3://b/k?sig=1'", "s3://b/k#… 's3://b/k?…'"),
+            ("nbd://u:p@@h/e?tls-certificates=/d", "nbd://…@h/e?tls-certificates=/d"),
+            ("nbd+unix:///?socket=/dir/s is a disk", "nbd+unix:///?socket=/dir/s is a disk"),
+            ("a://b c://d?e", "a://b c://d?…"),
+            ("no URL with '?' or '#' @", "no URL with '?' or '#' @"),
+            ("://", "://"),
+        ] {
+            assert_eq!(without_secrets(text), shown);
+        }
+    }
 
     #[test]
     fn a_failure_is_one_line_without_control_characters_for_any_file_name() {

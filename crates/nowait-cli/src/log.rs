@@ -1,9 +1,9 @@
 //! Messages while the server runs: on standard error, in a log file, or in the journal.
 //!
-//! Invariant: each message is one line that begins with `nowait:`, whatever names are in it, and
-//! has no control characters; without `--verbose` only warnings and errors are printed. In a log file
-//! each line begins with the time. Where the journal reads standard error, it gets each message with
-//! its priority and its fields; if it cannot be reached, as a line that begins with the priority.
+//! Invariant: each message is one line that begins with `nowait:`, whatever names are in it, and has no control characters
+//! and no secret of a URL; without `--verbose` only warnings and errors are printed. In a log file each line begins with the
+//! time. Where the journal reads standard error, it gets each message with its priority and its fields; if it cannot be
+//! reached, as a line that begins with the priority.
 
 use std::fmt;
 use std::io::{self, Write};
@@ -17,7 +17,7 @@ use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
 
-use crate::error::plain;
+use crate::error::{plain, without_secrets};
 use crate::journal::{self, Journal};
 
 /// Prints events of `tracing` from now on. To be called once.
@@ -43,6 +43,7 @@ pub fn write_line(level: Level, line: impl fmt::Display) {
 }
 
 fn print(level: Level, message: &str, fields: &[(&str, String)]) {
+    let message = &without_secrets(message);
     let destination = match IN_LOG_FILE.load(Ordering::Relaxed) {
         true => &Destination::Lines,
         false => Destination::of_standard_error(),
@@ -136,7 +137,7 @@ impl Parts {
     fn add(&mut self, field: &Field, value: String) {
         match field.name() {
             "message" => self.message = value,
-            name => self.fields.push((name, value)),
+            name => self.fields.push((name, without_secrets(&value))),
         }
     }
 }

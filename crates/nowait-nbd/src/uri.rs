@@ -100,6 +100,9 @@ fn unix(authority: &str, query: &str) -> Result<Address, String> {
 }
 
 fn tcp(authority: &str) -> Result<Address, String> {
+    if authority.contains('@') {
+        return Err("an NBD address has no user and no password".into());
+    }
     let (host, port) = match authority.strip_prefix('[') {
         Some(rest) => {
             let (host, port) = rest.split_once(']').ok_or("a ] is missing after the address")?;
@@ -110,9 +113,6 @@ fn tcp(authority: &str) -> Result<Address, String> {
             None => (authority, None),
         },
     };
-    if host.contains('@') {
-        return Err("a user name is not part of an NBD address".into());
-    }
     let port = match port {
         Some(text) => text.parse().map_err(|_| format!("'{text}' is no port"))?,
         None => DEFAULT_PORT,
@@ -200,7 +200,9 @@ mod tests {
             ("nbd+unix:///?socket=", "1 to 107 bytes"),
             ("nbd:///e", "host is missing"),
             ("nbd://h:x/", "'x' is no port"),
-            ("nbd://u@h/", "user name"),
+            ("nbd://u@h/", "no user"),
+            ("nbd://u:secret@h/", "an NBD address has no user and no password"),
+            ("nbd://[u:secret@h/", "an NBD address has no user and no password"),
             ("nbd://[::1", "] is missing"),
             ("nbd://h/%4", "hexadecimal"),
             ("nbd://h/%zz", "hexadecimal"),

@@ -82,6 +82,27 @@ fn an_export_of_another_server_is_added_by_leave_snapshotted_and_handed_over() {
 }
 
 #[test]
+fn no_refusal_has_the_password_or_the_signature_of_a_url() {
+    let scratch = Scratch::new();
+    let mut it = start(&scratch, "nbd://localhost/");
+    for url in [
+        "https://host/image?X-Amz-Signature=SECRET",
+        "https://user:SECRET@host/image",
+        "s3://bucket/key?versionId=SECRET",
+        "nbd://user:SECRET@host/export",
+        "nbd://user:SECRET@host:10809/export",
+    ] {
+        let served = refusal(&["serve", url, "--read-only"]).error;
+        let added = it.command(&["export", "add", "other", url]).fails();
+        for refused in [served, added] {
+            assert!(refused.contains("nowait: ") && !refused.contains("SECRET"), "{refused}");
+        }
+    }
+    it.upgrade();
+    it.stop();
+}
+
+#[test]
 fn an_image_of_a_cluster_is_added_to_a_confined_server() {
     let Some(cluster) = cluster() else { return };
     let _osd = OSD.read().unwrap_or_else(PoisonError::into_inner);
