@@ -189,6 +189,21 @@ mod tests {
     use super::*;
 
     #[test]
+    fn a_manager_is_found_at_a_path_and_at_an_abstract_address() {
+        let directory = tempfile::tempdir().unwrap();
+        let path = directory.path().join("notify");
+        let name = format!("@nowait-notify-{}", std::process::id());
+        let address = SocketAddr::from_abstract_name(&name[1..]).unwrap();
+        let managers = [UnixDatagram::bind(&path), UnixDatagram::bind_addr(&address)];
+        for (manager, path) in managers.into_iter().zip([path.as_os_str(), OsStr::new(&name)]) {
+            connected(path).unwrap().send(b"READY=1\n").unwrap();
+            let mut received = [0; 16];
+            assert_eq!(manager.unwrap().recv(&mut received).unwrap(), 8);
+        }
+        assert!(connected(OsStr::new("@nowait-no-manager")).is_err());
+    }
+
+    #[test]
     fn a_status_is_cut_to_the_length_that_the_manager_reads() {
         assert_eq!(bounded("serving"), "serving");
         assert_eq!(bounded(&"x".repeat(5000)).len(), MAX_STATUS_BYTES);

@@ -70,7 +70,7 @@ mod ublk_pauses;
 mod ublk_takeover;
 mod upgrade;
 mod upgrade_changes;
-mod upgrade_ends;
+mod end_after_upgrade;
 mod vhost_user;
 mod vmm_faults;
 mod without_io_uring;

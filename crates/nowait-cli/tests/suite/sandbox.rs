@@ -7,7 +7,8 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{self, ErrorKind, Write};
 use std::net::{TcpListener, TcpStream, UdpSocket};
 use std::os::fd::AsRawFd;
-use std::os::unix::net::{UnixDatagram, UnixStream};
+use std::os::linux::net::SocketAddrExt;
+use std::os::unix::net::{SocketAddr, UnixDatagram, UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
 use std::process::Command;
 use std::sync::mpsc::channel;
@@ -15,6 +16,7 @@ use std::thread;
 
 use nowait_cli::sandbox::{self, FileAccess, Mode};
 use rustix::io::Errno;
+use rustix::net::{AddressFamily, SocketType};
 
 use crate::common::{
     Finished, MIB, NOWAIT, PYTHON, Scratch, Server, refusal_under, require_tool, text,
@@ -125,6 +127,13 @@ fn confined() {
     let manager = UnixDatagram::bind(scratch.join("notify")).expect("a socket");
     let listener = TcpListener::bind("127.0.0.1:0").expect("a listener");
     let address = listener.local_addr().expect("its address");
+    let abstract_name = format!("nowait-test-{}", std::process::id());
+    let other = SocketAddr::from_abstract_name(abstract_name).expect("an address");
+    let abstract_listener = UnixListener::bind_addr(&other).expect("a listener");
+    let has_ring = io_uring::IoUring::new(1).is_ok();
+    if has_ring {
+        connects_by_a_ring(&abstract_listener).expect("a connection before the sandbox");
+    }
     let notify = UnixDatagram::unbound().expect("a socket for the service manager");
     notify.connect(scratch.join("notify")).expect("the service manager");
     let (go, waits) = channel();
@@ -135,6 +144,8 @@ fn confined() {
             tries_files(&scratch);
         })
     };
+    // SAFETY: with this flag (LANDLOCK_CREATE_RULESET_VERSION) the call takes no memory.
+    let landlock_version = unsafe { libc::syscall(444, 0, 0, 1) };
     let mut files = FileAccess::default();
     files.read("/proc/self");
     files.write(scratch.join("image"));
@@ -150,6 +161,37 @@ fn confined() {
     thread::spawn(move || tries_files(&other)).join().expect("a new thread is confined, too");
     tries_programs_and_sockets(&manager, &notify, address);
     tries_commands(&scratch, &notify);
+    // From Linux 6.12 on.
+    if landlock_version >= 6 && has_ring {
+        let refused = connects_by_a_ring(&abstract_listener).expect_err("no abstract socket");
+        assert_eq!(refused.kind(), ErrorKind::PermissionDenied);
+    } else {
+        nowait_testkit::say_skipped("no io_uring, or no scopes in this kernel's landlock");
+    }
+}
+
+/// Connects to the abstract address of `listener` by io_uring, whose operations seccomp does not see.
+fn connects_by_a_ring(listener: &UnixListener) -> io::Result<()> {
+    let address = listener.local_addr().expect("an address");
+    let name = address.as_abstract_name().expect("an abstract name");
+    // SAFETY: all zeros are a valid value of this plain structure.
+    let mut to: libc::sockaddr_un = unsafe { std::mem::zeroed() };
+    to.sun_family = libc::AF_UNIX as libc::sa_family_t;
+    for (to, from) in to.sun_path[1..].iter_mut().zip(name) {
+        *to = *from as libc::c_char;
+    }
+    let len = (size_of::<libc::sa_family_t>() + 1 + name.len()) as libc::socklen_t;
+    let socket = rustix::net::socket(AddressFamily::UNIX, SocketType::STREAM, None)?;
+    let mut ring = io_uring::IoUring::new(1)?;
+    let fd = io_uring::types::Fd(socket.as_raw_fd());
+    let connect = io_uring::opcode::Connect::new(fd, (&raw const to).cast(), len).build();
+    // SAFETY: the address lives until the operation has ended, which is awaited.
+    unsafe { ring.submission().push(&connect) }.expect("room for an operation");
+    ring.submit_and_wait(1)?;
+    match ring.completion().next().expect("its end").result() {
+        0 => Ok(()),
+        error => Err(io::Error::from_raw_os_error(-error)),
+    }
 }
 
 /// The process has not the system call that was made.

@@ -37,6 +37,14 @@ struct InFlight {
     rest: Option<Box<Rest>>,
 }
 
+impl InFlight {
+    /// `request`, whose transfer is `io` in all.
+    fn of(request: &BlockRequest, io: Request, rest: Option<Box<Rest>>) -> Self {
+        let written = if io.op == Op::Read { io.range.len as u32 } else { 0 };
+        Self { status: request.status, written, logged: Vec::new(), rest }
+    }
+}
+
 /// What is left of a long request, which the engine gets piece by piece.
 struct Rest {
     request: BlockRequest,
@@ -247,30 +255,45 @@ impl DeviceQueue {
         number: usize,
         head: u16,
         request: &BlockRequest,
-        mut io: Request,
+        io: Request,
         reader: &mut RequestReader,
         context: &mut LoopContext<Q, M>,
     ) -> Result<Begun, Malformed> {
-        let written = if io.op == Op::Read { io.range.len as u32 } else { 0 };
         let is_long = matches!(io.op, Op::Read | Op::Write) && io.range.len > MAX_REQUEST_BYTES;
-        let rest = is_long.then(|| {
-            let rest = Rest { request: *request, io, done: MAX_REQUEST_BYTES };
-            io.range.len = MAX_REQUEST_BYTES;
-            reader.keep(0, MAX_REQUEST_BYTES);
-            Box::new(rest)
-        });
-        let answer = InFlight { status: request.status, written, logged: Vec::new(), rest };
-        self.submit(number, head, io, answer, reader, context)
+        if is_long {
+            let rest = Box::new(Rest { request: *request, io, done: 0 });
+            return self.begin_piece(number, head, rest, reader, context);
+        }
+        self.submit(number, head, io, InFlight::of(request, io, None), reader, context)
     }
 
-    /// Gives the next piece of a long request to the engine. Its descriptors are read again: the
-    /// guest must not have changed them.
+    /// Gives the next piece of a long request, which `reader` has, to the engine.
+    #[cold]
+    fn begin_piece<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        number: usize,
+        head: u16,
+        mut rest: Box<Rest>,
+        reader: &mut RequestReader,
+        context: &mut LoopContext<Q, M>,
+    ) -> Result<Begun, Malformed> {
+        let Rest { request, io: whole, done } = *rest;
+        let len = MAX_REQUEST_BYTES.min(whole.range.len - done);
+        reader.keep(done, len);
+        rest.done += len;
+        let io = Request { range: ByteRange::new(whole.range.pos + done, len), ..whole };
+        let rest = (rest.done < whole.range.len).then_some(rest);
+        self.submit(number, head, io, InFlight::of(&request, whole, rest), reader, context)
+    }
+
+    /// Goes on with a long request. Its descriptors are read again: the guest must not have changed
+    /// them.
     #[cold]
     fn go_on<Q: IoQueue, M: BlockMap>(
         &mut self,
         number: usize,
         head: u16,
-        mut rest: Box<Rest>,
+        rest: Box<Rest>,
         reader: &mut RequestReader,
         context: &mut LoopContext<Q, M>,
     ) -> Result<(), Malformed> {
@@ -279,18 +302,10 @@ impl DeviceQueue {
         if request != rest.request {
             return Err(Malformed("a request was changed before its end"));
         }
-        let (mut io, status) = (rest.io, request.status);
-        let written = if io.op == Op::Read { io.range.len as u32 } else { 0 };
-        io.range.pos += rest.done;
-        io.range.len = MAX_REQUEST_BYTES.min(rest.io.range.len - rest.done);
-        reader.keep(rest.done, io.range.len);
-        rest.done += io.range.len;
-        let rest = (rest.done < rest.io.range.len).then_some(rest);
-        let answer = InFlight { status, written, logged: Vec::new(), rest };
-        match self.submit(number, head, io, answer, reader, context)? {
+        match self.begin_piece(number, head, rest, reader, context)? {
             Begun::InFlight => Ok(()),
-            Begun::Ended(outcome) => self.end(head, status, outcome),
-            Begun::NoMemory => self.end(head, status, Err(VIRTIO_BLK_S_IOERR)),
+            Begun::Ended(outcome) => self.end(head, request.status, outcome),
+            Begun::NoMemory => self.end(head, request.status, Err(VIRTIO_BLK_S_IOERR)),
         }
     }
 

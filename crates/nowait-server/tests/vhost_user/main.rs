@@ -5,10 +5,10 @@
 mod beside_nbd;
 mod changes;
 mod driver;
+mod end_during_hand_over;
 mod handed_over;
-mod handed_over_ends;
 mod hostile;
-mod limits;
 mod pauses;
+mod request_length;
 mod requests;
 mod scene;

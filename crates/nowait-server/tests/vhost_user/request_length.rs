@@ -108,3 +108,24 @@ fn a_request_of_all_segments_that_drivers_are_told_is_served_and_a_longer_one_is
     assert_eq!(request(&mut driver, READ, 64, &[512]), (OK, 513));
     assert_eq!(driver.read(SEGMENT, 512), [0; 512], "a part of a request was written");
 }
+
+/// The pieces of a long request are found in its descriptors, which are read for each: what the first
+/// piece reads into the header of its own request must not lead the next one elsewhere.
+#[test]
+fn a_long_request_that_changes_during_its_transfer_stops_its_device() {
+    let (scene, _file) = scene();
+    let mut driver = Driver::connect_without(&scene.sockets[0], SIZE_MAX_AND_SEG_MAX);
+    const LEN: u32 = 256 << 10;
+    let (sector, parts) = (8, 127);
+    let header = driver.header(0, READ, sector);
+    driver.describe_at(TABLE, 0, header, NEXT, 1);
+    driver.describe_at(TABLE, 1, (header.0, 512), NEXT | WRITABLE, 2);
+    for n in 2..parts + 2 {
+        driver.describe_at(TABLE, n, (SEGMENT, LEN), NEXT | WRITABLE, n + 1);
+    }
+    driver.describe_at(TABLE, parts + 2, Driver::status_place(0), WRITABLE, 0);
+    driver.describe(0, (TABLE, 16 * (u32::from(parts) + 3)), INDIRECT, 0);
+    driver.offer(0);
+    driver.kick();
+    driver.await_breakdown();
+}

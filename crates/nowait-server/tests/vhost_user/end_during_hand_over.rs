@@ -40,6 +40,13 @@ impl Serving {
         report.handed_over
     }
 
+    /// Begins to hand its VMM over.
+    fn hand_over(&self) -> ParkedServer {
+        let mut parked = self.exports.park(BOUND).unwrap();
+        parked.begin_handing_over().unwrap();
+        parked
+    }
+
     /// Another server takes its VMM over.
     fn succeed(&self, parked: ParkedServer, next: AnyExport) -> Self {
         let next = Self::start(next);
@@ -72,8 +79,7 @@ fn export_of(image: &NamedTempFile) -> AnyExport {
 fn a_server_whose_vmm_leaves_when_the_next_one_is_told_to_serve_ends_by_that_only() {
     for _ in 0..20 {
         let (image, server, vmm) = serve();
-        let mut parked = server.exports.park(BOUND).unwrap();
-        parked.begin_handing_over().unwrap();
+        let parked = server.hand_over();
         drop(vmm);
         let next = server.succeed(parked, export_of(&image).with_devices());
         assert!(server.ends_handed_over());
@@ -84,8 +90,7 @@ fn a_server_whose_vmm_leaves_when_the_next_one_is_told_to_serve_ends_by_that_onl
 #[test]
 fn a_server_whose_vmm_leaves_ends_with_it_where_the_next_one_cannot_be_told() {
     let (_image, server, vmm) = serve();
-    let mut parked = server.exports.park(BOUND).unwrap();
-    parked.begin_handing_over().unwrap();
+    let parked = server.hand_over();
     drop(parked.devices(BOUND).unwrap());
     drop(vmm);
     drop(parked);
@@ -96,8 +101,7 @@ fn a_server_whose_vmm_leaves_ends_with_it_where_the_next_one_cannot_be_told() {
 fn a_server_that_is_asked_to_stop_when_the_next_one_is_told_to_serve_hands_its_vmm_over() {
     for _ in 0..20 {
         let (image, server, vmm) = serve();
-        let mut parked = server.exports.park(BOUND).unwrap();
-        parked.begin_handing_over().unwrap();
+        let parked = server.hand_over();
         server.stopper.stop();
         let next = server.succeed(parked, export_of(&image).with_devices());
         server.stopper.stop();
@@ -111,8 +115,7 @@ fn a_server_that_is_asked_to_stop_when_the_next_one_is_told_to_serve_hands_its_v
 #[test]
 fn a_stop_is_carried_out_where_the_next_server_cannot_be_told() {
     let (_image, server, vmm) = serve();
-    let mut parked = server.exports.park(BOUND).unwrap();
-    parked.begin_handing_over().unwrap();
+    let parked = server.hand_over();
     server.stopper.stop();
     drop(parked);
     assert!(!server.ends_handed_over());
