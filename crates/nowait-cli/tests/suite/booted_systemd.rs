@@ -1,4 +1,4 @@
-//! The shipped units under a systemd that was booted, in a container with this system's own programs.
+//! The shipped units under a systemd that was booted, in a container with the programs of this system, or of a newer one.
 //!
 //! Invariant: nothing of it is visible outside of the container, and it ends with the test.
 
@@ -9,14 +9,14 @@ use std::path::Path;
 use nowait_testkit::{Finished, require_tool, say_skipped, skip, tool};
 use rustix::process::geteuid;
 
-use crate::common::{NOWAIT, Scratch, text};
+use crate::common::{NOWAIT, Scratch, made_by_script, text};
 
-/// Boots the container `$1`, in a mount namespace that has what systemd-nspawn expects of its host.
+/// Boots the container `$1` with the programs of `$2`, in a mount namespace that has what systemd-nspawn expects of its host.
 const BOOT: &str = r#"
 mount -t tmpfs tmpfs /run && mkdir -p /run/systemd || exit 2
 umount -R /sys/fs/cgroup
 mount -t cgroup2 cgroup2 /sys/fs/cgroup || exit 2
-exec systemd-nspawn --quiet --directory="$1" --bind-ro=/usr --boot --register=no --keep-unit --console=pipe
+exec systemd-nspawn --quiet --directory="$1" --bind-ro="$2:/usr" --boot --register=no --keep-unit --console=pipe
 "#;
 
 /// Runs in the container, and writes down what happens.
@@ -60,8 +60,8 @@ ExecStopPost=systemctl poweroff --force
 StandardOutput=file:/test/out
 ";
 
-/// A root directory whose programs are those of this system.
-fn root(root: &Path) {
+/// A root directory whose programs are those of `system`.
+fn root(root: &Path, system: &Path) {
     let units = root.join("etc/systemd/system");
     for directory in ["etc/systemd/system/multi-user.target.wants", "var/lib", "run", "tmp"] {
         fs::create_dir_all(root.join(directory)).expect("a directory");
@@ -73,9 +73,9 @@ fn root(root: &Path) {
         symlink(Path::new("usr").join(directory), root.join(directory)).expect("a link");
     }
     for file in ["passwd", "group", "nsswitch.conf", "ld.so.cache"] {
-        fs::copy(Path::new("/etc").join(file), root.join("etc").join(file)).expect("a file");
+        fs::copy(system.join("etc").join(file), root.join("etc").join(file)).expect("a file");
     }
-    fs::copy("/usr/lib/os-release", root.join("etc/os-release")).expect("a file");
+    fs::copy(system.join("usr/lib/os-release"), root.join("etc/os-release")).expect("a file");
     fs::write(root.join("etc/machine-id"), "").expect("a file");
     let contrib = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../contrib");
     for name in ["nowait@.service", "nowait@.socket"] {
@@ -94,16 +94,32 @@ fn root(root: &Path) {
 
 #[test]
 fn the_units_serve_and_are_operated_under_a_booted_systemd() {
+    if require_tool("nbdinfo") {
+        serve_and_operate(Path::new("/"));
+    }
+}
+
+#[test]
+fn the_units_serve_and_are_operated_under_a_newer_systemd() {
+    let system = made_by_script("NOWAIT_SYSTEMD_DIR", "nowait-systemd");
+    let why = || format!("no system in {} (scripts/newer-systemd makes it)", system.display());
+    if system.join("usr/bin/nbdinfo").is_file() || skip(&why()) {
+        serve_and_operate(&system);
+    }
+}
+
+/// Boots the programs of `system`.
+fn serve_and_operate(system: &Path) {
     if !geteuid().is_root() {
         return say_skipped("needs root");
     }
-    if !require_tool("systemd-nspawn") || !require_tool("nbdinfo") {
+    if !require_tool("systemd-nspawn") {
         return;
     }
     let scratch = Scratch::new();
-    root(scratch.path());
+    root(scratch.path(), system);
     let booted = tool("unshare")
-        .args(["--mount", "sh", "-c", BOOT, "sh", text(scratch.path())])
+        .args(["--mount", "sh", "-c", BOOT, "sh", text(scratch.path()), text(&system.join("usr"))])
         .stdin(std::process::Stdio::null())
         .output()
         .expect("unshare");

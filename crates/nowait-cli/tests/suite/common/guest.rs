@@ -41,6 +41,16 @@ impl Kernel {
     }
 }
 
+/// The directory that a script has made: what environment variable `variable` says, or `name` in the user's
+/// cache directory.
+pub(crate) fn made_by_script(variable: &str, name: &str) -> PathBuf {
+    let cache = || match std::env::var_os("XDG_CACHE_HOME") {
+        Some(cache) => PathBuf::from(cache),
+        None => PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache"),
+    };
+    std::env::var_os(variable).map_or_else(|| cache().join(name), PathBuf::from)
+}
+
 /// A guest that can be booted.
 pub(crate) struct Guest {
     /// The directory with the files of all kernels.
@@ -54,12 +64,7 @@ impl Guest {
         if !["qemu-system-x86_64", "cpio"].into_iter().all(require_tool) {
             return None;
         }
-        let cache = || match std::env::var_os("XDG_CACHE_HOME") {
-            Some(cache) => PathBuf::from(cache),
-            None => PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache"),
-        };
-        let files = std::env::var_os("NOWAIT_GUEST_DIR")
-            .map_or_else(|| cache().join("nowait-guest"), PathBuf::from);
+        let files = made_by_script("NOWAIT_GUEST_DIR", "nowait-guest");
         let guest = Self { files, kernel };
         let complete = [guest.busybox(), guest.file("vmlinuz"), guest.file("initramfs.gz")]
             .into_iter()

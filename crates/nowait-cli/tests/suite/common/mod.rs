@@ -10,7 +10,7 @@ pub(crate) mod loop_device;
 
 use std::path::{Path, PathBuf};
 
-pub(crate) use guest::{Guest, Kernel};
+pub(crate) use guest::{Guest, Kernel, made_by_script};
 pub(crate) use loop_device::LoopDevice;
 pub(crate) use nowait_testkit::{
     Finished, GIB, KIB, MIB, PYTHON, Scratch, allocated, path_of, python_with_nbd, require_fuse,
