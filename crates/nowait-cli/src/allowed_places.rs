@@ -10,6 +10,8 @@ use nowait_control::ControlError;
 use nowait_remote::Location;
 
 use crate::allowed_uri::AllowedUri;
+use crate::args::ServeArgs;
+use crate::control_socket;
 
 /// The places that the user of a server has allowed.
 pub(crate) struct AllowedPlaces {
@@ -20,6 +22,17 @@ pub(crate) struct AllowedPlaces {
 }
 
 impl AllowedPlaces {
+    /// What `args` allow.
+    pub(crate) fn of(args: &ServeArgs) -> Self {
+        let directories = args.control.allow_dir.clone();
+        let sockets = directories.iter().cloned().chain(control_socket::directory());
+        Self {
+            directories_of_sockets: sockets.collect(),
+            directories,
+            uris: args.control.allow_uri.clone(),
+        }
+    }
+
     /// The image that a request names: a URI as it is, or a path.
     pub(crate) fn image(&self, name: &str) -> Result<PathBuf, ControlError> {
         match Location::parse(&name.into()).map_err(ControlError::Invalid)? {

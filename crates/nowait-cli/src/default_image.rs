@@ -23,6 +23,7 @@ const DIRECTORY_MODE: u32 = 0o700;
 /// The limit of names tried for a temporary directory; a name exists only if an earlier process
 /// with the same PID died without removing its directory.
 const TEMPORARY_NAMES: u32 = 1000;
+const TEMPORARY_PREFIX: &str = "nowait-";
 
 /// The path of the default image: `nowait/nowait.img` in the user's state directory, made as a
 /// sparse file of 1 GiB if it is not there.
@@ -153,11 +154,22 @@ pub(crate) fn runtime_directory(runtime: Option<OsString>) -> Option<PathBuf> {
     Some(directory)
 }
 
+/// Whether `directory` can be one that a server has made for its socket.
+pub(crate) fn is_temporary(directory: &Path) -> bool {
+    let name = directory.file_name().and_then(|name| name.to_str()?.strip_prefix(TEMPORARY_PREFIX));
+    let is_numbers = name.is_some_and(|numbers| {
+        numbers.split_once('-').is_some_and(|(process, n)| {
+            [process, n].iter().all(|number| number.parse::<u32>().is_ok())
+        })
+    });
+    is_numbers && directory.parent() == Some(&env::temp_dir())
+}
+
 /// A new directory in `parent`. mkdir(2) fails for an existing name, so the directory is always
 /// this process's own.
 fn temporary_directory(parent: &Path) -> Result<PathBuf, CliError> {
     for n in 0..TEMPORARY_NAMES {
-        let directory = parent.join(format!("nowait-{}-{n}", std::process::id()));
+        let directory = parent.join(format!("{TEMPORARY_PREFIX}{}-{n}", std::process::id()));
         match DirBuilder::new().mode(DIRECTORY_MODE).create(&directory) {
             Ok(()) => return Ok(directory),
             Err(error) if error.kind() == ErrorKind::AlreadyExists => {}

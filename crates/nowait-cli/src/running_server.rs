@@ -218,7 +218,7 @@ impl RunningServer {
 }
 
 /// The absolute path of the image, or its URI.
-fn full_name(named: &NamedExport) -> PathBuf {
+pub(crate) fn full_name(named: &NamedExport) -> PathBuf {
     let as_given = || named.image.clone();
     match named.is_remote() {
         true => as_given(),

@@ -35,10 +35,10 @@ use crate::signals::Ending;
 use crate::upgrade::hand_over::Upgrades;
 use crate::upgrade::launcher::Launcher;
 use crate::upgrade::messages::ListenerState;
+use crate::upgrade::permitted::Permitted;
 use crate::upgrade::take_over::{Parked, ParkedClients, TakeOver};
 use crate::{
-    args, background, confinement, control_socket, default_image, endpoints, summary, systemd,
-    tls_files, watchdog,
+    args, background, confinement, default_image, endpoints, summary, systemd, tls_files, watchdog,
 };
 use nowait_cli::error::{CliError, os_message};
 use nowait_cli::process;
@@ -254,7 +254,7 @@ fn open(args: &ServeArgs, take_over: Option<&TakeOver>) -> Result<Opened, CliErr
     let exports = args.exports().map_err(CliError::new)?;
     let is_default = exports.is_empty();
     if let Some(take_over) = take_over {
-        let Parked { images, clients } = take_over.wait()?;
+        let Parked { images, clients } = take_over.wait(&Permitted::of(args)?)?;
         let common = open_disk::common(args)?;
         let all = take_over.open(images, &common)?;
         return Ok(Opened { all, is_default: false, adopted: Some(clients), common });
@@ -329,14 +329,9 @@ fn add_places(served: &mut [ServedDisk], clients: &ParkedClients) {
 /// What the exports have in common that are added later, at the addresses `listens`.
 fn additions(args: &ServeArgs, listens: Vec<Address>, common: Common) -> Additions {
     let tls = args.tls.is_required();
-    let sockets = args.control.allow_dir.iter().cloned().chain(control_socket::directory());
     Additions {
         common,
-        allowed: AllowedPlaces {
-            directories: args.control.allow_dir.clone(),
-            directories_of_sockets: sockets.collect(),
-            uris: args.control.allow_uri.clone(),
-        },
+        allowed: AllowedPlaces::of(args),
         workers: args.config().workers,
         max_connections: args.max_connections,
         places: Box::new(move |named| listens.iter().map(|at| at.uri(&named.name, tls)).collect()),

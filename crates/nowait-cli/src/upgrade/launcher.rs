@@ -246,6 +246,9 @@ pub(crate) fn run_if_asked() -> Option<u8> {
         end(started.take_if(|_| matches!(body, Request::End)));
         let answer = match body {
             Request::End => Ok(None),
+            Request::Start { .. } if started.as_mut().is_some_and(runs) => {
+                Err("another new program is running".into())
+            }
             Request::Start { binary } => {
                 let binary = binary.filter(|_| any).map(PathBuf::from);
                 let path = binary.as_ref().map_or(own.as_ref(), Ok);
@@ -262,6 +265,10 @@ pub(crate) fn run_if_asked() -> Option<u8> {
         }
     }
     Some(0)
+}
+
+fn runs(child: &mut Child) -> bool {
+    matches!(child.try_wait(), Ok(None))
 }
 
 fn spawn(path: Result<&PathBuf, &io::Error>, input: Stdio) -> Result<Option<Child>, String> {

@@ -5,9 +5,13 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
+use std::panic::resume_unwind;
 use std::sync::MutexGuard;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::thread;
 use std::time::Instant;
 
+use nowait::Error;
 use nowait_control::ControlError;
 use nowait_server::{ConnectionState, ExportId, Exports, ParkedDevice, ParkedServer};
 use rustix::io::Errno;
@@ -15,6 +19,9 @@ use rustix::io::Errno;
 use crate::served_disks::ServedDisk;
 use crate::systemd;
 use crate::upgrade::hand_over::{DRAIN_TIMEOUT, Parked};
+
+/// The most threads that flush.
+const FLUSH_THREADS: usize = 16;
 
 /// What is handed over.
 pub(crate) struct ParkedDisks<'a> {
@@ -32,9 +39,9 @@ impl<'a> ParkedDisks<'a> {
         exports: &Exports,
         disks: MutexGuard<'a, Vec<ServedDisk>>,
     ) -> Result<Self, ControlError> {
-        let failed = |error: nowait::Error| ControlError::Failed(error.to_string());
+        let failed = |error: Error| ControlError::Failed(error.to_string());
         // Clients are served meanwhile, and the flush of the pause has little left to do.
-        disks.iter().try_for_each(|served| served.disk.image.flush()).map_err(failed)?;
+        for_all(&disks, |served| served.disk.image.flush()).map_err(failed)?;
         let begun = Instant::now();
         let server = exports.park(DRAIN_TIMEOUT).map_err(|error| {
             let why = match Errno::from_raw_os_error(error.errno()) {
@@ -44,7 +51,7 @@ impl<'a> ParkedDisks<'a> {
             };
             ControlError::Conflict(why.into())
         })?;
-        disks.iter().try_for_each(|served| served.disk.image.settle()).map_err(failed)?;
+        for_all(&disks, |served| served.disk.image.settle()).map_err(failed)?;
         Ok(Self { disks, server, begun })
     }
 
@@ -55,6 +62,29 @@ impl<'a> ParkedDisks<'a> {
         let index = |id| indices.get(&id).copied();
         all.into_iter().filter_map(|(id, it)| Some((index(id)?, it))).collect()
     }
+}
+
+/// Calls `act` for all `disks`, until one fails. Several threads do, if they can be started: a storage has ended the
+/// flushes of many in the time of one.
+fn for_all(
+    disks: &[ServedDisk],
+    act: impl Fn(&ServedDisk) -> Result<(), Error> + Sync,
+) -> Result<(), Error> {
+    let next = AtomicUsize::new(0);
+    let part = || {
+        while let Some(served) = disks.get(next.fetch_add(1, Ordering::Relaxed)) {
+            act(served)?;
+        }
+        Ok(())
+    };
+    thread::scope(|scope| {
+        let start = |_| thread::Builder::new().spawn_scoped(scope, part).ok();
+        let others: Vec<_> = (1..FLUSH_THREADS.min(disks.len())).map_while(start).collect();
+        let done = part();
+        others.into_iter().fold(done, |done, other| {
+            done.and(other.join().unwrap_or_else(|panic| resume_unwind(panic)))
+        })
+    })
 }
 
 impl Parked for ParkedDisks<'_> {

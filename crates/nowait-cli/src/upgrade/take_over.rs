@@ -25,6 +25,7 @@ use crate::upgrade::channel::{Bounds, Channel, Message};
 use crate::upgrade::messages::{
     Answer, Begin, DeviceMessage, Drained, ExportState, Go, ListenerState, PROTOCOL, VmmMessage,
 };
+use crate::upgrade::permitted::Permitted;
 use crate::upgrade::{ENVIRONMENT, SUCCESSOR};
 
 /// How long the old program may take for one message: it ends requests and flushes meanwhile.
@@ -35,8 +36,8 @@ pub(crate) struct TakeOver {
     channel: Channel,
     /// The default export first.
     pub(crate) exports: Vec<ExportState>,
-    listeners: Vec<(ListenerState, OwnedFd)>,
-    control: Option<(ListenerState, OwnedFd)>,
+    pub(super) listeners: Vec<(ListenerState, OwnedFd)>,
+    pub(super) control: Option<(ListenerState, OwnedFd)>,
     control_tcp: Vec<(ListenerState, OwnedFd)>,
     /// The number of the block device of this machine that the first export is.
     pub(crate) ublk: Option<u32>,
@@ -113,12 +114,15 @@ impl TakeOver {
     /// Tells that this program waits for the images, and waits until no request is in flight.
     ///
     /// # Errors
-    /// The old program has ended, or has called it off.
-    pub(crate) fn wait(&self) -> Result<Parked, CliError> {
+    /// The old program has ended, or has called it off; it tells of more than is `permitted`.
+    pub(crate) fn wait(&self, permitted: &Permitted<'_>) -> Result<Parked, CliError> {
+        permitted.check(self)?;
         self.agree()?;
         let message = self.channel.receive::<Drained>(in_time(), Bounds::STATE);
         let message = message.map_err(|error| lost(&error))?;
         let Message { body: Drained { files, connections, devices }, bytes, files: all } = message;
+        let mut sockets = devices.iter().filter_map(|it| it.listener.as_ref());
+        sockets.try_for_each(|state| permitted.check_device(state))?;
         let mut all = all.into_iter();
         let images = files
             .iter()

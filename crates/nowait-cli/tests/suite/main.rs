@@ -36,6 +36,7 @@ mod first_run;
 mod format_detection;
 mod guest;
 mod hipri;
+mod hostile_server;
 mod interop;
 mod killed_server;
 mod lifetime;
