@@ -11,7 +11,6 @@ use nowait_remote::Location;
 
 use crate::allowed_uri::AllowedUri;
 use crate::args::ServeArgs;
-use crate::control_socket;
 
 /// The places that the user of a server has allowed.
 pub(crate) struct AllowedPlaces {
@@ -22,10 +21,10 @@ pub(crate) struct AllowedPlaces {
 }
 
 impl AllowedPlaces {
-    /// What `args` allow.
-    pub(crate) fn of(args: &ServeArgs) -> Self {
+    /// What `args` allow, whose default control sockets are in `sockets`.
+    pub(crate) fn of(args: &ServeArgs, sockets: Option<PathBuf>) -> Self {
         let directories = args.control.allow_dir.clone();
-        let sockets = directories.iter().cloned().chain(control_socket::directory());
+        let sockets = directories.iter().cloned().chain(sockets);
         Self {
             directories_of_sockets: sockets.collect(),
             directories,

@@ -55,6 +55,14 @@ impl ExportArg {
 }
 
 impl NamedExport {
+    /// The absolute path of the image, or its URI.
+    pub(crate) fn full_name(&self) -> PathBuf {
+        match self.is_remote() {
+            true => self.image.clone(),
+            false => std::path::absolute(&self.image).unwrap_or_else(|_| self.image.clone()),
+        }
+    }
+
     /// Whether the image is a URI.
     pub(crate) fn is_remote(&self) -> bool {
         is_remote(self.image.as_os_str()) == Ok(true)

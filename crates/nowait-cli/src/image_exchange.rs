@@ -57,7 +57,8 @@ impl ImageExchange<'_> {
         };
         create(overlay, &create_options).map_err(conflict)?;
         let format = Some(Format::Qcow2);
-        let options = ChainOptions { format, backing_dirs, backing_storages, ..options };
+        let no_links = true;
+        let options = ChainOptions { format, backing_dirs, backing_storages, no_links, ..options };
         let named = NamedExport { image: overlay.to_owned(), ..named };
         let pause = self.serve_overlay(named, options).inspect_err(|_| {
             if let Err(error) = fs::remove_file(overlay) {

@@ -3,7 +3,7 @@
 //! Invariant: what a request names is opened only where the user has allowed it.
 
 use std::collections::BTreeMap;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
 
@@ -122,7 +122,7 @@ impl RunningServer {
         };
         if let Some(served) = served {
             let OpenedDisk { named, image, .. } = &served.disk;
-            info.image = full_name(named).to_string_lossy().into_owned();
+            info.image = named.full_name().to_string_lossy().into_owned();
             info.format = image.format().name().to_owned();
             info.direct_io = image.is_direct();
             info.places.clone_from(&served.places);
@@ -144,7 +144,7 @@ impl RunningServer {
             ExportState {
                 name: named.name.clone(),
                 description: description.clone(),
-                image: full_name(named).into(),
+                image: named.full_name().into(),
                 format: options.format.map(|format| format.name().to_owned()),
                 read_only: !options.writable,
                 backing_dirs: options.backing_dirs.iter().map(|dir| dir.clone().into()).collect(),
@@ -214,15 +214,6 @@ impl RunningServer {
             Ok((listener, format!("vhost-user:{shown}")))
         };
         frontends.into_iter().map(listen).collect()
-    }
-}
-
-/// The absolute path of the image, or its URI.
-pub(crate) fn full_name(named: &NamedExport) -> PathBuf {
-    let as_given = || named.image.clone();
-    match named.is_remote() {
-        true => as_given(),
-        false => std::path::absolute(&named.image).unwrap_or_else(|_| as_given()),
     }
 }
 
@@ -346,6 +337,7 @@ impl ControlledServer for RunningServer {
         let Additions { common, allowed, .. } = &self.additions;
         let mut options = common.options.clone();
         (options.format, options.writable) = (format, !read_only);
+        options.no_links = !named.is_remote();
         options.backing_dirs.extend(allowed.directories.iter().cloned());
         options.backing_storages = self.storages_below(&backing)?;
         let mut places = (self.additions.places)(&named);

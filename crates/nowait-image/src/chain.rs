@@ -142,6 +142,8 @@ pub struct ChainOptions {
     pub no_hint: bool,
     /// Whether nothing is allocated ahead; see [`nowait::Config::allocate_ahead`].
     pub no_allocate_ahead: bool,
+    /// Whether no part of the first file's path may be a symbolic link, whatever is changed meanwhile.
+    pub no_links: bool,
     /// The files of the image that are open elsewhere: their locks and claims are taken over instead
     /// of made.
     pub handed_over: HandedOver,
@@ -162,6 +164,7 @@ impl Default for ChainOptions {
             direct: Direct::Auto,
             no_hint: false,
             no_allocate_ahead: false,
+            no_links: false,
             handed_over: HandedOver::default(),
         }
     }
@@ -272,7 +275,11 @@ impl Chain {
     /// # Errors
     /// One line that names the file and what is wrong with it. No file was changed.
     pub fn open(path: &Path, options: &ChainOptions) -> Result<Self, ImageError> {
-        let file = ImageFile::open_as(path, path, options.opening(options.writable))?;
+        let opening = options.opening(options.writable);
+        let file = match options.no_links {
+            true => ImageFile::open_without_links(path, opening)?,
+            false => ImageFile::open_as(path, path, opening)?,
+        };
         let ChainOptions { backing_dirs, data_files, .. } = options;
         let policy = PathPolicy::new(path, !file.is_block_device(), backing_dirs, data_files)?;
         Self::from(PendingLayer { file, format: options.format }, options, &policy)

@@ -12,9 +12,9 @@ use nowait::{
     AllocationCache, BlockDevice, BlockMap, BlockingFile, Direct, Error, OpenOptions, Storage,
 };
 
-use crate::chain::{Chain, ChainOptions, Format};
+use crate::chain::{Chain, ChainOptions, Format, Layer};
 use crate::error::ImageError;
-use crate::image_file::ImageFile;
+use crate::image_file::{FileId, ImageFile};
 use crate::lock::LockError;
 use crate::qcow2::header::MAGIC;
 use crate::qcow2_disk::{self, OpenImage, Qcow2Map, ServeOptions};
@@ -171,11 +171,21 @@ impl Image {
     /// The storage of the top image, if that is one without a descriptor.
     #[must_use]
     pub fn top_storage(&self) -> Option<Arc<dyn Storage>> {
-        let chain = match &self.content {
-            Content::Raw { chain, .. } => chain,
-            Content::Qcow2 { open_image, .. } => open_image.chain(),
-        };
-        chain.top().file.remote().cloned()
+        self.top().file.remote().cloned()
+    }
+
+    /// The device and the inode of the top image's open file (stat(2)); `None` if it has none.
+    #[must_use]
+    pub fn top_file(&self) -> Option<(u64, u64)> {
+        let FileId { device, inode } = self.top().file.identity().ok()?;
+        Some((device, inode))
+    }
+
+    fn top(&self) -> &Layer {
+        match &self.content {
+            Content::Raw { chain, .. } => chain.top(),
+            Content::Qcow2 { open_image, .. } => open_image.chain().top(),
+        }
     }
 
     /// The descriptors for transfers: the argument for a queue's constructor.

@@ -13,7 +13,7 @@ use std::{fmt, io};
 #[cfg(feature = "sim")]
 use nowait::SimStorage;
 use nowait::{ByteRange, ExtentStatus, FileStorage, ReadCursor, Storage, WriteCursor};
-use rustix::fs::{FallocateFlags, Mode, OFlags};
+use rustix::fs::{CWD, FallocateFlags, Mode, OFlags, ResolveFlags};
 use rustix::io::Errno;
 
 use crate::error::ImageError;
@@ -37,8 +37,8 @@ const ZEROING_BYTES: u64 = 1 << 20;
 /// Identity of a file, independent of its name (stat(2), `st_dev` and `st_ino`).
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct FileId {
-    device: u64,
-    inode: u64,
+    pub(crate) device: u64,
+    pub(crate) inode: u64,
 }
 
 impl FileId {
@@ -93,6 +93,26 @@ impl ImageFile {
     /// As [`ImageFile::open`], for the file at `real`, which is called `path` from then on.
     pub(crate) fn open_as(real: &Path, path: &Path, opening: Opening) -> Result<Self, ImageError> {
         Self::opened(rustix::fs::open(real, flags(opening), Mode::empty()), path)
+    }
+
+    /// As [`ImageFile::open`], but no part of `path` may be a symbolic link. (Before Linux 5.6, which cannot tell,
+    /// only its last one.)
+    pub(crate) fn open_without_links(path: &Path, opening: Opening) -> Result<Self, ImageError> {
+        let (flags, resolve) = (flags(opening), ResolveFlags::NO_SYMLINKS);
+        let opened = rustix::fs::openat2(CWD, path, flags, Mode::empty(), resolve);
+        Self::opened(
+            match opened {
+                Err(Errno::NOSYS) => {
+                    rustix::fs::open(path, flags | OFlags::NOFOLLOW, Mode::empty())
+                }
+                Err(Errno::LOOP) => {
+                    let why = "a symbolic link is in its path now";
+                    return Err(ImageError::refused(path, why).with_errno(libc::ELOOP));
+                }
+                opened => opened,
+            },
+            path,
+        )
     }
 
     /// As [`ImageFile::open`], for the file `name` in `directory`, which is called `path` from then

@@ -35,10 +35,11 @@ use crate::signals::Ending;
 use crate::upgrade::hand_over::Upgrades;
 use crate::upgrade::launcher::Launcher;
 use crate::upgrade::messages::ListenerState;
-use crate::upgrade::permitted::Permitted;
+use crate::upgrade::permitted::{Permitted, files_of_images};
 use crate::upgrade::take_over::{Parked, ParkedClients, TakeOver};
 use crate::{
-    args, background, confinement, default_image, endpoints, summary, systemd, tls_files, watchdog,
+    args, background, confinement, control_socket, default_image, endpoints, summary, systemd,
+    tls_files, watchdog,
 };
 use nowait_cli::error::{CliError, os_message};
 use nowait_cli::process;
@@ -254,9 +255,10 @@ fn open(args: &ServeArgs, take_over: Option<&TakeOver>) -> Result<Opened, CliErr
     let exports = args.exports().map_err(CliError::new)?;
     let is_default = exports.is_empty();
     if let Some(take_over) = take_over {
-        let Parked { images, clients } = take_over.wait(&Permitted::of(args)?)?;
+        let permitted = Permitted::of(args, control_socket::directory())?;
+        let Parked { images, clients } = take_over.wait(&permitted)?;
         let common = open_disk::common(args)?;
-        let all = take_over.open(images, &common)?;
+        let all = take_over.open(images, &common, &permitted)?;
         return Ok(Opened { all, is_default: false, adopted: Some(clients), common });
     }
     let exports = if is_default { vec![default_export(args)?] } else { exports };
@@ -281,7 +283,7 @@ fn launcher(args: &ServeArgs, descriptors: Rlimit) -> Result<Arc<Launcher>, Stri
         return Err("there is no control socket".into());
     }
     let any = args.sandbox.mode().is_none();
-    Launcher::start(any, args.lifetime.fork, descriptors)
+    Launcher::start(any, args.lifetime.fork, descriptors, files_of_images(args))
 }
 
 /// Whether the control socket is at a path that was given, and stays there.
@@ -331,7 +333,7 @@ fn additions(args: &ServeArgs, listens: Vec<Address>, common: Common) -> Additio
     let tls = args.tls.is_required();
     Additions {
         common,
-        allowed: AllowedPlaces::of(args),
+        allowed: AllowedPlaces::of(args, control_socket::directory()),
         workers: args.config().workers,
         max_connections: args.max_connections,
         places: Box::new(move |named| listens.iter().map(|at| at.uri(&named.name, tls)).collect()),

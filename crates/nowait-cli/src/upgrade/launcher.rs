@@ -58,6 +58,8 @@ pub(crate) struct Launcher {
     quiet: bool,
     /// The limit of descriptors with which this server was started: that of each program it starts.
     descriptors: Rlimit,
+    /// What its environment has beside that of this process.
+    variables: Vec<(String, String)>,
 }
 
 /// The process, and this end of the connection to it.
@@ -68,14 +70,20 @@ struct Process {
 
 impl Launcher {
     /// Starts the process. To be called before this process is confined. It may start `any` program,
-    /// with the limit `descriptors`, and is `quiet` if it may not hold the caller's output open.
+    /// with the limit `descriptors`, has the `variables` in its environment, and is `quiet` if it may not hold the caller's
+    /// output open.
     ///
     /// # Errors
     /// A line that says what is missing.
-    pub(crate) fn start(any: bool, quiet: bool, descriptors: Rlimit) -> Result<Arc<Self>, String> {
+    pub(crate) fn start(
+        any: bool,
+        quiet: bool,
+        descriptors: Rlimit,
+        variables: Vec<(String, String)>,
+    ) -> Result<Arc<Self>, String> {
         let path = std::env::current_exe().map_err(cannot_start)?;
         let process = Mutex::new(None);
-        let launcher = Arc::new(Self { process, path, any, quiet, descriptors });
+        let launcher = Arc::new(Self { process, path, any, quiet, descriptors, variables });
         *launcher.lock() = Some(launcher.spawn()?);
         Ok(launcher)
     }
@@ -85,6 +93,7 @@ impl Launcher {
         let mut command = Command::new(&self.path);
         command.arg0(NAME).args(std::env::args_os().skip(1)).stdin(far);
         command.env(ENVIRONMENT, if self.any { LAUNCHER_OF_ANY } else { LAUNCHER });
+        command.envs(self.variables.iter().cloned());
         if self.quiet {
             command.stdout(Stdio::null()).stderr(Stdio::null());
         }

@@ -1,56 +1,150 @@
 //! What a program that takes over believes of what the old one tells: nothing that its own command line does not allow.
 //!
 //! Invariant: the command line comes from the launcher, which a server that was taken over cannot change. No image, directory,
-//! URI or socket is opened, made or removed that neither the command line names nor `--allow-dir` or `--allow-uri` allow.
+//! URI or socket is opened, made or removed that neither the command line names nor `--allow-dir` or `--allow-uri` allow. The
+//! images that it names are the files that these were when the server was started.
 
-use std::env;
+use std::collections::{HashMap, HashSet};
+use std::ffi::OsString;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
+use std::{env, fs, iter};
 
 use nowait_cli::error::{CliError, without_secrets};
-use nowait_image::Format;
+use nowait_image::{ChainOptions, Format, Image};
 use nowait_nbd::Address;
+use nowait_remote::Location;
 
 use crate::allowed_places::AllowedPlaces;
 use crate::args::ServeArgs;
 use crate::args::control_args::ControlAddress;
 use crate::default_image;
-use crate::running_server::full_name;
+use crate::export_spec::NamedExport;
 use crate::upgrade::messages::{ExportState, ListenerState};
-use crate::upgrade::take_over::TakeOver;
 use crate::vhost_user_spec::DevicePlace;
+
+/// The variables of the environment with the files of the images: each as `DEVICE:INODE `, or a space if it was none.
+const FILES: &str = "NOWAIT_UPGRADE_FILES_";
+/// The files in one of them, whose length the kernel limits to 128 KiB (execve(2), `MAX_ARG_STRLEN`).
+const FILES_OF_VARIABLE: usize = 2000;
+
+/// The device and the inode of a file.
+type FileNumbers = (u64, u64);
+
+/// The images that `args` name, with absolute paths.
+///
+/// # Errors
+/// The default image is unknown.
+fn images(args: &ServeArgs) -> Result<Vec<PathBuf>, CliError> {
+    let given = args.exports().map_err(CliError::new)?;
+    match given.is_empty() {
+        true => Ok(vec![default_image::image()?]),
+        false => Ok(given.iter().map(NamedExport::full_name).collect()),
+    }
+}
+
+/// The variables for the launcher, from which the programs that it starts have them. None if this process has them already,
+/// from such a launcher.
+pub(crate) fn files_of_images(args: &ServeArgs) -> Vec<(String, String)> {
+    if env::var_os(format!("{FILES}0")).is_some() {
+        return Vec::new();
+    }
+    let told = |image: &PathBuf| {
+        let file = fs::metadata(image).map(|it| format!("{:x}:{:x}", it.dev(), it.ino()));
+        file.unwrap_or_default() + " "
+    };
+    // Where the default image is unknown the server does not start either.
+    let images = images(args).unwrap_or_default();
+    let variables = images.chunks(FILES_OF_VARIABLE).map(|part| part.iter().map(told).collect());
+    variables.enumerate().map(|(n, files)| (format!("{FILES}{n}"), files)).collect()
+}
+
+fn parse_numbers(text: &str) -> Option<FileNumbers> {
+    let (device, inode) = text.split_once(':')?;
+    let number = |text| u64::from_str_radix(text, 16).ok();
+    Some((number(device)?, number(inode)?))
+}
 
 /// What the command line of a server allows.
 pub(crate) struct Permitted<'a> {
     args: &'a ServeArgs,
-    /// The images that it names, with absolute paths.
-    images: Vec<PathBuf>,
+    /// The files of the images that it names by absolute paths, and those of URIs, which have none.
+    images: HashMap<PathBuf, Option<FileNumbers>>,
+    /// The directories of these images, without symbolic links.
+    directories: HashSet<PathBuf>,
     places: AllowedPlaces,
 }
 
 impl<'a> Permitted<'a> {
-    /// What `args` allow.
+    /// What `args` allow, whose default control sockets are in `sockets`.
     ///
     /// # Errors
     /// The default image is unknown.
-    pub(crate) fn of(args: &'a ServeArgs) -> Result<Self, CliError> {
-        let given = args.exports().map_err(CliError::new)?;
-        let images = match given.is_empty() {
-            true => vec![default_image::image()?],
-            false => given.iter().map(full_name).collect(),
-        };
-        Ok(Self { args, images, places: AllowedPlaces::of(args) })
+    pub(crate) fn of(args: &'a ServeArgs, sockets: Option<PathBuf>) -> Result<Self, CliError> {
+        let variables = (0..).map_while(|n| env::var(format!("{FILES}{n}")).ok());
+        let places = AllowedPlaces::of(args, sockets);
+        Self::with_files(args, places, &variables.collect::<String>())
     }
 
-    /// Checks all that is told at the beginning.
+    fn with_files(
+        args: &'a ServeArgs,
+        places: AllowedPlaces,
+        files: &str,
+    ) -> Result<Self, CliError> {
+        let images = images(args)?;
+        let directory = |image: &PathBuf| Some(image.canonicalize().ok()?.parent()?.to_owned());
+        let directories = images.iter().filter_map(directory).collect();
+        let files = files.split(' ').map(parse_numbers).chain(iter::repeat(None));
+        Ok(Self { args, images: images.into_iter().zip(files).collect(), directories, places })
+    }
+
+    /// The file of the image of `state`, if the command line names that and allows to open it so. Else it must be an image
+    /// that was added.
+    fn given_file(&self, state: &ExportState) -> Option<Option<FileNumbers>> {
+        let format = self.args.format.map(Format::name);
+        let is_as_given =
+            state.format.as_deref() == format && (state.read_only || !self.args.read_only);
+        self.images.get(Path::new(&state.image)).filter(|_| is_as_given).copied()
+    }
+
+    /// How the image of `state` is opened, which was checked.
+    pub(crate) fn options(&self, state: &ExportState, options: ChainOptions) -> ChainOptions {
+        let is_path = Location::parse(&state.image).is_ok_and(|location| location.path().is_some());
+        let no_links = self.given_file(state).is_none() && is_path;
+        ChainOptions { no_links, ..options }
+    }
+
+    /// Checks what was `opened` as the image of `state`: a server that was taken over may have put something else in its
+    /// place.
+    ///
+    /// # Errors
+    /// One line that names it.
+    pub(crate) fn check_opened(&self, state: &ExportState, opened: &Image) -> Result<(), CliError> {
+        match self.given_file(state).flatten() {
+            Some(file) if opened.top_file() != Some(file) => {
+                let why = "another file has taken its place since the server was started";
+                Err(CliError::at(state.image.as_ref(), why))
+            }
+            _ => Ok(()),
+        }
+    }
+
+    /// Checks what is told at the beginning: the exports, the sockets of NBD, that of the control interface, and the
+    /// number of a block device.
     ///
     /// # Errors
     /// One line that names what is not allowed.
-    pub(crate) fn check(&self, take_over: &TakeOver) -> Result<(), CliError> {
-        let TakeOver { exports, listeners, control, ublk, .. } = take_over;
+    pub(crate) fn check<'b>(
+        &self,
+        exports: &[ExportState],
+        mut listeners: impl Iterator<Item = &'b ListenerState>,
+        control: Option<&ListenerState>,
+        ublk: Option<u32>,
+    ) -> Result<(), CliError> {
         exports.iter().try_for_each(|state| self.check_export(state))?;
-        listeners.iter().try_for_each(|(state, _)| self.check_listener(state))?;
-        control.iter().try_for_each(|(state, _)| self.check_control(state))?;
-        require(ublk.is_none() || self.args.ublk.ublk.is_some(), "block device", ublk)
+        listeners.try_for_each(|state| self.check_listener(state))?;
+        control.map_or(Ok(()), |state| self.check_control(state))?;
+        require(ublk.is_none() || self.args.ublk.ublk.is_some(), "block device", &ublk)
     }
 
     fn check_control(&self, state: &ListenerState) -> Result<(), CliError> {
@@ -79,17 +173,13 @@ impl<'a> Permitted<'a> {
     }
 
     fn check_export(&self, state: &ExportState) -> Result<(), CliError> {
-        let ExportState { image, format, read_only, backing_dirs, backing, .. } = state;
-        let as_given = self.images.iter().any(|given| given.as_os_str() == image)
-            && *format == self.args.format.map(|format| Format::name(format).to_owned())
-            && (*read_only || !self.args.read_only);
+        let ExportState { image, backing_dirs, backing, .. } = state;
         // Without symbolic links, as it was when it was added.
-        let is_real =
-            |name: &str| self.places.image(name).is_ok_and(|real| real.as_os_str() == image);
-        let added = || image.to_str().is_some_and(is_real);
-        require(as_given || added(), "image", image)?;
-        let other =
-            backing_dirs.iter().find(|directory| !self.allows_backing_dir(directory.as_ref()));
+        let is_real = |name| self.places.image(name).is_ok_and(|real| real.as_os_str() == image);
+        let is_allowed = self.given_file(state).is_some() || image.to_str().is_some_and(is_real);
+        require(is_allowed, "image", image)?;
+        let is_other = |directory: &&OsString| !self.allows_backing_dir(directory.as_ref());
+        let other = backing_dirs.iter().find(is_other);
         require(other.is_none(), "directory", &other)?;
         let other = backing.iter().find(|name| !self.allows_backing(name));
         require(other.is_none(), "image below", &other)
@@ -97,24 +187,21 @@ impl<'a> Permitted<'a> {
 
     /// Whether images may stand on files in `directory`: a snapshot has that of the image below it.
     fn allows_backing_dir(&self, directory: &Path) -> bool {
+        let given = &self.args.others.backing_dir;
         let Ok(real) = directory.canonicalize() else {
-            return self.args.others.backing_dir.iter().any(|it| it == directory);
+            return given.iter().any(|it| it == directory);
         };
-        let parents = self
-            .images
-            .iter()
-            .filter_map(|image| image.canonicalize().ok()?.parent().map(Path::to_owned));
-        let given = self.args.others.backing_dir.iter().filter_map(|it| it.canonicalize().ok());
-        let mut allowed =
-            self.args.control.allow_dir.iter().filter_map(|it| it.canonicalize().ok());
-        given.chain(parents).any(|it| it == real) || allowed.any(|it| real.starts_with(it))
+        let is_real = |it: &PathBuf| it.canonicalize().is_ok_and(|it| it == real);
+        let is_above = |it: &PathBuf| it.canonicalize().is_ok_and(|it| real.starts_with(it));
+        self.directories.contains(&real)
+            || given.iter().any(is_real)
+            || self.args.control.allow_dir.iter().any(is_above)
     }
 
     /// Whether images may stand on the storage `name`.
     fn allows_backing(&self, name: &str) -> bool {
-        let given = self.args.others.backing.iter().any(|it| it.to_string() == name);
-        given
-            || self.images.iter().any(|image| image.to_str() == Some(name))
+        self.args.others.backing.iter().any(|it| it.to_string() == name)
+            || self.images.contains_key(Path::new(name))
             || self.places.backing(name).is_ok()
     }
 
@@ -159,8 +246,6 @@ fn require(
 
 #[cfg(test)]
 mod tests {
-    use std::ffi::OsString;
-    use std::fs;
     use std::os::unix::fs::symlink;
 
     use clap::Parser;
@@ -217,7 +302,7 @@ mod tests {
     fn an_image_that_the_command_line_names_is_opened_as_that_says() {
         let directory = directory();
         let is_allowed = |options: &str, state: ExportState| {
-            Permitted::of(&args(&directory, options)).unwrap().check_export(&state).is_ok()
+            Permitted::of(&args(&directory, options), None).unwrap().check_export(&state).is_ok()
         };
         let disk = export(path(&directory, "disk"));
         assert!(is_allowed("", disk.clone()));
@@ -237,7 +322,7 @@ mod tests {
         let directory = directory();
         let options = "--read-only --allow-dir DIR/images --allow-uri nbd://host/";
         let args = args(&directory, options);
-        let permitted = Permitted::of(&args).unwrap();
+        let permitted = Permitted::of(&args, None).unwrap();
         let is_allowed = |image| permitted.check_export(&export(image)).is_ok();
         assert!(is_allowed(path(&directory, "images/added")));
         assert!(is_allowed("nbd://host/disk".into()));
@@ -252,7 +337,7 @@ mod tests {
         let directory = directory();
         let options = "--allow-dir DIR/images --allow-uri nbd://host/ --backing nbd://below/";
         let args = args(&directory, options);
-        let permitted = Permitted::of(&args).unwrap();
+        let permitted = Permitted::of(&args, None).unwrap();
         let added = export(path(&directory, "images/added"));
         for (backing_dir, is_allowed) in
             [("images", true), ("", true), ("images/..", true), ("..", false), ("/", false)]
@@ -277,7 +362,7 @@ mod tests {
         let directory = directory();
         let arguments =
             args(&directory, "--nbd unix:DIR/nbd --vhost-user DIR/vm --control unix:DIR/control");
-        let permitted = Permitted::of(&arguments).unwrap();
+        let permitted = Permitted::of(&arguments, None).unwrap();
         let [nbd, vm, control, disk] =
             ["nbd", "vm", "control", "disk"].map(|name| socket(path(&directory, name), None));
         assert!(permitted.check_listener(&nbd).is_ok());
@@ -291,7 +376,7 @@ mod tests {
         // A socket that is not removed is only a name, as of one that systemd has handed over.
         assert!(permitted.check_listener(&ListenerState { is_own: false, ..disk }).is_ok());
         let arguments = args(&directory, "");
-        let permitted = Permitted::of(&arguments).unwrap();
+        let permitted = Permitted::of(&arguments, None).unwrap();
         let temporary = env::temp_dir().join("nowait-12-3");
         let temporary = temporary.to_str().unwrap();
         let is_allowed = |path: &str, temporary| {
@@ -300,8 +385,50 @@ mod tests {
         assert!(is_allowed(&format!("{temporary}/disk.sock"), temporary));
         assert!(!is_allowed(&format!("{temporary}/disk"), temporary));
         assert!(!is_allowed(&format!("{temporary}/../disk.sock"), temporary));
-        assert!(!is_allowed("/home/user/disk.sock", "/home/user"));
-        assert!(!is_allowed("/home/user/nowait-12-3/disk.sock", "/home/user/nowait-12-3"));
+        assert!(!is_allowed("/other/disk.sock", "/other"));
+        assert!(!is_allowed("/other/nowait-12-3/disk.sock", "/other/nowait-12-3"));
         assert!(permitted.check_listener(&nbd).is_err(), "it has a default socket");
+    }
+
+    #[test]
+    fn an_image_that_was_replaced_since_the_start_is_not_served() {
+        let directory = directory();
+        let arguments = args(&directory, "");
+        let files: String =
+            files_of_images(&arguments).into_iter().map(|(_, files)| files).collect();
+        let permitted =
+            Permitted::with_files(&arguments, AllowedPlaces::of(&arguments, None), &files).unwrap();
+        let state = export(path(&directory, "disk"));
+        let open = || {
+            let options = ChainOptions { format: Some(Format::Raw), ..ChainOptions::default() };
+            let options = permitted.options(&state, options);
+            assert!(!options.no_links, "the user may name a link");
+            nowait_image::open(Path::new(&state.image), &options).unwrap()
+        };
+        assert!(permitted.check_opened(&state, &open()).is_ok());
+        fs::remove_file(&state.image).unwrap();
+        symlink("neighbour", &state.image).unwrap();
+        assert!(permitted.check_export(&state).is_ok());
+        let refused = permitted.check_opened(&state, &open()).unwrap_err().to_string();
+        assert!(refused.contains("another file has taken its place"), "{refused}");
+        let added = export(path(&directory, "images/added"));
+        assert!(permitted.options(&added, ChainOptions::default()).no_links);
+    }
+
+    #[test]
+    fn the_files_of_many_images_fit_variables_of_the_environment() {
+        let directory = directory();
+        let arguments =
+            args(&directory, &(0..4500).map(|n| format!("n{n}=DIR/x ")).collect::<String>());
+        let variables = files_of_images(&arguments);
+        assert_eq!(variables.len(), 3);
+        assert!(variables.iter().all(|(_, files)| files.len() <= 2000 * 34));
+        let files: String = variables.into_iter().map(|(_, files)| files).collect();
+        let disk = fs::metadata(directory.path().join("disk")).unwrap();
+        let permitted =
+            Permitted::with_files(&arguments, AllowedPlaces::of(&arguments, None), &files).unwrap();
+        let given = permitted.given_file(&export(path(&directory, "disk")));
+        assert_eq!(given, Some(Some((disk.dev(), disk.ino()))));
+        assert_eq!(permitted.given_file(&export(path(&directory, "x"))), Some(None));
     }
 }

@@ -36,8 +36,8 @@ pub(crate) struct TakeOver {
     channel: Channel,
     /// The default export first.
     pub(crate) exports: Vec<ExportState>,
-    pub(super) listeners: Vec<(ListenerState, OwnedFd)>,
-    pub(super) control: Option<(ListenerState, OwnedFd)>,
+    listeners: Vec<(ListenerState, OwnedFd)>,
+    control: Option<(ListenerState, OwnedFd)>,
     control_tcp: Vec<(ListenerState, OwnedFd)>,
     /// The number of the block device of this machine that the first export is.
     pub(crate) ublk: Option<u32>,
@@ -116,7 +116,9 @@ impl TakeOver {
     /// # Errors
     /// The old program has ended, or has called it off; it tells of more than is `permitted`.
     pub(crate) fn wait(&self, permitted: &Permitted<'_>) -> Result<Parked, CliError> {
-        permitted.check(self)?;
+        let listeners = self.listeners.iter().map(|(state, _)| state);
+        let control = self.control.as_ref().map(|(state, _)| state);
+        permitted.check(&self.exports, listeners, control, self.ublk)?;
         self.agree()?;
         let message = self.channel.receive::<Drained>(in_time(), Bounds::STATE);
         let message = message.map_err(|error| lost(&error))?;
@@ -163,7 +165,7 @@ impl TakeOver {
         go.map_err(|error| lost(&error)).map(drop)
     }
 
-    /// Opens the images, as `common` to all and as each was opened.
+    /// Opens the images, as `common` to all, as each was opened, and as is `permitted`.
     ///
     /// # Errors
     /// One line that names the file and what is wrong with it.
@@ -171,14 +173,17 @@ impl TakeOver {
         &self,
         images: Vec<HandedOver>,
         common: &Common,
+        permitted: &Permitted<'_>,
     ) -> Result<Vec<OpenedDisk>, CliError> {
         let mut opened = common.options.backing_storages.clone();
         let open = |(state, handed_over): (&ExportState, HandedOver)| {
             let backing_storages = state.storages_below(common, &mut opened)?;
-            let options = state.options(&common.options)?;
+            let options = permitted.options(state, state.options(&common.options)?);
             let options = ChainOptions { handed_over, backing_storages, ..options };
             let (named, description) = (state.named(), state.description.clone());
-            OpenedDisk::open_anywhere(named, options, description, &common.remote)
+            let opened = OpenedDisk::open_anywhere(named, options, description, &common.remote)?;
+            permitted.check_opened(state, &opened.image)?;
+            Ok(opened)
         };
         self.exports.iter().zip(images).map(open).collect()
     }

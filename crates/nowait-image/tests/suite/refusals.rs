@@ -168,6 +168,26 @@ fn every_file_of_a_chain_is_locked_and_an_open_without_locks_is_possible() {
 }
 
 #[test]
+fn a_path_without_links_has_none_in_any_part_and_others_may_have_some() {
+    let scratch = tempfile::tempdir().unwrap();
+    let directory = scratch.path().canonicalize().unwrap();
+    std::fs::create_dir(directory.join("real")).unwrap();
+    std::fs::write(directory.join("real/disk"), [7; 4096]).unwrap();
+    std::os::unix::fs::symlink("real", directory.join("directory")).unwrap();
+    std::os::unix::fs::symlink("real/disk", directory.join("link")).unwrap();
+    for writable in [false, true] {
+        let options = ChainOptions { writable, ..ChainOptions::default() };
+        let no_links = ChainOptions { no_links: true, ..options.clone() };
+        Chain::open(&directory.join("real/disk"), &no_links).unwrap();
+        for link in ["link", "directory/disk"] {
+            drop(Chain::open(&directory.join(link), &options).unwrap());
+            let error = refusal(&directory.join(link), &no_links);
+            assert!(error.contains("a symbolic link is in its path"), "{error}");
+        }
+    }
+}
+
+#[test]
 fn a_format_is_guessed_by_qcow2s_first_bytes_only() {
     let scratch = tempfile::tempdir().unwrap();
     let path = scratch.path().join("disk");
