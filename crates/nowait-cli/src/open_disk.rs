@@ -5,7 +5,7 @@
 use std::collections::HashSet;
 use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
-use std::{fs, io};
+use std::{fs, io, iter};
 
 use nowait_cli::error::{CliError, os_message};
 use nowait_image::{ChainOptions, Image, ImageError};
@@ -16,7 +16,10 @@ use tracing::warn;
 
 use crate::args::ServeArgs;
 use crate::export_spec::NamedExport;
-use crate::{args, open_chain, systemd, waiting};
+use crate::{args, open_chain, parallel, systemd, waiting};
+
+/// The most threads that open images.
+pub(crate) const OPENING_THREADS: usize = 4;
 
 /// An open and locked image, and the name of its export.
 pub(crate) struct OpenedDisk {
@@ -115,21 +118,22 @@ pub(crate) fn open_all(
     exports: Vec<NamedExport>,
     common: &Common,
 ) -> Result<Vec<OpenedDisk>, CliError> {
-    let mut all: Vec<OpenedDisk> = Vec::new();
     let (mut names, mut files) = (HashSet::new(), HashSet::new());
-    for named in exports {
+    for named in &exports {
         let ImageIdentity { name, file } = ImageIdentity::of(&named.image);
         let same = !names.insert(name) | file.is_some_and(|file| !files.insert(file));
         if same && !args.read_only {
             let what = "it is given twice (serve it under one name, or try --read-only)";
             return Err(CliError::at(&named.image, what));
         }
-        // It belongs to the first export.
-        let description = args.description.clone().filter(|_| all.is_empty());
-        let options = common.options.clone();
-        all.push(OpenedDisk::open_anywhere(named, options, description, &common.remote)?);
     }
-    Ok(all)
+    // It belongs to the first export.
+    let descriptions = iter::once(args.description.clone()).chain(iter::repeat(None));
+    let all: Vec<_> = exports.into_iter().zip(descriptions).collect();
+    parallel::try_map(all, OPENING_THREADS, |(named, description)| {
+        let options = common.options.clone();
+        OpenedDisk::open_anywhere(named, options, description, &common.remote)
+    })
 }
 
 /// What the images of a server have in common.

@@ -5,10 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::os::fd::BorrowedFd;
-use std::panic::resume_unwind;
 use std::sync::MutexGuard;
-use std::sync::atomic::{AtomicUsize, Ordering};
-use std::thread;
 use std::time::Instant;
 
 use nowait::Error;
@@ -16,6 +13,7 @@ use nowait_control::ControlError;
 use nowait_server::{ConnectionState, ExportId, Exports, ParkedDevice, ParkedServer};
 use rustix::io::Errno;
 
+use crate::parallel;
 use crate::served_disks::ServedDisk;
 use crate::systemd;
 use crate::upgrade::hand_over::{DRAIN_TIMEOUT, Parked};
@@ -64,27 +62,12 @@ impl<'a> ParkedDisks<'a> {
     }
 }
 
-/// Calls `act` for all `disks`, until one fails. Several threads do, if they can be started: a storage has ended the
-/// flushes of many in the time of one.
+/// Calls `act` for all `disks`: a storage has ended the flushes of many in the time of one.
 fn for_all(
     disks: &[ServedDisk],
     act: impl Fn(&ServedDisk) -> Result<(), Error> + Sync,
 ) -> Result<(), Error> {
-    let next = AtomicUsize::new(0);
-    let part = || {
-        while let Some(served) = disks.get(next.fetch_add(1, Ordering::Relaxed)) {
-            act(served)?;
-        }
-        Ok(())
-    };
-    thread::scope(|scope| {
-        let start = |_| thread::Builder::new().spawn_scoped(scope, part).ok();
-        let others: Vec<_> = (1..FLUSH_THREADS.min(disks.len())).map_while(start).collect();
-        let done = part();
-        others.into_iter().fold(done, |done, other| {
-            done.and(other.join().unwrap_or_else(|panic| resume_unwind(panic)))
-        })
-    })
+    parallel::try_map(disks, FLUSH_THREADS, act).map(drop)
 }
 
 impl Parked for ParkedDisks<'_> {

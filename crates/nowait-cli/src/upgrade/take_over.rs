@@ -19,7 +19,8 @@ use tracing::warn;
 
 use crate::export_spec::NamedExport;
 use crate::open_chain;
-use crate::open_disk::{Common, OpenedDisk};
+use crate::open_disk::{Common, OPENING_THREADS, OpenedDisk};
+use crate::parallel;
 use crate::served_disks::change_settings;
 use crate::upgrade::channel::{Bounds, Channel, Message};
 use crate::upgrade::messages::{
@@ -175,17 +176,19 @@ impl TakeOver {
         common: &Common,
         permitted: &Permitted<'_>,
     ) -> Result<Vec<OpenedDisk>, CliError> {
-        let mut opened = common.options.backing_storages.clone();
-        let open = |(state, handed_over): (&ExportState, HandedOver)| {
-            let backing_storages = state.storages_below(common, &mut opened)?;
+        let mut storages = common.options.backing_storages.clone();
+        let mut to_open = Vec::new();
+        for (state, handed_over) in self.exports.iter().zip(images) {
+            let backing_storages = state.storages_below(common, &mut storages)?;
             let options = permitted.options(state, state.options(&common.options)?);
-            let options = ChainOptions { handed_over, backing_storages, ..options };
+            to_open.push((state, ChainOptions { handed_over, backing_storages, ..options }));
+        }
+        parallel::try_map(to_open, OPENING_THREADS, |(state, options)| {
             let (named, description) = (state.named(), state.description.clone());
             let opened = OpenedDisk::open_anywhere(named, options, description, &common.remote)?;
             permitted.check_opened(state, &opened.image)?;
             Ok(opened)
-        };
-        self.exports.iter().zip(images).map(open).collect()
+        })
     }
 
     /// Tells that this program is ready and, at the old one's word, serves what it has left: the clients
