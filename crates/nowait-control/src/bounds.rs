@@ -1,4 +1,4 @@
-//! How long a client may take with the body of a request and how large that may be.
+//! How large the parts of a request may be, and how long a client may take with its body.
 //!
 //! Invariant: a handler begins when the whole body is there.
 
@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use axum::body::{self, Body};
 use axum::extract::Request;
-use axum::http::StatusCode;
+use axum::http::{HeaderValue, StatusCode, Version, header};
 use axum::middleware::Next;
 use axum::response::Response;
 
@@ -16,6 +16,48 @@ use crate::refusal::refuse;
 const MAX_BODY_BYTES: usize = 64 << 10;
 /// How long it may take to arrive.
 const BODY_TIMEOUT: Duration = Duration::from_secs(10);
+
+/// The longest head of a request, in bytes without white space around values: the name of an export may have 4096, which
+/// are three times as many when they are percent-encoded.
+pub(crate) const MAX_HEAD_BYTES: usize = 32 << 10;
+
+/// Has a request answered whose head is not too long and names one host (RFC 9112, section 3.2).
+pub(crate) async fn head_first(request: Request, next: Next) -> Response {
+    if head_bytes(&request) > MAX_HEAD_BYTES {
+        let status = StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE;
+        return refuse(status, "the head is longer than 32 KiB");
+    }
+    // Where the body ends is known from the head alone.
+    if request.headers().contains_key(header::TRANSFER_ENCODING) {
+        let why = "a body has its length in the header 'content-length'";
+        let mut answer = refuse(StatusCode::LENGTH_REQUIRED, why);
+        answer.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+        return answer;
+    }
+    let hosts = request.headers().get_all(header::HOST).iter().count();
+    match hosts == 1 || hosts == 0 && request.version() == Version::HTTP_10 {
+        true => next.run(request).await,
+        false => refuse(StatusCode::BAD_REQUEST, "a request has one header 'host'"),
+    }
+}
+
+/// The length of the head, with one space behind each colon.
+fn head_bytes(request: &Request) -> usize {
+    const SPACES_AND_LINE: usize = "  HTTP/1.1\r\n".len();
+    const COLON_AND_LINE: usize = ": \r\n".len();
+    let line = request.method().as_str().len() + request.uri().to_string().len() + SPACES_AND_LINE;
+    let fields = request.headers().iter();
+    let fields = fields.map(|(name, value)| name.as_str().len() + value.len() + COLON_AND_LINE);
+    line + fields.sum::<usize>() + "\r\n".len()
+}
+
+/// Adds to an answer that nothing keeps it or takes it for another kind of text.
+pub(crate) async fn kept_by_nobody(mut answer: Response) -> Response {
+    let headers = answer.headers_mut();
+    headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
+    headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));
+    answer
+}
 
 /// Takes the body of a request, then has it answered.
 pub(crate) async fn body_first(request: Request, next: Next) -> Response {

@@ -20,8 +20,11 @@ use tokio_io_timeout::TimeoutStream;
 use tokio_rustls::TlsAcceptor;
 
 use crate::origin::local_host_first;
+use crate::seats::Seat;
 use crate::token::{Token, token_first};
 
+/// How long a client may take to show its token, which is in the head of its first request.
+const TOKEN_TIMEOUT: Duration = Duration::from_secs(2);
 /// How long a TLS handshake may take.
 const HANDSHAKE_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long a client may leave an answer unread.
@@ -85,6 +88,15 @@ impl Acceptor {
         Ok(Self::Tcp(TcpListener::from_std(listener)?, credentials))
     }
 
+    /// How long a client may take to show who it is; `None` if that is known when it is accepted.
+    pub(crate) fn time_to_prove(&self) -> Option<Duration> {
+        match self {
+            Self::Unix(_) => None,
+            Self::Tcp(_, None) => Some(TOKEN_TIMEOUT),
+            Self::Tcp(_, Some(_)) => Some(HANDSHAKE_TIMEOUT),
+        }
+    }
+
     /// The next connection.
     ///
     /// # Errors
@@ -109,24 +121,24 @@ impl Acceptor {
 }
 
 impl Accepted {
-    /// Its bytes; `None` if it has no certificate, or takes too long to show it.
-    pub(crate) async fn stream(self) -> Option<Pin<Box<dyn Stream>>> {
+    /// Its bytes; `None` if it has no certificate, takes too long to show it, or finds no `seat` then.
+    pub(crate) async fn stream(self, seat: &Seat) -> Option<Pin<Box<dyn Stream>>> {
         match self {
             Self::Unix(stream) => Some(Box::pin(bounded(stream))),
             Self::Tcp(stream, None) => Some(Box::pin(bounded(stream))),
             Self::Tcp(stream, Some(credentials)) => {
                 let handshake =
                     TlsAcceptor::from(credentials.config()).accept(Box::pin(bounded(stream)));
-                match tokio::time::timeout(HANDSHAKE_TIMEOUT, handshake).await {
-                    Ok(Ok(stream)) => Some(Box::pin(stream)),
-                    Ok(Err(error)) => {
+                match handshake.await {
+                    Ok(stream) if seat.prove() => Some(Box::pin(stream)),
+                    Ok(_) => None,
+                    Err(error) => {
                         let tls = error.get_ref().and_then(|inner| inner.downcast_ref());
                         let words = |tls| tls_message(tls, "the client");
                         let why = tls.map_or_else(|| error.to_string(), words);
                         tracing::debug!("control: a client is refused: {why}");
                         None
                     }
-                    Err(_) => None,
                 }
             }
         }

@@ -9,30 +9,29 @@ use std::sync::Arc;
 use std::thread::JoinHandle;
 use std::time::Duration;
 
-use axum::Router;
+use axum::extract::Extension;
+use axum::{Router, middleware};
 use futures_util::future::{Either, select};
 use hyper::server::conn::http1;
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::{Builder, Runtime};
-use tokio::sync::{Semaphore, oneshot, watch};
+use tokio::sync::{oneshot, watch};
 
+use crate::bounds::{MAX_HEAD_BYTES, kept_by_nobody};
 use crate::controlled_server::ControlledServer;
 use crate::events::Events;
 use crate::history::History;
 use crate::http_listener::{Accepted, Acceptor, HttpListener};
 use crate::routes::{self, Accepting};
+use crate::seats::{Seat, Seats};
+use crate::strict_lines::StrictLines;
 
-/// The most connections of a socket at once; further ones wait.
-const MAX_CONNECTIONS: usize = 64;
 /// The most threads for requests that may block.
 const MAX_BLOCKING_THREADS: usize = 4;
 /// How long a client may take to send the head of a request.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
-/// The longest head of a request, in bytes: the name of an export may have 4096, which are three
-/// times as many when they are percent-encoded.
-const MAX_HEAD_BYTES: usize = 32 << 10;
 /// How long clients may take to leave a server that ends.
 const FINISH_TIMEOUT: Duration = Duration::from_secs(1);
 /// The pause after a connection that could not be accepted.
@@ -48,7 +47,7 @@ pub struct HttpServer {
 struct Endpoint {
     acceptor: Acceptor,
     router: Router,
-    permits: Arc<Semaphore>,
+    seats: Arc<Seats>,
     /// Whether connections are accepted at the moment.
     accepts: watch::Receiver<bool>,
 }
@@ -77,8 +76,8 @@ impl HttpServer {
             let router = routes::router(server, events, history, accepting.clone());
             let endpoint = |listener: HttpListener| {
                 let (acceptor, router) = listener.accept_by(&router)?;
-                let permits = Arc::new(Semaphore::new(MAX_CONNECTIONS));
-                Ok(Endpoint { acceptor, router, permits, accepts: accepting.subscribe() })
+                let (seats, accepts) = (Seats::new(), accepting.subscribe());
+                Ok(Endpoint { acceptor, router, seats, accepts })
             };
             listeners.into_iter().map(endpoint).collect::<io::Result<Vec<_>>>()?
         };
@@ -111,16 +110,15 @@ impl Drop for HttpServer {
 }
 
 fn run(runtime: Runtime, endpoints: Vec<Endpoint>, stopped: oneshot::Receiver<Duration>) {
-    let all: Vec<_> = endpoints.iter().map(|endpoint| endpoint.permits.clone()).collect();
+    let all: Vec<_> = endpoints.iter().map(|endpoint| endpoint.seats.clone()).collect();
     let spawn = |endpoint| runtime.spawn(accept_all(endpoint));
     let accepting: Vec<_> = endpoints.into_iter().map(spawn).collect();
     runtime.block_on(async {
         if let Ok(timeout) = stopped.await {
             accepting.iter().for_each(tokio::task::JoinHandle::abort);
             let all_left = async {
-                for permits in &all {
-                    // It is never closed.
-                    let _ = permits.acquire_many(MAX_CONNECTIONS as u32).await;
+                for seats in &all {
+                    seats.all_left().await;
                 }
             };
             // Those that stay have no request that is answered.
@@ -132,9 +130,13 @@ fn run(runtime: Runtime, endpoints: Vec<Endpoint>, stopped: oneshot::Receiver<Du
 }
 
 async fn accept_all(endpoint: Endpoint) {
-    let Endpoint { acceptor, router, permits, mut accepts } = endpoint;
+    let Endpoint { acceptor, router, seats, mut accepts } = endpoint;
+    let time = acceptor.time_to_prove();
     loop {
-        let Ok(permit) = permits.clone().acquire_owned().await else { return };
+        let proven = match time {
+            None => Some(seats.proven().await),
+            Some(_) => None,
+        };
         let Some(accepted) = accept(&acceptor, &mut accepts).await else { return };
         let accepted = match accepted {
             Ok(accepted) => accepted,
@@ -148,11 +150,14 @@ async fn accept_all(endpoint: Endpoint) {
                 continue;
             }
         };
-        let router = router.clone();
+        let seat = proven.unwrap_or_else(|| seats.unproven());
+        let router = router.clone().layer(Extension(seat.clone()));
         tokio::spawn(async move {
-            talk(accepted, router).await;
-            drop(permit);
+            let time = time.unwrap_or_default();
+            select(pin!(talk(accepted, &seat, router)), pin!(seat.lost(time))).await;
         });
+        // What it has sent is looked at before its seat may be another one's.
+        tokio::task::yield_now().await;
     }
 }
 
@@ -173,8 +178,8 @@ async fn accept(
 }
 
 /// Answers the requests of one client.
-async fn talk(accepted: Accepted, router: Router) {
-    if let Some(stream) = accepted.stream().await {
+async fn talk(accepted: Accepted, seat: &Seat, router: Router) {
+    if let Some(stream) = accepted.stream(seat).await {
         answer_all(stream, router).await;
     }
 }
@@ -184,11 +189,12 @@ pub(crate) async fn answer_all(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     router: Router,
 ) {
+    let router = router.layer(middleware::map_response(kept_by_nobody));
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIMEOUT)
         .max_buf_size(MAX_HEAD_BYTES)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(router));
+        .serve_connection(TokioIo::new(StrictLines::new(stream)), TowerToHyperService::new(router));
     // A client that breaks the protocol or leaves ends its own connection only.
     let _ = connection.await;
 }

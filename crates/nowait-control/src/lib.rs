@@ -13,6 +13,8 @@ mod history;
 mod refusal;
 mod bounds;
 mod origin;
+mod seats;
+mod strict_lines;
 mod token;
 mod page;
 mod routes;

@@ -21,9 +21,7 @@ pub(crate) async fn page() -> Response {
     );
     let headers = [
         (header::CONTENT_TYPE, "text/html; charset=utf-8"),
-        (header::CACHE_CONTROL, "no-store"),
         (header::REFERRER_POLICY, "no-referrer"),
-        (header::X_CONTENT_TYPE_OPTIONS, "nosniff"),
     ];
     let body = PAGE.replace("nonce=\"NONCE\"", &format!("nonce=\"{nonce}\""));
     (headers, [(header::CONTENT_SECURITY_POLICY, policy)], body).into_response()

@@ -62,6 +62,7 @@ pub(crate) fn router(
         })
         .layer(middleware::from_fn(bounds::body_first))
         .layer(middleware::from_fn(own_origin_first))
+        .layer(middleware::from_fn(bounds::head_first))
         .layer(Extension(events))
         .layer(Extension(history))
         .layer(Extension(accepting))
@@ -98,8 +99,7 @@ async fn info(State(server): State<Server>, Extension(events): Extension<Events>
 
 /// The events from now on, until the client leaves or does not read.
 async fn follow(Extension(events): Extension<Events>) -> Response {
-    let headers =
-        [(header::CONTENT_TYPE, "text/event-stream"), (header::CACHE_CONTROL, "no-store")];
+    let headers = [(header::CONTENT_TYPE, "text/event-stream")];
     match events.subscribe() {
         Some(stream) => (headers, Body::from_stream(stream)).into_response(),
         None => refuse(StatusCode::SERVICE_UNAVAILABLE, "too many clients follow the events"),
@@ -208,5 +208,9 @@ fn find(server: &Server, name: &str) -> Result<u64, ControlError> {
 }
 
 fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, ControlError> {
+    // serde takes the values of an array for those of the fields, in their order.
+    if body.trim_ascii_start().first() != Some(&b'{') {
+        return Err(ControlError::Invalid("the body is no JSON object".into()));
+    }
     serde_json::from_slice(body).map_err(|error| ControlError::Invalid(error.to_string()))
 }

@@ -13,6 +13,7 @@ use axum::response::Response;
 use subtle::ConstantTimeEq;
 
 use crate::refusal::refuse;
+use crate::seats::Seat;
 
 /// The shortest and the longest token, in bytes.
 const BYTES: std::ops::RangeInclusive<usize> = 16..=512;
@@ -62,19 +63,28 @@ pub(crate) async fn token_first(
     next: Next,
 ) -> Response {
     if token.is_in(&request) {
-        return next.run(request).await;
+        let has_seat = request.extensions().get::<Arc<Seat>>().is_none_or(|seat| seat.prove());
+        return match has_seat {
+            true => next.run(request).await,
+            false => closing(refuse(StatusCode::SERVICE_UNAVAILABLE, "too many connections")),
+        };
     }
     // The page is the same for all; what it asks for is not.
     let is_page = request.uri().path() == "/";
-    let mut answer = match is_page {
+    let mut answer = closing(match is_page {
         true => next.run(request).await,
         false => refuse(StatusCode::UNAUTHORIZED, "the token is missing, or another one"),
-    };
-    let headers = answer.headers_mut();
-    headers.insert(header::CONNECTION, HeaderValue::from_static("close"));
+    });
     if !is_page {
-        headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+        let bearer = HeaderValue::from_static("Bearer");
+        answer.headers_mut().insert(header::WWW_AUTHENTICATE, bearer);
     }
+    answer
+}
+
+/// The last answer on its connection.
+fn closing(mut answer: Response) -> Response {
+    answer.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     answer
 }
 

@@ -15,14 +15,14 @@ use serde_json::Value;
 use crate::common::{NOWAIT, Scratch, Server, accepted, refusal, text};
 
 /// A server with its control interface on TCP, in a runtime directory of its own.
-struct OnTcp {
-    server: Server,
-    port: String,
+pub(crate) struct OnTcp {
+    pub(crate) server: Server,
+    pub(crate) port: String,
     scratch: Scratch,
 }
 
 impl OnTcp {
-    fn start(extra: &[&str]) -> Self {
+    pub(crate) fn start(extra: &[&str]) -> Self {
         let scratch = Scratch::new();
         let image = scratch.join("disk.img");
         accepted(&["create", text(&image), "8M"]);
@@ -38,7 +38,7 @@ impl OnTcp {
         Self { server, port, scratch }
     }
 
-    fn token_file(&self) -> PathBuf {
+    pub(crate) fn token_file(&self) -> PathBuf {
         self.scratch.join("nowait").join(format!("control-{}.token", self.port))
     }
 

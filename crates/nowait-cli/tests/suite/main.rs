@@ -22,6 +22,7 @@ mod copy_qcow2;
 mod copy_rescue;
 mod copy_tls;
 mod control;
+mod control_bounds;
 mod control_changes;
 mod control_events;
 mod control_tcp;
