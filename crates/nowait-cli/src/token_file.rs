@@ -1,6 +1,6 @@
 //! The files with the tokens for control interfaces on TCP.
 //!
-//! Invariant: a token is taken only from a file that no other user can read; one that is made here
+//! Invariant: a token is taken only from a file of this user or root that no other user can read; one that is made here
 //! is new, has mode 0600 from its beginning, and 256 random bits.
 
 use std::fs::{self, File, OpenOptions};
@@ -10,6 +10,8 @@ use std::path::{Path, PathBuf};
 
 use nowait_cli::error::{CliError, create_message, open_message};
 use nowait_control::Token;
+use rustix::fs::OFlags;
+use rustix::process::geteuid;
 
 use crate::control_socket;
 
@@ -57,13 +59,19 @@ pub(crate) fn of_port(port: u16) -> Option<PathBuf> {
 /// Reads the token in `path`.
 ///
 /// # Errors
-/// The file cannot be read, others can read it, or it has no token.
+/// The file cannot be read, is another user's, others can read it, or it has no token.
 pub(crate) fn read(path: &Path) -> Result<Token, CliError> {
     let failed = |error: io::Error| CliError::at(path, open_message(path, "read", &error));
-    let file = File::open(path).map_err(failed)?;
+    // An open of a pipe would wait for its other end.
+    let nonblocking = OFlags::NONBLOCK.bits() as i32;
+    let file = OpenOptions::new().read(true).custom_flags(nonblocking).open(path);
+    let file = file.map_err(failed)?;
     let found = file.metadata().map_err(failed)?;
     if !found.is_file() {
         return Err(CliError::at(path, "it is no regular file"));
+    }
+    if found.uid() != 0 && found.uid() != geteuid().as_raw() {
+        return Err(CliError::at(path, "it is another user's, who knows this token"));
     }
     if found.mode() & OTHERS != 0 {
         return Err(CliError::at(path, "other users may read this token (chmod 600 it)"));
@@ -107,6 +115,23 @@ fn write_new(path: &Path) -> io::Result<String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_pipe_and_a_file_of_another_user_have_no_token() {
+        let directory = tempfile::tempdir().unwrap();
+        let (pipe, file) = (directory.path().join("pipe"), directory.path().join("file"));
+        let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
+        rustix::fs::mkfifoat(rustix::fs::CWD, &pipe, mode).unwrap();
+        assert!(read(&pipe).unwrap_err().to_string().contains("no regular file"));
+        let mut new =
+            OpenOptions::new().write(true).create_new(true).mode(0o600).open(&file).unwrap();
+        writeln!(new, "0123456789abcdef").unwrap();
+        read(&file).unwrap();
+        match std::os::unix::fs::chown(&file, Some(1), None) {
+            Ok(()) => assert!(read(&file).unwrap_err().to_string().contains("another user's")),
+            Err(_) => nowait_testkit::say_skipped("needs root: to give a file to another user"),
+        }
+    }
 
     #[test]
     fn the_file_of_another_program_stays_until_this_one_serves() {

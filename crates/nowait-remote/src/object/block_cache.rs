@@ -6,10 +6,9 @@
 //! servers at once, or lost.
 
 use std::collections::HashMap;
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::io;
-use std::os::unix::fs::{FileExt, OpenOptionsExt};
-use std::path::PathBuf;
+use std::os::unix::fs::FileExt;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Mutex, PoisonError};
 use std::time::{Duration, Instant, SystemTime};
@@ -80,8 +79,9 @@ impl BlockCache {
         (self.size - (block * BLOCK_BYTES).min(self.size)).min(BLOCK_BYTES) as usize
     }
 
-    pub(super) fn path(&self, file: u64) -> PathBuf {
-        self.directory.path.join(format!("{file:x}"))
+    #[cfg(any(test, feature = "fuzz"))]
+    pub(super) fn path(&self, file: u64) -> std::path::PathBuf {
+        self.directory.path.join(name(file))
     }
 
     /// The checksum of `block`; never 0, which says that there is none.
@@ -96,7 +96,7 @@ impl BlockCache {
     /// Reads `block`. It waits for the disk.
     pub(super) fn read(&self, block: u64) -> Cached {
         let (file, at) = (block / FILE_BLOCKS, block % FILE_BLOCKS);
-        let Ok(open) = File::open(self.path(file)) else { return Cached::Absent };
+        let Ok(open) = self.directory.file(&name(file), false) else { return Cached::Absent };
         let mut sum = [0; SUM_BYTES];
         let table = open.read_exact_at(&mut sum, at * SUM_BYTES as u64);
         let sum = u64::from_le_bytes(sum);
@@ -150,9 +150,7 @@ impl BlockCache {
 
     fn write_block(&self, block: u64, data: &[u8]) -> io::Result<()> {
         let (file, at) = (block / FILE_BLOCKS, block % FILE_BLOCKS);
-        let mut options = OpenOptions::new();
-        options.read(true).write(true).create(true).truncate(false).mode(0o600);
-        let open = options.open(self.path(file))?;
+        let open = self.directory.file(&name(file), true)?;
         if open.metadata()?.len() < TABLE_BYTES {
             // Sums that were never written are zero.
             open.write_all_at(&[0; SUM_BYTES], TABLE_BYTES - SUM_BYTES as u64)?;
@@ -163,10 +161,18 @@ impl BlockCache {
     }
 }
 
+/// The name of a file.
+fn name(file: u64) -> String {
+    format!("{file:x}")
+}
+
 #[cfg(test)]
 mod tests {
     use std::fs;
     use std::os::unix::fs::PermissionsExt;
+    use std::path::{Path, PathBuf};
+
+    use rustix::fs::{CWD, Mode, mkfifoat};
 
     use super::*;
     use crate::object::cache_directory::MIN_CACHE_BYTES;
@@ -190,6 +196,46 @@ mod tests {
     fn files(scratch: &tempfile::TempDir) -> Vec<PathBuf> {
         let list = |path: PathBuf| fs::read_dir(path).unwrap().map(|entry| entry.unwrap().path());
         list(scratch.path().join("cache")).flat_map(list).collect()
+    }
+
+    #[test]
+    fn a_link_a_pipe_and_a_directory_in_place_of_a_file_are_left_alone() {
+        let scratch = tempfile::tempdir().unwrap();
+        let cache = open(&scratch, "1");
+        let outside = scratch.path().join("outside");
+        let make: [&dyn Fn(&Path); 3] = [
+            &|path| std::os::unix::fs::symlink(&outside, path).unwrap(),
+            &|path| mkfifoat(CWD, path, Mode::RUSR | Mode::WUSR).unwrap(),
+            &|path| fs::create_dir(path).unwrap(),
+        ];
+        for make in make {
+            fs::write(&outside, "of another").unwrap();
+            make(&cache.path(0));
+            assert_eq!(cache.read(0), Cached::Absent);
+            assert!(cache.write_block(0, &data(0)).is_err());
+            cache.directory.trim();
+            assert_eq!(fs::read(&outside).unwrap(), b"of another");
+            let _ = fs::remove_file(cache.path(0)).or_else(|_| fs::remove_dir(cache.path(0)));
+        }
+        cache.write_block(0, &data(0)).unwrap();
+        assert_eq!(cache.read(0), Cached::Block(data(0)));
+    }
+
+    #[test]
+    fn the_directory_of_an_object_is_no_link_and_no_pipe_is_waited_for() {
+        let scratch = tempfile::tempdir().unwrap();
+        let directory = open(&scratch, "1").directory.path.clone();
+        let outside = scratch.path().join("outside");
+        fs::create_dir(&outside).unwrap();
+        fs::write(outside.join("0"), "of another").unwrap();
+        fs::remove_dir(&directory).unwrap();
+        std::os::unix::fs::symlink(&outside, &directory).unwrap();
+        let refused = BlockCache::open(&options(&scratch), "s3://b/k", "1", SIZE).err();
+        assert!(refused.unwrap().contains("cannot be used"));
+        let pipe = options(&scratch).directory.join("a");
+        mkfifoat(CWD, pipe, Mode::RUSR | Mode::WUSR).unwrap();
+        open(&scratch, "2").directory.trim();
+        assert_eq!(fs::read(outside.join("0")).unwrap(), b"of another");
     }
 
     #[test]

@@ -3,16 +3,18 @@
 //! Servers on one machine share it without a lock on its files: what they write for one version of an
 //! object is the same, and torn or foreign bytes are found by their checksum.
 //!
-//! Invariant: only files of the cache's own form are removed, the one that was used longest ago first.
+//! Invariant: only files of the cache's own form are removed, the one that was used longest ago first. What is opened is a
+//! regular file or a directory of this user; no link is followed, and no other kind of file is waited for.
 
 use std::fs::{self, DirBuilder, File, Metadata};
 use std::io;
+use std::os::fd::OwnedFd;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt};
 use std::path::{Path, PathBuf};
 use std::time::SystemTime;
 
 use ring::digest;
-use rustix::fs::FlockOperation;
+use rustix::fs::{CWD, FlockOperation, Mode, OFlags, openat};
 
 /// The smallest size of a cache in bytes.
 pub const MIN_CACHE_BYTES: u64 = 64 << 20;
@@ -34,11 +36,12 @@ pub struct CacheOptions {
 pub(super) struct CacheDirectory {
     options: CacheOptions,
     /// The directory of the object.
+    #[cfg(any(test, feature = "fuzz"))]
     pub(super) path: PathBuf,
     /// What the checksums of its blocks begin with.
     pub(super) key: [u8; 32],
-    /// Held with a lock, so that the directory is not removed.
-    _open: File,
+    /// That directory, with a lock, so that it is not removed.
+    open: OwnedFd,
 }
 
 impl CacheDirectory {
@@ -59,10 +62,31 @@ impl CacheDirectory {
         let key: [u8; 32] = digest.as_ref().try_into().map_err(|_| "no digest")?;
         let path = options.directory.join(hex(&key));
         make(&path).map_err(|error| failed(&error))?;
-        let open = File::open(&path).map_err(|error| failed(&error))?;
+        let open = own_directory(&path).map_err(|error| failed(&error))?;
         // A file system without locks: then no directory is removed either.
         let _ = rustix::fs::flock(&open, FlockOperation::NonBlockingLockShared);
-        Ok(Self { options: options.clone(), path, key, _open: open })
+        Ok(Self {
+            options: options.clone(),
+            #[cfg(any(test, feature = "fuzz"))]
+            path,
+            key,
+            open,
+        })
+    }
+
+    /// Opens the file called `name`, to read it, or to write it too, which makes it if it is not there.
+    ///
+    /// # Errors
+    /// Those of openat(2); `InvalidData`: it is no regular file, or another user's.
+    pub(super) fn file(&self, name: &str, write: bool) -> io::Result<File> {
+        let access = if write { OFlags::RDWR | OFlags::CREATE } else { OFlags::RDONLY };
+        let mode = Mode::RUSR | Mode::WUSR;
+        let file = File::from(openat(&self.open, name, access | CAREFUL, mode)?);
+        let found = file.metadata()?;
+        match found.is_file() && is_own(&found) {
+            true => Ok(file),
+            false => Err(io::Error::new(io::ErrorKind::InvalidData, "a file in it is foreign")),
+        }
     }
 
     /// The bytes that may be written before [`CacheDirectory::trim`] is to be called again.
@@ -73,7 +97,8 @@ impl CacheDirectory {
     /// Removes what was used longest ago, if there is more than may be.
     pub(super) fn trim(&self) {
         let mut files = Vec::new();
-        for object in entries(&self.options.directory) {
+        let objects = entries(&self.options.directory);
+        for object in objects.filter(|it| fs::symlink_metadata(it).is_ok_and(|it| it.is_dir())) {
             let before = files.len();
             files.extend(entries(&object).filter_map(|path| {
                 let found = fs::symlink_metadata(&path).ok().filter(Metadata::is_file)?;
@@ -103,12 +128,29 @@ impl CacheDirectory {
     }
 }
 
+/// No link is followed, and an open waits for nothing.
+const CAREFUL: OFlags = OFlags::NOFOLLOW.union(OFlags::NONBLOCK).union(OFlags::CLOEXEC);
+
+/// Opens the directory at `path`, which must be this user's.
+fn own_directory(path: &Path) -> io::Result<OwnedFd> {
+    let open = openat(CWD, path, OFlags::DIRECTORY | CAREFUL, Mode::empty())?;
+    let found = File::from(open);
+    match is_own(&found.metadata()?) {
+        true => Ok(found.into()),
+        false => Err(io::ErrorKind::PermissionDenied.into()),
+    }
+}
+
+fn is_own(found: &Metadata) -> bool {
+    found.uid() == rustix::process::geteuid().as_raw()
+}
+
 /// Why a cache is not kept in the directory that was `found`.
 fn refusal(found: &Metadata) -> Option<&'static str> {
     if !found.is_dir() {
         return Some("is no directory");
     }
-    if found.uid() != rustix::process::geteuid().as_raw() {
+    if !is_own(found) {
         return Some("is another user's, who could put other bytes into it");
     }
     let others = found.mode() & 0o077 != 0;
@@ -126,7 +168,7 @@ fn entries(directory: &Path) -> impl Iterator<Item = PathBuf> {
 
 /// Removes the directory of an object if it is empty and no server has it open.
 fn remove_unused(directory: &Path) {
-    let Ok(open) = File::open(directory) else { return };
+    let Ok(open) = own_directory(directory) else { return };
     if rustix::fs::flock(&open, FlockOperation::NonBlockingLockExclusive).is_ok() {
         let _ = fs::remove_dir(directory);
     }
