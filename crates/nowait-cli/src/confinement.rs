@@ -60,7 +60,10 @@ pub(crate) fn enter(
     let Some(mode) = args.sandbox.mode() else { return Ok(()) };
     systemd::connect();
     log::connect();
-    ublk.iter().flat_map(|node| node.device().paths()).for_each(|path| files.write(path));
+    if let Some(node) = ublk {
+        node.device().paths().into_iter().for_each(|path| files.write(path));
+        files.administer();
+    }
     let in_force = sandbox::enter(mode, &files)?;
     info!("sandbox: {in_force}");
     Ok(())

@@ -1,5 +1,5 @@
 //! A landlock ruleset in force for every thread of this process, on kernels that restrict only the
-//! thread that asks.
+//! thread that asks, and no capabilities but a few.
 //!
 //! Invariant: each thread restricts itself, in the handler of a signal that is sent to it; no thread
 //! is left out, for the threads are listed until all have answered, and a new one inherits from its
@@ -12,11 +12,11 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::sync::Mutex;
 use std::sync::PoisonError;
-use std::sync::atomic::{AtomicI32, Ordering};
+use std::sync::atomic::{AtomicI32, AtomicU64, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use rustix::thread::gettid;
+use rustix::thread::{CapabilitySet, capabilities, gettid, set_capabilities};
 
 /// How long a thread may sleep with the signal blocked: libraries block all signals for a moment. A
 /// thread that waits for a processor, or for a device, may take as long as it likes.
@@ -29,20 +29,23 @@ const NO_ANSWER: i32 = -1;
 
 /// The ruleset for the handler.
 static RULESET: AtomicI32 = AtomicI32::new(-1);
+/// The capabilities that the handler leaves, as bits.
+static KEPT: AtomicU64 = AtomicU64::new(0);
 /// The errno of the thread that was asked last, 0 or [`NO_ANSWER`].
 static ANSWER: AtomicI32 = AtomicI32::new(NO_ANSWER);
 /// One call at a time uses these.
 static RUNNING: Mutex<()> = Mutex::new(());
 
-/// Restricts all threads of this process to `ruleset`, for good. The calling thread needs
-/// no_new_privs; the others get it here.
+/// Restricts all threads of this process to `ruleset` and, of the capabilities that they have, to those `kept`, for good.
+/// The calling thread needs no_new_privs; the others get it here.
 ///
 /// # Errors
 /// A message: a thread could not be restricted, or takes no signal. Others may be restricted then.
-pub(super) fn restrict(ruleset: BorrowedFd<'_>) -> Result<(), String> {
+pub(super) fn restrict(ruleset: BorrowedFd<'_>, kept: CapabilitySet) -> Result<(), String> {
     let _running = RUNNING.lock().unwrap_or_else(PoisonError::into_inner);
     let failed = |error: io::Error| format!("a thread cannot be confined: {error}");
     RULESET.store(ruleset.as_fd().as_raw_fd(), Ordering::Release);
+    KEPT.store(kept.bits(), Ordering::Release);
     let signal = libc::SIGRTMAX();
     let previous = handle(signal).map_err(failed)?;
     let own = gettid().as_raw_nonzero().get();
@@ -157,8 +160,20 @@ fn restrict_calling_thread() -> i32 {
             _ => -1,
         }
     };
-    // SAFETY: the location of errno is this thread's own.
-    if result == 0 { 0 } else { unsafe { *libc::__errno_location() } }
+    match result {
+        0 => drop_capabilities().err().map_or(0, |errno| errno.raw_os_error()),
+        // SAFETY: the location of errno is this thread's own.
+        _ => unsafe { *libc::__errno_location() },
+    }
+}
+
+fn drop_capabilities() -> rustix::io::Result<()> {
+    let kept = CapabilitySet::from_bits_retain(KEPT.load(Ordering::Acquire));
+    let mut sets = capabilities(None)?;
+    sets.effective &= kept;
+    sets.permitted &= kept;
+    sets.inheritable = CapabilitySet::empty();
+    set_capabilities(None, sets)
 }
 
 #[cfg(test)]

@@ -12,6 +12,7 @@ use landlock::{
     ABI, Access, AccessFs, AccessNet, BitFlags, NetPort, PathBeneath, PathFd, Ruleset, RulesetAttr,
     RulesetCreatedAttr, RulesetError, Scope, make_bitflags,
 };
+use rustix::thread::CapabilitySet;
 
 use crate::error::CliError;
 use crate::sandbox::all_threads;
@@ -29,9 +30,18 @@ pub struct FileAccess {
     ports: Vec<u16>,
     /// Connections to Unix sockets may be made.
     sockets: bool,
+    /// A driver is told what only an administrator may tell it.
+    administers: bool,
     /// Why there is no such restriction.
     unrestricted: Option<&'static str>,
 }
+
+/// What a server of root's may do beyond the rights of files and limits: open the images and keys of other users, without
+/// a change of their access times, and lock memory.
+const KEPT: CapabilitySet = CapabilitySet::DAC_OVERRIDE
+    .union(CapabilitySet::DAC_READ_SEARCH)
+    .union(CapabilitySet::FOWNER)
+    .union(CapabilitySet::IPC_LOCK);
 
 impl FileAccess {
     /// `path` and what is below it may be read.
@@ -82,6 +92,11 @@ impl FileAccess {
         self.sockets = true;
     }
 
+    /// The capability CAP_SYS_ADMIN stays, if this process has it.
+    pub fn administer(&mut self) {
+        self.administers = true;
+    }
+
     /// There is no restriction, because of `why`.
     pub fn allow_all(&mut self, why: &'static str) {
         self.unrestricted = Some(why);
@@ -116,7 +131,9 @@ pub(super) fn enter(files: &FileAccess) -> Result<Result<(), String>, CliError> 
         Ok(None) => return Ok(Err("this kernel does not have it, or not in use".into())),
         Err(error) => return Ok(Err(error.to_string())),
     };
-    all_threads::restrict(ruleset.as_fd()).map(Ok).map_err(failed)
+    let mut kept = KEPT;
+    kept.set(CapabilitySet::SYS_ADMIN, files.administers);
+    all_threads::restrict(ruleset.as_fd(), kept).map(Ok).map_err(failed)
 }
 
 /// The ruleset of `files`; `None` where the kernel has no landlock.

@@ -161,12 +161,28 @@ fn confined() {
     thread::spawn(move || tries_files(&other)).join().expect("a new thread is confined, too");
     tries_programs_and_sockets(&manager, &notify, address);
     tries_commands(&scratch, &notify);
+    has_few_capabilities();
     // From Linux 6.12 on.
     if landlock_version >= 6 && has_ring {
         let refused = connects_by_a_ring(&abstract_listener).expect_err("no abstract socket");
         assert_eq!(refused.kind(), ErrorKind::PermissionDenied);
     } else {
         nowait_testkit::say_skipped("no io_uring, or no scopes in this kernel's landlock");
+    }
+}
+
+/// Each thread has no capabilities but to use the files of other users and to lock memory.
+fn has_few_capabilities() {
+    // CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH, CAP_FOWNER and CAP_IPC_LOCK (linux/capability.h).
+    let kept = 1 << 1 | 1 << 2 | 1 << 3 | 1 << 14;
+    let threads = fs::read_dir("/proc/self/task").expect("the threads");
+    for thread in threads.map(|thread| thread.expect("a thread").path()) {
+        let status = fs::read_to_string(thread.join("status")).expect("its status");
+        for name in ["CapInh:", "CapPrm:", "CapEff:"] {
+            let bits = status.lines().find_map(|line| line.strip_prefix(name)).expect(name);
+            let bits = u64::from_str_radix(bits.trim(), 16).expect("a number");
+            assert_eq!(bits & !kept, 0, "{name} {bits:x} of {}", thread.display());
+        }
     }
 }
 
