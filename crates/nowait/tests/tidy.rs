@@ -58,6 +58,23 @@ fn the_tree_keeps_the_house_rules() {
     assert!(found.is_empty(), "{} breaches of the house rules:\n{}", found.len(), found.join("\n"));
 }
 
+#[test]
+fn each_test_that_the_threat_model_names_is_there() {
+    let workspace = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
+    let sources = files_below(&workspace.join("crates")).into_iter();
+    let sources: String = sources
+        .filter(|path| path.extension().is_some_and(|end| end == "rs"))
+        .map(|path| fs::read_to_string(path).unwrap())
+        .collect();
+    let model = fs::read_to_string(workspace.join("docs/threat-model.md")).unwrap();
+    let names = model.split('`').filter(|name| name.matches('_').count() > 3);
+    let names: Vec<&str> = names.filter(|name| name.bytes().all(is_word)).collect();
+    assert!(names.len() > 20, "{names:?}");
+    for name in names {
+        assert!(sources.contains(&format!("fn {name}()")), "there is no test {name}");
+    }
+}
+
 /// Every file below `directory` that is kept in the repository, in order.
 fn files_below(directory: &Path) -> Vec<PathBuf> {
     let mut files = Vec::new();
