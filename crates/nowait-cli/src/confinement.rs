@@ -4,12 +4,12 @@
 //! client or a control request names is listed only if the user has given its directory.
 
 use std::fs;
-use std::os::unix::fs::FileTypeExt;
 use std::path::{Path, PathBuf};
 
 use nowait_cli::error::CliError;
 use nowait_cli::log;
 use nowait_cli::sandbox::{self, FileAccess};
+use nowait_image::Format;
 use nowait_nbd::{Address, TlsParams};
 use nowait_remote::Location;
 use nowait_server::UblkNode;
@@ -117,13 +117,15 @@ fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
         if Location::parse(&image.into()).is_ok_and(|location| location.path().is_none()) {
             continue;
         }
-        let is_device = fs::metadata(image).is_ok_and(|meta| meta.file_type().is_block_device());
-        let place = if is_device { image.clone() } else { directory_of(image) };
-        match opened.image.is_read_only() {
-            true => files.read(place),
-            false => files.write(place),
-        }
         // A snapshot or a new size opens the image anew.
+        match opened.image.is_read_only() {
+            true => files.read(image),
+            false => files.write(image),
+        }
+        // And the images below it, which may be beside it.
+        if opened.image.format() == Format::Qcow2 {
+            files.read(directory_of(image));
+        }
         opened.options.backing_dirs.iter().for_each(|directory| files.read(directory));
     }
     args.others.backing_dir.iter().for_each(|directory| files.read(directory));
@@ -227,4 +229,42 @@ fn links_in(directory: &Path) -> Vec<PathBuf> {
     let entries = fs::read_dir(directory).into_iter().flatten().flatten();
     let links = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_symlink()));
     links.map(|link| directory_of(&link.path())).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use clap::Parser;
+    use nowait_image::ChainOptions;
+    use nowait_image::create::{CreateOptions, create};
+
+    use super::*;
+    use crate::args::{Cli, Command};
+    use crate::export_spec::NamedExport;
+
+    #[test]
+    fn an_image_is_written_to_and_nothing_beside_it() {
+        let directory = tempfile::tempdir().unwrap();
+        for (format, writable) in [Format::Raw, Format::Qcow2].into_iter().zip([true, false]) {
+            let image = directory.path().join(format.name());
+            create(&image, &CreateOptions::new(format, Some(1 << 20))).unwrap();
+            let options =
+                ChainOptions { format: Some(format), writable, ..ChainOptions::default() };
+            let named = NamedExport { name: String::new(), image: image.clone() };
+            let opened = OpenedDisk::open(named, options, None).unwrap();
+            let command = ["nowait", "serve", image.to_str().unwrap()];
+            let Command::Serve(args) = Cli::try_parse_from(command).unwrap().command else {
+                panic!("another command")
+            };
+            let (mut files, mut expected) = (FileAccess::default(), FileAccess::default());
+            images(&args, &[opened], &mut files);
+            match writable {
+                true => expected.write(&image),
+                false => expected.read(&image),
+            }
+            if format == Format::Qcow2 {
+                expected.read(directory.path().canonicalize().unwrap());
+            }
+            assert_eq!(format!("{files:?}"), format!("{expected:?}"));
+        }
+    }
 }

@@ -10,7 +10,7 @@ use nowait_cli::sandbox::Mode;
 pub(crate) struct SandboxArgs {
     /// Whether the server gives up what it does not need when it begins to serve
     ///
-    /// It can then open no files but those in the directories of each IMAGE, of --allow-dir and the
+    /// It can then open no files but each IMAGE, those in the directories of --allow-dir and the
     /// like, execute no program, connect by TCP nowhere, and make no system call but those that a
     /// server makes (landlock and seccomp; docs/operating.md says more).
     #[arg(long, value_name = "WHEN", value_enum, default_value_t = When::Auto)]
