@@ -50,8 +50,13 @@ pub(crate) fn files_of_images(args: &ServeArgs) -> Vec<(String, String)> {
         return Vec::new();
     }
     let told = |image: &PathBuf| {
-        let file = fs::metadata(image).map(|it| format!("{:x}:{:x}", it.dev(), it.ino()));
-        file.unwrap_or_default() + " "
+        let mut found = fs::metadata(image).ok();
+        if !args.read_only && found.as_ref().is_some_and(fs::Metadata::is_file) {
+            // An overlay file system makes a copy, another file, when it is opened for writing.
+            let written = fs::OpenOptions::new().write(true).open(image);
+            found = written.and_then(|file| file.metadata()).ok().or(found);
+        }
+        found.map(|it| format!("{:x}:{:x}", it.dev(), it.ino())).unwrap_or_default() + " "
     };
     // Where the default image is unknown the server does not start either.
     let images = images(args).unwrap_or_default();
