@@ -7,7 +7,8 @@
 //!
 //! Invariant: a connection may always hold `guaranteed`. Beyond it, it leaves several times as much
 //! to the others, so clients that never read their replies get less and less each, and a later
-//! connection still gets memory.
+//! connection still gets memory. What is beyond the guarantees leaves them their quarter, also what several threads admit at
+//! the same moment.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
@@ -89,15 +90,36 @@ impl BufferBudget {
         }
     }
 
-    /// Whether a connection that holds `held` bytes may hold `more` in addition.
+    /// Whether a connection that holds `held` bytes may hold `more` in addition. To be followed by
+    /// [`BufferBudget::charge`], by another question, or by the end of the connection.
     #[inline]
-    pub(crate) fn admits(&self, held: u64, more: u64) -> bool {
+    pub(crate) fn admits(&mut self, held: u64, more: u64) -> bool {
         let then = held + more;
-        let free = self.free();
-        more == 0
-            || then <= self.guaranteed
-            || then <= self.max.min(free / FREE_SHARE)
-            || held == 0 && more <= free / SINGLE_REQUEST_SHARE
+        more == 0 || then <= self.guaranteed || {
+            let free = self.free();
+            let fits = then <= self.max.min(free / FREE_SHARE)
+                || held == 0 && more <= free / SINGLE_REQUEST_SHARE;
+            fits && self.reserve(more)
+        }
+    }
+
+    /// Declares `more` bytes, unless that would leave less than the guarantees.
+    #[inline]
+    fn reserve(&mut self, more: u64) -> bool {
+        // Also if they were declared for the same request before, and not charged.
+        self.used + more <= self.declared || self.declare_more(more)
+    }
+
+    #[cold]
+    fn declare_more(&mut self, more: u64) -> bool {
+        let missing = (self.used + more).next_multiple_of(STEP_BYTES) - self.declared;
+        let then = self.all_declared.0.fetch_add(missing, Ordering::Relaxed) + missing;
+        let fits = then <= self.all - self.all / GUARANTEED_SHARE;
+        match fits {
+            true => self.declared += missing,
+            false => drop(self.all_declared.0.fetch_sub(missing, Ordering::Relaxed)),
+        }
+        fits
     }
 
     /// Adds `bytes` to `share`, the bytes that a connection holds.
@@ -206,6 +228,39 @@ mod tests {
         assert!((all..all + 40 * STEP_BYTES).contains(&total), "{total}");
         drop(budgets);
         assert_eq!(declared.0.load(Ordering::Relaxed), 0);
+    }
+
+    #[test]
+    fn a_quarter_is_left_to_the_guarantees_also_by_threads_that_admit_at_the_same_moment() {
+        for here in [1, 4] {
+            let declared = DeclaredUse::default();
+            let barrier = std::sync::Barrier::new(16);
+            let thread = || {
+                let mut budget = BufferBudget::new(ALL_BYTES, declared.clone());
+                budget.set_connection_count(16 * here as u32, here);
+                barrier.wait();
+                let mut shares = vec![0; here];
+                for share in &mut shares {
+                    // Asked twice it is one request.
+                    if budget.admits(0, MAX_BYTES) && budget.admits(0, MAX_BYTES) {
+                        budget.charge(share, MAX_BYTES);
+                    }
+                }
+                barrier.wait();
+                assert!(!budget.admits(0, MAX_BYTES) && budget.admits(0, 1 << 20));
+                barrier.wait();
+                let all = shares.iter().sum::<u64>();
+                shares.iter_mut().for_each(|share| budget.release(share, u64::MAX));
+                all
+            };
+            let admitted: u64 = std::thread::scope(|scope| {
+                let threads: Vec<_> = (0..16).map(|_| scope.spawn(thread)).collect();
+                threads.into_iter().map(|thread| thread.join().unwrap()).sum()
+            });
+            assert!(admitted <= ALL_BYTES - ALL_BYTES / GUARANTEED_SHARE, "{admitted}");
+            assert!(admitted >= 4 * MAX_BYTES, "{admitted}");
+            assert_eq!(declared.0.load(Ordering::Relaxed), 0);
+        }
     }
 
     #[test]

@@ -7,6 +7,7 @@ use std::io::{ErrorKind, Read, Write};
 use std::net::Shutdown;
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
+use std::sync::Barrier;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
 use std::time::{Duration, Instant};
@@ -261,6 +262,65 @@ fn forty_clients_that_never_read_their_replies_get_bounded_memory_and_block_no_o
         fixture.bystander_works(&[MIB]);
         fixture.server.stop();
     }
+}
+
+/// Exports, and clients that each begin to write as much as one request may and do not end it.
+const EXPORTS: usize = 8;
+const UNFINISHED: usize = 16;
+
+#[test]
+fn writes_that_never_end_on_many_exports_hold_up_no_client_of_any_export() {
+    let scratch = Scratch::new();
+    let image = |n: usize| scratch.random(&format!("disk{n}"), 33 * MIB, MIB);
+    let first = image(0);
+    let more: Vec<String> =
+        (1..EXPORTS).map(|n| format!("disk{n}={}", image(n).display())).collect();
+    let more: Vec<&str> = more.iter().map(String::as_str).collect();
+    let server = Server::start(&first, &more);
+    let names: Vec<String> =
+        (0..EXPORTS).map(|n| if n == 0 { String::new() } else { format!("disk{n}") }).collect();
+    let connect = |n: usize| {
+        let name = &names[n % EXPORTS];
+        Client::connect_to(&server.socket(), name, Mode::Structured).expect("a connection")
+    };
+    let mut unfinished: Vec<Client> = (0..UNFINISHED).map(connect).collect();
+    let all = Barrier::new(UNFINISHED);
+    thread::scope(|scope| {
+        for client in &mut unfinished {
+            scope.spawn(|| {
+                let request = RawRequest::write(0, LONGEST_BYTES as u32);
+                all.wait();
+                let stream = client.stream();
+                stream.write_all(&request.bytes()).expect("a socket");
+                stream.set_nonblocking(true).expect("a socket");
+                // As much as the server takes: all but the end, or less where it has no memory for it.
+                let (data, mut sent) = (vec![7; 64 << 10], 0);
+                let mut waits = 0;
+                while sent < LONGEST_BYTES - data.len() && waits < 200 {
+                    match stream.write(&data) {
+                        Ok(bytes) => (sent, waits) = (sent + bytes, 0),
+                        Err(error) if error.kind() == ErrorKind::WouldBlock => {
+                            waits += 1;
+                            thread::sleep(Duration::from_millis(5));
+                        }
+                        Err(error) => panic!("a socket: {error}"),
+                    }
+                }
+            });
+        }
+    });
+    for n in 0..EXPORTS {
+        let mut client = connect(n);
+        for bytes in [4 * KIB, 64 * KIB, MIB] {
+            let data = Random::from_seed(n as u64).bytes(bytes as usize);
+            client.write(32 * MIB, &data).expect("a write");
+            assert!(client.read(32 * MIB, bytes as u32).expect("a read") == data);
+        }
+    }
+    assert!(server.peak() < GREEDY_BYTES + 64 * MIB, "{} bytes", server.peak());
+    drop(unfinished);
+    connect(0).write(0, &vec![1; LONGEST_BYTES]).expect("the longest write");
+    server.stop();
 }
 
 /// Requests of a client that has one at a time, and those that the other client has at a time.

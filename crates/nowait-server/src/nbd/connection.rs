@@ -204,7 +204,7 @@ impl Connection {
     /// Whether a request with `bytes` of payload is within the limits of the connection and
     /// `budget`.
     #[inline]
-    pub(crate) fn has_budget(&self, budget: &BufferBudget, bytes: u64) -> bool {
+    pub(crate) fn has_budget(&self, budget: &mut BufferBudget, bytes: u64) -> bool {
         self.session.in_flight + (self.session.send_queue.len() as u32) < MAX_REQUESTS
             && budget.admits(self.member.budget_used, bytes)
     }

@@ -86,7 +86,7 @@ impl Connection {
                 self.session.input = ReadState::Eof;
                 return taken;
             }
-            _ if !self.has_budget(&context.budget, 0) => return ParseProgress::Blocked,
+            _ if !self.has_budget(&mut context.budget, 0) => return ParseProgress::Blocked,
             command::Command::NoOp => {
                 self.session.refuse(mode, header, 0);
                 return taken;
@@ -102,7 +102,7 @@ impl Connection {
             return taken;
         }
         request.budget_used = builder::budget_needed(mode, io, request.contexts);
-        if !self.has_budget(&context.budget, u64::from(request.budget_used))
+        if !self.has_budget(&mut context.budget, u64::from(request.budget_used))
             || !context.engine.has_free_slot()
             || self.member.quantum.holds_back(io.op)
         {
@@ -163,7 +163,7 @@ impl Connection {
         let Some((mut request, io)) = self.session.next_fragment() else {
             return ParseProgress::NeedMore;
         };
-        if !self.has_budget(&context.budget, io.range.len) || !context.engine.has_free_slot() {
+        if !self.has_budget(&mut context.budget, io.range.len) || !context.engine.has_free_slot() {
             return ParseProgress::Blocked;
         }
         let Some(buf) = self.take_buffer(context, &mut request, io) else {
