@@ -21,7 +21,7 @@ pub(crate) struct AllowedPlaces {
 }
 
 impl AllowedPlaces {
-    /// What `args` allow, whose default control sockets are in `sockets`.
+    /// The places that `args` allow; `sockets` is the directory of default control sockets.
     pub(crate) fn of(args: &ServeArgs, sockets: Option<PathBuf>) -> Self {
         let directories = args.control.allow_dir.clone();
         let sockets = directories.iter().cloned().chain(sockets);

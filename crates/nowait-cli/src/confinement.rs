@@ -117,7 +117,7 @@ fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
         if Location::parse(&image.into()).is_ok_and(|location| location.path().is_none()) {
             continue;
         }
-        // A snapshot or a new size opens the image anew.
+        // A snapshot and a resize reopen the image.
         match opened.image.is_read_only() {
             true => files.read(image),
             false => files.write(image),

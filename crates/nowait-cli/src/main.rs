@@ -6,7 +6,7 @@
 //! command line. A panic is one line and 70.
 
 mod output;
-mod parallel;
+mod parallel_map;
 mod export_spec;
 mod listen_address;
 mod vhost_user_spec;

@@ -16,7 +16,7 @@ use tracing::warn;
 
 use crate::args::ServeArgs;
 use crate::export_spec::NamedExport;
-use crate::{args, open_chain, parallel, systemd, waiting};
+use crate::{args, open_chain, parallel_map, systemd, waiting};
 
 /// The most threads that open images.
 pub(crate) const OPENING_THREADS: usize = 4;
@@ -130,7 +130,7 @@ pub(crate) fn open_all(
     // It belongs to the first export.
     let descriptions = iter::once(args.description.clone()).chain(iter::repeat(None));
     let all: Vec<_> = exports.into_iter().zip(descriptions).collect();
-    parallel::try_map(all, OPENING_THREADS, |(named, description)| {
+    parallel_map::try_map(all, OPENING_THREADS, |(named, description)| {
         let options = common.options.clone();
         OpenedDisk::open_anywhere(named, options, description, &common.remote)
     })

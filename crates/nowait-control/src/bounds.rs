@@ -10,7 +10,7 @@ use axum::http::{HeaderValue, StatusCode, Version, header};
 use axum::middleware::Next;
 use axum::response::Response;
 
-use crate::refusal::refuse;
+use crate::refusal::{closing, refuse};
 
 /// The longest body of a request, in bytes.
 const MAX_BODY_BYTES: usize = 64 << 10;
@@ -27,12 +27,10 @@ pub(crate) async fn head_first(request: Request, next: Next) -> Response {
         let status = StatusCode::REQUEST_HEADER_FIELDS_TOO_LARGE;
         return refuse(status, "the head is longer than 32 KiB");
     }
-    // Where the body ends is known from the head alone.
+    // `LineEndingCheck` finds the end of a body by its `content-length` only.
     if request.headers().contains_key(header::TRANSFER_ENCODING) {
         let why = "a body has its length in the header 'content-length'";
-        let mut answer = refuse(StatusCode::LENGTH_REQUIRED, why);
-        answer.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
-        return answer;
+        return closing(refuse(StatusCode::LENGTH_REQUIRED, why));
     }
     let hosts = request.headers().get_all(header::HOST).iter().count();
     match hosts == 1 || hosts == 0 && request.version() == Version::HTTP_10 {
@@ -51,8 +49,8 @@ fn head_bytes(request: &Request) -> usize {
     line + fields.sum::<usize>() + "\r\n".len()
 }
 
-/// Adds to an answer that nothing keeps it or takes it for another kind of text.
-pub(crate) async fn kept_by_nobody(mut answer: Response) -> Response {
+/// Forbids caches and content sniffing of `answer`.
+pub(crate) async fn prevent_caching(mut answer: Response) -> Response {
     let headers = answer.headers_mut();
     headers.insert(header::CACHE_CONTROL, HeaderValue::from_static("no-store"));
     headers.insert(header::X_CONTENT_TYPE_OPTIONS, HeaderValue::from_static("nosniff"));

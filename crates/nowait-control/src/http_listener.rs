@@ -19,8 +19,8 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio_io_timeout::TimeoutStream;
 use tokio_rustls::TlsAcceptor;
 
+use crate::connection_slots::ConnectionSlot;
 use crate::origin::local_host_first;
-use crate::seats::Seat;
 use crate::token::{Token, token_first};
 
 /// How long a client may take to show its token, which is in the head of its first request.
@@ -88,8 +88,8 @@ impl Acceptor {
         Ok(Self::Tcp(TcpListener::from_std(listener)?, credentials))
     }
 
-    /// How long a client may take to show who it is; `None` if that is known when it is accepted.
-    pub(crate) fn time_to_prove(&self) -> Option<Duration> {
+    /// How long a client may take to authenticate; `None` if it is authenticated when it is accepted.
+    pub(crate) fn authentication_timeout(&self) -> Option<Duration> {
         match self {
             Self::Unix(_) => None,
             Self::Tcp(_, None) => Some(TOKEN_TIMEOUT),
@@ -121,8 +121,8 @@ impl Acceptor {
 }
 
 impl Accepted {
-    /// Its bytes; `None` if it has no certificate, takes too long to show it, or finds no `seat` then.
-    pub(crate) async fn stream(self, seat: &Seat) -> Option<Pin<Box<dyn Stream>>> {
+    /// Its bytes; `None` if it has no certificate, takes too long to show it, or finds no `slot` then.
+    pub(crate) async fn stream(self, slot: &ConnectionSlot) -> Option<Pin<Box<dyn Stream>>> {
         match self {
             Self::Unix(stream) => Some(Box::pin(bounded(stream))),
             Self::Tcp(stream, None) => Some(Box::pin(bounded(stream))),
@@ -130,7 +130,7 @@ impl Accepted {
                 let handshake =
                     TlsAcceptor::from(credentials.config()).accept(Box::pin(bounded(stream)));
                 match handshake.await {
-                    Ok(stream) if seat.prove() => Some(Box::pin(stream)),
+                    Ok(stream) if slot.authenticate() => Some(Box::pin(stream)),
                     Ok(_) => None,
                     Err(error) => {
                         let tls = error.get_ref().and_then(|inner| inner.downcast_ref());

@@ -19,14 +19,14 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{oneshot, watch};
 
-use crate::bounds::{MAX_HEAD_BYTES, kept_by_nobody};
+use crate::bounds::{MAX_HEAD_BYTES, prevent_caching};
+use crate::connection_slots::{ConnectionSlot, ConnectionSlots};
 use crate::controlled_server::ControlledServer;
 use crate::events::Events;
 use crate::history::History;
+use crate::http_line_endings::LineEndingCheck;
 use crate::http_listener::{Accepted, Acceptor, HttpListener};
 use crate::routes::{self, Accepting};
-use crate::seats::{Seat, Seats};
-use crate::strict_lines::StrictLines;
 
 /// The most threads for requests that may block.
 const MAX_BLOCKING_THREADS: usize = 4;
@@ -47,7 +47,7 @@ pub struct HttpServer {
 struct Endpoint {
     acceptor: Acceptor,
     router: Router,
-    seats: Arc<Seats>,
+    slots: Arc<ConnectionSlots>,
     /// Whether connections are accepted at the moment.
     accepts: watch::Receiver<bool>,
 }
@@ -76,8 +76,8 @@ impl HttpServer {
             let router = routes::router(server, events, history, accepting.clone());
             let endpoint = |listener: HttpListener| {
                 let (acceptor, router) = listener.accept_by(&router)?;
-                let (seats, accepts) = (Seats::new(), accepting.subscribe());
-                Ok(Endpoint { acceptor, router, seats, accepts })
+                let (slots, accepts) = (ConnectionSlots::new(), accepting.subscribe());
+                Ok(Endpoint { acceptor, router, slots, accepts })
             };
             listeners.into_iter().map(endpoint).collect::<io::Result<Vec<_>>>()?
         };
@@ -110,15 +110,15 @@ impl Drop for HttpServer {
 }
 
 fn run(runtime: Runtime, endpoints: Vec<Endpoint>, stopped: oneshot::Receiver<Duration>) {
-    let all: Vec<_> = endpoints.iter().map(|endpoint| endpoint.seats.clone()).collect();
+    let all: Vec<_> = endpoints.iter().map(|endpoint| endpoint.slots.clone()).collect();
     let spawn = |endpoint| runtime.spawn(accept_all(endpoint));
     let accepting: Vec<_> = endpoints.into_iter().map(spawn).collect();
     runtime.block_on(async {
         if let Ok(timeout) = stopped.await {
             accepting.iter().for_each(tokio::task::JoinHandle::abort);
             let all_left = async {
-                for seats in &all {
-                    seats.all_left().await;
+                for slots in &all {
+                    slots.all_left().await;
                 }
             };
             // Those that stay have no request that is answered.
@@ -130,11 +130,11 @@ fn run(runtime: Runtime, endpoints: Vec<Endpoint>, stopped: oneshot::Receiver<Du
 }
 
 async fn accept_all(endpoint: Endpoint) {
-    let Endpoint { acceptor, router, seats, mut accepts } = endpoint;
-    let time = acceptor.time_to_prove();
+    let Endpoint { acceptor, router, slots, mut accepts } = endpoint;
+    let time = acceptor.authentication_timeout();
     loop {
-        let proven = match time {
-            None => Some(seats.proven().await),
+        let authenticated = match time {
+            None => Some(slots.authenticated().await),
             Some(_) => None,
         };
         let Some(accepted) = accept(&acceptor, &mut accepts).await else { return };
@@ -150,13 +150,13 @@ async fn accept_all(endpoint: Endpoint) {
                 continue;
             }
         };
-        let seat = proven.unwrap_or_else(|| seats.unproven());
-        let router = router.clone().layer(Extension(seat.clone()));
+        let slot = authenticated.unwrap_or_else(|| slots.unauthenticated());
+        let router = router.clone().layer(Extension(slot.clone()));
         tokio::spawn(async move {
             let time = time.unwrap_or_default();
-            select(pin!(talk(accepted, &seat, router)), pin!(seat.lost(time))).await;
+            select(pin!(talk(accepted, &slot, router)), pin!(slot.lost(time))).await;
         });
-        // What it has sent is looked at before its seat may be another one's.
+        // Its first bytes are processed before a newer connection may take its slot.
         tokio::task::yield_now().await;
     }
 }
@@ -178,8 +178,8 @@ async fn accept(
 }
 
 /// Answers the requests of one client.
-async fn talk(accepted: Accepted, seat: &Seat, router: Router) {
-    if let Some(stream) = accepted.stream(seat).await {
+async fn talk(accepted: Accepted, slot: &ConnectionSlot, router: Router) {
+    if let Some(stream) = accepted.stream(slot).await {
         answer_all(stream, router).await;
     }
 }
@@ -189,12 +189,15 @@ pub(crate) async fn answer_all(
     stream: impl AsyncRead + AsyncWrite + Unpin + Send + 'static,
     router: Router,
 ) {
-    let router = router.layer(middleware::map_response(kept_by_nobody));
+    let router = router.layer(middleware::map_response(prevent_caching));
     let connection = http1::Builder::new()
         .timer(TokioTimer::new())
         .header_read_timeout(HEAD_TIMEOUT)
         .max_buf_size(MAX_HEAD_BYTES)
-        .serve_connection(TokioIo::new(StrictLines::new(stream)), TowerToHyperService::new(router));
+        .serve_connection(
+            TokioIo::new(LineEndingCheck::new(stream)),
+            TowerToHyperService::new(router),
+        );
     // A client that breaks the protocol or leaves ends its own connection only.
     let _ = connection.await;
 }

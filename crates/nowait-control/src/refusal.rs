@@ -2,7 +2,7 @@
 //!
 //! Invariant: each is JSON with one line that says why.
 
-use axum::http::StatusCode;
+use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 
 use crate::api::ErrorInfo;
@@ -18,6 +18,12 @@ impl IntoResponse for ControlError {
 /// The answer with `status` that says why.
 pub(crate) fn refuse(status: StatusCode, why: &str) -> Response {
     (status, axum::Json(ErrorInfo { error: one_line(why) })).into_response()
+}
+
+/// Closes the connection after `answer`.
+pub(crate) fn closing(mut answer: Response) -> Response {
+    answer.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
+    answer
 }
 
 /// The text with its control characters escaped: it may quote what a client has sent.

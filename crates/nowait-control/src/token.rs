@@ -12,8 +12,8 @@ use axum::middleware::Next;
 use axum::response::Response;
 use subtle::ConstantTimeEq;
 
-use crate::refusal::refuse;
-use crate::seats::Seat;
+use crate::connection_slots::ConnectionSlot;
+use crate::refusal::{closing, refuse};
 
 /// The shortest and the longest token, in bytes.
 const BYTES: std::ops::RangeInclusive<usize> = 16..=512;
@@ -63,8 +63,11 @@ pub(crate) async fn token_first(
     next: Next,
 ) -> Response {
     if token.is_in(&request) {
-        let has_seat = request.extensions().get::<Arc<Seat>>().is_none_or(|seat| seat.prove());
-        return match has_seat {
+        let has_slot = request
+            .extensions()
+            .get::<Arc<ConnectionSlot>>()
+            .is_none_or(|slot| slot.authenticate());
+        return match has_slot {
             true => next.run(request).await,
             false => closing(refuse(StatusCode::SERVICE_UNAVAILABLE, "too many connections")),
         };
@@ -79,12 +82,6 @@ pub(crate) async fn token_first(
         let bearer = HeaderValue::from_static("Bearer");
         answer.headers_mut().insert(header::WWW_AUTHENTICATE, bearer);
     }
-    answer
-}
-
-/// The last answer on its connection.
-fn closing(mut answer: Response) -> Response {
-    answer.headers_mut().insert(header::CONNECTION, HeaderValue::from_static("close"));
     answer
 }
 

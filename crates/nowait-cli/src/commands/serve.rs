@@ -33,9 +33,9 @@ use crate::running_server::{Additions, RunningServer};
 use crate::served_disks::{ServedDisk, ServedDisks};
 use crate::signals::Ending;
 use crate::upgrade::hand_over::Upgrades;
+use crate::upgrade::hand_over_policy::{HandOverPolicy, files_of_images};
 use crate::upgrade::launcher::Launcher;
 use crate::upgrade::messages::ListenerState;
-use crate::upgrade::permitted::{Permitted, files_of_images};
 use crate::upgrade::take_over::{Parked, ParkedClients, TakeOver};
 use crate::{
     args, background, confinement, control_socket, default_image, endpoints, summary, systemd,
@@ -255,10 +255,10 @@ fn open(args: &ServeArgs, take_over: Option<&TakeOver>) -> Result<Opened, CliErr
     let exports = args.exports().map_err(CliError::new)?;
     let is_default = exports.is_empty();
     if let Some(take_over) = take_over {
-        let permitted = Permitted::of(args, control_socket::directory())?;
-        let Parked { images, clients } = take_over.wait(&permitted)?;
+        let policy = HandOverPolicy::of(args, control_socket::directory())?;
+        let Parked { images, clients } = take_over.wait(&policy)?;
         let common = open_disk::common(args)?;
-        let all = take_over.open(images, &common, &permitted)?;
+        let all = take_over.open(images, &common, &policy)?;
         return Ok(Opened { all, is_default: false, adopted: Some(clients), common });
     }
     let exports = if is_default { vec![default_export(args)?] } else { exports };

@@ -36,8 +36,8 @@ pub struct FileAccess {
     unrestricted: Option<&'static str>,
 }
 
-/// What a server of root's may do beyond the rights of files and limits: open the images and keys of other users, without
-/// a change of their access times, and lock memory.
+/// The capabilities that a confined server keeps: to open the images and keys of other users, without a change of their
+/// access times, and to lock memory.
 const KEPT: CapabilitySet = CapabilitySet::DAC_OVERRIDE
     .union(CapabilitySet::DAC_READ_SEARCH)
     .union(CapabilitySet::FOWNER)

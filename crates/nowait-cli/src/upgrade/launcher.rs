@@ -58,7 +58,7 @@ pub(crate) struct Launcher {
     quiet: bool,
     /// The limit of descriptors with which this server was started: that of each program it starts.
     descriptors: Rlimit,
-    /// What its environment has beside that of this process.
+    /// Additional environment variables of the launcher.
     variables: Vec<(String, String)>,
 }
 

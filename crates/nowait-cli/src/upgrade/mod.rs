@@ -7,7 +7,7 @@ mod channel;
 pub(crate) mod messages;
 pub(crate) mod launcher;
 pub(crate) mod hand_over;
-pub(crate) mod permitted;
+pub(crate) mod hand_over_policy;
 pub(crate) mod take_over;
 pub(crate) mod parked_disks;
 

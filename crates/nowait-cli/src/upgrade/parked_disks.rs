@@ -13,7 +13,7 @@ use nowait_control::ControlError;
 use nowait_server::{ConnectionState, ExportId, Exports, ParkedDevice, ParkedServer};
 use rustix::io::Errno;
 
-use crate::parallel;
+use crate::parallel_map;
 use crate::served_disks::ServedDisk;
 use crate::systemd;
 use crate::upgrade::hand_over::{DRAIN_TIMEOUT, Parked};
@@ -67,7 +67,7 @@ fn for_all(
     disks: &[ServedDisk],
     act: impl Fn(&ServedDisk) -> Result<(), Error> + Sync,
 ) -> Result<(), Error> {
-    parallel::try_map(disks, FLUSH_THREADS, act).map(drop)
+    parallel_map::try_map(disks, FLUSH_THREADS, act).map(drop)
 }
 
 impl Parked for ParkedDisks<'_> {

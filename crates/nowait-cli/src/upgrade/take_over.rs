@@ -20,13 +20,13 @@ use tracing::warn;
 use crate::export_spec::NamedExport;
 use crate::open_chain;
 use crate::open_disk::{Common, OPENING_THREADS, OpenedDisk};
-use crate::parallel;
+use crate::parallel_map;
 use crate::served_disks::change_settings;
 use crate::upgrade::channel::{Bounds, Channel, Message};
+use crate::upgrade::hand_over_policy::HandOverPolicy;
 use crate::upgrade::messages::{
     Answer, Begin, DeviceMessage, Drained, ExportState, Go, ListenerState, PROTOCOL, VmmMessage,
 };
-use crate::upgrade::permitted::Permitted;
 use crate::upgrade::{ENVIRONMENT, SUCCESSOR};
 
 /// How long the old program may take for one message: it ends requests and flushes meanwhile.
@@ -115,17 +115,17 @@ impl TakeOver {
     /// Tells that this program waits for the images, and waits until no request is in flight.
     ///
     /// # Errors
-    /// The old program has ended, or has called it off; it tells of more than is `permitted`.
-    pub(crate) fn wait(&self, permitted: &Permitted<'_>) -> Result<Parked, CliError> {
+    /// The old program has ended, or has called it off; it tells of more than is `policy`.
+    pub(crate) fn wait(&self, policy: &HandOverPolicy<'_>) -> Result<Parked, CliError> {
         let listeners = self.listeners.iter().map(|(state, _)| state);
         let control = self.control.as_ref().map(|(state, _)| state);
-        permitted.check(&self.exports, listeners, control, self.ublk)?;
+        policy.check(&self.exports, listeners, control, self.ublk)?;
         self.agree()?;
         let message = self.channel.receive::<Drained>(in_time(), Bounds::STATE);
         let message = message.map_err(|error| lost(&error))?;
         let Message { body: Drained { files, connections, devices }, bytes, files: all } = message;
         let mut sockets = devices.iter().filter_map(|it| it.listener.as_ref());
-        sockets.try_for_each(|state| permitted.check_device(state))?;
+        sockets.try_for_each(|state| policy.check_device(state))?;
         let mut all = all.into_iter();
         let images = files
             .iter()
@@ -166,7 +166,7 @@ impl TakeOver {
         go.map_err(|error| lost(&error)).map(drop)
     }
 
-    /// Opens the images, as `common` to all, as each was opened, and as is `permitted`.
+    /// Opens the images, as `common` to all, as each was opened, and as is `policy`.
     ///
     /// # Errors
     /// One line that names the file and what is wrong with it.
@@ -174,19 +174,19 @@ impl TakeOver {
         &self,
         images: Vec<HandedOver>,
         common: &Common,
-        permitted: &Permitted<'_>,
+        policy: &HandOverPolicy<'_>,
     ) -> Result<Vec<OpenedDisk>, CliError> {
         let mut storages = common.options.backing_storages.clone();
         let mut to_open = Vec::new();
         for (state, handed_over) in self.exports.iter().zip(images) {
             let backing_storages = state.storages_below(common, &mut storages)?;
-            let options = permitted.options(state, state.options(&common.options)?);
+            let options = policy.options(state, state.options(&common.options)?);
             to_open.push((state, ChainOptions { handed_over, backing_storages, ..options }));
         }
-        parallel::try_map(to_open, OPENING_THREADS, |(state, options)| {
+        parallel_map::try_map(to_open, OPENING_THREADS, |(state, options)| {
             let (named, description) = (state.named(), state.description.clone());
             let opened = OpenedDisk::open_anywhere(named, options, description, &common.remote)?;
-            permitted.check_opened(state, &opened.image)?;
+            policy.check_opened(state, &opened.image)?;
             Ok(opened)
         })
     }

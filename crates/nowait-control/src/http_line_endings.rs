@@ -1,7 +1,6 @@
-//! Requests whose lines end as they must, CR LF (RFC 9112, section 2.2): hyper takes LF alone, too.
+//! Rejects request heads with a bare LF as a line terminator, which hyper accepts (RFC 9112, section 2.2).
 //!
-//! Invariant: bytes of a body are not looked at. What hyper reads in place of an LF alone is no character of a head, so
-//! that it answers 400.
+//! Invariant: body bytes are not inspected. A bare LF is replaced by NUL, which is invalid in a head, so hyper answers 400.
 
 use std::io;
 use std::pin::Pin;
@@ -9,38 +8,38 @@ use std::task::{Context, Poll, ready};
 
 use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
 
-/// The most bytes of a line that are kept: enough for the length of a body.
+/// Maximum number of bytes kept of a line: enough for a `content-length` field.
 const LINE_BYTES: usize = 64;
 const CONTENT_LENGTH: &[u8] = b"content-length:";
-/// In no head.
-const WRONG: u8 = 0;
+/// NUL, which is invalid in a head.
+const INVALID: u8 = 0;
 
-/// A client's bytes.
-pub(crate) struct StrictLines<S> {
+/// A client's stream, whose request heads are checked.
+pub(crate) struct LineEndingCheck<S> {
     stream: S,
     lines: Lines,
 }
 
-/// What is known of the requests so far.
+/// The parser's state between two reads.
 #[derive(Default)]
 struct Lines {
     /// The beginning of the line, in lower case.
     line: Vec<u8>,
     after_cr: bool,
-    /// Of the head that is being read.
+    /// Value of `content-length` in the current head, in bytes.
     content_length: u64,
-    /// Bytes of a body before the next head.
+    /// Number of body bytes before the next head.
     body: u64,
 }
 
-impl<S> StrictLines<S> {
+impl<S> LineEndingCheck<S> {
     pub(crate) fn new(stream: S) -> Self {
         Self { stream, lines: Lines::default() }
     }
 }
 
 impl Lines {
-    /// Looks at the next bytes of the client.
+    /// Checks the next received bytes.
     fn check(&mut self, mut bytes: &mut [u8]) {
         loop {
             let skipped = bytes.len().min(usize::try_from(self.body).unwrap_or(usize::MAX));
@@ -51,7 +50,7 @@ impl Lines {
             bytes = later;
             let ends = *byte == b'\n';
             if ends && !(self.after_cr && self.end_line()) {
-                *byte = WRONG;
+                *byte = INVALID;
             } else if !ends && self.line.len() < LINE_BYTES {
                 self.line.push(byte.to_ascii_lowercase());
             }
@@ -59,7 +58,7 @@ impl Lines {
         }
     }
 
-    /// A line has ended. Returns false if it has a length that cannot be one.
+    /// Processes a complete line. Returns false for an invalid `content-length`.
     fn end_line(&mut self) -> bool {
         let line = std::mem::take(&mut self.line);
         if line == b"\r" {
@@ -72,7 +71,7 @@ impl Lines {
     }
 }
 
-impl<S: AsyncRead + Unpin> AsyncRead for StrictLines<S> {
+impl<S: AsyncRead + Unpin> AsyncRead for LineEndingCheck<S> {
     fn poll_read(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -87,7 +86,7 @@ impl<S: AsyncRead + Unpin> AsyncRead for StrictLines<S> {
     }
 }
 
-impl<S: AsyncWrite + Unpin> AsyncWrite for StrictLines<S> {
+impl<S: AsyncWrite + Unpin> AsyncWrite for LineEndingCheck<S> {
     fn poll_write(
         mut self: Pin<&mut Self>,
         context: &mut Context<'_>,
@@ -109,7 +108,7 @@ impl<S: AsyncWrite + Unpin> AsyncWrite for StrictLines<S> {
 mod tests {
     use super::*;
 
-    /// What hyper reads of `bytes`, which come `size` at a time.
+    /// Returns `bytes` as hyper reads them when `size` bytes are received at a time.
     fn read(bytes: &[u8], size: usize) -> Vec<u8> {
         let (mut lines, mut bytes) = (Lines::default(), bytes.to_vec());
         bytes.chunks_mut(size).for_each(|piece| lines.check(piece));
@@ -132,7 +131,7 @@ mod tests {
         ] {
             for size in [1, 2, 7, 1000] {
                 let read = read(sent.as_bytes(), size);
-                let first = read.iter().position(|byte| *byte == WRONG);
+                let first = read.iter().position(|byte| *byte == INVALID);
                 assert_eq!(first, wrong, "{sent:?} by {size}");
             }
         }

@@ -1,4 +1,4 @@
-//! What a program that takes over believes of what the old one tells: nothing that its own command line does not allow.
+//! Validates what the old program hands over against the new program's own command line.
 //!
 //! Invariant: the command line comes from the launcher, which a server that was taken over cannot change. No image, directory,
 //! URI or socket is opened, made or removed that neither the command line names nor `--allow-dir` or `--allow-uri` allow. The
@@ -23,9 +23,9 @@ use crate::export_spec::NamedExport;
 use crate::upgrade::messages::{ExportState, ListenerState};
 use crate::vhost_user_spec::DevicePlace;
 
-/// The variables of the environment with the files of the images: each as `DEVICE:INODE `, or a space if it was none.
+/// The variables of the environment with the files of the images: each as `DEVICE:INODE ` in hexadecimal, or a space if there was no file.
 const FILES: &str = "NOWAIT_UPGRADE_FILES_";
-/// The files in one of them, whose length the kernel limits to 128 KiB (execve(2), `MAX_ARG_STRLEN`).
+/// Maximum number of files in one variable, whose length the kernel limits to 128 KiB (execve(2), `MAX_ARG_STRLEN`).
 const FILES_OF_VARIABLE: usize = 2000;
 
 /// The device and the inode of a file.
@@ -70,8 +70,8 @@ fn parse_numbers(text: &str) -> Option<FileNumbers> {
     Some((number(device)?, number(inode)?))
 }
 
-/// What the command line of a server allows.
-pub(crate) struct Permitted<'a> {
+/// The rules that a server's command line sets for a hand-over.
+pub(crate) struct HandOverPolicy<'a> {
     args: &'a ServeArgs,
     /// The files of the images that it names by absolute paths, and those of URIs, which have none.
     images: HashMap<PathBuf, Option<FileNumbers>>,
@@ -80,8 +80,8 @@ pub(crate) struct Permitted<'a> {
     places: AllowedPlaces,
 }
 
-impl<'a> Permitted<'a> {
-    /// What `args` allow, whose default control sockets are in `sockets`.
+impl<'a> HandOverPolicy<'a> {
+    /// The rules of `args`; `sockets` is the directory of default control sockets.
     ///
     /// # Errors
     /// The default image is unknown.
@@ -112,7 +112,7 @@ impl<'a> Permitted<'a> {
         self.images.get(Path::new(&state.image)).filter(|_| is_as_given).copied()
     }
 
-    /// How the image of `state` is opened, which was checked.
+    /// The options for opening the image of `state`, which has passed [`HandOverPolicy::check`].
     pub(crate) fn options(&self, state: &ExportState, options: ChainOptions) -> ChainOptions {
         let is_path = Location::parse(&state.image).is_ok_and(|location| location.path().is_some());
         let no_links = self.given_file(state).is_none() && is_path;
@@ -219,7 +219,7 @@ impl<'a> Permitted<'a> {
         let is_default =
             given.is_empty() && is_default_socket(path, temporary.as_ref().map(Path::new));
         let is_given = temporary.is_none() && given.contains(&Address::Unix(path.into()));
-        // What is not removed is only a name.
+        // The path of a socket that is not removed at the end is only shown.
         let is_foreign = temporary.is_none() && !is_own;
         require(is_default || is_given || is_foreign, "socket", path)
     }
@@ -307,7 +307,10 @@ mod tests {
     fn an_image_that_the_command_line_names_is_opened_as_that_says() {
         let directory = directory();
         let is_allowed = |options: &str, state: ExportState| {
-            Permitted::of(&args(&directory, options), None).unwrap().check_export(&state).is_ok()
+            HandOverPolicy::of(&args(&directory, options), None)
+                .unwrap()
+                .check_export(&state)
+                .is_ok()
         };
         let disk = export(path(&directory, "disk"));
         assert!(is_allowed("", disk.clone()));
@@ -327,8 +330,8 @@ mod tests {
         let directory = directory();
         let options = "--read-only --allow-dir DIR/images --allow-uri nbd://host/";
         let args = args(&directory, options);
-        let permitted = Permitted::of(&args, None).unwrap();
-        let is_allowed = |image| permitted.check_export(&export(image)).is_ok();
+        let policy = HandOverPolicy::of(&args, None).unwrap();
+        let is_allowed = |image| policy.check_export(&export(image)).is_ok();
         assert!(is_allowed(path(&directory, "images/added")));
         assert!(is_allowed("nbd://host/disk".into()));
         assert!(!is_allowed("nbd://other/disk".into()));
@@ -342,14 +345,14 @@ mod tests {
         let directory = directory();
         let options = "--allow-dir DIR/images --allow-uri nbd://host/ --backing nbd://below/";
         let args = args(&directory, options);
-        let permitted = Permitted::of(&args, None).unwrap();
+        let policy = HandOverPolicy::of(&args, None).unwrap();
         let added = export(path(&directory, "images/added"));
         for (backing_dir, is_allowed) in
             [("images", true), ("", true), ("images/..", true), ("..", false), ("/", false)]
         {
             let backing_dirs = vec![directory.path().join(backing_dir).into()];
             let state = ExportState { backing_dirs, ..added.clone() };
-            assert_eq!(permitted.check_export(&state).is_ok(), is_allowed, "{backing_dir}");
+            assert_eq!(policy.check_export(&state).is_ok(), is_allowed, "{backing_dir}");
         }
         for (name, is_allowed) in [
             ("nbd://below/", true),
@@ -358,7 +361,7 @@ mod tests {
             ("nbd+unix:///?socket=/run/s", false),
         ] {
             let state = ExportState { backing: vec![name.into()], ..added.clone() };
-            assert_eq!(permitted.check_export(&state).is_ok(), is_allowed, "{name}");
+            assert_eq!(policy.check_export(&state).is_ok(), is_allowed, "{name}");
         }
     }
 
@@ -367,32 +370,31 @@ mod tests {
         let directory = directory();
         let arguments =
             args(&directory, "--nbd unix:DIR/nbd --vhost-user DIR/vm --control unix:DIR/control");
-        let permitted = Permitted::of(&arguments, None).unwrap();
+        let policy = HandOverPolicy::of(&arguments, None).unwrap();
         let [nbd, vm, control, disk] =
             ["nbd", "vm", "control", "disk"].map(|name| socket(path(&directory, name), None));
-        assert!(permitted.check_listener(&nbd).is_ok());
-        assert!(permitted.check_device(&vm).is_ok());
-        assert!(permitted.check_control(&control).is_ok());
+        assert!(policy.check_listener(&nbd).is_ok());
+        assert!(policy.check_device(&vm).is_ok());
+        assert!(policy.check_control(&control).is_ok());
         for wrong in [&disk, &socket(path(&directory, "nbd"), Some("/tmp")), &control] {
-            assert!(permitted.check_listener(wrong).is_err(), "{wrong:?}");
-            assert!(permitted.check_device(wrong).is_err(), "{wrong:?}");
+            assert!(policy.check_listener(wrong).is_err(), "{wrong:?}");
+            assert!(policy.check_device(wrong).is_err(), "{wrong:?}");
         }
-        assert!(permitted.check_control(&nbd).is_err());
+        assert!(policy.check_control(&nbd).is_err());
         // A socket that is not removed is only a name, as of one that systemd has handed over.
-        assert!(permitted.check_listener(&ListenerState { is_own: false, ..disk }).is_ok());
+        assert!(policy.check_listener(&ListenerState { is_own: false, ..disk }).is_ok());
         let arguments = args(&directory, "");
-        let permitted = Permitted::of(&arguments, None).unwrap();
+        let policy = HandOverPolicy::of(&arguments, None).unwrap();
         let temporary = env::temp_dir().join("nowait-12-3");
         let temporary = temporary.to_str().unwrap();
-        let is_allowed = |path: &str, temporary| {
-            permitted.check_listener(&socket(path, Some(temporary))).is_ok()
-        };
+        let is_allowed =
+            |path: &str, temporary| policy.check_listener(&socket(path, Some(temporary))).is_ok();
         assert!(is_allowed(&format!("{temporary}/disk.sock"), temporary));
         assert!(!is_allowed(&format!("{temporary}/disk"), temporary));
         assert!(!is_allowed(&format!("{temporary}/../disk.sock"), temporary));
         assert!(!is_allowed("/other/disk.sock", "/other"));
         assert!(!is_allowed("/other/nowait-12-3/disk.sock", "/other/nowait-12-3"));
-        assert!(permitted.check_listener(&nbd).is_err(), "it has a default socket");
+        assert!(policy.check_listener(&nbd).is_err(), "it has a default socket");
     }
 
     #[test]
@@ -401,23 +403,24 @@ mod tests {
         let arguments = args(&directory, "");
         let files: String =
             files_of_images(&arguments).into_iter().map(|(_, files)| files).collect();
-        let permitted =
-            Permitted::with_files(&arguments, AllowedPlaces::of(&arguments, None), &files).unwrap();
+        let policy =
+            HandOverPolicy::with_files(&arguments, AllowedPlaces::of(&arguments, None), &files)
+                .unwrap();
         let state = export(path(&directory, "disk"));
         let open = || {
             let options = ChainOptions { format: Some(Format::Raw), ..ChainOptions::default() };
-            let options = permitted.options(&state, options);
+            let options = policy.options(&state, options);
             assert!(!options.no_links, "the user may name a link");
             nowait_image::open(Path::new(&state.image), &options).unwrap()
         };
-        assert!(permitted.check_opened(&state, &open()).is_ok());
+        assert!(policy.check_opened(&state, &open()).is_ok());
         fs::remove_file(&state.image).unwrap();
         symlink("neighbour", &state.image).unwrap();
-        assert!(permitted.check_export(&state).is_ok());
-        let refused = permitted.check_opened(&state, &open()).unwrap_err().to_string();
+        assert!(policy.check_export(&state).is_ok());
+        let refused = policy.check_opened(&state, &open()).unwrap_err().to_string();
         assert!(refused.contains("another file has taken its place"), "{refused}");
         let added = export(path(&directory, "images/added"));
-        assert!(permitted.options(&added, ChainOptions::default()).no_links);
+        assert!(policy.options(&added, ChainOptions::default()).no_links);
     }
 
     #[test]
@@ -430,10 +433,11 @@ mod tests {
         assert!(variables.iter().all(|(_, files)| files.len() <= 2000 * 34));
         let files: String = variables.into_iter().map(|(_, files)| files).collect();
         let disk = fs::metadata(directory.path().join("disk")).unwrap();
-        let permitted =
-            Permitted::with_files(&arguments, AllowedPlaces::of(&arguments, None), &files).unwrap();
-        let given = permitted.given_file(&export(path(&directory, "disk")));
+        let policy =
+            HandOverPolicy::with_files(&arguments, AllowedPlaces::of(&arguments, None), &files)
+                .unwrap();
+        let given = policy.given_file(&export(path(&directory, "disk")));
         assert_eq!(given, Some(Some((disk.dev(), disk.ino()))));
-        assert_eq!(permitted.given_file(&export(path(&directory, "x"))), Some(None));
+        assert_eq!(policy.given_file(&export(path(&directory, "x"))), Some(None));
     }
 }

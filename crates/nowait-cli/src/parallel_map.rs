@@ -1,15 +1,15 @@
-//! One thing done to many, by several threads.
+//! A fallible map over several threads.
 //!
-//! Invariant: the results have the order of what they are of. No thread outlives the call.
+//! Invariant: the results are in the order of the items. No thread outlives the call.
 
 use std::panic::resume_unwind;
 use std::sync::{Mutex, PoisonError};
 use std::thread;
 
-/// What `act` makes of each of `all`, by at most `most` threads. Where none can be started, this one does all.
+/// Calls `act` for each item of `all` on at most `most` threads, of which the calling thread is one. Returns the results.
 ///
 /// # Errors
-/// The error for the first of those for which it fails; what comes later may not have been done.
+/// The error of the first item that failed; later items may not have been processed.
 pub(crate) fn try_map<T: Send, R: Send, E: Send>(
     all: impl IntoIterator<Item = T, IntoIter: ExactSizeIterator + Send>,
     most: usize,
@@ -26,7 +26,7 @@ pub(crate) fn try_map<T: Send, R: Send, E: Send>(
             let has_failed = result.is_err();
             done.push((index, result));
             if has_failed {
-                // The others end, too.
+                // The other threads end, too.
                 while take().is_some() {}
             }
         }
