@@ -18,6 +18,8 @@ mod export_info;
 mod address;
 mod uri;
 #[cfg(feature = "transport")]
+pub mod secret_file;
+#[cfg(feature = "transport")]
 pub mod tls_words;
 pub mod client;
 

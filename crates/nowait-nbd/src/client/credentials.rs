@@ -23,6 +23,7 @@ use rustls::{
 };
 
 use crate::address::Address;
+use crate::secret_file;
 use crate::tls_words::{certificate_fault, pem_fault, spaced, tls_message};
 use crate::uri::{NbdUri, TlsParams};
 
@@ -32,6 +33,8 @@ const CA_CRL: &str = "ca-crl.pem";
 /// The client's certificate and key, for servers that ask for them; both may be absent.
 const CLIENT_CERT: &str = "client-cert.pem";
 const CLIENT_KEY: &str = "client-key.pem";
+/// Bytes of a key's file that are looked at.
+const MAX_KEY_BYTES: u64 = 1 << 20;
 /// The refusal of a URI with TLS where no directory is known.
 const NO_DIRECTORY: &str =
     "TLS needs certificates (give their directory with --tls-certs, or ?tls-certificates=DIR)";
@@ -104,7 +107,9 @@ impl Credentials {
             false => builder.with_no_client_auth(),
             true => {
                 let chain = all_of::<CertificateDer<'_>>(&cert)?;
-                let private = PrivateKeyDer::from_pem_file(&key).map_err(|e| why(&key, &e))?;
+                let bytes = secret_file::read(&key, MAX_KEY_BYTES);
+                let bytes = bytes.map_err(|error| why(&key, &pem::Error::Io(error)))?.0;
+                let private = PrivateKeyDer::from_pem_slice(&bytes).map_err(|e| why(&key, &e))?;
                 let built = builder.with_client_auth_cert(chain, private);
                 built.map_err(|error| unusable(&error, &cert, &key))?
             }

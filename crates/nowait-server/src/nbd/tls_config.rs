@@ -9,6 +9,7 @@ use std::sync::{Arc, Mutex};
 use std::{fmt, fs, io};
 
 use nowait_image::open_message;
+use nowait_nbd::secret_file;
 use nowait_nbd::tls_words::{certificate_fault, pem_fault, spaced, tls_message};
 use rustls::crypto::{CryptoProvider, ring};
 use rustls::pki_types::pem::{self, PemObject};
@@ -26,6 +27,8 @@ const CA_CRL: &str = "ca-crl.pem";
 /// The server's certificate; the certificates between it and the root may follow.
 const SERVER_CERT: &str = "server-cert.pem";
 const SERVER_KEY: &str = "server-key.pem";
+/// Bytes of a key's file that are looked at.
+const MAX_KEY_BYTES: u64 = 1 << 20;
 /// Error message for a key that the cryptography does not take.
 const KEYS: &str = "it is no key that can be used: RSA keys need 2048, 3072 or 4096 bits, ECDSA keys \
                     the curve P-256 or P-384; Ed25519 keys are taken too";
@@ -79,7 +82,9 @@ impl Credentials {
         let provider = Arc::new(ring::default_provider());
         let (cert, key) = (directory.join(SERVER_CERT), directory.join(SERVER_KEY));
         let chain = all_of::<CertificateDer<'_>>(&cert, "certificate")?;
-        let private = match PrivateKeyDer::from_pem_slice(&bytes_of(&key)?) {
+        let (bytes, found) = secret_file::read(&key, MAX_KEY_BYTES)
+            .map_err(|error| TlsError::at(key.clone(), open_message(&key, "read", &error)))?;
+        let private = match PrivateKeyDer::from_pem_slice(&bytes) {
             Ok(private) => private,
             Err(pem::Error::NoItemsFound) => {
                 return Err(TlsError::at(key, "there is no unencrypted private key (PEM) in it"));
@@ -105,7 +110,7 @@ impl Credentials {
             _ => TlsError::at(key, KEYS),
         })?;
         // After all errors, so that a refusal is a single line of output.
-        warn_if_open(&directory.join(SERVER_KEY));
+        warn_if_open(&directory.join(SERVER_KEY), &found);
         // Connections last for hours: sessions are never resumed.
         config.send_tls13_tickets = 0;
         config.session_storage = Arc::new(NoServerSessionStorage {});
@@ -165,8 +170,8 @@ fn is_there(path: &Path) -> Result<bool, TlsError> {
 }
 
 /// Warns about a private key that every user of this machine may read or change.
-fn warn_if_open(key: &Path) {
-    if fs::metadata(key).is_ok_and(|key| key.mode() & OTHERS != 0) {
+fn warn_if_open(key: &Path, found: &fs::Metadata) {
+    if found.mode() & OTHERS != 0 {
         tracing::warn!("{}: this private key is open to every user (chmod o= it)", key.display());
     }
 }
@@ -209,6 +214,8 @@ impl std::error::Error for TlsError {}
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::{lchown, symlink};
+
     use nowait_testkit::certificates::self_signed;
 
     use super::*;
@@ -296,6 +303,30 @@ oQ==
         fs::write(&key, P521_KEY).unwrap();
         let error = refusal(directory.path(), ClientAuth::Any);
         assert_eq!(error, format!("{}: {KEYS}", key.display()));
+    }
+
+    #[test]
+    fn a_key_by_a_link_is_taken_and_one_of_another_user_or_in_a_pipe_is_not() {
+        let directory = directory();
+        let (key, file) = (directory.path().join(SERVER_KEY), directory.path().join("file"));
+        fs::rename(&key, &file).unwrap();
+        symlink("file", &key).unwrap();
+        Credentials::load(directory.path(), ClientAuth::Any).unwrap();
+        match lchown(&key, Some(1), None) {
+            Ok(()) => {
+                let error = refusal(directory.path(), ClientAuth::Any);
+                assert!(error.contains("a link of another user"), "{error}");
+                fs::rename(&file, &key).unwrap();
+                lchown(&key, Some(1), None).unwrap();
+                let error = refusal(directory.path(), ClientAuth::Any);
+                assert!(error.contains("another user's"), "{error}");
+            }
+            Err(_) => nowait_testkit::say_skipped("needs root: to give a file to another user"),
+        }
+        fs::remove_file(&key).unwrap();
+        rustix::fs::mkfifoat(rustix::fs::CWD, &key, rustix::fs::Mode::RUSR).unwrap();
+        let error = refusal(directory.path(), ClientAuth::Any);
+        assert!(error.contains("no regular file"), "{error}");
     }
 
     #[test]
