@@ -1,7 +1,7 @@
 //! Backing chains: an image and all files below it, opened and checked.
 //!
 //! Invariant: when a chain is open, every header in it was read and is supported, no file occurs
-//! twice, every file that was not requested for writing is open for reading only, and no file was
+//! twice, every file that was not requested for writing is open for reading only, and no file's bytes were
 //! changed. A format is guessed only for the first file, only by qcow2's own first bytes, and never
 //! for a block device.
 
@@ -21,7 +21,7 @@ use crate::path_policy::PathPolicy;
 use crate::qcow2::header::Header;
 use crate::signature::Signature;
 use crate::warning::Warning;
-use crate::{lock, lock_holder, signature};
+use crate::{base_version, lock, lock_holder, signature};
 
 /// Most images in a chain. QEMU has no limit; each takes a descriptor here.
 pub const MAX_LAYERS: usize = 64;
@@ -355,7 +355,24 @@ impl Chain {
             pending = backing_of(&layer, opening, policy, &options.backing_storages)?;
             chain.layers.push(layer);
         }
+        chain.check_versions(options)?;
         Ok(chain)
+    }
+
+    /// Checks that each image stands on the version of a remote one that it was made on. The only change of a file, after
+    /// all else is known to be right.
+    fn check_versions(&mut self, options: &ChainOptions) -> Result<(), ImageError> {
+        let mut warnings = Vec::new();
+        for (above, pair) in self.layers.windows(2).enumerate() {
+            if let [overlay, base] = pair {
+                let version = base.file.remote().and_then(|storage| storage.version());
+                let (overlay, base) = (&overlay.file, base.file.path());
+                let checked = base_version::check(overlay, base, version, options.writes(above));
+                warnings.extend(checked?);
+            }
+        }
+        self.warnings.extend(warnings);
+        Ok(())
     }
 
     /// The chain of the images in `files`, each followed by its backing image; the first one may be

@@ -24,6 +24,7 @@ mod atomic_file;
 mod path_policy;
 mod warning;
 mod handed_over;
+mod base_version;
 mod chain;
 mod imago_adapter;
 mod chain_reader;

@@ -15,6 +15,8 @@ pub enum Warning {
     NotLocked(PathBuf),
     /// A guest may write its first bytes, and it could not be marked as raw.
     NotMarked(PathBuf),
+    /// The version of the remote image that it stands on could not be kept with it.
+    NoBaseVersion(PathBuf),
     /// Its header says that it is corrupt.
     MarkedCorrupt(PathBuf),
     /// It is used as raw, and begins like an image or a packed file.
@@ -35,6 +37,12 @@ impl fmt::Display for Warning {
                 f,
                 "{}: it cannot be marked as raw here (no extended attributes), so always open it \
                  with --format raw: a client can make it begin like another format",
+                path.display()
+            ),
+            Self::NoBaseVersion(path) => write!(
+                f,
+                "{}: the version of the image that it stands on cannot be kept with it here, so that \
+                 another one will not be noticed at the next start",
                 path.display()
             ),
             Self::MarkedCorrupt(path) => {

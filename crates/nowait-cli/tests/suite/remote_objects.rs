@@ -10,7 +10,7 @@ use std::path::Path;
 
 use nowait_testkit::signer::Signer;
 use nowait_testkit::web_server::{Lie, WebServer};
-use nowait_testkit::{Random, seed, wait_until};
+use nowait_testkit::{Random, say_skipped, seed, wait_until};
 use serde_json::Value;
 
 use crate::common::{
@@ -91,6 +91,42 @@ fn an_overlay_on_an_object_is_written_to_and_the_url_opened_only_by_leave() {
     let paths = [&overlay, &copy].map(|path| path.to_str().unwrap());
     accepted(&["copy", "--backing", &url, paths[0], paths[1]]);
     assert!(fs::read(&copy).unwrap() == model);
+}
+
+#[test]
+fn an_overlay_is_served_on_no_other_version_of_its_object_than_that_it_was_made_on() {
+    let store = WebServer::start(bytes(MIB), "/base.img");
+    let (scratch, url) = (Scratch::new(), store.url());
+    let [made, other] = ["made.qcow2", "other.qcow2"].map(|name| scratch.join(name));
+    accepted(&["create", text(&made), "--backing", &url, "--backing-format", "raw"]);
+    // Made by another program: it gets the version when it is written to first.
+    accepted(&["create", text(&other), "--backing", &url, "--backing-format", "raw"]);
+    let unmark = || rustix::fs::removexattr(&other, "user.nowait.base-version");
+    if unmark().is_err() {
+        return say_skipped("no extended attributes here");
+    }
+    Server::start(&other, &["--backing", &url, "--read-only"]).stop();
+    let serves = |image: &Path| ["serve", text(image), "--backing", &url].map(str::to_owned);
+    {
+        let mut script = store.script();
+        (script.object, script.tag) = (bytes(MIB), "\"2\"".into());
+    }
+    Server::start(&other, &["--backing", &url]).stop();
+    let before = fs::read(&made).unwrap();
+    for command in [serves(&made), ["check", text(&made), "--backing", &url].map(str::to_owned)] {
+        let command: Vec<&str> = command.iter().map(String::as_str).collect();
+        let refused = refusal(&command);
+        refused.says(&["another version", "now", "then", "setfattr -x user.nowait.base-version"]);
+    }
+    assert!(fs::read(&made).unwrap() == before);
+    {
+        store.script().tag = "\"3\"".into();
+    }
+    let refused = refusal(&["serve", text(&other), "--backing", &url]);
+    refused.says(&["another version"]);
+    // As the line says.
+    unmark().unwrap();
+    Server::start(&other, &["--backing", &url]).stop();
 }
 
 #[test]

@@ -9,6 +9,7 @@ use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
 use crate::atomic_file::{AtomicFile, OverwritePolicy};
+use crate::base_version;
 use crate::chain::{Chain, ChainOptions, Format, Locking, NamedStorages};
 use crate::error::{ImageError, create_message};
 use crate::image_file::ImageFile;
@@ -117,6 +118,11 @@ pub fn create(path: &Path, options: &CreateOptions) -> Result<u64, ImageError> {
         }
     };
     written.map_err(|error| explain(path, &error))?;
+    if let Some(base) = &options.backing {
+        let version = options.backing_storages.get(base).and_then(|storage| storage.version());
+        // Where it cannot be kept, it is told when the image is opened.
+        let _ = base_version::check(file.file(), base, version, true)?;
+    }
     file.finish().map_err(refused)?;
     Ok(size)
 }

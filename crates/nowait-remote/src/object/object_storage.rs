@@ -187,6 +187,10 @@ fn read_only(operation: Operation) -> Error {
 }
 
 impl Storage for ObjectStorage {
+    fn version(&self) -> Option<String> {
+        Some(self.version.identity())
+    }
+
     fn properties(&self) -> StorageProperties {
         StorageProperties {
             align: Alignment::NONE,

@@ -27,6 +27,12 @@ pub trait Storage: Send + Sync {
     /// The properties, which do not change while the storage is open.
     fn properties(&self) -> StorageProperties;
 
+    /// The version of the bytes, for a storage that is only read and can be exchanged as a whole while nothing has it open:
+    /// two that differ have different bytes. One line. `None`: nothing is known of versions.
+    fn version(&self) -> Option<String> {
+        None
+    }
+
     /// The present size in bytes, not rounded to any block. It does not wait for other calls.
     ///
     /// # Errors
