@@ -10,8 +10,11 @@
 //! connection still gets memory. What is beyond the guarantees leaves them their quarter, also what several threads admit at
 //! the same moment.
 
-use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex};
+use std::time::Instant;
+
+use crate::locking::lock;
 
 /// The smallest guarantee of a connection, in bytes, however many connections there are.
 const GUARANTEED_BYTES: u64 = 64 << 10;
@@ -32,9 +35,17 @@ const STEP_BYTES: u64 = 256 << 10;
 /// A thread keeps this many declared bytes for its next requests.
 const RETAINED_BYTES: u64 = 1 << 20;
 
-/// What the connections of all threads hold, in bytes, as declared by the threads.
+/// What the connections of all threads hold, as declared by the threads.
 #[derive(Clone, Default)]
-pub(crate) struct DeclaredUse(Arc<AtomicU64>);
+pub(crate) struct DeclaredUse(Arc<Shared>);
+
+#[derive(Default)]
+struct Shared {
+    /// In bytes.
+    declared: AtomicU64,
+    /// When a connection that holds nothing was refused a request last.
+    refused: Mutex<Option<Instant>>,
+}
 
 /// The memory of the server, as seen by one of its threads, in bytes.
 pub(crate) struct BufferBudget {
@@ -73,7 +84,8 @@ impl BufferBudget {
     /// Bytes that no connection holds.
     #[inline]
     fn free(&self) -> u64 {
-        let others = self.all_declared.0.load(Ordering::Relaxed).saturating_sub(self.declared);
+        let others =
+            self.all_declared.0.declared.load(Ordering::Relaxed).saturating_sub(self.declared);
         self.all.saturating_sub(self.used).saturating_sub(others)
     }
 
@@ -83,8 +95,10 @@ impl BufferBudget {
         if self.used > self.declared || self.declared - self.used > RETAINED_BYTES {
             let now = self.used.next_multiple_of(STEP_BYTES);
             match now.checked_sub(self.declared) {
-                Some(more) => self.all_declared.0.fetch_add(more, Ordering::Relaxed),
-                None => self.all_declared.0.fetch_sub(self.declared - now, Ordering::Relaxed),
+                Some(more) => self.all_declared.0.declared.fetch_add(more, Ordering::Relaxed),
+                None => {
+                    self.all_declared.0.declared.fetch_sub(self.declared - now, Ordering::Relaxed)
+                }
             };
             self.declared = now;
         }
@@ -99,8 +113,34 @@ impl BufferBudget {
             let free = self.free();
             let fits = then <= self.max.min(free / FREE_SHARE)
                 || held == 0 && more <= free / SINGLE_REQUEST_SHARE;
-            fits && self.reserve(more)
+            let admitted = fits && self.reserve(more);
+            if !admitted && held == 0 {
+                self.note_refused(Instant::now());
+            }
+            admitted
         }
+    }
+
+    /// A connection that holds nothing waits for memory.
+    #[cold]
+    pub(crate) fn note_refused(&self, now: Instant) {
+        *lock(&self.all_declared.0.refused) = Some(now);
+    }
+
+    /// Whether a connection of any thread that holds nothing has waited for memory since `time`.
+    pub(crate) fn was_refused_since(&self, time: Instant) -> bool {
+        lock(&self.all_declared.0.refused).is_some_and(|refused| refused >= time)
+    }
+
+    /// Whether a connection that holds `held` bytes has more than it is guaranteed.
+    pub(crate) fn exceeds_guarantee(&self, held: u64) -> bool {
+        held > self.guaranteed
+    }
+
+    /// Whether that may be so of a connection of this thread.
+    #[inline]
+    pub(crate) fn may_exceed_guarantee(&self) -> bool {
+        self.exceeds_guarantee(self.used)
     }
 
     /// Declares `more` bytes, unless that would leave less than the guarantees.
@@ -113,11 +153,11 @@ impl BufferBudget {
     #[cold]
     fn declare_more(&mut self, more: u64) -> bool {
         let missing = (self.used + more).next_multiple_of(STEP_BYTES) - self.declared;
-        let then = self.all_declared.0.fetch_add(missing, Ordering::Relaxed) + missing;
+        let then = self.all_declared.0.declared.fetch_add(missing, Ordering::Relaxed) + missing;
         let fits = then <= self.all - self.all / GUARANTEED_SHARE;
         match fits {
             true => self.declared += missing,
-            false => drop(self.all_declared.0.fetch_sub(missing, Ordering::Relaxed)),
+            false => drop(self.all_declared.0.declared.fetch_sub(missing, Ordering::Relaxed)),
         }
         fits
     }
@@ -142,7 +182,7 @@ impl BufferBudget {
 
 impl Drop for BufferBudget {
     fn drop(&mut self) {
-        self.all_declared.0.fetch_sub(self.declared, Ordering::Relaxed);
+        self.all_declared.0.declared.fetch_sub(self.declared, Ordering::Relaxed);
     }
 }
 
@@ -224,10 +264,10 @@ mod tests {
             all += greedy(budget, 1 << 20);
         }
         assert!(all <= 2 * ALL_BYTES, "{all}");
-        let total = declared.0.load(Ordering::Relaxed);
+        let total = declared.0.declared.load(Ordering::Relaxed);
         assert!((all..all + 40 * STEP_BYTES).contains(&total), "{total}");
         drop(budgets);
-        assert_eq!(declared.0.load(Ordering::Relaxed), 0);
+        assert_eq!(declared.0.declared.load(Ordering::Relaxed), 0);
     }
 
     #[test]
@@ -259,7 +299,7 @@ mod tests {
             });
             assert!(admitted <= ALL_BYTES - ALL_BYTES / GUARANTEED_SHARE, "{admitted}");
             assert!(admitted >= 4 * MAX_BYTES, "{admitted}");
-            assert_eq!(declared.0.load(Ordering::Relaxed), 0);
+            assert_eq!(declared.0.declared.load(Ordering::Relaxed), 0);
         }
     }
 
@@ -269,11 +309,11 @@ mod tests {
         let mut budget = BufferBudget::new(ALL_BYTES, declared.clone());
         for _ in 0..10 {
             budget.charge(&mut share, 4096);
-            assert_eq!(declared.0.load(Ordering::Relaxed), STEP_BYTES);
+            assert_eq!(declared.0.declared.load(Ordering::Relaxed), STEP_BYTES);
             budget.release(&mut share, 4096);
         }
         budget.charge(&mut share, 32 << 20);
         budget.release(&mut share, 32 << 20);
-        assert_eq!(declared.0.load(Ordering::Relaxed), 0);
+        assert_eq!(declared.0.declared.load(Ordering::Relaxed), 0);
     }
 }

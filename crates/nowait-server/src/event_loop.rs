@@ -236,6 +236,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         }
         let began = Instant::now();
         self.note_overdue(began);
+        self.frontend.watch_memory(&self.context, began);
         let (engine, frontend) = (&mut self.context.engine, &self.frontend);
         let has_event = || engine.has_completions() || frontend.has_arrived();
         if self.adaptive_poll.wait(began, has_event) {
@@ -275,7 +276,9 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
     fn publish(&mut self) {
         self.since_published = 0;
         // A thread that never sleeps has no other time to look at the clock.
-        self.note_overdue(Instant::now());
+        let now = Instant::now();
+        self.note_overdue(now);
+        self.frontend.watch_memory(&self.context, now);
         let stats = self.context.engine.stats();
         self.context.statistics.publish(&self.mechanisms_before, &stats);
     }

@@ -80,6 +80,10 @@ pub(crate) trait Frontend<Q: IoQueue, M: BlockMap> {
     /// The deadline has passed.
     fn expire(&mut self, _: &mut LoopContext<Q, M>, _now: Instant) {}
 
+    /// Called once in a while, and before the thread sleeps: members may have to be looked at again because of their
+    /// memory.
+    fn watch_memory(&mut self, _: &LoopContext<Q, M>, _now: Instant) {}
+
     /// Whether something has arrived that no event tells of. Asked while the thread polls instead of
     /// sleeping; [`Frontend::after_events`] finds it then.
     fn has_arrived(&self) -> bool {
@@ -208,6 +212,11 @@ where
     fn expire(&mut self, context: &mut LoopContext<Q, M>, now: Instant) {
         context.inside(false, |context| self.0.expire(context, now));
         context.inside(true, |context| self.1.expire(context, now));
+    }
+
+    fn watch_memory(&mut self, context: &LoopContext<Q, M>, now: Instant) {
+        self.0.watch_memory(context, now);
+        self.1.watch_memory(context, now);
     }
 
     fn has_arrived(&self) -> bool {

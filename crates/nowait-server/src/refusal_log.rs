@@ -24,6 +24,8 @@ pub(crate) enum Refusal {
     Queue,
     /// Too many connections are open.
     Connections,
+    /// A client neither sends nor takes what others wait for the memory of.
+    Stalled,
 }
 
 static REFUSALS: LogLimit<Refusal> = LogLimit::new();
@@ -60,6 +62,7 @@ impl Refusal {
             Self::Message => "no valid vhost-user message",
             Self::Queue => "a queue breaks a rule",
             Self::Connections => "too many connections",
+            Self::Stalled => "memory is kept",
         }
     }
 }

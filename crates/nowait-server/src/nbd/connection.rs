@@ -118,6 +118,10 @@ pub(crate) struct Connection {
     pub(crate) readable: bool,
     /// The peer has closed its side; earlier bytes may still be unread.
     pub(crate) rdhup: bool,
+    /// Bytes that were received and sent.
+    pub(crate) moved: u64,
+    /// These when it had more memory than it is guaranteed and was looked at last.
+    pub(crate) moved_before: Option<u64>,
     /// The socket was drained, and whether the end of file followed is unknown.
     pub(crate) eof_unchecked: bool,
     pub(crate) permit: ConnectionPermit,
@@ -151,6 +155,8 @@ impl Connection {
             waiting_writable: false,
             readable: true,
             rdhup: false,
+            moved: 0,
+            moved_before: None,
             eof_unchecked: false,
             permit,
         }
@@ -260,6 +266,7 @@ impl Connection {
         };
         let count = before - *quota;
         self.member.quantum.moved(count);
+        self.moved += count;
         (sent, freed)
     }
 
@@ -268,6 +275,7 @@ impl Connection {
         // An end of file that comes with the last bytes causes no further event.
         self.readable = got == room || self.rdhup;
         self.member.quantum.moved(got as u64);
+        self.moved += got as u64;
     }
 
     /// Switches to TLS, for the bytes in `input` too, which followed the client's STARTTLS.

@@ -25,6 +25,7 @@ use crate::nbd::negotiate::{ExportDirectory, Handshakes};
 use crate::nbd::reply::builder::CompletedRequest;
 use crate::nbd::session::{Phase, ReadState};
 use crate::nbd::socket_read::{ReadBuffers, SharedState};
+use crate::nbd::stalled::{PERIOD, StallCheck};
 use crate::nbd::submit::{InFlight, Requests};
 use crate::nbd::tls_config::Tls;
 use crate::nbd::write_split::SplitPolicy;
@@ -49,6 +50,7 @@ pub(crate) struct NbdFrontend {
     pub(crate) maybe_eof: Vec<usize>,
     /// The requests to close connections that were seen.
     close_count: u64,
+    pub(crate) stalls: StallCheck,
     stopping: bool,
     /// The connections leave for other threads.
     parking: bool,
@@ -81,6 +83,7 @@ impl NbdFrontend {
             last_reader: 0,
             maybe_eof: Vec::new(),
             close_count: 0,
+            stalls: StallCheck::default(),
             stopping: false,
             parking: false,
         }
@@ -345,11 +348,29 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
 
     fn deadline(&self) -> Option<Instant> {
         let handshake = self.shared.handshakes.deadlines.due();
-        handshake.into_iter().chain(self.acceptor.retry_at()).min()
+        handshake.into_iter().chain(self.acceptor.retry_at()).chain(self.stalls.due()).min()
     }
 
-    /// Closes the connections whose handshake has timed out.
+    fn watch_memory(&mut self, context: &LoopContext<Q, M>, now: Instant) {
+        self.stalls.watch(&context.budget, now);
+    }
+
+    /// Closes the connections whose handshake has timed out, and those that keep the memory which others wait for.
     fn expire(&mut self, context: &mut LoopContext<Q, M>, now: Instant) {
+        let connections = self.connections.iter_mut().map(|(_, connection)| connection);
+        for number in self.stalls.stalled(connections, &context.budget, now) {
+            if let Some(connection) = self.connections.get(number) {
+                refusal_log::note(
+                    Refusal::Stalled,
+                    format_args!(
+                        "{} keeps memory that others wait for: its request or reply has stood still for {} s",
+                        connection.peer,
+                        PERIOD.as_secs()
+                    ),
+                );
+            }
+            self.close(context, number);
+        }
         let negotiates = |c: &Connection| matches!(c.session.phase, Phase::Handshake(_));
         let late = self.connections.iter().filter(|(_, c)| negotiates(c) && c.due <= now);
         for number in late.map(|(number, _)| number).collect::<Vec<_>>() {

@@ -10,6 +10,7 @@ use crate::event_loop::tests::*;
 use crate::fairness::RunQueues;
 use crate::nbd::connection::{GENERATIONS, LISTENER, MAX_CONNECTIONS, WRITABLE, connection_of};
 use crate::nbd::handshake::timeout::HandshakeDeadlines;
+use crate::nbd::stalled::PERIOD;
 
 /// The event bits of a readable socket.
 const CAME: i32 = libc::POLLIN as i32;
@@ -218,6 +219,42 @@ fn only_a_handshake_can_time_out() {
     assert_eq!(bench.thread.frontend.shared.handshakes.deadlines.due(), Some(dues[1]));
     bench.thread.expire();
     assert_eq!(bench.thread.frontend.connections.len(), 2);
+}
+
+#[test]
+fn a_client_that_stands_still_with_much_memory_is_closed_only_if_another_waits_for_it() {
+    let mut bench = Bench::new(2);
+    let much = 64 << 20;
+    let now = Instant::now();
+    bench.thread.frontend.watch_memory(&bench.thread.context, now);
+    assert_eq!(bench.thread.frontend.stalls.due(), None, "nothing is held");
+    bench.thread.context.budget.set_connection_count(2, 2);
+    bench.thread.context.budget.charge(&mut 0, much);
+    bench.connection(0).member.budget_used = much;
+    let mut later = now;
+    // Whether the connection is left after the next check, before which it moves `bytes` and others may wait.
+    let mut is_left = |bench: &mut Bench, bytes, others_wait: bool| {
+        bench.thread.frontend.watch_memory(&bench.thread.context, later);
+        let due = bench.thread.frontend.stalls.due().expect("much is held");
+        assert_eq!(due, later + PERIOD);
+        later = due;
+        bench.connection(0).moved += bytes;
+        if others_wait {
+            bench.thread.context.budget.note_refused(later);
+        }
+        bench.thread.frontend.expire(&mut bench.thread.context, later);
+        bench.thread.frontend.connections.contains(0)
+    };
+    for _ in 0..3 {
+        assert!(is_left(&mut bench, 0, false), "no client waits");
+    }
+    assert!(is_left(&mut bench, 2 << 20, true), "it moves");
+    bench.connection(0).session.in_flight = 1;
+    assert!(is_left(&mut bench, 0, true), "its request is at the device");
+    bench.connection(0).session.in_flight = 0;
+    assert!(is_left(&mut bench, 0, true), "it was not looked at before");
+    assert!(!is_left(&mut bench, 0, true));
+    assert!(bench.thread.frontend.connections.contains(1));
 }
 
 #[test]
