@@ -15,6 +15,7 @@ use serde::Serialize;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, broadcast};
 
 use crate::api::{ConnectionInfo, ExportInfo, RemovedExport, Statistics};
+use crate::blocking::blocking;
 use crate::controlled_server::ControlledServer;
 
 /// The most subscribers at once.
@@ -67,7 +68,7 @@ impl Events {
             }
             let (server, subscribers) = (server.clone(), self.subscribers());
             // What has ended with a panic has been reported.
-            if let Ok(now) = tokio::task::spawn_blocking(move || Seen::now(&*server)).await {
+            if let Some(now) = blocking(move || Seen::now(&*server)).await {
                 // All may have left meanwhile.
                 let _ = self.sender.send(now.message(before.as_ref(), subscribers).into());
                 before = Some(now);

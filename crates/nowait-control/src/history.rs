@@ -10,6 +10,7 @@ use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use crate::api::{ExportHistory, ExportInfo, HistoryInfo, PastErrors, SeriesInfo};
+use crate::blocking::blocking;
 use crate::controlled_server::ControlledServer;
 use crate::load::Load;
 
@@ -35,7 +36,7 @@ impl History {
             ticks.tick().await;
             let server = server.clone();
             // What has ended with a panic has been reported.
-            if let Ok(exports) = tokio::task::spawn_blocking(move || server.exports()).await {
+            if let Some(exports) = blocking(move || server.exports()).await {
                 self.samples().take(Instant::now(), exports);
             }
         }

@@ -19,6 +19,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{oneshot, watch};
 
+use crate::blocking;
 use crate::bounds::{MAX_HEAD_BYTES, prevent_caching};
 use crate::connection_slots::{ConnectionSlot, ConnectionSlots};
 use crate::controlled_server::ControlledServer;
@@ -28,8 +29,6 @@ use crate::http_line_endings::LineEndingCheck;
 use crate::http_listener::{Accepted, Acceptor, HttpListener};
 use crate::routes::{self, Accepting};
 
-/// The most threads for requests that may block.
-const MAX_BLOCKING_THREADS: usize = 4;
 /// How long a client may take to send the head of a request.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);
 /// How long clients may take to leave a server that ends.
@@ -61,11 +60,8 @@ impl HttpServer {
         listeners: Vec<HttpListener>,
         server: Arc<dyn ControlledServer>,
     ) -> io::Result<Self> {
-        let runtime = Builder::new_current_thread()
-            .enable_all()
-            .max_blocking_threads(MAX_BLOCKING_THREADS)
-            .thread_name("nowait-control")
-            .build()?;
+        let runtime = Builder::new_current_thread().enable_all().build()?;
+        blocking::start()?;
         let accepting = Accepting::new(watch::Sender::new(true));
         let endpoints = {
             let _inside = runtime.enter();
@@ -110,6 +106,7 @@ impl Drop for HttpServer {
 }
 
 fn run(runtime: Runtime, endpoints: Vec<Endpoint>, stopped: oneshot::Receiver<Duration>) {
+    blocking::lower_priority();
     let all: Vec<_> = endpoints.iter().map(|endpoint| endpoint.slots.clone()).collect();
     let spawn = |endpoint| runtime.spawn(accept_all(endpoint));
     let accepting: Vec<_> = endpoints.into_iter().map(spawn).collect();

@@ -8,6 +8,7 @@ mod api;
 mod load;
 mod controlled_server;
 mod metrics;
+mod blocking;
 mod events;
 mod history;
 mod refusal;

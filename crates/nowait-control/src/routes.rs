@@ -18,6 +18,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 
 use crate::api::{AddExport, PatchExport, ServerInfo, SnapshotRequest, UpgradeRequest};
+use crate::blocking::blocking;
 use crate::controlled_server::{ControlError, ControlledServer};
 use crate::events::Events;
 use crate::history::History;
@@ -88,8 +89,9 @@ impl<S: Send + Sync> FromRequestParts<S> for Part {
 
 /// Runs what may block.
 async fn on_thread(act: impl FnOnce() -> Answer + Send + 'static) -> Answer {
-    let failed = |_| ControlError::Failed("the request has ended with a panic".into());
-    tokio::task::spawn_blocking(act).await.map_err(failed)?
+    let failed =
+        || ControlError::Failed("the request has ended with a panic, or got no thread".into());
+    blocking(act).await.ok_or_else(failed)?
 }
 
 async fn info(State(server): State<Server>, Extension(events): Extension<Events>) -> Answer {
