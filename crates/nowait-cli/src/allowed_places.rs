@@ -5,7 +5,7 @@
 
 use std::path::{Path, PathBuf};
 
-use nowait_cli::error::{open_message, without_secrets};
+use crate::error::{open_message, without_secrets};
 use nowait_control::ControlError;
 use nowait_remote::Location;
 

@@ -14,8 +14,8 @@ use rustix::process::{Pid, WaitOptions, setsid, waitpid};
 use rustix::stdio::{dup2_stderr, dup2_stdin, dup2_stdout};
 use tracing::Level;
 
-use nowait_cli::error::{CliError, os_message};
-use nowait_cli::log;
+use crate::error::{CliError, os_message};
+use crate::log;
 
 /// What the server sends when clients can connect.
 const READY: u8 = b'R';

@@ -1,14 +1,15 @@
 //! What a server that serves may still open, as its sandbox is told.
 //!
 //! Invariant: everything that a running server opens, makes or removes by path is listed here; what a
-//! client or a control request names is listed only if the user has given its directory.
+//! client or a control request names is listed only if the user has given its directory. What it removes itself is
+//! recorded name by name, and no directory is given for it.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use nowait_cli::error::CliError;
-use nowait_cli::log;
-use nowait_cli::sandbox::{self, FileAccess};
+use crate::error::CliError;
+use crate::log;
+use crate::sandbox::{self, FileAccess};
 use nowait_image::Format;
 use nowait_nbd::{Address, TlsParams};
 use nowait_remote::Location;
@@ -21,6 +22,7 @@ use crate::args::tls_args::Encryption;
 use crate::control_socket;
 use crate::default_image::DefaultSocket;
 use crate::open_disk::OpenedDisk;
+use crate::own_names::OwnNames;
 use crate::systemd;
 use crate::vhost_user_spec::DevicePlace;
 
@@ -69,19 +71,12 @@ pub(crate) fn enter(
     Ok(())
 }
 
-/// What the server of `args` opens, makes and removes while it serves `all`. It removes its sockets:
-/// `listens`, of which it has bound all, and `default_socket`.
-pub(crate) fn needed_files(
-    args: &ServeArgs,
-    all: &[OpenedDisk],
-    listens: &[Address],
-    default_socket: Option<&DefaultSocket>,
-) -> FileAccess {
+/// What the server of `args` opens, makes and removes while it serves `all`.
+pub(crate) fn needed_files(args: &ServeArgs, all: &[OpenedDisk]) -> FileAccess {
     let mut files = FileAccess::default();
     KERNEL_FILES.iter().for_each(|path| files.read(path));
     files.write("/dev/null");
     images(args, all, &mut files);
-    sockets(args, listens, default_socket, &mut files);
     if let Encryption::Offered(directory) | Encryption::Required { directory, .. } =
         args.tls.encryption()
     {
@@ -91,17 +86,6 @@ pub(crate) fn needed_files(
     if let Some(directory) = &args.control.control_tls_certs {
         files.read(directory);
         links_in(directory).iter().for_each(|directory| files.read(directory));
-    }
-    // The token, which is removed at the end.
-    if args.control.makes_token() {
-        control_socket::directory().iter().for_each(|directory| files.remove(directory));
-    }
-    if let Some(path) = &args.lifetime.pid_file {
-        files.change(directory_with(path));
-    }
-    // The file that has its name after a rotation is another one.
-    if let Some(path) = &args.lifetime.log_file {
-        files.append(directory_of(path));
     }
     files
 }
@@ -185,13 +169,14 @@ fn named_later(location: &Location, files: &mut FileAccess) {
     }
 }
 
-/// Sockets are bound already; they are removed at the end.
-fn sockets(
+/// The names that the server of `args` removes at its end: those of its sockets, which are bound already (`listens` and
+/// `default_socket`).
+pub(crate) fn own_names(
     args: &ServeArgs,
     listens: &[Address],
     default_socket: Option<&DefaultSocket>,
-    files: &mut FileAccess,
-) {
+) -> OwnNames {
+    let mut names = OwnNames::default();
     let nbd = listens.iter().filter_map(|listen| match listen {
         Address::Unix(path) => Some(path.clone()),
         Address::Tcp { .. } => None,
@@ -205,12 +190,10 @@ fn sockets(
         Some(ControlAddress::Unix(path)) => Some(path.clone()),
         None => control_socket::of_this_process(),
     };
-    for path in nbd.chain(vhost_user).chain(control) {
-        files.remove(directory_with(&path));
-    }
-    if let Some(directory) = default_socket.and_then(DefaultSocket::temporary) {
-        files.remove_directories(directory_with(directory));
-    }
+    let files = nbd.chain(vhost_user).chain(control);
+    files.for_each(|path| names.file(&path));
+    default_socket.and_then(DefaultSocket::temporary).iter().for_each(|path| names.directory(path));
+    names
 }
 
 /// The directory of the file that `path` leads to.
@@ -240,6 +223,44 @@ mod tests {
     use super::*;
     use crate::args::{Cli, Command};
     use crate::export_spec::NamedExport;
+    use crate::own_names::Change;
+
+    fn parsed<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Box<ServeArgs> {
+        match Cli::try_parse_from(["nowait", "serve"].into_iter().chain(arguments)).unwrap().command
+        {
+            Command::Serve(args) => args,
+            _ => panic!("another command"),
+        }
+    }
+
+    #[test]
+    fn no_directory_is_given_for_the_sockets_the_pid_file_the_log_file_and_the_token() {
+        let directory = tempfile::tempdir().unwrap();
+        let [nbd, vmm, pid, log] = ["nbd", "vmm", "pid", "log"].map(|name| {
+            let path = directory.path().join(name);
+            fs::write(&path, "").unwrap();
+            path.to_str().unwrap().to_owned()
+        });
+        let listen = format!("unix:{nbd}");
+        let args = parsed([
+            "--nbd",
+            &listen,
+            "--vhost-user",
+            &vmm,
+            "--pid-file",
+            &pid,
+            "--log-file",
+            &log,
+            "--control",
+            "tcp:127.0.0.1:0",
+        ]);
+        let files = |args: &ServeArgs| format!("{:?}", needed_files(args, &[]));
+        assert_eq!(files(&args), files(&parsed([])));
+        let names = own_names(&args, &[Address::Unix(nbd.clone().into())], None);
+        names.change(&Change::RemoveFile(nbd.into())).unwrap();
+        names.change(&Change::RemoveFile(vmm.into())).unwrap();
+        names.change(&Change::RemoveFile(log.into())).unwrap_err();
+    }
 
     #[test]
     fn an_image_is_written_to_and_nothing_beside_it() {
@@ -251,10 +272,7 @@ mod tests {
                 ChainOptions { format: Some(format), writable, ..ChainOptions::default() };
             let named = NamedExport { name: String::new(), image: image.clone() };
             let opened = OpenedDisk::open(named, options, None).unwrap();
-            let command = ["nowait", "serve", image.to_str().unwrap()];
-            let Command::Serve(args) = Cli::try_parse_from(command).unwrap().command else {
-                panic!("another command")
-            };
+            let args = parsed(image.to_str());
             let (mut files, mut expected) = (FileAccess::default(), FileAccess::default());
             images(&args, &[opened], &mut files);
             match writable {

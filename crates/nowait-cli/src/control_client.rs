@@ -5,7 +5,7 @@
 use std::net::ToSocketAddrs;
 use std::path::{Path, PathBuf};
 
-use nowait_cli::error::{CliError, os_message, plain};
+use crate::error::{CliError, os_message, plain};
 use nowait_control::{Client, Proof, Token};
 use nowait_nbd::Address;
 use nowait_nbd::client::{CipherSuites, Credentials};

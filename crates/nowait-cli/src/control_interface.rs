@@ -4,9 +4,10 @@
 
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixListener;
+use std::path::Path;
 use std::sync::Arc;
 
-use nowait_cli::error::CliError;
+use crate::error::CliError;
 use nowait_control::{HttpListener, HttpServer};
 use nowait_server::{Credentials, Listener};
 
@@ -61,6 +62,11 @@ impl BoundControl {
     /// The certificates of the interface, and where they are read from.
     pub(crate) fn tls(&self) -> Option<(TlsFiles, Credentials)> {
         self.tcp.as_ref().and_then(ControlTcp::tls)
+    }
+
+    /// The file of the token that was made for it.
+    pub(crate) fn token_file(&self) -> Option<&Path> {
+        self.tcp.as_ref().and_then(ControlTcp::token_file)
     }
 
     /// Answers the clients for `running`. If no thread can be started for that, the log says so, and

@@ -9,7 +9,7 @@ use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
-use nowait_cli::error::{CliError, create_message, os_message};
+use crate::error::{CliError, create_message, os_message};
 use nowait_nbd::Address;
 use nowait_server::Listener;
 use rustix::process::geteuid;

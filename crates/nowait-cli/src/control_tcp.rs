@@ -5,8 +5,9 @@
 
 use std::net::TcpListener;
 use std::os::fd::{AsFd, OwnedFd};
+use std::path::Path;
 
-use nowait_cli::error::{CliError, os_message};
+use crate::error::{CliError, os_message};
 use nowait_control::{HttpListener, Token};
 use nowait_nbd::Address;
 use nowait_server::{Credentials, Listener};
@@ -91,6 +92,14 @@ impl ControlTcp {
         match &self.proof {
             Proof::Token(..) => None,
             Proof::Certificate(files, credentials) => Some((files.clone(), credentials.clone())),
+        }
+    }
+
+    /// The file of the token that was made for it.
+    pub(crate) fn token_file(&self) -> Option<&Path> {
+        match &self.proof {
+            Proof::Token(_, file) => file.as_ref().map(OwnTokenFile::path),
+            Proof::Certificate(..) => None,
         }
     }
 

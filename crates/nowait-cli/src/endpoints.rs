@@ -16,6 +16,7 @@ use nowait_server::{AnyExport, Listener};
 
 use crate::args::ServeArgs;
 use crate::default_image::{self, DefaultSocket};
+use crate::error::{CliError, create_message, os_message};
 use crate::export_spec::NamedExport;
 use crate::open_disk::OpenedDisk;
 use crate::signals::Ending;
@@ -23,7 +24,6 @@ use crate::systemd;
 use crate::upgrade::messages::ListenerState;
 use crate::upgrade::take_over::{HandedListener, ParkedClients};
 use crate::vhost_user_spec::DevicePlace;
-use nowait_cli::error::{CliError, create_message, os_message};
 
 /// The bound sockets of a server, and what is removed with them.
 pub(crate) struct Endpoints {
@@ -46,14 +46,17 @@ impl Endpoints {
     pub(crate) fn open(
         args: &ServeArgs,
         image: &Path,
-        is_device: bool,
+        is_ublk: bool,
         inherited: Vec<(Listener, Address)>,
         handed: Option<Vec<HandedListener>>,
         ending: &Ending,
     ) -> Result<Self, CliError> {
         match handed {
             Some(handed) => Self::taken_over(handed, ending),
-            None => Self::bind(args, image, is_device, inherited, ending),
+            None => {
+                let is_device = is_ublk || !args.vhost_user.sockets.is_empty();
+                Self::bind(args, image, is_device, inherited, ending)
+            }
         }
     }
 

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 use std::{fs, io};
 
-use nowait_cli::error::{CliError, os_message};
+use crate::error::{CliError, os_message};
 use nowait_control::{ControlError, SnapshotReport};
 use nowait_image::create::{CreateOptions, create};
 use nowait_image::resize::resize;

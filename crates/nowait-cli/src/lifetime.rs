@@ -10,7 +10,8 @@ use std::path::{Path, PathBuf};
 use rustix::io::Errno;
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal, test_kill_process};
 
-use nowait_cli::error::{CliError, create_message, os_message};
+use crate::error::{CliError, create_message, os_message};
+use crate::own_names::OwnPidFile;
 
 /// The parent of this process at its start.
 pub(crate) struct Parent(Option<Pid>);
@@ -41,12 +42,7 @@ impl Parent {
 }
 
 /// The PID file of this process, removed on drop.
-pub(crate) struct PidFile {
-    path: PathBuf,
-    /// Its temporary name until [`PidFile::appear`].
-    temporary: PathBuf,
-    content: String,
-}
+pub(crate) struct PidFile(OwnPidFile);
 
 impl PidFile {
     /// Writes the file under a temporary name in the same directory.
@@ -67,7 +63,7 @@ impl PidFile {
         let temporary = PathBuf::from(name);
         write_new(&temporary, &content)
             .map_err(|error| CliError::at(&path, create_message("write the file", &error)))?;
-        Ok(Self { path, temporary, content })
+        Ok(Self(OwnPidFile { path, temporary, content }))
     }
 
     /// Renames the file to its name, replacing an older one.
@@ -75,17 +71,18 @@ impl PidFile {
     /// # Errors
     /// rename(2) failed.
     pub(crate) fn appear(&self) -> Result<(), CliError> {
-        fs::rename(&self.temporary, &self.path)
-            .map_err(|error| CliError::at(&self.path, create_message("write the file", &error)))
+        let cannot = |error| CliError::at(&self.0.path, create_message("write the file", &error));
+        self.0.appear().map_err(cannot)
     }
 
     /// Removes the file, if it still has the PID of this process.
     pub(crate) fn remove(&self) {
-        // The temporary name is absent if the file was renamed.
-        let _ = fs::remove_file(&self.temporary);
-        if fs::read_to_string(&self.path).is_ok_and(|now| now == self.content) {
-            let _ = fs::remove_file(&self.path);
-        }
+        self.0.remove();
+    }
+
+    /// Its names.
+    pub(crate) fn names(&self) -> &OwnPidFile {
+        &self.0
     }
 }
 

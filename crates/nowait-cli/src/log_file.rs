@@ -4,18 +4,15 @@
 //! error as it is. What other code writes to standard error, such as a panic's line, is in the file,
 //! too.
 
-use std::fs::{File, OpenOptions};
+use std::fs::File;
 use std::os::fd::AsFd;
-use std::os::unix::fs::OpenOptionsExt;
 use std::path::{Path, PathBuf};
 
 use rustix::stdio::dup2_stderr;
 
-use nowait_cli::error::{CliError, create_message};
-use nowait_cli::log;
-
-/// Who may read a new file: its user and group.
-const MODE: u32 = 0o640;
+use crate::error::{CliError, create_message};
+use crate::log;
+use crate::own_names;
 
 /// A file for messages.
 #[derive(Clone, Debug)]
@@ -43,9 +40,13 @@ impl LogFile {
         Ok(())
     }
 
+    /// Its path, which is absolute.
+    pub(crate) fn path(&self) -> &Path {
+        &self.0
+    }
+
     fn open(&self) -> Result<File, CliError> {
-        let file = OpenOptions::new().append(true).create(true).mode(MODE).open(&self.0);
-        file.map_err(|error| self.cannot(&error))
+        own_names::open_log(&self.0).map_err(|error| self.cannot(&error))
     }
 
     fn cannot(&self, error: &std::io::Error) -> CliError {

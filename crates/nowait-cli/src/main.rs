@@ -1,103 +1,10 @@
-//! The `nowait` command: parse, compose, print.
+//! The program `nowait`.
 //!
-//! Invariant: success is exit status 0, a failure is one line on standard error and 1, a wrong
-//! command line one line and 2; a copy that left its target partly written is 3, a copy with
-//! unreadable ranges 4; `check` reports its findings by its exit status, and has 64 for a wrong
-//! command line. A panic is one line and 70.
+//! Invariant: it does nothing but to run the library.
 
-mod output;
-mod parallel_map;
-mod export_spec;
-mod listen_address;
-mod vhost_user_spec;
-mod allowed_uri;
-mod habits;
-mod args;
-mod usage;
-mod default_image;
-mod qcow2_info;
-mod waiting;
-mod open_chain;
-mod systemd;
-mod secrets;
-mod open_disk;
-mod served_disks;
-mod allowed_places;
-mod image_exchange;
-mod upgrade;
-mod running_server;
-mod tls_files;
-mod control_socket;
-mod token_file;
-mod control_client;
-mod control_tcp;
-mod control_interface;
-mod confinement;
-mod lifetime;
-mod background;
-mod log_file;
-mod reload;
-mod watchdog;
-mod signals;
-mod endpoints;
-mod ready_lines;
-mod summary;
-mod commands;
-
-use crate::commands::{
-    bench, check, commit, control, copy, create, info, map, resize, serve, setup, top, ublk,
-};
-use args::Command;
-use nowait_cli::{log, process};
+use nowait_cli::process;
 
 fn main() {
     process::set_up();
-    process::end(run());
-}
-
-/// Runs the command. Returns the exit status.
-fn run() -> u8 {
-    if let Some(status) = upgrade::launcher::run_if_asked() {
-        return status;
-    }
-    let command = match usage::parse() {
-        Ok(cli) => cli.command,
-        Err(status) => {
-            systemd::reject_clients();
-            return status;
-        }
-    };
-    if let Err(why) = command.check() {
-        systemd::reject_clients();
-        return usage::refuse(&command, &why);
-    }
-    let result = match command {
-        Command::Serve(args) => {
-            log::start(args.verbose);
-            serve::run(&args).map(|()| 0)
-        }
-        Command::Create(args) => create::run(&args).map(|()| 0),
-        Command::Info(args) => info::run(&args).map(|()| 0),
-        Command::Map(args) => map::run(&args).map(|()| 0),
-        Command::Check(args) => check::run(&args),
-        Command::Copy(args) => copy::run(&args),
-        Command::Resize(args) => resize::run(&args).map(|()| 0),
-        Command::Commit(args) => commit::run(&args).map(|()| 0),
-        Command::Ublk(command) => ublk::run(&command).map(|()| 0),
-        Command::Status(args) => control::status(&args).map(|()| 0),
-        Command::Export(command) => control::export(&command).map(|()| 0),
-        Command::Connections(args) => control::connections(&args).map(|()| 0),
-        Command::Top(args) => top::run(&args).map(|()| 0),
-        Command::Upgrade(args) => control::upgrade(&args).map(|()| 0),
-        Command::Bench(_) => Err(bench::run()),
-        Command::Completions(args) => setup::completions(&args).map(|()| 0),
-        Command::Man(args) => setup::man(&args).map(|()| 0),
-    };
-    match result {
-        Ok(status) => status,
-        Err(error) => {
-            log::write_line(tracing::Level::ERROR, &error);
-            error.status()
-        }
-    }
+    process::end(nowait_cli::run());
 }

@@ -8,8 +8,8 @@ use nowait_image::{Chain, ChainOptions, ImageError, Warning};
 use nowait_remote::{Location, RemoteOptions};
 
 use crate::args::image_args::ImageArgs;
+use crate::error::CliError;
 use crate::waiting;
-use nowait_cli::error::CliError;
 
 /// Opens the chain, locked as `options` require; the format and the allowed directories are from
 /// `args`.

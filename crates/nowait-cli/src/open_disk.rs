@@ -7,7 +7,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::{fs, io, iter};
 
-use nowait_cli::error::{CliError, os_message};
+use crate::error::{CliError, os_message};
 use nowait_image::{ChainOptions, Image, ImageError};
 use nowait_remote::{Location, RbdStorage, RemoteOptions};
 use nowait_server::{AnyExport, ExportOptions};

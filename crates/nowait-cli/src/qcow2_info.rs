@@ -8,8 +8,8 @@ use std::path::Path;
 use nowait_image::{Bitmap, Compression, Header, ImageError, ImageFile};
 use serde_json::{Map, Value, json};
 
-use nowait_cli::error::plain;
-use nowait_cli::size::human;
+use crate::error::plain;
+use crate::size::human;
 
 pub(crate) struct Qcow2Info {
     header: Header,

@@ -23,7 +23,7 @@ use crate::default_image::DefaultSocket;
 use crate::lifetime::PidFile;
 use crate::reload::Reload;
 use crate::systemd;
-use nowait_cli::{log, process};
+use crate::{log, process};
 
 /// The time that a stop may take before its progress is reported, and the interval of the reports.
 const REPORT_AFTER: Duration = Duration::from_secs(1);

@@ -7,7 +7,7 @@ use std::io;
 use nowait_server::{ExportStatus, Exports, FrontendKind, FrontendTotals};
 use tracing::info;
 
-use nowait_cli::size::short;
+use crate::size::short;
 
 /// Logs what each export of `exports` has done.
 pub(crate) fn log(exports: &Exports) {

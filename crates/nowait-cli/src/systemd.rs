@@ -20,8 +20,8 @@ use rustix::io::FdFlags;
 use sd_notify::NotifyState;
 use tracing::warn;
 
+use crate::error::{CliError, os_message};
 use crate::listen_address;
-use nowait_cli::error::{CliError, os_message};
 
 /// How long the clients of sockets that were handed over are disconnected when they cannot be served. It is also the
 /// shortest interval at which a service manager starts the server for them.

@@ -4,7 +4,7 @@
 
 use std::path::{Path, PathBuf};
 
-use nowait_cli::error::CliError;
+use crate::error::CliError;
 use nowait_server::{ClientAuth, Credentials, Tls};
 
 use crate::args::tls_args::{Encryption, TlsArgs};

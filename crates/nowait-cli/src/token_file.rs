@@ -8,12 +8,11 @@ use std::io::{self, Read, Write};
 use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
-use nowait_cli::error::{CliError, create_message, open_message};
+use crate::error::{CliError, create_message, open_message};
 use nowait_control::Token;
-use rustix::fs::OFlags;
-use rustix::process::geteuid;
+use nowait_nbd::secret_file;
 
-use crate::control_socket;
+use crate::{control_socket, own_names};
 
 /// The permission bits of others than the owner.
 const OTHERS: u32 = 0o077;
@@ -35,6 +34,11 @@ impl OwnTokenFile {
         owned
     }
 
+    /// Where it is.
+    pub(crate) fn path(&self) -> &Path {
+        &self.path
+    }
+
     /// Another process uses it from now on.
     pub(crate) fn leave(self) {
         std::mem::forget(self);
@@ -45,7 +49,7 @@ impl Drop for OwnTokenFile {
     fn drop(&mut self) {
         if self.is_own {
             // The user may have removed it.
-            let _ = fs::remove_file(&self.path);
+            let _ = own_names::remove_file(&self.path);
         }
     }
 }
@@ -61,24 +65,12 @@ pub(crate) fn of_port(port: u16) -> Option<PathBuf> {
 /// # Errors
 /// The file cannot be read, is another user's, others can read it, or it has no token.
 pub(crate) fn read(path: &Path) -> Result<Token, CliError> {
-    let failed = |error: io::Error| CliError::at(path, open_message(path, "read", &error));
-    // An open of a pipe would wait for its other end.
-    let nonblocking = OFlags::NONBLOCK.bits() as i32;
-    let file = OpenOptions::new().read(true).custom_flags(nonblocking).open(path);
-    let file = file.map_err(failed)?;
-    let found = file.metadata().map_err(failed)?;
-    if !found.is_file() {
-        return Err(CliError::at(path, "it is no regular file"));
-    }
-    if found.uid() != 0 && found.uid() != geteuid().as_raw() {
-        return Err(CliError::at(path, "it is another user's, who knows this token"));
-    }
+    let (bytes, found) = secret_file::read(path, MAX_BYTES)
+        .map_err(|error| CliError::at(path, open_message(path, "read", &error)))?;
     if found.mode() & OTHERS != 0 {
         return Err(CliError::at(path, "other users may read this token (chmod 600 it)"));
     }
-    let mut text = String::new();
-    file.take(MAX_BYTES).read_to_string(&mut text).map_err(failed)?;
-    Token::parse(&text).map_err(|why| CliError::at(path, why))
+    Token::parse(&String::from_utf8_lossy(&bytes)).map_err(|why| CliError::at(path, why))
 }
 
 /// Makes a token for the server at `port`, or, if it `is_taken_over`, reads the one that it has.
@@ -114,10 +106,12 @@ fn write_new(path: &Path) -> io::Result<String> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::{lchown, symlink};
+
     use super::*;
 
     #[test]
-    fn a_pipe_and_a_file_of_another_user_have_no_token() {
+    fn a_pipe_and_a_file_or_link_of_another_user_have_no_token() {
         let directory = tempfile::tempdir().unwrap();
         let (pipe, file) = (directory.path().join("pipe"), directory.path().join("file"));
         let mode = rustix::fs::Mode::RUSR | rustix::fs::Mode::WUSR;
@@ -127,8 +121,17 @@ mod tests {
             OpenOptions::new().write(true).create_new(true).mode(0o600).open(&file).unwrap();
         writeln!(new, "0123456789abcdef").unwrap();
         read(&file).unwrap();
-        match std::os::unix::fs::chown(&file, Some(1), None) {
-            Ok(()) => assert!(read(&file).unwrap_err().to_string().contains("another user's")),
+        // As Kubernetes has its secrets.
+        let (link, twice) = (directory.path().join("link"), directory.path().join("twice"));
+        symlink(directory.path().join("file"), &link).unwrap();
+        symlink("link", &twice).unwrap();
+        read(&twice).unwrap();
+        match lchown(&link, Some(1), None) {
+            Ok(()) => {
+                assert!(read(&twice).unwrap_err().to_string().contains("a link of another user"));
+                lchown(&file, Some(1), None).unwrap();
+                assert!(read(&file).unwrap_err().to_string().contains("another user's"));
+            }
             Err(_) => nowait_testkit::say_skipped("needs root: to give a file to another user"),
         }
     }

@@ -7,7 +7,7 @@ use std::sync::mpsc::{RecvTimeoutError, Sender, channel};
 use std::thread::{self, JoinHandle};
 use std::time::Duration;
 
-use nowait_cli::log;
+use crate::log;
 use nowait_remote::Location;
 use tracing::Level;
 

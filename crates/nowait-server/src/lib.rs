@@ -44,6 +44,7 @@ pub use nbd::connection_state::{ConnectionState, SplitState};
 pub use nbd::fuzz;
 pub use net::connection_limit::ConnectionStatus;
 pub use net::deadline::call_until;
+pub use net::listener::remove_sockets_by;
 pub use rate_limit::{Limits, TokenBucket};
 pub use server::{
     ClientAuth, Credentials, ExportOptions, Listener, Options, QueueKind, Server, ShutdownHandle,

@@ -9,7 +9,7 @@ use clap::{Args, ValueEnum};
 use nowait_image::create::Preallocation;
 
 use crate::args::image_args::{ImageArgs, format_of_new, parse_cluster_size, parse_image_format};
-use nowait_cli::size;
+use crate::size;
 
 /// Create a new, empty disk image
 ///

@@ -6,7 +6,7 @@ use std::path::PathBuf;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{ArgAction, Args, Subcommand};
 
-use nowait_cli::size;
+use crate::size;
 use nowait_nbd::Address;
 use nowait_server::{Limits, TokenBucket};
 
@@ -78,11 +78,6 @@ impl ServeControlArgs {
     /// Whether there is no interface at all.
     pub(crate) fn is_off(&self) -> bool {
         self.unix() == Some(&ControlAddress::Off) && self.tcp().is_none()
-    }
-
-    /// Whether the server makes a token.
-    pub(crate) fn makes_token(&self) -> bool {
-        self.tcp().is_some() && self.control_token.is_none() && self.control_tls_certs.is_none()
     }
 
     /// Checks rules that the parser does not.

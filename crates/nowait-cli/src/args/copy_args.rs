@@ -10,7 +10,7 @@ use nowait_copy::Location;
 use nowait_image::Format;
 
 use crate::args::image_args::{OtherFiles, format_of_new, parse_cluster_size, parse_image_format};
-use nowait_cli::size;
+use crate::size;
 
 /// The largest block of the search for zeros, in bytes.
 const MAX_SPARSE_BYTES: u64 = 1 << 20;

@@ -11,7 +11,7 @@ use clap::{Args, ValueEnum};
 use nowait_image::create::CLUSTER_BYTES;
 use nowait_remote::Location;
 
-use nowait_cli::size;
+use crate::size;
 
 /// An image that is opened with its backing chain.
 #[derive(Debug, Args)]

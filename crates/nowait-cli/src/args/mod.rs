@@ -27,6 +27,7 @@ use std::thread;
 use clap::builder::{OsStringValueParser, TypedValueParser};
 use clap::{Args, Parser, Subcommand, ValueEnum};
 
+use crate::bench_args::BenchArgs;
 use crate::export_spec;
 use crate::export_spec::{ExportArg, NamedExport};
 use address_args::AddressArgs;
@@ -38,7 +39,6 @@ use image_args::{CheckArgs, MapArgs, OtherFiles, parse_image_format};
 use info_args::InfoArgs;
 use lifetime_args::LifetimeArgs;
 use message_args::MessageArgs;
-use nowait_cli::bench_args::BenchArgs;
 use nowait_remote::Location;
 use remote_args::RemoteArgs;
 use sandbox_args::SandboxArgs;

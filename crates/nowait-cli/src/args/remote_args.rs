@@ -4,11 +4,11 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::time::Duration;
 
+use crate::error::CliError;
 use crate::habits;
+use crate::size;
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
-use nowait_cli::error::CliError;
-use nowait_cli::size;
 use nowait_remote::{BootRecord, CacheOptions, MIN_CACHE_BYTES, RemoteOptions};
 
 /// The most seconds that requests wait: a day.

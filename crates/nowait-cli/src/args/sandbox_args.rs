@@ -2,7 +2,7 @@
 
 use clap::{Args, ValueEnum};
 
-use nowait_cli::sandbox::Mode;
+use crate::sandbox::Mode;
 
 /// What a server gives up when it is ready.
 #[derive(Debug, Args)]

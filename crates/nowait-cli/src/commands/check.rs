@@ -8,9 +8,9 @@ use nowait_image::{ChainOptions, Format};
 use serde_json::json;
 
 use crate::args::image_args::CheckArgs;
+use crate::error::CliError;
+use crate::size::human;
 use crate::{open_chain, output};
-use nowait_cli::error::CliError;
-use nowait_cli::size::human;
 
 const CORRUPT: u8 = 2;
 const LEAKS: u8 = 3;

@@ -7,9 +7,9 @@ use nowait_image::{Chain, ChainOptions, Format, Layer};
 use serde_json::json;
 
 use crate::args::change_args::CommitArgs;
+use crate::error::{CliError, plain};
+use crate::size::human;
 use crate::{open_chain, output};
-use nowait_cli::error::{CliError, plain};
-use nowait_cli::size::human;
 
 pub(crate) fn run(args: &CommitArgs) -> Result<(), CliError> {
     let overlay = if args.keep { Overlay::Kept } else { Overlay::Emptied };

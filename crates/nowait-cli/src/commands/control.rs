@@ -5,8 +5,8 @@
 
 use std::path::Path;
 
-use nowait_cli::error::{CliError, plain};
-use nowait_cli::size::{human, short};
+use crate::error::{CliError, plain};
+use crate::size::{human, short};
 use nowait_control::{
     AddExport, AddFrontend, Client, ClientError, ConnectionInfo, ExportInfo, LimitsInfo,
     PatchExport, SnapshotReport, SnapshotRequest, UpgradeReport, UpgradeRequest,

@@ -14,10 +14,10 @@ use nowait_image::Format;
 use serde_json::{Value, json};
 
 use crate::args::copy_args::CopyArgs;
+use crate::error::{CliError, os_message, plain};
+use crate::size::human;
 use crate::waiting::Waiting;
 use crate::{output, secrets, signals};
-use nowait_cli::error::{CliError, os_message, plain};
-use nowait_cli::size::human;
 
 const STYLE: &str = "{msg:9} [{bar:24}] {bytes} of {total_bytes}, {bytes_per_sec}, {eta} left";
 

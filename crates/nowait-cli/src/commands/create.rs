@@ -7,9 +7,9 @@ use nowait_remote::{Location, RemoteOptions};
 use serde_json::json;
 
 use crate::args::change_args::{CreateArgs, Preallocate};
+use crate::error::{CliError, plain};
+use crate::size::human;
 use crate::{open_chain, output, waiting};
-use nowait_cli::error::{CliError, plain};
-use nowait_cli::size::human;
 
 pub(crate) fn run(args: &CreateArgs) -> Result<(), CliError> {
     let location = args.backing.as_ref().map(|name| Location::parse(&name.clone().into()));

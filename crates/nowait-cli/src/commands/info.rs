@@ -19,10 +19,10 @@ use serde_json::{Value, json};
 
 use crate::args::info_args::InfoArgs;
 use crate::commands::info_remote;
+use crate::error::{CliError, open_message, os_message, plain};
 use crate::qcow2_info::Qcow2Info;
+use crate::size::human;
 use crate::{open_chain, output};
-use nowait_cli::error::{CliError, open_message, os_message, plain};
-use nowait_cli::size::human;
 
 /// The unit of `st_blocks`, whatever the file system's own block size (stat(2)).
 const STAT_BLOCK_BYTES: u64 = 512;

@@ -9,9 +9,9 @@ use std::io;
 use std::path::Path;
 use std::sync::Arc;
 
+use crate::error::{CliError, os_message, plain};
+use crate::size::human;
 use nowait::{ByteRange, ExtentStatus, Storage};
-use nowait_cli::error::{CliError, os_message, plain};
-use nowait_cli::size::human;
 use nowait_image::{Format, ImageFile};
 use nowait_remote::{
     Location, NbdOptions, NbdStorage, ObjectOptions, ObjectStorage, RbdOptions, RbdStorage,

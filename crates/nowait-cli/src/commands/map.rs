@@ -7,8 +7,8 @@ use std::io::{self, BufWriter, Write};
 use nowait_image::{ChainOptions, map};
 
 use crate::args::image_args::{MapArgs, MapOutput};
+use crate::error::CliError;
 use crate::{open_chain, output};
-use nowait_cli::error::CliError;
 
 pub(crate) fn run(args: &MapArgs) -> Result<(), CliError> {
     let chain = open_chain::open(&args.image, ChainOptions::default())?;

@@ -7,9 +7,9 @@ use nowait_image::resize::resize;
 use serde_json::json;
 
 use crate::args::change_args::ResizeArgs;
+use crate::error::{CliError, plain};
+use crate::size::human;
 use crate::{open_chain, output};
-use nowait_cli::error::{CliError, plain};
-use nowait_cli::size::human;
 
 pub(crate) fn run(args: &ResizeArgs) -> Result<(), CliError> {
     let options = ChainOptions {

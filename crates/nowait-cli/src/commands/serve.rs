@@ -20,30 +20,31 @@ use crate::args::control_args::ControlAddress;
 use crate::background::Background;
 use crate::commands::info::registrable;
 use crate::commands::ublk;
-use crate::confinement::needed_files;
+use crate::confinement::{needed_files, own_names};
 use crate::control_interface::{BoundControl, ControlInterface};
 use crate::endpoints::{Endpoints, exports_of};
+use crate::error::{CliError, os_message};
 use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
 use crate::log_file::LogFile;
 use crate::open_disk::{self, Common, OpenedDisk, open_all};
+use crate::own_names::OwnNames;
+use crate::process;
 use crate::ready_lines::{print, print_hint, print_ready, ready_lines, uris, vhost_user_paths};
 use crate::reload::Reload;
 use crate::running_server::{Additions, RunningServer};
 use crate::served_disks::{ServedDisk, ServedDisks};
 use crate::signals::Ending;
+use crate::size::human;
 use crate::upgrade::hand_over::Upgrades;
 use crate::upgrade::hand_over_policy::{HandOverPolicy, files_of_images};
-use crate::upgrade::launcher::Launcher;
+use crate::upgrade::launcher::{Launcher, Starts};
 use crate::upgrade::messages::ListenerState;
 use crate::upgrade::take_over::{Parked, ParkedClients, TakeOver};
 use crate::{
     args, background, confinement, control_socket, default_image, endpoints, summary, systemd,
     tls_files, watchdog,
 };
-use nowait_cli::error::{CliError, os_message};
-use nowait_cli::process;
-use nowait_cli::size::human;
 
 /// The timeout for requests in flight after the signal to stop and, if it expires, for the flush
 /// after them.
@@ -90,32 +91,33 @@ fn serve(
     let forks = args.lifetime.fork && take_over.is_none();
     let background = forks.then(background::fork).transpose()?;
     let ending = ending(args, &parent)?;
-    let launcher = launcher(args, descriptors);
+    let (launcher, names_changer) = launchers(args, descriptors)?;
     let (tls, tls_files) = tls_files::read(&args.tls)?;
     let Opened { all, is_default, adopted, common } = open(args, take_over.as_deref())?;
     let Some(first) = all.first() else { return Ok(()) };
-    let image = &first.named.image.clone();
+    let (named, image) = (first.named.clone(), &first.named.image.clone());
     let kind = if args.poll { polled_queue(&all)? } else { queue_kind(args, first)? };
     let handed_over = take_over.as_ref().and_then(|take_over| take_over.ublk);
     let ublk = ublk::open(args, first, handed_over)?;
-    let is_device = ublk.is_some() || !args.vhost_user.sockets.is_empty();
     let handed = take_over.as_deref_mut().map(TakeOver::listeners).transpose()?;
     let Endpoints { mut listeners, listens, inherited, default_socket, states } =
-        Endpoints::open(args, image, is_device, inherited, handed, &ending)?;
+        Endpoints::open(args, image, ublk.is_some(), inherited, handed, &ending)?;
     let (pid_file, log_file) = process_files(args, &ending)?;
     let (control, upgrades) =
         bind_control(args, take_over.as_deref_mut(), launcher, states, ublk.as_ref())?;
     let devices = exports_of(args, &all, connections, adopted.as_ref())?;
-    let files = needed_files(args, &all, &listens[inherited..], default_socket.as_deref());
+    let files = needed_files(args, &all);
+    let mut names = own_names(args, &listens[inherited..], default_socket.as_deref());
+    control.token_file().iter().for_each(|path| names.file(path));
+    keep_names(names_changer, names, pid_file.as_deref(), log_file.as_ref())?;
     let new_node = ublk.as_ref().filter(|_| handed_over.is_none());
     if new_node.is_none() {
         confinement::enter(args, files.clone(), ublk.as_ref())?;
     }
-    let options = options(args, kind, tls, ublk.as_ref());
     // A program that takes over accepts connections when the other one does no more.
     let later = take_over.as_ref().map(|_| std::mem::take(&mut listeners)).unwrap_or_default();
-    let server = Server::start(devices, listeners, options).map_err(|e| CliError::at(image, e))?;
-    set_up(args, &server).map_err(|error| CliError::at(image, error))?;
+    let started = Server::start(devices, listeners, options(args, kind, tls, ublk.as_ref()));
+    let server = started.and_then(|it| set_up(args, it)).map_err(|e| CliError::at(image, e))?;
     let tls_files = tls_files.into_iter().chain(control.tls()).collect();
     let reload = Reload::new(server.exports(), tls_files, log_file.clone());
     ending.serving(server.shutdown_handle(), reload);
@@ -125,10 +127,9 @@ fn serve(
     }
     let node = ublk.as_ref().map(|ublk| ublk.device().node());
     let lines = ready_lines(args, &all, kind, &listens, node.as_deref());
-    let first = first.named.clone();
     let disks = ServedDisks::new(served(args, &server, all, &listens, node.as_deref()));
-    let additions = additions(args, listens.clone(), common);
-    let running = RunningServer::new(server.exports(), disks.clone(), additions, upgrades);
+    let added = additions(args, listens.clone(), common);
+    let running = RunningServer::new(server.exports(), disks.clone(), added, upgrades);
     if let Some(take_over) = &take_over {
         let clients = adopted.unwrap_or_default();
         add_places(&mut disks.lock(), &clients);
@@ -138,8 +139,8 @@ fn serve(
     pid_file.iter().filter_map(|file| file.appear().err()).for_each(|error| warn!("{error}"));
     let control = control.serve(running);
     print_ready(args, &lines, inherited > 0 || take_over.is_some());
-    systemd::notify_ready(&uris(args, &listens, &first));
-    is_default.then(|| print_hint(args, &listens, &first));
+    systemd::notify_ready(&uris(args, &listens, &named));
+    is_default.then(|| print_hint(args, &listens, &named));
     start_long_run(server.exports(), background, log_file.as_ref(), waiting);
     let ended = serve_and_flush(server, &ending, &disks, image)?;
     end(args, ended, control, (default_socket, pid_file, ublk))?;
@@ -210,8 +211,20 @@ fn process_files(
     Ok((pid_file, log_file))
 }
 
+/// Has `changer`, if there is one, change `names` and those of the PID file and the log file.
+fn keep_names(
+    changer: Option<Arc<Launcher>>,
+    mut names: OwnNames,
+    pid_file: Option<&PidFile>,
+    log_file: Option<&LogFile>,
+) -> Result<(), CliError> {
+    pid_file.iter().for_each(|file| names.pid_file(file.names()));
+    log_file.iter().for_each(|file| names.log_file(file.path()));
+    changer.map_or(Ok(()), |launcher| launcher.keep(names))
+}
+
 /// Sets the limits of `args` for all exports, and when the server ends by itself.
-fn set_up(args: &ServeArgs, server: &Server) -> Result<(), nowait::Error> {
+fn set_up(args: &ServeArgs, server: Server) -> Result<Server, nowait::Error> {
     if args.lifetime.exit_with_last_client {
         server.stop_after_last_client();
     }
@@ -219,7 +232,8 @@ fn set_up(args: &ServeArgs, server: &Server) -> Result<(), nowait::Error> {
     exports.list().into_iter().try_for_each(|(id, _)| {
         exports.set_limits(id, limits.limits())?;
         exports.set_client_limits(id, limits.limits_per_client())
-    })
+    })?;
+    Ok(server)
 }
 
 /// Clients can connect: none of those `waiting` is disconnected any more, the watchdog watches the threads of `exports`,
@@ -268,22 +282,43 @@ fn open(args: &ServeArgs, take_over: Option<&TakeOver>) -> Result<Opened, CliErr
     Ok(Opened { all, is_default, adopted: None, common })
 }
 
-/// The process that starts the next program, or why there is none.
-fn launcher(args: &ServeArgs, descriptors: Rlimit) -> Result<Arc<Launcher>, String> {
+/// The process that starts the next program, or why there is none; the one that changes the names of this server.
+type Launchers = (Result<Arc<Launcher>, String>, Option<Arc<Launcher>>);
+
+/// The process that starts the next program, or why there is none, and the one that changes the names of this server if it
+/// is confined.
+///
+/// # Errors
+/// A confined server's cannot be started.
+fn launchers(args: &ServeArgs, descriptors: Rlimit) -> Result<Launchers, CliError> {
+    let is_confined = args.sandbox.mode().is_some();
+    let (starts, why) = match (why_no_upgrade(args), is_confined) {
+        (Some(why), false) => return Ok((Err(why.into()), None)),
+        (Some(why), true) => (Starts::Nothing, Some(why)),
+        (None, true) => (Starts::Own, None),
+        (None, false) => (Starts::Any, None),
+    };
+    let launcher = Launcher::start(starts, args.lifetime.fork, descriptors, files_of_images(args));
+    let changer = match &launcher {
+        Ok(launcher) => is_confined.then(|| launcher.clone()),
+        Err(why) if is_confined => return Err(CliError::new(why)),
+        Err(_) => None,
+    };
+    Ok((why.map_or(launcher, |why| Err(why.into())), changer))
+}
+
+/// Why the program of this server cannot be exchanged, if that is so.
+fn why_no_upgrade(args: &ServeArgs) -> Option<&'static str> {
     if let Some(why) = args.cannot_open_twice() {
-        return Err(why.into());
+        return Some(why);
     }
     if args.lifetime.exit_with_parent {
-        return Err("the process that started this server would not know the new one".into());
+        return Some("the process that started this server would not know the new one");
     }
     if std::process::id() == 1 {
-        return Err("this server is process 1, with which its container ends".into());
+        return Some("this server is process 1, with which its container ends");
     }
-    if args.control.is_off() {
-        return Err("there is no control socket".into());
-    }
-    let any = args.sandbox.mode().is_none();
-    Launcher::start(any, args.lifetime.fork, descriptors, files_of_images(args))
+    args.control.is_off().then_some("there is no control socket")
 }
 
 /// Whether the control socket is at a path that was given, and stays there.

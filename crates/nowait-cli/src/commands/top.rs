@@ -8,10 +8,10 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
+use crate::error::{CliError, os_message};
 use crossterm::event::{self, Event, KeyCode, KeyModifiers};
 use crossterm::terminal::{self, ClearType, EnterAlternateScreen, LeaveAlternateScreen};
 use crossterm::{cursor, execute, queue, style};
-use nowait_cli::error::{CliError, os_message};
 use nowait_control::{Client, ClientError, ConnectionInfo, ExportInfo, Load, ServerInfo, paths};
 use serde_json::json;
 use signal_hook::consts::{SIGHUP, SIGTERM};

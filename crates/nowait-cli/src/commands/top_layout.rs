@@ -3,8 +3,8 @@
 //! Invariant: columns that have no place are left out in a fixed order, the latencies before the
 //! errors; a text of a client has no control characters.
 
-use nowait_cli::error::plain;
-use nowait_cli::size::short;
+use crate::error::plain;
+use crate::size::short;
 use nowait_control::{BucketLimit, ConnectionInfo, ExportInfo, LimitsInfo, Load, ServerInfo};
 
 use crate::commands::control::duration;

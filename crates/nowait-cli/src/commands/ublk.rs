@@ -14,9 +14,9 @@ use tracing::warn;
 
 use crate::args::ServeArgs;
 use crate::args::ublk_args::{UblkAction, UblkCommand};
+use crate::error::{CliError, plain};
 use crate::open_disk::OpenedDisk;
 use crate::output;
-use nowait_cli::error::{CliError, plain};
 
 /// Lists or removes devices.
 ///

@@ -67,21 +67,6 @@ impl FileAccess {
         self.add(directory, make_bitflags!(AccessFs::{ReadDir | MakeSock | RemoveFile}));
     }
 
-    /// Regular files below `directory` may be written and made, but not read.
-    pub fn append(&mut self, directory: impl AsRef<Path>) {
-        self.add(directory, make_bitflags!(AccessFs::{WriteFile | MakeReg}));
-    }
-
-    /// Files below `directory` may be removed.
-    pub fn remove(&mut self, directory: impl AsRef<Path>) {
-        self.add(directory, AccessFs::RemoveFile.into());
-    }
-
-    /// Empty directories below `directory` may be removed.
-    pub fn remove_directories(&mut self, directory: impl AsRef<Path>) {
-        self.add(directory, AccessFs::RemoveDir.into());
-    }
-
     /// Connections to this TCP port of any host may be made.
     pub fn connect(&mut self, port: u16) {
         self.ports.push(port);

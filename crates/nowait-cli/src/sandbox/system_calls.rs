@@ -268,6 +268,9 @@ fn conditional() -> Vec<(c_long, Vec<Condition>)> {
         // A thread's name; no core dump of private keys.
         (libc::SYS_prctl, vec![(0, Eq, number(libc::PR_SET_NAME))]),
         (libc::SYS_prctl, vec![(0, Eq, number(libc::PR_SET_DUMPABLE)), (1, Eq, 0)]),
+        // The priority of the calling thread only.
+        (libc::SYS_getpriority, vec![(0, Eq, number(libc::PRIO_PROCESS as i32)), (1, Eq, 0)]),
+        (libc::SYS_setpriority, vec![(0, Eq, number(libc::PRIO_PROCESS as i32)), (1, Eq, 0)]),
         // Limits and signals of this process only.
         (libc::SYS_prlimit64, vec![(0, Eq, 0)]),
         (libc::SYS_tgkill, vec![(0, Eq, own)]),

@@ -9,7 +9,7 @@ use std::path::Path;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nowait_cli::error::os_message;
+use crate::error::os_message;
 use nowait_control::{ControlError, UpgradeReport};
 use nowait_nbd::Address;
 use nowait_server::{ConnectionState, Listener, ParkedDevice};

@@ -10,7 +10,7 @@ use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::{env, fs, iter};
 
-use nowait_cli::error::{CliError, without_secrets};
+use crate::error::{CliError, without_secrets};
 use nowait_image::{ChainOptions, Format, Image};
 use nowait_nbd::Address;
 use nowait_remote::Location;

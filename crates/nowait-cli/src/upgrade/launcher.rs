@@ -1,11 +1,14 @@
-//! The process that starts the new program of a server: one that is confined cannot.
+//! The process that starts the new program of a server, and changes the server's own names: one that is confined
+//! cannot.
 //!
 //! Invariant: it starts the program at the path from which the server was started, with the server's
-//! own arguments, and another one only for a server that is not confined. It ends with the server.
+//! own arguments, and another one only for a server that is not confined. The names are recorded once, before the
+//! server is confined. It ends with the server.
 
 use std::ffi::{CStr, OsString};
+use std::fs::File;
 use std::io;
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
@@ -13,19 +16,17 @@ use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use nowait_cli::error::os_message;
+use crate::error::{CliError, os_message};
 use nowait_control::ControlError;
 use rustix::process::{Pid, Resource, Rlimit, prlimit};
 use serde::{Deserialize, Serialize};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use tracing::warn;
 
+use crate::own_names::{self, Change, OwnNames};
 use crate::upgrade::channel::{Bounds, Channel, Message};
 use crate::upgrade::{ENVIRONMENT, SUCCESSOR};
 
-/// To start new programs: only the server's own, or any.
-const LAUNCHER: &str = "launcher";
-const LAUNCHER_OF_ANY: &str = "launcher-of-any";
 /// The name of the process in lists.
 const NAME: &str = "nowait-launcher";
 /// The same for pidof(1) and killall(1), which would find it as the server; the kernel's limit is 15 bytes.
@@ -37,13 +38,38 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) const ENDED: &str = "the process that starts the new program of an upgrade has ended (restart the server \
                                 instead)";
 
+/// The new programs that a launcher starts.
+#[derive(Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Starts {
+    Nothing,
+    /// The program at the path from which the server was started.
+    Own,
+    Any,
+}
+
+impl Starts {
+    /// The launcher's purpose in its environment.
+    fn purpose(self) -> &'static str {
+        match self {
+            Self::Nothing => "launcher-of-nothing",
+            Self::Own => "launcher",
+            Self::Any => "launcher-of-any",
+        }
+    }
+}
+
 /// What the server asks for.
 #[derive(Debug, Serialize, Deserialize)]
-enum Request {
+pub(crate) enum Request {
     /// Start a program, with the file of this message as its standard input.
-    Start { binary: Option<OsString> },
+    Start {
+        binary: Option<OsString>,
+    },
     /// End the program that was started.
     End,
+    /// Change these names, and no other ones, if asked to; comes at most once.
+    Keep(OwnNames),
+    Change(Change),
 }
 
 /// The process of what was started, or why nothing was.
@@ -54,7 +80,7 @@ pub(crate) struct Launcher {
     /// `None` once it has ended.
     process: Mutex<Option<Process>>,
     path: PathBuf,
-    any: bool,
+    starts: Starts,
     quiet: bool,
     /// The limit of descriptors with which this server was started: that of each program it starts.
     descriptors: Rlimit,
@@ -69,21 +95,20 @@ struct Process {
 }
 
 impl Launcher {
-    /// Starts the process. To be called before this process is confined. It may start `any` program,
-    /// with the limit `descriptors`, has the `variables` in its environment, and is `quiet` if it may not hold the caller's
-    /// output open.
+    /// Starts the process. To be called before this process is confined. It `starts` programs with the limit
+    /// `descriptors`, has the `variables` in its environment, and is `quiet` if it may not hold the caller's output open.
     ///
     /// # Errors
     /// A line that says what is missing.
     pub(crate) fn start(
-        any: bool,
+        starts: Starts,
         quiet: bool,
         descriptors: Rlimit,
         variables: Vec<(String, String)>,
     ) -> Result<Arc<Self>, String> {
         let path = std::env::current_exe().map_err(cannot_start)?;
         let process = Mutex::new(None);
-        let launcher = Arc::new(Self { process, path, any, quiet, descriptors, variables });
+        let launcher = Arc::new(Self { process, path, starts, quiet, descriptors, variables });
         *launcher.lock() = Some(launcher.spawn()?);
         Ok(launcher)
     }
@@ -92,7 +117,7 @@ impl Launcher {
         let (channel, far) = Channel::pair().map_err(cannot_start)?;
         let mut command = Command::new(&self.path);
         command.arg0(NAME).args(std::env::args_os().skip(1)).stdin(far);
-        command.env(ENVIRONMENT, if self.any { LAUNCHER_OF_ANY } else { LAUNCHER });
+        command.env(ENVIRONMENT, self.starts.purpose());
         command.envs(self.variables.iter().cloned());
         if self.quiet {
             command.stdout(Stdio::null()).stderr(Stdio::null());
@@ -118,7 +143,12 @@ impl Launcher {
     fn on_ended(&self, channel: &Arc<Channel>) {
         let ended = self.lock().take_if(|process| Arc::ptr_eq(&process.channel, channel));
         if let Some(Process { mut child, .. }) = ended {
-            warn!("{ENDED}");
+            match self.starts {
+                Starts::Nothing => {
+                    warn!("the process that removes the names of this server has ended")
+                }
+                Starts::Own | Starts::Any => warn!("{ENDED}"),
+            }
             // Without the lock: it may take long to end.
             let _ = child.wait();
         }
@@ -128,7 +158,7 @@ impl Launcher {
     pub(crate) fn warning(&self) -> Option<&'static str> {
         // While it is locked it is being asked.
         let has_ended = self.process.try_lock().is_ok_and(|process| process.is_none());
-        (has_ended && !self.any).then_some(ENDED)
+        (has_ended && self.starts == Starts::Own).then_some(ENDED)
     }
 
     /// Starts `binary`, or the program at the path from which this one was started, at the other
@@ -141,7 +171,9 @@ impl Launcher {
         self: &Arc<Self>,
         binary: Option<&Path>,
     ) -> Result<(Channel, Launched), ControlError> {
-        if let Some(binary) = binary.filter(|binary| !self.any && *binary != self.path) {
+        if let Some(binary) =
+            binary.filter(|binary| self.starts != Starts::Any && *binary != self.path)
+        {
             return Err(ControlError::Forbidden(format!(
                 "{}: a confined server takes its new program only at {} (or start it with --sandbox off)",
                 binary.display(),
@@ -155,6 +187,38 @@ impl Launcher {
         Ok((channel, Launched { launcher: Some(self.clone()), process }))
     }
 
+    /// From now on the launcher changes these `names` where this process may not.
+    ///
+    /// # Errors
+    /// It has ended, or does not answer.
+    pub(crate) fn keep(self: &Arc<Self>, names: OwnNames) -> Result<(), CliError> {
+        let kept = self.ask_present(&Request::Keep(names)).map_err(cannot_start);
+        kept.and_then(|message| message.body).map_err(CliError::new)?;
+        let launcher = self.clone();
+        own_names::change_by(Box::new(move |change| launcher.change(change)));
+        Ok(())
+    }
+
+    /// Has the launcher do `change`. Returns the file that it has opened.
+    ///
+    /// # Errors
+    /// As [`OwnNames::change`]; the launcher has ended, or does not answer.
+    fn change(&self, change: Change) -> io::Result<Option<File>> {
+        let Message { body, mut files, .. } = self.ask_present(&Request::Change(change))?;
+        body.map_err(io::Error::other)?;
+        Ok(files.pop().map(File::from))
+    }
+
+    /// Asks the launcher that there is.
+    fn ask_present(&self, request: &Request) -> io::Result<Message<Answer>> {
+        match &*self.lock() {
+            Some(Process { channel, .. }) => {
+                exchange(channel, request, &[], Bounds::ANSWER_WITH_FILE)
+            }
+            None => Err(io::ErrorKind::BrokenPipe.into()),
+        }
+    }
+
     /// Asks the launcher, or another one in place of one that has ended, where there may be another.
     fn ask(
         self: &Arc<Self>,
@@ -163,12 +227,12 @@ impl Launcher {
     ) -> Result<Answer, ControlError> {
         let mut process = self.lock();
         if let Some(Process { channel, .. }) = &*process {
-            match exchange(channel, request, &[file]) {
+            match exchange(channel, request, &[file], Bounds::ANSWER) {
                 Err(error) if has_ended(&error) => {}
-                answer => return answer.map_err(failed),
+                answer => return answer.map(|message| message.body).map_err(failed),
             }
         }
-        if !self.any {
+        if self.starts != Starts::Any {
             return Err(ControlError::Conflict(ENDED.into()));
         }
         let next = self.spawn().map_err(ControlError::Failed)?;
@@ -176,7 +240,8 @@ impl Launcher {
         if let Some(Process { mut child, .. }) = process.replace(next) {
             let _ = child.wait();
         }
-        exchange(&channel, request, &[file]).map_err(failed)
+        let answer = exchange(&channel, request, &[file], Bounds::ANSWER);
+        answer.map(|message| message.body).map_err(failed)
     }
 
     fn lock(&self) -> MutexGuard<'_, Option<Process>> {
@@ -186,11 +251,15 @@ impl Launcher {
 
 /// Asks the launcher at the other end of `channel`, which is asked nothing more if that fails: a later
 /// answer would be taken for that to another request.
-fn exchange(channel: &Channel, request: &Request, files: &[BorrowedFd<'_>]) -> io::Result<Answer> {
+fn exchange(
+    channel: &Channel,
+    request: &Request,
+    files: &[BorrowedFd<'_>],
+    bounds: Bounds,
+) -> io::Result<Message<Answer>> {
     let deadline = Instant::now() + TIMEOUT;
-    let answer = channel.send(request, &[], files, deadline);
-    let answer = answer.and_then(|()| channel.receive(deadline, Bounds::ANSWER));
-    answer.map(|message| message.body).inspect_err(|_| channel.close())
+    let sent = channel.send(request, &[], files, deadline);
+    sent.and_then(|()| channel.receive(deadline, bounds)).inspect_err(|_| channel.close())
 }
 
 fn has_ended(error: &io::Error) -> bool {
@@ -225,7 +294,7 @@ impl Drop for Launched {
         if let Some(launcher) = self.launcher.take() {
             // A launcher that has ended has no process to end: a new program without an old one ends.
             if let Some(Process { channel, .. }) = &*launcher.lock() {
-                let _ = exchange(channel, &Request::End, &[]);
+                let _ = exchange(channel, &Request::End, &[], Bounds::ANSWER);
             }
         }
     }
@@ -235,11 +304,10 @@ impl Drop for Launched {
 pub(crate) fn run_if_asked() -> Option<u8> {
     let purpose = std::env::var_os(ENVIRONMENT)?;
     // At once: later the file at this path may be another one, and this one has none.
-    let own = std::env::current_exe();
-    let any = purpose == LAUNCHER_OF_ANY;
-    if !any && purpose != LAUNCHER {
-        return None;
-    }
+    let own =
+        std::env::current_exe().map_err(|error| format!("its program: {}", os_message(&error)));
+    let starts = [Starts::Nothing, Starts::Own, Starts::Any];
+    let starts = starts.into_iter().find(|starts| purpose == starts.purpose())?;
     // It fails for no such name.
     let _ = rustix::thread::set_name(SHORT_NAME);
     // What a terminal sends to all its processes is for the server, with which this one ends. New
@@ -248,54 +316,109 @@ pub(crate) fn run_if_asked() -> Option<u8> {
         let _ = signal_hook::flag::register(signal, Arc::default());
     }
     let Ok(channel) = Channel::of_standard_input() else { return Some(1) };
-    let mut started = None;
-    while let Ok(Message { body, mut files, .. }) =
-        channel.receive::<Request>(None, Bounds::ANSWER_WITH_FILE)
-    {
-        end(started.take_if(|_| matches!(body, Request::End)));
-        let answer = match body {
-            Request::End => Ok(None),
-            Request::Start { .. } if started.as_mut().is_some_and(runs) => {
-                Err("another new program is running".into())
-            }
-            Request::Start { binary } => {
-                let binary = binary.filter(|_| any).map(PathBuf::from);
-                let path = binary.as_ref().map_or(own.as_ref(), Ok);
-                spawn(path, files.pop().map_or_else(Stdio::null, Stdio::from))
-            }
+    let mut work: Work<Child> = Work { own, starts, started: None, names: None };
+    while let Ok(message) = channel.receive::<Request>(None, Bounds::REQUEST) {
+        let (answer, file) = match work.answer(message.body, message.files) {
+            Ok((process, file)) => (Ok(process), file),
+            Err(why) => (Err(why), None),
         };
-        let answer: Answer = answer.map(|child: Option<Child>| {
-            let process = child.as_ref().map_or(0, Child::id);
-            started = child;
-            process
-        });
-        if channel.send(&answer, &[], &[], Instant::now() + TIMEOUT).is_err() {
+        let files: Vec<BorrowedFd<'_>> = file.iter().map(AsFd::as_fd).collect();
+        let answer: Answer = answer;
+        if channel.send(&answer, &[], &files, Instant::now() + TIMEOUT).is_err() {
             break;
         }
     }
     Some(0)
 }
 
-fn runs(child: &mut Child) -> bool {
-    matches!(child.try_wait(), Ok(None))
+/// A program that was started.
+pub(crate) trait Program: Sized {
+    /// Starts the program at `path` with `input`.
+    ///
+    /// # Errors
+    /// One line that says why it cannot be started.
+    fn start(path: &Path, input: Stdio) -> Result<Self, String>;
+
+    /// The number of its process.
+    fn number(&self) -> u32;
+
+    /// Whether it has not ended yet.
+    fn runs(&mut self) -> bool;
+
+    /// Ends it.
+    fn end(self);
 }
 
-fn spawn(path: Result<&PathBuf, &io::Error>, input: Stdio) -> Result<Option<Child>, String> {
-    let path = path.map_err(|error| format!("its program: {}", os_message(error)))?;
-    let mut command = Command::new(path);
-    command.args(std::env::args_os().skip(1)).env(ENVIRONMENT, SUCCESSOR).stdin(input);
-    // The manager's watchdog waits for the server, whatever its number.
-    command.env_remove("WATCHDOG_PID");
-    match command.spawn() {
-        Ok(child) => Ok(Some(child)),
-        Err(error) => Err(format!("{}: {}", path.display(), os_message(&error))),
+/// The work of a launcher.
+pub(crate) struct Work<P> {
+    /// The path of the program, or why it is not known.
+    pub(crate) own: Result<PathBuf, String>,
+    pub(crate) starts: Starts,
+    pub(crate) started: Option<P>,
+    pub(crate) names: Option<OwnNames>,
+}
+
+impl<P: Program> Work<P> {
+    /// Does what the server asks for, which has sent `files`. Returns the process that was started, or 0, and the
+    /// file that was opened.
+    pub(crate) fn answer(
+        &mut self,
+        request: Request,
+        mut files: Vec<OwnedFd>,
+    ) -> Result<(u32, Option<File>), String> {
+        match request {
+            Request::End => {
+                self.started.take().into_iter().for_each(P::end);
+                Ok((0, None))
+            }
+            Request::Start { .. } if self.starts == Starts::Nothing => {
+                Err("this server is not upgraded".into())
+            }
+            Request::Start { .. } if self.started.as_mut().is_some_and(P::runs) => {
+                Err("another new program is running".into())
+            }
+            Request::Start { binary } => {
+                let given = binary.filter(|_| self.starts == Starts::Any).map(PathBuf::from);
+                let path = given.map_or_else(|| self.own.clone(), Ok)?;
+                let program = P::start(&path, files.pop().map_or_else(Stdio::null, Stdio::from))?;
+                let number = program.number();
+                self.started = Some(program);
+                Ok((number, None))
+            }
+            Request::Keep(_) if self.names.is_some() => Err("there are names already".into()),
+            Request::Keep(names) => {
+                self.names = Some(names);
+                Ok((0, None))
+            }
+            Request::Change(change) => {
+                let names = self.names.as_ref().ok_or("there are no names")?;
+                let file = names.change(&change).map_err(|error| os_message(&error))?;
+                Ok((0, file))
+            }
+        }
     }
 }
 
-fn end(child: Option<Child>) {
-    if let Some(mut child) = child {
+impl Program for Child {
+    fn start(path: &Path, input: Stdio) -> Result<Self, String> {
+        let mut command = Command::new(path);
+        command.args(std::env::args_os().skip(1)).env(ENVIRONMENT, SUCCESSOR).stdin(input);
+        // The manager's watchdog waits for the server, whatever its number.
+        command.env_remove("WATCHDOG_PID");
+        command.spawn().map_err(|error| format!("{}: {}", path.display(), os_message(&error)))
+    }
+
+    fn number(&self) -> u32 {
+        self.id()
+    }
+
+    fn runs(&mut self) -> bool {
+        matches!(self.try_wait(), Ok(None))
+    }
+
+    fn end(mut self) {
         // It may have ended by itself.
-        let _ = child.kill();
-        let _ = child.wait();
+        let _ = self.kill();
+        let _ = self.wait();
     }
 }

@@ -10,7 +10,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nowait_cli::error::{CliError, os_message};
+use crate::error::{CliError, os_message};
 use nowait_image::{ChainOptions, Format, HandedOver, NamedStorages};
 use nowait_nbd::Address;
 use nowait_remote::Location;

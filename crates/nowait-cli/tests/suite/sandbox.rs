@@ -14,12 +14,13 @@ use std::process::Command;
 use std::sync::mpsc::channel;
 use std::thread;
 
-use nowait_cli::sandbox::{self, FileAccess, Mode};
+use nowait_cli::sandbox::{self, FileAccess, Mode as SandboxMode};
+use nowait_testkit::nbd::{Client, Mode};
 use rustix::io::Errno;
 use rustix::net::{AddressFamily, SocketType};
 
 use crate::common::{
-    Finished, MIB, NOWAIT, PYTHON, Scratch, Server, refusal_under, require_tool, text,
+    Finished, MIB, NOWAIT, PYTHON, Scratch, Server, accepted, refusal_under, require_tool, text,
 };
 use crate::without_io_uring::without_call;
 
@@ -72,6 +73,44 @@ fn every_thread_of_a_server_is_confined_whenever_it_was_started() {
     server.stop();
 }
 
+/// The nice values of the threads of `server`, by their names (proc_pid_stat(5), field 19).
+fn nice_values(server: &Server) -> Vec<(String, i32)> {
+    let threads = fs::read_dir(format!("/proc/{}/task", server.pid())).expect("a child");
+    let value = threads.flatten().filter_map(|thread| {
+        let stat = fs::read_to_string(thread.path().join("stat")).ok()?;
+        let (name, fields) = stat.split_once('(')?.1.rsplit_once(") ")?;
+        Some((name.to_owned(), fields.split(' ').nth(16)?.parse().expect("a number")))
+    });
+    value.collect()
+}
+
+#[test]
+fn only_the_thread_of_the_control_interface_has_a_lower_priority() {
+    let scratch = Scratch::new();
+    let (image, more) = (scratch.sparse("disk.img", MIB), scratch.sparse("more.img", MIB));
+    let socket = scratch.join("control");
+    let control = format!("unix:{}", socket.display());
+    let directory = text(scratch.path());
+    let server = Server::start(&image, &["--control", &control, "--allow-dir", directory]);
+    // Its threads are started at a request of the control interface.
+    accepted(&["export", "add", "more", text(&more), "--control", text(&socket)]);
+    let mut client =
+        Client::connect_to(&server.socket(), "more", Mode::Structured).expect("a server");
+    client.write(0, b"it serves").expect("a write");
+    let own = nice_values(&server).iter().find(|(name, _)| name == "nowait").expect("the first").1;
+    let lower = (own + 10).min(19);
+    let mut answering = 0;
+    for (name, nice) in nice_values(&server) {
+        // Others have the name, too, while they carry out a request.
+        let is_it = name == "nowait-control" && nice == lower;
+        assert!(is_it || nice == own, "{name} has {nice}");
+        answering += usize::from(is_it);
+    }
+    assert_eq!(answering, 1);
+    drop(client);
+    server.stop();
+}
+
 #[test]
 fn without_the_sandbox_no_thread_is_confined() {
     let scratch = Scratch::new();
@@ -106,7 +145,7 @@ fn a_confined_process_has_its_files_and_nothing_else() {
         return;
     }
     let scratch = Scratch::new();
-    for directory in ["image", "backing", "allowed", "socket", "forbidden"] {
+    for directory in ["image", "backing", "allowed", "forbidden"] {
         fs::create_dir(scratch.join(directory)).expect("a directory");
         fs::write(scratch.join(directory).join("file"), "content").expect("a file");
     }
@@ -151,8 +190,7 @@ fn confined() {
     files.write(scratch.join("image"));
     files.read(scratch.join("backing"));
     files.change(scratch.join("allowed"));
-    files.remove(scratch.join("socket"));
-    sandbox::enter(Mode::On, &files).expect("a sandbox");
+    sandbox::enter(SandboxMode::On, &files).expect("a sandbox");
 
     tries_files(&scratch);
     go.send(()).expect("the thread");
@@ -237,7 +275,6 @@ fn tries_files(scratch: &Path) {
     );
     fs::remove_file(scratch.join("allowed/renamed")).expect("and removed");
 
-    refused(File::open(file("socket")).expect_err("what is beside a socket is not read"));
     refused(File::open(file("forbidden")).expect_err("no other file is read"));
     refused(File::open("/etc/passwd").expect_err("no file of the system is read"));
     refused(fs::read_dir("/").expect_err("no other directory is read"));

@@ -354,6 +354,21 @@ fn the_units_contain_only_lines_that_systemd_understands() {
     assert!(output.status.success() && !printed.contains("nowait@"), "{printed}");
 }
 
+/// The network is open, for disks over TCP, which is most of what is left.
+#[test]
+fn the_service_is_as_little_exposed_as_the_threat_model_says() {
+    if !require_tool("systemd-analyze") {
+        return;
+    }
+    let mut security = tool("systemd-analyze");
+    security.args(["security", "--offline=yes", "--threshold=15"]);
+    let path = Path::new(env!("CARGO_MANIFEST_DIR")).join("../../contrib/nowait@.service");
+    let output = security.arg(path).output().expect("timeout(1)");
+    let printed = String::from_utf8_lossy(&output.stdout);
+    // An end with status 0 says that the exposure is below the threshold.
+    assert!(output.status.success() && printed.contains("Overall exposure level"), "{printed}");
+}
+
 #[test]
 fn the_command_of_the_unit_serves_inherited_sockets() {
     if !require_tool(PYTHON) {

@@ -12,11 +12,12 @@ mod client;
 mod virtqueue;
 mod control;
 mod remote;
+mod launcher;
 
 use crate::target::Target;
 
 /// All targets.
-pub const ALL: [&Target; 11] = [
+pub const ALL: [&Target; 12] = [
     &handshake::TARGET,
     &transmission::TARGET,
     &image::TARGET,
@@ -28,6 +29,7 @@ pub const ALL: [&Target; 11] = [
     &virtqueue::TARGET,
     &control::TARGET,
     &remote::TARGET,
+    &launcher::TARGET,
 ];
 
 /// The target with this name.

@@ -11,6 +11,7 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::os::unix::net::{UnixListener, UnixStream};
 use std::path::{Path, PathBuf};
+use std::sync::OnceLock;
 use std::time::{Duration, Instant};
 
 use rustix::event::PollFlags;
@@ -41,6 +42,9 @@ const POLL_INTERVAL: Duration = Duration::from_millis(20);
 const KEEP_ALIVE_AFTER: Duration = Duration::from_secs(120);
 const KEEP_ALIVE_INTERVAL: Duration = Duration::from_secs(30);
 const KEEP_ALIVE_TRIES: u32 = 4;
+
+/// Removes a socket file where unlink(2) is not to be used.
+static REMOVE_FILE: OnceLock<fn(&Path) -> io::Result<()>> = OnceLock::new();
 
 /// A bound address.
 pub struct Listener(Kind);
@@ -354,9 +358,16 @@ impl Drop for Listener {
             && std::fs::symlink_metadata(path).is_ok_and(|meta| meta.ino() == *inode)
         {
             // The file may be gone or unreachable by now; nothing is left to do then.
-            let _ = std::fs::remove_file(path);
+            let _ =
+                REMOVE_FILE.get().map_or_else(|| std::fs::remove_file(path), |remove| remove(path));
         }
     }
+}
+
+/// From now on socket files are removed by `remove`, in a process that may not unlink them itself. Only the first call
+/// counts.
+pub fn remove_sockets_by(remove: fn(&Path) -> io::Result<()>) {
+    let _ = REMOVE_FILE.set(remove);
 }
 
 #[cfg(test)]
