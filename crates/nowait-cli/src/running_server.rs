@@ -133,7 +133,7 @@ impl RunningServer {
     /// The exports, for a program that takes over.
     fn states(&self) -> Vec<ExportState> {
         let state = |served: &ServedDisk| {
-            let OpenedDisk { named, options, description, .. } = &served.disk;
+            let OpenedDisk { named, image, options, description, .. } = &served.disk;
             let changes = self.exports.changes_of(served.id);
             let changes = changes.map(|(limits, client_limits, read_only)| PatchExport {
                 limits: Some(limits.into()),
@@ -146,6 +146,7 @@ impl RunningServer {
                 description: description.clone(),
                 image: named.full_name().into(),
                 format: options.format.map(|format| format.name().to_owned()),
+                settled_raw: options.format.is_none() && image.format() == Format::Raw,
                 read_only: !options.writable,
                 backing_dirs: options.backing_dirs.iter().map(|dir| dir.clone().into()).collect(),
                 backing: options.backing_storages.names().map(str::to_owned).collect(),

@@ -53,16 +53,18 @@ impl Format {
     /// an explicit format.
     ///
     /// # Errors
-    /// Those of pread(2). `EINVAL`: the file begins like another format than these two; or it is
-    /// marked as raw ([`signature::mark_raw`]) and begins like any format.
+    /// Those of pread(2). `EINVAL`: the file begins like another format than these two and is not marked as raw
+    /// ([`signature::mark_raw`]); or it is marked and begins like qcow2.
     pub fn probe(file: &ImageFile) -> Result<Self, ImageError> {
         let refused = |why| Err(ImageError::refused(file.path(), why));
         match signature_of(file)? {
             None => Ok(Self::Raw),
-            Some(signature) if file.fd().is_ok_and(signature::is_marked_raw) => {
-                refused(signature::refusal_of_marked(signature))
+            Some(Signature::Qcow2) if file.fd().is_ok_and(signature::is_marked_raw) => {
+                refused(signature::refusal_of_marked())
             }
             Some(Signature::Qcow2) => Ok(Self::Qcow2),
+            // It was no such file when it was opened as a raw disk first: a guest has made it begin so.
+            Some(_) if file.fd().is_ok_and(signature::is_marked_raw) => Ok(Self::Raw),
             Some(other) => refused(other.refusal()),
         }
     }
@@ -118,6 +120,9 @@ impl fmt::Debug for NamedStorages {
 pub struct ChainOptions {
     /// The format of the first file; `None` guesses with [`Format::probe`].
     pub format: Option<Format>,
+    /// Without a format: whether the first file was guessed to be raw by a process that has it open since. Unless it
+    /// begins like qcow2, it is raw, whatever a guest has written to it.
+    pub settled_raw: bool,
     /// Whether the first file will be written to.
     pub writable: bool,
     /// Whether the first file's backing file will be written to.
@@ -153,6 +158,7 @@ impl Default for ChainOptions {
     fn default() -> Self {
         Self {
             format: None,
+            settled_raw: false,
             writable: false,
             backing_writable: false,
             damaged: false,
@@ -446,7 +452,13 @@ impl Chain {
         let top = self.layers.is_empty();
         let writable = options.writes(self.layers.len());
         self.lock(&file, writable, options)?;
-        let format = format.map_or_else(|| Format::probe(&file), Ok)?;
+        let settled = (top && options.settled_raw && format.is_none()).then_some(());
+        let is_qcow2 = || signature_of(&file).map(|found| found == Some(Signature::Qcow2));
+        let format = match (format, settled) {
+            (Some(format), _) => format,
+            (None, Some(())) if !is_qcow2()? => Format::Raw,
+            (None, _) => Format::probe(&file)?,
+        };
         let (content, size) = match format {
             Format::Raw => {
                 let size =

@@ -117,13 +117,12 @@ fn open_raw(
     device.scan();
     if options.format.is_none() && !is_device {
         device = device.with_forbidden_prefix(&MAGIC);
-    } else {
-        if let Ok(Some(signature)) = Signature::probe(file) {
-            warnings.push(Warning::BeginsLike(file.path().to_owned(), signature));
-        }
-        if writable && !is_device && file.fd().and_then(mark_raw).is_err() {
-            warnings.push(Warning::NotMarked(file.path().to_owned()));
-        }
+    }
+    if let Ok(Some(signature)) = Signature::probe(file) {
+        warnings.push(Warning::BeginsLike(file.path().to_owned(), signature));
+    }
+    if writable && !is_device && file.fd().and_then(mark_raw).is_err() {
+        warnings.push(Warning::NotMarked(file.path().to_owned()));
     }
     Ok(Content::Raw { device: Arc::new(device), chain })
 }

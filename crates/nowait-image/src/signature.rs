@@ -2,10 +2,11 @@
 //!
 //! A guest can write any bytes to its raw disk, and these must not decide the disk's format at the
 //! next start. So a file that begins like a format that is not supported here is refused instead of
-//! being taken for raw, and so is one that was marked as raw and begins like any format. The mark
-//! is an extended attribute, set when the user declared a file raw and a guest may write to it.
+//! being taken for raw, unless it is marked as raw: a guest that encrypts its disk makes it begin like LUKS. The mark
+//! is an extended attribute, set when a raw file is opened for writing. A marked file that begins like qcow2 is refused:
+//! the user may have put an image in its place, or a guest may have made it one where the user declared it raw.
 //!
-//! Invariant: a guess is raw only if the first bytes are those of no known format.
+//! Invariant: a guess is raw only if the first bytes are those of no known format, or were when the file was opened first.
 
 use std::io;
 use std::os::fd::AsFd;
@@ -109,13 +110,12 @@ impl Signature {
     }
 }
 
-/// The reason for refusing a file without a given format that is marked as raw and begins like
-/// `signature`.
-pub(crate) fn refusal_of_marked(signature: Signature) -> String {
+/// The reason for refusing a file without a given format that is marked as raw and begins like qcow2.
+pub(crate) fn refusal_of_marked() -> String {
     format!(
         "it was written to as a raw disk and begins like {}, which a guest may have made so (say \
          which it is: -f raw or -f qcow2)",
-        signature.words()
+        Signature::Qcow2.words()
     )
 }
 

@@ -291,6 +291,7 @@ mod tests {
             description: None,
             image,
             format: None,
+            settled_raw: false,
             read_only: false,
             backing_dirs: Vec::new(),
             backing: Vec::new(),

@@ -42,6 +42,9 @@ pub(crate) struct ExportState {
     pub(crate) image: OsString,
     /// The format that was asked for; without it the image is looked at, as it was.
     pub(crate) format: Option<String>,
+    /// Without a format: it was found to be raw, and a guest may have written to it since.
+    #[serde(default)]
+    pub(crate) settled_raw: bool,
     pub(crate) read_only: bool,
     pub(crate) backing_dirs: Vec<OsString>,
     /// The URLs that images may name as those below them.

@@ -306,7 +306,8 @@ impl ExportState {
             Some(other) => return Err(CliError::new(format!("the format {other} is not known"))),
         };
         let backing_dirs = self.backing_dirs.iter().map(PathBuf::from).collect();
-        Ok(ChainOptions { format, writable: !self.read_only, backing_dirs, ..common.clone() })
+        let (settled_raw, writable) = (self.settled_raw, !self.read_only);
+        Ok(ChainOptions { format, settled_raw, writable, backing_dirs, ..common.clone() })
     }
 }
 

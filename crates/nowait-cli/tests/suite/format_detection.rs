@@ -4,7 +4,10 @@
 
 use std::fs::{self, File};
 
-use crate::common::{Finished, Scratch, Server, accepted, refusal, require_tool, skip, text, tool};
+use crate::common::{
+    Finished, MIB, Scratch, Server, accepted, refusal, require_tool, skip, text, tool,
+};
+use crate::upgrade::Upgraded;
 use nowait_testkit::qcow2_image::{self, DISK, Names};
 
 /// Whether files in `scratch` can be marked as raw by extended attributes.
@@ -70,6 +73,36 @@ fn a_commit_makes_no_raw_file_that_is_detected_as_an_image() {
     refusal(&["serve", text(&base)]).says(&["base.img", "-f raw or -f qcow2"]);
     // The file is marked now, so that another commit is accepted.
     accepted(&["commit", text(&top)]);
+}
+
+#[test]
+fn a_disk_that_its_guest_encrypts_or_makes_begin_like_a_packed_file_is_served_on() {
+    for begin in [&b"LUKS\xba\xbe\0\x02"[..], b"\x1f\x8b\x08\0", b"KDMV\x01\0\0\0", b"conectix"] {
+        let scratch = Scratch::new();
+        if !has_marks(&scratch) {
+            return;
+        }
+        let (image, control) = (scratch.sparse("disk", MIB), scratch.join("control"));
+        let address = format!("unix:{}", control.display());
+        let server = Server::start(&image, &["--control", &address, "--verbose"]);
+        let mut it = Upgraded::of(server, &control, scratch);
+        let mut first = begin.to_vec();
+        first.resize(4096, 7);
+        it.connect().write(0, &first).expect("a guest's write");
+        it.upgrade();
+        assert_eq!(it.connect().read(0, 4096).as_deref(), Ok(&first[..]));
+        let (_scratch, image) = it.stop();
+        // The same command line, as after a reboot of the host.
+        let server = Server::start(&image, &[]);
+        assert_eq!(server.connect().read(0, 4096).as_deref(), Ok(&first[..]));
+        assert!(server.log().contains("begins like"), "{}", server.log());
+        server.connect().write(0, &bait("secret")[..512]).expect_err("no qcow2 image");
+        server.stop();
+        accepted(&["info", text(&image)]);
+        // A file of which nothing is known is refused.
+        rustix::fs::removexattr(&image, "user.nowait.format").expect("a mark");
+        refusal(&["serve", text(&image)]).says(&["disk", "it begins like"]);
+    }
 }
 
 #[test]
