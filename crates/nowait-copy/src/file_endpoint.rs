@@ -155,7 +155,8 @@ impl<Q: IoQueue, M: BlockMap> FileEndpoint<Q, M> {
         let io = completion.io;
         let reads = self.reports_unreadable && matches!(io.op, Op::Read | Op::Status);
         let (moved, unreadable) = match completion.result() {
-            // A short read: the file was truncated.
+            // A short read: the file was truncated. A write or read that an error ends is never short
+            // (`Flags::ALL_OR_ERROR`).
             Ok(moved) => (moved, reads && moved < io.range.len),
             Err(error) if reads && is_unreadable(error.errno()) => (0, true),
             Err(error) => return Err(self.failure(io, error.errno())),
@@ -275,7 +276,7 @@ impl<Q: IoQueue, M: BlockMap> Endpoint for FileEndpoint<Q, M> {
             let range = ByteRange::new(range.pos + run.start as u64, run.len as u64);
             let mut start = run.start;
             for range in self.content.map(op, range) {
-                parts.push((start, Request { op, flags: Flags::NONE, range }));
+                parts.push((start, Request { op, flags: Flags::ALL_OR_ERROR, range }));
                 start += range.len as usize;
             }
         }

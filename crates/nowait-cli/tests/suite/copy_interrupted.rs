@@ -152,17 +152,23 @@ fn a_full_file_system_is_reported_and_no_file_is_left() {
     let small = scratch.join("small");
     fs::create_dir(&small).expect("a directory");
     // The exit status says whether files are left: the mount ends with the command.
-    const SCRIPT: &str = r#"mount -t tmpfs -o size="$1" none "$0" && cd "$0" && shift || exit 9
-"$@"; status=$?; [ -z "$(ls -A)" ] || exit 8; exit $status"#;
+    const SCRIPT: &str = r#"mount -t tmpfs -o size="$1" none "$0" && cd "$0" && echo old >old || exit 9
+shift; "$@"; status=$?; [ "$(ls -A; cat old)" = "old
+old" ] || exit 8; exit $status"#;
     for (size, target, words) in [
+        // One page is taken, so that the last write is short.
         ("8m", "target", "target: cannot write at byte"),
+        ("8m", "old", "old: cannot write at byte"),
         ("8m", "target.qcow2", "target.qcow2: cannot write at byte"),
         // The data fits, but the tables do not.
-        ("16392k", "target.qcow2", "target.qcow2: cannot write the image's tables"),
+        ("16396k", "target.qcow2", "target.qcow2: cannot write the image's tables"),
     ] {
         let script = ["--", "sh", "-c", SCRIPT, text(&small), size];
         let wrapper = [&["unshare"], flags, &script].concat();
-        refusal_under(&wrapper, &["copy", text(&source), target]).says(&[words, "No space left"]);
+        for more in [&["--force"][..], &["--force", "--verify"]] {
+            let copy = [&["copy", text(&source), target], more].concat();
+            refusal_under(&wrapper, &copy).says(&[words, "No space left"]);
+        }
     }
 }
 
