@@ -159,7 +159,7 @@ impl ImageExchange<'_> {
             match Errno::from_raw_os_error(error.errno()) {
                 Errno::INVAL => conflict("a block device gets another size elsewhere"),
                 Errno::ROFS => conflict("it is read-only"),
-                _ => failed(error),
+                _ => failed(format!("cannot resize it: {}", os_message(&error.into()))),
             }
         })
     }

@@ -6,6 +6,7 @@
 #![allow(unsafe_code)]
 
 use std::collections::VecDeque;
+use std::io;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
@@ -27,6 +28,8 @@ use crate::zero_detection::DataRun;
 const MAX_BYTES: u64 = 4 << 20;
 /// The longest range that one request zeroes, in bytes: short enough that progress is visible.
 const MAX_ZERO_BYTES: u64 = 1 << 30;
+/// Most bytes that the file of a new image grows ahead of its data.
+const MAX_AHEAD_BYTES: u64 = 1 << 30;
 /// The block of most file systems.
 const GRANULE_BYTES: u64 = 4096;
 
@@ -36,8 +39,44 @@ pub(crate) enum Content {
     Raw,
     /// An image; the handle holds its locks.
     Image { _image: Arc<Image> },
-    /// A new qcow2 image, which is only written; `file` is the file behind the disk.
-    New { image: Box<Qcow2Builder>, file: ImageFile },
+    /// A new qcow2 image, which is only written.
+    New(NewImage),
+}
+
+/// A new qcow2 image whose file grows with the data, so that a limit on the size of files concerns
+/// only what is written.
+pub(crate) struct NewImage {
+    image: Box<Qcow2Builder>,
+    /// The file behind the disk.
+    file: ImageFile,
+    /// Length of the file in bytes.
+    len: u64,
+}
+
+impl NewImage {
+    /// `image` in the empty `file`.
+    pub(crate) fn new(image: Qcow2Builder, file: ImageFile) -> Self {
+        Self { image: Box::new(image), file, len: 0 }
+    }
+
+    /// Makes the file long enough for all allocated clusters, in whole blocks of `block` bytes. It
+    /// grows ahead where it may, because on some file systems ftruncate(2) waits for all writes.
+    ///
+    /// # Errors
+    /// The errno of ftruncate(2), such as `EFBIG`.
+    fn make_room(&mut self, block: u64) -> io::Result<()> {
+        let (end, most) = (self.image.data_end(), self.image.max_data_end());
+        if end <= self.len {
+            return Ok(());
+        }
+        let lens = [end + (end / 4).min(MAX_AHEAD_BYTES), end];
+        let [ahead, least] = lens.map(|len| len.next_multiple_of(block).min(most));
+        self.len = match self.file.set_len(ahead) {
+            Ok(()) => ahead,
+            Err(_) => self.file.set_len(least).map(|()| least)?,
+        };
+        Ok(())
+    }
 }
 
 /// An open image as an endpoint.
@@ -133,6 +172,12 @@ impl<Q: IoQueue, M: BlockMap> FileEndpoint<Q, M> {
 
     fn start(&mut self, part: &EnginePart) -> Result<(), Error> {
         let EnginePart { pending, io, start } = *part;
+        let block = u64::from(self.engine.disk().alignment().offset);
+        if let Content::New(new) = &mut self.content
+            && let Err(error) = new.make_room(block)
+        {
+            return Err(self.failure(io, &os_message(&error)));
+        }
         let tag = pending as u64;
         let submitted = if matches!(io.op, Op::Read | Op::Write) {
             let memory = self.pending.get_mut(pending).and_then(|pending| pending.memory.as_mut());
@@ -148,7 +193,7 @@ impl<Q: IoQueue, M: BlockMap> FileEndpoint<Q, M> {
         } else {
             self.engine.submit_no_data(io, tag)
         };
-        submitted.map_err(|rejected| self.failure(io, rejected.error.errno()))
+        submitted.map_err(|rejected| self.failure(io, &reason(rejected.error.errno())))
     }
 
     fn take(&mut self, completion: &Completion) -> Result<(), Error> {
@@ -159,7 +204,7 @@ impl<Q: IoQueue, M: BlockMap> FileEndpoint<Q, M> {
             // (`Flags::ALL_OR_ERROR`).
             Ok(moved) => (moved, reads && moved < io.range.len),
             Err(error) if reads && is_unreadable(error.errno()) => (0, true),
-            Err(error) => return Err(self.failure(io, error.errno())),
+            Err(error) => return Err(self.failure(io, &reason(error.errno()))),
         };
         if moved < io.range.len && io.op != Op::Flush && !unreadable {
             let at = io.range.pos + moved;
@@ -182,16 +227,16 @@ impl<Q: IoQueue, M: BlockMap> FileEndpoint<Q, M> {
         Ok(())
     }
 
-    fn failure(&self, io: Request, errno: i32) -> Error {
+    fn failure(&self, io: Request, why: &str) -> Error {
         let doing = match io.op {
             Op::Read => "read",
             Op::Write => "write",
             Op::Zero | Op::Discard => "make zero",
             Op::Status => "find the holes",
-            Op::Flush => return Error::at(&self.name, format!("cannot flush: {}", reason(errno))),
+            Op::Flush => return Error::at(&self.name, format!("cannot flush: {why}")),
         };
         let at = io.range.pos;
-        Error::at(&self.name, format!("cannot {doing} at byte {at}: {}", reason(errno)))
+        Error::at(&self.name, format!("cannot {doing} at byte {at}: {why}"))
     }
 }
 
@@ -227,7 +272,7 @@ impl Content {
     /// The ranges of the file, or of the image, that hold the bytes of `range`.
     fn map(&mut self, op: Op, range: ByteRange) -> Vec<ByteRange> {
         match self {
-            Self::New { image, .. } if op == Op::Write => image.allocate(range),
+            Self::New(new) if op == Op::Write => new.image.allocate(range),
             _ => vec![range],
         }
     }
@@ -260,8 +305,8 @@ impl<Q: IoQueue, M: BlockMap> Endpoint for FileEndpoint<Q, M> {
         };
         match &self.content {
             Content::Raw | Content::Image { .. } => capabilities,
-            Content::New { image, .. } => Capabilities {
-                size: image.size(),
+            Content::New(new) => Capabilities {
+                size: new.image.size(),
                 max_zero_bytes: 0,
                 has_status: false,
                 ..capabilities
@@ -318,8 +363,8 @@ impl<Q: IoQueue, M: BlockMap> Endpoint for FileEndpoint<Q, M> {
     }
 
     fn finish(&mut self) -> Result<(), Error> {
-        let Content::New { image, file } = &mut self.content else { return Ok(()) };
-        let written = image.finish(file);
+        let Content::New(new) = &mut self.content else { return Ok(()) };
+        let written = new.image.finish(&new.file);
         let what = |error| format!("cannot write the image's tables: {}", os_message(&error));
         written.map_err(|error| Error::at(&self.name, what(error)))
     }

@@ -11,7 +11,7 @@ use std::os::unix::fs::{FileTypeExt, MetadataExt};
 use std::path::Path;
 use std::sync::Arc;
 
-use nowait::{BlockDevice, OpenOptions};
+use nowait::{AllocationCache, BlockDevice, FileStorage, OpenOptions};
 use nowait_image::lock::{self, Access, LockError};
 use nowait_image::lock_holder;
 use nowait_image::{
@@ -22,7 +22,7 @@ use rustix::io::Errno;
 
 use crate::endpoint::Endpoint;
 use crate::error::{Error, os_message, reason};
-use crate::file_endpoint::Content;
+use crate::file_endpoint::{Content, NewImage};
 use crate::nbd::Connecting;
 use crate::{file_endpoint, nbd};
 use nowait_remote::{Location, RemoteOptions};
@@ -275,20 +275,22 @@ fn new_file(
         Format::Raw => None,
         Format::Qcow2 => Some(Qcow2Builder::new(size, format.cluster_bytes).map_err(failed)?),
     };
-    let bytes = image.as_ref().map_or(size, Qcow2Builder::max_data_end);
+    let bytes = if image.is_some() { 0 } else { size };
     let file = AtomicFile::create(to, bytes, replaces).map_err(failed)?;
+    let disk_bytes = image.as_ref().map_or(size, Qcow2Builder::max_data_end);
     let content = match image {
         None => Content::Raw,
         Some(image) => {
             let written = ImageFile::open(file.path(), true);
             let file = written.map_err(|error| Error::at(location, error.what()))?;
-            Content::New { image: Box::new(image), file }
+            Content::New(NewImage::new(image, file))
         }
     };
-    // Each byte is written once, so an allocation cache would not help.
-    let options = OpenOptions { no_hint: true, ..OpenOptions::default() };
-    let disk = BlockDevice::open(file.path(), options)
+    let storage = FileStorage::open(file.path(), OpenOptions::default())
         .map_err(|error| failed(format!("cannot open: {}", reason(error.errno()))))?;
+    // Each byte is written once, so an allocation cache would not help.
+    let map = AllocationCache::new(disk_bytes, false);
+    let disk = BlockDevice::mapped(Arc::new(storage), Vec::new(), disk_bytes, false, map);
     let endpoint = file_endpoint::open(location.to_string(), Arc::new(disk), content)?;
     let kind = TargetKind::Replaced { file, format, _replaced: replaced };
     Ok(Target { endpoint, kind, is_zero: true })

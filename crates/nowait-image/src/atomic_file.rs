@@ -56,7 +56,8 @@ impl AtomicFile {
         let mut name = to.file_name().ok_or("this names no file")?.to_owned();
         name.push(OsString::from(SUFFIX));
         let path = to.with_file_name(name);
-        let cannot = |error: io::Error| explain(&path, &error);
+        let doing = format!("make {}", path.display());
+        let cannot = |error: io::Error| create_message(&doing, &error);
         let file = OpenOptions::new()
             .read(true)
             .write(true)
@@ -82,7 +83,6 @@ impl AtomicFile {
         if !atomic.is_ours() {
             return Err("another process has just made it (try again)".into());
         }
-        let cannot = |error: io::Error| explain(&atomic.path, &error);
         atomic.set_mode(PRIVATE_MODE).map_err(cannot)?;
         atomic.file.set_len(0).and_then(|()| atomic.file.set_len(bytes)).map_err(cannot)?;
         Ok(atomic)
@@ -173,16 +173,6 @@ fn umask() -> u32 {
     let status = fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|line| line.strip_prefix("Umask:"));
     line.and_then(|text| u32::from_str_radix(text.trim(), 8).ok()).unwrap_or(0o077)
-}
-
-fn explain(path: &Path, error: &io::Error) -> String {
-    let name = path.display();
-    match error.kind() {
-        ErrorKind::FileTooLarge => {
-            format!("cannot make {name}: no file may be as large here (see ulimit -f)")
-        }
-        _ => create_message(&format!("make {name}"), error),
-    }
 }
 
 #[cfg(test)]

@@ -6,6 +6,8 @@
 use std::path::{Path, PathBuf};
 use std::{fmt, io};
 
+use rustix::process::{Resource, getrlimit};
+
 /// A failure that concerns one file of an image.
 #[derive(Debug)]
 pub struct ImageError {
@@ -71,9 +73,16 @@ fn is_invisible(c: char) -> bool {
     matches!(c, '\u{61c}' | '\u{200e}' | '\u{200f}' | '\u{2028}'..='\u{202e}' | '\u{2066}'..='\u{2069}')
 }
 
-/// The system's message for `error`, without the number that the standard library appends.
+/// The system's message for `error`, without the number that the standard library appends. For
+/// `EFBIG` it says which limit was met: the process's, or the file system's.
 #[must_use]
 pub fn os_message(error: &io::Error) -> String {
+    if error.raw_os_error() == Some(libc::EFBIG) {
+        return match getrlimit(Resource::Fsize).current {
+            Some(most) => format!("no file may have more than {most} bytes here (ulimit -f)"),
+            None => "the file system holds no file of this size".into(),
+        };
+    }
     let mut words = error.to_string();
     if let Some(end) = words.find(" (os error ") {
         words.truncate(end);
@@ -118,6 +127,14 @@ impl std::error::Error for ImageError {}
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_file_that_is_too_large_is_told_with_the_limit() {
+        let told = os_message(&io::Error::from_raw_os_error(libc::EFBIG));
+        assert!(told.contains("ulimit -f") || told.contains("no file of this size"), "{told}");
+        let other = io::Error::new(io::ErrorKind::FileTooLarge, "the tables are full");
+        assert_eq!(os_message(&other), "the tables are full");
+    }
 
     #[test]
     fn characters_that_control_a_terminal_are_escaped_and_others_are_kept() {

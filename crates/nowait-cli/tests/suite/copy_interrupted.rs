@@ -3,6 +3,7 @@
 //! Invariant: under the target's name there is a complete copy or no file.
 
 use std::fs;
+use std::os::unix::fs::FileExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::thread;
@@ -174,12 +175,51 @@ old" ] || exit 8; exit $status"#;
 
 #[test]
 fn a_limit_on_the_size_of_files_is_reported_and_no_file_is_left() {
+    if !require_tool("prlimit") {
+        return;
+    }
     let scratch = Scratch::new();
     let source = scratch.random("source", 4 * MIB, 3);
     let target = scratch.join("target");
-    let wrapper = ["sh", "-c", r#"ulimit -f 1024 && exec "$0" "$@""#];
-    refusal_under(&wrapper, &["copy", text(&source), text(&target)]).says(&["target", "ulimit -f"]);
-    assert_eq!(fs::read_dir(scratch.path()).expect("a directory").count(), 1);
+    // One cause has one message, whatever meets it.
+    let words = "no file may have more than 1048576 bytes here (ulimit -f)";
+    let small = text(&source).replace("source", "small");
+    accepted(&["create", &small, "1M"]);
+    let qcow2 = &format!("{}.qcow2", text(&target));
+    for (command, named) in [
+        (&["copy", text(&source), text(&target)][..], "target: cannot make"),
+        (&["copy", text(&source), qcow2], "target.qcow2: cannot write at byte"),
+        (&["create", text(&target), "4M"], "target: cannot create"),
+        (&["create", qcow2, "4M", "--preallocation", "metadata"], "target.qcow2: cannot create"),
+        (&["resize", &small, "4M"], "small: cannot resize it"),
+    ] {
+        refusal_under(&LIMITED, command).says(&[named, words]);
+    }
+    assert_eq!(fs::read_dir(scratch.path()).expect("a directory").count(), 2);
+}
+
+/// No file may have more than 1 MiB.
+const LIMITED: [&str; 2] = ["prlimit", "--fsize=1048576"];
+
+#[test]
+fn a_limit_on_the_size_of_files_counts_what_is_written_to_a_qcow2_image_not_its_disk() {
+    if !require_tool("prlimit") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let source = scratch.sparse("source", 200 << 30);
+    let data = Random::from_seed(4).bytes(64 << 10);
+    let file = fs::File::options().write(true).open(&source).expect("the source");
+    file.write_all_at(&data, 100 << 30).expect("room");
+    let server = Server::start(&source, &["--read-only"]);
+    for (from, clusters) in [(text(&source), "64K"), (server.uri(), "64K"), (text(&source), "4K")] {
+        let target = scratch.join("target.qcow2");
+        let copy = ["copy", from, text(&target), "--verify", "--cluster-size", clusters];
+        let mut limited = tool(LIMITED[0]);
+        limited.arg(LIMITED[1]).arg(NOWAIT).args(copy).succeeds();
+        assert!(fs::metadata(&target).expect("the copy").len() <= MIB, "clusters of {clusters}");
+        fs::remove_file(&target).expect("the copy");
+    }
 }
 
 /// Starts a copy of `source` to an export and interrupts it by `cut` when some of it has arrived,

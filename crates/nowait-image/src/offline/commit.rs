@@ -4,11 +4,11 @@
 //! Until then the overlay's disk reads the same at any moment, and an interrupted commit can be
 //! repeated.
 
-use std::io::{self, ErrorKind};
+use std::io;
 
 use crate::chain::{Chain, Format, Layer, LayerFormat};
 use crate::chain_reader::ChainReader;
-use crate::error::ImageError;
+use crate::error::{ImageError, os_message};
 use crate::image_file::ImageFile;
 use crate::offline::editor::{Editor, check_editable};
 use crate::offline::make_empty::make_empty;
@@ -275,12 +275,11 @@ fn failed(below: &Layer, error: &io::Error) -> ImageError {
 }
 
 fn no_room(file: &ImageFile, error: &io::Error) -> ImageError {
-    let what = match error.kind() {
-        ErrorKind::StorageFull => "no space left on the file system",
-        ErrorKind::QuotaExceeded => "your quota on the file system is used up",
-        ErrorKind::FileTooLarge => "it would become larger than a file may be here (see ulimit -f)",
-        _ => return ImageError::os(file.path(), "write", error),
-    };
+    let lacks_room = [libc::ENOSPC, libc::EDQUOT, libc::EFBIG].map(Some);
+    if !lacks_room.contains(&error.raw_os_error()) {
+        return ImageError::os(file.path(), "write", error);
+    }
     let hint = "nothing is lost: make room, and commit again";
-    ImageError::refused(file.path(), format!("{what} ({hint})"))
+    let why = format!("cannot write: {} ({hint})", os_message(error));
+    ImageError::refused(file.path(), why)
 }

@@ -8,6 +8,8 @@ use std::fs;
 use std::io::{self, ErrorKind};
 use std::path::{Path, PathBuf};
 
+use rustix::io::Errno;
+
 use crate::atomic_file::{AtomicFile, OverwritePolicy};
 use crate::base_version;
 use crate::chain::{Chain, ChainOptions, Format, Locking, NamedStorages};
@@ -245,11 +247,8 @@ fn explain(path: &Path, error: &io::Error) -> ImageError {
     let what = match error.kind() {
         ErrorKind::AlreadyExists => "there is such a file already (remove it first, with rm)",
         ErrorKind::NotFound => &create_message("create", error),
-        ErrorKind::FileTooLarge | ErrorKind::InvalidInput => {
-            "the file system holds no file of this size (choose a smaller size)"
-        }
-        ErrorKind::StorageFull => "no space left on the file system",
-        ErrorKind::QuotaExceeded => "your quota on the file system is used up",
+        // The length is more than an `off_t` can tell.
+        ErrorKind::InvalidInput => return ImageError::os(path, "create", &Errno::FBIG.into()),
         ErrorKind::Unsupported => {
             "the file system cannot reserve space (leave out --preallocation)"
         }
@@ -263,9 +262,8 @@ mod tests {
     use std::fs;
     use std::os::unix::fs::MetadataExt;
 
-    use rustix::io::Errno;
-
     use super::*;
+    use crate::error::os_message;
 
     fn raw(size: u64) -> CreateOptions {
         CreateOptions::new(Format::Raw, Some(size))
@@ -302,7 +300,7 @@ mod tests {
         let directory = tempfile::tempdir().unwrap();
         let path = directory.path().join("disk.img");
         let error = create(&path, &raw(u64::MAX)).unwrap_err().to_string();
-        assert!(error.contains("no file of this size"), "{error}");
+        assert!(error.ends_with(&os_message(&Errno::FBIG.into())), "{error}");
         let qcow2 = CreateOptions { format: Format::Qcow2, ..raw(1 << 60) };
         let error = create(&path, &qcow2).unwrap_err().to_string();
         assert!(error.contains("larger clusters"), "{error}");
@@ -312,9 +310,9 @@ mod tests {
     #[test]
     fn errors_of_the_file_system_are_reported_in_words() {
         for (errno, words) in [
-            (Errno::NOSPC, "no space left"),
-            (Errno::DQUOT, "quota"),
-            (Errno::FBIG, "choose a smaller size"),
+            (Errno::NOSPC, "cannot create: No space left on device"),
+            (Errno::DQUOT, "cannot create: Disk quota exceeded"),
+            (Errno::FBIG, &format!("cannot create: {}", os_message(&Errno::FBIG.into()))),
             (Errno::NOENT, "directory does not exist"),
             (Errno::OPNOTSUPP, "cannot reserve space"),
             (Errno::ROFS, "cannot create: Read-only file system"),

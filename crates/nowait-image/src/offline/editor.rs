@@ -11,7 +11,7 @@
 //! replaced are lowered.
 
 use std::collections::BTreeMap;
-use std::io::{self, ErrorKind};
+use std::io;
 use std::ops::Range;
 
 use crate::chain::{Layer, LayerFormat};
@@ -21,6 +21,7 @@ use crate::offline::check;
 use crate::offline::offline_allocator::RefcountAllocator;
 use crate::qcow2::entries::{BadEntry, Cluster, L1Entry, ZERO, with_copied};
 use crate::qcow2::header::{Header, MAX_L1_BYTES};
+use crate::qcow2::layout;
 use crate::qcow2::lookup::read_table;
 
 /// Bytes of new data and of tables after which a batch is committed; small in tests, so that these
@@ -191,7 +192,7 @@ impl<'a> Editor<'a> {
             return Ok(());
         }
         if entries * 8 > MAX_L1_BYTES {
-            return Err(ErrorKind::FileTooLarge.into());
+            return Err(layout::tables_full());
         }
         self.commit_batch()?;
         let cluster = self.cluster_bytes();

@@ -4,11 +4,12 @@
 //! written at any time; a refcount is lowered only when the pointer to the cluster is durably gone.
 
 use std::collections::BTreeMap;
-use std::io::{self, ErrorKind};
+use std::io;
 
 use crate::image_file::ImageFile;
 use crate::qcow2::entries::refcount_block;
 use crate::qcow2::header::{Header, MAX_POS, MAX_REFCOUNT_TABLE_BYTES};
+use crate::qcow2::layout;
 use crate::qcow2::lookup::read_table;
 use crate::qcow2::refcounts;
 
@@ -49,13 +50,14 @@ impl<'a> RefcountAllocator<'a> {
     /// bytes. Their old contents remain.
     ///
     /// # Errors
-    /// `EFBIG` if the image has reached its largest size; the errno of a failed read or write.
+    /// [`io::ErrorKind::FileTooLarge`] if the image has reached its largest size; the errno of a failed
+    /// read or write.
     pub(crate) fn allocate(&mut self, wanted: u64) -> io::Result<u64> {
         let search_start = self.first_free;
         let (mut start, mut at) = (search_start, search_start);
         while at - start < wanted {
             if at >= MAX_POS >> self.header.cluster_bits {
-                return Err(ErrorKind::FileTooLarge.into());
+                return Err(layout::tables_full());
             }
             let index = at / self.header.block_entries();
             if index >= self.table.len() as u64 {
@@ -198,7 +200,7 @@ impl<'a> RefcountAllocator<'a> {
             (blocks, clusters) = (needed, clusters.max(entries.div_ceil(per_cluster)));
         }
         if clusters * cluster > MAX_REFCOUNT_TABLE_BYTES.max(cluster) {
-            return Err(ErrorKind::FileTooLarge.into());
+            return Err(layout::tables_full());
         }
         self.table.resize((clusters * per_cluster) as usize, 0);
         for block in 0..blocks {

@@ -55,6 +55,12 @@ impl Qcow2Builder {
         self.header.size
     }
 
+    /// The end of the clusters that are allocated so far, in bytes of the file.
+    #[must_use]
+    pub const fn data_end(&self) -> u64 {
+        self.next * self.header.cluster_bytes()
+    }
+
     /// The end of the data in the file, in bytes, if all of the disk is written.
     #[must_use]
     pub fn max_data_end(&self) -> u64 {
@@ -106,17 +112,18 @@ impl Qcow2Builder {
     /// caller has to sync the file.
     ///
     /// # Errors
-    /// `EFBIG` if the image is larger than its tables can express; the errno of a failed write.
+    /// [`io::ErrorKind::FileTooLarge`] if the image is larger than its tables can express; the errno of
+    /// a failed write.
     pub fn finish(&mut self, file: &ImageFile) -> io::Result<()> {
         let cluster = self.header.cluster_bytes();
         let l2_pos = self.next * cluster;
         let tables = self.tables.len() as u64;
         let Ok(refcount_layout) = RefcountLayout::of(&self.header, self.next + tables) else {
-            return Err(io::ErrorKind::FileTooLarge.into());
+            return Err(layout::tables_full());
         };
         let RefcountLayout { table, blocks, clusters } = refcount_layout;
         if clusters >= MAX_POS >> self.header.cluster_bits {
-            return Err(io::ErrorKind::FileTooLarge.into());
+            return Err(layout::tables_full());
         }
         let block_pos = l2_pos + tables * cluster;
         self.header.refcount_table_pos = block_pos + blocks * cluster;
@@ -199,6 +206,16 @@ mod tests {
             ChainReader::new(&chain).unwrap().read_at(0, &mut read).unwrap();
             assert!(read == disk, "clusters of {cluster}");
         }
+    }
+
+    #[test]
+    fn the_data_end_follows_what_is_allocated() {
+        let mut image = Qcow2Builder::new(200 << 30, None).unwrap();
+        let first = image.data_end();
+        assert!(first <= 128 * KIB, "{first}");
+        image.allocate(ByteRange::new(100 << 30, 1));
+        assert_eq!(image.data_end(), first + 64 * KIB);
+        assert!(image.data_end() <= image.max_data_end());
     }
 
     #[test]

@@ -32,6 +32,12 @@ pub(crate) fn check_l1(header: &Header) -> Result<(), String> {
     if entries * 8 > MAX_L1_BYTES { Err(too_large(header)) } else { Ok(()) }
 }
 
+/// The error of an image that would need more clusters than its tables can name.
+pub(crate) fn tables_full() -> io::Error {
+    let why = "its tables name no more clusters (nowait copy --cluster-size makes larger ones)";
+    io::Error::new(io::ErrorKind::FileTooLarge, why)
+}
+
 fn too_large(header: &Header) -> String {
     let more = "give a larger --cluster-size, up to 2M";
     format!("a disk of {} bytes needs larger clusters ({more})", header.size)

@@ -232,13 +232,15 @@ impl MetadataWriteback {
     pub(crate) fn grow_file_to(&self, bytes: u64) -> Result<(), Error> {
         let mut len = lock_for_io(&self.len);
         if bytes > len.bytes && !injected_bug::injected(ImageBug::ForgetToGrow) {
-            let new = bytes.next_multiple_of(len.step);
-            self.file().set_len(new).map_err(|error| match error.errno() {
+            let step = bytes.next_multiple_of(len.step);
+            let grown = self.file().set_len(step).map(|()| step);
+            // A limit may leave room for less than a step.
+            let grown = grown.or_else(|_| self.file().set_len(bytes).map(|()| bytes));
+            len.bytes = grown.map_err(|error| match error.errno() {
                 // A block device has a fixed size.
                 libc::EINVAL => Error::new(libc::ENOSPC, Operation::Write),
                 _ => error,
             })?;
-            len.bytes = new;
         }
         Ok(())
     }
