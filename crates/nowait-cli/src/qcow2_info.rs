@@ -29,7 +29,7 @@ impl Qcow2Info {
         let bitmaps = Bitmap::all(file, &header).unwrap_or_default();
         let full_backing = header.backing.as_ref().map(|backing| {
             let directory = image.parent().unwrap_or(Path::new(""));
-            directory.join(&backing.name).to_string_lossy().into_owned()
+            backing.full(directory).to_string_lossy().into_owned()
         });
         Ok(Self { header, full_backing, bitmaps })
     }

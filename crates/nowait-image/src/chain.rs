@@ -6,17 +6,19 @@
 //! for a block device.
 
 use std::ffi::OsStr;
-use std::fmt;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use nowait::{Direct, Storage};
 
+use crate::backing_name::OpenedBacking;
 use crate::error::ImageError;
+use crate::format::{Format, signature_of};
 use crate::handed_over::HandedOver;
 use crate::image_file::{FileId, ImageFile, NO_MEDIUM, Opening};
 use crate::lock::{Access, LockError};
+use crate::named_storages::NamedStorages;
 use crate::path_policy::PathPolicy;
 use crate::qcow2::header::Header;
 use crate::signature::Signature;
@@ -26,58 +28,6 @@ use crate::{base_version, lock, lock_holder, signature};
 /// Most images in a chain. QEMU has no limit; each takes a descriptor here.
 pub const MAX_LAYERS: usize = 64;
 
-/// The format of an image.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Format {
-    /// The disk's bytes and nothing else.
-    Raw,
-    /// QEMU's own format, versions 2 and 3.
-    Qcow2,
-}
-
-impl Format {
-    /// The format's name on the command line and in headers.
-    #[must_use]
-    pub const fn name(self) -> &'static str {
-        match self {
-            Self::Raw => "raw",
-            Self::Qcow2 => "qcow2",
-        }
-    }
-
-    /// The format of `file` by its first bytes: qcow2 if they are qcow2's, else raw. A block device
-    /// is always raw: as a rule its bytes are a guest's.
-    ///
-    /// A guess is safe only for a file whose first bytes no guest could choose: a guest with a raw
-    /// disk can make it begin like qcow2. So a file that was ever served raw has to be opened with
-    /// an explicit format.
-    ///
-    /// # Errors
-    /// Those of pread(2). `EINVAL`: the file begins like another format than these two and is not marked as raw
-    /// ([`signature::mark_raw`]); or it is marked and begins like qcow2.
-    pub fn probe(file: &ImageFile) -> Result<Self, ImageError> {
-        let refused = |why| Err(ImageError::refused(file.path(), why));
-        match signature_of(file)? {
-            None => Ok(Self::Raw),
-            Some(Signature::Qcow2) if file.fd().is_ok_and(signature::is_marked_raw) => {
-                refused(signature::refusal_of_marked())
-            }
-            Some(Signature::Qcow2) => Ok(Self::Qcow2),
-            // It was no such file when it was opened as a raw disk first: a guest has made it begin so.
-            Some(_) if file.fd().is_ok_and(signature::is_marked_raw) => Ok(Self::Raw),
-            Some(other) => refused(other.refusal()),
-        }
-    }
-}
-
-/// The signature that `file` begins with; none for a block device.
-fn signature_of(file: &ImageFile) -> Result<Option<Signature>, ImageError> {
-    match file.is_block_device() {
-        true => Ok(None),
-        false => Signature::probe(file).map_err(|e| ImageError::os(file.path(), "read", &e)),
-    }
-}
-
 /// Whether the files of a chain are locked when they are opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Locking {
@@ -85,34 +35,6 @@ pub enum Locking {
     Locked,
     /// Not at all, for an inspection of an image that may be in use.
     Unlocked,
-}
-
-/// Storages that images may stand on, by the names that headers have for them.
-#[derive(Clone, Default)]
-pub struct NamedStorages(Vec<(String, Arc<dyn Storage>)>);
-
-impl NamedStorages {
-    /// Adds `storage`, which headers call `name`.
-    pub fn add(&mut self, name: String, storage: Arc<dyn Storage>) {
-        self.0.push((name, storage));
-    }
-
-    /// The storage that is called `name`, exactly.
-    pub fn get(&self, name: impl AsRef<OsStr>) -> Option<&Arc<dyn Storage>> {
-        let name = name.as_ref();
-        self.0.iter().find(|(known, _)| OsStr::new(known) == name).map(|(_, storage)| storage)
-    }
-
-    /// The names of all.
-    pub fn names(&self) -> impl Iterator<Item = &str> {
-        self.0.iter().map(|(name, _)| &**name)
-    }
-}
-
-impl fmt::Debug for NamedStorages {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.debug_list().entries(self.0.iter().map(|(name, _)| name)).finish()
-    }
 }
 
 /// How to open an image.
@@ -318,18 +240,16 @@ impl Chain {
         options: &ChainOptions,
     ) -> Result<Self, ImageError> {
         let policy = PathPolicy::new(path, true, &options.backing_dirs, &options.data_files)?;
-        let storage = options.backing_storages.get(name);
-        let file = match storage {
-            Some(storage) => ImageFile::on_storage(PathBuf::from(name), storage.clone()),
-            None => policy.backing_file(path, name, Opening::ReadOnly)?,
-        };
-        let is_unknown = storage.is_some() || signature_of(&file)?.is_some();
-        if options.format.is_none() && is_unknown {
+        let storages = &options.backing_storages;
+        let backing = OpenedBacking::open(path, name, Opening::ReadOnly, &policy, storages)?;
+        let format = backing.format(path, options.format)?;
+        let OpenedBacking { file, is_storage, .. } = backing;
+        if format.is_none() && (is_storage || signature_of(&file)?.is_some()) {
             let why = "the format of its backing file is not guessed, because a guest may have made a raw \
                        disk begin like an image (give --backing-format)";
             return Err(ImageError::refused(path, why));
         }
-        let format = options.format.or(Some(Format::Raw));
+        let format = format.or(Some(Format::Raw));
         Self::from(PendingLayer { file, format }, options, &policy)
     }
 
@@ -564,30 +484,28 @@ fn backing_of(
         return Ok(None);
     };
     let image = layer.file.path();
-    let storage = storages.get(&backing.name).filter(|_| opening == Opening::ReadOnly);
-    let file = match storage {
-        Some(storage) => ImageFile::on_storage(PathBuf::from(&backing.name), storage.clone()),
-        None => policy.backing_file(image, &backing.name, opening)?,
-    };
-    let format = match backing.format.as_deref() {
-        Some("raw" | "file" | "host_device") => Format::Raw,
-        Some("qcow2") => Format::Qcow2,
+    let opened = OpenedBacking::open(image, &backing.name, opening, policy, storages)?;
+    let recorded = match backing.format.as_deref() {
+        Some("raw" | "file" | "host_device") => Some(Format::Raw),
+        Some("qcow2") => Some(Format::Qcow2),
+        None => None,
         Some(other) => {
             return Err(ImageError::refused(
                 image,
                 format!("its backing file's format '{other}' is not supported (raw and qcow2 are)"),
             ));
         }
-        // A guest with a raw disk can make it begin like qcow2 and name any file of the host as the
-        // backing file. A file without a known signature can only be raw.
-        None if storage.is_some() || signature_of(&file)?.is_some() => {
-            return Err(ImageError::refused(
-                image,
-                "the format of its backing file is not recorded, and not guessed \
-                 (record it with qemu-img rebase -u -b BACKING -F FORMAT)",
-            ));
-        }
-        None => Format::Raw,
     };
-    Ok(Some(PendingLayer { file, format: Some(format) }))
+    let format = opened.format(image, recorded)?;
+    let OpenedBacking { file, is_storage, .. } = opened;
+    // A guest with a raw disk can make it begin like qcow2 and name any file of the host as the
+    // backing file. A file without a known signature can only be raw.
+    if format.is_none() && (is_storage || signature_of(&file)?.is_some()) {
+        return Err(ImageError::refused(
+            image,
+            "the format of its backing file is not recorded, and not guessed \
+             (record it with qemu-img rebase -u -b BACKING -F FORMAT)",
+        ));
+    }
+    Ok(Some(PendingLayer { file, format: format.or(Some(Format::Raw)) }))
 }

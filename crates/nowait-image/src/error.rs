@@ -3,6 +3,7 @@
 //! Invariant: the line names one file, what is wrong with it, and a remedy where there is one; the
 //! errno is that of the failed system call.
 
+use std::ffi::OsStr;
 use std::path::{Path, PathBuf};
 use std::{fmt, io};
 
@@ -66,6 +67,17 @@ pub fn plain(text: &str) -> String {
         }
     }
     shown
+}
+
+/// `text` as an argument of a command in a message: in quotes where a shell needs them. `None` if it
+/// has characters that [`plain`] changes, or is not UTF-8: then no message can tell it.
+pub(crate) fn argument(text: &OsStr) -> Option<String> {
+    let text = text.to_str().filter(|text| plain(text) == *text)?;
+    let is_safe = |c: char| c.is_alphanumeric() || "@%_+=:,./?-".contains(c);
+    Some(match text.chars().all(is_safe) {
+        true => text.to_owned(),
+        false => format!("'{}'", text.replace('\'', r"'\''")),
+    })
 }
 
 /// Line and paragraph separators, and characters that change the direction of writing.
@@ -134,6 +146,15 @@ mod tests {
         assert!(told.contains("ulimit -f") || told.contains("no file of this size"), "{told}");
         let other = io::Error::new(io::ErrorKind::FileTooLarge, "the tables are full");
         assert_eq!(os_message(&other), "the tables are full");
+    }
+
+    #[test]
+    fn an_argument_is_quoted_where_a_shell_needs_it_and_left_out_where_it_cannot_be_told() {
+        let shown = |text: &str| argument(OsStr::new(text));
+        assert_eq!(shown("nbd+unix:///?socket=/a").as_deref(), Some("nbd+unix:///?socket=/a"));
+        assert_eq!(shown("/a b/c'd").as_deref(), Some(r"'/a b/c'\''d'"));
+        assert_eq!(shown("nbd+unix:///?a&b").as_deref(), Some("'nbd+unix:///?a&b'"));
+        assert_eq!(shown("/a\nb"), None);
     }
 
     #[test]

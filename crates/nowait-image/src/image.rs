@@ -12,8 +12,9 @@ use nowait::{
     AllocationCache, BlockDevice, BlockMap, BlockingFile, Direct, Error, OpenOptions, Storage,
 };
 
-use crate::chain::{Chain, ChainOptions, Format, Layer};
+use crate::chain::{Chain, ChainOptions, Layer};
 use crate::error::ImageError;
+use crate::format::Format;
 use crate::image_file::{FileId, ImageFile};
 use crate::lock::LockError;
 use crate::qcow2::header::MAGIC;

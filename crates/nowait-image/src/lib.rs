@@ -17,11 +17,15 @@ mod error;
 mod injected_bug;
 #[cfg(test)]
 mod tests;
+mod file_name;
 mod image_file;
 mod qcow2;
 mod signature;
 mod atomic_file;
+mod format;
+mod named_storages;
 mod path_policy;
+mod backing_name;
 mod warning;
 mod handed_over;
 mod base_version;
@@ -33,17 +37,18 @@ pub mod qcow2_disk;
 mod image;
 
 pub use atomic_file::{AtomicFile, OverwritePolicy};
-pub use chain::{
-    Chain, ChainOptions, Format, Layer, LayerFormat, Locking, MAX_LAYERS, NamedStorages,
-};
+pub use backing_name::url_of_backing;
+pub use chain::{Chain, ChainOptions, Layer, LayerFormat, Locking, MAX_LAYERS};
 pub use chain_reader::ChainReader;
 pub use error::{ImageError, create_message, open_message, os_message, plain};
+pub use format::Format;
 pub use handed_over::HandedOver;
 pub use image::{DeviceVisitor, Image, open, open_storage};
 pub use image_file::{ImageFile, NO_MEDIUM};
 #[cfg(feature = "sim")]
 pub use injected_bug::{ImageBug, inject};
 pub use mounts::in_use;
+pub use named_storages::NamedStorages;
 pub use offline::check::repair;
 pub use offline::{check, commit, create, map, resize};
 pub use qcow2::bitmaps::Bitmap;

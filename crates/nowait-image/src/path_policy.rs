@@ -20,7 +20,8 @@ use std::path::{Path, PathBuf};
 
 use rustix::fs::{Mode, OFlags};
 
-use crate::error::{ImageError, plain};
+use crate::error::{ImageError, argument, plain};
+use crate::file_name::plain_name;
 use crate::image_file::{ImageFile, Opening};
 
 /// The files that headers may name.
@@ -82,12 +83,6 @@ impl PathPolicy {
         let refused = |what: String| {
             Err(ImageError::refused(image, format!("its backing file '{shown}' {what}")))
         };
-        if !matches!(opening, Opening::ReadOnly) && plain_name(name).is_none() {
-            return refused(format!(
-                "is no file name, and nothing else is written to (nowait copy --backing {shown} \
-                 makes one image of both)"
-            ));
-        }
         let (path, real) = find(image, name, "backing file")?;
         let (Some(parent), Some(file_name)) = (real.parent(), real.file_name()) else {
             return refused("is no file".into());
@@ -99,19 +94,19 @@ impl PathPolicy {
                     .into(),
             );
         }
-        let leave = format!("(allow it with --backing-dir {})", parent.display());
+        let leave = leave("--backing-dir", parent.as_os_str());
         let allowed = self.allowed.iter().find(|directory| directory.path == parent);
         let own_directory =
             self.own_directory.as_ref().filter(|directory| directory.path == parent);
         let Some(directory) = allowed.or(own_directory) else {
             return refused(match self.own_directory {
-                Some(_) => format!("is not in the image's own directory {leave}"),
-                None => format!("is named on a block device, which trusts no directory {leave}"),
+                Some(_) => format!("is not in the image's own directory{leave}"),
+                None => format!("is named on a block device, which trusts no directory{leave}"),
             });
         };
         let file = ImageFile::open_in(directory.open.as_fd(), file_name, &path, opening)?;
         if allowed.is_none() && file.is_block_device() {
-            return refused(format!("is a block device {leave}"));
+            return refused(format!("is a block device{leave}"));
         }
         Ok(file)
     }
@@ -125,10 +120,9 @@ impl PathPolicy {
     ) -> Result<ImageFile, ImageError> {
         let (path, real) = find(image, name, "data file")?;
         if !self.data_files.contains(&real) {
-            let (name, real) = (shown(name), shown(real.as_os_str()));
+            let (name, leave) = (shown(name), leave("--data-file", real.as_os_str()));
             let what = format!(
-                "its data is in another file, '{name}', which is opened only by leave \
-                 (allow it with --data-file {real})"
+                "its data is in another file, '{name}', which is opened only by leave{leave}"
             );
             return Err(ImageError::refused(image, what));
         }
@@ -141,11 +135,7 @@ impl PathPolicy {
 fn find(image: &Path, name: &OsStr, what: &str) -> Result<(PathBuf, PathBuf), ImageError> {
     let shown = shown(name);
     let Some(plain) = plain_name(name) else {
-        let why = format!(
-            "its {what} '{shown}' is no file name (a URL of a backing file is opened only by \
-             leave: --backing {shown})"
-        );
-        return Err(ImageError::refused(image, why));
+        return Err(ImageError::refused(image, format!("its {what} '{shown}' is no file name")));
     };
     let path = directory_of(image).join(plain);
     let real = path.canonicalize().map_err(|error| {
@@ -156,6 +146,11 @@ fn find(image: &Path, name: &OsStr, what: &str) -> Result<(PathBuf, PathBuf), Im
         ImageError::refused(image, format!("its {what} '{shown}' {reason}"))
     })?;
     Ok((path, real))
+}
+
+/// The advice to give `option` with `value`, to follow a refusal; empty if no message can tell the value.
+fn leave(option: &str, value: &OsStr) -> String {
+    argument(value).map_or(String::new(), |value| format!(" (allow it with {option} {value})"))
 }
 
 fn is_hidden(path: &Path) -> bool {
@@ -175,39 +170,12 @@ fn shown(name: &OsStr) -> String {
     plain(&name.to_string_lossy())
 }
 
-/// The file name in `name`, as QEMU parses it: a `file:` prefix is dropped; `None` for any other
-/// protocol (`json:`, `nbd:`, …).
-fn plain_name(name: &OsStr) -> Option<&Path> {
-    let bytes = name.as_bytes();
-    let protocol = bytes
-        .iter()
-        .position(|&byte| byte == b':' || byte == b'/')
-        .filter(|&at| bytes[at] == b':' && at > 0)
-        .map(|at| &bytes[..at]);
-    match protocol {
-        None => Some(Path::new(name)),
-        Some(b"file") => Some(Path::new(OsStr::from_bytes(&bytes[5..]))),
-        Some(_) => None,
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use std::fs;
     use std::os::unix::fs::symlink;
 
     use super::*;
-
-    #[test]
-    fn only_plain_names_and_file_names_are_files() {
-        let plain = |name| plain_name(OsStr::new(name));
-        assert_eq!(plain("base.raw"), Some(Path::new("base.raw")));
-        assert_eq!(plain("file:../base.raw"), Some(Path::new("../base.raw")));
-        assert_eq!(plain("./odd:name"), Some(Path::new("./odd:name")));
-        for name in ["json:{}", "nbd:unix:/x", "nbd+unix:///?socket=x", "https://a/b"] {
-            assert_eq!(plain(name), None, "{name}");
-        }
-    }
 
     /// A user's directory with images and other files in it, beside another user's.
     struct UserDirectory {

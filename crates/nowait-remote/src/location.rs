@@ -89,6 +89,16 @@ impl Location {
             _ => Ok(Self::File(PathBuf::from(text))),
         }
     }
+
+    /// As [`Location::parse`], for the name of a backing file as headers have it: QEMU's other forms of
+    /// an NBD export (`nbd:HOST:PORT`, `json:{…}`) are its URI.
+    ///
+    /// # Errors
+    /// As [`Location::parse`].
+    pub fn parse_backing(name: &OsString) -> Result<Self, String> {
+        let url = nowait_image::url_of_backing(name).map(OsString::from);
+        Self::parse(url.as_ref().unwrap_or(name))
+    }
 }
 
 impl fmt::Display for Location {
@@ -125,6 +135,15 @@ mod tests {
             assert_eq!(Location::parse(&text.into()).unwrap().short_name(), name);
         }
         assert!(Location::parse(&"".into()).is_err());
+        for (name, url) in [
+            ("nbd:h:1:exportname=e", "nbd://h:1/e"),
+            (r#"json:{"driver":"nbd","path":"/s"}"#, "nbd+unix:///?socket=/s"),
+            ("s3://b/key", "s3://b/key"),
+        ] {
+            assert_eq!(Location::parse_backing(&name.into()).unwrap().to_string(), url);
+        }
+        let base = Location::parse_backing(&"base.img".into()).unwrap();
+        assert_eq!(base, Location::File("base.img".into()));
         for (text, server) in [
             ("disk.img", None),
             ("nbd://[::1]/export", Some("[::1]:10809")),

@@ -100,11 +100,16 @@ pub fn open_backings(
     locations: &[Location],
     remote: &RemoteOptions,
 ) -> Result<NamedStorages, ImageError> {
-    let mut storages = NamedStorages::default();
+    let mut storages = NamedStorages::given_by_user(is_location);
     for location in locations {
         storages.add(location.to_string(), open_storage(location, true, remote)?);
     }
     Ok(storages)
+}
+
+/// Whether `text` is the location of a storage, as [`open_backings`] takes it.
+fn is_location(text: &str) -> bool {
+    Location::parse(&text.into()).is_ok_and(|location| location.path().is_none())
 }
 
 fn refused(name: &Path, what: &str) -> ImageError {

@@ -97,7 +97,7 @@ impl OtherFiles {
 
 /// Parses the URL of an image below another one.
 fn backing_url(text: &OsString) -> Result<Location, String> {
-    match Location::parse(text)? {
+    match Location::parse_backing(text)? {
         Location::File(_) => Err("it is no URL (for files: --backing-dir)".into()),
         location => Ok(location),
     }

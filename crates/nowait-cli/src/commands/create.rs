@@ -12,7 +12,7 @@ use crate::size::human;
 use crate::{open_chain, output, waiting};
 
 pub(crate) fn run(args: &CreateArgs) -> Result<(), CliError> {
-    let location = args.backing.as_ref().map(|name| Location::parse(&name.clone().into()));
+    let location = args.backing.as_ref().map(|name| Location::parse_backing(&name.clone().into()));
     let location = location.transpose().map_err(|error| CliError::at(&args.image, error))?;
     let urls: Vec<_> = location.into_iter().filter(|it| it.path().is_none()).collect();
     let open = || nowait_remote::open_backings(&urls, &RemoteOptions::default());

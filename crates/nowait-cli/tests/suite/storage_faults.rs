@@ -10,7 +10,7 @@ use std::process;
 use std::sync::mpsc;
 use std::thread;
 
-use crate::common::{MIB, Scratch, Server, require_tool, skip};
+use crate::common::{MIB, Scratch, Server, accepted, require_tool, skip, text};
 use crate::log_messages::await_line;
 use nowait_testkit::nbd::{Client, Command, EIO, ENOSPC, ESHUTDOWN, greet};
 
@@ -130,6 +130,25 @@ fn a_full_file_system_gives_enospc_and_trim_frees_space() {
     if !loop_mounts {
         skip("no loop mounts for this user, so tmpfs only");
     }
+}
+
+#[test]
+fn a_qcow2_image_can_be_written_up_to_a_limit_on_the_size_of_files() {
+    if !require_tool("prlimit") {
+        return;
+    }
+    let scratch = Scratch::new();
+    let image = scratch.join("disk.qcow2");
+    accepted(&["create", text(&image), "64M"]);
+    // Less than the step in which the file grows.
+    let server = Server::start_under(&["prlimit", "--fsize=4194304"], &image, &[]);
+    let mut client = server.connect();
+    client.write(0, &piece(0)).expect("a write within the limit");
+    let refused = (1..8).find_map(|number| client.write(number * MIB, &piece(number)).err());
+    assert_eq!(refused, Some(ENOSPC));
+    assert!(client.read(0, PIECE).expect("bytes") == piece(0));
+    drop(client);
+    server.stop();
 }
 
 /// Keeps writes in flight until the server ends the connection; returns the pieces whose write was

@@ -103,6 +103,10 @@ fn seeds() -> Vec<Vec<u8>> {
         ".dot/base.raw",
         "none",
         "json:{\"file\":\"@/base.raw\"}",
+        r#"json:{"driver":"raw","file":{"driver":"file","filename":"base.raw"}}"#,
+        r#"json:{"file.filename":"../beside/base.raw","file.driver":"file","driver":"raw"}"#,
+        r#"json:{"driver":"nbd","server":{"type":"inet","host":"h","port":1},"export":"e"}"#,
+        "nbd:unix:/s:exportname=e",
         "base.raw\0",
         "top.qcow2",
     ]

@@ -6,9 +6,10 @@
 
 use std::io;
 
-use crate::chain::{Chain, Format, Layer, LayerFormat};
+use crate::chain::{Chain, Layer, LayerFormat};
 use crate::chain_reader::ChainReader;
 use crate::error::{ImageError, os_message};
+use crate::format::Format;
 use crate::image_file::ImageFile;
 use crate::offline::editor::{Editor, check_editable};
 use crate::offline::make_empty::make_empty;

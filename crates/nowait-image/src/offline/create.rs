@@ -12,9 +12,11 @@ use rustix::io::Errno;
 
 use crate::atomic_file::{AtomicFile, OverwritePolicy};
 use crate::base_version;
-use crate::chain::{Chain, ChainOptions, Format, Locking, NamedStorages};
+use crate::chain::{Chain, ChainOptions, Locking};
 use crate::error::{ImageError, create_message};
+use crate::format::Format;
 use crate::image_file::ImageFile;
+use crate::named_storages::NamedStorages;
 use crate::qcow2::encode::encode;
 use crate::qcow2::entries::with_copied;
 use crate::qcow2::header::{BackingName, Header, MAX_NAME_BYTES};

@@ -6,9 +6,10 @@
 
 use std::io;
 
-use crate::chain::{Chain, Format, Layer};
+use crate::chain::{Chain, Layer};
 use crate::chain_reader::ChainReader;
 use crate::error::ImageError;
+use crate::format::Format;
 use crate::offline::editor::Editor;
 use crate::qcow2::entries::Cluster;
 use crate::qcow2::layout::SECTOR_BYTES;

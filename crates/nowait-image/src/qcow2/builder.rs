@@ -155,8 +155,9 @@ mod tests {
     use nowait_testkit::Random;
 
     use super::*;
-    use crate::chain::{Chain, ChainOptions, Format};
+    use crate::chain::{Chain, ChainOptions};
     use crate::chain_reader::ChainReader;
+    use crate::format::Format;
     use crate::offline::check::check;
 
     const KIB: u64 = 1024;

@@ -5,8 +5,9 @@ use std::collections::BTreeMap;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use crate::chain::{Chain, ChainOptions, Format, LayerFormat, Locking};
+use crate::chain::{Chain, ChainOptions, LayerFormat, Locking};
 use crate::chain_reader::ChainReader;
+use crate::format::Format;
 use crate::offline::check::check;
 use crate::offline::commit::{Overlay, commit};
 use crate::offline::create::{CreateOptions, create};

@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use nowait_image::lock::{self, Access};
-use nowait_image::{Chain, ChainOptions, Format, ImageFile, Locking, MAX_LAYERS};
+use nowait_image::{Chain, ChainOptions, Format, ImageFile, Locking, MAX_LAYERS, NamedStorages};
 
 use nowait_testkit::require_qemu;
 
@@ -111,10 +111,16 @@ fn chains_that_are_circular_missing_or_too_long_are_refused() {
     assert!(error.contains("b: its backing file's format 'vmdk' is not supported"), "{error}");
     overlay(&images, "b", "nbd:unix:/nowhere", "raw");
     let error = Chain::open(&images.path(), &options).unwrap_err().to_string();
-    assert!(error.contains("is no file name (a URL"), "{error}");
+    assert!(error.contains("is neither a file nor a URL that can be opened"), "{error}");
+    assert!(!error.contains("--backing"), "no user gives storages to the library: {error}");
     let to_commit = ChainOptions { backing_writable: true, ..ChainOptions::default() };
     let error = Chain::open(&images.directory().join("b"), &to_commit).unwrap_err().to_string();
-    assert!(error.contains("nothing else is written to (nowait copy --backing"), "{error}");
+    assert!(error.contains("is neither a file nor a URL that can be opened"), "{error}");
+    let backing_storages = NamedStorages::given_by_user(|name| name.starts_with("nbd+unix:"));
+    let to_commit = ChainOptions { backing_storages, ..to_commit };
+    let error = Chain::open(&images.directory().join("b"), &to_commit).unwrap_err().to_string();
+    let advice = "nothing else is written to (nowait copy --backing nbd+unix:///?socket=/nowhere";
+    assert!(error.contains(advice), "{error}");
     for level in 1..=MAX_LAYERS {
         let format = if level == 1 { "raw" } else { "qcow2" };
         overlay(&images, &level.to_string(), &(level - 1).to_string(), format);
