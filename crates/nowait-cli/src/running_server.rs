@@ -27,6 +27,7 @@ use crate::served_disks::{ServedDisk, ServedDisks, change_settings};
 use crate::upgrade::hand_over::{Upgrades, hand_over};
 use crate::upgrade::messages::ExportState;
 use crate::upgrade::parked_disks::ParkedDisks;
+use nowait_cli::error::CliError;
 
 /// How long an export that is removed may take to end its requests.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
@@ -226,6 +227,18 @@ fn failed(error: impl ToString) -> ControlError {
     ControlError::Failed(error.to_string())
 }
 
+/// An image that cannot be added. The options that would allow files beside it are the server's; the
+/// request has none.
+fn refused_image(error: &CliError) -> ControlError {
+    let of_server = |text: String, option: &str| {
+        text.replace(
+            &format!("(allow it with {option} "),
+            &format!("(allow it with nowait serve {option} "),
+        )
+    };
+    conflict(["--backing-dir", "--data-file"].into_iter().fold(error.to_string(), of_server))
+}
+
 fn conflict(error: impl ToString) -> ControlError {
     ControlError::Conflict(error.to_string())
 }
@@ -343,7 +356,7 @@ impl ControlledServer for RunningServer {
         options.backing_storages = self.storages_below(&backing)?;
         let mut places = (self.additions.places)(&named);
         let disk = OpenedDisk::open_anywhere(named, options, description, &common.remote)
-            .map_err(conflict)?;
+            .map_err(|error| refused_image(&error))?;
         let (listeners, sockets) = self.listen(frontends)?;
         places.extend(sockets);
         let export = disk.export(self.additions.workers);

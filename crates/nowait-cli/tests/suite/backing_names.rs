@@ -8,6 +8,7 @@ use std::fs;
 use crate::common::{
     Finished, MIB, NOWAIT, Scratch, Server, accepted, refusal, require_tool, text, tool,
 };
+use crate::control::Controlled;
 use nowait_testkit::qcow2_image::{self, DISK, Names};
 
 /// Creates the image `name` in `scratch`, on `backing` in `format`.
@@ -162,6 +163,25 @@ fn each_advice_of_a_refused_backing_file_can_be_followed() {
     }
     server.stop();
     on_tcp.stop_but_leave_socket();
+}
+
+#[test]
+fn the_advice_for_an_image_that_is_added_is_an_option_of_the_server() {
+    let it = Controlled::start();
+    let names = Names { backing: None, data: Some("../base.raw") };
+    it.scratch.random("base.raw", DISK, 4);
+    let top = overlay(&it.scratch, "images/top.qcow2", "../base.raw", "raw");
+    let other = it.scratch.join("images/other.qcow2");
+    fs::write(&other, qcow2_image::image(names)).expect("an image");
+    for (image, option) in [(&*top, "--backing-dir"), (text(&other), "--data-file")] {
+        let refused = it.nowait(&["export", "add", "top", image]).fails();
+        let (_, advised) = refused.split_once("(allow it with nowait serve ").expect("advice");
+        let (advised, _) = advised.rsplit_once(')').expect("its end");
+        let (given, value) = advised.split_once(' ').expect("an option and its value");
+        assert_eq!(given, option);
+        Server::start(image.as_ref(), &[option, value]).stop();
+    }
+    it.server.stop();
 }
 
 #[test]
