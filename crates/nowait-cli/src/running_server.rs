@@ -19,6 +19,7 @@ use nowait_server::{AnyExport, ExportId, ExportStatus, Exports, Limits, Listener
 use rustix::io::Errno;
 
 use crate::allowed_places::{AllowedPlaces, absolute};
+use crate::error::CliError;
 use crate::export_spec::{NamedExport, parse_name};
 use crate::image_exchange::ImageExchange;
 use crate::listen_address;
@@ -27,7 +28,6 @@ use crate::served_disks::{ServedDisk, ServedDisks, change_settings};
 use crate::upgrade::hand_over::{Upgrades, hand_over};
 use crate::upgrade::messages::ExportState;
 use crate::upgrade::parked_disks::ParkedDisks;
-use nowait_cli::error::CliError;
 
 /// How long an export that is removed may take to end its requests.
 const REMOVE_TIMEOUT: Duration = Duration::from_secs(10);
