@@ -12,6 +12,12 @@ use rustls::{CertificateError, Error};
 const VERSION_1: &str = "is of version 1, and TLS needs version 3 (make it with \
                          'openssl x509 -req -extfile FILE'; docs/operating.md#tls)";
 
+/// The message for a certificate of an authority that a server or client shows, as `openssl req -x509`
+/// makes it.
+const CA_AS_PEER: &str = "is that of an authority, and not of a server or client (make it with \
+                          'openssl req -x509 -addext basicConstraints=critical,CA:FALSE -addext \
+                          subjectAltName=DNS:HOST')";
+
 /// The fault of a certificate, as the rest of a sentence that begins with the certificate.
 #[must_use]
 pub fn certificate_fault(error: &CertificateError) -> String {
@@ -54,7 +60,7 @@ pub fn certificate_fault(error: &CertificateError) -> String {
 fn other_fault(name: &str) -> String {
     match name {
         "UnsupportedCertVersion" => VERSION_1.to_owned(),
-        "CaUsedAsEndEntity" => "is that of an authority, and not of a server or client".to_owned(),
+        "CaUsedAsEndEntity" => CA_AS_PEER.to_owned(),
         "EndEntityUsedAsCa" => "is signed by a certificate that is not an authority's".to_owned(),
         name => format!("cannot be used ({})", spaced_name(name)),
     }
@@ -183,6 +189,14 @@ mod tests {
         ] {
             assert_eq!(tls_message(&error, "the client"), words);
         }
+    }
+
+    #[test]
+    fn a_certificate_of_an_authority_is_said_to_be_one_with_the_way_to_make_another() {
+        let ca = OtherError(Arc::new(std::io::Error::other("CaUsedAsEndEntity")));
+        let words = certificate_fault(&CertificateError::Other(ca));
+        assert!(words.starts_with("is that of an authority"), "{words}");
+        assert!(words.contains("-addext basicConstraints=critical,CA:FALSE -addext"), "{words}");
     }
 
     #[test]

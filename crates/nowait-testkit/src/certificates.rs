@@ -139,6 +139,19 @@ pub fn self_signed(directory: &Path) -> CertificateDer<'static> {
     cert.der().clone()
 }
 
+/// Writes a certificate of `localhost` that signs itself as an authority's, and its key, into
+/// `directory`, as a server's and as that of the trusted authority: as `openssl req -x509` makes it.
+pub fn self_signed_authority(directory: &Path) {
+    let key = KeyPair::generate().expect("a key");
+    let names = [LOCALHOST.to_owned(), "127.0.0.1".to_owned()];
+    let mut params = CertificateParams::new(names).expect("plain names");
+    params.is_ca = IsCa::Ca(BasicConstraints::Unconstrained);
+    let pem = params.self_signed(&key).expect("a certificate").pem();
+    fs::write(directory.join("server-cert.pem"), &pem).expect("a file");
+    fs::write(directory.join("ca-cert.pem"), &pem).expect("a file");
+    fs::write(directory.join("server-key.pem"), key.serialize_pem()).expect("a file");
+}
+
 /// A client without a certificate, for a server at `localhost` that `root` has certified; it speaks
 /// only `versions` of TLS.
 pub fn client_of(

@@ -26,6 +26,14 @@ pub enum Lie {
     Stall(usize),
     /// One byte of the answer after the other, with pauses.
     Drip,
+    /// The answer in chunks of so many bytes, without a length.
+    Chunked(usize),
+    /// The answer of HTTP/1.0 without a length: it ends with its connection, after so many bytes.
+    Closed(usize),
+    /// The answer with this header, or with two, each with its line's end.
+    Header(&'static str),
+    /// The answer with a body that is so much longer than its range.
+    Longer(usize),
     /// The whole object.
     Whole,
     /// Bytes of a range that begins so much later than the one that was asked for, and says so.
@@ -55,6 +63,8 @@ pub struct Script {
     pub always: Option<Lie>,
     /// How requests have to be signed.
     pub signer: Option<Signer>,
+    /// The values of the header Accept-Encoding of all requests.
+    pub accepted: Vec<Option<String>>,
     /// The ranges that were asked for, with `None` for a request without one.
     pub ranges: Vec<Option<(u64, u64)>>,
     /// Requests that were not signed as they had to be.
@@ -143,6 +153,7 @@ fn serve(stream: impl ReadWrite, script: &Mutex<Script>) {
         let (answer, lie, delay) = {
             let mut script = script.lock().unwrap_or_else(PoisonError::into_inner);
             script.ranges.push(request.range());
+            script.accepted.push(request.header("accept-encoding").map(str::to_owned));
             let lie = script.lies.pop_front().or_else(|| script.always.clone());
             (answer(&request, &mut script, lie.as_ref()), lie, script.delay)
         };
@@ -150,7 +161,7 @@ fn serve(stream: impl ReadWrite, script: &Mutex<Script>) {
         let stream = reader.get_mut();
         let sent = match lie {
             Some(Lie::HangUp) => return,
-            Some(Lie::Cut(bytes)) => {
+            Some(Lie::Cut(bytes) | Lie::Closed(bytes)) => {
                 let _ = stream.write_all(&answer[..bytes.min(answer.len())]);
                 return;
             }
@@ -219,11 +230,30 @@ fn answer(request: &Request, script: &mut Script, lie: Option<&Lie>) -> Vec<u8> 
         }
         _ => (200, object.as_slice()),
     };
-    let len = body.len();
-    let head = format!("HTTP/1.1 {number} OK\r\ncontent-length: {len}\r\n{more}\r\n");
-    let mut answer = head.into_bytes();
-    if request.method != "HEAD" {
-        answer.extend_from_slice(body);
+    let longer = if let Some(Lie::Longer(bytes)) = lie { *bytes } else { 0 };
+    let body = [body, &vec![b'x'; longer]].concat();
+    let length = format!("content-length: {}\r\n", body.len());
+    let (version, framing) = match lie {
+        Some(Lie::Chunked(_)) => (1, "transfer-encoding: chunked\r\n"),
+        Some(Lie::Closed(_)) => (0, ""),
+        Some(Lie::Header(header)) => {
+            more.push_str(header);
+            (1, length.as_str())
+        }
+        _ => (1, length.as_str()),
+    };
+    let mut answer = format!("HTTP/1.{version} {number} OK\r\n{framing}{more}\r\n").into_bytes();
+    match lie {
+        _ if request.method == "HEAD" => {}
+        Some(Lie::Chunked(bytes)) => {
+            for chunk in body.chunks((*bytes).max(1)) {
+                answer.extend(format!("{:x}\r\n", chunk.len()).bytes());
+                answer.extend(chunk);
+                answer.extend(b"\r\n");
+            }
+            answer.extend(b"0\r\n\r\n");
+        }
+        _ => answer.extend(body),
     }
     answer
 }

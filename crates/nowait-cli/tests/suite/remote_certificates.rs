@@ -2,9 +2,13 @@
 //!
 //! Invariant: nothing is read from a server whose certificate is wrong.
 
+use std::fs;
 use std::path::Path;
+use std::sync::Arc;
 
-use nowait_testkit::certificates::{Authority, Flaw, Role, server_of};
+use nowait_testkit::certificates::{
+    Authority, Flaw, Role, self_signed, self_signed_authority, server_of,
+};
 use nowait_testkit::web_server::{Lie, WebServer};
 use nowait_testkit::{Finished, KIB, Random, Scratch, seed};
 
@@ -88,6 +92,33 @@ fn a_certificate_of_another_host_is_refused_in_words() {
     let site = Site::new(Flaw::Elsewhere);
     let error = site.refusal(&site.url);
     assert!(error.contains("is for elsewhere.example, not for"), "{error}");
+}
+
+#[test]
+fn a_certificate_that_signs_itself_is_taken_and_that_of_an_authority_refused_in_words() {
+    let site = Site::new(Flaw::None);
+    let shows = || site.server.script().tls = Some(server_of(site.scratch.path()));
+    self_signed_authority(site.scratch.path());
+    shows();
+    let error = site.refusal(&site.url);
+    assert!(error.contains("is that of an authority, and not of a server"), "{error}");
+    assert!(error.contains("openssl req -x509 -addext basicConstraints"), "{error}");
+    self_signed(site.scratch.path());
+    shows();
+    fs::copy(site.scratch.join("server-cert.pem"), site.scratch.join("ca-cert.pem"))
+        .expect("a copy");
+    let url = site.url.replace("127.0.0.1", "localhost");
+    tool("env").arg(&site.trust).args([NOWAIT, "info", &url]).succeeds();
+}
+
+#[test]
+fn a_server_that_speaks_only_http_2_is_refused_in_words() {
+    let site = Site::new(Flaw::None);
+    let mut tls = Arc::unwrap_or_clone(server_of(site.scratch.path()));
+    tls.alpn_protocols = vec![b"h2".to_vec()];
+    site.server.script().tls = Some(Arc::new(tls));
+    let error = site.refusal(&site.url);
+    assert!(error.contains("the server does not speak HTTP/1.1"), "{error}");
 }
 
 #[test]

@@ -36,7 +36,8 @@ impl Fault {
     /// that could have changed, and no server that was trusted before.
     pub(super) fn at_open(error: &object_store::Error) -> Self {
         match (Self::of(error), bad_answer(error)) {
-            (Self::Changed(text), _) | (Self::Transient(text), Some(BadAnswer::Certificate(_))) => {
+            (Self::Changed(text), _)
+            | (Self::Transient(text), Some(BadAnswer::Certificate(_) | BadAnswer::NoHttp1)) => {
                 Self::Refused(text)
             }
             (fault, _) => fault,
@@ -83,6 +84,12 @@ pub(super) enum BadAnswer {
     IgnoresRanges,
     /// A range that no object has.
     NoRange,
+    /// Bytes that are not the object's as they are, but in this encoding, if that is a short word.
+    Encoded(String),
+    /// A body that is longer or shorter than the range that it has.
+    OtherLength,
+    /// The server speaks another version of HTTP only.
+    NoHttp1,
     /// It leads to a place that is not gone to.
     Redirect(&'static str),
     /// The certificate of the server is not accepted. It may have a better one later.
@@ -99,8 +106,10 @@ impl BadAnswer {
                 408 | 425 | 500..=599 => Fault::Transient(text),
                 _ => Fault::Refused(text),
             },
-            Self::IgnoresRanges | Self::NoRange | Self::Redirect(_) => Fault::Refused(text),
-            Self::Certificate(_) => Fault::Transient(text),
+            Self::IgnoresRanges | Self::NoRange | Self::Encoded(_) | Self::Redirect(_) => {
+                Fault::Refused(text)
+            }
+            Self::Certificate(_) | Self::NoHttp1 | Self::OtherLength => Fault::Transient(text),
         }
     }
 }
@@ -115,6 +124,23 @@ impl fmt::Display for BadAnswer {
                 return f.write_str(
                     "the server sends the whole object in answer to a request for a part of it, \
                      so it cannot be read from there (a proxy or a server without byte ranges)",
+                );
+            }
+            Self::Encoded(encoding) => {
+                let encoding = if encoding.is_empty() { "an encoding" } else { encoding };
+                return write!(
+                    f,
+                    "the server sends the object encoded ({encoding}), so the bytes are not the \
+                     disk's (store it without Content-Encoding; a proxy must not compress it)"
+                );
+            }
+            Self::OtherLength => {
+                return f.write_str("the length of the answer is not that of the range in it");
+            }
+            Self::NoHttp1 => {
+                return f.write_str(
+                    "cannot connect: the server does not speak HTTP/1.1, but only HTTP/2, which \
+                     is not supported here",
                 );
             }
             Self::Certificate(error) => return write_certificate_error(f, error),

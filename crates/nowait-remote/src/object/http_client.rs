@@ -9,9 +9,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use http_body_util::{BodyExt, Limited};
-use hyper::header::{CONTENT_RANGE, HeaderMap, LOCATION, RANGE};
+use hyper::header::{
+    ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, HeaderMap, HeaderName,
+    HeaderValue, LOCATION, RANGE, TRANSFER_ENCODING,
+};
 use hyper::{Method, Response, StatusCode, Uri};
-use hyper_rustls::{HttpsConnector, HttpsConnectorBuilder};
+use hyper_rustls::HttpsConnector;
 use hyper_util::client::legacy::connect::{Connect, HttpConnector as TcpConnector};
 use hyper_util::client::legacy::{Client, Error as ClientError};
 use hyper_util::rt::{TokioExecutor, TokioTimer};
@@ -21,8 +24,8 @@ use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody,
     HttpResponse, HttpResponseBody, HttpService,
 };
-use rustls::RootCertStore;
 use rustls::crypto::ring;
+use rustls::{AlertDescription, RootCertStore};
 use url::Url;
 
 use crate::object::fault::BadAnswer;
@@ -33,6 +36,8 @@ const ERROR_BYTES: usize = 16 << 10;
 const CODE_BYTES: usize = 64;
 /// The most digits of a number in a range: what follows is less than `i64::MAX`.
 const MAX_DIGITS: usize = 18;
+/// The encoding of bytes that are as they are.
+const IDENTITY: &str = "identity";
 /// The most places that one request is led to.
 const MAX_REDIRECTS: usize = 5;
 /// A connection that nothing uses is closed after this time.
@@ -59,22 +64,19 @@ impl Connector {
         if let Some(error) = found.errors.first().filter(|_| roots.is_empty()) {
             tracing::warn!("no certificates of authorities: {error}");
         }
-        let tls = rustls::ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
-            .with_safe_default_protocol_versions()
-            .map_err(|error| error.to_string())?
-            .with_root_certificates(roots)
-            .with_no_client_auth();
+        let mut tls =
+            rustls::ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
+                .with_safe_default_protocol_versions()
+                .map_err(|error| error.to_string())?
+                .with_root_certificates(roots)
+                .with_no_client_auth();
+        tls.alpn_protocols = vec![b"http/1.1".to_vec()];
         let mut tcp = TcpConnector::new_with_resolver(Resolver::default());
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
         tcp.set_connect_timeout(Some(timeout / 2));
         tcp.set_keepalive(Some(KEEPALIVE));
-        let https = HttpsConnectorBuilder::new()
-            .with_tls_config(tls)
-            .https_or_http()
-            .enable_http1()
-            .wrap_connector(tcp);
-        Ok(Self::over(https, follows, timeout))
+        Ok(Self::over(HttpsConnector::from((tcp, tls)), follows, timeout))
     }
 }
 
@@ -91,6 +93,8 @@ impl<C: Connections> Connector<C> {
     async fn follow(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let (mut parts, body) = request.into_parts();
         let is_get = parts.method == Method::GET;
+        // A part of a compressed object is no part of the object.
+        parts.headers.insert(ACCEPT_ENCODING, HeaderValue::from_static(IDENTITY));
         for _ in 0..=MAX_REDIRECTS {
             let again = HttpRequest::from_parts(parts.clone(), body.clone());
             let response = self.client.request(again).await.map_err(|error| failed(&error))?;
@@ -133,10 +137,7 @@ async fn checked(response: HttpResponse, ranged: bool) -> Result<HttpResponse, H
         return Err(refused(BadAnswer::IgnoresRanges));
     }
     if status.is_success() {
-        // The library counts on with the end of the range.
-        let range = response.headers().get(CONTENT_RANGE).map_or(&[][..], |range| range.as_bytes());
-        let is_long = range.split(|b| !b.is_ascii_digit()).any(|digits| digits.len() > MAX_DIGITS);
-        return if is_long { Err(refused(BadAnswer::NoRange)) } else { Ok(response) };
+        return if ranged { part_of_object(response) } else { Ok(response) };
     }
     let header = |headers: &HeaderMap, name| {
         let value =
@@ -159,6 +160,44 @@ async fn checked(response: HttpResponse, ranged: bool) -> Result<HttpResponse, H
     Err(refused(BadAnswer::Status { status, code, region }))
 }
 
+/// The answer, which is to a request for a part of an object, if it has the bytes of the object as they
+/// are. Its length is that of its range: neither an answer in chunks nor one that ends with its
+/// connection tells another one.
+fn part_of_object(mut response: HttpResponse) -> Result<HttpResponse, HttpError> {
+    let headers = response.headers();
+    let foreign = |name: HeaderName, plain: &'static str| {
+        let values = headers.get_all(name).into_iter().map(HeaderValue::as_bytes);
+        let mut words =
+            values.flat_map(|value| value.split(|&b| b == b',')).map(<[u8]>::trim_ascii);
+        let foreign = words.find(|it| !it.is_empty() && !it.eq_ignore_ascii_case(plain.as_bytes()));
+        foreign.map(|it| str::from_utf8(it).ok().and_then(word).unwrap_or_default())
+    };
+    let encoding = foreign(CONTENT_ENCODING, IDENTITY);
+    if let Some(encoding) = encoding.or_else(|| foreign(TRANSFER_ENCODING, "chunked")) {
+        return Err(refused(BadAnswer::Encoded(encoding)));
+    }
+    let range = headers.get(CONTENT_RANGE).map_or(&[][..], |range| range.as_bytes());
+    let is_digit = |b: &u8| !b.is_ascii_digit();
+    // The library counts on with the end of the range.
+    if range.split(is_digit).any(|digits| digits.len() > MAX_DIGITS) {
+        return Err(refused(BadAnswer::NoRange));
+    }
+    let numbers =
+        range.split(is_digit).filter_map(|digits| str::from_utf8(digits).ok()?.parse().ok());
+    let numbers: Vec<u64> = numbers.collect();
+    // The library says what is wrong with another one.
+    if let [first, last, _] = numbers[..]
+        && let Some(len) = last.checked_sub(first)
+    {
+        let len = HeaderValue::from(len + 1);
+        if headers.get(CONTENT_LENGTH).is_some_and(|told| *told != len) {
+            return Err(refused(BadAnswer::OtherLength));
+        }
+        response.headers_mut().insert(CONTENT_LENGTH, len);
+    }
+    Ok(response)
+}
+
 /// `text`, if it is a short word.
 fn word(text: &str) -> Option<String> {
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
@@ -175,6 +214,9 @@ fn failed(error: &ClientError) -> HttpError {
     let tls = tls_error(reason);
     if let Some(rustls::Error::InvalidCertificate(error)) = tls {
         return HttpError::new(HttpErrorKind::Connect, BadAnswer::Certificate(error.clone()));
+    }
+    if let Some(rustls::Error::AlertReceived(AlertDescription::NoApplicationProtocol)) = tls {
+        return HttpError::new(HttpErrorKind::Connect, BadAnswer::NoHttp1);
     }
     let what = if error.is_connect() { "cannot connect: " } else { "" };
     let kind = if error.is_connect() { HttpErrorKind::Connect } else { HttpErrorKind::Interrupted };

@@ -11,7 +11,7 @@ use object_store::azure::MicrosoftAzureBuilder;
 use object_store::client::HttpConnector;
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::http::HttpBuilder;
-use object_store::{GetOptions, GetRange, ObjectMeta, ObjectStore, RetryConfig};
+use object_store::{GetOptions, GetRange, GetResult, ObjectMeta, ObjectStore, RetryConfig};
 
 use crate::object::fault::Fault;
 use crate::object::http_client::Connector;
@@ -63,13 +63,20 @@ impl Version {
         self.0.last_modified.timestamp()
     }
 
-    /// What names this version of the object, and no other one of the same place.
+    /// What names this version of the object, and no other one of the same place. The date belongs to
+    /// it beside a strong tag, too: some servers make the tag of the time in seconds and the size.
     pub(super) fn identity(&self) -> String {
         let (size, tag) = (self.size(), self.0.e_tag.as_deref().unwrap_or_default());
-        match self.strong_tag() {
-            Some(tag) => format!("{size} {tag}"),
-            None => format!("{size} {tag} {}", self.date()),
-        }
+        format!("{size} {tag} {}", self.date())
+    }
+
+    /// Whether an answer about `other` is about this version. One with the strong tag may leave the date
+    /// out (RFC 9110, 15.3.7).
+    fn is_same(&self, other: &Self) -> bool {
+        let (own, new) = (&self.0, &other.0);
+        let dated = self.date() != 0 && other.date() != 0;
+        let same_date = self.date() == other.date() || !dated && self.strong_tag().is_some();
+        own.size == new.size && own.e_tag == new.e_tag && same_date
     }
 }
 
@@ -132,7 +139,9 @@ impl Object {
         let options = GetOptions { range: Some(GetRange::Bounded(0..1)), ..GetOptions::default() };
         let answer = self.store.get_opts(&self.url.path, options).await;
         let answer = answer.map_err(|error| Fault::at_open(&error))?;
-        Version::of(answer.meta).map_err(Fault::Refused)
+        let version = Version::of(answer.meta.clone()).map_err(Fault::Refused)?;
+        self.body(answer, 1).await?;
+        Ok(version)
     }
 
     /// Reads `len` bytes, at least 1, from byte `pos` on. All of them are in the object.
@@ -160,10 +169,15 @@ impl Object {
         };
         let answer = self.store.get_opts(&self.url.path, options).await;
         let answer = answer.map_err(|error| Fault::of(&error))?;
-        if Version(answer.meta.clone()).identity() != version.identity() {
+        if !version.is_same(&Version(answer.meta.clone())) {
             let what = "the object has changed since it was opened (another ETag, date or size)";
             return Err(Fault::Changed(what.into()));
         }
+        self.body(answer, len).await
+    }
+
+    /// The `len` bytes of an answer.
+    async fn body(&self, answer: GetResult, len: u64) -> Result<Vec<u8>, Fault> {
         let mut data = Vec::new();
         let mut body = answer.into_stream();
         loop {

@@ -218,6 +218,75 @@ fn without_a_strong_tag_the_date_tells_a_change() {
 }
 
 #[test]
+fn a_strong_tag_that_stays_with_another_date_is_another_object() {
+    let (server, object) = (server(), object());
+    let disk = open(&server, &patient()).unwrap();
+    let first = disk.identity();
+    assert!(read(&disk, 0, 4096).unwrap() == object[..4096]);
+    // An answer without a date says nothing of it.
+    let date = std::mem::take(&mut server.script().date);
+    assert!(read(&disk, 2 * MIB, 4096).unwrap() == object[2 * MIB as usize..][..4096]);
+    server.script().date = date.replace("10:00:00", "10:00:01");
+    server.script().object.iter_mut().for_each(|byte| *byte ^= 1);
+    assert!(read(&disk, 4 * MIB, 4096).is_err());
+    assert!(read(&disk, 0, 4096).is_err(), "bytes of both are one disk");
+    // Nor is what a cache has of one the other's.
+    assert_ne!(open(&server, &patient()).unwrap().identity(), first);
+}
+
+#[test]
+fn an_encoded_answer_is_an_error_and_plain_bytes_are_asked_for() {
+    let headers = [
+        ("content-encoding: gzip\r\n", "encoded (gzip)"),
+        ("Content-Encoding: identity, BR\r\n", "encoded (BR)"),
+        ("content-encoding: identity\r\ncontent-encoding: x\"y\r\n", "encoded (an encoding)"),
+        ("transfer-encoding: gzip, chunked\r\n", ""),
+    ];
+    for (header, why) in headers {
+        let (server, object) = (server(), object());
+        let disk = open(&server, &patient()).unwrap();
+        server.script().always = Some(Lie::Header(header));
+        assert_eq!(read(&disk, 0, 4096).unwrap_err().errno(), libc_eio(), "{header}");
+        let error = open(&server, &hasty()).err().unwrap();
+        assert!(error.contains(why), "{header}: {error}");
+        server.script().always = Some(Lie::Header("content-encoding: Identity\r\n"));
+        assert!(read(&disk, 0, 4096).unwrap() == object[..4096]);
+        let identity = |accepted: &Option<String>| accepted.as_deref() == Some("identity");
+        assert!(server.script().accepted.iter().all(identity));
+    }
+}
+
+#[test]
+fn an_answer_without_a_length_is_as_long_as_its_range() {
+    for lie in [Lie::Chunked(100), Lie::Chunked(5000), Lie::Closed(usize::MAX)] {
+        let (server, object) = (server(), object());
+        server.script().always = Some(lie.clone());
+        let disk = open(&server, &patient()).unwrap();
+        assert_eq!(disk.size().unwrap(), BYTES, "{lie:?}");
+        for pos in [0, BYTES - 4096] {
+            let data = read(&disk, pos, 4096).unwrap();
+            assert!(data == object[pos as usize..][..4096], "{lie:?}");
+        }
+        assert_eq!(disk.counters().counts().retries, 0, "{lie:?}");
+    }
+}
+
+#[test]
+fn a_body_that_is_not_as_long_as_its_range_is_an_error() {
+    let (server, object) = (server(), object());
+    let disk = open(&server, &hasty()).unwrap();
+    // Cut in the body; cut in the body without a length; with a length, and more than the range.
+    for lie in [Lie::Cut(30_000), Lie::Closed(30_000), Lie::Longer(1), Lie::Longer(10_000)] {
+        server.script().always = Some(lie.clone());
+        assert_eq!(read(&disk, 0, 4096).unwrap_err().errno(), libc_eio(), "{lie:?}");
+    }
+    let error = open(&server, &hasty()).err().unwrap();
+    assert!(error.contains("length of the answer"), "{error}");
+    server.script().always = None;
+    assert!(read(&disk, 0, 4096).unwrap() == object[..4096]);
+}
+
+#[test]
 fn what_cannot_be_opened_is_one_line_that_says_why() {
     for (lie, why) in [
         (Lie::Status(404, "", ""), "there is no such object (404)"),
