@@ -1,7 +1,7 @@
 //! Messages while the server runs: on standard error, in a log file, or in the journal.
 //!
 //! Invariant: each message is one line that begins with `nowait:`, whatever names are in it, and has no control characters
-//! and no secret of a URL; without `--verbose` only warnings and errors are printed. In a log file each line begins with the
+//! and no secret of a URL; without `--verbose`, and of libraries, only warnings and errors are printed. In a log file each line begins with the
 //! time. Where the journal reads standard error, it gets each message with its priority and its fields; if it cannot be
 //! reached, as a line that begins with the priority.
 
@@ -12,7 +12,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use tracing::field::{Field, Visit};
 use tracing::level_filters::LevelFilter;
-use tracing::{Event, Level, Subscriber};
+use tracing::{Event, Level, Metadata, Subscriber};
 use tracing_subscriber::fmt::format::Writer;
 use tracing_subscriber::fmt::time::{FormatTime, SystemTime};
 use tracing_subscriber::layer::{Context, Layer, SubscriberExt};
@@ -107,6 +107,11 @@ fn is_read_by_the_journal() -> bool {
 struct Messages;
 
 impl<S: Subscriber> Layer<S> for Messages {
+    /// Of libraries only warnings and errors: that of HTTP has several lines for each request.
+    fn enabled(&self, metadata: &Metadata<'_>, _: Context<'_, S>) -> bool {
+        *metadata.level() <= Level::WARN || metadata.target().starts_with("nowait")
+    }
+
     fn on_event(&self, event: &Event<'_>, _: Context<'_, S>) {
         let level = *event.metadata().level();
         let mut parts = Parts::default();

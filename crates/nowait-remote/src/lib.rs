@@ -6,6 +6,7 @@
 #![deny(unsafe_code)]
 
 mod open_list;
+mod fault_log;
 mod policy;
 mod object;
 mod nbd;

@@ -11,7 +11,7 @@ use nowait_image::{ChainOptions, Image, ImageError, NamedStorages};
 
 use crate::location::Location;
 use crate::nbd::{NbdOptions, NbdStorage};
-use crate::object::{BootRecord, CacheOptions, ObjectOptions, ObjectStorage};
+use crate::object::{BootRecord, CacheOptions, MINIMUM_RATE, ObjectOptions, ObjectStorage};
 use crate::rbd::{RbdOptions, RbdStorage};
 
 /// How remote storages are used.
@@ -19,6 +19,8 @@ use crate::rbd::{RbdOptions, RbdStorage};
 pub struct RemoteOptions {
     /// How long requests wait for a server whose connection was lost, before they fail.
     pub reconnect: Duration,
+    /// Bytes a second that have to come of an answer of an object store; 0: any number but none.
+    pub minimum_rate: u64,
     /// The directory with certificates for TLS, where the URI names none.
     pub certificates: Option<PathBuf>,
     /// Where what was read of objects stays.
@@ -32,14 +34,22 @@ pub struct RemoteOptions {
 impl Default for RemoteOptions {
     fn default() -> Self {
         let NbdOptions { reconnect, certificates, .. } = NbdOptions::default();
-        Self { reconnect, certificates, cache: None, record: None, prefetch: None }
+        Self {
+            reconnect,
+            minimum_rate: MINIMUM_RATE,
+            certificates,
+            cache: None,
+            record: None,
+            prefetch: None,
+        }
     }
 }
 
 impl RemoteOptions {
     fn object(&self) -> ObjectOptions {
-        let Self { reconnect, cache, record, prefetch, .. } = self.clone();
-        ObjectOptions { reconnect, cache, record, prefetch, ..ObjectOptions::default() }
+        let Self { reconnect, minimum_rate, cache, record, prefetch, .. } = self.clone();
+        let default = ObjectOptions::default();
+        ObjectOptions { reconnect, minimum_rate, cache, record, prefetch, ..default }
     }
 }
 

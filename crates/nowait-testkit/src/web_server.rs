@@ -26,6 +26,8 @@ pub enum Lie {
     Stall(usize),
     /// One byte of the answer after the other, with pauses.
     Drip,
+    /// The answer, with so many bytes of the body at a time, with pauses.
+    Slow(usize),
     /// The answer in chunks of so many bytes, without a length.
     Chunked(usize),
     /// The answer of HTTP/1.0 without a length: it ends with its connection, after so many bytes.
@@ -174,6 +176,15 @@ fn serve(stream: impl ReadWrite, script: &Mutex<Script>) {
                 std::thread::sleep(Duration::from_millis(50));
                 stream.write_all(&[*byte])
             }),
+            Some(Lie::Slow(bytes)) => {
+                let head = answer.windows(4).position(|it| it == b"\r\n\r\n").unwrap_or(0) + 4;
+                let (head, body) = answer.split_at(head.min(answer.len()));
+                let parts = std::iter::once(head).chain(body.chunks(bytes.max(1)));
+                parts.into_iter().try_for_each(|part| {
+                    std::thread::sleep(Duration::from_millis(50));
+                    stream.write_all(part)
+                })
+            }
             Some(Lie::EndlessHeader) => loop {
                 if stream.write_all(&[b'a'; 4096]).is_err() {
                     return;

@@ -29,6 +29,14 @@ pub(crate) struct RemoteArgs {
     #[arg(value_parser = clap::value_parser!(u64).range(0..=MAX_SECONDS))]
     reconnect: u64,
 
+    /// How many bytes of an answer of an object store have to come a second; 0: any number but none
+    ///
+    /// A slower answer is asked for again, as one that stops: on average over 20 s, or --reconnect if
+    /// that is less. So a server that sends a byte now and then is an error after --reconnect.
+    #[arg(long, value_name = "BYTES", default_value = "1K")]
+    #[arg(value_parser = size::parse_with_zero)]
+    minimum_rate: u64,
+
     /// Where blocks of objects (s3://, https:// and others) stay when they were read, for this server
     /// and for others of this user on this machine; made if it is not there
     ///
@@ -58,6 +66,7 @@ impl RemoteArgs {
         let record = self.record.as_deref().map(BootRecord::create).transpose();
         Ok(RemoteOptions {
             reconnect: Duration::from_secs(self.reconnect),
+            minimum_rate: self.minimum_rate,
             cache: self.cache.clone(),
             record: record.map_err(CliError::new)?,
             prefetch: self.prefetch.clone(),

@@ -265,3 +265,24 @@ fn a_full_cache_is_logged_once_and_the_server_goes_on_without_it() {
     assert_eq!(server.log().matches("the cache cannot be written").count(), 1);
     server.stop();
 }
+
+#[test]
+fn faults_that_pass_have_few_lines_however_many_they_are() {
+    let object = bytes(8 * MIB);
+    let store = WebServer::start(object.clone(), "/disk.img");
+    let server = Server::start(Path::new(&store.url()), &["--read-only", "--verbose"]);
+    let mut client = server.connect();
+    for n in (0..60).rev() {
+        // Once an error, then the answer.
+        store.script().lies = [Lie::Status(500, "", "")].into();
+        let pos = n * 128 * 1024;
+        assert!(client.read(pos, 4096).unwrap() == object[pos as usize..][..4096]);
+    }
+    let log = server.log();
+    let asking = log.matches("asking again").count();
+    assert!((3..10).contains(&asking), "{log}");
+    assert_eq!(log.matches("it answers again").count(), asking, "{log}");
+    // Nor has a library lines for each request.
+    assert!(log.lines().count() < 30, "{log}");
+    server.stop();
+}

@@ -17,6 +17,7 @@ use nowait_nbd as nbd;
 use nowait_nbd::client::Export;
 use slab::Slab;
 
+use crate::fault_log::{FaultLog, LONG};
 use crate::nbd::injected_bug::{RemoteBug, injected};
 use crate::nbd::job::{Command, Job, Origin};
 use crate::nbd::limits::Limits;
@@ -66,6 +67,8 @@ struct Outage {
     attempts: u32,
     /// The pause before the next attempt but the first.
     pause: Duration,
+    /// The log has a line of its begin.
+    told: bool,
     /// The time for the reconnect has passed: requests fail until the server is there again.
     gave_up: bool,
 }
@@ -81,6 +84,7 @@ pub(super) struct Session {
     state: State,
     /// Until the server has answered a request: a connection alone proves nothing.
     outage: Option<Outage>,
+    faults: FaultLog,
     waiting: VecDeque<Job>,
     asked: Slab<Asked>,
     asked_bytes: u64,
@@ -110,6 +114,7 @@ impl Session {
     ) -> Self {
         Self {
             export,
+            faults: FaultLog::new(place.clone()),
             place,
             reconnect,
             writes,
@@ -263,10 +268,11 @@ impl Session {
 
     /// Ends a job that the server has answered, and keeps a change that no flush covers.
     fn finish(&mut self, asked: Asked, now: Duration) {
-        if let Some(outage) = self.outage.take() {
+        if let Some(outage) = self.outage.take().filter(|outage| outage.told) {
             let lost = now.saturating_sub(outage.since).as_millis();
             tracing::warn!("{}: the server answers again, after {lost} ms", self.place);
         }
+        self.faults.pass(now);
         let Asked { mut job, covers, errno, extents, .. } = asked;
         let replay = matches!(job.origin, Origin::Replay);
         self.replays -= usize::from(replay);
@@ -361,9 +367,15 @@ impl Session {
     /// The connection has ended: everything that is not answered waits again, behind the changes of
     /// the replay log.
     pub(super) fn lose(&mut self, why: &str, now: Duration) {
-        if self.outage.is_none() {
-            tracing::warn!("{}: {why}; connecting again", self.place);
-        }
+        let outage = self.outage.get_or_insert_with(|| {
+            let told = self.faults.begins(why, now);
+            if told {
+                tracing::warn!("{}: {why}; connecting again", self.place);
+            }
+            Outage { since: now, attempts: 0, pause: PAUSES[0], told, gave_up: false }
+        });
+        let pause = if outage.attempts == 0 { Duration::ZERO } else { outage.pause };
+        self.state = State::Lost { next_attempt: now + pause };
         let mut asked: Vec<_> = self.asked.drain().collect();
         asked.sort_by_key(|asked| asked.number);
         if injected(RemoteBug::AnswerUnanswered) {
@@ -390,10 +402,6 @@ impl Session {
         self.outgoing.clear();
         self.sent = 0;
         self.ended.clear();
-        let new = Outage { since: now, attempts: 0, pause: PAUSES[0], gave_up: false };
-        let outage = self.outage.get_or_insert(new);
-        let pause = if outage.attempts == 0 { Duration::ZERO } else { outage.pause };
-        self.state = State::Lost { next_attempt: now + pause };
     }
 
     /// Puts a job behind the replays that wait, before all others.
@@ -426,11 +434,19 @@ impl Session {
             return Next::Wait(None);
         };
         let (next_attempt, deadline) = (*next_attempt, outage.since + self.reconnect);
+        let lasts = now.saturating_sub(outage.since);
+        if !outage.told && lasts >= LONG {
+            outage.told = true;
+            let seconds = lasts.as_secs();
+            tracing::warn!("{}: no answer for {seconds} s; connecting again", self.place);
+        }
         if now >= deadline && outage.attempts > 0 && !outage.gave_up {
             outage.gave_up = true;
             let seconds = self.reconnect.as_secs();
-            let until = "requests fail until it is";
-            tracing::error!("{}: the server is not there for {seconds} s: {until}", self.place);
+            if outage.told {
+                let until = "requests fail until it is";
+                tracing::error!("{}: the server is not there for {seconds} s: {until}", self.place);
+            }
         }
         let gave_up = outage.gave_up;
         if gave_up {
@@ -446,16 +462,18 @@ impl Session {
     /// An attempt has led to `export` at the time `now`. Returns whether the connection is used: not
     /// if the export has become another one.
     pub(super) fn connected(&mut self, export: Export, now: Duration) -> bool {
-        let lost =
-            self.attempted().map_or(Duration::ZERO, |outage| now.saturating_sub(outage.since));
+        let lost = self.attempted().filter(|outage| outage.told);
+        let lost = lost.map(|outage| now.saturating_sub(outage.since).as_millis());
         if let Err(why) = check_same(&self.export, &export, self.writes) {
             tracing::error!("{}: {why}: it is not used any more", self.place);
             self.state = State::Changed;
             return false;
         }
-        let (place, again, lost) = (&self.place, self.replays, lost.as_millis());
-        let what = "unflushed writes are made again";
-        tracing::info!("{place}: connected after {lost} ms, {again} {what}");
+        if let Some(lost) = lost {
+            let (place, again) = (&self.place, self.replays);
+            let what = "unflushed writes are made again";
+            tracing::info!("{place}: connected after {lost} ms, {again} {what}");
+        }
         self.state = State::Connected(export);
         true
     }

@@ -3,20 +3,22 @@
 //! Invariant: a request is given up when it, or all of the store, has failed for the time that the
 //! user has allowed; a store that asks for fewer requests gets fewer.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
+use crate::fault_log::{FaultLog, LONG};
 use crate::object::fault::Fault;
 use crate::object::store::{Object, Version};
 use crate::object::store_counters::{StoreCounters, add};
 use crate::policy::{BLOCK_BYTES, BackOff, Pace};
 
-/// Since when the store has not answered.
-#[derive(Default)]
+/// A time in which the store does not answer.
 struct Outage {
-    since: Option<Instant>,
+    since: Instant,
+    /// The log has a line of its begin.
+    told: bool,
     /// Its end was told of: requests fail until the store answers again.
     gave_up: bool,
 }
@@ -27,9 +29,11 @@ pub(super) struct Asking {
     pub(super) version: Version,
     pub(super) place: String,
     reconnect: Duration,
-    outage: RefCell<Outage>,
+    outage: RefCell<Option<Outage>>,
+    log: RefCell<FaultLog>,
     pace: RefCell<Pace>,
     begun: Instant,
+    last_answer: Cell<Instant>,
     pub(super) counters: Arc<StoreCounters>,
 }
 
@@ -39,9 +43,19 @@ impl Asking {
         reconnect: Duration,
         counters: Arc<StoreCounters>,
     ) -> Self {
-        let place = object.url().to_string();
-        let (outage, pace) = (RefCell::default(), RefCell::default());
-        Self { object, version, place, reconnect, outage, pace, begun: Instant::now(), counters }
+        let (place, begun) = (object.url().to_string(), Instant::now());
+        Self {
+            object,
+            version,
+            log: RefCell::new(FaultLog::new(place.clone())),
+            place,
+            reconnect,
+            outage: RefCell::default(),
+            pace: RefCell::default(),
+            begun,
+            last_answer: Cell::new(begun),
+            counters,
+        }
     }
 
     /// Reads the blocks of `run`, again and again until `reconnect` is over.
@@ -52,13 +66,15 @@ impl Asking {
         let mut failed = 0;
         loop {
             self.wait_for_slot().await;
-            let begun = Instant::now();
-            let result = self.object.read(&self.version, pos, len).await;
+            let asked = Instant::now();
+            let deadline = first_failure.unwrap_or(asked) + self.reconnect;
+            let mut progress = self.object.progress(deadline.saturating_duration_since(asked));
+            let result = self.object.read(&self.version, (pos, len), &mut progress).await;
             let bytes = result.as_ref().map_or(0, |data| data.len() as u64);
-            self.counters.request(begun.elapsed(), bytes);
+            self.counters.request(asked.elapsed(), bytes);
             let why = match result {
                 Err(Fault::Transient(why)) => {
-                    first_failure.get_or_insert_with(Instant::now);
+                    first_failure.get_or_insert(progress.since());
                     why
                 }
                 Err(Fault::Busy(why)) => {
@@ -71,11 +87,14 @@ impl Asking {
                 }
                 fault => return fault,
             };
-            if !self.tries_again(&why, first_failure) {
+            self.note_outage(&why, progress.since());
+            failed += 1;
+            let pause = BackOff::STORE.pause(failed, fastrand::u64(..));
+            tokio::time::sleep(pause.min(self.time_left(first_failure))).await;
+            if self.time_left(first_failure).is_zero() {
+                self.give_up(&why);
                 return Err(Fault::Transient(why));
             }
-            failed += 1;
-            tokio::time::sleep(BackOff::STORE.pause(failed, fastrand::u64(..))).await;
             add(&self.counters.retries, 1);
         }
     }
@@ -88,43 +107,66 @@ impl Asking {
         }
     }
 
-    /// Whether a request is made again that has failed since `first_failure`, apart from refusals: a
-    /// store that is busy and answers other requests will answer this one.
-    fn tries_again(&self, why: &str, first_failure: Option<Instant>) -> bool {
+    /// Notes that the store has not answered a request since `since`, for the reason `why`.
+    fn note_outage(&self, why: &str, since: Instant) {
         let mut outage = self.outage.borrow_mut();
-        let begun = *outage.since.get_or_insert_with(|| {
-            tracing::warn!("{}: {why}; asking again", self.place);
-            Instant::now()
+        let outage = outage.get_or_insert_with(|| {
+            let told = self.log.borrow_mut().begins(why, self.begun.elapsed());
+            if told {
+                tracing::warn!("{}: {why}; asking again", self.place);
+            }
+            Outage { since: since.max(self.last_answer.get()), told, gave_up: false }
         });
-        if !is_over(self.reconnect, Instant::now(), begun, first_failure) {
-            return true;
+        let lasts = outage.since.elapsed();
+        if !outage.told && lasts >= LONG {
+            outage.told = true;
+            let seconds = lasts.as_secs();
+            tracing::warn!("{}: {why}; asking again since {seconds} s", self.place);
         }
-        if !std::mem::replace(&mut outage.gave_up, true) {
+    }
+
+    /// How long a request that has failed since `first_failure`, refusals not counted, is made again: a
+    /// store that is busy and answers other requests will answer this one.
+    fn time_left(&self, first_failure: Option<Instant>) -> Duration {
+        let outage = self.outage.borrow().as_ref().map(|outage| outage.since);
+        time_left(self.reconnect, Instant::now(), outage, first_failure)
+    }
+
+    fn give_up(&self, why: &str) {
+        if let Some(outage) = &mut *self.outage.borrow_mut()
+            && !std::mem::replace(&mut outage.gave_up, true)
+            && outage.told
+        {
             tracing::error!("{}: {why}; reads fail until it answers again", self.place);
         }
-        false
+    }
+
+    /// Whether requests have failed for so long that they fail until the store answers again.
+    pub(super) fn gave_up(&self) -> bool {
+        self.outage.borrow().as_ref().is_some_and(|outage| outage.gave_up)
     }
 
     fn answered(&self) {
         self.pace.borrow_mut().answered(self.begun.elapsed());
-        let outage = std::mem::take(&mut *self.outage.borrow_mut());
-        if let Some(since) = outage.since {
-            let lost = since.elapsed().as_millis();
+        self.last_answer.set(Instant::now());
+        if let Some(outage) = self.outage.take().filter(|outage| outage.told) {
+            let lost = outage.since.elapsed().as_millis();
             tracing::warn!("{}: it answers again, after {lost} ms", self.place);
         }
+        self.log.borrow_mut().pass(self.begun.elapsed());
     }
 }
 
-/// Whether the time for the reconnect is over at `now`, in an outage that has begun with the last
-/// answer, for a request that has failed since `first_failure`, refusals not counted.
-fn is_over(
+/// How much of the time for the reconnect is left at `now` for a request that has failed since
+/// `first_failure`, refusals not counted, in an `outage` that has begun with the last answer.
+fn time_left(
     reconnect: Duration,
     now: Instant,
-    outage: Instant,
+    outage: Option<Instant>,
     first_failure: Option<Instant>,
-) -> bool {
-    let since = first_failure.map_or(outage, |first| first.min(outage));
-    now.duration_since(since) >= reconnect
+) -> Duration {
+    let since = first_failure.into_iter().chain(outage).min();
+    since.map_or(Duration::MAX, |since| (since + reconnect).saturating_duration_since(now))
 }
 
 #[cfg(test)]
@@ -135,10 +177,14 @@ mod tests {
     fn a_request_that_is_only_refused_is_not_given_up_while_others_are_answered() {
         let (reconnect, begin) = (Duration::from_secs(30), Instant::now());
         let at = |seconds| begin + Duration::from_secs(seconds);
+        let left = |outage: Option<u64>, first: Option<u64>, now| {
+            time_left(reconnect, at(now), outage.map(at), first.map(at)).as_secs()
+        };
         // The last answer to another request came after 99 s.
-        assert!(!is_over(reconnect, at(100), at(99), None));
-        assert!(is_over(reconnect, at(129), at(99), None));
-        assert!(!is_over(reconnect, at(100), at(99), Some(at(71))));
-        assert!(is_over(reconnect, at(100), at(99), Some(at(70))));
+        assert_eq!(left(Some(99), None, 100), 29);
+        assert_eq!(left(Some(99), None, 129), 0);
+        assert_eq!(left(Some(99), Some(71), 100), 1);
+        assert_eq!(left(None, Some(70), 100), 0);
+        assert_eq!(time_left(reconnect, at(200), None, None), Duration::MAX);
     }
 }

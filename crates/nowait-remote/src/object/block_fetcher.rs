@@ -355,6 +355,7 @@ impl BlockFetcher {
 
     /// Gives what the store has sent to the reads that wait for it, and to the cache.
     fn fetched(&mut self, run: Range<u64>, purpose: Purpose, result: Result<Vec<u8>, Fault>) {
+        let has_failed = result.is_err();
         let data = match result {
             Ok(data) if !self.changed => Some(data),
             Ok(_) => None,
@@ -381,7 +382,13 @@ impl BlockFetcher {
             }));
         }
         if self.changed {
-            self.fail_all();
+            let looks = self.look.iter_mut().flat_map(BlockQueue::drain).collect();
+            self.fail(looks);
+        }
+        // Those that wait for their turn have waited as long.
+        if self.changed || has_failed && self.asking.gave_up() {
+            let blocks = self.fetch.iter_mut().flat_map(BlockQueue::drain).collect();
+            self.fail(blocks);
         }
     }
 
@@ -424,10 +431,8 @@ impl BlockFetcher {
         }
     }
 
-    /// Fails the reads that wait for what is not under way. The others end with their step.
-    fn fail_all(&mut self) {
-        let queues = self.look.iter_mut().chain(&mut self.fetch);
-        let blocks: Vec<_> = queues.flat_map(BlockQueue::drain).collect();
+    /// Fails the reads that wait for `blocks`, which are not under way.
+    fn fail(&mut self, blocks: Vec<u64>) {
         blocks.into_iter().for_each(|block| self.deliver(block, None, None));
     }
 }

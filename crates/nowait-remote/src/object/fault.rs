@@ -35,9 +35,10 @@ impl Fault {
     /// The fault behind an error of the library in answer to the first request: there is no object yet
     /// that could have changed, and no server that was trusted before.
     pub(super) fn at_open(error: &object_store::Error) -> Self {
+        use BadAnswer::{Certificate, NoHttp1, OtherLength};
         match (Self::of(error), bad_answer(error)) {
             (Self::Changed(text), _)
-            | (Self::Transient(text), Some(BadAnswer::Certificate(_) | BadAnswer::NoHttp1)) => {
+            | (Self::Transient(text), Some(Certificate(_) | NoHttp1 | OtherLength)) => {
                 Self::Refused(text)
             }
             (fault, _) => fault,

@@ -136,13 +136,13 @@ impl Judge {
     /// each on a connection that ends then.
     pub fn judge(&self, answers: Vec<Vec<u8>>) -> Verdict {
         let connections = Connections(Arc::new(Mutex::new(answers.into())));
-        let timeouts = Timeouts { silence: CONNECT, all: CONNECT };
+        let timeouts = Timeouts { silence: CONNECT, all: CONNECT, minimum_rate: 0 };
         let connector = Connector::over(connections, true, timeouts.silence);
         let judged = self.runtime.block_on(async {
             let object = Object::over(&self.url, timeouts, connector)?;
             let fault = |fault: crate::object::fault::Fault| fault.text().to_owned();
-            let version = object.probe().await.map_err(fault)?;
-            object.read(&version, READ.0, READ.1).await.map_err(fault)
+            let version = object.probe(CONNECT).await.map_err(fault)?;
+            object.read(&version, READ, &mut object.progress(CONNECT)).await.map_err(fault)
         });
         judged.map_or_else(Verdict::Fault, Verdict::Read)
     }

@@ -7,6 +7,7 @@ mod object_url;
 mod fault;
 mod resolver;
 mod http_client;
+mod progress;
 mod store;
 mod store_counters;
 mod read_job;
@@ -23,6 +24,7 @@ pub mod fuzz;
 
 pub use boot_record::BootRecord;
 pub use cache_directory::{CacheOptions, MIN_CACHE_BYTES};
+pub(crate) use object_storage::MINIMUM_RATE;
 pub use object_storage::{ObjectOptions, ObjectStorage};
 pub use object_url::ObjectUrl;
 pub use store_counters::{StoreCounters, StoreCounts, open_stores};

@@ -36,15 +36,22 @@ const BLOCKING_THREADS: usize = 10;
 /// How long the first answer is waited for, with all attempts, if `reconnect` is not less.
 const OPEN_TIME: Duration = Duration::from_secs(10);
 
+/// Bytes a second that have to come of an answer, unless another number is given.
+pub(crate) const MINIMUM_RATE: u64 = 1 << 10;
+
 /// How an object is read.
 #[derive(Clone, Debug)]
 pub struct ObjectOptions {
-    /// How long a read waits for a store that does not answer, or answers that it cannot now.
+    /// How long a read waits for a store that does not answer, or answers that it cannot now: since
+    /// the request, or since it was answered fast enough last; a second at least.
     pub reconnect: Duration,
     /// How long a server may send nothing in the middle of a request.
     pub silence: Duration,
     /// How long one request may take.
     pub request: Duration,
+    /// Bytes a second that have to come of an answer, on average over `silence` or `reconnect`, which
+    /// is less; 0: any number but none.
+    pub minimum_rate: u64,
     /// Where what was read stays.
     pub cache: Option<CacheOptions>,
     /// Where the order of the blocks that are read is written.
@@ -59,6 +66,7 @@ impl Default for ObjectOptions {
             reconnect: Duration::from_secs(30),
             silence: Duration::from_secs(20),
             request: Duration::from_secs(120),
+            minimum_rate: MINIMUM_RATE,
             cache: None,
             record: None,
             prefetch: None,
@@ -148,14 +156,15 @@ async fn open(
     options: &ObjectOptions,
     counters: &StoreCounters,
 ) -> Result<(Object, Version), String> {
-    let timeouts = Timeouts { silence: options.silence, all: options.request };
+    let ObjectOptions { silence, request, minimum_rate, .. } = *options;
+    let timeouts = Timeouts { silence, all: request, minimum_rate };
     let hinted = |why: &str| format!("{why}{}", url.hint());
     let object = Object::new(url, timeouts).map_err(|why| hinted(&why))?;
     let time = options.reconnect.min(OPEN_TIME);
     let begun = Instant::now();
     for failed in 1.. {
         let asked = Instant::now();
-        let answer = object.probe().await;
+        let answer = object.probe(OPEN_TIME.saturating_sub(begun.elapsed())).await;
         counters.request(asked.elapsed(), 0);
         match answer {
             Ok(version) => return Ok((object, version)),

@@ -3,7 +3,7 @@
 //! Invariant: bytes are returned only if the answer says that they are those of the object that was
 //! opened: its entity tag, or its date and size, and the range that was asked for.
 
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
 use object_store::aws::AmazonS3Builder;
@@ -16,15 +16,21 @@ use object_store::{GetOptions, GetRange, GetResult, ObjectMeta, ObjectStore, Ret
 use crate::object::fault::Fault;
 use crate::object::http_client::Connector;
 use crate::object::object_url::{ObjectUrl, Place};
+use crate::object::progress::Progress;
 
 /// How long an answer may take.
 #[derive(Clone, Copy, Debug)]
 pub(super) struct Timeouts {
-    /// Until its headers have come, and between parts of its body.
+    /// Until its first bytes have come, and between later ones.
     pub(super) silence: Duration,
     /// Until all of it has come.
     pub(super) all: Duration,
+    /// Bytes a second that have to come; 0: it may be any number but none.
+    pub(super) minimum_rate: u64,
 }
+
+/// An answer may always take so long.
+const SHORTEST: Duration = Duration::from_secs(2);
 
 /// What tells an object from another one that has its name later.
 #[derive(Clone, Debug)]
@@ -134,32 +140,58 @@ impl Object {
         Ok(Self { store, url: url.clone(), timeouts })
     }
 
-    /// Asks what the object is, by its first byte: a server that cannot send a part of it is noticed.
-    pub(super) async fn probe(&self) -> Result<Version, Fault> {
+    /// The progress of an answer that is asked for now and may be late after `left`.
+    pub(super) fn progress(&self, left: Duration) -> Progress {
+        let Timeouts { silence, minimum_rate, .. } = self.timeouts;
+        Progress::new(left.max(SHORTEST).min(silence), minimum_rate)
+    }
+
+    /// Asks what the object is, by its first byte, within `left`: a server that cannot send a part of
+    /// it is noticed.
+    pub(super) async fn probe(&self, left: Duration) -> Result<Version, Fault> {
         let options = GetOptions { range: Some(GetRange::Bounded(0..1)), ..GetOptions::default() };
-        let answer = self.store.get_opts(&self.url.path, options).await;
+        let mut progress = self.progress(left);
+        let answer = self.answer(options, &progress).await?;
         let answer = answer.map_err(|error| Fault::at_open(&error))?;
         let version = Version::of(answer.meta.clone()).map_err(Fault::Refused)?;
-        self.body(answer, 1).await?;
+        body(answer, 1, &mut progress).await?;
         Ok(version)
     }
 
-    /// Reads `len` bytes, at least 1, from byte `pos` on. All of them are in the object.
+    /// Reads `len` bytes, at least 1, from byte `pos` on, with the `progress` that is noted there. All
+    /// of them are in the object.
     pub(super) async fn read(
         &self,
         version: &Version,
-        pos: u64,
-        len: u64,
+        (pos, len): (u64, u64),
+        progress: &mut Progress,
     ) -> Result<Vec<u8>, Fault> {
-        let late = |_| {
+        let begin = *progress;
+        let read = self.read_in_time(version, (pos, len), progress);
+        tokio::time::timeout(self.timeouts.all, read).await.unwrap_or_else(|_| {
+            *progress = begin;
             let seconds = self.timeouts.all.as_secs_f32();
-            Fault::Transient(format!("the answer has not come within {seconds} s"))
-        };
-        let read = self.read_in_time(version, pos, len);
-        tokio::time::timeout(self.timeouts.all, read).await.map_err(late)?
+            Err(Fault::Transient(format!("the answer has not come within {seconds} s")))
+        })
     }
 
-    async fn read_in_time(&self, version: &Version, pos: u64, len: u64) -> Result<Vec<u8>, Fault> {
+    /// The answer to a request, as long as it is not late.
+    async fn answer(
+        &self,
+        options: GetOptions,
+        progress: &Progress,
+    ) -> Result<object_store::Result<GetResult>, Fault> {
+        let answer = self.store.get_opts(&self.url.path, options);
+        let answer = tokio::time::timeout_at(progress.end(), answer).await;
+        answer.map_err(|_| Fault::Transient(progress.late()))
+    }
+
+    async fn read_in_time(
+        &self,
+        version: &Version,
+        (pos, len): (u64, u64),
+        progress: &mut Progress,
+    ) -> Result<Vec<u8>, Fault> {
         let tag = version.strong_tag();
         let options = GetOptions {
             range: Some(GetRange::Bounded(pos..pos + len)),
@@ -167,36 +199,36 @@ impl Object {
             if_unmodified_since: tag.is_none().then_some(version.0.last_modified),
             ..GetOptions::default()
         };
-        let answer = self.store.get_opts(&self.url.path, options).await;
+        let answer = self.answer(options, progress).await?;
         let answer = answer.map_err(|error| Fault::of(&error))?;
         if !version.is_same(&Version(answer.meta.clone())) {
             let what = "the object has changed since it was opened (another ETag, date or size)";
             return Err(Fault::Changed(what.into()));
         }
-        self.body(answer, len).await
-    }
-
-    /// The `len` bytes of an answer.
-    async fn body(&self, answer: GetResult, len: u64) -> Result<Vec<u8>, Fault> {
-        let mut data = Vec::new();
-        let mut body = answer.into_stream();
-        loop {
-            let part = tokio::time::timeout(self.timeouts.silence, body.next()).await;
-            let late = |_| Fault::Transient("the server stopped in the middle of an answer".into());
-            let Some(part) = part.map_err(late)? else { break };
-            let part = part.map_err(|error| Fault::of(&error))?;
-            if data.len() + part.len() > len as usize {
-                return Err(Fault::Transient("the answer is longer than the server says".into()));
-            }
-            data.extend_from_slice(&part);
-        }
-        match data.len() as u64 == len {
-            true => Ok(data),
-            false => Err(Fault::Transient(format!("{} bytes of {len} came", data.len()))),
-        }
+        body(answer, len, progress).await
     }
 
     pub(super) const fn url(&self) -> &ObjectUrl {
         &self.url
+    }
+}
+
+/// The `len` bytes of an answer.
+async fn body(answer: GetResult, len: u64, progress: &mut Progress) -> Result<Vec<u8>, Fault> {
+    let mut data = Vec::new();
+    let mut body = answer.into_stream();
+    loop {
+        let part = tokio::time::timeout_at(progress.end(), body.next()).await;
+        let Some(part) = part.map_err(|_| Fault::Transient(progress.late()))? else { break };
+        let part = part.map_err(|error| Fault::of(&error))?;
+        if data.len() + part.len() > len as usize {
+            return Err(Fault::Transient("the answer is longer than the server says".into()));
+        }
+        data.extend_from_slice(&part);
+        progress.came(part.len(), Instant::now());
+    }
+    match data.len() as u64 == len {
+        true => Ok(data),
+        false => Err(Fault::Transient(format!("{} bytes of {len} came", data.len()))),
     }
 }

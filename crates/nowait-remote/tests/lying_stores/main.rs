@@ -3,6 +3,8 @@
 //! Invariant: no test waits without a bound; a read returns the bytes of the object that was opened,
 //! or fails.
 
+mod late_stores;
+
 use std::fs;
 use std::io::IoSliceMut;
 use std::path::PathBuf;
@@ -247,7 +249,7 @@ fn an_encoded_answer_is_an_error_and_plain_bytes_are_asked_for() {
         let disk = open(&server, &patient()).unwrap();
         server.script().always = Some(Lie::Header(header));
         assert_eq!(read(&disk, 0, 4096).unwrap_err().errno(), libc_eio(), "{header}");
-        let error = open(&server, &hasty()).err().unwrap();
+        let error = open(&server, &patient()).err().unwrap();
         assert!(error.contains(why), "{header}: {error}");
         server.script().always = Some(Lie::Header("content-encoding: Identity\r\n"));
         assert!(read(&disk, 0, 4096).unwrap() == object[..4096]);
@@ -280,7 +282,7 @@ fn a_body_that_is_not_as_long_as_its_range_is_an_error() {
         server.script().always = Some(lie.clone());
         assert_eq!(read(&disk, 0, 4096).unwrap_err().errno(), libc_eio(), "{lie:?}");
     }
-    let error = open(&server, &hasty()).err().unwrap();
+    let error = open(&server, &patient()).err().unwrap();
     assert!(error.contains("length of the answer"), "{error}");
     server.script().always = None;
     assert!(read(&disk, 0, 4096).unwrap() == object[..4096]);
