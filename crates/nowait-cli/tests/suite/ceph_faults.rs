@@ -58,8 +58,9 @@ fn a_lock_that_another_client_breaks_is_an_error_of_every_request_after_it() {
     let last: Vec<&str> = locks.lines().last().expect("a lock").split_whitespace().collect();
     // The locker, the two words of the lock's name, and its address.
     cluster.rbd(&["lock", "rm", "broken", &last[1..3].join(" "), last[0]]);
-    assert!(client.write(0, &[2; 4096]).is_err() && client.call(&NbdCommand::Flush).is_err());
-    assert!(client.read(0, 4096).is_err(), "a client that was shut out");
+    assert_eq!(client.write(0, &[2; 4096]).expect_err("a broken lock"), EIO);
+    assert_eq!(client.call(&NbdCommand::Flush).map(drop), Err(EIO));
+    assert_eq!(client.read(0, 4096).expect_err("a client that was shut out"), EIO);
     assert!(cluster.export("broken")[..4096] == [1; 4096], "what was flushed");
     server.terminate();
     assert!(!server.wait().success(), "its last flush has failed");

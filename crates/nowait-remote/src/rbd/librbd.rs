@@ -14,6 +14,7 @@ use libloading::Library;
 use nowait::{AsyncTransfers, ByteRange, IoSegment, PendingTransfer};
 
 use crate::rbd::rbd_location::RbdLocation;
+use crate::rbd::request_errno::request_errno;
 
 /// The file of the library: its name is that of its interface's version.
 const LIBRARY: &str = "librbd.so.1";
@@ -21,6 +22,9 @@ const LIBRARY: &str = "librbd.so.1";
 const LOCK_EXCLUSIVE: c_int = 0;
 /// RBD_WRITE_ZEROES_FLAG_THICK_PROVISION: the zeros are stored.
 const THICK_PROVISION: c_int = 1;
+
+/// The result of an iteration that is not to go on.
+const CANCELLED: c_int = -libc::ECANCELED;
 
 /// The option with the number of threads on which librbd ends requests, and its default.
 ///
@@ -226,7 +230,8 @@ impl RbdImage {
     pub(super) fn size(&self) -> Result<u64, i32> {
         let mut size = 0;
         // SAFETY: the image is open, and `size` is written to.
-        done(unsafe { (self.functions.rbd_get_size)(self.handle, &mut size) })?;
+        let got = unsafe { (self.functions.rbd_get_size)(self.handle, &mut size) };
+        self.in_flight.result(got as isize)?;
         Ok(size)
     }
 
@@ -234,20 +239,23 @@ impl RbdImage {
     pub(super) fn read(&self, bytes: &mut [u8], pos: u64) -> Result<usize, i32> {
         let memory = bytes.as_mut_ptr().cast();
         // SAFETY: the image is open, and the memory is borrowed for the call.
-        counted(unsafe { (self.functions.rbd_read)(self.handle, pos, bytes.len(), memory) })
+        let read = unsafe { (self.functions.rbd_read)(self.handle, pos, bytes.len(), memory) };
+        self.in_flight.result(read)
     }
 
     /// Writes `bytes` at `pos`.
     pub(super) fn write(&self, bytes: &[u8], pos: u64) -> Result<usize, i32> {
         let memory = bytes.as_ptr().cast();
         // SAFETY: as above; the library only reads the memory.
-        counted(unsafe { (self.functions.rbd_write)(self.handle, pos, bytes.len(), memory) })
+        let written = unsafe { (self.functions.rbd_write)(self.handle, pos, bytes.len(), memory) };
+        self.in_flight.result(written)
     }
 
     /// Makes the completed writes durable.
     pub(super) fn flush(&self) -> Result<(), i32> {
         // SAFETY: the image is open.
-        done(unsafe { (self.functions.rbd_flush)(self.handle) })
+        let flushed = unsafe { (self.functions.rbd_flush)(self.handle) };
+        self.in_flight.result(flushed as isize).map(drop)
     }
 
     /// Makes `range` read as zeros, which are stored if they are to `keep` space.
@@ -257,7 +265,7 @@ impl RbdImage {
         // SAFETY: the image is open.
         let zeroed =
             unsafe { (self.functions.rbd_write_zeroes)(self.handle, pos, len as usize, flags, 0) };
-        counted(zeroed).map(drop)
+        self.in_flight.result(zeroed).map(drop)
     }
 
     /// Calls `each` with the parts of `range` that have data, in their order, until it returns false.
@@ -281,10 +289,10 @@ impl RbdImage {
                 argument,
             )
         };
-        match done(iterated) {
+        match iterated {
             // By `on_extent`.
-            Err(libc::ECANCELED) => Ok(()),
-            iterated => iterated,
+            CANCELLED => Ok(()),
+            iterated => self.in_flight.result(iterated as isize).map(drop),
         }
     }
 
@@ -453,15 +461,22 @@ struct InFlight {
 }
 
 impl InFlight {
-    /// Logs the first failure that is that of all later requests, too.
+    /// The result of a request: a count, or the errno that it fails with.
+    fn result(&self, result: isize) -> Result<usize, i32> {
+        counted(result).map_err(|errno| self.failure(errno))
+    }
+
+    /// The errno of a request for one of the library. Logs the first failure that is that of all later
+    /// requests, too.
     #[cold]
-    fn note_failure(&self, errno: i32) {
+    fn failure(&self, errno: i32) -> i32 {
         if errno == libc::ESHUTDOWN && !self.shut_out.swap(true, Ordering::Relaxed) {
             tracing::error!(
                 "the cluster takes nothing more from this server: another client has broken the lock of its image \
                  (start it again when that client is done)"
             );
         }
+        request_errno(errno)
     }
 }
 
@@ -525,17 +540,14 @@ impl Flight {
 
     fn fail(&mut self, errno: i32) {
         if let Some(transfer) = self.transfer.take() {
-            transfer.fail(errno);
+            transfer.fail(self.in_flight.failure(errno));
         }
     }
 
     /// The step has ended.
     fn end(mut self: Box<Self>, result: Result<usize, i32>) {
         let transfer = match (self.transfer.take(), &result) {
-            (Some(transfer), Err(errno)) => {
-                self.in_flight.note_failure(*errno);
-                return transfer.fail(*errno);
-            }
+            (Some(transfer), Err(errno)) => return transfer.fail(*errno),
             (Some(transfer), Ok(_)) => transfer,
             (None, _) => return,
         };
@@ -568,7 +580,8 @@ unsafe extern "C" fn on_end(completion: Handle, flight: *mut c_void) {
         (functions.rbd_aio_release)(completion);
         result
     };
-    flight.end(counted(result));
+    let result = flight.in_flight.result(result);
+    flight.end(result);
 }
 
 /// Called by the library with each part of the image that has data, or had.
@@ -576,7 +589,7 @@ unsafe extern "C" fn on_extent(pos: u64, len: usize, exists: c_int, each: *mut c
     // SAFETY: it is the function of `RbdImage::data_in`.
     let each = unsafe { &mut *each.cast::<&mut dyn FnMut(ByteRange) -> bool>() };
     match exists != 0 && !each(ByteRange::new(pos, len as u64)) {
-        true => -libc::ECANCELED,
+        true => CANCELLED,
         false => 0,
     }
 }

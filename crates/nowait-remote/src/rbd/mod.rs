@@ -2,6 +2,7 @@
 //! is opened: a machine without it builds and does everything else.
 
 mod rbd_location;
+mod request_errno;
 mod librbd;
 mod rbd_storage;
 
