@@ -55,8 +55,7 @@ impl<M: BlockMap> Export<M> {
         Self { disk, workers, name, description, faults, write_protected }
     }
 
-    /// The same, but calls `callback` when the first flush has failed; every later flush fails too.
-    /// It is called on a serving thread and must not block.
+    /// The same, but calls `callback` when a flush has failed after which every later one fails, too. It is called on a serving thread and must not block.
     #[must_use]
     pub fn when_a_flush_fails(self, callback: impl Fn() + Send + Sync + 'static) -> Self {
         Self { faults: Faults::with_callback(Box::new(callback)), ..self }
@@ -65,7 +64,7 @@ impl<M: BlockMap> Export<M> {
     /// Logs that `io` has failed with `errno`.
     #[cold]
     pub(crate) fn note_fault(&self, io: Request, errno: i32) {
-        self.faults.note(|| self.label(), io, errno);
+        self.faults.note(|| self.label(), io, errno, || self.disk.has_failed_flush());
     }
 
     /// Logs that `io` has ended after `time`, or a little more.

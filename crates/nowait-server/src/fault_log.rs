@@ -2,7 +2,7 @@
 //!
 //! Invariant: each cause (an operation and an errno; an operation that is slow) is logged when it
 //! first occurs, and then as [`LogLimit`] allows, with the number of requests left out; of flushes
-//! only the first failure is logged, because all later ones fail too (C51).
+//! only the first failure is logged after which all later ones fail, too (C51).
 
 use std::fmt;
 use std::io;
@@ -54,13 +54,20 @@ impl Faults {
     }
 
     /// Notes that `io` of `export` has failed with `errno`; `export` is called for a failure that is
-    /// logged. Ignores `EOPNOTSUPP`: zeroing cannot be fast there, which is no failure.
+    /// logged, and `latched` says of a flush whether all later ones fail, too. Ignores `EOPNOTSUPP`:
+    /// zeroing cannot be fast there, which is no failure.
     #[cold]
-    pub(crate) fn note(&self, export: impl Fn() -> ExportLabel, io: Request, errno: i32) {
+    pub(crate) fn note(
+        &self,
+        export: impl Fn() -> ExportLabel,
+        io: Request,
+        errno: i32,
+        latched: impl Fn() -> bool,
+    ) {
         if errno == libc::EOPNOTSUPP {
             return;
         }
-        if io.op == Op::Flush {
+        if io.op == Op::Flush && latched() {
             return self.note_failed_flush(export, errno);
         }
         let Some(left_out) = self.causes.due(Cause::Failed(io.op, errno), Instant::now()) else {
@@ -198,10 +205,13 @@ mod tests {
             flags: nowait::Flags::NONE,
             range: nowait::ByteRange::new(0, 0),
         };
-        for errno in [libc::ENOSPC, libc::EIO, libc::EIO] {
+        for (errno, reported) in [(libc::ENOSPC, 0), (libc::EIO, 1), (libc::EIO, 1)] {
             let disk = || ExportLabel { name: "disk".into(), description: String::new() };
-            faults.note(disk, flush, errno);
+            // One that has lost nothing is a failure as others.
+            faults.note(disk, flush, errno, || false);
+            assert_eq!(count.load(std::sync::atomic::Ordering::Relaxed), reported);
+            faults.note(disk, flush, errno, || true);
+            assert_eq!(count.load(std::sync::atomic::Ordering::Relaxed), 1);
         }
-        assert_eq!(count.load(std::sync::atomic::Ordering::Relaxed), 1);
     }
 }

@@ -71,7 +71,7 @@ pub struct ExportOptions {
     pub description: String,
     /// The most threads for requests that must wait, at least 1.
     pub workers: u32,
-    /// Called once, when the first flush has failed; every later flush fails too. It runs on a
+    /// Called once, when a flush has failed after which every later one fails, too. It runs on a
     /// serving thread and must not block.
     pub when_a_flush_fails: Option<fn()>,
 }

@@ -239,6 +239,35 @@ fn a_server_that_stays_away_is_an_error_in_time_and_none_when_it_is_back() {
 }
 
 #[test]
+fn after_an_outage_flushes_succeed_again_when_all_unflushed_writes_were_made_again() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", DISK_BYTES);
+    let socket = scratch.join("behind.sock");
+    let listen = format!("unix:{}", socket.display());
+    let serve = ["serve", image.to_str().unwrap(), "-f", "raw", "--nbd", &listen];
+    let first = Server::start_by(&[], &serve);
+    let proxy = in_front_of(&unix_uri(&socket), &["--reconnect", "1"]);
+    let mut client = proxy.connect();
+    client.write(8192, &[7; 4096]).unwrap();
+    first.stop_but_leave_socket();
+    // What was written is changed behind, as by a host that dies.
+    fs::write(&image, vec![0; DISK_BYTES as usize]).unwrap();
+    for _ in 0..3 {
+        assert_eq!(client.call(&Command::Flush).unwrap_err(), 5, "EIO");
+    }
+    assert_eq!(client.write(0, &[8; 4096]).unwrap_err(), 5, "EIO");
+    let second = Server::start_by(&[], &serve);
+    wait_until("the server", || client.read(0, 4096).is_ok());
+    client.call(&Command::Flush).unwrap();
+    assert!(fs::read(&image).unwrap()[8192..][..4096] == [7; 4096]);
+    let log = proxy.log();
+    assert!(log.contains("flush failed: Input/output error"), "{log}");
+    assert!(!log.contains("every flush fails"), "{log}");
+    proxy.stop();
+    second.stop_but_leave_socket();
+}
+
+#[test]
 fn a_qcow2_image_in_an_export_is_served_where_its_format_is_given() {
     if !require_qemu() {
         return;

@@ -7,6 +7,7 @@
 use std::io::{ErrorKind, IoSlice};
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::{Duration, Instant};
 
 use nowait_nbd::client::{ClientError, Connection, Export, failure};
@@ -59,6 +60,11 @@ impl Link {
             counters,
             readable: true,
         }
+    }
+
+    /// Whether a change that had ended was lost: no flush succeeds any more.
+    pub(super) fn lost(&self) -> Arc<AtomicBool> {
+        self.session.log().lost()
     }
 
     /// Serves until the storage is closed and its last request has ended.

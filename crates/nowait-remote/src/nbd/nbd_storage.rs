@@ -6,6 +6,7 @@
 use std::io::{IoSlice, IoSliceMut, Read};
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nowait::{
     Alignment, AsyncTransfers, ByteRange, Error, ExtentStatus, Flags, Operation, Storage,
@@ -37,6 +38,8 @@ pub struct NbdStorage {
     inbox: Arc<Inbox>,
     export: Export,
     read_only: bool,
+    /// A write that had ended was lost, or a flush refused.
+    lost: Arc<AtomicBool>,
 }
 
 impl NbdStorage {
@@ -63,11 +66,12 @@ impl NbdStorage {
         let inbox = Inbox::new().map_err(|error| error.to_string())?;
         let (inbox, place) = (Arc::new(inbox), uri.to_string());
         let link = Link::new(inbox.clone(), connector, (connection, export), place, options);
+        let lost = link.lost();
         let thread = std::thread::Builder::new().name("nowait-remote".into());
         thread
             .spawn(move || link.run())
             .map_err(|error| format!("cannot start a thread: {error}"))?;
-        Ok(Self { inbox, export, read_only: read_only || options.read_only })
+        Ok(Self { inbox, export, read_only: read_only || options.read_only, lost })
     }
 
     /// Whether the server refuses writes.
@@ -191,6 +195,11 @@ impl Storage for NbdStorage {
     fn sync(&self) -> Result<(), Error> {
         let range = ByteRange::new(0, 0);
         self.call(Command::Flush, range, false, Vec::new(), Operation::Flush).map(drop)
+    }
+
+    /// They are in the replay log, and made again before a later flush.
+    fn keeps_unsynced(&self) -> bool {
+        !self.lost.load(Ordering::Relaxed)
     }
 
     /// By NBD_CMD_WRITE_ZEROES, which lets the server deallocate, and after which the range reads as

@@ -6,6 +6,8 @@
 //! log asks for a flush in time, and takes no change beyond its bound.
 
 use std::collections::{BTreeMap, VecDeque};
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 
 use nowait::ByteRange;
 
@@ -36,18 +38,18 @@ pub(super) struct ReplayLog {
     bytes: u64,
     next: u64,
     /// A change was lost that had ended: no flush may succeed.
-    lost: bool,
+    lost: Arc<AtomicBool>,
     limits: Limits,
 }
 
 impl ReplayLog {
-    pub(super) const fn new(limits: Limits) -> Self {
-        Self { changes: VecDeque::new(), bytes: 0, next: 0, lost: false, limits }
+    pub(super) fn new(limits: Limits) -> Self {
+        Self { changes: VecDeque::new(), bytes: 0, next: 0, lost: Arc::default(), limits }
     }
 
     /// Adds a change that has ended.
     pub(super) fn push(&mut self, command: Command, range: ByteRange, data: Vec<u8>) {
-        if self.lost {
+        if self.has_lost() {
             return;
         }
         self.bytes += data.len() as u64;
@@ -70,13 +72,18 @@ impl ReplayLog {
 
     /// A change was lost.
     pub(super) fn lose(&mut self) {
-        self.lost = true;
+        self.lost.store(true, Ordering::Relaxed);
         self.changes.clear();
         self.bytes = 0;
     }
 
-    pub(super) const fn has_lost(&self) -> bool {
-        self.lost
+    pub(super) fn has_lost(&self) -> bool {
+        self.lost.load(Ordering::Relaxed)
+    }
+
+    /// Whether a change was lost, for other threads; told before any flush fails for that reason.
+    pub(super) fn lost(&self) -> Arc<AtomicBool> {
+        self.lost.clone()
     }
 
     pub(super) fn is_empty(&self) -> bool {

@@ -155,7 +155,6 @@ impl Session {
         self.log.bytes()
     }
 
-    #[cfg(feature = "sim")]
     pub(super) const fn log(&self) -> &ReplayLog {
         &self.log
     }
@@ -295,7 +294,8 @@ impl Session {
                 }
             }
             (_, errno) if replay => {
-                let what = "a write that had ended is lost: no flush succeeds from now on";
+                let what = "a write that had ended is lost: no flush succeeds until nowait is \
+                            started again";
                 tracing::error!(
                     "{}: the server answered error {errno} to it again, {what}",
                     self.place
@@ -303,7 +303,11 @@ impl Session {
                 self.log.lose();
             }
             (Command::Flush, _) if !injected(RemoteBug::ForgetFailedFlush) => {
-                tracing::error!("{}: a flush has failed with error {errno}", self.place);
+                tracing::error!(
+                    "{}: the server has refused a flush with error {errno}: none succeeds until \
+                     nowait is started again",
+                    self.place
+                );
                 self.log.lose();
             }
             _ => {}

@@ -108,6 +108,7 @@ fn a_write_that_cannot_be_made_again_fails_every_later_flush() {
     server.change(|it| it.write_error = 0);
     for _ in 0..2 {
         assert_eq!(disk.sync().unwrap_err().errno(), libc::EIO);
+        assert!(!disk.keeps_unsynced());
         write(&disk, 0, &[1; 4096], Flags::NONE).unwrap();
     }
 }
@@ -122,6 +123,7 @@ fn after_a_failed_flush_nothing_is_said_to_be_durable_by_a_flush() {
     server.change(|it| it.flush_error = nbd::ENOSPC);
     assert_eq!(disk.sync().unwrap_err().errno(), libc::ENOSPC);
     assert_eq!(disk.sync().unwrap_err().errno(), libc::EIO);
+    assert!(!disk.keeps_unsynced());
     assert_eq!(write(&disk, 0, &[2; 4096], Flags::DSYNC).unwrap_err().errno(), libc::EIO);
     assert_eq!(read(&disk, 0, 4096).unwrap(), [2; 4096]);
 }
@@ -165,6 +167,8 @@ fn requests_fail_when_the_time_is_over_and_succeed_when_the_server_is_there_agai
     });
     assert_eq!(read(&disk, 0, 1).unwrap_err().errno(), libc::EIO);
     assert_eq!(write(&disk, 0, &[4], Flags::NONE).unwrap_err().errno(), libc::EIO);
+    assert_eq!(disk.sync().unwrap_err().errno(), libc::EIO);
+    assert!(disk.keeps_unsynced());
     server.change(|it| it.absent = false);
     let found = wait_for("the server", || read(&disk, 0, 4096).map_err(|error| error.to_string()));
     // The write that had ended was lost with the server, and was made again.

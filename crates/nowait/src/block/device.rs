@@ -1,6 +1,7 @@
 //! An open image: the state that all engines of one device share.
 //!
-//! Invariant: after a failed flush every later flush fails until the device is reopened (C51).
+//! Invariant: after a failed flush every later flush fails until the device is reopened (C51), unless
+//! the storage says that it has lost nothing.
 
 use std::os::fd::BorrowedFd;
 use std::path::Path;
@@ -387,9 +388,17 @@ impl<M: BlockMap> BlockDevice<M> {
         if injected_bug::injected(EngineBug::DropFlush) {
             return Ok(());
         }
-        self.flushes.flush_shared(|| {
-            self.map.image().map_or_else(|| self.primary.sync(), |image| image.flush())
-        })
+        let image = self.map.image();
+        self.flushes.flush_unless_kept(
+            || image.as_ref().map_or_else(|| self.primary.sync(), |image| image.flush()),
+            || image.is_none() && self.primary.keeps_unsynced(),
+        )
+    }
+
+    /// Whether a flush has failed, so that every flush fails (C51).
+    #[must_use]
+    pub fn has_failed_flush(&self) -> bool {
+        self.flushes.has_failed()
     }
 }
 

@@ -8,7 +8,8 @@
 //! A waiting thread sleeps and depends on nothing but the end of the running sync. Flushes on the
 //! worker pool do not even occupy a worker while they wait (`worker_pool.rs`).
 //! Invariant: one sync runs at a time. Its failure is recorded before another sync begins and
-//! before any flush that it covers returns; from then on every flush fails (C51).
+//! before any flush that it covers returns; from then on every flush fails (C51), unless the storage
+//! says that nothing is lost.
 
 use crate::loom_shim::{Condvar, Mutex, MutexGuard, PoisonError};
 use crate::sim_hooks::yield_point;
@@ -20,6 +21,9 @@ struct SyncSequence {
     started: u64,
     /// Equals `started`, or one less while a sync runs.
     ended: u64,
+    /// The last one that has not failed.
+    succeeded: u64,
+    /// One has failed that may have lost what it covers.
     failed: bool,
     sleepers: usize,
 }
@@ -49,14 +53,31 @@ impl FlushCoalescer {
     /// # Errors
     /// That of `sync`; `EIO` if the sync of another call failed, and after every failure.
     pub fn flush_shared(&self, sync: impl FnOnce() -> Result<(), Error>) -> Result<(), Error> {
+        self.flush_unless_kept(sync, || false)
+    }
+
+    /// As [`FlushCoalescer::flush_shared`], but a failure is that of one sync alone if `keeps` says
+    /// then that a later sync can make durable what this one covers.
+    ///
+    /// # Errors
+    /// That of `sync`; `EIO` if the sync of another call failed, and after every failure of one whose
+    /// data were not kept.
+    pub fn flush_unless_kept(
+        &self,
+        sync: impl FnOnce() -> Result<(), Error>,
+        keeps: impl FnOnce() -> bool,
+    ) -> Result<(), Error> {
         let mut syncs = self.lock();
         let mine = syncs.started + 1;
         loop {
             if syncs.failed {
                 return Err(Error::new(libc::EIO, Operation::Flush));
             }
-            if syncs.ended >= mine {
+            if syncs.succeeded >= mine {
                 return Ok(());
+            }
+            if syncs.ended >= mine {
+                return Err(Error::new(libc::EIO, Operation::Flush));
             }
             if syncs.started == syncs.ended {
                 break;
@@ -67,9 +88,13 @@ impl FlushCoalescer {
         drop(syncs);
         // A sync that panics counts as failed: its effect is unknown, and other threads wait for
         // its end.
-        let mut running = RunningSync { flushes: self, sync: mine, failed: true };
+        let mut running = RunningSync { flushes: self, sync: mine, end: SyncEnd::Lost };
         let done = sync();
-        running.failed = done.is_err();
+        running.end = match &done {
+            Ok(()) => SyncEnd::Durable,
+            Err(_) if keeps() => SyncEnd::Kept,
+            Err(_) => SyncEnd::Lost,
+        };
         done
     }
 
@@ -93,9 +118,13 @@ impl FlushCoalescer {
     }
 
     /// The sync with this number has ended.
-    fn end(&self, sync: u64, failed: bool) {
+    fn end(&self, sync: u64, end: SyncEnd) {
+        let failed = end == SyncEnd::Lost;
         let mut syncs = self.lock();
         syncs.ended = sync;
+        if end == SyncEnd::Durable {
+            syncs.succeeded = sync;
+        }
         syncs.failed |= failed;
         if syncs.sleepers > 0 {
             self.ended(sync).notify_all();
@@ -126,16 +155,26 @@ impl FlushCoalescer {
     }
 }
 
+/// The end of a sync.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum SyncEnd {
+    Durable,
+    /// It has failed, and a later one can make up for it.
+    Kept,
+    /// It has failed, and what it covers may be lost.
+    Lost,
+}
+
 /// A running sync; dropping this ends it.
 struct RunningSync<'a> {
     flushes: &'a FlushCoalescer,
     sync: u64,
-    failed: bool,
+    end: SyncEnd,
 }
 
 impl Drop for RunningSync<'_> {
     fn drop(&mut self) {
-        self.flushes.end(self.sync, self.failed);
+        self.flushes.end(self.sync, self.end);
     }
 }
 
@@ -205,6 +244,32 @@ mod tests {
         let (mut results, made) = flush_during_a_sync(Ok(()), Err(LOST));
         results.sort_by_key(|result| result.is_err_and(|error| error == LATCHED));
         assert_eq!((results.remove(0), results, made), (Err(LOST), vec![Err(LATCHED); 4], 1));
+    }
+
+    #[test]
+    fn c51_a_failed_sync_that_has_lost_nothing_fails_its_own_flushes_only() {
+        let flushes = FlushCoalescer::default();
+        let kept = |result| flushes.flush_unless_kept(|| result, || true);
+        assert_eq!(kept(Err(LOST)), Err(LOST));
+        assert!(!flushes.has_failed());
+        thread::scope(|scope| {
+            let mut others = Vec::new();
+            let first = flushes.flush_unless_kept(
+                || {
+                    others.extend((0..5).map(|_| scope.spawn(|| kept(Err(LOST)))));
+                    await_sleepers(&flushes, 5);
+                    Ok(())
+                },
+                || true,
+            );
+            assert_eq!(first, Ok(()));
+            // Those of the next sync, which all of them share.
+            let results = others.into_iter().map(|other| other.join().unwrap());
+            assert!(results.into_iter().all(|result| result.is_err()));
+        });
+        assert_eq!(kept(Ok(())), Ok(()));
+        assert_eq!(flushes.flush_unless_kept(|| Err(LOST), || false), Err(LOST));
+        assert_eq!(kept(Ok(())), Err(LATCHED));
     }
 
     #[test]

@@ -71,8 +71,14 @@ pub trait Storage: Send + Sync {
     ///
     /// # Errors
     /// The errno of fdatasync(2). A later call may succeed although data was lost (C51), so the
-    /// caller has to latch the failure.
+    /// caller has to latch the failure, unless [`Storage::keeps_unsynced`].
     fn sync(&self) -> Result<(), Error>;
+
+    /// Whether all completed writes that no [`Storage::sync`] has made durable are still kept, although
+    /// one has failed: then a later one that succeeds makes them durable.
+    fn keeps_unsynced(&self) -> bool {
+        false
+    }
 
     /// Deallocates the storage of `range`, which then reads as zeros.
     ///
