@@ -294,6 +294,45 @@ fn a_qcow2_image_in_an_export_is_served_where_its_format_is_given() {
 }
 
 #[test]
+fn after_an_outage_the_metadata_of_an_image_in_an_export_are_written_and_flushes_succeed() {
+    let scratch = Scratch::new();
+    let image = scratch.join("disk.qcow2");
+    accepted(&["create", text(&image), "16M"]);
+    // The file as it is, with room for what is allocated later.
+    fs::File::options().write(true).open(&image).unwrap().set_len(64 * MIB).unwrap();
+    let socket = scratch.join("behind.sock");
+    let listen = format!("unix:{}", socket.display());
+    let serve = ["serve", text(&image), "-f", "raw", "--nbd", &listen];
+    let mut behind = Server::start_by(&[], &serve);
+    let uri = unix_uri(&socket);
+    let proxy = in_front_of(&uri, &["-f", "qcow2", "--reconnect", "1"]);
+    let mut client = proxy.connect();
+    // Each outage falls into a later part of the same image.
+    for round in 1..5u8 {
+        let at = u64::from(round) * MIB;
+        client.write(at, &vec![round; 200_000]).unwrap();
+        behind.stop_but_leave_socket();
+        for _ in 0..2 {
+            assert_eq!(client.call(&Command::Flush).unwrap_err(), 5, "EIO");
+        }
+        behind = Server::start_by(&[], &serve);
+        wait_until("the server", || client.read(at, 4096).is_ok());
+        client.write(at + 200_000, &vec![round; 100_000]).unwrap();
+        client.call(&Command::Flush).unwrap();
+    }
+    drop(client);
+    proxy.stop();
+    accepted(&["check", "-f", "qcow2", &uri]);
+    let again = in_front_of(&uri, &["-f", "qcow2"]);
+    for round in 1..5u8 {
+        let data = again.connect().read(u64::from(round) * MIB, 300_000).unwrap();
+        assert!(data == vec![round; 300_000], "{round}");
+    }
+    again.stop();
+    behind.stop_but_leave_socket();
+}
+
+#[test]
 fn a_uri_in_the_header_of_an_image_is_never_opened() {
     if !require_qemu() {
         return;

@@ -86,6 +86,10 @@ impl ImageFormat for Qcow2Disk {
         self.images.writeback().flush()
     }
 
+    fn keeps_unsynced(&self) -> bool {
+        self.images.writeback().keeps_unsynced()
+    }
+
     fn status(
         &self,
         range: ByteRange,

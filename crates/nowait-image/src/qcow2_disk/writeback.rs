@@ -2,7 +2,8 @@
 //!
 //! Invariant: metadata is written stage by stage, each durable before the next begins
 //! ([`WriteOrder`]). The metadata lock is never held during I/O. After a failed writeback no
-//! metadata is written again, so that the image stays as it was.
+//! metadata is written again, so that the image stays as it was; or, where the storages have kept all
+//! that was written, that batch is written again before any other.
 
 use std::io;
 use std::sync::{Arc, Condvar, Mutex, PoisonError};
@@ -66,6 +67,8 @@ pub(crate) struct MetadataWriteback {
     len: Mutex<FileLength>,
     /// Shares writebacks between the flushes.
     flushes: FlushCoalescer,
+    /// The batch of a writeback that has failed, whose storages have kept what was written.
+    unfinished: Mutex<Vec<WritebackBlock>>,
     flusher: Mutex<FlusherState>,
     changed: Condvar,
 }
@@ -87,6 +90,7 @@ impl MetadataWriteback {
             separate,
             len: Mutex::new(FileLength { bytes: len, step: GROW_BYTES }),
             flushes: FlushCoalescer::default(),
+            unfinished: Mutex::default(),
             flusher: Mutex::default(),
             changed: Condvar::new(),
         }
@@ -255,16 +259,27 @@ impl MetadataWriteback {
     ///
     /// # Errors
     /// The error of the failed write or sync for the flush that met it, `EIO` for all others from
-    /// then on.
+    /// then on, unless [`MetadataWriteback::keeps_unsynced`].
     pub(crate) fn flush(&self) -> Result<(), Error> {
         if injected_bug::injected(ImageBug::FlushBesideAnother) && self.flushes.is_running() {
             return Ok(());
         }
-        self.flushes.flush_shared(|| {
+        let write_back = || {
             lock(&self.flusher).dirty = false;
             self.changed.notify_all();
             self.write_back()
-        })
+        };
+        let keeps = || self.data.keeps_unsynced() && self.file().keeps_unsynced();
+        let flushed = self.flushes.flush_unless_kept(write_back, keeps);
+        if flushed.is_err() && self.keeps_unsynced() {
+            self.mark_dirty();
+        }
+        flushed
+    }
+
+    /// Whether a later flush can make durable what failed ones could not.
+    pub(crate) fn keeps_unsynced(&self) -> bool {
+        !self.flushes.has_failed()
     }
 
     /// To be called before metadata is changed: flushes where too much of it is dirty.
@@ -284,10 +299,27 @@ impl MetadataWriteback {
     }
 
     fn write_back(&self) -> Result<(), Error> {
-        let batch = lock(&self.metadata).cache.take_batch();
-        if batch.is_empty() {
-            return self.data.sync();
+        let unfinished = std::mem::take(&mut *lock(&self.unfinished));
+        if !unfinished.is_empty() {
+            self.write_batch(unfinished)?;
         }
+        let batch = lock(&self.metadata).cache.take_batch();
+        match batch.is_empty() {
+            true => self.data.sync(),
+            false => self.write_batch(batch),
+        }
+    }
+
+    fn write_batch(&self, batch: Vec<WritebackBlock>) -> Result<(), Error> {
+        let written = self.write_stages(&batch);
+        match written {
+            Ok(()) => lock(&self.metadata).cache.finish_writeback(),
+            Err(_) => *lock(&self.unfinished) = batch,
+        }
+        written
+    }
+
+    fn write_stages(&self, batch: &[WritebackBlock]) -> Result<(), Error> {
         for stage in WriteOrder::ALL {
             let blocks: Vec<_> = batch.iter().filter(|block| block.stage == stage).collect();
             self.write_blocks(&blocks)?;
@@ -303,7 +335,6 @@ impl MetadataWriteback {
                 self.file().sync()?;
             }
         }
-        lock(&self.metadata).cache.finish_writeback();
         Ok(())
     }
 

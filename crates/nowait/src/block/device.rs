@@ -390,8 +390,8 @@ impl<M: BlockMap> BlockDevice<M> {
         }
         let image = self.map.image();
         self.flushes.flush_unless_kept(
-            || image.as_ref().map_or_else(|| self.primary.sync(), |image| image.flush()),
-            || image.is_none() && self.primary.keeps_unsynced(),
+            || image.map_or_else(|| self.primary.sync(), |image| image.flush()),
+            || image.map_or_else(|| self.primary.keeps_unsynced(), |it| it.keeps_unsynced()),
         )
     }
 
