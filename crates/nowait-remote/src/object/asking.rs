@@ -14,6 +14,9 @@ use crate::object::store::{Object, Version};
 use crate::object::store_counters::{StoreCounters, add};
 use crate::policy::{BLOCK_BYTES, BackOff, Pace};
 
+/// Why a request fails that could not be made in time.
+const REFUSES: &str = "the store asks for fewer requests";
+
 /// A time in which the store does not answer.
 struct Outage {
     since: Instant,
@@ -62,17 +65,27 @@ impl Asking {
     pub(super) async fn fetch(&self, run: &Range<u64>) -> Result<Vec<u8>, Fault> {
         let pos = run.start * BLOCK_BYTES;
         let len = (run.end * BLOCK_BYTES).min(self.version.size()) - pos;
+        let begun = Instant::now();
         let mut first_failure = None;
-        let mut failed = 0;
+        let (mut failed, mut why) = (0, REFUSES.to_owned());
         loop {
-            self.wait_for_slot().await;
+            let left = || match failed {
+                // One attempt is made also when the time of an outage has passed before.
+                0 if self.outage.borrow().is_some() => self.time_left_since(begun),
+                0 => Duration::MAX,
+                _ => self.time_left(first_failure),
+            };
+            if !self.wait_for_slot(left).await {
+                self.give_up(&why);
+                return Err(Fault::Transient(why));
+            }
             let asked = Instant::now();
             let deadline = first_failure.unwrap_or(asked) + self.reconnect;
             let mut progress = self.object.progress(deadline.saturating_duration_since(asked));
             let result = self.object.read(&self.version, (pos, len), &mut progress).await;
             let bytes = result.as_ref().map_or(0, |data| data.len() as u64);
             self.counters.request(asked.elapsed(), bytes);
-            let why = match result {
+            why = match result {
                 Err(Fault::Transient(why)) => {
                     first_failure.get_or_insert(progress.since());
                     why
@@ -99,11 +112,21 @@ impl Asking {
         }
     }
 
-    async fn wait_for_slot(&self) {
-        let now = self.begun.elapsed();
-        let slot = self.pace.borrow_mut().slot(now);
-        if slot > now {
-            tokio::time::sleep(slot - now).await;
+    /// Waits until a request may be made, as long as there is time `left`, which is asked again then.
+    /// Returns whether it may be.
+    async fn wait_for_slot(&self, left: impl Fn() -> Duration) -> bool {
+        loop {
+            let now = self.begun.elapsed();
+            let (free, left) = (self.pace.borrow().free_at(now), left());
+            if free <= now {
+                // Only a request that is made takes a slot.
+                self.pace.borrow_mut().slot(now);
+                return true;
+            }
+            if left.is_zero() {
+                return false;
+            }
+            tokio::time::sleep((free - now).min(left)).await;
         }
     }
 
@@ -130,6 +153,10 @@ impl Asking {
     fn time_left(&self, first_failure: Option<Instant>) -> Duration {
         let outage = self.outage.borrow().as_ref().map(|outage| outage.since);
         time_left(self.reconnect, Instant::now(), outage, first_failure)
+    }
+
+    fn time_left_since(&self, since: Instant) -> Duration {
+        time_left(self.reconnect, Instant::now(), None, Some(since))
     }
 
     fn give_up(&self, why: &str) {

@@ -32,6 +32,11 @@ pub struct Pace {
 }
 
 impl Pace {
+    /// When a request may be sent that is there at `now`, if no other one takes that time.
+    pub fn free_at(&self, now: Duration) -> Duration {
+        if self.rate.is_some() { self.next.max(now) } else { now }
+    }
+
     /// When a request may be sent that is there at `now`: that time is no other request's.
     pub fn slot(&mut self, now: Duration) -> Duration {
         let Some(rate) = self.rate else {

@@ -35,6 +35,29 @@ fn reads_of_a_store_that_is_silent_or_too_slow_fail_in_the_time_for_the_reconnec
 }
 
 #[test]
+fn reads_of_a_store_that_refuses_all_of_them_fail_in_that_time_however_many_they_are() {
+    let server = server();
+    let disk = open(&server, &short()).unwrap();
+    server.script().always = Some(Lie::Status(503, "", ""));
+    let begun = Instant::now();
+    for _ in 0..3 {
+        std::thread::scope(|scope| {
+            for n in 0..40 {
+                let disk = &disk;
+                scope.spawn(move || read(disk, n * 192 * KIB, 4096).unwrap_err());
+            }
+        });
+    }
+    assert!(begun.elapsed() < 2 * GENEROUS, "{:?}", begun.elapsed());
+    // Those that were given up do not keep later ones from being made.
+    server.script().always = None;
+    let begun = Instant::now();
+    while read(&disk, 0, 4096).is_err() {
+        assert!(begun.elapsed() < GENEROUS, "{:?}", begun.elapsed());
+    }
+}
+
+#[test]
 fn a_store_that_is_silent_is_not_waited_for_at_the_open_longer_than_it_says() {
     let server = server();
     server.script().always = Some(Lie::Stall(0));
