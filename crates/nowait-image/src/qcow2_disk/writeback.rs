@@ -414,6 +414,7 @@ impl MetadataWriteback {
         if flushed.is_err() && injected_bug::injected(ImageBug::ForgetFailure) {
             #[cfg(feature = "sim")]
             self.flushes.forget_failure();
+            lock(&self.unfinished).clear();
         }
     }
 
