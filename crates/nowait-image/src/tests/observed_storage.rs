@@ -1,11 +1,14 @@
-//! A storage that reports its calls to an observer: a log of its changes, or a gate.
+//! A storage that reports its calls to an observer: a log of its changes, a gate, or one by which they
+//! fail.
 //!
 //! Invariant: transfers that an engine submits through its own queue are not observed.
 
 use std::io::{IoSlice, IoSliceMut};
 use std::os::fd::BorrowedFd;
 
-use nowait::{ByteRange, Error, ExtentStatus, FileStorage, Flags, Storage, StorageProperties};
+use nowait::{
+    ByteRange, Error, ExtentStatus, FileStorage, Flags, Operation, Storage, StorageProperties,
+};
 
 /// A change of a file, or a sync.
 #[derive(Clone, Debug)]
@@ -30,6 +33,16 @@ pub(crate) trait Observer: Send + Sync {
 
     /// A read has moved this many bytes.
     fn read(&self, _bytes: u64) {}
+
+    /// Whether the change that begins now fails.
+    fn fails(&self) -> bool {
+        false
+    }
+
+    /// Whether the storage says that it keeps what was written.
+    fn keeps_unsynced(&self) -> bool {
+        false
+    }
 }
 
 /// A storage and its observer.
@@ -39,7 +52,14 @@ pub(crate) struct ObservedStorage<O> {
 }
 
 impl<O: Observer> ObservedStorage<O> {
-    fn change<T>(&self, change: Change, call: impl FnOnce(&FileStorage) -> T) -> T {
+    fn change<T>(
+        &self,
+        change: Change,
+        call: impl FnOnce(&FileStorage) -> Result<T, Error>,
+    ) -> Result<T, Error> {
+        if self.observer.fails() {
+            return Err(Error::new(libc::EIO, Operation::Write));
+        }
         let begun = self.observer.begin(change);
         let done = call(&self.inner);
         self.observer.ended(begun);
@@ -70,6 +90,10 @@ impl<O: Observer> Storage for ObservedStorage<O> {
 
     fn sync(&self) -> Result<(), Error> {
         self.change(Change::Sync, Storage::sync)
+    }
+
+    fn keeps_unsynced(&self) -> bool {
+        self.observer.keeps_unsynced()
     }
 
     fn punch(&self, range: ByteRange) -> Result<(), Error> {

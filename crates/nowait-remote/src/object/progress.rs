@@ -17,7 +17,7 @@ pub(super) struct Progress {
 }
 
 impl Progress {
-    /// That of an answer that is asked for now, of which `rate` bytes a second have to come within
+    /// The progress of an answer that is asked for now, of which `rate` bytes a second have to come within
     /// each `limit`.
     pub(super) fn new(limit: Duration, rate: u64) -> Self {
         let needed = u128::from(rate) * limit.as_millis() / 1000;

@@ -6,6 +6,7 @@ use nowait::FileStorage;
 
 use crate::qcow2_disk::tests::gate::Gate;
 use crate::qcow2_disk::tests::journal::{Event, Journal};
+use crate::qcow2_disk::tests::kept_failures::{self, Supply};
 use crate::qcow2_disk::tests::{gate, journal};
 use crate::tests::observed_storage::{Change, ObservedStorage, Observer};
 
@@ -14,13 +15,15 @@ pub(crate) struct FileObserver {
     gate: Option<Arc<Gate>>,
     /// The journal, and the number of the file in it.
     journal: Option<(Journal, usize)>,
+    supply: Option<Arc<Supply>>,
 }
 
 /// `storage` with the gate and the journal that its file has by now.
 pub(crate) fn observed(storage: FileStorage) -> ObservedStorage<FileObserver> {
     let gate = gate::of(storage.lock_fd());
     let journal = journal::find(storage.lock_fd());
-    ObservedStorage { inner: storage, observer: FileObserver { gate, journal } }
+    let supply = kept_failures::of(storage.lock_fd());
+    ObservedStorage { inner: storage, observer: FileObserver { gate, journal, supply } }
 }
 
 impl Observer for FileObserver {
@@ -45,5 +48,13 @@ impl Observer for FileObserver {
         if let Some(gate) = &self.gate {
             gate.passed(bytes);
         }
+    }
+
+    fn fails(&self) -> bool {
+        self.supply.as_ref().is_some_and(|supply| supply.is_over())
+    }
+
+    fn keeps_unsynced(&self) -> bool {
+        self.supply.is_some()
     }
 }

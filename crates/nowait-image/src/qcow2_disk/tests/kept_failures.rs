@@ -1,0 +1,104 @@
+//! A storage that fails for a while and keeps what was written, as one behind a network does.
+//!
+//! Invariant: requests that the engine submits through its own queue do not fail.
+
+use std::collections::HashMap;
+use std::os::fd::AsFd;
+use std::sync::atomic::{AtomicI64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
+
+use nowait::{BlockingFile, Direct, Flags};
+use nowait_testkit::{Random, seed};
+
+use crate::offline::create::{CreateOptions, create};
+use crate::qcow2_disk::{ServeOptions, open};
+use crate::{Chain, ChainOptions, Format};
+
+/// The changes and syncs of a file that succeed from now on; those after them fail.
+pub(crate) struct Supply(AtomicI64);
+
+type Supplies = Mutex<HashMap<(u64, u64), Arc<Supply>>>;
+
+fn supplies() -> &'static Supplies {
+    static SUPPLIES: OnceLock<Supplies> = OnceLock::new();
+    SUPPLIES.get_or_init(Supplies::default)
+}
+
+fn key(fd: impl AsFd) -> (u64, u64) {
+    let stat = rustix::fs::fstat(fd).unwrap();
+    (stat.st_dev, stat.st_ino)
+}
+
+/// The supply of the file behind `fd`, if it has one.
+pub(crate) fn of(fd: impl AsFd) -> Option<Arc<Supply>> {
+    supplies().lock().unwrap().get(&key(fd)).cloned()
+}
+
+impl Supply {
+    /// Whether the next change or sync fails.
+    pub(crate) fn is_over(&self) -> bool {
+        self.0.fetch_sub(1, Ordering::Relaxed) <= 0
+    }
+
+    fn set(&self, count: i64) {
+        self.0.store(count, Ordering::Relaxed);
+    }
+}
+
+#[test]
+fn c51_a_batch_that_failed_on_a_storage_that_kept_all_is_written_by_a_later_flush() {
+    const BYTES: u64 = 64 << 20;
+    let scratch = tempfile::tempdir().unwrap();
+    let path = scratch.path().join("disk");
+    create(&path, &CreateOptions::new(Format::Qcow2, Some(BYTES))).unwrap();
+    let chain = || {
+        let format = Some(Format::Qcow2);
+        Chain::open(&path, &ChainOptions { format, writable: true, ..ChainOptions::default() })
+    };
+    let serve = |chain| {
+        open(chain, ServeOptions { writable: true, direct: Direct::Off, hint: true }).unwrap()
+    };
+    let first = chain().unwrap();
+    let supply = Arc::new(Supply(AtomicI64::new(i64::MAX)));
+    let file = key(first.layers()[0].file.fd().unwrap());
+    supplies().lock().unwrap().insert(file, supply.clone());
+    let (disk, open_image) = serve(first);
+    let disk = Arc::new(disk);
+    let blocking = BlockingFile::new(disk.clone());
+    let mut random = Random::from_seed(seed());
+    let mut model = vec![0; BYTES as usize];
+    let mut failures = 0;
+    for round in 0..300u32 {
+        for _ in 0..=random.below(3) {
+            let pos = random.below(BYTES - 100_000);
+            let data = vec![1 + round as u8 % 250; 1 + random.below(100_000) as usize];
+            blocking.write_at(&data, pos, Flags::NONE).unwrap();
+            model[pos as usize..][..data.len()].copy_from_slice(&data);
+        }
+        supply.set(random.below(8) as i64);
+        let failed = blocking.flush().is_err();
+        failures += u32::from(failed);
+        supply.set(i64::MAX);
+        // With changes before the next flush, and without.
+        if random.below(2) == 0 {
+            blocking.flush().unwrap();
+        }
+        assert!(!disk.has_failed_flush());
+    }
+    assert!(failures > 50, "{failures}");
+    blocking.flush().unwrap();
+    // As it is now, by another reader of the file.
+    let (other, other_image) = serve(copied(&path, &scratch.path().join("copy")));
+    let mut found = vec![0; BYTES as usize];
+    BlockingFile::new(Arc::new(other)).read_at(&mut found, 0).unwrap();
+    assert!(found == model, "seed {}", seed());
+    other_image.close().unwrap();
+    drop((blocking, disk));
+    open_image.close().unwrap();
+}
+
+fn copied(path: &std::path::Path, copy: &std::path::Path) -> Chain {
+    std::fs::copy(path, copy).unwrap();
+    let format = Some(Format::Qcow2);
+    Chain::open(copy, &ChainOptions { format, writable: true, ..ChainOptions::default() }).unwrap()
+}
