@@ -55,7 +55,8 @@ impl<M: BlockMap> Export<M> {
         Self { disk, workers, name, description, faults, write_protected }
     }
 
-    /// The same, but calls `callback` when a flush has failed after which every later one fails, too. It is called on a serving thread and must not block.
+    /// This export, but one that calls `callback` when a flush has failed after which every later one
+    /// fails, too. It is called on a serving thread and must not block.
     #[must_use]
     pub fn when_a_flush_fails(self, callback: impl Fn() + Send + Sync + 'static) -> Self {
         Self { faults: Faults::with_callback(Box::new(callback)), ..self }

@@ -250,7 +250,7 @@ fn after_an_outage_flushes_succeed_again_when_all_unflushed_writes_were_made_aga
     let mut client = proxy.connect();
     client.write(8192, &[7; 4096]).unwrap();
     first.stop_but_leave_socket();
-    // What was written is changed behind, as by a host that dies.
+    // The host behind has died, and has lost it.
     fs::write(&image, vec![0; DISK_BYTES as usize]).unwrap();
     for _ in 0..3 {
         assert_eq!(client.call(&Command::Flush).unwrap_err(), 5, "EIO");

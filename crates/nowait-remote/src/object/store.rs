@@ -69,7 +69,7 @@ impl Version {
         self.0.last_modified.timestamp()
     }
 
-    /// What names this version of the object, and no other one of the same place. The date belongs to
+    /// A name of this version of the object, and of no other one of the same place. The date belongs to
     /// it beside a strong tag, too: some servers make the tag of the time in seconds and the size.
     pub(super) fn identity(&self) -> String {
         let (size, tag) = (self.size(), self.0.e_tag.as_deref().unwrap_or_default());

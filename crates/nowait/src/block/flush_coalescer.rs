@@ -60,7 +60,7 @@ impl FlushCoalescer {
     /// then that a later sync can make durable what this one covers.
     ///
     /// # Errors
-    /// That of `sync`; `EIO` if the sync of another call failed, and after every failure of one whose
+    /// The error of `sync`; `EIO` if the sync of another call failed, and after every failure of one whose
     /// data were not kept.
     pub fn flush_unless_kept(
         &self,
