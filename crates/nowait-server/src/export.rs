@@ -160,6 +160,35 @@ impl<M: BlockMap> Export<M> {
             _ => Err(libc::EINVAL),
         }
     }
+
+    /// The range of a request for whole sectors. Of the last sector, which may be a part of one, only the bytes of the
+    /// image are in it: the others are read as zeros, and writes of them are dropped.
+    ///
+    /// # Errors
+    /// As [`Export::range`].
+    #[inline]
+    pub(crate) fn range_of_sectors(&self, op: Op, pos: u64, len: u64) -> Result<ByteRange, i32> {
+        self.range(op, pos, len).or_else(|errno| self.range_at_end(op, pos, len, errno))
+    }
+
+    #[cold]
+    fn range_at_end(&self, op: Op, pos: u64, len: u64, errno: i32) -> Result<ByteRange, i32> {
+        let size = self.disk.size();
+        match pos.checked_add(len) {
+            Some(end) if end > size && end <= sectors_of(size) * SECTOR_BYTES && pos < size => {
+                self.range(op, pos, size - pos)
+            }
+            _ => Err(errno),
+        }
+    }
+}
+
+/// Bytes of a sector of the block devices of guests and of this machine.
+pub(crate) const SECTOR_BYTES: u64 = 512;
+
+/// The sectors of a disk of `size` bytes. The last one is padded with zeros, as by QEMU.
+pub(crate) const fn sectors_of(size: u64) -> u64 {
+    size.div_ceil(SECTOR_BYTES)
 }
 
 /// The result of a completed request for a frontend: success or an errno. A short transfer is `EIO`

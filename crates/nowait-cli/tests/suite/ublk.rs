@@ -169,6 +169,38 @@ cmp -n 8388608 /disk/new/sparse /data/random && echo "guest: the image has it"
 umount /disk/new
 "#;
 
+/// An image on a file system that needs requests of 4096 bytes, and that ends within a sector; and the device below it.
+const BLOCKS: &str = r#"
+load ublk_drv; load configfs; load null_blk nr_devices=1 gb=1 bs=4096 memory_backed=1
+mkdir -p /disk/large
+/test/mkfs.ext4 -q -b 4096 /dev/nullb0 16384 && mount -t ext4 /dev/nullb0 /disk/large
+dd if=/dev/urandom of=/data/random bs=8389000 count=1 iflag=fullblock 2>/dev/null
+cp /data/random /disk/large/disk
+for off in none zero-copy; do
+    serve /disk/large/disk --ublk=3 $([ $off = none ] || echo --off $off)
+    echo "guest: $off: blocks of $(cat /sys/block/ublkb3/queue/logical_block_size), $(cat /sys/block/ublkb3/size) sectors"
+    cmp -n 8389000 /dev/ublkb3 /data/random && echo "guest: $off: the bytes are there"
+    dd if=/dev/ublkb3 bs=512 skip=16384 count=1 iflag=direct 2>/dev/null >/data/last
+    [ "$(tail -c 120 /data/last | tr -d '\000' | wc -c)" = 0 ] && echo "guest: $off: padded"
+    for sector in 3 77 16384; do
+        dd if=/data/random of=/dev/ublkb3 bs=512 seek=$sector skip=9 count=1 oflag=direct 2>/dev/null || echo "guest: I/O error"
+    done
+    [ -e /data/copy ] || cp /data/random /data/copy
+    for sector in 3 77 16384; do
+        dd if=/data/random of=/data/copy bs=512 seek=$sector skip=9 count=1 conv=notrunc 2>/dev/null
+    done
+    end_server TERM; echo "guest: $off: ended $status"
+    cat /data/out
+    [ "$(wc -c </disk/large/disk)" = 8389000 ] && echo "guest: $off: as long as before"
+    cmp -n 8389000 /disk/large/disk /data/copy && echo "guest: $off: the image has it"
+    cp /data/copy /data/random
+done
+umount /disk/large
+serve /dev/nullb0 --ublk=4
+echo "guest: the device has blocks of $(cat /sys/block/ublkb4/queue/logical_block_size)"
+end_server TERM
+"#;
+
 /// XFS on a node, and a file on it that fio writes and verifies, with a server that is killed meanwhile.
 const XFS: &str = r#"
 load ublk_drv; load xfs
@@ -363,6 +395,26 @@ fn a_newer_driver_resizes_a_node_hands_it_over_and_stops_it_only_without_hidden_
     );
     assert!(!console.contains("guest: I/O error"), "{console}");
     check_written(&scene.scratch, &scene.disk, &console, 1);
+}
+
+#[test]
+fn a_node_has_blocks_of_512_bytes_and_the_end_of_its_image_whatever_the_file_system_needs() {
+    let Some(scene) = Scene::new(Kernel::V7_3) else { return };
+    let console = scene.run(BLOCKS);
+    for off in ["none", "zero-copy"] {
+        let lines = [
+            "blocks of 512, 16385 sectors",
+            "the bytes are there",
+            "padded",
+            "ended 0",
+            "as long as before",
+            "the image has it",
+        ];
+        let lines = lines.map(|line| format!("guest: {off}: {line}"));
+        assert_said(&console, &lines.each_ref().map(String::as_str));
+    }
+    assert_said(&console, &["guest: the device has blocks of 4096"]);
+    assert!(!console.contains("guest: I/O error"), "{console}");
 }
 
 #[test]

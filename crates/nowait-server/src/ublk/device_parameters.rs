@@ -1,12 +1,17 @@
 //! The properties of a block device that the driver is told, and an image's as such.
 //!
-//! Invariant: sectors are 512 bytes, as in the kernel; the node never reaches past the image's end.
+//! Invariant: sectors are 512 bytes, as in the kernel, and so are the blocks of a node, unless the image is a block device
+//! with larger ones: a partition table is found only with the blocks that it was made for. The last sector of a node may
+//! reach past the image's end.
 
 use std::sync::Arc;
 
 use nowait::{BlockDevice, BlockMap};
-use nowait_image::{DeviceVisitor, Image};
+use nowait_image::{DeviceVisitor, Format, Image};
 
+use rustix::fs::{FileType, fstat};
+
+use crate::export::sectors_of;
 use crate::ublk::ublk_cmd::field;
 
 const SECTOR_SHIFT: u32 = 9;
@@ -23,7 +28,7 @@ const MAX_ZERO_BYTES: u32 = 64 << 20;
 /// The properties of a node.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) struct Parameters {
-    /// Size in bytes, a number of whole blocks.
+    /// Size in bytes, a number of whole blocks: see [`Parameters::whole_blocks`].
     pub(crate) size: u64,
     /// Bytes of a block: the smallest request.
     pub(crate) block: u32,
@@ -37,22 +42,32 @@ pub(crate) struct Parameters {
 /// Asks an image for its [`Parameters`].
 struct Properties {
     max_io_bytes: u32,
+    is_raw: bool,
 }
 
 impl DeviceVisitor for Properties {
     type Output = Parameters;
 
     fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> Parameters {
-        let block = device.alignment().offset.clamp(1 << SECTOR_SHIFT, MAX_BLOCK_BYTES);
-        let size = device.size();
+        let sector = 1 << SECTOR_SHIFT;
+        let block = match self.is_raw && is_block_device(&device) {
+            true => device.alignment().offset.clamp(sector, MAX_BLOCK_BYTES),
+            // Direct I/O may need more of a file, as of one that shares its blocks with another.
+            false => sector,
+        };
         Parameters {
-            size: size - size % u64::from(block),
+            size: Parameters::whole_blocks(device.size(), block),
             block,
             read_only: device.is_read_only(),
             discards: device.supports_punch_hole(),
             max_io_bytes: self.max_io_bytes,
         }
     }
+}
+
+fn is_block_device<M: BlockMap>(device: &BlockDevice<M>) -> bool {
+    let found = device.fd().ok().and_then(|fd| fstat(fd).ok());
+    found.is_some_and(|found| FileType::from_raw_mode(found.st_mode) == FileType::BlockDevice)
 }
 
 /// Asks an image whether its storage takes the memory of the kernel's requests.
@@ -79,7 +94,16 @@ impl Parameters {
 
     /// Those of `image`, for requests of at most `max_io_bytes`.
     pub(crate) fn of(image: &Image, max_io_bytes: u32) -> Self {
-        image.visit(Properties { max_io_bytes })
+        image.visit(Properties { max_io_bytes, is_raw: image.format() == Format::Raw })
+    }
+
+    /// The bytes of a node for an image of `size` bytes: with blocks of 512 bytes all, padded to a sector, else those in whole
+    /// blocks.
+    pub(crate) fn whole_blocks(size: u64, block: u32) -> u64 {
+        match block {
+            0..=512 => sectors_of(size) << SECTOR_SHIFT,
+            _ => size - size % u64::from(block),
+        }
     }
 
     /// `struct ublk_params`, as far as it is used here.
@@ -107,14 +131,20 @@ impl Parameters {
     }
 
     /// Whether a node with the parameters `bytes` looks the same to its users, or only smaller if it
-    /// `can_grow`.
+    /// `can_grow`. One with larger blocks was made so by an earlier version, which left out what is in no whole block.
     pub(crate) fn fits(self, bytes: &[u8; Self::BYTES], can_grow: bool) -> bool {
         let read_only = u32::from_ne_bytes(field(bytes, 8)) & READ_ONLY != 0;
-        let (before, now) = (sectors_in(bytes), self.size >> SECTOR_SHIFT);
+        let (before, block) = (sectors_in(bytes), block_in(bytes));
+        let now = Self::whole_blocks(self.size, block) >> SECTOR_SHIFT;
         read_only == self.read_only
             && (before == now || can_grow && before < now)
-            && u32::from(bytes[12]) == self.block.trailing_zeros()
+            && (self.block..=MAX_BLOCK_BYTES).contains(&block)
     }
+}
+
+/// Bytes of a block by the parameters `bytes`.
+pub(crate) fn block_in(bytes: &[u8; Parameters::BYTES]) -> u32 {
+    1_u32.checked_shl(bytes[12].into()).unwrap_or_default()
 }
 
 /// The size that the parameters `bytes` tell, in sectors.
@@ -145,10 +175,20 @@ mod tests {
         assert!(larger.fits(&bytes, true) && !larger.fits(&bytes, false));
         for other in [
             Parameters { size: 4 << 20, ..parameters },
-            Parameters { block: 4096, ..parameters },
             Parameters { read_only: true, ..parameters },
         ] {
             assert!(!other.fits(&bytes, true), "{other:?}");
         }
+        let of_earlier_version = Parameters { size: 5 << 20, block: 4096, ..parameters };
+        let padded = Parameters { size: (5 << 20) + 512, ..parameters };
+        assert!(padded.fits(&of_earlier_version.to_bytes(), false));
+        assert!(!of_earlier_version.fits(&bytes, true), "a device with larger blocks");
+    }
+
+    #[test]
+    fn the_last_sector_is_padded_and_larger_blocks_are_whole() {
+        assert_eq!(Parameters::whole_blocks(123_456_789, 512), 241_127 * 512);
+        assert_eq!(Parameters::whole_blocks(1024, 512), 1024);
+        assert_eq!(Parameters::whole_blocks(8191, 4096), 4096);
     }
 }

@@ -12,7 +12,7 @@ use nowait_image::Image;
 
 use crate::ublk::control_commands::delete_device;
 use crate::ublk::control_ring::{ControlRing, character_device, node};
-use crate::ublk::device_parameters::Parameters;
+use crate::ublk::device_parameters::{Parameters, block_in};
 use crate::ublk::ublk_cmd::{
     ControlOp, DeviceInfo, DeviceState, F_CMD_IOCTL_ENCODE, F_QUIESCE, F_UNPRIVILEGED_DEV,
     F_UPDATE_SIZE, F_USER_RECOVERY, F_USER_RECOVERY_REISSUE, F_ZERO_COPY,
@@ -139,13 +139,13 @@ fn sizes(queues: u16) -> (u16, u32) {
     (depth, bytes)
 }
 
-/// Takes over a device whose server has ended.
+/// Takes over a device whose server has ended. Also returns the bytes of its blocks.
 pub(crate) fn recovered(
     control: &mut ControlRing,
     info: DeviceInfo,
     image: &Image,
     options: &UblkOptions,
-) -> Result<DeviceInfo, UblkError> {
+) -> Result<(DeviceInfo, u32), UblkError> {
     let (node, id) = (node(info.id), info.id);
     let by_path = info.features & F_UNPRIVILEGED_DEV != 0;
     let mut bytes = Parameters::of(image, info.max_io_bytes).to_bytes();
@@ -159,7 +159,7 @@ pub(crate) fn recovered(
             "{node} waits for the server of another image ('nowait ublk stop {id}' removes it)"
         )));
     }
-    Ok(info)
+    Ok((info, block_in(&bytes)))
 }
 
 /// Opens the character device, which udev may have to make first.

@@ -89,6 +89,66 @@ impl RequestData {
         }
     }
 
+    /// Whether the request of `tag` is in the engine with a buffer other than that of the tag.
+    #[inline]
+    pub(crate) fn is_copied_here(&self, tag: u16) -> bool {
+        match self {
+            Self::Copied { buffers, .. } => {
+                buffers.get(usize::from(tag)).is_some_and(Option::is_some)
+            }
+            Self::Registered { .. } => true,
+        }
+    }
+
+    /// Copies the data of a write of `tag` to `bytes`: from the driver, a queue `queue` of `device`, or where it has left
+    /// them.
+    ///
+    /// # Errors
+    /// The errno of pread(2); `EIO` if there are fewer.
+    pub(crate) fn copy_in(
+        &self,
+        (device, queue): (BorrowedFd<'_>, u16),
+        tag: u16,
+        bytes: &mut [u8],
+    ) -> Result<(), i32> {
+        match self {
+            Self::Registered { .. } => copy_in(device, queue, tag, bytes),
+            Self::Copied { buffers, .. } => {
+                let own = buffers.get(usize::from(tag)).and_then(Option::as_ref);
+                let own = own.and_then(|own| own.get(..bytes.len())).ok_or(libc::EIO)?;
+                bytes.copy_from_slice(own);
+                Ok(())
+            }
+        }
+    }
+
+    /// Copies the data of a read of `tag` from `bytes`, and after them `padding` zeros, to where the driver takes them.
+    ///
+    /// # Errors
+    /// The errno of pwrite(2); `EIO` if the driver takes fewer.
+    pub(crate) fn copy_out(
+        &mut self,
+        (device, queue): (BorrowedFd<'_>, u16),
+        tag: u16,
+        bytes: &[u8],
+        padding: usize,
+    ) -> Result<(), i32> {
+        match self {
+            Self::Registered { .. } => {
+                copy_out(device, queue, tag, 0, bytes)?;
+                copy_out(device, queue, tag, bytes.len(), &vec![0; padding])
+            }
+            Self::Copied { buffers, .. } => {
+                let own = buffers.get_mut(usize::from(tag)).and_then(Option::as_mut);
+                let own = own.and_then(|own| own.get_mut(..bytes.len() + padding));
+                let (data, zeros) = own.ok_or(libc::EIO)?.split_at_mut(bytes.len());
+                data.copy_from_slice(bytes);
+                zeros.fill(0);
+                Ok(())
+            }
+        }
+    }
+
     /// Takes the buffer that the driver copies to and from.
     #[inline]
     pub(crate) fn take_buffer(&mut self, tag: u16) -> Option<PooledBuffer> {
@@ -120,12 +180,7 @@ impl RequestData {
 ///
 /// # Errors
 /// The errno of pread(2); `EIO` if the driver has fewer.
-pub(crate) fn copy_in(
-    device: BorrowedFd<'_>,
-    queue: u16,
-    tag: u16,
-    bytes: &mut [u8],
-) -> Result<(), i32> {
+fn copy_in(device: BorrowedFd<'_>, queue: u16, tag: u16, bytes: &mut [u8]) -> Result<(), i32> {
     let mut done = 0;
     while done < bytes.len() {
         match pread(device, &mut bytes[done..], data_position(queue, tag) + done as u64) {
@@ -138,19 +193,20 @@ pub(crate) fn copy_in(
     Ok(())
 }
 
-/// Copies the data of a read of `tag` from `bytes` to the driver.
+/// Copies the data of a read of `tag` from `bytes` to the driver, from byte `from` of the request on.
 ///
 /// # Errors
 /// The errno of pwrite(2); `EIO` if the driver takes fewer.
-pub(crate) fn copy_out(
+fn copy_out(
     device: BorrowedFd<'_>,
     queue: u16,
     tag: u16,
+    from: usize,
     bytes: &[u8],
 ) -> Result<(), i32> {
     let mut done = 0;
     while done < bytes.len() {
-        match pwrite(device, &bytes[done..], data_position(queue, tag) + done as u64) {
+        match pwrite(device, &bytes[done..], data_position(queue, tag) + (from + done) as u64) {
             Ok(0) => return Err(libc::EIO),
             Ok(more) => done += more,
             Err(rustix::io::Errno::INTR) => {}

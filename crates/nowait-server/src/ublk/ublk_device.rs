@@ -64,15 +64,21 @@ impl UblkNode {
             Some(id) => existing(&mut control, id)?,
             None => None,
         };
-        let (info, recovers) = match found {
-            Some(info) => (recovered(&mut control, info, image, &options)?, true),
+        let (info, block, recovers) = match found {
+            Some(info) => {
+                let (info, block) = recovered(&mut control, info, image, &options)?;
+                (info, Some(block), true)
+            }
             None => {
                 let copies = !options.zero_copy || !can_register(image);
                 let features = if copies { features & !F_ZERO_COPY } else { features };
-                (added(&mut control, features, &options)?, false)
+                (added(&mut control, features, &options)?, None, false)
             }
         };
         let parameters = Parameters::of(image, info.max_io_bytes);
+        let block = block.unwrap_or(parameters.block);
+        let size = Parameters::whole_blocks(parameters.size, block);
+        let parameters = Parameters { size, block, ..parameters };
         let device = UblkDevice {
             info,
             parameters,
@@ -303,7 +309,7 @@ impl UblkDevice {
     /// The image has `size` bytes now. The node gets as many whole blocks, and its users are told, if
     /// the driver can do that. To be called on a thread that does not serve.
     pub(crate) fn resize(&self, size: u64) {
-        let size = size - size % u64::from(self.parameters.block);
+        let size = Parameters::whole_blocks(size, self.parameters.block);
         self.size.store(size, Ordering::Release);
         if !self.has_node.load(Ordering::Acquire) {
             return;

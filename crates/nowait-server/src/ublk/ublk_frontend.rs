@@ -19,7 +19,7 @@ use crate::frontend::Frontend;
 use crate::injected_bug::{ServerBug, injected};
 use crate::loop_context::LoopContext;
 use crate::statistics::FrontendKind;
-use crate::ublk::request_data::{RequestData, copy_in, copy_out};
+use crate::ublk::request_data::RequestData;
 use crate::ublk::request_descriptors::Descriptors;
 use crate::ublk::ublk_cmd::{
     ABORTED, COMMIT_AND_FETCH_REQ, Descriptor, FETCH_REQ, IO_FUA, IO_NEED_REG_BUF, IO_NO_UNMAP,
@@ -119,8 +119,8 @@ impl UblkFrontend {
     ) -> bool {
         let Some(queue) = &mut self.queue else { return true };
         let Some(descriptor) = queue.requests.get(tag) else { return true };
-        let io = match translate(context, descriptor) {
-            Ok(io) => io,
+        let (io, is_cut) = match translate(context, descriptor) {
+            Ok(translated) => translated,
             Err(errno) => {
                 self.answer(context, tag, -errno);
                 return true;
@@ -138,6 +138,11 @@ impl UblkFrontend {
                 }
             }
             return true;
+        }
+        let is_odd = is_cut || context.engine.buffer_offset(io.range.pos) > 0;
+        if is_odd {
+            context.untag();
+            return self.submit_copied(context, tag, io);
         }
         if let RequestData::Registered { .. } = queue.data {
             if descriptor.op_flags & IO_NEED_REG_BUF == 0
@@ -173,8 +178,8 @@ impl UblkFrontend {
         true
     }
 
-    /// Submits a request whose data are not moved from or to the registered memory, or answers it.
-    /// False, with nothing done, if there is no buffer for it.
+    /// Submits a request whose data are copied here, between a buffer of the engine and where the driver has them, or
+    /// answers it. False, with nothing done, if there is no buffer for it.
     #[inline(never)]
     fn submit_copied<Q: IoQueue, M: BlockMap>(
         &mut self,
@@ -187,7 +192,7 @@ impl UblkFrontend {
         let start = context.engine.buffer_offset(io.range.pos);
         let data = &mut buffer[start..start + io.range.len as usize];
         let copied = match io.op {
-            Op::Write => copy_in(queue.descriptor.as_fd(), self.number, tag, data),
+            Op::Write => queue.data.copy_in((queue.descriptor.as_fd(), self.number), tag, data),
             _ => Ok(()),
         };
         let engine_tag = context.tag(QUEUE, tag.into());
@@ -220,15 +225,18 @@ impl UblkFrontend {
             Some(_) => queue.with_copy += 1,
             None => queue.without_copy += 1,
         }
+        // What the driver asks for, and expects: more where the image ends in the last sector.
+        let asked = queue.requests.get(tag).map_or(len, |it| u64::from(it.sectors) << 9).max(len);
         let copied = match &completion.buf {
             Some(buffer) if result.is_ok() && completion.io.op == Op::Read => {
                 let data = &buffer[start..start + len as usize];
-                copy_out(queue.descriptor.as_fd(), self.number, tag, data)
+                let driver = (queue.descriptor.as_fd(), self.number);
+                queue.data.copy_out(driver, tag, data, (asked - len) as usize)
             }
             _ => Ok(()),
         };
-        // The driver expects the bytes of a transfer, which its longest request bounds.
-        Some(result.and(copied).map_or_else(|errno| -errno, |()| len as i32))
+        // The driver's longest request bounds it.
+        Some(result.and(copied).map_or_else(|errno| -errno, |()| asked as i32))
     }
 
     /// A tag gets no more requests.
@@ -257,12 +265,13 @@ impl UblkFrontend {
     }
 }
 
-/// The engine's request for a descriptor, or the errno that refuses it.
+/// The engine's request for a descriptor, and whether it is shorter because the image ends in its last sector; or the errno
+/// that refuses it.
 #[inline]
 fn translate<Q: IoQueue, M: BlockMap>(
     context: &LoopContext<Q, M>,
     descriptor: Descriptor,
-) -> Result<Request, i32> {
+) -> Result<(Request, bool), i32> {
     let Descriptor { op_flags, sectors, start_sector } = descriptor;
     let op = match op_flags as u8 {
         OP_READ => Op::Read,
@@ -280,10 +289,11 @@ fn translate<Q: IoQueue, M: BlockMap>(
         flags = flags.with(Flags::NO_UNMAP);
     }
     if op == Op::Flush {
-        return Ok(Request { op, flags: Flags::NONE, range: ByteRange::new(0, 0) });
+        return Ok((Request { op, flags: Flags::NONE, range: ByteRange::new(0, 0) }, false));
     }
     let (pos, len) = (start_sector << 9, u64::from(sectors) << 9);
-    Ok(Request { op, flags, range: context.export.range(op, pos, len)? })
+    let range = context.export.range_of_sectors(op, pos, len)?;
+    Ok((Request { op, flags, range }, range.len < len))
 }
 
 #[cfg(feature = "sim")]
@@ -415,8 +425,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
         let tag = key as u16;
         let completed_op = completion.io.op;
         let has_data = matches!(completed_op, Op::Read | Op::Write);
-        let registers = matches!(queue.data, RequestData::Registered { .. });
-        let answer = if registers && has_data {
+        let answer = if has_data && queue.data.is_copied_here(tag) {
             let start = context.engine.buffer_offset(completion.io.range.pos);
             self.finish_data(tag, start, &completion)
         } else {

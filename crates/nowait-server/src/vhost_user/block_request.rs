@@ -136,6 +136,15 @@ impl RequestReader {
         self.parts.retain(|part| part.len > 0);
     }
 
+    /// Keeps the first `len` bytes of the data. Returns a reader of the others.
+    #[cold]
+    pub(crate) fn split_off(&mut self, len: u64) -> Self {
+        let mut others = Self { parts: self.parts.clone(), segments: Vec::new() };
+        others.keep(len, u64::MAX);
+        self.keep(0, len);
+        others
+    }
+
     /// The same in the memory of this process.
     ///
     /// # Errors

@@ -10,10 +10,10 @@ use virtio_bindings::virtio_blk::{
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
+use crate::export::{SECTOR_BYTES, sectors_of};
+
 /// The most queues of a device.
 pub(crate) const MAX_QUEUES: u16 = 64;
-/// Bytes of a sector, the unit of the protocol.
-pub(crate) const SECTOR_BYTES: u64 = 512;
 /// The most segments of a request that drivers are told: what fits a queue of 128 with its header
 /// and its status.
 const SEGMENTS: u32 = 126;
@@ -121,7 +121,7 @@ pub(crate) fn config(properties: BlockProperties, wce: bool) -> [u8; CONFIG_BYTE
         }
     };
     let physical = properties.block.max(SECTOR_BYTES as u32);
-    put(0, &(properties.size / SECTOR_BYTES).to_le_bytes());
+    put(0, &sectors_of(properties.size).to_le_bytes());
     put(8, &SEGMENT_BYTES.to_le_bytes());
     put(12, &SEGMENTS.to_le_bytes());
     // 16: geometry, which is not offered.
@@ -154,7 +154,7 @@ mod tests {
     fn the_configuration_has_the_layout_of_the_specification() {
         let bytes = config(DISK, true);
         let field = |at: usize| u32::from_le_bytes(bytes[at..at + 4].try_into().unwrap());
-        assert_eq!((field(0), field(4)), (19, 0), "whole sectors");
+        assert_eq!((field(0), field(4)), (20, 0), "the last one is padded");
         assert_eq!((field(8), field(12), field(20)), (256 << 10, 126, 512));
         assert_eq!((bytes[24], bytes[25], bytes[26], bytes[32]), (3, 0, 8, 1));
         assert_eq!((bytes[34], field(40), field(44), bytes[56]), (64, 1, 8, 1));

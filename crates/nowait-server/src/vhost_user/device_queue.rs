@@ -11,13 +11,14 @@ use nowait::{BlockMap, ByteRange, Flags, IoQueue, Op, Rejected, Request};
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP};
 use vm_memory::GuestAddress;
 
+use crate::export::SECTOR_BYTES;
 use crate::fairness::Member;
 use crate::injected_bug::{ServerBug, injected};
 use crate::loop_context::LoopContext;
 use crate::vhost_user::block_request::{
     BlockRequest, Kind, Malformed, RequestReader, SectorRange, status_of,
 };
-use crate::vhost_user::device_config::{MAX_REQUEST_BYTES, SECTOR_BYTES};
+use crate::vhost_user::device_config::MAX_REQUEST_BYTES;
 use crate::vhost_user::queue_channel::{QueueStart, signal};
 
 /// A write that begins before this byte is copied before it is checked: the first bytes of an image
@@ -38,9 +39,9 @@ struct InFlight {
 }
 
 impl InFlight {
-    /// `request`, whose transfer is `io` in all.
+    /// `request`, whose transfer is `io` in all; what is read behind the end of the image counts, too.
     fn of(request: &BlockRequest, io: Request, rest: Option<Box<Rest>>) -> Self {
-        let written = if io.op == Op::Read { io.range.len as u32 } else { 0 };
+        let written = if io.op == Op::Read { request.len as u32 } else { 0 };
         Self { status: request.status, written, logged: Vec::new(), rest }
     }
 }
@@ -214,10 +215,7 @@ impl DeviceQueue {
             Kind::GetId => {
                 let id = self.start.device.id;
                 reader.fill_data(memory, &id)?;
-                if let Some(log) = self.start.virtqueue.log() {
-                    let parts = reader.data().iter();
-                    parts.for_each(|part| log.log.mark(part.address.0, part.len.into()));
-                }
+                self.log(reader);
                 return Ok(Begun::Ended(Ok(request.len.min(id.len() as u64) as u32)));
             }
             Kind::Discard | Kind::WriteZeroes => {
@@ -241,12 +239,39 @@ impl DeviceQueue {
             ByteRange::new(0, 0)
         } else {
             let pos = sector.checked_mul(SECTOR_BYTES).filter(|_| len % SECTOR_BYTES == 0);
-            match pos.map(|pos| context.export.range(op, pos, len)) {
+            match pos.map(|pos| context.export.range_of_sectors(op, pos, len)) {
                 Some(Ok(range)) => range,
                 Some(Err(_)) | None => return ended(VIRTIO_BLK_S_IOERR),
             }
         };
+        if has_data && range.len < request.len {
+            self.pad(request, range.len, reader)?;
+        }
         self.begin_io(number, head, request, Request { op, flags, range }, reader, context)
+    }
+
+    /// Leaves of the data of `request` the first `len` bytes, before the end of the image; those that are read behind it
+    /// are zeros.
+    #[cold]
+    fn pad(
+        &self,
+        request: &BlockRequest,
+        len: u64,
+        reader: &mut RequestReader,
+    ) -> Result<(), Malformed> {
+        let padding = reader.split_off(len);
+        if request.kind == Kind::Read {
+            padding.fill_data(self.start.virtqueue.memory(), &[0; SECTOR_BYTES as usize])?;
+            self.log(&padding);
+        }
+        Ok(())
+    }
+
+    /// Marks the memory for the data of `reader` as changed, while the VMM keeps a log.
+    fn log(&self, reader: &RequestReader) {
+        if let Some(log) = self.start.virtqueue.log() {
+            reader.data().iter().for_each(|part| log.log.mark(part.address.0, part.len.into()));
+        }
     }
 
     /// Begins a checked request; of a long one its first piece.

@@ -171,13 +171,25 @@ impl Bench {
     }
 }
 
-/// What an event loop is made of: an image of bytes 7, all mapped, on a `queue` of its device.
+/// What an event loop is made of: its context, its export, and its engine.
+type Parts<Q> = (ThreadContext, Arc<Export<AllocationCache>>, Engine<Q, AllocationCache>);
+
+/// Those of an image of bytes 7, all mapped, on a `queue` of its device.
 fn parts<Q: IoQueue>(
     config: Config,
     queue: impl FnOnce(&BlockDevice<AllocationCache>) -> Q,
-) -> (ThreadContext, Arc<Export<AllocationCache>>, Engine<Q, AllocationCache>) {
+) -> Parts<Q> {
+    parts_of(SIZE, config, queue)
+}
+
+/// The same of an image of `size` bytes.
+fn parts_of<Q: IoQueue>(
+    size: u64,
+    config: Config,
+    queue: impl FnOnce(&BlockDevice<AllocationCache>) -> Q,
+) -> Parts<Q> {
     let file = tempfile::NamedTempFile::new().unwrap();
-    std::fs::write(file.path(), vec![7; SIZE as usize]).unwrap();
+    std::fs::write(file.path(), vec![7; size as usize]).unwrap();
     file.as_file().sync_all().unwrap();
     let disk = BlockDevice::open(file.path(), OpenOptions::default()).unwrap();
     let disk = Arc::new(disk.with_forbidden_prefix(&FORBIDDEN));

@@ -174,8 +174,13 @@ impl Scene {
 
     /// With a driver that has `features`.
     fn with_features(features: u64) -> Self {
+        Self::of(SIZE, features)
+    }
+
+    /// The same with an image of `size` bytes.
+    fn of(size: u64, features: u64) -> Self {
         let driver: Rc<RefCell<Driver>> = Rc::default();
-        let (mut context, export, engine) = parts(Config::default(), |disk| {
+        let (mut context, export, engine) = parts_of(size, Config::default(), |disk| {
             let files = disk.files().unwrap();
             let transfers = AioThreadQueue::for_files(&files, 64, !disk.is_direct()).unwrap();
             CommandQueue::new(transfers, &driver)
@@ -412,5 +417,52 @@ fn a_queue_over_the_limit_of_its_device_waits_and_its_changes_can_be_refused() {
         assert_eq!(scene.answer(2), result);
         scene.request(2, u32::from(OP_READ), 8, 64);
         assert_eq!(scene.answer(2), 4096);
+    }
+}
+
+#[test]
+fn the_last_sector_of_an_image_that_ends_in_it_is_padded_with_zeros() {
+    // The image has 300 bytes of its last sector.
+    let (size, last) = (SIZE - 212, (SIZE >> 9) - 1);
+    for features in [0, F_ZERO_COPY] {
+        let mut scene = Scene::of(size, features);
+        let read = |scene: &mut Scene, sectors: u32, start: u64| {
+            let address = scene.request(0, u32::from(OP_READ), sectors, start);
+            let len = sectors as usize * 512;
+            assert_eq!(scene.answer(0), len as i32);
+            let mut bytes = vec![1; len];
+            match features {
+                0 => bytes.copy_from_slice(data(address, len)),
+                _ => scene.descriptors.read_exact_at(&mut bytes, data_position(0, 0)).unwrap(),
+            }
+            bytes
+        };
+        let mut expected = vec![7; 1024];
+        expected[812..].fill(0);
+        // The driver's memory has something else before.
+        scene.descriptors.write_all_at(&[3; 4096], data_position(0, 0)).unwrap();
+        assert_eq!(read(&mut scene, 2, last - 1), expected);
+        scene.descriptors.write_all_at(&[9; 512], data_position(0, 1)).unwrap();
+        let address = scene.request(1, u32::from(OP_WRITE), 1, last);
+        if features == 0 {
+            data(address, 512).fill(9);
+        }
+        assert_eq!(scene.answer(1), 512);
+        expected[512..812].fill(9);
+        assert_eq!(read(&mut scene, 2, last - 1), expected);
+        assert_eq!(
+            scene.thread.context.export.disk().refresh(),
+            Ok(size),
+            "nothing is written behind the end"
+        );
+        for (op, result) in [(OP_READ, -libc::EINVAL), (OP_WRITE, -libc::ENOSPC)] {
+            scene.request(0, u32::from(op), 2, last);
+            assert_eq!(scene.answer(0), result);
+        }
+        for op in [OP_WRITE_ZEROES, OP_DISCARD] {
+            scene.request(0, u32::from(op), 1, last);
+            assert_eq!(scene.answer(0), 0);
+        }
+        assert_eq!(read(&mut scene, 1, last), [0; 512]);
     }
 }

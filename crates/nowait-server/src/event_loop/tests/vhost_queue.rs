@@ -7,6 +7,7 @@ use std::fs::File;
 use std::os::fd::OwnedFd;
 use std::sync::atomic::Ordering;
 
+use nowait::AioThreadQueue;
 use rustix::event::{EventfdFlags, eventfd};
 use rustix::fs::{MemfdFlags, ftruncate, memfd_create};
 use vm_memory::{Bytes, GuestAddress};
@@ -42,8 +43,8 @@ const INDIRECT: u16 = 4;
 const LIMITS: [(usize, u64); 2] = [(1, 4500), (64, 1950)];
 
 /// An event loop with a queue, and its driver.
-struct Machine {
-    thread: EventLoop<VhostFrontend, Null, AllocationCache>,
+struct Machine<Q: IoQueue = Null> {
+    thread: EventLoop<VhostFrontend, Q, AllocationCache>,
     memory: Arc<GuestMemory>,
     kick: OwnedFd,
     call: OwnedFd,
@@ -62,8 +63,18 @@ impl Machine {
     }
 
     /// A queue that has started, with event indices or without.
-    fn with((kick, call): (OwnedFd, OwnedFd), event_idx: bool) -> Self {
-        let (context, export, engine) = parts(Config::default(), |_| Null::new().unwrap());
+    fn with(signals: (OwnedFd, OwnedFd), event_idx: bool) -> Self {
+        Self::on(parts(Config::default(), |_| Null::new().unwrap()), signals, event_idx)
+    }
+}
+
+impl<Q: IoQueue> Machine<Q> {
+    /// A queue on these parts.
+    fn on(
+        (context, export, engine): Parts<Q>,
+        (kick, call): (OwnedFd, OwnedFd),
+        event_idx: bool,
+    ) -> Self {
         let channel = Arc::new(QueueChannel::new(context.thread().clone()));
         let frontend = VhostFrontend::new(channel.clone());
         let thread = EventLoop::new(&context, export, engine, frontend).unwrap();
@@ -178,7 +189,7 @@ impl Machine {
     }
 
     fn has_arrived(&self) -> bool {
-        Frontend::<Null, AllocationCache>::has_arrived(&self.thread.frontend)
+        Frontend::<Q, AllocationCache>::has_arrived(&self.thread.frontend)
     }
 }
 
@@ -215,6 +226,56 @@ fn a_request_that_was_made_while_a_thread_goes_to_sleep_keeps_it_awake() {
     machine.iterate();
     machine.iterate();
     assert_eq!(machine.used(), 2);
+}
+
+#[test]
+fn the_last_sector_of_an_image_that_ends_in_it_is_padded_with_zeros() {
+    // The image has 300 bytes of its last sector.
+    let (size, last) = (SIZE - 212, (SIZE >> 9) - 1);
+    let parts = parts_of(size, Config::default(), |disk| {
+        AioThreadQueue::for_files(&disk.files().unwrap(), 64, !disk.is_direct()).unwrap()
+    });
+    let kick = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
+    let call = kick.try_clone().unwrap();
+    let mut machine = Machine::on(parts, (kick, call), false);
+    let (read, write) = (0_u32, 1_u32);
+    let requests = [
+        (read, last - 1, 1024, 0),
+        (write, last, 512, 0),
+        (read, last, 512, 0),
+        (read, last, 1024, 1),
+        (write, last + 1, 512, 1),
+    ];
+    for (head, (kind, sector, bytes, status)) in requests.into_iter().enumerate() {
+        let n = head as u64;
+        let (table, data) = (TABLES + 48 * n, DATA + u64::from(BLOCK as u32) * n);
+        let flags = if kind == read { NEXT | WRITABLE } else { NEXT };
+        machine.describe(table + 16, (data, bytes), flags, 2);
+        machine.write(HEADERS + 16 * n, kind);
+        machine.write(HEADERS + 16 * n + 8, sector);
+        machine.memory.bytes().write_slice(&[5; 1024], GuestAddress(data)).unwrap();
+        machine.offer(1);
+        machine.kick();
+        // A part of a block is written by a worker, to the image.
+        while machine.used() == head as u16 {
+            machine.iterate();
+            std::thread::yield_now();
+        }
+        let found: u8 = machine.memory.bytes().read_obj(GuestAddress(STATUSES + n)).unwrap();
+        assert_eq!((machine.used(), found), (head as u16 + 1, status), "request {head}");
+    }
+    let found = |head: u64, len: usize| {
+        let mut found = vec![1; len];
+        machine
+            .memory
+            .bytes()
+            .read_slice(&mut found, GuestAddress(DATA + BLOCK as u64 * head))
+            .unwrap();
+        found
+    };
+    assert!(found(0, 1024) == [[7; 812].as_slice(), &[0; 212]].concat());
+    assert!(found(2, 512) == [[5; 300].as_slice(), &[0; 212]].concat());
+    assert_eq!(machine.thread.context.export.disk().refresh(), Ok(size));
 }
 
 /// A driver without event indices that has one eventfd for kicks and calls: each call is a kick.
