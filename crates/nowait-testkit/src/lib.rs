@@ -26,7 +26,9 @@ pub mod signer;
 pub mod web_server;
 
 pub use engines::{TestQueueKind, WaitForRequests, switches};
-pub use process::{Finished, Running, ends_with_test, no_child_starts, output, tool};
+pub use process::{
+    Finished, Running, ends_with_program, ends_with_test, no_child_starts, output, tool,
+};
 pub use random::{Random, seed};
 pub use requirements::{
     PYTHON, path_of, python_with_nbd, require_fuse, require_qemu, require_tool, required,

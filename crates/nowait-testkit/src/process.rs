@@ -5,10 +5,10 @@
 #![allow(unsafe_code)]
 
 use std::ffi::OsStr;
-use std::io;
+use std::io::{self, Write};
 use std::os::unix::process::CommandExt;
 use std::path::PathBuf;
-use std::process::{Child, Command, Output, Stdio};
+use std::process::{Child, ChildStdin, Command, Output, Stdio};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use rustix::process::{Pid, Signal, getpid, getppid, set_parent_process_death_signal};
@@ -39,6 +39,29 @@ fn end_with(test: Pid) -> io::Result<()> {
     set_parent_process_death_signal(Some(Signal::TERM))?;
     // The test program may have ended before the call.
     if getppid() == Some(test) { Ok(()) } else { Err(io::ErrorKind::BrokenPipe.into()) }
+}
+
+/// A process that kills others, which are no children of the test program, when that has ended. It is told their numbers by
+/// its standard input, ignores the signals of a terminal, and looks whether a number is still a server's.
+const GUARD: &str = "trap '' INT TERM HUP QUIT; while read -r pid; do all=\"$all $pid\"; done
+for pid in $all; do tr '\\0' ' ' <\"/proc/$pid/cmdline\" | grep -q nowait && kill -9 $pid; done";
+
+/// Has `process`, a server that left its parent, killed when this program has ended, however.
+///
+/// # Panics
+/// There is no shell.
+pub fn ends_with_program(process: Pid) {
+    static GUARDED: Mutex<Option<ChildStdin>> = Mutex::new(None);
+    let mut guarded = GUARDED.lock().unwrap_or_else(PoisonError::into_inner);
+    let stdin = guarded.get_or_insert_with(|| {
+        let mut shell = Command::new("sh");
+        shell.args(["-c", GUARD]).stdin(Stdio::piped()).stdout(Stdio::null()).stderr(Stdio::null());
+        let alone = no_child_starts();
+        let started = shell.spawn();
+        drop(alone);
+        started.ok().and_then(|mut shell| shell.stdin.take()).expect("a shell")
+    });
+    writeln!(stdin, "{}", process.as_raw_nonzero()).expect("a shell that reads");
 }
 
 /// Runs a tool and checks its exit status.

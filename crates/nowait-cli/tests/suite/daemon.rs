@@ -3,6 +3,7 @@
 //! Invariant: a server in the background ends with the test that started it.
 
 use std::fs;
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::net::UnixDatagram;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
@@ -11,7 +12,9 @@ use nowait_testkit::certificates::{Authority, Flaw, Role, client_of};
 use nowait_testkit::nbd::{
     Client, Mode, OPT_STARTTLS, REP_ACK, go, greet, read_option_reply, send_option,
 };
-use nowait_testkit::{BOUND, ends_with_test, output_of, wait_for, wait_until};
+use nowait_testkit::{
+    BOUND, ends_with_program, ends_with_test, no_child_starts, output_of, wait_for, wait_until,
+};
 use rustix::process::{Pid, Signal, kill_process};
 use rustls::StreamOwned;
 use rustls::pki_types::CertificateDer;
@@ -19,6 +22,7 @@ use rustls::pki_types::pem::PemObject;
 
 use crate::common::{MIB, NOWAIT, PYTHON, Scratch, Server, require_tool, skip, text};
 use crate::log_messages::await_line;
+use crate::upgrade::{Upgraded, runs};
 
 /// What makes SIGHUP a reload, wherever the tests run.
 const NO_TERMINAL: [&str; 3] = ["setsid", "env", "--default-signal=HUP"];
@@ -52,6 +56,7 @@ impl InBackground {
         assert!(String::from_utf8_lossy(&output.stdout).starts_with("serving nbd+unix:"));
         let pid = fs::read_to_string(&pid_file).expect("the PID file of a server that is ready");
         let pid = Pid::from_raw(pid.trim().parse().expect("a number")).expect("a process");
+        ends_with_program(pid);
         Self { pid, scratch }
     }
 
@@ -100,6 +105,42 @@ fn a_server_in_the_background_is_ready_when_its_caller_ends_and_has_left_it() {
         !server.scratch.join("pid").exists() && !server.proc("status").exists()
     });
     assert!(server.log().contains("stopped, everything is flushed"), "{}", server.log());
+}
+
+/// A program of tests that is killed: run by the test below in a process of its own.
+#[test]
+#[ignore = "waits to be killed; another test runs it in a process of its own"]
+fn killed() {
+    let server = InBackground::start(&[]);
+    let mut upgraded = Upgraded::start("raw", &[]);
+    upgraded.upgrade();
+    println!("servers: {} {}", server.pid, upgraded.process());
+    std::io::stdout().flush().expect("a test that reads");
+    loop {
+        std::thread::park();
+    }
+}
+
+#[test]
+fn a_killed_program_of_tests_leaves_no_server_behind() {
+    let mut program = Command::new(std::env::current_exe().expect("this program"));
+    program.args(["daemon::killed", "--exact", "--ignored", "--nocapture"]).stdout(Stdio::piped());
+    let alone = no_child_starts();
+    let mut program = ends_with_test(&mut program).spawn().expect("this program");
+    drop(alone);
+    let lines = BufReader::new(program.stdout.take().expect("a pipe")).lines();
+    let line = lines
+        .map_while(Result::ok)
+        .find_map(|line| line.split_once("servers: ").map(|(_, servers)| servers.to_owned()));
+    let servers: Vec<i32> =
+        line.expect("servers").split(' ').map(|pid| pid.parse().expect("a number")).collect();
+    assert_eq!(servers.len(), 2);
+    program.kill().expect("a program");
+    program.wait().expect("a program");
+    for pid in servers {
+        let pid = Pid::from_raw(pid).expect("a process");
+        wait_until("the end of a server", || !runs(pid));
+    }
 }
 
 #[test]

@@ -13,7 +13,9 @@ use std::process::Command;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use nowait_testkit::nbd::{Client, Mode};
-use nowait_testkit::{Finished, no_child_starts, require_tool, tool, wait_until};
+use nowait_testkit::{
+    Finished, ends_with_program, no_child_starts, require_tool, tool, wait_until,
+};
 use rustix::process::{Pid, Signal, kill_process, test_kill_process};
 use serde_json::Value;
 
@@ -88,6 +90,7 @@ impl Upgraded {
         let report: Value = serde_json::from_str(&report).expect("JSON");
         let before = self.process();
         self.serving = report["pid"].as_i64().and_then(|pid| Pid::from_raw(pid as i32));
+        self.serving.into_iter().for_each(ends_with_program);
         assert_ne!(self.process(), before);
         report
     }
