@@ -116,7 +116,7 @@ impl TakenOverServer {
         Ok(Work { own: Ok(at(PROGRAM)), starts: Starts::Own, started: None, names: Some(names) })
     }
 
-    /// What a program that takes over makes of `begin`.
+    /// Validates `begin` as a program that takes over does.
     fn begins(&self, begin: &Begin) -> Result<(), String> {
         let policy = HandOverPolicy::of(&self.args, None).map_err(|error| error.to_string())?;
         let listeners = begin.listeners.iter().chain(&begin.control_tcp);

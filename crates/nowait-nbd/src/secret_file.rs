@@ -1,7 +1,7 @@
 //! Files with secrets: private keys and tokens.
 //!
-//! Invariant: what another user has chosen is not taken for a secret of this one: neither a file of theirs nor one that a
-//! link of theirs leads to. (Directories are the user's to protect.) A pipe is not waited for.
+//! Invariant: a secret comes from a regular file of this user or root, and from no file that a link of another user leads
+//! to. (Directories are the user's to protect.) A pipe is not waited for.
 
 use std::fs::{self, Metadata, OpenOptions};
 use std::io::{self, ErrorKind, Read};

@@ -24,7 +24,7 @@ pub(crate) enum Refusal {
     Queue,
     /// Too many connections are open.
     Connections,
-    /// A client neither sends nor takes what others wait for the memory of.
+    /// A client keeps memory that others wait for, and neither sends nor receives.
     Stalled,
 }
 

@@ -225,7 +225,7 @@ impl UblkFrontend {
             Some(_) => queue.with_copy += 1,
             None => queue.without_copy += 1,
         }
-        // What the driver asks for, and expects: more where the image ends in the last sector.
+        // The driver asks for more than the image has where that ends in the last sector, and expects all of it.
         let asked = queue.requests.get(tag).map_or(len, |it| u64::from(it.sectors) << 9).max(len);
         let copied = match &completion.buf {
             Some(buffer) if result.is_ok() && completion.io.op == Op::Read => {

@@ -171,10 +171,10 @@ impl Bench {
     }
 }
 
-/// What an event loop is made of: its context, its export, and its engine.
+/// The parts of an event loop: its context, its export, and its engine.
 type Parts<Q> = (ThreadContext, Arc<Export<AllocationCache>>, Engine<Q, AllocationCache>);
 
-/// Those of an image of bytes 7, all mapped, on a `queue` of its device.
+/// The parts for an image of bytes 7, all mapped, on a `queue` of its device.
 fn parts<Q: IoQueue>(
     config: Config,
     queue: impl FnOnce(&BlockDevice<AllocationCache>) -> Q,
@@ -182,7 +182,7 @@ fn parts<Q: IoQueue>(
     parts_of(SIZE, config, queue)
 }
 
-/// The same of an image of `size` bytes.
+/// The parts for an image of `size` bytes.
 fn parts_of<Q: IoQueue>(
     size: u64,
     config: Config,

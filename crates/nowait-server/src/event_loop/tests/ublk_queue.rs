@@ -177,7 +177,7 @@ impl Scene {
         Self::of(SIZE, features)
     }
 
-    /// The same with an image of `size` bytes.
+    /// With an image of `size` bytes and a driver that has `features`.
     fn of(size: u64, features: u64) -> Self {
         let driver: Rc<RefCell<Driver>> = Rc::default();
         let (mut context, export, engine) = parts_of(size, Config::default(), |disk| {
