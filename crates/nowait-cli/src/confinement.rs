@@ -4,7 +4,6 @@
 //! client or a control request names is listed only if the user has given its directory. What it removes itself is
 //! recorded name by name, and no directory is given for it.
 
-use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::error::CliError;
@@ -23,6 +22,7 @@ use crate::control_socket;
 use crate::default_image::DefaultSocket;
 use crate::open_disk::OpenedDisk;
 use crate::own_names::OwnNames;
+use crate::renewed_files;
 use crate::systemd;
 use crate::vhost_user_spec::DevicePlace;
 
@@ -80,13 +80,9 @@ pub(crate) fn needed_files(args: &ServeArgs, all: &[OpenedDisk]) -> FileAccess {
     if let Encryption::Offered(directory) | Encryption::Required { directory, .. } =
         args.tls.encryption()
     {
-        files.read(directory);
-        links_in(directory).iter().for_each(|directory| files.read(directory));
+        renewed_directory(directory, &mut files);
     }
-    if let Some(directory) = &args.control.control_tls_certs {
-        files.read(directory);
-        links_in(directory).iter().for_each(|directory| files.read(directory));
-    }
+    args.control.control_tls_certs.iter().for_each(|it| renewed_directory(it, &mut files));
     files
 }
 
@@ -143,7 +139,7 @@ fn remote(location: &Location, files: &mut FileAccess) {
             RESOLVER_FILES.iter().for_each(|path| files.read(path));
             let (ports, credentials) = url.needs();
             ports.into_iter().for_each(|port| files.connect(port));
-            credentials.into_iter().for_each(|path| files.read(path));
+            credentials.iter().for_each(|path| renewed_file(path, files));
         }
         // Its library's threads have begun, and take none of the signals by which threads are restricted.
         Location::Rbd(_) => files.allow_all("the threads of Ceph's library cannot be restricted"),
@@ -156,14 +152,18 @@ fn named_later(location: &Location, files: &mut FileAccess) {
         Location::Nbd(uri) => {
             RESOLVER_FILES.iter().for_each(|path| files.read(path));
             if let TlsParams::Tls { certificates: Some(directory), .. } = &uri.security {
-                files.read(directory);
-                links_in(directory).iter().for_each(|directory| files.read(directory));
+                renewed_directory(directory, files);
             }
         }
         Location::Object(_) => {
             AUTHORITY_DIRECTORIES.iter().for_each(|path| files.read(path));
             let named = AUTHORITY_VARIABLES.into_iter().filter_map(std::env::var_os);
-            named.for_each(|path| files.read(path));
+            for path in named.map(PathBuf::from) {
+                match path.is_dir() {
+                    true => renewed_directory(&path, files),
+                    false => renewed_file(&path, files),
+                }
+            }
         }
         Location::File(_) | Location::Rbd(_) => {}
     }
@@ -207,15 +207,21 @@ fn directory_with(path: &Path) -> PathBuf {
     path.parent().map_or_else(|| path.clone(), Path::to_owned)
 }
 
-/// The directories that links in `directory` lead to.
-fn links_in(directory: &Path) -> Vec<PathBuf> {
-    let entries = fs::read_dir(directory).into_iter().flatten().flatten();
-    let links = entries.filter(|entry| entry.file_type().is_ok_and(|kind| kind.is_symlink()));
-    links.map(|link| directory_of(&link.path())).collect()
+/// The file `path` may be read, and what replaces it.
+fn renewed_file(path: &Path, files: &mut FileAccess) {
+    files.read(path);
+    renewed_files::directories_of_file(path).iter().for_each(|directory| files.read(directory));
+}
+
+/// What is in `directory` may be read, and what replaces it.
+fn renewed_directory(directory: &Path, files: &mut FileAccess) {
+    renewed_files::paths_of_directory(directory).iter().for_each(|it| files.read(it));
 }
 
 #[cfg(test)]
 mod tests {
+    use std::fs;
+
     use clap::Parser;
     use nowait_image::ChainOptions;
     use nowait_image::create::{CreateOptions, create};

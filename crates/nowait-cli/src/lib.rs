@@ -42,6 +42,7 @@ mod token_file;
 mod control_client;
 mod control_tcp;
 mod control_interface;
+mod renewed_files;
 mod confinement;
 mod lifetime;
 mod background;

@@ -21,6 +21,8 @@ pub mod nbd;
 #[cfg(feature = "web")]
 mod web_request;
 #[cfg(feature = "web")]
+pub mod token_service;
+#[cfg(feature = "web")]
 pub mod signer;
 #[cfg(feature = "web")]
 pub mod web_server;

@@ -25,7 +25,7 @@ use crate::log_messages::await_line;
 use crate::upgrade::{Upgraded, runs};
 
 /// What makes SIGHUP a reload, wherever the tests run.
-const NO_TERMINAL: [&str; 3] = ["setsid", "env", "--default-signal=HUP"];
+pub(crate) const NO_TERMINAL: [&str; 3] = ["setsid", "env", "--default-signal=HUP"];
 
 /// A server in the background.
 struct InBackground {

@@ -61,6 +61,7 @@ mod remote_nbd;
 mod remote_certificates;
 mod remote_clouds;
 mod remote_objects;
+mod renewed_files;
 mod service;
 mod signals;
 mod snapshot;

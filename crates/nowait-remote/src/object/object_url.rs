@@ -30,6 +30,10 @@ const GCS_CREDENTIALS: [&str; 5] = [
     "GOOGLE_SKIP_SIGNATURE",
 ];
 
+/// How the variables end that name files with credentials.
+const CREDENTIAL_FILES: [&str; 4] =
+    ["_FILE", "_CREDENTIALS", "_SERVICE_ACCOUNT", "_SERVICE_ACCOUNT_PATH"];
+
 /// The kind of a store.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub(super) enum Place {
@@ -99,7 +103,7 @@ impl ObjectUrl {
         }
     }
 
-    /// The TCP ports that requests may go to, and the files with credentials that are read anew, as
+    /// The TCP ports that requests may go to, and the files with credentials that are read again, as
     /// the environment has them.
     #[must_use]
     pub fn needs(&self) -> (Vec<u16>, Vec<PathBuf>) {
@@ -120,7 +124,7 @@ impl ObjectUrl {
             let Some(name) = name.to_str().filter(|name| name.starts_with(prefix)) else {
                 continue;
             };
-            if name.ends_with("_FILE") || name.ends_with("_CREDENTIALS") {
+            if CREDENTIAL_FILES.iter().any(|end| name.ends_with(end)) {
                 files.push(PathBuf::from(&value));
             }
             let url = value.to_str().filter(|value| value.starts_with("http"));
