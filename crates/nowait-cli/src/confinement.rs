@@ -29,16 +29,6 @@ use crate::vhost_user_spec::DevicePlace;
 /// What the kernel says of devices, of mounts and of this process.
 const KERNEL_FILES: [&str; 6] =
     ["/proc/self", "/proc/swaps", "/sys/block", "/sys/class", "/sys/dev", "/sys/devices"];
-/// What the C library reads to find the address of a name.
-const RESOLVER_FILES: [&str; 7] = [
-    "/etc/hosts",
-    "/etc/resolv.conf",
-    "/etc/nsswitch.conf",
-    "/etc/host.conf",
-    "/etc/gai.conf",
-    "/etc/services",
-    "/etc/protocols",
-];
 /// Where the certificates of authorities are, in Debian, Fedora and others.
 const AUTHORITY_DIRECTORIES: [&str; 5] = [
     "/etc/ssl",
@@ -114,7 +104,7 @@ fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
         files.change(directory);
         files.make_sockets(directory);
     });
-    // The storages of URIs that are named later, whose names have to be resolved then.
+    // The storages of URIs that are named later.
     args.control.allow_uri.iter().filter_map(|uri| uri.location().ok()).for_each(|location| {
         remote(&location, files);
         named_later(&location, files);
@@ -134,9 +124,8 @@ fn remote(location: &Location, files: &mut FileAccess) {
             Address::Tcp { port, .. } => files.connect(port),
             Address::Unix(_) => files.connect_sockets(),
         },
-        // A store's names have other addresses every minute.
+        // The addresses of its names come from the launcher.
         Location::Object(url) => {
-            RESOLVER_FILES.iter().for_each(|path| files.read(path));
             let (ports, credentials) = url.needs();
             ports.into_iter().for_each(|port| files.connect(port));
             credentials.iter().for_each(|path| renewed_file(path, files));
@@ -150,7 +139,6 @@ fn remote(location: &Location, files: &mut FileAccess) {
 fn named_later(location: &Location, files: &mut FileAccess) {
     match location {
         Location::Nbd(uri) => {
-            RESOLVER_FILES.iter().for_each(|path| files.read(path));
             if let TlsParams::Tls { certificates: Some(directory), .. } = &uri.security {
                 renewed_directory(directory, files);
             }

@@ -5,6 +5,7 @@
 //! of an engine hand requests to it and learn of their ends by a descriptor. No request has a thread.
 #![deny(unsafe_code)]
 
+mod host_names;
 mod open_list;
 mod fault_log;
 mod policy;
@@ -14,6 +15,7 @@ mod rbd;
 mod location;
 mod open;
 
+pub use host_names::{LookUp, look_up_names_by, looked_up_here};
 pub use location::Location;
 pub use nbd::{LinkCounts, NbdOptions, NbdStorage, open_links};
 #[cfg(feature = "sim")]

@@ -91,7 +91,16 @@ impl WebServer {
     /// There is no port.
     #[must_use]
     pub fn start(object: Vec<u8>, path: &str) -> Self {
-        let listener = TcpListener::bind("127.0.0.1:0").expect("a port");
+        Self::start_at("127.0.0.1:0", object, path)
+    }
+
+    /// As [`WebServer::start`], at the address and port `address` of the loopback interface.
+    ///
+    /// # Panics
+    /// It is in use.
+    #[must_use]
+    pub fn start_at(address: &str, object: Vec<u8>, path: &str) -> Self {
+        let listener = TcpListener::bind(address).expect("a port");
         let port = listener.local_addr().expect("an address").port();
         let date = "Tue, 01 Jul 2025 10:00:00 GMT".into();
         let script =

@@ -33,6 +33,7 @@ use crate::process;
 use crate::ready_lines::{print, print_hint, print_ready, ready_lines, uris, vhost_user_paths};
 use crate::reload::Reload;
 use crate::running_server::{Additions, RunningServer};
+use crate::sandbox::FileAccess;
 use crate::served_disks::{ServedDisk, ServedDisks};
 use crate::signals::Ending;
 use crate::size::human;
@@ -109,7 +110,7 @@ fn serve(
     let files = needed_files(args, &all);
     let mut names = own_names(args, &listens[inherited..], default_socket.as_deref());
     control.token_file().iter().for_each(|path| names.file(path));
-    keep_names(names_changer, names, pid_file.as_deref(), log_file.as_ref())?;
+    keep_names(names_changer, names, &files, (pid_file.as_deref(), log_file.as_ref()))?;
     let new_node = ublk.as_ref().filter(|_| handed_over.is_none());
     if new_node.is_none() {
         confinement::enter(args, files.clone(), ublk.as_ref())?;
@@ -211,16 +212,17 @@ fn process_files(
     Ok((pid_file, log_file))
 }
 
-/// Has `changer`, if there is one, change `names` and those of the PID file and the log file.
+/// Has `changer`, if there is one, change `names` and those of the PID file and the log file, and if `files` allow connections by TCP, look up the addresses
+/// of hosts.
 fn keep_names(
     changer: Option<Arc<Launcher>>,
     mut names: OwnNames,
-    pid_file: Option<&PidFile>,
-    log_file: Option<&LogFile>,
+    files: &FileAccess,
+    (pid_file, log_file): (Option<&PidFile>, Option<&LogFile>),
 ) -> Result<(), CliError> {
     pid_file.iter().for_each(|file| names.pid_file(file.names()));
     log_file.iter().for_each(|file| names.log_file(file.path()));
-    changer.map_or(Ok(()), |launcher| launcher.keep(names))
+    changer.map_or(Ok(()), |launcher| launcher.keep(names, files.connects_by_tcp()))
 }
 
 /// Sets the limits of `args` for all exports, and when the server ends by itself.

@@ -93,8 +93,13 @@ impl FileAccess {
     }
 
     /// Whether connections by TCP may be made.
-    pub(super) fn connects_by_tcp(&self) -> bool {
+    pub(crate) fn connects_by_tcp(&self) -> bool {
         self.unrestricted.is_some() || !self.ports.is_empty()
+    }
+
+    /// Whether threads that cannot be restricted find their servers by themselves.
+    pub(super) fn is_unrestricted(&self) -> bool {
+        self.unrestricted.is_some()
     }
 
     fn add(&mut self, path: impl AsRef<Path>, access: BitFlags<AccessFs>) {

@@ -206,16 +206,18 @@ pub(super) fn enter(files: &FileAccess) -> Result<(), String> {
 fn program(files: &FileAccess) -> Result<BpfProgram, String> {
     let mut rules: BTreeMap<c_long, Vec<SeccompRule>> =
         ALLOWED.iter().chain(ALLOWED_HERE).map(|call| (*call, Vec::new())).collect();
-    let tcp = files.connects_by_tcp().then(tcp_sockets).into_iter().flatten();
+    let sockets = if files.is_unrestricted() { all_sockets() } else { tcp_sockets() };
+    let tcp = files.connects_by_tcp().then_some(sockets).into_iter().flatten();
     if files.connects() {
         rules.insert(libc::SYS_connect, Vec::new());
     }
     if files.connects_by_tcp() {
-        rules.insert(libc::SYS_sendto, Vec::new());
-        // The C library asks for both kinds of addresses of a name at once.
-        rules.insert(libc::SYS_sendmmsg, Vec::new());
         // The last use of a file of a cache.
         rules.insert(libc::SYS_utimensat, Vec::new());
+    }
+    if files.is_unrestricted() {
+        // Ceph's library looks up names, for which the C library sends two questions in one call.
+        rules.extend([libc::SYS_sendto, libc::SYS_sendmmsg].map(|call| (call, Vec::new())));
     }
     for (call, conditions) in conditional().into_iter().chain(commands()).chain(tcp) {
         if rules.get(&call).is_some_and(Vec::is_empty) {
@@ -292,8 +294,22 @@ fn length(call: c_long) -> SeccompCmpArgLen {
     if call == libc::SYS_sendto { SeccompCmpArgLen::Qword } else { SeccompCmpArgLen::Dword }
 }
 
-/// Sockets for connections to the servers of images.
+/// Sockets for connections to the servers of images, whose protocol is TCP: landlock knows the ports of no other one.
 fn tcp_sockets() -> Vec<(c_long, Vec<Condition>)> {
+    use SeccompCmpOp::{Eq, MaskedEq};
+    let of = |family: i32, protocol: i32| {
+        let kind = (1, MaskedEq(SOCKET_KIND), libc::SOCK_STREAM as u64);
+        (libc::SYS_socket, vec![(0, Eq, family as u64), kind, (2, Eq, protocol as u64)])
+    };
+    let families = [libc::AF_INET, libc::AF_INET6];
+    families
+        .into_iter()
+        .flat_map(|family| [0, libc::IPPROTO_TCP].map(|it| of(family, it)))
+        .collect()
+}
+
+/// The same and those by which addresses of names are asked for.
+fn all_sockets() -> Vec<(c_long, Vec<Condition>)> {
     let of = |family: i32| (libc::SYS_socket, vec![(0, SeccompCmpOp::Eq, family as u64)]);
     vec![of(libc::AF_INET), of(libc::AF_INET6)]
 }

@@ -44,8 +44,8 @@ impl Bounds {
     pub(crate) const ANSWER: Self = Self { files: 0, bytes: 1 << 16 };
     /// The same with one file.
     pub(crate) const ANSWER_WITH_FILE: Self = Self { files: 1, ..Self::ANSWER };
-    /// A request to the launcher: the names of a server with thousands of sockets, and a file.
-    pub(crate) const REQUEST: Self = Self { files: 1, bytes: 1 << 22 };
+    /// A request to the launcher: the names of a server with thousands of sockets, and a few files.
+    pub(crate) const REQUEST: Self = Self { files: 4, bytes: 1 << 22 };
     /// All that a server has.
     pub(crate) const STATE: Self = Self { files: 1 << 20, bytes: 1 << 30 };
 }

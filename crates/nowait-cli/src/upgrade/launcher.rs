@@ -1,5 +1,5 @@
-//! The process that starts the new program of a server, and changes the server's own names: one that is confined
-//! cannot.
+//! The process that starts the new program of a server, changes the server's own names, and looks up the addresses of
+//! hosts: a server that is confined cannot.
 //!
 //! Invariant: it starts the program at the path from which the server was started, with the server's
 //! own arguments, and another one only for a server that is not confined. The names are recorded once, before the
@@ -25,6 +25,7 @@ use tracing::warn;
 
 use crate::own_names::{self, Change, OwnNames};
 use crate::upgrade::channel::{Bounds, Channel, Message};
+use crate::upgrade::host_names::{self, Questions};
 use crate::upgrade::{ENVIRONMENT, SUCCESSOR};
 
 /// The name of the process in lists.
@@ -67,7 +68,8 @@ pub(crate) enum Request {
     },
     /// End the program that was started.
     End,
-    /// Change these names, and no other ones, if asked to; comes at most once.
+    /// Change these names, and no other ones, if asked to; comes at most once. Questions for addresses of hosts come to the
+    /// files of this message.
     Keep(OwnNames),
     Change(Change),
 }
@@ -187,13 +189,20 @@ impl Launcher {
         Ok((channel, Launched { launcher: Some(self.clone()), process }))
     }
 
-    /// From now on the launcher changes these `names` where this process may not.
+    /// From now on the launcher changes these `names` where this process may not, and if it `looks_up` them, the addresses
+    /// of hosts come from it.
     ///
     /// # Errors
-    /// It has ended, or does not answer.
-    pub(crate) fn keep(self: &Arc<Self>, names: OwnNames) -> Result<(), CliError> {
-        let kept = self.ask_present(&Request::Keep(names)).map_err(cannot_start);
+    /// It has ended, or does not answer; there are not enough descriptors.
+    pub(crate) fn keep(self: &Arc<Self>, names: OwnNames, looks_up: bool) -> Result<(), CliError> {
+        let questions = looks_up.then(Questions::new).transpose();
+        let (questions, far) = questions.map_err(|e| CliError::new(cannot_start(e)))?.unzip();
+        let far: Vec<_> = far.iter().flatten().map(AsFd::as_fd).collect();
+        let kept = self.ask_present(&Request::Keep(names), &far).map_err(cannot_start);
         kept.and_then(|message| message.body).map_err(CliError::new)?;
+        if let Some(questions) = questions {
+            nowait_remote::look_up_names_by(Box::new(move |host| questions.ask(host)));
+        }
         let launcher = self.clone();
         own_names::change_by(Box::new(move |change| launcher.change(change)));
         Ok(())
@@ -204,16 +213,20 @@ impl Launcher {
     /// # Errors
     /// As [`OwnNames::change`]; the launcher has ended, or does not answer.
     fn change(&self, change: Change) -> io::Result<Option<File>> {
-        let Message { body, mut files, .. } = self.ask_present(&Request::Change(change))?;
+        let Message { body, mut files, .. } = self.ask_present(&Request::Change(change), &[])?;
         body.map_err(io::Error::other)?;
         Ok(files.pop().map(File::from))
     }
 
     /// Asks the launcher that there is.
-    fn ask_present(&self, request: &Request) -> io::Result<Message<Answer>> {
+    fn ask_present(
+        &self,
+        request: &Request,
+        files: &[BorrowedFd<'_>],
+    ) -> io::Result<Message<Answer>> {
         match &*self.lock() {
             Some(Process { channel, .. }) => {
-                exchange(channel, request, &[], Bounds::ANSWER_WITH_FILE)
+                exchange(channel, request, files, Bounds::ANSWER_WITH_FILE)
             }
             None => Err(io::ErrorKind::BrokenPipe.into()),
         }
@@ -387,6 +400,11 @@ impl<P: Program> Work<P> {
             }
             Request::Keep(_) if self.names.is_some() => Err("there are names already".into()),
             Request::Keep(names) => {
+                for end in files {
+                    let answer = move || host_names::answer(&end, nowait_remote::looked_up_here);
+                    let thread = thread::Builder::new().name("resolve".into()).spawn(answer);
+                    thread.map_err(|error| os_message(&error))?;
+                }
                 self.names = Some(names);
                 Ok((0, None))
             }

@@ -4,6 +4,7 @@
 //! do both serve.
 
 mod channel;
+mod host_names;
 pub(crate) mod messages;
 pub(crate) mod launcher;
 pub(crate) mod hand_over;

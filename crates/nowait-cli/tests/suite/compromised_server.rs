@@ -16,7 +16,7 @@ use rustix::fs::{MemfdFlags, memfd_create};
 use rustix::net::sockopt::{Timeout, set_socket_timeout};
 use rustix::net::{
     AddressFamily, RecvAncillaryBuffer, RecvAncillaryMessage, RecvFlags, SendAncillaryBuffer,
-    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recvmsg, sendmsg, socketpair,
+    SendAncillaryMessage, SendFlags, SocketFlags, SocketType, recv, recvmsg, sendmsg, socketpair,
 };
 use serde_json::{Value, json};
 
@@ -131,9 +131,30 @@ fn a_server_that_was_taken_over_gets_nothing_more_from_its_launcher() {
         assert_eq!(receive(&launcher), json!({ "Ok": 0 }));
         fs::remove_file(scratch.join("bound")).expect("it");
     }
+    looks_up_names_only_at_the_first_ends(&launcher);
     drop(launcher);
     assert!(wait_for_exit(&mut process).success());
     for file in [disk, neighbour] {
         assert!(fs::read(file).expect("a file") == [7; 4096]);
     }
+}
+
+/// Addresses of hosts are looked up at the ends that came with the names, and at no other ones.
+fn looks_up_names_only_at_the_first_ends(launcher: &OwnedFd) {
+    let none = json!({ "files": [], "directories": [], "pid_file": null, "log_file": null });
+    let keep = || {
+        let (near, far) = pair();
+        send(launcher, &json!({ "Keep": none }), &[far.as_fd()]);
+        drop(far);
+        (near, receive(launcher))
+    };
+    let (first, kept) = keep();
+    assert_eq!(kept, json!({ "Ok": 0 }));
+    let mut answer = [0; 2000];
+    rustix::net::send(&first, b"localhost", SendFlags::NOSIGNAL).expect("a launcher");
+    let (len, _) = recv(&first, &mut answer, RecvFlags::empty()).expect("an answer");
+    assert!(answer[0] == 1 && len % 16 == 1, "{len}");
+    let (second, refused) = keep();
+    assert!(refused["Err"].as_str().is_some_and(|why| why.contains("already")), "{refused}");
+    assert_eq!(recv(&second, &mut answer, RecvFlags::empty()).expect("the end").0, 0);
 }

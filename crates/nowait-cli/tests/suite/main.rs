@@ -60,6 +60,7 @@ mod sandbox;
 mod remote_nbd;
 mod remote_certificates;
 mod remote_clouds;
+mod remote_names;
 mod remote_objects;
 mod renewed_files;
 mod service;

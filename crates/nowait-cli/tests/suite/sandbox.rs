@@ -24,8 +24,9 @@ use crate::common::{
 };
 use crate::without_io_uring::without_call;
 
-/// The test that is the confined process, and what tells it so: its directory.
+/// The tests that are the confined process, and what tells them so: a directory.
 const CONFINED: &str = "sandbox::confined";
+const CONNECTED: &str = "sandbox::connected";
 const DIRECTORY: &str = "NOWAIT_TEST_CONFINED";
 const LANDLOCK_CREATE_RULESET: &str = "444";
 
@@ -149,12 +150,53 @@ fn a_confined_process_has_its_files_and_nothing_else() {
         fs::create_dir(scratch.join(directory)).expect("a directory");
         fs::write(scratch.join(directory).join("file"), "content").expect("a file");
     }
+    in_another_process(CONFINED, &scratch);
+}
+
+/// Runs an ignored test in a process of its own.
+fn in_another_process(test: &str, scratch: &Scratch) {
     let program = std::env::current_exe().expect("this test program");
     let output = Command::new(program)
-        .args([CONFINED, "--exact", "--ignored", "--nocapture"])
+        .args([test, "--exact", "--ignored", "--nocapture"])
         .env(DIRECTORY, scratch.path())
         .succeeds();
     assert!(output.contains("1 passed"), "{output}");
+}
+
+#[test]
+fn a_server_of_remote_images_connects_by_tcp_to_their_ports_and_sends_nothing_else() {
+    if !has_landlock() {
+        crate::common::skip("this kernel has no landlock in use");
+        return;
+    }
+    in_another_process(CONNECTED, &Scratch::new());
+}
+
+/// Not a test of its own: another one runs it, in a process that may be confined.
+#[test]
+#[ignore = "confines its process; another test runs it in one of its own"]
+fn connected() {
+    if std::env::var_os(DIRECTORY).is_none() {
+        return;
+    }
+    let [allowed, other] = [0, 1].map(|_| TcpListener::bind("127.0.0.1:0").expect("a listener"));
+    let address = |listener: &TcpListener| listener.local_addr().expect("an address");
+    let mut files = FileAccess::default();
+    files.connect(address(&allowed).port());
+    sandbox::enter(SandboxMode::On, &files).expect("a sandbox");
+    TcpStream::connect(address(&allowed)).expect("the port that is allowed");
+    let refused = TcpStream::connect(address(&other)).expect_err("no other port");
+    // From landlock's fourth version on.
+    assert!([ErrorKind::PermissionDenied, ErrorKind::Unsupported].contains(&refused.kind()));
+    has_not(UdpSocket::bind("127.0.0.1:0").expect_err("no datagram"));
+    let mptcp = std::num::NonZero::new(libc::IPPROTO_MPTCP as u32);
+    let mptcp = mptcp.map(rustix::net::Protocol::from_raw);
+    let socket = |protocol| rustix::net::socket(AddressFamily::INET, SocketType::STREAM, protocol);
+    has_not(socket(mptcp).expect_err("no protocol whose ports landlock does not know").into());
+    let unconnected = socket(None).expect("a socket");
+    let flags = rustix::net::SendFlags::from_bits_retain(libc::MSG_FASTOPEN as u32);
+    let sent = rustix::net::sendto(&unconnected, b"data", flags, &address(&other));
+    has_not(sent.expect_err("no data to an address").into());
 }
 
 /// Not a test of its own: [`a_confined_process_has_its_files_and_nothing_else`] runs it, in a process

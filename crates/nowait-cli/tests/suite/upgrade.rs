@@ -31,6 +31,21 @@ pub(crate) struct Upgraded {
     scratch: Scratch,
 }
 
+/// A child of `process`: of a server it is the launcher.
+pub(crate) fn child_of(process: Pid) -> Pid {
+    let own = format!(" {} ", process.as_raw_nonzero());
+    let all = fs::read_dir("/proc").expect("processes").flatten();
+    let is_child = |stat: &String| {
+        let after_name = stat.rsplit_once(") ").map_or("", |(_, rest)| rest);
+        after_name.get(1..).is_some_and(|rest| rest.starts_with(&own))
+    };
+    let mut children = all.filter_map(|process| {
+        let stat = fs::read_to_string(process.path().join("stat")).ok().filter(is_child)?;
+        stat.split(' ').next()?.parse().ok().and_then(Pid::from_raw)
+    });
+    children.next().expect("a child of the server")
+}
+
 impl Upgraded {
     pub(crate) fn start(format: &str, extra: &[&str]) -> Self {
         Self::start_under(&[], format, extra)
@@ -97,17 +112,7 @@ impl Upgraded {
 
     /// The process that starts the new program.
     fn launcher(&self) -> Pid {
-        let own = format!(" {} ", self.process().as_raw_nonzero());
-        let all = fs::read_dir("/proc").expect("processes").flatten();
-        let is_child = |stat: &String| {
-            let after_name = stat.rsplit_once(") ").map_or("", |(_, rest)| rest);
-            after_name.get(1..).is_some_and(|rest| rest.starts_with(&own))
-        };
-        let mut children = all.filter_map(|process| {
-            let stat = fs::read_to_string(process.path().join("stat")).ok().filter(is_child)?;
-            stat.split(' ').next()?.parse().ok().and_then(Pid::from_raw)
-        });
-        children.next().expect("a child of the server")
+        child_of(self.process())
     }
 
     /// The process that serves.

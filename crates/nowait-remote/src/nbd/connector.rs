@@ -1,9 +1,7 @@
 //! Connects to an export, the first time and each time that the connection was lost.
 //!
-//! Invariant: a host's name is resolved once, so that a server that is confined later needs no
-//! resolver.
+//! Invariant: a host's name is resolved once.
 
-use std::net::ToSocketAddrs;
 use std::path::PathBuf;
 use std::time::Duration;
 
@@ -12,6 +10,8 @@ use nowait_nbd::client::{
 };
 use nowait_nbd::{Address, NbdUri, ReplyMode};
 use rustix::net::sockopt;
+
+use crate::host_names::addresses_of;
 
 /// What is asked for in the handshake: the context says which ranges read as zeros.
 const WANTED: Wanted<'static> =
@@ -59,9 +59,9 @@ impl Connector {
                 vec![Address::Unix(path)]
             }
             Address::Tcp { host, port } => {
-                let found = (host.as_str(), *port).to_socket_addrs();
+                let found = addresses_of(host, *port);
                 let found = found.map_err(|e| failure(&ClientError::Connect(e), ""))?;
-                let found = found.map(|at| (at.ip().to_string(), at.port()));
+                let found = found.into_iter().map(|at| (at.ip().to_string(), at.port()));
                 found.map(|(host, port)| Address::Tcp { host, port }).collect()
             }
         };

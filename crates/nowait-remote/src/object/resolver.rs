@@ -6,12 +6,14 @@
 use std::collections::HashMap;
 use std::future::Future;
 use std::io;
-use std::net::{SocketAddr, ToSocketAddrs};
+use std::net::SocketAddr;
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError};
 use std::task::{Context, Poll};
 
 use hyper_util::client::legacy::connect::dns::Name;
+
+use crate::host_names::addresses_of;
 
 /// Resolves names, and keeps what was found.
 #[derive(Clone, Debug, Default)]
@@ -22,7 +24,7 @@ pub(super) struct Resolver {
 impl Resolver {
     fn resolve(&self, name: &str) -> io::Result<Vec<SocketAddr>> {
         let mut known = self.known.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = (name, 0).to_socket_addrs().map(Vec::from_iter);
+        let found = addresses_of(name, 0);
         match (found, known.get(name)) {
             (Ok(found), before) if !found.is_empty() || before.is_none() => {
                 known.insert(name.to_owned(), found.clone());
