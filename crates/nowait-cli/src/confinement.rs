@@ -127,7 +127,9 @@ fn remote(location: &Location, files: &mut FileAccess) {
         // The addresses of its names come from the launcher.
         Location::Object(url) => {
             let (ports, credentials) = url.needs();
-            ports.into_iter().for_each(|port| files.connect(port));
+            // Where redirects have led to when it was opened, later ones lead, too.
+            let ports = ports.into_iter().chain(nowait_remote::redirect_ports());
+            ports.for_each(|port| files.connect(port));
             credentials.iter().for_each(|path| renewed_file(path, files));
         }
         // Its library's threads have begun, and take none of the signals by which threads are restricted.

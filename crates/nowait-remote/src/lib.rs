@@ -24,7 +24,7 @@ pub use nbd::{RemoteBug, SimLimits, SimNbdEnd, SimNbdRequest, SimNext, Simulated
 pub use object::fuzz;
 pub use object::{
     BootRecord, CacheOptions, MIN_CACHE_BYTES, ObjectOptions, ObjectStorage, ObjectUrl,
-    StoreCounters, StoreCounts, open_stores,
+    StoreCounters, StoreCounts, open_stores, redirect_ports,
 };
 pub use open::{RemoteOptions, open, open_backings, open_storage};
 pub use policy::{

@@ -286,3 +286,56 @@ fn faults_that_pass_have_few_lines_however_many_they_are() {
     assert!(log.lines().count() < 30, "{log}");
     server.stop();
 }
+
+/// From now on `server` redirects to `other`.
+fn redirects(server: &WebServer, other: &WebServer) {
+    let location: &str = Box::leak(format!("location: {}\r\n", other.url()).into_boxed_str());
+    server.script().always = Some(Lie::Status(302, location, ""));
+}
+
+#[test]
+fn a_redirect_to_another_port_is_followed_by_a_confined_server_and_a_later_one_elsewhere_told_of() {
+    let object = bytes(3 * MIB);
+    let [first, known, other] = [(); 3].map(|()| WebServer::start(object.clone(), "/disk.img"));
+    redirects(&first, &known);
+    let options = ["--read-only", "--reconnect", "1"];
+    let server = Server::start(Path::new(&first.url()), &options);
+    let mut client = server.connect();
+    for n in 0..2 {
+        // The connection that there was ends.
+        known.script().lies.push_back(Lie::HangUp);
+        let data = client.read(n * MIB, 4096).unwrap_or_else(|_| panic!("{}", server.log()));
+        assert!(data == object[(n * MIB) as usize..][..4096]);
+    }
+    redirects(&first, &other);
+    let is_read = client.read(2 * MIB, 4096).is_ok();
+    let root = other.root();
+    let (_, port) = root.rsplit_once(':').unwrap();
+    if is_read {
+        return say_skipped("no landlock of ports in this kernel");
+    }
+    await_line(&server, &format!("redirects to port {port}, which the sandbox does not allow"));
+    assert!(!server.log().contains("Permission denied"), "{}", server.log());
+    redirects(&first, &known);
+    assert!(client.read(2 * MIB, 4096).unwrap() == object[2 * MIB as usize..][..4096]);
+    server.stop();
+}
+
+#[test]
+fn an_image_whose_server_redirects_to_a_port_that_is_not_allowed_is_not_added() {
+    let [first, other] = [(); 2].map(|()| WebServer::start(bytes(MIB), "/disk.img"));
+    redirects(&first, &other);
+    let scratch = Scratch::new();
+    let socket = scratch.join("control");
+    let (control, url) = (format!("unix:{}", text(&socket)), first.url());
+    let own = scratch.sparse("own.img", MIB);
+    let server = Server::start(&own, &["--control", &control, "--allow-uri", &url]);
+    let add = ["export", "add", "other", &url, "--read-only", "--control", text(&socket)];
+    let output = tool(NOWAIT).args(add).output().unwrap();
+    if output.status.success() {
+        return say_skipped("no landlock of ports in this kernel");
+    }
+    let error = String::from_utf8_lossy(&output.stderr);
+    assert!(error.contains("which the sandbox does not allow"), "{error}");
+    server.stop();
+}

@@ -35,12 +35,13 @@ impl Fault {
     /// The fault behind an error of the library in answer to the first request: there is no object yet
     /// that could have changed, and no server that was trusted before.
     pub(super) fn at_open(error: &object_store::Error) -> Self {
-        use BadAnswer::{Certificate, NoHttp1, OtherLength};
+        use BadAnswer::{Certificate, NoHttp1, OtherLength, RedirectPort};
         match (Self::of(error), bad_answer(error)) {
             (Self::Changed(text), _)
-            | (Self::Transient(text), Some(Certificate(_) | NoHttp1 | OtherLength)) => {
-                Self::Refused(text)
-            }
+            | (
+                Self::Transient(text),
+                Some(Certificate(_) | NoHttp1 | OtherLength | RedirectPort(_)),
+            ) => Self::Refused(text),
             (fault, _) => fault,
         }
     }
@@ -93,6 +94,8 @@ pub(super) enum BadAnswer {
     NoHttp1,
     /// It leads to a place that is not gone to.
     Redirect(&'static str),
+    /// It leads to a port that this process may not connect to. Another answer may lead elsewhere.
+    RedirectPort(u16),
     /// The certificate of the server is not accepted. It may have a better one later.
     Certificate(CertificateError),
 }
@@ -110,7 +113,9 @@ impl BadAnswer {
             Self::IgnoresRanges | Self::NoRange | Self::Encoded(_) | Self::Redirect(_) => {
                 Fault::Refused(text)
             }
-            Self::Certificate(_) | Self::NoHttp1 | Self::OtherLength => Fault::Transient(text),
+            Self::Certificate(_) | Self::NoHttp1 | Self::OtherLength | Self::RedirectPort(_) => {
+                Fault::Transient(text)
+            }
         }
     }
 }
@@ -120,6 +125,13 @@ impl fmt::Display for BadAnswer {
         let (status, code, region) = match self {
             Self::Status { status, code, region } => (status, code, region),
             Self::Redirect(why) => return f.write_str(why),
+            Self::RedirectPort(port) => {
+                return write!(
+                    f,
+                    "the server redirects to port {port}, which the sandbox does not allow: no server \
+                     did so when this one was started (restart it, or give --sandbox off)"
+                );
+            }
             Self::NoRange => return f.write_str("the server sends a range that no object has"),
             Self::IgnoresRanges => {
                 return f.write_str(

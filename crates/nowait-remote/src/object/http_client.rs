@@ -29,6 +29,7 @@ use rustls::{AlertDescription, RootCertStore};
 use url::Url;
 
 use crate::object::fault::BadAnswer;
+use crate::object::redirect_ports;
 use crate::object::resolver::Resolver;
 
 /// The most bytes of an error's body that are looked at, and the most of its code that is told.
@@ -95,18 +96,26 @@ impl<C: Connections> Connector<C> {
         let is_get = parts.method == Method::GET;
         // A part of a compressed object is no part of the object.
         parts.headers.insert(ACCEPT_ENCODING, HeaderValue::from_static(IDENTITY));
+        let mut ports = Vec::new();
         for _ in 0..=MAX_REDIRECTS {
             let again = HttpRequest::from_parts(parts.clone(), body.clone());
-            let response = self.client.request(again).await.map_err(|error| failed(&error))?;
+            let response = self.client.request(again).await;
+            let response = response.map_err(|error| match ports.last() {
+                Some(&port) if is_forbidden(&error) => refused(BadAnswer::RedirectPort(port)),
+                _ => failed(&error),
+            })?;
             let follows = self.follows && is_get && response.status().is_redirection();
             let Some(target) = response.headers().get(LOCATION).filter(|_| follows) else {
                 let ranged = is_get && parts.headers.contains_key(RANGE);
                 let (parts, body) = response.into_parts();
                 let body = body.map_err(|e| HttpError::new(HttpErrorKind::Interrupted, e));
                 let response = Response::from_parts(parts, HttpResponseBody::new(body));
-                return checked(response, ranged).await;
+                let answer = checked(response, ranged).await?;
+                redirect_ports::learn(&ports);
+                return Ok(answer);
             };
             parts.uri = redirected(&parts.uri, target.to_str().unwrap_or_default())?;
+            ports.push(port_of(&parts.uri));
         }
         Err(refused(BadAnswer::Redirect("the server redirects again and again")))
     }
@@ -205,12 +214,29 @@ fn word(text: &str) -> Option<String> {
     is_word.then(|| text.to_owned())
 }
 
-/// Without the URL, and with the innermost reason: that of the socket or of TLS.
-fn failed(error: &ClientError) -> HttpError {
+/// The port of a web address.
+fn port_of(uri: &Uri) -> u16 {
+    uri.port_u16().unwrap_or(if uri.scheme_str() == Some("http") { 80 } else { 443 })
+}
+
+/// The innermost reason of an error: that of the socket or of TLS.
+fn innermost(error: &ClientError) -> &(dyn std::error::Error + 'static) {
     let mut reason: &(dyn std::error::Error + 'static) = error;
     while let Some(source) = reason.source() {
         reason = source;
     }
+    reason
+}
+
+/// Whether this process may not make the connection, as one that is confined.
+fn is_forbidden(error: &ClientError) -> bool {
+    let io = innermost(error).downcast_ref::<std::io::Error>();
+    error.is_connect() && io.is_some_and(|io| io.kind() == std::io::ErrorKind::PermissionDenied)
+}
+
+/// Without the URL, and with the innermost reason.
+fn failed(error: &ClientError) -> HttpError {
+    let reason = innermost(error);
     let tls = tls_error(reason);
     if let Some(rustls::Error::InvalidCertificate(error)) = tls {
         return HttpError::new(HttpErrorKind::Connect, BadAnswer::Certificate(error.clone()));

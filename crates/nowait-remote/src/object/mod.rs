@@ -6,6 +6,7 @@
 mod object_url;
 mod fault;
 mod resolver;
+mod redirect_ports;
 mod http_client;
 mod progress;
 mod store;
@@ -27,4 +28,5 @@ pub use cache_directory::{CacheOptions, MIN_CACHE_BYTES};
 pub(crate) use object_storage::MINIMUM_RATE;
 pub use object_storage::{ObjectOptions, ObjectStorage};
 pub use object_url::ObjectUrl;
+pub use redirect_ports::redirect_ports;
 pub use store_counters::{StoreCounters, StoreCounts, open_stores};
