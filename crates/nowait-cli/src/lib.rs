@@ -30,6 +30,7 @@ mod waiting;
 mod open_chain;
 mod systemd;
 mod secrets;
+mod large_memory;
 mod open_disk;
 mod served_disks;
 mod allowed_places;

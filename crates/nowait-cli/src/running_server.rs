@@ -280,6 +280,7 @@ fn nbd_servers() -> Vec<NbdServerInfo> {
 
 impl ControlledServer for RunningServer {
     fn info(&self) -> ServerInfo {
+        let (block_memory_bytes, max_block_memory_bytes) = nowait_remote::block_memory();
         ServerInfo {
             version: env!("CARGO_PKG_VERSION").to_owned(),
             pid: std::process::id(),
@@ -289,6 +290,8 @@ impl ControlledServer for RunningServer {
             registered_bytes: RegisteredMemory::of_this_process().bytes as u64,
             warnings: self.upgrades.warning().map(str::to_owned).into_iter().collect(),
             stores: stores(),
+            block_memory_bytes,
+            max_block_memory_bytes,
             nbd_servers: nbd_servers(),
             // The interface knows who follows it.
             ..ServerInfo::default()

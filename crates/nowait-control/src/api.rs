@@ -33,6 +33,12 @@ pub struct ServerInfo {
     /// The objects that images are read from.
     #[serde(default)]
     pub stores: Vec<StoreInfo>,
+    /// Bytes of memory that blocks of these objects have.
+    #[serde(default)]
+    pub block_memory_bytes: u64,
+    /// The most that they may have.
+    #[serde(default)]
+    pub max_block_memory_bytes: u64,
     /// The exports of other NBD servers that images are in.
     #[serde(default)]
     pub nbd_servers: Vec<NbdServerInfo>,

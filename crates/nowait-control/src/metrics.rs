@@ -113,7 +113,7 @@ impl Collector for Snapshot {
                 ConstCounter::new(*count).encode(family.encode_family(&labels)?)?;
             }
         }
-        stores(&mut encoder, &server.stores)?;
+        stores(&mut encoder, server)?;
         nbd_servers(&mut encoder, &server.nbd_servers)?;
         let help = "Errors that requests ended with";
         let mut family =
@@ -187,10 +187,20 @@ const OF_STORES: [OfStore; 6] = [
     ("nowait_store_retries", "Requests to the store that were made again", None, |it| it.retries),
 ];
 
-/// The counters of the objects that images are read from, and how long requests to them took.
-fn stores(encoder: &mut DescriptorEncoder<'_>, stores: &[StoreInfo]) -> Result<(), fmt::Error> {
+/// The memory and the counters of the objects that images are read from, and how long requests to them took.
+fn stores(encoder: &mut DescriptorEncoder<'_>, server: &ServerInfo) -> Result<(), fmt::Error> {
+    let stores = &server.stores;
     if stores.is_empty() {
         return Ok(());
+    }
+    let memory = "Memory for blocks of all objects";
+    let most = "The most memory for blocks of all objects";
+    for (name, help, bytes) in [
+        ("nowait_block_memory", memory, server.block_memory_bytes),
+        ("nowait_block_memory_limit", most, server.max_block_memory_bytes),
+    ] {
+        let gauge = encoder.encode_descriptor(name, help, Some(&Unit::Bytes), MetricType::Gauge)?;
+        ConstGauge::new(bytes).encode(gauge)?;
     }
     for (name, help, unit, value) in OF_STORES {
         let mut family =
@@ -341,6 +351,7 @@ mod tests {
             assert!(text.lines().any(|other| other == line), "{line} is not in {text}");
         }
         assert!(text.ends_with("# EOF\n") && !text.contains("nowait_store"));
+        assert!(!text.contains("nowait_block_memory"));
     }
 
     #[test]
@@ -374,9 +385,16 @@ mod tests {
             buckets: vec![bucket(Some(0.25), 2), bucket(None, 1)],
             ..StoreInfo::default()
         };
-        let server = ServerInfo { stores: vec![store], ..ServerInfo::default() };
+        let server = ServerInfo {
+            stores: vec![store],
+            block_memory_bytes: 4096,
+            max_block_memory_bytes: 8192,
+            ..ServerInfo::default()
+        };
         let text = text_of(server, Vec::new()).unwrap();
         for line in [
+            "nowait_block_memory_bytes 4096",
+            "nowait_block_memory_limit_bytes 8192",
             "nowait_store_fetched_bytes_total{url=\"s3://b/k\"} 65536",
             "nowait_store_request_duration_seconds_bucket{le=\"0.25\",url=\"s3://b/k\"} 2",
             "nowait_store_request_duration_seconds_bucket{le=\"+Inf\",url=\"s3://b/k\"} 3",

@@ -23,8 +23,9 @@ pub use nbd::{RemoteBug, SimLimits, SimNbdEnd, SimNbdRequest, SimNext, Simulated
 #[cfg(feature = "fuzz")]
 pub use object::fuzz;
 pub use object::{
-    BootRecord, CacheOptions, MIN_CACHE_BYTES, ObjectOptions, ObjectStorage, ObjectUrl,
-    StoreCounters, StoreCounts, open_stores, redirect_ports,
+    BLOCK_MEMORY, BootRecord, CacheOptions, MIN_BLOCK_MEMORY, MIN_CACHE_BYTES, ObjectOptions,
+    ObjectStorage, ObjectUrl, StoreCounters, StoreCounts, block_memory, limit_block_memory,
+    open_stores, redirect_ports,
 };
 pub use open::{RemoteOptions, open, open_backings, open_storage};
 pub use policy::{

@@ -311,6 +311,14 @@ impl ServeArgs {
         export_spec::named(&self.images, self.export.as_deref())
     }
 
+    /// Whether objects are served, or may be later.
+    pub(crate) fn names_objects(&self) -> bool {
+        let images = self.images.iter().filter_map(|image| image.location().ok());
+        let later = self.control.allow_uri.iter().filter_map(|uri| uri.location().ok());
+        let mut all = images.chain(later).chain(self.others.backing.iter().cloned());
+        all.any(|location| matches!(location, Location::Object(_)))
+    }
+
     /// Why another program cannot open the images as long as this one has them, if it cannot.
     pub(crate) fn cannot_open_twice(&self) -> Option<&'static str> {
         let is_ceph = |image: &ExportArg| matches!(image.location(), Ok(Location::Rbd(_)));

@@ -9,7 +9,9 @@ use crate::habits;
 use crate::size;
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
-use nowait_remote::{BootRecord, CacheOptions, MIN_CACHE_BYTES, RemoteOptions};
+use nowait_remote::{
+    BootRecord, CacheOptions, MIN_BLOCK_MEMORY, MIN_CACHE_BYTES, RemoteOptions, limit_block_memory,
+};
 
 /// The most seconds that requests wait: a day.
 const MAX_SECONDS: u64 = 24 * 60 * 60;
@@ -47,6 +49,13 @@ pub(crate) struct RemoteArgs {
     #[arg(value_parser = OsStringValueParser::new().try_map(|text| parse_cache(&text)))]
     pub(crate) cache: Option<CacheOptions>,
 
+    /// How much memory blocks of all objects (s3://, https:// and others) have together, at least 8M
+    ///
+    /// What was read last stays there, at most 32M of each object; what was used longest ago goes.
+    #[arg(long, value_name = "SIZE", default_value = "256M")]
+    #[arg(value_parser = parse_memory)]
+    remote_memory: u64,
+
     /// Write the order in which blocks of objects are read first to FILE
     #[arg(long, value_name = "FILE")]
     pub(crate) record: Option<PathBuf>,
@@ -58,12 +67,13 @@ pub(crate) struct RemoteArgs {
 }
 
 impl RemoteArgs {
-    /// How remote storages are used. Makes the file of `--record`.
+    /// How remote storages are used. Makes the file of `--record`, and sets the limit of `--remote-memory`.
     ///
     /// # Errors
     /// The file cannot be made.
     pub(crate) fn options(&self) -> Result<RemoteOptions, CliError> {
         let record = self.record.as_deref().map(BootRecord::create).transpose();
+        limit_block_memory(self.remote_memory);
         Ok(RemoteOptions {
             reconnect: Duration::from_secs(self.reconnect),
             minimum_rate: self.minimum_rate,
@@ -72,6 +82,16 @@ impl RemoteArgs {
             prefetch: self.prefetch.clone(),
             ..RemoteOptions::default()
         })
+    }
+}
+
+/// Parses the size of the memory for blocks.
+fn parse_memory(text: &str) -> Result<u64, String> {
+    match size::parse(text)? {
+        bytes if bytes < MIN_BLOCK_MEMORY => {
+            Err(format!("at least {} MiB are needed", MIN_BLOCK_MEMORY >> 20))
+        }
+        bytes => Ok(bytes),
     }
 }
 
@@ -97,6 +117,15 @@ fn parse_cache(text: &OsString) -> Result<CacheOptions, String> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn the_memory_for_blocks_is_large_enough() {
+        assert_eq!(parse_memory("1G"), Ok(1 << 30));
+        assert_eq!(parse_memory("256M"), Ok(nowait_remote::BLOCK_MEMORY));
+        for wrong in ["0", "7M", "x", ""] {
+            assert!(parse_memory(wrong).is_err(), "{wrong}");
+        }
+    }
 
     #[test]
     fn a_cache_is_a_directory_and_a_size_that_is_large_enough() {

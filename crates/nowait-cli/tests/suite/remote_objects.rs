@@ -8,6 +8,7 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixStream;
 use std::path::Path;
 
+use nowait_testkit::nbd::{Client, Mode};
 use nowait_testkit::signer::Signer;
 use nowait_testkit::web_server::{Lie, WebServer};
 use nowait_testkit::{Random, say_skipped, seed, wait_until};
@@ -337,5 +338,45 @@ fn an_image_whose_server_redirects_to_a_port_that_is_not_allowed_is_not_added() 
     }
     let error = String::from_utf8_lossy(&output.stderr);
     assert!(error.contains("which the sandbox does not allow"), "{error}");
+    server.stop();
+}
+
+#[test]
+fn blocks_of_all_objects_have_one_limit_of_memory() {
+    const OBJECT: u64 = 24 * MIB;
+    const LIMIT: u64 = 32 * MIB;
+    let object = bytes(OBJECT);
+    let stores: Vec<_> = (0..12).map(|_| WebServer::start(object.clone(), "/disk.img")).collect();
+    let scratch = Scratch::new();
+    let [socket, control] = ["nbd", "control"].map(|name| scratch.join(name));
+    let [listen, control_at] = [&socket, &control].map(|path| format!("unix:{}", text(path)));
+    let images = stores.iter().enumerate().map(|(n, store)| format!("i{n}={}", store.url()));
+    let options = ["--nbd", &listen, "--control", &control_at, "--remote-memory", "32M"];
+    let mut arguments: Vec<String> = vec!["serve".into(), "--read-only".into()];
+    arguments.extend(images.chain(options.map(str::to_owned)));
+    let server = Server::start_by(&[], &arguments);
+    let value = |name: &str| -> u64 {
+        let text = metrics(&control);
+        let line = text.lines().find_map(|line| line.strip_prefix(name)).expect(name);
+        line.trim().parse().expect("a number")
+    };
+    assert_eq!(value("nowait_block_memory_limit_bytes "), LIMIT);
+    let before = server.memory("RssAnon");
+    let mut read = 0;
+    for n in 0..stores.len() {
+        let mut client =
+            Client::connect_to(&socket, &format!("i{n}"), Mode::Structured).expect("a server");
+        for pos in (0..OBJECT).step_by(MIB as usize) {
+            assert!(
+                client.read(pos, MIB as u32).unwrap() == object[pos as usize..][..MIB as usize]
+            );
+        }
+        read += OBJECT;
+        let kept = value("nowait_block_memory_bytes ");
+        assert!(kept <= LIMIT && kept >= LIMIT.min(read) / 2, "{kept} of {read}");
+    }
+    let grown = server.memory("RssAnon").saturating_sub(before);
+    println!("{} MiB after {} MiB were read", grown / MIB, read / MIB);
+    assert!(grown < 2 * LIMIT, "{} MiB", grown / MIB);
     server.stop();
 }

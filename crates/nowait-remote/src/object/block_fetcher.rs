@@ -39,7 +39,7 @@ const MAX_STORES: usize = 4;
 const LOOK_BLOCKS: u64 = 16;
 /// The most bytes of reads that have begun, unless it is one read.
 const MAX_JOB_BYTES: u64 = 64 << 20;
-/// The blocks in memory: 32 MiB.
+/// The most blocks in memory: 32 MiB.
 const MEMORY_BLOCKS: usize = 512;
 
 /// What blocks are fetched for, the most urgent first.
@@ -335,7 +335,7 @@ impl BlockFetcher {
                 add(&counters.hits, waiters);
                 at_hand = true;
                 let keeps = waiters > 0 || purpose != Purpose::Record;
-                let data = Some(Rc::from(data)).filter(|_| !self.changed);
+                let data = Some(data.as_slice()).filter(|_| !self.changed);
                 self.deliver(block, data, keeps.then_some(Origin::Cache));
             } else if self.changed
                 || at_hand
@@ -367,7 +367,7 @@ impl BlockFetcher {
         for block in run.clone() {
             let from = ((block - run.start) * BLOCK_BYTES) as usize;
             let data = data.as_ref().and_then(|data| data.get(from..));
-            let data = data.map(|rest| Rc::from(rest.get(..BLOCK_BYTES as usize).unwrap_or(rest)));
+            let data = data.map(|rest| rest.get(..BLOCK_BYTES as usize).unwrap_or(rest));
             let waiters = self.waiters(block);
             add(&self.asking.counters.misses, waiters);
             let keeps = waiters > 0 || purpose != Purpose::Record;
@@ -399,14 +399,15 @@ impl BlockFetcher {
 
     /// Gives `data`, or that there are none, to the reads that wait for `block`, and to memory if it is
     /// to be kept there.
-    fn deliver(&mut self, block: u64, data: Option<Rc<[u8]>>, keeps: Option<Origin>) {
+    fn deliver(&mut self, block: u64, data: Option<&[u8]>, keeps: Option<Origin>) {
         for index in self.pending.remove(&block).unwrap_or_default() {
             let job = self.jobs.get_mut(index);
-            if job.is_some_and(|job| job.give(block * BLOCK_BYTES, data.as_deref())) {
+            if job.is_some_and(|job| job.give(block * BLOCK_BYTES, data)) {
                 self.end(index);
             }
         }
         if let (Some(data), Some(origin)) = (data, keeps) {
+            let data = self.memory.copied(data);
             self.memory.put(block, data, origin == Origin::Store);
         }
     }

@@ -23,6 +23,7 @@ mod object_storage;
 #[cfg(feature = "fuzz")]
 pub mod fuzz;
 
+pub use block_memory::{BLOCK_MEMORY, MIN_BLOCK_MEMORY, block_memory, limit_block_memory};
 pub use boot_record::BootRecord;
 pub use cache_directory::{CacheOptions, MIN_CACHE_BYTES};
 pub(crate) use object_storage::MINIMUM_RATE;

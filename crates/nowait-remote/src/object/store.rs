@@ -215,7 +215,7 @@ impl Object {
 
 /// The `len` bytes of an answer.
 async fn body(answer: GetResult, len: u64, progress: &mut Progress) -> Result<Vec<u8>, Fault> {
-    let mut data = Vec::new();
+    let mut data = Vec::with_capacity(len as usize);
     let mut body = answer.into_stream();
     loop {
         let part = tokio::time::timeout_at(progress.end(), body.next()).await;

@@ -1,0 +1,19 @@
+//! The memory of answers of object stores, which goes back to the system when they have been read.
+//!
+//! Invariant: called before the threads start that use such memory. By default the C library takes what is larger than
+//! any that was freed before from mappings, and all else from heaps of its threads, which keep it: with many images
+//! some megabytes each.
+#![allow(unsafe_code)]
+
+/// The size in bytes from which memory has a mapping of its own: the default, which does not grow any more.
+#[cfg(target_env = "gnu")]
+const OWN_MAPPING: libc::c_int = 128 << 10;
+
+/// From now on memory of 128 KiB and more goes back to the system when it is freed.
+pub(crate) fn return_when_freed() {
+    // SAFETY: the call sets a number. A thread that allocates meanwhile sees the old or the new one.
+    #[cfg(target_env = "gnu")]
+    unsafe {
+        libc::mallopt(libc::M_MMAP_THRESHOLD, OWN_MAPPING);
+    }
+}
