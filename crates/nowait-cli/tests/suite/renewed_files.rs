@@ -7,7 +7,7 @@ use std::fs;
 use std::os::unix::fs::symlink;
 use std::path::{Path, PathBuf};
 
-use nowait_testkit::certificates::{Authority, Flaw, Role};
+use nowait_testkit::certificates::{Authority, Flaw, Role, server_of};
 use nowait_testkit::signer::Signer;
 use nowait_testkit::token_service::TokenService;
 use nowait_testkit::web_server::WebServer;
@@ -27,15 +27,13 @@ struct Renewed {
 const NAME: &str = "token";
 
 impl Renewed {
-    fn new(replace: fn(&Path, &str)) -> Self {
-        let directory = Scratch::new();
-        replace(directory.path(), "1");
-        Self { directory, replace }
-    }
-
-    /// One file for each way in which it is replaced.
-    fn all() -> [Self; 3] {
-        [in_place, by_a_new_file, by_a_new_link].map(Self::new)
+    /// One file with `content` for each way in which it is replaced.
+    fn all(content: &str) -> [Self; 3] {
+        [in_place, by_a_new_file, by_a_new_link].map(|replace: fn(&Path, &str)| {
+            let directory = Scratch::new();
+            replace(directory.path(), content);
+            Self { directory, replace }
+        })
     }
 
     fn path(&self) -> PathBuf {
@@ -58,10 +56,10 @@ fn by_a_new_file(directory: &Path, content: &str) {
 
 /// As a volume of Kubernetes has it: `NAME` leads to `..data/NAME`, and `..data` to the newest directory.
 fn by_a_new_link(directory: &Path, content: &str) {
-    let newest = format!("..2026_{content}");
+    let before = fs::read_link(directory.join("..data"));
+    let newest = before.as_ref().map_or("..1".into(), |it| format!("{}1", text(it)));
     fs::create_dir(directory.join(&newest)).expect("a directory");
     fs::write(directory.join(&newest).join(NAME), content).expect("a file");
-    let before = fs::read_link(directory.join("..data"));
     symlink(&newest, directory.join("..data_tmp")).expect("a link");
     fs::rename(directory.join("..data_tmp"), directory.join("..data")).expect("another link");
     match before {
@@ -72,7 +70,7 @@ fn by_a_new_link(directory: &Path, content: &str) {
 
 /// Reads the object at `url` with the keys that `service` gives for the token in a file, which is replaced twice.
 fn is_read_with_each_token(environment: &[String], variable: &str, url: &str, at: &TokenService) {
-    for renewed in Renewed::all() {
+    for renewed in Renewed::all("1") {
         let file = format!("{variable}={}", text(&renewed.path()));
         let environment: Vec<&str> =
             ["env", &file].into_iter().chain(environment.iter().map(String::as_str)).collect();
@@ -203,6 +201,36 @@ fn certificates_and_revocation_lists_are_read_again_however_their_links_are_repl
             refusal(&["info", &uri(&client)]);
         }
         assert!(!server.log().contains("stay in use"), "{}", server.log());
+        server.stop();
+    }
+}
+
+#[test]
+fn the_authorities_of_stores_are_read_again_however_their_file_is_replaced() {
+    let certificates = Scratch::new();
+    let store = WebServer::start(object(), "/disk.img");
+    let becomes = |authority: &Authority| {
+        authority.certify(certificates.path(), Role::Server, Flaw::None);
+        store.script().tls = Some(server_of(certificates.path()));
+        authority.trusted_in(certificates.path());
+        fs::read_to_string(certificates.join("ca-cert.pem")).expect("a certificate")
+    };
+    let url = store.url().replace("http://", "https://");
+    let authorities = ["one", "two", "three"].map(Authority::new);
+    for file in Renewed::all(&becomes(&authorities[0])) {
+        let scratch = Scratch::new();
+        let own = scratch.sparse("own.img", MIB);
+        let (trust, socket) =
+            (format!("SSL_CERT_FILE={}", text(&file.path())), scratch.join("control"));
+        let control = format!("unix:{}", text(&socket));
+        let options = ["--control", &control, "--allow-uri", &url];
+        let server = Server::start_under(&["env", &trust], &own, &options);
+        for authority in &authorities {
+            file.becomes(&becomes(authority));
+            let to = ["--read-only", "--control", text(&socket)];
+            accepted(&[&["export", "add", "added", &url], &to[..]].concat());
+            accepted(&["export", "remove", "added", "--control", text(&socket)]);
+        }
         server.stop();
     }
 }
