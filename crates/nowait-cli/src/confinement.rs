@@ -127,7 +127,7 @@ fn remote(location: &Location, files: &mut FileAccess) {
         // The addresses of its names come from the launcher.
         Location::Object(url) => {
             let (ports, credentials) = url.needs();
-            // Where redirects have led to when it was opened, later ones lead, too.
+            // Redirects have led to other ports when it was opened, and will again.
             let ports = ports.into_iter().chain(nowait_remote::redirect_ports());
             ports.for_each(|port| files.connect(port));
             credentials.iter().for_each(|path| renewed_file(path, files));
@@ -203,7 +203,7 @@ fn renewed_file(path: &Path, files: &mut FileAccess) {
     renewed_files::directories_of_file(path).iter().for_each(|directory| files.read(directory));
 }
 
-/// What is in `directory` may be read, and what replaces it.
+/// The files in `directory` may be read, and those that replace them.
 fn renewed_directory(directory: &Path, files: &mut FileAccess) {
     renewed_files::paths_of_directory(directory).iter().for_each(|it| files.read(it));
 }

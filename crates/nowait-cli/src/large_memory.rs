@@ -1,8 +1,9 @@
 //! The memory of answers of object stores, which goes back to the system when they have been read.
 //!
-//! Invariant: called before the threads start that use such memory. By default the C library takes what is larger than
-//! any that was freed before from mappings, and all else from heaps of its threads, which keep it: with many images
-//! some megabytes each.
+//! By default the C library has a mapping only for memory that is larger than any with a mapping that was freed before.
+//! Other memory is in heaps of its threads, which keep it: with many images some megabytes each.
+//!
+//! Invariant: the limit is set before the threads start that read from stores.
 #![allow(unsafe_code)]
 
 /// The size in bytes from which memory has a mapping of its own: the default, which does not grow any more.

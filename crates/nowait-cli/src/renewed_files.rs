@@ -3,19 +3,18 @@
 //! Landlock has rules for files and for what is below directories. A new file that gets the name, or a new link on the
 //! way to it, has none of the old file's. So the directories with these names are read.
 //!
-//! Invariant: no directory is listed that is shared with files of other kinds by its place: one directly below the root, a
-//! home directory or one above it, one that every user may write to.
+//! Invariant: no directory is listed that by its place has files of other kinds: one directly below the root, a home
+//! directory or one above it, one for temporary files.
 
 use std::collections::VecDeque;
 use std::ffi::OsString;
 use std::fs;
-use std::os::unix::fs::PermissionsExt;
 use std::path::{Component, Path, PathBuf};
 
 /// The most links on the way to a file, as the kernel counts them (path_resolution(7)).
 const MAX_LINKS: usize = 40;
-/// The sticky bit of a directory that every user may write to.
-const STICKY: u32 = 0o1000;
+/// Directories for temporary files. Their mode does not tell them: a volume of Kubernetes has the same (1777).
+const TEMPORARY: [&str; 2] = ["/var/tmp", "/dev/shm"];
 
 /// The directories that have the name of the file `path`, and the links that lead to it.
 pub(crate) fn directories_of_file(path: &Path) -> Vec<PathBuf> {
@@ -73,12 +72,11 @@ fn names(path: &Path) -> VecDeque<OsString> {
 fn own(mut directories: Vec<PathBuf>) -> Vec<PathBuf> {
     let home = std::env::home_dir();
     directories.retain(|directory| {
-        let is_shared = |it: &fs::Metadata| it.permissions().mode() & STICKY != 0;
         // The root and its name are the first two.
         directory.components().count() > 2
             && directory.parent() != Some(Path::new("/home"))
             && !home.as_ref().is_some_and(|home| home.starts_with(directory))
-            && !fs::metadata(directory).is_ok_and(|found| is_shared(&found))
+            && !TEMPORARY.iter().any(|temporary| directory == Path::new(temporary))
     });
     directories
 }
@@ -122,9 +120,9 @@ mod tests {
     #[test]
     fn no_directory_with_files_of_other_kinds_is_read() {
         let home = std::env::home_dir().unwrap();
-        for path in ["/etc/hosts", "/token", "/var/run/token", "/tmp/token"] {
+        for path in ["/etc/hosts", "/token", "/var/run/token", "/tmp/token", "/var/tmp/token"] {
             let found = directories_of_file(Path::new(path));
-            assert!(found.iter().all(|it| it.components().count() > 2), "{path}: {found:?}");
+            assert!(found.is_empty(), "{path}: {found:?}");
         }
         let other_home = Path::new("/home").join("user");
         assert!(directories_of_file(&other_home.join("token")).is_empty());

@@ -212,8 +212,8 @@ fn process_files(
     Ok((pid_file, log_file))
 }
 
-/// Has `changer`, if there is one, change `names` and those of the PID file and the log file, and if `files` allow connections by TCP, look up the addresses
-/// of hosts.
+/// Has `changer`, if there is one, change `names` and those of the PID file and the log file, and look up the addresses of
+/// hosts if `files` allow connections by TCP.
 fn keep_names(
     changer: Option<Arc<Launcher>>,
     mut names: OwnNames,

@@ -308,7 +308,7 @@ fn tcp_sockets() -> Vec<(c_long, Vec<Condition>)> {
         .collect()
 }
 
-/// The same and those by which addresses of names are asked for.
+/// All sockets of the internet, also those by which addresses of names are asked for.
 fn all_sockets() -> Vec<(c_long, Vec<Condition>)> {
     let of = |family: i32| (libc::SYS_socket, vec![(0, SeccompCmpOp::Eq, family as u64)]);
     vec![of(libc::AF_INET), of(libc::AF_INET6)]

@@ -4,7 +4,7 @@
 //! directory that has it, as Kubernetes does it.
 
 use std::fs;
-use std::os::unix::fs::symlink;
+use std::os::unix::fs::{PermissionsExt, symlink};
 use std::path::{Path, PathBuf};
 
 use nowait_testkit::certificates::{Authority, Flaw, Role, server_of};
@@ -54,8 +54,9 @@ fn by_a_new_file(directory: &Path, content: &str) {
     fs::rename(directory.join("new"), directory.join(NAME)).expect("another file");
 }
 
-/// As a volume of Kubernetes has it: `NAME` leads to `..data/NAME`, and `..data` to the newest directory.
+/// As a volume of Kubernetes has it, with its mode: `NAME` leads to `..data/NAME`, and `..data` to the newest directory.
 fn by_a_new_link(directory: &Path, content: &str) {
+    fs::set_permissions(directory, fs::Permissions::from_mode(0o1777)).expect("a mode");
     let before = fs::read_link(directory.join("..data"));
     let newest = before.as_ref().map_or("..1".into(), |it| format!("{}1", text(it)));
     fs::create_dir(directory.join(&newest)).expect("a directory");
