@@ -200,7 +200,12 @@ fn directory_with(path: &Path) -> PathBuf {
 /// The file `path` may be read, and what replaces it.
 fn renewed_file(path: &Path, files: &mut FileAccess) {
     files.read(path);
-    renewed_files::directories_of_file(path).iter().for_each(|directory| files.read(directory));
+    let directories = renewed_files::directories_of_file(path);
+    directories.iter().for_each(|directory| files.read(directory));
+    if directories.is_empty() {
+        let path = path.display();
+        info!("{path}: a file that replaces it is not read (put it in a directory of its own)");
+    }
 }
 
 /// The files in `directory` may be read, and those that replace them.
