@@ -82,6 +82,7 @@ fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
         all.iter().filter_map(|opened| Location::parse(&opened.named.image.clone().into()).ok());
     named.chain(given).for_each(|location| remote(&location, files));
     args.remote.cache.iter().for_each(|cache| files.change(&cache.directory));
+    args.remote.auth.http_auth.iter().for_each(|path| replaced(path, files));
     for opened in all {
         let image = &opened.named.image;
         if Location::parse(&image.into()).is_ok_and(|location| location.path().is_none()) {
@@ -135,6 +136,12 @@ fn remote(location: &Location, files: &mut FileAccess) {
         // Its library's threads have begun, and take none of the signals by which threads are restricted.
         Location::Rbd(_) => files.allow_all("the threads of Ceph's library cannot be restricted"),
     }
+}
+
+/// The file at `path` is read again later: also another one that has got its name, or that of a link to it.
+fn replaced(path: &Path, files: &mut FileAccess) {
+    files.read(directory_with(path));
+    files.read(directory_of(path));
 }
 
 /// What opening `location` needs beside its connections.

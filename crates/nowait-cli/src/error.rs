@@ -48,6 +48,17 @@ impl fmt::Display for CliError {
     }
 }
 
+/// Whether the `query` of a URL is the version of an object and nothing else.
+fn names_version(scheme: &str, query: &str) -> bool {
+    let version = match scheme {
+        "s3" => query.strip_prefix("?versionId="),
+        "gs" => query.strip_prefix("?generation="),
+        "az" => query.strip_prefix("?versionid="),
+        _ => None,
+    };
+    version.is_some_and(|id| id.bytes().all(|b| b.is_ascii_alphanumeric() || b"-._~:".contains(&b)))
+}
+
 /// `text` without what may be a secret in the URLs in it: users and passwords, and what follows `?` or
 /// `#`, such as a signature. The options of NBD URIs, which are paths, stay.
 pub fn without_secrets(text: &str) -> String {
@@ -65,6 +76,9 @@ pub fn without_secrets(text: &str) -> String {
             None => shown.push_str(authority),
         }
         match path.find(['?', '#']).filter(|_| !scheme.starts_with("nbd")) {
+            Some(at) if names_version(scheme, path.get(at..).unwrap_or_default()) => {
+                shown.push_str(path);
+            }
             Some(at) => {
                 shown.extend([path.get(..=at).unwrap_or_default(), "…"]);
                 shown.extend(path.ends_with(':').then_some(':'));
@@ -86,6 +100,9 @@ mod tests {
             ("'https://u:p@h/a' is wrong", "'https://…@h/a' is wrong"),
             ("a=https://h/a?X-Amz-Signature=1&b#c: no", "a=https://h/a?…: no"),
             ("s3://b/k#part 's3://b/k?sig=1'", "s3://b/k#… 's3://b/k?…'"),
+            ("s3://b/k?versionId=a-b: no", "s3://b/k?versionId=a-b: no"),
+            ("s3://b/k?versionId=a&sig=1", "s3://b/k?…"),
+            ("https://h/k?versionId=a", "https://h/k?…"),
             ("nbd://u:p@@h/e?tls-certificates=/d", "nbd://…@h/e?tls-certificates=/d"),
             ("nbd+unix:///?socket=/dir/s is a disk", "nbd+unix:///?socket=/dir/s is a disk"),
             ("a://b c://d?e", "a://b c://d?…"),

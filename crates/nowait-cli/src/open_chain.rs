@@ -5,7 +5,7 @@
 use std::io::{self, Write};
 
 use nowait_image::{Chain, ChainOptions, ImageError, Warning};
-use nowait_remote::{Location, RemoteOptions};
+use nowait_remote::Location;
 
 use crate::args::image_args::ImageArgs;
 use crate::error::CliError;
@@ -14,7 +14,7 @@ use crate::waiting;
 /// Opens the chain, locked as `options` require; the format and the allowed directories are from
 /// `args`.
 pub(crate) fn open(args: &ImageArgs, options: ChainOptions) -> Result<Chain, CliError> {
-    let remote = RemoteOptions::default();
+    let remote = args.auth.options();
     let given = &args.others.backing;
     let backings = waiting::on(given, || nowait_remote::open_backings(given, &remote));
     let options = ChainOptions {

@@ -41,6 +41,8 @@ pub struct Options {
     pub backings: Vec<Location>,
     /// The data files of a source that may be opened.
     pub data_files: Vec<PathBuf>,
+    /// How sources behind a network are opened, other than NBD exports.
+    pub remote: RemoteOptions,
     /// The target's format; only a new file can be qcow2.
     pub to_format: Format,
     /// Whether the user gave the format. If not, a raw file that would begin like another format is
@@ -75,7 +77,7 @@ pub struct Options {
 impl Options {
     /// How a source file is opened.
     fn chain_options(&self) -> Result<ChainOptions, Error> {
-        let backings = nowait_remote::open_backings(&self.backings, &RemoteOptions::default());
+        let backings = nowait_remote::open_backings(&self.backings, &self.remote);
         let failed = |error: ImageError| Error::at(&error.path().display(), error.what());
         Ok(ChainOptions {
             backing_storages: backings.map_err(failed)?,
@@ -119,7 +121,8 @@ fn source(options: &Options, connecting: Connecting<'_>) -> Result<Box<dyn Endpo
     if options.rescue && options.verify {
         return Err(Error::at(&options.from, "what is rescued is not read again to be compared"));
     }
-    let source = open::source(&options.from, options.chain_options()?, connecting)?;
+    let source =
+        open::source(&options.from, options.chain_options()?, &options.remote, connecting)?;
     Ok(if options.rescue { Box::new(Rescue::new(source)) } else { source })
 }
 

@@ -87,13 +87,14 @@ impl TargetKind {
 pub(crate) fn source(
     location: &Location,
     chain_options: ChainOptions,
+    remote: &RemoteOptions,
     connecting: Connecting<'_>,
 ) -> Result<Box<dyn Endpoint>, Error> {
     let path = match location {
         Location::Nbd(uri) => return nbd::connect(uri, connecting, false),
         Location::File(path) => path,
         Location::Object(_) | Location::Rbd(_) => {
-            let opened = nowait_remote::open(location, &chain_options, &RemoteOptions::default());
+            let opened = nowait_remote::open(location, &chain_options, remote);
             let opened = opened.map_err(|error| Error::at(location, error.what()))?;
             return file_endpoint::of_image(location.to_string(), opened);
         }

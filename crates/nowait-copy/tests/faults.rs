@@ -28,6 +28,7 @@ fn options(from: &str, to: &str) -> Options {
         backing_dirs: Vec::new(),
         backings: Vec::new(),
         data_files: Vec::new(),
+        remote: Default::default(),
         to_format: Format::Raw,
         to_format_given: false,
         cluster_bytes: None,

@@ -29,6 +29,8 @@ pub struct RemoteOptions {
     pub record: Option<BootRecord>,
     /// The record whose blocks are fetched into the cache.
     pub prefetch: Option<PathBuf>,
+    /// The file with the headers that web servers want: tokens and passwords.
+    pub http_auth: Option<PathBuf>,
 }
 
 impl Default for RemoteOptions {
@@ -41,15 +43,18 @@ impl Default for RemoteOptions {
             cache: None,
             record: None,
             prefetch: None,
+            http_auth: None,
         }
     }
 }
 
 impl RemoteOptions {
-    fn object(&self) -> ObjectOptions {
-        let Self { reconnect, minimum_rate, cache, record, prefetch, .. } = self.clone();
+    /// How objects are read.
+    #[must_use]
+    pub fn object(&self) -> ObjectOptions {
+        let Self { reconnect, minimum_rate, cache, record, prefetch, http_auth, .. } = self.clone();
         let default = ObjectOptions::default();
-        ObjectOptions { reconnect, minimum_rate, cache, record, prefetch, ..default }
+        ObjectOptions { reconnect, minimum_rate, cache, record, prefetch, http_auth, ..default }
     }
 }
 

@@ -21,6 +21,8 @@ pub enum Signer {
         /// The region of the bucket; empty for any.
         region: String,
     },
+    /// A web server that wants one header.
+    Header(&'static str, String),
     /// Azure (Shared Key).
     Azure {
         /// The name of the account.
@@ -54,6 +56,9 @@ impl Signer {
                 let code = "<Code>AuthorizationHeaderMalformed</Code>";
                 let body = format!("<Error>{code}<Region>{region}</Region></Error>");
                 (!is_right).then_some((400, "", body))
+            }
+            Self::Header(name, value) => {
+                (request.header(name) != Some(value)).then(|| (401, "", String::new()))
             }
             Self::Azure { account, key } => {
                 let is_signed = is_signed_for_azure(request, account, key) == Some(true);
@@ -138,8 +143,12 @@ fn is_signed_for_azure(request: &Request, account: &str, key: &str) -> Option<bo
         request.headers.iter().filter(|(name, _)| name.starts_with("x-ms-")).collect();
     own.sort_unstable();
     own.iter().for_each(|(name, value)| _ = writeln!(text, "{name}:{value}"));
-    // No request of these tests has a query.
-    let _ = write!(text, "/{account}{}", request.path);
+    // No request of these tests has more than one parameter.
+    let (path, query) = request.path.split_once('?').unwrap_or((&request.path, ""));
+    let _ = write!(text, "/{account}{path}");
+    if let Some((name, value)) = query.split_once('=') {
+        let _ = write!(text, "\n{name}:{value}");
+    }
     let key = hmac::Key::new(hmac::HMAC_SHA256, &base64(key)?);
     Some(hmac::verify(&key, text.as_bytes(), &base64(given)?).is_ok())
 }

@@ -59,6 +59,10 @@ pub struct Script {
     pub tag: String,
     /// Its date; empty for none.
     pub date: String,
+    /// Older versions of the object: what names one in a query, as `versionId=1`, and its bytes.
+    pub versions: Vec<(String, Vec<u8>)>,
+    /// Whether queries are ignored, as by a store without versions.
+    pub ignores_queries: bool,
     /// What is done with the next requests, each once.
     pub lies: VecDeque<Lie>,
     /// What is done with all requests once `lies` is empty.
@@ -67,6 +71,8 @@ pub struct Script {
     pub signer: Option<Signer>,
     /// The values of the header Accept-Encoding of all requests.
     pub accepted: Vec<Option<String>>,
+    /// The method and the path of all requests, and their header Authorization.
+    pub requests: Vec<(String, Option<String>)>,
     /// The ranges that were asked for, with `None` for a request without one.
     pub ranges: Vec<Option<(u64, u64)>>,
     /// Requests that were not signed as they had to be.
@@ -164,6 +170,8 @@ fn serve(stream: impl ReadWrite, script: &Mutex<Script>) {
         let (answer, lie, delay) = {
             let mut script = script.lock().unwrap_or_else(PoisonError::into_inner);
             script.ranges.push(request.range());
+            let authorization = request.header("authorization").map(str::to_owned);
+            script.requests.push((format!("{} {}", request.method, request.path), authorization));
             script.accepted.push(request.header("accept-encoding").map(str::to_owned));
             let lie = script.lies.pop_front().or_else(|| script.always.clone());
             (answer(&request, &mut script, lie.as_ref()), lie, script.delay)
@@ -221,10 +229,21 @@ fn answer(request: &Request, script: &mut Script, lie: Option<&Lie>) -> Vec<u8> 
         script.unsigned += 1;
         return status(number, more, &body);
     }
-    if request.path != script.path {
+    let (path, query) = request.path.split_once('?').unwrap_or((&request.path, ""));
+    let query = if script.ignores_queries { "" } else { query };
+    let version = script.versions.iter().find(|(name, _)| name == query);
+    if path != script.path || !query.is_empty() && version.is_none() {
         return status(404, "", "<Error><Code>NoSuchKey</Code></Error>");
     }
     let (mut tag, mut object) = (script.tag.as_str(), script.object.clone());
+    let mut more = String::new();
+    if let Some((name, bytes)) = version {
+        (tag, object) = ("\"old\"", bytes.clone());
+        let id = name.split_once('=').map_or("", |(_, id)| id);
+        for header in ["x-amz-version-id", "x-goog-generation", "x-ms-version-id"] {
+            let _ = write!(more, "{header}: {id}\r\n");
+        }
+    }
     if let Some(Lie::Other(byte, other)) = lie {
         object.fill(*byte);
         tag = other;
@@ -233,7 +252,6 @@ fn answer(request: &Request, script: &mut Script, lie: Option<&Lie>) -> Vec<u8> 
     {
         return status(412, "", "");
     }
-    let mut more = String::new();
     for (name, value) in [("etag", tag), ("last-modified", &script.date)] {
         if !value.is_empty() {
             let _ = write!(more, "{name}: {value}\r\n");

@@ -9,6 +9,7 @@ use clap::{Args, ValueEnum};
 use nowait_image::create::Preallocation;
 
 use crate::args::image_args::{ImageArgs, format_of_new, parse_cluster_size, parse_image_format};
+use crate::args::remote_args::AuthArgs;
 use crate::size;
 
 /// Create a new, empty disk image
@@ -61,6 +62,9 @@ pub(crate) struct CreateArgs {
     /// can be given more than once
     #[arg(long, value_name = "PATH", requires = "backing")]
     pub(crate) data_file: Vec<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) auth: AuthArgs,
 
     /// The unit in which IMAGE takes space: a power of two from 512 to 2M; 64K without it (qcow2
     /// only)

@@ -10,6 +10,7 @@ use nowait_copy::Location;
 use nowait_image::Format;
 
 use crate::args::image_args::{OtherFiles, format_of_new, parse_cluster_size, parse_image_format};
+use crate::args::remote_args::AuthArgs;
 use crate::size;
 
 /// The largest block of the search for zeros, in bytes.
@@ -95,6 +96,9 @@ pub(crate) struct CopyArgs {
 
     #[command(flatten)]
     pub(crate) others: OtherFiles,
+
+    #[command(flatten)]
+    pub(crate) auth: AuthArgs,
 
     /// What TO is to be: raw or qcow2; without it qcow2 for a file whose name ends in .qcow2 or .qcow,
     /// else raw

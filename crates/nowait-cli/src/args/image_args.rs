@@ -11,6 +11,7 @@ use clap::{Args, ValueEnum};
 use nowait_image::create::CLUSTER_BYTES;
 use nowait_remote::Location;
 
+use crate::args::remote_args::AuthArgs;
 use crate::size;
 
 /// An image that is opened with its backing chain.
@@ -28,6 +29,9 @@ pub(crate) struct ImageArgs {
 
     #[command(flatten)]
     pub(crate) others: OtherFiles,
+
+    #[command(flatten)]
+    pub(crate) auth: AuthArgs,
 }
 
 /// The files that an image may name beside itself.

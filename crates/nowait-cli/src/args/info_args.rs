@@ -5,6 +5,7 @@ use std::path::PathBuf;
 use clap::Args;
 
 use crate::args::image_args::parse_image_format;
+use crate::args::remote_args::AuthArgs;
 
 /// Show what an image is and how it would be served
 ///
@@ -20,6 +21,9 @@ pub(crate) struct InfoArgs {
     /// What is inside IMAGE: raw or qcow2; without it qcow2 if it begins like that, else raw
     #[arg(short, long, value_name = "FORMAT", value_parser = parse_image_format)]
     pub(crate) format: Option<nowait_image::Format>,
+
+    #[command(flatten)]
+    pub(crate) auth: AuthArgs,
 
     /// Print one JSON object, for scripts
     #[arg(long)]

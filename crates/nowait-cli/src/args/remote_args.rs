@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::error::CliError;
 use crate::habits;
+use crate::secrets;
 use crate::size;
 use clap::Args;
 use clap::builder::{OsStringValueParser, TypedValueParser};
@@ -17,6 +18,30 @@ use nowait_remote::{
 const MAX_SECONDS: u64 = 24 * 60 * 60;
 /// The size of a cache, unless it is given.
 const CACHE_BYTES: u64 = 10 << 30;
+
+/// What web servers want of their users.
+#[derive(Debug, Args)]
+pub(crate) struct AuthArgs {
+    /// A file with the token, the password or other headers for images of web servers (https://)
+    ///
+    /// Each line is 'bearer TOKEN', 'basic USER:PASSWORD' or a header, 'NAME: VALUE'; a file with a
+    /// token alone will do. Lines after 'host HOST[:PORT]' are for that server only, those before the
+    /// first such line for all that the command names. Nothing of it is sent to another server to
+    /// which one redirects. It is read again when a server refuses it (401, 403), so a program that
+    /// renews a token only has to replace the file.
+    #[arg(long, value_name = "FILE")]
+    pub(crate) http_auth: Option<PathBuf>,
+}
+
+impl AuthArgs {
+    /// How the storages behind a network are opened by a command without further options for them.
+    pub(crate) fn options(&self) -> RemoteOptions {
+        if self.http_auth.is_some() {
+            secrets::keep_in_memory();
+        }
+        RemoteOptions { http_auth: self.http_auth.clone(), ..RemoteOptions::default() }
+    }
+}
 
 /// What is done when a server is not there.
 #[derive(Debug, Args)]
@@ -64,6 +89,9 @@ pub(crate) struct RemoteArgs {
     /// beside what clients read
     #[arg(long, value_name = "FILE", requires = "cache")]
     pub(crate) prefetch: Option<PathBuf>,
+
+    #[command(flatten)]
+    pub(crate) auth: AuthArgs,
 }
 
 impl RemoteArgs {
@@ -80,7 +108,7 @@ impl RemoteArgs {
             cache: self.cache.clone(),
             record: record.map_err(CliError::new)?,
             prefetch: self.prefetch.clone(),
-            ..RemoteOptions::default()
+            ..self.auth.options()
         })
     }
 }

@@ -41,6 +41,7 @@ pub(crate) fn run(args: &CopyArgs) -> Result<u8, CliError> {
         backing_dirs: args.others.backing_dir.clone(),
         backings: args.others.backing.clone(),
         data_files: args.others.data_file.clone(),
+        remote: args.auth.options(),
         to_format: args.to_format(),
         to_format_given: args.to_format.is_some(),
         cluster_bytes: args.cluster_size,

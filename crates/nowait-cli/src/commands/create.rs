@@ -3,7 +3,7 @@
 //! Invariant: as in nowait_image::create.
 
 use nowait_image::create::{CreateOptions, create};
-use nowait_remote::{Location, RemoteOptions};
+use nowait_remote::Location;
 use serde_json::json;
 
 use crate::args::change_args::{CreateArgs, Preallocate};
@@ -15,7 +15,8 @@ pub(crate) fn run(args: &CreateArgs) -> Result<(), CliError> {
     let location = args.backing.as_ref().map(|name| Location::parse_backing(&name.clone().into()));
     let location = location.transpose().map_err(|error| CliError::at(&args.image, error))?;
     let urls: Vec<_> = location.into_iter().filter(|it| it.path().is_none()).collect();
-    let open = || nowait_remote::open_backings(&urls, &RemoteOptions::default());
+    let remote = args.auth.options();
+    let open = || nowait_remote::open_backings(&urls, &remote);
     let storages = waiting::on(&urls, open);
     let options = CreateOptions {
         backing_storages: storages.map_err(|error| open_chain::failed(&error))?,

@@ -14,8 +14,7 @@ use crate::size::human;
 use nowait::{ByteRange, ExtentStatus, Storage};
 use nowait_image::{Format, ImageFile};
 use nowait_remote::{
-    Location, NbdOptions, NbdStorage, ObjectOptions, ObjectStorage, RbdOptions, RbdStorage,
-    StoreCounts,
+    Location, NbdOptions, NbdStorage, ObjectStorage, RbdOptions, RbdStorage, StoreCounts,
 };
 use serde_json::{Value, json};
 
@@ -54,8 +53,8 @@ pub(crate) fn run(args: &InfoArgs, location: &Location) -> Result<(), CliError> 
     let refused = |error: String| CliError::at(image, error);
     let facts = match location {
         Location::Object(url) => {
-            let storage =
-                waiting::on([location], || ObjectStorage::open(url, &ObjectOptions::default()));
+            let options = args.auth.options().object();
+            let storage = waiting::on([location], || ObjectStorage::open(url, &options));
             let storage = storage.map_err(refused)?;
             let (version, counters) = (storage.identity(), storage.counters().clone());
             let mut facts = gather(args, Arc::new(storage))?;

@@ -8,7 +8,7 @@ use nowait_testkit::signer::Signer;
 use nowait_testkit::web_server::WebServer;
 use nowait_testkit::{Finished, Random, seed};
 
-use crate::common::{MIB, Scratch, Server, refusal_under, require_tool, text, tool};
+use crate::common::{MIB, NOWAIT, Scratch, Server, refusal_under, require_tool, text, tool};
 
 /// The key that Microsoft's emulator has for tests.
 const KEY: &str =
@@ -54,6 +54,11 @@ fn a_blob_of_azure_is_served_and_another_key_is_refused() {
     let refused = refusal_under(&["env", &endpoint, account, &other], &["info", url]);
     refused.says(&["refuses access (403 AuthenticationFailed)"]);
     assert!(!refused.error.contains(OTHER_KEY), "{}", refused.error);
+    store.script().versions = vec![("versionid=2026".into(), vec![7; 4096])];
+    let version = format!("{url}?versionid=2026");
+    let info = ["env", &endpoint, account, &key, NOWAIT, "info", &version];
+    assert!(tool(info[0]).args(&info[1..]).succeeds().contains("2026"));
+    assert_eq!(store.script().unsigned, 1);
     let none = "az://images/none";
     let refused = refusal_under(&["env", &endpoint, account, &key], &["info", none]);
     refused.says(&["no such object (404"]);
@@ -93,6 +98,10 @@ fn an_object_of_google_is_served_and_another_key_is_refused() {
     is_read_until_it_changes(&["env", &root, &good], url, &store, &object);
     let refused = refusal_under(&["env", &root, &bad], &["info", url]);
     refused.says(&["does not accept the credentials (401 AuthenticationRequired)"]);
+    store.script().versions = vec![("generation=17".into(), vec![7; 4096])];
+    let version = format!("{url}?generation=17");
+    let info = ["env", &root, &good, NOWAIT, "info", &version];
+    assert!(tool(info[0]).args(&info[1..]).succeeds().contains(" 17"));
     let refused = refusal_under(&["env", &root, &good], &["info", "gs://images/none"]);
     refused.says(&["no such object (404"]);
 }

@@ -61,6 +61,35 @@ fn an_object_of_an_s3_server_is_served_by_a_confined_server_and_only_read() {
 }
 
 #[test]
+fn a_version_that_is_named_is_read_whatever_the_object_is_now() {
+    let (old, new) = (bytes(2 * MIB), bytes(3 * MIB));
+    let (store, environment) = s3(new, SECRET);
+    store.script().versions = vec![("versionId=a.1-_".into(), old.clone())];
+    let environment: Vec<_> = environment.iter().map(String::as_str).collect();
+    let url = format!("{URL}?versionId=a.1-_");
+    let server = Server::start_under(&environment, url.as_ref(), &["--read-only"]);
+    let mut client = server.connect();
+    assert!(client.read(0, MIB as u32).unwrap()[..] == old[..1 << 20]);
+    {
+        let mut script = store.script();
+        (script.tag, script.object) = ("\"3\"".into(), vec![0; 4096]);
+    }
+    assert!(client.read(MIB, MIB as u32).unwrap()[..] == old[1 << 20..]);
+    server.stop();
+    assert_eq!(store.script().unsigned, 0);
+    let info = [&environment[..], &[NOWAIT, "info", "--json", &url]].concat();
+    let info: Value = serde_json::from_str(&tool(info[0]).args(&info[1..]).succeeds()).unwrap();
+    assert!(info["object_version"].as_str().unwrap().ends_with(" a.1-_"), "{info}");
+    let none = format!("{URL}?versionId=none");
+    refusal_under(&environment, &["info", &none]).says(&["no such object (404", &none]);
+    let other = format!("{URL}?partNumber=1");
+    refusal_under(&environment, &["info", &other]).says(&["only a version", "?versionId=ID"]);
+    store.script().ignores_queries = true;
+    let refused = refusal_under(&environment, &["info", &url]);
+    refused.says(&["answers with another version than the one that was named"]);
+}
+
+#[test]
 fn an_overlay_on_an_object_is_written_to_and_the_url_opened_only_by_leave() {
     let object = bytes(4 * MIB);
     let store = WebServer::start(object.clone(), "/base.img");

@@ -46,6 +46,17 @@ impl Fault {
         }
     }
 
+    /// As [`Fault::of`], for the read of an object that was opened. Credentials that have expired and are
+    /// `renewable` may be replaced soon.
+    pub(super) fn of_read(error: &object_store::Error, renewable: bool) -> Self {
+        match bad_answer(error) {
+            Some(answer) if renewable && answer.says_expired() => {
+                Self::Transient(answer.to_string())
+            }
+            _ => Self::of(error),
+        }
+    }
+
     /// The fault behind an error of the library.
     pub(super) fn of(error: &object_store::Error) -> Self {
         if let Some(answer) = bad_answer(error) {
@@ -101,6 +112,12 @@ pub(super) enum BadAnswer {
 }
 
 impl BadAnswer {
+    /// Whether it may be that the credentials have expired.
+    fn says_expired(&self) -> bool {
+        let Self::Status { status, code, .. } = self else { return false };
+        *status == StatusCode::UNAUTHORIZED || code.as_deref() == Some("ExpiredToken")
+    }
+
     fn fault(&self) -> Fault {
         let text = self.to_string();
         match self {
@@ -165,6 +182,7 @@ impl fmt::Display for BadAnswer {
             404 if code.as_deref() == Some("NoSuchBucket") => "there is no such bucket",
             404 if code.as_deref() == Some("ContainerNotFound") => "there is no such container",
             404 => "there is no such object",
+            407 => "the proxy does not accept the user and the password, or wants both",
             412 => "the object has changed since it was opened",
             416 => "the store has no bytes in the range that was asked for",
             429 | 503 => "the store asks to come back later",

@@ -9,10 +9,12 @@ use std::time::Duration;
 
 use async_trait::async_trait;
 use http_body_util::{BodyExt, Limited};
+use hyper::body::Incoming;
 use hyper::header::{
     ACCEPT_ENCODING, CONTENT_ENCODING, CONTENT_LENGTH, CONTENT_RANGE, HeaderMap, HeaderName,
-    HeaderValue, LOCATION, RANGE, TRANSFER_ENCODING,
+    HeaderValue, LOCATION, PROXY_AUTHORIZATION, RANGE, TRANSFER_ENCODING,
 };
+use hyper::http::request::Parts;
 use hyper::{Method, Response, StatusCode, Uri};
 use hyper_rustls::HttpsConnector;
 use hyper_util::client::legacy::connect::{Connect, HttpConnector as TcpConnector};
@@ -29,6 +31,8 @@ use rustls::{AlertDescription, RootCertStore};
 use url::Url;
 
 use crate::object::fault::BadAnswer;
+use crate::object::http_auth::HttpAuth;
+use crate::object::proxy::{Proxies, ProxyConnector};
 use crate::object::redirect_ports;
 use crate::object::resolver::Resolver;
 
@@ -47,18 +51,24 @@ const KEEPALIVE: Duration = Duration::from_secs(15);
 
 /// Makes requests, on the runtime of its caller.
 #[derive(Clone, Debug)]
-pub(super) struct Connector<C = HttpsConnector<TcpConnector<Resolver>>> {
+pub(super) struct Connector<C = HttpsConnector<ProxyConnector>> {
     client: Client<C, HttpRequestBody>,
     /// Whether answers that lead elsewhere are followed, as with a web server.
     follows: bool,
     /// The longest time until the headers of an answer have come.
     timeout: Duration,
+    auth: Option<Arc<HttpAuth>>,
+    proxies: Proxies,
 }
 
 impl Connector {
     /// # Errors
-    /// A message of one line: there are no certificates to check servers with.
-    pub(super) fn new(follows: bool, timeout: Duration) -> Result<Self, String> {
+    /// A message of one line: TLS cannot be used, or the environment names a proxy that cannot.
+    pub(super) fn new(
+        follows: bool,
+        timeout: Duration,
+        auth: Option<HttpAuth>,
+    ) -> Result<Self, String> {
         let mut roots = RootCertStore::empty();
         let found = rustls_native_certs::load_native_certs();
         roots.add_parsable_certificates(found.certs);
@@ -77,7 +87,11 @@ impl Connector {
         tcp.set_nodelay(true);
         tcp.set_connect_timeout(Some(timeout / 2));
         tcp.set_keepalive(Some(KEEPALIVE));
-        Ok(Self::over(HttpsConnector::from((tcp, tls)), follows, timeout))
+        let proxies = Proxies::of_environment()?;
+        let to_proxy = HttpsConnector::from((tcp.clone(), tls.clone()));
+        let connections = ProxyConnector { tcp, to_proxy, proxies: proxies.clone() };
+        let direct = Self::over(HttpsConnector::from((connections, tls)), follows, timeout);
+        Ok(Self { auth: auth.map(Arc::new), proxies, ..direct })
     }
 }
 
@@ -88,7 +102,7 @@ impl<C: Connections> Connector<C> {
             .pool_idle_timeout(IDLE)
             .pool_timer(TokioTimer::new())
             .build(connections);
-        Self { client, follows, timeout }
+        Self { client, follows, timeout, auth: None, proxies: Proxies::none() }
     }
 
     async fn follow(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
@@ -98,12 +112,7 @@ impl<C: Connections> Connector<C> {
         parts.headers.insert(ACCEPT_ENCODING, HeaderValue::from_static(IDENTITY));
         let mut ports = Vec::new();
         for _ in 0..=MAX_REDIRECTS {
-            let again = HttpRequest::from_parts(parts.clone(), body.clone());
-            let response = self.client.request(again).await;
-            let response = response.map_err(|error| match ports.last() {
-                Some(&port) if is_forbidden(&error) => refused(BadAnswer::RedirectPort(port)),
-                _ => failed(&error),
-            })?;
+            let response = self.send(&parts, &body, ports.last().copied()).await?;
             let follows = self.follows && is_get && response.status().is_redirection();
             let Some(target) = response.headers().get(LOCATION).filter(|_| follows) else {
                 let ranged = is_get && parts.headers.contains_key(RANGE);
@@ -118,6 +127,48 @@ impl<C: Connections> Connector<C> {
             ports.push(port_of(&parts.uri));
         }
         Err(refused(BadAnswer::Redirect("the server redirects again and again")))
+    }
+
+    /// The answer to a request, with the user's headers where it goes to the server that they are for.
+    /// One that the server does not accept is made once more if the file has others meanwhile. `redirected_to` is the port
+    /// that a redirection leads to.
+    async fn send(
+        &self,
+        parts: &Parts,
+        body: &HttpRequestBody,
+        redirected_to: Option<u16>,
+    ) -> Result<Response<Incoming>, HttpError> {
+        let Some(auth) = self.auth.as_ref().filter(|auth| auth.is_for(&parts.uri)) else {
+            return self.send_with(parts, body, HeaderMap::new(), redirected_to).await;
+        };
+        let headers = auth.headers();
+        let answer = self.send_with(parts, body, (*headers).clone(), redirected_to).await?;
+        if !matches!(answer.status(), StatusCode::UNAUTHORIZED | StatusCode::FORBIDDEN) {
+            return Ok(answer);
+        }
+        match auth.renewed(&headers).await {
+            Some(headers) => self.send_with(parts, body, (*headers).clone(), redirected_to).await,
+            None => Ok(answer),
+        }
+    }
+
+    async fn send_with(
+        &self,
+        parts: &Parts,
+        body: &HttpRequestBody,
+        headers: HeaderMap,
+        redirected_to: Option<u16>,
+    ) -> Result<Response<Incoming>, HttpError> {
+        let mut parts = parts.clone();
+        parts.headers.extend(headers);
+        if let Some(value) = self.proxies.authorization(&parts.uri) {
+            parts.headers.insert(PROXY_AUTHORIZATION, value);
+        }
+        let request = HttpRequest::from_parts(parts, body.clone());
+        self.client.request(request).await.map_err(|error| match redirected_to {
+            Some(port) if is_forbidden(&error) => refused(BadAnswer::RedirectPort(port)),
+            _ => failed(&error),
+        })
     }
 }
 
@@ -237,6 +288,9 @@ fn is_forbidden(error: &ClientError) -> bool {
 /// Without the URL, and with the innermost reason.
 fn failed(error: &ClientError) -> HttpError {
     let reason = innermost(error);
+    if let Some(answer) = reason.downcast_ref::<BadAnswer>() {
+        return HttpError::new(HttpErrorKind::Connect, answer.clone());
+    }
     let tls = tls_error(reason);
     if let Some(rustls::Error::InvalidCertificate(error)) = tls {
         return HttpError::new(HttpErrorKind::Connect, BadAnswer::Certificate(error.clone()));

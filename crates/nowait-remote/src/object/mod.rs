@@ -7,6 +7,8 @@ mod object_url;
 mod fault;
 mod resolver;
 mod redirect_ports;
+mod proxy;
+mod http_auth;
 mod http_client;
 mod progress;
 mod store;

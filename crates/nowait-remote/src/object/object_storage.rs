@@ -58,6 +58,8 @@ pub struct ObjectOptions {
     pub record: Option<BootRecord>,
     /// The record whose blocks are fetched into the cache.
     pub prefetch: Option<PathBuf>,
+    /// The file with the headers that web servers want: tokens and passwords.
+    pub http_auth: Option<PathBuf>,
 }
 
 impl Default for ObjectOptions {
@@ -70,6 +72,7 @@ impl Default for ObjectOptions {
             cache: None,
             record: None,
             prefetch: None,
+            http_auth: None,
         }
     }
 }
@@ -158,8 +161,14 @@ async fn open(
 ) -> Result<(Object, Version), String> {
     let ObjectOptions { silence, request, minimum_rate, .. } = *options;
     let timeouts = Timeouts { silence, all: request, minimum_rate };
-    let hinted = |why: &str| format!("{why}{}", url.hint());
-    let object = Object::new(url, timeouts).map_err(|why| hinted(&why))?;
+    let http_auth = options.http_auth.as_deref();
+    let hinted = |why: &str| match http_auth {
+        None if url.is_web() && why.contains("(401") => {
+            format!("{why}; --http-auth names a file with a token or a password")
+        }
+        _ => format!("{why}{}", url.hint()),
+    };
+    let object = Object::new(url, timeouts, http_auth).map_err(|why| hinted(&why))?;
     let time = options.reconnect.min(OPEN_TIME);
     let begun = Instant::now();
     for failed in 1.. {

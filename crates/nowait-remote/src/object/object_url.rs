@@ -11,7 +11,11 @@ use std::str::FromStr;
 use object_store::path::Path;
 use url::Url;
 
+use crate::object::proxy::Proxies;
+
 const HTTPS_PORT: u16 = 443;
+/// The most bytes of the name of a version; those of S3 have at most 1024.
+const MAX_VERSION: usize = 1024;
 /// Also that of the service that gives a virtual machine in a cloud its credentials.
 const HTTP_PORT: u16 = 80;
 /// The variables that one of is set where there are credentials, or none are needed.
@@ -52,6 +56,8 @@ pub struct ObjectUrl {
     text: String,
     pub(super) place: Place,
     pub(crate) path: Path,
+    /// The version that is named, in the words of the store.
+    pub(super) version: Option<String>,
 }
 
 impl ObjectUrl {
@@ -60,6 +66,10 @@ impl ObjectUrl {
     pub fn is_like(text: &str) -> bool {
         const SCHEMES: [&str; 5] = ["https://", "http://", "s3://", "gs://", "az://"];
         SCHEMES.iter().any(|scheme| text.starts_with(scheme))
+    }
+
+    pub(super) const fn is_web(&self) -> bool {
+        matches!(self.place, Place::Web(_))
     }
 
     /// The server as a user knows it.
@@ -103,10 +113,16 @@ impl ObjectUrl {
         }
     }
 
-    /// The TCP ports that requests may go to, and the files with credentials that are read again, as
-    /// the environment has them.
+    /// The TCP ports that requests may go to, also those of proxies, and the files with credentials that
+    /// are read again later, as the environment has them.
     #[must_use]
     pub fn needs(&self) -> (Vec<u16>, Vec<PathBuf>) {
+        let (mut ports, files) = self.own_needs();
+        ports.extend(Proxies::of_environment().map_or_else(|_| Vec::new(), |it| it.ports()));
+        (ports, files)
+    }
+
+    fn own_needs(&self) -> (Vec<u16>, Vec<PathBuf>) {
         let mut ports = vec![HTTPS_PORT, HTTP_PORT];
         let prefix = match &self.place {
             Place::Web(server) => {
@@ -145,6 +161,10 @@ impl FromStr for ObjectUrl {
 
     fn from_str(text: &str) -> Result<Self, String> {
         let (scheme, rest) = text.split_once("://").ok_or("it is no URL")?;
+        let (rest, version) = match version_parameter(scheme) {
+            Some(parameter) => with_version(rest, parameter)?,
+            None => (rest, None),
+        };
         let (host, path) = rest.split_once('/').unwrap_or((rest, ""));
         if host.is_empty() || path.is_empty() || path.ends_with('/') {
             return Err(format!("the URL names no file (as in {scheme}://{})", form(scheme)));
@@ -163,7 +183,7 @@ impl FromStr for ObjectUrl {
             "az" => (Place::Azure(bucket()?), of_key(path)?),
             _ => return Err("its scheme is none of https, http, s3, gs and az".into()),
         };
-        Ok(Self { text: text.to_owned(), place, path })
+        Ok(Self { text: text.to_owned(), place, path, version })
     }
 }
 
@@ -172,6 +192,32 @@ fn form(scheme: &str) -> &'static str {
         "http" | "https" => "HOST/PATH",
         "az" => "CONTAINER/KEY",
         _ => "BUCKET/KEY",
+    }
+}
+
+/// The parameter by which stores of URLs with this scheme name a version; `None` for web servers.
+fn version_parameter(scheme: &str) -> Option<&'static str> {
+    match scheme {
+        "s3" => Some("versionId"),
+        "gs" => Some("generation"),
+        "az" => Some("versionid"),
+        _ => None,
+    }
+}
+
+/// `rest` of a URL without its query, and the version that is named there by `parameter`.
+fn with_version<'a>(rest: &'a str, parameter: &str) -> Result<(&'a str, Option<String>), String> {
+    let Some((path, query)) = rest.split_once('?') else { return Ok((rest, None)) };
+    let version = query.split_once('=').filter(|(name, _)| *name == parameter);
+    let version = version.map(|(_, version)| version);
+    let is_plain = |b: u8| b.is_ascii_alphanumeric() || b"-._~:".contains(&b);
+    match version.filter(|it| !it.is_empty() && it.bytes().all(is_plain)) {
+        Some(version) if version.len() <= MAX_VERSION => Ok((path, Some(version.to_owned()))),
+        // Another one may be a secret.
+        _ => Err(format!(
+            "after the '?' of such a URL only a version is understood, as in ?{parameter}=ID (a key \
+             with a '?' cannot be named)"
+        )),
     }
 }
 
@@ -226,6 +272,35 @@ mod tests {
         }
         assert!(path("s3://b@c/key").unwrap_err().contains("bucket"));
         assert!(path("s3://b/a\nb").unwrap_err().contains("character"));
+    }
+
+    #[test]
+    fn a_version_is_named_in_the_words_of_the_store_and_nothing_else_is() {
+        for (text, version) in [
+            ("s3://b/a/k?versionId=L4kqtJ.-_lcpXro", Some("L4kqtJ.-_lcpXro")),
+            ("gs://b/a/k?generation=1360887697105000", Some("1360887697105000")),
+            (
+                "az://b/a/k?versionid=2026-11-26T01:02:03.0000000Z",
+                Some("2026-11-26T01:02:03.0000000Z"),
+            ),
+            ("s3://b/a/k", None),
+        ] {
+            let url: ObjectUrl = text.parse().unwrap();
+            assert_eq!((url.path.as_ref(), url.version.as_deref()), ("a/k", version));
+            assert_eq!(url.to_string(), text);
+        }
+        for query in [
+            "",
+            "versionId=",
+            "versionId",
+            "versionId=a&b=secret",
+            "X-Amz-Signature=secret",
+            "generation=1",
+        ] {
+            let why = path(&format!("s3://b/k?{query}")).unwrap_err();
+            assert!(why.contains("?versionId=ID") && !why.contains("secret"), "{why}");
+        }
+        assert!(path("gs://b/k?versionId=1").unwrap_err().contains("?generation=ID"));
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! Invariant: bytes are returned only if the answer says that they are those of the object that was
 //! opened: its entity tag, or its date and size, and the range that was asked for.
 
+use std::path::Path;
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
@@ -14,6 +15,7 @@ use object_store::http::HttpBuilder;
 use object_store::{GetOptions, GetRange, GetResult, ObjectMeta, ObjectStore, RetryConfig};
 
 use crate::object::fault::Fault;
+use crate::object::http_auth::HttpAuth;
 use crate::object::http_client::Connector;
 use crate::object::object_url::{ObjectUrl, Place};
 use crate::object::progress::Progress;
@@ -38,12 +40,18 @@ pub(super) struct Version(ObjectMeta);
 
 impl Version {
     /// # Errors
-    /// A message: the store does not tell enough to notice that the object changes.
-    fn of(meta: ObjectMeta) -> Result<Self, String> {
+    /// A message: the store does not tell enough to notice that the object changes, or answers with
+    /// another version than the one that was `named`.
+    fn of(meta: ObjectMeta, named: Option<&String>) -> Result<Self, String> {
         if i64::try_from(meta.size).is_err() {
             return Err(format!("the server says that it has {} bytes", meta.size));
         }
-        let version = Self(meta);
+        if named.is_some() && meta.version.as_ref() != named {
+            return Err("the store answers with another version than the one that was named".into());
+        }
+        // Only a version that was named has to be the one of each answer: a copy of the object with the
+        // same bytes, tag and date is as good.
+        let version = Self(ObjectMeta { version: named.cloned(), ..meta });
         if version.strong_tag().is_none() && version.date() == 0 {
             return Err(
                 "the server tells neither an ETag nor a date of it, so that a change while \
@@ -73,7 +81,8 @@ impl Version {
     /// it beside a strong tag, too: some servers make the tag of the time in seconds and the size.
     pub(super) fn identity(&self) -> String {
         let (size, tag) = (self.size(), self.0.e_tag.as_deref().unwrap_or_default());
-        format!("{size} {tag} {}", self.date())
+        let named = self.0.version.as_ref().map_or_else(String::new, |id| format!(" {id}"));
+        format!("{size} {tag} {}{named}", self.date())
     }
 
     /// Whether an answer about `other` is about this version. One with the strong tag may leave the date
@@ -82,7 +91,8 @@ impl Version {
         let (own, new) = (&self.0, &other.0);
         let dated = self.date() != 0 && other.date() != 0;
         let same_date = self.date() == other.date() || !dated && self.strong_tag().is_some();
-        own.size == new.size && own.e_tag == new.e_tag && same_date
+        let same_version = own.version.is_none() || own.version == new.version;
+        own.size == new.size && own.e_tag == new.e_tag && same_date && same_version
     }
 }
 
@@ -91,6 +101,8 @@ pub(super) struct Object {
     store: Box<dyn ObjectStore>,
     url: ObjectUrl,
     timeouts: Timeouts,
+    /// Whether the credentials are in a file that is read again.
+    renewable: bool,
 }
 
 /// A client that asks once; who asks again is the caller.
@@ -99,13 +111,23 @@ fn no_retries() -> RetryConfig {
 }
 
 impl Object {
-    /// The object at `url`, with the credentials of the environment. Asks for nothing yet.
+    /// The object at `url`, with the credentials of the environment, or the headers in the file
+    /// `http_auth` for a web server. Asks for nothing yet.
     ///
     /// # Errors
-    /// A message of one line: the environment does not say what is needed.
-    pub(super) fn new(url: &ObjectUrl, timeouts: Timeouts) -> Result<Self, String> {
-        let web = matches!(url.place, Place::Web(_));
-        Self::over(url, timeouts, Connector::new(web, timeouts.silence)?)
+    /// A message of one line: the environment does not say what is needed, or the file is wrong.
+    pub(super) fn new(
+        url: &ObjectUrl,
+        timeouts: Timeouts,
+        http_auth: Option<&Path>,
+    ) -> Result<Self, String> {
+        let server = if let Place::Web(server) = &url.place { Some(server) } else { None };
+        let auth = http_auth.zip(server).map(|(path, server)| HttpAuth::open(path, server));
+        let (auth, is_web) = (auth.transpose()?, server.is_some());
+        let renewable = auth.is_some();
+        let connector = Connector::new(is_web, timeouts.silence, auth)?;
+        let object = Self::over(url, timeouts, connector)?;
+        Ok(Self { renewable, ..object })
     }
 
     /// As [`Object::new`], with requests by `connector`.
@@ -137,7 +159,7 @@ impl Object {
             }
         };
         let store = store.map_err(|error| Fault::of(&error).text().to_owned())?;
-        Ok(Self { store, url: url.clone(), timeouts })
+        Ok(Self { store, url: url.clone(), timeouts, renewable: false })
     }
 
     /// The progress of an answer that is asked for now and may be late after `left`.
@@ -149,11 +171,16 @@ impl Object {
     /// Asks what the object is, by its first byte, within `left`: a server that cannot send a part of
     /// it is noticed.
     pub(super) async fn probe(&self, left: Duration) -> Result<Version, Fault> {
-        let options = GetOptions { range: Some(GetRange::Bounded(0..1)), ..GetOptions::default() };
+        let options = GetOptions {
+            range: Some(GetRange::Bounded(0..1)),
+            version: self.url.version.clone(),
+            ..GetOptions::default()
+        };
         let mut progress = self.progress(left);
         let answer = self.answer(options, &progress).await?;
         let answer = answer.map_err(|error| Fault::at_open(&error))?;
-        let version = Version::of(answer.meta.clone()).map_err(Fault::Refused)?;
+        let version =
+            Version::of(answer.meta.clone(), self.url.version.as_ref()).map_err(Fault::Refused)?;
         body(answer, 1, &mut progress).await?;
         Ok(version)
     }
@@ -195,12 +222,13 @@ impl Object {
         let tag = version.strong_tag();
         let options = GetOptions {
             range: Some(GetRange::Bounded(pos..pos + len)),
+            version: self.url.version.clone(),
             if_match: tag.cloned(),
             if_unmodified_since: tag.is_none().then_some(version.0.last_modified),
             ..GetOptions::default()
         };
         let answer = self.answer(options, progress).await?;
-        let answer = answer.map_err(|error| Fault::of(&error))?;
+        let answer = answer.map_err(|error| Fault::of_read(&error, self.renewable))?;
         if !version.is_same(&Version(answer.meta.clone())) {
             let what = "the object has changed since it was opened (another ETag, date or size)";
             return Err(Fault::Changed(what.into()));
