@@ -19,7 +19,7 @@ pub mod qcow2_image;
 pub mod certificates;
 pub mod nbd;
 #[cfg(feature = "web")]
-mod web_request;
+pub mod web_request;
 #[cfg(feature = "web")]
 pub mod token_service;
 #[cfg(feature = "web")]

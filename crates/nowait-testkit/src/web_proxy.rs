@@ -8,10 +8,13 @@ use std::sync::{Arc, Mutex, PoisonError};
 
 use crate::web_request::Request;
 
+/// A method with its target, and the header Proxy-Authorization.
+type Asked = (String, Option<String>);
+
 /// A running proxy. Its thread ends with the process.
 pub struct WebProxy {
     port: u16,
-    asked: Arc<Mutex<Vec<(String, Option<String>)>>>,
+    asked: Arc<Mutex<Vec<Asked>>>,
 }
 
 impl WebProxy {
@@ -52,7 +55,7 @@ fn tunnel(
     mut client: TcpStream,
     port: u16,
     password: Option<&str>,
-    asked: &Mutex<Vec<(String, Option<String>)>>,
+    asked: &Mutex<Vec<Asked>>,
 ) -> Option<()> {
     let request = Request::read(&mut BufReader::with_capacity(1, &client))?;
     let given = request.header("proxy-authorization").map(str::to_owned);

@@ -4,10 +4,15 @@
 
 use std::io::BufRead;
 
-pub(crate) struct Request {
-    pub(crate) method: String,
-    pub(crate) path: String,
-    pub(crate) headers: Vec<(String, String)>,
+/// A request.
+#[derive(Clone, Debug)]
+pub struct Request {
+    /// As `GET`.
+    pub method: String,
+    /// With its query.
+    pub path: String,
+    /// Names and values.
+    pub headers: Vec<(String, String)>,
 }
 
 impl Request {
@@ -26,7 +31,9 @@ impl Request {
         Some(Self { method, path, headers })
     }
 
-    pub(crate) fn header(&self, name: &str) -> Option<&str> {
+    /// The value of the first header with this name in lower case.
+    #[must_use]
+    pub fn header(&self, name: &str) -> Option<&str> {
         self.headers.iter().find(|(known, _)| known == name).map(|(_, value)| value.as_str())
     }
 

@@ -71,8 +71,8 @@ pub struct Script {
     pub signer: Option<Signer>,
     /// The values of the header Accept-Encoding of all requests.
     pub accepted: Vec<Option<String>>,
-    /// The method and the path of all requests, and their header Authorization.
-    pub requests: Vec<(String, Option<String>)>,
+    /// All requests.
+    pub requests: Vec<Request>,
     /// The ranges that were asked for, with `None` for a request without one.
     pub ranges: Vec<Option<(u64, u64)>>,
     /// Requests that were not signed as they had to be.
@@ -170,8 +170,7 @@ fn serve(stream: impl ReadWrite, script: &Mutex<Script>) {
         let (answer, lie, delay) = {
             let mut script = script.lock().unwrap_or_else(PoisonError::into_inner);
             script.ranges.push(request.range());
-            let authorization = request.header("authorization").map(str::to_owned);
-            script.requests.push((format!("{} {}", request.method, request.path), authorization));
+            script.requests.push(request.clone());
             script.accepted.push(request.header("accept-encoding").map(str::to_owned));
             let lie = script.lies.pop_front().or_else(|| script.always.clone());
             (answer(&request, &mut script, lie.as_ref()), lie, script.delay)
@@ -268,6 +267,17 @@ fn answer(request: &Request, script: &mut Script, lie: Option<&Lie>) -> Vec<u8> 
         }
         _ => (200, object.as_slice()),
     };
+    framed(request, number, more, body, lie)
+}
+
+/// The answer with this status, the headers `more` and `body`.
+fn framed(
+    request: &Request,
+    number: u16,
+    mut more: String,
+    body: &[u8],
+    lie: Option<&Lie>,
+) -> Vec<u8> {
     let longer = if let Some(Lie::Longer(bytes)) = lie { *bytes } else { 0 };
     let body = [body, &vec![b'x'; longer]].concat();
     let length = format!("content-length: {}\r\n", body.len());

@@ -5,6 +5,7 @@
 
 mod help_texts;
 pub(crate) mod tls_args;
+mod remote_args;
 pub(crate) mod image_args;
 pub(crate) mod info_args;
 pub(crate) mod copy_args;
@@ -14,7 +15,6 @@ mod address_args;
 pub(crate) mod control_args;
 mod lifetime_args;
 mod message_args;
-mod remote_args;
 mod sandbox_args;
 pub(crate) mod setup_args;
 pub(crate) mod ublk_args;
@@ -73,7 +73,7 @@ pub(crate) enum Command {
     Info(InfoArgs),
     Map(MapArgs),
     Check(CheckArgs),
-    Copy(CopyArgs),
+    Copy(Box<CopyArgs>),
     Resize(ResizeArgs),
     Commit(CommitArgs),
     Ublk(UblkCommand),

@@ -63,6 +63,7 @@ mod remote_auth;
 mod remote_clouds;
 mod remote_names;
 mod remote_objects;
+mod remote_profiles;
 mod remote_proxies;
 mod renewed_files;
 mod service;

@@ -115,7 +115,9 @@ impl BadAnswer {
     /// Whether it may be that the credentials have expired.
     fn says_expired(&self) -> bool {
         let Self::Status { status, code, .. } = self else { return false };
-        *status == StatusCode::UNAUTHORIZED || code.as_deref() == Some("ExpiredToken")
+        let codes = ["ExpiredToken", "InvalidAccessKeyId", "InvalidToken"];
+        *status == StatusCode::UNAUTHORIZED
+            || code.as_deref().is_some_and(|code| codes.contains(&code))
     }
 
     fn fault(&self) -> Fault {

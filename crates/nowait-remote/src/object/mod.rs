@@ -3,11 +3,12 @@
 //! Invariant: every byte that a read returns is of the object as it was when it was opened. An object
 //! that changes meanwhile makes every read fail, whatever the server sends.
 
-mod object_url;
 mod fault;
 mod resolver;
 mod redirect_ports;
 mod proxy;
+mod aws_files;
+mod object_url;
 mod http_auth;
 mod http_client;
 mod progress;

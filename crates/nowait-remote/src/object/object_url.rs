@@ -11,6 +11,7 @@ use std::str::FromStr;
 use object_store::path::Path;
 use url::Url;
 
+use crate::object::aws_files;
 use crate::object::proxy::Proxies;
 
 const HTTPS_PORT: u16 = 443;
@@ -98,8 +99,8 @@ impl ObjectUrl {
     pub(super) fn hint(&self) -> &'static str {
         let has = |names: &[&str]| names.iter().any(|name| std::env::var_os(name).is_some());
         match self.place {
-            Place::S3(_) if !has(&S3_CREDENTIALS) => {
-                "; the environment has no AWS_ACCESS_KEY_ID (for a public bucket: \
+            Place::S3(_) if !has(&S3_CREDENTIALS) && !aws_files::has_credentials() => {
+                "; the environment has no AWS_ACCESS_KEY_ID, nor has ~/.aws/credentials (for a public bucket: \
                  AWS_SKIP_SIGNATURE=true)"
             }
             Place::Gcs(_) if !has(&GCS_CREDENTIALS) => {
@@ -136,6 +137,11 @@ impl ObjectUrl {
             Place::Azure(_) => "AZURE_",
         };
         let mut files = Vec::new();
+        if let Place::S3(_) = self.place {
+            let (port, directories) = aws_files::needs();
+            ports.extend(port);
+            files.extend(directories);
+        }
         for (name, value) in std::env::vars_os() {
             let Some(name) = name.to_str().filter(|name| name.starts_with(prefix)) else {
                 continue;

@@ -7,13 +7,13 @@ use std::path::Path;
 use std::time::{Duration, Instant};
 
 use futures_util::StreamExt;
-use object_store::aws::AmazonS3Builder;
 use object_store::azure::MicrosoftAzureBuilder;
 use object_store::client::HttpConnector;
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::http::HttpBuilder;
 use object_store::{GetOptions, GetRange, GetResult, ObjectMeta, ObjectStore, RetryConfig};
 
+use crate::object::aws_files;
 use crate::object::fault::Fault;
 use crate::object::http_auth::HttpAuth;
 use crate::object::http_client::Connector;
@@ -124,10 +124,10 @@ impl Object {
         let server = if let Place::Web(server) = &url.place { Some(server) } else { None };
         let auth = http_auth.zip(server).map(|(path, server)| HttpAuth::open(path, server));
         let (auth, is_web) = (auth.transpose()?, server.is_some());
-        let renewable = auth.is_some();
+        let is_renewed = auth.is_some();
         let connector = Connector::new(is_web, timeouts.silence, auth)?;
         let object = Self::over(url, timeouts, connector)?;
-        Ok(Self { renewable, ..object })
+        Ok(Self { renewable: is_renewed || object.renewable, ..object })
     }
 
     /// As [`Object::new`], with requests by `connector`.
@@ -136,15 +136,19 @@ impl Object {
         timeouts: Timeouts,
         connector: impl HttpConnector,
     ) -> Result<Self, String> {
-        let retry = no_retries();
+        let (retry, mut renewable) = (no_retries(), false);
         let store: Result<Box<dyn ObjectStore>, _> = match &url.place {
             Place::Web(server) => {
                 let builder = HttpBuilder::new().with_url(server.as_str()).with_retry(retry);
                 builder.with_http_connector(connector).build().map(|store| Box::new(store) as _)
             }
             Place::S3(bucket) => {
-                let builder = AmazonS3Builder::from_env().with_bucket_name(bucket);
-                let builder = builder.with_retry(retry).with_http_connector(connector);
+                let (builder, is_renewed) = aws_files::builder()?;
+                renewable = is_renewed;
+                let builder = builder
+                    .with_bucket_name(bucket)
+                    .with_retry(retry)
+                    .with_http_connector(connector);
                 builder.build().map(|store| Box::new(store) as _)
             }
             Place::Gcs(bucket) => {
@@ -159,7 +163,7 @@ impl Object {
             }
         };
         let store = store.map_err(|error| Fault::of(&error).text().to_owned())?;
-        Ok(Self { store, url: url.clone(), timeouts, renewable: false })
+        Ok(Self { store, url: url.clone(), timeouts, renewable })
     }
 
     /// The progress of an answer that is asked for now and may be late after `left`.

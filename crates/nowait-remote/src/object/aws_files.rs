@@ -1,0 +1,437 @@
+//! The files of `aws configure`: the credentials, the region and the endpoint of a profile.
+//!
+//! Invariant: the environment goes before the files, as with Amazon's own tools; no value of the files
+//! but names is in a log or an error.
+
+use std::collections::HashMap;
+use std::fmt;
+use std::io::ErrorKind;
+use std::path::{Path, PathBuf};
+use std::sync::atomic::{AtomicBool, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
+use std::time::{Duration, Instant};
+
+use async_trait::async_trait;
+use nowait_nbd::secret_file;
+use object_store::CredentialProvider;
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, AwsCredential};
+use url::Url;
+
+/// A file with more than this is refused.
+const MAX_BYTES: u64 = 1 << 20;
+/// The files are read again, when there are requests, after this time.
+const FRESH: Duration = Duration::from_secs(2);
+/// The variables that say where credentials are. With one of them those of the files are not used.
+const OTHER_CREDENTIALS: [&str; 4] = [
+    "AWS_ACCESS_KEY_ID",
+    "AWS_SECRET_ACCESS_KEY",
+    "AWS_WEB_IDENTITY_TOKEN_FILE",
+    "AWS_SKIP_SIGNATURE",
+];
+/// The settings of profiles whose credentials are not in the files.
+const ELSEWHERE: [(&str, &str); 5] = [
+    ("role_arn", "of a role"),
+    ("sso_session", "of a single sign-on"),
+    ("sso_start_url", "of a single sign-on"),
+    ("login_session", "of a login"),
+    ("credential_process", "of a program"),
+];
+const KEYS: [&str; 3] = ["aws_access_key_id", "aws_secret_access_key", "aws_session_token"];
+
+const NO_CREDENTIALS: &str = "there are no credentials, and the machine may not be asked for them \
+                              (AWS_EC2_METADATA_DISABLED)";
+
+type Settings = HashMap<String, String>;
+type Get<'a> = &'a dyn Fn(&str) -> Option<String>;
+
+/// The value of a variable that is not empty.
+fn variable(name: &str) -> Option<String> {
+    std::env::var(name).ok().filter(|value| !value.is_empty())
+}
+
+/// Where a profile is.
+#[derive(Clone, Debug)]
+struct AwsFiles {
+    profile: String,
+    credentials: PathBuf,
+    config: PathBuf,
+    /// Whether the user has named the profile: it has to be there.
+    is_named: bool,
+}
+
+/// The settings of a profile.
+#[derive(Debug, Default)]
+struct Profile {
+    settings: Settings,
+    /// That of `services` for S3.
+    endpoint: Option<String>,
+}
+
+impl AwsFiles {
+    /// `None`: neither the environment nor a home directory says where they are.
+    fn of(get: Get<'_>) -> Option<Self> {
+        let home = get("HOME").map(PathBuf::from);
+        let path = |name: &str, usual: &str| match (get(name), &home) {
+            (Some(path), home) => match (path.strip_prefix("~/"), home) {
+                (Some(rest), Some(home)) => Some(home.join(rest)),
+                _ => Some(path.into()),
+            },
+            (None, Some(home)) => Some(home.join(".aws").join(usual)),
+            (None, None) => None,
+        };
+        let profile = get("AWS_PROFILE").or_else(|| get("AWS_DEFAULT_PROFILE"));
+        Some(Self {
+            credentials: path("AWS_SHARED_CREDENTIALS_FILE", "credentials")?,
+            config: path("AWS_CONFIG_FILE", "config")?,
+            is_named: profile.is_some(),
+            profile: profile.unwrap_or_else(|| "default".into()),
+        })
+    }
+
+    /// # Errors
+    /// One line: a file cannot be read or is another user's, or there is no such profile.
+    fn read(&self) -> Result<Profile, String> {
+        let (mut config, mut credentials) = (read(&self.config)?, read(&self.credentials)?);
+        let section = format!("profile {}", self.profile);
+        let named = config.remove(&section);
+        let settings = match self.profile.as_str() {
+            "default" => named.or_else(|| config.remove("default")),
+            _ => named,
+        };
+        let keys = credentials.remove(&self.profile);
+        if self.is_named && settings.is_none() && keys.is_none() {
+            let (one, other) = (self.config.display(), self.credentials.display());
+            let profile = &self.profile;
+            return Err(format!("neither {one} nor {other} has the profile '{profile}'"));
+        }
+        let mut settings = settings.unwrap_or_default();
+        let services = settings.get("services").map(|name| format!("services {name}"));
+        let services = services.and_then(|name| config.remove(&name));
+        if let Some(keys) = keys {
+            // A token belongs to its key.
+            KEYS.iter().for_each(|key| drop(settings.remove(*key)));
+            settings.extend(keys);
+        }
+        let endpoint = services.and_then(|mut services| services.remove("s3.endpoint_url"));
+        Ok(Profile { settings, endpoint })
+    }
+
+    /// The credentials of the profile, if it has any.
+    ///
+    /// # Errors
+    /// One line: they are not in the files.
+    fn credential(&self, profile: &Profile) -> Result<Option<AwsCredential>, String> {
+        let name = &self.profile;
+        let key = |name: &str| profile.settings.get(name).cloned();
+        let [id, secret, token] = KEYS.map(key);
+        let elsewhere = |it: &&(&str, &str)| {
+            profile.settings.contains_key(it.0)
+                // A program is asked only where there are no keys.
+                && (it.0 != "credential_process" || id.is_none())
+        };
+        if let Some((setting, origin)) = ELSEWHERE.iter().find(elsewhere) {
+            return Err(format!(
+                "the profile '{name}' has the credentials {origin} ({setting}), which nowait does not \
+                 fetch: eval \"$(aws configure export-credentials --profile '{name}' --format env)\" \
+                 puts them into the environment"
+            ));
+        }
+        match (id, secret) {
+            (Some(key_id), Some(secret_key)) => {
+                Ok(Some(AwsCredential { key_id, secret_key, token }))
+            }
+            (None, None) => Ok(None),
+            _ => Err(format!("the profile '{name}' has only one of {} and {}", KEYS[0], KEYS[1])),
+        }
+    }
+}
+
+/// The sections of the file at `path`; none where it is not there.
+fn read(path: &Path) -> Result<HashMap<String, Settings>, String> {
+    let wrong = |why: &str| format!("{}: {why}", path.display());
+    let bytes = match secret_file::read(path, MAX_BYTES + 1) {
+        Ok((bytes, _)) => bytes,
+        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(HashMap::new()),
+        Err(error) => {
+            let text = error.to_string();
+            // As everywhere here: the words without the number.
+            return Err(wrong(text.split_once(" (os error").map_or(text.as_str(), |it| it.0)));
+        }
+    };
+    if bytes.len() as u64 > MAX_BYTES {
+        return Err(wrong("it is too long for a file of 'aws configure'"));
+    }
+    Ok(parse(str::from_utf8(&bytes).map_err(|_| wrong("it is no text in UTF-8"))?))
+}
+
+/// The sections of `text`. A setting in lines that are indented has the name of the one above it before
+/// its own, as in `s3.endpoint_url`.
+fn parse(text: &str) -> HashMap<String, Settings> {
+    let mut sections: HashMap<String, Settings> = HashMap::new();
+    let (mut section, mut parent) = (None, String::new());
+    for line in text.lines() {
+        let trimmed = line.trim();
+        if trimmed.is_empty() || trimmed.starts_with(['#', ';']) {
+            continue;
+        }
+        if let Some(name) = trimmed.strip_prefix('[') {
+            let name = name.split(']').next().unwrap_or_default();
+            let words: Vec<_> =
+                name.split_whitespace().map(|word| word.trim_matches('"')).collect();
+            section = Some(words.join(" "));
+            sections.entry(words.join(" ")).or_default();
+            continue;
+        }
+        let (Some(section), Some((name, value))) = (&section, trimmed.split_once('=')) else {
+            continue;
+        };
+        let mut name = name.trim().to_ascii_lowercase();
+        match line.starts_with([' ', '\t']) {
+            true => name = format!("{parent}.{name}"),
+            false => parent.clone_from(&name),
+        }
+        let comment = value.find(" #").or_else(|| value.find(" ;"));
+        let value = value.get(..comment.unwrap_or(value.len())).unwrap_or_default().trim();
+        if let Some(settings) = sections.get_mut(section).filter(|_| !value.is_empty()) {
+            settings.insert(name, value.to_owned());
+        }
+    }
+    sections
+}
+
+/// Credentials that are read from the files again and again: other programs renew them there.
+struct FileCredentials {
+    files: AwsFiles,
+    known: Mutex<(Instant, Arc<AwsCredential>)>,
+    /// The log has a line of why they cannot be read.
+    told: AtomicBool,
+}
+
+impl fmt::Debug for FileCredentials {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "FileCredentials({:?})", self.files)
+    }
+}
+
+#[async_trait]
+impl CredentialProvider for FileCredentials {
+    type Credential = AwsCredential;
+
+    async fn get_credential(&self) -> object_store::Result<Arc<AwsCredential>> {
+        let known = || self.known.lock().unwrap_or_else(PoisonError::into_inner);
+        let (since, credential) = known().clone();
+        if since.elapsed() < FRESH {
+            return Ok(credential);
+        }
+        let files = self.files.clone();
+        let again = move || files.read().and_then(|profile| files.credential(&profile));
+        match tokio::task::spawn_blocking(again).await {
+            Ok(Ok(Some(new))) => {
+                self.told.store(false, Ordering::Relaxed);
+                let new = Arc::new(new);
+                *known() = (Instant::now(), new.clone());
+                Ok(new)
+            }
+            other => {
+                if !self.told.swap(true, Ordering::Relaxed) {
+                    let why = other.ok().and_then(Result::err);
+                    let why = why.unwrap_or_else(|| "its credentials are gone".into());
+                    let profile = &self.files.profile;
+                    tracing::warn!("the profile '{profile}': {why}; those that were read are kept");
+                }
+                known().0 = Instant::now();
+                Ok(credential)
+            }
+        }
+    }
+}
+
+/// An S3 client with the settings of the environment, and for others those of the profile. Returns also
+/// whether its credentials are read again from files.
+///
+/// # Errors
+/// One line: a file is wrong, or the credentials of the profile are not in it.
+pub(super) fn builder() -> Result<(AmazonS3Builder, bool), String> {
+    let mut builder = AmazonS3Builder::from_env();
+    if let Some(endpoint) = variable("AWS_EC2_METADATA_SERVICE_ENDPOINT") {
+        let endpoint = endpoint.trim_end_matches('/');
+        builder = builder.with_config(AmazonS3ConfigKey::MetadataEndpoint, endpoint);
+    }
+    let Some((files, profile)) = found()? else { return Ok((builder, false)) };
+    if let Some(region) = profile.settings.get("region").filter(|_| wants_region()) {
+        builder = builder.with_region(region);
+    }
+    if let Some(endpoint) = profile_endpoint(&profile) {
+        builder = builder.with_endpoint(endpoint);
+    }
+    if !wants_credentials() {
+        return Ok((builder, false));
+    }
+    let Some(credential) = files.credential(&profile)? else {
+        return if asks_machine() { Ok((builder, false)) } else { Err(NO_CREDENTIALS.into()) };
+    };
+    let known = Mutex::new((Instant::now(), Arc::new(credential)));
+    let provider = FileCredentials { files, known, told: AtomicBool::new(false) };
+    Ok((builder.with_credentials(Arc::new(provider)), true))
+}
+
+/// The profile and where it is; `None`: there are no files.
+fn found() -> Result<Option<(AwsFiles, Profile)>, String> {
+    let Some(files) = AwsFiles::of(&variable) else { return Ok(None) };
+    match files.read() {
+        Ok(profile) => Ok(Some((files, profile))),
+        // The environment has what is needed.
+        Err(why) if !wants_credentials() && !files.is_named => {
+            tracing::warn!("{why}; it is not used");
+            Ok(None)
+        }
+        Err(why) => Err(why),
+    }
+}
+
+/// Whether the services of this machine or container may be asked for credentials.
+fn asks_machine() -> bool {
+    const CONTAINER: [&str; 2] =
+        ["AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"];
+    let is_disabled = variable("AWS_EC2_METADATA_DISABLED")
+        .is_some_and(|value| value.eq_ignore_ascii_case("true"));
+    !is_disabled || CONTAINER.iter().any(|name| variable(name).is_some())
+}
+
+fn wants_credentials() -> bool {
+    OTHER_CREDENTIALS.iter().all(|name| variable(name).is_none())
+}
+
+fn wants_region() -> bool {
+    ["AWS_REGION", "AWS_DEFAULT_REGION"].iter().all(|name| variable(name).is_none())
+}
+
+/// The endpoint of the profile, unless the environment has one.
+fn profile_endpoint(profile: &Profile) -> Option<&String> {
+    const OTHERS: [&str; 3] = ["AWS_ENDPOINT", "AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"];
+    let is_ignored = variable("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS")
+        .is_some_and(|value| value.eq_ignore_ascii_case("true"));
+    let is_free = OTHERS.iter().all(|name| variable(name).is_none()) && !is_ignored;
+    let endpoint = profile.endpoint.as_ref().or_else(|| profile.settings.get("endpoint_url"));
+    endpoint.filter(|_| is_free)
+}
+
+/// Whether the files have credentials, or there is an error that tells why they have none.
+pub(super) fn has_credentials() -> bool {
+    let keys = found().and_then(|found| match found {
+        Some((files, profile)) => files.credential(&profile),
+        None => Ok(None),
+    });
+    !matches!(keys, Ok(None))
+}
+
+/// The TCP port of the endpoint of the profile, and the directories of the files that are read again.
+pub(super) fn needs() -> (Option<u16>, Vec<PathBuf>) {
+    let Ok(Some((files, profile))) = found() else { return (None, Vec::new()) };
+    let port = profile_endpoint(&profile).and_then(|url| Url::parse(url).ok()?.port());
+    let directory = |path: PathBuf| std::path::absolute(path).ok()?.parent().map(Path::to_owned);
+    let directories = [files.credentials, files.config].into_iter().filter_map(directory);
+    (port, directories.filter(|path| wants_credentials() && path.is_dir()).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const CONFIG: &str = "\
+[default]
+region = eu-west-1 # Ireland
+s3 =
+  addressing_style = path
+output = json
+
+[profile \"minio\"]
+region=local
+services = mine
+aws_session_token = stale
+[profile sso]
+sso_session = corp
+[profile role]
+role_arn = arn:aws:iam::1:role/x
+source_profile = default
+[profile half]
+aws_access_key_id = A
+[profile program]
+credential_process = /bin/secret
+[services mine]
+s3 =
+    endpoint_url = http://127.0.0.1:9000
+sqs =
+    endpoint_url = http://127.0.0.1:1
+";
+    const CREDENTIALS: &str = "\
+# made by hand
+aws_access_key_id = no section
+[default]
+aws_access_key_id=AKIA
+aws_secret_access_key = a/b+c=
+aws_session_token = token
+
+[minio]
+AWS_ACCESS_KEY_ID = minio
+aws_secret_access_key = secret
+";
+
+    fn files(directory: &Path, profile: Option<&str>) -> AwsFiles {
+        std::fs::write(directory.join("config"), CONFIG).unwrap();
+        std::fs::write(directory.join("keys"), CREDENTIALS).unwrap();
+        let get = |name: &str| match name {
+            "HOME" => Some(directory.to_str().unwrap().to_owned()),
+            "AWS_SHARED_CREDENTIALS_FILE" => Some("~/keys".into()),
+            "AWS_CONFIG_FILE" => Some(directory.join("config").to_str().unwrap().to_owned()),
+            "AWS_PROFILE" => profile.map(str::to_owned),
+            _ => None,
+        };
+        AwsFiles::of(&get).unwrap()
+    }
+
+    #[test]
+    fn a_profile_has_its_keys_its_region_and_its_endpoint() {
+        let directory = tempfile::tempdir().unwrap();
+        let of = |profile| {
+            let files = files(directory.path(), profile);
+            let profile = files.read().unwrap();
+            let credential = files.credential(&profile).unwrap().unwrap();
+            (credential, profile)
+        };
+        let key = |id: &str, secret: &str, token: Option<&str>| AwsCredential {
+            key_id: id.into(),
+            secret_key: secret.into(),
+            token: token.map(Into::into),
+        };
+        let (credential, profile) = of(None);
+        assert_eq!(credential, key("AKIA", "a/b+c=", Some("token")));
+        assert_eq!(profile.settings["region"], "eu-west-1");
+        assert_eq!(profile.settings["output"], "json");
+        assert_eq!(profile.endpoint, None);
+        let (credential, profile) = of(Some("minio"));
+        assert_eq!(credential, key("minio", "secret", None));
+        assert_eq!(profile.endpoint.as_deref(), Some("http://127.0.0.1:9000"));
+    }
+
+    #[test]
+    fn a_profile_whose_credentials_are_not_in_the_files_is_refused_with_what_gets_them() {
+        let directory = tempfile::tempdir().unwrap();
+        let of = |profile| {
+            let files = files(directory.path(), Some(profile));
+            files.credential(&files.read()?).map(|it| it.is_some())
+        };
+        for (profile, words) in [
+            ("sso", "of a single sign-on (sso_session)"),
+            ("role", "of a role (role_arn)"),
+            ("program", "of a program (credential_process)"),
+        ] {
+            let why = of(profile).unwrap_err();
+            let way = format!("export-credentials --profile '{profile}' --format env");
+            assert!(why.contains(words) && why.contains(&way) && !why.contains("secret"), "{why}");
+        }
+        assert!(of("half").unwrap_err().contains("only one of aws_access_key_id"));
+        assert!(of("none").unwrap_err().contains("has the profile 'none'"));
+        assert_eq!(AwsFiles::of(&|_| None).map(|_| ()), None);
+    }
+}
