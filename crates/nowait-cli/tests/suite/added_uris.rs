@@ -88,7 +88,7 @@ fn no_refusal_has_the_password_or_the_signature_of_a_url() {
     for url in [
         "https://host/image?X-Amz-Signature=SECRET",
         "https://user:SECRET@host/image",
-        "s3://bucket/key?versionId=SECRET",
+        "s3://bucket/key?X-Amz-Signature=SECRET",
         "nbd://user:SECRET@host/export",
         "nbd://user:SECRET@host:10809/export",
     ] {

@@ -115,16 +115,64 @@ fn the_bucket_is_in_the_name_of_the_host_where_the_environment_says_so() {
 #[test]
 fn a_profile_that_is_not_there_or_has_no_keys_is_one_line_that_says_what_helps() {
     let scratch = Scratch::new();
-    let config = "[profile sso]\nsso_session = corp\n[profile lab]\nregion = local\n";
+    let config = "[profile role]\nrole_arn = arn:a\n[profile lab]\nregion = local\n";
     let home = home(&scratch, config, "");
     for (variable, words) in [
-        ("AWS_PROFILE=sso", ["a single sign-on (sso_session)", "aws configure export-credentials"]),
+        ("AWS_PROFILE=role", ["of a role (role_arn)", "aws configure export-credentials"]),
         ("AWS_PROFILE=none", [".aws/credentials has the profile 'none'", "neither"]),
         ("AWS_PROFILE=lab", ["there are no credentials", "AWS_ACCESS_KEY_ID"]),
     ] {
         let environment = ["env", &home, variable, "AWS_EC2_METADATA_DISABLED=true"];
         refusal_under(&environment, &["info", URL]).says(&words);
     }
+}
+
+#[test]
+fn a_confined_server_gets_credentials_by_the_token_of_a_single_sign_on() {
+    let (store, object) = store();
+    let scratch = Scratch::new();
+    let service = WebServer::start(Vec::new(), "/none");
+    let config = format!(
+        "[profile work]\nsso_session = corp\nsso_account_id = 12\nsso_role_name = reader\nregion = local\n\
+         endpoint_url = {}\n[sso-session corp]\nsso_region = eu-west-1\n",
+        store.root()
+    );
+    let home = home(&scratch, &config, "");
+    let portal = format!("AWS_ENDPOINT_URL_SSO={}", service.root());
+    let environment = ["env", &home, &portal, "AWS_PROFILE=work"];
+    let says = ["single sign-on of the profile 'work'", "aws sso login --profile 'work'"];
+    refusal_under(&environment, &["info", URL]).says(&says);
+    let cache = scratch.join(".aws/sso/cache");
+    fs::create_dir_all(&cache).unwrap();
+    // The SHA-1 of `corp`.
+    let token = cache.join("ee0bfd2552fbd840c02cc48b6e823320543c450f.json");
+    replace(&token, r#"{"accessToken":"old-secret"}"#);
+    service.script().lies.push_back(Lie::Status(401, "", ""));
+    let refused = refusal_under(&environment, &["info", URL]);
+    refused.says(&says);
+    assert!(!refused.error.contains("secret"), "{}", refused.error);
+    let gives = |expiration: u64| {
+        let given = format!(
+            r#"{{"roleCredentials":{{"accessKeyId":"{KEY}","secretAccessKey":"{SECRET}",
+                "sessionToken":"of a session","expiration":{expiration}}}}}"#
+        );
+        service.script().always = Some(Lie::Status(200, "", given.leak()));
+    };
+    // These have expired already: the next request needs others.
+    gives(0);
+    let server = Server::start_under(&environment, Path::new(URL), &["--read-only"]);
+    replace(&token, r#"{"accessToken":"new"}"#);
+    gives(4_000_000_000_000);
+    assert!(server.connect().read(0, 3 * MIB as u32).unwrap() == object);
+    server.stop();
+    assert_eq!(store.script().unsigned, 0);
+    let script = service.script();
+    let sent = script.requests.iter().map(|it| it.header("x-amz-sso_bearer_token").unwrap());
+    let sent: Vec<_> = sent.collect();
+    let news = sent.iter().filter(|it| **it == "new").count();
+    assert!(sent[0] == "old-secret" && sent.last() == Some(&"new") && news == 1, "{sent:?}");
+    let path = "/federation/credentials?role_name=reader&account_id=12";
+    assert!(script.requests.iter().all(|it| it.path == path), "{:?}", script.requests);
 }
 
 #[test]

@@ -13,9 +13,12 @@ use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
 use nowait_nbd::secret_file;
-use object_store::CredentialProvider;
-use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, AwsCredential};
+use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, AwsCredential, AwsCredentialProvider};
+use object_store::client::HttpConnector;
+use object_store::{ClientOptions, CredentialProvider};
 use url::Url;
+
+use crate::object::aws_sso::{SsoCredentials, SsoRole};
 
 /// A file with more than this is refused.
 const MAX_BYTES: u64 = 1 << 20;
@@ -29,10 +32,8 @@ const OTHER_CREDENTIALS: [&str; 4] = [
     "AWS_SKIP_SIGNATURE",
 ];
 /// The settings of profiles whose credentials are not in the files.
-const ELSEWHERE: [(&str, &str); 5] = [
+const ELSEWHERE: [(&str, &str); 3] = [
     ("role_arn", "of a role"),
-    ("sso_session", "of a single sign-on"),
-    ("sso_start_url", "of a single sign-on"),
     ("login_session", "of a login"),
     ("credential_process", "of a program"),
 ];
@@ -55,6 +56,7 @@ struct AwsFiles {
     profile: String,
     credentials: PathBuf,
     config: PathBuf,
+    home: Option<PathBuf>,
     /// Whether the user has named the profile: it has to be there.
     is_named: bool,
 }
@@ -65,6 +67,15 @@ struct Profile {
     settings: Settings,
     /// That of `services` for S3.
     endpoint: Option<String>,
+    /// Those of its single sign-on.
+    session: Option<Settings>,
+}
+
+/// Where the credentials of a profile are from.
+#[derive(Debug, PartialEq, Eq)]
+enum Source {
+    Keys(AwsCredential),
+    SignOn(SsoRole),
 }
 
 impl AwsFiles {
@@ -84,6 +95,7 @@ impl AwsFiles {
             credentials: path("AWS_SHARED_CREDENTIALS_FILE", "credentials")?,
             config: path("AWS_CONFIG_FILE", "config")?,
             is_named: profile.is_some(),
+            home,
             profile: profile.unwrap_or_else(|| "default".into()),
         })
     }
@@ -107,20 +119,22 @@ impl AwsFiles {
         let mut settings = settings.unwrap_or_default();
         let services = settings.get("services").map(|name| format!("services {name}"));
         let services = services.and_then(|name| config.remove(&name));
+        let session = settings.get("sso_session").map(|name| format!("sso-session {name}"));
+        let session = session.and_then(|name| config.remove(&name));
         if let Some(keys) = keys {
             // A token belongs to its key.
             KEYS.iter().for_each(|key| drop(settings.remove(*key)));
             settings.extend(keys);
         }
         let endpoint = services.and_then(|mut services| services.remove("s3.endpoint_url"));
-        Ok(Profile { settings, endpoint })
+        Ok(Profile { settings, endpoint, session })
     }
 
-    /// The credentials of the profile, if it has any.
+    /// Where the credentials of the profile are from, if it has any.
     ///
     /// # Errors
     /// One line: they are not in the files.
-    fn credential(&self, profile: &Profile) -> Result<Option<AwsCredential>, String> {
+    fn source(&self, profile: &Profile) -> Result<Option<Source>, String> {
         let name = &self.profile;
         let key = |name: &str| profile.settings.get(name).cloned();
         let [id, secret, token] = KEYS.map(key);
@@ -136,9 +150,13 @@ impl AwsFiles {
                  puts them into the environment"
             ));
         }
+        let (settings, session) = (&profile.settings, profile.session.as_ref());
+        if let Some(role) = SsoRole::of(name, settings, session, self.home.as_deref())? {
+            return Ok(Some(Source::SignOn(role)));
+        }
         match (id, secret) {
             (Some(key_id), Some(secret_key)) => {
-                Ok(Some(AwsCredential { key_id, secret_key, token }))
+                Ok(Some(Source::Keys(AwsCredential { key_id, secret_key, token })))
             }
             (None, None) => Ok(None),
             _ => Err(format!("the profile '{name}' has only one of {} and {}", KEYS[0], KEYS[1])),
@@ -224,9 +242,9 @@ impl CredentialProvider for FileCredentials {
             return Ok(credential);
         }
         let files = self.files.clone();
-        let again = move || files.read().and_then(|profile| files.credential(&profile));
+        let again = move || files.read().and_then(|profile| files.source(&profile));
         match tokio::task::spawn_blocking(again).await {
-            Ok(Ok(Some(new))) => {
+            Ok(Ok(Some(Source::Keys(new)))) => {
                 self.told.store(false, Ordering::Relaxed);
                 let new = Arc::new(new);
                 *known() = (Instant::now(), new.clone());
@@ -246,12 +264,12 @@ impl CredentialProvider for FileCredentials {
     }
 }
 
-/// An S3 client with the settings of the environment, and for others those of the profile. Returns also
-/// whether its credentials are read again from files.
+/// An S3 client with the settings of the environment, and for others those of the profile, which makes
+/// its requests by `connector`. Returns also whether its credentials are renewed by files.
 ///
 /// # Errors
 /// One line: a file is wrong, or the credentials of the profile are not in it.
-pub(super) fn builder() -> Result<(AmazonS3Builder, bool), String> {
+pub(super) fn builder(connector: &impl HttpConnector) -> Result<(AmazonS3Builder, bool), String> {
     let mut builder = AmazonS3Builder::from_env();
     if let Some(endpoint) = variable("AWS_EC2_METADATA_SERVICE_ENDPOINT") {
         let endpoint = endpoint.trim_end_matches('/');
@@ -267,12 +285,19 @@ pub(super) fn builder() -> Result<(AmazonS3Builder, bool), String> {
     if !wants_credentials() {
         return Ok((builder, false));
     }
-    let Some(credential) = files.credential(&profile)? else {
-        return if asks_machine() { Ok((builder, false)) } else { Err(NO_CREDENTIALS.into()) };
+    let provider: AwsCredentialProvider = match files.source(&profile)? {
+        Some(Source::Keys(credential)) => {
+            let known = Mutex::new((Instant::now(), Arc::new(credential)));
+            Arc::new(FileCredentials { files, known, told: AtomicBool::new(false) })
+        }
+        Some(Source::SignOn(role)) => {
+            let client = connector.connect(&ClientOptions::default());
+            Arc::new(SsoCredentials::new(role, client.map_err(|error| error.to_string())?))
+        }
+        None if asks_machine() => return Ok((builder, false)),
+        None => return Err(NO_CREDENTIALS.into()),
     };
-    let known = Mutex::new((Instant::now(), Arc::new(credential)));
-    let provider = FileCredentials { files, known, told: AtomicBool::new(false) };
-    Ok((builder.with_credentials(Arc::new(provider)), true))
+    Ok((builder.with_credentials(provider), true))
 }
 
 /// The profile and where it is; `None`: there are no files.
@@ -319,7 +344,7 @@ fn profile_endpoint(profile: &Profile) -> Option<&String> {
 /// Whether the files have credentials, or there is an error that tells why they have none.
 pub(super) fn has_credentials() -> bool {
     let keys = found().and_then(|found| match found {
-        Some((files, profile)) => files.credential(&profile),
+        Some((files, profile)) => files.source(&profile),
         None => Ok(None),
     });
     !matches!(keys, Ok(None))
@@ -330,8 +355,13 @@ pub(super) fn needs() -> (Option<u16>, Vec<PathBuf>) {
     let Ok(Some((files, profile))) = found() else { return (None, Vec::new()) };
     let port = profile_endpoint(&profile).and_then(|url| Url::parse(url).ok()?.port());
     let directory = |path: PathBuf| std::path::absolute(path).ok()?.parent().map(Path::to_owned);
+    let tokens = match files.source(&profile) {
+        Ok(Some(Source::SignOn(role))) => role.directory().map(Path::to_owned),
+        _ => None,
+    };
     let directories = [files.credentials, files.config].into_iter().filter_map(directory);
-    (port, directories.filter(|path| wants_credentials() && path.is_dir()).collect())
+    let all = directories.chain(tokens).filter(|path| wants_credentials() && path.is_dir());
+    (port, all.collect())
 }
 
 #[cfg(test)]
@@ -351,6 +381,10 @@ services = mine
 aws_session_token = stale
 [profile sso]
 sso_session = corp
+sso_account_id = 1
+sso_role_name = reader
+[sso-session corp]
+sso_region = eu-west-1
 [profile role]
 role_arn = arn:aws:iam::1:role/x
 source_profile = default
@@ -396,8 +430,10 @@ aws_secret_access_key = secret
         let of = |profile| {
             let files = files(directory.path(), profile);
             let profile = files.read().unwrap();
-            let credential = files.credential(&profile).unwrap().unwrap();
-            (credential, profile)
+            match files.source(&profile).unwrap().unwrap() {
+                Source::Keys(credential) => (credential, profile),
+                Source::SignOn(role) => panic!("{role:?}"),
+            }
         };
         let key = |id: &str, secret: &str, token: Option<&str>| AwsCredential {
             key_id: id.into(),
@@ -419,17 +455,16 @@ aws_secret_access_key = secret
         let directory = tempfile::tempdir().unwrap();
         let of = |profile| {
             let files = files(directory.path(), Some(profile));
-            files.credential(&files.read()?).map(|it| it.is_some())
+            files.source(&files.read()?).map(|it| it.is_some())
         };
-        for (profile, words) in [
-            ("sso", "of a single sign-on (sso_session)"),
-            ("role", "of a role (role_arn)"),
-            ("program", "of a program (credential_process)"),
-        ] {
+        for (profile, words) in
+            [("role", "of a role (role_arn)"), ("program", "of a program (credential_process)")]
+        {
             let why = of(profile).unwrap_err();
             let way = format!("export-credentials --profile '{profile}' --format env");
             assert!(why.contains(words) && why.contains(&way) && !why.contains("secret"), "{why}");
         }
+        assert_eq!(of("sso"), Ok(true));
         assert!(of("half").unwrap_err().contains("only one of aws_access_key_id"));
         assert!(of("none").unwrap_err().contains("has the profile 'none'"));
         assert_eq!(AwsFiles::of(&|_| None).map(|_| ()), None);

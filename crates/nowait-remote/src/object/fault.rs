@@ -107,6 +107,8 @@ pub(super) enum BadAnswer {
     Redirect(&'static str),
     /// It leads to a port that this process may not connect to. Another answer may lead elsewhere.
     RedirectPort(u16),
+    /// The single sign-on of this profile has ended, or has not begun.
+    SignedOut(String),
     /// The certificate of the server is not accepted. It may have a better one later.
     Certificate(CertificateError),
 }
@@ -114,7 +116,9 @@ pub(super) enum BadAnswer {
 impl BadAnswer {
     /// Whether it may be that the credentials have expired.
     fn says_expired(&self) -> bool {
-        let Self::Status { status, code, .. } = self else { return false };
+        let Self::Status { status, code, .. } = self else {
+            return matches!(self, Self::SignedOut(_));
+        };
         let codes = ["ExpiredToken", "InvalidAccessKeyId", "InvalidToken"];
         *status == StatusCode::UNAUTHORIZED
             || code.as_deref().is_some_and(|code| codes.contains(&code))
@@ -129,9 +133,11 @@ impl BadAnswer {
                 408 | 425 | 500..=599 => Fault::Transient(text),
                 _ => Fault::Refused(text),
             },
-            Self::IgnoresRanges | Self::NoRange | Self::Encoded(_) | Self::Redirect(_) => {
-                Fault::Refused(text)
-            }
+            Self::IgnoresRanges
+            | Self::NoRange
+            | Self::Encoded(_)
+            | Self::Redirect(_)
+            | Self::SignedOut(_) => Fault::Refused(text),
             Self::Certificate(_) | Self::NoHttp1 | Self::OtherLength | Self::RedirectPort(_) => {
                 Fault::Transient(text)
             }
@@ -149,6 +155,13 @@ impl fmt::Display for BadAnswer {
                     f,
                     "the server redirects to port {port}, which the sandbox does not allow: no server \
                      did so when this one was started (restart it, or give --sandbox off)"
+                );
+            }
+            Self::SignedOut(profile) => {
+                return write!(
+                    f,
+                    "the single sign-on of the profile '{profile}' has expired or was not made (aws \
+                     sso login --profile '{profile}')"
                 );
             }
             Self::NoRange => return f.write_str("the server sends a range that no object has"),

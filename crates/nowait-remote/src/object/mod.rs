@@ -7,6 +7,7 @@ mod fault;
 mod resolver;
 mod redirect_ports;
 mod proxy;
+mod aws_sso;
 mod aws_files;
 mod object_url;
 mod http_auth;

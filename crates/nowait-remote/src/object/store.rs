@@ -143,7 +143,7 @@ impl Object {
                 builder.with_http_connector(connector).build().map(|store| Box::new(store) as _)
             }
             Place::S3(bucket) => {
-                let (builder, is_renewed) = aws_files::builder()?;
+                let (builder, is_renewed) = aws_files::builder(&connector)?;
                 renewable = is_renewed;
                 let builder = builder
                     .with_bucket_name(bucket)
