@@ -19,7 +19,7 @@ const MAX_SECONDS: u64 = 24 * 60 * 60;
 /// The size of a cache, unless it is given.
 const CACHE_BYTES: u64 = 10 << 30;
 
-/// What web servers want of their users.
+/// The credentials for web servers.
 #[derive(Debug, Args)]
 pub(crate) struct AuthArgs {
     /// A file with the token, the password or other headers for images of web servers (https://)

@@ -1,6 +1,6 @@
-//! Web servers that want a token, a password or another header of who reads from them.
+//! Web servers that want a token, a password or another header of their clients.
 //!
-//! Invariant: the servers of these tests answer only who sends it; no secret is in a line of nowait's.
+//! Invariant: the servers of these tests answer only clients that send it; no secret is in a line of nowait's.
 
 use std::fs;
 use std::os::unix::fs::{PermissionsExt, symlink};

@@ -65,9 +65,9 @@ struct AwsFiles {
 #[derive(Debug, Default)]
 struct Profile {
     settings: Settings,
-    /// That of `services` for S3.
+    /// The endpoint for S3 in the section of its `services`.
     endpoint: Option<String>,
-    /// Those of its single sign-on.
+    /// The section of its single sign-on.
     session: Option<Settings>,
 }
 

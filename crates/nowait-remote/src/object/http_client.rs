@@ -39,6 +39,8 @@ use crate::object::resolver::Resolver;
 /// The most bytes of an error's body that are looked at, and the most of its code that is told.
 const ERROR_BYTES: usize = 16 << 10;
 const CODE_BYTES: usize = 64;
+/// The most bytes of an answer that is no part of an object: it has credentials.
+const ANSWER_BYTES: usize = 1 << 20;
 /// The most digits of a number in a range: what follows is less than `i64::MAX`.
 const MAX_DIGITS: usize = 18;
 /// The encoding of bytes that are as they are.
@@ -197,7 +199,7 @@ async fn checked(response: HttpResponse, ranged: bool) -> Result<HttpResponse, H
         return Err(refused(BadAnswer::IgnoresRanges));
     }
     if status.is_success() {
-        return if ranged { part_of_object(response) } else { Ok(response) };
+        return if ranged { part_of_object(response) } else { Ok(response.map(bounded)) };
     }
     let header = |headers: &HeaderMap, name| {
         let value =
@@ -218,6 +220,12 @@ async fn checked(response: HttpResponse, ranged: bool) -> Result<HttpResponse, H
         status.is_redirection() || code.as_deref() == Some("AuthorizationHeaderMalformed")
     });
     Err(refused(BadAnswer::Status { status, code, region }))
+}
+
+/// The body of an answer with credentials, which is an error beyond [`ANSWER_BYTES`].
+fn bounded(body: HttpResponseBody) -> HttpResponseBody {
+    let too_long = |error| HttpError::new_boxed(HttpErrorKind::Interrupted, error);
+    HttpResponseBody::new(Limited::new(body, ANSWER_BYTES).map_err(too_long))
 }
 
 /// The answer, which is to a request for a part of an object, if it has the bytes of the object as they
@@ -346,6 +354,17 @@ impl<C: Connections> HttpService for Connector<C> {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_answer_with_credentials_is_bounded() {
+        let runtime = tokio::runtime::Builder::new_current_thread().build().unwrap();
+        let read = |bytes| {
+            let body = bounded(HttpResponseBody::from(vec![0; bytes]));
+            runtime.block_on(body.bytes()).map(|it| it.len()).ok()
+        };
+        assert_eq!(read(ANSWER_BYTES), Some(ANSWER_BYTES));
+        assert_eq!(read(ANSWER_BYTES + 1), None);
+    }
 
     #[test]
     fn a_redirection_leads_to_web_servers_only_and_never_from_https_to_http() {

@@ -32,7 +32,7 @@ const DIRECT: &str =
 pub(super) struct Proxies(Arc<Matcher>);
 
 impl Proxies {
-    /// None at all.
+    /// No proxies.
     pub(super) fn none() -> Self {
         Self(Arc::new(Matcher::builder().build()))
     }
@@ -80,7 +80,7 @@ impl Proxies {
         any.iter().filter_map(|uri| self.0.intercept(uri)).map(port).collect()
     }
 
-    /// What a request for `uri` tells the proxy that reads it.
+    /// The header Proxy-Authorization of a request for `uri`, if a proxy reads it.
     pub(super) fn authorization(&self, uri: &Uri) -> Option<HeaderValue> {
         let proxy = self.0.intercept(uri).filter(|_| uri.scheme_str() == Some("http"))?;
         proxy.basic_auth().cloned().map(|mut value| {
