@@ -51,7 +51,7 @@ pub struct Options {
     /// Bytes of a cluster of a qcow2 target, a power of two in
     /// [`nowait_image::create::CLUSTER_BYTES`]; `None` is 64 KiB.
     pub cluster_bytes: Option<u64>,
-    /// Overwrite a file that is not empty, or a block device.
+    /// Overwrite a file that is not empty, a block device, or an object.
     pub force: bool,
     /// Overwrite a block device although it is mounted or otherwise in use.
     pub allow_mounted: bool,
@@ -131,7 +131,8 @@ fn source(options: &Options, connecting: Connecting<'_>) -> Result<Box<dyn Endpo
 ///
 /// # Errors
 /// [`Error::At`] for a failure on either side; [`Error::Interrupted`] when `cancel` was set. A file
-/// with the target's name is then as it was before the copy, or absent. [`Error::WrittenInPart`]
+/// or an object with the target's name is then as it was before the copy, or absent; an object that
+/// was found to differ with `verify` is there. [`Error::WrittenInPart`]
 /// instead of either, when a block device or an export had been written to.
 pub fn copy(
     options: &Options,
@@ -172,6 +173,7 @@ pub fn copy(
     };
     let zeros = Zeros { block: zero_block, target_is_zero: is_zero };
     let is_in_place = matches!(kind, TargetKind::InPlace);
+    let is_visible = is_in_place || matches!(kind, TargetKind::Object);
     let counts = match transfer::run(&mut endpoints, zeros) {
         Err(error) if is_in_place && endpoints.has_written => return Err(error.amid(&options.to)),
         ended => ended?,
@@ -181,7 +183,7 @@ pub fn copy(
             endpoints.target = endpoint;
         }
         match verify::run(&mut endpoints, &options.to) {
-            Err(Error::Interrupted) if is_in_place => {
+            Err(Error::Interrupted) if is_visible => {
                 let what = "interrupted: the copy is complete, but not compared to its end";
                 return Err(Error::at(&options.to, what));
             }

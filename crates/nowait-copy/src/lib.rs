@@ -1,4 +1,5 @@
-//! Copies a disk to another: files, qcow2 images, block devices and NBD exports on either side.
+//! Copies a disk to another: files, qcow2 images, block devices, NBD exports and objects of stores on
+//! either side.
 //!
 //! One thread keeps many requests in flight on both sides and sleeps while none can progress.
 //! Ranges known to read as zeros are neither read nor written. A new file is written under a
@@ -12,6 +13,7 @@ mod lost_ranges;
 mod buffer_pool;
 mod endpoint;
 mod file_endpoint;
+mod object_endpoint;
 mod nbd;
 mod rescue;
 mod zero_map;

@@ -24,7 +24,7 @@ use crate::endpoint::Endpoint;
 use crate::error::{Error, os_message, reason};
 use crate::file_endpoint::{Content, NewImage};
 use crate::nbd::Connecting;
-use crate::{file_endpoint, nbd};
+use crate::{file_endpoint, nbd, object_endpoint};
 use nowait_remote::{Location, RemoteOptions};
 
 /// The target, ready to be written to.
@@ -47,13 +47,15 @@ pub(crate) enum TargetKind {
         /// The file that it replaces, held locked so that no other program begins to use it.
         _replaced: Option<File>,
     },
+    /// An object, which its endpoint makes visible when it is complete.
+    Object,
 }
 
 impl TargetKind {
     /// Renames a complete file to its name. No writer of the file may remain.
     pub(crate) fn finish(self) -> Result<(), String> {
         match self {
-            Self::InPlace => Ok(()),
+            Self::InPlace | Self::Object => Ok(()),
             Self::Replaced { file, format, .. } => {
                 if format.format == Format::Raw {
                     let mut first = [0; PROBE_BYTES];
@@ -77,6 +79,11 @@ impl TargetKind {
                 };
                 image(location, file.path(), &options).map(Some)
             }
+            Self::Object => {
+                let raw = Some(Format::Raw);
+                let options = ChainOptions { format: raw, ..ChainOptions::default() };
+                remote_image(location, &options, &RemoteOptions::default()).map(Some)
+            }
             _ => Ok(None),
         }
     }
@@ -93,13 +100,20 @@ pub(crate) fn source(
     let path = match location {
         Location::Nbd(uri) => return nbd::connect(uri, connecting, false),
         Location::File(path) => path,
-        Location::Object(_) | Location::Rbd(_) => {
-            let opened = nowait_remote::open(location, &chain_options, remote);
-            let opened = opened.map_err(|error| Error::at(location, error.what()))?;
-            return file_endpoint::of_image(location.to_string(), opened);
-        }
+        Location::Object(_) | Location::Rbd(_) => return remote_image(location, &chain_options, remote),
     };
     image(location, path, &chain_options)
+}
+
+/// Opens an image of a store or of a Ceph cluster.
+fn remote_image(
+    location: &Location,
+    options: &ChainOptions,
+    remote: &RemoteOptions,
+) -> Result<Box<dyn Endpoint>, Error> {
+    let opened = nowait_remote::open(location, options, remote);
+    let opened = opened.map_err(|error| Error::at(location, error.what()))?;
+    file_endpoint::of_image(location.to_string(), opened)
 }
 
 /// Opens an image. `path` is the current path of `location`.
@@ -159,10 +173,15 @@ impl TargetFormat {
         }
     }
 
-    /// Refuses a qcow2 target that is a block device or an export.
+    /// Refuses a qcow2 target that is no file.
     fn check_in_place(self, location: &Location) -> Result<(), Error> {
         match self.format {
             Format::Raw => Ok(()),
+            Format::Qcow2 if matches!(location, Location::Object(_)) => {
+                let what = "a qcow2 image is made as a file only (and uploaded as it is by a second \
+                            copy, with -f raw)";
+                Err(Error::at(location, what))
+            }
             Format::Qcow2 => Err(Error::at(location, "a qcow2 image is made as a file only")),
         }
     }
@@ -184,14 +203,16 @@ pub(crate) fn target(
     }
     let path = match location {
         Location::File(path) => path,
-        Location::Object(_) => return Err(Error::at(location, "an object is only read")),
+        Location::Object(url) => {
+            format.check_in_place(location)?;
+            let endpoint = object_endpoint::open(url, size, force)?;
+            return Ok(Target { endpoint, kind: TargetKind::Object, is_zero: false });
+        }
         Location::Rbd(_) => {
             format.check_in_place(location)?;
             let raw = Some(Format::Raw);
             let options = ChainOptions { writable: true, format: raw, ..ChainOptions::default() };
-            let opened = nowait_remote::open(location, &options, &RemoteOptions::default());
-            let opened = opened.map_err(|error| Error::at(location, error.what()))?;
-            let endpoint = file_endpoint::of_image(location.to_string(), opened)?;
+            let endpoint = remote_image(location, &options)?;
             check_size(location, &*endpoint, size)?;
             return Ok(Target { endpoint, kind: TargetKind::InPlace, is_zero: false });
         }

@@ -24,8 +24,8 @@ pub use nbd::{RemoteBug, SimLimits, SimNbdEnd, SimNbdRequest, SimNext, Simulated
 pub use object::fuzz;
 pub use object::{
     BLOCK_MEMORY, BootRecord, CacheOptions, MIN_BLOCK_MEMORY, MIN_CACHE_BYTES, ObjectOptions,
-    ObjectStorage, ObjectUrl, StoreCounters, StoreCounts, block_memory, limit_block_memory,
-    open_stores, redirect_ports,
+    ObjectStorage, ObjectUpload, ObjectUrl, StoreCounters, StoreCounts, UploadOptions,
+    block_memory, limit_block_memory, open_stores, redirect_ports,
 };
 pub use open::{RemoteOptions, open, open_backings, open_storage};
 pub use policy::{

@@ -19,12 +19,13 @@ const MAX_SPARSE_BYTES: u64 = 1 << 20;
 /// The default number of connections to a server.
 const CONNECTIONS: u16 = 4;
 
-/// Copy a disk: between files, qcow2 images, block devices, NBD exports and images of Ceph clusters
+/// Copy a disk: between files, qcow2 images, block devices, NBD exports, images of Ceph clusters and
+/// objects of stores
 ///
 /// FROM and TO are each a file, a block device, an image of a Ceph cluster (rbd:POOL/IMAGE) or the URI
 /// of an NBD export: nbd://HOST:PORT/EXPORT or nbd+unix:///EXPORT?socket=PATH, with %XX for special
-/// characters; with nbds in place of nbd for TLS. FROM may also be an object of a store or a file of
-/// a web server (s3://BUCKET/KEY, https://HOST/PATH).
+/// characters; with nbds in place of nbd for TLS; or an object of a store: s3://BUCKET/KEY,
+/// gs://BUCKET/KEY or az://CONTAINER/KEY. FROM may also be a file of a web server (https://HOST/PATH).
 /// Of a qcow2 image the disk that is in it is copied, with all that it stands on. A new one stands
 /// on nothing.
 ///
@@ -37,6 +38,9 @@ const CONNECTIONS: u16 = 4;
 /// complete and on storage. A copy that fails, or is interrupted, removes it. One that is killed
 /// leaves TO.partial, and the next copy to TO begins it anew. A block device or an export that was
 /// copied to in part stays so.
+///
+/// An object is uploaded in parts, with zeros for holes, and is there when all of it is: a copy that
+/// fails, or is interrupted, has the store drop the parts, and an object that was there stays.
 ///
 /// A target that is smaller than FROM is refused. In a larger block device or export, what is behind
 /// the end of FROM is left as it is.
@@ -55,9 +59,9 @@ pub(crate) struct CopyArgs {
     #[arg(value_parser = OsStringValueParser::new().try_map(|text| Location::parse(&text)))]
     pub(crate) to: Location,
 
-    /// Overwrite TO where it is a file that is not empty, or a block device
+    /// Overwrite TO where it is a file that is not empty, a block device, or an object
     ///
-    /// A file keeps its permissions, and its old content until the copy is complete. An export is
+    /// A file keeps its permissions, and, as an object, its old content until the copy is complete. An export is
     /// overwritten without --force: it is there to be written to.
     #[arg(long)]
     pub(crate) force: bool,
@@ -70,7 +74,8 @@ pub(crate) struct CopyArgs {
 
     /// Read both sides again after the copy, and compare them
     ///
-    /// A file that differs does not get its name. Not with --rescue: a failing source is read once, and
+    /// A file that differs does not get its name. An object is compared when it is there, and stays if it
+    /// differs. Not with --rescue: a failing source is read once, and
     /// may read otherwise the next time.
     #[arg(long)]
     pub(crate) verify: bool,
@@ -107,7 +112,8 @@ pub(crate) struct CopyArgs {
     /// user would take it for that. With "raw" it is marked as raw (the extended attribute
     /// user.nowait.format), so that nowait does not.
     ///
-    /// Only a file can be qcow2; a block device or an export gets the disk's bytes.
+    /// Only a file can be qcow2; a block device, an export or an object gets the disk's bytes. To upload a
+    /// qcow2 image as it is, say -f raw.
     #[arg(short = 'O', long, value_name = "FORMAT")]
     #[arg(value_parser = parse_image_format)]
     pub(crate) to_format: Option<Format>,
@@ -185,6 +191,7 @@ impl CopyArgs {
         }
         let is_export = |location: &Location| matches!(location, Location::Nbd(_));
         let (from_export, to_export) = (is_export(&self.from), is_export(&self.to));
+        let to_object = matches!(self.to, Location::Object(_));
         let has_others = self.others.given().is_some();
         let has_tls = self.from.asks_for_tls() || self.to.asks_for_tls();
         let is_raw = self.to_format() == Format::Raw;
@@ -204,6 +211,10 @@ impl CopyArgs {
             (
                 self.connections.is_some() && !from_export && !to_export,
                 "--connections is for servers, and neither FROM nor TO is a URI",
+            ),
+            (
+                to_object && self.allow_mounted,
+                "--allow-mounted is for block devices, and TO is an object",
             ),
             (
                 is_raw && self.cluster_size.is_some(),
@@ -253,6 +264,10 @@ Examples:
     nowait copy nbd://backup.example/disk backup.img
     nowait copy backup.img 'nbd+unix:///disk?socket=/run/disk.sock'
     nowait copy nbds://backup.example/disk backup.img --tls-certs /etc/pki/client
+
+  Put an image into a bucket, with credentials in the environment, and serve it from there:
+    nowait copy disk.img s3://bucket/disk.img
+    nowait serve s3://bucket/disk.img --read-only
 
 JSON keys:
   from, to, to_format, size_bytes, to_size_bytes, data_bytes (written),

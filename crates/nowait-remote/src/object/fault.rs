@@ -76,6 +76,14 @@ impl Fault {
     }
 }
 
+/// The status of the answer that `error` is about, if it is about one.
+pub(super) fn status_of(error: &object_store::Error) -> Option<u16> {
+    match bad_answer(error)? {
+        BadAnswer::Status { status, .. } => Some(status.as_u16()),
+        _ => None,
+    }
+}
+
 /// The answer that an error of the library is about.
 fn bad_answer(error: &object_store::Error) -> Option<&BadAnswer> {
     let mut source = error.source();
@@ -196,6 +204,7 @@ impl fmt::Display for BadAnswer {
             403 => "the store refuses access",
             404 if code.as_deref() == Some("NoSuchBucket") => "there is no such bucket",
             404 if code.as_deref() == Some("ContainerNotFound") => "there is no such container",
+            404 if code.as_deref() == Some("NoSuchUpload") => "there is no such upload any more",
             404 => "there is no such object",
             407 => "the proxy does not accept the user and the password, or wants both",
             412 => "the object has changed since it was opened",

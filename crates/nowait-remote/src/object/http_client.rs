@@ -267,7 +267,7 @@ fn part_of_object(mut response: HttpResponse) -> Result<HttpResponse, HttpError>
 }
 
 /// `text`, if it is a short word.
-fn word(text: &str) -> Option<String> {
+pub(super) fn word(text: &str) -> Option<String> {
     let plain = |b: u8| b.is_ascii_alphanumeric() || b"-_.".contains(&b);
     let is_word = !text.is_empty() && text.len() <= CODE_BYTES && text.bytes().all(plain);
     is_word.then(|| text.to_owned())

@@ -1,7 +1,9 @@
-//! An object of an object store, or a file of a web server, as a storage that is only read.
+//! An object of an object store, or a file of a web server, as a storage that is only read; and uploads
+//! of whole objects.
 //!
 //! Invariant: every byte that a read returns is of the object as it was when it was opened. An object
-//! that changes meanwhile makes every read fail, whatever the server sends.
+//! that changes meanwhile makes every read fail, whatever the server sends. An upload is visible when it is
+//! complete, or not at all.
 
 mod fault;
 mod resolver;
@@ -24,6 +26,9 @@ mod boot_record;
 mod asking;
 mod block_fetcher;
 mod object_storage;
+mod upload_client;
+mod upload;
+mod object_upload;
 #[cfg(feature = "fuzz")]
 pub mod fuzz;
 
@@ -32,6 +37,7 @@ pub use boot_record::BootRecord;
 pub use cache_directory::{CacheOptions, MIN_CACHE_BYTES};
 pub(crate) use object_storage::MINIMUM_RATE;
 pub use object_storage::{ObjectOptions, ObjectStorage};
+pub use object_upload::{ObjectUpload, UploadOptions};
 pub use object_url::ObjectUrl;
 pub use redirect_ports::redirect_ports;
 pub use store_counters::{StoreCounters, StoreCounts, open_stores};

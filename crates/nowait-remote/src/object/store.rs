@@ -11,6 +11,7 @@ use object_store::azure::MicrosoftAzureBuilder;
 use object_store::client::HttpConnector;
 use object_store::gcp::GoogleCloudStorageBuilder;
 use object_store::http::HttpBuilder;
+use object_store::multipart::MultipartStore;
 use object_store::{GetOptions, GetRange, GetResult, ObjectMeta, ObjectStore, RetryConfig};
 
 use crate::object::aws_files;
@@ -99,10 +100,19 @@ impl Version {
 /// An object of a store.
 pub(super) struct Object {
     store: Box<dyn ObjectStore>,
+    /// The same store for uploads; none where the place is a web server.
+    uploads: Option<Box<dyn MultipartStore>>,
     url: ObjectUrl,
     timeouts: Timeouts,
     /// Whether the credentials are in a file that is read again.
     renewable: bool,
+}
+
+/// A store as it is read from and written to.
+type Stores = (Box<dyn ObjectStore>, Option<Box<dyn MultipartStore>>);
+
+fn stores(store: impl ObjectStore + MultipartStore + Clone) -> Stores {
+    (Box::new(store.clone()), Some(Box::new(store)))
 }
 
 /// A client that asks once; who asks again is the caller.
@@ -137,10 +147,13 @@ impl Object {
         connector: impl HttpConnector,
     ) -> Result<Self, String> {
         let (retry, mut renewable) = (no_retries(), false);
-        let store: Result<Box<dyn ObjectStore>, _> = match &url.place {
+        let store: Result<Stores, _> = match &url.place {
             Place::Web(server) => {
                 let builder = HttpBuilder::new().with_url(server.as_str()).with_retry(retry);
-                builder.with_http_connector(connector).build().map(|store| Box::new(store) as _)
+                builder
+                    .with_http_connector(connector)
+                    .build()
+                    .map(|store| (Box::new(store) as _, None))
             }
             Place::S3(bucket) => {
                 let (builder, is_renewed) = aws_files::builder(&connector)?;
@@ -149,21 +162,21 @@ impl Object {
                     .with_bucket_name(bucket)
                     .with_retry(retry)
                     .with_http_connector(connector);
-                builder.build().map(|store| Box::new(store) as _)
+                builder.build().map(stores)
             }
             Place::Gcs(bucket) => {
                 let builder = GoogleCloudStorageBuilder::from_env().with_bucket_name(bucket);
                 let builder = builder.with_retry(retry).with_http_connector(connector);
-                builder.build().map(|store| Box::new(store) as _)
+                builder.build().map(stores)
             }
             Place::Azure(container) => {
                 let builder = MicrosoftAzureBuilder::from_env().with_container_name(container);
                 let builder = builder.with_retry(retry).with_http_connector(connector);
-                builder.build().map(|store| Box::new(store) as _)
+                builder.build().map(stores)
             }
         };
-        let store = store.map_err(|error| Fault::of(&error).text().to_owned())?;
-        Ok(Self { store, url: url.clone(), timeouts, renewable })
+        let (store, uploads) = store.map_err(|error| Fault::of(&error).text().to_owned())?;
+        Ok(Self { store, uploads, url: url.clone(), timeouts, renewable })
     }
 
     /// The progress of an answer that is asked for now and may be late after `left`.
@@ -242,6 +255,14 @@ impl Object {
 
     pub(super) const fn url(&self) -> &ObjectUrl {
         &self.url
+    }
+
+    pub(super) fn store(&self) -> &dyn ObjectStore {
+        &*self.store
+    }
+
+    pub(super) fn uploads(&self) -> Option<&dyn MultipartStore> {
+        self.uploads.as_deref()
     }
 }
 
