@@ -100,7 +100,9 @@ pub(crate) fn source(
     let path = match location {
         Location::Nbd(uri) => return nbd::connect(uri, connecting, false),
         Location::File(path) => path,
-        Location::Object(_) | Location::Rbd(_) => return remote_image(location, &chain_options, remote),
+        Location::Object(_) | Location::Rbd(_) => {
+            return remote_image(location, &chain_options, remote);
+        }
     };
     image(location, path, &chain_options)
 }

@@ -25,6 +25,8 @@ pub mod token_service;
 #[cfg(feature = "web")]
 pub mod signer;
 #[cfg(feature = "web")]
+pub mod multipart;
+#[cfg(feature = "web")]
 pub mod web_proxy;
 #[cfg(feature = "web")]
 pub mod web_server;

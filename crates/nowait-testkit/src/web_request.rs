@@ -1,8 +1,11 @@
-//! A request of HTTP/1.1 without a body, as the web server of these tests reads it.
+//! A request of HTTP/1.1, as the web server of these tests reads it.
 //!
-//! Invariant: names of headers are in lower case.
+//! Invariant: names of headers are in lower case; a body has at most `BODY_BYTES`.
 
 use std::io::BufRead;
+
+/// The longest body in bytes.
+const BODY_BYTES: usize = 64 << 20;
 
 /// A request.
 #[derive(Clone, Debug)]
@@ -13,6 +16,8 @@ pub struct Request {
     pub path: String,
     /// Names and values.
     pub headers: Vec<(String, String)>,
+    /// As long as `content-length` says.
+    pub body: Vec<u8>,
 }
 
 impl Request {
@@ -28,7 +33,20 @@ impl Request {
             let Some((name, value)) = line.trim_end().split_once(':') else { break };
             headers.push((name.to_ascii_lowercase(), value.trim().to_owned()));
         }
-        Some(Self { method, path, headers })
+        let mut request = Self { method, path, headers, body: Vec::new() };
+        let len = request.header("content-length").and_then(|it| it.parse().ok()).unwrap_or(0);
+        request.body.resize(Some(len).filter(|len| *len <= BODY_BYTES)?, 0);
+        reader.read_exact(&mut request.body).ok()?;
+        Some(request)
+    }
+
+    /// The path without the query.
+    pub(crate) fn plain_path(&self) -> &str {
+        self.path.split('?').next().unwrap_or_default()
+    }
+
+    pub(crate) fn query(&self) -> &str {
+        self.path.split_once('?').map_or("", |(_, query)| query)
     }
 
     /// The value of the first header with this name in lower case.

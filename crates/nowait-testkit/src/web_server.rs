@@ -12,6 +12,7 @@ use std::net::TcpStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
+use crate::multipart::{Call, Outcome, Uploads};
 use crate::signer::Signer;
 use crate::web_request::Request;
 
@@ -67,6 +68,12 @@ pub struct Script {
     pub lies: VecDeque<Lie>,
     /// What is done with all requests once `lies` is empty.
     pub always: Option<Lie>,
+    /// There is no object until an upload is complete.
+    pub is_absent: bool,
+    /// The uploads.
+    pub uploads: Uploads,
+    /// What is done with the next requests of these kinds, each once, before `lies`.
+    pub upload_lies: Vec<(Call, Lie)>,
     /// How requests have to be signed.
     pub signer: Option<Signer>,
     /// The values of the header Accept-Encoding of all requests.
@@ -172,7 +179,10 @@ fn serve(stream: impl ReadWrite, script: &Mutex<Script>) {
             script.ranges.push(request.range());
             script.requests.push(request.clone());
             script.accepted.push(request.header("accept-encoding").map(str::to_owned));
-            let lie = script.lies.pop_front().or_else(|| script.always.clone());
+            let call = Call::of(&request);
+            let place = script.upload_lies.iter().position(|(on, _)| Some(*on) == call);
+            let lie = place.map(|place| script.upload_lies.remove(place).1);
+            let lie = lie.or_else(|| script.lies.pop_front()).or_else(|| script.always.clone());
             (answer(&request, &mut script, lie.as_ref()), lie, script.delay)
         };
         std::thread::sleep(delay);
@@ -214,10 +224,30 @@ fn serve(stream: impl ReadWrite, script: &Mutex<Script>) {
     }
 }
 
+/// The status, headers and body of the answer to a request of an upload.
+fn upload(request: &Request, script: &mut Script) -> Option<(u16, String, String)> {
+    let call = Call::of(request).filter(|_| request.plain_path() == script.path)?;
+    if call == Call::Complete && !script.is_absent && request.header("if-none-match").is_some() {
+        let body = "<Error><Code>PreconditionFailed</Code></Error>";
+        return Some((412, String::new(), body.into()));
+    }
+    Some(match script.uploads.answer(call, request) {
+        Outcome::Status(number, more, body) => (number, more, body),
+        Outcome::Completed(object, parts) => {
+            let tag = format!("\"{}-{parts}\"", script.uploads.begun);
+            let result = "CompleteMultipartUploadResult";
+            let body = format!("<{result}><ETag>{tag}</ETag></{result}>");
+            (script.object, script.tag, script.is_absent) = (object, tag, false);
+            (200, String::new(), body)
+        }
+    })
+}
+
 /// The answer to `request`, in bytes.
 fn answer(request: &Request, script: &mut Script, lie: Option<&Lie>) -> Vec<u8> {
     let status = |status: u16, more: &str, body: &str| {
         let len = body.len();
+        let body = if request.method == "HEAD" { "" } else { body };
         format!("HTTP/1.1 {status} Status\r\ncontent-length: {len}\r\n{more}\r\n{body}")
             .into_bytes()
     };
@@ -228,10 +258,13 @@ fn answer(request: &Request, script: &mut Script, lie: Option<&Lie>) -> Vec<u8> 
         script.unsigned += 1;
         return status(number, more, &body);
     }
+    if let Some((number, more, body)) = upload(request, script) {
+        return status(number, &more, &body);
+    }
     let (path, query) = request.path.split_once('?').unwrap_or((&request.path, ""));
     let query = if script.ignores_queries { "" } else { query };
     let version = script.versions.iter().find(|(name, _)| name == query);
-    if path != script.path || !query.is_empty() && version.is_none() {
+    if path != script.path || script.is_absent || !query.is_empty() && version.is_none() {
         return status(404, "", "<Error><Code>NoSuchKey</Code></Error>");
     }
     let (mut tag, mut object) = (script.tag.as_str(), script.object.clone());

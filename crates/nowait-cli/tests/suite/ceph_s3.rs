@@ -122,6 +122,27 @@ fn raw_and_qcow2_objects_of_a_real_s3_server_are_served_and_copied() {
 }
 
 #[test]
+fn a_disk_is_uploaded_to_a_real_s3_server_and_replaced_only_with_force() {
+    let Some(s3) = s3() else { return };
+    let scratch = Scratch::new();
+    let [raw, copy] = ["raw", "copy"].map(|name| scratch.join(name));
+    let object = bytes(17 * MIB + 512);
+    fs::write(&raw, &object).expect("a file");
+    s3.make_bucket("uploads");
+    let url = "s3://uploads/a dir/b +%.img";
+    s3.run(&["copy", text(&raw), url, "--verify"]);
+    s3.run(&["copy", url, text(&copy)]);
+    assert!(fs::read(&copy).expect("a copy") == object);
+    let environment = s3.environment(KEY, SECRET);
+    let environment: Vec<_> = environment.iter().map(String::as_str).collect();
+    refusal_under(&environment, &["copy", text(&raw), url]).says(&["already", "--force"]);
+    let none = "s3://no-uploads/disk.img";
+    refusal_under(&environment, &["copy", text(&raw), none]).says(&["no such bucket (404"]);
+    fs::write(&raw, &object[..1 << 20]).expect("a file");
+    s3.run(&["copy", text(&raw), url, "--force", "--verify"]);
+}
+
+#[test]
 fn what_a_real_s3_server_refuses_is_one_line_with_its_code() {
     let Some(s3) = s3() else { return };
     s3.make_bucket("refusals");

@@ -23,6 +23,7 @@ mod copy_other_servers;
 mod copy_qcow2;
 mod copy_rescue;
 mod copy_tls;
+mod copy_to_store;
 mod control;
 mod control_changes;
 mod control_events;

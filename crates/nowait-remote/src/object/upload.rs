@@ -3,7 +3,7 @@
 //! Invariant: the object is only touched by the last request, which names all parts; parts that were
 //! sent are dropped by `abort`.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::future::Future;
 use std::time::{Duration, Instant};
 
@@ -42,6 +42,8 @@ pub(super) struct Upload {
     /// How long a part may take.
     part_time: Duration,
     begun: Instant,
+    /// When the store has answered a request last.
+    answered: Cell<Instant>,
     pace: RefCell<Pace>,
 }
 
@@ -94,11 +96,18 @@ impl Upload {
         let creates = !replaces && matches!(url.place, Place::S3(_));
         let inner = Connector::new(false, part_time.max(COMPLETE_TIME))?;
         let object = Object::over(url, timeouts, UploadConnector { inner, creates })?;
-        let (begun, pace) = (Instant::now(), RefCell::default());
-        let id = String::new();
-        let first = retry.min(OPEN_TIME);
-        let mut upload =
-            Self { object, id, replaces, before: None, retry: first, part_time, begun, pace };
+        let begun = Instant::now();
+        let mut upload = Self {
+            object,
+            id: String::new(),
+            replaces,
+            before: None,
+            retry: retry.min(OPEN_TIME),
+            part_time,
+            begun,
+            answered: Cell::new(begun),
+            pace: RefCell::default(),
+        };
         upload.store().map_err(|failure| failure.fault.text().to_owned())?;
         let text = |failure: Failure| format!("{}{}", failure.fault.text(), url.hint());
         upload.before = upload.again(|| upload.head(Fault::at_open)).await.map_err(text)?;
@@ -134,7 +143,8 @@ impl Upload {
         }
     }
 
-    /// Makes a request again after transient faults, with pauses, until they last for `retry`.
+    /// Makes a request again after transient faults, with pauses, until they last for `retry`. One that
+    /// is only refused because there are too many is not given up while others are answered.
     async fn again<T, F: Future<Output = Answer<T>>>(&self, request: impl Fn() -> F) -> Answer<T> {
         let mut first_failure = None;
         let mut failed = 0;
@@ -143,18 +153,22 @@ impl Upload {
             tokio::time::sleep_until((self.begun + slot).into()).await;
             let failure = match request().await {
                 Ok(answer) => {
+                    self.answered.set(Instant::now());
                     self.pace.borrow_mut().answered(self.begun.elapsed());
                     return Ok(answer);
                 }
                 Err(failure) => failure,
             };
-            match &failure.fault {
-                Fault::Busy(_) => self.pace.borrow_mut().refused(self.begun.elapsed()),
-                Fault::Transient(_) => {}
-                Fault::Changed(_) | Fault::Refused(_) => return Err(failure),
-            }
             failed += 1;
-            let since = *first_failure.get_or_insert_with(Instant::now);
+            let first = *first_failure.get_or_insert_with(Instant::now);
+            let since = match &failure.fault {
+                Fault::Busy(_) => {
+                    self.pace.borrow_mut().refused(self.begun.elapsed());
+                    first.max(self.answered.get())
+                }
+                Fault::Transient(_) => first,
+                Fault::Changed(_) | Fault::Refused(_) => return Err(failure),
+            };
             let left = self.retry.saturating_sub(since.elapsed());
             if left.is_zero() {
                 return Err(failure);
@@ -229,6 +243,8 @@ impl Upload {
                 ended => ended,
             }
         };
+        // It waits for no turn that was given to a part.
+        self.pace.take();
         let ended = tokio::time::timeout(ABORT_TIME, self.again(request)).await;
         let ended = ended.unwrap_or_else(|_| Err(late(ABORT_TIME)));
         ended.map_err(|failure| failure.fault.text().to_owned())
