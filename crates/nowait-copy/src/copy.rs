@@ -176,7 +176,13 @@ pub fn copy(
     let is_visible = is_in_place || matches!(kind, TargetKind::Object);
     let counts = match transfer::run(&mut endpoints, zeros) {
         Err(error) if is_in_place && endpoints.has_written => return Err(error.amid(&options.to)),
-        ended => ended?,
+        Err(error) => {
+            return Err(match endpoints.target.abandon() {
+                Ok(()) => error,
+                Err(left) => error.with_remains(&left),
+            });
+        }
+        Ok(counts) => counts,
     };
     if options.verify {
         if let Some(endpoint) = kind.reopened(&options.to)? {

@@ -116,6 +116,15 @@ pub(crate) trait Endpoint {
         Ok(())
     }
 
+    /// Drops what was written of a copy that has failed, where the target keeps that apart until
+    /// [`Endpoint::finish`]; the last call on it then.
+    ///
+    /// # Errors
+    /// A message that says what is left.
+    fn abandon(&mut self) -> Result<(), String> {
+        Ok(())
+    }
+
     /// The descriptors, with the events, that are ready when `advance` can make progress.
     fn poll_fds<'a>(&'a self, poll_fds: &mut Vec<(BorrowedFd<'a>, PollFlags)>);
 }

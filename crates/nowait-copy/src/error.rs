@@ -28,6 +28,13 @@ pub enum Error {
         /// The failure that ended the copy.
         why: Box<Error>,
     },
+    /// The copy failed, and something of it is left that no reader sees, as parts of an object.
+    Remains {
+        /// The failure that ended the copy.
+        why: Box<Error>,
+        /// What is left.
+        what: String,
+    },
 }
 
 impl Error {
@@ -43,6 +50,11 @@ impl Error {
     pub(crate) fn amid(self, place: &impl ToString) -> Self {
         Self::WrittenInPart { place: plain(&place.to_string()), why: Box::new(self) }
     }
+
+    /// The same failure, after which something is left.
+    pub(crate) fn with_remains(self, what: &str) -> Self {
+        Self::Remains { why: Box::new(self), what: plain(what) }
+    }
 }
 
 impl fmt::Display for Error {
@@ -50,6 +62,7 @@ impl fmt::Display for Error {
         match self {
             Self::At { place, what } => write!(f, "{place}: {what}"),
             Self::Interrupted => f.write_str("interrupted, there is no copy"),
+            Self::Remains { why, what } => write!(f, "{why}; {what}"),
             Self::WrittenInPart { place, why } => match **why {
                 Self::Interrupted => write!(
                     f,

@@ -185,6 +185,10 @@ impl Endpoint for ObjectEndpoint {
         completed.map_err(|what| Error::at(&self.name, what))
     }
 
+    fn abandon(&mut self) -> Result<(), String> {
+        self.upload.take().map_or(Ok(()), ObjectUpload::abort)
+    }
+
     fn poll_fds<'a>(&'a self, poll_fds: &mut Vec<(BorrowedFd<'a>, PollFlags)>) {
         poll_fds.extend(self.upload.iter().map(|upload| (upload.as_fd(), PollFlags::IN)));
     }

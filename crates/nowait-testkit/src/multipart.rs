@@ -1,4 +1,5 @@
-//! Uploads in parts as S3 takes them: begun, sent in parts, completed or aborted.
+//! Uploads in parts as S3 and Google's store take them: begun, sent in parts, completed or aborted; and
+//! as Azure does, where a list of blocks makes the object.
 //!
 //! Invariant: the bytes of a part are those that its signed hash names; an object is made only of parts
 //! of one upload whose tags the last request lists in order.
@@ -36,6 +37,8 @@ impl Call {
             "PUT" if has("partNumber") && has("uploadId") => Some(Self::Part),
             "POST" if has("uploadId") => Some(Self::Complete),
             "DELETE" if has("uploadId") => Some(Self::Abort),
+            "PUT" if has("blockid") => Some(Self::Part),
+            "PUT" if query == "comp=blocklist" => Some(Self::Complete),
             _ => None,
         }
     }
@@ -46,6 +49,8 @@ impl Call {
 pub struct Uploads {
     /// The parts of uploads that are neither completed nor aborted, by their number.
     pub open: BTreeMap<String, BTreeMap<usize, Vec<u8>>>,
+    /// The blocks of Azure that are in no object, by their name in base64 as a URL has it.
+    pub blocks: BTreeMap<String, Vec<u8>>,
     /// Uploads that were begun.
     pub begun: usize,
     /// Uploads that were aborted.
@@ -91,6 +96,15 @@ impl Uploads {
             );
             return Outcome::Status(200, String::new(), body);
         }
+        match field("blockid") {
+            "" if request.query() == "comp=blocklist" => return self.join_blocks(&request.body),
+            "" => {}
+            block => {
+                self.parts += 1;
+                self.blocks.insert(block.to_owned(), request.body.clone());
+                return Outcome::Status(201, String::new(), String::new());
+            }
+        }
         let Some(parts) = self.open.get_mut(id) else { return refused(404, "NoSuchUpload") };
         match call {
             Call::Part => {
@@ -109,6 +123,21 @@ impl Uploads {
             }
             _ => self.complete(id, &request.body),
         }
+    }
+
+    /// Makes the object of Azure that `list` says.
+    fn join_blocks(&mut self, list: &[u8]) -> Outcome {
+        let list = String::from_utf8_lossy(list);
+        let mut object = Vec::new();
+        let names = list.split("<Uncommitted>").skip(1).filter_map(|it| it.split('<').next());
+        let names: Vec<String> = names.map(|it| it.replace('=', "%3D")).collect();
+        for name in &names {
+            let Some(block) = self.blocks.remove(name) else {
+                return refused(400, "InvalidBlockList");
+            };
+            object.extend(block);
+        }
+        Outcome::Completed(object, names.len())
     }
 
     fn complete(&mut self, id: &str, list: &[u8]) -> Outcome {

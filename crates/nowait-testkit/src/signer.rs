@@ -143,11 +143,12 @@ fn is_signed_for_azure(request: &Request, account: &str, key: &str) -> Option<bo
         request.headers.iter().filter(|(name, _)| name.starts_with("x-ms-")).collect();
     own.sort_unstable();
     own.iter().for_each(|(name, value)| _ = writeln!(text, "{name}:{value}"));
-    // No request of these tests has more than one parameter.
-    let (path, query) = request.path.split_once('?').unwrap_or((&request.path, ""));
-    let _ = write!(text, "/{account}{path}");
-    if let Some((name, value)) = query.split_once('=') {
-        let _ = write!(text, "\n{name}:{value}");
+    let _ = write!(text, "/{account}{}", request.plain_path());
+    let mut query: Vec<_> =
+        request.query().split('&').filter_map(|it| it.split_once('=')).collect();
+    query.sort_unstable();
+    for (name, value) in query {
+        let _ = write!(text, "\n{name}:{}", value.replace("%3D", "="));
     }
     let key = hmac::Key::new(hmac::HMAC_SHA256, &base64(key)?);
     Some(hmac::verify(&key, text.as_bytes(), &base64(given)?).is_ok())

@@ -237,20 +237,23 @@ fn upload(request: &Request, script: &mut Script) -> Option<(u16, String, String
             let tag = format!("\"{}-{parts}\"", script.uploads.begun);
             let result = "CompleteMultipartUploadResult";
             let body = format!("<{result}><ETag>{tag}</ETag></{result}>");
+            let header = format!("etag: {tag}\r\n");
             (script.object, script.tag, script.is_absent) = (object, tag, false);
-            (200, String::new(), body)
+            (200, header, body)
         }
     })
 }
 
+/// An answer to `request` with this status, headers, and body.
+fn plain(request: &Request, status: u16, more: &str, body: &str) -> Vec<u8> {
+    let len = body.len();
+    let body = if request.method == "HEAD" { "" } else { body };
+    format!("HTTP/1.1 {status} Status\r\ncontent-length: {len}\r\n{more}\r\n{body}").into_bytes()
+}
+
 /// The answer to `request`, in bytes.
 fn answer(request: &Request, script: &mut Script, lie: Option<&Lie>) -> Vec<u8> {
-    let status = |status: u16, more: &str, body: &str| {
-        let len = body.len();
-        let body = if request.method == "HEAD" { "" } else { body };
-        format!("HTTP/1.1 {status} Status\r\ncontent-length: {len}\r\n{more}\r\n{body}")
-            .into_bytes()
-    };
+    let status = |number, more: &str, body: &str| plain(request, number, more, body);
     if let Some(Lie::Status(number, more, body)) = lie {
         return status(*number, more, body);
     }

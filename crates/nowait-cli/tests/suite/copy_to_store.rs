@@ -218,6 +218,21 @@ fn a_store_that_refuses_leaves_what_was_there() {
 }
 
 #[test]
+fn parts_that_may_be_left_in_the_store_are_told_of() {
+    let (scratch, store) = (Scratch::new(), Store::new(None));
+    let (source, _) = source(&scratch);
+    let denied = Lie::Status(403, "", "<Error><Code>AccessDenied</Code></Error>");
+    for on in [Call::Part, Call::Complete] {
+        store.lie(on, denied.clone());
+        store.lie(Call::Abort, denied.clone());
+        let words = ["(403 AccessDenied); parts of it may be left in the store: the store refuses"];
+        store.refuses(&[text(&source), URL], &words);
+        assert_eq!(store.server.script().uploads.open.len(), 1);
+        store.server.script().uploads.open.clear();
+    }
+}
+
+#[test]
 fn an_upload_is_given_up_when_a_part_is_never_taken() {
     let (scratch, store) = (Scratch::new(), Store::new(None));
     let source = scratch.random("source", MIB, 1);

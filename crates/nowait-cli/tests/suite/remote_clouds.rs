@@ -25,6 +25,26 @@ fn store(path: &str, signer: Signer) -> (WebServer, Vec<u8>) {
     (store, object)
 }
 
+/// Uploads a disk of three parts to `url`, once there is no object any more and once over that object.
+fn is_uploaded(environment: &[&str], url: &str, store: &WebServer) {
+    let scratch = Scratch::new();
+    let source = scratch.random("source", 20 * MIB + 512, 1);
+    let disk = fs::read(&source).expect("the source");
+    store.script().is_absent = true;
+    let copy = |more: &[&str]| {
+        let command = &mut tool(environment[0]);
+        command.args(&environment[1..]).args([NOWAIT, "copy", text(&source), url]).args(more);
+        command.succeeds()
+    };
+    copy(&["--verify"]);
+    refusal_under(environment, &["copy", text(&source), url]).says(&["already", "--force"]);
+    copy(&["--force"]);
+    let script = store.script();
+    assert!(script.object == disk);
+    assert_eq!((script.uploads.parts, script.unsigned), (6, 0));
+    assert!(script.uploads.open.is_empty() && script.uploads.blocks.is_empty());
+}
+
 /// Reads the object at `url` by a confined server, before and after the store replaces it.
 fn is_read_until_it_changes(environment: &[&str], url: &str, store: &WebServer, object: &[u8]) {
     let server = Server::start_under(environment, url.as_ref(), &["--read-only"]);
@@ -40,7 +60,7 @@ fn is_read_until_it_changes(environment: &[&str], url: &str, store: &WebServer, 
 }
 
 #[test]
-fn a_blob_of_azure_is_served_and_another_key_is_refused() {
+fn a_blob_of_azure_is_served_and_uploaded_and_another_key_is_refused() {
     let signer = Signer::Azure { account: "account".into(), key: KEY.into() };
     let (store, object) = store("/images/a%20dir/base.img", signer);
     let [endpoint, key, other] = [
@@ -51,6 +71,7 @@ fn a_blob_of_azure_is_served_and_another_key_is_refused() {
     let account = "AZURE_STORAGE_ACCOUNT_NAME=account";
     let url = "az://images/a dir/base.img";
     is_read_until_it_changes(&["env", &endpoint, account, &key], url, &store, &object);
+    is_uploaded(&["env", &endpoint, account, &key], url, &store);
     let refused = refusal_under(&["env", &endpoint, account, &other], &["info", url]);
     refused.says(&["refuses access (403 AuthenticationFailed)"]);
     assert!(!refused.error.contains(OTHER_KEY), "{}", refused.error);
@@ -65,7 +86,7 @@ fn a_blob_of_azure_is_served_and_another_key_is_refused() {
 }
 
 #[test]
-fn an_object_of_google_is_served_and_another_key_is_refused() {
+fn an_object_of_google_is_served_and_uploaded_and_another_key_is_refused() {
     if !require_tool("openssl") {
         return;
     }
@@ -96,6 +117,7 @@ fn an_object_of_google_is_served_and_another_key_is_refused() {
     let root = format!("GOOGLE_BASE_URL={}", store.root());
     let url = "gs://images/a dir/base.img";
     is_read_until_it_changes(&["env", &root, &good], url, &store, &object);
+    is_uploaded(&["env", &root, &good], url, &store);
     let refused = refusal_under(&["env", &root, &bad], &["info", url]);
     refused.says(&["does not accept the credentials (401 AuthenticationRequired)"]);
     store.script().versions = vec![("generation=17".into(), vec![7; 4096])];

@@ -26,6 +26,8 @@ const MIN_PART_BYTES: u64 = 8 << 20;
 /// Parts are sent so many at a time, fewer where they have more bytes than these together.
 const PARTS_AT_ONCE: u64 = 4;
 const BYTES_AT_ONCE: u64 = 256 << 20;
+/// The most threads that wait for names of hosts.
+const RESOLVER_THREADS: usize = 4;
 const ENDED: &str = "its thread has ended";
 
 /// How an object is uploaded.
@@ -56,7 +58,8 @@ pub struct ObjectUpload {
     jobs: Option<UnboundedSender<Job>>,
     sent: mpsc::Receiver<Sent>,
     wake: Arc<OwnedFd>,
-    thread: Option<JoinHandle<()>>,
+    /// Ends with an error where an upload that is not complete could not be aborted.
+    thread: Option<JoinHandle<Result<(), String>>>,
     part_bytes: u64,
     at_once: usize,
 }
@@ -90,21 +93,29 @@ impl ObjectUpload {
         let (opened, is_open) = mpsc::channel();
         let (url, woken) = (url.clone(), wake.clone());
         let run = move || {
-            let runtime = Builder::new_current_thread().enable_all().build();
-            let runtime = match runtime {
+            let mut builder = Builder::new_current_thread();
+            let builder = builder.enable_all().max_blocking_threads(RESOLVER_THREADS);
+            let runtime = match builder.thread_name("nowait-resolve").build() {
                 Ok(runtime) => runtime,
-                Err(error) => return drop(opened.send(Err(error.to_string()))),
+                Err(error) => {
+                    let _ = opened.send(Err(error.to_string()));
+                    return Ok(());
+                }
             };
-            runtime.block_on(async {
+            let ended = runtime.block_on(async {
                 let bytes = part_bytes * at_once as u64;
                 let begun = Upload::begin(&url, options.replaces, options.retry, bytes).await;
                 let told = opened.send(begun.as_ref().map(|_| ()).map_err(Clone::clone));
-                if let (Ok(()), Ok(upload)) = (told, begun) {
-                    UploadLoop { upload, size, ended, woken }.run(inbox).await;
+                match (told, begun) {
+                    (Ok(()), Ok(upload)) => {
+                        UploadLoop { upload, size, ended, woken }.run(inbox).await
+                    }
+                    _ => Ok(()),
                 }
             });
             // A thread that waits for a resolver is not waited for.
             runtime.shutdown_background();
+            ended
         };
         let thread = std::thread::Builder::new().name("nowait-upload".into()).spawn(run);
         let thread = thread.map_err(|error| format!("cannot start a thread: {error}"))?;
@@ -153,6 +164,21 @@ impl ObjectUpload {
         let _ = self.jobs.take().map(|jobs| jobs.send(Job::Complete(sender)));
         completed.recv().map_err(|_| ENDED)?
     }
+
+    /// Has the store drop the parts that were sent, and waits until it has, for 10 s at most.
+    ///
+    /// # Errors
+    /// A message of one line: parts may be left in the store.
+    pub fn abort(mut self) -> Result<(), String> {
+        self.end()
+    }
+
+    fn end(&mut self) -> Result<(), String> {
+        self.jobs = None;
+        self.thread
+            .take()
+            .map_or(Ok(()), |thread| thread.join().unwrap_or_else(|_| Err(ENDED.into())))
+    }
 }
 
 impl AsFd for ObjectUpload {
@@ -162,10 +188,9 @@ impl AsFd for ObjectUpload {
 }
 
 impl Drop for ObjectUpload {
-    /// Aborts an upload that is not complete, which takes a few seconds at most.
+    /// As [`ObjectUpload::abort`], where nothing has ended it.
     fn drop(&mut self) {
-        self.jobs = None;
-        let _ = self.thread.take().map(JoinHandle::join);
+        let _ = self.end();
     }
 }
 
@@ -178,8 +203,11 @@ struct UploadLoop {
 }
 
 impl UploadLoop {
-    /// Sends parts until the upload is completed or dropped.
-    async fn run(&self, mut inbox: UnboundedReceiver<Job>) {
+    /// Sends parts until the upload is completed or aborted.
+    ///
+    /// # Errors
+    /// It could not be aborted.
+    async fn run(&self, mut inbox: UnboundedReceiver<Job>) -> Result<(), String> {
         let mut parts: Vec<Option<PartId>> = Vec::new();
         let mut sending = FuturesUnordered::new();
         let completed = loop {
@@ -208,16 +236,20 @@ impl UploadLoop {
         };
         // The connections of parts that are not sent yet are closed before the parts are dropped.
         drop(sending);
-        let result = match &completed {
-            Some(_) => self.complete(parts).await,
-            None => Err(String::new()),
-        };
-        if result.is_err()
-            && let Err(why) = self.upload.abort().await
+        let Some(sender) = completed else { return self.abort().await };
+        let mut result = self.complete(parts).await;
+        if let Err(why) = &mut result
+            && let Err(left) = self.abort().await
         {
-            tracing::warn!("the parts that were sent may still be in the store: {why}");
+            *why = format!("{why}; {left}");
         }
-        let _ = completed.map(|sender| sender.send(result));
+        let _ = sender.send(result);
+        Ok(())
+    }
+
+    async fn abort(&self) -> Result<(), String> {
+        let left = |why| format!("parts of it may be left in the store: {why}");
+        self.upload.abort().await.map_err(left)
     }
 
     async fn complete(&self, parts: Vec<Option<PartId>>) -> Result<(), String> {

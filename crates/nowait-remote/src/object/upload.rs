@@ -110,7 +110,11 @@ impl Upload {
         };
         upload.store().map_err(|failure| failure.fault.text().to_owned())?;
         let text = |failure: Failure| format!("{}{}", failure.fault.text(), url.hint());
-        upload.before = upload.again(|| upload.head(Fault::at_open)).await.map_err(text)?;
+        upload.before = match upload.again(|| upload.head(Fault::at_open)).await {
+            // Who may write may not always look.
+            Err(Failure { status: Some(403), .. }) if replaces => None,
+            found => found.map_err(text)?,
+        };
         if upload.before.is_some() && !replaces {
             return Err(EXISTS.into());
         }
