@@ -126,6 +126,14 @@ fn source(options: &Options, connecting: Connecting<'_>) -> Result<Box<dyn Endpo
     Ok(if options.rescue { Box::new(Rescue::new(source)) } else { source })
 }
 
+/// The failure `error`, after which what was written to `target` is dropped.
+fn abandoned(error: Error, target: &mut dyn Endpoint) -> Error {
+    match target.abandon() {
+        Ok(()) => error,
+        Err(left) => error.with_remains(&left),
+    }
+}
+
 /// Copies `options.from` to `options.to`. `report_progress` is called about ten times a second;
 /// when `cancel` is set, the copy ends within about 0.2 s.
 ///
@@ -173,15 +181,9 @@ pub fn copy(
     };
     let zeros = Zeros { block: zero_block, target_is_zero: is_zero };
     let is_in_place = matches!(kind, TargetKind::InPlace);
-    let is_visible = is_in_place || matches!(kind, TargetKind::Object);
     let counts = match transfer::run(&mut endpoints, zeros) {
         Err(error) if is_in_place && endpoints.has_written => return Err(error.amid(&options.to)),
-        Err(error) => {
-            return Err(match endpoints.target.abandon() {
-                Ok(()) => error,
-                Err(left) => error.with_remains(&left),
-            });
-        }
+        Err(error) => return Err(abandoned(error, &mut *endpoints.target)),
         Ok(counts) => counts,
     };
     if options.verify {
@@ -189,7 +191,7 @@ pub fn copy(
             endpoints.target = endpoint;
         }
         match verify::run(&mut endpoints, &options.to) {
-            Err(Error::Interrupted) if is_visible => {
+            Err(Error::Interrupted) if !matches!(kind, TargetKind::Replaced { .. }) => {
                 let what = "interrupted: the copy is complete, but not compared to its end";
                 return Err(Error::at(&options.to, what));
             }

@@ -32,7 +32,7 @@ pub enum Error {
     Remains {
         /// The failure that ended the copy.
         why: Box<Error>,
-        /// What is left.
+        /// A line of words about that.
         what: String,
     },
 }
@@ -51,7 +51,7 @@ impl Error {
         Self::WrittenInPart { place: plain(&place.to_string()), why: Box::new(self) }
     }
 
-    /// The same failure, after which something is left.
+    /// This failure, after which something is left.
     pub(crate) fn with_remains(self, what: &str) -> Self {
         Self::Remains { why: Box::new(self), what: plain(what) }
     }

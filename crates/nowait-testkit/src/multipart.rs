@@ -51,6 +51,8 @@ pub struct Uploads {
     pub open: BTreeMap<String, BTreeMap<usize, Vec<u8>>>,
     /// The blocks of Azure that are in no object, by their name in base64 as a URL has it.
     pub blocks: BTreeMap<String, Vec<u8>>,
+    /// Conditional requests are answered that they are not implemented.
+    pub knows_no_conditions: bool,
     /// Uploads that were begun.
     pub begun: usize,
     /// Uploads that were aborted.
@@ -59,7 +61,7 @@ pub struct Uploads {
     pub parts: usize,
 }
 
-/// What comes of a call.
+/// The result of a call.
 pub(crate) enum Outcome {
     /// This status, with headers, each with its line's end, and this body.
     Status(u16, String, String),

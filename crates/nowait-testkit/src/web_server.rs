@@ -227,7 +227,11 @@ fn serve(stream: impl ReadWrite, script: &Mutex<Script>) {
 /// The status, headers and body of the answer to a request of an upload.
 fn upload(request: &Request, script: &mut Script) -> Option<(u16, String, String)> {
     let call = Call::of(request).filter(|_| request.plain_path() == script.path)?;
-    if call == Call::Complete && !script.is_absent && request.header("if-none-match").is_some() {
+    let is_conditional = request.header("if-none-match").is_some();
+    if script.uploads.knows_no_conditions && is_conditional {
+        return Some((501, String::new(), "<Error><Code>NotImplemented</Code></Error>".into()));
+    }
+    if call == Call::Complete && !script.is_absent && is_conditional {
         let body = "<Error><Code>PreconditionFailed</Code></Error>";
         return Some((412, String::new(), body.into()));
     }

@@ -187,6 +187,15 @@ fn a_request_that_fails_once_is_made_again() {
 }
 
 #[test]
+fn a_store_without_conditional_requests_is_uploaded_to() {
+    let (scratch, store) = (Scratch::new(), Store::new(None));
+    let (source, bytes) = source(&scratch);
+    store.server.script().uploads.knows_no_conditions = true;
+    store.copies(&[text(&source), URL]);
+    store.has(&bytes);
+}
+
+#[test]
 fn an_upload_whose_last_answer_is_lost_is_complete() {
     let (scratch, store) = (Scratch::new(), Store::new(Some(OLD)));
     let (source, bytes) = source(&scratch);

@@ -100,7 +100,7 @@ impl Version {
 /// An object of a store.
 pub(super) struct Object {
     store: Box<dyn ObjectStore>,
-    /// The same store for uploads; none where the place is a web server.
+    /// The store for uploads; none where the place is a web server.
     uploads: Option<Box<dyn MultipartStore>>,
     url: ObjectUrl,
     timeouts: Timeouts,

@@ -3,6 +3,8 @@
 //! Invariant: an answer to a request that changes something has at most `ANSWER_BYTES`; one of success
 //! whose body is an error of S3 is that error.
 
+use std::error::Error as _;
+
 use async_trait::async_trait;
 use http_body_util::{BodyExt, Full, Limited};
 use hyper::body::Bytes;
@@ -42,16 +44,35 @@ struct UploadClient {
     creates: bool,
 }
 
+impl UploadClient {
+    /// Makes a request on the condition that there is no object, if the store knows conditions.
+    async fn create(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
+        let mut conditional = request.clone();
+        conditional.headers_mut().insert(IF_NONE_MATCH, HeaderValue::from_static("*"));
+        match self.client.execute(conditional).await {
+            Err(error) if is_unknown(&error) => self.client.execute(request).await,
+            answer => answer,
+        }
+    }
+}
+
+/// Whether the store has not implemented something in the request.
+fn is_unknown(error: &HttpError) -> bool {
+    let answer = error.source().and_then(|source| source.downcast_ref());
+    let unknown = StatusCode::NOT_IMPLEMENTED;
+    matches!(answer, Some(BadAnswer::Status { status, .. }) if *status == unknown)
+}
+
 #[async_trait]
 impl HttpService for UploadClient {
-    async fn call(&self, mut request: HttpRequest) -> Result<HttpResponse, HttpError> {
+    async fn call(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let is_read = matches!(*request.method(), Method::GET | Method::HEAD);
         let query = request.uri().query().unwrap_or_default();
         let completes = *request.method() == Method::POST && query.contains("uploadId=");
-        if completes && self.creates {
-            request.headers_mut().insert(IF_NONE_MATCH, HeaderValue::from_static("*"));
-        }
-        let response = self.client.execute(request).await?;
+        let response = match completes && self.creates {
+            true => self.create(request).await?,
+            false => self.client.execute(request).await?,
+        };
         if is_read {
             return Ok(response);
         }
