@@ -15,7 +15,7 @@ use crate::log_messages::await_line;
 
 /// A server of an object that wants `value` in the header `name`.
 fn site(name: &'static str, value: &str) -> (WebServer, Vec<u8>) {
-    let object = Random::from_seed(seed()).bytes(4 * MIB as usize);
+    let object = Random::from_seed(seed()).bytes(5 * MIB as usize);
     let server = WebServer::start(object.clone(), "/disk.img");
     wants(&server, name, value);
     (server, object)
@@ -55,6 +55,10 @@ fn a_token_that_is_replaced_while_a_confined_server_serves_costs_no_error() {
     wants(&store, "authorization", "Basic QWxhZGRpbjpvcGVuIHNlc2FtZQ==");
     write(&file, "basic Aladdin:open sesame");
     is_read(2);
+    // Some servers answer 403 to a token that has expired.
+    store.script().lies.push_back(Lie::Status(403, "", ""));
+    write(&file, "basic Aladdin:open sesame\nx-more: 1");
+    is_read(4);
     // The new one comes after the old one has expired.
     let before = store.script().unsigned;
     wants(&store, "x-token", "three");
