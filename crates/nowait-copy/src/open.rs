@@ -214,7 +214,7 @@ pub(crate) fn target(
             format.check_in_place(location)?;
             let raw = Some(Format::Raw);
             let options = ChainOptions { writable: true, format: raw, ..ChainOptions::default() };
-            let endpoint = remote_image(location, &options)?;
+            let endpoint = remote_image(location, &options, &RemoteOptions::default())?;
             check_size(location, &*endpoint, size)?;
             return Ok(Target { endpoint, kind: TargetKind::InPlace, is_zero: false });
         }

@@ -122,7 +122,10 @@ fn open_raw(
     if let Ok(Some(signature)) = Signature::probe(file) {
         warnings.push(Warning::BeginsLike(file.path().to_owned(), signature));
     }
-    if writable && !is_device && file.fd().and_then(mark_raw).is_err() {
+    // Without a mark one that was guessed is refused at the next start if a guest has made it begin like another format, and
+    // so much is told then. One that was named raw could begin like qcow2.
+    let is_marked = writable && !is_device && file.fd().and_then(mark_raw).is_ok();
+    if writable && !is_device && !is_marked && options.format.is_some() {
         warnings.push(Warning::NotMarked(file.path().to_owned()));
     }
     Ok(Content::Raw { device: Arc::new(device), chain })

@@ -33,6 +33,9 @@ pub fn read(path: &Path, most: u64) -> io::Result<(Vec<u8>, Metadata)> {
     let flags = OFlags::NONBLOCK.bits() as i32;
     let file = OpenOptions::new().read(true).custom_flags(flags).open(path)?;
     let found = file.metadata()?;
+    if found.is_dir() {
+        return Err(ErrorKind::IsADirectory.into());
+    }
     if !found.is_file() {
         return refused("it is no regular file");
     }

@@ -2,7 +2,7 @@
 //!
 //! Invariant: the keys of an answer are over already, so that each request to the store needs others.
 
-use std::io::{BufReader, Read, Write};
+use std::io::{BufReader, Write};
 use std::net::{TcpListener, TcpStream};
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -50,13 +50,8 @@ impl TokenService {
 fn serve(stream: TcpStream, seen: &Mutex<Vec<String>>, key: &str, secret: &str) {
     let mut reader = BufReader::new(stream);
     while let Some(request) = Request::read(&mut reader) {
-        let len = request.header("content-length").and_then(|it| it.parse().ok()).unwrap_or(0);
-        let mut form = vec![0; len];
-        if reader.read_exact(&mut form).is_err() {
-            return;
-        }
-        let form = String::from_utf8_lossy(&form);
-        let query = request.path.split_once('?').map_or("", |(_, query)| query);
+        let form = String::from_utf8_lossy(&request.body);
+        let query = request.query();
         let mut fields = query.split('&').chain(form.split('&'));
         let field = fields.find_map(|it| {
             it.split_once("WebIdentityToken=").or(it.split_once("client_assertion="))

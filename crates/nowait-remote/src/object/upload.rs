@@ -94,7 +94,7 @@ impl Upload {
         let part_time = ANSWER_TIME + Duration::from_secs(bytes_at_once / MINIMUM_RATE);
         let timeouts = Timeouts { silence: ANSWER_TIME, all: part_time, minimum_rate: 0 };
         let creates = !replaces && matches!(url.place, Place::S3(_));
-        let inner = Connector::new(false, part_time.max(COMPLETE_TIME))?;
+        let inner = Connector::new(false, part_time.max(COMPLETE_TIME), None)?;
         let object = Object::over(url, timeouts, UploadConnector { inner, creates })?;
         let begun = Instant::now();
         let mut upload = Self {
