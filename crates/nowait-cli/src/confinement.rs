@@ -82,7 +82,7 @@ fn images(args: &ServeArgs, all: &[OpenedDisk], files: &mut FileAccess) {
         all.iter().filter_map(|opened| Location::parse(&opened.named.image.clone().into()).ok());
     named.chain(given).for_each(|location| remote(&location, files));
     args.remote.cache.iter().for_each(|cache| files.change(&cache.directory));
-    args.remote.auth.http_auth.iter().for_each(|path| replaced(path, files));
+    args.remote.auth.http_auth.iter().for_each(|path| renewed_file(path, files));
     for opened in all {
         let image = &opened.named.image;
         if Location::parse(&image.into()).is_ok_and(|location| location.path().is_none()) {
@@ -136,12 +136,6 @@ fn remote(location: &Location, files: &mut FileAccess) {
         // Its library's threads have begun, and take none of the signals by which threads are restricted.
         Location::Rbd(_) => files.allow_all("the threads of Ceph's library cannot be restricted"),
     }
-}
-
-/// The file at `path` is read again later: also another one that has got its name, or that of a link to it.
-fn replaced(path: &Path, files: &mut FileAccess) {
-    files.read(directory_with(path));
-    files.read(directory_of(path));
 }
 
 /// What opening `location` needs beside its connections.
@@ -268,6 +262,23 @@ mod tests {
         names.change(&Change::RemoveFile(nbd.into())).unwrap();
         names.change(&Change::RemoveFile(vmm.into())).unwrap();
         names.change(&Change::RemoveFile(log.into())).unwrap_err();
+    }
+
+    #[test]
+    fn a_file_with_tokens_gives_its_own_directory_and_never_a_home_directory_or_one_of_the_root() {
+        let directory = tempfile::tempdir().unwrap();
+        let own = directory.path().canonicalize().unwrap();
+        let home = std::env::home_dir().unwrap();
+        for (parent, is_given) in [(&*own, true), (&home, false), (Path::new("/etc"), false)] {
+            let file = parent.join("token");
+            let args = parsed(["--http-auth", file.to_str().unwrap()]);
+            let mut expected = needed_files(&parsed([]), &[]);
+            expected.read(&file);
+            if is_given {
+                expected.read(parent);
+            }
+            assert_eq!(format!("{:?}", needed_files(&args, &[])), format!("{expected:?}"));
+        }
     }
 
     #[test]

@@ -300,7 +300,8 @@ fn launchers(args: &ServeArgs, descriptors: Rlimit) -> Result<Launchers, CliErro
         (None, true) => (Starts::Own, None),
         (None, false) => (Starts::Any, None),
     };
-    let launcher = Launcher::start(starts, args.lifetime.fork, descriptors, files_of_images(args));
+    let images = if starts == Starts::Nothing { Vec::new() } else { files_of_images(args) };
+    let launcher = Launcher::start(starts, args.lifetime.fork, descriptors, images);
     let changer = match &launcher {
         Ok(launcher) => is_confined.then(|| launcher.clone()),
         Err(why) if is_confined => return Err(CliError::new(why)),

@@ -5,20 +5,19 @@
 
 use std::collections::HashMap;
 use std::fmt;
-use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
 use std::time::{Duration, Instant};
 
 use async_trait::async_trait;
-use nowait_nbd::secret_file;
 use object_store::aws::{AmazonS3Builder, AmazonS3ConfigKey, AwsCredential, AwsCredentialProvider};
 use object_store::client::HttpConnector;
 use object_store::{ClientOptions, CredentialProvider};
 use url::Url;
 
 use crate::object::aws_sso::{SsoCredentials, SsoRole};
+use crate::object::secret_text;
 
 /// A file with more than this is refused.
 const MAX_BYTES: u64 = 1 << 20;
@@ -130,6 +129,15 @@ impl AwsFiles {
         Ok(Profile { settings, endpoint, session })
     }
 
+    /// The files that other programs renew and that are read again: these and, with a single sign-on, that of the token.
+    fn renewed(&self, profile: &Profile) -> Vec<PathBuf> {
+        let token = match self.source(profile) {
+            Ok(Some(Source::SignOn(role))) => Some(role.token_file().to_owned()),
+            _ => None,
+        };
+        [self.credentials.clone(), self.config.clone()].into_iter().chain(token).collect()
+    }
+
     /// Where the credentials of the profile are from, if it has any.
     ///
     /// # Errors
@@ -164,22 +172,10 @@ impl AwsFiles {
     }
 }
 
-/// The sections of the file at `path`; none where it is not there.
+/// The sections of the file at `path`; none if it does not exist.
 fn read(path: &Path) -> Result<HashMap<String, Settings>, String> {
-    let wrong = |why: &str| format!("{}: {why}", path.display());
-    let bytes = match secret_file::read(path, MAX_BYTES + 1) {
-        Ok((bytes, _)) => bytes,
-        Err(error) if error.kind() == ErrorKind::NotFound => return Ok(HashMap::new()),
-        Err(error) => {
-            let text = error.to_string();
-            // As everywhere here: the words without the number.
-            return Err(wrong(text.split_once(" (os error").map_or(text.as_str(), |it| it.0)));
-        }
-    };
-    if bytes.len() as u64 > MAX_BYTES {
-        return Err(wrong("it is too long for a file of 'aws configure'"));
-    }
-    Ok(parse(str::from_utf8(&bytes).map_err(|_| wrong("it is no text in UTF-8"))?))
+    let read = secret_text::read(path, MAX_BYTES, "a file of 'aws configure'")?;
+    Ok(read.map_or_else(HashMap::new, |(text, _)| parse(&text)))
 }
 
 /// The sections of `text`. A setting in lines that are indented has the name of the one above it before
@@ -350,18 +346,12 @@ pub(super) fn has_credentials() -> bool {
     !matches!(keys, Ok(None))
 }
 
-/// The TCP port of the endpoint of the profile, and the directories of the files that are read again.
+/// The TCP port of the endpoint of the profile, and the files that are read again, whether they are there or not.
 pub(super) fn needs() -> (Option<u16>, Vec<PathBuf>) {
     let Ok(Some((files, profile))) = found() else { return (None, Vec::new()) };
     let port = profile_endpoint(&profile).and_then(|url| Url::parse(url).ok()?.port());
-    let directory = |path: PathBuf| std::path::absolute(path).ok()?.parent().map(Path::to_owned);
-    let tokens = match files.source(&profile) {
-        Ok(Some(Source::SignOn(role))) => role.directory().map(Path::to_owned),
-        _ => None,
-    };
-    let directories = [files.credentials, files.config].into_iter().filter_map(directory);
-    let all = directories.chain(tokens).filter(|path| wants_credentials() && path.is_dir());
-    (port, all.collect())
+    let renewed = if wants_credentials() { files.renewed(&profile) } else { Vec::new() };
+    (port, renewed)
 }
 
 #[cfg(test)]
@@ -442,6 +432,8 @@ aws_secret_access_key = secret
         };
         let (credential, profile) = of(None);
         assert_eq!(credential, key("AKIA", "a/b+c=", Some("token")));
+        let renewed = files(directory.path(), None).renewed(&profile);
+        assert_eq!(renewed, ["keys", "config"].map(|name| directory.path().join(name)));
         assert_eq!(profile.settings["region"], "eu-west-1");
         assert_eq!(profile.settings["output"], "json");
         assert_eq!(profile.endpoint, None);
@@ -465,6 +457,10 @@ aws_secret_access_key = secret
             assert!(why.contains(words) && why.contains(&way) && !why.contains("secret"), "{why}");
         }
         assert_eq!(of("sso"), Ok(true));
+        let files = files(directory.path(), Some("sso"));
+        let renewed = files.renewed(&files.read().unwrap());
+        let token = renewed.last().unwrap();
+        assert_eq!(token.parent(), Some(&*directory.path().join(".aws/sso/cache")));
         assert!(of("half").unwrap_err().contains("only one of aws_access_key_id"));
         assert!(of("none").unwrap_err().contains("has the profile 'none'"));
         assert_eq!(AwsFiles::of(&|_| None).map(|_| ()), None);

@@ -76,9 +76,9 @@ impl SsoRole {
         }))
     }
 
-    /// The directory of the file with the token.
-    pub(super) fn directory(&self) -> Option<&Path> {
-        self.token.parent()
+    /// The file with the token.
+    pub(super) fn token_file(&self) -> &Path {
+        &self.token
     }
 
     fn url(&self) -> Result<Url, String> {

@@ -16,8 +16,9 @@ use hyper::header::{
     ACCEPT_ENCODING, AUTHORIZATION, CONNECTION, CONTENT_LENGTH, EXPECT, HOST, HeaderMap,
     HeaderName, HeaderValue, RANGE, TE, TRANSFER_ENCODING, UPGRADE,
 };
-use nowait_nbd::secret_file;
 use url::Url;
+
+use crate::object::secret_text;
 
 /// A file with more than this is refused.
 const MAX_BYTES: u64 = 64 << 10;
@@ -33,6 +34,8 @@ const OWN: [HeaderName; 9] = [
     TRANSFER_ENCODING,
     UPGRADE,
 ];
+/// The error of a file that does not exist, as the system has it.
+const ABSENT: &str = "No such file or directory";
 /// The permission bits of others than the owner.
 const OTHERS: u32 = 0o077;
 
@@ -113,16 +116,9 @@ impl HttpAuth {
 /// The headers for `server` in the file at `path`, and whether other users may read it.
 fn read(path: &Path, server: &Url) -> Result<(HeaderMap, bool), String> {
     let wrong = |why: &str| format!("{}: {why}", path.display());
-    let (bytes, found) = secret_file::read(path, MAX_BYTES + 1).map_err(|error| {
-        let text = error.to_string();
-        // As everywhere here: the words without the number.
-        wrong(text.split_once(" (os error").map_or(text.as_str(), |(words, _)| words))
-    })?;
-    if bytes.len() as u64 > MAX_BYTES {
-        return Err(wrong("it is too long for a file of tokens"));
-    }
-    let text = str::from_utf8(&bytes).map_err(|_| wrong("it is no text in UTF-8"))?;
-    let headers = parse(text, server).map_err(|why| wrong(&why))?;
+    let read = secret_text::read(path, MAX_BYTES, "a file of tokens")?;
+    let (text, found) = read.ok_or_else(|| wrong(ABSENT))?;
+    let headers = parse(&text, server).map_err(|why| wrong(&why))?;
     Ok((headers, found.mode() & OTHERS != 0))
 }
 

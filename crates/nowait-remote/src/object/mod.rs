@@ -9,6 +9,7 @@ mod fault;
 mod resolver;
 mod redirect_ports;
 mod proxy;
+mod secret_text;
 mod aws_sso;
 mod aws_files;
 mod object_url;
