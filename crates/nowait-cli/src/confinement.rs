@@ -21,7 +21,7 @@ use crate::args::tls_args::Encryption;
 use crate::control_socket;
 use crate::default_image::DefaultSocket;
 use crate::open_disk::OpenedDisk;
-use crate::own_names::OwnNames;
+use crate::owned_paths::OwnedPaths;
 use crate::renewed_files;
 use crate::systemd;
 use crate::vhost_user_spec::DevicePlace;
@@ -61,7 +61,7 @@ pub(crate) fn enter(
     Ok(())
 }
 
-/// What the server of `args` opens, makes and removes while it serves `all`.
+/// The files that the server of `args` opens, creates and removes while it serves `all`.
 pub(crate) fn needed_files(args: &ServeArgs, all: &[OpenedDisk]) -> FileAccess {
     let mut files = FileAccess::default();
     KERNEL_FILES.iter().for_each(|path| files.read(path));
@@ -162,12 +162,12 @@ fn named_later(location: &Location, files: &mut FileAccess) {
 
 /// The names that the server of `args` removes at its end: those of its sockets, which are bound already (`listens` and
 /// `default_socket`).
-pub(crate) fn own_names(
+pub(crate) fn owned_paths(
     args: &ServeArgs,
     listens: &[Address],
     default_socket: Option<&DefaultSocket>,
-) -> OwnNames {
-    let mut names = OwnNames::default();
+) -> OwnedPaths {
+    let mut names = OwnedPaths::default();
     let nbd = listens.iter().filter_map(|listen| match listen {
         Address::Unix(path) => Some(path.clone()),
         Address::Tcp { .. } => None,
@@ -225,7 +225,7 @@ mod tests {
     use super::*;
     use crate::args::{Cli, Command};
     use crate::export_spec::NamedExport;
-    use crate::own_names::Change;
+    use crate::owned_paths::Change;
 
     fn parsed<'a>(arguments: impl IntoIterator<Item = &'a str>) -> Box<ServeArgs> {
         match Cli::try_parse_from(["nowait", "serve"].into_iter().chain(arguments)).unwrap().command
@@ -258,7 +258,7 @@ mod tests {
         ]);
         let files = |args: &ServeArgs| format!("{:?}", needed_files(args, &[]));
         assert_eq!(files(&args), files(&parsed([])));
-        let names = own_names(&args, &[Address::Unix(nbd.clone().into())], None);
+        let names = owned_paths(&args, &[Address::Unix(nbd.clone().into())], None);
         names.change(&Change::RemoveFile(nbd.into())).unwrap();
         names.change(&Change::RemoveFile(vmm.into())).unwrap();
         names.change(&Change::RemoveFile(log.into())).unwrap_err();

@@ -14,7 +14,7 @@ use std::path::{Path, PathBuf};
 use nowait_nbd::Address;
 
 use crate::error::{CliError, os_message};
-use crate::{listen_address, own_names};
+use crate::{listen_address, owned_paths};
 
 const IMAGE_NAME: &str = "nowait.img";
 const IMAGE_BYTES: u64 = 1 << 30;
@@ -95,9 +95,9 @@ impl DefaultSocket {
         if let Some(directory) = &self.temporary {
             // The directory holds no other file. A failure leaves an empty directory at worst.
             if let Address::Unix(socket) = &self.listen {
-                let _ = own_names::remove_file(socket);
+                let _ = owned_paths::remove_file(socket);
             }
-            let _ = own_names::remove_directory(directory);
+            let _ = owned_paths::remove_directory(directory);
         }
     }
 }

@@ -12,7 +12,7 @@ use std::process::Stdio;
 use clap::Parser;
 
 use crate::args::{Cli, Command, ServeArgs};
-use crate::own_names::{OwnNames, OwnPidFile};
+use crate::owned_paths::{OwnedPaths, OwnedPidFile};
 use crate::upgrade::hand_over_policy::HandOverPolicy;
 use crate::upgrade::launcher::{Program, Request, Starts, Work};
 use crate::upgrade::messages::{Begin, ExportState, ListenerState};
@@ -103,7 +103,7 @@ impl TakenOverServer {
     /// The launcher, whose server has just been confined.
     fn launcher(&self) -> Result<Work<Fake>, String> {
         let at = |name: &str| self.directory.join(name);
-        let mut names = OwnNames::default();
+        let mut names = OwnedPaths::default();
         for name in ["socket", "control", "pid.1"] {
             fs::write(at(name), "1\n").map_err(|error| error.to_string())?;
         }
@@ -112,7 +112,7 @@ impl TakenOverServer {
         names.directory(&at("made"));
         names.log_file(&at("log"));
         let (path, temporary) = (at("pid"), at("pid.1"));
-        names.pid_file(&OwnPidFile { path, temporary, content: "1\n".into() });
+        names.pid_file(&OwnedPidFile { path, temporary, content: "1\n".into() });
         Ok(Work { own: Ok(at(PROGRAM)), starts: Starts::Own, started: None, names: Some(names) })
     }
 

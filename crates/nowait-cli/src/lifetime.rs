@@ -11,7 +11,7 @@ use rustix::io::Errno;
 use rustix::process::{Pid, Signal, getppid, set_parent_process_death_signal, test_kill_process};
 
 use crate::error::{CliError, create_message, os_message};
-use crate::own_names::OwnPidFile;
+use crate::owned_paths::OwnedPidFile;
 
 /// The parent of this process at its start.
 pub(crate) struct Parent(Option<Pid>);
@@ -42,7 +42,7 @@ impl Parent {
 }
 
 /// The PID file of this process, removed on drop.
-pub(crate) struct PidFile(OwnPidFile);
+pub(crate) struct PidFile(OwnedPidFile);
 
 impl PidFile {
     /// Writes the file under a temporary name in the same directory.
@@ -63,7 +63,7 @@ impl PidFile {
         let temporary = PathBuf::from(name);
         write_new(&temporary, &content)
             .map_err(|error| CliError::at(&path, create_message("write the file", &error)))?;
-        Ok(Self(OwnPidFile { path, temporary, content }))
+        Ok(Self(OwnedPidFile { path, temporary, content }))
     }
 
     /// Renames the file to its name, replacing an older one.
@@ -81,7 +81,7 @@ impl PidFile {
     }
 
     /// Its names.
-    pub(crate) fn names(&self) -> &OwnPidFile {
+    pub(crate) fn names(&self) -> &OwnedPidFile {
         &self.0
     }
 }

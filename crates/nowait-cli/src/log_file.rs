@@ -12,7 +12,7 @@ use rustix::stdio::dup2_stderr;
 
 use crate::error::{CliError, create_message};
 use crate::log;
-use crate::own_names;
+use crate::owned_paths;
 
 /// A file for messages.
 #[derive(Clone, Debug)]
@@ -46,7 +46,7 @@ impl LogFile {
     }
 
     fn open(&self) -> Result<File, CliError> {
-        own_names::open_log(&self.0).map_err(|error| self.cannot(&error))
+        owned_paths::open_log(&self.0).map_err(|error| self.cannot(&error))
     }
 
     fn cannot(&self, error: &std::io::Error) -> CliError {

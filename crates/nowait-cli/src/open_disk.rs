@@ -16,7 +16,7 @@ use tracing::warn;
 
 use crate::args::ServeArgs;
 use crate::export_spec::NamedExport;
-use crate::{args, large_memory, open_chain, parallel_map, systemd, waiting};
+use crate::{args, malloc_threshold, open_chain, parallel_map, systemd, waiting};
 
 /// The most threads that open images.
 pub(crate) const OPENING_THREADS: usize = 4;
@@ -150,7 +150,7 @@ pub(crate) fn common(args: &ServeArgs) -> Result<Common, CliError> {
     let remote = args.remote.options()?;
     let given = &args.others.backing;
     if args.names_objects() {
-        large_memory::return_when_freed();
+        malloc_threshold::return_when_freed();
     }
     let backings = waiting::on(given, || nowait_remote::open_backings(given, &remote));
     let backing_storages = backings.map_err(|error| open_chain::failed(&error))?;

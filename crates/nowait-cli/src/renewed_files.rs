@@ -68,7 +68,7 @@ fn names(path: &Path) -> VecDeque<OsString> {
     names.map(|it| it.as_os_str().to_owned()).collect()
 }
 
-/// Those of `directories` that may be for such files only.
+/// The `directories` without those that have files of other kinds by their place.
 fn own(mut directories: Vec<PathBuf>) -> Vec<PathBuf> {
     let home = std::env::home_dir();
     directories.retain(|directory| {

@@ -12,7 +12,7 @@ use crate::error::{CliError, create_message, open_message};
 use nowait_control::Token;
 use nowait_nbd::secret_file;
 
-use crate::{control_socket, own_names};
+use crate::{control_socket, owned_paths};
 
 /// The permission bits of others than the owner.
 const OTHERS: u32 = 0o077;
@@ -49,7 +49,7 @@ impl Drop for OwnTokenFile {
     fn drop(&mut self) {
         if self.is_own {
             // The user may have removed it.
-            let _ = own_names::remove_file(&self.path);
+            let _ = owned_paths::remove_file(&self.path);
         }
     }
 }

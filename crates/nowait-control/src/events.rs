@@ -15,7 +15,7 @@ use serde::Serialize;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, broadcast};
 
 use crate::api::{ConnectionInfo, ExportInfo, RemovedExport, Statistics};
-use crate::blocking::blocking;
+use crate::blocking_calls::blocking;
 use crate::controlled_server::ControlledServer;
 
 /// The most subscribers at once.

@@ -10,7 +10,7 @@ use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use crate::api::{ExportHistory, ExportInfo, HistoryInfo, PastErrors, SeriesInfo};
-use crate::blocking::blocking;
+use crate::blocking_calls::blocking;
 use crate::controlled_server::ControlledServer;
 use crate::load::Load;
 

@@ -19,7 +19,7 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{oneshot, watch};
 
-use crate::blocking;
+use crate::blocking_calls;
 use crate::bounds::{MAX_HEAD_BYTES, prevent_caching};
 use crate::connection_slots::{ConnectionSlot, ConnectionSlots};
 use crate::controlled_server::ControlledServer;
@@ -61,7 +61,7 @@ impl HttpServer {
         server: Arc<dyn ControlledServer>,
     ) -> io::Result<Self> {
         let runtime = Builder::new_current_thread().enable_all().build()?;
-        blocking::start()?;
+        blocking_calls::start()?;
         let accepting = Accepting::new(watch::Sender::new(true));
         let endpoints = {
             let _inside = runtime.enter();
@@ -106,7 +106,7 @@ impl Drop for HttpServer {
 }
 
 fn run(runtime: Runtime, endpoints: Vec<Endpoint>, stopped: oneshot::Receiver<Duration>) {
-    blocking::lower_priority();
+    blocking_calls::lower_priority();
     let all: Vec<_> = endpoints.iter().map(|endpoint| endpoint.slots.clone()).collect();
     let spawn = |endpoint| runtime.spawn(accept_all(endpoint));
     let accepting: Vec<_> = endpoints.into_iter().map(spawn).collect();

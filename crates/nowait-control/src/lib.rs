@@ -8,7 +8,7 @@ mod api;
 mod load;
 mod controlled_server;
 mod metrics;
-mod blocking;
+mod blocking_calls;
 mod events;
 mod history;
 mod refusal;

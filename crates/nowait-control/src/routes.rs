@@ -18,7 +18,7 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 
 use crate::api::{AddExport, PatchExport, ServerInfo, SnapshotRequest, UpgradeRequest};
-use crate::blocking::blocking;
+use crate::blocking_calls::blocking;
 use crate::controlled_server::{ControlError, ControlledServer};
 use crate::events::Events;
 use crate::history::History;

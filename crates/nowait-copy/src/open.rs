@@ -175,7 +175,7 @@ impl TargetFormat {
         }
     }
 
-    /// Refuses a qcow2 target that is no file.
+    /// Refuses a qcow2 target that is not a file.
     fn check_in_place(self, location: &Location) -> Result<(), Error> {
         match self.format {
             Format::Raw => Ok(()),

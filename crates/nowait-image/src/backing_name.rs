@@ -46,7 +46,7 @@ impl ParsedName {
 }
 
 impl Place {
-    /// Parses a name that is no `json:`.
+    /// Parses a name that does not begin with `json:`.
     fn parse(name: &OsStr) -> Result<Self, String> {
         if plain_name(name).is_some() {
             return Ok(Self::File(name.to_owned()));
@@ -59,7 +59,7 @@ impl Place {
     }
 }
 
-/// The URL that `name` in a header stands for, where that is no file: as it is, or for QEMU's other
+/// The URL that `name` in a header stands for, where that is not a file: as it is, or for QEMU's other
 /// forms of an NBD export its URI. `None` for a file, and for a name that is not supported.
 #[must_use]
 pub fn url_of_backing(name: &OsStr) -> Option<String> {

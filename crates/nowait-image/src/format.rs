@@ -34,7 +34,7 @@ impl Format {
     /// an explicit format.
     ///
     /// # Errors
-    /// Those of pread(2). `EINVAL`: the file begins like another format than these two and is not marked as raw
+    /// The errors of pread(2). `EINVAL`: the file begins like another format than these two and is not marked as raw
     /// ([`signature::mark_raw`]); or it is marked and begins like qcow2.
     pub fn probe(file: &ImageFile) -> Result<Self, ImageError> {
         let refused = |why| Err(ImageError::refused(file.path(), why));

@@ -18,7 +18,7 @@ const MAX_LINKS: usize = 40;
 /// file.
 ///
 /// # Errors
-/// Those of open(2) and read(2); `InvalidInput`, with a text: it is no regular file, it or a link to it belongs to a user
+/// The errors of open(2) and read(2); `InvalidInput`, with a text: it is not a regular file, it or a link to it belongs to a user
 /// other than this one and root.
 pub fn read(path: &Path, most: u64) -> io::Result<(Vec<u8>, Metadata)> {
     let mut link = path.to_owned();

@@ -1,6 +1,6 @@
 //! The addresses of hosts, by the resolver of this process or by another process for it.
 //!
-//! Invariant: an address is asked of no resolver.
+//! Invariant: a literal address is not looked up.
 
 use std::io;
 use std::net::{IpAddr, SocketAddr, ToSocketAddrs};
@@ -20,7 +20,7 @@ pub fn look_up_names_by(look_up: LookUp) {
 /// The addresses of `host`, as the resolver of this process knows them.
 ///
 /// # Errors
-/// Those of getaddrinfo(3): it has none, or the resolver cannot be asked.
+/// The errors of getaddrinfo(3): it has none, or the resolver does not answer.
 pub fn looked_up_here(host: &str) -> io::Result<Vec<IpAddr>> {
     Ok((host, 0).to_socket_addrs()?.map(|address| address.ip()).collect())
 }

@@ -35,7 +35,7 @@ const STEP_BYTES: u64 = 256 << 10;
 /// A thread keeps this many declared bytes for its next requests.
 const RETAINED_BYTES: u64 = 1 << 20;
 
-/// What the connections of all threads hold, as declared by the threads.
+/// The memory that the connections of all threads hold, as declared by the threads.
 #[derive(Clone, Default)]
 pub(crate) struct DeclaredUse(Arc<Shared>);
 

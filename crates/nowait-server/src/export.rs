@@ -183,7 +183,7 @@ impl<M: BlockMap> Export<M> {
     }
 }
 
-/// Bytes of a sector of the block devices of guests and of this machine.
+/// Bytes of a sector of vhost-user and ublk devices.
 pub(crate) const SECTOR_BYTES: u64 = 512;
 
 /// The sectors of a disk of `size` bytes. The last one is padded with zeros, as by QEMU.

@@ -55,7 +55,7 @@ impl Faults {
 
     /// Notes that `io` of `export` has failed with `errno`; `export` is called for a failure that is
     /// logged, and `latched` says of a flush whether all later ones fail, too. Ignores `EOPNOTSUPP`:
-    /// zeroing cannot be fast there, which is no failure.
+    /// zeroing cannot be fast there, which does not count as a failure.
     #[cold]
     pub(crate) fn note(
         &self,

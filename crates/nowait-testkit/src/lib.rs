@@ -25,7 +25,7 @@ pub mod token_service;
 #[cfg(feature = "web")]
 pub mod signer;
 #[cfg(feature = "web")]
-pub mod multipart;
+pub mod multipart_upload;
 #[cfg(feature = "web")]
 pub mod web_proxy;
 #[cfg(feature = "web")]

@@ -1,4 +1,4 @@
-//! A proxy that makes tunnels (CONNECT), all of them to one server of this machine.
+//! A proxy that makes tunnels (CONNECT), all of them to one local server.
 //!
 //! Invariant: it shares no code with the client; each connection has two threads, which end with it.
 

@@ -12,7 +12,7 @@ use std::net::TcpStream;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
 
-use crate::multipart::{Call, Outcome, Uploads};
+use crate::multipart_upload::{Call, Outcome, Uploads};
 use crate::signer::Signer;
 use crate::web_request::Request;
 
@@ -68,11 +68,11 @@ pub struct Script {
     pub lies: VecDeque<Lie>,
     /// What is done with all requests once `lies` is empty.
     pub always: Option<Lie>,
-    /// There is no object until an upload is complete.
+    /// The object does not exist until an upload is complete.
     pub is_absent: bool,
     /// The uploads.
     pub uploads: Uploads,
-    /// What is done with the next requests of these kinds, each once, before `lies`.
+    /// Wrong answers to the next requests of these kinds, each once, before `lies`.
     pub upload_lies: Vec<(Call, Lie)>,
     /// How requests have to be signed.
     pub signer: Option<Signer>,

@@ -76,7 +76,7 @@ pub(crate) struct RemoteArgs {
 
     /// How much memory blocks of all objects (s3://, https:// and others) have together, at least 8M
     ///
-    /// What was read last stays there, at most 32M of each object; what was used longest ago goes.
+    /// It keeps the blocks that were read last, at most 32M of each object; the least recently used one is replaced first.
     #[arg(long, value_name = "SIZE", default_value = "256M")]
     #[arg(value_parser = parse_memory)]
     remote_memory: u64,

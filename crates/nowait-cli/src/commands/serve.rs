@@ -20,7 +20,7 @@ use crate::args::control_args::ControlAddress;
 use crate::background::Background;
 use crate::commands::info::registrable;
 use crate::commands::ublk;
-use crate::confinement::{needed_files, own_names};
+use crate::confinement::{needed_files, owned_paths};
 use crate::control_interface::{BoundControl, ControlInterface};
 use crate::endpoints::{Endpoints, exports_of};
 use crate::error::{CliError, os_message};
@@ -28,7 +28,7 @@ use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
 use crate::log_file::LogFile;
 use crate::open_disk::{self, Common, OpenedDisk, open_all};
-use crate::own_names::OwnNames;
+use crate::owned_paths::OwnedPaths;
 use crate::process;
 use crate::ready_lines::{print, print_hint, print_ready, ready_lines, uris, vhost_user_paths};
 use crate::reload::Reload;
@@ -92,7 +92,7 @@ fn serve(
     let forks = args.lifetime.fork && take_over.is_none();
     let background = forks.then(background::fork).transpose()?;
     let ending = ending(args, &parent)?;
-    let (launcher, names_changer) = launchers(args, descriptors)?;
+    let (launcher, paths_changer) = launchers(args, descriptors)?;
     let (tls, tls_files) = tls_files::read(&args.tls)?;
     let Opened { all, is_default, adopted, common } = open(args, take_over.as_deref())?;
     let Some(first) = all.first() else { return Ok(()) };
@@ -108,9 +108,9 @@ fn serve(
         bind_control(args, take_over.as_deref_mut(), launcher, states, ublk.as_ref())?;
     let devices = exports_of(args, &all, connections, adopted.as_ref())?;
     let files = needed_files(args, &all);
-    let mut names = own_names(args, &listens[inherited..], default_socket.as_deref());
+    let mut names = owned_paths(args, &listens[inherited..], default_socket.as_deref());
     control.token_file().iter().for_each(|path| names.file(path));
-    keep_names(names_changer, names, &files, (pid_file.as_deref(), log_file.as_ref()))?;
+    keep_paths(paths_changer, names, &files, (pid_file.as_deref(), log_file.as_ref()))?;
     let new_node = ublk.as_ref().filter(|_| handed_over.is_none());
     if new_node.is_none() {
         confinement::enter(args, files.clone(), ublk.as_ref())?;
@@ -214,9 +214,9 @@ fn process_files(
 
 /// Has `changer`, if there is one, change `names` and those of the PID file and the log file, and look up the addresses of
 /// hosts if `files` allow connections by TCP.
-fn keep_names(
+fn keep_paths(
     changer: Option<Arc<Launcher>>,
-    mut names: OwnNames,
+    mut names: OwnedPaths,
     files: &FileAccess,
     (pid_file, log_file): (Option<&PidFile>, Option<&LogFile>),
 ) -> Result<(), CliError> {

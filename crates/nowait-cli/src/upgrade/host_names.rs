@@ -1,9 +1,9 @@
 //! Addresses of hosts for a confined server, which has neither the resolver's files nor its sockets.
 //!
-//! A packet with a name goes to the launcher, and one with its addresses comes back.
+//! A request is a packet with a name, and its reply one with the addresses.
 //!
-//! Invariant: each end is used for one question at a time, and never again after one that has failed: a later answer would be
-//! taken for that to another question. However many questions a server asks, the launcher has [`ENDS`] threads for them.
+//! Invariant: each socket has one request at a time, and is closed after one that has failed: a late reply would be taken for
+//! that to another request. However many requests a server sends, the launcher has [`SOCKETS`] threads for them.
 
 use std::io::{self, ErrorKind};
 use std::net::{IpAddr, Ipv6Addr};
@@ -15,59 +15,59 @@ use rustix::net::{
     AddressFamily, RecvFlags, SendFlags, SocketFlags, SocketType, recv, send, socketpair,
 };
 
-/// The most questions at a time.
-pub(crate) const ENDS: usize = 4;
-/// The longest name in bytes (RFC 1035, 2.3.4).
+/// Maximum number of requests at a time.
+pub(crate) const SOCKETS: usize = 4;
+/// Maximum bytes of a name (RFC 1035, 2.3.4).
 const NAME_BYTES: usize = 255;
-/// The most addresses of an answer, each of which has 16 bytes.
+/// Maximum number of addresses of a reply, each of 16 bytes.
 const ADDRESSES: usize = 64;
-/// The most bytes of the reason why there is none.
+/// Maximum bytes of the reason for a failure.
 const REASON_BYTES: usize = 255;
-/// The first byte of an answer with addresses, and of one with a reason.
+/// The first byte of a reply with addresses, and of one with a reason.
 const FOUND: u8 = 1;
 const FAILED: u8 = 0;
 
-/// The server's ends.
-pub(crate) struct Questions {
-    ends: Mutex<Ends>,
+/// The server's side.
+pub(crate) struct HostNameClient {
+    sockets: Mutex<Sockets>,
     freed: Condvar,
 }
 
-struct Ends {
+struct Sockets {
     free: Vec<OwnedFd>,
-    /// Those that can be used, free or not.
+    /// Number of sockets that have not failed, free or in use.
     usable: usize,
 }
 
-impl Questions {
-    /// The server's ends, and those of the launcher.
+impl HostNameClient {
+    /// The server's side, and the sockets of the launcher.
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`.
     pub(crate) fn new() -> io::Result<(Self, Vec<OwnedFd>)> {
         let flags = SocketFlags::CLOEXEC;
-        let pairs: Result<Vec<_>, Errno> = (0..ENDS)
+        let pairs: Result<Vec<_>, Errno> = (0..SOCKETS)
             .map(|_| socketpair(AddressFamily::UNIX, SocketType::SEQPACKET, flags, None))
             .collect();
         let (free, far) = pairs?.into_iter().unzip();
-        let ends = Mutex::new(Ends { free, usable: ENDS });
-        Ok((Self { ends, freed: Condvar::new() }, far))
+        let sockets = Mutex::new(Sockets { free, usable: SOCKETS });
+        Ok((Self { sockets, freed: Condvar::new() }, far))
     }
 
     /// Asks for the addresses of `host`. Waits as the resolver does.
     ///
     /// # Errors
-    /// There are none; the launcher has ended; the name is too long.
+    /// The name has no address, or is longer than 255 bytes; the launcher has ended.
     pub(crate) fn ask(&self, host: &str) -> io::Result<Vec<IpAddr>> {
         if host.is_empty() || host.len() > NAME_BYTES {
             return Err(io::Error::other("this is no name of a host"));
         }
-        let end = self.take()?;
+        let socket = self.take()?;
         let mut answer = [0; 1 + ADDRESSES * 16];
-        let exchanged = send(&end, host.as_bytes(), SendFlags::NOSIGNAL)
-            .and_then(|_| retry_on_intr(|| recv(&end, &mut answer, RecvFlags::empty())));
+        let exchanged = send(&socket, host.as_bytes(), SendFlags::NOSIGNAL)
+            .and_then(|_| retry_on_intr(|| recv(&socket, &mut answer, RecvFlags::empty())));
         let len = exchanged.as_ref().map_or(0, |(len, _)| *len);
-        self.give_back((len > 0).then_some(end));
+        self.give_back((len > 0).then_some(socket));
         exchanged?;
         match answer.get(..len).and_then(<[u8]>::split_first) {
             Some((&FOUND, addresses)) => Ok(addresses.chunks_exact(16).map(address).collect()),
@@ -76,26 +76,26 @@ impl Questions {
         }
     }
 
-    fn lock(&self) -> MutexGuard<'_, Ends> {
-        self.ends.lock().unwrap_or_else(PoisonError::into_inner)
+    fn lock(&self) -> MutexGuard<'_, Sockets> {
+        self.sockets.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
     fn take(&self) -> io::Result<OwnedFd> {
-        let mut ends = self.lock();
+        let mut sockets = self.lock();
         loop {
-            match ends.free.pop() {
-                Some(end) => return Ok(end),
-                None if ends.usable == 0 => return Err(has_ended()),
-                None => ends = self.freed.wait(ends).unwrap_or_else(PoisonError::into_inner),
+            match sockets.free.pop() {
+                Some(socket) => return Ok(socket),
+                None if sockets.usable == 0 => return Err(has_ended()),
+                None => sockets = self.freed.wait(sockets).unwrap_or_else(PoisonError::into_inner),
             }
         }
     }
 
-    /// `end` is free again; `None`: it cannot be used any more.
-    fn give_back(&self, end: Option<OwnedFd>) {
-        let mut ends = self.lock();
-        ends.usable -= usize::from(end.is_none());
-        ends.free.extend(end);
+    /// `socket` is free again; `None`: it has failed.
+    fn give_back(&self, socket: Option<OwnedFd>) {
+        let mut sockets = self.lock();
+        sockets.usable -= usize::from(socket.is_none());
+        sockets.free.extend(socket);
         self.freed.notify_all();
     }
 }
@@ -104,11 +104,12 @@ fn has_ended() -> io::Error {
     io::Error::new(ErrorKind::BrokenPipe, "the process that looks up names has ended")
 }
 
-/// Answers the questions that come to `end` by `look_up`, until its other end is closed.
-pub(crate) fn answer(end: &OwnedFd, look_up: impl Fn(&str) -> io::Result<Vec<IpAddr>>) {
-    let mut question = [0; NAME_BYTES + 1];
-    while let Ok((len @ 1.., _)) = retry_on_intr(|| recv(end, &mut question, RecvFlags::empty())) {
-        let name = question.get(..len).filter(|name| name.len() <= NAME_BYTES);
+/// Replies to the requests of `socket` by `look_up`, until the server closes its side.
+pub(crate) fn answer(socket: &OwnedFd, look_up: impl Fn(&str) -> io::Result<Vec<IpAddr>>) {
+    let mut request = [0; NAME_BYTES + 1];
+    while let Ok((len @ 1.., _)) = retry_on_intr(|| recv(socket, &mut request, RecvFlags::empty()))
+    {
+        let name = request.get(..len).filter(|name| name.len() <= NAME_BYTES);
         let found = match name.and_then(|name| str::from_utf8(name).ok()) {
             Some(name) => look_up(name),
             None => Err(io::Error::other("this is no name of a host")),
@@ -117,7 +118,7 @@ pub(crate) fn answer(end: &OwnedFd, look_up: impl Fn(&str) -> io::Result<Vec<IpA
             Ok(found) => found.iter().take(ADDRESSES).flat_map(octets).fold(vec![FOUND], with),
             Err(error) => error.to_string().bytes().take(REASON_BYTES).fold(vec![FAILED], with),
         };
-        if send(end, &answer, SendFlags::NOSIGNAL).is_err() {
+        if send(socket, &answer, SendFlags::NOSIGNAL).is_err() {
             return;
         }
     }
@@ -157,37 +158,39 @@ mod tests {
     }
 
     #[test]
-    fn a_question_gets_its_answer_until_the_launcher_has_ended() {
-        let (questions, far) = Questions::new().unwrap();
+    fn a_request_gets_its_reply_until_the_launcher_has_ended() {
+        let (client, far) = HostNameClient::new().unwrap();
         let launcher: Vec<_> =
-            far.into_iter().map(|end| thread::spawn(move || answer(&end, look_up))).collect();
-        // More than there are ends.
+            far.into_iter().map(|socket| thread::spawn(move || answer(&socket, look_up))).collect();
+        // More than there are sockets.
         thread::scope(|scope| {
-            for _ in 0..4 * ENDS {
-                scope.spawn(|| assert_eq!(questions.ask("two").unwrap(), look_up("two").unwrap()));
+            for _ in 0..4 * SOCKETS {
+                scope.spawn(|| assert_eq!(client.ask("two").unwrap(), look_up("two").unwrap()));
             }
         });
-        assert_eq!(questions.ask("many").unwrap().len(), ADDRESSES);
-        let error = questions.ask("other").unwrap_err().to_string();
+        assert_eq!(client.ask("many").unwrap().len(), ADDRESSES);
+        let error = client.ask("other").unwrap_err().to_string();
         assert!(error.starts_with("no such name") && error.len() == REASON_BYTES, "{error}");
-        for name in ["", &"x".repeat(256)] {
-            assert!(questions.ask(name).is_err());
+        let longest = client.ask(&"x".repeat(NAME_BYTES)).unwrap_err().to_string();
+        assert!(longest.starts_with("no such name"), "{longest}");
+        for name in ["", &"x".repeat(NAME_BYTES + 1)] {
+            assert!(client.ask(name).is_err());
         }
-        drop(questions);
+        drop(client);
         launcher.into_iter().for_each(|thread| thread.join().unwrap());
-        let (questions, far) = Questions::new().unwrap();
+        let (client, far) = HostNameClient::new().unwrap();
         drop(far);
-        for _ in 0..2 * ENDS {
-            assert_eq!(questions.ask("two").unwrap_err().kind(), ErrorKind::BrokenPipe);
+        for _ in 0..2 * SOCKETS {
+            assert_eq!(client.ask("two").unwrap_err().kind(), ErrorKind::BrokenPipe);
         }
     }
 
     #[test]
     fn a_packet_that_is_no_name_is_answered_with_a_reason() {
-        let (questions, mut far) = Questions::new().unwrap();
-        let end = far.pop().unwrap();
-        let launcher = thread::spawn(move || answer(&end, |_| panic!("looked up")));
-        let own = questions.take().unwrap();
+        let (client, mut far) = HostNameClient::new().unwrap();
+        let socket = far.pop().unwrap();
+        let launcher = thread::spawn(move || answer(&socket, |_| panic!("looked up")));
+        let own = client.take().unwrap();
         for packet in [&[b'x'; NAME_BYTES + 1][..], &[b'x'; 1 << 16], &[0xff]] {
             send(&own, packet, SendFlags::NOSIGNAL).unwrap();
             let mut answer = [0; 1 + REASON_BYTES];

@@ -23,9 +23,9 @@ use serde::{Deserialize, Serialize};
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use tracing::warn;
 
-use crate::own_names::{self, Change, OwnNames};
+use crate::owned_paths::{self, Change, OwnedPaths};
 use crate::upgrade::channel::{Bounds, Channel, Message};
-use crate::upgrade::host_names::{self, Questions};
+use crate::upgrade::host_names::{self, HostNameClient};
 use crate::upgrade::{ENVIRONMENT, SUCCESSOR};
 
 /// The name of the process in lists.
@@ -68,9 +68,9 @@ pub(crate) enum Request {
     },
     /// End the program that was started.
     End,
-    /// Change these names, and no other ones, if asked to; comes at most once. Questions for addresses of hosts come to the
+    /// Change these names, and no other ones, if asked to; comes at most once. Requests for addresses of hosts come to the
     /// files of this message.
-    Keep(OwnNames),
+    Keep(OwnedPaths),
     Change(Change),
 }
 
@@ -194,24 +194,28 @@ impl Launcher {
     ///
     /// # Errors
     /// It has ended, or does not answer; there are not enough descriptors.
-    pub(crate) fn keep(self: &Arc<Self>, names: OwnNames, looks_up: bool) -> Result<(), CliError> {
-        let questions = looks_up.then(Questions::new).transpose();
-        let (questions, far) = questions.map_err(|e| CliError::new(cannot_start(e)))?.unzip();
+    pub(crate) fn keep(
+        self: &Arc<Self>,
+        names: OwnedPaths,
+        looks_up: bool,
+    ) -> Result<(), CliError> {
+        let client = looks_up.then(HostNameClient::new).transpose();
+        let (client, far) = client.map_err(|e| CliError::new(cannot_start(e)))?.unzip();
         let far: Vec<_> = far.iter().flatten().map(AsFd::as_fd).collect();
         let kept = self.ask_present(&Request::Keep(names), &far).map_err(cannot_start);
         kept.and_then(|message| message.body).map_err(CliError::new)?;
-        if let Some(questions) = questions {
-            nowait_remote::look_up_names_by(Box::new(move |host| questions.ask(host)));
+        if let Some(client) = client {
+            nowait_remote::look_up_names_by(Box::new(move |host| client.ask(host)));
         }
         let launcher = self.clone();
-        own_names::change_by(Box::new(move |change| launcher.change(change)));
+        owned_paths::change_by(Box::new(move |change| launcher.change(change)));
         Ok(())
     }
 
     /// Has the launcher do `change`. Returns the file that it has opened.
     ///
     /// # Errors
-    /// As [`OwnNames::change`]; the launcher has ended, or does not answer.
+    /// As [`OwnedPaths::change`]; the launcher has ended, or does not answer.
     fn change(&self, change: Change) -> io::Result<Option<File>> {
         let Message { body, mut files, .. } = self.ask_present(&Request::Change(change), &[])?;
         body.map_err(io::Error::other)?;
@@ -368,7 +372,7 @@ pub(crate) struct Work<P> {
     pub(crate) own: Result<PathBuf, String>,
     pub(crate) starts: Starts,
     pub(crate) started: Option<P>,
-    pub(crate) names: Option<OwnNames>,
+    pub(crate) names: Option<OwnedPaths>,
 }
 
 impl<P: Program> Work<P> {

@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::Duration;
 
-use nowait_testkit::multipart::Call;
+use nowait_testkit::multipart_upload::Call;
 use nowait_testkit::signer::Signer;
 use nowait_testkit::web_server::{Lie, WebServer};
 use nowait_testkit::{ends_with_test, output_of, wait_until};

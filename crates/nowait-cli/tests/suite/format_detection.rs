@@ -92,7 +92,7 @@ fn a_disk_that_its_guest_encrypts_or_makes_begin_like_a_packed_file_is_served_on
         it.upgrade();
         assert_eq!(it.connect().read(0, 4096).as_deref(), Ok(&first[..]));
         let (_scratch, image) = it.stop();
-        // The same command line, as after a reboot of the host.
+        // Started with the same command line, as after a reboot of the host.
         let server = Server::start(&image, &[]);
         assert_eq!(server.connect().read(0, 4096).as_deref(), Ok(&first[..]));
         assert!(server.log().contains("begins like"), "{}", server.log());

@@ -62,7 +62,7 @@ mod remote_nbd;
 mod remote_certificates;
 mod remote_auth;
 mod remote_clouds;
-mod remote_names;
+mod remote_host_names;
 mod remote_objects;
 mod remote_profiles;
 mod remote_proxies;

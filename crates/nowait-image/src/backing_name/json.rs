@@ -116,7 +116,7 @@ impl Options {
         let place = match driver.as_deref() {
             Some("file" | "host_device") => {
                 let name = self.filename()?;
-                // There is no protocol in the name of this driver.
+                // The name of this driver has no protocol.
                 let has_protocol = plain_name(name.as_ref()).is_none() || name.starts_with("file:");
                 Place::File(if has_protocol { format!("./{name}") } else { name }.into())
             }

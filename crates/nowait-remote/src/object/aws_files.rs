@@ -310,7 +310,7 @@ fn found() -> Result<Option<(AwsFiles, Profile)>, String> {
     }
 }
 
-/// Whether the services of this machine or container may be asked for credentials.
+/// Whether the local metadata service (EC2, ECS) may be asked for credentials.
 fn asks_machine() -> bool {
     const CONTAINER: [&str; 2] =
         ["AWS_CONTAINER_CREDENTIALS_RELATIVE_URI", "AWS_CONTAINER_CREDENTIALS_FULL_URI"];

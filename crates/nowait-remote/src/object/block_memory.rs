@@ -84,7 +84,7 @@ impl Blocks {
         Some(entry)
     }
 
-    /// Removes the block that was used longest ago, if there is no room for `bytes` more.
+    /// Removes the least recently used block, if there is no room for `bytes` more.
     fn take_oldest_for(&mut self, bytes: u64) -> Option<Arc<[u8]>> {
         let oldest = self.uses.first_key_value().map(|(_, &oldest)| oldest);
         let oldest = oldest.filter(|_| self.bytes + bytes > self.limit)?;
@@ -140,8 +140,8 @@ impl BlockMemory {
         self.pool.lock().entries.get(&(self.object, block)).is_some_and(|entry| entry.fetched)
     }
 
-    /// `bytes`, to be put here. Where there is no more memory, in that of the block that was used longest ago: so no thread
-    /// keeps memory for blocks that are gone.
+    /// A copy of `bytes`, to be put here. If the limit is reached, it reuses the memory of the least recently used block, so
+    /// that the allocator of no thread keeps memory of removed blocks.
     pub(super) fn copied(&self, bytes: &[u8]) -> Arc<[u8]> {
         let oldest = self.pool.lock().take_oldest_for(bytes.len() as u64);
         if let Some(mut block) = oldest

@@ -77,7 +77,7 @@ impl CacheDirectory {
     /// Opens the file called `name`, to read it, or to write it too, which makes it if it is not there.
     ///
     /// # Errors
-    /// Those of openat(2); `InvalidData`: not a regular file, or another user's.
+    /// The errors of openat(2); `InvalidData`: not a regular file, or another user's.
     pub(super) fn file(&self, name: &str, write: bool) -> io::Result<File> {
         let access = if write { OFlags::RDWR | OFlags::CREATE } else { OFlags::RDONLY };
         let mode = Mode::RUSR | Mode::WUSR;

@@ -39,7 +39,7 @@ use crate::object::resolver::Resolver;
 /// The most bytes of an error's body that are looked at, and the most of its code that is told.
 const ERROR_BYTES: usize = 16 << 10;
 const CODE_BYTES: usize = 64;
-/// The most bytes of an answer that is no part of an object: it has credentials.
+/// Maximum bytes of an answer with credentials, which is not a part of an object.
 const ANSWER_BYTES: usize = 1 << 20;
 /// The most digits of a number in a range: what follows is less than `i64::MAX`.
 const MAX_DIGITS: usize = 18;
@@ -110,7 +110,7 @@ impl<C: Connections> Connector<C> {
     async fn follow(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let (mut parts, body) = request.into_parts();
         let is_get = parts.method == Method::GET;
-        // A part of a compressed object is no part of the object.
+        // A range of a compressed object does not have the bytes of that range of the object.
         parts.headers.insert(ACCEPT_ENCODING, HeaderValue::from_static(IDENTITY));
         let mut ports = Vec::new();
         for _ in 0..=MAX_REDIRECTS {

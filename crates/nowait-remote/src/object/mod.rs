@@ -15,7 +15,7 @@ mod aws_files;
 mod object_url;
 mod http_auth;
 mod http_client;
-mod progress;
+mod answer_progress;
 mod store;
 mod store_counters;
 mod read_job;

@@ -14,12 +14,12 @@ use object_store::http::HttpBuilder;
 use object_store::multipart::MultipartStore;
 use object_store::{GetOptions, GetRange, GetResult, ObjectMeta, ObjectStore, RetryConfig};
 
+use crate::object::answer_progress::Progress;
 use crate::object::aws_files;
 use crate::object::fault::Fault;
 use crate::object::http_auth::HttpAuth;
 use crate::object::http_client::Connector;
 use crate::object::object_url::{ObjectUrl, Place};
-use crate::object::progress::Progress;
 
 /// How long an answer may take.
 #[derive(Clone, Copy, Debug)]

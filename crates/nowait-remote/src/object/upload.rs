@@ -207,7 +207,7 @@ impl Upload {
             let path = &self.object.url().path;
             let completed = self.store()?.complete_multipart(path, &self.id, parts.to_vec());
             let completed = within(COMPLETE_TIME, completed).await;
-            // An answer that does not come is no sign that the request has not come either.
+            // The store may have received a request whose answer does not arrive.
             *is_unknown.borrow_mut() |=
                 matches!(&completed, Err(failure) if matches!(failure.fault, Fault::Transient(_)));
             completed
@@ -247,7 +247,7 @@ impl Upload {
                 ended => ended,
             }
         };
-        // It waits for no turn that was given to a part.
+        // Without the delays that were computed for parts.
         self.pace.take();
         let ended = tokio::time::timeout(ABORT_TIME, self.again(request)).await;
         let ended = ended.unwrap_or_else(|_| Err(late(ABORT_TIME)));

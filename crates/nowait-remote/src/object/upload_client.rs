@@ -45,7 +45,7 @@ struct UploadClient {
 }
 
 impl UploadClient {
-    /// Makes a request on the condition that there is no object, if the store knows conditions.
+    /// Makes a request on the condition that the object does not exist, if the store supports conditions.
     async fn create(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
         let mut conditional = request.clone();
         conditional.headers_mut().insert(IF_NONE_MATCH, HeaderValue::from_static("*"));

@@ -3,7 +3,7 @@
 //! Invariant: no test waits without a bound; a read returns the bytes of the object that was opened,
 //! or fails.
 
-mod late_stores;
+mod slow_stores;
 
 use std::fs;
 use std::io::IoSliceMut;

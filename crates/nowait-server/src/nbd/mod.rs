@@ -18,7 +18,7 @@ pub(crate) mod connection_channel;
 pub(crate) mod submit;
 pub(crate) mod negotiate;
 pub(crate) mod socket_read;
-pub(crate) mod stalled;
+pub(crate) mod stalled_connections;
 pub(crate) mod nbd_frontend;
 #[cfg(feature = "fuzz")]
 pub mod fuzz;

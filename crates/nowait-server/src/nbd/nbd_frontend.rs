@@ -25,7 +25,7 @@ use crate::nbd::negotiate::{ExportDirectory, Handshakes};
 use crate::nbd::reply::builder::CompletedRequest;
 use crate::nbd::session::{Phase, ReadState};
 use crate::nbd::socket_read::{ReadBuffers, SharedState};
-use crate::nbd::stalled::{PERIOD, StallCheck};
+use crate::nbd::stalled_connections::{PERIOD, StallCheck};
 use crate::nbd::submit::{InFlight, Requests};
 use crate::nbd::tls_config::Tls;
 use crate::nbd::write_split::SplitPolicy;

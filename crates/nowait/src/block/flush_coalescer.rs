@@ -263,7 +263,7 @@ mod tests {
                 || true,
             );
             assert_eq!(first, Ok(()));
-            // Those of the next sync, which all of them share.
+            // All of them share the next sync, which fails.
             let results = others.into_iter().map(|other| other.join().unwrap());
             assert!(results.into_iter().all(|result| result.is_err()));
         });

@@ -4,9 +4,9 @@ use std::sync::Arc;
 
 use nowait::FileStorage;
 
+use crate::qcow2_disk::tests::failed_batches::{self, Supply};
 use crate::qcow2_disk::tests::gate::Gate;
 use crate::qcow2_disk::tests::journal::{Event, Journal};
-use crate::qcow2_disk::tests::kept_failures::{self, Supply};
 use crate::qcow2_disk::tests::{gate, journal};
 use crate::tests::observed_storage::{Change, ObservedStorage, Observer};
 
@@ -22,7 +22,7 @@ pub(crate) struct FileObserver {
 pub(crate) fn observed(storage: FileStorage) -> ObservedStorage<FileObserver> {
     let gate = gate::of(storage.lock_fd());
     let journal = journal::find(storage.lock_fd());
-    let supply = kept_failures::of(storage.lock_fd());
+    let supply = failed_batches::of(storage.lock_fd());
     ObservedStorage { inner: storage, observer: FileObserver { gate, journal, supply } }
 }
 

@@ -4,7 +4,7 @@
 
 pub(crate) mod gate;
 pub(crate) mod journal;
-pub(crate) mod kept_failures;
+pub(crate) mod failed_batches;
 pub(crate) mod file_observer;
 mod bounded_lookups;
 mod power_cut;

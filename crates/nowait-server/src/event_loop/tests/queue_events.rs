@@ -10,7 +10,7 @@ use crate::event_loop::tests::*;
 use crate::fairness::RunQueues;
 use crate::nbd::connection::{GENERATIONS, LISTENER, MAX_CONNECTIONS, WRITABLE, connection_of};
 use crate::nbd::handshake::timeout::HandshakeDeadlines;
-use crate::nbd::stalled::PERIOD;
+use crate::nbd::stalled_connections::{MIN_BYTES, PERIOD};
 
 /// The event bits of a readable socket.
 const CAME: i32 = libc::POLLIN as i32;
@@ -248,12 +248,12 @@ fn a_client_that_stands_still_with_much_memory_is_closed_only_if_another_waits_f
     for _ in 0..3 {
         assert!(is_left(&mut bench, 0, false), "no client waits");
     }
-    assert!(is_left(&mut bench, 2 << 20, true), "it moves");
+    assert!(is_left(&mut bench, MIN_BYTES, true), "it moves");
     bench.connection(0).session.in_flight = 1;
     assert!(is_left(&mut bench, 0, true), "its request is at the device");
     bench.connection(0).session.in_flight = 0;
     assert!(is_left(&mut bench, 0, true), "it was not looked at before");
-    assert!(!is_left(&mut bench, 0, true));
+    assert!(!is_left(&mut bench, MIN_BYTES - 1, true));
     assert!(bench.thread.frontend.connections.contains(1));
 }
 

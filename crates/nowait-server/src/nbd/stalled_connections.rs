@@ -12,7 +12,7 @@ use crate::nbd::connection::Connection;
 /// The time in which a client has to send or take [`MIN_BYTES`].
 pub(crate) const PERIOD: Duration = Duration::from_secs(10);
 /// Bytes that are some progress: 100 KiB a second.
-const MIN_BYTES: u64 = 1000 << 10;
+pub(crate) const MIN_BYTES: u64 = 1000 << 10;
 
 /// When the connections of a thread are looked at.
 #[derive(Default)]

@@ -26,18 +26,18 @@ static CHANGER: OnceLock<Changer> = OnceLock::new();
 
 /// Names of a server.
 #[derive(Debug, Default, Serialize, Deserialize)]
-pub(crate) struct OwnNames {
+pub(crate) struct OwnedPaths {
     /// Files and sockets, by their devices and inodes.
     files: Vec<(PathBuf, u64, u64)>,
     /// Directories, which are empty when they are removed.
     directories: Vec<PathBuf>,
-    pid_file: Option<OwnPidFile>,
+    pid_file: Option<OwnedPidFile>,
     log_file: Option<PathBuf>,
 }
 
 /// A PID file, which appears later.
 #[derive(Clone, Debug, Serialize, Deserialize)]
-pub(crate) struct OwnPidFile {
+pub(crate) struct OwnedPidFile {
     pub(crate) path: PathBuf,
     /// Its name until then.
     pub(crate) temporary: PathBuf,
@@ -54,7 +54,7 @@ pub(crate) enum Change {
     OpenLog,
 }
 
-impl OwnNames {
+impl OwnedPaths {
     /// Records the file or socket at `path`, if there is one.
     pub(crate) fn file(&mut self, path: &Path) {
         let path = absolute(path);
@@ -69,7 +69,7 @@ impl OwnNames {
     }
 
     /// Records the PID file.
-    pub(crate) fn pid_file(&mut self, file: &OwnPidFile) {
+    pub(crate) fn pid_file(&mut self, file: &OwnedPidFile) {
         self.pid_file = Some(file.clone());
     }
 
@@ -81,7 +81,7 @@ impl OwnNames {
     /// Does `change`. Returns the file that was opened.
     ///
     /// # Errors
-    /// `EPERM`: the name is not recorded, or leads to another file now. Those of the system call.
+    /// `EPERM`: the name is not recorded, or leads to another file now. The errors of the system call.
     pub(crate) fn change(&self, change: &Change) -> io::Result<Option<File>> {
         match change {
             Change::RemoveFile(path) => {
@@ -94,7 +94,7 @@ impl OwnNames {
             }
             Change::AppearPidFile => self.pid_file.as_ref().ok_or(Errno::PERM)?.rename(),
             Change::RemovePidFile => {
-                self.pid_file.iter().for_each(OwnPidFile::remove_here);
+                self.pid_file.iter().for_each(OwnedPidFile::remove_here);
                 Ok(())
             }
             Change::OpenLog => {
@@ -105,7 +105,7 @@ impl OwnNames {
     }
 }
 
-impl OwnPidFile {
+impl OwnedPidFile {
     /// Gives the file its name, in place of an older one.
     ///
     /// # Errors
@@ -152,7 +152,7 @@ pub(crate) fn change_by(changer: Changer) {
 /// Removes the file or socket `path` of this process.
 ///
 /// # Errors
-/// Those of unlink(2); `EPERM`: it is not this process's own any more.
+/// The errors of unlink(2); `EPERM`: it does not belong to this process any more.
 pub(crate) fn remove_file(path: &Path) -> io::Result<()> {
     or_by_changer(fs::remove_file(path), || Change::RemoveFile(absolute(path)))
 }
@@ -168,7 +168,7 @@ pub(crate) fn remove_directory(path: &Path) -> io::Result<()> {
 /// Opens the log file at `path` to append to it, and makes it if it is not there.
 ///
 /// # Errors
-/// Those of open(2).
+/// The errors of open(2).
 pub(crate) fn open_log(path: &Path) -> io::Result<File> {
     match (open_log_here(path), CHANGER.get()) {
         (Err(error), Some(change)) if is_forbidden(&error) => change(Change::OpenLog)?.ok_or(error),
@@ -211,7 +211,7 @@ mod tests {
         for name in ["own", "replaced", "other", "pid", "pid.1"] {
             fs::write(at(name), "7\n").unwrap();
         }
-        let mut names = OwnNames::default();
+        let mut names = OwnedPaths::default();
         assert!(names.change(&Change::OpenLog).is_err());
         assert!(names.change(&Change::AppearPidFile).is_err());
         names.file(&at("own"));
@@ -219,7 +219,7 @@ mod tests {
         names.directory(&at("made"));
         names.log_file(&at("log"));
         let (path, temporary) = (at("pid"), at("pid.1"));
-        names.pid_file(&OwnPidFile { path, temporary, content: "8\n".into() });
+        names.pid_file(&OwnedPidFile { path, temporary, content: "8\n".into() });
         fs::rename(at("other"), at("replaced")).unwrap();
         fs::write(at("other"), "").unwrap();
         fs::create_dir(at("made")).unwrap();
