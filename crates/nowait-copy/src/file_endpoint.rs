@@ -11,8 +11,8 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
 use nowait::{
-    AnyQueue, BlockDevice, BlockMap, ByteRange, Completion, Config, Engine, ExtentStatus, Flags,
-    IoBuffer, IoQueue, IoSegment, Op, QueueKind, Request, WorkerPool,
+    BlockDevice, BlockMap, ByteRange, Completion, Config, DeviceHandle, Engine, ExtentStatus,
+    Flags, IoBuffer, IoQueue, IoSegment, Op, QueueKind, Request, WorkerPool,
 };
 use nowait_image::{DeviceVisitor, Image, ImageFile, Qcow2Builder};
 use rustix::event::PollFlags;
@@ -105,26 +105,19 @@ impl DeviceVisitor for ImageEndpoint {
 ///
 /// # Errors
 /// Neither queue, or no thread, could be created.
-pub(crate) fn open<M: BlockMap>(
+pub(crate) fn open(
     name: String,
-    disk: Arc<BlockDevice<M>>,
+    disk: Arc<BlockDevice<dyn BlockMap>>,
     content: Content,
 ) -> Result<Box<dyn Endpoint>, Error> {
     let config = Config::default();
-    let queue = disk.queue(QueueKind::Auto, config.slots).map_err(|e| Error::at(&name, e))?;
-    Ok(match queue {
-        AnyQueue::Uring(ring) => Box::new(FileEndpoint::new(name, disk, content, ring, config)?),
-        AnyQueue::Threads(threads, _) => {
-            Box::new(FileEndpoint::new(name, disk, content, threads, config)?)
-        }
-        AnyQueue::Remote(remote, _) => {
-            Box::new(FileEndpoint::new(name, disk, content, remote, config)?)
-        }
-    })
+    let queue = QueueKind::Auto.open(config.slots).map_err(|error| Error::at(&name, error))?;
+    Ok(Box::new(FileEndpoint::new(name, disk, content, queue, config)?))
 }
 
-struct FileEndpoint<Q: IoQueue, M: BlockMap> {
-    engine: Engine<Q, M>,
+struct FileEndpoint<Q: IoQueue> {
+    engine: Engine<Q, dyn BlockMap>,
+    disk: DeviceHandle<dyn BlockMap>,
     /// Indexed by the engine's tags.
     pending: Slab<Pending>,
     /// Parts for which the engine had no free slot yet.
@@ -154,25 +147,25 @@ struct EnginePart {
     start: usize,
 }
 
-impl<Q: IoQueue, M: BlockMap> FileEndpoint<Q, M> {
+impl<Q: IoQueue> FileEndpoint<Q> {
     fn new(
         name: String,
-        disk: Arc<BlockDevice<M>>,
+        disk: Arc<BlockDevice<dyn BlockMap>>,
         content: Content,
         queue: Q,
         config: Config,
     ) -> Result<Self, Error> {
-        let workers = WorkerPool::new(&disk, config.workers);
-        let engine =
-            Engine::new(disk, workers, queue, config).map_err(|error| Error::at(&name, error))?;
+        let engine = Engine::new(queue, WorkerPool::new(config.workers), config);
+        let attached = engine.and_then(|mut engine| Ok((engine.attach(disk)?, engine)));
+        let (disk, engine) = attached.map_err(|error| Error::at(&name, error))?;
         let (queue, done) = (VecDeque::new(), VecDeque::new());
         let (pending, reports_unreadable) = (Slab::new(), false);
-        Ok(Self { engine, pending, queue, done, name, content, reports_unreadable })
+        Ok(Self { engine, disk, pending, queue, done, name, content, reports_unreadable })
     }
 
     fn start(&mut self, part: &EnginePart) -> Result<(), Error> {
         let EnginePart { pending, io, start } = *part;
-        let block = u64::from(self.engine.disk().alignment().offset);
+        let block = u64::from(self.disk.disk().alignment().offset);
         if let Content::New(new) = &mut self.content
             && let Err(error) = new.make_room(block)
         {
@@ -189,9 +182,9 @@ impl<Q: IoQueue, M: BlockMap> FileEndpoint<Q, M> {
             let segment = IoSegment { base: part.as_mut_ptr(), len };
             // SAFETY: the buffer belongs to the pending request and is not accessed until all parts
             // of the request have completed; `drop` waits for them, or leaks the buffer.
-            unsafe { self.engine.submit_user_memory(io, &[segment], tag) }
+            unsafe { self.engine.submit_user_memory(&self.disk, io, &[segment], tag) }
         } else {
-            self.engine.submit_no_data(io, tag)
+            self.engine.submit_no_data(&self.disk, io, tag)
         };
         submitted.map_err(|rejected| self.failure(io, &reason(rejected.error.errno())))
     }
@@ -240,7 +233,7 @@ impl<Q: IoQueue, M: BlockMap> FileEndpoint<Q, M> {
     }
 }
 
-impl<Q: IoQueue, M: BlockMap> Drop for FileEndpoint<Q, M> {
+impl<Q: IoQueue> Drop for FileEndpoint<Q> {
     /// Waits for the requests in flight; if the queue has failed, leaks the memory that the kernel
     /// may still use.
     fn drop(&mut self) {
@@ -292,12 +285,12 @@ fn split(operation: CopyOperation, range: ByteRange) -> Vec<(Op, DataRun)> {
     }
 }
 
-impl<Q: IoQueue, M: BlockMap> Endpoint for FileEndpoint<Q, M> {
+impl<Q: IoQueue> Endpoint for FileEndpoint<Q> {
     fn capabilities(&self) -> Capabilities {
         let capabilities = Capabilities {
-            size: self.engine.disk().size(),
+            size: self.disk.disk().size(),
             block: 1,
-            alignment: u64::from(self.engine.disk().alignment().offset).max(GRANULE_BYTES),
+            alignment: u64::from(self.disk.disk().alignment().offset).max(GRANULE_BYTES),
             max_bytes: MAX_BYTES,
             max_zero_bytes: MAX_ZERO_BYTES,
             has_status: true,
@@ -382,7 +375,8 @@ mod tests {
     use std::time::Duration;
 
     use nowait::{
-        EventSource, LinearMap, Null, OpenOptions, Operation, Outcome, QueueFull, Token, Transfer,
+        EventSource, LinearMap, Null, OpenOptions, Operation, Outcome, QueueFile, QueueFull, Token,
+        Transfer,
     };
 
     /// A queue that accepts one transfer and then always fails, as if the kernel still used its
@@ -397,6 +391,14 @@ mod tests {
 
     // SAFETY: no transfer is ever completed; `Null` reports the watched descriptors.
     unsafe impl IoQueue for Lost {
+        fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, nowait::Error> {
+            self.watched.attach(files)
+        }
+
+        fn detach(&mut self, first: u32, count: u32) {
+            self.watched.detach(first, count);
+        }
+
         // SAFETY: the memory is never accessed.
         unsafe fn push(&mut self, transfer: &Transfer, _: Token) -> Result<(), QueueFull> {
             self.taken.set(transfer.base as usize);

@@ -191,12 +191,12 @@ impl Image {
         }
     }
 
-    /// The descriptors for transfers: the argument for a queue's constructor.
+    /// As [`BlockDevice::polling_refusal`].
     ///
     /// # Errors
-    /// `EOPNOTSUPP` if a storage has none.
-    pub fn files(&self) -> Result<Vec<BorrowedFd<'_>>, Error> {
-        self.device().files()
+    /// As [`BlockDevice::polling_refusal`].
+    pub fn polling_refusal(&self) -> Result<Option<&'static str>, Error> {
+        self.device().polling_refusal()
     }
 
     /// The descriptors whose open file descriptions hold the image's locks and claims: what
@@ -287,7 +287,7 @@ trait AnyDevice {
     fn is_read_only(&self) -> bool;
     fn is_direct(&self) -> bool;
     fn is_remote(&self) -> bool;
-    fn files(&self) -> Result<Vec<BorrowedFd<'_>>, Error>;
+    fn polling_refusal(&self) -> Result<Option<&'static str>, Error>;
     fn flush(&self) -> Result<(), Error>;
 }
 
@@ -308,8 +308,8 @@ impl<M: BlockMap> AnyDevice for Arc<BlockDevice<M>> {
         BlockDevice::is_remote(self)
     }
 
-    fn files(&self) -> Result<Vec<BorrowedFd<'_>>, Error> {
-        BlockDevice::files(self)
+    fn polling_refusal(&self) -> Result<Option<&'static str>, Error> {
+        BlockDevice::polling_refusal(self)
     }
 
     fn flush(&self) -> Result<(), Error> {

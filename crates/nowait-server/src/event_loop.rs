@@ -84,7 +84,7 @@ impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
         let limit = shared.limit.clone();
         let times = (shared.options.idle, shared.options.slow_requests);
         let mut context =
-            LoopContext::new(engine, export, statistics, thread.clone(), limit, memory, times);
+            LoopContext::new(engine, export, statistics, thread.clone(), limit, memory, times)?;
         frontend.begin(&mut context)?;
         Ok(Self {
             context,

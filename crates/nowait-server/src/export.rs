@@ -50,7 +50,7 @@ impl<M: BlockMap> Export<M> {
     /// `name`; `description` is for people.
     #[must_use]
     pub fn new(disk: Arc<BlockDevice<M>>, workers: u32, name: String, description: String) -> Self {
-        let workers = WorkerPool::new(&disk, workers);
+        let workers = WorkerPool::new(workers);
         let (faults, write_protected) = (Faults::default(), AtomicBool::new(false));
         Self { disk, workers, name, description, faults, write_protected }
     }

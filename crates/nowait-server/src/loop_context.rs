@@ -8,7 +8,7 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nowait::{BlockMap, Engine, Error, FD_TOKEN, Interest, IoQueue, Request, Token};
+use nowait::{BlockMap, DeviceHandle, Engine, Error, FD_TOKEN, Interest, IoQueue, Request, Token};
 
 use crate::buffer_budget::{BufferBudget, DeclaredUse};
 use crate::delayed_release::DelayedRelease;
@@ -29,6 +29,8 @@ pub(crate) const TOKEN_BITS: u32 = 56;
 pub(crate) struct LoopContext<Q: IoQueue, M: BlockMap> {
     /// The engine of the thread. Tags of requests come from [`LoopContext::tag`].
     pub(crate) engine: Engine<Q, M>,
+    /// The device of the export in the engine.
+    pub(crate) device: DeviceHandle<M>,
     pub(crate) export: Arc<Export<M>>,
     /// The buffer memory that the members share. Foreign memory is not counted.
     pub(crate) budget: BufferBudget,
@@ -79,17 +81,22 @@ impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
     /// The context of `thread`, which has `buffer_bytes` for all members of the server, of which
     /// `declared` are in use, and retires when it has been idle for `idle`. Requests that take longer
     /// than `slow_requests` are found.
+    ///
+    /// # Errors
+    /// As [`Engine::attach`].
     pub(crate) fn new(
-        engine: Engine<Q, M>,
+        mut engine: Engine<Q, M>,
         export: Arc<Export<M>>,
         statistics: Arc<ThreadStatistics>,
         thread: Arc<ThreadHandle>,
         limit: Arc<ConnectionLimit>,
         (buffer_bytes, declared): (usize, DeclaredUse),
         (idle, slow_requests): (Duration, Option<Duration>),
-    ) -> Self {
-        Self {
+    ) -> Result<Self, Error> {
+        let device = engine.attach(export.disk().clone())?;
+        Ok(Self {
             engine,
+            device,
             export,
             budget: BufferBudget::new(buffer_bytes as u64, declared),
             quantum: quantum_among(1),
@@ -107,7 +114,7 @@ impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
             limit,
             members: 0,
             place: Place::default(),
-        }
+        })
     }
 
     /// A read of `member` was answered without the engine.

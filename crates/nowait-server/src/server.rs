@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 pub use nowait::QueueKind;
-use nowait::{AnyQueue, BlockMap, Engine, Error, IoQueue, Operation};
+use nowait::{BlockMap, Engine, Error, IoQueue, Operation};
 
 use crate::event_loop::EventLoop;
 #[cfg(feature = "sim")]
@@ -224,19 +224,12 @@ impl<M: BlockMap> Servable for Export<M> {
 
     fn serve(self: Arc<Self>, context: ThreadContext) -> Result<(), Error> {
         let Options { kind, config, .. } = context.shared.options;
-        match self.disk().queue(kind, config.slots) {
-            Ok(AnyQueue::Uring(ring)) => serve_on(self, context, ring),
-            Ok(AnyQueue::Threads(threads, refusal)) => {
-                if let Some(error) = refusal {
+        match kind.open(config.slots) {
+            Ok(queue) => {
+                if let Some(error) = queue.refusal() {
                     context.shared.warn_no_io_uring(error);
                 }
-                serve_on(self, context, threads)
-            }
-            Ok(AnyQueue::Remote(remote, refusal)) => {
-                if let Some(error) = refusal {
-                    context.shared.warn_no_io_uring(error);
-                }
-                serve_on(self, context, remote)
+                serve_on(self, context, queue)
             }
             Err(error) => {
                 context.fail_start(error);
@@ -270,10 +263,10 @@ fn serve_with<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap>(
     queue: Q,
     frontend: F,
 ) -> Result<(), Error> {
-    let (disk, workers) = (export.disk().clone(), export.workers());
+    let workers = export.workers();
     let (id, queue_index) = (context.registered.id, context.queue);
     let (config, budget) = (context.shared.options.config, &context.shared.budget);
-    let engine = Engine::sharing(disk, workers, queue, config, budget);
+    let engine = Engine::sharing(queue, workers, config, budget);
     let event_loop = engine.and_then(|engine| EventLoop::new(&context, export, engine, frontend));
     match event_loop {
         Ok(mut event_loop) => {

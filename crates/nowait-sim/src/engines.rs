@@ -7,7 +7,7 @@
 use std::time::Duration;
 
 use nowait::sim::{Random, SimQueue};
-use nowait::{Completion, Engine, Error, Op, Rejected, Request};
+use nowait::{Completion, Error, Op, Rejected, Request, SingleDisk};
 
 use crate::guarded_memory::GuardedMemory;
 use crate::image::{AnyMap, Image};
@@ -23,7 +23,7 @@ const SLOTS: usize = 48;
 
 /// Several engines on one device, as one per thread.
 pub struct Engines {
-    engines: Vec<Engine<SimQueue, AnyMap>>,
+    engines: Vec<SingleDisk<SimQueue, AnyMap>>,
     /// The requests in flight with their tags, indexed by slot.
     in_flight: Vec<Option<(u64, InFlight)>>,
     requests: u64,
@@ -37,10 +37,10 @@ fn broken(error: Error) -> Violation {
     Violation::new(format!("the engine itself fails: {error}"))
 }
 
-fn engines(image: &Image, scenario: &Scenario) -> Result<Vec<Engine<SimQueue, AnyMap>>, Error> {
+fn engines(image: &Image, scenario: &Scenario) -> Result<Vec<SingleDisk<SimQueue, AnyMap>>, Error> {
     let engine = |_| {
         let queue = SimQueue::new(image.device.clone())?;
-        Engine::new(image.disk.clone(), image.workers.clone(), queue, scenario.config)
+        SingleDisk::new(image.disk.clone(), image.workers.clone(), queue, scenario.config)
     };
     (0..scenario.parts).map(engine).collect()
 }

@@ -231,7 +231,7 @@ impl Image {
         };
         let Report { leaks, corruptions, .. } = report;
         let disk = Arc::new(disk);
-        let workers = WorkerPool::simulated(&disk);
+        let workers = WorkerPool::simulated();
         Ok(Self { disk, workers, device: device.clone(), leaks, corruptions, open_image })
     }
 

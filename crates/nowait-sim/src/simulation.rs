@@ -9,7 +9,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::sim::{Faults, Random, SimDevice, SimQueue};
-use nowait::{ByteRange, Completion, Engine, Error, Flags, Op, Request};
+use nowait::{ByteRange, Completion, Error, Flags, Op, Request, SingleDisk};
 use nowait_server::SimChange;
 
 use crate::coroutines::Coroutines;
@@ -61,7 +61,7 @@ pub struct Simulation<S> {
     /// Declared before the image, which it uses, so that it is dropped first.
     system: S,
     /// The engine that reads all of the device, while it does.
-    reader: Option<Engine<SimQueue, AnyMap>>,
+    reader: Option<SingleDisk<SimQueue, AnyMap>>,
     image: Image,
 }
 
@@ -512,7 +512,7 @@ impl<S: SystemUnderTest> Simulation<S> {
         let queue = SimQueue::new(self.device.clone()).map_err(broken)?;
         let (disk, workers) = (self.image.disk.clone(), self.image.workers.clone());
         let config = self.scenario.config;
-        self.reader = Some(Engine::new(disk, workers, queue, config).map_err(broken)?);
+        self.reader = Some(SingleDisk::new(disk, workers, queue, config).map_err(broken)?);
         let mut pos = 0;
         while let rest = self.oracle.size() - pos
             && rest > 0

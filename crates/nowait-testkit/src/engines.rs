@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use nowait::{
     AioThreadQueue, BlockDevice, BlockMap, Completion, Config, Engine, Error, EventSource, IoQueue,
-    Null, Outcome, QueueFull, Token, Transfer, Uring, WorkerPool,
+    Null, Outcome, QueueFile, QueueFull, SingleDisk, Token, Transfer, Uring, WorkerPool,
 };
 
 use crate::requirements::required;
@@ -32,31 +32,26 @@ impl TestQueueKind {
     /// Every queue.
     pub const ALL: [Self; 3] = [Self::Uring, Self::Threads, Self::Null];
 
-    /// A queue for the files of `disk`, with room for `slots` transfers.
+    /// A queue with room for `slots` transfers.
     ///
     /// # Errors
     /// As those of the queue.
-    pub fn try_queue<M: BlockMap>(
-        self,
-        disk: &BlockDevice<M>,
-        slots: u32,
-    ) -> Result<TestQueue, Error> {
+    pub fn try_queue(self, slots: u32) -> Result<TestQueue, Error> {
         match self {
-            Self::Uring => Uring::for_files(&disk.files()?).map(TestQueue::Uring),
-            Self::Threads => AioThreadQueue::for_files(&disk.files()?, slots, !disk.is_direct())
-                .map(TestQueue::Threads),
+            Self::Uring => Uring::new().map(TestQueue::Uring),
+            Self::Threads => AioThreadQueue::new(slots).map(TestQueue::Threads),
             Self::Null => Null::new().map(TestQueue::Null),
         }
     }
 
     /// As `try_queue`; `None` where the system does not have it.
-    pub fn queue<M: BlockMap>(self, disk: &BlockDevice<M>, slots: u32) -> Option<TestQueue> {
+    pub fn queue(self, slots: u32) -> Option<TestQueue> {
         let what = match self {
             Self::Uring => "io_uring",
             Self::Threads => "queue of threads",
             Self::Null => "null queue",
         };
-        required(what, self.try_queue(disk, slots))
+        required(what, self.try_queue(slots))
     }
 
     /// An engine on such a queue; `None` where the system does not have it.
@@ -65,10 +60,10 @@ impl TestQueueKind {
         disk: &Arc<BlockDevice<M>>,
         workers: u32,
         config: Config,
-    ) -> Option<Engine<TestQueue, M>> {
-        let queue = self.queue(disk, config.slots)?;
-        let workers = WorkerPool::new(disk, workers);
-        Some(Engine::new(disk.clone(), workers, queue, config).expect("an engine"))
+    ) -> Option<SingleDisk<TestQueue, M>> {
+        let queue = self.queue(config.slots)?;
+        let workers = WorkerPool::new(workers);
+        Some(SingleDisk::new(disk.clone(), workers, queue, config).expect("an engine"))
     }
 }
 
@@ -105,7 +100,7 @@ pub trait WaitForRequests {
     }
 }
 
-impl<Q: IoQueue, M: BlockMap> WaitForRequests for Engine<Q, M> {
+impl<Q: IoQueue, M: BlockMap + ?Sized> WaitForRequests for Engine<Q, M> {
     fn wait_once(&mut self) {
         let begin = std::time::Instant::now();
         self.wait(Some(BOUND), &mut |_, _| {}).expect("a queue that works");
@@ -150,6 +145,14 @@ macro_rules! each {
 
 // SAFETY: every call goes to the one queue.
 unsafe impl IoQueue for TestQueue {
+    fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
+        each!(self, queue => queue.attach(files))
+    }
+
+    fn detach(&mut self, first: u32, count: u32) {
+        each!(self, queue => queue.detach(first, count));
+    }
+
     // SAFETY: the caller's promise is passed on.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
         // SAFETY: as promised by the caller.

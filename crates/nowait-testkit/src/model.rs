@@ -2,7 +2,9 @@
 //!
 //! Invariant: requests in flight never overlap, so each has one right result.
 
-use nowait::{BlockMap, ByteRange, Engine, ExtentStatus, Flags, IoQueue, Op, Rejected, Request};
+use nowait::{
+    BlockMap, ByteRange, ExtentStatus, Flags, IoQueue, Op, Rejected, Request, SingleDisk,
+};
 
 use crate::engines::WaitForRequests;
 use crate::random::Random;
@@ -36,7 +38,7 @@ impl Model {
     }
 
     /// Runs `steps` random requests, and some discards after them.
-    pub fn play<Q: IoQueue, M: BlockMap>(&mut self, engine: &mut Engine<Q, M>, steps: u32) {
+    pub fn play<Q: IoQueue, M: BlockMap>(&mut self, engine: &mut SingleDisk<Q, M>, steps: u32) {
         let mut flights: Vec<Option<Flight>> = (0..DEPTH).map(|_| None).collect();
         for _ in 0..steps {
             let full = flights.iter().all(Option::is_some);
@@ -92,7 +94,7 @@ impl Model {
 
     fn submit<Q: IoQueue, M: BlockMap>(
         &mut self,
-        engine: &mut Engine<Q, M>,
+        engine: &mut SingleDisk<Q, M>,
         range: ByteRange,
         tag: u64,
     ) -> Result<Flight, Rejected> {
@@ -128,7 +130,7 @@ impl Model {
 
     fn drain<Q: IoQueue, M: BlockMap>(
         &self,
-        engine: &mut Engine<Q, M>,
+        engine: &mut SingleDisk<Q, M>,
         flights: &mut [Option<Flight>],
     ) {
         let label = &self.label;
@@ -164,7 +166,7 @@ impl Model {
     }
 
     /// C52: discarded bytes are the old ones or zeros, and do not change afterwards.
-    fn discard_some<Q: IoQueue, M: BlockMap>(&mut self, engine: &mut Engine<Q, M>) {
+    fn discard_some<Q: IoQueue, M: BlockMap>(&mut self, engine: &mut SingleDisk<Q, M>) {
         for _ in 0..DISCARDS {
             let range = self.range();
             let io = |op| Request { op, flags: Flags::NONE, range };

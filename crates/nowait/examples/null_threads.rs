@@ -59,10 +59,11 @@ fn write(
     pattern: Pattern,
     barrier: &Barrier,
 ) -> Result<Duration, Error> {
-    let workers = WorkerPool::new(&disk, 1);
+    let workers = WorkerPool::new(1);
     // Declared before the engine, so that they are dropped after it.
     let mut pages: Vec<Page> = (0..BATCH).map(|_| Page([0; BLOCK as usize])).collect();
-    let mut engine = Engine::new(disk, workers, Null::new()?, Config::default())?;
+    let mut engine = Engine::new(Null::new()?, workers, Config::default())?;
+    let disk = engine.attach(disk)?;
     barrier.wait();
     let began = Instant::now();
     let mut n = 0;
@@ -74,7 +75,8 @@ fn write(
             // SAFETY: the page is borrowed for longer than the engine lives, which is dropped
             // first. Each page is used by one request at a time: all requests of a batch have ended
             // before the next batch begins.
-            unsafe { engine.submit_user_memory(io, &[segment], n) }.map_err(|it| it.error)?;
+            unsafe { engine.submit_user_memory(&disk, io, &[segment], n) }
+                .map_err(|it| it.error)?;
             n += 1;
         }
         engine.poll()?;

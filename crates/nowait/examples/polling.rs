@@ -12,7 +12,7 @@ use std::process::ExitCode;
 use std::sync::Arc;
 
 use nowait::{
-    AllocationCache, AnyQueue, BlockDevice, ByteRange, Config, Engine, Flags, IoQueue, Op,
+    AllocationCache, AnyQueue, BlockDevice, ByteRange, Config, DeviceHandle, Engine, Flags, Op,
     OpenOptions, QueueKind, Request, WorkerPool,
 };
 use rustix::event::{PollFd, PollFlags, poll};
@@ -28,8 +28,9 @@ fn sum_of(pos: u64, bytes: &[u8]) -> u64 {
     pos.to_le_bytes().iter().chain(bytes).fold(0xcbf2_9ce4_8422_2325, mix)
 }
 
-struct Reader<Q: IoQueue> {
-    engine: Engine<Q, AllocationCache>,
+struct Reader {
+    engine: Engine<AnyQueue, AllocationCache>,
+    disk: DeviceHandle<AllocationCache>,
     size: u64,
     /// First byte of the next read.
     next: u64,
@@ -38,14 +39,14 @@ struct Reader<Q: IoQueue> {
     sum: u64,
 }
 
-impl<Q: IoQueue> Reader<Q> {
+impl Reader {
     /// Submits reads until enough are in flight.
     fn submit(&mut self) -> Result<(), nowait::Error> {
         while self.next < self.size && self.engine.in_flight() < DEPTH {
             let range = ByteRange::new(self.next, STEP_BYTES.min(self.size - self.next));
-            let Some(buffer) = self.engine.buffer(range) else { return Ok(()) };
+            let Some(buffer) = self.engine.buffer(&self.disk, range) else { return Ok(()) };
             let io = Request { op: Op::Read, flags: Flags::NONE, range };
-            if let Err(rejected) = self.engine.submit(io, buffer, 0) {
+            if let Err(rejected) = self.engine.submit(&self.disk, io, buffer, 0) {
                 return Err(rejected.error);
             }
             self.next += range.len;
@@ -57,7 +58,7 @@ impl<Q: IoQueue> Reader<Q> {
     fn complete(&mut self) -> Result<(), nowait::Error> {
         while let Some(completion) = self.engine.next() {
             let (len, range) = (completion.result()?, completion.io.range);
-            let start = self.engine.buffer_offset(range.pos);
+            let start = self.disk.buffer_offset(range.pos);
             let Some(buffer) = completion.buf else { continue };
             if let Some(bytes) = buffer.get(start..start + len as usize) {
                 self.sum = self.sum.wrapping_add(sum_of(range.pos, bytes));
@@ -102,23 +103,11 @@ impl<Q: IoQueue> Reader<Q> {
 fn sum(path: &Path) -> Result<u64, Box<dyn Error>> {
     let disk = BlockDevice::open(path, OpenOptions { read_only: true, ..OpenOptions::default() })?;
     disk.scan();
-    let disk = Arc::new(disk);
-    let config = Config::default();
-    match disk.queue(QueueKind::Auto, config.slots)? {
-        AnyQueue::Uring(ring) => sum_with(disk, ring, config),
-        AnyQueue::Threads(threads, _) => sum_with(disk, threads, config),
-        AnyQueue::Remote(remote, _) => sum_with(disk, remote, config),
-    }
-}
-
-fn sum_with<Q: IoQueue>(
-    disk: Arc<BlockDevice<AllocationCache>>,
-    queue: Q,
-    config: Config,
-) -> Result<u64, Box<dyn Error>> {
-    let (size, workers) = (disk.size(), WorkerPool::new(&disk, config.workers));
-    let engine = Engine::new(disk, workers, queue, config)?;
-    Reader { engine, size, next: 0, done: 0, sum: 0 }.run()
+    let (size, config) = (disk.size(), Config::default());
+    let queue = QueueKind::Auto.open(config.slots)?;
+    let mut engine = Engine::new(queue, WorkerPool::new(config.workers), config)?;
+    let disk = engine.attach(Arc::new(disk))?;
+    Reader { engine, disk, size, next: 0, done: 0, sum: 0 }.run()
 }
 
 fn main() -> ExitCode {

@@ -89,16 +89,17 @@ pub use block::image_format::ImageFormat;
 pub use blocking::worker_pool::SimJob;
 pub use blocking::worker_pool::WorkerPool;
 pub use engine::Engine;
+pub use engine::attached_device::DeviceHandle;
 pub use engine::completion::{Completion, Rejected, Stats};
 pub use engine::pool::SlotPoolStats;
+pub use engine::single_disk::SingleDisk;
 pub use memory::buffer_pool::{BUFFER_ALIGN, Budget, PooledBuffer};
 pub use memory::io_buffer::IoBuffer;
 pub use queue::auto::{AnyQueue, QueueKind};
 pub use queue::pending_transfer::{AsyncTransfers, PendingTransfer};
-pub use queue::remote::RemoteQueue;
 pub use queue::{
-    AioThreadQueue, EventSource, FD_TOKEN, Interest, IoQueue, Null, QueueFull, RegisteredMemory,
-    Token, Uring,
+    AioThreadQueue, EventSource, FD_TOKEN, Interest, IoQueue, Null, QueueFile, QueueFull,
+    RegisteredMemory, Token, Uring,
 };
 pub use storage::file::{Direct, FileStorage, OpenOptions};
 #[cfg(feature = "sim")]

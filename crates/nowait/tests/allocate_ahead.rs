@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use nowait::{
-    AllocationCache, BlockDevice, ByteRange, Config, Engine, ExtentStatus, Flags, Op, OpenOptions,
-    Request, Stats,
+    AllocationCache, BlockDevice, ByteRange, Config, ExtentStatus, Flags, Op, OpenOptions, Request,
+    SingleDisk, Stats,
 };
 use nowait_testkit::engines::TestQueue;
 use nowait_testkit::model::Model;
@@ -33,7 +33,7 @@ impl Image {
     }
 
     /// The open image, and an engine on it; `None` where there is no direct I/O, or no extents.
-    fn open(&self, on: bool) -> Option<(Disk, Engine<TestQueue, AllocationCache>)> {
+    fn open(&self, on: bool) -> Option<(Disk, SingleDisk<TestQueue, AllocationCache>)> {
         let options = OpenOptions { no_allocate_ahead: !on, ..OpenOptions::default() };
         let disk = Arc::new(BlockDevice::open(&self.path, options).unwrap());
         disk.scan();
@@ -50,7 +50,7 @@ fn allocated(path: &Path) -> u64 {
     fs::metadata(path).unwrap().blocks() * 512
 }
 
-fn run(engine: &mut Engine<TestQueue, AllocationCache>, op: Op, range: ByteRange) {
+fn run(engine: &mut SingleDisk<TestQueue, AllocationCache>, op: Op, range: ByteRange) {
     let io = Request { op, flags: Flags::NONE, range };
     if matches!(op, Op::Read | Op::Write) {
         let mut buf = engine.buffer(range).unwrap();
@@ -63,7 +63,11 @@ fn run(engine: &mut Engine<TestQueue, AllocationCache>, op: Op, range: ByteRange
 }
 
 /// Writes `bytes` from `pos` on, one block after the other.
-fn write_blocks(engine: &mut Engine<TestQueue, AllocationCache>, pos: u64, bytes: u64) -> Stats {
+fn write_blocks(
+    engine: &mut SingleDisk<TestQueue, AllocationCache>,
+    pos: u64,
+    bytes: u64,
+) -> Stats {
     for at in (pos..pos + bytes).step_by(BLOCK as usize) {
         run(engine, Op::Write, ByteRange::new(at, BLOCK));
     }

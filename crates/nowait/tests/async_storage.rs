@@ -9,9 +9,9 @@ use std::sync::mpsc::{Sender, channel};
 use std::sync::{Arc, Mutex};
 
 use nowait::{
-    Alignment, AnyQueue, AsyncTransfers, BlockDevice, BlockMap, ByteRange, Config, Direct, Engine,
-    Error, Extent, ExtentStatus, FileStorage, Flags, Intent, IoQueue, Op, OpenOptions, Operation,
-    PendingTransfer, QueueKind, Request, Storage, StorageProperties, WorkerPool, WouldBlock,
+    Alignment, AsyncTransfers, BlockDevice, BlockMap, ByteRange, Config, Direct, Error, Extent,
+    ExtentStatus, FileStorage, Flags, Intent, IoQueue, Op, OpenOptions, Operation, PendingTransfer,
+    QueueKind, Request, SingleDisk, Storage, StorageProperties, WorkerPool, WouldBlock,
 };
 use nowait_testkit::{BOUND, Random, seed};
 
@@ -146,7 +146,7 @@ impl BlockMap for Stripes {
     }
 }
 
-fn ended<Q: IoQueue, M: BlockMap>(engine: &mut Engine<Q, M>) -> Result<u64, Error> {
+fn ended<Q: IoQueue, M: BlockMap>(engine: &mut SingleDisk<Q, M>) -> Result<u64, Error> {
     loop {
         if let Some(done) = engine.next() {
             return done.result();
@@ -171,16 +171,12 @@ fn read_both(kind: QueueKind) {
     assert!(disk.is_remote());
     let disk = Arc::new(disk);
     let config = Config::default();
-    let queue = match disk.queue(kind, config.slots) {
-        Ok(AnyQueue::Remote(queue, _)) => queue,
-        Ok(_) => panic!("a queue that cannot reach the storage"),
-        Err(_) => {
-            nowait_testkit::skip("no io_uring");
-            return;
-        }
+    let Ok(queue) = kind.open(config.slots) else {
+        nowait_testkit::skip("no io_uring");
+        return;
     };
-    let workers = WorkerPool::new(&disk, 1);
-    let mut engine = Engine::new(disk, workers, queue, config).unwrap();
+    let workers = WorkerPool::new(1);
+    let mut engine = SingleDisk::new(disk, workers, queue, config).unwrap();
     for _ in 0..50 {
         for tag in 0..16 {
             let pos = random.below(SIZE);
@@ -223,11 +219,9 @@ fn a_durable_write_needs_no_sync_of_its_own_and_a_transfer_that_is_dropped_is_an
         );
         let disk = Arc::new(disk.unwrap());
         let config = Config::default();
-        let Ok(AnyQueue::Remote(queue, _)) = disk.queue(QueueKind::Auto, config.slots) else {
-            panic!("a queue that cannot reach the storage")
-        };
-        let workers = WorkerPool::new(&disk, 1);
-        let mut engine = Engine::new(disk, workers, queue, config).unwrap();
+        let queue = QueueKind::Auto.open(config.slots).unwrap();
+        let workers = WorkerPool::new(1);
+        let mut engine = SingleDisk::new(disk, workers, queue, config).unwrap();
         let range = ByteRange::new(5, 7000);
         let mut buffer = engine.buffer(range).unwrap();
         buffer.fill(9);

@@ -11,8 +11,8 @@ use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 use rustix::thread::{CapabilitySet, CapabilitySets, capabilities, set_capabilities};
 
 use nowait::{
-    BlockDevice, ByteRange, Config, Engine, Error, Flags, LinearMap, Op, OpenOptions,
-    RegisteredMemory, Request, Uring, WorkerPool,
+    BlockDevice, ByteRange, Config, Error, Flags, LinearMap, Op, OpenOptions, RegisteredMemory,
+    Request, SingleDisk, Uring, WorkerPool,
 };
 
 const BLOCK_BYTES: u64 = 4096;
@@ -38,8 +38,8 @@ fn disk_in(directory: &Path) -> Arc<BlockDevice<LinearMap>> {
 /// Takes 4 MiB of buffers from an engine on a ring, and returns how many bytes that registers.
 fn registered_of_four_mebibytes(disk: &Arc<BlockDevice<LinearMap>>) -> usize {
     let before = RegisteredMemory::of_this_process().bytes;
-    let queue = Uring::for_files(&disk.files().unwrap()).expect("a ring");
-    let mut engine = Engine::new(disk.clone(), WorkerPool::new(disk, 1), queue, Config::default())
+    let queue = Uring::new().expect("a ring");
+    let mut engine = SingleDisk::new(disk.clone(), WorkerPool::new(1), queue, Config::default())
         .expect("an engine");
     let buffers: Vec<_> = (0..4)
         .map(|_| engine.buffer(ByteRange::new(0, 1 << 20)).expect("an arena of its own"))
@@ -53,8 +53,8 @@ fn registered_of_four_mebibytes(disk: &Arc<BlockDevice<LinearMap>>) -> usize {
 /// Makes an engine on a ring, writes a block with it and drops it. Returns the bytes that were
 /// pinned meanwhile.
 fn use_engine(disk: &Arc<BlockDevice<LinearMap>>) -> Result<u64, Error> {
-    let queue = Uring::for_files(&disk.files().unwrap())?;
-    let mut engine = Engine::new(disk.clone(), WorkerPool::new(disk, 1), queue, Config::default())?;
+    let queue = Uring::new()?;
+    let mut engine = SingleDisk::new(disk.clone(), WorkerPool::new(1), queue, Config::default())?;
     let range = ByteRange::new(BLOCK_BYTES, BLOCK_BYTES);
     let buf = engine.buffer(range).expect("a buffer");
     let io = Request { op: Op::Write, flags: Flags::NONE, range };
@@ -107,14 +107,14 @@ fn where_memory_cannot_be_locked_a_ring_is_smaller_and_registers_nothing_and_ser
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let directory = tempfile::tempdir().expect("a directory");
     let disk = disk_in(directory.path());
-    if !has_io_uring(&disk) {
+    if !has_io_uring() {
         return;
     }
     // Enough for a few small rings and for none of full size, on kernels that count rings.
     let _limit = Limit::of_bytes(64 << 10);
     let mut rings = Vec::new();
     let refused = loop {
-        match Uring::for_files(&disk.files().unwrap()) {
+        match Uring::new() {
             Ok(ring) if ring.offered().full_size => {
                 say_skipped("this kernel does not count a ring's own memory");
                 return;
@@ -139,7 +139,7 @@ fn an_eighth_of_the_limit_is_registered_and_all_buffers_where_the_limit_does_not
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let directory = tempfile::tempdir().expect("a directory");
     let disk = disk_in(directory.path());
-    if !has_io_uring(&disk) {
+    if !has_io_uring() {
         return;
     }
     let limited = Limit::of_bytes(8 << 20);
@@ -155,8 +155,8 @@ fn an_eighth_of_the_limit_is_registered_and_all_buffers_where_the_limit_does_not
 }
 
 /// Whether rings can be made here.
-fn has_io_uring(disk: &BlockDevice<LinearMap>) -> bool {
-    required("io_uring", Uring::for_files(&disk.files().unwrap())).is_some()
+fn has_io_uring() -> bool {
+    required("io_uring", Uring::new()).is_some()
 }
 
 #[test]
@@ -164,7 +164,7 @@ fn engines_that_were_dropped_leave_nothing_pinned_while_their_thread_goes_on() {
     let _alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
     let directory = tempfile::tempdir().expect("a directory");
     let disk = disk_in(directory.path());
-    if !has_io_uring(&disk) {
+    if !has_io_uring() {
         return;
     }
     let before = pinned_bytes();
@@ -186,7 +186,7 @@ fn a_file_system_can_be_unmounted_as_soon_as_its_engines_were_dropped() {
     let Some(mounted) = mounted else { return };
     for round in 0..8 {
         let disk = disk_in(directory.path());
-        if !has_io_uring(&disk) {
+        if !has_io_uring() {
             return;
         }
         use_engine(&disk).unwrap_or_else(|error| panic!("round {round}: {error}"));

@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use nowait::{
-    BlockDevice, BlockMap, ByteRange, Completion, Config, Engine, Flags, IoQueue, Op, OpenOptions,
-    Request,
+    BlockDevice, BlockMap, ByteRange, Completion, Config, Flags, IoQueue, Op, OpenOptions, Request,
+    SingleDisk,
 };
 use nowait_testkit::{TestQueueKind, WaitForRequests};
 
@@ -27,7 +27,7 @@ fn image() -> (tempfile::TempDir, std::path::PathBuf, Arc<BlockDevice<impl Block
 /// Submits requests for `pages` in one burst, whose buffers are filled with the page's number and
 /// `mark`; returns the completions in the order of the pages.
 fn burst<Q: IoQueue, M: BlockMap>(
-    engine: &mut Engine<Q, M>,
+    engine: &mut SingleDisk<Q, M>,
     op: Op,
     pages: std::ops::Range<u64>,
     mark: u8,

@@ -9,8 +9,8 @@ use std::sync::Arc;
 use std::task::Poll;
 
 use nowait::{
-    AsyncFile, BlockDevice, BlockingFile, ByteRange, Config, Engine, Error, Flags, IoBuffer,
-    IoQueue, LinearMap, LocalAsyncFile, LocalDriver, Op, OpenOptions, PooledBuffer, Request,
+    AsyncFile, BlockDevice, BlockingFile, ByteRange, Config, Error, Flags, IoBuffer, IoQueue,
+    LinearMap, LocalAsyncFile, LocalDriver, Op, OpenOptions, PooledBuffer, Request, SingleDisk,
     WorkerPool,
 };
 use nowait_testkit::allocations::{Counting, allocations};
@@ -70,7 +70,7 @@ fn check(counted: u64, varies: bool, label: &str) {
 
 /// Runs `count` requests, reads and writes in turn (neighbours by 64), with all of `bufs` in flight.
 fn run<Q: IoQueue>(
-    engine: &mut Engine<Q, LinearMap>,
+    engine: &mut SingleDisk<Q, LinearMap>,
     shape: Shape,
     bufs: &mut Vec<PooledBuffer>,
     count: u64,
@@ -176,8 +176,8 @@ where
 fn of_one_thread(path: &Path, kind: TestQueueKind, shape: Shape) -> Option<[u64; 2]> {
     let disk = Arc::new(BlockDevice::open_mapped(path, OpenOptions::default()).unwrap());
     let config = Config::default();
-    let queue = kind.queue(&disk, config.slots)?;
-    let workers = WorkerPool::new(&disk, 2);
+    let queue = kind.queue(config.slots)?;
+    let workers = WorkerPool::new(2);
     let file = LocalAsyncFile::with_queue(disk, workers, queue, config).unwrap();
     let (pos, len) = (|n| shape.range(n).pos, shape.range(0).len);
     let reads = of_futures(len, |n, buffer| file.read(pos(n), buffer));
@@ -189,10 +189,10 @@ fn of_one_thread(path: &Path, kind: TestQueueKind, shape: Shape) -> Option<[u64;
 fn of_several_threads(path: &Path, kind: TestQueueKind, shape: Shape) -> Option<u64> {
     let disk = Arc::new(BlockDevice::open(path, OpenOptions::default()).unwrap());
     disk.scan();
-    let workers = WorkerPool::new(&disk, 2);
+    let workers = WorkerPool::new(2);
     let config = Config::default();
-    kind.queue(&disk, config.slots)?;
-    let make = move |disk: &_| kind.try_queue(disk, config.slots);
+    kind.queue(config.slots)?;
+    let make = move || kind.try_queue(config.slots);
     let file = AsyncFile::with_queue(disk, workers, config, make).unwrap();
     Some(of_futures(shape.range(0).len, |n, buffer| file.read(shape.range(n).pos, buffer)))
 }

@@ -3,7 +3,7 @@
 
 use std::sync::Arc;
 
-use nowait::{BlockDevice, BlockingFile, ByteRange, Config, Engine, Flags, Op, Request};
+use nowait::{BlockDevice, BlockingFile, ByteRange, Config, Flags, Op, Request, SingleDisk};
 use nowait_testkit::engines::TestQueue;
 use nowait_testkit::worker_only_image::WorkerOnlyImage;
 use nowait_testkit::{Scratch, TestQueueKind, WaitForRequests};
@@ -17,7 +17,7 @@ struct Scene {
     _scratch: Scratch,
     image: WorkerOnlyImage,
     disk: Arc<BlockDevice<WorkerOnlyImage>>,
-    engine: Engine<TestQueue, WorkerOnlyImage>,
+    engine: SingleDisk<TestQueue, WorkerOnlyImage>,
 }
 
 fn scene(workers: u32) -> Scene {

@@ -7,9 +7,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicU64, Ordering};
 
 use nowait::{
-    BlockDevice, BlockMap, BlockingFile, ByteRange, Config, Engine, Error, Extent, ExtentStatus,
-    FD_TOKEN, FileStorage, Flags, Intent, Interest, IoQueue, Op, OpenOptions, PooledBuffer,
-    Request, WouldBlock,
+    BlockDevice, BlockMap, BlockingFile, ByteRange, Config, Error, Extent, ExtentStatus, FD_TOKEN,
+    FileStorage, Flags, Intent, Interest, IoQueue, Op, OpenOptions, PooledBuffer, Request,
+    SingleDisk, WouldBlock,
 };
 use nowait_testkit::{TestQueueKind, WaitForRequests};
 
@@ -24,7 +24,7 @@ fn image() -> tempfile::NamedTempFile {
 
 /// Runs one request; returns its result and its buffer.
 fn run<Q: IoQueue, M: BlockMap>(
-    engine: &mut Engine<Q, M>,
+    engine: &mut SingleDisk<Q, M>,
     io: Request,
     buf: PooledBuffer,
 ) -> (Result<u64, i32>, PooledBuffer) {
@@ -55,7 +55,7 @@ fn refuses_tokens(kind: TestQueueKind) {
     engine.submit_no_data(Request { op: Op::Flush, ..io }, 2).map_err(|it| it.error).unwrap();
     engine.finish();
     // The queue itself refuses such a token too.
-    let Some(mut queue) = kind.queue(&open(), 4096) else { return };
+    let Some(mut queue) = kind.queue(4096) else { return };
     let watched = queue.events_mut().watch(socket.as_fd(), 0, Interest::Readable);
     assert_eq!(watched.unwrap_err().errno(), libc::EINVAL);
 }

@@ -11,8 +11,8 @@ use std::time::Duration;
 
 use nowait::sim::{Fault, Faults, SimDevice, SimOptions, SimQueue, set_yield};
 use nowait::{
-    Alignment, AllocationCache, BlockDevice, ByteRange, Config, Direct, Engine, Flags, IoSegment,
-    Op, OpenOptions, Request, SimStorage, WorkerPool,
+    Alignment, AllocationCache, BlockDevice, ByteRange, Config, Direct, Flags, IoSegment, Op,
+    OpenOptions, Request, SimStorage, SingleDisk, WorkerPool,
 };
 
 const BLOCK: u64 = 4096;
@@ -68,7 +68,7 @@ impl Stepped {
 struct Rig {
     device: Arc<SimDevice>,
     workers: WorkerPool,
-    engine: Engine<SimQueue, AllocationCache>,
+    engine: SingleDisk<SimQueue, AllocationCache>,
 }
 
 impl Rig {
@@ -79,9 +79,9 @@ impl Rig {
     fn on(device: Arc<SimDevice>, how: OpenOptions, config: Config) -> Self {
         let storage = SimStorage::open(&device, 0, how);
         let disk = Arc::new(BlockDevice::raw(Arc::new(storage), OpenOptions::default()).unwrap());
-        let workers = WorkerPool::simulated(&disk);
+        let workers = WorkerPool::simulated();
         let queue = SimQueue::new(device.clone()).unwrap();
-        let engine = Engine::new(disk, workers.clone(), queue, config).unwrap();
+        let engine = SingleDisk::new(disk, workers.clone(), queue, config).unwrap();
         Self { device, workers, engine }
     }
 

@@ -8,9 +8,9 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 
 use nowait::{
-    Alignment, BlockDevice, BlockingFile, ByteRange, Config, Engine, Error, ExtentStatus, Flags,
-    IoBuffer, IoSegment, LinearMap, Null, Op, OpenOptions, Operation, ReadCursor, Request, Storage,
-    StorageProperties, WorkerPool, WriteCursor,
+    AioThreadQueue, Alignment, BlockDevice, BlockingFile, ByteRange, Config, Error, ExtentStatus,
+    Flags, IoBuffer, IoSegment, LinearMap, Null, Op, OpenOptions, Operation, ReadCursor, Request,
+    SingleDisk, Storage, StorageProperties, WorkerPool, WriteCursor,
 };
 
 const BLOCK: u64 = 4096;
@@ -237,10 +237,12 @@ fn c19_the_cursor_tells_the_bytes_before_an_error() {
 fn a_storage_without_a_descriptor_is_served_by_the_workers() {
     let storage = Arc::new(MemoryStorage::new());
     let disk = Arc::new(BlockDevice::raw(storage.clone(), OpenOptions::default()).unwrap());
-    assert_eq!(disk.files().unwrap_err().errno(), libc::EOPNOTSUPP);
     let config = Config { nowait_first: false, ..Config::default() };
-    let workers = WorkerPool::new(&disk, 2);
-    let mut engine = Engine::new(disk, workers, Null::new().unwrap(), config).unwrap();
+    let workers = WorkerPool::new(2);
+    let queue = AioThreadQueue::new(config.slots).unwrap();
+    let refused = SingleDisk::new(disk.clone(), workers.clone(), queue, config).err();
+    assert_eq!(refused.map(|error| error.errno()), Some(libc::EOPNOTSUPP));
+    let mut engine = SingleDisk::new(disk, workers, Null::new().unwrap(), config).unwrap();
     let mut expected = storage.contents();
     for ((pos, len), byte) in ranges_inside().into_iter().zip((0..).cycle()) {
         let range = ByteRange::new(pos, len as u64);
@@ -291,9 +293,9 @@ fn c16_1024_aligned_segments_are_one_transfer_of_the_blocking_api_and_of_a_worke
     assert_eq!((transfers(), storage.contents() == vec![9; len]), (1, true));
 
     memory.fill(5);
-    let workers = WorkerPool::new(&disk, 1);
+    let workers = WorkerPool::new(1);
     let config = Config { nowait_first: false, ..Config::default() };
-    let mut engine = Engine::new(disk, workers, Null::new().unwrap(), config).unwrap();
+    let mut engine = SingleDisk::new(disk, workers, Null::new().unwrap(), config).unwrap();
     let parts = memory.chunks_exact_mut(BLOCK as usize).step_by(2);
     let segments = parts.map(|part| IoSegment { base: part.as_mut_ptr(), len: part.len() });
     let segments: Vec<_> = segments.collect();
@@ -335,8 +337,8 @@ fn written_in_a_burst(
 ) -> (usize, Vec<i32>) {
     let disk = Arc::new(BlockDevice::raw(storage.clone(), OpenOptions::default()).unwrap());
     let config = Config { nowait_first: false, merge, ..Config::default() };
-    let workers = WorkerPool::new(&disk, 1);
-    let mut engine = Engine::new(disk, workers, Null::new().unwrap(), config).unwrap();
+    let workers = WorkerPool::new(1);
+    let mut engine = SingleDisk::new(disk, workers, Null::new().unwrap(), config).unwrap();
     storage.transfers.store(0, Ordering::Relaxed);
     for (tag, page) in pages.iter().enumerate() {
         let range = ByteRange::new(page * BLOCK, BLOCK);

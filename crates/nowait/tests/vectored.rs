@@ -4,8 +4,8 @@
 use std::sync::Arc;
 
 use nowait::{
-    BlockDevice, ByteRange, Config, Engine, Flags, IoQueue, IoSegment, LinearMap, Op, OpenOptions,
-    Request, Stats,
+    BlockDevice, ByteRange, Config, Flags, IoQueue, IoSegment, LinearMap, Op, OpenOptions, Request,
+    SingleDisk, Stats,
 };
 use nowait_testkit::{TestQueueKind, WaitForRequests};
 
@@ -19,7 +19,7 @@ struct Page([u8; PAGE]);
 /// Reads or writes the first three pages of the image, to or from every other page of `memory`;
 /// returns the bytes done.
 fn run<Q: IoQueue>(
-    engine: &mut Engine<Q, LinearMap>,
+    engine: &mut SingleDisk<Q, LinearMap>,
     op: Op,
     flags: Flags,
     memory: &mut [Page; 6],

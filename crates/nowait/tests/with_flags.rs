@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use nowait::{
     AllocationCache, AsyncFile, BlockDevice, Config, Error, EventSource, Flags, IoBuffer, IoQueue,
-    LocalAsyncFile, LocalDriver, Null, OpenOptions, Outcome, QueueFull, Token, Transfer,
+    LocalAsyncFile, LocalDriver, Null, OpenOptions, Outcome, QueueFile, QueueFull, Token, Transfer,
     WorkerPool,
 };
 
@@ -28,6 +28,14 @@ struct Recording {
 
 // SAFETY: tokens are reported as the inner queue reports them.
 unsafe impl IoQueue for Recording {
+    fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
+        self.queue.attach(files)
+    }
+
+    fn detach(&mut self, first: u32, count: u32) {
+        self.queue.detach(first, count);
+    }
+
     // SAFETY: passed on unchanged.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
         self.counts.pushed.fetch_add(1, Ordering::Relaxed);
@@ -83,7 +91,7 @@ fn counted(
     std::fs::write(&path, [7; 4 * BLOCK]).unwrap();
     let disk = Arc::new(BlockDevice::open(&path, OpenOptions::default()).unwrap());
     disk.scan();
-    let workers = WorkerPool::new(&disk, 1);
+    let workers = WorkerPool::new(1);
     let counts = Arc::new(Counts::default());
     serve(disk, workers, counts.clone());
     (counts.pushed.load(Ordering::SeqCst), counts.polled.load(Ordering::SeqCst))
@@ -106,7 +114,7 @@ fn c48_each_transfer_of_a_local_file_with_hipri_has_it() {
 fn c48_each_transfer_of_an_async_file_with_hipri_has_it() {
     for (flags, polled) in [(Flags::HIPRI, 2), (Flags::NONE, 0)] {
         let counts = counted(|disk, workers, counts| {
-            let make = move |_: &BlockDevice<_>| Ok(Recording { queue: Null::new()?, counts });
+            let make = move || Ok(Recording { queue: Null::new()?, counts });
             let file = AsyncFile::with_queue(disk, workers, Config::default(), make);
             let file = file.unwrap().with_flags(flags);
             read_and_write!(file);

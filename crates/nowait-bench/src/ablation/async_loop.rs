@@ -52,7 +52,7 @@ pub(crate) fn run(
 ) -> io::Result<Sample> {
     let config = Config { hint: false, ..config };
     let disk = fixture.hinted_disk(fixture.path, config)?;
-    let workers = WorkerPool::new(&disk, config.workers);
+    let workers = WorkerPool::new(config.workers);
     let reads = load.direction == Direction::Read;
     match api {
         AsyncApi::AnyThread => {

@@ -7,7 +7,7 @@ use std::time::{Duration, Instant};
 
 use fastrand::Rng;
 use hdrhistogram::Histogram;
-use nowait::{BlockMap, ByteRange, Engine, Flags, IoQueue, Op, PooledBuffer, Request};
+use nowait::{BlockMap, ByteRange, Flags, IoQueue, Op, PooledBuffer, Request, SingleDisk};
 use rustix::time::ClockId;
 
 use crate::ablation::gain_table::{Sample, latency_of};
@@ -137,7 +137,7 @@ pub(crate) fn op(direction: Direction) -> Op {
 /// # Errors
 /// The error of the engine or of a request.
 pub(crate) fn drive<Q: IoQueue, M: BlockMap>(
-    engine: &mut Engine<Q, M>,
+    engine: &mut SingleDisk<Q, M>,
     load: &Workload,
     flags: Flags,
     offsets: &mut Offsets,
@@ -177,7 +177,7 @@ pub(crate) fn drive<Q: IoQueue, M: BlockMap>(
 
 /// One slot for each request in flight; the tag of a request is the index of its slot.
 struct Slots<'a, Q: IoQueue, M: BlockMap> {
-    engine: &'a mut Engine<Q, M>,
+    engine: &'a mut SingleDisk<Q, M>,
     free: Vec<(u64, PooledBuffer)>,
     started: Vec<Instant>,
     op: Op,
@@ -186,7 +186,7 @@ struct Slots<'a, Q: IoQueue, M: BlockMap> {
 }
 
 impl<'a, Q: IoQueue, M: BlockMap> Slots<'a, Q, M> {
-    fn new(engine: &'a mut Engine<Q, M>, load: &Workload, flags: Flags) -> io::Result<Self> {
+    fn new(engine: &'a mut SingleDisk<Q, M>, load: &Workload, flags: Flags) -> io::Result<Self> {
         let block = load.block_bytes as u64;
         let mut random = Rng::with_seed(block);
         let mut free = Vec::with_capacity(load.depth);

@@ -7,7 +7,7 @@
 use std::collections::VecDeque;
 use std::time::{Duration, Instant};
 
-use nowait::{Error, EventSource, IoQueue, Null, Outcome, QueueFull, Token, Transfer};
+use nowait::{Error, EventSource, IoQueue, Null, Outcome, QueueFile, QueueFull, Token, Transfer};
 
 /// The last part of a wait is a busy loop, because the kernel may wake a thread later than that.
 const BUSY_WAIT: Duration = Duration::from_micros(120);
@@ -31,6 +31,14 @@ impl Delayed {
 // SAFETY: each token is reported once, from the list that `place` appended it to; `Null` reports
 // the watched ones.
 unsafe impl IoQueue for Delayed {
+    fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
+        self.watched.attach(files)
+    }
+
+    fn detach(&mut self, first: u32, count: u32) {
+        self.watched.detach(first, count);
+    }
+
     // SAFETY: the memory is never accessed.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
         self.due.push_back((Instant::now() + self.latency, token, transfer.len as Outcome));
@@ -98,15 +106,16 @@ mod tests {
         file.as_file().set_len(1 << 20).expect("a sparse file");
         let disk = BlockDevice::open_mapped(file.path(), OpenOptions::default()).expect("a disk");
         let disk = Arc::new(disk);
-        let workers = WorkerPool::new(&disk, 1);
         let queue = Delayed::new(latency).expect("a queue");
-        let mut engine = Engine::new(disk, workers, queue, Config::default()).expect("an engine");
+        let engine = Engine::new(queue, WorkerPool::new(1), Config::default());
+        let mut engine = engine.expect("an engine");
+        let disk = engine.attach(disk).expect("a device");
         let begin = Instant::now();
         for tag in [7, 8] {
             let range = ByteRange::new(0, 4096);
-            let buf = engine.buffer(range).expect("a buffer");
+            let buf = engine.buffer(&disk, range).expect("a buffer");
             let io = Request { op: Op::Read, flags: Flags::NONE, range };
-            assert!(engine.submit(io, buf, tag).is_ok());
+            assert!(engine.submit(&disk, io, buf, tag).is_ok());
         }
         let mut ended = Vec::new();
         while ended.len() < 2 {

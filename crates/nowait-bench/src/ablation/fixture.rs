@@ -11,8 +11,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::{
-    AioThreadQueue, AllocationCache, AsyncFile, BlockDevice, BlockMap, Config, Engine, Flags,
-    IoQueue, LinearMap, LocalAsyncFile, Null, OpenOptions, Uring, WorkerPool,
+    AioThreadQueue, AllocationCache, AsyncFile, BlockDevice, BlockMap, Config, Flags, IoQueue,
+    LinearMap, LocalAsyncFile, Null, OpenOptions, SingleDisk, Uring, WorkerPool,
 };
 use tempfile::TempDir;
 
@@ -158,24 +158,24 @@ impl<'a> Fixture<'a> {
         load: &Workload,
         config: Config,
     ) -> io::Result<Sample> {
-        let workers = WorkerPool::new(&disk, config.workers);
+        let workers = WorkerPool::new(config.workers);
         match queue {
             Queue::Null => {
-                self.on_engine(Engine::new(disk, workers, Null::new()?, config)?, queue, load)
+                self.on_engine(SingleDisk::new(disk, workers, Null::new()?, config)?, queue, load)
             }
             Queue::File | Queue::Polled => {
                 self.on_engine(ring_engine(&disk, &workers, config)?, queue, load)
             }
             Queue::Aio => {
-                let aio = AioThreadQueue::new(disk.fd()?, config.slots, !disk.is_direct())?;
-                self.on_engine(Engine::new(disk, workers, aio, config)?, queue, load)
+                let aio = AioThreadQueue::new(config.slots)?;
+                self.on_engine(SingleDisk::new(disk, workers, aio, config)?, queue, load)
             }
         }
     }
 
     fn on_engine<Q: IoQueue, M: BlockMap>(
         &self,
-        mut engine: Engine<Q, M>,
+        mut engine: SingleDisk<Q, M>,
         queue: Queue,
         load: &Workload,
     ) -> io::Result<Sample> {
@@ -245,9 +245,9 @@ pub(crate) fn ring_engine<M: BlockMap>(
     disk: &Arc<BlockDevice<M>>,
     workers: &WorkerPool,
     config: Config,
-) -> io::Result<Engine<Uring, M>> {
-    let queue = Uring::new(disk.fd()?).map_err(no_ring)?;
-    Ok(Engine::new(disk.clone(), workers.clone(), queue, config)?)
+) -> io::Result<SingleDisk<Uring, M>> {
+    let queue = Uring::new().map_err(no_ring)?;
+    Ok(SingleDisk::new(disk.clone(), workers.clone(), queue, config)?)
 }
 
 /// The reason why no ring could be set up, with a remedy.
@@ -261,7 +261,7 @@ pub(crate) fn ring_of_this_thread<M: BlockMap + 'static>(
     workers: WorkerPool,
     config: Config,
 ) -> io::Result<LocalAsyncFile> {
-    let queue = Uring::new(disk.fd()?).map_err(no_ring)?;
+    let queue = Uring::new().map_err(no_ring)?;
     Ok(LocalAsyncFile::with_queue(disk, workers, queue, config)?)
 }
 
@@ -273,6 +273,6 @@ pub(crate) fn ring_tasks(
 ) -> io::Result<AsyncFile> {
     // Only the thread that owns the ring can create it, and it reports only the error number. This
     // attempt gives the full error.
-    drop(Uring::new(disk.fd()?).map_err(no_ring)?);
-    Ok(AsyncFile::with_queue(disk, workers, config, |disk| Uring::new(disk.fd()?))?)
+    drop(Uring::new().map_err(no_ring)?);
+    Ok(AsyncFile::with_queue(disk, workers, config, Uring::new)?)
 }

@@ -9,8 +9,8 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use nowait::{
-    AnyQueue, BlockDevice, ByteRange, Config, Engine, Flags, LinearMap, QueueKind, RemoteQueue,
-    Storage, WorkerPool,
+    AnyQueue, BlockDevice, ByteRange, Config, Flags, LinearMap, QueueKind, SingleDisk, Storage,
+    WorkerPool,
 };
 use nowait_remote::{Location, RemoteOptions};
 
@@ -52,7 +52,7 @@ impl RemoteDevice {
         }
         let disk = BlockDevice::mapped(storage.clone(), Vec::new(), size, !overwrite, LinearMap);
         let disk = Arc::new(disk);
-        let workers = WorkerPool::new(&disk, Config::default().workers);
+        let workers = WorkerPool::new(Config::default().workers);
         let location = location.clone();
         Ok(Self { location, bytes: size / MIB * MIB, storage, disk, workers })
     }
@@ -89,21 +89,15 @@ impl RemoteDevice {
             buffer_bytes: config.buffer_bytes.max(load.depth * load.block_bytes),
             ..config
         };
-        let queue = match self.disk.queue(QueueKind::Auto, config.slots)? {
-            AnyQueue::Remote(queue, _) => queue,
-            // A storage without a descriptor has no other.
-            AnyQueue::Uring(_) | AnyQueue::Threads(..) => {
-                return Err(io::Error::other("the image is not behind a network"));
-            }
-        };
-        let (disk, workers) = (self.disk.clone(), self.workers.clone());
-        Ok(RemoteLoop { engine: Engine::new(disk, workers, queue, config)?, load: *load })
+        let queue = QueueKind::Auto.open(config.slots)?;
+        let engine = SingleDisk::new(self.disk.clone(), self.workers.clone(), queue, config)?;
+        Ok(RemoteLoop { engine, load: *load })
     }
 }
 
 /// A closed loop on such an image.
 pub(crate) struct RemoteLoop {
-    engine: Engine<RemoteQueue, LinearMap>,
+    engine: SingleDisk<AnyQueue, LinearMap>,
     load: Workload,
 }
 

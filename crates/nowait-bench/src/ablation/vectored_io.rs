@@ -7,7 +7,7 @@
 use std::io;
 use std::time::Instant;
 
-use nowait::{ByteRange, Engine, Flags, IoQueue, IoSegment, LinearMap, Op, Request};
+use nowait::{ByteRange, Flags, IoQueue, IoSegment, LinearMap, Op, Request, SingleDisk};
 
 use crate::ablation::blocking_calls::{Block, whole};
 use crate::ablation::closed_loop::{Interval, StopCondition, WAIT_SLICE, op};
@@ -43,7 +43,7 @@ pub(crate) struct Load {
 
 /// An engine and the memory of its only request in flight.
 pub(crate) struct VectoredIo<Q: IoQueue> {
-    engine: Engine<Q, LinearMap>,
+    engine: SingleDisk<Q, LinearMap>,
     segments: Vec<IoSegment>,
     memory: Vec<Block>,
 }
@@ -59,14 +59,15 @@ impl<Q: IoQueue> Drop for VectoredIo<Q> {
 
 impl<Q: IoQueue> VectoredIo<Q> {
     /// Allocates segments that do not touch, so that they cannot be merged into one.
-    pub(crate) fn new(engine: Engine<Q, LinearMap>, shape: Shape) -> VectoredIo<Q> {
+    pub(crate) fn new(engine: SingleDisk<Q, LinearMap>, shape: Shape) -> VectoredIo<Q> {
         let stride = 2 * shape.segment_bytes;
         let blocks = (shape.segments * stride).div_ceil(Block::BYTES);
         let mut memory: Vec<Block> = (0..blocks).map(|_| *Block::random()).collect();
         let base = memory.as_mut_ptr().cast::<u8>();
         let segment =
             |n: usize| IoSegment { base: base.wrapping_add(n * stride), len: shape.segment_bytes };
-        VectoredIo { engine, segments: (0..shape.segments).map(segment).collect(), memory }
+        let segments = (0..shape.segments).map(segment).collect();
+        VectoredIo { engine, segments, memory }
     }
 
     /// Makes requests until `stop_condition` ends the loop; if they are not `together`, the last one

@@ -115,7 +115,7 @@ fn gather(image: &Path, format: Option<Format>) -> Result<Facts, CliError> {
         layout: layout(file.as_fd(), size_bytes),
         signature,
         header,
-        queue: queue(file.as_fd()),
+        queue: queue(),
         // Last, because it leaves O_DIRECT set.
         direct: direct(file.as_fd()),
     })
@@ -172,8 +172,8 @@ pub(crate) fn registrable() -> String {
 }
 
 /// The queue that `serve` would use, found in the same way: by creating a ring.
-fn queue(file: BorrowedFd<'_>) -> Queue {
-    let Err(error) = nowait::Uring::new(file) else {
+fn queue() -> Queue {
+    let Err(error) = nowait::Uring::new() else {
         return Queue::Uring(RegisteredMemory::of_this_process().limit_bytes);
     };
     Queue::Threads(nowait::Uring::refusal(error))

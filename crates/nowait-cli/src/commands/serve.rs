@@ -97,7 +97,7 @@ fn serve(
     let Opened { all, is_default, adopted, common } = open(args, take_over.as_deref())?;
     let Some(first) = all.first() else { return Ok(()) };
     let (named, image) = (first.named.clone(), &first.named.image.clone());
-    let kind = if args.poll { polled_queue(&all)? } else { queue_kind(args, first)? };
+    let kind = if args.poll { polled_queue(&all)? } else { queue_kind(args)? };
     let handed_over = take_over.as_ref().and_then(|take_over| take_over.ublk);
     let ublk = ublk::open(args, first, handed_over)?;
     let handed = take_over.as_deref_mut().map(TakeOver::listeners).transpose()?;
@@ -472,19 +472,11 @@ fn close_with_timeout(all: Vec<OpenedDisk>, image: &Path) -> Result<(), CliError
     closed.recv_timeout(CLOSE_TIMEOUT).unwrap_or_else(unanswered)
 }
 
-/// A ring for the files of `opened`; for none of a remote image, whose transfers take no ring.
-fn ring_for(opened: &OpenedDisk) -> Result<Uring, nowait::Error> {
-    match opened.image.is_remote() {
-        true => Uring::for_files(&[]),
-        false => opened.image.files().and_then(|files| Uring::for_files(&files)),
-    }
-}
-
 /// A queue that polls, if the devices of all images can be polled.
 fn polled_queue(all: &[OpenedDisk]) -> Result<QueueKind, CliError> {
     for opened in all {
-        let refusal = match ring_for(opened) {
-            Ok(ring) => ring.polling_refusal().map(String::from),
+        let refusal = match opened.image.polling_refusal() {
+            Ok(refusal) => refusal.map(String::from),
             Err(error) => Some(Uring::refusal(error)),
         };
         if let Some(refusal) = refusal {
@@ -497,11 +489,11 @@ fn polled_queue(all: &[OpenedDisk]) -> Result<QueueKind, CliError> {
 }
 
 /// The requested queue, or one that works on this system.
-fn queue_kind(args: &ServeArgs, opened: &OpenedDisk) -> Result<QueueKind, CliError> {
+fn queue_kind(args: &ServeArgs) -> Result<QueueKind, CliError> {
     if args.queue == Some(args::QueueKind::Threads) {
         return Ok(QueueKind::Threads);
     }
-    let error = match ring_for(opened) {
+    let error = match Uring::new() {
         Ok(ring) => {
             info!("io_uring: {}", ring.offered());
             info!("registered buffers: {}", registrable());
@@ -515,7 +507,7 @@ fn queue_kind(args: &ServeArgs, opened: &OpenedDisk) -> Result<QueueKind, CliErr
     }
     if args.queue.is_some() {
         let what = format!("{error}: try --queue threads");
-        return Err(CliError::at(&opened.named.image, what));
+        return Err(CliError::new(what));
     }
     warn!("{error}: serving with threads");
     Ok(QueueKind::Threads)

@@ -9,8 +9,8 @@ use std::path::Path;
 use std::sync::Arc;
 
 use nowait::{
-    AsyncFile, BlockDevice, BlockingFile, ByteRange, Config, Engine, Flags, IoBuffer, IoQueue,
-    LinearMap, LocalAsyncFile, LocalDriver, Op, OpenOptions, Request, Stats,
+    AsyncFile, BlockDevice, BlockingFile, ByteRange, Config, Flags, IoBuffer, IoQueue, LinearMap,
+    LocalAsyncFile, LocalDriver, Op, OpenOptions, Request, SingleDisk, Stats,
 };
 
 use crate::common::{Guest, KIB, Kernel, MIB, Scratch, path_of, skip};
@@ -173,7 +173,7 @@ fn serves_files(path: &Path) {
 /// Submits a request for each range, writes of `data` or reads that must return it, and waits for
 /// all.
 fn all_at_once<Q: IoQueue>(
-    engine: &mut Engine<Q, LinearMap>,
+    engine: &mut SingleDisk<Q, LinearMap>,
     op: Op,
     flags: Flags,
     ranges: &[ByteRange],

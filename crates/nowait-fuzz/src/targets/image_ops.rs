@@ -11,8 +11,8 @@ use std::sync::Arc;
 
 use nowait::sim::Random;
 use nowait::{
-    AioThreadQueue, BlockDevice, BlockingFile, ByteRange, Config, Direct, Engine, Error, Flags, Op,
-    Request, WorkerPool,
+    AioThreadQueue, BlockDevice, BlockingFile, ByteRange, Config, Direct, Error, Flags, Op,
+    Request, SingleDisk, WorkerPool,
 };
 use nowait_image::check::check;
 use nowait_image::commit::{Overlay, commit};
@@ -187,10 +187,9 @@ fn status(disk: Arc<BlockDevice<Qcow2Map>>) -> Done {
         return Ok(());
     }
     let config = Config { slots: 1, workers: 1, ..Config::default() };
-    let queue = AioThreadQueue::for_files(&disk.files().map_err(failed)?, config.slots, true)
-        .map_err(failed)?;
-    let workers = WorkerPool::new(&disk, config.workers);
-    let mut engine = Engine::new(disk, workers, queue, config).map_err(failed)?;
+    let queue = AioThreadQueue::new(config.slots).map_err(failed)?;
+    let workers = WorkerPool::new(config.workers);
+    let mut engine = SingleDisk::new(disk, workers, queue, config).map_err(failed)?;
     let io = Request { op: Op::Status, flags: Flags::NONE, range };
     engine.submit_no_data(io, 0).map_err(|rejected| failed(rejected.error))?;
     while engine.in_flight() > 0 {

@@ -11,8 +11,8 @@ use std::time::Duration;
 use arbitrary::{Result as Drawn, Unstructured};
 use nowait::sim::{Random, SimDevice, SimOptions, SimQueue};
 use nowait::{
-    Alignment, AllocationCache, BlockDevice, ByteRange, Config, Engine, Flags, IoSegment,
-    MAX_SEGMENTS, MAX_TRANSFER_BYTES, Op, OpenOptions, Request, SimStorage, WorkerPool, fuzz,
+    Alignment, AllocationCache, BlockDevice, ByteRange, Config, Flags, IoSegment, MAX_SEGMENTS,
+    MAX_TRANSFER_BYTES, Op, OpenOptions, Request, SimStorage, SingleDisk, WorkerPool, fuzz,
 };
 
 use crate::target::{Check, Target};
@@ -134,7 +134,7 @@ fn arithmetic(input: &mut Unstructured<'_>) -> Drawn<Result<(), String>> {
 struct Rig {
     device: Arc<SimDevice>,
     workers: WorkerPool,
-    engine: Engine<SimQueue, AllocationCache>,
+    engine: SingleDisk<SimQueue, AllocationCache>,
     model: Vec<u8>,
     arena: Box<[u8]>,
     random: Random,
@@ -164,9 +164,9 @@ impl Rig {
         let map = AllocationCache::new(device.bytes(), on(6));
         let disk =
             Arc::new(BlockDevice::mapped(Arc::new(storage), Vec::new(), DEVICE_BYTES, false, map));
-        let workers = WorkerPool::simulated(&disk);
+        let workers = WorkerPool::simulated();
         let queue = SimQueue::new(device.clone()).map_err(failed)?;
-        let engine = Engine::new(disk, workers.clone(), queue, config).map_err(failed)?;
+        let engine = SingleDisk::new(disk, workers.clone(), queue, config).map_err(failed)?;
         let model = vec![0; DEVICE_BYTES as usize];
         let arena = vec![0; ARENA_BYTES].into();
         Ok(Self { device, workers, engine, model, arena, random: Random::new(7) })

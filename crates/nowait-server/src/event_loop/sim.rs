@@ -36,9 +36,9 @@ fn event_loop<M: BlockMap, F: Frontend<SimQueue, M>>(
     config: Config,
     frontend: impl FnOnce(&mut ThreadContext) -> F,
 ) -> Result<EventLoop<F, SimQueue, M>, Error> {
-    let export = Arc::new(Export::with_workers(disk.clone(), workers.clone()));
+    let export = Arc::new(Export::with_workers(disk, workers.clone()));
     let mut context = ThreadContext::simulated(export.clone(), config, SPLIT_BYTES)?;
-    let engine = Engine::new(disk, workers, queue, config)?;
+    let engine = Engine::new(queue, workers, config)?;
     let frontend = frontend(&mut context);
     EventLoop::new(&context, export, engine, frontend)
 }

@@ -325,7 +325,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
     ) {
         let Some(entry) = self.shared.requests.in_flight.try_remove(key as usize) else { return };
         let InFlight { request, split } = entry;
-        let start = context.engine.buffer_offset(request.header.offset);
+        let start = context.device.buffer_offset(request.header.offset);
         let extents = match completion.io.op {
             Op::Status => context.engine.take_extents(completion.tag),
             _ => Vec::new(),

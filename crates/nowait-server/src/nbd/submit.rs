@@ -116,7 +116,7 @@ impl Connection {
                 context,
                 InFlight { request, split: None },
                 io,
-                |context, tag| context.engine.submit_no_data(io, tag),
+                |context, tag| context.engine.submit_no_data(&context.device, io, tag),
             );
             return taken;
         }
@@ -129,13 +129,13 @@ impl Connection {
             return ParseProgress::Blocked;
         };
         if io.op == Op::Write {
-            let start = context.engine.buffer_offset(io.range.pos);
+            let start = context.device.buffer_offset(io.range.pos);
             self.session.payload = Some(IncomingWrite { request, io, buf, start, filled: 0 });
             return taken;
         }
         self.member.quantum.read(io.range.len);
         self.submit(requests, context, InFlight { request, split: None }, io, |context, tag| {
-            context.engine.submit(io, buf, tag)
+            context.engine.submit(&context.device, io, buf, tag)
         });
         taken
     }
@@ -148,7 +148,7 @@ impl Connection {
         request: &mut RequestContext,
         io: Request,
     ) -> Option<PooledBuffer> {
-        let buf = context.engine.buffer(io.range)?;
+        let buf = context.engine.buffer(&context.device, io.range)?;
         // The whole buffer, which alignment may make larger than the request.
         request.budget_used = buf.len() as u32;
         context.budget.charge(&mut self.member.budget_used, u64::from(request.budget_used));
@@ -169,7 +169,7 @@ impl Connection {
         let Some(buf) = self.take_buffer(context, &mut request, io) else {
             return ParseProgress::Blocked;
         };
-        let start = context.engine.buffer_offset(io.range.pos);
+        let start = context.device.buffer_offset(io.range.pos);
         self.session.begin_fragment(IncomingWrite { request, io, buf, start, filled: 0 });
         ParseProgress::Bytes(0)
     }
@@ -190,7 +190,7 @@ impl Connection {
         };
         let IncomingWrite { request, io, buf, .. } = write;
         self.submit(requests, context, InFlight { request, split }, io, |context, tag| {
-            context.engine.submit(io, buf, tag)
+            context.engine.submit(&context.device, io, buf, tag)
         });
         ParseProgress::Bytes(count)
     }

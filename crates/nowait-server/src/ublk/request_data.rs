@@ -6,7 +6,7 @@
 
 use std::os::fd::BorrowedFd;
 
-use nowait::{BlockMap, ByteRange, Engine, IoQueue, PooledBuffer};
+use nowait::{BlockMap, ByteRange, DeviceHandle, Engine, IoQueue, PooledBuffer};
 use rustix::io::{pread, pwrite};
 
 use crate::ublk::ublk_cmd::{data_position, register_as};
@@ -36,11 +36,13 @@ impl RequestData {
     /// Buffers of `bytes` for `tags` tags; `None` if there is no memory for them.
     pub(crate) fn copied<Q: IoQueue, M: BlockMap>(
         engine: &mut Engine<Q, M>,
+        device: &DeviceHandle<M>,
         tags: u16,
         bytes: u32,
     ) -> Option<Self> {
         let whole = ByteRange::new(0, bytes.into());
-        let buffers = (0..tags).map(|_| engine.buffer(whole)).collect::<Option<Vec<_>>>()?;
+        let buffers =
+            (0..tags).map(|_| engine.buffer(device, whole)).collect::<Option<Vec<_>>>()?;
         let address = |buffer: &PooledBuffer| buffer.as_ptr().expose_provenance() as u64;
         let addresses = buffers.iter().map(address).collect();
         Some(Self::Copied { buffers: buffers.into_iter().map(Some).collect(), addresses })
@@ -49,10 +51,11 @@ impl RequestData {
     /// The memory of the requests of `tags` tags.
     pub(crate) fn registered<Q: IoQueue, M: BlockMap>(
         engine: &mut Engine<Q, M>,
+        device: &DeviceHandle<M>,
         tags: u16,
     ) -> Self {
         let must_copy = vec![false; tags.into()];
-        Self::Registered { first: engine.reserve_buffers(tags), must_copy }
+        Self::Registered { first: engine.reserve_buffers(device, tags), must_copy }
     }
 
     /// The address of the entry of a fetch command, and that in its arguments.

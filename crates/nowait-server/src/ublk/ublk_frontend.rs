@@ -130,7 +130,7 @@ impl UblkFrontend {
         queue.member.quantum.count(io);
         let engine_tag = context.tag(QUEUE, tag.into());
         if !matches!(io.op, Op::Read | Op::Write) {
-            match context.engine.submit_no_data(io, engine_tag) {
+            match context.engine.submit_no_data(&context.device, io, engine_tag) {
                 Ok(()) => queue.in_engine += 1,
                 Err(rejected) => {
                     context.untag();
@@ -139,7 +139,7 @@ impl UblkFrontend {
             }
             return true;
         }
-        let is_odd = is_cut || context.engine.buffer_offset(io.range.pos) > 0;
+        let is_odd = is_cut || context.device.buffer_offset(io.range.pos) > 0;
         if is_odd {
             context.untag();
             return self.submit_copied(context, tag, io);
@@ -147,7 +147,7 @@ impl UblkFrontend {
         if let RequestData::Registered { .. } = queue.data {
             if descriptor.op_flags & IO_NEED_REG_BUF == 0
                 && let Some(number) = queue.data.number(tag)
-                && context.engine.submit_registered(io, number, engine_tag).is_ok()
+                && context.engine.submit_registered(&context.device, io, number, engine_tag).is_ok()
             {
                 queue.in_engine += 1;
                 return true;
@@ -159,7 +159,7 @@ impl UblkFrontend {
             context.untag();
             return true;
         };
-        match context.engine.submit(io, buffer, engine_tag) {
+        match context.engine.submit(&context.device, io, buffer, engine_tag) {
             Ok(()) => {
                 queue.in_engine += 1;
                 if injected(ServerBug::CommitBeforeData) && io.op == Op::Read {
@@ -188,8 +188,10 @@ impl UblkFrontend {
         io: Request,
     ) -> bool {
         let Some(queue) = &mut self.queue else { return true };
-        let Some(mut buffer) = context.engine.buffer(io.range) else { return false };
-        let start = context.engine.buffer_offset(io.range.pos);
+        let Some(mut buffer) = context.engine.buffer(&context.device, io.range) else {
+            return false;
+        };
+        let start = context.device.buffer_offset(io.range.pos);
         let data = &mut buffer[start..start + io.range.len as usize];
         let copied = match io.op {
             Op::Write => queue.data.copy_in((queue.descriptor.as_fd(), self.number), tag, data),
@@ -197,7 +199,10 @@ impl UblkFrontend {
         };
         let engine_tag = context.tag(QUEUE, tag.into());
         let submitted = copied.and_then(|()| {
-            context.engine.submit(io, buffer, engine_tag).map_err(|rejected| errno_of(&rejected))
+            context
+                .engine
+                .submit(&context.device, io, buffer, engine_tag)
+                .map_err(|rejected| errno_of(&rejected))
         });
         match submitted {
             Ok(()) => queue.in_engine += 1,
@@ -317,8 +322,8 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
         let failed = |errno| Error::new(errno, Operation::SetUp);
         let (depth, bytes) = (self.device.info.depth, self.device.info.max_io_bytes);
         let data = match self.device.registers_data() {
-            true => Some(RequestData::registered(&mut context.engine, depth)),
-            false => RequestData::copied(&mut context.engine, depth, bytes),
+            true => Some(RequestData::registered(&mut context.engine, &context.device, depth)),
+            false => RequestData::copied(&mut context.engine, &context.device, depth, bytes),
         };
         let data = data.ok_or(failed(libc::ENOMEM))?;
         // What takes time is done before a device is taken over: its users wait.
@@ -426,7 +431,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
         let completed_op = completion.io.op;
         let has_data = matches!(completed_op, Op::Read | Op::Write);
         let answer = if has_data && queue.data.is_copied_here(tag) {
-            let start = context.engine.buffer_offset(completion.io.range.pos);
+            let start = context.device.buffer_offset(completion.io.range.pos);
             self.finish_data(tag, start, &completion)
         } else {
             // The driver expects the bytes of a transfer, which its longest request bounds.

@@ -348,15 +348,15 @@ impl DeviceQueue {
         let (key, is_read) = (u32::from(head), io.op == Op::Read);
         let submitted: Result<(), Rejected> = match io.op {
             Op::Write if io.range.pos < COPIED_BEFORE => {
-                let Some(mut buf) = context.engine.buffer(io.range) else {
+                let Some(mut buf) = context.engine.buffer(&context.device, io.range) else {
                     return Ok(Begun::NoMemory);
                 };
-                let start = context.engine.buffer_offset(io.range.pos);
+                let start = context.device.buffer_offset(io.range.pos);
                 let data = buf.get_mut(start..).unwrap_or_default();
                 let data = data.get_mut(..io.range.len as usize).unwrap_or_default();
                 reader.copy_data(memory, data)?;
                 let tag = context.tag(number, key);
-                context.engine.submit(io, buf, tag)
+                context.engine.submit(&context.device, io, buf, tag)
             }
             Op::Read | Op::Write => {
                 let (segments, tag) = (reader.segments(memory)?, context.tag(number, key));
@@ -364,11 +364,11 @@ impl DeviceQueue {
                 // requests in flight; if the queue goes before them, its memory is leaked. The
                 // guest may access them meanwhile. The engine only moves their bytes, and decides
                 // nothing by them: the writes that it looks at are copied above.
-                unsafe { context.engine.submit_user_memory(io, segments, tag) }
+                unsafe { context.engine.submit_user_memory(&context.device, io, segments, tag) }
             }
             _ => {
                 let tag = context.tag(number, key);
-                context.engine.submit_no_data(io, tag)
+                context.engine.submit_no_data(&context.device, io, tag)
             }
         };
         if let Err(rejected) = submitted {

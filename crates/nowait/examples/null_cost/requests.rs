@@ -5,8 +5,8 @@
 use std::sync::Arc;
 
 use nowait::{
-    BlockDevice, BlockMap, ByteRange, Config, Engine, Flags, IoSegment, Null, Op, Request,
-    WorkerPool,
+    BlockDevice, BlockMap, ByteRange, Config, DeviceHandle, Engine, Flags, IoSegment, Null, Op,
+    Request, WorkerPool,
 };
 
 pub(crate) const SIZE: u64 = 64 << 20;
@@ -29,6 +29,7 @@ struct Done {
 #[inline(always)]
 fn transfer<M: BlockMap>(
     engine: &mut Engine<Null, M>,
+    disk: &DeviceHandle<M>,
     pages: &mut [Page],
     op: Op,
     requests: u64,
@@ -45,7 +46,7 @@ fn transfer<M: BlockMap>(
             // SAFETY: the page is borrowed for longer than this function runs, which returns early
             // only when the program ends. Each page is used by one request at a time: all requests
             // of a batch have ended before the next batch begins.
-            unsafe { engine.submit_user_memory(io, &[segment], n) }.map_err(|it| it.error)?;
+            unsafe { engine.submit_user_memory(disk, io, &[segment], n) }.map_err(|it| it.error)?;
             n += 1;
         }
         engine.poll()?;
@@ -69,11 +70,12 @@ pub(crate) fn run<M: BlockMap, const DEPTH: usize>(
 ) -> Result<u64, Failure> {
     let disk = Arc::new(disk);
     let config = Config { simple, ..Config::default() };
-    let workers = WorkerPool::new(&disk, 1);
+    let workers = WorkerPool::new(1);
     // Declared before the engine, so that they are dropped after it.
     let mut pages: Vec<Page> = (0..DEPTH).map(|_| Page([0; BLOCK as usize])).collect();
-    let mut engine = Engine::new(disk, workers, Null::new()?, config)?;
-    let done = transfer(&mut engine, &mut pages, op, requests)?;
+    let mut engine = Engine::new(Null::new()?, workers, config)?;
+    let disk = engine.attach(disk)?;
+    let done = transfer(&mut engine, &disk, &mut pages, op, requests)?;
     let tags = requests * requests.saturating_sub(1) / 2;
     if done != (Done { bytes: requests * BLOCK, tags }) {
         return Err("the completions do not match the requests".into());

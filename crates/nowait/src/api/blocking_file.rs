@@ -38,7 +38,7 @@ use crate::types::request::{ExtentStatus, Flags, Op, Request};
 /// # Ok(())
 /// # }
 /// ```
-pub struct BlockingFile<M: BlockMap = AllocationCache> {
+pub struct BlockingFile<M: BlockMap + ?Sized = AllocationCache> {
     disk: Arc<BlockDevice<M>>,
     simple_path: SimplePath,
     /// Of each read and write, beside its own.
@@ -57,7 +57,7 @@ impl BlockingFile<AllocationCache> {
     }
 }
 
-impl<M: BlockMap> BlockingFile<M> {
+impl<M: BlockMap + ?Sized> BlockingFile<M> {
     /// The blocking API of `disk`, which engines may serve at the same time.
     pub fn new(disk: Arc<BlockDevice<M>>) -> Self {
         let simple_path = SimplePath::new(&disk, &Config::default());
@@ -222,7 +222,7 @@ impl<M: BlockMap> BlockingFile<M> {
     }
 }
 
-impl<M: BlockMap> std::fmt::Debug for BlockingFile<M> {
+impl<M: BlockMap + ?Sized> std::fmt::Debug for BlockingFile<M> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("File").field("size", &self.size()).finish_non_exhaustive()
     }

@@ -13,8 +13,8 @@ use crate::block::allocation_cache::AllocationCache;
 use crate::block::block_map::{BlockMap, Extent, Intent, LinearMap, WouldBlock};
 use crate::block::flush_coalescer::FlushCoalescer;
 use crate::block::range_lock::RangeLocks;
-use crate::queue::auto::{AnyQueue, QueueKind};
-use crate::queue::remote::Reach;
+use crate::block::waiting_flushes::WaitingFlushes;
+use crate::queue::{IoQueue, QueueFile, Uring};
 use crate::sim_hooks::injected_bug;
 use crate::sim_hooks::injected_bug::EngineBug;
 use crate::storage::file::{FileStorage, OpenOptions};
@@ -25,12 +25,11 @@ use crate::types::error::{Error, Operation};
 use crate::types::request::ExtentStatus;
 
 /// An open file, image or block device, with the map `M` of its bytes.
-pub struct BlockDevice<M: BlockMap> {
+pub struct BlockDevice<M: BlockMap + ?Sized> {
     /// The storage that is written to.
     primary: Arc<dyn Storage>,
     /// The other storages that extents may lie in, by [`crate::Extent::file`] from 1 on.
     backing: Vec<Arc<dyn Storage>>,
-    pub(crate) map: M,
     pub(crate) ranges: RangeLocks,
     align: Alignment,
     size: AtomicU64,
@@ -38,8 +37,12 @@ pub struct BlockDevice<M: BlockMap> {
     nowait: bool,
     flushes: FlushCoalescer,
     ahead: AllocateAhead,
+    /// Flushes of engines that wait for the next sync.
+    pub(crate) waiting: WaitingFlushes,
     /// The first bytes of the device must not become these; empty if there is no such rule.
     forbidden: &'static [u8],
+    /// The last field: an `Arc<BlockDevice<M>>` is also an `Arc<BlockDevice<dyn BlockMap>>`.
+    pub(crate) map: M,
 }
 
 impl BlockDevice<AllocationCache> {
@@ -111,7 +114,6 @@ impl<M: BlockMap> BlockDevice<M> {
         Self {
             primary,
             backing,
-            map,
             ranges,
             align,
             size,
@@ -119,7 +121,9 @@ impl<M: BlockMap> BlockDevice<M> {
             nowait,
             flushes,
             ahead: AllocateAhead::default(),
+            waiting: WaitingFlushes::default(),
             forbidden: &[],
+            map,
         }
     }
 
@@ -130,7 +134,9 @@ impl<M: BlockMap> BlockDevice<M> {
         self.forbidden = bytes;
         self
     }
+}
 
+impl<M: BlockMap + ?Sized> BlockDevice<M> {
     pub(crate) fn forbidden_prefix(&self) -> &'static [u8] {
         self.forbidden
     }
@@ -272,14 +278,16 @@ impl<M: BlockMap> BlockDevice<M> {
         self.cached_extent(range) == ExtentStatus::top(range.len, true)
     }
 
-    /// The descriptors for transfers, indexed by [`crate::Transfer::file`].
-    ///
-    /// # Errors
-    /// `EOPNOTSUPP` if a storage has none.
-    pub fn files(&self) -> Result<Vec<BorrowedFd<'_>>, Error> {
-        let storages = std::iter::once(&self.primary).chain(&self.backing);
-        let all = storages.map(|storage| storage.descriptor()).collect::<Option<_>>();
-        all.ok_or(Error::new(libc::EOPNOTSUPP, Operation::SetUp))
+    /// The storages, by [`crate::Extent::file`], as a queue reaches them.
+    pub(crate) fn queue_files(&self) -> Vec<QueueFile<'_>> {
+        let cached = !self.is_direct();
+        let all = std::iter::once(&self.primary).chain(&self.backing);
+        let reached = all.map(|storage| match (storage.transfers(), storage.descriptor()) {
+            (Some(transfers), _) => QueueFile::Transfers(transfers),
+            (None, Some(file)) => QueueFile::Descriptor { file, cached },
+            (None, None) => QueueFile::Unreachable,
+        });
+        reached.collect()
     }
 
     /// The descriptors that claim block devices for this process alone.
@@ -289,21 +297,19 @@ impl<M: BlockMap> BlockDevice<M> {
         storages.filter_map(|storage| storage.claim()).collect()
     }
 
-    /// A queue on this device's storages, for an engine of `slots` slots on the calling thread.
+    /// Why transfers of the device cannot be polled for (C48); `None` if they can.
     ///
     /// # Errors
-    /// `EOPNOTSUPP`: a storage has neither a descriptor nor transfers; as [`QueueKind::open`].
-    pub fn queue(&self, kind: QueueKind, slots: u32) -> Result<AnyQueue, Error> {
-        if !self.is_remote() {
-            return kind.open(&self.files()?, slots, !self.is_direct());
+    /// As [`Uring::new`] and [`IoQueue::attach`].
+    pub fn polling_refusal(&self) -> Result<Option<&'static str>, Error> {
+        let mut ring = Uring::new()?;
+        let mut files = self.queue_files();
+        files.retain(|file| file.descriptor().is_ok());
+        if files.is_empty() {
+            return Ok(Some("its storage makes transfers itself"));
         }
-        let unreachable = Error::new(libc::EOPNOTSUPP, Operation::SetUp);
-        let all = std::iter::once(&self.primary).chain(&self.backing);
-        let reached = all.map(|storage| match storage.transfers() {
-            Some(transfers) => Ok(Reach::Transfers(transfers)),
-            None => storage.descriptor().map(Reach::Descriptor).ok_or(unreachable),
-        });
-        kind.open_reaching(reached.collect::<Result<_, _>>()?, slots, !self.is_direct())
+        let first = ring.attach(&files)?;
+        Ok((first..first + files.len() as u32).find_map(|file| ring.polling_refusal(file)))
     }
 
     /// Whether a storage makes transfers itself ([`Storage::transfers`]).
@@ -402,7 +408,7 @@ impl<M: BlockMap> BlockDevice<M> {
     }
 }
 
-impl<M: BlockMap> Drop for BlockDevice<M> {
+impl<M: BlockMap + ?Sized> Drop for BlockDevice<M> {
     fn drop(&mut self) {
         self.give_back();
     }

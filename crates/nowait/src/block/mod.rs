@@ -3,6 +3,7 @@
 pub(crate) mod image_format;
 pub(crate) mod range_lock;
 pub(crate) mod flush_coalescer;
+pub(crate) mod waiting_flushes;
 pub(crate) mod ahead_map;
 pub(crate) mod block_map;
 pub(crate) mod allocation_cache;

@@ -44,7 +44,7 @@ pub(crate) fn joins(first: Request, last: Request, next: Request, count: usize) 
 ///
 /// # Safety
 /// As for [`sync_io::run`], for each part.
-pub(crate) unsafe fn run<M: BlockMap>(
+pub(crate) unsafe fn run<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     parts: impl Iterator<Item = (Request, *const [IoSegment])>,
 ) -> Result<bool, Error> {

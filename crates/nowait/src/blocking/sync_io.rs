@@ -24,7 +24,10 @@ pub(crate) const MAX_EXTENTS: usize = 4096;
 ///
 /// # Errors
 /// `EROFS` for a change on a read-only device.
-pub(crate) fn check_rights<M: BlockMap>(disk: &BlockDevice<M>, op: Op) -> Result<(), Error> {
+pub(crate) fn check_rights<M: BlockMap + ?Sized>(
+    disk: &BlockDevice<M>,
+    op: Op,
+) -> Result<(), Error> {
     if op.changes() && disk.is_read_only() {
         return Err(Error::new(libc::EROFS, Operation::Validate));
     }
@@ -41,7 +44,7 @@ pub(crate) fn check_rights<M: BlockMap>(disk: &BlockDevice<M>, op: Op) -> Result
 ///
 /// # Safety
 /// The memory of `segments` is valid, and for a write initialised and not written meanwhile.
-pub(crate) unsafe fn check<M: BlockMap>(
+pub(crate) unsafe fn check<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     io: Request,
     segments: &[IoSegment],
@@ -97,7 +100,7 @@ unsafe fn stores_prefix(prefix: &[u8], range: ByteRange, segments: &[IoSegment])
 ///
 /// # Safety
 /// Until this returns, the memory of `segments` is valid, initialised and not accessed otherwise.
-pub(crate) unsafe fn run<M: BlockMap>(
+pub(crate) unsafe fn run<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     io: Request,
     segments: &[IoSegment],
@@ -149,7 +152,7 @@ fn moved(result: Result<(), Error>, done: u64, partial: bool) -> Result<u64, Err
 
 /// Whether the transfer has the alignment that storage requires, with positions and lengths that
 /// are multiples of `block` bytes (C11).
-pub(crate) fn is_aligned_to<M: BlockMap>(
+pub(crate) fn is_aligned_to<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     block: u32,
     range: ByteRange,
@@ -159,7 +162,7 @@ pub(crate) fn is_aligned_to<M: BlockMap>(
         && iovec::aligned(segments, disk.alignment().memory, block)
 }
 
-fn with_range_lock<M: BlockMap, T>(
+fn with_range_lock<M: BlockMap + ?Sized, T>(
     disk: &BlockDevice<M>,
     range: ByteRange,
     mode: LockMode,
@@ -169,7 +172,10 @@ fn with_range_lock<M: BlockMap, T>(
 }
 
 /// The whole blocks that `range` touches.
-pub(crate) fn blocks_of<M: BlockMap>(disk: &BlockDevice<M>, range: ByteRange) -> ByteRange {
+pub(crate) fn blocks_of<M: BlockMap + ?Sized>(
+    disk: &BlockDevice<M>,
+    range: ByteRange,
+) -> ByteRange {
     let block = disk.alignment().offset;
     let pos = alignment::round_down(range.pos, block);
     ByteRange::new(pos, alignment::round_up(range.end(), block) - pos)
@@ -177,7 +183,7 @@ pub(crate) fn blocks_of<M: BlockMap>(disk: &BlockDevice<M>, range: ByteRange) ->
 
 /// Fills `memory` from byte `pos` on, by the image or from the storage. The cursor is advanced by
 /// the bytes read.
-fn read<M: BlockMap>(
+fn read<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     pos: u64,
     memory: &mut ReadCursor<'_>,
@@ -209,7 +215,7 @@ fn read<M: BlockMap>(
 
 /// As [`write`], with the range locked: shared if the request is `aligned`, so that it needs no
 /// read-modify-write.
-fn write_locked<M: BlockMap>(
+fn write_locked<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     range: ByteRange,
     aligned: bool,
@@ -221,7 +227,7 @@ fn write_locked<M: BlockMap>(
 
 /// Writes `data` from byte `pos` on, by the image or to the storage. The cursor is advanced by the
 /// bytes written.
-fn write<M: BlockMap>(
+fn write<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     pos: u64,
     data: &mut WriteCursor<'_>,
@@ -245,7 +251,7 @@ fn write<M: BlockMap>(
     done
 }
 
-fn status<M: BlockMap>(
+fn status<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     range: ByteRange,
     extents: &mut Vec<ExtentStatus>,
@@ -275,7 +281,7 @@ fn fit(range: ByteRange, extents: &mut Vec<ExtentStatus>) {
 }
 
 /// Queries the file system, and caches the holes that it reports.
-fn query_extents<M: BlockMap>(
+fn query_extents<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     range: ByteRange,
     extents: &mut Vec<ExtentStatus>,
@@ -299,7 +305,7 @@ fn query_extents<M: BlockMap>(
 /// Caches a hole that was seen, unless a request writes or zeroes its blocks at this moment: the
 /// data of a write that has not marked its range yet would be hidden until it does. Ranges of
 /// earlier writes are marked as mapped already, and stay so.
-fn cache_hole<M: BlockMap>(disk: &BlockDevice<M>, hole: ByteRange) {
+fn cache_hole<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, hole: ByteRange) {
     let blocks = blocks_of(disk, hole);
     if disk.ranges.try_lock(blocks, LockMode::Exclusive) {
         disk.map.mark_hole(hole);

@@ -1,4 +1,4 @@
-//! Requests that must wait: they run on the device's thread pool, writes that touch together, and
+//! Requests that must wait: they run on a pool of threads, writes that touch together, and
 //! their slots return to the owner thread through a `CompletionList`.
 //!
 //! Invariant: from `WorkerPool::push` until the slot has returned, the engine accesses nothing that
@@ -6,10 +6,11 @@
 #![allow(unsafe_code)]
 
 use std::panic::{AssertUnwindSafe, catch_unwind};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::Arc;
 
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
+use crate::block::waiting_flushes::WaitingFlush;
 use crate::blocking::{joined_writes, sync_io};
 use crate::injected_panic;
 use crate::threads::completion_list::CompletionList;
@@ -47,6 +48,7 @@ pub(crate) struct WorkerJob {
     /// It may run together with writes that touch it ([`crate::Config::merge`]).
     pub(crate) merge: bool,
     pub(crate) completions: Arc<CompletionList>,
+    pub(crate) device: Arc<dyn JobDevice>,
 }
 
 impl WorkItem for WorkerJob {
@@ -61,6 +63,7 @@ impl WorkItem for WorkerJob {
         first.merge
             && next.merge
             && Arc::ptr_eq(&last.completions, &next.completions)
+            && Arc::ptr_eq(&last.device, &next.device)
             && joined_writes::joins(first.io, last.io, next.io, run.len())
     }
 }
@@ -70,14 +73,45 @@ impl WorkItem for WorkerJob {
 // completion.
 unsafe impl Send for WorkerJob {}
 
-/// The threads of one device that may block, shared by all of its engines.
+/// The device of a job, whatever its map.
+pub(crate) trait JobDevice: Send + Sync {
+    /// Runs jobs of this device, several of them only if [`WorkItem::joins`] has put them together.
+    fn run(&self, jobs: &mut Vec<WorkerJob>);
+}
+
+/// A device as its jobs name it.
+pub(crate) struct BlockingDevice<M: BlockMap + ?Sized>(pub(crate) Arc<BlockDevice<M>>);
+
+impl<M: BlockMap + ?Sized> JobDevice for BlockingDevice<M> {
+    fn run(&self, jobs: &mut Vec<WorkerJob>) {
+        let disk = &*self.0;
+        let joined = jobs.len() > 1 && run_joined(disk, jobs);
+        for job in jobs.drain(..) {
+            if let Some(result) = job.result_if_flushed() {
+                let WorkerJob { completions, slot, .. } = job;
+                disk.waiting.serve(WaitingFlush { completions, slot, result }, || {
+                    caught(|| {
+                        injected_panic::panic_at("flush");
+                        disk.flush()
+                    })
+                });
+                continue;
+            }
+            let result = if joined { job.io.range.len as i64 } else { run(disk, &job) };
+            job.completions.push(job.slot, result);
+        }
+    }
+}
+
+/// Threads that may block, for any number of devices and engines.
 #[derive(Clone)]
 pub struct WorkerPool(Arc<ThreadPool<WorkerJob>>);
 
 impl WorkerPool {
-    /// At most `limit` threads for `disk`, 1 to 1024; they start when first needed.
-    pub fn new<M: BlockMap>(disk: &Arc<BlockDevice<M>>, limit: u32) -> Self {
-        Self(Arc::new(ThreadPool::new(limit, serve(disk))))
+    /// At most `limit` threads, 1 to 1024; they start when first needed.
+    #[must_use]
+    pub fn new(limit: u32) -> Self {
+        Self(Arc::new(ThreadPool::new(limit, run_jobs)))
     }
 
     pub(crate) fn push(&self, jobs: impl IntoIterator<Item = WorkerJob>) {
@@ -85,69 +119,20 @@ impl WorkerPool {
     }
 }
 
-/// The function by which a worker of `disk` runs a job.
-fn serve<M: BlockMap>(
-    disk: &Arc<BlockDevice<M>>,
-) -> impl Fn(&mut Vec<WorkerJob>) + Send + Sync + use<M> {
-    let (disk, flushing) = (disk.clone(), Mutex::default());
-    move |jobs: &mut Vec<WorkerJob>| {
-        let joined = jobs.len() > 1 && run_joined(&disk, jobs);
-        for job in jobs.drain(..) {
-            if let Some(result) = job.result_if_flushed() {
-                flush(&disk, &flushing, job, result);
-                continue;
-            }
-            let result = if joined { job.io.range.len as i64 } else { run(&disk, &job) };
-            job.completions.push(job.slot, result);
-        }
+/// Runs jobs of one device.
+fn run_jobs(jobs: &mut Vec<WorkerJob>) {
+    if let Some(device) = jobs.first().map(|job| job.device.clone()) {
+        device.run(jobs);
     }
 }
 
 /// Runs writes that [`WorkItem::joins`] has put together as one. If it returns false, some of their
 /// bytes may be written, and each has to run on its own.
-fn run_joined<M: BlockMap>(disk: &BlockDevice<M>, jobs: &[WorkerJob]) -> bool {
+fn run_joined<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, jobs: &[WorkerJob]) -> bool {
     let parts = jobs.iter().map(|job| (job.io, job.segments));
     // SAFETY: see `WorkerJob`.
     let done = caught(|| unsafe { joined_writes::run(disk, parts) });
     done.unwrap_or(false)
-}
-
-/// Flush jobs that wait for the next sync. They share it with any number of workers, and occupy
-/// none of them.
-#[derive(Default)]
-struct PendingFlushes {
-    /// A worker makes a sync, and will look at `waiting` after it.
-    running: bool,
-    /// The jobs, each with its result if the sync succeeds.
-    waiting: Vec<(WorkerJob, i64)>,
-}
-
-/// Makes syncs for `job` and all waiting jobs until none waits; if another worker makes a sync now,
-/// leaves `job` to it. While one worker completes the jobs of its sync, another may make the next
-/// sync.
-fn flush<M: BlockMap>(
-    disk: &BlockDevice<M>,
-    flushing: &Mutex<PendingFlushes>,
-    job: WorkerJob,
-    result: i64,
-) {
-    let lock = || flushing.lock().unwrap_or_else(PoisonError::into_inner);
-    let mut now = lock();
-    now.waiting.push((job, result));
-    while !now.running && !now.waiting.is_empty() {
-        let served = std::mem::take(&mut now.waiting);
-        now.running = true;
-        drop(now);
-        let flushed = caught(|| {
-            injected_panic::panic_at("flush");
-            disk.flush()
-        });
-        lock().running = false;
-        for (job, result) in served {
-            job.completions.push(job.slot, outcome(flushed.map(|()| result)));
-        }
-        now = lock();
-    }
 }
 
 impl WorkerJob {
@@ -161,7 +146,7 @@ impl WorkerJob {
     }
 }
 
-fn run<M: BlockMap>(disk: &BlockDevice<M>, job: &WorkerJob) -> i64 {
+fn run<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, job: &WorkerJob) -> i64 {
     if let WorkerTask::CompleteOnly { result } = job.task {
         return result;
     }
@@ -190,9 +175,10 @@ pub struct SimJob(Vec<WorkerJob>);
 
 #[cfg(feature = "sim")]
 impl WorkerPool {
-    /// A pool for `disk` without threads: each job waits until a simulation takes it.
-    pub fn simulated<M: BlockMap>(disk: &Arc<BlockDevice<M>>) -> Self {
-        Self(Arc::new(ThreadPool::manual(serve(disk))))
+    /// A pool without threads: each job waits until a simulation takes it.
+    #[must_use]
+    pub fn simulated() -> Self {
+        Self(Arc::new(ThreadPool::manual(run_jobs)))
     }
 
     /// Jobs that were not taken yet.

@@ -12,11 +12,11 @@ const REFUSED_POLLS_LIMIT: u32 = 24;
 /// Requests that go to the workers without a try in one back-off.
 const BACK_OFF_REQUESTS: u32 = 2048;
 
-/// The back-off state of one engine.
+/// The back-off state of one device in an engine.
 pub(crate) struct BackOff {
     /// Whether refusals count.
     on: bool,
-    /// Refusals since the engine was made.
+    /// Refusals since the device was attached.
     total: u64,
     /// Refusals since the last poll.
     refused: u32,
@@ -49,7 +49,7 @@ impl BackOff {
         self.refused += u32::from(self.on);
     }
 
-    /// Transfers that were refused since the engine was made.
+    /// Transfers that were refused since the device was attached.
     pub(crate) fn total(&self) -> u64 {
         self.total
     }
@@ -60,20 +60,16 @@ impl BackOff {
         self.refused | self.refused_polls != 0
     }
 
-    /// Evaluates a poll that has reaped `reaped` transfers. True when it starts a back-off.
-    #[inline]
-    pub(crate) fn observe_poll(&mut self, reaped: usize) -> bool {
-        self.is_counting() && self.observe_refusals(reaped)
-    }
-
+    /// Evaluates a poll that has reaped `done` transfers beside the refused ones. True when it starts a
+    /// back-off.
     #[cold]
-    fn observe_refusals(&mut self, reaped: usize) -> bool {
+    pub(crate) fn observe_poll(&mut self, done: usize) -> bool {
         let refused = std::mem::take(&mut self.refused) as usize;
         if self.remaining > 0 {
             // These requests were tried before the back-off began; they do not count.
             return false;
         }
-        if refused * 8 < reaped * 7 {
+        if refused < done * 7 {
             self.refused_polls = 0;
         } else if refused > 0 {
             self.refused_polls += 1;
@@ -81,7 +77,7 @@ impl BackOff {
         if self.refused_polls < REFUSED_POLLS_LIMIT {
             return false;
         }
-        *self = Self { remaining: BACK_OFF_REQUESTS, ..Self::new(self.on) };
+        *self = Self { remaining: BACK_OFF_REQUESTS, total: self.total, ..Self::new(self.on) };
         true
     }
 }
@@ -92,7 +88,7 @@ mod tests {
 
     fn poll(back_off: &mut BackOff, refused: u32, reaped: usize) -> bool {
         (0..refused).for_each(|_| back_off.refused());
-        back_off.observe_poll(reaped)
+        back_off.observe_poll(reaped - refused as usize)
     }
 
     #[test]

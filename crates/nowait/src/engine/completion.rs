@@ -38,6 +38,27 @@ pub struct Stats {
     pub pool: SlotPoolStats,
 }
 
+impl Stats {
+    /// The sum of both, but for the pool's counts, which are those of `self`.
+    pub(crate) fn plus(self, other: Self) -> Self {
+        Self {
+            simple: self.simple + other.simple,
+            general: self.general + other.general,
+            worker: self.worker + other.worker,
+            refused: self.refused + other.refused,
+            retried: self.retried + other.retried,
+            remote: self.remote + other.remote,
+            deferred: self.deferred + other.deferred,
+            merged: self.merged + other.merged,
+            backed_off: self.backed_off + other.backed_off,
+            zero_filled: self.zero_filled + other.zero_filled,
+            polled: self.polled + other.polled,
+            failed: self.failed + other.failed,
+            pool: self.pool,
+        }
+    }
+}
+
 /// A request that has ended.
 pub struct Completion {
     /// The tag that it was submitted with.

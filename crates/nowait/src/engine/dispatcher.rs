@@ -9,106 +9,92 @@
 #[cfg(feature = "sim")]
 mod tests;
 
-use std::collections::VecDeque;
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::block::block_map::{BlockMap, Extent};
-use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
 use crate::blocking::worker_pool::{WorkerJob, WorkerPool, WorkerTask};
-use crate::engine::back_off::BackOff;
+use crate::engine::attached_device::{AttachedDevice, DeviceState, DeviceTable, count};
 use crate::engine::completion::{Completion, Rejected, Stats};
 use crate::engine::merge_run::Merger;
 use crate::engine::pool::SlotPool;
-use crate::engine::simple_path::{SimplePath, Verdict};
+use crate::engine::simple_path::Verdict;
 use crate::engine::slot::{Place, Role, State};
 use crate::memory::buffer_pool::{Budget, BufferPool, PooledBuffer};
 use crate::queue::{IoQueue, Token};
 use crate::threads::completion_list::CompletionList;
 use crate::types::config::Config;
-use crate::types::error::{Error, Operation};
+use crate::types::error::Error;
+use crate::types::error::Operation;
 use crate::types::iovec::IoSegment;
 use crate::types::request::{ExtentStatus, Flags, Op, Request};
 use crate::types::transfer::{Transfer, UNREGISTERED};
 
 /// The requests of one engine.
-pub(crate) struct Dispatcher<M: BlockMap> {
+pub(crate) struct Dispatcher<M: BlockMap + ?Sized> {
     pub(crate) pool: SlotPool,
     /// Results of status requests that were given back, by tag.
     pub(crate) extents: Vec<(u64, Vec<ExtentStatus>)>,
-    pub(crate) simple_path: SimplePath,
+    /// The number of the engine in the process.
+    pub(crate) number: u64,
+    pub(crate) devices: DeviceTable<M>,
+    /// Devices that are detached and that a slot may still name.
+    pub(crate) detaching: Vec<u32>,
+    /// Devices with refusals that the next poll evaluates.
+    pub(crate) refusing: Vec<u32>,
+    /// Devices with deferred overwrites.
+    pub(crate) deferring: Vec<u32>,
     /// Requests whose submitted fragments have all ended.
     pub(crate) resumable: Vec<u32>,
     pub(crate) work_items: Vec<WorkerJob>,
     pub(crate) completions: Arc<CompletionList>,
-    pub(crate) disk: Arc<BlockDevice<M>>,
     pub(crate) workers: WorkerPool,
     /// Buffers for fragments that cannot use the request's memory.
     pub(crate) bounce: BufferPool,
     /// Scratch space for lists of segments.
     pub(crate) merged: Vec<IoSegment>,
     pub(crate) config: Config,
-    pub(crate) back_off: BackOff,
     pub(crate) merger: Merger,
     /// Something may be left for a poll to do beside ending full reads; see
     /// [`Dispatcher::attended`].
     pub(crate) attention: bool,
-    /// Completions of this poll that are no transfers.
-    pub(crate) events: usize,
-    pub(crate) stats: Stats,
-    /// Overwrites that wait for the probe request.
-    pub(crate) deferred: VecDeque<u32>,
-    /// The slot of the probe request: a refused overwrite that a worker has.
-    pub(crate) probe_slot: Option<u32>,
-    /// Durable writes in flight that could share a sync.
+    /// The counts of devices that were detached.
+    pub(crate) departed: Stats,
+    /// Durable writes in flight, of all devices, that could share a sync.
     pub(crate) durable_writes: u32,
-    /// Slots handed out so far for anything but simple requests.
-    pub(crate) other_slots: u64,
     /// Slots that hold fragments; they do not count as requests.
     pub(crate) fragments: usize,
 }
 
-impl<M: BlockMap> Dispatcher<M> {
-    /// A dispatcher whose bounce buffers are taken from `budget`.
-    pub(crate) fn new(
-        disk: Arc<BlockDevice<M>>,
-        workers: WorkerPool,
-        config: Config,
-        budget: Budget,
-    ) -> Result<Self, Error> {
+impl<M: BlockMap + ?Sized> Dispatcher<M> {
+    /// A dispatcher without devices whose bounce buffers are taken from `budget`.
+    pub(crate) fn new(workers: WorkerPool, config: Config, budget: Budget) -> Result<Self, Error> {
+        static ENGINES: AtomicU64 = AtomicU64::new(0);
         let pool = SlotPool::new(config.slots, config.pool);
         let completions = Arc::new(CompletionList::new(pool.limit())?);
-        let mut simple_path = SimplePath::new(&disk, &config);
-        simple_path.set_on(&disk, config.simple && config.nowait_first);
         Ok(Self {
             pool,
             extents: Vec::new(),
-            simple_path,
+            number: ENGINES.fetch_add(1, Ordering::Relaxed),
+            devices: DeviceTable::new(),
+            detaching: Vec::new(),
+            refusing: Vec::new(),
+            deferring: Vec::new(),
             resumable: Vec::with_capacity(64),
             work_items: Vec::with_capacity(64),
             completions,
-            disk,
             workers,
             bounce: BufferPool::new(budget),
             merged: Vec::new(),
             config,
-            back_off: BackOff::new(config.back_off),
             merger: Merger::new(config.merge),
             attention: false,
-            events: 0,
-            stats: Stats::default(),
-            deferred: VecDeque::new(),
-            probe_slot: None,
+            departed: Stats::default(),
             durable_writes: 0,
-            other_slots: 0,
             fragments: 0,
         })
-    }
-
-    #[inline]
-    pub(crate) fn disk(&self) -> &BlockDevice<M> {
-        &self.disk
     }
 
     pub(crate) fn completion_fd(&self) -> BorrowedFd<'_> {
@@ -131,20 +117,63 @@ impl<M: BlockMap> Dispatcher<M> {
     }
 
     pub(crate) fn stats(&self) -> Stats {
-        let simple = self.pool.allocs() - self.other_slots;
-        Stats { simple, refused: self.back_off.total(), pool: self.pool.stats(), ..self.stats }
+        let devices = self.devices.iter().map(DeviceState::stats);
+        Stats { pool: self.pool.stats(), ..devices.fold(self.departed, Stats::plus) }
     }
 
-    /// As [`SimplePath::map_for_simple_path`].
-    #[inline]
-    pub(crate) fn simple(&self, io: Request, base: *mut u8) -> Verdict {
-        self.simple_path.map_for_simple_path(&self.disk, io, base)
+    /// The counts of one device.
+    pub(crate) fn stats_of(&self, device: &AttachedDevice<M>) -> Stats {
+        match device.check() {
+            Ok(()) => self.devices[device.index()].stats(),
+            Err(_) => Stats { simple: device.simple.get(), ..Stats::default() },
+        }
     }
 
-    /// Tries the simple path from now on, if it is on and there is no back-off, or does not.
-    pub(crate) fn update_simple_path(&mut self) {
-        let on = self.config.simple && self.config.nowait_first && !self.back_off.is_backing_off();
-        self.simple_path.set_on(&self.disk, on);
+    /// Slots that name `device`.
+    pub(crate) fn in_use_of(&self, device: &AttachedDevice<M>) -> usize {
+        let is_there = device.check().is_ok() || self.detaching.contains(&device.index());
+        if is_there { self.pool.in_use_of(device.index()) } else { 0 }
+    }
+
+    /// Refuses requests of `device` from now on. An entry of the table that is used again belongs to
+    /// another device then.
+    ///
+    /// # Errors
+    /// `ENODEV`: it is detached already.
+    pub(crate) fn detach(&mut self, device: &AttachedDevice<M>) -> Result<(), Error> {
+        device.check()?;
+        device.is_detached.set(true);
+        self.devices[device.index()].update_simple_path(&self.config);
+        self.detaching.push(device.index());
+        self.attention = true;
+        Ok(())
+    }
+
+    /// Forgets the detached devices that no slot names any more, and passes the numbers of their files
+    /// and how many there are to `release`.
+    pub(crate) fn release_detached(&mut self, mut release: impl FnMut(u32, u32)) {
+        let Self { detaching, pool, devices, departed, refusing, .. } = self;
+        detaching.retain(|&index| {
+            if pool.in_use_of(index) > 0 {
+                return true;
+            }
+            if let Some(device) = devices.remove(index) {
+                *departed = departed.plus(device.stats());
+                release(device.attached.first.file(), device.attached.files);
+            }
+            refusing.retain(|&other| other != index);
+            false
+        });
+    }
+
+    /// As [`SimplePath::map_for_simple_path`](crate::engine::simple_path::SimplePath::map_for_simple_path);
+    /// a request of a device of another engine is not simple.
+    #[inline(always)]
+    pub(crate) fn simple(&self, device: &AttachedDevice<M>, io: Request, base: *mut u8) -> Verdict {
+        if device.engine != self.number {
+            return Verdict::General;
+        }
+        device.simple_path.map_for_simple_path(&device.disk, io, base)
     }
 
     /// Starts a request for which [`Dispatcher::simple`] has found `extent`.
@@ -152,30 +181,33 @@ impl<M: BlockMap> Dispatcher<M> {
     /// # Safety
     /// `base` is valid for the range's length until the request is given back, or lies in `buf`.
     #[inline(always)]
+    #[allow(clippy::too_many_arguments, reason = "each is in a register")]
     pub(crate) unsafe fn submit_simple<Q: IoQueue>(
         &mut self,
         queue: &mut Q,
+        device: &AttachedDevice<M>,
         io: Request,
         extent: Extent,
         base: *mut u8,
         buf: Option<PooledBuffer>,
         tag: u64,
     ) -> Result<(), Rejected> {
-        let locked = self.simple_path.needs_range_lock(io);
+        let locked = device.simple_path.needs_range_lock(io);
         let Some((slot, request)) = self.pool.alloc() else {
-            return Err(self.reject_no_slot(io, locked, buf));
+            return Err(reject_no_slot(device, io, locked, buf));
         };
         let buffer = buf.as_ref().map_or(UNREGISTERED, PooledBuffer::registered);
-        let place = Place { base, pos: extent.pos, segments: 0, buffer, file: extent.file.into() };
+        let target = device.target(extent.file);
+        let place = Place { base, pos: extent.pos, segments: 0, buffer };
         let role = if io.op == Op::Write { Role::Write } else { Role::Read };
-        request.begin(role, State::Queued, io, buf, tag);
+        request.begin(role, State::Queued, target, io, buf, tag);
         request.locked = locked;
         request.place = place;
-        let end = std::mem::replace(&mut self.merger.end, extent.pos + extent.len);
-        if end == extent.pos {
+        count(&device.simple);
+        if device.end.replace(extent.pos + extent.len) == extent.pos {
             return self.start_neighbour(queue, slot);
         }
-        let transfer = self.simple_path.transfer(io, place);
+        let transfer = device.simple_path.transfer(io, target, place);
         // SAFETY: the memory is the buffer now in the slot, or promised by the caller; both last
         // until the slot is done.
         if !unsafe { push_transfer(queue, &transfer, slot) } {
@@ -189,41 +221,28 @@ impl<M: BlockMap> Dispatcher<M> {
     #[cold]
     pub(crate) fn submit_to_worker(
         &mut self,
+        device: &AttachedDevice<M>,
         io: Request,
         base: *mut u8,
         buf: Option<PooledBuffer>,
         tag: u64,
     ) -> Result<(), Rejected> {
         let Some((slot, request)) = self.pool.alloc() else { return Err(reject_full(io, buf)) };
-        self.other_slots += 1;
-        request.begin(Role::Split, State::Submitting, io, buf, tag);
+        request.begin(Role::Split, State::Submitting, device.first, io, buf, tag);
         request.segments.set_one(IoSegment { base, len: io.range.len as usize });
-        self.stats.worker += 1;
+        count(&device.worker);
         self.offload(slot, WorkerTask::Run);
         Ok(())
-    }
-
-    /// Rejects a request for which there is no slot.
-    #[cold]
-    pub(crate) fn reject_no_slot(
-        &mut self,
-        io: Request,
-        locked: bool,
-        buf: Option<PooledBuffer>,
-    ) -> Rejected {
-        if locked {
-            self.disk.ranges.unlock(io.range, LockMode::Shared);
-        }
-        reject_full(io, buf)
     }
 
     /// Rejects a request for which the queue has no room.
     #[cold]
     pub(crate) fn reject_queue_full(&mut self, slot: u32) -> Rejected {
         self.unlock(slot);
-        self.other_slots += 1;
         let request = &mut self.pool[slot];
         let (io, buf) = (request.io, request.buf.take());
+        let device = &self.devices[request.device()].attached;
+        device.simple.set(device.simple.get() - 1);
         self.pool.free(slot);
         reject_full(io, buf)
     }
@@ -231,7 +250,8 @@ impl<M: BlockMap> Dispatcher<M> {
     pub(crate) fn unlock(&mut self, slot: u32) {
         let request = &mut self.pool[slot];
         if std::mem::take(&mut request.locked) {
-            self.disk.ranges.unlock(request.io.range, LockMode::Shared);
+            let disk = &self.devices[request.device()].attached.disk;
+            disk.ranges.unlock(request.io.range, LockMode::Shared);
         }
     }
 
@@ -258,17 +278,23 @@ impl<M: BlockMap> Dispatcher<M> {
             client: (request.tag >> 32) as u32,
             merge: self.config.merge && task == WorkerTask::Run,
             completions: self.completions.clone(),
+            device: self.devices[request.device()].jobs.clone(),
         });
     }
 
     /// Starts what was collected since the last poll: the open run and the work items. To be called
     /// before each submission.
-    #[inline]
+    #[inline(always)]
     pub(crate) fn start_collected<Q: IoQueue>(&mut self, queue: &mut Q) {
         if self.attention {
-            self.close_run(queue);
-            self.submit_work();
+            self.start_all_collected(queue);
         }
+    }
+
+    #[inline(never)]
+    fn start_all_collected<Q: IoQueue>(&mut self, queue: &mut Q) {
+        self.close_runs(queue);
+        self.submit_work();
     }
 
     /// Whether a poll has more to do than to end full reads.
@@ -277,20 +303,15 @@ impl<M: BlockMap> Dispatcher<M> {
         self.attention || self.completions.is_not_empty()
     }
 
-    /// Counts a completion that is no transfer.
-    pub(crate) fn count_event(&mut self) {
-        self.events += 1;
-        self.attention = true;
-    }
-
     /// Finds out whether something is left for the next poll. Whatever adds to one of these lists
     /// or counts outside of a poll, or while completions are drained, sets `attention`.
     pub(crate) fn attended(&mut self) {
         self.attention = self.merger.is_busy()
-            || self.back_off.is_counting()
+            || !self.refusing.is_empty()
             || !self.resumable.is_empty()
             || !self.work_items.is_empty()
-            || !self.deferred.is_empty();
+            || !self.deferring.is_empty()
+            || !self.detaching.is_empty();
     }
 
     /// Hands the collected work items to the workers.
@@ -318,11 +339,12 @@ impl<M: BlockMap> Dispatcher<M> {
     fn complete_remote(&mut self) {
         let completions = self.completions.clone();
         completions.take(|slot, result| {
-            self.stats.remote += 1;
-            if self.probe_slot == Some(slot) {
-                self.probe_slot = None;
-            }
             let request = &mut self.pool[slot];
+            let device = &mut self.devices[request.device()];
+            device.stats.remote += 1;
+            if device.probe_slot == Some(slot) {
+                device.probe_slot = None;
+            }
             debug_assert_eq!(request.state, State::Worker);
             if request.io.op == Op::Status && result >= 0 {
                 let tag = request.tag;
@@ -357,6 +379,20 @@ impl<M: BlockMap> Dispatcher<M> {
         self.merger.leak();
         std::mem::forget(std::mem::replace(&mut self.bounce, BufferPool::new(Budget::new(0))));
     }
+}
+
+/// Rejects a request for which there is no slot.
+#[cold]
+pub(crate) fn reject_no_slot<M: BlockMap + ?Sized>(
+    device: &AttachedDevice<M>,
+    io: Request,
+    locked: bool,
+    buf: Option<PooledBuffer>,
+) -> Rejected {
+    if locked {
+        device.disk.ranges.unlock(io.range, LockMode::Shared);
+    }
+    reject_full(io, buf)
 }
 
 /// The rejection of a request for which there is no room: `EAGAIN`.

@@ -51,7 +51,7 @@ pub(crate) fn next_step(request: &RequestSlot) -> NextStep {
     }
 }
 
-impl<M: BlockMap> Dispatcher<M> {
+impl<M: BlockMap + ?Sized> Dispatcher<M> {
     /// Handles the end of the transfer under `token`; false if that is not a transfer's.
     #[inline(always)]
     pub(crate) fn on_transfer_done(
@@ -89,10 +89,11 @@ impl<M: BlockMap> Dispatcher<M> {
         }
         if request.io.op == Op::Write {
             let range = request.io.range;
-            self.disk.map.mark_allocated(range);
+            let disk = &self.devices[request.device()].attached.disk;
+            disk.map.mark_allocated(range);
             if request.locked {
                 request.locked = false;
-                self.disk.ranges.unlock(range, LockMode::Shared);
+                disk.ranges.unlock(range, LockMode::Shared);
             }
         }
         self.complete(slot, i64::from(outcome));
@@ -120,7 +121,8 @@ impl<M: BlockMap> Dispatcher<M> {
             TransferResult::Short => request.again = true,
             TransferResult::Refused => {
                 request.again = true;
-                self.back_off.refused();
+                let device = request.device();
+                self.count_refusal(device);
             }
             TransferResult::Failed(errno) => request.fail(i64::from(errno)),
         }
@@ -131,7 +133,8 @@ impl<M: BlockMap> Dispatcher<M> {
         let request = &mut self.pool[slot];
         let len = request.io.range.len as i64;
         if request.io.op == Op::Write {
-            self.disk.map.mark_allocated(request.io.range);
+            let disk = &self.devices[request.device()].attached.disk;
+            disk.map.mark_allocated(request.io.range);
         }
         self.unlock(slot);
         match next_step(&self.pool[slot]) {
@@ -142,7 +145,8 @@ impl<M: BlockMap> Dispatcher<M> {
             }
             NextStep::Sync => self.offload(slot, WorkerTask::Sync { result: len }),
             NextStep::Again => {
-                self.stats.retried += 1;
+                let device = self.pool[slot].device();
+                self.devices[device].stats.retried += 1;
                 self.offload(slot, WorkerTask::Run);
             }
         }
@@ -160,10 +164,22 @@ impl<M: BlockMap> Dispatcher<M> {
 
     #[inline]
     pub(crate) fn push_completion(&mut self, slot: u32, result: i64) {
-        self.stats.failed += u64::from(result < 0);
-        if self.durable_writes > 0 && self.simple_path.can_share_sync(self.pool[slot].io) {
-            self.durable_writes -= 1;
+        if result < 0 || self.durable_writes > 0 {
+            self.count_completion(slot, result);
         }
         self.pool.complete(slot, result);
+    }
+
+    /// Counts a failure, and the end of a durable write that could share a sync.
+    #[inline(never)]
+    fn count_completion(&mut self, slot: u32, result: i64) {
+        let request = &self.pool[slot];
+        let device = &mut self.devices[request.device()];
+        device.stats.failed += u64::from(result < 0);
+        let durable = &device.attached.durable_writes;
+        if durable.get() > 0 && device.attached.simple_path.can_share_sync(request.io) {
+            durable.set(durable.get() - 1);
+            self.durable_writes -= 1;
+        }
     }
 }

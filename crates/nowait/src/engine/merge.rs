@@ -23,7 +23,7 @@ use crate::sim_hooks::injected_bug::{self, EngineBug};
 use crate::types::request::Op;
 use crate::types::transfer::{Outcome, UNREGISTERED};
 
-impl<M: BlockMap> Dispatcher<M> {
+impl<M: BlockMap + ?Sized> Dispatcher<M> {
     /// Starts the simple request in `slot`, whose transfer begins where the one before it ends: it
     /// joins the open run, or begins one, or is pushed to the queue.
     #[inline(never)]
@@ -34,26 +34,36 @@ impl<M: BlockMap> Dispatcher<M> {
     ) -> Result<(), Rejected> {
         self.attention = true;
         let request = &self.pool[slot];
-        let transfer = self.simple_path.transfer(request.io, request.place);
-        if !self.merger.takes(&transfer) {
+        let index = request.device();
+        let device = &mut self.devices[index];
+        let transfer =
+            device.attached.simple_path.transfer(request.io, request.target, request.place);
+        if !self.merger.takes(&transfer, &mut device.pause) {
             // SAFETY: the memory was promised, or is the slot's, until the request is given back.
             let pushed = unsafe { push_transfer(queue, &transfer, slot) };
             return if pushed { Ok(()) } else { Err(self.reject_queue_full(slot)) };
         }
-        if let Some(before) = self.merger.joins(slot, &transfer) {
+        let run = device.run.as_mut();
+        if let Some(before) = run.and_then(|run| self.merger.join(run, slot, &transfer)) {
             self.pool[before].next = slot;
             return Ok(());
         }
-        self.close_run(queue);
-        self.merger.run = Some(Run { head: slot, tail: slot, requests: 1, transfer, list: 0 });
+        let run = Run { head: slot, tail: slot, requests: 1, transfer, list: 0 };
+        match device.run.replace(run) {
+            Some(before) => self.push_run(queue, before),
+            None => self.merger.open.push(index),
+        }
         Ok(())
     }
 
-    /// Pushes the open run to the queue as one transfer; to be called before each submission.
+    /// Pushes the open run of each device to the queue as one transfer; to be called before each
+    /// submission.
     #[inline]
-    pub(crate) fn close_run<Q: IoQueue>(&mut self, queue: &mut Q) {
-        if let Some(run) = self.merger.run.take() {
-            self.push_run(queue, run);
+    pub(crate) fn close_runs<Q: IoQueue>(&mut self, queue: &mut Q) {
+        while let Some(index) = self.merger.open.pop() {
+            if let Some(run) = self.devices[index].run.take() {
+                self.push_run(queue, run);
+            }
         }
     }
 
@@ -90,9 +100,6 @@ impl<M: BlockMap> Dispatcher<M> {
             self.merger.lists[self.pool[head].parent as usize].iter().map(|one| one.len).sum();
         let full = usize::try_from(outcome).is_ok_and(|moved| moved >= bytes)
             || injected_bug::injected(EngineBug::AnswerUnmovedNeighbours);
-        // A merged transfer that was not done says nothing about its requests' own ones.
-        let transfers = if full { self.pool[head].merged as isize } else { 0 };
-        self.merger.uncounted += transfers - 1;
         self.end_run(head, full);
     }
 
@@ -102,10 +109,11 @@ impl<M: BlockMap> Dispatcher<M> {
         let requests = request.merged;
         request.set_role(if request.io.op == Op::Write { Role::Write } else { Role::Read });
         self.merger.free_lists.push(request.parent);
+        let device = &mut self.devices[request.device()];
         if full {
-            self.stats.merged += u64::from(requests);
+            device.stats.merged += u64::from(requests);
         } else {
-            self.merger.pause = PAUSE;
+            device.pause = PAUSE;
         }
         let mut slot = head;
         for _ in 0..requests {
@@ -144,7 +152,8 @@ impl<M: BlockMap> Dispatcher<M> {
     fn push_or_fall_back<Q: IoQueue>(&mut self, queue: &mut Q, slot: u32) {
         let request = &self.pool[slot];
         debug_assert_eq!(request.state, State::Queued);
-        let transfer = self.simple_path.transfer(request.io, request.place);
+        let simple_path = &self.devices[request.device()].attached.simple_path;
+        let transfer = simple_path.transfer(request.io, request.target, request.place);
         // SAFETY: the memory was promised, or is the slot's, until the request is given back.
         if !unsafe { push_transfer(queue, &transfer, slot) } {
             // As after a transfer that has moved nothing.

@@ -25,53 +25,33 @@ pub(crate) struct Run {
     pub(crate) list: u32,
 }
 
-/// The run that is open, and the merged transfers in flight.
+/// The merged transfers of an engine.
 pub(crate) struct Merger {
     on: bool,
-    /// Where the simple transfer that was started last ends in its file.
-    pub(crate) end: u64,
-    pub(crate) run: Option<Run>,
+    /// Devices with an open run.
+    pub(crate) open: Vec<u32>,
     /// The segments of the merged transfers in flight.
     pub(crate) lists: Vec<Vec<IoSegment>>,
     pub(crate) free_lists: Vec<u32>,
     /// Requests of merged transfers that were not done as a whole; each makes its own transfer.
     pub(crate) again: Vec<u32>,
-    /// Neighbours that are left to be pushed on their own.
-    pub(crate) pause: u32,
-    /// Transfers that the requests reaped since the last poll would have made on their own, less
-    /// those that were reaped.
-    pub(crate) uncounted: isize,
 }
 
 impl Merger {
     pub(crate) fn new(on: bool) -> Self {
-        Self {
-            on,
-            end: u64::MAX,
-            run: None,
-            lists: Vec::new(),
-            free_lists: Vec::new(),
-            again: Vec::new(),
-            pause: 0,
-            uncounted: 0,
-        }
+        let (open, lists, free_lists, again) = (Vec::new(), Vec::new(), Vec::new(), Vec::new());
+        Self { on, open, lists, free_lists, again }
     }
 
     /// Whether requests wait for the submission of the queue.
     #[inline]
     pub(crate) fn has_run(&self) -> bool {
-        self.run.is_some()
+        !self.open.is_empty()
     }
 
-    /// Whether requests wait to be pushed or to be counted.
+    /// Whether requests wait to be pushed.
     pub(crate) fn is_busy(&self) -> bool {
-        self.has_run() || !self.again.is_empty() || self.uncounted != 0
-    }
-
-    /// The number of transfers that would have been reaped without merging, where `reaped` were.
-    #[inline]
-    pub(crate) fn count_unmerged(&mut self, reaped: usize) -> usize {
-        reaped.saturating_add_signed(std::mem::take(&mut self.uncounted))
+        self.has_run() || !self.again.is_empty()
     }
 
     /// Leaks the lists that the kernel or another thread may still read.
@@ -79,22 +59,21 @@ impl Merger {
         std::mem::forget(std::mem::replace(self, Self::new(false)));
     }
 
-    /// Whether a request with this transfer may be merged with others.
-    pub(crate) fn takes(&mut self, transfer: &Transfer) -> bool {
+    /// Whether a request with this transfer may be merged with others; `pause` is that of its device.
+    pub(crate) fn takes(&self, transfer: &Transfer, pause: &mut u32) -> bool {
         if !self.on || transfer.len > MAX_PART_BYTES {
             return false;
         }
-        if self.pause > 0 {
-            self.pause -= 1;
+        if *pause > 0 {
+            *pause -= 1;
             return false;
         }
         // What is durable or polled for, is so as the transfer of one request.
         transfer.rw_flags & (libc::RWF_DSYNC | libc::RWF_HIPRI) == 0
     }
 
-    /// Whether the request in `slot` now belongs to the open run.
-    pub(crate) fn joins(&mut self, slot: u32, next: &Transfer) -> Option<u32> {
-        let run = self.run.as_mut()?;
+    /// If the request in `slot` now belongs to the open `run` of its device, the slot before it.
+    pub(crate) fn join(&mut self, run: &mut Run, slot: u32, next: &Transfer) -> Option<u32> {
         let all = &mut run.transfer;
         let touches = next.pos == all.pos + u64::from(all.len)
             && (next.file, next.write) == (all.file, all.write)

@@ -12,12 +12,14 @@ pub(crate) mod completion;
 pub(crate) mod simple_path;
 mod back_off;
 mod merge_run;
+pub(crate) mod attached_device;
 mod dispatcher;
 mod vectored;
 mod nowait_first;
 mod inline_completion;
 mod merge;
 mod registered;
+pub(crate) mod single_disk;
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
@@ -35,6 +37,7 @@ use crate::types::error::{Error, Operation};
 use crate::types::iovec::IoSegment;
 use crate::types::request::{ExtentStatus, Flags, Op, Request};
 use crate::types::{alignment, iovec};
+use attached_device::DeviceHandle;
 use completion::{Completion, Rejected, Stats};
 use dispatcher::Dispatcher;
 use simple_path::Verdict;
@@ -44,7 +47,7 @@ const COMPLETIONS_TOKEN: Token = FD_TOKEN | 1 << 60;
 /// Bits of a watched descriptor's token that are reserved for the engine and its queue.
 const RESERVED: Token = 7 << 60;
 
-/// One thread's engine on one device.
+/// One thread's engine, for any number of devices.
 ///
 /// ```
 /// # use std::sync::Arc;
@@ -54,15 +57,14 @@ const RESERVED: Token = 7 << 60;
 /// # let dir = tempfile::tempdir()?;
 /// # let path = dir.path().join("disk.img");
 /// # std::fs::write(&path, [7; 65536])?;
-/// let disk = Arc::new(BlockDevice::open(&path, OpenOptions::default())?);
-/// let (workers, config) = (WorkerPool::new(&disk, 4), Config::default());
-/// let queue = AioThreadQueue::new(disk.fd()?, config.slots, !disk.is_direct())?;
-/// let mut engine = Engine::new(disk, workers, queue, config)?;
+/// let config = Config::default();
+/// let mut engine = Engine::new(AioThreadQueue::new(config.slots)?, WorkerPool::new(4), config)?;
+/// let disk = engine.attach(Arc::new(BlockDevice::open(&path, OpenOptions::default())?))?;
 /// for tag in 0..4 {
 ///     let range = ByteRange::new(tag * 4096, 4096);
-///     let buf = engine.buffer(range).ok_or("no memory")?;
+///     let buf = engine.buffer(&disk, range).ok_or("no memory")?;
 ///     let io = Request { op: Op::Read, flags: Flags::NONE, range };
-///     engine.submit(io, buf, tag).map_err(|rejected| rejected.error)?;
+///     engine.submit(&disk, io, buf, tag).map_err(|rejected| rejected.error)?;
 /// }
 /// let mut bytes = 0;
 /// while engine.in_flight() > 0 {
@@ -75,25 +77,20 @@ const RESERVED: Token = 7 << 60;
 /// # Ok(())
 /// # }
 /// ```
-pub struct Engine<Q: IoQueue, M: BlockMap> {
+pub struct Engine<Q: IoQueue, M: BlockMap + ?Sized> {
     pub(crate) dispatcher: Dispatcher<M>,
     queue: Q,
     buffers: BufferPool,
 }
 
-impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
-    /// An engine for `disk` on `queue`, which must have been made for [`BlockDevice::files`].
+impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
+    /// An engine on `queue` without devices; requests that must wait go to `workers`.
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`: the wake-up descriptor could not be made or watched.
-    pub fn new(
-        disk: Arc<BlockDevice<M>>,
-        workers: WorkerPool,
-        queue: Q,
-        config: Config,
-    ) -> Result<Self, Error> {
+    pub fn new(queue: Q, workers: WorkerPool, config: Config) -> Result<Self, Error> {
         let budgets = [(); 2].map(|()| Budget::new(config.buffer_bytes));
-        Self::with_budgets(disk, workers, queue, config, budgets)
+        Self::with_budgets(queue, workers, config, budgets)
     }
 
     /// As [`Engine::new`], with buffers taken from `budget` in place of [`Config::buffer_bytes`].
@@ -103,23 +100,21 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
     /// # Errors
     /// As [`Engine::new`].
     pub fn sharing(
-        disk: Arc<BlockDevice<M>>,
-        workers: WorkerPool,
         queue: Q,
+        workers: WorkerPool,
         config: Config,
         budget: &Budget,
     ) -> Result<Self, Error> {
-        Self::with_budgets(disk, workers, queue, config, [budget.clone(), budget.clone()])
+        Self::with_budgets(queue, workers, config, [budget.clone(), budget.clone()])
     }
 
     fn with_budgets(
-        disk: Arc<BlockDevice<M>>,
-        workers: WorkerPool,
         mut queue: Q,
+        workers: WorkerPool,
         config: Config,
         [buffers, bounce]: [Budget; 2],
     ) -> Result<Self, Error> {
-        let dispatcher = Dispatcher::new(disk, workers, config, bounce)?;
+        let dispatcher = Dispatcher::new(workers, config, bounce)?;
         queue.events_mut().watch(
             dispatcher.completion_fd(),
             COMPLETIONS_TOKEN,
@@ -128,29 +123,48 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
         Ok(Self { dispatcher, queue, buffers: BufferPool::new(buffers) })
     }
 
-    /// The device.
-    #[must_use]
-    pub fn disk(&self) -> &BlockDevice<M> {
-        self.dispatcher.disk()
+    /// Attaches a device, which other engines may serve at the same time. Requests of other devices
+    /// may be in flight.
+    ///
+    /// # Errors
+    /// Those of [`IoQueue::attach`].
+    pub fn attach(&mut self, disk: Arc<BlockDevice<M>>) -> Result<DeviceHandle<M>, Error> {
+        let files = disk.queue_files();
+        let files = (self.queue.attach(&files)?, files.len() as u32);
+        let Dispatcher { devices, number, config, .. } = &mut self.dispatcher;
+        Ok(DeviceHandle(devices.add(*number, disk, files, config)))
     }
 
-    /// Where the bytes of a request at `pos` begin in its buffer: `pos` modulo the block, so that
-    /// buffer and device are aligned alike.
-    #[inline]
-    #[must_use]
-    pub fn buffer_offset(&self, pos: u64) -> usize {
-        (pos & (u64::from(self.disk().alignment().offset) - 1)) as usize
+    /// Detaches a device: a later request of it is refused with `ENODEV`. Those in flight complete, and
+    /// its files are in the queue until the last of them was given back.
+    ///
+    /// # Errors
+    /// `EINVAL` for a device of another engine, `ENODEV` for one that is detached already.
+    pub fn detach(&mut self, device: &DeviceHandle<M>) -> Result<(), Error> {
+        if device.0.engine != self.dispatcher.number {
+            return Err(Error::new(libc::EINVAL, Operation::SetUp));
+        }
+        self.dispatcher.detach(&device.0)?;
+        self.release_detached();
+        Ok(())
     }
 
-    /// A buffer for a request of `range`; its bytes begin at [`Engine::buffer_offset`]. `None` when
-    /// [`Config::buffer_bytes`] are in use, or `range` is longer than memory could hold.
+    /// Forgets the detached devices that no slot names any more.
+    fn release_detached(&mut self) {
+        let queue = &mut self.queue;
+        self.dispatcher.release_detached(|first, count| queue.detach(first, count));
+    }
+
+    /// A buffer for a request of `range` of `device`; its bytes begin at
+    /// [`DeviceHandle::buffer_offset`]. `None` when [`Config::buffer_bytes`] are in use, or `range` is
+    /// longer than memory could hold.
     #[inline]
-    pub fn buffer(&mut self, range: ByteRange) -> Option<PooledBuffer> {
+    pub fn buffer(&mut self, device: &DeviceHandle<M>, range: ByteRange) -> Option<PooledBuffer> {
         if range.len > iovec::MAX_TRANSFER_BYTES {
             return None;
         }
-        let block = self.disk().alignment().offset;
-        let room = self.buffer_offset(range.pos) as u64 + range.len;
+        let block = device.0.disk.alignment().offset;
+        let room = device.buffer_offset(range.pos) as u64 + range.len;
         let queue = &mut self.queue;
         self.buffers.get(alignment::round_up(room, block) as usize, |base, bytes| {
             // SAFETY: a chunk lives until the pool and every buffer are gone; the engine drops its
@@ -159,7 +173,7 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
         })
     }
 
-    /// Submits a read or write of `buf`, which came from [`Engine::buffer`] for `io.range`.
+    /// Submits a read or write of `buf`, which came from [`Engine::buffer`] for `io.range` of `device`.
     ///
     /// The upper 32 bits of `tag` are the client's number: the workers serve the clients in turn,
     /// so that a client with many slow requests does not hold up the others. This applies to every
@@ -168,27 +182,39 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
     /// # Errors
     /// [`Rejected`], with the buffer.
     #[inline]
-    pub fn submit(&mut self, io: Request, buf: PooledBuffer, tag: u64) -> Result<(), Rejected> {
-        let start = self.buffer_offset(io.range.pos);
+    pub fn submit(
+        &mut self,
+        device: &DeviceHandle<M>,
+        io: Request,
+        buf: PooledBuffer,
+        tag: u64,
+    ) -> Result<(), Rejected> {
+        let start = device.buffer_offset(io.range.pos);
         let base = buf.base().wrapping_add(start);
         // The sum wraps only for a length that no simple request has.
         let fits = io.range.len.wrapping_add(start as u64) <= buf.len() as u64;
-        let verdict = if fits { self.dispatcher.simple(io, base) } else { Verdict::General };
+        let verdict =
+            if fits { self.dispatcher.simple(&device.0, io, base) } else { Verdict::General };
         match verdict {
             Verdict::Simple(extent) => {
                 let (queue, buf) = (&mut self.queue, Some(buf));
                 // SAFETY: the buffer holds the range and moves into the slot, where it stays until
                 // the request is given back.
-                unsafe { self.dispatcher.submit_simple(queue, io, extent, base, buf, tag) }
+                unsafe {
+                    self.dispatcher.submit_simple(queue, &device.0, io, extent, base, buf, tag)
+                }
             }
-            Verdict::MustWait => self.dispatcher.submit_to_worker(io, base, Some(buf), tag),
-            Verdict::General => self.submit_checked(io, start, buf, tag),
+            Verdict::MustWait => {
+                self.dispatcher.submit_to_worker(&device.0, io, base, Some(buf), tag)
+            }
+            Verdict::General => self.submit_checked(device, io, start, buf, tag),
         }
     }
 
     #[inline(never)]
     fn submit_checked(
         &mut self,
+        device: &DeviceHandle<M>,
         io: Request,
         start: usize,
         buf: PooledBuffer,
@@ -201,19 +227,24 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
         }
         let segment =
             IoSegment { base: buf.base().wrapping_add(start), len: io.range.len as usize };
-        self.dispatcher.submit_general(&mut self.queue, io, &[segment], Some(buf), tag)
+        self.dispatcher.submit_general(&mut self.queue, &device.0, io, &[segment], Some(buf), tag)
     }
 
     /// Submits a request that needs no memory: flush, discard, zero, status.
     ///
     /// # Errors
     /// [`Rejected`], without a buffer.
-    pub fn submit_no_data(&mut self, io: Request, tag: u64) -> Result<(), Rejected> {
+    pub fn submit_no_data(
+        &mut self,
+        device: &DeviceHandle<M>,
+        io: Request,
+        tag: u64,
+    ) -> Result<(), Rejected> {
         if matches!(io.op, Op::Read | Op::Write) {
             let error = Error::new(libc::EINVAL, Operation::Validate).at(io.range);
             return Err(Rejected { error, buf: None });
         }
-        self.dispatcher.submit_general(&mut self.queue, io, &[], None, tag)
+        self.dispatcher.submit_general(&mut self.queue, &device.0, io, &[], None, tag)
     }
 
     /// Submits a read or write of memory that the caller keeps. `io.range.len` is at most the
@@ -230,23 +261,36 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
     #[inline]
     pub unsafe fn submit_user_memory(
         &mut self,
+        device: &DeviceHandle<M>,
         io: Request,
         segments: &[IoSegment],
         tag: u64,
     ) -> Result<(), Rejected> {
         let &[one] = segments else {
-            return self.submit_user_memory_checked(io.op, io.flags, io.range, segments, tag);
+            return self
+                .submit_user_memory_checked(device, io.op, io.flags, io.range, segments, tag);
         };
         let fits = io.range.len == one.len as u64;
-        let verdict = if fits { self.dispatcher.simple(io, one.base) } else { Verdict::General };
+        let verdict =
+            if fits { self.dispatcher.simple(&device.0, io, one.base) } else { Verdict::General };
         match verdict {
             // SAFETY: as promised by the caller.
             Verdict::Simple(extent) => unsafe {
-                self.dispatcher.submit_simple(&mut self.queue, io, extent, one.base, None, tag)
+                self.dispatcher.submit_simple(
+                    &mut self.queue,
+                    &device.0,
+                    io,
+                    extent,
+                    one.base,
+                    None,
+                    tag,
+                )
             },
-            Verdict::MustWait => self.dispatcher.submit_to_worker(io, one.base, None, tag),
+            Verdict::MustWait => {
+                self.dispatcher.submit_to_worker(&device.0, io, one.base, None, tag)
+            }
             Verdict::General => {
-                self.submit_user_memory_checked(io.op, io.flags, io.range, &[one], tag)
+                self.submit_user_memory_checked(device, io.op, io.flags, io.range, &[one], tag)
             }
         }
     }
@@ -256,18 +300,20 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
     #[inline(never)]
     fn submit_user_memory_checked(
         &mut self,
+        device: &DeviceHandle<M>,
         op: Op,
         flags: Flags,
         range: ByteRange,
         segments: &[IoSegment],
         tag: u64,
     ) -> Result<(), Rejected> {
-        let total = sync_io::check_rights(self.disk(), op)
+        let total = sync_io::check_rights(device.disk(), op)
             .and_then(|()| iovec::total(segments))
             .map_err(|error| Rejected { error, buf: None })?;
         let range = ByteRange::new(range.pos, range.len.min(total));
         self.dispatcher.submit_general(
             &mut self.queue,
+            &device.0,
             Request { op, flags, range },
             segments,
             None,
@@ -318,38 +364,36 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
 
     #[inline]
     fn reap(&mut self, watched: &mut impl FnMut(Token, i32)) -> Result<(), Error> {
-        let drained = match self.dispatcher.config.inline_completion {
+        match self.dispatcher.config.inline_completion {
             true => self.drain::<true>(watched),
             false => self.drain::<false>(watched),
-        };
-        if self.dispatcher.needs_attention() { self.attend(drained) } else { Ok(()) }
+        }
+        if self.dispatcher.needs_attention() { self.attend() } else { Ok(()) }
     }
 
-    /// What a poll that has drained as many completions does beside ending full reads.
+    /// What a poll does beside ending full reads.
     #[inline(never)]
-    fn attend(&mut self, drained: usize) -> Result<(), Error> {
-        self.dispatcher.observe_poll(drained);
+    fn attend(&mut self) -> Result<(), Error> {
+        self.dispatcher.observe_poll();
         self.dispatcher.drain_completions();
         while self.dispatcher.resume_split_requests(&mut self.queue) {
             self.queue.submit()?;
         }
+        self.release_detached();
         self.dispatcher.attended();
         Ok(())
     }
 
-    /// Handles what the queue has completed, and counts it. `INLINE_COMPLETION` is the
+    /// Handles what the queue has completed. `INLINE_COMPLETION` is the
     /// switch, so that it is not asked for each of them.
     #[inline(always)]
-    fn drain<const INLINE_COMPLETION: bool>(
-        &mut self,
-        watched: &mut impl FnMut(Token, i32),
-    ) -> usize {
+    fn drain<const INLINE_COMPLETION: bool>(&mut self, watched: &mut impl FnMut(Token, i32)) {
         let dispatcher = &mut self.dispatcher;
         self.queue.drain_completions(|token, outcome| {
             if !dispatcher.on_transfer_done(token, outcome, INLINE_COMPLETION) {
                 on_event(dispatcher, token, outcome, watched);
             }
-        })
+        });
     }
 
     /// Waits until nothing is in flight and drops the completions. To be called before memory that
@@ -474,6 +518,35 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
         self.queue.has_stopped_polling()
     }
 
+    /// Requests of `device` that were accepted and not yet given back, and their fragments. It looks at
+    /// every slot of the engine.
+    #[must_use]
+    pub fn in_flight_of(&self, device: &DeviceHandle<M>) -> usize {
+        let is_own = device.0.engine == self.dispatcher.number;
+        if is_own { self.dispatcher.in_use_of(&device.0) } else { 0 }
+    }
+
+    /// Counts of how the requests of `device` were served so far; those of the pool, and of polling,
+    /// are 0.
+    #[must_use]
+    pub fn stats_of(&self, device: &DeviceHandle<M>) -> Stats {
+        let is_own = device.0.engine == self.dispatcher.number;
+        if is_own { self.dispatcher.stats_of(&device.0) } else { Stats::default() }
+    }
+
+    /// Why transfers of `device` cannot be polled for (C48); `None` if they can.
+    #[must_use]
+    pub fn polling_refusal(&self, device: &DeviceHandle<M>) -> Option<&'static str> {
+        let first = device.0.first.file();
+        (first..first + device.0.files).find_map(|file| self.queue.polling_refusal(file))
+    }
+
+    /// The queue.
+    #[must_use]
+    pub fn queue(&self) -> &Q {
+        &self.queue
+    }
+
     /// Counts of how requests were served so far.
     #[must_use]
     pub fn stats(&self) -> Stats {
@@ -484,13 +557,12 @@ impl<Q: IoQueue, M: BlockMap> Engine<Q, M> {
 /// Handles an event of a watched descriptor; apart from the code for transfers, which come more
 /// often.
 #[inline(never)]
-fn on_event<M: BlockMap>(
+fn on_event<M: BlockMap + ?Sized>(
     dispatcher: &mut Dispatcher<M>,
     token: Token,
     outcome: i32,
     watched: &mut impl FnMut(Token, i32),
 ) {
-    dispatcher.count_event();
     match token {
         COMPLETIONS_TOKEN => dispatcher.ack_wakeup(),
         _ => watched(token, outcome),
@@ -502,7 +574,7 @@ const fn is_caller_token(token: Token) -> bool {
     token & (FD_TOKEN | RESERVED) == FD_TOKEN
 }
 
-impl<Q: IoQueue, M: BlockMap> Drop for Engine<Q, M> {
+impl<Q: IoQueue, M: BlockMap + ?Sized> Drop for Engine<Q, M> {
     /// Waits for all requests in flight. If the queue fails, leaks the engine's own memory that the
     /// kernel may still write to (C45); for other memory see [`Engine::settle`].
     fn drop(&mut self) {

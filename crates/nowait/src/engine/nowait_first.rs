@@ -14,6 +14,7 @@ use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
 use crate::blocking::sync_io::blocks_of;
+use crate::engine::attached_device::AttachedDevice;
 use crate::engine::slot::{Role, State};
 use crate::engine::vectored::{self, Path};
 use crate::memory::buffer_pool::PooledBuffer;
@@ -29,52 +30,90 @@ use crate::engine::dispatcher::{Dispatcher, push_transfer};
 /// itself writes, an unlimited batch would keep the thread from other requests for the whole burst.
 const RETRY_BATCH_BYTES: u64 = 1 << 20;
 
-impl<M: BlockMap> Dispatcher<M> {
+impl<M: BlockMap + ?Sized> Dispatcher<M> {
     /// Chooses the path of the request `io` in `slot`, whose memory is `segments`, and plans its
     /// fragments. A write's range is locked before it is mapped.
     #[inline]
-    pub(crate) fn choose_path(&mut self, slot: u32, io: Request, segments: &[IoSegment]) -> Path {
+    pub(crate) fn choose_path(
+        &mut self,
+        device: &AttachedDevice<M>,
+        slot: u32,
+        io: Request,
+        segments: &[IoSegment],
+    ) -> Path {
         if !self.config.nowait_first {
             return Path::Worker;
         }
-        if self.back_off.is_backing_off() {
-            self.back_off.count_down();
-            if !self.back_off.is_backing_off() {
-                self.update_simple_path();
-            }
+        if device.is_backing_off.get() {
+            self.back_off(device.index());
             return Path::Worker;
         }
         let request = &mut self.pool[slot];
         let range = io.range;
-        let lock = self.simple_path.needs_range_lock(io);
-        if lock && !lock_whole_blocks(&self.disk, range) {
+        let (disk, simple_path) = (&*device.disk, &device.simple_path);
+        let lock = simple_path.needs_range_lock(io);
+        if lock && !lock_whole_blocks(disk, range) {
             return Path::Worker;
         }
         let path = vectored::plan(
-            &self.disk,
+            disk,
             io,
             segments,
             || request.buf.as_ref().map(PooledBuffer::segment),
             self.config.vectored,
-            self.simple_path.needs_separate_sync(io, self.durable_writes > 1),
+            simple_path.needs_separate_sync(io, device.durable_writes.get() > 1),
             &mut request.fragments,
         );
         match path {
-            Path::Worker if lock => self.disk.ranges.unlock(range, LockMode::Shared),
+            Path::Worker if lock => disk.ranges.unlock(range, LockMode::Shared),
             _ if lock => request.locked = true,
             _ => {}
         }
         path
     }
 
-    /// Counts a poll that has drained as many completions for the back-off.
-    pub(crate) fn observe_poll(&mut self, drained: usize) {
-        let transfers = drained - std::mem::take(&mut self.events);
-        let transfers = self.merger.count_unmerged(transfers);
-        if self.back_off.observe_poll(transfers) {
-            self.stats.backed_off += 1;
-            self.update_simple_path();
+    /// Counts a request of a device that is not tried.
+    #[cold]
+    fn back_off(&mut self, device: u32) {
+        let device = &mut self.devices[device];
+        device.back_off.count_down();
+        if !device.back_off.is_backing_off() {
+            device.update_simple_path(&self.config);
         }
+    }
+
+    /// Counts a refused transfer of a device.
+    pub(crate) fn count_refusal(&mut self, device: u32) {
+        let back_off = &mut self.devices[device].back_off;
+        if !back_off.is_counting() {
+            self.refusing.push(device);
+        }
+        back_off.refused();
+        if !back_off.is_counting() {
+            // The switch is off.
+            self.refusing.pop();
+        }
+    }
+
+    /// Evaluates a poll for the back-off of each device with refusals. Beside the refused transfers of the
+    /// device the poll has reaped those of the requests that are done.
+    pub(crate) fn observe_poll(&mut self) {
+        let mut left = 0;
+        for at in 0..self.refusing.len() {
+            let index = self.refusing[at];
+            let done = self.pool.done().filter(|it| it.device() == index && it.was_transferred());
+            let done = done.count();
+            let device = &mut self.devices[index];
+            if device.back_off.observe_poll(done) {
+                device.stats.backed_off += 1;
+                device.update_simple_path(&self.config);
+            }
+            if device.back_off.is_counting() {
+                self.refusing[left] = index;
+                left += 1;
+            }
+        }
+        self.refusing.truncate(left);
     }
 
     /// Defers a refused request if it is an overwrite and a worker already has the probe request.
@@ -85,58 +124,83 @@ impl<M: BlockMap> Dispatcher<M> {
     /// second. All requests in flight at that moment are refused, and need no worker afterwards.
     pub(crate) fn defer_if_overwrite(&mut self, slot: u32, outcome: Outcome) -> bool {
         let request = &self.pool[slot];
+        let index = request.device();
         if outcome != -libc::EAGAIN
             || request.role != Role::Write
             || request.deferred
             || request.io.flags.has(Flags::NOWAIT)
-            || !self.disk.map.is_mapped(request.io.range)
+            || !self.devices[index].attached.disk.map.is_mapped(request.io.range)
         {
             return false;
         }
-        if self.probe_slot.is_none() {
-            self.probe_slot = Some(slot);
+        if self.devices[index].probe_slot.is_none() {
+            self.devices[index].probe_slot = Some(slot);
             return false;
         }
-        self.back_off.refused();
+        self.count_refusal(index);
         self.unlock(slot);
         let request = &mut self.pool[slot];
         request.set_state(State::Deferred);
         request.deferred = true;
-        self.deferred.push_back(slot);
-        self.stats.deferred += 1;
+        let device = &mut self.devices[index];
+        if device.deferred.is_empty() {
+            self.deferring.push(index);
+        }
+        device.deferred.push_back(slot);
+        device.stats.deferred += 1;
         true
     }
 
-    /// Pushes deferred requests again, up to [`RETRY_BATCH_BYTES`]. True when none is left, so that
-    /// the caller submits the queue at once; otherwise other requests come between.
-    #[cold]
+    /// Pushes the deferred requests of each device without a probe request again. True when the caller
+    /// submits the queue immediately.
+    #[inline]
     pub(crate) fn retry_deferred<Q: IoQueue>(&mut self, queue: &mut Q) -> bool {
+        let mut submitted = false;
+        if !self.deferring.is_empty() {
+            for index in std::mem::take(&mut self.deferring) {
+                if self.devices[index].probe_slot.is_none() {
+                    submitted |= self.retry_deferred_of(queue, index);
+                }
+                if !self.devices[index].deferred.is_empty() {
+                    self.deferring.push(index);
+                }
+            }
+        }
+        submitted
+    }
+
+    /// Pushes the deferred requests of a device again, up to [`RETRY_BATCH_BYTES`]. True when none is
+    /// left, so that the caller submits the queue immediately; otherwise other requests come between.
+    #[cold]
+    fn retry_deferred_of<Q: IoQueue>(&mut self, queue: &mut Q, index: u32) -> bool {
+        let attached = self.devices[index].attached.clone();
+        let (disk, simple_path) = (&*attached.disk, &attached.simple_path);
         let mut bytes = 0;
         while bytes < RETRY_BATCH_BYTES
-            && let Some(slot) = self.deferred.pop_front()
+            && let Some(slot) = self.devices[index].deferred.pop_front()
         {
             let request = &mut self.pool[slot];
             debug_assert_eq!(request.state, State::Deferred);
             bytes += request.io.range.len;
             request.set_state(State::Queued);
             let range = request.io.range;
-            let lock = self.simple_path.needs_range_lock(request.io);
-            request.locked = lock && self.disk.ranges.try_lock(range, LockMode::Shared);
+            let lock = simple_path.needs_range_lock(request.io);
+            request.locked = lock && disk.ranges.try_lock(range, LockMode::Shared);
             // While the range was not locked, it may have become a hole.
-            let mapped = request.locked == lock && self.disk.map.is_mapped(range);
-            let transfer = self.simple_path.transfer(request.io, request.place);
+            let mapped = request.locked == lock && disk.map.is_mapped(range);
+            let transfer = simple_path.transfer(request.io, request.target, request.place);
             // SAFETY: the memory was promised, or is the slot's, until the request is given back.
             let submitted = mapped && unsafe { push_transfer(queue, &transfer, slot) };
             if !submitted {
                 self.fall_back(slot, -libc::EAGAIN);
             }
         }
-        self.deferred.is_empty()
+        self.devices[index].deferred.is_empty()
     }
 }
 
 /// Locks the range of a write, if it can: a read-modify-write is left to a worker, which locks it.
 #[inline(never)]
-fn lock_whole_blocks<M: BlockMap>(disk: &BlockDevice<M>, range: ByteRange) -> bool {
+fn lock_whole_blocks<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, range: ByteRange) -> bool {
     blocks_of(disk, range) == range && disk.ranges.try_lock(range, LockMode::Shared)
 }

@@ -161,6 +161,31 @@ impl SlotPool {
         Some(self.free(slot))
     }
 
+    /// The done slots, in the order in which they were done.
+    pub(crate) fn done(&self) -> impl Iterator<Item = &RequestSlot> {
+        let mut next = self.first_done;
+        std::iter::from_fn(move || {
+            let request = &**self.slots.get(next as usize)?;
+            next = if next == self.last_done { NONE } else { request.next };
+            Some(request)
+        })
+    }
+
+    /// Slots of a device that are not free.
+    pub(crate) fn in_use_of(&self, device: u32) -> usize {
+        let mut free = self.free[usize::from(self.reuse)];
+        let mut is_free = vec![false; self.slots.len()];
+        while let Some(slot) = is_free.get_mut(free as usize) {
+            *slot = true;
+            free = self.slots[free as usize].next;
+        }
+        self.slots
+            .iter()
+            .zip(is_free)
+            .filter(|(slot, free)| !free && slot.device() == device)
+            .count()
+    }
+
     #[inline]
     pub(crate) fn has_done(&self) -> bool {
         self.first_done != NONE
@@ -187,11 +212,6 @@ impl SlotPool {
     #[inline]
     pub(crate) fn in_use(&self) -> usize {
         (self.allocs - self.frees) as usize
-    }
-
-    /// Slots handed out so far.
-    pub(crate) fn allocs(&self) -> u64 {
-        self.allocs
     }
 
     /// Slots that are free or not yet allocated.
@@ -228,14 +248,14 @@ impl IndexMut<u32> for SlotPool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::slot::Role;
+    use crate::engine::slot::{Role, Target};
     use crate::types::byte_range::ByteRange;
     use crate::types::request::{Flags, Op, Request};
 
     fn take(pool: &mut SlotPool) -> u32 {
         let (slot, request) = pool.alloc().unwrap();
         let io = Request { op: Op::Flush, flags: Flags::NONE, range: ByteRange::default() };
-        request.begin(Role::Split, State::Submitting, io, None, 0);
+        request.begin(Role::Split, State::Submitting, Target::new(0, 0), io, None, 0);
         slot
     }
 

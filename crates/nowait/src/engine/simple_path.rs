@@ -6,10 +6,12 @@
 //! Invariant: the decision is made before anything is changed; a request that is not simple goes
 //! to the general path unchanged, and holds no range lock.
 
+use std::sync::atomic::{AtomicU64, Ordering};
+
 use crate::block::block_map::{BlockMap, Extent, Intent, WouldBlock};
 use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
-use crate::engine::slot::Place;
+use crate::engine::slot::{Place, Target};
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::iovec::MAX_TRANSFER_BYTES;
@@ -22,13 +24,12 @@ const fn bits_below(block: u32) -> u64 {
 }
 
 /// The constants of one device that decide whether a request is simple.
-#[derive(Clone, Copy)]
 pub(crate) struct SimplePath {
     /// The bits that are 0 in the position and the length of a simple read and of a simple write,
     /// the uppermost among them, so that their sum does not wrap; all of them while no request is
     /// simple, so that only an empty one would pass.
-    read_mask: u64,
-    write_mask: u64,
+    read_mask: AtomicU64,
+    write_mask: AtomicU64,
     memory_mask: usize,
     /// `RWF_NOWAIT` where the file takes it.
     rw_flags: i32,
@@ -59,11 +60,11 @@ pub(crate) enum Verdict {
 }
 
 impl SimplePath {
-    pub(crate) fn new<M: BlockMap>(disk: &BlockDevice<M>, config: &Config) -> Self {
+    pub(crate) fn new<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, config: &Config) -> Self {
         let align = disk.alignment();
         Self {
-            read_mask: bits_below(align.read_offset),
-            write_mask: bits_below(align.offset),
+            read_mask: AtomicU64::new(bits_below(align.read_offset)),
+            write_mask: AtomicU64::new(bits_below(align.offset)),
             memory_mask: align.memory as usize - 1,
             rw_flags: if disk.supports_nowait() { libc::RWF_NOWAIT } else { 0 },
             writes_from: match disk.is_read_only() {
@@ -78,16 +79,17 @@ impl SimplePath {
     }
 
     /// Makes requests of `disk` simple from now on, or none.
-    pub(crate) fn set_on<M: BlockMap>(&mut self, disk: &BlockDevice<M>, on: bool) {
+    pub(crate) fn set_on<M: BlockMap + ?Sized>(&self, disk: &BlockDevice<M>, on: bool) {
         let align = disk.alignment();
         let mask = |block| if on { bits_below(block) } else { u64::MAX };
-        (self.read_mask, self.write_mask) = (mask(align.read_offset), mask(align.offset));
+        self.read_mask.store(mask(align.read_offset), Ordering::Relaxed);
+        self.write_mask.store(mask(align.offset), Ordering::Relaxed);
     }
 
     /// Whether `io`, with its memory at `base`, is simple. A read of a cached hole is not: it needs
     /// no transfer.
     #[inline]
-    pub(crate) fn map_for_simple_path<M: BlockMap>(
+    pub(crate) fn map_for_simple_path<M: BlockMap + ?Sized>(
         &self,
         disk: &BlockDevice<M>,
         io: Request,
@@ -95,8 +97,10 @@ impl SimplePath {
     ) -> Verdict {
         let range = io.range;
         let (intent, mask) = match io.op {
-            Op::Read => (Intent::Read, self.read_mask),
-            Op::Write if range.pos >= self.writes_from => (Intent::Write, self.write_mask),
+            Op::Read => (Intent::Read, self.read_mask.load(Ordering::Relaxed)),
+            Op::Write if range.pos >= self.writes_from => {
+                (Intent::Write, self.write_mask.load(Ordering::Relaxed))
+            }
             _ => return Verdict::General,
         };
         if (range.pos | range.len) & mask != 0
@@ -143,14 +147,14 @@ impl SimplePath {
         self.groups_syncs && io.op == Op::Write && io.flags.has(Flags::DSYNC)
     }
 
-    /// The one transfer that serves `io` at `place`.
+    /// The one transfer that serves `io` at `place` in the file of `target`.
     #[inline]
-    pub(crate) fn transfer(&self, io: Request, place: Place) -> Transfer {
-        let Place { base, pos, segments, buffer, file } = place;
+    pub(crate) fn transfer(&self, io: Request, target: Target, place: Place) -> Transfer {
+        let Place { base, pos, segments, buffer } = place;
         Transfer {
             base,
             pos,
-            file: file as u16,
+            file: target.file(),
             len: io.range.len as u32,
             rw_flags: self.rw_flags(io.flags),
             segments,
@@ -168,7 +172,7 @@ impl SimplePath {
 
     /// Locks `range` and maps it for a write. Unless all of it is in one mapped extent, the range
     /// is not locked when this returns.
-    fn lock_and_map<M: BlockMap>(
+    fn lock_and_map<M: BlockMap + ?Sized>(
         &self,
         disk: &BlockDevice<M>,
         range: ByteRange,

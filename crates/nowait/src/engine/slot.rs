@@ -85,11 +85,30 @@ impl SlotSegments {
     }
 }
 
-/// Where the only transfer of a request moves its bytes; the request says the rest.
-///
-/// The fields are in an order in which the usual values of the last three are one store.
+/// A device, and a file of it: the index of the device in the table of the engine in the lower 32 bits,
+/// the number of the file in the queue in the upper ones. Both are one store.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Target(u64);
+
+impl Target {
+    #[inline(always)]
+    pub(crate) const fn new(device: u32, file: u32) -> Self {
+        Self((file as u64) << 32 | device as u64)
+    }
+
+    #[inline(always)]
+    pub(crate) const fn device(self) -> u32 {
+        self.0 as u32
+    }
+
+    #[inline(always)]
+    pub(crate) const fn file(self) -> u32 {
+        (self.0 >> 32) as u32
+    }
+}
+
+/// Where the only transfer of a request moves its bytes; the request and its target say the rest.
 #[derive(Clone, Copy)]
-#[repr(C)]
 pub(crate) struct Place {
     /// As [`crate::Transfer::base`].
     pub(crate) base: *mut u8,
@@ -99,13 +118,11 @@ pub(crate) struct Place {
     pub(crate) buffer: u16,
     /// As [`crate::Transfer::segments`].
     pub(crate) segments: u16,
-    /// As [`crate::Transfer::file`].
-    pub(crate) file: u32,
 }
 
 impl Place {
     const NONE: Self =
-        Self { base: std::ptr::null_mut(), pos: 0, segments: 0, buffer: UNREGISTERED, file: 0 };
+        Self { base: std::ptr::null_mut(), pos: 0, segments: 0, buffer: UNREGISTERED };
 }
 
 /// The `RequestSlot::result` of a slot whose transfer does not end its request at once: no outcome
@@ -135,6 +152,8 @@ pub(crate) struct RequestSlot {
     /// The slot after this one in the list of free slots, of done ones, or of those of a merged
     /// transfer.
     pub(crate) next: u32,
+    /// Its device, and the file of its only transfer.
+    pub(crate) target: Target,
     pub(crate) tag: u64,
     pub(crate) io: Request,
     /// Bytes done, or a negative errno; while the slot has a transfer in flight, the outcome with
@@ -164,6 +183,7 @@ impl RequestSlot {
             parent: 0,
             merged: 0,
             next: 0,
+            target: Target::new(0, 0),
             tag: 0,
             io: Request { op: Op::Flush, flags: Flags::NONE, range: ByteRange::new(0, 0) },
             result: 0,
@@ -182,6 +202,7 @@ impl RequestSlot {
         &mut self,
         role: Role,
         state: State,
+        target: Target,
         io: Request,
         buf: Option<PooledBuffer>,
         tag: u64,
@@ -195,6 +216,7 @@ impl RequestSlot {
         self.locked = false;
         self.again = false;
         self.deferred = false;
+        self.target = target;
         self.tag = tag;
         self.io = io;
         self.set_role(role);
@@ -225,6 +247,17 @@ impl RequestSlot {
     pub(crate) fn take_buf(&mut self) -> Option<PooledBuffer> {
         // Most requests of the raw API have no buffer; then nothing is moved.
         if self.buf.is_some() { self.buf.take() } else { None }
+    }
+
+    /// The index of its device in the table of the engine.
+    #[inline(always)]
+    pub(crate) fn device(&self) -> u32 {
+        self.target.device()
+    }
+
+    /// Whether a done request was served by transfers, or by a part of one.
+    pub(crate) fn was_transferred(&self) -> bool {
+        self.result >= 0 && matches!(self.role, Role::Read | Role::Write | Role::Split)
     }
 
     /// Records a negative errno; the first one stays (C22).

@@ -14,10 +14,11 @@ use crate::block::block_map::{BlockMap, Extent, Intent};
 use crate::block::device::BlockDevice;
 use crate::blocking::sync_io;
 use crate::blocking::worker_pool::WorkerTask;
+use crate::engine::attached_device::{AttachedDevice, count};
 use crate::engine::completion::Rejected;
 use crate::engine::dispatcher::{Dispatcher, push_transfer, reject_full};
 use crate::engine::fragment::{Fragment, FragmentKind};
-use crate::engine::slot::{Place, Role, State};
+use crate::engine::slot::{Place, RequestSlot, Role, State};
 use crate::engine::transfer_result::{TransferResult, classify};
 use crate::memory::buffer_pool::PooledBuffer;
 use crate::queue::IoQueue;
@@ -48,7 +49,7 @@ pub(crate) enum Path {
 /// Splits `io` into `fragments`, the last one first. `segments` are its memory, merged; `own`
 /// returns the engine's buffer that they lie in, if they do; `vectored` is the switch;
 /// `separate_sync` says that the request needs a sync after its data.
-pub(crate) fn plan<M: BlockMap>(
+pub(crate) fn plan<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     io: Request,
     segments: &[IoSegment],
@@ -80,7 +81,7 @@ pub(crate) fn plan<M: BlockMap>(
 }
 
 /// Plans a read, as one transfer only if it `may_be_single`.
-fn plan_read<M: BlockMap>(
+fn plan_read<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     range: ByteRange,
     segments: &[IoSegment],
@@ -132,7 +133,7 @@ fn room_for(
 }
 
 /// Plans a write, as one transfer only if it `may_be_single`.
-fn plan_write<M: BlockMap>(
+fn plan_write<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     range: ByteRange,
     segments: &[IoSegment],
@@ -163,7 +164,7 @@ fn plan_write<M: BlockMap>(
 }
 
 /// Whether `part`, which begins at byte `start` of the request, and its memory are aligned.
-fn is_direct<M: BlockMap>(
+fn is_direct<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     block: u32,
     part: Extent,
@@ -198,7 +199,7 @@ fn bounce(part: Extent, start: u64, block: u32, fragments: &mut Vec<Fragment>) {
 }
 
 /// With `vectored` off: cuts direct fragments at the ends of their segments.
-fn split_per_segment<M: BlockMap>(
+fn split_per_segment<M: BlockMap + ?Sized>(
     disk: &BlockDevice<M>,
     op: Op,
     segments: &[IoSegment],
@@ -231,26 +232,44 @@ fn split_per_segment<M: BlockMap>(
 #[cfg(feature = "sim")]
 mod tests;
 
-impl<M: BlockMap> Dispatcher<M> {
+/// Whether a request is aligned as it was submitted, before it is cut at the device's end.
+fn is_aligned<M: BlockMap + ?Sized>(
+    disk: &BlockDevice<M>,
+    io: Request,
+    segments: &[IoSegment],
+) -> bool {
+    let align = disk.alignment();
+    let block = match io.op {
+        Op::Read => align.read_offset,
+        Op::Write => align.offset,
+        _ => return true,
+    };
+    sync_io::is_aligned_to(disk, block, io.range, segments)
+}
+
+impl<M: BlockMap + ?Sized> Dispatcher<M> {
     /// Starts any request by the general path: by one transfer, by fragments or by a worker.
     pub(crate) fn submit_general<Q: IoQueue>(
         &mut self,
         queue: &mut Q,
+        device: &AttachedDevice<M>,
         io: Request,
         segments: &[IoSegment],
         buf: Option<PooledBuffer>,
         tag: u64,
     ) -> Result<(), Rejected> {
-        let io = match self.check(io, segments) {
+        let io = match self.check(device, io, segments) {
             Ok(io) => io,
             Err(error) => return Err(Rejected { error, buf }),
         };
         let Some((slot, request)) = self.pool.alloc() else { return Err(reject_full(io, buf)) };
-        self.other_slots += 1;
-        request.begin(Role::Split, State::Submitting, io, buf, tag);
-        self.durable_writes += u32::from(self.simple_path.can_share_sync(io));
+        request.begin(Role::Split, State::Submitting, device.first, io, buf, tag);
+        if device.simple_path.can_share_sync(io) {
+            device.durable_writes.set(device.durable_writes.get() + 1);
+            self.durable_writes += 1;
+        }
         let &[IoSegment { base, .. }] = segments else {
-            self.submit_list(queue, slot, io, segments);
+            self.submit_list(queue, device, slot, io, segments);
             return Ok(());
         };
         let one = IoSegment { base, len: io.range.len as usize };
@@ -258,11 +277,13 @@ impl<M: BlockMap> Dispatcher<M> {
             self.complete(slot, 0);
             return Ok(());
         }
-        match self.choose_path(slot, io, &[one]) {
-            Path::Single(extent) => self.submit_single(queue, slot, io, extent, (base, 0)),
+        match self.choose_path(device, slot, io, &[one]) {
+            Path::Single(extent) => {
+                self.submit_single(queue, device, slot, io, extent, (base, 0));
+            }
             path => {
                 self.pool[slot].segments.set_one(one);
-                self.submit_planned(queue, slot, path);
+                self.submit_planned(queue, device, slot, path);
             }
         }
         Ok(())
@@ -273,6 +294,7 @@ impl<M: BlockMap> Dispatcher<M> {
     fn submit_list<Q: IoQueue>(
         &mut self,
         queue: &mut Q,
+        device: &AttachedDevice<M>,
         slot: u32,
         io: Request,
         segments: &[IoSegment],
@@ -286,7 +308,7 @@ impl<M: BlockMap> Dispatcher<M> {
             true => iovec::merge(segments, io.range.len, &mut merged),
             false => iovec::slice_segments(segments, 0, io.range.len, |one| merged.push(one)),
         }
-        let path = self.choose_path(slot, io, &merged);
+        let path = self.choose_path(device, slot, io, &merged);
         let kept = &mut self.pool[slot].segments;
         kept.set(&merged);
         self.merged = merged;
@@ -296,20 +318,26 @@ impl<M: BlockMap> Dispatcher<M> {
                     [one] => (one.base, 0),
                     list => (list.as_ptr().cast_mut().cast(), list.len() as u16),
                 };
-                self.submit_single(queue, slot, io, extent, memory);
+                self.submit_single(queue, device, slot, io, extent, memory);
             }
-            path => self.submit_planned(queue, slot, path),
+            path => self.submit_planned(queue, device, slot, path),
         }
     }
 
     /// Starts a request by the fragments of its plan or by a worker.
     #[inline(never)]
-    fn submit_planned<Q: IoQueue>(&mut self, queue: &mut Q, slot: u32, path: Path) {
+    fn submit_planned<Q: IoQueue>(
+        &mut self,
+        queue: &mut Q,
+        device: &AttachedDevice<M>,
+        slot: u32,
+        path: Path,
+    ) {
         if path == Path::Worker {
-            self.stats.worker += 1;
+            count(&device.worker);
             return self.offload(slot, WorkerTask::Run);
         }
-        self.stats.general += 1;
+        count(&device.general);
         self.submit_fragments(queue, slot);
     }
 
@@ -319,16 +347,19 @@ impl<M: BlockMap> Dispatcher<M> {
     fn submit_single<Q: IoQueue>(
         &mut self,
         queue: &mut Q,
+        device: &AttachedDevice<M>,
         slot: u32,
         io: Request,
         extent: Extent,
         (base, segments): (*mut u8, u16),
     ) {
-        self.stats.general += 1;
+        count(&device.general);
         let request = &mut self.pool[slot];
         let buffer = request.buf.as_ref().map_or(UNREGISTERED, PooledBuffer::registered);
-        request.place = Place { base, pos: extent.pos, segments, buffer, file: extent.file.into() };
-        let transfer = self.simple_path.transfer(io, request.place);
+        let target = device.target(extent.file);
+        request.target = target;
+        request.place = Place { base, pos: extent.pos, segments, buffer };
+        let transfer = device.simple_path.transfer(io, target, request.place);
         request.set_role(if io.op == Op::Write { Role::Write } else { Role::Read });
         request.set_state(State::Queued);
         // SAFETY: the memory is the request's, and the list of segments is the slot's; both last
@@ -341,24 +372,24 @@ impl<M: BlockMap> Dispatcher<M> {
 
     /// Checks a request against the device; the returned range is cut at the device's end.
     /// `EINVAL` for an unaligned request with `strict` on (C12); as [`sync_io::check`].
-    pub(crate) fn check(&self, io: Request, segments: &[IoSegment]) -> Result<Request, Error> {
+    /// `EINVAL` for a device of another engine, `ENODEV` for one that is detached.
+    pub(crate) fn check(
+        &self,
+        device: &AttachedDevice<M>,
+        io: Request,
+        segments: &[IoSegment],
+    ) -> Result<Request, Error> {
+        let invalid = || Error::new(libc::EINVAL, Operation::Validate).at(io.range);
+        if device.engine != self.number {
+            return Err(invalid());
+        }
+        device.check().map_err(|error| error.at(io.range))?;
         // SAFETY: the memory of a request is valid from its submission on.
-        let checked = unsafe { sync_io::check(&self.disk, io, segments) }?;
-        if self.config.strict && io.range.len > 0 && !self.is_aligned(io, segments) {
-            return Err(Error::new(libc::EINVAL, Operation::Validate).at(io.range));
+        let checked = unsafe { sync_io::check(&device.disk, io, segments) }?;
+        if self.config.strict && io.range.len > 0 && !is_aligned(&device.disk, io, segments) {
+            return Err(invalid());
         }
         Ok(checked)
-    }
-
-    /// Whether a request is aligned as it was submitted, before it is cut at the device's end.
-    pub(crate) fn is_aligned(&self, io: Request, segments: &[IoSegment]) -> bool {
-        let align = self.disk.alignment();
-        let block = match io.op {
-            Op::Read => align.read_offset,
-            Op::Write => align.offset,
-            _ => return true,
-        };
-        sync_io::is_aligned_to(&self.disk, block, io.range, segments)
     }
 
     /// Submits the fragments of a request: all of them, or with `vectored` off the next one. Ends
@@ -372,7 +403,8 @@ impl<M: BlockMap> Dispatcher<M> {
                 let segments = self.pool[slot].segments.as_slice();
                 // SAFETY: the memory was promised by the caller; no transfer covers these bytes.
                 unsafe { ReadCursor::new(segments, fragment.start, fragment.len) }.fill(0);
-                self.stats.zero_filled += fragment.len;
+                let device = self.pool[slot].device();
+                self.devices[device].stats.zero_filled += fragment.len;
                 continue;
             }
             match self.submit_fragment(queue, slot, fragment) {
@@ -398,10 +430,9 @@ impl<M: BlockMap> Dispatcher<M> {
         parent: u32,
         fragment: Fragment,
     ) -> bool {
-        let io = self.pool[parent].io;
+        let RequestSlot { io, target, .. } = self.pool[parent];
         let Some((slot, request)) = self.pool.alloc() else { return false };
-        self.other_slots += 1;
-        request.begin(Role::Fragment, State::Submitting, io, None, 0);
+        request.begin(Role::Fragment, State::Submitting, target, io, None, 0);
         request.parent = parent;
         request.fragment = fragment;
         self.fragments += 1;
@@ -428,19 +459,20 @@ impl<M: BlockMap> Dispatcher<M> {
 
     /// The transfer of a fragment; none when there is no buffer for it.
     fn prepare_transfer(&mut self, parent: u32, slot: u32, fragment: Fragment) -> Option<Transfer> {
-        let io = self.pool[parent].io;
+        let RequestSlot { io, target, .. } = self.pool[parent];
+        let device = &self.devices[target.device()].attached;
         let write = io.op == Op::Write;
         let pos = fragment.pos;
         let mut transfer = Transfer {
             pos,
-            file: fragment.file,
+            file: device.target(fragment.file).file(),
             len: fragment.len as u32,
-            rw_flags: self.simple_path.rw_flags(io.flags.without(Flags::DSYNC)),
+            rw_flags: device.simple_path.rw_flags(io.flags.without(Flags::DSYNC)),
             write,
             must_not_wait: io.flags.has(Flags::NOWAIT),
             ..Transfer::NONE
         };
-        let align = self.disk.alignment();
+        let align = device.disk.alignment();
         let block = if write { align.offset } else { align.read_offset };
         match fragment.kind {
             FragmentKind::Zero => return None,
@@ -530,9 +562,7 @@ impl<M: BlockMap> Dispatcher<M> {
             submitted |= !self.pool[slot].fragments.is_empty();
             self.submit_fragments(queue, slot);
         }
-        if self.probe_slot.is_none() && !self.deferred.is_empty() {
-            submitted |= self.retry_deferred(queue);
-        }
+        submitted |= self.retry_deferred(queue);
         self.submit_work();
         submitted
     }

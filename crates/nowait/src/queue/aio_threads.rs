@@ -6,14 +6,15 @@
 #![allow(unsafe_code)]
 
 use std::cell::OnceCell;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
 use crate::queue::epoll::Epoll;
 use crate::queue::event_source::{EventSource, FD_TOKEN, Interest};
 use crate::queue::linux_aio::Aio;
-use crate::queue::{IoQueue, QueueFull, Token, preadv2};
+use crate::queue::queue_files::NumberedFiles;
+use crate::queue::{IoQueue, QueueFile, QueueFull, Token, preadv2};
 use crate::threads::completion_list::CompletionList;
 use crate::threads::thread_pool::ThreadPool;
 use crate::threads::work_item::WorkItem;
@@ -31,15 +32,25 @@ const AIO_TRANSFERS: u32 = 128;
 
 struct QueuedTransfer(Transfer, u32);
 
+/// A transfer in the pool, with its file; `None`: the file is not attached.
+struct PoolTransfer(Transfer, u32, Option<Arc<OwnedFd>>);
+
 // SAFETY: the caller of `push` promised that the memory stays valid and is not accessed otherwise
 // until the token's completion was drained; the call may run on any thread.
-unsafe impl Send for QueuedTransfer {}
+unsafe impl Send for PoolTransfer {}
 
-impl WorkItem for QueuedTransfer {
+impl WorkItem for PoolTransfer {
     /// Each transfer is a client of its own, so they start in the order of their push.
     fn client(&self) -> u64 {
         u64::from(self.1)
     }
+}
+
+/// An attached file.
+struct AttachedFile {
+    file: Arc<OwnedFd>,
+    /// It uses the page cache, so a call for cached data never waits for a device.
+    cached: bool,
 }
 
 /// A queue on preadv2(2) and pwritev2(2).
@@ -48,72 +59,76 @@ pub struct AioThreadQueue {
     ended: Vec<(Token, Outcome)>,
     /// Transfers in the pool.
     in_pool: usize,
-    pool: ThreadPool<QueuedTransfer>,
+    pool: ThreadPool<PoolTransfer>,
     completions: Arc<CompletionList>,
     watched: Epoll,
     /// Set up on first use; `None` inside means that there is no AIO.
     aio: OnceCell<Option<Aio>>,
     /// Transfers in AIO.
     in_aio: usize,
-    files: Arc<[OwnedFd]>,
-    /// The files use the page cache, so a call for cached data never waits for a device.
-    cached: bool,
+    files: NumberedFiles<AttachedFile>,
 }
 
 impl AioThreadQueue {
-    /// As [`AioThreadQueue::for_files`], for one file.
+    /// A queue for tokens below `slots`, with no file attached.
     ///
     /// # Errors
-    /// As [`AioThreadQueue::for_files`].
-    pub fn new(file: BorrowedFd<'_>, slots: u32, cached: bool) -> Result<Self, Error> {
-        Self::for_files(&[file], slots, cached)
-    }
-
-    /// A queue on `files`, which [`Transfer::file`] indexes from 0 on, for tokens below `slots`.
-    /// `cached` tells that the files were opened without `O_DIRECT`.
-    ///
-    /// # Errors
-    /// The errno of dup(2), pipe2(2) or epoll_create1(2): `EMFILE`, `ENFILE`, `ENOMEM`.
-    pub fn for_files(files: &[BorrowedFd<'_>], slots: u32, cached: bool) -> Result<Self, Error> {
-        let clones = files.iter().map(BorrowedFd::try_clone_to_owned);
-        let files = clones.collect::<Result<Arc<[OwnedFd]>, _>>();
-        let files = files.map_err(|e| Error::from_io(&e, Operation::SetUp))?;
+    /// The errno of pipe2(2) or epoll_create1(2): `EMFILE`, `ENFILE`, `ENOMEM`.
+    pub fn new(slots: u32) -> Result<Self, Error> {
         let completions = Arc::new(CompletionList::new(slots)?);
         let mut watched = Epoll::new()?;
         watched.watch(completions.fd(), POOL_EVENT, Interest::Readable)?;
-        let (pool_files, pool_completions) = (files.clone(), completions.clone());
-        let run = move |QueuedTransfer(transfer, token)| {
-            // SAFETY: see `QueuedTransfer`.
-            let outcome = unsafe { call(&pool_files, &transfer) };
+        let pool_completions = completions.clone();
+        let run = move |PoolTransfer(transfer, token, file)| {
+            // SAFETY: see `PoolTransfer`.
+            let outcome = unsafe { call(file.as_deref(), &transfer) };
             pool_completions.push(token, i64::from(outcome));
         };
         let pool =
             ThreadPool::new(POOL_THREADS, move |jobs: &mut Vec<_>| jobs.drain(..).for_each(&run));
-        let (pushed, ended) = (Vec::with_capacity(64), Vec::with_capacity(64));
-        let aio = OnceCell::new();
         Ok(Self {
-            pushed,
-            ended,
+            pushed: Vec::with_capacity(64),
+            ended: Vec::with_capacity(64),
             in_pool: 0,
             pool,
             completions,
             watched,
-            aio,
+            aio: OnceCell::new(),
             in_aio: 0,
-            files,
-            cached,
+            files: NumberedFiles::new(),
         })
+    }
+
+    /// Whether the file of a transfer uses the page cache. A file that is not attached fails in any case.
+    fn is_cached(&self, transfer: &Transfer) -> bool {
+        self.files.get(transfer.file).is_some_and(|file| file.cached)
     }
 }
 
 impl AioThreadQueue {
-    /// Submits the pushed transfers to AIO as far as it has room, provided that all of them have
-    /// `RWF_NOWAIT`.
+    /// Makes the pushed transfers of cached files with `RWF_NOWAIT`: no such call waits.
+    fn make_cached(&mut self) {
+        let Self { pushed, ended, files, .. } = self;
+        pushed.retain(|QueuedTransfer(transfer, token)| {
+            let attached = files.get(transfer.file);
+            let Some(AttachedFile { file, cached: true }) = attached else { return true };
+            if transfer.rw_flags & libc::RWF_NOWAIT == 0 {
+                return true;
+            }
+            // SAFETY: as promised by the caller of `push`.
+            let outcome = unsafe { call(Some(file), transfer) };
+            ended.push((Token::from(*token), outcome));
+            false
+        });
+    }
+
+    /// Submits the pushed transfers, none of a cached file with `RWF_NOWAIT`, to AIO as far as it has
+    /// room, provided that all of them have `RWF_NOWAIT`.
     fn submit_aio(&mut self) {
         let waits = |QueuedTransfer(transfer, _): &QueuedTransfer| {
             transfer.rw_flags & libc::RWF_NOWAIT == 0
         };
-        if self.cached || self.pushed.iter().any(waits) {
+        if self.pushed.iter().any(waits) {
             return;
         }
         let watched = &mut self.watched;
@@ -125,10 +140,10 @@ impl AioThreadQueue {
         let Some(Some(aio)) = self.aio.get_mut() else { return };
         for QueuedTransfer(transfer, token) in &self.pushed {
             // A transfer to an unknown file goes to the pool, with all transfers behind it.
-            let Some(file) = self.files.get(usize::from(transfer.file)) else { break };
+            let Some(AttachedFile { file, .. }) = self.files.get(transfer.file) else { break };
             aio.push(file.as_fd(), transfer, *token);
         }
-        // SAFETY: see `QueuedTransfer`.
+        // SAFETY: as promised by the caller of `push`.
         let taken = unsafe { aio.submit() };
         self.in_aio += taken;
         self.pushed.drain(..taken);
@@ -148,12 +163,12 @@ impl AioThreadQueue {
     }
 }
 
-/// Makes the transfer; `EBADF` for an unknown file.
+/// Makes the transfer; `EBADF` without a file.
 ///
 /// # Safety
 /// As for `preadv2::transfer`.
-unsafe fn call(files: &[OwnedFd], transfer: &Transfer) -> Outcome {
-    match files.get(usize::from(transfer.file)) {
+unsafe fn call(file: Option<&OwnedFd>, transfer: &Transfer) -> Outcome {
+    match file {
         // SAFETY: as promised by the caller.
         Some(file) => unsafe { preadv2::transfer(file.as_fd(), transfer) },
         None => -libc::EBADF,
@@ -163,6 +178,23 @@ unsafe fn call(files: &[OwnedFd], transfer: &Transfer) -> Outcome {
 // SAFETY: each transfer is in exactly one of `pushed`, `ended`, AIO and the pool, which returns its
 // token once, after the call. `Epoll` returns tokens of watched descriptors only.
 unsafe impl IoQueue for AioThreadQueue {
+    fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
+        let attached = files.iter().map(|file| {
+            let (file, cached) = file.descriptor()?;
+            let file = file.try_clone_to_owned();
+            let file = file.map_err(|error| Error::from_io(&error, Operation::SetUp))?;
+            Ok(AttachedFile { file: Arc::new(file), cached })
+        });
+        let attached: Vec<_> = attached.collect::<Result<_, Error>>()?;
+        let first = self.files.find_free(attached.len());
+        (first..).zip(attached).for_each(|(number, file)| self.files.put(number, file));
+        Ok(first)
+    }
+
+    fn detach(&mut self, first: u32, count: u32) {
+        (first..first + count).for_each(|number| drop(self.files.take(number)));
+    }
+
     // SAFETY: the caller promises what `QueuedTransfer` needs.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
         self.pushed.push(QueuedTransfer(*transfer, token as u32));
@@ -170,26 +202,17 @@ unsafe impl IoQueue for AioThreadQueue {
     }
 
     fn submit(&mut self) -> Result<(), Error> {
-        // With the page cache a call waits only without RWF_NOWAIT.
-        let tries = |QueuedTransfer(transfer, _): &QueuedTransfer| {
-            transfer.rw_flags & libc::RWF_NOWAIT != 0
-        };
-        let inline = match self.cached {
-            true => self.pushed.iter().all(tries),
-            // A device may take any time: the call must not delay other clients of this thread.
-            false => {
-                self.in_pool + self.in_aio == 0
-                    && self.pushed.len() == 1
-                    && !self.has_external_watches()
-            }
-        };
-        if inline {
-            for QueuedTransfer(transfer, token) in self.pushed.drain(..) {
-                // SAFETY: see `QueuedTransfer`.
-                let outcome = unsafe { call(&self.files, &transfer) };
-                self.ended.push((Token::from(token), outcome));
-            }
-            return Ok(());
+        self.make_cached();
+        // A device may take any time: the call must not delay other clients of this thread.
+        let is_alone = self.in_pool + self.in_aio == 0
+            && self.pushed.len() == 1
+            && !self.has_external_watches()
+            && !self.is_cached(&self.pushed[0].0);
+        if is_alone && let Some(QueuedTransfer(transfer, token)) = self.pushed.pop() {
+            let file = self.files.get(transfer.file).map(|attached| &*attached.file);
+            // SAFETY: as promised by the caller of `push`.
+            let outcome = unsafe { call(file, &transfer) };
+            self.ended.push((Token::from(token), outcome));
         }
         if !self.pushed.is_empty() {
             self.submit_aio();
@@ -198,11 +221,13 @@ unsafe impl IoQueue for AioThreadQueue {
             // The pool's threads may wait, so RWF_NOWAIT is removed unless the request asked for
             // it.
             self.in_pool += self.pushed.len();
+            let files = &self.files;
             self.pool.push(self.pushed.drain(..).map(|QueuedTransfer(mut transfer, token)| {
                 if !transfer.must_not_wait {
                     transfer.rw_flags &= !libc::RWF_NOWAIT;
                 }
-                QueuedTransfer(transfer, token)
+                let file = files.get(transfer.file).map(|attached| attached.file.clone());
+                PoolTransfer(transfer, token, file)
             }));
         }
         Ok(())
@@ -273,7 +298,8 @@ mod tests {
         file.write_all(&[7; 4096]).unwrap();
         let sockets =
             [(); INTERNAL_FDS + 1].map(|()| std::os::unix::net::UnixStream::pair().unwrap());
-        let mut queue = AioThreadQueue::new(file.as_fd(), 8, false).unwrap();
+        let mut queue = AioThreadQueue::new(8).unwrap();
+        queue.attach(&[QueueFile::Descriptor { file: file.as_fd(), cached: false }]).unwrap();
         for (n, socket) in sockets.iter().enumerate() {
             queue
                 .events_mut()

@@ -82,11 +82,11 @@ mod tests {
     fn a_command_is_answered_under_its_token_by_a_ring_and_refused_by_other_queues() {
         let file = tempfile::tempfile().unwrap();
         let token = FD_TOKEN | 5;
-        let mut threads = AioThreadQueue::new(file.as_fd(), 8, true).unwrap();
+        let mut threads = AioThreadQueue::new(8).unwrap();
         // SAFETY: the commands name no memory.
         let refused = unsafe { threads.events_mut().command(file.as_fd(), 1, 0, [0; 16], token) };
         assert_eq!(refused.unwrap_err().errno(), libc::EOPNOTSUPP);
-        let Ok(mut ring) = Uring::new(file.as_fd()) else {
+        let Ok(mut ring) = Uring::new() else {
             nowait_testkit::skip("no io_uring");
             return;
         };

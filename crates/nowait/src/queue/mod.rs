@@ -1,16 +1,18 @@
 //! I/O queues: one thread submits transfers to storage and drains their completions.
 //!
-//! Invariant: each pushed transfer completes exactly once, under the token it was pushed with.
+//! Invariant: each pushed transfer completes exactly once, under the token it was pushed with. A queue
+//! moves bytes only to and from files that are attached to it.
 #![allow(unsafe_code)]
 
 mod event_source;
+pub(crate) mod pending_transfer;
+pub(crate) mod queue_files;
 mod epoll;
 mod null;
 mod preadv2;
 mod linux_aio;
 mod aio_threads;
 mod uring;
-pub(crate) mod pending_transfer;
 pub(crate) mod remote;
 pub(crate) mod auto;
 
@@ -26,6 +28,7 @@ pub(crate) use epoll::Epoll;
 pub(crate) use event_source::check_fd_token;
 pub use event_source::{EventSource, FD_TOKEN, Interest};
 pub use null::Null;
+pub use queue_files::QueueFile;
 pub use uring::Uring;
 pub use uring::locked_memory::RegisteredMemory;
 
@@ -46,6 +49,22 @@ pub struct QueueFull;
 /// its transfer does not access the memory any more, and the token is returned once for each push.
 /// The queue's [`EventSource`] therefore refuses tokens without [`FD_TOKEN`].
 pub unsafe trait IoQueue {
+    /// Makes `files` known, at least one, and returns the number of the first for
+    /// [`Transfer::file`]; the others follow. Transfers may be in flight.
+    ///
+    /// # Errors
+    /// `EOPNOTSUPP`: the queue does not reach one of them. `EMFILE`, `ENFILE`, `ENOMEM`: a descriptor
+    /// could not be duplicated or registered. No file is attached then.
+    fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error>;
+
+    /// Forgets `count` files from number `first` on, of which no transfer is in flight.
+    fn detach(&mut self, first: u32, count: u32);
+
+    /// Why transfers of the file with this number cannot be polled for (C48); `None` if they can.
+    fn polling_refusal(&self, _file: u32) -> Option<&'static str> {
+        Some("this queue does not poll")
+    }
+
     /// Pushes one transfer; it may end before this returns.
     ///
     /// # Errors

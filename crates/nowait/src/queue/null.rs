@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::epoll::Epoll;
 use super::event_source::EventSource;
-use super::{IoQueue, QueueFull, Token};
+use super::{IoQueue, QueueFile, QueueFull, Token};
 use crate::types::error::Error;
 use crate::types::transfer::{Outcome, Transfer};
 
@@ -30,6 +30,13 @@ impl Null {
 // SAFETY: a token is returned once, from the list that `push` has added it to; `Epoll` returns
 // tokens of watched descriptors only.
 unsafe impl IoQueue for Null {
+    /// Every file is number 0: no transfer reaches it.
+    fn attach(&mut self, _: &[QueueFile<'_>]) -> Result<u32, Error> {
+        Ok(0)
+    }
+
+    fn detach(&mut self, _: u32, _: u32) {}
+
     // SAFETY: the memory is never accessed.
     #[inline]
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {

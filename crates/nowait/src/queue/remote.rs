@@ -1,178 +1,121 @@
-//! A queue for images some of whose storages make transfers themselves: their transfers go to the
-//! storage and return through a list of completions, whose descriptor the queue below watches; the
-//! others go to that queue of the kernel.
+//! Transfers of storages that make them themselves, beside those of a queue of the kernel: they go to the
+//! storage and return through a list of completions, whose descriptor the queue of the kernel watches.
 //!
-//! Invariant: a transfer is in the queue below or in its storage, never in both; waiting on the queue
-//! below ends when either has a completion.
+//! Invariant: a transfer is in the queue of the kernel or in its storage, never in both.
 #![allow(unsafe_code)]
 
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
-use std::time::Duration;
 
-use crate::queue::aio_threads::AioThreadQueue;
-use crate::queue::event_source::{EventSource, FD_TOKEN, Interest};
+use crate::queue::Token;
+use crate::queue::event_source::FD_TOKEN;
 use crate::queue::pending_transfer::{AsyncTransfers, PendingTransfer};
-use crate::queue::uring::Uring;
-use crate::queue::{IoQueue, QueueFull, Token};
+use crate::queue::queue_files::NumberedFiles;
 use crate::threads::completion_list::CompletionList;
 use crate::types::error::Error;
 use crate::types::transfer::{Outcome, Transfer};
 
 /// The token of the completions' descriptor; an engine's own is the one before.
-const REMOTE_EVENT: Token = FD_TOKEN | 1 << 60 | 1;
+pub(crate) const REMOTE_EVENT: Token = FD_TOKEN | 1 << 60 | 1;
+/// Set in the numbers of files of devices that have such a storage.
+pub(crate) const REMOTE_FILE: u32 = 1 << 31;
 
-/// How transfers reach a storage.
-pub(crate) enum Reach<'a> {
-    /// By the kernel.
-    Descriptor(BorrowedFd<'a>),
-    /// By the storage itself.
-    Transfers(Arc<dyn AsyncTransfers>),
-}
-
-/// The queue of the kernel.
-#[expect(clippy::large_enum_variant, reason = "there is one for each thread")]
-pub(crate) enum KernelQueue {
-    Uring(Uring),
-    Threads(AioThreadQueue),
-}
-
-/// Runs `$call` on the queue of the kernel that there is.
-macro_rules! on {
-    ($below:expr, $queue:ident => $call:expr) => {
-        match $below {
-            KernelQueue::Uring($queue) => $call,
-            KernelQueue::Threads($queue) => $call,
-        }
-    };
-}
-
-enum Place {
+/// A file of a device that has a storage with transfers of its own.
+pub(crate) enum RemoteFile {
     /// The number of the file in the queue of the kernel.
-    Local(u16),
-    Remote {
-        transfers: Arc<dyn AsyncTransfers>,
-        pushed: Vec<PendingTransfer>,
-    },
+    Kernel(u32),
+    /// The storage, and the transfers that were pushed and have not begun.
+    Transfers(Arc<dyn AsyncTransfers>, Vec<PendingTransfer>),
 }
 
-/// A queue of the kernel, and storages that make transfers themselves.
-pub struct RemoteQueue {
-    below: KernelQueue,
-    places: Vec<Place>,
-    has_local: bool,
-    has_pushed: bool,
+/// The files of all such devices, and their completions.
+pub(crate) struct RemoteFiles {
+    files: NumberedFiles<RemoteFile>,
+    /// The numbers of storages with pushed transfers.
+    pushed: Vec<u32>,
     completions: Arc<CompletionList>,
 }
 
-impl RemoteQueue {
-    /// A queue for storages that are reached as `reached` says, indexed by [`Transfer::file`], for
-    /// tokens below `slots`. `below` was made for the descriptors among them, in order.
+impl RemoteFiles {
+    /// No files; for tokens below `slots`.
     ///
     /// # Errors
-    /// The errno of pipe2(2); those of [`EventSource::watch`].
-    pub(crate) fn new(
-        mut below: KernelQueue,
-        reached: Vec<Reach<'_>>,
-        slots: u32,
-    ) -> Result<Self, Error> {
+    /// The errno of pipe2(2).
+    pub(crate) fn new(slots: u32) -> Result<Self, Error> {
         let completions = Arc::new(CompletionList::new(slots)?);
-        on!(&mut below, queue => queue.events_mut().watch(completions.fd(), REMOTE_EVENT, Interest::Readable))?;
-        let mut local = 0;
-        let places = reached.into_iter().map(|reach| match reach {
-            Reach::Descriptor(_) => {
-                local += 1;
-                Place::Local(local - 1)
+        Ok(Self { files: NumberedFiles::new(), pushed: Vec::new(), completions })
+    }
+
+    /// Readable when a transfer has completed.
+    pub(crate) fn fd(&self) -> BorrowedFd<'_> {
+        self.completions.fd()
+    }
+
+    /// Attaches the files of one device. Returns the number of the first.
+    pub(crate) fn attach(&mut self, files: Vec<RemoteFile>) -> u32 {
+        let first = self.files.find_free(files.len());
+        (first..).zip(files).for_each(|(number, file)| self.files.put(number, file));
+        first | REMOTE_FILE
+    }
+
+    /// Detaches the file with this number. Returns the number that it had in the queue of the kernel.
+    pub(crate) fn detach(&mut self, number: u32) -> Option<u32> {
+        match self.files.take(number & !REMOTE_FILE)? {
+            RemoteFile::Kernel(number) => Some(number),
+            RemoteFile::Transfers(..) => None,
+        }
+    }
+
+    /// The number of a file in the queue of the kernel, which refuses one that is not attached.
+    pub(crate) fn kernel_number(&self, number: u32) -> Option<u32> {
+        match self.files.get(number & !REMOTE_FILE) {
+            Some(RemoteFile::Kernel(number)) => Some(*number),
+            Some(RemoteFile::Transfers(..)) => None,
+            None => Some(u32::MAX),
+        }
+    }
+
+    /// Pushes a transfer, unless it is one for the queue of the kernel: then it is returned.
+    ///
+    /// # Safety
+    /// As for [`IoQueue::push`](crate::IoQueue::push).
+    pub(crate) unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Option<Transfer> {
+        let number = transfer.file & !REMOTE_FILE;
+        match self.files.get_mut(number) {
+            Some(RemoteFile::Transfers(_, pushed)) => {
+                let completions = self.completions.clone();
+                if pushed.is_empty() {
+                    self.pushed.push(number);
+                }
+                // SAFETY: as promised by the caller.
+                pushed.push(unsafe { PendingTransfer::new(*transfer, token as u32, completions) });
+                None
             }
-            Reach::Transfers(transfers) => Place::Remote { transfers, pushed: Vec::new() },
-        });
-        let places = places.collect();
-        Ok(Self { below, places, has_local: local > 0, has_pushed: false, completions })
+            Some(RemoteFile::Kernel(file)) => Some(Transfer { file: *file, ..*transfer }),
+            None => Some(Transfer { file: u32::MAX, ..*transfer }),
+        }
     }
 
     /// Begins the pushed transfers.
-    fn begin(&mut self) {
-        if std::mem::take(&mut self.has_pushed) {
-            for place in &mut self.places {
-                if let Place::Remote { transfers, pushed } = place
-                    && !pushed.is_empty()
-                {
-                    transfers.begin(pushed);
-                }
+    pub(crate) fn begin(&mut self) {
+        for number in self.pushed.drain(..) {
+            if let Some(RemoteFile::Transfers(transfers, pushed)) = self.files.get_mut(number) {
+                transfers.begin(pushed);
             }
         }
     }
-}
 
-// SAFETY: a transfer goes to one of two places: to the queue of the kernel, which keeps the rules, or
-// into a `PendingTransfer`, which ends once and returns its token by the list then. The descriptor of
-// the list has a token of its own, which is not passed on.
-unsafe impl IoQueue for RemoteQueue {
-    // SAFETY: as promised by the caller.
-    unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
-        let file = match self.places.get_mut(usize::from(transfer.file)) {
-            Some(Place::Remote { pushed, .. }) => {
-                let completions = self.completions.clone();
-                // SAFETY: as promised by the caller.
-                pushed.push(unsafe { PendingTransfer::new(*transfer, token as u32, completions) });
-                self.has_pushed = true;
-                return Ok(());
-            }
-            Some(Place::Local(file)) => *file,
-            // The queue of the kernel refuses the number.
-            None => u16::MAX,
-        };
-        let transfer = Transfer { file, ..*transfer };
-        // SAFETY: as promised by the caller.
-        on!(&mut self.below, queue => unsafe { queue.push(&transfer, token) })
+    pub(crate) fn has_completions(&self) -> bool {
+        self.completions.is_not_empty()
     }
 
-    fn submit(&mut self) -> Result<(), Error> {
-        self.begin();
-        on!(&mut self.below, queue => queue.submit())
+    /// Clears the descriptor; to be called before [`RemoteFiles::drain`].
+    pub(crate) fn clear_wake(&self) {
+        self.completions.clear_wake();
     }
 
-    fn drain_completions(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
-        let completions = &self.completions;
-        let mut own = 0;
-        let mut pass = |token, outcome| match token {
-            REMOTE_EVENT => {
-                own += 1;
-                completions.clear_wake();
-            }
-            _ => sink(token, outcome),
-        };
-        let count = on!(&mut self.below, queue => queue.drain_completions(&mut pass));
-        let ended = self.completions.take(|slot, outcome| {
-            sink(Token::from(slot), outcome as Outcome);
-        });
-        count - own + ended
-    }
-
-    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
-        self.begin();
-        let timeout = if self.completions.is_not_empty() { Some(Duration::ZERO) } else { timeout };
-        on!(&mut self.below, queue => queue.wait(timeout))
-    }
-
-    fn has_completions(&mut self) -> bool {
-        self.completions.is_not_empty() || on!(&mut self.below, queue => queue.has_completions())
-    }
-
-    fn events(&self) -> &dyn EventSource {
-        on!(&self.below, queue => queue.events())
-    }
-
-    fn events_mut(&mut self) -> &mut dyn EventSource {
-        on!(&mut self.below, queue => queue.events_mut())
-    }
-
-    // SAFETY: as promised by the caller.
-    unsafe fn register(&mut self, base: *mut u8, bytes: usize) -> Option<u16> {
-        match self.has_local {
-            // SAFETY: as promised by the caller.
-            true => on!(&mut self.below, queue => unsafe { queue.register(base, bytes) }),
-            false => None,
-        }
+    /// Passes all completions to `sink`; returns their number.
+    pub(crate) fn drain(&self, mut sink: impl FnMut(Token, Outcome)) -> usize {
+        self.completions.take(|slot, outcome| sink(Token::from(slot), outcome as Outcome))
     }
 }

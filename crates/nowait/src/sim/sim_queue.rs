@@ -8,7 +8,9 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::queue::{Epoll, EventSource, Interest, IoQueue, QueueFull, Token, check_fd_token};
+use crate::queue::{
+    Epoll, EventSource, Interest, IoQueue, QueueFile, QueueFull, Token, check_fd_token,
+};
 use crate::sim::fault::SUBMIT_ERRNO;
 use crate::sim::net::Watched;
 use crate::sim::sim_commands::{SimCommand, SimCommands};
@@ -79,6 +81,13 @@ impl Drop for SimQueue {
 // SAFETY: the device completes each transfer once, and does not access its memory after that;
 // `watch` refuses tokens without `FD_TOKEN`.
 unsafe impl IoQueue for SimQueue {
+    /// The files have the numbers that they have in the simulated device.
+    fn attach(&mut self, _: &[QueueFile<'_>]) -> Result<u32, Error> {
+        Ok(0)
+    }
+
+    fn detach(&mut self, _: u32, _: u32) {}
+
     // SAFETY: the caller promises what the device needs.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
         // After a submission there is room, as with a ring.

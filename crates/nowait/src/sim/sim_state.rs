@@ -267,7 +267,7 @@ impl SimState {
             stage = Stage::Late;
         } else if !transfer.write && self.random.below(4) == 0 {
             // The memory of a read in flight holds undefined bytes.
-            let size = self.file(transfer.file).size();
+            let size = self.file(transfer.file as u16).size();
             let inside = size.saturating_sub(transfer.pos).min(transfer.len.into());
             let one = [IoSegment { base: transfer.base, len: transfer.len as usize }];
             // SAFETY: as promised by the caller.
@@ -370,7 +370,8 @@ impl SimState {
         // SAFETY: as promised by the caller.
         let segments = unsafe { segments(transfer, &one) };
         if path != AccessPath::Buffered && !self.is_aligned(transfer, segments) {
-            let ends = round_down(self.file(transfer.file).size(), self.options.align.offset);
+            let ends =
+                round_down(self.file(transfer.file as u16).size(), self.options.align.offset);
             if path == AccessPath::Queue || !transfer.write || transfer.pos < ends {
                 self.violation(format!("not aligned: {transfer:?} of {segments:?}"));
                 return (-libc::EINVAL, none);
@@ -388,7 +389,7 @@ impl SimState {
         if fault.is_some() && len > block {
             len = block * (1 + self.random.below((len - 1) / block));
         }
-        let inside = len.min(self.file(transfer.file).size().saturating_sub(pos));
+        let inside = len.min(self.file(transfer.file as u16).size().saturating_sub(pos));
         let range = ByteRange::new(pos, inside);
         let (done, changes) = if transfer.write {
             if transfer.file > 0 {
@@ -403,7 +404,7 @@ impl SimState {
             }
             self.write(range, segments, u64::from(from), transfer.rw_flags & libc::RWF_DSYNC != 0)
         } else {
-            let mut rest = self.file(transfer.file).read(range);
+            let mut rest = self.file(transfer.file as u16).read(range);
             iovec::slice_segments(segments, from.into(), inside, |part| {
                 let (now, later) = rest.split_at(part.len.min(rest.len()));
                 // SAFETY: the part lies in the transfer's memory.

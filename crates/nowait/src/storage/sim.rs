@@ -90,7 +90,7 @@ impl SimStorage {
             pos: range.pos,
             len: range.len as u32,
             segments: count as u16,
-            file: self.file,
+            file: self.file.into(),
             rw_flags,
             write,
             ..Transfer::NONE

@@ -23,8 +23,8 @@ pub struct Transfer {
     pub segments: u16,
     /// The number of the registered buffer that `base` lies in, or [`UNREGISTERED`].
     pub buffer: u16,
-    /// The number of the file, among those that the queue was made for.
-    pub file: u16,
+    /// The number of the file, among those that are attached to the queue.
+    pub file: u32,
     /// Whether the direction is memory to device.
     pub write: bool,
     /// The request itself has [`crate::Flags::NOWAIT`] (C32), so a queue keeps `RWF_NOWAIT` even on

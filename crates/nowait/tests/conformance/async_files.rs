@@ -40,11 +40,11 @@ impl AsyncFiles {
         let disk = Arc::new(image.open(case));
         disk.scan();
         let direct = disk.is_direct();
-        let workers = WorkerPool::new(&disk, config.workers);
-        let queue = kind.queue(&disk, config.slots)?;
+        let workers = WorkerPool::new(config.workers);
+        let queue = kind.queue(config.slots)?;
         let (file, api) = if several_threads {
             drop(queue);
-            let make = move |disk: &_| kind.try_queue(disk, config.slots);
+            let make = move || kind.try_queue(config.slots);
             let file = AsyncFile::with_queue(disk, workers, config, make);
             (AnyFile::SeveralThreads(file.unwrap()), "AsyncFile")
         } else {

@@ -10,7 +10,8 @@ use std::rc::Rc;
 use std::time::Duration;
 
 use nowait::{
-    Error, EventSource, FD_TOKEN, IoQueue, IoSegment, Outcome, QueueFull, Token, Transfer,
+    Error, EventSource, FD_TOKEN, IoQueue, IoSegment, Outcome, QueueFile, QueueFull, Token,
+    Transfer,
 };
 use nowait_testkit::engines::TestQueue;
 
@@ -99,6 +100,14 @@ impl Scripted {
 // SAFETY: tokens are reported as the inner queue reports them, or once from `prevented`, whose
 // tokens the inner queue never saw.
 unsafe impl IoQueue for Scripted {
+    fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
+        self.inner.attach(files)
+    }
+
+    fn detach(&mut self, first: u32, count: u32) {
+        self.inner.detach(first, count);
+    }
+
     // SAFETY: the caller's promise is passed on; the pointers kept for the test are never
     // dereferenced.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {

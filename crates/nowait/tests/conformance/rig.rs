@@ -12,8 +12,8 @@ use std::rc::Rc;
 use std::sync::Arc;
 
 use nowait::{
-    AllocationCache, BlockDevice, BlockingFile, ByteRange, Completion, Config, Direct, Engine,
-    Flags, IoSegment, Op, OpenOptions, Rejected, Request, Stats, WorkerPool,
+    AllocationCache, BlockDevice, BlockingFile, ByteRange, Completion, Config, Direct, Flags,
+    IoSegment, Op, OpenOptions, Rejected, Request, SingleDisk, Stats, WorkerPool,
 };
 pub(crate) use nowait_testkit::{KIB, MIB, Random};
 use nowait_testkit::{TestQueueKind, WaitForRequests, skip, switches};
@@ -227,7 +227,7 @@ pub(crate) trait Api {
 
 /// An engine on an image.
 pub(crate) struct Rig {
-    pub(crate) engine: Engine<Scripted, AllocationCache>,
+    pub(crate) engine: SingleDisk<Scripted, AllocationCache>,
     pub(crate) script: Rc<Script>,
     pub(crate) disk: Arc<BlockDevice<AllocationCache>>,
     pub(crate) case: Case,
@@ -249,11 +249,11 @@ impl Rig {
         image: Image,
         disk: Arc<BlockDevice<AllocationCache>>,
     ) -> Option<Self> {
-        let queue = case.kind.queue(&disk, case.config.slots)?;
+        let queue = case.kind.queue(case.config.slots)?;
         let script = Rc::new(Script::default());
         let queue = Scripted::new(queue, script.clone());
-        let workers = WorkerPool::new(&disk, case.config.workers);
-        let engine = Engine::new(disk.clone(), workers, queue, case.config).unwrap();
+        let workers = WorkerPool::new(case.config.workers);
+        let engine = SingleDisk::new(disk.clone(), workers, queue, case.config).unwrap();
         Some(Self { engine, script, disk, case: case.clone(), image, next_tag: 0 })
     }
 

@@ -5,7 +5,9 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
 
-use nowait::{Error, EventSource, IoQueue, Operation, Outcome, QueueFull, Token, Transfer};
+use nowait::{
+    Error, EventSource, IoQueue, Operation, Outcome, QueueFile, QueueFull, Token, Transfer,
+};
 use nowait_testkit::engines::TestQueue;
 
 /// A queue that drops transfers and fails from the first one on that comes when `fails` is set.
@@ -28,6 +30,14 @@ impl FailingQueue {
 // SAFETY: tokens are reported as the inner queue reports them; the token of a dropped transfer
 // never is.
 unsafe impl IoQueue for FailingQueue {
+    fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
+        self.queue.attach(files)
+    }
+
+    fn detach(&mut self, first: u32, count: u32) {
+        self.queue.detach(first, count);
+    }
+
     // SAFETY: a dropped transfer accesses no memory; the others are passed on unchanged.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
         self.has_dropped |= self.fails.load(Ordering::SeqCst);

@@ -85,7 +85,7 @@ pub(crate) type Device = BlockDevice<AllocationCache>;
 /// The image at `path`, its workers, and `SLOTS` slots.
 pub(crate) fn open(path: &std::path::Path) -> (Arc<Device>, WorkerPool, Config) {
     let disk = Arc::new(BlockDevice::open(path, OpenOptions::default()).unwrap());
-    let workers = WorkerPool::new(&disk, 4);
+    let workers = WorkerPool::new(4);
     (disk, workers, Config { slots: SLOTS, ..Config::default() })
 }
 

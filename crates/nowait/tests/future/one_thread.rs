@@ -22,7 +22,7 @@ use crate::{COUNTED, Device, SIZE, SLOTS, TASKS, alive, image, open, wait_for_th
 pub(crate) fn start(path: &Path, kind: TestQueueKind) -> Option<(LocalAsyncFile, Weak<Device>)> {
     let (disk, workers, config) = open(path);
     let weak = Arc::downgrade(&disk);
-    let queue = required("queue", kind.try_queue(&disk, SLOTS))?;
+    let queue = required("queue", kind.try_queue(SLOTS))?;
     Some((LocalAsyncFile::with_queue(disk, workers, queue, config).unwrap(), weak))
 }
 
@@ -192,7 +192,7 @@ fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error
     let (_dir, path) = image(SIZE);
     let (disk, workers, config) = open(&path);
     let fails = Arc::new(AtomicBool::new(false));
-    let queue = TestQueueKind::Threads.try_queue(&disk, SLOTS).unwrap();
+    let queue = TestQueueKind::Threads.try_queue(SLOTS).unwrap();
     let queue = FailingQueue { queue, fails: fails.clone(), has_dropped: false };
     let file = LocalAsyncFile::with_queue(disk, workers, queue, config).unwrap();
     LocalDriver::new().unwrap().block_on(async {

@@ -40,13 +40,13 @@ fn block_on<F: Future>(future: F) -> F::Output {
 /// The device on a queue of `kind`, with `SLOTS` slots; `None`, with a message, where the queue
 /// cannot be made.
 fn start(path: &std::path::Path, kind: TestQueueKind) -> Option<(AsyncFile, Weak<Device>)> {
-    start_on(path, move |disk| kind.try_queue(disk, SLOTS))
+    start_on(path, move || kind.try_queue(SLOTS))
 }
 
 /// As `start`, on the queue that `make` makes.
 fn start_on<Q: IoQueue>(
     path: &std::path::Path,
-    make: impl FnOnce(&Device) -> Result<Q, Error> + Send + 'static,
+    make: impl FnOnce() -> Result<Q, Error> + Send + 'static,
 ) -> Option<(AsyncFile, Weak<Device>)> {
     let (disk, workers, config) = open(path);
     let weak = Arc::downgrade(&disk);
@@ -261,8 +261,8 @@ fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error
     let (_dir, path) = image(SIZE);
     let fails = Arc::new(AtomicBool::new(false));
     let switch = fails.clone();
-    let make = move |disk: &Device| {
-        TestQueueKind::Threads.try_queue(disk, SLOTS).map(|queue| FailingQueue {
+    let make = move || {
+        TestQueueKind::Threads.try_queue(SLOTS).map(|queue| FailingQueue {
             queue,
             fails,
             has_dropped: false,

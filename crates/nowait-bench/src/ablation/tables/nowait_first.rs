@@ -140,7 +140,7 @@ impl Case {
         match client {
             Client::Engine(config) => {
                 let disk = fixture.hinted_disk(&path, config)?;
-                let workers = WorkerPool::new(&disk, config.workers);
+                let workers = WorkerPool::new(config.workers);
                 self.in_jobs(fixture, bytes, || {
                     let mut engine = ring_engine(&disk, &workers, config)?;
                     Ok(move |offsets: &mut Offsets, stop_condition: StopCondition<'_>| {

@@ -7,7 +7,7 @@ use std::cell::RefCell;
 use std::io::{self, BufWriter, Seek, SeekFrom, Write};
 use std::time::Duration;
 
-use nowait::{BlockingFile, Config, Engine, Flags, IoQueue, MAX_SEGMENTS, WorkerPool};
+use nowait::{BlockingFile, Config, Flags, IoQueue, MAX_SEGMENTS, SingleDisk, WorkerPool};
 
 use crate::ablation::TableSelection;
 use crate::ablation::blocking_calls::{Block, calls, whole};
@@ -146,17 +146,17 @@ fn durable<'a>(fixture: &'a Fixture<'a>) -> Vec<Row<'a>> {
 /// Measures the requests of `load` on one target.
 fn on(storage: Storage, load: Load, fixture: &Fixture<'_>, config: Config) -> io::Result<Sample> {
     let disk = fixture.disk()?;
-    let workers = WorkerPool::new(&disk, config.workers);
+    let workers = WorkerPool::new(config.workers);
     match storage {
         Storage::File => run(ring_engine(&disk, &workers, config)?, load, fixture),
         Storage::Latency(latency) => {
-            run(Engine::new(disk, workers, Delayed::new(latency)?, config)?, load, fixture)
+            run(SingleDisk::new(disk, workers, Delayed::new(latency)?, config)?, load, fixture)
         }
     }
 }
 
 fn run<Q: IoQueue>(
-    engine: Engine<Q, nowait::LinearMap>,
+    engine: SingleDisk<Q, nowait::LinearMap>,
     load: Load,
     fixture: &Fixture<'_>,
 ) -> io::Result<Sample> {

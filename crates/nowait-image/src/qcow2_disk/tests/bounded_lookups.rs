@@ -6,8 +6,8 @@ use std::sync::Arc;
 use std::sync::atomic::Ordering;
 
 use nowait::{
-    AioThreadQueue, BlockingFile, ByteRange, Config, Direct, Engine, ExtentStatus, Flags, Op,
-    Request, WorkerPool,
+    AioThreadQueue, BlockingFile, ByteRange, Config, Direct, ExtentStatus, Flags, Op, Request,
+    SingleDisk, WorkerPool,
 };
 
 use crate::offline::create::{CreateOptions, create};
@@ -63,9 +63,9 @@ fn a_block_status_request_ends_after_a_bounded_number_of_lookups_and_the_next_on
     let options = ServeOptions { writable: false, direct: Direct::Auto, hint: true };
     let (disk, _open_image) = open(Chain::open(&top, &chain).unwrap(), options).unwrap();
     let disk = Arc::new(disk);
-    let queue = AioThreadQueue::for_files(&disk.files().unwrap(), 8, !disk.is_direct()).unwrap();
-    let workers = WorkerPool::new(&disk, 1);
-    let mut engine = Engine::new(disk, workers, queue, Config::default()).unwrap();
+    let queue = AioThreadQueue::new(8).unwrap();
+    let workers = WorkerPool::new(1);
+    let mut engine = SingleDisk::new(disk, workers, queue, Config::default()).unwrap();
     let (mut pos, mut answers) = (0, 0);
     while pos < SIZE {
         let range = ByteRange::new(pos, SIZE - pos);

@@ -8,7 +8,8 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::{
-    AioThreadQueue, BlockingFile, ByteRange, Config, Direct, Engine, Flags, Op, Request, WorkerPool,
+    AioThreadQueue, BlockingFile, ByteRange, Config, Direct, Flags, Op, Request, SingleDisk,
+    WorkerPool,
 };
 
 use crate::offline::create::{CreateOptions, create};
@@ -65,18 +66,16 @@ fn scene() -> Scene {
 /// An engine and the tags of its completed requests, in order.
 struct Player {
     gate: Arc<Gate>,
-    engine: Engine<AioThreadQueue, Qcow2Map>,
+    engine: SingleDisk<AioThreadQueue, Qcow2Map>,
     done: Vec<u64>,
 }
 
 impl Player {
     fn new(disk: &Arc<nowait::BlockDevice<Qcow2Map>>, gate: &Arc<Gate>, workers: u32) -> Self {
         let config = Config { slots: 32, ..Config::default() };
-        let queue =
-            AioThreadQueue::for_files(&disk.files().unwrap(), config.slots, !disk.is_direct())
-                .unwrap();
-        let workers = WorkerPool::new(disk, workers);
-        let engine = Engine::new(disk.clone(), workers, queue, config).unwrap();
+        let queue = AioThreadQueue::new(config.slots).unwrap();
+        let workers = WorkerPool::new(workers);
+        let engine = SingleDisk::new(disk.clone(), workers, queue, config).unwrap();
         Self { gate: gate.clone(), engine, done: Vec::new() }
     }
 

@@ -66,7 +66,7 @@ impl Bench {
 
     /// An event loop that accepts connections.
     fn listening(config: Config, listeners: Vec<Listener>) -> Self {
-        let (mut context, export, engine) = parts(config, |_| Null::new().unwrap());
+        let (mut context, export, engine) = parts(config, || Null::new().unwrap());
         context.listeners = listeners;
         let frontend = context.nbd_frontend();
         let thread = EventLoop::new(&context, export, engine, frontend).unwrap();
@@ -175,19 +175,12 @@ impl Bench {
 type Parts<Q> = (ThreadContext, Arc<Export<AllocationCache>>, Engine<Q, AllocationCache>);
 
 /// The parts for an image of bytes 7, all mapped, on a `queue` of its device.
-fn parts<Q: IoQueue>(
-    config: Config,
-    queue: impl FnOnce(&BlockDevice<AllocationCache>) -> Q,
-) -> Parts<Q> {
+fn parts<Q: IoQueue>(config: Config, queue: impl FnOnce() -> Q) -> Parts<Q> {
     parts_of(SIZE, config, queue)
 }
 
 /// The parts for an image of `size` bytes.
-fn parts_of<Q: IoQueue>(
-    size: u64,
-    config: Config,
-    queue: impl FnOnce(&BlockDevice<AllocationCache>) -> Q,
-) -> Parts<Q> {
+fn parts_of<Q: IoQueue>(size: u64, config: Config, queue: impl FnOnce() -> Q) -> Parts<Q> {
     let file = tempfile::NamedTempFile::new().unwrap();
     std::fs::write(file.path(), vec![7; size as usize]).unwrap();
     file.as_file().sync_all().unwrap();
@@ -196,8 +189,8 @@ fn parts_of<Q: IoQueue>(
     disk.scan();
     let export = Arc::new(Export::new(disk.clone(), 1, String::new(), String::new()));
     let context = ThreadContext::simulated(export.clone(), config, Options::SPLIT_BYTES).unwrap();
-    let queue = queue(&disk);
-    let engine = Engine::new(disk, export.workers(), queue, config).unwrap();
+    let queue = queue();
+    let engine = Engine::new(queue, export.workers(), config).unwrap();
     (context, export, engine)
 }
 

@@ -23,8 +23,9 @@ fn answer() -> ReplyEncoder {
 
 /// A reply of `chunks` chunks with a block of data each.
 fn chunked(bench: &mut Bench, chunks: usize) -> ReplyBody {
-    let buf =
-        bench.thread.context.engine.buffer(ByteRange::new(0, (chunks * BLOCK) as u64)).unwrap();
+    let context = &mut bench.thread.context;
+    let range = ByteRange::new(0, (chunks * BLOCK) as u64);
+    let buf = context.engine.buffer(&context.device, range).unwrap();
     let list = (0..chunks).map(|n| {
         let head = answer().data(ChunkPosition::NotLast, (n * BLOCK) as u64, BLOCK as u32);
         Chunk { head, start: (n * BLOCK) as u32, len: BLOCK as u32 }

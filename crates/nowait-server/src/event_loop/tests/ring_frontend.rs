@@ -117,7 +117,8 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for RingFrontend {
             let tag = context.tag(member, self.in_flight.insert(id) as u32);
             // SAFETY: each place is inside the memory, which lives as long as the frontend: the event
             // loop drops its engine before. The other side reads it only after completion.
-            let submitted = unsafe { context.engine.submit_user_memory(io, &segments, tag) };
+            let submitted =
+                unsafe { context.engine.submit_user_memory(&context.device, io, &segments, tag) };
             assert!(submitted.is_ok());
             queue.member.quantum.read(len);
             queue.in_flight += 1;
@@ -177,11 +178,7 @@ struct Scene<Q: IoQueue> {
 
 impl<Q: IoQueue> Scene<Q> {
     /// One NBD connection in the transmission phase, and `rings` rings.
-    fn new(
-        rings: usize,
-        config: Config,
-        queue: impl FnOnce(&BlockDevice<AllocationCache>) -> Q,
-    ) -> Self {
+    fn new(rings: usize, config: Config, queue: impl FnOnce() -> Q) -> Self {
         let (mut context, export, engine) = parts(config, queue);
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let ring = |_| Ring {
@@ -236,7 +233,7 @@ impl<Q: IoQueue> Scene<Q> {
     }
 }
 
-fn null(_: &BlockDevice<AllocationCache>) -> Null {
+fn null() -> Null {
     Null::new().unwrap()
 }
 
@@ -333,9 +330,7 @@ fn a_ring_without_a_free_slot_goes_on_when_another_frontend_has_released_one() {
 
 #[test]
 fn a_stopping_thread_completes_what_is_in_flight_on_every_frontend_and_takes_no_more() {
-    let queue = |disk: &BlockDevice<AllocationCache>| {
-        AioThreadQueue::for_files(&disk.files().unwrap(), 64, !disk.is_direct()).unwrap()
-    };
+    let queue = || AioThreadQueue::new(64).unwrap();
     let mut scene = Scene::new(2, Config::default(), queue);
     // Scattered over the memory: every other block.
     let scattered = |id: u32| RingRequest {

@@ -30,7 +30,7 @@ const MANY: usize = 3_200;
 fn serve(depth: usize, count: usize) {
     let capacity = usize::from(DEPTH);
     let driver: Rc<RefCell<Driver>> = Rc::default();
-    let queue = |_: &_| CommandQueue::new(Null::new().unwrap(), &driver);
+    let queue = || CommandQueue::new(Null::new().unwrap(), &driver);
     let (context, export, engine) = parts(Config::default(), queue);
     let descriptors = tempfile::tempfile().unwrap();
     let mut read = [0; DESCRIPTOR_BYTES];

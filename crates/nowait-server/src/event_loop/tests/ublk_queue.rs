@@ -10,7 +10,7 @@ use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::rc::Rc;
 
-use nowait::{AioThreadQueue, EventSource, IoBuffer, Outcome, QueueFull, Transfer};
+use nowait::{AioThreadQueue, EventSource, IoBuffer, Outcome, QueueFile, QueueFull, Transfer};
 
 use crate::event_loop::tests::*;
 use crate::rate_limit::{Limits, TokenBucket};
@@ -65,6 +65,14 @@ const FIRST_NUMBER: u16 = 300;
 
 // SAFETY: transfers are those of the queue below; tokens of commands have `FD_TOKEN`.
 unsafe impl<T: IoQueue> IoQueue for CommandQueue<T> {
+    fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
+        self.transfers.attach(files)
+    }
+
+    fn detach(&mut self, first: u32, count: u32) {
+        self.transfers.detach(first, count);
+    }
+
     // SAFETY: as promised by the caller.
     unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
         if transfer.buffer < FIRST_NUMBER || transfer.buffer == u16::MAX {
@@ -180,9 +188,8 @@ impl Scene {
     /// With an image of `size` bytes and a driver that has `features`.
     fn of(size: u64, features: u64) -> Self {
         let driver: Rc<RefCell<Driver>> = Rc::default();
-        let (mut context, export, engine) = parts_of(size, Config::default(), |disk| {
-            let files = disk.files().unwrap();
-            let transfers = AioThreadQueue::for_files(&files, 64, !disk.is_direct()).unwrap();
+        let (mut context, export, engine) = parts_of(size, Config::default(), || {
+            let transfers = AioThreadQueue::new(64).unwrap();
             CommandQueue::new(transfers, &driver)
         });
         let descriptors = tempfile::tempfile().unwrap();

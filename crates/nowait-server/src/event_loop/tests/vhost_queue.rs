@@ -64,7 +64,7 @@ impl Machine {
 
     /// A queue that has started, with event indices or without.
     fn with(signals: (OwnedFd, OwnedFd), event_idx: bool) -> Self {
-        Self::on(parts(Config::default(), |_| Null::new().unwrap()), signals, event_idx)
+        Self::on(parts(Config::default(), || Null::new().unwrap()), signals, event_idx)
     }
 }
 
@@ -232,9 +232,7 @@ fn a_request_that_was_made_while_a_thread_goes_to_sleep_keeps_it_awake() {
 fn the_last_sector_of_an_image_that_ends_in_it_is_padded_with_zeros() {
     // The image has 300 bytes of its last sector.
     let (size, last) = (SIZE - 212, (SIZE >> 9) - 1);
-    let parts = parts_of(size, Config::default(), |disk| {
-        AioThreadQueue::for_files(&disk.files().unwrap(), 64, !disk.is_direct()).unwrap()
-    });
+    let parts = parts_of(size, Config::default(), || AioThreadQueue::new(64).unwrap());
     let kick = eventfd(0, EventfdFlags::NONBLOCK).unwrap();
     let call = kick.try_clone().unwrap();
     let mut machine = Machine::on(parts, (kick, call), false);

@@ -13,6 +13,7 @@ use crate::block::allocation_cache::AllocationCache;
 use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::engine::Engine;
+use crate::engine::attached_device::DeviceHandle;
 use crate::queue::{FD_TOKEN, Interest, IoQueue, Token};
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
@@ -24,6 +25,7 @@ const CHANNEL_TOKEN: Token = FD_TOKEN | 1 << 59;
 
 pub(crate) struct Driver<Q: IoQueue> {
     engine: Engine<Q, AllocationCache>,
+    disk: DeviceHandle<AllocationCache>,
     channel: Arc<Channel>,
     /// Requests taken from the channel and not yet submitted: the engine had no slot.
     requests: VecDeque<AsyncRequest>,
@@ -45,10 +47,12 @@ impl<Q: IoQueue> Driver<Q> {
         config: Config,
         channel: Arc<Channel>,
     ) -> Result<Self, Error> {
-        let mut engine = Engine::new(disk, workers, queue, config)?;
+        let mut engine = Engine::new(queue, workers, config)?;
+        let disk = engine.attach(disk)?;
         engine.watch(channel.fd(), CHANNEL_TOKEN, Interest::Readable)?;
         Ok(Self {
             engine,
+            disk,
             channel,
             requests: VecDeque::new(),
             in_flight: HashMap::new(),
@@ -109,9 +113,11 @@ impl<Q: IoQueue> Driver<Q> {
                 let segment = IoSegment { base: buffer.as_mut_ptr(), len: buffer.len() };
                 // SAFETY: the buffer stays in place, in `in_flight`, until the engine gives the
                 // request back; if the engine is dropped before that, `drop` has leaked the memory.
-                unsafe { self.engine.submit_user_memory(io, &[segment], tag) }
+                unsafe { self.engine.submit_user_memory(&self.disk, io, &[segment], tag) }
             }
-            Op::Flush | Op::Discard | Op::Zero | Op::Status => self.engine.submit_no_data(io, tag),
+            Op::Flush | Op::Discard | Op::Zero | Op::Status => {
+                self.engine.submit_no_data(&self.disk, io, tag)
+            }
         };
         let error = submitted.err()?.error;
         let request = self.in_flight.remove(&tag)?;

@@ -20,7 +20,7 @@ use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::memory::io_buffer::IoBuffer;
 use crate::queue::IoQueue;
-use crate::queue::auto::{AnyQueue, QueueKind};
+use crate::queue::auto::QueueKind;
 use crate::storage::file::OpenOptions;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
@@ -136,7 +136,7 @@ impl AsyncFile {
         let (hint, allocate_ahead) = (!options.no_hint, !options.no_allocate_ahead);
         let config = Config { hint, allocate_ahead, ..Config::default() };
         let disk = Arc::new(disk);
-        let workers = WorkerPool::new(&disk, config.workers);
+        let workers = WorkerPool::new(config.workers);
         Self::new(disk, workers, config)
     }
 
@@ -151,11 +151,8 @@ impl AsyncFile {
         config: Config,
     ) -> Result<Self, Error> {
         Self::start(disk, workers, config, move |start| {
-            match start.disk.queue(QueueKind::Auto, config.slots)? {
-                AnyQueue::Uring(ring) => start.serve(ring),
-                AnyQueue::Threads(threads, _) => start.serve(threads),
-                AnyQueue::Remote(remote, _) => start.serve(remote),
-            }
+            let queue = QueueKind::Auto.open(config.slots)?;
+            start.serve(queue)
         })
     }
 
@@ -167,10 +164,10 @@ impl AsyncFile {
         disk: Arc<BlockDevice<AllocationCache>>,
         workers: WorkerPool,
         config: Config,
-        make: impl FnOnce(&BlockDevice<AllocationCache>) -> Result<Q, Error> + Send + 'static,
+        make: impl FnOnce() -> Result<Q, Error> + Send + 'static,
     ) -> Result<Self, Error> {
         Self::start(disk, workers, config, |start| {
-            let queue = make(&start.disk)?;
+            let queue = make()?;
             start.serve(queue)
         })
     }

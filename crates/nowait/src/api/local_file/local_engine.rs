@@ -6,6 +6,7 @@ use std::time::Duration;
 
 use crate::block::block_map::BlockMap;
 use crate::engine::Engine;
+use crate::engine::attached_device::DeviceHandle;
 use crate::engine::completion::Completion;
 use crate::queue::{FD_TOKEN, Interest, IoQueue, Token};
 use crate::types::error::Error;
@@ -34,50 +35,60 @@ pub(crate) trait LocalEngine {
     fn unwatch(&mut self, fd: BorrowedFd<'_>);
 }
 
-impl<Q: IoQueue, M: BlockMap> LocalEngine for Engine<Q, M> {
+/// The engine of a file, with the file.
+pub(crate) struct FileEngine<Q: IoQueue, M: BlockMap + ?Sized> {
+    pub(crate) engine: Engine<Q, M>,
+    pub(crate) disk: DeviceHandle<M>,
+}
+
+impl<Q: IoQueue, M: BlockMap + ?Sized> LocalEngine for FileEngine<Q, M> {
     // SAFETY: the caller's promise is passed on.
     unsafe fn submit(&mut self, io: Request, segment: IoSegment, tag: u64) -> Result<(), Error> {
         let submitted = match io.op {
             // SAFETY: as promised by the caller.
-            Op::Read | Op::Write => unsafe { self.submit_user_memory(io, &[segment], tag) },
-            Op::Flush | Op::Discard | Op::Zero | Op::Status => self.submit_no_data(io, tag),
+            Op::Read | Op::Write => unsafe {
+                self.engine.submit_user_memory(&self.disk, io, &[segment], tag)
+            },
+            Op::Flush | Op::Discard | Op::Zero | Op::Status => {
+                self.engine.submit_no_data(&self.disk, io, tag)
+            }
         };
         submitted.map_err(|rejected| rejected.error)
     }
 
     fn poll(&mut self) -> Result<(), Error> {
-        self.poll()
+        self.engine.poll()
     }
 
     fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
-        self.wait(timeout, &mut |_, _| {})
+        self.engine.wait(timeout, &mut |_, _| {})
     }
 
     fn next(&mut self) -> Option<Completion> {
-        self.next()
+        self.engine.next()
     }
 
     fn has_completions(&mut self) -> bool {
-        self.has_completions()
+        self.engine.has_completions()
     }
 
     fn in_flight(&self) -> usize {
-        self.in_flight()
+        self.engine.in_flight()
     }
 
     fn settle(&mut self) -> Result<(), Error> {
-        self.settle()
+        self.engine.settle()
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        self.fd()
+        self.engine.fd()
     }
 
     fn watch(&mut self, fd: BorrowedFd<'_>) -> Result<(), Error> {
-        self.watch(fd, WAKE_TOKEN, Interest::Readable)
+        self.engine.watch(fd, WAKE_TOKEN, Interest::Readable)
     }
 
     fn unwatch(&mut self, fd: BorrowedFd<'_>) {
-        self.unwatch(fd, WAKE_TOKEN);
+        self.engine.unwatch(fd, WAKE_TOKEN);
     }
 }

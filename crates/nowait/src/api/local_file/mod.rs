@@ -19,6 +19,7 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
+use crate::api::local_file::local_engine::FileEngine;
 use crate::block::allocation_cache::AllocationCache;
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
@@ -26,7 +27,7 @@ use crate::blocking::worker_pool::WorkerPool;
 use crate::engine::Engine;
 use crate::memory::io_buffer::IoBuffer;
 use crate::queue::IoQueue;
-use crate::queue::auto::{AnyQueue, QueueKind};
+use crate::queue::auto::QueueKind;
 use crate::storage::file::OpenOptions;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
@@ -91,7 +92,7 @@ impl LocalAsyncFile {
         let (hint, allocate_ahead) = (!options.no_hint, !options.no_allocate_ahead);
         let config = Config { hint, allocate_ahead, ..Config::default() };
         let disk = Arc::new(disk);
-        let workers = WorkerPool::new(&disk, config.workers);
+        let workers = WorkerPool::new(config.workers);
         Self::new(disk, workers, config)
     }
 
@@ -106,27 +107,23 @@ impl LocalAsyncFile {
         workers: WorkerPool,
         config: Config,
     ) -> Result<Self, Error> {
-        match disk.queue(QueueKind::Auto, config.slots)? {
-            AnyQueue::Uring(ring) => Self::with_queue(disk, workers, ring, config),
-            AnyQueue::Threads(threads, _) => Self::with_queue(disk, workers, threads, config),
-            AnyQueue::Remote(remote, _) => Self::with_queue(disk, workers, remote, config),
-        }
+        Self::with_queue(disk, workers, QueueKind::Auto.open(config.slots)?, config)
     }
 
-    /// As [`LocalAsyncFile::new`], for any map and on `queue`, which must have been made for
-    /// [`BlockDevice::files`] on this thread.
+    /// As [`LocalAsyncFile::new`], for any map and on `queue`, which was made on this thread.
     ///
     /// # Errors
     /// As [`Engine::new`].
-    pub fn with_queue<Q: IoQueue + 'static, M: BlockMap + 'static>(
+    pub fn with_queue<Q: IoQueue + 'static, M: BlockMap + ?Sized>(
         disk: Arc<BlockDevice<M>>,
         workers: WorkerPool,
         queue: Q,
         config: Config,
     ) -> Result<Self, Error> {
         let size = disk.size();
-        let engine = Engine::new(disk, workers, queue, config)?;
-        let file = Rc::new(FileState::new(Box::new(engine), size));
+        let mut engine = Engine::new(queue, workers, config)?;
+        let disk = engine.attach(disk)?;
+        let file = Rc::new(FileState::new(Box::new(FileEngine { engine, disk }), size));
         local_driver::register(&file);
         Ok(Self { state: file, flags: Flags::NONE })
     }

@@ -23,7 +23,7 @@ const ZERO_STEP_BYTES: u64 = 1 << 30;
 const ZEROS_BYTES: u64 = 256 << 10;
 
 /// Discards or zeroes, [`ZERO_STEP_BYTES`] at a time.
-pub(crate) fn zero<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
+pub(crate) fn zero<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
     let mut pos = io.range.pos;
     while pos < io.range.end() {
         // Steps end at multiples of the step size, and so at whole blocks of any size.
@@ -35,7 +35,7 @@ pub(crate) fn zero<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<()
     Ok(())
 }
 
-fn zero_step<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
+fn zero_step<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
     let Request { op, flags, range } = io;
     // An image may reuse a deallocated cluster for another range at once. In a file, a write that
     // ends between the zeroing and its mark in the allocation cache would be hidden by the mark.
@@ -60,7 +60,7 @@ fn zero_image(image: &dyn ImageFormat, io: Request) -> Result<(), Error> {
 
 /// The file system or the device zeroes whole blocks. Partial blocks at both ends, which exist on a
 /// block device only, are written; a discard skips them, because it may do less than requested.
-fn zero_file<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
+fn zero_file<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
     let Request { op, range, .. } = io;
     disk.map.invalidate(range);
     let whole = whole_blocks(range, disk.top().properties().zeroing_block);
@@ -94,7 +94,7 @@ fn whole_blocks(range: ByteRange, block: u32) -> ByteRange {
     }
 }
 
-fn zero_whole<M: BlockMap>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
+fn zero_whole<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, io: Request) -> Result<(), Error> {
     let Request { op, flags, range } = io;
     let storage = disk.top();
     let keep = op == Op::Zero && flags.has(Flags::NO_UNMAP);
@@ -120,7 +120,7 @@ fn zero_allocated(storage: &dyn Storage, io: Request) -> Result<(), Error> {
 }
 
 /// Writes zeros, for storages that cannot zero otherwise.
-fn write_zeros<M: BlockMap>(disk: &BlockDevice<M>, range: ByteRange) -> Result<(), Error> {
+fn write_zeros<M: BlockMap + ?Sized>(disk: &BlockDevice<M>, range: ByteRange) -> Result<(), Error> {
     write_zeros_by(range, |part, zeros| {
         let block = u64::from(disk.alignment().offset);
         let aligned = (part.pos | part.len) & (block - 1) == 0;

@@ -9,6 +9,7 @@ use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::engine::Engine;
+use crate::engine::attached_device::DeviceHandle;
 use crate::sim::{Faults, SimDevice, SimOptions, SimQueue};
 use crate::storage::file::OpenOptions;
 use crate::storage::sim::SimStorage;
@@ -78,6 +79,7 @@ struct Rig {
     disk: Arc<BlockDevice<RacingMap>>,
     workers: WorkerPool,
     engine: Engine<SimQueue, RacingMap>,
+    handle: DeviceHandle<RacingMap>,
 }
 
 impl Rig {
@@ -88,10 +90,11 @@ impl Rig {
         let map = RacingMap { map, disk: OnceLock::new(), races: AtomicBool::new(false) };
         let disk = Arc::new(BlockDevice::linear(Arc::new(storage), map).unwrap());
         let _ = disk.map.disk.set(Arc::downgrade(&disk));
-        let workers = WorkerPool::simulated(&disk);
+        let workers = WorkerPool::simulated();
         let queue = SimQueue::new(device.clone()).unwrap();
-        let engine = Engine::new(disk.clone(), workers.clone(), queue, config).unwrap();
-        let mut rig = Self { device, disk, workers, engine };
+        let mut engine = Engine::new(queue, workers.clone(), config).unwrap();
+        let handle = engine.attach(disk.clone()).unwrap();
+        let mut rig = Self { device, disk, workers, engine, handle };
         rig.write(THERE);
         rig.write(ELSEWHERE);
         rig.settle();
@@ -100,9 +103,9 @@ impl Rig {
     }
 
     fn write(&mut self, range: ByteRange) {
-        let buf = self.engine.buffer(range).unwrap();
+        let buf = self.engine.buffer(&self.handle, range).unwrap();
         let io = Request { op: Op::Write, flags: Flags::NONE, range };
-        assert!(self.engine.submit(io, buf, 0).is_ok());
+        assert!(self.engine.submit(&self.handle, io, buf, 0).is_ok());
     }
 
     /// Polls the engine without waiting.

@@ -7,7 +7,7 @@ use crate::block::allocation_cache::AllocationCache;
 use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::engine::Engine;
-use crate::engine::merge_run::Merger;
+use crate::engine::attached_device::DeviceHandle;
 use crate::sim::{Fault, Faults, SimDevice, SimOptions, SimQueue};
 use crate::storage::file::OpenOptions;
 use crate::storage::sim::SimStorage;
@@ -22,6 +22,7 @@ struct Rig {
     device: Arc<SimDevice>,
     workers: WorkerPool,
     engine: Engine<SimQueue, AllocationCache>,
+    handle: DeviceHandle<AllocationCache>,
 }
 
 impl Rig {
@@ -33,17 +34,18 @@ impl Rig {
         let storage = SimStorage::open(&device, 0, OpenOptions::default());
         let disk =
             Arc::new(BlockDevice::raw(Arc::new(storage), crate::OpenOptions::default()).unwrap());
-        let workers = WorkerPool::simulated(&disk);
+        let workers = WorkerPool::simulated();
         let queue = SimQueue::new(device.clone()).unwrap();
-        let engine = Engine::new(disk, workers.clone(), queue, config).unwrap();
-        Self { device, workers, engine }
+        let mut engine = Engine::new(queue, workers.clone(), config).unwrap();
+        let handle = engine.attach(disk).unwrap();
+        Self { device, workers, engine, handle }
     }
 
     fn submit(&mut self, op: Op, flags: Flags, block: u64, byte: u8) {
         let range = ByteRange::new(block * BLOCK, BLOCK);
-        let mut buf = self.engine.buffer(range).unwrap();
+        let mut buf = self.engine.buffer(&self.handle, range).unwrap();
         buf.fill(byte);
-        assert!(self.engine.submit(Request { op, flags, range }, buf, block).is_ok());
+        assert!(self.engine.submit(&self.handle, Request { op, flags, range }, buf, block).is_ok());
     }
 
     /// Runs all requests to their ends. Returns for each, in the order of the tags, its tag and the
@@ -213,11 +215,6 @@ fn a_run_for_which_the_queue_has_no_room_is_done_all_the_same() {
 
 #[test]
 fn c39_merged_transfers_count_for_the_back_off_as_their_requests_would() {
-    let mut merger = Merger::new(true);
-    assert_eq!(merger.count_unmerged(3), 3);
-    // A merged transfer of 16 was done, another one was refused.
-    merger.uncounted = 15 - 1;
-    assert_eq!((merger.count_unmerged(2), merger.count_unmerged(2)), (16, 2));
     // A file that refuses everything is left alone with merging as without.
     let mut rig = Rig::new(Config::default());
     rig.device.set_faults(Faults { refusals: u16::MAX, ..Faults::default() });

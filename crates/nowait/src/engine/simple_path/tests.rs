@@ -89,13 +89,13 @@ fn lookups_and_locks(allocates: bool) -> [(u32, u32); 3] {
     let map = Counting { lookups: lookups.clone(), mapped: AtomicBool::new(false), allocates };
     let disk = Arc::new(BlockDevice::mapped(Arc::new(storage), Vec::new(), 1 << 20, false, map));
     let queue = Null::new().unwrap();
-    let workers = WorkerPool::new(&disk, 1);
-    let mut engine = Engine::new(disk.clone(), workers, queue, Config::default()).unwrap();
+    let mut engine = Engine::new(queue, WorkerPool::new(1), Config::default()).unwrap();
+    let device = engine.attach(disk.clone()).unwrap();
     [BLOCK, BLOCK, BLOCK - 1].map(|len| {
         let range = ByteRange::new(BLOCK, len);
-        let buf = engine.buffer(range).unwrap();
+        let buf = engine.buffer(&device, range).unwrap();
         let io = Request { op: Op::Write, flags: Flags::NONE, range };
-        engine.submit(io, buf, 0).map_err(|rejected| rejected.error).unwrap();
+        engine.submit(&device, io, buf, 0).map_err(|rejected| rejected.error).unwrap();
         while engine.in_flight() > 0 {
             engine.wait(None, &mut |_, _| {}).unwrap();
             while let Some(done) = engine.next() {

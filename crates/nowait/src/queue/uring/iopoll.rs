@@ -1,6 +1,6 @@
 //! A second ring for transfers whose completion is polled for (`HIPRI`).
 //!
-//! Invariant: it exists only if the device has polled queues, the file bypasses the page cache and
+//! Invariant: a file is attached only if its device has polled queues, it bypasses the page cache and
 //! its file system can poll. While it has transfers, a waiting thread polls instead of sleeping.
 //! The polled rings of this process together hold fewer transfers than a polled queue of the
 //! device: a thread that submitted one more would sleep for room that only a poll can make. A
@@ -8,21 +8,32 @@
 //! interrupt.
 #![allow(unsafe_code)]
 
-use std::os::fd::{AsFd, AsRawFd, OwnedFd, RawFd};
-use std::sync::Arc;
+use std::os::fd::{AsRawFd, BorrowedFd, RawFd};
 
 use io_uring::{IoUring, opcode, squeue, types};
 use rustix::fs::{AtFlags, FileType, OFlags, StatxFlags};
 
 use crate::memory::bounded_counter::BoundedCounter;
 use crate::queue::Token;
-use crate::queue::uring::{MAX_BUFFERS, enter_result, sqe};
+use crate::queue::queue_files::NumberedFiles;
+use crate::queue::uring::{MAX_BUFFERS, MAX_REGISTERED, enter_result, register_files, sqe};
 use crate::types::error::Error;
 use crate::types::transfer::{Outcome, Transfer, UNREGISTERED};
 
 const ENTRIES: u32 = 128;
+/// User data of a read that only tells whether a file system polls: no place is that great.
+const PROBE: u64 = u64::MAX;
 /// Transfers in all polled rings of this process, which may share a queue of the device.
 static POLLED: BoundedCounter = BoundedCounter::new();
+
+/// A file whose transfers are polled for.
+struct PolledFile {
+    /// The greatest number of transfers in all polled rings while this one adds to them; at most
+    /// [`ENTRIES`].
+    bound: usize,
+    /// Its device has refused; no further transfer is pushed.
+    stopped: bool,
+}
 
 /// The polled ring of a queue.
 pub(crate) struct IopollRing {
@@ -31,60 +42,94 @@ pub(crate) struct IopollRing {
     /// its place.
     in_ring: Vec<Option<(Transfer, Token)>>,
     free: Vec<u8>,
+    /// Completions, by place, that came while a file was attached.
+    early: Vec<(u64, Outcome)>,
     /// Transfers that the device refused to poll for, to be pushed to the other ring.
     refused: Vec<(Transfer, Token)>,
-    /// The device has refused; no further transfer is pushed.
-    stopped: bool,
-    registered_files: bool,
     /// Buffers with numbers below this are registered here, too; `None` if none can be.
     buffers: Option<u16>,
-    /// The greatest number of transfers in all polled rings; at most [`ENTRIES`].
-    bound: usize,
+    /// A device has refused.
+    has_stopped: bool,
     /// Completions drained so far.
     completed: u64,
-    files: Arc<[OwnedFd]>,
+    /// Numbers from this one on are not registered.
+    registered: u32,
+    /// By the numbers of the other ring.
+    files: NumberedFiles<PolledFile>,
 }
 
 impl IopollRing {
-    /// A polled ring for `files`, if the devices of all of them have polled queues; else the
-    /// reason.
-    pub(crate) fn for_device_of(files: &Arc<[OwnedFd]>) -> Result<Self, &'static str> {
-        const NO_FILE: &str = "there is no file";
-        let rooms = files.iter().map(room_for_polled).collect::<Result<Vec<_>, _>>()?;
-        // The other half is left to other processes.
-        let bound = (rooms.into_iter().min().ok_or(NO_FILE)? / 2).min(ENTRIES as usize);
+    /// A polled ring without a file, or why there is none.
+    pub(crate) fn new() -> Result<Self, &'static str> {
         let ring = IoUring::builder().setup_iopoll().setup_clamp().build(ENTRIES);
         let ring = ring.map_err(|_| "a ring that polls cannot be made")?;
-        let numbers: Vec<_> = files.iter().map(AsRawFd::as_raw_fd).collect();
-        let registered_files = ring.submitter().register_files(&numbers).is_ok();
+        let registered = register_files(&ring, MAX_REGISTERED);
         let buffers = ring.submitter().register_buffers_sparse(MAX_BUFFERS).ok().map(|()| 0);
-        let mut polled = Self {
+        Ok(Self {
             ring,
             in_ring: vec![None; ENTRIES as usize],
             free: (0..ENTRIES as u8).collect(),
+            early: Vec::new(),
             refused: Vec::new(),
-            stopped: false,
-            registered_files,
             buffers,
-            bound,
+            has_stopped: false,
             completed: 0,
-            files: files.clone(),
-        };
-        match (0..polled.files.len()).all(|file| polled.file_system_polls(file)) {
-            true => Ok(polled),
-            false => Err("its file system cannot poll"),
+            registered,
+            files: NumberedFiles::new(),
+        })
+    }
+
+    /// Attaches the file with this number in the other ring, whose device has room for `room` polled
+    /// transfers; else the reason.
+    pub(crate) fn attach(
+        &mut self,
+        number: u32,
+        file: BorrowedFd<'_>,
+        room: usize,
+    ) -> Result<(), &'static str> {
+        let submitter = self.ring.submitter();
+        if number >= self.registered
+            || submitter.register_files_update(number, &[file.as_raw_fd()]).is_err()
+        {
+            return Err("the ring that polls has no room for another file");
+        }
+        // The other half is left to other processes.
+        let bound = (room / 2).min(ENTRIES as usize);
+        self.files.put(number, PolledFile { bound, stopped: false });
+        if self.file_system_polls(number) {
+            return Ok(());
+        }
+        self.detach(number);
+        Err("its file system cannot poll")
+    }
+
+    /// Forgets the file with this number, if it is attached. No transfer of it is in the ring.
+    pub(crate) fn detach(&mut self, number: u32) {
+        if self.files.take(number).is_some() {
+            // The number is registered, so the kernel has no reason to refuse.
+            let _ = self.ring.submitter().register_files_update(number, &[-1]);
         }
     }
 
     /// Whether a read of 0 bytes succeeds: some file systems cannot poll even if their device can,
     /// and fail with `EOPNOTSUPP`.
-    fn file_system_polls(&mut self, file: usize) -> bool {
-        let fd = sqe::fd_of(&self.files, file);
-        let nothing = opcode::Read::new(fd, std::ptr::null_mut(), 0).build();
+    fn file_system_polls(&mut self, number: u32) -> bool {
+        let nothing = opcode::Read::new(types::Fixed(number), std::ptr::null_mut(), 0);
         // SAFETY: no memory is named.
-        unsafe { self.ring.submission().push(&nothing) }.is_ok()
-            && self.ring.submit_and_wait(1).is_ok()
-            && self.ring.completion().next().is_some_and(|completion| completion.result() == 0)
+        let pushed = unsafe { self.ring.submission().push(&nothing.build().user_data(PROBE)) };
+        if pushed.is_err() {
+            return false;
+        }
+        let mut outcome = None;
+        while outcome.is_none() && self.ring.submit_and_wait(1).is_ok() {
+            for completion in self.ring.completion() {
+                match completion.user_data() {
+                    PROBE => outcome = Some(completion.result()),
+                    place => self.early.push((place, completion.result())),
+                }
+            }
+        }
+        outcome == Some(0)
     }
 
     /// Transfers in the ring.
@@ -106,7 +151,8 @@ impl IopollRing {
     /// # Safety
     /// As for `IoQueue::push`.
     pub(crate) unsafe fn push(&mut self, transfer: &Transfer, token: Token) -> bool {
-        if self.stopped || !POLLED.take(1, self.bound) {
+        let Some(file) = self.files.get(transfer.file) else { return false };
+        if file.stopped || !POLLED.take(1, file.bound) {
             return false;
         }
         let Some(place) = self.free.pop() else {
@@ -145,12 +191,7 @@ impl IopollRing {
         let is_registered = self.buffers.is_some_and(|count| transfer.buffer < count);
         let buffer = if is_registered { transfer.buffer } else { UNREGISTERED };
         let transfer = Transfer { buffer, ..*transfer };
-        let file = transfer.file;
-        let (fd, flags) = match self.registered_files {
-            true => (types::Fd(RawFd::from(file)), squeue::Flags::FIXED_FILE),
-            false => (sqe::fd_of(&self.files, usize::from(file)), squeue::Flags::empty()),
-        };
-        sqe::of(fd, &transfer).flags(flags)
+        sqe::of(types::Fd(transfer.file as RawFd), &transfer).flags(squeue::Flags::FIXED_FILE)
     }
 
     /// Submits the pushed transfers, and polls the device for completions.
@@ -165,21 +206,22 @@ impl IopollRing {
     /// they are for [`IopollRing::next_refused`].
     pub(crate) fn drain(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
         let (mut count, mut ended) = (0, 0);
-        for completion in self.ring.completion() {
-            let place = completion.user_data() as u8;
-            let Some((transfer, token)) =
-                self.in_ring.get_mut(usize::from(place)).and_then(Option::take)
-            else {
-                continue;
-            };
-            self.free.push(place);
+        let early = self.early.drain(..);
+        let new = self.ring.completion().map(|it| (it.user_data(), it.result()));
+        for (place, outcome) in early.chain(new) {
+            let in_ring = self.in_ring.get_mut(place as usize);
+            let Some((transfer, token)) = in_ring.and_then(Option::take) else { continue };
+            self.free.push(place as u8);
             ended += 1;
-            if completion.result() == -libc::EOPNOTSUPP {
-                self.stopped = true;
+            if outcome == -libc::EOPNOTSUPP {
+                self.has_stopped = true;
+                if let Some(file) = self.files.get_mut(transfer.file) {
+                    file.stopped = true;
+                }
                 self.refused.push((transfer, token));
                 continue;
             }
-            sink(token, completion.result());
+            sink(token, outcome);
             count += 1;
         }
         if ended > 0 {
@@ -194,9 +236,9 @@ impl IopollRing {
         self.refused.pop()
     }
 
-    /// Whether the device has refused a transfer.
+    /// Whether a device has refused a transfer.
     pub(crate) fn has_stopped(&self) -> bool {
-        self.stopped
+        self.has_stopped
     }
 
     pub(crate) fn has_refused(&self) -> bool {
@@ -213,16 +255,14 @@ impl Drop for IopollRing {
     /// Unregisters buffers and files, as the other ring does.
     fn drop(&mut self) {
         let _ = self.ring.submitter().unregister_buffers();
-        if self.registered_files {
-            let _ = self.ring.submitter().unregister_files();
-        }
+        let _ = self.ring.submitter().unregister_files();
         POLLED.give_back(self.busy());
     }
 }
 
 /// The number of requests that a polled queue of the device of `file` holds, or why it is not to be
 /// polled (sysfs-block in the kernel's documentation, `io_poll` and `nr_requests`).
-fn room_for_polled(file: &OwnedFd) -> Result<usize, &'static str> {
+pub(crate) fn room_for_polled(file: BorrowedFd<'_>) -> Result<usize, &'static str> {
     let flags = rustix::fs::fcntl_getfl(file).unwrap_or(OFlags::empty());
     if !flags.contains(OFlags::DIRECT) {
         return Err("it is read and written through the page cache");
@@ -231,9 +271,9 @@ fn room_for_polled(file: &OwnedFd) -> Result<usize, &'static str> {
         .ok_or("its device has no queues for polling (sysfs: queue/io_poll is not 1)")
 }
 
-fn room_in_queue(file: &OwnedFd) -> Option<usize> {
+fn room_in_queue(file: BorrowedFd<'_>) -> Option<usize> {
     let basic = StatxFlags::BASIC_STATS;
-    let stat = rustix::fs::statx(file.as_fd(), "", AtFlags::EMPTY_PATH, basic).ok()?;
+    let stat = rustix::fs::statx(file, "", AtFlags::EMPTY_PATH, basic).ok()?;
     let block = FileType::from_raw_mode(stat.stx_mode.into()) == FileType::BlockDevice;
     let (major, minor) = match block {
         true => (stat.stx_rdev_major, stat.stx_rdev_minor),

@@ -1,7 +1,6 @@
 //! Transfers through io_uring(7), with registered files and buffers and one enter for a batch.
 //!
-//! Invariant: the ring is dropped before its files; a token is in the ring from `push` to
-//! `drain_completions`. With `DEFER_TASKRUN` only the thread that made the ring enters it.
+//! Invariant: a token is in the ring from `push` to `drain_completions`; a file is attached for longer. With `DEFER_TASKRUN` only the thread that made the ring enters it.
 #![allow(unsafe_code)]
 
 mod sqe;
@@ -12,14 +11,14 @@ mod iopoll;
 use std::cell::OnceCell;
 use std::fmt;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
-use std::sync::Arc;
 use std::time::Duration;
 
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::queue::event_source::{EventSource, FD_TOKEN, Interest, check_fd_token};
-use crate::queue::{IoQueue, QueueFull, Token};
+use crate::queue::queue_files::NumberedFiles;
+use crate::queue::{IoQueue, QueueFile, QueueFull, Token};
 use crate::types::error::{Error, Operation};
 use crate::types::transfer::{Outcome, Transfer};
 use iopoll::IopollRing;
@@ -30,6 +29,9 @@ use iopoll::IopollRing;
 const ENTRIES: [(u32, u32); 2] = [(256, 4096), (64, 256)];
 /// The greatest numbers of kernel threads for this ring's bounded and unbounded work.
 const IOWQ_WORKERS: [u32; 2] = [8, 4];
+/// Files with smaller numbers than this are registered with the ring, 8 bytes each in the kernel; those
+/// beyond it have descriptors. The limit on descriptors may make it less.
+const MAX_REGISTERED: u32 = 4096;
 const MAX_BUFFERS: u32 = 256;
 /// Numbers of buffers beyond those, for drivers.
 const RESERVED_BUFFERS: u32 = 128;
@@ -46,12 +48,10 @@ pub struct RingFeatures {
     pub full_size: bool,
     /// `SINGLE_ISSUER`, `DEFER_TASKRUN` and `TASKRUN_FLAG` (Linux 6.1).
     pub deferred: bool,
-    /// The files are registered.
+    /// Files are registered.
     pub file: bool,
     /// Buffers can be registered.
     pub buffers: bool,
-    /// The device has polled queues, so `HIPRI` has an effect (C48).
-    pub polled: bool,
 }
 
 impl fmt::Display for RingFeatures {
@@ -62,7 +62,6 @@ impl fmt::Display for RingFeatures {
             (self.deferred, "deferred completions"),
             (self.file, "registered files"),
             (self.buffers, "registered buffers"),
-            (self.polled, "polled queues"),
         ];
         let list = |wanted| {
             let listed = all.into_iter().filter(move |(has, _)| *has == wanted);
@@ -79,8 +78,8 @@ impl fmt::Display for RingFeatures {
 /// A queue on a ring.
 pub struct Uring {
     ring: IoUring,
-    /// The ring for `HIPRI` transfers, or why there is none.
-    polled: Result<IopollRing, &'static str>,
+    /// The ring for `HIPRI` transfers, made for the first file whose transfers can be polled for.
+    polled: Option<Box<IopollRing>>,
     /// Every transfer is one of these.
     polls_all: bool,
     ring_features: RingFeatures,
@@ -96,54 +95,50 @@ pub struct Uring {
     /// The eventfd for the caller's own event loop. Made on first use, because the kernel then
     /// writes to it with each completion; `None` inside means that it could not be made.
     wake: OnceCell<Option<OwnedFd>>,
-    files: Arc<[OwnedFd]>,
+    /// Numbers from this one on are not registered.
+    registered: u32,
+    files: NumberedFiles<AttachedFile>,
+}
+
+/// A file of the ring.
+struct AttachedFile {
+    /// `None`: it is registered.
+    descriptor: Option<OwnedFd>,
+    polling_refusal: Option<&'static str>,
 }
 
 impl Uring {
-    /// As [`Uring::for_files`], for one file.
-    ///
-    /// # Errors
-    /// As [`Uring::for_files`].
-    pub fn new(file: BorrowedFd<'_>) -> Result<Self, Error> {
-        Self::for_files(&[file])
-    }
-
-    /// A ring for transfers to and from `files`, which [`Transfer::file`] indexes from 0 on. It
-    /// does without features that the kernel lacks or that the limit on locked memory has no room
-    /// for: registered buffers, registered files, the full size.
+    /// A ring with no file attached. It does without features that the kernel lacks or that the limit
+    /// on locked memory has no room for: registered buffers, registered files, the full size.
     ///
     /// # Errors
     /// `EPERM` or `ENOSYS` where io_uring is forbidden or missing, `ENOMEM` where the user's limit
     /// on locked memory (`ulimit -l`) has no room for the smallest ring, `EMFILE` or `ENFILE` when
     /// no descriptor is left. The caller then uses [`crate::AioThreadQueue`]; [`Uring::refusal`]
     /// puts the reason into words.
-    pub fn for_files(files: &[BorrowedFd<'_>]) -> Result<Self, Error> {
+    pub fn new() -> Result<Self, Error> {
         let set_up = |e: std::io::Error| Error::from_io(&e, Operation::SetUp);
-        let clones = files.iter().map(BorrowedFd::try_clone_to_owned);
-        let files: Arc<[OwnedFd]> = clones.collect::<Result<_, _>>().map_err(set_up)?;
         let (ring, mut features) = Self::build().map_err(set_up)?;
-        let numbers: Vec<RawFd> = files.iter().map(AsRawFd::as_raw_fd).collect();
-        features.file = ring.submitter().register_files(&numbers).is_ok();
+        let registered = register_files(&ring, MAX_REGISTERED);
+        features.file = registered > 0;
         let buffers = MAX_BUFFERS + RESERVED_BUFFERS;
         features.buffers = ring.submitter().register_buffers_sparse(buffers).is_ok();
         // Missing before Linux 5.15, where the kernel's own bound applies.
         let _ = ring.submitter().register_iowq_max_workers(&mut IOWQ_WORKERS.clone());
-        let polled = IopollRing::for_device_of(&files);
-        features.polled = polled.is_ok();
-        let (rearm, watched) = (Vec::new(), Vec::new());
         Ok(Self {
             ring,
-            polled,
+            polled: None,
             polls_all: false,
             ring_features: features,
             buffers: 0,
             has_reserved: false,
             locked: 0,
             locked_limit: locked_memory::limit(),
-            rearm,
-            watched,
+            rearm: Vec::new(),
+            watched: Vec::new(),
             wake: OnceCell::new(),
-            files,
+            registered,
+            files: NumberedFiles::new(),
         })
     }
 
@@ -154,12 +149,6 @@ impl Uring {
     pub fn polling(mut self) -> Self {
         self.polls_all = true;
         self
-    }
-
-    /// Why transfers of this ring cannot be polled for; `None` if they can.
-    #[must_use]
-    pub fn polling_refusal(&self) -> Option<&'static str> {
-        self.polled.as_ref().err().copied()
     }
 
     fn build() -> std::io::Result<(IoUring, RingFeatures)> {
@@ -220,11 +209,48 @@ impl Uring {
 
     #[inline]
     fn sqe(&self, transfer: &Transfer) -> squeue::Entry {
-        let (fd, flags) = match self.ring_features.file {
-            true => (types::Fd(RawFd::from(transfer.file)), squeue::Flags::FIXED_FILE),
-            false => (sqe::fd_of(&self.files, usize::from(transfer.file)), squeue::Flags::empty()),
+        let (fd, flags) = match transfer.file < self.registered {
+            true => (transfer.file as RawFd, squeue::Flags::FIXED_FILE),
+            false => (self.descriptor(transfer.file), squeue::Flags::empty()),
         };
-        sqe::of(fd, transfer).flags(flags)
+        sqe::of(types::Fd(fd), transfer).flags(flags)
+    }
+
+    /// The descriptor of a file that is not registered; -1, which the kernel refuses, if there is none.
+    #[cold]
+    fn descriptor(&self, file: u32) -> RawFd {
+        let attached = self.files.get(file).and_then(|file| file.descriptor.as_ref());
+        attached.map_or(-1, AsRawFd::as_raw_fd)
+    }
+
+    /// Attaches one file under a free `number`.
+    fn attach_file(&mut self, number: u32, file: BorrowedFd<'_>) -> Result<(), Error> {
+        let failed = |error| Error::from_io(&error, Operation::SetUp);
+        let descriptor = if number < self.registered {
+            let submitter = self.ring.submitter();
+            submitter.register_files_update(number, &[file.as_raw_fd()]).map_err(failed)?;
+            None
+        } else {
+            Some(file.try_clone_to_owned().map_err(failed)?)
+        };
+        let polling_refusal = self.attach_polled(number, file).err();
+        self.files.put(number, AttachedFile { descriptor, polling_refusal });
+        Ok(())
+    }
+
+    /// Attaches the file to the ring that polls, or says why that cannot be.
+    fn attach_polled(&mut self, number: u32, file: BorrowedFd<'_>) -> Result<(), &'static str> {
+        let room = iopoll::room_for_polled(file)?;
+        // A driver registers its memory with this ring only.
+        if self.has_reserved {
+            return Err("its thread serves a block device");
+        }
+        let polled = match &mut self.polled {
+            Some(polled) => polled,
+            // Buffers that are registered already have no numbers there.
+            none => none.insert(Box::new(IopollRing::new()?)),
+        };
+        polled.attach(number, file, room)
     }
 
     /// Pushes a request of the ring's own, after a submission if there is no room.
@@ -264,7 +290,7 @@ impl Uring {
     #[cold]
     unsafe fn push_polled(&mut self, transfer: &Transfer, token: Token) -> Result<(), QueueFull> {
         let transfer = Transfer { rw_flags: transfer.rw_flags & !libc::RWF_HIPRI, ..*transfer };
-        if let Ok(polled) = &mut self.polled {
+        if let Some(polled) = &mut self.polled {
             // SAFETY: as promised by the caller.
             if unsafe { polled.push(&transfer, token) } {
                 return Ok(());
@@ -279,14 +305,14 @@ impl Uring {
     /// refused to poll for.
     #[cold]
     fn poll_device(&mut self) -> Result<(), Error> {
-        let Ok(polled) = &mut self.polled else { return Ok(()) };
+        let Some(polled) = &mut self.polled else { return Ok(()) };
         polled.submit()?;
-        let next = |polled: &mut Result<IopollRing, _>| polled.as_mut().ok()?.next_refused();
+        let next = |polled: &mut Option<Box<IopollRing>>| polled.as_mut()?.next_refused();
         while let Some((transfer, token)) = next(&mut self.polled) {
             let entry = self.sqe(&transfer).user_data(token);
             // SAFETY: the transfer was pushed and not made, and its token not returned.
             if unsafe { self.ring.submission().push(&entry) }.is_err() {
-                if let Ok(polled) = &mut self.polled {
+                if let Some(polled) = &mut self.polled {
                     polled.keep_refused(transfer, token);
                 }
                 break;
@@ -303,7 +329,7 @@ impl Uring {
 
     /// Whether transfers make progress only while this queue is polled.
     fn must_poll(&self) -> bool {
-        self.polled.as_ref().is_ok_and(|polled| polled.is_busy() || polled.has_refused())
+        self.polled.as_ref().is_some_and(|polled| polled.is_busy() || polled.has_refused())
     }
 
     fn rearm(&mut self) {
@@ -319,6 +345,35 @@ impl Uring {
 // SAFETY: the kernel completes each entry once, after its last access to the memory; the ring's own
 // entries have `INTERNAL_TOKEN` or `FD_TOKEN` in their tokens.
 unsafe impl IoQueue for Uring {
+    fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
+        let files = files.iter().map(QueueFile::descriptor).collect::<Result<Vec<_>, _>>()?;
+        let first = self.files.find_free(files.len());
+        for (number, &(file, _)) in (first..).zip(&files) {
+            if let Err(error) = self.attach_file(number, file) {
+                self.detach(first, number - first);
+                return Err(error);
+            }
+        }
+        Ok(first)
+    }
+
+    fn detach(&mut self, first: u32, count: u32) {
+        for number in first..first + count {
+            if let Some(polled) = &mut self.polled {
+                polled.detach(number);
+            }
+            if self.files.take(number).is_some_and(|file| file.descriptor.is_none()) {
+                // The number is registered, so the kernel has no reason to refuse.
+                let _ = self.ring.submitter().register_files_update(number, &[-1]);
+            }
+        }
+    }
+
+    fn polling_refusal(&self, file: u32) -> Option<&'static str> {
+        let attached = self.files.get(file);
+        attached.map_or(Some("it is not attached"), |file| file.polling_refusal)
+    }
+
     // SAFETY: the caller keeps the memory valid until the completion was drained, and an engine
     // drains all of its completions before it drops the ring.
     #[inline]
@@ -340,7 +395,7 @@ unsafe impl IoQueue for Uring {
             // first item of it only. EAGAIN: there was no completion since the last read.
             let _ = rustix::io::read(wake, &mut [0u8; 8]);
         }
-        if self.polled.is_ok() {
+        if self.polled.is_some() {
             self.poll_device()?;
         }
         let submission = self.ring.submission();
@@ -373,8 +428,8 @@ unsafe impl IoQueue for Uring {
             count += 1;
         }
         match &mut self.polled {
-            Ok(polled) => count + polled.drain(sink),
-            Err(_) => count,
+            Some(polled) => count + polled.drain(sink),
+            None => count,
         }
     }
 
@@ -430,7 +485,7 @@ unsafe impl IoQueue for Uring {
         }
         self.buffers += 1;
         self.locked += bytes;
-        if let Ok(polled) = &mut self.polled
+        if let Some(polled) = &mut self.polled
             && locked_memory::take(bytes, self.locked_limit)
         {
             match polled.register(self.buffers - 1, &iov) {
@@ -443,17 +498,17 @@ unsafe impl IoQueue for Uring {
 
     /// Not for a ring that polls, because transfers then go to another ring.
     fn reserve_buffers(&mut self, count: u16) -> Option<u16> {
-        let can = self.ring_features.buffers && self.polled.is_err() && !self.has_reserved;
+        let can = self.ring_features.buffers && self.polled.is_none() && !self.has_reserved;
         self.has_reserved |= can;
         (can && u32::from(count) <= RESERVED_BUFFERS).then_some(MAX_BUFFERS as u16)
     }
 
     fn polled(&self) -> u64 {
-        self.polled.as_ref().map_or(0, IopollRing::completed)
+        self.polled.as_ref().map_or(0, |polled| polled.completed())
     }
 
     fn has_stopped_polling(&self) -> bool {
-        self.polled.as_ref().is_ok_and(IopollRing::has_stopped)
+        self.polled.as_ref().is_some_and(|polled| polled.has_stopped())
     }
 }
 
@@ -500,6 +555,19 @@ impl EventSource for Uring {
             None => unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) },
         }
     }
+}
+
+/// Registers a table of at most `count` files, all of them empty. Returns its length: 0 if the kernel
+/// refuses it.
+fn register_files(ring: &IoUring, count: u32) -> u32 {
+    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
+    let count = limit.map_or(count, |limit| count.min(u32::try_from(limit).unwrap_or(count)));
+    let submitter = ring.submitter();
+    // Linux before 5.19 has no call for an empty table.
+    let registered = submitter
+        .register_files_sparse(count)
+        .or_else(|_| submitter.register_files(&vec![-1; count as usize]));
+    if registered.is_ok() { count } else { 0 }
 }
 
 impl Drop for Uring {

@@ -2,18 +2,9 @@
 //!
 //! Invariant: an entry names the memory, range and flags of its transfer, and nothing else.
 
-use std::os::fd::{AsRawFd, OwnedFd};
-
 use io_uring::{opcode, squeue, types};
 
 use crate::types::transfer::{Transfer, UNREGISTERED};
-
-/// The descriptor of the file that [`Transfer::file`] indexes; -1, which the kernel refuses, if
-/// there is no such file.
-#[inline]
-pub(crate) fn fd_of(files: &[OwnedFd], file: usize) -> types::Fd {
-    types::Fd(files.get(file).map_or(-1, AsRawFd::as_raw_fd))
-}
 
 /// The entry for a transfer to or from `fd`.
 #[inline]
