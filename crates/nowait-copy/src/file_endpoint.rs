@@ -14,7 +14,7 @@ use nowait::{
     BlockDevice, BlockMap, ByteRange, Completion, Config, DeviceHandle, Engine, ExtentStatus,
     Flags, IoBuffer, IoQueue, IoSegment, Op, QueueKind, Request, WorkerPool,
 };
-use nowait_image::{DeviceVisitor, Image, ImageFile, Qcow2Builder};
+use nowait_image::{Image, ImageFile, Qcow2Builder};
 use rustix::event::PollFlags;
 use rustix::io::Errno;
 use slab::Slab;
@@ -38,7 +38,7 @@ pub(crate) enum Content {
     /// A new file that holds the disk's bytes themselves.
     Raw,
     /// An image; the handle holds its locks.
-    Image { _image: Arc<Image> },
+    Image { _image: Image },
     /// A new qcow2 image, which is only written.
     New(NewImage),
 }
@@ -84,21 +84,7 @@ impl NewImage {
 /// # Errors
 /// As [`open`].
 pub(crate) fn of_image(name: String, image: Image) -> Result<Box<dyn Endpoint>, Error> {
-    let image = Arc::new(image);
-    image.visit(ImageEndpoint { name, image: image.clone() })
-}
-
-struct ImageEndpoint {
-    name: String,
-    image: Arc<Image>,
-}
-
-impl DeviceVisitor for ImageEndpoint {
-    type Output = Result<Box<dyn Endpoint>, Error>;
-
-    fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> Self::Output {
-        open(self.name, device, Content::Image { _image: self.image })
-    }
+    open(name, image.device(), Content::Image { _image: image })
 }
 
 /// An open disk as an endpoint. The queue is io_uring where the system allows it.

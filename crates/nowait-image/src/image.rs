@@ -33,15 +33,6 @@ enum Content {
     Qcow2 { device: Arc<BlockDevice<Qcow2Map>>, open_image: OpenImage },
 }
 
-/// A use of a device of any kind, compiled for each kind of map.
-pub trait DeviceVisitor {
-    /// The result of the visit.
-    type Output;
-
-    /// Uses `device`.
-    fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> Self::Output;
-}
-
 /// Opens and locks the image at `path`, in the format of `options` or else in the detected one: a
 /// file's by its first bytes, a block device is raw.
 ///
@@ -225,11 +216,12 @@ impl Image {
         }
     }
 
-    /// Calls `visitor` with the device.
-    pub fn visit<V: DeviceVisitor>(&self, visitor: V) -> V::Output {
+    /// The device.
+    #[must_use]
+    pub fn device(&self) -> Arc<BlockDevice<dyn BlockMap>> {
         match &self.content {
-            Content::Raw { device, .. } => visitor.visit(device.clone()),
-            Content::Qcow2 { device, .. } => visitor.visit(device.clone()),
+            Content::Raw { device, .. } => device.clone(),
+            Content::Qcow2 { device, .. } => device.clone(),
         }
     }
 
@@ -238,7 +230,7 @@ impl Image {
     /// # Errors
     /// The errno of a write of metadata or of fdatasync(2); after a failed flush always `EIO`.
     pub fn flush(&self) -> Result<(), Error> {
-        if self.is_read_only() { Ok(()) } else { self.device().flush() }
+        if self.is_read_only() { Ok(()) } else { BlockingFile::new(self.device()).flush() }
     }
 
     /// As [`Image::close`], but the image stays open: another process opens it
@@ -271,48 +263,5 @@ impl Image {
             Content::Raw { .. } => Ok(()),
             Content::Qcow2 { open_image, .. } => open_image.close(),
         }
-    }
-
-    fn device(&self) -> &dyn AnyDevice {
-        match &self.content {
-            Content::Raw { device, .. } => device,
-            Content::Qcow2 { device, .. } => device,
-        }
-    }
-}
-
-/// The calls that are the same for every map; no request makes them.
-trait AnyDevice {
-    fn size(&self) -> u64;
-    fn is_read_only(&self) -> bool;
-    fn is_direct(&self) -> bool;
-    fn is_remote(&self) -> bool;
-    fn polling_refusal(&self) -> Result<Option<&'static str>, Error>;
-    fn flush(&self) -> Result<(), Error>;
-}
-
-impl<M: BlockMap> AnyDevice for Arc<BlockDevice<M>> {
-    fn size(&self) -> u64 {
-        BlockDevice::size(self)
-    }
-
-    fn is_read_only(&self) -> bool {
-        BlockDevice::is_read_only(self)
-    }
-
-    fn is_direct(&self) -> bool {
-        BlockDevice::is_direct(self)
-    }
-
-    fn is_remote(&self) -> bool {
-        BlockDevice::is_remote(self)
-    }
-
-    fn polling_refusal(&self) -> Result<Option<&'static str>, Error> {
-        BlockDevice::polling_refusal(self)
-    }
-
-    fn flush(&self) -> Result<(), Error> {
-        BlockingFile::new(self.clone()).flush()
     }
 }

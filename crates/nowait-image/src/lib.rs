@@ -43,7 +43,7 @@ pub use chain_reader::ChainReader;
 pub use error::{ImageError, create_message, open_message, os_message, plain};
 pub use format::Format;
 pub use handed_over::HandedOver;
-pub use image::{DeviceVisitor, Image, open, open_storage};
+pub use image::{Image, open, open_storage};
 pub use image_file::{ImageFile, NO_MEDIUM};
 #[cfg(feature = "sim")]
 pub use injected_bug::{ImageBug, inject};

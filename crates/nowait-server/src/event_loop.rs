@@ -46,8 +46,8 @@ const WAKE: Token = FD_TOKEN | 1 << 59;
 const _: () = assert!(TOKEN_BITS < 59);
 
 /// One thread with its engine and its frontend.
-pub(crate) struct EventLoop<F, Q: IoQueue, M: BlockMap> {
-    pub(crate) context: LoopContext<Q, M>,
+pub(crate) struct EventLoop<F, Q: IoQueue> {
+    pub(crate) context: LoopContext<Q>,
     pub(crate) frontend: F,
     shared: Arc<Shared>,
     registered: Arc<RegisteredExport>,
@@ -64,15 +64,15 @@ pub(crate) struct EventLoop<F, Q: IoQueue, M: BlockMap> {
     since_published: u32,
 }
 
-impl<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
+impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
     /// The event loop of `thread`, with the engine and the frontend for it.
     ///
     /// # Errors
     /// The queue's error: a descriptor cannot be watched.
     pub(crate) fn new(
         context: &ThreadContext,
-        export: Arc<Export<M>>,
-        mut engine: Engine<Q, M>,
+        export: Arc<Export>,
+        mut engine: Engine<Q, dyn BlockMap>,
         mut frontend: F,
     ) -> Result<Self, Error> {
         let ThreadContext { shared, registered, .. } = context;

@@ -35,8 +35,8 @@ impl fmt::Display for ExportId {
 }
 
 /// One image as a block device.
-pub struct Export<M: BlockMap> {
-    disk: Arc<BlockDevice<M>>,
+pub struct Export {
+    disk: Arc<BlockDevice<dyn BlockMap>>,
     workers: WorkerPool,
     name: String,
     description: String,
@@ -45,11 +45,16 @@ pub struct Export<M: BlockMap> {
     write_protected: AtomicBool,
 }
 
-impl<M: BlockMap> Export<M> {
+impl Export {
     /// An export of `disk` with at most `workers` threads that may block. Clients choose it by
     /// `name`; `description` is for people.
     #[must_use]
-    pub fn new(disk: Arc<BlockDevice<M>>, workers: u32, name: String, description: String) -> Self {
+    pub fn new(
+        disk: Arc<BlockDevice<dyn BlockMap>>,
+        workers: u32,
+        name: String,
+        description: String,
+    ) -> Self {
         let workers = WorkerPool::new(workers);
         let (faults, write_protected) = (Faults::default(), AtomicBool::new(false));
         Self { disk, workers, name, description, faults, write_protected }
@@ -103,7 +108,7 @@ impl<M: BlockMap> Export<M> {
 
     /// As [`Export::new`], with an existing worker pool.
     #[cfg(feature = "sim")]
-    pub(crate) fn with_workers(disk: Arc<BlockDevice<M>>, workers: WorkerPool) -> Self {
+    pub(crate) fn with_workers(disk: Arc<BlockDevice<dyn BlockMap>>, workers: WorkerPool) -> Self {
         let (name, description) = (String::new(), String::new());
         let (faults, write_protected) = (Faults::default(), AtomicBool::new(false));
         Self { disk, workers, name, description, faults, write_protected }
@@ -111,7 +116,7 @@ impl<M: BlockMap> Export<M> {
 
     /// The image.
     #[must_use]
-    pub fn disk(&self) -> &Arc<BlockDevice<M>> {
+    pub fn disk(&self) -> &Arc<BlockDevice<dyn BlockMap>> {
         &self.disk
     }
 

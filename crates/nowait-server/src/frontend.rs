@@ -6,7 +6,7 @@
 
 use std::time::Instant;
 
-use nowait::{BlockMap, Completion, Error, IoQueue, Token};
+use nowait::{Completion, Error, IoQueue, Token};
 
 use crate::fairness::Member;
 use crate::loop_context::LoopContext;
@@ -17,23 +17,23 @@ use crate::statistics::FrontendKind;
 ///
 /// Several frontends on one thread are a pair, which is a frontend too; pairs nest. A pair rather
 /// than a list or an enum: every call is direct, and a thread with one frontend pays nothing.
-pub(crate) trait Frontend<Q: IoQueue, M: BlockMap> {
+pub(crate) trait Frontend<Q: IoQueue> {
     /// The thread starts: watches the descriptors that new members come from.
     ///
     /// # Errors
     /// The queue's error.
-    fn begin(&mut self, _: &mut LoopContext<Q, M>) -> Result<(), Error> {
+    fn begin(&mut self, _: &mut LoopContext<Q>) -> Result<(), Error> {
         Ok(())
     }
 
     /// The thread was woken up: something from another thread may be waiting.
-    fn on_wake(&mut self, context: &mut LoopContext<Q, M>);
+    fn on_wake(&mut self, context: &mut LoopContext<Q>);
 
     /// The descriptor that is watched as `token` is ready: `bits` are its `POLL*` bits.
-    fn on_event(&mut self, context: &mut LoopContext<Q, M>, token: Token, bits: i32);
+    fn on_event(&mut self, context: &mut LoopContext<Q>, token: Token, bits: i32);
 
     /// All events of an iteration have been reported.
-    fn after_events(&mut self, _: &mut LoopContext<Q, M>) {}
+    fn after_events(&mut self, _: &mut LoopContext<Q>) {}
 
     /// What the requests of `member` are counted as.
     fn kind(&self, member: usize) -> FrontendKind;
@@ -48,24 +48,24 @@ pub(crate) trait Frontend<Q: IoQueue, M: BlockMap> {
 
     /// Services a scheduled member, which moves about as many bytes as its quantum allows. Returns
     /// how many.
-    fn service(&mut self, context: &mut LoopContext<Q, M>, member: usize) -> u64;
+    fn service(&mut self, context: &mut LoopContext<Q>, member: usize) -> u64;
 
     /// The same for a member that is held up by limits: only its answers leave.
-    fn send_answers(&mut self, _: &mut LoopContext<Q, M>, _member: usize) -> u64 {
+    fn send_answers(&mut self, _: &mut LoopContext<Q>, _member: usize) -> u64 {
         0
     }
 
     /// The request submitted with [`LoopContext::tag`] for `member` and `key` has completed.
     fn complete(
         &mut self,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         member: usize,
         key: u32,
         completion: Completion,
     );
 
     /// The iteration ends: what is told to the other side once for many requests is told now.
-    fn end_iteration(&mut self, _: &mut LoopContext<Q, M>) {}
+    fn end_iteration(&mut self, _: &mut LoopContext<Q>) {}
 
     /// Whether there is something to do without an event.
     fn has_work(&self) -> bool {
@@ -78,11 +78,11 @@ pub(crate) trait Frontend<Q: IoQueue, M: BlockMap> {
     }
 
     /// The deadline has passed.
-    fn expire(&mut self, _: &mut LoopContext<Q, M>, _now: Instant) {}
+    fn expire(&mut self, _: &mut LoopContext<Q>, _now: Instant) {}
 
     /// Called once in a while, and before the thread sleeps: members may have to be looked at again because of their
     /// memory.
-    fn watch_memory(&mut self, _: &LoopContext<Q, M>, _now: Instant) {}
+    fn watch_memory(&mut self, _: &LoopContext<Q>, _now: Instant) {}
 
     /// Whether something has arrived that no event tells of. Asked while the thread polls instead of
     /// sleeping; [`Frontend::after_events`] finds it then.
@@ -91,22 +91,22 @@ pub(crate) trait Frontend<Q: IoQueue, M: BlockMap> {
     }
 
     /// Polling has succeeded: the member that was active last probably has more to do.
-    fn poll(&mut self, _: &mut LoopContext<Q, M>) {}
+    fn poll(&mut self, _: &mut LoopContext<Q>) {}
 
     /// The thread is about to sleep. Returns whether it must not, because a member was scheduled.
-    fn before_sleep(&mut self, _: &mut LoopContext<Q, M>) -> bool {
+    fn before_sleep(&mut self, _: &mut LoopContext<Q>) -> bool {
         false
     }
 
     /// Takes no more requests. Each member leaves once its requests in flight are answered.
-    fn begin_shutdown(&mut self, context: &mut LoopContext<Q, M>);
+    fn begin_shutdown(&mut self, context: &mut LoopContext<Q>);
 
     /// Takes no more requests. Each member leaves with what it holds, for another thread, once its
     /// requests in flight are answered. Until then [`Frontend::end_parking`] may call it off.
-    fn begin_parking(&mut self, _: &mut LoopContext<Q, M>) {}
+    fn begin_parking(&mut self, _: &mut LoopContext<Q>) {}
 
     /// The members that are left go on.
-    fn end_parking(&mut self, _: &mut LoopContext<Q, M>) {}
+    fn end_parking(&mut self, _: &mut LoopContext<Q>) {}
 
     /// Whether the thread goes on without members.
     fn keeps_thread(&self) -> bool {
@@ -114,24 +114,23 @@ pub(crate) trait Frontend<Q: IoQueue, M: BlockMap> {
     }
 }
 
-impl<Q, M, A, B> Frontend<Q, M> for (A, B)
+impl<Q, A, B> Frontend<Q> for (A, B)
 where
     Q: IoQueue,
-    M: BlockMap,
-    A: Frontend<Q, M>,
-    B: Frontend<Q, M>,
+    A: Frontend<Q>,
+    B: Frontend<Q>,
 {
-    fn begin(&mut self, context: &mut LoopContext<Q, M>) -> Result<(), Error> {
+    fn begin(&mut self, context: &mut LoopContext<Q>) -> Result<(), Error> {
         context.inside(false, |context| self.0.begin(context))?;
         context.inside(true, |context| self.1.begin(context))
     }
 
-    fn on_wake(&mut self, context: &mut LoopContext<Q, M>) {
+    fn on_wake(&mut self, context: &mut LoopContext<Q>) {
         context.inside(false, |context| self.0.on_wake(context));
         context.inside(true, |context| self.1.on_wake(context));
     }
 
-    fn on_event(&mut self, context: &mut LoopContext<Q, M>, token: Token, bits: i32) {
+    fn on_event(&mut self, context: &mut LoopContext<Q>, token: Token, bits: i32) {
         let second = token & 1 == 1;
         context.inside(second, |context| match second {
             false => self.0.on_event(context, token >> 1, bits),
@@ -139,7 +138,7 @@ where
         });
     }
 
-    fn after_events(&mut self, context: &mut LoopContext<Q, M>) {
+    fn after_events(&mut self, context: &mut LoopContext<Q>) {
         context.inside(false, |context| self.0.after_events(context));
         context.inside(true, |context| self.1.after_events(context));
     }
@@ -166,7 +165,7 @@ where
         }
     }
 
-    fn service(&mut self, context: &mut LoopContext<Q, M>, member: usize) -> u64 {
+    fn service(&mut self, context: &mut LoopContext<Q>, member: usize) -> u64 {
         let second = member & 1 == 1;
         context.inside(second, |context| match second {
             false => self.0.service(context, member >> 1),
@@ -174,7 +173,7 @@ where
         })
     }
 
-    fn send_answers(&mut self, context: &mut LoopContext<Q, M>, member: usize) -> u64 {
+    fn send_answers(&mut self, context: &mut LoopContext<Q>, member: usize) -> u64 {
         let second = member & 1 == 1;
         context.inside(second, |context| match second {
             false => self.0.send_answers(context, member >> 1),
@@ -184,7 +183,7 @@ where
 
     fn complete(
         &mut self,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         member: usize,
         key: u32,
         completion: Completion,
@@ -196,7 +195,7 @@ where
         });
     }
 
-    fn end_iteration(&mut self, context: &mut LoopContext<Q, M>) {
+    fn end_iteration(&mut self, context: &mut LoopContext<Q>) {
         context.inside(false, |context| self.0.end_iteration(context));
         context.inside(true, |context| self.1.end_iteration(context));
     }
@@ -209,12 +208,12 @@ where
         self.0.deadline().into_iter().chain(self.1.deadline()).min()
     }
 
-    fn expire(&mut self, context: &mut LoopContext<Q, M>, now: Instant) {
+    fn expire(&mut self, context: &mut LoopContext<Q>, now: Instant) {
         context.inside(false, |context| self.0.expire(context, now));
         context.inside(true, |context| self.1.expire(context, now));
     }
 
-    fn watch_memory(&mut self, context: &LoopContext<Q, M>, now: Instant) {
+    fn watch_memory(&mut self, context: &LoopContext<Q>, now: Instant) {
         self.0.watch_memory(context, now);
         self.1.watch_memory(context, now);
     }
@@ -223,28 +222,28 @@ where
         self.0.has_arrived() || self.1.has_arrived()
     }
 
-    fn poll(&mut self, context: &mut LoopContext<Q, M>) {
+    fn poll(&mut self, context: &mut LoopContext<Q>) {
         context.inside(false, |context| self.0.poll(context));
         context.inside(true, |context| self.1.poll(context));
     }
 
-    fn before_sleep(&mut self, context: &mut LoopContext<Q, M>) -> bool {
+    fn before_sleep(&mut self, context: &mut LoopContext<Q>) -> bool {
         let first = context.inside(false, |context| self.0.before_sleep(context));
         let second = context.inside(true, |context| self.1.before_sleep(context));
         first || second
     }
 
-    fn begin_shutdown(&mut self, context: &mut LoopContext<Q, M>) {
+    fn begin_shutdown(&mut self, context: &mut LoopContext<Q>) {
         context.inside(false, |context| self.0.begin_shutdown(context));
         context.inside(true, |context| self.1.begin_shutdown(context));
     }
 
-    fn begin_parking(&mut self, context: &mut LoopContext<Q, M>) {
+    fn begin_parking(&mut self, context: &mut LoopContext<Q>) {
         context.inside(false, |context| self.0.begin_parking(context));
         context.inside(true, |context| self.1.begin_parking(context));
     }
 
-    fn end_parking(&mut self, context: &mut LoopContext<Q, M>) {
+    fn end_parking(&mut self, context: &mut LoopContext<Q>) {
         context.inside(false, |context| self.0.end_parking(context));
         context.inside(true, |context| self.1.end_parking(context));
     }

@@ -26,12 +26,12 @@ use crate::throttle::Throttle;
 pub(crate) const TOKEN_BITS: u32 = 56;
 
 /// What the event loop lends to its frontend.
-pub(crate) struct LoopContext<Q: IoQueue, M: BlockMap> {
+pub(crate) struct LoopContext<Q: IoQueue> {
     /// The engine of the thread. Tags of requests come from [`LoopContext::tag`].
-    pub(crate) engine: Engine<Q, M>,
+    pub(crate) engine: Engine<Q, dyn BlockMap>,
     /// The device of the export in the engine.
-    pub(crate) device: DeviceHandle<M>,
-    pub(crate) export: Arc<Export<M>>,
+    pub(crate) device: DeviceHandle<dyn BlockMap>,
+    pub(crate) export: Arc<Export>,
     /// The buffer memory that the members share. Foreign memory is not counted.
     pub(crate) budget: BufferBudget,
     /// Bytes that one service of a member may move.
@@ -77,7 +77,7 @@ impl Place {
     }
 }
 
-impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
+impl<Q: IoQueue> LoopContext<Q> {
     /// The context of `thread`, which has `buffer_bytes` for all members of the server, of which
     /// `declared` are in use, and retires when it has been idle for `idle`. Requests that take longer
     /// than `slow_requests` are found.
@@ -85,8 +85,8 @@ impl<Q: IoQueue, M: BlockMap> LoopContext<Q, M> {
     /// # Errors
     /// As [`Engine::attach`].
     pub(crate) fn new(
-        mut engine: Engine<Q, M>,
-        export: Arc<Export<M>>,
+        mut engine: Engine<Q, dyn BlockMap>,
+        export: Arc<Export>,
         statistics: Arc<ThreadStatistics>,
         thread: Arc<ThreadHandle>,
         limit: Arc<ConnectionLimit>,

@@ -8,7 +8,7 @@ use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 pub use nowait::QueueKind;
-use nowait::{BlockMap, Engine, Error, IoQueue, Operation};
+use nowait::{Engine, Error, IoQueue, Operation};
 
 use crate::event_loop::EventLoop;
 #[cfg(feature = "sim")]
@@ -166,7 +166,7 @@ impl Server {
     }
 }
 
-impl<M: BlockMap> Servable for Export<M> {
+impl Servable for Export {
     fn info(&self, id: ExportId) -> ExportInfo {
         command::export_info(id, self)
     }
@@ -240,8 +240,8 @@ impl<M: BlockMap> Servable for Export<M> {
 }
 
 /// Serves `export` as the thread of `context`.
-fn serve_on<Q: IoQueue, M: BlockMap>(
-    export: Arc<Export<M>>,
+fn serve_on<Q: IoQueue>(
+    export: Arc<Export>,
     mut context: ThreadContext,
     queue: Q,
 ) -> Result<(), Error> {
@@ -257,8 +257,8 @@ fn serve_on<Q: IoQueue, M: BlockMap>(
 }
 
 /// The same with a frontend, or a pair of them.
-fn serve_with<F: Frontend<Q, M>, Q: IoQueue, M: BlockMap>(
-    export: Arc<Export<M>>,
+fn serve_with<F: Frontend<Q>, Q: IoQueue>(
+    export: Arc<Export>,
     mut context: ThreadContext,
     queue: Q,
     frontend: F,

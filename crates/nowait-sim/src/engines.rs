@@ -7,10 +7,10 @@
 use std::time::Duration;
 
 use nowait::sim::{Random, SimQueue};
-use nowait::{Completion, Error, Op, Rejected, Request, SingleDisk};
+use nowait::{BlockMap, Completion, Error, Op, Rejected, Request, SingleDisk};
 
 use crate::guarded_memory::GuardedMemory;
-use crate::image::{AnyMap, Image};
+use crate::image::Image;
 use crate::model::{Time, Violation};
 use crate::oracle::{InFlight, Oracle};
 use crate::pattern;
@@ -23,7 +23,7 @@ const SLOTS: usize = 48;
 
 /// Several engines on one device, as one per thread.
 pub struct Engines {
-    engines: Vec<SingleDisk<SimQueue, AnyMap>>,
+    engines: Vec<SingleDisk<SimQueue, dyn BlockMap>>,
     /// The requests in flight with their tags, indexed by slot.
     in_flight: Vec<Option<(u64, InFlight)>>,
     requests: u64,
@@ -37,7 +37,10 @@ fn broken(error: Error) -> Violation {
     Violation::new(format!("the engine itself fails: {error}"))
 }
 
-fn engines(image: &Image, scenario: &Scenario) -> Result<Vec<SingleDisk<SimQueue, AnyMap>>, Error> {
+fn engines(
+    image: &Image,
+    scenario: &Scenario,
+) -> Result<Vec<SingleDisk<SimQueue, dyn BlockMap>>, Error> {
     let engine = |_| {
         let queue = SimQueue::new(image.device.clone())?;
         SingleDisk::new(image.disk.clone(), image.workers.clone(), queue, scenario.config)

@@ -8,14 +8,11 @@ use std::sync::Arc;
 
 use nowait::sim::{Random, SimDevice, SimOptions};
 use nowait::{
-    AheadMap, AllocationCache, BlockDevice, BlockMap, BlockingFile, ByteRange, Config, Error,
-    Extent, ExtentStatus, ImageFormat as Inside, Intent, OpenOptions, SimStorage, WorkerPool,
-    WouldBlock,
+    AllocationCache, BlockDevice, BlockMap, BlockingFile, Config, Error, OpenOptions, SimStorage,
+    WorkerPool,
 };
 use nowait_image::check::Report;
-use nowait_image::qcow2_disk::{
-    OpenImage, Opened, Qcow2Map, ServeOptions, new_simulated, open_simulated,
-};
+use nowait_image::qcow2_disk::{OpenImage, Opened, ServeOptions, new_simulated, open_simulated};
 use nowait_image::{BackingName, Chain, ChainOptions, Format, ImageFile, check, repair, resize};
 
 use crate::model::Violation;
@@ -29,74 +26,6 @@ const SPARE_BYTES: u64 = 256 << 10;
 /// The step in bytes by which the file of a qcow2 image grows.
 const GROW_BYTES: u64 = 16 << 10;
 
-/// The mapping of a disk.
-pub enum AnyMap {
-    /// Bytes at the same offset of the device, or in a hole.
-    Raw(AllocationCache),
-    /// Bytes where the image's tables say.
-    Qcow2(Qcow2Map),
-}
-
-macro_rules! either {
-    ($self:ident, $map:ident => $call:expr) => {
-        match $self {
-            AnyMap::Raw($map) => $call,
-            AnyMap::Qcow2($map) => $call,
-        }
-    };
-}
-
-impl BlockMap for AnyMap {
-    fn map_extent(&self, range: ByteRange, intent: Intent) -> Result<Extent, WouldBlock> {
-        either!(self, map => map.map_extent(range, intent))
-    }
-
-    fn map_extent_blocking(&self, range: ByteRange, intent: Intent) -> Extent {
-        either!(self, map => map.map_extent_blocking(range, intent))
-    }
-
-    fn keeps_write_extents(&self) -> bool {
-        either!(self, map => map.keeps_write_extents())
-    }
-
-    fn is_mapped(&self, range: ByteRange) -> bool {
-        either!(self, map => map.is_mapped(range))
-    }
-
-    fn mark_allocated(&self, range: ByteRange) {
-        either!(self, map => map.mark_allocated(range));
-    }
-
-    fn invalidate(&self, range: ByteRange) {
-        either!(self, map => map.invalidate(range));
-    }
-
-    fn mark_hole(&self, range: ByteRange) {
-        either!(self, map => map.mark_hole(range));
-    }
-
-    fn caches_holes(&self) -> bool {
-        either!(self, map => map.caches_holes())
-    }
-
-    fn cached_extents(
-        &self,
-        range: ByteRange,
-        limit: usize,
-        extents: &mut Vec<ExtentStatus>,
-    ) -> bool {
-        either!(self, map => map.cached_extents(range, limit, extents))
-    }
-
-    fn ahead(&self) -> Option<&dyn AheadMap> {
-        either!(self, map => map.ahead())
-    }
-
-    fn image(&self) -> Option<&dyn Inside> {
-        either!(self, map => map.image())
-    }
-}
-
 /// The purpose and the expected state of an image that is opened.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Opening {
@@ -108,10 +37,13 @@ pub enum Opening {
     ReadOnly,
 }
 
+/// A disk with any mapping.
+type Disk = Arc<BlockDevice<dyn BlockMap>>;
+
 /// An open device: all state that a power cut ends.
 pub struct Image {
     /// The open disk with its caches.
-    pub disk: Arc<BlockDevice<AnyMap>>,
+    pub disk: Disk,
     /// The workers that may block on the device.
     pub workers: WorkerPool,
     /// The simulated device.
@@ -230,7 +162,6 @@ impl Image {
             }
         };
         let Report { leaks, corruptions, .. } = report;
-        let disk = Arc::new(disk);
         let workers = WorkerPool::simulated();
         Ok(Self { disk, workers, device: device.clone(), leaks, corruptions, open_image })
     }
@@ -256,14 +187,14 @@ impl Image {
     }
 }
 
-fn raw(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<BlockDevice<AnyMap>, Error> {
+fn raw(scenario: &Scenario, device: &Arc<SimDevice>) -> Result<Disk, Error> {
     let Config { hint, allocate_ahead, .. } = scenario.config;
     let options = OpenOptions { direct: scenario.direct, no_hint: !hint, ..OpenOptions::default() };
     let data = SimStorage::open(device, 0, options);
     let (size, map) = (device.bytes(), AllocationCache::new(device.bytes(), hint));
     let map = map.allocating_ahead(allocate_ahead);
     map.scan(&data);
-    Ok(BlockDevice::mapped(Arc::new(data), Vec::new(), size, false, AnyMap::Raw(map)))
+    Ok(Arc::new(BlockDevice::mapped(Arc::new(data), Vec::new(), size, false, map)))
 }
 
 fn chain(device: &Arc<SimDevice>, options: ChainOptions) -> Result<Chain, Violation> {
@@ -306,7 +237,7 @@ fn qcow2(
     scenario: &Scenario,
     device: &Arc<SimDevice>,
     opening: Opening,
-) -> Result<(BlockDevice<AnyMap>, Report, OpenImage), Violation> {
+) -> Result<(Disk, Report, OpenImage), Violation> {
     let writable = opening != Opening::ReadOnly;
     let chain = chain(device, ChainOptions { writable, ..ChainOptions::default() })?;
     let report = check::check(&chain, &mut |_, _| {}).map_err(wrong)?;
@@ -317,7 +248,8 @@ fn qcow2(
     let options = ServeOptions { writable, direct, hint };
     let Opened { top, below: backing, size, map, open_image } =
         open_simulated(chain, options, GROW_BYTES).map_err(wrong)?;
-    Ok((BlockDevice::mapped(top, backing, size, !writable, AnyMap::Qcow2(map)), report, open_image))
+    let disk = BlockDevice::mapped(top, backing, size, !writable, map);
+    Ok((Arc::new(disk), report, open_image))
 }
 
 #[cfg(test)]

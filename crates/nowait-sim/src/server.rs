@@ -10,7 +10,7 @@ use nowait::sim::{Random, SimQueue, connection};
 use nowait_server::{SimChange, Simulated};
 
 use crate::client::Client;
-use crate::image::{AnyMap, Image};
+use crate::image::Image;
 use crate::model::{Time, Violation};
 use crate::oracle::{InFlight, Oracle};
 use crate::scenario::{Action, DisconnectKind, RequestSpec, Scenario};
@@ -27,7 +27,7 @@ const NARROW_BYTES: usize = 4096;
 
 /// The threads of a server and its clients.
 pub struct Server {
-    threads: Vec<Simulated<AnyMap>>,
+    threads: Vec<Simulated>,
     clients: Vec<Client>,
     /// Requests of disconnected clients, with the thread and the id of their connection.
     orphans: Vec<((usize, u64), InFlight)>,
@@ -37,7 +37,7 @@ pub struct Server {
     scratch: Vec<u8>,
 }
 
-fn threads(image: &Image, scenario: &Scenario) -> Result<Vec<Simulated<AnyMap>>, Error> {
+fn threads(image: &Image, scenario: &Scenario) -> Result<Vec<Simulated>, Error> {
     let thread = |_| {
         let queue = SimQueue::new(image.device.clone())?;
         Simulated::new(image.disk.clone(), image.workers.clone(), queue, scenario.config)

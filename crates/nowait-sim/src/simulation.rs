@@ -9,13 +9,13 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::sim::{Faults, Random, SimDevice, SimQueue};
-use nowait::{ByteRange, Completion, Error, Flags, Op, Request, SingleDisk};
+use nowait::{BlockMap, ByteRange, Completion, Error, Flags, Op, Request, SingleDisk};
 use nowait_server::SimChange;
 
 use crate::coroutines::Coroutines;
 use crate::count_damage;
 use crate::image;
-use crate::image::{AnyMap, Image, Opening};
+use crate::image::{Image, Opening};
 use crate::model::Violation;
 use crate::oracle::Oracle;
 use crate::scenario::{Action, MAX_REQUEST_BYTES, Scenario, Step};
@@ -61,7 +61,7 @@ pub struct Simulation<S> {
     /// Declared before the image, which it uses, so that it is dropped first.
     system: S,
     /// The engine that reads all of the device, while it does.
-    reader: Option<SingleDisk<SimQueue, AnyMap>>,
+    reader: Option<SingleDisk<SimQueue, dyn BlockMap>>,
     image: Image,
 }
 

@@ -10,7 +10,7 @@ use nowait::sim::{Random, SimQueue};
 use nowait::{Error, Flags, Op};
 use nowait_server::{SimChange, SimUblkRequest, SimulatedUblk};
 
-use crate::image::{AnyMap, Image};
+use crate::image::Image;
 use crate::model::{Time, Violation};
 use crate::oracle::{InFlight, Oracle};
 use crate::pattern;
@@ -44,7 +44,7 @@ impl BlockQueue {
     }
 
     /// Gives requests to a server, as many as it takes.
-    fn dispatch(&mut self, thread: &mut SimulatedUblk<AnyMap>) {
+    fn dispatch(&mut self, thread: &mut SimulatedUblk) {
         for (tag, place) in (0..DEPTH).zip(&mut self.with_server) {
             if place.is_some() || !thread.is_free(tag) {
                 continue;
@@ -66,7 +66,7 @@ impl BlockQueue {
     /// Takes the answers of a server.
     fn receive(
         &mut self,
-        thread: &mut SimulatedUblk<AnyMap>,
+        thread: &mut SimulatedUblk,
         oracle: &mut Oracle,
     ) -> Result<(), Violation> {
         for (tag, result) in thread.take() {
@@ -120,7 +120,7 @@ fn check(
 /// The threads of a server, and the queues of the device that they serve.
 pub struct UblkServer {
     /// Queue number n is on thread number n.
-    threads: Vec<SimulatedUblk<AnyMap>>,
+    threads: Vec<SimulatedUblk>,
     queues: Vec<BlockQueue>,
     /// The server has died.
     is_dead: bool,
@@ -129,7 +129,7 @@ pub struct UblkServer {
     requests: u64,
 }
 
-fn threads(image: &Image, scenario: &Scenario) -> Result<Vec<SimulatedUblk<AnyMap>>, Error> {
+fn threads(image: &Image, scenario: &Scenario) -> Result<Vec<SimulatedUblk>, Error> {
     let thread = |_| {
         let queue = SimQueue::new(image.device.clone())?;
         let (disk, workers) = (image.disk.clone(), image.workers.clone());

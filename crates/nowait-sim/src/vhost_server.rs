@@ -7,7 +7,7 @@ use nowait::Error;
 use nowait::sim::{Random, SimQueue};
 use nowait_server::{SimChange, SimVhostDevice, SimulatedVhost, die_after};
 
-use crate::image::{AnyMap, Image};
+use crate::image::Image;
 use crate::model::{Time, Violation};
 use crate::oracle::{InFlight, Oracle};
 use crate::scenario::{Action, Scenario};
@@ -20,7 +20,7 @@ const STEPS: u64 = 12;
 /// The threads of a server, and the driver that uses them.
 pub struct VhostServer {
     /// Queue number n is on thread number n.
-    threads: Vec<SimulatedVhost<AnyMap>>,
+    threads: Vec<SimulatedVhost>,
     device: SimVhostDevice,
     driver: Driver,
     /// The server has died.

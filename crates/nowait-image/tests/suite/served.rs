@@ -1,14 +1,13 @@
 //! Served images: random requests through the engine, compared with an array of bytes, and many
 //! writers at once.
 
-use std::any::Any;
 use std::fs;
 use std::os::unix::fs::MetadataExt;
 use std::sync::Arc;
 
-use nowait::{BlockDevice, BlockMap, BlockingFile, Config, Direct, Flags, IoBuffer};
+use nowait::{BlockingFile, Config, Direct, Flags, IoBuffer};
 use nowait_image::qcow2_disk::{self, OpenImage, Qcow2Map, ServeOptions};
-use nowait_image::{Chain, ChainOptions, DeviceVisitor, Format};
+use nowait_image::{Chain, ChainOptions, Format};
 
 use crate::images::{Images, output, qemu_img};
 use nowait_testkit::model::Model;
@@ -193,23 +192,6 @@ fn an_image_that_cannot_be_served_is_refused_in_one_line_and_left_alone() {
     assert!(fs::read(images.path()).unwrap() == before);
 }
 
-/// Writes 4 KiB at a time from the start on, and keeps the device open.
-struct SequentialWrites(u64);
-
-impl DeviceVisitor for SequentialWrites {
-    type Output = Box<dyn Any>;
-
-    fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> Self::Output {
-        let mut block = IoBuffer::zeroed(4096).unwrap();
-        block.fill(7);
-        let file = BlockingFile::new(device.clone());
-        for pos in (0..self.0).step_by(4096) {
-            file.write_at(&block, pos, Flags::NONE).unwrap();
-        }
-        Box::new(device)
-    }
-}
-
 /// As in a server that ends by exit(2), where threads still have the device.
 #[test]
 fn a_raw_image_that_is_closed_takes_no_space_that_was_allocated_ahead() {
@@ -224,7 +206,14 @@ fn a_raw_image_that_is_closed_takes_no_space_that_was_allocated_ahead() {
     let options = ChainOptions { writable: true, format, ..ChainOptions::default() };
     let image = nowait_image::open(&path, &options).unwrap();
     let is_direct = image.is_direct();
-    let device = image.visit(SequentialWrites(WRITTEN));
+    let device = image.device();
+    let mut block = IoBuffer::zeroed(4096).unwrap();
+    block.fill(7);
+    let file = BlockingFile::new(device.clone());
+    for pos in (0..WRITTEN).step_by(4096) {
+        file.write_at(&block, pos, Flags::NONE).unwrap();
+    }
+    drop(file);
     if !is_direct || allocated() <= WRITTEN + TABLES {
         say_skipped("the file system has no direct I/O, or lists no extents");
         return;

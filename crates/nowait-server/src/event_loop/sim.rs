@@ -29,13 +29,13 @@ use crate::vhost_user::vhost_frontend::VhostFrontend;
 const SPLIT_BYTES: u64 = 8192;
 
 /// The event loop of a thread that serves `disk` through `queue`. Workers and disk may be shared.
-fn event_loop<M: BlockMap, F: Frontend<SimQueue, M>>(
-    disk: Arc<BlockDevice<M>>,
+fn event_loop<F: Frontend<SimQueue>>(
+    disk: Arc<BlockDevice<dyn BlockMap>>,
     workers: WorkerPool,
     queue: SimQueue,
     config: Config,
     frontend: impl FnOnce(&mut ThreadContext) -> F,
-) -> Result<EventLoop<F, SimQueue, M>, Error> {
+) -> Result<EventLoop<F, SimQueue>, Error> {
     let export = Arc::new(Export::with_workers(disk, workers.clone()));
     let mut context = ThreadContext::simulated(export.clone(), config, SPLIT_BYTES)?;
     let engine = Engine::new(queue, workers, config)?;
@@ -43,7 +43,7 @@ fn event_loop<M: BlockMap, F: Frontend<SimQueue, M>>(
     EventLoop::new(&context, export, engine, frontend)
 }
 
-impl<M: BlockMap, F: Frontend<SimQueue, M>> EventLoop<F, SimQueue, M> {
+impl<F: Frontend<SimQueue>> EventLoop<F, SimQueue> {
     /// Runs one iteration. With `waits`, and if nothing is pending, first lets time pass until
     /// something completes.
     fn simulate_once(&mut self, waits: bool) -> Result<(), Error> {
@@ -61,15 +61,15 @@ impl<M: BlockMap, F: Frontend<SimQueue, M>> EventLoop<F, SimQueue, M> {
 }
 
 /// A thread of an NBD server on a simulated device.
-pub struct Simulated<M: BlockMap>(EventLoop<NbdFrontend, SimQueue, M>);
+pub struct Simulated(EventLoop<NbdFrontend, SimQueue>);
 
-impl<M: BlockMap> Simulated<M> {
+impl Simulated {
     /// A thread that serves `disk` through `queue`. Workers and disk may be shared.
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`: a descriptor could not be made or watched.
     pub fn new(
-        disk: Arc<BlockDevice<M>>,
+        disk: Arc<BlockDevice<dyn BlockMap>>,
         workers: WorkerPool,
         queue: SimQueue,
         config: Config,
@@ -154,8 +154,8 @@ impl SimParked {
 }
 
 /// A thread with a queue of a virtual machine on a simulated device.
-pub struct SimulatedVhost<M: BlockMap> {
-    thread: EventLoop<VhostFrontend, SimQueue, M>,
+pub struct SimulatedVhost {
+    thread: EventLoop<VhostFrontend, SimQueue>,
     /// The queue, and the answer to its stop.
     queue: Option<QueueId>,
     stop: Option<Receiver<u16>>,
@@ -163,13 +163,13 @@ pub struct SimulatedVhost<M: BlockMap> {
     stopped_at: Option<u16>,
 }
 
-impl<M: BlockMap> SimulatedVhost<M> {
+impl SimulatedVhost {
     /// As [`Simulated::new`].
     ///
     /// # Errors
     /// As [`Simulated::new`].
     pub fn new(
-        disk: Arc<BlockDevice<M>>,
+        disk: Arc<BlockDevice<dyn BlockMap>>,
         workers: WorkerPool,
         queue: SimQueue,
         config: Config,
@@ -252,25 +252,25 @@ impl<M: BlockMap> SimulatedVhost<M> {
 }
 
 /// A thread with a queue of a ublk device on a simulated device, and the driver's side of the queue.
-pub struct SimulatedUblk<M: BlockMap> {
+pub struct SimulatedUblk {
     /// Before the thread, whose buffers it accesses.
     queue: SimUblkQueue,
-    thread: EventLoop<UblkFrontend, SimQueue, M>,
+    thread: EventLoop<UblkFrontend, SimQueue>,
 }
 
-impl<M: BlockMap> Drop for SimulatedUblk<M> {
+impl Drop for SimulatedUblk {
     fn drop(&mut self) {
         self.thread.frontend.end_driver();
     }
 }
 
-impl<M: BlockMap> SimulatedUblk<M> {
+impl SimulatedUblk {
     /// As [`Simulated::new`], with `depth` tags and requests of at most `max_io_bytes` bytes.
     ///
     /// # Errors
     /// As [`Simulated::new`].
     pub fn new(
-        disk: Arc<BlockDevice<M>>,
+        disk: Arc<BlockDevice<dyn BlockMap>>,
         workers: WorkerPool,
         queue: SimQueue,
         config: Config,

@@ -3,7 +3,7 @@
 //! Invariant: a change takes effect in the same iteration in every run: a limit here lets some requests
 //! through at once and the next ones a day later, so that no clock decides.
 
-use nowait::{BlockMap, IoQueue};
+use nowait::IoQueue;
 
 use crate::event_loop::EventLoop;
 use crate::rate_limit::{Limits, TokenBucket};
@@ -27,7 +27,7 @@ pub enum SimChange {
 const LITTLE: TokenBucket =
     TokenBucket { size: 1, one_time_burst: 0, refill_time: TokenBucket::MAX_REFILL_TIME };
 
-impl<F, Q: IoQueue, M: BlockMap> EventLoop<F, Q, M> {
+impl<F, Q: IoQueue> EventLoop<F, Q> {
     /// Changes the export of this thread.
     pub(super) fn change(&mut self, change: SimChange) {
         let limits = &self.registered.limits;

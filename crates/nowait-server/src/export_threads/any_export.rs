@@ -1,10 +1,9 @@
-//! An export whose block map is not known to the type system, and the sockets that it comes with.
+//! An export and the sockets that it comes with.
 
 use std::os::unix::net::UnixStream;
 use std::sync::Arc;
 
-use nowait::{BlockDevice, BlockMap};
-use nowait_image::{DeviceVisitor, Image};
+use nowait_image::Image;
 
 use crate::export::Export;
 use crate::export_threads::export_registry::Servable;
@@ -12,7 +11,7 @@ use crate::net::listener::Listener;
 use crate::server_options::ExportOptions;
 use crate::vhost_user::control_thread::DeviceSocket;
 
-/// An export that clients can choose, with any block map.
+/// An export that clients can choose.
 pub struct AnyExport {
     pub(crate) export: Arc<dyn Servable>,
     /// It is a disk of virtual machines.
@@ -24,7 +23,7 @@ pub struct AnyExport {
 impl AnyExport {
     /// Clients see the name and the description of `export`.
     #[must_use]
-    pub fn new<M: BlockMap>(export: Export<M>) -> Self {
+    pub fn new(export: Export) -> Self {
         Self { export: Arc::new(export), has_devices: false, vhost_user: Vec::new() }
     }
 
@@ -37,7 +36,12 @@ impl AnyExport {
     /// The export of an open image, which has to stay open until the server has stopped.
     #[must_use]
     pub fn of_image(image: &Image, options: ExportOptions) -> Self {
-        image.visit(options)
+        let export =
+            Export::new(image.device(), options.workers, options.name, options.description);
+        Self::new(match options.when_a_flush_fails {
+            Some(callback) => export.when_a_flush_fails(callback),
+            None => export,
+        })
     }
 
     /// The same, and it is a vhost-user-blk device for the virtual machines that connect to
@@ -54,17 +58,5 @@ impl AnyExport {
     pub fn at_vhost_user_connection(mut self, connection: UnixStream) -> Self {
         self.vhost_user.push(DeviceSocket::Connected(connection));
         self.with_devices()
-    }
-}
-
-impl DeviceVisitor for ExportOptions {
-    type Output = AnyExport;
-
-    fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> AnyExport {
-        let export = Export::new(device, self.workers, self.name, self.description);
-        AnyExport::new(match self.when_a_flush_fails {
-            Some(callback) => export.when_a_flush_fails(callback),
-            None => export,
-        })
     }
 }

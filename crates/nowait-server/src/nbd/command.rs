@@ -2,7 +2,7 @@
 //!
 //! Invariant: all decisions are the export's, except for the limits of the protocol.
 
-use nowait::{BlockMap, ByteRange, Flags, Op, Request};
+use nowait::{ByteRange, Flags, Op, Request};
 
 use crate::export::{Export, ExportId};
 use crate::nbd::handshake::{ExportInfo, Negotiated};
@@ -21,7 +21,7 @@ const PREFERRED_BLOCK_BYTES: u32 = 4096;
 const ANY_FLAGS: u16 = wire::CMD_FLAG_FUA;
 
 /// The properties of `export` as told to clients: read from it now, neither assumed nor remembered.
-pub(crate) fn export_info<M: BlockMap>(id: ExportId, export: &Export<M>) -> ExportInfo {
+pub(crate) fn export_info(id: ExportId, export: &Export) -> ExportInfo {
     let disk = export.disk();
     // A flush on one connection covers what was completed on all of them (C49).
     let mut flags = wire::FLAG_HAS_FLAGS
@@ -90,8 +90,8 @@ pub(crate) enum Command {
 
 /// Translates `header`, in its compact form.
 #[inline(always)]
-pub(crate) fn translate<M: BlockMap>(
-    export: &Export<M>,
+pub(crate) fn translate(
+    export: &Export,
     transmission: TransmissionMode,
     header: &RequestHeader,
 ) -> Command {
@@ -134,7 +134,7 @@ fn too_long(op: Op, mode: ReplyMode) -> i32 {
 }
 
 /// Checks NBD_CMD_CACHE. Direct I/O has no cache to fill, and the protocol allows to do nothing.
-fn cache<M: BlockMap>(export: &Export<M>, header: &RequestHeader) -> Command {
+fn cache(export: &Export, header: &RequestHeader) -> Command {
     if header.flags & !ANY_FLAGS != 0 {
         return Command::Error(libc::EINVAL);
     }
@@ -166,18 +166,18 @@ fn flags(op: Op, wire_flags: u16) -> Flags {
 mod tests {
     use std::sync::Arc;
 
-    use nowait::{AllocationCache, BlockDevice, OpenOptions};
+    use nowait::{BlockDevice, OpenOptions};
 
     use super::*;
 
-    fn export(description: &str) -> Export<AllocationCache> {
+    fn export(description: &str) -> Export {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(1 << 20).unwrap();
         let disk = Arc::new(BlockDevice::open(file.path(), OpenOptions::default()).unwrap());
         Export::new(disk, 1, String::new(), description.into())
     }
 
-    fn io_of(export: &Export<AllocationCache>, command: u16, flags: u16) -> Request {
+    fn io_of(export: &Export, command: u16, flags: u16) -> Request {
         let header = RequestHeader { flags, command, cookie: 1, offset: 4096, length: 512 };
         match translate(export, TransmissionMode::default(), &header) {
             Command::Io(io) => io,

@@ -8,7 +8,7 @@ use std::io;
 use std::os::fd::AsFd;
 use std::time::Instant;
 
-use nowait::{BlockMap, Interest, IoQueue, Token};
+use nowait::{Interest, IoQueue, Token};
 use nowait_nbd::tls_words::tls_message;
 use rustix::io::Errno;
 
@@ -229,7 +229,7 @@ impl Connection {
 
     /// Sends as much as the socket takes and the quantum allows; asks for a writable event if the
     /// socket is full.
-    pub(crate) fn send<Q: IoQueue, M: BlockMap>(&mut self, context: &mut LoopContext<Q, M>) {
+    pub(crate) fn send<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>) {
         if !self.has_unsent() || self.waiting_writable || self.session.input == ReadState::Aborted {
             return;
         }

@@ -7,7 +7,7 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::Instant;
 
-use nowait::{BlockMap, Completion, Error, Interest, IoQueue, Op, Token};
+use nowait::{Completion, Error, Interest, IoQueue, Op, Token};
 use slab::Slab;
 
 use crate::export::{ExportId, result};
@@ -90,9 +90,9 @@ impl NbdFrontend {
     }
 
     /// Adds a connection, unless the thread is stopping.
-    pub(crate) fn add<Q: IoQueue, M: BlockMap>(
+    pub(crate) fn add<Q: IoQueue>(
         &mut self,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         arrival: HandoffConnection,
     ) {
         if self.connections.len() >= MAX_CONNECTIONS || self.stopping {
@@ -121,9 +121,9 @@ impl NbdFrontend {
     }
 
     /// Removes a connection from this thread.
-    fn remove<Q: IoQueue, M: BlockMap>(
+    fn remove<Q: IoQueue>(
         &mut self,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         number: usize,
     ) -> Option<Connection> {
         let mut connection = self.connections.try_remove(number)?;
@@ -139,11 +139,7 @@ impl NbdFrontend {
     }
 
     /// Closes a connection.
-    pub(crate) fn close<Q: IoQueue, M: BlockMap>(
-        &mut self,
-        context: &mut LoopContext<Q, M>,
-        number: usize,
-    ) {
+    pub(crate) fn close<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>, number: usize) {
         let Some(mut connection) = self.remove(context, number) else { return };
         context.delayed_release.on_closed();
         connection.send_close_notify();
@@ -158,7 +154,7 @@ impl NbdFrontend {
 
 impl NbdFrontend {
     /// Takes no more requests of the connections that an operator wants closed.
-    fn close_on_request<Q: IoQueue, M: BlockMap>(&mut self, context: &mut LoopContext<Q, M>) {
+    fn close_on_request<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>) {
         let count = context.close_count();
         if std::mem::replace(&mut self.close_count, count) == count {
             return;
@@ -175,7 +171,7 @@ impl NbdFrontend {
 
 impl NbdFrontend {
     /// Accepts the connections of the listeners that were given to this thread.
-    fn take_listeners<Q: IoQueue, M: BlockMap>(&mut self, context: &mut LoopContext<Q, M>) {
+    fn take_listeners<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>) {
         for listener in self.channel.take_listeners() {
             let n = self.acceptor.add(listener);
             let watched = self.acceptor.listeners().get(n).map_or(Ok(()), |listener| {
@@ -188,11 +184,7 @@ impl NbdFrontend {
     }
 
     /// Sends the answers of a connection, which leaves this thread once nothing of it is in flight.
-    fn park<Q: IoQueue, M: BlockMap>(
-        &mut self,
-        context: &mut LoopContext<Q, M>,
-        member: usize,
-    ) -> u64 {
+    fn park<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>, member: usize) -> u64 {
         let Some(connection) = self.connections.get_mut(member) else { return 0 };
         connection.send(context);
         let moved = connection.member.quantum.bytes_moved();
@@ -208,15 +200,15 @@ impl NbdFrontend {
     }
 }
 
-impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
-    fn begin(&mut self, context: &mut LoopContext<Q, M>) -> Result<(), Error> {
+impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
+    fn begin(&mut self, context: &mut LoopContext<Q>) -> Result<(), Error> {
         for (n, listener) in self.acceptor.listeners().iter().enumerate() {
             context.watch(listener.as_fd(), LISTENER | n as u64, Interest::Readable)?;
         }
         Ok(())
     }
 
-    fn on_wake(&mut self, context: &mut LoopContext<Q, M>) {
+    fn on_wake(&mut self, context: &mut LoopContext<Q>) {
         self.take_listeners(context);
         for arrival in self.channel.take() {
             self.add(context, arrival);
@@ -225,7 +217,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
         self.close_on_request(context);
     }
 
-    fn on_event(&mut self, context: &mut LoopContext<Q, M>, token: Token, bits: i32) {
+    fn on_event(&mut self, context: &mut LoopContext<Q>, token: Token, bits: i32) {
         if token & LISTENER != 0 {
             return self.acceptor.mark_ready((token & !LISTENER) as usize);
         }
@@ -243,7 +235,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
         context.schedule(number, &mut connection.member);
     }
 
-    fn after_events(&mut self, _: &mut LoopContext<Q, M>) {
+    fn after_events(&mut self, _: &mut LoopContext<Q>) {
         let handshakes = &self.shared.handshakes;
         let tls = handshakes.tls_state();
         // All handshakes run on the threads of this export.
@@ -272,7 +264,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
     }
 
     /// Receives from a connection and sends to it.
-    fn service(&mut self, context: &mut LoopContext<Q, M>, member: usize) -> u64 {
+    fn service(&mut self, context: &mut LoopContext<Q>, member: usize) -> u64 {
         if self.parking {
             return self.park(context, member);
         }
@@ -304,7 +296,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
         moved
     }
 
-    fn send_answers(&mut self, context: &mut LoopContext<Q, M>, member: usize) -> u64 {
+    fn send_answers(&mut self, context: &mut LoopContext<Q>, member: usize) -> u64 {
         let Some(connection) = self.connections.get_mut(member) else { return 0 };
         connection.send(context);
         let moved = connection.member.quantum.bytes_moved();
@@ -318,7 +310,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
     #[inline(always)]
     fn complete(
         &mut self,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         member: usize,
         key: u32,
         completion: Completion,
@@ -351,12 +343,12 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
         handshake.into_iter().chain(self.acceptor.retry_at()).chain(self.stalls.due()).min()
     }
 
-    fn watch_memory(&mut self, context: &LoopContext<Q, M>, now: Instant) {
+    fn watch_memory(&mut self, context: &LoopContext<Q>, now: Instant) {
         self.stalls.watch(&context.budget, now);
     }
 
     /// Closes the connections whose handshake has timed out, and those that keep the memory which others wait for.
-    fn expire(&mut self, context: &mut LoopContext<Q, M>, now: Instant) {
+    fn expire(&mut self, context: &mut LoopContext<Q>, now: Instant) {
         let connections = self.connections.iter_mut().map(|(_, connection)| connection);
         for number in self.stalls.stalled(connections, &context.budget, now) {
             if let Some(connection) = self.connections.get(number) {
@@ -388,7 +380,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
 
     /// Marks the connection that sent last as readable: its client has probably sent the next
     /// request. The next submission asks the kernel for events anyway.
-    fn poll(&mut self, context: &mut LoopContext<Q, M>) {
+    fn poll(&mut self, context: &mut LoopContext<Q>) {
         if let Some(connection) = self.connections.get_mut(self.last_reader)
             && connection.session.input == ReadState::Open
         {
@@ -402,7 +394,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
     ///
     /// A multishot poll of Linux 6.18 sometimes misses a shutdown(2) that comes while it reports
     /// the last bytes, and there is no other event.
-    fn before_sleep(&mut self, context: &mut LoopContext<Q, M>) -> bool {
+    fn before_sleep(&mut self, context: &mut LoopContext<Q>) -> bool {
         let mut any = false;
         if injected_bug::injected(ServerBug::TrustReports) {
             return any;
@@ -420,7 +412,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
     }
 
     /// Reads no more requests; requests in flight are still answered.
-    fn begin_shutdown(&mut self, context: &mut LoopContext<Q, M>) {
+    fn begin_shutdown(&mut self, context: &mut LoopContext<Q>) {
         for (n, listener) in self.acceptor.close().into_iter().enumerate() {
             context.unwatch(listener.as_fd(), LISTENER | n as u64);
         }
@@ -438,7 +430,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
         }
     }
 
-    fn begin_parking(&mut self, context: &mut LoopContext<Q, M>) {
+    fn begin_parking(&mut self, context: &mut LoopContext<Q>) {
         self.parking = true;
         let mut listeners = self.acceptor.close();
         for (n, listener) in listeners.iter().enumerate() {
@@ -456,7 +448,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for NbdFrontend {
         }
     }
 
-    fn end_parking(&mut self, context: &mut LoopContext<Q, M>) {
+    fn end_parking(&mut self, context: &mut LoopContext<Q>) {
         self.parking = false;
         for (number, connection) in &mut self.connections {
             context.schedule(number, &mut connection.member);

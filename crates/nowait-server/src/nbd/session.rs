@@ -4,7 +4,7 @@
 //! Invariant: nothing here has a socket, a thread or an engine. Every request taken is answered
 //! once, and no more is parsed after the end of the input.
 
-use nowait::{BlockMap, ByteRange, PooledBuffer, Request};
+use nowait::{ByteRange, PooledBuffer, Request};
 use slab::Slab;
 
 use crate::export::Export;
@@ -164,9 +164,9 @@ impl Session {
 
     /// Answers a request that the engine has completed.
     #[inline]
-    pub(crate) fn reply<M: BlockMap>(
+    pub(crate) fn reply(
         &mut self,
-        export: &Export<M>,
+        export: &Export,
         request: &RequestContext,
         completed: CompletedRequest<'_>,
     ) {

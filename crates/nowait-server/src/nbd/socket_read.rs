@@ -4,7 +4,7 @@
 
 use std::io::IoSliceMut;
 
-use nowait::{BlockMap, IoQueue};
+use nowait::IoQueue;
 use rustix::io::Errno;
 
 use crate::loop_context::LoopContext;
@@ -41,11 +41,11 @@ pub(crate) struct SharedState {
 
 impl Connection {
     /// Receives once and parses the bytes. Returns whether there were any.
-    pub(crate) fn receive<Q: IoQueue, M: BlockMap>(
+    pub(crate) fn receive<Q: IoQueue>(
         &mut self,
         shared: &mut SharedState,
         buffers: &mut ReadBuffers,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
     ) -> bool {
         if self.session.input != ReadState::Open || !self.readable {
             return false;
@@ -64,11 +64,11 @@ impl Connection {
         false
     }
 
-    fn receive_plain<Q: IoQueue, M: BlockMap>(
+    fn receive_plain<Q: IoQueue>(
         &mut self,
         shared: &mut SharedState,
         buffers: &mut ReadBuffers,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
     ) -> Result<usize, Errno> {
         let scratch = &mut buffers.received[..];
         let session = &mut self.session;
@@ -107,11 +107,11 @@ impl Connection {
     }
 
     /// `receive_plain` for a TLS connection.
-    fn receive_encrypted<Q: IoQueue, M: BlockMap>(
+    fn receive_encrypted<Q: IoQueue>(
         &mut self,
         shared: &mut SharedState,
         buffers: &mut ReadBuffers,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
     ) -> Result<usize, Errno> {
         if self.transport.has_ended() {
             return Ok(0);
@@ -129,10 +129,10 @@ impl Connection {
     }
 
     /// Parses again the input of a blocked connection.
-    pub(crate) fn retry_parse<Q: IoQueue, M: BlockMap>(
+    pub(crate) fn retry_parse<Q: IoQueue>(
         &mut self,
         shared: &mut SharedState,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
     ) {
         if self.session.input == ReadState::Blocked {
             self.session.input = ReadState::Open;
@@ -146,10 +146,10 @@ impl Connection {
 
     /// Parses `input`. After `bytes` bytes it stops at the next boundary of a header or a payload;
     /// the rest goes into the unparsed input.
-    pub(crate) fn parse<Q: IoQueue, M: BlockMap>(
+    pub(crate) fn parse<Q: IoQueue>(
         &mut self,
         shared: &mut SharedState,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         mut input: &[u8],
         bytes: usize,
     ) {

@@ -4,7 +4,7 @@
 //! Invariant: a request is taken off the input when it can be submitted or answered, not before.
 //! Each request taken gets exactly one reply.
 
-use nowait::{BlockMap, IoQueue, Op, PooledBuffer, Rejected, Request, injected_panic};
+use nowait::{IoQueue, Op, PooledBuffer, Rejected, Request, injected_panic};
 use slab::Slab;
 
 use crate::loop_context::LoopContext;
@@ -44,10 +44,10 @@ pub(crate) enum ParseProgress {
 
 impl Connection {
     /// Takes the next piece of input in the transmission phase: a header, or some payload.
-    pub(crate) fn take_next<Q: IoQueue, M: BlockMap>(
+    pub(crate) fn take_next<Q: IoQueue>(
         &mut self,
         requests: &mut Requests,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         transmission: TransmissionMode,
         input: &[u8],
     ) -> ParseProgress {
@@ -69,10 +69,10 @@ impl Connection {
     }
 
     #[inline(always)]
-    fn take_request<Q: IoQueue, M: BlockMap>(
+    fn take_request<Q: IoQueue>(
         &mut self,
         requests: &mut Requests,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         transmission: TransmissionMode,
         parsed: ParsedRequest,
     ) -> ParseProgress {
@@ -142,9 +142,9 @@ impl Connection {
 
     /// A buffer for the data of `io`, charged to the connection; `None` if memory is short.
     #[inline(always)]
-    fn take_buffer<Q: IoQueue, M: BlockMap>(
+    fn take_buffer<Q: IoQueue>(
         &mut self,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         request: &mut RequestContext,
         io: Request,
     ) -> Option<PooledBuffer> {
@@ -156,9 +156,9 @@ impl Connection {
     }
 
     /// Makes room for the next fragment of the write that is being received.
-    pub(crate) fn begin_fragment<Q: IoQueue, M: BlockMap>(
+    pub(crate) fn begin_fragment<Q: IoQueue>(
         &mut self,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
     ) -> ParseProgress {
         let Some((mut request, io)) = self.session.next_fragment() else {
             return ParseProgress::NeedMore;
@@ -175,10 +175,10 @@ impl Connection {
     }
 
     /// Submits a write whose payload is complete; `count` bytes of it came last.
-    fn submit_write<Q: IoQueue, M: BlockMap>(
+    fn submit_write<Q: IoQueue>(
         &mut self,
         requests: &mut Requests,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         count: usize,
     ) -> ParseProgress {
         if !context.engine.has_free_slot() {
@@ -197,13 +197,13 @@ impl Connection {
 
     /// Submits a request by `submit`, which gets its tag.
     #[inline(always)]
-    fn submit<Q: IoQueue, M: BlockMap>(
+    fn submit<Q: IoQueue>(
         &mut self,
         requests: &mut Requests,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         in_flight: InFlight,
         io: Request,
-        submit: impl FnOnce(&mut LoopContext<Q, M>, u64) -> Result<(), Rejected>,
+        submit: impl FnOnce(&mut LoopContext<Q>, u64) -> Result<(), Rejected>,
     ) {
         let key = requests.in_flight.insert(in_flight);
         let tag = context.tag(self.number, key as u32);
@@ -223,9 +223,9 @@ impl Connection {
 
     /// Answers a request that the engine has not accepted.
     #[cold]
-    pub(crate) fn on_rejected<Q: IoQueue, M: BlockMap>(
+    pub(crate) fn on_rejected<Q: IoQueue>(
         &mut self,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         rejected: &InFlight,
         io: Request,
         errno: i32,
@@ -243,9 +243,9 @@ impl Connection {
     }
 
     /// A fragment of `bytes` of a split write has completed with `errno` (0: success).
-    pub(crate) fn on_fragment_done<Q: IoQueue, M: BlockMap>(
+    pub(crate) fn on_fragment_done<Q: IoQueue>(
         &mut self,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         split: usize,
         fragment: &RequestContext,
         bytes: u64,

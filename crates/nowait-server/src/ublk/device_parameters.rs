@@ -4,10 +4,8 @@
 //! with larger ones: a partition table is found only with the blocks that it was made for. The last sector of a node may
 //! reach past the image's end.
 
-use std::sync::Arc;
-
 use nowait::{BlockDevice, BlockMap};
-use nowait_image::{DeviceVisitor, Format, Image};
+use nowait_image::{Format, Image};
 
 use rustix::fs::{FileType, fstat};
 
@@ -39,53 +37,16 @@ pub(crate) struct Parameters {
     pub(crate) max_io_bytes: u32,
 }
 
-/// Asks an image for its [`Parameters`].
-struct Properties {
-    max_io_bytes: u32,
-    is_raw: bool,
-}
-
-impl DeviceVisitor for Properties {
-    type Output = Parameters;
-
-    fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> Parameters {
-        let sector = 1 << SECTOR_SHIFT;
-        let block = match self.is_raw && is_block_device(&device) {
-            true => device.alignment().offset.clamp(sector, MAX_BLOCK_BYTES),
-            // Direct I/O may need more of a file, as of one that shares its blocks with another.
-            false => sector,
-        };
-        Parameters {
-            size: Parameters::whole_blocks(device.size(), block),
-            block,
-            read_only: device.is_read_only(),
-            discards: device.supports_punch_hole(),
-            max_io_bytes: self.max_io_bytes,
-        }
-    }
-}
-
-fn is_block_device<M: BlockMap>(device: &BlockDevice<M>) -> bool {
+fn is_block_device(device: &BlockDevice<dyn BlockMap>) -> bool {
     let found = device.fd().ok().and_then(|fd| fstat(fd).ok());
     found.is_some_and(|found| FileType::from_raw_mode(found.st_mode) == FileType::BlockDevice)
-}
-
-/// Asks an image whether its storage takes the memory of the kernel's requests.
-struct CanRegister;
-
-impl DeviceVisitor for CanRegister {
-    type Output = bool;
-
-    fn visit<M: BlockMap>(self, device: Arc<BlockDevice<M>>) -> bool {
-        let sector = 1 << SECTOR_SHIFT;
-        device.supports_nowait() && device.alignment().memory <= sector
-    }
 }
 
 /// Whether requests can move data between storage and the memory of their users, which is aligned to
 /// sectors only.
 pub(crate) fn can_register(image: &Image) -> bool {
-    image.visit(CanRegister)
+    let (device, sector) = (image.device(), 1 << SECTOR_SHIFT);
+    device.supports_nowait() && device.alignment().memory <= sector
 }
 
 impl Parameters {
@@ -94,7 +55,19 @@ impl Parameters {
 
     /// Those of `image`, for requests of at most `max_io_bytes`.
     pub(crate) fn of(image: &Image, max_io_bytes: u32) -> Self {
-        image.visit(Properties { max_io_bytes, is_raw: image.format() == Format::Raw })
+        let (device, sector) = (image.device(), 1 << SECTOR_SHIFT);
+        let block = match image.format() == Format::Raw && is_block_device(&device) {
+            true => device.alignment().offset.clamp(sector, MAX_BLOCK_BYTES),
+            // Direct I/O may need more of a file, as of one that shares its blocks with another.
+            false => sector,
+        };
+        Self {
+            size: Self::whole_blocks(device.size(), block),
+            block,
+            read_only: device.is_read_only(),
+            discards: device.supports_punch_hole(),
+            max_io_bytes,
+        }
     }
 
     /// The bytes of a node for an image of `size` bytes: with blocks of 512 bytes all, padded to a sector, else those in whole

@@ -34,9 +34,9 @@ pub(crate) enum RequestData {
 
 impl RequestData {
     /// Buffers of `bytes` for `tags` tags; `None` if there is no memory for them.
-    pub(crate) fn copied<Q: IoQueue, M: BlockMap>(
-        engine: &mut Engine<Q, M>,
-        device: &DeviceHandle<M>,
+    pub(crate) fn copied<Q: IoQueue>(
+        engine: &mut Engine<Q, dyn BlockMap>,
+        device: &DeviceHandle<dyn BlockMap>,
         tags: u16,
         bytes: u32,
     ) -> Option<Self> {
@@ -49,9 +49,9 @@ impl RequestData {
     }
 
     /// The memory of the requests of `tags` tags.
-    pub(crate) fn registered<Q: IoQueue, M: BlockMap>(
-        engine: &mut Engine<Q, M>,
-        device: &DeviceHandle<M>,
+    pub(crate) fn registered<Q: IoQueue>(
+        engine: &mut Engine<Q, dyn BlockMap>,
+        device: &DeviceHandle<dyn BlockMap>,
         tags: u16,
     ) -> Self {
         let must_copy = vec![false; tags.into()];

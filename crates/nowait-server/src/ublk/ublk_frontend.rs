@@ -10,7 +10,7 @@ use std::os::fd::{AsFd, OwnedFd};
 use std::sync::Arc;
 
 use nowait::{
-    BlockMap, ByteRange, Completion, Error, Flags, IoQueue, Op, Operation, Rejected, Request, Token,
+    ByteRange, Completion, Error, Flags, IoQueue, Op, Operation, Rejected, Request, Token,
 };
 
 use crate::export::result;
@@ -76,9 +76,9 @@ impl UblkFrontend {
     }
 
     /// Pushes a command of `tag` into the thread's ring.
-    fn push<Q: IoQueue, M: BlockMap>(
+    fn push<Q: IoQueue>(
         &mut self,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         op: u32,
         tag: u16,
         result: i32,
@@ -98,12 +98,7 @@ impl UblkFrontend {
     }
 
     /// Answers the request of `tag`, and fetches its next one.
-    fn answer<Q: IoQueue, M: BlockMap>(
-        &mut self,
-        context: &mut LoopContext<Q, M>,
-        tag: u16,
-        result: i32,
-    ) {
+    fn answer<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>, tag: u16, result: i32) {
         if let Err(error) = self.push(context, COMMIT_AND_FETCH_REQ, tag, result) {
             // The ring has failed, and ends the thread with the same error.
             tracing::error!("{}: {error}", self.device.node());
@@ -112,11 +107,7 @@ impl UblkFrontend {
 
     /// Submits the request of `tag`, or answers it. False, with nothing done, if there is no memory
     /// for it.
-    fn submit<Q: IoQueue, M: BlockMap>(
-        &mut self,
-        context: &mut LoopContext<Q, M>,
-        tag: u16,
-    ) -> bool {
+    fn submit<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>, tag: u16) -> bool {
         let Some(queue) = &mut self.queue else { return true };
         let Some(descriptor) = queue.requests.get(tag) else { return true };
         let (io, is_cut) = match translate(context, descriptor) {
@@ -181,9 +172,9 @@ impl UblkFrontend {
     /// Submits a request whose data are copied here, between a buffer of the engine and where the driver has them, or
     /// answers it. False, with nothing done, if there is no buffer for it.
     #[inline(never)]
-    fn submit_copied<Q: IoQueue, M: BlockMap>(
+    fn submit_copied<Q: IoQueue>(
         &mut self,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         tag: u16,
         io: Request,
     ) -> bool {
@@ -245,7 +236,7 @@ impl UblkFrontend {
     }
 
     /// A tag gets no more requests.
-    fn end_tag<Q: IoQueue, M: BlockMap>(&mut self, context: &mut LoopContext<Q, M>) {
+    fn end_tag<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>) {
         let Some(queue) = &mut self.queue else { return };
         queue.live_tags -= 1;
         if queue.live_tags == 0 {
@@ -254,7 +245,7 @@ impl UblkFrontend {
     }
 
     /// The queue leaves the thread.
-    fn end<Q: IoQueue, M: BlockMap>(&mut self, context: &mut LoopContext<Q, M>) {
+    fn end<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>) {
         let Some(mut queue) = self.queue.take() else { return };
         if self.device.registers_data() {
             let (node, number) = (self.device.node(), self.number);
@@ -273,8 +264,8 @@ impl UblkFrontend {
 /// The engine's request for a descriptor, and whether it is shorter because the image ends in its last sector; or the errno
 /// that refuses it.
 #[inline]
-fn translate<Q: IoQueue, M: BlockMap>(
-    context: &LoopContext<Q, M>,
+fn translate<Q: IoQueue>(
+    context: &LoopContext<Q>,
     descriptor: Descriptor,
 ) -> Result<(Request, bool), i32> {
     let Descriptor { op_flags, sectors, start_sector } = descriptor;
@@ -316,9 +307,9 @@ impl UblkFrontend {
     }
 }
 
-impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
+impl<Q: IoQueue> Frontend<Q> for UblkFrontend {
     /// Gives the driver a buffer for each tag.
-    fn begin(&mut self, context: &mut LoopContext<Q, M>) -> Result<(), Error> {
+    fn begin(&mut self, context: &mut LoopContext<Q>) -> Result<(), Error> {
         let failed = |errno| Error::new(errno, Operation::SetUp);
         let (depth, bytes) = (self.device.info.depth, self.device.info.max_io_bytes);
         let data = match self.device.registers_data() {
@@ -351,7 +342,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
         Ok(())
     }
 
-    fn on_wake(&mut self, _: &mut LoopContext<Q, M>) {
+    fn on_wake(&mut self, _: &mut LoopContext<Q>) {
         if let Some(queue) = &mut self.queue
             && self.device.is_leaving()
         {
@@ -363,7 +354,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
 
     /// The command of a tag has ended: there is a request, or there will be none.
     #[inline]
-    fn on_event(&mut self, context: &mut LoopContext<Q, M>, token: Token, outcome: i32) {
+    fn on_event(&mut self, context: &mut LoopContext<Q>, token: Token, outcome: i32) {
         let Some(queue) = &mut self.queue else { return };
         queue.in_ring -= 1;
         if outcome < 0 {
@@ -389,7 +380,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
     }
 
     /// Submits the requests that have come.
-    fn service(&mut self, context: &mut LoopContext<Q, M>, _: usize) -> u64 {
+    fn service(&mut self, context: &mut LoopContext<Q>, _: usize) -> u64 {
         while let Some(queue) = &mut self.queue
             && let Some(&tag) = queue.ready.front()
         {
@@ -420,7 +411,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
     #[inline]
     fn complete(
         &mut self,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         _: usize,
         key: u32,
         completion: Completion,
@@ -456,7 +447,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
     }
 
     /// A queue that is left ends when its last answers have reached the driver.
-    fn end_iteration(&mut self, context: &mut LoopContext<Q, M>) {
+    fn end_iteration(&mut self, context: &mut LoopContext<Q>) {
         let Some(queue) = &mut self.queue else { return };
         let has_pushed = std::mem::replace(&mut queue.has_pushed, false);
         if queue.leaving && queue.in_engine == 0 && !has_pushed {
@@ -469,7 +460,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for UblkFrontend {
     }
 
     /// Requests are served until the device is stopped, which writes what the kernel has cached.
-    fn begin_shutdown(&mut self, _: &mut LoopContext<Q, M>) {}
+    fn begin_shutdown(&mut self, _: &mut LoopContext<Q>) {}
 
     fn keeps_thread(&self) -> bool {
         self.queue.is_some()

@@ -7,7 +7,7 @@
 use std::sync::atomic::Ordering;
 use std::sync::mpsc::SyncSender;
 
-use nowait::{BlockMap, ByteRange, Flags, IoQueue, Op, Rejected, Request};
+use nowait::{ByteRange, Flags, IoQueue, Op, Rejected, Request};
 use virtio_bindings::virtio_blk::{VIRTIO_BLK_S_IOERR, VIRTIO_BLK_S_OK, VIRTIO_BLK_S_UNSUPP};
 use vm_memory::GuestAddress;
 
@@ -104,11 +104,11 @@ impl DeviceQueue {
     }
 
     /// Takes the next request and begins it.
-    pub(super) fn step<Q: IoQueue, M: BlockMap>(
+    pub(super) fn step<Q: IoQueue>(
         &mut self,
         number: usize,
         reader: &mut RequestReader,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
     ) -> Result<Step, Malformed> {
         if self.member.quantum.reads_exhausted() || self.member.quantum.is_spent() {
             context.schedule(number, &mut self.member);
@@ -173,11 +173,7 @@ impl DeviceQueue {
     }
 
     /// Goes on when something was released: one of the queue's own requests, or another's.
-    fn wait<Q: IoQueue, M: BlockMap>(
-        &self,
-        number: usize,
-        context: &mut LoopContext<Q, M>,
-    ) -> Step {
+    fn wait<Q: IoQueue>(&self, number: usize, context: &mut LoopContext<Q>) -> Step {
         if self.in_flight == 0 {
             context.block(number);
         }
@@ -185,13 +181,13 @@ impl DeviceQueue {
     }
 
     /// Begins a request, or answers it.
-    fn begin<Q: IoQueue, M: BlockMap>(
+    fn begin<Q: IoQueue>(
         &mut self,
         number: usize,
         head: u16,
         request: &BlockRequest,
         reader: &mut RequestReader,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
     ) -> Result<Begun, Malformed> {
         let ended = |status| Ok(Begun::Ended(Err(status)));
         if request.kind == Kind::Unknown {
@@ -275,14 +271,14 @@ impl DeviceQueue {
     }
 
     /// Begins a checked request; of a long one its first piece.
-    fn begin_io<Q: IoQueue, M: BlockMap>(
+    fn begin_io<Q: IoQueue>(
         &mut self,
         number: usize,
         head: u16,
         request: &BlockRequest,
         io: Request,
         reader: &mut RequestReader,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
     ) -> Result<Begun, Malformed> {
         let is_long = matches!(io.op, Op::Read | Op::Write) && io.range.len > MAX_REQUEST_BYTES;
         if is_long {
@@ -294,13 +290,13 @@ impl DeviceQueue {
 
     /// Gives the next piece of a long request, which `reader` has, to the engine.
     #[cold]
-    fn begin_piece<Q: IoQueue, M: BlockMap>(
+    fn begin_piece<Q: IoQueue>(
         &mut self,
         number: usize,
         head: u16,
         mut rest: Box<Rest>,
         reader: &mut RequestReader,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
     ) -> Result<Begun, Malformed> {
         let Rest { request, io: whole, done } = *rest;
         let len = MAX_REQUEST_BYTES.min(whole.range.len - done);
@@ -314,13 +310,13 @@ impl DeviceQueue {
     /// Goes on with a long request. Its descriptors are read again: the guest must not have changed
     /// them.
     #[cold]
-    fn go_on<Q: IoQueue, M: BlockMap>(
+    fn go_on<Q: IoQueue>(
         &mut self,
         number: usize,
         head: u16,
         rest: Box<Rest>,
         reader: &mut RequestReader,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
     ) -> Result<(), Malformed> {
         let virtqueue = &self.start.virtqueue;
         let request = reader.read(virtqueue.memory(), virtqueue.table(), head)?;
@@ -335,14 +331,14 @@ impl DeviceQueue {
     }
 
     /// Gives a checked request to the engine, of which there may be a rest.
-    fn submit<Q: IoQueue, M: BlockMap>(
+    fn submit<Q: IoQueue>(
         &mut self,
         number: usize,
         head: u16,
         io: Request,
         mut answer: InFlight,
         reader: &mut RequestReader,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
     ) -> Result<Begun, Malformed> {
         let memory = self.start.virtqueue.memory();
         let (key, is_read) = (u32::from(head), io.op == Op::Read);
@@ -407,13 +403,13 @@ impl DeviceQueue {
 
     /// A request, or a piece of one, has left the engine.
     #[inline]
-    pub(super) fn complete<Q: IoQueue, M: BlockMap>(
+    pub(super) fn complete<Q: IoQueue>(
         &mut self,
         number: usize,
         head: u16,
         outcome: Outcome,
         reader: &mut RequestReader,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
     ) -> Result<(), Malformed> {
         match self.finish(head, outcome)? {
             Some(rest) => self.go_on(number, head, rest, reader, context),

@@ -7,7 +7,7 @@
 use std::os::fd::AsFd;
 use std::sync::Arc;
 
-use nowait::{BlockMap, Completion, Interest, IoQueue, Token};
+use nowait::{Completion, Interest, IoQueue, Token};
 use slab::Slab;
 
 use crate::export::result;
@@ -45,11 +45,7 @@ impl VhostFrontend {
         }
     }
 
-    fn handle_command<Q: IoQueue, M: BlockMap>(
-        &mut self,
-        context: &mut LoopContext<Q, M>,
-        command: QueueCommand,
-    ) {
+    fn handle_command<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>, command: QueueCommand) {
         match command {
             QueueCommand::Start(start) => {
                 self.add(context, *start);
@@ -88,7 +84,7 @@ impl VhostFrontend {
     }
 
     /// Adds a queue, unless the thread is stopping.
-    fn add<Q: IoQueue, M: BlockMap>(&mut self, context: &mut LoopContext<Q, M>, start: QueueStart) {
+    fn add<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>, start: QueueStart) {
         if self.stopping {
             return;
         }
@@ -117,8 +113,8 @@ impl VhostFrontend {
     }
 }
 
-impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
-    fn on_wake(&mut self, context: &mut LoopContext<Q, M>) {
+impl<Q: IoQueue> Frontend<Q> for VhostFrontend {
+    fn on_wake(&mut self, context: &mut LoopContext<Q>) {
         while let Some(command) = self.channel.take() {
             self.handle_command(context, command);
         }
@@ -127,7 +123,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
     /// A kick. The eventfd is not read: each write to it is another event, and reading could block
     /// if the VMM has made it so.
     #[inline]
-    fn on_event(&mut self, context: &mut LoopContext<Q, M>, token: Token, _: i32) {
+    fn on_event(&mut self, context: &mut LoopContext<Q>, token: Token, _: i32) {
         if let Some(queue) = self.queues.get_mut(token as usize) {
             context.schedule(token as usize, &mut queue.member);
         }
@@ -135,7 +131,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
 
     /// Schedules the queues that got a request meanwhile.
     #[inline]
-    fn after_events(&mut self, context: &mut LoopContext<Q, M>) {
+    fn after_events(&mut self, context: &mut LoopContext<Q>) {
         let queues = &mut self.queues;
         self.idle.retain(|&number| {
             let Some(queue) = queues.get_mut(number) else { return false };
@@ -154,7 +150,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
     }
 
     /// Asks the drivers of idle queues for a kick.
-    fn before_sleep(&mut self, context: &mut LoopContext<Q, M>) -> bool {
+    fn before_sleep(&mut self, context: &mut LoopContext<Q>) -> bool {
         let mut has_more = false;
         for number in self.idle.drain(..) {
             let Some(queue) = self.queues.get_mut(number) else { continue };
@@ -184,7 +180,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
         self.queues.get_mut(member).map(|queue| &mut queue.member)
     }
 
-    fn service(&mut self, context: &mut LoopContext<Q, M>, member: usize) -> u64 {
+    fn service(&mut self, context: &mut LoopContext<Q>, member: usize) -> u64 {
         let Some(queue) = self.queues.get_mut(member) else { return 0 };
         // A driver that makes requests available all the time is serviced in turn with the others.
         let mut left = queue.size();
@@ -214,7 +210,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
     #[inline]
     fn complete(
         &mut self,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         member: usize,
         key: u32,
         completion: Completion,
@@ -229,7 +225,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
         self.touch(member);
     }
 
-    fn end_iteration(&mut self, context: &mut LoopContext<Q, M>) {
+    fn end_iteration(&mut self, context: &mut LoopContext<Q>) {
         for number in self.touched.drain(..) {
             let Some(queue) = self.queues.get_mut(number) else { continue };
             if !queue.end_iteration() {
@@ -247,7 +243,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for VhostFrontend {
         }
     }
 
-    fn begin_shutdown(&mut self, context: &mut LoopContext<Q, M>) {
+    fn begin_shutdown(&mut self, context: &mut LoopContext<Q>) {
         self.stopping = true;
         self.on_wake(context);
         let numbers: Vec<usize> = self.queues.iter().map(|(number, _)| number).collect();

@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use nowait::{BlockDevice, BlockMap, Config, OpenOptions};
+use nowait::{BlockDevice, Config, OpenOptions};
 use nowait_server::{
     AnyExport, Export, Exports, Listener, Options, ParkedServer, QueueKind, Server, ShutdownHandle,
     ShutdownReport,
@@ -46,7 +46,7 @@ impl Scene {
     }
 
     /// Serves `export` on one thread.
-    pub(crate) fn of<M: BlockMap + 'static>(export: Export<M>) -> Self {
+    pub(crate) fn of(export: Export) -> Self {
         // The path of a socket has a length limit that the path of images may exceed.
         let socket_directory = tempfile::tempdir().unwrap();
         let sockets = ["a", "b"].map(|name| socket_directory.path().join(name));

@@ -12,6 +12,8 @@ use std::ops::{Index, IndexMut};
 use std::rc::Rc;
 use std::sync::Arc;
 
+use slab::Slab;
+
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::{BlockingDevice, JobDevice};
@@ -39,6 +41,8 @@ pub(crate) struct AttachedDevice<M: BlockMap + ?Sized> {
     pub(crate) simple: Cell<u64>,
     pub(crate) general: Cell<u64>,
     pub(crate) worker: Cell<u64>,
+    /// Transfers that were reaped, but for full reads.
+    pub(crate) reaped: Cell<u64>,
     /// Durable writes in flight that could share a sync.
     pub(crate) durable_writes: Cell<u32>,
     /// Requests are not tried without waiting for now.
@@ -115,6 +119,8 @@ pub(crate) struct DeviceState<M: BlockMap + ?Sized> {
     /// The same device for workers.
     pub(crate) jobs: Arc<dyn JobDevice>,
     pub(crate) back_off: BackOff,
+    /// Of [`AttachedDevice::reaped`], those that the back-off has seen.
+    pub(crate) observed: u64,
     /// The run of neighbours that is open.
     pub(crate) run: Option<Run>,
     /// Neighbours that are left to be pushed on their own.
@@ -153,15 +159,11 @@ pub(crate) fn count(count: &Cell<u64>) {
 }
 
 /// The devices of an engine by index.
-pub(crate) struct DeviceTable<M: BlockMap + ?Sized> {
-    devices: Vec<Option<DeviceState<M>>>,
-    /// Indices without a device.
-    vacant: Vec<u32>,
-}
+pub(crate) struct DeviceTable<M: BlockMap + ?Sized>(Slab<DeviceState<M>>);
 
 impl<M: BlockMap + ?Sized> DeviceTable<M> {
     pub(crate) const fn new() -> Self {
-        Self { devices: Vec::new(), vacant: Vec::new() }
+        Self(Slab::new())
     }
 
     /// Adds a device of the engine with number `engine`, whose files in the queue begin with number
@@ -173,7 +175,8 @@ impl<M: BlockMap + ?Sized> DeviceTable<M> {
         (first_file, files): (u32, u32),
         config: &Config,
     ) -> Rc<AttachedDevice<M>> {
-        let index = self.vacant.pop().unwrap_or(self.devices.len() as u32);
+        let entry = self.0.vacant_entry();
+        let index = entry.key() as u32;
         let attached = Rc::new(AttachedDevice {
             engine,
             first: Target::new(index, first_file),
@@ -184,6 +187,7 @@ impl<M: BlockMap + ?Sized> DeviceTable<M> {
             simple: Cell::new(0),
             general: Cell::new(0),
             worker: Cell::new(0),
+            reaped: Cell::new(0),
             durable_writes: Cell::new(0),
             is_backing_off: Cell::new(false),
             is_detached: Cell::new(false),
@@ -192,6 +196,7 @@ impl<M: BlockMap + ?Sized> DeviceTable<M> {
             attached: attached.clone(),
             jobs: Arc::new(BlockingDevice(disk)),
             back_off: BackOff::new(config.back_off),
+            observed: 0,
             run: None,
             pause: 0,
             deferred: VecDeque::new(),
@@ -199,23 +204,18 @@ impl<M: BlockMap + ?Sized> DeviceTable<M> {
             stats: Stats::default(),
         };
         state.update_simple_path(config);
-        match self.devices.get_mut(index as usize) {
-            Some(vacant) => *vacant = Some(state),
-            None => self.devices.push(Some(state)),
-        }
+        entry.insert(state);
         attached
     }
 
     /// Takes a device out, which no slot names.
     pub(crate) fn remove(&mut self, index: u32) -> Option<DeviceState<M>> {
-        let device = self.devices.get_mut(index as usize)?.take()?;
-        self.vacant.push(index);
-        Some(device)
+        self.0.try_remove(index as usize)
     }
 
     /// All devices.
     pub(crate) fn iter(&self) -> impl Iterator<Item = &DeviceState<M>> {
-        self.devices.iter().flatten()
+        self.0.iter().map(|(_, device)| device)
     }
 }
 
@@ -223,15 +223,13 @@ impl<M: BlockMap + ?Sized> Index<u32> for DeviceTable<M> {
     type Output = DeviceState<M>;
     #[inline]
     fn index(&self, index: u32) -> &DeviceState<M> {
-        let device = self.devices[index as usize].as_ref();
-        device.expect("a device is in the table for as long as a slot or a handle in use names it")
+        &self.0[index as usize]
     }
 }
 
 impl<M: BlockMap + ?Sized> IndexMut<u32> for DeviceTable<M> {
     #[inline]
     fn index_mut(&mut self, index: u32) -> &mut DeviceState<M> {
-        let device = self.devices[index as usize].as_mut();
-        device.expect("a device is in the table for as long as a slot or a handle in use names it")
+        &mut self.0[index as usize]
     }
 }

@@ -60,16 +60,16 @@ impl BackOff {
         self.refused | self.refused_polls != 0
     }
 
-    /// Evaluates a poll that has reaped `done` transfers beside the refused ones. True when it starts a
-    /// back-off.
+    /// Evaluates a poll that has reaped `reaped` transfers, the refused ones among them. True when it
+    /// starts a back-off.
     #[cold]
-    pub(crate) fn observe_poll(&mut self, done: usize) -> bool {
+    pub(crate) fn observe_poll(&mut self, reaped: usize) -> bool {
         let refused = std::mem::take(&mut self.refused) as usize;
         if self.remaining > 0 {
             // These requests were tried before the back-off began; they do not count.
             return false;
         }
-        if refused < done * 7 {
+        if refused * 8 < reaped * 7 {
             self.refused_polls = 0;
         } else if refused > 0 {
             self.refused_polls += 1;
@@ -88,7 +88,7 @@ mod tests {
 
     fn poll(back_off: &mut BackOff, refused: u32, reaped: usize) -> bool {
         (0..refused).for_each(|_| back_off.refused());
-        back_off.observe_poll(reaped - refused as usize)
+        back_off.observe_poll(reaped)
     }
 
     #[test]

@@ -9,6 +9,7 @@
 use crate::block::block_map::BlockMap;
 use crate::block::range_lock::LockMode;
 use crate::blocking::worker_pool::WorkerTask;
+use crate::engine::attached_device::count;
 use crate::engine::dispatcher::Dispatcher;
 use crate::engine::slot::{RequestSlot, Role, State};
 use crate::engine::transfer_result::{TransferResult, classify};
@@ -76,6 +77,10 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
     pub(crate) fn on_transfer_done_slow(&mut self, slot: u32, outcome: Outcome) {
         self.attention = true;
         let request = &mut self.pool[slot];
+        let device = &self.devices[request.device()].attached;
+        if request.role != Role::Merged {
+            count(&device.reaped);
+        }
         match request.role {
             Role::Fragment => return self.on_fragment_done(slot, outcome),
             Role::Merged => return self.on_merged_done(slot, outcome),
@@ -89,7 +94,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         }
         if request.io.op == Op::Write {
             let range = request.io.range;
-            let disk = &self.devices[request.device()].attached.disk;
+            let disk = &device.disk;
             disk.map.mark_allocated(range);
             if request.locked {
                 request.locked = false;

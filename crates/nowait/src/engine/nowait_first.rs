@@ -15,7 +15,7 @@ use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
 use crate::blocking::sync_io::blocks_of;
 use crate::engine::attached_device::AttachedDevice;
-use crate::engine::slot::{Role, State};
+use crate::engine::slot::{RequestSlot, Role, State};
 use crate::engine::vectored::{self, Path};
 use crate::memory::buffer_pool::PooledBuffer;
 use crate::queue::IoQueue;
@@ -82,29 +82,28 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         }
     }
 
-    /// Counts a refused transfer of a device.
-    pub(crate) fn count_refusal(&mut self, device: u32) {
-        let back_off = &mut self.devices[device].back_off;
-        if !back_off.is_counting() {
-            self.refusing.push(device);
-        }
-        back_off.refused();
-        if !back_off.is_counting() {
-            // The switch is off.
-            self.refusing.pop();
+    /// Counts a refused transfer of a device, which was reaped.
+    pub(crate) fn count_refusal(&mut self, index: u32) {
+        let device = &mut self.devices[index];
+        let was_counting = device.back_off.is_counting();
+        device.back_off.refused();
+        if !was_counting && device.back_off.is_counting() {
+            device.observed = device.attached.reaped.get() - 1;
+            self.refusing.push(index);
         }
     }
 
-    /// Evaluates a poll for the back-off of each device with refusals. Beside the refused transfers of the
-    /// device the poll has reaped those of the requests that are done.
+    /// Evaluates a poll for the back-off of each device with refusals.
     pub(crate) fn observe_poll(&mut self) {
         let mut left = 0;
         for at in 0..self.refusing.len() {
             let index = self.refusing[at];
-            let done = self.pool.done().filter(|it| it.device() == index && it.was_transferred());
-            let done = done.count();
+            let is_read = |it: &&RequestSlot| it.device() == index && it.role == Role::Read;
+            let reads = self.pool.done().filter(is_read).count();
             let device = &mut self.devices[index];
-            if device.back_off.observe_poll(done) {
+            let reaped = device.attached.reaped.get();
+            let others = reaped - std::mem::replace(&mut device.observed, reaped);
+            if device.back_off.observe_poll(reads + others as usize) {
                 device.stats.backed_off += 1;
                 device.update_simple_path(&self.config);
             }

@@ -255,11 +255,6 @@ impl RequestSlot {
         self.target.device()
     }
 
-    /// Whether a done request was served by transfers, or by a part of one.
-    pub(crate) fn was_transferred(&self) -> bool {
-        self.result >= 0 && matches!(self.role, Role::Read | Role::Write | Role::Split)
-    }
-
     /// Records a negative errno; the first one stays (C22).
     pub(crate) fn fail(&mut self, errno: i64) {
         debug_assert!(errno < 0);

@@ -19,7 +19,7 @@ fn a_request_is_served_between_two_batches_of_accepted_connections() {
     assert_eq!(bench.thread.shared.limit.taken() as usize, 1 + ACCEPT_BATCH);
     assert_eq!(bench.received(0).len(), REPLY + BLOCK, "before the others are accepted");
     // They are accepted without any new event.
-    assert!(Frontend::<Null, AllocationCache>::has_work(&bench.thread.frontend));
+    assert!(Frontend::<Null>::has_work(&bench.thread.frontend));
     bench.settle();
     assert_eq!(bench.thread.shared.limit.taken() as usize, 1 + clients);
 }

@@ -18,9 +18,7 @@ mod vhost_queue;
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
-use nowait::{
-    AllocationCache, BlockDevice, ByteRange, Config, Flags, Null, Op, OpenOptions, Request,
-};
+use nowait::{BlockDevice, ByteRange, Config, Flags, Null, Op, OpenOptions, Request};
 
 use crate::event_loop::*;
 use crate::nbd::command::TransmissionMode;
@@ -46,7 +44,7 @@ const REPLY: usize = 16;
 
 /// An event loop with connections in the transmission phase.
 struct Bench {
-    thread: EventLoop<NbdFrontend, Null, AllocationCache>,
+    thread: EventLoop<NbdFrontend, Null>,
     /// The clients' sockets, by the index of the connection.
     clients: Vec<UnixStream>,
 }
@@ -172,7 +170,7 @@ impl Bench {
 }
 
 /// The parts of an event loop: its context, its export, and its engine.
-type Parts<Q> = (ThreadContext, Arc<Export<AllocationCache>>, Engine<Q, AllocationCache>);
+type Parts<Q> = (ThreadContext, Arc<Export>, Engine<Q, dyn BlockMap>);
 
 /// The parts for an image of bytes 7, all mapped, on a `queue` of its device.
 fn parts<Q: IoQueue>(config: Config, queue: impl FnOnce() -> Q) -> Parts<Q> {

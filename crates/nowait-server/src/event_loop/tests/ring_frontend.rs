@@ -58,8 +58,8 @@ struct RingFrontend {
     stopping: bool,
 }
 
-impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for RingFrontend {
-    fn begin(&mut self, context: &mut LoopContext<Q, M>) -> Result<(), Error> {
+impl<Q: IoQueue> Frontend<Q> for RingFrontend {
+    fn begin(&mut self, context: &mut LoopContext<Q>) -> Result<(), Error> {
         for (number, queue) in &self.queues {
             context.watch(queue.ring.borrow().kick.as_fd(), number as u64, Interest::Readable)?;
             context.add_member();
@@ -67,9 +67,9 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for RingFrontend {
         Ok(())
     }
 
-    fn on_wake(&mut self, _: &mut LoopContext<Q, M>) {}
+    fn on_wake(&mut self, _: &mut LoopContext<Q>) {}
 
-    fn on_event(&mut self, context: &mut LoopContext<Q, M>, token: Token, _: i32) {
+    fn on_event(&mut self, context: &mut LoopContext<Q>, token: Token, _: i32) {
         let queue = &mut self.queues[token as usize];
         count(&queue.ring.borrow().kick);
         context.schedule(token as usize, &mut queue.member);
@@ -84,7 +84,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for RingFrontend {
         self.queues.get_mut(member).map(|queue| &mut queue.member)
     }
 
-    fn service(&mut self, context: &mut LoopContext<Q, M>, member: usize) -> u64 {
+    fn service(&mut self, context: &mut LoopContext<Q>, member: usize) -> u64 {
         let queue = &mut self.queues[member];
         while !self.stopping && !queue.ring.borrow().available.is_empty() {
             if queue.member.quantum.reads_exhausted() {
@@ -128,7 +128,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for RingFrontend {
 
     fn complete(
         &mut self,
-        context: &mut LoopContext<Q, M>,
+        context: &mut LoopContext<Q>,
         member: usize,
         key: u32,
         completion: Completion,
@@ -141,7 +141,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for RingFrontend {
         context.schedule(member, &mut queue.member);
     }
 
-    fn end_iteration(&mut self, context: &mut LoopContext<Q, M>) {
+    fn end_iteration(&mut self, context: &mut LoopContext<Q>) {
         let mut gone = Vec::new();
         for (number, queue) in &mut self.queues {
             let mut ring = queue.ring.borrow_mut();
@@ -158,7 +158,7 @@ impl<Q: IoQueue, M: BlockMap> Frontend<Q, M> for RingFrontend {
         gone.into_iter().for_each(|number| drop(self.queues.remove(number)));
     }
 
-    fn begin_shutdown(&mut self, _: &mut LoopContext<Q, M>) {
+    fn begin_shutdown(&mut self, _: &mut LoopContext<Q>) {
         self.stopping = true;
     }
 }
@@ -171,7 +171,7 @@ fn count(eventfd: &OwnedFd) -> u64 {
 
 /// A thread with NBD connections and rings, and the other sides of both.
 struct Scene<Q: IoQueue> {
-    thread: EventLoop<(NbdFrontend, RingFrontend), Q, AllocationCache>,
+    thread: EventLoop<(NbdFrontend, RingFrontend), Q>,
     rings: Vec<Rc<RefCell<Ring>>>,
     client: UnixStream,
 }

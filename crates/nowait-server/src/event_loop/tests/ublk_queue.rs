@@ -168,7 +168,7 @@ impl<T: IoQueue> EventSource for CommandQueue<T> {
 
 /// A thread with NBD and one queue of a device.
 struct Scene {
-    thread: EventLoop<(NbdFrontend, UblkFrontend), CommandQueue<AioThreadQueue>, AllocationCache>,
+    thread: EventLoop<(NbdFrontend, UblkFrontend), CommandQueue<AioThreadQueue>>,
     device: Arc<UblkDevice>,
     driver: Rc<RefCell<Driver>>,
     descriptors: std::fs::File,

@@ -44,7 +44,7 @@ const LIMITS: [(usize, u64); 2] = [(1, 4500), (64, 1950)];
 
 /// An event loop with a queue, and its driver.
 struct Machine<Q: IoQueue = Null> {
-    thread: EventLoop<VhostFrontend, Q, AllocationCache>,
+    thread: EventLoop<VhostFrontend, Q>,
     memory: Arc<GuestMemory>,
     kick: OwnedFd,
     call: OwnedFd,
@@ -189,7 +189,7 @@ impl<Q: IoQueue> Machine<Q> {
     }
 
     fn has_arrived(&self) -> bool {
-        Frontend::<Q, AllocationCache>::has_arrived(&self.thread.frontend)
+        Frontend::<Q>::has_arrived(&self.thread.frontend)
     }
 }
 

@@ -3,7 +3,7 @@
 //! Invariant: all chunks of a reply are pushed at once, and only the last one is marked as last.
 //! Together they cover exactly the requested range.
 
-use nowait::{BlockMap, ByteRange, Completion, ExtentStatus, Op, PooledBuffer, Request};
+use nowait::{ByteRange, Completion, ExtentStatus, Op, PooledBuffer, Request};
 
 use crate::export::{Export, result};
 use crate::injected_bug;
@@ -53,8 +53,8 @@ pub(crate) fn budget_needed(mode: ReplyMode, io: Request, contexts: Contexts) ->
 /// Whether a read is answered by a hole instead of zeros: the client accepts chunks, has not asked
 /// for data in one piece (DF), and all of the range is known to be a hole.
 #[inline(always)]
-pub(crate) fn is_hole_reply<M: BlockMap>(
-    export: &Export<M>,
+pub(crate) fn is_hole_reply(
+    export: &Export,
     mode: ReplyMode,
     request: &RequestContext,
     io: Request,
@@ -100,9 +100,9 @@ fn error_number(header: &RequestHeader, errno: i32) -> u32 {
 
 /// Pushes the reply to `request`, which the engine has completed.
 #[inline]
-pub(crate) fn build_reply<M: BlockMap>(
+pub(crate) fn build_reply(
     out: &mut SendQueue,
-    export: &Export<M>,
+    export: &Export,
     mode: ReplyMode,
     request: &RequestContext,
     completed: CompletedRequest<'_>,
@@ -148,9 +148,9 @@ pub(crate) fn build_reply<M: BlockMap>(
 ///
 /// It is correct to check after the read has completed: a range that is a hole now reads as zeros,
 /// and this read has not been answered.
-fn split_at_holes<M: BlockMap>(
+fn split_at_holes(
     answer: ReplyEncoder,
-    export: &Export<M>,
+    export: &Export,
     range: ByteRange,
     start: usize,
 ) -> Option<Vec<Chunk>> {
@@ -180,11 +180,7 @@ fn split_at_holes<M: BlockMap>(
 }
 
 /// Alternating holes and data of `range`, [`MAX_CHUNKS`] at most; `first` is its first extent.
-fn extent_runs<M: BlockMap>(
-    export: &Export<M>,
-    range: ByteRange,
-    first: ExtentStatus,
-) -> Vec<ExtentStatus> {
+fn extent_runs(export: &Export, range: ByteRange, first: ExtentStatus) -> Vec<ExtentStatus> {
     let mut runs = Vec::with_capacity(MAX_CHUNKS);
     let mut current = first;
     let mut seen = first.len;
