@@ -1,189 +1,153 @@
-//! A queue of jobs for a thread pool, round robin over clients.
+//! A queue of jobs for a thread pool: devices take turns by their weights, and the clients of a
+//! device take turns.
 //!
 //! Invariant: a job is taken once; jobs of one client are taken in the order of their push. At most
-//! `limit` jobs of a client run at the same time; jobs that join count as one.
+//! so many jobs of a device, and of a client, run at the same time as their limits say; jobs that
+//! join count as one. A push or a pop costs as much with many devices as with few, but for the
+//! logarithm of the number of those that have jobs.
 
 use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 
+use crate::threads::device_turns::DeviceTurns;
 use crate::threads::work_item::WorkItem;
 
 /// The greatest number of empty lists that are kept for new clients, to save allocations.
 const SPARE: usize = 64;
+
+/// A client, by the numbers of its device and of itself.
+type ClientId = (u64, u64);
 
 /// The jobs of one client.
 struct ClientQueue<J> {
     items: VecDeque<J>,
     /// Runs of jobs that were taken and have not ended.
     running: usize,
-    /// Whether the client is in `FairQueue::ready`.
+    /// Whether the client is in `DeviceQueue::clients`.
     listed: bool,
 }
 
-/// Jobs of clients, which are identified by number.
+/// Jobs of the clients of devices.
 pub(crate) struct FairQueue<J> {
-    clients: HashMap<u64, ClientQueue<J>>,
-    /// Clients of which a job may be taken, the next one first.
-    ready: VecDeque<u64>,
+    devices: DeviceTurns,
+    clients: HashMap<ClientId, ClientQueue<J>>,
     spare: Vec<VecDeque<J>>,
-    queued: usize,
-    limit: usize,
+    client_limit: usize,
 }
 
 impl<J: WorkItem> FairQueue<J> {
-    /// A queue that lets at most `limit` jobs of a client run at the same time; at least 1.
-    pub(crate) fn new(limit: usize) -> Self {
-        let (clients, ready, spare) = (HashMap::new(), VecDeque::new(), Vec::new());
-        Self { clients, ready, spare, queued: 0, limit: limit.max(1) }
+    /// A queue that lets at most `device_limit` jobs of a device, and `client_limit` of a client,
+    /// run at the same time; at least 1.
+    pub(crate) fn new(device_limit: usize, client_limit: usize) -> Self {
+        let devices = DeviceTurns::new(device_limit);
+        let client_limit = client_limit.max(1);
+        Self { devices, clients: HashMap::new(), spare: Vec::new(), client_limit }
     }
 
-    /// Jobs that were not taken yet.
-    pub(crate) fn len(&self) -> usize {
-        self.queued
+    /// Lets at most `limit` jobs of a device run at the same time from now on; at least 1.
+    pub(crate) fn set_device_limit(&mut self, limit: usize) {
+        self.devices.set_limit(limit);
     }
 
-    /// Whether a job may be taken now.
-    pub(crate) fn has_ready(&self) -> bool {
-        !self.ready.is_empty()
+    /// Jobs of devices of which one may be taken now: 0 if none may be.
+    pub(crate) fn ready(&self) -> usize {
+        self.devices.ready()
     }
 
     /// Queues `job`. False if it may run together with the one before it.
-    pub(crate) fn push(&mut self, client: u64, job: J) -> bool {
-        let Self { clients, ready, spare, queued, limit } = self;
-        let queue = clients.entry(client).or_insert_with(|| ClientQueue {
+    pub(crate) fn push(&mut self, job: J) -> bool {
+        let id = (job.device(), job.client());
+        let spare = &mut self.spare;
+        let client = self.clients.entry(id).or_insert_with(|| ClientQueue {
             items: spare.pop().unwrap_or_default(),
             running: 0,
             listed: false,
         });
-        let last = queue.items.back();
+        let device = self.devices.device(id.0, job.weight());
+        let last = client.items.back();
         let begins = last.is_none_or(|last| !J::joins(std::slice::from_ref(last), &job));
-        queue.items.push_back(job);
-        *queued += 1;
-        list(queue, client, *limit, ready);
+        client.items.push_back(job);
+        device.queued += 1;
+        list(client, id.1, self.client_limit, &mut device.clients);
+        self.devices.update(id.0);
         begins
     }
 
     /// Takes the first job of the client whose turn it is, and those that join it, into `run`,
     /// which is empty; returns the client. The caller calls [`FairQueue::ended`] when they have
     /// ended.
-    pub(crate) fn pop(&mut self, run: &mut Vec<J>) -> Option<u64> {
-        let Self { clients, ready, queued, limit, .. } = self;
-        let client = ready.pop_front()?;
-        let queue = clients.get_mut(&client)?;
-        queue.listed = false;
-        run.push(queue.items.pop_front()?);
-        while queue.items.front().is_some_and(|next| J::joins(run, next)) {
-            run.extend(queue.items.pop_front());
+    pub(crate) fn pop(&mut self, run: &mut Vec<J>) -> Option<ClientId> {
+        let of = self.devices.next()?;
+        let device = self.devices.get(of)?;
+        let id = (of, device.clients.pop_front()?);
+        let client = self.clients.get_mut(&id)?;
+        client.listed = false;
+        run.push(client.items.pop_front()?);
+        while client.items.front().is_some_and(|next| J::joins(run, next)) {
+            run.extend(client.items.pop_front());
         }
-        queue.running += 1;
-        *queued -= run.len();
-        list(queue, client, *limit, ready);
-        Some(client)
+        client.running += 1;
+        device.running += 1;
+        device.queued -= run.len();
+        list(client, id.1, self.client_limit, &mut device.clients);
+        self.devices.update(of);
+        Some(id)
     }
 
-    /// The jobs of `client` that were taken together have ended.
-    pub(crate) fn ended(&mut self, client: u64) {
-        let Self { clients, ready, spare, limit, .. } = self;
-        let Entry::Occupied(mut entry) = clients.entry(client) else { return };
-        let queue = entry.get_mut();
-        queue.running -= 1;
-        if queue.running > 0 || !queue.items.is_empty() {
-            return list(queue, client, *limit, ready);
+    /// The jobs of `id` that were taken together have ended.
+    pub(crate) fn ended(&mut self, id: ClientId) {
+        let Some(device) = self.devices.get(id.0) else { return };
+        device.running -= 1;
+        if let Entry::Occupied(mut entry) = self.clients.entry(id) {
+            let client = entry.get_mut();
+            client.running -= 1;
+            if client.running > 0 || !client.items.is_empty() {
+                list(client, id.1, self.client_limit, &mut device.clients);
+            } else {
+                let items = entry.remove().items;
+                if self.spare.len() < SPARE {
+                    self.spare.push(items);
+                }
+            }
         }
-        let items = entry.remove().items;
-        if spare.len() < SPARE {
-            spare.push(items);
-        }
+        self.devices.update(id.0);
     }
 
-    /// Takes all jobs, in no order between clients.
-    pub(crate) fn drain(&mut self) -> Vec<J> {
-        self.ready.clear();
-        self.queued = 0;
-        self.clients.values_mut().for_each(|queue| queue.listed = false);
-        self.clients.values_mut().flat_map(|queue| queue.items.drain(..)).collect()
+    /// Takes the queued jobs of the device `only`, or all, in order for each client. Visits all
+    /// clients.
+    pub(crate) fn drain(&mut self, only: Option<u64>) -> Vec<J> {
+        let mut taken = Vec::new();
+        self.clients.retain(|&(of, _), client| {
+            if only.is_some_and(|only| only != of) {
+                return true;
+            }
+            taken.extend(client.items.drain(..));
+            client.listed = false;
+            client.running > 0
+        });
+        for of in only.map_or_else(|| self.devices.ids(), |only| vec![only]) {
+            if let Some(device) = self.devices.get(of) {
+                device.clients.clear();
+                device.queued = 0;
+            }
+            self.devices.update(of);
+        }
+        taken
+    }
+
+    /// Runs of jobs of the device `of` that were taken and have not ended.
+    pub(crate) fn running(&mut self, of: u64) -> usize {
+        self.devices.get(of).map_or(0, |device| device.running)
     }
 }
 
-/// Puts `client`, whose jobs are `queue`, into `ready`, if it has a queued job and is below the
-/// limit.
-fn list<J>(queue: &mut ClientQueue<J>, client: u64, limit: usize, ready: &mut VecDeque<u64>) {
-    if !queue.listed && !queue.items.is_empty() && queue.running < limit {
-        queue.listed = true;
-        ready.push_back(client);
+/// Puts `client`, whose number is `id`, into `ready`, if it has a queued job and is below the limit.
+fn list<J>(client: &mut ClientQueue<J>, id: u64, limit: usize, ready: &mut VecDeque<u64>) {
+    if !client.listed && !client.items.is_empty() && client.running < limit {
+        client.listed = true;
+        ready.push_back(id);
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-
-    /// Jobs join from 100 on, up to three with numbers in a row.
-    impl WorkItem for u32 {
-        fn client(&self) -> u64 {
-            0
-        }
-
-        fn joins(run: &[u32], next: &u32) -> bool {
-            run.len() < 3 && run[0] >= 100 && *next == run[0] + run.len() as u32
-        }
-    }
-
-    fn pop(queue: &mut FairQueue<u32>) -> Option<(u64, Vec<u32>)> {
-        let mut run = Vec::new();
-        queue.pop(&mut run).map(|client| (client, run))
-    }
-
-    fn popped(queue: &mut FairQueue<u32>) -> Vec<u32> {
-        std::iter::from_fn(|| pop(queue)).flat_map(|(_, run)| run).collect()
-    }
-
-    #[test]
-    fn clients_take_turns_and_the_jobs_of_each_stay_in_order() {
-        let mut queue = FairQueue::new(10);
-        (0..4).for_each(|n| assert!(queue.push(1, n)));
-        queue.push(2, 10);
-        queue.push(3, 20);
-        queue.push(2, 11);
-        assert_eq!(popped(&mut queue), [0, 10, 20, 1, 11, 2, 3]);
-        assert_eq!(queue.len(), 0);
-    }
-
-    #[test]
-    fn a_client_at_its_limit_of_running_jobs_continues_when_one_ends() {
-        let mut queue = FairQueue::new(2);
-        (0..5).for_each(|n| assert!(queue.push(1, n)));
-        assert_eq!(popped(&mut queue), [0, 1]);
-        queue.push(2, 10);
-        assert_eq!(popped(&mut queue), [10]);
-        queue.ended(1);
-        assert_eq!((popped(&mut queue), queue.len()), (vec![2], 2));
-        queue.ended(2);
-        (0..2).for_each(|_| queue.ended(1));
-        assert_eq!(popped(&mut queue), [3, 4]);
-    }
-
-    #[test]
-    fn jobs_that_join_are_taken_together_and_count_as_one_that_runs() {
-        let mut queue = FairQueue::new(1);
-        let begins = [7, 100, 101, 102, 103, 200].map(|job| queue.push(1, job));
-        // What the one before it allows: the pop may still find that a run is full.
-        assert_eq!(begins, [true, true, false, false, false, true]);
-        for run in [vec![7], vec![100, 101, 102], vec![103], vec![200]] {
-            assert_eq!((pop(&mut queue), pop(&mut queue)), (Some((1, run)), None));
-            queue.ended(1);
-        }
-        assert_eq!(queue.len(), 0);
-    }
-
-    #[test]
-    fn a_client_without_jobs_is_removed() {
-        let mut queue = FairQueue::new(2);
-        for client in 0..1000 {
-            queue.push(client, 0);
-            assert_eq!(pop(&mut queue), Some((client, vec![0])));
-            queue.ended(client);
-        }
-        assert!(queue.clients.is_empty() && queue.ready.is_empty() && queue.spare.len() == 1);
-    }
-}
+mod tests;

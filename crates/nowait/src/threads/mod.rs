@@ -3,6 +3,7 @@
 
 pub(crate) mod adaptive_poll;
 pub(crate) mod work_item;
+mod device_turns;
 pub(crate) mod fair_queue;
 pub(crate) mod thread_pool;
 pub(crate) mod completion_list;

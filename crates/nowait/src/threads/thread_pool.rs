@@ -1,8 +1,13 @@
-//! A bounded pool of threads that may block (C37, C40).
+//! A bounded pool of threads that may block (C37, C40), for one device or for many.
 //!
-//! Invariant: at most `limit` threads run. Jobs of one client start in the order of their push,
-//! several of them together if the job says so. No job is lost: dropping the pool runs the queued
-//! jobs and joins the threads. A thread survives a job that panics.
+//! Invariant: at most `limit` threads run, not counted those whose jobs are stuck, up to
+//! [`MAX_STUCK`]. Jobs of one client start in the order of their push, several of them together if
+//! the job says so. No job is lost: dropping the pool runs the queued jobs and joins the threads. A
+//! thread survives a job that panics.
+//!
+//! A pool for many devices keeps a quarter of its threads from each, and adds threads in place of
+//! those whose jobs are stuck (`watcher.rs`), so that devices whose jobs never return take no
+//! thread from another one.
 
 #[cfg(feature = "sim")]
 use std::collections::VecDeque;
@@ -12,31 +17,126 @@ use std::thread::JoinHandle;
 use std::time::Duration;
 
 use crate::threads::fair_queue::FairQueue;
+use crate::threads::thread_pool::watcher::{MAX_STUCK, STUCK, Watcher};
 use crate::threads::work_item::WorkItem;
 
+mod watcher;
+
+/// The greatest limit of threads.
+const MAX_THREADS: u32 = 1024;
 /// How long a thread waits for a job before it ends.
 const IDLE_TIMEOUT: Duration = Duration::from_secs(10);
 
 /// Runs jobs: one, or several that [`WorkItem::joins`] has put together. It takes them out.
 type RunJobs<J> = dyn Fn(&mut Vec<J>) + Send + Sync;
 
+/// The place of a thread in `PoolState::places`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Place {
+    /// No thread has it.
+    Free,
+    /// The thread runs no job.
+    Idle,
+    Running {
+        /// `PoolState::tick` when the job began.
+        since: u64,
+    },
+    /// The thread's job runs for so long that it is not counted.
+    Stuck,
+}
+
 struct PoolState<J> {
     queue: FairQueue<J>,
     idle: usize,
     /// Threads that have not begun to end.
     alive: usize,
+    /// Threads in [`Place::Stuck`].
+    stuck: usize,
+    places: Vec<Place>,
+    watcher: Watcher,
+    /// Periods that the watcher has begun.
+    tick: u64,
+    /// The last attempt to start a thread failed.
+    refused: bool,
     threads: Vec<JoinHandle<()>>,
     closed: bool,
     /// Jobs of a pool without threads; a simulation takes them.
     #[cfg(feature = "sim")]
     manual: Option<VecDeque<J>>,
+    /// The system starts no thread.
+    #[cfg(test)]
+    refuse: bool,
+}
+
+impl<J> PoolState<J> {
+    /// Threads that count against the limit.
+    fn counted(&self) -> usize {
+        self.alive - self.stuck.min(MAX_STUCK)
+    }
+
+    /// Starts a thread, if the system can.
+    fn spawn(&mut self, name: &str, run: impl FnOnce() + Send + 'static) -> bool {
+        #[cfg(test)]
+        if self.refuse {
+            return false;
+        }
+        let Ok(thread) = std::thread::Builder::new().name(name.into()).spawn(run) else {
+            return false;
+        };
+        self.threads.retain(|thread| !thread.is_finished());
+        self.threads.push(thread);
+        true
+    }
+
+    /// A place that no thread has.
+    fn free_place(&mut self) -> usize {
+        let free = self.places.iter().position(|&place| place == Place::Free);
+        free.unwrap_or_else(|| {
+            self.places.push(Place::Free);
+            self.places.len() - 1
+        })
+    }
+}
+
+/// The sizes and times of a pool.
+#[derive(Clone, Copy)]
+struct Bounds {
+    /// The greatest number of threads that count.
+    threads: usize,
+    /// The greatest number of threads of one device.
+    device: usize,
+    /// How long a thread waits for a job before it ends.
+    idle: Duration,
+    /// The period of the watcher; `None` if there is none.
+    stuck: Option<Duration>,
+}
+
+impl Bounds {
+    /// Those of a pool for one device, with at most `limit` threads.
+    fn of_one_device(limit: u32) -> Self {
+        let threads = limit.clamp(1, MAX_THREADS) as usize;
+        Self { threads, device: threads, idle: IDLE_TIMEOUT, stuck: None }
+    }
+
+    /// Those of a pool for many devices, with at most `limit` threads.
+    fn of_devices(limit: u32) -> Self {
+        let one = Self::of_one_device(limit);
+        // A device with many slow jobs leaves a quarter of the threads to other devices.
+        let device = (one.threads - one.threads.div_ceil(4)).max(1);
+        Self { device, stuck: Some(STUCK), ..one }
+    }
 }
 
 struct Shared<J> {
     jobs: Mutex<PoolState<J>>,
+    /// Wakes idle threads.
     ready: Condvar,
+    /// Wakes the watcher.
+    watched: Condvar,
+    /// Wakes [`ThreadPool::close`] when a thread has ended.
+    ended: Condvar,
     run: Box<RunJobs<J>>,
-    idle: Duration,
+    bounds: Bounds,
 }
 
 impl<J: WorkItem> Shared<J> {
@@ -44,12 +144,19 @@ impl<J: WorkItem> Shared<J> {
         self.jobs.lock().unwrap_or_else(PoisonError::into_inner)
     }
 
-    fn run_worker(&self) {
+    /// The life of the thread at `place`.
+    fn run_worker(self: &Arc<Self>, place: usize) {
         let mut jobs = self.lock();
         let mut run = Vec::new();
         loop {
+            if jobs.counted() > self.bounds.threads {
+                // A stuck job has returned: there is another thread in place of this one.
+                return self.end_worker(&mut jobs, place);
+            }
             if let Some(client) = jobs.queue.pop(&mut run) {
-                let more = run.len() > 1 && jobs.idle > 0 && jobs.queue.has_ready();
+                jobs.places[place] = Place::Running { since: jobs.tick };
+                self.ensure_watched(&mut jobs);
+                let more = run.len() > 1 && jobs.idle > 0 && jobs.queue.ready() > 0;
                 drop(jobs);
                 // `push` has counted all that is behind a job that joins as one.
                 if more {
@@ -60,102 +167,177 @@ impl<J: WorkItem> Shared<J> {
                 run.clear();
                 jobs = self.lock();
                 jobs.queue.ended(client);
+                if std::mem::replace(&mut jobs.places[place], Place::Idle) == Place::Stuck {
+                    self.returned(&mut jobs);
+                }
             } else if jobs.closed {
-                // Jobs that are still queued belong to clients at their limit: the threads that run
-                // those clients' jobs take them.
-                return;
+                // Jobs that are still queued belong to clients and devices at their limits: the
+                // threads that run their jobs take them.
+                return self.end_worker(&mut jobs, place);
             } else {
                 jobs.idle += 1;
-                let waited = self.ready.wait_timeout(jobs, self.idle);
+                let waited = self.ready.wait_timeout(jobs, self.bounds.idle);
                 let timeout;
                 (jobs, timeout) = waited.unwrap_or_else(PoisonError::into_inner);
                 jobs.idle -= 1;
-                if timeout.timed_out() && jobs.queue.len() == 0 {
-                    jobs.alive -= 1;
-                    return;
+                if timeout.timed_out() && jobs.queue.ready() == 0 {
+                    return self.end_worker(&mut jobs, place);
                 }
             }
+        }
+    }
+
+    fn end_worker(self: &Arc<Self>, jobs: &mut PoolState<J>, place: usize) {
+        jobs.alive -= 1;
+        jobs.places[place] = Place::Free;
+        self.wake_for_ready(jobs);
+        if jobs.closed {
+            self.watched.notify_all();
+            self.ended.notify_all();
+        }
+    }
+
+    /// Has a thread look at the jobs that may be taken, if there are any: idle threads, new ones, or
+    /// the watcher.
+    fn wake_for_ready(self: &Arc<Self>, jobs: &mut PoolState<J>) {
+        if jobs.queue.ready() > 0 {
+            self.ready.notify_all();
+            self.start_missing(jobs);
+            self.ensure_watched(jobs);
+        }
+    }
+
+    /// Starts a thread for each job that may be taken beyond the idle threads, up to the limit.
+    fn start_missing(self: &Arc<Self>, jobs: &mut PoolState<J>) {
+        let missing = jobs.queue.ready().saturating_sub(jobs.idle);
+        let more = missing.min(self.bounds.threads.saturating_sub(jobs.counted()));
+        for _ in 0..more {
+            let (shared, place) = (self.clone(), jobs.free_place());
+            jobs.refused = !jobs.spawn("nowait-worker", move || shared.run_worker(place));
+            if jobs.refused {
+                break;
+            }
+            jobs.places[place] = Place::Idle;
+            jobs.alive += 1;
         }
     }
 }
 
 /// The pool. Threads start when more jobs are queued than threads are idle, and end after
 /// [`IDLE_TIMEOUT`] without a job. A function that runs jobs leaves none in its argument.
+///
+/// Dropping it waits until all jobs have run, however long that takes; before the drop, an owner
+/// whose devices may hang calls [`ThreadPool::close`], which waits for a time that it chooses.
 pub(crate) struct ThreadPool<J: WorkItem> {
     shared: Arc<Shared<J>>,
-    limit: usize,
 }
 
 impl<J: WorkItem> ThreadPool<J> {
+    /// A pool of at most `limit` threads for one device, which may use all of them; 1 to 1024, and
+    /// what is outside is taken as the nearer bound.
     pub(crate) fn new(limit: u32, run: impl Fn(&mut Vec<J>) + Send + Sync + 'static) -> Self {
-        Self::ending_after(IDLE_TIMEOUT, limit, run)
+        Self::with(Bounds::of_one_device(limit), run)
     }
 
-    /// A pool whose threads end after the time `idle` without a job.
-    fn ending_after(
-        idle: Duration,
+    /// A pool of at most `limit` threads for many devices; 1 to 1024, and what is outside is taken
+    /// as the nearer bound. Three quarters of them run jobs of one device. Threads whose jobs have
+    /// run for more than [`STUCK`] while others waited do not count, but at most [`MAX_STUCK`] of
+    /// them.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for a pool that devices share"))]
+    pub(crate) fn of_devices(
         limit: u32,
         run: impl Fn(&mut Vec<J>) + Send + Sync + 'static,
     ) -> Self {
-        let limit = limit.clamp(1, 1024) as usize;
-        let jobs = PoolState {
-            // A client with many slow jobs leaves a quarter of the threads to other clients.
-            queue: FairQueue::new(limit - limit / 4),
+        Self::with(Bounds::of_devices(limit), run)
+    }
+
+    fn with(bounds: Bounds, run: impl Fn(&mut Vec<J>) + Send + Sync + 'static) -> Self {
+        // A client with many slow jobs leaves a quarter of the threads to other clients.
+        let queue = FairQueue::new(bounds.device, bounds.device - bounds.device / 4);
+        let jobs = Mutex::new(PoolState {
+            queue,
             idle: 0,
             alive: 0,
+            stuck: 0,
+            places: Vec::new(),
+            watcher: Watcher::None,
+            tick: 0,
+            refused: false,
             threads: Vec::new(),
             closed: false,
             #[cfg(feature = "sim")]
             manual: None,
-        };
-        let (jobs, ready, run) = (Mutex::new(jobs), Condvar::new(), Box::new(run));
-        Self { shared: Arc::new(Shared { jobs, ready, run, idle }), limit }
+            #[cfg(test)]
+            refuse: false,
+        });
+        let [ready, watched, ended] = [const { Condvar::new() }; 3];
+        let run = Box::new(run);
+        Self { shared: Arc::new(Shared { jobs, ready, watched, ended, run, bounds }) }
     }
 
     /// Queues `jobs`. Runs them on the calling thread only if no thread at all can be started.
     pub(crate) fn push(&self, jobs: impl IntoIterator<Item = J>) {
-        let mut state = self.shared.lock();
+        let shared = &self.shared;
+        let mut state = shared.lock();
         #[cfg(feature = "sim")]
         if let Some(by_hand) = &mut state.manual {
             return by_hand.extend(jobs);
         }
         let mut runs = 0;
         for job in jobs {
-            let begins = state.queue.push(job.client(), job);
+            let begins = state.queue.push(job);
             runs += usize::from(begins);
         }
-        self.start_missing(&mut state);
+        shared.start_missing(&mut state);
         if state.alive == 0 {
-            let orphans = state.queue.drain();
+            let orphans = state.queue.drain(None);
             drop(state);
-            orphans.into_iter().for_each(|job| (self.shared.run)(&mut vec![job]));
+            orphans.into_iter().for_each(|job| (shared.run)(&mut vec![job]));
             return;
         }
+        shared.ensure_watched(&mut state);
         let idle = state.idle;
         drop(state);
         if runs < idle {
-            (0..runs).for_each(|_| self.shared.ready.notify_one());
+            (0..runs).for_each(|_| shared.ready.notify_one());
         } else {
-            self.shared.ready.notify_all();
+            shared.ready.notify_all();
         }
     }
 
-    /// Starts a thread for each queued job beyond the idle threads, up to the limit.
-    fn start_missing(&self, state: &mut PoolState<J>) {
-        let missing = state.queue.len().saturating_sub(state.idle);
-        let more = missing.min(self.limit - state.alive);
-        if more > 0 {
-            state.threads.retain(|thread| !thread.is_finished());
+    /// Takes the queued jobs of `device`, in order for each client, for the caller to answer them;
+    /// and tells how many runs of its jobs have begun and not returned. For a device that is removed
+    /// while others go on. Costs as much as there are clients with jobs, in all devices.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for a pool that devices share"))]
+    pub(crate) fn close_device(&self, device: u64) -> (Vec<J>, usize) {
+        let mut state = self.shared.lock();
+        let queued = state.queue.drain(Some(device));
+        (queued, state.queue.running(device))
+    }
+
+    /// Runs the queued jobs for at most the time `patience`, and ends the threads. If all jobs have
+    /// ended by then, returns 0 and no jobs; else the number of threads whose jobs have not returned,
+    /// and the jobs that have not begun, for the caller to answer them. Those threads end after their
+    /// jobs, or with the process: neither this call nor the drop joins them. What they use, the
+    /// function that runs jobs among it, lives as long as they do. The caller pushes no more jobs.
+    #[cfg_attr(not(test), expect(dead_code, reason = "for a pool that devices share"))]
+    pub(crate) fn close(&self, patience: Duration) -> (Vec<J>, usize) {
+        let mut state = self.shared.lock();
+        self.shared.set_closed(&mut state);
+        let waited = self.shared.ended.wait_timeout_while(state, patience, |jobs| jobs.alive > 0);
+        (state, _) = waited.unwrap_or_else(PoisonError::into_inner);
+        if state.alive > 0 {
+            state.threads.clear();
         }
-        for _ in 0..more {
-            let shared = self.shared.clone();
-            let thread = std::thread::Builder::new().name("nowait-worker".into());
-            match thread.spawn(move || shared.run_worker()) {
-                Ok(handle) => state.threads.push(handle),
-                Err(_) => break,
-            }
-            state.alive += 1;
-        }
+        (state.queue.drain(None), state.alive)
+    }
+}
+
+impl<J> Shared<J> {
+    fn set_closed(&self, jobs: &mut PoolState<J>) {
+        jobs.closed = true;
+        self.ready.notify_all();
+        self.watched.notify_all();
     }
 }
 
@@ -179,7 +361,7 @@ impl<J: WorkItem> ThreadPool<J> {
         let jobs = state.manual.as_mut()?;
         let mut run = vec![jobs.remove(n)?];
         while let Some(job) = jobs.get(n)
-            && job.client() == run[0].client()
+            && (job.device(), job.client()) == (run[0].device(), run[0].client())
             && J::joins(&run, job)
         {
             run.extend(jobs.remove(n));
@@ -195,111 +377,19 @@ impl<J: WorkItem> ThreadPool<J> {
 
 impl<J: WorkItem> Drop for ThreadPool<J> {
     fn drop(&mut self) {
-        let mut jobs = self.shared.lock();
-        jobs.closed = true;
-        let threads = std::mem::take(&mut jobs.threads);
-        drop(jobs);
-        self.shared.ready.notify_all();
-        for thread in threads {
-            let _ = thread.join();
+        self.shared.set_closed(&mut self.shared.lock());
+        // The watcher may start more threads meanwhile.
+        loop {
+            let threads = std::mem::take(&mut self.shared.lock().threads);
+            if threads.is_empty() {
+                break;
+            }
+            for thread in threads {
+                let _ = thread.join();
+            }
         }
     }
 }
 
 #[cfg(test)]
-mod tests {
-    use super::*;
-    use std::sync::atomic::{AtomicUsize, Ordering};
-
-    impl WorkItem for usize {
-        fn client(&self) -> u64 {
-            *self as u64 % 5
-        }
-    }
-
-    /// Runs jobs one by one.
-    fn each(run: impl Fn(usize) + Send + Sync) -> impl Fn(&mut Vec<usize>) + Send + Sync {
-        move |jobs| jobs.drain(..).for_each(&run)
-    }
-
-    #[test]
-    fn idle_threads_end_and_start_again_for_new_jobs() {
-        let ran = Arc::new(AtomicUsize::new(0));
-        let ran2 = ran.clone();
-        let pool = ThreadPool::ending_after(
-            Duration::from_millis(1),
-            4,
-            each(move |_| {
-                ran2.fetch_add(1, Ordering::SeqCst);
-            }),
-        );
-        for round in 1..=3 {
-            pool.push(0..10);
-            while pool.shared.lock().alive > 0 || pool.shared.lock().queue.len() > 0 {
-                std::thread::sleep(Duration::from_millis(1));
-            }
-            assert_eq!(ran.load(Ordering::SeqCst), round * 10);
-            assert!(pool.shared.lock().threads.len() <= 2 * 4);
-        }
-    }
-
-    #[test]
-    fn a_thread_survives_a_job_that_panics() {
-        let (sender, ran) = std::sync::mpsc::channel();
-        let run = each(move |job| {
-            assert!(job != 1, "on purpose");
-            sender.send((job, std::thread::current().id())).unwrap();
-        });
-        let pool = ThreadPool::new(1, run);
-        pool.push(0..3);
-        let (first, second) = (ran.recv().unwrap(), ran.recv().unwrap());
-        assert_eq!((first.0, second.0, first.1), (0, 2, second.1));
-    }
-
-    /// One client has more slow jobs than there are threads.
-    #[test]
-    fn a_client_with_slow_jobs_leaves_threads_to_other_clients() {
-        let blocker = Arc::new(Mutex::new(()));
-        let (sender, ran) = std::sync::mpsc::channel();
-        let blocker2 = blocker.clone();
-        let run = each(move |job| {
-            if job.is_multiple_of(5) {
-                drop(blocker2.lock().unwrap());
-            }
-            sender.send(job).unwrap();
-        });
-        let pool = ThreadPool::new(4, run);
-        let blocked = blocker.lock().unwrap();
-        pool.push((0..20).map(|n| n * 5));
-        pool.push([1, 2]);
-        // Two threads run these jobs, in either order.
-        let mut quick = [ran.recv().unwrap(), ran.recv().unwrap()];
-        quick.sort_unstable();
-        assert_eq!(quick, [1, 2]);
-        drop(blocked);
-        assert_eq!(ran.iter().take(20).count(), 20);
-    }
-
-    #[test]
-    fn c40_every_job_runs_once_on_no_more_threads_than_the_limit() {
-        let (ran, now, peak) = (
-            Arc::new(AtomicUsize::new(0)),
-            Arc::new(AtomicUsize::new(0)),
-            Arc::new(AtomicUsize::new(0)),
-        );
-        let (ran2, now2, peak2) = (ran.clone(), now.clone(), peak.clone());
-        let run = each(move |job| {
-            peak2.fetch_max(now2.fetch_add(1, Ordering::SeqCst) + 1, Ordering::SeqCst);
-            std::thread::yield_now();
-            ran2.fetch_add(job, Ordering::SeqCst);
-            now2.fetch_sub(1, Ordering::SeqCst);
-        });
-        let pool = ThreadPool::new(3, run);
-        for n in 0..100 {
-            pool.push([n, n]);
-        }
-        drop(pool);
-        assert_eq!(ran.load(Ordering::SeqCst), 99 * 100);
-        assert!(peak.load(Ordering::SeqCst) <= 3 && now.load(Ordering::SeqCst) == 0);
-    }
-}
+mod tests;

@@ -2,8 +2,20 @@
 
 /// A job of the pool.
 pub(crate) trait WorkItem: Send + 'static {
-    /// The number of the client that the job is for; clients take turns.
+    /// The number of the device that the job is for; devices take turns.
+    fn device(&self) -> u64 {
+        0
+    }
+
+    /// The number of the client, of this device, that the job is for; the clients of a device take
+    /// turns.
     fn client(&self) -> u64;
+
+    /// The share of the job's device in the turns, as compared with other devices: 1 to 1000, and
+    /// what is outside is taken as the nearer bound. The last pushed job of a device counts.
+    fn weight(&self) -> u32 {
+        1
+    }
 
     /// Whether one thread runs `next`, which the same client has pushed next, together with `run`,
     /// which is not empty.
