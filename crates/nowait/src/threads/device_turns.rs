@@ -165,9 +165,16 @@ impl DeviceTurns {
     pub(super) fn ids(&self) -> Vec<u64> {
         self.devices.keys().copied().collect()
     }
+}
 
-    #[cfg(test)]
+#[cfg(test)]
+impl DeviceTurns {
     pub(super) fn is_empty(&self) -> bool {
         self.devices.is_empty() && self.order.is_empty()
+    }
+
+    /// All lists of clients, those of devices and those that are kept.
+    pub(super) fn lists(&self) -> impl Iterator<Item = &VecDeque<u64>> {
+        self.devices.values().map(|device| &device.clients).chain(&self.spare)
     }
 }

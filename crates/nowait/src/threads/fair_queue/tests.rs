@@ -316,3 +316,31 @@ fn at_random_no_job_is_lost_and_the_limits_hold() {
     assert_eq!(taken, pushed as usize);
     assert!(queue.clients.is_empty() && queue.devices.is_empty());
 }
+
+/// Addresses of the memory of all lists of jobs and of clients.
+fn memory(queue: &FairQueue<Job>) -> Vec<usize> {
+    let lists = queue.clients.values().map(|client| &client.items).chain(&queue.spare);
+    let mut lists: Vec<usize> = lists.map(|list| list.as_slices().0.as_ptr() as usize).collect();
+    lists.extend(queue.devices.lists().map(|list| list.as_slices().0.as_ptr() as usize));
+    lists.sort_unstable();
+    lists
+}
+
+#[test]
+fn in_steady_state_no_list_is_allocated() {
+    let mut queue = FairQueue::new(2, 2);
+    // Each client and device is forgotten after each of its jobs.
+    let round = |queue: &mut FairQueue<Job>, first: u64| {
+        (0..40).for_each(|n| assert!(queue.push(job(first + n % 20, n, 0))));
+        while let Some((id, _)) = pop(queue) {
+            queue.ended(id);
+        }
+        assert!(queue.clients.is_empty() && queue.devices.is_empty());
+        memory(queue)
+    };
+    let warm = (0..100).map(|first| round(&mut queue, first)).last();
+    assert_eq!(warm.as_ref().map(Vec::len), Some(40 + 20));
+    for first in 0..1000 {
+        assert_eq!(Some(round(&mut queue, first)), warm);
+    }
+}
