@@ -8,8 +8,8 @@
 //! other device precedence.
 
 use std::cmp::Reverse;
-use std::collections::hash_map::Entry;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
+use std::ops::{Index, IndexMut};
 
 /// The virtual time of a turn at weight 1. The clock lasts for 2^44 turns.
 const TURN: u64 = 1 << 20;
@@ -21,6 +21,8 @@ const SPARE: usize = 64;
 /// The jobs of one device.
 #[derive(Default)]
 pub(super) struct DeviceQueue {
+    /// The device's number.
+    id: u64,
     /// Clients of which a job may be taken, the next one first.
     pub(super) clients: VecDeque<u64>,
     /// Jobs that were not taken yet.
@@ -36,12 +38,16 @@ pub(super) struct DeviceQueue {
     listed: bool,
 }
 
-/// Devices that have jobs, which are identified by number.
+/// Devices that have jobs. A device has an index as long as it is known.
 pub(super) struct DeviceTurns {
-    devices: HashMap<u64, DeviceQueue>,
-    /// Devices by their positions, then by when they came there. Some may have no job to take: their
-    /// positions are remembered until the others come as far.
-    order: BinaryHeap<Reverse<(u64, u64, u64)>>,
+    devices: Vec<DeviceQueue>,
+    /// Indices by the numbers of devices.
+    indices: HashMap<u64, usize>,
+    /// Indices that no device has.
+    free: Vec<usize>,
+    /// Indices by the positions of their devices, then by when they came there. Some may have no job
+    /// to take: their positions are remembered until the others come as far.
+    order: BinaryHeap<Reverse<(u64, u64, usize)>>,
     /// The position of the device that has had the last turn.
     now: u64,
     /// Entries that `order` has had.
@@ -52,11 +58,28 @@ pub(super) struct DeviceTurns {
     spare: Vec<VecDeque<u64>>,
 }
 
+impl Index<usize> for DeviceTurns {
+    type Output = DeviceQueue;
+
+    fn index(&self, index: usize) -> &DeviceQueue {
+        &self.devices[index]
+    }
+}
+
+/// The caller calls [`DeviceTurns::update`] after a change.
+impl IndexMut<usize> for DeviceTurns {
+    fn index_mut(&mut self, index: usize) -> &mut DeviceQueue {
+        &mut self.devices[index]
+    }
+}
+
 impl DeviceTurns {
     /// Turns of devices that run at most `limit` jobs each at the same time; at least 1.
     pub(super) fn new(limit: usize) -> Self {
         Self {
-            devices: HashMap::new(),
+            devices: Vec::new(),
+            indices: HashMap::new(),
+            free: Vec::new(),
             order: BinaryHeap::new(),
             now: 0,
             entries: 0,
@@ -76,105 +99,111 @@ impl DeviceTurns {
     pub(super) fn set_limit(&mut self, limit: usize) {
         let limit = limit.max(1);
         if std::mem::replace(&mut self.limit, limit) != limit {
-            self.ids().into_iter().for_each(|id| self.update(id));
+            self.all().into_iter().for_each(|index| self.update(index));
         }
     }
 
-    /// The device `id`, which is added if it is not known. Its weight becomes `weight`. The caller
-    /// calls [`DeviceTurns::update`] after a change.
-    pub(super) fn device(&mut self, id: u64, weight: u32) -> &mut DeviceQueue {
-        let spare = &mut self.spare;
-        let device = self.devices.entry(id).or_insert_with(|| DeviceQueue {
-            clients: spare.pop().unwrap_or_default(),
-            ..DeviceQueue::default()
-        });
-        device.weight = weight.clamp(1, MAX_WEIGHT);
-        device
+    /// The index of the device `id`, if it is known.
+    pub(super) fn find(&self, id: u64) -> Option<usize> {
+        self.indices.get(&id).copied()
     }
 
-    /// The device `id`, if it is known. The caller calls [`DeviceTurns::update`] after a change.
-    pub(super) fn get(&mut self, id: u64) -> Option<&mut DeviceQueue> {
-        self.devices.get_mut(&id)
+    /// The indices of all devices.
+    pub(super) fn all(&self) -> Vec<usize> {
+        self.indices.values().copied().collect()
+    }
+
+    /// The index of the device `id`, which is added if it is not known. Its weight becomes `weight`.
+    /// The caller gives it a job.
+    pub(super) fn device(&mut self, id: u64, weight: u32) -> usize {
+        let Self { devices, indices, free, spare, .. } = self;
+        let index = *indices.entry(id).or_insert_with(|| {
+            let index = free.pop().unwrap_or(devices.len());
+            if index == devices.len() {
+                devices.push(DeviceQueue::default());
+            }
+            let clients = spare.pop().unwrap_or_default();
+            devices[index] = DeviceQueue { id, clients, ..DeviceQueue::default() };
+            index
+        });
+        devices[index].weight = weight.clamp(1, MAX_WEIGHT);
+        index
     }
 
     /// The device whose turn it is, of which a job may be taken. Moves it to its next position. The
     /// caller takes a job, and calls [`DeviceTurns::update`].
-    pub(super) fn next(&mut self) -> Option<u64> {
+    pub(super) fn next(&mut self) -> Option<usize> {
         while self.ready > 0 {
-            let Reverse((at, _, id)) = self.order.pop()?;
-            let Some(device) = self.devices.get_mut(&id) else { continue };
+            let Reverse((at, _, index)) = self.order.pop()?;
+            let device = &mut self.devices[index];
             device.listed = false;
             if device.ready > 0 {
                 self.now = at;
                 device.at = at + TURN / u64::from(device.weight);
-                self.list(id);
-                return Some(id);
+                self.list(index);
+                return Some(index);
             }
-            self.update(id);
+            self.forget_if_idle(index);
         }
         None
     }
 
-    /// Puts the device `id` into `order`.
-    fn list(&mut self, id: u64) {
-        let Some(device) = self.devices.get_mut(&id) else { return };
+    /// Puts a device into `order`.
+    fn list(&mut self, index: usize) {
+        let device = &mut self.devices[index];
         if !std::mem::replace(&mut device.listed, true) {
             // Time without jobs gives no right to more turns later.
             device.at = device.at.max(self.now);
-            self.order.push(Reverse((device.at, self.entries, id)));
+            self.order.push(Reverse((device.at, self.entries, index)));
             self.entries += 1;
         }
     }
 
-    /// Takes note of a change of the device `id`.
-    pub(super) fn update(&mut self, id: u64) {
-        let Some(device) = self.devices.get_mut(&id) else { return };
+    /// Takes note of a change of a device. It may not be known after that.
+    pub(super) fn update(&mut self, index: usize) {
+        let device = &mut self.devices[index];
         let may_run = !device.clients.is_empty() && device.running < self.limit;
         let ready = if may_run { device.queued } else { 0 };
         self.ready = self.ready - device.ready + ready;
         device.ready = ready;
         if ready > 0 {
-            self.list(id);
+            self.list(index);
         } else {
-            self.forget_if_idle(id);
+            self.forget_if_idle(index);
         }
         while self.ready == 0
-            && let Some(Reverse((_, _, id))) = self.order.pop()
+            && let Some(Reverse((_, _, index))) = self.order.pop()
         {
             // Without a job that may be taken no device has precedence.
-            if let Some(device) = self.devices.get_mut(&id) {
-                device.listed = false;
-                self.forget_if_idle(id);
-            }
+            self.devices[index].listed = false;
+            self.forget_if_idle(index);
         }
     }
 
-    fn forget_if_idle(&mut self, id: u64) {
-        let Entry::Occupied(entry) = self.devices.entry(id) else { return };
-        let device = entry.get();
+    fn forget_if_idle(&mut self, index: usize) {
+        let device = &mut self.devices[index];
         if device.listed || device.queued > 0 || device.running > 0 {
             return;
         }
-        let clients = entry.remove().clients;
+        let clients = std::mem::take(&mut device.clients);
+        self.indices.remove(&device.id);
+        self.free.push(index);
         if self.spare.len() < SPARE {
             self.spare.push(clients);
         }
-    }
-
-    /// The numbers of all devices.
-    pub(super) fn ids(&self) -> Vec<u64> {
-        self.devices.keys().copied().collect()
     }
 }
 
 #[cfg(test)]
 impl DeviceTurns {
     pub(super) fn is_empty(&self) -> bool {
-        self.devices.is_empty() && self.order.is_empty()
+        let is_free = self.free.len() == self.devices.len();
+        self.indices.is_empty() && self.order.is_empty() && is_free
     }
 
-    /// All lists of clients, those of devices and those that are kept.
+    /// All lists of clients that have memory: those of devices, and those that are kept.
     pub(super) fn lists(&self) -> impl Iterator<Item = &VecDeque<u64>> {
-        self.devices.values().map(|device| &device.clients).chain(&self.spare)
+        let used = self.devices.iter().map(|device| &device.clients);
+        used.chain(&self.spare).filter(|list| list.capacity() > 0)
     }
 }

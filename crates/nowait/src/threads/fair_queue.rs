@@ -15,8 +15,8 @@ use crate::threads::work_item::WorkItem;
 /// The greatest number of empty lists that are kept for new clients, to save allocations.
 const SPARE: usize = 64;
 
-/// A client, by the numbers of its device and of itself.
-type ClientId = (u64, u64);
+/// A client, by the index of its device and its number.
+pub(crate) type ClientId = (usize, u64);
 
 /// The jobs of one client.
 struct ClientQueue<J> {
@@ -56,20 +56,19 @@ impl<J: WorkItem> FairQueue<J> {
 
     /// Queues `job`. False if it may run together with the one before it.
     pub(crate) fn push(&mut self, job: J) -> bool {
-        let id = (job.device(), job.client());
-        let spare = &mut self.spare;
-        let client = self.clients.entry(id).or_insert_with(|| ClientQueue {
+        let index = self.devices.device(job.device(), job.weight());
+        let (device, id, spare) = (&mut self.devices[index], job.client(), &mut self.spare);
+        let client = self.clients.entry((index, id)).or_insert_with(|| ClientQueue {
             items: spare.pop().unwrap_or_default(),
             running: 0,
             listed: false,
         });
-        let device = self.devices.device(id.0, job.weight());
         let last = client.items.back();
         let begins = last.is_none_or(|last| !J::joins(std::slice::from_ref(last), &job));
         client.items.push_back(job);
         device.queued += 1;
-        list(client, id.1, self.client_limit, &mut device.clients);
-        self.devices.update(id.0);
+        list(client, id, self.client_limit, &mut device.clients);
+        self.devices.update(index);
         begins
     }
 
@@ -77,10 +76,10 @@ impl<J: WorkItem> FairQueue<J> {
     /// which is empty; returns the client. The caller calls [`FairQueue::ended`] when they have
     /// ended.
     pub(crate) fn pop(&mut self, run: &mut Vec<J>) -> Option<ClientId> {
-        let of = self.devices.next()?;
-        let device = self.devices.get(of)?;
-        let id = (of, device.clients.pop_front()?);
-        let client = self.clients.get_mut(&id)?;
+        let index = self.devices.next()?;
+        let device = &mut self.devices[index];
+        let id = device.clients.pop_front()?;
+        let client = self.clients.get_mut(&(index, id))?;
         client.listed = false;
         run.push(client.items.pop_front()?);
         while client.items.front().is_some_and(|next| J::joins(run, next)) {
@@ -89,55 +88,54 @@ impl<J: WorkItem> FairQueue<J> {
         client.running += 1;
         device.running += 1;
         device.queued -= run.len();
-        list(client, id.1, self.client_limit, &mut device.clients);
-        self.devices.update(of);
-        Some(id)
+        list(client, id, self.client_limit, &mut device.clients);
+        self.devices.update(index);
+        Some((index, id))
     }
 
-    /// The jobs of `id` that were taken together have ended.
-    pub(crate) fn ended(&mut self, id: ClientId) {
-        let Some(device) = self.devices.get(id.0) else { return };
+    /// The jobs of the client that were taken together have ended.
+    pub(crate) fn ended(&mut self, (index, id): ClientId) {
+        let Entry::Occupied(mut entry) = self.clients.entry((index, id)) else { return };
+        let (client, device) = (entry.get_mut(), &mut self.devices[index]);
+        client.running -= 1;
         device.running -= 1;
-        if let Entry::Occupied(mut entry) = self.clients.entry(id) {
-            let client = entry.get_mut();
-            client.running -= 1;
-            if client.running > 0 || !client.items.is_empty() {
-                list(client, id.1, self.client_limit, &mut device.clients);
-            } else {
-                let items = entry.remove().items;
-                if self.spare.len() < SPARE {
-                    self.spare.push(items);
-                }
+        if client.running > 0 || !client.items.is_empty() {
+            list(client, id, self.client_limit, &mut device.clients);
+        } else {
+            let items = entry.remove().items;
+            if self.spare.len() < SPARE {
+                self.spare.push(items);
             }
         }
-        self.devices.update(id.0);
+        self.devices.update(index);
     }
 
     /// Takes the queued jobs of the device `only`, or all, in order for each client. Visits all
     /// clients.
     pub(crate) fn drain(&mut self, only: Option<u64>) -> Vec<J> {
+        let devices = match only {
+            Some(id) => Vec::from_iter(self.devices.find(id)),
+            None => self.devices.all(),
+        };
         let mut taken = Vec::new();
-        self.clients.retain(|&(of, _), client| {
-            if only.is_some_and(|only| only != of) {
-                return true;
+        self.clients.retain(|&(index, _), client| {
+            if only.is_none() || devices.first() == Some(&index) {
+                taken.extend(client.items.drain(..));
+                client.listed = false;
             }
-            taken.extend(client.items.drain(..));
-            client.listed = false;
-            client.running > 0
+            client.running > 0 || !client.items.is_empty()
         });
-        for of in only.map_or_else(|| self.devices.ids(), |only| vec![only]) {
-            if let Some(device) = self.devices.get(of) {
-                device.clients.clear();
-                device.queued = 0;
-            }
-            self.devices.update(of);
+        for index in devices {
+            self.devices[index].clients.clear();
+            self.devices[index].queued = 0;
+            self.devices.update(index);
         }
         taken
     }
 
-    /// Runs of jobs of the device `of` that were taken and have not ended.
-    pub(crate) fn running(&mut self, of: u64) -> usize {
-        self.devices.get(of).map_or(0, |device| device.running)
+    /// Runs of jobs of the device `id` that were taken and have not ended.
+    pub(crate) fn running(&self, id: u64) -> usize {
+        self.devices.find(id).map_or(0, |index| self.devices[index].running)
     }
 }
 

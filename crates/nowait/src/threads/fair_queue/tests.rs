@@ -35,11 +35,20 @@ fn job(device: u64, client: u64, number: u32) -> Job {
     Job { device, client, weight: 1, number }
 }
 
-fn pop(queue: &mut FairQueue<Job>) -> Option<(ClientId, Vec<u32>)> {
+/// The device, the client and the numbers of the next run.
+fn pop(queue: &mut FairQueue<Job>) -> Option<((u64, u64), Vec<u32>)> {
     let mut run = Vec::new();
-    let id = queue.pop(&mut run)?;
+    let (index, client) = queue.pop(&mut run)?;
+    let id = (run[0].device, client);
+    assert_eq!(queue.devices.find(id.0), Some(index));
     assert!(run.iter().all(|job| (job.device, job.client) == id));
     Some((id, run.iter().map(|job| job.number).collect()))
+}
+
+/// A run of a client of a device has ended.
+fn end(queue: &mut FairQueue<Job>, (device, client): (u64, u64)) {
+    let index = queue.devices.find(device).unwrap();
+    queue.ended((index, client));
 }
 
 fn popped(queue: &mut FairQueue<Job>) -> Vec<u32> {
@@ -54,7 +63,7 @@ fn queued(queue: &FairQueue<Job>) -> usize {
 fn turns(queue: &mut FairQueue<Job>, count: usize) -> Vec<u64> {
     let turn = |_| {
         let (id, _) = pop(queue).unwrap();
-        queue.ended(id);
+        end(queue, id);
         id.0
     };
     (0..count).map(turn).collect()
@@ -159,10 +168,10 @@ fn a_client_at_its_limit_of_running_jobs_continues_when_one_ends() {
     assert_eq!(popped(&mut queue), [0, 1]);
     queue.push(job(0, 2, 10));
     assert_eq!(popped(&mut queue), [10]);
-    queue.ended((0, 1));
+    end(&mut queue, (0, 1));
     assert_eq!((popped(&mut queue), queue.ready(), queued(&queue)), (vec![2], 0, 2));
-    queue.ended((0, 2));
-    (0..2).for_each(|_| queue.ended((0, 1)));
+    end(&mut queue, (0, 2));
+    (0..2).for_each(|_| end(&mut queue, (0, 1)));
     assert_eq!(popped(&mut queue), [3, 4]);
 }
 
@@ -173,10 +182,10 @@ fn a_device_at_its_limit_of_running_jobs_continues_when_one_ends() {
     assert_eq!((queue.ready(), popped(&mut queue), queue.ready()), (5, vec![0, 1], 0));
     queue.push(job(2, 1, 10));
     assert_eq!((queue.ready(), popped(&mut queue)), (1, vec![10]));
-    queue.ended((1, 1));
+    end(&mut queue, (1, 1));
     assert_eq!((queue.ready(), popped(&mut queue), queued(&queue)), (3, vec![2], 2));
-    queue.ended((1, 0));
-    queue.ended((1, 2));
+    end(&mut queue, (1, 0));
+    end(&mut queue, (1, 2));
     assert_eq!(popped(&mut queue), [3, 4]);
 }
 
@@ -188,11 +197,11 @@ fn a_changed_limit_of_devices_holds_for_all_that_have_jobs() {
     }
     assert_eq!(popped(&mut queue), [0, 0, 0, 1, 1, 1, 2, 2, 2]);
     queue.set_device_limit(1);
-    (1..=3).for_each(|device| queue.ended((device, 1)));
+    (1..=3).for_each(|device| end(&mut queue, (device, 1)));
     assert_eq!((queue.ready(), popped(&mut queue)), (0, vec![]));
     (1..=3).for_each(|device| assert_eq!(queue.running(device), 2));
     queue.set_device_limit(0); // the least is 1
-    (1..=2).for_each(|_| queue.ended((2, 1)));
+    (1..=2).for_each(|_| end(&mut queue, (2, 1)));
     assert_eq!((queue.ready(), popped(&mut queue)), (3, vec![3]));
     queue.set_device_limit(3);
     assert_eq!(queue.ready(), 3 + 2 + 3);
@@ -210,7 +219,7 @@ fn jobs_that_join_are_taken_together_and_count_as_one_that_runs() {
         assert_eq!(begins, [true, true, false, false, false, true]);
         for run in [vec![7], vec![100, 101, 102], vec![103], vec![200]] {
             assert_eq!((pop(&mut queue), pop(&mut queue)), (Some(((3, 1), run)), None));
-            queue.ended((3, 1));
+            end(&mut queue, (3, 1));
         }
         assert_eq!(queued(&queue), 0);
     }
@@ -246,7 +255,7 @@ fn the_queued_jobs_of_one_device_can_be_taken() {
     assert_eq!(rest, [20, 21, 30]);
     assert_eq!(queue.drain(None).len(), 2);
     for id in [(1, 1), (1, 2), (2, 1), (2, 1)] {
-        queue.ended(id);
+        end(&mut queue, id);
     }
     assert!(queue.drain(Some(1)).is_empty() && queue.drain(Some(7)).is_empty());
     assert!(queue.clients.is_empty() && queue.devices.is_empty());
@@ -258,7 +267,7 @@ fn clients_and_devices_without_jobs_are_removed() {
     for n in 0..1000 {
         queue.push(job(n / 2, n, 0));
         assert_eq!(pop(&mut queue), Some(((n / 2, n), vec![0])));
-        queue.ended((n / 2, n));
+        end(&mut queue, (n / 2, n));
         assert!(queue.clients.is_empty() && queue.devices.is_empty());
     }
     assert_eq!(queue.spare.len(), 1);
@@ -303,15 +312,15 @@ fn at_random_no_job_is_lost_and_the_limits_hold() {
                 assert!(running.iter().filter(|&&other| other == id).count() <= client_limit);
             }
             _ if !running.is_empty() => {
-                queue.ended(running.swap_remove(next(running.len() as u64) as usize));
+                end(&mut queue, running.swap_remove(next(running.len() as u64) as usize));
             }
             _ => {}
         }
     }
-    running.drain(..).for_each(|id| queue.ended(id));
+    running.drain(..).for_each(|id| end(&mut queue, id));
     while let Some((id, run)) = pop(&mut queue) {
         taken += run.len();
-        queue.ended(id);
+        end(&mut queue, id);
     }
     assert_eq!(taken, pushed as usize);
     assert!(queue.clients.is_empty() && queue.devices.is_empty());
@@ -333,7 +342,7 @@ fn in_steady_state_no_list_is_allocated() {
     let round = |queue: &mut FairQueue<Job>, first: u64| {
         (0..40).for_each(|n| assert!(queue.push(job(first + n % 20, n, 0))));
         while let Some((id, _)) = pop(queue) {
-            queue.ended(id);
+            end(queue, id);
         }
         assert!(queue.clients.is_empty() && queue.devices.is_empty());
         memory(queue)

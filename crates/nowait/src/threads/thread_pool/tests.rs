@@ -250,7 +250,7 @@ fn a_device_alone_uses_three_quarters_of_the_threads_and_others_have_the_rest() 
     tested.pool.push(hanging(2, 3));
     assert_eq!(tested.begun(), [0, 1]);
     tested.wait_until(|state| state.watcher == Watcher::Watching);
-    let mut state = tested.lock();
+    let state = tested.lock();
     assert_eq!((state.alive, state.queue.running(1), state.queue.running(2)), (8, 6, 2));
     assert_eq!((state.queue.ready(), state.counted()), (1, 8));
     drop(state);
