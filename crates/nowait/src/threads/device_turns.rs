@@ -11,6 +11,8 @@ use std::cmp::Reverse;
 use std::collections::{BinaryHeap, HashMap, VecDeque};
 use std::ops::{Index, IndexMut};
 
+use crate::threads::number_hash::NumberHash;
+
 /// The virtual time of a turn at weight 1. The clock lasts for 2^44 turns.
 const TURN: u64 = 1 << 20;
 /// The greatest weight of a device.
@@ -42,7 +44,7 @@ pub(super) struct DeviceQueue {
 pub(super) struct DeviceTurns {
     devices: Vec<DeviceQueue>,
     /// Indices by the numbers of devices.
-    indices: HashMap<u64, usize>,
+    indices: HashMap<u64, usize, NumberHash>,
     /// Indices that no device has.
     free: Vec<usize>,
     /// Indices by the positions of their devices, then by when they came there. Some may have no job
@@ -78,7 +80,7 @@ impl DeviceTurns {
     pub(super) fn new(limit: usize) -> Self {
         Self {
             devices: Vec::new(),
-            indices: HashMap::new(),
+            indices: HashMap::default(),
             free: Vec::new(),
             order: BinaryHeap::new(),
             now: 0,

@@ -10,6 +10,7 @@ use std::collections::hash_map::Entry;
 use std::collections::{HashMap, VecDeque};
 
 use crate::threads::device_turns::DeviceTurns;
+use crate::threads::number_hash::NumberHash;
 use crate::threads::work_item::WorkItem;
 
 /// The greatest number of empty lists that are kept for new clients, to save allocations.
@@ -30,7 +31,7 @@ struct ClientQueue<J> {
 /// Jobs of the clients of devices.
 pub(crate) struct FairQueue<J> {
     devices: DeviceTurns,
-    clients: HashMap<ClientId, ClientQueue<J>>,
+    clients: HashMap<ClientId, ClientQueue<J>, NumberHash>,
     spare: Vec<VecDeque<J>>,
     client_limit: usize,
 }
@@ -41,7 +42,7 @@ impl<J: WorkItem> FairQueue<J> {
     pub(crate) fn new(device_limit: usize, client_limit: usize) -> Self {
         let devices = DeviceTurns::new(device_limit);
         let client_limit = client_limit.max(1);
-        Self { devices, clients: HashMap::new(), spare: Vec::new(), client_limit }
+        Self { devices, clients: HashMap::default(), spare: Vec::new(), client_limit }
     }
 
     /// Lets at most `limit` jobs of a device run at the same time from now on; at least 1.

@@ -3,6 +3,7 @@
 
 pub(crate) mod adaptive_poll;
 pub(crate) mod work_item;
+mod number_hash;
 mod device_turns;
 pub(crate) mod fair_queue;
 pub(crate) mod thread_pool;
