@@ -529,3 +529,43 @@ fn a_drop_that_waits_for_a_stuck_job_runs_the_others_meanwhile() {
     assert_eq!(ended.recv_timeout(PATIENCE).unwrap().number, 0);
     dropped.join().unwrap();
 }
+
+/// Short jobs and some that are stuck for a while, with threads and a watcher that end soon.
+#[test]
+fn no_job_is_forgotten_while_threads_are_stuck_and_end_and_start() {
+    const JOBS: usize = 600;
+    let (sender, ran) = channel();
+    let run = each(move |job: Job| {
+        if job.hangs {
+            std::thread::sleep(Duration::from_millis(1 + job.number as u64 % 5));
+        }
+        sender.send(job.number).unwrap();
+    });
+    let bounds = Bounds { idle: Duration::from_micros(500), ..soon_stuck(3) };
+    let pool = ThreadPool::with(bounds, run);
+    std::thread::scope(|scope| {
+        for pusher in 0..2 {
+            let pool = &pool;
+            scope.spawn(move || {
+                for n in (pusher * JOBS..(pusher + 1) * JOBS).step_by(2) {
+                    let of = |n: usize| Job {
+                        client: n as u64 % 2,
+                        weight: 1 + n as u32 % 9,
+                        hangs: n % 7 < 2,
+                        ..job(n as u64 % 6, n)
+                    };
+                    pool.push([of(n), of(n + 1)]);
+                    if n % 50 == 0 {
+                        std::thread::sleep(Duration::from_millis(2));
+                    }
+                }
+            });
+        }
+    });
+    // No push and no drop helps the jobs that wait now.
+    let take = |_| ran.recv_timeout(PATIENCE).unwrap();
+    let mut numbers: Vec<usize> = (0..2 * JOBS).map(take).collect();
+    numbers.sort_unstable();
+    assert!(numbers.into_iter().eq(0..2 * JOBS));
+    wait_until(&pool, |state| state.alive == 0 && state.watcher == Watcher::None);
+}

@@ -97,8 +97,69 @@ impl<J: WorkItem> Shared<J> {
 
     /// Sets what a device may run by what is stuck.
     fn limit_devices(&self, jobs: &mut PoolState<J>) {
-        let left = MAX_STUCK.saturating_sub(jobs.stuck) / PARTS;
-        let limit = if jobs.stuck == 0 { self.bounds.device } else { left.min(self.bounds.device) };
-        jobs.queue.set_device_limit(limit);
+        jobs.queue.set_device_limit(device_limit(self.bounds.device, jobs.stuck));
+    }
+}
+
+/// The greatest number of jobs of a device that run at the same time, if that is `share` as long as
+/// no job is stuck.
+fn device_limit(share: usize, stuck: usize) -> usize {
+    let left = MAX_STUCK.saturating_sub(stuck) / PARTS;
+    if stuck == 0 { share } else { left.clamp(1, share) }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::threads::thread_pool::Bounds;
+
+    /// Threads that are left for new jobs while those of `stuck` jobs hang.
+    fn free(limit: usize, stuck: usize) -> usize {
+        limit - (stuck - stuck.min(MAX_STUCK)).min(limit)
+    }
+
+    /// Devices that hang until no thread is left, each with all that it may run before the next one
+    /// has jobs.
+    fn one_after_the_other(limit: usize, share: usize) -> usize {
+        let (mut stuck, mut devices) = (0, 0);
+        while free(limit, stuck) > 0 {
+            let mut runs = 0;
+            while runs < device_limit(share, stuck) && free(limit, stuck) > 0 {
+                let more = (device_limit(share, stuck) - runs).min(free(limit, stuck));
+                (runs, stuck) = (runs + more, stuck + more);
+            }
+            devices += 1;
+        }
+        devices
+    }
+
+    /// Devices that hang until no thread is left, in each period as many as it takes for all threads.
+    fn many_in_each_period(limit: usize, share: usize) -> usize {
+        let (mut stuck, mut devices) = (0, 0);
+        while free(limit, stuck) > 0 {
+            let (runs, most) = (free(limit, stuck), device_limit(share, stuck));
+            (stuck, devices) = (stuck + runs, devices + runs.div_ceil(most));
+        }
+        devices
+    }
+
+    #[test]
+    fn more_than_64_devices_have_to_hang_before_no_thread_is_left() {
+        for limit in 1..=1024 {
+            let Bounds { threads, device, .. } = Bounds::of_devices(limit);
+            let devices =
+                [one_after_the_other, many_in_each_period].map(|hang| hang(threads, device));
+            assert!(devices.iter().all(|&devices| devices > 64), "limit {limit}: {devices:?}");
+        }
+    }
+
+    #[test]
+    fn a_device_may_run_its_share_or_a_part_of_what_is_left_and_always_one_job() {
+        assert_eq!(
+            [0, 1, 320, 321, 480, 481, 512, 900].map(|stuck| device_limit(12, stuck)),
+            [12, 12, 12, 11, 2, 1, 1, 1]
+        );
+        assert_eq!([0, 1].map(|stuck| device_limit(768, stuck)), [768, 31]);
+        assert_eq!([0, 1, 511, 512].map(|stuck| device_limit(1, stuck)), [1; 4]);
     }
 }
