@@ -167,8 +167,7 @@ pub(crate) fn exports_of(
     mut connections: HashMap<i32, UnixStream>,
     taken_over: Option<&ParkedClients>,
 ) -> Result<Vec<AnyExport>, CliError> {
-    let workers = args.config().workers;
-    let mut exports: Vec<AnyExport> = all.iter().map(|opened| opened.export(workers)).collect();
+    let mut exports: Vec<AnyExport> = all.iter().map(OpenedDisk::export).collect();
     if let Some(ParkedClients { devices, .. }) = taken_over {
         let has_devices = |index| devices.iter().any(|(export, _)| *export == index);
         let exports = exports.into_iter().enumerate();

@@ -28,7 +28,6 @@ const DRAIN_TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) struct ImageExchange<'a> {
     pub(crate) exports: &'a Exports,
     pub(crate) disks: &'a ServedDisks,
-    pub(crate) workers: u32,
     pub(crate) id: ExportId,
 }
 
@@ -87,7 +86,7 @@ impl ImageExchange<'_> {
             served.disk.image.settle().map_err(failed)?;
             let handed_over = HandedOver::below(copies(&served.disk.image)?);
             let disk = reopened(&served.disk, named, &ChainOptions { handed_over, ..options })?;
-            parked.replace(disk.export(self.workers)).map_err(failed)?;
+            parked.replace(disk.export()).map_err(failed)?;
             drop(parked);
             let pause = begin.elapsed();
             if let Err(error) = disk.image.lower_locks_below() {
@@ -137,7 +136,7 @@ impl ImageExchange<'_> {
             drop(chain);
             // What the open image knows of its file may be wrong now, also if this has failed.
             let reopened = reopened(&served.disk, named.clone(), &open).and_then(|disk| {
-                parked.replace(disk.export(self.workers)).map_err(failed)?;
+                parked.replace(disk.export()).map_err(failed)?;
                 Ok(disk)
             });
             match reopened {

@@ -55,13 +55,13 @@ impl ImageIdentity {
 }
 
 impl OpenedDisk {
-    /// The export, with at most `workers` threads that may block.
-    pub(crate) fn export(&self, workers: u32) -> AnyExport {
+    /// The export.
+    pub(crate) fn export(&self) -> AnyExport {
         let NamedExport { name, image } = self.named.clone();
         let place = Location::parse(&image.into()).map(|location| location.short_name());
         let description = self.description.clone().or(place.ok()).unwrap_or_default();
         let when_a_flush_fails = Some(systemd::notify_failed_flush as fn());
-        let options = ExportOptions { name, description, workers, when_a_flush_fails };
+        let options = ExportOptions { name, description, when_a_flush_fails };
         AnyExport::of_image(&self.image, options)
     }
 

@@ -40,7 +40,6 @@ const MAX_BACKINGS: usize = 16;
 pub(crate) struct Additions {
     pub(crate) common: Common,
     pub(crate) allowed: AllowedPlaces,
-    pub(crate) workers: u32,
     pub(crate) max_connections: u32,
     pub(crate) places: Places,
 }
@@ -93,8 +92,8 @@ impl RunningServer {
     }
 
     fn image_exchange(&self, id: ExportId) -> ImageExchange<'_> {
-        let Self { exports, disks, additions, .. } = self;
-        ImageExchange { exports, disks, workers: additions.workers, id }
+        let Self { exports, disks, .. } = self;
+        ImageExchange { exports, disks, id }
     }
 
     fn id_of(&self, id: u64) -> Result<ExportId, ControlError> {
@@ -362,7 +361,7 @@ impl ControlledServer for RunningServer {
             .map_err(|error| refused_image(&error))?;
         let (listeners, sockets) = self.listen(frontends)?;
         places.extend(sockets);
-        let export = disk.export(self.additions.workers);
+        let export = disk.export();
         let id = self.exports.add(listeners.into_iter().fold(export, AnyExport::at_vhost_user));
         let id = id.map_err(|error| match Errno::from_raw_os_error(error.errno()) {
             Errno::EXIST => conflict("there is an export of that name"),

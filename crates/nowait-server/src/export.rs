@@ -1,4 +1,4 @@
-//! An export: an open image, its worker pool, and the rules that every frontend keeps.
+//! An export: an open image, and the rules that every frontend keeps.
 //!
 //! Invariant: a frontend never answers with memory that was not read for the request (C55, C56),
 //! and never does part of a request (C25).
@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use nowait::{
     BlockDevice, BlockMap, BlockingFile, ByteRange, Completion, Error, Flags, Op, Operation,
-    Request, WorkerPool,
+    Request,
 };
 
 use crate::fault_log::{ExportLabel, Faults};
@@ -37,7 +37,6 @@ impl fmt::Display for ExportId {
 /// One image as a block device.
 pub struct Export {
     disk: Arc<BlockDevice<dyn BlockMap>>,
-    workers: WorkerPool,
     name: String,
     description: String,
     faults: Faults,
@@ -46,18 +45,11 @@ pub struct Export {
 }
 
 impl Export {
-    /// An export of `disk` with at most `workers` threads that may block. Clients choose it by
-    /// `name`; `description` is for people.
+    /// An export of `disk`. Clients choose it by `name`; `description` is for people.
     #[must_use]
-    pub fn new(
-        disk: Arc<BlockDevice<dyn BlockMap>>,
-        workers: u32,
-        name: String,
-        description: String,
-    ) -> Self {
-        let workers = WorkerPool::new(workers);
+    pub fn new(disk: Arc<BlockDevice<dyn BlockMap>>, name: String, description: String) -> Self {
         let (faults, write_protected) = (Faults::default(), AtomicBool::new(false));
-        Self { disk, workers, name, description, faults, write_protected }
+        Self { disk, name, description, faults, write_protected }
     }
 
     /// This export, but one that calls `callback` when a flush has failed after which every later one
@@ -106,22 +98,10 @@ impl Export {
         ExportLabel { name: self.name.clone(), description: self.description.clone() }
     }
 
-    /// As [`Export::new`], with an existing worker pool.
-    #[cfg(feature = "sim")]
-    pub(crate) fn with_workers(disk: Arc<BlockDevice<dyn BlockMap>>, workers: WorkerPool) -> Self {
-        let (name, description) = (String::new(), String::new());
-        let (faults, write_protected) = (Faults::default(), AtomicBool::new(false));
-        Self { disk, workers, name, description, faults, write_protected }
-    }
-
     /// The image.
     #[must_use]
     pub fn disk(&self) -> &Arc<BlockDevice<dyn BlockMap>> {
         &self.disk
-    }
-
-    pub(crate) fn workers(&self) -> WorkerPool {
-        self.workers.clone()
     }
 
     /// Whether changes are refused.

@@ -15,7 +15,7 @@ use std::sync::atomic::{AtomicBool, AtomicU64, AtomicUsize, Ordering};
 use std::sync::mpsc::Sender;
 use std::sync::{Arc, Mutex};
 
-use nowait::{Budget, Error, Operation, Uring};
+use nowait::{Budget, Error, Operation, Uring, WorkerPool};
 
 use crate::buffer_budget::DeclaredUse;
 use crate::export::ExportId;
@@ -182,6 +182,8 @@ pub(crate) struct Shared {
     pub(crate) declared: DeclaredUse,
     /// The buffer memory of all engines.
     pub(crate) budget: Budget,
+    /// The threads that may block, for all exports.
+    pub(crate) workers: WorkerPool,
     stopping: AtomicBool,
     end: Mutex<End>,
     /// Clients can connect over NBD.
@@ -208,6 +210,7 @@ impl Shared {
             limit: Arc::new(ConnectionLimit::new(options.max_connections)),
             declared: DeclaredUse::default(),
             budget: Budget::new(options.config.buffer_bytes),
+            workers: WorkerPool::new(options.config.workers),
             options,
             stopping: AtomicBool::new(false),
             end: Mutex::new(End::Open),

@@ -263,7 +263,7 @@ fn serve_with<F: Frontend<Q>, Q: IoQueue>(
     queue: Q,
     frontend: F,
 ) -> Result<(), Error> {
-    let workers = export.workers();
+    let workers = context.shared.workers.clone();
     let (id, queue_index) = (context.registered.id, context.queue);
     let (config, budget) = (context.shared.options.config, &context.shared.budget);
     let engine = Engine::sharing(queue, workers, config, budget);

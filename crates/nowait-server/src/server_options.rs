@@ -69,8 +69,6 @@ pub struct ExportOptions {
     pub name: String,
     /// A text for people.
     pub description: String,
-    /// The most threads for requests that must wait, at least 1.
-    pub workers: u32,
     /// Called once, when a flush has failed after which every later one fails, too. It runs on a
     /// serving thread and must not block.
     pub when_a_flush_fails: Option<fn()>,
@@ -80,7 +78,6 @@ impl Default for ExportOptions {
     /// The default export, without a description.
     fn default() -> Self {
         let (name, description) = (String::new(), String::new());
-        let workers = Config::default().workers;
-        Self { name, description, workers, when_a_flush_fails: None }
+        Self { name, description, when_a_flush_fails: None }
     }
 }

@@ -40,7 +40,7 @@ fn wait_for_event_loops(what: &str, mut are_right: impl FnMut(&BTreeSet<String>)
 /// An export called `name` of `image`, whose file is in `directory`.
 fn export(directory: &Path, name: &str, image: &WorkerOnlyImage) -> AnyExport {
     let disk = image.device(&directory.join(name), SIZE);
-    AnyExport::new(Export::new(disk, 1, name.to_owned(), String::new()))
+    AnyExport::new(Export::new(disk, name.to_owned(), String::new()))
 }
 
 /// Runs `run` with a server of `exports` exports, named by their indices; its threads are those of

@@ -92,7 +92,7 @@ fn count(kind: QueueKind, config: Config) -> u64 {
     let sockets = tempfile::tempdir().unwrap();
     let socket = sockets.path().join("nbd");
     let listener = Listener::unix(&socket).unwrap();
-    let export = Export::new(disk, config.workers, String::new(), String::new());
+    let export = Export::new(disk, String::new(), String::new());
     let options = Options { kind, config, max_connections: 2, ..Options::default() };
     let server = Server::start(vec![AnyExport::new(export)], vec![listener], options).unwrap();
     let stopper = server.shutdown_handle();

@@ -372,7 +372,6 @@ fn additions(args: &ServeArgs, listens: Vec<Address>, common: Common) -> Additio
     Additions {
         common,
         allowed: AllowedPlaces::of(args, control_socket::directory()),
-        workers: args.config().workers,
         max_connections: args.max_connections,
         places: Box::new(move |named| listens.iter().map(|at| at.uri(&named.name, tls)).collect()),
     }

@@ -82,7 +82,7 @@ fn prepare() -> Result<Check, String> {
     let disk = BlockDevice::open(&image, OpenOptions::default()).map_err(|e| failed(&e))?;
     disk.scan();
     let config = Config::default();
-    let device = Export::new(Arc::new(disk), config.workers, "disk".into(), String::new());
+    let device = Export::new(Arc::new(disk), "disk".into(), String::new());
     let listener = Listener::unix(&socket).map_err(|e| failed(&e))?;
     let options =
         Options { kind: QueueKind::Threads, config, max_connections: 8, ..Options::default() };

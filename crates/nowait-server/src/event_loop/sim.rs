@@ -36,7 +36,7 @@ fn event_loop<F: Frontend<SimQueue>>(
     config: Config,
     frontend: impl FnOnce(&mut ThreadContext) -> F,
 ) -> Result<EventLoop<F, SimQueue>, Error> {
-    let export = Arc::new(Export::with_workers(disk, workers.clone()));
+    let export = Arc::new(Export::new(disk, String::new(), String::new()));
     let mut context = ThreadContext::simulated(export.clone(), config, SPLIT_BYTES)?;
     let engine = Engine::new(queue, workers, config)?;
     let frontend = frontend(&mut context);

@@ -174,7 +174,7 @@ mod tests {
         let file = tempfile::NamedTempFile::new().unwrap();
         file.as_file().set_len(1 << 20).unwrap();
         let disk = Arc::new(BlockDevice::open(file.path(), OpenOptions::default()).unwrap());
-        Export::new(disk, 1, String::new(), description.into())
+        Export::new(disk, String::new(), description.into())
     }
 
     fn io_of(export: &Export, command: u16, flags: u16) -> Request {

@@ -82,7 +82,7 @@ impl Scene {
         file.as_file().sync_all().unwrap();
         let options = nowait::OpenOptions::default();
         let disk = Arc::new(BlockDevice::open(file.path(), options).unwrap());
-        let other = AnyExport::new(Export::new(disk, 4, OTHER.into(), String::new()));
+        let other = AnyExport::new(Export::new(disk, OTHER.into(), String::new()));
         Self::serving(size, data, options, Config::default(), Tls::Off, Some(other))
     }
 
@@ -120,7 +120,7 @@ impl Scene {
         let socket = sockets.path().join("nbd");
         let paths = [socket.clone(), socket.with_file_name(BESIDE)];
         let listeners = paths.map(|path| Listener::unix(&path).unwrap()).into();
-        let export = Export::new(disk, config.workers, String::new(), String::new());
+        let export = Export::new(disk, String::new(), String::new());
         let options = Options { config, tls, max_connections: 16, ..Options::default() };
         let exports = [AnyExport::new(export)].into_iter().chain(other).collect();
         let server = Server::start(exports, listeners, options).unwrap();

@@ -43,7 +43,7 @@ fn a_flush_by_either_protocol_is_one_of_the_device() {
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let image = WorkerOnlyImage::default();
     let disk = image.device(&directory.path().join("image"), SIZE);
-    let scene = Scene::of(Export::new(disk, 2, "golden".into(), String::new()));
+    let scene = Scene::of(Export::new(disk, "golden".into(), String::new()));
     let mut client = connect(&scene);
     let mut driver = Driver::connect(&scene.sockets[0]);
     let before = image.flushes();

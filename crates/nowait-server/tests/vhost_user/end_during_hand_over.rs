@@ -72,7 +72,7 @@ fn serve() -> (NamedTempFile, Serving, Frontend) {
 
 fn export_of(image: &NamedTempFile) -> AnyExport {
     let disk = Arc::new(BlockDevice::open(image.path(), OpenOptions::default()).unwrap());
-    AnyExport::new(Export::new(disk, 1, "disk".into(), String::new()))
+    AnyExport::new(Export::new(disk, "disk".into(), String::new()))
 }
 
 #[test]

@@ -25,7 +25,7 @@ const SHORT: Duration = Duration::from_millis(30);
 fn export_of(path: &Path, byte: u8) -> AnyExport {
     std::fs::write(path, vec![byte; SIZE as usize]).unwrap();
     let disk = Arc::new(BlockDevice::open(path, OpenOptions::default()).unwrap());
-    AnyExport::new(Export::new(disk, 1, "golden".into(), String::new()))
+    AnyExport::new(Export::new(disk, "golden".into(), String::new()))
 }
 
 #[test]
@@ -109,7 +109,7 @@ fn a_pause_that_a_request_in_flight_prevents_is_called_off_and_the_guest_goes_on
     let directory = tempfile::tempdir_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     let image = WorkerOnlyImage::default();
     let disk = image.device(&directory.path().join("image"), SIZE);
-    let scene = Scene::of(Export::new(disk, 2, "golden".into(), String::new()));
+    let scene = Scene::of(Export::new(disk, "golden".into(), String::new()));
     let id = scene.exports.list()[0].0;
     let mut driver = Driver::connect(&scene.sockets[0]);
     let mut client = Client::connect(&scene.nbd, Mode::Structured).unwrap();

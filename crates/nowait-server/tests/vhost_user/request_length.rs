@@ -51,7 +51,7 @@ fn scene() -> (Scene, tempfile::NamedTempFile) {
     let file = tempfile::NamedTempFile::new_in(env!("CARGO_TARGET_TMPDIR")).unwrap();
     File::options().write(true).open(file.path()).unwrap().set_len(IMAGE_BYTES).unwrap();
     let disk = Arc::new(BlockDevice::open(file.path(), OpenOptions::default()).unwrap());
-    (Scene::of(Export::new(disk, 2, "large".into(), String::new())), file)
+    (Scene::of(Export::new(disk, "large".into(), String::new())), file)
 }
 
 /// Firmware reads a whole kernel by one request.

@@ -38,8 +38,7 @@ impl Scene {
         let bytes: Vec<u8> = (0..SIZE).map(|at| (at / 512 % 251) as u8 + 1).collect();
         std::fs::write(&image, bytes).unwrap();
         let disk = Arc::new(BlockDevice::open(&image, OpenOptions::default()).unwrap());
-        let workers = Config::default().workers;
-        let mut scene = Self::of(Export::new(disk, workers, "golden".into(), String::new()));
+        let mut scene = Self::of(Export::new(disk, "golden".into(), String::new()));
         scene.image = image;
         scene.directories.push(directory);
         scene
@@ -59,7 +58,7 @@ impl Scene {
     /// Another server takes over the devices of this one, which is parked, as another process does.
     pub(crate) fn succeed(&mut self, parked: ParkedServer) {
         let disk = Arc::new(BlockDevice::open(&self.image, OpenOptions::default()).unwrap());
-        let export = Export::new(disk, 1, "golden".into(), String::new());
+        let export = Export::new(disk, "golden".into(), String::new());
         let directory = tempfile::tempdir().unwrap();
         let export = AnyExport::new(export).with_devices();
         let mut next = Self::start(export, self.sockets.clone(), directory);

@@ -52,6 +52,10 @@ pub(crate) struct WorkerJob {
 }
 
 impl WorkItem for WorkerJob {
+    fn device(&self) -> u64 {
+        self.device.number()
+    }
+
     /// The address of the completion list distinguishes the engines.
     fn client(&self) -> u64 {
         let engine = Arc::as_ptr(&self.completions) as u64;
@@ -75,6 +79,9 @@ unsafe impl Send for WorkerJob {}
 
 /// The device of a job, whatever its map.
 pub(crate) trait JobDevice: Send + Sync {
+    /// The number of the device in the process, the same for all engines.
+    fn number(&self) -> u64;
+
     /// Runs jobs of this device, several of them only if [`WorkItem::joins`] has put them together.
     fn run(&self, jobs: &mut Vec<WorkerJob>);
 }
@@ -83,6 +90,10 @@ pub(crate) trait JobDevice: Send + Sync {
 pub(crate) struct BlockingDevice<M: BlockMap + ?Sized>(pub(crate) Arc<BlockDevice<M>>);
 
 impl<M: BlockMap + ?Sized> JobDevice for BlockingDevice<M> {
+    fn number(&self) -> u64 {
+        Arc::as_ptr(&self.0).cast::<()>() as u64
+    }
+
     fn run(&self, jobs: &mut Vec<WorkerJob>) {
         let disk = &*self.0;
         let joined = jobs.len() > 1 && run_joined(disk, jobs);
@@ -108,10 +119,12 @@ impl<M: BlockMap + ?Sized> JobDevice for BlockingDevice<M> {
 pub struct WorkerPool(Arc<ThreadPool<WorkerJob>>);
 
 impl WorkerPool {
-    /// At most `limit` threads, 1 to 1024; they start when first needed.
+    /// At most `limit` threads, 1 to 1024; they start when first needed. The devices take turns, and then
+    /// the clients of each. One device runs at most three quarters of the threads, and those whose jobs
+    /// do not return are replaced, so that a device that hangs takes no thread from another one.
     #[must_use]
     pub fn new(limit: u32) -> Self {
-        Self(Arc::new(ThreadPool::new(limit, run_jobs)))
+        Self(Arc::new(ThreadPool::of_devices(limit, run_jobs)))
     }
 
     pub(crate) fn push(&self, jobs: impl IntoIterator<Item = WorkerJob>) {

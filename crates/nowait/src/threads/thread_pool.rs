@@ -243,7 +243,6 @@ impl<J: WorkItem> ThreadPool<J> {
     /// as the nearer bound. Three quarters of them run jobs of one device. Threads whose jobs have
     /// run for more than [`STUCK`] while others waited do not count, but at most [`MAX_STUCK`] of
     /// them.
-    #[cfg_attr(not(test), expect(dead_code, reason = "for a pool that devices share"))]
     pub(crate) fn of_devices(
         limit: u32,
         run: impl Fn(&mut Vec<J>) + Send + Sync + 'static,

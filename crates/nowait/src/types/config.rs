@@ -42,7 +42,7 @@ pub struct Config {
     /// Request slots of an engine: the greatest number of requests and fragments of requests in
     /// flight, 1 to 32768.
     pub slots: u32,
-    /// Threads that may block, for each device, 1 to 1024. They start when first needed.
+    /// Threads that may block, for all devices together, 1 to 1024. They start when first needed.
     pub workers: u32,
     /// Bytes of pooled buffer memory of an engine; requests that fit no pooled buffer may take as
     /// much again.
@@ -64,7 +64,7 @@ impl Default for Config {
             allocate_ahead: true,
             strict: false,
             slots: 4096,
-            workers: 16,
+            workers: 32,
             buffer_bytes: 256 << 20,
         }
     }

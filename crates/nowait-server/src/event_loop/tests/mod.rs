@@ -185,10 +185,10 @@ fn parts_of<Q: IoQueue>(size: u64, config: Config, queue: impl FnOnce() -> Q) ->
     let disk = BlockDevice::open(file.path(), OpenOptions::default()).unwrap();
     let disk = Arc::new(disk.with_forbidden_prefix(&FORBIDDEN));
     disk.scan();
-    let export = Arc::new(Export::new(disk.clone(), 1, String::new(), String::new()));
+    let export = Arc::new(Export::new(disk.clone(), String::new(), String::new()));
     let context = ThreadContext::simulated(export.clone(), config, Options::SPLIT_BYTES).unwrap();
     let queue = queue();
-    let engine = Engine::new(queue, export.workers(), config).unwrap();
+    let engine = Engine::new(queue, nowait::WorkerPool::new(1), config).unwrap();
     (context, export, engine)
 }
 
