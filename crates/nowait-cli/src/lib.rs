@@ -31,6 +31,7 @@ mod waiting;
 mod open_chain;
 mod systemd;
 mod malloc_threshold;
+mod io_flusher;
 mod open_disk;
 mod served_disks;
 mod allowed_places;

@@ -34,7 +34,7 @@ Examples:
     nowait serve overlay.qcow2 --backing-dir /srv/golden
 
   Serve a block device to this machine, and have it as /dev/nbd0:
-    nowait serve /dev/vdb --nbd tcp:127.0.0.1:10809
+    nowait serve /dev/vdb --nbd tcp:127.0.0.1:10809 --io-flusher
     nbd-client 127.0.0.1 10809 /dev/nbd0
 
   Have an image as a block device, without a network in between (as root):

@@ -246,6 +246,16 @@ pub(crate) struct ServeArgs {
     #[arg(long)]
     pub(crate) allow_mounted: bool,
 
+    /// For disks that this host itself uses: memory for this server never waits for them
+    ///
+    /// A host that is short of memory first writes to its disks what programs have changed. If one of these disks is
+    /// served here, as /dev/nbdN of nbd-client is, a thread of this server that asks for memory could wait
+    /// for itself. With this option none does: prctl(2), PR_SET_IO_FLUSHER. It needs the capability
+    /// CAP_SYS_RESOURCE, which root has outside of containers. --ublk does the same, with a warning where
+    /// it cannot.
+    #[arg(long)]
+    pub(crate) io_flusher: bool,
+
     /// The number of queues, 1 to 256: threads that serve connections, each with a queue of its own
     ///
     /// Without it: one for each processor that this process may run on.

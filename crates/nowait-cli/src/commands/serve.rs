@@ -43,8 +43,8 @@ use crate::upgrade::launcher::{Launcher, Starts};
 use crate::upgrade::messages::ListenerState;
 use crate::upgrade::take_over::{Parked, ParkedClients, TakeOver};
 use crate::{
-    args, background, confinement, control_socket, default_image, endpoints, summary, systemd,
-    tls_files, watchdog,
+    args, background, confinement, control_socket, default_image, endpoints, io_flusher, summary,
+    systemd, tls_files, watchdog,
 };
 
 /// The timeout for requests in flight after the signal to stop and, if it expires, for the flush
@@ -89,8 +89,7 @@ fn serve(
     let connections = endpoints::connections(args, take_over.is_some())?;
     let inherited = systemd::sockets()?;
     *waiting = inherited.iter().filter_map(|(listener, _)| listener.try_clone().ok()).collect();
-    let forks = args.lifetime.fork && take_over.is_none();
-    let background = forks.then(background::fork).transpose()?;
+    let background = begin(args, take_over.is_some())?;
     let ending = ending(args, &parent)?;
     let (launcher, paths_changer) = launchers(args, descriptors)?;
     let (tls, tls_files) = tls_files::read(&args.tls)?;
@@ -148,6 +147,14 @@ fn serve(
     // Without destructors: a request that never ends would block its worker, and the worker the end
     // of this process; and what another process has taken over stays.
     process::end(0);
+}
+
+/// Sets what holds for all threads of this process and for its successors. Goes to the background if `args` say so, unless
+/// it is a `successor`.
+fn begin(args: &ServeArgs, successor: bool) -> Result<Option<Background>, CliError> {
+    io_flusher::set_if_asked(args)?;
+    let forks = args.lifetime.fork && !successor;
+    forks.then(background::fork).transpose()
 }
 
 /// Has `node` appear, which cannot be named before, or go on.

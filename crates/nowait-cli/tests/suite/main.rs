@@ -41,6 +41,7 @@ mod format_detection;
 mod guest;
 mod hipri;
 mod interop;
+mod io_flusher;
 mod killed_server;
 mod lifetime;
 mod limits;

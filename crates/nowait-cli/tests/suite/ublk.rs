@@ -12,7 +12,9 @@ const DISK_BYTES: u64 = 128 * MIB;
 /// QEMU's arguments for two processors, so that the device has two queues.
 const PROCESSORS: [&str; 2] = ["-smp", "2"];
 
-/// What every guest begins with. `serve ARGUMENTS…` starts a server and waits for its node.
+/// What every guest begins with. `serve ARGUMENTS…` starts a server and waits for its node, as a
+/// program that `$as` is; `threads LABEL PROCESS…` tells
+/// which threads are I/O flushers.
 const BEGIN: &str = r#"
 mount -t proc none /proc
 mount -t sysfs none /sys
@@ -20,11 +22,22 @@ mkdir -p /data /disk/new
 mount -t tmpfs none /data
 serve() {
     rm -f /data/out
-    /test/nowait serve "$@" >/data/out 2>&1 & server=$!
+    $as /test/nowait serve "$@" >/data/out 2>&1 & server=$!
     for try in $(seq 300); do grep -q '^serving' /data/out && break; sleep 0.1; done
     cat /data/out
 }
 end_server() { kill -$1 $server; wait $server; status=$?; }
+# The flags of an I/O flusher are PF_MEMALLOC_NOIO and PF_LOCAL_THROTTLE, in the ninth field of its status (proc(5)).
+threads() {
+    label=$1; shift
+    for process in "$@"; do for thread in /proc/$process/task/*; do
+        name=$(cat $thread/comm 2>/dev/null) && flags=$(sed 's/.*) //' $thread/stat | cut -d ' ' -f 7) || continue
+        case $((flags & 0x180000)) in
+            $((0x180000))) echo "guest: $label: flusher $name" ;;
+            *) echo "guest: $label: no flusher $name" ;;
+        esac
+    done; done
+}
 "#;
 
 /// The node from its making to its removal, with a server that is killed three times under load.

@@ -18,6 +18,7 @@ dd if=/dev/urandom of=/data/random bs=1M count=4 2>/dev/null
     dd if=/data/random of=/disk/new/file bs=64k oflag=direct conv=fsync 2>/dev/null || echo "guest: I/O error"
     dd if=/disk/new/file bs=64k iflag=direct 2>/dev/null | cmp - /data/random || echo "guest: differs"
 done; [ $n -gt 1 ] && echo "guest: load ended" ) & load=$!
+threads first $server
 for n in 1 2 3; do
     sleep 0.3
     command export snapshot @0 /data/overlay$n && echo "guest: snapshot $n"
@@ -28,7 +29,8 @@ for n in 1 2 3; do
     command upgrade && echo "guest: upgrade $n"
 done
 wait $server; echo "guest: the first server ended $?"
-sleep 0.3; touch /data/enough; wait $load
+sleep 0.3; threads upgraded $(pidof nowait)
+touch /data/enough; wait $load
 for pid in $(pidof nowait); do kill -KILL $pid; done
 for try in $(seq 100); do /test/nowait ublk list | grep -q waiting && break; sleep 0.1; done
 /test/nowait ublk list
@@ -65,13 +67,18 @@ fn the_users_of_a_node_go_on_through_snapshots_another_size_and_upgrades_of_its_
         ],
     );
     assert!(!console.contains("I/O error") && !console.contains("differs"), "{console}");
+    ["first", "upgraded"].into_iter().for_each(|server| are_flushers(&console, server));
 }
 
-#[test]
-fn a_driver_that_keeps_no_requests_back_refuses_a_pause_and_the_node_goes_on() {
-    let Some(scene) = Scene::new(Kernel::V6_12) else { return };
-    let console = scene.run(
-        r#"
+/// Checks that all threads of `server` are I/O flushers, workers among them.
+fn are_flushers(console: &str, server: &str) {
+    assert!(!console.contains(&format!("guest: {server}: no flusher")), "{server}: {console}");
+    let line = format!("guest: {server}: flusher nowait-worker");
+    assert!(console.contains(&line), "'{line}': {console}");
+}
+
+/// A driver that cannot keep requests back.
+const KEPT: &str = r#"
 load ublk_drv
 truncate -s 8M /data/disk.img
 serve /data/disk.img --direct off --ublk=7 --control unix:/data/control --allow-dir /data
@@ -79,8 +86,34 @@ serve /data/disk.img --direct off --ublk=7 --control unix:/data/control --allow-
 /test/nowait upgrade --control /data/control; echo "guest: upgrade $?"
 dd if=/dev/ublkb7 bs=1M count=8 iflag=direct 2>/dev/null | cmp - /data/disk.img && echo "guest: it is served"
 end_server TERM; echo "guest: ended $status"
-"#,
-    );
+"#;
+
+/// Servers that are I/O flushers, that of a user among them; one that has not been asked to, and some that may not.
+const NBD_FLUSHERS: &str = r#"
+chmod 777 /data; chown 1000 /data/disk.img
+uri='nbd+unix:///?socket=/data/socket'
+common='/data/disk.img --direct off --nbd unix:/data/socket --control unix:/data/control'
+user='/test/setpriv --reuid=1000 --regid=1000 --clear-groups'
+serve $common; threads plain $server; end_server TERM
+as="$user --inh-caps=+sys_resource --ambient-caps=+sys_resource"
+serve $common --io-flusher --sandbox on
+dd if=/dev/urandom of=/data/random bs=1M count=8 2>/dev/null
+/test/nowait copy /data/random $uri && cmp /data/random /data/disk.img && echo "guest: copied"
+threads nbd $server
+/test/nowait upgrade --control /data/control && wait $server && echo "guest: upgraded"
+/test/nowait copy /data/random $uri; threads successor $(pidof nowait)
+kill $(pidof nowait); for try in $(seq 100); do pidof nowait >/data/pid || break; sleep 0.1; done
+$user /test/nowait serve $common --io-flusher; echo "guest: user $?"
+as='/test/setpriv --bounding-set=-sys_resource --inh-caps=-sys_resource'
+serve /data/disk.img --direct off --ublk=7
+threads 'without the right' $server; end_server TERM
+$as /test/nowait serve /data/disk.img --ublk --io-flusher; echo "guest: asked for $?"
+"#;
+
+#[test]
+fn a_driver_that_keeps_no_requests_back_refuses_a_pause_and_the_node_goes_on() {
+    let Some(scene) = Scene::new(Kernel::V6_12) else { return };
+    let console = scene.run(&[KEPT, NBD_FLUSHERS].concat());
     assert_said(
         &console,
         &[
@@ -91,4 +124,21 @@ end_server TERM; echo "guest: ended $status"
             "guest: ended 0",
         ],
     );
+    // A server of NBD, because this guest's root has the right that a container's has not.
+    assert_said(
+        &console,
+        &[
+            "--io-flusher: the capability CAP_SYS_RESOURCE is missing",
+            "guest: user 1",
+            "guest: asked for 1",
+            "guest: copied",
+            "guest: upgraded",
+        ],
+    );
+    ["nbd", "successor"].into_iter().for_each(|server| are_flushers(&console, server));
+    for server in ["plain", "without the right"] {
+        assert!(console.contains(&format!("guest: {server}: no flusher nowait")), "{console}");
+        assert!(!console.contains(&format!("guest: {server}: flusher")), "{console}");
+    }
+    assert!(console.contains("nowait: warning: --ublk: when memory is short"), "{console}");
 }
