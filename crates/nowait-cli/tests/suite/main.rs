@@ -42,6 +42,7 @@ mod guest;
 mod hipri;
 mod interop;
 mod io_flusher;
+mod io_pressure;
 mod killed_server;
 mod lifetime;
 mod limits;

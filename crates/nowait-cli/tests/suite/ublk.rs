@@ -14,7 +14,7 @@ const PROCESSORS: [&str; 2] = ["-smp", "2"];
 
 /// What every guest begins with. `serve ARGUMENTS…` starts a server and waits for its node, as a
 /// program that `$as` is; `threads LABEL PROCESS…` tells
-/// which threads are I/O flushers.
+/// which threads are I/O flushers; `idle LABEL` waits until nothing waits for I/O.
 const BEGIN: &str = r#"
 mount -t proc none /proc
 mount -t sysfs none /sys
@@ -25,6 +25,14 @@ serve() {
     $as /test/nowait serve "$@" >/data/out 2>&1 & server=$!
     for try in $(seq 300); do grep -q '^serving' /data/out && break; sleep 0.1; done
     cat /data/out
+}
+# Says so when a second has passed in which no thread of the system has waited for I/O.
+idle() {
+    for try in $(seq 20); do
+        before=$(grep some /proc/pressure/io); sleep 1; after=$(grep some /proc/pressure/io)
+        [ "${before##*=}" = "${after##*=}" ] && echo "guest: $1: idle" && break
+        echo "guest: $1: $((${after##*=} - ${before##*=})) us of a second are waits for I/O"
+    done
 }
 end_server() { kill -$1 $server; wait $server; status=$?; }
 # The flags of an I/O flusher are PF_MEMALLOC_NOIO and PF_LOCAL_THROTTLE, in the ninth field of its status (proc(5)).

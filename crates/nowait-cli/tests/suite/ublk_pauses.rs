@@ -38,6 +38,7 @@ serve /data/overlay3 --direct off --ublk=7 --control unix:/data/control
 echo 3 >/proc/sys/vm/drop_caches
 cmp /disk/new/file /data/random && echo "guest: the file is whole"
 umount /disk/new
+idle node
 /test/nowait ublk list
 /test/nowait ublk stop 7; echo "guest: stopped $?"
 for try in $(seq 100); do [ -e /data/control ] || break; sleep 0.1; done
@@ -61,6 +62,7 @@ fn the_users_of_a_node_go_on_through_snapshots_another_size_and_upgrades_of_its_
             "guest: load ended",
             "/dev/ublkb7    waiting",
             "guest: the file is whole",
+            "guest: node: idle",
             "guest: stopped 0",
             "guest: the last server ended",
             "guest: the image is right",
@@ -85,6 +87,7 @@ serve /data/disk.img --direct off --ublk=7 --control unix:/data/control --allow-
 /test/nowait export snapshot @0 /data/overlay --control /data/control; echo "guest: snapshot $?"
 /test/nowait upgrade --control /data/control; echo "guest: upgrade $?"
 dd if=/dev/ublkb7 bs=1M count=8 iflag=direct 2>/dev/null | cmp - /data/disk.img && echo "guest: it is served"
+idle node
 end_server TERM; echo "guest: ended $status"
 "#;
 
@@ -99,7 +102,7 @@ as="$user --inh-caps=+sys_resource --ambient-caps=+sys_resource"
 serve $common --io-flusher --sandbox on
 dd if=/dev/urandom of=/data/random bs=1M count=8 2>/dev/null
 /test/nowait copy /data/random $uri && cmp /data/random /data/disk.img && echo "guest: copied"
-threads nbd $server
+threads nbd $server; idle nbd
 /test/nowait upgrade --control /data/control && wait $server && echo "guest: upgraded"
 /test/nowait copy /data/random $uri; threads successor $(pidof nowait)
 kill $(pidof nowait); for try in $(seq 100); do pidof nowait >/data/pid || break; sleep 0.1; done
@@ -132,6 +135,8 @@ fn a_driver_that_keeps_no_requests_back_refuses_a_pause_and_the_node_goes_on() {
             "guest: user 1",
             "guest: asked for 1",
             "guest: copied",
+            "guest: node: idle",
+            "guest: nbd: idle",
             "guest: upgraded",
         ],
     );

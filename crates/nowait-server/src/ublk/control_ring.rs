@@ -8,7 +8,7 @@ use std::os::fd::{AsRawFd, OwnedFd};
 use std::sync::mpsc::channel;
 use std::time::Duration;
 
-use io_uring::{IoUring, cqueue, opcode, squeue, types};
+use io_uring::{EnterFlags, IoUring, cqueue, opcode, squeue, types};
 
 use crate::ublk::ublk_cmd::{
     CONTROL_DEVICE, ControlArguments, ControlOp, DeviceInfo, F_CMD_IOCTL_ENCODE,
@@ -120,8 +120,15 @@ impl ControlRing {
     /// Waits for the answer to the only command. No error of the wait ends it: the driver may use
     /// the memory until it has answered.
     fn answer(&mut self) -> i32 {
+        // The driver waits for users and servers of the device; that is no wait for I/O.
+        let mut flags = EnterFlags::GETEVENTS;
+        flags.set(EnterFlags::NO_IOWAIT, self.ring.params().is_feature_no_iowait());
         loop {
-            let entered = self.ring.submit_and_wait(1);
+            let entries = self.ring.submission().len() as u32;
+            let submitter = self.ring.submitter();
+            // SAFETY: there is no argument, and the command's memory is as its push says.
+            let entered =
+                unsafe { submitter.enter::<libc::sigset_t>(entries, 1, flags.bits(), None) };
             if let Some(completion) = self.ring.completion().next() {
                 return completion.result();
             }

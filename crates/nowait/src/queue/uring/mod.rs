@@ -7,6 +7,7 @@ mod sqe;
 pub(crate) mod locked_memory;
 mod enter_result;
 mod iopoll;
+mod sleep;
 
 use std::cell::OnceCell;
 use std::fmt;
@@ -22,6 +23,7 @@ use crate::queue::{IoQueue, QueueFile, QueueFull, Token};
 use crate::types::error::{Error, Operation};
 use crate::types::transfer::{Outcome, Transfer};
 use iopoll::IopollRing;
+use sleep::Sleep;
 
 /// Sizes of the submission and the completion queue in entries; the kernel keeps completions
 /// beyond. The second pair is used if the limit on locked memory has no room for the first, 84 KiB
@@ -78,6 +80,9 @@ impl fmt::Display for RingFeatures {
 /// A queue on a ring.
 pub struct Uring {
     ring: IoUring,
+    sleep: Sleep,
+    /// Transfers in this ring.
+    in_flight: usize,
     /// The ring for `HIPRI` transfers, made for the first file whose transfers can be polled for.
     polled: Option<Box<IopollRing>>,
     /// Every transfer is one of these.
@@ -126,6 +131,8 @@ impl Uring {
         // Missing before Linux 5.15, where the kernel's own bound applies.
         let _ = ring.submitter().register_iowq_max_workers(&mut IOWQ_WORKERS.clone());
         Ok(Self {
+            sleep: Sleep::new(&ring),
+            in_flight: 0,
             ring,
             polled: None,
             polls_all: false,
@@ -298,7 +305,19 @@ impl Uring {
         }
         let entry = self.sqe(&transfer).user_data(token);
         // SAFETY: as promised by the caller.
-        unsafe { self.ring.submission().push(&entry) }.map_err(|_| QueueFull)
+        unsafe { self.push_entry(&entry) }
+    }
+
+    /// Pushes the entry of a transfer.
+    ///
+    /// # Safety
+    /// As for [`IoQueue::push`].
+    #[inline]
+    unsafe fn push_entry(&mut self, entry: &squeue::Entry) -> Result<(), QueueFull> {
+        // SAFETY: as promised by the caller.
+        unsafe { self.ring.submission().push(entry) }.map_err(|_| QueueFull)?;
+        self.in_flight += 1;
+        Ok(())
     }
 
     /// Submits polled transfers and polls for them; pushes to this ring those that the device
@@ -311,7 +330,7 @@ impl Uring {
         while let Some((transfer, token)) = next(&mut self.polled) {
             let entry = self.sqe(&transfer).user_data(token);
             // SAFETY: the transfer was pushed and not made, and its token not returned.
-            if unsafe { self.ring.submission().push(&entry) }.is_err() {
+            if unsafe { self.push_entry(&entry) }.is_err() {
                 if let Some(polled) = &mut self.polled {
                     polled.keep_refused(transfer, token);
                 }
@@ -384,7 +403,7 @@ unsafe impl IoQueue for Uring {
         }
         let entry = self.sqe(transfer).user_data(token);
         // SAFETY: as above.
-        unsafe { self.ring.submission().push(&entry) }.map_err(|_| QueueFull)
+        unsafe { self.push_entry(&entry) }
     }
 
     #[inline]
@@ -409,13 +428,13 @@ unsafe impl IoQueue for Uring {
 
     #[inline]
     fn drain_completions(&mut self, mut sink: impl FnMut(Token, Outcome)) -> usize {
-        let mut count = 0;
+        let (mut transfers, mut events) = (0, 0);
         for completion in self.ring.completion() {
             let token = completion.user_data();
             if token & FD_TOKEN == 0 {
                 if token & INTERNAL_TOKEN == 0 {
                     sink(token, completion.result());
-                    count += 1;
+                    transfers += 1;
                 }
                 continue;
             }
@@ -425,8 +444,10 @@ unsafe impl IoQueue for Uring {
                 self.rearm.push(watch);
             }
             sink(token, completion.result());
-            count += 1;
+            events += 1;
         }
+        self.in_flight -= transfers;
+        let count = transfers + events;
         match &mut self.polled {
             Some(polled) => count + polled.drain(sink),
             None => count,
@@ -439,15 +460,7 @@ unsafe impl IoQueue for Uring {
             // A thread with polled transfers does not sleep: only its polling completes them.
             return self.submit();
         }
-        let waited = match timeout {
-            None => self.ring.submit_and_wait(1),
-            Some(timeout) => {
-                let time = types::Timespec::from(timeout);
-                let args = types::SubmitArgs::new().timespec(&time);
-                self.ring.submitter().submit_with_args(1, &args)
-            }
-        };
-        enter_result::checked(waited)
+        enter_result::checked(self.sleep.sleep(&mut self.ring, timeout, self.in_flight > 0))
     }
 
     #[inline]
