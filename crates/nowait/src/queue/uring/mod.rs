@@ -179,14 +179,18 @@ impl Uring {
         let mut best = plain.clone();
         best.setup_submit_all();
         best.setup_single_issuer().setup_coop_taskrun().setup_defer_taskrun().setup_taskrun_flag();
-        let (ring, deferred) = match best.build(submissions) {
-            Ok(ring) => (ring, true),
-            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {
-                (plain.build(submissions)?, false)
-            }
-            Err(error) => return Err(error),
+        let mut newest = best.clone();
+        newest.setup_no_sqarray();
+        let of = |ring, deferred| {
+            (ring, RingFeatures { full_size, deferred, ..RingFeatures::default() })
         };
-        Ok((ring, RingFeatures { full_size, deferred, ..RingFeatures::default() }))
+        for builder in [newest, best] {
+            match builder.build(submissions) {
+                Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+                ring => return Ok(of(ring?, true)),
+            }
+        }
+        Ok(of(plain.build(submissions)?, false))
     }
 
     /// A message for the user on why there is no ring; `error` is that of [`Uring::new`].
