@@ -99,6 +99,10 @@ fn an_export_becomes_read_only_and_writable_while_it_is_used() {
     assert_eq!(client.write(0, &[2; 4096]), Err(EPERM));
     assert_eq!(client.read(0, 4096).expect("bytes"), [1; 4096]);
     assert_eq!(it.server.connect().write(0, &[3; 4096]), Err(EPERM));
+    let (_, metrics) = it.curl("GET", "/metrics", None);
+    let mut lines = metrics.lines().filter(|line| line.starts_with("nowait_export_errors_total"));
+    let line = lines.next().expect("refused writes are errors");
+    assert!(line.contains("errno=\"1\"") && line.ends_with(" 2"), "{metrics}");
     let change = Some(json!({"read_only": false}));
     assert_eq!(it.json("PATCH", "/v1/exports/@0", change.clone(), 200)["read_only"], false);
     client.write(0, &[4; 4096]).expect("a write");

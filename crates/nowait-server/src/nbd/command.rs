@@ -127,6 +127,19 @@ pub(crate) fn translate(
     Command::Io(Request { op, flags: flags(op, header.flags), range })
 }
 
+/// The operation under which a refused request counts; `None` for what is none.
+pub(crate) fn counted_as(header: &RequestHeader) -> Option<Op> {
+    match header.command {
+        wire::CMD_READ | wire::CMD_CACHE => Some(Op::Read),
+        wire::CMD_WRITE => Some(Op::Write),
+        wire::CMD_FLUSH => Some(Op::Flush),
+        wire::CMD_TRIM => Some(Op::Discard),
+        wire::CMD_WRITE_ZEROES => Some(Op::Zero),
+        wire::CMD_BLOCK_STATUS => Some(Op::Status),
+        _ => None,
+    }
+}
+
 /// The errno for data beyond [`MAX_PAYLOAD_BYTES`]: `EOVERFLOW` tells clients with chunked replies,
 /// which could expect a longer read, to read less (NBD proto.md, "NBD_CMD_READ").
 fn too_long(op: Op, mode: ReplyMode) -> i32 {

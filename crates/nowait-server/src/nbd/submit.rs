@@ -15,6 +15,7 @@ use crate::nbd::reply::builder;
 use crate::nbd::reply::builder::RequestContext;
 use crate::nbd::request_reader::{Parsed, ParsedRequest};
 use crate::nbd::session::{IncomingWrite, Phase, ReadState};
+use crate::nbd::wire::{ReplyMode, RequestHeader};
 use crate::nbd::write_split::SplitPolicy;
 use crate::refusal_log::{self, Refusal};
 use crate::statistics::FrontendKind;
@@ -93,7 +94,7 @@ impl Connection {
             }
             command::Command::Error(errno) => {
                 self.session.discard_bytes = payload;
-                self.session.refuse(mode, header, errno);
+                self.refuse(context, mode, header, errno);
                 return taken;
             }
         };
@@ -219,6 +220,21 @@ impl Connection {
                 }
             }
         }
+    }
+
+    /// Answers a request that is not valid here, and counts it.
+    #[cold]
+    fn refuse<Q: IoQueue, M: BlockMap>(
+        &mut self,
+        context: &LoopContext<Q, M>,
+        mode: ReplyMode,
+        header: &RequestHeader,
+        errno: i32,
+    ) {
+        if let Some(op) = command::counted_as(header) {
+            context.statistics.count_error(FrontendKind::Nbd, op, errno);
+        }
+        self.session.refuse(mode, header, errno);
     }
 
     /// Answers a request that the engine has not accepted.

@@ -288,7 +288,9 @@ fn translate<Q: IoQueue>(
         return Ok((Request { op, flags: Flags::NONE, range: ByteRange::new(0, 0) }, false));
     }
     let (pos, len) = (start_sector << 9, u64::from(sectors) << 9);
-    let range = context.export.range_of_sectors(op, pos, len)?;
+    let range = context.export.range_of_sectors(op, pos, len);
+    let range =
+        range.inspect_err(|e| context.statistics.count_error(FrontendKind::Ublk, op, *e))?;
     Ok((Request { op, flags, range }, range.len < len))
 }
 

@@ -15,6 +15,7 @@ use crate::export::SECTOR_BYTES;
 use crate::fairness::Member;
 use crate::injected_bug::{ServerBug, injected};
 use crate::loop_context::LoopContext;
+use crate::statistics::FrontendKind;
 use crate::vhost_user::block_request::{
     BlockRequest, Kind, Malformed, RequestReader, SectorRange, status_of,
 };
@@ -237,7 +238,11 @@ impl DeviceQueue {
             let pos = sector.checked_mul(SECTOR_BYTES).filter(|_| len % SECTOR_BYTES == 0);
             match pos.map(|pos| context.export.range_of_sectors(op, pos, len)) {
                 Some(Ok(range)) => range,
-                Some(Err(_)) | None => return ended(VIRTIO_BLK_S_IOERR),
+                Some(Err(errno)) => {
+                    context.statistics.count_error(FrontendKind::VhostUser, op, errno);
+                    return ended(VIRTIO_BLK_S_IOERR);
+                }
+                None => return ended(VIRTIO_BLK_S_IOERR),
             }
         };
         if has_data && range.len < request.len {

@@ -64,6 +64,9 @@ fn a_write_of_a_guest_fails_at_once_while_the_export_is_read_only() {
         let features = Driver::connect(&scene.sockets[1]).vmm_features();
         assert_eq!(features & 1 << 5 != 0, read_only);
     }
+    let totals = &scene.exports.status()[0].totals;
+    let errnos: Vec<_> = totals.iter().flat_map(|(_, totals)| totals.errnos.clone()).collect();
+    assert_eq!(errnos, [(libc::EPERM, 6)], "two times three refused changes");
 }
 
 #[test]

@@ -14,6 +14,7 @@ use nowait::{AioThreadQueue, EventSource, IoBuffer, Outcome, QueueFile, QueueFul
 
 use crate::event_loop::tests::*;
 use crate::rate_limit::{Limits, TokenBucket};
+use crate::statistics::FrontendKind;
 use crate::ublk::ublk_cmd::{
     ABORTED, COMMIT_AND_FETCH_REQ, DESCRIPTOR_BYTES, F_ZERO_COPY, FETCH_REQ, IO_FUA,
     IO_NEED_REG_BUF, OP_DISCARD, OP_FLUSH, OP_READ, OP_WRITE, OP_WRITE_ZEROES, data_position,
@@ -425,6 +426,8 @@ fn a_queue_over_the_limit_of_its_device_waits_and_its_changes_can_be_refused() {
         scene.request(2, u32::from(OP_READ), 8, 64);
         assert_eq!(scene.answer(2), 4096);
     }
+    let totals = scene.thread.registered.statistics.totals(FrontendKind::Ublk);
+    assert_eq!(totals.errnos, [(libc::EPERM, 1)]);
 }
 
 #[test]
