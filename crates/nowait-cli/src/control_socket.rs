@@ -2,11 +2,9 @@
 //!
 //! Invariant: a directory that another user could change is not used.
 
-use std::ffi::OsStr;
 use std::fs::{self, DirBuilder, Permissions};
 use std::os::fd::OwnedFd;
-use std::os::unix::ffi::OsStrExt;
-use std::os::unix::fs::{DirBuilderExt, MetadataExt, PermissionsExt};
+use std::os::unix::fs::{DirBuilderExt, PermissionsExt};
 use std::path::{Path, PathBuf};
 
 use crate::error::{CliError, create_message, os_message};
@@ -64,12 +62,8 @@ fn process_of(path: &Path) -> Option<u32> {
 
 /// The runtime directory that systemd has made for the unit of this process, else that of all servers of this user.
 pub(crate) fn directory() -> Option<PathBuf> {
-    let of_unit = std::env::var_os("RUNTIME_DIRECTORY").and_then(|all| {
-        // A unit may have several (systemd.exec(5)).
-        let first =
-            PathBuf::from(OsStr::from_bytes(all.as_bytes().split(|byte| *byte == b':').next()?));
-        (first.is_absolute() && is_private(&first)).then_some(first)
-    });
+    let of_unit = std::env::var_os("RUNTIME_DIRECTORY");
+    let of_unit = default_image::directory_of_unit(of_unit, default_image::OTHERS);
     of_unit.or_else(directory_of_user)
 }
 
@@ -82,14 +76,8 @@ fn directory_of_user() -> Option<PathBuf> {
     let directory = std::env::temp_dir().join(format!("nowait-{user}"));
     // One that is there already is looked at below.
     let _ = DirBuilder::new().mode(0o700).create(&directory);
-    (!directory.is_symlink() && is_private(&directory)).then_some(directory)
-}
-
-/// Whether `directory` is one that only this user can enter.
-fn is_private(directory: &Path) -> bool {
-    let user = geteuid().as_raw();
-    fs::metadata(directory)
-        .is_ok_and(|found| found.is_dir() && found.uid() == user && found.mode() & 0o077 == 0)
+    (!directory.is_symlink() && default_image::is_own(&directory, default_image::OTHERS))
+        .then_some(directory)
 }
 
 /// A control socket that is bound. It is removed when this is dropped.

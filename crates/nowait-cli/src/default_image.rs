@@ -5,9 +5,10 @@
 //! a directory that was made for one run is removed after it.
 
 use std::env;
-use std::ffi::OsString;
+use std::ffi::{OsStr, OsString};
 use std::fs::{self, DirBuilder, OpenOptions};
 use std::io::{self, ErrorKind};
+use std::os::unix::ffi::OsStrExt;
 use std::os::unix::fs::{DirBuilderExt, MetadataExt, OpenOptionsExt};
 use std::path::{Path, PathBuf};
 
@@ -20,6 +21,9 @@ const IMAGE_NAME: &str = "nowait.img";
 const IMAGE_BYTES: u64 = 1 << 30;
 const IMAGE_MODE: u32 = 0o600;
 const DIRECTORY_MODE: u32 = 0o700;
+/// The mode bits by which others than its owner access a directory, and those by which they change it.
+pub(crate) const OTHERS: u32 = 0o077;
+const OTHERS_WRITE: u32 = 0o022;
 /// The limit of names tried for a temporary directory; a name exists only if an earlier process
 /// with the same PID died without removing its directory.
 const TEMPORARY_NAMES: u32 = 1000;
@@ -108,15 +112,15 @@ impl Drop for DefaultSocket {
     }
 }
 
-/// A socket for the server of `image`: `nowait/NAME.sock` in `XDG_RUNTIME_DIR`, NAME being the
-/// image's file name without its extension, or, where the user has no such directory, in a new
-/// temporary one that no other user can enter.
+/// A socket for the server of `image`: `NAME.sock` in the runtime directory of its unit, else in that of this user, NAME
+/// being the image's file name without its extension; or, where there is no such directory, in a new temporary one that
+/// no other user can enter.
 ///
 /// # Errors
 /// No directory can be made, or the path is too long for a socket.
 pub(crate) fn socket(image: &Path) -> Result<DefaultSocket, CliError> {
     let name = socket_name(image);
-    let (directory, temporary) = match runtime_directory(env::var_os("XDG_RUNTIME_DIR")) {
+    let (directory, temporary) = match directory_of_sockets() {
         Some(directory) => (directory, None),
         None => {
             let directory = temporary_directory(&env::temp_dir())?;
@@ -139,6 +143,28 @@ fn socket_name(image: &Path) -> OsString {
     let mut name = image.file_stem().unwrap_or("nowait".as_ref()).to_owned();
     name.push(".sock");
     name
+}
+
+/// The directory for default sockets that is there, and stays.
+pub(crate) fn directory_of_sockets() -> Option<PathBuf> {
+    let of_unit = directory_of_unit(env::var_os("RUNTIME_DIRECTORY"), OTHERS_WRITE);
+    of_unit.or_else(|| runtime_directory(env::var_os("XDG_RUNTIME_DIR")))
+}
+
+/// The first of the runtime directories that systemd has made for the unit of this process (systemd.exec(5)), if it is
+/// this user's and has none of the mode bits `forbidden`.
+pub(crate) fn directory_of_unit(all: Option<OsString>, forbidden: u32) -> Option<PathBuf> {
+    let all = all?;
+    let first = all.as_bytes().split(|byte| *byte == b':').next()?;
+    let first = PathBuf::from(OsStr::from_bytes(first));
+    (first.is_absolute() && is_own(&first, forbidden)).then_some(first)
+}
+
+/// Whether `directory` is this user's and has none of the mode bits `forbidden`.
+pub(crate) fn is_own(directory: &Path, forbidden: u32) -> bool {
+    let user = rustix::process::geteuid().as_raw();
+    fs::metadata(directory)
+        .is_ok_and(|found| found.is_dir() && found.uid() == user && found.mode() & forbidden == 0)
 }
 
 /// `nowait` in `runtime`, or `None` where it cannot be created or `runtime` belongs to another user
@@ -185,6 +211,8 @@ fn temporary_directory(parent: &Path) -> Result<PathBuf, CliError> {
 
 #[cfg(test)]
 mod tests {
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     fn mode(path: &Path) -> u32 {
@@ -248,6 +276,29 @@ mod tests {
         assert_eq!(runtime_directory(Some(runtime.path().join("missing").into())), None);
         assert_eq!(runtime_directory(Some("relative".into())), None);
         assert_eq!(runtime_directory(None), None);
+    }
+
+    #[test]
+    fn the_directory_of_a_unit_is_its_first_and_no_other_user_can_change_it() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("run");
+        let of = |mode: u32, forbidden| {
+            let _ = fs::remove_dir(&path);
+            DirBuilder::new().create(&path).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(mode)).unwrap();
+            let all = format!("{}:/nowhere", path.display()).into();
+            directory_of_unit(Some(all), forbidden)
+        };
+        for (mode, forbidden) in [(0o700, OTHERS), (0o755, OTHERS_WRITE), (0o700, OTHERS_WRITE)] {
+            assert_eq!(of(mode, forbidden), Some(path.clone()), "{mode:o}");
+        }
+        for (mode, forbidden) in [(0o750, OTHERS), (0o775, OTHERS_WRITE), (0o757, OTHERS_WRITE)] {
+            assert_eq!(of(mode, forbidden), None, "{mode:o}");
+        }
+        for no_directory in ["", "relative", "/nowhere", "/dev/null", "/nowhere:/tmp"] {
+            assert_eq!(directory_of_unit(Some(no_directory.into()), 0), None, "{no_directory}");
+        }
+        assert_eq!(directory_of_unit(None, 0), None);
     }
 
     #[test]

@@ -23,7 +23,8 @@ pub(crate) struct AddressArgs {
     ///
     /// Sockets that a service manager hands over (LISTEN_FDS) are served too. Without them and
     /// without any address: a Unix socket named after IMAGE in $XDG_RUNTIME_DIR/nowait, else in a
-    /// new temporary directory; only you can enter either.
+    /// new temporary directory; only you can enter either. In a unit of systemd with
+    /// RuntimeDirectory= it is there, and RuntimeDirectoryMode= and UMask= say who can connect.
     #[arg(long, value_name = "ADDRESS", value_parser = listen_address::parse)]
     nbd: Vec<Address>,
 

@@ -59,6 +59,7 @@ Examples:
 Environment:
   XDG_STATE_HOME    where the default image is kept
   XDG_RUNTIME_DIR   where the default socket and the control socket are made
+  RUNTIME_DIRECTORY the same in a unit of systemd with RuntimeDirectory=
   LISTEN_FDS        sockets handed over, to serve on (with LISTEN_PID, as by systemd)
   NOTIFY_SOCKET     whom to tell of READY, STATUS, RELOADING and STOPPING
   WATCHDOG_USEC     how often to tell it that all threads work (with WATCHDOG_PID)

@@ -229,7 +229,7 @@ impl<'a> HandOverPolicy<'a> {
 fn is_default_socket(path: &Path, temporary: Option<&Path>) -> bool {
     let directory = match temporary {
         Some(directory) => default_image::is_temporary(directory).then(|| directory.to_owned()),
-        None => default_image::runtime_directory(env::var_os("XDG_RUNTIME_DIR")),
+        None => default_image::directory_of_sockets(),
     };
     path.extension().is_some_and(|extension| extension == "sock")
         && path.parent() == directory.as_deref()

@@ -2,9 +2,10 @@
 //!
 //! Invariant: sockets of the manager are served but not removed.
 
-use std::fs;
+use std::fs::{self, Permissions};
 use std::io::{ErrorKind, Read};
 use std::net::TcpStream;
+use std::os::unix::fs::PermissionsExt;
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
@@ -16,9 +17,10 @@ use rustix::process::{Pid, Signal, kill_process};
 
 use crate::common::{
     Finished, MIB, NOWAIT, PYTHON, Scratch, Server, python_with_nbd, refusal_under, require_tool,
-    tool,
+    text, tool,
 };
 use crate::log_messages::await_line;
+use crate::upgrade::Upgraded;
 use nowait_testkit::nbd::{Client, Mode};
 
 /// Opens the sockets of its arguments before `--`, from descriptor 3 on, and executes the command
@@ -112,6 +114,34 @@ fn inherited_sockets_are_served_and_not_removed_and_no_other_is_made() {
     let others = fs::read_dir(scratch.join("nowait")).expect("a directory").count();
     assert_eq!(others, 0, "a default socket was made too");
     assert_eq!(&fs::read(image).expect("the image")[1001..1012], b"handed over");
+}
+
+#[test]
+fn in_a_unit_with_a_runtime_directory_the_default_socket_is_there() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", MIB);
+    let (own, users) = (scratch.join("unit"), scratch.join("user"));
+    for (mode, expected) in [
+        (0o700, own.join("disk.sock")),
+        (0o755, own.join("disk.sock")),
+        (0o777, users.join("nowait/disk.sock")),
+    ] {
+        [&own, &users].iter().for_each(|it| fs::create_dir(it).expect("a directory"));
+        fs::set_permissions(&own, Permissions::from_mode(mode)).expect("own directory");
+        let unit = format!("RUNTIME_DIRECTORY={}:/nowhere", own.display());
+        let user = format!("XDG_RUNTIME_DIR={}", users.display());
+        let control = scratch.join("control");
+        let address = format!("unix:{}", control.display());
+        let serve = ["serve", text(&image), "--control", &address, "--verbose"];
+        let server = Server::start_by(&["env", &unit, &user], &serve);
+        assert_eq!(server.socket(), expected, "mode {mode:o}");
+        let mut server = Upgraded::of(server, &control, Scratch::new());
+        server.upgrade();
+        writes_and_reads(&expected);
+        server.stop();
+        assert!(!expected.exists(), "the socket is left");
+        [&own, &users].iter().for_each(|it| fs::remove_dir_all(it).expect("a directory"));
+    }
 }
 
 #[test]
