@@ -12,8 +12,8 @@ const DISK_BYTES: u64 = 128 * MIB;
 /// QEMU's arguments for two processors, so that the device has two queues.
 const PROCESSORS: [&str; 2] = ["-smp", "2"];
 
-/// What every guest begins with. `serve ARGUMENTS…` starts a server and waits for its node, as a
-/// program that `$as` is; `threads LABEL PROCESS…` tells
+/// What every guest begins with. `serve ARGUMENTS…` starts a server and waits for its node, by
+/// the command prefix `$as`; `threads LABEL PROCESS…` tells
 /// which threads are I/O flushers; `idle LABEL` waits until nothing waits for I/O.
 const BEGIN: &str = r#"
 mount -t proc none /proc

@@ -224,9 +224,9 @@ impl Connection {
 
     /// Answers a request that is not valid here, and counts it.
     #[cold]
-    fn refuse<Q: IoQueue, M: BlockMap>(
+    fn refuse<Q: IoQueue>(
         &mut self,
-        context: &LoopContext<Q, M>,
+        context: &LoopContext<Q>,
         mode: ReplyMode,
         header: &RequestHeader,
         errno: i32,

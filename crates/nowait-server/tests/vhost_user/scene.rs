@@ -7,7 +7,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 use std::thread::JoinHandle;
 
-use nowait::{BlockDevice, Config, OpenOptions};
+use nowait::{BlockDevice, OpenOptions};
 use nowait_server::{
     AnyExport, Export, Exports, Listener, Options, ParkedServer, QueueKind, Server, ShutdownHandle,
     ShutdownReport,
