@@ -13,6 +13,7 @@ use clap::Parser;
 
 use crate::args::{Cli, Command, ServeArgs};
 use crate::owned_paths::{OwnedPaths, OwnedPidFile};
+use crate::upgrade::credential_processes;
 use crate::upgrade::hand_over_policy::HandOverPolicy;
 use crate::upgrade::launcher::{Program, Request, Starts, Work};
 use crate::upgrade::messages::{Begin, ExportState, ListenerState};
@@ -22,6 +23,8 @@ const PROGRAM: &str = "program";
 /// The command line of the server, in which DIR is the directory.
 const COMMAND: &str = "nowait serve DIR/disk --nbd unix:DIR/socket --control unix:DIR/control --allow-dir DIR/images \
                        --backing-dir DIR/below --format raw --pid-file DIR/pid --log-file DIR/log";
+/// The command line of the program that gives credentials.
+const CREDENTIAL_COMMAND: &str = "credentials --of me";
 /// Files, which stay: none of them is one of the server's names.
 const FILES: [&str; 5] = ["disk", "neighbour", "images/added", "below/base", "program"];
 
@@ -86,13 +89,14 @@ impl TakenOverServer {
         let text = with_paths(&text.replace("DIR", &self.directory.to_string_lossy()));
         for message in text.split('\n') {
             if let Ok(request) = serde_json::from_str::<Request>(message) {
-                let kept = matches!(request, Request::Keep(_));
+                let kept = matches!(request, Request::Keep { .. });
                 match work.answer(request, Vec::new()) {
                     Err(why) if why.starts_with("FINDING") => return Err(why),
                     Ok(_) if kept => return Err("the names were recorded a second time".into()),
                     _ => {}
                 }
             }
+            runs_only_its_program(message.as_bytes())?;
             if let Ok(begin) = serde_json::from_str::<Begin>(message) {
                 self.begins(&begin)?;
             }
@@ -113,7 +117,13 @@ impl TakenOverServer {
         names.log_file(&at("log"));
         let (path, temporary) = (at("pid"), at("pid.1"));
         names.pid_file(&OwnedPidFile { path, temporary, content: "1\n".into() });
-        Ok(Work { own: Ok(at(PROGRAM)), starts: Starts::Own, started: None, names: Some(names) })
+        Ok(Work {
+            own: Ok(at(PROGRAM)),
+            starts: Starts::Own,
+            started: None,
+            names: Some(names),
+            credentials: None,
+        })
     }
 
     /// Validates `begin` as a program that takes over does.
@@ -183,6 +193,19 @@ impl TakenOverServer {
             entries.map(|entry| entry.file_name().to_string_lossy().into_owned()).collect();
         let other = names.iter().find(|name| ![&known[..], &passing].concat().contains(&&***name));
         other.map_or(Ok(()), |name| Err(format!("{name} was made")))
+    }
+}
+
+/// Sends `request` to the launcher's thread that has credentials given.
+fn runs_only_its_program(request: &[u8]) -> Result<(), String> {
+    let mut ran = None;
+    credential_processes::reply(request, CREDENTIAL_COMMAND, |command| {
+        ran = Some(command.to_owned());
+        credential_processes::failed("is not run here")
+    });
+    match ran.filter(|command| command != CREDENTIAL_COMMAND || request != command.as_bytes()) {
+        Some(command) => Err(format!("a program for credentials: {command}")),
+        None => Ok(()),
     }
 }
 

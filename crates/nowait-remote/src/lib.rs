@@ -23,9 +23,11 @@ pub use nbd::{RemoteBug, SimLimits, SimNbdEnd, SimNbdRequest, SimNext, Simulated
 #[cfg(feature = "fuzz")]
 pub use object::fuzz;
 pub use object::{
-    BLOCK_MEMORY, BootRecord, CacheOptions, MIN_BLOCK_MEMORY, MIN_CACHE_BYTES, ObjectOptions,
-    ObjectStorage, ObjectUpload, ObjectUrl, StoreCounters, StoreCounts, UploadOptions,
-    block_memory, limit_block_memory, open_stores, redirect_ports,
+    BLOCK_MEMORY, BootRecord, CREDENTIAL_COMMAND_BYTES, CREDENTIAL_OUTPUT_BYTES, CacheOptions,
+    CredentialOutput, MIN_BLOCK_MEMORY, MIN_CACHE_BYTES, ObjectOptions, ObjectStorage,
+    ObjectUpload, ObjectUrl, RunCredentialProcess, StoreCounters, StoreCounts, UploadOptions,
+    block_memory, credential_command, credential_program, limit_block_memory, open_stores,
+    redirect_ports, run_credential_process, run_credential_processes_by,
 };
 pub use open::{RemoteOptions, open, open_backings, open_storage};
 pub use policy::{

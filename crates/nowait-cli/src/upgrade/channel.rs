@@ -45,7 +45,7 @@ impl Bounds {
     /// The same with one file.
     pub(crate) const ANSWER_WITH_FILE: Self = Self { files: 1, ..Self::ANSWER };
     /// A request to the launcher: the names of a server with thousands of sockets, and a few files.
-    pub(crate) const REQUEST: Self = Self { files: 4, bytes: 1 << 22 };
+    pub(crate) const REQUEST: Self = Self { files: 5, bytes: 1 << 22 };
     /// All that a server has.
     pub(crate) const STATE: Self = Self { files: 1 << 20, bytes: 1 << 30 };
 }

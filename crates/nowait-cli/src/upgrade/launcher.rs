@@ -1,9 +1,9 @@
-//! The process that starts the new program of a server, changes the server's own names, and looks up the addresses of
-//! hosts: a server that is confined cannot.
+//! The process that starts the new program of a server, changes the server's own names, looks up the addresses of hosts,
+//! and has credentials given: a server that is confined cannot.
 //!
 //! Invariant: it starts the program at the path from which the server was started, with the server's
-//! own arguments, and another one only for a server that is not confined. The names are recorded once, before the
-//! server is confined. It ends with the server.
+//! own arguments, and another one only for a server that is not confined. The names, and the program that gives credentials,
+//! are recorded once, before the server is confined. It ends with the server.
 
 use std::ffi::{CStr, OsString};
 use std::fs::File;
@@ -13,7 +13,7 @@ use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
-use std::thread;
+use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use crate::error::{CliError, os_message};
@@ -24,7 +24,9 @@ use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
 use tracing::warn;
 
 use crate::owned_paths::{self, Change, OwnedPaths};
+use crate::secrets;
 use crate::upgrade::channel::{Bounds, Channel, Message};
+use crate::upgrade::credential_processes::{self, CredentialClient};
 use crate::upgrade::host_names::{self, HostNameClient};
 use crate::upgrade::{ENVIRONMENT, SUCCESSOR};
 
@@ -38,6 +40,9 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 /// Why there is no upgrade of a confined server any more.
 pub(crate) const ENDED: &str = "the process that starts the new program of an upgrade has ended (restart the server \
                                 instead)";
+
+/// Why a program gives no credentials.
+const NO_PROGRAM: &str = "was not in the profile when this server was started (restart it)";
 
 /// The new programs that a launcher starts.
 #[derive(Clone, Copy, PartialEq, Eq)]
@@ -69,8 +74,12 @@ pub(crate) enum Request {
     /// End the program that was started.
     End,
     /// Change these names, and no other ones, if asked to; comes at most once. Requests for addresses of hosts come to the
-    /// files of this message.
-    Keep(OwnedPaths),
+    /// files of this message, and with a `command`, that of the program that gives credentials, requests for these to the last
+    /// one.
+    Keep {
+        names: OwnedPaths,
+        command: Option<String>,
+    },
     Change(Change),
 }
 
@@ -190,7 +199,7 @@ impl Launcher {
     }
 
     /// From now on the launcher changes these `names` where this process may not, and if it `looks_up` them, the addresses
-    /// of hosts come from it.
+    /// of hosts come from it. Credentials come from the program of the `command`, if there is one.
     ///
     /// # Errors
     /// It has ended, or does not answer; there are not enough descriptors.
@@ -198,15 +207,23 @@ impl Launcher {
         self: &Arc<Self>,
         names: OwnedPaths,
         looks_up: bool,
+        command: Option<String>,
     ) -> Result<(), CliError> {
-        let client = looks_up.then(HostNameClient::new).transpose();
-        let (client, far) = client.map_err(|e| CliError::new(cannot_start(e)))?.unzip();
-        let far: Vec<_> = far.iter().flatten().map(AsFd::as_fd).collect();
-        let kept = self.ask_present(&Request::Keep(names), &far).map_err(cannot_start);
+        let failed = |error: io::Error| CliError::new(cannot_start(error));
+        let client = looks_up.then(HostNameClient::new).transpose().map_err(failed)?;
+        let program = command.is_some().then(CredentialClient::new).transpose();
+        let program = program.map_err(|error| failed(error.into()))?;
+        let ((client, hosts), (program, output)) = (client.unzip(), program.unzip());
+        let far: Vec<_> = hosts.iter().flatten().chain(&output).map(AsFd::as_fd).collect();
+        let kept = self.ask_present(&Request::Keep { names, command }, &far).map_err(cannot_start);
         kept.and_then(|message| message.body).map_err(CliError::new)?;
         if let Some(client) = client {
             nowait_remote::look_up_names_by(Box::new(move |host| client.ask(host)));
         }
+        nowait_remote::run_credential_processes_by(Box::new(move |command| match &program {
+            Some(client) => client.ask(command),
+            None => credential_processes::failed(NO_PROGRAM),
+        }));
         let launcher = self.clone();
         owned_paths::change_by(Box::new(move |change| launcher.change(change)));
         Ok(())
@@ -333,7 +350,7 @@ pub(crate) fn run_if_asked() -> Option<u8> {
         let _ = signal_hook::flag::register(signal, Arc::default());
     }
     let Ok(channel) = Channel::of_standard_input() else { return Some(1) };
-    let mut work: Work<Child> = Work { own, starts, started: None, names: None };
+    let mut work: Work<Child> = Work { own, starts, started: None, names: None, credentials: None };
     while let Ok(message) = channel.receive::<Request>(None, Bounds::REQUEST) {
         let (answer, file) = match work.answer(message.body, message.files) {
             Ok((process, file)) => (Ok(process), file),
@@ -345,6 +362,8 @@ pub(crate) fn run_if_asked() -> Option<u8> {
             break;
         }
     }
+    // The program that gives credentials is ended with the server.
+    work.credentials.into_iter().for_each(|thread| drop(thread.join()));
     Some(0)
 }
 
@@ -373,6 +392,8 @@ pub(crate) struct Work<P> {
     pub(crate) starts: Starts,
     pub(crate) started: Option<P>,
     pub(crate) names: Option<OwnedPaths>,
+    /// The thread that has a program give credentials.
+    pub(crate) credentials: Option<JoinHandle<()>>,
 }
 
 impl<P: Program> Work<P> {
@@ -402,12 +423,17 @@ impl<P: Program> Work<P> {
                 self.started = Some(program);
                 Ok((number, None))
             }
-            Request::Keep(_) if self.names.is_some() => Err("there are names already".into()),
-            Request::Keep(names) => {
+            Request::Keep { .. } if self.names.is_some() => Err("there are names already".into()),
+            Request::Keep { names, command } => {
+                let end = command.and_then(|command| Some((files.pop()?, command)));
+                if let Some((end, command)) = end {
+                    secrets::keep_in_memory();
+                    let answer = move || credential_processes::answer(&end, &command);
+                    self.credentials = Some(spawn("credentials", answer)?);
+                }
                 for end in files {
                     let answer = move || host_names::answer(&end, nowait_remote::looked_up_here);
-                    let thread = thread::Builder::new().name("resolve".into()).spawn(answer);
-                    thread.map_err(|error| os_message(&error))?;
+                    spawn("resolve", answer)?;
                 }
                 self.names = Some(names);
                 Ok((0, None))
@@ -419,6 +445,10 @@ impl<P: Program> Work<P> {
             }
         }
     }
+}
+
+fn spawn(name: &str, run: impl FnOnce() + Send + 'static) -> Result<JoinHandle<()>, String> {
+    thread::Builder::new().name(name.into()).spawn(run).map_err(|error| os_message(&error))
 }
 
 impl Program for Child {

@@ -5,6 +5,7 @@
 
 mod channel;
 mod host_names;
+pub(crate) mod credential_processes;
 pub(crate) mod messages;
 pub(crate) mod launcher;
 pub(crate) mod hand_over;

@@ -144,7 +144,7 @@ fn looks_up_names_only_at_the_first_ends(launcher: &OwnedFd) {
     let none = json!({ "files": [], "directories": [], "pid_file": null, "log_file": null });
     let keep = || {
         let (near, far) = pair();
-        send(launcher, &json!({ "Keep": none }), &[far.as_fd()]);
+        send(launcher, &json!({ "Keep": { "names": none, "command": null } }), &[far.as_fd()]);
         drop(far);
         (near, receive(launcher))
     };

@@ -1,6 +1,6 @@
 //! The messages of an upgrade from a server that was taken over: to its launcher, and to the program that takes over.
 //!
-//! Checked: no program but the server's own is started, and one at a time; no file is changed or removed that is not one of
+//! Checked: no program but the server's own is started, and one at a time; only the recorded one gives credentials; no file is changed or removed that is not one of
 //! the names that were recorded; no image, directory or socket is accepted that the command line does not give.
 
 use nowait_cli::fuzz::TakenOverServer;
@@ -41,6 +41,8 @@ pub(crate) const TARGET: Target = Target {
         b"[",
         b"]",
         b"\n",
+        b"credentials --of me",
+        b"/bin/sh",
         b"\"End\"",
         b"{\"Start\":{\"binary\":null}}",
         b"{\"Change\":\"OpenLog\"}",
@@ -79,7 +81,8 @@ fn seeds() -> Vec<Vec<u8>> {
              \"control_tcp\":[],\"ublk\":null}}"
         )
     };
-    let keep = "{\"Keep\":{\"files\":[[\"DIR/disk\",1,1]],\"directories\":[],\"pid_file\":null,\"log_file\":null}}";
+    let keep = "{\"Keep\":{\"names\":{\"files\":[[\"DIR/disk\",1,1]],\"directories\":[],\"pid_file\":null,\
+         \"log_file\":null},\"command\":\"/bin/sh\"}}";
     let remove =
         "{\"Change\":{\"RemoveFile\":\"DIR/socket\"}}\n{\"Change\":{\"RemoveFile\":\"DIR/disk\"}}";
     let start = "{\"Start\":{\"binary\":</bin/true>}}\n{\"Start\":{\"binary\":null}}\n\"End\"";
@@ -90,6 +93,7 @@ fn seeds() -> Vec<Vec<u8>> {
         keep.to_owned(),
         remove.to_owned(),
         start.to_owned(),
+        "credentials --of me\n/bin/sh -c credentials\ncredentials --of me ; sh".to_owned(),
         "{\"Change\":\"AppearPidFile\"}\n{\"Change\":\"RemovePidFile\"}".to_owned(),
     ]
     .map(String::into_bytes)

@@ -5,6 +5,8 @@
 
 use std::collections::HashMap;
 use std::fmt;
+use std::fs::Metadata;
+use std::os::unix::fs::MetadataExt;
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
@@ -17,6 +19,8 @@ use object_store::{ClientOptions, CredentialProvider};
 use url::Url;
 
 use crate::object::aws_sso::{SsoCredentials, SsoRole};
+use crate::object::credential_process::CREDENTIAL_COMMAND_BYTES;
+use crate::object::process_credentials::ProcessCredentials;
 use crate::object::secret_text;
 
 /// A file with more than this is refused.
@@ -31,11 +35,11 @@ const OTHER_CREDENTIALS: [&str; 4] = [
     "AWS_SKIP_SIGNATURE",
 ];
 /// The settings of profiles whose credentials are not in the files.
-const ELSEWHERE: [(&str, &str); 3] = [
-    ("role_arn", "of a role"),
-    ("login_session", "of a login"),
-    ("credential_process", "of a program"),
-];
+const ELSEWHERE: [(&str, &str); 2] = [("role_arn", "of a role"), ("login_session", "of a login")];
+/// The setting with the command line of a program that gives credentials.
+const PROGRAM: &str = "credential_process";
+/// The permission bit of a file that every user may write.
+const WRITABLE_BY_ALL: u32 = 0o002;
 const KEYS: [&str; 3] = ["aws_access_key_id", "aws_secret_access_key", "aws_session_token"];
 
 const NO_CREDENTIALS: &str = "there are no credentials, and the machine may not be asked for them \
@@ -68,6 +72,8 @@ struct Profile {
     endpoint: Option<String>,
     /// The section of its single sign-on.
     session: Option<Settings>,
+    /// One of the files, if every user may write it.
+    open_to_all: Option<PathBuf>,
 }
 
 /// Where the credentials of a profile are from.
@@ -75,6 +81,8 @@ struct Profile {
 enum Source {
     Keys(AwsCredential),
     SignOn(SsoRole),
+    /// The command line of a program.
+    Program(String),
 }
 
 impl AwsFiles {
@@ -102,7 +110,13 @@ impl AwsFiles {
     /// # Errors
     /// One line: a file cannot be read or is another user's, or there is no such profile.
     fn read(&self) -> Result<Profile, String> {
-        let (mut config, mut credentials) = (read(&self.config)?, read(&self.credentials)?);
+        let (mut config, config_is_open) = read(&self.config)?;
+        let (mut credentials, is_open) = read(&self.credentials)?;
+        let open_to_all = match (config_is_open, is_open) {
+            (true, _) => Some(self.config.clone()),
+            (false, true) => Some(self.credentials.clone()),
+            (false, false) => None,
+        };
         let section = format!("profile {}", self.profile);
         let named = config.remove(&section);
         let settings = match self.profile.as_str() {
@@ -126,7 +140,7 @@ impl AwsFiles {
             settings.extend(keys);
         }
         let endpoint = services.and_then(|mut services| services.remove("s3.endpoint_url"));
-        Ok(Profile { settings, endpoint, session })
+        Ok(Profile { settings, endpoint, session, open_to_all })
     }
 
     /// The files that other programs renew and that are read again: these and, with a single sign-on, that of the token.
@@ -146,12 +160,8 @@ impl AwsFiles {
         let name = &self.profile;
         let key = |name: &str| profile.settings.get(name).cloned();
         let [id, secret, token] = KEYS.map(key);
-        let elsewhere = |it: &&(&str, &str)| {
-            profile.settings.contains_key(it.0)
-                // A program is asked only where there are no keys.
-                && (it.0 != "credential_process" || id.is_none())
-        };
-        if let Some((setting, origin)) = ELSEWHERE.iter().find(elsewhere) {
+        let elsewhere = ELSEWHERE.iter().find(|it| profile.settings.contains_key(it.0));
+        if let Some((setting, origin)) = elsewhere {
             return Err(format!(
                 "the profile '{name}' has the credentials {origin} ({setting}), which nowait does not \
                  fetch: eval \"$(aws configure export-credentials --profile '{name}' --format env)\" \
@@ -164,18 +174,41 @@ impl AwsFiles {
         }
         match (id, secret) {
             (Some(key_id), Some(secret_key)) => {
+                let all = [Some(&key_id), Some(&secret_key), token.as_ref()];
+                if !all.into_iter().flatten().all(|it| secret_text::is_plain(it)) {
+                    let why = "keys with characters that they cannot have";
+                    return Err(format!("the profile '{name}' has {why}"));
+                }
                 Ok(Some(Source::Keys(AwsCredential { key_id, secret_key, token })))
             }
-            (None, None) => Ok(None),
+            // A program is asked only where there are no keys.
+            (None, None) => self.program(profile).map(|it| it.map(Source::Program)),
             _ => Err(format!("the profile '{name}' has only one of {} and {}", KEYS[0], KEYS[1])),
+        }
+    }
+
+    /// The command line of the program that gives the credentials, if the profile has one.
+    fn program(&self, profile: &Profile) -> Result<Option<String>, String> {
+        let (name, command) = (&self.profile, profile.settings.get(PROGRAM));
+        match (command, &profile.open_to_all) {
+            (Some(_), Some(file)) => Err(format!(
+                "{}: every user may write it, so its {PROGRAM} is not run (chmod o-w it)",
+                file.display()
+            )),
+            (Some(command), None) if command.len() > CREDENTIAL_COMMAND_BYTES => {
+                Err(format!("the profile '{name}' has a {PROGRAM} that is too long"))
+            }
+            (command, _) => Ok(command.cloned()),
         }
     }
 }
 
-/// The sections of the file at `path`; none if it does not exist.
-fn read(path: &Path) -> Result<HashMap<String, Settings>, String> {
+/// The sections of the file at `path`, none if it does not exist, and whether every user may write it.
+fn read(path: &Path) -> Result<(HashMap<String, Settings>, bool), String> {
     let read = secret_text::read(path, MAX_BYTES, "a file of 'aws configure'")?;
-    Ok(read.map_or_else(HashMap::new, |(text, _)| parse(&text)))
+    let sections =
+        |(text, found): (String, Metadata)| (parse(&text), found.mode() & WRITABLE_BY_ALL != 0);
+    Ok(read.map_or_else(Default::default, sections))
 }
 
 /// The sections of `text`. A setting in lines that are indented has the name of the one above it before
@@ -204,7 +237,8 @@ fn parse(text: &str) -> HashMap<String, Settings> {
             true => name = format!("{parent}.{name}"),
             false => parent.clone_from(&name),
         }
-        let comment = value.find(" #").or_else(|| value.find(" ;"));
+        // A command line has its own rules.
+        let comment = value.find(" #").or_else(|| value.find(" ;")).filter(|_| name != PROGRAM);
         let value = value.get(..comment.unwrap_or(value.len())).unwrap_or_default().trim();
         if let Some(settings) = sections.get_mut(section).filter(|_| !value.is_empty()) {
             settings.insert(name, value.to_owned());
@@ -290,6 +324,9 @@ pub(super) fn builder(connector: &impl HttpConnector) -> Result<(AmazonS3Builder
             let client = connector.connect(&ClientOptions::default());
             Arc::new(SsoCredentials::new(role, client.map_err(|error| error.to_string())?))
         }
+        Some(Source::Program(command)) => {
+            Arc::new(ProcessCredentials::open(&files.profile, &command)?)
+        }
         None if asks_machine() => return Ok((builder, false)),
         None => return Err(NO_CREDENTIALS.into()),
     };
@@ -346,6 +383,17 @@ pub(super) fn has_credentials() -> bool {
     !matches!(keys, Ok(None))
 }
 
+/// The command line of the program that the profile of the environment names for its credentials. `None`: there is none, or
+/// the credentials come from somewhere else.
+#[must_use]
+pub fn credential_command() -> Option<String> {
+    let (files, profile) = found().ok().flatten().filter(|_| wants_credentials())?;
+    match files.source(&profile) {
+        Ok(Some(Source::Program(command))) => Some(command),
+        _ => None,
+    }
+}
+
 /// The TCP port of the endpoint of the profile, and the files that are read again, whether they are there or not.
 pub(super) fn needs() -> (Option<u16>, Vec<PathBuf>) {
     let Ok(Some((files, profile))) = found() else { return (None, Vec::new()) };
@@ -356,6 +404,9 @@ pub(super) fn needs() -> (Option<u16>, Vec<PathBuf>) {
 
 #[cfg(test)]
 mod tests {
+    use std::fs::Permissions;
+    use std::os::unix::fs::PermissionsExt;
+
     use super::*;
 
     const CONFIG: &str = "\
@@ -381,7 +432,16 @@ source_profile = default
 [profile half]
 aws_access_key_id = A
 [profile program]
+credential_process = '/bin/of secrets' --a ; b #c
+[profile role-of-program]
+role_arn = arn:a
 credential_process = /bin/secret
+[profile keys-and-program]
+aws_access_key_id = A
+aws_secret_access_key = \u{e9}
+credential_process = /bin/secret
+[profile long]
+credential_process = LONG
 [services mine]
 s3 =
     endpoint_url = http://127.0.0.1:9000
@@ -402,7 +462,8 @@ aws_secret_access_key = secret
 ";
 
     fn files(directory: &Path, profile: Option<&str>) -> AwsFiles {
-        std::fs::write(directory.join("config"), CONFIG).unwrap();
+        let long = "x".repeat(CREDENTIAL_COMMAND_BYTES + 1);
+        std::fs::write(directory.join("config"), CONFIG.replace("LONG", &long)).unwrap();
         std::fs::write(directory.join("keys"), CREDENTIALS).unwrap();
         let get = |name: &str| match name {
             "HOME" => Some(directory.to_str().unwrap().to_owned()),
@@ -422,7 +483,7 @@ aws_secret_access_key = secret
             let profile = files.read().unwrap();
             match files.source(&profile).unwrap().unwrap() {
                 Source::Keys(credential) => (credential, profile),
-                Source::SignOn(role) => panic!("{role:?}"),
+                other => panic!("{other:?}"),
             }
         };
         let key = |id: &str, secret: &str, token: Option<&str>| AwsCredential {
@@ -449,13 +510,14 @@ aws_secret_access_key = secret
             let files = files(directory.path(), Some(profile));
             files.source(&files.read()?).map(|it| it.is_some())
         };
-        for (profile, words) in
-            [("role", "of a role (role_arn)"), ("program", "of a program (credential_process)")]
-        {
+        for profile in ["role", "role-of-program"] {
             let why = of(profile).unwrap_err();
             let way = format!("export-credentials --profile '{profile}' --format env");
-            assert!(why.contains(words) && why.contains(&way) && !why.contains("secret"), "{why}");
+            let says = ["of a role (role_arn)", &way].iter().all(|words| why.contains(words));
+            assert!(says && !why.contains("secret"), "{why}");
         }
+        let why = of("keys-and-program").unwrap_err();
+        assert!(why.contains("characters") && !why.contains('\u{e9}'), "{why}");
         assert_eq!(of("sso"), Ok(true));
         let files = files(directory.path(), Some("sso"));
         let renewed = files.renewed(&files.read().unwrap());
@@ -464,5 +526,21 @@ aws_secret_access_key = secret
         assert!(of("half").unwrap_err().contains("only one of aws_access_key_id"));
         assert!(of("none").unwrap_err().contains("has the profile 'none'"));
         assert_eq!(AwsFiles::of(&|_| None).map(|_| ()), None);
+    }
+    #[test]
+    fn the_program_of_a_profile_is_named_by_a_file_that_not_every_user_may_write() {
+        let directory = tempfile::tempdir().unwrap();
+        let files = files(directory.path(), Some("program"));
+        let source = || files.source(&files.read().unwrap());
+        let command = "'/bin/of secrets' --a ; b #c";
+        assert_eq!(source(), Ok(Some(Source::Program(command.into()))));
+        let long = AwsFiles { profile: "long".into(), ..files.clone() };
+        assert!(long.source(&long.read().unwrap()).unwrap_err().contains("too long"));
+        for (name, mode) in [("config", 0o664), ("keys", 0o666), ("config", 0o646)] {
+            let file = directory.path().join(name);
+            std::fs::set_permissions(&file, Permissions::from_mode(mode)).unwrap();
+            assert_eq!(source().is_err(), mode & WRITABLE_BY_ALL != 0, "{mode:o}");
+            std::fs::set_permissions(&file, Permissions::from_mode(0o600)).unwrap();
+        }
     }
 }

@@ -24,6 +24,7 @@ use tokio::sync::Mutex;
 use url::Url;
 
 use crate::object::fault::BadAnswer;
+use crate::object::secret_text::is_plain;
 
 /// A file or an answer with more than this is refused.
 const MAX_BYTES: u64 = 64 << 10;
@@ -161,7 +162,7 @@ impl SsoCredentials {
 fn parse(body: &[u8]) -> Option<(SystemTime, Arc<AwsCredential>)> {
     let answer: Value = serde_json::from_slice(body).ok()?;
     let given = &answer["roleCredentials"];
-    let text = |name: &str| given[name].as_str().map(str::to_owned);
+    let text = |name: &str| given[name].as_str().filter(|it| is_plain(it)).map(str::to_owned);
     let end = Duration::from_millis(given["expiration"].as_u64()?);
     let credential = AwsCredential {
         key_id: text("accessKeyId")?,
@@ -236,6 +237,7 @@ mod tests {
         for wrong in ["", "[]", "{}", r#"{"roleCredentials":{"accessKeyId":"A"}}"#] {
             assert!(parse(wrong.as_bytes()).is_none(), "{wrong}");
         }
+        assert!(parse(right.replace("\"B\"", "\"\\n\"").as_bytes()).is_none());
         assert!(parse(right.replace("1000", "-1").as_bytes()).is_none());
     }
 }

@@ -117,6 +117,8 @@ pub(super) enum BadAnswer {
     RedirectPort(u16),
     /// The single sign-on of this profile has ended, or has not begun.
     SignedOut(String),
+    /// The program that was to give the credentials has given none, for this reason.
+    NoCredentials(String),
     /// The certificate of the server is not accepted. It may have a better one later.
     Certificate(CertificateError),
 }
@@ -125,7 +127,7 @@ impl BadAnswer {
     /// Whether it may be that the credentials have expired.
     fn says_expired(&self) -> bool {
         let Self::Status { status, code, .. } = self else {
-            return matches!(self, Self::SignedOut(_));
+            return matches!(self, Self::SignedOut(_) | Self::NoCredentials(_));
         };
         let codes = ["ExpiredToken", "InvalidAccessKeyId", "InvalidToken"];
         *status == StatusCode::UNAUTHORIZED
@@ -145,7 +147,8 @@ impl BadAnswer {
             | Self::NoRange
             | Self::Encoded(_)
             | Self::Redirect(_)
-            | Self::SignedOut(_) => Fault::Refused(text),
+            | Self::SignedOut(_)
+            | Self::NoCredentials(_) => Fault::Refused(text),
             Self::Certificate(_) | Self::NoHttp1 | Self::OtherLength | Self::RedirectPort(_) => {
                 Fault::Transient(text)
             }
@@ -158,6 +161,7 @@ impl fmt::Display for BadAnswer {
         let (status, code, region) = match self {
             Self::Status { status, code, region } => (status, code, region),
             Self::Redirect(why) => return f.write_str(why),
+            Self::NoCredentials(why) => return f.write_str(why),
             Self::RedirectPort(port) => {
                 return write!(
                     f,

@@ -11,6 +11,8 @@ mod redirect_ports;
 mod proxy;
 mod secret_text;
 mod aws_sso;
+mod credential_process;
+mod process_credentials;
 mod aws_files;
 mod object_url;
 mod http_auth;
@@ -33,9 +35,14 @@ mod object_upload;
 #[cfg(feature = "fuzz")]
 pub mod fuzz;
 
+pub use aws_files::credential_command;
 pub use block_memory::{BLOCK_MEMORY, MIN_BLOCK_MEMORY, block_memory, limit_block_memory};
 pub use boot_record::BootRecord;
 pub use cache_directory::{CacheOptions, MIN_CACHE_BYTES};
+pub use credential_process::{
+    CREDENTIAL_COMMAND_BYTES, CREDENTIAL_OUTPUT_BYTES, CredentialOutput, RunCredentialProcess,
+    credential_program, run_credential_process, run_credential_processes_by,
+};
 pub(crate) use object_storage::MINIMUM_RATE;
 pub use object_storage::{ObjectOptions, ObjectStorage};
 pub use object_upload::{ObjectUpload, UploadOptions};

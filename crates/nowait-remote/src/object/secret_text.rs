@@ -32,9 +32,22 @@ pub(super) fn read(
     Ok(Some((text, found)))
 }
 
+/// Whether `text` can be sent in a header: it has printable characters of ASCII only. The library panics at others.
+pub(super) fn is_plain(text: &str) -> bool {
+    text.bytes().all(|b| (b' '..=b'~').contains(&b))
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn only_what_a_header_can_have_is_plain() {
+        assert!(is_plain(" aZ0/+=~") && is_plain(""));
+        for text in ["\n", "\u{7f}", "\u{e9}", "a\t"] {
+            assert!(!is_plain(text), "{text:?}");
+        }
+    }
 
     #[test]
     fn a_file_is_read_up_to_its_longest_length_and_an_absent_one_is_none() {
