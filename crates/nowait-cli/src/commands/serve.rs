@@ -28,10 +28,12 @@ use crate::export_spec::NamedExport;
 use crate::lifetime::{Parent, PidFile};
 use crate::log_file::LogFile;
 use crate::open_disk::{self, Common, OpenedDisk, open_all};
+use crate::owned_paths::OwnedPaths;
 use crate::process;
 use crate::ready_lines::{print, print_hint, print_ready, ready_lines, uris, vhost_user_paths};
 use crate::reload::Reload;
 use crate::running_server::{Additions, RunningServer};
+use crate::sandbox::FileAccess;
 use crate::served_disks::{ServedDisk, ServedDisks};
 use crate::signals::Ending;
 use crate::size::human;
@@ -90,8 +92,7 @@ fn serve(
     *waiting = inherited.iter().filter_map(|(listener, _)| listener.try_clone().ok()).collect();
     let background = begin(args, take_over.is_some())?;
     let ending = ending(args, &parent)?;
-    let command = credential_processes::command_of(args)?;
-    let (launcher, paths_changer) = launchers(args, descriptors, command.as_deref())?;
+    let (launcher, paths_changer) = launchers(args, descriptors)?;
     let (tls, tls_files) = tls_files::read(&args.tls)?;
     let Opened { all, is_default, adopted, common } = open(args, take_over.as_deref())?;
     let Some(first) = all.first() else { return Ok(()) };
@@ -109,11 +110,7 @@ fn serve(
     let files = needed_files(args, &all);
     let mut names = owned_paths(args, &listens[inherited..], default_socket.as_deref());
     control.token_file().iter().for_each(|path| names.file(path));
-    pid_file.iter().for_each(|file| names.pid_file(file.names()));
-    log_file.iter().for_each(|file| names.log_file(file.path()));
-    if let Some(launcher) = paths_changer {
-        launcher.keep(names, files.connects_by_tcp(), command)?;
-    }
+    keep_paths(paths_changer, names, &files, (pid_file.as_deref(), log_file.as_ref()))?;
     let new_node = ublk.as_ref().filter(|_| handed_over.is_none());
     if new_node.is_none() {
         confinement::enter(args, files.clone(), ublk.as_ref())?;
@@ -223,6 +220,20 @@ fn process_files(
     Ok((pid_file, log_file))
 }
 
+/// Has `changer`, if there is one, change `names` and those of the PID file and the log file, have credentials given by its
+/// program, and look up the addresses of hosts if `files` allow connections by TCP.
+fn keep_paths(
+    changer: Option<Changer>,
+    mut names: OwnedPaths,
+    files: &FileAccess,
+    (pid_file, log_file): (Option<&PidFile>, Option<&LogFile>),
+) -> Result<(), CliError> {
+    pid_file.iter().for_each(|file| names.pid_file(file.names()));
+    log_file.iter().for_each(|file| names.log_file(file.path()));
+    let Some((launcher, command)) = changer else { return Ok(()) };
+    launcher.keep(names, files.connects_by_tcp(), command)
+}
+
 /// Sets the limits of `args` for all exports, and when the server ends by itself.
 fn set_up(args: &ServeArgs, server: Server) -> Result<Server, nowait::Error> {
     if args.lifetime.exit_with_last_client {
@@ -282,19 +293,18 @@ fn open(args: &ServeArgs, take_over: Option<&TakeOver>) -> Result<Opened, CliErr
     Ok(Opened { all, is_default, adopted: None, common })
 }
 
-/// The process that starts the next program, or why there is none; the one that changes the names of this server.
-type Launchers = (Result<Arc<Launcher>, String>, Option<Arc<Launcher>>);
+/// The process that changes the names of this server, and the command line of the program that gives it credentials.
+type Changer = (Arc<Launcher>, Option<String>);
+/// The process that starts the next program, or why there is none; the one that changes names.
+type Launchers = (Result<Arc<Launcher>, String>, Option<Changer>);
 
 /// The process that starts the next program, or why there is none, and the one that changes the names of this server if it
-/// is confined. That one also has credentials given by the program of `command`.
+/// is confined.
 ///
 /// # Errors
-/// A confined server's cannot be started.
-fn launchers(
-    args: &ServeArgs,
-    descriptors: Rlimit,
-    command: Option<&str>,
-) -> Result<Launchers, CliError> {
+/// A confined server's cannot be started; as [`credential_processes::command_of`].
+fn launchers(args: &ServeArgs, descriptors: Rlimit) -> Result<Launchers, CliError> {
+    let command = credential_processes::command_of(args)?;
     let is_confined = args.sandbox.mode().is_some();
     let (starts, why) = match (why_no_upgrade(args), is_confined) {
         (Some(why), false) => return Ok((Err(why.into()), None)),
@@ -303,10 +313,12 @@ fn launchers(
         (None, false) => (Starts::Any, None),
     };
     let mut variables = if starts == Starts::Nothing { Vec::new() } else { files_of_images(args) };
-    variables.extend(credential_processes::variable(command).filter(|_| starts == Starts::Own));
+    variables.extend(
+        credential_processes::variable(command.as_deref()).filter(|_| starts == Starts::Own),
+    );
     let launcher = Launcher::start(starts, args.lifetime.fork, descriptors, variables);
     let changer = match &launcher {
-        Ok(launcher) => is_confined.then(|| launcher.clone()),
+        Ok(launcher) => is_confined.then(|| (launcher.clone(), command)),
         Err(why) if is_confined => return Err(CliError::new(why)),
         Err(_) => None,
     };

@@ -131,7 +131,7 @@ fn a_server_that_was_taken_over_gets_nothing_more_from_its_launcher() {
         assert_eq!(receive(&launcher), json!({ "Ok": 0 }));
         fs::remove_file(scratch.join("bound")).expect("it");
     }
-    looks_up_names_only_at_the_first_ends(&launcher);
+    looks_up_names_and_has_credentials_given_only_at_the_first_ends(&launcher, &scratch);
     drop(launcher);
     assert!(wait_for_exit(&mut process).success());
     for file in [disk, neighbour] {
@@ -139,22 +139,43 @@ fn a_server_that_was_taken_over_gets_nothing_more_from_its_launcher() {
     }
 }
 
-/// Addresses of hosts are looked up at the ends that came with the names, and at no other ones.
-fn looks_up_names_only_at_the_first_ends(launcher: &OwnedFd) {
+/// Addresses of hosts are looked up, and credentials are given by the one program, at the ends that came with the names, and
+/// at no other ones.
+fn looks_up_names_and_has_credentials_given_only_at_the_first_ends(
+    launcher: &OwnedFd,
+    scratch: &Scratch,
+) {
     let none = json!({ "files": [], "directories": [], "pid_file": null, "log_file": null });
-    let keep = || {
-        let (near, far) = pair();
-        send(launcher, &json!({ "Keep": { "names": none, "command": null } }), &[far.as_fd()]);
-        drop(far);
-        (near, receive(launcher))
+    let keep = |command: &str| {
+        let ((hosts, far), (output, last)) = (pair(), pair());
+        let kept = json!({ "Keep": { "names": none, "command": command } });
+        send(launcher, &kept, &[far.as_fd(), last.as_fd()]);
+        drop((far, last));
+        (hosts, output, receive(launcher))
     };
-    let (first, kept) = keep();
+    let (hosts, output, kept) = keep("echo 'the one'");
     assert_eq!(kept, json!({ "Ok": 0 }));
     let mut answer = [0; 2000];
-    rustix::net::send(&first, b"localhost", SendFlags::NOSIGNAL).expect("a launcher");
-    let (len, _) = recv(&first, &mut answer, RecvFlags::empty()).expect("an answer");
+    rustix::net::send(&hosts, b"localhost", SendFlags::NOSIGNAL).expect("a launcher");
+    let (len, _) = recv(&hosts, &mut answer, RecvFlags::empty()).expect("an answer");
     assert!(answer[0] == 1 && len % 16 == 1, "{len}");
-    let (second, refused) = keep();
+    let made = format!("touch {}", scratch.join("made").display());
+    let long = "x".repeat(1 << 16);
+    for (command, first, says) in [
+        (&*made, 0, "is another one than when this server was started"),
+        ("echo 'the one' two", 0, "is another one"),
+        ("echo 'the one'", 1, "the one\n"),
+        (&long, 0, "is another one"),
+    ] {
+        rustix::net::send(&output, command.as_bytes(), SendFlags::NOSIGNAL).expect("a launcher");
+        let (len, _) = recv(&output, &mut answer, RecvFlags::empty()).expect("an answer");
+        let told = String::from_utf8_lossy(&answer[3..len]);
+        assert!(answer[0] == first && told.starts_with(says), "{command}: {told}");
+    }
+    let (second, other, refused) = keep(&made);
     assert!(refused["Err"].as_str().is_some_and(|why| why.contains("already")), "{refused}");
-    assert_eq!(recv(&second, &mut answer, RecvFlags::empty()).expect("the end").0, 0);
+    for end in [second, other] {
+        assert_eq!(recv(&end, &mut answer, RecvFlags::empty()).expect("the end").0, 0);
+    }
+    assert!(!scratch.join("made").exists());
 }

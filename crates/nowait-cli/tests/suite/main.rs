@@ -67,6 +67,7 @@ mod remote_clouds;
 mod remote_host_names;
 mod remote_objects;
 mod remote_profiles;
+mod remote_programs;
 mod remote_proxies;
 mod renewed_files;
 mod service;

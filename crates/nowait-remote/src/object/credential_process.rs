@@ -3,8 +3,9 @@
 //! Invariant: it is run without a shell and for a bounded time, and what is read of it is bounded. Nothing of its standard
 //! output, which has secrets, is in a log or an error; its standard error is, in one line.
 
+use std::fs::File;
 use std::io::{self, ErrorKind, Read};
-use std::os::fd::{AsFd, BorrowedFd};
+use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::process::{CommandExt, ExitStatusExt};
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::sync::OnceLock;
@@ -158,7 +159,7 @@ impl Program<'_> {
             events.extend(self.owner.as_ref().map(|it| PollFd::new(it, PollFlags::empty())));
             let watched = events.len();
             let pipes = [&stdout, &stderr].into_iter().filter_map(|pipe| pipe.stream.as_ref());
-            events.extend(pipes.map(|stream| PollFd::from_borrowed_fd(stream.fd(), PollFlags::IN)));
+            events.extend(pipes.map(|stream| PollFd::new(stream, PollFlags::IN)));
             let count = match poll(&mut events, Some(&left)) {
                 Err(Errno::INTR) => continue,
                 count => count.map_err(unusable)?,
@@ -200,33 +201,20 @@ fn has_failed(status: ExitStatus) -> String {
     }
 }
 
-/// The end of a pipe from the program.
-trait Stream: Read + AsFd {
-    fn fd(&self) -> BorrowedFd<'_>;
-}
-
-impl<S: Read + AsFd> Stream for S {
-    fn fd(&self) -> BorrowedFd<'_> {
-        self.as_fd()
-    }
-}
-
 /// What comes from a pipe.
 struct Pipe<'a> {
     /// `None` once it has ended.
-    stream: Option<Box<dyn Stream>>,
+    stream: Option<File>,
     bytes: &'a mut Vec<u8>,
     /// Maximum bytes that are kept.
     most: usize,
 }
 
 impl<'a> Pipe<'a> {
-    fn new(stream: Option<impl Stream + 'static>, bytes: &'a mut Vec<u8>, most: usize) -> Self {
-        let stream = stream.map(|stream| Box::new(stream) as Box<dyn Stream>);
-        if let Some(stream) = &stream {
-            // It fails for no open pipe.
-            let _ = fcntl_setfl(stream.fd(), OFlags::NONBLOCK);
-        }
+    fn new(stream: Option<impl Into<OwnedFd>>, bytes: &'a mut Vec<u8>, most: usize) -> Self {
+        let stream = stream.map(|stream| File::from(stream.into()));
+        // It fails for no open pipe.
+        let _ = stream.as_ref().map(|stream| fcntl_setfl(stream, OFlags::NONBLOCK));
         Self { stream, bytes, most }
     }
 
@@ -285,6 +273,7 @@ pub(super) fn parse(output: &[u8]) -> Result<(AwsCredential, Option<SystemTime>)
 
 #[cfg(test)]
 mod tests {
+    use std::os::fd::AsFd;
     use std::thread;
 
     use super::*;
