@@ -29,6 +29,10 @@ pub mod multipart_upload;
 #[cfg(feature = "web")]
 pub mod web_proxy;
 #[cfg(feature = "web")]
+pub mod web_script;
+#[cfg(feature = "http2")]
+mod http2_store;
+#[cfg(feature = "web")]
 pub mod web_server;
 
 pub use engines::{TestQueueKind, WaitForRequests, switches};

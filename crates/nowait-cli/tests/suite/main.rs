@@ -65,6 +65,7 @@ mod remote_certificates;
 mod remote_auth;
 mod remote_clouds;
 mod remote_host_names;
+mod remote_http2;
 mod remote_objects;
 mod remote_profiles;
 mod remote_programs;

@@ -4,7 +4,6 @@
 
 use std::fs;
 use std::path::Path;
-use std::sync::Arc;
 
 use nowait_testkit::certificates::{
     Authority, Flaw, Role, self_signed, self_signed_authority, server_of,
@@ -109,16 +108,6 @@ fn a_certificate_that_signs_itself_is_taken_and_that_of_an_authority_refused_in_
         .expect("a copy");
     let url = site.url.replace("127.0.0.1", "localhost");
     tool("env").arg(&site.trust).args([NOWAIT, "info", &url]).succeeds();
-}
-
-#[test]
-fn a_server_that_speaks_only_http_2_is_refused_in_words() {
-    let site = Site::new(Flaw::None);
-    let mut tls = Arc::unwrap_or_clone(server_of(site.scratch.path()));
-    tls.alpn_protocols = vec![b"h2".to_vec()];
-    site.server.script().tls = Some(Arc::new(tls));
-    let error = site.refusal(&site.url);
-    assert!(error.contains("the server does not speak HTTP/1.1"), "{error}");
 }
 
 #[test]

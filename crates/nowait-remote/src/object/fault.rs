@@ -35,12 +35,12 @@ impl Fault {
     /// The fault behind an error of the library in answer to the first request: there is no object yet
     /// that could have changed, and no server that was trusted before.
     pub(super) fn at_open(error: &object_store::Error) -> Self {
-        use BadAnswer::{Certificate, NoHttp1, OtherLength, RedirectPort};
+        use BadAnswer::{Certificate, NoHttp, OtherLength, RedirectPort};
         match (Self::of(error), bad_answer(error)) {
             (Self::Changed(text), _)
             | (
                 Self::Transient(text),
-                Some(Certificate(_) | NoHttp1 | OtherLength | RedirectPort(_)),
+                Some(Certificate(_) | NoHttp | OtherLength | RedirectPort(_)),
             ) => Self::Refused(text),
             (fault, _) => fault,
         }
@@ -109,8 +109,8 @@ pub(super) enum BadAnswer {
     Encoded(String),
     /// A body that is longer or shorter than the range that it has.
     OtherLength,
-    /// The server speaks another version of HTTP only.
-    NoHttp1,
+    /// The server speaks other versions of HTTP only.
+    NoHttp,
     /// It leads to a place that is not gone to.
     Redirect(&'static str),
     /// It leads to a port that this process may not connect to. Another answer may lead elsewhere.
@@ -149,7 +149,7 @@ impl BadAnswer {
             | Self::Redirect(_)
             | Self::SignedOut(_)
             | Self::NoCredentials(_) => Fault::Refused(text),
-            Self::Certificate(_) | Self::NoHttp1 | Self::OtherLength | Self::RedirectPort(_) => {
+            Self::Certificate(_) | Self::NoHttp | Self::OtherLength | Self::RedirectPort(_) => {
                 Fault::Transient(text)
             }
         }
@@ -194,10 +194,9 @@ impl fmt::Display for BadAnswer {
             Self::OtherLength => {
                 return f.write_str("the length of the answer is not that of the range in it");
             }
-            Self::NoHttp1 => {
+            Self::NoHttp => {
                 return f.write_str(
-                    "cannot connect: the server does not speak HTTP/1.1, but only HTTP/2, which \
-                     is not supported here",
+                    "cannot connect: the server speaks neither HTTP/1.1 nor HTTP/2 on this port",
                 );
             }
             Self::Certificate(error) => return write_certificate_error(f, error),

@@ -3,7 +3,6 @@
 //! Invariant: an answer that is no success is an error that says its status and the store's code, and
 //! no more; no request that was to be encrypted is sent in the clear.
 
-use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -17,21 +16,21 @@ use hyper::header::{
 use hyper::http::request::Parts;
 use hyper::{Method, Response, StatusCode, Uri};
 use hyper_rustls::HttpsConnector;
-use hyper_util::client::legacy::connect::{Connect, HttpConnector as TcpConnector};
-use hyper_util::client::legacy::{Client, Error as ClientError};
-use hyper_util::rt::{TokioExecutor, TokioTimer};
+use hyper_util::client::legacy::Error as ClientError;
+use hyper_util::client::legacy::connect::HttpConnector as TcpConnector;
 use nowait_nbd::tls_words::tls_message;
 use object_store::ClientOptions;
 use object_store::client::{
     HttpClient, HttpConnector, HttpError, HttpErrorKind, HttpRequest, HttpRequestBody,
     HttpResponse, HttpResponseBody, HttpService,
 };
+use rustls::RootCertStore;
 use rustls::crypto::ring;
-use rustls::{AlertDescription, RootCertStore};
 use url::Url;
 
 use crate::object::fault::BadAnswer;
 use crate::object::http_auth::HttpAuth;
+use crate::object::http_versions::{Clients, Connections, innermost, says_no_http1};
 use crate::object::proxy::{Proxies, ProxyConnector};
 use crate::object::redirect_ports;
 use crate::object::resolver::Resolver;
@@ -47,14 +46,15 @@ const MAX_DIGITS: usize = 18;
 const IDENTITY: &str = "identity";
 /// The most places that one request is led to.
 const MAX_REDIRECTS: usize = 5;
-/// A connection that nothing uses is closed after this time.
-const IDLE: Duration = Duration::from_secs(60);
+/// The versions of HTTP by their names in TLS (ALPN).
+const HTTP1: &[u8] = b"http/1.1";
+const HTTP2: &[u8] = b"h2";
 const KEEPALIVE: Duration = Duration::from_secs(15);
 
 /// Makes requests, on the runtime of its caller.
 #[derive(Clone, Debug)]
 pub(super) struct Connector<C = HttpsConnector<ProxyConnector>> {
-    client: Client<C, HttpRequestBody>,
+    clients: Clients<C>,
     /// Whether answers that lead elsewhere are followed, as with a web server.
     follows: bool,
     /// The longest time until the headers of an answer have come.
@@ -77,13 +77,23 @@ impl Connector {
         if let Some(error) = found.errors.first().filter(|_| roots.is_empty()) {
             tracing::warn!("no certificates of authorities: {error}");
         }
+        Self::trusting(roots, follows, timeout, auth)
+    }
+
+    /// As [`Connector::new`], with the authorities in `roots`.
+    pub(super) fn trusting(
+        roots: RootCertStore,
+        follows: bool,
+        timeout: Duration,
+        auth: Option<HttpAuth>,
+    ) -> Result<Self, String> {
         let mut tls =
             rustls::ClientConfig::builder_with_provider(Arc::new(ring::default_provider()))
                 .with_safe_default_protocol_versions()
                 .map_err(|error| error.to_string())?
                 .with_root_certificates(roots)
                 .with_no_client_auth();
-        tls.alpn_protocols = vec![b"http/1.1".to_vec()];
+        tls.alpn_protocols = vec![HTTP1.to_vec()];
         let mut tcp = TcpConnector::new_with_resolver(Resolver::default());
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
@@ -92,19 +102,20 @@ impl Connector {
         let proxies = Proxies::of_environment()?;
         let to_proxy = HttpsConnector::from((tcp.clone(), tls.clone()));
         let connections = ProxyConnector { tcp, to_proxy, proxies: proxies.clone() };
-        let direct = Self::over(HttpsConnector::from((connections, tls)), follows, timeout);
-        Ok(Self { auth: auth.map(Arc::new), proxies, ..direct })
+        let mut http2 = tls.clone();
+        http2.alpn_protocols.insert(0, HTTP2.to_vec());
+        let http2 = HttpsConnector::from((connections.clone(), http2));
+        let clients = Clients::new(HttpsConnector::from((connections, tls)), Some(http2));
+        Ok(Self { clients, follows, timeout, auth: auth.map(Arc::new), proxies })
     }
 }
 
 impl<C: Connections> Connector<C> {
     /// Makes requests on connections of `connections`.
+    #[cfg(feature = "fuzz")]
     pub(super) fn over(connections: C, follows: bool, timeout: Duration) -> Self {
-        let client = Client::builder(TokioExecutor::new())
-            .pool_idle_timeout(IDLE)
-            .pool_timer(TokioTimer::new())
-            .build(connections);
-        Self { client, follows, timeout, auth: None, proxies: Proxies::none() }
+        let clients = Clients::new(connections, None);
+        Self { clients, follows, timeout, auth: None, proxies: Proxies::none() }
     }
 
     async fn follow(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {
@@ -167,7 +178,7 @@ impl<C: Connections> Connector<C> {
             parts.headers.insert(PROXY_AUTHORIZATION, value);
         }
         let request = HttpRequest::from_parts(parts, body.clone());
-        self.client.request(request).await.map_err(|error| match redirected_to {
+        self.clients.request(request).await.map_err(|error| match redirected_to {
             Some(port) if is_forbidden(&error) => refused(BadAnswer::RedirectPort(port)),
             _ => failed(&error),
         })
@@ -278,15 +289,6 @@ fn port_of(uri: &Uri) -> u16 {
     uri.port_u16().unwrap_or(if uri.scheme_str() == Some("http") { 80 } else { 443 })
 }
 
-/// The innermost reason of an error: that of the socket or of TLS.
-fn innermost(error: &ClientError) -> &(dyn std::error::Error + 'static) {
-    let mut reason: &(dyn std::error::Error + 'static) = error;
-    while let Some(source) = reason.source() {
-        reason = source;
-    }
-    reason
-}
-
 /// Whether this process may not make the connection, as one that is confined.
 fn is_forbidden(error: &ClientError) -> bool {
     let io = innermost(error).downcast_ref::<std::io::Error>();
@@ -299,12 +301,12 @@ fn failed(error: &ClientError) -> HttpError {
     if let Some(answer) = reason.downcast_ref::<BadAnswer>() {
         return HttpError::new(HttpErrorKind::Connect, answer.clone());
     }
-    let tls = tls_error(reason);
+    let tls = reason.downcast_ref();
     if let Some(rustls::Error::InvalidCertificate(error)) = tls {
         return HttpError::new(HttpErrorKind::Connect, BadAnswer::Certificate(error.clone()));
     }
-    if let Some(rustls::Error::AlertReceived(AlertDescription::NoApplicationProtocol)) = tls {
-        return HttpError::new(HttpErrorKind::Connect, BadAnswer::NoHttp1);
+    if says_no_http1(error) {
+        return HttpError::new(HttpErrorKind::Connect, BadAnswer::NoHttp);
     }
     let what = if error.is_connect() { "cannot connect: " } else { "" };
     let kind = if error.is_connect() { HttpErrorKind::Connect } else { HttpErrorKind::Interrupted };
@@ -318,20 +320,6 @@ fn failed(error: &ClientError) -> HttpError {
     let words = reason.split_once(" (os error").map_or(reason.as_str(), |(words, _)| words);
     HttpError::new(kind, std::io::Error::other(format!("{what}{words}")))
 }
-
-/// The error of TLS in `reason`, the innermost of an error.
-fn tls_error<'a>(reason: &'a (dyn std::error::Error + 'static)) -> Option<&'a rustls::Error> {
-    let mut reason = reason;
-    // What an error of a socket wraps is not its source.
-    while let Some(inner) = reason.downcast_ref::<std::io::Error>().and_then(|io| io.get_ref()) {
-        reason = inner;
-    }
-    reason.downcast_ref()
-}
-
-/// What a connection is made by.
-pub(super) trait Connections: Connect + Clone + fmt::Debug + Send + Sync + 'static {}
-impl<C: Connect + Clone + fmt::Debug + Send + Sync + 'static> Connections for C {}
 
 impl<C: Connections> HttpConnector for Connector<C> {
     fn connect(&self, _: &ClientOptions) -> object_store::Result<HttpClient> {

@@ -16,6 +16,7 @@ mod process_credentials;
 mod aws_files;
 mod object_url;
 mod http_auth;
+mod http_versions;
 mod http_client;
 mod answer_progress;
 mod store;

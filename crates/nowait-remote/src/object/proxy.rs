@@ -33,6 +33,7 @@ pub(super) struct Proxies(Arc<Matcher>);
 
 impl Proxies {
     /// No proxies.
+    #[cfg(feature = "fuzz")]
     pub(super) fn none() -> Self {
         Self(Arc::new(Matcher::builder().build()))
     }
