@@ -4,6 +4,7 @@
 //! no more; no request that was to be encrypted is sent in the clear.
 
 use std::sync::Arc;
+use std::sync::atomic::AtomicU64;
 use std::time::Duration;
 
 use async_trait::async_trait;
@@ -49,6 +50,8 @@ const MAX_REDIRECTS: usize = 5;
 /// The versions of HTTP by their names in TLS (ALPN).
 const HTTP1: &[u8] = b"http/1.1";
 const HTTP2: &[u8] = b"h2";
+/// The longest time until a connection is made.
+const CONNECT: Duration = Duration::from_secs(10);
 const KEEPALIVE: Duration = Duration::from_secs(15);
 
 /// Makes requests, on the runtime of its caller.
@@ -61,6 +64,8 @@ pub(super) struct Connector<C = HttpsConnector<ProxyConnector>> {
     timeout: Duration,
     auth: Option<Arc<HttpAuth>>,
     proxies: Proxies,
+    /// Bytes that its connections have sent.
+    pub(super) sent: Arc<AtomicU64>,
 }
 
 impl Connector {
@@ -97,16 +102,18 @@ impl Connector {
         let mut tcp = TcpConnector::new_with_resolver(Resolver::default());
         tcp.enforce_http(false);
         tcp.set_nodelay(true);
-        tcp.set_connect_timeout(Some(timeout / 2));
+        tcp.set_connect_timeout(Some(CONNECT.min(timeout / 2)));
         tcp.set_keepalive(Some(KEEPALIVE));
         let proxies = Proxies::of_environment()?;
         let to_proxy = HttpsConnector::from((tcp.clone(), tls.clone()));
-        let connections = ProxyConnector { tcp, to_proxy, proxies: proxies.clone() };
+        let sent = Arc::<AtomicU64>::default();
+        let connections =
+            ProxyConnector { tcp, to_proxy, proxies: proxies.clone(), sent: sent.clone() };
         let mut http2 = tls.clone();
         http2.alpn_protocols.insert(0, HTTP2.to_vec());
         let http2 = HttpsConnector::from((connections.clone(), http2));
         let clients = Clients::new(HttpsConnector::from((connections, tls)), Some(http2));
-        Ok(Self { clients, follows, timeout, auth: auth.map(Arc::new), proxies })
+        Ok(Self { clients, follows, timeout, auth: auth.map(Arc::new), proxies, sent })
     }
 }
 
@@ -115,7 +122,14 @@ impl<C: Connections> Connector<C> {
     #[cfg(feature = "fuzz")]
     pub(super) fn over(connections: C, follows: bool, timeout: Duration) -> Self {
         let clients = Clients::new(connections, None);
-        Self { clients, follows, timeout, auth: None, proxies: Proxies::none() }
+        Self {
+            clients,
+            follows,
+            timeout,
+            auth: None,
+            proxies: Proxies::none(),
+            sent: Arc::default(),
+        }
     }
 
     async fn follow(&self, request: HttpRequest) -> Result<HttpResponse, HttpError> {

@@ -31,6 +31,7 @@ mod asking;
 mod block_fetcher;
 mod object_storage;
 mod upload_client;
+mod upload_progress;
 mod upload;
 mod object_upload;
 #[cfg(feature = "fuzz")]

@@ -7,6 +7,7 @@ use std::error::Error;
 use std::io;
 use std::pin::Pin;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::task::{Context, Poll};
 
 use hyper::header::HeaderValue;
@@ -102,13 +103,15 @@ pub(super) struct ProxyConnector {
     /// Also encrypts, to a proxy that wants it.
     pub(super) to_proxy: HttpsConnector<Plain>,
     pub(super) proxies: Proxies,
+    /// Bytes that all its connections have sent.
+    pub(super) sent: Arc<AtomicU64>,
 }
 
 impl ProxyConnector {
     async fn connect(mut self, uri: Uri) -> Result<ProxyStream, BoxError> {
         let Some(proxy) = self.proxies.0.intercept(&uri) else {
             let stream = MaybeHttpsStream::Http(self.tcp.call(uri).await?);
-            return Ok(ProxyStream { stream, reads_requests: false });
+            return Ok(ProxyStream { stream, reads_requests: false, sent: self.sent });
         };
         let failed = |error: BoxError| -> BoxError {
             let mut reason: &dyn Error = &*error;
@@ -130,14 +133,14 @@ impl ProxyConnector {
         if uri.scheme_str() == Some("http") {
             let stream = self.to_proxy.call(proxy.uri().clone()).await;
             let stream = stream.map_err(failed)?;
-            return Ok(ProxyStream { stream, reads_requests: true });
+            return Ok(ProxyStream { stream, reads_requests: true, sent: self.sent });
         }
         let mut tunnel = Tunnel::new(proxy.uri().clone(), self.to_proxy);
         if let Some(value) = proxy.basic_auth() {
             tunnel = tunnel.with_auth(value.clone());
         }
         let stream = tunnel.call(uri).await.map_err(|error| failed(error.into()))?;
-        Ok(ProxyStream { stream, reads_requests: false })
+        Ok(ProxyStream { stream, reads_requests: false, sent: self.sent })
     }
 }
 
@@ -160,6 +163,7 @@ pub(super) struct ProxyStream {
     stream: Inner,
     /// Whether the other end is a proxy that reads the requests: they name the server then.
     reads_requests: bool,
+    sent: Arc<AtomicU64>,
 }
 
 impl Connection for ProxyStream {
@@ -184,7 +188,11 @@ impl Write for ProxyStream {
         context: &mut Context<'_>,
         data: &[u8],
     ) -> Poll<io::Result<usize>> {
-        Pin::new(&mut self.stream).poll_write(context, data)
+        let written = Pin::new(&mut self.stream).poll_write(context, data);
+        if let Poll::Ready(Ok(bytes)) = &written {
+            self.sent.fetch_add(*bytes as u64, Ordering::Relaxed);
+        }
+        written
     }
 
     fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {

@@ -5,6 +5,8 @@
 
 use std::cell::{Cell, RefCell};
 use std::future::Future;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{Duration, Instant};
 
 use object_store::multipart::{MultipartStore, PartId};
@@ -15,6 +17,7 @@ use crate::object::http_client::Connector;
 use crate::object::object_url::{ObjectUrl, Place};
 use crate::object::store::{Object, Timeouts};
 use crate::object::upload_client::UploadConnector;
+use crate::object::upload_progress::PartProgress;
 use crate::policy::{BackOff, Pace};
 
 /// How long a request without data is waited for, and the last one, with which S3 may take minutes.
@@ -24,8 +27,10 @@ const COMPLETE_TIME: Duration = Duration::from_secs(300);
 const OPEN_TIME: Duration = Duration::from_secs(10);
 /// How long the request that aborts an upload is made again.
 const ABORT_TIME: Duration = Duration::from_secs(10);
-/// Bytes a second, of all parts together, below which a part is late.
-const MINIMUM_RATE: u64 = 128 << 10;
+/// How often it is looked at whether a part is late.
+const TICK: Duration = Duration::from_secs(1);
+/// The longest time for a part: that of a link as slow as [`PartProgress`] takes one.
+const PART_TIME: Duration = Duration::from_secs(7 * 24 * 60 * 60);
 /// The most bytes of the name that the store gives an upload or a part.
 const NAME_BYTES: usize = 2048;
 
@@ -39,8 +44,10 @@ pub(super) struct Upload {
     /// The object that had the name before.
     before: Option<ObjectMeta>,
     retry: Duration,
-    /// How long a part may take.
-    part_time: Duration,
+    /// Bytes of the parts that are sent at a time.
+    bytes_at_once: u64,
+    /// Bytes that all connections have sent.
+    sent: Arc<AtomicU64>,
     begun: Instant,
     /// When the store has answered a request last.
     answered: Cell<Instant>,
@@ -91,10 +98,10 @@ impl Upload {
         retry: Duration,
         bytes_at_once: u64,
     ) -> Result<Self, String> {
-        let part_time = ANSWER_TIME + Duration::from_secs(bytes_at_once / MINIMUM_RATE);
-        let timeouts = Timeouts { silence: ANSWER_TIME, all: part_time, minimum_rate: 0 };
+        let timeouts = Timeouts { silence: ANSWER_TIME, all: COMPLETE_TIME, minimum_rate: 0 };
         let creates = !replaces && matches!(url.place, Place::S3(_));
-        let inner = Connector::new(false, part_time.max(COMPLETE_TIME), None)?;
+        let inner = Connector::new(false, PART_TIME, None)?;
+        let sent = inner.sent.clone();
         let object = Object::over(url, timeouts, UploadConnector { inner, creates })?;
         let begun = Instant::now();
         let mut upload = Self {
@@ -103,7 +110,8 @@ impl Upload {
             replaces,
             before: None,
             retry: retry.min(OPEN_TIME),
-            part_time,
+            bytes_at_once,
+            sent,
             begun,
             answered: Cell::new(begun),
             pace: RefCell::default(),
@@ -181,14 +189,33 @@ impl Upload {
         }
     }
 
+    /// The answer to `request`, which sends a part, or the fault that it is late.
+    async fn while_sending<T>(
+        &self,
+        request: impl Future<Output = object_store::Result<T>>,
+    ) -> Answer<T> {
+        let sent = || self.sent.load(Ordering::Relaxed);
+        let mut progress =
+            PartProgress::new(Instant::now(), sent(), ANSWER_TIME, self.bytes_at_once);
+        let mut request = std::pin::pin!(request);
+        loop {
+            match tokio::time::timeout(TICK, &mut request).await {
+                Ok(answer) => return Ok(answer?),
+                Err(_) if progress.is_late(Instant::now(), sent()) => {
+                    return Err(late(ANSWER_TIME));
+                }
+                Err(_) => {}
+            }
+        }
+    }
+
     /// Sends part `index`, counted from 0.
     pub(super) async fn send(&self, index: usize, data: Vec<u8>) -> Result<PartId, String> {
         let data = PutPayload::from(data);
-        let time = self.part_time;
         let request = || async {
             let path = &self.object.url().path;
             let sent = self.store()?.put_part(path, &self.id, index, data.clone());
-            let content_id = named(within(time, sent).await?.content_id)?;
+            let content_id = named(self.while_sending(sent).await?.content_id)?;
             Ok(PartId { content_id })
         };
         self.again(request).await.map_err(|failure| failure.fault.text().to_owned())
