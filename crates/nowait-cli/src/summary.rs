@@ -7,6 +7,7 @@ use std::io;
 use nowait_server::{ExportStatus, Exports, FrontendKind, FrontendTotals};
 use tracing::info;
 
+use crate::error::os_message;
 use crate::size::short;
 
 /// Logs what each export of `exports` has done.
@@ -45,7 +46,9 @@ fn requests(kind: FrontendKind, totals: &FrontendTotals) -> String {
     let errors: Vec<_> = totals
         .errnos
         .iter()
-        .map(|(errno, count)| format!("{count} x {}", io::Error::from_raw_os_error(*errno)))
+        .map(|(errno, count)| {
+            format!("{count} x {}", os_message(&io::Error::from_raw_os_error(*errno)))
+        })
         .collect();
     let errors = match errors.as_slice() {
         [] => "no errors".to_owned(),

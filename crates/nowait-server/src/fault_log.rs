@@ -10,6 +10,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use nowait::{Op, Request};
+use nowait_image::os_message;
 
 use crate::log_limit::{LogLimit, left_out_note};
 
@@ -73,7 +74,7 @@ impl Faults {
         let Some(left_out) = self.causes.due(Cause::Failed(io.op, errno), Instant::now()) else {
             return;
         };
-        let (export, why) = (export(), io::Error::from_raw_os_error(errno));
+        let (export, why) = (export(), words(errno));
         let (operation, position, length) = (name(io.op), io.range.pos, io.range.len);
         tracing::error!(
             export = export.name,
@@ -92,7 +93,7 @@ impl Faults {
         if self.flush_failed.swap(true, Ordering::Relaxed) {
             return;
         }
-        let (export, why) = (export(), io::Error::from_raw_os_error(errno));
+        let (export, why) = (export(), words(errno));
         tracing::error!(
             export = export.name,
             operation = name(Op::Flush),
@@ -149,7 +150,7 @@ impl Faults {
         for (cause, left_out) in self.causes.take_left_out() {
             match cause {
                 Cause::Failed(op, errno) => {
-                    let (why, operation) = (io::Error::from_raw_os_error(errno), name(op));
+                    let (why, operation) = (words(errno), name(op));
                     tracing::error!(
                         export = export.name,
                         operation,
@@ -169,6 +170,11 @@ impl Faults {
             }
         }
     }
+}
+
+/// Why an operation has failed.
+fn words(errno: i32) -> String {
+    os_message(&io::Error::from_raw_os_error(errno))
 }
 
 fn name(op: Op) -> &'static str {

@@ -5,9 +5,11 @@
 use std::os::unix::net::UnixDatagram;
 use std::path::Path;
 
-use crate::common::{MIB, Scratch, Server, refusal, refusal_under, skip, text, tool};
+use crate::common::{MIB, Scratch, Server, refusal, refusal_under, require_tool, skip, text, tool};
 use nowait_testkit::BOUND;
-use nowait_testkit::nbd::{Client, Command, EIO, Mode, OPT_GO, RawRequest, export_request, greet};
+use nowait_testkit::nbd::{
+    Client, Command, EIO, ENOSPC, Mode, OPT_GO, RawRequest, export_request, greet,
+};
 use nowait_testkit::nbd::{is_refusal, read_option_reply, send_option};
 use nowait_testkit::wait_for;
 
@@ -89,10 +91,23 @@ fn failed_reads_are_logged_once_in_full_and_then_counted() {
     server.terminate();
     server.wait();
     let expected = "nowait: error: export \"\" (disk.img): read of 512 bytes at byte 4194304 failed: \
-                    Input/output error (os error 5)\n\
-                    nowait: error: export \"\" (disk.img): 19 more of read failed: Input/output error \
-                    (os error 5)\n";
+                    Input/output error\n\
+                    nowait: error: export \"\" (disk.img): 19 more of read failed: Input/output error\n";
     assert_eq!(server.log(), expected);
+}
+
+#[test]
+fn a_write_beyond_the_limit_on_the_size_of_files_is_logged_with_that_limit() {
+    let scratch = Scratch::new();
+    let image = scratch.sparse("disk.img", 4 * MIB);
+    if !require_tool("prlimit") {
+        return;
+    }
+    let server = Server::start_under(&["prlimit", "--fsize=1048576"], &image, &[]);
+    assert_eq!(server.connect().write(2 * MIB, &[1; 4096]).err(), Some(ENOSPC));
+    let line = await_line(&server, "write of 4096 bytes");
+    assert!(line.ends_with("no file may have more than 1048576 bytes here (ulimit -f)"), "{line}");
+    server.stop();
 }
 
 #[test]
@@ -130,7 +145,7 @@ fn at_its_end_a_verbose_server_says_what_it_has_done() {
     assert_eq!(
         line,
         "nowait: export \"vm\" (disk.img): nbd: 4 read (12 KiB), 1 write (4 KiB), 1 flush; errors: 1 x \
-         Input/output error (os error 5)"
+         Input/output error"
     );
     let line = await_line(&server, "mechanisms: ");
     assert!(line.starts_with("nowait: export \"vm\" (disk.img): mechanisms: simple "), "{line}");
@@ -176,9 +191,7 @@ fn the_journal_gets_each_message_with_its_priority_and_its_fields() {
         assert!(message.lines().any(|line| line == field), "no {field} in {message}");
     }
     let text = message.lines().find(|line| line.starts_with("MESSAGE=")).expect("a text");
-    assert!(
-        text.ends_with("read of 512 bytes at byte 4194304 failed: Input/output error (os error 5)")
-    );
+    assert!(text.ends_with("read of 512 bytes at byte 4194304 failed: Input/output error"));
     assert_eq!(server.log(), "", "it is on standard error, too");
     server.stop();
 }
