@@ -10,6 +10,7 @@ use std::path::{Path, PathBuf};
 use std::process::Stdio;
 
 use clap::Parser;
+use nowait_remote::CredentialOutput;
 
 use crate::args::{Cli, Command, ServeArgs};
 use crate::owned_paths::{OwnedPaths, OwnedPidFile};
@@ -201,7 +202,7 @@ fn runs_only_its_program(request: &[u8]) -> Result<(), String> {
     let mut ran = None;
     credential_processes::reply(request, CREDENTIAL_COMMAND, |command| {
         ran = Some(command.to_owned());
-        credential_processes::failed("is not run here")
+        CredentialOutput::failed("is not run here")
     });
     match ran.filter(|command| command != CREDENTIAL_COMMAND || request != command.as_bytes()) {
         Some(command) => Err(format!("a program for credentials: {command}")),

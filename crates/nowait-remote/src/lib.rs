@@ -28,6 +28,7 @@ pub use object::{
     ObjectUpload, ObjectUrl, RunCredentialProcess, StoreCounters, StoreCounts, UploadOptions,
     block_memory, credential_command, credential_program, limit_block_memory, open_stores,
     redirect_ports, run_credential_process, run_credential_processes_by,
+    run_only_credential_process,
 };
 pub use open::{RemoteOptions, open, open_backings, open_storage};
 pub use policy::{

@@ -12,7 +12,7 @@ use std::sync::{Mutex, PoisonError};
 
 use nowait_remote::{
     CREDENTIAL_COMMAND_BYTES, CREDENTIAL_OUTPUT_BYTES, CredentialOutput, credential_command,
-    credential_program,
+    credential_program, run_only_credential_process,
 };
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 use rustix::io::{Errno, retry_on_intr};
@@ -35,7 +35,8 @@ const REPLY_BYTES: usize = 3 + MESSAGE_BYTES + CREDENTIAL_OUTPUT_BYTES;
 const PRINTED: u8 = 1;
 const FAILED: u8 = 0;
 
-/// The command line of the program that gives credentials to the server of `args`, if it is confined and has one.
+/// The command line of the program that gives credentials to the server of `args`, if it is confined and has one. From now on
+/// no other one is run: a profile that is written meanwhile changes nothing.
 ///
 /// # Errors
 /// It is another one than when the server was started that this one takes over from; the server could change the program.
@@ -51,6 +52,7 @@ pub(crate) fn command_of(args: &ServeArgs) -> Result<Option<String>, CliError> {
              it)",
         ));
     }
+    run_only_credential_process(command.as_deref().unwrap_or_default());
     let program = command.as_deref().and_then(credential_program);
     let path = env::var_os("PATH").unwrap_or_default();
     let places =
@@ -120,14 +122,11 @@ impl CredentialClient {
         read.unwrap_or_else(|| {
             // A late reply would be taken for that to another request.
             *socket = None;
-            failed("is not run any more: the process that does it has ended (restart the server)")
+            CredentialOutput::failed(
+                "is not run any more: the process that does it has ended (restart the server)",
+            )
         })
     }
-}
-
-/// A program that was not run, with the end of a sentence about it.
-pub(crate) fn failed(why: &str) -> CredentialOutput {
-    CredentialOutput { output: Err(why.to_owned()), messages: String::new() }
 }
 
 /// Replies to the requests of `socket`, until the server closes its side. The program that is run is that of `command`.
@@ -153,7 +152,9 @@ pub(crate) fn reply(
 ) -> Vec<u8> {
     encoded(&match request == command.as_bytes() && !command.is_empty() {
         true => run(command),
-        false => failed("is another one than when this server was started (restart it)"),
+        false => CredentialOutput::failed(
+            "is another one than when this server was started (restart it)",
+        ),
     })
 }
 
@@ -229,7 +230,10 @@ mod tests {
             messages: "m".repeat(MESSAGE_BYTES + 1),
         };
         assert_eq!(decoded(&encoded(&more)), Some(most));
-        assert_eq!(decoded(&encoded(&failed("why"))), Some(failed("why")));
+        assert_eq!(
+            decoded(&encoded(&CredentialOutput::failed("why"))),
+            Some(CredentialOutput::failed("why"))
+        );
         for reply in [&[][..], &[1, 0], &[1, 1, 0], &[1, 0xff, 0xff, b'x']] {
             assert_eq!(decoded(reply), None);
         }

@@ -41,9 +41,6 @@ const TIMEOUT: Duration = Duration::from_secs(10);
 pub(crate) const ENDED: &str = "the process that starts the new program of an upgrade has ended (restart the server \
                                 instead)";
 
-/// Why a program gives no credentials.
-const NO_PROGRAM: &str = "was not in the profile when this server was started (restart it)";
-
 /// The new programs that a launcher starts.
 #[derive(Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Starts {
@@ -220,10 +217,10 @@ impl Launcher {
         if let Some(client) = client {
             nowait_remote::look_up_names_by(Box::new(move |host| client.ask(host)));
         }
-        nowait_remote::run_credential_processes_by(Box::new(move |command| match &program {
-            Some(client) => client.ask(command),
-            None => credential_processes::failed(NO_PROGRAM),
-        }));
+        if let Some(client) = program {
+            let run = Box::new(move |command: &str| client.ask(command));
+            nowait_remote::run_credential_processes_by(run);
+        }
         let launcher = self.clone();
         owned_paths::change_by(Box::new(move |change| launcher.change(change)));
         Ok(())

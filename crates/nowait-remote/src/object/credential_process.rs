@@ -43,10 +43,26 @@ pub struct CredentialOutput {
     pub messages: String,
 }
 
+impl CredentialOutput {
+    /// That of a program that was not run, with the end of a sentence about it.
+    #[must_use]
+    pub fn failed(why: &str) -> Self {
+        Self { output: Err(why.to_owned()), messages: String::new() }
+    }
+}
+
 /// Has another process run the program of a command line.
 pub type RunCredentialProcess = Box<dyn Fn(&str) -> CredentialOutput + Send + Sync>;
 
 static RUN: OnceLock<RunCredentialProcess> = OnceLock::new();
+/// The only command line that is run, if there is only one.
+static ONLY: OnceLock<String> = OnceLock::new();
+
+/// From now on no other program of a profile is run than that of the command line `command`; none if it is empty. Only the
+/// first call counts.
+pub fn run_only_credential_process(command: &str) {
+    let _ = ONLY.set(command.to_owned());
+}
 
 /// From now on the programs of profiles are run by `run`, in a process that may start none itself. Only the first call
 /// counts.
@@ -57,6 +73,11 @@ pub fn run_credential_processes_by(run: RunCredentialProcess) {
 /// Runs the program of the command line `command`, here or in the process that does it for this one. Waits until it has ended,
 /// at most 60 s.
 pub(super) fn run(command: &str) -> CredentialOutput {
+    if ONLY.get().is_some_and(|only| only != command) {
+        return CredentialOutput::failed(
+            "is another one than when this server was started (restart it)",
+        );
+    }
     match RUN.get() {
         Some(run) => run(command),
         None => run_credential_process(command, None),

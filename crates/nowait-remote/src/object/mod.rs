@@ -44,6 +44,7 @@ pub use cache_directory::{CacheOptions, MIN_CACHE_BYTES};
 pub use credential_process::{
     CREDENTIAL_COMMAND_BYTES, CREDENTIAL_OUTPUT_BYTES, CredentialOutput, RunCredentialProcess,
     credential_program, run_credential_process, run_credential_processes_by,
+    run_only_credential_process,
 };
 pub(crate) use object_storage::MINIMUM_RATE;
 pub use object_storage::{ObjectOptions, ObjectStorage};
