@@ -3,7 +3,10 @@
 
 use std::sync::Arc;
 
-use nowait::{BlockDevice, BlockingFile, ByteRange, Config, Flags, Op, Request, SingleDisk};
+use nowait::{
+    BlockDevice, BlockingFile, ByteRange, Config, Engine, Flags, Op, Request, SingleDisk,
+    WorkerPool,
+};
 use nowait_testkit::engines::TestQueue;
 use nowait_testkit::worker_only_image::WorkerOnlyImage;
 use nowait_testkit::{Scratch, TestQueueKind, WaitForRequests};
@@ -89,4 +92,41 @@ fn workers_take_one_request_of_each_client_before_the_next_of_any() {
     assert_eq!((index(3, 0), index(2, 1)), (first + 1, first + 3), "{read:?}");
     let of_first: Vec<_> = read.iter().filter(|at| **at < pos(2, 0)).collect();
     assert!(of_first.len() == 20 && of_first.is_sorted());
+}
+
+#[test]
+fn c40_disks_that_never_answer_take_no_worker_from_another_one_of_their_pool() {
+    let scratch = Scratch::new();
+    let images = [(); 9].map(|()| WorkerOnlyImage::default());
+    let queue = TestQueueKind::Threads.queue(256).unwrap();
+    let config = Config { slots: 256, ..Config::default() };
+    let mut engine = Engine::new(queue, WorkerPool::new(4), config).unwrap();
+    let disks = images.each_ref().map(|image| {
+        let path = scratch.join(&format!("{:p}", std::ptr::from_ref(image)));
+        engine.attach(image.device(&path, SIZE)).unwrap()
+    });
+    let ([hanging @ .., answering], [silent @ .., _]) = (&disks, &images);
+    let held = silent.each_ref().map(WorkerOnlyImage::hold);
+    let submit = |engine: &mut Engine<_, _>, disk, tag| {
+        let range = ByteRange::new(BLOCK, BLOCK);
+        let buf = engine.buffer(disk, range).unwrap();
+        let io = Request { op: Op::Read, flags: Flags::NONE, range };
+        engine.submit(disk, io, buf, tag).map_err(|rejected| rejected.error).unwrap();
+    };
+    for disk in hanging {
+        (0..16).for_each(|tag| submit(&mut engine, disk, tag));
+    }
+    // More than one after the other: a worker that is added for each is not the last one.
+    for tag in 100..120 {
+        submit(&mut engine, answering, tag);
+        while engine.in_flight_of(answering) > 0 {
+            engine.wait_once();
+            while let Some(done) = engine.next() {
+                assert_eq!((done.tag, done.result()), (tag, Ok(BLOCK)));
+            }
+        }
+    }
+    assert_eq!(hanging.iter().map(|disk| engine.in_flight_of(disk)).sum::<usize>(), 8 * 16);
+    drop(held);
+    assert_eq!(engine.finish().len(), 8 * 16);
 }

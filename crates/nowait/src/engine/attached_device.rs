@@ -25,10 +25,13 @@ use crate::engine::slot::Target;
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
 
+/// In place of the number of an engine: the device is detached.
+const DETACHED: u64 = u64::MAX;
+
 /// What a simple request needs of its device.
 pub(crate) struct AttachedDevice<M: BlockMap + ?Sized> {
-    /// The number of its engine in the process.
-    pub(crate) engine: u64,
+    /// The number of its engine in the process, or [`DETACHED`].
+    pub(crate) engine: Cell<u64>,
     /// Its index in the engine's table, and the number of its first file in the queue.
     pub(crate) first: Target,
     /// The number of its files.
@@ -41,13 +44,12 @@ pub(crate) struct AttachedDevice<M: BlockMap + ?Sized> {
     pub(crate) simple: Cell<u64>,
     pub(crate) general: Cell<u64>,
     pub(crate) worker: Cell<u64>,
-    /// Transfers that were reaped, but for full reads.
+    /// Transfers that were reaped, but for the only ones of reads and writes that they served.
     pub(crate) reaped: Cell<u64>,
     /// Durable writes in flight that could share a sync.
     pub(crate) durable_writes: Cell<u32>,
     /// Requests are not tried without waiting for now.
     pub(crate) is_backing_off: Cell<bool>,
-    pub(crate) is_detached: Cell<bool>,
 }
 
 impl<M: BlockMap + ?Sized> AttachedDevice<M> {
@@ -70,12 +72,18 @@ impl<M: BlockMap + ?Sized> AttachedDevice<M> {
         Target::new(self.index(), number)
     }
 
-    /// `ENODEV` for a device that is detached.
-    pub(crate) fn check(&self) -> Result<(), Error> {
-        match self.is_detached.get() {
-            false => Ok(()),
-            true => Err(Error::new(libc::ENODEV, Operation::Validate)),
-        }
+    /// Refuses later requests.
+    pub(crate) fn detach(&self) {
+        self.engine.set(DETACHED);
+    }
+
+    /// The error of a request through an engine that is not its own: `ENODEV` if the device is detached,
+    /// else `EINVAL`.
+    #[cold]
+    pub(crate) fn refusal(&self) -> Error {
+        let is_detached = self.engine.get() == DETACHED;
+        let errno = if is_detached { libc::ENODEV } else { libc::EINVAL };
+        Error::new(errno, Operation::Validate)
     }
 }
 
@@ -144,10 +152,7 @@ impl<M: BlockMap + ?Sized> DeviceState<M> {
     /// Tries the simple path from now on, if it is on and there is no back-off, or does not.
     pub(crate) fn update_simple_path(&self, config: &Config) {
         self.attached.is_backing_off.set(self.back_off.is_backing_off());
-        let on = config.simple
-            && config.nowait_first
-            && !self.back_off.is_backing_off()
-            && !self.attached.is_detached.get();
+        let on = config.simple && config.nowait_first && !self.back_off.is_backing_off();
         self.attached.simple_path.set_on(&self.attached.disk, on);
     }
 }
@@ -178,7 +183,7 @@ impl<M: BlockMap + ?Sized> DeviceTable<M> {
         let entry = self.0.vacant_entry();
         let index = entry.key() as u32;
         let attached = Rc::new(AttachedDevice {
-            engine,
+            engine: Cell::new(engine),
             first: Target::new(index, first_file),
             files,
             simple_path: SimplePath::new(&disk, config),
@@ -190,7 +195,6 @@ impl<M: BlockMap + ?Sized> DeviceTable<M> {
             reaped: Cell::new(0),
             durable_writes: Cell::new(0),
             is_backing_off: Cell::new(false),
-            is_detached: Cell::new(false),
         });
         let state = DeviceState {
             attached: attached.clone(),
@@ -211,6 +215,12 @@ impl<M: BlockMap + ?Sized> DeviceTable<M> {
     /// Takes a device out, which no slot names.
     pub(crate) fn remove(&mut self, index: u32) -> Option<DeviceState<M>> {
         self.0.try_remove(index as usize)
+    }
+
+    /// The state of a device, if it is in the table.
+    pub(crate) fn get(&self, device: &AttachedDevice<M>) -> Option<&DeviceState<M>> {
+        let found = self.0.get(device.index() as usize);
+        found.filter(|found| std::ptr::eq(&*found.attached, device))
     }
 
     /// All devices.

@@ -121,29 +121,26 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         Stats { pool: self.pool.stats(), ..devices.fold(self.departed, Stats::plus) }
     }
 
-    /// The counts of one device.
+    /// The counts of one device; 0 once it is detached and no slot names it.
     pub(crate) fn stats_of(&self, device: &AttachedDevice<M>) -> Stats {
-        match device.check() {
-            Ok(()) => self.devices[device.index()].stats(),
-            Err(_) => Stats { simple: device.simple.get(), ..Stats::default() },
-        }
+        self.devices.get(device).map_or(Stats::default(), DeviceState::stats)
     }
 
     /// Slots that name `device`.
     pub(crate) fn in_use_of(&self, device: &AttachedDevice<M>) -> usize {
-        let is_there = device.check().is_ok() || self.detaching.contains(&device.index());
+        let is_there = self.devices.get(device).is_some();
         if is_there { self.pool.in_use_of(device.index()) } else { 0 }
     }
 
-    /// Refuses requests of `device` from now on. An entry of the table that is used again belongs to
-    /// another device then.
+    /// Refuses requests of `device` from now on.
     ///
     /// # Errors
-    /// `ENODEV`: it is detached already.
+    /// As [`AttachedDevice::refusal`].
     pub(crate) fn detach(&mut self, device: &AttachedDevice<M>) -> Result<(), Error> {
-        device.check()?;
-        device.is_detached.set(true);
-        self.devices[device.index()].update_simple_path(&self.config);
+        if device.engine.get() != self.number {
+            return Err(device.refusal());
+        }
+        device.detach();
         self.detaching.push(device.index());
         self.attention = true;
         Ok(())
@@ -170,7 +167,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
     /// a request of a device of another engine is not simple.
     #[inline(always)]
     pub(crate) fn simple(&self, device: &AttachedDevice<M>, io: Request, base: *mut u8) -> Verdict {
-        if device.engine != self.number {
+        if device.engine.get() != self.number {
             return Verdict::General;
         }
         device.simple_path.map_for_simple_path(&device.disk, io, base)

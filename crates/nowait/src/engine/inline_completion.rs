@@ -77,24 +77,17 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
     pub(crate) fn on_transfer_done_slow(&mut self, slot: u32, outcome: Outcome) {
         self.attention = true;
         let request = &mut self.pool[slot];
-        let device = &self.devices[request.device()].attached;
-        if request.role != Role::Merged {
-            count(&device.reaped);
-        }
         match request.role {
             Role::Fragment => return self.on_fragment_done(slot, outcome),
             Role::Merged => return self.on_merged_done(slot, outcome),
             Role::Read | Role::Write | Role::Split => {}
         }
         if i64::from(outcome) != request.io.range.len as i64 {
-            if !self.defer_if_overwrite(slot, outcome) {
-                self.fall_back(slot, outcome);
-            }
-            return;
+            return self.on_partial(slot, outcome);
         }
         if request.io.op == Op::Write {
             let range = request.io.range;
-            let disk = &device.disk;
+            let disk = &self.devices[request.device()].attached.disk;
             disk.map.mark_allocated(range);
             if request.locked {
                 request.locked = false;
@@ -102,6 +95,14 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
             }
         }
         self.complete(slot, i64::from(outcome));
+    }
+
+    /// Handles the end of a request's only transfer, which has not moved all bytes.
+    #[inline(never)]
+    fn on_partial(&mut self, slot: u32, outcome: Outcome) {
+        if !self.defer_if_overwrite(slot, outcome) {
+            self.fall_back(slot, outcome);
+        }
     }
 
     /// Continues on the general path after a request's only transfer has failed, was refused or was
@@ -121,6 +122,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
     /// Records the result of a transfer in its request's `slot`.
     pub(crate) fn record_outcome(&mut self, slot: u32, result: TransferResult) {
         let request = &mut self.pool[slot];
+        count(&self.devices[request.device()].attached.reaped);
         match result {
             TransferResult::Full => {}
             TransferResult::Short => request.again = true,
@@ -162,6 +164,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
     #[inline]
     pub(crate) fn complete(&mut self, slot: u32, result: i64) {
         if !self.config.inline_completion {
+            count(&self.devices[self.pool[slot].device()].attached.reaped);
             return self.enqueue_work(slot, WorkerTask::CompleteOnly { result });
         }
         self.push_completion(slot, result);

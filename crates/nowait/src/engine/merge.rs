@@ -95,6 +95,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
     }
 
     /// Handles the end of the merged transfer whose first request is in `head`.
+    #[inline(never)]
     pub(crate) fn on_merged_done(&mut self, head: u32, outcome: Outcome) {
         let bytes: usize =
             self.merger.lists[self.pool[head].parent as usize].iter().map(|one| one.len).sum();

@@ -141,9 +141,6 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     /// # Errors
     /// `EINVAL` for a device of another engine, `ENODEV` for one that is detached already.
     pub fn detach(&mut self, device: &DeviceHandle<M>) -> Result<(), Error> {
-        if device.0.engine != self.dispatcher.number {
-            return Err(Error::new(libc::EINVAL, Operation::SetUp));
-        }
         self.dispatcher.detach(&device.0)?;
         self.release_detached();
         Ok(())
@@ -522,16 +519,14 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     /// every slot of the engine.
     #[must_use]
     pub fn in_flight_of(&self, device: &DeviceHandle<M>) -> usize {
-        let is_own = device.0.engine == self.dispatcher.number;
-        if is_own { self.dispatcher.in_use_of(&device.0) } else { 0 }
+        self.dispatcher.in_use_of(&device.0)
     }
 
     /// Counts of how the requests of `device` were served so far; those of the pool, and of polling,
     /// are 0.
     #[must_use]
     pub fn stats_of(&self, device: &DeviceHandle<M>) -> Stats {
-        let is_own = device.0.engine == self.dispatcher.number;
-        if is_own { self.dispatcher.stats_of(&device.0) } else { Stats::default() }
+        self.dispatcher.stats_of(&device.0)
     }
 
     /// Why transfers of `device` cannot be polled for (C48); `None` if they can.

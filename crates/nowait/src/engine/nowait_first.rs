@@ -14,7 +14,7 @@ use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
 use crate::blocking::sync_io::blocks_of;
-use crate::engine::attached_device::AttachedDevice;
+use crate::engine::attached_device::{AttachedDevice, count};
 use crate::engine::slot::{RequestSlot, Role, State};
 use crate::engine::vectored::{self, Path};
 use crate::memory::buffer_pool::PooledBuffer;
@@ -98,12 +98,14 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         let mut left = 0;
         for at in 0..self.refusing.len() {
             let index = self.refusing[at];
-            let is_read = |it: &&RequestSlot| it.device() == index && it.role == Role::Read;
-            let reads = self.pool.done().filter(is_read).count();
+            let whole = |it: &&RequestSlot| {
+                it.device() == index && matches!(it.role, Role::Read | Role::Write)
+            };
+            let whole = self.pool.done().filter(whole).count();
             let device = &mut self.devices[index];
             let reaped = device.attached.reaped.get();
             let others = reaped - std::mem::replace(&mut device.observed, reaped);
-            if device.back_off.observe_poll(reads + others as usize) {
+            if device.back_off.observe_poll(whole + others as usize) {
                 device.stats.backed_off += 1;
                 device.update_simple_path(&self.config);
             }
@@ -136,6 +138,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
             self.devices[index].probe_slot = Some(slot);
             return false;
         }
+        count(&self.devices[index].attached.reaped);
         self.count_refusal(index);
         self.unlock(slot);
         let request = &mut self.pool[slot];

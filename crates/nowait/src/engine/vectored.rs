@@ -379,15 +379,13 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         io: Request,
         segments: &[IoSegment],
     ) -> Result<Request, Error> {
-        let invalid = || Error::new(libc::EINVAL, Operation::Validate).at(io.range);
-        if device.engine != self.number {
-            return Err(invalid());
+        if device.engine.get() != self.number {
+            return Err(device.refusal().at(io.range));
         }
-        device.check().map_err(|error| error.at(io.range))?;
         // SAFETY: the memory of a request is valid from its submission on.
         let checked = unsafe { sync_io::check(&device.disk, io, segments) }?;
         if self.config.strict && io.range.len > 0 && !is_aligned(&device.disk, io, segments) {
-            return Err(invalid());
+            return Err(Error::new(libc::EINVAL, Operation::Validate).at(io.range));
         }
         Ok(checked)
     }
@@ -525,6 +523,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
     }
 
     /// Handles the end of the transfer of the fragment in `slot`.
+    #[inline(never)]
     pub(crate) fn on_fragment_done(&mut self, slot: u32, outcome: Outcome) {
         let request = &self.pool[slot];
         let (parent, fragment) = (request.parent, request.fragment);

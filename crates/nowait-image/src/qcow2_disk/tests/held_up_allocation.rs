@@ -74,7 +74,8 @@ impl Player {
     fn new(disk: &Arc<nowait::BlockDevice<Qcow2Map>>, gate: &Arc<Gate>, workers: u32) -> Self {
         let config = Config { slots: 32, ..Config::default() };
         let queue = AioThreadQueue::new(config.slots).unwrap();
-        let workers = WorkerPool::new(workers);
+        // One disk gets three quarters of the threads.
+        let workers = WorkerPool::new(workers + workers / 2);
         let engine = SingleDisk::new(disk.clone(), workers, queue, config).unwrap();
         Self { gate: gate.clone(), engine, done: Vec::new() }
     }

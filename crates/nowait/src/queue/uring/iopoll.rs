@@ -16,7 +16,8 @@ use rustix::fs::{AtFlags, FileType, OFlags, StatxFlags};
 use crate::memory::bounded_counter::BoundedCounter;
 use crate::queue::Token;
 use crate::queue::queue_files::NumberedFiles;
-use crate::queue::uring::{MAX_BUFFERS, MAX_REGISTERED, enter_result, register_files, sqe};
+use crate::queue::uring::ring_files::register_table;
+use crate::queue::uring::{MAX_BUFFERS, enter_result, sqe};
 use crate::types::error::Error;
 use crate::types::transfer::{Outcome, Transfer, UNREGISTERED};
 
@@ -63,7 +64,7 @@ impl IopollRing {
     pub(crate) fn new() -> Result<Self, &'static str> {
         let ring = IoUring::builder().setup_iopoll().setup_clamp().build(ENTRIES);
         let ring = ring.map_err(|_| "a ring that polls cannot be made")?;
-        let registered = register_files(&ring, MAX_REGISTERED);
+        let registered = register_table(&ring);
         let buffers = ring.submitter().register_buffers_sparse(MAX_BUFFERS).ok().map(|()| 0);
         Ok(Self {
             ring,
@@ -260,9 +261,30 @@ impl Drop for IopollRing {
     }
 }
 
+/// Attaches a file to the ring that polls, which is made for the first one, or says why that cannot be.
+/// A ring for which a driver `has_reserved` numbers of buffers does not poll: the driver registers its
+/// memory there only.
+pub(crate) fn attach(
+    polled: &mut Option<Box<IopollRing>>,
+    number: u32,
+    file: BorrowedFd<'_>,
+    has_reserved: bool,
+) -> Result<(), &'static str> {
+    let room = room_for_polled(file)?;
+    if has_reserved {
+        return Err("its thread serves a block device");
+    }
+    let polled = match polled {
+        Some(polled) => polled,
+        // Buffers that are registered already have no numbers there.
+        none => none.insert(Box::new(IopollRing::new()?)),
+    };
+    polled.attach(number, file, room)
+}
+
 /// The number of requests that a polled queue of the device of `file` holds, or why it is not to be
 /// polled (sysfs-block in the kernel's documentation, `io_poll` and `nr_requests`).
-pub(crate) fn room_for_polled(file: BorrowedFd<'_>) -> Result<usize, &'static str> {
+fn room_for_polled(file: BorrowedFd<'_>) -> Result<usize, &'static str> {
     let flags = rustix::fs::fcntl_getfl(file).unwrap_or(OFlags::empty());
     if !flags.contains(OFlags::DIRECT) {
         return Err("it is read and written through the page cache");

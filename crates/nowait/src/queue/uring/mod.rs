@@ -6,6 +6,7 @@
 mod sqe;
 pub(crate) mod locked_memory;
 mod enter_result;
+mod ring_files;
 mod iopoll;
 mod sleep;
 
@@ -18,11 +19,11 @@ use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::queue::event_source::{EventSource, FD_TOKEN, Interest, check_fd_token};
-use crate::queue::queue_files::NumberedFiles;
 use crate::queue::{IoQueue, QueueFile, QueueFull, Token};
 use crate::types::error::{Error, Operation};
 use crate::types::transfer::{Outcome, Transfer};
 use iopoll::IopollRing;
+use ring_files::RingFiles;
 use sleep::Sleep;
 
 /// Sizes of the submission and the completion queue in entries; the kernel keeps completions
@@ -31,9 +32,6 @@ use sleep::Sleep;
 const ENTRIES: [(u32, u32); 2] = [(256, 4096), (64, 256)];
 /// The greatest numbers of kernel threads for this ring's bounded and unbounded work.
 const IOWQ_WORKERS: [u32; 2] = [8, 4];
-/// Files with smaller numbers than this are registered with the ring, 8 bytes each in the kernel; those
-/// beyond it have descriptors. The limit on descriptors may make it less.
-const MAX_REGISTERED: u32 = 4096;
 const MAX_BUFFERS: u32 = 256;
 /// Numbers of buffers beyond those, for drivers.
 const RESERVED_BUFFERS: u32 = 128;
@@ -100,16 +98,7 @@ pub struct Uring {
     /// The eventfd for the caller's own event loop. Made on first use, because the kernel then
     /// writes to it with each completion; `None` inside means that it could not be made.
     wake: OnceCell<Option<OwnedFd>>,
-    /// Numbers from this one on are not registered.
-    registered: u32,
-    files: NumberedFiles<AttachedFile>,
-}
-
-/// A file of the ring.
-struct AttachedFile {
-    /// `None`: it is registered.
-    descriptor: Option<OwnedFd>,
-    polling_refusal: Option<&'static str>,
+    files: RingFiles,
 }
 
 impl Uring {
@@ -124,8 +113,8 @@ impl Uring {
     pub fn new() -> Result<Self, Error> {
         let set_up = |e: std::io::Error| Error::from_io(&e, Operation::SetUp);
         let (ring, mut features) = Self::build().map_err(set_up)?;
-        let registered = register_files(&ring, MAX_REGISTERED);
-        features.file = registered > 0;
+        let files = RingFiles::new(&ring);
+        features.file = files.has_table();
         let buffers = MAX_BUFFERS + RESERVED_BUFFERS;
         features.buffers = ring.submitter().register_buffers_sparse(buffers).is_ok();
         // Missing before Linux 5.15, where the kernel's own bound applies.
@@ -144,8 +133,7 @@ impl Uring {
             rearm: Vec::new(),
             watched: Vec::new(),
             wake: OnceCell::new(),
-            registered,
-            files: NumberedFiles::new(),
+            files,
         })
     }
 
@@ -220,48 +208,8 @@ impl Uring {
 
     #[inline]
     fn sqe(&self, transfer: &Transfer) -> squeue::Entry {
-        let (fd, flags) = match transfer.file < self.registered {
-            true => (transfer.file as RawFd, squeue::Flags::FIXED_FILE),
-            false => (self.descriptor(transfer.file), squeue::Flags::empty()),
-        };
-        sqe::of(types::Fd(fd), transfer).flags(flags)
-    }
-
-    /// The descriptor of a file that is not registered; -1, which the kernel refuses, if there is none.
-    #[cold]
-    fn descriptor(&self, file: u32) -> RawFd {
-        let attached = self.files.get(file).and_then(|file| file.descriptor.as_ref());
-        attached.map_or(-1, AsRawFd::as_raw_fd)
-    }
-
-    /// Attaches one file under a free `number`.
-    fn attach_file(&mut self, number: u32, file: BorrowedFd<'_>) -> Result<(), Error> {
-        let failed = |error| Error::from_io(&error, Operation::SetUp);
-        let descriptor = if number < self.registered {
-            let submitter = self.ring.submitter();
-            submitter.register_files_update(number, &[file.as_raw_fd()]).map_err(failed)?;
-            None
-        } else {
-            Some(file.try_clone_to_owned().map_err(failed)?)
-        };
-        let polling_refusal = self.attach_polled(number, file).err();
-        self.files.put(number, AttachedFile { descriptor, polling_refusal });
-        Ok(())
-    }
-
-    /// Attaches the file to the ring that polls, or says why that cannot be.
-    fn attach_polled(&mut self, number: u32, file: BorrowedFd<'_>) -> Result<(), &'static str> {
-        let room = iopoll::room_for_polled(file)?;
-        // A driver registers its memory with this ring only.
-        if self.has_reserved {
-            return Err("its thread serves a block device");
-        }
-        let polled = match &mut self.polled {
-            Some(polled) => polled,
-            // Buffers that are registered already have no numbers there.
-            none => none.insert(Box::new(IopollRing::new()?)),
-        };
-        polled.attach(number, file, room)
+        let (fd, flags) = self.files.target(transfer.file);
+        sqe::of(fd, transfer).flags(flags)
     }
 
     /// Pushes a request of the ring's own, after a submission if there is no room.
@@ -371,8 +319,10 @@ unsafe impl IoQueue for Uring {
     fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
         let files = files.iter().map(QueueFile::descriptor).collect::<Result<Vec<_>, _>>()?;
         let first = self.files.find_free(files.len());
+        let Self { ring, polled, has_reserved, files: attached, .. } = self;
         for (number, &(file, _)) in (first..).zip(&files) {
-            if let Err(error) = self.attach_file(number, file) {
+            let poll = || iopoll::attach(polled, number, file, *has_reserved);
+            if let Err(error) = attached.attach(ring, number, file, poll) {
                 self.detach(first, number - first);
                 return Err(error);
             }
@@ -385,16 +335,12 @@ unsafe impl IoQueue for Uring {
             if let Some(polled) = &mut self.polled {
                 polled.detach(number);
             }
-            if self.files.take(number).is_some_and(|file| file.descriptor.is_none()) {
-                // The number is registered, so the kernel has no reason to refuse.
-                let _ = self.ring.submitter().register_files_update(number, &[-1]);
-            }
+            self.files.detach(&self.ring, number);
         }
     }
 
     fn polling_refusal(&self, file: u32) -> Option<&'static str> {
-        let attached = self.files.get(file);
-        attached.map_or(Some("it is not attached"), |file| file.polling_refusal)
+        self.files.polling_refusal(file)
     }
 
     // SAFETY: the caller keeps the memory valid until the completion was drained, and an engine
@@ -572,19 +518,6 @@ impl EventSource for Uring {
             None => unsafe { BorrowedFd::borrow_raw(self.ring.as_raw_fd()) },
         }
     }
-}
-
-/// Registers a table of at most `count` files, all of them empty. Returns its length: 0 if the kernel
-/// refuses it.
-fn register_files(ring: &IoUring, count: u32) -> u32 {
-    let limit = rustix::process::getrlimit(rustix::process::Resource::Nofile).current;
-    let count = limit.map_or(count, |limit| count.min(u32::try_from(limit).unwrap_or(count)));
-    let submitter = ring.submitter();
-    // Linux before 5.19 has no call for an empty table.
-    let registered = submitter
-        .register_files_sparse(count)
-        .or_else(|_| submitter.register_files(&vec![-1; count as usize]));
-    if registered.is_ok() { count } else { 0 }
 }
 
 impl Drop for Uring {
