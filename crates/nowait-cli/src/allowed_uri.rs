@@ -58,6 +58,7 @@ fn is_plain(name: &str) -> bool {
 mod tests {
     use super::*;
 
+    #[cfg(feature = "object-stores")]
     #[test]
     fn a_prefix_allows_plain_names_behind_it_and_nothing_else() {
         for (prefix, allowed) in [

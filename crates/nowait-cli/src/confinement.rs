@@ -215,6 +215,7 @@ fn renewed_directory(directory: &Path, files: &mut FileAccess) {
 }
 
 #[cfg(test)]
+#[cfg(all(feature = "object-stores", feature = "control"))]
 mod tests {
     use std::fs;
 

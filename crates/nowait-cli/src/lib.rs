@@ -60,9 +60,12 @@ mod commands;
 pub mod fuzz;
 
 use crate::args::Command;
+#[cfg(feature = "control")]
+use crate::commands::top;
 use crate::commands::{
-    bench, check, commit, control, copy, create, info, map, resize, serve, setup, top, ublk,
+    bench, check, commit, control, copy, create, info, map, resize, serve, setup, ublk,
 };
+use crate::error::CliError;
 
 /// Runs the command of this process. Returns the exit status.
 #[must_use]
@@ -81,7 +84,23 @@ pub fn run() -> u8 {
         systemd::reject_clients();
         return usage::refuse(&command, &why);
     }
-    let result = match command {
+    match execute(command) {
+        Ok(status) => status,
+        Err(error) => {
+            log::write_line(tracing::Level::ERROR, &error);
+            error.status()
+        }
+    }
+}
+
+/// Runs `command`, whose rules were checked. Returns the exit status.
+fn execute(command: Command) -> Result<u8, CliError> {
+    if command.asks_a_server()
+        && let Some(why) = nowait_control::ABSENT
+    {
+        return Err(CliError::new(why));
+    }
+    match command {
         Command::Serve(args) => {
             log::start(args.verbose);
             serve::run(&args).map(|()| 0)
@@ -97,17 +116,13 @@ pub fn run() -> u8 {
         Command::Status(args) => control::status(&args).map(|()| 0),
         Command::Export(command) => control::export(&command).map(|()| 0),
         Command::Connections(args) => control::connections(&args).map(|()| 0),
+        #[cfg(not(feature = "control"))]
+        Command::Top(_) => Ok(0),
+        #[cfg(feature = "control")]
         Command::Top(args) => top::run(&args).map(|()| 0),
         Command::Upgrade(args) => control::upgrade(&args).map(|()| 0),
         Command::Bench(_) => Err(bench::run()),
         Command::Completions(args) => setup::completions(&args).map(|()| 0),
         Command::Man(args) => setup::man(&args).map(|()| 0),
-    };
-    match result {
-        Ok(status) => status,
-        Err(error) => {
-            log::write_line(tracing::Level::ERROR, &error);
-            error.status()
-        }
     }
 }

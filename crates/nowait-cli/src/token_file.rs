@@ -105,6 +105,7 @@ fn write_new(path: &Path) -> io::Result<String> {
 }
 
 #[cfg(test)]
+#[cfg(feature = "control")]
 mod tests {
     use std::os::unix::fs::{lchown, symlink};
 

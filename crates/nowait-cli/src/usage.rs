@@ -318,6 +318,7 @@ mod tests {
         }
     }
 
+    #[cfg(feature = "object-stores")]
     #[test]
     fn a_cache_mode_of_qemu_is_answered_with_what_does_it_here() {
         for word in ["none", "writeback", "writethrough", "directsync", "unsafe"] {

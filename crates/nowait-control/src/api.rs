@@ -500,9 +500,3 @@ pub struct SnapshotReport {
     /// How long no request of the export was served, in milliseconds.
     pub pause_ms: f64,
 }
-
-/// The body of an answer that says what is wrong.
-#[derive(Debug, Serialize, Deserialize)]
-pub(crate) struct ErrorInfo {
-    pub(crate) error: String,
-}

@@ -92,19 +92,6 @@ pub enum ControlError {
     Unavailable(String),
 }
 
-impl ControlError {
-    pub(crate) fn status(&self) -> u16 {
-        match self {
-            Self::Invalid(_) => 400,
-            Self::Forbidden(_) => 403,
-            Self::NotFound(_) => 404,
-            Self::Conflict(_) => 409,
-            Self::Failed(_) => 500,
-            Self::Unavailable(_) => 503,
-        }
-    }
-}
-
 impl fmt::Display for ControlError {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let (Self::Invalid(why)

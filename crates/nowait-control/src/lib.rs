@@ -2,28 +2,22 @@
 //!
 //! The HTTP server runs on one thread of its own, and reaches the data path only through the
 //! methods of [`ControlledServer`].
+//!
+//! The cargo feature `http`, on by default, can be left out: the types are the same then, but no server starts, no client
+//! asks, and [`ABSENT`] says why.
 #![forbid(unsafe_code)]
 
 mod api;
 mod load;
 mod controlled_server;
-mod metrics;
-mod blocking_calls;
-mod events;
-mod history;
-mod refusal;
-mod bounds;
-mod origin;
-mod connection_slots;
-mod http_line_endings;
-mod token;
-mod page;
-mod routes;
-mod http_listener;
-mod http_server;
-mod client;
-#[cfg(feature = "fuzz")]
-pub mod fuzz;
+mod client_error;
+#[cfg(feature = "http")]
+mod http;
+#[cfg(not(feature = "http"))]
+mod absent;
+
+#[cfg(not(feature = "http"))]
+use absent as http;
 
 pub use api::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, ConnectionInfo, ErrnoInfo, ExportHistory,
@@ -31,9 +25,9 @@ pub use api::{
     PastErrors, PatchExport, RemovedExport, SeriesInfo, ServerInfo, SnapshotReport,
     SnapshotRequest, Statistics, StoreInfo, UpgradeReport, UpgradeRequest,
 };
-pub use client::{Client, ClientError, Proof};
+pub use client_error::ClientError;
 pub use controlled_server::{ControlError, ControlledServer};
-pub use http_listener::HttpListener;
-pub use http_server::HttpServer;
+#[cfg(feature = "fuzz")]
+pub use http::fuzz;
+pub use http::{ABSENT, Client, HttpListener, HttpServer, Proof, Token};
 pub use load::{Load, paths};
-pub use token::Token;

@@ -3,23 +3,36 @@
 //!
 //! A remote storage makes its transfers on a thread of its own, which has its connection; the threads
 //! of an engine hand requests to it and learn of their ends by a descriptor. No request has a thread.
+//!
+//! The cargo features `object-stores` and `ceph`, on by default, can be left out: the types are the same then, but no
+//! location of such a storage is parsed, and the message names the feature.
 #![deny(unsafe_code)]
 
 mod host_names;
 mod open_list;
 mod fault_log;
 mod policy;
+#[cfg(feature = "object-stores")]
 mod object;
 mod nbd;
+#[cfg(feature = "ceph")]
 mod rbd;
+#[cfg(not(all(feature = "object-stores", feature = "ceph")))]
+mod absent;
 mod location;
 mod open;
+
+#[cfg(not(feature = "ceph"))]
+use absent::ceph as rbd;
+#[cfg(not(feature = "object-stores"))]
+use absent::object;
 
 pub use host_names::{LookUp, look_up_names_by, looked_up_here};
 pub use location::Location;
 pub use nbd::{LinkCounts, NbdOptions, NbdStorage, open_links};
 #[cfg(feature = "sim")]
 pub use nbd::{RemoteBug, SimLimits, SimNbdEnd, SimNbdRequest, SimNext, SimulatedNbd, inject};
+pub use object::ABSENT as OBJECT_STORES_ABSENT;
 #[cfg(feature = "fuzz")]
 pub use object::fuzz;
 pub use object::{

@@ -41,7 +41,7 @@ impl Location {
             Self::File(path) => path.file_name().unwrap_or_default().to_string_lossy().into_owned(),
             Self::Nbd(uri) if uri.export.is_empty() => "nbd".into(),
             Self::Nbd(uri) => uri.export.clone(),
-            Self::Object(url) => url.path.filename().unwrap_or("object").to_owned(),
+            Self::Object(url) => url.short_name(),
             Self::Rbd(location) => location.short_name(),
         }
     }
@@ -90,6 +90,12 @@ impl Location {
         }
     }
 
+    /// Whether `text` begins as a location does that this build does not have.
+    pub(crate) fn is_left_out(text: &str) -> bool {
+        cfg!(not(feature = "object-stores")) && ObjectUrl::is_like(text)
+            || cfg!(not(feature = "ceph")) && RbdLocation::is_like(text)
+    }
+
     /// As [`Location::parse`], for the name of a backing file as headers have it: QEMU's other forms of
     /// an NBD export (`nbd:HOST:PORT`, `json:{…}`) are its URI.
     ///
@@ -116,6 +122,23 @@ impl fmt::Display for Location {
 mod tests {
     use super::*;
 
+    #[test]
+    fn a_location_that_this_build_leaves_out_is_refused_with_the_name_of_its_feature() {
+        for (text, feature, is_there) in [
+            ("s3://b/key", "object-stores", cfg!(feature = "object-stores")),
+            ("https://h/a", "object-stores", cfg!(feature = "object-stores")),
+            ("rbd:p/i", "ceph", cfg!(feature = "ceph")),
+        ] {
+            let refused = Location::parse(&text.into()).map(drop);
+            assert_eq!(refused.is_ok(), is_there, "{text}");
+            assert_eq!(Location::is_left_out(text), !is_there, "{text}");
+            let why = refused.err().unwrap_or_default();
+            assert!(is_there || why.contains(&format!("feature \"{feature}\"")), "{why}");
+        }
+        assert!(!Location::is_left_out("nbd://h/") && !Location::is_left_out("s3"));
+    }
+
+    #[cfg(all(feature = "object-stores", feature = "ceph"))]
     #[test]
     fn every_text_that_does_not_begin_like_a_uri_is_a_path() {
         for text in ["disk.img", "/a/nbd://", "ftp://h/", "s3", "nbd", "nbd.img", "nbd-disks://a"] {

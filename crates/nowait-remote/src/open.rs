@@ -124,7 +124,8 @@ pub fn open_backings(
 
 /// Whether `text` is the location of a storage, as [`open_backings`] takes it.
 fn is_location(text: &str) -> bool {
-    Location::parse(&text.into()).is_ok_and(|location| location.path().is_none())
+    Location::is_left_out(text)
+        || Location::parse(&text.into()).is_ok_and(|location| location.path().is_none())
 }
 
 fn refused(name: &Path, what: &str) -> ImageError {

@@ -111,6 +111,18 @@ impl Command {
         }
     }
 
+    /// Whether it is for a running server, by its control interface.
+    pub(crate) const fn asks_a_server(&self) -> bool {
+        matches!(
+            self,
+            Self::Status(_)
+                | Self::Export(_)
+                | Self::Connections(_)
+                | Self::Upgrade(_)
+                | Self::Top(_)
+        )
+    }
+
     /// Checks rules that the parser does not.
     ///
     /// # Errors

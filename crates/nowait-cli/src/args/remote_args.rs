@@ -29,7 +29,7 @@ pub(crate) struct AuthArgs {
     /// first such line for all that the command names. Nothing of it is sent to another server to
     /// which one redirects. It is read again when a server refuses it (401, 403), so a program that
     /// renews a token only has to replace the file.
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = OsStringValueParser::new().try_map(file_for_objects))]
     pub(crate) http_auth: Option<PathBuf>,
 }
 
@@ -82,12 +82,13 @@ pub(crate) struct RemoteArgs {
     remote_memory: u64,
 
     /// Write the order in which blocks of objects are read first to FILE
-    #[arg(long, value_name = "FILE")]
+    #[arg(long, value_name = "FILE", value_parser = OsStringValueParser::new().try_map(file_for_objects))]
     pub(crate) record: Option<PathBuf>,
 
     /// Fetch the blocks of objects that FILE, written by --record, names into the cache, in its order,
     /// beside what clients read
     #[arg(long, value_name = "FILE", requires = "cache")]
+    #[arg(value_parser = OsStringValueParser::new().try_map(file_for_objects))]
     pub(crate) prefetch: Option<PathBuf>,
 
     #[command(flatten)]
@@ -123,11 +124,22 @@ fn parse_memory(text: &str) -> Result<u64, String> {
     }
 }
 
+/// A file that only objects are of use for.
+fn file_for_objects(path: OsString) -> Result<PathBuf, String> {
+    built_with_objects()?;
+    Ok(path.into())
+}
+
+fn built_with_objects() -> Result<(), String> {
+    nowait_remote::OBJECT_STORES_ABSENT.map_or(Ok(()), |why| Err(why.into()))
+}
+
 /// Parses `DIR[,size=SIZE]`.
 fn parse_cache(text: &OsString) -> Result<CacheOptions, String> {
     if let Some(advice) = text.to_str().and_then(habits::cache_word) {
         return Err(advice);
     }
+    built_with_objects()?;
     let (directory, size) = match text.to_str().and_then(|text| text.rsplit_once(",size=")) {
         Some((directory, size)) => (OsString::from(directory), Some(size)),
         None => (text.clone(), None),
@@ -155,6 +167,7 @@ mod tests {
         }
     }
 
+    #[cfg(feature = "object-stores")]
     #[test]
     fn a_cache_is_a_directory_and_a_size_that_is_large_enough() {
         let parse = |text: &str| parse_cache(&text.into());

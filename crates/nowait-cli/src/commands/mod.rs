@@ -9,7 +9,9 @@ pub(crate) mod resize;
 pub(crate) mod commit;
 pub(crate) mod ublk;
 pub(crate) mod control;
+#[cfg(feature = "control")]
 pub(crate) mod top_layout;
+#[cfg(feature = "control")]
 pub(crate) mod top;
 pub(crate) mod serve;
 pub(crate) mod copy;

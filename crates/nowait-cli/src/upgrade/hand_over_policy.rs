@@ -250,6 +250,7 @@ fn require(
 }
 
 #[cfg(test)]
+#[cfg(feature = "control")]
 mod tests {
     use std::os::unix::fs::symlink;
 

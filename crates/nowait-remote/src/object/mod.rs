@@ -52,3 +52,6 @@ pub use object_upload::{ObjectUpload, UploadOptions};
 pub use object_url::ObjectUrl;
 pub use redirect_ports::redirect_ports;
 pub use store_counters::{StoreCounters, StoreCounts, open_stores};
+
+/// The reason why this build has no object stores: it has them.
+pub const ABSENT: Option<&str> = None;

@@ -56,7 +56,7 @@ pub(super) enum Place {
 pub struct ObjectUrl {
     text: String,
     pub(super) place: Place,
-    pub(crate) path: Path,
+    pub(super) path: Path,
     /// The version that is named, in the words of the store.
     pub(super) version: Option<String>,
 }
@@ -71,6 +71,11 @@ impl ObjectUrl {
 
     pub(super) const fn is_web(&self) -> bool {
         matches!(self.place, Place::Web(_))
+    }
+
+    /// The last part of its path.
+    pub(crate) fn short_name(&self) -> String {
+        self.path.filename().unwrap_or("object").to_owned()
     }
 
     /// The server as a user knows it.

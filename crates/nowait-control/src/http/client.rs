@@ -3,7 +3,6 @@
 //! Invariant: a server that does not answer costs at most [`TIMEOUT`]; an answer is at most
 //! [`MAX_ANSWER_BYTES`] long.
 
-use std::fmt;
 use std::io;
 use std::path::{Path, PathBuf};
 use std::pin::Pin;
@@ -15,7 +14,6 @@ use hyper::client::conn::http1;
 use hyper::{Method, Request, header};
 use hyper_util::rt::TokioIo;
 use nowait_nbd::client::Credentials;
-use nowait_nbd::tls_words::tls_message;
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
 use serde::Serialize;
 use serde::de::DeserializeOwned;
@@ -24,11 +22,13 @@ use tokio::runtime::{Builder, Runtime};
 use tokio_rustls::TlsConnector;
 
 use crate::api::{
-    AddExport, ConnectionInfo, ErrorInfo, ExportInfo, PatchExport, ServerInfo, SnapshotReport,
+    AddExport, ConnectionInfo, ExportInfo, PatchExport, ServerInfo, SnapshotReport,
     SnapshotRequest, UpgradeReport, UpgradeRequest,
 };
-use crate::http_listener::Stream;
-use crate::token::Token;
+use crate::client_error::ClientError;
+use crate::http::http_listener::Stream;
+use crate::http::refusal::ErrorInfo;
+use crate::http::token::Token;
 
 /// How long an answer may take; opening an image, or a flush, may take its time.
 const TIMEOUT: Duration = Duration::from_secs(120);
@@ -57,42 +57,6 @@ enum Place {
     /// Host and port, the same as in a URI, and the proof.
     Tcp(String, u16, PathBuf, Proof),
 }
-
-/// Why a request has failed.
-#[derive(Debug)]
-pub enum ClientError {
-    /// No server listens at the socket, or it is not this user's.
-    Unreachable(io::Error),
-    /// The server has refused the request, and why.
-    Refused(String),
-    /// The answer was none of this interface.
-    Answer(String),
-}
-
-impl fmt::Display for ClientError {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        match self {
-            Self::Unreachable(error) => {
-                let tls = error.get_ref().and_then(|inner| inner.downcast_ref());
-                let why = tls.map_or_else(|| plain_words(error), |e| tls_message(e, "the server"));
-                write!(f, "no server answers there: {why}")
-            }
-            Self::Refused(why) => f.write_str(why),
-            Self::Answer(why) => write!(f, "its answer is not understood: {why}"),
-        }
-    }
-}
-
-/// An error of the socket in words, without its number.
-fn plain_words(error: &io::Error) -> String {
-    let words = error.to_string();
-    match error.kind() {
-        io::ErrorKind::NotFound => "there is no such socket".into(),
-        _ => words.split_once(" (os error").map_or(words.as_str(), |(words, _)| words).into(),
-    }
-}
-
-impl std::error::Error for ClientError {}
 
 impl Client {
     /// A client of the server at `socket`. Nothing is sent yet.

@@ -11,11 +11,11 @@ use tokio::io::{AsyncReadExt, AsyncWriteExt, duplex};
 use tokio::runtime::Builder;
 
 use crate::controlled_server::ControlledServer;
-use crate::events::Events;
-use crate::history::History;
-use crate::http_server::answer_all;
-use crate::routes::{self, Accepting};
-use crate::token::{Token, token_first};
+use crate::http::events::Events;
+use crate::http::history::History;
+use crate::http::http_server::answer_all;
+use crate::http::routes::{self, Accepting};
+use crate::http::token::{Token, token_first};
 
 /// The bytes on their way in one direction.
 const IN_FLIGHT: usize = 16 << 10;

@@ -19,9 +19,9 @@ use tokio::net::{TcpListener, TcpStream, UnixListener, UnixStream};
 use tokio_io_timeout::TimeoutStream;
 use tokio_rustls::TlsAcceptor;
 
-use crate::connection_slots::ConnectionSlot;
-use crate::origin::local_host_first;
-use crate::token::{Token, token_first};
+use crate::http::connection_slots::ConnectionSlot;
+use crate::http::origin::local_host_first;
+use crate::http::token::{Token, token_first};
 
 /// How long a client may take to show its token, which is in the head of its first request.
 const TOKEN_TIMEOUT: Duration = Duration::from_secs(2);

@@ -9,7 +9,7 @@ use axum::http::{HeaderValue, StatusCode, Uri, header};
 use axum::middleware::Next;
 use axum::response::Response;
 
-use crate::refusal::refuse;
+use crate::http::refusal::refuse;
 
 /// Has a request answered unless it comes from another site (RFC 6454, section 7).
 pub(crate) async fn own_origin_first(request: Request, next: Next) -> Response {

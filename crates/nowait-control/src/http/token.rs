@@ -12,8 +12,8 @@ use axum::middleware::Next;
 use axum::response::Response;
 use subtle::ConstantTimeEq;
 
-use crate::connection_slots::ConnectionSlot;
-use crate::refusal::{closing, refuse};
+use crate::http::connection_slots::ConnectionSlot;
+use crate::http::refusal::{closing, refuse};
 
 /// The shortest and the longest token, in bytes.
 const BYTES: std::ops::RangeInclusive<usize> = 16..=512;

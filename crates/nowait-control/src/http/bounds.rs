@@ -10,7 +10,7 @@ use axum::http::{HeaderValue, StatusCode, Version, header};
 use axum::middleware::Next;
 use axum::response::Response;
 
-use crate::refusal::{closing, refuse};
+use crate::http::refusal::{closing, refuse};
 
 /// The longest body of a request, in bytes.
 const MAX_BODY_BYTES: usize = 64 << 10;

@@ -18,13 +18,13 @@ use serde::de::DeserializeOwned;
 use tokio::sync::watch;
 
 use crate::api::{AddExport, PatchExport, ServerInfo, SnapshotRequest, UpgradeRequest};
-use crate::blocking_calls::blocking;
 use crate::controlled_server::{ControlError, ControlledServer};
-use crate::events::Events;
-use crate::history::History;
-use crate::origin::own_origin_first;
-use crate::refusal::refuse;
-use crate::{bounds, metrics, page};
+use crate::http::blocking_calls::blocking;
+use crate::http::events::Events;
+use crate::http::history::History;
+use crate::http::origin::own_origin_first;
+use crate::http::refusal::refuse;
+use crate::http::{bounds, metrics, page};
 
 type Server = Arc<dyn ControlledServer>;
 type Answer = Result<Response, ControlError>;

@@ -10,8 +10,8 @@ use std::time::Duration;
 use tokio::time::{Instant, MissedTickBehavior};
 
 use crate::api::{ExportHistory, ExportInfo, HistoryInfo, PastErrors, SeriesInfo};
-use crate::blocking_calls::blocking;
 use crate::controlled_server::ControlledServer;
+use crate::http::blocking_calls::blocking;
 use crate::load::Load;
 
 /// The time between two samples.

@@ -4,13 +4,26 @@
 
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
+use serde::{Deserialize, Serialize};
 
-use crate::api::ErrorInfo;
 use crate::controlled_server::ControlError;
+
+/// The body of an answer that says what is wrong.
+#[derive(Debug, Serialize, Deserialize)]
+pub(crate) struct ErrorInfo {
+    pub(crate) error: String,
+}
 
 impl IntoResponse for ControlError {
     fn into_response(self) -> Response {
-        let status = StatusCode::from_u16(self.status()).unwrap_or(StatusCode::BAD_REQUEST);
+        let status = match self {
+            Self::Invalid(_) => StatusCode::BAD_REQUEST,
+            Self::Forbidden(_) => StatusCode::FORBIDDEN,
+            Self::NotFound(_) => StatusCode::NOT_FOUND,
+            Self::Conflict(_) => StatusCode::CONFLICT,
+            Self::Failed(_) => StatusCode::INTERNAL_SERVER_ERROR,
+            Self::Unavailable(_) => StatusCode::SERVICE_UNAVAILABLE,
+        };
         refuse(status, &self.to_string())
     }
 }

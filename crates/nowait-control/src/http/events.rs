@@ -15,8 +15,8 @@ use serde::Serialize;
 use tokio::sync::{Notify, OwnedSemaphorePermit, Semaphore, broadcast};
 
 use crate::api::{ConnectionInfo, ExportInfo, RemovedExport, Statistics};
-use crate::blocking_calls::blocking;
 use crate::controlled_server::ControlledServer;
+use crate::http::blocking_calls::blocking;
 
 /// The most subscribers at once.
 pub(crate) const MAX_SUBSCRIBERS: usize = 16;

@@ -19,15 +19,15 @@ use tokio::io::{AsyncRead, AsyncWrite};
 use tokio::runtime::{Builder, Runtime};
 use tokio::sync::{oneshot, watch};
 
-use crate::blocking_calls;
-use crate::bounds::{MAX_HEAD_BYTES, prevent_caching};
-use crate::connection_slots::{ConnectionSlot, ConnectionSlots};
 use crate::controlled_server::ControlledServer;
-use crate::events::Events;
-use crate::history::History;
-use crate::http_line_endings::LineEndingCheck;
-use crate::http_listener::{Accepted, Acceptor, HttpListener};
-use crate::routes::{self, Accepting};
+use crate::http::blocking_calls;
+use crate::http::bounds::{MAX_HEAD_BYTES, prevent_caching};
+use crate::http::connection_slots::{ConnectionSlot, ConnectionSlots};
+use crate::http::events::Events;
+use crate::http::history::History;
+use crate::http::http_line_endings::LineEndingCheck;
+use crate::http::http_listener::{Accepted, Acceptor, HttpListener};
+use crate::http::routes::{self, Accepting};
 
 /// How long a client may take to send the head of a request.
 const HEAD_TIMEOUT: Duration = Duration::from_secs(10);

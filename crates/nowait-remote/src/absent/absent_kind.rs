@@ -1,0 +1,95 @@
+//! Locations and storages of a kind that this build leaves out.
+//!
+//! Invariant: none of these types has a value.
+
+use std::convert::Infallible;
+use std::fmt;
+use std::io::{IoSlice, IoSliceMut};
+use std::marker::PhantomData;
+use std::os::fd::BorrowedFd;
+use std::str::FromStr;
+
+use nowait::{ByteRange, Error, ExtentStatus, Flags, Storage, StorageProperties};
+
+/// A kind of storages.
+pub trait AbsentKind: Clone + fmt::Debug + PartialEq + Eq + Send + Sync {
+    /// The beginnings of its locations.
+    const SCHEMES: &'static [&'static str];
+    /// The refusal of a location.
+    const REFUSAL: &'static str;
+}
+
+/// A location of a storage of kind `K`.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct AbsentLocation<K>(pub(crate) Infallible, PhantomData<K>);
+
+impl<K: AbsentKind> AbsentLocation<K> {
+    /// Whether `text` begins with a scheme of such a location.
+    #[must_use]
+    pub fn is_like(text: &str) -> bool {
+        K::SCHEMES.iter().any(|scheme| text.starts_with(scheme))
+    }
+
+    pub(crate) fn short_name(&self) -> String {
+        match self.0 {}
+    }
+}
+
+impl<K: AbsentKind> FromStr for AbsentLocation<K> {
+    type Err = String;
+
+    fn from_str(_: &str) -> Result<Self, String> {
+        Err(K::REFUSAL.into())
+    }
+}
+
+impl<K: AbsentKind> fmt::Display for AbsentLocation<K> {
+    fn fmt(&self, _: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.0 {}
+    }
+}
+
+/// A storage of kind `K`.
+pub struct AbsentStorage<K>(pub(crate) Infallible, PhantomData<K>);
+
+impl<K: AbsentKind> Storage for AbsentStorage<K> {
+    fn properties(&self) -> StorageProperties {
+        match self.0 {}
+    }
+
+    fn size(&self) -> Result<u64, Error> {
+        match self.0 {}
+    }
+
+    fn read(&self, _: &mut [IoSliceMut<'_>], _: u64) -> Result<usize, Error> {
+        match self.0 {}
+    }
+
+    fn write(&self, _: &[IoSlice<'_>], _: u64, _: Flags) -> Result<usize, Error> {
+        match self.0 {}
+    }
+
+    fn sync(&self) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    fn punch(&self, _: ByteRange) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    fn zero(&self, _: ByteRange) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    fn set_len(&self, _: u64) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    fn extents(&self, _: ByteRange, _: usize, _: &mut Vec<ExtentStatus>) -> Result<(), Error> {
+        match self.0 {}
+    }
+
+    fn descriptor(&self) -> Option<BorrowedFd<'_>> {
+        match self.0 {}
+    }
+}

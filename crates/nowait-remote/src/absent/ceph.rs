@@ -1,0 +1,66 @@
+//! Images of Ceph clusters in a build without them.
+
+use std::time::Duration;
+
+use crate::absent::absent_kind::{AbsentKind, AbsentLocation, AbsentStorage};
+use crate::nbd::NbdOptions;
+
+/// The kind of the images of Ceph clusters.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum CephImages {}
+
+impl AbsentKind for CephImages {
+    const SCHEMES: &'static [&'static str] = &["rbd:"];
+    const REFUSAL: &'static str =
+        "this nowait was built without Ceph (it is the cargo feature \"ceph\")";
+}
+
+/// The name of an image in a Ceph cluster.
+pub type RbdLocation = AbsentLocation<CephImages>;
+
+/// An image of a Ceph cluster.
+pub type RbdStorage = AbsentStorage<CephImages>;
+
+/// How an image of a cluster is used.
+#[derive(Clone, Copy, Debug)]
+pub struct RbdOptions {
+    /// How long requests wait for the cluster before they fail, at least a second.
+    pub timeout: Duration,
+    /// It is only read.
+    pub read_only: bool,
+}
+
+impl Default for RbdOptions {
+    fn default() -> Self {
+        Self { timeout: NbdOptions::default().reconnect, read_only: true }
+    }
+}
+
+impl AbsentLocation<CephImages> {
+    /// Whether it is a snapshot.
+    #[must_use]
+    pub const fn is_snapshot(&self) -> bool {
+        match self.0 {}
+    }
+}
+
+impl AbsentStorage<CephImages> {
+    /// Loads no library.
+    ///
+    /// # Errors
+    /// Always: this build has no use for it.
+    pub fn load_library() -> Result<(), String> {
+        Err(CephImages::REFUSAL.into())
+    }
+
+    /// Returns: no image is open.
+    pub const fn wait_until_closed(_: Duration) {}
+
+    /// Opens no image.
+    ///
+    /// # Errors
+    /// Never: there is no location of one.
+    pub const fn open(location: &RbdLocation, _: RbdOptions) -> Result<Self, String> {
+        match location.0 {}
+    }
+}

@@ -1,0 +1,10 @@
+//! Storages that this build leaves out, by the names of those that it could have.
+//!
+//! Invariant: there is no location of such a storage, so nothing of it can be reached: the refusal of a
+//! name says which cargo feature is missing.
+
+mod absent_kind;
+#[cfg(not(feature = "object-stores"))]
+pub(crate) mod object;
+#[cfg(not(feature = "ceph"))]
+pub(crate) mod ceph;

@@ -1,0 +1,258 @@
+//! Objects of object stores and files of web servers in a build without them.
+
+use std::convert::Infallible;
+use std::os::fd::{AsFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::time::Duration;
+
+use crate::absent::absent_kind::{AbsentKind, AbsentLocation, AbsentStorage};
+
+/// The smallest size of a cache in bytes.
+pub const MIN_CACHE_BYTES: u64 = 64 << 20;
+/// The least bytes of memory for blocks of all objects.
+pub const MIN_BLOCK_MEMORY: u64 = 8 << 20;
+/// The most bytes of memory for blocks of all objects, unless another number is given.
+pub const BLOCK_MEMORY: u64 = 256 << 20;
+/// Bytes a second that have to come of an answer, unless another number is given.
+pub(crate) const MINIMUM_RATE: u64 = 1 << 10;
+
+const REFUSAL: &str =
+    "this nowait was built without object stores (they are the cargo feature \"object-stores\")";
+
+/// The reason why this build has no object stores.
+pub const ABSENT: Option<&str> = Some(REFUSAL);
+
+/// The kind of the objects of stores.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub enum Objects {}
+
+impl AbsentKind for Objects {
+    const SCHEMES: &'static [&'static str] = &["https://", "http://", "s3://", "gs://", "az://"];
+    const REFUSAL: &'static str = REFUSAL;
+}
+
+/// A URL of an object.
+pub type ObjectUrl = AbsentLocation<Objects>;
+
+/// An object of a store.
+pub type ObjectStorage = AbsentStorage<Objects>;
+
+impl AbsentLocation<Objects> {
+    pub(crate) fn server(&self) -> String {
+        match self.0 {}
+    }
+
+    /// The store in words.
+    #[must_use]
+    pub const fn kind(&self) -> &'static str {
+        match self.0 {}
+    }
+
+    /// The TCP ports that requests may go to, and the files with credentials that are read again later.
+    #[must_use]
+    pub const fn needs(&self) -> (Vec<u16>, Vec<PathBuf>) {
+        match self.0 {}
+    }
+}
+
+impl AbsentStorage<Objects> {
+    /// Opens no object.
+    ///
+    /// # Errors
+    /// Never: there is no location of one.
+    pub const fn open(url: &ObjectUrl, _: &ObjectOptions) -> Result<Self, String> {
+        match url.0 {}
+    }
+
+    /// The counters of requests to the store.
+    #[must_use]
+    pub const fn counters(&self) -> &Arc<StoreCounters> {
+        match self.0 {}
+    }
+
+    /// The name of the version of the object.
+    #[must_use]
+    pub const fn identity(&self) -> String {
+        match self.0 {}
+    }
+}
+
+/// A cache of what was read of objects.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CacheOptions {
+    /// The directory.
+    pub directory: PathBuf,
+    /// The most bytes in it.
+    pub bytes: u64,
+}
+
+/// A file that takes the records of all objects of a server.
+#[derive(Clone, Debug)]
+pub struct BootRecord(Infallible);
+
+impl BootRecord {
+    /// Makes no file.
+    ///
+    /// # Errors
+    /// Always: there is nothing to record.
+    pub fn create(_: &Path) -> Result<Self, String> {
+        Err(REFUSAL.into())
+    }
+}
+
+/// How an object is read.
+#[derive(Clone, Debug, Default)]
+pub struct ObjectOptions {
+    /// How long a read waits for a store.
+    pub reconnect: Duration,
+    /// How long a server may send nothing in the middle of a request.
+    pub silence: Duration,
+    /// How long one request may take.
+    pub request: Duration,
+    /// Bytes a second that have to come of an answer.
+    pub minimum_rate: u64,
+    /// Where what was read stays.
+    pub cache: Option<CacheOptions>,
+    /// Where the order of the blocks that are read is written.
+    pub record: Option<BootRecord>,
+    /// The record whose blocks are fetched into the cache.
+    pub prefetch: Option<PathBuf>,
+    /// The file with the headers that web servers want.
+    pub http_auth: Option<PathBuf>,
+}
+
+/// How an object is uploaded.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct UploadOptions {
+    /// Replace an object that exists.
+    pub replaces: bool,
+    /// How long a request is made again after its first transient fault.
+    pub retry: Duration,
+}
+
+/// An upload that has begun.
+pub struct ObjectUpload(Infallible);
+
+impl ObjectUpload {
+    /// Begins no upload.
+    ///
+    /// # Errors
+    /// Never: there is no location of an object.
+    pub const fn begin(url: &ObjectUrl, _: u64, _: UploadOptions) -> Result<Self, String> {
+        match url.0 {}
+    }
+
+    /// Bytes of each part but the last one.
+    #[must_use]
+    pub const fn part_bytes(&self) -> u64 {
+        match self.0 {}
+    }
+
+    /// The number of parts that are to be sent at a time.
+    #[must_use]
+    pub const fn parts_at_once(&self) -> usize {
+        match self.0 {}
+    }
+
+    /// Sends a part.
+    pub fn send(&self, _: usize, _: Vec<u8>) {
+        match self.0 {}
+    }
+
+    /// The next part that the store has.
+    ///
+    /// # Errors
+    /// Never: there is no upload.
+    pub const fn next_sent(&self) -> Result<Option<usize>, String> {
+        match self.0 {}
+    }
+
+    /// Makes the object visible.
+    ///
+    /// # Errors
+    /// Never: there is no upload.
+    pub const fn complete(self) -> Result<(), String> {
+        match self.0 {}
+    }
+
+    /// Has the store drop the parts that were sent.
+    ///
+    /// # Errors
+    /// Never: there is no upload.
+    pub const fn abort(self) -> Result<(), String> {
+        match self.0 {}
+    }
+}
+
+impl AsFd for ObjectUpload {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self.0 {}
+    }
+}
+
+/// The counters of one storage.
+#[derive(Debug)]
+pub struct StoreCounters(Infallible);
+
+impl StoreCounters {
+    /// The counts as of now.
+    #[must_use]
+    pub const fn counts(&self) -> StoreCounts {
+        match self.0 {}
+    }
+}
+
+/// The counts of one storage, since it was opened.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct StoreCounts {
+    /// Blocks that reads had from memory or from the cache.
+    pub hits: u64,
+    /// Blocks that reads had from the store.
+    pub misses: u64,
+    /// Blocks of the cache that were not what was written there, and were fetched again.
+    pub corrupt: u64,
+    /// Blocks that were written to the cache.
+    pub stored: u64,
+    /// Bytes that came from the store.
+    pub fetched_bytes: u64,
+    /// Requests that were made again.
+    pub retries: u64,
+    /// The time that the requests took together.
+    pub latency_sum: Duration,
+    none: Infallible,
+}
+
+impl StoreCounts {
+    /// Requests to the store.
+    #[must_use]
+    pub const fn requests(&self) -> u64 {
+        match self.none {}
+    }
+
+    /// The histogram of the time that requests took.
+    pub fn latencies(&self) -> std::iter::Empty<(f64, u64)> {
+        match self.none {}
+    }
+}
+
+/// The counts of all storages of this process that are open: none.
+#[must_use]
+pub const fn open_stores() -> Vec<(String, StoreCounts)> {
+    Vec::new()
+}
+
+/// The bytes of memory that blocks of objects have now, and the most that they may have: none.
+#[must_use]
+pub const fn block_memory() -> (u64, u64) {
+    (0, 0)
+}
+
+/// Limits nothing: no object has blocks.
+pub const fn limit_block_memory(_: u64) {}
+
+/// The TCP ports to which web servers have redirected this process so far: none.
+#[must_use]
+pub const fn redirect_ports() -> Vec<u16> {
+    Vec::new()
+}
