@@ -1,5 +1,6 @@
 //! A test program that is killed leaves no process behind.
 
+use std::fs;
 use std::io::{BufRead, BufReader};
 use std::process::{Command, Stdio};
 use std::time::Duration;
@@ -21,6 +22,18 @@ fn killed() {
     drop((plain, bounded));
 }
 
+/// Whether the parent of `process` sleeps.
+fn has_waiting_parent(process: Pid) -> bool {
+    // The fields behind the name, which has an end of its own: the state and the parent (proc_pid_stat(5)).
+    let stat = |pid: &str| fs::read_to_string(format!("/proc/{pid}/stat")).unwrap_or_default();
+    let field = |stat: &str, index| {
+        let (_, behind) = stat.rsplit_once(") ")?;
+        behind.split(' ').nth(index).map(str::to_owned)
+    };
+    let parent = field(&stat(&process.as_raw_nonzero().to_string()), 1);
+    parent.and_then(|parent| field(&stat(&parent), 0)).as_deref() == Some("S")
+}
+
 #[test]
 fn no_process_outlives_a_test_program_that_is_killed() {
     if std::env::var_os(CHILD).is_some() {
@@ -38,6 +51,8 @@ fn no_process_outlives_a_test_program_that_is_killed() {
         .take(2)
         .collect();
     assert_eq!(processes.len(), 2, "two processes");
+    // `timeout` passes no signal on before it has noted the number of its child, which may have run by then.
+    wait_until("parents that wait", || processes.iter().all(|&pid| has_waiting_parent(pid)));
     test.kill().expect("a running program");
     test.wait().expect("its end");
     wait_until("the end of both", || processes.iter().all(|&pid| test_kill_process(pid).is_err()));
