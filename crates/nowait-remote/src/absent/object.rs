@@ -256,3 +256,52 @@ pub const fn limit_block_memory(_: u64) {}
 pub const fn redirect_ports() -> Vec<u16> {
     Vec::new()
 }
+
+/// Maximum bytes of a command line in a profile.
+pub const CREDENTIAL_COMMAND_BYTES: usize = 4096;
+/// Maximum bytes of the standard output of its program.
+pub const CREDENTIAL_OUTPUT_BYTES: usize = 64 << 10;
+
+/// What a program has printed, which has exited.
+#[derive(Clone, Debug, PartialEq, Eq)]
+pub struct CredentialOutput {
+    /// Its standard output, or the end of a sentence about why there is none.
+    pub output: Result<Vec<u8>, String>,
+    /// Its messages in one line.
+    pub messages: String,
+}
+
+impl CredentialOutput {
+    /// Output of a program that was not run, with the end of a sentence about it.
+    #[must_use]
+    pub fn failed(why: &str) -> Self {
+        Self { output: Err(why.to_owned()), messages: String::new() }
+    }
+}
+
+/// Has another process run the program of a command line.
+pub type RunCredentialProcess = Box<dyn Fn(&str) -> CredentialOutput + Send + Sync>;
+
+/// Without effect: no program of a profile is run.
+pub const fn run_only_credential_process(_: &str) {}
+
+/// Without effect: no program of a profile is run.
+pub fn run_credential_processes_by(_: RunCredentialProcess) {}
+
+/// Runs no program.
+#[must_use]
+pub fn run_credential_process(_: &str, _: Option<BorrowedFd<'_>>) -> CredentialOutput {
+    CredentialOutput::failed(REFUSAL)
+}
+
+/// The command line of a profile: there is none.
+#[must_use]
+pub const fn credential_command() -> Option<String> {
+    None
+}
+
+/// The program of a command line: there is none.
+#[must_use]
+pub const fn credential_program(_: &str) -> Option<String> {
+    None
+}
