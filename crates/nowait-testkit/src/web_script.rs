@@ -1,4 +1,4 @@
-//! What a web server of these tests has, and what it answers: as web servers and S3 do, and with lies on demand.
+//! Contents and answers of a web server of these tests: as web servers and S3 do, and with lies on demand.
 //!
 //! Invariant: it shares no code with the client. A server with a signer answers only requests that are signed as this one
 //! says.
@@ -14,7 +14,7 @@ use crate::multipart_upload::{Call, Outcome, Uploads};
 use crate::signer::Signer;
 use crate::web_request::Request;
 
-/// What the server does with a request instead of answering it.
+/// Treatment of a request in place of an answer.
 #[derive(Clone, Debug)]
 pub enum Lie {
     /// This status, with headers (each with its line's end), and this body.
@@ -80,9 +80,9 @@ pub struct Script {
     pub versions: Vec<(String, Vec<u8>)>,
     /// Whether queries are ignored, as by a store without versions.
     pub ignores_queries: bool,
-    /// What is done with the next requests, each once.
+    /// Treatments of the next requests, each once.
     pub lies: VecDeque<Lie>,
-    /// What is done with all requests once `lies` is empty.
+    /// Treatment of all requests once `lies` is empty.
     pub always: Option<Lie>,
     /// The object does not exist until an upload is complete.
     pub is_absent: bool,
@@ -102,7 +102,7 @@ pub struct Script {
     pub unsigned: usize,
     /// The time before each answer.
     pub delay: Duration,
-    /// What new connections are encrypted with.
+    /// Encryption of new connections.
     #[cfg(feature = "tls")]
     pub tls: Option<Arc<rustls::ServerConfig>>,
     /// By HTTP/2, which is spoken where `tls` offers nothing else: the requests that a connection may have at a time, and how

@@ -12,7 +12,7 @@ const DISK_BYTES: u64 = 128 * MIB;
 /// QEMU's arguments for two processors, so that the device has two queues.
 const PROCESSORS: [&str; 2] = ["-smp", "2"];
 
-/// What every guest begins with. `serve ARGUMENTS…` starts a server and waits for its node, by
+/// Beginning of every guest's script. `serve ARGUMENTS…` starts a server and waits for its node, by
 /// the command prefix `$as`; `threads LABEL PROCESS…` tells
 /// which threads are I/O flushers; `idle LABEL` waits until nothing waits for I/O.
 const BEGIN: &str = r#"

@@ -262,7 +262,7 @@ pub const CREDENTIAL_COMMAND_BYTES: usize = 4096;
 /// Maximum bytes of the standard output of its program.
 pub const CREDENTIAL_OUTPUT_BYTES: usize = 64 << 10;
 
-/// What a program has printed, which has exited.
+/// Output of a program that has exited.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CredentialOutput {
     /// Its standard output, or the end of a sentence about why there is none.

@@ -34,7 +34,7 @@ const MESSAGE_CHARACTERS: usize = 300;
 /// Variables of the environment that are for this process alone: those that begin so.
 const OWN_VARIABLES: [&str; 4] = ["NOWAIT_UPGRADE", "NOTIFY_SOCKET", "LISTEN_", "WATCHDOG_"];
 
-/// What a program has printed, which has ended.
+/// Output of a program that has exited.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct CredentialOutput {
     /// Its standard output, or the end of a sentence about the program that says why there is none.
@@ -44,7 +44,7 @@ pub struct CredentialOutput {
 }
 
 impl CredentialOutput {
-    /// That of a program that was not run, with the end of a sentence about it.
+    /// Output of a program that was not run, with the end of a sentence about it.
     #[must_use]
     pub fn failed(why: &str) -> Self {
         Self { output: Err(why.to_owned()), messages: String::new() }
@@ -194,7 +194,7 @@ impl Program<'_> {
             if count == 0 {
                 return Err(format!("has not ended within {} s", RUN_TIME.as_secs()));
             }
-            // What is in the pipes when it has ended is all that it has printed.
+            // All that it has printed is in the pipes when it has exited.
             stdout.read(has_ended);
             stderr.read(has_ended);
             if stdout.bytes.len() > CREDENTIAL_OUTPUT_BYTES {
@@ -222,7 +222,7 @@ fn has_failed(status: ExitStatus) -> String {
     }
 }
 
-/// What comes from a pipe.
+/// Bytes from a pipe.
 struct Pipe<'a> {
     /// `None` once it has ended.
     stream: Option<File>,

@@ -29,7 +29,7 @@ const HEADER_BYTES: u32 = 16 << 10;
 /// Maximum number of servers of which it is known that they speak HTTP/2 only; others are asked for both versions again.
 const SERVERS: usize = 64;
 
-/// What a connection is made by.
+/// Maker of connections.
 pub(super) trait Connections: Connect + Clone + fmt::Debug + Send + Sync + 'static {}
 impl<C: Connect + Clone + fmt::Debug + Send + Sync + 'static> Connections for C {}
 
@@ -127,7 +127,7 @@ impl<C: Connections> Clients<C> {
 pub(super) fn innermost(error: &ClientError) -> &(dyn std::error::Error + 'static) {
     let mut reason: &(dyn std::error::Error + 'static) = error;
     loop {
-        // What an error of a socket wraps is not its source. What it says in words has no kind of its own.
+        // An error of a socket does not name as its source what it wraps, and one in words has no kind of its own.
         let wrapped = reason.downcast_ref::<io::Error>().and_then(|it| it.get_ref());
         let wrapped = wrapped.filter(|it| it.is::<io::Error>() || it.is::<rustls::Error>());
         let wrapped = wrapped.map(|it| it as &(dyn std::error::Error + 'static));
@@ -318,7 +318,7 @@ mod tests {
             assert!(text.lines().count() == 1 && !text.contains("localhost"), "{lie:?}: {text}");
             site.read(&version, n * KIB, 100 * KIB).unwrap();
         }
-        // That of the open, and those after the two that have ended.
+        // The run of the open, and the ones after the two that have expired.
         assert_eq!(site.counts().0, 3);
     }
 

@@ -56,7 +56,7 @@ struct State {
     not_before: Instant,
 }
 
-/// What there is to do for a request.
+/// Next step for a request.
 enum Step {
     Use(Arc<AwsCredential>),
     Wait,
@@ -70,7 +70,7 @@ impl fmt::Debug for ProcessCredentials {
 }
 
 impl ProcessCredentials {
-    /// Those of the `profile` whose program has this command line. Waits for the program unless its credentials are there.
+    /// Credentials of the `profile` whose program has this command line. Waits for the program unless its credentials are there.
     ///
     /// # Errors
     /// One line: the program gives none.

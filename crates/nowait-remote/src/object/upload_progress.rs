@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 const MINIMUM_RATE: u64 = 1 << 10;
 /// Of a part that is as fast as the others, these send at most so many times the bytes of all while it is sent.
 const TURNS: u64 = 4;
-/// What may be in the buffers of the system, and is not seen to leave, for each part that is sent at a time.
+/// Bytes in the buffers of the system that are not seen to leave, for each part that is sent at a time.
 const BUFFERED: u64 = 1 << 20;
 /// The longest time for that.
 const LONGEST_DRAIN: Duration = Duration::from_secs(240);
@@ -28,7 +28,7 @@ pub(super) struct PartProgress {
 }
 
 impl PartProgress {
-    /// That of a part that begins to be sent at `now`, when the upload has sent the bytes `sent`. The parts that are sent at a
+    /// Progress of a part that begins to be sent at `now`, when the upload has sent the bytes `sent`. The parts that are sent at a
     /// time have `bytes_at_once`; nothing may be heard of it for the time of `silence`.
     pub(super) const fn new(
         now: Instant,

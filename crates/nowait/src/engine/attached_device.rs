@@ -28,7 +28,7 @@ use crate::types::error::{Error, Operation};
 /// In place of the number of an engine: the device is detached.
 const DETACHED: u64 = u64::MAX;
 
-/// What a simple request needs of its device.
+/// Parts of a device that a simple request needs.
 pub(crate) struct AttachedDevice<M: BlockMap + ?Sized> {
     /// The number of its engine in the process, or [`DETACHED`].
     pub(crate) engine: Cell<u64>,
@@ -124,7 +124,7 @@ impl<M: BlockMap + ?Sized> fmt::Debug for DeviceHandle<M> {
 /// The state of a device in its engine.
 pub(crate) struct DeviceState<M: BlockMap + ?Sized> {
     pub(crate) attached: Rc<AttachedDevice<M>>,
-    /// The same device for workers.
+    /// Device as the jobs of workers name it.
     pub(crate) jobs: Arc<dyn JobDevice>,
     pub(crate) back_off: BackOff,
     /// Of [`AttachedDevice::reaped`], those that the back-off has seen.

@@ -127,7 +127,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     /// may be in flight.
     ///
     /// # Errors
-    /// Those of [`IoQueue::attach`].
+    /// Errors of [`IoQueue::attach`].
     pub fn attach(&mut self, disk: Arc<BlockDevice<M>>) -> Result<DeviceHandle<M>, Error> {
         let files = disk.queue_files();
         let files = (self.queue.attach(&files)?, files.len() as u32);
@@ -368,7 +368,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         if self.dispatcher.needs_attention() { self.attend() } else { Ok(()) }
     }
 
-    /// What a poll does beside ending full reads.
+    /// Steps of a poll beside the completion of full reads.
     #[inline(never)]
     fn attend(&mut self) -> Result<(), Error> {
         self.dispatcher.observe_poll();

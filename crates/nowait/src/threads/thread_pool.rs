@@ -112,13 +112,13 @@ struct Bounds {
 }
 
 impl Bounds {
-    /// Those of a pool for one device, with at most `limit` threads.
+    /// Bounds of a pool for one device, with at most `limit` threads.
     fn of_one_device(limit: u32) -> Self {
         let threads = limit.clamp(1, MAX_THREADS) as usize;
         Self { threads, device: threads, idle: IDLE_TIMEOUT, stuck: None }
     }
 
-    /// Those of a pool for many devices, with at most `limit` threads.
+    /// Bounds of a pool for many devices, with at most `limit` threads.
     fn of_devices(limit: u32) -> Self {
         let one = Self::of_one_device(limit);
         // A device with many slow jobs leaves a quarter of the threads to other devices.

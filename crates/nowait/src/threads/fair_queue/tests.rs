@@ -215,7 +215,7 @@ fn jobs_that_join_are_taken_together_and_count_as_one_that_runs() {
     for (device_limit, client_limit) in [(1, 10), (10, 1)] {
         let mut queue = FairQueue::new(device_limit, client_limit);
         let begins = [7, 100, 101, 102, 103, 200].map(|number| queue.push(job(3, 1, number)));
-        // What the one before it allows: the pop may still find that a run is full.
+        // By the rule for two neighbours; the pop may still find that a run is full.
         assert_eq!(begins, [true, true, false, false, false, true]);
         for run in [vec![7], vec![100, 101, 102], vec![103], vec![200]] {
             assert_eq!((pop(&mut queue), pop(&mut queue)), (Some(((3, 1), run)), None));
