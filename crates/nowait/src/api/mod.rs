@@ -1,5 +1,7 @@
 //! The APIs for blocking calls and for futures. An event loop uses the engine itself.
 
 pub(crate) mod blocking_file;
+mod process_workers;
+mod file_turns;
 pub(crate) mod async_file;
 pub(crate) mod local_file;

@@ -451,6 +451,11 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         self.dispatcher.has_free_slot()
     }
 
+    /// How many further requests would find a slot.
+    pub(crate) fn free_slots(&self) -> usize {
+        self.dispatcher.pool.room()
+    }
+
     /// Reports `token` whenever `fd` is ready. The token has [`FD_TOKEN`] set and bits 60 to 62
     /// clear.
     ///

@@ -1,51 +1,27 @@
 //! The driver of one thread's files: it submits what tasks have sent, reaps, and sleeps when there
 //! is nothing to do.
 //!
-//! Invariant: a thread sleeps only after all of its files were polled in vain, and no longer than
+//! Invariant: a thread sleeps only after all of its engines were polled in vain, and no longer than
 //! until a request ends or the waker is woken.
 
 use std::cell::RefCell;
 use std::fmt;
 use std::future::Future;
 use std::pin::pin;
-use std::rc::{Rc, Weak};
+use std::rc::Rc;
 use std::sync::Arc;
 use std::task::{Context, Poll, Wake, Waker};
 use std::time::{Duration, Instant};
 
 use rustix::event::{PollFd, PollFlags, Timespec, poll};
 
-use crate::api::local_file::file_state::FileState;
+use crate::api::local_file::thread_engines::engines;
 use crate::api::local_file::wake_flag::WakeFlag;
 use crate::threads::adaptive_poll::AdaptivePoll;
 use crate::types::error::Error;
 
-thread_local! {
-    /// The files of this thread.
-    static FILES: RefCell<Vec<Weak<FileState>>> = const { RefCell::new(Vec::new()) };
-}
-
-/// How long a thread sleeps beside a file whose descriptor could not be made.
+/// How long a thread sleeps beside an engine whose descriptor could not be made.
 const RETRY: Duration = Duration::from_millis(1);
-
-/// Adds a file to those of this thread.
-pub(crate) fn register(file: &Rc<FileState>) {
-    FILES.with_borrow_mut(|files| {
-        files.retain(|file| file.strong_count() > 0);
-        files.push(Rc::downgrade(file));
-    });
-}
-
-/// The file with this index among those of this thread; `Some(None)` if it is closed.
-fn file(index: usize) -> Option<Option<Rc<FileState>>> {
-    FILES.with_borrow(|files| files.get(index).map(Weak::upgrade))
-}
-
-/// The files of this thread that are open, one after the other. None is borrowed meanwhile, so that
-/// tasks which are woken may open and close files.
-fn files() -> impl Iterator<Item = Rc<FileState>> {
-    (0..).map_while(file).flatten()
-}
 
 /// Drives the [`LocalAsyncFile`](crate::LocalAsyncFile)s of its thread: their requests make
 /// progress only while a driver runs.
@@ -96,7 +72,7 @@ impl LocalDriver {
     /// ended, without waiting. True if there was one.
     pub fn poll(&self) -> bool {
         // A queue that fails has ended its requests with the error.
-        files().filter(|file| file.poll().unwrap_or(true)).count() > 0
+        engines().filter(|engine| engine.poll().unwrap_or(true)).count() > 0
     }
 
     /// As [`LocalDriver::poll`]; if no request has ended, sleeps until one does, until
@@ -107,7 +83,8 @@ impl LocalDriver {
             return;
         }
         let began = Instant::now();
-        let is_pending = || self.wake.is_woken() || files().any(|file| file.has_completions());
+        let is_pending =
+            || self.wake.is_woken() || engines().any(|engine| engine.has_completions());
         if timeout != Some(Duration::ZERO) && self.adaptive.borrow_mut().wait(began, is_pending) {
             self.poll();
         } else if self.wake.try_sleep() {
@@ -118,13 +95,13 @@ impl LocalDriver {
 
     /// Sleeps, and ends `WakeFlag`'s sleep.
     fn sleep(&self, timeout: Option<Duration>) {
-        let mut open = files();
+        let mut open = engines();
         let (first, second) = (open.next(), open.next());
         drop(open);
         match (first, second) {
-            // The ring of the only file also watches the waker's descriptor.
-            (Some(file), None) if file.watch(self.wake.fd()).is_ok() => {
-                let _ = file.wait(timeout, || self.wake.end_sleep());
+            // The only engine also watches the waker's descriptor.
+            (Some(engine), None) if engine.watch(&self.wake).is_ok() => {
+                let _ = engine.wait(timeout, || self.wake.end_sleep());
             }
             _ => {
                 self.sleep_on_descriptors(timeout);
@@ -134,11 +111,11 @@ impl LocalDriver {
     }
 
     fn sleep_on_descriptors(&self, timeout: Option<Duration>) {
-        let open: Vec<_> = files().filter(|file| !file.has_failed()).collect();
+        let open: Vec<_> = engines().filter(|engine| !engine.has_failed()).collect();
         let readable = |fd| PollFd::from_borrowed_fd(fd, PollFlags::IN);
-        let fds = open.iter().map(|file| file.fd());
+        let fds = open.iter().map(|engine| engine.fd());
         let mut fds: Vec<_> = fds.chain([Ok(self.wake.fd())]).flatten().map(readable).collect();
-        // A file without a descriptor of its own has to be polled.
+        // An engine without a descriptor has to be polled.
         let timeout = if fds.len() > open.len() { timeout } else { Some(RETRY) };
         let timeout = timeout.and_then(|time| Timespec::try_from(time).ok());
         // EINTR ends the sleep early.
@@ -149,7 +126,7 @@ impl LocalDriver {
 
 impl Drop for LocalDriver {
     fn drop(&mut self) {
-        files().for_each(|file| file.unwatch(self.wake.fd()));
+        engines().for_each(|engine| engine.unwatch(&self.wake));
     }
 }
 

@@ -1,10 +1,12 @@
-//! An engine of any queue and map behind one type, so that a file names neither.
+//! An engine of any queue behind one type, so that a file does not name the queue.
 #![allow(unsafe_code)]
 
 use std::os::fd::BorrowedFd;
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::block::block_map::BlockMap;
+use crate::block::device::BlockDevice;
 use crate::engine::Engine;
 use crate::engine::attached_device::DeviceHandle;
 use crate::engine::completion::Completion;
@@ -16,79 +18,99 @@ use crate::types::request::{Op, Request};
 /// The token under which the descriptor is watched that ends a sleep.
 const WAKE_TOKEN: Token = FD_TOKEN | 1 << 59;
 
-/// The calls of [`Engine`] that a file needs.
+/// A device of any map that is attached.
+pub(crate) type AnyDevice = DeviceHandle<dyn BlockMap>;
+
+/// The calls of [`Engine`] that files need.
 pub(crate) trait LocalEngine {
+    fn attach(&mut self, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<AnyDevice, Error>;
+    fn detach(&mut self, device: &AnyDevice) -> Result<(), Error>;
     /// Submits a request of any kind; `segment` is the memory of a read or write.
     ///
     /// # Safety
     /// As for [`Engine::submit_user_memory`].
-    unsafe fn submit(&mut self, io: Request, segment: IoSegment, tag: u64) -> Result<(), Error>;
+    unsafe fn submit_any(
+        &mut self,
+        device: &AnyDevice,
+        io: Request,
+        segment: IoSegment,
+        tag: u64,
+    ) -> Result<(), Error>;
     fn poll(&mut self) -> Result<(), Error>;
-    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error>;
+    fn sleep(&mut self, timeout: Option<Duration>) -> Result<(), Error>;
     fn next(&mut self) -> Option<Completion>;
     fn has_completions(&mut self) -> bool;
     fn in_flight(&self) -> usize;
+    fn free_slots(&self) -> usize;
     fn settle(&mut self) -> Result<(), Error>;
     fn fd(&self) -> BorrowedFd<'_>;
-    /// `wait` ends when `fd` becomes readable.
-    fn watch(&mut self, fd: BorrowedFd<'_>) -> Result<(), Error>;
-    fn unwatch(&mut self, fd: BorrowedFd<'_>);
+    /// `sleep` ends when `fd` becomes readable.
+    fn watch_waker(&mut self, fd: BorrowedFd<'_>) -> Result<(), Error>;
+    fn unwatch_waker(&mut self, fd: BorrowedFd<'_>);
 }
 
-/// The engine of a file, with the file.
-pub(crate) struct FileEngine<Q: IoQueue, M: BlockMap + ?Sized> {
-    pub(crate) engine: Engine<Q, M>,
-    pub(crate) disk: DeviceHandle<M>,
-}
+impl<Q: IoQueue> LocalEngine for Engine<Q, dyn BlockMap> {
+    fn attach(&mut self, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<AnyDevice, Error> {
+        Engine::attach(self, disk)
+    }
 
-impl<Q: IoQueue, M: BlockMap + ?Sized> LocalEngine for FileEngine<Q, M> {
+    fn detach(&mut self, device: &AnyDevice) -> Result<(), Error> {
+        Engine::detach(self, device)
+    }
+
     // SAFETY: the caller's promise is passed on.
-    unsafe fn submit(&mut self, io: Request, segment: IoSegment, tag: u64) -> Result<(), Error> {
+    unsafe fn submit_any(
+        &mut self,
+        device: &AnyDevice,
+        io: Request,
+        segment: IoSegment,
+        tag: u64,
+    ) -> Result<(), Error> {
         let submitted = match io.op {
             // SAFETY: as promised by the caller.
-            Op::Read | Op::Write => unsafe {
-                self.engine.submit_user_memory(&self.disk, io, &[segment], tag)
-            },
-            Op::Flush | Op::Discard | Op::Zero | Op::Status => {
-                self.engine.submit_no_data(&self.disk, io, tag)
-            }
+            Op::Read | Op::Write => unsafe { self.submit_user_memory(device, io, &[segment], tag) },
+            Op::Flush | Op::Discard | Op::Zero | Op::Status => self.submit_no_data(device, io, tag),
         };
         submitted.map_err(|rejected| rejected.error)
     }
 
     fn poll(&mut self) -> Result<(), Error> {
-        self.engine.poll()
+        Engine::poll(self)
     }
 
-    fn wait(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
-        self.engine.wait(timeout, &mut |_, _| {})
+    fn sleep(&mut self, timeout: Option<Duration>) -> Result<(), Error> {
+        self.wait(timeout, &mut |_, _| {})
     }
 
     fn next(&mut self) -> Option<Completion> {
-        self.engine.next()
+        Engine::next(self)
     }
 
     fn has_completions(&mut self) -> bool {
-        self.engine.has_completions()
+        Engine::has_completions(self)
     }
 
     fn in_flight(&self) -> usize {
-        self.engine.in_flight()
+        Engine::in_flight(self)
+    }
+
+    fn free_slots(&self) -> usize {
+        Engine::free_slots(self)
     }
 
     fn settle(&mut self) -> Result<(), Error> {
-        self.engine.settle()
+        Engine::settle(self)
     }
 
     fn fd(&self) -> BorrowedFd<'_> {
-        self.engine.fd()
+        Engine::fd(self)
     }
 
-    fn watch(&mut self, fd: BorrowedFd<'_>) -> Result<(), Error> {
-        self.engine.watch(fd, WAKE_TOKEN, Interest::Readable)
+    fn watch_waker(&mut self, fd: BorrowedFd<'_>) -> Result<(), Error> {
+        self.watch(fd, WAKE_TOKEN, Interest::Readable)
     }
 
-    fn unwatch(&mut self, fd: BorrowedFd<'_>) {
-        self.engine.unwatch(fd, WAKE_TOKEN);
+    fn unwatch_waker(&mut self, fd: BorrowedFd<'_>) {
+        self.unwatch(fd, WAKE_TOKEN);
     }
 }

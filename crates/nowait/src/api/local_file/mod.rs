@@ -1,11 +1,13 @@
 //! The async API of one thread: requests as futures, on an engine of the thread that polls them.
 //!
-//! Invariant: a future holds its file; so the engine, and the memory of every request in it, are
-//! there until the last future is gone (C45).
+//! Invariant: a future holds its file, and a file the engine; so the engine, and the memory of every
+//! request in it, are there until the last future is gone (C45).
 
 mod request_slab;
 mod local_engine;
 mod sent_requests;
+mod shared_engine;
+mod thread_engines;
 mod file_state;
 mod request_future;
 mod wake_flag;
@@ -19,15 +21,12 @@ use std::path::Path;
 use std::rc::Rc;
 use std::sync::Arc;
 
-use crate::api::local_file::local_engine::FileEngine;
-use crate::block::allocation_cache::AllocationCache;
 use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::engine::Engine;
 use crate::memory::io_buffer::IoBuffer;
 use crate::queue::IoQueue;
-use crate::queue::auto::QueueKind;
 use crate::storage::file::OpenOptions;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
@@ -35,10 +34,14 @@ use crate::types::error::Error;
 use crate::types::request::{Flags, Op, Request};
 use file_state::FileState;
 use request_future::RequestFuture;
+use shared_engine::SharedEngine;
 
 /// An image with futures for one thread: `Clone`, but neither `Send` nor `Sync`. Its tasks use an
 /// engine of their own thread, so that a request costs no hop to another thread and no allocation.
 /// [`AsyncFile`](crate::AsyncFile) is the version for executors with several threads.
+///
+/// All files of a thread share one engine, with one ring. It is made with the first file and is gone
+/// when the last one is closed, so that a file costs little more than its descriptor.
 ///
 /// A request is sent by the first poll of its future. It makes progress while a driver runs on the
 /// thread: [`LocalDriver`](crate::LocalDriver), or with the feature `tokio` the future of
@@ -46,13 +49,18 @@ use request_future::RequestFuture;
 ///
 /// **Dropping a future is always safe.** If it is dropped before its first poll, no request is made.
 /// If it is dropped later, the request may or may not be done, at any time until the last handle and
-/// future are gone; the file keeps its memory until the kernel has finished with it (C45). The drop
-/// of the last handle or future waits for the requests in flight.
+/// future of the file are gone; the engine keeps its memory until the kernel has finished with it
+/// (C45). The drop of the last handle or future waits for the file's requests in flight, and wakes the
+/// tasks of other files whose requests end meanwhile.
 ///
-/// At most [`Config::slots`] requests are in flight; a further one waits for room in the order in
-/// which it was sent, or fails with `EAGAIN` under [`Flags::NOWAIT`] (C32). If the queue fails, every
-/// request and every later one ends with its error; a request that was in flight then gives back an
-/// empty buffer, as its memory is leaked.
+/// At most [`Config::slots`] requests are in flight, those of one file never more than three times
+/// the slots that are free: so a file whose disk hangs leaves slots to the others. A further request
+/// waits for room, in the order in which its file's were sent and by turns over the files, or fails
+/// with `EAGAIN` under [`Flags::NOWAIT`] (C32). If the queue fails, every request and every later one
+/// of these files ends with its error; a request that was in flight then gives back an empty buffer, as
+/// its memory is leaked. A file that is opened later has a new engine.
+///
+/// A child process after fork(2) uses no file that its parent has opened: the ring is the parent's.
 ///
 /// ```
 /// # fn main() -> Result<(), nowait::Error> {
@@ -89,43 +97,48 @@ impl LocalAsyncFile {
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
         let disk = BlockDevice::open(path, options)?;
         disk.scan();
-        let (hint, allocate_ahead) = (!options.no_hint, !options.no_allocate_ahead);
-        let config = Config { hint, allocate_ahead, ..Config::default() };
-        let disk = Arc::new(disk);
-        let workers = WorkerPool::new(config.workers);
-        Self::new(disk, workers, config)
+        Self::new(Arc::new(disk))
     }
 
-    /// The async API of `disk` for this thread; engines and other APIs, also those of other threads,
-    /// may serve the device at the same time. It uses a ring, or [`crate::AioThreadQueue`] where
-    /// io_uring(7) is forbidden or missing.
+    /// The async API of `disk`, a device of any map, for this thread; engines and other APIs, also
+    /// those of other threads, may serve the device at the same time. The thread's engine is on a ring,
+    /// or on a [`crate::AioThreadQueue`] where io_uring(7) is forbidden or missing; it has the settings of
+    /// [`Config::default`].
     ///
     /// # Errors
-    /// `EMFILE`, `ENFILE`, `ENOMEM`: a descriptor could not be made.
-    pub fn new(
-        disk: Arc<BlockDevice<AllocationCache>>,
-        workers: WorkerPool,
-        config: Config,
-    ) -> Result<Self, Error> {
-        Self::with_queue(disk, workers, QueueKind::Auto.open(config.slots)?, config)
+    /// `EMFILE`, `ENFILE`, `ENOMEM`: a descriptor could not be made. `ECANCELED`: the thread is
+    /// ending, and its thread-local values are being dropped.
+    pub fn new(disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Self, Error> {
+        Self::on(thread_engines::shared()?, disk)
     }
 
-    /// As [`LocalAsyncFile::new`], for any map and on `queue`, which was made on this thread.
+    /// A file with an engine of its own, on `queue`, which was made on this thread. Others share that
+    /// engine by [`LocalAsyncFile::another`].
     ///
     /// # Errors
-    /// As [`Engine::new`].
-    pub fn with_queue<Q: IoQueue + 'static, M: BlockMap + ?Sized>(
-        disk: Arc<BlockDevice<M>>,
+    /// As [`Engine::new`] and [`LocalAsyncFile::new`].
+    pub fn with_queue<Q: IoQueue + 'static>(
+        disk: Arc<BlockDevice<dyn BlockMap>>,
         workers: WorkerPool,
         queue: Q,
         config: Config,
     ) -> Result<Self, Error> {
+        let engine: Engine<Q, dyn BlockMap> = Engine::new(queue, workers, config)?;
+        Self::on(thread_engines::register(Box::new(engine))?, disk)
+    }
+
+    /// The async API of another device, on the engine of this file.
+    ///
+    /// # Errors
+    /// As [`LocalAsyncFile::new`]; the queue's, if it has failed.
+    pub fn another(&self, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Self, Error> {
+        Self::on(self.state.engine.clone(), disk)
+    }
+
+    fn on(engine: Rc<SharedEngine>, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Self, Error> {
         let size = disk.size();
-        let mut engine = Engine::new(queue, workers, config)?;
-        let disk = engine.attach(disk)?;
-        let file = Rc::new(FileState::new(Box::new(FileEngine { engine, disk }), size));
-        local_driver::register(&file);
-        Ok(Self { state: file, flags: Flags::NONE })
+        let number = engine.requests.borrow_mut().open(disk)?;
+        Ok(Self { state: Rc::new(FileState { engine, number, size }), flags: Flags::NONE })
     }
 
     /// Bytes of the device.

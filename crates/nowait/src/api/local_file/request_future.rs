@@ -34,11 +34,11 @@ impl RequestFuture {
 
     fn send(&mut self, io: Request, buffer: IoBuffer, context: &Context<'_>) -> Poll<Answer> {
         let waker = context.waker().clone();
-        let sent = self.file.requests.borrow_mut().send(io, buffer, waker);
+        let sent = self.file.engine.requests.borrow_mut().send(self.file.number, io, buffer, waker);
         match sent {
             Ok(slot) => {
                 self.stage = Stage::Sent(slot);
-                self.file.wake_driver();
+                self.file.engine.wake_driver();
                 Poll::Pending
             }
             Err((Slot::Pending(request), error)) => Poll::Ready((Err(error), request.buffer)),
@@ -49,7 +49,7 @@ impl RequestFuture {
     }
 
     fn take_answer(&mut self, slot: u32, context: &Context<'_>) -> Poll<Answer> {
-        let mut requests = self.file.requests.borrow_mut();
+        let mut requests = self.file.engine.requests.borrow_mut();
         if let Some(answer) = requests.take_answer(slot) {
             self.stage = Stage::Ended;
             return Poll::Ready(answer);
@@ -58,7 +58,7 @@ impl RequestFuture {
         if !waker.is_some_and(|waker| waker.will_wake(context.waker())) {
             drop(requests);
             let waker = context.waker().clone();
-            let mut requests = self.file.requests.borrow_mut();
+            let mut requests = self.file.engine.requests.borrow_mut();
             let place = requests.slab.pending(slot).map(|request| &mut request.waker);
             let old = place.and_then(|place| place.replace(waker));
             drop(requests);
@@ -90,7 +90,7 @@ impl Future for RequestFuture {
 impl Drop for RequestFuture {
     fn drop(&mut self) {
         if let Stage::Sent(slot) = self.stage {
-            let left = self.file.requests.borrow_mut().abandon(slot);
+            let left = self.file.engine.requests.borrow_mut().abandon(slot);
             drop(left);
         }
     }

@@ -1,4 +1,4 @@
-//! The requests of one thread's file, by slot: the memory of each, its result, and the waker of its
+//! The requests of one engine's files, by slot: the memory of each, its result, and the waker of its
 //! task. A slot that is free is used again, so that a request costs no allocation.
 //!
 //! Invariant: the memory of a request stays in its slot from before the engine gets it until the
@@ -15,6 +15,8 @@ pub(crate) type Answer = (Result<usize, Error>, IoBuffer);
 
 /// A request that has not ended.
 pub(crate) struct PendingRequest {
+    /// The number of its file in the engine.
+    pub(crate) file: u32,
     pub(crate) io: Request,
     pub(crate) buffer: IoBuffer,
     /// The waker of the task that waits; `None` if the future was dropped.
@@ -37,7 +39,7 @@ pub(crate) enum Slot {
 /// No slot: the end of the list of free ones.
 const NONE: u32 = u32::MAX;
 
-/// The slots of one file.
+/// The slots of one engine's files.
 pub(crate) struct RequestSlab {
     slots: Vec<Slot>,
     /// The slot that was freed last.

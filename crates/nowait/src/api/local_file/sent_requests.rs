@@ -1,33 +1,58 @@
-//! The requests of one thread's file between its futures and its engine.
+//! The requests of one engine's files between their futures and the engine.
 //!
-//! Invariant: a request that was sent is in the engine, in the list of waiting ones, or done. No
+//! Invariant: a request that was sent is in the engine, in its file's list of waiting ones, or done. No
 //! call here runs an executor's code, which may drop futures: a waker goes to the caller, which
 //! wakes or drops it when it has ended its borrow.
 #![allow(unsafe_code)]
 
-use std::collections::VecDeque;
+use std::sync::Arc;
 use std::task::Waker;
 
-use crate::api::local_file::local_engine::LocalEngine;
+use crate::api::file_turns::FileTurns;
+use crate::api::local_file::local_engine::{AnyDevice, LocalEngine};
 use crate::api::local_file::request_slab::{Answer, PendingRequest, RequestSlab, Slot};
+use crate::block::block_map::BlockMap;
+use crate::block::device::BlockDevice;
 use crate::memory::io_buffer::IoBuffer;
-use crate::types::error::Error;
+use crate::types::error::{Error, Operation};
 use crate::types::iovec::IoSegment;
 use crate::types::request::{Flags, Request};
 
-/// The engine of a file, and the requests that its futures have sent.
+/// An engine, its files, and the requests that their futures have sent.
 pub(crate) struct SentRequests {
     pub(crate) engine: Box<dyn LocalEngine>,
     pub(crate) slab: RequestSlab,
-    /// Slots of requests for which the engine had no room, in their order.
-    waiting: VecDeque<u32>,
+    /// Slots of requests for which there was no room, by file.
+    files: FileTurns<u32, AnyDevice>,
     /// The error with which the queue has failed.
     pub(crate) failure: Option<Error>,
 }
 
 impl SentRequests {
     pub(crate) fn new(engine: Box<dyn LocalEngine>) -> Self {
-        Self { engine, slab: RequestSlab::new(), waiting: VecDeque::new(), failure: None }
+        Self { engine, slab: RequestSlab::new(), files: FileTurns::new(), failure: None }
+    }
+
+    /// Adds a file, and returns its number.
+    ///
+    /// # Errors
+    /// As [`crate::Engine::attach`]; that of the queue if it has failed.
+    pub(crate) fn open(&mut self, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<u32, Error> {
+        match self.failure {
+            Some(error) => Err(error),
+            None => self.engine.attach(disk).map(|device| self.files.add(device)),
+        }
+    }
+
+    /// Removes a file without futures, and returns its device, unless the engine has requests of it.
+    pub(crate) fn close(&mut self, file: u32) -> Option<AnyDevice> {
+        if self.failure.is_none() && self.files.in_engine(file) > 0 {
+            return None;
+        }
+        let device = self.files.remove(file)?;
+        // An engine whose queue has failed may refuse: it releases the device when it is dropped.
+        let _ = self.engine.detach(&device);
+        Some(device)
     }
 
     /// Sends a request, and returns its slot. Without room in the engine the request waits for it,
@@ -37,21 +62,34 @@ impl SentRequests {
     /// The contents of the slot of a request that is refused, and the error.
     pub(crate) fn send(
         &mut self,
+        file: u32,
         io: Request,
         buffer: IoBuffer,
         waker: Waker,
     ) -> Result<u32, (Slot, Error)> {
-        let request = PendingRequest { io, buffer, waker: Some(waker), submitted: false };
+        let request = PendingRequest { file, io, buffer, waker: Some(waker), submitted: false };
         if let Some(error) = self.failure {
             return Err((Slot::Pending(request), error));
         }
+        let nowait = io.flags.has(Flags::NOWAIT);
+        let is_first = nowait || self.files.waiting(file) == 0;
+        let begins = is_first && self.files.begin(file, self.engine.free_slots());
+        if nowait && !begins {
+            let error = Error::new(libc::EAGAIN, Operation::Validate).at(io.range);
+            return Err((Slot::Pending(request), error));
+        }
         let slot = self.slab.insert(request);
-        let submitted = match self.waiting.is_empty() || io.flags.has(Flags::NOWAIT) {
-            true => self.submit(slot).map_err(|error| (self.slab.free(slot), error))?,
-            false => false,
-        };
-        if !submitted {
-            self.waiting.push_back(slot);
+        if !begins {
+            self.files.push(file, slot);
+            return Ok(slot);
+        }
+        match self.submit(slot) {
+            Ok(true) => {}
+            Ok(false) => self.files.put_back(file, slot),
+            Err(error) => {
+                self.files.ended(file);
+                return Err((self.slab.free(slot), error));
+            }
         }
         Ok(slot)
     }
@@ -60,11 +98,12 @@ impl SentRequests {
     /// flight has ended.
     fn submit(&mut self, slot: u32) -> Result<bool, Error> {
         let Some(request) = self.slab.pending(slot) else { return Ok(true) };
+        let Some(device) = self.files.state(request.file) else { return Ok(true) };
         let (io, buffer) = (request.io, &mut request.buffer);
         let segment = IoSegment { base: buffer.as_mut_ptr(), len: buffer.len() };
         // SAFETY: the buffer stays in its slot, and the slot in use, until the engine gives the
         // request back; `fail` and `drop` leak it where the engine cannot.
-        match unsafe { self.engine.submit(io, segment, u64::from(slot)) } {
+        match unsafe { self.engine.submit_any(device, io, segment, u64::from(slot)) } {
             Ok(()) => {
                 request.submitted = true;
                 Ok(true)
@@ -79,32 +118,40 @@ impl SentRequests {
         }
     }
 
-    /// Ends the next request that the engine gives back, and submits waiting ones. `None` when no
-    /// request has ended; otherwise the waker of its task, if it has one.
+    /// Ends the next request that the engine gives back, and submits waiting ones, by turns over the
+    /// files. `None` when no request has ended; otherwise the waker of its task, if it has one.
     pub(crate) fn end_next(&mut self) -> Option<Option<Waker>> {
         if let Some(completion) = self.engine.next() {
             let result = completion.result().map(|bytes| bytes as usize);
-            return Some(self.slab.end(completion.tag as u32, result));
+            return Some(self.end(completion.tag as u32, result));
         }
-        while let Some(&slot) = self.waiting.front() {
-            let submitted = self.submit(slot);
-            if submitted == Ok(false) {
-                break;
-            }
-            self.waiting.pop_front();
-            if let Err(error) = submitted {
-                return Some(self.slab.end(slot, Err(error)));
+        while let Some(turn) = self.files.next(self.engine.free_slots(), |_| false) {
+            match self.submit(turn.request) {
+                Ok(true) => {}
+                Ok(false) => {
+                    self.files.put_back(turn.file, turn.request);
+                    return None;
+                }
+                Err(error) => return Some(self.end(turn.request, Err(error))),
             }
         }
         None
+    }
+
+    /// Ends a request that has begun.
+    fn end(&mut self, slot: u32, result: Result<usize, Error>) -> Option<Waker> {
+        if let Some(request) = self.slab.pending(slot) {
+            self.files.ended(request.file);
+        }
+        self.slab.end(slot, result)
     }
 
     /// Leaves a request whose future is dropped, and returns what the caller has to drop.
     pub(crate) fn abandon(&mut self, slot: u32) -> (Option<Slot>, Option<Waker>) {
         match self.slab.pending(slot) {
             Some(request) if request.submitted => (None, request.waker.take()),
-            Some(_) => {
-                self.waiting.retain(|&waiting| waiting != slot);
+            Some(request) => {
+                self.files.retain(request.file, |&waiting| waiting != slot);
                 (Some(self.slab.free(slot)), None)
             }
             None => (Some(self.slab.free(slot)), None),
@@ -116,7 +163,7 @@ impl SentRequests {
     /// Returns the wakers of the requests' tasks.
     pub(crate) fn fail(&mut self, error: Error) -> Vec<Waker> {
         self.failure = Some(error);
-        self.waiting.clear();
+        self.files.take_all();
         self.leak_in_flight();
         let pending: Vec<u32> = self.slab.all_pending().map(|(slot, _)| slot).collect();
         pending.into_iter().filter_map(|slot| self.slab.end(slot, Err(error))).collect()

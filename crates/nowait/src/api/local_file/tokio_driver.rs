@@ -1,8 +1,9 @@
-//! The driver of one file on tokio: a task that polls the ring as long as that completes requests,
+//! The driver of a thread's files on tokio: a task that polls the ring as long as that completes requests,
 //! and then leaves the ring's descriptor to tokio's reactor.
 //!
 //! Invariant: the task is woken by the reactor, by the next request that is sent, and by the end of
-//! the file; it does not keep the file open.
+//! the last file; it keeps no file open. One driver of an engine is at work; when it is dropped,
+//! another one takes over.
 
 use std::future::{Future, poll_fn};
 use std::os::fd::OwnedFd;
@@ -14,13 +15,16 @@ use tokio::io::Interest;
 use tokio::io::unix::AsyncFd;
 
 use crate::api::local_file::LocalAsyncFile;
-use crate::api::local_file::file_state::FileState;
+use crate::api::local_file::shared_engine::SharedEngine;
 use crate::threads::adaptive_poll::AdaptivePoll;
 use crate::types::error::{Error, Operation};
 
 impl LocalAsyncFile {
-    /// The driver of this file on a current-thread runtime of tokio, for
-    /// `tokio::task::spawn_local`. It ends when the last handle and future of the file are gone.
+    /// The driver of the files of this thread on a current-thread runtime of tokio, for
+    /// `tokio::task::spawn_local`. It ends when the last file of the thread is closed.
+    ///
+    /// One driver serves all files, those that were opened before and later ones. A further one waits
+    /// until it has to take over, as the first one was dropped with its runtime.
     ///
     /// ```
     /// # fn main() -> Result<(), nowait::Error> {
@@ -46,7 +50,8 @@ impl LocalAsyncFile {
     /// When it is polled outside of a runtime whose I/O is enabled.
     pub fn tokio_driver(&self) -> impl Future<Output = Result<(), Error>> + use<> {
         let mut driver = TokioDriver {
-            file: Rc::downgrade(&self.state),
+            engine: Rc::downgrade(&self.state.engine),
+            role: Role::New,
             descriptor: None,
             adaptive: AdaptivePoll::default(),
             yielded: false,
@@ -56,8 +61,17 @@ impl LocalAsyncFile {
     }
 }
 
+enum Role {
+    New,
+    /// It waits for the end of another driver, under this number.
+    Standby(usize),
+    /// It drives the engine.
+    Active,
+}
+
 struct TokioDriver {
-    file: Weak<FileState>,
+    engine: Weak<SharedEngine>,
+    role: Role,
     /// The ring's descriptor, from the first time on that there is a reason to wait for it.
     descriptor: Option<AsyncFd<OwnedFd>>,
     adaptive: AdaptivePoll,
@@ -69,41 +83,65 @@ struct TokioDriver {
 
 impl TokioDriver {
     fn poll(&mut self, context: &mut Context<'_>) -> Poll<Result<(), Error>> {
-        let Some(file) = self.file.upgrade() else { return Poll::Ready(Ok(())) };
+        let Some(engine) = self.engine.upgrade() else { return Poll::Ready(Ok(())) };
+        if !self.is_active(&engine, context) {
+            return Poll::Pending;
+        }
         if let Some(began) = self.parked.take() {
             self.adaptive.slept(began);
         }
         loop {
-            let ended = file.poll()?;
-            if file.is_busy() && (ended || !self.yielded) {
+            let ended = engine.poll()?;
+            if engine.is_busy() && (ended || !self.yielded) {
                 // The other tasks run, and send their requests, before the ring is polled again.
                 self.yielded = !ended;
                 context.waker().wake_by_ref();
                 return Poll::Pending;
             }
-            if !file.is_busy() {
-                return self.park(&file, context);
+            if !engine.is_busy() {
+                return self.park(&engine, context);
             }
             self.yielded = false;
             let began = Instant::now();
-            if self.adaptive.wait(began, || file.has_completions()) {
+            if self.adaptive.wait(began, || engine.has_completions()) {
                 continue;
             }
-            match self.descriptor(&file)?.poll_read_ready(context) {
+            match self.descriptor(&engine)?.poll_read_ready(context) {
                 Poll::Ready(ready) => {
                     ready.map_err(|e| Error::from_io(&e, Operation::Wait))?.clear_ready()
                 }
                 Poll::Pending => {
                     self.parked = Some(began);
-                    return self.park(&file, context);
+                    return self.park(&engine, context);
                 }
             }
         }
     }
 
-    /// Waits for the next request, or the end of the file.
-    fn park(&self, file: &FileState, context: &Context<'_>) -> Poll<Result<(), Error>> {
-        file.set_driver(Some(context.waker().clone()));
+    /// Whether this driver is at work. If another one is, waits for its end.
+    fn is_active(&mut self, engine: &SharedEngine, context: &Context<'_>) -> bool {
+        if matches!(self.role, Role::Active) {
+            return true;
+        }
+        let waker = context.waker().clone();
+        let mut standby = engine.standby.borrow_mut();
+        let old = match self.role {
+            Role::Standby(number) => standby.try_remove(number),
+            Role::New | Role::Active => None,
+        };
+        let is_active = !engine.has_driver.replace(true);
+        self.role = match is_active {
+            true => Role::Active,
+            false => Role::Standby(standby.insert(waker)),
+        };
+        drop(standby);
+        drop(old);
+        is_active
+    }
+
+    /// Waits for the next request, or the end of the last file.
+    fn park(&self, engine: &SharedEngine, context: &Context<'_>) -> Poll<Result<(), Error>> {
+        engine.set_driver(Some(context.waker().clone()));
         Poll::Pending
     }
 
@@ -111,15 +149,33 @@ impl TokioDriver {
         deprecated,
         reason = "its successor is unsafe and new; an `OwnedFd` is what it asks for"
     )]
-    fn descriptor(&mut self, file: &FileState) -> Result<&AsyncFd<OwnedFd>, Error> {
+    fn descriptor(&mut self, engine: &SharedEngine) -> Result<&AsyncFd<OwnedFd>, Error> {
         let descriptor = match self.descriptor.take() {
             Some(descriptor) => descriptor,
             None => {
                 let set_up = |e: std::io::Error| Error::from_io(&e, Operation::SetUp);
-                let fd = file.fd()?.try_clone_to_owned().map_err(set_up)?;
+                let fd = engine.fd()?.try_clone_to_owned().map_err(set_up)?;
                 AsyncFd::with_interest(fd, Interest::READABLE).map_err(set_up)?
             }
         };
         Ok(self.descriptor.insert(descriptor))
+    }
+}
+
+impl Drop for TokioDriver {
+    fn drop(&mut self) {
+        let Some(engine) = self.engine.upgrade() else { return };
+        match self.role {
+            Role::New => {}
+            Role::Standby(number) => {
+                let waker = engine.standby.borrow_mut().try_remove(number);
+                drop(waker);
+            }
+            Role::Active => {
+                engine.has_driver.set(false);
+                engine.set_driver(None);
+                engine.wake_standby();
+            }
+        }
     }
 }

@@ -1,0 +1,15 @@
+//! The worker pool of the process, for all files that are not given another one.
+//!
+//! Invariant: it is made once and never ends; its threads start when first needed.
+
+use std::sync::LazyLock;
+
+use crate::blocking::worker_pool::WorkerPool;
+use crate::types::config::Config;
+
+/// The pool, of [`Config::workers`] threads as by default.
+pub(crate) fn process_workers() -> WorkerPool {
+    static WORKERS: LazyLock<WorkerPool> =
+        LazyLock::new(|| WorkerPool::new(Config::default().workers));
+    WORKERS.clone()
+}
