@@ -8,9 +8,14 @@
 //!   completions and waits on an [`IoQueue`] of its own: [`Uring`], or [`AioThreadQueue`] where
 //!   there is no io_uring. Each request gets one [`Completion`].
 //! * [`LocalAsyncFile`]: futures for the executor of one thread, on an engine of that thread. A
-//!   request costs what it costs the engine, about; a [`LocalDriver`] or tokio drives the file.
-//! * [`AsyncFile`]: futures for any executor, also of several threads. A thread of the library owns
-//!   the queue: a request costs two hops between threads, and one or two allocations.
+//!   request costs what it costs the engine, about; a [`LocalDriver`] or tokio drives the files.
+//! * [`AsyncFile`]: futures for any executor, also of several threads. Threads of the library own
+//!   the queues: a request costs two hops between threads, and one or two allocations.
+//!
+//! The async files of a thread share its engine, and those of a process at most four threads with an
+//! engine each; all share the threads that may block ([`Config::workers`]). So thousands of files cost
+//! little more than their descriptors, and one that is busy is as fast as it is alone. A file with many
+//! requests, or whose disk hangs, leaves slots and threads to the others.
 //!
 //! All four work on a [`BlockDevice`], which may be shared between threads. A [`BlockMap`] tells
 //! which file holds a range of the device; an [`ImageFormat`] adds images that allocate by

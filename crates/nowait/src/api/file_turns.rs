@@ -142,6 +142,11 @@ impl<T, F> FileTurns<T, F> {
         self.turns.clear();
         self.files.iter_mut().flat_map(|(_, file)| file.waiting.drain(..)).collect()
     }
+
+    /// Removes all files, of which no request waits.
+    pub(crate) fn remove_all(&mut self) -> Vec<F> {
+        self.files.drain().map(|file| file.state).collect()
+    }
 }
 
 #[cfg(test)]
@@ -213,6 +218,7 @@ mod tests {
         turns.retain(one, |&request| request != 2);
         assert_eq!((turns.waiting(one), turns.in_engine(one)), (0, 0));
         assert!(turns.remove(one).is_some() && begun(&mut turns, 9).is_none());
-        assert!(turns.take_all().is_empty());
+        turns.push(other, 4);
+        assert_eq!((turns.take_all(), turns.remove_all().len()), (vec![4], 1));
     }
 }

@@ -9,7 +9,7 @@ use nowait_testkit::Random;
 
 use crate::{LONGEST, SCRATCH, SHARE, STEPS};
 
-type Answer = (Result<usize, Error>, IoBuffer);
+pub(crate) type Answer = (Result<usize, Error>, IoBuffer);
 
 /// The requests of an async API.
 pub(crate) trait TestFile: Clone {

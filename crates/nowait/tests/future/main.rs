@@ -9,6 +9,7 @@ mod failing_queue;
 mod several_threads;
 mod one_thread;
 mod one_thread_on_tokio;
+mod many_files;
 
 use std::alloc::{GlobalAlloc, Layout, System};
 use std::path::PathBuf;
@@ -27,14 +28,14 @@ pub(crate) const SIZE: u64 = TASKS * SHARE - 300;
 pub(crate) const STEPS: u32 = 600;
 pub(crate) const LONGEST: u64 = 40_000;
 /// Lengths of the buffers that are counted; no other allocation of this program has such a length.
-pub(crate) const COUNTED: [usize; 2] = [13 * 4096, 17 * 4096];
+pub(crate) const COUNTED: [usize; 3] = [13 * 4096, 17 * 4096, 19 * 4096];
 pub(crate) const SLOTS: u32 = 16;
 
 /// The system's allocator, counting the live buffers of the lengths `COUNTED`.
 struct Counting;
 
 /// Live buffers of each of the lengths.
-static ALIVE: [AtomicUsize; 2] = [const { AtomicUsize::new(0) }; 2];
+static ALIVE: [AtomicUsize; 3] = [const { AtomicUsize::new(0) }; 3];
 
 /// Live buffers of the length `COUNTED[n]`.
 pub(crate) fn alive(n: usize) -> usize {

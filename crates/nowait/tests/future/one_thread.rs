@@ -27,7 +27,7 @@ pub(crate) fn start(path: &Path, kind: TestQueueKind) -> Option<(LocalAsyncFile,
 }
 
 /// Polls all of `futures` to their ends, those that are not done each time.
-async fn join<T>(futures: Vec<impl Future<Output = T>>) -> Vec<T> {
+pub(crate) async fn join<T>(futures: Vec<impl Future<Output = T>>) -> Vec<T> {
     let mut futures: Vec<_> = futures.into_iter().map(|it| (Box::pin(it), None)).collect();
     poll_fn(|context| {
         for (future, output) in &mut futures {
@@ -56,7 +56,7 @@ fn on_queues(test: impl Fn(&LocalDriver, LocalAsyncFile, &Path)) {
     }
 }
 
-fn filled(len: usize, byte: u8) -> IoBuffer {
+pub(crate) fn filled(len: usize, byte: u8) -> IoBuffer {
     let mut buffer = IoBuffer::zeroed(len).unwrap();
     buffer.fill(byte);
     buffer
@@ -195,6 +195,7 @@ fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error
     let queue = TestQueueKind::Threads.try_queue(SLOTS).unwrap();
     let queue = FailingQueue { queue, fails: fails.clone(), has_dropped: false };
     let file = LocalAsyncFile::with_queue(disk, workers, queue, config).unwrap();
+    let other = file.another(open(&path).0).unwrap();
     LocalDriver::new().unwrap().block_on(async {
         let (written, buffer) = file.write(0, filled(4096, 1), Flags::NONE).await;
         assert_eq!(written, Ok(4096));
@@ -206,6 +207,10 @@ fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error
         let (read, buffer) = file.read(0, filled(4096, 1)).await;
         assert_eq!((read.unwrap_err().errno(), buffer.len()), (libc::ENXIO, 4096));
         assert_eq!(file.flush().await.unwrap_err().errno(), libc::ENXIO);
+        // It is the queue of the other file as well.
+        let (read, buffer) = other.read(0, filled(4096, 1)).await;
+        assert_eq!((read.unwrap_err().errno(), buffer.len()), (libc::ENXIO, 4096));
+        assert_eq!(file.another(open(&path).0).unwrap_err().errno(), libc::ENXIO);
     });
 }
 

@@ -9,7 +9,7 @@ use tokio::task::{LocalSet, spawn_local};
 
 use crate::device_share::Share;
 use crate::one_thread::start;
-use crate::{SIZE, TASKS, image, wait_for_the_end};
+use crate::{SIZE, TASKS, image, open, wait_for_the_end};
 
 fn runtime() -> Runtime {
     tokio::runtime::Builder::new_current_thread().enable_all().build().unwrap()
@@ -72,4 +72,54 @@ fn c45_a_runtime_that_is_dropped_in_flight_leaves_its_requests_to_the_file() {
 
 async fn read(file: LocalAsyncFile, pos: u64) {
     let _ = file.read(pos, IoBuffer::zeroed(4096).unwrap()).await;
+}
+
+/// One driver serves all files of an engine; when it is dropped, another one takes over.
+#[test]
+fn one_of_several_drivers_serves_all_files_until_the_last_one_is_closed() {
+    for kind in TestQueueKind::REAL {
+        let ((_dir, path), (_other_dir, other_path)) = (image(SIZE), image(SIZE));
+        let Some((file, disk)) = start(&path, kind) else { continue };
+        let other = file.another(open(&other_path).0).unwrap();
+        LocalSet::new().block_on(&runtime(), async {
+            let drivers: Vec<_> =
+                [&file, &file, &other, &other].map(|file| spawn_local(file.tokio_driver())).into();
+            let both = async || {
+                for file in [&file, &other] {
+                    assert_eq!(file.read(0, IoBuffer::zeroed(4096).unwrap()).await.0, Ok(4096));
+                }
+            };
+            both().await;
+            for driver in &drivers[..3] {
+                assert!(!driver.is_finished());
+                driver.abort();
+                both().await;
+            }
+            drop(file);
+            assert_eq!(other.read(0, IoBuffer::zeroed(4096).unwrap()).await.0, Ok(4096));
+            assert!(!drivers[3].is_finished());
+            drop(other);
+            let mut ends = Vec::new();
+            for driver in drivers {
+                ends.push(driver.await);
+            }
+            assert!(ends.pop().unwrap().unwrap().is_ok());
+            assert!(ends.into_iter().all(|end| end.unwrap_err().is_cancelled()));
+        });
+        wait_for_the_end(&disk);
+    }
+}
+
+#[test]
+fn a_driver_that_waits_for_another_one_ends_with_the_last_file() {
+    let (_dir, path) = image(SIZE);
+    LocalSet::new().block_on(&runtime(), async {
+        let file = LocalAsyncFile::open(&path, nowait::OpenOptions::default()).unwrap();
+        let drivers = [(); 3].map(|()| spawn_local(file.tokio_driver()));
+        read(file.clone(), 0).await;
+        drop(file);
+        for driver in drivers {
+            driver.await.unwrap().unwrap();
+        }
+    });
 }

@@ -22,7 +22,7 @@ impl Wake for Unpark {
     }
 }
 
-fn block_on<F: Future>(future: F) -> F::Output {
+pub(crate) fn block_on<F: Future>(future: F) -> F::Output {
     let mut future = pin!(future);
     let waker = Waker::from(Arc::new(Unpark(thread::current())));
     loop {
@@ -268,7 +268,8 @@ fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error
             has_dropped: false,
         })
     };
-    let (file, _) = start_on(&path, make).unwrap();
+    let (file, disk) = start_on(&path, make).unwrap();
+    let other = file.another(open(&path).0).unwrap();
     let (written, buffer) = block_on(file.write(0, IoBuffer::zeroed(4096).unwrap(), Flags::NONE));
     assert_eq!(written.unwrap(), 4096);
     switch.store(true, Ordering::SeqCst);
@@ -278,4 +279,10 @@ fn c46_when_the_queue_fails_requests_in_flight_and_later_ones_end_with_its_error
     let (read, buffer) = block_on(file.read(0, IoBuffer::zeroed(4096).unwrap()));
     assert_eq!((read.unwrap_err().errno(), buffer.len()), (libc::ENXIO, 4096));
     assert_eq!(block_on(file.flush()).unwrap_err().errno(), libc::ENXIO);
+    // It is the queue of the other file as well.
+    let (read, buffer) = block_on(other.read(0, IoBuffer::zeroed(4096).unwrap()));
+    assert_eq!((read.unwrap_err().errno(), buffer.len()), (libc::ENXIO, 4096));
+    assert_eq!(file.another(open(&path).0).unwrap_err().errno(), libc::ENXIO);
+    drop((file, other));
+    wait_for_the_end(&disk);
 }

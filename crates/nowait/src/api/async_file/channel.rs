@@ -1,17 +1,21 @@
-//! The channel from any thread to the driver: a bounded list of requests and a descriptor that
-//! wakes the driver.
+//! The channel from any thread to the thread of an engine: a bounded list of requests of each file, and
+//! a descriptor that wakes the thread.
 //!
-//! Invariant: a task that found the list full is woken when the driver has drained it or has ended.
-//! A request is held by the list, by the driver, or again by its sender.
+//! Invariant: a task that found its file's list full is woken when the driver has taken half of it or
+//! has ended. A request is held by a list, by the driver, or again by its sender. The driver sleeps only
+//! after it has found no request that it may take, and is woken by a request of a file without others.
 
-use std::collections::{HashMap, VecDeque};
+use std::collections::HashMap;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::{Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::task::Waker;
 
 use rustix::event::{EventfdFlags, eventfd};
 
 use crate::api::async_file::oneshot::Sender;
+use crate::api::file_turns::{FileTurns, Turn};
+use crate::block::block_map::BlockMap;
+use crate::block::device::BlockDevice;
 use crate::memory::io_buffer::IoBuffer;
 use crate::types::error::{Error, Operation};
 use crate::types::request::{Flags, Request};
@@ -37,19 +41,33 @@ impl AsyncRequest {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub(crate) enum ChannelState {
     Open,
-    /// The last handle is gone: no request can come any more.
+    /// The last file is closed: no request can come any more.
     Closed,
     /// The driver has ended because of an error.
     Failed(Error),
 }
 
-struct ChannelContents {
-    requests: VecDeque<AsyncRequest>,
+/// A file, as the channel knows it.
+struct ChannelFile {
+    disk: Arc<BlockDevice<dyn BlockMap>>,
     /// The wakers of tasks that found the list full, by waiter ID.
     waiting: HashMap<u64, Waker>,
+}
+
+struct ChannelContents {
+    files: FileTurns<AsyncRequest, ChannelFile>,
+    /// Files that are open.
+    open: usize,
+    /// Files that were closed, and may still have requests.
+    closed: Vec<u32>,
     next_waiter_id: u64,
     phase: ChannelState,
+    /// The driver looks at the lists before it sleeps.
+    is_awake: bool,
 }
+
+/// The greatest number of requests that the driver takes together.
+const BATCH: usize = 64;
 
 pub(crate) struct Channel {
     contents: Mutex<ChannelContents>,
@@ -57,16 +75,30 @@ pub(crate) struct Channel {
     limit: usize,
 }
 
+/// Requests that the driver takes together, and what else it has to know.
+#[derive(Default)]
+pub(crate) struct Batch {
+    /// Requests that have their turn.
+    pub(crate) turns: Vec<Turn<AsyncRequest>>,
+    /// The files of requests that have ended since the last batch.
+    pub(crate) ended: Vec<u32>,
+    /// Closed files of which no request is left.
+    pub(crate) detached: Vec<u32>,
+    wakers: Vec<Waker>,
+}
+
 impl Channel {
-    /// A channel for at most `limit` requests that the driver has not taken.
+    /// A channel without files, each of which may have `limit` requests that the driver has not taken.
     pub(crate) fn new(limit: usize) -> Result<Self, Error> {
         let wake = eventfd(0, EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK)
             .map_err(|e| Error::from_os(e, Operation::SetUp))?;
         let contents = ChannelContents {
-            requests: VecDeque::new(),
-            waiting: HashMap::new(),
+            files: FileTurns::new(),
+            open: 0,
+            closed: Vec::new(),
             next_waiter_id: 0,
             phase: ChannelState::Open,
+            is_awake: false,
         };
         Ok(Self { contents: Mutex::new(contents), wake, limit })
     }
@@ -80,11 +112,40 @@ impl Channel {
         let _ = rustix::io::write(&self.wake, &1u64.to_ne_bytes());
     }
 
-    /// Appends a request to the list. If the list is full, a request with `NOWAIT` is refused with
-    /// `EAGAIN` (C32); any other is returned, and `waker`, kept under `waiter_id`, is woken when the
-    /// list is drained. After [`Channel::fail`] every request is refused with the driver's error.
+    /// Opens a file, and returns its number; `None` if the channel is closed.
+    ///
+    /// # Errors
+    /// The driver's, if it has ended with one.
+    pub(crate) fn open(&self, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Option<u32>, Error> {
+        let mut contents = self.lock();
+        match contents.phase {
+            ChannelState::Failed(error) => Err(error),
+            ChannelState::Closed => Ok(None),
+            ChannelState::Open => {
+                contents.open += 1;
+                let file = ChannelFile { disk, waiting: HashMap::new() };
+                Ok(Some(contents.files.add(file)))
+            }
+        }
+    }
+
+    /// How many files are open; `None` if no further one can be opened.
+    pub(crate) fn open_files(&self) -> Option<usize> {
+        let contents = self.lock();
+        (contents.phase == ChannelState::Open).then_some(contents.open)
+    }
+
+    /// The device of a file.
+    pub(crate) fn disk(&self, file: u32) -> Option<Arc<BlockDevice<dyn BlockMap>>> {
+        self.lock().files.state(file).map(|file| file.disk.clone())
+    }
+
+    /// Appends a request to its file's list. If the list is full, a request with `NOWAIT` is refused
+    /// with `EAGAIN` (C32); any other is returned, and `waker`, kept under `waiter_id`, is woken when
+    /// there is room. After [`Channel::fail`] every request is refused with the driver's error.
     pub(crate) fn try_send(
         &self,
+        file: u32,
         request: AsyncRequest,
         waiter_id: &mut Option<u64>,
         waker: &Waker,
@@ -95,11 +156,12 @@ impl Channel {
             request.refuse(error);
             return None;
         }
-        if contents.requests.len() < self.limit {
-            let was_empty = contents.requests.is_empty();
-            contents.requests.push_back(request);
+        let length = contents.files.waiting(file);
+        if length < self.limit {
+            contents.files.push(file, request);
+            let sleeps = length == 0 && !std::mem::replace(&mut contents.is_awake, true);
             drop(contents);
-            if was_empty {
+            if sleeps {
                 self.wake();
             }
             return None;
@@ -114,50 +176,94 @@ impl Channel {
             contents.next_waiter_id += 1;
             contents.next_waiter_id
         });
-        contents.waiting.insert(waiter_id, waker.clone());
+        let state = contents.files.state(file);
+        let old = state.and_then(|state| state.waiting.insert(waiter_id, waker.clone()));
+        drop(contents);
+        drop(old);
         Some(request)
     }
 
     /// Removes the waker of `waiter_id`.
-    pub(crate) fn cancel_wait(&self, waiter_id: u64) {
+    pub(crate) fn cancel_wait(&self, file: u32, waiter_id: u64) {
         // Dropping a waker runs an executor's code: it is dropped outside the lock.
-        let _waker = self.lock().waiting.remove(&waiter_id);
+        let _waker = self.lock().files.state(file).and_then(|file| file.waiting.remove(&waiter_id));
     }
 
-    /// Moves all of the list to `requests`, which is empty, and wakes the tasks that wait for room:
-    /// all of them, because a task that is woken may have dropped its request.
-    pub(crate) fn drain(&self, requests: &mut VecDeque<AsyncRequest>) -> ChannelState {
-        debug_assert!(requests.is_empty());
+    /// Moves requests that may have one of the `free` slots to the empty `batch`, by turns over the
+    /// files, and wakes the tasks that wait for room: all of a file, because a task that is woken may
+    /// have dropped its request. If there is no request, the next one wakes the driver.
+    pub(crate) fn take(&self, batch: &mut Batch, free: usize) -> ChannelState {
+        debug_assert!(batch.turns.is_empty() && batch.detached.is_empty());
         let mut contents = self.lock();
-        std::mem::swap(&mut contents.requests, requests);
-        let (waiting, phase) = (std::mem::take(&mut contents.waiting), contents.phase);
+        let ChannelContents { files, closed, is_awake, phase, .. } = &mut *contents;
+        batch.ended.drain(..).for_each(|file| files.ended(file));
+        let mut left = free;
+        while batch.turns.len() < BATCH
+            && let Some(turn) = files.next(left, |request| request.io.flags.has(Flags::NOWAIT))
+        {
+            left -= usize::from(turn.has_begun);
+            let has_room = files.waiting(turn.file) <= self.limit / 2;
+            if has_room && let Some(file) = files.state(turn.file) {
+                batch.wakers.extend(file.waiting.drain().map(|(_, waker)| waker));
+            }
+            batch.turns.push(turn);
+        }
+        *is_awake = !batch.turns.is_empty();
+        closed.retain(|&file| {
+            let is_busy = files.waiting(file) + files.in_engine(file) > 0;
+            if !is_busy {
+                batch.detached.push(file);
+            }
+            is_busy
+        });
+        let phase = match *phase {
+            ChannelState::Closed if !closed.is_empty() => ChannelState::Open,
+            phase => phase,
+        };
         drop(contents);
-        waiting.into_values().for_each(Waker::wake);
+        batch.wakers.drain(..).for_each(Waker::wake);
         phase
     }
 
-    /// Closes the channel: the driver ends when the requests that it has have ended.
-    pub(crate) fn close(&self) {
+    /// Puts a request that the engine did not take back to the front of its file's list.
+    pub(crate) fn put_back(&self, file: u32, request: AsyncRequest) {
+        self.lock().files.put_back(file, request);
+    }
+
+    /// Forgets the closed files in `batch`.
+    pub(crate) fn forget(&self, batch: &mut Batch) {
+        for file in batch.detached.drain(..) {
+            // Dropping a device closes its files: outside the lock.
+            let _file = self.lock().files.remove(file);
+        }
+    }
+
+    /// Closes a file: it has no handle and no unsent request. The driver ends when the last file is
+    /// closed and its requests have ended.
+    pub(crate) fn close(&self, file: u32) {
         let mut contents = self.lock();
-        if contents.phase == ChannelState::Open {
+        contents.open -= 1;
+        contents.closed.push(file);
+        if contents.open == 0 && contents.phase == ChannelState::Open {
             contents.phase = ChannelState::Closed;
         }
+        contents.is_awake = true;
         drop(contents);
         self.wake();
     }
 
-    /// Refuses the requests in the list, and all later ones, with `error`: the driver ends.
+    /// Refuses the requests in the lists, and all later ones, with `error`: the driver ends.
     pub(crate) fn fail(&self, error: Error) {
         let mut contents = self.lock();
         contents.phase = ChannelState::Failed(error);
-        let requests = std::mem::take(&mut contents.requests);
-        let waiting = std::mem::take(&mut contents.waiting);
+        let requests = contents.files.take_all();
+        let files = contents.files.remove_all();
         drop(contents);
         requests.into_iter().for_each(|request| request.refuse(error));
-        waiting.into_values().for_each(Waker::wake);
+        files.into_iter().flat_map(|file| file.waiting).for_each(|(_, waker)| waker.wake());
     }
 
-    /// Readable after a request was appended to an empty list, or a close.
+    /// Readable after a request has come while the driver slept, or after a close.
     pub(crate) fn fd(&self) -> BorrowedFd<'_> {
         self.wake.as_fd()
     }
@@ -167,9 +273,9 @@ impl Channel {
 mod tests {
     use super::*;
     use crate::api::async_file::oneshot::{Receiver, oneshot};
+    use crate::storage::file::OpenOptions;
     use crate::types::byte_range::ByteRange;
     use crate::types::request::Op;
-    use std::sync::Arc;
     use std::sync::atomic::{AtomicUsize, Ordering};
     use std::task::{Poll, Wake};
 
@@ -181,10 +287,35 @@ mod tests {
         }
     }
 
+    fn disk() -> Arc<BlockDevice<dyn BlockMap>> {
+        let file = tempfile::NamedTempFile::new().unwrap();
+        file.as_file().set_len(4096).unwrap();
+        Arc::new(BlockDevice::open(file.path(), OpenOptions::default()).unwrap())
+    }
+
+    /// A channel with that many open files.
+    fn channel<const FILES: usize>(limit: usize) -> (Channel, [u32; FILES]) {
+        let channel = Channel::new(limit).unwrap();
+        let files = [(); FILES].map(|()| channel.open(disk()).unwrap().unwrap());
+        (channel, files)
+    }
+
     fn request(flags: Flags) -> (AsyncRequest, Receiver<Answer>) {
         let (sender, receiver) = oneshot();
         let io = Request { op: Op::Flush, flags, range: ByteRange::default() };
         (AsyncRequest { io, buffer: IoBuffer::default(), sender }, receiver)
+    }
+
+    /// Sends a request that finds room.
+    fn send(channel: &Channel, file: u32) {
+        let (request, _) = request(Flags::NONE);
+        assert!(channel.try_send(file, request, &mut None, Waker::noop()).is_none());
+    }
+
+    /// The files of the requests that are taken.
+    fn take(channel: &Channel, batch: &mut Batch, free: usize) -> (Vec<u32>, ChannelState) {
+        let phase = channel.take(batch, free);
+        (batch.turns.drain(..).map(|turn| turn.file).collect(), phase)
     }
 
     fn errno(mut receiver: Receiver<Answer>) -> Option<i32> {
@@ -195,51 +326,105 @@ mod tests {
     }
 
     #[test]
-    fn a_task_that_finds_the_list_full_is_woken_once_when_it_is_drained() {
-        let channel = Channel::new(1).unwrap();
+    fn a_task_that_finds_the_list_full_is_woken_once_when_half_of_it_is_taken() {
+        let (channel, [file, other]) = channel(4);
         let count = Arc::new(Count(AtomicUsize::new(0)));
         let waker = Waker::from(count.clone());
+        (0..4).for_each(|_| send(&channel, file));
         let mut waiter_id = None;
-        assert!(channel.try_send(request(Flags::NONE).0, &mut waiter_id, &waker).is_none());
-        let back = channel.try_send(request(Flags::NONE).0, &mut waiter_id, &waker).unwrap();
-        let back = channel.try_send(back, &mut waiter_id, &waker).unwrap();
-        let mut taken = VecDeque::new();
-        assert_eq!(channel.drain(&mut taken), ChannelState::Open);
-        assert_eq!((taken.len(), count.0.load(Ordering::SeqCst)), (1, 1));
-        assert!(channel.try_send(back, &mut waiter_id, &waker).is_none());
+        let back = channel.try_send(file, request(Flags::NONE).0, &mut waiter_id, &waker).unwrap();
+        let back = channel.try_send(file, back, &mut waiter_id, &waker).unwrap();
+        // The list of another file is not full.
+        send(&channel, other);
+        let mut batch = Batch::default();
+        assert_eq!(take(&channel, &mut batch, 2).0, [file, other]);
+        assert_eq!(count.0.load(Ordering::SeqCst), 0, "3 of 4 are left");
+        assert_eq!(take(&channel, &mut batch, 1).0, [file]);
+        assert_eq!(count.0.load(Ordering::SeqCst), 1);
+        assert!(channel.try_send(file, back, &mut waiter_id, &waker).is_none());
     }
 
     #[test]
     fn a_task_that_has_cancelled_its_wait_is_not_woken() {
-        let channel = Channel::new(0).unwrap();
+        let (channel, [file]) = channel(1);
+        send(&channel, file);
         let count = Arc::new(Count(AtomicUsize::new(0)));
-        let mut waiter_id = None;
-        assert!(
-            channel
-                .try_send(request(Flags::NONE).0, &mut waiter_id, &Waker::from(count.clone()))
-                .is_some()
-        );
-        channel.cancel_wait(waiter_id.unwrap());
-        channel.drain(&mut VecDeque::new());
+        let (mut waiter_id, waker) = (None, Waker::from(count.clone()));
+        let sent = channel.try_send(file, request(Flags::NONE).0, &mut waiter_id, &waker);
+        drop(waker);
+        assert!(sent.is_some());
+        channel.cancel_wait(file, waiter_id.unwrap());
+        channel.take(&mut Batch::default(), 9);
         assert_eq!(count.0.load(Ordering::SeqCst), 0);
         assert_eq!(Arc::strong_count(&count), 1);
     }
 
     #[test]
-    fn c32_a_request_that_is_not_to_wait_is_eagain_when_the_list_is_full() {
-        let channel = Channel::new(0).unwrap();
-        let (request, receiver) = request(Flags::NOWAIT);
-        assert!(channel.try_send(request, &mut None, Waker::noop()).is_none());
+    fn c32_a_request_that_is_not_to_wait_is_eagain_when_the_list_is_full_or_there_is_no_slot() {
+        let (channel, [file]) = channel(1);
+        send(&channel, file);
+        let mut batch = Batch::default();
+        assert!(take(&channel, &mut batch, 0).0.is_empty());
+        let (second, receiver) = request(Flags::NOWAIT);
+        assert!(channel.try_send(file, second, &mut None, Waker::noop()).is_none());
         assert_eq!(errno(receiver), Some(libc::EAGAIN));
+        assert_eq!(take(&channel, &mut batch, 1).0, [file]);
+        let (third, _) = request(Flags::NOWAIT);
+        assert!(channel.try_send(file, third, &mut None, Waker::noop()).is_none());
+        channel.take(&mut batch, 0);
+        assert!(batch.turns.len() == 1 && !batch.turns[0].has_begun);
     }
 
     #[test]
     fn c46_requests_in_the_list_and_later_ones_are_refused_when_the_driver_has_failed() {
-        let channel = Channel::new(1).unwrap();
+        let (channel, [file]) = channel(1);
         let ((early, before), (late, after)) = (request(Flags::NONE), request(Flags::NONE));
-        assert!(channel.try_send(early, &mut None, Waker::noop()).is_none());
+        assert!(channel.try_send(file, early, &mut None, Waker::noop()).is_none());
         channel.fail(Error::new(libc::ENXIO, Operation::Wait));
-        assert!(channel.try_send(late, &mut None, Waker::noop()).is_none());
+        assert!(channel.try_send(file, late, &mut None, Waker::noop()).is_none());
         assert_eq!((errno(before), errno(after)), (Some(libc::ENXIO), Some(libc::ENXIO)));
+        assert_eq!(channel.open(disk()).unwrap_err().errno(), libc::ENXIO);
+        assert_eq!(channel.open_files(), None);
+        channel.close(file);
+    }
+
+    #[test]
+    fn a_closed_file_is_forgotten_after_its_last_request_and_the_channel_ends_with_the_last_file() {
+        let (channel, [one, other]) = channel(9);
+        let mut batch = Batch::default();
+        [one, one, other].into_iter().for_each(|file| send(&channel, file));
+        channel.close(one);
+        assert_eq!(take(&channel, &mut batch, 1), (vec![one], ChannelState::Open));
+        assert_eq!(take(&channel, &mut batch, 9), (vec![other, one], ChannelState::Open));
+        batch.ended.extend([one, other]);
+        assert_eq!(take(&channel, &mut batch, 9), (vec![], ChannelState::Open));
+        assert!(batch.detached.is_empty(), "one request is left");
+        channel.close(other);
+        batch.ended.push(one);
+        assert!(channel.open(disk()).unwrap().is_none(), "no file is open");
+        assert_eq!(take(&channel, &mut batch, 9), (vec![], ChannelState::Closed));
+        assert_eq!(batch.detached, [one, other]);
+        channel.forget(&mut batch);
+        assert!(channel.disk(one).is_none() && channel.disk(other).is_none());
+    }
+
+    #[test]
+    fn only_a_request_that_comes_while_the_driver_sleeps_wakes_it() {
+        let (channel, [one, other]) = channel(9);
+        let mut batch = Batch::default();
+        let woken = || rustix::io::read(&channel.wake, &mut [0; 8]).is_ok();
+        send(&channel, one);
+        assert!(woken());
+        send(&channel, other);
+        assert!(!woken(), "it is awake already");
+        assert_eq!(take(&channel, &mut batch, 9).0, [one, other]);
+        send(&channel, one);
+        assert!(!woken(), "it looks again before it sleeps");
+        // There is no slot: it sleeps until a request ends, or one of another file comes.
+        assert!(take(&channel, &mut batch, 0).0.is_empty());
+        send(&channel, one);
+        assert!(!woken());
+        send(&channel, other);
+        assert!(woken());
     }
 }

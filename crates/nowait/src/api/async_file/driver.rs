@@ -5,12 +5,13 @@
 //! when the queue fails or this thread panics.
 #![allow(unsafe_code)]
 
-use std::collections::{HashMap, VecDeque};
 use std::sync::Arc;
 
-use crate::api::async_file::channel::{AsyncRequest, Channel, ChannelState};
-use crate::block::allocation_cache::AllocationCache;
-use crate::block::device::BlockDevice;
+use slab::Slab;
+
+use crate::api::async_file::channel::{AsyncRequest, Batch, Channel, ChannelState};
+use crate::api::file_turns::Turn;
+use crate::block::block_map::BlockMap;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::engine::Engine;
 use crate::engine::attached_device::DeviceHandle;
@@ -24,15 +25,14 @@ use crate::types::request::{Flags, Op};
 const CHANNEL_TOKEN: Token = FD_TOKEN | 1 << 59;
 
 pub(crate) struct Driver<Q: IoQueue> {
-    engine: Engine<Q, AllocationCache>,
-    disk: DeviceHandle<AllocationCache>,
+    engine: Engine<Q, dyn BlockMap>,
+    /// The devices that are attached, by the numbers of their files.
+    devices: Vec<Option<DeviceHandle<dyn BlockMap>>>,
     channel: Arc<Channel>,
-    /// Requests taken from the channel and not yet submitted: the engine had no slot.
-    requests: VecDeque<AsyncRequest>,
-    /// Requests that the engine has, by tag.
-    in_flight: HashMap<u64, AsyncRequest>,
-    next_tag: u64,
-    phase: ChannelState,
+    /// Requests taken from the channel and not yet submitted.
+    batch: Batch,
+    /// Requests that the engine has, with the numbers of their files, by tag.
+    in_flight: Slab<(u32, AsyncRequest)>,
     /// The error of requests that are left when the driver ends.
     final_error: Error,
 }
@@ -41,28 +41,24 @@ impl<Q: IoQueue> Driver<Q> {
     /// A driver; to be made on the thread that runs it, as a ring may be bound to the thread that
     /// made it.
     pub(crate) fn new(
-        disk: Arc<BlockDevice<AllocationCache>>,
-        workers: WorkerPool,
         queue: Q,
+        workers: WorkerPool,
         config: Config,
         channel: Arc<Channel>,
     ) -> Result<Self, Error> {
         let mut engine = Engine::new(queue, workers, config)?;
-        let disk = engine.attach(disk)?;
         engine.watch(channel.fd(), CHANNEL_TOKEN, Interest::Readable)?;
         Ok(Self {
             engine,
-            disk,
+            devices: Vec::new(),
             channel,
-            requests: VecDeque::new(),
-            in_flight: HashMap::new(),
-            next_tag: 0,
-            phase: ChannelState::Open,
+            batch: Batch::default(),
+            in_flight: Slab::new(),
             final_error: Error::new(libc::EIO, Operation::Wait),
         })
     }
 
-    /// Serves until the channel is closed and everything in flight has ended, or the queue fails.
+    /// Serves until the last file is closed and everything in flight has ended, or the queue fails.
     pub(crate) fn run(mut self) {
         if let Err(error) = self.serve() {
             self.final_error = error;
@@ -70,69 +66,116 @@ impl<Q: IoQueue> Driver<Q> {
     }
 
     fn serve(&mut self) -> Result<(), Error> {
-        loop {
-            self.submit_all();
-            if self.phase == ChannelState::Closed
-                && self.requests.is_empty()
-                && self.in_flight.is_empty()
-            {
-                return Ok(());
-            }
+        while self.submit_all() != ChannelState::Closed {
             // One system call submits to the kernel and sleeps.
             self.engine.wait(None, &mut |_, _| {})?;
             self.complete();
         }
+        Ok(())
     }
 
-    /// Submits requests until the engine has no slot or the channel was seen empty. A request that
-    /// comes later wakes the next `wait`.
-    fn submit_all(&mut self) {
+    /// Submits requests until no file has one for which there is room. A request that comes later
+    /// wakes the next `wait`.
+    fn submit_all(&mut self) -> ChannelState {
+        let mut free = self.engine.free_slots();
         loop {
-            while let Some(request) = self.requests.pop_front() {
-                if let Some(request) = self.submit(request) {
-                    self.requests.push_front(request);
-                    return;
-                }
+            let phase = self.channel.take(&mut self.batch, free);
+            self.detach_closed();
+            if self.batch.turns.is_empty() {
+                return phase;
             }
-            self.phase = self.channel.drain(&mut self.requests);
-            if self.requests.is_empty() {
-                return;
-            }
+            free = if self.submit_batch() { self.engine.free_slots() } else { 0 };
         }
     }
 
+    /// Submits the requests of the batch. False if some must wait until a request in flight has ended.
+    fn submit_batch(&mut self) -> bool {
+        let mut turns = std::mem::take(&mut self.batch.turns);
+        let mut waiting = Vec::new();
+        for Turn { file, request, has_begun } in turns.drain(..) {
+            if has_begun {
+                waiting.extend(self.submit(file, request).map(|request| (file, request)));
+            } else {
+                let error = Error::new(libc::EAGAIN, Operation::Validate).at(request.io.range);
+                request.refuse(error);
+            }
+        }
+        self.batch.turns = turns;
+        let all = waiting.is_empty();
+        for (file, request) in waiting.into_iter().rev() {
+            self.channel.put_back(file, request);
+        }
+        all
+    }
+
     /// Submits one request. Returns it if it must wait until a request in flight has ended.
-    fn submit(&mut self, request: AsyncRequest) -> Option<AsyncRequest> {
-        let tag = self.next_tag;
-        self.next_tag += 1;
-        let AsyncRequest { io, buffer, .. } =
-            self.in_flight.entry(tag).insert_entry(request).into_mut();
-        let io = *io;
+    fn submit(&mut self, file: u32, request: AsyncRequest) -> Option<AsyncRequest> {
+        if let Err(error) = self.attach(file) {
+            self.batch.ended.push(file);
+            request.refuse(error);
+            return None;
+        }
+        let device = self.devices.get(file as usize)?.as_ref()?;
+        let io = request.io;
+        let entry = self.in_flight.vacant_entry();
+        let tag = entry.key();
+        let (_, AsyncRequest { buffer, .. }) = entry.insert((file, request));
         let submitted = match io.op {
             Op::Read | Op::Write => {
                 let segment = IoSegment { base: buffer.as_mut_ptr(), len: buffer.len() };
                 // SAFETY: the buffer stays in place, in `in_flight`, until the engine gives the
                 // request back; if the engine is dropped before that, `drop` has leaked the memory.
-                unsafe { self.engine.submit_user_memory(&self.disk, io, &[segment], tag) }
+                unsafe { self.engine.submit_user_memory(device, io, &[segment], tag as u64) }
             }
             Op::Flush | Op::Discard | Op::Zero | Op::Status => {
-                self.engine.submit_no_data(&self.disk, io, tag)
+                self.engine.submit_no_data(device, io, tag as u64)
             }
         };
         let error = submitted.err()?.error;
-        let request = self.in_flight.remove(&tag)?;
+        let (_, request) = self.in_flight.try_remove(tag)?;
         let may_wait = !io.flags.has(Flags::NOWAIT) && self.engine.in_flight() > 0;
         if error.errno() == libc::EAGAIN && may_wait {
             return Some(request);
         }
+        self.batch.ended.push(file);
         request.refuse(error);
         None
+    }
+
+    /// Attaches the device of a file, if it is not attached yet.
+    fn attach(&mut self, file: u32) -> Result<(), Error> {
+        let number = file as usize;
+        if self.devices.get(number).is_some_and(Option::is_some) {
+            return Ok(());
+        }
+        let missing = Error::new(libc::ENODEV, Operation::Validate);
+        let disk = self.channel.disk(file).ok_or(missing)?;
+        let device = self.engine.attach(disk)?;
+        if self.devices.len() <= number {
+            self.devices.resize_with(number + 1, || None);
+        }
+        self.devices[number] = Some(device);
+        Ok(())
+    }
+
+    /// Detaches the closed files of the batch, none of which has a request.
+    fn detach_closed(&mut self) {
+        for &file in &self.batch.detached {
+            let device = self.devices.get_mut(file as usize).and_then(Option::take);
+            if let Some(device) = device {
+                // It is attached to this engine, once.
+                let _ = self.engine.detach(&device);
+            }
+        }
+        self.channel.forget(&mut self.batch);
     }
 
     /// Answers the requests that have ended.
     fn complete(&mut self) {
         while let Some(completion) = self.engine.next() {
-            let Some(request) = self.in_flight.remove(&completion.tag) else { continue };
+            let tag = completion.tag as usize;
+            let Some((file, request)) = self.in_flight.try_remove(tag) else { continue };
+            self.batch.ended.push(file);
             let result = completion.result().map(|bytes| bytes as usize);
             request.sender.complete((result, request.buffer));
         }
@@ -143,12 +186,12 @@ impl<Q: IoQueue> Drop for Driver<Q> {
     /// Answers the requests that are left with the error. Memory that is still in flight is leaked:
     /// the queue has failed, and the kernel may write to it at any time (C45).
     fn drop(&mut self) {
-        for request in self.in_flight.values_mut() {
+        for (_, (_, request)) in &mut self.in_flight {
             std::mem::forget(std::mem::take(&mut request.buffer));
         }
         self.channel.fail(self.final_error);
-        let left =
-            self.requests.drain(..).chain(self.in_flight.drain().map(|(_, request)| request));
+        let left = self.batch.turns.drain(..).map(|turn| turn.request);
+        let left = left.chain(self.in_flight.drain().map(|(_, request)| request));
         left.for_each(|request| request.refuse(self.final_error));
     }
 }

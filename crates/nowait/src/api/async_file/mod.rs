@@ -1,37 +1,40 @@
 //! The async API: requests as futures, on any executor or none.
 //!
-//! Invariant: an unsent request holds its file, so that its driver exists when it is sent; a sent
-//! request holds only the receiver of its result, so that it may be dropped at any time (C45).
+//! Invariant: an unsent request holds its file, and so its thread, so that its driver exists when it is
+//! sent; a sent request holds only the receiver of its result, so that it may be dropped at any time
+//! (C45).
 
 mod oneshot;
 mod channel;
 mod driver;
+mod engine_threads;
 
 use std::fmt;
 use std::future::Future;
 use std::path::Path;
 use std::pin::Pin;
 use std::sync::Arc;
-use std::sync::mpsc;
 use std::task::{Context, Poll};
 
-use crate::block::allocation_cache::AllocationCache;
+use crate::block::block_map::BlockMap;
 use crate::block::device::BlockDevice;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::memory::io_buffer::IoBuffer;
 use crate::queue::IoQueue;
-use crate::queue::auto::QueueKind;
 use crate::storage::file::OpenOptions;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
 use crate::types::request::{Flags, Op, Request};
 use channel::{Answer, AsyncRequest, Channel};
-use driver::Driver;
 use oneshot::{Receiver, oneshot};
 
-/// An image with futures: `Clone + Send + Sync`, for every executor. A thread of its own, shared by
-/// all clones, owns an engine and wakes the waiting tasks; no runtime is needed.
+/// An image with futures: `Clone + Send + Sync`, for every executor. A thread of the library owns an
+/// engine and wakes the waiting tasks; no runtime is needed.
+///
+/// All files of the process share these threads, one for each processor that the process may use and
+/// at most four: a file goes to the one with the fewest files. A thread starts with its first file and
+/// ends with its last one, so that a file costs little more than its descriptor.
 ///
 /// Each request costs two hops between threads, and one or two allocations. Tasks of one thread spare them
 /// with [`LocalAsyncFile`](crate::LocalAsyncFile), which is many times faster at low depth.
@@ -39,15 +42,22 @@ use oneshot::{Receiver, oneshot};
 /// A request is sent by the first poll of its future. **Dropping a future is always safe.** If it
 /// is dropped before that poll, no request is made. If it is dropped later, the request goes on,
 /// and the thread keeps its memory until the kernel has finished with it (C45): a dropped write may
-/// or may not be done, at any time until the last clone is gone and the thread has ended.
+/// or may not be done, at any time until the last clone is gone and the thread has finished the file's
+/// requests.
 ///
-/// When the last clone is dropped, the thread finishes the requests in flight and ends; the drop
-/// does not wait for that, and futures that were sent are still answered (C46). If the thread's
-/// queue fails, every request that the thread has, and every later one, ends with the queue's
-/// error; a request that was in flight then gives back an empty buffer, as its memory is leaked.
+/// When the last clone is dropped, the thread finishes the requests in flight, closes the file, and
+/// ends if that was its last one; the drop does not wait for that, and futures that were sent are still
+/// answered (C46). If the thread's queue fails, every request that the thread has, and every later one
+/// of its files, ends with the queue's error; a request that was in flight then gives back an empty
+/// buffer, as its memory is leaked. A file that is opened later goes to another thread.
 ///
-/// At most [`Config::slots`] requests are in flight and twice as many queued; a further future
+/// At most [`Config::slots`] requests of a thread's files are in flight, those of one file never more
+/// than three times the slots that are free: so a file whose disk hangs leaves slots to the others.
+/// Of each file twice as many as there are slots may be queued, and the files take turns; a further future
 /// waits for room before it is sent, or fails with `EAGAIN` under [`Flags::NOWAIT`] (C32).
+///
+/// A child process after fork(2) uses no file that its parent has opened: the threads are the
+/// parent's.
 ///
 /// ```
 /// # use std::{pin::pin, sync::Arc, task::{Context, Poll, Wake, Waker}, thread};
@@ -88,40 +98,18 @@ pub struct AsyncFile {
     flags: Flags,
 }
 
-/// The state that the clones share. The driver holds only the channel, so it ends when this is
-/// dropped.
+/// The state that the clones share. The driver holds only the channel, and closes the file when this
+/// is dropped.
 struct AsyncFileInner {
     channel: Arc<Channel>,
+    /// The number of the file in the channel.
+    number: u32,
     size: u64,
 }
 
 impl Drop for AsyncFileInner {
     fn drop(&mut self) {
-        self.channel.close();
-    }
-}
-
-/// The parts of a driver but its queue, in the thread that will own it.
-struct DriverStart {
-    disk: Arc<BlockDevice<AllocationCache>>,
-    workers: WorkerPool,
-    config: Config,
-    channel: Arc<Channel>,
-    /// The thread that called [`AsyncFile::new`] waits at its other end.
-    ready: mpsc::Sender<Result<(), Error>>,
-}
-
-impl DriverStart {
-    /// Serves on `queue`, until all clones of the file are gone.
-    ///
-    /// # Errors
-    /// As [`Engine::new`](crate::Engine::new): no request was served.
-    fn serve<Q: IoQueue>(self, queue: Q) -> Result<(), Error> {
-        let Self { disk, workers, config, channel, ready } = self;
-        let driver = Driver::new(disk, workers, queue, config, channel)?;
-        let _ = ready.send(Ok(()));
-        driver.run();
-        Ok(())
+        self.channel.close(self.number);
     }
 }
 
@@ -133,63 +121,58 @@ impl AsyncFile {
     pub fn open(path: &Path, options: OpenOptions) -> Result<Self, Error> {
         let disk = BlockDevice::open(path, options)?;
         disk.scan();
-        let (hint, allocate_ahead) = (!options.no_hint, !options.no_allocate_ahead);
-        let config = Config { hint, allocate_ahead, ..Config::default() };
-        let disk = Arc::new(disk);
-        let workers = WorkerPool::new(config.workers);
-        Self::new(disk, workers, config)
+        Self::new(Arc::new(disk))
     }
 
-    /// The async API of `disk`, which engines and other APIs may serve at the same time. It uses a
-    /// ring, or [`crate::AioThreadQueue`] where io_uring(7) is forbidden or missing.
+    /// The async API of `disk`, a device of any map, which engines and other APIs may serve at the same
+    /// time. The threads use rings, or [`crate::AioThreadQueue`]s where io_uring(7) is forbidden or
+    /// missing, and the settings of [`Config::default`].
+    ///
+    /// If a descriptor is missing that the thread needs for the file, each request fails with `EMFILE`
+    /// until there is one.
     ///
     /// # Errors
-    /// `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: a descriptor or the thread could not be made.
-    pub fn new(
-        disk: Arc<BlockDevice<AllocationCache>>,
-        workers: WorkerPool,
-        config: Config,
-    ) -> Result<Self, Error> {
-        Self::start(disk, workers, config, move |start| {
-            let queue = QueueKind::Auto.open(config.slots)?;
-            start.serve(queue)
-        })
+    /// `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: there is no thread yet, and a descriptor or the thread
+    /// could not be made.
+    pub fn new(disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Self, Error> {
+        let size = disk.size();
+        let (channel, number) = engine_threads::open(disk)?;
+        Ok(Self::with(channel, number, size))
     }
 
-    /// As [`AsyncFile::new`], on the queue that `make` makes in the thread that will own it.
+    /// A file with a thread of its own, on the queue that `make` makes in that thread. Others share the
+    /// thread by [`AsyncFile::another`].
     ///
     /// # Errors
     /// As [`AsyncFile::new`], and the error of `make`.
     pub fn with_queue<Q: IoQueue>(
-        disk: Arc<BlockDevice<AllocationCache>>,
+        disk: Arc<BlockDevice<dyn BlockMap>>,
         workers: WorkerPool,
         config: Config,
         make: impl FnOnce() -> Result<Q, Error> + Send + 'static,
     ) -> Result<Self, Error> {
-        Self::start(disk, workers, config, |start| {
-            let queue = make()?;
-            start.serve(queue)
-        })
+        Self::on(engine_threads::start(workers, config, make)?, disk)
     }
 
-    /// Starts the thread, which calls [`DriverStart::serve`] with a queue in `run`.
-    fn start(
-        disk: Arc<BlockDevice<AllocationCache>>,
-        workers: WorkerPool,
-        config: Config,
-        run: impl FnOnce(DriverStart) -> Result<(), Error> + Send + 'static,
-    ) -> Result<Self, Error> {
-        let channel = Arc::new(Channel::new(config.slots as usize)?);
-        let handle = AsyncFileInner { channel: channel.clone(), size: disk.size() };
-        let (ready, made) = mpsc::channel();
-        let start = DriverStart { disk, workers, config, channel, ready: ready.clone() };
-        let run = move || run(start).or_else(|error| ready.send(Err(error)));
-        std::thread::Builder::new()
-            .name("nowait-async".into())
-            .spawn(run)
-            .map_err(|e| Error::from_io(&e, Operation::SetUp))?;
-        made.recv().unwrap_or(Err(Error::new(libc::EIO, Operation::SetUp)))?;
-        Ok(Self { shared: Arc::new(handle), flags: Flags::NONE })
+    /// The async API of another device, on the thread of this file.
+    ///
+    /// # Errors
+    /// The queue's, if it has failed.
+    pub fn another(&self, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Self, Error> {
+        Self::on(self.shared.channel.clone(), disk)
+    }
+
+    fn on(channel: Arc<Channel>, disk: Arc<BlockDevice<dyn BlockMap>>) -> Result<Self, Error> {
+        let size = disk.size();
+        // A channel with an open file, or without an earlier one, is open.
+        let closed = Error::new(libc::EIO, Operation::SetUp);
+        let number = channel.open(disk)?.ok_or(closed)?;
+        Ok(Self::with(channel, number, size))
+    }
+
+    fn with(channel: Arc<Channel>, number: u32, size: u64) -> Self {
+        let shared = Arc::new(AsyncFileInner { channel, number, size });
+        Self { shared, flags: Flags::NONE }
     }
 
     /// Bytes of the device.
@@ -322,8 +305,10 @@ impl Future for RequestFuture {
     fn poll(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<Answer> {
         let this = &mut *self;
         if let Some(PendingSubmit { request, file }) = this.unsent.take()
-            && let Some(request) =
-                file.shared.channel.try_send(request, &mut this.waiter_id, context.waker())
+            && let Some(request) = {
+                let AsyncFileInner { channel, number, .. } = &*file.shared;
+                channel.try_send(*number, request, &mut this.waiter_id, context.waker())
+            }
         {
             this.unsent = Some(PendingSubmit { request, file });
             return Poll::Pending;
@@ -339,7 +324,8 @@ impl Future for RequestFuture {
 impl Drop for RequestFuture {
     fn drop(&mut self) {
         if let (Some(unsent), Some(waiter_id)) = (&self.unsent, self.waiter_id) {
-            unsent.file.shared.channel.cancel_wait(waiter_id);
+            let AsyncFileInner { channel, number, .. } = &*unsent.file.shared;
+            channel.cancel_wait(*number, waiter_id);
         }
     }
 }

@@ -6,11 +6,11 @@
 mod request_slab;
 mod local_engine;
 mod sent_requests;
+mod wake_flag;
 mod shared_engine;
 mod thread_engines;
 mod file_state;
 mod request_future;
-mod wake_flag;
 pub(crate) mod local_driver;
 #[cfg(all(feature = "tokio", not(loom)))]
 mod tokio_driver;
