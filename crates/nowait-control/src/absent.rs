@@ -104,7 +104,7 @@ impl Client {
     /// The server.
     ///
     /// # Errors
-    /// Never, as of all methods here: there is no client.
+    /// Never, like all methods here: a client does not exist.
     pub const fn server(&self) -> Result<ServerInfo, ClientError> {
         match self.0 {}
     }

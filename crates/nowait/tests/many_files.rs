@@ -10,7 +10,7 @@ use nowait_testkit::{WaitForRequests, required};
 use rustix::process::{Resource, Rlimit, getrlimit, setrlimit};
 
 const BLOCK: u64 = 4096;
-/// Places of the table: it is no longer than the limit on descriptors when the ring is made.
+/// Places of the table: the limit on descriptors at the ring's creation bounds it.
 const TABLE: u64 = 64;
 const FILES: u64 = 200;
 

@@ -1,4 +1,4 @@
-//! An idle server is no pressure on I/O (`/proc/pressure/io`): its threads wait for clients.
+//! An idle server causes no I/O pressure (`/proc/pressure/io`): its threads wait for clients.
 //!
 //! Invariant: the figure is that of a control group in which only the server under test is.
 

@@ -59,7 +59,7 @@ impl AbsentStorage<CephImages> {
     /// Opens no image.
     ///
     /// # Errors
-    /// Never: there is no location of one.
+    /// Never: a location of this kind does not exist.
     pub const fn open(location: &RbdLocation, _: RbdOptions) -> Result<Self, String> {
         match location.0 {}
     }

@@ -1,6 +1,6 @@
 //! Storages that this build leaves out, by the names of those that it could have.
 //!
-//! Invariant: there is no location of such a storage, so nothing of it can be reached: the refusal of a
+//! Invariant: a location of such a storage cannot be made, so nothing of it can be reached: the refusal of a
 //! name says which cargo feature is missing.
 
 mod absent_kind;

@@ -60,7 +60,7 @@ impl AbsentStorage<Objects> {
     /// Opens no object.
     ///
     /// # Errors
-    /// Never: there is no location of one.
+    /// Never: a location of this kind does not exist.
     pub const fn open(url: &ObjectUrl, _: &ObjectOptions) -> Result<Self, String> {
         match url.0 {}
     }
@@ -138,7 +138,7 @@ impl ObjectUpload {
     /// Begins no upload.
     ///
     /// # Errors
-    /// Never: there is no location of an object.
+    /// Never: a location of an object does not exist.
     pub const fn begin(url: &ObjectUrl, _: u64, _: UploadOptions) -> Result<Self, String> {
         match url.0 {}
     }
@@ -163,7 +163,7 @@ impl ObjectUpload {
     /// The next part that the store has.
     ///
     /// # Errors
-    /// Never: there is no upload.
+    /// Never: an upload does not exist.
     pub const fn next_sent(&self) -> Result<Option<usize>, String> {
         match self.0 {}
     }
@@ -171,7 +171,7 @@ impl ObjectUpload {
     /// Makes the object visible.
     ///
     /// # Errors
-    /// Never: there is no upload.
+    /// Never: an upload does not exist.
     pub const fn complete(self) -> Result<(), String> {
         match self.0 {}
     }
@@ -179,7 +179,7 @@ impl ObjectUpload {
     /// Has the store drop the parts that were sent.
     ///
     /// # Errors
-    /// Never: there is no upload.
+    /// Never: an upload does not exist.
     pub const fn abort(self) -> Result<(), String> {
         match self.0 {}
     }

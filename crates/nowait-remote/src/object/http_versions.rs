@@ -145,7 +145,7 @@ pub(super) fn says_no_http1(error: &ClientError) -> bool {
 }
 
 /// Whether a server that speaks HTTP/2 only may be the reason: it has refused HTTP/1.1, has closed the connection in the
-/// handshake, or its answer is no HTTP/1.1.
+/// handshake, or its answer is not HTTP/1.1.
 fn may_speak_http2(error: &ClientError) -> bool {
     let closed = |error: &io::Error| {
         matches!(error.kind(), ErrorKind::UnexpectedEof | ErrorKind::ConnectionReset)
@@ -253,7 +253,7 @@ mod tests {
             let version = site.probe().unwrap();
             site.read(&version, 0, BYTES).unwrap();
             assert_eq!(site.server.script().requests.len(), 2, "{refusal:?}");
-            // It is remembered: there is no other connection.
+            // It is remembered: another connection is not made.
             site.server.script().tls = None;
             site.read(&version, 0, BYTES).unwrap();
         }

@@ -1,6 +1,6 @@
 //! Whether a part of an upload is sent fast enough.
 //!
-//! Invariant: a slow link is no reason to send a part again. It is late when all connections of the upload together have sent
+//! Invariant: a part is not sent again because the link is slow. It is late when all connections of the upload together have sent
 //! too little for a while, or so much more than its bytes that it must have been its turn.
 
 use std::time::{Duration, Instant};

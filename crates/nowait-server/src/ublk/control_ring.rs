@@ -120,7 +120,7 @@ impl ControlRing {
     /// Waits for the answer to the only command. No error of the wait ends it: the driver may use
     /// the memory until it has answered.
     fn answer(&mut self) -> i32 {
-        // The driver waits for users and servers of the device; that is no wait for I/O.
+        // The driver waits for users and servers of the device; that is not an I/O wait.
         let mut flags = EnterFlags::GETEVENTS;
         flags.set(EnterFlags::NO_IOWAIT, self.ring.params().is_feature_no_iowait());
         loop {
