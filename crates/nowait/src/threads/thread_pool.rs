@@ -125,6 +125,12 @@ impl Bounds {
         let device = (one.threads - one.threads.div_ceil(4)).max(1);
         Self { device, stuck: Some(STUCK), ..one }
     }
+
+    /// The greatest number of threads of one client of a device.
+    fn client(&self) -> usize {
+        // A client with many slow jobs leaves a quarter of the threads to other clients.
+        self.device - self.device / 4
+    }
 }
 
 struct Shared<J> {
@@ -251,8 +257,7 @@ impl<J: WorkItem> ThreadPool<J> {
     }
 
     fn with(bounds: Bounds, run: impl Fn(&mut Vec<J>) + Send + Sync + 'static) -> Self {
-        // A client with many slow jobs leaves a quarter of the threads to other clients.
-        let queue = FairQueue::new(bounds.device, bounds.device - bounds.device / 4);
+        let queue = FairQueue::new(bounds.device, bounds.client());
         let jobs = Mutex::new(PoolState {
             queue,
             idle: 0,
