@@ -12,9 +12,11 @@ mod host_names;
 mod open_list;
 mod fault_log;
 mod policy;
+mod credential_output;
 #[cfg(feature = "object-stores")]
 mod object;
 mod nbd;
+mod rbd_options;
 #[cfg(feature = "ceph")]
 mod rbd;
 #[cfg(not(all(feature = "object-stores", feature = "ceph")))]
@@ -27,6 +29,9 @@ use absent::ceph as rbd;
 #[cfg(not(feature = "object-stores"))]
 use absent::object;
 
+pub use credential_output::{
+    CREDENTIAL_COMMAND_BYTES, CREDENTIAL_OUTPUT_BYTES, CredentialOutput, RunCredentialProcess,
+};
 pub use host_names::{LookUp, look_up_names_by, looked_up_here};
 pub use location::Location;
 pub use nbd::{LinkCounts, NbdOptions, NbdStorage, open_links};
@@ -36,9 +41,8 @@ pub use object::ABSENT as OBJECT_STORES_ABSENT;
 #[cfg(feature = "fuzz")]
 pub use object::fuzz;
 pub use object::{
-    BLOCK_MEMORY, BootRecord, CREDENTIAL_COMMAND_BYTES, CREDENTIAL_OUTPUT_BYTES, CacheOptions,
-    CredentialOutput, MIN_BLOCK_MEMORY, MIN_CACHE_BYTES, ObjectOptions, ObjectStorage,
-    ObjectUpload, ObjectUrl, RunCredentialProcess, StoreCounters, StoreCounts, UploadOptions,
+    BLOCK_MEMORY, BootRecord, CacheOptions, MIN_BLOCK_MEMORY, MIN_CACHE_BYTES, ObjectOptions,
+    ObjectStorage, ObjectUpload, ObjectUrl, StoreCounters, StoreCounts, UploadOptions,
     block_memory, credential_command, credential_program, limit_block_memory, open_stores,
     redirect_ports, run_credential_process, run_credential_processes_by,
     run_only_credential_process,
@@ -47,4 +51,5 @@ pub use open::{RemoteOptions, open, open_backings, open_storage};
 pub use policy::{
     BLOCK_BYTES, BackOff, Pace, PrefetchCursor, PrefetchOrder, ReadAhead, block_runs,
 };
-pub use rbd::{RbdLocation, RbdOptions, RbdStorage};
+pub use rbd::{RbdLocation, RbdStorage};
+pub use rbd_options::RbdOptions;

@@ -12,7 +12,8 @@ use nowait_image::{ChainOptions, Image, ImageError, NamedStorages};
 use crate::location::Location;
 use crate::nbd::{NbdOptions, NbdStorage};
 use crate::object::{BootRecord, CacheOptions, MINIMUM_RATE, ObjectOptions, ObjectStorage};
-use crate::rbd::{RbdOptions, RbdStorage};
+use crate::rbd::RbdStorage;
+use crate::rbd_options::RbdOptions;
 
 /// How remote storages are used.
 #[derive(Clone, Debug)]

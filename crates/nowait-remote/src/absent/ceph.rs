@@ -3,7 +3,7 @@
 use std::time::Duration;
 
 use crate::absent::absent_kind::{AbsentKind, AbsentLocation, AbsentStorage};
-use crate::nbd::NbdOptions;
+use crate::rbd_options::RbdOptions;
 
 /// The kind of the images of Ceph clusters.
 #[derive(Clone, Debug, PartialEq, Eq)]
@@ -20,21 +20,6 @@ pub type RbdLocation = AbsentLocation<CephImages>;
 
 /// An image of a Ceph cluster.
 pub type RbdStorage = AbsentStorage<CephImages>;
-
-/// How an image of a cluster is used.
-#[derive(Clone, Copy, Debug)]
-pub struct RbdOptions {
-    /// How long requests wait for the cluster before they fail, at least a second.
-    pub timeout: Duration,
-    /// It is only read.
-    pub read_only: bool,
-}
-
-impl Default for RbdOptions {
-    fn default() -> Self {
-        Self { timeout: NbdOptions::default().reconnect, read_only: true }
-    }
-}
 
 impl AbsentLocation<CephImages> {
     /// Whether it is a snapshot.

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::absent::absent_kind::{AbsentKind, AbsentLocation, AbsentStorage};
+use crate::credential_output::{CredentialOutput, RunCredentialProcess};
 
 /// The smallest size of a cache in bytes.
 pub const MIN_CACHE_BYTES: u64 = 64 << 20;
@@ -256,31 +257,6 @@ pub const fn limit_block_memory(_: u64) {}
 pub const fn redirect_ports() -> Vec<u16> {
     Vec::new()
 }
-
-/// Maximum bytes of a command line in a profile.
-pub const CREDENTIAL_COMMAND_BYTES: usize = 4096;
-/// Maximum bytes of the standard output of its program.
-pub const CREDENTIAL_OUTPUT_BYTES: usize = 64 << 10;
-
-/// Output of a program that has exited.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CredentialOutput {
-    /// Its standard output, or the end of a sentence about why there is none.
-    pub output: Result<Vec<u8>, String>,
-    /// Its messages in one line.
-    pub messages: String,
-}
-
-impl CredentialOutput {
-    /// Output of a program that was not run, with the end of a sentence about it.
-    #[must_use]
-    pub fn failed(why: &str) -> Self {
-        Self { output: Err(why.to_owned()), messages: String::new() }
-    }
-}
-
-/// Has another process run the program of a command line.
-pub type RunCredentialProcess = Box<dyn Fn(&str) -> CredentialOutput + Send + Sync>;
 
 /// Without effect: no program of a profile is run.
 pub const fn run_only_credential_process(_: &str) {}

@@ -18,8 +18,8 @@ use object_store::client::HttpConnector;
 use object_store::{ClientOptions, CredentialProvider};
 use url::Url;
 
+use crate::credential_output::CREDENTIAL_COMMAND_BYTES;
 use crate::object::aws_sso::{SsoCredentials, SsoRole};
-use crate::object::credential_process::CREDENTIAL_COMMAND_BYTES;
 use crate::object::process_credentials::ProcessCredentials;
 use crate::object::secret_text;
 

@@ -20,39 +20,16 @@ use rustix::io::Errno;
 use rustix::process::{Pid, PidfdFlags, Signal, kill_process_group, pidfd_open};
 use serde_json::Value;
 
+use crate::credential_output::{CREDENTIAL_OUTPUT_BYTES, CredentialOutput, RunCredentialProcess};
 use crate::object::secret_text::is_plain;
 
 /// How long the program may run.
 const RUN_TIME: Duration = Duration::from_secs(60);
-/// Maximum bytes of a command line in a profile.
-pub const CREDENTIAL_COMMAND_BYTES: usize = 4096;
-/// Maximum bytes of its standard output.
-pub const CREDENTIAL_OUTPUT_BYTES: usize = 64 << 10;
 /// Bytes of its standard error that are kept, and characters of them that are told.
 const MESSAGE_BYTES: usize = 4096;
 const MESSAGE_CHARACTERS: usize = 300;
 /// Variables of the environment that are for this process alone: those that begin so.
 const OWN_VARIABLES: [&str; 4] = ["NOWAIT_UPGRADE", "NOTIFY_SOCKET", "LISTEN_", "WATCHDOG_"];
-
-/// Output of a program that has exited.
-#[derive(Clone, Debug, PartialEq, Eq)]
-pub struct CredentialOutput {
-    /// Its standard output, or the end of a sentence about the program that says why there is none.
-    pub output: Result<Vec<u8>, String>,
-    /// The beginning of its standard error, as one line without control characters.
-    pub messages: String,
-}
-
-impl CredentialOutput {
-    /// Output of a program that was not run, with the end of a sentence about it.
-    #[must_use]
-    pub fn failed(why: &str) -> Self {
-        Self { output: Err(why.to_owned()), messages: String::new() }
-    }
-}
-
-/// Has another process run the program of a command line.
-pub type RunCredentialProcess = Box<dyn Fn(&str) -> CredentialOutput + Send + Sync>;
 
 static RUN: OnceLock<RunCredentialProcess> = OnceLock::new();
 /// The only command line that is run, if there is only one.

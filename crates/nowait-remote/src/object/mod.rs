@@ -42,7 +42,6 @@ pub use block_memory::{BLOCK_MEMORY, MIN_BLOCK_MEMORY, block_memory, limit_block
 pub use boot_record::BootRecord;
 pub use cache_directory::{CacheOptions, MIN_CACHE_BYTES};
 pub use credential_process::{
-    CREDENTIAL_COMMAND_BYTES, CREDENTIAL_OUTPUT_BYTES, CredentialOutput, RunCredentialProcess,
     credential_program, run_credential_process, run_credential_processes_by,
     run_only_credential_process,
 };

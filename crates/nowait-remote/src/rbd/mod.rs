@@ -7,4 +7,4 @@ mod librbd;
 mod rbd_storage;
 
 pub use rbd_location::RbdLocation;
-pub use rbd_storage::{RbdOptions, RbdStorage};
+pub use rbd_storage::RbdStorage;

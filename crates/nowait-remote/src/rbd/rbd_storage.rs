@@ -13,29 +13,14 @@ use nowait::{
     StorageProperties,
 };
 
-use crate::nbd::NbdOptions;
 use crate::rbd::librbd::{RbdImage, load, wait_until_closed};
 use crate::rbd::rbd_location::RbdLocation;
+use crate::rbd_options::RbdOptions;
 
 /// The longest read or write of one call in bytes.
 const CALL_BYTES: u64 = 4 << 20;
 /// The longest range that one call zeroes in bytes.
 const ZERO_BYTES: u64 = 128 << 20;
-
-/// How an image of a cluster is used.
-#[derive(Clone, Copy, Debug)]
-pub struct RbdOptions {
-    /// How long requests wait for the cluster before they fail, at least a second.
-    pub timeout: Duration,
-    /// It is only read.
-    pub read_only: bool,
-}
-
-impl Default for RbdOptions {
-    fn default() -> Self {
-        Self { timeout: NbdOptions::default().reconnect, read_only: true }
-    }
-}
 
 /// An image of a Ceph cluster.
 pub struct RbdStorage {
