@@ -102,7 +102,7 @@ pub(crate) fn bind(
     let (path, is_given) = match address {
         Some(ControlAddress::Off | ControlAddress::Tcp { .. }) => return Ok(None),
         Some(ControlAddress::Unix(path)) => (path.clone(), true),
-        None if nowait_control::ABSENT.is_some() => return Ok(None),
+        None if nowait_control::DISABLED.is_some() => return Ok(None),
         None => match of_this_process() {
             Some(path) => (path, false),
             None => {

@@ -96,7 +96,7 @@ pub fn run() -> u8 {
 /// Runs `command`, whose rules were checked. Returns the exit status.
 fn execute(command: Command) -> Result<u8, CliError> {
     if command.asks_a_server()
-        && let Some(why) = nowait_control::ABSENT
+        && let Some(why) = nowait_control::DISABLED
     {
         return Err(CliError::new(why));
     }

@@ -4,7 +4,7 @@
 //! methods of [`ControlledServer`].
 //!
 //! The cargo feature `http`, on by default, can be left out: the types are the same then, but no server starts, no client
-//! asks, and [`ABSENT`] says why.
+//! asks, and [`DISABLED`] says why.
 #![forbid(unsafe_code)]
 
 mod api;
@@ -14,10 +14,10 @@ mod client_error;
 #[cfg(feature = "http")]
 mod http;
 #[cfg(not(feature = "http"))]
-mod absent;
+mod disabled;
 
 #[cfg(not(feature = "http"))]
-use absent as http;
+use disabled as http;
 
 pub use api::{
     AddExport, AddFrontend, BucketInfo, BucketLimit, ConnectionInfo, ErrnoInfo, ExportHistory,
@@ -29,5 +29,5 @@ pub use client_error::ClientError;
 pub use controlled_server::{ControlError, ControlledServer};
 #[cfg(feature = "fuzz")]
 pub use http::fuzz;
-pub use http::{ABSENT, Client, HttpListener, HttpServer, Proof, Token};
+pub use http::{Client, DISABLED, HttpListener, HttpServer, Proof, Token};
 pub use load::{Load, paths};

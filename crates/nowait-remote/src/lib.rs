@@ -20,14 +20,14 @@ mod rbd_options;
 #[cfg(feature = "ceph")]
 mod rbd;
 #[cfg(not(all(feature = "object-stores", feature = "ceph")))]
-mod absent;
+mod disabled;
 mod location;
 mod open;
 
 #[cfg(not(feature = "ceph"))]
-use absent::ceph as rbd;
+use disabled::ceph as rbd;
 #[cfg(not(feature = "object-stores"))]
-use absent::object;
+use disabled::object;
 
 pub use credential_output::{
     CREDENTIAL_COMMAND_BYTES, CREDENTIAL_OUTPUT_BYTES, CredentialOutput, RunCredentialProcess,
@@ -37,7 +37,7 @@ pub use location::Location;
 pub use nbd::{LinkCounts, NbdOptions, NbdStorage, open_links};
 #[cfg(feature = "sim")]
 pub use nbd::{RemoteBug, SimLimits, SimNbdEnd, SimNbdRequest, SimNext, SimulatedNbd, inject};
-pub use object::ABSENT as OBJECT_STORES_ABSENT;
+pub use object::DISABLED as OBJECT_STORES_DISABLED;
 #[cfg(feature = "fuzz")]
 pub use object::fuzz;
 pub use object::{

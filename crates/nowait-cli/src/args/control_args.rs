@@ -77,8 +77,8 @@ impl ServeControlArgs {
 
     /// Whether there is no interface at all.
     pub(crate) fn is_off(&self) -> bool {
-        let is_absent = nowait_control::ABSENT.is_some();
-        is_absent || self.unix() == Some(&ControlAddress::Off) && self.tcp().is_none()
+        let is_disabled = nowait_control::DISABLED.is_some();
+        is_disabled || self.unix() == Some(&ControlAddress::Off) && self.tcp().is_none()
     }
 
     /// Checks rules that the parser does not.
@@ -118,8 +118,8 @@ fn parse(text: OsString) -> Result<ControlAddress, String> {
     let Some(plain) = text.to_str() else { return Err(format!("it is no text, but {FORM}")) };
     match plain {
         "off" => Ok(ControlAddress::Off),
-        _ if nowait_control::ABSENT.is_some() => {
-            Err(nowait_control::ABSENT.unwrap_or_default().into())
+        _ if nowait_control::DISABLED.is_some() => {
+            Err(nowait_control::DISABLED.unwrap_or_default().into())
         }
         _ if plain.starts_with("unix:") || plain.starts_with("tcp:") => {
             Ok(match listen_address::parse(plain)? {

@@ -131,7 +131,7 @@ fn file_for_objects(path: OsString) -> Result<PathBuf, String> {
 }
 
 fn built_with_objects() -> Result<(), String> {
-    nowait_remote::OBJECT_STORES_ABSENT.map_or(Ok(()), |why| Err(why.into()))
+    nowait_remote::OBJECT_STORES_DISABLED.map_or(Ok(()), |why| Err(why.into()))
 }
 
 /// Parses `DIR[,size=SIZE]`.

@@ -24,4 +24,4 @@ pub use http_server::HttpServer;
 pub use token::Token;
 
 /// The reason why this build has no control interface: it has one.
-pub const ABSENT: Option<&str> = None;
+pub const DISABLED: Option<&str> = None;

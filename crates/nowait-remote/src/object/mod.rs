@@ -53,4 +53,4 @@ pub use redirect_ports::redirect_ports;
 pub use store_counters::{StoreCounters, StoreCounts, open_stores};
 
 /// The reason why this build has no object stores: it has them.
-pub const ABSENT: Option<&str> = None;
+pub const DISABLED: Option<&str> = None;

@@ -22,7 +22,7 @@ const REFUSAL: &str =
     "this nowait was built without the control interface (it is the cargo feature \"control\")";
 
 /// The reason why this build has no control interface.
-pub const ABSENT: Option<&str> = Some(REFUSAL);
+pub const DISABLED: Option<&str> = Some(REFUSAL);
 
 /// The secret of a client on the loopback network.
 #[derive(Clone, Debug)]
@@ -64,7 +64,7 @@ impl HttpServer {
     /// Starts none.
     ///
     /// # Errors
-    /// Always: [`ABSENT`].
+    /// Always: [`DISABLED`].
     pub fn start(_: Vec<HttpListener>, _: Arc<dyn ControlledServer>) -> io::Result<Self> {
         Err(io::Error::other(REFUSAL))
     }
@@ -82,7 +82,7 @@ impl Client {
     /// Makes no client.
     ///
     /// # Errors
-    /// Always: [`ABSENT`].
+    /// Always: [`DISABLED`].
     pub fn new(_: &Path) -> io::Result<Self> {
         Err(io::Error::other(REFUSAL))
     }
@@ -90,7 +90,7 @@ impl Client {
     /// As [`Client::new`].
     ///
     /// # Errors
-    /// Always: [`ABSENT`].
+    /// Always: [`DISABLED`].
     pub fn tcp(_: &str, _: u16, _: Proof) -> io::Result<Self> {
         Err(io::Error::other(REFUSAL))
     }

@@ -3,7 +3,7 @@
 //! Invariant: a location of such a storage cannot be made, so nothing of it can be reached: the refusal of a
 //! name says which cargo feature is missing.
 
-mod absent_kind;
+mod disabled_kind;
 #[cfg(not(feature = "object-stores"))]
 pub(crate) mod object;
 #[cfg(not(feature = "ceph"))]

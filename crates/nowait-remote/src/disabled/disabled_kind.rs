@@ -12,7 +12,7 @@ use std::str::FromStr;
 use nowait::{ByteRange, Error, ExtentStatus, Flags, Storage, StorageProperties};
 
 /// A kind of storages.
-pub trait AbsentKind: Clone + fmt::Debug + PartialEq + Eq + Send + Sync {
+pub trait DisabledKind: Clone + fmt::Debug + PartialEq + Eq + Send + Sync {
     /// The beginnings of its locations.
     const SCHEMES: &'static [&'static str];
     /// The refusal of a location.
@@ -21,9 +21,9 @@ pub trait AbsentKind: Clone + fmt::Debug + PartialEq + Eq + Send + Sync {
 
 /// A location of a storage of kind `K`.
 #[derive(Clone, Debug, PartialEq, Eq)]
-pub struct AbsentLocation<K>(pub(crate) Infallible, PhantomData<K>);
+pub struct DisabledLocation<K>(pub(crate) Infallible, PhantomData<K>);
 
-impl<K: AbsentKind> AbsentLocation<K> {
+impl<K: DisabledKind> DisabledLocation<K> {
     /// Whether `text` begins with a scheme of such a location.
     #[must_use]
     pub fn is_like(text: &str) -> bool {
@@ -35,7 +35,7 @@ impl<K: AbsentKind> AbsentLocation<K> {
     }
 }
 
-impl<K: AbsentKind> FromStr for AbsentLocation<K> {
+impl<K: DisabledKind> FromStr for DisabledLocation<K> {
     type Err = String;
 
     fn from_str(_: &str) -> Result<Self, String> {
@@ -43,16 +43,16 @@ impl<K: AbsentKind> FromStr for AbsentLocation<K> {
     }
 }
 
-impl<K: AbsentKind> fmt::Display for AbsentLocation<K> {
+impl<K: DisabledKind> fmt::Display for DisabledLocation<K> {
     fn fmt(&self, _: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.0 {}
     }
 }
 
 /// A storage of kind `K`.
-pub struct AbsentStorage<K>(pub(crate) Infallible, PhantomData<K>);
+pub struct DisabledStorage<K>(pub(crate) Infallible, PhantomData<K>);
 
-impl<K: AbsentKind> Storage for AbsentStorage<K> {
+impl<K: DisabledKind> Storage for DisabledStorage<K> {
     fn properties(&self) -> StorageProperties {
         match self.0 {}
     }

@@ -2,26 +2,26 @@
 
 use std::time::Duration;
 
-use crate::absent::absent_kind::{AbsentKind, AbsentLocation, AbsentStorage};
+use crate::disabled::disabled_kind::{DisabledKind, DisabledLocation, DisabledStorage};
 use crate::rbd_options::RbdOptions;
 
 /// The kind of the images of Ceph clusters.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum CephImages {}
 
-impl AbsentKind for CephImages {
+impl DisabledKind for CephImages {
     const SCHEMES: &'static [&'static str] = &["rbd:"];
     const REFUSAL: &'static str =
         "this nowait was built without Ceph (it is the cargo feature \"ceph\")";
 }
 
 /// The name of an image in a Ceph cluster.
-pub type RbdLocation = AbsentLocation<CephImages>;
+pub type RbdLocation = DisabledLocation<CephImages>;
 
 /// An image of a Ceph cluster.
-pub type RbdStorage = AbsentStorage<CephImages>;
+pub type RbdStorage = DisabledStorage<CephImages>;
 
-impl AbsentLocation<CephImages> {
+impl DisabledLocation<CephImages> {
     /// Whether it is a snapshot.
     #[must_use]
     pub const fn is_snapshot(&self) -> bool {
@@ -29,7 +29,7 @@ impl AbsentLocation<CephImages> {
     }
 }
 
-impl AbsentStorage<CephImages> {
+impl DisabledStorage<CephImages> {
     /// Loads no library.
     ///
     /// # Errors

@@ -6,8 +6,8 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::absent::absent_kind::{AbsentKind, AbsentLocation, AbsentStorage};
 use crate::credential_output::{CredentialOutput, RunCredentialProcess};
+use crate::disabled::disabled_kind::{DisabledKind, DisabledLocation, DisabledStorage};
 
 /// The smallest size of a cache in bytes.
 pub const MIN_CACHE_BYTES: u64 = 64 << 20;
@@ -22,24 +22,24 @@ const REFUSAL: &str =
     "this nowait was built without object stores (they are the cargo feature \"object-stores\")";
 
 /// The reason why this build has no object stores.
-pub const ABSENT: Option<&str> = Some(REFUSAL);
+pub const DISABLED: Option<&str> = Some(REFUSAL);
 
 /// The kind of the objects of stores.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub enum Objects {}
 
-impl AbsentKind for Objects {
+impl DisabledKind for Objects {
     const SCHEMES: &'static [&'static str] = &["https://", "http://", "s3://", "gs://", "az://"];
     const REFUSAL: &'static str = REFUSAL;
 }
 
 /// A URL of an object.
-pub type ObjectUrl = AbsentLocation<Objects>;
+pub type ObjectUrl = DisabledLocation<Objects>;
 
 /// An object of a store.
-pub type ObjectStorage = AbsentStorage<Objects>;
+pub type ObjectStorage = DisabledStorage<Objects>;
 
-impl AbsentLocation<Objects> {
+impl DisabledLocation<Objects> {
     pub(crate) fn server(&self) -> String {
         match self.0 {}
     }
@@ -57,7 +57,7 @@ impl AbsentLocation<Objects> {
     }
 }
 
-impl AbsentStorage<Objects> {
+impl DisabledStorage<Objects> {
     /// Opens no object.
     ///
     /// # Errors
