@@ -12,7 +12,7 @@ use std::path::Path;
 use std::sync::Arc;
 
 use nowait_nbd::Address;
-use nowait_server::{AnyExport, Listener};
+use nowait_server::{AnyExport, Listener, UblkNode};
 
 use crate::args::ServeArgs;
 use crate::default_image::{self, DefaultSocket};
@@ -22,7 +22,7 @@ use crate::open_disk::OpenedDisk;
 use crate::signals::Ending;
 use crate::systemd;
 use crate::upgrade::messages::ListenerState;
-use crate::upgrade::take_over::{HandedListener, ParkedClients};
+use crate::upgrade::take_over::HandedListener;
 use crate::vhost_user_spec::DevicePlace;
 
 /// The bound sockets of a server, and what is removed with them.
@@ -165,15 +165,17 @@ pub(crate) fn exports_of(
     args: &ServeArgs,
     all: &[OpenedDisk],
     mut connections: HashMap<i32, UnixStream>,
-    taken_over: Option<&ParkedClients>,
+    node: Option<&UblkNode>,
+    takes_over: bool,
 ) -> Result<Vec<AnyExport>, CliError> {
-    let mut exports: Vec<AnyExport> = all.iter().map(OpenedDisk::export).collect();
-    if let Some(ParkedClients { devices, .. }) = taken_over {
-        let has_devices = |index| devices.iter().any(|(export, _)| *export == index);
-        let exports = exports.into_iter().enumerate();
-        return Ok(exports
-            .map(|(index, export)| if has_devices(index) { export.with_devices() } else { export })
-            .collect());
+    let mut nodes = node.into_iter();
+    let with_node = |opened: &OpenedDisk| match nodes.next() {
+        Some(node) => opened.export().at_ublk(node.device()),
+        None => opened.export(),
+    };
+    let mut exports: Vec<AnyExport> = all.iter().map(with_node).collect();
+    if takes_over {
+        return Ok(exports);
     }
     let named: Vec<NamedExport> = all.iter().map(|opened| opened.named.clone()).collect();
     for socket in &args.vhost_user.sockets {

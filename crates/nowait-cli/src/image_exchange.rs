@@ -13,7 +13,7 @@ use nowait_control::{ControlError, SnapshotReport};
 use nowait_image::create::{CreateOptions, create};
 use nowait_image::resize::resize;
 use nowait_image::{Chain, ChainOptions, Format, HandedOver, Image, Locking};
-use nowait_server::{ExportId, Exports, ParkedExport};
+use nowait_server::{ExportId, Exports, PausedExport};
 use rustix::io::Errno;
 use tracing::{error, info, warn};
 
@@ -163,8 +163,8 @@ impl ImageExchange<'_> {
         })
     }
 
-    fn park(&self) -> Result<ParkedExport, ControlError> {
-        self.exports.park_export(self.id, DRAIN_TIMEOUT).map_err(|error| {
+    fn park(&self) -> Result<PausedExport, ControlError> {
+        self.exports.pause_export(self.id, DRAIN_TIMEOUT).map_err(|error| {
             conflict(match Errno::from_raw_os_error(error.errno()) {
                 Errno::OPNOTSUPP => {
                     "the ublk driver of this kernel cannot keep requests back (Linux 6.16 can)"

@@ -60,7 +60,9 @@ pub(crate) fn ready_lines(
                 Encryption::Required { .. } => "require",
             },
             "queue": queue,
-            "queues": args.queues(),
+            "threads": args.threads(),
+            // The former name.
+            "queues": args.threads(),
             "pid": std::process::id(),
         });
         if let Some(node) = node {

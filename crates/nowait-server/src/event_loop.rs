@@ -15,18 +15,20 @@ use std::os::fd::AsFd;
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use nowait::{AdaptivePoll, BlockMap, Engine, Error, FD_TOKEN, Flags, Interest, IoQueue, Token};
+use nowait::{
+    AdaptivePoll, ByteRange, Completion, Error, FD_TOKEN, Flags, Interest, IoQueue, Op, Request,
+    Token,
+};
 
-use crate::export::{Export, result};
-use crate::export_threads::export_registry::{RegisteredExport, Retired};
-use crate::export_threads::{Shared, ThreadContext};
+use crate::export::result;
 use crate::frontend::Frontend;
 use crate::injected_bug::{ServerBug, injected};
 use crate::latency::TIMED;
-use crate::loop_context::{LoopContext, TOKEN_BITS};
+use crate::loop_context::{DiskEngine, LoopContext, TOKEN_BITS};
+use crate::served_export::Unused;
 use crate::slow_requests::KEY_MASK;
-use crate::statistics::MechanismCounts;
 use crate::thread_handle::ThreadHandle;
+use crate::threads::{Shared, ThreadContext};
 
 #[cfg(feature = "sim")]
 pub use crate::event_loop::sim::{SimParked, Simulated, SimulatedUblk, SimulatedVhost};
@@ -37,12 +39,15 @@ pub use crate::event_loop::sim_change::SimChange;
 /// flight.
 const RETRY: Duration = Duration::from_millis(10);
 
-/// Iterations after which a thread publishes its engine's counts.
-const PUBLISH_EVERY: u32 = 1024;
+/// Iterations after which a thread that never sleeps looks at the clock.
+const LOOK_EVERY: u32 = 1024;
+
+/// The member of requests that are the event loop's own: frontends have smaller numbers.
+const OWN_MEMBER: u64 = u32::MAX as u64;
 
 /// The token of the thread's wake-up.
 const WAKE: Token = FD_TOKEN | 1 << 59;
-// Bits are left for pairs of frontends.
+// Bits are left for the kinds of frontends.
 const _: () = assert!(TOKEN_BITS < 59);
 
 /// One thread with its engine and its frontend.
@@ -50,59 +55,45 @@ pub(crate) struct EventLoop<F, Q: IoQueue> {
     pub(crate) context: LoopContext<Q>,
     pub(crate) frontend: F,
     shared: Arc<Shared>,
-    registered: Arc<RegisteredExport>,
     thread: Arc<ThreadHandle>,
     /// Events of the queue: a token and its `POLL*` bits.
     events: Vec<(Token, i32)>,
     stopping: bool,
-    /// The members leave for other threads.
-    parking: bool,
     adaptive_poll: AdaptivePoll,
-    /// What the engines of the threads before this one have done.
-    mechanisms_before: MechanismCounts,
-    /// Iterations since the engine's counts were published.
-    since_published: u32,
+    /// Iterations since the clock was looked at.
+    since_looked: u32,
 }
 
 impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
-    /// The event loop of `thread`, with the engine and the frontend for it.
+    /// The event loop of the thread of `context`, with the engine and the frontend for it.
     ///
     /// # Errors
     /// The queue's error: a descriptor cannot be watched.
     pub(crate) fn new(
         context: &ThreadContext,
-        export: Arc<Export>,
-        mut engine: Engine<Q, dyn BlockMap>,
+        mut engine: DiskEngine<Q>,
         mut frontend: F,
     ) -> Result<Self, Error> {
-        let ThreadContext { shared, registered, .. } = context;
-        let (shared, thread) = (shared.clone(), context.thread().clone());
+        let (shared, thread) = (context.shared.clone(), context.thread().clone());
         engine.watch(thread.as_fd(), WAKE, Interest::Readable)?;
         let memory = (shared.options.config.buffer_bytes, shared.declared.clone());
-        let statistics = registered.statistics.for_thread();
-        let mechanisms_before = statistics.mechanisms();
         let limit = shared.limit.clone();
         let times = (shared.options.idle, shared.options.slow_requests);
-        let mut context =
-            LoopContext::new(engine, export, statistics, thread.clone(), limit, memory, times)?;
+        let mut context = LoopContext::new(engine, thread.clone(), limit, memory, times);
         frontend.begin(&mut context)?;
         Ok(Self {
             context,
             frontend,
             shared,
-            registered: registered.clone(),
             thread,
             events: Vec::with_capacity(64),
             stopping: false,
-            parking: false,
             adaptive_poll: AdaptivePoll::default(),
-            mechanisms_before,
-            since_published: 0,
+            since_looked: 0,
         })
     }
 
-    /// Serves until the server stops and nothing is in flight, or until the thread has had no
-    /// member for the idle timeout.
+    /// Serves until the server stops and nothing is in flight.
     ///
     /// # Errors
     /// The queue's error; the members are dropped then.
@@ -110,13 +101,11 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         loop {
             if !self.stopping && self.shared.is_stopping() {
                 self.stopping = true;
-                self.context.throttle.lift(&self.registered.limits);
+                self.lift_limits();
                 self.frontend.begin_shutdown(&mut self.context);
             }
-            if self.thread.is_parking() != self.parking {
-                self.change_parking();
-            }
-            if self.stopping && self.context.members() == 0 || self.is_parked() || self.retires() {
+            let is_over = self.context.members() == 0 && self.context.engine.in_flight() == 0;
+            if self.stopping && is_over {
                 self.publish();
                 return Ok(());
             }
@@ -126,49 +115,75 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         }
     }
 
-    /// Has the members leave for other threads, or those that are left go on.
+    /// The limits hold no more: the members have to leave.
+    fn lift_limits(&mut self) {
+        let LoopContext { exports, throttle, .. } = &mut self.context;
+        exports.iter_mut().for_each(|(_, served)| _ = served.throttle.lift());
+        throttle.on_change();
+    }
+
+    /// Looks at the exports after some were paused, resumed, removed or limited.
     #[cold]
-    fn change_parking(&mut self) {
-        self.parking = !self.parking;
-        if self.parking {
-            self.context.throttle.lift(&self.registered.limits);
-            self.frontend.begin_parking(&mut self.context);
-        } else {
-            self.context.throttle.restore(&self.registered.limits);
-            self.frontend.end_parking(&mut self.context);
+    fn review_exports(&mut self) {
+        let LoopContext { exports, throttle, .. } = &mut self.context;
+        let (mut changed, mut has_new_limits) = (Vec::new(), false);
+        for (index, served) in exports.iter_mut() {
+            let is_paused = served.shared.is_paused();
+            if std::mem::replace(&mut served.is_pausing, is_paused) != is_paused {
+                changed.push(index);
+            }
+            let limits = &served.shared.limits;
+            has_new_limits |= match (is_paused || self.stopping, changed.last() == Some(&index)) {
+                (true, _) => served.throttle.lift(),
+                (false, true) => served.throttle.restore(limits),
+                (false, false) => served.throttle.update(limits),
+            };
+        }
+        if has_new_limits {
+            throttle.on_change();
+        }
+        exports.look_again();
+        for index in changed {
+            self.frontend.change_pause(&mut self.context, index);
         }
     }
 
-    /// Whether this thread ends because all of its members have left for others.
-    fn is_parked(&self) -> bool {
-        self.parking
-            && self.context.members() == 0
-            // A queue may be on its way.
-            && self.thread.is_idle()
-            && self.context.engine.in_flight() == 0
-            && self.registered.leave_parking(&self.thread)
+    /// Makes the writes of exports durable that are not used any more, and detaches them.
+    #[cold]
+    fn leave_unused(&mut self, now: Instant) {
+        while let Some(unused) = self.context.exports.next_unused(now) {
+            match unused {
+                Unused::Flush(index) => self.flush(index),
+                Unused::Detach(index) => self.detach(index),
+            }
+        }
     }
 
-    /// Whether this thread ends because of the idle timeout. The last thread of a writable export
-    /// flushes it, so that no data remain in memory only.
-    fn retires(&mut self) -> bool {
-        if self.time_until_retirement() != Some(Duration::ZERO)
-            || self.context.engine.in_flight() > 0
-        {
-            return false;
+    /// Flushes an export that is not used any more. If that cannot begin, the export is detached, and its
+    /// image is flushed at the end of the server.
+    fn flush(&mut self, index: u32) {
+        let LoopContext { engine, exports, slow, .. } = &mut self.context;
+        let Some(served) = exports.get_mut(index) else { return };
+        let io = Request { op: Op::Flush, flags: Flags::NONE, range: ByteRange::new(0, 0) };
+        let tag = OWN_MEMBER << 32 | slow.begin();
+        match engine.submit_no_data(&served.device, io, tag) {
+            Ok(()) => {
+                served.in_flight += 1;
+                exports.set_flushing(index, true);
+            }
+            Err(rejected) => {
+                slow.undo();
+                served.export.note_fault(io, rejected.error.errno());
+                exports.set_flushing(index, false);
+            }
         }
-        let export = &self.context.export;
-        let retired = self.registered.retire(&self.thread);
-        if retired == Retired::TheLast && !export.disk().is_read_only() {
-            // A failure was logged.
-            let _ = export.flush();
-        }
-        retired != Retired::No
     }
 
-    /// Time until this thread retires; `None` while it has members or its frontend keeps it.
-    fn time_until_retirement(&self) -> Option<Duration> {
-        if self.frontend.keeps_thread() { None } else { self.context.idle.remaining() }
+    fn detach(&mut self, index: u32) {
+        let LoopContext { engine, exports, .. } = &mut self.context;
+        let Some(id) = exports.get(index).map(|served| served.shared.id) else { return };
+        exports.detach(engine, index);
+        self.shared.registry.forget_if_over(id);
     }
 
     /// One iteration: handle events, service members, submit, complete, service again.
@@ -189,6 +204,9 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         self.service_interactive();
         self.service_bulk();
         self.frontend.end_iteration(&mut self.context);
+        if self.context.exports.has_unused() {
+            self.leave_unused(Instant::now());
+        }
         debug_assert!(
             self.context.engine.in_flight() > 0 || self.context.slow.in_flight() == 0,
             "a tag of a request that was not submitted was not given back"
@@ -197,9 +215,9 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
             self.shared.warn_stopped_polling();
         }
         self.thread.publish_in_flight(self.context.engine.in_flight());
-        self.since_published += 1;
-        if self.since_published == PUBLISH_EVERY {
-            self.publish();
+        self.since_looked += 1;
+        if self.since_looked == LOOK_EVERY {
+            self.look_at_clock();
         }
         Ok(())
     }
@@ -249,7 +267,7 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
             let throttled = self.context.throttle.wait_time();
             let waits = self.context.engine.in_flight() > 0;
             let slow = if waits { self.context.slow.time_until_due(began) } else { None };
-            let idle = self.time_until_retirement();
+            let idle = self.context.exports.idle_time_left(began);
             let timeouts = [deadline, idle, retry, release, throttled, slow];
             let timeout = timeouts.into_iter().flatten().min();
             let events = &mut self.events;
@@ -266,21 +284,35 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
     /// with the time.
     #[inline]
     fn note_overdue(&mut self, now: Instant) {
-        if let Some((count, time)) = self.context.slow.advance(now) {
-            self.context.export.note_overdue(count, time);
+        let LoopContext { engine, exports, slow, .. } = &mut self.context;
+        if let Some((overdue, time)) = slow.advance(now) {
+            let tags = engine.tags_in_flight();
+            let late: Vec<_> = tags.filter(|(_, tag)| overdue.has(*tag)).collect();
+            for (index, served) in exports.iter_mut() {
+                let count = late.iter().filter(|(device, _)| *device == index).count();
+                if count > 0 {
+                    served.export.note_overdue(count as u32, time);
+                }
+            }
         }
     }
 
-    /// Publishes how the engine has served its requests. Called when the thread is woken up, as a
-    /// reader of the counts does, and once in a while.
-    fn publish(&mut self) {
-        self.since_published = 0;
-        // A thread that never sleeps has no other time to look at the clock.
+    /// Does what depends on the time, for a thread that may never sleep.
+    fn look_at_clock(&mut self) {
+        self.since_looked = 0;
         let now = Instant::now();
         self.note_overdue(now);
         self.frontend.watch_memory(&self.context, now);
-        let stats = self.context.engine.stats();
-        self.context.statistics.publish(&self.mechanisms_before, &stats);
+        if self.context.exports.idle_time_left(now) == Some(Duration::ZERO) {
+            self.leave_unused(now);
+        }
+    }
+
+    /// Publishes how the engine has served the requests of each export.
+    #[cold]
+    fn publish(&mut self) {
+        let LoopContext { engine, exports, .. } = &self.context;
+        exports.iter().for_each(|served| served.publish(engine));
     }
 
     /// Tells the frontend if its deadline has passed. Without one, the clock is not read.
@@ -297,10 +329,7 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         let mut events = std::mem::take(&mut self.events);
         for (token, bits) in events.drain(..) {
             if token == WAKE {
-                self.thread.acknowledge();
-                self.publish();
-                self.context.hurry_if_asked();
-                self.frontend.on_wake(&mut self.context);
+                self.wake_up();
             } else {
                 self.frontend.on_event(&mut self.context, token & !FD_TOKEN, bits);
             }
@@ -308,6 +337,19 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         self.events = events;
         self.frontend.after_events(&mut self.context);
         self.complete();
+    }
+
+    /// Another thread has woken this one up.
+    fn wake_up(&mut self) {
+        self.thread.acknowledge();
+        self.look_at_clock();
+        if self.thread.takes_review() {
+            self.review_exports();
+        }
+        if self.thread.takes_publication() {
+            self.publish();
+        }
+        self.frontend.on_wake(&mut self.context);
     }
 
     /// Services every scheduled interactive member. Returns whether there was one.
@@ -337,21 +379,39 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
 
     /// Services a member. Returns the number of bytes moved.
     fn service(&mut self, member: usize) -> u64 {
-        let is_limited = self.context.throttle.is_on() && self.frontend.is_limited(member);
         let Some(state) = self.frontend.member(member) else { return 0 };
         state.scheduled = false;
-        if is_limited {
-            // Those of requests that were submitted between its services.
-            self.context.throttle.charge(state);
+        let served = self.context.exports.get(state.export);
+        if served.is_some_and(|served| served.throttle.is_on()) && self.frontend.is_limited(member)
+        {
+            return self.service_limited(member);
         }
+        let Some(state) = self.frontend.member(member) else { return 0 };
         state.quantum.begin(self.context.quantum);
-        let throttle = &mut self.context.throttle;
-        let moved = match is_limited && throttle.holds(member, state, Instant::now()) {
+        let moved = self.frontend.service(&mut self.context, member);
+        if self.context.has_released {
+            self.wake_blocked();
+        }
+        moved
+    }
+
+    /// The same for a member under limits.
+    #[cold]
+    fn service_limited(&mut self, member: usize) -> u64 {
+        let Some(state) = self.frontend.member(member) else { return 0 };
+        let LoopContext { exports, throttle, quantum, .. } = &mut self.context;
+        let Some(served) = exports.get_mut(state.export) else { return 0 };
+        // Tokens of requests that were submitted between its services.
+        served.throttle.charge(state);
+        state.quantum.begin(*quantum);
+        let moved = match throttle.holds(member, state, &mut served.throttle, Instant::now()) {
             true => self.frontend.send_answers(&mut self.context, member),
             false => self.frontend.service(&mut self.context, member),
         };
-        if is_limited && let Some(state) = self.frontend.member(member) {
-            self.context.throttle.charge(state);
+        if let Some(state) = self.frontend.member(member)
+            && let Some(served) = self.context.exports.get(state.export)
+        {
+            served.throttle.charge(state);
         }
         if self.context.has_released {
             self.wake_blocked();
@@ -359,11 +419,10 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         moved
     }
 
-    /// Takes over changed limits, and schedules the members that waited for tokens once there are
-    /// some.
+    /// Schedules the members that waited for tokens once there are some.
     fn release_throttled(&mut self) {
-        if !self.stopping && !self.parking {
-            self.context.throttle.update(&self.registered.limits);
+        if self.context.throttle.wait_time() != Some(Duration::ZERO) {
+            return;
         }
         self.context.throttle.begin_release();
         while let Some(member) = self.context.throttle.released() {
@@ -372,7 +431,11 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
             }
             if let Some(state) = self.frontend.member(member) {
                 state.is_held = false;
-                self.context.run_queues.schedule(member, state);
+                let LoopContext { exports, throttle, run_queues, .. } = &mut self.context;
+                if let Some(served) = exports.get_mut(state.export) {
+                    served.throttle.on_released(throttle.round);
+                }
+                run_queues.schedule(member, state);
             }
         }
     }
@@ -395,27 +458,46 @@ impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
         while let Some(completion) = self.context.engine.next() {
             let tag = completion.tag;
             let (member, key) = ((tag >> 32) as usize, (tag & KEY_MASK) as u32);
-            let (kind, io) = (self.frontend.kind(member), completion.io);
-            if tag & TIMED != 0
-                && let Some(times) = self.context.sampler.end(tag)
-            {
-                self.context.statistics.record(kind, io.op, times);
-            }
-            if let Some(time) = self.context.slow.end(tag) {
-                self.context.export.note_slow(io, time);
-            }
-            match result(&completion) {
-                Ok(()) => {
-                    self.context.statistics.count(kind, io.op, io.range.len);
-                }
-                // One that may not wait is done again if it has failed.
-                Err(_) if io.flags.has(Flags::NOWAIT) => {}
-                Err(errno) => {
-                    self.context.export.note_fault(io, errno);
-                    self.context.statistics.count_error(kind, io.op, errno);
-                }
+            self.count(&completion, member);
+            if member as u64 == OWN_MEMBER {
+                self.context.exports.set_flushing(completion.device, false);
+                continue;
             }
             self.frontend.complete(&mut self.context, member, key, completion);
+        }
+    }
+
+    /// Counts a completed request.
+    #[inline(always)]
+    fn count(&mut self, completion: &Completion, member: usize) {
+        let (tag, io) = (completion.tag, completion.io);
+        let LoopContext { exports, slow, sampler, .. } = &mut self.context;
+        exports.on_completed(completion.device);
+        let slow_for = slow.end(tag);
+        let Some(served) = exports.get(completion.device) else { return };
+        if let Some(time) = slow_for {
+            served.export.note_slow(io, time);
+        }
+        let outcome = result(completion);
+        if member as u64 == OWN_MEMBER {
+            return if let Err(errno) = outcome {
+                served.export.note_fault(io, errno)
+            };
+        }
+        let kind = self.frontend.kind(member);
+        if tag & TIMED != 0
+            && let Some(times) = sampler.end(tag)
+        {
+            served.statistics.record(kind, io.op, times);
+        }
+        match outcome {
+            Ok(()) => served.statistics.count(kind, io.op, io.range.len),
+            // One that may not wait is done again if it has failed.
+            Err(_) if io.flags.has(Flags::NOWAIT) => {}
+            Err(errno) => {
+                served.export.note_fault(io, errno);
+                served.statistics.count_error(kind, io.op, errno);
+            }
         }
     }
 }

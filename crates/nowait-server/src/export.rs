@@ -17,7 +17,7 @@ use crate::fault_log::{ExportLabel, Faults};
 use crate::injected_bug::{ServerBug, injected};
 
 /// The id of an export among those of its server; never used again for another one.
-#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord)]
+#[derive(Clone, Copy, Debug, PartialEq, Eq, PartialOrd, Ord, Hash)]
 pub struct ExportId(pub(crate) u64);
 
 impl ExportId {

@@ -8,17 +8,17 @@ use std::time::{Duration, Instant};
 
 use nowait::{Error, Operation};
 
+use crate::any_export::AnyExport;
 use crate::export::ExportId;
-use crate::export_threads::Shared;
-use crate::export_threads::any_export::AnyExport;
-use crate::export_threads::export_registry::RegisteredExport;
-use crate::export_threads::parking::{ParkedExport, ParkedServer};
 use crate::nbd::connection_state::ConnectionState;
 use crate::net::connection_limit::ConnectionStatus;
 use crate::net::listener::Listener;
 use crate::rate_limit::{Limits, SharedLimits};
+use crate::registered_export::RegisteredExport;
 use crate::statistics::{FrontendKind, FrontendTotals};
-use crate::vhost_user::control_thread::{DeviceSocket, ParkedDevice};
+use crate::threads::Shared;
+use crate::threads::pause::{PausedExport, PausedServer};
+use crate::vhost_user::control_thread::{DeviceSocket, PausedDevice};
 
 /// The time in which a thread that was woken up has published its counts.
 const PUBLISH_TIME: Duration = Duration::from_millis(2);
@@ -59,19 +59,19 @@ pub struct ExportStatus {
 
 impl ExportStatus {
     fn of(registered: &RegisteredExport) -> Self {
-        let (threads, export) = (registered.threads(), registered.export());
+        let export = registered.export();
         let totals = |kind| (kind, registered.statistics.totals(kind));
         Self {
             id: registered.id,
             name: export.name().to_owned(),
             description: export.description().to_owned(),
-            size: export.size(),
+            size: export.disk().size(),
             read_only: export.is_read_only(),
-            members: threads.iter().map(|thread| thread.connections()).sum(),
-            in_flight: threads.iter().map(|thread| thread.in_flight()).sum(),
+            members: registered.members(),
+            in_flight: registered.statistics.in_flight(),
             totals: FrontendKind::ALL.into_iter().map(totals).collect(),
             mechanisms: {
-                let ahead = ("allocated_ahead_bytes", export.allocated_ahead());
+                let ahead = ("allocated_ahead_bytes", export.disk().allocated_ahead());
                 registered.statistics.mechanisms().into_iter().chain([ahead]).collect()
             },
             limits: registered.limits.get(),
@@ -96,18 +96,22 @@ impl Exports {
     /// threads publish what they have counted.
     #[must_use]
     pub fn status(&self) -> Vec<ExportStatus> {
-        self.0.wake_threads();
-        std::thread::sleep(PUBLISH_TIME);
+        self.publish();
         self.0.registry.served().iter().map(|export| ExportStatus::of(export)).collect()
     }
 
-    /// The same of one export, whose threads alone are asked; `None` if clients cannot choose it.
+    /// The same of one export; `None` if clients cannot choose it.
     #[must_use]
     pub fn status_of(&self, id: ExportId) -> Option<ExportStatus> {
         let export = self.0.registry.served_export(id)?;
-        export.threads().iter().for_each(|thread| thread.wake());
-        std::thread::sleep(PUBLISH_TIME);
+        self.publish();
         Some(ExportStatus::of(&export))
+    }
+
+    /// Has the threads publish what they have counted, and gives them the time for it.
+    fn publish(&self) {
+        self.0.threads().for_each(|thread| thread.publish());
+        std::thread::sleep(PUBLISH_TIME);
     }
 
     /// The export that clients choose by `name`.
@@ -150,18 +154,17 @@ impl Exports {
         is_there
     }
 
-    /// Adds an export. Its threads start when clients choose it.
+    /// Adds an export.
     ///
     /// # Errors
     /// `EEXIST`: there is one of that name. `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: the thread of a
     /// vhost-user socket could not be started; then there is no such export.
     pub fn add(&self, export: AnyExport) -> Result<ExportId, Error> {
-        let AnyExport { export, has_devices, vhost_user } = export;
-        let id = self.0.registry.add(export, has_devices)?;
+        let (id, vhost_user) = self.0.registry.add(export)?;
         let serve = |socket| self.0.serve_devices(id, socket);
         vhost_user.into_iter().try_for_each(serve).inspect_err(|_| {
             // It has no client; one that came this moment ends it later.
-            let _ = self.0.registry.remove(id, Duration::ZERO);
+            let _ = self.remove(id, Duration::ZERO);
         })?;
         Ok(id)
     }
@@ -173,7 +176,14 @@ impl Exports {
     /// `ENOENT`: there is no such export any more. `EBUSY`: it is the default export. `ETIMEDOUT`:
     /// clients are left; the export ends with the last one, and another call goes on waiting.
     pub fn remove(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
-        self.0.registry.remove(id, timeout)
+        let export = self.0.registry.remove(id)?;
+        self.wait_removed(&export, timeout)
+    }
+
+    /// Has the threads look at `export`, which was removed, and waits.
+    fn wait_removed(&self, export: &RegisteredExport, timeout: Duration) -> Result<(), Error> {
+        self.0.review_exports();
+        self.0.registry.wait_removed(export, timeout)
     }
 
     /// The same, but refuses it if there are clients.
@@ -181,8 +191,10 @@ impl Exports {
     /// # Errors
     /// As [`Exports::remove`]. `EUSERS`: clients use it.
     pub fn remove_unused(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
-        self.0.registry.remove_unused(id, || self.connections_of(id).next().is_some())?;
-        unless_forgotten(self.remove(id, timeout))
+        let is_connected = || self.connections_of(id).next().is_some();
+        let export = self.0.registry.remove_unused(id, is_connected)?;
+        export.stop_controls();
+        self.wait_removed(&export, timeout)
     }
 
     /// Removes an export and disconnects its clients: their requests in flight end, without their
@@ -192,22 +204,18 @@ impl Exports {
     /// As [`Exports::remove`].
     pub fn remove_by_force(&self, id: ExportId, timeout: Duration) -> Result<(), Error> {
         let deadline = Instant::now() + timeout;
-        let mut is_removed = false;
+        let export = self.0.registry.remove(id)?;
         loop {
             // First no more clients, then those that there are. One that has just chosen the export
             // may be listed a moment later.
             let left = deadline.saturating_duration_since(Instant::now());
-            let removed = self.0.registry.remove(id, left.min(DISCONNECT_AGAIN));
-            match removed {
-                Err(error) if error.errno() == libc::ETIMEDOUT && left > Duration::ZERO => {
-                    is_removed = true;
-                    for client in self.connections_of(id) {
-                        // It may have left meanwhile.
-                        let _ = self.disconnect(client.id);
-                    }
-                }
-                removed if is_removed => return unless_forgotten(removed),
-                removed => return removed,
+            let removed = self.wait_removed(&export, left.min(DISCONNECT_AGAIN));
+            if removed.is_ok() || left == Duration::ZERO {
+                return removed;
+            }
+            for client in self.connections_of(id) {
+                // It may have left meanwhile.
+                let _ = self.disconnect(client.id);
             }
         }
     }
@@ -235,7 +243,7 @@ impl Exports {
     /// `ENOENT`: there is no such export. Those of [`nowait::BlockDevice::grow`].
     pub fn grow(&self, id: ExportId, size: u64) -> Result<(), Error> {
         let export = self.0.registered(id)?;
-        export.export().grow(size)?;
+        export.export().disk().grow(size)?;
         self.0.tell_size(&export, size);
         Ok(())
     }
@@ -270,7 +278,7 @@ impl Exports {
             return Err(Error::new(libc::EINVAL, Operation::SetUp));
         }
         set(&export.limits, limits);
-        export.threads().iter().for_each(|thread| thread.wake());
+        self.0.review_exports();
         Ok(())
     }
 
@@ -282,8 +290,8 @@ impl Exports {
         self.0.registered(id)?.export().flush()
     }
 
-    /// Whether every serving thread answers within `timeout`. Threads without a client are woken up
-    /// for that. Blocks until all have answered, for `timeout` at most.
+    /// Whether every serving thread answers within `timeout`. Blocks until all have answered, for `timeout`
+    /// at most.
     #[must_use]
     pub fn is_responsive(&self, timeout: Duration) -> bool {
         let deadline = Instant::now() + timeout;
@@ -298,9 +306,6 @@ impl Exports {
         self.0.wake_threads();
         loop {
             waiting.retain(|(thread, before)| thread.answers() == *before);
-            // A thread that has retired meanwhile answers no more.
-            let known: Vec<_> = self.0.threads().collect();
-            waiting.retain(|(thread, _)| known.iter().any(|known| Arc::ptr_eq(known, thread)));
             if waiting.is_empty() {
                 return true;
             }
@@ -316,38 +321,38 @@ impl Exports {
     /// is dropped.
     ///
     /// # Errors
-    /// `ETIMEDOUT`: requests are in flight yet. `EALREADY`: it is parked. `ECANCELED`: it stops.
-    /// `EOPNOTSUPP`: an export is a block device of this machine. In each case it goes on.
-    pub fn park(&self, timeout: Duration) -> Result<ParkedServer, Error> {
-        self.0.park(timeout)
+    /// `ETIMEDOUT`: requests are in flight yet. `EALREADY`: it is paused. `ECANCELED`: it stops.
+    /// `EOPNOTSUPP`: an export is a local block device whose driver cannot keep requests back. In each case
+    /// it goes on.
+    pub fn pause(&self, timeout: Duration) -> Result<PausedServer, Error> {
+        self.0.pause(timeout)
     }
 
-    /// Stops serving one export, as [`Exports::park`]; also to virtual machines. The others go on.
+    /// Stops serving one export, as [`Exports::pause`]; also to virtual machines. The others go on.
     ///
     /// # Errors
     /// As there. `ENOENT`: there is no such export.
-    pub fn park_export(&self, id: ExportId, timeout: Duration) -> Result<ParkedExport, Error> {
-        self.0.park_export(id, timeout)
+    pub fn pause_export(&self, id: ExportId, timeout: Duration) -> Result<PausedExport, Error> {
+        self.0.pause_export(id, timeout)
     }
 
-    /// Accepts the connections of more listeners, as the default export.
+    /// Accepts the connections of more listeners.
     pub fn listen(&self, listeners: Vec<Listener>) {
         self.0.listen(listeners);
     }
 
     /// Serves a connection of another process, whose client has chosen export `id`.
-    pub fn adopt(&self, id: ExportId, connection: ConnectionState) {
-        self.0.adopt(id, connection);
+    pub fn restore(&self, id: ExportId, connection: ConnectionState) {
+        self.0.restore(id, connection);
     }
 
-    /// Serves the virtual machines of a device of another process, as export `id`, which is
-    /// [`AnyExport::with_devices`].
+    /// Serves the virtual machines of a device of another process, as export `id`.
     ///
     /// # Errors
     /// `ENOENT`: there is no such export. `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: its thread could not
     /// be started.
-    pub fn adopt_device(&self, id: ExportId, device: ParkedDevice) -> Result<(), Error> {
-        self.0.serve_devices(id, DeviceSocket::Parked(device))
+    pub fn restore_device(&self, id: ExportId, device: PausedDevice) -> Result<(), Error> {
+        self.0.serve_devices(id, DeviceSocket::Paused(device))
     }
 
     /// Asks the storage of every export for its size, and tells virtual machines and the block device
@@ -355,7 +360,7 @@ impl Exports {
     /// raw image larger.
     pub fn refresh_sizes(&self) {
         for export in self.0.registry.served() {
-            match export.export().refresh() {
+            match export.export().disk().refresh() {
                 Ok(size) => self.0.tell_size(&export, size),
                 Err(error) => {
                     tracing::warn!("export {:?}: its size: {error}", export.export().name());
@@ -363,10 +368,4 @@ impl Exports {
             }
         }
     }
-}
-
-/// The result of waiting for the end of an export that takes no more clients: where its last thread has ended in the
-/// meantime, there is no such export any more.
-fn unless_forgotten(removed: Result<(), Error>) -> Result<(), Error> {
-    removed.or_else(|error| if error.errno() == libc::ENOENT { Ok(()) } else { Err(error) })
 }

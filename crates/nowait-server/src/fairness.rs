@@ -10,6 +10,7 @@ use std::sync::Arc;
 use nowait::{Op, Request};
 
 use crate::rate_limit::{ClientBuckets, Tokens};
+use crate::shared_export::ExportUse;
 
 /// Quantum in bytes with several connections: what one service may send, and as much may be read
 /// from the device. A processor copies it in some 50 µs. A request is not split, so the last one
@@ -24,6 +25,9 @@ const BULK_THRESHOLD_BYTES: u64 = 256 << 10;
 pub(crate) fn quantum_among(connections: usize) -> u64 {
     if connections > 1 { QUANTUM_SHARED_BYTES } else { QUANTUM_ALONE_BYTES }
 }
+
+/// In place of an index: a member that uses no export yet.
+pub(crate) const NO_EXPORT: u32 = u32::MAX;
 
 /// What a connection may still move in this service.
 pub(crate) struct Quantum {
@@ -139,7 +143,6 @@ impl Quantum {
 }
 
 /// What the event loop keeps for a connection or a queue of a frontend: a member of its run queues.
-#[derive(Default)]
 pub(crate) struct Member {
     /// It is in the run queues.
     pub(crate) scheduled: bool,
@@ -151,6 +154,24 @@ pub(crate) struct Member {
     pub(crate) client: Arc<ClientBuckets>,
     /// It waits until it may go on under the limits.
     pub(crate) is_held: bool,
+    /// The export that it uses, among those of its thread; [`NO_EXPORT`] before it has chosen one.
+    pub(crate) export: u32,
+    /// Its use of the export.
+    pub(crate) used: Option<ExportUse>,
+}
+
+impl Default for Member {
+    fn default() -> Self {
+        Self {
+            scheduled: false,
+            quantum: Quantum::default(),
+            budget_used: 0,
+            client: Arc::default(),
+            is_held: false,
+            export: NO_EXPORT,
+            used: None,
+        }
+    }
 }
 
 impl Member {

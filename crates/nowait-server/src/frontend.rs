@@ -15,8 +15,7 @@ use crate::statistics::FrontendKind;
 /// A frontend of a thread. Its members are what the thread schedules: the connections of NBD, the
 /// queues of a paravirtual device. They have numbers of the frontend's choice.
 ///
-/// Several frontends on one thread are a pair, which is a frontend too; pairs nest. A pair rather
-/// than a list or an enum: every call is direct, and a thread with one frontend pays nothing.
+/// Several frontends of a thread are a frontend, too: [`Frontends`](crate::frontends::Frontends).
 pub(crate) trait Frontend<Q: IoQueue> {
     /// The thread starts: watches the descriptors that new members come from.
     ///
@@ -35,7 +34,7 @@ pub(crate) trait Frontend<Q: IoQueue> {
     /// All events of an iteration have been reported.
     fn after_events(&mut self, _: &mut LoopContext<Q>) {}
 
-    /// What the requests of `member` are counted as.
+    /// The kind that the requests of `member` are counted as.
     fn kind(&self, member: usize) -> FrontendKind;
 
     /// Whether the limits of the export and of its clients hold for `member`.
@@ -101,154 +100,9 @@ pub(crate) trait Frontend<Q: IoQueue> {
     /// Takes no more requests. Each member leaves once its requests in flight are answered.
     fn begin_shutdown(&mut self, context: &mut LoopContext<Q>);
 
-    /// Takes no more requests. Each member leaves with what it holds, for another thread, once its
-    /// requests in flight are answered. Until then [`Frontend::end_parking`] may call it off.
-    fn begin_parking(&mut self, _: &mut LoopContext<Q>) {}
-
-    /// The members that are left go on.
-    fn end_parking(&mut self, _: &mut LoopContext<Q>) {}
-
-    /// Whether the thread goes on without members.
-    fn keeps_thread(&self) -> bool {
-        false
-    }
-}
-
-impl<Q, A, B> Frontend<Q> for (A, B)
-where
-    Q: IoQueue,
-    A: Frontend<Q>,
-    B: Frontend<Q>,
-{
-    fn begin(&mut self, context: &mut LoopContext<Q>) -> Result<(), Error> {
-        context.inside(false, |context| self.0.begin(context))?;
-        context.inside(true, |context| self.1.begin(context))
-    }
-
-    fn on_wake(&mut self, context: &mut LoopContext<Q>) {
-        context.inside(false, |context| self.0.on_wake(context));
-        context.inside(true, |context| self.1.on_wake(context));
-    }
-
-    fn on_event(&mut self, context: &mut LoopContext<Q>, token: Token, bits: i32) {
-        let second = token & 1 == 1;
-        context.inside(second, |context| match second {
-            false => self.0.on_event(context, token >> 1, bits),
-            true => self.1.on_event(context, token >> 1, bits),
-        });
-    }
-
-    fn after_events(&mut self, context: &mut LoopContext<Q>) {
-        context.inside(false, |context| self.0.after_events(context));
-        context.inside(true, |context| self.1.after_events(context));
-    }
-
-    #[inline]
-    fn kind(&self, member: usize) -> FrontendKind {
-        match member & 1 {
-            0 => self.0.kind(member >> 1),
-            _ => self.1.kind(member >> 1),
-        }
-    }
-
-    fn is_limited(&self, member: usize) -> bool {
-        match member & 1 {
-            0 => self.0.is_limited(member >> 1),
-            _ => self.1.is_limited(member >> 1),
-        }
-    }
-
-    fn member(&mut self, member: usize) -> Option<&mut Member> {
-        match member & 1 {
-            0 => self.0.member(member >> 1),
-            _ => self.1.member(member >> 1),
-        }
-    }
-
-    fn service(&mut self, context: &mut LoopContext<Q>, member: usize) -> u64 {
-        let second = member & 1 == 1;
-        context.inside(second, |context| match second {
-            false => self.0.service(context, member >> 1),
-            true => self.1.service(context, member >> 1),
-        })
-    }
-
-    fn send_answers(&mut self, context: &mut LoopContext<Q>, member: usize) -> u64 {
-        let second = member & 1 == 1;
-        context.inside(second, |context| match second {
-            false => self.0.send_answers(context, member >> 1),
-            true => self.1.send_answers(context, member >> 1),
-        })
-    }
-
-    fn complete(
-        &mut self,
-        context: &mut LoopContext<Q>,
-        member: usize,
-        key: u32,
-        completion: Completion,
-    ) {
-        let second = member & 1 == 1;
-        context.inside(second, |context| match second {
-            false => self.0.complete(context, member >> 1, key, completion),
-            true => self.1.complete(context, member >> 1, key, completion),
-        });
-    }
-
-    fn end_iteration(&mut self, context: &mut LoopContext<Q>) {
-        context.inside(false, |context| self.0.end_iteration(context));
-        context.inside(true, |context| self.1.end_iteration(context));
-    }
-
-    fn has_work(&self) -> bool {
-        self.0.has_work() || self.1.has_work()
-    }
-
-    fn deadline(&self) -> Option<Instant> {
-        self.0.deadline().into_iter().chain(self.1.deadline()).min()
-    }
-
-    fn expire(&mut self, context: &mut LoopContext<Q>, now: Instant) {
-        context.inside(false, |context| self.0.expire(context, now));
-        context.inside(true, |context| self.1.expire(context, now));
-    }
-
-    fn watch_memory(&mut self, context: &LoopContext<Q>, now: Instant) {
-        self.0.watch_memory(context, now);
-        self.1.watch_memory(context, now);
-    }
-
-    fn has_arrived(&self) -> bool {
-        self.0.has_arrived() || self.1.has_arrived()
-    }
-
-    fn poll(&mut self, context: &mut LoopContext<Q>) {
-        context.inside(false, |context| self.0.poll(context));
-        context.inside(true, |context| self.1.poll(context));
-    }
-
-    fn before_sleep(&mut self, context: &mut LoopContext<Q>) -> bool {
-        let first = context.inside(false, |context| self.0.before_sleep(context));
-        let second = context.inside(true, |context| self.1.before_sleep(context));
-        first || second
-    }
-
-    fn begin_shutdown(&mut self, context: &mut LoopContext<Q>) {
-        context.inside(false, |context| self.0.begin_shutdown(context));
-        context.inside(true, |context| self.1.begin_shutdown(context));
-    }
-
-    fn begin_parking(&mut self, context: &mut LoopContext<Q>) {
-        context.inside(false, |context| self.0.begin_parking(context));
-        context.inside(true, |context| self.1.begin_parking(context));
-    }
-
-    fn end_parking(&mut self, context: &mut LoopContext<Q>) {
-        context.inside(false, |context| self.0.end_parking(context));
-        context.inside(true, |context| self.1.end_parking(context));
-    }
-
-    fn keeps_thread(&self) -> bool {
-        self.0.keeps_thread() || self.1.keeps_thread()
-    }
+    /// The export with this index on the thread is paused: its members take no more requests, and each
+    /// leaves with what it holds, for the end of the pause, once its requests in flight are answered. Or
+    /// those that are left go on: [`ServedExport::is_pausing`](crate::served_export::ServedExport) says
+    /// which.
+    fn change_pause(&mut self, _: &mut LoopContext<Q>, _export: u32) {}
 }

@@ -13,30 +13,35 @@ mod refusal_log;
 mod latency;
 mod slow_requests;
 mod rate_limit;
-mod fairness;
-mod throttle;
 mod statistics;
 mod export;
+mod shared_export;
+mod fairness;
+mod throttle;
 mod injected_death;
 mod net;
 mod buffer_budget;
-mod idle_timeout;
 mod delayed_release;
 mod thread_handle;
+mod served_export;
 mod loop_context;
 mod frontend;
 mod nbd;
 mod ublk;
 mod vhost_user;
+mod frontends;
 mod server_options;
-mod export_threads;
+mod any_export;
+mod registered_export;
+mod export_registry;
+mod threads;
 mod event_loop;
+mod reactor;
 mod exports;
 mod server;
 
+pub use any_export::AnyExport;
 pub use export::{Export, ExportId};
-pub use export_threads::any_export::AnyExport;
-pub use export_threads::parking::{ParkedExport, ParkedServer};
 pub use exports::{ExportStatus, Exports};
 pub use latency::Latencies;
 pub use nbd::connection_state::{ConnectionState, SplitState};
@@ -55,13 +60,14 @@ pub use server::{
     ServerBug, SimChange, SimParked, Simulated, SimulatedUblk, SimulatedVhost, die_after, inject,
 };
 pub use statistics::{FrontendKind, FrontendTotals, OpTotals};
+pub use threads::pause::{PausedExport, PausedServer};
 pub use ublk::device_set_up::UblkOptions;
 #[cfg(feature = "sim")]
 pub use ublk::sim_ublk::SimUblkRequest;
 pub use ublk::ublk_device::{UblkDevice, UblkNode};
 pub use ublk::ublk_error::UblkError;
 pub use ublk::ublk_list::{UblkStatus, ublk_devices, ublk_features, ublk_stop};
-pub use vhost_user::control_thread::ParkedDevice;
+pub use vhost_user::control_thread::PausedDevice;
 pub use vhost_user::device::vmm_state::{VmmSetup, VmmState};
 #[cfg(feature = "fuzz")]
 pub use vhost_user::queue_fuzz::FuzzedQueue;

@@ -1,5 +1,5 @@
-//! What the event loop lends to its frontend: the engine, the buffer budget, the run queues, and
-//! the counts that decide on limits and on the thread's end.
+//! Parts of a thread that the event loop lends to its frontends: the engine, the exports, the buffer
+//! budget, the run queues, and the counts that decide on limits.
 //!
 //! Invariant: a number that a frontend chooses (of a member, of a watched descriptor) is told apart
 //! from those of the thread's other frontends.
@@ -8,30 +8,37 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use nowait::{BlockMap, DeviceHandle, Engine, Error, FD_TOKEN, Interest, IoQueue, Request, Token};
+use nowait::{
+    BlockMap, ByteRange, DeviceHandle, Engine, Error, FD_TOKEN, Interest, IoQueue, Op, Operation,
+    PooledBuffer, Rejected, Request, Token,
+};
 
 use crate::buffer_budget::{BufferBudget, DeclaredUse};
 use crate::delayed_release::DelayedRelease;
-use crate::export::Export;
-use crate::fairness::{Member, RunQueues, quantum_among};
-use crate::idle_timeout::IdleTimeout;
+use crate::fairness::{Member, NO_EXPORT, RunQueues, quantum_among};
 use crate::latency::Sampler;
 use crate::net::connection_limit::ConnectionLimit;
+use crate::served_export::{ServedExport, ServedExports};
+use crate::shared_export::ExportUse;
 use crate::slow_requests::{KEY_MASK, SlowRequests};
-use crate::statistics::{FrontendKind, ThreadStatistics};
+use crate::statistics::FrontendKind;
 use crate::thread_handle::ThreadHandle;
 use crate::throttle::Throttle;
+
+/// The engine of a thread.
+pub(crate) type DiskEngine<Q> = Engine<Q, dyn BlockMap>;
+/// A device of it.
+pub(crate) type DiskHandle = DeviceHandle<dyn BlockMap>;
 
 /// Bits of a token that a frontend may choose.
 pub(crate) const TOKEN_BITS: u32 = 56;
 
-/// What the event loop lends to its frontend.
+/// Parts of a thread that the event loop lends to its frontends.
 pub(crate) struct LoopContext<Q: IoQueue> {
-    /// The engine of the thread. Tags of requests come from [`LoopContext::tag`].
-    pub(crate) engine: Engine<Q, dyn BlockMap>,
-    /// The device of the export in the engine.
-    pub(crate) device: DeviceHandle<dyn BlockMap>,
-    pub(crate) export: Arc<Export>,
+    /// The engine of the thread. Requests go through [`LoopContext::submit`].
+    pub(crate) engine: DiskEngine<Q>,
+    /// The exports that members of the thread use.
+    pub(crate) exports: ServedExports,
     /// The buffer memory that the members share. Foreign memory is not counted.
     pub(crate) budget: BufferBudget,
     /// Bytes that one service of a member may move.
@@ -39,15 +46,12 @@ pub(crate) struct LoopContext<Q: IoQueue> {
     /// All requests in flight in the last busy iteration completed within it.
     pub(crate) completes_inline: bool,
     pub(crate) delayed_release: DelayedRelease,
-    pub(crate) idle: IdleTimeout,
     /// Members to service: the interactive ones in this iteration, the bulk ones in turn.
     pub(crate) run_queues: RunQueues,
     /// Members that have nothing in flight and wait for a slot or for memory, in order of arrival.
     pub(crate) blocked: Vec<usize>,
     /// Something was released that a blocked member may wait for.
     pub(crate) has_released: bool,
-    /// The counters that only this thread changes.
-    pub(crate) statistics: Arc<ThreadStatistics>,
     pub(crate) sampler: Sampler,
     pub(crate) slow: SlowRequests,
     pub(crate) throttle: Throttle,
@@ -57,56 +61,46 @@ pub(crate) struct LoopContext<Q: IoQueue> {
     place: Place,
 }
 
-/// The place of a frontend in nested pairs: its numbers are shifted by one bit for each pair that
-/// it is in, and the bit tells first from second.
+/// Bits of a number that name its frontend, where a thread has several.
+pub(crate) const KIND_BITS: u32 = 2;
+
+/// The place of a frontend among those of a thread: its numbers are shifted by [`KIND_BITS`], and end
+/// with its kind. That of the only frontend of a thread leaves the numbers as they are.
 #[derive(Clone, Copy, Default)]
 struct Place {
-    depth: u32,
-    path: u64,
+    shift: u32,
+    kind: u64,
 }
 
 impl Place {
     /// The number in the event loop for `number` of the frontend.
     #[inline]
     fn number(self, number: u64) -> u64 {
-        number << self.depth | self.path
-    }
-
-    fn inside(self, second: bool) -> Self {
-        Self { depth: self.depth + 1, path: self.path | u64::from(second) << self.depth }
+        number << self.shift | self.kind
     }
 }
 
 impl<Q: IoQueue> LoopContext<Q> {
     /// The context of `thread`, which has `buffer_bytes` for all members of the server, of which
-    /// `declared` are in use, and retires when it has been idle for `idle`. Requests that take longer
-    /// than `slow_requests` are found.
-    ///
-    /// # Errors
-    /// As [`Engine::attach`].
+    /// `declared` are in use, and detaches an export when it has been idle for `idle`. Requests that take
+    /// longer than `slow_requests` are found.
     pub(crate) fn new(
-        mut engine: Engine<Q, dyn BlockMap>,
-        export: Arc<Export>,
-        statistics: Arc<ThreadStatistics>,
+        engine: Engine<Q, dyn BlockMap>,
         thread: Arc<ThreadHandle>,
         limit: Arc<ConnectionLimit>,
         (buffer_bytes, declared): (usize, DeclaredUse),
         (idle, slow_requests): (Duration, Option<Duration>),
-    ) -> Result<Self, Error> {
-        let device = engine.attach(export.disk().clone())?;
-        Ok(Self {
+    ) -> Self {
+        Self {
             engine,
-            device,
-            export,
+            exports: ServedExports::new(idle),
             budget: BufferBudget::new(buffer_bytes as u64, declared),
             quantum: quantum_among(1),
             completes_inline: false,
             delayed_release: DelayedRelease::default(),
-            idle: IdleTimeout::new(idle),
             run_queues: RunQueues::default(),
             blocked: Vec::new(),
             has_released: false,
-            statistics,
             sampler: Sampler::default(),
             slow: SlowRequests::new(slow_requests),
             throttle: Throttle::default(),
@@ -114,14 +108,36 @@ impl<Q: IoQueue> LoopContext<Q> {
             limit,
             members: 0,
             place: Place::default(),
-        })
+        }
+    }
+
+    /// The export of `member`, if it uses one.
+    #[inline]
+    pub(crate) fn export_of(&self, member: &Member) -> Option<&ServedExport> {
+        self.exports.get(member.export)
+    }
+
+    /// Whether a request of `member` finds a slot of the engine.
+    #[inline]
+    pub(crate) fn has_free_slot(&self, member: &Member) -> bool {
+        self.exports.admits(member.export, self.engine.free_slots())
     }
 
     /// A read of `member` was answered without the engine.
     #[inline]
     pub(crate) fn count_hole(&self, frontend: FrontendKind, member: &mut Member, io: Request) {
-        self.statistics.count(frontend, io.op, io.range.len);
+        if let Some(served) = self.export_of(member) {
+            served.statistics.count(frontend, io.op, io.range.len);
+        }
         member.quantum.count(io);
+    }
+
+    /// A request of `member` was refused before it was submitted.
+    #[cold]
+    pub(crate) fn count_error(&self, kind: FrontendKind, member: &Member, op: Op, errno: i32) {
+        if let Some(served) = self.export_of(member) {
+            served.statistics.count_error(kind, op, errno);
+        }
     }
 
     /// As [`ConnectionLimit::close_count`].
@@ -137,10 +153,25 @@ impl<Q: IoQueue> LoopContext<Q> {
 
     /// Counts a new member.
     pub(crate) fn add_member(&mut self) {
-        self.idle.on_connection_added();
         self.thread.add_connection();
         self.members += 1;
         self.update_shares();
+    }
+
+    /// Has `member` use an export.
+    ///
+    /// # Errors
+    /// As [`Engine::attach`].
+    pub(crate) fn use_export(&mut self, member: &mut Member, used: ExportUse) -> Result<(), Error> {
+        member.export = self.exports.add_member(&mut self.engine, used.export())?;
+        member.used = Some(used);
+        Ok(())
+    }
+
+    /// A member that was not counted uses its export no more.
+    pub(crate) fn leave_export(&mut self, member: &mut Member) {
+        self.exports.remove_member(std::mem::replace(&mut member.export, NO_EXPORT));
+        member.used = None;
     }
 
     /// Counts a member that has left, and releases all that it holds.
@@ -149,19 +180,8 @@ impl<Q: IoQueue> LoopContext<Q> {
         self.update_shares();
         self.budget.release(&mut member.budget_used, u64::MAX);
         self.has_released = true;
-        if self.members == 0 {
-            self.idle.on_idle();
-            self.thread.on_idle();
-            self.hurry_if_asked();
-        }
+        self.leave_export(member);
         self.thread.remove_connection();
-    }
-
-    /// Retires without waiting for the idle timeout if another thread has asked for it.
-    pub(crate) fn hurry_if_asked(&mut self) {
-        if self.thread.retires_early() {
-            self.idle.hurry();
-        }
     }
 
     /// Adapts the limits to the number of members.
@@ -193,19 +213,45 @@ impl<Q: IoQueue> LoopContext<Q> {
         self.has_released |= bytes > 0;
     }
 
-    /// The tag of a request of member `number` that is submitted now, under a `key` of the frontend's
-    /// choice, of 27 bits. The engine's workers serve the members in turn.
-    #[inline]
-    pub(crate) fn tag(&mut self, number: usize, key: u32) -> u64 {
+    /// Submits a request of `member`, which has this `number`, by `submit`, which gets its device and its
+    /// tag. [`Frontend::complete`](crate::frontend::Frontend::complete) gets `key`, of 27 bits. The
+    /// engine's workers serve the members in turn.
+    ///
+    /// # Errors
+    /// That of `submit`; `ENODEV` for a member without an export.
+    #[inline(always)]
+    pub(crate) fn submit(
+        &mut self,
+        member: &Member,
+        number: usize,
+        key: u32,
+        submit: impl FnOnce(&mut DiskEngine<Q>, &DiskHandle, u64) -> Result<(), Rejected>,
+    ) -> Result<(), Rejected> {
         debug_assert_eq!(u64::from(key) & !KEY_MASK, 0);
+        let Some(served) = self.exports.get_mut(member.export) else {
+            let error = Error::new(libc::ENODEV, Operation::Validate);
+            return Err(Rejected { error, buf: None });
+        };
         let epoch = self.slow.begin();
-        self.sampler.mark(self.place.number(number as u64) << 32 | epoch | u64::from(key))
+        let tag = self.place.number(number as u64) << 32 | epoch | u64::from(key);
+        let submitted = submit(&mut self.engine, &served.device, self.sampler.mark(tag));
+        match &submitted {
+            Ok(()) => served.in_flight += 1,
+            Err(_) => self.slow.undo(),
+        }
+        submitted
     }
 
-    /// The request of the last tag was not submitted.
-    #[cold]
-    pub(crate) fn untag(&mut self) {
-        self.slow.undo();
+    /// A buffer for a request of `member` of `range`; `None` if memory is short.
+    #[inline]
+    pub(crate) fn buffer(&mut self, member: &Member, range: ByteRange) -> Option<PooledBuffer> {
+        self.engine.buffer(&self.exports.get(member.export)?.device, range)
+    }
+
+    /// As [`DeviceHandle::buffer_offset`].
+    #[inline]
+    pub(crate) fn buffer_offset(&self, member: &Member, pos: u64) -> usize {
+        self.export_of(member).map_or(0, |served| served.device.buffer_offset(pos))
     }
 
     /// Reports `token`, of [`TOKEN_BITS`] bits, whenever `fd` is ready.
@@ -233,11 +279,10 @@ impl<Q: IoQueue> LoopContext<Q> {
         FD_TOKEN | self.place.number(token)
     }
 
-    /// Calls one of a pair of frontends.
+    /// Calls the frontend of a `kind` below 4, of several.
     #[inline]
-    pub(crate) fn inside<T>(&mut self, second: bool, call: impl FnOnce(&mut Self) -> T) -> T {
-        let outside = self.place;
-        self.place = outside.inside(second);
+    pub(crate) fn inside<T>(&mut self, kind: u64, call: impl FnOnce(&mut Self) -> T) -> T {
+        let outside = std::mem::replace(&mut self.place, Place { shift: KIND_BITS, kind });
         let result = call(self);
         self.place = outside;
         result

@@ -1,34 +1,28 @@
-//! The NBD server: exports, threads with a queue each, and the connections spread over them.
+//! A server: exports, threads with an engine each for all of them, and the connections and queues spread
+//! over the threads.
 //!
-//! Invariant: a connection belongs to one thread: once it has chosen an export, to one of that
-//! export's threads. Threads share the export and their connection channels, nothing else.
+//! Invariant: the threads run from the start of the server to its end, whichever exports come and go.
 
 use std::sync::Arc;
 use std::sync::mpsc::{Receiver, RecvTimeoutError, channel};
 use std::time::{Duration, Instant};
 
 pub use nowait::QueueKind;
-use nowait::{Engine, Error, IoQueue, Operation};
+use nowait::{Error, Operation};
 
-use crate::event_loop::EventLoop;
+use crate::any_export::AnyExport;
 #[cfg(feature = "sim")]
 pub use crate::event_loop::{SimChange, SimParked, Simulated, SimulatedUblk, SimulatedVhost};
-use crate::export::{Export, ExportId};
-use crate::export_threads::any_export::AnyExport;
-use crate::export_threads::export_registry::Servable;
-use crate::export_threads::{Shared, ThreadContext, ThreadEvent};
 use crate::exports::Exports;
-use crate::frontend::Frontend;
 #[cfg(feature = "sim")]
 pub use crate::injected_bug::{ServerBug, inject};
 #[cfg(feature = "sim")]
 pub use crate::injected_death::die_after;
-use crate::nbd::command;
-use crate::nbd::handshake::ExportInfo;
 pub use crate::nbd::tls_config::{ClientAuth, Credentials, Tls, TlsError};
 pub use crate::net::listener::Listener;
+use crate::reactor;
 pub use crate::server_options::{ExportOptions, Options};
-use crate::vhost_user::BlockProperties;
+use crate::threads::{Shared, ThreadEvent};
 
 /// The state in which a server stopped.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -67,8 +61,8 @@ impl ShutdownHandle {
 impl Server {
     /// Starts serving `exports` to the clients of `listeners`. The first export is the default,
     /// which a client gets that names none; of several with one name only the first can be chosen.
-    /// Its threads run when this returns. The threads of another export start when clients choose
-    /// it, and retire after the idle timeout; then all writes are durable.
+    /// Its threads run when this returns. An export without clients is detached from them after the idle
+    /// timeout; then all writes are durable.
     ///
     /// # Errors
     /// `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: a queue or a thread could not be made; for
@@ -79,23 +73,11 @@ impl Server {
         options: Options,
     ) -> Result<Self, Error> {
         let (sender, events) = channel();
-        let (exports, sockets): (Vec<_>, Vec<_>) = exports
-            .into_iter()
-            .map(|AnyExport { export, has_devices, vhost_user }| {
-                ((export, has_devices), vhost_user)
-            })
-            .unzip();
-        let shared = Arc::new(Shared::new(exports, options, sender));
-        let (ready, begun) = channel();
-        let started = shared.start(listeners, &ready);
-        drop(ready);
-        let serve_devices = |()| {
-            let ids = (0..).map(ExportId).zip(sockets);
-            let mut all = ids.flat_map(|(id, sockets)| sockets.into_iter().map(move |s| (id, s)));
-            all.try_for_each(|(id, socket)| shared.serve_devices(id, socket))
-        };
-        let started = started.and_then(|()| begun.iter().collect::<Result<(), _>>());
-        match started.and_then(serve_devices) {
+        let (shared, sockets) = Shared::new(exports, options, sender)?;
+        let shared = Arc::new(shared);
+        let serve_devices =
+            |()| sockets.into_iter().try_for_each(|(id, socket)| shared.serve_devices(id, socket));
+        match reactor::start(&shared, listeners).and_then(serve_devices) {
             Ok(()) => Ok(Self { shared, events }),
             Err(error) => {
                 shared.stop();
@@ -133,7 +115,7 @@ impl Server {
             match self.events.recv() {
                 Ok(ThreadEvent::StopRequested) | Err(_) => break,
                 // The thread could not start, or it stops and `StopRequested` follows.
-                Ok(ThreadEvent::ThreadEnded) => {}
+                Ok(ThreadEvent::ThreadExited) => {}
                 Ok(ThreadEvent::HandedOver) => {
                     return Ok(ShutdownReport { unfinished: 0, handed_over: true });
                 }
@@ -150,7 +132,7 @@ impl Server {
                 }
             }
         }
-        if let Some(device) = &self.shared.options.ublk {
+        for device in self.shared.ublk_devices() {
             device.stop(timeout, || self.shared.wake_threads());
         }
         let deadline = Instant::now() + timeout;
@@ -163,122 +145,5 @@ impl Server {
         }
         self.shared.summarize_faults();
         Ok(ShutdownReport { unfinished: self.shared.in_flight(), handed_over: false })
-    }
-}
-
-impl Servable for Export {
-    fn info(&self, id: ExportId) -> ExportInfo {
-        command::export_info(id, self)
-    }
-
-    fn properties(&self) -> BlockProperties {
-        let disk = self.disk();
-        BlockProperties {
-            // If the refresh fails, the device may be gone: then its requests fail.
-            size: disk.refresh().unwrap_or(disk.size()),
-            read_only: self.is_read_only(),
-            discards: disk.supports_punch_hole(),
-            block: disk.alignment().offset.clamp(4096, 1 << 20),
-        }
-    }
-
-    fn name(&self) -> &str {
-        Export::name(self)
-    }
-
-    fn description(&self) -> &str {
-        Export::description(self)
-    }
-
-    fn is_read_only(&self) -> bool {
-        Export::is_read_only(self)
-    }
-
-    fn set_read_only(&self, read_only: bool) -> Result<(), Error> {
-        Export::set_read_only(self, read_only)
-    }
-
-    fn allocated_ahead(&self) -> u64 {
-        self.disk().allocated_ahead()
-    }
-
-    fn size(&self) -> u64 {
-        self.disk().size()
-    }
-
-    fn refresh(&self) -> Result<u64, Error> {
-        self.disk().refresh()
-    }
-
-    fn grow(&self, size: u64) -> Result<(), Error> {
-        self.disk().grow(size)
-    }
-
-    fn flush(&self) -> Result<(), Error> {
-        Export::flush(self)
-    }
-
-    fn summarize_faults(&self) {
-        Export::summarize_faults(self);
-    }
-
-    fn serve(self: Arc<Self>, context: ThreadContext) -> Result<(), Error> {
-        let Options { kind, config, .. } = context.shared.options;
-        match kind.open(config.slots) {
-            Ok(queue) => {
-                if let Some(error) = queue.refusal() {
-                    context.shared.warn_no_io_uring(error);
-                }
-                serve_on(self, context, queue)
-            }
-            Err(error) => {
-                context.fail_start(error);
-                Ok(())
-            }
-        }
-    }
-}
-
-/// Serves `export` as the thread of `context`.
-fn serve_on<Q: IoQueue>(
-    export: Arc<Export>,
-    mut context: ThreadContext,
-    queue: Q,
-) -> Result<(), Error> {
-    let nbd = context.nbd_frontend();
-    let vhost = context.registered.has_devices.then(|| context.vhost_frontend());
-    // A thread pays only for the frontends that it has.
-    match (context.ublk_frontend(), vhost) {
-        (None, None) => serve_with(export, context, queue, nbd),
-        (Some(ublk), None) => serve_with(export, context, queue, (nbd, ublk)),
-        (None, Some(vhost)) => serve_with(export, context, queue, (nbd, vhost)),
-        (Some(ublk), Some(vhost)) => serve_with(export, context, queue, (nbd, (ublk, vhost))),
-    }
-}
-
-/// The same with a frontend, or a pair of them.
-fn serve_with<F: Frontend<Q>, Q: IoQueue>(
-    export: Arc<Export>,
-    mut context: ThreadContext,
-    queue: Q,
-    frontend: F,
-) -> Result<(), Error> {
-    let workers = context.shared.workers.clone();
-    let (id, queue_index) = (context.registered.id, context.queue);
-    let (config, budget) = (context.shared.options.config, &context.shared.budget);
-    let engine = Engine::sharing(queue, workers, config, budget);
-    let event_loop = engine.and_then(|engine| EventLoop::new(&context, export, engine, frontend));
-    match event_loop {
-        Ok(mut event_loop) => {
-            context.report_started();
-            drop(context);
-            event_loop
-                .run()
-                .inspect_err(|error| tracing::error!("export {id}, queue {queue_index}: {error}"))
-        }
-        Err(error) => {
-            context.fail_start(error);
-            Ok(())
-        }
     }
 }

@@ -2,19 +2,17 @@
 //!
 //! Invariant: plain values; nothing here opens or starts anything.
 
-use std::sync::Arc;
 use std::time::Duration;
 
 use nowait::{Config, QueueKind};
 
 use crate::nbd::tls_config::Tls;
-use crate::ublk::ublk_device::UblkDevice;
 
 /// The options of a server.
 #[derive(Clone, Debug)]
 pub struct Options {
-    /// Threads with a queue each, at least 1.
-    pub queues: u16,
+    /// Threads with an engine each for all exports, at least 1.
+    pub threads: u16,
     /// The kind of the queues.
     pub kind: QueueKind,
     /// The engines' switches and sizes; all engines share [`Config::buffer_bytes`].
@@ -24,21 +22,18 @@ pub struct Options {
     /// The most connections at once, at least 1. A further one is closed right after it is
     /// accepted.
     pub max_connections: u32,
-    /// Idle timeout of a thread without connections; see [`Options::IDLE`]. The next connection
-    /// starts a thread again. The acceptor thread never retires.
+    /// Time after which a thread makes the writes of an export durable that has no connection any more,
+    /// and detaches it; see [`Options::IDLE`].
     pub idle: Duration,
     /// Bytes of a fragment of a long write beside other connections, a power of two; see
     /// [`Options::SPLIT_BYTES`].
     pub split_bytes: u64,
     /// Requests that take longer are logged; `None`: none is.
     pub slow_requests: Option<Duration>,
-    /// The block device of this machine that the default export is, too. Its threads are at least
-    /// as many as the device has queues.
-    pub ublk: Option<Arc<UblkDevice>>,
 }
 
 impl Options {
-    /// A good value for [`Options::idle`]: a client that comes back soon finds the threads running.
+    /// A good value for [`Options::idle`]: a client that comes back soon finds the export attached.
     pub const IDLE: Duration = Duration::from_secs(15);
     /// A good value for [`Options::split_bytes`]: some devices work for a quarter of a millisecond on
     /// so many bytes.
@@ -46,10 +41,10 @@ impl Options {
 }
 
 impl Default for Options {
-    /// One queue, without TLS, for at most 1024 connections.
+    /// One thread, without TLS, for at most 1024 connections.
     fn default() -> Self {
         Self {
-            queues: 1,
+            threads: 1,
             kind: QueueKind::Auto,
             config: Config::default(),
             tls: Tls::Off,
@@ -57,7 +52,6 @@ impl Default for Options {
             idle: Self::IDLE,
             split_bytes: Self::SPLIT_BYTES,
             slow_requests: None,
-            ublk: None,
         }
     }
 }

@@ -23,6 +23,21 @@ struct Epoch {
     reported: bool,
 }
 
+/// Requests that were found to be in flight for long.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) struct Overdue {
+    /// The labels of their epochs, one bit each.
+    labels: u16,
+    count: u32,
+}
+
+impl Overdue {
+    /// Whether the request of `tag` is one of them.
+    pub(crate) fn has(self, tag: u64) -> bool {
+        self.labels >> ((tag >> SHIFT) as usize % LABELS) & 1 == 1
+    }
+}
+
 /// The requests of one thread.
 pub(crate) struct SlowRequests {
     threshold: Option<Duration>,
@@ -73,16 +88,16 @@ impl SlowRequests {
         self.threshold.map(|_| self.due.saturating_duration_since(now))
     }
 
-    /// Goes on to the next epoch if the current one is over at `now`. Returns how many requests have
-    /// been found to be in flight for longer than the threshold, and the threshold.
+    /// Goes on to the next epoch if the current one is over at `now`. Returns which requests have been
+    /// found to be in flight for longer than the threshold, and the threshold.
     #[inline]
-    pub(crate) fn advance(&mut self, now: Instant) -> Option<(u32, Duration)> {
+    pub(crate) fn advance(&mut self, now: Instant) -> Option<(Overdue, Duration)> {
         let threshold = self.threshold.filter(|_| now >= self.due)?;
         self.next_epoch(now, threshold)
     }
 
     #[cold]
-    fn next_epoch(&mut self, now: Instant, threshold: Duration) -> Option<(u32, Duration)> {
+    fn next_epoch(&mut self, now: Instant, threshold: Duration) -> Option<(Overdue, Duration)> {
         self.due = now + (threshold / 4).max(SHORTEST);
         if self.epochs[self.current].in_flight > 0
             && let Some(free) = self.epochs.iter().position(|epoch| epoch.in_flight == 0)
@@ -96,12 +111,13 @@ impl SlowRequests {
             let age = now.saturating_duration_since(epoch.ended);
             *label != current && epoch.in_flight > 0 && !epoch.reported && age >= threshold
         };
-        let mut count = 0;
-        for (_, epoch) in self.epochs.iter_mut().enumerate().filter(is_overdue) {
+        let mut overdue = Overdue { labels: 0, count: 0 };
+        for (label, epoch) in self.epochs.iter_mut().enumerate().filter(is_overdue) {
             epoch.reported = true;
-            count += epoch.in_flight;
+            overdue.labels |= 1 << label;
+            overdue.count += epoch.in_flight;
         }
-        (count > 0).then_some((count, threshold))
+        (overdue.count > 0).then_some((overdue, threshold))
     }
 
     /// Requests in flight.
@@ -128,14 +144,15 @@ mod tests {
         let stuck = slow.begin();
         let mut overdue = Vec::new();
         for second in 1..100 {
-            overdue.extend(slow.advance(after(begin, second)).map(|(count, _)| (second, count)));
+            let found = slow.advance(after(begin, second));
+            overdue.extend(found.map(|(found, _)| (second, found.count, found.has(stuck))));
             // Others come and go in each epoch, and some stay into the next.
             let quick = slow.begin();
             assert_ne!(quick & !KEY_MASK, stuck);
             assert_eq!(slow.end(quick), None);
         }
         // Its epoch ended after one second.
-        assert_eq!(overdue, [(5, 1)]);
+        assert_eq!(overdue, [(5, 1, true)]);
         assert_eq!(slow.in_flight(), 1);
         slow.end(stuck);
         assert_eq!(slow.in_flight(), 0);

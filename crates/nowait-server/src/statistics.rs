@@ -3,8 +3,8 @@
 //! Invariant: counting costs a thread no atomic read-modify-write: each counter has one writer. A
 //! counter never goes back while its export is served, whichever threads have come and gone.
 
-use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Mutex};
+use std::sync::atomic::{AtomicU32, AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, OnceLock};
 
 use nowait::{Op, Stats};
 
@@ -116,12 +116,15 @@ fn op_name(op: Op) -> &'static str {
     }
 }
 
-/// The counters of one thread.
+/// The counters of one thread for one export.
 #[derive(Default)]
 pub(crate) struct ThreadStatistics {
-    by_frontend: [FrontendCounters; FrontendKind::ALL.len()],
+    /// Made with the first request of a frontend: there may be many exports.
+    by_frontend: [OnceLock<Box<FrontendCounters>>; FrontendKind::ALL.len()],
     /// How the engines of this thread and of those before it have served their requests.
     mechanisms: [AtomicU64; MECHANISMS.len()],
+    /// Requests in flight, as published last.
+    in_flight: AtomicU32,
 }
 
 #[derive(Default)]
@@ -146,17 +149,22 @@ fn add(counter: &AtomicU64, count: u64) {
 }
 
 impl ThreadStatistics {
+    #[inline]
+    fn of(&self, frontend: FrontendKind) -> &FrontendCounters {
+        self.by_frontend[frontend as usize].get_or_init(Box::default)
+    }
+
     /// A request of `bytes` has succeeded. To be called by the thread itself.
     #[inline]
     pub(crate) fn count(&self, frontend: FrontendKind, op: Op, bytes: u64) {
-        let counters = &self.by_frontend[frontend as usize].by_op[op as usize];
+        let counters = &self.of(frontend).by_op[op as usize];
         add(&counters.requests, 1);
         add(&counters.bytes, bytes);
     }
 
     /// A request was timed. To be called by the thread itself.
     pub(crate) fn record(&self, frontend: FrontendKind, op: Op, times: Times) {
-        let counters = &self.by_frontend[frontend as usize].by_op[op as usize];
+        let counters = &self.of(frontend).by_op[op as usize];
         counters.latencies.record(times.whole);
         counters.device_latencies.record(times.device);
     }
@@ -166,9 +174,10 @@ impl ThreadStatistics {
         self.mechanisms.each_ref().map(|counter| counter.load(Ordering::Relaxed))
     }
 
-    /// Publishes the counts of the thread's engine, on top of those `before` it. To be called by the
-    /// thread itself.
-    pub(crate) fn publish(&self, before: &MechanismCounts, stats: &Stats) {
+    /// Publishes the counts of the thread's engine, on top of those `before` it, and the requests in
+    /// flight. To be called by the thread itself.
+    pub(crate) fn publish(&self, before: &MechanismCounts, stats: &Stats, in_flight: u32) {
+        self.in_flight.store(in_flight, Ordering::Relaxed);
         for ((counter, before), (_, count)) in self.mechanisms.iter().zip(before).zip(MECHANISMS) {
             counter.store(before + count(stats), Ordering::Relaxed);
         }
@@ -177,7 +186,7 @@ impl ThreadStatistics {
     /// A request has failed. To be called by the thread itself.
     #[cold]
     pub(crate) fn count_error(&self, frontend: FrontendKind, op: Op, errno: i32) {
-        let frontend = &self.by_frontend[frontend as usize];
+        let frontend = self.of(frontend);
         let counters = &frontend.by_op[op as usize];
         add(&counters.requests, 1);
         add(&counters.errors, 1);
@@ -188,7 +197,7 @@ impl ThreadStatistics {
     }
 
     fn add_to(&self, kind: FrontendKind, totals: &mut FrontendTotals) {
-        let frontend = &self.by_frontend[kind as usize];
+        let Some(frontend) = self.by_frontend[kind as usize].get() else { return };
         for (total, counters) in totals.by_op.iter_mut().zip(&frontend.by_op) {
             total.requests += counters.requests.load(Ordering::Relaxed);
             total.bytes += counters.bytes.load(Ordering::Relaxed);
@@ -234,6 +243,12 @@ impl ExportStatistics {
             sums.iter_mut().zip(thread.mechanisms()).for_each(|(sum, count)| *sum += count);
         }
         MECHANISMS.into_iter().map(|(name, _)| name).zip(sums).collect()
+    }
+
+    /// Requests in flight on all threads, as published last.
+    pub(crate) fn in_flight(&self) -> usize {
+        let threads = lock(&self.threads);
+        threads.iter().map(|thread| thread.in_flight.load(Ordering::Relaxed) as usize).sum()
     }
 
     /// The totals of one frontend.
@@ -284,8 +299,9 @@ mod tests {
         for (simple, merged) in [(5, 1), (2, 0)] {
             let thread = export.for_thread();
             let before = thread.mechanisms();
-            thread.publish(&before, &Stats { simple: 1, ..Stats::default() });
-            thread.publish(&before, &Stats { simple, merged, ..Stats::default() });
+            thread.publish(&before, &Stats { simple: 1, ..Stats::default() }, 7);
+            assert_eq!(export.in_flight(), 7);
+            thread.publish(&before, &Stats { simple, merged, ..Stats::default() }, 0);
         }
         let counts = export.mechanisms();
         let of = |wanted| counts.iter().find(|(name, _)| *name == wanted).map(|(_, count)| *count);

@@ -15,69 +15,50 @@ use crate::rate_limit::{CurrentLimits, Limiter, SharedLimits, TokenBucket, Token
 /// [`TokenBucket::MIN_REFILL_TIME`], so that no bucket runs over meanwhile.
 const SHORTEST_WAIT: Duration = Duration::from_micros(500);
 
-/// The state of a thread's limits.
+/// The limits of one export on one thread.
 #[derive(Default)]
-pub(crate) struct Throttle {
+pub(crate) struct ExportThrottle {
     limits: CurrentLimits,
     /// There is a limit.
     is_on: bool,
     /// The changes of the limits that were seen.
     changes: u64,
-    /// When members may go on, and their numbers.
-    waiting: BinaryHeap<Reverse<(Instant, usize)>>,
-    /// The limits have changed: all that wait are looked at again.
-    has_changed: bool,
+    /// Members that wait.
+    waiting: u64,
     /// How many members have waited together: each gets an equal share of what has come meanwhile.
     contenders: u64,
+    /// The round of releases that `contenders` is of.
+    round: u64,
 }
 
-impl Throttle {
-    /// Takes over changed limits.
-    #[inline]
-    pub(crate) fn update(&mut self, shared: &SharedLimits) {
+impl ExportThrottle {
+    /// Takes over changed limits. Returns whether there are some.
+    pub(crate) fn update(&mut self, shared: &SharedLimits) -> bool {
         let changes = shared.changes();
-        if changes != self.changes {
-            self.change(changes, shared.current());
-        }
+        changes != self.changes && self.change(changes, shared.current())
     }
 
     /// Has the limits of `shared` again.
-    pub(crate) fn restore(&mut self, shared: &SharedLimits) {
-        self.change(shared.changes(), shared.current());
+    pub(crate) fn restore(&mut self, shared: &SharedLimits) -> bool {
+        self.change(shared.changes(), shared.current())
     }
 
-    /// Has no limits from now on, so that the thread can end.
-    pub(crate) fn lift(&mut self, shared: &SharedLimits) {
-        self.change(shared.changes(), CurrentLimits::default());
+    /// Has no limits from now on, so that the members can leave.
+    pub(crate) fn lift(&mut self) -> bool {
+        self.change(self.changes, CurrentLimits::default())
     }
 
     #[cold]
-    fn change(&mut self, changes: u64, limits: CurrentLimits) {
+    fn change(&mut self, changes: u64, limits: CurrentLimits) -> bool {
         self.is_on = limits.export.is_some() || limits.of_clients.is_some();
-        (self.changes, self.limits, self.has_changed) = (changes, limits, true);
+        (self.changes, self.limits) = (changes, limits);
+        true
     }
 
     /// Whether there is a limit.
     #[inline]
     pub(crate) fn is_on(&self) -> bool {
         self.is_on
-    }
-
-    /// Whether `member`, which has this `number`, has to wait; then its number is kept here. If
-    /// not, its quantum allows as much as it may take in this service.
-    pub(crate) fn holds(&mut self, number: usize, member: &mut Member, now: Instant) -> bool {
-        let limiters = self.limiters(member);
-        let waits = limiters.iter().flatten().filter_map(|limiter| limiter.wait_time(now));
-        let Some(wait) = waits.max() else {
-            let tokens = limiters.iter().flatten().map(|limiter| limiter.tokens());
-            member.quantum.limit(tokens.fold(Tokens::ALL, Tokens::min).share(self.contenders));
-            return false;
-        };
-        if !std::mem::replace(&mut member.is_held, true) {
-            let wait = wait.clamp(SHORTEST_WAIT, TokenBucket::MAX_REFILL_TIME);
-            self.waiting.push(Reverse((now + wait, number)));
-        }
-        true
     }
 
     /// The limiters that hold for `member`.
@@ -94,6 +75,56 @@ impl Throttle {
         }
     }
 
+    /// A member that waited is looked at again, in `round`.
+    pub(crate) fn on_released(&mut self, round: u64) {
+        if self.round != round {
+            (self.round, self.contenders) = (round, self.waiting);
+        }
+        self.waiting = self.waiting.saturating_sub(1);
+    }
+}
+
+/// The members of a thread that wait, of all exports.
+#[derive(Default)]
+pub(crate) struct Throttle {
+    /// When members may go on, and their numbers.
+    waiting: BinaryHeap<Reverse<(Instant, usize)>>,
+    /// Limits have changed: all that wait are looked at again.
+    has_changed: bool,
+    /// How many times members were released together.
+    pub(crate) round: u64,
+}
+
+impl Throttle {
+    /// Limits of an export have changed.
+    pub(crate) fn on_change(&mut self) {
+        self.has_changed = true;
+    }
+
+    /// Whether `member`, which has this `number`, has to wait; then its number is kept here. If
+    /// not, its quantum allows as much as it may take in this service.
+    pub(crate) fn holds(
+        &mut self,
+        number: usize,
+        member: &mut Member,
+        export: &mut ExportThrottle,
+        now: Instant,
+    ) -> bool {
+        let limiters = export.limiters(member);
+        let waits = limiters.iter().flatten().filter_map(|limiter| limiter.wait_time(now));
+        let Some(wait) = waits.max() else {
+            let tokens = limiters.iter().flatten().map(|limiter| limiter.tokens());
+            member.quantum.limit(tokens.fold(Tokens::ALL, Tokens::min).share(export.contenders));
+            return false;
+        };
+        if !std::mem::replace(&mut member.is_held, true) {
+            let wait = wait.clamp(SHORTEST_WAIT, TokenBucket::MAX_REFILL_TIME);
+            export.waiting += 1;
+            self.waiting.push(Reverse((now + wait, number)));
+        }
+        true
+    }
+
     /// The time until a member that waits may go on.
     #[inline]
     pub(crate) fn wait_time(&self) -> Option<Duration> {
@@ -107,13 +138,11 @@ impl Throttle {
     /// Begins to release the members that may go on.
     #[inline]
     pub(crate) fn begin_release(&mut self) {
-        if self.wait_time() == Some(Duration::ZERO) {
-            self.contenders = self.waiting.len() as u64;
-        }
+        self.round += 1;
     }
 
-    /// The next member that may go on, if there is one. It is looked at again by
-    /// [`Throttle::holds`].
+    /// The next member that may go on, if there is one: [`ExportThrottle::on_released`] has to be called
+    /// for it. It is looked at again by [`Throttle::holds`].
     #[inline]
     pub(crate) fn released(&mut self) -> Option<usize> {
         match self.wait_time() {
@@ -136,10 +165,10 @@ mod tests {
     const READ: Request =
         Request { op: Op::Read, flags: Flags::NONE, range: ByteRange::new(0, 4096) };
 
-    fn throttle(shared: &SharedLimits) -> Throttle {
-        let mut throttle = Throttle::default();
-        throttle.update(shared);
-        throttle
+    fn throttle(shared: &SharedLimits) -> (Throttle, ExportThrottle) {
+        let mut export = ExportThrottle::default();
+        assert!(export.update(shared) && !export.update(shared));
+        (Throttle::default(), export)
     }
 
     /// Requests that each member gets in `time`, if all ask for as many as they may.
@@ -148,15 +177,15 @@ mod tests {
         members: &mut [Member; N],
         time: Duration,
     ) -> [u64; N] {
-        let (mut throttle, mut counts) = (throttle(shared), [0; N]);
+        let ((mut throttle, mut export), mut counts) = (throttle(shared), [0; N]);
         // The buckets begin at the moment of their making.
         let begin = Instant::now();
         let mut now = begin;
         while now < begin + time {
             for (number, member) in members.iter_mut().enumerate() {
-                if !throttle.holds(number, member, now) {
+                if !throttle.holds(number, member, &mut export, now) {
                     member.quantum.count(READ);
-                    throttle.charge(member);
+                    export.charge(member);
                     counts[number] += 1;
                 }
             }
@@ -198,20 +227,20 @@ mod tests {
     fn a_client_with_one_request_gets_half_of_a_rate_beside_one_with_many() {
         let shared = SharedLimits::default();
         shared.set(Limits { requests: Some(TokenBucket::per_second(10_000)), bytes: None });
-        let (mut throttle, mut counts) = (throttle(&shared), [0; 2]);
+        let ((mut throttle, mut export), mut counts) = (throttle(&shared), [0; 2]);
         let mut members = [Member::default(), Member::default()];
         let begin = Instant::now();
         // Every 10 ms the tokens of 100 requests have come. One client has as many as it may do,
         // the other one has 20.
         for round in 1..=1000 {
             let now = begin + Duration::from_millis(10) * round;
-            throttle.contenders = 2;
+            export.contenders = 2;
             let wanted = [1_000_000, 20];
             let mut left = wanted;
             for number in [0, 1, 0, 1] {
                 let member = &mut members[number];
                 member.quantum.begin(u64::MAX);
-                if throttle.holds(number, member, now) {
+                if throttle.holds(number, member, &mut export, now) {
                     continue;
                 }
                 while left[number] > 0 && !member.quantum.is_spent() {
@@ -219,7 +248,7 @@ mod tests {
                     left[number] -= 1;
                     counts[number] += 1;
                 }
-                throttle.charge(member);
+                export.charge(member);
             }
         }
         assert_eq!(counts[1], 20_000, "{counts:?}");
@@ -235,17 +264,45 @@ mod tests {
             refill_time: TokenBucket::MAX_REFILL_TIME,
         });
         shared.set_of_clients(Limits { requests: day, bytes: None });
-        let mut throttle = throttle(&shared);
+        let (mut throttle, mut export) = throttle(&shared);
         assert_eq!(throttle.released(), None);
         let mut member = Member::default();
         (0..2).for_each(|_| member.quantum.count(READ));
-        throttle.charge(&mut member);
+        export.charge(&mut member);
         let now = Instant::now();
-        assert!(throttle.holds(3, &mut member, now) && throttle.holds(3, &mut member, now));
-        assert_eq!((throttle.waiting.len(), throttle.released()), (1, None));
+        assert!(throttle.holds(3, &mut member, &mut export, now));
+        assert!(throttle.holds(3, &mut member, &mut export, now));
+        assert_eq!((throttle.waiting.len(), export.waiting, throttle.released()), (1, 1, None));
         shared.set_of_clients(Limits::default());
-        throttle.update(&shared);
+        assert!(export.update(&shared));
+        throttle.on_change();
         assert_eq!((throttle.wait_time(), throttle.released()), (Some(Duration::ZERO), Some(3)));
-        assert_eq!((throttle.released(), throttle.is_on()), (None, false));
+        export.on_released(throttle.round);
+        assert_eq!((throttle.released(), export.is_on(), export.waiting), (None, false, 0));
+    }
+
+    #[test]
+    fn members_that_are_released_together_share_what_has_come_with_those_of_their_export_only() {
+        let shared = SharedLimits::default();
+        let day =
+            TokenBucket { size: 1, one_time_burst: 0, refill_time: TokenBucket::MAX_REFILL_TIME };
+        shared.set_of_clients(Limits { requests: Some(day), bytes: None });
+        let (mut throttle, mut first) = throttle(&shared);
+        let mut second = ExportThrottle::default();
+        assert!(second.update(&shared));
+        let mut members = [(); 3].map(|()| Member::default());
+        for (number, member) in members.iter_mut().enumerate() {
+            let export = if number < 2 { &mut first } else { &mut second };
+            (0..2).for_each(|_| member.quantum.count(READ));
+            export.charge(member);
+            assert!(throttle.holds(number, member, export, Instant::now()));
+        }
+        throttle.on_change();
+        throttle.begin_release();
+        while let Some(number) = throttle.released() {
+            let export = if number < 2 { &mut first } else { &mut second };
+            export.on_released(throttle.round);
+        }
+        assert_eq!((first.contenders, second.contenders), (2, 1));
     }
 }

@@ -55,7 +55,9 @@ pub(crate) const USAGE_STATUS: u8 = 2;
 /// The same for `check`, whose status 2 means a corrupt image (EX_USAGE of sysexits.h).
 pub(crate) const CHECK_USAGE_STATUS: u8 = 64;
 
-const MAX_QUEUES: u16 = 256;
+const MAX_THREADS: u16 = 256;
+/// The most serving threads that are started without that.
+const MOST_BY_DEFAULT: u16 = 8;
 const MAX_CONNECTIONS: u32 = 1 << 20;
 
 /// Serve disk images and block devices to other programs and machines, by direct I/O
@@ -268,12 +270,13 @@ pub(crate) struct ServeArgs {
     #[arg(long)]
     pub(crate) io_flusher: bool,
 
-    /// The number of queues, 1 to 256: threads that serve connections, each with a queue of its own
+    /// The number of serving threads, 1 to 256, each with an engine for all exports
     ///
-    /// Without it: one for each processor that this process may run on.
-    #[arg(help_heading = "Speed", long, value_name = "N")]
-    #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_QUEUES)))]
-    queues: Option<u16>,
+    /// Connections, queues of virtual machines and queues of ublk devices are spread over them. Without
+    /// it: one for each processor that this process may run on, at most 8. --queues is its former name.
+    #[arg(help_heading = "Speed", long, value_name = "N", alias = "queues")]
+    #[arg(value_parser = clap::value_parser!(u16).range(1..=i64::from(MAX_THREADS)))]
+    threads: Option<u16>,
 
     /// The most connections at once, 1 to 1048576; one more is closed as soon as it comes
     ///
@@ -368,11 +371,11 @@ impl ServeArgs {
         self.export.as_deref().unwrap_or_default()
     }
 
-    /// The number of queues, 1 to [`MAX_QUEUES`].
-    pub(crate) fn queues(&self) -> u16 {
-        self.queues.unwrap_or_else(|| {
+    /// The number of serving threads, 1 to [`MAX_THREADS`].
+    pub(crate) fn threads(&self) -> u16 {
+        self.threads.unwrap_or_else(|| {
             let processors = thread::available_parallelism().map_or(1, usize::from);
-            u16::try_from(processors).unwrap_or(MAX_QUEUES).min(MAX_QUEUES)
+            u16::try_from(processors).unwrap_or(MOST_BY_DEFAULT).min(MOST_BY_DEFAULT)
         })
     }
 
@@ -469,7 +472,7 @@ mod tests {
         assert_eq!(args.exports().unwrap(), [named]);
         let tcp = Address::Tcp { host: "h".into(), port: 1 };
         assert_eq!(args.addresses.listens(), [Address::Unix("/a".into()), tcp]);
-        assert_eq!((args.queues(), args.max_connections), (3, 7));
+        assert_eq!((args.threads(), args.max_connections), (3, 7));
         assert_eq!((args.direct, args.queue), (Direct::On, Some(QueueKind::Threads)));
         assert_eq!(args.format, Some(nowait_image::Format::Raw));
         assert_eq!(args.others.backing_dir, [PathBuf::from("d")]);
@@ -505,7 +508,8 @@ mod tests {
 
     #[test]
     fn without_queues_there_is_at_least_one() {
-        assert!((1..=MAX_QUEUES).contains(&serve("nowait serve").queues()));
+        assert!((1..=MOST_BY_DEFAULT).contains(&serve("nowait serve").threads()));
+        assert_eq!(serve("nowait serve --threads 9").threads(), 9);
     }
 
     #[test]

@@ -106,7 +106,7 @@ fn serve(
     let (pid_file, log_file) = process_files(args, &ending)?;
     let (control, upgrades) =
         bind_control(args, take_over.as_deref_mut(), launcher, states, ublk.as_ref())?;
-    let devices = exports_of(args, &all, connections, adopted.as_ref())?;
+    let devices = exports_of(args, &all, connections, ublk.as_ref(), adopted.is_some())?;
     let files = needed_files(args, &all);
     let mut names = owned_paths(args, &listens[inherited..], default_socket.as_deref());
     control.token_file().iter().for_each(|path| names.file(path));
@@ -117,7 +117,7 @@ fn serve(
     }
     // A program that takes over accepts connections when the other one does no more.
     let later = take_over.as_ref().map(|_| std::mem::take(&mut listeners)).unwrap_or_default();
-    let started = Server::start(devices, listeners, options(args, kind, tls, ublk.as_ref()));
+    let started = Server::start(devices, listeners, options(args, kind, tls));
     let server = started.and_then(|it| set_up(args, it)).map_err(|e| CliError::at(image, e))?;
     let tls_files = tls_files.into_iter().chain(control.tls()).collect();
     let reload = Reload::new(server.exports(), tls_files, log_file.clone());
@@ -195,14 +195,13 @@ fn log_stop() {
 }
 
 /// How the server of `args` serves.
-fn options(args: &ServeArgs, kind: QueueKind, tls: Tls, ublk: Option<&UblkNode>) -> Options {
+fn options(args: &ServeArgs, kind: QueueKind, tls: Tls) -> Options {
     Options {
-        queues: args.queues(),
+        threads: args.threads(),
         kind,
         config: args.config(),
         tls,
         max_connections: args.max_connections,
-        ublk: ublk.map(UblkNode::device),
         slow_requests: args.messages.slow_requests(),
         ..Options::default()
     }

@@ -88,7 +88,7 @@ pub(crate) fn open(
     let Some(id) = args.ublk.ublk else { return Ok(None) };
     let image = &first.named.image;
     let image_ids = if handed_over.is_some() { Vec::new() } else { image_ids(first)? };
-    let (id, queues, zero_copy) = (handed_over.or(id), args.queues(), args.zero_copy());
+    let (id, queues, zero_copy) = (handed_over.or(id), args.threads(), args.zero_copy());
     let options = UblkOptions { id, queues, image_ids, zero_copy };
     let node = UblkNode::open(&first.image, options).map_err(|error| CliError::at(image, error))?;
     let (node_bytes, image_bytes) = (node.device().size(), first.image.size());

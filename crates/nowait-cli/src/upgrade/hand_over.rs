@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use crate::error::os_message;
 use nowait_control::{ControlError, UpgradeReport};
 use nowait_nbd::Address;
-use nowait_server::{ConnectionState, Listener, ParkedDevice};
+use nowait_server::{ConnectionState, Listener, PausedDevice};
 
 use crate::upgrade::channel::{Bounds, Channel};
 use crate::upgrade::launcher::Launcher;
@@ -63,7 +63,7 @@ pub(crate) trait Parked {
     ///
     /// # Errors
     /// A VMM has sent a part of a message only; there are not enough descriptors for copies.
-    fn devices(&self) -> Result<Vec<(usize, ParkedDevice)>, ControlError>;
+    fn devices(&self) -> Result<Vec<(usize, PausedDevice)>, ControlError>;
 
     /// How many connections there are beside `count` of these.
     fn left_over(&self, count: usize) -> usize;
@@ -147,7 +147,7 @@ fn send_drained(
     channel: &Channel,
     images: &[Vec<BorrowedFd<'_>>],
     connections: &[(usize, ConnectionState)],
-    devices: &[(usize, ParkedDevice)],
+    devices: &[(usize, PausedDevice)],
     deadline: Instant,
 ) -> Result<(), ControlError> {
     let mut files: Vec<BorrowedFd<'_>> = images.iter().flatten().copied().collect();
@@ -178,7 +178,7 @@ fn send_drained(
 /// What tells of `device`, whose files are appended to `files`.
 fn device_message<'a>(
     export: usize,
-    device: &'a ParkedDevice,
+    device: &'a PausedDevice,
     files: &mut Vec<BorrowedFd<'a>>,
 ) -> io::Result<DeviceMessage> {
     let state = |listener: &'a Arc<Listener>| {

@@ -10,7 +10,7 @@ use std::time::Instant;
 
 use nowait::Error;
 use nowait_control::ControlError;
-use nowait_server::{ConnectionState, ExportId, Exports, ParkedDevice, ParkedServer};
+use nowait_server::{ConnectionState, ExportId, Exports, PausedDevice, PausedServer};
 use rustix::io::Errno;
 
 use crate::parallel_map;
@@ -24,7 +24,7 @@ const FLUSH_THREADS: usize = 16;
 /// What is handed over.
 pub(crate) struct ParkedDisks<'a> {
     disks: MutexGuard<'a, Vec<ServedDisk>>,
-    server: ParkedServer,
+    server: PausedServer,
     begun: Instant,
 }
 
@@ -41,7 +41,7 @@ impl<'a> ParkedDisks<'a> {
         // Clients are served meanwhile, and the flush of the pause has little left to do.
         for_all(&disks, |served| served.disk.image.flush()).map_err(failed)?;
         let begun = Instant::now();
-        let server = exports.park(DRAIN_TIMEOUT).map_err(|error| {
+        let server = exports.pause(DRAIN_TIMEOUT).map_err(|error| {
             let why = match Errno::from_raw_os_error(error.errno()) {
                 Errno::OPNOTSUPP => "the ublk driver of this kernel cannot keep requests back (Linux 6.16 can): restart it",
                 Errno::TIMEDOUT => "requests in flight do not end",
@@ -85,7 +85,7 @@ impl Parked for ParkedDisks<'_> {
         Ok(self.with_indices(states))
     }
 
-    fn devices(&self) -> Result<Vec<(usize, ParkedDevice)>, ControlError> {
+    fn devices(&self) -> Result<Vec<(usize, PausedDevice)>, ControlError> {
         let devices = self.server.devices(DRAIN_TIMEOUT);
         let devices = devices.map_err(|error| ControlError::Failed(error.to_string()))?;
         Ok(self.with_indices(devices))

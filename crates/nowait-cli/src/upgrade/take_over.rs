@@ -14,7 +14,7 @@ use crate::error::{CliError, os_message};
 use nowait_image::{ChainOptions, Format, HandedOver, NamedStorages};
 use nowait_nbd::Address;
 use nowait_remote::Location;
-use nowait_server::{ConnectionState, Exports, Listener, ParkedDevice, SplitState, VmmState};
+use nowait_server::{ConnectionState, Exports, Listener, PausedDevice, SplitState, VmmState};
 use tracing::warn;
 
 use crate::export_spec::NamedExport;
@@ -55,7 +55,7 @@ pub(crate) struct Parked {
 #[derive(Default)]
 pub(crate) struct ParkedClients {
     pub(crate) connections: Vec<(usize, ConnectionState)>,
-    pub(crate) devices: Vec<(usize, ParkedDevice)>,
+    pub(crate) devices: Vec<(usize, PausedDevice)>,
 }
 
 impl TakeOver {
@@ -210,13 +210,13 @@ impl TakeOver {
         }
         self.ready()?;
         for (export, device) in clients.devices {
-            if let Some(Err(error)) = ids.get(export).map(|id| server.adopt_device(*id, device)) {
+            if let Some(Err(error)) = ids.get(export).map(|id| server.restore_device(*id, device)) {
                 warn!("a disk of virtual machines is not served: {error}");
             }
         }
         for (export, connection) in clients.connections {
             if let Some(id) = ids.get(export) {
-                server.adopt(*id, connection);
+                server.restore(*id, connection);
             }
         }
         server.listen(listeners);
@@ -242,7 +242,7 @@ impl TakeOver {
 fn parked_device(
     message: DeviceMessage,
     files: &mut impl Iterator<Item = OwnedFd>,
-) -> Result<ParkedDevice, CliError> {
+) -> Result<PausedDevice, CliError> {
     let mut file = || files.next().ok_or_else(|| CliError::new("a socket is missing"));
     let DeviceMessage { listener, vmm, .. } = message;
     let listener = listener.map(|state| HandedListener::of((state, file()?))).transpose()?;
@@ -253,7 +253,7 @@ fn parked_device(
         let files = (0..files).map(|_| file()).collect::<Result<_, _>>()?;
         Ok::<_, CliError>(VmmState { socket, channel, setup, files })
     };
-    Ok(ParkedDevice { listener, vmm: vmm.map(state).transpose()? })
+    Ok(PausedDevice { listener, vmm: vmm.map(state).transpose()? })
 }
 
 fn in_time() -> Instant {

@@ -289,7 +289,7 @@ fn the_watchdog_is_fed_while_all_threads_answer_and_not_while_one_hangs() {
         wait_until("food for the watchdog", || receive(&manager) == "WATCHDOG=1\n");
     }
     let mut stopper = ends_with_test(&mut Command::new(PYTHON))
-        .args(["-c", STOP_THREAD, &server.pid().to_string(), "nowait-nbd-0.0"])
+        .args(["-c", STOP_THREAD, &server.pid().to_string(), "nowait-0"])
         .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()

@@ -44,14 +44,11 @@ impl Pair {
         Client::connect_to(&self.server.socket(), name, Mode::Structured).expect("a connection")
     }
 
-    /// The numbers of the exports that have threads.
-    fn exports_with_threads(&self) -> BTreeSet<String> {
-        let threads = self.server.threads();
-        let group = |name: &String| {
-            let (export, _) = name.strip_prefix("nowait-nbd-")?.split_once('.')?;
-            Some(export.to_owned())
-        };
-        threads.iter().filter_map(group).collect()
+    /// The names of the serving threads.
+    fn serving_threads(&self) -> BTreeSet<String> {
+        let is_number = |name: &str| name.parse::<u16>().is_ok();
+        let is_serving = |name: &String| name.strip_prefix("nowait-").is_some_and(is_number);
+        self.server.threads().into_iter().filter(is_serving).collect()
     }
 }
 
@@ -144,21 +141,19 @@ fn a_client_that_closes_its_side_together_with_its_choice_is_answered() {
 }
 
 #[test]
-fn a_query_about_an_export_starts_no_thread_and_choosing_it_starts_its_threads() {
-    let pair = Pair::new(&[]);
-    let (only_root, both) =
-        (BTreeSet::from(["0".into()]), BTreeSet::from(["0".into(), "1".into()]));
+fn the_serving_threads_are_the_same_whatever_export_is_queried_or_chosen() {
+    let pair = Pair::new(&["--threads", "3"]);
+    let all = BTreeSet::from(["nowait-0".into(), "nowait-1".into(), "nowait-2".into()]);
+    assert_eq!(pair.serving_threads(), all);
     let mut stream = greet(&pair.server.socket()).expect("a greeting");
     send_option(&mut stream, OPT_INFO, &export_request("data")).expect("a socket");
     assert_eq!(read_size(&mut stream).expect("an answer"), 2 * MIB);
-    assert_eq!(pair.exports_with_threads(), only_root);
     // The export of OPT_INFO may differ from the chosen one.
     send_option(&mut stream, OPT_GO, &export_request("root")).expect("a socket");
     assert_eq!(read_size(&mut stream).expect("an answer"), MIB);
     pair.connect("").read(0, 512).expect("a read");
-    assert_eq!(pair.exports_with_threads(), only_root);
     pair.connect("data").read(0, 512).expect("a read");
-    assert_eq!(pair.exports_with_threads(), both);
+    assert_eq!(pair.serving_threads(), all);
     pair.server.stop();
 }
 

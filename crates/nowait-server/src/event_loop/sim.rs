@@ -4,22 +4,27 @@
 //! accept, sleep, poll adaptively or read the clock, so no handshake ever times out.
 
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, sync_channel};
+use std::sync::mpsc::{Receiver, channel, sync_channel};
 use std::time::Duration;
 
 use nowait::sim::{ServerEnd, SimQueue};
 use nowait::{BlockDevice, BlockMap, Config, Engine, Error, FD_TOKEN, Operation, WorkerPool};
 
+use crate::any_export::AnyExport;
 use crate::event_loop::EventLoop;
 use crate::event_loop::sim_change::SimChange;
 use crate::export::Export;
-use crate::export_threads::ThreadContext;
 use crate::frontend::Frontend;
 use crate::nbd::connection::HandoffConnection;
 use crate::nbd::handshake::TlsState;
 use crate::nbd::nbd_frontend::NbdFrontend;
+use crate::nbd::session::Phase;
 use crate::net::socket::Socket;
+use crate::registered_export::RegisteredExport;
+use crate::threads::ThreadContext;
 use crate::ublk::sim_ublk::{SimUblkQueue, SimUblkRequest};
+use crate::ublk::ublk_channel::UblkStart;
+use crate::ublk::ublk_device::UblkDevice;
 use crate::ublk::ublk_frontend::UblkFrontend;
 use crate::vhost_user::queue_channel::{QueueCommand, QueueId};
 use crate::vhost_user::sim_guest::{SimGuest, SimRing, SimVhostDevice};
@@ -28,19 +33,22 @@ use crate::vhost_user::vhost_frontend::VhostFrontend;
 /// Bytes of a fragment of a long write: the clients of a simulation write less than a real one.
 const SPLIT_BYTES: u64 = 8192;
 
-/// The event loop of a thread that serves `disk` through `queue`. Workers and disk may be shared.
+/// The event loop of a thread that serves `disk` through `queue`, and the export of the disk. Workers and
+/// disk may be shared.
 fn event_loop<F: Frontend<SimQueue>>(
     disk: Arc<BlockDevice<dyn BlockMap>>,
     workers: WorkerPool,
     queue: SimQueue,
     config: Config,
-    frontend: impl FnOnce(&mut ThreadContext) -> F,
-) -> Result<EventLoop<F, SimQueue>, Error> {
-    let export = Arc::new(Export::new(disk, String::new(), String::new()));
-    let mut context = ThreadContext::simulated(export.clone(), config, SPLIT_BYTES)?;
+    frontend: impl FnOnce(&ThreadContext) -> F,
+) -> Result<(EventLoop<F, SimQueue>, Arc<RegisteredExport>), Error> {
+    let export = AnyExport::new(Export::new(disk, String::new(), String::new()));
+    let context = ThreadContext::simulated([export], config, SPLIT_BYTES)?;
+    let none = Error::new(libc::EINVAL, Operation::SetUp);
+    let registered = context.shared.registry.default_export().ok_or(none)?;
     let engine = Engine::new(queue, workers, config)?;
-    let frontend = frontend(&mut context);
-    EventLoop::new(&context, export, engine, frontend)
+    let frontend = frontend(&context);
+    Ok((EventLoop::new(&context, engine, frontend)?, registered))
 }
 
 impl<F: Frontend<SimQueue>> EventLoop<F, SimQueue> {
@@ -61,7 +69,10 @@ impl<F: Frontend<SimQueue>> EventLoop<F, SimQueue> {
 }
 
 /// A thread of an NBD server on a simulated device.
-pub struct Simulated(EventLoop<NbdFrontend, SimQueue>);
+pub struct Simulated {
+    thread: EventLoop<NbdFrontend, SimQueue>,
+    export: Arc<RegisteredExport>,
+}
 
 impl Simulated {
     /// A thread that serves `disk` through `queue`. Workers and disk may be shared.
@@ -74,19 +85,20 @@ impl Simulated {
         queue: SimQueue,
         config: Config,
     ) -> Result<Self, Error> {
-        event_loop(disk, workers, queue, config, ThreadContext::nbd_frontend).map(Self)
+        let parts = event_loop(disk, workers, queue, config, ThreadContext::nbd_frontend)?;
+        Ok(Self { thread: parts.0, export: parts.1 })
     }
 
     /// Adds a connection of which `near` is the server's end. Returns its name, or `None` at the
     /// connection limit.
     pub fn connect(&mut self, near: ServerEnd) -> Option<u64> {
-        let permit = self.0.shared.limit.take()?;
+        let permit = self.thread.shared.limit.take()?;
         Some(self.add(HandoffConnection::new(Socket::Simulated(near), TlsState::Off, permit)))
     }
 
     fn add(&mut self, connection: HandoffConnection) -> u64 {
         let name = connection.permit.id();
-        let EventLoop { frontend, context, .. } = &mut self.0;
+        let EventLoop { frontend, context, .. } = &mut self.thread;
         frontend.add(context, connection);
         name
     }
@@ -94,31 +106,41 @@ impl Simulated {
     /// Whether the connection of that name is still open.
     #[must_use]
     pub fn serves(&self, name: u64) -> bool {
-        self.0.frontend.connections.iter().any(|(_, connection)| connection.permit.id() == name)
+        self.thread
+            .frontend
+            .connections
+            .iter()
+            .any(|(_, connection)| connection.permit.id() == name)
     }
 
     /// Has the thread take no more requests and leave its connections.
     pub fn begin_pause(&mut self) {
-        self.0.registered.begin_parking();
-        self.0.change_parking();
+        self.export.begin_pause();
+        self.thread.review_exports();
     }
 
     /// Whether it has left all of them.
     #[must_use]
     pub fn has_paused(&self) -> bool {
-        self.0.context.members() == 0 && self.in_flight() == 0
+        self.export.wait_unused(Duration::ZERO) && self.in_flight() == 0
     }
 
     /// What it has left.
     pub fn take_parked(&mut self) -> Vec<SimParked> {
-        self.0.registered.end_parking().connections.into_iter().map(SimParked).collect()
+        let EventLoop { frontend, context, .. } = &mut self.thread;
+        // A real thread goes on with those that have not chosen an export.
+        let others = frontend.take_all(context);
+        let paused = self.export.end_pause().connections;
+        paused.into_iter().chain(others).map(SimParked).collect()
     }
 
     /// Serves a connection that another thread has left. Returns its name, or `None` as
     /// [`Simulated::connect`].
     pub fn adopt(&mut self, parked: SimParked) -> Option<u64> {
-        let permit = self.0.shared.limit.take()?;
-        Some(self.add(HandoffConnection { permit, ..parked.0 }))
+        let permit = self.thread.shared.limit.take()?;
+        let is_client = matches!(parked.0.phase, Phase::Transmission(_));
+        let used = self.export.shared().begin_use().ok().filter(|_| is_client);
+        Some(self.add(HandoffConnection { permit, used, ..parked.0 }))
     }
 
     /// Runs one iteration. With `waits`, and if nothing is pending, first lets time pass until
@@ -127,18 +149,18 @@ impl Simulated {
     /// # Errors
     /// The queue's error; a real thread would end with it.
     pub fn run_once(&mut self, waits: bool) -> Result<(), Error> {
-        self.0.simulate_once(waits)
+        self.thread.simulate_once(waits)
     }
 
     /// An operator changes the export of this thread.
     pub fn change(&mut self, change: SimChange) {
-        self.0.change(change);
+        self.thread.change(&self.export, change);
     }
 
     /// Requests that were taken from clients and are not answered yet.
     #[must_use]
     pub fn in_flight(&self) -> usize {
-        self.0.context.engine.in_flight()
+        self.thread.context.engine.in_flight()
     }
 }
 
@@ -156,6 +178,7 @@ impl SimParked {
 /// A thread with a queue of a virtual machine on a simulated device.
 pub struct SimulatedVhost {
     thread: EventLoop<VhostFrontend, SimQueue>,
+    export: Arc<RegisteredExport>,
     /// The queue, and the answer to its stop.
     queue: Option<QueueId>,
     stop: Option<Receiver<u16>>,
@@ -174,8 +197,9 @@ impl SimulatedVhost {
         queue: SimQueue,
         config: Config,
     ) -> Result<Self, Error> {
-        let thread = event_loop(disk, workers, queue, config, |context| context.vhost_frontend())?;
-        Ok(Self { thread, queue: None, stop: None, stopped_at: None })
+        let parts = event_loop(disk, workers, queue, config, ThreadContext::vhost_frontend)?;
+        let (thread, export) = parts;
+        Ok(Self { thread, export, queue: None, stop: None, stopped_at: None })
     }
 
     /// Starts queue number `index` of `guest`, the only one of this thread, at the entry `base` of its
@@ -192,8 +216,10 @@ impl SimulatedVhost {
     ) -> Result<(), Error> {
         let start = Box::new(guest.start(device, ring, base)?);
         self.queue = Some(start.id);
+        let stopped = |_| Error::new(libc::EINVAL, Operation::SetUp);
+        let used = self.export.shared().begin_use().map_err(stopped)?;
         let EventLoop { frontend, context, .. } = &mut self.thread;
-        frontend.channel.send(QueueCommand::Start(start));
+        frontend.channel.send(QueueCommand::Start(used, start));
         frontend.on_wake(context);
         Ok(())
     }
@@ -205,8 +231,8 @@ impl SimulatedVhost {
 
     /// Has the queue take no more requests.
     pub fn begin_pause(&mut self) {
-        self.thread.registered.begin_parking();
-        self.thread.change_parking();
+        self.export.begin_pause();
+        self.thread.review_exports();
         let (sender, stop) = sync_channel(1);
         if let Some(id) = self.queue.take() {
             let EventLoop { frontend, context, .. } = &mut self.thread;
@@ -241,7 +267,7 @@ impl SimulatedVhost {
 
     /// As [`Simulated::change`].
     pub fn change(&mut self, change: SimChange) {
-        self.thread.change(change);
+        self.thread.change(&self.export, change);
     }
 
     /// As [`Simulated::in_flight`].
@@ -256,6 +282,8 @@ pub struct SimulatedUblk {
     /// Before the thread, whose buffers it accesses.
     queue: SimUblkQueue,
     thread: EventLoop<UblkFrontend, SimQueue>,
+    export: Arc<RegisteredExport>,
+    device: Arc<UblkDevice>,
 }
 
 impl Drop for SimulatedUblk {
@@ -277,10 +305,16 @@ impl SimulatedUblk {
         (depth, max_io_bytes): (u16, u32),
     ) -> Result<Self, Error> {
         let (driver, device) = SimUblkQueue::new(queue.commands(), depth, max_io_bytes)?;
+        let parts = event_loop(disk, workers, queue, config, ThreadContext::ublk_frontend)?;
+        let (mut thread, export) = parts;
         let none = Error::new(libc::EINVAL, Operation::SetUp);
-        let frontend = UblkFrontend::new(Arc::new(device), 0, Box::new(|| {})).ok_or(none)?;
-        let thread = event_loop(disk, workers, queue, config, |_| frontend)?;
-        Ok(Self { queue: driver, thread })
+        let used = export.shared().begin_use().map_err(|_| none)?;
+        let (started, begun) = channel();
+        let (device, on_removed) = (Arc::new(device), Box::new(|| {}));
+        let start = UblkStart { device: device.clone(), number: 0, used, on_removed, started };
+        thread.frontend.add(&mut thread.context, start);
+        begun.recv().map_err(|_| none)??;
+        Ok(Self { queue: driver, thread, export, device })
     }
 
     /// Takes the commands of the server. Returns the tags whose requests were answered, with the
@@ -308,9 +342,9 @@ impl SimulatedUblk {
 
     /// The driver keeps requests back from now on.
     pub fn begin_pause(&mut self) {
-        self.thread.registered.begin_parking();
-        self.thread.change_parking();
-        self.thread.frontend.begin_pause();
+        self.export.begin_pause();
+        self.thread.review_exports();
+        self.device.keep_back();
     }
 
     /// The driver ends the commands of tags that have no request.
@@ -321,7 +355,7 @@ impl SimulatedUblk {
     /// Whether the queue has ended.
     #[must_use]
     pub fn has_paused(&self) -> bool {
-        self.thread.context.members() == 0 && self.in_flight() == 0
+        self.export.wait_unused(Duration::ZERO) && self.in_flight() == 0
     }
 
     /// The server has died, and only the first `reach` of the commands that it has not submitted
@@ -340,7 +374,7 @@ impl SimulatedUblk {
 
     /// As [`Simulated::change`].
     pub fn change(&mut self, change: SimChange) {
-        self.thread.change(change);
+        self.thread.change(&self.export, change);
     }
 
     /// As [`Simulated::in_flight`].

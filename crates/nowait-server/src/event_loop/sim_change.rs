@@ -6,7 +6,9 @@
 use nowait::IoQueue;
 
 use crate::event_loop::EventLoop;
+use crate::frontend::Frontend;
 use crate::rate_limit::{Limits, TokenBucket};
+use crate::registered_export::RegisteredExport;
 
 /// A change of an export.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,10 +29,10 @@ pub enum SimChange {
 const LITTLE: TokenBucket =
     TokenBucket { size: 1, one_time_burst: 0, refill_time: TokenBucket::MAX_REFILL_TIME };
 
-impl<F, Q: IoQueue> EventLoop<F, Q> {
-    /// Changes the export of this thread.
-    pub(super) fn change(&mut self, change: SimChange) {
-        let limits = &self.registered.limits;
+impl<F: Frontend<Q>, Q: IoQueue> EventLoop<F, Q> {
+    /// Changes `export`, which this thread may serve.
+    pub(super) fn change(&mut self, export: &RegisteredExport, change: SimChange) {
+        let limits = &export.limits;
         let little = Limits { requests: Some(LITTLE), bytes: None };
         match change {
             SimChange::LimitExport => limits.set(little),
@@ -40,8 +42,9 @@ impl<F, Q: IoQueue> EventLoop<F, Q> {
                 limits.set_of_clients(Limits::default());
             }
             // The images of a simulation are open for writing, or refuse changes anyway.
-            SimChange::Protect => _ = self.context.export.set_read_only(true),
-            SimChange::Unprotect => _ = self.context.export.set_read_only(false),
+            SimChange::Protect => _ = export.export().set_read_only(true),
+            SimChange::Unprotect => _ = export.export().set_read_only(false),
         }
+        self.review_exports();
     }
 }

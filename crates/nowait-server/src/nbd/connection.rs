@@ -29,6 +29,7 @@ use crate::net::connection_limit::ConnectionPermit;
 use crate::net::peer::Peer;
 use crate::net::socket::Socket;
 use crate::refusal_log::{self, Refusal};
+use crate::shared_export::ExportUse;
 use crate::statistics::FrontendKind;
 
 /// The most requests of one connection, from their arrival until their reply has been sent.
@@ -71,6 +72,8 @@ pub(crate) struct HandoffConnection {
     pub(crate) due: Instant,
     pub(crate) peer: Peer,
     pub(crate) permit: ConnectionPermit,
+    /// The use of its export, if it comes from a pause.
+    pub(crate) used: Option<ExportUse>,
 }
 
 impl HandoffConnection {
@@ -93,6 +96,7 @@ impl HandoffConnection {
             due,
             peer,
             permit,
+            used: None,
         }
     }
 }
@@ -124,6 +128,8 @@ pub(crate) struct Connection {
     pub(crate) moved_before: Option<u64>,
     /// The socket was drained, and whether the end of file followed is unknown.
     pub(crate) eof_unchecked: bool,
+    /// The paused export that its client has chosen.
+    pub(crate) waits_for: Option<ExportId>,
     pub(crate) permit: ConnectionPermit,
 }
 
@@ -135,7 +141,7 @@ impl Connection {
         policy: SplitPolicy,
     ) -> Self {
         let HandoffConnection { socket, transport, phase, unparsed, unsent, due, .. } = arrival;
-        let HandoffConnection { discard, split, ended, peer, permit, .. } = arrival;
+        let HandoffConnection { discard, split, ended, peer, permit, used: _, .. } = arrival;
         let mut session = Session::new(phase, unparsed, discard, unsent);
         if let Some(rest) = split {
             session.resume_split(rest, policy.fragment_bytes);
@@ -158,6 +164,7 @@ impl Connection {
             moved: 0,
             moved_before: None,
             eof_unchecked: false,
+            waits_for: None,
             permit,
         }
     }
@@ -204,6 +211,7 @@ impl Connection {
             due,
             peer,
             permit,
+            used: None,
         }
     }
 

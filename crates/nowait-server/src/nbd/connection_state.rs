@@ -127,6 +127,7 @@ impl ConnectionState {
             due: Instant::now(),
             peer,
             permit,
+            used: None,
         }
     }
 }

@@ -53,7 +53,7 @@ pub fn handshake<'a>(
     for mut piece in pieces {
         while !piece.is_empty() && continues(last) {
             let answered = answers.len();
-            let (used, step) = handshake.feed(piece, &exports, &mut answers);
+            let (used, step) = handshake.feed(piece, &exports(), &mut answers);
             if answers.len() - answered > MAX_ANSWER_BYTES {
                 return Err(format!("{} bytes wait to be sent", answers.len() - answered));
             }

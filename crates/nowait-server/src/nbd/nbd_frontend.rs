@@ -30,6 +30,7 @@ use crate::nbd::submit::{InFlight, Requests};
 use crate::nbd::tls_config::Tls;
 use crate::nbd::write_split::SplitPolicy;
 use crate::net::acceptor::Acceptor;
+use crate::net::listener::Listener;
 use crate::refusal_log::{self, Refusal};
 use crate::statistics::FrontendKind;
 
@@ -52,16 +53,13 @@ pub(crate) struct NbdFrontend {
     close_count: u64,
     pub(crate) stalls: StallCheck,
     stopping: bool,
-    /// The connections leave for other threads.
-    parking: bool,
 }
 
 impl NbdFrontend {
     /// The frontend of the thread that takes connections from `channel` and from `acceptor`, and
-    /// serves `export` of `directory`.
+    /// serves the exports of `directory`.
     pub(crate) fn new(
         directory: Arc<dyn ExportDirectory>,
-        export: ExportId,
         channel: Arc<ConnectionChannel>,
         acceptor: Acceptor,
         tls: Tls,
@@ -70,7 +68,7 @@ impl NbdFrontend {
         let deadlines = HandshakeDeadlines::default();
         let shared = SharedState {
             requests: Requests { in_flight: Slab::new(), split_policy },
-            handshakes: Handshakes { deadlines, directory, export, tls },
+            handshakes: Handshakes { deadlines, directory, tls },
             parsed_again: Vec::new(),
         };
         Self {
@@ -85,7 +83,6 @@ impl NbdFrontend {
             close_count: 0,
             stalls: StallCheck::default(),
             stopping: false,
-            parking: false,
         }
     }
 
@@ -93,14 +90,14 @@ impl NbdFrontend {
     pub(crate) fn add<Q: IoQueue>(
         &mut self,
         context: &mut LoopContext<Q>,
-        arrival: HandoffConnection,
+        mut arrival: HandoffConnection,
     ) {
         if self.connections.len() >= MAX_CONNECTIONS || self.stopping {
             return;
         }
         self.generation = (self.generation + 1) % GENERATIONS;
         let entry = self.connections.vacant_entry();
-        let number = entry.key();
+        let (number, used) = (entry.key(), arrival.used.take());
         let connection = entry.insert(Connection::new(
             arrival,
             number,
@@ -110,6 +107,9 @@ impl NbdFrontend {
         context.add_member();
         if let Phase::Handshake(_) = connection.session.phase {
             self.shared.handshakes.deadlines.begin(connection.due);
+        }
+        if let Some(used) = used {
+            connection.use_export(context, used);
         }
         let (socket, token) = (connection.socket.as_fd(), connection.readable_token());
         if let Err(error) = context.watch(socket, token, Interest::Readable) {
@@ -136,6 +136,17 @@ impl NbdFrontend {
         }
         context.remove_member(&mut connection.member);
         Some(connection)
+    }
+
+    /// Takes all connections off this thread.
+    #[cfg(feature = "sim")]
+    pub(crate) fn take_all<Q: IoQueue>(
+        &mut self,
+        context: &mut LoopContext<Q>,
+    ) -> Vec<HandoffConnection> {
+        let numbers: Vec<_> = self.connections.iter().map(|(number, _)| number).collect();
+        let all = numbers.into_iter().filter_map(|number| self.remove(context, number));
+        all.map(Connection::into_parked).collect()
     }
 
     /// Closes a connection.
@@ -170,8 +181,13 @@ impl NbdFrontend {
 }
 
 impl NbdFrontend {
-    /// Accepts the connections of the listeners that were given to this thread.
+    /// Accepts the connections of the listeners that were given to this thread, or gives them back.
     fn take_listeners<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>) {
+        if self.channel.wants_listeners() {
+            let mut listeners = self.close_listeners(context);
+            listeners.extend(self.channel.take_listeners());
+            return self.channel.give_back(listeners);
+        }
         for listener in self.channel.take_listeners() {
             let n = self.acceptor.add(listener);
             let watched = self.acceptor.listeners().get(n).map_or(Ok(()), |listener| {
@@ -183,8 +199,23 @@ impl NbdFrontend {
         }
     }
 
-    /// Sends the answers of a connection, which leaves this thread once nothing of it is in flight.
-    fn park<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>, member: usize) -> u64 {
+    /// Accepts no more connections. Returns the listeners.
+    fn close_listeners<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>) -> Vec<Listener> {
+        let listeners = self.acceptor.close();
+        for (n, listener) in listeners.iter().enumerate() {
+            context.unwatch(listener.as_fd(), LISTENER | n as u64);
+        }
+        listeners
+    }
+
+    /// Sends the answers of a connection of a paused `export`, which leaves this thread once none of its
+    /// requests is in flight.
+    fn pause<Q: IoQueue>(
+        &mut self,
+        context: &mut LoopContext<Q>,
+        member: usize,
+        export: ExportId,
+    ) -> u64 {
         let Some(connection) = self.connections.get_mut(member) else { return 0 };
         connection.send(context);
         let moved = connection.member.quantum.bytes_moved();
@@ -193,8 +224,8 @@ impl NbdFrontend {
         } else if connection.session.can_be_parked()
             && let Some(connection) = self.remove(context, member)
         {
-            let handshakes = &self.shared.handshakes;
-            handshakes.directory.clone().assign(handshakes.export, connection.into_parked());
+            // The export stays attached to the thread until this connection is kept.
+            self.shared.handshakes.directory.keep(export, connection.into_parked());
         }
         moved
     }
@@ -238,10 +269,8 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
     fn after_events(&mut self, _: &mut LoopContext<Q>) {
         let handshakes = &self.shared.handshakes;
         let tls = handshakes.tls_state();
-        // All handshakes run on the threads of this export.
         self.acceptor.accept(|socket, permit| {
-            let arrival = HandoffConnection::new(socket, tls, permit);
-            handshakes.directory.clone().assign(handshakes.export, arrival);
+            handshakes.directory.assign(HandoffConnection::new(socket, tls, permit));
         });
     }
 
@@ -265,10 +294,13 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
 
     /// Receives from a connection and sends to it.
     fn service(&mut self, context: &mut LoopContext<Q>, member: usize) -> u64 {
-        if self.parking {
-            return self.park(context, member);
-        }
         let Some(connection) = self.connections.get_mut(member) else { return 0 };
+        if let Some(served) = context.export_of(&connection.member)
+            && served.is_pausing
+        {
+            let export = served.shared.id;
+            return self.pause(context, member, export);
+        }
         connection.send(context);
         connection.retry_parse(&mut self.shared, context);
         if connection.receive(&mut self.shared, &mut self.buffers, context) {
@@ -286,10 +318,8 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
         };
         if connection.can_close() {
             self.close(context, member);
-        } else if let Phase::Handoff(negotiated) = connection.session.phase {
-            if let Some(connection) = self.remove(context, member) {
-                self.shared.handshakes.migrate(connection, negotiated);
-            }
+        } else if let Some(export) = connection.waits_for {
+            return self.pause(context, member, export);
         } else if needs_service {
             context.schedule(member, &mut connection.member);
         }
@@ -317,7 +347,6 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
     ) {
         let Some(entry) = self.shared.requests.in_flight.try_remove(key as usize) else { return };
         let InFlight { request, split } = entry;
-        let start = context.device.buffer_offset(request.header.offset);
         let extents = match completion.io.op {
             Op::Status => context.engine.take_extents(completion.tag),
             _ => Vec::new(),
@@ -328,8 +357,10 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
             let (bytes, errno) = (completion.io.range.len, result(&completion).err());
             connection.on_fragment_done(context, split, &request, bytes, errno.unwrap_or(0));
         } else if connection.session.input != ReadState::Aborted {
+            let Some(served) = context.exports.get(completion.device) else { return };
+            let start = served.device.buffer_offset(request.header.offset);
             let completed = CompletedRequest { completion, start, extents: &extents };
-            connection.session.reply(&context.export, &request, completed);
+            connection.session.reply(&served.export, &request, completed);
         }
         context.schedule(member, &mut connection.member);
     }
@@ -413,11 +444,9 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
 
     /// Reads no more requests; requests in flight are still answered.
     fn begin_shutdown(&mut self, context: &mut LoopContext<Q>) {
-        for (n, listener) in self.acceptor.close().into_iter().enumerate() {
-            context.unwatch(listener.as_fd(), LISTENER | n as u64);
-        }
+        drop(self.close_listeners(context));
         self.stopping = true;
-        drop(self.channel.take_all());
+        self.channel.close();
         for (number, connection) in &mut self.connections {
             let session = &mut connection.session;
             if matches!(session.input, ReadState::Open | ReadState::Blocked) {
@@ -430,32 +459,11 @@ impl<Q: IoQueue> Frontend<Q> for NbdFrontend {
         }
     }
 
-    fn begin_parking(&mut self, context: &mut LoopContext<Q>) {
-        self.parking = true;
-        let mut listeners = self.acceptor.close();
-        for (n, listener) in listeners.iter().enumerate() {
-            context.unwatch(listener.as_fd(), LISTENER | n as u64);
-        }
-        listeners.extend(self.channel.take_listeners());
-        let handshakes = &self.shared.handshakes;
-        handshakes.directory.park_listeners(handshakes.export, listeners);
-        for arrival in self.channel.take_all() {
-            handshakes.directory.clone().assign(handshakes.export, arrival);
-            self.channel.thread().remove_connection();
-        }
+    fn change_pause(&mut self, context: &mut LoopContext<Q>, export: u32) {
         for (number, connection) in &mut self.connections {
-            context.schedule(number, &mut connection.member);
+            if connection.member.export == export {
+                context.schedule(number, &mut connection.member);
+            }
         }
-    }
-
-    fn end_parking(&mut self, context: &mut LoopContext<Q>) {
-        self.parking = false;
-        for (number, connection) in &mut self.connections {
-            context.schedule(number, &mut connection.member);
-        }
-    }
-
-    fn keeps_thread(&self) -> bool {
-        !self.acceptor.listeners().is_empty()
     }
 }

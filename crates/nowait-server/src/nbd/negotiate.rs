@@ -1,41 +1,44 @@
-//! The handshakes of the connections of a thread.
+//! The handshakes of the connections of a thread, up to the use of the export that a client has chosen.
 //!
-//! Invariant: a connection that has chosen an export of another thread leaves at the end of its
-//! service, and sends no request here.
+//! Invariant: a connection is listed as a client of its export before its use of the export begins. One
+//! whose export is paused leaves at the end of its service, and sends no request before.
 
 use std::sync::Arc;
 
+use nowait::IoQueue;
+
 use crate::export::ExportId;
+use crate::loop_context::LoopContext;
 use crate::nbd::connection::{Connection, HandoffConnection};
 use crate::nbd::handshake::timeout::HandshakeDeadlines;
-use crate::nbd::handshake::{ExportInfo, HandshakeProgress, Negotiated, TlsState};
+use crate::nbd::handshake::{ExportList, HandshakeProgress, Negotiated, TlsState};
 use crate::nbd::session::{Phase, ReadState};
 use crate::nbd::submit::ParseProgress;
 use crate::nbd::tls_config::Tls;
-use crate::net::listener::Listener;
+use crate::shared_export::{ExportUse, NotServed};
 
-/// The exports of the server, and the handover of connections to their threads.
-pub(crate) trait ExportDirectory: Send + Sync {
-    /// The current properties of each export, as told to clients.
-    fn infos(&self) -> Vec<ExportInfo>;
-
+/// The exports of the server, and its threads.
+pub(crate) trait ExportDirectory: ExportList + Send + Sync {
     /// The name of an export; empty if there is none.
     fn name(&self, export: ExportId) -> String;
 
-    /// Hands `connection` over to a thread of the export that its client has chosen, or that it is
-    /// accepted for.
-    fn assign(self: Arc<Self>, export: ExportId, connection: HandoffConnection);
+    /// Begins the use of an export.
+    ///
+    /// # Errors
+    /// It is paused or removed.
+    fn begin_use(&self, export: ExportId) -> Result<ExportUse, NotServed>;
 
-    /// Keeps the listeners of a thread of `export` that ends, for the next one.
-    fn park_listeners(&self, export: ExportId, listeners: Vec<Listener>);
+    /// Hands a connection that was accepted over to the thread with the fewest connections.
+    fn assign(&self, connection: HandoffConnection);
+
+    /// Keeps a connection of a paused export until the end of the pause.
+    fn keep(&self, export: ExportId, connection: HandoffConnection);
 }
 
 /// What the handshakes of a thread have in common.
 pub(crate) struct Handshakes {
     pub(crate) deadlines: HandshakeDeadlines,
     pub(crate) directory: Arc<dyn ExportDirectory>,
-    /// The export of this thread.
-    pub(crate) export: ExportId,
     pub(crate) tls: Tls,
 }
 
@@ -43,12 +46,6 @@ impl Handshakes {
     /// The TLS policy for a new connection.
     pub(crate) fn tls_state(&self) -> TlsState {
         TlsState::from(&self.tls)
-    }
-
-    /// Hands over a connection whose client has chosen another export.
-    pub(crate) fn migrate(&self, mut connection: Connection, negotiated: Negotiated) {
-        connection.session.phase = Phase::Transmission(negotiated.into());
-        self.directory.clone().assign(negotiated.export, connection.into_handoff());
     }
 }
 
@@ -62,8 +59,8 @@ impl Connection {
         if self.has_unsent() {
             return ParseProgress::Blocked;
         }
-        let directory = &handshakes.directory;
-        let (used, step) = self.session.negotiate(input, &|| directory.infos());
+        let directory = &*handshakes.directory;
+        let (used, step) = self.session.negotiate(input, directory);
         match step {
             HandshakeProgress::More | HandshakeProgress::Answered => {}
             HandshakeProgress::Close => self.session.input = ReadState::Eof,
@@ -81,13 +78,35 @@ impl Connection {
                     self.log_opened(&directory.name(negotiated.export));
                 }
                 self.mark_transmission(negotiated.export);
-                self.session.phase = match negotiated.export == handshakes.export {
-                    true => Phase::Transmission(negotiated.into()),
-                    false => Phase::Handoff(negotiated),
-                };
+                self.session.phase = Phase::Chosen(negotiated);
                 handshakes.deadlines.end();
             }
         }
         ParseProgress::Bytes(used)
+    }
+
+    /// Begins to use the export that the client has chosen.
+    #[cold]
+    pub(crate) fn open<Q: IoQueue>(
+        &mut self,
+        handshakes: &Handshakes,
+        context: &mut LoopContext<Q>,
+        negotiated: Negotiated,
+    ) -> ParseProgress {
+        self.session.phase = Phase::Transmission(negotiated.into());
+        match handshakes.directory.begin_use(negotiated.export) {
+            Ok(used) => self.use_export(context, used),
+            Err(NotServed::Paused) => self.waits_for = Some(negotiated.export),
+            Err(NotServed::Removed) => self.session.abort(),
+        }
+        ParseProgress::Bytes(0)
+    }
+
+    /// Uses an export from now on. The connection ends if the thread cannot serve it.
+    pub(crate) fn use_export<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>, used: ExportUse) {
+        if let Err(error) = context.use_export(&mut self.member, used) {
+            tracing::warn!("{} cannot be served: {error}", self.peer);
+            self.session.abort();
+        }
     }
 }

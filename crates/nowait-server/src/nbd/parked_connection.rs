@@ -16,7 +16,7 @@ use crate::nbd::write_split::{SplitRest, SplitWrite};
 impl Session {
     /// Whether the session can leave its thread: nothing of it is in the engine.
     pub(crate) fn can_be_parked(&self) -> bool {
-        self.in_flight == 0 && !matches!(self.phase, Phase::Handoff(_))
+        self.in_flight == 0 && !matches!(self.phase, Phase::Chosen(_))
     }
 
     /// Answers a split write of which a fragment has failed while another one is being received: what
@@ -81,7 +81,7 @@ impl Connection {
     pub(crate) fn into_parked(mut self) -> HandoffConnection {
         let mode = match &self.session.phase {
             Phase::Transmission(transmission) => transmission.mode,
-            Phase::Handshake(_) | Phase::Handoff(_) => ReplyMode::Simple,
+            Phase::Handshake(_) | Phase::Chosen(_) => ReplyMode::Simple,
         };
         let (input, split) = self.session.take_rest(mode);
         self.session.unparsed = input;

@@ -19,8 +19,8 @@ use crate::nbd::write_split::{IncomingSplitWrite, SplitWrite};
 /// The phase of a session.
 pub(crate) enum Phase {
     Handshake(Handshake),
-    /// The client has chosen an export; its requests are for a thread of that export.
-    Handoff(Negotiated),
+    /// The client has chosen an export, which the connection is about to use.
+    Chosen(Negotiated),
     Transmission(TransmissionMode),
 }
 

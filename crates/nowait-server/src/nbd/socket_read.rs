@@ -158,8 +158,11 @@ impl Connection {
             let progress = match (&self.session.phase, self.session.input) {
                 (_, ReadState::Eof | ReadState::Aborted) => return,
                 (Phase::Handshake(_), _) => self.negotiate(&mut shared.handshakes, input),
-                // Migrates at the end of this service, with its unparsed input.
-                (Phase::Handoff(_), _) => ParseProgress::NeedMore,
+                (&Phase::Chosen(negotiated), _) => {
+                    self.open(&shared.handshakes, context, negotiated)
+                }
+                // It leaves at the end of this service, with its unparsed input.
+                (Phase::Transmission(_), _) if self.waits_for.is_some() => ParseProgress::NeedMore,
                 (&Phase::Transmission(transmission), _) => {
                     self.take_next(&mut shared.requests, context, transmission, input)
                 }

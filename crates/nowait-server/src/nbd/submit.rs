@@ -7,7 +7,7 @@
 use nowait::{IoQueue, Op, PooledBuffer, Rejected, Request, injected_panic};
 use slab::Slab;
 
-use crate::loop_context::LoopContext;
+use crate::loop_context::{DiskEngine, DiskHandle, LoopContext};
 use crate::nbd::command;
 use crate::nbd::command::TransmissionMode;
 use crate::nbd::connection::Connection;
@@ -81,7 +81,10 @@ impl Connection {
         injected_panic::panic_at("event loop");
         let taken = ParseProgress::Bytes(taken);
         let (mode, header) = (transmission.mode, &request.header);
-        let io = match command::translate(&context.export, transmission, header) {
+        let Some(served) = context.export_of(&self.member) else {
+            return ParseProgress::NeedMore;
+        };
+        let io = match command::translate(&served.export, transmission, header) {
             command::Command::Io(io) => io,
             command::Command::Disconnect => {
                 self.session.input = ReadState::Eof;
@@ -104,24 +107,17 @@ impl Connection {
         }
         request.budget_used = builder::budget_needed(mode, io, request.contexts);
         if !self.has_budget(&mut context.budget, u64::from(request.budget_used))
-            || !context.engine.has_free_slot()
+            || !context.has_free_slot(&self.member)
             || self.member.quantum.holds_back(io.op)
         {
             return ParseProgress::Blocked;
         }
         if !matches!(io.op, Op::Read | Op::Write) {
-            let held = u64::from(request.budget_used);
-            context.budget.charge(&mut self.member.budget_used, held);
-            self.submit(
-                requests,
-                context,
-                InFlight { request, split: None },
-                io,
-                |context, tag| context.engine.submit_no_data(&context.device, io, tag),
-            );
+            self.submit_no_data(requests, context, request, io);
             return taken;
         }
-        if builder::is_hole_reply(&context.export, mode, &request, io) {
+        let served = context.export_of(&self.member);
+        if served.is_some_and(|it| builder::is_hole_reply(&it.export, mode, &request, io)) {
             self.session.reply_hole(mode, &request.header, io.range);
             context.count_hole(FrontendKind::Nbd, &mut self.member, io);
             return taken;
@@ -130,15 +126,32 @@ impl Connection {
             return ParseProgress::Blocked;
         };
         if io.op == Op::Write {
-            let start = context.device.buffer_offset(io.range.pos);
+            let start = context.buffer_offset(&self.member, io.range.pos);
             self.session.payload = Some(IncomingWrite { request, io, buf, start, filled: 0 });
             return taken;
         }
         self.member.quantum.read(io.range.len);
-        self.submit(requests, context, InFlight { request, split: None }, io, |context, tag| {
-            context.engine.submit(&context.device, io, buf, tag)
+        let in_flight = InFlight { request, split: None };
+        self.submit(requests, context, in_flight, io, |engine, device, tag| {
+            engine.submit(device, io, buf, tag)
         });
         taken
+    }
+
+    /// Submits a request without data, whose answer is charged to the connection.
+    fn submit_no_data<Q: IoQueue>(
+        &mut self,
+        requests: &mut Requests,
+        context: &mut LoopContext<Q>,
+        request: RequestContext,
+        io: Request,
+    ) {
+        let held = u64::from(request.budget_used);
+        context.budget.charge(&mut self.member.budget_used, held);
+        let in_flight = InFlight { request, split: None };
+        self.submit(requests, context, in_flight, io, |engine, device, tag| {
+            engine.submit_no_data(device, io, tag)
+        });
     }
 
     /// A buffer for the data of `io`, charged to the connection; `None` if memory is short.
@@ -149,7 +162,7 @@ impl Connection {
         request: &mut RequestContext,
         io: Request,
     ) -> Option<PooledBuffer> {
-        let buf = context.engine.buffer(&context.device, io.range)?;
+        let buf = context.buffer(&self.member, io.range)?;
         // The whole buffer, which alignment may make larger than the request.
         request.budget_used = buf.len() as u32;
         context.budget.charge(&mut self.member.budget_used, u64::from(request.budget_used));
@@ -164,13 +177,15 @@ impl Connection {
         let Some((mut request, io)) = self.session.next_fragment() else {
             return ParseProgress::NeedMore;
         };
-        if !self.has_budget(&mut context.budget, io.range.len) || !context.engine.has_free_slot() {
+        if !self.has_budget(&mut context.budget, io.range.len)
+            || !context.has_free_slot(&self.member)
+        {
             return ParseProgress::Blocked;
         }
         let Some(buf) = self.take_buffer(context, &mut request, io) else {
             return ParseProgress::Blocked;
         };
-        let start = context.device.buffer_offset(io.range.pos);
+        let start = context.buffer_offset(&self.member, io.range.pos);
         self.session.begin_fragment(IncomingWrite { request, io, buf, start, filled: 0 });
         ParseProgress::Bytes(0)
     }
@@ -182,7 +197,7 @@ impl Connection {
         context: &mut LoopContext<Q>,
         count: usize,
     ) -> ParseProgress {
-        if !context.engine.has_free_slot() {
+        if !context.has_free_slot(&self.member) {
             // The complete payload waits in its buffer until a slot is free.
             return if count > 0 { ParseProgress::Bytes(count) } else { ParseProgress::Blocked };
         }
@@ -190,13 +205,13 @@ impl Connection {
             return ParseProgress::NeedMore;
         };
         let IncomingWrite { request, io, buf, .. } = write;
-        self.submit(requests, context, InFlight { request, split }, io, |context, tag| {
-            context.engine.submit(&context.device, io, buf, tag)
+        self.submit(requests, context, InFlight { request, split }, io, |engine, device, tag| {
+            engine.submit(device, io, buf, tag)
         });
         ParseProgress::Bytes(count)
     }
 
-    /// Submits a request by `submit`, which gets its tag.
+    /// Submits a request by `submit`, which gets its device and its tag.
     #[inline(always)]
     fn submit<Q: IoQueue>(
         &mut self,
@@ -204,17 +219,15 @@ impl Connection {
         context: &mut LoopContext<Q>,
         in_flight: InFlight,
         io: Request,
-        submit: impl FnOnce(&mut LoopContext<Q>, u64) -> Result<(), Rejected>,
+        submit: impl FnOnce(&mut DiskEngine<Q>, &DiskHandle, u64) -> Result<(), Rejected>,
     ) {
         let key = requests.in_flight.insert(in_flight);
-        let tag = context.tag(self.number, key as u32);
-        match submit(context, tag) {
+        match context.submit(&self.member, self.number, key as u32, submit) {
             Ok(()) => {
                 self.session.in_flight += 1;
                 self.member.quantum.count(io);
             }
             Err(rejected) => {
-                context.untag();
                 if let Some(in_flight) = requests.in_flight.try_remove(key) {
                     self.on_rejected(context, &in_flight, io, rejected.error.errno());
                 }
@@ -232,7 +245,7 @@ impl Connection {
         errno: i32,
     ) {
         if let Some(op) = command::counted_as(header) {
-            context.statistics.count_error(FrontendKind::Nbd, op, errno);
+            context.count_error(FrontendKind::Nbd, &self.member, op, errno);
         }
         self.session.refuse(mode, header, errno);
     }

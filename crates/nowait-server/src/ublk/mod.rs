@@ -15,6 +15,8 @@ pub(crate) mod device_set_up;
 mod abandoned_queues;
 pub(crate) mod ublk_device;
 pub(crate) mod ublk_list;
+pub(crate) mod ublk_channel;
+mod ublk_queue;
 pub(crate) mod ublk_frontend;
 #[cfg(feature = "sim")]
 pub(crate) mod sim_ublk;

@@ -58,6 +58,15 @@ impl RequestData {
         Self::Registered { first: engine.reserve_buffers(device, tags), must_copy }
     }
 
+    /// Gives the numbers of the memory back: no command of the queue is left.
+    pub(crate) fn release<Q: IoQueue>(&mut self, engine: &mut Engine<Q, dyn BlockMap>) {
+        if let Self::Registered { first, .. } = self
+            && let Some(first) = first.take()
+        {
+            engine.release_buffers(first);
+        }
+    }
+
     /// The address of the entry of a fetch command, and that in its arguments.
     #[inline]
     pub(crate) fn addresses(&self, tag: u16) -> (u64, u64) {

@@ -93,7 +93,7 @@ impl ControlHandle {
     /// # Errors
     /// `ETIMEDOUT`: a message was not handled before `deadline`. `EMFILE`, `ENFILE`: there are no descriptors for
     /// copies.
-    pub(crate) fn freeze(&self, soon: Instant, deadline: Instant) -> Result<ParkedDevice, Error> {
+    pub(crate) fn freeze(&self, soon: Instant, deadline: Instant) -> Result<PausedDevice, Error> {
         let mut state = self.lock();
         state.is_frozen = true;
         let mut state = self.wait_until(soon, state, |state| state.is_busy);
@@ -119,7 +119,7 @@ impl ControlHandle {
             }
             _ => None,
         };
-        Ok(ParkedDevice { listener: state.listener.upgrade(), vmm })
+        Ok(PausedDevice { listener: state.listener.upgrade(), vmm })
     }
 
     /// Waits while `is_so`, until `deadline` at most.
@@ -245,7 +245,7 @@ impl Drop for Taking<'_> {
 }
 
 /// A device of virtual machines that is not served, for another process.
-pub struct ParkedDevice {
+pub struct PausedDevice {
     /// Where its VMMs connect, unless the only one has connected already.
     pub listener: Option<Arc<Listener>>,
     /// Its VMM and what this has set up, if one has connected.
@@ -268,7 +268,7 @@ pub(crate) enum DeviceSocket {
     /// The only one has connected already.
     Connected(UnixStream),
     /// What another process has handed over.
-    Parked(ParkedDevice),
+    Paused(PausedDevice),
 }
 
 /// Serves the VMMs of `socket`, one after the other, until `handle` is stopped; then a socket file is
@@ -286,7 +286,7 @@ pub(crate) fn run<S: ControlServer + 'static>(
     let (mut first, listener) = match socket {
         DeviceSocket::Listener(listener) => (None, Some(Arc::new(listener))),
         DeviceSocket::Connected(stream) => (Some(Vmm::Connected(stream)), None),
-        DeviceSocket::Parked(ParkedDevice { listener, vmm }) => (vmm.map(Vmm::Parked), listener),
+        DeviceSocket::Paused(PausedDevice { listener, vmm }) => (vmm.map(Vmm::Paused), listener),
     };
     let label = match &listener {
         Some(listener) => match listener.unix_path() {
@@ -322,7 +322,7 @@ pub(crate) fn run<S: ControlServer + 'static>(
 enum Vmm {
     Connected(UnixStream),
     /// To another process.
-    Parked(VmmState),
+    Paused(VmmState),
 }
 
 /// Serves one VMM until it has left.
@@ -339,7 +339,7 @@ fn serve_vmm<S: ControlServer + 'static>(
     };
     let socket = match &vmm {
         Vmm::Connected(stream) => stream.try_clone(),
-        Vmm::Parked(state) => state.socket.try_clone().map(UnixStream::from),
+        Vmm::Paused(state) => state.socket.try_clone().map(UnixStream::from),
     };
     let Ok(socket) = socket else { return };
     let (Ok(copy), Ok(to_close)) = (socket.try_clone(), socket.try_clone()) else { return };
@@ -354,7 +354,7 @@ fn serve_vmm<S: ControlServer + 'static>(
     let device = Arc::new(Mutex::new(Device::new(server.clone(), state)));
     let messages = match vmm {
         Vmm::Connected(stream) => Ok(BackendReqHandler::from_stream(stream, device.clone())),
-        Vmm::Parked(state) => take_over(state, &device, handle),
+        Vmm::Paused(state) => take_over(state, &device, handle),
     };
     let ended = messages.map_or_else(
         |error| error,

@@ -10,7 +10,7 @@ use virtio_bindings::virtio_blk::{
 use virtio_bindings::virtio_config::VIRTIO_F_VERSION_1;
 use virtio_bindings::virtio_ring::{VIRTIO_RING_F_EVENT_IDX, VIRTIO_RING_F_INDIRECT_DESC};
 
-use crate::export::{SECTOR_BYTES, sectors_of};
+use crate::export::{Export, SECTOR_BYTES, sectors_of};
 
 /// The most queues of a device.
 pub(crate) const MAX_QUEUES: u16 = 64;
@@ -44,6 +44,20 @@ pub(crate) struct BlockProperties {
     pub(crate) discards: bool,
     /// Bytes of a block that is read or written without the rest of it being read, a power of two.
     pub(crate) block: u32,
+}
+
+impl BlockProperties {
+    /// Those of `export` as of now.
+    pub(crate) fn of(export: &Export) -> Self {
+        let disk = export.disk();
+        Self {
+            // If the refresh fails, the device may be gone: then its requests fail.
+            size: disk.refresh().unwrap_or(disk.size()),
+            read_only: export.is_read_only(),
+            discards: disk.supports_punch_hole(),
+            block: disk.alignment().offset.clamp(4096, 1 << 20),
+        }
+    }
 }
 
 /// A set of features, as they are negotiated.

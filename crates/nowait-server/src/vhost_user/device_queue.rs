@@ -115,7 +115,7 @@ impl DeviceQueue {
             context.schedule(number, &mut self.member);
             return Ok(Step::Pause);
         }
-        if !context.engine.has_free_slot() {
+        if !context.has_free_slot(&self.member) {
             return Ok(self.wait(number, context));
         }
         let taken = match self.phase {
@@ -232,23 +232,34 @@ impl DeviceQueue {
             }
             Kind::Unknown => return ended(VIRTIO_BLK_S_UNSUPP),
         };
-        let range = if op == Op::Flush {
-            ByteRange::new(0, 0)
-        } else {
-            let pos = sector.checked_mul(SECTOR_BYTES).filter(|_| len % SECTOR_BYTES == 0);
-            match pos.map(|pos| context.export.range_of_sectors(op, pos, len)) {
-                Some(Ok(range)) => range,
-                Some(Err(errno)) => {
-                    context.statistics.count_error(FrontendKind::VhostUser, op, errno);
-                    return ended(VIRTIO_BLK_S_IOERR);
-                }
-                None => return ended(VIRTIO_BLK_S_IOERR),
-            }
+        let Some(range) = self.range(context, op, sector, len) else {
+            return ended(VIRTIO_BLK_S_IOERR);
         };
         if has_data && range.len < request.len {
             self.pad(request, range.len, reader)?;
         }
         self.begin_io(number, head, request, Request { op, flags, range }, reader, context)
+    }
+
+    /// The range of a request, if it is valid. One that the export refuses is counted.
+    #[inline]
+    fn range<Q: IoQueue>(
+        &self,
+        context: &LoopContext<Q>,
+        op: Op,
+        sector: u64,
+        len: u64,
+    ) -> Option<ByteRange> {
+        if op == Op::Flush {
+            return Some(ByteRange::new(0, 0));
+        }
+        let pos = sector.checked_mul(SECTOR_BYTES).filter(|_| len.is_multiple_of(SECTOR_BYTES))?;
+        let served = context.export_of(&self.member)?;
+        let range = served.export.range_of_sectors(op, pos, len);
+        let count = |errno: &i32| {
+            served.statistics.count_error(FrontendKind::VhostUser, op, *errno);
+        };
+        range.inspect_err(count).ok()
     }
 
     /// Leaves of the data of `request` the first `len` bytes, before the end of the image; those that are read behind it
@@ -349,31 +360,32 @@ impl DeviceQueue {
         let (key, is_read) = (u32::from(head), io.op == Op::Read);
         let submitted: Result<(), Rejected> = match io.op {
             Op::Write if io.range.pos < COPIED_BEFORE => {
-                let Some(mut buf) = context.engine.buffer(&context.device, io.range) else {
+                let Some(mut buf) = context.buffer(&self.member, io.range) else {
                     return Ok(Begun::NoMemory);
                 };
-                let start = context.device.buffer_offset(io.range.pos);
+                let start = context.buffer_offset(&self.member, io.range.pos);
                 let data = buf.get_mut(start..).unwrap_or_default();
                 let data = data.get_mut(..io.range.len as usize).unwrap_or_default();
                 reader.copy_data(memory, data)?;
-                let tag = context.tag(number, key);
-                context.engine.submit(&context.device, io, buf, tag)
+                context.submit(&self.member, number, key, |engine, device, tag| {
+                    engine.submit(device, io, buf, tag)
+                })
             }
             Op::Read | Op::Write => {
-                let (segments, tag) = (reader.segments(memory)?, context.tag(number, key));
-                // SAFETY: the segments are in regions that stay mapped while this queue has
-                // requests in flight; if the queue goes before them, its memory is leaked. The
-                // guest may access them meanwhile. The engine only moves their bytes, and decides
-                // nothing by them: the writes that it looks at are copied above.
-                unsafe { context.engine.submit_user_memory(&context.device, io, segments, tag) }
+                let segments = reader.segments(memory)?;
+                context.submit(&self.member, number, key, |engine, device, tag| {
+                    // SAFETY: the segments are in regions that stay mapped while this queue has
+                    // requests in flight; if the queue goes before them, its memory is leaked. The
+                    // guest may access them meanwhile. The engine only moves their bytes, and decides
+                    // nothing by them: the writes that it looks at are copied above.
+                    unsafe { engine.submit_user_memory(device, io, segments, tag) }
+                })
             }
-            _ => {
-                let tag = context.tag(number, key);
-                context.engine.submit_no_data(&context.device, io, tag)
-            }
+            _ => context.submit(&self.member, number, key, |engine, device, tag| {
+                engine.submit_no_data(device, io, tag)
+            }),
         };
         if let Err(rejected) = submitted {
-            context.untag();
             // The slot was checked before: EAGAIN means that the engine's queue is stuck.
             return Ok(Begun::Ended(Err(status_of(rejected.error.errno()))));
         }

@@ -12,6 +12,7 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use crate::locking::lock;
 use crate::rate_limit::ClientBuckets;
 use crate::refusal_log::{self, Refusal};
+use crate::shared_export::ExportUse;
 use crate::thread_handle::ThreadHandle;
 use crate::vhost_user::device_config::Features;
 use crate::vhost_user::virtqueue::Virtqueue;
@@ -97,7 +98,8 @@ pub(crate) fn signal(eventfd: &OwnedFd) {
 
 /// What a thread is told.
 pub(crate) enum QueueCommand {
-    Start(Box<QueueStart>),
+    /// A queue of a device of the export in use starts.
+    Start(ExportUse, Box<QueueStart>),
     /// The queue's ended requests are told by another descriptor.
     SetCall(QueueId, Option<OwnedFd>),
     SetErr(QueueId, Option<OwnedFd>),
@@ -122,8 +124,7 @@ impl QueueChannel {
 
     /// Sends a command to the thread.
     pub(crate) fn send(&self, command: QueueCommand) {
-        if matches!(command, QueueCommand::Start(_)) {
-            // The thread must not retire meanwhile.
+        if matches!(command, QueueCommand::Start(..)) {
             self.thread.add_connection();
         }
         self.lock().push_back(command);

@@ -15,6 +15,7 @@ use crate::fairness::Member;
 use crate::frontend::Frontend;
 use crate::injected_bug::{ServerBug, injected};
 use crate::loop_context::LoopContext;
+use crate::shared_export::ExportUse;
 use crate::statistics::FrontendKind;
 use crate::vhost_user::block_request::{RequestReader, status_of};
 use crate::vhost_user::device_queue::{DeviceQueue, Phase, Step};
@@ -47,8 +48,8 @@ impl VhostFrontend {
 
     fn handle_command<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>, command: QueueCommand) {
         match command {
-            QueueCommand::Start(start) => {
-                self.add(context, *start);
+            QueueCommand::Start(used, start) => {
+                self.add(context, used, *start);
                 self.channel.counted();
             }
             QueueCommand::SetCall(id, call) => {
@@ -84,13 +85,21 @@ impl VhostFrontend {
     }
 
     /// Adds a queue, unless the thread is stopping.
-    fn add<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>, start: QueueStart) {
+    fn add<Q: IoQueue>(
+        &mut self,
+        context: &mut LoopContext<Q>,
+        used: ExportUse,
+        start: QueueStart,
+    ) {
         if self.stopping {
             return;
         }
         let number = self.queues.insert(DeviceQueue::new(start));
         context.add_member();
         let Some(queue) = self.queues.get_mut(number) else { return };
+        if let Err(error) = context.use_export(&mut queue.member, used) {
+            queue.start.device.break_down(&format!("the queue cannot be served: {error}"));
+        }
         if let Err(error) =
             context.watch(queue.start.kick.as_fd(), number as Token, Interest::Readable)
         {

@@ -26,7 +26,7 @@ fn image(scene: &Scene, pos: u64, len: usize) -> Vec<u8> {
 
 /// Parks the server and has it go on.
 fn park(scene: &Scene) {
-    let parked = scene.exports().park(TIMEOUT).unwrap();
+    let parked = scene.exports().pause(TIMEOUT).unwrap();
     drop(parked);
 }
 
@@ -156,8 +156,8 @@ fn clients_under_load_get_every_answer_once_through_many_pauses() {
 fn a_client_that_connects_or_chooses_an_export_during_a_pause_is_served_after_it() {
     let scene = Scene::with_other(MIB, &[(0, MIB)]);
     let mut of_other = Client::connect_to(scene.socket(), Mode::Structured, OTHER, &[]);
-    let parked = scene.exports().park(TIMEOUT).unwrap();
-    assert!(scene.exports().park(TIMEOUT).is_err(), "it is parked");
+    let parked = scene.exports().pause(TIMEOUT).unwrap();
+    assert!(scene.exports().pause(TIMEOUT).is_err(), "it is parked");
     let sent = of_other.send(Request::of(READ, 0, 512));
     let connecting = std::thread::spawn({
         let socket = scene.socket().to_owned();

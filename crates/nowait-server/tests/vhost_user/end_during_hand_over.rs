@@ -8,7 +8,7 @@ use std::thread::JoinHandle;
 
 use nowait::{BlockDevice, OpenOptions};
 use nowait_server::{
-    AnyExport, Export, Exports, Options, ParkedServer, Server, ShutdownHandle, ShutdownReport,
+    AnyExport, Export, Exports, Options, PausedServer, Server, ShutdownHandle, ShutdownReport,
 };
 use nowait_testkit::{BOUND, within};
 use tempfile::NamedTempFile;
@@ -41,20 +41,20 @@ impl Serving {
     }
 
     /// Begins to hand its VMM over.
-    fn hand_over(&self) -> ParkedServer {
-        let mut parked = self.exports.park(BOUND).unwrap();
+    fn hand_over(&self) -> PausedServer {
+        let mut parked = self.exports.pause(BOUND).unwrap();
         parked.begin_handing_over().unwrap();
         parked
     }
 
     /// Another server takes its VMM over.
-    fn succeed(&self, parked: ParkedServer, next: AnyExport) -> Self {
+    fn succeed(&self, parked: PausedServer, next: AnyExport) -> Self {
         let next = Self::start(next);
         let id = next.exports.list()[0].0;
         let mut devices = parked.devices(BOUND).unwrap();
         assert_eq!(devices.len(), 1);
         parked.release();
-        next.exports.adopt_device(id, devices.pop().unwrap().1).unwrap();
+        next.exports.restore_device(id, devices.pop().unwrap().1).unwrap();
         next
     }
 }
@@ -81,7 +81,7 @@ fn a_server_whose_vmm_leaves_when_the_next_one_is_told_to_serve_ends_by_that_onl
         let (image, server, vmm) = serve();
         let parked = server.hand_over();
         drop(vmm);
-        let next = server.succeed(parked, export_of(&image).with_devices());
+        let next = server.succeed(parked, export_of(&image));
         assert!(server.ends_handed_over());
         assert!(!next.ends_handed_over(), "it ends with its VMM");
     }
@@ -103,7 +103,7 @@ fn a_server_that_is_asked_to_stop_when_the_next_one_is_told_to_serve_hands_its_v
         let (image, server, vmm) = serve();
         let parked = server.hand_over();
         server.stopper.stop();
-        let next = server.succeed(parked, export_of(&image).with_devices());
+        let next = server.succeed(parked, export_of(&image));
         server.stopper.stop();
         assert!(server.ends_handed_over());
         vmm.get_features().unwrap();
@@ -122,7 +122,7 @@ fn a_stop_is_carried_out_where_the_next_server_cannot_be_told() {
     assert!(vmm.get_features().is_err(), "it is served");
     // One that stops already is not handed over.
     let (_image, server, _vmm) = serve();
-    let mut parked = server.exports.park(BOUND).unwrap();
+    let mut parked = server.exports.pause(BOUND).unwrap();
     server.stopper.stop();
     assert!(parked.begin_handing_over().is_err());
     drop(parked);

@@ -42,7 +42,7 @@ fn a_guest_goes_on_at_the_server_that_takes_over_and_so_does_its_vmm() {
     driver.vmm.set_backend_request_fd(&channel).unwrap();
     for round in 0..3u8 {
         read_three(&mut driver);
-        let parked = scene.exports.park(BOUND).unwrap();
+        let parked = scene.exports.pause(BOUND).unwrap();
         let before = driver.used_index();
         driver.write(DATA, &[200 + round; 512]);
         driver.prepare(0, WRITE, 8, &[(DATA, SECTOR)]);
@@ -79,7 +79,7 @@ fn messages_that_come_during_the_exchange_are_handled_by_the_server_that_goes_on
     let sockets = scene.sockets.clone();
     let mut driver = Driver::connect(&sockets[0]);
     for goes_on in [true, false] {
-        let parked = scene.exports.park(BOUND).unwrap();
+        let parked = scene.exports.pause(BOUND).unwrap();
         drop(parked.devices(BOUND).unwrap());
         std::thread::scope(|scope| {
             let asking = scope.spawn(|| capacity(&mut driver));
@@ -105,7 +105,7 @@ fn a_device_that_was_stopped_stays_so_until_it_is_reset() {
     driver.set_available(QUEUE_SIZE + 1);
     driver.kick();
     driver.await_breakdown();
-    scene.succeed(scene.exports.park(BOUND).unwrap());
+    scene.succeed(scene.exports.pause(BOUND).unwrap());
     driver.kick();
     std::thread::sleep(SHORT);
     assert_eq!(driver.used_index(), 0);
@@ -122,7 +122,7 @@ fn a_connection_with_a_part_of_a_message_is_closed_and_the_others_are_handed_ove
     half.write_all(&get_features[..5]).unwrap();
     wait_until("the connection", || scene.exports.connections().len() == 2);
     std::thread::sleep(SHORT);
-    scene.succeed(scene.exports.park(BOUND).unwrap());
+    scene.succeed(scene.exports.pause(BOUND).unwrap());
     assert_eq!(std::io::Read::read(&mut half, &mut [0]).unwrap_or(0), 0, "it is not closed");
     read_three(&mut driver);
     // Its socket is served again.

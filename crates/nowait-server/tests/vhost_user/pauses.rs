@@ -39,8 +39,8 @@ fn guests_and_clients_go_on_where_they_were_on_another_device() {
         let old = if byte == 100 { 1 } else { byte - 1 };
         assert_eq!(driver.request(READ, 0, &[(DATA, SECTOR)]), (OK, SECTOR + 1));
         assert_eq!(driver.read(DATA, 512), [old; 512]);
-        let parked = scene.exports.park_export(id, BOUND).unwrap();
-        assert!(scene.exports.park_export(id, BOUND).is_err(), "it is parked");
+        let parked = scene.exports.pause_export(id, BOUND).unwrap();
+        assert!(scene.exports.pause_export(id, BOUND).is_err(), "it is parked");
         let before = driver.used_index();
         driver.prepare(0, READ, 8, &[(DATA, SECTOR)]);
         driver.offer(0);
@@ -94,7 +94,7 @@ fn a_guest_under_load_gets_every_answer_once_through_many_pauses() {
         });
         let mut pauses = 0;
         while done.load(Ordering::Relaxed) < ROUNDS && !load.is_finished() {
-            drop(scene.exports.park_export(id, BOUND).unwrap());
+            drop(scene.exports.pause_export(id, BOUND).unwrap());
             pauses += 1;
             // Without a time between two pauses no request would ever be taken.
             std::thread::sleep(Duration::from_millis(1));
@@ -118,7 +118,7 @@ fn a_pause_that_a_request_in_flight_prevents_is_called_off_and_the_guest_goes_on
     driver.offer(0);
     driver.kick();
     wait_until("the read", || image.reads().len() == 1);
-    let refused = scene.exports.park_export(id, SHORT).err().unwrap();
+    let refused = scene.exports.pause_export(id, SHORT).err().unwrap();
     assert_eq!(refused.errno(), 110, "ETIMEDOUT");
     assert_eq!(driver.used_index(), 0);
     driver.prepare(4, READ, 1, &[(DATA, SECTOR)]);
@@ -129,6 +129,6 @@ fn a_pause_that_a_request_in_flight_prevents_is_called_off_and_the_guest_goes_on
     ended.sort_unstable();
     assert_eq!((ended, driver.read(DATA, 1)), ([0, 4], vec![SEVEN]));
     assert_eq!(client.read(0, 1).unwrap(), [SEVEN]);
-    drop(scene.exports.park_export(id, BOUND).unwrap());
+    drop(scene.exports.pause_export(id, BOUND).unwrap());
     assert_eq!(driver.request(READ, 0, &[(DATA, SECTOR)]), (OK, SECTOR + 1));
 }

@@ -9,7 +9,7 @@ use std::thread::JoinHandle;
 
 use nowait::{BlockDevice, OpenOptions};
 use nowait_server::{
-    AnyExport, Export, Exports, Listener, Options, ParkedServer, QueueKind, Server, ShutdownHandle,
+    AnyExport, Export, Exports, Listener, Options, PausedServer, QueueKind, Server, ShutdownHandle,
     ShutdownReport,
 };
 use nowait_testkit::BOUND;
@@ -56,11 +56,11 @@ impl Scene {
     }
 
     /// Another server takes over the devices of this one, which is parked, as another process does.
-    pub(crate) fn succeed(&mut self, parked: ParkedServer) {
+    pub(crate) fn succeed(&mut self, parked: PausedServer) {
         let disk = Arc::new(BlockDevice::open(&self.image, OpenOptions::default()).unwrap());
         let export = Export::new(disk, "golden".into(), String::new());
         let directory = tempfile::tempdir().unwrap();
-        let export = AnyExport::new(export).with_devices();
+        let export = AnyExport::new(export);
         let mut next = Self::start(export, self.sockets.clone(), directory);
         next.directories.append(&mut self.directories);
         next.image = self.image.clone();
@@ -72,7 +72,7 @@ impl Scene {
             let listener = device.listener.take().unwrap();
             let socket = listener.as_fd().try_clone_to_owned().unwrap();
             device.listener = Some(Arc::new(Listener::handed_over(socket, true).unwrap()));
-            next.exports.adopt_device(id, device).unwrap();
+            next.exports.restore_device(id, device).unwrap();
         }
         *self = next;
     }

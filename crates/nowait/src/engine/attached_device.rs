@@ -100,6 +100,14 @@ impl<M: BlockMap + ?Sized> DeviceHandle<M> {
         &self.0.disk
     }
 
+    /// Its number among the devices of its engine: a small one, which another device may have once this
+    /// one is detached and none of its requests is in flight.
+    #[inline]
+    #[must_use]
+    pub fn index(&self) -> u32 {
+        self.0.index()
+    }
+
     /// Where the bytes of a request at `pos` begin in its buffer: `pos` modulo the block, so that
     /// buffer and device are aligned alike.
     #[inline]

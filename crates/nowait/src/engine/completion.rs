@@ -63,6 +63,8 @@ impl Stats {
 pub struct Completion {
     /// The tag that it was submitted with.
     pub tag: u64,
+    /// Device of the request, as [`DeviceHandle::index`](crate::DeviceHandle::index).
+    pub device: u32,
     /// The request.
     pub io: Request,
     /// The buffer that it was submitted with.

@@ -132,6 +132,12 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         if is_there { self.pool.in_use_of(device.index()) } else { 0 }
     }
 
+    /// Device and tag of each request in flight.
+    pub(crate) fn tags_in_flight(&self) -> impl Iterator<Item = (u32, u64)> {
+        let requests = self.pool.slots_in_use().filter(|slot| slot.role != Role::Fragment);
+        requests.map(|slot| (slot.device(), slot.tag))
+    }
+
     /// Refuses requests of `device` from now on.
     ///
     /// # Errors
@@ -359,6 +365,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
         let Request { op, flags, range } = request.io;
         Some(Completion {
             tag: request.tag,
+            device: request.device(),
             io: Request { op, flags, range },
             buf,
             result: request.result,

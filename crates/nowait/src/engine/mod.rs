@@ -451,8 +451,10 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         self.dispatcher.has_free_slot()
     }
 
-    /// How many further requests would find a slot.
-    pub(crate) fn free_slots(&self) -> usize {
+    /// How many further requests, or fragments of requests, would find a slot.
+    #[inline]
+    #[must_use]
+    pub fn free_slots(&self) -> usize {
         self.dispatcher.pool.room()
     }
 
@@ -525,6 +527,12 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     #[must_use]
     pub fn in_flight_of(&self, device: &DeviceHandle<M>) -> usize {
         self.dispatcher.in_use_of(&device.0)
+    }
+
+    /// Device and tag of each request in flight, as in [`Completion::device`] and [`Completion::tag`]. It
+    /// looks at every slot of the engine.
+    pub fn tags_in_flight(&self) -> impl Iterator<Item = (u32, u64)> {
+        self.dispatcher.tags_in_flight()
     }
 
     /// Counts of how the requests of `device` were served so far; those of the pool, and of polling,

@@ -173,17 +173,18 @@ impl SlotPool {
 
     /// Slots of a device that are not free.
     pub(crate) fn in_use_of(&self, device: u32) -> usize {
+        self.slots_in_use().filter(|slot| slot.device() == device).count()
+    }
+
+    /// Slots that are not free. It looks at every slot.
+    pub(crate) fn slots_in_use(&self) -> impl Iterator<Item = &RequestSlot> {
         let mut free = self.free[usize::from(self.reuse)];
         let mut is_free = vec![false; self.slots.len()];
         while let Some(slot) = is_free.get_mut(free as usize) {
             *slot = true;
             free = self.slots[free as usize].next;
         }
-        self.slots
-            .iter()
-            .zip(is_free)
-            .filter(|(slot, free)| !free && slot.device() == device)
-            .count()
+        self.slots.iter().zip(is_free).filter(|(_, free)| !free).map(|(slot, _)| &**slot)
     }
 
     #[inline]

@@ -23,6 +23,12 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         if device.disk().supports_nowait() { self.queue.reserve_buffers(count) } else { None }
     }
 
+    /// Gives back what [`Engine::reserve_buffers`] has reserved from `first` on; the driver has no memory
+    /// registered under these numbers.
+    pub fn release_buffers(&mut self, first: u16) {
+        self.queue.release_buffers(first);
+    }
+
     /// Submits a read or write of the memory that a driver has registered under `number`, one of
     /// those that [`Engine::reserve_buffers`] has reserved, from its first byte on. The request gets
     /// [`Flags::NOWAIT`]. A completion with an error, `EAGAIN` most of all, says nothing about the

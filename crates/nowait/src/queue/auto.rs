@@ -249,6 +249,10 @@ unsafe impl IoQueue for AnyQueue {
         on!(&mut self.kernel, queue => queue.reserve_buffers(count))
     }
 
+    fn release_buffers(&mut self, first: u16) {
+        on!(&mut self.kernel, queue => queue.release_buffers(first));
+    }
+
     fn polled(&self) -> u64 {
         on!(&self.kernel, queue => queue.polled())
     }

@@ -114,10 +114,14 @@ pub unsafe trait IoQueue {
     /// Reserves `count` successive numbers of registered buffers for a driver that registers the
     /// memory of its requests with this queue by itself, and returns the first of them. They are
     /// for [`crate::Engine::submit_registered`]. `None` where that is not possible, as in most
-    /// queues, and for a second caller.
+    /// queues, and where not so many are left.
     fn reserve_buffers(&mut self, _count: u16) -> Option<u16> {
         None
     }
+
+    /// Gives the numbers back that [`IoQueue::reserve_buffers`] has reserved from `first` on. The driver
+    /// has no memory registered under them.
+    fn release_buffers(&mut self, _first: u16) {}
 
     /// Completions that were polled for so far (C48).
     fn polled(&self) -> u64 {

@@ -11,16 +11,18 @@ mod replies;
 mod queue_events;
 mod request_cost;
 mod ring_frontend;
-mod ublk_queue;
+mod ublk_requests;
 mod ublk_cost;
 mod vhost_queue;
 
 use std::io::{Read, Write};
 use std::os::unix::net::UnixStream;
 
-use nowait::{BlockDevice, ByteRange, Config, Flags, Null, Op, OpenOptions, Request};
+use nowait::{BlockDevice, Config, Engine, Null, OpenOptions};
 
+use crate::any_export::AnyExport;
 use crate::event_loop::*;
+use crate::export::Export;
 use crate::nbd::command::TransmissionMode;
 use crate::nbd::connection::{Connection, HandoffConnection, MAX_REQUESTS};
 use crate::nbd::handshake::{Handshake, TlsState};
@@ -32,6 +34,7 @@ use crate::nbd::submit::InFlight;
 use crate::nbd::wire;
 use crate::net::listener::Listener;
 use crate::net::socket::Socket;
+use crate::registered_export::RegisteredExport;
 use crate::server_options::Options;
 
 const SIZE: u64 = 8 << 20;
@@ -64,10 +67,11 @@ impl Bench {
 
     /// An event loop that accepts connections.
     fn listening(config: Config, listeners: Vec<Listener>) -> Self {
-        let (mut context, export, engine) = parts(config, || Null::new().unwrap());
-        context.listeners = listeners;
+        let (context, engine) = parts(config, || Null::new().unwrap());
+        context.shared.listen(listeners);
         let frontend = context.nbd_frontend();
-        let thread = EventLoop::new(&context, export, engine, frontend).unwrap();
+        let mut thread = EventLoop::new(&context, engine, frontend).unwrap();
+        thread.wake_up();
         Self { thread, clients: Vec::new() }
     }
 
@@ -84,7 +88,9 @@ impl Bench {
     fn adopt(&mut self, index: usize, near: impl Into<Socket>, far: UnixStream) {
         far.set_nonblocking(true).unwrap();
         let permit = self.thread.shared.limit.take().unwrap();
-        self.add(HandoffConnection::new(near.into(), TlsState::Off, permit));
+        let arrival = HandoffConnection::new(near.into(), TlsState::Off, permit);
+        let used = Some(registered(&self.thread).shared().begin_use().unwrap());
+        self.add(HandoffConnection { used, ..arrival });
         let connection = self.connection(index);
         connection.session.phase = Phase::Transmission(TransmissionMode::default());
         connection.session.send_queue.clear();
@@ -169,8 +175,13 @@ impl Bench {
     }
 }
 
-/// The parts of an event loop: its context, its export, and its engine.
-type Parts<Q> = (ThreadContext, Arc<Export>, Engine<Q, dyn BlockMap>);
+/// The parts of an event loop: its context and its engine.
+type Parts<Q> = (ThreadContext, DiskEngine<Q>);
+
+/// The only export of the server of `thread`.
+fn registered<F, Q: IoQueue>(thread: &EventLoop<F, Q>) -> Arc<RegisteredExport> {
+    thread.shared.registry.default_export().unwrap()
+}
 
 /// The parts for an image of bytes 7, all mapped, on a `queue` of its device.
 fn parts<Q: IoQueue>(config: Config, queue: impl FnOnce() -> Q) -> Parts<Q> {
@@ -185,11 +196,9 @@ fn parts_of<Q: IoQueue>(size: u64, config: Config, queue: impl FnOnce() -> Q) ->
     let disk = BlockDevice::open(file.path(), OpenOptions::default()).unwrap();
     let disk = Arc::new(disk.with_forbidden_prefix(&FORBIDDEN));
     disk.scan();
-    let export = Arc::new(Export::new(disk.clone(), String::new(), String::new()));
-    let context = ThreadContext::simulated(export.clone(), config, Options::SPLIT_BYTES).unwrap();
-    let queue = queue();
-    let engine = Engine::new(queue, nowait::WorkerPool::new(1), config).unwrap();
-    (context, export, engine)
+    let export = AnyExport::new(Export::new(disk, String::new(), String::new()));
+    let context = ThreadContext::simulated([export], config, Options::SPLIT_BYTES).unwrap();
+    (context, Engine::new(queue(), nowait::WorkerPool::new(1), config).unwrap())
 }
 
 fn request(command: u16, offset: u64, length: usize) -> Vec<u8> {

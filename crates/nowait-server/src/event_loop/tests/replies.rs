@@ -23,9 +23,9 @@ fn answer() -> ReplyEncoder {
 
 /// A reply of `chunks` chunks with a block of data each.
 fn chunked(bench: &mut Bench, chunks: usize) -> ReplyBody {
-    let context = &mut bench.thread.context;
+    let EventLoop { frontend, context, .. } = &mut bench.thread;
     let range = ByteRange::new(0, (chunks * BLOCK) as u64);
-    let buf = context.engine.buffer(&context.device, range).unwrap();
+    let buf = context.buffer(&frontend.connections[0].member, range).unwrap();
     let list = (0..chunks).map(|n| {
         let head = answer().data(ChunkPosition::NotLast, (n * BLOCK) as u64, BLOCK as u32);
         Chunk { head, start: (n * BLOCK) as u32, len: BLOCK as u32 }
@@ -51,7 +51,7 @@ fn a_send_takes_as_many_whole_replies_as_it_has_iovecs_for() {
 
 #[test]
 fn the_longest_reply_and_a_short_one_fit_into_one_send() {
-    let mut bench = Bench::new(0);
+    let mut bench = Bench::new(1);
     let mut out = SendQueue::default();
     let long = chunked(&mut bench, MAX_CHUNKS);
     out.push(EncodedHeader::EMPTY, long, 0);

@@ -1,7 +1,7 @@
 //! A second frontend beside NBD, as a paravirtual device has it: requests in rings of memory, an
 //! eventfd each way, and data in memory that belongs to the other side.
 //!
-//! Invariant: the event loop is the shipped one, on which NBD and the rings are a pair.
+//! Invariant: the event loop is the shipped one, on which the rings have the place of vhost-user.
 #![allow(unsafe_code)]
 
 use std::cell::RefCell;
@@ -15,6 +15,8 @@ use slab::Slab;
 
 use crate::event_loop::tests::*;
 use crate::fairness::Member;
+use crate::frontends::Frontends;
+use crate::loop_context::KIND_BITS;
 use crate::statistics::FrontendKind;
 
 const QUANTUM: usize = 256 << 10;
@@ -91,7 +93,7 @@ impl<Q: IoQueue> Frontend<Q> for RingFrontend {
                 context.schedule(member, &mut queue.member);
                 break;
             }
-            if !context.engine.has_free_slot() {
+            if !context.has_free_slot(&queue.member) {
                 if queue.in_flight == 0 {
                     context.block(member);
                 }
@@ -101,24 +103,26 @@ impl<Q: IoQueue> Frontend<Q> for RingFrontend {
             let RingRequest { id, pos, places } = ring.available.pop_front().unwrap();
             let len = places.iter().map(|(_, len)| *len as u64).sum();
             assert!(places.iter().all(|(at, len)| at + len <= MEMORY) || len > SIZE);
-            let range = match context.export.range(Op::Read, pos, len) {
-                Ok(range) => range,
-                Err(errno) => {
-                    queue.done.push((id, errno));
-                    continue;
-                }
-            };
+            let range =
+                match context.export_of(&queue.member).unwrap().export.range(Op::Read, pos, len) {
+                    Ok(range) => range,
+                    Err(errno) => {
+                        queue.done.push((id, errno));
+                        continue;
+                    }
+                };
             let io = Request { op: Op::Read, flags: Flags::ALL_OR_ERROR, range };
             let segment = |&(at, len): &(usize, usize)| IoSegment {
                 base: ring.memory.as_mut_ptr().cast::<u8>().wrapping_add(at),
                 len,
             };
             let segments: Vec<_> = places.iter().map(segment).collect();
-            let tag = context.tag(member, self.in_flight.insert(id) as u32);
-            // SAFETY: each place is inside the memory, which lives as long as the frontend: the event
-            // loop drops its engine before. The other side reads it only after completion.
-            let submitted =
-                unsafe { context.engine.submit_user_memory(&context.device, io, &segments, tag) };
+            let key = self.in_flight.insert(id) as u32;
+            let submitted = context.submit(&queue.member, member, key, |engine, device, tag| {
+                // SAFETY: each place is inside the memory, which lives as long as the frontend: the
+                // event loop drops its engine before. The other side reads it only after completion.
+                unsafe { engine.submit_user_memory(device, io, &segments, tag) }
+            });
             assert!(submitted.is_ok());
             queue.member.quantum.read(len);
             queue.in_flight += 1;
@@ -171,7 +175,7 @@ fn count(eventfd: &OwnedFd) -> u64 {
 
 /// A thread with NBD connections and rings, and the other sides of both.
 struct Scene<Q: IoQueue> {
-    thread: EventLoop<(NbdFrontend, RingFrontend), Q>,
+    thread: EventLoop<Frontends<NbdFrontend, RingFrontend>, Q>,
     rings: Vec<Rc<RefCell<Ring>>>,
     client: UnixStream,
 }
@@ -179,7 +183,7 @@ struct Scene<Q: IoQueue> {
 impl<Q: IoQueue> Scene<Q> {
     /// One NBD connection in the transmission phase, and `rings` rings.
     fn new(rings: usize, config: Config, queue: impl FnOnce() -> Q) -> Self {
-        let (mut context, export, engine) = parts(config, queue);
+        let (context, engine) = parts(config, queue);
         let flags = EventfdFlags::CLOEXEC | EventfdFlags::NONBLOCK;
         let ring = |_| Ring {
             available: VecDeque::new(),
@@ -197,15 +201,23 @@ impl<Q: IoQueue> Scene<Q> {
         };
         let queues = rings.iter().map(queue).enumerate().collect();
         let second = RingFrontend { queues, in_flight: Slab::new(), stopping: false };
-        let pair = (context.nbd_frontend(), second);
-        let mut thread = EventLoop::new(&context, export, engine, pair).unwrap();
+        let (nbd, ublk) = (context.nbd_frontend(), context.ublk_frontend());
+        let all = Frontends { nbd, vhost: second, ublk };
+        let mut thread = EventLoop::new(&context, engine, all).unwrap();
+        let export = registered(&thread);
+        for (_, queue) in &mut thread.frontend.vhost.queues {
+            let used = export.shared().begin_use().unwrap();
+            thread.context.use_export(&mut queue.member, used).unwrap();
+        }
         let (near, client) = UnixStream::pair().unwrap();
         near.set_nonblocking(true).unwrap();
         client.set_nonblocking(true).unwrap();
         let permit = context.shared.limit.take().unwrap();
         let arrival = HandoffConnection::new(near.into(), TlsState::Off, permit);
-        let EventLoop { frontend: (nbd, _), context, .. } = &mut thread;
-        context.inside(false, |context| nbd.add(context, arrival));
+        let used = Some(export.shared().begin_use().unwrap());
+        let arrival = HandoffConnection { used, ..arrival };
+        let EventLoop { frontend: Frontends { nbd, .. }, context, .. } = &mut thread;
+        context.inside(0, |context| nbd.add(context, arrival));
         nbd.connections[0].session.phase = Phase::Transmission(TransmissionMode::default());
         nbd.connections[0].session.send_queue.clear();
         nbd.shared.handshakes.deadlines.end();
@@ -258,7 +270,7 @@ fn a_client_is_answered_beside_rings_that_are_never_empty() {
         let before = left(&scene);
         scene.client.write_all(&read(BLOCK)).unwrap();
         // This queue reports no events while it has completions.
-        let token = scene.thread.frontend.0.connections[0].readable_token() << 1;
+        let token = scene.thread.frontend.nbd.connections[0].readable_token() << KIND_BITS;
         scene.thread.events.push((FD_TOKEN | token, libc::POLLIN.into()));
         scene.iterate();
         assert_eq!(scene.received(), REPLY + BLOCK, "in the iteration of the request");
@@ -305,7 +317,7 @@ fn foreign_memory_is_not_taken_from_the_budget() {
     scene.iterate();
     assert_eq!(scene.rings[0].borrow().used, [(0, 0)]);
     let EventLoop { frontend, context, .. } = &mut scene.thread;
-    assert_eq!(frontend.1.queues[0].member.budget_used, 0);
+    assert_eq!(frontend.vhost.queues[0].member.budget_used, 0);
     assert!(context.budget.admits(0, 16 << 10) && context.engine.in_flight() == 0);
 }
 
@@ -315,13 +327,13 @@ fn a_ring_without_a_free_slot_goes_on_when_another_frontend_has_released_one() {
     scene.client.write_all(&read(BLOCK)).unwrap();
     // Its service comes after that of the connection, which has the slot by then.
     let EventLoop { frontend, context, .. } = &mut scene.thread;
-    let connection = &mut frontend.0.connections[0];
+    let connection = &mut frontend.nbd.connections[0];
     connection.readable = true;
-    context.inside(false, |context| context.schedule(0, &mut connection.member));
-    context.inside(true, |context| context.schedule(0, &mut frontend.1.queues[0].member));
+    context.inside(0, |context| context.schedule(0, &mut connection.member));
+    context.inside(1, |context| context.schedule(0, &mut frontend.vhost.queues[0].member));
     scene.rings[0].borrow_mut().available.extend([piece(0, BLOCK), piece(1, BLOCK)]);
     scene.thread.service_interactive();
-    assert_eq!(scene.thread.context.blocked, [1], "the first number of the second of a pair");
+    assert_eq!(scene.thread.context.blocked, [1], "the first number of the second frontend");
     while scene.rings[0].borrow().used.len() < 2 {
         scene.iterate();
     }

@@ -7,15 +7,16 @@ use std::cell::RefCell;
 use std::os::fd::OwnedFd;
 use std::os::unix::fs::FileExt;
 use std::rc::Rc;
+use std::sync::mpsc::channel;
 
 use nowait_testkit::{require_tool, say_skipped};
 
 use crate::event_loop::tests::request_cost::{check_cost, counted, wanted};
-use crate::event_loop::tests::ublk_queue::{CommandQueue, Driver};
+use crate::event_loop::tests::ublk_requests::{CommandQueue, Driver};
 use crate::event_loop::tests::*;
+use crate::ublk::ublk_channel::UblkStart;
 use crate::ublk::ublk_cmd::{DESCRIPTOR_BYTES, OP_READ};
 use crate::ublk::ublk_device::UblkDevice;
-use crate::ublk::ublk_frontend::UblkFrontend;
 
 const DEPTH: u16 = 64;
 const SECTORS: u32 = 8;
@@ -31,7 +32,7 @@ fn serve(depth: usize, count: usize) {
     let capacity = usize::from(DEPTH);
     let driver: Rc<RefCell<Driver>> = Rc::default();
     let queue = || CommandQueue::new(Null::new().unwrap(), &driver);
-    let (context, export, engine) = parts(Config::default(), queue);
+    let (context, engine) = parts(Config::default(), queue);
     let descriptors = tempfile::tempfile().unwrap();
     let mut read = [0; DESCRIPTOR_BYTES];
     read[..4].copy_from_slice(&u32::from(OP_READ).to_ne_bytes());
@@ -40,8 +41,13 @@ fn serve(depth: usize, count: usize) {
     descriptors.set_len(64 << 10).unwrap();
     descriptors.write_all_at(&requests, 0).unwrap();
     let device = UblkDevice::simulated(OwnedFd::from(descriptors), (DEPTH, BLOCK as u32), 0);
-    let ublk = UblkFrontend::new(Arc::new(device), 0, Box::new(|| {})).unwrap();
-    let mut thread = EventLoop::new(&context, export, engine, ublk).unwrap();
+    let mut thread = EventLoop::new(&context, engine, context.ublk_frontend()).unwrap();
+    let (started, begun) = channel();
+    let used = registered(&thread).shared().begin_use().unwrap();
+    let (device, on_removed) = (Arc::new(device), Box::new(|| {}));
+    let start = UblkStart { device, number: 0, used, on_removed, started };
+    thread.frontend.add(&mut thread.context, start);
+    begun.recv().unwrap().unwrap();
     for _ in 0..count / depth {
         {
             let mut driver = driver.borrow_mut();

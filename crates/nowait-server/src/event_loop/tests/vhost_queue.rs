@@ -70,14 +70,11 @@ impl Machine {
 
 impl<Q: IoQueue> Machine<Q> {
     /// A queue on these parts.
-    fn on(
-        (context, export, engine): Parts<Q>,
-        (kick, call): (OwnedFd, OwnedFd),
-        event_idx: bool,
-    ) -> Self {
+    fn on((context, engine): Parts<Q>, (kick, call): (OwnedFd, OwnedFd), event_idx: bool) -> Self {
         let channel = Arc::new(QueueChannel::new(context.thread().clone()));
         let frontend = VhostFrontend::new(channel.clone());
-        let thread = EventLoop::new(&context, export, engine, frontend).unwrap();
+        let thread = EventLoop::new(&context, engine, frontend).unwrap();
+        let used = registered(&thread).shared().begin_use().unwrap();
         let file = File::from(memfd_create("guest", MemfdFlags::CLOEXEC).unwrap());
         ftruncate(&file, MEMORY).unwrap();
         let address = RegionAddress { guest: 0, len: MEMORY, user: 0, offset: 0 };
@@ -98,7 +95,7 @@ impl<Q: IoQueue> Machine<Q> {
             call: Some(call.try_clone().unwrap()),
             err: None,
         };
-        channel.send(QueueCommand::Start(Box::new(start)));
+        channel.send(QueueCommand::Start(used, Box::new(start)));
         let machine = Self { thread, memory, kick, call, available: 0, told: 0 };
         (0..QUEUE).for_each(|head| machine.prepare(head));
         machine
@@ -273,7 +270,7 @@ fn the_last_sector_of_an_image_that_ends_in_it_is_padded_with_zeros() {
     };
     assert!(found(0, 1024) == [[7; 812].as_slice(), &[0; 212]].concat());
     assert!(found(2, 512) == [[5; 300].as_slice(), &[0; 212]].concat());
-    assert_eq!(machine.thread.context.export.disk().refresh(), Ok(size));
+    assert_eq!(registered(&machine.thread).export().disk().refresh(), Ok(size));
 }
 
 /// A driver without event indices that has one eventfd for kicks and calls: each call is a kick.

@@ -38,6 +38,7 @@ const CLIENT_FLAGS_BYTES: u32 = 4;
 const RESERVED_CONTEXT_ID: u32 = 0;
 
 /// The properties of one export, as told to clients.
+#[derive(Clone)]
 pub(crate) struct ExportInfo {
     pub(crate) id: ExportId,
     /// The name; no NUL, at most [`MAX_STRING_BYTES`] bytes.
@@ -59,8 +60,17 @@ pub(crate) struct ExportInfo {
     pub(crate) max_payload: u32,
 }
 
-/// Returns the current properties of all exports, the default one first.
-pub(crate) type Exports<'a> = &'a dyn Fn() -> Vec<ExportInfo>;
+/// The exports that a client can choose.
+pub(crate) trait ExportList {
+    /// The current properties of all exports, the default one first.
+    fn infos(&self) -> Vec<ExportInfo>;
+
+    /// Those of the export called `name`, of the first one if `name` is empty. No other export is asked.
+    fn info(&self, name: &str) -> Option<ExportInfo>;
+}
+
+/// The exports, for a handshake.
+pub(crate) type Exports<'a> = &'a dyn ExportList;
 
 /// The state of the connection after [`Handshake::feed`]. The caller first sends the bytes that
 /// `feed` has appended.
@@ -353,7 +363,7 @@ impl Handshake {
         out: &mut Vec<u8>,
     ) -> ControlFlow<HandshakeProgress> {
         match option {
-            wire::OPT_EXPORT_NAME => return self.export_name(data, &exports(), out),
+            wire::OPT_EXPORT_NAME => return self.export_name(data, exports, out),
             wire::OPT_STARTTLS => {
                 option_reply(out, option, wire::REP_ACK, &[]);
                 self.begin_tls();
@@ -363,13 +373,13 @@ impl Handshake {
         }
         let mut chosen = None;
         let outcome = match option {
-            wire::OPT_LIST => list(data, &exports(), out),
+            wire::OPT_LIST => list(data, &exports.infos(), out),
             wire::OPT_STRUCTURED_REPLY | wire::OPT_EXTENDED_HEADERS => self.mode(option, data),
-            wire::OPT_INFO => self.information(option, data, &exports(), out).map(drop),
+            wire::OPT_INFO => self.information(option, data, exports, out).map(drop),
             wire::OPT_GO => {
-                self.information(option, data, &exports(), out).map(|export| chosen = Some(export))
+                self.information(option, data, exports, out).map(|export| chosen = Some(export))
             }
-            _ => self.meta_context(option, data, &exports(), out),
+            _ => self.meta_context(option, data, exports, out),
         };
         conclude(out, option, outcome);
         match chosen {
@@ -404,15 +414,15 @@ impl Handshake {
     fn export_name(
         &self,
         data: &[u8],
-        exports: &[ExportInfo],
+        exports: Exports<'_>,
         out: &mut Vec<u8>,
     ) -> ControlFlow<HandshakeProgress> {
-        let Some(export) = wire::valid_string(data).and_then(|name| find(exports, name)) else {
+        let Some(export) = wire::valid_string(data).and_then(|name| exports.info(name)) else {
             log_unknown(data);
             return Break(HandshakeProgress::Close);
         };
         out.extend_from_slice(&export.size.to_be_bytes());
-        out.extend_from_slice(&self.transmission_flags(export).to_be_bytes());
+        out.extend_from_slice(&self.transmission_flags(&export).to_be_bytes());
         if !self.client_set(wire::FLAG_NO_ZEROES) {
             out.extend_from_slice(&[0; wire::EXPORT_NAME_PADDING_BYTES]);
         }
@@ -424,20 +434,20 @@ impl Handshake {
         &self,
         option: u32,
         data: &[u8],
-        exports: &[ExportInfo],
+        exports: Exports<'_>,
         out: &mut Vec<u8>,
     ) -> Result<ExportId, OptionError> {
         let request = InfoOption::parse(data).ok_or(OptionError::MALFORMED)?;
-        let export = find(exports, request.export).ok_or_else(|| {
+        let export = exports.info(request.export).ok_or_else(|| {
             log_unknown(request.export.as_bytes());
             OptionError::NO_SUCH_EXPORT
         })?;
         let mut info =
             |info: Info<'_>| option_reply(out, option, wire::REP_INFO, &[&info.encode()]);
-        let flags = self.transmission_flags(export);
+        let flags = self.transmission_flags(&export);
         info(Info::Export { size: export.size, flags });
         let ExportInfo { min_block: min, preferred_block: preferred, max_payload: max, .. } =
-            *export;
+            export;
         info(Info::BlockSize { min, preferred, max });
         let texts =
             [(wire::INFO_NAME, &export.name), (wire::INFO_DESCRIPTION, &export.description)];
@@ -452,14 +462,14 @@ impl Handshake {
         &mut self,
         option: u32,
         data: &[u8],
-        exports: &[ExportInfo],
+        exports: Exports<'_>,
         out: &mut Vec<u8>,
     ) -> Result<(), OptionError> {
         if !self.mode.has_chunks() {
             return Err(OptionError::NO_CHUNKS);
         }
         let request = MetaContextOption::parse(data).ok_or(OptionError::MALFORMED)?;
-        let export = find(exports, request.export).ok_or(OptionError::NO_SUCH_EXPORT)?;
+        let export = exports.info(request.export).ok_or(OptionError::NO_SUCH_EXPORT)?;
         let queries = &request.queries;
         let select = option == wire::OPT_SET_META_CONTEXT;
         let chosen = export.contexts.filter(|context| match select {
@@ -534,9 +544,16 @@ fn log_unknown(name: &[u8]) {
     );
 }
 
-/// Finds the export called `name`; the first one if `name` is empty.
-fn find<'a>(exports: &'a [ExportInfo], name: &str) -> Option<&'a ExportInfo> {
-    exports.iter().find(|export| name.is_empty() || export.name == name)
+/// A list of a test or a fuzzer.
+#[cfg(any(test, feature = "fuzz"))]
+impl ExportList for Vec<ExportInfo> {
+    fn infos(&self) -> Vec<ExportInfo> {
+        self.clone()
+    }
+
+    fn info(&self, name: &str) -> Option<ExportInfo> {
+        self.iter().find(|export| name.is_empty() || export.name == name).cloned()
+    }
 }
 
 mod options;

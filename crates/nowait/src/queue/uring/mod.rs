@@ -7,6 +7,7 @@ mod sqe;
 pub(crate) mod locked_memory;
 mod enter_result;
 mod ring_files;
+mod reserved_numbers;
 mod iopoll;
 mod sleep;
 
@@ -23,6 +24,7 @@ use crate::queue::{IoQueue, QueueFile, QueueFull, Token};
 use crate::types::error::{Error, Operation};
 use crate::types::transfer::{Outcome, Transfer};
 use iopoll::IopollRing;
+use reserved_numbers::ReservedNumbers;
 use ring_files::RingFiles;
 use sleep::Sleep;
 
@@ -33,8 +35,8 @@ const ENTRIES: [(u32, u32); 2] = [(256, 4096), (64, 256)];
 /// The greatest numbers of kernel threads for this ring's bounded and unbounded work.
 const IOWQ_WORKERS: [u32; 2] = [8, 4];
 const MAX_BUFFERS: u32 = 256;
-/// Numbers of buffers beyond those, for drivers.
-const RESERVED_BUFFERS: u32 = 128;
+/// Numbers of buffers beyond those, for drivers: enough for eight queues of 128 requests.
+const RESERVED_BUFFERS: u32 = 1024;
 /// Set in tokens of the ring's own requests, whose completions are discarded.
 const INTERNAL_TOKEN: Token = FD_TOKEN >> 1;
 /// Set in tokens of watches that end with their first event, and of commands to drivers.
@@ -87,8 +89,8 @@ pub struct Uring {
     polls_all: bool,
     ring_features: RingFeatures,
     buffers: u16,
-    /// A driver registers buffers by itself.
-    has_reserved: bool,
+    /// Numbers of buffers that drivers register by themselves.
+    reserved: Box<ReservedNumbers>,
     /// Bytes of registered buffers.
     locked: usize,
     /// The most that all rings of the process may register; `None` if this one is not counted.
@@ -127,7 +129,7 @@ impl Uring {
             polls_all: false,
             ring_features: features,
             buffers: 0,
-            has_reserved: false,
+            reserved: Box::new(ReservedNumbers::new(MAX_BUFFERS as u16, RESERVED_BUFFERS as u16)),
             locked: 0,
             locked_limit: locked_memory::limit(),
             rearm: Vec::new(),
@@ -319,9 +321,9 @@ unsafe impl IoQueue for Uring {
     fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
         let files = files.iter().map(QueueFile::descriptor).collect::<Result<Vec<_>, _>>()?;
         let first = self.files.find_free(files.len());
-        let Self { ring, polled, has_reserved, files: attached, .. } = self;
+        let Self { ring, polled, reserved, files: attached, .. } = self;
         for (number, &(file, _)) in (first..).zip(&files) {
-            let poll = || iopoll::attach(polled, number, file, *has_reserved);
+            let poll = || iopoll::attach(polled, number, file, !reserved.is_empty());
             if let Err(error) = attached.attach(ring, number, file, poll) {
                 self.detach(first, number - first);
                 return Err(error);
@@ -461,9 +463,12 @@ unsafe impl IoQueue for Uring {
 
     /// Not for a ring that polls, because transfers then go to another ring.
     fn reserve_buffers(&mut self, count: u16) -> Option<u16> {
-        let can = self.ring_features.buffers && self.polled.is_none() && !self.has_reserved;
-        self.has_reserved |= can;
-        (can && u32::from(count) <= RESERVED_BUFFERS).then_some(MAX_BUFFERS as u16)
+        let can = self.ring_features.buffers && self.polled.is_none();
+        if can { self.reserved.reserve(count) } else { None }
+    }
+
+    fn release_buffers(&mut self, first: u16) {
+        self.reserved.release(first);
     }
 
     fn polled(&self) -> u64 {

@@ -92,7 +92,7 @@ fn replies(out: &[u8]) -> Vec<Reply> {
 fn feed(handshake: &mut Handshake, input: &[u8]) -> (usize, HandshakeProgress, Vec<u8>) {
     let (mut taken, mut out) = (0, Vec::new());
     loop {
-        let (more, step) = handshake.feed(&input[taken..], &exports, &mut out);
+        let (more, step) = handshake.feed(&input[taken..], &exports(), &mut out);
         taken += more;
         if step != HandshakeProgress::Answered {
             return (taken, step, out);
@@ -207,7 +207,7 @@ fn a_server_without_exports_has_no_default_one() {
     let name = header(wire::OPT_EXPORT_NAME, 0);
     let input = [&FIXED.to_be_bytes()[..], &name].concat();
     let mut out = Vec::new();
-    let (_, step) = Handshake::new(TlsState::Off).feed(&input, &Vec::new, &mut out);
+    let (_, step) = Handshake::new(TlsState::Off).feed(&input, &Vec::new(), &mut out);
     assert_eq!((step, out), (HandshakeProgress::Close, vec![]));
 }
 
@@ -421,7 +421,7 @@ fn nothing_after_an_answered_option_is_consumed_before_the_answer_is_sent() {
     let list = option(wire::OPT_LIST, &[]);
     let input = [&FIXED.to_be_bytes()[..], &list, &list].concat();
     let (mut handshake, mut out) = (Handshake::new(TlsState::Off), Vec::new());
-    let (taken, step) = handshake.feed(&input, &exports, &mut out);
+    let (taken, step) = handshake.feed(&input, &exports(), &mut out);
     assert_eq!((taken, step), (input.len() - list.len(), HandshakeProgress::Answered));
     assert_eq!(replies(&out).len(), exports().len() + 1);
 }

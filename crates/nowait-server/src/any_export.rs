@@ -6,31 +6,25 @@ use std::sync::Arc;
 use nowait_image::Image;
 
 use crate::export::Export;
-use crate::export_threads::export_registry::Servable;
 use crate::net::listener::Listener;
 use crate::server_options::ExportOptions;
+use crate::ublk::ublk_device::UblkDevice;
 use crate::vhost_user::control_thread::DeviceSocket;
 
 /// An export that clients can choose.
 pub struct AnyExport {
-    pub(crate) export: Arc<dyn Servable>,
-    /// It is a disk of virtual machines.
-    pub(crate) has_devices: bool,
-    /// The sockets at which it is.
+    pub(crate) export: Arc<Export>,
+    /// The vhost-user sockets at which it is.
     pub(crate) vhost_user: Vec<DeviceSocket>,
+    /// The local block device that it is.
+    pub(crate) ublk: Option<Arc<UblkDevice>>,
 }
 
 impl AnyExport {
     /// Clients see the name and the description of `export`.
     #[must_use]
     pub fn new(export: Export) -> Self {
-        Self { export: Arc::new(export), has_devices: false, vhost_user: Vec::new() }
-    }
-
-    /// The same, and [`crate::Exports::adopt_device`] may make it a disk of virtual machines later.
-    #[must_use]
-    pub fn with_devices(self) -> Self {
-        Self { has_devices: true, ..self }
+        Self { export: Arc::new(export), vhost_user: Vec::new(), ublk: None }
     }
 
     /// The export of an open image, which has to stay open until the server has stopped.
@@ -48,7 +42,7 @@ impl AnyExport {
     #[must_use]
     pub fn at_vhost_user(mut self, listener: Listener) -> Self {
         self.vhost_user.push(DeviceSocket::Listener(listener));
-        self.with_devices()
+        self
     }
 
     /// The same for the only virtual machine at the other end of `connection`. A server that clients
@@ -56,6 +50,14 @@ impl AnyExport {
     #[must_use]
     pub fn at_vhost_user_connection(mut self, connection: UnixStream) -> Self {
         self.vhost_user.push(DeviceSocket::Connected(connection));
-        self.with_devices()
+        self
+    }
+
+    /// The same, and it is the local block device `device`, whose queues the threads of the server
+    /// serve.
+    #[must_use]
+    pub fn at_ublk(mut self, device: Arc<UblkDevice>) -> Self {
+        self.ublk = Some(device);
+        self
     }
 }

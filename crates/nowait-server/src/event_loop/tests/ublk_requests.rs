@@ -9,18 +9,21 @@ use std::cell::RefCell;
 use std::os::fd::{BorrowedFd, OwnedFd};
 use std::os::unix::fs::FileExt;
 use std::rc::Rc;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::mpsc::channel;
 
 use nowait::{AioThreadQueue, EventSource, IoBuffer, Outcome, QueueFile, QueueFull, Transfer};
 
 use crate::event_loop::tests::*;
+use crate::frontends::Frontends;
 use crate::rate_limit::{Limits, TokenBucket};
 use crate::statistics::FrontendKind;
+use crate::ublk::ublk_channel::UblkStart;
 use crate::ublk::ublk_cmd::{
     ABORTED, COMMIT_AND_FETCH_REQ, DESCRIPTOR_BYTES, F_ZERO_COPY, FETCH_REQ, IO_FUA,
     IO_NEED_REG_BUF, OP_DISCARD, OP_FLUSH, OP_READ, OP_WRITE, OP_WRITE_ZEROES, data_position,
 };
 use crate::ublk::ublk_device::UblkDevice;
-use crate::ublk::ublk_frontend::UblkFrontend;
 
 const DEPTH: u16 = 8;
 const MAX_IO_BYTES: u32 = 64 << 10;
@@ -169,11 +172,11 @@ impl<T: IoQueue> EventSource for CommandQueue<T> {
 
 /// A thread with NBD and one queue of a device.
 struct Scene {
-    thread: EventLoop<(NbdFrontend, UblkFrontend), CommandQueue<AioThreadQueue>>,
+    thread: EventLoop<Frontends, CommandQueue<AioThreadQueue>>,
     device: Arc<UblkDevice>,
     driver: Rc<RefCell<Driver>>,
     descriptors: std::fs::File,
-    removed: Rc<RefCell<u32>>,
+    removed: Arc<AtomicU32>,
 }
 
 impl Scene {
@@ -189,7 +192,7 @@ impl Scene {
     /// With an image of `size` bytes and a driver that has `features`.
     fn of(size: u64, features: u64) -> Self {
         let driver: Rc<RefCell<Driver>> = Rc::default();
-        let (mut context, export, engine) = parts_of(size, Config::default(), || {
+        let (context, engine) = parts_of(size, Config::default(), || {
             let transfers = AioThreadQueue::new(64).unwrap();
             CommandQueue::new(transfers, &driver)
         });
@@ -198,12 +201,16 @@ impl Scene {
         let character_device = OwnedFd::from(descriptors.try_clone().unwrap());
         let device =
             Arc::new(UblkDevice::simulated(character_device, (DEPTH, MAX_IO_BYTES), features));
-        let removed: Rc<RefCell<u32>> = Rc::default();
+        let removed: Arc<AtomicU32> = Arc::default();
         let counted = removed.clone();
-        let on_removed = Box::new(move || *counted.borrow_mut() += 1);
-        let ublk = UblkFrontend::new(device.clone(), 0, on_removed).unwrap();
-        let pair = (context.nbd_frontend(), ublk);
-        let thread = EventLoop::new(&context, export, engine, pair).unwrap();
+        let on_removed = Box::new(move || _ = counted.fetch_add(1, Ordering::Relaxed));
+        let mut thread = EventLoop::new(&context, engine, context.frontends()).unwrap();
+        let (started, begun) = channel();
+        let used = registered(&thread).shared().begin_use().unwrap();
+        let start = UblkStart { device: device.clone(), number: 0, used, on_removed, started };
+        context.channels.ublk.start(start);
+        thread.wake_up();
+        begun.recv().unwrap().unwrap();
         Self { thread, device, driver, descriptors, removed }
     }
 
@@ -347,7 +354,7 @@ fn a_stopping_thread_serves_until_the_driver_has_ended_every_command() {
     scene.abort_all();
     scene.thread.run().unwrap();
     assert_eq!(scene.thread.context.members(), 0);
-    assert_eq!(*scene.removed.borrow(), 1, "this server has not stopped the device");
+    assert_eq!(scene.removed.load(Ordering::Relaxed), 1, "this server has not stopped the device");
 }
 
 #[test]
@@ -367,7 +374,7 @@ fn a_device_that_is_left_answers_what_is_under_way_and_takes_no_more() {
     assert_eq!((answered.op, answered.result), (COMMIT_AND_FETCH_REQ, 4096));
     let driver = scene.driver.borrow();
     assert!(driver.commands.iter().all(|(_, command)| command.tag != 3), "tag 3 was answered");
-    assert_eq!((scene.thread.context.members(), *scene.removed.borrow()), (0, 0));
+    assert_eq!((scene.thread.context.members(), scene.removed.load(Ordering::Relaxed)), (0, 0));
 }
 
 #[test]
@@ -410,23 +417,25 @@ fn a_queue_over_the_limit_of_its_device_waits_and_its_changes_can_be_refused() {
     let day = TokenBucket::MAX_REFILL_TIME;
     let bucket = TokenBucket { size: 1, one_time_burst: 0, refill_time: day };
     let limits = Limits { requests: None, bytes: Some(bucket) };
-    scene.thread.registered.limits.set_of_clients(limits);
+    registered(&scene.thread).limits.set_of_clients(limits);
+    scene.thread.review_exports();
     scene.request(0, u32::from(OP_READ), 8, 0);
     assert_eq!(scene.answer(0), 4096);
     scene.request(1, u32::from(OP_READ), 8, 0);
     (0..5).for_each(|_| scene.iterate());
     let is_answered = scene.driver.borrow().commands.iter().any(|(_, command)| command.tag == 1);
     assert!(!is_answered, "the limit does not hold");
-    scene.thread.registered.limits.set_of_clients(Limits::default());
+    registered(&scene.thread).limits.set_of_clients(Limits::default());
+    scene.thread.review_exports();
     assert_eq!(scene.answer(1), 4096);
     for (read_only, result) in [(true, -libc::EPERM), (false, 4096)] {
-        scene.thread.context.export.set_read_only(read_only).unwrap();
+        registered(&scene.thread).export().set_read_only(read_only).unwrap();
         scene.request(2, u32::from(OP_WRITE), 8, 64);
         assert_eq!(scene.answer(2), result);
         scene.request(2, u32::from(OP_READ), 8, 64);
         assert_eq!(scene.answer(2), 4096);
     }
-    let totals = scene.thread.registered.statistics.totals(FrontendKind::Ublk);
+    let totals = registered(&scene.thread).statistics.totals(FrontendKind::Ublk);
     assert_eq!(totals.errnos, [(libc::EPERM, 1)]);
 }
 
@@ -461,7 +470,7 @@ fn the_last_sector_of_an_image_that_ends_in_it_is_padded_with_zeros() {
         expected[512..812].fill(9);
         assert_eq!(read(&mut scene, 2, last - 1), expected);
         assert_eq!(
-            scene.thread.context.export.disk().refresh(),
+            registered(&scene.thread).export().disk().refresh(),
             Ok(size),
             "nothing is written behind the end"
         );

@@ -1,5 +1,5 @@
-//! Threads of exports without connections: they retire, and start again. Exports that are added and
-//! removed.
+//! Exports without connections: they are flushed and detached after a while, and served again. Exports
+//! that are added and removed. The threads of a server are the same from its start to its end.
 
 use std::collections::BTreeSet;
 use std::io::Read;
@@ -10,7 +10,7 @@ use std::{fs, thread};
 use nowait_server::{AnyExport, Export, Exports, Listener, Options, QueueKind, Server};
 use nowait_testkit::nbd::{Client, Mode};
 use nowait_testkit::worker_only_image::{SEVEN, WorkerOnlyImage};
-use nowait_testkit::{BOUND, wait_for, wait_until};
+use nowait_testkit::{BOUND, wait_until};
 
 const SIZE: u64 = 1 << 20;
 fn client(socket: &Path, name: &str) -> Client {
@@ -22,19 +22,20 @@ fn read(client: &mut Client) {
     assert!(client.read(0, 4096).unwrap() == [SEVEN; 4096]);
 }
 
-/// The event loops of this process, as export and queue.
-fn event_loops() -> BTreeSet<String> {
+/// The numbers of the serving threads of this process.
+fn serving_threads() -> BTreeSet<String> {
     let tasks = fs::read_dir("/proc/self/task").unwrap();
     let name = |task: fs::DirEntry| fs::read_to_string(task.path().join("comm")).ok();
     let names = tasks.filter_map(|task| name(task.ok()?));
-    names.filter_map(|name| Some(name.trim().strip_prefix("nowait-nbd-")?.to_owned())).collect()
+    let number = |name: String| {
+        let number = name.trim().strip_prefix("nowait-")?.to_owned();
+        number.parse::<u16>().ok().map(|_| number)
+    };
+    names.filter_map(number).collect()
 }
 
-fn wait_for_event_loops(what: &str, mut are_right: impl FnMut(&BTreeSet<String>) -> bool) {
-    wait_for(what, || {
-        let loops = event_loops();
-        if are_right(&loops) { Ok(()) } else { Err(loops) }
-    });
+fn numbers(threads: u16) -> BTreeSet<String> {
+    (0..threads).map(|number| number.to_string()).collect()
 }
 
 /// An export called `name` of `image`, whose file is in `directory`.
@@ -47,7 +48,7 @@ fn export(directory: &Path, name: &str, image: &WorkerOnlyImage) -> AnyExport {
 /// this process. The images are those of the exports.
 fn serving(
     exports: usize,
-    queues: u16,
+    threads: u16,
     idle: Duration,
     run: impl FnOnce(&Path, &[WorkerOnlyImage], &Exports),
 ) {
@@ -58,82 +59,63 @@ fn serving(
     let exports = numbered.map(|(n, image)| export(directory.path(), &n.to_string(), image));
     let socket = directory.path().join("socket");
     let (kind, max_connections) = (QueueKind::Threads, 100);
-    let options = Options { queues, kind, max_connections, idle, ..Options::default() };
+    let options = Options { threads, kind, max_connections, idle, ..Options::default() };
     let listeners = vec![Listener::unix(&socket).unwrap()];
     let server = Server::start(exports.collect(), listeners, options).unwrap();
     let (stopper, exports) = (server.shutdown_handle(), server.exports());
     let running = thread::spawn(move || server.run(BOUND));
+    assert_eq!(serving_threads(), numbers(threads));
     run(&socket, &images, &exports);
+    assert_eq!(serving_threads(), numbers(threads));
     stopper.stop();
     assert_eq!(running.join().unwrap().unwrap().unfinished, 0);
-    wait_for_event_loops("all end", BTreeSet::is_empty);
+    wait_until("its threads exit", || serving_threads().is_empty());
 }
 
 /// In sequence, because the threads of the process are counted.
 #[test]
-fn threads_without_connections_flush_retire_and_start_again() {
-    an_export_that_no_connection_uses_has_no_threads_after_a_while();
-    only_a_few_idle_threads_wait_for_their_timeout();
-    a_thread_is_started_for_a_second_connection_and_ends_while_the_first_one_goes_on();
+fn exports_without_connections_are_flushed_and_served_again() {
+    an_export_that_no_connection_uses_is_flushed_after_a_while();
+    an_export_that_one_connection_uses_is_not_flushed();
+    many_exports_are_served_by_the_same_threads();
     an_export_is_added_and_removed_while_clients_use_it();
     an_export_with_clients_is_removed_only_by_force();
 }
 
-fn an_export_that_no_connection_uses_has_no_threads_after_a_while() {
+fn an_export_that_no_connection_uses_is_flushed_after_a_while() {
     serving(2, 1, Duration::from_millis(50), |socket, images, _| {
         for round in 1..=3 {
             let mut stream = client(socket, "1");
             read(&mut stream);
             // A connection without requests uses the export as well.
             thread::sleep(Duration::from_millis(120));
-            assert!(event_loops().contains("1.0"));
             read(&mut stream);
             assert_eq!(images[1].flushes(), round - 1);
             drop(stream);
-            wait_for_event_loops("it ends", |loops| *loops == BTreeSet::from(["0.0".into()]));
             wait_until("it was flushed", || images[1].flushes() == round);
         }
         assert_eq!(images[0].flushes(), 0);
     });
 }
 
-fn only_a_few_idle_threads_wait_for_their_timeout() {
-    /// The most idle threads, the acceptor thread, and the thread of the visited export.
-    const MAX_THREADS: usize = 18;
-    serving(60, 2, Duration::from_secs(1000), |socket, images, _| {
-        for n in 1..60 {
-            read(&mut client(socket, &n.to_string()));
-        }
-        // A thread that starts retires idle ones: of those that became idle later, the next one.
-        let mut names = (1..60).cycle();
-        wait_for_event_loops("they end", |loops| {
-            let are_few = loops.len() <= MAX_THREADS;
-            if !are_few {
-                names.by_ref().take(3).for_each(|n| read(&mut client(socket, &n.to_string())));
-            }
-            are_few
-        });
-        let flushed = images.iter().filter(|image| image.flushes() > 0);
-        assert!(flushed.count() >= 60 - MAX_THREADS);
-        // The first ones are served again.
+fn an_export_that_one_connection_uses_is_not_flushed() {
+    serving(2, 1, Duration::from_millis(50), |socket, images, _| {
+        let mut first = client(socket, "1");
+        read(&mut first);
         read(&mut client(socket, "1"));
+        thread::sleep(Duration::from_millis(120));
+        read(&mut first);
+        assert_eq!(images[1].flushes(), 0, "the export is in use");
     });
 }
 
-fn a_thread_is_started_for_a_second_connection_and_ends_while_the_first_one_goes_on() {
-    serving(2, 2, Duration::from_millis(50), |socket, images, _| {
-        let mut first = client(socket, "1");
-        read(&mut first);
-        assert!(!event_loops().contains("1.1"));
-        let mut second = client(socket, "1");
-        read(&mut second);
-        assert!(event_loops().contains("1.1"));
-        drop(second);
-        wait_for_event_loops("one ends", |loops| {
-            loops.iter().filter(|name| name.starts_with("1.")).count() == 1
-        });
-        read(&mut first);
-        assert_eq!(images[1].flushes(), 0, "the export is in use");
+fn many_exports_are_served_by_the_same_threads() {
+    serving(60, 2, Duration::from_millis(50), |socket, images, _| {
+        let mut clients: Vec<_> = (0..60).map(|n| client(socket, &n.to_string())).collect();
+        clients.iter_mut().for_each(read);
+        drop(clients);
+        wait_until("all are flushed", || images.iter().all(|image| image.flushes() > 0));
+        read(&mut client(socket, "1"));
     });
 }
 
@@ -143,7 +125,7 @@ fn an_export_is_added_and_removed_while_clients_use_it() {
     let new = || export(directory.path(), "new", &image);
     let mut left_at_the_end = None;
     // The idle timeout is too long to matter.
-    serving(1, 2, Duration::from_secs(1000), |socket, _, exports| {
+    serving(1, 1, Duration::from_secs(1000), |socket, _, exports| {
         let names = || exports.list().into_iter().map(|(_, name)| name).collect::<Vec<_>>();
         let failure = |id, timeout| exports.remove(id, timeout).unwrap_err().errno();
         let id = exports.add(new()).unwrap();

@@ -1,0 +1,195 @@
+//! The registry of the exports of a server.
+//!
+//! Invariant: an id is never used again. A removed export is chosen by no further client, and stays
+//! registered until its last use has ended.
+
+use std::collections::{BTreeMap, HashMap};
+use std::sync::{Arc, PoisonError, RwLock, RwLockReadGuard};
+use std::time::Duration;
+
+use nowait::{Error, Operation};
+
+use crate::any_export::AnyExport;
+use crate::export::ExportId;
+use crate::registered_export::RegisteredExport;
+use crate::vhost_user::control_thread::DeviceSocket;
+
+/// All exports of a server. The first one is the default.
+pub(crate) struct Registry(RwLock<Exports>);
+
+struct Exports {
+    by_id: BTreeMap<ExportId, Arc<RegisteredExport>>,
+    /// The first of each name; it may be removed already.
+    by_name: HashMap<String, ExportId>,
+    next: u64,
+}
+
+impl Registry {
+    /// The id of the default export.
+    pub(crate) const DEFAULT: ExportId = ExportId(0);
+
+    /// The exports of `exports`. Also returns the vhost-user sockets that they come with.
+    pub(crate) fn new(
+        exports: impl IntoIterator<Item = AnyExport>,
+    ) -> (Self, Vec<(ExportId, DeviceSocket)>) {
+        let mut all = Exports { by_id: BTreeMap::new(), by_name: HashMap::new(), next: 0 };
+        let mut sockets = Vec::new();
+        for export in exports {
+            let (id, own) = all.add(export);
+            sockets.extend(own.into_iter().map(|socket| (id, socket)));
+        }
+        (Self(RwLock::new(all)), sockets)
+    }
+
+    /// Adds an export. Also returns the vhost-user sockets that it comes with.
+    ///
+    /// # Errors
+    /// `EEXIST`: there is one of that name.
+    pub(crate) fn add(&self, export: AnyExport) -> Result<(ExportId, Vec<DeviceSocket>), Error> {
+        let mut exports = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        if exports.find(export.export.name()).is_some() {
+            return Err(Error::new(libc::EEXIST, Operation::SetUp));
+        }
+        Ok(exports.add(export))
+    }
+
+    /// An export, unless it was removed and is not used any more.
+    pub(crate) fn get(&self, id: ExportId) -> Option<Arc<RegisteredExport>> {
+        self.read().by_id.get(&id).cloned()
+    }
+
+    /// The export that clients choose by `name`.
+    pub(crate) fn find(&self, name: &str) -> Option<Arc<RegisteredExport>> {
+        self.read().find(name).cloned()
+    }
+
+    /// An export that clients can choose.
+    pub(crate) fn served_export(&self, id: ExportId) -> Option<Arc<RegisteredExport>> {
+        self.get(id).filter(|export| !export.is_removed())
+    }
+
+    /// The export of clients that name none.
+    pub(crate) fn default_export(&self) -> Option<Arc<RegisteredExport>> {
+        self.get(Self::DEFAULT)
+    }
+
+    /// All exports in the order of their ids, those included that were removed and are used yet.
+    pub(crate) fn all(&self) -> Vec<Arc<RegisteredExport>> {
+        self.read().by_id.values().cloned().collect()
+    }
+
+    /// The exports that clients can choose, the default first.
+    pub(crate) fn served(&self) -> Vec<Arc<RegisteredExport>> {
+        let mut all = self.all();
+        all.retain(|export| !export.is_removed());
+        all
+    }
+
+    /// An export that can be removed.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export. `EBUSY`: it is the default export.
+    fn removable(&self, id: ExportId) -> Result<Arc<RegisteredExport>, Error> {
+        let failed = |errno| Error::new(errno, Operation::SetUp);
+        let export = self.get(id).ok_or(failed(libc::ENOENT))?;
+        if id == Self::DEFAULT { Err(failed(libc::EBUSY)) } else { Ok(export) }
+    }
+
+    /// Lets no further client choose an export that is not used; [`Registry::wait_removed`] does the rest.
+    /// `connected` says whether a client is connected whose use has not begun yet.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export. `EBUSY`: it is the default export. `EUSERS`: it has clients.
+    pub(crate) fn remove_unused(
+        &self,
+        id: ExportId,
+        connected: impl FnOnce() -> bool,
+    ) -> Result<Arc<RegisteredExport>, Error> {
+        let export = self.removable(id)?;
+        match export.remove_unused(connected) {
+            true => Ok(export),
+            false => Err(Error::new(libc::EUSERS, Operation::SetUp)),
+        }
+    }
+
+    /// Removes an export: no further client can choose it. The threads have to look at their exports.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export. `EBUSY`: it is the default export.
+    pub(crate) fn remove(&self, id: ExportId) -> Result<Arc<RegisteredExport>, Error> {
+        let export = self.removable(id)?;
+        export.stop_controls();
+        export.remove();
+        Ok(export)
+    }
+
+    /// Waits at most `timeout` until a removed export is not used any more and all writes are durable.
+    ///
+    /// # Errors
+    /// `ETIMEDOUT`: it has connections yet, and ends with the last one.
+    pub(crate) fn wait_removed(
+        &self,
+        export: &RegisteredExport,
+        timeout: Duration,
+    ) -> Result<(), Error> {
+        if !export.wait_unused(timeout) {
+            return Err(Error::new(libc::ETIMEDOUT, Operation::SetUp));
+        }
+        self.forget_if_over(export.id);
+        Ok(())
+    }
+
+    /// A thread serves an export no more, which may have been removed.
+    pub(crate) fn forget_if_over(&self, id: ExportId) {
+        let mut exports = self.0.write().unwrap_or_else(PoisonError::into_inner);
+        let is_over = |export: &Arc<RegisteredExport>| {
+            export.is_removed() && export.wait_unused(Duration::ZERO)
+        };
+        if let Some(export) = exports.by_id.get(&id).cloned().filter(is_over) {
+            exports.by_id.remove(&id);
+            exports.forget_name(&export);
+            export.export().summarize_faults();
+        }
+    }
+
+    fn read(&self) -> RwLockReadGuard<'_, Exports> {
+        self.0.read().unwrap_or_else(PoisonError::into_inner)
+    }
+}
+
+impl Exports {
+    fn add(&mut self, export: AnyExport) -> (ExportId, Vec<DeviceSocket>) {
+        let id = ExportId(self.next);
+        self.next += 1;
+        let name = export.export.name();
+        if self.find(name).is_none() {
+            self.by_name.insert(name.to_owned(), id);
+        }
+        let (registered, sockets) = RegisteredExport::new(id, export);
+        self.by_id.insert(id, Arc::new(registered));
+        (id, sockets)
+    }
+
+    /// The first export called `name` that clients can choose.
+    fn find(&self, name: &str) -> Option<&Arc<RegisteredExport>> {
+        let first = self.by_id.get(self.by_name.get(name)?)?;
+        if !first.is_removed() {
+            return Some(first);
+        }
+        // Only exports that were there from the start can have one name.
+        self.by_id.values().find(|other| !other.is_removed() && other.export().name() == name)
+    }
+
+    /// Another export that has the name of `removed` is the first one of that name now.
+    fn forget_name(&mut self, removed: &RegisteredExport) {
+        let export = removed.export();
+        if self.by_name.get(export.name()) != Some(&removed.id) {
+            return;
+        }
+        let is_next = |other: &&Arc<RegisteredExport>| other.export().name() == export.name();
+        match self.by_id.values().find(is_next).map(|next| next.id) {
+            Some(next) => drop(self.by_name.insert(export.name().to_owned(), next)),
+            None => drop(self.by_name.remove(export.name())),
+        }
+    }
+}

@@ -1,0 +1,303 @@
+//! The exports that a thread serves: each is a device of its engine.
+//!
+//! Invariant: an export is attached to the engine of a thread while a member of the thread uses it or a
+//! request of it is in flight there, and for an idle time after that; then its writes are made durable,
+//! and it is detached.
+
+use std::collections::{HashMap, VecDeque};
+use std::sync::Arc;
+use std::time::{Duration, Instant};
+
+use nowait::{BlockMap, DeviceHandle, Engine, Error, IoQueue};
+
+use crate::export::{Export, ExportId};
+use crate::shared_export::SharedExport;
+use crate::statistics::{MechanismCounts, ThreadStatistics};
+use crate::throttle::ExportThrottle;
+
+/// Beside other exports, one may have this fraction of the requests in flight that there is room for.
+const ROOM_SHARE: usize = 2;
+
+/// Step of an export towards its end on a thread.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+enum Stage {
+    /// It has members, or requests in flight.
+    Used,
+    /// It is detached later, unless a member comes.
+    Idle(Instant),
+    /// Its flush is in flight.
+    Flushing,
+    /// Its writes are durable, or it had none.
+    Flushed,
+}
+
+/// An export as one thread serves it.
+pub(crate) struct ServedExport {
+    pub(crate) shared: Arc<SharedExport>,
+    pub(crate) export: Arc<Export>,
+    /// The device of the export in the engine.
+    pub(crate) device: DeviceHandle<dyn BlockMap>,
+    /// The counters that only this thread changes.
+    pub(crate) statistics: Arc<ThreadStatistics>,
+    pub(crate) throttle: ExportThrottle,
+    /// Its members have to leave the thread.
+    pub(crate) is_pausing: bool,
+    /// What the engines of the threads before this one have done.
+    mechanisms_before: MechanismCounts,
+    /// Members of the thread that use it.
+    members: usize,
+    /// Requests in the engine.
+    pub(crate) in_flight: u32,
+    stage: Stage,
+}
+
+impl ServedExport {
+    /// Publishes how the engine has served the requests.
+    pub(crate) fn publish<Q: IoQueue>(&self, engine: &Engine<Q, dyn BlockMap>) {
+        let stats = engine.stats_of(&self.device);
+        self.statistics.publish(&self.mechanisms_before, &stats, self.in_flight);
+    }
+
+    fn is_idle(&self) -> bool {
+        self.members == 0 && self.in_flight == 0
+    }
+}
+
+/// The exports that a thread serves, by the index of the device in its engine.
+pub(crate) struct ServedExports {
+    by_index: Vec<Option<ServedExport>>,
+    by_id: HashMap<ExportId, u32>,
+    /// Exports without members and requests, to be looked at.
+    left: Vec<u32>,
+    /// Exports with members.
+    used: usize,
+    /// Idle exports, the one that has been idle longest first.
+    idle: VecDeque<(Instant, u32)>,
+    idle_time: Duration,
+}
+
+/// What to do with an export that is not used any more.
+pub(crate) enum Unused {
+    /// Its writes have to be made durable.
+    Flush(u32),
+    Detach(u32),
+}
+
+impl ServedExports {
+    /// No exports. One that is not used any more stays attached for `idle_time`.
+    pub(crate) fn new(idle_time: Duration) -> Self {
+        let (by_index, by_id, left, used, idle) = Default::default();
+        Self { by_index, by_id, left, used, idle, idle_time }
+    }
+
+    /// An export that the thread serves.
+    #[inline]
+    pub(crate) fn get(&self, index: u32) -> Option<&ServedExport> {
+        self.by_index.get(index as usize)?.as_ref()
+    }
+
+    /// The same, to be changed.
+    #[inline]
+    pub(crate) fn get_mut(&mut self, index: u32) -> Option<&mut ServedExport> {
+        self.by_index.get_mut(index as usize)?.as_mut()
+    }
+
+    /// All of them with their indexes.
+    pub(crate) fn iter_mut(&mut self) -> impl Iterator<Item = (u32, &mut ServedExport)> {
+        let all = self.by_index.iter_mut().zip(0..);
+        all.filter_map(|(export, index)| Some((index, export.as_mut()?)))
+    }
+
+    /// All of them.
+    pub(crate) fn iter(&self) -> impl Iterator<Item = &ServedExport> {
+        self.by_index.iter().flatten()
+    }
+
+    /// Counts a member that uses `shared`, whose device is attached to `engine` if it is not yet. Returns
+    /// the index of the export.
+    ///
+    /// # Errors
+    /// As [`Engine::attach`].
+    pub(crate) fn add_member<Q: IoQueue>(
+        &mut self,
+        engine: &mut Engine<Q, dyn BlockMap>,
+        shared: &Arc<SharedExport>,
+    ) -> Result<u32, Error> {
+        let index = match self.by_id.get(&shared.id) {
+            Some(index) => *index,
+            None => self.attach(engine, shared)?,
+        };
+        if let Some(served) = self.get_mut(index) {
+            served.members += 1;
+            if served.stage != Stage::Flushing {
+                served.stage = Stage::Used;
+            }
+            self.used += usize::from(served.members == 1);
+        }
+        Ok(index)
+    }
+
+    fn attach<Q: IoQueue>(
+        &mut self,
+        engine: &mut Engine<Q, dyn BlockMap>,
+        shared: &Arc<SharedExport>,
+    ) -> Result<u32, Error> {
+        let export = shared.export();
+        let device = engine.attach(export.disk().clone())?;
+        shared.on_attached();
+        let (index, statistics) = (device.index(), shared.statistics.for_thread());
+        let mut throttle = ExportThrottle::default();
+        // The use of a member that comes now may have begun before the pause.
+        let is_pausing = shared.is_paused();
+        if !is_pausing {
+            throttle.update(&shared.limits);
+        }
+        let served = ServedExport {
+            mechanisms_before: statistics.mechanisms(),
+            shared: shared.clone(),
+            export,
+            device,
+            statistics,
+            throttle,
+            is_pausing,
+            members: 0,
+            in_flight: 0,
+            stage: Stage::Used,
+        };
+        let room = self.by_index.len().max(index as usize + 1);
+        self.by_index.resize_with(room, || None);
+        if let Some(entry) = self.by_index.get_mut(index as usize) {
+            *entry = Some(served);
+        }
+        self.by_id.insert(shared.id, index);
+        Ok(index)
+    }
+
+    /// A member has left.
+    pub(crate) fn remove_member(&mut self, index: u32) {
+        let Some(served) = self.get_mut(index) else { return };
+        served.members -= 1;
+        let (is_idle, is_last) = (served.is_idle(), served.members == 0);
+        self.used -= usize::from(is_last);
+        if is_idle {
+            self.left.push(index);
+        }
+    }
+
+    /// Whether an export may have one more request in an engine with room for `room` more: beside other
+    /// exports each may have half as many as there is room for, so that one whose storage does not answer
+    /// leaves room for the others.
+    #[inline]
+    pub(crate) fn admits(&self, index: u32, room: usize) -> bool {
+        room > 0 && (self.used <= 1 || self.has_share(index, room))
+    }
+
+    fn has_share(&self, index: u32, room: usize) -> bool {
+        let in_flight = self.get(index).map_or(0, |served| served.in_flight as usize);
+        in_flight < (room / ROOM_SHARE).max(1)
+    }
+
+    /// A request of the export has completed.
+    #[inline]
+    pub(crate) fn on_completed(&mut self, index: u32) {
+        if let Some(served) = self.get_mut(index) {
+            served.in_flight -= 1;
+            if served.in_flight == 0 && served.members == 0 {
+                self.left.push(index);
+            }
+        }
+    }
+
+    /// The flush of an export that is not used any more was submitted, or has ended.
+    pub(crate) fn set_flushing(&mut self, index: u32, is_flushing: bool) {
+        let Some(served) = self.get_mut(index) else { return };
+        served.stage = match (is_flushing, served.members) {
+            (true, _) => Stage::Flushing,
+            (false, 0) => Stage::Flushed,
+            (false, _) => Stage::Used,
+        };
+        if !is_flushing {
+            self.left.push(index);
+        }
+    }
+
+    /// Has all that are not used looked at: some are paused or removed.
+    pub(crate) fn look_again(&mut self) {
+        let unused = self.by_index.iter().zip(0..);
+        let unused =
+            unused.filter(|(export, _)| export.as_ref().is_some_and(ServedExport::is_idle));
+        self.left.extend(unused.map(|(_, index)| index));
+    }
+
+    /// Whether there is something for [`ServedExports::next_unused`], apart from what becomes due.
+    #[inline]
+    pub(crate) fn has_unused(&self) -> bool {
+        !self.left.is_empty()
+    }
+
+    /// Time until an export has been idle for so long that it is detached; `None` without one.
+    #[inline]
+    pub(crate) fn idle_time_left(&self, now: Instant) -> Option<Duration> {
+        let (since, _) = self.idle.front()?;
+        Some(self.idle_time.saturating_sub(now.saturating_duration_since(*since)))
+    }
+
+    /// The next export that is to be flushed or detached.
+    pub(crate) fn next_unused(&mut self, now: Instant) -> Option<Unused> {
+        while let Some(index) = self.left.pop() {
+            let Some(served) = self.get_mut(index).filter(|served| served.is_idle()) else {
+                continue;
+            };
+            // The order of writes before a pause is kept by the server that goes on.
+            if served.is_pausing || served.stage == Stage::Flushed {
+                return Some(Unused::Detach(index));
+            }
+            if served.shared.is_removed() {
+                return Some(served.unused(index));
+            }
+            if served.stage == Stage::Used {
+                served.stage = Stage::Idle(now);
+                self.idle.push_back((now, index));
+            }
+        }
+        while self.idle_time_left(now) == Some(Duration::ZERO) {
+            let (since, index) = self.idle.pop_front()?;
+            if let Some(served) = self.get_mut(index)
+                && served.stage == Stage::Idle(since)
+            {
+                return Some(served.unused(index));
+            }
+        }
+        None
+    }
+
+    /// Detaches an export without members and requests.
+    pub(crate) fn detach<Q: IoQueue>(&mut self, engine: &mut Engine<Q, dyn BlockMap>, index: u32) {
+        let Some(served) = self.by_index.get_mut(index as usize).and_then(Option::take) else {
+            return;
+        };
+        self.by_id.remove(&served.shared.id);
+        served.publish(engine);
+        // It cannot fail: the device is one of this engine.
+        let _ = engine.detach(&served.device);
+        let ServedExport { shared, export, device, statistics, .. } = served;
+        drop((export, device, statistics));
+        shared.on_detached();
+    }
+}
+
+impl ServedExport {
+    fn unused(&mut self, index: u32) -> Unused {
+        match self.export.disk().is_read_only() {
+            true => Unused::Detach(index),
+            false => Unused::Flush(index),
+        }
+    }
+}
+
+impl Drop for ServedExports {
+    /// The thread ends: the caller flushes the images.
+    fn drop(&mut self) {
+        self.by_index.drain(..).flatten().for_each(|served| served.shared.on_detached());
+    }
+}

@@ -1,0 +1,543 @@
+//! The threads of a server: their start and end, and the assignment of connections and queues to them.
+//!
+//! Invariant: a connection is in one channel or on one thread, and stays on the thread that it was
+//! assigned to when it was accepted, but for pauses. Threads share exports and channels, nothing else.
+
+pub(crate) mod pause;
+#[cfg(test)]
+mod tests;
+
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
+use std::sync::mpsc::{Sender, channel};
+use std::sync::{Arc, Mutex};
+
+use nowait::{Budget, Error, Operation, Uring, WorkerPool};
+
+use crate::any_export::AnyExport;
+use crate::buffer_budget::DeclaredUse;
+use crate::export::ExportId;
+use crate::export_registry::Registry;
+use crate::frontends::Frontends;
+use crate::locking::lock;
+use crate::nbd::command;
+use crate::nbd::connection::HandoffConnection;
+use crate::nbd::connection_channel::ConnectionChannel;
+use crate::nbd::handshake::{ExportInfo, ExportList};
+use crate::nbd::nbd_frontend::NbdFrontend;
+use crate::nbd::negotiate::ExportDirectory;
+use crate::nbd::write_split::SplitPolicy;
+use crate::net::acceptor::Acceptor;
+use crate::net::connection_limit::{ConnectionLimit, ConnectionPermit};
+use crate::net::listener::Listener;
+use crate::refusal_log;
+use crate::registered_export::RegisteredExport;
+use crate::server_options::Options;
+use crate::shared_export::{ExportUse, NotServed};
+use crate::thread_handle::ThreadHandle;
+use crate::ublk::ublk_channel::{UblkChannel, UblkStart};
+use crate::ublk::ublk_device::UblkDevice;
+use crate::ublk::ublk_frontend::UblkFrontend;
+use crate::vhost_user::control_thread::{self, ControlHandle, ControlServer, DeviceSocket};
+use crate::vhost_user::queue_channel::{QueueChannel, QueueCommand, QueueStart};
+use crate::vhost_user::vhost_frontend::VhostFrontend;
+use crate::vhost_user::{BlockProperties, QueueThreads};
+
+/// An event for [`Server::run`](crate::Server::run).
+pub(crate) enum ThreadEvent {
+    StopRequested,
+    ThreadExited,
+    /// Another process serves.
+    HandedOver,
+    /// A thread's queue has failed; the thread has logged why.
+    ThreadFailed,
+    /// No connection is left, and at least one client had chosen an export.
+    LastClientLeft,
+}
+
+/// Ways from other threads to a thread.
+#[derive(Clone)]
+pub(crate) struct ThreadChannels {
+    pub(crate) connections: Arc<ConnectionChannel>,
+    pub(crate) queues: Arc<QueueChannel>,
+    pub(crate) ublk: Arc<UblkChannel>,
+}
+
+impl ThreadChannels {
+    /// The empty channels of a thread.
+    ///
+    /// # Errors
+    /// `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for its wake-up.
+    pub(crate) fn new() -> Result<Self, Error> {
+        let thread = Arc::new(ThreadHandle::new()?);
+        Ok(Self {
+            connections: Arc::new(ConnectionChannel::new(thread.clone())),
+            queues: Arc::new(QueueChannel::new(thread.clone())),
+            ublk: Arc::new(UblkChannel::new(thread)),
+        })
+    }
+
+    /// The thread.
+    pub(crate) fn thread(&self) -> &Arc<ThreadHandle> {
+        self.connections.thread()
+    }
+}
+
+/// The context of a thread that starts.
+pub(crate) struct ThreadContext {
+    pub(crate) shared: Arc<Shared>,
+    /// Number of the thread.
+    pub(crate) number: u16,
+    pub(crate) channels: ThreadChannels,
+    /// Receives whether the thread has started.
+    pub(crate) started: Option<Sender<Result<(), Error>>>,
+}
+
+impl ThreadContext {
+    /// The NBD frontend of the thread.
+    pub(crate) fn nbd_frontend(&self) -> NbdFrontend {
+        let shared = self.shared.clone();
+        let Options { tls, split_bytes, config, .. } = shared.options.clone();
+        let split_policy = SplitPolicy { fragment_bytes: split_bytes, strict: config.strict };
+        let acceptor = Acceptor::new(Vec::new(), shared.limit.clone());
+        NbdFrontend::new(shared, self.channels.connections.clone(), acceptor, tls, split_policy)
+    }
+
+    /// The ublk frontend of the thread.
+    pub(crate) fn ublk_frontend(&self) -> UblkFrontend {
+        UblkFrontend::new(self.channels.ublk.clone())
+    }
+
+    /// The vhost-user frontend of the thread.
+    pub(crate) fn vhost_frontend(&self) -> VhostFrontend {
+        VhostFrontend::new(self.channels.queues.clone())
+    }
+
+    /// All frontends of the thread.
+    pub(crate) fn frontends(&self) -> Frontends {
+        let (nbd, vhost) = (self.nbd_frontend(), self.vhost_frontend());
+        Frontends { nbd, vhost, ublk: self.ublk_frontend() }
+    }
+
+    /// The thread as the other threads see it.
+    pub(crate) fn thread(&self) -> &Arc<ThreadHandle> {
+        self.channels.thread()
+    }
+
+    /// The context of a thread of a server with `exports` that has no thread but this one; `split_bytes`
+    /// as in [`Options`].
+    #[cfg(any(test, feature = "sim"))]
+    pub(crate) fn simulated(
+        exports: impl IntoIterator<Item = AnyExport>,
+        config: nowait::Config,
+        split_bytes: u64,
+    ) -> Result<Self, Error> {
+        let options = Options {
+            threads: 1,
+            kind: nowait::QueueKind::Threads,
+            config,
+            max_connections: 64,
+            split_bytes,
+            ..Options::default()
+        };
+        let (events, _) = std::sync::mpsc::channel();
+        let (shared, _) = Shared::new(exports, options, events)?;
+        let shared = Arc::new(shared);
+        let channels = shared.channels.first().cloned();
+        let channels = channels.ok_or(Error::new(libc::EINVAL, Operation::SetUp))?;
+        Ok(Self { shared, number: 0, channels, started: None })
+    }
+}
+
+/// How the server ends: the first reason wins.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum End {
+    Open,
+    Stopping,
+    /// Another process is told to serve. If it cannot be told, the server stops if that was asked for meanwhile.
+    HandingOver {
+        is_stop_asked: bool,
+    },
+    /// Another process serves.
+    HandedOver,
+}
+
+/// State shared by the threads of a server.
+pub(crate) struct Shared {
+    pub(crate) registry: Registry,
+    pub(crate) options: Options,
+    pub(crate) limit: Arc<ConnectionLimit>,
+    /// Buffer bytes that the connections of all threads hold.
+    pub(crate) declared: DeclaredUse,
+    /// The buffer memory of all engines.
+    pub(crate) budget: Budget,
+    /// The threads that may block, for all exports.
+    pub(crate) workers: WorkerPool,
+    /// Ways to the serving threads, of which the first one accepts.
+    pub(crate) channels: Vec<ThreadChannels>,
+    /// Serving threads that have not exited.
+    pub(crate) running: AtomicUsize,
+    stopping: AtomicBool,
+    end: Mutex<End>,
+    /// Clients can connect over NBD.
+    listens: AtomicBool,
+    /// Threads of vhost-user sockets that have not exited.
+    controls: AtomicUsize,
+    /// The missing io_uring was logged.
+    warned: AtomicBool,
+    /// A device that stopped polling was logged.
+    warned_of_polling: AtomicBool,
+    events: Sender<ThreadEvent>,
+}
+
+impl Shared {
+    /// The state of a server whose threads are not started. Also returns the vhost-user sockets that the
+    /// exports come with.
+    ///
+    /// # Errors
+    /// `EINVAL`: there is no export. `EMFILE`, `ENFILE`, `ENOMEM`: there is no descriptor for a thread.
+    pub(crate) fn new(
+        exports: impl IntoIterator<Item = AnyExport>,
+        options: Options,
+        events: Sender<ThreadEvent>,
+    ) -> Result<(Self, Vec<(ExportId, DeviceSocket)>), Error> {
+        let (registry, sockets) = Registry::new(exports);
+        if registry.default_export().is_none() {
+            return Err(Error::new(libc::EINVAL, Operation::SetUp));
+        }
+        let channels = (0..options.threads.max(1)).map(|_| ThreadChannels::new());
+        let shared = Self {
+            registry,
+            channels: channels.collect::<Result<_, _>>()?,
+            limit: Arc::new(ConnectionLimit::new(options.max_connections)),
+            declared: DeclaredUse::default(),
+            budget: Budget::new(options.config.buffer_bytes),
+            workers: WorkerPool::new(options.config.workers),
+            options,
+            running: AtomicUsize::new(0),
+            stopping: AtomicBool::new(false),
+            end: Mutex::new(End::Open),
+            listens: AtomicBool::new(false),
+            controls: AtomicUsize::new(0),
+            warned: AtomicBool::new(false),
+            warned_of_polling: AtomicBool::new(false),
+            events,
+        };
+        Ok((shared, sockets))
+    }
+
+    /// Has the threads serve the queues of the local block device of `export`, if it has one that does not
+    /// wait for another server. Returns when they do. A device of another server is taken over before.
+    ///
+    /// # Errors
+    /// The driver's; `ECANCELED`: the server stops.
+    pub(crate) fn start_ublk_queues(
+        self: &Arc<Self>,
+        export: &Arc<RegisteredExport>,
+    ) -> Result<(), Error> {
+        let failed = |errno| Error::new(errno, Operation::SetUp);
+        let Some(device) = export.live_ublk() else { return Ok(()) };
+        // This may take long: not on a serving thread.
+        drop(device.descriptor().map_err(failed)?);
+        let (started, all_started) = channel();
+        for (number, channels) in (0..device.queues()).zip(self.channels.iter().cycle()) {
+            let (shared, removed) = (Arc::downgrade(self), device.clone());
+            let on_removed = Box::new(move || {
+                if let Some(shared) = shared.upgrade() {
+                    shared.on_ublk_removed(&removed);
+                }
+            });
+            let used = export.shared().begin_use().map_err(|_| failed(libc::ECANCELED))?;
+            let (device, started) = (device.clone(), started.clone());
+            channels.ublk.start(UblkStart { device, number, used, on_removed, started });
+        }
+        drop(started);
+        all_started.iter().collect()
+    }
+
+    /// The serving threads.
+    pub(crate) fn threads(&self) -> impl Iterator<Item = &Arc<ThreadHandle>> {
+        self.channels.iter().map(ThreadChannels::thread)
+    }
+
+    /// The ways to the thread with the fewest connections and queues.
+    fn least_loaded(&self) -> Option<&ThreadChannels> {
+        self.channels.iter().min_by_key(|channels| channels.thread().connections())
+    }
+
+    /// Has the first thread accept the connections of `listeners`.
+    pub(crate) fn listen(&self, listeners: Vec<Listener>) {
+        if let (Some(first), false) = (self.channels.first(), listeners.is_empty()) {
+            self.listens.store(true, Ordering::Relaxed);
+            first.connections.give_listeners(listeners);
+        }
+    }
+
+    /// Has the thread with the fewest connections serve `connection`, a client of `export`; if that is
+    /// paused, the connection waits, and if it was removed, it is closed.
+    pub(crate) fn serve_client(
+        &self,
+        export: &Arc<RegisteredExport>,
+        mut connection: HandoffConnection,
+    ) {
+        loop {
+            match export.shared().begin_use() {
+                Ok(used) => {
+                    connection.used = Some(used);
+                    return self.assign(connection);
+                }
+                Err(NotServed::Removed) => return,
+                Err(NotServed::Paused) => {
+                    let mut kept = Some(connection);
+                    export.with_waiting(|waiting| waiting.connections.extend(kept.take()));
+                    match kept {
+                        // The pause has ended meanwhile.
+                        Some(back) => connection = back,
+                        None => return,
+                    }
+                }
+            }
+        }
+    }
+
+    /// Has the threads look at their exports: some were paused, resumed, removed or limited.
+    pub(crate) fn review_exports(&self) {
+        self.threads().for_each(|thread| thread.review_exports());
+    }
+
+    /// Starts the thread of a vhost-user socket for `export`.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export. `EMFILE`, `ENFILE`, `ENOMEM`, `EAGAIN`: the thread could not be
+    /// started.
+    pub(crate) fn serve_devices(
+        self: &Arc<Self>,
+        export: ExportId,
+        socket: DeviceSocket,
+    ) -> Result<(), Error> {
+        let registered = self.registered(export)?;
+        let handle = Arc::new(ControlHandle::new()?);
+        registered.add_control(handle.clone());
+        let name = registered.export().name().to_owned();
+        let server = Arc::new(DeviceExport { shared: self.clone(), registered });
+        let run = move || {
+            control_thread::run(socket, &server, &handle, &name);
+            server.shared.controls.fetch_sub(1, Ordering::AcqRel);
+            server.shared.stop_without_sockets();
+            // As in `ThreadContext::run`.
+            let _ = server.shared.events.send(ThreadEvent::ThreadExited);
+        };
+        self.controls.fetch_add(1, Ordering::AcqRel);
+        let thread = std::thread::Builder::new().name(format!("nowait-vhost-{export}"));
+        if let Err(error) = thread.spawn(run) {
+            self.controls.fetch_sub(1, Ordering::AcqRel);
+            return Err(Error::from_io(&error, Operation::SetUp));
+        }
+        Ok(())
+    }
+
+    /// An export.
+    ///
+    /// # Errors
+    /// `ENOENT`: there is no such export.
+    pub(crate) fn registered(&self, export: ExportId) -> Result<Arc<RegisteredExport>, Error> {
+        self.registry.get(export).ok_or(Error::new(libc::ENOENT, Operation::SetUp))
+    }
+
+    /// Stops the server: no more requests are taken. Without effect while another process takes over, and after that.
+    pub(crate) fn stop(&self) {
+        match &mut *lock(&self.end) {
+            End::HandingOver { is_stop_asked } => return *is_stop_asked = true,
+            End::HandedOver => return,
+            end => *end = End::Stopping,
+        }
+        self.stopping.store(true, Ordering::Release);
+        self.wake_threads();
+        self.registry.all().iter().for_each(|export| export.stop_controls());
+        // The receiver is gone if the server has ended by itself.
+        let _ = self.events.send(ThreadEvent::StopRequested);
+    }
+
+    /// From now on nothing stops the server, because another process is told to serve. False if it stops already.
+    pub(crate) fn begin_handing_over(&self) -> bool {
+        let mut end = lock(&self.end);
+        let begins = *end == End::Open;
+        if begins {
+            *end = End::HandingOver { is_stop_asked: false };
+        }
+        begins
+    }
+
+    /// The other process serves, if it `could` be told; if not, the server goes on, or stops if that was asked for.
+    pub(crate) fn end_handing_over(&self, could: bool) {
+        let before = std::mem::replace(
+            &mut *lock(&self.end),
+            if could { End::HandedOver } else { End::Open },
+        );
+        if !could && before == (End::HandingOver { is_stop_asked: true }) {
+            self.stop();
+        }
+    }
+
+    /// Wakes all threads up.
+    pub(crate) fn wake_threads(&self) {
+        self.threads().for_each(|thread| thread.wake());
+    }
+
+    /// The device of `export` has `size` bytes.
+    pub(crate) fn tell_size(&self, export: &RegisteredExport, size: u64) {
+        if let Some(before) = export.tell_size(size) {
+            let served = export.export();
+            let name = served.name();
+            tracing::info!("export {name:?} has {size} bytes now, it had {before}");
+            if let Some(device) = &export.ublk {
+                device.resize(size);
+            }
+            export.tell_vmms();
+        }
+    }
+
+    /// The local block devices of all exports.
+    pub(crate) fn ublk_devices(&self) -> Vec<Arc<UblkDevice>> {
+        self.registry.all().iter().filter_map(|export| export.ublk.clone()).collect()
+    }
+
+    /// Another process has taken a local block device away. Without a socket and another device there is
+    /// nothing left to serve.
+    fn on_ublk_removed(&self, device: &UblkDevice) {
+        tracing::warn!("{} was removed by another program", device.node());
+        self.stop_without_sockets();
+    }
+
+    /// Stops the server if no client can reach it any more.
+    fn stop_without_sockets(&self) {
+        let has_sockets =
+            self.listens.load(Ordering::Relaxed) || self.controls.load(Ordering::Relaxed) > 0;
+        let has_node = || self.ublk_devices().iter().any(|device| device.has_node());
+        if !has_sockets && !has_node() {
+            self.stop();
+        }
+    }
+
+    /// From now on, [`ThreadEvent::LastClientLeft`] is reported.
+    pub(crate) fn report_last_client_left(&self) {
+        let events = self.events.clone();
+        // `Server::run` may have returned meanwhile.
+        self.limit.on_empty(move || drop(events.send(ThreadEvent::LastClientLeft)));
+    }
+
+    pub(crate) fn is_stopping(&self) -> bool {
+        self.stopping.load(Ordering::Acquire)
+    }
+
+    /// Threads that were started and have not exited, those of sockets included.
+    pub(crate) fn running(&self) -> usize {
+        self.running.load(Ordering::Acquire) + self.controls.load(Ordering::Acquire)
+    }
+
+    /// Tells [`Server::run`](crate::Server::run) of `event`.
+    pub(crate) fn send(&self, event: ThreadEvent) {
+        // The receiver is gone if the server has stopped meanwhile.
+        let _ = self.events.send(event);
+    }
+
+    /// Requests in flight on all threads.
+    pub(crate) fn in_flight(&self) -> usize {
+        self.threads().map(|thread| thread.in_flight()).sum()
+    }
+
+    /// Logs the storage failures of every export that were only counted.
+    pub(crate) fn summarize_faults(&self) {
+        self.registry.all().iter().for_each(|export| export.export().summarize_faults());
+        refusal_log::summarize();
+    }
+
+    /// Logs once that a device which could be polled refuses it.
+    #[cold]
+    pub(crate) fn warn_stopped_polling(&self) {
+        if !self.warned_of_polling.swap(true, Ordering::AcqRel) {
+            tracing::warn!("a device refuses to be polled: its requests complete by interrupt");
+        }
+    }
+
+    /// Logs once that there is no io_uring.
+    pub(crate) fn warn_no_io_uring(&self, error: Error) {
+        if !self.warned.swap(true, Ordering::AcqRel) {
+            tracing::warn!("{}: serving with threads", Uring::refusal(error));
+        }
+    }
+}
+
+impl ExportList for Shared {
+    fn infos(&self) -> Vec<ExportInfo> {
+        self.registry.served().iter().map(|export| info_of(export)).collect()
+    }
+
+    fn info(&self, name: &str) -> Option<ExportInfo> {
+        let export = match name {
+            "" => self.registry.default_export(),
+            _ => self.registry.find(name),
+        };
+        export.map(|export| info_of(&export))
+    }
+}
+
+/// The current properties of an export, as told to clients.
+fn info_of(export: &RegisteredExport) -> ExportInfo {
+    command::export_info(export.id, &export.export())
+}
+
+impl ExportDirectory for Shared {
+    fn name(&self, export: ExportId) -> String {
+        let export = self.registry.get(export);
+        export.map_or_else(String::new, |export| export.export().name().to_owned())
+    }
+
+    fn begin_use(&self, export: ExportId) -> Result<ExportUse, NotServed> {
+        self.registry.get(export).ok_or(NotServed::Removed)?.shared().begin_use()
+    }
+
+    fn assign(&self, connection: HandoffConnection) {
+        if let Some(channels) = self.least_loaded() {
+            channels.connections.assign(connection);
+        }
+    }
+
+    fn keep(&self, export: ExportId, connection: HandoffConnection) {
+        if let Some(export) = self.registry.get(export) {
+            self.serve_client(&export, connection);
+        }
+    }
+}
+
+/// An export and the server, for the threads of vhost-user sockets.
+struct DeviceExport {
+    shared: Arc<Shared>,
+    registered: Arc<RegisteredExport>,
+}
+
+impl QueueThreads for DeviceExport {
+    fn properties(&self) -> BlockProperties {
+        BlockProperties::of(&self.registered.export())
+    }
+
+    fn start(&self, start: Box<QueueStart>) -> Option<Arc<QueueChannel>> {
+        let used = self.registered.shared().begin_use().ok()?;
+        let channels = self.shared.least_loaded().filter(|_| !self.is_stopping())?;
+        channels.queues.send(QueueCommand::Start(used, start));
+        Some(channels.queues.clone())
+    }
+
+    fn is_stopping(&self) -> bool {
+        self.shared.is_stopping()
+    }
+}
+
+impl ControlServer for DeviceExport {
+    fn permit(&self) -> Option<ConnectionPermit> {
+        self.shared.limit.take()
+    }
+
+    fn export(&self) -> ExportId {
+        self.registered.id
+    }
+}

@@ -1,0 +1,161 @@
+//! Exports, their names and sizes, and the connections that are assigned to threads.
+
+use std::io::Read;
+use std::os::unix::net::UnixStream;
+use std::sync::atomic::AtomicBool;
+use std::sync::mpsc::{Receiver, channel};
+use std::time::Duration;
+
+use nowait::{BlockDevice, OpenOptions};
+use tempfile::NamedTempFile;
+
+use crate::export::Export;
+use crate::nbd::handshake::{Handshake, TlsState};
+use crate::nbd::wire;
+use crate::threads::*;
+
+/// An export called `name` of `file`.
+fn export(name: &str, file: &NamedTempFile) -> AnyExport {
+    let disk = BlockDevice::open(file.path(), OpenOptions::default()).unwrap();
+    AnyExport::new(Export::new(Arc::new(disk), name.to_owned(), String::new()))
+}
+
+/// A file of a block.
+fn file() -> NamedTempFile {
+    let file = NamedTempFile::new().unwrap();
+    file.as_file().set_len(4096).unwrap();
+    file
+}
+
+/// A server of `exports` with `threads` threads that are not started.
+fn serving(exports: Vec<AnyExport>, threads: u16) -> (Arc<Shared>, Receiver<ThreadEvent>) {
+    let kind = nowait::QueueKind::Threads;
+    let options = Options { threads, kind, max_connections: 4, ..Options::default() };
+    let (sender, events) = channel();
+    (Arc::new(Shared::new(exports, options, sender).unwrap().0), events)
+}
+
+/// A connection that was just accepted, and its client.
+fn accepted(shared: &Shared) -> (HandoffConnection, UnixStream) {
+    let (near, far) = UnixStream::pair().unwrap();
+    let permit = shared.limit.take().unwrap();
+    (HandoffConnection::new(near.into(), TlsState::Off, permit), far)
+}
+
+#[test]
+fn a_connection_goes_to_the_thread_with_the_fewest() {
+    let (shared, _events) = serving(vec![export("", &file())], 3);
+    let mut clients = Vec::new();
+    for _ in 0..4 {
+        let (connection, client) = accepted(&shared);
+        shared.assign(connection);
+        clients.push(client);
+    }
+    let counts: Vec<_> = shared.threads().map(|thread| thread.connections()).collect();
+    assert_eq!(counts, [2, 1, 1]);
+}
+
+#[test]
+fn a_connection_for_a_thread_that_takes_no_more_is_closed() {
+    let (shared, _events) = serving(vec![export("", &file())], 1);
+    let (waiting, mut first) = accepted(&shared);
+    shared.assign(waiting);
+    shared.channels[0].connections.close();
+    let (late, mut second) = accepted(&shared);
+    shared.assign(late);
+    for client in [&mut first, &mut second] {
+        assert_eq!(client.read(&mut [0]).unwrap(), 0);
+    }
+    assert_eq!(shared.channels[0].thread().connections(), 0);
+}
+
+#[test]
+fn a_client_of_a_removed_export_is_closed_and_one_of_a_paused_export_waits() {
+    let (shared, _events) = serving(vec![export("", &file()), export("other", &file())], 1);
+    let other = shared.registry.find("other").unwrap();
+    assert!(other.begin_pause() && !other.begin_pause());
+    let (waiting, _client) = accepted(&shared);
+    shared.serve_client(&other, waiting);
+    assert_eq!((shared.channels[0].thread().connections(), other.members()), (0, 0));
+    let waited = other.end_pause().connections;
+    assert_eq!(waited.len(), 1);
+    for connection in waited {
+        shared.serve_client(&other, connection);
+    }
+    assert_eq!((shared.channels[0].thread().connections(), other.members()), (1, 1));
+    shared.registry.remove(other.id).unwrap();
+    let (late, mut client) = accepted(&shared);
+    shared.serve_client(&other, late);
+    assert_eq!(client.read(&mut [0]).unwrap(), 0);
+    assert!(!other.wait_unused(Duration::ZERO), "the first client uses it");
+    shared.channels[0].connections.close();
+    assert!(other.wait_unused(Duration::ZERO));
+}
+
+#[test]
+fn a_name_leads_to_the_first_export_that_has_it_and_is_free_once_that_is_removed() {
+    let file = file();
+    let named = || export("twice", &file);
+    let (registry, _) = Registry::new([export("", &file), named(), named()]);
+    let found = || registry.find("twice").map(|export| export.id);
+    for id in [ExportId(1), ExportId(2)] {
+        assert_eq!(found(), Some(id));
+        assert_eq!(registry.add(named()).err().unwrap().errno(), libc::EEXIST);
+        let removed = registry.remove(id).unwrap();
+        registry.wait_removed(&removed, Duration::ZERO).unwrap();
+    }
+    assert_eq!(found(), None);
+    let (again, _) = registry.add(named()).unwrap();
+    assert_eq!((found(), again), (Some(ExportId(3)), ExportId(3)));
+}
+
+#[test]
+fn the_status_of_an_export_is_known_until_its_removal() {
+    let (first, second) = (file(), file());
+    let (shared, _events) = serving(vec![export("", &first), export("other", &second)], 1);
+    let exports = crate::exports::Exports(shared);
+    let id = exports.find("other").unwrap();
+    assert_eq!(exports.status_of(id).unwrap().name, "other");
+    assert_eq!(exports.status().len(), 2);
+    exports.remove(id, Duration::ZERO).unwrap();
+    assert!(exports.status_of(id).is_none() && exports.with_number(id.number()).is_none());
+}
+
+#[test]
+fn each_option_reports_the_current_size() {
+    let file = file();
+    let (shared, _events) = serving(vec![export("", &file)], 1);
+    let mut handshake = Handshake::new(TlsState::Off);
+    let mut input = Vec::from(u32::from(wire::FLAG_FIXED_NEWSTYLE).to_be_bytes());
+    for (option, size) in
+        [(wire::OPT_INFO, 8192), (wire::OPT_INFO, 1 << 16), (wire::OPT_GO, 1 << 20)]
+    {
+        file.as_file().set_len(size).unwrap();
+        input.extend(wire::OPTION_MAGIC.to_be_bytes());
+        input.extend(option.to_be_bytes());
+        // An empty name and no further questions.
+        input.extend([0, 0, 0, 6, 0, 0, 0, 0, 0, 0]);
+        let mut out = Vec::new();
+        handshake.feed(&input, &*shared, &mut out);
+        // The first reply: 20 bytes of its header, the kind of information, the size.
+        assert_eq!(out[22..30], size.to_be_bytes());
+        input.clear();
+    }
+}
+
+#[test]
+fn a_thread_that_does_not_answer_a_wake_up_is_noticed() {
+    let (shared, _events) = serving(vec![export("", &file())], 1);
+    let exports = crate::exports::Exports(shared.clone());
+    assert!(!exports.is_responsive(Duration::from_millis(20)));
+    let stop = AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        scope.spawn(|| {
+            while !stop.load(Ordering::Relaxed) {
+                shared.channels[0].thread().acknowledge();
+            }
+        });
+        assert!(exports.is_responsive(Duration::from_secs(60)));
+        stop.store(true, Ordering::Relaxed);
+    });
+}

@@ -1,0 +1,477 @@
+//! One queue of a ublk device on a serving thread: its tags' commands are in the thread's own ring.
+//!
+//! Invariant: a request is answered once, after its data are where its user expects them. A queue
+//! that ends with commands in the ring leaks its buffers, because the driver may still write to them
+//! (C45).
+#![allow(unsafe_code)]
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, OwnedFd};
+use std::sync::Arc;
+
+use nowait::{
+    ByteRange, Completion, Error, Flags, IoQueue, Op, Operation, Rejected, Request, Token,
+};
+
+use crate::export::result;
+use crate::fairness::Member;
+use crate::injected_bug::{ServerBug, injected};
+use crate::loop_context::{DiskEngine, DiskHandle, LoopContext};
+use crate::statistics::FrontendKind;
+use crate::ublk::request_data::RequestData;
+use crate::ublk::request_descriptors::Descriptors;
+use crate::ublk::ublk_channel::{OnRemoved, UblkStart};
+use crate::ublk::ublk_cmd::{
+    ABORTED, COMMIT_AND_FETCH_REQ, Descriptor, FETCH_REQ, IO_FUA, IO_NEED_REG_BUF, IO_NO_UNMAP,
+    OP_DISCARD, OP_FLUSH, OP_READ, OP_WRITE, OP_WRITE_ZEROES, io_arguments,
+};
+use crate::ublk::ublk_device::UblkDevice;
+
+/// Bits of a token that name the tag; the key of the queue is above them.
+const TAG_BITS: u32 = 16;
+
+/// The token of the commands of a tag of the queue with this `key`.
+fn token_of(key: usize, tag: u16) -> Token {
+    (key as Token) << TAG_BITS | Token::from(tag)
+}
+
+/// The key of a queue and the tag that [`token_of`] was called with.
+#[inline]
+pub(super) fn queue_and_tag(token: Token) -> (usize, u16) {
+    ((token >> TAG_BITS) as usize, token as u16)
+}
+
+/// A queue of a device.
+pub(super) struct UblkQueue {
+    device: Arc<UblkDevice>,
+    /// Its number among the queues of the device, and among those of the thread.
+    number: u16,
+    key: usize,
+    on_removed: OnRemoved,
+    descriptor: OwnedFd,
+    requests: Descriptors,
+    pub(super) member: Member,
+    data: RequestData,
+    /// Tags whose requests are not submitted yet.
+    ready: VecDeque<u16>,
+    /// Tags that get requests, or have one.
+    live_tags: u16,
+    /// Commands in the ring.
+    in_ring: u16,
+    /// Requests in the engine.
+    in_engine: u16,
+    /// Reads and writes so far that were done without a copy, and those that were not.
+    without_copy: u64,
+    with_copy: u64,
+    /// Answers were pushed in this iteration.
+    has_pushed: bool,
+    /// No more requests are taken: the next server gets them.
+    leaving: bool,
+}
+
+impl UblkQueue {
+    /// The queue of `start` under `key`, whose tags get requests: a member of the thread. The driver has a
+    /// buffer for each tag.
+    ///
+    /// # Errors
+    /// `ENOMEM`: there is no memory for the buffers. The errno of the driver or the ring.
+    pub(super) fn begin<Q: IoQueue>(
+        context: &mut LoopContext<Q>,
+        start: UblkStart,
+        key: usize,
+    ) -> Result<Self, Error> {
+        let UblkStart { device, number, used, on_removed, .. } = start;
+        let mut member = Member::of(device.client.clone());
+        context.use_export(&mut member, used)?;
+        let parts = Self::parts(context, &device, &member, number);
+        let (data, descriptor, requests) = match parts {
+            Ok(parts) => parts,
+            Err(error) => {
+                context.leave_export(&mut member);
+                return Err(error);
+            }
+        };
+        let depth = device.info.depth;
+        let mut queue = Self {
+            device,
+            number,
+            key,
+            on_removed,
+            descriptor,
+            requests,
+            member,
+            data,
+            ready: VecDeque::with_capacity(depth.into()),
+            live_tags: depth,
+            in_ring: 0,
+            in_engine: 0,
+            without_copy: 0,
+            with_copy: 0,
+            has_pushed: false,
+            leaving: false,
+        };
+        for tag in 0..depth {
+            if let Err(error) = queue.push(context, FETCH_REQ, tag, 0) {
+                context.leave_export(&mut queue.member);
+                return Err(error);
+            }
+        }
+        queue.device.queue_begins();
+        context.add_member();
+        Ok(queue)
+    }
+
+    /// Buffers, the driver's descriptor and what it shares. What takes time is done before a device is
+    /// taken over: its users wait.
+    fn parts<Q: IoQueue>(
+        context: &mut LoopContext<Q>,
+        device: &UblkDevice,
+        member: &Member,
+        number: u16,
+    ) -> Result<(RequestData, OwnedFd, Descriptors), Error> {
+        let failed = |errno| Error::new(errno, Operation::SetUp);
+        let (depth, bytes) = (device.info.depth, device.info.max_io_bytes);
+        let LoopContext { engine, exports, .. } = context;
+        let served = exports.get(member.export).ok_or(failed(libc::ENODEV))?;
+        let data = match device.registers_data() {
+            true => Some(RequestData::registered(engine, &served.device, depth)),
+            false => RequestData::copied(engine, &served.device, depth, bytes),
+        };
+        let data = data.ok_or(failed(libc::ENOMEM))?;
+        let descriptor = device.descriptor().map_err(failed)?;
+        let requests = Descriptors::map(descriptor.as_fd(), number, depth).map_err(failed)?;
+        Ok((data, descriptor, requests))
+    }
+
+    /// Pushes a command of `tag` into the thread's ring.
+    fn push<Q: IoQueue>(
+        &mut self,
+        context: &mut LoopContext<Q>,
+        op: u32,
+        tag: u16,
+        result: i32,
+    ) -> Result<(), Error> {
+        let (of_entry, address) = self.data.addresses(tag);
+        let arguments = io_arguments(self.number, tag, result, address);
+        let token = context.engine_token(token_of(self.key, tag));
+        // SAFETY: the buffer at the address is in `data`, untouched until the command's result has
+        // come; see the invariant above for a queue that ends before.
+        unsafe { context.engine.command(self.descriptor.as_fd(), op, of_entry, arguments, token)? };
+        self.in_ring += 1;
+        self.has_pushed = true;
+        Ok(())
+    }
+
+    /// Answers the request of `tag`, and fetches its next one.
+    fn answer<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>, tag: u16, result: i32) {
+        if let Err(error) = self.push(context, COMMIT_AND_FETCH_REQ, tag, result) {
+            // The ring has failed, and ends the thread with the same error.
+            tracing::error!("{}: {error}", self.device.node());
+        }
+    }
+
+    /// Submits the request of `tag`, or answers it. False, with nothing done, if there is no memory
+    /// for it.
+    fn submit<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>, tag: u16) -> bool {
+        let Some(descriptor) = self.requests.get(tag) else { return true };
+        let (io, is_cut) = match translate(context, &self.member, descriptor) {
+            Ok(translated) => translated,
+            Err(errno) => {
+                self.answer(context, tag, -errno);
+                return true;
+            }
+        };
+        self.member.quantum.read(io.range.len);
+        self.member.quantum.count(io);
+        let (number, key) = (self.key, u32::from(tag));
+        if !matches!(io.op, Op::Read | Op::Write) {
+            let submitted = context.submit(&self.member, number, key, |engine, device, tag| {
+                engine.submit_no_data(device, io, tag)
+            });
+            match submitted {
+                Ok(()) => self.in_engine += 1,
+                Err(rejected) => self.answer(context, tag, -errno_of(&rejected)),
+            }
+            return true;
+        }
+        if is_cut || context.buffer_offset(&self.member, io.range.pos) > 0 {
+            return self.submit_copied(context, tag, io);
+        }
+        if let RequestData::Registered { .. } = self.data {
+            if descriptor.op_flags & IO_NEED_REG_BUF == 0
+                && let Some(buffer) = self.data.number(tag)
+                && context
+                    .submit(&self.member, number, key, |engine, device, tag| {
+                        engine.submit_registered(device, io, buffer, tag)
+                    })
+                    .is_ok()
+            {
+                self.in_engine += 1;
+                return true;
+            }
+            return self.submit_copied(context, tag, io);
+        }
+        let Some(buffer) = self.data.take_buffer(tag) else { return true };
+        let submitted = context.submit(&self.member, number, key, |engine, device, tag| {
+            engine.submit(device, io, buffer, tag)
+        });
+        match submitted {
+            Ok(()) => {
+                self.in_engine += 1;
+                if injected(ServerBug::CommitBeforeData) && io.op == Op::Read {
+                    self.answer(context, tag, io.range.len as i32);
+                }
+            }
+            Err(rejected) => {
+                let errno = errno_of(&rejected);
+                if let Some(buffer) = rejected.buf {
+                    self.data.put_buffer(tag, buffer);
+                }
+                self.answer(context, tag, -errno);
+            }
+        }
+        true
+    }
+
+    /// Submits a request whose data are copied here, between a buffer of the engine and where the driver has them, or
+    /// answers it. False, with nothing done, if there is no buffer for it.
+    #[inline(never)]
+    fn submit_copied<Q: IoQueue>(
+        &mut self,
+        context: &mut LoopContext<Q>,
+        tag: u16,
+        io: Request,
+    ) -> bool {
+        let Some(mut buffer) = context.buffer(&self.member, io.range) else { return false };
+        let start = context.buffer_offset(&self.member, io.range.pos);
+        let data = &mut buffer[start..start + io.range.len as usize];
+        let copied = match io.op {
+            Op::Write => self.data.copy_in((self.descriptor.as_fd(), self.number), tag, data),
+            _ => Ok(()),
+        };
+        let submitted = copied.and_then(|()| {
+            let submit = |engine: &mut DiskEngine<Q>, device: &DiskHandle, tag| {
+                engine.submit(device, io, buffer, tag)
+            };
+            let submitted = context.submit(&self.member, self.key, tag.into(), submit);
+            submitted.map_err(|rejected| errno_of(&rejected))
+        });
+        match submitted {
+            Ok(()) => self.in_engine += 1,
+            Err(errno) => self.answer(context, tag, -errno),
+        }
+        true
+    }
+
+    /// Handles the end of a request whose memory is registered, or whose data were to be copied.
+    /// Returns its result, or `None` if it is to be tried again with a copy.
+    fn finish_data(&mut self, tag: u16, start: usize, completion: &Completion) -> Option<i32> {
+        let len = completion.io.range.len;
+        let result = result(completion);
+        if completion.buf.is_none() && result.is_err() {
+            self.data.set_must_copy(tag, true);
+            self.ready.push_front(tag);
+            return None;
+        }
+        self.data.set_must_copy(tag, false);
+        match completion.buf {
+            Some(_) => self.with_copy += 1,
+            None => self.without_copy += 1,
+        }
+        // The driver asks for more than the image has where that ends in the last sector, and expects all of it.
+        let asked = self.requests.get(tag).map_or(len, |it| u64::from(it.sectors) << 9).max(len);
+        let copied = match &completion.buf {
+            Some(buffer) if result.is_ok() && completion.io.op == Op::Read => {
+                let data = &buffer[start..start + len as usize];
+                let driver = (self.descriptor.as_fd(), self.number);
+                self.data.copy_out(driver, tag, data, (asked - len) as usize)
+            }
+            _ => Ok(()),
+        };
+        // The driver's longest request bounds it.
+        Some(result.and(copied).map_or_else(|errno| -errno, |()| asked as i32))
+    }
+
+    /// The device may be left to the next server.
+    pub(super) fn look_at_device(&mut self) {
+        if self.device.is_leaving() {
+            self.leaving = true;
+            // The driver queues them for the next server.
+            self.ready.clear();
+        }
+    }
+
+    /// The command of a tag has ended: there is a request, or there will be none. Returns whether the
+    /// queue has ended.
+    #[inline]
+    pub(super) fn on_command<Q: IoQueue>(
+        &mut self,
+        context: &mut LoopContext<Q>,
+        tag: u16,
+        outcome: i32,
+    ) -> bool {
+        self.in_ring -= 1;
+        if outcome < 0 {
+            if outcome != ABORTED {
+                let error = std::io::Error::from_raw_os_error(-outcome);
+                tracing::error!("{}: queue {}: {error}", self.device.node(), self.number);
+            }
+            self.live_tags -= 1;
+            return self.live_tags == 0;
+        }
+        if !self.leaving {
+            self.ready.push_back(tag);
+            context.schedule(self.key, &mut self.member);
+        }
+        false
+    }
+
+    /// Submits the requests that have come. Returns the bytes that they move.
+    pub(super) fn service<Q: IoQueue>(&mut self, context: &mut LoopContext<Q>) -> u64 {
+        while let Some(&tag) = self.ready.front() {
+            if self.member.quantum.reads_exhausted() || self.member.quantum.is_spent() {
+                context.schedule(self.key, &mut self.member);
+                break;
+            }
+            if !context.has_free_slot(&self.member) {
+                self.wait(context);
+                break;
+            }
+            self.ready.pop_front();
+            if !self.submit(context, tag) {
+                self.ready.push_front(tag);
+                self.wait(context);
+                break;
+            }
+        }
+        self.member.quantum.bytes_moved()
+    }
+
+    /// Goes on when something was released: one of the queue's own requests, or another's.
+    fn wait<Q: IoQueue>(&self, context: &mut LoopContext<Q>) {
+        if self.in_engine == 0 {
+            context.block(self.key);
+        }
+    }
+
+    /// A request of the queue has completed.
+    #[inline]
+    pub(super) fn complete<Q: IoQueue>(
+        &mut self,
+        context: &mut LoopContext<Q>,
+        tag: u16,
+        completion: Completion,
+    ) {
+        self.in_engine -= 1;
+        let completed_op = completion.io.op;
+        let has_data = matches!(completed_op, Op::Read | Op::Write);
+        let answer = if has_data && self.data.is_copied_here(tag) {
+            let start = context.buffer_offset(&self.member, completion.io.range.pos);
+            self.finish_data(tag, start, &completion)
+        } else {
+            // The driver expects the bytes of a transfer, which its longest request bounds.
+            let bytes = if has_data { completion.io.range.len as i32 } else { 0 };
+            let answer = result(&completion).map_or_else(|errno| -errno, |()| bytes);
+            if let Some(buffer) = completion.buf {
+                self.data.put_buffer(tag, buffer);
+            }
+            Some(answer)
+        };
+        if !self.ready.is_empty() {
+            context.schedule(self.key, &mut self.member);
+        }
+        if injected(ServerBug::CommitBeforeData) && completed_op == Op::Read {
+            return;
+        }
+        if let Some(answer) = answer {
+            self.answer(context, tag, answer);
+        }
+    }
+
+    /// Whether the queue, which is left to the next server, has ended: its last answers have reached the
+    /// driver.
+    pub(super) fn has_left(&mut self) -> bool {
+        let has_pushed = std::mem::replace(&mut self.has_pushed, false);
+        self.leaving && self.in_engine == 0 && !has_pushed
+    }
+
+    /// Whether it leaves in the next iterations.
+    pub(super) fn is_about_to_leave(&self) -> bool {
+        self.leaving && self.in_engine == 0
+    }
+
+    /// The queue leaves the thread.
+    pub(super) fn end<Q: IoQueue>(mut self, context: &mut LoopContext<Q>) {
+        if self.device.registers_data() {
+            let (node, number) = (self.device.node(), self.number);
+            let Self { without_copy, with_copy, .. } = &self;
+            tracing::debug!(
+                "{node}: queue {number}: {without_copy} requests without a copy, {with_copy} with one"
+            );
+        }
+        if self.in_ring == 0 {
+            self.data.release(&mut context.engine);
+        }
+        context.remove_member(&mut self.member);
+        if self.device.queue_ends() {
+            (self.on_removed)();
+        }
+    }
+
+    /// The simulated driver ends before this queue: it accesses no buffer any more.
+    #[cfg(feature = "sim")]
+    pub(super) fn end_driver(&mut self) {
+        self.in_ring = 0;
+    }
+}
+
+/// The engine's request for a descriptor, and whether it is shorter because the image ends in its last sector; or the errno
+/// that refuses it.
+#[inline]
+fn translate<Q: IoQueue>(
+    context: &LoopContext<Q>,
+    member: &Member,
+    descriptor: Descriptor,
+) -> Result<(Request, bool), i32> {
+    let Descriptor { op_flags, sectors, start_sector } = descriptor;
+    let op = match op_flags as u8 {
+        OP_READ => Op::Read,
+        OP_WRITE => Op::Write,
+        OP_FLUSH => Op::Flush,
+        OP_DISCARD => Op::Discard,
+        OP_WRITE_ZEROES => Op::Zero,
+        _ => return Err(libc::EOPNOTSUPP),
+    };
+    let mut flags = Flags::ALL_OR_ERROR;
+    if op_flags & IO_FUA != 0 && op != Op::Flush {
+        flags = flags.with(Flags::DSYNC);
+    }
+    if op_flags & IO_NO_UNMAP != 0 && op == Op::Zero {
+        flags = flags.with(Flags::NO_UNMAP);
+    }
+    if op == Op::Flush {
+        return Ok((Request { op, flags: Flags::NONE, range: ByteRange::new(0, 0) }, false));
+    }
+    let (pos, len) = (start_sector << 9, u64::from(sectors) << 9);
+    let served = context.export_of(member).ok_or(libc::ENODEV)?;
+    let range = served.export.range_of_sectors(op, pos, len);
+    let range = range.inspect_err(|e| served.statistics.count_error(FrontendKind::Ublk, op, *e))?;
+    Ok((Request { op, flags, range }, range.len < len))
+}
+
+/// The errno of a request that the engine has not taken. The slot was checked before: `EAGAIN` means
+/// that the engine's queue is stuck, and would reach processes that did not ask for it.
+fn errno_of(rejected: &Rejected) -> i32 {
+    match rejected.error.errno() {
+        libc::EAGAIN => libc::EIO,
+        errno => errno,
+    }
+}
+
+impl Drop for UblkQueue {
+    fn drop(&mut self) {
+        if self.in_ring > 0 {
+            self.data.leak();
+        }
+    }
+}
