@@ -103,8 +103,8 @@ pub use memory::io_buffer::IoBuffer;
 pub use queue::auto::{AnyQueue, QueueKind};
 pub use queue::pending_transfer::{AsyncTransfers, PendingTransfer};
 pub use queue::{
-    AioThreadQueue, EventSource, FD_TOKEN, Interest, IoQueue, Null, QueueFile, QueueFull,
-    RegisteredMemory, Token, Uring,
+    AioThreadQueue, EventSource, Interest, IoQueue, Null, QueueFile, QueueFull, RegisteredMemory,
+    Uring,
 };
 pub use storage::file::{Direct, FileStorage, OpenOptions};
 #[cfg(feature = "sim")]
@@ -118,6 +118,7 @@ pub use types::error::{Error, Operation};
 pub use types::io_cursor::{IoCursor, ReadCursor, WriteCursor};
 pub use types::iovec::{IoSegment, MAX_SEGMENTS, MAX_TRANSFER_BYTES};
 pub use types::request::{ExtentStatus, Flags, Op, Request};
+pub use types::token::{FD_TOKEN, Token};
 pub use types::transfer::{Outcome, Transfer, UNREGISTERED};
 
 /// Compiles the README's examples.

@@ -21,9 +21,9 @@ use crate::engine::back_off::BackOff;
 use crate::engine::completion::Stats;
 use crate::engine::merge_run::Run;
 use crate::engine::simple_path::SimplePath;
-use crate::engine::slot::Target;
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
+use crate::types::token::Target;
 
 /// In place of the number of an engine: the device is detached.
 const DETACHED: u64 = u64::MAX;

@@ -23,13 +23,14 @@ use crate::engine::pool::SlotPool;
 use crate::engine::simple_path::Verdict;
 use crate::engine::slot::{Place, Role, State};
 use crate::memory::buffer_pool::{Budget, BufferPool, PooledBuffer};
-use crate::queue::{IoQueue, Token};
+use crate::queue::IoQueue;
 use crate::threads::completion_list::CompletionList;
 use crate::types::config::Config;
 use crate::types::error::Error;
 use crate::types::error::Operation;
 use crate::types::iovec::IoSegment;
 use crate::types::request::{ExtentStatus, Flags, Op, Request};
+use crate::types::token;
 use crate::types::transfer::{Transfer, UNREGISTERED};
 
 /// The requests of one engine.
@@ -278,7 +279,7 @@ impl<M: BlockMap + ?Sized> Dispatcher<M> {
             segments: request.segments.as_slice(),
             extents: &raw mut request.extents,
             slot,
-            client: (request.tag >> 32) as u32,
+            client: token::client_of(request.tag),
             merge: self.config.merge && task == WorkerTask::Run,
             completions: self.completions.clone(),
             device: self.devices[request.device()].jobs.clone(),
@@ -416,9 +417,9 @@ pub(crate) unsafe fn push_transfer<Q: IoQueue>(
     slot: u32,
 ) -> bool {
     // SAFETY: as promised by the caller.
-    if unsafe { queue.push(transfer, Token::from(slot)) }.is_ok() {
+    if unsafe { queue.push(transfer, token::of_slot(slot)) }.is_ok() {
         return true;
     }
     // SAFETY: as promised by the caller.
-    queue.submit().is_ok() && unsafe { queue.push(transfer, Token::from(slot)) }.is_ok()
+    queue.submit().is_ok() && unsafe { queue.push(transfer, token::of_slot(slot)) }.is_ok()
 }

@@ -13,9 +13,9 @@ use crate::engine::attached_device::count;
 use crate::engine::dispatcher::Dispatcher;
 use crate::engine::slot::{RequestSlot, Role, State};
 use crate::engine::transfer_result::{TransferResult, classify};
-use crate::queue::Token;
 use crate::types::iovec::IoSegment;
 use crate::types::request::{Flags, Op};
+use crate::types::token::Token;
 use crate::types::transfer::Outcome;
 
 /// The work left for a request after its data.

@@ -30,22 +30,18 @@ use crate::block::device::BlockDevice;
 use crate::blocking::sync_io;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::memory::buffer_pool::{Budget, BufferPool, PooledBuffer};
-use crate::queue::{FD_TOKEN, Interest, IoQueue, Token};
+use crate::queue::{Interest, IoQueue};
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
 use crate::types::iovec::IoSegment;
 use crate::types::request::{ExtentStatus, Flags, Op, Request};
+use crate::types::token::{self, Token, WORKERS_EVENT};
 use crate::types::{alignment, iovec};
 use attached_device::DeviceHandle;
 use completion::{Completion, Rejected, Stats};
 use dispatcher::Dispatcher;
 use simple_path::Verdict;
-
-/// The token of the wake-up descriptor for slots that workers return.
-const COMPLETIONS_TOKEN: Token = FD_TOKEN | 1 << 60;
-/// Bits of a watched descriptor's token that are reserved for the engine and its queue.
-const RESERVED: Token = 7 << 60;
 
 /// One thread's engine, for any number of devices.
 ///
@@ -115,11 +111,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         [buffers, bounce]: [Budget; 2],
     ) -> Result<Self, Error> {
         let dispatcher = Dispatcher::new(workers, config, bounce)?;
-        queue.events_mut().watch(
-            dispatcher.completion_fd(),
-            COMPLETIONS_TOKEN,
-            Interest::Readable,
-        )?;
+        queue.events_mut().watch(dispatcher.completion_fd(), WORKERS_EVENT, Interest::Readable)?;
         Ok(Self { dispatcher, queue, buffers: BufferPool::new(buffers) })
     }
 
@@ -458,7 +450,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         self.dispatcher.pool.room()
     }
 
-    /// Reports `token` whenever `fd` is ready. The token has [`FD_TOKEN`] set and bits 60 to 62
+    /// Reports `token` whenever `fd` is ready. The token has [`FD_TOKEN`](crate::FD_TOKEN) set and bits 60 to 62
     /// clear.
     ///
     /// # Errors
@@ -469,7 +461,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         token: Token,
         interest: Interest,
     ) -> Result<(), Error> {
-        if !is_caller_token(token) {
+        if !token::is_of_caller(token) {
             return Err(Error::new(libc::EINVAL, Operation::SetUp));
         }
         self.queue.events_mut().watch(fd, token, interest)
@@ -478,7 +470,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
     /// Ends a watch; to be called before the descriptor is closed. A token that [`Engine::watch`]
     /// refuses is ignored: it would name a transfer, or a watch of the engine's own.
     pub fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
-        if is_caller_token(token) {
+        if token::is_of_caller(token) {
             self.queue.events_mut().unwatch(fd, token);
         }
     }
@@ -502,7 +494,7 @@ impl<Q: IoQueue, M: BlockMap + ?Sized> Engine<Q, M> {
         arguments: [u8; 16],
         token: Token,
     ) -> Result<(), Error> {
-        if !is_caller_token(token) {
+        if !token::is_of_caller(token) {
             return Err(Error::new(libc::EINVAL, Operation::SetUp));
         }
         // SAFETY: as promised by the caller.
@@ -572,14 +564,9 @@ fn on_event<M: BlockMap + ?Sized>(
     watched: &mut impl FnMut(Token, i32),
 ) {
     match token {
-        COMPLETIONS_TOKEN => dispatcher.ack_wakeup(),
+        WORKERS_EVENT => dispatcher.ack_wakeup(),
         _ => watched(token, outcome),
     }
-}
-
-/// Whether `token` may name a caller's descriptor.
-const fn is_caller_token(token: Token) -> bool {
-    token & (FD_TOKEN | RESERVED) == FD_TOKEN
 }
 
 impl<Q: IoQueue, M: BlockMap + ?Sized> Drop for Engine<Q, M> {

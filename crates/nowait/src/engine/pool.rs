@@ -9,9 +9,9 @@
 use std::ops::{Index, IndexMut};
 
 use crate::engine::slot::{RequestSlot, State};
-use crate::queue::{FD_TOKEN, Token};
 use crate::sim_hooks::injected_bug;
 use crate::sim_hooks::injected_bug::EngineBug;
+use crate::types::token::{self, Token};
 
 /// Counts of slots handed out.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -121,8 +121,8 @@ impl SlotPool {
     #[inline(always)]
     pub(crate) fn of_transfer(&self, token: Token) -> Option<&RequestSlot> {
         let is_slot = token < self.slots.len() as u64;
-        debug_assert_ne!(is_slot, token & FD_TOKEN != 0);
-        if is_slot { Some(&self.slots[token as usize]) } else { None }
+        debug_assert_eq!(is_slot, token::is_transfer(token));
+        if is_slot { Some(&self.slots[token::slot_of(token) as usize]) } else { None }
     }
 
     /// Appends a slot to the list of done ones.
@@ -249,9 +249,10 @@ impl IndexMut<u32> for SlotPool {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::engine::slot::{Role, Target};
+    use crate::engine::slot::Role;
     use crate::types::byte_range::ByteRange;
     use crate::types::request::{Flags, Op, Request};
+    use crate::types::token::Target;
 
     fn take(pool: &mut SlotPool) -> u32 {
         let (slot, request) = pool.alloc().unwrap();

@@ -11,11 +11,12 @@ use std::sync::atomic::{AtomicU64, Ordering};
 use crate::block::block_map::{BlockMap, Extent, Intent, WouldBlock};
 use crate::block::device::BlockDevice;
 use crate::block::range_lock::LockMode;
-use crate::engine::slot::{Place, Target};
+use crate::engine::slot::Place;
 use crate::types::byte_range::ByteRange;
 use crate::types::config::Config;
 use crate::types::iovec::MAX_TRANSFER_BYTES;
 use crate::types::request::{Flags, Op, Request};
+use crate::types::token::Target;
 use crate::types::transfer::Transfer;
 
 /// The bits that are 0 in every multiple of `block` that can be a position or a length.

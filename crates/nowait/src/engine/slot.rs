@@ -9,6 +9,7 @@ use crate::memory::buffer_pool::PooledBuffer;
 use crate::types::byte_range::ByteRange;
 use crate::types::iovec::IoSegment;
 use crate::types::request::{ExtentStatus, Flags, Op, Request};
+use crate::types::token::Target;
 use crate::types::transfer::UNREGISTERED;
 
 /// The state of a request (C41).
@@ -82,28 +83,6 @@ impl SlotSegments {
     pub(crate) fn as_slice(&self) -> &[IoSegment] {
         let used = usize::from(self.used);
         self.inline.get(..used).unwrap_or(&self.spill)
-    }
-}
-
-/// A device, and a file of it: the index of the device in the table of the engine in the lower 32 bits,
-/// the number of the file in the queue in the upper ones. Both are one store.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub(crate) struct Target(u64);
-
-impl Target {
-    #[inline(always)]
-    pub(crate) const fn new(device: u32, file: u32) -> Self {
-        Self((file as u64) << 32 | device as u64)
-    }
-
-    #[inline(always)]
-    pub(crate) const fn device(self) -> u32 {
-        self.0 as u32
-    }
-
-    #[inline(always)]
-    pub(crate) const fn file(self) -> u32 {
-        (self.0 >> 32) as u32
     }
 }
 

@@ -11,22 +11,21 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use crate::queue::epoll::Epoll;
-use crate::queue::event_source::{EventSource, FD_TOKEN, Interest};
+use crate::queue::event_source::{EventSource, Interest};
 use crate::queue::linux_aio::Aio;
 use crate::queue::queue_files::NumberedFiles;
-use crate::queue::{IoQueue, QueueFile, QueueFull, Token, preadv2};
+use crate::queue::{IoQueue, QueueFile, QueueFull, preadv2};
 use crate::threads::completion_list::CompletionList;
 use crate::threads::thread_pool::ThreadPool;
 use crate::threads::work_item::WorkItem;
 use crate::types::error::{Error, Operation};
+use crate::types::token::{self, AIO_EVENT, THREADS_EVENT, Token};
 use crate::types::transfer::{Outcome, Transfer};
 
 /// Threads of a queue: enough to keep a disk busy, few enough for a fast start.
 const POOL_THREADS: u32 = 16;
 /// Watched descriptors that signal completions: the pool's, and that of the engine's workers.
 const INTERNAL_FDS: usize = 2;
-const POOL_EVENT: Token = FD_TOKEN | FD_TOKEN >> 1;
-const AIO_EVENT: Token = POOL_EVENT | 1;
 /// The greatest number of transfers in AIO; the pool runs those beyond it.
 const AIO_TRANSFERS: u32 = 128;
 
@@ -77,7 +76,7 @@ impl AioThreadQueue {
     pub fn new(slots: u32) -> Result<Self, Error> {
         let completions = Arc::new(CompletionList::new(slots)?);
         let mut watched = Epoll::new()?;
-        watched.watch(completions.fd(), POOL_EVENT, Interest::Readable)?;
+        watched.watch(completions.fd(), THREADS_EVENT, Interest::Readable)?;
         let pool_completions = completions.clone();
         let run = move |PoolTransfer(transfer, token, file)| {
             // SAFETY: see `PoolTransfer`.
@@ -117,7 +116,7 @@ impl AioThreadQueue {
             }
             // SAFETY: as promised by the caller of `push`.
             let outcome = unsafe { call(Some(file), transfer) };
-            ended.push((Token::from(*token), outcome));
+            ended.push((token::of_slot(*token), outcome));
             false
         });
     }
@@ -212,7 +211,7 @@ unsafe impl IoQueue for AioThreadQueue {
             let file = self.files.get(transfer.file).map(|attached| &*attached.file);
             // SAFETY: as promised by the caller of `push`.
             let outcome = unsafe { call(file, &transfer) };
-            self.ended.push((Token::from(token), outcome));
+            self.ended.push((token::of_slot(token), outcome));
         }
         if !self.pushed.is_empty() {
             self.submit_aio();
@@ -251,7 +250,7 @@ unsafe impl IoQueue for AioThreadQueue {
         if self.watched.is_ready() {
             let completions = &self.completions;
             self.watched.take(|token, bits| match token {
-                POOL_EVENT => completions.clear_wake(),
+                THREADS_EVENT => completions.clear_wake(),
                 AIO_EVENT => {}
                 _ => {
                     count += 1;
@@ -260,7 +259,7 @@ unsafe impl IoQueue for AioThreadQueue {
             });
         }
         let returned =
-            self.completions.take(|slot, outcome| sink(Token::from(slot), outcome as Outcome));
+            self.completions.take(|slot, outcome| sink(token::of_slot(slot), outcome as Outcome));
         self.in_pool -= returned;
         count + returned
     }
@@ -290,6 +289,7 @@ unsafe impl IoQueue for AioThreadQueue {
 #[cfg(not(loom))]
 mod tests {
     use super::*;
+    use crate::types::token::FD_TOKEN;
     use std::io::Write;
 
     #[test]

@@ -10,10 +10,11 @@ use std::time::Duration;
 use crate::queue::aio_threads::AioThreadQueue;
 use crate::queue::event_source::{EventSource, Interest};
 use crate::queue::queue_files::QueueFile;
-use crate::queue::remote::{REMOTE_EVENT, REMOTE_FILE, RemoteFile, RemoteFiles};
+use crate::queue::remote::{RemoteFile, RemoteFiles};
 use crate::queue::uring::Uring;
-use crate::queue::{IoQueue, QueueFull, Token};
+use crate::queue::{IoQueue, QueueFull};
 use crate::types::error::Error;
+use crate::types::token::{REMOTE_FILE, STORAGES_EVENT, Token};
 use crate::types::transfer::{Outcome, Transfer};
 
 /// How transfers are submitted to the kernel.
@@ -103,7 +104,7 @@ impl AnyQueue {
             none => {
                 let remote = RemoteFiles::new(*slots)?;
                 let (fd, readable) = (remote.fd(), Interest::Readable);
-                on!(&mut *kernel, queue => queue.events_mut().watch(fd, REMOTE_EVENT, readable))?;
+                on!(&mut *kernel, queue => queue.events_mut().watch(fd, STORAGES_EVENT, readable))?;
                 none.insert(remote)
             }
         };
@@ -205,7 +206,7 @@ unsafe impl IoQueue for AnyQueue {
         };
         let mut own = 0;
         let mut pass = |token, outcome| match token {
-            REMOTE_EVENT => {
+            STORAGES_EVENT => {
                 own += 1;
                 remote.clear_wake();
             }

@@ -11,9 +11,9 @@ use std::time::Duration;
 
 use rustix::event::{Timespec, epoll};
 
-use super::Token;
 use super::event_source::{EventSource, Interest, check_fd_token};
 use crate::types::error::{Error, Operation};
+use crate::types::token::Token;
 use crate::types::transfer::Outcome;
 
 /// The greatest number of events that one system call returns.

@@ -6,11 +6,8 @@
 
 use std::os::fd::BorrowedFd;
 
-use super::Token;
 use crate::types::error::{Error, Operation};
-
-/// Set in the token of a watched descriptor or of a driver's command.
-pub const FD_TOKEN: Token = 1 << 63;
+use crate::types::token::{self, Token};
 
 /// The event that is waited for on a watched descriptor.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -27,7 +24,7 @@ pub trait EventSource {
     /// Reports `token` whenever `fd` is ready. The caller unwatches `fd` before closing it.
     ///
     /// # Errors
-    /// `EINVAL` for a token without [`FD_TOKEN`]; the errno of io_uring_enter(2) or epoll_ctl(2).
+    /// `EINVAL` for a token without [`FD_TOKEN`](crate::FD_TOKEN); the errno of io_uring_enter(2) or epoll_ctl(2).
     fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error>;
 
     /// Ends the watch on `fd` under `token`, of which one last event may be reported.
@@ -38,7 +35,7 @@ pub trait EventSource {
     /// once under `token`: 0 or more, or a negative errno.
     ///
     /// # Errors
-    /// `EOPNOTSUPP` where the queue is no ring; `EINVAL` for a token without [`FD_TOKEN`]; the errno
+    /// `EOPNOTSUPP` where the queue is no ring; `EINVAL` for a token without [`FD_TOKEN`](crate::FD_TOKEN); the errno
     /// of io_uring_enter(2).
     ///
     /// # Safety
@@ -60,13 +57,10 @@ pub trait EventSource {
     fn fd(&self) -> BorrowedFd<'_>;
 }
 
-/// `EINVAL` for a token without [`FD_TOKEN`]: the events of its descriptor would be taken for the
+/// `EINVAL` for a token without [`FD_TOKEN`](crate::FD_TOKEN): the events of its descriptor would be taken for the
 /// completions of transfers.
 pub(crate) fn check_fd_token(token: Token) -> Result<(), Error> {
-    match token & FD_TOKEN {
-        0 => Err(Error::new(libc::EINVAL, Operation::SetUp)),
-        _ => Ok(()),
-    }
+    if token::is_event(token) { Ok(()) } else { Err(Error::new(libc::EINVAL, Operation::SetUp)) }
 }
 
 #[cfg(test)]
@@ -75,8 +69,8 @@ mod tests {
     use std::os::fd::AsFd;
     use std::time::Duration;
 
-    use super::*;
     use crate::queue::{AioThreadQueue, IoQueue, Uring};
+    use crate::types::token::FD_TOKEN;
 
     #[test]
     fn a_command_is_answered_under_its_token_by_a_ring_and_refused_by_other_queues() {

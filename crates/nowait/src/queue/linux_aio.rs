@@ -11,7 +11,7 @@ use std::sync::atomic::{AtomicU32, Ordering};
 
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::queue::Token;
+use crate::types::token::{self, Token};
 use crate::types::transfer::{Outcome, Transfer};
 
 const IOCB_CMD_PREAD: u16 = 0;
@@ -105,7 +105,7 @@ impl Aio {
     pub(crate) fn push(&mut self, fd: BorrowedFd<'_>, transfer: &Transfer, token: u32) {
         let (list, len) = (transfer.segments > 0, u64::from(transfer.len));
         self.iocbs.push(Iocb {
-            token: token.into(),
+            token: token::of_slot(token),
             key: 0,
             rw_flags: transfer.rw_flags,
             operation: match (transfer.write, list) {
@@ -269,7 +269,7 @@ mod tests {
             }
             assert!(taken > 0);
             let all = completions(&mut aio, taken as usize);
-            let wanted = (0..taken).map(|n| (Token::from(n), BLOCK as Outcome));
+            let wanted = (0..taken).map(|n| (token::of_slot(n), BLOCK as Outcome));
             assert!(all.into_iter().eq(wanted));
         }
     }

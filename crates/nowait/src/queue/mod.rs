@@ -19,6 +19,7 @@ pub(crate) mod auto;
 use std::time::Duration;
 
 use crate::types::error::Error;
+use crate::types::token::Token;
 use crate::types::transfer::{Outcome, Transfer};
 
 pub use aio_threads::AioThreadQueue;
@@ -26,16 +27,11 @@ pub use aio_threads::AioThreadQueue;
 pub(crate) use epoll::Epoll;
 #[cfg(feature = "sim")]
 pub(crate) use event_source::check_fd_token;
-pub use event_source::{EventSource, FD_TOKEN, Interest};
+pub use event_source::{EventSource, Interest};
 pub use null::Null;
 pub use queue_files::QueueFile;
 pub use uring::Uring;
 pub use uring::locked_memory::RegisteredMemory;
-
-/// The caller's name for a transfer or a watched descriptor.
-///
-/// Tokens of transfers are below 2³²; [`FD_TOKEN`] marks those of descriptors.
-pub type Token = u64;
 
 /// The queue has no room: call [`IoQueue::submit`] and try again.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
@@ -45,9 +41,9 @@ pub struct QueueFull;
 ///
 /// # Safety
 /// When `drain_completions` returns a token, the engine frees the memory of its transfer and reuses
-/// the slot. So each token without [`FD_TOKEN`] that `drain_completions` returns was pushed before,
+/// the slot. So each token without [`FD_TOKEN`](crate::FD_TOKEN) that `drain_completions` returns was pushed before,
 /// its transfer does not access the memory any more, and the token is returned once for each push.
-/// The queue's [`EventSource`] therefore refuses tokens without [`FD_TOKEN`].
+/// The queue's [`EventSource`] therefore refuses tokens without [`FD_TOKEN`](crate::FD_TOKEN).
 pub unsafe trait IoQueue {
     /// Makes `files` known, at least one, and returns the number of the first for
     /// [`Transfer::file`]; the others follow. Transfers may be in flight.

@@ -7,8 +7,9 @@ use std::time::Duration;
 
 use super::epoll::Epoll;
 use super::event_source::EventSource;
-use super::{IoQueue, QueueFile, QueueFull, Token};
+use super::{IoQueue, QueueFile, QueueFull};
 use crate::types::error::Error;
+use crate::types::token::Token;
 use crate::types::transfer::{Outcome, Transfer};
 
 /// A queue that moves no bytes; every transfer completes at once with its full length.

@@ -7,18 +7,12 @@
 use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 
-use crate::queue::Token;
-use crate::queue::event_source::FD_TOKEN;
 use crate::queue::pending_transfer::{AsyncTransfers, PendingTransfer};
 use crate::queue::queue_files::NumberedFiles;
 use crate::threads::completion_list::CompletionList;
 use crate::types::error::Error;
+use crate::types::token::{self, REMOTE_FILE, Token};
 use crate::types::transfer::{Outcome, Transfer};
-
-/// The token of the completions' descriptor; an engine's own is the one before.
-pub(crate) const REMOTE_EVENT: Token = FD_TOKEN | 1 << 60 | 1;
-/// Set in the numbers of files of devices that have such a storage.
-pub(crate) const REMOTE_FILE: u32 = 1 << 31;
 
 /// A file of a device that has a storage with transfers of its own.
 pub(crate) enum RemoteFile {
@@ -88,7 +82,9 @@ impl RemoteFiles {
                     self.pushed.push(number);
                 }
                 // SAFETY: as promised by the caller.
-                pushed.push(unsafe { PendingTransfer::new(*transfer, token as u32, completions) });
+                pushed.push(unsafe {
+                    PendingTransfer::new(*transfer, token::slot_of(token), completions)
+                });
                 None
             }
             Some(RemoteFile::Kernel(file)) => Some(Transfer { file: *file, ..*transfer }),
@@ -116,6 +112,6 @@ impl RemoteFiles {
 
     /// Passes all completions to `sink`; returns their number.
     pub(crate) fn drain(&self, mut sink: impl FnMut(Token, Outcome)) -> usize {
-        self.completions.take(|slot, outcome| sink(Token::from(slot), outcome as Outcome))
+        self.completions.take(|slot, outcome| sink(token::of_slot(slot), outcome as Outcome))
     }
 }

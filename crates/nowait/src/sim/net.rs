@@ -12,8 +12,9 @@ use rustix::event::{EventfdFlags, eventfd};
 use rustix::io::Errno;
 
 use super::random::Random;
-use crate::queue::{Interest, Token};
+use crate::queue::Interest;
 use crate::types::error::{Error, Operation};
+use crate::types::token::Token;
 use crate::types::transfer::Outcome;
 
 /// If a disconnect follows the last bytes at once, how many of 65536 events withhold the

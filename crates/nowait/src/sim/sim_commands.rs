@@ -6,7 +6,7 @@
 
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
-use crate::queue::Token;
+use crate::types::token::Token;
 use crate::types::transfer::Outcome;
 
 /// A command, as it was pushed to the queue.

@@ -6,13 +6,13 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
-use crate::queue::Token;
 use crate::sim::fault::{Call, Fault, Faults};
 use crate::sim::random::Random;
 use crate::sim::sim_disk::SimDisk;
 use crate::sim::sim_state::{AccessPath, PowerState, Report, SimOptions, SimState};
 use crate::sim_hooks::yield_point;
 use crate::types::byte_range::ByteRange;
+use crate::types::token::Token;
 use crate::types::transfer::{Outcome, Transfer};
 
 /// A simulated device in memory, which any number of queues and workers may share.

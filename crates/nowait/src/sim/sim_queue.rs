@@ -8,15 +8,14 @@ use std::os::fd::BorrowedFd;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::queue::{
-    Epoll, EventSource, Interest, IoQueue, QueueFile, QueueFull, Token, check_fd_token,
-};
+use crate::queue::{Epoll, EventSource, Interest, IoQueue, QueueFile, QueueFull, check_fd_token};
 use crate::sim::fault::SUBMIT_ERRNO;
 use crate::sim::net::Watched;
 use crate::sim::sim_commands::{SimCommand, SimCommands};
 use crate::sim::sim_device::SimDevice;
 use crate::sim_hooks::yield_point;
 use crate::types::error::{Error, Operation};
+use crate::types::token::Token;
 use crate::types::transfer::{Outcome, Transfer};
 
 /// A queue on a [`SimDevice`].

@@ -7,7 +7,6 @@
 
 use std::collections::BinaryHeap;
 
-use crate::queue::Token;
 use crate::sim::fault::{Call, Fault, Faults};
 use crate::sim::random::Random;
 use crate::sim::sim_disk::SimDisk;
@@ -17,6 +16,7 @@ use crate::types::alignment::{Alignment, round_down};
 use crate::types::byte_range::ByteRange;
 use crate::types::iovec;
 use crate::types::iovec::IoSegment;
+use crate::types::token::Token;
 use crate::types::transfer::{Outcome, Transfer};
 
 /// The properties of a simulated device.

@@ -1,5 +1,6 @@
 //! Plain values without I/O: requests, transfers, errors and limits.
 
+pub(crate) mod token;
 pub(crate) mod byte_range;
 pub(crate) mod error;
 pub(crate) mod config;

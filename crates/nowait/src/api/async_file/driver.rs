@@ -15,14 +15,12 @@ use crate::block::block_map::BlockMap;
 use crate::blocking::worker_pool::WorkerPool;
 use crate::engine::Engine;
 use crate::engine::attached_device::DeviceHandle;
-use crate::queue::{FD_TOKEN, Interest, IoQueue, Token};
+use crate::queue::{Interest, IoQueue};
 use crate::types::config::Config;
 use crate::types::error::{Error, Operation};
 use crate::types::iovec::IoSegment;
 use crate::types::request::{Flags, Op};
-
-/// The token under which the channel is watched.
-const CHANNEL_TOKEN: Token = FD_TOKEN | 1 << 59;
+use crate::types::token::WAKE_EVENT;
 
 pub(crate) struct Driver<Q: IoQueue> {
     engine: Engine<Q, dyn BlockMap>,
@@ -47,7 +45,7 @@ impl<Q: IoQueue> Driver<Q> {
         channel: Arc<Channel>,
     ) -> Result<Self, Error> {
         let mut engine = Engine::new(queue, workers, config)?;
-        engine.watch(channel.fd(), CHANNEL_TOKEN, Interest::Readable)?;
+        engine.watch(channel.fd(), WAKE_EVENT, Interest::Readable)?;
         Ok(Self {
             engine,
             devices: Vec::new(),

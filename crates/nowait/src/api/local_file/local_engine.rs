@@ -10,13 +10,11 @@ use crate::block::device::BlockDevice;
 use crate::engine::Engine;
 use crate::engine::attached_device::DeviceHandle;
 use crate::engine::completion::Completion;
-use crate::queue::{FD_TOKEN, Interest, IoQueue, Token};
+use crate::queue::{Interest, IoQueue};
 use crate::types::error::Error;
 use crate::types::iovec::IoSegment;
 use crate::types::request::{Op, Request};
-
-/// The token under which the descriptor is watched that ends a sleep.
-const WAKE_TOKEN: Token = FD_TOKEN | 1 << 59;
+use crate::types::token::WAKE_EVENT;
 
 /// A device of any map that is attached.
 pub(crate) type AnyDevice = DeviceHandle<dyn BlockMap>;
@@ -107,10 +105,10 @@ impl<Q: IoQueue> LocalEngine for Engine<Q, dyn BlockMap> {
     }
 
     fn watch_waker(&mut self, fd: BorrowedFd<'_>) -> Result<(), Error> {
-        self.watch(fd, WAKE_TOKEN, Interest::Readable)
+        self.watch(fd, WAKE_EVENT, Interest::Readable)
     }
 
     fn unwatch_waker(&mut self, fd: BorrowedFd<'_>) {
-        self.unwatch(fd, WAKE_TOKEN);
+        self.unwatch(fd, WAKE_EVENT);
     }
 }

@@ -14,16 +14,14 @@ use io_uring::{IoUring, opcode, squeue, types};
 use rustix::fs::{AtFlags, FileType, OFlags, StatxFlags};
 
 use crate::memory::bounded_counter::BoundedCounter;
-use crate::queue::Token;
 use crate::queue::queue_files::NumberedFiles;
 use crate::queue::uring::ring_files::register_table;
 use crate::queue::uring::{MAX_BUFFERS, enter_result, sqe};
 use crate::types::error::Error;
+use crate::types::token::{POLLING_PROBE, Token};
 use crate::types::transfer::{Outcome, Transfer, UNREGISTERED};
 
 const ENTRIES: u32 = 128;
-/// User data of a read that only tells whether a file system polls: no place is that great.
-const PROBE: u64 = u64::MAX;
 /// Transfers in all polled rings of this process, which may share a queue of the device.
 static POLLED: BoundedCounter = BoundedCounter::new();
 
@@ -117,7 +115,8 @@ impl IopollRing {
     fn file_system_polls(&mut self, number: u32) -> bool {
         let nothing = opcode::Read::new(types::Fixed(number), std::ptr::null_mut(), 0);
         // SAFETY: no memory is named.
-        let pushed = unsafe { self.ring.submission().push(&nothing.build().user_data(PROBE)) };
+        let pushed =
+            unsafe { self.ring.submission().push(&nothing.build().user_data(POLLING_PROBE)) };
         if pushed.is_err() {
             return false;
         }
@@ -125,7 +124,7 @@ impl IopollRing {
         while outcome.is_none() && self.ring.submit_and_wait(1).is_ok() {
             for completion in self.ring.completion() {
                 match completion.user_data() {
-                    PROBE => outcome = Some(completion.result()),
+                    POLLING_PROBE => outcome = Some(completion.result()),
                     place => self.early.push((place, completion.result())),
                 }
             }

@@ -19,9 +19,10 @@ use std::time::Duration;
 use io_uring::{IoUring, cqueue, opcode, squeue, types};
 use rustix::event::{EventfdFlags, eventfd};
 
-use crate::queue::event_source::{EventSource, FD_TOKEN, Interest, check_fd_token};
-use crate::queue::{IoQueue, QueueFile, QueueFull, Token};
+use crate::queue::event_source::{EventSource, Interest, check_fd_token};
+use crate::queue::{IoQueue, QueueFile, QueueFull};
 use crate::types::error::{Error, Operation};
+use crate::types::token::{self, RING_ONCE, RING_OWN, Token};
 use crate::types::transfer::{Outcome, Transfer};
 use iopoll::IopollRing;
 use reserved_numbers::ReservedNumbers;
@@ -37,10 +38,6 @@ const IOWQ_WORKERS: [u32; 2] = [8, 4];
 const MAX_BUFFERS: u32 = 256;
 /// Numbers of buffers beyond those, for drivers: enough for eight queues of 128 requests.
 const RESERVED_BUFFERS: u32 = 1024;
-/// Set in tokens of the ring's own requests, whose completions are discarded.
-const INTERNAL_TOKEN: Token = FD_TOKEN >> 1;
-/// Set in tokens of watches that end with their first event, and of commands to drivers.
-const ONESHOT: Token = FD_TOKEN >> 2;
 
 /// The features that the kernel offered when the ring was set up.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
@@ -226,7 +223,7 @@ impl Uring {
     fn poll_entry(fd: RawFd, token: Token, interest: Interest) -> squeue::Entry {
         let (events, multi, mark) = match interest {
             Interest::Readable => (libc::POLLIN | libc::POLLRDHUP, true, 0),
-            Interest::Writable => (libc::POLLOUT, false, ONESHOT),
+            Interest::Writable => (libc::POLLOUT, false, RING_ONCE),
         };
         opcode::PollAdd::new(types::Fd(fd), events as u32)
             .multi(multi)
@@ -316,7 +313,7 @@ impl Uring {
 }
 
 // SAFETY: the kernel completes each entry once, after its last access to the memory; the ring's own
-// entries have `INTERNAL_TOKEN` or `FD_TOKEN` in their tokens.
+// entries have `RING_OWN` or `FD_TOKEN` in their tokens.
 unsafe impl IoQueue for Uring {
     fn attach(&mut self, files: &[QueueFile<'_>]) -> Result<u32, Error> {
         let files = files.iter().map(QueueFile::descriptor).collect::<Result<Vec<_>, _>>()?;
@@ -383,15 +380,16 @@ unsafe impl IoQueue for Uring {
         let (mut transfers, mut events) = (0, 0);
         for completion in self.ring.completion() {
             let token = completion.user_data();
-            if token & FD_TOKEN == 0 {
-                if token & INTERNAL_TOKEN == 0 {
-                    sink(token, completion.result());
-                    transfers += 1;
-                }
+            if token::is_transfer(token) {
+                sink(token, completion.result());
+                transfers += 1;
                 continue;
             }
-            let ended = token & ONESHOT == 0 && !cqueue::more(completion.flags());
-            let token = token & !ONESHOT;
+            if !token::is_event(token) {
+                continue;
+            }
+            let ended = token & RING_ONCE == 0 && !cqueue::more(completion.flags());
+            let token = token & !RING_ONCE;
             if ended && let Some(&watch) = self.watched.iter().find(|watch| watch.1 == token) {
                 self.rearm.push(watch);
             }
@@ -483,7 +481,7 @@ unsafe impl IoQueue for Uring {
 impl EventSource for Uring {
     fn watch(&mut self, fd: BorrowedFd<'_>, token: Token, interest: Interest) -> Result<(), Error> {
         check_fd_token(token)?;
-        debug_assert!(token & (INTERNAL_TOKEN | ONESHOT) == 0);
+        debug_assert!(token & (RING_OWN | RING_ONCE) == 0);
         if interest == Interest::Readable {
             self.watched.push((fd.as_raw_fd(), token));
         }
@@ -492,13 +490,12 @@ impl EventSource for Uring {
 
     fn unwatch(&mut self, fd: BorrowedFd<'_>, token: Token) {
         self.watched.retain(|watch| *watch != (fd.as_raw_fd(), token));
-        for token in [token, token | ONESHOT] {
+        for token in [token, token | RING_ONCE] {
             // The poll keeps the file open until it is removed, so the removal must not be lost. An
             // error means that the ring accepts no entries any more; `submit` and `wait` return it,
             // too. `PollRemove` would leave a poll that has an event at that moment (EALREADY),
             // which is the usual case for a connection that is being closed.
-            let _ =
-                self.push_sqe(&opcode::AsyncCancel::new(token).build().user_data(INTERNAL_TOKEN));
+            let _ = self.push_sqe(&opcode::AsyncCancel::new(token).build().user_data(RING_OWN));
         }
     }
 
@@ -513,7 +510,7 @@ impl EventSource for Uring {
     ) -> Result<(), Error> {
         check_fd_token(token)?;
         let command = opcode::UringCmd16::new(types::Fd(fd.as_raw_fd()), op).cmd(arguments);
-        self.push_sqe(&command.addr(Some(address)).build().user_data(token | ONESHOT))
+        self.push_sqe(&command.addr(Some(address)).build().user_data(token | RING_ONCE))
     }
 
     fn fd(&self) -> BorrowedFd<'_> {

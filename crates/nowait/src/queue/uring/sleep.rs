@@ -122,8 +122,9 @@ mod tests {
     use std::time::Instant;
 
     use super::*;
-    use crate::queue::event_source::{EventSource, FD_TOKEN, Interest};
+    use crate::queue::event_source::{EventSource, Interest};
     use crate::queue::{IoQueue, QueueFile, Uring};
+    use crate::types::token::FD_TOKEN;
     use crate::types::transfer::Transfer;
 
     /// A ring of a kernel that cannot be told, whose thread is idle after `idle`; `None` if there is no ring.
